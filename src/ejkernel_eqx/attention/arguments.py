@@ -1,0 +1,277 @@
+"""Checks what a user passes to an attention operation and resolves it to `AttentionArrays` and `AttentionSpec`.
+
+Every error names the argument, what was expected, what came, and what to do, before anything is computed.
+"""
+
+import dataclasses
+import math
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import Array
+
+from .lower import Lowered
+from .mask import Mask, Window
+from .spec import AttentionArrays, AttentionSpec, RowRanges
+
+_DTYPES = ("bfloat16", "float16", "float32", "float64")
+
+
+@dataclasses.dataclass(frozen=True)
+class ScoreOptions:
+    """The static options that every softmax attention shares."""
+
+    logits_soft_cap: float | None = None
+    softmax_scale: float | None = None
+    dropout_rate: float = 0.0
+    deterministic: bool = False
+
+    def check(self) -> None:
+        if self.logits_soft_cap is not None and not self.logits_soft_cap > 0:
+            raise ValueError(f"logits_soft_cap: expected a positive number or None, received {self.logits_soft_cap}; None turns it off.")
+        if self.softmax_scale is not None and not math.isfinite(self.softmax_scale):
+            raise ValueError(f"softmax_scale: expected a finite number or None, received {self.softmax_scale}; None means D**-0.5.")
+        if not 0.0 <= self.dropout_rate < 1.0:
+            raise ValueError(f"dropout_rate: expected a probability in [0, 1), received {self.dropout_rate}.")
+
+
+class MaskInputs(NamedTuple):
+    """The arguments of a call that say what is visible."""
+
+    mask: Any = None
+    segment_ids: Any = None
+    kv_segment_ids: Any = None
+    cu_seqlens: Any = None
+    kv_cu_seqlens: Any = None
+    q_lengths: Any = None
+    kv_lengths: Any = None
+    q_offset: Any = None
+
+
+class ScoreInputs(NamedTuple):
+    """The arguments of a call that change scores or weights."""
+
+    bias: Any = None
+    sinks: Any = None
+    alibi_slopes: Any = None
+    key: Any = None
+    inference: bool = False
+
+
+def parse_window(sliding_window: Any, causal: bool) -> Window:
+    """`(left, right)` key counts, own key excluded, from an int or a pair; `ValueError` for anything else."""
+    if sliding_window is None:
+        return (None, None)
+    if isinstance(sliding_window, bool) or not isinstance(sliding_window, int | tuple | list | np.integer):
+        raise ValueError(f"sliding_window: expected an int, a pair (left, right) or None, received {sliding_window!r}.")
+    if isinstance(sliding_window, int | np.integer):
+        if not causal:
+            raise ValueError(
+                f"sliding_window: expected a pair (left, right) when causal=False, received the int {sliding_window}; "
+                "an int counts the keys up to the query's own and needs causal=True."
+            )
+        if sliding_window < 1:
+            raise ValueError(f"sliding_window: expected at least 1 key (the query's own), received {sliding_window}.")
+        return (int(sliding_window) - 1, 0)
+    pair = tuple(sliding_window)
+    if len(pair) != 2 or any(side is not None and (not isinstance(side, int | np.integer) or side < 0) for side in pair):
+        raise ValueError(f"sliding_window: expected a pair of numbers of keys >= 0 or None, received {sliding_window!r}.")
+    return (None if pair[0] is None else int(pair[0]), None if pair[1] is None else int(pair[1]))
+
+
+def resolve(
+    q: Any, k: Any, v: Any, options: ScoreOptions, mask: Mask, masking: MaskInputs, scoring: ScoreInputs, *, return_lse: bool
+) -> tuple[AttentionArrays, AttentionSpec]:
+    """The resolved call. `mask` is the operation's own (causal, window); everything in `masking` is intersected with it."""
+    q, k, v = _check_qkv(q, k, v)
+    lead, queries, keys, heads = q.shape[:-3], q.shape[-3], k.shape[-3], q.shape[-2]
+    lowered = _visible(mask, masking, lead, heads, queries, keys)
+    dropout = options.dropout_rate if not scoring.inference else 0.0
+    spec = AttentionSpec(
+        scale=float(q.shape[-1] ** -0.5 if options.softmax_scale is None else options.softmax_scale),
+        logits_soft_cap=None if options.logits_soft_cap is None else float(options.logits_soft_cap),
+        left=lowered.left,
+        right=lowered.right,
+        offset=lowered.offset,
+        dropout_rate=float(dropout),
+        deterministic=options.deterministic,
+        return_lse=return_lse,
+    )
+    segments = lowered.segments
+    slopes, sinks = _head_array("alibi_slopes", scoring.alibi_slopes, heads, lead), _sinks(scoring.sinks, heads, lead)
+    arrays = AttentionArrays(
+        q=q,
+        k=k,
+        v=v,
+        bias=_over_scores("bias", scoring.bias, lead, (heads, queries, keys)),
+        alibi_slopes=None if slopes is None else slopes.astype(_accumulator(q)),
+        sinks=None if sinks is None else sinks.astype(_accumulator(q)),
+        mask=_over_scores("mask", lowered.dense, lead, (heads, queries, keys)),
+        q_segments=None if segments is None else _over_row("segment_ids", segments[0], lead, queries),
+        kv_segments=None if segments is None else _over_row("kv_segment_ids", segments[1], lead, keys),
+        rows=None if lowered.rows is None else RowRanges(*(_pad_lead(x, lead, 1) for x in lowered.rows)),
+        seeds=_seeds(scoring.key, lead, heads) if dropout > 0 else None,
+    )
+    return arrays, spec
+
+
+def _accumulator(q: Array) -> Any:
+    return jnp.float64 if q.dtype == jnp.float64 else jnp.float32
+
+
+def _check_qkv(q: Any, k: Any, v: Any) -> tuple[Array, Array, Array]:
+    arrays = {"q": q, "k": k, "v": v}
+    for name, x in arrays.items():
+        if not isinstance(x, jax.Array | np.ndarray):
+            raise ValueError(f"{name}: expected an array [..., seq, heads, head_dim], received {type(x).__name__}.")
+        if x.ndim < 3:
+            raise ValueError(f"{name}: expected rank 3 or more, [..., seq, heads, head_dim], received shape {x.shape}; add the missing axes.")
+        if str(x.dtype) not in _DTYPES:
+            raise ValueError(f"{name}: expected dtype {', '.join(_DTYPES)}, received {x.dtype}; cast it first.")
+    q, k, v = jnp.asarray(q), jnp.asarray(k), jnp.asarray(v)
+    if not q.dtype == k.dtype == v.dtype:
+        raise ValueError(f"q, k, v: expected one dtype, received {q.dtype}, {k.dtype}, {v.dtype}; cast them to the same.")
+    if k.shape[:-1] != v.shape[:-1]:
+        raise ValueError(f"v: expected the shape of k up to the last axis, {k.shape[:-1]}, received {v.shape[:-1]}.")
+    if q.shape[:-3] != k.shape[:-3]:
+        raise ValueError(f"k: expected the leading axes of q, {q.shape[:-3]}, received {k.shape[:-3]}; broadcast or jax.vmap it.")
+    if q.shape[-1] != k.shape[-1]:
+        raise ValueError(f"k: expected the head_dim of q, {q.shape[-1]}, received {k.shape[-1]} in shape {k.shape}.")
+    if q.shape[-1] == 0 or q.shape[-2] == 0 or k.shape[-2] == 0 or q.shape[-2] % k.shape[-2]:
+        raise ValueError(
+            f"q: expected a number of query heads that is a multiple of the {k.shape[-2]} key heads, received {q.shape[-2]} in shape {q.shape}; "
+            "the layout is [..., seq, heads, head_dim]."
+        )
+    return q, k, v
+
+
+def _visible(mask: Mask, given: MaskInputs, lead: tuple[int, ...], heads: int, queries: int, keys: int) -> Lowered:
+    _check_exclusive(given, lead)
+    if isinstance(given.mask, Mask):
+        mask = mask & given.mask
+        _check_mask(mask, lead, queries, keys)
+    elif given.mask is not None:
+        mask = mask & Mask.from_dense(given.mask)
+    if given.segment_ids is not None:
+        q_ids = _ids("segment_ids", given.segment_ids, queries)
+        kv_ids = q_ids if given.kv_segment_ids is None else _ids("kv_segment_ids", given.kv_segment_ids, keys)
+        if kv_ids.shape[-1] != keys:
+            raise ValueError(f"kv_segment_ids: expected ids for {keys} keys, as there are {queries} queries, received None; give both.")
+        mask = mask & Mask.from_segments(q_ids, kv_ids)
+    if given.cu_seqlens is not None:
+        mask = mask & _cu_seqlens(given, queries, keys)
+    lengths = {n: _row_scalar(n, getattr(given, n), lead) for n in ("q_lengths", "kv_lengths")}
+    mask = mask & Mask.from_lengths(**lengths)
+    return mask.lower(queries, keys, q_offset=_offset(given.q_offset, lead))
+
+
+def _check_exclusive(given: MaskInputs, lead: tuple[int, ...]) -> None:
+    packed = given.cu_seqlens is not None or (isinstance(given.mask, Mask) and given.mask.cu_seqlens is not None)
+    for name in ("segment_ids", "q_lengths", "kv_lengths", "q_offset"):
+        if packed and getattr(given, name) is not None:
+            raise ValueError(f"{name}: expected None with cu_seqlens, received both; cu_seqlens already says where sequences begin and end.")
+    if given.kv_segment_ids is not None and given.segment_ids is None:
+        raise ValueError("segment_ids: expected ids of the queries, received only kv_segment_ids; give both.")
+    if given.kv_cu_seqlens is not None and given.cu_seqlens is None:
+        raise ValueError("cu_seqlens: expected the offsets of the queries, received only kv_cu_seqlens; give both.")
+    if packed and lead:
+        raise ValueError(f"cu_seqlens: expected q of shape [tokens, heads, head_dim], received leading axes {lead}; flatten them or use segment_ids.")
+
+
+def _check_mask(mask: Mask, lead: tuple[int, ...], queries: int, keys: int) -> None:
+    for q_ids, kv_ids in mask.segments:
+        if q_ids.shape[-1:] != (queries,) or kv_ids.shape[-1:] != (keys,):
+            raise ValueError(
+                f"mask: expected segment ids for {queries} queries and {keys} keys, received {q_ids.shape} and {kv_ids.shape}; "
+                "give Mask.from_segments both."
+            )
+    for name in ("prefix_lengths", "q_lengths", "kv_lengths"):
+        _row_scalar(f"mask.{name}", getattr(mask, name), lead)
+
+
+def _cu_seqlens(given: MaskInputs, queries: int, keys: int) -> Mask:
+    q, kv = given.cu_seqlens, given.cu_seqlens if given.kv_cu_seqlens is None else given.kv_cu_seqlens
+    for name, value in (("cu_seqlens", q), ("kv_cu_seqlens", kv)):
+        if np.ndim(value) != 1 or np.shape(value)[0] < 2 or not np.issubdtype(np.dtype(value.dtype), np.integer):
+            raise ValueError(f"{name}: expected int offsets [N + 1] from 0 to the number of tokens, received shape {np.shape(value)}.")
+    if np.shape(q) != np.shape(kv):
+        raise ValueError(f"kv_cu_seqlens: expected as many sequences as cu_seqlens, {np.shape(q)}, received {np.shape(kv)}.")
+    if given.kv_cu_seqlens is None and queries != keys:
+        raise ValueError(f"kv_cu_seqlens: expected offsets for {keys} keys, as there are {queries} queries, received None; give both.")
+    return Mask.from_cu_seqlens(q, kv)
+
+
+def _ids(name: str, value: Any, length: int) -> Array:
+    array = jnp.asarray(value)
+    if not jnp.issubdtype(array.dtype, jnp.integer) or array.ndim < 1 or array.shape[-1] != length:
+        raise ValueError(f"{name}: expected ints [..., {length}], received {array.dtype} {array.shape}.")
+    return array.astype(jnp.int32)
+
+
+def _row_scalar(name: str, value: Any, lead: tuple[int, ...]) -> Array | None:
+    if value is None:
+        return None
+    array = jnp.asarray(value)
+    if not jnp.issubdtype(array.dtype, jnp.integer):
+        raise ValueError(f"{name}: expected ints, one per batch row {lead} or one for all, received dtype {array.dtype}.")
+    return _broadcastable(name, array, lead).astype(jnp.int32)
+
+
+def _offset(q_offset: Any, lead: tuple[int, ...]) -> Any:
+    if q_offset is None or isinstance(q_offset, int | np.integer):
+        return None if q_offset is None else int(q_offset)
+    return _row_scalar("q_offset", q_offset, lead)
+
+
+def _broadcastable(name: str, array: Array, full: tuple[int, ...]) -> Array:
+    padded = (1,) * (len(full) - array.ndim) + array.shape
+    if len(padded) != len(full) or any(size not in (1, whole) for size, whole in zip(padded, full, strict=True)):
+        raise ValueError(f"{name}: expected a shape broadcastable to {full}, received {array.shape}.")
+    return array
+
+
+def _pad_lead(array: Array, lead: tuple[int, ...], rank: int) -> Array:
+    """Leading axes of size one in front, so that the array has as many leading axes as the queries."""
+    return array.reshape((1,) * (len(lead) + rank - array.ndim) + array.shape)
+
+
+def _over_scores(name: str, value: Any, lead: tuple[int, ...], core: tuple[int, int, int]) -> Array | None:
+    if value is None:
+        return None
+    array = jnp.asarray(value)
+    if name == "bias" and not jnp.issubdtype(array.dtype, jnp.floating):
+        raise ValueError(f"bias: expected floats, received dtype {array.dtype}; a boolean array is given as mask=.")
+    return _pad_lead(_broadcastable(name, array, (*lead, *core)), lead, 3)
+
+
+def _over_row(name: str, ids: Array, lead: tuple[int, ...], length: int) -> Array:
+    return _pad_lead(_broadcastable(name, ids, (*lead, length)), lead, 1)
+
+
+def _head_array(name: str, value: Any, heads: int, lead: tuple[int, ...]) -> Array | None:
+    if value is None:
+        return None
+    array = jnp.asarray(value)
+    if array.ndim != 1 or array.shape[0] != heads or not jnp.issubdtype(array.dtype, jnp.floating):
+        raise ValueError(f"{name}: expected floats [{heads}], one per query head, received {array.dtype} {array.shape}.")
+    return _pad_lead(array, lead, 1)
+
+
+def _sinks(value: Any, heads: int, lead: tuple[int, ...]) -> Array | None:
+    """One logit a head: several sinks of a head join the denominator as their log-sum-exp."""
+    if value is None:
+        return None
+    array = jnp.asarray(value)
+    if array.ndim not in (1, 2) or array.shape[0] != heads or not jnp.issubdtype(array.dtype, jnp.floating):
+        raise ValueError(f"sinks: expected floats [{heads}] or [{heads}, n], received {array.dtype} {array.shape}.")
+    if array.ndim == 2:
+        array = jax.nn.logsumexp(array.astype(jnp.promote_types(array.dtype, jnp.float32)), axis=1)
+    return _pad_lead(array, lead, 1)
+
+
+def _seeds(key: Any, lead: tuple[int, ...], heads: int) -> Array:
+    if key is None:
+        raise ValueError("key: expected a JAX PRNG key, as dropout_rate > 0, received None; pass key=, or inference=True to drop nothing.")
+    return jax.random.bits(key, (*lead, heads, 2), jnp.uint32)

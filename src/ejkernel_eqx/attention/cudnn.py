@@ -1,0 +1,92 @@
+"""Platform `cuda`: cuDNN's fused attention through the public `jax.nn.dot_product_attention`.
+
+It brings its own derivative, batching and partitioning rules; what it cannot say exactly it refuses here.
+"""
+
+import dataclasses
+
+import jax
+from jax import Array
+
+from ..dispatch import DeviceFacts, Problem
+from .spec import AttentionArrays, AttentionSpec
+
+OPAQUE = True
+NOTE = "the backward is not guaranteed bitwise repeatable; deterministic=True avoids this platform"
+
+
+@dataclasses.dataclass(frozen=True)
+class CudnnConfig:
+    """cuDNN chooses its own tiles: there is nothing to set."""
+
+
+config_type = CudnnConfig
+
+
+def unavailable(device: DeviceFacts) -> str | None:
+    if device.vendor != "nvidia":
+        return f"needs an NVIDIA GPU, the device is {device.kind}"
+    if device.capability < (8, 0):
+        return f"needs compute capability 8.0 or newer, the device has {device.compute_capability or 'none'}"
+    return None
+
+
+def unsupported(problem: Problem, device: DeviceFacts) -> str | None:
+    for flag, words in (
+        ("lse", "return_lse (its lse has no gradient)"),
+        ("deterministic", "deterministic=True"),
+        ("dropout", "dropout"),
+        ("soft_cap", "logits_soft_cap"),
+        ("bias", "bias"),
+        ("mask", "mask"),
+        ("segments", "segment ids"),
+        ("rows", "lengths, packing or an offset per row"),
+        ("sinks", "sinks"),
+        ("alibi_slopes", "ALiBi slopes"),
+    ):
+        if problem.flag(flag):
+            return f"does not take {words}"
+    if problem.dtype("qkv") not in ("bfloat16", "float16"):
+        return f"takes bfloat16 and float16, not {problem.dtype('qkv')}"
+    return _unsupported_sizes(problem, device)
+
+
+def _unsupported_sizes(problem: Problem, device: DeviceFacts) -> str | None:
+    head_dim, most = problem.dim("D"), 256 if device.capability >= (9, 0) else 128
+    if problem.dim("V") != head_dim:
+        return f"takes V = D only, not D {head_dim} and V {problem.dim('V')}"
+    if head_dim % 8 or head_dim > most:
+        return f"takes head dims that are multiples of 8 up to {most} on this device, not {head_dim}"
+    if 0 in (problem.dim("B"), problem.dim("T"), problem.dim("S")):
+        return "takes no empty arrays"
+    window = problem.flag("window")
+    if window is not None:
+        left, right = str(window).split(",")
+        if right != "0":
+            return "takes a window only together with causal, and none to the right"
+        if problem.dim("T") != problem.dim("S") and not problem.flag("top_left"):
+            return "aligns causal masks top-left: T = S or q_offset=0 only"
+        if left != "None" and not problem.flag("top_left"):
+            return "takes a window at q_offset=0 only"
+    return None
+
+
+def default_config(problem: Problem, device: DeviceFacts) -> CudnnConfig:
+    return CudnnConfig()
+
+
+def candidates(problem: Problem, device: DeviceFacts) -> list[CudnnConfig]:
+    return [CudnnConfig()]
+
+
+def attend(arrays: AttentionArrays, spec: AttentionSpec) -> Array:
+    """The output `[..., T, H, V]`, differentiable by cuDNN's own backward."""
+    q, k, v = arrays.q, arrays.k, arrays.v
+    lead = q.shape[:-3]
+    flat = [x.reshape((-1, *x.shape[-3:])) for x in (q, k, v)]
+    # JAX counts the query's own key out of the window, as `left` does.
+    window = None if spec.left is None else (spec.left, 0)
+    out = jax.nn.dot_product_attention(
+        *flat, scale=spec.scale, is_causal=spec.right == 0, local_window_size=window, implementation="cudnn"
+    )
+    return out.reshape((*lead, *out.shape[1:]))

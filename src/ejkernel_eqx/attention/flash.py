@@ -1,0 +1,138 @@
+"""`FlashAttention`: exact softmax attention in memory linear in the sequence length."""
+
+from typing import Any, ClassVar
+
+import equinox as eqx
+import jax
+import jax.numpy as jnp
+from jax import Array
+from jaxtyping import Bool, Float, Int, PRNGKeyArray
+
+from .._inputs import as_inputs
+from .._kernel import Kernel, make_plan, Plan, settle
+from .arguments import MaskInputs, parse_window, resolve, ScoreInputs, ScoreOptions
+from .core import attend
+from .mask import Mask, Window
+from .platforms import register
+from .spec import AttentionArrays, AttentionSpec
+
+register("flash_attention")
+
+
+class FlashAttention(Kernel):
+    r"""Exact attention, forward and backward in memory linear in the sequence length.
+
+    $$s_{ij} = \mathrm{cap}\!\left(\mathrm{scale}\; q_i \cdot k_j\right) + \mathrm{bias}_{ij} + m_h (j - p_i), \qquad
+    o_i = \sum_{j \in \mathcal{V}_i} \frac{e^{s_{ij}}}{\sum_{l \in \mathcal{V}_i} e^{s_{il}} + \sum_n e^{\mathrm{sink}_{hn}}}\, v_j$$
+
+    with $\mathrm{cap}(s) = c \tanh(s / c)$ where `logits_soft_cap` $= c$ is given (else $s$), ALiBi slope $m_h$, query position
+    $p_i = \mathrm{offset} + i$, and $\mathcal{V}_i$ the keys visible to query $i$: the intersection of everything that masks. Query head
+    $h$ reads key head $\lfloor h / (H / K) \rfloor$. A query that sees no key gives 0, with zero gradients.
+
+    Platforms: cuDNN (`"cuda"`), Triton (`"triton"`, `"triton-interpret"`), XLA (`"xla"`); `ejx.explain` tells which is chosen for given
+    shapes and why. Differentiable in reverse mode in `q, k, v, bias, alibi_slopes, sinks` and through `lse`; for
+    forward mode or second derivatives use [`ejkernel_eqx.Attention`][].
+
+    Sources: Dao, *FlashAttention-2* (2023); Milakov & Gimelshein, *Online normalizer calculation for softmax* (2018).
+    """
+
+    operation: ClassVar[str] = "flash_attention"
+
+    causal: bool = eqx.field(static=True)
+    window: Window = eqx.field(static=True)
+    options: ScoreOptions = eqx.field(static=True)
+    plan: Plan = eqx.field(static=True)
+    inference: bool
+
+    def __init__(
+        self,
+        causal: bool = False,
+        sliding_window: int | tuple[int | None, int | None] | None = None,
+        logits_soft_cap: float | None = None,
+        softmax_scale: float | None = None,
+        dropout_rate: float = 0.0,
+        *,
+        deterministic: bool = False,
+        platform: str | None = None,
+        config: Any | None = None,
+        tune_for: Any | None = None,
+    ):
+        """**Arguments:**
+
+        - `causal`: query $i$ sees keys up to its own position $p_i$.
+        - `sliding_window`: an int $w$ (needs `causal=True`): the last $w$ keys, the query's own included. A pair `(left, right)`: so many keys on
+            either side besides the own; `None` is unbounded.
+        - `logits_soft_cap`: the bound $c$ of the tanh soft cap.
+        - `softmax_scale`: default `D**-0.5`.
+        - `dropout_rate`: probability of dropping an attention weight; the others are scaled by `1 / (1 - rate)`.
+        - `deterministic`: only platforms whose two runs are bitwise equal (all of ours are; cuDNN's backward is not).
+        - `platform`: use this platform or raise; `None` chooses by device and request.
+        - `config`: use this kernel configuration; it implies its platform.
+        - `tune_for`: `(q, k, v)` or [`ejkernel_eqx.inputs`][]`(q, k, v, ...)`, arrays or `jax.ShapeDtypeStruct`s: settle the choice for these
+            now, so that what is unsupported is said here.
+        """
+        self.options = ScoreOptions(logits_soft_cap, softmax_scale, dropout_rate, deterministic)
+        self.options.check()
+        self.causal = causal
+        self.window = parse_window(sliding_window, causal)
+        self.inference = False
+        self.plan = make_plan(self.operation, platform=platform, config=config)
+        if tune_for is not None:
+            options = (causal, sliding_window, logits_soft_cap, softmax_scale, dropout_rate)
+            probe = FlashAttention(*options, deterministic=deterministic, platform=platform, config=config)
+            self.plan = settle(probe, as_inputs(tune_for))
+
+    @jax.named_scope("ejkernel_eqx.FlashAttention")
+    def __call__(
+        self,
+        q: Float[Array, "..."],
+        k: Float[Array, "..."],
+        v: Float[Array, "..."],
+        *,
+        bias: Float[Array, "..."] | None = None,
+        mask: Bool[Array, "..."] | Mask | None = None,
+        segment_ids: Int[Array, "..."] | None = None,
+        kv_segment_ids: Int[Array, "..."] | None = None,
+        cu_seqlens: Int[Array, "..."] | None = None,
+        kv_cu_seqlens: Int[Array, "..."] | None = None,
+        q_lengths: Int[Array, "..."] | None = None,
+        kv_lengths: Int[Array, "..."] | None = None,
+        sinks: Float[Array, "..."] | None = None,
+        alibi_slopes: Float[Array, "..."] | None = None,
+        q_offset: int | Int[Array, "..."] | None = None,
+        key: PRNGKeyArray | None = None,
+        inference: bool | None = None,
+        return_lse: bool = False,
+    ) -> Float[Array, "..."] | tuple[Float[Array, "..."], Float[Array, "..."]]:
+        """**Arguments:**
+
+        - `q`: `[..., T, H, D]`, any number of leading axes. bf16, f16, f32 (f64 on XLA).
+        - `k`, `v`: `[..., S, K, D]` and `[..., S, K, V]`, the leading axes and dtype of `q`; `K` divides `H`.
+        - `bias`: broadcastable to `[..., H, T, S]`, any float dtype; never materialised to full size. Differentiable.
+        - `mask`: booleans broadcastable to `[..., H, T, S]` (true = visible) or an [`ejkernel_eqx.Mask`][].
+        - `segment_ids`, `kv_segment_ids`: `[..., T]`, `[..., S]`; equal and not negative ids see each other. Positions count along the row.
+        - `cu_seqlens`, `kv_cu_seqlens`: offsets `[N + 1]` of packed sequences (no leading axes then); positions are per sequence.
+        - `q_lengths`, `kv_lengths`: one per row: real queries and keys; the rest is padding and may hold NaN.
+        - `sinks`: logits `[H]` or `[H, n]` that join the denominator and carry no value. Differentiable.
+        - `alibi_slopes`: `[H]`. Differentiable.
+        - `q_offset`: position of the first query among the keys; an int or one per row. Default `S - T`: the last query is aligned with the last key.
+        - `key`: PRNG key for dropout. `inference`: drop nothing; default the module's `inference` field (`eqx.nn.inference_mode`).
+        - `return_lse`: also return the log-sum-exp of the scores.
+
+        **Returns:**
+
+        `[..., T, H, V]` in the dtype of `q`; with `return_lse` also `[..., T, H]` in float32: natural logarithm, sinks included,
+        `-inf` for a query that sees nothing. Raises `ValueError` for arguments that do not fit, `UnsupportedError` if no
+        platform (or not the given one) supports the call.
+        """
+        masking = MaskInputs(mask, segment_ids, kv_segment_ids, cu_seqlens, kv_cu_seqlens, q_lengths, kv_lengths, q_offset)
+        scoring = ScoreInputs(bias, sinks, alibi_slopes, key, self.inference if inference is None else inference)
+        arrays, spec = self._resolve(q, k, v, masking, scoring, return_lse)
+        out, lse = attend(self.plan, self.operation, arrays, spec)
+        return (out, jnp.swapaxes(lse, -1, -2)) if return_lse else out
+
+    def _resolve(
+        self, q: Array, k: Array, v: Array, masking: MaskInputs, scoring: ScoreInputs, return_lse: bool
+    ) -> tuple[AttentionArrays, AttentionSpec]:
+        own = Mask(is_causal=self.causal, window=self.window)
+        return resolve(q, k, v, self.options, own, masking, scoring, return_lse=return_lse)

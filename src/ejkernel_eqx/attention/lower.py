@@ -1,0 +1,97 @@
+"""Lowers a `Mask` to what kernels can use, exactly: static window, key ranges, segments, dense remainder."""
+
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+import jax.numpy as jnp
+from jax import Array
+
+from .spec import RowRanges
+
+if TYPE_CHECKING:
+    from .mask import Mask
+
+
+class Lowered(NamedTuple):
+    """A mask in the terms of `AttentionSpec` and `AttentionArrays`; arrays keep their own leading axes."""
+
+    left: int | None
+    right: int | None
+    offset: int
+    rows: RowRanges | None
+    segments: tuple[Array, Array] | None
+    dense: Array | None
+
+    def as_array(self, num_queries: int, num_keys: int) -> Array:
+        """Booleans `[..., H or 1, T, S]`."""
+        keys = jnp.arange(num_keys)
+        if self.rows is None:
+            position = jnp.arange(num_queries) + self.offset
+            start, end = window_ends(position, self.left, self.right, num_keys)
+        else:
+            start, end = self.rows.start, self.rows.end
+        seen = ((keys >= start[..., None]) & (keys < end[..., None]))[..., None, :, :]
+        if self.segments is not None:
+            seen = seen & _same_segment(*self.segments)
+        return seen if self.dense is None else seen & self.dense
+
+
+def lower_mask(mask: "Mask", num_queries: int, num_keys: int, q_offset: Any | None) -> Lowered:
+    left, right = mask.window
+    right = 0 if mask.is_causal and (right is None or right > 0) else right
+    if q_offset is None:
+        q_offset = num_keys - num_queries
+    pairs = mask.segments
+    segments, dense = (pairs[0] if pairs else None), mask.dense
+    for pair in pairs[1:]:
+        dense = _same_segment(*pair) if dense is None else dense & _same_segment(*pair)
+    by_window = isinstance(q_offset, int) and not mask.chunk_sizes
+    ranges = (mask.prefix_lengths, mask.q_lengths, mask.kv_lengths, mask.cu_seqlens)
+    if by_window and all(r is None for r in ranges):
+        return Lowered(left, right, int(q_offset), None, segments, dense)
+    rows = _row_ranges(mask, left, right, num_queries, num_keys, q_offset)
+    return Lowered(None, None, 0, rows, segments, dense)
+
+
+def window_ends(position: Array, left: int | None, right: int | None, num_keys: int) -> tuple[Array, Array]:
+    """First and one-past-last visible key of a query at `position`, within the keys there are."""
+    start = jnp.zeros_like(position) if left is None else jnp.clip(position - left, 0, num_keys)
+    end = jnp.full_like(position, num_keys) if right is None else jnp.clip(position + right + 1, 0, num_keys)
+    return start, end
+
+
+def _same_segment(q_ids: Array, kv_ids: Array) -> Array:
+    """`[..., 1, T, S]`."""
+    q_ids, kv_ids = q_ids[..., :, None], kv_ids[..., None, :]
+    return ((q_ids == kv_ids) & (q_ids >= 0))[..., None, :, :]
+
+
+def _row_ranges(mask: "Mask", left: int | None, right: int | None, num_queries: int, num_keys: int, q_offset: Any) -> RowRanges:
+    index = jnp.arange(num_queries, dtype=jnp.int32)
+    if mask.cu_seqlens is not None:
+        first, last, position, real = _packed(*mask.cu_seqlens, index)
+    else:
+        position = jnp.asarray(q_offset, jnp.int32)[..., None] + index
+        first, last, real = jnp.int32(0), jnp.int32(num_keys), jnp.bool_(True)
+    start, end = window_ends(position, left, right, num_keys)
+    start, end = jnp.maximum(start, first), jnp.minimum(end, last)
+    for size in mask.chunk_sizes:
+        chunk = (position - first) // size
+        start, end = jnp.maximum(start, first + chunk * size), jnp.minimum(end, first + (chunk + 1) * size)
+    if mask.prefix_lengths is not None:
+        end = jnp.minimum(end, jnp.maximum(position + 1, first + mask.prefix_lengths[..., None]))
+    if mask.kv_lengths is not None:
+        end = jnp.minimum(end, mask.kv_lengths[..., None])
+    if mask.q_lengths is not None:
+        real = real & (index < mask.q_lengths[..., None])
+    start, end, position = jnp.broadcast_arrays(jnp.where(real, start, 0), jnp.where(real, end, 0), position)
+    return RowRanges(start.astype(jnp.int32), end.astype(jnp.int32), position.astype(jnp.int32))
+
+
+def _packed(q_starts: Array, kv_starts: Array, index: Array) -> tuple[Array, Array, Array, Array]:
+    """For every packed query: its sequence's first and one-past-last key, its position in packed keys, and whether it is real."""
+    sequences = q_starts.shape[0] - 1
+    number = jnp.clip(jnp.searchsorted(q_starts, index, side="right") - 1, 0, sequences - 1)
+    q_start, q_end = q_starts[number], q_starts[number + 1]
+    first, last = kv_starts[number], kv_starts[number + 1]
+    position = last - (q_end - index)
+    return first, last, position, (index >= q_starts[0]) & (index < q_starts[-1])

@@ -1,0 +1,145 @@
+"""`Mask`: which query may see which key, said exactly and never weakened."""
+
+from typing import Any
+
+import equinox as eqx
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import Array
+from jaxtyping import Bool, Int, PRNGKeyArray
+
+from .lower import Lowered, lower_mask
+
+Window = tuple[int | None, int | None]
+
+
+class Mask(eqx.Module):
+    r"""A set of visible (query, key) pairs: the intersection of everything it was given.
+
+    Query $i$ sits at position $p_i = \text{offset} + i$ among the keys. Key $j$ is visible to it iff all of these hold, as far as
+    they were given: $j \le p_i$ (causal); $p_i - \text{left} \le j \le p_i + \text{right}$ (window);
+    $\lfloor j / c \rfloor = \lfloor p_i / c \rfloor$ (chunked); $j \le p_i$ or $j < \text{prefix}$ (prefix);
+    both have the same segment id, and it is not negative; both lie within their row's lengths; both belong to the
+    same sequence of `cu_seqlens`; `dense` is true.
+
+    Masks combine with `&`. They are immutable and usable inside `jit`; what is static (causal, window, chunks) lets kernels skip
+    whole tiles. Build one from the class methods, or from several with `&`:
+
+    ```python
+    mask = ejx.Mask.causal() & ejx.Mask.from_segments(ids)
+    out = ejx.FlashAttention()(q, k, v, mask=mask)
+    ```
+    """
+
+    is_causal: bool = eqx.field(static=True, default=False)
+    window: Window = eqx.field(static=True, default=(None, None))
+    chunk_sizes: tuple[int, ...] = eqx.field(static=True, default=())
+    prefix_lengths: Int[Array, "..."] | None = None
+    segments: tuple[tuple[Int[Array, "... T"], Int[Array, "... S"]], ...] = ()
+    q_lengths: Int[Array, "..."] | None = None
+    kv_lengths: Int[Array, "..."] | None = None
+    cu_seqlens: tuple[Int[Array, "N+1"], Int[Array, "N+1"]] | None = None  # noqa: F821
+    dense: Bool[Array, "..."] | None = None
+
+    @classmethod
+    def causal(cls) -> "Mask":
+        """Keys up to the query's own position."""
+        return cls(is_causal=True)
+
+    @classmethod
+    def sliding_window(cls, left: int | None, right: int | None = 0) -> "Mask":
+        """`left` keys before and `right` keys after the query's position, its own besides; `None` is unbounded."""
+        for name, value in (("left", left), ("right", right)):
+            if value is not None and value < 0:
+                raise ValueError(f"{name}: expected a number of keys >= 0 or None, received {value}.")
+        return cls(window=(left, right))
+
+    @classmethod
+    def chunked(cls, size: int) -> "Mask":
+        """Only keys in the query's own chunk of `size` positions (Llama 4's local layers, with `& Mask.causal()`)."""
+        if size < 1:
+            raise ValueError(f"size: expected a chunk of at least one position, received {size}.")
+        return cls(chunk_sizes=(size,))
+
+    @classmethod
+    def prefix(cls, lengths: Any) -> "Mask":
+        """Prefix-LM: causal, but the first `lengths` keys (int, or one per batch row) are visible to all."""
+        return cls(prefix_lengths=jnp.asarray(lengths, jnp.int32))
+
+    @classmethod
+    def from_segments(cls, segment_ids: Any, kv_segment_ids: Any | None = None) -> "Mask":
+        """Equal, non-negative ids `[..., T]` and `[..., S]` see each other; negative ids are padding."""
+        q_ids = jnp.asarray(segment_ids, jnp.int32)
+        return cls(segments=((q_ids, q_ids if kv_segment_ids is None else jnp.asarray(kv_segment_ids, jnp.int32)),))
+
+    @classmethod
+    def from_lengths(cls, q_lengths: Any | None = None, kv_lengths: Any | None = None) -> "Mask":
+        """The first `q_lengths` queries and `kv_lengths` keys of each row `[...]` are real, the others padding."""
+        return cls(q_lengths=_ints(q_lengths), kv_lengths=_ints(kv_lengths))
+
+    @classmethod
+    def from_cu_seqlens(cls, cu_seqlens: Any, kv_cu_seqlens: Any | None = None) -> "Mask":
+        """Packed sequences: number `n` holds tokens `cu_seqlens[n]` to `cu_seqlens[n + 1]`; positions are per sequence,
+        the last query of each aligned with its last key. Tokens past the last offset are padding."""
+        q = jnp.asarray(cu_seqlens, jnp.int32)
+        return cls(cu_seqlens=(q, q if kv_cu_seqlens is None else jnp.asarray(kv_cu_seqlens, jnp.int32)))
+
+    @classmethod
+    def from_dense(cls, mask: Any) -> "Mask":
+        """A boolean array broadcastable to `[..., H, T, S]`, true where visible."""
+        array = jnp.asarray(mask)
+        if array.dtype != jnp.bool_:
+            raise ValueError(f"mask: expected a boolean array, received dtype {array.dtype}; an additive mask is given as bias=.")
+        return cls(dense=array)
+
+    @classmethod
+    def random(cls, num_queries: int, num_keys: int, *, visible: float = 0.5, key: PRNGKeyArray) -> "Mask":
+        """Each pair visible with probability `visible`, independently: for tests."""
+        return cls(dense=jax.random.bernoulli(key, visible, (1, num_queries, num_keys)))
+
+    def __and__(self, other: "Mask") -> "Mask":
+        if not isinstance(other, Mask):
+            return NotImplemented
+        if self.cu_seqlens is not None and other.cu_seqlens is not None:
+            raise ValueError("cu_seqlens: expected in one of two combined masks, received in both; merge the packings first.")
+        return Mask(
+            is_causal=self.is_causal or other.is_causal,
+            window=(_least(self.window[0], other.window[0]), _least(self.window[1], other.window[1])),
+            chunk_sizes=tuple(sorted({*self.chunk_sizes, *other.chunk_sizes})),
+            prefix_lengths=_both(jnp.minimum, self.prefix_lengths, other.prefix_lengths),
+            segments=self.segments + other.segments,
+            q_lengths=_both(jnp.minimum, self.q_lengths, other.q_lengths),
+            kv_lengths=_both(jnp.minimum, self.kv_lengths, other.kv_lengths),
+            cu_seqlens=self.cu_seqlens or other.cu_seqlens,
+            dense=_both(jnp.logical_and, self.dense, other.dense),
+        )
+
+    def lower(self, num_queries: int, num_keys: int, *, q_offset: Any | None = None) -> Lowered:
+        """The mask as kernels take it: a static window, else key ranges per query, with one segment pair and the dense remainder.
+
+        Exact: the intersection of what is returned is this mask. `q_offset` defaults to `num_keys - num_queries`.
+        """
+        return lower_mask(self, num_queries, num_keys, q_offset)
+
+    def as_array(self, num_queries: int, num_keys: int, *, q_offset: Any | None = None) -> Bool[Array, "... T S"]:
+        """The mask as booleans `[..., H or 1, T, S]`; for looking and testing, as it is as large as the scores."""
+        return self.lower(num_queries, num_keys, q_offset=q_offset).as_array(num_queries, num_keys)
+
+    def visualize(self, num_queries: int, num_keys: int, *, q_offset: Any | None = None) -> str:
+        """The first row's and head's mask as text, a line per query: `#` visible, `.` hidden."""
+        array = np.asarray(self.as_array(num_queries, num_keys, q_offset=q_offset))
+        grid = array.reshape(-1, num_queries, num_keys)[0]
+        return "\n".join("".join("#" if seen else "." for seen in row) for row in grid)
+
+
+def _ints(value: Any | None) -> Array | None:
+    return None if value is None else jnp.asarray(value, jnp.int32)
+
+
+def _least(a: int | None, b: int | None) -> int | None:
+    return b if a is None else a if b is None else min(a, b)
+
+
+def _both(combine: Any, a: Array | None, b: Array | None) -> Array | None:
+    return b if a is None else a if b is None else combine(a, b)

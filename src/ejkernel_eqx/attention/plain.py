@@ -1,0 +1,94 @@
+"""`Attention`: plain attention that also gives its weights, differentiable in every mode."""
+
+from typing import Any, ClassVar
+
+import equinox as eqx
+import jax
+from jax import Array
+from jaxtyping import Bool, Float, Int, PRNGKeyArray
+
+from .._kernel import Kernel, make_plan, Plan
+from ..dispatch import Platform
+from .arguments import MaskInputs, parse_window, resolve, ScoreInputs, ScoreOptions
+from .core import over_leading_axes, problem_of
+from .mask import Mask, Window
+from .platforms import register
+from .reference import attend_with_weights
+
+register("attention", Platform.XLA)
+
+
+class Attention(Kernel):
+    r"""Attention that computes the whole score matrix and returns the weights beside the output.
+
+    The mathematics and the arguments of [`ejkernel_eqx.FlashAttention`][], in memory of order $T S$: for looking at weights, for
+    forward-mode and higher derivatives, and as the yardstick of the fast kernels. Accumulates in float32 (float64 for
+    float64 inputs). XLA only. Source: Vaswani et al., *Attention is all you need* (2017), section 3.2.1.
+    """
+
+    operation: ClassVar[str] = "attention"
+
+    causal: bool = eqx.field(static=True)
+    window: Window = eqx.field(static=True)
+    options: ScoreOptions = eqx.field(static=True)
+    plan: Plan = eqx.field(static=True)
+    inference: bool
+
+    def __init__(
+        self,
+        causal: bool = False,
+        sliding_window: int | tuple[int | None, int | None] | None = None,
+        logits_soft_cap: float | None = None,
+        softmax_scale: float | None = None,
+        dropout_rate: float = 0.0,
+        *,
+        platform: str | None = None,
+    ):
+        """**Arguments:** as for [`ejkernel_eqx.FlashAttention`][]; `platform` is `None` or `"xla"`."""
+        self.options = ScoreOptions(logits_soft_cap, softmax_scale, dropout_rate)
+        self.options.check()
+        self.causal = causal
+        self.window = parse_window(sliding_window, causal)
+        self.inference = False
+        self.plan = make_plan(self.operation, platform=platform)
+
+    @jax.named_scope("ejkernel_eqx.Attention")
+    def __call__(
+        self,
+        q: Float[Array, "..."],
+        k: Float[Array, "..."],
+        v: Float[Array, "..."],
+        *,
+        bias: Float[Array, "..."] | None = None,
+        mask: Bool[Array, "..."] | Mask | None = None,
+        segment_ids: Int[Array, "..."] | None = None,
+        kv_segment_ids: Int[Array, "..."] | None = None,
+        cu_seqlens: Int[Array, "..."] | None = None,
+        kv_cu_seqlens: Int[Array, "..."] | None = None,
+        q_lengths: Int[Array, "..."] | None = None,
+        kv_lengths: Int[Array, "..."] | None = None,
+        sinks: Float[Array, "..."] | None = None,
+        alibi_slopes: Float[Array, "..."] | None = None,
+        q_offset: int | Int[Array, "..."] | None = None,
+        key: PRNGKeyArray | None = None,
+        inference: bool | None = None,
+    ) -> tuple[Float[Array, "..."], Float[Array, "..."]]:
+        """**Arguments:** as for [`ejkernel_eqx.FlashAttention`][].
+
+        **Returns:**
+
+        `(out [..., T, H, V], weights [..., H, T, S])` in the dtype of `q`. The weights are those the values were summed with: after
+        dropout, and with sinks they sum to less than one.
+        """
+        masking = MaskInputs(mask, segment_ids, kv_segment_ids, cu_seqlens, kv_cu_seqlens, q_lengths, kv_lengths, q_offset)
+        scoring = ScoreInputs(bias, sinks, alibi_slopes, key, self.inference if inference is None else inference)
+        own = Mask(is_causal=self.causal, window=self.window)
+        arrays, spec = resolve(q, k, v, self.options, own, masking, scoring, return_lse=False)
+        self.plan.select(problem_of(self.operation, arrays, spec))
+
+        def dense(arrays: Any) -> tuple[Array, Array]:
+            out, _, weights = attend_with_weights(arrays, spec)
+            return out, weights
+
+        out, weights = over_leading_axes(dense)(arrays)
+        return out.astype(q.dtype), weights.astype(q.dtype)

@@ -1,0 +1,81 @@
+"""The plain mathematics of attention, dense and differentiable by JAX: the oracle of every test."""
+
+import jax
+import jax.numpy as jnp
+from jax import Array
+
+from .philox import philox_keep
+from .spec import AttentionArrays, AttentionSpec
+
+
+def _positions(arrays: AttentionArrays, spec: AttentionSpec) -> tuple[Array, Array]:
+    """Query positions `[B or 1, 1, T, 1]` and key positions `[S]`."""
+    j = jnp.arange(arrays.k.shape[1], dtype=jnp.int32)
+    if arrays.rows is not None:
+        return arrays.rows.position[:, None, :, None], j
+    return (jnp.arange(arrays.q.shape[1], dtype=jnp.int32) + spec.offset)[None, None, :, None], j
+
+
+def visibility(arrays: AttentionArrays, spec: AttentionSpec) -> Array:
+    """Which key each query sees: bool `[B, H, T, S]`."""
+    (batch, t, heads, _), s = arrays.q.shape, arrays.k.shape[1]
+    i, j = _positions(arrays, spec)
+    seen = jnp.ones((batch, heads, t, s), bool)
+    if spec.left is not None:
+        seen &= j >= i - spec.left
+    if spec.right is not None:
+        seen &= j <= i + spec.right
+    if arrays.rows is not None:
+        seen &= (arrays.rows.start[:, None, :, None] <= j) & (j < arrays.rows.end[:, None, :, None])
+    if arrays.q_segments is not None:
+        assert arrays.kv_segments is not None
+        ours, theirs = arrays.q_segments[:, None, :, None], arrays.kv_segments[:, None, None, :]
+        seen &= (ours == theirs) & (ours >= 0)
+    if arrays.mask is not None:
+        seen &= arrays.mask
+    return seen
+
+
+def attend(arrays: AttentionArrays, spec: AttentionSpec) -> tuple[Array, Array]:
+    """Output `[B, T, H, V]` and log-sum-exp `[B, H, T]`, in float64 if given float64 and in float32 otherwise."""
+    return attend_with_weights(arrays, spec)[:2]
+
+
+def attend_with_weights(arrays: AttentionArrays, spec: AttentionSpec) -> tuple[Array, Array, Array]:
+    """As `attend`, and the weights `[B, H, T, S]` that the values were summed with."""
+    dtype = jnp.float64 if arrays.q.dtype == jnp.float64 else jnp.float32
+    heads, groups = arrays.q.shape[2], arrays.q.shape[2] // arrays.k.shape[2]
+    seen = visibility(arrays, spec)
+    key_seen = jnp.swapaxes(seen.any(2), 1, 2)[..., None]  # [B, S, H, 1]
+    q = jnp.where(jnp.swapaxes(seen.any(3), 1, 2)[..., None], arrays.q.astype(dtype), 0)
+    k = jnp.where(key_seen, jnp.repeat(arrays.k.astype(dtype), groups, axis=2), 0)
+    v = jnp.where(key_seen, jnp.repeat(arrays.v.astype(dtype), groups, axis=2), 0)
+
+    i, j = _positions(arrays, spec)
+    scores = spec.scale * jnp.einsum("bthd,bshd->bhts", q, k, precision="highest")
+    if spec.logits_soft_cap is not None:
+        scores = spec.logits_soft_cap * jnp.tanh(scores / spec.logits_soft_cap)
+    if arrays.bias is not None:
+        scores = scores + arrays.bias.astype(dtype)
+    if arrays.alibi_slopes is not None:
+        scores = scores + arrays.alibi_slopes.astype(dtype)[..., None, None] * (j - i).astype(dtype)
+
+    # The shift cancels, so it carries no gradient; the inner `where` keeps infinities out of `exp` and its derivative.
+    seen = seen & (jax.lax.stop_gradient(scores) > -jnp.inf)
+    scores = jnp.where(seen, scores, 0)
+    sinks = jnp.full((1, heads), -jnp.inf, dtype) if arrays.sinks is None else arrays.sinks.astype(dtype)
+    sinks = sinks[..., None]  # [B or 1, H, 1]
+    shift = jnp.where(seen, scores, -jnp.inf).max(-1, initial=-jnp.inf)
+    shift = jax.lax.stop_gradient(jnp.maximum(shift, sinks))
+    shift = jnp.where(jnp.isfinite(shift), shift, 0)
+    weights = jnp.where(seen, jnp.exp(jnp.where(seen, scores - shift[..., None], 0)), 0)
+    total = weights.sum(-1) + (0 if arrays.sinks is None else jnp.exp(sinks - shift))
+    some = total > 0
+    total = jnp.where(some, total, 1)
+    lse = jnp.where(some, jnp.log(total) + shift, -jnp.inf)
+    weights = weights / total[..., None]
+    if spec.dropout_rate > 0:
+        assert arrays.seeds is not None
+        keep = philox_keep(arrays.seeds[:, :, None, None], i, j[None, None, None, :], spec.dropout_rate)
+        weights = jnp.where(keep, weights / (1 - spec.dropout_rate), 0)
+    return jnp.einsum("bhts,bshv->bthv", weights, v, precision="highest"), lse, weights

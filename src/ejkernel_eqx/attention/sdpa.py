@@ -1,0 +1,79 @@
+"""`ScaledDotProductAttention`: the signature of `jax.nn.dot_product_attention` on our platforms and contract."""
+
+from typing import Any, ClassVar
+
+import equinox as eqx
+import jax
+import jax.numpy as jnp
+from jax import Array
+from jaxtyping import Bool, Float, Int
+
+from .._inputs import as_inputs
+from .._kernel import Kernel, make_plan, Plan, settle
+from .arguments import MaskInputs, parse_window, resolve, ScoreInputs, ScoreOptions
+from .core import attend
+from .mask import Mask
+from .platforms import register
+
+register("scaled_dot_product_attention")
+
+
+class ScaledDotProductAttention(Kernel):
+    r"""$\mathrm{softmax}(\mathrm{scale}\, q k^\top + \mathrm{bias})\, v$ with the call of `jax.nn.dot_product_attention`.
+
+    As there, causal masks are aligned top-left (query $i$ sees keys up to $i$) and an int window $w$ is `(w, w)`. Unlike there,
+    a query that sees no key gives 0 (not the mean of the values), `V != D` is allowed, memory is linear in the sequence length on
+    every platform, and the log-sum-exp is float32 and differentiable. For more options see [`ejkernel_eqx.FlashAttention`][].
+    """
+
+    operation: ClassVar[str] = "scaled_dot_product_attention"
+
+    deterministic: bool = eqx.field(static=True)
+    plan: Plan = eqx.field(static=True)
+
+    def __init__(
+        self, *, deterministic: bool = False, platform: str | None = None, config: Any | None = None, tune_for: Any | None = None
+    ):
+        """**Arguments:** as for [`ejkernel_eqx.FlashAttention`][]."""
+        self.deterministic = deterministic
+        self.plan = make_plan(self.operation, platform=platform, config=config)
+        if tune_for is not None:
+            probe = ScaledDotProductAttention(deterministic=deterministic, platform=platform, config=config)
+            self.plan = settle(probe, as_inputs(tune_for))
+
+    @jax.named_scope("ejkernel_eqx.ScaledDotProductAttention")
+    def __call__(
+        self,
+        query: Float[Array, "..."],
+        key: Float[Array, "..."],
+        value: Float[Array, "..."],
+        bias: Float[Array, "..."] | None = None,
+        mask: Bool[Array, "..."] | None = None,
+        *,
+        scale: float | None = None,
+        is_causal: bool = False,
+        query_seq_lengths: Int[Array, "..."] | None = None,
+        key_value_seq_lengths: Int[Array, "..."] | None = None,
+        local_window_size: int | tuple[int, int] | None = None,
+        return_residual: bool = False,
+    ) -> Float[Array, "..."] | tuple[Float[Array, "..."], Float[Array, "..."]]:
+        """**Arguments:**
+
+        - `query [..., T, H, D]`, `key [..., S, K, D]`, `value [..., S, K, V]`.
+        - `bias`, `mask`: broadcastable to `[..., H, T, S]`.
+        - `scale`: default `D**-0.5`.
+        - `is_causal`: query `i` sees keys up to `i`.
+        - `query_seq_lengths`, `key_value_seq_lengths`: real tokens of each row.
+        - `local_window_size`: `w` or `(left, right)` keys on either side, own key excluded.
+        - `return_residual`: also return the log-sum-exp `[..., T, H]`.
+
+        **Returns:** `[..., T, H, V]`, with `return_residual` also the log-sum-exp.
+        """
+        window = (local_window_size, local_window_size) if isinstance(local_window_size, int) else local_window_size
+        options = ScoreOptions(softmax_scale=scale, deterministic=self.deterministic)
+        options.check()
+        own = Mask(is_causal=is_causal, window=parse_window(window, is_causal))
+        masking = MaskInputs(mask=mask, q_lengths=query_seq_lengths, kv_lengths=key_value_seq_lengths, q_offset=0)
+        arrays, spec = resolve(query, key, value, options, own, masking, ScoreInputs(bias=bias), return_lse=return_residual)
+        out, lse = attend(self.plan, self.operation, arrays, spec)
+        return (out, jnp.swapaxes(lse, -1, -2)) if return_residual else out

@@ -1,0 +1,75 @@
+"""What one attention call is, once every mask, layout and default has been resolved.
+
+Everything below the public operations (the reference, XLA, Triton, cuDNN) speaks these four types only. Letters:
+`B` batch, `T` queries, `S` keys, `H` query heads, `K` key/value heads, `D` key dim, `V` value dim.
+"""
+
+import dataclasses
+from typing import NamedTuple
+
+from jax import Array
+
+
+@dataclasses.dataclass(frozen=True)
+class AttentionSpec:
+    """The static half of a call.
+
+    The score of query `i` and key `j` is `s = scale * q_i . k_j`, then `cap * tanh(s / cap)`, then `+ bias`, then
+    `+ slope * (j - position_i)`, then the mask. Without `AttentionArrays.rows`, `position_i = i + offset` and query `i`
+    sees `position_i - left <= j <= position_i + right` (`None`: unbounded). With `rows`, those arrays say all
+    of that and `left`, `right` are `None`, `offset` is 0.
+    """
+
+    scale: float
+    logits_soft_cap: float | None = None
+    left: int | None = None
+    right: int | None = None
+    offset: int = 0
+    dropout_rate: float = 0.0
+    deterministic: bool = False
+    return_lse: bool = False
+
+    @property
+    def ranged(self) -> bool:
+        """Whether the static window hides anything by itself."""
+        return self.left is not None or self.right is not None
+
+
+class RowRanges(NamedTuple):
+    """Query `i` sees keys `start_i <= j < end_i` only (`start >= end`: none); `position_i` is its place among the keys,
+    for ALiBi and dropout. Each int32 `[B or 1, T]`."""
+
+    start: Array
+    end: Array
+    position: Array
+
+
+class AttentionArrays(NamedTuple):
+    """The arrays of a call. Where a size reads "or 1", that axis is broadcast and never materialised.
+
+    A key that no query may see (`kv_segments < 0`, or outside every row's range) may hold NaN, so may a query that
+    sees nothing: neither may reach a result or a gradient.
+    """
+
+    q: Array  # [B, T, H, D]
+    k: Array  # [B, S, K, D]
+    v: Array  # [B, S, K, V]
+    bias: Array | None = None  # [B or 1, H or 1, T or 1, S or 1], any float dtype
+    alibi_slopes: Array | None = None  # [B or 1, H] float32
+    sinks: Array | None = None  # [B or 1, H] float32: one logit a head that joins the denominator
+    mask: Array | None = None  # bool [B or 1, H or 1, T or 1, S or 1], True = visible
+    q_segments: Array | None = None  # int32 [B or 1, T]; visible iff equal and >= 0
+    kv_segments: Array | None = None  # int32 [B or 1, S]; given iff q_segments is
+    rows: RowRanges | None = None
+    seeds: Array | None = None  # uint32 [B, H, 2]; given iff dropout_rate > 0
+
+
+class AttentionGrads(NamedTuple):
+    """Cotangents of the differentiable arrays, each in its array's shape and dtype; `None` where none was given."""
+
+    q: Array
+    k: Array
+    v: Array
+    bias: Array | None = None
+    alibi_slopes: Array | None = None
+    sinks: Array | None = None

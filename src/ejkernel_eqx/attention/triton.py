@@ -1,0 +1,336 @@
+"""Platform `triton`: the host side. Configurations, support, and the launches of forward and backward."""
+
+import dataclasses
+import math
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax import Array
+
+from ..dispatch import DeviceFacts, Problem
+from ..launch import Launch, run, triton_unavailable
+from . import tile_table, triton_backward, triton_forward
+from .philox import threshold
+from .spec import AttentionArrays, AttentionGrads, AttentionSpec
+
+OPAQUE = True
+_LOG2E = 1.4426950408889634
+MAX_HEAD_DIM = 256
+
+
+@dataclasses.dataclass(frozen=True)
+class TileConfig:
+    """One kernel's tile of scores (`block_q` queries by `block_k` keys, powers of two from 16) and compiler options."""
+
+    block_q: int
+    block_k: int
+    num_warps: int
+    num_stages: int
+
+    def __post_init__(self):
+        for name in ("block_q", "block_k"):
+            size = getattr(self, name)
+            if not isinstance(size, int) or size < 16 or size & (size - 1):
+                raise ValueError(f"TileConfig.{name}: expected a power of two from 16, received {size!r}.")
+        if self.num_warps not in (1, 2, 4, 8, 16) or not isinstance(self.num_stages, int) or self.num_stages < 1:
+            raise ValueError(
+                f"TileConfig: expected num_warps 1, 2, 4, 8 or 16 and num_stages >= 1, received {self.num_warps!r} and {self.num_stages!r}."
+            )
+
+
+@dataclasses.dataclass(frozen=True)
+class TritonConfig:
+    """`forward`, and of the backward the kernels of the key side (`dk`, `dv`) and the query side (`dq`, bias)."""
+
+    forward: TileConfig
+    key_gradient: TileConfig
+    query_gradient: TileConfig
+    fast_tanh: bool = True
+    """The soft cap of 16-bit inputs by NVIDIA's `tanh.approx` (error 5e-4 of the cap)."""
+    float32_dot: str = "tf32x3"
+    """How float32 matrices are multiplied: `"tf32x3"` (three passes, float32's accuracy), `"ieee"`, or on request `"tf32"`."""
+
+    def __post_init__(self):
+        if self.float32_dot not in ("tf32x3", "ieee", "tf32"):
+            raise ValueError(f"TritonConfig.float32_dot: expected 'tf32x3', 'ieee' or 'tf32', received {self.float32_dot!r}.")
+
+
+config_type = TritonConfig
+
+
+def unavailable(device: DeviceFacts) -> str | None:
+    if device.vendor == "nvidia" and device.capability < (8, 0):
+        return f"needs compute capability 8.0 or newer, the device has {device.compute_capability or 'none'}"
+    return triton_unavailable()
+
+
+def unsupported(problem: Problem, device: DeviceFacts) -> str | None:
+    if problem.dtype("qkv") == "float64":
+        return "takes float32, float16 and bfloat16, not float64"
+    if max(problem.dim("D"), problem.dim("V")) > MAX_HEAD_DIM:
+        return f"takes head dims up to {MAX_HEAD_DIM}, not D {problem.dim('D')} and V {problem.dim('V')}"
+    return None
+
+
+def default_config(problem: Problem, device: DeviceFacts) -> TritonConfig:
+    return candidates(problem, device)[0]
+
+
+def candidates(problem: Problem, device: DeviceFacts) -> list[TritonConfig]:
+    """Configurations worth timing, the heuristic first; all fit the device's shared memory."""
+    width = _width(max(problem.dim("D"), problem.dim("V")))
+    table = _FLOAT32 if problem.dtype("qkv") == "float32" else _HALF
+    fitting = [config for config in table[width] if _fits(config, width, problem, device)] or [_SMALLEST]
+    if device.vendor == "nvidia":
+        return fitting
+    return [dataclasses.replace(config, fast_tanh=False, float32_dot="ieee") for config in fitting]
+
+
+def _tiles(*sizes: tuple[int, int, int, int]) -> TritonConfig:
+    return TritonConfig(*(TileConfig(*size) for size in sizes))
+
+
+# By padded head dim; (block_q, block_k, warps, stages) of forward, key gradient, query gradient. The heuristic stands first.
+_HALF = {
+    64: (
+        _tiles((128, 64, 8, 3), (64, 128, 8, 2), (128, 64, 8, 2)),
+        _tiles((128, 64, 4, 3), (64, 64, 4, 2), (64, 64, 4, 2)),
+        _tiles((64, 64, 4, 2), (32, 64, 4, 2), (64, 32, 4, 2)),
+    ),
+    128: (
+        _tiles((128, 128, 8, 3), (64, 128, 8, 2), (128, 64, 8, 2)),
+        _tiles((128, 64, 8, 2), (64, 64, 8, 2), (64, 64, 8, 2)),
+        _tiles((64, 32, 4, 2), (32, 64, 4, 1), (64, 32, 4, 1)),
+    ),
+    256: (
+        _tiles((128, 64, 8, 2), (64, 64, 8, 1), (64, 64, 8, 1)),
+        _tiles((64, 32, 4, 2), (32, 64, 8, 1), (64, 32, 8, 1)),
+        _tiles((64, 16, 4, 1), (16, 32, 4, 1), (32, 16, 4, 1)),
+    ),
+}
+_FLOAT32 = {
+    64: (_tiles((64, 32, 4, 2), (32, 64, 4, 1), (64, 32, 4, 1)), _tiles((32, 32, 4, 1), (32, 32, 4, 1), (32, 32, 4, 1))),
+    128: (_tiles((64, 32, 4, 2), (32, 32, 4, 1), (32, 32, 4, 1)), _tiles((32, 32, 4, 1), (16, 32, 4, 1), (32, 16, 4, 1))),
+    256: (_tiles((32, 32, 4, 1), (16, 32, 4, 1), (32, 16, 4, 1)), _tiles((16, 16, 4, 1), (16, 16, 4, 1), (16, 16, 4, 1))),
+}
+_SMALLEST = _tiles((16, 16, 4, 1), (16, 16, 4, 1), (16, 16, 4, 1))
+
+
+def _width(head_dim: int) -> int:
+    return max(64, 1 << (head_dim - 1).bit_length())
+
+
+def _fits(config: TritonConfig, width: int, problem: Problem, device: DeviceFacts) -> bool:
+    """An upper estimate of shared memory: the resident tiles, and the streamed ones once a stage."""
+    size = 4 if problem.dtype("qkv") == "float32" else 2
+    forward, keys, queries = config.forward, config.key_gradient, config.query_gradient
+    needs = (
+        width * size * (forward.block_q + 2 * forward.num_stages * forward.block_k),
+        width * size * (2 * keys.block_k + 2 * keys.num_stages * keys.block_q) + size * keys.block_q * keys.block_k,
+        width * size * (2 * queries.block_q + 2 * queries.num_stages * queries.block_k) + size * queries.block_q * queries.block_k,
+    )
+    return max(needs) <= (device.shared_memory or 49_152)
+
+
+Execute = Callable[[Launch, dict[str, Array]], dict[str, Array]]
+
+
+def forward(arrays: AttentionArrays, spec: AttentionSpec, config: TritonConfig, *, execute: Execute = run) -> tuple[Array, Array]:
+    """`out [B, T, H, V]`, `lse [B, H, T]`."""
+    (batch, queries, heads, _), values = arrays.q.shape, arrays.v.shape[-1]
+    inputs = _common_inputs(arrays) | _seen(arrays, spec)
+    inputs |= {"sinks_ptr": _rows_of(arrays.sinks, arrays), "tiles_ptr": _key_tiles(arrays, spec, config.forward)}
+    outputs = {
+        "out_ptr": jax.ShapeDtypeStruct((batch, queries, heads, values), arrays.q.dtype),
+        "lse_ptr": jax.ShapeDtypeStruct((batch, heads, queries), jnp.float32),
+    }
+    grid = (_count(queries, config.forward.block_q), batch * heads)
+    call = _Call(arrays, spec, config, execute)
+    results = call(triton_forward.forward_kernel, config.forward, inputs, outputs, grid, SINKS=arrays.sinks is not None)
+    return results["out_ptr"], results["lse_ptr"]
+
+
+def backward(
+    arrays: AttentionArrays,
+    spec: AttentionSpec,
+    config: TritonConfig,
+    out: Array,
+    lse: Array,
+    dout: Array,
+    dlse: Array,
+    *,
+    execute: Execute = run,
+) -> AttentionGrads:
+    """All gradients; bitwise repeatable, as every sum has one fixed order."""
+    call = _Call(arrays, spec, config, execute)
+    delta = jnp.einsum("bthv,bthv->bht", out.astype(jnp.float32), dout.astype(jnp.float32)) - dlse
+    inputs = _common_inputs(arrays) | _seen(arrays, spec)
+    inputs |= {"do_ptr": dout.astype(arrays.q.dtype), "delta_ptr": delta, "query_seen_ptr": _queries_seen(arrays, spec)}
+    inputs["lse_ptr"] = jnp.where(lse == -jnp.inf, jnp.inf, lse * _LOG2E)
+    dk, dv = _key_gradient(call, inputs)
+    dq, dslopes = _query_gradient(call, inputs)
+    dbias = None if arrays.bias is None else _bias_gradient(call, inputs)
+    dsinks = None
+    if arrays.sinks is not None:
+        weight = jnp.exp(_rows_of(arrays.sinks, arrays)[..., None] - lse)
+        dsinks = _sum_rows(-jnp.where(lse == -jnp.inf, 0.0, weight) * delta, arrays.sinks)
+    return AttentionGrads(dq, dk, dv, dbias, dslopes, dsinks)
+
+
+def _key_gradient(call: "_Call", inputs: dict[str, Array]) -> tuple[Array, Array]:
+    arrays, tile = call.arrays, call.config.key_gradient
+    table = tile_table.query_tile_table(arrays, call.spec, tile.block_q, tile.block_k) if _ragged(arrays) else arrays.q
+    outputs = {"dk_ptr": jax.ShapeDtypeStruct(arrays.k.shape, arrays.k.dtype), "dv_ptr": jax.ShapeDtypeStruct(arrays.v.shape, arrays.v.dtype)}
+    batch, keys, heads, _ = arrays.k.shape
+    results = call(
+        triton_backward.key_gradient_kernel, tile, inputs | {"tiles_ptr": table}, outputs, (_count(keys, tile.block_k), batch * heads)
+    )
+    return results["dk_ptr"], results["dv_ptr"]
+
+
+def _query_gradient(call: "_Call", inputs: dict[str, Array]) -> tuple[Array, Array | None]:
+    arrays, tile = call.arrays, call.config.query_gradient
+    batch, queries, heads, _ = arrays.q.shape
+    count = _count(queries, tile.block_q)
+    slopes = arrays.alibi_slopes
+    partials = (batch, heads, count) if slopes is not None else (1,)
+    outputs = {"dq_ptr": jax.ShapeDtypeStruct(arrays.q.shape, arrays.q.dtype), "dslope_ptr": jax.ShapeDtypeStruct(partials, jnp.float32)}
+    inputs = inputs | {"tiles_ptr": _key_tiles(arrays, call.spec, tile)}
+    results = call(triton_backward.query_gradient_kernel, tile, inputs, outputs, (count, batch * heads))
+    return results["dq_ptr"], None if slopes is None else _sum_rows(results["dslope_ptr"], slopes)
+
+
+def _bias_gradient(call: "_Call", inputs: dict[str, Array]) -> Array:
+    """Where an axis of the bias has size one, a program sums over that axis itself."""
+    arrays, tile = call.arrays, call.config.query_gradient
+    assert arrays.bias is not None
+    batch, heads, queries, keys = arrays.bias.shape
+    grid = (_count(queries, tile.block_q), _count(keys, tile.block_k), batch * heads)
+    outputs = {"dbias_ptr": jax.ShapeDtypeStruct(arrays.bias.shape, jnp.float32)}
+    inputs = {name: x for name, x in inputs.items() if name != "tiles_ptr"}
+    result = call(triton_backward.bias_gradient_kernel, tile, inputs, outputs, grid, scalars={"B": arrays.q.shape[0]})
+    return result["dbias_ptr"].astype(arrays.bias.dtype)
+
+
+@dataclasses.dataclass(frozen=True)
+class _Call:
+    """Launches kernels of one call: fills in the scalars and constants that all of them share."""
+
+    arrays: AttentionArrays
+    spec: AttentionSpec
+    config: TritonConfig
+    execute: Execute
+
+    def __call__(
+        self,
+        kernel: Any,
+        tile: TileConfig,
+        inputs: dict[str, Array],
+        outputs: dict[str, jax.ShapeDtypeStruct],
+        grid: tuple[int, ...],
+        *,
+        scalars: dict[str, int] | None = None,
+        **constants: Any,
+    ) -> dict[str, Array]:
+        launch = Launch(
+            kernel=kernel,
+            inputs={name: jax.ShapeDtypeStruct(x.shape, x.dtype) for name, x in inputs.items()},
+            outputs=outputs,
+            scalars={"T": self.arrays.q.shape[1], "S": self.arrays.k.shape[1], "offset": self.spec.offset, **(scalars or {})},
+            constants=self._constants(tile) | constants,
+            grid=grid,
+            num_warps=tile.num_warps,
+            num_stages=tile.num_stages,
+            name=f"ejkernel_eqx.attention.{kernel.fn.__name__}",
+        )
+        return self.execute(launch, inputs)
+
+    def _constants(self, tile: TileConfig) -> dict[str, Any]:
+        arrays, spec = self.arrays, self.spec
+        is_float32, rate = arrays.q.dtype == jnp.float32, spec.dropout_rate
+        return {
+            "H": arrays.q.shape[2],
+            "K": arrays.k.shape[2],
+            "D": arrays.q.shape[3],
+            "V": arrays.v.shape[3],
+            "BLOCK_D": _padded(arrays.q.shape[3]),
+            "BLOCK_V": _padded(arrays.v.shape[3]),
+            "BQ": tile.block_q,
+            "BK": tile.block_k,
+            "SCALE": spec.scale,
+            "CAP": spec.logits_soft_cap or 0.0,
+            "FAST_TANH": self.config.fast_tanh and not is_float32,
+            "LEFT": -1 if spec.left is None else spec.left,
+            "RIGHT": -1 if spec.right is None else spec.right,
+            "BIAS": _axes_present(arrays.bias),
+            "ALIBI": arrays.alibi_slopes is not None,
+            "MASK": _axes_present(arrays.mask),
+            "ROWS": arrays.rows is not None,
+            "SEGMENTS": arrays.q_segments is not None,
+            "DROPOUT": threshold(rate) if rate > 0 else 0,
+            "KEEP_SCALE": 1.0 / (1.0 - rate),
+            "PRECISION": self.config.float32_dot if is_float32 else "ieee",
+        }
+
+
+def _common_inputs(arrays: AttentionArrays) -> dict[str, Array]:
+    """The inputs of every kernel. What a call does not have is never read: the queries stand in for it."""
+    rows = arrays.rows
+    mask = None if arrays.mask is None else arrays.mask.astype(jnp.int8)
+    return {
+        "q_ptr": arrays.q,
+        "k_ptr": arrays.k,
+        "v_ptr": arrays.v,
+        "bias_ptr": arrays.q if arrays.bias is None else arrays.bias,
+        "slopes_ptr": _rows_of(arrays.alibi_slopes, arrays),
+        "mask_ptr": arrays.q if mask is None else mask,
+        "q_segments_ptr": _rows_of(arrays.q_segments, arrays),
+        "kv_segments_ptr": _rows_of(arrays.kv_segments, arrays),
+        "start_ptr": _rows_of(rows and rows.start, arrays),
+        "end_ptr": _rows_of(rows and rows.end, arrays),
+        "position_ptr": _rows_of(rows and rows.position, arrays),
+        "seeds_ptr": arrays.q if arrays.seeds is None else arrays.seeds,
+    }
+
+
+def _seen(arrays: AttentionArrays, spec: AttentionSpec) -> dict[str, Array]:
+    return {"key_seen_ptr": _rows_of(tile_table.seen(arrays, spec).keys if _ragged(arrays) else None, arrays)}
+
+
+def _queries_seen(arrays: AttentionArrays, spec: AttentionSpec) -> Array:
+    return _rows_of(tile_table.seen(arrays, spec).queries if _ragged(arrays) else None, arrays)
+
+
+def _ragged(arrays: AttentionArrays) -> bool:
+    """Whether the visible range differs from row to row by more than the static window."""
+    return arrays.rows is not None or arrays.q_segments is not None
+
+
+def _key_tiles(arrays: AttentionArrays, spec: AttentionSpec, tile: TileConfig) -> Array:
+    return tile_table.key_tile_table(arrays, spec, tile.block_q, tile.block_k) if _ragged(arrays) else arrays.q
+
+
+def _rows_of(x: Array | None, arrays: AttentionArrays) -> Array:
+    """`x` repeated for every batch row (it is small); the queries where it is absent."""
+    return arrays.q if x is None else jnp.broadcast_to(x, (arrays.q.shape[0], *x.shape[1:]))
+
+
+def _sum_rows(x: Array, like: Array) -> Array:
+    """`[B, H, n]` summed to the shape `[B or 1, H]` of an array."""
+    per_row = x.sum(-1)
+    return per_row if like.shape[0] == per_row.shape[0] else per_row.sum(0, keepdims=True)
+
+
+def _axes_present(x: Array | None) -> int:
+    """The bits that tell a kernel which axes of `[B or 1, H or 1, T or 1, S or 1]` are there."""
+    return 0 if x is None else 1 + sum(2 << axis for axis, size in enumerate(x.shape) if size != 1)
+
+
+def _padded(head_dim: int) -> int:
+    return max(16, 1 << (head_dim - 1).bit_length())
+
+
+def _count(length: int, block: int) -> int:
+    return math.ceil(length / block)

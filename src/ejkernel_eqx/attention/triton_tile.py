@@ -1,0 +1,188 @@
+"""What happens to one tile of scores, shared by every Triton kernel of the core.
+
+A tile is `[BQ, BK]` or, where keys are the rows, `[BK, BQ]`: the functions below take query and key vectors already shaped to
+broadcast either way. Scores are kept in units of log2, so that `exp2` needs no further multiplication.
+"""
+
+import triton
+import triton.language as tl
+
+# Bits of BIAS and MASK: present, and which of batch, head, query and key axes are not broadcast.
+PRESENT, OVER_BATCH, OVER_HEADS, OVER_QUERIES, OVER_KEYS = 1, 2, 4, 8, 16
+
+
+@triton.jit
+def tanh(x, APPROXIMATE: tl.constexpr):
+    if APPROXIMATE:
+        return tl.inline_asm_elementwise("tanh.approx.f32 $0, $1;", "=f,f", [x], dtype=tl.float32, is_pure=True, pack=1)
+    decay = tl.exp2(-2.8853900817779268 * tl.abs(x))  # e^(-2|x|)
+    magnitude = (1.0 - decay) / (1.0 + decay)
+    return tl.where(x < 0, -magnitude, magnitude)
+
+
+@triton.jit
+def load_over_scores(ptr, b, h, i, j, T, S, H: tl.constexpr, BITS: tl.constexpr):
+    """The tile at queries `i`, keys `j` of an array broadcastable to `[B, H, T, S]`."""
+    rows: tl.constexpr = (BITS & 8) != 0
+    columns: tl.constexpr = (BITS & 16) != 0
+    start = tl.zeros([], tl.int64)
+    if BITS & 2:
+        start += b
+    if BITS & 4:
+        start = start * H + h
+    if rows:
+        start = start * T
+    if columns:
+        start = start * S
+    inside = (i < T) & (j < S)
+    offset = (i + j) * 0
+    if rows and columns:
+        offset = i.to(tl.int64) * S + j
+    elif rows:
+        offset = i + j * 0
+    elif columns:
+        offset = i * 0 + j
+    return tl.load(ptr + start + offset, mask=inside, other=0)
+
+
+@triton.jit
+def scores(qk, i, j, position, slope, bias_ptr, b, h, T, S, H: tl.constexpr, SCALE: tl.constexpr, CAP: tl.constexpr,
+           FAST_TANH: tl.constexpr, BIAS: tl.constexpr, ALIBI: tl.constexpr):  # fmt: skip
+    """Scores in log2 units, and the tanh whose square the backward needs (zero without a soft cap)."""
+    t = qk * 0.0
+    if CAP > 0:
+        t = tanh(qk * (SCALE / CAP), FAST_TANH)
+        s = t * (CAP * 1.4426950408889634)
+    else:
+        s = qk * (SCALE * 1.4426950408889634)
+    if BIAS:
+        s += load_over_scores(bias_ptr, b, h, i, j, T, S, H, BIAS).to(tl.float32) * 1.4426950408889634
+    if ALIBI:
+        s += (slope * 1.4426950408889634) * (j - position).to(tl.float32)
+    return s, t
+
+
+@triton.jit
+def visible(i, j, position, start, end, q_segment, k_segment, mask_ptr, b, h, T, S, H: tl.constexpr,
+            LEFT: tl.constexpr, RIGHT: tl.constexpr, ROWS: tl.constexpr, SEGMENTS: tl.constexpr, MASK: tl.constexpr):  # fmt: skip
+    """Which entries of the tile count."""
+    seen = (j < S) & (i < T)
+    if ROWS:
+        seen = seen & (j >= start) & (j < end)
+    else:
+        if LEFT >= 0:
+            seen = seen & (j >= position - LEFT)
+        if RIGHT >= 0:
+            seen = seen & (j <= position + RIGHT)
+    if SEGMENTS:
+        seen = seen & (q_segment == k_segment) & (q_segment >= 0)
+    if MASK:
+        seen = seen & (load_over_scores(mask_ptr, b, h, i, j, T, S, H, MASK) != 0)
+    return seen
+
+
+@triton.jit
+def keep(seed0, seed1, position, j, THRESHOLD: tl.constexpr):
+    """Philox4x32-7 of (seed, query position, key position): which entries survive dropout."""
+    c0 = position.to(tl.uint32) + (j * 0).to(tl.uint32)
+    c1 = j.to(tl.uint32) + (position * 0).to(tl.uint32)
+    c2 = c0 * 0
+    c3 = c0 * 0
+    k0 = seed0
+    k1 = seed1
+    for _ in tl.static_range(7):
+        hi0 = tl.umulhi(c0, 0xD2511F53)
+        lo0 = c0 * 0xD2511F53
+        hi1 = tl.umulhi(c2, 0xCD9E8D57)
+        lo1 = c2 * 0xCD9E8D57
+        c0 = hi1 ^ c1 ^ k0
+        c1 = lo1
+        c2 = hi0 ^ c3 ^ k1
+        c3 = lo0
+        k0 = k0 + 0x9E3779B9
+        k1 = k1 + 0xBB67AE85
+    return c0 >= THRESHOLD
+
+
+@triton.jit
+def key_tiles(tiles_ptr, b, m, offset, T, S, BQ: tl.constexpr, BK: tl.constexpr, LEFT: tl.constexpr, RIGHT: tl.constexpr,
+              TABLE: tl.constexpr, MASK: tl.constexpr):  # fmt: skip
+    """Key tiles of query tile `m`: `[lo, a)` and `[b, hi)` need the mask, `[a, b)` do not."""
+    if TABLE:
+        row = tiles_ptr + (b * tl.cdiv(T, BQ) + m) * 4
+        lo, full_lo, full_hi, hi = tl.load(row), tl.load(row + 1), tl.load(row + 2), tl.load(row + 3)
+    else:
+        first = m * BQ + offset
+        last = tl.minimum(m * BQ + BQ, T) - 1 + offset
+        lo, hi = 0, tl.cdiv(S, BK)
+        full_lo, full_hi = 0, S // BK
+        if LEFT >= 0:
+            lo = tl.minimum(tl.maximum(first - LEFT, 0) // BK, hi)
+            full_lo = tl.cdiv(tl.maximum(last - LEFT, 0), BK)
+        if RIGHT >= 0:
+            hi = tl.minimum(hi, tl.cdiv(tl.maximum(last + RIGHT + 1, 0), BK))
+            full_hi = tl.minimum(full_hi, tl.maximum(first + RIGHT + 1, 0) // BK)
+    hi = tl.maximum(hi, lo)
+    full_lo = tl.minimum(tl.maximum(full_lo, lo), hi)
+    full_hi = tl.minimum(tl.maximum(full_hi, full_lo), hi)
+    if MASK:
+        full_lo = hi
+        full_hi = hi
+    return lo, full_lo, full_hi, hi
+
+
+@triton.jit
+def query_tiles(tiles_ptr, b, n, offset, T, S, BQ: tl.constexpr, BK: tl.constexpr, LEFT: tl.constexpr, RIGHT: tl.constexpr,
+                TABLE: tl.constexpr, MASK: tl.constexpr):  # fmt: skip
+    """Query tiles of key tile `n`, as `key_tiles`. Queries past the end need no mask: their weights come out zero."""
+    if TABLE:
+        row = tiles_ptr + (b * tl.cdiv(S, BK) + n) * 4
+        lo, full_lo, full_hi, hi = tl.load(row), tl.load(row + 1), tl.load(row + 2), tl.load(row + 3)
+    else:
+        first = n * BK - offset
+        last = n * BK + BK - 1 - offset
+        lo, hi = 0, tl.cdiv(T, BQ)
+        full_lo, full_hi = 0, hi
+        if RIGHT >= 0:
+            lo = tl.minimum(tl.maximum(first - RIGHT, 0) // BQ, hi)
+            full_lo = tl.cdiv(tl.maximum(last - RIGHT, 0), BQ)
+        if LEFT >= 0:
+            hi = tl.minimum(hi, tl.cdiv(tl.maximum(last + LEFT + 1, 0), BQ))
+            full_hi = tl.minimum(full_hi, tl.maximum(first + LEFT + 1, 0) // BQ)
+    hi = tl.maximum(hi, lo)
+    full_lo = tl.minimum(tl.maximum(full_lo, lo), hi)
+    full_hi = tl.minimum(tl.maximum(full_hi, full_lo), hi)
+    if MASK:
+        full_lo = hi
+        full_hi = hi
+    return lo, full_lo, full_hi, hi
+
+
+@triton.jit
+def load_rows(ptr, start, row_stride, ok, length, WIDTH: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr,
+              BOUND: tl.constexpr, CHECK: tl.constexpr):  # fmt: skip
+    """Rows `start .. start + ROWS` of a matrix of `length` rows as a `[ROWS, COLUMNS]` tile, zero outside and where not `ok`.
+
+    `BOUND`: rows may lie past the end; `CHECK`: `ok` is a vector to obey.
+    """
+    r = tl.arange(0, ROWS)
+    c = tl.arange(0, COLUMNS)
+    pointers = ptr + start.to(tl.int64) * row_stride + (r[:, None] * row_stride + c[None, :])
+    if BOUND or CHECK:
+        inside = start + r < length
+        if CHECK:
+            inside = inside & ok
+        if WIDTH == COLUMNS:
+            return tl.load(pointers, mask=inside[:, None], other=0.0)
+        return tl.load(pointers, mask=inside[:, None] & (c < WIDTH)[None, :], other=0.0)
+    if WIDTH == COLUMNS:
+        return tl.load(pointers)
+    return tl.load(pointers, mask=(c < WIDTH)[None, :], other=0.0)
+
+
+@triton.jit
+def store_rows(ptr, tile, start, row_stride, length, WIDTH: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr):
+    r = tl.arange(0, ROWS)
+    c = tl.arange(0, COLUMNS)
+    pointers = ptr + start.to(tl.int64) * row_stride + (r[:, None] * row_stride + c[None, :])
+    tl.store(pointers, tile, mask=(start + r < length)[:, None] & (c < WIDTH)[None, :])

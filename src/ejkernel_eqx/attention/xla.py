@@ -1,0 +1,451 @@
+"""Attention in plain XLA: one scan over the visible (query tile, key tile) pairs, with its own backward.
+
+The list of pairs is built at trace time from the static window, so causal and windowed attention does only the tiles it
+needs and no loop bound depends on data. Tiles never pad: where a length is not a multiple, the last tile starts earlier and
+hides the part that the tile before it has done. Every matmul is `rows @ columns` with the long axis last, which is
+why the backward wants `q` and `dout` transposed as well and accumulates `dk`, `dv` transposed.
+"""
+
+import dataclasses
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import Array, lax
+
+from .philox import philox_keep
+from .spec import AttentionArrays, AttentionGrads, AttentionSpec, RowRanges
+
+_ALIGNMENT = 16  # tile lengths are multiples of this, unless the whole axis is shorter
+
+
+@dataclasses.dataclass(frozen=True)
+class XlaConfig:
+    """Tile lengths along the queries and along the keys; longer than the axis means the axis."""
+
+    block_q: int
+    block_k: int
+
+    def __post_init__(self):
+        for name in ("block_q", "block_k"):
+            value = getattr(self, name)
+            if isinstance(value, bool) or not isinstance(value, int) or value < 1:
+                raise ValueError(f"XlaConfig.{name} must be a positive int, got {value!r}")
+
+
+config_type = XlaConfig
+
+
+def unsupported(problem: Any, device: Any) -> str | None:
+    """Why this platform cannot serve the problem: it serves all."""
+    return None
+
+
+def default_config(problem: Any, device: Any) -> XlaConfig:
+    return XlaConfig(256, 512)
+
+
+def candidates(problem: Any, device: Any) -> list[XlaConfig]:
+    t, s = problem.dim("T"), problem.dim("S")
+    return list(
+        dict.fromkeys(
+            XlaConfig(min(block_q, _ceil(t, _ALIGNMENT)), min(block_k, _ceil(s, _ALIGNMENT)))
+            for block_q in (128, 256, 512, 1024)
+            for block_k in (128, 256, 512, 1024)
+        )
+    )
+
+
+def _ceil(x: int, multiple: int) -> int:
+    return max(-(-x // multiple), 1) * multiple
+
+
+def _split(length: int, block: int) -> tuple[int, np.ndarray, np.ndarray]:
+    """Tile length, where each tile starts, and the first index that belongs to it alone; tiles of even size."""
+    count = max(-(-length // block), 1)
+    size = min(_ceil(-(-length // count), _ALIGNMENT), length)
+    fresh = np.arange(0, length, size) if size else np.zeros(0, int)
+    return size, np.minimum(fresh, length - size), fresh
+
+
+class _Tiles(NamedTuple):
+    """The visible pairs of tiles, in order: their starts and the first fresh query and key of each. All static."""
+
+    block_q: int
+    block_k: int
+    pairs: np.ndarray  # int32 [pairs, 4]: query start, key start, fresh query, fresh key
+    overlap_q: bool
+    overlap_k: bool
+
+    @classmethod
+    def make(cls, t: int, s: int, spec: AttentionSpec, config: XlaConfig) -> "_Tiles":
+        block_q, q_start, q_fresh = _split(t, config.block_q)
+        block_k, k_start, k_fresh = _split(s, config.block_k)
+        lowest = q_fresh + spec.offset - spec.left if spec.left is not None else np.full(q_fresh.shape, -np.inf)
+        highest = q_start + block_q - 1 + spec.offset
+        highest = highest + spec.right if spec.right is not None else np.full(q_fresh.shape, np.inf)
+        seen = (k_start + block_k - 1 >= lowest[:, None]) & (k_fresh <= highest[:, None])
+        a, b = np.nonzero(seen)
+        pairs = np.stack([q_start[a], k_start[b], q_fresh[a], k_fresh[b]], axis=1).astype(np.int32)
+        return cls(block_q, block_k, pairs, bool(t % max(block_q, 1)), bool(s % max(block_k, 1)))
+
+
+class _Call:
+    """One call during its trace: its arrays in tile layout, and the score of a tile."""
+
+    def __init__(self, arrays: AttentionArrays, spec: AttentionSpec, config: XlaConfig):
+        self.spec = spec
+        self.batch, self.t, self.heads, self.dim = arrays.q.shape
+        self.s, self.kv_heads, self.value_dim = arrays.v.shape[1:]
+        self.groups = self.heads // self.kv_heads
+        self.accum = jnp.float64 if arrays.q.dtype == jnp.float64 else jnp.float32
+        self.precision = lax.Precision.HIGHEST if arrays.q.dtype == jnp.float32 else None
+        self.tiles = _Tiles.make(self.t, self.s, spec, config)
+        self.arrays = arrays
+        self.bias, self.mask = self.full(arrays.bias), self.full(arrays.mask)
+        self.slopes, self.sinks = self.per_head(arrays.alibi_slopes), self.per_head(arrays.sinks)
+        self.seeds = None if arrays.seeds is None else self.per_head(arrays.seeds)[:, :, :, None, None]
+        # Only a hidden query or key can be NaN, and only a mask hides.
+        dynamic = (arrays.mask, arrays.q_segments, arrays.rows)
+        self.hides = spec.ranged or any(x is not None for x in dynamic)
+        self.q, self.k, self.v = self.queries(arrays.q), self.keys(arrays.k), self.keys(arrays.v)
+
+    def zeros(self, shape: tuple[int, ...], summed: tuple[int, ...] = ()) -> Array:
+        """Zeros `[B, K, G, ...]`, with 1 for the `summed` axes, to start a carry from. They are made from the arrays, so that their type says what the
+        loop's results will say: sharded alike (Explicit meshes), varying alike (`shard_map`)."""
+        start = jnp.zeros_like(self.q, self.accum).sum((3, 4)).sum(summed, keepdims=True)
+        axes = frozenset().union(*(_varying(x) for x in jax.tree.leaves(self.arrays)))
+        missing = tuple(sorted(axes - _varying(start)))
+        if missing:
+            start = lax.pcast(start, missing, to="varying")
+        start = start.reshape(*start.shape, *(1,) * (len(shape) - 3))
+        return jnp.broadcast_to(start, shape)
+
+    def full(self, x: Array | None) -> Array | None:
+        """`[B, H, T, S]` to `[B, K, G, T, S]`, each axis possibly 1."""
+        if x is None:
+            return None
+        heads = (1, 1) if x.shape[1] == 1 else (self.kv_heads, self.groups)
+        return x.reshape(x.shape[0], *heads, *x.shape[2:])
+
+    def per_head(self, x: Array | None) -> Any:
+        """`[B, H, ...]` to `[B, K, G, ...]`."""
+        return None if x is None else x.reshape(x.shape[0], self.kv_heads, self.groups, *x.shape[2:])
+
+    def queries(self, x: Array) -> Array:
+        """`[B, T, H, D]` to `[B, K, G, T, D]`."""
+        x = x.reshape(self.batch, self.t, self.kv_heads, self.groups, x.shape[-1])
+        return x.transpose(0, 2, 3, 1, 4)
+
+    def queries_transposed(self, x: Array) -> Array:
+        """`[B, K, G, T, D]` to `[B, K, D, G, T]`."""
+        return x.transpose(0, 1, 4, 2, 3)
+
+    def keys(self, x: Array) -> Array:
+        """`[B, S, K, D]` to `[B, K, S, D]`, with zeros for the keys that no query may see."""
+        seen = self._keys_seen() if self.hides else None
+        if seen is not None:
+            x = jnp.where(seen[..., None], x, 0)
+        return x.transpose(0, 2, 1, 3)
+
+    def _keys_seen(self) -> Array | None:
+        """`[B or 1, S, K or 1]`: whether the window, the ranges, the segments and the mask each let some query see it."""
+        spec, arrays, j = self.spec, self.arrays, np.arange(self.s, dtype=np.int32)
+        low = -np.inf if spec.left is None else spec.offset - spec.left
+        high = np.inf if spec.right is None else self.t - 1 + spec.offset + spec.right
+        static = (low <= j) & (j <= high)
+        terms = [] if static.all() else [jnp.asarray(static)[None, :, None]]
+        if arrays.kv_segments is not None:
+            terms.append(arrays.kv_segments[..., None] >= 0)
+        if arrays.rows is not None:
+            terms.append(self._in_some_range(arrays.rows)[..., None])
+        if self.mask is not None:
+            mask = self.mask.any((2, 3)).swapaxes(1, 2)
+            terms.append(mask)
+        seen = None
+        for term in terms:
+            seen = term if seen is None else seen & term
+        return seen
+
+    def _in_some_range(self, rows: RowRanges) -> Array:
+        """`[B or 1, S]`: whether some query's range holds the key; a loop, as compilers may write out the `T x S` mask."""
+        starts = np.minimum(np.arange(0, self.t, self.tiles.block_q), self.t - self.tiles.block_q)
+        j = jnp.arange(self.s, dtype=jnp.int32)
+
+        def body(seen, first):
+            start, end = (lax.dynamic_slice_in_dim(x, first, self.tiles.block_q, 1)[..., None] for x in rows[:2])
+            return seen | ((start <= j) & (j < end)).any(1), None
+
+        nowhere = jnp.zeros_like(rows.start).sum(1, keepdims=True) > j
+        return lax.scan(body, nowhere, jnp.asarray(starts, jnp.int32))[0] if self.t else nowhere
+
+    def rows(self, x: Array | None, pair: Array, axis: int) -> Any:
+        """The query tile of `x` along `axis`; whole where that axis is broadcast."""
+        if x is None or (x.shape[axis] == 1 != self.t):
+            return x
+        return lax.dynamic_slice_in_dim(x, pair[0], self.tiles.block_q, axis)
+
+    def columns(self, x: Array | None, pair: Array, axis: int) -> Any:
+        """The key tile of `x` along `axis`; whole where that axis is broadcast."""
+        if x is None or (x.shape[axis] == 1 != self.s):
+            return x
+        return lax.dynamic_slice_in_dim(x, pair[1], self.tiles.block_k, axis)
+
+    def dot(self, pattern: str, x: Array, y: Array) -> Array:
+        return jnp.einsum(pattern, x, y, precision=self.precision, preferred_element_type=self.accum)
+
+    def fold(self, x: Array) -> Array:
+        """`[.., G, Q, D]` to `[.., G * Q, D]`: the query heads of a key head are rows of one matmul."""
+        return x.reshape(*x.shape[:-3], self.groups * self.tiles.block_q, x.shape[-1])
+
+    def fold_last(self, x: Array) -> Array:
+        """`[.., D, G, Q]` to `[.., D, G * Q]`."""
+        return x.reshape(*x.shape[:-2], self.groups * self.tiles.block_q)
+
+    def unfold(self, x: Array) -> Array:
+        """Undoes `fold`."""
+        return x.reshape(*x.shape[:-2], self.groups, self.tiles.block_q, x.shape[-1])
+
+    def positions(self, pair: Array) -> tuple[Array, Array]:
+        """Of the queries `[B or 1, 1, 1, Q, 1]` and keys `[K]` of a tile, among the keys."""
+        j = pair[1] + jnp.arange(self.tiles.block_k, dtype=jnp.int32)
+        if self.arrays.rows is not None:
+            return self._tile_rows(self.arrays.rows.position, pair), j
+        i = pair[0] + self.spec.offset + jnp.arange(self.tiles.block_q, dtype=jnp.int32)
+        return i[None, None, None, :, None], j
+
+    def _tile_rows(self, x: Array, pair: Array) -> Array:
+        return self.rows(x, pair, 1)[:, None, None, :, None]
+
+    def visible(self, pair: Array) -> Array | None:
+        """Which entries of a tile take part, broadcastable to `[B, K, G, Q, K]`; `None` for all."""
+        spec, arrays, (i, j) = self.spec, self.arrays, self.positions(pair)
+        terms = []
+        if self.tiles.overlap_q:
+            index = pair[0] + jnp.arange(self.tiles.block_q, dtype=jnp.int32)
+            terms.append((index >= pair[2])[:, None])
+        if self.tiles.overlap_k:
+            terms.append(j >= pair[3])
+        if spec.left is not None:
+            terms.append(j >= i - spec.left)
+        if spec.right is not None:
+            terms.append(j <= i + spec.right)
+        if arrays.rows is not None:
+            start, end = self._tile_rows(arrays.rows.start, pair), self._tile_rows(arrays.rows.end, pair)
+            terms.append((start <= j) & (j < end))
+        if arrays.q_segments is not None:
+            assert arrays.kv_segments is not None
+            ours = self._tile_rows(arrays.q_segments, pair)
+            theirs = self.columns(arrays.kv_segments, pair, 1)[:, None, None, None, :]
+            terms.append((ours == theirs) & (ours >= 0))
+        if self.mask is not None:
+            terms.append(self.columns(self.rows(self.mask, pair, 3), pair, 4))
+        seen = None
+        for term in terms:
+            seen = term if seen is None else seen & term
+        return seen
+
+    def scores(self, q: Array, k: Array, pair: Array) -> tuple[Array, Array | None]:
+        """Masked scores `[B, K, G, Q, K]` of a tile, and `tanh` of the capped ones."""
+        scores, bent = self.unfold(self.dot("bkqd,bksd->bkqs", q, k)) * self.spec.scale, None
+        if self.spec.logits_soft_cap is not None:
+            bent = jnp.tanh(scores / self.spec.logits_soft_cap)
+            scores = bent * self.spec.logits_soft_cap
+        if self.bias is not None:
+            scores += self.columns(self.rows(self.bias, pair, 3), pair, 4).astype(self.accum)
+        if self.slopes is not None:
+            scores += self.slopes.astype(self.accum)[..., None, None] * self.distance(pair)
+        seen = self.visible(pair)
+        return scores if seen is None else jnp.where(seen, scores, -jnp.inf), bent
+
+    def distance(self, pair: Array) -> Array:
+        i, j = self.positions(pair)
+        return (j - i).astype(self.accum)
+
+    def dropped(self, x: Array, pair: Array) -> Array:
+        """`x` with dropout applied."""
+        rate = self.spec.dropout_rate
+        if rate == 0:
+            return x
+        keep = philox_keep(self.seeds, *self.positions(pair), rate)
+        return jnp.where(keep, x * (1 / (1 - rate)), 0)
+
+    def scan(self, body: Callable[[Any, Array], Any], carry: Any) -> Any:
+        """`carry` after every visible pair of tiles."""
+        if self.batch * self.heads * len(self.tiles.pairs) == 0:
+            return carry
+        return lax.scan(lambda c, pair: (body(c, pair), None), carry, jnp.asarray(self.tiles.pairs))[0]
+
+
+def _varying(x: Array) -> frozenset[str]:
+    """The mesh axes along which the shards of `x` differ, inside `shard_map`."""
+    return jax.typeof(x).manual_axis_type.varying
+
+
+def _put(x: Array, tile: Array, start: Array, axis: int) -> Array:
+    return lax.dynamic_update_slice_in_dim(x, tile, start, axis)
+
+
+def _add(x: Array, tile: Array, start: Array, axis: int) -> Array:
+    return _put(x, lax.dynamic_slice_in_dim(x, start, tile.shape[axis], axis) + tile, start, axis)
+
+
+def forward(arrays: AttentionArrays, spec: AttentionSpec, config: XlaConfig) -> tuple[Array, Array]:
+    """Output `[B, T, H, V]` and log-sum-exp `[B, H, T]`."""
+    call = _Call(arrays, spec, config)
+    rows = call.q.shape[:-1]
+    total = call.zeros(rows)
+    largest = total - jnp.inf
+    if call.sinks is not None:  # A sink is a key seen first, whose value is 0.
+        largest = total + call.sinks.astype(call.accum)[..., None]
+        total = jnp.where(largest > -jnp.inf, total + 1, total)
+    acc = call.zeros((*rows, call.value_dim))
+
+    def body(carry, pair):
+        largest, total, acc = carry
+        scores, _ = call.scores(call.fold(call.rows(call.q, pair, 3)), call.columns(call.k, pair, 2), pair)
+        before = call.rows(largest, pair, 3)
+        after = jnp.maximum(before, scores.max(-1))
+        shift = jnp.where(after == -jnp.inf, 0, after)
+        weights = jnp.exp(scores - shift[..., None])
+        decay = jnp.exp(before - shift)
+        kept = call.fold(call.dropped(weights, pair).astype(call.v.dtype))
+        new = call.unfold(call.dot("bkqs,bksv->bkqv", kept, call.columns(call.v, pair, 2)))
+        return (
+            _put(largest, after, pair[0], 3),
+            _put(total, call.rows(total, pair, 3) * decay + weights.sum(-1), pair[0], 3),
+            _put(acc, call.rows(acc, pair, 3) * decay[..., None] + new, pair[0], 3),
+        )
+
+    largest, total, acc = call.scan(body, (largest, total, acc))
+    empty = total == 0
+    total = jnp.where(empty, 1, total)
+    lse = jnp.where(empty, -jnp.inf, largest + jnp.log(total))
+    out = (acc / total[..., None]).astype(arrays.q.dtype).transpose(0, 3, 1, 2, 4)
+    return (
+        out.reshape(call.batch, call.t, call.heads, call.value_dim),
+        lse.reshape(call.batch, call.heads, call.t),
+    )
+
+
+def backward(
+    arrays: AttentionArrays,
+    spec: AttentionSpec,
+    config: XlaConfig,
+    out: Array,
+    lse: Array,
+    dout: Array,
+    dlse: Array | None,
+) -> AttentionGrads:
+    """Cotangents of the differentiable arrays, from the results of `forward` and their cotangents."""
+    call = _Call(arrays, spec, config)
+    q, do, lse, delta = _residuals(call, out, lse, dout, dlse)
+    q_transposed, do_transposed = call.queries_transposed(q), call.queries_transposed(do)
+    safe = jnp.where(lse == -jnp.inf, jnp.inf, lse)
+    bias, slopes = _BiasGradient(call), call.slopes
+
+    def body(carry, pair):
+        dq, dk, dv, dbias, dslopes = carry
+        k, v = call.columns(call.k, pair, 2), call.columns(call.v, pair, 2)
+        scores, bent = call.scores(call.fold(call.rows(q, pair, 3)), k, pair)
+        weights = jnp.exp(scores - call.rows(safe, pair, 3)[..., None])
+        kept = call.fold(call.dropped(weights, pair).astype(v.dtype))
+        dv_tile = call.dot("bkvq,bkqs->bkvs", call.fold_last(call.rows(do_transposed, pair, 4)), kept)
+        dweights = call.unfold(call.dot("bkqv,bksv->bkqs", call.fold(call.rows(do, pair, 3)), v))
+        dscores = weights * (call.dropped(dweights, pair) - call.rows(delta, pair, 3)[..., None])
+        dbias = bias.add(dbias, dscores, pair)
+        if slopes is not None:
+            dslopes += (dscores * call.distance(pair)).sum((-2, -1))
+        if bent is not None:
+            dscores *= 1 - bent * bent
+        dscores = call.fold(dscores.astype(k.dtype))
+        dq_tile = call.unfold(call.dot("bkqs,bksd->bkqd", dscores, k))
+        dk_tile = call.dot("bkdq,bkqs->bkds", call.fold_last(call.rows(q_transposed, pair, 4)), dscores)
+        return (
+            _add(dq, dq_tile, pair[0], 3),
+            _add(dk, dk_tile, pair[1], 3),
+            _add(dv, dv_tile, pair[1], 3),
+            dbias,
+            dslopes,
+        )
+
+    heads = q.shape[:3]
+    dq = call.zeros(q.shape)
+    dk, dv = (call.zeros((*heads[:2], 1, dim, call.s), (2,))[:, :, 0] for dim in (call.dim, call.value_dim))
+    dslopes = None if slopes is None else call.zeros(heads)
+    dq, dk, dv, dbias, dslopes = call.scan(body, (dq, dk, dv, bias.zeros(), dslopes))
+    dsinks = None
+    if call.sinks is not None:
+        share = jnp.exp(call.sinks.astype(call.accum)[..., None] - safe)
+        dsinks = -(share * delta).sum(-1)
+    dq = (dq * spec.scale).astype(arrays.q.dtype).transpose(0, 3, 1, 2, 4)
+    return AttentionGrads(
+        q=dq.reshape(arrays.q.shape),
+        k=(dk * spec.scale).astype(arrays.k.dtype).transpose(0, 3, 1, 2),
+        v=dv.astype(arrays.v.dtype).transpose(0, 3, 1, 2),
+        bias=bias.finish(dbias),
+        alibi_slopes=_per_head_gradient(dslopes, arrays.alibi_slopes),
+        sinks=_per_head_gradient(dsinks, arrays.sinks),
+    )
+
+
+def _residuals(
+    call: _Call, out: Array, lse: Array, dout: Array, dlse: Array | None
+) -> tuple[Array, Array, Array, Array]:
+    """`q`, `dout`, `lse` and `delta = rowsum(dout * out) - dlse` in tile layout, finite where a query sees nothing."""
+    delta = (dout.astype(call.accum) * out.astype(call.accum)).sum(-1).transpose(0, 2, 1)
+    delta = call.per_head(delta if dlse is None else delta - dlse)
+    q, do, lse = call.q, call.queries(dout), call.per_head(lse)
+    if call.hides:
+        # Such a query has exactly the lse of its sink. One that sees a key may have it too, by rounding, but then it
+        # is finite, as a NaN would have reached the lse.
+        nothing = -jnp.inf if call.sinks is None else call.sinks.astype(call.accum)[..., None]
+        empty = (lse == nothing)[..., None]
+        q = jnp.where(empty & ~jnp.isfinite(q), 0, q)
+        do = jnp.where(empty & ~jnp.isfinite(do), 0, do)
+    return q, do.astype(call.arrays.v.dtype), lse, delta
+
+
+def _per_head_gradient(gradient: Array | None, array: Array | None) -> Array | None:
+    """`[B, K, G]` to the shape and dtype of an array `[B or 1, H]`."""
+    if gradient is None or array is None:
+        return None
+    gradient = gradient.reshape(gradient.shape[0], array.shape[1])
+    if array.shape[0] != gradient.shape[0]:
+        gradient = gradient.sum(0, keepdims=True)
+    return gradient.astype(array.dtype)
+
+
+class _BiasGradient:
+    """Sums score gradients into the shape of the bias, tile by tile."""
+
+    def __init__(self, call: _Call):
+        self.call, self.bias = call, call.bias
+        if self.bias is None:
+            return
+        lengths = (call.batch, call.kv_heads, call.groups, call.t, call.s)
+        self.summed = tuple(a for a in range(5) if self.bias.shape[a] == 1 != lengths[a])
+        # A bias over both queries and keys sums its batch and heads at once: what remains is the size of the bias. Any
+        # other is small, so its batch and heads are summed once, after the loop: one reduction between devices.
+        late = () if not {3, 4} & set(self.summed) else tuple(a for a in self.summed if a < 3)
+        self.late, self.early = late, tuple(a for a in self.summed if a not in late)
+        self.shape = tuple(lengths[a] if a in late else self.bias.shape[a] for a in range(5))
+
+    def zeros(self) -> Array | None:
+        return None if self.bias is None else self.call.zeros(self.shape, tuple(a for a in self.early if a < 3))
+
+    def add(self, total: Array | None, dscores: Array, pair: Array) -> Array | None:
+        if total is None:
+            return None
+        tile = dscores.sum(self.early, keepdims=True)
+        zero = jnp.zeros((), pair.dtype)
+        start = (zero, zero, zero, zero if 3 in self.summed else pair[0], zero if 4 in self.summed else pair[1])
+        return lax.dynamic_update_slice(total, lax.dynamic_slice(total, start, tile.shape) + tile, start)
+
+    def finish(self, total: Array | None) -> Array | None:
+        if total is None or self.bias is None:
+            return None
+        array = self.call.arrays.bias
+        return total.sum(self.late, keepdims=True).reshape(array.shape).astype(array.dtype)

@@ -1,0 +1,63 @@
+"""Kernel configurations: frozen dataclasses that turn into JSON and back, refusing what they do not know."""
+
+import dataclasses
+import json
+import typing
+from typing import Any, TypeVar
+
+C = TypeVar("C")
+
+
+def to_dict(config: Any) -> dict[str, Any]:
+    """The configuration's fields, nested configurations as nested dicts."""
+    _check_config(config)
+    return dataclasses.asdict(config)
+
+
+def to_json(config: Any) -> str:
+    """Readable JSON of a configuration, fields in their order."""
+    return json.dumps(to_dict(config))
+
+
+def stable_json(value: Any) -> str:
+    """Canonical JSON (sorted, no spaces): equal values give equal text in every process."""
+    return json.dumps(to_dict(value) if dataclasses.is_dataclass(value) else value, sort_keys=True, separators=(",", ":"))
+
+
+def from_json(text: str, cls: type[C]) -> C:
+    """The configuration of class `cls` written in `text`; `ValueError` for anything that is not exactly that."""
+    return from_dict(json.loads(text), cls)
+
+
+def from_dict(data: Any, cls: type[C]) -> C:
+    """As `from_json`, from a dict. Unknown and missing fields and wrong types are refused, never guessed."""
+    if not isinstance(data, dict):
+        raise ValueError(f"config: expected an object with the fields of {cls.__name__}, received {data!r}.")
+    types = typing.get_type_hints(cls)
+    names = {field.name for field in dataclasses.fields(typing.cast(Any, cls))}
+    unknown, missing = sorted(data.keys() - names), sorted(_required(cls) - data.keys())
+    if unknown or missing:
+        raise ValueError(
+            f"config: expected the fields {sorted(names)} of {cls.__name__}, received unknown {unknown} and missing {missing}; "
+            "it was written for another version."
+        )
+    return cls(**{name: _convert(name, value, types[name]) for name, value in data.items()})
+
+
+def _required(cls: Any) -> set[str]:
+    absent = dataclasses.MISSING
+    return {f.name for f in dataclasses.fields(cls) if f.default is absent and f.default_factory is absent}
+
+
+def _convert(name: str, value: Any, kind: Any) -> Any:
+    if dataclasses.is_dataclass(kind):
+        return from_dict(value, typing.cast(type, kind))
+    if kind in (int, bool, str, float) and type(value) is not kind:
+        raise ValueError(f"config field {name}: expected {kind.__name__}, received {value!r}.")
+    return value
+
+
+def _check_config(config: Any) -> None:
+    frozen = dataclasses.is_dataclass(config) and type(config).__dataclass_params__.frozen  # type: ignore[attr-defined]
+    if not frozen or isinstance(config, type):
+        raise ValueError(f"config: expected an instance of a frozen dataclass, received {config!r}.")

@@ -1,0 +1,110 @@
+"""Facts about the device that kernels are chosen for: asked of the runtime, never listed by name."""
+
+import dataclasses
+import functools
+import hashlib
+from collections.abc import Mapping
+
+import jax
+
+from .platform import Backend
+
+# What one thread block may take when the runtime does not say: the smallest limit among supported GPUs of a vendor.
+_SAFE_SHARED_MEMORY = {"nvidia": 101_376, "amd": 65_536}
+
+
+@dataclasses.dataclass(frozen=True)
+class DeviceFacts:
+    """What dispatch may know of a device. Frozen into every plan, so that nothing is asked again after construction.
+
+    `shared_memory` is the largest block of shared memory one program may use, in bytes; `count` the devices that JAX sees.
+    """
+
+    backend: Backend
+    kind: str
+    vendor: str = ""
+    compute_capability: str = ""
+    num_multiprocessors: int = 0
+    shared_memory: int = 0
+    memory: int = 0
+    runtime: str = ""
+    count: int = 1
+
+    @property
+    def capability(self) -> tuple[int, int]:
+        """`compute_capability` as numbers; `(0, 0)` where it has none or is not of that form."""
+        major, _, minor = self.compute_capability.partition(".")
+        return (int(major), int(minor)) if major.isdigit() and minor.isdigit() else (0, 0)
+
+    @property
+    def slug(self) -> str:
+        """The folder name of this device's tuned tables: `nvidia_h200`."""
+        return "".join(c if c.isalnum() else "_" for c in self.kind.lower()).strip("_")
+
+
+def device_facts(device: jax.Device | None = None) -> DeviceFacts:
+    """The facts of `device`, by default of the device that JAX would place a computation on."""
+    if device is None:
+        default = jax.config.jax_default_device
+        device = default if isinstance(default, jax.Device) else jax.devices(default)[0]
+    return _facts(device)
+
+
+@functools.lru_cache(maxsize=64)
+def _facts(device: jax.Device) -> DeviceFacts:
+    platform = device.platform
+    if platform in ("gpu", "cuda", "rocm"):
+        return _gpu_facts(device)
+    backend = Backend.TPU if platform == "tpu" else Backend.CPU if platform == "cpu" else Backend.ANY
+    memory = _memory(device)
+    return DeviceFacts(backend, device.device_kind, memory=memory, runtime=_runtime(device), count=jax.device_count(platform))
+
+
+def _gpu_facts(device: jax.Device) -> DeviceFacts:
+    runtime = _runtime(device)
+    vendor = "amd" if "rocm" in runtime.lower() or device.platform == "rocm" else "nvidia"
+    shared = getattr(device, "shared_memory_per_block_optin", None)
+    capability = str(getattr(device, "compute_capability", ""))
+    return DeviceFacts(
+        backend=Backend.GPU,
+        kind=device.device_kind,
+        vendor=vendor,
+        compute_capability=capability,
+        num_multiprocessors=int(getattr(device, "core_count", 0) or 0),
+        shared_memory=int(shared or shared_memory_limit(vendor, capability)),
+        memory=_memory(device),
+        runtime=runtime,
+        count=jax.device_count(),
+    )
+
+
+def shared_memory_limit(vendor: str, capability: str) -> int:
+    """The vendor's documented limit per program for an architecture; the smallest known one for an unknown architecture."""
+    documented: Mapping[str, int] = {"8.0": 166_912, "8.7": 166_912, "9.0": 232_448, "10.0": 232_448, "10.3": 232_448}
+    return documented.get(capability, _SAFE_SHARED_MEMORY.get(vendor, 49_152))
+
+
+def _memory(device: jax.Device) -> int:
+    stats = device.memory_stats()
+    return int(stats.get("bytes_limit", 0)) if stats else 0
+
+
+def _runtime(device: jax.Device) -> str:
+    return " ".join(str(device.client.platform_version).split())
+
+
+def device_kind() -> str:
+    """The default device's name as its runtime gives it: `"NVIDIA H200"`."""
+    return device_facts().kind
+
+
+def device_platform() -> str:
+    """`"gpu"`, `"tpu"` or `"cpu"`."""
+    return device_facts().backend.value
+
+
+def device_fingerprint(facts: DeviceFacts | None = None) -> str:
+    """A short stable text that differs between devices on which a tuned table may not be shared."""
+    facts = facts or device_facts()
+    fields = (facts.kind, facts.compute_capability, str(facts.num_multiprocessors), str(facts.shared_memory))
+    return f"{facts.slug}-{hashlib.sha256('|'.join(fields).encode()).hexdigest()[:8]}"

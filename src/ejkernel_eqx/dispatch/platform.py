@@ -1,0 +1,36 @@
+"""The two words of dispatch: how a kernel is written (`Platform`) and what it runs on (`Backend`)."""
+
+import enum
+
+
+class Platform(enum.StrEnum):
+    """How an implementation is written. Given by name (`platform="triton"`) at any operation."""
+
+    CUDA = "cuda"
+    """The vendor's library (cuDNN)."""
+    TRITON = "triton"
+    """Triton, compiled for the GPU."""
+    TRITON_INTERPRET = "triton-interpret"
+    """The same Triton kernels, interpreted on the host: slow, for checking."""
+    PALLAS = "pallas"
+    """Pallas: Mosaic on TPU and on Hopper and newer GPUs."""
+    XLA = "xla"
+    """Plain JAX, everywhere."""
+
+
+class Backend(enum.StrEnum):
+    """The kind of device an implementation runs on."""
+
+    GPU = "gpu"
+    TPU = "tpu"
+    CPU = "cpu"
+    ANY = "any"
+
+
+def parse_platform(value: "str | Platform") -> Platform:
+    """The `Platform` named by `value`; `ValueError` listing the names otherwise."""
+    try:
+        return Platform(value)
+    except ValueError:
+        names = ", ".join(repr(p.value) for p in Platform)
+        raise ValueError(f"platform: expected one of {names} or None, received {value!r}; use None to choose by device.") from None

@@ -1,0 +1,65 @@
+"""`Problem`: all that may influence the choice of a kernel, as host metadata."""
+
+import dataclasses
+import hashlib
+import json
+from typing import Any
+
+Flag = bool | int | float | str | None
+
+
+@dataclasses.dataclass(frozen=True)
+class Problem:
+    """One call of one operation on one device: sizes, dtypes, option flags. Never an array, a tracer or a sharding.
+
+    `dims` are the per-device sizes by letter; those named in `lengths` (tokens, batch) are rounded up to a power of two in the
+    key, so that neighbouring lengths share one tuned entry.
+    """
+
+    operation: str
+    dims: tuple[tuple[str, int], ...]
+    dtypes: tuple[tuple[str, str], ...]
+    flags: tuple[tuple[str, Flag], ...] = ()
+    lengths: frozenset[str] = frozenset()
+
+    @classmethod
+    def make(
+        cls, operation: str, *, dims: dict[str, int], dtypes: dict[str, Any], flags: dict[str, Flag], lengths: set[str]
+    ) -> "Problem":
+        """Sorts everything, so that equal problems are equal objects."""
+        return cls(
+            operation,
+            tuple(sorted(dims.items())),
+            tuple(sorted((name, str(dtype)) for name, dtype in dtypes.items())),
+            tuple(sorted(flags.items())),
+            frozenset(lengths),
+        )
+
+    def dim(self, name: str) -> int:
+        return dict(self.dims)[name]
+
+    def dtype(self, name: str) -> str:
+        return dict(self.dtypes)[name]
+
+    def flag(self, name: str) -> Flag:
+        """The flag's value; `None` where it was not given."""
+        return dict(self.flags).get(name)
+
+    def key(self) -> str:
+        """Canonical JSON of the bucketed problem: the same text in every process."""
+        dims = {name: _bucket(size) if name in self.lengths else size for name, size in self.dims}
+        body = {"operation": self.operation, "dims": dims, "dtypes": dict(self.dtypes), "flags": dict(self.flags)}
+        return json.dumps(body, sort_keys=True, separators=(",", ":"))
+
+    def digest(self) -> str:
+        return hashlib.sha256(self.key().encode()).hexdigest()[:16]
+
+    def __str__(self) -> str:
+        sizes = " ".join(f"{name}{size}" for name, size in self.dims)
+        dtypes = "/".join(dict.fromkeys(dtype for _, dtype in self.dtypes))
+        flags = " ".join(name if value is True else f"{name}={value}" for name, value in self.flags if value not in (False, None))
+        return " ".join(part for part in (self.operation, sizes, dtypes, flags) if part)
+
+
+def _bucket(size: int) -> int:
+    return 0 if size <= 0 else 1 << (size - 1).bit_length()

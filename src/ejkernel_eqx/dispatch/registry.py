@@ -1,0 +1,133 @@
+"""Which implementations each operation has. Nothing is imported before it is looked up."""
+
+import dataclasses
+import functools
+import importlib
+import inspect
+from collections.abc import Callable, Iterable
+from types import ModuleType
+from typing import Any, TypeVar
+
+from .device import DeviceFacts, device_facts
+from .platform import Backend, Platform, parse_platform
+from .problem import Problem
+
+T = TypeVar("T")
+_HOOKS = ("unsupported", "default_config", "candidates", "config_type")
+
+
+@dataclasses.dataclass(frozen=True)
+class Implementation:
+    """One platform's answer to one operation.
+
+    `target` is a module or object (or its name, `"package.module"` or `"package.module:object"`, imported on first use)
+    that answers, as pure functions of a `Problem` and `DeviceFacts`:
+    `unsupported(problem, device) -> str | None`, `default_config(problem, device)`, `candidates(problem, device)`, and
+    names its configuration class in `config_type`. What it needs besides to run is between it and its operation.
+    """
+
+    operation: str
+    platform: Platform
+    backend: Backend
+    priority: int
+    core: str
+    target: Any
+
+    def load(self) -> Any:
+        """The object behind `target`."""
+        return _load(self.target) if isinstance(self.target, str) else self.target
+
+    def unusable(self, device: DeviceFacts) -> str | None:
+        """Why nothing of this platform can run on the device; `None` if it can."""
+        if self.backend is not Backend.ANY and self.backend is not device.backend:
+            return f"needs a {self.backend.value.upper()}, the device is {device.kind} ({device.backend.value})"
+        probe = getattr(self.load(), "unavailable", None)
+        return probe(device) if probe else None
+
+    def unsupported(self, problem: Problem, device: DeviceFacts) -> str | None:
+        """Why this problem cannot run here; `None` if it can."""
+        return self.unusable(device) or self.load().unsupported(problem, device)
+
+
+@functools.cache
+def _load(target: str) -> Any:
+    module, _, name = target.partition(":")
+    loaded: ModuleType = importlib.import_module(module)
+    return getattr(loaded, name) if name else loaded
+
+
+class KernelRegistry:
+    """Operation -> platform -> `Implementation`, the best first."""
+
+    def __init__(self) -> None:
+        self._table: dict[str, dict[Platform, Implementation]] = {}
+
+    def add(self, implementation: Implementation) -> None:
+        """Adds an implementation; one of the same operation and platform is replaced only by an equal or higher priority."""
+        platforms = self._table.setdefault(implementation.operation, {})
+        known = platforms.get(implementation.platform)
+        if known is None or implementation.priority >= known.priority:
+            platforms[implementation.platform] = implementation
+
+    def register(
+        self, operation: str, platform: Platform | str, backend: Backend | str = Backend.ANY, *, priority: int = 0, core: str = ""
+    ) -> Callable[[T], T]:
+        """Decorator: the class or object below it implements `operation` on `platform`."""
+
+        def decorate(target: T) -> T:
+            missing = [hook for hook in _HOOKS if not hasattr(target, hook)]
+            if missing:
+                raise ValueError(
+                    f"register({operation!r}, {str(platform)!r}): expected an object with {', '.join(_HOOKS)}, received {target!r} without "
+                    f"{', '.join(missing)}; see the documentation of Implementation."
+                )
+            self.add(Implementation(operation, parse_platform(platform), Backend(backend), priority, core or operation, target))
+            return target
+
+        return decorate
+
+    def list_operations(self) -> list[str]:
+        return sorted(self._table)
+
+    def ordered(self, operation: str) -> list[Implementation]:
+        """Every implementation of the operation, highest priority first."""
+        if operation not in self._table:
+            raise ValueError(f"operation: expected one of {self.list_operations()}, received {operation!r}.")
+        return sorted(self._table[operation].values(), key=lambda i: (-i.priority, i.platform.value))
+
+    def list_implementations(self, operation: str, device: DeviceFacts | None = None) -> list[tuple[Implementation, str | None]]:
+        """Every implementation with the reason why it is unusable here (`None`: usable), highest priority first."""
+        facts = device or device_facts()
+        return [(i, i.unusable(facts)) for i in self.ordered(operation)]
+
+    def get(self, operation: str, platform: Platform | str | None = None, backend: Backend | str | None = None) -> Implementation:
+        """The implementation on `platform`; without one, the best that is usable on the default device.
+
+        An explicit platform is never replaced: `ValueError` if the operation does not have it.
+        """
+        known = self.ordered(operation)
+        if platform is not None:
+            known = [i for i in known if i.platform is parse_platform(platform)]
+        if backend is not None:
+            known = [i for i in known if i.backend in (Backend(backend), Backend.ANY)]
+        usable = known if platform is not None else [i for i in known if i.priority >= 0 and i.unusable(device_facts()) is None]
+        if not usable:
+            names = [i.platform.value for i in self.ordered(operation)]
+            raise ValueError(
+                f"platform: expected one of {names} for {operation}, received {platform!r} on backend {backend!r}; leave both out to choose."
+            )
+        return usable[0]
+
+    def validate_signatures(self, operation: str, functions: Iterable[str]) -> None:
+        """Asserts that the named functions of all implementations of an operation take the same parameters."""
+        for function in functions:
+            seen: dict[tuple[str, ...], Platform] = {}
+            for implementation in self.ordered(operation):
+                member = getattr(implementation.load(), function, None)
+                if member is not None:
+                    seen.setdefault(tuple(inspect.signature(member).parameters), implementation.platform)
+            if len(seen) > 1:
+                raise ValueError(f"{operation}.{function}: the platforms disagree on its parameters: {seen}.")
+
+
+kernel_registry = KernelRegistry()

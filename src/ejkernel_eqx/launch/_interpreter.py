@@ -1,0 +1,445 @@
+"""The interpreter: the body of a `@triton.jit` function run as Python, on numpy arrays, one program at a time.
+
+Triton's own front end builds every operation through a builder object. Here that builder computes with numpy
+instead (`_numpy_builder.py`). Three things make a kernel's source run unchanged:
+
+- its body is rewritten once (cached): an assigned Python number becomes a tensor, `range` yields tensors, and a
+  test asks for a tensor's value, all as in compiled code;
+- while a grid runs, the functions of `triton.language` are replaced by ones bound to the numpy builder, and calling a
+  `JITFunction` runs its rewritten body. Everything is put back at the end;
+- reductions and scans are computed on whole arrays, in the compiler's tree order for a general combine function.
+
+Stricter than a device, on purpose: addresses are virtual and every access is checked, a masked load without `other`
+gives poison, inputs cannot be written, and a block of several elements has no truth value. More lenient:
+dots have no least size, and float products are float32 whatever `input_precision` says. Atomics, inline assembly
+and libdevice calls are not there.
+"""
+
+import ast
+import contextlib
+import functools
+import inspect
+import itertools
+import operator
+import textwrap
+
+import numpy as np
+import triton.language as tl
+from triton.language.semantic import TritonSemantic
+from triton.runtime import interpreter as triton_interpreter, jit
+
+from ._numpy_builder import Handle, Memory, NumpyBuilder, numpy_dtype
+
+
+BUILDER = NumpyBuilder()
+SEMANTIC = TritonSemantic(BUILDER)
+
+
+def run_grid(function, inputs, outputs, scalars, constants, grid):
+    """Run all programs of `grid`; `outputs` are written in place. The caller holds `language_lock`."""
+    memory = Memory()
+    arguments = {name: memory.add(name, array, writable=False) for name, array in inputs.items()}
+    arguments |= {name: memory.add(name, array, writable=True) for name, array in outputs.items()}
+    arguments |= {name: _scalar(value) for name, value in scalars.items()}
+    arguments |= constants
+    body = _rewritten(function.fn)
+    extents = tuple(grid) + (1,) * (3 - len(grid))
+    with _interpreted_language(), np.errstate(all="ignore"):
+        BUILDER.memory = memory
+        BUILDER.set_grid_dim(*extents)
+        try:
+            for index in itertools.product(*map(range, extents)):
+                BUILDER.set_grid_idx(*index)
+                try:
+                    body(**arguments)
+                except Exception as error:
+                    error.triton_program = index  # told by the caller, once, with the kernel's name
+                    raise
+        finally:
+            BUILDER.memory = None
+
+
+def _tensor(data, dtype):
+    """A tensor of Triton's from numpy data; scalars are arrays of shape (1,) throughout."""
+    if data.ndim == 0:
+        return tl.tensor(Handle(data.reshape(1), dtype), dtype)
+    return tl.tensor(Handle(data, dtype), tl.block_type(dtype, list(data.shape)))
+
+
+def _scalar(value):
+    dtype = SEMANTIC.to_tensor_type(value)
+    return _tensor(np.array(value, numpy_dtype(dtype)), dtype)
+
+
+# --- Rewriting a function's body
+
+
+class _Rewriter(ast.NodeTransformer):
+    """Assignments and loops as the compiler sees them."""
+
+    def visit_Assign(self, node):
+        self.generic_visit(node)
+        node.value = _call("_assigned", node.value)
+        return node
+
+    def visit_AnnAssign(self, node):
+        self.generic_visit(node)
+        if node.value is None:
+            return node
+        is_constant = ast.unparse(node.annotation).endswith("constexpr")
+        value = node.value if is_constant else _call("_assigned", node.value)
+        return ast.copy_location(ast.Assign(targets=[node.target], value=value), node)
+
+    def visit_For(self, node):
+        self.generic_visit(node)
+        loop = node.iter
+        if isinstance(loop, ast.Call) and isinstance(loop.func, ast.Name) and loop.func.id == "range":
+            loop.func.id = "_loop"
+        return node
+
+    # A tensor is an object, hence always true in Python: every test has to ask for its value.
+
+    def visit_If(self, node):
+        self.generic_visit(node)
+        node.test = _call("_truth", node.test)
+        return node
+
+    visit_While = visit_IfExp = visit_Assert = visit_If
+
+    def visit_UnaryOp(self, node):
+        self.generic_visit(node)
+        if isinstance(node.op, ast.Not):
+            node.operand = _call("_truth", node.operand)
+        return node
+
+    def visit_BoolOp(self, node):
+        self.generic_visit(node)
+        name = "_both" if isinstance(node.op, ast.And) else "_either"
+        *earlier, result = node.values
+        nothing = ast.arguments(posonlyargs=[], args=[], kwonlyargs=[], kw_defaults=[], defaults=[])
+        for value in reversed(earlier):
+            result = _call(name, value, ast.Lambda(args=nothing, body=result))
+        return result
+
+    def visit_Compare(self, node):
+        if len(node.ops) > 1:
+            raise ValueError(f"Triton has no chained comparison: {ast.unparse(node)}")
+        return self.generic_visit(node)
+
+
+def _call(name, *arguments):
+    return ast.Call(func=ast.Name(id=name, ctx=ast.Load()), args=list(arguments), keywords=[])
+
+
+def _truth(value):
+    if not isinstance(value, tl.tensor):
+        return bool(value)
+    data = value.handle.data
+    if data.size != 1:
+        raise ValueError(
+            f"a block of shape {data.shape} has no truth value: use `&`, `|` and `tl.where`, not `and`, `or`, `if`"
+        )
+    return bool(data.reshape(())[()])
+
+
+def _both(first, second):
+    return second() if _truth(first) else first
+
+
+def _either(first, second):
+    return first if _truth(first) else second()
+
+
+def _assigned(value):
+    if isinstance(value, tl.tensor):
+        return value
+    if isinstance(value, tuple):
+        items = [_assigned(item) for item in value]
+        return type(value)(*items) if hasattr(value, "_fields") else tuple(items)
+    return SEMANTIC.to_tensor(value, check_type=False)
+
+
+def _loop(start, end=None, step=1, **_):
+    """`range` and `tl.range`: an integer tensor per trip, of the bounds' common type."""
+    if end is None:
+        start, end = 0, start
+    dtype = tl.int32
+    for bound in (start, end, step):
+        bound_type = bound.dtype if isinstance(bound, tl.tensor) else SEMANTIC.to_tensor_type(bound)
+        dtype = SEMANTIC.integer_promote_impl(dtype, bound_type)
+    data_type = numpy_dtype(dtype)
+    for i in range(operator.index(start), operator.index(end), operator.index(step)):
+        yield tl.tensor(Handle(np.array([i], data_type), dtype), dtype)
+
+
+def _static_range(start, end=None, step=1):
+    return range(start) if end is None else range(start, end, step)
+
+
+@functools.cache
+def _rewritten(function):
+    """`function` with its body rewritten. It keeps its globals; what the rewriting adds is bound in a closure."""
+    lines, first_line = inspect.getsourcelines(function)
+    module = ast.parse(textwrap.dedent("".join(lines)))
+    definition = module.body[0]
+    assert isinstance(definition, ast.FunctionDef)
+    definition.decorator_list = []
+    definition.returns = None
+    for parameter in (*definition.args.posonlyargs, *definition.args.args, *definition.args.kwonlyargs):
+        parameter.annotation = None
+    definition = _Rewriter().visit(definition)
+    ast.increment_lineno(module, first_line - 1)
+
+    captured = {helper.__name__: helper for helper in (_assigned, _loop, _truth, _both, _either)}
+    for name, cell in zip(function.__code__.co_freevars, function.__closure__ or ()):
+        captured[name] = cell.cell_contents
+    factory = ast.parse(f"def _factory({', '.join(captured)}):\n    return {definition.name}")
+    factory.body[0].body.insert(0, definition)
+    ast.fix_missing_locations(factory)
+    namespace = {}
+    exec(compile(factory, function.__code__.co_filename, "exec", dont_inherit=True), function.__globals__, namespace)
+    rewritten = namespace["_factory"](**captured)
+    rewritten.__defaults__ = tuple(map(_plain, function.__defaults__ or ())) or None
+    return rewritten
+
+
+def _plain(value):
+    return value.value if isinstance(value, tl.constexpr) else value
+
+
+# --- The language, bound to the numpy builder
+
+
+@contextlib.contextmanager
+def _interpreted_language():
+    """Replace the language's functions; put back what was there, however the body ends."""
+    saved = []
+    try:
+        for owner, name, replacement in _replacements():
+            saved.append((owner, name, owner.__dict__.get(name, _ABSENT)))
+            setattr(owner, name, replacement)
+        yield
+    finally:
+        for owner, name, original in reversed(saved):
+            if original is _ABSENT:
+                delattr(owner, name)
+            else:
+                setattr(owner, name, original)
+
+
+_ABSENT = object()
+
+
+@functools.cache
+def _replacements():
+    """All (owner, attribute, replacement) triples, found once."""
+    found = {}
+    for owner in (tl, tl.core, tl.math, tl.tensor, tl.core.tensor_descriptor_base):
+        for name, member in inspect.getmembers(owner):
+            if tl.core.is_builtin(member):
+                found[owner, name] = _bound(member)
+            elif owner is tl.tensor and isinstance(member, jit.JITFunction):
+                found[owner, name] = _method(member)
+    for owner in (tl, tl.core):
+        found[owner, "reduce"] = _reduce
+        found[owner, "associative_scan"] = _scan
+        found[owner, "range"] = _loop
+        found[owner, "static_range"] = _static_range
+        found[owner, "static_assert"] = _static_assert
+        found[owner, "static_print"] = print
+        for name in ("multiple_of", "max_contiguous", "max_constancy"):
+            found[owner, name] = _hint
+    found[tl.tensor, "reduce"] = _reduce
+    found[tl.tensor, "associative_scan"] = _scan
+    found[tl.tensor, "__index__"] = _index
+    found[tl.tensor, "__int__"] = _index
+    found[tl.tensor, "__repr__"] = found[tl.tensor, "__str__"] = lambda self: repr(self.handle.data)
+    found[tl.tensor, "T"] = property(lambda self: SEMANTIC.permute(self, (1, 0)))
+    # The builder speaks the language's own types, which know signed from unsigned; the compiler's do not.
+    found[tl.dtype, "to_ir"] = lambda self, builder: self
+    found[tl.block_type, "__init__"] = _block_type_init
+    found[tl.tensor, "__init__"] = _tensor_init
+    found[jit.JITFunction, "__call__"] = _call_device_function
+    if hasattr(jit, "ConstexprFunction"):
+        found[jit.ConstexprFunction, "__call__"] = _call_constexpr_function
+    # Inherited methods of Triton's builder look this up by name; bfloat16 is a real type here, not bits.
+    found[triton_interpreter, "_get_np_dtype"] = numpy_dtype
+    return tuple((owner, name, replacement) for (owner, name), replacement in found.items())
+
+
+_BUILTIN_WRAPPER = tl.core.builtin(lambda: None).__code__
+
+
+# Most of the time would go into building types, over and over the same few: their attributes are kept and copied.
+
+_original_block_type_init = tl.block_type.__init__
+_original_tensor_init = tl.tensor.__init__
+_block_attributes: dict = {}
+_scalar_attributes: dict = {}
+
+
+def _block_type_init(self, element_ty, shape):
+    extents = getattr(_plain(shape), "values", shape)  # Triton's own tuple, or a Python sequence
+    key = str(element_ty), tuple(map(_plain, extents))
+    attributes = _block_attributes.get(key)
+    if attributes is None:
+        _original_block_type_init(self, element_ty, shape)
+        attributes = _block_attributes[key] = {**self.__dict__, "_tensor_attributes": {}}
+    self.__dict__.update(attributes)
+
+
+def _tensor_init(self, handle, type):
+    if type.is_block():
+        known = type.__dict__.get("_tensor_attributes")
+    else:
+        known = _scalar_attributes.setdefault(str(type), {})
+    if known:
+        self.__dict__.update(known)
+        self.handle = handle
+    else:
+        _original_tensor_init(self, handle, type)
+        if known is not None:
+            known.update(self.__dict__, handle=None)
+
+
+def _bound(member):
+    # Triton's wrapper only checks that `_semantic` is there, so it can be skipped.
+    is_wrapper = getattr(member, "__code__", None) is _BUILTIN_WRAPPER
+    function = member.__wrapped__ if is_wrapper else member
+
+    def call(*args, **kwargs):
+        kwargs["_semantic"] = SEMANTIC
+        return function(*args, **kwargs)
+
+    return call
+
+
+def _method(member):
+    def call(self, *args, **kwargs):
+        return _rewritten(member.fn)(self, *args, **kwargs)
+
+    return call
+
+
+def _call_device_function(self, *args, **kwargs):
+    return _rewritten(self.fn)(*args, **kwargs)
+
+
+def _call_constexpr_function(self, *args, _semantic=None, **kwargs):
+    return self.fn(*map(_plain, args), **{name: _plain(value) for name, value in kwargs.items()})
+
+
+def _static_assert(condition, message=""):
+    assert condition, message
+
+
+def _hint(value, *_, **__):
+    return value
+
+
+def _index(self):
+    if self.handle.data.size != 1:
+        raise ValueError(f"a block of shape {self.handle.data.shape} is not an integer")
+    return int(self.handle.data.reshape(())[()])
+
+
+# --- Reductions and scans
+
+
+def _reduce(input, axis, combine_fn, keep_dims=False, **_):
+    if isinstance(input, tl.tensor):
+        return _reduce((input,), axis, combine_fn, keep_dims)[0]
+    axis, keep_dims = _plain(axis), _plain(keep_dims)
+    arrays = [x.handle.data for x in input]
+    shape = arrays[0].shape
+    if axis is None:
+        arrays, axis = [array.reshape(-1) for array in arrays], 0
+        kept = (1,) * len(shape)
+    else:
+        axis %= len(shape)
+        kept = (*shape[:axis], 1, *shape[axis + 1 :])
+    known = _known_reduction(combine_fn)
+    if known is not None:
+        results = known(arrays, axis)
+    else:
+        results = _tree(combine_fn, [np.moveaxis(array, axis, 0) for array in arrays], input)
+    results = [result.astype(numpy_dtype(x.dtype), copy=False) for result, x in zip(results, input)]
+    if keep_dims:
+        results = [result.reshape(kept) for result in results]
+    return tuple(_tensor(np.asarray(result), x.dtype) for result, x in zip(results, input))
+
+
+def _known_reduction(combine_fn):
+    standard = tl.standard
+    if combine_fn is standard._sum_combine:
+        return lambda arrays, axis: [np.sum(_widened(arrays[0]), axis=axis)]
+    # `fmax` and `fmin` drop NaN as the hardware instructions do.
+    if combine_fn is standard._elementwise_max:
+        return lambda arrays, axis: [np.fmax.reduce(arrays[0], axis=axis)]
+    if combine_fn is standard._elementwise_min:
+        return lambda arrays, axis: [np.fmin.reduce(arrays[0], axis=axis)]
+    if combine_fn in (standard._argmax_combine_tie_break_left, standard._argmax_combine_tie_break_fast):
+        return functools.partial(_with_indices, np.argmax)
+    if combine_fn in (standard._argmin_combine_tie_break_left, standard._argmin_combine_tie_break_fast):
+        return functools.partial(_with_indices, np.argmin)
+    return None
+
+
+def _with_indices(find, arrays, axis):
+    place = np.expand_dims(find(arrays[0], axis=axis), axis)
+    return [np.take_along_axis(array, place, axis).squeeze(axis) for array in arrays]
+
+
+def _widened(array):
+    """Half precision summed in float32: numpy would round after every addition."""
+    return array.astype(np.float32) if array.dtype.itemsize <= 2 and array.dtype.kind in "fV" else array
+
+
+def _combined(combine_fn, left, right, input):
+    arguments = [_tensor(array, x.dtype) for side in (left, right) for array, x in zip(side, input)]
+    result = combine_fn(*arguments)
+    result = result if isinstance(result, tuple) else (result,)
+    shape = left[0].shape
+    return [np.broadcast_to(SEMANTIC.to_tensor(value).handle.data, shape or (1,)).reshape(shape) for value in result]
+
+
+def _tree(combine_fn, arrays, input):
+    """Combine along the first axis, neighbours first, so that the combine function need not commute."""
+    while (n := arrays[0].shape[0]) > 1:
+        pairs = _combined(
+            combine_fn, [array[: n - 1 : 2] for array in arrays], [array[1::2] for array in arrays], input
+        )
+        if n % 2:
+            pairs = [np.concatenate([pair, array[-1:]]) for pair, array in zip(pairs, arrays)]
+        arrays = pairs
+    return [array[0] for array in arrays]
+
+
+def _scan(input, axis, combine_fn, reverse=False, **_):
+    if isinstance(input, tl.tensor):
+        return _scan((input,), axis, combine_fn, reverse)[0]
+    axis, reverse = _plain(axis), _plain(reverse)
+    arrays = [np.moveaxis(x.handle.data, axis, 0) for x in input]
+    if reverse:
+        arrays = [array[::-1] for array in arrays]
+    if combine_fn is tl.standard._sum_combine:
+        arrays = [np.cumsum(_widened(arrays[0]), axis=0)]
+    elif combine_fn is tl.standard._prod_combine:
+        arrays = [np.cumprod(_widened(arrays[0]), axis=0)]
+    else:
+        distance = 1
+        while distance < arrays[0].shape[0]:
+            later = _combined(
+                combine_fn,
+                [array[:-distance] for array in arrays],
+                [array[distance:] for array in arrays],
+                input,
+            )
+            arrays = [np.concatenate([array[:distance], part]) for array, part in zip(arrays, later)]
+            distance *= 2
+    if reverse:
+        arrays = [array[::-1] for array in arrays]
+    return tuple(
+        _tensor(np.moveaxis(array.astype(numpy_dtype(x.dtype), copy=False), 0, axis), x.dtype)
+        for array, x in zip(arrays, input)
+    )

@@ -1,0 +1,317 @@
+"""The numpy side of the interpreter: virtual memory, and the builder that computes where Triton's would emit code.
+
+Used for the functions of a `@triton.jit` kernel; see `_interpreter.py`.
+"""
+
+import jax.numpy as jnp
+import ml_dtypes
+import numpy as np
+import triton.language as tl
+from scipy import special
+from triton.runtime.interpreter import InterpreterBuilder, InterpreterOptions, TensorHandle
+
+
+_NUMPY_DTYPES = {
+    tl.int1: np.bool_,
+    tl.int8: np.int8,
+    tl.uint8: np.uint8,
+    tl.int16: np.int16,
+    tl.uint16: np.uint16,
+    tl.int32: np.int32,
+    tl.uint32: np.uint32,
+    tl.int64: np.int64,
+    tl.uint64: np.uint64,
+    tl.float16: np.float16,
+    tl.bfloat16: ml_dtypes.bfloat16,
+    tl.float32: np.float32,
+    tl.float64: np.float64,
+    tl.float8e4nv: ml_dtypes.float8_e4m3fn,
+    tl.float8e4b8: ml_dtypes.float8_e4m3fnuz,
+    tl.float8e5: ml_dtypes.float8_e5m2,
+    tl.float8e5b16: ml_dtypes.float8_e5m2fnuz,
+}
+_NUMPY_DTYPES = {dtype: np.dtype(data_type) for dtype, data_type in _NUMPY_DTYPES.items()}
+_TRITON_DTYPES = {data_type: dtype for dtype, data_type in _NUMPY_DTYPES.items()}
+_POINTER_DTYPE = np.dtype(np.uint64)
+
+
+def numpy_dtype(dtype):
+    """The numpy dtype that holds elements of Triton's scalar, pointer or block type."""
+    dtype = dtype.scalar
+    return _POINTER_DTYPE if dtype.is_ptr() else _NUMPY_DTYPES[dtype]
+
+
+class Handle(TensorHandle):
+    """`TensorHandle` without its size check, which costs more than most of the operations."""
+
+    def __init__(self, data, dtype):
+        self.data = data
+        self.dtype = dtype
+        self.attr = {}
+
+
+class Memory:
+    """The arrays of one launch in a virtual address space: far apart, so that no wrong offset from one array can
+    reach another, and never a real address, so that it cannot reach the process either."""
+
+    _WINDOW = 44  # each array owns 2^44 addresses, and starts in their middle
+
+    def __init__(self):
+        self._arrays = []
+        self._views = {}
+
+    def add(self, name, array, *, writable):
+        """Register a contiguous array; returns the kernel's pointer to it."""
+        self._arrays.append((name, array, writable))
+        pointer = tl.pointer_type(_TRITON_DTYPES[array.dtype])
+        return tl.tensor(Handle(np.array([self._base(len(self._arrays))], np.uint64), pointer), pointer)
+
+    def _base(self, number):
+        return (number << self._WINDOW) + (1 << (self._WINDOW - 1))
+
+    def load(self, addresses, dtype):
+        flat, index = self._locate(addresses, dtype, writing=False)
+        return flat[index]
+
+    def store(self, addresses, values):
+        flat, index = self._locate(addresses, values.dtype, writing=True)
+        flat[index] = values
+
+    def _locate(self, addresses, dtype, *, writing):
+        """The flat array behind `addresses`, and their places in it."""
+        if addresses.size == 0:
+            return np.empty(0, dtype), np.empty(addresses.shape, np.intp)
+        number = int(addresses.flat[0]) >> self._WINDOW
+        action = "store to" if writing else "load from"
+        if not 1 <= number <= len(self._arrays):
+            raise IndexError(f"{action} an address in no array (an offset of a null or wild pointer)")
+        name, array, writable = self._arrays[number - 1]
+        if writing and not writable:
+            raise IndexError(f"store to {name!r}, which is an input")
+        # Below the base this wraps around to a huge number, so one comparison checks both ends.
+        offset = addresses - np.uint64(self._base(number))
+        if int(offset.max()) > array.nbytes - dtype.itemsize:
+            signed = offset.view(np.int64) // dtype.itemsize
+            raise IndexError(
+                f"{action} {name!r} out of bounds: elements {signed.min()} to {signed.max()} of "
+                f"{array.nbytes // dtype.itemsize}"
+            )
+        key = number, dtype
+        if key not in self._views:
+            self._views[key] = array.reshape(-1).view(dtype)
+        return self._views[key], (offset // np.uint64(dtype.itemsize)).astype(np.intp)
+
+
+def _poisoned(shape, dtype):
+    if jnp.issubdtype(dtype, jnp.floating):
+        return np.full(shape, np.nan, dtype)
+    return np.full(shape, True if dtype == np.bool_ else np.iinfo(dtype).max, dtype)
+
+
+def _cast(builder, source, dtype, *_):
+    return Handle(source.data.astype(numpy_dtype(dtype), copy=False), dtype.scalar)
+
+
+def _binary(operation):
+    def create(self, lhs, rhs):
+        data = operation(lhs.data, rhs.data)
+        if data.dtype == np.bool_:
+            return Handle(data, tl.int1)
+        dtype = lhs.dtype.scalar
+        return Handle(data.astype(numpy_dtype(dtype), copy=False), dtype)
+
+    return create
+
+
+def _unary(operation):
+    def create(self, source):
+        dtype = source.dtype.scalar
+        return Handle(operation(source.data).astype(numpy_dtype(dtype), copy=False), dtype)
+
+    return create
+
+
+def _quotient(lhs, rhs):
+    """Integer division towards zero, as on the device."""
+    return (lhs - np.fmod(lhs, rhs)) // rhs
+
+
+def _high_product(lhs, rhs):
+    """The upper half of the full unsigned product."""
+    bits = lhs.dtype.itemsize * 8
+    unsigned = np.dtype(f"u{lhs.dtype.itemsize}")
+    a, b = lhs.view(unsigned), rhs.view(unsigned)
+    if bits < 64:
+        wide = np.dtype(f"u{2 * lhs.dtype.itemsize}")
+        return ((a.astype(wide) * b.astype(wide)) >> wide.type(bits)).astype(unsigned).view(lhs.dtype)
+    half, low = np.uint64(32), np.uint64(0xFFFFFFFF)
+    a1, a0, b1, b0 = a >> half, a & low, b >> half, b & low
+    middle = a1 * b0 + ((a0 * b0) >> half)
+    return (a1 * b1 + (middle >> half) + (((middle & low) + a0 * b1) >> half)).view(lhs.dtype)
+
+
+def _matmul_operand(data, accumulator):
+    """Products are exact in float32 for half precision; integers are widened to the accumulator's type."""
+    if data.dtype == np.float64:
+        return data
+    return data.astype(accumulator.dtype if data.dtype.kind in "iub" else np.float32, copy=False)
+
+
+def _missing(what):
+    def create(self, *_, **__):
+        raise NotImplementedError(f"{what} cannot be interpreted; give the kernel a constexpr twin for it")
+
+    return create
+
+
+class NumpyBuilder(InterpreterBuilder):
+    """Triton's interpreting builder, with exact types, checked memory and right numbers for bfloat16."""
+
+    memory: Memory | None
+
+    def __init__(self):
+        super().__init__()
+        self.memory = None
+        # Overflow checks triple every integer operation, and kernels rely on wrap-around.
+        self.options = InterpreterOptions(
+            sanitize_overflow=False,
+            allowed_dot_input_precisions=("tf32", "tf32x3", "ieee", "bf16x3", "bf16x6"),
+        )
+
+    def get_bf16(self, value):
+        return Handle(np.array([value], ml_dtypes.bfloat16), tl.bfloat16)
+
+    # Memory
+
+    def create_load(self, pointers, *_):
+        return self._load(pointers, None, None)
+
+    def create_masked_load(self, pointers, mask, other, *_, **__):
+        return self._load(pointers, np.asarray(mask.data), other)
+
+    def _load(self, pointers, mask, other):
+        dtype = pointers.get_element_ty()
+        data_type = numpy_dtype(dtype)
+        if mask is None or mask.all():
+            return Handle(self.memory.load(pointers.data, data_type), dtype)
+        shape = pointers.data.shape
+        mask = np.broadcast_to(mask, shape)
+        result = _poisoned(shape, data_type) if other is None else np.broadcast_to(other.data, shape).copy()
+        result[mask] = self.memory.load(pointers.data[mask], data_type)
+        return Handle(result, dtype)
+
+    def create_store(self, pointers, value, *_):
+        self._store(pointers, value, None)
+
+    def create_masked_store(self, pointers, value, mask, *_, **__):
+        self._store(pointers, value, np.asarray(mask.data))
+
+    def _store(self, pointers, value, mask):
+        shape = pointers.data.shape
+        values = np.broadcast_to(value.data, shape)
+        data_type = numpy_dtype(pointers.get_element_ty())
+        assert values.dtype == data_type, (values.dtype, data_type)
+        if mask is None or mask.all():
+            self.memory.store(pointers.data, values)
+        else:
+            mask = np.broadcast_to(mask, shape)
+            self.memory.store(pointers.data[mask], values[mask])
+
+    def create_addptr(self, pointer, offset):
+        bytes_each = np.uint64(max(1, pointer.get_element_ty().primitive_bitwidth // 8))
+        return Handle(pointer.data + bytes_each * offset.data.astype(np.uint64), pointer.dtype)
+
+    create_atomic_cas = create_atomic_rmw = _missing("an atomic")
+    create_inline_asm = _missing("inline assembly")
+    create_extern_elementwise = _missing("a libdevice function")
+
+    # Casts
+
+    cast_impl = create_si_to_fp = create_ui_to_fp = create_fp_to_si = create_fp_to_ui = _cast
+    create_fp_ext = create_fp_trunc = create_int_cast = _cast
+
+    def create_fp_to_fp(self, source, dtype, rounding_mode):
+        if rounding_mode is not None and rounding_mode.name != "RTNE":
+            raise NotImplementedError(f"rounding mode {rounding_mode.name} cannot be interpreted")
+        return _cast(self, source, dtype)
+
+    def create_bitcast(self, source, dtype):
+        data_type = numpy_dtype(dtype)
+        data = source.data if source.data.dtype != np.bool_ else source.data.astype(np.uint8)
+        if data_type == np.bool_:
+            return Handle(data != 0, dtype.scalar)
+        return Handle(np.ascontiguousarray(data).view(data_type), dtype.scalar)
+
+    create_int_to_ptr = create_ptr_to_int = create_bitcast
+
+    # Arithmetic. Comparisons come out as int1 by their numpy type.
+
+    create_fadd = create_add = _binary(np.add)
+    create_fsub = create_sub = _binary(np.subtract)
+    create_fmul = create_mul = _binary(np.multiply)
+    create_fdiv = create_precise_divf = _binary(np.divide)
+    create_frem = create_srem = create_urem = _binary(np.fmod)
+    create_sdiv = create_udiv = create_idiv = _binary(_quotient)
+    create_shl = _binary(np.left_shift)
+    create_lshr = create_ashr = _binary(np.right_shift)  # by the type: signed shifts in the sign
+    create_minsi = create_minui = create_minimumf = _binary(np.minimum)
+    create_maxsi = create_maxui = create_maximumf = _binary(np.maximum)
+    create_minnumf = _binary(np.fmin)
+    create_maxnumf = _binary(np.fmax)
+    create_and = _binary(np.bitwise_and)
+    create_or = _binary(np.bitwise_or)
+    create_xor = _binary(np.bitwise_xor)
+    create_umulhi = _binary(_high_product)
+    create_icmpSLE = create_icmpULE = create_fcmpOLE = create_fcmpULE = _binary(np.less_equal)
+    create_icmpSLT = create_icmpULT = create_fcmpOLT = create_fcmpULT = _binary(np.less)
+    create_icmpSGE = create_icmpUGE = create_fcmpOGE = create_fcmpUGE = _binary(np.greater_equal)
+    create_icmpSGT = create_icmpUGT = create_fcmpOGT = create_fcmpUGT = _binary(np.greater)
+    create_icmpEQ = create_fcmpOEQ = create_fcmpUEQ = _binary(np.equal)
+    create_icmpNE = create_fcmpONE = create_fcmpUNE = _binary(np.not_equal)
+
+    create_fabs = create_iabs = _unary(np.abs)
+    create_exp = _unary(np.exp)
+    create_exp2 = _unary(np.exp2)
+    create_log = _unary(np.log)
+    create_log2 = _unary(np.log2)
+    create_sqrt = create_precise_sqrt = _unary(np.sqrt)
+    create_rsqrt = _unary(lambda x: 1 / np.sqrt(x))
+    create_sin = _unary(np.sin)
+    create_cos = _unary(np.cos)
+    create_erf = _unary(special.erf)
+    create_floor = _unary(np.floor)
+    create_ceil = _unary(np.ceil)
+
+    def create_fma(self, x, y, z):
+        return Handle(x.data * y.data + z.data, z.dtype.scalar)
+
+    def create_select(self, condition, lhs, rhs):
+        return Handle(np.where(condition.data, lhs.data, rhs.data), rhs.dtype.scalar)
+
+    def create_dot(self, a, b, accumulator, *_):
+        total = accumulator.data
+        product = np.matmul(_matmul_operand(a.data, total), _matmul_operand(b.data, total))
+        return Handle((product + total).astype(total.dtype, copy=False), accumulator.dtype.scalar)
+
+    # Shapes
+
+    def create_splat(self, result_type, source):
+        return Handle(np.broadcast_to(source.data, result_type.shape), source.dtype.scalar)
+
+    def create_unsplat(self, source):
+        return Handle(source.data.reshape(1), source.dtype.scalar)
+
+    def create_broadcast(self, source, shape):
+        return Handle(np.broadcast_to(source.data, shape), source.dtype.scalar)
+
+    def create_expand_dims(self, source, axis):
+        return Handle(np.expand_dims(source.data, axis), source.dtype.scalar)
+
+    def create_reshape(self, source, shape, allow_reorder):
+        return Handle(source.data.reshape(shape), source.dtype.scalar)
+
+    def create_trans(self, source, permutation):
+        return Handle(np.transpose(source.data, permutation), source.dtype.scalar)
+
+    def create_cat(self, lhs, rhs):
+        return Handle(np.concatenate([lhs.data, rhs.data]), lhs.dtype.scalar)

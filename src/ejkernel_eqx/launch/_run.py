@@ -1,0 +1,64 @@
+"""`run`, which performs a `Launch` on a GPU or interprets it, and makes the result at home in JAX."""
+
+import functools
+from collections.abc import Mapping
+
+import jax
+import jax.numpy as jnp
+
+from .interpret import interpret_call
+from .launch import Launch
+from .triton_call import triton_call
+
+
+def run(launch: Launch, arrays: Mapping[str, jax.Array], *, interpret: bool = False) -> dict[str, jax.Array]:
+    """Launch the kernel on `arrays` and return its outputs by name.
+
+    **Arguments:**
+
+    - `launch`: the description.
+    - `arrays`: one array per entry of `launch.inputs`. For an optional input that the constants switch off, any
+        array will do that `launch.inputs` describes.
+    - `interpret`: run the same kernel on the CPU, slowly, with checked memory accesses. Outputs then start as
+        `poison` values, so what the kernel forgets to write is seen.
+
+    **Returns:** output name to array. An empty launch gives zeros. Inside `jax.shard_map` the outputs vary over all
+    mesh axes that an input varies over.
+
+    There is no `vmap` or autodiff rule here: callers fold batches and define their own `custom_vjp`.
+    """
+    checked = _checked_arrays(launch, arrays)
+    if launch.is_empty:
+        outputs = [jnp.zeros(launch.outputs[name].shape, launch.outputs[name].dtype) for name in launch.results]
+    elif interpret:
+        outputs = interpret_call(launch, checked)
+    else:
+        outputs = triton_call(launch, checked)
+    varying = functools.reduce(frozenset.union, map(_varying_axes, checked.values()), frozenset())
+    return {name: _vary(out, varying) for name, out in zip(launch.results, outputs)}
+
+
+def _checked_arrays(launch: Launch, arrays: Mapping[str, jax.Array]) -> dict[str, jax.Array]:
+    if arrays.keys() != launch.inputs.keys():
+        raise ValueError(
+            f"run of {launch.label}: expected the arrays {sorted(launch.inputs)}, got {sorted(arrays)}."
+        )
+    checked = {name: jnp.asarray(arrays[name]) for name in launch.arguments if name in arrays}
+    for name, array in checked.items():
+        expected = launch.inputs[name]
+        if array.shape != tuple(expected.shape) or array.dtype != expected.dtype:
+            raise ValueError(
+                f"run of {launch.label}: {name!r} must have shape {tuple(expected.shape)} and dtype "
+                f"{expected.dtype}, got {array.shape} and {array.dtype}."
+            )
+    return checked
+
+
+def _varying_axes(x: jax.Array) -> frozenset:
+    return frozenset(jax.typeof(x).manual_axis_type.varying)
+
+
+def _vary(x: jax.Array, axes: frozenset) -> jax.Array:
+    """Mark `x` as varying over `axes`: opaque calls lose what JAX needs to know under `check_vma=True`."""
+    missing = axes - _varying_axes(x)
+    return jax.lax.pcast(x, tuple(sorted(missing)), to="varying") if missing else x

@@ -1,0 +1,183 @@
+"""Compiling a launch ahead of time, for a device that need not be there, to see whether it fits that device."""
+
+import contextlib
+import dataclasses
+import os
+import pathlib
+import re
+import subprocess
+import tempfile
+from collections.abc import Iterator
+from typing import Any
+
+import numpy as np
+
+from ._language_lock import language_lock
+from .interpret import interpreter_unavailable
+from .launch import Launch
+
+
+@dataclasses.dataclass(frozen=True)
+class Target:
+    """A GPU architecture to compile for; `shared_limit` is the shared memory in bytes that one block may have."""
+
+    name: str
+    backend: str
+    arch: int | str
+    warp_size: int
+    shared_limit: int
+
+
+TARGETS = {
+    target.name: target
+    for target in (
+        Target("sm_80", "cuda", 80, 32, 166912),
+        Target("sm_90", "cuda", 90, 32, 232448),
+        Target("sm_100", "cuda", 100, 32, 232448),
+        Target("gfx942", "hip", "gfx942", 64, 65536),
+    )
+}
+
+# Tensor memory columns of a Blackwell multiprocessor; jax-triton refuses a kernel that asks for more.
+_TENSOR_MEMORY_LIMIT = 512
+
+
+@dataclasses.dataclass(frozen=True)
+class CompileReport:
+    """What one launch costs on one target.
+
+    - `shared`: shared memory per block, bytes; `shared_limit`: what the target has.
+    - `registers`: per thread (vector registers on AMD).
+    - `spills`: 0 if all values stay in registers; else bytes of stack per thread (NVIDIA), or spilled registers
+        (AMD).
+    - `fits`: whether the target can run it at all. Spills make a kernel slow, not wrong.
+    """
+
+    target: str
+    shared: int
+    registers: int
+    spills: int
+    shared_limit: int
+    fits: bool
+
+
+def compile_ahead(launch: Launch, target: str | Target) -> CompileReport:
+    """Compile `launch` as jax-triton would at the launch: same types, alignment, constants and options.
+
+    **Arguments:**
+
+    - `launch`: the description; nothing is run, no arrays are needed.
+    - `target`: a `Target`, or the name of one of `TARGETS`.
+
+    **Raises:** `ValueError` for an unknown target; whatever Triton raises for a kernel that does not compile.
+    """
+    if isinstance(target, str):
+        if target not in TARGETS:
+            raise ValueError(f"compile_ahead: unknown target {target!r}; known are {sorted(TARGETS)}.")
+        target = TARGETS[target]
+    reason = interpreter_unavailable()
+    if reason is not None:
+        raise RuntimeError(f"The Triton kernel {launch.label} cannot be compiled: {reason}")
+    import triton
+    from triton.backends.compiler import GPUTarget
+    from triton.compiler import ASTSource
+
+    signature, constants, attributes = _specialisation(launch)
+    with language_lock, _usable_cache():
+        compiled = triton.compile(
+            ASTSource(launch.function, signature=signature, constexprs=constants, attrs=attributes),
+            target=GPUTarget(target.backend, target.arch, target.warp_size),
+            options={
+                "num_warps": launch.num_warps,
+                "num_stages": launch.num_stages,
+                "num_ctas": 1,
+                "enable_fp_fusion": True,
+            },
+        )
+    registers, spills = (_cuda_usage if target.backend == "cuda" else _hip_usage)(compiled)
+    shared = compiled.metadata.shared
+    tensor_memory = getattr(compiled.metadata, "tmem_size", None) or 0
+    fits = shared <= target.shared_limit and tensor_memory <= _TENSOR_MEMORY_LIMIT
+    return CompileReport(target.name, shared, registers, spills, target.shared_limit, fits)
+
+
+def _specialisation(launch: Launch) -> tuple[dict[str, str], dict[str, Any], dict[tuple[int], list]]:
+    """Signature, constants and attributes that jax-triton (0.3.1 and 0.4.1 alike) gives to the compiler.
+
+    Every array is taken as aligned to 16 bytes. A scalar equal to 1 becomes a constant; beyond that nothing is
+    assumed of scalars, not even divisibility by 16: a stride that should vectorise belongs into the constants."""
+    arrays = {**launch.inputs, **launch.outputs}
+    signature, constants, attributes = {}, dict(launch.constants), {}
+    for index, name in enumerate(launch.function.arg_names):
+        if name in arrays:
+            signature[name] = "*" + _type_name(arrays[name].dtype)
+            attributes[(index,)] = [["tt.divisibility", 16]]
+        elif name in launch.scalars and launch.scalars[name] != 1:
+            signature[name] = _scalar_type_name(launch.scalars[name])
+        else:
+            signature[name] = "constexpr"
+            constants[name] = launch.constants.get(name, 1)
+    return signature, constants, attributes
+
+
+_TYPE_NAMES = {
+    "bool": "i1",
+    "bfloat16": "bf16",
+    "float8_e4m3fn": "fp8e4nv",
+    "float8_e5m2": "fp8e5",
+    "float8_e4m3fnuz": "fp8e4b8",
+    "float8_e5m2fnuz": "fp8e5b16",
+}
+
+
+def _type_name(dtype: Any) -> str:
+    """Triton's name of an array's dtype: `bf16`, `fp32`, `i64`, `u8`, ..."""
+    name = np.dtype(dtype).name
+    if name in _TYPE_NAMES:
+        return _TYPE_NAMES[name]
+    return re.sub(r"^(float|uint|int)", lambda m: {"float": "fp", "uint": "u", "int": "i"}[m[1]], name)
+
+
+def _scalar_type_name(value: int) -> str:
+    if isinstance(value, bool):
+        return "B"
+    for name, low, high in (("i32", -(2**31), 2**31), ("u32", 2**31, 2**32), ("i64", -(2**63), 2**63)):
+        if low <= value < high:
+            return name
+    return "u64"
+
+
+@contextlib.contextmanager
+def _usable_cache() -> Iterator[None]:
+    """Triton's compile cache, where jax-triton 0.3 has switched it off by an empty directory name."""
+    from triton import knobs
+
+    if knobs.cache.dir:
+        yield
+        return
+    with knobs.cache.scope():
+        knobs.cache.dir = os.path.join(knobs.cache.home_dir, ".triton", "cache")
+        yield
+
+
+def _cuda_usage(compiled: Any) -> tuple[int, int]:
+    from triton import knobs
+
+    with tempfile.TemporaryDirectory() as folder:
+        cubin = pathlib.Path(folder, "kernel.cubin")
+        cubin.write_bytes(compiled.asm["cubin"])
+        command = [knobs.nvidia.cuobjdump.path, "--dump-resource-usage", str(cubin)]
+        text = subprocess.run(command, check=True, capture_output=True, text=True).stdout
+    return _number(r"\bREG:(\d+)", text), _number(r"\bSTACK:(\d+)", text)
+
+
+def _hip_usage(compiled: Any) -> tuple[int, int]:
+    text = compiled.asm["amdgcn"]
+    spills = _number(r"\.vgpr_spill_count:\s*(\d+)", text) + _number(r"\.sgpr_spill_count:\s*(\d+)", text)
+    return _number(r"\.vgpr_count:\s*(\d+)", text), spills
+
+
+def _number(pattern: str, text: str) -> int:
+    match = re.search(pattern, text)
+    assert match is not None, f"no {pattern!r} in the compiler's output"
+    return int(match[1])

@@ -1,0 +1,140 @@
+"""`Launch`, the complete description of one kernel launch."""
+
+import dataclasses
+import math
+from typing import Any
+
+import jax
+
+
+# What `jax_triton.triton_call` takes itself; a kernel constant of the same name could not be passed through.
+_RESERVED_NAMES = frozenset(
+    "kernel out_shape out_type grid name custom_call_target_name num_warps num_stages num_ctas compute_capability "
+    "enable_fp_fusion backend_options input_output_aliases zeroed_outputs debug serialized_metadata cost_estimate "
+    "has_side_effect".split()
+)
+
+
+@dataclasses.dataclass(frozen=True)
+class Launch:
+    """One launch of a Triton kernel, described by host metadata only.
+
+    The kernel's parameters stand in this order: array inputs and run-time integers (mixed at will), then array
+    outputs, then compile-time constants. The dictionaries below name each of them exactly once.
+
+    **Arguments:**
+
+    - `kernel`: a Triton `JITFunction`, or an autotune or heuristics wrapper of one, which is taken off: the
+        configuration comes from the launch.
+    - `inputs`, `outputs`: kernel parameter name to shape and dtype. Outputs are fresh, never aliased buffers.
+    - `scalars`: run-time arguments, `int` or `bool`. A float belongs into `constants`: jax-triton 0.3 would pass
+        it as float64.
+    - `constants`: the `tl.constexpr` parameters.
+    - `grid`: one to three extents.
+    - `num_warps`, `num_stages`: compiler options.
+    - `name`: the label in HLO and profilers; by default the kernel's own name.
+
+    **Raises:** `ValueError` if names, order or types do not fit the kernel.
+    """
+
+    kernel: Any
+    inputs: dict[str, jax.ShapeDtypeStruct]
+    outputs: dict[str, jax.ShapeDtypeStruct]
+    scalars: dict[str, int]
+    constants: dict[str, Any]
+    grid: tuple[int, ...]
+    num_warps: int = 4
+    num_stages: int = 2
+    name: str = ""
+
+    def __post_init__(self):
+        if not hasattr(self.kernel, "fn"):
+            raise ValueError(
+                f"Launch: kernel must be a Triton `JITFunction`, got {self.kernel!r}."
+            )
+        _check_names(self)
+        _check_values(self)
+
+    @property
+    def function(self) -> Any:
+        """The `JITFunction` below any autotune or heuristics wrapper."""
+        function = self.kernel
+        while hasattr(function.fn, "fn"):
+            function = function.fn
+        return function
+
+    @property
+    def label(self) -> str:
+        return self.name or self.function.fn.__name__
+
+    @property
+    def arguments(self) -> tuple[str, ...]:
+        """The inputs and scalars, in the kernel's order."""
+        given = self.inputs.keys() | self.scalars.keys()
+        return tuple(name for name in self.function.arg_names if name in given)
+
+    @property
+    def results(self) -> tuple[str, ...]:
+        """The outputs, in the kernel's order."""
+        return tuple(name for name in self.function.arg_names if name in self.outputs)
+
+    @property
+    def is_empty(self) -> bool:
+        """Whether there is nothing to launch: no program, or no output element."""
+        return 0 in self.grid or all(math.prod(out.shape) == 0 for out in self.outputs.values())
+
+
+def _check_names(launch: Launch) -> None:
+    groups = {
+        "inputs": launch.inputs,
+        "scalars": launch.scalars,
+        "outputs": launch.outputs,
+        "constants": launch.constants,
+    }
+    label, parameters = launch.label, list(launch.function.arg_names)
+    owner: dict[str, str] = {}
+    for group, members in groups.items():
+        for name in members:
+            if name in owner:
+                raise ValueError(f"Launch of {label}: {name!r} is given in both {owner[name]} and {group}.")
+            owner[name] = group
+    if unknown := [name for name in owner if name not in parameters]:
+        raise ValueError(
+            f"Launch of {label}: {unknown} are no parameters of the kernel; these are {parameters}."
+        )
+    if missing := [name for name in parameters if name not in owner]:
+        raise ValueError(f"Launch of {label}: the kernel's parameters {missing} are not given.")
+    rank = {"inputs": 0, "scalars": 0, "outputs": 1, "constants": 2}
+    for before, after in zip(parameters, parameters[1:]):
+        if rank[owner[before]] > rank[owner[after]]:
+            raise ValueError(
+                f"Launch of {label}: the kernel must take inputs and scalars first, then outputs, then constants, "
+                f"but {before!r} ({owner[before]}) stands before {after!r} ({owner[after]})."
+            )
+    for parameter in launch.function.params:
+        if parameter.is_constexpr != (owner[parameter.name] == "constants"):
+            kind = "is" if parameter.is_constexpr else "is not"
+            raise ValueError(
+                f"Launch of {label}: {parameter.name!r} {kind} annotated `tl.constexpr` in the kernel, "
+                f"but given in {owner[parameter.name]}."
+            )
+    if reserved := [name for name in launch.constants if name in _RESERVED_NAMES]:
+        raise ValueError(f"Launch of {label}: {reserved} are names of launch options; rename the parameters.")
+
+
+def _check_values(launch: Launch) -> None:
+    label = launch.label
+    if not launch.outputs:
+        raise ValueError(f"Launch of {label}: a kernel needs at least one output.")
+    for name, value in launch.scalars.items():
+        if not isinstance(value, int):
+            raise ValueError(
+                f"Launch of {label}: scalar {name!r} must be an int or a bool, got {value!r} of type "
+                f"{type(value).__name__}. Pass a float as a constant (`tl.constexpr`) instead."
+            )
+    if not 1 <= len(launch.grid) <= 3 or any(not isinstance(n, int) or n < 0 for n in launch.grid):
+        raise ValueError(f"Launch of {label}: grid must be one to three extents >= 0, got {launch.grid}.")
+    if launch.num_warps < 1 or launch.num_warps & (launch.num_warps - 1):
+        raise ValueError(f"Launch of {label}: num_warps must be a power of two, got {launch.num_warps}.")
+    if launch.num_stages < 1:
+        raise ValueError(f"Launch of {label}: num_stages must be at least 1, got {launch.num_stages}.")

@@ -1,0 +1,383 @@
+"""Multi-head attention with weights, as the published decoder models have it."""
+
+from typing import Any, Literal, NamedTuple, overload
+
+import equinox as eqx
+import jax
+import jax.numpy as jnp
+from jax import Array
+from jax.typing import DTypeLike
+
+from ..attention.flash import FlashAttention
+from .kv_cache import KVCache
+from .rotary import RotaryEmbedding
+
+
+class _Rows(NamedTuple):
+    """Where the tokens of a call sit. Each `None`: nothing beyond the default."""
+
+    offset: Array | None = None  # int32 [...]: the place of `x[..., 0, :]` in its row's history
+    segment_ids: Array | None = None
+    kv_segment_ids: Array | None = None
+    kv_lengths: Array | None = None
+
+
+class MultiHeadAttention(eqx.Module):
+    r"""Multi-head attention (Vaswani et al. 2017, arXiv:1706.03762) with grouped keys and values (Ainslie et
+    al. 2023, arXiv:2305.13245):
+
+    $$q = \mathrm{rope}(\mathrm{norm}(x W_q^\top)),\quad k = \mathrm{rope}(\mathrm{norm}(x W_k^\top)),\quad
+      v = x W_v^\top,\quad
+      y = \big(\sigma(g) \odot \mathrm{FlashAttention}(q, k, v)\big) W_o^\top$$
+
+    where the rotation, the norms, the gate $g$ (and biases, sinks, soft cap, window) are there only if asked
+    for. The parameters have the names and shapes of the published model code, `[out, in]`, so its weights
+    load by renaming; the guide "Layers" gives the constructor calls of Llama, Mistral, Gemma-2, Qwen3 and
+    GPT-OSS.
+    """
+
+    q_proj: eqx.nn.Linear  # [H * D, E]; with a gate [H * (D + V), E], each head's query and then its gate
+    k_proj: eqx.nn.Linear  # [K * D, C]
+    v_proj: eqx.nn.Linear  # [K * V, C]
+    o_proj: eqx.nn.Linear  # [E, H * V]
+    q_norm: eqx.nn.RMSNorm | None  # [D]
+    k_norm: eqx.nn.RMSNorm | None  # [D]
+    sinks: Array | None  # [H]
+    rope: RotaryEmbedding | None
+    attention: FlashAttention
+    embed_dim: int = eqx.field(static=True)
+    num_heads: int = eqx.field(static=True)
+    num_kv_heads: int = eqx.field(static=True)
+    head_dim: int = eqx.field(static=True)
+    v_head_dim: int = eqx.field(static=True)
+    output_gate: bool = eqx.field(static=True)
+
+    def __init__(
+        self,
+        embed_dim: int,
+        *,
+        num_heads: int,
+        num_kv_heads: int | None = None,
+        head_dim: int | None = None,
+        v_head_dim: int | None = None,
+        kv_embed_dim: int | None = None,
+        rope: RotaryEmbedding | None = None,
+        qk_norm: bool = False,
+        qk_norm_eps: float = 1e-6,
+        use_qkv_bias: bool = False,
+        use_output_bias: bool = False,
+        causal: bool = True,
+        sliding_window: int | tuple[int | None, int | None] | None = None,
+        logits_soft_cap: float | None = None,
+        softmax_scale: float | None = None,
+        sinks: bool = False,
+        output_gate: bool = False,
+        dropout_rate: float = 0.0,
+        deterministic: bool = False,
+        platform: Any = None,
+        config: Any = None,
+        dtype: DTypeLike | None = None,
+        key: Array,
+    ):
+        r"""**Arguments:**
+
+        - `embed_dim`: features of the input and the output, `E`.
+        - `num_heads`: query heads, `H`.
+        - `num_kv_heads`: key and value heads `K`, a divisor of `H`; default `H`. One is multi-query
+            attention.
+        - `head_dim`, `v_head_dim`: `D` (default `embed_dim // num_heads`) and `V` (default `D`).
+        - `kv_embed_dim`: features `C` of `kv_input`, for cross attention; default `E`.
+        - `rope`: the rotation of queries and keys; default none.
+        - `qk_norm`, `qk_norm_eps`: whether each head's query and key pass an RMS norm with a learned weight
+            `[D]` before the rotation (Qwen3).
+        - `use_qkv_bias`, `use_output_bias`: whether the projections have biases.
+        - `causal`, `sliding_window`, `logits_soft_cap`, `softmax_scale`, `dropout_rate`, `deterministic`,
+            `platform`, `config`: as in [`ejkernel_eqx.FlashAttention`][]. The scale's default is $D^{-1/2}$.
+        - `sinks`: whether each head has a learned logit that joins the softmax's denominator (GPT-OSS).
+        - `output_gate`: whether the heads' outputs are multiplied by $\sigma$ of a projection of the input,
+            an entry for each of the `H * V` (Qwen3-Next); the gate's rows are part of `q_proj`, head by head.
+        - `dtype`: of the parameters; default float32 (float64 in JAX's 64-bit mode).
+        - `key`: a PRNG key for the initial weights.
+        """
+        num_kv_heads = num_heads if num_kv_heads is None else num_kv_heads
+        head_dim = _head_dim(embed_dim, num_heads, head_dim)
+        v_head_dim = head_dim if v_head_dim is None else v_head_dim
+        kv_embed_dim = embed_dim if kv_embed_dim is None else kv_embed_dim
+        _check_heads(num_heads, num_kv_heads, head_dim, rope)
+        q_key, k_key, v_key, o_key = jax.random.split(key, 4)
+        q_dim = num_heads * (head_dim + v_head_dim if output_gate else head_dim)
+        self.q_proj = eqx.nn.Linear(embed_dim, q_dim, use_qkv_bias, dtype, key=q_key)
+        self.k_proj = eqx.nn.Linear(kv_embed_dim, num_kv_heads * head_dim, use_qkv_bias, dtype, key=k_key)
+        self.v_proj = eqx.nn.Linear(kv_embed_dim, num_kv_heads * v_head_dim, use_qkv_bias, dtype, key=v_key)
+        self.o_proj = eqx.nn.Linear(num_heads * v_head_dim, embed_dim, use_output_bias, dtype, key=o_key)
+        self.q_norm = eqx.nn.RMSNorm(head_dim, qk_norm_eps, use_bias=False, dtype=dtype) if qk_norm else None
+        self.k_norm = eqx.nn.RMSNorm(head_dim, qk_norm_eps, use_bias=False, dtype=dtype) if qk_norm else None
+        self.sinks = jnp.zeros(num_heads, self.q_proj.weight.dtype) if sinks else None
+        self.rope = rope
+        self.attention = FlashAttention(
+            causal,
+            sliding_window,
+            logits_soft_cap,
+            softmax_scale,
+            dropout_rate,
+            deterministic=deterministic,
+            platform=platform,
+            config=config,
+        )
+        self.embed_dim = embed_dim
+        self.num_heads = num_heads
+        self.num_kv_heads = num_kv_heads
+        self.head_dim = head_dim
+        self.v_head_dim = v_head_dim
+        self.output_gate = output_gate
+
+    def init_cache(
+        self, batch_shape: tuple[int, ...] | int, max_length: int, dtype: DTypeLike | None = None
+    ) -> KVCache:
+        """An empty `KVCache` that fits this layer, by default in the dtype of its weights."""
+        dtype = self.k_proj.weight.dtype if dtype is None else dtype
+        return KVCache.init(batch_shape, max_length, self.num_kv_heads, self.head_dim, self.v_head_dim, dtype)
+
+    @overload
+    def __call__(
+        self,
+        x: Array,
+        cache: None = None,
+        *,
+        kv_input: Array | None = None,
+        positions: Array | None = None,
+        padding_mask: Array | None = None,
+        kv_padding_mask: Array | None = None,
+        segment_ids: Array | None = None,
+        mask: Any = None,
+        bias: Array | None = None,
+        key: Array | None = None,
+        inference: bool | None = None,
+    ) -> Array: ...
+
+    @overload
+    def __call__(
+        self,
+        x: Array,
+        cache: KVCache,
+        *,
+        kv_input: Literal[None] = None,
+        positions: Array | None = None,
+        padding_mask: Array | None = None,
+        kv_padding_mask: Literal[None] = None,
+        segment_ids: Literal[None] = None,
+        mask: Any = None,
+        bias: Array | None = None,
+        key: Array | None = None,
+        inference: bool | None = None,
+    ) -> tuple[Array, KVCache]: ...
+
+    @jax.named_scope("ejx.nn.MultiHeadAttention")
+    def __call__(
+        self,
+        x: Array,
+        cache: KVCache | None = None,
+        *,
+        kv_input: Array | None = None,
+        positions: Array | None = None,
+        padding_mask: Array | None = None,
+        kv_padding_mask: Array | None = None,
+        segment_ids: Array | None = None,
+        mask: Any = None,
+        bias: Array | None = None,
+        key: Array | None = None,
+        inference: bool | None = None,
+    ) -> Array | tuple[Array, KVCache]:
+        """**Arguments:**
+
+        - `x`: `[..., T, E]`, any number of leading batch dimensions.
+        - `cache`: the keys and values before `x`; those of `x` are appended. A prompt at once and then token
+            by token, rows at different positions: all give what the whole sequence at once gives.
+        - `kv_input`: `[..., S, C]`, what keys and values are made from instead of `x` (cross attention).
+        - `positions`: integers `[..., T]` for the rotation; by default tokens are counted from the row's
+            first real token, the cached ones included. They do not move the mask.
+        - `padding_mask`: bool `[..., T]`, True for real tokens, which in each row are side by side (padding
+            left, right or both). Padding is neither read (it may hold NaN) nor cached; the output there is of
+            no meaning.
+        - `kv_padding_mask`: bool `[..., S]`, the same for `kv_input`.
+        - `segment_ids`: integers `[..., T]`: tokens see their own segment only; negative is padding. Without
+            a cache.
+        - `mask`, `bias`: as in [`ejkernel_eqx.FlashAttention`][]; with a cache the key axis has its
+            `max_length`.
+        - `key`: a PRNG key, needed for dropout outside inference mode.
+        - `inference`: overrides the flag that `equinox.nn.inference_mode` sets.
+
+        **Returns:** `y`, an array of the shape of `x`; with a cache, the tuple `(y, cache)`.
+        """
+        self._check_inputs(x, cache, kv_input, padding_mask, kv_padding_mask, segment_ids)
+        x = _clear(x, padding_mask)
+        if kv_input is None:
+            source, rows = x, _locate(cache, padding_mask, segment_ids)
+        else:
+            source = _clear(kv_input, kv_padding_mask)
+            rows = _locate_cross(x, source, padding_mask, kv_padding_mask)
+        q, gate = self._queries(x)
+        k, v = self._keys_values(source)
+        if self.rope is not None:
+            offset = 0 if rows.offset is None else rows.offset
+            q, k = self.rope(q, positions, offset=offset), self.rope(k, positions, offset=offset)
+        if cache is not None:
+            cache = cache.append(k, v, mask=padding_mask)
+            k, v = cache.k, cache.v
+            rows = rows._replace(kv_lengths=cache.lengths)
+        out = self.attention(
+            q,
+            k.astype(q.dtype),
+            v.astype(q.dtype),
+            bias=bias,
+            mask=mask,
+            segment_ids=rows.segment_ids,
+            kv_segment_ids=rows.kv_segment_ids,
+            kv_lengths=rows.kv_lengths,
+            sinks=self.sinks,
+            q_offset=None if cache is None else rows.offset,
+            key=key,
+            inference=inference,
+        )
+        out = out.reshape(*x.shape[:-1], self.num_heads * self.v_head_dim)
+        y = _project(self.o_proj, out if gate is None else out * jax.nn.sigmoid(gate))
+        return y if cache is None else (y, cache)
+
+    def _queries(self, x: Array) -> tuple[Array, Array | None]:
+        q, gate = _project(self.q_proj, x).reshape(*x.shape[:-1], self.num_heads, -1), None
+        if self.output_gate:
+            q, gate = jnp.split(q, [self.head_dim], axis=-1)
+            gate = gate.reshape(*x.shape[:-1], self.num_heads * self.v_head_dim)
+        return _normalise(self.q_norm, q), gate
+
+    def _keys_values(self, x: Array) -> tuple[Array, Array]:
+        k = _project(self.k_proj, x).reshape(*x.shape[:-1], self.num_kv_heads, self.head_dim)
+        v = _project(self.v_proj, x).reshape(*x.shape[:-1], self.num_kv_heads, self.v_head_dim)
+        return _normalise(self.k_norm, k), v
+
+    def _check_inputs(self, x, cache, kv_input, padding_mask, kv_padding_mask, segment_ids) -> None:
+        _check_features("x", x, "[..., T, E]", "E", self.embed_dim)
+        _check_tokens("padding_mask", padding_mask, "x", x)
+        _check_tokens("segment_ids", segment_ids, "x", x)
+        if kv_input is None:
+            if kv_padding_mask is not None:
+                raise ValueError(
+                    "kv_padding_mask: expected only together with kv_input, received it alone; "
+                    "pass padding_mask= for the padding of x."
+                )
+            if self.k_proj.in_features != self.embed_dim:
+                raise ValueError(
+                    f"kv_input: expected [..., S, {self.k_proj.in_features}], received None; this layer was built "
+                    "for cross attention with kv_embed_dim=."
+                )
+        else:
+            _check_features("kv_input", kv_input, "[..., S, C]", "C", int(self.k_proj.in_features))
+            _check_tokens("kv_padding_mask", kv_padding_mask, "kv_input", kv_input)
+            self._check_cross(cache, segment_ids)
+        if cache is not None:
+            if segment_ids is not None:
+                raise ValueError(
+                    "segment_ids: expected None with a cache, received an array; "
+                    "give each sequence a row of its own."
+                )
+            if cache.batch_shape != x.shape[:-2]:
+                raise ValueError(
+                    f"cache: expected batch shape {x.shape[:-2]} as x has, received {cache.batch_shape}; "
+                    "build it with init_cache(x.shape[:-2], max_length)."
+                )
+
+    def _check_cross(self, cache: KVCache | None, segment_ids: Array | None) -> None:
+        if cache is not None or segment_ids is not None:
+            name = "segment_ids" if cache is None else "cache"
+            raise ValueError(f"{name}: expected None with kv_input, received both; pass one of the two.")
+        if self.rope is not None or self.attention.causal:
+            found = "rope" if self.rope is not None else "causal=True"
+            raise ValueError(
+                f"kv_input: expected a layer with causal=False and rope=None, received one with {found}; "
+                "positions of two sequences do not compare, so build the layer for cross attention without them."
+            )
+
+
+def _head_dim(embed_dim: int, num_heads: int, head_dim: int | None) -> int:
+    if head_dim is not None:
+        return head_dim
+    if embed_dim % num_heads:
+        raise ValueError(
+            f"num_heads: expected a divisor of embed_dim={embed_dim}, received {num_heads}; "
+            "pass head_dim= for another width."
+        )
+    return embed_dim // num_heads
+
+
+def _check_heads(num_heads: int, num_kv_heads: int, head_dim: int, rope: RotaryEmbedding | None) -> None:
+    if num_kv_heads < 1 or num_heads % num_kv_heads:
+        raise ValueError(
+            f"num_kv_heads: expected a divisor of num_heads={num_heads}, received {num_kv_heads}; "
+            "every key/value head serves the same number of query heads."
+        )
+    if rope is not None and rope.head_dim != head_dim:
+        raise ValueError(
+            f"rope: expected a RotaryEmbedding of head_dim={head_dim}, received one of {rope.head_dim}; "
+            "to turn only some of the features, give it rotary_dim=."
+        )
+
+
+def _check_features(name: str, x: Array, form: str, letter: str, features: int) -> None:
+    if x.ndim < 2 or x.shape[-1] != features:
+        raise ValueError(
+            f"{name}: expected {form} with {letter} = {features}, received shape {x.shape}; "
+            "time is the last axis but one, and a single token has T = 1."
+        )
+
+
+def _check_tokens(name: str, value: Array | None, of: str, x: Array) -> None:
+    if value is not None and value.shape != x.shape[:-1]:
+        raise ValueError(
+            f"{name}: expected shape {x.shape[:-1]}, an entry for each token of {of}, "
+            f"received {value.shape}; broadcast it first."
+        )
+
+
+def _clear(x: Array, real: Array | None) -> Array:
+    """Zeros for the padding, so that nothing in it can reach a weight's gradient as 0 * NaN."""
+    return x if real is None else jnp.where(real[..., None], x, jnp.zeros_like(x))
+
+
+def _locate(cache: KVCache | None, padding_mask: Array | None, segment_ids: Array | None) -> _Rows:
+    """The places of a call's tokens. Left padding moves the first token before the row's start: its offset
+    shrinks."""
+    left = None if padding_mask is None else jnp.argmax(padding_mask, axis=-1).astype(jnp.int32)
+    if cache is not None:
+        return _Rows(offset=cache.lengths if left is None else cache.lengths - left)
+    offset = None if left is None else -left
+    if padding_mask is not None:
+        segment_ids = jnp.where(padding_mask, jnp.int32(0) if segment_ids is None else segment_ids, -1)
+    return _Rows(offset, segment_ids, segment_ids)
+
+
+def _locate_cross(
+    x: Array, kv_input: Array, padding_mask: Array | None, kv_padding_mask: Array | None
+) -> _Rows:
+    if padding_mask is None and kv_padding_mask is None:
+        return _Rows()
+    ids = [
+        jnp.zeros(a.shape[:-1], jnp.int32) if real is None else jnp.where(real, jnp.int32(0), -1)
+        for a, real in ((x, padding_mask), (kv_input, kv_padding_mask))
+    ]
+    return _Rows(None, *ids)
+
+
+def _project(linear: eqx.nn.Linear, x: Array) -> Array:
+    """`equinox.nn.Linear` over the last axis of any number."""
+    y = x @ linear.weight.T
+    return y if linear.bias is None else y + linear.bias
+
+
+def _normalise(norm: eqx.nn.RMSNorm | None, x: Array) -> Array:
+    """`equinox.nn.RMSNorm` (which reduces in float32) over the last axis of any number."""
+    if norm is None:
+        return x
+    over_last = norm
+    for _ in x.shape[:-1]:
+        over_last = jax.vmap(over_last)
+    return over_last(x)

@@ -1,0 +1,145 @@
+"""The dense key/value cache of autoregressive decoding."""
+
+import math
+
+import equinox as eqx
+import jax
+import jax.numpy as jnp
+from jax import Array
+from jax.typing import DTypeLike
+
+
+class KVCache(eqx.Module):
+    """Keys and values of the tokens seen so far, a row for each sequence, each row at its own position.
+
+    A pure value: `append` gives a new cache and, where the old one is donated to `jit`, writes in place. All
+    leaves share their leading dimensions, so a cache with batch shape `(layers, B)` may be scanned over
+    together with stacked layers.
+
+    - `k`: `[..., S, K, D]`, `v`: `[..., S, K, V]`, with `S` the capacity in tokens.
+    - `lengths`: int32 `[...]`, how many tokens of each row are held; slots from there on are never read.
+    """
+
+    k: Array  # [..., S, K, D]
+    v: Array  # [..., S, K, V]
+    lengths: Array  # int32 [...]
+
+    @classmethod
+    def init(
+        cls,
+        batch_shape: tuple[int, ...] | int,
+        max_length: int,
+        num_kv_heads: int,
+        head_dim: int,
+        v_head_dim: int | None = None,
+        dtype: DTypeLike = jnp.float32,
+    ) -> "KVCache":
+        """An empty cache.
+
+        **Arguments:**
+
+        - `batch_shape`: the leading dimensions; `()` for one sequence, an integer `B` for `(B,)`.
+        - `max_length`: the capacity `S` of each row, in tokens.
+        - `num_kv_heads`, `head_dim`, `v_head_dim`: `K`, `D` and `V` (default `D`).
+        - `dtype`: how keys and values are stored; new ones are cast to it.
+        """
+        batch = (batch_shape,) if isinstance(batch_shape, int) else tuple(batch_shape)
+        if max_length < 1:
+            raise ValueError(
+                f"max_length: expected at least 1 token, received {max_length}; "
+                "give the longest sequence to be held."
+            )
+        v_head_dim = head_dim if v_head_dim is None else v_head_dim
+        return cls(
+            k=jnp.zeros((*batch, max_length, num_kv_heads, head_dim), dtype),
+            v=jnp.zeros((*batch, max_length, num_kv_heads, v_head_dim), dtype),
+            lengths=jnp.zeros(batch, jnp.int32),
+        )
+
+    @property
+    def max_length(self) -> int:
+        """The capacity of each row, in tokens."""
+        return self.k.shape[-3]
+
+    @property
+    def batch_shape(self) -> tuple[int, ...]:
+        return self.k.shape[:-3]
+
+    @jax.named_scope("ejx.nn.KVCache.append")
+    def append(
+        self, k_new: Array, v_new: Array, *, new_lengths: Array | None = None, mask: Array | None = None
+    ) -> "KVCache":
+        """The cache with `T` more tokens in each row, written from that row's length on.
+
+        **Arguments:**
+
+        - `k_new`, `v_new`: `[..., T, K, D]` and `[..., T, K, V]`.
+        - `new_lengths`: integers `[...]`: only the first so many of a row's `T` tokens are real (right
+            padding).
+        - `mask`: bool `[..., T]`, True for the real tokens, wherever the padding is; they are stored side by
+            side. A row without any is left as it is.
+
+        **Returns:** the new cache. Where a row would pass `max_length`, an error is raised at run time
+        (`equinox.error_if`).
+        """
+        self._check(k_new, v_new, padded=new_lengths is not None or mask is not None)
+        if new_lengths is not None and mask is not None:
+            raise ValueError(
+                "new_lengths, mask: expected at most one of the two, received both; "
+                "fold the lengths into the mask."
+            )
+        if new_lengths is not None:
+            mask = jnp.arange(k_new.shape[-3], dtype=jnp.int32) < new_lengths.astype(jnp.int32)[..., None]
+        if mask is not None:
+            mask = jnp.broadcast_to(mask, k_new.shape[:-2])
+        count = k_new.shape[-3] if mask is None else jnp.sum(mask, axis=-1, dtype=jnp.int32)
+        lengths = eqx.error_if(
+            self.lengths + count,
+            jnp.any(self.lengths + count > self.max_length),
+            f"KVCache is full: max_length={self.max_length} tokens would be exceeded by this append; "
+            "build the cache with a larger max_length.",
+        )
+        # Starting from the checked lengths keeps the error from being dropped as dead code.
+        start = lengths - count
+        return KVCache(
+            self._write(self.k, k_new, start, mask), self._write(self.v, v_new, start, mask), lengths
+        )
+
+    def _write(self, store: Array, new: Array, start: Array, mask: Array | None) -> Array:
+        new = new.astype(store.dtype)
+        if start.ndim == 0 and mask is None:
+            return jax.lax.dynamic_update_slice_in_dim(store, new, start, axis=0)
+        tokens = new.shape[-3]
+        if mask is None:
+            slots = start[..., None] + jnp.arange(tokens, dtype=jnp.int32)
+        else:
+            # A dynamic slice would be clamped where padding hangs over the end; a scatter drops exactly the
+            # padding.
+            place = start[..., None] + jnp.cumsum(mask, axis=-1, dtype=jnp.int32) - 1
+            slots = jnp.where(mask, place, self.max_length + jnp.arange(tokens, dtype=jnp.int32))
+        rows = math.prod(self.batch_shape)
+        flat = store.reshape(rows, *store.shape[-3:])
+        flat = flat.at[jnp.arange(rows)[:, None], slots.reshape(rows, tokens)].set(
+            new.reshape(rows, *new.shape[-3:]), mode="drop", unique_indices=True
+        )
+        return flat.reshape(store.shape)
+
+    def _check(self, k_new: Array, v_new: Array, padded: bool) -> None:
+        for name, new, store in (("k_new", k_new, self.k), ("v_new", v_new, self.v)):
+            expected = (*store.shape[:-3], "T", *store.shape[-2:])
+            if new.ndim != store.ndim or (*new.shape[:-3], "T", *new.shape[-2:]) != expected:
+                shown = "[" + ", ".join(map(str, expected)) + "]"
+                raise ValueError(
+                    f"{name}: expected {shown} as the cache holds it, received shape {new.shape}; "
+                    "build the cache with the batch shape, heads and head dims of this layer."
+                )
+        if k_new.shape[-3] != v_new.shape[-3]:
+            raise ValueError(
+                f"v_new: expected as many tokens as k_new, {k_new.shape[-3]}, received {v_new.shape[-3]}; "
+                "append the keys and values of the same tokens."
+            )
+        if not padded and k_new.shape[-3] > self.max_length:
+            raise ValueError(
+                f"k_new: expected at most max_length={self.max_length} tokens, received {k_new.shape[-3]}; "
+                "build the cache with a larger max_length."
+            )

@@ -1,0 +1,124 @@
+"""Lets the compiler split an opaque kernel over a mesh along axes it names, with no collective on its operands."""
+
+import dataclasses
+import itertools
+import math
+from collections.abc import Callable
+from typing import Any
+
+import jax
+from jax.experimental.custom_partitioning import custom_partitioning
+from jax.sharding import NamedSharding, PartitionSpec
+
+
+@dataclasses.dataclass(frozen=True)
+class Axes:
+    """The name of every axis of one array; `None` for an axis that is never split. Equal names are equal axes."""
+
+    letters: tuple[str | None, ...]
+
+
+def inside_manual_mesh() -> bool:
+    """Whether the code being traced already runs per device (`shard_map`)."""
+    return bool(jax.sharding.get_abstract_mesh().manual_axes)
+
+
+def partitioned(
+    function: Callable[..., Any], args: Any, axes: Any, outs: Any, out_axes: Any, *, split: Callable[[str], bool], group: tuple[str, str]
+) -> Any:
+    """`function(*args)`, split over the devices along every axis for which `split(name)` holds.
+
+    An axis is only split where every output has it (a sum over it would need a collective) and every size divides. `group`
+    names a pair of axes of which the first is a multiple of the second and is split with it: query heads, key heads.
+    """
+    if inside_manual_mesh():
+        return function(*args)
+    flat, treedef = jax.tree.flatten(args)
+    flat_axes = [a.letters for a in jax.tree.leaves(axes)]
+    flat_outs, out_treedef = jax.tree.flatten(outs)
+    flat_out_axes = [a.letters for a in jax.tree.leaves(out_axes)]
+    call = _Call(function, treedef, flat_axes, flat_out_axes, split, group)
+    results = call.bind([x.shape for x in flat], [x.shape for x in flat_outs])(*flat)
+    return jax.tree.unflatten(out_treedef, results)
+
+
+@dataclasses.dataclass(frozen=True, eq=False)
+class _Call:
+    function: Callable[..., Any]
+    treedef: Any
+    axes: list[tuple[str | None, ...]]
+    out_axes: list[tuple[str | None, ...]]
+    split: Callable[[str], bool]
+    group: tuple[str, str]
+
+    def bind(self, shapes: list[tuple[int, ...]], out_shapes: list[tuple[int, ...]]) -> Callable[..., tuple[jax.Array, ...]]:
+        rule, whole, sizes = self._rule(shapes, out_shapes)
+        call = custom_partitioning(self._flat)
+        call.def_partition(partition=self._partition, sharding_rule=rule, need_replication_factors=whole, **sizes)
+        return call
+
+    def _flat(self, *flat: jax.Array) -> tuple[jax.Array, ...]:
+        return tuple(jax.tree.leaves(self.function(*jax.tree.unflatten(self.treedef, flat))))
+
+    def _local(self, *flat: jax.Array) -> tuple[jax.Array, ...]:
+        with jax.sharding.use_abstract_mesh(jax.sharding.AbstractMesh((), ())):
+            return self._flat(*flat)
+
+    def _splittable(self, name: str | None) -> bool:
+        """Whether an axis may be split at all; names are those of `_canonical`."""
+        if name is None or not (self.split(name) or name == self.group[1]):
+            return False
+        return all(name in map(self._canonical, axes) for axes in self.out_axes)
+
+    def _canonical(self, name: str | None) -> str | None:
+        return self.group[1] if name == self.group[0] else name
+
+    def _rule(self, shapes: list[tuple[int, ...]], out_shapes: list[tuple[int, ...]]) -> tuple[str, tuple[str, ...], dict[str, int]]:
+        """The sharding rule, its factors that must not be split (in order of appearance), and the sizes it cannot infer."""
+        fresh = (f"u{i}" for i in itertools.count())
+        many, few = self.group
+        size = {n: s for axes, shape in zip(self.axes, shapes, strict=True) for n, s in zip(axes, shape, strict=True) if n}
+        compound = many in size and few in size and size[many] != size[few]
+        order: list[str] = []
+
+        def factor(name: str | None) -> str:
+            if name is None:
+                factors = [next(fresh)]
+            elif name == many and compound:
+                factors = [_spell(few), "inner"]
+            else:
+                factors = [_spell(self._canonical(name) if few in size else name)]
+            order.extend(f for f in factors if f not in order)
+            return factors[0] if len(factors) == 1 else f"({' '.join(factors)})"
+
+        sides = [", ".join(" ".join(map(factor, axes)) for axes in side) for side in (self.axes, self.out_axes)]
+        free = {_spell(n) for n in map(self._canonical, size) if self._splittable(n)}
+        whole = tuple(f for f in order if f not in free)
+        return " -> ".join(sides), whole, {"inner": size[many] // size[few]} if compound else {}
+
+    def _partition(self, mesh: Any, arg_shapes: Any, result_shapes: Any) -> Any:
+        shapes = [*(a.shape for a in arg_shapes), *(r.shape for r in jax.tree.leaves(result_shapes))]
+        every = [*self.axes, *self.out_axes]
+        assigned: dict[str | None, Any] = {}
+        for axes, arg in zip(self.axes, arg_shapes, strict=True):
+            spec = tuple(arg.sharding.spec) + (None,) * len(axes)
+            for name, entry in zip(map(self._canonical, axes), spec, strict=False):
+                if entry and name and name not in assigned and self._splittable(name):
+                    if not _mesh_axes(entry) & {a for e in assigned.values() for a in _mesh_axes(e)}:
+                        assigned[name] = entry
+        for name in list(assigned):
+            parts = math.prod(mesh.shape[a] for a in _mesh_axes(assigned[name]))
+            sizes = [s for axes, shape in zip(every, shapes, strict=True) for n, s in zip(axes, shape, strict=True) if self._canonical(n) == name]
+            if any(size % parts for size in sizes):
+                del assigned[name]
+        shardings = [NamedSharding(mesh, PartitionSpec(*(assigned.get(self._canonical(n)) for n in axes))) for axes in every]
+        count = len(self.axes)
+        return mesh, self._local, tuple(shardings[count:]), tuple(shardings[:count])
+
+
+def _mesh_axes(entry: Any) -> set[str]:
+    return set(entry) if isinstance(entry, tuple) else {entry}
+
+
+def _spell(name: str) -> str:
+    return name.lower()

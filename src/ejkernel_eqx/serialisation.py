@@ -1,0 +1,492 @@
+"""Models on disk: a JSON header, then the leaves.
+
+A file is, in this order:
+
+1. one line of JSON: format, schema, hyperparameters, and a table of the leaves (path, kind, dtype, shape);
+2. the leaves as `equinox.tree_serialise_leaves` writes them, so that after reading one line of the file
+   `equinox.tree_deserialise_leaves` can take over. Dtypes that NumPy's format does not know are written as unsigned
+   integers of the same width, and random keys as their key data; the table says what they are;
+3. a footer of fixed size: a magic word, the number of bytes before it, and their SHA-256.
+
+The footer is what makes a cut, lengthened or altered file visible before anything is built from it. Writing and
+reading go leaf by leaf: neither needs the model a second time in memory.
+"""
+
+import contextlib
+import hashlib
+import inspect
+import json
+import os
+import secrets
+import struct
+from collections.abc import Callable, Iterator, Mapping
+from typing import Any, BinaryIO, NamedTuple
+
+import equinox as eqx
+import jax
+import jax.core
+import jax.numpy as jnp
+import jax.tree_util as jtu
+import ml_dtypes  # noqa: F401  registers bfloat16, float8_*, int4 with NumPy's dtype()
+import numpy as np
+
+from ._errors import CheckpointError
+
+_FORMAT = "ejkernel_eqx"
+_SCHEMA = 1
+_PREFIX = f'{{"format": "{_FORMAT}", "schema": '.encode()
+_FOOTER = struct.Struct("<8sQ32s")  # magic, bytes before the footer, their SHA-256
+_MAGIC = b"EJXEND\r\n"
+_CHUNK = 1 << 22
+
+
+class _Leaf(NamedTuple):
+    path: str
+    kind: str  # "array" | "numpy array" | "key" | "numpy scalar" | "bool" | "int" | "float" | "complex"
+    dtype: str | None  # for a key: the name of its implementation
+    shape: tuple[int, ...] | None
+
+    def __str__(self) -> str:
+        if self.shape is None:
+            return f"a Python {self.kind}"
+        # NumPy's arrays and scalars and JAX' arrays may stand for each other, so they read alike.
+        noun = "random keys" if self.kind == "key" else "array"
+        return f"{noun} {self.dtype}[{','.join(map(str, self.shape))}]"
+
+
+def save(path: str | os.PathLike[str], model: Any, hyperparameters: Mapping[str, Any] | None = None) -> None:
+    """Write `model` to `path`, all or nothing.
+
+    The file is written beside `path` under a temporary name, flushed to the disk and then put in place in one step:
+    whatever interrupts this, `path` holds either the old file or the new one, whole.
+
+    **Arguments:**
+
+    - `path`: the file; its name is taken as given, no suffix is added.
+    - `model`: any pytree. Arrays (of any dtype, also bfloat16, float8 and int4; sharded ones are gathered one at a
+        time), random keys, and Python or NumPy scalars are saved. Everything else, static fields and functions,
+        comes from `like` when loading; kernel plans are such static fields and never enter a file.
+    - `hyperparameters`: what is needed to build the model again; must survive a round trip through JSON, where
+        tuples come back as lists. [`ejkernel_eqx.load`][] passes them to `like` as keyword arguments.
+
+    **Returns:**
+
+    Nothing.
+
+    **Raises:**
+
+    `ValueError` naming the hyperparameter that JSON cannot hold, or the leaf that cannot be saved. Nothing is
+    written then.
+    """
+    hyperparameters = {} if hyperparameters is None else dict(hyperparameters)
+    _check_hyperparameters(hyperparameters)
+    leaves = [leaf for leaf, _ in _saved_leaves(model)]
+    header = {
+        "format": _FORMAT,
+        "schema": _SCHEMA,
+        "hyperparameters": hyperparameters,
+        "leaves": [{k: v for k, v in leaf._asdict().items() if v is not None} for leaf in leaves],
+    }
+    line = json.dumps(header, allow_nan=False).encode() + b"\n"
+    assert line.startswith(_PREFIX)
+    with _replacing(path) as file:
+        writer = _HashingWriter(file)
+        writer.write(line)
+        eqx.tree_serialise_leaves(writer, model, filter_spec=_write_leaf)
+        file.write(_FOOTER.pack(_MAGIC, writer.count, writer.hash.digest()))
+
+
+def load(path: str | os.PathLike[str], like: Any, *, dtype: Any = None) -> Any:
+    """Read a model written by [`ejkernel_eqx.save`][].
+
+    The file says what the leaves are and `like` says what they belong to; nothing is imported by a name that stands
+    in a file. The whole file is checked against its checksum before anything is built from it.
+
+    **Arguments:**
+
+    - `path`: the file.
+    - `like`: a pytree of the same structure, as for `equinox.tree_deserialise_leaves`; or a callable (a class, a
+        function) that builds one. The callable receives the saved hyperparameters as keyword arguments and, if it
+        has a parameter `key` that is not among them, some random key. It runs under `equinox.filter_eval_shape`, so
+        its arrays are never allocated. An instance of an `eqx.Module` counts as a pytree even if it can be called.
+    - `dtype`: if given, every floating-point array (but no Python float) is converted to it while loading. Without
+        it, dtypes must agree.
+
+    **Returns:**
+
+    The model. An array whose counterpart in `like` was placed explicitly (sharded, say) is placed the same way.
+
+    **Raises:**
+
+    `CheckpointError`, which is a `ValueError`, naming the file if it is not one of ours, was cut or altered, comes
+    from a newer version, or does not fit `like`; in that last case it names the first leaf that differs.
+    """
+    path = os.fspath(path)
+    dtype = None if dtype is None else _override(dtype)
+    with open(path, "rb") as file:
+        header = _read_header(file, path)
+        start = file.tell()
+        _verify(file, path)
+        if callable(like) and not isinstance(like, eqx.Module):
+            like = _build(path, like, header["hyperparameters"])
+        saved = [_Leaf(e["path"], e["kind"], e.get("dtype"), _shape(e)) for e in header["leaves"]]
+        _compare(path, saved, [leaf for leaf, _ in _saved_leaves(like, abstract=True)], dtype)
+        file.seek(start)
+        table = iter(saved)
+        paths_and_leaves, treedef = jtu.tree_flatten_with_path(like)
+        loaded = []
+        for key_path, x in paths_and_leaves:
+            here = _describe(key_path, x)
+            loaded.append(x if here is None else _read_leaf(file, next(table), here, x, dtype))
+    return jtu.tree_unflatten(treedef, loaded)
+
+
+def info(path: str | os.PathLike[str]) -> dict[str, Any]:
+    """The header of a file written by [`ejkernel_eqx.save`][], without reading the leaves.
+
+    **Arguments:**
+
+    - `path`: the file.
+
+    **Returns:**
+
+    A dictionary with the entries `format`, `schema`, `hyperparameters` and `leaves`, the last a list of dictionaries
+    with `path`, `kind` and, for arrays, `dtype` and `shape`.
+
+    **Raises:**
+
+    `CheckpointError` naming the file if it is not one of ours, was cut, or comes from a newer version.
+    """
+    path = os.fspath(path)
+    with open(path, "rb") as file:
+        header = _read_header(file, path)
+        _read_footer(file, path)
+    return header
+
+
+# What a leaf is
+
+
+def _describe(path, x) -> _Leaf | None:
+    """The table's entry for one leaf, or None if it is of a kind that is not saved."""
+    name = jtu.keystr(path)
+    if isinstance(x, (jax.Array, np.ndarray, jax.ShapeDtypeStruct)):
+        if isinstance(x, jax.Array | jax.ShapeDtypeStruct) and jnp.issubdtype(x.dtype, jax.dtypes.prng_key):
+            return _Leaf(name, "key", _key_impl(x.dtype), tuple(x.shape))
+        if not _is_number(x.dtype):
+            raise ValueError(
+                f"The leaf {name!r} is an array of dtype {x.dtype}; only booleans and numbers can be saved. "
+                "Make it a static field, or leave it out of the model."
+            )
+        kind = "numpy array" if isinstance(x, np.ndarray) else "array"
+        return _Leaf(name, kind, x.dtype.name, tuple(x.shape))
+    if isinstance(x, np.generic):
+        return _Leaf(name, "numpy scalar", x.dtype.name, ())
+    for kind in (bool, int, float, complex):
+        if isinstance(x, kind):
+            return _Leaf(name, kind.__name__, None, None)
+    return None
+
+
+def _saved_leaves(tree, abstract: bool = False) -> Iterator[tuple[_Leaf, Any]]:
+    for path, x in jtu.tree_flatten_with_path(tree)[0]:
+        leaf = _describe(path, x)
+        if leaf is None:
+            continue
+        if not abstract:
+            _check_savable(leaf, x)
+        yield leaf, x
+
+
+def _check_savable(leaf: _Leaf, x) -> None:
+    if isinstance(x, jax.ShapeDtypeStruct | jax.core.Tracer):
+        raise ValueError(
+            f"The leaf {leaf.path!r} is a {type(x).__name__}, which holds no values; save a concrete model, "
+            "outside of jit and eval_shape."
+        )
+    if isinstance(x, jax.Array) and not x.is_fully_addressable:
+        raise ValueError(
+            f"The leaf {leaf.path!r} is spread over several processes; gather the model first, for example "
+            "with jax.experimental.multihost_utils.process_allgather, and save it from one process."
+        )
+    if isinstance(x, jax.Array) and x.is_deleted():
+        raise ValueError(f"The leaf {leaf.path!r} has been deleted (donated to a jitted function, perhaps).")
+    if leaf.kind == "int" and not -(2**63) <= x < 2**63:
+        raise ValueError(f"The leaf {leaf.path!r} is the integer {x}, which does not fit 64 bits.")
+
+
+def _is_number(dtype) -> bool:
+    # `issubdtype` of JAX knows the extension types of ml_dtypes as well as NumPy's own.
+    return dtype == np.bool_ or any(
+        jnp.issubdtype(dtype, kind) for kind in (jnp.integer, jnp.floating, jnp.complexfloating)
+    )
+
+
+def _key_impl(dtype) -> str:
+    # There is no public way from a key's dtype, all that an abstract key has, to the name of its implementation,
+    # but to make such a key.
+    return str(jax.random.key_impl(jnp.empty((), dtype)))
+
+
+def _shape(entry: Mapping[str, Any]) -> tuple[int, ...] | None:
+    return tuple(entry["shape"]) if "shape" in entry else None
+
+
+# Writing
+
+
+def _write_leaf(file, x) -> None:
+    """As Equinox' default, but for the dtypes which that one cannot read back."""
+    if isinstance(x, jax.Array) and jnp.issubdtype(x.dtype, jax.dtypes.prng_key):
+        np.save(file, np.asarray(jax.random.key_data(x)))
+    elif isinstance(x, jax.Array | np.ndarray):
+        x = np.asarray(x)
+        x = x if x.dtype.isnative else x.astype(x.dtype.newbyteorder("="))
+        np.save(file, x if _npy_knows(x.dtype) else x.view(f"u{x.dtype.itemsize}"))
+    elif isinstance(x, np.generic):
+        _write_leaf(file, np.asarray(x))
+    else:
+        eqx.default_serialise_filter_spec(file, x)
+
+
+def _npy_knows(dtype: np.dtype) -> bool:
+    # bfloat16 is written as two opaque bytes, which Equinox and JAX read back.
+    return dtype.isbuiltin == 1 or dtype.name == "bfloat16"
+
+
+class _HashingWriter:
+    """Counts and hashes what passes on its way to the file."""
+
+    def __init__(self, file: BinaryIO):
+        self._file = file
+        self.hash = hashlib.sha256()
+        self.count = 0
+
+    def write(self, data) -> int:
+        self._file.write(data)
+        self.hash.update(data)
+        self.count += memoryview(data).nbytes
+        return memoryview(data).nbytes
+
+
+@contextlib.contextmanager
+def _replacing(path: str | os.PathLike[str]) -> Iterator[BinaryIO]:
+    """A new file that takes the place of `path` when the block ends, and vanishes when the block fails."""
+    target = os.path.realpath(path)  # a link stays a link
+    directory, name = os.path.split(target)
+    temporary = os.path.join(directory, f".{name}.{secrets.token_hex(6)}.tmp")
+    try:
+        with open(temporary, "xb") as file:
+            yield file
+            file.flush()
+            os.fsync(file.fileno())
+        os.replace(temporary, target)
+    except BaseException:
+        with contextlib.suppress(FileNotFoundError):
+            os.unlink(temporary)
+        raise
+    _sync_directory(directory)
+
+
+def _sync_directory(directory: str) -> None:
+    """Make the new name durable, where directories can be opened at all (not on Windows)."""
+    if os.name != "posix":
+        return
+    descriptor = os.open(directory, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)
+
+
+def _check_hyperparameters(hyperparameters: Mapping[str, Any]) -> None:
+    for key, value in hyperparameters.items():
+        if not isinstance(key, str):
+            raise ValueError(f"hyperparameters: keys must be strings, got {key!r} ({type(key).__name__}).")
+        try:
+            same = json.loads(json.dumps(value, allow_nan=False)) == _lists(value)
+            reason = "it would not come back the same (are all keys of dictionaries strings?)"
+        except (TypeError, ValueError, RecursionError) as error:
+            same, reason = False, str(error)
+        if not same:
+            raise ValueError(
+                f"hyperparameters[{key!r}] cannot be stored as JSON: {reason}. Received {value!r} "
+                f"({type(value).__name__}); store numbers, strings, booleans, None, lists and dictionaries, for "
+                "example a dtype by its name."
+            )
+
+
+def _lists(value):
+    if isinstance(value, list | tuple):
+        return [_lists(v) for v in value]
+    if isinstance(value, dict):
+        return {k: _lists(v) for k, v in value.items()}
+    return value
+
+
+# Reading
+
+
+def _read_header(file: BinaryIO, path: str) -> dict[str, Any]:
+    start = file.read(len(_PREFIX))
+    if start != _PREFIX:
+        if _PREFIX.startswith(start):
+            raise CheckpointError(f"{path!r} is truncated: it ends after {len(start)} bytes.")
+        hint = ""
+        if start.startswith(b"\x93NUMPY"):
+            hint = " It looks like the work of equinox.tree_serialise_leaves: read it with tree_deserialise_leaves."
+        raise CheckpointError(f"{path!r} is not a checkpoint written by ejkernel_eqx.save.{hint}")
+    line = start + file.readline()
+    if not line.endswith(b"\n"):
+        raise CheckpointError(f"{path!r} is truncated: it ends within its header, after {len(line)} bytes.")
+    try:
+        header = json.loads(line)
+        schema = int(header["schema"])
+    except (ValueError, TypeError, RecursionError) as error:
+        raise CheckpointError(f"{path!r} is damaged: its header is not valid JSON ({error}).") from error
+    if schema > _SCHEMA:
+        raise CheckpointError(
+            f"{path!r} has schema {schema}, but this version of ejkernel_eqx reads up to {_SCHEMA}. "
+            "Update ejkernel_eqx to load it."
+        )
+    return header
+
+
+def _read_footer(file: BinaryIO, path: str) -> tuple[int, bytes]:
+    size = file.seek(0, os.SEEK_END)
+    if size >= _FOOTER.size:
+        file.seek(size - _FOOTER.size)
+        magic, count, digest = _FOOTER.unpack(file.read(_FOOTER.size))
+        if magic == _MAGIC and count == size - _FOOTER.size:
+            return count, digest
+    raise CheckpointError(
+        f"{path!r} is truncated or something was appended to it: it does not end with the footer of a complete "
+        "checkpoint. Use an older checkpoint, or copy the file again."
+    )
+
+
+def _verify(file: BinaryIO, path: str) -> None:
+    left, expected = _read_footer(file, path)
+    digest = hashlib.sha256()
+    file.seek(0)
+    while left:
+        chunk = file.read(min(left, _CHUNK))
+        if not chunk:
+            raise CheckpointError(f"{path!r} became shorter while it was being read.")
+        digest.update(chunk)
+        left -= len(chunk)
+    if digest.digest() != expected:
+        raise CheckpointError(
+            f"{path!r} is damaged: its contents do not match their checksum. Use an older checkpoint, or copy the "
+            "file again."
+        )
+
+
+def _build(path: str, make: Callable[..., Any], hyperparameters: Mapping[str, Any]):
+    name = getattr(make, "__qualname__", repr(make))
+    arguments = dict(hyperparameters)
+    try:
+        signature = inspect.signature(make)
+    except (TypeError, ValueError):  # some callables written in C have none
+        signature = None
+    else:
+        takes_key = "key" in signature.parameters and signature.parameters["key"].kind in (
+            inspect.Parameter.KEYWORD_ONLY,
+            inspect.Parameter.POSITIONAL_OR_KEYWORD,
+        )
+        if takes_key and "key" not in arguments:
+            arguments["key"] = None  # made inside, below
+        try:
+            signature.bind(**arguments)
+        except TypeError as error:
+            raise CheckpointError(
+                f"{path!r} was saved with the hyperparameters {dict(hyperparameters)}, which do not fit "
+                f"`like={name}`: {error}. Pass a `like` that takes them, or a model instead of a callable."
+            ) from error
+
+    def build():
+        if "key" in arguments and "key" not in hyperparameters:
+            return make(**{**arguments, "key": jax.random.key(0)})
+        return make(**arguments)
+
+    return eqx.filter_eval_shape(build)
+
+
+def _override(dtype) -> np.dtype:
+    dtype = jnp.dtype(dtype)
+    if not jnp.issubdtype(dtype, jnp.floating):
+        raise ValueError(
+            f"dtype={dtype.name}: must be a floating-point dtype, as only floating leaves are converted."
+        )
+    if dtype == np.float64 and not jax.config.read("jax_enable_x64"):
+        raise ValueError("dtype=float64 needs 64-bit types: set jax_enable_x64, or pass another dtype.")
+    return dtype
+
+
+def _compare(path: str, saved: list[_Leaf], expected: list[_Leaf], dtype: np.dtype | None) -> None:
+    """Raise for the first leaf in which the file and `like` differ."""
+    for old, new in zip(saved, expected):
+        if old.path != new.path:
+            here, there = {leaf.path for leaf in saved}, {leaf.path for leaf in expected}
+            if new.path not in here:
+                problem = f"`like` has {new.path!r} ({new}), which the file does not"
+            elif old.path not in there:
+                problem = f"the file has {old.path!r} ({old}), which `like` does not"
+            else:
+                problem = f"the file has {old.path!r} where `like` has {new.path!r}"
+            raise CheckpointError(f"{path!r} does not fit `like`: {problem}. {_BUILD}")
+        if str(old) == str(new):
+            continue
+        remedy = _BUILD
+        if old.shape == new.shape:
+            if dtype is not None and _is_floating(old) and _is_floating(new):
+                continue
+            if _is_floating(old) and _is_floating(new):
+                remedy = f"Pass dtype={new.dtype!r} to convert the floating-point leaves, or change `like`."
+        raise CheckpointError(
+            f"{path!r} does not fit `like`: {old.path!r} should be {new}, got {old}. {remedy}"
+        )
+    if len(saved) > len(expected):
+        extra = saved[len(expected)]
+        raise CheckpointError(
+            f"{path!r} does not fit `like`: the file has {extra.path!r} ({extra}), which `like` does not. {_BUILD}"
+        )
+    if len(saved) < len(expected):
+        missing = expected[len(saved)]
+        raise CheckpointError(
+            f"{path!r} does not fit `like`: `like` has {missing.path!r} ({missing}), which the file does not. {_BUILD}"
+        )
+
+
+_BUILD = (
+    "Build `like` with the hyperparameters of the saved model; ejkernel_eqx.serialisation.info(path) shows them and "
+    "all leaves."
+)
+
+
+def _is_floating(leaf: _Leaf) -> bool:
+    return leaf.kind in ("array", "numpy array", "numpy scalar") and jnp.issubdtype(
+        jnp.dtype(leaf.dtype), jnp.floating
+    )
+
+
+def _read_leaf(file: BinaryIO, leaf: _Leaf, here: _Leaf, x, dtype: np.dtype | None):
+    """The leaf as the file has it, in the type and place of its counterpart `x`."""
+    value = np.load(file, allow_pickle=False)
+    if leaf.shape is None:
+        return type(x)(value.item())
+    if leaf.kind == "key":
+        return _place(jax.random.wrap_key_data(jnp.asarray(value), impl=leaf.dtype), x)
+    value = value.view(jnp.dtype(leaf.dtype))
+    if dtype is not None and _is_floating(leaf):
+        value = value.astype(dtype)
+    # Under `filter_eval_shape` all kinds of arrays look the same; then the file decides.
+    kind = leaf.kind if isinstance(x, jax.ShapeDtypeStruct) else here.kind
+    if kind == "array":
+        return _place(value, x)
+    return value[()] if kind == "numpy scalar" else value
+
+
+def _place(value, x) -> jax.Array:
+    sharding = x.sharding if isinstance(x, jax.ShapeDtypeStruct) or getattr(x, "committed", False) else None
+    return jnp.asarray(value) if sharding is None else jax.device_put(value, sharding)

@@ -1,0 +1,120 @@
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from ejkernel_eqx.attention.philox import philox_keep, threshold
+from ejkernel_eqx.attention.reference import attend
+from ejkernel_eqx.attention.spec import AttentionArrays, AttentionSpec
+from tests.attention.cases import EVERYTHING, Case, make
+from tests.tolerances import assert_close
+
+
+def _philox_numpy(seeds, rows, keys):
+    """Word 0 of Philox4x32-7, with 64-bit products."""
+    mask = np.uint64(0xFFFFFFFF)
+    k0, k1 = (np.asarray(seeds[..., n], np.uint64) for n in (0, 1))
+    c = [np.asarray(x).astype(np.uint32).astype(np.uint64) for x in (rows, keys, 0, 0)]
+    for _ in range(7):
+        a, b = np.uint64(0xD2511F53) * c[0], np.uint64(0xCD9E8D57) * c[2]
+        c = [(b >> np.uint64(32)) ^ c[1] ^ k0, b & mask, (a >> np.uint64(32)) ^ c[3] ^ k1, a & mask]
+        k0, k1 = (k0 + np.uint64(0x9E3779B9)) & mask, (k1 + np.uint64(0xBB67AE85)) & mask
+    return c[0].astype(np.uint32)
+
+
+def test_philox_known_answer():
+    # The first vector of Random123's kat_vectors for philox4x32 with 7 rounds: all zeros.
+    assert _philox_numpy(np.zeros((2,), np.uint32), 0, 0) == 0x5F6FB709
+    rng = np.random.default_rng(0)
+    seeds = rng.integers(0, 2**32, (2, 3, 1, 1, 2), np.uint32)
+    rows = rng.integers(-(2**31), 2**31, (2, 1, 17, 1), np.int64).astype(np.int32)
+    keys = np.arange(29, dtype=np.int32)
+    for rate in (0.1, 0.5, 0.999):
+        keep = philox_keep(jnp.asarray(seeds), jnp.asarray(rows), jnp.asarray(keys), rate)
+        assert keep.shape == (2, 3, 17, 29)
+        np.testing.assert_array_equal(keep, _philox_numpy(seeds, rows, keys) >= threshold(rate))
+
+
+def test_dropout_rate():
+    seeds = jnp.asarray([[1, 2]], jnp.uint32)[:, None, None]
+    keep = philox_keep(seeds, jnp.arange(512)[:, None], jnp.arange(512), 0.3)
+    assert abs(float(keep.mean()) - 0.7) < 0.005
+
+
+def _arrays(q, k, v, **others) -> AttentionArrays:
+    q, k, v = (jnp.asarray(x, jnp.float32)[None, :, None] for x in (q, k, v))
+    return AttentionArrays(q, k, v, **others)
+
+
+def test_by_hand():
+    # Two keys with scores 0 and log 3: weights 1/4 and 3/4.
+    arrays = _arrays([[1.0]], [[0.0], [np.log(3.0)]], [[4.0], [8.0]])
+    out, lse = attend(arrays, AttentionSpec(scale=1.0))
+    assert_close(out, np.full((1, 1, 1, 1), 7.0))
+    assert_close(lse, np.full((1, 1, 1), np.log(4.0)))
+    # A sink of log 4 takes half of the weight; ALiBi of slope log 2 doubles the weight of each next key.
+    out, lse = attend(arrays._replace(sinks=jnp.full((1, 1), np.log(4.0))), AttentionSpec(scale=1.0))
+    assert_close(out, np.full((1, 1, 1, 1), 3.5))
+    assert_close(lse, np.full((1, 1, 1), np.log(8.0)))
+    out, _ = attend(arrays._replace(alibi_slopes=jnp.full((1, 1), np.log(2.0))), AttentionSpec(scale=1.0))
+    assert_close(out, np.full((1, 1, 1, 1), (4.0 + 6 * 8.0) / 7))
+    # The soft cap bends log 3 to tanh(log 3) = 0.8.
+    out, lse = attend(arrays, AttentionSpec(scale=1.0, logits_soft_cap=1.0))
+    assert_close(lse, np.full((1, 1, 1), np.log(1 + np.exp(0.8))))
+
+
+def test_window_by_hand():
+    v = [[1.0], [10.0], [100.0], [1000.0]]
+    arrays = _arrays(np.zeros((3, 1)), np.zeros((4, 1)), v)
+    # Positions 1, 2, 3; each sees its own key and one to the left.
+    out, lse = attend(arrays, AttentionSpec(scale=1.0, left=1, right=0, offset=1))
+    assert_close(out[0, :, 0, 0], np.array([5.5, 55.0, 550.0]))
+    assert_close(lse[0, 0], np.full(3, np.log(2.0)))
+    # Positions -2, -1, 0: only the last sees a key.
+    out, lse = attend(arrays, AttentionSpec(scale=1.0, right=0, offset=-2))
+    assert_close(out[0, :, 0, 0], np.array([0.0, 0.0, 1.0]))
+    assert_close(lse[0, 0], np.array([-np.inf, -np.inf, 0.0]))
+
+
+@pytest.mark.parametrize("causal", [False, True])
+def test_equals_jax_nn(causal):
+    (q, k, v, *_), spec = make(Case(T=9, S=9, D=8, V=8, right=0 if causal else None))
+    out, lse = attend(AttentionArrays(q, k, v), spec)
+    expected = jax.nn.dot_product_attention(q, k, v, is_causal=causal, scale=spec.scale)
+    assert_close(out, expected)
+    assert lse.shape == (2, 4, 9)
+
+
+def test_gradient_by_finite_differences(enable_x64):
+    case = Case(T=5, S=7, H=2, K=1, D=3, V=2, right=0, offset=1, soft_cap=2.0, bias="1HTS", alibi="1H", sinks="1H",
+                mask="B1TS", dropout=0.3, dtype="float64")  # fmt: skip
+    arrays, spec = make(case)
+    inexact = {n: x for n, x in arrays._asdict().items() if x is not None and jnp.issubdtype(x.dtype, jnp.floating)}
+
+    def loss(inexact):
+        out, lse = attend(arrays._replace(**inexact), spec)
+        return jnp.sum(jnp.sin(out)) + jnp.sum(jnp.cos(jnp.where(jnp.isfinite(lse), lse, 0)))
+
+    direction = {n: jnp.cos(jnp.arange(x.size, dtype=x.dtype)).reshape(x.shape) for n, x in inexact.items()}
+    slope = jax.jvp(loss, (inexact,), (direction,))[1]
+    shifted = [loss({n: x + h * direction[n] for n, x in inexact.items()}) for h in (1e-6, -1e-6)]
+    np.testing.assert_allclose((shifted[0] - shifted[1]) / 2e-6, slope, rtol=1e-7)
+    gradient = jax.grad(loss)(inexact)
+    np.testing.assert_allclose(sum(jnp.sum(gradient[n] * direction[n]) for n in inexact), slope, rtol=1e-10)
+
+
+def test_hidden_nan_reaches_nothing():
+    arrays, spec = make(Case(T=6, S=8, D=4, V=4, right=0, offset=-2, sinks="1H"))
+    clean = jax.grad(lambda a: sum(jnp.sum(x) for x in attend(a, spec)))
+    assert all(bool(jnp.isfinite(x).all()) for x in jax.tree.leaves(clean(arrays)))
+    nan = arrays._replace(
+        q=arrays.q.at[:, :2].set(jnp.nan), k=arrays.k.at[:, 4:].set(jnp.nan), v=arrays.v.at[:, 4:].set(jnp.nan)
+    )
+    for before, after in zip(jax.tree.leaves(clean(arrays)), jax.tree.leaves(clean(nan)), strict=True):
+        np.testing.assert_array_equal(before, after)
+
+
+def test_everything_at_once_is_finite():
+    out, _ = attend(*make(EVERYTHING))
+    assert out.shape == (2, 65, 6, 24)
+    assert bool(jnp.isfinite(out).all())

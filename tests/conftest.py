@@ -1,0 +1,59 @@
+"""Settings that must stand before JAX and the package are imported, and the fixtures all tests share."""
+
+import importlib.util
+import os
+import pathlib
+
+# Eight CPU devices for the sharding tests. The flag touches only the CPU, so it is harmless on a GPU machine.
+_flags = os.environ.get("XLA_FLAGS", "")
+if "--xla_force_host_platform_device_count" not in _flags:
+    _flags += " --xla_force_host_platform_device_count=8"
+if "PYTEST_XDIST_WORKER" in os.environ and "--xla_cpu_multi_thread_eigen" not in _flags:
+    # The suite is parallel over processes already; threads inside each would only get in each other's way.
+    _flags += " --xla_cpu_multi_thread_eigen=false"
+os.environ["XLA_FLAGS"] = _flags.strip()
+# Several processes share one GPU: none of them may reserve most of its memory at the start.
+os.environ.setdefault("XLA_PYTHON_CLIENT_PREALLOCATE", "false")
+
+import jax  # noqa: E402
+import jaxtyping  # noqa: E402
+import pytest  # noqa: E402
+
+# What a user may switch on must work: under "strict", an implicit promotion between dtypes is an error.
+jax.config.update("jax_numpy_dtype_promotion", "strict")
+
+
+def _checked_modules(package: str) -> list[str]:
+    """Every module of `package`, but for those that define Triton kernels: Triton compiles a function's source
+    with the function's own globals, and a type-checking wrapper around the function would hide both."""
+    spec = importlib.util.find_spec(package)
+    if spec is None or not spec.submodule_search_locations:
+        raise RuntimeError(f"{package} is not importable; install it first: pip install -e '.[test]'")
+    root = pathlib.Path(spec.submodule_search_locations[0])
+    modules = []
+    for file in sorted(root.rglob("*.py")):
+        # The hook also takes in whatever lies below a name, so packages are left out: they only re-export.
+        if file.stem in ("__init__", "__main__") or "triton.jit" in file.read_text(encoding="utf-8"):
+            continue
+        modules.append(".".join((package, *file.relative_to(root).with_suffix("").parts)))
+    return modules
+
+
+# Annotations of the package are checked at run time, in tests only. This must come before its first import.
+jaxtyping.install_import_hook(_checked_modules("ejkernel_eqx"), "beartype.beartype")
+
+
+@pytest.fixture
+def enable_x64():
+    """Run the whole test with 64-bit types; inside a test, `with jax.enable_x64(True):` does it for a part."""
+    with jax.enable_x64(True):
+        yield
+
+
+@pytest.fixture
+def unchecked():
+    """Annotations are not checked during the test: for the errors that users see, who have no checker installed."""
+    before = jaxtyping.config.jaxtyping_disable
+    jaxtyping.config.update("jaxtyping_disable", True)
+    yield
+    jaxtyping.config.update("jaxtyping_disable", before)

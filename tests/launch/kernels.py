@@ -1,0 +1,171 @@
+"""Small Triton kernels for the launch tests. Triton reads their source, so they live in a file."""
+
+import triton
+import triton.language as tl
+
+
+@triton.jit
+def scaled(x, scale: tl.constexpr):
+    y = x * scale
+    return y, y + 1.0
+
+
+@triton.jit
+def matmul_softmax_kernel(
+    a,
+    b,
+    M,
+    out,
+    logits_max,
+    N: tl.constexpr,
+    K: tl.constexpr,
+    BM: tl.constexpr,
+    BN: tl.constexpr,
+    BK: tl.constexpr,
+    SCALE: tl.constexpr,
+):
+    """out = softmax(SCALE * a @ b) over the row, for M and N not multiples of the tile."""
+    rows = tl.program_id(0) * BM + tl.arange(0, BM)
+    columns = tl.arange(0, BN)
+    row_ok = rows < M
+    acc = tl.zeros([BM, BN], dtype=tl.float32)
+    for start in tl.range(0, K, BK, disallow_acc_multi_buffer=True):
+        inner = start + tl.arange(0, BK)
+        x = tl.load(a + rows[:, None] * K + inner[None, :], mask=row_ok[:, None] & (inner < K)[None, :], other=0.0)
+        y = tl.load(
+            b + inner[:, None] * N + columns[None, :], mask=(inner < K)[:, None] & (columns < N)[None, :], other=0.0
+        )
+        acc = tl.dot(x, y, acc=acc, input_precision="ieee")
+    logits, _ = scaled(acc, SCALE)
+    logits = tl.where((columns < N)[None, :], logits, float("-inf"))
+    top = tl.max(logits, axis=1)
+    p = tl.exp2((logits - top[:, None]) * 1.4426950408889634)
+    p = p / tl.sum(p, axis=1)[:, None]
+    where = rows.to(tl.int64)[:, None] * N + columns[None, :]
+    tl.store(out + where, p.to(out.dtype.element_ty), mask=row_ok[:, None] & (columns < N)[None, :])
+    tl.store(logits_max + rows, top, mask=row_ok)
+
+
+@triton.jit
+def square_kernel(x, n, out, BLOCK: tl.constexpr):
+    i = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
+    v = tl.load(x + i, mask=i < n, other=0.0)
+    tl.store(out + i, v * v, mask=i < n)
+
+
+@triton.jit
+def pick_kernel(x, FLAG_ONLY, out, out_int, BLOCK: tl.constexpr):
+    """Writes the first half of its outputs only."""
+    i = tl.arange(0, BLOCK)
+    v = tl.load(x + i)
+    if FLAG_ONLY:
+        v = -v
+    tl.store(out + i, v, mask=i < BLOCK // 2)
+    tl.store(out_int + i, i, mask=i < BLOCK // 2)
+
+
+@triton.jit
+def philox_round(c0, c1, c2, c3, k0, k1):
+    a: tl.constexpr = 0xD2511F53
+    b: tl.constexpr = 0xCD9E8D57
+    old0 = c0
+    c0 = tl.umulhi(c2, tl.full(c2.shape, b, tl.uint32)) ^ c1 ^ k0
+    c1 = c2 * tl.full(c2.shape, b, tl.uint32)
+    c2 = tl.umulhi(old0, tl.full(c2.shape, a, tl.uint32)) ^ c3 ^ k1
+    c3 = old0 * tl.full(c2.shape, a, tl.uint32)
+    return c0, c1, c2, c3
+
+
+@triton.jit
+def philox_kernel(counter, seed, out, library, BLOCK: tl.constexpr, ROUNDS: tl.constexpr):
+    """Philox-4x32 by hand, and Triton's own."""
+    i = tl.arange(0, BLOCK)
+    c0 = tl.load(counter + i)
+    c1 = tl.zeros([BLOCK], tl.uint32)
+    c2 = tl.zeros([BLOCK], tl.uint32)
+    c3 = tl.zeros([BLOCK], tl.uint32)
+    k0 = tl.full([BLOCK], 0, tl.uint32) + seed.to(tl.uint32)
+    k1 = tl.zeros([BLOCK], tl.uint32)
+    for _ in tl.static_range(ROUNDS):
+        c0, c1, c2, c3 = philox_round(c0, c1, c2, c3, k0, k1)
+        k0 += 0x9E3779B9
+        k1 += 0xBB67AE85
+    tl.store(out + i, c0)
+    tl.store(library + i, tl.randint(seed, c0 * 0 + i, ROUNDS).to(tl.uint32, bitcast=True))
+
+
+@triton.jit
+def affine_combine(a0, b0, a1, b1):
+    return a0 * a1, b0 * a1 + b1
+
+
+@triton.jit
+def tour_kernel(
+    decay, value, ints, state, backward, sums, best, flipped, gate, extremes, loops, T: tl.constexpr, D: tl.constexpr
+):
+    """One of everything else the package's kernels use."""
+    t = tl.arange(0, T)
+    d = tl.arange(0, D)
+    at = t[:, None] * D + d[None, :]
+    at = tl.max_contiguous(tl.multiple_of(at, (1, 4)), (1, 4))
+    a = tl.load(decay + at)
+    x = tl.load(value + at)
+    _, h = tl.associative_scan((a, x), 0, affine_combine)
+    tl.store(state + at, h)
+    _, h_back = tl.associative_scan((a, x), 0, affine_combine, reverse=True)
+    tl.store(backward + at, h_back)
+    tl.store(sums + at, tl.cumsum(x, axis=0))
+    tl.store(best + d, tl.argmax(x, axis=0))
+    tl.store(flipped + t[None, :] + d[:, None] * T, tl.trans(tl.flip(x, 0)))
+    tl.store(gate + at, tl.sigmoid(x) + tl.log2(tl.exp(tl.abs(x))) + tl.maximum(x, 0.0) - tl.minimum(x, 0.5))
+    n = tl.load(ints)
+    tl.store(extremes, tl.max(tl.max(x, axis=1), axis=0))
+    tl.store(extremes + 1, tl.sum(x))
+    tl.store(extremes + 2, (n // 2 + n % 2 + tl.cdiv(n, 4)).to(tl.float32))
+    total = tl.full((), 0, tl.int64)
+    for i in range(0, n):
+        total += i.to(tl.int64) * i
+    steps = 0
+    while n > 1:
+        n = n // 2
+        steps += 1
+    if steps > 2 and total > 0:
+        steps += 100
+    tl.store(loops, total)
+    tl.store(loops + 1, steps.to(tl.int64))
+    tl.store(loops + 2, (tl.num_programs(0) * 10 + tl.program_id(0)).to(tl.int64))
+
+
+@triton.jit
+def wild_kernel(x, out, OFFSET: tl.constexpr, WRITE_INPUT: tl.constexpr, BLOCK: tl.constexpr):
+    i = tl.arange(0, BLOCK)
+    v = tl.load(x + i + OFFSET)
+    tl.store(out + i, v)
+    if WRITE_INPUT:
+        tl.store(x + i, v)
+
+
+@triton.jit
+def unguarded_kernel(x, n, out, BLOCK: tl.constexpr):
+    """The masked load has no `other`: its masked elements are undefined."""
+    i = tl.arange(0, BLOCK)
+    tl.store(out, tl.sum(tl.load(x + i, mask=i < n)))
+
+
+@triton.jit
+def block_truth_kernel(x, out, BLOCK: tl.constexpr):
+    i = tl.arange(0, BLOCK)
+    v = tl.load(x + i)
+    tl.store(out + i, v, mask=(i > 1) and (i < 3))
+
+
+@triton.jit
+def output_first_kernel(out, x, BLOCK: tl.constexpr):
+    i = tl.arange(0, BLOCK)
+    tl.store(out + i, tl.load(x + i))
+
+
+@triton.jit
+def copy_through_kernel(x, out, BLOCK: tl.constexpr):
+    i = tl.arange(0, BLOCK)
+    tl.store(out + i, tl.load(x + i))

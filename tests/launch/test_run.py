@@ -1,0 +1,362 @@
+"""The launch description, and interpretation from JAX: numerics, transformations, poison, errors."""
+
+import functools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax.sharding import AxisType, PartitionSpec as P
+
+from ejkernel_eqx.launch import InterpretError, Launch, interpreter_unavailable, poison, run, triton_unavailable
+from tests.launch import kernels
+
+
+S = jax.ShapeDtypeStruct
+interpret = functools.partial(run, interpret=True)
+
+
+def array(shape, dtype=jnp.float32, seed=0):
+    return jnp.asarray(np.random.default_rng(seed).normal(size=shape), dtype)
+
+
+def matmul_softmax(dtype, m=37, n=21, k=45, block_m=16, **options):
+    return Launch(
+        kernels.matmul_softmax_kernel,
+        inputs={"a": S((m, k), dtype), "b": S((k, n), dtype)},
+        outputs={"out": S((m, n), dtype), "logits_max": S((m,), jnp.float32)},
+        scalars={"M": m},
+        constants=dict(N=n, K=k, BM=block_m, BN=32, BK=16, SCALE=0.5),
+        grid=(-(-m // block_m),),
+        **options,
+    )
+
+
+def square(n, block=8):
+    shape = S((n,), jnp.float32)
+    return Launch(kernels.square_kernel, {"x": shape}, {"out": shape}, {"n": n}, {"BLOCK": block}, (-(-n // block),))
+
+
+def squared(x):
+    return interpret(square(x.shape[0]), {"x": x})["out"]
+
+
+# Rounding of the output to the dtype, against a float64 computation from the same rounded inputs.
+@pytest.mark.parametrize("dtype, tolerance", [("float32", 1e-6), ("float16", 5e-4), ("bfloat16", 4e-3)])
+def test_matmul_softmax(dtype, tolerance):
+    a, b = array((37, 45), dtype), array((45, 21), dtype, seed=1)
+    outputs = interpret(matmul_softmax(dtype), {"a": a, "b": b})
+    logits = 0.5 * np.asarray(a, np.float64) @ np.asarray(b, np.float64)
+    expected = np.exp(logits - logits.max(1, keepdims=True))
+    expected /= expected.sum(1, keepdims=True)
+    assert outputs["out"].dtype == dtype
+    np.testing.assert_allclose(np.asarray(outputs["out"], np.float64), expected, atol=tolerance, rtol=0)
+    np.testing.assert_allclose(np.asarray(outputs["logits_max"]), logits.max(1), atol=1e-5)
+
+
+def test_results_are_bitwise_repeatable_and_equal_under_jit():
+    launch, arrays = matmul_softmax("bfloat16"), {"a": array((37, 45), "bfloat16"), "b": array((45, 21), "bfloat16")}
+    eager, again, staged = interpret(launch, arrays), interpret(launch, arrays), jax.jit(
+        lambda arrays: interpret(launch, arrays)
+    )(arrays)
+    for name in eager:
+        assert eager[name].tobytes() == again[name].tobytes() == staged[name].tobytes()
+
+
+def philox_reference(counter, seed, rounds):
+    mask = 0xFFFFFFFF
+    c0, c1, c2, c3, k0, k1 = counter, 0, 0, 0, seed, 0
+    for _ in range(rounds):
+        p, q = c0 * 0xD2511F53, c2 * 0xCD9E8D57
+        c0, c1, c2, c3 = (q >> 32) ^ c1 ^ k0, q & mask, (p >> 32) ^ c3 ^ k1, p & mask
+        k0, k1 = (k0 + 0x9E3779B9) & mask, (k1 + 0xBB67AE85) & mask
+    return c0
+
+
+def test_philox_in_wrapping_uint32():
+    n, seed, rounds = 16, 2**31 - 7, 10
+    counter = np.array([0, 1, 2, 2**31, 2**32 - 1, *range(5, n)], np.uint32)
+    word = S((n,), jnp.uint32)
+    launch = Launch(
+        kernels.philox_kernel,
+        {"counter": word},
+        {"out": word, "library": word},
+        {"seed": seed},
+        {"BLOCK": n, "ROUNDS": rounds},
+        (1,),
+    )
+    outputs = interpret(launch, {"counter": jnp.asarray(counter)})
+    np.testing.assert_array_equal(outputs["out"], [philox_reference(int(c), seed, rounds) for c in counter])
+    np.testing.assert_array_equal(outputs["library"], [philox_reference(c, seed, rounds) for c in range(n)])
+
+
+def test_language_tour():
+    t, d, count = 8, 4, 13
+    a, x = np.asarray(jax.nn.sigmoid(array((t, d)))), np.asarray(array((t, d), seed=1))
+    plane, real = S((t, d), jnp.float32), jnp.float32
+    launch = Launch(
+        kernels.tour_kernel,
+        {"decay": plane, "value": plane, "ints": S((1,), jnp.int32)},
+        {
+            "state": plane,
+            "backward": plane,
+            "sums": plane,
+            "best": S((d,), jnp.int32),
+            "flipped": S((d, t), real),
+            "gate": plane,
+            "extremes": S((3,), real),
+            "loops": S((3,), jnp.int32),
+        },
+        {},
+        {"T": t, "D": d},
+        (1,),
+    )
+    arrays = {"decay": jnp.asarray(a), "value": jnp.asarray(x), "ints": jnp.array([count], jnp.int32)}
+    outputs = {name: np.asarray(out) for name, out in interpret(launch, arrays).items()}
+
+    def scanned(a, x):
+        h, rows = np.zeros(d), []
+        for decay, value in zip(a, x):
+            h = decay * h + value
+            rows.append(h)
+        return np.stack(rows)
+
+    gate = 1 / (1 + np.exp(-x)) + np.abs(x) / np.log(2) + np.maximum(x, 0) - np.minimum(x, 0.5)
+    expected = {
+        "state": scanned(a, x),
+        "backward": scanned(a[::-1], x[::-1])[::-1],
+        "sums": np.cumsum(x, 0),
+        "best": x.argmax(0),
+        "flipped": x[::-1].T,
+        "gate": gate,
+        "extremes": [x.max(), x.sum(), count // 2 + count % 2 + -(-count // 4)],
+        "loops": [sum(i * i for i in range(count)), 103, 10],
+    }
+    for name, value in expected.items():
+        np.testing.assert_allclose(outputs[name], value, rtol=1e-5, atol=1e-6, err_msg=name)
+
+
+def test_unwritten_outputs_hold_poison():
+    n = 8
+    launch = Launch(
+        kernels.pick_kernel,
+        {"x": S((n,), jnp.bfloat16)},
+        {"out": S((n,), jnp.bfloat16), "out_int": S((n,), jnp.int32)},
+        {"FLAG_ONLY": True},
+        {"BLOCK": n},
+        (1,),
+    )
+    x = jnp.arange(n, dtype=jnp.bfloat16)
+    outputs = {name: np.asarray(out) for name, out in interpret(launch, {"x": x}).items()}
+    np.testing.assert_array_equal(outputs["out"][: n // 2], -np.asarray(x)[: n // 2])
+    assert np.isnan(outputs["out"][n // 2 :]).all()
+    np.testing.assert_array_equal(outputs["out_int"], [0, 1, 2, 3] + [poison(np.int32)] * 4)
+    assert poison(np.bool_) and np.isnan(poison(jnp.float8_e4m3fn)) and poison(np.uint8) == 255
+
+
+def test_masked_load_without_other_is_poison():
+    launch = Launch(
+        kernels.unguarded_kernel, {"x": S((8,), jnp.float32)}, {"out": S((1,), jnp.float32)}, {"n": 5}, {"BLOCK": 8}, (1,)
+    )
+    assert np.isnan(interpret(launch, {"x": jnp.ones(8)})["out"]).all()
+
+
+def test_empty_launches_give_zeros_without_running():
+    shape = S((5,), jnp.float32)
+    no_program = Launch(kernels.square_kernel, {"x": shape}, {"out": shape}, {"n": 5}, {"BLOCK": 8}, (2, 0))
+    no_element = Launch(
+        kernels.square_kernel, {"x": shape}, {"out": S((0, 3), jnp.float32)}, {"n": 5}, {"BLOCK": 8}, (1,)
+    )
+    for launch in (no_program, no_element):
+        out = run(launch, {"x": jnp.ones(5)})["out"]  # not interpreted: works without a GPU as nothing is launched
+        assert out.shape == launch.outputs["out"].shape and not out.any()
+
+
+@jax.custom_vjp
+def square_op(x):
+    return squared(x)
+
+
+# The derivative through the same kernel: x * g = ((x + g)^2 - x^2 - g^2) / 2.
+square_op.defvjp(lambda x: (squared(x), x), lambda x, g: (squared(x + g) - squared(x) - squared(g),))
+
+
+def test_jit_scan_and_grad():
+    x = array((11,))
+
+    def loss(x):
+        y, outs = jax.lax.scan(lambda carry, _: (square_op(carry), square_op(carry).sum()), x, length=2)
+        return y.sum() + outs.sum()
+
+    def plain(x):
+        return (x**4).sum() + (x**2).sum() + (x**4).sum()
+
+    value, gradient = jax.jit(jax.value_and_grad(loss))(x)
+    np.testing.assert_allclose(value, plain(x), rtol=1e-5)
+    np.testing.assert_allclose(gradient, jax.grad(plain)(x), rtol=1e-3, atol=1e-4)
+    np.testing.assert_allclose(jax.grad(loss)(x), gradient, rtol=1e-6)
+
+
+def test_vmap_is_refused():
+    with pytest.raises(NotImplementedError, match="vmap"):
+        jax.vmap(squared)(jnp.ones((2, 8)))
+
+
+@pytest.mark.parametrize("check_vma", [True, False])
+def test_shard_map_forward_and_gradient(check_vma):
+    mesh = jax.make_mesh((4, 2), ("dp", "tp"), axis_types=(AxisType.Auto,) * 2)
+    x = array((8, 6))
+
+    @functools.partial(
+        jax.shard_map, mesh=mesh, in_specs=P("dp", "tp"), out_specs=P("dp", "tp"), check_vma=check_vma
+    )
+    def sharded(x):
+        return square_op(x.reshape(-1)).reshape(x.shape)
+
+    np.testing.assert_allclose(jax.jit(sharded)(x), x**2, rtol=1e-6)
+    gradient = jax.jit(jax.grad(lambda x: sharded(x).sum()))(x)
+    np.testing.assert_allclose(gradient, 2 * x, rtol=1e-5, atol=1e-5)
+
+
+def test_empty_launch_varies_as_its_inputs_do():
+    mesh = jax.make_mesh((8,), ("dp",), axis_types=(AxisType.Auto,))
+    shape = S((1,), jnp.float32)
+    launch = Launch(kernels.square_kernel, {"x": shape}, {"out": shape}, {"n": 1}, {"BLOCK": 1}, (0,))
+
+    def local(x):
+        out = run(launch, {"x": x})["out"]
+        assert jax.typeof(out).manual_axis_type.varying == {"dp"}
+        return out
+
+    out = jax.shard_map(local, mesh=mesh, in_specs=P("dp"), out_specs=P("dp"))(jnp.ones(8))
+    np.testing.assert_array_equal(out, np.zeros(8))
+
+
+def test_large_arrays_in_eight_callbacks_at_once():
+    # Callbacks may wait for each other's copies; small arrays would not show it.
+    mesh = jax.make_mesh((8,), ("dp",), axis_types=(AxisType.Auto,))
+    x = jnp.arange(8 * 2**18, dtype=jnp.float32) % 1000
+    local = lambda x: interpret(square(x.shape[0], block=2**16), {"x": x})["out"]
+    out = jax.jit(jax.shard_map(local, mesh=mesh, in_specs=P("dp"), out_specs=P("dp")))(x)
+    np.testing.assert_array_equal(out, np.asarray(x) ** 2)
+
+
+def wild(offset=0, write=False):
+    shape = S((8,), jnp.float32)
+    constants = {"OFFSET": offset, "WRITE_INPUT": write, "BLOCK": 8}
+    return Launch(kernels.wild_kernel, {"x": shape}, {"out": shape}, {}, constants, (1,))
+
+
+@pytest.mark.parametrize(
+    "launch, message",
+    [
+        (wild(offset=1), r"wild_kernel, program \(0, 0, 0\).*load from 'x' out of bounds: elements 1 to 8 of 8"),
+        (wild(offset=-3), r"load from 'x' out of bounds: elements -3 to 4 of 8"),
+        (wild(offset=2**30), r"load from 'x' out of bounds"),
+        (wild(write=True), r"store to 'x', which is an input"),
+    ],
+)
+def test_wrong_accesses_are_reported_not_made(launch, message):
+    with pytest.raises(InterpretError, match=message):
+        interpret(launch, {"x": jnp.ones(8)})
+
+
+def test_block_has_no_truth_value():
+    shape = S((8,), jnp.float32)
+    launch = Launch(kernels.block_truth_kernel, {"x": shape}, {"out": shape}, {}, {"BLOCK": 8}, (1,))
+    with pytest.raises(InterpretError, match="no truth value"):
+        interpret(launch, {"x": jnp.ones(8)})
+
+
+VECTOR = S((8,), jnp.float32)
+
+
+@pytest.mark.parametrize(
+    "change, message",
+    [
+        ({"kernel": kernels.output_first_kernel, "scalars": {}}, "'out' .outputs. stands before 'x' .inputs."),
+        ({"scalars": {"n": 8.0}}, "'n' must be an int or a bool, got 8.0 of type float"),
+        ({"scalars": {}}, r"parameters \['n'\] are not given"),
+        ({"scalars": {"n": 8, "m": 1}}, r"\['m'\] are no parameters"),
+        ({"inputs": {"x": VECTOR, "n": VECTOR}}, "'n' is given in both inputs and scalars"),
+        ({"scalars": {"n": 8, "BLOCK": 8}, "constants": {}}, "'out' .outputs. stands before 'BLOCK'"),
+        ({"grid": ()}, "grid must be one to three"),
+        ({"grid": (1, -1)}, "grid must be one to three"),
+        ({"num_warps": 3}, "power of two"),
+        ({"kernel": len}, "JITFunction"),
+    ],
+)
+def test_wrong_launches_are_refused(change, message):
+    fields = dict(
+        kernel=kernels.square_kernel,
+        inputs={"x": VECTOR},
+        outputs={"out": VECTOR},
+        scalars={"n": 8},
+        constants={"BLOCK": 8},
+        grid=(1,),
+    )
+    Launch(**fields)
+    with pytest.raises(ValueError, match=message):
+        Launch(**{**fields, **change})
+
+
+def test_constant_given_for_a_run_time_parameter_is_refused():
+    with pytest.raises(ValueError, match="'out' is annotated|'BLOCK' is not annotated|'n'"):
+        Launch(kernels.square_kernel, {"x": VECTOR}, {"out": VECTOR}, {}, {"n": 8, "BLOCK": 8}, (1,))
+
+
+@pytest.mark.parametrize(
+    "arrays, message",
+    [
+        ({}, r"expected the arrays \['x'\], got \[\]"),
+        ({"x": jnp.ones(7)}, r"'x' must have shape \(8,\)"),
+        ({"x": jnp.ones(8, jnp.bfloat16)}, "dtype float32, got .* bfloat16"),
+    ],
+)
+def test_wrong_arrays_are_refused(arrays, message):
+    with pytest.raises(ValueError, match=message):
+        interpret(square(8), arrays)
+
+
+def test_wrappers_around_the_kernel_are_taken_off():
+    import triton
+
+    configs = [triton.Config({}, num_warps=w) for w in (2, 4)]
+    wrapped = triton.autotune(configs, key=["n"])(triton.heuristics({})(kernels.square_kernel))
+    launch = Launch(wrapped, {"x": VECTOR}, {"out": VECTOR}, {"n": 8}, {"BLOCK": 8}, (1,))
+    assert launch.function is kernels.square_kernel and launch.label == "square_kernel"
+    np.testing.assert_array_equal(interpret(launch, {"x": jnp.arange(8.0)})["out"], np.arange(8.0) ** 2)
+
+
+def test_language_is_as_it_was_after_success_and_failure():
+    import triton.language as tl
+    from triton.runtime.jit import JITFunction
+
+    owners = (tl, tl.core, tl.math, tl.tensor, tl.dtype, tl.block_type, JITFunction)
+    before = [dict(vars(owner)) for owner in owners]
+    interpret(square(8), {"x": jnp.ones(8)})
+    with pytest.raises(InterpretError):
+        interpret(wild(offset=1), {"x": jnp.ones(8)})
+    assert [dict(vars(owner)) for owner in owners] == before
+
+
+def test_availability_is_a_sentence_or_none():
+    assert interpreter_unavailable() is None
+    reason = triton_unavailable()
+    assert reason is None or reason.endswith(".")
+    if reason is not None:
+        with pytest.raises(RuntimeError, match="square_kernel cannot be launched"):
+            run(square(8), {"x": jnp.ones(8)})
+
+
+def test_import_needs_neither_triton_nor_jax_triton():
+    import subprocess
+    import sys
+
+    code = (
+        "import sys; sys.modules['triton'] = sys.modules['jax_triton'] = None\n"
+        "from ejkernel_eqx.launch import compile_ahead, run, Launch, triton_unavailable, interpreter_unavailable\n"
+        "assert triton_unavailable() == 'triton is not installed.', triton_unavailable()\n"
+        "assert interpreter_unavailable() == 'triton is not installed.', interpreter_unavailable()\n"
+    )
+    subprocess.run([sys.executable, "-c", code], check=True, env={**__import__("os").environ, "PYTHONPATH": "src"})

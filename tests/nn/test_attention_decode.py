@@ -1,0 +1,195 @@
+"""Caches and padding: whatever way the tokens come in, each gets what the whole sequence at once gives it."""
+
+import equinox as eqx
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from ejkernel_eqx.nn import LinearScaling, MultiHeadAttention, RotaryEmbedding, YarnScaling
+from tests.tolerances import assert_close
+
+
+EMBED, TOKENS, ROWS = 24, 14, 3
+OPTIONS = {
+    "plain": {},
+    "mha, no rope": {"num_kv_heads": 4, "rope": None},
+    "mqa, interleaved": {"num_kv_heads": 1, "rope": RotaryEmbedding(8, interleaved=True, rotary_dim=4)},
+    "window": {"sliding_window": 4, "rope": RotaryEmbedding(8, scaling=LinearScaling(2.0))},
+    "cap and norm": {"logits_soft_cap": 2.0, "qk_norm": True},
+    "sinks, biases, yarn": {
+        "sinks": True,
+        "use_qkv_bias": True,
+        "use_output_bias": True,
+        "sliding_window": 6,
+        "rope": RotaryEmbedding(8, scaling=YarnScaling(32.0, 4096, truncate=False)),
+    },
+    "gate, V != D": {"output_gate": True, "v_head_dim": 6},
+}
+
+
+def _layer(name, **changes):
+    options = {"num_heads": 4, "num_kv_heads": 2, "head_dim": 8, "rope": RotaryEmbedding(8)}
+    layer = MultiHeadAttention(EMBED, **(options | OPTIONS[name] | changes), key=jax.random.key(0))
+    if layer.sinks is None:
+        return layer
+    return eqx.tree_at(lambda m: m.sinks, layer, jnp.array([0.5, -1.0, 2.0, 0.0]))
+
+
+def _x(tokens=TOKENS, rows=ROWS):
+    return jax.random.normal(jax.random.key(1), (rows, tokens, EMBED))
+
+
+@eqx.filter_jit
+def _call(layer, x, cache, **arrays):
+    return layer(x, cache, **arrays)
+
+
+@pytest.mark.parametrize("name", OPTIONS)
+def test_prefill_and_steps_equal_the_full_pass(name):
+    layer, x = _layer(name), _x()
+    y, cache = _call(layer, x[:, :5], layer.init_cache(ROWS, 20))
+    pieces = [y]
+    # A chunk on top of a filled cache, then token by token.
+    y, cache = _call(layer, x[:, 5:9], cache)
+    pieces.append(y)
+    for t in range(9, TOKENS):
+        y, cache = _call(layer, x[:, t : t + 1], cache)
+        pieces.append(y)
+    assert cache.lengths.tolist() == [TOKENS] * ROWS
+    assert_close(jnp.concatenate(pieces, axis=1), layer(x), name=name)
+
+
+@pytest.mark.parametrize("side", ["left", "right", "both"])
+@pytest.mark.parametrize("name", OPTIONS)
+def test_padded_prompts_then_rows_at_different_positions(name, side):
+    layer, x = _layer(name), _x()
+    lengths, width = [7, 1, 4], 8
+    before = {"left": [width - n for n in lengths], "right": [0, 0, 0], "both": [1, 3, 2]}[side]
+    prompt = np.full((ROWS, width, EMBED), np.nan, np.float32)
+    real = np.zeros((ROWS, width), bool)
+    for row, (start, n) in enumerate(zip(before, lengths)):
+        prompt[row, start : start + n] = x[row, :n]
+        real[row, start : start + n] = True
+    full = layer(x)
+    prompt, real = jnp.asarray(prompt), jnp.asarray(real)
+    y, cache = _call(layer, prompt, layer.init_cache(ROWS, 16), padding_mask=real)
+    at_once = layer(prompt, padding_mask=real)
+    for row, (start, n) in enumerate(zip(before, lengths)):
+        assert_close(y[row, start : start + n], full[row, :n], name=f"{name}, cached, row {row}")
+        assert_close(at_once[row, start : start + n], full[row, :n], name=f"{name}, row {row}")
+    for step in range(6):
+        # The second row pauses in the third step: an empty chunk leaves it where it is.
+        active = np.array([True, step != 2, True])
+        at = [n + step - (1 if row == 1 and step > 2 else 0) for row, n in enumerate(lengths)]
+        token = jnp.stack([x[row, at[row]] for row in range(ROWS)])[:, None]
+        y, cache = _call(layer, token, cache, padding_mask=jnp.asarray(active)[:, None])
+        for row in np.flatnonzero(active):
+            assert_close(y[row, 0], full[row, at[row]], name=f"{name}, step {step}, row {row}")
+    assert cache.lengths.tolist() == [13, 6, 10]
+
+
+@pytest.mark.parametrize("causal", [True, False])
+@pytest.mark.parametrize("segmented", [True, False])
+def test_padding_changes_nothing_and_may_be_nan(causal, segmented):
+    """Outputs of real tokens and gradients of the weights, against the rows one by one without padding."""
+    layer, x = _layer("plain", causal=causal), _x()
+    ids = jnp.asarray(np.repeat([0, 1], [6, 8])[None].repeat(ROWS, 0), jnp.int32) if segmented else None
+    spans = [(0, 14), (0, 9), (5, 14)]
+    real = jnp.asarray([[a <= t < b for t in range(TOKENS)] for a, b in spans])
+    poisoned = jnp.where(real[..., None], x, jnp.nan)
+    weight = jax.random.normal(jax.random.key(3), x.shape)
+
+    def padded(layer):
+        y = layer(poisoned, padding_mask=real, segment_ids=ids)
+        return jnp.sum(jnp.where(real[..., None], y * weight, 0)), y
+
+    def one_by_one(layer):
+        ys = [
+            layer(x[r, a:b], segment_ids=None if ids is None else ids[r, a:b])
+            for r, (a, b) in enumerate(spans)
+        ]
+        return sum(jnp.sum(y * weight[r, a:b]) for r, (y, (a, b)) in enumerate(zip(ys, spans))), ys
+
+    (_, y), grad = eqx.filter_value_and_grad(padded, has_aux=True)(layer)
+    (_, expected), expected_grad = eqx.filter_value_and_grad(one_by_one, has_aux=True)(layer)
+    for row, (a, b) in enumerate(spans):
+        assert_close(y[row, a:b], expected[row], name=f"row {row}")
+    for ours, theirs in zip(jax.tree.leaves(grad), jax.tree.leaves(expected_grad), strict=True):
+        assert_close(ours, theirs, kind="gradient")
+
+
+def test_segments_equal_the_sequences_alone():
+    layer, x = _layer("sinks, biases, yarn"), _x()
+    ids = jnp.asarray([[0] * 5 + [1] * 9] * ROWS)
+    y = layer(x, segment_ids=ids)
+    assert_close(y[:, :5], layer(x[:, :5]))
+    assert_close(y[:, 5:], layer(x[:, 5:]))
+
+
+@pytest.mark.parametrize("name", ["plain", "sinks, biases, yarn", "mqa, interleaved"])
+def test_rotation_offset_1000(name):
+    """Positions given at every call, and a cache that really holds 1000 tokens."""
+    layer, x = _layer(name), _x(1006, 1)
+    positions = 1000 + jnp.arange(TOKENS)[None].repeat(1, 0)
+    short = x[:, :TOKENS]
+    full = layer(short, positions=positions)
+    y, cache = _call(layer, short[:, :9], layer.init_cache(1, 16), positions=positions[:, :9])
+    pieces = [y]
+    for t in range(9, TOKENS):
+        y, cache = _call(layer, short[:, t : t + 1], cache, positions=positions[:, t : t + 1])
+        pieces.append(y)
+    assert_close(jnp.concatenate(pieces, axis=1), full, name="positions")
+
+    full = layer(x)
+    y, cache = _call(layer, x[:, :1000], layer.init_cache(1, 1010))
+    assert_close(y, full[:, :1000], name="prompt")
+    for t in range(1000, 1006):
+        y, cache = _call(layer, x[:, t : t + 1], cache)
+        assert_close(y, full[:, t : t + 1], name=f"token {t}")
+
+
+def test_positions_shift_nothing_but_the_rotation():
+    layer, x = _layer("plain"), _x()
+    shifted = layer(x, positions=100 + jnp.arange(TOKENS)[None].repeat(ROWS, 0))
+    assert_close(shifted, layer(x), kind="gradient")
+    stretched = layer(x, positions=3 * jnp.arange(TOKENS)[None].repeat(ROWS, 0))
+    assert float(jnp.max(jnp.abs(stretched - layer(x)))) > 1e-3
+
+
+def test_steps_under_vmap_and_scan():
+    layer, x = _layer("window"), _x()
+
+    def decode(x):
+        def step(cache, token):
+            y, cache = layer(token[None], cache)
+            return cache, y[0]
+
+        return jax.lax.scan(step, layer.init_cache((), TOKENS), x)[1]
+
+    assert_close(jax.jit(jax.vmap(decode))(x), layer(x))
+
+
+def test_mask_and_bias_with_a_cache_span_its_slots():
+    layer, x = _layer("plain"), _x()
+    bias = jax.random.normal(jax.random.key(4), (4, TOKENS, TOKENS))
+    mask = jax.random.bernoulli(jax.random.key(5), 0.7, (TOKENS, TOKENS)) | jnp.eye(TOKENS, dtype=bool)
+    cache, pieces = layer.init_cache(ROWS, TOKENS), []
+    for t in range(0, TOKENS, 2):
+        y, cache = _call(layer, x[:, t : t + 2], cache, bias=bias[:, t : t + 2], mask=mask[None, t : t + 2])
+        pieces.append(y)
+    assert_close(jnp.concatenate(pieces, axis=1), layer(x, bias=bias, mask=mask[None]))
+
+
+def test_bfloat16_cache_keeps_the_layers_dtype():
+    layer, x = _layer("plain"), _x()
+    y, cache = _call(layer, x, layer.init_cache(ROWS, TOKENS, dtype=jnp.bfloat16))
+    assert y.dtype == jnp.float32 and cache.v.dtype == jnp.bfloat16
+    assert_close(y, layer(x), jnp.bfloat16)
+
+
+def test_a_full_cache_raises():
+    layer, x = _layer("plain"), _x()
+    _, cache = _call(layer, x[:, :5], layer.init_cache(ROWS, 6))
+    _, cache = _call(layer, x[:, 5:6], cache)
+    with pytest.raises(Exception, match="KVCache is full: max_length=6"):
+        jax.block_until_ready(_call(layer, x[:, 6:7], cache))

@@ -1,0 +1,229 @@
+"""`MultiHeadAttention` as people use it in Equinox: vmap, jit, scan, saving, dropout, and what it says when misused."""
+
+import io
+
+import equinox as eqx
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from ejkernel_eqx.nn import KVCache, MultiHeadAttention, RotaryEmbedding
+from tests.tolerances import assert_close
+
+
+def _layer(seed=0, **changes):
+    options = {"num_heads": 4, "num_kv_heads": 2, "rope": RotaryEmbedding(8), "qk_norm": True, "sinks": True}
+    return MultiHeadAttention(32, **(options | changes), key=jax.random.key(seed))
+
+
+def _x(shape=(3, 11, 32)):
+    return jax.random.normal(jax.random.key(1), shape)
+
+
+def test_any_number_of_batch_dimensions_and_vmap():
+    layer, x = _layer(), _x((2, 3, 11, 32))
+    y = layer(x)
+    assert_close(jax.vmap(jax.vmap(layer))(x), y)
+    assert_close(jax.vmap(layer)(x), y)
+    assert_close(layer(x[1, 2]), y[1, 2])
+    real = jnp.arange(11) < jnp.array([[11, 4, 7], [1, 11, 2]])[..., None]
+    padded = layer(x, padding_mask=real)
+    mapped = jax.vmap(jax.vmap(lambda x, m: layer(x, padding_mask=m)))(x, real)
+    assert_close(jnp.where(real[..., None], mapped, 0), jnp.where(real[..., None], padded, 0))
+
+
+def test_gradient_of_vmap_is_gradient_of_batch():
+    layer, x = _layer(), _x()
+    batched = eqx.filter_grad(lambda m: jnp.sum(jnp.sin(m(x))))(layer)
+    mapped = eqx.filter_grad(lambda m: jnp.sum(jnp.sin(jax.vmap(m)(x))))(layer)
+    for ours, theirs in zip(jax.tree.leaves(mapped), jax.tree.leaves(batched), strict=True):
+        assert_close(ours, theirs, kind="gradient")
+
+
+def test_an_unbatched_layer_over_a_batch_of_layers():
+    layers = eqx.filter_vmap(lambda key: MultiHeadAttention(32, num_heads=4, key=key))(
+        jax.random.split(jax.random.key(0), 3)
+    )
+    x = _x()
+    y = eqx.filter_vmap(lambda m, x: m(x))(layers, x)
+    for i in range(3):
+        one = jax.tree.map(lambda leaf: leaf[i] if eqx.is_array(leaf) else leaf, layers)
+        assert_close(y[i], one(x[i]))
+
+
+def test_jit_traces_once():
+    traces = 0
+
+    @eqx.filter_jit
+    def step(layer, x):
+        nonlocal traces
+        traces += 1
+        grad = eqx.filter_grad(lambda m: jnp.sum(m(x) ** 2))(layer)
+        return eqx.apply_updates(layer, jax.tree.map(lambda g: -0.01 * g, grad))
+
+    layer, other, x = _layer(0), _layer(1), _x()
+    for _ in range(4):
+        layer = step(layer, x)
+    step(other, x)
+    step(eqx.tree_deserialise_leaves(_written(layer), other), x)
+    assert traces == 1
+
+
+def test_decode_traces_once():
+    traces = 0
+
+    @eqx.filter_jit
+    def step(layer, x, cache):
+        nonlocal traces
+        traces += 1
+        return layer(x, cache)
+
+    layer, x = _layer(), _x()
+    cache = layer.init_cache(3, 16)
+    for t in range(11):
+        _, cache = step(layer, x[:, t : t + 1], cache)
+    assert traces == 1 and cache.lengths.tolist() == [11] * 3
+
+
+def test_stacked_layers_scan_with_their_caches():
+    keys = jax.random.split(jax.random.key(0), 3)
+    make = lambda key: MultiHeadAttention(32, num_heads=4, num_kv_heads=2, rope=RotaryEmbedding(8), key=key)
+    stacked, x = eqx.filter_vmap(make)(keys), _x()
+    arrays, static = eqx.partition(stacked, eqx.is_array)
+
+    def body(x, leaves):
+        layer, cache = leaves
+        layer = eqx.combine(layer, static)
+        if cache is None:
+            return x + layer(x), None
+        y, cache = layer(x, cache)
+        return x + y, cache
+
+    expected = x
+    for key in keys:
+        expected = expected + make(key)(expected)
+    y, _ = jax.jit(lambda x: jax.lax.scan(body, x, (arrays, None)))(x)
+    assert_close(y, expected)
+
+    run = jax.jit(lambda x, cache: jax.lax.scan(body, x, (arrays, cache)))
+    y, cache = run(x[:, :9], KVCache.init((3, 3), 12, 2, 8))
+    assert_close(y, expected[:, :9])
+    y, cache = run(x[:, 9:], cache)
+    assert_close(y, expected[:, 9:])
+    assert cache.lengths.tolist() == [[11] * 3] * 3
+
+
+def _written(layer):
+    file = io.BytesIO()
+    eqx.tree_serialise_leaves(file, layer)
+    file.seek(0)
+    return file
+
+
+@pytest.mark.parametrize("dtype", [jnp.float32, jnp.bfloat16])
+def test_serialises(dtype):
+    options = {"dtype": dtype, "use_qkv_bias": True, "output_gate": True}
+    layer, like = _layer(0, **options), _layer(1, **options)
+    back = eqx.tree_deserialise_leaves(_written(layer), like)
+    x = _x().astype(dtype)
+    assert np.array_equal(back(x), layer(x)) and not np.array_equal(like(x), layer(x))
+    hollow = eqx.filter_eval_shape(lambda: _layer(1, **options))
+    assert np.array_equal(eqx.tree_deserialise_leaves(_written(layer), hollow)(x), layer(x))
+
+
+def test_cross_attention():
+    layer = MultiHeadAttention(32, num_heads=4, kv_embed_dim=20, causal=False, key=jax.random.key(0))
+    x, memory = _x(), jax.random.normal(jax.random.key(2), (3, 7, 20))
+    y = layer(x, kv_input=memory)
+    real = jnp.arange(7) < jnp.array([7, 2, 5])[:, None]
+    padded = layer(x, kv_input=jnp.where(real[..., None], memory, jnp.nan), kv_padding_mask=real)
+    assert_close(padded[0], y[0])
+    for row, length in enumerate([7, 2, 5]):
+        assert_close(padded[row], layer(x[row], kv_input=memory[row, :length]))
+    # A mean over one token is that token.
+    value = memory[:, :1] @ layer.v_proj.weight.T @ layer.o_proj.weight.T
+    assert_close(layer(x, kv_input=memory[:, :1]), jnp.broadcast_to(value, x.shape))
+
+
+def test_dropout_needs_a_key_and_ends_in_inference_mode():
+    layer, x = _layer(dropout_rate=0.5), _x()
+    plain = _layer()(x)
+    first, same, other = (layer(x, key=jax.random.key(seed)) for seed in (0, 0, 1))
+    assert np.array_equal(first, same) and not np.array_equal(first, other)
+    assert_close(eqx.nn.inference_mode(layer)(x), plain)
+    assert_close(layer(x, inference=True), plain)
+    many = jnp.mean(jax.lax.map(lambda key: layer(x, key=key), jax.random.split(jax.random.key(2), 500)), 0)
+    assert float(jnp.sqrt(jnp.mean((many - plain) ** 2) / jnp.mean(plain**2))) < 0.1
+    with pytest.raises(ValueError, match="key"):
+        layer(x)
+
+
+def test_static_fields_hold_no_arrays():
+    layer = _layer()
+    _, static = eqx.partition(layer, eqx.is_array)
+    hash(jax.tree.structure(static))
+    assert jax.tree.structure(layer) == jax.tree.structure(_layer(1))
+
+
+def _cross(**changes):
+    return MultiHeadAttention(32, num_heads=4, causal=False, key=jax.random.key(0), **changes)
+
+
+ERRORS = {
+    "heads": (lambda: _layer(num_heads=5), "num_heads: expected a divisor of embed_dim=32, received 5"),
+    "ratio": (lambda: _layer(num_kv_heads=3), "num_kv_heads: expected a divisor of num_heads=4, received 3"),
+    "rope": (lambda: _layer(head_dim=16), "rope: expected a RotaryEmbedding of head_dim=16, received one of 8"),
+    "rank": (lambda: _layer()(_x((32,))), r"x: expected \[..., T, E\] with E = 32, received shape \(32,\)"),
+    "features": (lambda: _layer()(_x((3, 11, 30))), r"with E = 32, received shape \(3, 11, 30\)"),
+    "padding_mask": (
+        lambda: _layer()(_x(), padding_mask=jnp.ones((3, 10), bool)),
+        r"padding_mask: expected shape \(3, 11\), .* received \(3, 10\)",
+    ),
+    "segment_ids": (
+        lambda: _layer()(_x(), segment_ids=jnp.zeros(11, jnp.int32)),
+        r"segment_ids: expected shape \(3, 11\)",
+    ),
+    "segments with a cache": (
+        lambda: _layer()(_x(), _layer().init_cache(3, 11), segment_ids=jnp.zeros((3, 11), jnp.int32)),
+        "segment_ids: expected None with a cache",
+    ),
+    "batch of the cache": (
+        lambda: _layer()(_x(), _layer().init_cache(2, 11)),
+        r"cache: expected batch shape \(3,\) as x has, received \(2,\)",
+    ),
+    "heads of the cache": (
+        lambda: _layer()(_x(), KVCache.init(3, 11, 4, 8)),
+        r"k_new: expected \[3, T, 4, 8\] as the cache holds it, received shape \(3, 11, 2, 8\)",
+    ),
+    "kv_input, causal": (
+        lambda: _layer(rope=None)(_x(), kv_input=_x()),
+        "kv_input: expected a layer with causal=False and rope=None, received one with causal=True",
+    ),
+    "kv_input, rope": (
+        lambda: _cross(rope=RotaryEmbedding(8))(_x(), kv_input=_x()),
+        "kv_input: expected .* received one with rope",
+    ),
+    "kv_input, cache": (
+        lambda: _cross()(_x(), _cross().init_cache(3, 11), kv_input=_x()),
+        "cache: expected None with kv_input",
+    ),
+    "kv_input, features": (
+        lambda: _cross(kv_embed_dim=20)(_x(), kv_input=_x()),
+        r"kv_input: expected \[..., S, C\] with C = 20, received shape \(3, 11, 32\)",
+    ),
+    "kv_input missing": (
+        lambda: _cross(kv_embed_dim=20)(_x()),
+        r"kv_input: expected \[..., S, 20\], received None",
+    ),
+    "kv_padding_mask alone": (
+        lambda: _cross()(_x(), kv_padding_mask=jnp.ones((3, 11), bool)),
+        "kv_padding_mask: expected only together with kv_input",
+    ),
+}
+
+
+@pytest.mark.parametrize("name", ERRORS)
+def test_errors(name):
+    call, message = ERRORS[name]
+    with pytest.raises(ValueError, match=message):
+        call()

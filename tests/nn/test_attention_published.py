@@ -1,0 +1,230 @@
+"""`MultiHeadAttention` against the published layers, written down independently in `published.py`."""
+
+import functools
+from collections.abc import Callable
+from typing import NamedTuple
+
+import equinox as eqx
+import jax
+import jax.numpy as jnp
+import pytest
+from ejkernel_eqx.nn import Llama3Scaling, MultiHeadAttention, RotaryEmbedding, YarnScaling
+from tests.nn import published
+from tests.tolerances import assert_close
+
+
+class Case(NamedTuple):
+    """One published layer at a small size: our one constructor call, and its formulas."""
+
+    build: Callable[..., MultiHeadAttention]
+    formulas: Callable
+    embed_dim: int
+    tokens: int
+
+
+def _heads(num_heads, num_kv_heads):
+    return {"num_heads": num_heads, "num_kv_heads": num_kv_heads}
+
+
+LLAMA = functools.partial(
+    MultiHeadAttention,
+    32,
+    num_heads=4,
+    num_kv_heads=2,
+    rope=RotaryEmbedding(8, theta=500000.0, scaling=Llama3Scaling(8.0, 1.0, 4.0, 8192)),
+)
+MISTRAL = functools.partial(
+    MultiHeadAttention, 32, num_heads=4, num_kv_heads=2, rope=RotaryEmbedding(8), sliding_window=5
+)
+GEMMA2 = functools.partial(
+    MultiHeadAttention,
+    48,
+    num_heads=4,
+    num_kv_heads=2,
+    head_dim=16,
+    rope=RotaryEmbedding(16),
+    logits_soft_cap=50.0,
+    softmax_scale=24**-0.5,
+)
+QWEN3 = functools.partial(
+    MultiHeadAttention,
+    24,
+    num_heads=4,
+    num_kv_heads=2,
+    head_dim=16,
+    rope=RotaryEmbedding(16, theta=1000000.0),
+    qk_norm=True,
+)
+GPT_OSS = functools.partial(
+    MultiHeadAttention,
+    24,
+    num_heads=4,
+    num_kv_heads=2,
+    head_dim=64,
+    rope=RotaryEmbedding(64, theta=150000.0, scaling=YarnScaling(32.0, 4096, truncate=False)),
+    use_qkv_bias=True,
+    use_output_bias=True,
+    sinks=True,
+)
+QWEN3_NEXT = functools.partial(
+    MultiHeadAttention,
+    24,
+    num_heads=4,
+    num_kv_heads=2,
+    head_dim=16,
+    rope=RotaryEmbedding(16, theta=10000000.0, rotary_dim=4),
+    qk_norm=True,
+    output_gate=True,
+)
+
+_h42 = _heads(4, 2)
+_gemma = functools.partial(published.gemma2, **_h42, query_pre_attn_scalar=24)
+CASES = {
+    "llama3": Case(LLAMA, functools.partial(published.llama3, **_h42), 32, 13),
+    "mistral": Case(MISTRAL, functools.partial(published.mistral, **_h42, window=5), 32, 13),
+    "gemma2, local": Case(
+        functools.partial(GEMMA2, sliding_window=6), functools.partial(_gemma, window=6), 48, 13
+    ),
+    "gemma2, global": Case(GEMMA2, functools.partial(_gemma, window=None), 48, 13),
+    "qwen3": Case(QWEN3, functools.partial(published.qwen3, **_h42), 24, 13),
+    "gpt-oss, local": Case(
+        functools.partial(GPT_OSS, sliding_window=7),
+        functools.partial(published.gpt_oss, **_h42, window=7),
+        24,
+        13,
+    ),
+    "gpt-oss, global": Case(GPT_OSS, functools.partial(published.gpt_oss, **_h42, window=None), 24, 13),
+    "qwen3-next": Case(
+        QWEN3_NEXT, functools.partial(published.qwen3_next, **_h42, rotary_dim=4), 24, 13
+    ),
+}
+PARAMETERS = [
+    f"{name}.{part}"
+    for name in ("q_proj", "k_proj", "v_proj", "o_proj", "q_norm", "k_norm")
+    for part in ("weight", "bias")
+]
+
+
+def get(layer, name):
+    """The parameter under its published name, or `None`."""
+    return functools.reduce(lambda node, part: getattr(node, part, None), name.split("."), layer)
+
+
+def names_of(layer):
+    return [name for name in [*PARAMETERS, "sinks"] if get(layer, name) is not None]
+
+
+def random_weights(layer):
+    """Weights under their published names, large enough for soft caps, sinks and norms to matter."""
+    keys = jax.random.split(jax.random.key(7), len(PARAMETERS) + 1)
+    weights = {}
+    for key, name in zip(keys, names_of(layer)):
+        size = get(layer, name).shape
+        scale = 3.0 * size[-1] ** -0.5 if len(size) == 2 else 0.5
+        weights[name] = scale * jax.random.normal(key, size, jnp.float64)
+    return weights
+
+
+def by_name(layer, weights):
+    """The layer with its parameters replaced, by name and nothing else."""
+    names = list(weights)
+    return eqx.tree_at(lambda m: [get(m, name) for name in names], layer, [weights[name] for name in names])
+
+
+def loaded(name, dtype=jnp.float64):
+    case = CASES[name]
+    layer = case.build(dtype=dtype, key=jax.random.key(0))
+    weights = random_weights(layer)
+    values = {key: jnp.asarray(value, dtype) for key, value in weights.items()}
+    if name == "qwen3-next":
+        values |= {key: 1 + values[key] for key in ("q_norm.weight", "k_norm.weight")}
+    x = jax.random.normal(jax.random.key(8), (2, case.tokens, case.embed_dim), jnp.float64)
+    return by_name(layer, values), weights, x, jax.vmap(case.formulas, in_axes=(None, 0))
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_output_and_every_gradient(enable_x64, name):
+    layer, weights, x, formulas = loaded(name)
+    cotangent = jax.random.normal(jax.random.key(9), x.shape, x.dtype)
+    y = eqx.filter_jit(layer)(x)
+    expected = jax.jit(formulas)(weights, x)
+    assert_close(y, expected, name=name)
+
+    @eqx.filter_jit
+    @eqx.filter_grad
+    def ours(layer_and_x):
+        layer, x = layer_and_x
+        return jnp.sum(layer(x) * cotangent)
+
+    grad_layer, grad_x = ours((layer, x))
+    reference = jax.jit(jax.grad(lambda w, x: jnp.sum(formulas(w, x) * cotangent), (0, 1)))(weights, x)
+    assert_close(grad_x, reference[1], kind="gradient", name=f"{name}: x")
+    for parameter in weights:
+        grad = get(grad_layer, parameter)
+        assert float(jnp.max(jnp.abs(grad))) > 0, parameter
+        assert_close(grad, reference[0][parameter], kind="gradient", name=f"{name}: {parameter}")
+
+
+@pytest.mark.parametrize("name", ["llama3", "gemma2, local", "gpt-oss, local", "qwen3-next"])
+@pytest.mark.parametrize("dtype", [jnp.float32, jnp.bfloat16])
+def test_lower_precision(enable_x64, name, dtype):
+    layer, weights, x, formulas = loaded(name, dtype)
+    y = eqx.filter_jit(layer)(x.astype(dtype))
+    assert y.dtype == dtype
+    # Rounded as ours are, so that only the computation is measured.
+    rounded = {key: jnp.asarray(value, dtype).astype(jnp.float64) for key, value in weights.items()}
+    expected = jax.jit(formulas)(rounded, x.astype(dtype).astype(jnp.float64))
+    assert_close(y, expected, dtype, "gradient", name=name)
+
+
+def test_a_window_of_128(enable_x64):
+    """GPT-OSS' own window, on more tokens than that: an error of one key would show."""
+    layer = GPT_OSS(sliding_window=128, dtype=jnp.float64, key=jax.random.key(0))
+    weights = random_weights(layer)
+    x = jax.random.normal(jax.random.key(8), (133, 24), jnp.float64)
+    formulas = functools.partial(published.gpt_oss, **_h42, window=128)
+    # The last rows are enough: those before have no key outside the window.
+    assert_close(by_name(layer, weights)(x)[-8:], jax.jit(formulas)(weights, x)[-8:])
+
+
+# Parameter shapes as in the published checkpoints.
+PUBLISHED_SHAPES = {
+    "Llama-3.1-8B": (
+        functools.partial(MultiHeadAttention, 4096, num_heads=32, num_kv_heads=8),
+        {"q_proj": (4096, 4096), "k_proj": (1024, 4096), "v_proj": (1024, 4096), "o_proj": (4096, 4096)},
+    ),
+    "gemma-2-9b": (
+        functools.partial(MultiHeadAttention, 3584, num_heads=16, num_kv_heads=8, head_dim=256),
+        {"q_proj": (4096, 3584), "k_proj": (2048, 3584), "v_proj": (2048, 3584), "o_proj": (3584, 4096)},
+    ),
+    "Qwen3-0.6B": (
+        functools.partial(
+            MultiHeadAttention, 1024, num_heads=16, num_kv_heads=8, head_dim=128, qk_norm=True
+        ),
+        {"q_proj": (2048, 1024), "k_proj": (1024, 1024), "v_proj": (1024, 1024), "o_proj": (1024, 2048)}
+        | {"q_norm": (128,), "k_norm": (128,)},
+    ),
+    "gpt-oss-20b": (
+        functools.partial(
+            MultiHeadAttention,
+            2880,
+            num_heads=64,
+            num_kv_heads=8,
+            head_dim=64,
+            use_qkv_bias=True,
+            use_output_bias=True,
+            sinks=True,
+        ),
+        {"q_proj": (4096, 2880), "k_proj": (512, 2880), "v_proj": (512, 2880), "o_proj": (2880, 4096)}
+        | {"q_proj.bias": (4096,), "k_proj.bias": (512,), "v_proj.bias": (512,), "o_proj.bias": (2880,)}
+        | {"sinks": (64,)},
+    ),
+}
+
+
+@pytest.mark.parametrize("name", PUBLISHED_SHAPES)
+def test_parameters_are_those_of_the_checkpoint(name):
+    build, shapes = PUBLISHED_SHAPES[name]
+    layer = eqx.filter_eval_shape(build, key=jax.random.key(0))
+    expected = {k if "." in k or k == "sinks" else f"{k}.weight": shape for k, shape in shapes.items()}
+    assert {parameter: get(layer, parameter).shape for parameter in names_of(layer)} == expected

@@ -1,0 +1,126 @@
+import equinox as eqx
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from ejkernel_eqx.nn import KVCache
+
+
+def _new(tokens, batch=(3,), heads=2, dim=4, seed=0):
+    k_key, v_key = jax.random.split(jax.random.key(seed))
+    shape = (*batch, tokens, heads, dim)
+    return jax.random.normal(k_key, shape), jax.random.normal(v_key, shape)
+
+
+def test_rows_at_their_own_positions():
+    cache = KVCache.init((3,), 10, 2, 4)
+    k1, v1 = _new(4)
+    k2, v2 = _new(3, seed=1)
+    cache = eqx.filter_jit(lambda c: c.append(k1, v1, new_lengths=jnp.array([4, 0, 2])))(cache)
+    cache = eqx.filter_jit(lambda c: c.append(k2, v2))(cache)
+    assert cache.lengths.tolist() == [7, 3, 5]
+    for row, first in enumerate([4, 0, 2]):
+        held = np.concatenate([k1[row, :first], k2[row]])
+        assert np.array_equal(cache.k[row, : len(held)], held)
+        held = np.concatenate([v1[row, :first], v2[row]])
+        assert np.array_equal(cache.v[row, : len(held)], held)
+        assert not np.asarray(cache.k[row, len(held) :]).any()
+
+
+def test_mask_says_what_is_real():
+    k, v = _new(4)
+    k = k.at[0, 0].set(jnp.nan).at[2].set(jnp.nan)
+    mask = jnp.array([[False, True, True, True], [True, False, True, False], [False] * 4])
+    cache = KVCache.init((3,), 3, 2, 4).append(k, v, mask=mask)
+    assert cache.lengths.tolist() == [3, 2, 0]
+    assert np.array_equal(cache.k[0], k[0, 1:])
+    assert np.array_equal(cache.v[1, :2], v[1, ::2])
+    assert not np.asarray(cache.k[1, 2:]).any() and not np.asarray(cache.k[2]).any()
+
+
+def test_padding_may_hang_over_the_end():
+    k, v = _new(4)
+    cache = KVCache.init((3,), 6, 2, 4).append(k, v)
+    cache = cache.append(k, v, new_lengths=jnp.array([2, 0, 1]))
+    assert cache.lengths.tolist() == [6, 4, 5]
+    assert np.array_equal(cache.k[0], np.concatenate([k[0], k[0, :2]]))
+    assert np.array_equal(cache.k[2, :5], np.concatenate([k[2], k[2, :1]]))
+    assert not np.asarray(cache.k[1, 4:]).any()
+
+
+def test_unbatched_vmapped_and_nested_are_one():
+    k, v = _new(2, (2, 3))
+    nested = KVCache.init((2, 3), 5, 2, 4).append(k, v).append(k, v)
+    empty = KVCache.init((2, 3), 5, 2, 4)
+    mapped = jax.vmap(jax.vmap(lambda c, k, v: c.append(k, v).append(k, v)))(empty, k, v)
+    single = KVCache.init((), 5, 2, 4).append(k[1, 2], v[1, 2]).append(k[1, 2], v[1, 2])
+    assert eqx.tree_equal(nested, mapped)
+    assert eqx.tree_equal(single, jax.tree.map(lambda x: x[1, 2], nested))
+
+
+def test_unbatched_append_is_one_dynamic_update_slice():
+    k, v = _new(1, ())
+    text = jax.jit(lambda c: c.append(k, v)).lower(KVCache.init((), 5, 2, 4)).as_text()
+    assert text.count("stablehlo.dynamic_update_slice") == 2 and "scatter" not in text
+
+
+def test_donated_append_writes_in_place():
+    k, v = _new(1)
+    cache = KVCache.init((3,), 64, 2, 4)
+    append = jax.jit(lambda c, k, v: c.append(k, v), donate_argnums=0)
+    aliased = append.lower(cache, k, v).compile().memory_analysis().alias_size_in_bytes
+    assert aliased >= cache.k.nbytes + cache.v.nbytes
+    assert append(cache, k, v).lengths.tolist() == [1, 1, 1]
+
+
+def test_dtype_is_the_caches():
+    k, v = _new(2)
+    cache = KVCache.init((3,), 5, 2, 4, dtype=jnp.bfloat16).append(k, v)
+    assert cache.k.dtype == jnp.bfloat16 and np.array_equal(cache.k[:, :2], k.astype(jnp.bfloat16))
+
+
+@pytest.mark.parametrize("batch", [(), (3,)])
+def test_a_full_cache_raises(batch):
+    k, v = _new(2, batch)
+    append = eqx.filter_jit(lambda c: c.append(k, v))
+    cache = append(append(KVCache.init(batch, 5, 2, 4)))
+    with pytest.raises(Exception, match="KVCache is full: max_length=5 tokens"):
+        jax.block_until_ready(append(cache))
+    # One row is enough, and it is what is real that counts.
+    if batch:
+        cache.append(k, v, new_lengths=jnp.array([1, 1, 0]))
+        with pytest.raises(Exception, match="KVCache is full"):
+            jax.block_until_ready(cache.append(k, v, new_lengths=jnp.array([0, 2, 0])))
+
+
+def test_gradient_passes_through():
+    k, v = _new(3)
+    weight = jax.random.normal(jax.random.key(5), (3, 5, 2, 4))
+
+    def loss(k):
+        cache = KVCache.init((3,), 5, 2, 4).append(k, v, new_lengths=jnp.array([3, 1, 0]))
+        return jnp.sum(cache.k * weight)
+
+    grad = np.asarray(jax.grad(loss)(k))
+    expected = np.array(weight[:, :3])
+    expected[1, 1:] = expected[2] = 0
+    assert np.array_equal(grad, expected)
+
+
+@pytest.mark.parametrize(
+    ("call", "message"),
+    [
+        (lambda c: KVCache.init((), 0, 2, 4), "max_length: expected at least 1 token, received 0"),
+        (lambda c: c.append(*_new(2, (2,))), r"k_new: expected \[3, T, 2, 4\] .* received shape \(2, 2, 2, 4\)"),
+        (lambda c: c.append(*_new(2, heads=1)), "k_new: expected"),
+        (lambda c: c.append(_new(2)[0], _new(1)[1]), "v_new: expected as many tokens as k_new, 2, received 1"),
+        (lambda c: c.append(*_new(6)), "k_new: expected at most max_length=5 tokens, received 6"),
+        (
+            lambda c: c.append(*_new(2), new_lengths=jnp.ones(3, jnp.int32), mask=jnp.ones((3, 2), bool)),
+            "new_lengths, mask: expected at most one",
+        ),
+    ],
+)
+def test_errors(call, message):
+    with pytest.raises(ValueError, match=message):
+        call(KVCache.init((3,), 5, 2, 4))

@@ -1,0 +1,129 @@
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from ejkernel_eqx.nn import LinearScaling, Llama3Scaling, RotaryEmbedding, YarnScaling
+from tests.nn import published
+from tests.tolerances import assert_close
+
+
+POSITIONS = np.array([0, 1, 2, 999, 1000, 1500])
+FAR = np.array([0, 1, 2, 999, 1000, 40000])
+
+
+def _x(shape=(6, 3, 64), dtype=jnp.float64):
+    return jax.random.normal(jax.random.key(0), shape, dtype)
+
+
+SCALED = {
+    "default": (None, published.inverse_frequencies(64, 10000.0), 1.0),
+    "linear": (LinearScaling(4.0), published.linear_scaled(64, 10000.0, 4.0), 1.0),
+    "llama3": (
+        Llama3Scaling(8.0, 1.0, 4.0, 1024),
+        published.llama3_scaled(64, 10000.0, 8.0, 1.0, 4.0, 1024),
+        1.0,
+    ),
+    "yarn": (
+        YarnScaling(16.0, 4096),
+        published.yarn_scaled(64, 10000.0, 16.0, 4096, 32.0, 1.0, True),
+        0.1 * np.log(16.0) + 1,
+    ),
+    "yarn, gpt-oss": (
+        YarnScaling(32.0, 4096, truncate=False),
+        published.yarn_scaled(64, 10000.0, 32.0, 4096, 32.0, 1.0, False),
+        0.1 * np.log(32.0) + 1,
+    ),
+    "yarn, deepseek": (
+        YarnScaling(40.0, 4096, mscale=1.0, mscale_all_dim=0.5),
+        published.yarn_scaled(64, 10000.0, 40.0, 4096, 32.0, 1.0, True),
+        (0.1 * np.log(40.0) + 1) / (0.05 * np.log(40.0) + 1),
+    ),
+    "yarn, factor given": (
+        YarnScaling(40.0, 4096, attention_factor=1.25),
+        published.yarn_scaled(64, 10000.0, 40.0, 4096, 32.0, 1.0, True),
+        1.25,
+    ),
+}
+
+
+@pytest.mark.parametrize("name", SCALED)
+def test_scalings_match_their_formulas(enable_x64, name):
+    scaling, frequencies, magnitude = SCALED[name]
+    rope = RotaryEmbedding(64, scaling=scaling)
+    x = _x()
+    actual = rope(x, jnp.asarray(POSITIONS))
+    expected = published.rotate_halves(x, frequencies, POSITIONS, magnitude)
+    assert_close(actual, expected, name=name)
+
+
+def test_interleaved_and_partial(enable_x64):
+    x = _x()
+    full = RotaryEmbedding(64, interleaved=True)(x, jnp.asarray(POSITIONS))
+    frequencies = published.inverse_frequencies(64, 10000.0)
+    assert_close(full, published.rotate_neighbours(x, frequencies, POSITIONS))
+    partial = RotaryEmbedding(64, rotary_dim=16)(x, jnp.asarray(POSITIONS))
+    frequencies = published.inverse_frequencies(16, 10000.0)
+    assert_close(partial[..., :16], published.rotate_halves(x[..., :16], frequencies, POSITIONS))
+    assert np.array_equal(partial[..., 16:], x[..., 16:])
+
+
+def test_offsets_are_positions():
+    rope = RotaryEmbedding(16)
+    x = _x((2, 5, 3, 16), jnp.float32)
+    by_position = rope(x, jnp.asarray([[1000 + i for i in range(5)], [7 + i for i in range(5)]]))
+    assert np.array_equal(rope(x, offset=jnp.asarray([1000, 7])), by_position)
+    assert np.array_equal(rope(x[0], offset=1000), by_position[0])
+    assert np.array_equal(jax.vmap(lambda x, p: rope(x, offset=p))(x, jnp.asarray([1000, 7])), by_position)
+
+
+@pytest.mark.parametrize("dtype", [jnp.float32, jnp.bfloat16, jnp.float16])
+def test_computed_in_float32_and_the_dtype_is_kept(dtype):
+    # At position 40000 an angle in bfloat16 would be off by whole turns.
+    x = _x((6, 3, 64), jnp.float32).astype(dtype)
+    actual = RotaryEmbedding(64)(x, jnp.asarray(FAR))
+    assert actual.dtype == dtype
+    with jax.enable_x64(True):
+        frequencies = published.inverse_frequencies(64, 10000.0)
+        expected = published.rotate_halves(x.astype(jnp.float64), frequencies, FAR)
+    if dtype == jnp.float32:
+        # The rounding of a float32 angle of 40000 radians is 2e-3.
+        assert_close(actual[:3], expected[:3])
+        assert float(jnp.max(jnp.abs(actual - expected.astype(jnp.float32)))) < 1e-2
+    else:
+        assert_close(actual, expected)
+
+
+def test_scores_depend_on_distance_only():
+    rope = RotaryEmbedding(32, scaling=YarnScaling(4.0, 128))
+    q, k = _x((1, 1, 32), jnp.float32), _x((1, 1, 32), jnp.float32) + 1
+    score = [jnp.sum(rope(q, offset=10 + s) * rope(k, offset=3 + s)) for s in (0, 500)]
+    assert_close(score[1], score[0], jnp.float32, "gradient")
+
+
+def test_no_leaves_and_hashable():
+    rope = RotaryEmbedding(32, scaling=YarnScaling(4.0, 128))
+    assert jax.tree.leaves(rope) == []
+    assert rope == RotaryEmbedding(32, scaling=YarnScaling(4.0, 128))
+    assert rope != RotaryEmbedding(32, scaling=YarnScaling(8.0, 128))
+
+
+@pytest.mark.parametrize(
+    ("call", "message"),
+    [
+        (lambda: RotaryEmbedding(15), "rotary_dim: expected an even number from 2 to head_dim=15, received 15"),
+        (lambda: RotaryEmbedding(8, rotary_dim=10), "rotary_dim: expected .* received 10"),
+        (lambda: RotaryEmbedding(8)(jnp.zeros((4, 8))), r"x: expected \[..., T, H, D\] with D = 8, received"),
+        (lambda: RotaryEmbedding(8)(jnp.zeros((4, 1, 6))), r"with D = 8, received shape \(4, 1, 6\)"),
+        (
+            lambda: RotaryEmbedding(8)(jnp.zeros((4, 1, 8)), jnp.arange(3)),
+            r"positions: expected \[..., T\] with T = 4, received shape \(3,\)",
+        ),
+        (
+            lambda: RotaryEmbedding(8)(jnp.zeros((4, 1, 8)), jnp.arange(4.0)),
+            "positions: expected an integer array, received dtype float32",
+        ),
+    ],
+)
+def test_errors(call, message):
+    with pytest.raises(ValueError, match=message):
+        call()

@@ -1,0 +1,558 @@
+"""Saving and loading: round trips, atomicity, and one clear error for everything that can be wrong with a file."""
+
+import io
+import json
+import os
+import stat
+from typing import Any
+
+import equinox as eqx
+import jax
+import jax.core
+import jax.numpy as jnp
+import jax.random as jr
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from jax.sharding import NamedSharding
+from jax.sharding import PartitionSpec as P
+
+from ejkernel_eqx._errors import CheckpointError, EjkernelError
+from ejkernel_eqx.serialisation import info, load, save
+
+DTYPES = [
+    "bool", "int4", "uint4", "int8", "uint8", "int16", "int32", "uint32", "float8_e4m3fn", "float8_e5m2", "bfloat16",
+    "float16", "float32", "complex64",
+]  # fmt: skip
+
+
+class Block(eqx.Module):
+    linear: eqx.nn.Linear
+    scale: jax.Array
+    rate: float
+    steps: int
+    inference: bool
+    name: str = eqx.field(static=True)
+
+    def __init__(self, width: int, name: str = "block", dtype: Any = None, *, key):
+        self.linear = eqx.nn.Linear(width, width, dtype=dtype, key=key)
+        self.scale = jnp.asarray(1.5, jnp.bfloat16)
+        self.rate = 0.1
+        self.steps = 3
+        self.inference = False
+        self.name = name
+
+    def __call__(self, x):
+        return self.linear(x)
+
+
+def make_mlp(width, depth, *, key):
+    return eqx.nn.MLP(width, width, width, depth, key=key)
+
+
+def same(a, b):
+    leaves_a, tree_a = jax.tree.flatten(a)
+    leaves_b, tree_b = jax.tree.flatten(b)
+    assert tree_a == tree_b
+    for x, y in zip(leaves_a, leaves_b):
+        assert type(x) is type(y)
+        if isinstance(x, jax.Array) and jnp.issubdtype(x.dtype, jax.dtypes.prng_key):
+            assert x.dtype == y.dtype
+            x, y = jr.key_data(x), jr.key_data(y)
+        if eqx.is_array_like(x) and hasattr(x, "dtype"):
+            assert x.dtype == y.dtype and x.shape == y.shape
+            assert np.asarray(x).tobytes() == np.asarray(y).tobytes()
+        else:
+            assert x == y or x is y
+    return True
+
+
+@pytest.fixture
+def path(tmp_path):
+    return tmp_path / "model.eqx"
+
+
+@pytest.fixture
+def block():
+    return Block(4, key=jr.key(0))
+
+
+# Round trips
+
+
+def test_module_and_callable(path, block):
+    save(path, block, {"width": 4})
+    assert same(load(path, like=Block(4, key=jr.key(1))), block)
+    assert same(load(path, like=Block), block)
+    assert same(load(str(path), like=lambda width: Block(width, key=jr.key(7))), block)
+
+
+def test_hyperparameters_reach_the_callable(path):
+    model = make_mlp(5, 2, key=jr.key(0))
+    save(path, model, {"width": 5, "depth": 2})
+    loaded = load(path, make_mlp)
+    x = jnp.arange(5.0)
+    np.testing.assert_array_equal(loaded(x), model(x))
+    assert loaded.activation is not None  # functions come from `like`
+
+
+def test_callable_modules_count_as_pytrees(path, block):
+    assert callable(block)
+    save(path, block)
+    assert same(load(path, like=block), block)
+
+
+def test_like_is_never_allocated(path):
+    seen = []
+
+    def make(n, key):
+        x = jnp.zeros((n,))
+        seen.append(isinstance(x, jax.core.Tracer))
+        return {"x": x, "k": jr.normal(key, (2,))}
+
+    save(path, {"x": jnp.ones((3,)), "k": jnp.ones((2,))}, {"n": 3})
+    load(path, make)
+    assert seen == [True]
+
+
+@pytest.mark.parametrize("shape", [(), (0,), (1,), (3, 2)])
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_every_dtype_and_neighbours(path, dtype, shape):
+    # The last leaf would be misread if one before it took the wrong number of bytes.
+    x = jr.randint(jr.key(0), shape, 0, 2).astype(dtype)
+    tree = {"a": x, "b": np.asarray(x), "last": jnp.arange(3)}
+    save(path, tree)
+    assert same(load(path, like=tree), tree)
+    assert same(
+        load(path, like=lambda: {"a": jnp.zeros(shape, dtype), "b": np.asarray(x), "last": jnp.arange(3)}),
+        tree,
+    )
+
+
+def test_double_precision(path):
+    with jax.enable_x64(True):
+        tree = {"a": jnp.asarray([1 / 3], jnp.float64), "b": np.asarray(2**40)}
+        save(path, tree)
+        assert same(load(path, like=tree), tree)
+
+
+def test_scalars(path):
+    tree = [
+        True,
+        0,
+        -(2**63),
+        2**63 - 1,
+        0.1,
+        float("inf"),
+        -0.0,
+        1 + 2j,
+        np.float32(0.1),
+        np.int8(-3),
+        np.bool_(True),
+    ]
+    tree.append(jnp.bfloat16(1.5).item())
+    tree.append(np.asarray(1.5, jnp.bfloat16)[()])  # a bfloat16 scalar that is not an array
+    tree.append(jnp.arange(2))
+    save(path, tree)
+    like = [type(x)(0) if not eqx.is_array(x) else x for x in tree]
+    assert same(load(path, like=like), tree)
+    assert same(load(path, like=lambda: like), tree)
+    assert np.isnan(load_one(path, float("nan")))
+
+
+def load_one(path, x):
+    save(path, x)
+    return load(path, like=x)
+
+
+def test_random_keys(path):
+    tree = {
+        "new": jr.key(1),
+        "many": jr.split(jr.key(2), 3),
+        "rbg": jr.key(3, impl="rbg"),
+        "old": jr.PRNGKey(4),
+    }
+    save(path, tree)
+    assert same(load(path, like=tree), tree)
+    assert same(load(path, like=lambda: jax.tree.map(lambda x: x, tree)), tree)
+    with pytest.raises(
+        CheckpointError, match=r"\['new'\].*random keys rbg\[\], got random keys threefry2x32\[\]"
+    ):
+        load(path, like={**tree, "new": jr.key(1, impl="rbg")})
+
+
+def test_layouts_and_byte_order(path):
+    x = np.arange(6.0).reshape(2, 3)
+    tree = {
+        "f": np.asfortranarray(x),
+        "strided": x[:, ::2],
+        "big": x.astype(">f4"),
+        "bf": x.T.astype(jnp.bfloat16),
+    }
+    save(path, tree)
+    for a, b in zip(jax.tree.leaves(load(path, like=tree)), jax.tree.leaves(tree)):
+        np.testing.assert_array_equal(a.astype(np.float64), b.astype(np.float64))
+
+
+def test_leaves_that_are_not_saved_come_from_like(path):
+    save(path, {"f": jnp.sin, "s": "old", "n": None, "x": jnp.ones(2)})
+    loaded = load(path, like={"f": jnp.cos, "s": "new", "n": None, "x": jnp.zeros(2)})
+    assert loaded["f"] is jnp.cos and loaded["s"] == "new"
+    np.testing.assert_array_equal(loaded["x"], np.ones(2))
+
+
+def test_empty_tree(path):
+    save(path, None)
+    assert load(path, like=None) is None
+    assert info(path)["leaves"] == []
+
+
+def test_sharded(path):
+    if len(jax.devices()) < 2:
+        pytest.skip("needs two devices")
+    mesh = jax.make_mesh((2,), ("d",), axis_types=(jax.sharding.AxisType.Auto,), devices=jax.devices()[:2])
+    sharded = jax.device_put(jnp.arange(8.0), NamedSharding(mesh, P("d")))
+    save(path, {"x": sharded})
+    np.testing.assert_array_equal(load(path, like={"x": jnp.zeros(8)})["x"], np.arange(8))
+    loaded = load(path, like={"x": sharded})["x"]
+    assert loaded.sharding == sharded.sharding
+    np.testing.assert_array_equal(loaded, np.arange(8))
+    assert not load(path, like={"x": jnp.zeros(8)})["x"].committed
+
+
+def test_model_and_optimiser_state(path, block):
+    import optax
+
+    optimiser = optax.adamw(1e-3)
+    state = optimiser.init(eqx.filter(block, eqx.is_inexact_array))
+    save(path, (block, state))
+    assert same(load(path, like=(block, state)), (block, state))
+
+
+def test_equinox_reads_what_follows_the_header(path, block):
+    save(path, block)
+    with open(path, "rb") as file:
+        file.readline()
+        assert same(eqx.tree_deserialise_leaves(file, Block(4, key=jr.key(1))), block)
+
+
+def test_plain_equinox_serialisation(block):
+    file = io.BytesIO()
+    eqx.tree_serialise_leaves(file, block)
+    file.seek(0)
+    assert same(eqx.tree_deserialise_leaves(file, Block(4, key=jr.key(1))), block)
+
+
+def test_info(path, block):
+    save(path, block, {"width": 4, "nested": {"a": [1, 2.5, None, True, "x"]}, "pair": (1, 2)})
+    header = info(path)
+    assert header["hyperparameters"] == {
+        "width": 4,
+        "nested": {"a": [1, 2.5, None, True, "x"]},
+        "pair": [1, 2],
+    }
+    assert header["leaves"][0] == {
+        "path": ".linear.weight",
+        "kind": "array",
+        "dtype": "float32",
+        "shape": [4, 4],
+    }
+    assert [leaf["kind"] for leaf in header["leaves"]] == ["array", "array", "array", "float", "int", "bool"]
+    assert json.loads(path.read_bytes().split(b"\n", 1)[0]) == header
+
+
+@settings(max_examples=30, deadline=None)
+@given(
+    st.dictionaries(
+        st.text(max_size=5),
+        st.recursive(
+            st.none()
+            | st.booleans()
+            | st.integers()
+            | st.floats(allow_nan=False, allow_infinity=False)
+            | st.text(),
+            lambda x: st.lists(x, max_size=3) | st.dictionaries(st.text(max_size=3), x, max_size=3),
+            max_leaves=5,
+        ),
+        max_size=4,
+    )
+)
+def test_any_json_survives(tmp_path_factory, hyperparameters):
+    path = tmp_path_factory.mktemp("json") / "x"
+    save(path, jnp.ones(1), hyperparameters)
+    assert info(path)["hyperparameters"] == hyperparameters
+    np.testing.assert_array_equal(load(path, like=jnp.zeros(1)), np.ones(1))
+
+
+# Conversion while loading
+
+
+@pytest.mark.parametrize("dtype", ["bfloat16", "float16", "float32"])
+def test_dtype_override(path, block, dtype):
+    save(path, block, {"width": 4})
+    for like in (Block, block, Block(4, dtype=jnp.float16, key=jr.key(0))):
+        loaded = load(path, like=like, dtype=dtype)
+        assert loaded.linear.weight.dtype == loaded.scale.dtype == jnp.dtype(dtype)
+        np.testing.assert_array_equal(loaded.linear.weight, block.linear.weight.astype(dtype))
+        assert type(loaded.rate) is float and loaded.steps == 3
+    tree = {"i": jnp.arange(3), "k": jr.key(0), "n": np.ones(2, np.float32)}
+    save(path, tree)
+    loaded = load(path, like=tree, dtype=jnp.dtype(dtype))
+    assert (
+        loaded["i"].dtype == jnp.int32 and isinstance(loaded["n"], np.ndarray) and loaded["n"].dtype == dtype
+    )
+
+
+def test_dtype_override_is_checked(path, block):
+    save(path, block)
+    with pytest.raises(ValueError, match="dtype=int32: must be a floating-point dtype"):
+        load(path, like=block, dtype=jnp.int32)
+    with pytest.raises(ValueError, match="jax_enable_x64"):
+        load(path, like=block, dtype=jnp.float64)
+
+
+# Atomic
+
+
+@pytest.mark.parametrize("where", ["first leaf", "last leaf", "fsync", "replace"])
+@pytest.mark.parametrize("error", [OSError("no space left"), KeyboardInterrupt()])
+def test_interrupted_save_leaves_the_old_file(path, block, monkeypatch, where, error):
+    save(path, block, {"width": 4})
+    before = path.read_bytes()
+    other = Block(4, key=jr.key(5))
+
+    def fail(*args, **kwargs):
+        raise error
+
+    if where == "fsync":
+        monkeypatch.setattr(os, "fsync", fail)
+    elif where == "replace":
+        monkeypatch.setattr(os, "replace", fail)
+    else:
+        real, calls = np.save, []
+
+        def failing(*args, **kwargs):
+            calls.append(None)
+            if len(calls) == (1 if where == "first leaf" else 3):
+                fail()
+            return real(*args, **kwargs)
+
+        monkeypatch.setattr(np, "save", failing)
+    # Equinox turns an error inside a leaf into its own; what counts is that it comes out, and what it leaves behind.
+    with pytest.raises((OSError, KeyboardInterrupt, RuntimeError)):
+        save(path, other, {"width": 4})
+    monkeypatch.undo()
+    assert path.read_bytes() == before
+    assert os.listdir(path.parent) == [path.name]
+    save(path, other, {"width": 4})
+    assert same(load(path, like=Block), other)
+
+
+def test_first_save_that_fails_leaves_nothing(path, monkeypatch):
+    monkeypatch.setattr(os, "replace", lambda *a: (_ for _ in ()).throw(OSError("no")))
+    with pytest.raises(OSError, match="no"):
+        save(path, jnp.ones(3))
+    assert os.listdir(path.parent) == []
+
+
+def test_data_is_on_disk_before_the_name_changes(path, monkeypatch):
+    order = []
+    fsync, replace = os.fsync, os.replace
+    monkeypatch.setattr(os, "fsync", lambda fd: (order.append("fsync"), fsync(fd))[1])
+    monkeypatch.setattr(os, "replace", lambda a, b: (order.append(os.path.dirname(a)), replace(a, b))[1])
+    save(path, jnp.ones(3))
+    assert order[:2] == ["fsync", os.path.dirname(os.path.realpath(path))]
+
+
+@pytest.mark.skipif(os.name != "posix", reason="POSIX permissions and links")
+def test_permissions_and_links(tmp_path):
+    target, link, plain = tmp_path / "target", tmp_path / "link", tmp_path / "plain"
+    plain.write_bytes(b"")
+    link.symlink_to(target)
+    save(link, jnp.ones(2))
+    assert link.is_symlink() and target.exists()
+    assert stat.S_IMODE(target.stat().st_mode) == stat.S_IMODE(plain.stat().st_mode)
+
+
+# What can be wrong with a file
+
+
+def fails(path, pattern, like=None, **kwargs):
+    with pytest.raises(CheckpointError, match=pattern) as caught:
+        load(path, like=jnp.ones(3) if like is None else like, **kwargs)
+    assert str(path) in str(caught.value)
+    assert isinstance(caught.value, ValueError) and isinstance(caught.value, EjkernelError)
+
+
+def test_truncated_anywhere(path, tmp_path):
+    save(path, {"a": jnp.ones(3), "b": 1.0, "c": jnp.ones((), jnp.bfloat16)}, {"n": 1})
+    whole = path.read_bytes()
+    cut = tmp_path / "cut.eqx"
+    for n in range(len(whole)):
+        cut.write_bytes(whole[:n])
+        with pytest.raises(CheckpointError, match=r"cut\.eqx.*truncated"):
+            load(cut, like={"a": jnp.ones(3), "b": 1.0, "c": jnp.ones((), jnp.bfloat16)})
+        with pytest.raises(CheckpointError, match=r"cut\.eqx.*truncated"):
+            info(cut)
+
+
+def test_appended(path):
+    save(path, jnp.ones(3))
+    whole = path.read_bytes()
+    for garbage in (b"\0", b"\n", whole, whole[-48:]):
+        path.write_bytes(whole + garbage)
+        fails(path, "truncated or something was appended")
+
+
+def test_altered(path):
+    save(path, jnp.ones(3))
+    whole = bytearray(path.read_bytes())
+    start = whole.index(b"\n")
+    for position in (start + 1, start + 100, len(whole) - 49, len(whole) - 1):
+        altered = bytearray(whole)
+        altered[position] ^= 1
+        path.write_bytes(altered)
+        fails(path, "damaged")
+
+
+def test_nothing_is_built_from_a_bad_file(path):
+    def make():
+        raise AssertionError("called")
+
+    save(path, jnp.ones(3))
+    path.write_bytes(path.read_bytes()[:-1])
+    fails(path, "truncated", like=make)
+
+
+@pytest.mark.parametrize(
+    "content", [b"hello", b"{}\n", b'{"format": "other"}\n', b"PK\x03\x04" + bytes(99), b"\x80\x04"]
+)
+def test_foreign(path, content):
+    path.write_bytes(content)
+    fails(path, "not a checkpoint written by ejkernel_eqx.save")
+
+
+def test_empty_file(path):
+    path.write_bytes(b"")
+    fails(path, "truncated")
+
+
+def test_plain_equinox_file_is_recognised(path):
+    eqx.tree_serialise_leaves(path, jnp.ones(3))
+    fails(path, "tree_deserialise_leaves")
+
+
+def test_missing_file(path):
+    with pytest.raises(FileNotFoundError):
+        load(path, like=jnp.ones(3))
+
+
+def test_newer_schema(path):
+    # Whatever a later version changes after the header, this version says that it is too old.
+    path.write_bytes(b'{"format": "ejkernel_eqx", "schema": 99, "something": []}\nrest')
+    fails(path, "schema 99.*reads up to 1.*Update")
+    with pytest.raises(CheckpointError, match="schema 99"):
+        info(path)
+
+
+def test_damaged_header(path):
+    path.write_bytes(b'{"format": "ejkernel_eqx", "schema": 1, oh no}\nrest')
+    fails(path, "header is not valid JSON")
+
+
+# What can be wrong with `like`
+
+
+def test_wrong_shape_dtype_and_kind(path, block):
+    save(path, block, {"width": 4})
+    fails(
+        path,
+        r"'\.linear\.weight' should be array float32\[5,5\], got array float32\[4,4\].*info",
+        like=Block(5, key=jr.key(0)),
+    )
+    fails(
+        path,
+        r"'\.linear\.weight' should be array float16\[4,4\], got array float32\[4,4\].*dtype='float16'",
+        like=Block(4, dtype=jnp.float16, key=jr.key(0)),
+    )
+    scalar = eqx.tree_at(lambda b: b.scale, block, 1.0)
+    fails(path, r"'\.scale' should be a Python float, got array bfloat16\[\]", like=scalar)
+    array = eqx.tree_at(lambda b: b.rate, block, jnp.ones(()))
+    fails(path, r"'\.rate' should be array float32\[\], got a Python float", like=array)
+    integer = eqx.tree_at(lambda b: b.rate, block, 1)
+    fails(path, r"'\.rate' should be a Python int, got a Python float", like=integer)
+
+
+def test_integer_dtypes_are_not_overridden(path):
+    save(path, {"x": jnp.ones(2, jnp.int32)})
+    fails(
+        path,
+        r"should be array float32\[2\], got array int32\[2\]",
+        like={"x": jnp.ones(2)},
+        dtype=jnp.float32,
+    )
+
+
+def test_wrong_structure(path):
+    save(path, {"a": jnp.ones(2), "b": jnp.ones(2), "c": jnp.ones(2)})
+    x = jnp.ones(2)
+    fails(path, r"`like` has \"\['d'\]\" .*which the file does not", like={"a": x, "b": x, "c": x, "d": x})
+    fails(path, r"`like` has \"\['aa'\]\" .*which the file does not", like={"a": x, "aa": x, "b": x, "c": x})
+    fails(path, r"the file has \"\['c'\]\" .*which `like` does not", like={"a": x, "b": x})
+    fails(path, r"the file has \"\['a'\]\" .*which `like` does not", like={"b": x, "c": x})
+
+
+def test_same_leaves_in_another_order(path):
+    class One(eqx.Module):
+        a: jax.Array
+        b: jax.Array
+
+    class Two(eqx.Module):
+        b: jax.Array
+        a: jax.Array
+
+    save(path, One(jnp.ones(2), jnp.zeros(2)))
+    fails(path, r"the file has '\.a' where `like` has '\.b'", like=Two(jnp.ones(2), jnp.zeros(2)))
+
+
+def test_hyperparameters_that_do_not_fit_the_callable(path, block):
+    save(path, block, {"width": 4, "colour": "red"})
+    fails(path, "hyperparameters.*'colour': 'red'.*Block.*colour", like=Block)
+    save(path, block)
+    fails(path, "do not fit.*Block.*width", like=Block)
+
+
+# What cannot be saved
+
+
+@pytest.mark.parametrize(
+    "value",
+    [jnp.bfloat16, jnp.ones(2), {1: 2}, float("nan"), [object()], {"a": {2: 3}}, np.float32(1), {1, 2}],
+)
+def test_hyperparameters_must_be_json(path, value):
+    with pytest.raises(ValueError, match=r"hyperparameters\['bad'\] cannot be stored as JSON"):
+        save(path, jnp.ones(1), {"good": 1, "bad": value})
+    assert not path.exists()
+
+
+def test_hyperparameters_need_string_keys(path, unchecked):
+    with pytest.raises(ValueError, match="keys must be strings, got 3"):
+        save(path, jnp.ones(1), {3: 1})  # pyright: ignore[reportArgumentType]
+    assert not path.exists()
+
+
+def test_leaves_that_cannot_be_saved(path):
+    with pytest.raises(ValueError, match=r"\['x'\].*object"):
+        save(path, {"x": np.asarray([None])})
+    with pytest.raises(ValueError, match=r"\['x'\].*holds no values"):
+        save(path, {"x": jax.ShapeDtypeStruct((2,), jnp.float32)})
+    with pytest.raises(ValueError, match=r"\['x'\].*64 bits"):
+        save(path, {"x": 2**63})
+    with pytest.raises(ValueError, match="holds no values"):
+        jax.jit(lambda x: save(path, x))(jnp.ones(2))
+    deleted = jnp.ones(2)
+    deleted.delete()
+    with pytest.raises(ValueError, match=r"\['x'\].*deleted"):
+        save(path, {"x": deleted})
+    assert not path.exists()
