@@ -65,7 +65,8 @@ def explain(target: Any, *args: Any, **kwargs: Any) -> Explanation:
     found: list[Selection] = []
     with on_selection(found.append):
         eqx.filter_eval_shape(target, *args, **kwargs)
-    return Explanation(shown, tuple(_of_selection(selection) for selection in found))
+    distinct = {(selection.problem, selection.platform): selection for selection in found}
+    return Explanation(shown, tuple(_of_selection(selection) for selection in distinct.values()))
 
 
 def kernels_of(tree: Any) -> list[tuple[str, Kernel]]:

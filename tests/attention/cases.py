@@ -146,7 +146,7 @@ def all_pairs(factors: Sequence[int], forbidden=lambda row: False) -> list[tuple
     rows = []
     while open_pairs:
         a, x, b, y = next(iter(open_pairs))
-        row = [x if i == a else y if i == b else None for i in indices]
+        row: list = [x if i == a else y if i == b else None for i in indices]
         for c in sorted((c for c in indices if row[c] is None), key=lambda c: -factors[c]):
             row[c] = _best_choice(row, c, factors[c], open_pairs, forbidden, len(rows))
         for i, j in itertools.combinations(indices, 2):
@@ -164,7 +164,9 @@ def _best_choice(row, column, choices, open_pairs, forbidden, turn):
         )
         return sum(pair in open_pairs for pair in pairs)
 
-    allowed = [z for z in range(choices) if not forbidden([z if i == column else w for i, w in enumerate(row)])]
+    allowed = [
+        z for z in range(choices) if not forbidden([z if i == column else w for i, w in enumerate(row)])
+    ]
     return max(allowed, key=lambda z: (gain(z), -((z - turn) % choices)))
 
 
@@ -190,8 +192,31 @@ _FLAGS: dict[str, tuple] = {
     "soft_cap": (None, 3.0),
     "B": (1, 2),
 }
-_LENGTHS = ((127, 127), (7, 65), (64, 64), (200, 63), (1, 127), (65, 200), (63, 7), (127, 64), (1, 1), (65, 65), (200, 200))
-_DIMS = ((64, 64), (16, 16), (128, 128), (40, 40), (192, 128), (80, 80), (256, 256), (96, 96), (160, 160), (16, 40))
+_LENGTHS = (
+    (127, 127),
+    (7, 65),
+    (64, 64),
+    (200, 63),
+    (1, 127),
+    (65, 200),
+    (63, 7),
+    (127, 64),
+    (1, 1),
+    (65, 65),
+    (200, 200),
+)
+_DIMS = (
+    (64, 64),
+    (16, 16),
+    (128, 128),
+    (40, 40),
+    (192, 128),
+    (80, 80),
+    (256, 256),
+    (96, 96),
+    (160, 160),
+    (16, 40),
+)
 
 
 def _forbidden(row) -> bool:
@@ -216,9 +241,13 @@ def _pairwise() -> list[Case]:
 
 def _describe(case: Case) -> str:
     words = [f"B{case.B}T{case.T}S{case.S}H{case.H}K{case.K}D{case.D}V{case.V}", case.dtype]
-    words += [f"{n}{getattr(case, n)}" for n in ("left", "right", "offset") if getattr(case, n) not in (None, 0)]
+    words += [
+        f"{n}{getattr(case, n)}" for n in ("left", "right", "offset") if getattr(case, n) not in (None, 0)
+    ]
     words += ["causal"] if case.right == 0 else []
-    words += [f"{n}_{getattr(case, n)}" for n in ("bias", "mask", "rows", "alibi", "sinks") if getattr(case, n)]
+    words += [
+        f"{n}_{getattr(case, n)}" for n in ("bias", "mask", "rows", "alibi", "sinks") if getattr(case, n)
+    ]
     words += [n for n in ("segments", "dropout", "soft_cap") if getattr(case, n)]
     return "-".join(words)
 

@@ -6,7 +6,7 @@ import pytest
 from ejkernel_eqx.attention.philox import philox_keep, threshold
 from ejkernel_eqx.attention.reference import attend
 from ejkernel_eqx.attention.spec import AttentionArrays, AttentionSpec
-from tests.attention.cases import EVERYTHING, Case, make
+from tests.attention.cases import Case, EVERYTHING, make
 from tests.tolerances import assert_close
 
 
@@ -89,26 +89,31 @@ def test_gradient_by_finite_differences(enable_x64):
     case = Case(T=5, S=7, H=2, K=1, D=3, V=2, right=0, offset=1, soft_cap=2.0, bias="1HTS", alibi="1H", sinks="1H",
                 mask="B1TS", dropout=0.3, dtype="float64")  # fmt: skip
     arrays, spec = make(case)
-    inexact = {n: x for n, x in arrays._asdict().items() if x is not None and jnp.issubdtype(x.dtype, jnp.floating)}
+    inexact = {
+        n: x for n, x in arrays._asdict().items() if x is not None and jnp.issubdtype(x.dtype, jnp.floating)
+    }
 
+    @jax.jit
     def loss(inexact):
         out, lse = attend(arrays._replace(**inexact), spec)
         return jnp.sum(jnp.sin(out)) + jnp.sum(jnp.cos(jnp.where(jnp.isfinite(lse), lse, 0)))
 
     direction = {n: jnp.cos(jnp.arange(x.size, dtype=x.dtype)).reshape(x.shape) for n, x in inexact.items()}
-    slope = jax.jvp(loss, (inexact,), (direction,))[1]
+    slope = jax.jit(lambda x, dx: jax.jvp(loss, (x,), (dx,))[1])(inexact, direction)
     shifted = [loss({n: x + h * direction[n] for n, x in inexact.items()}) for h in (1e-6, -1e-6)]
     np.testing.assert_allclose((shifted[0] - shifted[1]) / 2e-6, slope, rtol=1e-7)
-    gradient = jax.grad(loss)(inexact)
+    gradient = jax.jit(jax.grad(loss))(inexact)
     np.testing.assert_allclose(sum(jnp.sum(gradient[n] * direction[n]) for n in inexact), slope, rtol=1e-10)
 
 
 def test_hidden_nan_reaches_nothing():
     arrays, spec = make(Case(T=6, S=8, D=4, V=4, right=0, offset=-2, sinks="1H"))
-    clean = jax.grad(lambda a: sum(jnp.sum(x) for x in attend(a, spec)))
+    clean = jax.jit(jax.grad(lambda a: sum(jnp.sum(x) for x in attend(a, spec))))
     assert all(bool(jnp.isfinite(x).all()) for x in jax.tree.leaves(clean(arrays)))
     nan = arrays._replace(
-        q=arrays.q.at[:, :2].set(jnp.nan), k=arrays.k.at[:, 4:].set(jnp.nan), v=arrays.v.at[:, 4:].set(jnp.nan)
+        q=arrays.q.at[:, :2].set(jnp.nan),
+        k=arrays.k.at[:, 4:].set(jnp.nan),
+        v=arrays.v.at[:, 4:].set(jnp.nan),
     )
     for before, after in zip(jax.tree.leaves(clean(arrays)), jax.tree.leaves(clean(nan)), strict=True):
         np.testing.assert_array_equal(before, after)

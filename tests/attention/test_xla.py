@@ -2,7 +2,7 @@ import collections
 import dataclasses
 import functools
 import re
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -16,23 +16,26 @@ from jax.sharding import PartitionSpec as P
 
 from ejkernel_eqx.attention import reference, xla
 from ejkernel_eqx.attention.spec import AttentionArrays, AttentionGrads, AttentionSpec
-from tests.attention.cases import CASES, EMPTY, EVERYTHING, Case, make, poison
-from tests.tolerances import assert_close
+from tests.attention.cases import Case, CASES, EMPTY, EVERYTHING, make, poison
+from tests.tolerances import assert_close, errors, TOLERANCES
 
 DIFFERENTIABLE = ("q", "k", "v", "bias", "alibi_slopes", "sinks")
 TILES = (xla.XlaConfig(64, 48), xla.XlaConfig(32, 128), xla.XlaConfig(512, 512))
 
 
 class Result(NamedTuple):
-    out: Array
-    lse: Array
-    grads: AttentionGrads
+    out: Any
+    lse: Any
+    grads: Any
 
 
 def cotangents(case: Case, seed: int = 1) -> tuple[Array, Array]:
     """For the output and for the log-sum-exp."""
     rng = np.random.default_rng(seed)
-    dout, dlse = rng.standard_normal((case.B, case.T, case.H, case.V)), rng.standard_normal((case.B, case.H, case.T))
+    dout, dlse = (
+        rng.standard_normal((case.B, case.T, case.H, case.V)),
+        rng.standard_normal((case.B, case.H, case.T)),
+    )
     return jnp.asarray(dout).astype(case.dtype), jnp.asarray(dlse, wide(case.dtype))
 
 
@@ -73,6 +76,30 @@ def _inexact(x) -> bool:
     return jnp.issubdtype(x.dtype, jnp.floating)
 
 
+def assert_gradient_close(
+    actual: Array, exact: np.ndarray, part: np.ndarray | None, dtype: str, name: str
+) -> None:
+    """As `assert_close`, measuring by the larger of `exact` and its cancelling `part`."""
+    if part is None or not part.any():
+        return assert_close(actual, exact, dtype, "gradient", name=name)
+    for kind, size in (("rms", lambda x: np.sqrt(np.mean(x**2))), ("peak", lambda x: np.abs(x).max())):
+        measured = getattr(errors(actual, exact, max(size(exact), size(part))), kind)
+        allowed = getattr(TOLERANCES[dtype]["gradient"], kind)
+        assert measured <= allowed, f"{name} ({dtype}): {kind} error {measured:.3g}, allowed {allowed:.3g}"
+
+
+def cancelling_part(arrays: AttentionArrays, dout: Array, expected: Result, spec: AttentionSpec):
+    """The part of the exact gradients that goes through `delta = rowsum(dout * out)`, for 16-bit problems.
+
+    A backward is given `out` as it was stored, in 16 bits, so this part is as uncertain as that. Where it is
+    larger than the gradient itself (a query with few keys), it is what the error has to be measured by.
+    """
+    if arrays.q.dtype.itemsize != 2:
+        return None
+    delta = (np.asarray(dout, np.float64) * expected.out).sum(-1).swapaxes(1, 2)
+    return run_reference(arrays, jnp.zeros_like(dout), jnp.asarray(delta, jnp.float32), spec).grads
+
+
 def check(case: Case, config: xla.XlaConfig, run=run_quick) -> None:
     """Output, log-sum-exp and all gradients against the reference; the same from poisoned arrays, bit for bit."""
     arrays, spec = make(case)
@@ -81,13 +108,15 @@ def check(case: Case, config: xla.XlaConfig, run=run_quick) -> None:
     assert actual.out.dtype == arrays.q.dtype and actual.lse.dtype == wide(case.dtype)
     assert_close(actual.out, expected.out, case.dtype, "forward", name="out")
     assert_close(actual.lse, expected.lse, case.dtype, "forward", name="lse")
+    through_delta = cancelling_part(arrays, dout, expected, spec)
     for name in DIFFERENTIABLE:
         gradient, array = getattr(actual.grads, name), getattr(arrays, name)
         if array is None:
             assert gradient is None
             continue
         assert gradient.shape == array.shape and gradient.dtype == array.dtype
-        assert_close(gradient, getattr(expected.grads, name), case.dtype, "gradient", name=f"gradient of {name}")
+        exact, part = getattr(expected.grads, name), getattr(through_delta, name, None)
+        assert_gradient_close(gradient, exact, part, case.dtype, f"gradient of {name}")
     poisoned = run(poison(case, arrays), dout, dlse, spec, config)
     for clean, again in zip(jax.tree.leaves(actual), jax.tree.leaves(poisoned), strict=True):
         np.testing.assert_array_equal(np.asarray(clean), np.asarray(again))
@@ -113,7 +142,9 @@ def test_float64(n, enable_x64):
 def test_any_shape(data):
     lengths, flag = st.integers(1, 70), st.booleans()
     window = st.one_of(st.none(), st.integers(0, 40))
-    pattern = st.sampled_from([None, "BHTS", "1HTS", "B1TS", "BH1S", "BHT1", "1H11", "11TS", "B11S", "111S", "B1T1"])
+    pattern = st.sampled_from(
+        [None, "BHTS", "1HTS", "B1TS", "BH1S", "BHT1", "1H11", "11TS", "B11S", "111S", "B1T1"]
+    )
     kv_heads = data.draw(st.integers(1, 3))
     case = Case(
         name="random",
@@ -150,7 +181,7 @@ def test_vmap():
     dout, dlse = cotangents(dataclasses.replace(EVERYTHING, B=4))
     expected = run_xla(arrays, dout, dlse, spec, TILES[0])
     # What is shared by the batch is shared by the mapped axis too.
-    axes = AttentionArrays(*(None if x is None or x.shape[0] == 1 else 0 for x in arrays))
+    axes = jax.tree.map(lambda x: None if x.shape[0] == 1 else 0, arrays)
     split = jax.tree.map(lambda x: x if x.shape[0] == 1 else x.reshape(2, 2, *x.shape[1:]), arrays)
     mapped = jax.vmap(run_xla, in_axes=(axes, 0, 0, None, None))(
         split, dout.reshape(2, 2, *dout.shape[1:]), dlse.reshape(2, 2, *dlse.shape[1:]), spec, TILES[0]
@@ -165,7 +196,9 @@ def test_vmap():
 
 
 @pytest.mark.parametrize("bias", [None, "1H1S"])
-@pytest.mark.parametrize("flags", [dict(), dict(right=0, sinks="1H", alibi="1H", dropout=0.1), dict(rows="packed")])
+@pytest.mark.parametrize(
+    "flags", [dict(), dict(right=0, sinks="1H", alibi="1H", dropout=0.1), dict(rows="packed")]
+)
 def test_memory_is_linear_in_length(flags, bias):
     temporary = []
     for length in (4096, 8192):
@@ -174,16 +207,22 @@ def test_memory_is_linear_in_length(flags, bias):
         dout, dlse = cotangents(case)
         config = xla.default_config(None, None)
         compiled = run_xla.lower(arrays, dout, dlse, spec, config).compile()
-        temporary.append(compiled.memory_analysis().temp_size_in_bytes)
+        analysis = compiled.memory_analysis()
+        assert analysis is not None
+        temporary.append(analysis.temp_size_in_bytes)
     assert temporary[1] <= 2.2 * temporary[0], temporary
 
 
-COLLECTIVE = re.compile(r"\b(all-gather|all-reduce|all-to-all|collective-permute|reduce-scatter)(?:-start)?\(")
+COLLECTIVE = re.compile(
+    r"\b(all-gather|all-reduce|all-to-all|collective-permute|reduce-scatter)(?:-start)?\("
+)
 
 
 def _place(mesh, arrays):
     """Batch over `data`, heads over `model`, whatever is broadcast on every device."""
-    axes = dict(q="b.h.", k="b.h.", v="b.h.", bias="bh..", mask="bh..", q_segments="b.", kv_segments="b.", seeds="bh.")
+    axes = dict(
+        q="b.h.", k="b.h.", v="b.h.", bias="bh..", mask="bh..", q_segments="b.", kv_segments="b.", seeds="bh."
+    )
     axes |= dict(alibi_slopes="bh", sinks="bh")
 
     def place(name, x):
@@ -216,7 +255,7 @@ def test_sharding_moves_no_operand(axis_type, flags, reduced):
     dout = jax.device_put(dout, NamedSharding(mesh, P("data", None, "model")))
     dlse = jax.device_put(dlse, NamedSharding(mesh, P("data", "model")))
     with jax.set_mesh(mesh):
-        text = run_xla.lower(sharded, dout, dlse, spec, xla.XlaConfig(32, 32)).compile().as_text()
+        text = run_xla.lower(sharded, dout, dlse, spec, xla.XlaConfig(32, 32)).compile().as_text() or ""
         actual = run_xla(sharded, dout, dlse, spec, xla.XlaConfig(32, 32))
     found = collections.Counter(COLLECTIVE.findall(text))
     assert set(found) <= {"all-reduce"} and found["all-reduce"] <= reduced, found
@@ -225,7 +264,9 @@ def test_sharding_moves_no_operand(axis_type, flags, reduced):
         assert_close(getattr(actual, name), getattr(expected, name))
     for name in DIFFERENTIABLE:
         if getattr(arrays, name) is not None:
-            assert_close(getattr(actual.grads, name), getattr(expected.grads, name), kind="gradient", name=name)
+            assert_close(
+                getattr(actual.grads, name), getattr(expected.grads, name), kind="gradient", name=name
+            )
 
 
 def test_inside_shard_map():
@@ -234,7 +275,8 @@ def test_inside_shard_map():
     arrays, spec = make(case)
     dout, dlse = cotangents(case)
     config = xla.XlaConfig(16, 16)
-    rows, heads = P("data", None, "model"), P("data", "model")
+    rows: Any = P("data", None, "model")
+    heads: Any = P("data", "model")
     mapped = jax.shard_map(
         lambda q, k, v, dout, dlse: run_xla(AttentionArrays(q, k, v), dout, dlse, spec, config),
         mesh=mesh,

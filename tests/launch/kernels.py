@@ -31,9 +31,13 @@ def matmul_softmax_kernel(
     acc = tl.zeros([BM, BN], dtype=tl.float32)
     for start in tl.range(0, K, BK, disallow_acc_multi_buffer=True):
         inner = start + tl.arange(0, BK)
-        x = tl.load(a + rows[:, None] * K + inner[None, :], mask=row_ok[:, None] & (inner < K)[None, :], other=0.0)
+        x = tl.load(
+            a + rows[:, None] * K + inner[None, :], mask=row_ok[:, None] & (inner < K)[None, :], other=0.0
+        )
         y = tl.load(
-            b + inner[:, None] * N + columns[None, :], mask=(inner < K)[:, None] & (columns < N)[None, :], other=0.0
+            b + inner[:, None] * N + columns[None, :],
+            mask=(inner < K)[:, None] & (columns < N)[None, :],
+            other=0.0,
         )
         acc = tl.dot(x, y, acc=acc, input_precision="ieee")
     logits, _ = scaled(acc, SCALE)
@@ -101,7 +105,19 @@ def affine_combine(a0, b0, a1, b1):
 
 @triton.jit
 def tour_kernel(
-    decay, value, ints, state, backward, sums, best, flipped, gate, extremes, loops, T: tl.constexpr, D: tl.constexpr
+    decay,
+    value,
+    ints,
+    state,
+    backward,
+    sums,
+    best,
+    flipped,
+    gate,
+    extremes,
+    loops,
+    T: tl.constexpr,
+    D: tl.constexpr,
 ):
     """One of everything else the package's kernels use."""
     t = tl.arange(0, T)

@@ -1,5 +1,6 @@
-"""Attention layers of published models, written down from their formulas, dense and slow, in whatever precision they
-are given. Nothing here uses the package. `w` maps the published parameter names to arrays; `x` is `[T, E]`.
+"""Attention layers of published models, written down from their formulas, dense and slow, in whatever
+precision they are given. Nothing here uses the package. `w` maps the published parameter names to arrays; `x`
+is `[T, E]`.
 """
 
 import math
@@ -75,7 +76,8 @@ def heads(w, name, x, count):
 
 
 def attend(q, k, v, scale, *, window=None, cap=None, sinks=None):
-    """Dense and causal. Query head `h` reads key head `h // (H / K)`; a sink is one more column without a value."""
+    """Dense and causal. Query head `h` reads key head `h // (H / K)`; a sink is one more column without a
+    value."""
     count, num_heads, _ = q.shape
     reads = np.array([h * k.shape[1] // num_heads for h in range(num_heads)])
     score = scale * jnp.einsum("ihd,jhd->hij", q, k[:, reads])
@@ -99,7 +101,11 @@ def output(w, x):
 
 
 def llama3(w, x, *, num_heads, num_kv_heads, theta=500000.0, scaling=(8.0, 1.0, 4.0, 8192)):
-    q, k, v = heads(w, "q_proj", x, num_heads), heads(w, "k_proj", x, num_kv_heads), heads(w, "v_proj", x, num_kv_heads)
+    q, k, v = (
+        heads(w, "q_proj", x, num_heads),
+        heads(w, "k_proj", x, num_kv_heads),
+        heads(w, "v_proj", x, num_kv_heads),
+    )
     frequencies = llama3_scaled(q.shape[-1], theta, *scaling)
     p = np.arange(len(x))
     q, k = rotate_halves(q, frequencies, p), rotate_halves(k, frequencies, p)
@@ -107,7 +113,11 @@ def llama3(w, x, *, num_heads, num_kv_heads, theta=500000.0, scaling=(8.0, 1.0, 
 
 
 def mistral(w, x, *, num_heads, num_kv_heads, window, theta=10000.0):
-    q, k, v = heads(w, "q_proj", x, num_heads), heads(w, "k_proj", x, num_kv_heads), heads(w, "v_proj", x, num_kv_heads)
+    q, k, v = (
+        heads(w, "q_proj", x, num_heads),
+        heads(w, "k_proj", x, num_kv_heads),
+        heads(w, "v_proj", x, num_kv_heads),
+    )
     frequencies, p = inverse_frequencies(q.shape[-1], theta), np.arange(len(x))
     q, k = rotate_halves(q, frequencies, p), rotate_halves(k, frequencies, p)
     return output(w, attend(q, k, v, q.shape[-1] ** -0.5, window=window))
@@ -115,14 +125,22 @@ def mistral(w, x, *, num_heads, num_kv_heads, window, theta=10000.0):
 
 def gemma2(w, x, *, num_heads, num_kv_heads, query_pre_attn_scalar, window, cap=50.0, theta=10000.0):
     """`window` is `None` in every second layer."""
-    q, k, v = heads(w, "q_proj", x, num_heads), heads(w, "k_proj", x, num_kv_heads), heads(w, "v_proj", x, num_kv_heads)
+    q, k, v = (
+        heads(w, "q_proj", x, num_heads),
+        heads(w, "k_proj", x, num_kv_heads),
+        heads(w, "v_proj", x, num_kv_heads),
+    )
     frequencies, p = inverse_frequencies(q.shape[-1], theta), np.arange(len(x))
     q, k = rotate_halves(q, frequencies, p), rotate_halves(k, frequencies, p)
     return output(w, attend(q, k, v, query_pre_attn_scalar**-0.5, window=window, cap=cap))
 
 
 def qwen3(w, x, *, num_heads, num_kv_heads, theta=1000000.0, eps=1e-6):
-    q, k, v = heads(w, "q_proj", x, num_heads), heads(w, "k_proj", x, num_kv_heads), heads(w, "v_proj", x, num_kv_heads)
+    q, k, v = (
+        heads(w, "q_proj", x, num_heads),
+        heads(w, "k_proj", x, num_kv_heads),
+        heads(w, "v_proj", x, num_kv_heads),
+    )
     q, k = rms_norm(q, w["q_norm.weight"], eps), rms_norm(k, w["k_norm.weight"], eps)
     frequencies, p = inverse_frequencies(q.shape[-1], theta), np.arange(len(x))
     q, k = rotate_halves(q, frequencies, p), rotate_halves(k, frequencies, p)
@@ -131,7 +149,11 @@ def qwen3(w, x, *, num_heads, num_kv_heads, theta=1000000.0, eps=1e-6):
 
 def gpt_oss(w, x, *, num_heads, num_kv_heads, window, theta=150000.0, factor=32.0, original=4096):
     """`window` is 128 in every second layer, `None` in the others."""
-    q, k, v = heads(w, "q_proj", x, num_heads), heads(w, "k_proj", x, num_kv_heads), heads(w, "v_proj", x, num_kv_heads)
+    q, k, v = (
+        heads(w, "q_proj", x, num_heads),
+        heads(w, "k_proj", x, num_kv_heads),
+        heads(w, "v_proj", x, num_kv_heads),
+    )
     frequencies = yarn_scaled(q.shape[-1], theta, factor, original, 32.0, 1.0, truncate=False)
     magnitude, p = 0.1 * math.log(factor) + 1.0, np.arange(len(x))
     q, k = (rotate_halves(a, frequencies, p, magnitude) for a in (q, k))
@@ -139,8 +161,8 @@ def gpt_oss(w, x, *, num_heads, num_kv_heads, window, theta=150000.0, factor=32.
 
 
 def qwen3_next(w, x, *, num_heads, num_kv_heads, rotary_dim, theta=10000000.0, eps=1e-6):
-    """Gated attention: each head of `q_proj` is a query and then its gate; a quarter of the features is turned. The
-    norms' published weights are added to one."""
+    """Gated attention: each head of `q_proj` is a query and then its gate; a quarter of the features is
+    turned. The norms' published weights are added to one."""
     mixed = heads(w, "q_proj", x, num_heads)
     half = mixed.shape[-1] // 2
     q, gate = mixed[..., :half], mixed[..., half:]
@@ -149,7 +171,9 @@ def qwen3_next(w, x, *, num_heads, num_kv_heads, rotary_dim, theta=10000000.0, e
     frequencies, p = inverse_frequencies(rotary_dim, theta), np.arange(len(x))
 
     def turn(a):
-        return jnp.concatenate([rotate_halves(a[..., :rotary_dim], frequencies, p), a[..., rotary_dim:]], axis=-1)
+        return jnp.concatenate(
+            [rotate_halves(a[..., :rotary_dim], frequencies, p), a[..., rotary_dim:]], axis=-1
+        )
 
     out = attend(turn(q), turn(k), v, half**-0.5)
     return output(w, out / (1 + jnp.exp(-gate.reshape(len(x), -1))))

@@ -3,6 +3,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+
 from ejkernel_eqx.nn import KVCache
 
 
@@ -111,9 +112,15 @@ def test_gradient_passes_through():
     ("call", "message"),
     [
         (lambda c: KVCache.init((), 0, 2, 4), "max_length: expected at least 1 token, received 0"),
-        (lambda c: c.append(*_new(2, (2,))), r"k_new: expected \[3, T, 2, 4\] .* received shape \(2, 2, 2, 4\)"),
+        (
+            lambda c: c.append(*_new(2, (2,))),
+            r"k_new: expected \[3, T, 2, 4\] .* received shape \(2, 2, 2, 4\)",
+        ),
         (lambda c: c.append(*_new(2, heads=1)), "k_new: expected"),
-        (lambda c: c.append(_new(2)[0], _new(1)[1]), "v_new: expected as many tokens as k_new, 2, received 1"),
+        (
+            lambda c: c.append(_new(2)[0], _new(1)[1]),
+            "v_new: expected as many tokens as k_new, 2, received 1",
+        ),
         (lambda c: c.append(*_new(6)), "k_new: expected at most max_length=5 tokens, received 6"),
         (
             lambda c: c.append(*_new(2), new_lengths=jnp.ones(3, jnp.int32), mask=jnp.ones((3, 2), bool)),

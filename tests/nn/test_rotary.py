@@ -2,10 +2,10 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+
 from ejkernel_eqx.nn import LinearScaling, Llama3Scaling, RotaryEmbedding, YarnScaling
 from tests.nn import published
 from tests.tolerances import assert_close
-
 
 POSITIONS = np.array([0, 1, 2, 999, 1000, 1500])
 FAR = np.array([0, 1, 2, 999, 1000, 40000])
@@ -110,7 +110,10 @@ def test_no_leaves_and_hashable():
 @pytest.mark.parametrize(
     ("call", "message"),
     [
-        (lambda: RotaryEmbedding(15), "rotary_dim: expected an even number from 2 to head_dim=15, received 15"),
+        (
+            lambda: RotaryEmbedding(15),
+            "rotary_dim: expected an even number from 2 to head_dim=15, received 15",
+        ),
         (lambda: RotaryEmbedding(8, rotary_dim=10), "rotary_dim: expected .* received 10"),
         (lambda: RotaryEmbedding(8)(jnp.zeros((4, 8))), r"x: expected \[..., T, H, D\] with D = 8, received"),
         (lambda: RotaryEmbedding(8)(jnp.zeros((4, 1, 6))), r"with D = 8, received shape \(4, 1, 6\)"),

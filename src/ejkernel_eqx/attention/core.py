@@ -117,8 +117,8 @@ def _differentiable(plan: Plan, operation: str, platform: Platform, spec: Attent
     def call_backward(residuals: _Residuals, cotangents: tuple[Array, Array]) -> tuple[AttentionArrays]:
         arrays = residuals.arrays
         grads = backward(_per_row(arrays) if opaque else arrays, *residuals[1:], *cotangents)
-        grads = AttentionGrads(*(None if g is None else _sum_broadcast(g, getattr(arrays, n)) for n, g in zip(grads._fields, grads, strict=True)))
-        return (AttentionArrays(*grads[:3], bias=grads.bias, alibi_slopes=grads.alibi_slopes, sinks=grads.sinks),)
+        fields = {n: _like(g, getattr(arrays, n)) for n, g in zip(grads._fields, grads, strict=True) if g is not None}
+        return (AttentionArrays(**fields),)
 
     call.defvjp(call_forward, call_backward)
     return call
@@ -204,7 +204,7 @@ def _opaque(function: F, split: bool) -> F:
 
     def call(arrays: AttentionArrays, *rest: Array) -> Any:
         axes = _labels(arrays, rest)
-        outs = jax.eval_shape(folded, arrays, *rest)
+        outs = partition.output_shapes(folded, arrays, *rest)
         out_axes = _output_labels(outs, arrays)
         return partition.partitioned(folded, (arrays, *rest), axes, outs, out_axes, split=_is_leading, group=("H", "K"))
 
@@ -240,7 +240,9 @@ def _label(shape: tuple[int, ...], axes: Any, arrays: AttentionArrays) -> "parti
     sizes = dict(zip(("T", "H", "D"), arrays.q.shape[-3:], strict=True)) | dict(zip(("S", "K", "V"), arrays.v.shape[-3:], strict=True))
     full = (*_leading(arrays), *(sizes.get(letter, 2) for letter in letters))
     names = (*(f"b{i}" for i in range(lead)), *letters)
-    return partition.Axes(tuple(name if size == whole else None for name, size, whole in zip(names, shape, full, strict=True)))
+    # One key head serves any split of the query heads, so that it is none of the axes to split.
+    split = (name if size == whole and (name, size) != ("K", 1) else None for name, size, whole in zip(names, shape, full, strict=True))
+    return partition.Axes(tuple(split))
 
 
 def _output_labels(outs: Any, arrays: AttentionArrays) -> Any:
@@ -277,6 +279,10 @@ def _split_grad(grad: Array, array: Array, lead: tuple[int, ...]) -> Array:
     """A gradient of merged axes, summed over those that its array broadcasts."""
     own, core = array.shape[: len(lead)], grad.shape[1:]
     return grad.reshape(own + core) if grad.shape[0] == math.prod(own) else _sum_broadcast(grad.reshape(lead + core), array)
+
+
+def _like(grad: Array, array: Array) -> Array:
+    return partition.match_sharding(_sum_broadcast(grad, array), array)
 
 
 def _sum_broadcast(grad: Array, array: Array) -> Array:

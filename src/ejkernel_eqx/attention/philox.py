@@ -1,7 +1,7 @@
 """Dropout decisions that depend on seed, query position and key position only.
 
-Philox4x32 with seven rounds (Salmon et al., "Parallel random numbers: as easy as 1, 2, 3", SC 2011): any platform, tiling
-or sharding that evaluates the same counter drops the same entries, forward and backward.
+Philox4x32 with seven rounds (Salmon et al., "Parallel random numbers: as easy as 1, 2, 3", SC 2011): any
+platform, tiling or sharding that evaluates the same counter drops the same entries, forward and backward.
 """
 
 import jax.numpy as jnp

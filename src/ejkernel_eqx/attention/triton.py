@@ -123,13 +123,19 @@ def _width(head_dim: int) -> int:
 
 
 def _fits(config: TritonConfig, width: int, problem: Problem, device: DeviceFacts) -> bool:
-    """An upper estimate of shared memory: the resident tiles, and the streamed ones once a stage."""
+    """Whether an upper estimate of every kernel's shared memory is within the device's."""
     size = 4 if problem.dtype("qkv") == "float32" else 2
+    over_scores = 4 * bool(problem.flag("bias")) + bool(problem.flag("mask"))
+
+    def need(resident: int, streamed: int, tile: TileConfig) -> int:
+        rows = resident + 2 * tile.num_stages * streamed  # two matrices are streamed, one copy a stage
+        return width * size * rows + tile.block_q * tile.block_k * (size + tile.num_stages * over_scores)
+
     forward, keys, queries = config.forward, config.key_gradient, config.query_gradient
     needs = (
-        width * size * (forward.block_q + 2 * forward.num_stages * forward.block_k),
-        width * size * (2 * keys.block_k + 2 * keys.num_stages * keys.block_q) + size * keys.block_q * keys.block_k,
-        width * size * (2 * queries.block_q + 2 * queries.num_stages * queries.block_k) + size * queries.block_q * queries.block_k,
+        need(forward.block_q, forward.block_k, forward) - size * forward.block_q * forward.block_k,
+        need(2 * keys.block_k, keys.block_q, keys),
+        need(2 * queries.block_q, queries.block_k, queries),
     )
     return max(needs) <= (device.shared_memory or 49_152)
 

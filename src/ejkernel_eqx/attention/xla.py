@@ -1,9 +1,10 @@
 """Attention in plain XLA: one scan over the visible (query tile, key tile) pairs, with its own backward.
 
-The list of pairs is built at trace time from the static window, so causal and windowed attention does only the tiles it
-needs and no loop bound depends on data. Tiles never pad: where a length is not a multiple, the last tile starts earlier and
-hides the part that the tile before it has done. Every matmul is `rows @ columns` with the long axis last, which is
-why the backward wants `q` and `dout` transposed as well and accumulates `dk`, `dv` transposed.
+The list of pairs is built at trace time from the static window, so causal and windowed attention does only the
+tiles it needs and no loop bound depends on data. Tiles never pad: where a length is not a multiple, the last tile
+starts earlier and hides the part that the tile before it has done. No matmul contracts the rows of its left operand,
+which on a CPU costs three times as much: the backward takes `q` and `dout` transposed as well, and accumulates `dk`
+and `dv` transposed.
 """
 
 import dataclasses
@@ -83,7 +84,9 @@ class _Tiles(NamedTuple):
     def make(cls, t: int, s: int, spec: AttentionSpec, config: XlaConfig) -> "_Tiles":
         block_q, q_start, q_fresh = _split(t, config.block_q)
         block_k, k_start, k_fresh = _split(s, config.block_k)
-        lowest = q_fresh + spec.offset - spec.left if spec.left is not None else np.full(q_fresh.shape, -np.inf)
+        lowest = (
+            q_fresh + spec.offset - spec.left if spec.left is not None else np.full(q_fresh.shape, -np.inf)
+        )
         highest = q_start + block_q - 1 + spec.offset
         highest = highest + spec.right if spec.right is not None else np.full(q_fresh.shape, np.inf)
         seen = (k_start + block_k - 1 >= lowest[:, None]) & (k_fresh <= highest[:, None])
@@ -106,15 +109,18 @@ class _Call:
         self.arrays = arrays
         self.bias, self.mask = self.full(arrays.bias), self.full(arrays.mask)
         self.slopes, self.sinks = self.per_head(arrays.alibi_slopes), self.per_head(arrays.sinks)
-        self.seeds = None if arrays.seeds is None else self.per_head(arrays.seeds)[:, :, :, None, None]
+        self.seeds: Any = None if arrays.seeds is None else self.per_head(arrays.seeds)[:, :, :, None, None]
         # Only a hidden query or key can be NaN, and only a mask hides.
         dynamic = (arrays.mask, arrays.q_segments, arrays.rows)
         self.hides = spec.ranged or any(x is not None for x in dynamic)
         self.q, self.k, self.v = self.queries(arrays.q), self.keys(arrays.k), self.keys(arrays.v)
 
     def zeros(self, shape: tuple[int, ...], summed: tuple[int, ...] = ()) -> Array:
-        """Zeros `[B, K, G, ...]`, with 1 for the `summed` axes, to start a carry from. They are made from the arrays, so that their type says what the
-        loop's results will say: sharded alike (Explicit meshes), varying alike (`shard_map`)."""
+        """Zeros `[B, K, G, ...]`, with 1 for the `summed` axes, to start a carry from.
+
+        Their type says what the loop's results will say: sharded alike (Explicit meshes), varying alike
+        (`shard_map`).
+        """
         start = jnp.zeros_like(self.q, self.accum).sum((3, 4)).sum(summed, keepdims=True)
         axes = frozenset().union(*(_varying(x) for x in jax.tree.leaves(self.arrays)))
         missing = tuple(sorted(axes - _varying(start)))
@@ -151,7 +157,7 @@ class _Call:
         return x.transpose(0, 2, 1, 3)
 
     def _keys_seen(self) -> Array | None:
-        """`[B or 1, S, K or 1]`: whether the window, the ranges, the segments and the mask each let some query see it."""
+        """`[B or 1, S, K or 1]`: whether window, ranges, segments and mask each let some query see the key."""
         spec, arrays, j = self.spec, self.arrays, np.arange(self.s, dtype=np.int32)
         low = -np.inf if spec.left is None else spec.offset - spec.left
         high = np.inf if spec.right is None else self.t - 1 + spec.offset + spec.right
@@ -162,24 +168,30 @@ class _Call:
         if arrays.rows is not None:
             terms.append(self._in_some_range(arrays.rows)[..., None])
         if self.mask is not None:
-            mask = self.mask.any((2, 3)).swapaxes(1, 2)
-            terms.append(mask)
+            terms.append(self.mask.any((2, 3)).swapaxes(1, 2))
         seen = None
         for term in terms:
             seen = term if seen is None else seen & term
         return seen
 
     def _in_some_range(self, rows: RowRanges) -> Array:
-        """`[B or 1, S]`: whether some query's range holds the key; a loop, as compilers may write out the `T x S` mask."""
+        """`[B or 1, S]`: whether some query's range holds the key.
+
+        A loop, as a compiler may write out the `T x S` mask.
+        """
+        if self.t == 0:
+            return jnp.zeros((rows.start.shape[0], self.s), bool)
         starts = np.minimum(np.arange(0, self.t, self.tiles.block_q), self.t - self.tiles.block_q)
         j = jnp.arange(self.s, dtype=jnp.int32)
 
         def body(seen, first):
-            start, end = (lax.dynamic_slice_in_dim(x, first, self.tiles.block_q, 1)[..., None] for x in rows[:2])
+            start, end = (
+                lax.dynamic_slice_in_dim(x, first, self.tiles.block_q, 1)[..., None] for x in rows[:2]
+            )
             return seen | ((start <= j) & (j < end)).any(1), None
 
-        nowhere = jnp.zeros_like(rows.start).sum(1, keepdims=True) > j
-        return lax.scan(body, nowhere, jnp.asarray(starts, jnp.int32))[0] if self.t else nowhere
+        nowhere = jnp.zeros_like(rows.start[:, :1]) > j
+        return lax.scan(body, nowhere, jnp.asarray(starts, jnp.int32))[0]
 
     def rows(self, x: Array | None, pair: Array, axis: int) -> Any:
         """The query tile of `x` along `axis`; whole where that axis is broadcast."""
@@ -434,18 +446,26 @@ class _BiasGradient:
         self.shape = tuple(lengths[a] if a in late else self.bias.shape[a] for a in range(5))
 
     def zeros(self) -> Array | None:
-        return None if self.bias is None else self.call.zeros(self.shape, tuple(a for a in self.early if a < 3))
+        return (
+            None if self.bias is None else self.call.zeros(self.shape, tuple(a for a in self.early if a < 3))
+        )
 
     def add(self, total: Array | None, dscores: Array, pair: Array) -> Array | None:
         if total is None:
             return None
         tile = dscores.sum(self.early, keepdims=True)
         zero = jnp.zeros((), pair.dtype)
-        start = (zero, zero, zero, zero if 3 in self.summed else pair[0], zero if 4 in self.summed else pair[1])
+        start = (
+            zero,
+            zero,
+            zero,
+            zero if 3 in self.summed else pair[0],
+            zero if 4 in self.summed else pair[1],
+        )
         return lax.dynamic_update_slice(total, lax.dynamic_slice(total, start, tile.shape) + tile, start)
 
     def finish(self, total: Array | None) -> Array | None:
-        if total is None or self.bias is None:
-            return None
         array = self.call.arrays.bias
+        if total is None or array is None:
+            return None
         return total.sum(self.late, keepdims=True).reshape(array.shape).astype(array.dtype)

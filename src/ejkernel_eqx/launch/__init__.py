@@ -5,11 +5,18 @@ Importing this package needs neither Triton nor jax-triton."""
 from ._run import run as run
 from .compile import (
     compile_ahead as compile_ahead,
+)
+from .compile import (
     CompileReport as CompileReport,
+)
+from .compile import (
     Target as Target,
+)
+from .compile import (
     TARGETS as TARGETS,
 )
-from .interpret import InterpretError as InterpretError, interpreter_unavailable as interpreter_unavailable
+from .interpret import interpreter_unavailable as interpreter_unavailable
+from .interpret import InterpretError as InterpretError
 from .interpret import poison as poison
 from .launch import Launch as Launch
 from .triton_call import triton_unavailable as triton_unavailable

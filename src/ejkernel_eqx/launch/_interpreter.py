@@ -26,10 +26,10 @@ import textwrap
 import numpy as np
 import triton.language as tl
 from triton.language.semantic import TritonSemantic
-from triton.runtime import interpreter as triton_interpreter, jit
+from triton.runtime import interpreter as triton_interpreter
+from triton.runtime import jit
 
-from ._numpy_builder import Handle, Memory, NumpyBuilder, numpy_dtype
-
+from ._numpy_builder import Handle, Memory, numpy_dtype, NumpyBuilder
 
 BUILDER = NumpyBuilder()
 SEMANTIC = TritonSemantic(BUILDER)
@@ -53,7 +53,8 @@ def run_grid(function, inputs, outputs, scalars, constants, grid):
                 try:
                     body(**arguments)
                 except Exception as error:
-                    error.triton_program = index  # told by the caller, once, with the kernel's name
+                    # The caller tells it, once, with the kernel's name.
+                    error.triton_program = index  # pyright: ignore[reportAttributeAccessIssue]
                     raise
         finally:
             BUILDER.memory = None
@@ -67,6 +68,8 @@ def _tensor(data, dtype):
 
 
 def _scalar(value):
+    if value == 1:
+        return value  # a compile-time constant in a real launch, without a tensor's methods
     dtype = SEMANTIC.to_tensor_type(value)
     return _tensor(np.array(value, numpy_dtype(dtype)), dtype)
 
@@ -104,7 +107,7 @@ class _Rewriter(ast.NodeTransformer):
         node.test = _call("_truth", node.test)
         return node
 
-    visit_While = visit_IfExp = visit_Assert = visit_If
+    visit_While = visit_IfExp = visit_Assert = visit_If  # pyright: ignore[reportAssignmentType]
 
     def visit_UnaryOp(self, node):
         self.generic_visit(node)
@@ -194,10 +197,15 @@ def _rewritten(function):
     for name, cell in zip(function.__code__.co_freevars, function.__closure__ or ()):
         captured[name] = cell.cell_contents
     factory = ast.parse(f"def _factory({', '.join(captured)}):\n    return {definition.name}")
+    assert isinstance(factory.body[0], ast.FunctionDef)
     factory.body[0].body.insert(0, definition)
     ast.fix_missing_locations(factory)
     namespace = {}
-    exec(compile(factory, function.__code__.co_filename, "exec", dont_inherit=True), function.__globals__, namespace)
+    exec(
+        compile(factory, function.__code__.co_filename, "exec", dont_inherit=True),
+        function.__globals__,
+        namespace,
+    )
     rewritten = namespace["_factory"](**captured)
     rewritten.__defaults__ = tuple(map(_plain, function.__defaults__ or ())) or None
     return rewritten
@@ -254,7 +262,7 @@ def _replacements():
     found[tl.tensor, "__index__"] = _index
     found[tl.tensor, "__int__"] = _index
     found[tl.tensor, "__repr__"] = found[tl.tensor, "__str__"] = lambda self: repr(self.handle.data)
-    found[tl.tensor, "T"] = property(lambda self: SEMANTIC.permute(self, (1, 0)))
+    found[tl.tensor, "T"] = property(lambda self: SEMANTIC.permute(self, (1, 0)))  # pyright: ignore[reportArgumentType]
     # The builder speaks the language's own types, which know signed from unsigned; the compiler's do not.
     found[tl.dtype, "to_ir"] = lambda self, builder: self
     found[tl.block_type, "__init__"] = _block_type_init
@@ -400,18 +408,18 @@ def _combined(combine_fn, left, right, input):
     result = combine_fn(*arguments)
     result = result if isinstance(result, tuple) else (result,)
     shape = left[0].shape
-    return [np.broadcast_to(SEMANTIC.to_tensor(value).handle.data, shape or (1,)).reshape(shape) for value in result]
+    return [
+        np.broadcast_to(SEMANTIC.to_tensor(value).handle.data, shape or (1,)).reshape(shape)
+        for value in result
+    ]
 
 
 def _tree(combine_fn, arrays, input):
     """Combine along the first axis, neighbours first, so that the combine function need not commute."""
-    while (n := arrays[0].shape[0]) > 1:
-        pairs = _combined(
-            combine_fn, [array[: n - 1 : 2] for array in arrays], [array[1::2] for array in arrays], input
+    while arrays[0].shape[0] > 1:
+        arrays = _combined(
+            combine_fn, [array[0::2] for array in arrays], [array[1::2] for array in arrays], input
         )
-        if n % 2:
-            pairs = [np.concatenate([pair, array[-1:]]) for pair, array in zip(pairs, arrays)]
-        arrays = pairs
     return [array[0] for array in arrays]
 
 
@@ -429,13 +437,12 @@ def _scan(input, axis, combine_fn, reverse=False, **_):
     else:
         distance = 1
         while distance < arrays[0].shape[0]:
-            later = _combined(
-                combine_fn,
-                [array[:-distance] for array in arrays],
-                [array[distance:] for array in arrays],
-                input,
-            )
-            arrays = [np.concatenate([array[:distance], part]) for array, part in zip(arrays, later)]
+            # Whole blocks, as their extents must be powers of two; the first `distance` results are not used.
+            earlier = [np.roll(array, distance, axis=0) for array in arrays]
+            later = _combined(combine_fn, earlier, arrays, input)
+            arrays = [
+                np.concatenate([array[:distance], part[distance:]]) for array, part in zip(arrays, later)
+            ]
             distance *= 2
     if reverse:
         arrays = [array[::-1] for array in arrays]

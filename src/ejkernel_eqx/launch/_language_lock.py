@@ -3,5 +3,4 @@ or compiles holds this lock."""
 
 import threading
 
-
 language_lock = threading.RLock()

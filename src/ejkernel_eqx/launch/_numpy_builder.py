@@ -3,13 +3,14 @@
 Used for the functions of a `@triton.jit` kernel; see `_interpreter.py`.
 """
 
+from typing import Any
+
 import jax.numpy as jnp
 import ml_dtypes
 import numpy as np
 import triton.language as tl
 from scipy import special
 from triton.runtime.interpreter import InterpreterBuilder, InterpreterOptions, TensorHandle
-
 
 _NUMPY_DTYPES = {
     tl.int1: np.bool_,
@@ -167,7 +168,7 @@ def _missing(what):
 class NumpyBuilder(InterpreterBuilder):
     """Triton's interpreting builder, with exact types, checked memory and right numbers for bfloat16."""
 
-    memory: Memory | None
+    memory: Any  # a `Memory`, while a grid runs
 
     def __init__(self):
         super().__init__()

@@ -29,7 +29,9 @@ def run(launch: Launch, arrays: Mapping[str, jax.Array], *, interpret: bool = Fa
     """
     checked = _checked_arrays(launch, arrays)
     if launch.is_empty:
-        outputs = [jnp.zeros(launch.outputs[name].shape, launch.outputs[name].dtype) for name in launch.results]
+        outputs = [
+            jnp.zeros(launch.outputs[name].shape, launch.outputs[name].dtype) for name in launch.results
+        ]
     elif interpret:
         outputs = interpret_call(launch, checked)
     else:

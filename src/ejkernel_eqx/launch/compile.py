@@ -139,8 +139,6 @@ def _type_name(dtype: Any) -> str:
 
 
 def _scalar_type_name(value: int) -> str:
-    if isinstance(value, bool):
-        return "B"
     for name, low, high in (("i32", -(2**31), 2**31), ("u32", 2**31, 2**32), ("i64", -(2**63), 2**63)):
         if low <= value < high:
             return name

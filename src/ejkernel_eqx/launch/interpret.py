@@ -11,6 +11,8 @@ from collections.abc import Mapping
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax.extend.core import Primitive
+from jax.interpreters import batching, mlir
 
 from ._language_lock import language_lock
 from .launch import Launch
@@ -65,16 +67,56 @@ def interpret(launch: Launch, arrays: Mapping[str, np.ndarray]) -> tuple[np.ndar
     return tuple(outputs.values())
 
 
+# `jax.pure_callback` would do, were it not that it hands the callback JAX arrays: reading a large one waits for a
+# copy on the very thread pool that the callbacks of several devices occupy, for ever. Plain numpy arrays do not.
+interpret_p = Primitive("ejkernel_interpret")
+interpret_p.multiple_results = True
+
+
 def interpret_call(launch: Launch, arrays: dict[str, jax.Array]) -> list[jax.Array]:
-    """`interpret` as a JAX operation: immediately on concrete arrays, else as a callback in the computation."""
+    """`interpret` as a JAX operation: at once on concrete arrays, else as a callback in the computation."""
 
     def host(*values):
         return interpret(launch, dict(zip(arrays, values)))
 
-    if not any(isinstance(array, jax.core.Tracer) for array in arrays.values()):
-        return [jnp.asarray(out) for out in host(*arrays.values())]
     out_types = tuple(
-        jax.ShapeDtypeStruct(launch.outputs[name].shape, launch.outputs[name].dtype) for name in launch.results
+        jax.ShapeDtypeStruct(launch.outputs[name].shape, launch.outputs[name].dtype)
+        for name in launch.results
     )
-    # No vmap_method: batches are folded by the caller, as for the real launch, and never looped over unseen.
-    return list(jax.pure_callback(host, out_types, *arrays.values()))
+    return interpret_p.bind(*arrays.values(), host=host, out_types=out_types)
+
+
+@interpret_p.def_impl
+def _interpret_now(*arrays, host, out_types):
+    return [jnp.asarray(out) for out in host(*map(np.asarray, arrays))]
+
+
+@interpret_p.def_abstract_eval
+def _interpret_types(*avals, host, out_types):
+    return [jax.core.ShapedArray(out.shape, np.dtype(out.dtype)) for out in out_types]
+
+
+def _interpret_lowering(ctx, *operands, host, out_types):
+    results, _, _ = mlir.emit_python_callback(
+        ctx,
+        host,
+        None,
+        list(operands),
+        ctx.avals_in,
+        ctx.avals_out,
+        has_side_effect=False,
+        returns_token=False,
+    )
+    return results
+
+
+mlir.register_lowering(interpret_p, _interpret_lowering, cacheable=False)
+
+
+def _no_vmap(*_, **__):
+    raise NotImplementedError(
+        "An interpreted launch has no vmap rule, as a real one has none: fold the batch before, by `custom_vmap`."
+    )
+
+
+batching.primitive_batchers[interpret_p] = _no_vmap

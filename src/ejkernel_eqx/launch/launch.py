@@ -1,11 +1,11 @@
 """`Launch`, the complete description of one kernel launch."""
 
 import dataclasses
+import itertools
 import math
 from typing import Any
 
 import jax
-
 
 # What `jax_triton.triton_call` takes itself; a kernel constant of the same name could not be passed through.
 _RESERVED_NAMES = frozenset(
@@ -27,8 +27,8 @@ class Launch:
     - `kernel`: a Triton `JITFunction`, or an autotune or heuristics wrapper of one, which is taken off: the
         configuration comes from the launch.
     - `inputs`, `outputs`: kernel parameter name to shape and dtype. Outputs are fresh, never aliased buffers.
-    - `scalars`: run-time arguments, `int` or `bool`. A float belongs into `constants`: jax-triton 0.3 would pass
-        it as float64.
+    - `scalars`: run-time integers. A `bool` arrives as 0 or 1, and 1 itself arrives as a compile-time constant
+        (jax-triton does so). A float belongs into `constants`: jax-triton 0.3 would pass it as float64.
     - `constants`: the `tl.constexpr` parameters.
     - `grid`: one to three extents.
     - `num_warps`, `num_stages`: compiler options.
@@ -49,11 +49,11 @@ class Launch:
 
     def __post_init__(self):
         if not hasattr(self.kernel, "fn"):
-            raise ValueError(
-                f"Launch: kernel must be a Triton `JITFunction`, got {self.kernel!r}."
-            )
+            raise ValueError(f"Launch: kernel must be a Triton `JITFunction`, got {self.kernel!r}.")
         _check_names(self)
         _check_values(self)
+        # jax-triton has a type for bools that Triton 3.7 does not know.
+        object.__setattr__(self, "scalars", {name: int(value) for name, value in self.scalars.items()})
 
     @property
     def function(self) -> Any:
@@ -105,7 +105,7 @@ def _check_names(launch: Launch) -> None:
     if missing := [name for name in parameters if name not in owner]:
         raise ValueError(f"Launch of {label}: the kernel's parameters {missing} are not given.")
     rank = {"inputs": 0, "scalars": 0, "outputs": 1, "constants": 2}
-    for before, after in zip(parameters, parameters[1:]):
+    for before, after in itertools.pairwise(parameters):
         if rank[owner[before]] > rank[owner[after]]:
             raise ValueError(
                 f"Launch of {label}: the kernel must take inputs and scalars first, then outputs, then constants, "

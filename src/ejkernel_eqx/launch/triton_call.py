@@ -53,12 +53,13 @@ def triton_call(launch: Launch, arrays: dict[str, jax.Array]) -> list[jax.Array]
 
     operands = [arrays[name] if name in arrays else launch.scalars[name] for name in launch.arguments]
     out_types = tuple(
-        jax.ShapeDtypeStruct(launch.outputs[name].shape, launch.outputs[name].dtype) for name in launch.results
+        jax.ShapeDtypeStruct(launch.outputs[name].shape, launch.outputs[name].dtype)
+        for name in launch.results
     )
     outputs = jax_triton.triton_call(
         *operands,
         kernel=launch.function,
-        grid=launch.grid,
+        grid=launch.grid,  # pyright: ignore[reportArgumentType]
         name=launch.label,
         num_warps=launch.num_warps,
         num_stages=launch.num_stages,

@@ -8,7 +8,7 @@ import jax.numpy as jnp
 from jax import Array
 from jax.typing import DTypeLike
 
-from ..attention.flash import FlashAttention
+from ..attention import FlashAttention, Mask
 from .kv_cache import KVCache
 from .rotary import RotaryEmbedding
 
@@ -74,7 +74,7 @@ class MultiHeadAttention(eqx.Module):
         output_gate: bool = False,
         dropout_rate: float = 0.0,
         deterministic: bool = False,
-        platform: Any = None,
+        platform: str | None = None,
         config: Any = None,
         dtype: DTypeLike | None = None,
         key: Array,
@@ -149,7 +149,7 @@ class MultiHeadAttention(eqx.Module):
         padding_mask: Array | None = None,
         kv_padding_mask: Array | None = None,
         segment_ids: Array | None = None,
-        mask: Any = None,
+        mask: Array | Mask | None = None,
         bias: Array | None = None,
         key: Array | None = None,
         inference: bool | None = None,
@@ -166,7 +166,7 @@ class MultiHeadAttention(eqx.Module):
         padding_mask: Array | None = None,
         kv_padding_mask: Literal[None] = None,
         segment_ids: Literal[None] = None,
-        mask: Any = None,
+        mask: Array | Mask | None = None,
         bias: Array | None = None,
         key: Array | None = None,
         inference: bool | None = None,
@@ -183,7 +183,7 @@ class MultiHeadAttention(eqx.Module):
         padding_mask: Array | None = None,
         kv_padding_mask: Array | None = None,
         segment_ids: Array | None = None,
-        mask: Any = None,
+        mask: Array | Mask | None = None,
         bias: Array | None = None,
         key: Array | None = None,
         inference: bool | None = None,

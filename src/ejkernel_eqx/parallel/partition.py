@@ -23,6 +23,17 @@ def inside_manual_mesh() -> bool:
     return bool(jax.sharding.get_abstract_mesh().manual_axes)
 
 
+def no_mesh() -> Any:
+    """A context in which shardings are nobody's business, as inside the body of a kernel."""
+    return jax.sharding.use_abstract_mesh(jax.sharding.AbstractMesh((), ()))
+
+
+def output_shapes(function: Callable[..., Any], *args: Any) -> Any:
+    """The shapes of the outputs of a function whose body knows no mesh."""
+    with no_mesh():
+        return jax.eval_shape(function, *jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype), args))
+
+
 def partitioned(
     function: Callable[..., Any], args: Any, axes: Any, outs: Any, out_axes: Any, *, split: Callable[[str], bool], group: tuple[str, str]
 ) -> Any:
@@ -38,7 +49,12 @@ def partitioned(
     flat_outs, out_treedef = jax.tree.flatten(outs)
     flat_out_axes = [a.letters for a in jax.tree.leaves(out_axes)]
     call = _Call(function, treedef, flat_axes, flat_out_axes, split, group)
-    results = call.bind([x.shape for x in flat], [x.shape for x in flat_outs])(*flat)
+    shapes, out_shapes = [x.shape for x in flat], [x.shape for x in flat_outs]
+    mesh = jax.sharding.get_abstract_mesh()
+    if mesh.explicit_axes:
+        results = call.over_explicit_mesh(mesh, flat, shapes, out_shapes)
+    else:
+        results = call.bind(shapes, out_shapes)(*flat)
     return jax.tree.unflatten(out_treedef, results)
 
 
@@ -53,16 +69,13 @@ class _Call:
 
     def bind(self, shapes: list[tuple[int, ...]], out_shapes: list[tuple[int, ...]]) -> Callable[..., tuple[jax.Array, ...]]:
         rule, whole, sizes = self._rule(shapes, out_shapes)
-        call = custom_partitioning(self._flat)
+        call = custom_partitioning(self._local)
         call.def_partition(partition=self._partition, sharding_rule=rule, need_replication_factors=whole, **sizes)
         return call
 
-    def _flat(self, *flat: jax.Array) -> tuple[jax.Array, ...]:
-        return tuple(jax.tree.leaves(self.function(*jax.tree.unflatten(self.treedef, flat))))
-
     def _local(self, *flat: jax.Array) -> tuple[jax.Array, ...]:
-        with jax.sharding.use_abstract_mesh(jax.sharding.AbstractMesh((), ())):
-            return self._flat(*flat)
+        with no_mesh():
+            return tuple(jax.tree.leaves(self.function(*jax.tree.unflatten(self.treedef, flat))))
 
     def _splittable(self, name: str | None) -> bool:
         """Whether an axis may be split at all; names are those of `_canonical`."""
@@ -71,7 +84,8 @@ class _Call:
         return all(name in map(self._canonical, axes) for axes in self.out_axes)
 
     def _canonical(self, name: str | None) -> str | None:
-        return self.group[1] if name == self.group[0] else name
+        many, few = self.group
+        return few if name == many and any(few in axes for axes in self.axes) else name
 
     def _rule(self, shapes: list[tuple[int, ...]], out_shapes: list[tuple[int, ...]]) -> tuple[str, tuple[str, ...], dict[str, int]]:
         """The sharding rule, its factors that must not be split (in order of appearance), and the sizes it cannot infer."""
@@ -87,33 +101,63 @@ class _Call:
             elif name == many and compound:
                 factors = [_spell(few), "inner"]
             else:
-                factors = [_spell(self._canonical(name) if few in size else name)]
+                factors = [_spell(self._canonical(name) or name)]
             order.extend(f for f in factors if f not in order)
             return factors[0] if len(factors) == 1 else f"({' '.join(factors)})"
 
         sides = [", ".join(" ".join(map(factor, axes)) for axes in side) for side in (self.axes, self.out_axes)]
-        free = {_spell(n) for n in map(self._canonical, size) if self._splittable(n)}
+        free = {_spell(n) for n in map(self._canonical, size) if n and self._splittable(n)}
         whole = tuple(f for f in order if f not in free)
         return " -> ".join(sides), whole, {"inner": size[many] // size[few]} if compound else {}
 
+    def over_explicit_mesh(self, mesh: Any, flat: list[jax.Array], shapes: list[Any], out_shapes: list[Any]) -> tuple[jax.Array, ...]:
+        """Where shardings are part of the types they are known now, and `shard_map` says the same without the compiler."""
+        known = [tuple(jax.typeof(x).sharding.spec) for x in flat]
+        specs = self._specs(mesh.shape, known, [*shapes, *out_shapes])
+        ins, outs = specs[: len(flat)], specs[len(flat) :]
+        flat = [x if _trimmed(have) == _trimmed(want) else jax.sharding.reshard(x, want) for x, have, want in zip(flat, known, ins, strict=True)]
+        return jax.shard_map(self._local_manual, mesh=mesh, in_specs=tuple(ins), out_specs=tuple(outs), check_vma=False)(*flat)
+
+    def _local_manual(self, *flat: jax.Array) -> tuple[jax.Array, ...]:
+        return tuple(jax.tree.leaves(self.function(*jax.tree.unflatten(self.treedef, flat))))
+
     def _partition(self, mesh: Any, arg_shapes: Any, result_shapes: Any) -> Any:
         shapes = [*(a.shape for a in arg_shapes), *(r.shape for r in jax.tree.leaves(result_shapes))]
-        every = [*self.axes, *self.out_axes]
-        assigned: dict[str | None, Any] = {}
-        for axes, arg in zip(self.axes, arg_shapes, strict=True):
-            spec = tuple(arg.sharding.spec) + (None,) * len(axes)
-            for name, entry in zip(map(self._canonical, axes), spec, strict=False):
-                if entry and name and name not in assigned and self._splittable(name):
-                    if not _mesh_axes(entry) & {a for e in assigned.values() for a in _mesh_axes(e)}:
-                        assigned[name] = entry
-        for name in list(assigned):
-            parts = math.prod(mesh.shape[a] for a in _mesh_axes(assigned[name]))
-            sizes = [s for axes, shape in zip(every, shapes, strict=True) for n, s in zip(axes, shape, strict=True) if self._canonical(n) == name]
-            if any(size % parts for size in sizes):
-                del assigned[name]
-        shardings = [NamedSharding(mesh, PartitionSpec(*(assigned.get(self._canonical(n)) for n in axes))) for axes in every]
+        specs = self._specs(mesh.shape, [tuple(a.sharding.spec) for a in arg_shapes], shapes)
+        shardings = [NamedSharding(mesh, spec) for spec in specs]
         count = len(self.axes)
         return mesh, self._local, tuple(shardings[count:]), tuple(shardings[:count])
+
+    def _specs(self, mesh_shape: Any, known: list[tuple[Any, ...]], shapes: list[tuple[int, ...]]) -> list[PartitionSpec]:
+        """How every argument and output is split, given how the arguments come: the first argument that splits an axis decides."""
+        every = [*self.axes, *self.out_axes]
+        assigned: dict[str | None, Any] = {}
+        for axes, spec in zip(self.axes, known, strict=True):
+            for name, entry in zip(map(self._canonical, axes), spec, strict=False):
+                taken = {axis for e in assigned.values() for axis in _mesh_axes(e)}
+                if entry and name not in assigned and self._splittable(name) and not _mesh_axes(entry) & taken:
+                    assigned[name] = entry
+        for name in list(assigned):
+            parts = math.prod(mesh_shape[axis] for axis in _mesh_axes(assigned[name]))
+            sizes = (s for axes, shape in zip(every, shapes, strict=True) for n, s in zip(axes, shape, strict=True) if self._canonical(n) == name)
+            if any(size % parts for size in sizes):
+                del assigned[name]
+        return [PartitionSpec(*(assigned.get(self._canonical(name)) for name in axes)) for axes in every]
+
+
+def match_sharding(x: jax.Array, like: jax.Array) -> jax.Array:
+    """`x` with the sharding that the type of `like` says, on a mesh where types say it; `x` itself elsewhere."""
+    if inside_manual_mesh() or not jax.sharding.get_abstract_mesh().explicit_axes:
+        return x
+    wanted = jax.typeof(like).sharding.spec
+    return x if _trimmed(jax.typeof(x).sharding.spec) == _trimmed(wanted) else jax.sharding.reshard(x, wanted)
+
+
+def _trimmed(spec: Any) -> tuple[Any, ...]:
+    entries = list(spec)
+    while entries and entries[-1] is None:
+        entries.pop()
+    return tuple(entries)
 
 
 def _mesh_axes(entry: Any) -> set[str]:

@@ -1,0 +1,143 @@
+"""The examples, run as a user runs them: each in a process of its own, with small settings."""
+
+import csv
+import os
+import pathlib
+import signal
+import subprocess
+import sys
+import time
+
+import pytest
+
+ROOT = pathlib.Path(__file__).parents[2]
+SMALL = "--batch-size 8 --seq-len 32 --embed-dim 32 --num-layers 2 --num-heads 4 --num-kv-heads 2".split()
+SMALL += "--validate-every 10 --checkpoint-every 10 --sample-length 20 --learning-rate 1e-2".split()
+
+
+def _environment():
+    environment = {key: value for key, value in os.environ.items() if key != "XLA_FLAGS"}
+    return environment | {"PYTHONPATH": str(ROOT / "src")}
+
+
+def _start(example, *options):
+    command = [sys.executable, "-W", "error", str(ROOT / "examples" / example), *map(str, options)]
+    pipe = subprocess.PIPE
+    return subprocess.Popen(command, stdout=pipe, stderr=pipe, text=True, env=_environment())
+
+
+def _run(example, *options, code=0):
+    process = _start(example, *options)
+    out, err = process.communicate(timeout=300)
+    assert process.returncode == code, err[-4000:]
+    return out, err
+
+
+@pytest.fixture
+def text(tmp_path):
+    path = tmp_path / "text.txt"
+    path.write_text("the quick brown fox jumps over the lazy dog.\n" * 400)
+    return path
+
+
+def _losses(folder):
+    with (folder / "metrics.csv").open(newline="") as file:
+        return [(int(row["step"]), float(row["loss"])) for row in csv.DictReader(file)]
+
+
+@pytest.mark.slow
+def test_train_resume_and_generate(tmp_path, text):
+    folder = tmp_path / "run"
+    options = ["--data", text, "--out-dir", folder, *SMALL, "--prompt", "the quick "]
+    out, _ = _run("train_lm.py", *options, "--steps", 20)
+    assert "20 bytes from the checkpoint of step 20" in out and "the quick " in out
+    first = _losses(folder)
+    assert [step for step, _ in first] == list(range(1, 21))
+    assert first[0][1] > 5.0 and first[-1][1] < 3.5
+    plot = (folder / "loss.png").read_bytes()
+    assert plot.startswith(b"\x89PNG") and len(plot) > 5000
+
+    # Greedy: a sentence this short and this often repeated is learnt by heart.
+    out, _ = _run("train_lm.py", *options, "--steps", 50, "--resume", "--temperature", 0)
+    assert "step 20 of 50" in out and "the checkpoint of step 50" in out
+    losses = _losses(folder)
+    assert losses[:20] == first and [step for step, _ in losses] == list(range(1, 51))
+    assert losses[-1][1] < 1.0
+    assert "the quick brown" in (folder / "sample.txt").read_text()
+
+
+@pytest.mark.slow
+def test_interrupting_saves_a_checkpoint(tmp_path, text):
+    folder = tmp_path / "run"
+    process = _start("train_lm.py", "--data", text, "--out-dir", folder, *SMALL, "--steps", 1000000)
+    deadline = time.monotonic() + 200
+    while not (folder / "checkpoint.ejx").exists():
+        assert process.poll() is None and time.monotonic() < deadline
+        time.sleep(0.1)
+    process.send_signal(signal.SIGINT)
+    out, err = process.communicate(timeout=100)
+    assert process.returncode == 130, err[-4000:]
+    assert "Interrupted" in out and "--resume" in out and "Traceback" not in err
+    assert len(_losses(folder)) >= 10
+
+
+@pytest.mark.slow
+def test_quickstart():
+    out, _ = _run("quickstart.py")
+    for expected in ("FlashAttention: out (2, 256, 8, 64)", "platform", "training: loss", "loaded: equal"):
+        assert expected in out
+
+
+@pytest.fixture(scope="module")
+def train_lm():
+    """The example as a module, for what ends before any training."""
+    import importlib.util
+
+    spec = importlib.util.spec_from_file_location("train_lm", ROOT / "examples" / "train_lm.py")
+    assert spec is not None and spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    sys.modules["train_lm"] = module  # where its dataclasses look for themselves
+    spec.loader.exec_module(module)
+    yield module
+    del sys.modules["train_lm"]
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        (["--data", "/no/such/place"], "'/no/such/place' does not exist; check the path"),
+        (["--data", "EMPTY"], "--data: expected more than 660 bytes for sequences of 32, found 0"),
+        (["--resume"], "there is no checkpoint"),
+        (["--steps", "0"], "--steps: expected a positive number, received 0"),
+        (["--num-heads", "3"], "num_heads: expected a divisor of embed_dim=32, received 3"),
+        (["--platform", "triton", "--data", "TEXT"], "triton"),
+    ],
+)
+def test_errors_are_one_sentence(train_lm, tmp_path, text, capsys, options, message):
+    (tmp_path / "empty.txt").touch()
+    places = {"EMPTY": str(tmp_path / "empty.txt"), "TEXT": str(text)}
+    options = [places.get(option, option) for option in options]
+    assert train_lm.main([*SMALL, "--steps", "2", "--out-dir", str(tmp_path / "run"), *options]) == 2
+    assert message in capsys.readouterr().err
+
+
+def test_a_checkpoint_of_another_architecture_is_named(train_lm, tmp_path, capsys):
+    args = train_lm.parse([*SMALL, "--steps", "2", "--out-dir", str(tmp_path)])
+    state = train_lm.make_state(args, train_lm.architecture_of(args))
+    train_lm.save_checkpoint(tmp_path / "checkpoint.ejx", state, args)
+    options = [*SMALL, "--num-layers", "3", "--out-dir", str(tmp_path), "--resume"]
+    assert train_lm.main(options) == 2
+    message = capsys.readouterr().err
+    assert "holds another architecture, with num_layers=2 (asked for: 3)" in message
+    path = tmp_path / "checkpoint.ejx"
+    path.write_bytes(path.read_bytes()[:-100])
+    assert train_lm.main([*SMALL, "--out-dir", str(tmp_path), "--resume"]) == 2
+    assert "checkpoint.ejx" in capsys.readouterr().err
+
+
+def test_data_is_split_by_file_and_in_a_fixed_order(train_lm, tmp_path):
+    for i in range(40):
+        (tmp_path / f"{i:02}.txt").write_bytes(bytes([100 + i]) * 50)
+    train, validation = train_lm.load_data(tmp_path, 50)
+    assert validation.tobytes() == bytes([110]) * 50 + b"\n" + bytes([130]) * 50
+    assert train.tobytes() == b"\n".join(bytes([100 + i]) * 50 for i in range(40) if i not in (10, 30))
