@@ -2,28 +2,48 @@
 
 import copy
 import dataclasses
+import functools
 from typing import Any, ClassVar, TypeVar
 
 import equinox as eqx
 
 from ._inputs import Inputs
-from .dispatch import DeviceFacts, on_selection, Platform, Problem, select, Selection, Snapshot, take_snapshot
+from .dispatch import announce, DeviceFacts, on_selection, Platform, Problem, select, Selection, Snapshot, take_snapshot, Tier
 
 K = TypeVar("K", bound="Kernel")
 
 
-@dataclasses.dataclass(frozen=True)
+@dataclasses.dataclass(frozen=True, eq=False)
 class Plan:
     """What was decided when a module was built: an ordered list of platforms and their known configurations.
 
     Hashable and static. Two plans that choose alike are equal (where a configuration came from takes no part), so their
     modules share one compilation and can be stacked. While a call is traced `select` picks, as a pure function
-    of the plan and the local problem; nothing outside the plan is read. `pinned` holds the choices made for `tune_for=`.
+    of the plan and the local problem; nothing outside the plan is read. `pinned` holds the choices made for `tune_for=`, as
+    (platform, problem key, configuration), and `tiers` where each came from.
     """
 
     snapshot: Snapshot
-    pinned: tuple[tuple[str, Platform, Any], ...] = ()
-    tiers: tuple[str, ...] = dataclasses.field(default=(), compare=False)
+    pinned: tuple[tuple[Platform, str, Any], ...] = ()
+    tiers: tuple[Tier, ...] = ()
+
+    @functools.cached_property
+    def _identity(self) -> tuple[Any, ...]:
+        return self.snapshot.identity(self.pinned)
+
+    @functools.cached_property
+    def _hash(self) -> int:
+        return hash(self._identity)
+
+    def __hash__(self) -> int:
+        return self._hash
+
+    def __eq__(self, other: object) -> bool:
+        return self is other or (isinstance(other, Plan) and self._identity == other._identity)
+
+    def __getstate__(self) -> dict[str, Any]:
+        """Without what is cached: hashes of strings differ from process to process."""
+        return {field.name: getattr(self, field.name) for field in dataclasses.fields(self)}
 
     @property
     def operation(self) -> str:
@@ -41,16 +61,16 @@ class Plan:
     def select(self, problem: Problem) -> Selection:
         """The platform and configuration for one problem; `UnsupportedError` naming every reason if there is none."""
         selection = select(self.snapshot, problem)
-        for key, platform, config in self.pinned:
+        for (platform, key, config), tier in zip(self.pinned, self.tiers, strict=True):
             if platform is selection.platform and key == problem.key():
-                return dataclasses.replace(selection, config=config)
-        return selection
+                selection = dataclasses.replace(selection, config=config, tier=tier)
+        return announce(selection)
 
     def pin(self, problem: Problem) -> "Plan":
         """This plan with the choice for `problem` made now (tuned, if the policy allows and a tuner is there)."""
         selection = select(self.snapshot, problem, tuning=True)
-        pinned = (*self.pinned, (problem.key(), selection.platform, selection.config))
-        return dataclasses.replace(self, pinned=pinned, tiers=(*self.tiers, selection.tier.value))
+        pinned = (*self.pinned, (selection.platform, problem.key(), selection.config))
+        return dataclasses.replace(self, pinned=pinned, tiers=(*self.tiers, selection.tier))
 
 
 def make_plan(operation: str, *, platform: "str | Platform | None" = None, config: Any | None = None) -> Plan:

@@ -195,3 +195,21 @@ def test_a_full_cache_raises():
     _, cache = _call(layer, x[:, 5:6], cache)
     with pytest.raises(Exception, match="KVCache is full: max_length=6"):
         jax.block_until_ready(_call(layer, x[:, 6:7], cache))
+
+
+@pytest.mark.parametrize("causal", [True, False])
+def test_slots_not_yet_written_are_never_read(causal):
+    layer, x = _layer("plain", causal=causal), _x()
+    cache = layer.init_cache(ROWS, TOKENS)
+    real = jnp.arange(8) < jnp.array([8, 3, 5])[:, None]
+    _, cache = _call(layer, x[:, :8], cache, padding_mask=real)
+    unused = (jnp.arange(TOKENS) >= cache.lengths[:, None])[..., None, None]
+    poisoned = eqx.tree_at(
+        lambda c: (c.k, c.v),
+        cache,
+        (jnp.where(unused, jnp.nan, cache.k), jnp.where(unused, jnp.nan, cache.v)),
+    )
+    y, _ = _call(layer, x[:, 8:9], poisoned)
+    for row, n in enumerate([8, 3, 5]):
+        alone = jnp.concatenate([x[row, :n], x[row, 8:9]])
+        assert_close(y[row, 0], _call(layer, alone)[-1], name=f"row {row}")

@@ -2,7 +2,7 @@
 
 import functools
 from collections.abc import Callable
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import equinox as eqx
 import jax
@@ -104,7 +104,7 @@ PARAMETERS = [
 ]
 
 
-def get(layer, name):
+def get(layer, name) -> Any:
     """The parameter under its published name, or `None`."""
     return functools.reduce(lambda node, part: getattr(node, part, None), name.split("."), layer)
 

@@ -69,8 +69,8 @@ def test_donated_append_writes_in_place():
     k, v = _new(1)
     cache = KVCache.init((3,), 64, 2, 4)
     append = jax.jit(lambda c, k, v: c.append(k, v), donate_argnums=0)
-    aliased = append.lower(cache, k, v).compile().memory_analysis().alias_size_in_bytes
-    assert aliased >= cache.k.nbytes + cache.v.nbytes
+    memory = append.lower(cache, k, v).compile().memory_analysis()
+    assert memory is not None and memory.alias_size_in_bytes >= cache.k.nbytes + cache.v.nbytes
     assert append(cache, k, v).lengths.tolist() == [1, 1, 1]
 
 

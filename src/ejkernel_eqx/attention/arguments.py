@@ -88,7 +88,7 @@ def resolve(
     q, k, v = _check_qkv(q, k, v)
     lead, queries, keys, heads = q.shape[:-3], q.shape[-3], k.shape[-3], q.shape[-2]
     lowered = _visible(mask, masking, lead, heads, queries, keys)
-    dropout = options.dropout_rate if not scoring.inference else 0.0
+    dropout = options.dropout_rate if options.dropout_rate > 0 and not scoring.inference else 0.0
     spec = AttentionSpec(
         scale=float(q.shape[-1] ** -0.5 if options.softmax_scale is None else options.softmax_scale),
         logits_soft_cap=None if options.logits_soft_cap is None else float(options.logits_soft_cap),

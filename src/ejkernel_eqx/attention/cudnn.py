@@ -61,13 +61,10 @@ def _unsupported_sizes(problem: Problem, device: DeviceFacts) -> str | None:
         return "takes no empty arrays"
     window = problem.flag("window")
     if window is not None:
-        left, right = str(window).split(",")
-        if right != "0":
+        if not str(window).endswith(",0"):
             return "takes a window only together with causal, and none to the right"
-        if problem.dim("T") != problem.dim("S") and not problem.flag("top_left"):
-            return "aligns causal masks top-left: T = S or q_offset=0 only"
-        if left != "None" and not problem.flag("top_left"):
-            return "takes a window at q_offset=0 only"
+        if not problem.flag("top_left"):
+            return "aligns causal masks and windows top-left: q_offset=0 only, which is the default where T = S"
     return None
 
 

@@ -5,6 +5,7 @@ from typing import Any, ClassVar
 import equinox as eqx
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jax import Array
 from jaxtyping import Bool, Float, Int
 
@@ -69,7 +70,8 @@ class ScaledDotProductAttention(Kernel):
 
         **Returns:** `[..., T, H, V]`, with `return_residual` also the log-sum-exp.
         """
-        window = (local_window_size, local_window_size) if isinstance(local_window_size, int) else local_window_size
+        whole = isinstance(local_window_size, int | np.integer)
+        window = (local_window_size, local_window_size) if whole else local_window_size
         options = ScoreOptions(softmax_scale=scale, deterministic=self.deterministic)
         options.check()
         own = Mask(is_causal=is_causal, window=parse_window(window, is_causal))

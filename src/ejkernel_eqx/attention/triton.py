@@ -152,7 +152,7 @@ def forward(arrays: AttentionArrays, spec: AttentionSpec, config: TritonConfig, 
         "out_ptr": jax.ShapeDtypeStruct((batch, queries, heads, values), arrays.q.dtype),
         "lse_ptr": jax.ShapeDtypeStruct((batch, heads, queries), jnp.float32),
     }
-    grid = (_count(queries, config.forward.block_q), batch * heads)
+    grid = (_count(queries, config.forward.block_q) * batch * heads,)
     call = _Call(arrays, spec, config, execute)
     results = call(triton_forward.forward_kernel, config.forward, inputs, outputs, grid, SINKS=arrays.sinks is not None)
     return results["out_ptr"], results["lse_ptr"]
@@ -191,7 +191,7 @@ def _key_gradient(call: "_Call", inputs: dict[str, Array]) -> tuple[Array, Array
     outputs = {"dk_ptr": jax.ShapeDtypeStruct(arrays.k.shape, arrays.k.dtype), "dv_ptr": jax.ShapeDtypeStruct(arrays.v.shape, arrays.v.dtype)}
     batch, keys, heads, _ = arrays.k.shape
     results = call(
-        triton_backward.key_gradient_kernel, tile, inputs | {"tiles_ptr": table}, outputs, (_count(keys, tile.block_k), batch * heads)
+        triton_backward.key_gradient_kernel, tile, inputs | {"tiles_ptr": table}, outputs, (_count(keys, tile.block_k) * batch * heads,)
     )
     return results["dk_ptr"], results["dv_ptr"]
 
@@ -204,7 +204,7 @@ def _query_gradient(call: "_Call", inputs: dict[str, Array]) -> tuple[Array, Arr
     partials = (batch, heads, count) if slopes is not None else (1,)
     outputs = {"dq_ptr": jax.ShapeDtypeStruct(arrays.q.shape, arrays.q.dtype), "dslope_ptr": jax.ShapeDtypeStruct(partials, jnp.float32)}
     inputs = inputs | {"tiles_ptr": _key_tiles(arrays, call.spec, tile)}
-    results = call(triton_backward.query_gradient_kernel, tile, inputs, outputs, (count, batch * heads))
+    results = call(triton_backward.query_gradient_kernel, tile, inputs, outputs, (count * batch * heads,))
     return results["dq_ptr"], None if slopes is None else _sum_rows(results["dslope_ptr"], slopes)
 
 
@@ -256,6 +256,10 @@ class _Call:
     def _constants(self, tile: TileConfig) -> dict[str, Any]:
         arrays, spec = self.arrays, self.spec
         is_float32, rate = arrays.q.dtype == jnp.float32, spec.dropout_rate
+        ragged = _ragged(arrays)
+        folded = arrays.bias is None and arrays.alibi_slopes is None and spec.scale > 0
+        # Whether the first tile may show a row nothing at all: not where every row sees key 0.
+        guard = ragged or arrays.mask is not None or not folded or spec.left is not None or (spec.right is not None and spec.offset < 0)
         return {
             "H": arrays.q.shape[2],
             "K": arrays.k.shape[2],
@@ -278,6 +282,12 @@ class _Call:
             "DROPOUT": threshold(rate) if rate > 0 else 0,
             "KEEP_SCALE": 1.0 / (1.0 - rate),
             "PRECISION": self.config.float32_dot if is_float32 else "ieee",
+            "FOLDED": folded,
+            "MULTIPLIER": (spec.logits_soft_cap or spec.scale) * _LOG2E if folded else 1.0,
+            "EVEN_Q": arrays.q.shape[1] % tile.block_q == 0,
+            "EVEN_K": arrays.k.shape[1] % tile.block_k == 0,
+            "GUARD": guard,
+            "HEADS_FIRST": spec.right is not None and spec.left is None and not ragged,
         }
 
 

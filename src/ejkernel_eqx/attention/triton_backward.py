@@ -6,21 +6,21 @@
 import triton
 import triton.language as tl
 
-from .triton_tile import keep, key_tiles, load_over_scores, load_rows, query_tiles, scores, store_rows, visible
+from .triton_tile import keep, key_tiles, load_rows, program, query_tiles, scores, store_rows, visible
 
 
 @triton.jit
 def _weights(qk, lse, i, j, position, start, end, q_segment, k_segment, slope, bias_ptr, mask_ptr, b, h, T, S,
              H: tl.constexpr, SCALE: tl.constexpr, CAP: tl.constexpr, FAST_TANH: tl.constexpr, LEFT: tl.constexpr, RIGHT: tl.constexpr,
              BIAS: tl.constexpr, ALIBI: tl.constexpr, MASK: tl.constexpr, ROWS: tl.constexpr, SEGMENTS: tl.constexpr,
-             MASKED: tl.constexpr):  # fmt: skip
+             FOLDED: tl.constexpr, MULTIPLIER: tl.constexpr, MASKED: tl.constexpr, BOUND: tl.constexpr):  # fmt: skip
     """The softmax weights of a tile, its tanh, and which of its entries are visible."""
-    s, t = scores(qk, i, j, position, slope, bias_ptr, b, h, T, S, H, SCALE, CAP, FAST_TANH, BIAS, ALIBI)
-    seen = (i + j) == (i + j)
+    s, t = scores(qk, i, j, position, slope, bias_ptr, b, h, T, S, H, SCALE, CAP, FAST_TANH, BIAS, ALIBI, FOLDED)
+    seen = True
     if MASKED:
-        seen = visible(i, j, position, start, end, q_segment, k_segment, mask_ptr, b, h, T, S, H, LEFT, RIGHT, ROWS, SEGMENTS, MASK)
+        seen = visible(i, j, position, start, end, q_segment, k_segment, mask_ptr, b, h, T, S, H, LEFT, RIGHT, ROWS, SEGMENTS, MASK, BOUND)
         s = tl.where(seen, s, float("-inf"))
-    return tl.exp2(s - lse), t, seen
+    return tl.exp2(s * MULTIPLIER - lse), t, seen
 
 
 @triton.jit
@@ -46,7 +46,8 @@ def _query_gradient_tiles(
     H: tl.constexpr, K: tl.constexpr, D: tl.constexpr, V: tl.constexpr, BK: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_V: tl.constexpr,
     SCALE: tl.constexpr, CAP: tl.constexpr, FAST_TANH: tl.constexpr, LEFT: tl.constexpr, RIGHT: tl.constexpr, BIAS: tl.constexpr,
     ALIBI: tl.constexpr, MASK: tl.constexpr, ROWS: tl.constexpr, SEGMENTS: tl.constexpr, DROPOUT: tl.constexpr, KEEP_SCALE: tl.constexpr,
-    PRECISION: tl.constexpr, MASKED: tl.constexpr,
+    PRECISION: tl.constexpr, FOLDED: tl.constexpr, MULTIPLIER: tl.constexpr, EVEN_Q: tl.constexpr, EVEN_K: tl.constexpr,
+    MASKED: tl.constexpr,
 ):  # fmt: skip
     guarded: tl.constexpr = ROWS or SEGMENTS
     for n in tl.range(lo, hi):
@@ -59,13 +60,13 @@ def _query_gradient_tiles(
             ok = ok & (tl.load(key_seen_ptr + columns, mask=ok, other=0) != 0)
             if SEGMENTS:
                 k_segment = tl.load(kv_segments_ptr + columns, mask=columns < S, other=-1)[None, :]
-        k = load_rows(k_base, first, K * D, ok, S, D, BK, BLOCK_D, MASKED, MASKED and guarded)
-        v = load_rows(v_base, first, K * V, ok, S, V, BK, BLOCK_V, MASKED, MASKED and guarded)
+        k = load_rows(k_base, first, K * D, ok, S, D, BK, BLOCK_D, MASKED and not EVEN_K, MASKED and guarded)
+        v = load_rows(v_base, first, K * V, ok, S, V, BK, BLOCK_V, MASKED and not EVEN_K, MASKED and guarded)
         qk = tl.dot(q, tl.trans(k), input_precision=PRECISION)  # [BQ, BK]
         dp = tl.dot(do, tl.trans(v), input_precision=PRECISION)
         p, t, seen = _weights(qk, lse[:, None], i, j, position, start, end, q_segment, k_segment, slope, bias_ptr, mask_ptr, b, h, T, S, H, SCALE,
-                              CAP, FAST_TANH, LEFT, RIGHT, BIAS, ALIBI, MASK, ROWS, SEGMENTS, MASKED)  # fmt: skip
-        kept = seen
+                              CAP, FAST_TANH, LEFT, RIGHT, BIAS, ALIBI, MASK, ROWS, SEGMENTS, FOLDED, MULTIPLIER, MASKED, not EVEN_K)  # fmt: skip
+        kept = True
         if DROPOUT > 0:
             kept = keep(seed0, seed1, position, j, DROPOUT)
         ds, after = _score_gradient(p, dp, delta[:, None], t, seen, kept, CAP, DROPOUT, KEEP_SCALE, MASKED)
@@ -85,11 +86,12 @@ def query_gradient_kernel(
     H: tl.constexpr, K: tl.constexpr, D: tl.constexpr, V: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_V: tl.constexpr, BQ: tl.constexpr,
     BK: tl.constexpr, SCALE: tl.constexpr, CAP: tl.constexpr, FAST_TANH: tl.constexpr, LEFT: tl.constexpr, RIGHT: tl.constexpr,
     BIAS: tl.constexpr, ALIBI: tl.constexpr, MASK: tl.constexpr, ROWS: tl.constexpr, SEGMENTS: tl.constexpr,
-    DROPOUT: tl.constexpr, KEEP_SCALE: tl.constexpr, PRECISION: tl.constexpr,
+    DROPOUT: tl.constexpr, KEEP_SCALE: tl.constexpr, PRECISION: tl.constexpr, FOLDED: tl.constexpr, MULTIPLIER: tl.constexpr,
+    EVEN_Q: tl.constexpr, EVEN_K: tl.constexpr, GUARD: tl.constexpr, HEADS_FIRST: tl.constexpr,
 ):  # fmt: skip
     """`dq` of one query tile and head, and the tile's share of the slope's gradient."""
-    m = tl.num_programs(0) - 1 - tl.program_id(0)
-    bh = tl.program_id(1)
+    m, bh, count = program(T, BQ, HEADS_FIRST)
+    m = count - 1 - m
     b = (bh // H).to(tl.int64)
     h = bh % H
     first = m * BQ
@@ -116,8 +118,8 @@ def query_gradient_kernel(
         seed0 = tl.load(seeds_ptr + (b * H + h) * 2)
         seed1 = tl.load(seeds_ptr + (b * H + h) * 2 + 1)
 
-    q = load_rows(q_ptr + b * T * (H * D) + h * D, first, H * D, inside, T, D, BQ, BLOCK_D, True, False)
-    do = load_rows(do_ptr + b * T * (H * V) + h * V, first, H * V, inside, T, V, BQ, BLOCK_V, True, False)
+    q = load_rows(q_ptr + b * T * (H * D) + h * D, first, H * D, inside, T, D, BQ, BLOCK_D, not EVEN_Q, False)
+    do = load_rows(do_ptr + b * T * (H * V) + h * V, first, H * V, inside, T, V, BQ, BLOCK_V, not EVEN_Q, False)
     lse = tl.load(lse_ptr + (b * H + h) * T + rows, mask=inside, other=float("inf"))
     delta = tl.load(delta_ptr + (b * H + h) * T + rows, mask=inside, other=0.0)
     k_base = k_ptr + b * S * (K * D) + (h // (H // K)) * D
@@ -131,20 +133,20 @@ def query_gradient_kernel(
         dq, dslope = _query_gradient_tiles(
             dq, dslope, q, do, lse, delta, lo, full_lo, k_base, v_base, bias_ptr, mask_ptr, kv_segments_ptr + b * S, key_seen_ptr + b * S,
             seed0, seed1, slope, i, position, start, end, q_segment, b, h, T, S, H, K, D, V, BK, BLOCK_D, BLOCK_V, SCALE, CAP, FAST_TANH,
-            LEFT, RIGHT, BIAS, ALIBI, MASK, ROWS, SEGMENTS, DROPOUT, KEEP_SCALE, PRECISION, True)  # fmt: skip
+            LEFT, RIGHT, BIAS, ALIBI, MASK, ROWS, SEGMENTS, DROPOUT, KEEP_SCALE, PRECISION, FOLDED, MULTIPLIER, EVEN_Q, EVEN_K, True)  # fmt: skip
     if not MASK:
         dq, dslope = _query_gradient_tiles(
             dq, dslope, q, do, lse, delta, full_lo, full_hi, k_base, v_base, bias_ptr, mask_ptr, kv_segments_ptr, key_seen_ptr,
             seed0, seed1, slope, i, position, start, end, q_segment, b, h, T, S, H, K, D, V, BK, BLOCK_D, BLOCK_V, SCALE, CAP, FAST_TANH,
-            LEFT, RIGHT, BIAS, ALIBI, MASK, ROWS, SEGMENTS, DROPOUT, KEEP_SCALE, PRECISION, False)  # fmt: skip
+            LEFT, RIGHT, BIAS, ALIBI, MASK, ROWS, SEGMENTS, DROPOUT, KEEP_SCALE, PRECISION, FOLDED, MULTIPLIER, EVEN_Q, EVEN_K, False)  # fmt: skip
         dq, dslope = _query_gradient_tiles(
             dq, dslope, q, do, lse, delta, full_hi, hi, k_base, v_base, bias_ptr, mask_ptr, kv_segments_ptr + b * S, key_seen_ptr + b * S,
             seed0, seed1, slope, i, position, start, end, q_segment, b, h, T, S, H, K, D, V, BK, BLOCK_D, BLOCK_V, SCALE, CAP, FAST_TANH,
-            LEFT, RIGHT, BIAS, ALIBI, MASK, ROWS, SEGMENTS, DROPOUT, KEEP_SCALE, PRECISION, True)  # fmt: skip
+            LEFT, RIGHT, BIAS, ALIBI, MASK, ROWS, SEGMENTS, DROPOUT, KEEP_SCALE, PRECISION, FOLDED, MULTIPLIER, EVEN_Q, EVEN_K, True)  # fmt: skip
 
     store_rows(dq_ptr + b * T * (H * D) + h * D, (dq * SCALE).to(dq_ptr.dtype.element_ty), first, H * D, T, D, BQ, BLOCK_D)
     if ALIBI:
-        tl.store(dslope_ptr + (b * H + h) * tl.num_programs(0) + m, dslope)
+        tl.store(dslope_ptr + (b * H + h) * count + m, dslope)
 
 
 @triton.jit
@@ -154,7 +156,8 @@ def _key_gradient_tiles(
     H: tl.constexpr, D: tl.constexpr, V: tl.constexpr, BQ: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_V: tl.constexpr,
     SCALE: tl.constexpr, CAP: tl.constexpr, FAST_TANH: tl.constexpr, LEFT: tl.constexpr, RIGHT: tl.constexpr, BIAS: tl.constexpr,
     ALIBI: tl.constexpr, MASK: tl.constexpr, ROWS: tl.constexpr, SEGMENTS: tl.constexpr, DROPOUT: tl.constexpr, KEEP_SCALE: tl.constexpr,
-    PRECISION: tl.constexpr, MASKED: tl.constexpr,
+    PRECISION: tl.constexpr, FOLDED: tl.constexpr, MULTIPLIER: tl.constexpr, EVEN_Q: tl.constexpr, EVEN_K: tl.constexpr,
+    MASKED: tl.constexpr,
 ):  # fmt: skip
     guarded: tl.constexpr = ROWS or SEGMENTS
     for m in tl.range(lo, hi):
@@ -177,15 +180,15 @@ def _key_gradient_tiles(
                 end = tl.load(end_ptr + rows, mask=inside, other=0)[None, :]
             if SEGMENTS:
                 q_segment = tl.load(q_segments_ptr + rows, mask=inside, other=-1)[None, :]
-        q = load_rows(q_base, first, H * D, ok, T, D, BQ, BLOCK_D, True, MASKED and guarded)
-        do = load_rows(do_base, first, H * V, ok, T, V, BQ, BLOCK_V, True, MASKED and guarded)
+        q = load_rows(q_base, first, H * D, ok, T, D, BQ, BLOCK_D, not EVEN_Q, MASKED and guarded)
+        do = load_rows(do_base, first, H * V, ok, T, V, BQ, BLOCK_V, not EVEN_Q, MASKED and guarded)
         lse = tl.load(lse_base + rows, mask=inside, other=float("inf"))
         delta = tl.load(delta_base + rows, mask=inside, other=0.0)
         qk = tl.dot(k, tl.trans(q), input_precision=PRECISION)  # [BK, BQ]
         dp = tl.dot(v, tl.trans(do), input_precision=PRECISION)
         p, t, seen = _weights(qk, lse[None, :], i, j, position, start, end, q_segment, k_segment, slope, bias_ptr, mask_ptr, b, h, T, S, H, SCALE,
-                              CAP, FAST_TANH, LEFT, RIGHT, BIAS, ALIBI, MASK, ROWS, SEGMENTS, MASKED)  # fmt: skip
-        kept = seen
+                              CAP, FAST_TANH, LEFT, RIGHT, BIAS, ALIBI, MASK, ROWS, SEGMENTS, FOLDED, MULTIPLIER, MASKED, False)  # fmt: skip
+        kept = True
         dropped = p
         if DROPOUT > 0:
             kept = keep(seed0, seed1, position, j, DROPOUT)
@@ -208,11 +211,11 @@ def key_gradient_kernel(
     H: tl.constexpr, K: tl.constexpr, D: tl.constexpr, V: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_V: tl.constexpr, BQ: tl.constexpr,
     BK: tl.constexpr, SCALE: tl.constexpr, CAP: tl.constexpr, FAST_TANH: tl.constexpr, LEFT: tl.constexpr, RIGHT: tl.constexpr,
     BIAS: tl.constexpr, ALIBI: tl.constexpr, MASK: tl.constexpr, ROWS: tl.constexpr, SEGMENTS: tl.constexpr,
-    DROPOUT: tl.constexpr, KEEP_SCALE: tl.constexpr, PRECISION: tl.constexpr,
+    DROPOUT: tl.constexpr, KEEP_SCALE: tl.constexpr, PRECISION: tl.constexpr, FOLDED: tl.constexpr, MULTIPLIER: tl.constexpr,
+    EVEN_Q: tl.constexpr, EVEN_K: tl.constexpr, GUARD: tl.constexpr, HEADS_FIRST: tl.constexpr,
 ):  # fmt: skip
     """`dk` and `dv` of one key tile and key head, over all query heads that read it."""
-    n = tl.program_id(0)
-    bh = tl.program_id(1)
+    n, bh, _ = program(S, BK, HEADS_FIRST)
     b = (bh // K).to(tl.int64)
     kh = bh % K
     first = n * BK
@@ -221,8 +224,8 @@ def key_gradient_kernel(
     k_segment = j
     if SEGMENTS:
         k_segment = tl.load(kv_segments_ptr + b * S + columns, mask=columns < S, other=-1)[:, None]
-    k = load_rows(k_ptr + b * S * (K * D) + kh * D, first, K * D, columns < S, S, D, BK, BLOCK_D, True, False)
-    v = load_rows(v_ptr + b * S * (K * V) + kh * V, first, K * V, columns < S, S, V, BK, BLOCK_V, True, False)
+    k = load_rows(k_ptr + b * S * (K * D) + kh * D, first, K * D, columns < S, S, D, BK, BLOCK_D, not EVEN_K, False)
+    v = load_rows(v_ptr + b * S * (K * V) + kh * V, first, K * V, columns < S, S, V, BK, BLOCK_V, not EVEN_K, False)
     dk = tl.zeros([BK, BLOCK_D], tl.float32)
     dv = tl.zeros([BK, BLOCK_V], tl.float32)
 
@@ -246,19 +249,19 @@ def key_gradient_kernel(
                 dk, dv, k, v, lo, full_lo, q_base, do_base, lse_base, delta_base, bias_ptr, mask_ptr, q_segments_ptr + b * T, start_ptr + b * T,
                 end_ptr + b * T, position_ptr + b * T, query_seen_ptr + b * T, seed0, seed1, slope, offset, j, k_segment, b, h, T, S,
                 H, D, V, BQ, BLOCK_D, BLOCK_V, SCALE, CAP, FAST_TANH, LEFT, RIGHT, BIAS, ALIBI, MASK, ROWS, SEGMENTS, DROPOUT, KEEP_SCALE,
-                PRECISION, True)  # fmt: skip
+                PRECISION, FOLDED, MULTIPLIER, EVEN_Q, EVEN_K, True)  # fmt: skip
         if not MASK:
             dk, dv = _key_gradient_tiles(
                 dk, dv, k, v, full_lo, full_hi, q_base, do_base, lse_base, delta_base, bias_ptr, mask_ptr, q_segments_ptr + b * T,
                 start_ptr + b * T, end_ptr + b * T, position_ptr + b * T, query_seen_ptr + b * T, seed0, seed1, slope, offset, j, k_segment,
                 b, h, T, S, H, D, V, BQ, BLOCK_D, BLOCK_V, SCALE, CAP, FAST_TANH, LEFT, RIGHT, BIAS, ALIBI, MASK, ROWS, SEGMENTS, DROPOUT,
-                KEEP_SCALE, PRECISION, False)  # fmt: skip
+                KEEP_SCALE, PRECISION, FOLDED, MULTIPLIER, EVEN_Q, EVEN_K, False)  # fmt: skip
             if table or LEFT >= 0:
                 dk, dv = _key_gradient_tiles(
                     dk, dv, k, v, full_hi, hi, q_base, do_base, lse_base, delta_base, bias_ptr, mask_ptr, q_segments_ptr + b * T,
                     start_ptr + b * T, end_ptr + b * T, position_ptr + b * T, query_seen_ptr + b * T, seed0, seed1, slope, offset, j,
                     k_segment, b, h, T, S, H, D, V, BQ, BLOCK_D, BLOCK_V, SCALE, CAP, FAST_TANH, LEFT, RIGHT, BIAS, ALIBI, MASK, ROWS,
-                    SEGMENTS, DROPOUT, KEEP_SCALE, PRECISION, True)  # fmt: skip
+                    SEGMENTS, DROPOUT, KEEP_SCALE, PRECISION, FOLDED, MULTIPLIER, EVEN_Q, EVEN_K, True)  # fmt: skip
 
     store_rows(dk_ptr + b * S * (K * D) + kh * D, (dk * SCALE).to(dk_ptr.dtype.element_ty), first, K * D, S, D, BK, BLOCK_D)
     store_rows(dv_ptr + b * S * (K * V) + kh * V, dv.to(dv_ptr.dtype.element_ty), first, K * V, S, V, BK, BLOCK_V)
@@ -272,7 +275,8 @@ def bias_gradient_kernel(
     H: tl.constexpr, K: tl.constexpr, D: tl.constexpr, V: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_V: tl.constexpr, BQ: tl.constexpr,
     BK: tl.constexpr, SCALE: tl.constexpr, CAP: tl.constexpr, FAST_TANH: tl.constexpr, LEFT: tl.constexpr, RIGHT: tl.constexpr,
     BIAS: tl.constexpr, ALIBI: tl.constexpr, MASK: tl.constexpr, ROWS: tl.constexpr, SEGMENTS: tl.constexpr,
-    DROPOUT: tl.constexpr, KEEP_SCALE: tl.constexpr, PRECISION: tl.constexpr,
+    DROPOUT: tl.constexpr, KEEP_SCALE: tl.constexpr, PRECISION: tl.constexpr, FOLDED: tl.constexpr, MULTIPLIER: tl.constexpr,
+    EVEN_Q: tl.constexpr, EVEN_K: tl.constexpr, GUARD: tl.constexpr, HEADS_FIRST: tl.constexpr,
 ):  # fmt: skip
     """One tile of the bias gradient `[B or 1, H or 1, T or 1, S or 1]`, summed in a fixed order over what the bias broadcasts."""
     over_queries: tl.constexpr = (BIAS & 8) != 0
@@ -340,8 +344,8 @@ def bias_gradient_kernel(
                     qk = tl.dot(q, tl.trans(k), input_precision=PRECISION)
                     dp = tl.dot(do, tl.trans(v), input_precision=PRECISION)
                     p, t, seen = _weights(qk, lse[:, None], i, j, position, start, end, q_segment, k_segment, slope, bias_ptr, mask_ptr, b, h, T, S,
-                                          H, SCALE, CAP, FAST_TANH, LEFT, RIGHT, BIAS, ALIBI, MASK, ROWS, SEGMENTS, True)  # fmt: skip
-                    kept = seen
+                                          H, SCALE, CAP, FAST_TANH, LEFT, RIGHT, BIAS, ALIBI, MASK, ROWS, SEGMENTS, FOLDED, MULTIPLIER, True, True)  # fmt: skip
+                    kept = True
                     if DROPOUT > 0:
                         kept = keep(seed0, seed1, position, j, DROPOUT)
                     _, after = _score_gradient(p, dp, delta[:, None], t, seen, kept, CAP, DROPOUT, KEEP_SCALE, True)

@@ -3,7 +3,7 @@
 import triton
 import triton.language as tl
 
-from .triton_tile import keep, key_tiles, load_rows, scores, store_rows, visible
+from .triton_tile import keep, key_tiles, load_rows, program, scores, store_rows, visible
 
 
 @triton.jit
@@ -13,7 +13,8 @@ def _attend_tiles(
     H: tl.constexpr, K: tl.constexpr, D: tl.constexpr, V: tl.constexpr, BK: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_V: tl.constexpr,
     SCALE: tl.constexpr, CAP: tl.constexpr, FAST_TANH: tl.constexpr, LEFT: tl.constexpr, RIGHT: tl.constexpr, BIAS: tl.constexpr,
     ALIBI: tl.constexpr, MASK: tl.constexpr, ROWS: tl.constexpr, SEGMENTS: tl.constexpr, DROPOUT: tl.constexpr, KEEP_SCALE: tl.constexpr,
-    PRECISION: tl.constexpr, MASKED: tl.constexpr,
+    PRECISION: tl.constexpr, FOLDED: tl.constexpr, MULTIPLIER: tl.constexpr, EVEN_K: tl.constexpr, GUARD: tl.constexpr,
+    MASKED: tl.constexpr,
 ):  # fmt: skip
     """Adds key tiles `lo .. hi` to the running sum, denominator and maximum of a query tile."""
     guarded: tl.constexpr = ROWS or SEGMENTS
@@ -27,20 +28,21 @@ def _attend_tiles(
             ok = ok & (tl.load(key_seen_ptr + columns, mask=ok, other=0) != 0)
             if SEGMENTS:
                 k_segment = tl.load(kv_segments_ptr + columns, mask=columns < S, other=-1)[None, :]
-        k = load_rows(k_base, first, K * D, ok, S, D, BK, BLOCK_D, MASKED, MASKED and guarded)
+        k = load_rows(k_base, first, K * D, ok, S, D, BK, BLOCK_D, MASKED and not EVEN_K, MASKED and guarded)
         qk = tl.dot(q, tl.trans(k), input_precision=PRECISION)  # [BQ, BK]
-        s, _ = scores(qk, i, j, position, slope, bias_ptr, b, h, T, S, H, SCALE, CAP, FAST_TANH, BIAS, ALIBI)
-        v = load_rows(v_base, first, K * V, ok, S, V, BK, BLOCK_V, MASKED, MASKED and guarded)
+        s, _ = scores(qk, i, j, position, slope, bias_ptr, b, h, T, S, H, SCALE, CAP, FAST_TANH, BIAS, ALIBI, FOLDED)
+        v = load_rows(v_base, first, K * V, ok, S, V, BK, BLOCK_V, MASKED and not EVEN_K, MASKED and guarded)
         if MASKED:
-            seen = visible(i, j, position, start, end, q_segment, k_segment, mask_ptr, b, h, T, S, H, LEFT, RIGHT, ROWS, SEGMENTS, MASK)
+            seen = visible(i, j, position, start, end, q_segment, k_segment, mask_ptr, b, h, T, S, H, LEFT, RIGHT, ROWS, SEGMENTS, MASK,
+                           not EVEN_K)  # fmt: skip
             s = tl.where(seen, s, float("-inf"))
             if MASK:
                 v = tl.where((tl.max(seen.to(tl.int32), axis=0) > 0)[:, None], v, 0.0)
-        new_top = tl.maximum(top, tl.max(s, axis=1))
+        new_top = tl.maximum(top, tl.max(s, axis=1) * MULTIPLIER)
         shift = new_top
-        if MASKED or BIAS:
+        if GUARD:
             shift = tl.where(new_top == float("-inf"), 0.0, new_top)
-        p = tl.exp2(s - shift[:, None])
+        p = tl.exp2(s * MULTIPLIER - shift[:, None])
         alpha = tl.exp2(top - shift)
         total = total * alpha + tl.sum(p, axis=1)
         if DROPOUT > 0:
@@ -59,10 +61,11 @@ def forward_kernel(
     H: tl.constexpr, K: tl.constexpr, D: tl.constexpr, V: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_V: tl.constexpr, BQ: tl.constexpr,
     BK: tl.constexpr, SCALE: tl.constexpr, CAP: tl.constexpr, FAST_TANH: tl.constexpr, LEFT: tl.constexpr, RIGHT: tl.constexpr,
     BIAS: tl.constexpr, ALIBI: tl.constexpr, SINKS: tl.constexpr, MASK: tl.constexpr, ROWS: tl.constexpr, SEGMENTS: tl.constexpr,
-    DROPOUT: tl.constexpr, KEEP_SCALE: tl.constexpr, PRECISION: tl.constexpr,
+    DROPOUT: tl.constexpr, KEEP_SCALE: tl.constexpr, PRECISION: tl.constexpr, FOLDED: tl.constexpr, MULTIPLIER: tl.constexpr,
+    EVEN_Q: tl.constexpr, EVEN_K: tl.constexpr, GUARD: tl.constexpr, HEADS_FIRST: tl.constexpr,
 ):  # fmt: skip
-    m = tl.num_programs(0) - 1 - tl.program_id(0)  # causal rows with the most keys first
-    bh = tl.program_id(1)
+    m, bh, count = program(T, BQ, HEADS_FIRST)
+    m = count - 1 - m  # causal rows with the most keys first
     b = (bh // H).to(tl.int64)
     h = bh % H
     first = m * BQ
@@ -89,7 +92,7 @@ def forward_kernel(
         seed0 = tl.load(seeds_ptr + (b * H + h) * 2)
         seed1 = tl.load(seeds_ptr + (b * H + h) * 2 + 1)
 
-    q = load_rows(q_ptr + b * T * (H * D) + h * D, first, H * D, inside, T, D, BQ, BLOCK_D, True, False)
+    q = load_rows(q_ptr + b * T * (H * D) + h * D, first, H * D, inside, T, D, BQ, BLOCK_D, not EVEN_Q, False)
     k_base = k_ptr + b * S * (K * D) + (h // (H // K)) * D
     v_base = v_ptr + b * S * (K * V) + (h // (H // K)) * V
     acc = tl.zeros([BQ, BLOCK_V], tl.float32)
@@ -106,16 +109,16 @@ def forward_kernel(
         acc, total, top = _attend_tiles(
             acc, total, top, q, lo, full_lo, k_base, v_base, bias_ptr, mask_ptr, kv_segments_ptr + b * S, key_seen_ptr + b * S, seed0, seed1,
             slope, i, position, start, end, q_segment, b, h, T, S, H, K, D, V, BK, BLOCK_D, BLOCK_V, SCALE, CAP, FAST_TANH, LEFT, RIGHT, BIAS,
-            ALIBI, MASK, ROWS, SEGMENTS, DROPOUT, KEEP_SCALE, PRECISION, True)  # fmt: skip
+            ALIBI, MASK, ROWS, SEGMENTS, DROPOUT, KEEP_SCALE, PRECISION, FOLDED, MULTIPLIER, EVEN_K, GUARD, True)  # fmt: skip
     if not MASK:
         acc, total, top = _attend_tiles(
             acc, total, top, q, full_lo, full_hi, k_base, v_base, bias_ptr, mask_ptr, kv_segments_ptr, key_seen_ptr, seed0, seed1,
             slope, i, position, start, end, q_segment, b, h, T, S, H, K, D, V, BK, BLOCK_D, BLOCK_V, SCALE, CAP, FAST_TANH, LEFT, RIGHT, BIAS,
-            ALIBI, MASK, ROWS, SEGMENTS, DROPOUT, KEEP_SCALE, PRECISION, False)  # fmt: skip
+            ALIBI, MASK, ROWS, SEGMENTS, DROPOUT, KEEP_SCALE, PRECISION, FOLDED, MULTIPLIER, EVEN_K, GUARD, False)  # fmt: skip
         acc, total, top = _attend_tiles(
             acc, total, top, q, full_hi, hi, k_base, v_base, bias_ptr, mask_ptr, kv_segments_ptr + b * S, key_seen_ptr + b * S, seed0, seed1,
             slope, i, position, start, end, q_segment, b, h, T, S, H, K, D, V, BK, BLOCK_D, BLOCK_V, SCALE, CAP, FAST_TANH, LEFT, RIGHT, BIAS,
-            ALIBI, MASK, ROWS, SEGMENTS, DROPOUT, KEEP_SCALE, PRECISION, True)  # fmt: skip
+            ALIBI, MASK, ROWS, SEGMENTS, DROPOUT, KEEP_SCALE, PRECISION, FOLDED, MULTIPLIER, EVEN_K, GUARD, True)  # fmt: skip
 
     some = total > 0
     acc = acc / tl.where(some, total, 1.0)[:, None]

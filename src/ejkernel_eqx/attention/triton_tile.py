@@ -47,33 +47,42 @@ def load_over_scores(ptr, b, h, i, j, T, S, H: tl.constexpr, BITS: tl.constexpr)
 
 @triton.jit
 def scores(qk, i, j, position, slope, bias_ptr, b, h, T, S, H: tl.constexpr, SCALE: tl.constexpr, CAP: tl.constexpr,
-           FAST_TANH: tl.constexpr, BIAS: tl.constexpr, ALIBI: tl.constexpr):  # fmt: skip
-    """Scores in log2 units, and the tanh whose square the backward needs (zero without a soft cap)."""
-    t = qk * 0.0
+           FAST_TANH: tl.constexpr, BIAS: tl.constexpr, ALIBI: tl.constexpr, FOLDED: tl.constexpr):  # fmt: skip
+    """Scores in log2 units, and the tanh whose square the backward needs. `FOLDED`: all but their last constant factor, which the
+    caller multiplies in beside a subtraction, as one instruction."""
+    t = qk
     if CAP > 0:
         t = tanh(qk * (SCALE / CAP), FAST_TANH)
-        s = t * (CAP * 1.4426950408889634)
-    else:
-        s = qk * (SCALE * 1.4426950408889634)
-    if BIAS:
-        s += load_over_scores(bias_ptr, b, h, i, j, T, S, H, BIAS).to(tl.float32) * 1.4426950408889634
-    if ALIBI:
-        s += (slope * 1.4426950408889634) * (j - position).to(tl.float32)
+    s = t
+    if not FOLDED:
+        if CAP > 0:
+            s = t * (CAP * 1.4426950408889634)
+        else:
+            s = qk * (SCALE * 1.4426950408889634)
+        if BIAS:
+            s += load_over_scores(bias_ptr, b, h, i, j, T, S, H, BIAS).to(tl.float32) * 1.4426950408889634
+        if ALIBI:
+            s += (slope * 1.4426950408889634) * (j - position).to(tl.float32)
     return s, t
 
 
 @triton.jit
 def visible(i, j, position, start, end, q_segment, k_segment, mask_ptr, b, h, T, S, H: tl.constexpr,
-            LEFT: tl.constexpr, RIGHT: tl.constexpr, ROWS: tl.constexpr, SEGMENTS: tl.constexpr, MASK: tl.constexpr):  # fmt: skip
-    """Which entries of the tile count."""
-    seen = (j < S) & (i < T)
+            LEFT: tl.constexpr, RIGHT: tl.constexpr, ROWS: tl.constexpr, SEGMENTS: tl.constexpr, MASK: tl.constexpr,
+            BOUND: tl.constexpr):  # fmt: skip
+    """Which entries of the tile count; keys past the end are only excluded with `BOUND`, queries past the end never."""
     if ROWS:
-        seen = seen & (j >= start) & (j < end)
-    else:
+        seen = (j >= start) & (j < end)
+    elif RIGHT >= 0:
+        seen = j <= position + RIGHT
         if LEFT >= 0:
             seen = seen & (j >= position - LEFT)
-        if RIGHT >= 0:
-            seen = seen & (j <= position + RIGHT)
+    elif LEFT >= 0:
+        seen = j >= position - LEFT
+    else:
+        seen = (i >= 0) & (j >= 0)
+    if BOUND and not ROWS:
+        seen = seen & (j < S)
     if SEGMENTS:
         seen = seen & (q_segment == k_segment) & (q_segment >= 0)
     if MASK:
@@ -102,6 +111,18 @@ def keep(seed0, seed1, position, j, THRESHOLD: tl.constexpr):
         k0 = k0 + 0x9E3779B9
         k1 = k1 + 0xBB67AE85
     return c0 >= THRESHOLD
+
+
+@triton.jit
+def program(length, BLOCK: tl.constexpr, HEADS_FIRST: tl.constexpr):
+    """This program's tile of `length`, its row of batch times heads, and the number of tiles. With `HEADS_FIRST` all first tiles run
+    first: where tiles differ in work, the long ones then do not come last."""
+    tiles = tl.cdiv(length, BLOCK)
+    index = tl.program_id(0)
+    if HEADS_FIRST:
+        rows = tl.num_programs(0) // tiles
+        return index // rows, index % rows, tiles
+    return index % tiles, index // tiles, tiles
 
 
 @triton.jit

@@ -20,6 +20,7 @@ from .problem import Problem as Problem
 from .registry import Implementation as Implementation
 from .registry import kernel_registry as kernel_registry
 from .registry import KernelRegistry as KernelRegistry
+from .selection import announce as announce
 from .selection import on_selection as on_selection
 from .selection import select as select
 from .selection import Selection as Selection

@@ -31,7 +31,7 @@ class Implementation:
     backend: Backend
     priority: int
     core: str
-    target: Any
+    target: Any = dataclasses.field(hash=False)
 
     def load(self) -> Any:
         """The object behind `target`."""

@@ -14,7 +14,6 @@ from typing import Any
 
 from .._errors import UnsupportedError
 from .caches import memory_cache, persistent_entries
-from .config import stable_json
 from .device import DeviceFacts, device_facts
 from .overlay import Policy, current_policy, overlay_entries
 from .platform import Platform, parse_platform
@@ -34,6 +33,7 @@ class Tier(enum.StrEnum):
     ERROR = "error"
 
 
+Entry = tuple[Platform, str, Any]
 Autotuner = Callable[[Problem, Implementation, DeviceFacts], Any | None]
 
 
@@ -42,7 +42,7 @@ class Snapshot:
     """All that the tiers of one operation may answer with, as it stood when a module was built.
 
     `overlay` maps an operation's name or a problem key to a configuration; `memory` and `persistent` map (platform,
-    problem key) to one. Two snapshots that would choose alike are equal.
+    problem key) to one.
     """
 
     operation: str
@@ -51,28 +51,16 @@ class Snapshot:
     policy: Policy
     override: Any | None = None
     overlay: tuple[tuple[str, Any], ...] = ()
-    memory: tuple[tuple[Platform, str, Any], ...] = ()
-    persistent: tuple[tuple[Platform, str, Any], ...] = ()
+    memory: tuple[Entry, ...] = ()
+    persistent: tuple[Entry, ...] = ()
 
-    @functools.cached_property
-    def identity(self) -> tuple[Any, ...]:
-        """What decides the choice, without provenance: equal identities share one compilation."""
-        known: dict[tuple[Platform, str], Any] = {}
-        for platform, key, config in (*self.persistent, *self.memory):
-            known[(platform, key)] = config
-        table = tuple(sorted((platform.value, key, stable_json(config)) for (platform, key), config in known.items()))
-        platforms = tuple(i.platform for i in self.implementations)
-        return (self.operation, platforms, self.device, self.override, self.overlay, table)
-
-    @functools.cached_property
-    def _hash(self) -> int:
-        return hash(self.identity)
-
-    def __hash__(self) -> int:
-        return self._hash
-
-    def __eq__(self, other: object) -> bool:
-        return self is other or (isinstance(other, Snapshot) and self._hash == other._hash and self.identity == other.identity)
+    def identity(self, pinned: tuple[Entry, ...] = ()) -> tuple[Any, ...]:
+        """What decides the choice, without provenance: plans of equal identities share one compilation."""
+        if self.override is not None:
+            return (self.operation, self.implementations, self.device, self.override)
+        known = {(platform, key): config for platform, key, config in (*self.persistent, *self.memory, *pinned)}
+        table = frozenset((platform, key, config) for (platform, key), config in known.items())
+        return (self.operation, self.implementations, self.device, self.overlay, table)
 
     @functools.cached_property
     def memory_table(self) -> dict[tuple[Platform, str], Any]:
@@ -154,24 +142,25 @@ def _explicit(operation: str, device: DeviceFacts, platform: Any, config: Any) -
 def select(snapshot: Snapshot, problem: Problem, *, tuning: bool = False) -> Selection:
     """The first platform that supports the problem, with its configuration.
 
-    Pure unless `tuning`, which lets the autotune tier run. `UnsupportedError` with every platform's reason if none supports it.
+    Pure unless `tuning`, which lets the autotune tier run, under the policy `FORCE` before any table. `UnsupportedError` with every
+    platform's reason if none supports it.
     """
     rejected: list[tuple[Platform, str]] = []
     for implementation in snapshot.implementations:
         reason = implementation.unsupported(problem, snapshot.device)
         if reason is None:
             config, tier = _first_answer(snapshot, implementation, problem, tuning)
-            selection = Selection(problem, implementation, config, tier, tuple(rejected))
-            for listen in _LISTENERS.get():
-                listen(selection)
-            return selection
+            return Selection(problem, implementation, config, tier, tuple(rejected))
         rejected.append((implementation.platform, reason))
     raise UnsupportedError(problem.operation, {platform.value: reason for platform, reason in rejected})
 
 
 def _first_answer(snapshot: Snapshot, implementation: Implementation, problem: Problem, tuning: bool) -> tuple[Any, Tier]:
+    passed_over = set() if tuning else {Tier.AUTOTUNE}
+    if tuning and snapshot.policy is Policy.FORCE and _autotuner is not None:
+        passed_over = {Tier.MEMORY, Tier.PERSISTENT}
     for tier, ask in TIERS:
-        config = ask(snapshot, implementation, problem) if tuning or tier is not Tier.AUTOTUNE else None
+        config = None if tier in passed_over else ask(snapshot, implementation, problem)
         if config is not None:
             return config, tier
     raise UnsupportedError(problem.operation, {implementation.platform.value: "has no configuration for this problem"})
@@ -191,22 +180,17 @@ def _overlay(snapshot: Snapshot, implementation: Implementation, problem: Proble
 
 
 def _memory(snapshot: Snapshot, implementation: Implementation, problem: Problem) -> Any | None:
-    return _look_up(snapshot, snapshot.memory_table, implementation, problem)
+    return snapshot.memory_table.get((implementation.platform, problem.key())) if snapshot.memory else None
 
 
 def _persistent(snapshot: Snapshot, implementation: Implementation, problem: Problem) -> Any | None:
-    return _look_up(snapshot, snapshot.persistent_table, implementation, problem)
-
-
-def _look_up(snapshot: Snapshot, table: dict[tuple[Platform, str], Any], implementation: Implementation, problem: Problem) -> Any | None:
-    if not table or (snapshot.policy is Policy.FORCE and _autotuner is not None):
-        return None
-    return table.get((implementation.platform, problem.key()))
+    return snapshot.persistent_table.get((implementation.platform, problem.key())) if snapshot.persistent else None
 
 
 def _autotune(snapshot: Snapshot, implementation: Implementation, problem: Problem) -> Any | None:
-    allowed = snapshot.policy in (Policy.TUNE, Policy.FORCE) and _autotuner is not None
-    return _autotuner(problem, implementation, snapshot.device) if allowed and _autotuner else None
+    if _autotuner is None or snapshot.policy not in (Policy.TUNE, Policy.FORCE):
+        return None
+    return _autotuner(problem, implementation, snapshot.device)
 
 
 def _heuristic(snapshot: Snapshot, implementation: Implementation, problem: Problem) -> Any | None:
@@ -233,6 +217,13 @@ def set_autotuner(autotuner: Autotuner | None) -> None:
 
 
 _LISTENERS: ContextVar[tuple[Callable[[Selection], None], ...]] = ContextVar("ejkernel_eqx_listeners", default=())
+
+
+def announce(selection: Selection) -> Selection:
+    """Tells every listener of a choice that is about to be used, and returns it."""
+    for listen in _LISTENERS.get():
+        listen(selection)
+    return selection
 
 
 @contextlib.contextmanager

@@ -1,6 +1,6 @@
 """Multi-head attention with weights, as the published decoder models have it."""
 
-from typing import Any, Literal, NamedTuple, overload
+from typing import Any, NamedTuple, overload
 
 import equinox as eqx
 import jax
@@ -161,11 +161,11 @@ class MultiHeadAttention(eqx.Module):
         x: Array,
         cache: KVCache,
         *,
-        kv_input: Literal[None] = None,
+        kv_input: Array | None = None,
         positions: Array | None = None,
         padding_mask: Array | None = None,
-        kv_padding_mask: Literal[None] = None,
-        segment_ids: Literal[None] = None,
+        kv_padding_mask: Array | None = None,
+        segment_ids: Array | None = None,
         mask: Array | Mask | None = None,
         bias: Array | None = None,
         key: Array | None = None,
@@ -239,6 +239,7 @@ class MultiHeadAttention(eqx.Module):
             key=key,
             inference=inference,
         )
+        assert not isinstance(out, tuple)  # no lse was asked for
         out = out.reshape(*x.shape[:-1], self.num_heads * self.v_head_dim)
         y = _project(self.o_proj, out if gate is None else out * jax.nn.sigmoid(gate))
         return y if cache is None else (y, cache)

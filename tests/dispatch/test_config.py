@@ -1,0 +1,88 @@
+import dataclasses
+import json
+import math
+
+import pytest
+
+from ejkernel_eqx.attention.xla import XlaConfig
+from ejkernel_eqx.dispatch import from_dict, from_json, stable_json, to_dict, to_json
+
+
+@dataclasses.dataclass(frozen=True)
+class Tile:
+    block: int
+    num_warps: int = 4
+
+
+@dataclasses.dataclass(frozen=True)
+class Config:
+    forward: Tile
+    backward: Tile
+    fast: bool
+    precision: str = "ieee"
+    ratio: float = 1.0
+
+    def __post_init__(self):
+        if self.precision not in ("ieee", "tf32"):
+            raise ValueError(f"Config.precision: expected 'ieee' or 'tf32', received {self.precision!r}.")
+
+
+CONFIG = Config(Tile(64), Tile(32, 8), True, "tf32", math.pi)
+
+
+def test_round_trip():
+    text = to_json(CONFIG)
+    assert from_json(text, Config) == CONFIG
+    assert json.loads(text) == to_dict(CONFIG)
+    assert to_dict(CONFIG)["backward"] == {"block": 32, "num_warps": 8}
+    assert list(json.loads(text)) == ["forward", "backward", "fast", "precision", "ratio"]
+    assert from_json(to_json(XlaConfig(64, 128)), XlaConfig) == XlaConfig(64, 128)
+
+
+def test_the_configurations_of_triton_round_trip():
+    triton = pytest.importorskip("ejkernel_eqx.attention.triton")
+    config = triton.TritonConfig(*(triton.TileConfig(n, 2 * n, 4, 2) for n in (16, 32, 64)), fast_tanh=False)
+    assert from_json(to_json(config), triton.TritonConfig) == config
+    data = to_dict(config)
+    data["key_gradient"]["block_q"] = 48
+    with pytest.raises(ValueError, match=r"TileConfig.block_q: expected a power of two from 16, received 48"):
+        from_dict(data, triton.TritonConfig)
+
+
+def test_fields_with_defaults_may_be_left_out():
+    data = {"forward": {"block": 64}, "backward": {"block": 32}, "fast": False}
+    assert from_dict(data, Config) == Config(Tile(64), Tile(32), False)
+
+
+@pytest.mark.parametrize(
+    "change, message",
+    [
+        (lambda d: d.update(speed=9), r"of Config, received unknown \['speed'\] and missing \[\]; it was written for another version"),
+        (lambda d: d.pop("fast"), r"received unknown \[\] and missing \['fast'\]"),
+        (lambda d: d["forward"].update(stages=2), r"of Tile, received unknown \['stages'\]"),
+        (lambda d: d["backward"].pop("block"), r"of Tile, received unknown \[\] and missing \['block'\]"),
+        (lambda d: d.update(fast=1), "config field fast: expected bool, received 1"),
+        (lambda d: d["forward"].update(block=True), "config field block: expected int, received True"),
+        (lambda d: d["forward"].update(block="64"), "config field block: expected int, received '64'"),
+        (lambda d: d["forward"].update(block=64.0), r"config field block: expected int, received 64\.0"),
+        (lambda d: d.update(precision=None), "config field precision: expected str, received None"),
+        (lambda d: d.update(forward=64), "expected an object with the fields of Tile, received 64"),
+        (lambda d: d.update(precision="fp8"), "Config.precision: expected 'ieee' or 'tf32', received 'fp8'"),
+    ],
+)
+def test_anything_else_is_refused(change, message):
+    data = to_dict(CONFIG)
+    change(data)
+    with pytest.raises(ValueError, match=message):
+        from_json(json.dumps(data), Config)
+
+
+@pytest.mark.parametrize("value", [3, {"block": 3}, Tile, dataclasses.make_dataclass("Thawed", ["block"])(3)])
+def test_only_frozen_dataclasses_are_configurations(value):
+    with pytest.raises(ValueError, match="expected an instance of a frozen dataclass"):
+        to_dict(value)
+
+
+def test_stable_json():
+    assert stable_json({"b": 1, "a": [True, None]}) == '{"a":[true,null],"b":1}'
+    assert stable_json(Tile(1)) == '{"block":1,"num_warps":4}'

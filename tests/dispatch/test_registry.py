@@ -1,0 +1,109 @@
+import pathlib
+import re
+import types
+
+import pytest
+
+import ejkernel_eqx
+from ejkernel_eqx.dispatch import Backend, DeviceFacts, Implementation, kernel_registry, KernelRegistry, Platform
+from tests.dispatch import toy
+
+H200 = DeviceFacts(Backend.GPU, "NVIDIA H200", vendor="nvidia", compute_capability="9.0", shared_memory=232_448)
+
+
+def hooks(label: str = "", **others) -> types.SimpleNamespace:
+    none = lambda problem, device: None
+    return types.SimpleNamespace(
+        unsupported=none, default_config=none, candidates=none, config_type=int, label=label, **others
+    )
+
+
+def test_operations_and_their_order():
+    assert {"flash_attention", "attention", "scaled_dot_product_attention"} <= set(kernel_registry.list_operations())
+    platforms = [i.platform for i in kernel_registry.ordered("flash_attention")]
+    assert platforms == [Platform.CUDA, Platform.TRITON, Platform.XLA, Platform.TRITON_INTERPRET]
+    assert [i.platform for i in kernel_registry.ordered("attention")] == [Platform.XLA]
+    with pytest.raises(ValueError, match=r"^operation: expected one of \[.*'flash_attention'.*\], received 'flash'\.$"):
+        kernel_registry.ordered("flash")
+
+
+def test_reasons_name_the_device():
+    reasons = {i.platform: reason for i, reason in kernel_registry.list_implementations(toy.OPERATION, H200)}
+    assert reasons == {Platform.TRITON: "needs a TPU, the device is NVIDIA H200 (gpu)", Platform.PALLAS: None, Platform.XLA: None}
+
+
+def test_third_party_outranks():
+    registry = KernelRegistry()
+    registry.add(Implementation("op", Platform.XLA, Backend.ANY, 10, "core", hooks("ours")))
+    registry.register("op", "xla", priority=5)(hooks("weaker"))
+    assert registry.get("op").load().label == "ours"
+    registry.register("op", "xla", priority=10)(hooks("theirs"))
+    assert registry.get("op").load().label == "theirs"
+    registry.register("op", "pallas", priority=11)(hooks("best"))
+    assert registry.get("op").load().label == "best" and len(registry.ordered("op")) == 2
+    assert registry.get("op", "xla").load().label == "theirs"
+
+
+def test_what_a_platform_must_answer():
+    with pytest.raises(ValueError, match=r"register\('op', 'xla'\): expected .* without default_config, candidates, config_type"):
+        KernelRegistry().register("op", "xla")(types.SimpleNamespace(unsupported=None))
+    with pytest.raises(ValueError, match="expected one of .*'xla'.* received 'verilog'"):
+        KernelRegistry().register("op", "verilog")(hooks())
+
+
+def test_an_explicit_platform_is_never_replaced():
+    assert kernel_registry.get(toy.OPERATION).platform is Platform.PALLAS
+    assert kernel_registry.get(toy.OPERATION, "xla").platform is Platform.XLA
+    assert kernel_registry.get(toy.OPERATION, Platform.TRITON).platform is Platform.TRITON
+    with pytest.raises(ValueError, match=r"platform: expected one of \['triton', 'pallas', 'xla'\] for tests.toy, received 'cuda'"):
+        kernel_registry.get(toy.OPERATION, "cuda")
+    with pytest.raises(ValueError, match=r"received 'triton' on backend 'gpu'"):
+        kernel_registry.get(toy.OPERATION, "triton", "gpu")
+
+
+def test_what_is_asked_for_by_name_only_is_never_chosen():
+    registry = KernelRegistry()
+    registry.register("op", "triton-interpret", priority=-1)(hooks())
+    with pytest.raises(ValueError, match="received None on backend None"):
+        registry.get("op")
+    assert registry.get("op", "triton-interpret").priority == -1
+
+
+def test_unavailable_is_asked():
+    registry = KernelRegistry()
+    registry.register("op", "xla")(hooks(unavailable=lambda device: f"not on {device.kind}"))
+    ((_, reason),) = registry.list_implementations("op", H200)
+    assert reason == "not on NVIDIA H200"
+    assert registry.ordered("op")[0].unsupported(toy.problem(), H200) == reason
+
+
+@pytest.mark.parametrize("operation", ["flash_attention", "scaled_dot_product_attention"])
+def test_the_platforms_of_a_core_take_the_same_parameters(operation):
+    pytest.importorskip("triton")
+    registry = KernelRegistry()
+    for implementation in kernel_registry.ordered(operation):
+        # `execute` is how triton-interpret calls the launches of triton; no caller of a platform may name it.
+        if implementation.platform is not Platform.TRITON:
+            registry.add(implementation)
+    registry.validate_signatures(operation, ("forward", "backward", "unsupported", "default_config", "candidates", "attend"))
+
+
+def test_disagreeing_signatures_are_found():
+    registry = KernelRegistry()
+    registry.register("op", "xla")(hooks(forward=lambda arrays, spec: None))
+    registry.register("op", "pallas")(hooks(forward=lambda arrays, spec, config: None))
+    registry.validate_signatures("op", ("unsupported", "backward"))
+    with pytest.raises(ValueError, match=r"op\.forward: the platforms disagree"):
+        registry.validate_signatures("op", ("forward",))
+
+
+def test_dispatch_names_no_operation():
+    folder = pathlib.Path(ejkernel_eqx.__file__).parent / "dispatch"
+    files = sorted(folder.glob("*.py"))
+    assert len(files) >= 8
+    named = re.compile(r"flash|attention|recurren|matmul|pooling", re.IGNORECASE)
+    # A documentation string may give an example; code may not.
+    strings = re.compile(r'"""(?:.|\n)*?"""')
+    for file in files:
+        assert not named.findall(strings.sub("", file.read_text(encoding="utf-8"))), file.name
+        assert not re.search(r"^\s*(from|import) .*(\.\.attention|\.\._kernel|\.\.launch|\.\.nn)", file.read_text(encoding="utf-8"), re.M)
