@@ -13,6 +13,24 @@ import ejkernel_eqx as ejx
 from ejkernel_eqx.attention import reference
 from ejkernel_eqx.attention.spec import AttentionArrays, AttentionSpec
 
+try:
+    from triton.errors import TritonError
+except ImportError:  # Triton has no wheels for this machine
+
+    class TritonError(Exception): ...
+
+
+FAILURES = (
+    RuntimeError,
+    ValueError,
+    TypeError,
+    NotImplementedError,
+    AssertionError,
+    ejx.EjkernelError,
+    TritonError,
+)
+"""What an implementation or a candidate may raise on a problem that is not for it, from any of the libraries."""
+
 
 @dataclasses.dataclass(frozen=True)
 class AttentionProblem:
@@ -122,7 +140,9 @@ def _documents(problem: AttentionProblem) -> Array:
     return jnp.broadcast_to(ids, (problem.B, problem.S))
 
 
-def build(problem: AttentionProblem, platform: str | None = None, config: Any | None = None) -> ejx.FlashAttention:
+def build(
+    problem: AttentionProblem, platform: str | None = None, config: Any | None = None
+) -> ejx.FlashAttention:
     """Our operation for the problem."""
     return ejx.FlashAttention(
         problem.causal, problem.window, problem.soft_cap, platform=platform, config=config
@@ -178,7 +198,9 @@ def expected_results(problem: AttentionProblem, inputs: Inputs) -> dict[str, Arr
         parts["sinks"] = jnp.broadcast_to(sinks, (rows, kv_heads, 1, groups)).reshape(-1, 1, groups)
     results = jax.lax.map(one, parts)
     shapes = {"out": learned["q"].shape} | {name: x.shape for name, x in learned.items()}
-    joined = {n: join(results[n], groups if n in ("out", "q") else 1, shapes[n]) for n in ("out", "q", "k", "v")}
+    joined = {
+        n: join(results[n], groups if n in ("out", "q") else 1, shapes[n]) for n in ("out", "q", "k", "v")
+    }
     if problem.sinks:
         joined["sinks"] = results["sinks"].reshape(rows, problem.H).sum(0)
     return joined

@@ -3,12 +3,12 @@
 import dataclasses
 from typing import Any
 
-import equinox as eqx
 import jax
 
 from ._errors import UnsupportedError
-from ._kernel import Kernel
-from .dispatch import device_facts, kernel_registry, on_selection, Selection
+from ._inputs import Inputs
+from ._kernel import Kernel, selections_of
+from .dispatch import device_facts, kernel_registry, Selection
 
 
 @dataclasses.dataclass(frozen=True)
@@ -62,11 +62,7 @@ def explain(target: Any, *args: Any, **kwargs: Any) -> Explanation:
         return Explanation(shown, tuple(_of_operation(target)))
     if not args and not kwargs:
         return Explanation(shown, tuple(_of_kernel(path, kernel) for path, kernel in kernels_of(target)))
-    found: list[Selection] = []
-    with on_selection(found.append):
-        eqx.filter_eval_shape(target, *args, **kwargs)
-    distinct = {(selection.problem, selection.platform): selection for selection in found}
-    return Explanation(shown, tuple(_of_selection(selection) for selection in distinct.values()))
+    return Explanation(shown, tuple(_of_selection(selection) for selection in selections_of(target, Inputs(args, kwargs))))
 
 
 def kernels_of(tree: Any) -> list[tuple[str, Kernel]]:

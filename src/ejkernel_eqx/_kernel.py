@@ -3,12 +3,26 @@
 import copy
 import dataclasses
 import functools
+import itertools
+from collections.abc import Callable
 from typing import Any, ClassVar, TypeVar
 
 import equinox as eqx
+import jax
 
 from ._inputs import Inputs
-from .dispatch import announce, DeviceFacts, on_selection, Platform, Problem, select, Selection, Snapshot, take_snapshot, Tier
+from .dispatch import (
+    announce,
+    DeviceFacts,
+    on_selection,
+    Platform,
+    Problem,
+    select,
+    Selection,
+    Snapshot,
+    take_snapshot,
+    Tier,
+)
 
 K = TypeVar("K", bound="Kernel")
 
@@ -92,12 +106,25 @@ class Kernel(eqx.Module):
 def settle(kernel: "Kernel", call: Inputs) -> Plan:
     """The kernel's plan with its choice for every problem of this call made now. Traces with shapes only; computes nothing."""
     plan = kernel.plan
-    found: list[Selection] = []
-    with on_selection(found.append):
-        eqx.filter_eval_shape(kernel, *call.args, **call.kwargs)
-    for problem in dict.fromkeys(selection.problem for selection in found):
+    for problem in dict.fromkeys(selection.problem for selection in selections_of(kernel, call)):
         plan = plan.pin(problem)
     return plan
+
+
+# Part of the key of every cache of traces: a function that JAX has traced before would make no choice.
+_asking = jax.make_user_context(0)
+_questions = itertools.count(1)
+
+
+def selections_of(function: Callable[..., Any], call: Inputs) -> list[Selection]:
+    """The distinct choices that a call makes, in order. Traces with shapes only; computes nothing."""
+    found: list[Selection] = []
+    with on_selection(found.append), _asking(next(_questions)):
+        eqx.filter_eval_shape(function, *call.args, **call.kwargs)
+    distinct: dict[tuple[Problem, Platform], Selection] = {}
+    for selection in found:
+        distinct.setdefault((selection.problem, selection.platform), selection)
+    return list(distinct.values())
 
 
 def with_plan(kernel: K, plan: Plan) -> K:

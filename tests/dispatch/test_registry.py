@@ -5,7 +5,14 @@ import types
 import pytest
 
 import ejkernel_eqx
-from ejkernel_eqx.dispatch import Backend, DeviceFacts, Implementation, kernel_registry, KernelRegistry, Platform
+from ejkernel_eqx.dispatch import (
+    Backend,
+    DeviceFacts,
+    Implementation,
+    kernel_registry,
+    KernelRegistry,
+    Platform,
+)
 from tests.dispatch import toy
 
 H200 = DeviceFacts(Backend.GPU, "NVIDIA H200", vendor="nvidia", compute_capability="9.0", shared_memory=232_448)

@@ -192,12 +192,13 @@ def _check_mask(mask: Mask, lead: tuple[int, ...], queries: int, keys: int) -> N
 
 
 def _cu_seqlens(given: MaskInputs, queries: int, keys: int) -> Mask:
-    q, kv = given.cu_seqlens, given.cu_seqlens if given.kv_cu_seqlens is None else given.kv_cu_seqlens
+    q = jnp.asarray(given.cu_seqlens)
+    kv = q if given.kv_cu_seqlens is None else jnp.asarray(given.kv_cu_seqlens)
     for name, value in (("cu_seqlens", q), ("kv_cu_seqlens", kv)):
-        if np.ndim(value) != 1 or np.shape(value)[0] < 2 or not np.issubdtype(np.dtype(value.dtype), np.integer):
-            raise ValueError(f"{name}: expected int offsets [N + 1] from 0 to the number of tokens, received shape {np.shape(value)}.")
-    if np.shape(q) != np.shape(kv):
-        raise ValueError(f"kv_cu_seqlens: expected as many sequences as cu_seqlens, {np.shape(q)}, received {np.shape(kv)}.")
+        if value.ndim != 1 or value.shape[0] < 2 or not jnp.issubdtype(value.dtype, jnp.integer):
+            raise ValueError(f"{name}: expected int offsets [N + 1] from 0 to the number of tokens, received {value.dtype} {value.shape}.")
+    if q.shape != kv.shape:
+        raise ValueError(f"kv_cu_seqlens: expected as many sequences as cu_seqlens, {q.shape}, received {kv.shape}.")
     if given.kv_cu_seqlens is None and queries != keys:
         raise ValueError(f"kv_cu_seqlens: expected offsets for {keys} keys, as there are {queries} queries, received None; give both.")
     return Mask.from_cu_seqlens(q, kv)

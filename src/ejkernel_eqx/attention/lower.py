@@ -1,6 +1,6 @@
 """Lowers a `Mask` to what kernels can use, exactly: static window, key ranges, segments, dense remainder."""
 
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import Any, NamedTuple, TYPE_CHECKING
 
 import jax.numpy as jnp
 from jax import Array

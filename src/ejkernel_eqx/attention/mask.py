@@ -9,7 +9,7 @@ import numpy as np
 from jax import Array
 from jaxtyping import Bool, Int, PRNGKeyArray
 
-from .lower import Lowered, lower_mask
+from .lower import lower_mask, Lowered
 
 Window = tuple[int | None, int | None]
 
@@ -39,7 +39,7 @@ class Mask(eqx.Module):
     segments: tuple[tuple[Int[Array, "... T"], Int[Array, "... S"]], ...] = ()
     q_lengths: Int[Array, "..."] | None = None
     kv_lengths: Int[Array, "..."] | None = None
-    cu_seqlens: tuple[Int[Array, "N+1"], Int[Array, "N+1"]] | None = None  # noqa: F821
+    cu_seqlens: tuple[Int[Array, "offsets"], Int[Array, "offsets"]] | None = None
     dense: Bool[Array, "..."] | None = None
 
     @classmethod

@@ -18,6 +18,7 @@ from .spec import AttentionArrays, AttentionGrads, AttentionSpec
 OPAQUE = True
 _LOG2E = 1.4426950408889634
 MAX_HEAD_DIM = 256
+_CACHED_BYTES = 24 * 2**20
 
 
 @dataclasses.dataclass(frozen=True)
@@ -253,6 +254,16 @@ class _Call:
         )
         return self.execute(launch, inputs)
 
+    def _group(self) -> int:
+        """How many rows of batch times heads run together: one where all tiles are alike, else what the second-level cache holds."""
+        arrays, spec = self.arrays, self.spec
+        if _ragged(arrays) or spec.right is None or spec.left is not None:
+            return 1
+        heads, keys = arrays.q.shape[2] // arrays.k.shape[2], arrays.k.shape[1]
+        row = max(keys, 1) * (arrays.k.shape[3] + arrays.v.shape[3]) * arrays.k.dtype.itemsize
+        most = max(1, heads * _CACHED_BYTES // row)
+        return 1 << min(most.bit_length() - 1, 6)
+
     def _constants(self, tile: TileConfig) -> dict[str, Any]:
         arrays, spec = self.arrays, self.spec
         is_float32, rate = arrays.q.dtype == jnp.float32, spec.dropout_rate
@@ -287,7 +298,7 @@ class _Call:
             "EVEN_Q": arrays.q.shape[1] % tile.block_q == 0,
             "EVEN_K": arrays.k.shape[1] % tile.block_k == 0,
             "GUARD": guard,
-            "HEADS_FIRST": spec.right is not None and spec.left is None and not ragged,
+            "GROUP": self._group(),
         }
 
 

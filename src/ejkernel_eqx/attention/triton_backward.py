@@ -87,10 +87,10 @@ def query_gradient_kernel(
     BK: tl.constexpr, SCALE: tl.constexpr, CAP: tl.constexpr, FAST_TANH: tl.constexpr, LEFT: tl.constexpr, RIGHT: tl.constexpr,
     BIAS: tl.constexpr, ALIBI: tl.constexpr, MASK: tl.constexpr, ROWS: tl.constexpr, SEGMENTS: tl.constexpr,
     DROPOUT: tl.constexpr, KEEP_SCALE: tl.constexpr, PRECISION: tl.constexpr, FOLDED: tl.constexpr, MULTIPLIER: tl.constexpr,
-    EVEN_Q: tl.constexpr, EVEN_K: tl.constexpr, GUARD: tl.constexpr, HEADS_FIRST: tl.constexpr,
+    EVEN_Q: tl.constexpr, EVEN_K: tl.constexpr, GUARD: tl.constexpr, GROUP: tl.constexpr,
 ):  # fmt: skip
     """`dq` of one query tile and head, and the tile's share of the slope's gradient."""
-    m, bh, count = program(T, BQ, HEADS_FIRST)
+    m, bh, count = program(T, BQ, GROUP)
     m = count - 1 - m
     b = (bh // H).to(tl.int64)
     h = bh % H
@@ -212,10 +212,10 @@ def key_gradient_kernel(
     BK: tl.constexpr, SCALE: tl.constexpr, CAP: tl.constexpr, FAST_TANH: tl.constexpr, LEFT: tl.constexpr, RIGHT: tl.constexpr,
     BIAS: tl.constexpr, ALIBI: tl.constexpr, MASK: tl.constexpr, ROWS: tl.constexpr, SEGMENTS: tl.constexpr,
     DROPOUT: tl.constexpr, KEEP_SCALE: tl.constexpr, PRECISION: tl.constexpr, FOLDED: tl.constexpr, MULTIPLIER: tl.constexpr,
-    EVEN_Q: tl.constexpr, EVEN_K: tl.constexpr, GUARD: tl.constexpr, HEADS_FIRST: tl.constexpr,
+    EVEN_Q: tl.constexpr, EVEN_K: tl.constexpr, GUARD: tl.constexpr, GROUP: tl.constexpr,
 ):  # fmt: skip
     """`dk` and `dv` of one key tile and key head, over all query heads that read it."""
-    n, bh, _ = program(S, BK, HEADS_FIRST)
+    n, bh, _ = program(S, BK, GROUP)
     b = (bh // K).to(tl.int64)
     kh = bh % K
     first = n * BK
@@ -276,7 +276,7 @@ def bias_gradient_kernel(
     BK: tl.constexpr, SCALE: tl.constexpr, CAP: tl.constexpr, FAST_TANH: tl.constexpr, LEFT: tl.constexpr, RIGHT: tl.constexpr,
     BIAS: tl.constexpr, ALIBI: tl.constexpr, MASK: tl.constexpr, ROWS: tl.constexpr, SEGMENTS: tl.constexpr,
     DROPOUT: tl.constexpr, KEEP_SCALE: tl.constexpr, PRECISION: tl.constexpr, FOLDED: tl.constexpr, MULTIPLIER: tl.constexpr,
-    EVEN_Q: tl.constexpr, EVEN_K: tl.constexpr, GUARD: tl.constexpr, HEADS_FIRST: tl.constexpr,
+    EVEN_Q: tl.constexpr, EVEN_K: tl.constexpr, GUARD: tl.constexpr, GROUP: tl.constexpr,
 ):  # fmt: skip
     """One tile of the bias gradient `[B or 1, H or 1, T or 1, S or 1]`, summed in a fixed order over what the bias broadcasts."""
     over_queries: tl.constexpr = (BIAS & 8) != 0

@@ -62,9 +62,9 @@ def forward_kernel(
     BK: tl.constexpr, SCALE: tl.constexpr, CAP: tl.constexpr, FAST_TANH: tl.constexpr, LEFT: tl.constexpr, RIGHT: tl.constexpr,
     BIAS: tl.constexpr, ALIBI: tl.constexpr, SINKS: tl.constexpr, MASK: tl.constexpr, ROWS: tl.constexpr, SEGMENTS: tl.constexpr,
     DROPOUT: tl.constexpr, KEEP_SCALE: tl.constexpr, PRECISION: tl.constexpr, FOLDED: tl.constexpr, MULTIPLIER: tl.constexpr,
-    EVEN_Q: tl.constexpr, EVEN_K: tl.constexpr, GUARD: tl.constexpr, HEADS_FIRST: tl.constexpr,
+    EVEN_Q: tl.constexpr, EVEN_K: tl.constexpr, GUARD: tl.constexpr, GROUP: tl.constexpr,
 ):  # fmt: skip
-    m, bh, count = program(T, BQ, HEADS_FIRST)
+    m, bh, count = program(T, BQ, GROUP)
     m = count - 1 - m  # causal rows with the most keys first
     b = (bh // H).to(tl.int64)
     h = bh % H
@@ -115,13 +115,14 @@ def forward_kernel(
             acc, total, top, q, full_lo, full_hi, k_base, v_base, bias_ptr, mask_ptr, kv_segments_ptr, key_seen_ptr, seed0, seed1,
             slope, i, position, start, end, q_segment, b, h, T, S, H, K, D, V, BK, BLOCK_D, BLOCK_V, SCALE, CAP, FAST_TANH, LEFT, RIGHT, BIAS,
             ALIBI, MASK, ROWS, SEGMENTS, DROPOUT, KEEP_SCALE, PRECISION, FOLDED, MULTIPLIER, EVEN_K, GUARD, False)  # fmt: skip
-        acc, total, top = _attend_tiles(
-            acc, total, top, q, full_hi, hi, k_base, v_base, bias_ptr, mask_ptr, kv_segments_ptr + b * S, key_seen_ptr + b * S, seed0, seed1,
-            slope, i, position, start, end, q_segment, b, h, T, S, H, K, D, V, BK, BLOCK_D, BLOCK_V, SCALE, CAP, FAST_TANH, LEFT, RIGHT, BIAS,
-            ALIBI, MASK, ROWS, SEGMENTS, DROPOUT, KEEP_SCALE, PRECISION, FOLDED, MULTIPLIER, EVEN_K, GUARD, True)  # fmt: skip
+        if table or RIGHT >= 0 or not EVEN_K:
+            acc, total, top = _attend_tiles(
+                acc, total, top, q, full_hi, hi, k_base, v_base, bias_ptr, mask_ptr, kv_segments_ptr + b * S, key_seen_ptr + b * S, seed0, seed1,
+                slope, i, position, start, end, q_segment, b, h, T, S, H, K, D, V, BK, BLOCK_D, BLOCK_V, SCALE, CAP, FAST_TANH, LEFT, RIGHT, BIAS,
+                ALIBI, MASK, ROWS, SEGMENTS, DROPOUT, KEEP_SCALE, PRECISION, FOLDED, MULTIPLIER, EVEN_K, GUARD, True)  # fmt: skip
 
     some = total > 0
-    acc = acc / tl.where(some, total, 1.0)[:, None]
+    acc = acc * (1.0 / tl.where(some, total, 1.0))[:, None]
     lse = tl.where(some, (top + tl.log2(tl.where(some, total, 1.0))) * 0.6931471805599453, float("-inf"))
     store_rows(out_ptr + b * T * (H * V) + h * V, acc.to(out_ptr.dtype.element_ty), first, H * V, T, V, BQ, BLOCK_V)
     tl.store(lse_ptr + (b * H + h) * T + rows, lse, mask=inside)

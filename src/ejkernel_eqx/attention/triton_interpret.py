@@ -10,7 +10,8 @@ from ..launch import interpreter_unavailable, run
 from . import triton
 from .spec import AttentionArrays, AttentionGrads, AttentionSpec
 from .triton import config_type as config_type
-from .triton import TileConfig, TritonConfig, unsupported as unsupported
+from .triton import TileConfig, TritonConfig
+from .triton import unsupported as unsupported
 
 OPAQUE = True
 NOTE = "interpreted on the host, program by program: for checking, not for speed"

@@ -114,15 +114,18 @@ def keep(seed0, seed1, position, j, THRESHOLD: tl.constexpr):
 
 
 @triton.jit
-def program(length, BLOCK: tl.constexpr, HEADS_FIRST: tl.constexpr):
-    """This program's tile of `length`, its row of batch times heads, and the number of tiles. With `HEADS_FIRST` all first tiles run
-    first: where tiles differ in work, the long ones then do not come last."""
+def program(length, BLOCK: tl.constexpr, GROUP: tl.constexpr):
+    """This program's tile of `length`, its row of batch times heads, and the number of tiles.
+
+    Rows go in groups of `GROUP`, few enough for the cache; within a group all first tiles run first, so that where tiles
+    differ in work the long ones do not come last.
+    """
     tiles = tl.cdiv(length, BLOCK)
-    index = tl.program_id(0)
-    if HEADS_FIRST:
-        rows = tl.num_programs(0) // tiles
-        return index // rows, index % rows, tiles
-    return index % tiles, index // tiles, tiles
+    rows = tl.num_programs(0) // tiles
+    group = tl.program_id(0) // (tiles * GROUP)
+    index = tl.program_id(0) % (tiles * GROUP)
+    size = tl.minimum(rows - group * GROUP, GROUP)
+    return index // size, group * GROUP + index % size, tiles
 
 
 @triton.jit

@@ -58,6 +58,6 @@ def _convert(name: str, value: Any, kind: Any) -> Any:
 
 
 def _check_config(config: Any) -> None:
-    frozen = dataclasses.is_dataclass(config) and type(config).__dataclass_params__.frozen  # type: ignore[attr-defined]
-    if not frozen or isinstance(config, type):
+    params = None if isinstance(config, type) else getattr(config, "__dataclass_params__", None)
+    if params is None or not params.frozen:
         raise ValueError(f"config: expected an instance of a frozen dataclass, received {config!r}.")

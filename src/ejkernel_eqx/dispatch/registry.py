@@ -8,8 +8,8 @@ from collections.abc import Callable, Iterable
 from types import ModuleType
 from typing import Any, TypeVar
 
-from .device import DeviceFacts, device_facts
-from .platform import Backend, Platform, parse_platform
+from .device import device_facts, DeviceFacts
+from .platform import Backend, parse_platform, Platform
 from .problem import Problem
 
 T = TypeVar("T")
@@ -41,7 +41,11 @@ class Implementation:
         """Why nothing of this platform can run on the device; `None` if it can."""
         if self.backend is not Backend.ANY and self.backend is not device.backend:
             return f"needs a {self.backend.value.upper()}, the device is {device.kind} ({device.backend.value})"
-        probe = getattr(self.load(), "unavailable", None)
+        try:
+            target = self.load()
+        except ModuleNotFoundError as error:
+            return f"{error.name} is not installed"
+        probe = getattr(target, "unavailable", None)
         return probe(device) if probe else None
 
     def unsupported(self, problem: Problem, device: DeviceFacts) -> str | None:

@@ -14,9 +14,9 @@ from typing import Any
 
 from .._errors import UnsupportedError
 from .caches import memory_cache, persistent_entries
-from .device import DeviceFacts, device_facts
-from .overlay import Policy, current_policy, overlay_entries
-from .platform import Platform, parse_platform
+from .device import device_facts, DeviceFacts
+from .overlay import current_policy, overlay_entries, Policy
+from .platform import Platform
 from .problem import Problem
 from .registry import Implementation, kernel_registry
 

@@ -1,0 +1,112 @@
+"""What every benchmark writes: the machine it ran on, JSON, text tables, Markdown blocks."""
+
+import datetime
+import importlib.metadata
+import json
+import os
+import pathlib
+import subprocess
+import tomllib
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import jax
+
+ROOT = pathlib.Path(__file__).resolve().parent.parent
+_PACKAGES = ("jax", "jaxlib", "triton", "jax-triton", "torch", "ejkernel-eqx")
+
+
+def environment(commit: str | None = None) -> dict[str, Any]:
+    """Device, driver, versions, commit and date. What is not to be found is `None`."""
+    device = jax.devices()[0]
+    return {
+        "device": device.device_kind,
+        "platform": device.platform,
+        "driver": _output("nvidia-smi", "--query-gpu=driver_version", "--format=csv,noheader"),
+        "runtime": " ".join(str(device.client.platform_version).split()),
+        "versions": versions(),
+        "commit": commit or _commit(),
+        "date": datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"),
+    }
+
+
+def versions() -> dict[str, str | None]:
+    """Of every package that takes part."""
+    found: dict[str, str | None] = {}
+    for package in _PACKAGES:
+        try:
+            found[package] = importlib.metadata.version(package)
+        except importlib.metadata.PackageNotFoundError:
+            found[package] = None
+    if found["ejkernel-eqx"] is None:  # used from a checkout, without being installed
+        project = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["project"]
+        found["ejkernel-eqx"] = project["version"]
+    return found
+
+
+def _commit() -> str | None:
+    commit = _output("git", "-C", str(ROOT), "rev-parse", "--short=12", "HEAD")
+    changed = _output("git", "-C", str(ROOT), "status", "--porcelain", "--untracked-files=no")
+    return f"{commit} with changes" if commit and changed else commit
+
+
+def _output(*command: str) -> str | None:
+    try:
+        result = subprocess.run(command, capture_output=True, text=True, timeout=20, check=False)
+    except (OSError, subprocess.TimeoutExpired):
+        return None
+    lines = result.stdout.strip().splitlines()
+    return lines[0] if result.returncode == 0 and lines else None
+
+
+def write_atomic(path: str | os.PathLike, text: str) -> None:
+    """All of it or nothing, whenever the process stops."""
+    path = pathlib.Path(path)
+    path.parent.mkdir(parents=True, exist_ok=True)
+    temporary = path.with_name(f".{path.name}.{os.getpid()}")
+    temporary.write_text(text, encoding="utf-8")
+    os.replace(temporary, path)
+
+
+def write_json(path: str | os.PathLike, content: Any) -> None:
+    """NaN and infinity are refused: a result that is none is `None`."""
+    write_atomic(path, json.dumps(content, indent=1, allow_nan=False) + "\n")
+
+
+def table(header: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
+    """Columns padded to their width; the first to the left, the others to the right."""
+    widths = [max(len(row[i]) for row in (header, *rows)) for i in range(len(header))]
+
+    def line(cells: Sequence[str]) -> str:
+        padded = (cell.rjust(width) for cell, width in zip(cells[1:], widths[1:]))
+        return "  ".join((cells[0].ljust(widths[0]), *padded)).rstrip()
+
+    return "\n".join([line(header), line(["-" * width for width in widths]), *map(line, rows)])
+
+
+def markdown_table(header: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
+    lines = [header, ["---", *["--:"] * (len(header) - 1)], *rows]
+    return "\n".join("| " + " | ".join(cell.replace("|", "\\|") for cell in row) + " |" for row in lines)
+
+
+def write_markdown(path: str | os.PathLike, name: str, text: str) -> None:
+    """Into `path`: between its lines `<!-- NAME: begin -->` and `<!-- NAME: end -->`, or, without these, all of it."""
+    path = pathlib.Path(path)
+    begin, end = f"<!-- {name}: begin -->", f"<!-- {name}: end -->"
+    page = path.read_text(encoding="utf-8") if path.is_file() else ""
+    if begin in page and end in page:
+        before, rest = page.split(begin, 1)
+        text = f"{before}{begin}\n{text.strip()}\n{end}{rest.split(end, 1)[1]}"
+    write_atomic(path, text if text.endswith("\n") else text + "\n")
+
+
+def number(value: float | None, digits: int = 2) -> str:
+    return "–" if value is None else f"{value:.{digits}f}"
+
+
+def environment_line(env: Mapping[str, Any]) -> str:
+    """One sentence for a page."""
+    known = ", ".join(f"{name} {version}" for name, version in env["versions"].items() if version)
+    driver = f", driver {env['driver']}" if env["driver"] else ""
+    commit = f", commit {env['commit']}" if env["commit"] else ""
+    return f"{env['device']}{driver}; {known}{commit}; {env['date'][:10]}."

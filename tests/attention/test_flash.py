@@ -1,0 +1,668 @@
+"""The public attention operations: what they compute, on every platform that runs anywhere, and how they compose with JAX."""
+
+import functools
+import importlib
+import io
+import itertools
+
+import equinox as eqx
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+import ejkernel_eqx as ejx
+from ejkernel_eqx.attention.core import LSE_NAME, OUT_NAME
+from ejkernel_eqx.attention.xla import XlaConfig
+from tests.attention.dense import check, cotangents, dense, exact, normal, QUICK, qkv, with_gradients
+from tests.tolerances import assert_close
+
+INTERPRET = "triton-interpret"
+
+
+@pytest.fixture(params=["xla", INTERPRET])
+def flash(request):
+    """`FlashAttention` on one platform, with tiles small enough for several to be at work."""
+    if request.param == INTERPRET:
+        pytest.importorskip("triton")
+        return functools.partial(ejx.FlashAttention, platform=INTERPRET)
+    return functools.partial(ejx.FlashAttention, config=XlaConfig(16, 16))
+
+
+@pytest.fixture
+def launches(monkeypatch):
+    """The names of the kernels that the interpreter has run."""
+    pytest.importorskip("triton")
+    module = importlib.import_module("ejkernel_eqx.launch.interpret")
+    original, ran = module.interpret, []
+
+    def counted(launch, arrays):
+        ran.append(launch.label.rpartition(".")[2].removesuffix("_kernel"))
+        return original(launch, arrays)
+
+    monkeypatch.setattr(module, "interpret", counted)
+    return ran
+
+
+def causal(t, s, offset=None):
+    return np.arange(s) <= np.arange(t)[:, None] + (s - t if offset is None else offset)
+
+
+def lse_of(module, **options):
+    return lambda **arrays: module(**arrays, **options, return_lse=True)
+
+
+def poison(arrays, **where):
+    """NaN in the tokens of `q`, `k` or `v` that `where` marks."""
+    return {name: jnp.where(jnp.asarray(where[name])[..., None, None], jnp.nan, x) if name in where else x for name, x in arrays.items()}
+
+
+# What it computes
+
+
+@pytest.mark.parametrize("lead", [(), (2,), (2, 3), (1, 2, 1)], ids=str)
+def test_any_number_of_leading_axes(flash, lead):
+    check(lse_of(flash(causal=True)), qkv(*lead, t=20, s=26), causal(20, 26))
+
+
+@pytest.mark.parametrize("heads, kv_heads", [(1, 1), (3, 3), (6, 2), (8, 1)])
+def test_grouped_heads_and_a_wide_value(flash, heads, kv_heads):
+    check(lse_of(flash(softmax_scale=0.3)), qkv(2, t=9, s=17, heads=heads, kv_heads=kv_heads, d=24, v=40), scale=0.3)
+
+
+WINDOWS = {
+    "int": (dict(causal=True, sliding_window=5), lambda p, j: (p - 5 < j) & (j <= p)),
+    "own key only": (dict(causal=True, sliding_window=1), lambda p, j: j == p),
+    "pair": (dict(sliding_window=(5, 3)), lambda p, j: (p - 5 <= j) & (j <= p + 3)),
+    "left": (dict(sliding_window=(5, None)), lambda p, j: p - 5 <= j),
+    "right": (dict(sliding_window=(None, 3)), lambda p, j: j <= p + 3),
+    "causal pair": (dict(causal=True, sliding_window=(5, 3)), lambda p, j: (p - 5 <= j) & (j <= p)),
+}
+
+
+@pytest.mark.parametrize("name", WINDOWS)
+def test_windows_and_offsets(flash, name):
+    options, rule = WINDOWS[name]
+    t, s = 20, 33
+    module = flash(**options)
+    for offset in (None, 0, 4):
+        position = np.arange(t)[:, None] + (s - t if offset is None else offset)
+        seen = rule(position, np.arange(s))
+        if name == "int" and offset is None:
+            assert (seen.sum(1) == 5).all()  # an int counts the keys, the query's own among them
+        call = lse_of(module) if offset is None else lse_of(module, q_offset=offset)
+        check(call, qkv(t=t, s=s), seen)
+
+
+def test_an_offset_per_row(flash):
+    offsets = np.array([[0, 5, -3], [13, 40, -30]])
+    arrays = dict(qkv(2, 3, t=20, s=33), alibi_slopes=jnp.asarray([0.3, 0.1, 0.05, 0.0]))
+    positions = np.arange(20) + offsets[..., None]
+    seen = (np.arange(33) <= positions[..., None]) & (np.arange(33) >= positions[..., None] - 7)
+    call = lse_of(flash(causal=True, sliding_window=8), q_offset=jnp.asarray(offsets))
+    check(call, arrays, seen[..., None, :, :], positions=positions)
+
+
+def test_lengths(flash):
+    arrays = qkv(3, t=20, s=33)
+    q_lengths, kv_lengths = np.array([20, 7, 0]), np.array([11, 33, 20])
+    q_real, k_real = np.arange(20) < q_lengths[:, None], np.arange(33) < kv_lengths[:, None]
+    seen = (q_real[:, :, None] & k_real[:, None, :] & causal(20, 33))[:, None]
+    call = lse_of(flash(causal=True), q_lengths=jnp.asarray(q_lengths), kv_lengths=jnp.asarray(kv_lengths))
+    # Rows that see nothing may be NaN as well; a key that is real for nobody is hidden from all.
+    check(call, arrays, seen, poisoned=poison(arrays, q=~q_real, k=~k_real, v=~k_real))
+    check(lse_of(flash(), kv_lengths=33), arrays)
+
+
+@pytest.mark.parametrize("options", [dict(causal=True), dict(), dict(causal=True, sliding_window=4), dict(sliding_window=(2, 1))], ids=str)
+def test_packed_sequences_are_as_separate_ones(flash, options):
+    """Different numbers of queries and keys, an empty sequence on either side, and padding behind all."""
+    starts, kv_starts = np.array([0, 7, 7, 16, 21]), np.array([0, 11, 15, 15, 26])
+    arrays = dict(qkv(t=24, s=30), alibi_slopes=jnp.asarray([0.3, 0.1, 0.05, 0.0]), sinks=normal(7, 4))
+    module = flash(**options)
+    dout, dlse = cotangents(arrays)
+    real, kv_real = np.arange(24) < 21, np.arange(30) < 26
+    given = poison(arrays, q=~real, k=~kv_real, v=~kv_real)
+    packed = lse_of(module, cu_seqlens=jnp.asarray(starts), kv_cu_seqlens=jnp.asarray(kv_starts))
+    (out, lse), grads = jax.jit(lambda *a: with_gradients(lambda x: packed(**x), *a), compiler_options=QUICK)(given, dout, dlse)
+    expected = {name: np.zeros(x.shape) for name, x in arrays.items()}
+    for n in range(4):
+        rows, keys = slice(starts[n], starts[n + 1]), slice(kv_starts[n], kv_starts[n + 1])
+        t, s = starts[n + 1] - starts[n], kv_starts[n + 1] - kv_starts[n]
+        own = dict(arrays, q=arrays["q"][rows], k=arrays["k"][keys], v=arrays["v"][keys])
+        distance = np.arange(s) - (np.arange(t)[:, None] + s - t)
+        seen = distance <= 0 if options.get("causal") else np.ones((t, s), bool)
+        window = {4: (3, 0), (2, 1): (2, 1)}.get(options.get("sliding_window"))
+        seen = seen if window is None else seen & (-window[0] <= distance) & (distance <= window[1])
+        one, one_grads = exact(own, dout[rows], dlse[rows], seen)
+        assert_close(out[rows], one[0], name=f"out of sequence {n}")
+        assert_close(lse[rows], one[1], name=f"lse of sequence {n}")
+        for name, index in (("q", rows), ("k", keys), ("v", keys), ("alibi_slopes", slice(None)), ("sinks", slice(None))):
+            expected[name][index] += one_grads[name]
+    # What lies past the last offset sees nothing: zero, with the sinks for a denominator.
+    assert not np.asarray(out[21:]).any()
+    np.testing.assert_allclose(lse[21:], np.broadcast_to(arrays["sinks"], (3, 4)), rtol=1e-6)
+    expected["sinks"] += np.asarray(dlse[21:], np.float64).sum(0)
+    for name, gradient in expected.items():
+        assert_close(grads[name], gradient, kind="gradient", name=name)
+
+
+def test_segments(flash):
+    arrays = qkv(2, t=24, s=24)
+    ids = np.array([[0] * 5 + [1] * 9 + [2] * 6 + [-1] * 4, [3] * 2 + [-2] * 3 + [0] * 10 + [3] * 9])
+    same = (ids[:, :, None] == ids[:, None, :]) & (ids >= 0)[:, :, None]
+    seen = (same & causal(24, 24))[:, None]
+    bad = poison(arrays, q=ids < 0, k=ids < 0, v=ids < 0)
+    check(lse_of(flash(causal=True), segment_ids=jnp.asarray(ids)), arrays, seen, poisoned=bad)
+    check(lse_of(flash(), segment_ids=jnp.asarray(ids), mask=ejx.Mask.causal()), arrays, seen, poisoned=bad)
+
+
+def test_segments_of_keys(flash):
+    arrays = qkv(2, t=10, s=24)
+    ids, kv_ids = np.array([1, 1, 0, 0, 0, 2, 2, 2, 9, -1]), np.array([[0] * 8 + [1] * 8 + [2] * 8, [2, 1, 0] * 7 + [-1] * 3])
+    seen = ((ids[:, None] == kv_ids[:, None, :]) & (ids >= 0)[:, None])[:, None]
+    call = lse_of(flash(), segment_ids=jnp.asarray(ids), kv_segment_ids=jnp.asarray(kv_ids))
+    bad = poison(arrays, q=np.isin(ids, (9, -1)), k=kv_ids < 0, v=kv_ids < 0)
+    check(call, arrays, seen, poisoned=bad)
+
+
+def test_masks_intersect(flash):
+    arrays, rng = qkv(2, t=20, s=20), np.random.default_rng(0)
+    ids, dense_mask = np.sort(rng.integers(-1, 3, (2, 20))), rng.random((2, 1, 20, 20)) < 0.7
+    lengths = np.array([15, 20])
+    same = ((ids[:, :, None] == ids[:, None, :]) & (ids >= 0)[:, :, None])[:, None]
+    position, chunk = np.arange(20)[:, None], np.arange(20)[:, None] // 8 == np.arange(20) // 8
+    seen = same & dense_mask & chunk & (np.arange(20) <= position) & (np.arange(20) > position - 6)
+    seen = seen & (np.arange(20) < lengths[:, None])[:, None, None]
+    mask = ejx.Mask.from_dense(dense_mask) & ejx.Mask.chunked(8) & ejx.Mask.from_lengths(kv_lengths=lengths)
+    check(lse_of(flash(causal=True, sliding_window=6), mask=mask, segment_ids=jnp.asarray(ids)), arrays, seen)
+
+
+@pytest.mark.parametrize("pattern", ["BHTS", "1HTS", "BH1S", "B1T1", "HTS", "H11", "TS", "S"])
+@pytest.mark.parametrize("kind", ["bias", "mask"])
+def test_every_way_to_broadcast(flash, pattern, kind):
+    sizes = dict(B=2, H=4, T=20, S=26)
+    shape = tuple(1 if letter == "1" else sizes[letter] for letter in pattern)
+    arrays = qkv(2)
+    if kind == "bias":
+        check(lse_of(flash(causal=True)), dict(arrays, bias=normal(5, *shape)), causal(20, 26))
+    else:
+        mask = np.random.default_rng(0).random(shape) < 0.6
+        check(lse_of(flash(), mask=jnp.asarray(mask)), arrays, mask)
+
+
+def test_a_bias_of_another_dtype(flash):
+    arrays = qkv(2)
+    for dtype in (jnp.bfloat16, jnp.float16):
+        bias = normal(5, 4, 20, 26, dtype=dtype)
+        dout, dlse = cotangents(arrays)
+        (out, lse), grads = exact(dict(arrays, bias=bias), dout, dlse, True)
+        call = lse_of(flash())
+        actual, actual_grads = jax.jit(lambda *a: with_gradients(lambda x: call(**x), *a), compiler_options=QUICK)(
+            dict(arrays, bias=bias), dout, dlse
+        )
+        assert_close(actual[0], out)
+        assert_close(actual_grads["q"], grads["q"], kind="gradient")
+        assert actual_grads["bias"].dtype == dtype
+        assert_close(actual_grads["bias"], grads["bias"], kind="gradient")
+        # An integer is no bias, and a float64 one only where float64 is on.
+    bias = np.ones((26,), np.float64)
+    assert_close(flash()(**arrays, bias=bias), dense(dict(arrays, bias=bias))[0])
+
+
+def test_a_bias_of_minus_infinity_hides(flash):
+    arrays = qkv(2)
+    bias = jnp.where(causal(20, 26, 3), normal(5, 20, 26), -jnp.inf).at[4].set(-jnp.inf)
+    (out, lse), _ = exact(arrays, *cotangents(arrays), np.asarray(bias) > -np.inf)
+    actual, actual_lse = flash()(**arrays, bias=jnp.where(bias == -jnp.inf, bias, 0.0), return_lse=True)
+    assert_close(actual, out)
+    assert_close(actual_lse, lse)
+
+
+@pytest.mark.parametrize("shape", [(4,), (4, 3)], ids=str)
+def test_sinks(flash, shape):
+    check(lse_of(flash(causal=True)), dict(qkv(2), sinks=normal(5, *shape)), causal(20, 26))
+
+
+def test_soft_cap_and_slopes(flash):
+    arrays = dict(qkv(2), alibi_slopes=jnp.asarray([0.5, 0.25, 0.1, 0.0]), bias=normal(5, 4, 20, 26), sinks=normal(6, 4))
+    arrays["q"] = 4 * arrays["q"]
+    check(lse_of(flash(causal=True, logits_soft_cap=2.0)), arrays, causal(20, 26), cap=2.0)
+
+
+@pytest.mark.parametrize("t, s", [(0, 5), (5, 0), (0, 0)])
+def test_empty(flash, t, s):
+    arrays = dict(qkv(2, t=t, s=s), bias=normal(5, 4, t, s), sinks=normal(6, 4), alibi_slopes=normal(7, 4))
+    check(lse_of(flash()), arrays)
+    del arrays["sinks"]
+    out, lse = flash(causal=True)(**arrays, return_lse=True)
+    assert out.shape == (2, t, 4, 16) and not np.asarray(out).any() and (np.asarray(lse) == -np.inf).all()
+
+
+@pytest.mark.parametrize("hide", ["offset", "mask", "segments", "lengths"])
+def test_rows_that_see_nothing(flash, hide):
+    arrays = qkv(2)
+    options = {
+        "offset": dict(q_offset=-10),
+        "mask": dict(mask=jnp.asarray(np.arange(20) >= 10)[:, None]),
+        "segments": dict(segment_ids=jnp.asarray(np.where(np.arange(20) < 10, 7, 0)), kv_segment_ids=jnp.zeros((26,), int)),
+        "lengths": dict(q_offset=jnp.full((2,), -10)),
+    }[hide]
+    module = flash(causal=hide in ("offset", "lengths"))
+    seen = causal(20, 26, -10) if module.causal else np.broadcast_to(np.arange(20)[:, None] >= 10, (20, 26))
+    check(lse_of(module, **options), arrays, seen)
+    out, lse = module(**arrays, **options, return_lse=True)
+    assert not np.asarray(out[:, :10]).any() and (np.asarray(lse[:, :10]) == -np.inf).all()
+    gradient = jax.grad(lambda q: jnp.sum(module(**dict(arrays, q=q), **options) ** 2))(arrays["q"])
+    assert not np.asarray(gradient[:, :10]).any() and np.asarray(gradient[:, 10:]).any()
+
+
+@pytest.mark.parametrize("dtype", ["float16", "bfloat16"])
+def test_half_precision(flash, dtype):
+    arrays = dict(qkv(2, t=40, s=40, dtype=dtype), sinks=normal(6, 4), bias=normal(7, 4, 40, 40, dtype=dtype))
+    # Fewer keys make the gradient a cancellation that 16-bit outputs cannot resolve, so all of them are seen.
+    dout, dlse = cotangents(arrays)
+    (out, lse), grads = exact(arrays, dout, 0 * dlse)
+    call = lse_of(flash())
+    actual, actual_grads = jax.jit(lambda *a: with_gradients(lambda x: call(**x), *a))(arrays, dout, 0 * dlse)
+    assert actual[0].dtype == dtype and actual[1].dtype == jnp.float32
+    assert_close(actual[0], out, dtype)
+    assert_close(actual[1], lse, dtype)
+    for name in ("q", "k", "v", "bias"):
+        assert actual_grads[name].dtype == dtype
+        assert_close(actual_grads[name], grads[name], dtype, "gradient", name=name)
+
+
+def test_double_precision(enable_x64):
+    arrays = dict(qkv(2, dtype=jnp.float64), sinks=normal(6, 4, dtype=jnp.float64), alibi_slopes=normal(7, 4, dtype=jnp.float64))
+    check(lse_of(ejx.FlashAttention(causal=True, config=XlaConfig(16, 16))), arrays, causal(20, 26))
+
+
+def test_numpy_arrays_are_arrays(flash):
+    arrays = {name: np.asarray(x) for name, x in qkv(2).items()}
+    np.testing.assert_array_equal(flash()(**arrays), flash()(**qkv(2)))
+
+
+def test_repeats_bit_for_bit(flash):
+    arrays = dict(qkv(2), sinks=normal(6, 4), bias=normal(7, 4, 1, 26), alibi_slopes=normal(8, 4))
+    call, key = lse_of(flash(causal=True, dropout_rate=0.2, deterministic=True), key=jax.random.key(0)), cotangents(arrays)
+    run = jax.jit(lambda *a: with_gradients(lambda x: call(**x), *a), compiler_options=QUICK)
+    first, second = run(arrays, *key), run(arrays, *key)
+    for a, b in zip(jax.tree.leaves(first), jax.tree.leaves(second), strict=True):
+        np.testing.assert_array_equal(a, b)
+
+
+# Dropout
+
+
+def dropped(module, key, t=64, s=48, heads=2, **options):
+    """The weights themselves: equal scores, and the identity for values."""
+    eye = jnp.broadcast_to(jnp.eye(s)[:, None], (s, heads, s))
+    return module(jnp.zeros((t, heads, 8)), jnp.zeros((s, heads, 8)), eye, key=key, **options) * s
+
+
+def test_dropout_keeps_as_many_as_asked(flash):
+    for rate in (0.1, 0.5):
+        weights = np.asarray(dropped(flash(dropout_rate=rate), jax.random.key(0)))
+        kept = weights > 0
+        np.testing.assert_allclose(weights[kept], 1 / (1 - rate), rtol=1e-5)
+        # Five standard deviations of 6144 independent draws.
+        assert abs(kept.mean() - (1 - rate)) < 5 * np.sqrt(rate * (1 - rate) / kept.size)
+        assert np.abs(kept.mean((1, 2)) - (1 - rate)).max() < 0.35 and (kept[:, 0] != kept[:, 1]).any()
+
+
+def test_dropout_belongs_to_its_key(flash):
+    module, other = flash(dropout_rate=0.5), flash(dropout_rate=0.5, sliding_window=(1000, None))
+    first = dropped(module, jax.random.key(0))
+    np.testing.assert_array_equal(first, dropped(module, jax.random.key(0)))
+    assert (np.asarray(first) != np.asarray(dropped(module, jax.random.key(1)))).any()
+    # A split of the queries drops the same entries, as does another way to compute the same.
+    parts = [dropped(module, jax.random.key(0), t=40, q_offset=-16), dropped(module, jax.random.key(0), t=24, q_offset=jnp.int32(24))]
+    np.testing.assert_array_equal(first, np.concatenate(parts))
+    np.testing.assert_array_equal(first, dropped(other, jax.random.key(0)))
+
+
+def test_dropout_is_the_same_everywhere():
+    pytest.importorskip("triton")
+    key, arrays = jax.random.key(3), qkv(2, 3)
+    xla, triton = (ejx.FlashAttention(causal=True, dropout_rate=0.3, platform=p) for p in ("xla", INTERPRET))
+    np.testing.assert_array_equal(np.asarray(dropped(xla, key)) > 0, np.asarray(dropped(triton, key)) > 0)
+    assert_close(triton(**arrays, key=key), xla(**arrays, key=key))
+
+
+def test_gradient_through_dropout(flash):
+    key, arrays = jax.random.key(3), dict(qkv(2), sinks=normal(6, 4))
+    _, weights = ejx.Attention(causal=True, dropout_rate=0.3)(**arrays, key=key)
+    keep = np.asarray(weights) > 0
+    assert 0.5 < keep.sum() / (2 * 4 * causal(20, 26).sum()) < 0.9
+    check(lse_of(flash(causal=True, dropout_rate=0.3), key=key), arrays, causal(20, 26), keep=keep, rate=0.3)
+
+
+def test_inference_drops_nothing(flash):
+    arrays, module = qkv(2), flash(dropout_rate=0.5)
+    expected = flash()(**arrays)
+    np.testing.assert_array_equal(module(**arrays, inference=True), expected)
+    quiet = eqx.nn.inference_mode(module)
+    np.testing.assert_array_equal(quiet(**arrays), expected)
+    np.testing.assert_array_equal(eqx.nn.inference_mode([module])[0](**arrays, key=jax.random.key(0)), expected)
+    loud = quiet(**arrays, key=jax.random.key(0), inference=False)
+    np.testing.assert_array_equal(loud, module(**arrays, key=jax.random.key(0)))
+    assert (np.asarray(loud) != np.asarray(expected)).any()
+
+
+# How it composes
+
+
+def loop(function, *args):
+    return jax.tree.map(lambda *x: jnp.stack(x), *[function(*row) for row in zip(*args)])
+
+
+def test_vmap(flash):
+    a, module = qkv(3), flash(causal=True)
+    call = lambda q, k, v: module(q, k, v)
+    args = a["q"], a["k"], a["v"]
+    expected = loop(call, *args)
+    assert_close(jax.jit(jax.vmap(call))(*args), expected)
+    assert_close(jax.vmap(call, in_axes=1, out_axes=2)(*(jnp.moveaxis(x, 0, 1) for x in args)), jnp.moveaxis(expected, 0, 2))
+    assert_close(jax.vmap(call, in_axes=(0, None, None))(args[0], *(x[0] for x in args[1:])), module(args[0], *(x[:1].repeat(3, 0) for x in args[1:])))
+    assert_close(jax.vmap(call, in_axes=(None, 0, None))(args[0][0], args[1], args[2][0]), loop(call, args[0][:1].repeat(3, 0), args[1], args[2][:1].repeat(3, 0)))
+    nested = jax.vmap(jax.vmap(call, in_axes=(0, None, None)), in_axes=(None, 0, 0))
+    assert_close(nested(*args), jnp.stack([loop(call, args[0], *(jnp.stack([x] * 3) for x in kv)) for kv in zip(*args[1:])]))
+
+
+def test_vmap_of_what_is_small(flash):
+    """Bias, mask, segments, sinks, slopes, offsets and dropout keys, each mapped or not."""
+    a = qkv(3)
+    bias, sinks, mask = normal(5, 3, 4, 20, 26), normal(6, 3, 4), np.random.default_rng(0).random((3, 1, 20, 26)) < 0.8
+    offsets, keys = jnp.arange(3), jax.random.split(jax.random.key(0), 3)
+    module = flash(causal=True, dropout_rate=0.2)
+    call = lambda q, k, v, bias, sinks, mask, offset, key: module(q, k, v, bias=bias, sinks=sinks, alibi_slopes=sinks, mask=mask, q_offset=offset, key=key)
+    args = (a["q"], a["k"], a["v"], bias, sinks, jnp.asarray(mask), offsets, keys)
+    expected = loop(call, *args)
+    assert_close(jax.vmap(call)(*args), expected)
+    for shared in ((3,), (4, 7), (5, 6), (3, 4, 5, 6, 7)):
+        axes = [None if n in shared else 0 for n in range(8)]
+        given = [x[0] if n in shared else x for n, x in enumerate(args)]
+        same = [jnp.stack([x[0]] * 3) if n in shared else x for n, x in enumerate(args)]
+        assert_close(jax.vmap(call, in_axes=axes)(*given), loop(call, *same))
+
+
+def test_vmap_of_grad_and_grad_of_vmap(flash):
+    a = dict(qkv(3), bias=normal(5, 3, 4, 20, 1), sinks=normal(6, 3, 4), alibi_slopes=normal(7, 3, 4))
+    weight, module = normal(8, 20, 4, 16), flash(causal=True)
+    loss = lambda a: jnp.sum(module(**a) * weight)
+    expected = [jax.grad(loss)({name: x[n] for name, x in a.items()}) for n in range(3)]
+    expected = {name: jnp.stack([g[name] for g in expected]) for name in a}
+    mapped = jax.jit(jax.vmap(jax.grad(loss)))(a)
+    summed = jax.jit(jax.grad(lambda a: jnp.sum(jax.vmap(loss)(a))))(a)
+    for name in a:
+        assert_close(mapped[name], expected[name], kind="gradient", name=name)
+        assert_close(summed[name], expected[name], kind="gradient", name=name)
+    # What is not mapped gets a gradient for each example, or their sum.
+    small = ("bias", "sinks", "alibi_slopes", "k")
+    axes = {name: None if name in small else 0 for name in a}
+    shared = {name: x[0] if name in small else x for name, x in a.items()}
+    same = {name: jnp.stack([x[0]] * 3) if name in small else x for name, x in a.items()}
+    expected = jax.vmap(jax.grad(loss))(same)
+    each = jax.vmap(jax.grad(loss), in_axes=(axes,))(shared)
+    total = jax.grad(lambda a: jnp.sum(jax.vmap(loss, in_axes=(axes,))(a)))(shared)
+    for name in a:
+        assert_close(each[name], expected[name], kind="gradient", name=name)
+        assert_close(total[name], expected[name].sum(0) if name in small else expected[name], kind="gradient", name=name)
+
+
+def test_one_launch_however_it_is_mapped(launches):
+    module = ejx.FlashAttention(causal=True, platform=INTERPRET)
+    a = qkv(2, 3)
+    call = lambda q, k, v: module(q, k, v)
+    jax.block_until_ready(jax.vmap(jax.vmap(call))(a["q"], a["k"], a["v"]))
+    jax.block_until_ready(jax.jit(jax.vmap(call, in_axes=(0, None, None)))(a["q"], a["k"][0], a["v"][0]))
+    jax.block_until_ready(jax.vmap(jax.vmap(call, in_axes=(0, None, None)), in_axes=(None, 0, 0))(a["q"][0], a["k"][:, 0], a["v"][:, 0]))
+    assert launches == ["forward"] * 3
+    launches.clear()
+    gradient = jax.grad(lambda q, k, v, bias: jnp.sum(module(q, k, v, bias=bias)), (0, 1, 2, 3))
+    jax.block_until_ready(jax.jit(jax.vmap(jax.vmap(gradient, in_axes=(0, 0, 0, None))))(a["q"], a["k"], a["v"], normal(5, 2, 20, 26)))
+    assert sorted(launches) == ["bias_gradient", "forward", "key_gradient", "query_gradient"]
+
+
+def test_scan_and_named_residuals(launches):
+    """Of what a layer computes, only the kernel's two outputs have to be kept for the kernel not to run again."""
+    module = ejx.FlashAttention(causal=True, platform=INTERPRET)
+    x, weights = normal(0, 20, 2, 16), normal(1, 3, 16, 16) / 4
+
+    def layer(x, w):
+        h = jnp.tanh(x @ w)
+        return x + module(h, h, h) @ w, None
+
+    def loss(policy, weights):
+        return jnp.sum(jax.lax.scan(jax.checkpoint(layer, policy=policy), x, weights)[0] ** 2)
+
+    policies = jax.checkpoint_policies
+    expected = jax.grad(lambda weights: jnp.sum(functools.reduce(lambda x, w: layer(x, w)[0], weights, x) ** 2))(weights)
+    counts = {}
+    for name, policy in (("named", policies.save_only_these_names(OUT_NAME, LSE_NAME)), ("nothing", policies.nothing_saveable)):
+        launches.clear()
+        gradient = jax.block_until_ready(jax.jit(jax.grad(functools.partial(loss, policy)))(weights))
+        assert_close(gradient, expected, kind="gradient")
+        counts[name] = {kernel: launches.count(kernel) for kernel in set(launches)}
+    assert counts["named"] == {"forward": 3, "key_gradient": 3, "query_gradient": 3}
+    assert counts["nothing"] == {"forward": 6, "key_gradient": 3, "query_gradient": 3}
+
+
+class Block(eqx.Module):
+    project: eqx.nn.Linear
+    attention: ejx.FlashAttention
+
+    def __init__(self, *, key):
+        self.project = eqx.nn.Linear(32, 96, use_bias=False, key=key)
+        self.attention = ejx.FlashAttention(causal=True, dropout_rate=0.1)
+
+    def __call__(self, x):
+        q, k, v = (y.reshape(-1, 2, 16) for y in jnp.split(jax.vmap(self.project)(x), 3, axis=-1))
+        return x + self.attention(q, k, v, inference=True).reshape(x.shape)
+
+
+def test_stacked_layers_under_scan():
+    keys = jax.random.split(jax.random.key(0), 3)
+    blocks, x = eqx.filter_vmap(lambda key: Block(key=key))(keys), normal(0, 20, 32)
+    arrays, rest = eqx.partition(blocks, eqx.is_array)
+
+    def forward(arrays, x):
+        return jax.lax.scan(lambda x, one: (eqx.combine(one, rest)(x), None), x, arrays)[0]
+
+    expected = x
+    for key in keys:
+        expected = Block(key=key)(expected)
+    assert_close(jax.jit(forward)(arrays, x), expected)
+    gradient = jax.grad(lambda arrays: jnp.sum(forward(arrays, x) ** 2))(arrays)
+    by_hand = eqx.filter_grad(lambda blocks: jnp.sum(functools.reduce(lambda x, block: block(x), blocks, x) ** 2))([Block(key=key) for key in keys])
+    assert_close(gradient.project.weight, jnp.stack([block.project.weight for block in by_hand]), kind="gradient")
+
+
+def test_a_model_is_saved_with_its_leaves():
+    model, x = Block(key=jax.random.key(0)), normal(0, 20, 32)
+    buffer = io.BytesIO()
+    eqx.tree_serialise_leaves(buffer, model)
+    buffer.seek(0)
+    loaded = eqx.tree_deserialise_leaves(buffer, eqx.filter_eval_shape(Block, key=jax.random.key(1)))
+    np.testing.assert_array_equal(loaded(x), model(x))
+    assert loaded.attention == model.attention
+
+
+def test_forward_mode_is_refused_not_wrong(flash):
+    a, module = qkv(), flash(causal=True)
+    with pytest.raises(TypeError, match="forward-mode"):
+        jax.jvp(lambda q: module(q, a["k"], a["v"]), (a["q"],), (a["q"],))
+
+
+# Merging
+
+
+def test_merging_parts_of_the_keys(flash):
+    arrays = dict(qkv(2, t=20, s=40), sinks=normal(6, 4, 2))
+
+    def merged(q, k, v, sinks):
+        part = flash(causal=True)
+        # The queries sit on the last of the 40 keys; the middle part is seen by nobody, through its lengths.
+        cuts = ((0, 13, {}), (13, 40, {}), (0, 40, dict(kv_lengths=0)))
+        parts = [part(q, k[:, a:b], v[:, a:b], q_offset=20 - a, return_lse=True, **more) for a, b, more in cuts]
+        return ejx.merge_attention(parts[0], parts[2], parts[1], sinks=sinks)
+
+    check(merged, arrays, causal(20, 40))
+
+
+def test_merging_nothing():
+    out, lse = jnp.zeros((2, 3, 4)), jnp.full((2, 3), -jnp.inf)
+    sinks = jnp.asarray([0.5, -1.0, 2.0])
+    merged, total = ejx.merge_attention((out, lse), (out, lse))
+    assert not np.asarray(merged).any() and (np.asarray(total) == -np.inf).all()
+    assert_close(ejx.merge_attention((out, lse), sinks=sinks)[1], np.broadcast_to(sinks, (2, 3)))
+    gradient = jax.grad(lambda out, lse: jnp.sum(ejx.merge_attention((out, lse), (out, lse), return_lse=False)), (0, 1))(out + 1, lse)
+    assert not any(np.asarray(g).any() or np.isnan(g).any() for g in gradient)
+    half = ejx.merge_attention((out.astype(jnp.bfloat16), lse), return_lse=False)
+    assert half.dtype == jnp.bfloat16
+
+
+# Attention and ScaledDotProductAttention
+
+
+def test_attention_returns_the_weights_it_used():
+    arrays = dict(qkv(2, 3), sinks=normal(6, 4), bias=normal(7, 4, 20, 26))
+    module = ejx.Attention(causal=True, logits_soft_cap=3.0)
+    out, weights = module(**arrays)
+    check(lambda **a: (module(**a)[0], ejx.FlashAttention(causal=True, logits_soft_cap=3.0)(**a, return_lse=True)[1]), arrays, causal(20, 26), cap=3.0)
+    assert weights.shape == (2, 3, 4, 20, 26) and not np.asarray(weights)[..., ~causal(20, 26)].any()
+    values = jnp.repeat(arrays["v"], 2, axis=-2)
+    assert_close(jnp.einsum("...hts,...shv->...thv", weights, values), out)
+    assert (np.asarray(weights).sum(-1) < 1).all()  # the sinks took the rest
+    without = np.asarray(module(arrays["q"], arrays["k"], arrays["v"])[1])
+    np.testing.assert_allclose(without.sum(-1), 1, rtol=1e-5)
+    assert module(*(arrays[n].astype(jnp.bfloat16) for n in "qkv"))[1].dtype == jnp.bfloat16
+
+
+def test_attention_has_every_derivative(enable_x64):
+    arrays = dict(qkv(t=3, s=4, heads=2, kv_heads=1, d=3, v=2, dtype=jnp.float64), sinks=normal(6, 2, dtype=jnp.float64))
+    module = ejx.Attention(causal=True, logits_soft_cap=2.0)
+    loss = lambda q: jnp.sum(module(**dict(arrays, q=q))[0] ** 2)
+    q, direction, step = arrays["q"], normal(8, 3, 2, 3, dtype=jnp.float64), 1e-4
+    value, slope = jax.jvp(loss, (q,), (direction,))
+    assert_close(slope, jnp.vdot(jax.grad(loss)(q), direction))
+    np.testing.assert_allclose(slope, (loss(q + step * direction) - loss(q - step * direction)) / (2 * step), rtol=1e-6)
+    curvature = jnp.einsum("abcdef,abc,def", jax.hessian(loss)(q), direction, direction)
+    second = (loss(q + step * direction) - 2 * value + loss(q - step * direction)) / step**2
+    np.testing.assert_allclose(curvature, second, rtol=1e-5)
+    # A row that sees nothing has derivatives too: zero ones.
+    hidden = lambda q: jnp.sum(module(**dict(arrays, q=q), q_offset=-10)[0])
+    assert not np.asarray(jax.jacfwd(hidden)(q)).any()
+
+
+FLAGS = {
+    "plain": {},
+    "causal": dict(is_causal=True),
+    "window": dict(local_window_size=3),
+    "causal window": dict(is_causal=True, local_window_size=(4, 2)),
+    "scale and bias": dict(scale=0.2, bias=normal(5, 2, 1, 20, 26)),
+    "mask": dict(mask=np.random.default_rng(0).random((1, 4, 20, 26)) < 0.7, is_causal=True),
+    "lengths": dict(key_value_seq_lengths=jnp.asarray([26, 9], jnp.int32), query_seq_lengths=jnp.asarray([20, 13], jnp.int32)),
+    "residual": dict(return_residual=True, is_causal=True),
+}
+
+
+@pytest.mark.parametrize("name", FLAGS)
+def test_the_call_of_jax_nn(name):
+    a, flags = qkv(2), dict(FLAGS[name])
+    residual = flags.pop("return_residual", False)
+    ours = lambda q, k, v: ejx.ScaledDotProductAttention()(q, k, v, return_residual=residual, **flags)
+    theirs = lambda q, k, v: jax.nn.dot_product_attention(q, k, v, implementation="xla", return_residual=residual, **flags)
+    real = np.ones((2, 20, 1, 1), bool)
+    if name == "lengths":
+        real[1, 13:] = False  # theirs gives the mean of the values there, ours zero
+    weight = jnp.where(real, normal(8, 2, 20, 4, 16), 0)
+    args = (a["q"], a["k"], a["v"])
+    expected, actual = theirs(*args), ours(*args)
+    if residual:
+        assert_close(actual[1], expected[1])
+        expected, actual = expected[0], actual[0]
+    assert_close(jnp.where(real, actual, 0), jnp.where(real, expected, 0))
+    assert not np.asarray(actual)[~np.broadcast_to(real, actual.shape)].any()
+    first = lambda result: result[0] if residual else result
+    grads = [jax.grad(lambda *args: jnp.sum(first(f(*args)) * weight), (0, 1, 2))(*args) for f in (ours, theirs)]
+    for name, g, h in zip("qkv", *grads):
+        # The other side is float32 as well: both err.
+        assert_close(g, h, kind="gradient", name=name)
+
+
+def test_explain_says_why_not():
+    arrays = qkv(2)
+    choices = ejx.explain(ejx.FlashAttention(causal=True), **arrays).choices
+    assert len(choices) == 1 and choices[0].operation == "flash_attention"
+    rejected = dict(choices[0].rejected)
+    if choices[0].platform == "xla":
+        assert set(rejected) == {"cuda", "triton"} and all("needs a GPU" in reason for reason in rejected.values())
+    text = str(ejx.explain(ejx.FlashAttention(causal=True), **arrays))
+    assert "T20" in text and "float32" in text and "causal" in text and choices[0].config in text
+
+
+def test_explain_finds_every_kernel_of_a_model():
+    model = {"a": Block(key=jax.random.key(0)), "b": [Block(key=jax.random.key(1)), ejx.Attention()]}
+    paths = [choice.path for choice in ejx.explain(model).choices]
+    assert paths == ["['a'].attention", "['b'][0].attention", "['b'][1]"]
+
+
+def test_the_rules_of_cudnn():
+    """Of the vendor's library only what it computes exactly as written is used; facts of devices stand in for the devices."""
+    from ejkernel_eqx.attention import cudnn
+    from ejkernel_eqx.attention.core import problem_of
+    from ejkernel_eqx.dispatch import Backend, DeviceFacts
+
+    hopper, ampere = (DeviceFacts(Backend.GPU, "GPU", "nvidia", capability) for capability in ("9.0", "8.0"))
+
+    def reason(device=hopper, t=64, s=64, d=64, v=64, dtype=jnp.bfloat16, module=None, **call):
+        module = ejx.FlashAttention(causal=True) if module is None else module
+        found = []
+        shape = lambda *x: jax.ShapeDtypeStruct(x, dtype)
+        with ejx.dispatch.on_selection(found.append):
+            eqx.filter_eval_shape(module, shape(2, t, 4, d), shape(2, s, 2, d), shape(2, s, 2, v), **call)
+        return cudnn.unsupported(found[0].problem, device)
+
+    assert problem_of.__module__ == "ejkernel_eqx.attention.core"
+    full, windowed = ejx.FlashAttention(), ejx.FlashAttention(causal=True, sliding_window=5)
+    supported = [
+        dict(), dict(module=full), dict(module=full, t=32), dict(t=32, q_offset=0), dict(dtype=jnp.float16), dict(module=windowed), dict(d=256, v=256),
+    ]  # fmt: skip
+    for request in supported:
+        assert reason(**request) is None, request
+    refused = {
+        "top-left": [dict(t=32), dict(q_offset=3), dict(module=windowed, t=32), dict(module=windowed, q_offset=-1)],
+        "bfloat16 and float16": [dict(dtype=jnp.float32)],
+        "head dims": [dict(d=20, v=20), dict(d=264, v=264), dict(device=ampere, d=136, v=136)],
+        "V = D": [dict(v=32)],
+        "return_lse": [dict(return_lse=True)],
+        "deterministic": [dict(module=ejx.FlashAttention(deterministic=True))],
+        "soft_cap": [dict(module=ejx.FlashAttention(logits_soft_cap=3.0))],
+        "dropout": [dict(module=ejx.FlashAttention(dropout_rate=0.3), key=jax.random.key(0))],
+        "none to the right": [dict(module=ejx.FlashAttention(sliding_window=(3, 3))), dict(module=ejx.FlashAttention(sliding_window=(None, 10)))],
+        "mask": [dict(mask=jnp.ones((64, 64), bool))],
+        "bias": [dict(bias=jnp.ones((64,)))],
+        "sinks": [dict(sinks=jnp.ones((4,)))],
+        "ALiBi": [dict(alibi_slopes=jnp.ones((4,)))],
+        "segment": [dict(segment_ids=jnp.zeros((64,), int))],
+        "per row": [dict(q_offset=jnp.zeros((2,), int)), dict(kv_lengths=jnp.ones((2,), int))],
+        "empty": [dict(module=full, t=0)],
+    }  # fmt: skip
+    for words, requests in refused.items():
+        for request in requests:
+            assert words in (reason(**request) or ""), (words, request, reason(**request))
+
+
+def test_every_pair_of_platforms_agrees_on_an_everything_call():
+    pytest.importorskip("triton")
+    arrays = dict(qkv(2, t=33, s=50), bias=normal(5, 4, 1, 50), sinks=normal(6, 4), alibi_slopes=normal(7, 4) / 10)
+    options = dict(causal=True, sliding_window=20, logits_soft_cap=5.0, dropout_rate=0.2)
+    call = dict(segment_ids=jnp.arange(33) // 12, kv_segment_ids=(jnp.arange(50) - 17) // 12, key=jax.random.key(0))
+    results = []
+    for platform in ("xla", INTERPRET):
+        module = ejx.FlashAttention(**options, platform=platform)
+        results.append(with_gradients(lambda a: module(**a, **call, return_lse=True), arrays, *cotangents(arrays)))  # noqa: B023
+    for (a, b), name in zip(itertools.zip_longest(*map(jax.tree.leaves, results)), ("out", "lse", *sorted(arrays)), strict=True):
+        assert_close(a, b, kind="gradient", name=name)

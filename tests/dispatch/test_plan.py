@@ -1,0 +1,279 @@
+"""A module's plan: equality, compilation, and that nothing but the plan is read by a call."""
+
+import os
+import pickle
+import sys
+
+import equinox as eqx
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+import ejkernel_eqx as ejx
+from ejkernel_eqx._kernel import make_plan, Plan, with_plan
+from ejkernel_eqx.attention import core, reference, xla
+from ejkernel_eqx.dispatch import (
+    Backend,
+    caches,
+    Implementation,
+    KernelRegistry,
+    memory_cache,
+    overlay_cache,
+    Platform,
+    Problem,
+    select,
+    set_autotuner,
+    Tier,
+)
+from ejkernel_eqx.dispatch import (
+    selection as selection_module,
+)
+from tests.dispatch.toy import FastConfig, OPERATION, problem
+from tests.tolerances import assert_close
+
+TILES = xla.XlaConfig(16, 32)
+
+
+def qkv(t=24, dtype=jnp.float32, seed=0):
+    keys = jax.random.split(jax.random.key(seed), 3)
+    return tuple(jax.random.normal(key, (2, t, 2, 8), dtype) for key in keys)
+
+
+def problem_of(module, *args) -> Problem:
+    found = []
+    with ejx.dispatch.on_selection(found.append):
+        eqx.filter_eval_shape(module, *args)
+    return found[0].problem
+
+
+def known(key, config, monkeypatch):
+    monkeypatch.setattr(caches, "PERSISTENT_SOURCES", [lambda i, d: {key: config} if i.platform is Platform.XLA else {}])
+
+
+def test_provenance_takes_no_part_in_equality(monkeypatch):
+    key = problem_of(ejx.FlashAttention(), *qkv()).key()
+    plain = ejx.FlashAttention()
+    memory_cache.put(Platform.XLA, key, TILES)
+    from_memory = ejx.FlashAttention()
+    memory_cache.clear()
+    known(key, TILES, monkeypatch)
+    from_table = ejx.FlashAttention()
+    monkeypatch.setattr(caches, "PERSISTENT_SOURCES", [])
+    with overlay_cache({key: TILES}):
+        settled = ejx.FlashAttention(tune_for=qkv())
+    set_autotuner(lambda p, implementation, device: TILES)
+    with ejx.policy_override("tune"):
+        tuned = ejx.FlashAttention(tune_for=qkv())
+    tiers = [ejx.explain(module, *qkv()).choices[0].tier for module in (from_memory, from_table, settled, tuned)]
+    assert tiers == ["memory", "persistent", "overlay", "autotune"]
+    assert from_memory == from_table == tuned and hash(from_memory.plan) == hash(from_table.plan) == hash(tuned.plan)
+    assert plain != from_memory
+    # Overrides are equal whatever the tables say, as these are never asked then.
+    before = ejx.FlashAttention(config=TILES)
+    memory_cache.put(Platform.XLA, key, xla.XlaConfig(64, 64))
+    assert before == ejx.FlashAttention(config=TILES) == ejx.FlashAttention(config=TILES, tune_for=qkv())
+    assert before != ejx.FlashAttention(config=xla.XlaConfig(16, 16))
+
+
+def test_equal_modules_share_one_trace():
+    traces = []
+
+    @eqx.filter_jit
+    def call(module, q, k, v):
+        traces.append(module)
+        return module(q, k, v)
+
+    q, k, v = qkv()
+    key = problem_of(ejx.FlashAttention(causal=True), q, k, v).key()
+    memory_cache.put(Platform.XLA, key, TILES)
+    cached = ejx.FlashAttention(causal=True)
+    memory_cache.clear()
+    set_autotuner(lambda p, implementation, device: TILES)
+    with ejx.policy_override("tune"):
+        tuned = ejx.FlashAttention(causal=True, tune_for=(q, k, v))
+    first = call(cached, q, k, v)
+    np.testing.assert_array_equal(first, call(tuned, q, k, v))
+    call(ejx.FlashAttention(causal=True), q, k, v)  # another configuration
+    call(ejx.FlashAttention(causal=True), q, k, v)
+    call(tuned, *qkv(seed=1))
+    assert len(traces) == 2
+    call(ejx.FlashAttention(causal=False), q, k, v)
+    assert len(traces) == 3
+
+
+class Layer(eqx.Module):
+    weight: jax.Array
+    attention: ejx.FlashAttention
+
+    def __call__(self, x):
+        return x + self.attention(x @ self.weight, x, x)
+
+
+def test_layers_built_from_different_tiers_stack_and_scan():
+    q, _, _ = qkv()
+    weights = jax.random.normal(jax.random.key(3), (3, 8, 8)) / 8
+    key = problem_of(ejx.FlashAttention(), q, q, q).key()
+    set_autotuner(lambda p, implementation, device: TILES)
+    with ejx.policy_override("tune"):
+        attentions = [ejx.FlashAttention(tune_for=(q, q, q))]
+    memory_cache.put(Platform.XLA, key, TILES)
+    attentions += [ejx.FlashAttention(), ejx.FlashAttention(tune_for=(q, q, q))]
+    layers = [Layer(weight, attention) for weight, attention in zip(weights, attentions)]
+    stacked = jax.tree.map(lambda *leaves: jnp.stack(leaves), *layers)
+    assert stacked.weight.shape == (3, 8, 8)
+
+    traces = []
+
+    def step(x, layer):
+        traces.append(layer)
+        return layer(x), None
+
+    actual = jax.jit(lambda x, layers: jax.lax.scan(step, x, layers)[0])(q, stacked)
+    expected = q
+    for layer in layers:
+        expected = layer(expected)
+    assert_close(actual, expected)
+    assert len(traces) == 1
+
+
+def test_a_call_reads_nothing_but_its_plan(monkeypatch):
+    q, k, v = qkv()
+    module = ejx.FlashAttention(causal=True)
+    key = problem_of(module, q, k, v).key()
+    before = ejx.explain(module, q, k, v)
+    memory_cache.put(Platform.XLA, key, TILES)
+    known(key, xla.XlaConfig(48, 48), monkeypatch)
+    set_autotuner(lambda *_: pytest.fail("a call must not tune"))
+
+    def forbidden(*_, **__):
+        pytest.fail("a call reads no environment variable, table or device")
+
+    for name in ("current_policy", "overlay_entries", "device_facts", "persistent_entries"):
+        monkeypatch.setattr(selection_module, name, forbidden)
+    ours, look_up = os.path.dirname(ejx.__file__), os.environ.__class__.__getitem__
+
+    def watched(environ, name):
+        frame = sys._getframe(1)
+        while frame.f_code.co_filename.startswith("<frozen"):  # `os` and the abstract mappings
+            frame = frame.f_back
+        assert not frame.f_code.co_filename.startswith(ours), f"a call reads the environment variable {name}"
+        return look_up(environ, name)
+
+    monkeypatch.setattr(os.environ.__class__, "__getitem__", watched)
+    with overlay_cache({"flash_attention": xla.XlaConfig(64, 64)}), ejx.policy_override("force"):
+        selection = module.plan.select(problem_of(module, q, k, v))
+        # At once and under a new trace alike.
+        jaxpr = jax.make_jaxpr(jax.grad(lambda q: jnp.sum(module(q, k, v))))(q)
+    monkeypatch.undo()
+    assert (selection.config, selection.tier) == (xla.default_config(None, None), Tier.HEURISTIC)
+    assert repr(selection.config) == before.choices[0].config
+    assert str(jaxpr) == str(jax.make_jaxpr(jax.grad(lambda q: jnp.sum(module(q, k, v))))(q))
+
+
+def test_a_call_under_jit_traces_once(monkeypatch):
+    calls = {"forward": 0, "backward": 0, "resolve": 0}
+
+    def counted(module, name):
+        original = getattr(module, name)
+
+        def wrapper(*args, **kwargs):
+            calls[name] += 1
+            return original(*args, **kwargs)
+
+        monkeypatch.setattr(module, name, wrapper)
+
+    counted(xla, "forward")
+    counted(xla, "backward")
+    module = ejx.FlashAttention(causal=True, softmax_scale=0.123)  # a specification that no other test has traced
+    forward = eqx.filter_jit(lambda module, *args: module(*args))
+    for seed in range(3):
+        forward(module, *qkv(seed=seed))
+    assert calls["forward"] == 1
+    gradient = eqx.filter_jit(eqx.filter_grad(lambda q, k, v: jnp.sum(module(q, k, v))))
+    for seed in range(3):
+        gradient(*qkv(seed=seed))
+    # The rule of `custom_vjp` traces the primal beside its forward, as JAX does for every function.
+    assert calls["forward"] <= 3 and calls["backward"] == 1
+    forward(ejx.FlashAttention(causal=True, softmax_scale=0.123), *qkv())
+    assert calls["forward"] <= 3 and calls["backward"] == 1
+
+
+def test_pins_are_shown_and_used():
+    q, k, v = qkv()
+    set_autotuner(lambda p, implementation, device: TILES)
+    with ejx.policy_override("tune"):
+        module = ejx.FlashAttention(tune_for=ejx.inputs(q, k, v, return_lse=True))
+    (choice,) = ejx.explain(lambda *args: module(*args, return_lse=True), q, k, v).choices
+    assert (choice.config, choice.tier, choice.platform) == (repr(TILES), "autotune", "xla")
+    (choice,) = ejx.explain(module, q, k, v).choices  # another problem: without lse
+    assert choice.tier == "heuristic"
+    (choice,) = ejx.explain(module).choices
+    assert (choice.config, choice.tier) == (repr(TILES), "autotune")
+    assert_close(module(q, k, v, return_lse=True)[0], ejx.FlashAttention()(q, k, v))
+
+
+def test_explain_sees_through_what_jax_has_traced_before():
+    module = ejx.FlashAttention(causal=True)
+    call = eqx.filter_jit(lambda *args: module(*args))
+    call(*qkv())
+    first, second = ejx.explain(call, *qkv()), ejx.explain(call, *qkv())
+    assert first == second and [choice.platform for choice in first.choices] == ["xla"]
+
+
+def test_the_default_policy_never_tunes():
+    set_autotuner(lambda *_: pytest.fail("nothing may be timed unasked"))
+    module = ejx.FlashAttention(tune_for=qkv())
+    assert ejx.explain(module).choices[0].tier == "heuristic"
+
+
+def test_another_implementation_is_another_plan(monkeypatch):
+    registry = KernelRegistry()
+    monkeypatch.setattr(selection_module, "kernel_registry", registry)
+    registry.add(Implementation("op", Platform.XLA, Backend.ANY, 0, "core", "ejkernel_eqx.attention.xla"))
+    ours = make_plan("op")
+    assert ours == make_plan("op")
+    registry.add(Implementation("op", Platform.XLA, Backend.ANY, 0, "core", reference))
+    assert ours != make_plan("op")
+
+
+def test_plans_survive_pickling():
+    plan = make_plan(OPERATION).pin(problem())
+    hash(plan)
+    copy = pickle.loads(pickle.dumps(plan))
+    assert copy == plan and hash(copy) == hash(plan) and "_hash" not in plan.__getstate__()
+    assert copy.select(problem()) == plan.select(problem())
+
+
+def test_with_plan_leaves_the_original_alone():
+    module = ejx.FlashAttention(causal=True)
+    other = with_plan(module, make_plan("flash_attention", platform="xla", config=TILES))
+    assert module.plan.snapshot.override is None and other.plan.snapshot.override == TILES
+    assert module != other and other.causal
+    q, k, v = qkv()
+    assert_close(other(q, k, v), module(q, k, v))
+
+
+def test_construction_is_one_look_at_each_table():
+    looks = []
+    original = caches.PERSISTENT_SOURCES[:]
+    caches.PERSISTENT_SOURCES[:] = [lambda i, d: looks.append(i.platform) or {}]
+    try:
+        plan = make_plan(OPERATION)
+        assert looks == [Platform.TRITON, Platform.PALLAS, Platform.XLA]
+        for t in range(1, 50):
+            plan.select(problem(t))
+        assert len(looks) == 3
+    finally:
+        caches.PERSISTENT_SOURCES[:] = original
+
+
+def test_selecting_is_pure():
+    plan = make_plan(OPERATION)
+    assert isinstance(plan, Plan) and plan.platforms == (Platform.TRITON, Platform.PALLAS, Platform.XLA)
+    assert plan.select(problem()) == plan.select(problem()) == select(plan.snapshot, problem())
+    assert plan.pin(problem()).pinned == ((Platform.PALLAS, problem().key(), FastConfig(0)),) and plan.pinned == ()
+
+
+def test_residual_names_are_those_documented():
+    assert (core.OUT_NAME, core.LSE_NAME) == ("attention_out", "attention_lse")

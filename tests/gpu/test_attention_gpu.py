@@ -1,0 +1,359 @@
+"""Attention on a GPU: the Triton kernels and cuDNN against the float64 reference, and what only a GPU can show.
+
+    python -m pytest tests/gpu -n 8
+
+Eight processes share one device: `tests/conftest.py` keeps each from reserving its memory. The last tests need
+about 60 GB of it.
+"""
+
+import dataclasses
+import functools
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax import Array
+
+import ejkernel_eqx as ejx
+from ejkernel_eqx.attention import reference
+from ejkernel_eqx.attention.core import problem_of
+from ejkernel_eqx.attention.spec import AttentionArrays, AttentionGrads, AttentionSpec
+from ejkernel_eqx.dispatch import device_facts, kernel_registry
+from tests.attention.cases import Case, CASES, EVERYTHING, make, poison
+from tests.attention.test_xla import (
+    assert_gradient_close,
+    cotangents,
+    DIFFERENTIABLE,
+    Result,
+    run_reference,
+)
+from tests.tolerances import assert_close
+
+if jax.default_backend() != "gpu":
+    pytest.skip("needs a GPU", allow_module_level=True)
+
+pytestmark = pytest.mark.gpu
+OPERATION = ejx.FlashAttention.operation
+TRITON = kernel_registry.get(OPERATION, "triton")
+REPEATS = 5
+
+
+@pytest.fixture(scope="module", autouse=True)
+def _usable():
+    reason = TRITON.unusable(device_facts())
+    if reason is not None:
+        pytest.skip(f"platform triton is not usable here: {reason}")
+
+
+@functools.partial(jax.jit, static_argnums=(3, 4))
+def run_triton(arrays: AttentionArrays, dout: Array, dlse: Array, spec: AttentionSpec, config: Any) -> Result:
+    kernels = TRITON.load()
+    out, lse = kernels.forward(arrays, spec, config)
+    return Result(out, lse, kernels.backward(arrays, spec, config, out, lse, dout, dlse))
+
+
+def default_config(arrays: AttentionArrays, spec: AttentionSpec) -> Any:
+    return TRITON.load().default_config(problem_of(OPERATION, arrays, spec), device_facts())
+
+
+def on_host(function, *arguments):
+    """The float64 reference runs on the CPU, beside the device under test."""
+    with jax.default_device(jax.devices("cpu")[0]):
+        return function(*arguments)
+
+
+def assert_same(first: Any, second: Any) -> None:
+    for a, b in zip(jax.tree.leaves(first), jax.tree.leaves(second), strict=True):
+        np.testing.assert_array_equal(np.asarray(a), np.asarray(b))
+
+
+def assert_agrees(case: Case, arrays: AttentionArrays, dout: Array, dlse: Array, actual: Result) -> None:
+    expected = on_host(run_reference, arrays, dout, dlse, case.spec)
+    assert_close(actual.out, expected.out, case.dtype, "forward", name="out")
+    if actual.lse is not None:
+        assert_close(actual.lse, expected.lse, case.dtype, "forward", name="lse")
+    through_delta = on_host(uncertain_parts, arrays, dout, expected, case.spec)
+    for name in DIFFERENTIABLE:
+        gradient, array = getattr(actual.grads, name), getattr(arrays, name)
+        if array is None:
+            assert gradient is None
+            continue
+        assert gradient.shape == array.shape and gradient.dtype == array.dtype
+        part = getattr(through_delta, name, None)
+        assert_gradient_close(
+            gradient, getattr(expected.grads, name), part, case.dtype, f"gradient of {name}"
+        )
+
+
+def uncertain_parts(arrays: AttentionArrays, dout: Array, expected: Result, spec: AttentionSpec):
+    """By what to measure the gradients of a 16-bit problem: as `cancelling_part`, for gradients that are sums too.
+
+    A backward is given `out` rounded to 16 bits, so `delta = rowsum(dout * out)` is off by a random amount in every
+    query. Its share of a gradient is as uncertain as that; where a gradient is a sum over queries, so is the root
+    of the sum of the squared shares (the signed sum may vanish, the uncertainty does not).
+    """
+    if arrays.q.dtype.itemsize != 2:
+        return None
+    delta = (np.asarray(dout, np.float64) * expected.out).sum(-1).swapaxes(1, 2)
+    batch, heads, queries, keys = *delta.shape, arrays.k.shape[1]
+    bias = jnp.zeros((1, 1, 1, 1), arrays.q.dtype) if arrays.bias is None else arrays.bias
+    full = arrays._replace(bias=jnp.broadcast_to(bias, (batch, heads, queries, keys)))
+    parts = run_reference(full, jnp.zeros_like(dout), jnp.asarray(delta, jnp.float32), spec).grads
+    shares = {}
+    if arrays.bias is not None:
+        # Along the keys of one query the error is one and the same.
+        summed = parts.bias.sum(-1, keepdims=True) if arrays.bias.shape[-1] != keys else parts.bias
+        shares["bias"] = _root_sum(summed, arrays.bias.shape)
+    if arrays.alibi_slopes is not None:
+        own = (
+            np.arange(queries) + spec.offset
+            if arrays.rows is None
+            else np.asarray(arrays.rows.position)[:, None]
+        )
+        distance = np.arange(keys) - own[..., None]
+        shares["alibi_slopes"] = _root_sum((parts.bias * distance).sum(-1), (*arrays.alibi_slopes.shape, 1))[
+            ..., 0
+        ]
+    if arrays.sinks is not None:
+        weight = np.exp(np.asarray(arrays.sinks, np.float64)[..., None] - expected.lse)
+        shares["sinks"] = _root_sum(weight * delta, (*arrays.sinks.shape, 1))[..., 0]
+    return AttentionGrads(parts.q, parts.k, parts.v, **shares)
+
+
+def _root_sum(x: np.ndarray, shape: tuple[int, ...]) -> np.ndarray:
+    axes = tuple(i for i, (size, wanted) in enumerate(zip(x.shape, shape, strict=True)) if size != wanted)
+    return np.sqrt((x**2).sum(axes, keepdims=True))
+
+
+def _without_dtype(case: Case) -> str:
+    return case.name.replace(f"-{case.dtype}", "")
+
+
+@pytest.mark.parametrize("dtype", ["bfloat16", "float16", "float32"])
+@pytest.mark.parametrize("n", range(len(CASES)), ids=[_without_dtype(case) for case in CASES])
+def test_triton(n, dtype):
+    """Output, log-sum-exp and all gradients; the same bit for bit when run again, and with NaN in what is hidden."""
+    case = dataclasses.replace(CASES[n], dtype=dtype)
+    arrays, spec = make(case)
+    dout, dlse = cotangents(case)
+    run = functools.partial(run_triton, spec=spec, config=default_config(arrays, spec))
+    actual = run(arrays, dout, dlse)
+    assert actual.out.dtype == arrays.q.dtype and actual.lse.dtype == jnp.float32
+    assert_agrees(case, arrays, dout, dlse, actual)
+    assert_same(actual, run(poison(case, arrays), dout, dlse))
+    for _ in range(REPEATS - 1):
+        assert_same(actual, run(arrays, dout, dlse))
+
+
+@pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
+@pytest.mark.parametrize(
+    "flags", [dict(), dict(right=0), dict(left=300, right=0)], ids=["full", "causal", "window"]
+)
+def test_triton_repeats_when_the_device_is_full(flags, dtype):
+    """Enough programs that they run in ever different orders."""
+    case = Case(B=8, T=2048, S=2048, H=16, K=4, D=128, V=128, dtype=dtype, **flags)
+    arrays, spec = make(case)
+    dout, dlse = cotangents(case)
+    config = default_config(arrays, spec)
+    first = run_triton(arrays, dout, dlse, spec, config)
+    for _ in range(REPEATS - 1):
+        again = run_triton(arrays, dout, dlse, spec, config)
+        assert all(
+            bool(jnp.array_equal(a, b)) for a, b in zip(jax.tree.leaves(first), jax.tree.leaves(again))
+        )
+
+
+_CUDA = [
+    Case(name="full", T=64, S=64),
+    Case(name="causal", T=127, S=127, D=128, V=128, right=0),
+    Case(name="causal-one-key-head", T=200, S=200, H=8, K=1, right=0),
+    Case(name="window", T=256, S=256, D=128, V=128, left=31, right=0),
+    Case(name="more-keys", T=64, S=200, D=96, V=96),
+    Case(name="more-queries", T=200, S=63, D=40, V=40),
+    Case(name="one-query", T=1, S=127, H=3, K=3),
+    Case(name="top-left", T=65, S=200, right=0, offset=0),
+    Case(name="wide-heads", T=128, S=128, D=256, V=256, right=0),
+]
+
+
+@pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
+@pytest.mark.parametrize("case", _CUDA, ids=lambda case: case.name)
+def test_cuda(case, dtype):
+    case = dataclasses.replace(case, dtype=dtype)
+    arrays, _ = make(case)
+    dout, dlse = cotangents(case)
+    window = None if case.left is None else (case.left, 0)
+    attention = ejx.FlashAttention(case.right == 0, window, platform="cuda")
+    offset = 0 if case.right == 0 else None
+
+    @jax.jit
+    def run(q, k, v, dout):
+        out, pull = jax.vjp(lambda q, k, v: attention(q, k, v, q_offset=offset), q, k, v)
+        return Result(out, None, AttentionGrads(*pull(dout)))
+
+    actual = run(arrays.q, arrays.k, arrays.v, dout)
+    assert_agrees(case, arrays, dout, jnp.zeros_like(dlse), actual)
+
+
+def _chosen(attention: ejx.FlashAttention, *shape: int, dtype: str = "bfloat16", **arguments) -> str:
+    x = jax.ShapeDtypeStruct(shape, dtype)
+    return ejx.explain(attention, x, x, x, **arguments).choices[0].platform
+
+
+def test_the_default_platform():
+    shape = (2, 64, 4, 64)
+    assert _chosen(ejx.FlashAttention(causal=True), *shape) == "cuda"
+    assert _chosen(ejx.FlashAttention(causal=True, deterministic=True), *shape) == "triton"
+    assert _chosen(ejx.FlashAttention(logits_soft_cap=30.0), *shape) == "triton"
+    assert _chosen(ejx.FlashAttention(), *shape, dtype="float32") == "triton"
+    assert _chosen(ejx.FlashAttention(), *shape, return_lse=True) == "triton"
+    assert _chosen(ejx.FlashAttention(), 2, 64, 4, 320) == "xla"
+
+
+@pytest.mark.parametrize("dtype", ["bfloat16", "float16", "float32"])
+def test_a_row_that_sees_nothing(dtype):
+    """Gives 0 with a log-sum-exp of -inf and gradients of 0, whatever stands in what it does not see."""
+    case = Case(B=2, T=130, S=130, right=0, dtype=dtype)
+    arrays, _ = make(case)
+    lengths = jnp.asarray([0, 70], jnp.int32)
+    real = jnp.arange(130)[None, :, None, None] < lengths[:, None, None, None]
+    q, k, v = (jnp.where(real, x, jnp.asarray(jnp.nan, x.dtype)) for x in arrays[:3])
+    attention = ejx.FlashAttention(causal=True, platform="triton")
+
+    @jax.jit
+    def run(q, k, v):
+        def total(q, k, v):
+            out, lse = attention(q, k, v, q_lengths=lengths, kv_lengths=lengths, return_lse=True)
+            return jnp.sum(jnp.sin(out.astype(jnp.float32))), (out, lse)
+
+        (_, (out, lse)), grads = jax.value_and_grad(total, argnums=(0, 1, 2), has_aux=True)(q, k, v)
+        return out, lse, grads
+
+    out, lse, grads = run(q, k, v)
+    hidden = ~np.asarray(real[..., 0, 0])
+    assert (np.asarray(out, np.float32)[hidden] == 0).all()
+    assert (np.asarray(lse)[hidden] == -np.inf).all() and np.isfinite(np.asarray(lse)[~hidden]).all()
+    for gradient in grads:
+        gradient = np.asarray(gradient, np.float32)
+        assert (gradient[hidden] == 0).all() and np.isfinite(gradient).all() and gradient[~hidden].any()
+
+
+def test_vmap_is_one_batched_call():
+    arrays, _ = make(Case(B=6, T=100, S=100, right=0, dtype="bfloat16"))
+    attention = ejx.FlashAttention(causal=True, platform="triton")
+    together = jax.jit(attention)(*arrays[:3])
+    split = [x.reshape(2, 3, *x.shape[1:]) for x in arrays[:3]]
+    mapped = jax.jit(jax.vmap(jax.vmap(attention)))(*split)
+    assert_same(together, mapped.reshape(together.shape))
+
+
+def test_memory_is_linear_in_length():
+    temporary = []
+    for length in (4096, 8192):
+        case = Case(B=1, T=length, S=length, D=64, V=64, right=0, sinks="1H", dtype="bfloat16")
+        arrays, spec = make(case)
+        config = default_config(arrays, spec)
+        compiled = run_triton.lower(arrays, *cotangents(case), spec, config).compile()
+        temporary.append(compiled.memory_analysis().temp_size_in_bytes)
+    assert temporary[1] <= 2.2 * temporary[0], temporary
+
+
+# Offsets past 2^31 elements. The data has no period, so that a wrapped offset meets other values.
+
+ROWS, HEADS, DIM, WINDOW = 2**19 + 192, 32, 128, 128
+
+
+@functools.partial(jax.jit, static_argnums=(1, 2))
+def _normal(seed: int, shape: tuple[int, ...], pieces: int) -> Array:
+    piece = (shape[0] // pieces, *shape[1:])
+    keys = jax.random.split(jax.random.key(seed), pieces)
+    return jax.lax.map(lambda key: jax.random.normal(key, piece, jnp.bfloat16), keys).reshape(shape)
+
+
+def test_sequences_past_two_to_the_31_elements():
+    assert ROWS * HEADS * DIM > 2**31
+    q, k, v, dout = (_normal(seed, (ROWS, HEADS, DIM), 16) for seed in range(4))
+    attention = ejx.FlashAttention(True, WINDOW, platform="triton")
+
+    @jax.jit
+    def run(q, k, v, dout):
+        out, pull = jax.vjp(attention, q, k, v)
+        return out, AttentionGrads(*pull(dout))
+
+    out, grads = run(q, k, v, dout)
+    # The first rows, those across 2^31 bytes, and the last, across 2^31 elements.
+    for first in (WINDOW, 2**18 - 128, ROWS - 256):
+        last = first + 256
+        low, high = first - WINDOW, min(last + WINDOW, ROWS)
+        arrays = AttentionArrays(q[None, first:high], k[None, low:high], v[None, low:high])
+        case = Case(B=1, T=high - first, S=high - low, H=HEADS, K=HEADS, D=DIM, V=DIM, dtype="bfloat16")
+        case = dataclasses.replace(case, left=WINDOW - 1, right=0, offset=WINDOW)
+        dlse = jnp.zeros((1, HEADS, case.T))
+        expected = on_host(run_reference, arrays, dout[None, first:high], dlse, case.spec)
+        parts = on_host(uncertain_parts, arrays, dout[None, first:high], expected, case.spec)
+        assert_close(out[first:last], expected.out[0, : last - first], "bfloat16", name=f"out from {first}")
+        for name, skipped in (("q", 0), ("k", WINDOW), ("v", WINDOW)):
+            wanted = slice(skipped, skipped + last - first)
+            exact, part = (getattr(x, name)[0, wanted] for x in (expected.grads, parts))
+            actual = getattr(grads, name)[first:last]
+            assert_gradient_close(actual, exact, part, "bfloat16", f"gradient of {name} from {first}")
+
+
+def test_a_bias_past_two_to_the_31_elements():
+    length, heads = 8256, 32
+    assert heads * length * length > 2**31
+    q, k, v, dout = (_normal(seed, (length, heads, 64), 1) for seed in range(4))
+    bias = _normal(4, (heads, length, length), heads)
+    attention = ejx.FlashAttention(platform="triton")
+
+    @jax.jit
+    def run(q, k, v, bias, dout):
+        out, pull = jax.vjp(lambda q, k, v, bias: attention(q, k, v, bias=bias), q, k, v, bias)
+        *grads, dbias = pull(dout)
+        return [out[:, -1], *(x[:, -1] for x in grads), dbias[-1]]
+
+    @jax.jit
+    def exact(*arrays):
+        # One head in float32: on the host in float64 it would take too long.
+        *qkv, bias, dout = (x.astype(jnp.float32) for x in arrays)
+        spec = AttentionSpec(scale=64**-0.5)
+
+        def forward(q, k, v, bias):
+            q, k, v = (x[None, :, None] for x in (q, k, v))
+            return reference.attend(AttentionArrays(q, k, v, bias[None, None]), spec)[0][0, :, 0]
+
+        out, pull = jax.vjp(forward, *qkv, bias)
+        return [out, *pull(dout)]
+
+    actual = run(q, k, v, bias, dout)
+    expected = exact(*(x[:, -1] for x in (q, k, v)), bias[-1], dout[:, -1])
+    assert_close(actual[0], expected[0], "bfloat16", name="out")
+    for name, a, b in zip(("q", "k", "v", "bias"), actual[1:], expected[1:], strict=True):
+        assert_close(a, b, "bfloat16", "gradient", name=f"gradient of {name}")
+
+
+def test_everything_through_the_operation():
+    """All flags at once, from the public call to the gradients of everything that has one."""
+    case = dataclasses.replace(EVERYTHING, dtype="bfloat16", dropout=0.0)
+    arrays, _ = make(case)
+    attention = ejx.FlashAttention(True, case.left + 1, case.soft_cap, platform="triton")
+    plain = ejx.FlashAttention(True, case.left + 1, case.soft_cap, platform="xla")
+    masking = dict(mask=arrays.mask, segment_ids=arrays.q_segments, kv_segment_ids=arrays.kv_segments)
+
+    def results(attention, dtype):
+        learned = [arrays.q, arrays.k, arrays.v, arrays.bias[0], arrays.alibi_slopes[0], arrays.sinks[0]]
+        learned = [x.astype(dtype) for x in learned[:4]] + learned[4:]
+
+        def forward(q, k, v, bias, slopes, sinks):
+            return attention(q, k, v, bias=bias, alibi_slopes=slopes, sinks=sinks, **masking)
+
+        out, pull = jax.vjp(forward, *learned)
+        return [out, *pull(jnp.ones_like(out))]
+
+    actual = jax.jit(lambda: results(attention, jnp.bfloat16))()
+    expected = jax.jit(lambda: results(plain, jnp.float32))()
+    assert_close(actual[0], expected[0], "bfloat16", name="out")
+    for n, (a, b) in enumerate(zip(actual[1:], expected[1:], strict=True)):
+        assert_close(a, b, "bfloat16", "gradient", name=f"gradient {n}")
