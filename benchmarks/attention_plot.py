@@ -41,7 +41,7 @@ def plot(report: Mapping[str, Any], path: str) -> None:
     figure.suptitle(f"Attention on {report['environment']['device']}")
     figure.tight_layout()
     pathlib.Path(path).parent.mkdir(parents=True, exist_ok=True)
-    figure.savefig(path, dpi=110)
+    figure.savefig(path, format="png", dpi=110, bbox_inches="tight")
     plt.close(figure)
 
 
@@ -59,6 +59,7 @@ def _bars(
     axis.set_xticks(range(len(problems)), labels, rotation=35, ha="right", fontsize=6)
     axis.grid(axis="y", alpha=0.3)
     axis.set_axisbelow(True)
+    axis.margins(x=0.01)
 
 
 def _features(axis: Any, features: Sequence[Mapping[str, Any]]) -> None:

@@ -1,4 +1,4 @@
-"""Attention as one writes it down, in float64, from a boolean array of what is visible: shares nothing with the package."""
+"""Attention and its gradients as one writes them down, in numpy and float64: shares nothing with the package."""
 
 from typing import Any
 
@@ -9,7 +9,11 @@ import numpy as np
 from tests.tolerances import assert_close
 
 QUICK = {"xla_backend_optimization_level": 0}
-DIFFERENTIABLE = ("q", "k", "v", "bias", "alibi_slopes", "sinks")
+
+
+def quick(function, **options):
+    """`jax.jit`, half the time in the compiler."""
+    return jax.jit(function, compiler_options=QUICK, **options)
 
 
 def normal(seed: int, *shape: int, dtype: Any = jnp.float32) -> jax.Array:
@@ -24,32 +28,58 @@ def qkv(*lead: int, t=20, s=26, heads=4, kv_heads=2, d=16, v=16, dtype: Any = jn
     )
 
 
-def dense(arrays, seen=True, *, scale=None, cap=None, positions=None, keep=True, rate=0.0):
-    """`out [..., T, H, V]` and `lse [..., T, H]`; `positions [..., T]` of the queries, by default the last keys."""
-    q, k, v = arrays["q"], arrays["k"], arrays["v"]
-    (t, heads, d), s = q.shape[-3:], k.shape[-3]
-    k, v = (jnp.repeat(x, heads // x.shape[-2], axis=-2) for x in (k, v))
-    scores = (d**-0.5 if scale is None else scale) * jnp.einsum("...thd,...shd->...hts", q, k)
-    if cap is not None:
-        scores = cap * jnp.tanh(scores / cap)
-    if arrays.get("bias") is not None:
-        scores = scores + arrays["bias"]
-    if arrays.get("alibi_slopes") is not None:
-        at = jnp.arange(t) + s - t if positions is None else jnp.asarray(positions)
-        distance = (jnp.arange(s) - at[..., None]).astype(scores.dtype)
-        scores = scores + arrays["alibi_slopes"][:, None, None] * distance[..., None, :, :]
-    scores = jnp.where(seen, scores, -jnp.inf)
-    if arrays.get("sinks") is not None:
-        sinks = arrays["sinks"].reshape(heads, 1, -1)
-        scores = jnp.concatenate([scores, jnp.broadcast_to(sinks, (*scores.shape[:-1], sinks.shape[-1]))], axis=-1)
-    top = jax.lax.stop_gradient(scores.max(-1, initial=-jnp.inf, keepdims=True))
-    top = jnp.where(top == -jnp.inf, 0, top)
-    weights = jnp.exp(scores - top)
+def exact(arrays, dout, dlse, seen=True, *, scale=None, cap=None, positions=None, keep=True, rate=0.0):
+    """`(out [..., T, H, V], lse [..., T, H])` and the gradients, in float64.
+
+    `positions [..., T]` are those of the queries, by default the last keys; `keep` is what dropout left, `[..., H, T, S]`.
+    """
+    given = {name: np.asarray(x).astype(np.float64) for name, x in arrays.items()}
+    dout, dlse = (np.asarray(x).astype(np.float64) for x in (dout, dlse))
+    q, (t, heads, d), s = given["q"], arrays["q"].shape[-3:], arrays["k"].shape[-3]
+    k, v = (np.repeat(given[name], heads // given[name].shape[-2], axis=-2) for name in "kv")
+    bias, slopes = given.get("bias", np.zeros(())), given.get("alibi_slopes", np.zeros((heads,)))
+    sinks = given.get("sinks", np.zeros((heads, 0))).reshape(heads, -1)
+    scale = d**-0.5 if scale is None else scale
+    distance = np.arange(s) - (np.arange(t) + s - t if positions is None else np.asarray(positions))[..., None]
+    distance = distance[..., None, :, :]
+
+    scores = scale * np.einsum("...thd,...shd->...hts", q, k)
+    bent = np.zeros_like(scores) if cap is None else np.tanh(scores / cap)
+    scores = (scores if cap is None else cap * bent) + bias + slopes[:, None, None] * distance
+    scores = np.where(np.asarray(seen), scores, -np.inf)
+    every = np.concatenate([scores, np.broadcast_to(sinks[:, None], (*scores.shape[:-1], sinks.shape[1]))], axis=-1)
+    top = every.max(-1, initial=-np.inf, keepdims=True)
+    weights = np.exp(every - np.where(top == -np.inf, 0, top))
     total = weights.sum(-1, keepdims=True)
-    some, total = total > 0, jnp.where(total > 0, total, 1)
-    lse = jnp.where(some, jnp.log(total) + top, -jnp.inf)[..., 0]
-    weights = jnp.where(keep, (weights / total)[..., :s] / (1 - rate), 0)
-    return jnp.einsum("...hts,...shv->...thv", weights, v), jnp.swapaxes(lse, -1, -2)
+    with np.errstate(divide="ignore"):
+        lse = (np.log(total) + np.where(top == -np.inf, 0, top))[..., 0]
+    weights = weights / np.where(total > 0, total, 1)
+    weights, taken = weights[..., :s], weights[..., s:]
+    factor = np.asarray(keep) / (1 - rate)
+    out = np.einsum("...hts,...shv->...thv", weights * factor, v)
+
+    dlse = np.swapaxes(dlse, -1, -2)[..., None]
+    shift = dlse - np.swapaxes((dout * out).sum(-1), -1, -2)[..., None]
+    after = weights * (factor * np.einsum("...thv,...shv->...hts", dout, v) + shift)
+    before = scale * after * (1 - bent**2)
+    full = dict(
+        q=np.einsum("...hts,...shd->...thd", before, k),
+        k=np.einsum("...hts,...thd->...shd", before, q),
+        v=np.einsum("...hts,...thv->...shv", weights * factor, dout),
+        bias=after,
+        alibi_slopes=(after * distance).sum((-1, -2)),
+        sinks=(taken * shift).sum(-2).reshape(*q.shape[:-3], *given.get("sinks", sinks).shape),
+    )
+    for name in "kv":
+        shape = given[name].shape
+        full[name] = full[name].reshape(*shape[:-2], shape[-2], heads // shape[-2], shape[-1]).sum(-2)
+    return (out, np.swapaxes(lse, -1, -2)), {name: _sum_to(full[name], x.shape) for name, x in given.items()}
+
+
+def _sum_to(x, shape):
+    """Summed over the axes along which an array of this shape was broadcast."""
+    x = x.sum(tuple(range(x.ndim - len(shape))))
+    return x.sum(tuple(axis for axis, size in enumerate(shape) if size != x.shape[axis]), keepdims=True).reshape(shape)
 
 
 def cotangents(arrays, seed=9):
@@ -63,24 +93,15 @@ def with_gradients(function, arrays, dout, dlse):
     return outputs, vjp((dout.astype(outputs[0].dtype), dlse.astype(outputs[1].dtype)))[0]
 
 
-def exact(arrays, dout, dlse, seen=True, **options):
-    """The same of `dense`, in float64."""
-    arrays, dout, dlse = jax.tree.map(lambda x: np.asarray(x, np.float64), (arrays, dout, dlse))
-    options = {name: np.asarray(x) if isinstance(x, jax.Array) else x for name, x in options.items()}
-    with jax.enable_x64(True):
-        function = jax.jit(lambda *args: with_gradients(lambda a: dense(a, np.asarray(seen), **options), *args), compiler_options=QUICK)
-        return jax.tree.map(np.asarray, function(*jax.tree.map(jnp.asarray, (arrays, dout, dlse))))
-
-
 def check(call, arrays, seen=True, *, poisoned=None, **options):
-    """`call(**arrays)`, giving `(out, lse)`, and all its gradients against `dense`.
+    """`call(**arrays)`, giving `(out, lse)`, and all its gradients against `exact`.
 
     `poisoned` arrays stand in for `arrays` in the call only: what is hidden may be NaN there.
     """
     dout, dlse = cotangents(arrays)
     (out, lse), grads = exact(arrays, dout, dlse, seen, **options)
     given = arrays if poisoned is None else poisoned
-    run = jax.jit(lambda *args: with_gradients(lambda a: call(**a), *args), compiler_options=QUICK)
+    run = quick(lambda *args: with_gradients(lambda a: call(**a), *args))
     actual, actual_grads = run(given, dout, dlse)
     dtype = arrays["q"].dtype
     assert actual[0].dtype == dtype

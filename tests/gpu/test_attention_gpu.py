@@ -256,7 +256,9 @@ def test_memory_is_linear_in_length():
         arrays, spec = make(case)
         config = default_config(arrays, spec)
         compiled = run_triton.lower(arrays, *cotangents(case), spec, config).compile()
-        temporary.append(compiled.memory_analysis().temp_size_in_bytes)
+        analysis = compiled.memory_analysis()
+        assert analysis is not None
+        temporary.append(analysis.temp_size_in_bytes)
     assert temporary[1] <= 2.2 * temporary[0], temporary
 
 
@@ -310,7 +312,10 @@ def test_a_bias_past_two_to_the_31_elements():
 
     @jax.jit
     def run(q, k, v, bias, dout):
-        out, pull = jax.vjp(lambda q, k, v, bias: attention(q, k, v, bias=bias), q, k, v, bias)
+        def forward(q, k, v, bias) -> Any:
+            return attention(q, k, v, bias=bias)
+
+        out, pull = jax.vjp(forward, q, k, v, bias)
         *grads, dbias = pull(dout)
         return [out[:, -1], *(x[:, -1] for x in grads), dbias[-1]]
 
@@ -338,12 +343,14 @@ def test_everything_through_the_operation():
     """All flags at once, from the public call to the gradients of everything that has one."""
     case = dataclasses.replace(EVERYTHING, dtype="bfloat16", dropout=0.0)
     arrays, _ = make(case)
+    bias, slopes, sinks = arrays.bias, arrays.alibi_slopes, arrays.sinks
+    assert case.left is not None and bias is not None and slopes is not None and sinks is not None
     attention = ejx.FlashAttention(True, case.left + 1, case.soft_cap, platform="triton")
     plain = ejx.FlashAttention(True, case.left + 1, case.soft_cap, platform="xla")
     masking = dict(mask=arrays.mask, segment_ids=arrays.q_segments, kv_segment_ids=arrays.kv_segments)
 
     def results(attention, dtype):
-        learned = [arrays.q, arrays.k, arrays.v, arrays.bias[0], arrays.alibi_slopes[0], arrays.sinks[0]]
+        learned = [arrays.q, arrays.k, arrays.v, bias[0], slopes[0], sinks[0]]
         learned = [x.astype(dtype) for x in learned[:4]] + learned[4:]
 
         def forward(q, k, v, bias, slopes, sinks):

@@ -177,16 +177,17 @@ def _batched(function: F, per_example: tuple[str, ...] = ()) -> F:
 
     @call.def_vmap
     def rule(size: int, in_batched: list[Any], arrays: AttentionArrays, *rest: Array) -> tuple[Any, Any]:
-        def widen(name: str, x: Array, batched: bool) -> Array:
+        def widen(name: str, any_batched: bool, x: Array, batched: bool) -> Array:
             if batched:
                 return x
-            grow = size if name in _WHOLE or name in per_example else 1
+            grow = size if any_batched or name in _WHOLE or name in per_example else 1
             return jnp.broadcast_to(x, (grow, *x.shape))
 
         fields = {}
         for name, value, batched in zip(AttentionArrays._fields, arrays, in_batched[0], strict=True):
-            fields[name] = jax.tree.map(functools.partial(widen, name), value, batched)
-        others = [widen("q", x, batched) for x, batched in zip(rest, in_batched[1:], strict=True)]
+            # The three arrays of `rows` keep one shape.
+            fields[name] = jax.tree.map(functools.partial(widen, name, any(jax.tree.leaves(batched))), value, batched)
+        others = [widen("q", True, x, batched) for x, batched in zip(rest, in_batched[1:], strict=True)]
         result = call(AttentionArrays(**fields), *others)
         return result, jax.tree.map(lambda _: True, result)
 

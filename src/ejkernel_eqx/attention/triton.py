@@ -11,7 +11,7 @@ from jax import Array
 
 from ..dispatch import DeviceFacts, Problem
 from ..launch import Launch, run, triton_unavailable
-from . import tile_table, triton_backward, triton_forward
+from . import tile_table, triton_backward, triton_forward, triton_tiles
 from .philox import threshold
 from .spec import AttentionArrays, AttentionGrads, AttentionSpec
 
@@ -76,69 +76,23 @@ def unsupported(problem: Problem, device: DeviceFacts) -> str | None:
 
 
 def default_config(problem: Problem, device: DeviceFacts) -> TritonConfig:
+    """The first preferred tile of each kernel that fits the device's shared memory."""
     return candidates(problem, device)[0]
 
 
 def candidates(problem: Problem, device: DeviceFacts) -> list[TritonConfig]:
-    """Configurations worth timing, the heuristic first; all fit the device's shared memory."""
-    width = _width(max(problem.dim("D"), problem.dim("V")))
-    table = _FLOAT32 if problem.dtype("qkv") == "float32" else _HALF
-    fitting = [config for config in table[width] if _fits(config, width, problem, device)] or [_SMALLEST]
-    if device.vendor == "nvidia":
-        return fitting
-    return [dataclasses.replace(config, fast_tanh=False, float32_dot="ieee") for config in fitting]
+    """Configurations worth timing, the heuristic first: the next preferred tiles of all kernels together, a row after a row."""
+    columns = [_fitting(kernel, problem, device) for kernel in triton_tiles.KERNELS]
+    rows = [tuple(column[min(row, len(column) - 1)] for column in columns) for row in range(max(map(len, columns)))]
+    nvidia = device.vendor == "nvidia"
+    options: dict[str, Any] = {} if nvidia else {"fast_tanh": False, "float32_dot": "ieee"}
+    return [TritonConfig(*row, **options) for row in rows]
 
 
-def _tiles(*sizes: tuple[int, int, int, int]) -> TritonConfig:
-    return TritonConfig(*(TileConfig(*size) for size in sizes))
-
-
-# By padded head dim; (block_q, block_k, warps, stages) of forward, key gradient, query gradient. The heuristic stands first.
-_HALF = {
-    64: (
-        _tiles((128, 64, 8, 3), (64, 128, 8, 2), (128, 64, 8, 2)),
-        _tiles((128, 64, 4, 3), (64, 64, 4, 2), (64, 64, 4, 2)),
-        _tiles((64, 64, 4, 2), (32, 64, 4, 2), (64, 32, 4, 2)),
-    ),
-    128: (
-        _tiles((128, 128, 8, 3), (64, 128, 8, 2), (128, 64, 8, 2)),
-        _tiles((128, 64, 8, 2), (64, 64, 8, 2), (64, 64, 8, 2)),
-        _tiles((64, 32, 4, 2), (32, 64, 4, 1), (64, 32, 4, 1)),
-    ),
-    256: (
-        _tiles((128, 64, 8, 2), (64, 64, 8, 1), (64, 64, 8, 1)),
-        _tiles((64, 32, 4, 2), (32, 64, 8, 1), (64, 32, 8, 1)),
-        _tiles((64, 16, 4, 1), (16, 32, 4, 1), (32, 16, 4, 1)),
-    ),
-}
-_FLOAT32 = {
-    64: (_tiles((64, 32, 4, 2), (32, 64, 4, 1), (64, 32, 4, 1)), _tiles((32, 32, 4, 1), (32, 32, 4, 1), (32, 32, 4, 1))),
-    128: (_tiles((64, 32, 4, 2), (32, 32, 4, 1), (32, 32, 4, 1)), _tiles((32, 32, 4, 1), (16, 32, 4, 1), (32, 16, 4, 1))),
-    256: (_tiles((32, 32, 4, 1), (16, 32, 4, 1), (32, 16, 4, 1)), _tiles((16, 16, 4, 1), (16, 16, 4, 1), (16, 16, 4, 1))),
-}
-_SMALLEST = _tiles((16, 16, 4, 1), (16, 16, 4, 1), (16, 16, 4, 1))
-
-
-def _width(head_dim: int) -> int:
-    return max(64, 1 << (head_dim - 1).bit_length())
-
-
-def _fits(config: TritonConfig, width: int, problem: Problem, device: DeviceFacts) -> bool:
-    """Whether an upper estimate of every kernel's shared memory is within the device's."""
-    size = 4 if problem.dtype("qkv") == "float32" else 2
-    over_scores = 4 * bool(problem.flag("bias")) + bool(problem.flag("mask"))
-
-    def need(resident: int, streamed: int, tile: TileConfig) -> int:
-        rows = resident + 2 * tile.num_stages * streamed  # two matrices are streamed, one copy a stage
-        return width * size * rows + tile.block_q * tile.block_k * (size + tile.num_stages * over_scores)
-
-    forward, keys, queries = config.forward, config.key_gradient, config.query_gradient
-    needs = (
-        need(forward.block_q, forward.block_k, forward) - size * forward.block_q * forward.block_k,
-        need(2 * keys.block_k, keys.block_q, keys),
-        need(2 * queries.block_q, queries.block_k, queries),
-    )
-    return max(needs) <= (device.shared_memory or 49_152)
+def _fitting(kernel: str, problem: Problem, device: DeviceFacts) -> list[TileConfig]:
+    limit = device.shared_memory or 49_152
+    tiles = [TileConfig(*sizes) for sizes in triton_tiles.preferred(kernel, problem)]
+    return [tile for tile in tiles if triton_tiles.shared_memory(kernel, problem, tile) <= limit] or [TileConfig(16, 16, 4, 1)]
 
 
 Execute = Callable[[Launch, dict[str, Array]], dict[str, Array]]

@@ -1,0 +1,78 @@
+"""Which tiles the Triton kernels prefer, and what shared memory they take: measured on an H200 (see `benchmarks/LOG.md`)."""
+
+from typing import TYPE_CHECKING
+
+from ..dispatch import Problem
+
+if TYPE_CHECKING:
+    from .triton import TileConfig
+
+KERNELS = ("forward", "key_gradient", "query_gradient")
+Sizes = tuple[int, int, int, int]  # block_q, block_k, num_warps, num_stages
+
+# By padded head dim, best first where nothing else decides; small ones last, for devices with little shared memory.
+_HALF: dict[str, dict[int, tuple[Sizes, ...]]] = {
+    "forward": {
+        64: ((64, 64, 4, 3), (128, 64, 8, 3), (128, 64, 4, 3), (64, 64, 4, 2), (64, 32, 4, 2)),
+        128: ((64, 64, 4, 3), (128, 128, 8, 3), (128, 64, 8, 3), (64, 64, 4, 2), (64, 32, 4, 2), (64, 32, 4, 1)),
+        256: ((128, 64, 8, 2), (128, 32, 8, 3), (64, 32, 4, 2), (64, 32, 4, 1), (32, 16, 4, 1)),
+    },
+    "key_gradient": {
+        64: ((64, 64, 4, 3), (32, 64, 4, 3), (64, 64, 4, 2), (32, 64, 4, 2), (32, 32, 4, 1)),
+        128: ((32, 64, 4, 3), (64, 128, 8, 3), (32, 64, 4, 2), (32, 64, 4, 1), (32, 32, 4, 1)),
+        256: ((32, 64, 8, 3), (32, 64, 8, 2), (32, 32, 4, 2), (16, 32, 4, 1), (16, 16, 4, 1)),
+    },
+    "query_gradient": {
+        64: ((128, 64, 4, 3), (64, 64, 4, 3), (64, 64, 4, 2), (64, 32, 4, 2), (32, 32, 4, 1)),
+        128: ((128, 64, 8, 3), (64, 64, 4, 2), (64, 32, 4, 2), (64, 32, 4, 1), (32, 32, 4, 1)),
+        256: ((128, 32, 8, 3), (128, 32, 8, 2), (64, 32, 8, 2), (32, 16, 4, 1), (16, 16, 4, 1)),
+    },
+}
+_FLOAT32: dict[str, dict[int, tuple[Sizes, ...]]] = {
+    "forward": {
+        64: ((64, 32, 4, 2), (64, 32, 4, 1), (32, 32, 4, 1)),
+        128: ((64, 32, 4, 2), (32, 32, 4, 1), (32, 16, 4, 1)),
+        256: ((32, 32, 4, 1), (16, 16, 4, 1)),
+    },
+    "key_gradient": {
+        64: ((32, 64, 4, 1), (32, 32, 4, 1)),
+        128: ((32, 32, 4, 1), (16, 32, 4, 1), (16, 16, 4, 1)),
+        256: ((16, 32, 4, 1), (16, 16, 4, 1)),
+    },
+    "query_gradient": {
+        64: ((32, 64, 4, 1), (32, 32, 4, 1)),  # 64 queries do not compile for Blackwell
+        128: ((32, 32, 4, 1), (32, 16, 4, 1), (16, 16, 4, 1)),
+        256: ((32, 16, 4, 1), (16, 16, 4, 1)),
+    },
+}
+
+
+def preferred(kernel: str, problem: Problem) -> list[Sizes]:
+    """Tiles to try, best first."""
+    width, is_float32 = _width(problem), problem.dtype("qkv") == "float32"
+    tiles = list((_FLOAT32 if is_float32 else _HALF)[kernel][width])
+    if is_float32 or width != 128:
+        return tiles
+    # Wide tiles pay once a row of them is long: without a causal diagonal from 2048 keys, in the key gradient from 4096 queries.
+    wide = kernel == "forward" and not problem.flag("causal") and problem.dim("S") >= 2048
+    wide = wide or (kernel == "key_gradient" and problem.dim("T") >= 4096)
+    return [tiles[1], tiles[0], *tiles[2:]] if wide else tiles
+
+
+def shared_memory(kernel: str, problem: Problem, tile: "TileConfig") -> int:
+    """An upper estimate of what one program takes, in bytes: the tiles it keeps, and the streamed ones once a stage."""
+    size = 4 if problem.dtype("qkv") == "float32" else 2
+    over_scores = 4 * bool(problem.flag("bias")) + bool(problem.flag("mask"))
+    resident, streamed = {
+        "forward": (tile.block_q, tile.block_k),
+        "key_gradient": (2 * tile.block_k, tile.block_q),
+        "query_gradient": (2 * tile.block_q, tile.block_k),
+    }[kernel]
+    matrices = _width(problem) * size * (resident + 2 * tile.num_stages * streamed)
+    gradient = size if kernel != "forward" else 0
+    return matrices + tile.block_q * tile.block_k * (gradient + tile.num_stages * over_scores)
+
+
+def _width(problem: Problem) -> int:
+    """The head dims padded to a power of two, as a kernel holds them."""
+    return max(64, 1 << (max(problem.dim("D"), problem.dim("V")) - 1).bit_length())
