@@ -62,7 +62,9 @@ def explain(target: Any, *args: Any, **kwargs: Any) -> Explanation:
         return Explanation(shown, tuple(_of_operation(target)))
     if not args and not kwargs:
         return Explanation(shown, tuple(_of_kernel(path, kernel) for path, kernel in kernels_of(target)))
-    return Explanation(shown, tuple(_of_selection(selection) for selection in selections_of(target, Inputs(args, kwargs))))
+    return Explanation(
+        shown, tuple(_of_selection(selection) for selection in selections_of(target, Inputs(args, kwargs)))
+    )
 
 
 def kernels_of(tree: Any) -> list[tuple[str, Kernel]]:
@@ -82,18 +84,28 @@ def _of_operation(operation: str) -> list[Choice]:
         state = "usable" if reason is None else "unusable"
         notes = _notes(implementation) if reason is None else ()
         rejected = () if reason is None else ((implementation.platform.value, reason),)
-        rows.append(Choice("", operation, "", f"{implementation.platform.value} ({state})", "", "", notes, rejected))
+        rows.append(
+            Choice("", operation, "", f"{implementation.platform.value} ({state})", "", "", notes, rejected)
+        )
     return rows
 
 
 def _of_kernel(path: str, kernel: Kernel) -> Choice:
     plan = kernel.plan
     usable = [i for i in plan.snapshot.implementations if i.unusable(plan.device) is None]
-    unusable = [(i.platform.value, i.unusable(plan.device) or "") for i in plan.snapshot.implementations if i not in usable]
+    unusable = [
+        (i.platform.value, i.unusable(plan.device) or "")
+        for i in plan.snapshot.implementations
+        if i not in usable
+    ]
     order = " then ".join(i.platform.value for i in usable)
     if not usable:
         raise UnsupportedError(plan.operation, dict(unusable))
-    config = repr(plan.snapshot.override) if plan.snapshot.override is not None else "; ".join(repr(c) for _, _, c in plan.pinned)
+    config = (
+        repr(plan.snapshot.override)
+        if plan.snapshot.override is not None
+        else "; ".join(repr(c) for _, _, c in plan.pinned)
+    )
     tier = "override" if plan.snapshot.override is not None else "; ".join(plan.tiers)
     return Choice(path, plan.operation, "", order, config, tier, (), tuple(unusable))
 
@@ -103,4 +115,13 @@ def _of_selection(selection: Selection) -> Choice:
     operation = selection.problem.operation
     shown = str(selection.problem)
     notes = _notes(selection.implementation)
-    return Choice("", operation, shown, selection.platform.value, repr(selection.config), selection.tier.value, notes, rejected)
+    return Choice(
+        "",
+        operation,
+        shown,
+        selection.platform.value,
+        repr(selection.config),
+        selection.tier.value,
+        notes,
+        rejected,
+    )

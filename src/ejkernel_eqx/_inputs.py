@@ -21,4 +21,6 @@ def as_inputs(value: Any) -> Inputs:
         return value
     if isinstance(value, tuple):
         return Inputs(value, {})
-    raise ValueError(f"tune_for: expected a tuple of the call's arguments or ejx.inputs(...), received {type(value).__name__}.")
+    raise ValueError(
+        f"tune_for: expected a tuple of the call's arguments or ejx.inputs(...), received {type(value).__name__}."
+    )

@@ -28,26 +28,29 @@ def qkv(*lead: int, t=20, s=26, heads=4, kv_heads=2, d=16, v=16, dtype: Any = jn
     )
 
 
-def exact(arrays, dout, dlse, seen=True, *, scale=None, cap=None, positions=None, keep=True, rate=0.0):
+def exact(arrays, dout, dlse, seen=True, *, scale=None, cap=None, positions=None, keep=True, rate=0.0, by_row=False):
     """`(out [..., T, H, V], lse [..., T, H])` and the gradients, in float64.
 
     `positions [..., T]` are those of the queries, by default the last keys; `keep` is what dropout left, `[..., H, T, S]`.
+    `alibi_slopes` are `[H]`, `sinks` `[H]` or `[H, n]`; with `by_row` both are `[B or 1, H]`.
     """
     given = {name: np.asarray(x).astype(np.float64) for name, x in arrays.items()}
     dout, dlse = (np.asarray(x).astype(np.float64) for x in (dout, dlse))
     q, (t, heads, d), s = given["q"], arrays["q"].shape[-3:], arrays["k"].shape[-3]
     k, v = (np.repeat(given[name], heads // given[name].shape[-2], axis=-2) for name in "kv")
     bias, slopes = given.get("bias", np.zeros(())), given.get("alibi_slopes", np.zeros((heads,)))
-    sinks = given.get("sinks", np.zeros((heads, 0))).reshape(heads, -1)
+    sinks = given.get("sinks", np.zeros((heads, 0)))
+    alone = "sinks" in given and (by_row or sinks.ndim == 1)
+    sinks = sinks[..., None] if alone else sinks  # [..., H, n]
     scale = d**-0.5 if scale is None else scale
     distance = np.arange(s) - (np.arange(t) + s - t if positions is None else np.asarray(positions))[..., None]
     distance = distance[..., None, :, :]
 
     scores = scale * np.einsum("...thd,...shd->...hts", q, k)
     bent = np.zeros_like(scores) if cap is None else np.tanh(scores / cap)
-    scores = (scores if cap is None else cap * bent) + bias + slopes[:, None, None] * distance
+    scores = (scores if cap is None else cap * bent) + bias + slopes[..., None, None] * distance
     scores = np.where(np.asarray(seen), scores, -np.inf)
-    every = np.concatenate([scores, np.broadcast_to(sinks[:, None], (*scores.shape[:-1], sinks.shape[1]))], axis=-1)
+    every = np.concatenate([scores, np.broadcast_to(sinks[..., None, :], (*scores.shape[:-1], sinks.shape[-1]))], axis=-1)
     top = every.max(-1, initial=-np.inf, keepdims=True)
     weights = np.exp(every - np.where(top == -np.inf, 0, top))
     total = weights.sum(-1, keepdims=True)
@@ -68,8 +71,9 @@ def exact(arrays, dout, dlse, seen=True, *, scale=None, cap=None, positions=None
         v=np.einsum("...hts,...thv->...shv", weights * factor, dout),
         bias=after,
         alibi_slopes=(after * distance).sum((-1, -2)),
-        sinks=(taken * shift).sum(-2).reshape(*q.shape[:-3], *given.get("sinks", sinks).shape),
+        sinks=(taken * shift).sum(-2),
     )
+    full["sinks"] = full["sinks"][..., 0] if alone else full["sinks"]
     for name in "kv":
         shape = given[name].shape
         full[name] = full[name].reshape(*shape[:-2], shape[-2], heads // shape[-2], shape[-1]).sum(-2)

@@ -30,9 +30,13 @@ class ScoreOptions:
 
     def check(self) -> None:
         if self.logits_soft_cap is not None and not self.logits_soft_cap > 0:
-            raise ValueError(f"logits_soft_cap: expected a positive number or None, received {self.logits_soft_cap}; None turns it off.")
+            raise ValueError(
+                f"logits_soft_cap: expected a positive number or None, received {self.logits_soft_cap}; None turns it off."
+            )
         if self.softmax_scale is not None and not math.isfinite(self.softmax_scale):
-            raise ValueError(f"softmax_scale: expected a finite number or None, received {self.softmax_scale}; None means D**-0.5.")
+            raise ValueError(
+                f"softmax_scale: expected a finite number or None, received {self.softmax_scale}; None means D**-0.5."
+            )
         if not 0.0 <= self.dropout_rate < 1.0:
             raise ValueError(f"dropout_rate: expected a probability in [0, 1), received {self.dropout_rate}.")
 
@@ -65,7 +69,9 @@ def parse_window(sliding_window: Any, causal: bool) -> Window:
     if sliding_window is None:
         return (None, None)
     if isinstance(sliding_window, bool) or not isinstance(sliding_window, int | tuple | list | np.integer):
-        raise ValueError(f"sliding_window: expected an int, a pair (left, right) or None, received {sliding_window!r}.")
+        raise ValueError(
+            f"sliding_window: expected an int, a pair (left, right) or None, received {sliding_window!r}."
+        )
     if isinstance(sliding_window, int | np.integer):
         if not causal:
             raise ValueError(
@@ -73,16 +79,30 @@ def parse_window(sliding_window: Any, causal: bool) -> Window:
                 "an int counts the keys up to the query's own and needs causal=True."
             )
         if sliding_window < 1:
-            raise ValueError(f"sliding_window: expected at least 1 key (the query's own), received {sliding_window}.")
+            raise ValueError(
+                f"sliding_window: expected at least 1 key (the query's own), received {sliding_window}."
+            )
         return (int(sliding_window) - 1, 0)
     pair = tuple(sliding_window)
-    if len(pair) != 2 or any(side is not None and (not isinstance(side, int | np.integer) or side < 0) for side in pair):
-        raise ValueError(f"sliding_window: expected a pair of numbers of keys >= 0 or None, received {sliding_window!r}.")
+    if len(pair) != 2 or any(
+        side is not None and (not isinstance(side, int | np.integer) or side < 0) for side in pair
+    ):
+        raise ValueError(
+            f"sliding_window: expected a pair of numbers of keys >= 0 or None, received {sliding_window!r}."
+        )
     return (None if pair[0] is None else int(pair[0]), None if pair[1] is None else int(pair[1]))
 
 
 def resolve(
-    q: Any, k: Any, v: Any, options: ScoreOptions, mask: Mask, masking: MaskInputs, scoring: ScoreInputs, *, return_lse: bool
+    q: Any,
+    k: Any,
+    v: Any,
+    options: ScoreOptions,
+    mask: Mask,
+    masking: MaskInputs,
+    scoring: ScoreInputs,
+    *,
+    return_lse: bool,
 ) -> tuple[AttentionArrays, AttentionSpec]:
     """The resolved call. `mask` is the operation's own (causal, window); everything in `masking` is intersected with it."""
     q, k, v = _check_qkv(q, k, v)
@@ -98,9 +118,13 @@ def resolve(
         dropout_rate=float(dropout),
         deterministic=options.deterministic,
         return_lse=return_lse,
+        same_segments=_sees_itself(lowered, queries, keys),
     )
     segments = lowered.segments
-    slopes, sinks = _head_array("alibi_slopes", scoring.alibi_slopes, heads, lead), _sinks(scoring.sinks, heads, lead)
+    slopes, sinks = (
+        _head_array("alibi_slopes", scoring.alibi_slopes, heads, lead),
+        _sinks(scoring.sinks, heads, lead),
+    )
     arrays = AttentionArrays(
         q=q,
         k=k,
@@ -117,6 +141,12 @@ def resolve(
     return arrays, spec
 
 
+def _sees_itself(lowered: Lowered, queries: int, keys: int) -> bool:
+    if lowered.segments is None or lowered.rows is not None:
+        return False
+    return lowered.segments[0] is lowered.segments[1] and queries == keys and lowered.offset == 0
+
+
 def _accumulator(q: Array) -> Any:
     return jnp.float64 if q.dtype == jnp.float64 else jnp.float32
 
@@ -125,20 +155,34 @@ def _check_qkv(q: Any, k: Any, v: Any) -> tuple[Array, Array, Array]:
     arrays = {"q": q, "k": k, "v": v}
     for name, x in arrays.items():
         if not isinstance(x, jax.Array | np.ndarray):
-            raise ValueError(f"{name}: expected an array [..., seq, heads, head_dim], received {type(x).__name__}.")
+            raise ValueError(
+                f"{name}: expected an array [..., seq, heads, head_dim], received {type(x).__name__}."
+            )
         if x.ndim < 3:
-            raise ValueError(f"{name}: expected rank 3 or more, [..., seq, heads, head_dim], received shape {x.shape}; add the missing axes.")
+            raise ValueError(
+                f"{name}: expected rank 3 or more, [..., seq, heads, head_dim], received shape {x.shape}; add the missing axes."
+            )
         if str(x.dtype) not in _DTYPES:
-            raise ValueError(f"{name}: expected dtype {', '.join(_DTYPES)}, received {x.dtype}; cast it first.")
+            raise ValueError(
+                f"{name}: expected dtype {', '.join(_DTYPES)}, received {x.dtype}; cast it first."
+            )
     q, k, v = jnp.asarray(q), jnp.asarray(k), jnp.asarray(v)
     if not q.dtype == k.dtype == v.dtype:
-        raise ValueError(f"q, k, v: expected one dtype, received {q.dtype}, {k.dtype}, {v.dtype}; cast them to the same.")
+        raise ValueError(
+            f"q, k, v: expected one dtype, received {q.dtype}, {k.dtype}, {v.dtype}; cast them to the same."
+        )
     if k.shape[:-1] != v.shape[:-1]:
-        raise ValueError(f"v: expected the shape of k up to the last axis, {k.shape[:-1]}, received {v.shape[:-1]}.")
+        raise ValueError(
+            f"v: expected the shape of k up to the last axis, {k.shape[:-1]}, received {v.shape[:-1]}."
+        )
     if q.shape[:-3] != k.shape[:-3]:
-        raise ValueError(f"k: expected the leading axes of q, {q.shape[:-3]}, received {k.shape[:-3]}; broadcast or jax.vmap it.")
+        raise ValueError(
+            f"k: expected the leading axes of q, {q.shape[:-3]}, received {k.shape[:-3]}; broadcast or jax.vmap it."
+        )
     if q.shape[-1] != k.shape[-1]:
-        raise ValueError(f"k: expected the head_dim of q, {q.shape[-1]}, received {k.shape[-1]} in shape {k.shape}.")
+        raise ValueError(
+            f"k: expected the head_dim of q, {q.shape[-1]}, received {k.shape[-1]} in shape {k.shape}."
+        )
     if q.shape[-1] == 0 or q.shape[-2] == 0 or k.shape[-2] == 0 or q.shape[-2] % k.shape[-2]:
         raise ValueError(
             f"q: expected a number of query heads that is a multiple of the {k.shape[-2]} key heads, received {q.shape[-2]} in shape {q.shape}; "
@@ -147,7 +191,9 @@ def _check_qkv(q: Any, k: Any, v: Any) -> tuple[Array, Array, Array]:
     return q, k, v
 
 
-def _visible(mask: Mask, given: MaskInputs, lead: tuple[int, ...], heads: int, queries: int, keys: int) -> Lowered:
+def _visible(
+    mask: Mask, given: MaskInputs, lead: tuple[int, ...], heads: int, queries: int, keys: int
+) -> Lowered:
     _check_exclusive(given, lead)
     if isinstance(given.mask, Mask):
         mask = mask & given.mask
@@ -158,7 +204,9 @@ def _visible(mask: Mask, given: MaskInputs, lead: tuple[int, ...], heads: int, q
         q_ids = _ids("segment_ids", given.segment_ids, queries)
         kv_ids = q_ids if given.kv_segment_ids is None else _ids("kv_segment_ids", given.kv_segment_ids, keys)
         if kv_ids.shape[-1] != keys:
-            raise ValueError(f"kv_segment_ids: expected ids for {keys} keys, as there are {queries} queries, received None; give both.")
+            raise ValueError(
+                f"kv_segment_ids: expected ids for {keys} keys, as there are {queries} queries, received None; give both."
+            )
         mask = mask & Mask.from_segments(q_ids, kv_ids)
     if given.cu_seqlens is not None:
         mask = mask & _cu_seqlens(given, queries, keys)
@@ -168,16 +216,24 @@ def _visible(mask: Mask, given: MaskInputs, lead: tuple[int, ...], heads: int, q
 
 
 def _check_exclusive(given: MaskInputs, lead: tuple[int, ...]) -> None:
-    packed = given.cu_seqlens is not None or (isinstance(given.mask, Mask) and given.mask.cu_seqlens is not None)
+    packed = given.cu_seqlens is not None or (
+        isinstance(given.mask, Mask) and given.mask.cu_seqlens is not None
+    )
     for name in ("segment_ids", "q_lengths", "kv_lengths", "q_offset"):
         if packed and getattr(given, name) is not None:
-            raise ValueError(f"{name}: expected None with cu_seqlens, received both; cu_seqlens already says where sequences begin and end.")
+            raise ValueError(
+                f"{name}: expected None with cu_seqlens, received both; cu_seqlens already says where sequences begin and end."
+            )
     if given.kv_segment_ids is not None and given.segment_ids is None:
         raise ValueError("segment_ids: expected ids of the queries, received only kv_segment_ids; give both.")
     if given.kv_cu_seqlens is not None and given.cu_seqlens is None:
-        raise ValueError("cu_seqlens: expected the offsets of the queries, received only kv_cu_seqlens; give both.")
+        raise ValueError(
+            "cu_seqlens: expected the offsets of the queries, received only kv_cu_seqlens; give both."
+        )
     if packed and lead:
-        raise ValueError(f"cu_seqlens: expected q of shape [tokens, heads, head_dim], received leading axes {lead}; flatten them or use segment_ids.")
+        raise ValueError(
+            f"cu_seqlens: expected q of shape [tokens, heads, head_dim], received leading axes {lead}; flatten them or use segment_ids."
+        )
 
 
 def _check_mask(mask: Mask, lead: tuple[int, ...], queries: int, keys: int) -> None:
@@ -196,11 +252,17 @@ def _cu_seqlens(given: MaskInputs, queries: int, keys: int) -> Mask:
     kv = q if given.kv_cu_seqlens is None else jnp.asarray(given.kv_cu_seqlens)
     for name, value in (("cu_seqlens", q), ("kv_cu_seqlens", kv)):
         if value.ndim != 1 or value.shape[0] < 2 or not jnp.issubdtype(value.dtype, jnp.integer):
-            raise ValueError(f"{name}: expected int offsets [N + 1] from 0 to the number of tokens, received {value.dtype} {value.shape}.")
+            raise ValueError(
+                f"{name}: expected int offsets [N + 1] from 0 to the number of tokens, received {value.dtype} {value.shape}."
+            )
     if q.shape != kv.shape:
-        raise ValueError(f"kv_cu_seqlens: expected as many sequences as cu_seqlens, {q.shape}, received {kv.shape}.")
+        raise ValueError(
+            f"kv_cu_seqlens: expected as many sequences as cu_seqlens, {q.shape}, received {kv.shape}."
+        )
     if given.kv_cu_seqlens is None and queries != keys:
-        raise ValueError(f"kv_cu_seqlens: expected offsets for {keys} keys, as there are {queries} queries, received None; give both.")
+        raise ValueError(
+            f"kv_cu_seqlens: expected offsets for {keys} keys, as there are {queries} queries, received None; give both."
+        )
     return Mask.from_cu_seqlens(q, kv)
 
 
@@ -216,7 +278,9 @@ def _row_scalar(name: str, value: Any, lead: tuple[int, ...]) -> Array | None:
         return None
     array = jnp.asarray(value)
     if not jnp.issubdtype(array.dtype, jnp.integer):
-        raise ValueError(f"{name}: expected ints, one per batch row {lead} or one for all, received dtype {array.dtype}.")
+        raise ValueError(
+            f"{name}: expected ints, one per batch row {lead} or one for all, received dtype {array.dtype}."
+        )
     return _broadcastable(name, array, lead).astype(jnp.int32)
 
 
@@ -228,7 +292,9 @@ def _offset(q_offset: Any, lead: tuple[int, ...]) -> Any:
 
 def _broadcastable(name: str, array: Array, full: tuple[int, ...]) -> Array:
     padded = (1,) * (len(full) - array.ndim) + array.shape
-    if len(padded) != len(full) or any(size not in (1, whole) for size, whole in zip(padded, full, strict=True)):
+    if len(padded) != len(full) or any(
+        size not in (1, whole) for size, whole in zip(padded, full, strict=True)
+    ):
         raise ValueError(f"{name}: expected a shape broadcastable to {full}, received {array.shape}.")
     return array
 
@@ -243,7 +309,9 @@ def _over_scores(name: str, value: Any, lead: tuple[int, ...], core: tuple[int, 
         return None
     array = jnp.asarray(value)
     if name == "bias" and not jnp.issubdtype(array.dtype, jnp.floating):
-        raise ValueError(f"bias: expected floats, received dtype {array.dtype}; a boolean array is given as mask=.")
+        raise ValueError(
+            f"bias: expected floats, received dtype {array.dtype}; a boolean array is given as mask=."
+        )
     return _pad_lead(_broadcastable(name, array, (*lead, *core)), lead, 3)
 
 
@@ -256,7 +324,9 @@ def _head_array(name: str, value: Any, heads: int, lead: tuple[int, ...]) -> Arr
         return None
     array = jnp.asarray(value)
     if array.ndim != 1 or array.shape[0] != heads or not jnp.issubdtype(array.dtype, jnp.floating):
-        raise ValueError(f"{name}: expected floats [{heads}], one per query head, received {array.dtype} {array.shape}.")
+        raise ValueError(
+            f"{name}: expected floats [{heads}], one per query head, received {array.dtype} {array.shape}."
+        )
     return _pad_lead(array, lead, 1)
 
 
@@ -266,7 +336,9 @@ def _sinks(value: Any, heads: int, lead: tuple[int, ...]) -> Array | None:
         return None
     array = jnp.asarray(value)
     if array.ndim not in (1, 2) or array.shape[0] != heads or not jnp.issubdtype(array.dtype, jnp.floating):
-        raise ValueError(f"sinks: expected floats [{heads}] or [{heads}, n], received {array.dtype} {array.shape}.")
+        raise ValueError(
+            f"sinks: expected floats [{heads}] or [{heads}, n], received {array.dtype} {array.shape}."
+        )
     if array.ndim == 2:
         array = jax.nn.logsumexp(array.astype(jnp.promote_types(array.dtype, jnp.float32)), axis=1)
     return _pad_lead(array, lead, 1)
@@ -274,5 +346,7 @@ def _sinks(value: Any, heads: int, lead: tuple[int, ...]) -> Array | None:
 
 def _seeds(key: Any, lead: tuple[int, ...], heads: int) -> Array:
     if key is None:
-        raise ValueError("key: expected a JAX PRNG key, as dropout_rate > 0, received None; pass key=, or inference=True to drop nothing.")
+        raise ValueError(
+            "key: expected a JAX PRNG key, as dropout_rate > 0, received None; pass key=, or inference=True to drop nothing."
+        )
     return jax.random.bits(key, (*lead, heads, 2), jnp.uint32)

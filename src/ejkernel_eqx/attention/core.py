@@ -50,7 +50,9 @@ class _Residuals(NamedTuple):
     lse: Array
 
 
-def attend(plan: Plan, operation: str, arrays: AttentionArrays, spec: AttentionSpec) -> tuple[Array, Array | None]:
+def attend(
+    plan: Plan, operation: str, arrays: AttentionArrays, spec: AttentionSpec
+) -> tuple[Array, Array | None]:
     """`out [..., T, H, V]` and `lse [..., H, T]` on the platform that the plan chooses for these shapes.
 
     `lse` is `None` where the platform does not give it (it was then not asked for).
@@ -67,7 +69,9 @@ def problem_of(operation: str, arrays: AttentionArrays, spec: AttentionSpec) -> 
     q, k, v = arrays.q, arrays.k, arrays.v
     dims = {"B": math.prod(q.shape[:-3]), "T": q.shape[-3], "H": q.shape[-2], "D": q.shape[-1]}
     dims |= {"S": k.shape[-3], "K": k.shape[-2], "V": v.shape[-1]}
-    present = {name: getattr(arrays, name) is not None for name in ("bias", "alibi_slopes", "sinks", "mask", "rows")}
+    present = {
+        name: getattr(arrays, name) is not None for name in ("bias", "alibi_slopes", "sinks", "mask", "rows")
+    }
     flags = {
         **present,
         "segments": arrays.q_segments is not None,
@@ -83,7 +87,9 @@ def problem_of(operation: str, arrays: AttentionArrays, spec: AttentionSpec) -> 
 
 
 @functools.lru_cache(maxsize=4096)
-def _differentiable(plan: Plan, operation: str, platform: Platform, spec: AttentionSpec) -> Callable[..., Any]:
+def _differentiable(
+    plan: Plan, operation: str, platform: Platform, spec: AttentionSpec
+) -> Callable[..., Any]:
     """The call as a function of its arrays, with the core's own backward."""
     implementation = next(i for i in plan.snapshot.implementations if i.platform is platform).load()
     opaque = getattr(implementation, "OPAQUE", False)
@@ -91,7 +97,11 @@ def _differentiable(plan: Plan, operation: str, platform: Platform, spec: Attent
     def config(arrays: AttentionArrays) -> Any:
         problem = problem_of(operation, arrays, spec)
         selection = plan.select(problem)
-        return selection.config if selection.platform is platform else implementation.default_config(problem, plan.device)
+        return (
+            selection.config
+            if selection.platform is platform
+            else implementation.default_config(problem, plan.device)
+        )
 
     def forward(arrays: AttentionArrays) -> tuple[Array, Array]:
         return implementation.forward(arrays, spec, config(arrays))
@@ -101,7 +111,10 @@ def _differentiable(plan: Plan, operation: str, platform: Platform, spec: Attent
 
     if opaque:
         split = plan.device.count > 1 and platform is not Platform.TRITON_INTERPRET
-        forward, backward = _batched(_opaque(forward, split)), _batched(_opaque(backward, split), per_example=_LEARNED)
+        forward, backward = (
+            _batched(_opaque(forward, split)),
+            _batched(_opaque(backward, split), per_example=_LEARNED),
+        )
     else:
         forward, backward = over_leading_axes(forward), over_leading_axes(backward)
 
@@ -117,7 +130,11 @@ def _differentiable(plan: Plan, operation: str, platform: Platform, spec: Attent
     def call_backward(residuals: _Residuals, cotangents: tuple[Array, Array]) -> tuple[AttentionArrays]:
         arrays = residuals.arrays
         grads = backward(_per_row(arrays) if opaque else arrays, *residuals[1:], *cotangents)
-        fields = {n: _like(g, getattr(arrays, n)) for n, g in zip(grads._fields, grads, strict=True) if g is not None}
+        fields = {
+            n: _like(g, getattr(arrays, n))
+            for n, g in zip(grads._fields, grads, strict=True)
+            if g is not None
+        }
         return (AttentionArrays(**fields),)
 
     call.defvjp(call_forward, call_backward)
@@ -145,13 +162,31 @@ def over_leading_axes(function: F) -> F:
 
 def _map_first_axis(function: Callable[..., Any], arrays: AttentionArrays, rest: tuple[Array, ...]) -> Any:
     size = _leading(arrays)[0]
-    shared = {name for name in AttentionArrays._fields if name not in _WHOLE and _is_broadcast(getattr(arrays, name), size)}
-    axes = AttentionArrays(*(_axes_like(x, None if n in shared else 0) for n, x in zip(AttentionArrays._fields, arrays, strict=True)))
-    first = AttentionArrays(*(jax.tree.map(lambda x: x[0], x) if n in shared else x for n, x in zip(arrays._fields, arrays, strict=True)))
+    shared = {
+        name
+        for name in AttentionArrays._fields
+        if name not in _WHOLE and _is_broadcast(getattr(arrays, name), size)
+    }
+    axes = AttentionArrays(
+        *(
+            _axes_like(x, None if n in shared else 0)
+            for n, x in zip(AttentionArrays._fields, arrays, strict=True)
+        )
+    )
+    first = AttentionArrays(
+        *(
+            jax.tree.map(lambda x: x[0], x) if n in shared else x
+            for n, x in zip(arrays._fields, arrays, strict=True)
+        )
+    )
     result = jax.vmap(function, in_axes=(axes, *[0] * len(rest)))(first, *rest)
     if not isinstance(result, AttentionGrads):
         return result
-    summed = {n: jnp.sum(getattr(result, n), axis=0, keepdims=True) for n in _LEARNED if n in shared and getattr(result, n) is not None}
+    summed = {
+        n: jnp.sum(getattr(result, n), axis=0, keepdims=True)
+        for n in _LEARNED
+        if n in shared and getattr(result, n) is not None
+    }
     return result._replace(**summed)
 
 
@@ -186,7 +221,9 @@ def _batched(function: F, per_example: tuple[str, ...] = ()) -> F:
         fields = {}
         for name, value, batched in zip(AttentionArrays._fields, arrays, in_batched[0], strict=True):
             # The three arrays of `rows` keep one shape.
-            fields[name] = jax.tree.map(functools.partial(widen, name, any(jax.tree.leaves(batched))), value, batched)
+            fields[name] = jax.tree.map(
+                functools.partial(widen, name, any(jax.tree.leaves(batched))), value, batched
+            )
         others = [widen("q", True, x, batched) for x, batched in zip(rest, in_batched[1:], strict=True)]
         result = call(AttentionArrays(**fields), *others)
         return result, jax.tree.map(lambda _: True, result)
@@ -207,7 +244,9 @@ def _opaque(function: F, split: bool) -> F:
         axes = _labels(arrays, rest)
         outs = partition.output_shapes(folded, arrays, *rest)
         out_axes = _output_labels(outs, arrays)
-        return partition.partitioned(folded, (arrays, *rest), axes, outs, out_axes, split=_is_leading, group=("H", "K"))
+        return partition.partitioned(
+            folded, (arrays, *rest), axes, outs, out_axes, split=_is_leading, group=("H", "K")
+        )
 
     return call  # type: ignore[return-value]
 
@@ -216,14 +255,19 @@ def _labels(arrays: AttentionArrays, rest: tuple[Array, ...]) -> tuple[Any, ...]
     """The letter of every axis of every argument; `None` where an axis has size one in place of a larger one."""
     labelled = jax.tree.map(lambda x, axes: _label(x.shape, axes, arrays), arrays, _present(arrays))
     # out, lse, dout, dlse
-    others = [_label(x.shape, axes, arrays) for x, axes in zip(rest, (_OUT_AXES, _LSE_AXES) * 2, strict=False)]
+    others = [
+        _label(x.shape, axes, arrays) for x, axes in zip(rest, (_OUT_AXES, _LSE_AXES) * 2, strict=False)
+    ]
     return (labelled, *others)
 
 
 def _present(arrays: AttentionArrays) -> AttentionArrays:
     """`_AXES` where there is an array, wrapped so that a tuple of letters is one leaf."""
     return AttentionArrays(
-        *(None if x is None else jax.tree.map(partition.Axes, a, is_leaf=_is_letters) for x, a in zip(arrays, _AXES, strict=True))
+        *(
+            None if x is None else jax.tree.map(partition.Axes, a, is_leaf=_is_letters)
+            for x, a in zip(arrays, _AXES, strict=True)
+        )
     )  # type: ignore[arg-type]
 
 
@@ -238,18 +282,27 @@ def _is_letters(value: Any) -> bool:
 def _label(shape: tuple[int, ...], axes: Any, arrays: AttentionArrays) -> "partition.Axes":
     letters = tuple(axes.letters if isinstance(axes, partition.Axes) else axes)
     lead = len(shape) - len(letters)
-    sizes = dict(zip(("T", "H", "D"), arrays.q.shape[-3:], strict=True)) | dict(zip(("S", "K", "V"), arrays.v.shape[-3:], strict=True))
+    sizes = dict(zip(("T", "H", "D"), arrays.q.shape[-3:], strict=True)) | dict(
+        zip(("S", "K", "V"), arrays.v.shape[-3:], strict=True)
+    )
     full = (*_leading(arrays), *(sizes.get(letter, 2) for letter in letters))
     names = (*(f"b{i}" for i in range(lead)), *letters)
     # One key head serves any split of the query heads, so that it is none of the axes to split.
-    split = (name if size == whole and (name, size) != ("K", 1) else None for name, size, whole in zip(names, shape, full, strict=True))
+    split = (
+        name if size == whole and (name, size) != ("K", 1) else None
+        for name, size, whole in zip(names, shape, full, strict=True)
+    )
     return partition.Axes(tuple(split))
 
 
 def _output_labels(outs: Any, arrays: AttentionArrays) -> Any:
     if isinstance(outs, AttentionGrads):
-        axes = AttentionGrads(*(None if x is None else getattr(_AXES, name) for name, x in zip(outs._fields, outs, strict=True)))
-        return AttentionGrads(*(None if x is None else _label(x.shape, a, arrays) for x, a in zip(outs, axes, strict=True)))
+        axes = AttentionGrads(
+            *(None if x is None else getattr(_AXES, name) for name, x in zip(outs._fields, outs, strict=True))
+        )
+        return AttentionGrads(
+            *(None if x is None else _label(x.shape, a, arrays) for x, a in zip(outs, axes, strict=True))
+        )
     return tuple(_label(x.shape, axes, arrays) for x, axes in zip(outs, (_OUT_AXES, _LSE_AXES), strict=True))
 
 
@@ -257,11 +310,19 @@ def _fold(function: Callable[..., Any], arrays: AttentionArrays, rest: tuple[Arr
     """Calls a function of one batch axis with all leading axes merged into it, and splits its results again."""
     lead = _leading(arrays)
     flat = AttentionArrays(
-        *(jax.tree.map(functools.partial(_merge, lead), x, _ranks(a, x)) for x, a in zip(arrays, _AXES, strict=True))
+        *(
+            jax.tree.map(functools.partial(_merge, lead), x, _ranks(a, x))
+            for x, a in zip(arrays, _AXES, strict=True)
+        )
     )
     result = function(flat, *(_merge(lead, x, 3 if i % 2 == 0 else 2) for i, x in enumerate(rest)))
     if isinstance(result, AttentionGrads):
-        return AttentionGrads(*(None if g is None else _split_grad(g, getattr(arrays, n), lead) for n, g in zip(result._fields, result, strict=True)))
+        return AttentionGrads(
+            *(
+                None if g is None else _split_grad(g, getattr(arrays, n), lead)
+                for n, g in zip(result._fields, result, strict=True)
+            )
+        )
     return jax.tree.map(lambda x: x.reshape(lead + x.shape[1:]), result)
 
 
@@ -279,7 +340,11 @@ def _merge(lead: tuple[int, ...], x: Array, rank: int) -> Array:
 def _split_grad(grad: Array, array: Array, lead: tuple[int, ...]) -> Array:
     """A gradient of merged axes, summed over those that its array broadcasts."""
     own, core = array.shape[: len(lead)], grad.shape[1:]
-    return grad.reshape(own + core) if grad.shape[0] == math.prod(own) else _sum_broadcast(grad.reshape(lead + core), array)
+    return (
+        grad.reshape(own + core)
+        if grad.shape[0] == math.prod(own)
+        else _sum_broadcast(grad.reshape(lead + core), array)
+    )
 
 
 def _like(grad: Array, array: Array) -> Array:

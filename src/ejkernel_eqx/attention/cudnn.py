@@ -64,7 +64,9 @@ def _unsupported_sizes(problem: Problem, device: DeviceFacts) -> str | None:
         if not str(window).endswith(",0"):
             return "takes a window only together with causal, and none to the right"
         if not problem.flag("top_left"):
-            return "aligns causal masks and windows top-left: q_offset=0 only, which is the default where T = S"
+            return (
+                "aligns causal masks and windows top-left: q_offset=0 only, which is the default where T = S"
+            )
     return None
 
 

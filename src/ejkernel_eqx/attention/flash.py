@@ -125,8 +125,12 @@ class FlashAttention(Kernel):
         `-inf` for a query that sees nothing. Raises `ValueError` for arguments that do not fit, `UnsupportedError` if no
         platform (or not the given one) supports the call.
         """
-        masking = MaskInputs(mask, segment_ids, kv_segment_ids, cu_seqlens, kv_cu_seqlens, q_lengths, kv_lengths, q_offset)
-        scoring = ScoreInputs(bias, sinks, alibi_slopes, key, self.inference if inference is None else inference)
+        masking = MaskInputs(
+            mask, segment_ids, kv_segment_ids, cu_seqlens, kv_cu_seqlens, q_lengths, kv_lengths, q_offset
+        )
+        scoring = ScoreInputs(
+            bias, sinks, alibi_slopes, key, self.inference if inference is None else inference
+        )
         arrays, spec = self._resolve(q, k, v, masking, scoring, return_lse)
         out, lse = attend(self.plan, self.operation, arrays, spec)
         return (out, jnp.swapaxes(lse, -1, -2)) if return_lse else out

@@ -65,7 +65,9 @@ def _same_segment(q_ids: Array, kv_ids: Array) -> Array:
     return ((q_ids == kv_ids) & (q_ids >= 0))[..., None, :, :]
 
 
-def _row_ranges(mask: "Mask", left: int | None, right: int | None, num_queries: int, num_keys: int, q_offset: Any) -> RowRanges:
+def _row_ranges(
+    mask: "Mask", left: int | None, right: int | None, num_queries: int, num_keys: int, q_offset: Any
+) -> RowRanges:
     index = jnp.arange(num_queries, dtype=jnp.int32)
     if mask.cu_seqlens is not None:
         first, last, position, real = _packed(*mask.cu_seqlens, index)
@@ -89,9 +91,9 @@ def _row_ranges(mask: "Mask", left: int | None, right: int | None, num_queries: 
 
 def _packed(q_starts: Array, kv_starts: Array, index: Array) -> tuple[Array, Array, Array, Array]:
     """For every packed query: its sequence's first and one-past-last key, its position in packed keys, and whether it is real."""
-    sequences = q_starts.shape[0] - 1
-    number = jnp.clip(jnp.searchsorted(q_starts, index, side="right") - 1, 0, sequences - 1)
-    q_start, q_end = q_starts[number], q_starts[number + 1]
+    # Counting the sequences that have ended needs one pass over [T, N] on any device; a search would loop there.
+    ended = jnp.sum(index[:, None] >= q_starts[None, 1:], axis=1)
+    number = jnp.minimum(ended, q_starts.shape[0] - 2)
     first, last = kv_starts[number], kv_starts[number + 1]
-    position = last - (q_end - index)
+    position = last - (q_starts[number + 1] - index)
     return first, last, position, (index >= q_starts[0]) & (index < q_starts[-1])

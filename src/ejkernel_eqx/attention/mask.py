@@ -71,7 +71,8 @@ class Mask(eqx.Module):
     def from_segments(cls, segment_ids: Any, kv_segment_ids: Any | None = None) -> "Mask":
         """Equal, non-negative ids `[..., T]` and `[..., S]` see each other; negative ids are padding."""
         q_ids = jnp.asarray(segment_ids, jnp.int32)
-        return cls(segments=((q_ids, q_ids if kv_segment_ids is None else jnp.asarray(kv_segment_ids, jnp.int32)),))
+        same = kv_segment_ids is None or kv_segment_ids is segment_ids
+        return cls(segments=((q_ids, q_ids if same else jnp.asarray(kv_segment_ids, jnp.int32)),))
 
     @classmethod
     def from_lengths(cls, q_lengths: Any | None = None, kv_lengths: Any | None = None) -> "Mask":
@@ -90,7 +91,9 @@ class Mask(eqx.Module):
         """A boolean array broadcastable to `[..., H, T, S]`, true where visible."""
         array = jnp.asarray(mask)
         if array.dtype != jnp.bool_:
-            raise ValueError(f"mask: expected a boolean array, received dtype {array.dtype}; an additive mask is given as bias=.")
+            raise ValueError(
+                f"mask: expected a boolean array, received dtype {array.dtype}; an additive mask is given as bias=."
+            )
         return cls(dense=array)
 
     @classmethod
@@ -102,7 +105,9 @@ class Mask(eqx.Module):
         if not isinstance(other, Mask):
             return NotImplemented
         if self.cu_seqlens is not None and other.cu_seqlens is not None:
-            raise ValueError("cu_seqlens: expected in one of two combined masks, received in both; merge the packings first.")
+            raise ValueError(
+                "cu_seqlens: expected in one of two combined masks, received in both; merge the packings first."
+            )
         return Mask(
             is_causal=self.is_causal or other.is_causal,
             window=(_least(self.window[0], other.window[0]), _least(self.window[1], other.window[1])),
@@ -122,7 +127,9 @@ class Mask(eqx.Module):
         """
         return lower_mask(self, num_queries, num_keys, q_offset)
 
-    def as_array(self, num_queries: int, num_keys: int, *, q_offset: Any | None = None) -> Bool[Array, "... T S"]:
+    def as_array(
+        self, num_queries: int, num_keys: int, *, q_offset: Any | None = None
+    ) -> Bool[Array, "... T S"]:
         """The mask as booleans `[..., H or 1, T, S]`; for looking and testing, as it is as large as the scores."""
         return self.lower(num_queries, num_keys, q_offset=q_offset).as_array(num_queries, num_keys)
 

@@ -9,7 +9,9 @@ Part = tuple[Float[Array, "..."], Float[Array, "..."]]
 
 
 @jax.named_scope("ejkernel_eqx.merge_attention")
-def merge_attention(*parts: Part, sinks: Float[Array, "..."] | None = None, return_lse: bool = True) -> Part | Float[Array, "..."]:
+def merge_attention(
+    *parts: Part, sinks: Float[Array, "..."] | None = None, return_lse: bool = True
+) -> Part | Float[Array, "..."]:
     r"""Combines attention over disjoint sets of keys into attention over all of them.
 
     $$\mathrm{lse} = \log \sum_n e^{\mathrm{lse}_n}, \qquad o = \sum_n e^{\mathrm{lse}_n - \mathrm{lse}}\, o_n$$
@@ -28,7 +30,9 @@ def merge_attention(*parts: Part, sinks: Float[Array, "..."] | None = None, retu
         raise ValueError("parts: expected at least one pair (out, lse), received none.")
     for out, lse in parts:
         if out.shape[:-1] != lse.shape or out.shape != parts[0][0].shape:
-            raise ValueError(f"parts: expected out [..., T, H, V] and lse [..., T, H] of one shape, received {out.shape} and {lse.shape}.")
+            raise ValueError(
+                f"parts: expected out [..., T, H, V] and lse [..., T, H] of one shape, received {out.shape} and {lse.shape}."
+            )
     lses = [lse for _, lse in parts]
     if sinks is not None:
         heads = lses[0].shape[-1]
@@ -43,6 +47,8 @@ def merge_attention(*parts: Part, sinks: Float[Array, "..."] | None = None, retu
     total = jnp.sum(weights, axis=0)
     seen = total > 0
     safe = jnp.where(seen, total, 1.0)
-    out = sum((w / safe)[..., None] * o.astype(stacked.dtype) for w, (o, _) in zip(weights, parts, strict=False))
+    out = sum(
+        (w / safe)[..., None] * o.astype(stacked.dtype) for w, (o, _) in zip(weights, parts, strict=False)
+    )
     merged = jnp.asarray(out).astype(parts[0][0].dtype)
     return (merged, jnp.where(seen, jnp.log(safe) + top, -jnp.inf)) if return_lse else merged

@@ -80,8 +80,12 @@ class Attention(Kernel):
         `(out [..., T, H, V], weights [..., H, T, S])` in the dtype of `q`. The weights are those the values were summed with: after
         dropout, and with sinks they sum to less than one.
         """
-        masking = MaskInputs(mask, segment_ids, kv_segment_ids, cu_seqlens, kv_cu_seqlens, q_lengths, kv_lengths, q_offset)
-        scoring = ScoreInputs(bias, sinks, alibi_slopes, key, self.inference if inference is None else inference)
+        masking = MaskInputs(
+            mask, segment_ids, kv_segment_ids, cu_seqlens, kv_cu_seqlens, q_lengths, kv_lengths, q_offset
+        )
+        scoring = ScoreInputs(
+            bias, sinks, alibi_slopes, key, self.inference if inference is None else inference
+        )
         own = Mask(is_causal=self.causal, window=self.window)
         arrays, spec = resolve(q, k, v, self.options, own, masking, scoring, return_lse=False)
         self.plan.select(problem_of(self.operation, arrays, spec))

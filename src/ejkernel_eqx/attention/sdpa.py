@@ -33,7 +33,12 @@ class ScaledDotProductAttention(Kernel):
     plan: Plan = eqx.field(static=True)
 
     def __init__(
-        self, *, deterministic: bool = False, platform: str | None = None, config: Any | None = None, tune_for: Any | None = None
+        self,
+        *,
+        deterministic: bool = False,
+        platform: str | None = None,
+        config: Any | None = None,
+        tune_for: Any | None = None,
     ):
         """**Arguments:** as for [`ejkernel_eqx.FlashAttention`][]."""
         self.deterministic = deterministic
@@ -75,7 +80,11 @@ class ScaledDotProductAttention(Kernel):
         options = ScoreOptions(softmax_scale=scale, deterministic=self.deterministic)
         options.check()
         own = Mask(is_causal=is_causal, window=parse_window(window, is_causal))
-        masking = MaskInputs(mask=mask, q_lengths=query_seq_lengths, kv_lengths=key_value_seq_lengths, q_offset=0)
-        arrays, spec = resolve(query, key, value, options, own, masking, ScoreInputs(bias=bias), return_lse=return_residual)
+        masking = MaskInputs(
+            mask=mask, q_lengths=query_seq_lengths, kv_lengths=key_value_seq_lengths, q_offset=0
+        )
+        arrays, spec = resolve(
+            query, key, value, options, own, masking, ScoreInputs(bias=bias), return_lse=return_residual
+        )
         out, lse = attend(self.plan, self.operation, arrays, spec)
         return (out, jnp.swapaxes(lse, -1, -2)) if return_residual else out

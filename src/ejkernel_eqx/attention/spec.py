@@ -28,6 +28,8 @@ class AttentionSpec:
     dropout_rate: float = 0.0
     deterministic: bool = False
     return_lse: bool = False
+    same_segments: bool = False
+    """The keys carry the queries' own segment ids: every query that is no padding sees at least the key at its own place."""
 
     @property
     def ranged(self) -> bool:

@@ -31,6 +31,17 @@ def row_ranges(arrays: AttentionArrays, spec: AttentionSpec) -> tuple[Array, Arr
     return start[None], end[None]
 
 
+def window_covers(arrays: AttentionArrays, spec: AttentionSpec) -> bool:
+    """Whether under the static window every query sees a key and every key is seen. The ranges move by one key a query, so the
+    first and the last query decide."""
+    queries, keys = arrays.q.shape[1], arrays.k.shape[1]
+    left = keys + queries if spec.left is None else spec.left
+    right = keys + queries if spec.right is None else spec.right
+    first, last = spec.offset, spec.offset + queries - 1
+    sees = last - left < keys and first + right >= 0
+    return sees and first - left <= 0 and last + right >= keys - 1
+
+
 def seen(arrays: AttentionArrays, spec: AttentionSpec) -> Seen:
     """Queries and keys that are padding by ranges or segments are the ones not marked."""
     start, end = row_ranges(arrays, spec)
@@ -75,7 +86,10 @@ def _overlap(arrays: AttentionArrays, spec: AttentionSpec, block_q: int, block_k
         q_low, q_high = (x[..., :, None] for x in _extent(arrays.q_segments, block_q))
         k_low, k_high = (x[..., None, :] for x in _extent(arrays.kv_segments, block_k))
         touched = touched & (q_low <= k_high) & (k_low <= q_high)
-        uniform = _whole(arrays.q_segments, block_q)[..., :, None] & _whole(arrays.kv_segments, block_k)[..., None, :]
+        uniform = (
+            _whole(arrays.q_segments, block_q)[..., :, None]
+            & _whole(arrays.kv_segments, block_k)[..., None, :]
+        )
         whole = whole & uniform & (q_low == k_low)
     return touched, whole & touched
 

@@ -13,7 +13,7 @@ from ..dispatch import DeviceFacts, Problem
 from ..launch import Launch, run, triton_unavailable
 from . import tile_table, triton_backward, triton_forward, triton_tiles
 from .philox import threshold
-from .spec import AttentionArrays, AttentionGrads, AttentionSpec
+from .spec import AttentionArrays, AttentionGrads, AttentionSpec, RowRanges
 
 OPAQUE = True
 _LOG2E = 1.4426950408889634
@@ -29,13 +29,19 @@ class TileConfig:
     block_k: int
     num_warps: int
     num_stages: int
+    max_registers: int = 0
+    """Registers a thread may have, 0 for the compiler's choice; without effect on jax-triton before 0.4."""
 
     def __post_init__(self):
         for name in ("block_q", "block_k"):
             size = getattr(self, name)
             if not isinstance(size, int) or size < 16 or size & (size - 1):
                 raise ValueError(f"TileConfig.{name}: expected a power of two from 16, received {size!r}.")
-        if self.num_warps not in (1, 2, 4, 8, 16) or not isinstance(self.num_stages, int) or self.num_stages < 1:
+        if (
+            self.num_warps not in (1, 2, 4, 8, 16)
+            or not isinstance(self.num_stages, int)
+            or self.num_stages < 1
+        ):
             raise ValueError(
                 f"TileConfig: expected num_warps 1, 2, 4, 8 or 16 and num_stages >= 1, received {self.num_warps!r} and {self.num_stages!r}."
             )
@@ -55,7 +61,9 @@ class TritonConfig:
 
     def __post_init__(self):
         if self.float32_dot not in ("tf32x3", "ieee", "tf32"):
-            raise ValueError(f"TritonConfig.float32_dot: expected 'tf32x3', 'ieee' or 'tf32', received {self.float32_dot!r}.")
+            raise ValueError(
+                f"TritonConfig.float32_dot: expected 'tf32x3', 'ieee' or 'tf32', received {self.float32_dot!r}."
+            )
 
 
 config_type = TritonConfig
@@ -83,7 +91,10 @@ def default_config(problem: Problem, device: DeviceFacts) -> TritonConfig:
 def candidates(problem: Problem, device: DeviceFacts) -> list[TritonConfig]:
     """Configurations worth timing, the heuristic first: the next preferred tiles of all kernels together, a row after a row."""
     columns = [_fitting(kernel, problem, device) for kernel in triton_tiles.KERNELS]
-    rows = [tuple(column[min(row, len(column) - 1)] for column in columns) for row in range(max(map(len, columns)))]
+    rows = [
+        tuple(column[min(row, len(column) - 1)] for column in columns)
+        for row in range(max(map(len, columns)))
+    ]
     nvidia = device.vendor == "nvidia"
     options: dict[str, Any] = {} if nvidia else {"fast_tanh": False, "float32_dot": "ieee"}
     return [TritonConfig(*row, **options) for row in rows]
@@ -92,24 +103,34 @@ def candidates(problem: Problem, device: DeviceFacts) -> list[TritonConfig]:
 def _fitting(kernel: str, problem: Problem, device: DeviceFacts) -> list[TileConfig]:
     limit = device.shared_memory or 49_152
     tiles = [TileConfig(*sizes) for sizes in triton_tiles.preferred(kernel, problem)]
-    return [tile for tile in tiles if triton_tiles.shared_memory(kernel, problem, tile) <= limit] or [TileConfig(16, 16, 4, 1)]
+    return [tile for tile in tiles if triton_tiles.shared_memory(kernel, problem, tile) <= limit] or [
+        TileConfig(16, 16, 4, 1)
+    ]
 
 
 Execute = Callable[[Launch, dict[str, Array]], dict[str, Array]]
 
 
-def forward(arrays: AttentionArrays, spec: AttentionSpec, config: TritonConfig, *, execute: Execute = run) -> tuple[Array, Array]:
+def forward(
+    arrays: AttentionArrays, spec: AttentionSpec, config: TritonConfig, *, execute: Execute = run
+) -> tuple[Array, Array]:
     """`out [B, T, H, V]`, `lse [B, H, T]`."""
+    arrays, spec = _explicit_ranges(arrays, spec)
     (batch, queries, heads, _), values = arrays.q.shape, arrays.v.shape[-1]
     inputs = _common_inputs(arrays) | _seen(arrays, spec)
-    inputs |= {"sinks_ptr": _rows_of(arrays.sinks, arrays), "tiles_ptr": _key_tiles(arrays, spec, config.forward)}
+    inputs |= {
+        "sinks_ptr": _rows_of(arrays.sinks, arrays),
+        "tiles_ptr": _key_tiles(arrays, spec, config.forward),
+    }
     outputs = {
         "out_ptr": jax.ShapeDtypeStruct((batch, queries, heads, values), arrays.q.dtype),
         "lse_ptr": jax.ShapeDtypeStruct((batch, heads, queries), jnp.float32),
     }
     grid = (_count(queries, config.forward.block_q) * batch * heads,)
     call = _Call(arrays, spec, config, execute)
-    results = call(triton_forward.forward_kernel, config.forward, inputs, outputs, grid, SINKS=arrays.sinks is not None)
+    results = call(
+        triton_forward.forward_kernel, config.forward, inputs, outputs, grid, SINKS=arrays.sinks is not None
+    )
     return results["out_ptr"], results["lse_ptr"]
 
 
@@ -125,10 +146,15 @@ def backward(
     execute: Execute = run,
 ) -> AttentionGrads:
     """All gradients; bitwise repeatable, as every sum has one fixed order."""
+    arrays, spec = _explicit_ranges(arrays, spec)
     call = _Call(arrays, spec, config, execute)
     delta = jnp.einsum("bthv,bthv->bht", out.astype(jnp.float32), dout.astype(jnp.float32)) - dlse
     inputs = _common_inputs(arrays) | _seen(arrays, spec)
-    inputs |= {"do_ptr": dout.astype(arrays.q.dtype), "delta_ptr": delta, "query_seen_ptr": _queries_seen(arrays, spec)}
+    inputs |= {
+        "do_ptr": dout.astype(arrays.q.dtype),
+        "delta_ptr": delta,
+        "query_seen_ptr": _queries_seen(arrays, spec),
+    }
     inputs["lse_ptr"] = jnp.where(lse == -jnp.inf, jnp.inf, lse * _LOG2E)
     dk, dv = _key_gradient(call, inputs)
     dq, dslopes = _query_gradient(call, inputs)
@@ -142,11 +168,22 @@ def backward(
 
 def _key_gradient(call: "_Call", inputs: dict[str, Array]) -> tuple[Array, Array]:
     arrays, tile = call.arrays, call.config.key_gradient
-    table = tile_table.query_tile_table(arrays, call.spec, tile.block_q, tile.block_k) if _ragged(arrays) else arrays.q
-    outputs = {"dk_ptr": jax.ShapeDtypeStruct(arrays.k.shape, arrays.k.dtype), "dv_ptr": jax.ShapeDtypeStruct(arrays.v.shape, arrays.v.dtype)}
+    table = (
+        tile_table.query_tile_table(arrays, call.spec, tile.block_q, tile.block_k)
+        if _ragged(arrays)
+        else arrays.q
+    )
+    outputs = {
+        "dk_ptr": jax.ShapeDtypeStruct(arrays.k.shape, arrays.k.dtype),
+        "dv_ptr": jax.ShapeDtypeStruct(arrays.v.shape, arrays.v.dtype),
+    }
     batch, keys, heads, _ = arrays.k.shape
     results = call(
-        triton_backward.key_gradient_kernel, tile, inputs | {"tiles_ptr": table}, outputs, (_count(keys, tile.block_k) * batch * heads,)
+        triton_backward.key_gradient_kernel,
+        tile,
+        inputs | {"tiles_ptr": table},
+        outputs,
+        (_count(keys, tile.block_k) * batch * heads,),
     )
     return results["dk_ptr"], results["dv_ptr"]
 
@@ -157,7 +194,10 @@ def _query_gradient(call: "_Call", inputs: dict[str, Array]) -> tuple[Array, Arr
     count = _count(queries, tile.block_q)
     slopes = arrays.alibi_slopes
     partials = (batch, heads, count) if slopes is not None else (1,)
-    outputs = {"dq_ptr": jax.ShapeDtypeStruct(arrays.q.shape, arrays.q.dtype), "dslope_ptr": jax.ShapeDtypeStruct(partials, jnp.float32)}
+    outputs = {
+        "dq_ptr": jax.ShapeDtypeStruct(arrays.q.shape, arrays.q.dtype),
+        "dslope_ptr": jax.ShapeDtypeStruct(partials, jnp.float32),
+    }
     inputs = inputs | {"tiles_ptr": _key_tiles(arrays, call.spec, tile)}
     results = call(triton_backward.query_gradient_kernel, tile, inputs, outputs, (count * batch * heads,))
     return results["dq_ptr"], None if slopes is None else _sum_rows(results["dslope_ptr"], slopes)
@@ -171,7 +211,9 @@ def _bias_gradient(call: "_Call", inputs: dict[str, Array]) -> Array:
     grid = (_count(queries, tile.block_q), _count(keys, tile.block_k), batch * heads)
     outputs = {"dbias_ptr": jax.ShapeDtypeStruct(arrays.bias.shape, jnp.float32)}
     inputs = {name: x for name, x in inputs.items() if name != "tiles_ptr"}
-    result = call(triton_backward.bias_gradient_kernel, tile, inputs, outputs, grid, scalars={"B": arrays.q.shape[0]})
+    result = call(
+        triton_backward.bias_gradient_kernel, tile, inputs, outputs, grid, scalars={"B": arrays.q.shape[0]}
+    )
     return result["dbias_ptr"].astype(arrays.bias.dtype)
 
 
@@ -199,11 +241,17 @@ class _Call:
             kernel=kernel,
             inputs={name: jax.ShapeDtypeStruct(x.shape, x.dtype) for name, x in inputs.items()},
             outputs=outputs,
-            scalars={"T": self.arrays.q.shape[1], "S": self.arrays.k.shape[1], "offset": self.spec.offset, **(scalars or {})},
+            scalars={
+                "T": self.arrays.q.shape[1],
+                "S": self.arrays.k.shape[1],
+                "offset": self.spec.offset,
+                **(scalars or {}),
+            },
             constants=self._constants(tile) | constants,
             grid=grid,
             num_warps=tile.num_warps,
             num_stages=tile.num_stages,
+            max_registers=tile.max_registers,
             name=f"ejkernel_eqx.attention.{kernel.fn.__name__}",
         )
         return self.execute(launch, inputs)
@@ -224,7 +272,13 @@ class _Call:
         ragged = _ragged(arrays)
         folded = arrays.bias is None and arrays.alibi_slopes is None and spec.scale > 0
         # Whether the first tile may show a row nothing at all: not where every row sees key 0.
-        guard = ragged or arrays.mask is not None or not folded or spec.left is not None or (spec.right is not None and spec.offset < 0)
+        guard = (
+            ragged
+            or arrays.mask is not None
+            or not folded
+            or spec.left is not None
+            or (spec.right is not None and spec.offset < 0)
+        )
         return {
             "H": arrays.q.shape[2],
             "K": arrays.k.shape[2],
@@ -252,6 +306,8 @@ class _Call:
             "EVEN_Q": arrays.q.shape[1] % tile.block_q == 0,
             "EVEN_K": arrays.k.shape[1] % tile.block_k == 0,
             "GUARD": guard,
+            # Whether a query that is no padding may still see nothing: then what it holds must be cleaned away.
+            "CLEAN": arrays.mask is not None or (arrays.q_segments is not None and not spec.same_segments),
             "GROUP": self._group(),
         }
 
@@ -284,13 +340,24 @@ def _queries_seen(arrays: AttentionArrays, spec: AttentionSpec) -> Array:
     return _rows_of(tile_table.seen(arrays, spec).queries if _ragged(arrays) else None, arrays)
 
 
+def _explicit_ranges(arrays: AttentionArrays, spec: AttentionSpec) -> tuple[AttentionArrays, AttentionSpec]:
+    """The same call, its static window turned into ranges where that leaves a query or a key unseen: kernels then know which."""
+    if arrays.rows is not None or not spec.ranged or tile_table.window_covers(arrays, spec):
+        return arrays, spec
+    start, end = tile_table.row_ranges(arrays, spec)
+    position = jnp.arange(arrays.q.shape[1], dtype=jnp.int32)[None] + spec.offset
+    return arrays._replace(rows=RowRanges(start, end, position)), dataclasses.replace(spec, left=None, right=None, offset=0)
+
+
 def _ragged(arrays: AttentionArrays) -> bool:
     """Whether the visible range differs from row to row by more than the static window."""
     return arrays.rows is not None or arrays.q_segments is not None
 
 
 def _key_tiles(arrays: AttentionArrays, spec: AttentionSpec, tile: TileConfig) -> Array:
-    return tile_table.key_tile_table(arrays, spec, tile.block_q, tile.block_k) if _ragged(arrays) else arrays.q
+    return (
+        tile_table.key_tile_table(arrays, spec, tile.block_q, tile.block_k) if _ragged(arrays) else arrays.q
+    )
 
 
 def _rows_of(x: Array | None, arrays: AttentionArrays) -> Array:

@@ -15,16 +15,49 @@ def _weights(qk, lse, i, j, position, start, end, q_segment, k_segment, slope, b
              BIAS: tl.constexpr, ALIBI: tl.constexpr, MASK: tl.constexpr, ROWS: tl.constexpr, SEGMENTS: tl.constexpr,
              FOLDED: tl.constexpr, MULTIPLIER: tl.constexpr, MASKED: tl.constexpr, BOUND: tl.constexpr):  # fmt: skip
     """The softmax weights of a tile, its tanh, and which of its entries are visible."""
-    s, t = scores(qk, i, j, position, slope, bias_ptr, b, h, T, S, H, SCALE, CAP, FAST_TANH, BIAS, ALIBI, FOLDED)
+    s, t = scores(
+        qk, i, j, position, slope, bias_ptr, b, h, T, S, H, SCALE, CAP, FAST_TANH, BIAS, ALIBI, FOLDED
+    )
     seen = True
     if MASKED:
-        seen = visible(i, j, position, start, end, q_segment, k_segment, mask_ptr, b, h, T, S, H, LEFT, RIGHT, ROWS, SEGMENTS, MASK, BOUND)
+        seen = visible(
+            i,
+            j,
+            position,
+            start,
+            end,
+            q_segment,
+            k_segment,
+            mask_ptr,
+            b,
+            h,
+            T,
+            S,
+            H,
+            LEFT,
+            RIGHT,
+            ROWS,
+            SEGMENTS,
+            MASK,
+            BOUND,
+        )
         s = tl.where(seen, s, float("-inf"))
     return tl.exp2(s * MULTIPLIER - lse), t, seen
 
 
 @triton.jit
-def _score_gradient(p, dp, delta, t, seen, kept, CAP: tl.constexpr, DROPOUT: tl.constexpr, KEEP_SCALE: tl.constexpr, MASKED: tl.constexpr):
+def _score_gradient(
+    p,
+    dp,
+    delta,
+    t,
+    seen,
+    kept,
+    CAP: tl.constexpr,
+    DROPOUT: tl.constexpr,
+    KEEP_SCALE: tl.constexpr,
+    MASKED: tl.constexpr,
+):
     """Gradients of a tile's scores before (with respect to `scale * q . k`) and after the soft cap."""
     if DROPOUT > 0:
         dp = tl.where(kept, dp * KEEP_SCALE, 0.0)
@@ -87,7 +120,7 @@ def query_gradient_kernel(
     BK: tl.constexpr, SCALE: tl.constexpr, CAP: tl.constexpr, FAST_TANH: tl.constexpr, LEFT: tl.constexpr, RIGHT: tl.constexpr,
     BIAS: tl.constexpr, ALIBI: tl.constexpr, MASK: tl.constexpr, ROWS: tl.constexpr, SEGMENTS: tl.constexpr,
     DROPOUT: tl.constexpr, KEEP_SCALE: tl.constexpr, PRECISION: tl.constexpr, FOLDED: tl.constexpr, MULTIPLIER: tl.constexpr,
-    EVEN_Q: tl.constexpr, EVEN_K: tl.constexpr, GUARD: tl.constexpr, GROUP: tl.constexpr,
+    EVEN_Q: tl.constexpr, EVEN_K: tl.constexpr, GUARD: tl.constexpr, CLEAN: tl.constexpr, GROUP: tl.constexpr,
 ):  # fmt: skip
     """`dq` of one query tile and head, and the tile's share of the slope's gradient."""
     m, bh, count = program(T, BQ, GROUP)
@@ -119,7 +152,9 @@ def query_gradient_kernel(
         seed1 = tl.load(seeds_ptr + (b * H + h) * 2 + 1)
 
     q = load_rows(q_ptr + b * T * (H * D) + h * D, first, H * D, inside, T, D, BQ, BLOCK_D, not EVEN_Q, False)
-    do = load_rows(do_ptr + b * T * (H * V) + h * V, first, H * V, inside, T, V, BQ, BLOCK_V, not EVEN_Q, False)
+    do = load_rows(
+        do_ptr + b * T * (H * V) + h * V, first, H * V, inside, T, V, BQ, BLOCK_V, not EVEN_Q, False
+    )
     lse = tl.load(lse_ptr + (b * H + h) * T + rows, mask=inside, other=float("inf"))
     delta = tl.load(delta_ptr + (b * H + h) * T + rows, mask=inside, other=0.0)
     k_base = k_ptr + b * S * (K * D) + (h // (H // K)) * D
@@ -144,7 +179,16 @@ def query_gradient_kernel(
             seed0, seed1, slope, i, position, start, end, q_segment, b, h, T, S, H, K, D, V, BK, BLOCK_D, BLOCK_V, SCALE, CAP, FAST_TANH,
             LEFT, RIGHT, BIAS, ALIBI, MASK, ROWS, SEGMENTS, DROPOUT, KEEP_SCALE, PRECISION, FOLDED, MULTIPLIER, EVEN_Q, EVEN_K, True)  # fmt: skip
 
-    store_rows(dq_ptr + b * T * (H * D) + h * D, (dq * SCALE).to(dq_ptr.dtype.element_ty), first, H * D, T, D, BQ, BLOCK_D)
+    store_rows(
+        dq_ptr + b * T * (H * D) + h * D,
+        (dq * SCALE).to(dq_ptr.dtype.element_ty),
+        first,
+        H * D,
+        T,
+        D,
+        BQ,
+        BLOCK_D,
+    )
     if ALIBI:
         tl.store(dslope_ptr + (b * H + h) * count + m, dslope)
 
@@ -157,7 +201,7 @@ def _key_gradient_tiles(
     SCALE: tl.constexpr, CAP: tl.constexpr, FAST_TANH: tl.constexpr, LEFT: tl.constexpr, RIGHT: tl.constexpr, BIAS: tl.constexpr,
     ALIBI: tl.constexpr, MASK: tl.constexpr, ROWS: tl.constexpr, SEGMENTS: tl.constexpr, DROPOUT: tl.constexpr, KEEP_SCALE: tl.constexpr,
     PRECISION: tl.constexpr, FOLDED: tl.constexpr, MULTIPLIER: tl.constexpr, EVEN_Q: tl.constexpr, EVEN_K: tl.constexpr,
-    MASKED: tl.constexpr,
+    CLEAN: tl.constexpr, MASKED: tl.constexpr,
 ):  # fmt: skip
     guarded: tl.constexpr = ROWS or SEGMENTS
     for m in tl.range(lo, hi):
@@ -193,7 +237,7 @@ def _key_gradient_tiles(
         if DROPOUT > 0:
             kept = keep(seed0, seed1, position, j, DROPOUT)
             dropped = tl.where(kept, p * KEEP_SCALE, 0.0)
-        if MASKED and MASK:
+        if MASKED and CLEAN:
             row_seen = tl.max(seen.to(tl.int32), axis=0) > 0
             q = tl.where(row_seen[:, None], q, 0.0)
             do = tl.where(row_seen[:, None], do, 0.0)
@@ -212,7 +256,7 @@ def key_gradient_kernel(
     BK: tl.constexpr, SCALE: tl.constexpr, CAP: tl.constexpr, FAST_TANH: tl.constexpr, LEFT: tl.constexpr, RIGHT: tl.constexpr,
     BIAS: tl.constexpr, ALIBI: tl.constexpr, MASK: tl.constexpr, ROWS: tl.constexpr, SEGMENTS: tl.constexpr,
     DROPOUT: tl.constexpr, KEEP_SCALE: tl.constexpr, PRECISION: tl.constexpr, FOLDED: tl.constexpr, MULTIPLIER: tl.constexpr,
-    EVEN_Q: tl.constexpr, EVEN_K: tl.constexpr, GUARD: tl.constexpr, GROUP: tl.constexpr,
+    EVEN_Q: tl.constexpr, EVEN_K: tl.constexpr, GUARD: tl.constexpr, CLEAN: tl.constexpr, GROUP: tl.constexpr,
 ):  # fmt: skip
     """`dk` and `dv` of one key tile and key head, over all query heads that read it."""
     n, bh, _ = program(S, BK, GROUP)
@@ -224,8 +268,12 @@ def key_gradient_kernel(
     k_segment = j
     if SEGMENTS:
         k_segment = tl.load(kv_segments_ptr + b * S + columns, mask=columns < S, other=-1)[:, None]
-    k = load_rows(k_ptr + b * S * (K * D) + kh * D, first, K * D, columns < S, S, D, BK, BLOCK_D, not EVEN_K, False)
-    v = load_rows(v_ptr + b * S * (K * V) + kh * V, first, K * V, columns < S, S, V, BK, BLOCK_V, not EVEN_K, False)
+    k = load_rows(
+        k_ptr + b * S * (K * D) + kh * D, first, K * D, columns < S, S, D, BK, BLOCK_D, not EVEN_K, False
+    )
+    v = load_rows(
+        v_ptr + b * S * (K * V) + kh * V, first, K * V, columns < S, S, V, BK, BLOCK_V, not EVEN_K, False
+    )
     dk = tl.zeros([BK, BLOCK_D], tl.float32)
     dv = tl.zeros([BK, BLOCK_V], tl.float32)
 
@@ -249,22 +297,33 @@ def key_gradient_kernel(
                 dk, dv, k, v, lo, full_lo, q_base, do_base, lse_base, delta_base, bias_ptr, mask_ptr, q_segments_ptr + b * T, start_ptr + b * T,
                 end_ptr + b * T, position_ptr + b * T, query_seen_ptr + b * T, seed0, seed1, slope, offset, j, k_segment, b, h, T, S,
                 H, D, V, BQ, BLOCK_D, BLOCK_V, SCALE, CAP, FAST_TANH, LEFT, RIGHT, BIAS, ALIBI, MASK, ROWS, SEGMENTS, DROPOUT, KEEP_SCALE,
-                PRECISION, FOLDED, MULTIPLIER, EVEN_Q, EVEN_K, True)  # fmt: skip
+                PRECISION, FOLDED, MULTIPLIER, EVEN_Q, EVEN_K, CLEAN, True)  # fmt: skip
         if not MASK:
             dk, dv = _key_gradient_tiles(
                 dk, dv, k, v, full_lo, full_hi, q_base, do_base, lse_base, delta_base, bias_ptr, mask_ptr, q_segments_ptr + b * T,
                 start_ptr + b * T, end_ptr + b * T, position_ptr + b * T, query_seen_ptr + b * T, seed0, seed1, slope, offset, j, k_segment,
                 b, h, T, S, H, D, V, BQ, BLOCK_D, BLOCK_V, SCALE, CAP, FAST_TANH, LEFT, RIGHT, BIAS, ALIBI, MASK, ROWS, SEGMENTS, DROPOUT,
-                KEEP_SCALE, PRECISION, FOLDED, MULTIPLIER, EVEN_Q, EVEN_K, False)  # fmt: skip
+                KEEP_SCALE, PRECISION, FOLDED, MULTIPLIER, EVEN_Q, EVEN_K, CLEAN, False)  # fmt: skip
             if table or LEFT >= 0:
                 dk, dv = _key_gradient_tiles(
                     dk, dv, k, v, full_hi, hi, q_base, do_base, lse_base, delta_base, bias_ptr, mask_ptr, q_segments_ptr + b * T,
                     start_ptr + b * T, end_ptr + b * T, position_ptr + b * T, query_seen_ptr + b * T, seed0, seed1, slope, offset, j,
                     k_segment, b, h, T, S, H, D, V, BQ, BLOCK_D, BLOCK_V, SCALE, CAP, FAST_TANH, LEFT, RIGHT, BIAS, ALIBI, MASK, ROWS,
-                    SEGMENTS, DROPOUT, KEEP_SCALE, PRECISION, FOLDED, MULTIPLIER, EVEN_Q, EVEN_K, True)  # fmt: skip
+                    SEGMENTS, DROPOUT, KEEP_SCALE, PRECISION, FOLDED, MULTIPLIER, EVEN_Q, EVEN_K, CLEAN, True)  # fmt: skip
 
-    store_rows(dk_ptr + b * S * (K * D) + kh * D, (dk * SCALE).to(dk_ptr.dtype.element_ty), first, K * D, S, D, BK, BLOCK_D)
-    store_rows(dv_ptr + b * S * (K * V) + kh * V, dv.to(dv_ptr.dtype.element_ty), first, K * V, S, V, BK, BLOCK_V)
+    store_rows(
+        dk_ptr + b * S * (K * D) + kh * D,
+        (dk * SCALE).to(dk_ptr.dtype.element_ty),
+        first,
+        K * D,
+        S,
+        D,
+        BK,
+        BLOCK_D,
+    )
+    store_rows(
+        dv_ptr + b * S * (K * V) + kh * V, dv.to(dv_ptr.dtype.element_ty), first, K * V, S, V, BK, BLOCK_V
+    )
 
 
 @triton.jit
@@ -276,7 +335,7 @@ def bias_gradient_kernel(
     BK: tl.constexpr, SCALE: tl.constexpr, CAP: tl.constexpr, FAST_TANH: tl.constexpr, LEFT: tl.constexpr, RIGHT: tl.constexpr,
     BIAS: tl.constexpr, ALIBI: tl.constexpr, MASK: tl.constexpr, ROWS: tl.constexpr, SEGMENTS: tl.constexpr,
     DROPOUT: tl.constexpr, KEEP_SCALE: tl.constexpr, PRECISION: tl.constexpr, FOLDED: tl.constexpr, MULTIPLIER: tl.constexpr,
-    EVEN_Q: tl.constexpr, EVEN_K: tl.constexpr, GUARD: tl.constexpr, GROUP: tl.constexpr,
+    EVEN_Q: tl.constexpr, EVEN_K: tl.constexpr, GUARD: tl.constexpr, CLEAN: tl.constexpr, GROUP: tl.constexpr,
 ):  # fmt: skip
     """One tile of the bias gradient `[B or 1, H or 1, T or 1, S or 1]`, summed in a fixed order over what the bias broadcasts."""
     over_queries: tl.constexpr = (BIAS & 8) != 0
@@ -328,8 +387,30 @@ def bias_gradient_kernel(
                     end = tl.load(end_ptr + b * T + rows, mask=inside, other=0)[:, None]
                 if SEGMENTS:
                     q_segment = tl.load(q_segments_ptr + b * T + rows, mask=inside, other=-1)[:, None]
-                q = load_rows(q_ptr + b * T * (H * D) + h * D, query_tile * BQ, H * D, inside, T, D, BQ, BLOCK_D, True, False)
-                do = load_rows(do_ptr + b * T * (H * V) + h * V, query_tile * BQ, H * V, inside, T, V, BQ, BLOCK_V, True, False)
+                q = load_rows(
+                    q_ptr + b * T * (H * D) + h * D,
+                    query_tile * BQ,
+                    H * D,
+                    inside,
+                    T,
+                    D,
+                    BQ,
+                    BLOCK_D,
+                    True,
+                    False,
+                )
+                do = load_rows(
+                    do_ptr + b * T * (H * V) + h * V,
+                    query_tile * BQ,
+                    H * V,
+                    inside,
+                    T,
+                    V,
+                    BQ,
+                    BLOCK_V,
+                    True,
+                    False,
+                )
                 lse = tl.load(lse_ptr + (b * H + h) * T + rows, mask=inside, other=float("inf"))
                 delta = tl.load(delta_ptr + (b * H + h) * T + rows, mask=inside, other=0.0)
                 for key_tile in range(n_lo, n_hi):
@@ -337,10 +418,34 @@ def bias_gradient_kernel(
                     j = columns[None, :]
                     k_segment = j
                     if SEGMENTS:
-                        k_segment = tl.load(kv_segments_ptr + b * S + columns, mask=columns < S, other=-1)[None, :]
+                        k_segment = tl.load(kv_segments_ptr + b * S + columns, mask=columns < S, other=-1)[
+                            None, :
+                        ]
                     kh = h // (H // K)
-                    k = load_rows(k_ptr + b * S * (K * D) + kh * D, key_tile * BK, K * D, inside, S, D, BK, BLOCK_D, True, False)
-                    v = load_rows(v_ptr + b * S * (K * V) + kh * V, key_tile * BK, K * V, inside, S, V, BK, BLOCK_V, True, False)
+                    k = load_rows(
+                        k_ptr + b * S * (K * D) + kh * D,
+                        key_tile * BK,
+                        K * D,
+                        inside,
+                        S,
+                        D,
+                        BK,
+                        BLOCK_D,
+                        True,
+                        False,
+                    )
+                    v = load_rows(
+                        v_ptr + b * S * (K * V) + kh * V,
+                        key_tile * BK,
+                        K * V,
+                        inside,
+                        S,
+                        V,
+                        BK,
+                        BLOCK_V,
+                        True,
+                        False,
+                    )
                     qk = tl.dot(q, tl.trans(k), input_precision=PRECISION)
                     dp = tl.dot(do, tl.trans(v), input_precision=PRECISION)
                     p, t, seen = _weights(qk, lse[:, None], i, j, position, start, end, q_segment, k_segment, slope, bias_ptr, mask_ptr, b, h, T, S,
@@ -348,14 +453,20 @@ def bias_gradient_kernel(
                     kept = True
                     if DROPOUT > 0:
                         kept = keep(seed0, seed1, position, j, DROPOUT)
-                    _, after = _score_gradient(p, dp, delta[:, None], t, seen, kept, CAP, DROPOUT, KEEP_SCALE, True)
+                    _, after = _score_gradient(
+                        p, dp, delta[:, None], t, seen, kept, CAP, DROPOUT, KEEP_SCALE, True
+                    )
                     total += after
 
     rows = m * BQ + tl.arange(0, BQ)
     columns = n * BK + tl.arange(0, BK)
     start_of = dbias_ptr + owner.to(tl.int64) * (T if over_queries else 1) * (S if over_keys else 1)
     if over_queries and over_keys:
-        tl.store(start_of + rows[:, None].to(tl.int64) * S + columns[None, :], total, mask=(rows < T)[:, None] & (columns < S)[None, :])
+        tl.store(
+            start_of + rows[:, None].to(tl.int64) * S + columns[None, :],
+            total,
+            mask=(rows < T)[:, None] & (columns < S)[None, :],
+        )
     elif over_queries:
         tl.store(start_of + rows, tl.sum(total, axis=1), mask=rows < T)
     elif over_keys:

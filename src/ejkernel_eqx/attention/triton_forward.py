@@ -30,7 +30,9 @@ def _attend_tiles(
                 k_segment = tl.load(kv_segments_ptr + columns, mask=columns < S, other=-1)[None, :]
         k = load_rows(k_base, first, K * D, ok, S, D, BK, BLOCK_D, MASKED and not EVEN_K, MASKED and guarded)
         qk = tl.dot(q, tl.trans(k), input_precision=PRECISION)  # [BQ, BK]
-        s, _ = scores(qk, i, j, position, slope, bias_ptr, b, h, T, S, H, SCALE, CAP, FAST_TANH, BIAS, ALIBI, FOLDED)
+        s, _ = scores(
+            qk, i, j, position, slope, bias_ptr, b, h, T, S, H, SCALE, CAP, FAST_TANH, BIAS, ALIBI, FOLDED
+        )
         v = load_rows(v_base, first, K * V, ok, S, V, BK, BLOCK_V, MASKED and not EVEN_K, MASKED and guarded)
         if MASKED:
             seen = visible(i, j, position, start, end, q_segment, k_segment, mask_ptr, b, h, T, S, H, LEFT, RIGHT, ROWS, SEGMENTS, MASK,
@@ -62,7 +64,7 @@ def forward_kernel(
     BK: tl.constexpr, SCALE: tl.constexpr, CAP: tl.constexpr, FAST_TANH: tl.constexpr, LEFT: tl.constexpr, RIGHT: tl.constexpr,
     BIAS: tl.constexpr, ALIBI: tl.constexpr, SINKS: tl.constexpr, MASK: tl.constexpr, ROWS: tl.constexpr, SEGMENTS: tl.constexpr,
     DROPOUT: tl.constexpr, KEEP_SCALE: tl.constexpr, PRECISION: tl.constexpr, FOLDED: tl.constexpr, MULTIPLIER: tl.constexpr,
-    EVEN_Q: tl.constexpr, EVEN_K: tl.constexpr, GUARD: tl.constexpr, GROUP: tl.constexpr,
+    EVEN_Q: tl.constexpr, EVEN_K: tl.constexpr, GUARD: tl.constexpr, CLEAN: tl.constexpr, GROUP: tl.constexpr,
 ):  # fmt: skip
     m, bh, count = program(T, BQ, GROUP)
     m = count - 1 - m  # causal rows with the most keys first
@@ -124,5 +126,7 @@ def forward_kernel(
     some = total > 0
     acc = acc * (1.0 / tl.where(some, total, 1.0))[:, None]
     lse = tl.where(some, (top + tl.log2(tl.where(some, total, 1.0))) * 0.6931471805599453, float("-inf"))
-    store_rows(out_ptr + b * T * (H * V) + h * V, acc.to(out_ptr.dtype.element_ty), first, H * V, T, V, BQ, BLOCK_V)
+    store_rows(
+        out_ptr + b * T * (H * V) + h * V, acc.to(out_ptr.dtype.element_ty), first, H * V, T, V, BQ, BLOCK_V
+    )
     tl.store(lse_ptr + (b * H + h) * T + rows, lse, mask=inside)

@@ -36,7 +36,13 @@ def forward(arrays: AttentionArrays, spec: AttentionSpec, config: TritonConfig) 
 
 
 def backward(
-    arrays: AttentionArrays, spec: AttentionSpec, config: TritonConfig, out: Array, lse: Array, dout: Array, dlse: Array
+    arrays: AttentionArrays,
+    spec: AttentionSpec,
+    config: TritonConfig,
+    out: Array,
+    lse: Array,
+    dout: Array,
+    dlse: Array,
 ) -> AttentionGrads:
     return triton.backward(arrays, spec, _portable(config), out, lse, dout, dlse, execute=_execute)
 

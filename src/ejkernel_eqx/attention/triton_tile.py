@@ -14,7 +14,9 @@ PRESENT, OVER_BATCH, OVER_HEADS, OVER_QUERIES, OVER_KEYS = 1, 2, 4, 8, 16
 @triton.jit
 def tanh(x, APPROXIMATE: tl.constexpr):
     if APPROXIMATE:
-        return tl.inline_asm_elementwise("tanh.approx.f32 $0, $1;", "=f,f", [x], dtype=tl.float32, is_pure=True, pack=1)
+        return tl.inline_asm_elementwise(
+            "tanh.approx.f32 $0, $1;", "=f,f", [x], dtype=tl.float32, is_pure=True, pack=1
+        )
     decay = tl.exp2(-2.8853900817779268 * tl.abs(x))  # e^(-2|x|)
     magnitude = (1.0 - decay) / (1.0 + decay)
     return tl.where(x < 0, -magnitude, magnitude)
@@ -205,7 +207,9 @@ def load_rows(ptr, start, row_stride, ok, length, WIDTH: tl.constexpr, ROWS: tl.
 
 
 @triton.jit
-def store_rows(ptr, tile, start, row_stride, length, WIDTH: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr):
+def store_rows(
+    ptr, tile, start, row_stride, length, WIDTH: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr
+):
     r = tl.arange(0, ROWS)
     c = tl.arange(0, COLUMNS)
     pointers = ptr + start.to(tl.int64) * row_stride + (r[:, None] * row_stride + c[None, :])

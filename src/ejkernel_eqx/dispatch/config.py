@@ -21,7 +21,9 @@ def to_json(config: Any) -> str:
 
 def stable_json(value: Any) -> str:
     """Canonical JSON (sorted, no spaces): equal values give equal text in every process."""
-    return json.dumps(to_dict(value) if dataclasses.is_dataclass(value) else value, sort_keys=True, separators=(",", ":"))
+    return json.dumps(
+        to_dict(value) if dataclasses.is_dataclass(value) else value, sort_keys=True, separators=(",", ":")
+    )
 
 
 def from_json(text: str, cls: type[C]) -> C:

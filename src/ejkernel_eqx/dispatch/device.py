@@ -57,7 +57,9 @@ def _facts(device: jax.Device) -> DeviceFacts:
         return _gpu_facts(device)
     backend = Backend.TPU if platform == "tpu" else Backend.CPU if platform == "cpu" else Backend.ANY
     memory = _memory(device)
-    return DeviceFacts(backend, device.device_kind, memory=memory, runtime=_runtime(device), count=jax.device_count(platform))
+    return DeviceFacts(
+        backend, device.device_kind, memory=memory, runtime=_runtime(device), count=jax.device_count(platform)
+    )
 
 
 def _gpu_facts(device: jax.Device) -> DeviceFacts:
@@ -80,7 +82,13 @@ def _gpu_facts(device: jax.Device) -> DeviceFacts:
 
 def shared_memory_limit(vendor: str, capability: str) -> int:
     """The vendor's documented limit per program for an architecture; the smallest known one for an unknown architecture."""
-    documented: Mapping[str, int] = {"8.0": 166_912, "8.7": 166_912, "9.0": 232_448, "10.0": 232_448, "10.3": 232_448}
+    documented: Mapping[str, int] = {
+        "8.0": 166_912,
+        "8.7": 166_912,
+        "9.0": 232_448,
+        "10.0": 232_448,
+        "10.3": 232_448,
+    }
     return documented.get(capability, _SAFE_SHARED_MEMORY.get(vendor, 49_152))
 
 

@@ -62,7 +62,9 @@ def policy_override(policy: "Policy | str") -> Iterator[None]:
 
 def current_policy() -> Policy:
     """The context's policy, else that of the environment variable `EJKERNEL_EQX_POLICY`, else `CACHED`."""
-    return _POLICY.get() or _parse_policy(os.environ.get(POLICY_VARIABLE, Policy.CACHED), f"environment variable {POLICY_VARIABLE}")
+    return _POLICY.get() or _parse_policy(
+        os.environ.get(POLICY_VARIABLE, Policy.CACHED), f"environment variable {POLICY_VARIABLE}"
+    )
 
 
 def _parse_policy(value: "Policy | str", name: str) -> Policy:

@@ -33,4 +33,6 @@ def parse_platform(value: "str | Platform") -> Platform:
         return Platform(value)
     except ValueError:
         names = ", ".join(repr(p.value) for p in Platform)
-        raise ValueError(f"platform: expected one of {names} or None, received {value!r}; use None to choose by device.") from None
+        raise ValueError(
+            f"platform: expected one of {names} or None, received {value!r}; use None to choose by device."
+        ) from None

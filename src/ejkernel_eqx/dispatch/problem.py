@@ -24,7 +24,13 @@ class Problem:
 
     @classmethod
     def make(
-        cls, operation: str, *, dims: dict[str, int], dtypes: dict[str, Any], flags: dict[str, Flag], lengths: set[str]
+        cls,
+        operation: str,
+        *,
+        dims: dict[str, int],
+        dtypes: dict[str, Any],
+        flags: dict[str, Flag],
+        lengths: set[str],
     ) -> "Problem":
         """Sorts everything, so that equal problems are equal objects."""
         return cls(
@@ -48,7 +54,12 @@ class Problem:
     def key(self) -> str:
         """Canonical JSON of the bucketed problem: the same text in every process."""
         dims = {name: _bucket(size) if name in self.lengths else size for name, size in self.dims}
-        body = {"operation": self.operation, "dims": dims, "dtypes": dict(self.dtypes), "flags": dict(self.flags)}
+        body = {
+            "operation": self.operation,
+            "dims": dims,
+            "dtypes": dict(self.dtypes),
+            "flags": dict(self.flags),
+        }
         return json.dumps(body, sort_keys=True, separators=(",", ":"))
 
     def digest(self) -> str:
@@ -57,7 +68,11 @@ class Problem:
     def __str__(self) -> str:
         sizes = " ".join(f"{name}{size}" for name, size in self.dims)
         dtypes = "/".join(dict.fromkeys(dtype for _, dtype in self.dtypes))
-        flags = " ".join(name if value is True else f"{name}={value}" for name, value in self.flags if value not in (False, None))
+        flags = " ".join(
+            name if value is True else f"{name}={value}"
+            for name, value in self.flags
+            if value not in (False, None)
+        )
         return " ".join(part for part in (self.operation, sizes, dtypes, flags) if part)
 
 

@@ -40,7 +40,9 @@ class Implementation:
     def unusable(self, device: DeviceFacts) -> str | None:
         """Why nothing of this platform can run on the device; `None` if it can."""
         if self.backend is not Backend.ANY and self.backend is not device.backend:
-            return f"needs a {self.backend.value.upper()}, the device is {device.kind} ({device.backend.value})"
+            return (
+                f"needs a {self.backend.value.upper()}, the device is {device.kind} ({device.backend.value})"
+            )
         try:
             target = self.load()
         except ModuleNotFoundError as error:
@@ -74,7 +76,13 @@ class KernelRegistry:
             platforms[implementation.platform] = implementation
 
     def register(
-        self, operation: str, platform: Platform | str, backend: Backend | str = Backend.ANY, *, priority: int = 0, core: str = ""
+        self,
+        operation: str,
+        platform: Platform | str,
+        backend: Backend | str = Backend.ANY,
+        *,
+        priority: int = 0,
+        core: str = "",
     ) -> Callable[[T], T]:
         """Decorator: the class or object below it implements `operation` on `platform`."""
 
@@ -85,7 +93,11 @@ class KernelRegistry:
                     f"register({operation!r}, {str(platform)!r}): expected an object with {', '.join(_HOOKS)}, received {target!r} without "
                     f"{', '.join(missing)}; see the documentation of Implementation."
                 )
-            self.add(Implementation(operation, parse_platform(platform), Backend(backend), priority, core or operation, target))
+            self.add(
+                Implementation(
+                    operation, parse_platform(platform), Backend(backend), priority, core or operation, target
+                )
+            )
             return target
 
         return decorate
@@ -99,12 +111,16 @@ class KernelRegistry:
             raise ValueError(f"operation: expected one of {self.list_operations()}, received {operation!r}.")
         return sorted(self._table[operation].values(), key=lambda i: (-i.priority, i.platform.value))
 
-    def list_implementations(self, operation: str, device: DeviceFacts | None = None) -> list[tuple[Implementation, str | None]]:
+    def list_implementations(
+        self, operation: str, device: DeviceFacts | None = None
+    ) -> list[tuple[Implementation, str | None]]:
         """Every implementation with the reason why it is unusable here (`None`: usable), highest priority first."""
         facts = device or device_facts()
         return [(i, i.unusable(facts)) for i in self.ordered(operation)]
 
-    def get(self, operation: str, platform: Platform | str | None = None, backend: Backend | str | None = None) -> Implementation:
+    def get(
+        self, operation: str, platform: Platform | str | None = None, backend: Backend | str | None = None
+    ) -> Implementation:
         """The implementation on `platform`; without one, the best that is usable on the default device.
 
         An explicit platform is never replaced: `ValueError` if the operation does not have it.
@@ -114,7 +130,11 @@ class KernelRegistry:
             known = [i for i in known if i.platform is parse_platform(platform)]
         if backend is not None:
             known = [i for i in known if i.backend in (Backend(backend), Backend.ANY)]
-        usable = known if platform is not None else [i for i in known if i.priority >= 0 and i.unusable(device_facts()) is None]
+        usable = (
+            known
+            if platform is not None
+            else [i for i in known if i.priority >= 0 and i.unusable(device_facts()) is None]
+        )
         if not usable:
             names = [i.platform.value for i in self.ordered(operation)]
             raise ValueError(

@@ -58,7 +58,9 @@ class Snapshot:
         """What decides the choice, without provenance: plans of equal identities share one compilation."""
         if self.override is not None:
             return (self.operation, self.implementations, self.device, self.override)
-        known = {(platform, key): config for platform, key, config in (*self.persistent, *self.memory, *pinned)}
+        known = {
+            (platform, key): config for platform, key, config in (*self.persistent, *self.memory, *pinned)
+        }
         table = frozenset((platform, key, config) for (platform, key), config in known.items())
         return (self.operation, self.implementations, self.device, self.overlay, table)
 
@@ -86,7 +88,9 @@ class Selection:
         return self.implementation.platform
 
 
-def take_snapshot(operation: str, *, platform: "str | Platform | None" = None, config: Any | None = None) -> Snapshot:
+def take_snapshot(
+    operation: str, *, platform: "str | Platform | None" = None, config: Any | None = None
+) -> Snapshot:
     """Collects, for an operation on the default device, what every tier knows now.
 
     `platform` pins the platform (never replaced); `config` pins the configuration and implies its platform.
@@ -103,16 +107,29 @@ def take_snapshot(operation: str, *, platform: "str | Platform | None" = None, c
         policy=policy,
         override=config,
         overlay=_relevant_overlay(operation),
-        memory=tuple((p, k, c) for (p, k), c in memory_cache.items() if tables and p in known and f'"{operation}"' in k),
-        persistent=tuple((i.platform, k, c) for i in implementations if tables for k, c in persistent_entries(i, device).items()),
+        memory=tuple(
+            (p, k, c) for (p, k), c in memory_cache.items() if tables and p in known and f'"{operation}"' in k
+        ),
+        persistent=tuple(
+            (i.platform, k, c)
+            for i in implementations
+            if tables
+            for k, c in persistent_entries(i, device).items()
+        ),
     )
 
 
 def _relevant_overlay(operation: str) -> tuple[tuple[str, Any], ...]:
-    return tuple((key, config) for key, config in overlay_entries() if key == operation or f'"operation":"{operation}"' in key)
+    return tuple(
+        (key, config)
+        for key, config in overlay_entries()
+        if key == operation or f'"operation":"{operation}"' in key
+    )
 
 
-def _candidates(operation: str, device: DeviceFacts, platform: Any, config: Any) -> tuple[Implementation, ...]:
+def _candidates(
+    operation: str, device: DeviceFacts, platform: Any, config: Any
+) -> tuple[Implementation, ...]:
     if platform is not None:
         return (_explicit(operation, device, platform, config),)
     known = kernel_registry.ordered(operation)
@@ -121,7 +138,9 @@ def _candidates(operation: str, device: DeviceFacts, platform: Any, config: Any)
         matching = [i for i in usable if isinstance(config, i.load().config_type)]
         if not matching:
             kinds = sorted({i.load().config_type.__name__ for i in usable})
-            raise ValueError(f"config: expected an instance of {' or '.join(kinds)} for {operation} on {device.kind}, received {config!r}.")
+            raise ValueError(
+                f"config: expected an instance of {' or '.join(kinds)} for {operation} on {device.kind}, received {config!r}."
+            )
         return tuple(matching[:1])
     return tuple(i for i in known if i.priority >= 0)
 
@@ -155,7 +174,9 @@ def select(snapshot: Snapshot, problem: Problem, *, tuning: bool = False) -> Sel
     raise UnsupportedError(problem.operation, {platform.value: reason for platform, reason in rejected})
 
 
-def _first_answer(snapshot: Snapshot, implementation: Implementation, problem: Problem, tuning: bool) -> tuple[Any, Tier]:
+def _first_answer(
+    snapshot: Snapshot, implementation: Implementation, problem: Problem, tuning: bool
+) -> tuple[Any, Tier]:
     passed_over = set() if tuning else {Tier.AUTOTUNE}
     if tuning and snapshot.policy is Policy.FORCE and _autotuner is not None:
         passed_over = {Tier.MEMORY, Tier.PERSISTENT}
@@ -163,7 +184,9 @@ def _first_answer(snapshot: Snapshot, implementation: Implementation, problem: P
         config = None if tier in passed_over else ask(snapshot, implementation, problem)
         if config is not None:
             return config, tier
-    raise UnsupportedError(problem.operation, {implementation.platform.value: "has no configuration for this problem"})
+    raise UnsupportedError(
+        problem.operation, {implementation.platform.value: "has no configuration for this problem"}
+    )
 
 
 def _override(snapshot: Snapshot, implementation: Implementation, problem: Problem) -> Any | None:
@@ -184,7 +207,11 @@ def _memory(snapshot: Snapshot, implementation: Implementation, problem: Problem
 
 
 def _persistent(snapshot: Snapshot, implementation: Implementation, problem: Problem) -> Any | None:
-    return snapshot.persistent_table.get((implementation.platform, problem.key())) if snapshot.persistent else None
+    return (
+        snapshot.persistent_table.get((implementation.platform, problem.key()))
+        if snapshot.persistent
+        else None
+    )
 
 
 def _autotune(snapshot: Snapshot, implementation: Implementation, problem: Problem) -> Any | None:
@@ -216,7 +243,9 @@ def set_autotuner(autotuner: Autotuner | None) -> None:
     _autotuner = autotuner
 
 
-_LISTENERS: ContextVar[tuple[Callable[[Selection], None], ...]] = ContextVar("ejkernel_eqx_listeners", default=())
+_LISTENERS: ContextVar[tuple[Callable[[Selection], None], ...]] = ContextVar(
+    "ejkernel_eqx_listeners", default=()
+)
 
 
 def announce(selection: Selection) -> Selection:

@@ -32,6 +32,8 @@ class Launch:
     - `constants`: the `tl.constexpr` parameters.
     - `grid`: one to three extents.
     - `num_warps`, `num_stages`: compiler options.
+    - `max_registers`: how many registers a thread may have, so that more programs run side by side; 0 leaves it to the
+        compiler. Only where `limits_registers()`.
     - `name`: the label in HLO and profilers; by default the kernel's own name.
 
     **Raises:** `ValueError` if names, order or types do not fit the kernel.
@@ -45,6 +47,7 @@ class Launch:
     grid: tuple[int, ...]
     num_warps: int = 4
     num_stages: int = 2
+    max_registers: int = 0
     name: str = ""
 
     def __post_init__(self):

@@ -63,14 +63,27 @@ def triton_call(launch: Launch, arrays: dict[str, jax.Array]) -> list[jax.Array]
         name=launch.label,
         num_warps=launch.num_warps,
         num_stages=launch.num_stages,
-        **_versioned_arguments(jax_triton.triton_call, out_types),
+        **_versioned_arguments(launch, out_types),
         **launch.constants,
     )
     return list(outputs)
 
 
-def _versioned_arguments(call: Any, out_types: tuple) -> dict[str, Any]:
+def _versioned_arguments(launch: Launch, out_types: tuple) -> dict[str, Any]:
     """jax-triton 0.3 takes `out_shape` and `enable_fp_fusion`; 0.4 takes `out_type` and options in a mapping."""
-    if "out_type" in inspect.signature(call).parameters:
-        return {"out_type": out_types, "backend_options": {"enable_fp_fusion": True}}
-    return {"out_shape": out_types, "enable_fp_fusion": True}
+    if not _takes_options():
+        return {"out_shape": out_types, "enable_fp_fusion": True}
+    options = {"enable_fp_fusion": True} | ({"maxnreg": launch.max_registers} if launch.max_registers else {})
+    return {"out_type": out_types, "backend_options": options}
+
+
+@functools.cache
+def _takes_options() -> bool:
+    import jax_triton
+
+    return "out_type" in inspect.signature(jax_triton.triton_call).parameters
+
+
+def limits_registers() -> bool:
+    """Whether `Launch.max_registers` has an effect with the jax-triton installed (0.4 and newer)."""
+    return triton_unavailable() is None and _takes_options()

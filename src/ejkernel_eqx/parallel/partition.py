@@ -35,7 +35,14 @@ def output_shapes(function: Callable[..., Any], *args: Any) -> Any:
 
 
 def partitioned(
-    function: Callable[..., Any], args: Any, axes: Any, outs: Any, out_axes: Any, *, split: Callable[[str], bool], group: tuple[str, str]
+    function: Callable[..., Any],
+    args: Any,
+    axes: Any,
+    outs: Any,
+    out_axes: Any,
+    *,
+    split: Callable[[str], bool],
+    group: tuple[str, str],
 ) -> Any:
     """`function(*args)`, split over the devices along every axis for which `split(name)` holds.
 
@@ -67,10 +74,14 @@ class _Call:
     split: Callable[[str], bool]
     group: tuple[str, str]
 
-    def bind(self, shapes: list[tuple[int, ...]], out_shapes: list[tuple[int, ...]]) -> Callable[..., tuple[jax.Array, ...]]:
+    def bind(
+        self, shapes: list[tuple[int, ...]], out_shapes: list[tuple[int, ...]]
+    ) -> Callable[..., tuple[jax.Array, ...]]:
         rule, whole, sizes = self._rule(shapes, out_shapes)
         call = custom_partitioning(self._local)
-        call.def_partition(partition=self._partition, sharding_rule=rule, need_replication_factors=whole, **sizes)
+        call.def_partition(
+            partition=self._partition, sharding_rule=rule, need_replication_factors=whole, **sizes
+        )
         return call
 
     def _local(self, *flat: jax.Array) -> tuple[jax.Array, ...]:
@@ -87,11 +98,18 @@ class _Call:
         many, few = self.group
         return few if name == many and any(few in axes for axes in self.axes) else name
 
-    def _rule(self, shapes: list[tuple[int, ...]], out_shapes: list[tuple[int, ...]]) -> tuple[str, tuple[str, ...], dict[str, int]]:
+    def _rule(
+        self, shapes: list[tuple[int, ...]], out_shapes: list[tuple[int, ...]]
+    ) -> tuple[str, tuple[str, ...], dict[str, int]]:
         """The sharding rule, its factors that must not be split (in order of appearance), and the sizes it cannot infer."""
         fresh = (f"u{i}" for i in itertools.count())
         many, few = self.group
-        size = {n: s for axes, shape in zip(self.axes, shapes, strict=True) for n, s in zip(axes, shape, strict=True) if n}
+        size = {
+            n: s
+            for axes, shape in zip(self.axes, shapes, strict=True)
+            for n, s in zip(axes, shape, strict=True)
+            if n
+        }
         compound = many in size and few in size and size[many] != size[few]
         order: list[str] = []
 
@@ -105,18 +123,27 @@ class _Call:
             order.extend(f for f in factors if f not in order)
             return factors[0] if len(factors) == 1 else f"({' '.join(factors)})"
 
-        sides = [", ".join(" ".join(map(factor, axes)) for axes in side) for side in (self.axes, self.out_axes)]
+        sides = [
+            ", ".join(" ".join(map(factor, axes)) for axes in side) for side in (self.axes, self.out_axes)
+        ]
         free = {_spell(n) for n in map(self._canonical, size) if n and self._splittable(n)}
         whole = tuple(f for f in order if f not in free)
         return " -> ".join(sides), whole, {"inner": size[many] // size[few]} if compound else {}
 
-    def over_explicit_mesh(self, mesh: Any, flat: list[jax.Array], shapes: list[Any], out_shapes: list[Any]) -> tuple[jax.Array, ...]:
+    def over_explicit_mesh(
+        self, mesh: Any, flat: list[jax.Array], shapes: list[Any], out_shapes: list[Any]
+    ) -> tuple[jax.Array, ...]:
         """Where shardings are part of the types they are known now, and `shard_map` says the same without the compiler."""
         known = [tuple(jax.typeof(x).sharding.spec) for x in flat]
         specs = self._specs(mesh.shape, known, [*shapes, *out_shapes])
         ins, outs = specs[: len(flat)], specs[len(flat) :]
-        flat = [x if _trimmed(have) == _trimmed(want) else jax.sharding.reshard(x, want) for x, have, want in zip(flat, known, ins, strict=True)]
-        return jax.shard_map(self._local_manual, mesh=mesh, in_specs=tuple(ins), out_specs=tuple(outs), check_vma=False)(*flat)
+        flat = [
+            x if _trimmed(have) == _trimmed(want) else jax.sharding.reshard(x, want)
+            for x, have, want in zip(flat, known, ins, strict=True)
+        ]
+        return jax.shard_map(
+            self._local_manual, mesh=mesh, in_specs=tuple(ins), out_specs=tuple(outs), check_vma=False
+        )(*flat)
 
     def _local_manual(self, *flat: jax.Array) -> tuple[jax.Array, ...]:
         return tuple(jax.tree.leaves(self.function(*jax.tree.unflatten(self.treedef, flat))))
@@ -128,18 +155,30 @@ class _Call:
         count = len(self.axes)
         return mesh, self._local, tuple(shardings[count:]), tuple(shardings[:count])
 
-    def _specs(self, mesh_shape: Any, known: list[tuple[Any, ...]], shapes: list[tuple[int, ...]]) -> list[PartitionSpec]:
+    def _specs(
+        self, mesh_shape: Any, known: list[tuple[Any, ...]], shapes: list[tuple[int, ...]]
+    ) -> list[PartitionSpec]:
         """How every argument and output is split, given how the arguments come: the first argument that splits an axis decides."""
         every = [*self.axes, *self.out_axes]
         assigned: dict[str | None, Any] = {}
         for axes, spec in zip(self.axes, known, strict=True):
             for name, entry in zip(map(self._canonical, axes), spec, strict=False):
                 taken = {axis for e in assigned.values() for axis in _mesh_axes(e)}
-                if entry and name not in assigned and self._splittable(name) and not _mesh_axes(entry) & taken:
+                if (
+                    entry
+                    and name not in assigned
+                    and self._splittable(name)
+                    and not _mesh_axes(entry) & taken
+                ):
                     assigned[name] = entry
         for name in list(assigned):
             parts = math.prod(mesh_shape[axis] for axis in _mesh_axes(assigned[name]))
-            sizes = (s for axes, shape in zip(every, shapes, strict=True) for n, s in zip(axes, shape, strict=True) if self._canonical(n) == name)
+            sizes = (
+                s
+                for axes, shape in zip(every, shapes, strict=True)
+                for n, s in zip(axes, shape, strict=True)
+                if self._canonical(n) == name
+            )
             if any(size % parts for size in sizes):
                 del assigned[name]
         return [PartitionSpec(*(assigned.get(self._canonical(name)) for name in axes)) for axes in every]

@@ -1,0 +1,136 @@
+"""Every Triton kernel, compiled ahead of time for devices that need not be there: its configuration must fit."""
+
+import dataclasses
+
+import jax
+import jax.numpy as jnp
+import pytest
+
+from ejkernel_eqx.attention.core import problem_of
+from ejkernel_eqx.attention.spec import AttentionArrays, AttentionSpec, RowRanges
+from ejkernel_eqx.dispatch import Backend, DeviceFacts
+from ejkernel_eqx.dispatch.device import shared_memory_limit
+from ejkernel_eqx.launch import compile_ahead, Launch, TARGETS
+
+pytest.importorskip("triton")
+from ejkernel_eqx.attention import triton  # noqa: E402
+
+DEVICES = {
+    "sm_80": DeviceFacts(Backend.GPU, "A100", "nvidia", "8.0", 108, shared_memory_limit("nvidia", "8.0")),
+    "sm_90": DeviceFacts(Backend.GPU, "H100", "nvidia", "9.0", 132, shared_memory_limit("nvidia", "9.0")),
+    "sm_100": DeviceFacts(Backend.GPU, "B200", "nvidia", "10.0", 148, shared_memory_limit("nvidia", "10.0")),
+    "gfx942": DeviceFacts(Backend.GPU, "MI300X", "amd", "9.4.2", 304, shared_memory_limit("amd", "gfx942")),
+}
+
+
+def test_limits_agree():
+    assert {name: device.shared_memory for name, device in DEVICES.items()} == {n: t.shared_limit for n, t in TARGETS.items()}
+
+
+def request(head_dim: int, dtype: str, everything: bool) -> tuple[AttentionArrays, AttentionSpec]:
+    """The shapes of a call, with every flag off or on."""
+    batch, t, s, heads, kv_heads = 2, 1000, 1000, 4, 2
+    shape = lambda *size, dtype=dtype: jax.ShapeDtypeStruct(size, jnp.dtype(dtype))
+    arrays = AttentionArrays(shape(batch, t, heads, head_dim), *[shape(batch, s, kv_heads, head_dim)] * 2)
+    spec = AttentionSpec(scale=head_dim**-0.5)
+    if everything:
+        spec = dataclasses.replace(spec, logits_soft_cap=30.0, dropout_rate=0.1)
+        arrays = arrays._replace(
+            bias=shape(batch, heads, t, s),
+            alibi_slopes=shape(1, heads, dtype="float32"),
+            sinks=shape(1, heads, dtype="float32"),
+            mask=shape(batch, 1, t, s, dtype="bool"),
+            q_segments=shape(batch, t, dtype="int32"),
+            kv_segments=shape(batch, s, dtype="int32"),
+            rows=RowRanges(*[shape(batch, t, dtype="int32")] * 3),
+            seeds=shape(batch, heads, 2, dtype="uint32"),
+        )
+    return arrays, spec
+
+
+def launches_of(arrays: AttentionArrays, spec: AttentionSpec, config: triton.TritonConfig) -> dict[str, Launch]:
+    """What forward and backward would launch; nothing is run."""
+    found = {}
+
+    def record(launch, inputs):
+        found[launch.function.fn.__name__] = launch
+        return {name: jnp.zeros(out.shape, out.dtype) for name, out in launch.outputs.items()}
+
+    def both(arrays):
+        out, lse = triton.forward(arrays, spec, config, execute=record)
+        return triton.backward(arrays, spec, config, out, lse, out, lse, execute=record)
+
+    jax.eval_shape(both, arrays)
+    return found
+
+
+CAUSAL = AttentionSpec(scale=0.1, right=0)
+WINDOWED = AttentionSpec(scale=0.1, left=255, right=0, logits_soft_cap=30.0)
+
+
+def check(target: str, arrays: AttentionArrays, spec: AttentionSpec, kernels: set[str]) -> None:
+    device = DEVICES[target]
+    problem = problem_of("flash_attention", arrays, spec)
+    assert triton.unsupported(problem, device) is None
+    config = triton.default_config(problem, device)
+    launches = launches_of(arrays, spec, config)
+    assert set(launches) == kernels
+    for name, launch in launches.items():
+        report = compile_ahead(launch, target)
+        assert report.fits, f"{name} needs {report.shared} bytes of shared memory, {target} has {report.shared_limit}: {config}"
+
+
+PLAIN = {"forward_kernel", "key_gradient_kernel", "query_gradient_kernel"}
+# The whole grid is long; what runs by default has every head dim, dtype, flag and target in it, and no pair of them twice.
+QUICK = {
+    ("sm_80", 64, "bfloat16", True),
+    ("sm_80", 256, "bfloat16", False),
+    ("sm_90", 128, "bfloat16", True),
+    ("sm_90", 256, "bfloat16", True),
+    ("sm_90", 64, "float32", False),
+    ("sm_100", 128, "bfloat16", False),
+    ("gfx942", 128, "bfloat16", True),
+    ("gfx942", 64, "float32", True),
+}
+GRID = [(target, d, dtype, flags) for target in DEVICES for d in (64, 128, 256) for dtype in ("bfloat16", "float32") for flags in (False, True)]
+
+
+@pytest.mark.parametrize(
+    "target, head_dim, dtype, everything",
+    [pytest.param(*row, marks=() if row in QUICK else pytest.mark.slow) for row in GRID],
+)
+def test_defaults_fit(target, head_dim, dtype, everything):
+    arrays, spec = request(head_dim, dtype, everything)
+    check(target, arrays, spec, PLAIN | {"bias_gradient_kernel"} if everything else PLAIN)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("target", DEVICES)
+@pytest.mark.parametrize("spec", [CAUSAL, WINDOWED], ids=["causal", "windowed"])
+def test_static_windows_fit(target, spec):
+    arrays, _ = request(128, "bfloat16", False)
+    check(target, arrays, spec, PLAIN)
+
+
+@pytest.mark.parametrize("target", DEVICES)
+@pytest.mark.parametrize("head_dim", [16, 40, 64, 80, 96, 128, 160, 192, 256])
+@pytest.mark.parametrize("dtype", ["bfloat16", "float32"])
+def test_some_configuration_is_left_for_every_request(target, head_dim, dtype):
+    arrays, spec = request(head_dim, dtype, True)
+    problem = problem_of("flash_attention", arrays, spec)
+    configs = triton.candidates(problem, DEVICES[target])
+    assert configs[0] == triton.default_config(problem, DEVICES[target]) and len(set(configs)) == len(configs)
+    if target == "gfx942":
+        assert not any(config.fast_tanh for config in configs) and {config.float32_dot for config in configs} == {"ieee"}
+
+
+def test_the_four_kernels_are_told_apart():
+    arrays, spec = request(64, "bfloat16", True)
+    launches = launches_of(arrays, spec, triton.TritonConfig(*[triton.TileConfig(64, 32, 4, 2)] * 3))
+    assert {name: launch.grid for name, launch in launches.items()} == {
+        "forward_kernel": (16, 8),
+        "key_gradient_kernel": (32, 4),
+        "query_gradient_kernel": (16, 8),
+        "bias_gradient_kernel": (16, 32, 8),
+    }
+    assert all(launch.label.startswith("ejkernel_eqx.attention.") for launch in launches.values())

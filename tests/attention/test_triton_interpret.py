@@ -1,0 +1,230 @@
+"""The Triton kernels, interpreted: a part of the cases, with tiles that the lengths, windows and segments cross."""
+
+import dataclasses
+import itertools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from ejkernel_eqx.attention import tile_table
+from ejkernel_eqx.attention.philox import philox_keep
+from ejkernel_eqx.attention.reference import visibility
+from ejkernel_eqx.attention.spec import AttentionArrays, AttentionSpec, RowRanges
+from tests.attention.cases import Case, EMPTY, EVERYTHING, make, PAIRWISE, poison
+from tests.attention.dense import exact, quick
+from tests.attention.test_xla import assert_gradient_close, cotangents, DIFFERENTIABLE
+from tests.tolerances import assert_close
+
+pytest.importorskip("triton")
+from ejkernel_eqx.attention import triton_interpret  # noqa: E402
+from ejkernel_eqx.attention.triton import TileConfig, TritonConfig  # noqa: E402
+
+
+def tiles(*sizes: tuple[int, int]) -> TritonConfig:
+    return TritonConfig(*(TileConfig(block_q, block_k, 4, 1) for block_q, block_k in sizes))
+
+
+TILES = (
+    tiles((32, 32), (32, 32), (32, 32)),
+    tiles((16, 64), (32, 16), (64, 16)),
+    tiles((64, 16), (16, 64), (16, 32)),
+    tiles((16, 16), (64, 32), (32, 64)),
+)
+
+
+def run(arrays, dout, dlse, spec, config):
+    out, lse = triton_interpret.forward(arrays, spec, config)
+    return out, lse, triton_interpret.backward(arrays, spec, config, out, lse, dout, dlse)
+
+
+run = quick(run, static_argnums=(3, 4))
+
+
+def oracle(case: Case, arrays: AttentionArrays, dout, dlse):
+    """`out`, `lse [B, H, T]` and gradients, in float64."""
+    spec, rows = case.spec, arrays.rows
+    positions = (np.arange(case.T) + spec.offset)[None] if rows is None else np.asarray(rows.position)
+    keep = True
+    if case.dropout:
+        assert arrays.seeds is not None
+        keep = philox_keep(arrays.seeds[:, :, None, None], jnp.asarray(positions)[:, None, :, None], jnp.arange(case.S), case.dropout)
+    given = {name: getattr(arrays, name) for name in DIFFERENTIABLE if getattr(arrays, name) is not None}
+    options = dict(scale=spec.scale, cap=case.soft_cap, positions=positions, keep=keep, rate=case.dropout, by_row=True)
+    seen = visibility(arrays, spec)
+    (out, lse), grads = exact(given, dout, np.swapaxes(dlse, 1, 2), seen, **options)
+    part: dict = {}
+    if arrays.q.dtype.itemsize == 2:
+        # See `cancelling_part` in `test_xla.py`: what is as uncertain as the 16 bits of the stored output.
+        delta = (np.asarray(dout, np.float64) * out).sum(-1)
+        part = exact(given, np.zeros_like(np.asarray(dout, np.float32)), delta, seen, **options)[1]
+    return out, np.swapaxes(lse, 1, 2), grads, part
+
+
+def check(case: Case, config: TritonConfig) -> None:
+    """Output, log-sum-exp and all gradients; the same from poisoned arrays, bit for bit."""
+    arrays, spec = make(case)
+    dout, dlse = cotangents(case)
+    out, lse, grads = run(arrays, dout, dlse, spec, config)
+    expected, expected_lse, exact_grads, part = oracle(case, arrays, dout, dlse)
+    assert out.dtype == arrays.q.dtype and lse.dtype == jnp.float32
+    assert_close(out, expected, case.dtype, name="out")
+    assert_close(lse, expected_lse, name="lse")
+    for name in DIFFERENTIABLE:
+        gradient, array = getattr(grads, name), getattr(arrays, name)
+        if array is None:
+            assert gradient is None
+            continue
+        assert gradient.dtype == array.dtype
+        assert_gradient_close(gradient, exact_grads[name], part.get(name), case.dtype, f"gradient of {name}")
+    poisoned = run(poison(case, arrays), dout, dlse, spec, config)
+    for clean, again in zip(jax.tree.leaves((out, lse, grads)), jax.tree.leaves(poisoned), strict=True):
+        np.testing.assert_array_equal(np.asarray(clean), np.asarray(again))
+
+
+def smaller(case: Case) -> Case:
+    """The same flags at a size that an interpreter likes."""
+    heads = {(8, 1): (4, 1), (4, 2): (4, 2), (3, 1): (3, 1), (2, 2): (2, 2)}[case.H, case.K]
+    shrink = lambda n, most: min(n, most)
+    return dataclasses.replace(
+        case, H=heads[0], K=heads[1], T=shrink(case.T, 77), S=shrink(case.S, 77), D=shrink(case.D, 96), V=shrink(case.V, 96)
+    )
+
+
+SUBSET = [smaller(case) for case in PAIRWISE[::2]]
+
+
+@pytest.mark.parametrize("n", range(len(SUBSET)), ids=[case.name for case in SUBSET])
+def test_agrees_with_reference(n):
+    check(SUBSET[n], TILES[n % len(TILES)])
+
+
+@pytest.mark.parametrize("config", TILES, ids=["square", "wide", "tall", "mixed"])
+def test_everything_at_once(config):
+    check(EVERYTHING, config)
+
+
+@pytest.mark.parametrize("case", EMPTY, ids=lambda case: case.name)
+def test_empty(case):
+    check(dataclasses.replace(case, H=2, K=1, D=16, V=16), TILES[0])
+
+
+SMALL = Case(B=2, T=50, S=67, H=2, K=1, D=16, V=24)
+
+
+@pytest.mark.parametrize("pattern", ["".join(p) for p in itertools.product("B1", "H1", "T1", "S1")])
+def test_every_way_to_broadcast_a_bias(pattern):
+    """And with it every way to sum its gradient, over tiles as well."""
+    check(dataclasses.replace(SMALL, bias=pattern, right=0, offset=9, soft_cap=3.0), TILES[len(pattern.replace("1", "")) % 4])
+
+
+@pytest.mark.parametrize("window", [dict(right=0, offset=17), dict(left=3, right=0, offset=17), dict(left=20, right=11, offset=-5), dict(left=0, offset=30)], ids=str)
+@pytest.mark.parametrize("config", TILES[1:3], ids=["wide", "tall"])
+def test_windows_across_tiles(window, config):
+    check(dataclasses.replace(SMALL, **window), config)
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16", "float16"])
+def test_tile_edges(dtype):
+    """Lengths just short of, at, and just past a tile."""
+    for t, s in ((31, 33), (32, 32), (33, 31), (1, 64)):
+        check(dataclasses.replace(SMALL, B=1, T=t, S=s, right=0, offset=s - t, dtype=dtype), TILES[0])
+
+
+IDS = {
+    "unsorted": ([0] * 20 + [1] * 25 + [0] * 19, [0] * 30 + [1] * 10 + [0] * 24),
+    "interleaved": ([0, 1, 2, 3] * 16, [3, 2] * 32),
+    "padding inside": ([0] * 17 + [-1] * 16 + [1] * 31, [1] * 16 + [-1] * 32 + [0] * 16),
+    "all padding": ([-1] * 64, [0] * 64),
+    "one tile each": ([0] * 32 + [1] * 32, [1] * 32 + [0] * 32),
+}
+
+
+@pytest.mark.parametrize("name", IDS)
+def test_segments_across_tiles(name):
+    """Ids in any order: a query whose id no key has sees nothing and may be NaN."""
+    case = Case(B=1, T=64, S=64, H=2, K=1, D=16, V=16)
+    q_ids, kv_ids = (jnp.asarray(x, jnp.int32)[None] for x in IDS[name])
+    dout, dlse = cotangents(case)
+    for config, others in ((TILES[0], {}), (TILES[2], dict(sinks=jnp.ones((1, 2)), mask=jnp.arange(64) % 7 > 0))):
+        arrays, spec = make(case)
+        others = {n: x[None, None, None] if n == "mask" else x for n, x in others.items()}
+        arrays = arrays._replace(q_segments=q_ids, kv_segments=kv_ids, **others)
+        clean = run(arrays, dout, dlse, spec, config)
+        out, lse, grads, _ = oracle(case, arrays, dout, dlse)
+        assert_close(clean[0], out)
+        assert_close(clean[1], lse)
+        for n in grads:
+            assert_close(getattr(clean[2], n), grads[n], kind="gradient", name=n)
+        poisoned = run(poison(case, arrays), dout, dlse, spec, config)
+        for a, b in zip(jax.tree.leaves(clean), jax.tree.leaves(poisoned), strict=True):
+            np.testing.assert_array_equal(np.asarray(a), np.asarray(b))
+
+
+# The tables of tiles
+
+
+@st.composite
+def ragged(draw):
+    t, s, b = draw(st.sampled_from([(24, 40, 2), (37, 16, 2)]))
+    rng = np.random.default_rng(draw(st.integers(0, 10_000)))
+    case = Case(B=b, T=t, S=s, H=1, K=1, D=1, V=1)
+    rows = q_ids = kv_ids = None
+    spec = AttentionSpec(scale=1.0)
+    if draw(st.booleans()):
+        start = rng.integers(0, s + 1, (draw(st.sampled_from([1, b])), t))
+        end = np.minimum(start + rng.integers(-3, s + 1, start.shape), s)
+        if draw(st.booleans()):
+            start, end = np.sort(start, axis=1), np.sort(end, axis=1)
+        rows = RowRanges(*(jnp.asarray(x, jnp.int32) for x in (start, end, start)))
+    else:
+        side = st.one_of(st.none(), st.integers(0, 20))
+        spec = AttentionSpec(scale=1.0, left=draw(side), right=draw(side), offset=draw(st.integers(-20, 30)))
+    if rows is None or draw(st.booleans()):
+        ids = lambda n: jnp.asarray(np.repeat(rng.integers(-1, 3, (draw(st.sampled_from([1, b])), n)), draw(st.integers(1, 12)), 1)[:, :n], jnp.int32)
+        q_ids, kv_ids = ids(t), ids(s)
+    arrays, _ = make(case)
+    return arrays._replace(q_segments=q_ids, kv_segments=kv_ids, rows=rows), spec
+
+
+@settings(max_examples=60, deadline=None, derandomize=True)
+@given(problem=ragged(), blocks=st.sampled_from([(4, 8), (16, 4)]))
+def test_tables_of_tiles(problem, blocks):
+    (arrays, spec), (block_q, block_k) = problem, blocks
+    seen = np.asarray(visibility(arrays, spec))[:, 0]  # [B, T, S]
+    batch, t, s = seen.shape
+    marks = tile_table.seen(arrays, spec)
+    assert not (seen.any(2) & ~(np.asarray(marks.queries) != 0)).any() and not (seen.any(1) & ~(np.asarray(marks.keys) != 0)).any()
+    keys = np.asarray(tile_table.key_tile_table(arrays, spec, block_q, block_k))
+    queries = np.asarray(tile_table.query_tile_table(arrays, spec, block_q, block_k))
+    assert keys.shape == (batch, -(-t // block_q), 4) and queries.shape == (batch, -(-s // block_k), 4)
+    for table, view, rows, columns in ((keys, seen, block_q, block_k), (queries, seen.swapaxes(1, 2), block_k, block_q)):
+        for b, n in np.ndindex(table.shape[:2]):
+            lo, first, last, hi = table[b, n]
+            assert 0 <= lo <= first <= last <= hi <= -(-view.shape[2] // columns)
+            strip = view[b, n * rows : (n + 1) * rows]
+            where = np.nonzero(strip.any(0))[0]
+            assert where.size == 0 or (lo * columns <= where.min() and where.max() < hi * columns)
+            # Entries past the end of either axis do not count: what they hold is masked by the length.
+            assert strip[:, first * columns : last * columns].all()
+
+
+def test_tables_skip_what_is_hidden():
+    """Packed causal documents of a tile each: one tile a row, and none of it needs a look at more."""
+    ids = jnp.repeat(jnp.arange(4, dtype=jnp.int32), 16)[None]
+    arrays = make(Case(B=1, T=64, S=64, H=1, K=1, D=1, V=1))[0]._replace(q_segments=ids, kv_segments=ids)
+    table = tile_table.key_tile_table(arrays, AttentionSpec(scale=1.0), 16, 16)
+    np.testing.assert_array_equal(table[0], [[n, n, n + 1, n + 1] for n in range(4)])
+    table = tile_table.key_tile_table(arrays, AttentionSpec(scale=1.0, right=0), 16, 16)
+    np.testing.assert_array_equal(table[0, :, [0, 3]].T, [[n, n + 1] for n in range(4)])
+    assert (table[0, :, 1] == table[0, :, 2]).all()
+
+
+def test_repeats_bit_for_bit():
+    arrays, spec = make(EVERYTHING)
+    first, second = (run(arrays, *cotangents(EVERYTHING), spec, TILES[1]) for _ in range(2))
+    for a, b in zip(jax.tree.leaves(first), jax.tree.leaves(second), strict=True):
+        np.testing.assert_array_equal(np.asarray(a), np.asarray(b))
