@@ -59,6 +59,8 @@ def _unsupported_sizes(problem: Problem, device: DeviceFacts) -> str | None:
         return f"takes head dims that are multiples of 8 up to {most} on this device, not {head_dim}"
     if 0 in (problem.dim("B"), problem.dim("T"), problem.dim("S")):
         return "takes no empty arrays"
+    if problem.dim("T") % 2 or problem.dim("S") % 2:
+        return f"takes even sequence lengths (its backward does), not T {problem.dim('T')} and S {problem.dim('S')}"
     window = problem.flag("window")
     if window is not None:
         if not str(window).endswith(",0"):

@@ -346,7 +346,9 @@ def _explicit_ranges(arrays: AttentionArrays, spec: AttentionSpec) -> tuple[Atte
         return arrays, spec
     start, end = tile_table.row_ranges(arrays, spec)
     position = jnp.arange(arrays.q.shape[1], dtype=jnp.int32)[None] + spec.offset
-    return arrays._replace(rows=RowRanges(start, end, position)), dataclasses.replace(spec, left=None, right=None, offset=0)
+    return arrays._replace(rows=RowRanges(start, end, position)), dataclasses.replace(
+        spec, left=None, right=None, offset=0
+    )
 
 
 def _ragged(arrays: AttentionArrays) -> bool:

@@ -3,12 +3,15 @@
 from typing import TYPE_CHECKING
 
 from ..dispatch import Problem
+from ..launch import limits_registers
 
 if TYPE_CHECKING:
     from .triton import TileConfig
 
 KERNELS = ("forward", "key_gradient", "query_gradient")
-Sizes = tuple[int, int, int, int]  # block_q, block_k, num_warps, num_stages
+Sizes = tuple[
+    int, ...
+]  # block_q, block_k, num_warps, num_stages, and where the compiler is limited max_registers
 
 # By padded head dim, best first where nothing else decides; small ones last, for devices with little shared memory.
 _HALF: dict[str, dict[int, tuple[Sizes, ...]]] = {
@@ -35,6 +38,7 @@ _HALF: dict[str, dict[int, tuple[Sizes, ...]]] = {
         256: ((128, 32, 8, 3), (128, 32, 8, 2), (64, 32, 8, 2), (32, 16, 4, 1), (16, 16, 4, 1)),
     },
 }
+_SIDE_BY_SIDE: Sizes = (128, 64, 8, 2, 128)
 _FLOAT32: dict[str, dict[int, tuple[Sizes, ...]]] = {
     "forward": {
         64: ((64, 32, 4, 2), (64, 32, 4, 1), (32, 32, 4, 1)),
@@ -60,10 +64,17 @@ def preferred(kernel: str, problem: Problem) -> list[Sizes]:
     tiles = list((_FLOAT32 if is_float32 else _HALF)[kernel][width])
     if is_float32 or width != 128:
         return tiles
-    # Wide tiles pay once a row of them is long: without a causal diagonal from 2048 keys, in the key gradient from 4096 queries.
-    wide = kernel == "forward" and not problem.flag("causal") and problem.dim("S") >= 2048
-    wide = wide or (kernel == "key_gradient" and problem.dim("T") >= 4096)
-    return [tiles[1], tiles[0], *tiles[2:]] if wide else tiles
+    if (
+        kernel == "forward"
+        and problem.flag("window") is None
+        and not problem.flag("rows")
+        and not problem.flag("segments")
+    ):
+        # All tiles alike: wide ones pay, best two programs a multiprocessor, which takes a limit on registers.
+        return [_SIDE_BY_SIDE, *tiles] if limits_registers() else [tiles[1], tiles[0], *tiles[2:]]
+    if kernel == "key_gradient" and problem.dim("T") >= 4096:
+        return [tiles[1], tiles[0], *tiles[2:]]
+    return tiles
 
 
 def shared_memory(kernel: str, problem: Problem, tile: "TileConfig") -> int:

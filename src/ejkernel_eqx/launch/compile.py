@@ -92,7 +92,11 @@ def compile_ahead(launch: Launch, target: str | Target) -> CompileReport:
                 "num_stages": launch.num_stages,
                 "num_ctas": 1,
                 "enable_fp_fusion": True,
-                **({"maxnreg": launch.max_registers} if launch.max_registers and target.backend == "cuda" else {}),
+                **(
+                    {"maxnreg": launch.max_registers}
+                    if launch.max_registers and target.backend == "cuda"
+                    else {}
+                ),
             },
         )
     registers, spills = (_cuda_usage if target.backend == "cuda" else _hip_usage)(compiled)
