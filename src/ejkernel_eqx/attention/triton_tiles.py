@@ -72,7 +72,7 @@ def preferred(kernel: str, problem: Problem) -> list[Sizes]:
     ):
         # All tiles alike: wide ones pay, best two programs a multiprocessor, which takes a limit on registers.
         return [_SIDE_BY_SIDE, *tiles] if limits_registers() else [tiles[1], tiles[0], *tiles[2:]]
-    if kernel == "key_gradient" and problem.dim("T") >= 4096:
+    if kernel == "key_gradient" and problem.dim("T") >= 4096 and not ragged:
         return [tiles[1], tiles[0], *tiles[2:]]
     return tiles
 
