@@ -17,7 +17,7 @@ from jax.custom_batching import custom_vmap
 
 from .._kernel import Plan
 from ..dispatch import Platform, Problem
-from ..parallel import partition
+from ..parallel import match_varying, partition
 from .spec import AttentionArrays, AttentionGrads, AttentionSpec, RowRanges
 
 F = TypeVar("F", bound=Callable[..., Any])
@@ -61,7 +61,8 @@ def attend(
     platform = selection.implementation.load()
     if hasattr(platform, "attend"):
         return platform.attend(arrays, spec), None
-    return _differentiable(plan, operation, selection.platform, spec)(arrays)
+    # Inside `shard_map` a gradient varies over every axis that any array does: so must the arrays that it belongs to.
+    return _differentiable(plan, operation, selection.platform, spec)(match_varying(arrays, arrays))
 
 
 def problem_of(operation: str, arrays: AttentionArrays, spec: AttentionSpec) -> Problem:

@@ -64,22 +64,23 @@ def preferred(kernel: str, problem: Problem) -> list[Sizes]:
     tiles = list((_FLOAT32 if is_float32 else _HALF)[kernel][width])
     if is_float32 or width != 128:
         return tiles
+    if kernel == "forward" and not _ragged(problem):
+        # All tiles alike: wide ones pay, best two programs a multiprocessor, which takes a limit on registers.
+        return [_SIDE_BY_SIDE, *tiles] if limits_registers() else [tiles[1], tiles[0], *tiles[2:]]
     if (
-        kernel == "forward"
-        and problem.flag("window") is None
+        kernel == "key_gradient"
+        and problem.dim("T") >= 4096
         and not problem.flag("rows")
         and not problem.flag("segments")
     ):
-        # All tiles alike: wide ones pay, best two programs a multiprocessor, which takes a limit on registers.
-        return [_SIDE_BY_SIDE, *tiles] if limits_registers() else [tiles[1], tiles[0], *tiles[2:]]
-    if kernel == "key_gradient" and problem.dim("T") >= 4096 and not ragged:
         return [tiles[1], tiles[0], *tiles[2:]]
     return tiles
 
 
 def shared_memory(kernel: str, problem: Problem, tile: "TileConfig") -> int:
     """An upper estimate of what one program takes, in bytes: the tiles it keeps, and the streamed ones once a stage."""
-    size = 4 if problem.dtype("qkv") == "float32" else 2
+    is_float32 = problem.dtype("qkv") == "float32"
+    size = 4 if is_float32 else 2
     over_scores = 4 * bool(problem.flag("bias")) + bool(problem.flag("mask"))
     resident, streamed = {
         "forward": (tile.block_q, tile.block_k),
@@ -87,8 +88,15 @@ def shared_memory(kernel: str, problem: Problem, tile: "TileConfig") -> int:
         "query_gradient": (2 * tile.block_q, tile.block_k),
     }[kernel]
     matrices = _width(problem) * size * (resident + 2 * tile.num_stages * streamed)
+    if is_float32:  # kept in two halves for the passes of a product, once more for each kind of loop
+        matrices *= 3 if _ragged(problem) else 2
     gradient = size if kernel != "forward" else 0
     return matrices + tile.block_q * tile.block_k * (gradient + tile.num_stages * over_scores)
+
+
+def _ragged(problem: Problem) -> bool:
+    """Whether rows differ in what they see, so that kernels have loops with and without a mask on either side."""
+    return any(problem.flag(name) for name in ("rows", "segments", "window"))
 
 
 def _width(problem: Problem) -> int:

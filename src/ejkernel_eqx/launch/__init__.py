@@ -19,4 +19,5 @@ from .interpret import interpreter_unavailable as interpreter_unavailable
 from .interpret import InterpretError as InterpretError
 from .interpret import poison as poison
 from .launch import Launch as Launch
-from .triton_call import limits_registers as limits_registers, triton_unavailable as triton_unavailable
+from .triton_call import limits_registers as limits_registers
+from .triton_call import triton_unavailable as triton_unavailable

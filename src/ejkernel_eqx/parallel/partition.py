@@ -61,7 +61,7 @@ def partitioned(
     if mesh.explicit_axes:
         results = call.over_explicit_mesh(mesh, flat, shapes, out_shapes)
     else:
-        results = call.bind(shapes, out_shapes)(*flat)
+        results = call.bind(shapes)(*flat)
     return jax.tree.unflatten(out_treedef, results)
 
 
@@ -74,14 +74,10 @@ class _Call:
     split: Callable[[str], bool]
     group: tuple[str, str]
 
-    def bind(
-        self, shapes: list[tuple[int, ...]], out_shapes: list[tuple[int, ...]]
-    ) -> Callable[..., tuple[jax.Array, ...]]:
-        rule, whole, sizes = self._rule(shapes, out_shapes)
+    def bind(self, shapes: list[tuple[int, ...]]) -> Callable[..., tuple[jax.Array, ...]]:
+        rule, whole = self._rule(shapes)
         call = custom_partitioning(self._local)
-        call.def_partition(
-            partition=self._partition, sharding_rule=rule, need_replication_factors=whole, **sizes
-        )
+        call.def_partition(partition=self._partition, sharding_rule=rule, need_replication_factors=whole)
         return call
 
     def _local(self, *flat: jax.Array) -> tuple[jax.Array, ...]:
@@ -94,14 +90,13 @@ class _Call:
             return False
         return all(name in map(self._canonical, axes) for axes in self.out_axes)
 
-    def _canonical(self, name: str | None) -> str | None:
+    def _canonical(self, name: Any) -> Any:
+        """The name under which an axis is split: the many of the group go with the few."""
         many, few = self.group
         return few if name == many and any(few in axes for axes in self.axes) else name
 
-    def _rule(
-        self, shapes: list[tuple[int, ...]], out_shapes: list[tuple[int, ...]]
-    ) -> tuple[str, tuple[str, ...], dict[str, int]]:
-        """The sharding rule, its factors that must not be split (in order of appearance), and the sizes it cannot infer."""
+    def _rule(self, shapes: list[tuple[int, ...]]) -> tuple[str, tuple[str, ...]]:
+        """The sharding rule, and its factors that must not be split, in order of appearance."""
         fresh = (f"u{i}" for i in itertools.count())
         many, few = self.group
         size = {
@@ -110,25 +105,24 @@ class _Call:
             for n, s in zip(axes, shape, strict=True)
             if n
         }
-        compound = many in size and few in size and size[many] != size[few]
-        order: list[str] = []
+        # Of one factor, the compiler would split the few over a part of a mesh axis that is too large for them, which
+        # no `PartitionSpec` can say. As two, each comes as it is, and `_specs` decides.
+        apart = size.get(many) != size.get(few)
+        order: dict[str, bool] = {}
 
         def factor(name: str | None) -> str:
             if name is None:
-                factors = [next(fresh)]
-            elif name == many and compound:
-                factors = [_spell(few), "inner"]
+                spelled, free = next(fresh), False
             else:
-                factors = [_spell(self._canonical(name) or name)]
-            order.extend(f for f in factors if f not in order)
-            return factors[0] if len(factors) == 1 else f"({' '.join(factors)})"
+                canonical = self._canonical(name)
+                spelled, free = _spell(name if apart else canonical), self._splittable(canonical)
+            order[spelled] = free
+            return spelled
 
         sides = [
             ", ".join(" ".join(map(factor, axes)) for axes in side) for side in (self.axes, self.out_axes)
         ]
-        free = {_spell(n) for n in map(self._canonical, size) if n and self._splittable(n)}
-        whole = tuple(f for f in order if f not in free)
-        return " -> ".join(sides), whole, {"inner": size[many] // size[few]} if compound else {}
+        return " -> ".join(sides), tuple(name for name, free in order.items() if not free)
 
     def over_explicit_mesh(
         self, mesh: Any, flat: list[jax.Array], shapes: list[Any], out_shapes: list[Any]

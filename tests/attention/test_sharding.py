@@ -1,0 +1,200 @@
+"""Attention on a mesh: batch and heads stay where they are, on platforms the compiler sees into and on those it does not."""
+
+import collections
+import dataclasses
+import math
+import re
+import types
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import pytest
+from jax.sharding import AxisType, NamedSharding
+from jax.sharding import PartitionSpec as P
+
+import ejkernel_eqx as ejx
+from ejkernel_eqx._kernel import with_plan
+from ejkernel_eqx.attention import reference, xla
+from ejkernel_eqx.attention.spec import AttentionGrads
+from ejkernel_eqx.dispatch import Backend, Implementation, Platform
+from tests.attention.dense import normal, quick
+from tests.tolerances import assert_close
+
+COLLECTIVE = re.compile(r"\b(all-gather|all-reduce|all-to-all|collective-permute|reduce-scatter)(?:-start)?\(")
+MESHES = {"auto": AxisType.Auto, "explicit": AxisType.Explicit}
+
+
+def collectives(compiled) -> collections.Counter:
+    return collections.Counter(COLLECTIVE.findall(compiled.as_text() or ""))
+
+
+def gathered(compiled) -> list[int]:
+    """The sizes of what is gathered."""
+    shapes = re.findall(r"= \w+\[([\d,]*)\]\S* all-gather(?:-start)?\(", compiled.as_text() or "")
+    return [math.prod(int(n) for n in shape.split(",") if n) for shape in shapes]
+
+
+def _forward(arrays, spec, config):
+    return reference.attend(arrays, spec)
+
+
+def _backward(arrays, spec, config, out, lse, dout, dlse):
+    names = [n for n in AttentionGrads._fields if getattr(arrays, n) is not None]
+    function = lambda given: reference.attend(arrays._replace(**given), spec)
+    _, vjp = jax.vjp(function, {n: getattr(arrays, n) for n in names})
+    return AttentionGrads(**vjp((dout, dlse))[0])
+
+
+# A kernel that the compiler may not look into, whose body runs on any machine: the mathematics itself.
+OPAQUE = types.SimpleNamespace(
+    OPAQUE=True, forward=_forward, backward=_backward, default_config=xla.default_config, unsupported=xla.unsupported, config_type=xla.XlaConfig
+)
+
+
+def opaque(**options) -> ejx.FlashAttention:
+    module = ejx.FlashAttention(**options)
+    implementation = Implementation("flash_attention", Platform.PALLAS, Backend.ANY, 100, "attention", OPAQUE)
+    snapshot = dataclasses.replace(module.plan.snapshot, implementations=(implementation,))
+    return with_plan(module, dataclasses.replace(module.plan, snapshot=snapshot))
+
+
+def mesh_of(kind: str, shape=(4, 2)) -> Any:
+    return jax.make_mesh(shape, ("dp", "tp"), axis_types=(MESHES[kind],) * 2)
+
+
+def problem(kv_heads=4, heads=8, batch=4, t=16) -> dict[str, Any]:
+    return dict(
+        q=normal(0, batch, t, heads, 8),
+        k=normal(1, batch, t, kv_heads, 8),
+        v=normal(2, batch, t, kv_heads, 8),
+        sinks=normal(3, heads),
+        alibi_slopes=normal(4, heads) / 10,
+        bias=normal(5, batch, heads, 1, t),
+    )
+
+
+def place(mesh, arrays, tp: int = 2) -> dict[str, Any]:
+    specs = dict(q=P("dp", None, "tp"), sinks=P(), alibi_slopes=P(), bias=P("dp", "tp"))
+    specs["k"] = specs["v"] = specs["q"] if arrays["k"].shape[2] % tp == 0 else P("dp")
+    return {name: jax.device_put(x, NamedSharding(mesh, specs[name])) for name, x in arrays.items()}
+
+
+@pytest.mark.parametrize("kind", MESHES)
+@pytest.mark.parametrize("kv_heads", [8, 4, 1])
+def test_an_opaque_kernel_is_split_where_it_stands(kind, kv_heads):
+    arrays, module = problem(kv_heads), opaque(causal=True)
+    weight = normal(6, 4, 16, 8, 8)
+
+    def loss(arrays):
+        return jnp.sum(module(**arrays) * weight)
+
+    expected = quick(lambda a: module(**a))(arrays), quick(jax.grad(loss))(arrays)
+    mesh = mesh_of(kind)
+    sharded = place(mesh, arrays)
+    weight = jax.device_put(weight, NamedSharding(mesh, P("dp", None, "tp")))
+    with jax.set_mesh(mesh):
+        forward = quick(lambda a: module(**a)).lower(sharded).compile()
+        backward = quick(jax.grad(loss)).lower(sharded).compile()
+        out, grads = forward(sharded), backward(sharded)
+    assert not collectives(forward)
+    # Sinks and slopes are on every device: their gradients, a number a head, are summed and gathered. A lone key head is read
+    # by all devices, so that its gradient cannot be split by heads.
+    assert kv_heads == 1 or (set(collectives(backward)) <= {"all-reduce", "all-gather"} and max(gathered(backward), default=0) <= 8)
+    assert out.sharding.is_equivalent_to(sharded["q"].sharding, 4)
+    assert_close(out, expected[0])
+    for name, gradient in grads.items():
+        assert_close(gradient, expected[1][name], kind="gradient", name=name)
+    for name in ("q", "k", "v"):
+        assert grads[name].sharding.is_equivalent_to(sharded[name].sharding, 4), name
+
+
+@pytest.mark.parametrize("kind", MESHES)
+def test_plain_operands_need_no_collective_in_the_backward_either(kind):
+    arrays = {name: x for name, x in problem().items() if name in "qkv"}
+    module, mesh = opaque(causal=True), mesh_of(kind)
+    sharded = place(mesh, arrays)
+    gradient = quick(jax.grad(lambda a: jnp.sum(jnp.sin(module(**a)))))
+    with jax.set_mesh(mesh):
+        compiled = gradient.lower(sharded).compile()
+        actual = compiled(sharded)
+    assert not collectives(compiled)
+    expected = gradient(arrays)
+    for name in arrays:
+        assert_close(actual[name], expected[name], kind="gradient", name=name)
+
+
+@pytest.mark.parametrize("kind", MESHES)
+def test_more_devices_than_key_heads(kind):
+    """Four devices along the heads and two key heads: they cannot be split evenly, and the numbers stay right."""
+    arrays, mesh, module = problem(kv_heads=2, batch=2), mesh_of(kind, (2, 4)), opaque(causal=True)
+    sharded = place(mesh, arrays, tp=4)
+    loss = lambda a: jnp.sum(jnp.sin(module(**a)))
+    with jax.set_mesh(mesh):
+        out, grads = quick(lambda a: module(**a))(sharded), quick(jax.grad(loss))(sharded)
+    assert_close(out, quick(lambda a: module(**a))(arrays))
+    expected = quick(jax.grad(loss))(arrays)
+    for name in arrays:
+        assert_close(grads[name], expected[name], kind="gradient", name=name)
+
+
+def test_what_cannot_be_split_is_gathered():
+    """A split sequence, or a batch that does not divide, costs a collective and no correctness."""
+    arrays = {name: x for name, x in problem().items() if name in "qkv"}
+    module, mesh = opaque(causal=True), mesh_of("auto")
+    expected = quick(lambda a: module(**a))(arrays)
+    sequence = {name: jax.device_put(x, NamedSharding(mesh, P(None, "dp"))) for name, x in arrays.items()}
+    compiled = quick(lambda a: module(**a)).lower(sequence).compile()
+    assert collectives(compiled)["all-gather"] > 0
+    assert_close(compiled(sequence), expected)
+    several = opaque(causal=True)
+    nested = {name: x.reshape(2, 2, *x.shape[1:]) for name, x in arrays.items()}
+    rows = {name: jax.device_put(x, NamedSharding(mesh, P(None, "tp"))) for name, x in nested.items()}
+    compiled = quick(lambda a: several(**a)).lower(rows).compile()
+    assert not collectives(compiled)
+    assert_close(compiled(rows).reshape(expected.shape), expected)
+
+
+def test_vmap_on_a_mesh():
+    arrays = {name: x.reshape(2, 2, *x.shape[1:]) for name, x in problem().items() if name in "qkv"}
+    module, mesh = opaque(causal=True), mesh_of("auto", (2, 4))
+    call = jax.vmap(jax.vmap(lambda a: module(**a)))
+    sharded = {name: jax.device_put(x, NamedSharding(mesh, P("dp", None, None, "tp"))) for name, x in arrays.items()}
+    compiled = quick(call).lower(sharded).compile()
+    assert not collectives(compiled)
+    assert_close(compiled(sharded), quick(call)(arrays))
+
+
+@pytest.mark.parametrize("platform", ["opaque", "xla", "triton-interpret"])
+@pytest.mark.parametrize("check_vma", [True, False])
+def test_inside_shard_map(platform, check_vma):
+    if platform == "triton-interpret":
+        pytest.importorskip("triton")
+    module = opaque(causal=True) if platform == "opaque" else ejx.FlashAttention(causal=True, platform=platform)
+    arrays = {name: x for name, x in problem().items() if name != "bias"}
+    mesh = mesh_of("auto", (2, 4))
+    specs = dict.fromkeys("qkv", P("dp", None, "tp")) | dict.fromkeys(("sinks", "alibi_slopes"), P("tp"))
+    mapped = jax.shard_map(lambda a: module(**a), mesh=mesh, in_specs=(specs,), out_specs=P("dp", None, "tp"), check_vma=check_vma)
+    assert_close(jax.jit(mapped)(arrays), quick(lambda a: module(**a))(arrays))
+    gradient = jax.jit(jax.grad(lambda a: jnp.sum(jnp.sin(mapped(a)))))(arrays)
+    expected = quick(jax.grad(lambda a: jnp.sum(jnp.sin(module(**a)))))(arrays)
+    for name in arrays:
+        assert_close(gradient[name], expected[name], kind="gradient", name=name)
+
+
+@pytest.mark.parametrize("kind", MESHES)
+@pytest.mark.parametrize("kv_heads", [8, 4])
+def test_xla_is_split_by_the_compiler(kind, kv_heads):
+    arrays = {name: x for name, x in problem(kv_heads).items() if name in ("q", "k", "v", "bias")}
+    module, mesh = ejx.FlashAttention(causal=True, config=xla.XlaConfig(8, 8)), mesh_of(kind)
+    sharded = place(mesh, arrays)
+    gradient = quick(jax.grad(lambda a: jnp.sum(jnp.sin(module(**a)))))
+    with jax.set_mesh(mesh):
+        forward = quick(lambda a: module(**a)).lower(sharded).compile()
+        backward = gradient.lower(sharded).compile()
+        out, grads = forward(sharded), backward(sharded)
+    assert not collectives(forward) and not collectives(backward)
+    assert_close(out, quick(lambda a: module(**a))(arrays))
+    expected = gradient(arrays)
+    for name in arrays:
+        assert_close(grads[name], expected[name], kind="gradient", name=name)
