@@ -5,7 +5,7 @@ import dataclasses
 import functools
 import itertools
 from collections.abc import Callable
-from typing import Any, ClassVar, TypeVar
+from typing import Any, cast, ClassVar, TypeVar
 
 import equinox as eqx
 import jax
@@ -106,7 +106,7 @@ class Kernel(eqx.Module):
 def settle(kernel: "Kernel", call: Inputs) -> Plan:
     """The kernel's plan with its choice for every problem of this call made now. Traces with shapes only; computes nothing."""
     plan = kernel.plan
-    for problem in dict.fromkeys(selection.problem for selection in selections_of(kernel, call)):
+    for problem in dict.fromkeys(selection.problem for selection in selections_of(cast(Any, kernel), call)):
         plan = plan.pin(problem)
     return plan
 

@@ -20,7 +20,9 @@ def normal(seed: int, *shape: int, dtype: Any = jnp.float32) -> jax.Array:
     return jnp.asarray(np.random.default_rng(seed).standard_normal(shape)).astype(dtype)
 
 
-def qkv(*lead: int, t=20, s=26, heads=4, kv_heads=2, d=16, v=16, dtype: Any = jnp.float32, seed=0) -> dict[str, jax.Array]:
+def qkv(
+    *lead: int, t=20, s=26, heads=4, kv_heads=2, d=16, v=16, dtype: Any = jnp.float32, seed=0
+) -> dict[str, jax.Array]:
     return dict(
         q=normal(seed, *lead, t, heads, d, dtype=dtype),
         k=normal(seed + 1, *lead, s, kv_heads, d, dtype=dtype),
@@ -28,7 +30,9 @@ def qkv(*lead: int, t=20, s=26, heads=4, kv_heads=2, d=16, v=16, dtype: Any = jn
     )
 
 
-def exact(arrays, dout, dlse, seen=True, *, scale=None, cap=None, positions=None, keep=True, rate=0.0, by_row=False):
+def exact(
+    arrays, dout, dlse, seen=True, *, scale=None, cap=None, positions=None, keep=True, rate=0.0, by_row=False
+):
     """`(out [..., T, H, V], lse [..., T, H])` and the gradients, in float64.
 
     `positions [..., T]` are those of the queries, by default the last keys; `keep` is what dropout left, `[..., H, T, S]`.
@@ -43,14 +47,18 @@ def exact(arrays, dout, dlse, seen=True, *, scale=None, cap=None, positions=None
     alone = "sinks" in given and (by_row or sinks.ndim == 1)
     sinks = sinks[..., None] if alone else sinks  # [..., H, n]
     scale = d**-0.5 if scale is None else scale
-    distance = np.arange(s) - (np.arange(t) + s - t if positions is None else np.asarray(positions))[..., None]
+    distance = (
+        np.arange(s) - (np.arange(t) + s - t if positions is None else np.asarray(positions))[..., None]
+    )
     distance = distance[..., None, :, :]
 
     scores = scale * np.einsum("...thd,...shd->...hts", q, k)
     bent = np.zeros_like(scores) if cap is None else np.tanh(scores / cap)
     scores = (scores if cap is None else cap * bent) + bias + slopes[..., None, None] * distance
     scores = np.where(np.asarray(seen), scores, -np.inf)
-    every = np.concatenate([scores, np.broadcast_to(sinks[..., None, :], (*scores.shape[:-1], sinks.shape[-1]))], axis=-1)
+    every = np.concatenate(
+        [scores, np.broadcast_to(sinks[..., None, :], (*scores.shape[:-1], sinks.shape[-1]))], axis=-1
+    )
     top = every.max(-1, initial=-np.inf, keepdims=True)
     weights = np.exp(every - np.where(top == -np.inf, 0, top))
     total = weights.sum(-1, keepdims=True)
@@ -83,7 +91,9 @@ def exact(arrays, dout, dlse, seen=True, *, scale=None, cap=None, positions=None
 def _sum_to(x, shape):
     """Summed over the axes along which an array of this shape was broadcast."""
     x = x.sum(tuple(range(x.ndim - len(shape))))
-    return x.sum(tuple(axis for axis, size in enumerate(shape) if size != x.shape[axis]), keepdims=True).reshape(shape)
+    return x.sum(
+        tuple(axis for axis, size in enumerate(shape) if size != x.shape[axis]), keepdims=True
+    ).reshape(shape)
 
 
 def cotangents(arrays, seed=9):

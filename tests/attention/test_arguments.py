@@ -95,7 +95,9 @@ def test_calls(operation, name):
 def test_dropout_needs_a_key():
     with pytest.raises(ValueError) as caught:
         ejx.FlashAttention(dropout_rate=0.1)(Q, K, K)
-    assert_says(caught.value, "key: expected a JAX PRNG key, as dropout_rate > 0", "received None", "inference=True")
+    assert_says(
+        caught.value, "key: expected a JAX PRNG key, as dropout_rate > 0", "received None", "inference=True"
+    )
     ejx.FlashAttention(dropout_rate=0.1)(Q, K, K, inference=True)
 
 
@@ -133,7 +135,12 @@ def test_construction(name):
 
 def test_tiles_that_no_kernel_has():
     triton = pytest.importorskip("ejkernel_eqx.attention.triton")
-    for sizes, named in (((48, 64, 4, 2), "block_q"), ((64, 8, 4, 2), "block_k"), ((64, 64, 3, 2), "num_warps"), ((64, 64, 4, 0), "num_stages")):
+    for sizes, named in (
+        ((48, 64, 4, 2), "block_q"),
+        ((64, 8, 4, 2), "block_k"),
+        ((64, 64, 3, 2), "num_warps"),
+        ((64, 64, 4, 0), "num_stages"),
+    ):
         with pytest.raises(ValueError, match=rf"TileConfig.*{named}.* received") as caught:
             triton.TileConfig(*sizes)
         assert_says(caught.value)
@@ -164,7 +171,9 @@ def test_what_no_platform_takes_is_said_at_construction():
     with jax.enable_x64(True):
         double = jax.ShapeDtypeStruct((6, 2, 16), jnp.float64)
         with pytest.raises(UnsupportedError, match="takes float32, float16 and bfloat16, not float64"):
-            ejx.FlashAttention(platform="triton-interpret", tune_for=ejx.inputs(double, double, double, return_lse=True))
+            ejx.FlashAttention(
+                platform="triton-interpret", tune_for=ejx.inputs(double, double, double, return_lse=True)
+            )
     module = ejx.FlashAttention(platform="triton-interpret")
     with pytest.raises(UnsupportedError, match="on platform 'triton-interpret': takes head dims up to 256"):
         eqx.filter_eval_shape(module, wide, wide, wide)
@@ -172,7 +181,11 @@ def test_what_no_platform_takes_is_said_at_construction():
 
 def test_tune_for_takes_arrays_and_shapes():
     shape = jax.ShapeDtypeStruct((6, 2, 16), jnp.float32)
-    for given in ((shape,) * 3, (jnp.ones(shape.shape),) * 3, ejx.inputs(shape, shape, shape, bias=jax.ShapeDtypeStruct((6, 6), jnp.float32))):
+    for given in (
+        (shape,) * 3,
+        (jnp.ones(shape.shape),) * 3,
+        ejx.inputs(shape, shape, shape, bias=jax.ShapeDtypeStruct((6, 6), jnp.float32)),
+    ):
         module = ejx.FlashAttention(tune_for=given)
         ((platform, key, config),) = module.plan.pinned
         assert platform == "xla" and '"T":8' in key and isinstance(config, XlaConfig)
@@ -200,7 +213,11 @@ def test_windows(given, causal, expected):
     "parts, sinks, message",
     [
         ([], None, "parts: expected at least one pair (out, lse), received none."),
-        ([(x(6, 4, 8), x(4, 6))], None, "parts: expected out [..., T, H, V] and lse [..., T, H] of one shape, received (6, 4, 8) and (4, 6)."),
+        (
+            [(x(6, 4, 8), x(4, 6))],
+            None,
+            "parts: expected out [..., T, H, V] and lse [..., T, H] of one shape, received (6, 4, 8) and (4, 6).",
+        ),
         ([(x(6, 4, 8), x(6, 4)), (x(5, 4, 8), x(5, 4))], None, "parts: expected out"),
         ([(x(6, 4, 8), x(6, 4))], x(3), "sinks: expected [4] or [4, n], received (3,)."),
     ],

@@ -61,7 +61,8 @@ class Options:
             position = kv_starts[n + 1] - q_starts[n + 1] + i
         checks = [not self.causal or j <= position]
         checks += [
-            (left is None or position - left <= j) and (right is None or j <= position + right) for left, right in self.windows
+            (left is None or position - left <= j) and (right is None or j <= position + right)
+            for left, right in self.windows
         ]
         checks += [(j - first) // size == (position - first) // size for size in self.chunks]
         checks += [j <= position or j - first < lengths[b] for lengths in self.prefixes]
@@ -99,7 +100,10 @@ def recombined(mask: Mask, t: int, s: int, q_offset: Any) -> np.ndarray:
     seen = seen[..., None, :, :]
     if lowered.segments is not None:
         q_ids, kv_ids = (np.asarray(x) for x in lowered.segments)
-        seen = seen & ((q_ids[..., :, None] == kv_ids[..., None, :]) & (q_ids >= 0)[..., :, None])[..., None, :, :]
+        seen = (
+            seen
+            & ((q_ids[..., :, None] == kv_ids[..., None, :]) & (q_ids >= 0)[..., :, None])[..., None, :, :]
+        )
     return seen if lowered.dense is None else seen & np.asarray(lowered.dense)
 
 
@@ -114,7 +118,10 @@ def check(options: Options, t: int, s: int, q_offset: Any = None) -> None:
 
 RNG = np.random.default_rng(0)
 DENSE = RNG.random((B, H, 6, 7)) < 0.6
-IDS = (np.array([[0, 0, 1, 1, 2, -1], [1, 1, 0, 0, -3, 1]]), np.array([[0, 0, 1, 2, 2, 2, -1], [1, 0, 0, 1, 1, -3, 1]]))
+IDS = (
+    np.array([[0, 0, 1, 1, 2, -1], [1, 1, 0, 0, -3, 1]]),
+    np.array([[0, 0, 1, 2, 2, 2, -1], [1, 0, 0, 1, 1, -3, 1]]),
+)
 SINGLE = {
     "everything": Options(),
     "causal": Options(causal=True),
@@ -149,11 +156,15 @@ def test_by_definition(name):
 def options(draw, t: int, s: int) -> Options:
     flag, length = st.booleans(), st.integers(-1, s + 2)
     side = st.one_of(st.none(), st.integers(0, s))
-    ids = lambda n: np.array(draw(st.lists(st.lists(st.integers(-1, 2), min_size=n, max_size=n), min_size=B, max_size=B)))
+    ids = lambda n: np.array(
+        draw(st.lists(st.lists(st.integers(-1, 2), min_size=n, max_size=n), min_size=B, max_size=B))
+    )
     packed = None
     if draw(st.integers(0, 3)) == 0:
         count = draw(st.integers(1, 3))
-        cuts = lambda n: tuple(sorted(draw(st.lists(st.integers(0, n), min_size=count + 1, max_size=count + 1))))
+        cuts = lambda n: tuple(
+            sorted(draw(st.lists(st.integers(0, n), min_size=count + 1, max_size=count + 1)))
+        )
         packed = (cuts(t), cuts(s))
     return Options(
         causal=draw(flag),
@@ -164,7 +175,9 @@ def options(draw, t: int, s: int) -> Options:
         q_lengths=draw(st.one_of(st.none(), st.tuples(length, length))),
         kv_lengths=draw(st.one_of(st.none(), st.tuples(length, length))),
         packed=packed,
-        dense=np.random.default_rng(draw(st.integers(0, 99))).random((B, H, t, s)) < 0.8 if draw(flag) else None,
+        dense=np.random.default_rng(draw(st.integers(0, 99))).random((B, H, t, s)) < 0.8
+        if draw(flag)
+        else None,
     )
 
 
@@ -173,14 +186,18 @@ def options(draw, t: int, s: int) -> Options:
 def test_any_intersection(data):
     t, s = data.draw(st.sampled_from([(4, 6), (6, 4), (5, 5)]))
     chosen = data.draw(options(t, s))
-    offset = st.one_of(st.none(), st.integers(-4, 6), st.tuples(st.integers(-4, 6), st.integers(-4, 6)).map(np.array))
+    offset = st.one_of(
+        st.none(), st.integers(-4, 6), st.tuples(st.integers(-4, 6), st.integers(-4, 6)).map(np.array)
+    )
     q_offset = None if chosen.packed else data.draw(offset)
     expected = chosen.brute_force(t, s, q_offset)
     masks = data.draw(st.permutations(chosen.masks()))
     q_offset = jnp.asarray(q_offset) if isinstance(q_offset, np.ndarray) else q_offset
     mask = intersect(masks)
     np.testing.assert_array_equal(np.broadcast_to(recombined(mask, t, s, q_offset), expected.shape), expected)
-    np.testing.assert_array_equal(np.broadcast_to(mask.as_array(t, s, q_offset=q_offset), expected.shape), expected)
+    np.testing.assert_array_equal(
+        np.broadcast_to(mask.as_array(t, s, q_offset=q_offset), expected.shape), expected
+    )
 
 
 def test_what_is_static_stays_static():
@@ -190,7 +207,9 @@ def test_what_is_static_stays_static():
     lowered = (Mask.sliding_window(4, None) & Mask.from_segments(np.zeros((8,), int))).lower(8, 8, q_offset=3)
     assert lowered[:4] == (4, None, 3, None) and lowered.dense is None
     # One pair of segment ids is carried as such; only a second one has to be made dense.
-    assert (Mask.from_segments(*IDS) & Mask.from_lengths(kv_lengths=np.array([3, 4]))).lower(6, 7).dense is None
+    assert (Mask.from_segments(*IDS) & Mask.from_lengths(kv_lengths=np.array([3, 4]))).lower(
+        6, 7
+    ).dense is None
 
 
 def test_in_jit_and_vmap():
@@ -199,9 +218,11 @@ def test_in_jit_and_vmap():
     expected = dataclasses.replace(chosen, causal=True, kv_lengths=(5, 7)).brute_force(6, 7, None)
     actual = jax.jit(lambda mask: mask.as_array(6, 7))(mask)
     np.testing.assert_array_equal(np.broadcast_to(actual, expected.shape), expected)
-    per_row = jax.vmap(lambda q_ids, kv_ids, n: (Mask.from_segments(q_ids, kv_ids) & Mask.from_lengths(kv_lengths=n)).as_array(6, 7))(
-        *IDS, jnp.array([5, 7])
-    )
+    per_row = jax.vmap(
+        lambda q_ids, kv_ids, n: (
+            Mask.from_segments(q_ids, kv_ids) & Mask.from_lengths(kv_lengths=n)
+        ).as_array(6, 7)
+    )(*IDS, jnp.array([5, 7]))
     expected = dataclasses.replace(chosen, kv_lengths=(5, 7)).brute_force(6, 7, None)
     np.testing.assert_array_equal(np.broadcast_to(per_row, expected.shape), expected)
     # Built inside and given as an argument alike; its static half decides about retracing.
@@ -237,7 +258,10 @@ def test_random_is_as_dense_as_asked():
 
 
 def test_two_packings_do_not_combine():
-    with pytest.raises(ValueError, match="^cu_seqlens: expected in one of two combined masks, received in both; merge the packings first"):
+    with pytest.raises(
+        ValueError,
+        match="^cu_seqlens: expected in one of two combined masks, received in both; merge the packings first",
+    ):
         Mask.from_cu_seqlens([0, 3]) & Mask.from_cu_seqlens([0, 2, 3])
     with pytest.raises(TypeError, match="unsupported operand"):
         Mask.causal() & np.ones((3, 3), bool)
@@ -247,9 +271,15 @@ def test_two_packings_do_not_combine():
     "build, message",
     [
         (lambda: Mask.sliding_window(-1), "^left: expected a number of keys >= 0 or None, received -1"),
-        (lambda: Mask.sliding_window(None, -2), "^right: expected a number of keys >= 0 or None, received -2"),
+        (
+            lambda: Mask.sliding_window(None, -2),
+            "^right: expected a number of keys >= 0 or None, received -2",
+        ),
         (lambda: Mask.chunked(0), "^size: expected a chunk of at least one position, received 0"),
-        (lambda: Mask.from_dense(np.ones((2, 2), np.float32)), "^mask: expected a boolean array, received dtype float32; an additive mask is given as bias="),
+        (
+            lambda: Mask.from_dense(np.ones((2, 2), np.float32)),
+            "^mask: expected a boolean array, received dtype float32; an additive mask is given as bias=",
+        ),
     ],
 )
 def test_what_makes_no_mask(build, message):

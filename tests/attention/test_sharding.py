@@ -21,7 +21,9 @@ from ejkernel_eqx.dispatch import Backend, Implementation, Platform
 from tests.attention.dense import normal, quick
 from tests.tolerances import assert_close
 
-COLLECTIVE = re.compile(r"\b(all-gather|all-reduce|all-to-all|collective-permute|reduce-scatter)(?:-start)?\(")
+COLLECTIVE = re.compile(
+    r"\b(all-gather|all-reduce|all-to-all|collective-permute|reduce-scatter)(?:-start)?\("
+)
 MESHES = {"auto": AxisType.Auto, "explicit": AxisType.Explicit}
 
 
@@ -48,7 +50,12 @@ def _backward(arrays, spec, config, out, lse, dout, dlse):
 
 # A kernel that the compiler may not look into, whose body runs on any machine: the mathematics itself.
 OPAQUE = types.SimpleNamespace(
-    OPAQUE=True, forward=_forward, backward=_backward, default_config=xla.default_config, unsupported=xla.unsupported, config_type=xla.XlaConfig
+    OPAQUE=True,
+    forward=_forward,
+    backward=_backward,
+    default_config=xla.default_config,
+    unsupported=xla.unsupported,
+    config_type=xla.XlaConfig,
 )
 
 
@@ -100,7 +107,9 @@ def test_an_opaque_kernel_is_split_where_it_stands(kind, kv_heads):
     assert not collectives(forward)
     # Sinks and slopes are on every device: their gradients, a number a head, are summed and gathered. A lone key head is read
     # by all devices, so that its gradient cannot be split by heads.
-    assert kv_heads == 1 or (set(collectives(backward)) <= {"all-reduce", "all-gather"} and max(gathered(backward), default=0) <= 8)
+    assert kv_heads == 1 or (
+        set(collectives(backward)) <= {"all-reduce", "all-gather"} and max(gathered(backward), default=0) <= 8
+    )
     assert out.sharding.is_equivalent_to(sharded["q"].sharding, 4)
     assert_close(out, expected[0])
     for name, gradient in grads.items():
@@ -159,7 +168,9 @@ def test_vmap_on_a_mesh():
     arrays = {name: x.reshape(2, 2, *x.shape[1:]) for name, x in problem().items() if name in "qkv"}
     module, mesh = opaque(causal=True), mesh_of("auto", (2, 4))
     call = jax.vmap(jax.vmap(lambda a: module(**a)))
-    sharded = {name: jax.device_put(x, NamedSharding(mesh, P("dp", None, None, "tp"))) for name, x in arrays.items()}
+    sharded = {
+        name: jax.device_put(x, NamedSharding(mesh, P("dp", None, None, "tp"))) for name, x in arrays.items()
+    }
     compiled = quick(call).lower(sharded).compile()
     assert not collectives(compiled)
     assert_close(compiled(sharded), quick(call)(arrays))
@@ -170,11 +181,19 @@ def test_vmap_on_a_mesh():
 def test_inside_shard_map(platform, check_vma):
     if platform == "triton-interpret":
         pytest.importorskip("triton")
-    module = opaque(causal=True) if platform == "opaque" else ejx.FlashAttention(causal=True, platform=platform)
+    module = (
+        opaque(causal=True) if platform == "opaque" else ejx.FlashAttention(causal=True, platform=platform)
+    )
     arrays = {name: x for name, x in problem().items() if name != "bias"}
     mesh = mesh_of("auto", (2, 4))
     specs = dict.fromkeys("qkv", P("dp", None, "tp")) | dict.fromkeys(("sinks", "alibi_slopes"), P("tp"))
-    mapped = jax.shard_map(lambda a: module(**a), mesh=mesh, in_specs=(specs,), out_specs=P("dp", None, "tp"), check_vma=check_vma)
+    mapped = jax.shard_map(
+        lambda a: module(**a),
+        mesh=mesh,
+        in_specs=(specs,),
+        out_specs=P("dp", None, "tp"),
+        check_vma=check_vma,
+    )
     assert_close(jax.jit(mapped)(arrays), quick(lambda a: module(**a))(arrays))
     gradient = jax.jit(jax.grad(lambda a: jnp.sum(jnp.sin(mapped(a)))))(arrays)
     expected = quick(jax.grad(lambda a: jnp.sum(jnp.sin(module(**a)))))(arrays)

@@ -14,7 +14,7 @@ from ejkernel_eqx.dispatch.device import shared_memory_limit
 from ejkernel_eqx.launch import compile_ahead, Launch, TARGETS
 
 pytest.importorskip("triton")
-from ejkernel_eqx.attention import triton  # noqa: E402
+from ejkernel_eqx.attention import triton
 
 DEVICES = {
     "sm_80": DeviceFacts(Backend.GPU, "A100", "nvidia", "8.0", 108, shared_memory_limit("nvidia", "8.0")),
@@ -25,7 +25,9 @@ DEVICES = {
 
 
 def test_limits_agree():
-    assert {name: device.shared_memory for name, device in DEVICES.items()} == {n: t.shared_limit for n, t in TARGETS.items()}
+    assert {name: device.shared_memory for name, device in DEVICES.items()} == {
+        n: t.shared_limit for n, t in TARGETS.items()
+    }
 
 
 def request(head_dim: int, dtype: str, everything: bool) -> tuple[AttentionArrays, AttentionSpec]:
@@ -49,7 +51,9 @@ def request(head_dim: int, dtype: str, everything: bool) -> tuple[AttentionArray
     return arrays, spec
 
 
-def launches_of(arrays: AttentionArrays, spec: AttentionSpec, config: triton.TritonConfig) -> dict[str, Launch]:
+def launches_of(
+    arrays: AttentionArrays, spec: AttentionSpec, config: triton.TritonConfig
+) -> dict[str, Launch]:
     """What forward and backward would launch; nothing is run."""
     found = {}
 
@@ -78,7 +82,9 @@ def check(target: str, arrays: AttentionArrays, spec: AttentionSpec, kernels: se
     assert set(launches) == kernels
     for name, launch in launches.items():
         report = compile_ahead(launch, target)
-        assert report.fits, f"{name} needs {report.shared} bytes of shared memory, {target} has {report.shared_limit}: {config}"
+        assert report.fits, (
+            f"{name} needs {report.shared} bytes of shared memory, {target} has {report.shared_limit}: {config}"
+        )
 
 
 PLAIN = {"forward_kernel", "key_gradient_kernel", "query_gradient_kernel"}
@@ -93,7 +99,13 @@ QUICK = {
     ("gfx942", 128, "bfloat16", True),
     ("gfx942", 64, "float32", True),
 }
-GRID = [(target, d, dtype, flags) for target in DEVICES for d in (64, 128, 256) for dtype in ("bfloat16", "float32") for flags in (False, True)]
+GRID = [
+    (target, d, dtype, flags)
+    for target in DEVICES
+    for d in (64, 128, 256)
+    for dtype in ("bfloat16", "float32")
+    for flags in (False, True)
+]
 
 
 @pytest.mark.parametrize(
@@ -122,7 +134,9 @@ def test_some_configuration_is_left_for_every_request(target, head_dim, dtype):
     configs = triton.candidates(problem, DEVICES[target])
     assert configs[0] == triton.default_config(problem, DEVICES[target]) and len(set(configs)) == len(configs)
     if target == "gfx942":
-        assert not any(config.fast_tanh for config in configs) and {config.float32_dot for config in configs} == {"ieee"}
+        assert not any(config.fast_tanh for config in configs) and {
+            config.float32_dot for config in configs
+        } == {"ieee"}
 
 
 def test_the_four_kernels_are_told_apart():

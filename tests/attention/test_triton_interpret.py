@@ -20,8 +20,8 @@ from tests.attention.test_xla import assert_gradient_close, cotangents, DIFFEREN
 from tests.tolerances import assert_close
 
 pytest.importorskip("triton")
-from ejkernel_eqx.attention import triton_interpret  # noqa: E402
-from ejkernel_eqx.attention.triton import TileConfig, TritonConfig  # noqa: E402
+from ejkernel_eqx.attention import triton_interpret
+from ejkernel_eqx.attention.triton import TileConfig, TritonConfig
 
 
 def tiles(*sizes: tuple[int, int]) -> TritonConfig:
@@ -51,9 +51,16 @@ def oracle(case: Case, arrays: AttentionArrays, dout, dlse):
     keep = True
     if case.dropout:
         assert arrays.seeds is not None
-        keep = philox_keep(arrays.seeds[:, :, None, None], jnp.asarray(positions)[:, None, :, None], jnp.arange(case.S), case.dropout)
+        keep = philox_keep(
+            arrays.seeds[:, :, None, None],
+            jnp.asarray(positions)[:, None, :, None],
+            jnp.arange(case.S),
+            case.dropout,
+        )
     given = {name: getattr(arrays, name) for name in DIFFERENTIABLE if getattr(arrays, name) is not None}
-    options = dict(scale=spec.scale, cap=case.soft_cap, positions=positions, keep=keep, rate=case.dropout, by_row=True)
+    options = dict(
+        scale=spec.scale, cap=case.soft_cap, positions=positions, keep=keep, rate=case.dropout, by_row=True
+    )
     seen = visibility(arrays, spec)
     (out, lse), grads = exact(given, dout, np.swapaxes(dlse, 1, 2), seen, **options)
     part: dict = {}
@@ -90,7 +97,13 @@ def smaller(case: Case) -> Case:
     heads = {(8, 1): (4, 1), (4, 2): (4, 2), (3, 1): (3, 1), (2, 2): (2, 2)}[case.H, case.K]
     shrink = lambda n, most: min(n, most)
     return dataclasses.replace(
-        case, H=heads[0], K=heads[1], T=shrink(case.T, 77), S=shrink(case.S, 77), D=shrink(case.D, 96), V=shrink(case.V, 96)
+        case,
+        H=heads[0],
+        K=heads[1],
+        T=shrink(case.T, 77),
+        S=shrink(case.S, 77),
+        D=shrink(case.D, 96),
+        V=shrink(case.V, 96),
     )
 
 
@@ -118,10 +131,22 @@ SMALL = Case(B=2, T=50, S=67, H=2, K=1, D=16, V=24)
 @pytest.mark.parametrize("pattern", ["".join(p) for p in itertools.product("B1", "H1", "T1", "S1")])
 def test_every_way_to_broadcast_a_bias(pattern):
     """And with it every way to sum its gradient, over tiles as well."""
-    check(dataclasses.replace(SMALL, bias=pattern, right=0, offset=9, soft_cap=3.0), TILES[len(pattern.replace("1", "")) % 4])
+    check(
+        dataclasses.replace(SMALL, bias=pattern, right=0, offset=9, soft_cap=3.0),
+        TILES[len(pattern.replace("1", "")) % 4],
+    )
 
 
-@pytest.mark.parametrize("window", [dict(right=0, offset=17), dict(left=3, right=0, offset=17), dict(left=20, right=11, offset=-5), dict(left=0, offset=30)], ids=str)
+@pytest.mark.parametrize(
+    "window",
+    [
+        dict(right=0, offset=17),
+        dict(left=3, right=0, offset=17),
+        dict(left=20, right=11, offset=-5),
+        dict(left=0, offset=30),
+    ],
+    ids=str,
+)
 @pytest.mark.parametrize("config", TILES[1:3], ids=["wide", "tall"])
 def test_windows_across_tiles(window, config):
     check(dataclasses.replace(SMALL, **window), config)
@@ -149,7 +174,10 @@ def test_segments_across_tiles(name):
     case = Case(B=1, T=64, S=64, H=2, K=1, D=16, V=16)
     q_ids, kv_ids = (jnp.asarray(x, jnp.int32)[None] for x in IDS[name])
     dout, dlse = cotangents(case)
-    for config, others in ((TILES[0], {}), (TILES[2], dict(sinks=jnp.ones((1, 2)), mask=jnp.arange(64) % 7 > 0))):
+    for config, others in (
+        (TILES[0], {}),
+        (TILES[2], dict(sinks=jnp.ones((1, 2)), mask=jnp.arange(64) % 7 > 0)),
+    ):
         arrays, spec = make(case)
         others = {n: x[None, None, None] if n == "mask" else x for n, x in others.items()}
         arrays = arrays._replace(q_segments=q_ids, kv_segments=kv_ids, **others)
@@ -184,7 +212,12 @@ def ragged(draw):
         side = st.one_of(st.none(), st.integers(0, 20))
         spec = AttentionSpec(scale=1.0, left=draw(side), right=draw(side), offset=draw(st.integers(-20, 30)))
     if rows is None or draw(st.booleans()):
-        ids = lambda n: jnp.asarray(np.repeat(rng.integers(-1, 3, (draw(st.sampled_from([1, b])), n)), draw(st.integers(1, 12)), 1)[:, :n], jnp.int32)
+        ids = lambda n: jnp.asarray(
+            np.repeat(rng.integers(-1, 3, (draw(st.sampled_from([1, b])), n)), draw(st.integers(1, 12)), 1)[
+                :, :n
+            ],
+            jnp.int32,
+        )
         q_ids, kv_ids = ids(t), ids(s)
     arrays, _ = make(case)
     return arrays._replace(q_segments=q_ids, kv_segments=kv_ids, rows=rows), spec
@@ -197,11 +230,17 @@ def test_tables_of_tiles(problem, blocks):
     seen = np.asarray(visibility(arrays, spec))[:, 0]  # [B, T, S]
     batch, t, s = seen.shape
     marks = tile_table.seen(arrays, spec)
-    assert not (seen.any(2) & ~(np.asarray(marks.queries) != 0)).any() and not (seen.any(1) & ~(np.asarray(marks.keys) != 0)).any()
+    assert (
+        not (seen.any(2) & ~(np.asarray(marks.queries) != 0)).any()
+        and not (seen.any(1) & ~(np.asarray(marks.keys) != 0)).any()
+    )
     keys = np.asarray(tile_table.key_tile_table(arrays, spec, block_q, block_k))
     queries = np.asarray(tile_table.query_tile_table(arrays, spec, block_q, block_k))
     assert keys.shape == (batch, -(-t // block_q), 4) and queries.shape == (batch, -(-s // block_k), 4)
-    for table, view, rows, columns in ((keys, seen, block_q, block_k), (queries, seen.swapaxes(1, 2), block_k, block_q)):
+    for table, view, rows, columns in (
+        (keys, seen, block_q, block_k),
+        (queries, seen.swapaxes(1, 2), block_k, block_q),
+    ):
         for b, n in np.ndindex(table.shape[:2]):
             lo, first, last, hi = table[b, n]
             assert 0 <= lo <= first <= last <= hi <= -(-view.shape[2] // columns)

@@ -11,7 +11,9 @@ SOURCE = str(pathlib.Path(ejkernel_eqx.__file__).parents[1])
 
 
 def fresh(program: str) -> str:
-    environment = {name: value for name, value in os.environ.items() if name not in ("XLA_FLAGS", "PYTHONPATH")}
+    environment = {
+        name: value for name, value in os.environ.items() if name not in ("XLA_FLAGS", "PYTHONPATH")
+    }
     environment |= {"PYTHONPATH": SOURCE, "JAX_PLATFORMS": "cpu"}
     done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, env=environment)
     assert done.returncode == 0, done.stderr

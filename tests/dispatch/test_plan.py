@@ -48,7 +48,9 @@ def problem_of(module, *args) -> Problem:
 
 
 def known(key, config, monkeypatch):
-    monkeypatch.setattr(caches, "PERSISTENT_SOURCES", [lambda i, d: {key: config} if i.platform is Platform.XLA else {}])
+    monkeypatch.setattr(
+        caches, "PERSISTENT_SOURCES", [lambda i, d: {key: config} if i.platform is Platform.XLA else {}]
+    )
 
 
 def test_provenance_takes_no_part_in_equality(monkeypatch):
@@ -65,9 +67,13 @@ def test_provenance_takes_no_part_in_equality(monkeypatch):
     set_autotuner(lambda p, implementation, device: TILES)
     with ejx.policy_override("tune"):
         tuned = ejx.FlashAttention(tune_for=qkv())
-    tiers = [ejx.explain(module, *qkv()).choices[0].tier for module in (from_memory, from_table, settled, tuned)]
+    tiers = [
+        ejx.explain(module, *qkv()).choices[0].tier for module in (from_memory, from_table, settled, tuned)
+    ]
     assert tiers == ["memory", "persistent", "overlay", "autotune"]
-    assert from_memory == from_table == tuned and hash(from_memory.plan) == hash(from_table.plan) == hash(tuned.plan)
+    assert from_memory == from_table == tuned and hash(from_memory.plan) == hash(from_table.plan) == hash(
+        tuned.plan
+    )
     assert plain != from_memory
     # Overrides are equal whatever the tables say, as these are never asked then.
     before = ejx.FlashAttention(config=TILES)
@@ -185,7 +191,9 @@ def test_a_call_under_jit_traces_once(monkeypatch):
 
     counted(xla, "forward")
     counted(xla, "backward")
-    module = ejx.FlashAttention(causal=True, softmax_scale=0.123)  # a specification that no other test has traced
+    module = ejx.FlashAttention(
+        causal=True, softmax_scale=0.123
+    )  # a specification that no other test has traced
     forward = eqx.filter_jit(lambda module, *args: module(*args))
     for seed in range(3):
         forward(module, *qkv(seed=seed))
@@ -272,7 +280,10 @@ def test_selecting_is_pure():
     plan = make_plan(OPERATION)
     assert isinstance(plan, Plan) and plan.platforms == (Platform.TRITON, Platform.PALLAS, Platform.XLA)
     assert plan.select(problem()) == plan.select(problem()) == select(plan.snapshot, problem())
-    assert plan.pin(problem()).pinned == ((Platform.PALLAS, problem().key(), FastConfig(0)),) and plan.pinned == ()
+    assert (
+        plan.pin(problem()).pinned == ((Platform.PALLAS, problem().key(), FastConfig(0)),)
+        and plan.pinned == ()
+    )
 
 
 def test_residual_names_are_those_documented():

@@ -28,7 +28,11 @@ def make(operation="op", **changed) -> Problem:
 def test_fields():
     problem = make()
     assert problem.dim("T") == 1000 and problem.dtype("q") == "bfloat16"
-    assert problem.flag("window") == "9,0" and problem.flag("mask") is None and problem.flag("never given") is None
+    assert (
+        problem.flag("window") == "9,0"
+        and problem.flag("mask") is None
+        and problem.flag("never given") is None
+    )
     assert str(problem) == "op B2 D64 T1000 float32/bfloat16 cap=30.0 causal window=9,0"
     assert make(dtypes={"q": jnp.bfloat16.dtype, "bias": np.dtype("float32")}) == problem
 
@@ -56,7 +60,13 @@ def test_lengths_share_buckets():
 
 @pytest.mark.parametrize("group", ["dims", "dtypes", "flags"])
 def test_every_field_is_in_the_key(group):
-    other = {int: lambda x: 4 * x, str: lambda x: x + "x", bool: lambda x: not x, float: lambda x: 2 * x, type(None): lambda x: 1}
+    other = {
+        int: lambda x: 4 * x,
+        str: lambda x: x + "x",
+        bool: lambda x: not x,
+        float: lambda x: 2 * x,
+        type(None): lambda x: 1,
+    }
     for name, value in BASE[group].items():
         changed = make(**{group: {**BASE[group], name: other[type(value)](value)}})
         missing = make(**{group: {n: v for n, v in BASE[group].items() if n != name}})
@@ -83,7 +93,9 @@ def test_key_is_the_same_in_another_process():
     )
     source = str(pathlib.Path(ejkernel_eqx.__file__).parents[1])
     environment = {**os.environ, "PYTHONHASHSEED": "12345", "PYTHONPATH": source, "JAX_PLATFORMS": "cpu"}
-    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, env=environment, check=True)
+    done = subprocess.run(
+        [sys.executable, "-c", program], capture_output=True, text=True, env=environment, check=True
+    )
     assert done.stdout.split("\n")[:2] == [make().key(), make().digest()]
 
 
@@ -95,21 +107,32 @@ def test_device_facts_of_this_machine():
 
 
 def test_fingerprint_differs_where_a_table_may_not_be_shared():
-    h200 = DeviceFacts(Backend.GPU, "NVIDIA H200", "nvidia", "9.0", 132, 232_448, memory=1, runtime="CUDA 13", count=1)
+    h200 = DeviceFacts(
+        Backend.GPU, "NVIDIA H200", "nvidia", "9.0", 132, 232_448, memory=1, runtime="CUDA 13", count=1
+    )
     assert h200.slug == "nvidia_h200" and h200.capability == (9, 0)
     assert device_fingerprint(h200).startswith("nvidia_h200-")
     same = dataclasses.replace(h200, memory=2, runtime="CUDA 12", count=8)
     assert device_fingerprint(same) == device_fingerprint(h200)
-    for field, value in (("kind", "NVIDIA H100"), ("compute_capability", "9.1"), ("num_multiprocessors", 66), ("shared_memory", 1)):
+    for field, value in (
+        ("kind", "NVIDIA H100"),
+        ("compute_capability", "9.1"),
+        ("num_multiprocessors", 66),
+        ("shared_memory", 1),
+    ):
         assert device_fingerprint(dataclasses.replace(h200, **{field: value})) != device_fingerprint(h200)
 
 
-@pytest.mark.parametrize("capability, expected", [("9.0", (9, 0)), ("12.1", (12, 1)), ("", (0, 0)), ("gfx942", (0, 0))])
+@pytest.mark.parametrize(
+    "capability, expected", [("9.0", (9, 0)), ("12.1", (12, 1)), ("", (0, 0)), ("gfx942", (0, 0))]
+)
 def test_capability(capability, expected):
     assert DeviceFacts(Backend.GPU, "x", compute_capability=capability).capability == expected
 
 
 def test_an_unknown_architecture_gets_the_smallest_limit():
     assert shared_memory_limit("nvidia", "9.0") == 232_448
-    assert shared_memory_limit("nvidia", "99.0") == min(shared_memory_limit("nvidia", c) for c in ("8.0", "8.6", "9.0", "12.0"))
+    assert shared_memory_limit("nvidia", "99.0") == min(
+        shared_memory_limit("nvidia", c) for c in ("8.0", "8.6", "9.0", "12.0")
+    )
     assert shared_memory_limit("amd", "gfx942") == 65_536

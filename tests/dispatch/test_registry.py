@@ -15,7 +15,9 @@ from ejkernel_eqx.dispatch import (
 )
 from tests.dispatch import toy
 
-H200 = DeviceFacts(Backend.GPU, "NVIDIA H200", vendor="nvidia", compute_capability="9.0", shared_memory=232_448)
+H200 = DeviceFacts(
+    Backend.GPU, "NVIDIA H200", vendor="nvidia", compute_capability="9.0", shared_memory=232_448
+)
 
 
 def hooks(label: str = "", **others) -> types.SimpleNamespace:
@@ -26,17 +28,25 @@ def hooks(label: str = "", **others) -> types.SimpleNamespace:
 
 
 def test_operations_and_their_order():
-    assert {"flash_attention", "attention", "scaled_dot_product_attention"} <= set(kernel_registry.list_operations())
+    assert {"flash_attention", "attention", "scaled_dot_product_attention"} <= set(
+        kernel_registry.list_operations()
+    )
     platforms = [i.platform for i in kernel_registry.ordered("flash_attention")]
     assert platforms == [Platform.CUDA, Platform.TRITON, Platform.XLA, Platform.TRITON_INTERPRET]
     assert [i.platform for i in kernel_registry.ordered("attention")] == [Platform.XLA]
-    with pytest.raises(ValueError, match=r"^operation: expected one of \[.*'flash_attention'.*\], received 'flash'\.$"):
+    with pytest.raises(
+        ValueError, match=r"^operation: expected one of \[.*'flash_attention'.*\], received 'flash'\.$"
+    ):
         kernel_registry.ordered("flash")
 
 
 def test_reasons_name_the_device():
     reasons = {i.platform: reason for i, reason in kernel_registry.list_implementations(toy.OPERATION, H200)}
-    assert reasons == {Platform.TRITON: "needs a TPU, the device is NVIDIA H200 (gpu)", Platform.PALLAS: None, Platform.XLA: None}
+    assert reasons == {
+        Platform.TRITON: "needs a TPU, the device is NVIDIA H200 (gpu)",
+        Platform.PALLAS: None,
+        Platform.XLA: None,
+    }
 
 
 def test_third_party_outranks():
@@ -52,7 +62,10 @@ def test_third_party_outranks():
 
 
 def test_what_a_platform_must_answer():
-    with pytest.raises(ValueError, match=r"register\('op', 'xla'\): expected .* without default_config, candidates, config_type"):
+    with pytest.raises(
+        ValueError,
+        match=r"register\('op', 'xla'\): expected .* without default_config, candidates, config_type",
+    ):
         KernelRegistry().register("op", "xla")(types.SimpleNamespace(unsupported=None))
     with pytest.raises(ValueError, match="expected one of .*'xla'.* received 'verilog'"):
         KernelRegistry().register("op", "verilog")(hooks())
@@ -62,7 +75,10 @@ def test_an_explicit_platform_is_never_replaced():
     assert kernel_registry.get(toy.OPERATION).platform is Platform.PALLAS
     assert kernel_registry.get(toy.OPERATION, "xla").platform is Platform.XLA
     assert kernel_registry.get(toy.OPERATION, Platform.TRITON).platform is Platform.TRITON
-    with pytest.raises(ValueError, match=r"platform: expected one of \['triton', 'pallas', 'xla'\] for tests.toy, received 'cuda'"):
+    with pytest.raises(
+        ValueError,
+        match=r"platform: expected one of \['triton', 'pallas', 'xla'\] for tests.toy, received 'cuda'",
+    ):
         kernel_registry.get(toy.OPERATION, "cuda")
     with pytest.raises(ValueError, match=r"received 'triton' on backend 'gpu'"):
         kernel_registry.get(toy.OPERATION, "triton", "gpu")
@@ -92,7 +108,9 @@ def test_the_platforms_of_a_core_take_the_same_parameters(operation):
         # `execute` is how triton-interpret calls the launches of triton; no caller of a platform may name it.
         if implementation.platform is not Platform.TRITON:
             registry.add(implementation)
-    registry.validate_signatures(operation, ("forward", "backward", "unsupported", "default_config", "candidates", "attend"))
+    registry.validate_signatures(
+        operation, ("forward", "backward", "unsupported", "default_config", "candidates", "attend")
+    )
 
 
 def test_disagreeing_signatures_are_found():
@@ -113,4 +131,8 @@ def test_dispatch_names_no_operation():
     strings = re.compile(r'"""(?:.|\n)*?"""')
     for file in files:
         assert not named.findall(strings.sub("", file.read_text(encoding="utf-8"))), file.name
-        assert not re.search(r"^\s*(from|import) .*(\.\.attention|\.\._kernel|\.\.launch|\.\.nn)", file.read_text(encoding="utf-8"), re.M)
+        assert not re.search(
+            r"^\s*(from|import) .*(\.\.attention|\.\._kernel|\.\.launch|\.\.nn)",
+            file.read_text(encoding="utf-8"),
+            re.M,
+        )

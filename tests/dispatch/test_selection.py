@@ -82,7 +82,11 @@ def test_the_last_tier_names_every_platform():
 
 def test_the_next_platform_is_asked_when_one_does_not_support_the_problem():
     selection = select(take_snapshot(OPERATION), problem(500))
-    assert (selection.platform, selection.config, selection.tier) == (Platform.XLA, SlowConfig(0), Tier.HEURISTIC)
+    assert (selection.platform, selection.config, selection.tier) == (
+        Platform.XLA,
+        SlowConfig(0),
+        Tier.HEURISTIC,
+    )
     assert [platform for platform, _ in selection.rejected] == [Platform.TRITON, Platform.PALLAS]
     # An entry of a platform that does not support the problem is no reason to use it.
     memory_cache.put(Platform.PALLAS, problem(500).key(), FastConfig(9))
@@ -92,7 +96,12 @@ def test_the_next_platform_is_asked_when_one_does_not_support_the_problem():
 def test_an_entry_serves_its_bucket_only():
     memory_cache.put(Platform.PALLAS, problem(64).key(), FastConfig(9))
     assert chosen(problem(33)) == chosen(problem(64)) == (FastConfig(9), Tier.MEMORY)
-    assert chosen(problem(65)) == chosen(problem(32)) == chosen(problem(64, flag=True)) == (FastConfig(0), Tier.HEURISTIC)
+    assert (
+        chosen(problem(65))
+        == chosen(problem(32))
+        == chosen(problem(64, flag=True))
+        == (FastConfig(0), Tier.HEURISTIC)
+    )
 
 
 def test_platform_and_config_pin_the_platform():
@@ -104,9 +113,15 @@ def test_platform_and_config_pin_the_platform():
         chosen(problem(500), config=FastConfig(1))
     with pytest.raises(UnsupportedError, match="'triton': needs a TPU"):
         take_snapshot(OPERATION, platform="triton")
-    with pytest.raises(ValueError, match="config: expected an instance of FastConfig for platform 'pallas' of tests.toy, received SlowConfig"):
+    with pytest.raises(
+        ValueError,
+        match="config: expected an instance of FastConfig for platform 'pallas' of tests.toy, received SlowConfig",
+    ):
         take_snapshot(OPERATION, platform="pallas", config=SlowConfig(1))
-    with pytest.raises(ValueError, match=r"config: expected an instance of FastConfig or SlowConfig for tests.toy on .*, received 3"):
+    with pytest.raises(
+        ValueError,
+        match=r"config: expected an instance of FastConfig or SlowConfig for tests.toy on .*, received 3",
+    ):
         take_snapshot(OPERATION, config=3)
 
 
@@ -171,8 +186,16 @@ def test_policies(shipped):
     new = problem(16)
     expected = {
         "heuristic": ((FastConfig(0), Tier.HEURISTIC),) * 3,
-        "cached": ((FastConfig(4), Tier.PERSISTENT), (FastConfig(3), Tier.MEMORY), (FastConfig(0), Tier.HEURISTIC)),
-        "tune": ((FastConfig(4), Tier.PERSISTENT), (FastConfig(3), Tier.MEMORY), (FastConfig(5), Tier.AUTOTUNE)),
+        "cached": (
+            (FastConfig(4), Tier.PERSISTENT),
+            (FastConfig(3), Tier.MEMORY),
+            (FastConfig(0), Tier.HEURISTIC),
+        ),
+        "tune": (
+            (FastConfig(4), Tier.PERSISTENT),
+            (FastConfig(3), Tier.MEMORY),
+            (FastConfig(5), Tier.AUTOTUNE),
+        ),
         "force": ((FastConfig(5), Tier.AUTOTUNE),) * 3,
     }
     for policy, answers in expected.items():
@@ -201,12 +224,21 @@ def test_the_policy_of_the_environment(monkeypatch):
     expected = "environment variable EJKERNEL_EQX_POLICY: expected one of 'heuristic', 'cached', 'tune', 'force', received 'always'"
     with pytest.raises(ValueError, match=expected):
         take_snapshot(OPERATION)
-    with pytest.raises(ValueError, match="^policy: expected one of 'heuristic', .* received 'sometimes'"), policy_override("sometimes"):
+    with (
+        pytest.raises(ValueError, match="^policy: expected one of 'heuristic', .* received 'sometimes'"),
+        policy_override("sometimes"),
+    ):
         pass
 
 
 def entry(config, p=None, **changed):
-    return {"operation": OPERATION, "platform": "pallas", "problem": (p or problem()).key(), "config": config, **changed}
+    return {
+        "operation": OPERATION,
+        "platform": "pallas",
+        "problem": (p or problem()).key(),
+        "config": config,
+        **changed,
+    }
 
 
 @pytest.fixture
@@ -261,7 +293,10 @@ def test_an_entry_of_another_version_is_ignored_aloud(ship, caplog):
 
 
 def test_the_first_source_that_knows_decides(monkeypatch):
-    tables = ({problem().key(): FastConfig(1)}, {problem().key(): FastConfig(2), problem(8).key(): FastConfig(3)})
+    tables = (
+        {problem().key(): FastConfig(1)},
+        {problem().key(): FastConfig(2), problem(8).key(): FastConfig(3)},
+    )
     sources = [lambda implementation, device, table=table: table for table in tables]
     monkeypatch.setattr(caches, "PERSISTENT_SOURCES", sources)
     implementation = kernel_registry.get(OPERATION, "pallas")

@@ -12,7 +12,9 @@ from jax.sharding import PartitionSpec as P
 from ejkernel_eqx.parallel import Axes, match_varying, partition, partitioned
 from ejkernel_eqx.parallel.varying import varying_axes
 
-COLLECTIVE = re.compile(r"\b(all-gather|all-reduce|all-to-all|collective-permute|reduce-scatter)(?:-start)?\(")
+COLLECTIVE = re.compile(
+    r"\b(all-gather|all-reduce|all-to-all|collective-permute|reduce-scatter)(?:-start)?\("
+)
 KINDS = {"auto": AxisType.Auto, "explicit": AxisType.Explicit}
 
 
@@ -141,10 +143,17 @@ def test_match_varying():
 
     def body(x, y):
         marked, both = match_varying((jnp.zeros(3), x), (x, y))
-        found.update(zero=varying_axes(jnp.zeros(3)), x=varying_axes(x), marked=varying_axes(marked), both=varying_axes((both,)))
+        found.update(
+            zero=varying_axes(jnp.zeros(3)),
+            x=varying_axes(x),
+            marked=varying_axes(marked),
+            both=varying_axes((both,)),
+        )
         return x + marked.sum() + both + y
 
     x = jnp.ones((4, 2))
-    jax.jit(jax.shard_map(body, mesh=mesh, in_specs=(P("x"), P("x", "y")), out_specs=P("x", "y")))(x[:, :1], x)
+    jax.jit(jax.shard_map(body, mesh=mesh, in_specs=(P("x"), P("x", "y")), out_specs=P("x", "y")))(
+        x[:, :1], x
+    )
     assert found == dict(zero=frozenset(), x={"x"}, marked={"x", "y"}, both={"x", "y"})
     assert varying_axes(x) == frozenset() and match_varying(x, x) is x

@@ -26,19 +26,20 @@ OUT_NAME, LSE_NAME = "attention_out", "attention_lse"
 """Names of the two residuals that only the kernel can make again, for `jax.checkpoint_policies.save_only_these_names`."""
 
 # Axes of each array behind its leading ones, by the letters of `spec.py`.
-_AXES = AttentionArrays(
-    q=("T", "H", "D"),
-    k=("S", "K", "D"),
-    v=("S", "K", "V"),
-    bias=("H", "T", "S"),
-    alibi_slopes=("H",),
-    sinks=("H",),
-    mask=("H", "T", "S"),
-    q_segments=("T",),
-    kv_segments=("S",),
-    rows=RowRanges(("T",), ("T",), ("T",)),
-    seeds=("H", "two"),
-)  # type: ignore[arg-type]
+_LETTERS: dict[str, Any] = {
+    "q": ("T", "H", "D"),
+    "k": ("S", "K", "D"),
+    "v": ("S", "K", "V"),
+    "bias": ("H", "T", "S"),
+    "alibi_slopes": ("H",),
+    "sinks": ("H",),
+    "mask": ("H", "T", "S"),
+    "q_segments": ("T",),
+    "kv_segments": ("S",),
+    "rows": RowRanges._make([("T",)] * 3),
+    "seeds": ("H", "two"),
+}
+_AXES = AttentionArrays(**_LETTERS)
 _OUT_AXES, _LSE_AXES = ("T", "H", "V"), ("H", "T")
 _WHOLE = ("q", "k", "v", "seeds")  # their leading axes are never of size one in place of a larger one
 _LEARNED = ("bias", "alibi_slopes", "sinks")
@@ -131,7 +132,7 @@ def _differentiable(
     def call_backward(residuals: _Residuals, cotangents: tuple[Array, Array]) -> tuple[AttentionArrays]:
         arrays = residuals.arrays
         grads = backward(_per_row(arrays) if opaque else arrays, *residuals[1:], *cotangents)
-        fields = {
+        fields: dict[str, Any] = {
             n: _like(g, getattr(arrays, n))
             for n, g in zip(grads._fields, grads, strict=True)
             if g is not None
@@ -168,14 +169,14 @@ def _map_first_axis(function: Callable[..., Any], arrays: AttentionArrays, rest:
         for name in AttentionArrays._fields
         if name not in _WHOLE and _is_broadcast(getattr(arrays, name), size)
     }
-    axes = AttentionArrays(
-        *(
+    axes = AttentionArrays._make(
+        (
             _axes_like(x, None if n in shared else 0)
             for n, x in zip(AttentionArrays._fields, arrays, strict=True)
         )
     )
-    first = AttentionArrays(
-        *(
+    first = AttentionArrays._make(
+        (
             jax.tree.map(lambda x: x[0], x) if n in shared else x
             for n, x in zip(arrays._fields, arrays, strict=True)
         )
@@ -264,8 +265,8 @@ def _labels(arrays: AttentionArrays, rest: tuple[Array, ...]) -> tuple[Any, ...]
 
 def _present(arrays: AttentionArrays) -> AttentionArrays:
     """`_AXES` where there is an array, wrapped so that a tuple of letters is one leaf."""
-    return AttentionArrays(
-        *(
+    return AttentionArrays._make(
+        (
             None if x is None else jax.tree.map(partition.Axes, a, is_leaf=_is_letters)
             for x, a in zip(arrays, _AXES, strict=True)
         )
@@ -283,7 +284,7 @@ def _is_letters(value: Any) -> bool:
 def _label(shape: tuple[int, ...], axes: Any, arrays: AttentionArrays) -> "partition.Axes":
     letters = tuple(axes.letters if isinstance(axes, partition.Axes) else axes)
     lead = len(shape) - len(letters)
-    sizes = dict(zip(("T", "H", "D"), arrays.q.shape[-3:], strict=True)) | dict(
+    sizes: dict[Any, int] = dict(zip(("T", "H", "D"), arrays.q.shape[-3:], strict=True)) | dict(
         zip(("S", "K", "V"), arrays.v.shape[-3:], strict=True)
     )
     full = (*_leading(arrays), *(sizes.get(letter, 2) for letter in letters))
@@ -298,11 +299,11 @@ def _label(shape: tuple[int, ...], axes: Any, arrays: AttentionArrays) -> "parti
 
 def _output_labels(outs: Any, arrays: AttentionArrays) -> Any:
     if isinstance(outs, AttentionGrads):
-        axes = AttentionGrads(
-            *(None if x is None else getattr(_AXES, name) for name, x in zip(outs._fields, outs, strict=True))
+        axes = AttentionGrads._make(
+            (None if x is None else getattr(_AXES, name) for name, x in zip(outs._fields, outs, strict=True))
         )
-        return AttentionGrads(
-            *(None if x is None else _label(x.shape, a, arrays) for x, a in zip(outs, axes, strict=True))
+        return AttentionGrads._make(
+            (None if x is None else _label(x.shape, a, arrays) for x, a in zip(outs, axes, strict=True))
         )
     return tuple(_label(x.shape, axes, arrays) for x, axes in zip(outs, (_OUT_AXES, _LSE_AXES), strict=True))
 
@@ -310,16 +311,16 @@ def _output_labels(outs: Any, arrays: AttentionArrays) -> Any:
 def _fold(function: Callable[..., Any], arrays: AttentionArrays, rest: tuple[Array, ...]) -> Any:
     """Calls a function of one batch axis with all leading axes merged into it, and splits its results again."""
     lead = _leading(arrays)
-    flat = AttentionArrays(
-        *(
+    flat = AttentionArrays._make(
+        (
             jax.tree.map(functools.partial(_merge, lead), x, _ranks(a, x))
             for x, a in zip(arrays, _AXES, strict=True)
         )
     )
     result = function(flat, *(_merge(lead, x, 3 if i % 2 == 0 else 2) for i, x in enumerate(rest)))
     if isinstance(result, AttentionGrads):
-        return AttentionGrads(
-            *(
+        return AttentionGrads._make(
+            (
                 None if g is None else _split_grad(g, getattr(arrays, n), lead)
                 for n, g in zip(result._fields, result, strict=True)
             )

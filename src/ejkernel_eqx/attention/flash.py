@@ -133,7 +133,10 @@ class FlashAttention(Kernel):
         )
         arrays, spec = self._resolve(q, k, v, masking, scoring, return_lse)
         out, lse = attend(self.plan, self.operation, arrays, spec)
-        return (out, jnp.swapaxes(lse, -1, -2)) if return_lse else out
+        if not return_lse:
+            return out
+        assert lse is not None, "only platforms that give the lse take a call that wants it"
+        return out, jnp.swapaxes(lse, -1, -2)
 
     def _resolve(
         self, q: Array, k: Array, v: Array, masking: MaskInputs, scoring: ScoreInputs, return_lse: bool

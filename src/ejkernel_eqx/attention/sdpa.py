@@ -87,4 +87,7 @@ class ScaledDotProductAttention(Kernel):
             query, key, value, options, own, masking, ScoreInputs(bias=bias), return_lse=return_residual
         )
         out, lse = attend(self.plan, self.operation, arrays, spec)
-        return (out, jnp.swapaxes(lse, -1, -2)) if return_residual else out
+        if not return_residual:
+            return out
+        assert lse is not None, "only platforms that give the lse take a call that wants it"
+        return out, jnp.swapaxes(lse, -1, -2)

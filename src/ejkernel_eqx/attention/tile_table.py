@@ -116,11 +116,11 @@ def _runs(touched: Array, whole: Array, batch: int) -> Array:
     """The hull of the touched tiles and the first run of whole ones, along the last axis."""
     count = touched.shape[-1]
     index = jnp.arange(count, dtype=jnp.int32)
-    lo = jnp.where(touched, index, count).min(-1)
-    hi = jnp.where(touched, index + 1, 0).max(-1)
+    lo = jnp.where(touched, index, count).min(-1, initial=count)
+    hi = jnp.where(touched, index + 1, 0).max(-1, initial=0)
     lo = jnp.minimum(lo, hi)
-    begin = jnp.where(whole, index, count).min(-1)
-    stop = jnp.where(~whole & (index > begin[..., None]), index, count).min(-1)
+    begin = jnp.where(whole, index, count).min(-1, initial=count)
+    stop = jnp.where(~whole & (index > begin[..., None]), index, count).min(-1, initial=count)
     begin = jnp.minimum(begin, hi)
     table = jnp.stack([lo, begin, jnp.clip(stop, begin, hi), hi], axis=-1).astype(jnp.int32)
     return jnp.broadcast_to(table, (batch, *table.shape[1:]))

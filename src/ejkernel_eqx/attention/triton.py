@@ -97,7 +97,7 @@ def candidates(problem: Problem, device: DeviceFacts) -> list[TritonConfig]:
     ]
     nvidia = device.vendor == "nvidia"
     options: dict[str, Any] = {} if nvidia else {"fast_tanh": False, "float32_dot": "ieee"}
-    return [TritonConfig(*row, **options) for row in rows]
+    return [TritonConfig(forward, keys, queries, **options) for forward, keys, queries in rows]
 
 
 def _fitting(kernel: str, problem: Problem, device: DeviceFacts) -> list[TileConfig]:

@@ -4,10 +4,13 @@ import dataclasses
 import functools
 import hashlib
 from collections.abc import Mapping
+from typing import Any
 
 import jax
 
 from .platform import Backend
+
+Device = Any  # `jax.Device`, which is a variable to type checkers
 
 # What one thread block may take when the runtime does not say: the smallest limit among supported GPUs of a vendor.
 _SAFE_SHARED_MEMORY = {"nvidia": 101_376, "amd": 65_536}
@@ -42,16 +45,16 @@ class DeviceFacts:
         return "".join(c if c.isalnum() else "_" for c in self.kind.lower()).strip("_")
 
 
-def device_facts(device: jax.Device | None = None) -> DeviceFacts:
+def device_facts(device: Device | None = None) -> DeviceFacts:
     """The facts of `device`, by default of the device that JAX would place a computation on."""
     if device is None:
-        default = jax.config.jax_default_device
+        default = getattr(jax.config, "jax_default_device", None)
         device = default if isinstance(default, jax.Device) else jax.devices(default)[0]
     return _facts(device)
 
 
 @functools.lru_cache(maxsize=64)
-def _facts(device: jax.Device) -> DeviceFacts:
+def _facts(device: Device) -> DeviceFacts:
     platform = device.platform
     if platform in ("gpu", "cuda", "rocm"):
         return _gpu_facts(device)
@@ -62,7 +65,7 @@ def _facts(device: jax.Device) -> DeviceFacts:
     )
 
 
-def _gpu_facts(device: jax.Device) -> DeviceFacts:
+def _gpu_facts(device: Device) -> DeviceFacts:
     runtime = _runtime(device)
     vendor = "amd" if "rocm" in runtime.lower() or device.platform == "rocm" else "nvidia"
     shared = getattr(device, "shared_memory_per_block_optin", None)
@@ -92,12 +95,12 @@ def shared_memory_limit(vendor: str, capability: str) -> int:
     return documented.get(capability, _SAFE_SHARED_MEMORY.get(vendor, 49_152))
 
 
-def _memory(device: jax.Device) -> int:
+def _memory(device: Device) -> int:
     stats = device.memory_stats()
     return int(stats.get("bytes_limit", 0)) if stats else 0
 
 
-def _runtime(device: jax.Device) -> str:
+def _runtime(device: Device) -> str:
     return " ".join(str(device.client.platform_version).split())
 
 

@@ -9,6 +9,7 @@ import importlib.util
 from collections.abc import Mapping
 
 import jax
+import jax.core
 import jax.numpy as jnp
 import numpy as np
 from jax.extend.core import Primitive
