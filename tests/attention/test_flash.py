@@ -217,10 +217,8 @@ def test_a_bias_of_another_dtype(flash):
         bias = normal(5, 4, 20, 26, dtype=dtype)
         dout, dlse = cotangents(arrays)
         (out, _), grads = exact(dict(arrays, bias=bias), dout, dlse, True)
-        call = lse_of(flash())
-        actual, actual_grads = quick(lambda *a: with_gradients(lambda x: call(**x), *a))(
-            dict(arrays, bias=bias), dout, dlse
-        )
+        run = quick(functools.partial(with_gradients, lambda a: lse_of(flash())(**a)))
+        actual, actual_grads = run(dict(arrays, bias=bias), dout, dlse)
         assert_close(actual[0], out)
         assert_close(actual_grads["q"], grads["q"], kind="gradient")
         assert actual_grads["bias"].dtype == dtype
@@ -254,7 +252,10 @@ def test_empty(flash, t, s):
     arrays = dict(qkv(2, t=t, s=s), bias=normal(5, 4, t, s), sinks=normal(6, 4), alibi_slopes=normal(7, 4))
     check(lse_of(flash()), arrays)
     del arrays["sinks"]
-    ragged = dict(kv_lengths=jnp.zeros((2,), int)), dict(segment_ids=jnp.zeros((t,), int), kv_segment_ids=jnp.zeros((s,), int))
+    ragged = (
+        dict(kv_lengths=jnp.zeros((2,), int)),
+        dict(segment_ids=jnp.zeros((t,), int), kv_segment_ids=jnp.zeros((s,), int)),
+    )
     for options in ({}, *ragged):
         check(lse_of(flash(causal=True), **options), arrays, False)
 
@@ -691,11 +692,12 @@ def test_the_call_of_jax_nn(name):
         expected, actual = expected[0], actual[0]
     assert_close(jnp.where(real, actual, 0), jnp.where(real, expected, 0))
     assert not np.asarray(actual)[~np.broadcast_to(real, actual.shape)].any()
-    first = lambda result: result[0] if residual else result
-    grads = [
-        quick(jax.grad(lambda *args: jnp.sum(first(f(*args)) * weight), (0, 1, 2)))(*args)
-        for f in (ours, theirs)
-    ]
+
+    def gradient(function):
+        first = lambda result: result[0] if residual else result
+        return quick(jax.grad(lambda *args: jnp.sum(first(function(*args)) * weight), (0, 1, 2)))(*args)
+
+    grads = gradient(ours), gradient(theirs)
     for name, g, h in zip("qkv", *grads):
         # The other side is float32 as well: both err.
         assert_close(g, h, kind="gradient", name=name)
@@ -723,7 +725,6 @@ def test_explain_finds_every_kernel_of_a_model():
 def test_the_rules_of_cudnn():
     """Of the vendor's library only what it computes exactly as written is used; facts of devices stand in for the devices."""
     from ejkernel_eqx.attention import cudnn
-    from ejkernel_eqx.attention.core import problem_of
     from ejkernel_eqx.dispatch import Backend, DeviceFacts
 
     hopper, ampere = (DeviceFacts(Backend.GPU, "GPU", "nvidia", capability) for capability in ("9.0", "8.0"))
@@ -736,10 +737,10 @@ def test_the_rules_of_cudnn():
             eqx.filter_eval_shape(module, shape(2, t, 4, d), shape(2, s, 2, d), shape(2, s, 2, v), **call)
         return cudnn.unsupported(found[0].problem, device)
 
-    assert problem_of.__module__ == "ejkernel_eqx.attention.core"
     full, windowed = ejx.FlashAttention(), ejx.FlashAttention(causal=True, sliding_window=5)
     supported = [
-        dict(), dict(module=full), dict(module=full, t=32), dict(t=32, q_offset=0), dict(dtype=jnp.float16), dict(module=windowed), dict(d=256, v=256),
+        dict(), dict(module=full), dict(module=full, t=32), dict(t=32, q_offset=0), dict(dtype=jnp.float16), dict(module=windowed),
+        dict(d=256, v=256),
     ]  # fmt: skip
     for request in supported:
         assert reason(**request) is None, request

@@ -260,7 +260,7 @@ def test_random_is_as_dense_as_asked():
 def test_two_packings_do_not_combine():
     with pytest.raises(
         ValueError,
-        match="^cu_seqlens: expected in one of two combined masks, received in both; merge the packings first",
+        match=r"^cu_seqlens: expected in one of two combined masks, received in both; merge the packings first",
     ):
         Mask.from_cu_seqlens([0, 3]) & Mask.from_cu_seqlens([0, 2, 3])
     with pytest.raises(TypeError, match="unsupported operand"):

@@ -107,7 +107,7 @@ def smaller(case: Case) -> Case:
     )
 
 
-SUBSET = [smaller(case) for case in PAIRWISE[::2]]
+SUBSET = [smaller(case) for case in PAIRWISE[::3]]
 
 
 @pytest.mark.parametrize("n", range(len(SUBSET)), ids=[case.name for case in SUBSET])
@@ -115,7 +115,7 @@ def test_agrees_with_reference(n):
     check(SUBSET[n], TILES[n % len(TILES)])
 
 
-@pytest.mark.parametrize("config", TILES, ids=["square", "wide", "tall", "mixed"])
+@pytest.mark.parametrize("config", TILES[1:3], ids=["wide", "tall"])
 def test_everything_at_once(config):
     check(EVERYTHING, config)
 
@@ -197,7 +197,7 @@ def test_segments_across_tiles(name):
 
 @st.composite
 def ragged(draw):
-    t, s, b = draw(st.sampled_from([(24, 40, 2), (37, 16, 2)]))
+    t, s, b = draw(st.just((37, 40, 2)))
     rng = np.random.default_rng(draw(st.integers(0, 10_000)))
     case = Case(B=b, T=t, S=s, H=1, K=1, D=1, V=1)
     rows = q_ids = kv_ids = None
@@ -223,7 +223,7 @@ def ragged(draw):
     return arrays._replace(q_segments=q_ids, kv_segments=kv_ids, rows=rows), spec
 
 
-@settings(max_examples=60, deadline=None, derandomize=True)
+@settings(max_examples=40, deadline=None, derandomize=True)
 @given(problem=ragged(), blocks=st.sampled_from([(4, 8), (16, 4)]))
 def test_tables_of_tiles(problem, blocks):
     (arrays, spec), (block_q, block_k) = problem, blocks

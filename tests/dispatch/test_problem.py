@@ -4,6 +4,7 @@ import os
 import pathlib
 import subprocess
 import sys
+from typing import Any
 
 import jax.numpy as jnp
 import numpy as np
@@ -13,7 +14,7 @@ import ejkernel_eqx
 from ejkernel_eqx.dispatch import Backend, device_facts, device_fingerprint, DeviceFacts, Problem
 from ejkernel_eqx.dispatch.device import shared_memory_limit
 
-BASE = dict(
+BASE: dict[str, Any] = dict(
     dims={"B": 2, "T": 1000, "D": 64},
     dtypes={"q": "bfloat16", "bias": "float32"},
     flags={"causal": True, "window": "9,0", "cap": 30.0, "mask": None},

@@ -67,7 +67,7 @@ def test_what_a_platform_must_answer():
         match=r"register\('op', 'xla'\): expected .* without default_config, candidates, config_type",
     ):
         KernelRegistry().register("op", "xla")(types.SimpleNamespace(unsupported=None))
-    with pytest.raises(ValueError, match="expected one of .*'xla'.* received 'verilog'"):
+    with pytest.raises(ValueError, match=r"expected one of .*'xla'.* received 'verilog'"):
         KernelRegistry().register("op", "verilog")(hooks())
 
 

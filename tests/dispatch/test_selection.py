@@ -115,7 +115,7 @@ def test_platform_and_config_pin_the_platform():
         take_snapshot(OPERATION, platform="triton")
     with pytest.raises(
         ValueError,
-        match="config: expected an instance of FastConfig for platform 'pallas' of tests.toy, received SlowConfig",
+        match=r"config: expected an instance of FastConfig for platform 'pallas' of tests.toy, received SlowConfig",
     ):
         take_snapshot(OPERATION, platform="pallas", config=SlowConfig(1))
     with pytest.raises(
@@ -168,9 +168,7 @@ def test_overlays_and_policies_belong_to_their_context():
     with overlay_cache({OPERATION: FastConfig(1)}), policy_override("heuristic"):
         context = contextvars.copy_context()
         threads = [
-            threading.Thread(target=build, args=("plain",), context=contextvars.Context())
-            if "context" in threading.Thread.__init__.__code__.co_varnames
-            else threading.Thread(target=contextvars.Context().run, args=(build, "plain")),
+            threading.Thread(target=contextvars.Context().run, args=(build, "plain")),
             threading.Thread(target=context.run, args=(build, "copied")),
         ]
         for thread in threads:
@@ -225,7 +223,7 @@ def test_the_policy_of_the_environment(monkeypatch):
     with pytest.raises(ValueError, match=expected):
         take_snapshot(OPERATION)
     with (
-        pytest.raises(ValueError, match="^policy: expected one of 'heuristic', .* received 'sometimes'"),
+        pytest.raises(ValueError, match=r"^policy: expected one of 'heuristic', .* received 'sometimes'"),
         policy_override("sometimes"),
     ):
         pass
