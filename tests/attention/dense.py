@@ -31,7 +31,17 @@ def qkv(
 
 
 def exact(
-    arrays, dout, dlse, seen=True, *, scale=None, cap=None, positions=None, keep=True, rate=0.0, by_row=False
+    arrays,
+    dout,
+    dlse,
+    seen: Any = True,
+    *,
+    scale=None,
+    cap=None,
+    positions: Any = None,
+    keep: Any = True,
+    rate=0.0,
+    by_row=False,
 ):
     """`(out [..., T, H, V], lse [..., T, H])` and the gradients, in float64.
 
@@ -107,7 +117,7 @@ def with_gradients(function, arrays, dout, dlse):
     return outputs, vjp((dout.astype(outputs[0].dtype), dlse.astype(outputs[1].dtype)))[0]
 
 
-def check(call, arrays, seen=True, *, poisoned=None, **options):
+def check(call, arrays, seen: Any = True, *, poisoned=None, **options):
     """`call(**arrays)`, giving `(out, lse)`, and all its gradients against `exact`.
 
     `poisoned` arrays stand in for `arrays` in the call only: what is hidden may be NaN there.

@@ -4,6 +4,7 @@ import functools
 import importlib
 import io
 import itertools
+from typing import Any
 
 import equinox as eqx
 import jax
@@ -451,7 +452,8 @@ def test_vmap_of_what_is_small(flash):
 
 def test_vmap_of_grad_and_grad_of_vmap(flash):
     a = dict(qkv(3), bias=normal(5, 3, 4, 20, 1), sinks=normal(6, 3, 4), alibi_slopes=normal(7, 3, 4))
-    weight, module = normal(8, 20, 4, 16), flash(causal=True)
+    weight = normal(8, 20, 4, 16)
+    module: Any = flash(causal=True)
     loss = lambda a: jnp.sum(module(**a) * weight)
     gradient = quick(jax.grad(loss))
     expected = [gradient({name: x[n] for name, x in a.items()}) for n in range(3)]
@@ -532,7 +534,7 @@ def test_scan_and_named_residuals(launches):
 
 class Block(eqx.Module):
     project: eqx.nn.Linear
-    attention: ejx.FlashAttention
+    attention: Any
 
     def __init__(self, *, key):
         self.project = eqx.nn.Linear(32, 96, use_bias=False, key=key)
@@ -598,14 +600,15 @@ def test_merging_parts_of_the_keys(flash):
 def test_merging_nothing():
     out, lse = jnp.zeros((2, 3, 4)), jnp.full((2, 3), -jnp.inf)
     sinks = jnp.asarray([0.5, -1.0, 2.0])
-    merged, total = ejx.merge_attention((out, lse), (out, lse))
+    merge: Any = ejx.merge_attention
+    merged, total = merge((out, lse), (out, lse))
     assert not np.asarray(merged).any() and (np.asarray(total) == -np.inf).all()
-    assert_close(ejx.merge_attention((out, lse), sinks=sinks)[1], np.broadcast_to(sinks, (2, 3)))
-    gradient = jax.grad(
-        lambda out, lse: jnp.sum(ejx.merge_attention((out, lse), (out, lse), return_lse=False)), (0, 1)
-    )(out + 1, lse)
+    assert_close(merge((out, lse), sinks=sinks)[1], np.broadcast_to(sinks, (2, 3)))
+    gradient = jax.grad(lambda out, lse: jnp.sum(merge((out, lse), (out, lse), return_lse=False)), (0, 1))(
+        out + 1, lse
+    )
     assert not any(np.asarray(g).any() or np.isnan(g).any() for g in gradient)
-    half = ejx.merge_attention((out.astype(jnp.bfloat16), lse), return_lse=False)
+    half = merge((out.astype(jnp.bfloat16), lse), return_lse=False)
     assert half.dtype == jnp.bfloat16
 
 
@@ -614,7 +617,7 @@ def test_merging_nothing():
 
 def test_attention_returns_the_weights_it_used():
     arrays = dict(qkv(2, 3), sinks=normal(6, 4), bias=normal(7, 4, 20, 26))
-    module = ejx.Attention(causal=True, logits_soft_cap=3.0)
+    module: Any = ejx.Attention(causal=True, logits_soft_cap=3.0)
     out, weights = quick(lambda a: module(**a))(arrays)
     check(
         lambda **a: (
@@ -638,7 +641,7 @@ def test_attention_has_every_derivative(enable_x64):
     arrays = dict(
         qkv(t=3, s=4, heads=2, kv_heads=1, d=3, v=2, dtype=jnp.float64), sinks=normal(6, 2, dtype=jnp.float64)
     )
-    module = ejx.Attention(causal=True, logits_soft_cap=2.0)
+    module: Any = ejx.Attention(causal=True, logits_soft_cap=2.0)
     loss = lambda q: jnp.sum(module(**dict(arrays, q=q))[0] ** 2)
     q, direction, step = arrays["q"], normal(8, 3, 2, 3, dtype=jnp.float64), 1e-4
     value, slope = quick(lambda q: jax.jvp(loss, (q,), (direction,)))(q)
@@ -772,8 +775,8 @@ def test_every_pair_of_platforms_agrees_on_an_everything_call():
     arrays = dict(
         qkv(2, t=33, s=50), bias=normal(5, 4, 1, 50), sinks=normal(6, 4), alibi_slopes=normal(7, 4) / 10
     )
-    options = dict(causal=True, sliding_window=20, logits_soft_cap=5.0, dropout_rate=0.2)
-    call = dict(
+    options: dict[str, Any] = dict(causal=True, sliding_window=20, logits_soft_cap=5.0, dropout_rate=0.2)
+    call: dict[str, Any] = dict(
         segment_ids=jnp.arange(33) // 12, kv_segment_ids=(jnp.arange(50) - 17) // 12, key=jax.random.key(0)
     )
     results = []

@@ -59,7 +59,7 @@ OPAQUE = types.SimpleNamespace(
 )
 
 
-def opaque(**options) -> ejx.FlashAttention:
+def opaque(**options) -> Any:
     module = ejx.FlashAttention(**options)
     implementation = Implementation("flash_attention", Platform.PALLAS, Backend.ANY, 100, "attention", OPAQUE)
     snapshot = dataclasses.replace(module.plan.snapshot, implementations=(implementation,))
@@ -205,7 +205,8 @@ def test_inside_shard_map(platform, check_vma):
 @pytest.mark.parametrize("kv_heads", [8, 4])
 def test_xla_is_split_by_the_compiler(kind, kv_heads):
     arrays = {name: x for name, x in problem(kv_heads).items() if name in ("q", "k", "v", "bias")}
-    module, mesh = ejx.FlashAttention(causal=True, config=xla.XlaConfig(8, 8)), mesh_of(kind)
+    module: Any = ejx.FlashAttention(causal=True, config=xla.XlaConfig(8, 8))
+    mesh = mesh_of(kind)
     sharded = place(mesh, arrays)
     gradient = quick(jax.grad(lambda a: jnp.sum(jnp.sin(module(**a)))))
     with jax.set_mesh(mesh):

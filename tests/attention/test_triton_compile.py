@@ -2,6 +2,7 @@
 
 import dataclasses
 import math
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -33,7 +34,10 @@ def test_limits_agree():
 def request(head_dim: int, dtype: str, everything: bool) -> tuple[AttentionArrays, AttentionSpec]:
     """The shapes of a call, with every flag off or on."""
     batch, t, s, heads, kv_heads = 2, 1000, 1000, 4, 2
-    shape = lambda *size, dtype=dtype: jax.ShapeDtypeStruct(size, jnp.dtype(dtype))
+
+    def shape(*size: int, dtype: str = dtype) -> Any:
+        return jax.ShapeDtypeStruct(size, jnp.dtype(dtype))
+
     arrays = AttentionArrays(shape(batch, t, heads, head_dim), *[shape(batch, s, kv_heads, head_dim)] * 2)
     spec = AttentionSpec(scale=head_dim**-0.5)
     if everything:
@@ -141,7 +145,8 @@ def test_some_configuration_is_left_for_every_request(target, head_dim, dtype):
 
 def test_the_four_kernels_are_told_apart():
     arrays, spec = request(64, "bfloat16", True)
-    launches = launches_of(arrays, spec, triton.TritonConfig(*[triton.TileConfig(64, 32, 4, 2)] * 3))
+    tile = triton.TileConfig(64, 32, 4, 2)
+    launches = launches_of(arrays, spec, triton.TritonConfig(tile, tile, tile))
     assert {name: math.prod(launch.grid) for name, launch in launches.items()} == {
         "forward_kernel": 16 * 8,  # query tiles, batch x heads
         "key_gradient_kernel": 32 * 4,  # key tiles, batch x key heads

@@ -2,6 +2,7 @@
 
 import dataclasses
 import itertools
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -25,7 +26,8 @@ from ejkernel_eqx.attention.triton import TileConfig, TritonConfig
 
 
 def tiles(*sizes: tuple[int, int]) -> TritonConfig:
-    return TritonConfig(*(TileConfig(block_q, block_k, 4, 1) for block_q, block_k in sizes))
+    forward, keys, queries = (TileConfig(block_q, block_k, 4, 1) for block_q, block_k in sizes)
+    return TritonConfig(forward, keys, queries)
 
 
 TILES = (
@@ -48,7 +50,7 @@ def oracle(case: Case, arrays: AttentionArrays, dout, dlse):
     """`out`, `lse [B, H, T]` and gradients, in float64."""
     spec, rows = case.spec, arrays.rows
     positions = (np.arange(case.T) + spec.offset)[None] if rows is None else np.asarray(rows.position)
-    keep = True
+    keep: Any = True
     if case.dropout:
         assert arrays.seeds is not None
         keep = philox_keep(
@@ -58,7 +60,7 @@ def oracle(case: Case, arrays: AttentionArrays, dout, dlse):
             case.dropout,
         )
     given = {name: getattr(arrays, name) for name in DIFFERENTIABLE if getattr(arrays, name) is not None}
-    options = dict(
+    options: dict[str, Any] = dict(
         scale=spec.scale, cap=case.soft_cap, positions=positions, keep=keep, rate=case.dropout, by_row=True
     )
     seen = visibility(arrays, spec)

@@ -3,6 +3,7 @@
 import os
 import pickle
 import sys
+from typing import Any
 
 import equinox as eqx
 import jax
@@ -145,7 +146,7 @@ def test_layers_built_from_different_tiers_stack_and_scan():
 
 def test_a_call_reads_nothing_but_its_plan(monkeypatch):
     q, k, v = qkv()
-    module = ejx.FlashAttention(causal=True)
+    module: Any = ejx.FlashAttention(causal=True)
     key = problem_of(module, q, k, v).key()
     before = ejx.explain(module, q, k, v)
     memory_cache.put(Platform.XLA, key, TILES)
@@ -160,7 +161,7 @@ def test_a_call_reads_nothing_but_its_plan(monkeypatch):
     ours, look_up = os.path.dirname(ejx.__file__), os.environ.__class__.__getitem__
 
     def watched(environ, name):
-        frame = sys._getframe(1)
+        frame: Any = sys._getframe(1)
         while frame.f_code.co_filename.startswith("<frozen"):  # `os` and the abstract mappings
             frame = frame.f_back
         assert not frame.f_code.co_filename.startswith(ours), f"a call reads the environment variable {name}"

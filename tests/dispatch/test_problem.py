@@ -22,7 +22,7 @@ BASE: dict[str, Any] = dict(
 )
 
 
-def make(operation="op", **changed) -> Problem:
+def make(operation: Any = "op", **changed: Any) -> Problem:
     return Problem.make(operation, **{**BASE, **changed})
 
 
