@@ -482,7 +482,7 @@ def test_vmap_of_grad_and_grad_of_vmap(flash):
 
 
 def test_one_launch_however_it_is_mapped(launches):
-    module = ejx.FlashAttention(causal=True, platform=INTERPRET)
+    module: Any = ejx.FlashAttention(causal=True, platform=INTERPRET)
     a = qkv(2, 3)
     call = lambda q, k, v: module(q, k, v)
     jax.block_until_ready(jax.vmap(jax.vmap(call))(a["q"], a["k"], a["v"]))

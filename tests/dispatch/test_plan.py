@@ -192,9 +192,8 @@ def test_a_call_under_jit_traces_once(monkeypatch):
 
     counted(xla, "forward")
     counted(xla, "backward")
-    module = ejx.FlashAttention(
-        causal=True, softmax_scale=0.123
-    )  # a specification that no other test has traced
+    # A specification that no other test has traced.
+    module: Any = ejx.FlashAttention(causal=True, softmax_scale=0.123)
     forward = eqx.filter_jit(lambda module, *args: module(*args))
     for seed in range(3):
         forward(module, *qkv(seed=seed))
@@ -224,7 +223,7 @@ def test_pins_are_shown_and_used():
 
 def test_explain_sees_through_what_jax_has_traced_before():
     module = ejx.FlashAttention(causal=True)
-    call = eqx.filter_jit(lambda *args: module(*args))
+    call = eqx.filter_jit(lambda q, k, v: module(q, k, v))
     call(*qkv())
     first, second = ejx.explain(call, *qkv()), ejx.explain(call, *qkv())
     assert first == second and [choice.platform for choice in first.choices] == ["xla"]

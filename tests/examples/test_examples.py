@@ -45,7 +45,6 @@ def _losses(folder):
         return [(int(row["step"]), float(row["loss"])) for row in csv.DictReader(file)]
 
 
-@pytest.mark.slow
 def test_train_resume_and_generate(tmp_path, text):
     folder = tmp_path / "run"
     options = ["--data", text, "--out-dir", folder, *SMALL, "--prompt", "the quick "]
@@ -66,7 +65,6 @@ def test_train_resume_and_generate(tmp_path, text):
     assert "the quick brown" in (folder / "sample.txt").read_text()
 
 
-@pytest.mark.slow
 def test_interrupting_saves_a_checkpoint(tmp_path, text):
     folder = tmp_path / "run"
     process = _start("train_lm.py", "--data", text, "--out-dir", folder, *SMALL, "--steps", 1000000)
@@ -81,7 +79,6 @@ def test_interrupting_saves_a_checkpoint(tmp_path, text):
     assert len(_losses(folder)) >= 10
 
 
-@pytest.mark.slow
 def test_quickstart():
     out, _ = _run("quickstart.py")
     for expected in ("FlashAttention: out (2, 256, 8, 64)", "platform", "training: loss", "loaded: equal"):

@@ -95,15 +95,15 @@ class FlashAttention(Kernel):
         kv_segment_ids: Int[Array, "..."] | None = None,
         cu_seqlens: Int[Array, "..."] | None = None,
         kv_cu_seqlens: Int[Array, "..."] | None = None,
-        q_lengths: Int[Array, "..."] | None = None,
-        kv_lengths: Int[Array, "..."] | None = None,
+        q_lengths: int | Int[Array, "..."] | None = None,
+        kv_lengths: int | Int[Array, "..."] | None = None,
         sinks: Float[Array, "..."] | None = None,
         alibi_slopes: Float[Array, "..."] | None = None,
         q_offset: int | Int[Array, "..."] | None = None,
         key: PRNGKeyArray | None = None,
         inference: bool | None = None,
         return_lse: bool = False,
-    ) -> Float[Array, "..."] | tuple[Float[Array, "..."], Float[Array, "..."]]:
+    ) -> Any:  # one array or two, as `return_lse` says
         """**Arguments:**
 
         - `q`: `[..., T, H, D]`, any number of leading axes. bf16, f16, f32 (f64 on XLA).

@@ -62,7 +62,7 @@ class ScaledDotProductAttention(Kernel):
         key_value_seq_lengths: Int[Array, "..."] | None = None,
         local_window_size: int | tuple[int, int] | None = None,
         return_residual: bool = False,
-    ) -> Float[Array, "..."] | tuple[Float[Array, "..."], Float[Array, "..."]]:
+    ) -> Any:  # one array or two, as `return_residual` says
         """**Arguments:**
 
         - `query [..., T, H, D]`, `key [..., S, K, D]`, `value [..., S, K, V]`.
