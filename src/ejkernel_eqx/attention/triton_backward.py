@@ -6,7 +6,18 @@
 import triton
 import triton.language as tl
 
-from .triton_tile import keep, key_tiles, load_rows, program, query_tiles, scores, store_rows, visible
+from .triton_tile import (
+    head_scalars,
+    keep,
+    key_tiles,
+    load_rows,
+    program,
+    query_rows,
+    query_tiles,
+    scores,
+    store_rows,
+    visible,
+)
 
 
 @triton.jit
@@ -132,24 +143,10 @@ def query_gradient_kernel(
     i = rows[:, None]
     inside = rows < T
 
-    position = i + offset
-    start = i
-    end = i
-    q_segment = i
-    if ROWS:
-        position = tl.load(position_ptr + b * T + rows, mask=inside, other=0)[:, None]
-        start = tl.load(start_ptr + b * T + rows, mask=inside, other=0)[:, None]
-        end = tl.load(end_ptr + b * T + rows, mask=inside, other=0)[:, None]
-    if SEGMENTS:
-        q_segment = tl.load(q_segments_ptr + b * T + rows, mask=inside, other=-1)[:, None]
-    slope = 0.0
-    if ALIBI:
-        slope = tl.load(slopes_ptr + b * H + h)
-    seed0 = tl.zeros([], tl.uint32)
-    seed1 = tl.zeros([], tl.uint32)
-    if DROPOUT > 0:
-        seed0 = tl.load(seeds_ptr + (b * H + h) * 2)
-        seed1 = tl.load(seeds_ptr + (b * H + h) * 2 + 1)
+    position, start, end, q_segment = query_rows(
+        rows, inside, offset, b, T, position_ptr, start_ptr, end_ptr, q_segments_ptr, ROWS, SEGMENTS)  # fmt: skip
+    position, start, end, q_segment = position[:, None], start[:, None], end[:, None], q_segment[:, None]
+    slope, seed0, seed1 = head_scalars(slopes_ptr, seeds_ptr, b, h, H, ALIBI, DROPOUT)
 
     q = load_rows(q_ptr + b * T * (H * D) + h * D, first, H * D, inside, T, D, BQ, BLOCK_D, not EVEN_Q, False)
     do = load_rows(
@@ -280,14 +277,7 @@ def key_gradient_kernel(
     table: tl.constexpr = ROWS or SEGMENTS
     lo, full_lo, full_hi, hi = query_tiles(tiles_ptr, b, n, offset, T, S, BQ, BK, LEFT, RIGHT, table, MASK)
     for h in range(kh * (H // K), (kh + 1) * (H // K)):
-        slope = 0.0
-        if ALIBI:
-            slope = tl.load(slopes_ptr + b * H + h)
-        seed0 = tl.zeros([], tl.uint32)
-        seed1 = tl.zeros([], tl.uint32)
-        if DROPOUT > 0:
-            seed0 = tl.load(seeds_ptr + (b * H + h) * 2)
-            seed1 = tl.load(seeds_ptr + (b * H + h) * 2 + 1)
+        slope, seed0, seed1 = head_scalars(slopes_ptr, seeds_ptr, b, h, H, ALIBI, DROPOUT)
         q_base = q_ptr + b * T * (H * D) + h * D
         do_base = do_ptr + b * T * (H * V) + h * V
         lse_base = lse_ptr + (b * H + h) * T
@@ -365,28 +355,19 @@ def bias_gradient_kernel(
     for batch in range(batch_lo, batch_hi):
         b = (tl.zeros([], tl.int32) + batch).to(tl.int64)
         for h in range(head_lo, head_hi):
-            slope = 0.0
-            if ALIBI:
-                slope = tl.load(slopes_ptr + b * H + h)
-            seed0 = tl.zeros([], tl.uint32)
-            seed1 = tl.zeros([], tl.uint32)
-            if DROPOUT > 0:
-                seed0 = tl.load(seeds_ptr + (b * H + h) * 2)
-                seed1 = tl.load(seeds_ptr + (b * H + h) * 2 + 1)
+            slope, seed0, seed1 = head_scalars(slopes_ptr, seeds_ptr, b, h, H, ALIBI, DROPOUT)
             for query_tile in range(m_lo, m_hi):
                 rows = query_tile * BQ + tl.arange(0, BQ)
                 i = rows[:, None]
                 inside = rows < T
-                position = i + offset
-                start = i
-                end = i
-                q_segment = i
-                if ROWS:
-                    position = tl.load(position_ptr + b * T + rows, mask=inside, other=0)[:, None]
-                    start = tl.load(start_ptr + b * T + rows, mask=inside, other=0)[:, None]
-                    end = tl.load(end_ptr + b * T + rows, mask=inside, other=0)[:, None]
-                if SEGMENTS:
-                    q_segment = tl.load(q_segments_ptr + b * T + rows, mask=inside, other=-1)[:, None]
+                position, start, end, q_segment = query_rows(
+                    rows, inside, offset, b, T, position_ptr, start_ptr, end_ptr, q_segments_ptr, ROWS, SEGMENTS)  # fmt: skip
+                position, start, end, q_segment = (
+                    position[:, None],
+                    start[:, None],
+                    end[:, None],
+                    q_segment[:, None],
+                )
                 q = load_rows(
                     q_ptr + b * T * (H * D) + h * D,
                     query_tile * BQ,

@@ -3,7 +3,17 @@
 import triton
 import triton.language as tl
 
-from .triton_tile import keep, key_tiles, load_rows, program, scores, store_rows, visible
+from .triton_tile import (
+    head_scalars,
+    keep,
+    key_tiles,
+    load_rows,
+    program,
+    query_rows,
+    scores,
+    store_rows,
+    visible,
+)
 
 
 @triton.jit
@@ -75,24 +85,10 @@ def forward_kernel(
     i = rows[:, None]
     inside = rows < T
 
-    position = i + offset
-    start = i
-    end = i
-    q_segment = i
-    if ROWS:
-        position = tl.load(position_ptr + b * T + rows, mask=inside, other=0)[:, None]
-        start = tl.load(start_ptr + b * T + rows, mask=inside, other=0)[:, None]
-        end = tl.load(end_ptr + b * T + rows, mask=inside, other=0)[:, None]
-    if SEGMENTS:
-        q_segment = tl.load(q_segments_ptr + b * T + rows, mask=inside, other=-1)[:, None]
-    slope = 0.0
-    if ALIBI:
-        slope = tl.load(slopes_ptr + b * H + h)
-    seed0 = tl.zeros([], tl.uint32)
-    seed1 = tl.zeros([], tl.uint32)
-    if DROPOUT > 0:
-        seed0 = tl.load(seeds_ptr + (b * H + h) * 2)
-        seed1 = tl.load(seeds_ptr + (b * H + h) * 2 + 1)
+    position, start, end, q_segment = query_rows(
+        rows, inside, offset, b, T, position_ptr, start_ptr, end_ptr, q_segments_ptr, ROWS, SEGMENTS)  # fmt: skip
+    position, start, end, q_segment = position[:, None], start[:, None], end[:, None], q_segment[:, None]
+    slope, seed0, seed1 = head_scalars(slopes_ptr, seeds_ptr, b, h, H, ALIBI, DROPOUT)
 
     q = load_rows(q_ptr + b * T * (H * D) + h * D, first, H * D, inside, T, D, BQ, BLOCK_D, not EVEN_Q, False)
     k_base = k_ptr + b * S * (K * D) + (h // (H // K)) * D

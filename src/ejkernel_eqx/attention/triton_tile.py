@@ -23,6 +23,37 @@ def tanh(x, APPROXIMATE: tl.constexpr):
 
 
 @triton.jit
+def query_rows(rows, inside, offset, b, T, position_ptr, start_ptr, end_ptr, q_segments_ptr,
+               ROWS: tl.constexpr, SEGMENTS: tl.constexpr):  # fmt: skip
+    """Position, key range and segment of a vector of queries; what a call does not have is never read."""
+    position = rows + offset
+    start = rows
+    end = rows
+    segment = rows
+    if ROWS:
+        position = tl.load(position_ptr + b * T + rows, mask=inside, other=0)
+        start = tl.load(start_ptr + b * T + rows, mask=inside, other=0)
+        end = tl.load(end_ptr + b * T + rows, mask=inside, other=0)
+    if SEGMENTS:
+        segment = tl.load(q_segments_ptr + b * T + rows, mask=inside, other=-1)
+    return position, start, end, segment
+
+
+@triton.jit
+def head_scalars(slopes_ptr, seeds_ptr, b, h, H: tl.constexpr, ALIBI: tl.constexpr, DROPOUT: tl.constexpr):
+    """The ALiBi slope and the two seed words of a head."""
+    slope = 0.0
+    if ALIBI:
+        slope = tl.load(slopes_ptr + b * H + h)
+    seed0 = tl.zeros([], tl.uint32)
+    seed1 = tl.zeros([], tl.uint32)
+    if DROPOUT > 0:
+        seed0 = tl.load(seeds_ptr + (b * H + h) * 2)
+        seed1 = tl.load(seeds_ptr + (b * H + h) * 2 + 1)
+    return slope, seed0, seed1
+
+
+@triton.jit
 def load_over_scores(ptr, b, h, i, j, T, S, H: tl.constexpr, BITS: tl.constexpr):
     """The tile at queries `i`, keys `j` of an array broadcastable to `[B, H, T, S]`."""
     rows: tl.constexpr = (BITS & 8) != 0

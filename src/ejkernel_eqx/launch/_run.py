@@ -1,11 +1,11 @@
 """`run`, which performs a `Launch` on a GPU or interprets it, and makes the result at home in JAX."""
 
-import functools
 from collections.abc import Mapping
 
 import jax
 import jax.numpy as jnp
 
+from ..parallel import match_varying
 from .interpret import interpret_call
 from .launch import Launch
 from .triton_call import triton_call
@@ -36,8 +36,7 @@ def run(launch: Launch, arrays: Mapping[str, jax.Array], *, interpret: bool = Fa
         outputs = interpret_call(launch, checked)
     else:
         outputs = triton_call(launch, checked)
-    varying = functools.reduce(frozenset.union, map(_varying_axes, checked.values()), frozenset())
-    return {name: _vary(out, varying) for name, out in zip(launch.results, outputs)}
+    return match_varying(dict(zip(launch.results, outputs, strict=True)), list(checked.values()))
 
 
 def _checked_arrays(launch: Launch, arrays: Mapping[str, jax.Array]) -> dict[str, jax.Array]:
@@ -54,13 +53,3 @@ def _checked_arrays(launch: Launch, arrays: Mapping[str, jax.Array]) -> dict[str
                 f"{expected.dtype}, got {array.shape} and {array.dtype}."
             )
     return checked
-
-
-def _varying_axes(x: jax.Array) -> frozenset:
-    return frozenset(jax.typeof(x).manual_axis_type.varying)
-
-
-def _vary(x: jax.Array, axes: frozenset) -> jax.Array:
-    """Mark `x` as varying over `axes`: opaque calls lose what JAX needs to know under `check_vma=True`."""
-    missing = axes - _varying_axes(x)
-    return jax.lax.pcast(x, tuple(sorted(missing)), to="varying") if missing else x
