@@ -117,8 +117,9 @@ def forward(
     """`out [B, T, H, V]`, `lse [B, H, T]`."""
     arrays, spec = _explicit_ranges(arrays, spec)
     (batch, queries, heads, _), values = arrays.q.shape, arrays.v.shape[-1]
-    inputs = _common_inputs(arrays) | _seen(arrays, spec)
-    inputs |= {
+    _, keys_seen = _seen(arrays, spec)
+    inputs = _common_inputs(arrays) | {
+        "key_seen_ptr": keys_seen,
         "sinks_ptr": _rows_of(arrays.sinks, arrays),
         "tiles_ptr": _key_tiles(arrays, spec, config.forward),
     }
@@ -149,13 +150,14 @@ def backward(
     arrays, spec = _explicit_ranges(arrays, spec)
     call = _Call(arrays, spec, config, execute)
     delta = jnp.einsum("bthv,bthv->bht", out.astype(jnp.float32), dout.astype(jnp.float32)) - dlse
-    inputs = _common_inputs(arrays) | _seen(arrays, spec)
-    inputs |= {
+    queries_seen, keys_seen = _seen(arrays, spec)
+    inputs = _common_inputs(arrays) | {
         "do_ptr": dout.astype(arrays.q.dtype),
+        "lse_ptr": jnp.where(lse == -jnp.inf, jnp.inf, lse * _LOG2E),
         "delta_ptr": delta,
-        "query_seen_ptr": _queries_seen(arrays, spec),
+        "query_seen_ptr": queries_seen,
+        "key_seen_ptr": keys_seen,
     }
-    inputs["lse_ptr"] = jnp.where(lse == -jnp.inf, jnp.inf, lse * _LOG2E)
     dk, dv = _key_gradient(call, inputs)
     dq, dslopes = _query_gradient(call, inputs)
     dbias = None if arrays.bias is None else _bias_gradient(call, inputs)
@@ -332,12 +334,10 @@ def _common_inputs(arrays: AttentionArrays) -> dict[str, Array]:
     }
 
 
-def _seen(arrays: AttentionArrays, spec: AttentionSpec) -> dict[str, Array]:
-    return {"key_seen_ptr": _rows_of(tile_table.seen(arrays, spec).keys if _ragged(arrays) else None, arrays)}
-
-
-def _queries_seen(arrays: AttentionArrays, spec: AttentionSpec) -> Array:
-    return _rows_of(tile_table.seen(arrays, spec).queries if _ragged(arrays) else None, arrays)
+def _seen(arrays: AttentionArrays, spec: AttentionSpec) -> tuple[Array, Array]:
+    """Flags of the queries and of the keys that are no padding; the queries stand in where kernels never read them."""
+    queries, keys = tile_table.seen(arrays, spec) if _ragged(arrays) else (None, None)
+    return _rows_of(queries, arrays), _rows_of(keys, arrays)
 
 
 def _explicit_ranges(arrays: AttentionArrays, spec: AttentionSpec) -> tuple[AttentionArrays, AttentionSpec]:

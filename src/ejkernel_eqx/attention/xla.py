@@ -11,11 +11,11 @@ import dataclasses
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
-import jax
 import jax.numpy as jnp
 import numpy as np
 from jax import Array, lax
 
+from ..parallel import match_varying
 from .philox import philox_keep
 from .spec import AttentionArrays, AttentionGrads, AttentionSpec, RowRanges
 
@@ -122,10 +122,7 @@ class _Call:
         (`shard_map`).
         """
         start = jnp.zeros_like(self.q, self.accum).sum((3, 4)).sum(summed, keepdims=True)
-        axes = frozenset().union(*(_varying(x) for x in jax.tree.leaves(self.arrays)))
-        missing = tuple(sorted(axes - _varying(start)))
-        if missing:
-            start = lax.pcast(start, missing, to="varying")
+        start = match_varying(start, self.arrays)
         start = start.reshape(*start.shape, *(1,) * (len(shape) - 3))
         return jnp.broadcast_to(start, shape)
 
@@ -289,11 +286,6 @@ class _Call:
         if self.batch * self.heads * len(self.tiles.pairs) == 0:
             return carry
         return lax.scan(lambda c, pair: (body(c, pair), None), carry, jnp.asarray(self.tiles.pairs))[0]
-
-
-def _varying(x: Array) -> frozenset[str]:
-    """The mesh axes along which the shards of `x` differ, inside `shard_map`."""
-    return jax.typeof(x).manual_axis_type.varying
 
 
 def _put(x: Array, tile: Array, start: Array, axis: int) -> Array:
