@@ -1,6 +1,7 @@
 from . import nn as nn
 from ._errors import CheckpointError as CheckpointError
 from ._errors import EjkernelError as EjkernelError
+from ._errors import TuningError as TuningError
 from ._errors import UnsupportedError as UnsupportedError
 from ._explain import explain as explain
 from ._explain import Explanation as Explanation

@@ -42,6 +42,10 @@ class UnsupportedError(EjkernelError):
         return message if self.remedy is None else f"{message}\n{self.remedy}"
 
 
+class TuningError(EjkernelError):
+    """Tuning was asked for where it cannot be done, or ended without a configuration that may be used."""
+
+
 class CheckpointError(EjkernelError, ValueError):
     """A checkpoint is foreign, damaged, newer than this package, or does not fit the model it is loaded into.
     The message names the file."""

@@ -28,3 +28,8 @@ from .selection import set_autotuner as set_autotuner
 from .selection import Snapshot as Snapshot
 from .selection import take_snapshot as take_snapshot
 from .selection import Tier as Tier
+from .workload import BOTH as BOTH
+from .workload import Cost as Cost
+from .workload import FORWARD as FORWARD
+from .workload import Part as Part
+from .workload import Workload as Workload

@@ -13,7 +13,8 @@ class Problem:
     """One call of one operation on one device: sizes, dtypes, option flags. Never an array, a tracer or a sharding.
 
     `dims` are the per-device sizes by letter; those named in `lengths` (tokens, batch) are rounded up to a power of two in the
-    key, so that neighbouring lengths share one tuned entry.
+    key, so that neighbouring lengths share one tuned entry. Those named in `counts` (heads) only repeat the work: what was measured
+    for another count is a good guess.
     """
 
     operation: str
@@ -21,6 +22,7 @@ class Problem:
     dtypes: tuple[tuple[str, str], ...]
     flags: tuple[tuple[str, Flag], ...] = ()
     lengths: frozenset[str] = frozenset()
+    counts: frozenset[str] = frozenset()
 
     @classmethod
     def make(
@@ -31,6 +33,7 @@ class Problem:
         dtypes: dict[str, Any],
         flags: dict[str, Flag],
         lengths: set[str],
+        counts: "set[str] | frozenset[str]" = frozenset(),
     ) -> "Problem":
         """Sorts everything, so that equal problems are equal objects."""
         return cls(
@@ -39,7 +42,31 @@ class Problem:
             tuple(sorted((name, str(dtype)) for name, dtype in dtypes.items())),
             tuple(sorted(flags.items())),
             frozenset(lengths),
+            frozenset(counts),
         )
+
+    @classmethod
+    def from_dict(cls, data: dict[str, Any]) -> "Problem":
+        """Undoes `to_dict`."""
+        return cls.make(
+            data["operation"],
+            dims=data["dims"],
+            dtypes=data["dtypes"],
+            flags=data["flags"],
+            lengths=set(data["lengths"]),
+            counts=set(data["counts"]),
+        )
+
+    def to_dict(self) -> dict[str, Any]:
+        """Everything, as JSON can hold it; the sizes are not rounded."""
+        return {
+            "operation": self.operation,
+            "dims": dict(self.dims),
+            "dtypes": dict(self.dtypes),
+            "flags": dict(self.flags),
+            "lengths": sorted(self.lengths),
+            "counts": sorted(self.counts),
+        }
 
     def dim(self, name: str) -> int:
         return dict(self.dims)[name]

@@ -11,6 +11,7 @@ from typing import Any, TypeVar
 from .device import device_facts, DeviceFacts
 from .platform import Backend, parse_platform, Platform
 from .problem import Problem
+from .workload import Workload
 
 T = TypeVar("T")
 _HOOKS = ("unsupported", "default_config", "candidates", "config_type")
@@ -23,7 +24,13 @@ class Implementation:
     `target` is a module or object (or its name, `"package.module"` or `"package.module:object"`, imported on first use)
     that answers, as pure functions of a `Problem` and `DeviceFacts`:
     `unsupported(problem, device) -> str | None`, `default_config(problem, device)`, `candidates(problem, device)`, and
-    names its configuration class in `config_type`. What it needs besides to run is between it and its operation.
+    names its configuration class in `config_type`. It may also have `unavailable(device) -> str | None` (why nothing runs there),
+    `config_unsupported(config, problem, device) -> str | None` (why a configuration cannot run, found without compiling it), `NOTE`
+    (a sentence for `explain`) and `VERSION` (an int, raised when a change of the kernels makes known configurations
+    worthless). What it needs besides to run is between it and its operation.
+
+    `workload` is a function (or its name), called with this implementation and a problem, that gives the `Workload` to tune it
+    by; an implementation without one has nothing to tune.
     """
 
     operation: str
@@ -32,10 +39,25 @@ class Implementation:
     priority: int
     core: str
     target: Any = dataclasses.field(hash=False)
+    workload: Any = dataclasses.field(default=None, hash=False)
 
     def load(self) -> Any:
         """The object behind `target`."""
         return _load(self.target) if isinstance(self.target, str) else self.target
+
+    @property
+    def version(self) -> int:
+        return getattr(self.load(), "VERSION", 1)
+
+    def make_workload(self, problem: Problem) -> Workload | None:
+        """The work to tune this implementation by; `None` if there is nothing to tune it by."""
+        make = _load(self.workload) if isinstance(self.workload, str) else self.workload
+        return make(self, problem) if make is not None else None
+
+    def config_unsupported(self, config: Any, problem: Problem, device: DeviceFacts) -> str | None:
+        """Why a configuration cannot run, as far as that is known without compiling it; `None` if nothing speaks against it."""
+        ask = getattr(self.load(), "config_unsupported", None)
+        return ask(config, problem, device) if ask else None
 
     def unusable(self, device: DeviceFacts) -> str | None:
         """Why nothing of this platform can run on the device; `None` if it can."""
@@ -83,6 +105,7 @@ class KernelRegistry:
         *,
         priority: int = 0,
         core: str = "",
+        workload: Any = None,
     ) -> Callable[[T], T]:
         """Decorator: the class or object below it implements `operation` on `platform`."""
 
@@ -95,7 +118,13 @@ class KernelRegistry:
                 )
             self.add(
                 Implementation(
-                    operation, parse_platform(platform), Backend(backend), priority, core or operation, target
+                    operation,
+                    parse_platform(platform),
+                    Backend(backend),
+                    priority,
+                    core or operation,
+                    target,
+                    workload,
                 )
             )
             return target
