@@ -250,6 +250,18 @@ _GRID = tuple(
     for length in (1024, 2048, 4096, 8192, 16384)
 )
 GRID = tuple(p for p in _GRID if p.name not in {anchor.name for anchor in ANCHORS})
+# Shapes of models, and dtypes and head dims that stand nowhere above: for the shipped table.
+MODELS = (
+    P(8, 2048, 16, 64),
+    P(32, 1024, 12, 64, K=4),
+    P(4, 4096, 32, 96, K=8),
+    P(2, 4096, 16, 256, causal=False),
+    P(4, 4096, 32, 64, window=1024),
+    P(4, 4096, 32, 64, packed="segment_ids"),
+    P(4, 4096, 16, 128, dtype="float16"),
+    P(4, 2048, 16, 64, dtype="float32"),
+    P(4, 2048, 16, 128, dtype="float32"),
+)
 CPU = (
     P(1, 2048, 8, 64, causal=False, dtype="float32"),
     P(1, 2048, 8, 64, dtype="float32"),

@@ -33,9 +33,12 @@ def attend() -> None:
 
 
 def choose() -> None:
-    """Which kernel runs is settled when the module is built, and can be looked at."""
-    x = jax.ShapeDtypeStruct((2, 256, 8, 64), jnp.float32)
-    attn = ejx.FlashAttention(causal=True, tune_for=(x, x, x))  # arrays or shapes
+    """Which kernel runs is settled when the module is built, and can be looked at; tuning is one call, for a whole model too."""
+    x = jax.ShapeDtypeStruct((2, 128, 8, 64), jnp.float32)  # arrays or shapes
+    attn = ejx.FlashAttention(causal=True)
+    print(ejx.explain(attn, x, x, x))
+    # Checked against the reference, timed, and remembered for the next process. A real search would have no limits.
+    attn = ejx.tune(attn, x, x, x, options=ejx.TuneOptions(max_candidates=3, time_budget=10))
     print(ejx.explain(attn, x, x, x))
 
 

@@ -3,6 +3,7 @@
     python examples/train_lm.py                       # the source text of Python's own standard library
     python examples/train_lm.py --data my_texts/      # a file or a folder
     python examples/train_lm.py --steps 600 --resume  # go on where the last run, or Ctrl-C, stopped
+    python examples/train_lm.py --tune                # first find the fastest kernel configurations here
 
 The model is a pre-norm decoder: RMSNorm, a sequence mixer (here attention with RoPE and grouped heads),
 RMSNorm, a SwiGLU. Its layers are stacked and scanned, so it compiles in the time of one. Everything it writes
@@ -244,6 +245,18 @@ def architecture_of(args: argparse.Namespace) -> dict[str, Any]:
     return {field.name: getattr(args, field.name) for field in dataclasses.fields(Architecture)}
 
 
+def tune(args: argparse.Namespace, state: TrainState) -> TrainState:
+    """The same state on the fastest kernel configurations of this device; what is known already is not timed again."""
+    tokens = jax.ShapeDtypeStruct((args.batch_size, args.seq_len), jnp.int32)
+    forward = lambda model, tokens: cast(model, args.dtype)(tokens)
+    # The optimiser's state has the model's structure, so it goes along.
+    model, optimiser_state = ejx.tune(
+        state.model, tokens, call=forward, others=state.optimiser_state, options=ejx.TuneOptions()
+    )
+    print(ejx.explain(model))
+    return TrainState(model, optimiser_state, state.step)
+
+
 def save_checkpoint(path: pathlib.Path, state: TrainState, args: argparse.Namespace) -> None:
     ejx.save(path, state, {"architecture": architecture_of(args)})
 
@@ -434,6 +447,7 @@ def parse(argv: list[str] | None) -> argparse.Namespace:
     add("--mixer", choices=sorted(MIXERS), default="attention")
     add("--dtype", choices=["auto", "float32", "bfloat16"], default="auto", help="of the computation")
     add("--platform", help="kernel platform, e.g. triton or xla (default: chosen by device)")
+    add("--tune", action="store_true", help="find the fastest kernel configurations before training")
     add("--seed", type=int, default=0)
     add("--validate-every", type=int, default=50, help="steps")
     add("--checkpoint-every", type=int, default=100, help="steps")
@@ -469,6 +483,8 @@ def run(args: argparse.Namespace) -> int:
         f"{count:,} parameters, {len(train_data):,} bytes to train on, {len(validation_data):,} held out, "
         f"{args.dtype} on {jax.devices()[0].device_kind}, step {state.step} of {args.steps}"
     )
+    if args.tune:
+        state = tune(args, state)
     if state.step < args.steps and not train(args, state, train_data, validation_data):
         print(f"Interrupted; {checkpoint} is saved. The same command with --resume goes on from there.")
         return 130

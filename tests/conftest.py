@@ -1,8 +1,11 @@
 """Settings that must stand before JAX and the package are imported, and the fixtures all tests share."""
 
+import atexit
 import importlib.util
 import os
 import pathlib
+import shutil
+import tempfile
 
 # Eight CPU devices for the sharding tests. The flag touches only the CPU, so it is harmless on a GPU machine.
 _flags = os.environ.get("XLA_FLAGS", "")
@@ -14,6 +17,10 @@ if "PYTEST_XDIST_WORKER" in os.environ and "--xla_cpu_multi_thread_eigen" not in
 os.environ["XLA_FLAGS"] = _flags.strip()
 # Several processes share one GPU: none of them may reserve most of its memory at the start.
 os.environ.setdefault("XLA_PYTHON_CLIENT_PREALLOCATE", "false")
+# Nothing that the tests tune may reach the tables of whoever runs them, and no such table may decide what is tested. Processes that
+# a test starts inherit the folder.
+os.environ["EJKERNEL_EQX_CACHE_DIR"] = tempfile.mkdtemp(prefix="ejkernel_eqx-tests-")
+atexit.register(shutil.rmtree, os.environ["EJKERNEL_EQX_CACHE_DIR"], ignore_errors=True)
 
 import jax  # noqa: E402
 import jaxtyping  # noqa: E402

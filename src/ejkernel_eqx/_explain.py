@@ -1,127 +1,267 @@
-"""`explain`: what was chosen, where it came from, and why not the others."""
+"""`explain`: what was chosen, where it came from, how near it is to the device's bound, and why not the others."""
 
 import dataclasses
+import importlib
+import json
+import sys
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
-import jax
-
 from ._errors import UnsupportedError
+from ._explanation import Choice, Explanation
 from ._inputs import Inputs
-from ._kernel import Kernel, selections_of
-from .dispatch import device_facts, kernel_registry, Selection
+from ._kernel import Plan, selections_of
+from .dispatch import (
+    announce,
+    Cost,
+    device_facts,
+    DeviceFacts,
+    Implementation,
+    kernel_registry,
+    on_selection,
+    Platform,
+    Problem,
+    select,
+    Selection,
+    take_snapshot,
+)
+from .dispatch.labels import label_of
+from .tuning.replace import map_plans, plans_of
+from .tuning.roofline import device_peaks, matrix_dtype, Roofline, roofline
 
-
-@dataclasses.dataclass(frozen=True)
-class Choice:
-    """One row of an explanation."""
-
-    path: str
-    operation: str
-    problem: str
-    platform: str
-    config: str
-    tier: str
-    notes: tuple[str, ...]
-    rejected: tuple[tuple[str, str], ...]
-
-
-@dataclasses.dataclass(frozen=True)
-class Explanation:
-    """Rows of choices; `str()` of it is a readable table."""
-
-    device: str
-    choices: tuple[Choice, ...]
-
-    def __str__(self) -> str:
-        lines = [f"device: {self.device}"]
-        for choice in self.choices:
-            lines.append(f"{choice.path or choice.operation}: {choice.problem or choice.operation}")
-            lines.append(f"  platform  {choice.platform}")
-            lines.extend([f"  config    {choice.config}   (from: {choice.tier})"] if choice.config else [])
-            lines.extend(f"  note      {note}" for note in choice.notes)
-            lines.extend(f"  not {platform}: {reason}" for platform, reason in choice.rejected)
-        return "\n".join(lines)
+ExampleProblem = Callable[[str, dict[str, int], str, dict[str, Any]], Problem]
+_DTYPE = "bfloat16"
 
 
 def explain(target: Any, *args: Any, **kwargs: Any) -> Explanation:
-    """What each kernel of `target` runs on, with which configuration, from which tier, and why not on the others.
+    """What each kernel of `target` runs on, with which configuration, from which tier, how fast, and why not on the others.
+
+    Measured times are those of the table that the configuration came from. Beside them stand the arithmetic and the memory traffic of the
+    call and the shortest time in which the device could do both; nothing is timed or computed here.
 
     **Arguments:**
 
-    - `target`: a module, a model holding modules anywhere, or the name of an operation.
-    - `args`, `kwargs`: arguments of the module's call (arrays or `jax.ShapeDtypeStruct`s). With them the call is traced with shapes only and
-        every choice it makes is shown, in order; without them, the order in which each kernel's platforms are asked.
+    - `target`: a module, a model holding modules anywhere, a function, or the name of an operation.
+    - `args`, `kwargs`: arguments of the call (arrays or `jax.ShapeDtypeStruct`s; models among them count). With them the call is
+        traced with shapes only and every choice that it makes is shown, in order, with the place of its kernel in the model; without
+        them, the order in which each kernel's platforms are asked and what was tuned for it. With an operation's
+        name, sizes by capital letters, `dtype`, `platform` and the operation's flags: `ejx.explain("flash_attention", B=4, T=4096,
+        H=16, D=128, dtype="bfloat16", causal=True)`.
 
     **Returns:**
 
-    An `Explanation`: print it, or read its `choices`.
+    An `Explanation`: print it, read its `choices`, or take its `to_dict()`.
     """
-    device = device_facts()
-    shown = f"{device.kind} ({device.backend.value}, {device.runtime})"
     if isinstance(target, str):
-        return Explanation(shown, tuple(_of_operation(target)))
-    if not args and not kwargs:
-        return Explanation(shown, tuple(_of_kernel(path, kernel) for path, kernel in kernels_of(target)))
+        return _of_operation(target, args, kwargs)
+    if args or kwargs:
+        device = device_facts()
+        return _explanation(
+            device, [_of_selection(p, s, device) for p, s in placed_selections(target, Inputs(args, kwargs))]
+        )
+    rows = [row for path, plan in plans_of(target).items() for row in _of_plan(path, plan)]
+    return _explanation(device_facts(), rows)
+
+
+@dataclasses.dataclass(frozen=True)
+class _PlacedSelection(Selection):
+    """A choice that tells where its kernel stands."""
+
+    path: str = ""
+
+
+@dataclasses.dataclass(frozen=True, eq=False)
+class _PlacedPlan(Plan):
+    """A plan whose choices tell where its kernel stands. Unequal to those of other places, so that no trace is shared."""
+
+    path: str = ""
+
+    @property
+    def _identity(self) -> tuple[Any, ...]:
+        return (self.path, *super()._identity)
+
+    def select(self, problem: Problem, platform: Platform | None = None, quiet: bool = False) -> Selection:
+        plain = super().select(problem, platform, quiet=True)
+        fields = {field.name: getattr(plain, field.name) for field in dataclasses.fields(Selection)}
+        selection = _PlacedSelection(**fields, path=self.path)
+        return selection if quiet else announce(selection)
+
+
+def _placed(tree: Any, root: str = "") -> Any:
+    """The tree with every kernel's plan placed at its path."""
+
+    def place(path: str, plan: Plan) -> Plan:
+        fields = {field.name: getattr(plan, field.name) for field in dataclasses.fields(Plan)}
+        return _PlacedPlan(**fields, path=root + path)
+
+    return map_plans(place, tree)
+
+
+def placed_selections(function: Any, call: Inputs) -> list[tuple[str, Selection]]:
+    """The distinct choices that a call makes, in order, each with the path of its kernel; empty where that is not known.
+
+    Traces with shapes only. Kernels in positional arguments stand at `args[0]...`, in keyword arguments at their name.
+    """
+    args = tuple(_placed(arg, f"args[{i}]") for i, arg in enumerate(call.args))
+    placed = Inputs(args, {name: _placed(value, name) for name, value in call.kwargs.items()})
+    try:
+        return _traced(_placed(function), placed)
+    except (ValueError, TypeError):
+        # A call that compares or stacks its modules needs them equal, as they are without their places; if the call
+        # is itself wrong, this raises its error.
+        pass
+    return _traced(function, call)
+
+
+def _traced(function: Any, call: Inputs) -> list[tuple[str, Selection]]:
+    found: list[Selection] = []
+
+    def forget(selection: Selection) -> None:
+        found[:] = [other for other in found if other is not selection]
+
+    with on_selection(found.append, forget):
+        selections_of(function, call)
+    distinct: dict[Any, tuple[str, Selection]] = {}
+    for selection in found:
+        path = selection.path if isinstance(selection, _PlacedSelection) else ""
+        distinct.setdefault((path, selection.problem, selection.platform), (path, selection))
+    return list(distinct.values())
+
+
+def _explanation(device: DeviceFacts, choices: Sequence[Choice]) -> Explanation:
+    shown = f"{device.kind} ({device.backend.value}, {device.runtime})"
+    dtypes = dict.fromkeys(choice.dtype for choice in choices if choice.dtype)
+    peaks = ((dtype, device_peaks(device, dtype)) for dtype in dtypes)
     return Explanation(
-        shown, tuple(_of_selection(selection) for selection in selections_of(target, Inputs(args, kwargs)))
+        shown, tuple(choices), tuple((dtype, known) for dtype, known in peaks if known is not None)
     )
 
 
-def kernels_of(tree: Any) -> list[tuple[str, Kernel]]:
-    """Every kernel in a pytree, with its path."""
-    leaves = jax.tree_util.tree_leaves_with_path(tree, is_leaf=lambda node: isinstance(node, Kernel))
-    return [(jax.tree_util.keystr(path), node) for path, node in leaves if isinstance(node, Kernel)]
-
-
-def _notes(implementation: Any) -> tuple[str, ...]:
+def _notes(implementation: Implementation) -> tuple[str, ...]:
     note = getattr(implementation.load(), "NOTE", None)
     return (note,) if note else ()
 
 
-def _of_operation(operation: str) -> list[Choice]:
-    rows = []
-    for implementation, reason in kernel_registry.list_implementations(operation, device_facts()):
-        state = "usable" if reason is None else "unusable"
-        notes = _notes(implementation) if reason is None else ()
-        rejected = () if reason is None else ((implementation.platform.value, reason),)
-        rows.append(
-            Choice("", operation, "", f"{implementation.platform.value} ({state})", "", "", notes, rejected)
+def _of_operation(operation: str, args: tuple[Any, ...], words: Mapping[str, Any]) -> Explanation:
+    if args:
+        raise ValueError(
+            f"explain: expected sizes and flags by name after an operation's name, received {len(args)} positional arguments; "
+            f"write explain({operation!r}, B=4, T=4096, ..., dtype='bfloat16')."
         )
-    return rows
+    device = device_facts()
+    if not words:
+        rows = [_of_implementation(*pair) for pair in kernel_registry.list_implementations(operation, device)]
+        return _explanation(device, rows)
+    flags = dict(words)
+    platform, dtype = flags.pop("platform", None), flags.pop("dtype", _DTYPE)
+    dims = {name: flags.pop(name) for name in words if name.isupper()}
+    problem = example_problem_of(operation)(operation, dims, str(dtype), flags)
+    selection = select(take_snapshot(operation, platform=platform), problem)
+    return _explanation(device, [_of_selection("", selection, device)])
 
 
-def _of_kernel(path: str, kernel: Kernel) -> Choice:
-    plan = kernel.plan
-    usable = [i for i in plan.snapshot.implementations if i.unusable(plan.device) is None]
-    unusable = [
-        (i.platform.value, i.unusable(plan.device) or "")
-        for i in plan.snapshot.implementations
-        if i not in usable
-    ]
-    order = " then ".join(i.platform.value for i in usable)
-    if not usable:
-        raise UnsupportedError(plan.operation, dict(unusable))
-    config = (
-        repr(plan.snapshot.override)
-        if plan.snapshot.override is not None
-        else "; ".join(repr(c) for _, _, c in plan.pinned)
+def example_problem_of(operation: str) -> ExampleProblem:
+    """The function `example_problem(operation, dims, dtype, flags)` that stands beside an operation's workload.
+
+    `ValueError` if none of the operation's implementations has one.
+    """
+    for implementation in kernel_registry.ordered(operation):
+        workload = implementation.workload
+        if isinstance(workload, str):
+            module = importlib.import_module(workload.partition(":")[0])
+        else:
+            module = sys.modules.get(getattr(workload, "__module__", None) or "")
+        make = getattr(module, "example_problem", None)
+        if make is not None:
+            return make
+    raise ValueError(
+        f"operation: expected one whose workload stands beside a function example_problem(operation, dims, dtype, flags), received "
+        f"{operation!r}, which has none; give a module and the arguments of its call."
     )
-    tier = "override" if plan.snapshot.override is not None else "; ".join(plan.tiers)
-    return Choice(path, plan.operation, "", order, config, tier, (), tuple(unusable))
 
 
-def _of_selection(selection: Selection) -> Choice:
-    rejected = tuple((platform.value, reason) for platform, reason in selection.rejected)
-    operation = selection.problem.operation
-    shown = str(selection.problem)
-    notes = _notes(selection.implementation)
+def _of_implementation(implementation: Implementation, reason: str | None) -> Choice:
+    platform = implementation.platform.value
+    if reason is None:
+        return Choice(
+            operation=implementation.operation, platform=f"{platform} (usable)", notes=_notes(implementation)
+        )
     return Choice(
-        "",
-        operation,
-        shown,
+        operation=implementation.operation, platform=f"{platform} (unusable)", rejected=((platform, reason),)
+    )
+
+
+def _of_plan(path: str, plan: Plan) -> list[Choice]:
+    """A row for every problem that the kernel was built for; one with the order of its platforms if there is none."""
+    reasons = {i.platform.value: i.unusable(plan.device) for i in plan.snapshot.implementations}
+    order = " then ".join(platform for platform, reason in reasons.items() if reason is None)
+    unusable = tuple((platform, reason) for platform, reason in reasons.items() if reason is not None)
+    if not order:
+        raise UnsupportedError(plan.operation, dict(unusable))
+    denied = [(key, (platform.value, known.denied)) for platform, key, known in plan.pinned if known.denied]
+    rows = [
+        Choice(
+            path,
+            plan.operation,
+            shown_key(key),
+            platform.value,
+            repr(known.config),
+            tier.value,
+            (f"other problems: {order}",),
+            unusable + tuple(reason for other, reason in denied if other == key),
+            key=key,
+            origin=known.origin,
+            ms=known.ms,
+        )
+        for (platform, key, known), tier in zip(plan.pinned, plan.tiers, strict=True)
+        if not known.denied
+    ]
+    override = plan.snapshot.override
+    config, tier = ("", "") if override is None else (repr(override), "override")
+    return rows or [Choice(path, plan.operation, "", order, config, tier, rejected=unusable)]
+
+
+def shown_key(key: str) -> str:
+    """A `Problem.key()` as a reader wants it; lengths are those of its bucket."""
+    return str(Problem.make(**json.loads(key), lengths=set()))
+
+
+def _of_selection(path: str, selection: Selection, device: DeviceFacts) -> Choice:
+    problem = selection.problem
+    dtype = matrix_dtype(problem)
+    return Choice(
+        path,
+        problem.operation,
+        str(problem),
         selection.platform.value,
         repr(selection.config),
         selection.tier.value,
-        notes,
-        rejected,
+        _notes(selection.implementation),
+        tuple((platform.value, reason) for platform, reason in selection.rejected),
+        key=problem.key(),
+        label=label_of(selection),
+        origin=selection.origin,
+        ms=selection.ms,
+        dtype=dtype,
+        rooflines=_rooflines(selection, device),
     )
+
+
+def _rooflines(selection: Selection, device: DeviceFacts) -> tuple[tuple[str, Roofline], ...]:
+    """By direction; with the measured time only where no length was rounded to find it."""
+    peaks = device_peaks(device, matrix_dtype(selection.problem))
+    costs = _costs(selection, device)
+    sizes = json.loads(selection.problem.key())["dims"]
+    ms = dict(selection.ms) if sizes == dict(selection.problem.dims) else {}
+    return tuple((direction, roofline(cost, peaks, ms.get(direction))) for direction, cost in costs.items())
+
+
+def _costs(selection: Selection, device: DeviceFacts) -> Mapping[str, Cost]:
+    """What the problem costs, which does not depend on the platform: one with nothing to tune leaves it to the others to tell."""
+    known = kernel_registry.ordered(selection.problem.operation)
+    others = (i for i in known if i != selection.implementation and i.unusable(device) is None)
+    for implementation in (selection.implementation, *others):
+        workload = implementation.make_workload(selection.problem)
+        if workload is not None and workload.costs:
+            return workload.costs
+    return {}

@@ -14,6 +14,7 @@ from ._inputs import Inputs
 from .dispatch import (
     announce,
     DeviceFacts,
+    Known,
     on_selection,
     Platform,
     Problem,
@@ -22,6 +23,7 @@ from .dispatch import (
     Snapshot,
     take_snapshot,
     Tier,
+    tuning_allowed,
 )
 
 K = TypeVar("K", bound="Kernel")
@@ -34,16 +36,23 @@ class Plan:
     Hashable and static. Two plans that choose alike are equal (where a configuration came from takes no part), so their
     modules share one compilation and can be stacked. While a call is traced `select` picks, as a pure function
     of the plan and the local problem; nothing outside the plan is read. `pinned` holds the choices made for `tune_for=`, as
-    (platform, problem key, configuration), and `tiers` where each came from.
+    (platform, problem key, `Known`), and `tiers` where each came from. A pin that was tuned decides before any table; the others say
+    what the plan would choose anyway.
     """
 
     snapshot: Snapshot
-    pinned: tuple[tuple[Platform, str, Any], ...] = ()
+    pinned: tuple[tuple[Platform, str, Known], ...] = ()
     tiers: tuple[Tier, ...] = ()
 
     @functools.cached_property
+    def _tables(self) -> Snapshot:
+        """The snapshot with what was tuned for this plan."""
+        tuned = tuple(pin for pin, tier in zip(self.pinned, self.tiers, strict=True) if tier is Tier.AUTOTUNE)
+        return dataclasses.replace(self.snapshot, tuned=tuned) if tuned else self.snapshot
+
+    @property
     def _identity(self) -> tuple[Any, ...]:
-        return self.snapshot.identity(self.pinned)
+        return self._tables.identity
 
     @functools.cached_property
     def _hash(self) -> int:
@@ -72,19 +81,28 @@ class Plan:
     def device(self) -> DeviceFacts:
         return self.snapshot.device
 
-    def select(self, problem: Problem) -> Selection:
-        """The platform and configuration for one problem; `UnsupportedError` naming every reason if there is none."""
-        selection = select(self.snapshot, problem)
-        for (platform, key, config), tier in zip(self.pinned, self.tiers, strict=True):
-            if platform is selection.platform and key == problem.key():
-                selection = dataclasses.replace(selection, config=config, tier=tier)
-        return announce(selection)
+    def select(self, problem: Problem, platform: Platform | None = None, quiet: bool = False) -> Selection:
+        """The platform and configuration for one problem; `UnsupportedError` naming every reason if there is none.
 
-    def pin(self, problem: Problem) -> "Plan":
-        """This plan with the choice for `problem` made now (tuned, if the policy allows and a tuner is there)."""
-        selection = select(self.snapshot, problem, tuning=True)
-        pinned = (*self.pinned, (selection.platform, problem.key(), selection.config))
-        return dataclasses.replace(self, pinned=pinned, tiers=(*self.tiers, selection.tier))
+        `platform` asks for the configuration of that platform alone; `quiet` tells no listener.
+        """
+        selection = select(self._tables, problem, platform=platform)
+        return selection if quiet else announce(selection)
+
+    def pin(self, problem: Problem, tuning: bool = True) -> "Plan":
+        """This plan with the choice for `problem` made now: tuned, where the policy asks for it and a tuner is there."""
+        denied: list[tuple[Platform, str, Known]] = []
+        chosen = select(self._tables, problem, tuning=tuning, denials=denied)
+        pinned = (chosen.platform, problem.key(), Known(chosen.config, chosen.ms, chosen.origin))
+        return dataclasses.replace(
+            self,
+            pinned=(*self.pinned, *denied, pinned),
+            tiers=(*self.tiers, *(Tier.AUTOTUNE for _ in denied), chosen.tier),
+        )
+
+    def renewed(self) -> "Plan":
+        """The same request (platform, configuration), with everything that is known now; the pins are dropped."""
+        return make_plan(self.operation, platform=self.snapshot.requested, config=self.snapshot.override)
 
 
 def make_plan(operation: str, *, platform: "str | Platform | None" = None, config: Any | None = None) -> Plan:
@@ -104,10 +122,11 @@ class Kernel(eqx.Module):
 
 
 def settle(kernel: "Kernel", call: Inputs) -> Plan:
-    """The kernel's plan with its choice for every problem of this call made now. Traces with shapes only; computes nothing."""
+    """The kernel's plan with its choice for every problem of this call made now: tuned as `Plan.pin` says, but inside
+    `no_tuning`. Traces the call with shapes only."""
     plan = kernel.plan
     for problem in dict.fromkeys(selection.problem for selection in selections_of(cast(Any, kernel), call)):
-        plan = plan.pin(problem)
+        plan = plan.pin(problem, tuning_allowed())
     return plan
 
 
@@ -119,7 +138,11 @@ _questions = itertools.count(1)
 def selections_of(function: Callable[..., Any], call: Inputs) -> list[Selection]:
     """The distinct choices that a call makes, in order. Traces with shapes only; computes nothing."""
     found: list[Selection] = []
-    with on_selection(found.append), _asking(next(_questions)):
+
+    def forget(selection: Selection) -> None:
+        found[:] = [other for other in found if other is not selection]
+
+    with on_selection(found.append, forget), _asking(next(_questions)):
         eqx.filter_eval_shape(function, *call.args, **call.kwargs)
     distinct: dict[tuple[Problem, Platform], Selection] = {}
     for selection in found:

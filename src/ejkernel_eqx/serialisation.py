@@ -31,6 +31,7 @@ import ml_dtypes  # noqa: F401  registers bfloat16, float8_*, int4 with NumPy's 
 import numpy as np
 
 from ._errors import CheckpointError
+from .dispatch import no_tuning
 
 _FORMAT = "ejkernel_eqx"
 _SCHEMA = 1
@@ -409,7 +410,8 @@ def _build(path: str, make: Callable[..., Any], hyperparameters: Mapping[str, An
             return make(**{**arguments, "key": jax.random.key(0)})
         return make(**arguments)
 
-    return eqx.filter_eval_shape(build)
+    with no_tuning():  # its kernels are planned from what is known: a model is not tuned by being read
+        return eqx.filter_eval_shape(build)
 
 
 def _override(dtype) -> np.dtype:

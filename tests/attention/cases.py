@@ -10,6 +10,12 @@ import numpy as np
 
 from ejkernel_eqx.attention.reference import visibility
 from ejkernel_eqx.attention.spec import AttentionArrays, AttentionSpec, RowRanges
+from ejkernel_eqx.attention.xla import XlaConfig, XlaTile
+
+
+def xla_tiles(block_q: int, block_k: int) -> XlaConfig:
+    """The same tiles forward and backward."""
+    return XlaConfig(XlaTile(block_q, block_k), XlaTile(block_q, block_k))
 
 
 @dataclasses.dataclass(frozen=True)

@@ -9,6 +9,7 @@ import numpy as np
 from tests.tolerances import assert_close
 
 QUICK = {"xla_backend_optimization_level": 0}
+INTERPRET = "triton-interpret"
 
 
 def quick(function, **options):
@@ -134,3 +135,11 @@ def check(call, arrays, seen: Any = True, *, poisoned=None, **options):
     for name in arrays:
         assert actual_grads[name].dtype == arrays[name].dtype
         assert_close(actual_grads[name], grads[name], dtype, "gradient", name=f"gradient of {name}")
+
+
+def causal(t, s, offset=None):
+    return np.arange(s) <= np.arange(t)[:, None] + (s - t if offset is None else offset)
+
+
+def lse_of(module, **options):
+    return lambda **arrays: module(**arrays, **options, return_lse=True)

@@ -18,6 +18,7 @@ from ejkernel_eqx._kernel import with_plan
 from ejkernel_eqx.attention import reference, xla
 from ejkernel_eqx.attention.spec import AttentionGrads
 from ejkernel_eqx.dispatch import Backend, Implementation, Platform
+from tests.attention.cases import xla_tiles
 from tests.attention.dense import normal, quick
 from tests.tolerances import assert_close
 
@@ -206,7 +207,7 @@ def test_inside_shard_map(platform, check_vma):
 @pytest.mark.parametrize("kv_heads", [8, 4])
 def test_xla_is_split_by_the_compiler(kind, kv_heads):
     arrays = {name: x for name, x in problem(kv_heads).items() if name in ("q", "k", "v", "bias")}
-    module: Any = ejx.FlashAttention(causal=True, config=xla.XlaConfig(8, 8))
+    module: Any = ejx.FlashAttention(causal=True, config=xla_tiles(8, 8))
     mesh = mesh_of(kind)
     sharded = place(mesh, arrays)
     gradient = quick(jax.grad(lambda a: jnp.sum(jnp.sin(module(**a)))))

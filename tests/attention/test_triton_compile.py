@@ -143,6 +143,38 @@ def test_some_configuration_is_left_for_every_request(target, head_dim, dtype):
         } == {"ieee"}
 
 
+@pytest.mark.parametrize("head_dim", [16, 64, 128, 256])
+@pytest.mark.parametrize("dtype", ["bfloat16", "float32"])
+@pytest.mark.parametrize("target", DEVICES)
+def test_candidates_are_few_and_within_the_estimate(target, head_dim, dtype):
+    arrays, spec = request(head_dim, dtype, False)
+    problem, device = problem_of("flash_attention", arrays, spec), DEVICES[target]
+    configs = triton.candidates(problem, device)
+    for kernel in ("forward", "key_gradient", "query_gradient"):
+        tiles = {getattr(config, kernel) for config in configs}
+        assert (4 if target in ("sm_90", "sm_100") else 1) <= len(tiles) <= 12
+    assert all(triton.config_unsupported(config, problem, device) is None for config in configs)
+    small = dataclasses.replace(device, shared_memory=2048)
+    wide = dataclasses.replace(configs[0], forward=triton.TileConfig(64, 64, 4, 2))
+    reason = triton.config_unsupported(wide, problem, small)
+    assert reason is not None and "forward" in reason and "the device has 2048" in reason
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("head_dim", [64, 128, 256])
+def test_every_candidate_fits(head_dim):
+    arrays, _ = request(head_dim, "bfloat16", False)
+    spec, device = dataclasses.replace(CAUSAL, scale=head_dim**-0.5), DEVICES["sm_90"]
+    compiled = set()
+    for config in triton.candidates(problem_of("flash_attention", arrays, spec), device):
+        for name, launch in launches_of(arrays, spec, config).items():
+            tile = getattr(config, name.removesuffix("_kernel"))
+            if (name, tile) not in compiled:
+                compiled.add((name, tile))
+                assert compile_ahead(launch, "sm_90").fits, (name, tile)
+    assert len(compiled) > 30
+
+
 def test_the_four_kernels_are_told_apart():
     arrays, spec = request(64, "bfloat16", True)
     tile = triton.TileConfig(64, 32, 4, 2)

@@ -16,11 +16,11 @@ from jax.sharding import PartitionSpec as P
 
 from ejkernel_eqx.attention import reference, xla
 from ejkernel_eqx.attention.spec import AttentionArrays, AttentionGrads, AttentionSpec
-from tests.attention.cases import Case, CASES, EMPTY, EVERYTHING, make, poison
+from tests.attention.cases import Case, CASES, EMPTY, EVERYTHING, make, poison, xla_tiles
 from tests.tolerances import assert_close, errors, TOLERANCES
 
 DIFFERENTIABLE = ("q", "k", "v", "bias", "alibi_slopes", "sinks")
-TILES = (xla.XlaConfig(64, 48), xla.XlaConfig(32, 128), xla.XlaConfig(512, 512))
+TILES = (xla.XlaConfig(xla.XlaTile(64, 48), xla.XlaTile(32, 64)), xla_tiles(32, 128), xla_tiles(512, 512))
 
 
 class Result(NamedTuple):
@@ -166,7 +166,10 @@ def test_any_shape(data):
         segments=data.draw(flag),
         dropout=data.draw(st.sampled_from([0.0, 0.4])),
     )
-    check(case, xla.XlaConfig(data.draw(st.integers(1, 80)), data.draw(st.integers(1, 80))))
+    forward, backward = (
+        xla.XlaTile(data.draw(st.integers(1, 80)), data.draw(st.integers(1, 80))) for _ in range(2)
+    )
+    check(case, xla.XlaConfig(forward, backward))
 
 
 def test_repeats_bit_for_bit():
@@ -250,13 +253,13 @@ def test_sharding_moves_no_operand(axis_type, flags, reduced):
     case = Case(B=4, T=48, S=80, H=8, K=4, D=16, V=24, **flags)
     arrays, spec = make(case)
     dout, dlse = cotangents(case)
-    expected = run_xla(arrays, dout, dlse, spec, xla.XlaConfig(32, 32))
+    expected = run_xla(arrays, dout, dlse, spec, xla_tiles(32, 32))
     sharded = _place(mesh, arrays)
     dout = jax.device_put(dout, NamedSharding(mesh, P("data", None, "model")))
     dlse = jax.device_put(dlse, NamedSharding(mesh, P("data", "model")))
     with jax.set_mesh(mesh):
-        text = run_xla.lower(sharded, dout, dlse, spec, xla.XlaConfig(32, 32)).compile().as_text() or ""
-        actual = run_xla(sharded, dout, dlse, spec, xla.XlaConfig(32, 32))
+        text = run_xla.lower(sharded, dout, dlse, spec, xla_tiles(32, 32)).compile().as_text() or ""
+        actual = run_xla(sharded, dout, dlse, spec, xla_tiles(32, 32))
     found = collections.Counter(COLLECTIVE.findall(text))
     assert set(found) <= {"all-reduce"} and found["all-reduce"] <= reduced, found
     assert actual.out.sharding.is_equivalent_to(sharded.q.sharding, 4)
@@ -274,7 +277,7 @@ def test_inside_shard_map():
     case = Case(B=2, T=33, S=33, H=4, K=4, D=8, V=8, right=0)
     arrays, spec = make(case)
     dout, dlse = cotangents(case)
-    config = xla.XlaConfig(16, 16)
+    config = xla_tiles(16, 16)
     rows: Any = P("data", None, "model")
     heads: Any = P("data", "model")
     mapped = jax.shard_map(
@@ -292,4 +295,4 @@ def test_inside_shard_map():
 @pytest.mark.parametrize("block", [0, -1, True])
 def test_config_is_validated(block):
     with pytest.raises(ValueError, match="block_k"):
-        xla.XlaConfig(64, block)
+        xla.XlaTile(64, block)

@@ -8,7 +8,10 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from benchmarks import attention, attention_problems, measure, report
+from benchmarks import attention, attention_problems, measure, report, tune
+from ejkernel_eqx.dispatch import device_facts, kernel_registry
+from ejkernel_eqx.dispatch.cache_file import parse as parse_table
+from ejkernel_eqx.dispatch.persistent import CACHE_DIR
 
 _QUICK = ("--quick", "--samples", "3", "--sample-ms", "0.5", "--no-torch")
 
@@ -158,6 +161,75 @@ def test_input_sets_are_rotated():
     work = measure.JaxWork(lambda x: seen.append(int(x[0])) or x, [(jnp.full(1, n),) for n in range(3)])
     work.sample(7)
     assert seen == [0, 1, 2, 0, 1, 2, 0]
+
+
+def test_problems_are_tuned_once(monkeypatch, tmp_path, capsys):
+    """The winner is in the table for every operation that runs the same kernels; a second run finds it there."""
+    monkeypatch.setenv(CACHE_DIR.name, str(tmp_path / "cache"))
+    # Long enough for two ways to cut it.
+    monkeypatch.setattr(
+        attention_problems, "TINY", (attention_problems.AttentionProblem(1, 256, 1, 16, dtype="float32"),)
+    )
+    table, written = tmp_path / "attention.json", tmp_path / "report.json"
+    arguments = ["--quick", "--platform", "xla", "--output", str(table), "--json", str(written)]
+    arguments += ["--candidates", "2", "--samples", "2", "--sample-ms", "0.5", "--commit", "abc"]
+    assert tune.main(arguments) == 0
+    content = parse_table(table.read_text(), "table")
+    assert content.header["device"]["kind"] == device_facts().kind and content.header["commit"] == "abc"
+    (row,) = json.loads(written.read_text())["rows"]
+    assert [r.operation for r in content.records] == ["flash_attention", "scaled_dot_product_attention"]
+    assert content.records[0].problem == row["key"]
+    assert all(r.config == row["tuned"] and set(r.errors) == {"out", "q", "k", "v"} for r in content.records)
+    assert row["candidates"]["denied"] == 0 and row["candidates"]["timed"] >= 2
+    for direction, ratio in row["ratio"].items():
+        assert ratio == pytest.approx(row["heuristic_ms"][direction] / row["ms"][direction])
+    assert "[0 s, 1/1] B1 S256" in capsys.readouterr().out
+
+    stamp = table.stat().st_mtime_ns
+    assert tune.main(arguments) == 0
+    said = capsys.readouterr().out
+    assert "[0 s" not in said and "within 1.10x" in said and table.stat().st_mtime_ns == stamp
+
+
+def test_the_table_keeps_other_problems(tmp_path):
+    implementation = kernel_registry.get("flash_attention", "xla")
+    first, second = (
+        tune.problem_of(attention_problems.AttentionProblem(1, size, 1, 16), implementation)
+        for size in (64, 128)
+    )
+    environment = report.environment("abc")
+    record = tune.Record(
+        "flash_attention", "xla", 1, first.key(), first.to_dict(), tune.software(), None, date="2026-01-01"
+    )
+    table = tune.Table(tmp_path / "table.json")
+    table.add(tune.twins(record, implementation), environment)
+    other = tune.dataclasses.replace(record, problem=second.key(), exact=second.to_dict())
+    tune.Table(table.path).add([other], environment)
+    old = tune.dataclasses.replace(other, software={"jaxlib": "0"}, date="2026-01-02")
+    tune.Table(table.path).add([old], environment)
+    read = tune.Table(table.path)
+    assert len(read.records) == 3 and read.knows(first, implementation)
+    assert not read.knows(second, implementation)  # with other software than this
+
+
+def test_nothing_is_tuned_where_the_platform_cannot_run(capsys):
+    if device_facts().vendor == "nvidia":
+        pytest.skip("it runs here")
+    assert tune.main(["--quick", "--platform", "triton"]) == 2
+    assert "triton needs a GPU" in capsys.readouterr().err
+
+
+def test_how_far_the_heuristics_are():
+    rows = [
+        {"problem": name, "ratio": ratio}
+        for name, ratio in (("a", {"x": 1.0, "y": 1.05}), ("b", {"x": 1.3}), ("c", {}))
+    ]
+    assert tune.summary(rows) == {
+        "bar": 1.1,
+        "problems": 2,
+        "within": 1,
+        "worst": {"problem": "b", "ratio": 1.3},
+    }
 
 
 def test_markdown_goes_between_its_marks(tmp_path):

@@ -4,7 +4,7 @@ import math
 
 import pytest
 
-from ejkernel_eqx.attention.xla import XlaConfig
+from ejkernel_eqx.attention.xla import XlaConfig, XlaTile
 from ejkernel_eqx.dispatch import from_dict, from_json, stable_json, to_dict, to_json
 
 
@@ -36,7 +36,8 @@ def test_round_trip():
     assert json.loads(text) == to_dict(CONFIG)
     assert to_dict(CONFIG)["backward"] == {"block": 32, "num_warps": 8}
     assert list(json.loads(text)) == ["forward", "backward", "fast", "precision", "ratio"]
-    assert from_json(to_json(XlaConfig(64, 128)), XlaConfig) == XlaConfig(64, 128)
+    tiles = XlaConfig(XlaTile(64, 128), XlaTile(32, 64))
+    assert from_json(to_json(tiles), XlaConfig) == tiles
 
 
 def test_the_configurations_of_triton_round_trip():
@@ -47,6 +48,15 @@ def test_the_configurations_of_triton_round_trip():
     data["key_gradient"]["block_q"] = 48
     with pytest.raises(ValueError, match=r"TileConfig.block_q: expected a power of two from 16, received 48"):
         from_dict(data, triton.TritonConfig)
+
+
+def test_tuples_come_back_as_tuples():
+    @dataclasses.dataclass(frozen=True)
+    class Nested:
+        order: tuple[tuple[int, ...], ...]
+
+    config = from_json(to_json(Nested(((1, 2), (3,)))), Nested)
+    assert config == Nested(((1, 2), (3,))) and hash(config) == hash(Nested(((1, 2), (3,))))
 
 
 def test_fields_with_defaults_may_be_left_out():

@@ -16,24 +16,28 @@ from ejkernel_eqx._kernel import make_plan, Plan, with_plan
 from ejkernel_eqx.attention import core, reference, xla
 from ejkernel_eqx.dispatch import (
     Backend,
-    caches,
     Implementation,
     KernelRegistry,
+    Known,
     memory_cache,
+    no_tuning,
     overlay_cache,
     Platform,
     Problem,
     select,
     set_autotuner,
+    snapshot,
     Tier,
 )
-from ejkernel_eqx.dispatch import (
-    selection as selection_module,
-)
-from tests.dispatch.toy import FastConfig, OPERATION, problem
+from tests.dispatch.toy import FastConfig, OPERATION, problem, SlowConfig
 from tests.tolerances import assert_close
 
-TILES = xla.XlaConfig(16, 32)
+
+def tiles(block_q, block_k):
+    return xla.XlaConfig(xla.XlaTile(block_q, block_k), xla.XlaTile(block_q, block_k))
+
+
+TILES = tiles(16, 32)
 
 
 def qkv(t=24, dtype=jnp.float32, seed=0):
@@ -49,8 +53,9 @@ def problem_of(module, *args) -> Problem:
 
 
 def known(key, config, monkeypatch):
+    entries = ((Platform.XLA, key, Known(config)),)
     monkeypatch.setattr(
-        caches, "PERSISTENT_SOURCES", [lambda i, d: {key: config} if i.platform is Platform.XLA else {}]
+        snapshot, "shipped_entries", lambda i, d: entries if i.platform is Platform.XLA else ()
     )
 
 
@@ -62,7 +67,7 @@ def test_provenance_takes_no_part_in_equality(monkeypatch):
     memory_cache.clear()
     known(key, TILES, monkeypatch)
     from_table = ejx.FlashAttention()
-    monkeypatch.setattr(caches, "PERSISTENT_SOURCES", [])
+    monkeypatch.setattr(snapshot, "shipped_entries", lambda i, d: ())
     with overlay_cache({key: TILES}):
         settled = ejx.FlashAttention(tune_for=qkv())
     set_autotuner(lambda p, implementation, device: TILES)
@@ -78,9 +83,9 @@ def test_provenance_takes_no_part_in_equality(monkeypatch):
     assert plain != from_memory
     # Overrides are equal whatever the tables say, as these are never asked then.
     before = ejx.FlashAttention(config=TILES)
-    memory_cache.put(Platform.XLA, key, xla.XlaConfig(64, 64))
+    memory_cache.put(Platform.XLA, key, tiles(64, 64))
     assert before == ejx.FlashAttention(config=TILES) == ejx.FlashAttention(config=TILES, tune_for=qkv())
-    assert before != ejx.FlashAttention(config=xla.XlaConfig(16, 16))
+    assert before != ejx.FlashAttention(config=tiles(16, 16))
 
 
 def test_equal_modules_share_one_trace():
@@ -150,14 +155,21 @@ def test_a_call_reads_nothing_but_its_plan(monkeypatch):
     key = problem_of(module, q, k, v).key()
     before = ejx.explain(module, q, k, v)
     memory_cache.put(Platform.XLA, key, TILES)
-    known(key, xla.XlaConfig(48, 48), monkeypatch)
+    known(key, tiles(48, 48), monkeypatch)
     set_autotuner(lambda *_: pytest.fail("a call must not tune"))
 
     def forbidden(*_, **__):
         pytest.fail("a call reads no environment variable, table or device")
 
-    for name in ("current_policy", "overlay_entries", "device_facts", "persistent_entries"):
-        monkeypatch.setattr(selection_module, name, forbidden)
+    for name in (
+        "current_policy",
+        "overlay_entries",
+        "device_facts",
+        "user_entries",
+        "shipped_entries",
+        "borrowed_entries",
+    ):
+        monkeypatch.setattr(snapshot, name, forbidden)
     ours, look_up = os.path.dirname(ejx.__file__), os.environ.__class__.__getitem__
 
     def watched(environ, name):
@@ -168,7 +180,7 @@ def test_a_call_reads_nothing_but_its_plan(monkeypatch):
         return look_up(environ, name)
 
     monkeypatch.setattr(os.environ.__class__, "__getitem__", watched)
-    with overlay_cache({"flash_attention": xla.XlaConfig(64, 64)}), ejx.policy_override("force"):
+    with overlay_cache({"flash_attention": tiles(64, 64)}), ejx.policy_override("force"):
         selection = module.plan.select(problem_of(module, q, k, v))
         # At once and under a new trace alike.
         jaxpr = jax.make_jaxpr(jax.grad(lambda q: jnp.sum(module(q, k, v))))(q)
@@ -214,7 +226,11 @@ def test_pins_are_shown_and_used():
         module = ejx.FlashAttention(tune_for=ejx.inputs(q, k, v, return_lse=True))
     (choice,) = ejx.explain(lambda *args: module(*args, return_lse=True), q, k, v).choices
     assert (choice.config, choice.tier, choice.platform) == (repr(TILES), "autotune", "xla")
-    (choice,) = ejx.explain(module, q, k, v).choices  # another problem: without lse
+    (choice,) = ejx.explain(module, q, k, v).choices  # the same kernels: only the lse is not given out
+    assert choice.tier == "autotune"
+    (choice,) = ejx.explain(module, *qkv(t=40)).choices  # a near problem, which learns from it
+    assert (choice.config, choice.tier) == (repr(TILES), "persistent") and "nearest shape" in choice.origin
+    (choice,) = ejx.explain(module, *(x[..., :4] for x in (q, k, v))).choices  # another problem
     assert choice.tier == "heuristic"
     (choice,) = ejx.explain(module).choices
     assert (choice.config, choice.tier) == (repr(TILES), "autotune")
@@ -229,15 +245,36 @@ def test_explain_sees_through_what_jax_has_traced_before():
     assert first == second and [choice.platform for choice in first.choices] == ["xla"]
 
 
-def test_the_default_policy_never_tunes():
+def test_the_default_policy_times_nothing_unasked():
     set_autotuner(lambda *_: pytest.fail("nothing may be timed unasked"))
-    module = ejx.FlashAttention(tune_for=qkv())
-    assert ejx.explain(module).choices[0].tier == "heuristic"
+    q, k, v = qkv()
+    module: Any = ejx.FlashAttention(causal=True)
+    module(q, k, v)
+    jax.grad(lambda q: jnp.sum(module(q, k, v)))(q)
+    assert ejx.explain(module, q, k, v).choices[0].tier == "heuristic"
+    with no_tuning():
+        module = ejx.FlashAttention(tune_for=qkv())
+    assert [tier.value for tier in module.plan.tiers] == ["heuristic"]
+
+
+def test_reading_a_model_tunes_nothing(tmp_path):
+    def build():
+        return ejx.FlashAttention(
+            causal=True, tune_for=tuple(jax.ShapeDtypeStruct(x.shape, x.dtype) for x in qkv())
+        )
+
+    with no_tuning():
+        ejx.save(tmp_path / "model", build())
+    set_autotuner(lambda *_: pytest.fail("a model is not tuned by being read"))
+    model = ejx.load(tmp_path / "model", build)
+    assert [tier.value for tier in model.plan.tiers] == ["heuristic"]
+    set_autotuner(lambda p, implementation, device: TILES)
+    assert build().plan.tiers == (Tier.AUTOTUNE,)
 
 
 def test_another_implementation_is_another_plan(monkeypatch):
     registry = KernelRegistry()
-    monkeypatch.setattr(selection_module, "kernel_registry", registry)
+    monkeypatch.setattr(snapshot, "kernel_registry", registry)
     registry.add(Implementation("op", Platform.XLA, Backend.ANY, 0, "core", "ejkernel_eqx.attention.xla"))
     ours = make_plan("op")
     assert ours == make_plan("op")
@@ -262,18 +299,85 @@ def test_with_plan_leaves_the_original_alone():
     assert_close(other(q, k, v), module(q, k, v))
 
 
-def test_construction_is_one_look_at_each_table():
+def test_construction_is_one_look_at_each_table(monkeypatch):
     looks = []
-    original = caches.PERSISTENT_SOURCES[:]
-    caches.PERSISTENT_SOURCES[:] = [lambda i, d: looks.append(i.platform) or {}]
-    try:
-        plan = make_plan(OPERATION)
-        assert looks == [Platform.TRITON, Platform.PALLAS, Platform.XLA]
-        for t in range(1, 50):
-            plan.select(problem(t))
-        assert len(looks) == 3
-    finally:
-        caches.PERSISTENT_SOURCES[:] = original
+    monkeypatch.setattr(snapshot, "user_entries", lambda i, d: looks.append(i.platform) or ())
+    plan = make_plan(OPERATION)
+    assert looks == [Platform.TRITON, Platform.PALLAS, Platform.XLA]
+    for t in range(1, 50):
+        plan.select(problem(t))
+    assert len(looks) == 3
+
+
+def test_a_plan_answers_for_one_platform_and_in_silence():
+    memory_cache.put(Platform.XLA, problem().key(), SlowConfig(3))
+    plan, told = make_plan(OPERATION), []
+    with ejx.dispatch.on_selection(told.append):
+        assert plan.select(problem()).config == FastConfig(0)
+        assert plan.select(problem(), Platform.XLA, quiet=True).config == SlowConfig(3)
+        assert plan.select(problem(), Platform.PALLAS, quiet=True).config == FastConfig(0)
+    assert [selection.platform for selection in told] == [Platform.PALLAS]
+    with pytest.raises(ejx.UnsupportedError, match="'cuda': is not among the platforms that the module was"):
+        plan.select(problem(), Platform.CUDA)
+    with pytest.raises(ejx.UnsupportedError, match="'pallas': takes T up to 100"):
+        plan.select(problem(500), Platform.PALLAS)
+
+
+def test_a_renewed_plan_makes_the_same_request_of_what_is_known_now():
+    set_autotuner(lambda p, implementation, device: FastConfig(5))
+    old = {
+        "free": make_plan(OPERATION).pin(problem()),
+        "platform": make_plan(OPERATION, platform="pallas"),
+        "config": make_plan(OPERATION, config=FastConfig(7)),
+        "both": make_plan(OPERATION, platform="xla", config=SlowConfig(7)),
+    }
+    memory_cache.put(Platform.PALLAS, problem().key(), FastConfig(9))
+    new = {name: plan.renewed() for name, plan in old.items()}
+    assert {name: plan.select(problem()).config for name, plan in new.items()} == {
+        "free": FastConfig(9),
+        "platform": FastConfig(9),
+        "config": FastConfig(7),
+        "both": SlowConfig(7),
+    }
+    assert new["free"].pinned == () and old["free"].select(problem()).config == FastConfig(5)
+    assert {name: plan.platforms for name, plan in new.items()} == {
+        name: plan.platforms for name, plan in old.items()
+    }
+    assert new["config"] == old["config"] and new["free"] != old["free"]
+
+
+def test_a_pin_that_was_not_tuned_takes_no_part_in_equality():
+    plan = make_plan(OPERATION)
+    assert plan.pin(problem()) == plan and hash(plan.pin(problem())) == hash(plan)
+    set_autotuner(lambda p, implementation, device: FastConfig(5))
+    tuned = plan.pin(problem())
+    assert tuned != plan
+    memory_cache.put(Platform.PALLAS, problem().key(), FastConfig(5))
+    assert tuned == make_plan(OPERATION) == make_plan(OPERATION).pin(problem())
+
+
+def test_a_platform_that_tuning_denies_is_passed_over_from_then_on():
+    def tuner(p, implementation, device):
+        if implementation.platform is Platform.PALLAS:
+            return Known(None, denied="every candidate is wrong")
+        return SlowConfig(4)
+
+    set_autotuner(tuner)
+    plan = make_plan(OPERATION).pin(problem())
+    selection = plan.select(problem())
+    assert (selection.config, selection.tier) == (SlowConfig(4), Tier.AUTOTUNE)
+    assert selection.rejected[-1] == (Platform.PALLAS, "every candidate is wrong")
+    assert plan.select(problem(8)).platform is Platform.PALLAS
+    with pytest.raises(ejx.UnsupportedError, match="'pallas': every candidate is wrong"):
+        make_plan(OPERATION, platform="pallas").pin(problem())
+
+
+def test_unchanged_tables_are_worked_out_once():
+    memory_cache.put(Platform.PALLAS, problem().key(), FastConfig(9))
+    first, second = make_plan(OPERATION), make_plan(OPERATION)
+    assert first.snapshot is second.snapshot
+    memory_cache.put(Platform.PALLAS, problem().key(), FastConfig(8))
+    assert make_plan(OPERATION).snapshot is not first.snapshot
 
 
 def test_selecting_is_pure():
@@ -281,7 +385,7 @@ def test_selecting_is_pure():
     assert isinstance(plan, Plan) and plan.platforms == (Platform.TRITON, Platform.PALLAS, Platform.XLA)
     assert plan.select(problem()) == plan.select(problem()) == select(plan.snapshot, problem())
     assert (
-        plan.pin(problem()).pinned == ((Platform.PALLAS, problem().key(), FastConfig(0)),)
+        plan.pin(problem()).pinned == ((Platform.PALLAS, problem().key(), Known(FastConfig(0))),)
         and plan.pinned == ()
     )
 

@@ -1,29 +1,28 @@
-"""The seven tiers, each alone and in their order; the policies; the shipped tables."""
+"""The seven tiers, each alone and in their order; the policies; the table of this process."""
 
 import contextvars
-import importlib.resources
-import json
-import logging
+import dataclasses
 import threading
 
+import jax
 import pytest
 
 import ejkernel_eqx as ejx
 from ejkernel_eqx import UnsupportedError
 from ejkernel_eqx._kernel import make_plan
 from ejkernel_eqx.dispatch import (
-    caches,
+    ConfigCache,
     device_facts,
-    kernel_registry,
+    Known,
     memory_cache,
     overlay_cache,
     Platform,
     policy_override,
     select,
     set_autotuner,
+    snapshot,
     take_snapshot,
     Tier,
-    to_dict,
 )
 from ejkernel_eqx.dispatch.overlay import current_policy, Policy, POLICY_VARIABLE
 from tests.dispatch.toy import FastConfig, OPERATION, problem, SlowConfig
@@ -34,37 +33,160 @@ def chosen(p=None, *, tuning=False, **override):
     return selection.config, selection.tier
 
 
+class Tables(dict):
+    """Problem key -> configuration (or `Known`) of the platform `pallas`, by source."""
+
+    def __init__(self, monkeypatch):
+        super().__init__(user={}, shipped={}, borrowed={})
+        for name in self:
+            monkeypatch.setattr(snapshot, f"{name}_entries", lambda i, d, name=name: self.entries(i, name))
+
+    def entries(self, implementation, name):
+        if implementation.platform is not Platform.PALLAS:
+            return ()
+        return tuple(
+            (Platform.PALLAS, key, config if isinstance(config, Known) else Known(config, origin=name))
+            for key, config in self[name].items()
+        )
+
+
 @pytest.fixture
-def shipped(monkeypatch):
-    """A table as it stands after a module is built: shown to `PERSISTENT_SOURCES`."""
-    table = {}
-    source = lambda implementation, device: table if implementation.platform is Platform.PALLAS else {}
-    monkeypatch.setattr(caches, "PERSISTENT_SOURCES", [source])
-    return table
+def tables(monkeypatch):
+    return Tables(monkeypatch)
 
 
-def test_the_tiers_and_their_order(shipped):
+def test_the_tiers_and_their_order(tables):
     asked = []
 
     def tuner(p, implementation, device):
         asked.append((p, implementation.platform, device))
-        return FastConfig(5)
+        return FastConfig(6)
 
     assert chosen() == (FastConfig(0), Tier.HEURISTIC)
     set_autotuner(tuner)
-    with policy_override("tune"):
-        assert chosen(tuning=False) == (FastConfig(0), Tier.HEURISTIC) and not asked
-        assert chosen(tuning=True) == (FastConfig(5), Tier.AUTOTUNE)
-        assert asked == [(problem(), Platform.PALLAS, device_facts())]
-        shipped[problem().key()] = FastConfig(4)
-        assert chosen(tuning=True) == (FastConfig(4), Tier.PERSISTENT)
-        memory_cache.put(Platform.PALLAS, problem().key(), FastConfig(3))
-        assert chosen(tuning=True) == (FastConfig(3), Tier.MEMORY)
-        with overlay_cache({OPERATION: FastConfig(2)}):
-            assert chosen(tuning=True) == (FastConfig(2), Tier.OVERLAY)
-            assert chosen(tuning=True, config=FastConfig(1)) == (FastConfig(1), Tier.OVERRIDE)
+    tables["borrowed"][problem().key()] = FastConfig(1)
+    assert chosen() == (FastConfig(1), Tier.PERSISTENT) and not asked
+    tables["shipped"][problem(32).key()] = FastConfig(2)
+    assert chosen() == (FastConfig(2), Tier.PERSISTENT) and not asked
+    assert chosen(tuning=True) == (FastConfig(6), Tier.AUTOTUNE)
+    assert asked == [(problem(), Platform.PALLAS, device_facts())]
+    tables["shipped"][problem().key()] = FastConfig(3)
+    assert chosen(tuning=True) == (FastConfig(3), Tier.PERSISTENT)
+    tables["user"][problem().key()] = FastConfig(4)
+    assert chosen(tuning=True) == (FastConfig(4), Tier.PERSISTENT)
+    memory_cache.put(Platform.PALLAS, problem().key(), FastConfig(5))
+    assert chosen(tuning=True) == (FastConfig(5), Tier.MEMORY)
+    with overlay_cache({OPERATION: FastConfig(7)}):
+        assert chosen(tuning=True) == (FastConfig(7), Tier.OVERLAY)
+        assert chosen(tuning=True, config=FastConfig(8)) == (FastConfig(8), Tier.OVERRIDE)
     assert len(asked) == 1
-    assert [tier for tier, _ in ejx.dispatch.selection.TIERS] == list(Tier)[:-1]
+
+
+def test_each_tier_answers_by_itself():
+    """Asked of a snapshot in which every tier could answer."""
+    entry = lambda n, p=None: ((Platform.PALLAS, (p or problem()).key(), Known(FastConfig(n))),)
+    everything = dataclasses.replace(
+        take_snapshot(OPERATION, platform="pallas", config=FastConfig(1)),
+        overlay=((OPERATION, FastConfig(2)),),
+        tuned=entry(3),
+        memory=entry(4),
+        user=entry(5),
+        shipped=entry(6),
+    )
+    set_autotuner(lambda p, implementation, device: FastConfig(7))
+    (pallas,) = everything.implementations
+    answers = [(tier, ask(everything, pallas, problem())) for tier, ask in ejx.dispatch.selection.TIERS]
+    assert [(tier, known.config.block) for tier, known in answers if known] == [
+        (Tier.OVERRIDE, 1),
+        (Tier.OVERLAY, 2),
+        (Tier.AUTOTUNE, 3),
+        (Tier.MEMORY, 4),
+        (Tier.PERSISTENT, 5),
+        (Tier.PERSISTENT, 6),
+        (Tier.AUTOTUNE, 7),
+        (Tier.PERSISTENT, 3),  # the guess from what is the most trusted
+        (Tier.HEURISTIC, 0),
+    ]
+    nothing = take_snapshot(OPERATION, platform="pallas")
+    set_autotuner(None)
+    answers = [ask(nothing, pallas, problem()) for _, ask in ejx.dispatch.selection.TIERS]
+    assert answers == [None] * 8 + [Known(FastConfig(0))]
+
+
+def test_a_choice_says_where_it_comes_from_and_what_it_takes(tables):
+    tables["user"][problem().key()] = Known(FastConfig(4), (("forward", 0.5),), "tuned 2026-11-21")
+    selection = select(take_snapshot(OPERATION), problem())
+    assert (selection.origin, selection.ms) == ("tuned 2026-11-21", (("forward", 0.5),))
+    near = select(take_snapshot(OPERATION), problem(32))
+    assert near.origin == "from the nearest shape: D8 T64 (tuned 2026-11-21)" and near.ms == ()
+    assert select(take_snapshot(OPERATION), problem(8)).origin == ""
+    assert select(take_snapshot(OPERATION, config=FastConfig(1)), problem()).origin == "given as config="
+
+
+def test_what_was_tuned_says_what_the_tuner_stored():
+    stored = Known(FastConfig(5), (("forward", 0.5),), "tuned today")
+
+    def tuner(p, implementation, device):
+        memory_cache.put(implementation.platform, p.key(), stored)
+        return FastConfig(5)
+
+    set_autotuner(tuner)
+    selection = select(take_snapshot(OPERATION), problem(), tuning=True)
+    assert (selection.tier, selection.origin, selection.ms) == (Tier.AUTOTUNE, stored.origin, stored.ms)
+
+
+def test_a_platform_whose_every_configuration_was_denied(tables):
+    tables["user"][problem().key()] = Known(None, denied="every configuration was denied: wrong dq")
+    tables["shipped"][problem().key()] = FastConfig(3)
+    selection = select(take_snapshot(OPERATION), problem())
+    assert (selection.platform, selection.config) == (Platform.XLA, SlowConfig(0))
+    assert selection.rejected[-1] == (Platform.PALLAS, "every configuration was denied: wrong dq")
+    with pytest.raises(UnsupportedError, match="'pallas': every configuration was denied: wrong dq"):
+        chosen(platform="pallas")
+    # It says nothing of other problems, and nothing against what the user gives.
+    assert chosen(problem(32)) == (FastConfig(0), Tier.HEURISTIC)
+    assert chosen(config=FastConfig(1)) == (FastConfig(1), Tier.OVERRIDE)
+    with overlay_cache({OPERATION: FastConfig(2)}):
+        assert chosen() == (FastConfig(2), Tier.OVERLAY)
+
+
+def test_an_override_is_stored_nowhere(tmp_path):
+    plan = make_plan(OPERATION, config=FastConfig(7)).pin(problem())
+    assert plan.select(problem()).config == FastConfig(7)
+    with overlay_cache({OPERATION: FastConfig(8)}):
+        make_plan(OPERATION).pin(problem())
+    assert not list(memory_cache.items()) and not list(tmp_path.rglob("*"))
+    assert chosen() == (FastConfig(0), Tier.HEURISTIC)
+
+
+def test_several_processes_do_not_read_the_files_of_their_users(tables, monkeypatch):
+    tables["user"][problem().key()] = FastConfig(4)
+    tables["shipped"][problem().key()] = FastConfig(3)
+    assert chosen() == (FastConfig(4), Tier.PERSISTENT)
+    monkeypatch.setattr(jax, "process_count", lambda: 2)
+    assert chosen() == (FastConfig(3), Tier.PERSISTENT)
+    memory_cache.put(Platform.PALLAS, problem().key(), FastConfig(5))
+    assert chosen() == (FastConfig(5), Tier.MEMORY)
+
+
+def test_the_cache_of_this_process():
+    cache = ConfigCache()
+    cache.put(Platform.PALLAS, problem().key(), FastConfig(1))
+    cache.put(Platform.XLA, problem().key(), Known(None, denied="wrong"))
+    assert cache.get(Platform.PALLAS, problem().key()) == FastConfig(1)
+    known = cache.known(Platform.PALLAS, problem().key())
+    assert known is not None and known.config == FastConfig(1) and known.ms == ()
+    assert cache.get(Platform.XLA, problem().key()) is None
+    assert cache.known(Platform.XLA, problem().key()) == Known(None, denied="wrong")
+    assert (Platform.XLA, problem().key()) in cache and (Platform.XLA, problem(8).key()) not in cache
+    assert len(cache) == 2 and dict(cache.items())[Platform.PALLAS, problem().key()] == known
+    assert [entry[0] for entry in cache.entries(OPERATION, {Platform.XLA})] == [Platform.XLA]
+    assert cache.entries("another", {Platform.XLA, Platform.PALLAS}) == ()
+    cache.clear()
+    assert not len(cache) and cache.entries(OPERATION, {Platform.XLA}) == ()
+    for config, denied in ((None, ""), (FastConfig(1), "wrong")):
+        with pytest.raises(ValueError, match="Known: expected either a config or the reason"):
+            Known(config, denied=denied)
 
 
 def test_the_last_tier_names_every_platform():
@@ -96,12 +218,9 @@ def test_the_next_platform_is_asked_when_one_does_not_support_the_problem():
 def test_an_entry_serves_its_bucket_only():
     memory_cache.put(Platform.PALLAS, problem(64).key(), FastConfig(9))
     assert chosen(problem(33)) == chosen(problem(64)) == (FastConfig(9), Tier.MEMORY)
-    assert (
-        chosen(problem(65))
-        == chosen(problem(32))
-        == chosen(problem(64, flag=True))
-        == (FastConfig(0), Tier.HEURISTIC)
-    )
+    for other in (problem(65), problem(32)):
+        assert "nearest shape: D8 T64" in select(take_snapshot(OPERATION), other).origin
+    assert chosen(problem(64, flag=True)) == chosen(problem(8)) == (FastConfig(0), Tier.HEURISTIC)
 
 
 def test_platform_and_config_pin_the_platform():
@@ -177,38 +296,29 @@ def test_overlays_and_policies_belong_to_their_context():
     assert found == {"plain": (FastConfig(0), Policy.CACHED), "copied": (FastConfig(1), Policy.HEURISTIC)}
 
 
-def test_policies(shipped):
+def test_policies(tables):
+    """For problems known to the package, to the user, to this process and to nobody: what is asked for, and a plain call."""
     set_autotuner(lambda p, implementation, device: FastConfig(5))
-    shipped[problem().key()] = FastConfig(4)
-    memory_cache.put(Platform.PALLAS, problem(8).key(), FastConfig(3))
-    new = problem(16)
+    tables["shipped"][problem(64).key()] = FastConfig(2)
+    tables["user"][problem(16).key()] = FastConfig(3)
+    memory_cache.put(Platform.PALLAS, problem(4).key(), FastConfig(4))
+    problems = [problem(64), problem(16), problem(4), problem(1, flag=True)]
     expected = {
-        "heuristic": ((FastConfig(0), Tier.HEURISTIC),) * 3,
-        "cached": (
-            (FastConfig(4), Tier.PERSISTENT),
-            (FastConfig(3), Tier.MEMORY),
-            (FastConfig(0), Tier.HEURISTIC),
-        ),
-        "tune": (
-            (FastConfig(4), Tier.PERSISTENT),
-            (FastConfig(3), Tier.MEMORY),
-            (FastConfig(5), Tier.AUTOTUNE),
-        ),
-        "force": ((FastConfig(5), Tier.AUTOTUNE),) * 3,
+        "heuristic": ([0, 0, 0, 0], [0, 0, 0, 0]),
+        "cached": ([2, 3, 4, 5], [2, 3, 4, 0]),
+        "tune": ([5, 3, 4, 5], [2, 3, 4, 0]),
+        "force": ([5, 5, 5, 5], [2, 3, 4, 0]),
     }
-    for policy, answers in expected.items():
+    for policy, (asked_for, plain) in expected.items():
         with policy_override(policy):
-            assert tuple(chosen(p, tuning=True) for p in (problem(), problem(8), new)) == answers, policy
-            # A call never tunes; tables serve it under every policy that reads them.
-            known = (shipped[problem().key()], FastConfig(3), FastConfig(0))
-            plain = tuple(chosen(p)[0] for p in (problem(), problem(8), new))
-            assert plain == (known if policy != "heuristic" else (FastConfig(0),) * 3), policy
-    set_autotuner(lambda p, implementation, device: None)
-    with policy_override("force"):
-        assert chosen(new, tuning=True) == (FastConfig(0), Tier.HEURISTIC)
-    set_autotuner(None)
-    with policy_override("force"):
-        assert chosen(tuning=True) == (FastConfig(4), Tier.PERSISTENT)
+            assert [chosen(p, tuning=True)[0].block for p in problems] == asked_for, policy
+            assert [chosen(p)[0].block for p in problems] == plain, policy
+    # A tuner with nothing to tune, or none at all: the tables serve.
+    for tuner in (lambda p, implementation, device: None, None):
+        set_autotuner(tuner)
+        for policy, (_, plain) in expected.items():
+            with policy_override(policy):
+                assert [chosen(p, tuning=True)[0].block for p in problems] == plain, policy
 
 
 def test_the_policy_of_the_environment(monkeypatch):
@@ -227,76 +337,3 @@ def test_the_policy_of_the_environment(monkeypatch):
         policy_override("sometimes"),
     ):
         pass
-
-
-def entry(config, p=None, **changed):
-    return {
-        "operation": OPERATION,
-        "platform": "pallas",
-        "problem": (p or problem()).key(),
-        "config": config,
-        **changed,
-    }
-
-
-@pytest.fixture
-def ship(monkeypatch, tmp_path):
-    """Writes the shipped table of this machine's device, for the operation's core."""
-    monkeypatch.setattr(importlib.resources, "files", lambda package: tmp_path)
-    monkeypatch.setattr(caches, "PERSISTENT_SOURCES", [caches.shipped_entries])
-    forget = (caches._shipped, caches._shipped_table)
-
-    def write(*entries, schema=caches.SCHEMA):
-        folder = tmp_path / "data" / device_facts().slug
-        folder.mkdir(parents=True, exist_ok=True)
-        (folder / f"{OPERATION}.json").write_text(json.dumps({"schema": schema, "entries": entries}))
-        for cached in forget:
-            cached.cache_clear()
-
-    yield write
-    for cached in forget:
-        cached.cache_clear()
-
-
-def test_shipped_table(ship):
-    ship(
-        entry(to_dict(FastConfig(6))),
-        entry(to_dict(SlowConfig(7)), platform="xla"),
-        entry(to_dict(FastConfig(8)), operation="another"),
-    )
-    assert chosen(problem(60)) == (FastConfig(6), Tier.PERSISTENT)
-    assert chosen(platform="xla") == (SlowConfig(7), Tier.PERSISTENT)
-    assert chosen(problem(20)) == (FastConfig(0), Tier.HEURISTIC)
-    memory_cache.put(Platform.PALLAS, problem().key(), FastConfig(3))
-    assert chosen() == (FastConfig(3), Tier.MEMORY)
-
-
-def test_no_shipped_table_is_no_error(ship):
-    assert chosen() == (FastConfig(0), Tier.HEURISTIC)
-
-
-def test_a_table_of_another_schema_is_ignored_aloud(ship, caplog):
-    ship(entry(to_dict(FastConfig(6))), schema=caches.SCHEMA + 1)
-    with caplog.at_level(logging.WARNING, "ejkernel_eqx"):
-        assert chosen() == (FastConfig(0), Tier.HEURISTIC)
-    assert "has schema 2, this version reads 1: ignored" in caplog.text
-
-
-def test_an_entry_of_another_version_is_ignored_aloud(ship, caplog):
-    ship(entry({"block": 6, "warps": 4}), entry(to_dict(FastConfig(6)), problem(8)))
-    with caplog.at_level(logging.WARNING, "ejkernel_eqx"):
-        assert chosen() == (FastConfig(0), Tier.HEURISTIC)
-    assert "unknown ['warps']" in caplog.text
-    assert chosen(problem(8)) == (FastConfig(6), Tier.PERSISTENT)
-
-
-def test_the_first_source_that_knows_decides(monkeypatch):
-    tables = (
-        {problem().key(): FastConfig(1)},
-        {problem().key(): FastConfig(2), problem(8).key(): FastConfig(3)},
-    )
-    sources = [lambda implementation, device, table=table: table for table in tables]
-    monkeypatch.setattr(caches, "PERSISTENT_SOURCES", sources)
-    implementation = kernel_registry.get(OPERATION, "pallas")
-    known = caches.persistent_entries(implementation, device_facts())
-    assert known == {problem().key(): FastConfig(1), problem(8).key(): FastConfig(3)}

@@ -69,7 +69,9 @@ class FlashAttention(Kernel):
         - `platform`: use this platform or raise; `None` chooses by device and request.
         - `config`: use this kernel configuration; it implies its platform.
         - `tune_for`: `(q, k, v)` or [`ejkernel_eqx.inputs`][]`(q, k, v, ...)`, arrays or `jax.ShapeDtypeStruct`s: settle the choice for these
-            now, so that what is unsupported is said here.
+            now. What no table knows is tuned on this device, forward and backward, unless `ejkernel_eqx.policy_override` forbids it.
+            `UnsupportedError` if no platform takes the call; `TuningError` if there is something to tune and the module is built
+            inside `jit` or another staged function.
         """
         self.options = ScoreOptions(logits_soft_cap, softmax_scale, dropout_rate, deterministic)
         self.options.check()

@@ -10,12 +10,13 @@ from jaxtyping import Bool, Float, Int, PRNGKeyArray
 from .._kernel import Kernel, make_plan, Plan
 from ..dispatch import Platform
 from .arguments import MaskInputs, parse_window, resolve, ScoreInputs, ScoreOptions
-from .core import over_leading_axes, problem_of
+from .core import problem_of
+from .leading import over_leading_axes
 from .mask import Mask, Window
 from .platforms import register
 from .reference import attend_with_weights
 
-register("attention", Platform.XLA)
+register("attention", Platform.XLA, tunable=False)
 
 
 class Attention(Kernel):

@@ -5,6 +5,8 @@ from ..dispatch import Backend, Implementation, kernel_registry, Platform
 CORE = "attention"
 _HERE = __package__
 
+_WORKLOAD = f"{_HERE}.workload:workload"
+
 # Highest priority first where it supports the request; below zero: only when asked for by name.
 _PLATFORMS = (
     (Platform.CUDA, Backend.GPU, 40, f"{_HERE}.cudnn"),
@@ -14,8 +16,12 @@ _PLATFORMS = (
 )
 
 
-def register(operation: str, *platforms: Platform) -> None:
+def register(operation: str, *platforms: Platform, tunable: bool = True) -> None:
     """Registers an operation of this core on `platforms`, by default on all of them."""
     for platform, backend, priority, target in _PLATFORMS:
         if not platforms or platform in platforms:
-            kernel_registry.add(Implementation(operation, platform, backend, priority, CORE, target))
+            # cuDNN tunes itself.
+            workload = _WORKLOAD if tunable and platform is not Platform.CUDA else None
+            kernel_registry.add(
+                Implementation(operation, platform, backend, priority, CORE, target, workload)
+            )

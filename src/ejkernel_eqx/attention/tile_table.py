@@ -31,10 +31,9 @@ def row_ranges(arrays: AttentionArrays, spec: AttentionSpec) -> tuple[Array, Arr
     return start[None], end[None]
 
 
-def window_covers(arrays: AttentionArrays, spec: AttentionSpec) -> bool:
+def window_covers(queries: int, keys: int, spec: AttentionSpec) -> bool:
     """Whether under the static window every query sees a key and every key is seen. The ranges move by one key a query, so the
     first and the last query decide."""
-    queries, keys = arrays.q.shape[1], arrays.k.shape[1]
     left = keys + queries if spec.left is None else spec.left
     right = keys + queries if spec.right is None else spec.right
     first, last = spec.offset, spec.offset + queries - 1

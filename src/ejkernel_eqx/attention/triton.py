@@ -19,6 +19,9 @@ OPAQUE = True
 _LOG2E = 1.4426950408889634
 MAX_HEAD_DIM = 256
 _CACHED_BYTES = 24 * 2**20
+_MOST_CANDIDATES = 12  # of each kernel
+VERSION = 1
+Sizes = Callable[[str, Problem], list[tuple[int, ...]]]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -67,6 +70,7 @@ class TritonConfig:
 
 
 config_type = TritonConfig
+_SMALLEST = TileConfig(16, 16, 4, 1)
 
 
 def unavailable(device: DeviceFacts) -> str | None:
@@ -85,27 +89,52 @@ def unsupported(problem: Problem, device: DeviceFacts) -> str | None:
 
 def default_config(problem: Problem, device: DeviceFacts) -> TritonConfig:
     """The first preferred tile of each kernel that fits the device's shared memory."""
-    return candidates(problem, device)[0]
+    forward, keys, queries = (
+        _fitting(kernel, triton_tiles.preferred, problem, device)[0] for kernel in triton_tiles.KERNELS
+    )
+    return TritonConfig(forward, keys, queries, **_arithmetic(device))
 
 
 def candidates(problem: Problem, device: DeviceFacts) -> list[TritonConfig]:
-    """Configurations worth timing, the heuristic first: the next preferred tiles of all kernels together, a row after a row."""
-    columns = [_fitting(kernel, problem, device) for kernel in triton_tiles.KERNELS]
-    rows = [
-        tuple(column[min(row, len(column) - 1)] for column in columns)
-        for row in range(max(map(len, columns)))
-    ]
-    nvidia = device.vendor == "nvidia"
-    options: dict[str, Any] = {} if nvidia else {"fast_tanh": False, "float32_dot": "ieee"}
-    return [TritonConfig(forward, keys, queries, **options) for forward, keys, queries in rows]
+    """Configurations worth timing, the heuristic first: the next tiles of all kernels together, a row after a row."""
+    heuristic = default_config(problem, device)
+    columns = []
+    for kernel in triton_tiles.KERNELS:
+        tiles = _fitting(kernel, triton_tiles.choices, problem, device)
+        columns.append(list(dict.fromkeys([getattr(heuristic, kernel), *tiles]))[:_MOST_CANDIDATES])
+    rows = (
+        [column[min(row, len(column) - 1)] for column in columns] for row in range(max(map(len, columns)))
+    )
+    return [TritonConfig(forward, keys, queries, **_arithmetic(device)) for forward, keys, queries in rows]
 
 
-def _fitting(kernel: str, problem: Problem, device: DeviceFacts) -> list[TileConfig]:
-    limit = device.shared_memory or 49_152
-    tiles = [TileConfig(*sizes) for sizes in triton_tiles.preferred(kernel, problem)]
-    return [tile for tile in tiles if triton_tiles.shared_memory(kernel, problem, tile) <= limit] or [
-        TileConfig(16, 16, 4, 1)
+def config_unsupported(config: TritonConfig, problem: Problem, device: DeviceFacts) -> str | None:
+    """Tiles that cannot fit the device's shared memory, by an estimate from above; of the smallest the compiler must tell."""
+    for kernel in triton_tiles.KERNELS:
+        tile = getattr(config, kernel)
+        needed = triton_tiles.shared_memory(kernel, problem, tile)
+        if needed > _shared_memory(device) and tile != _SMALLEST:
+            return (
+                f"{kernel} with {tile.block_q}x{tile.block_k} tiles and {tile.num_stages} stages takes about {needed} bytes of "
+                f"shared memory, the device has {_shared_memory(device)}"
+            )
+    return None
+
+
+def _arithmetic(device: DeviceFacts) -> dict[str, Any]:
+    return {} if device.vendor == "nvidia" else {"fast_tanh": False, "float32_dot": "ieee"}
+
+
+def _shared_memory(device: DeviceFacts) -> int:
+    return device.shared_memory or 49_152
+
+
+def _fitting(kernel: str, sizes: Sizes, problem: Problem, device: DeviceFacts) -> list[TileConfig]:
+    tiles = [TileConfig(*tile) for tile in sizes(kernel, problem)]
+    fitting = [
+        tile for tile in tiles if triton_tiles.shared_memory(kernel, problem, tile) <= _shared_memory(device)
     ]
+    return fitting or [_SMALLEST]
 
 
 Execute = Callable[[Launch, dict[str, Array]], dict[str, Array]]
@@ -273,14 +302,9 @@ class _Call:
         is_float32, rate = arrays.q.dtype == jnp.float32, spec.dropout_rate
         ragged = _ragged(arrays)
         folded = arrays.bias is None and arrays.alibi_slopes is None and spec.scale > 0
-        # Whether the first tile may show a row nothing at all: not where every row sees key 0.
-        guard = (
-            ragged
-            or arrays.mask is not None
-            or not folded
-            or spec.left is not None
-            or (spec.right is not None and spec.offset < 0)
-        )
+        # Whether the first tile may show a row nothing at all: not where every row sees key 0. A window bounded on the right alone
+        # that lets a row see nothing has become ranges before.
+        guard = ragged or arrays.mask is not None or not folded or spec.left is not None
         return {
             "H": arrays.q.shape[2],
             "K": arrays.k.shape[2],
@@ -342,7 +366,11 @@ def _seen(arrays: AttentionArrays, spec: AttentionSpec) -> tuple[Array, Array]:
 
 def _explicit_ranges(arrays: AttentionArrays, spec: AttentionSpec) -> tuple[AttentionArrays, AttentionSpec]:
     """The same call, its static window turned into ranges where that leaves a query or a key unseen: kernels then know which."""
-    if arrays.rows is not None or not spec.ranged or tile_table.window_covers(arrays, spec):
+    if (
+        arrays.rows is not None
+        or not spec.ranged
+        or tile_table.window_covers(arrays.q.shape[1], arrays.k.shape[1], spec)
+    ):
         return arrays, spec
     start, end = tile_table.row_ranges(arrays, spec)
     position = jnp.arange(arrays.q.shape[1], dtype=jnp.int32)[None] + spec.offset

@@ -14,6 +14,7 @@ from .triton import TileConfig, TritonConfig
 from .triton import unsupported as unsupported
 
 OPAQUE = True
+VERSION = 1
 NOTE = "interpreted on the host, program by program: for checking, not for speed"
 _TILE = TileConfig(32, 32, 4, 1)
 _execute = functools.partial(run, interpret=True)

@@ -58,23 +58,93 @@ _FLOAT32: dict[str, dict[int, tuple[Sizes, ...]]] = {
 }
 
 
+# What else is worth timing, best first; most of these keep all their values in registers.
+_HALF_MORE: dict[str, dict[int, tuple[Sizes, ...]]] = {
+    "forward": {
+        64: ((128, 128, 8, 3), (64, 128, 4, 3), (128, 64, 4, 2), (64, 64, 4, 4), (128, 64, 8, 2), (128, 32, 4, 3), (64, 128, 4, 2)),
+        128: ((128, 64, 8, 2), (128, 128, 8, 2), (64, 128, 4, 2), (64, 128, 8, 2), (64, 32, 4, 3), (128, 32, 4, 3)),
+        256: ((64, 64, 8, 2), (128, 32, 8, 2), (64, 32, 4, 3), (64, 64, 8, 3), (128, 16, 8, 3), (64, 32, 8, 3), (64, 16, 4, 3)),
+    },
+    "key_gradient": {
+        64: ((64, 128, 8, 3), (64, 64, 8, 3), (32, 64, 4, 4), (64, 128, 8, 2), (32, 128, 8, 3), (64, 32, 4, 3), (32, 128, 4, 3)),
+        128: ((32, 128, 8, 3), (64, 64, 8, 3), (64, 128, 8, 2), (32, 128, 8, 2), (64, 64, 8, 2), (16, 64, 4, 3), (32, 64, 8, 3)),
+        256: ((16, 64, 8, 3), (32, 32, 8, 3), (16, 64, 8, 2), (32, 32, 8, 2), (32, 32, 4, 3), (16, 32, 4, 3), (16, 32, 4, 2)),
+    },
+    "query_gradient": {
+        64: ((128, 64, 8, 3), (128, 32, 4, 3), (128, 128, 8, 2), (128, 64, 4, 2), (64, 32, 4, 3), (64, 128, 4, 2), (128, 64, 8, 2)),
+        128: ((128, 64, 8, 2), (128, 32, 8, 3), (64, 64, 4, 3), (64, 32, 4, 3), (64, 64, 8, 2), (64, 64, 8, 3), (128, 32, 8, 2)),
+        256: ((64, 32, 8, 3), (64, 64, 8, 2), (128, 16, 8, 3), (64, 16, 4, 3), (64, 16, 8, 3), (32, 32, 4, 2), (32, 32, 4, 3)),
+    },
+}  # fmt: skip
+_FLOAT32_MORE: dict[str, dict[int, tuple[Sizes, ...]]] = {
+    "forward": {
+        64: ((64, 32, 8, 2), (64, 64, 8, 1), (128, 32, 8, 1), (32, 32, 4, 2), (32, 64, 4, 1)),
+        128: ((64, 32, 8, 2), (64, 16, 4, 2), (64, 32, 4, 1), (32, 32, 4, 2)),
+        256: ((32, 32, 8, 1), (32, 16, 4, 1), (16, 32, 4, 1)),
+    },
+    "key_gradient": {
+        64: ((32, 64, 8, 1), (16, 64, 4, 1), (32, 32, 4, 2), (64, 32, 4, 1)),
+        128: ((32, 32, 8, 1), (16, 64, 8, 1), (16, 64, 4, 1), (32, 16, 4, 1)),
+        256: ((16, 32, 8, 1), (32, 16, 4, 1)),
+    },
+    "query_gradient": {
+        64: ((32, 64, 8, 1), (64, 32, 8, 1), (32, 32, 4, 2), (64, 16, 4, 1)),
+        128: ((32, 32, 8, 1), (64, 16, 8, 1), (64, 16, 4, 1), (16, 32, 4, 1)),
+        256: ((32, 16, 8, 1), (16, 32, 4, 1)),
+    },
+}  # fmt: skip
+
+
+def choices(kernel: str, problem: Problem) -> list[Sizes]:
+    """Tiles worth timing, best first; those for devices with little shared memory last."""
+    best = preferred(kernel, problem)
+    is_float32, width = problem.dtype("qkv") == "float32", _width(problem)
+    more = list((_FLOAT32_MORE if is_float32 else _HALF_MORE)[kernel][width])
+    if limits_registers() and (kernel, width, is_float32) == ("forward", 128, False):
+        more.insert(0, _SIDE_BY_SIDE)
+    return list(dict.fromkeys([*best[:-2], *more, *best[-2:]]))
+
+
 def preferred(kernel: str, problem: Problem) -> list[Sizes]:
     """Tiles to try, best first."""
     width, is_float32 = _width(problem), problem.dtype("qkv") == "float32"
-    tiles = list((_FLOAT32 if is_float32 else _HALF)[kernel][width])
-    if is_float32 or width != 128:
-        return tiles
-    if kernel == "forward" and not _ragged(problem):
-        # All tiles alike: wide ones pay, best two programs a multiprocessor, which takes a limit on registers.
-        return [_SIDE_BY_SIDE, *tiles] if limits_registers() else [tiles[1], tiles[0], *tiles[2:]]
-    if (
-        kernel == "key_gradient"
-        and problem.dim("T") >= 4096
-        and not problem.flag("rows")
-        and not problem.flag("segments")
-    ):
-        return [tiles[1], tiles[0], *tiles[2:]]
-    return tiles
+    tiles = (_FLOAT32 if is_float32 else _HALF)[kernel][width]
+    if is_float32 or width > 128:
+        return list(tiles)
+    favourite = (_favourite_64 if width == 64 else _favourite_128)(kernel, problem)
+    return list(dict.fromkeys([*favourite, *tiles]))
+
+
+def _favourite_64(kernel: str, problem: Problem) -> tuple[Sizes, ...]:
+    if kernel == "forward" and _windowed(problem):
+        return ((64, 64, 4, 2),)
+    if kernel == "query_gradient":
+        short_rows = _windowed(problem) or problem.flag("segments")
+        return ((64, 32, 4, 3),) if short_rows else ((64, 64, 4, 3),) if problem.flag("causal") else ()
+    return ()
+
+
+def _favourite_128(kernel: str, problem: Problem) -> tuple[Sizes, ...]:
+    packed, queries = problem.flag("rows") or problem.flag("segments"), problem.dim("T")
+    if kernel == "forward":
+        if not _ragged(problem):
+            # All tiles alike: wide ones pay, best two programs a multiprocessor, which takes a limit on registers.
+            return (*((_SIDE_BY_SIDE,) if limits_registers() else ()), (128, 128, 8, 3))
+        return ((64, 32, 4, 3),) if problem.flag("segments") else ()
+    if kernel == "key_gradient":
+        plain = problem.flag("causal") and not (packed or _windowed(problem) or problem.flag("soft_cap"))
+        return ((64, 128, 8, 3),) if plain and queries >= 4096 else ()
+    if _windowed(problem):
+        return ((64, 64, 4, 2),)
+    if problem.flag("segments") or problem.flag("soft_cap"):
+        return ((64, 32, 4, 2 if problem.flag("segments") else 3),)
+    return ((128, 32, 8, 3),) if queries <= 2048 else ()
+
+
+def _windowed(problem: Problem) -> bool:
+    """Whether the static window hides keys on the left."""
+    window = problem.flag("window")
+    return window is not None and not str(window).startswith("None")
 
 
 def shared_memory(kernel: str, problem: Problem, tile: "TileConfig") -> int:

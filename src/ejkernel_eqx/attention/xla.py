@@ -23,7 +23,7 @@ _ALIGNMENT = 16  # tile lengths are multiples of this, unless the whole axis is 
 
 
 @dataclasses.dataclass(frozen=True)
-class XlaConfig:
+class XlaTile:
     """Tile lengths along the queries and along the keys; longer than the axis means the axis."""
 
     block_q: int
@@ -33,10 +33,33 @@ class XlaConfig:
         for name in ("block_q", "block_k"):
             value = getattr(self, name)
             if isinstance(value, bool) or not isinstance(value, int) or value < 1:
-                raise ValueError(f"XlaConfig.{name} must be a positive int, got {value!r}")
+                raise ValueError(f"XlaTile.{name}: expected a positive int, received {value!r}.")
+
+
+@dataclasses.dataclass(frozen=True)
+class XlaConfig:
+    """The tiles of the forward, and those of the backward."""
+
+    forward: XlaTile
+    backward: XlaTile
 
 
 config_type = XlaConfig
+VERSION = 1
+_TILES = (
+    XlaTile(256, 512),
+    XlaTile(128, 512),
+    XlaTile(256, 256),
+    XlaTile(512, 512),
+    XlaTile(128, 256),
+    XlaTile(512, 256),
+    XlaTile(128, 128),
+    XlaTile(256, 1024),
+    XlaTile(512, 1024),
+    XlaTile(1024, 512),
+    XlaTile(1024, 1024),
+    XlaTile(512, 128),
+)
 
 
 def unsupported(problem: Any, device: Any) -> str | None:
@@ -45,18 +68,16 @@ def unsupported(problem: Any, device: Any) -> str | None:
 
 
 def default_config(problem: Any, device: Any) -> XlaConfig:
-    return XlaConfig(256, 512)
+    return XlaConfig(_TILES[0], _TILES[0])
 
 
 def candidates(problem: Any, device: Any) -> list[XlaConfig]:
-    t, s = problem.dim("T"), problem.dim("S")
-    return list(
-        dict.fromkeys(
-            XlaConfig(min(block_q, _ceil(t, _ALIGNMENT)), min(block_k, _ceil(s, _ALIGNMENT)))
-            for block_q in (128, 256, 512, 1024)
-            for block_k in (128, 256, 512, 1024)
-        )
-    )
+    """Configurations worth timing, the heuristic first. Tiles that cut the axes alike are given once."""
+    distinct = {}
+    for tile in _TILES:
+        cut = _split(problem.dim("T"), tile.block_q)[0], _split(problem.dim("S"), tile.block_k)[0]
+        distinct.setdefault(cut, tile)
+    return [XlaConfig(tile, tile) for tile in distinct.values()]
 
 
 def _ceil(x: int, multiple: int) -> int:
@@ -81,9 +102,9 @@ class _Tiles(NamedTuple):
     overlap_k: bool
 
     @classmethod
-    def make(cls, t: int, s: int, spec: AttentionSpec, config: XlaConfig) -> "_Tiles":
-        block_q, q_start, q_fresh = _split(t, config.block_q)
-        block_k, k_start, k_fresh = _split(s, config.block_k)
+    def make(cls, t: int, s: int, spec: AttentionSpec, tile: XlaTile) -> "_Tiles":
+        block_q, q_start, q_fresh = _split(t, tile.block_q)
+        block_k, k_start, k_fresh = _split(s, tile.block_k)
         lowest = (
             q_fresh + spec.offset - spec.left if spec.left is not None else np.full(q_fresh.shape, -np.inf)
         )
@@ -98,14 +119,14 @@ class _Tiles(NamedTuple):
 class _Call:
     """One call during its trace: its arrays in tile layout, and the score of a tile."""
 
-    def __init__(self, arrays: AttentionArrays, spec: AttentionSpec, config: XlaConfig):
+    def __init__(self, arrays: AttentionArrays, spec: AttentionSpec, tile: XlaTile):
         self.spec = spec
         self.batch, self.t, self.heads, self.dim = arrays.q.shape
         self.s, self.kv_heads, self.value_dim = arrays.v.shape[1:]
         self.groups = self.heads // self.kv_heads
         self.accum = jnp.float64 if arrays.q.dtype == jnp.float64 else jnp.float32
         self.precision = lax.Precision.HIGHEST if arrays.q.dtype == jnp.float32 else None
-        self.tiles = _Tiles.make(self.t, self.s, spec, config)
+        self.tiles = _Tiles.make(self.t, self.s, spec, tile)
         self.arrays = arrays
         self.bias, self.mask = self.full(arrays.bias), self.full(arrays.mask)
         self.slopes, self.sinks = self.per_head(arrays.alibi_slopes), self.per_head(arrays.sinks)
@@ -298,7 +319,7 @@ def _add(x: Array, tile: Array, start: Array, axis: int) -> Array:
 
 def forward(arrays: AttentionArrays, spec: AttentionSpec, config: XlaConfig) -> tuple[Array, Array]:
     """Output `[B, T, H, V]` and log-sum-exp `[B, H, T]`."""
-    call = _Call(arrays, spec, config)
+    call = _Call(arrays, spec, config.forward)
     rows = call.q.shape[:-1]
     total = call.zeros(rows)
     largest = total - jnp.inf
@@ -344,7 +365,7 @@ def backward(
     dlse: Array | None,
 ) -> AttentionGrads:
     """Cotangents of the differentiable arrays, from the results of `forward` and their cotangents."""
-    call = _Call(arrays, spec, config)
+    call = _Call(arrays, spec, config.backward)
     q, do, lse, delta = _residuals(call, out, lse, dout, dlse)
     q_transposed, do_transposed = call.queries_transposed(q), call.queries_transposed(do)
     safe = jnp.where(lse == -jnp.inf, jnp.inf, lse)

@@ -1,34 +1,73 @@
-"""Tables of known configurations: in memory, and those shipped with the package."""
+"""What is known of a problem (`Known`), and the table of what this process knows (`ConfigCache`)."""
 
-import functools
-import importlib.resources
-import json
-import logging
-import types
-from collections.abc import Callable, Iterator, Mapping
+import dataclasses
+from collections.abc import Collection, Iterator
 from typing import Any
 
-from .config import from_dict
-from .device import DeviceFacts
 from .platform import Platform
-from .registry import Implementation
+from .records import Record
 
-_LOG = logging.getLogger("ejkernel_eqx")
-SCHEMA = 1
 Key = tuple[Platform, str]
+
+
+@dataclasses.dataclass(frozen=True)
+class Known:
+    """What a table says of one problem on one platform.
+
+    - `config`: the configuration to use; `None` if every one was denied: the platform does not support the problem then.
+    - `ms`: the measured milliseconds by direction (`FORWARD`, `BOTH`).
+    - `origin`: where it comes from, for readers.
+    - `denied`: why every configuration was denied.
+    """
+
+    config: Any
+    ms: tuple[tuple[str, float], ...] = ()
+    origin: str = ""
+    denied: str = ""
+
+    def __post_init__(self) -> None:
+        if (self.config is None) != bool(self.denied):
+            raise ValueError(
+                f"Known: expected either a config or the reason why all were denied, received {self.config!r} and {self.denied!r}."
+            )
+
+
+Entry = tuple[Platform, str, Known]
+"""(platform, `Problem.key()`, what is known)."""
 
 
 class ConfigCache:
     """Configurations found in this process, by platform and `Problem.key()`."""
 
     def __init__(self) -> None:
-        self._entries: dict[Key, Any] = {}
+        self._entries: dict[Key, Entry] = {}
+        self._by_operation: dict[tuple[str, frozenset[Platform]], tuple[Entry, ...]] = {}
 
     def put(self, platform: Platform, problem_key: str, config: Any) -> None:
-        self._entries[(platform, problem_key)] = config
+        """Remembers a configuration, or what is `Known`."""
+        known = config if isinstance(config, Known) else Known(config, origin="put into the memory cache")
+        self._entries[(platform, problem_key)] = (platform, problem_key, known)
+        self._by_operation.clear()
+
+    def known(self, platform: Platform, problem_key: str) -> Known | None:
+        """All that is known of a problem."""
+        entry = self._entries.get((platform, problem_key))
+        return entry[2] if entry else None
 
     def get(self, platform: Platform, problem_key: str) -> Any | None:
-        return self._entries.get((platform, problem_key))
+        """The configuration; `None` if none is known or all were denied."""
+        known = self.known(platform, problem_key)
+        return known.config if known else None
+
+    def entries(self, operation: str, platforms: Collection[Platform]) -> tuple[Entry, ...]:
+        """What is known of an operation on some platforms."""
+        wanted = (operation, frozenset(platforms))
+        if wanted not in self._by_operation:
+            name = f'"operation":"{operation}"'
+            self._by_operation[wanted] = tuple(
+                entry for entry in tuple(self._entries.values()) if entry[0] in platforms and name in entry[1]
+            )
+        return self._by_operation[wanted]
 
     def __contains__(self, key: Key) -> bool:
         return key in self._entries
@@ -36,52 +75,26 @@ class ConfigCache:
     def __len__(self) -> int:
         return len(self._entries)
 
-    def items(self) -> Iterator[tuple[Key, Any]]:
-        return iter(tuple(self._entries.items()))
+    def items(self) -> Iterator[tuple[Key, Known]]:
+        return iter([(key, known) for key, (_, _, known) in tuple(self._entries.items())])
 
     def clear(self) -> None:
         self._entries.clear()
+        self._by_operation.clear()
 
 
 memory_cache = ConfigCache()
 
 
-def persistent_entries(implementation: Implementation, device: DeviceFacts) -> dict[str, Any]:
-    """Problem key -> configuration from every persistent source, the first source to know a problem deciding."""
-    merged: dict[str, Any] = {}
-    for source in reversed(PERSISTENT_SOURCES):
-        merged.update(source(implementation, device))
-    return merged
-
-
-def shipped_entries(implementation: Implementation, device: DeviceFacts) -> Mapping[str, Any]:
-    """Problem key -> configuration, from the table measured on this kind of device; empty where there is none."""
-    return _shipped(implementation, device.slug)
-
-
-@functools.lru_cache(maxsize=256)
-def _shipped(implementation: Implementation, slug: str) -> Mapping[str, Any]:
-    entries: dict[str, Any] = {}
-    for row in _shipped_table(slug, implementation.core):
-        if (row["operation"], row["platform"]) == (implementation.operation, implementation.platform.value):
-            try:
-                entries[row["problem"]] = from_dict(row["config"], implementation.load().config_type)
-            except ValueError as error:
-                _LOG.warning("shipped entry for %s ignored: %s", row["problem"], error)
-    return types.MappingProxyType(entries)
-
-
-@functools.cache
-def _shipped_table(slug: str, core: str) -> tuple[Mapping[str, Any], ...]:
-    file = importlib.resources.files("ejkernel_eqx").joinpath("data", slug, f"{core}.json")
-    if not file.is_file():
-        return ()
-    content = json.loads(file.read_text())
-    if content.get("schema") != SCHEMA:
-        _LOG.warning("%s has schema %s, this version reads %s: ignored", file, content.get("schema"), SCHEMA)
-        return ()
-    return tuple(content["entries"])
-
-
-PERSISTENT_SOURCES: list[Callable[[Implementation, DeviceFacts], Mapping[str, Any]]] = [shipped_entries]
-"""Where known configurations are read from when a module is built, the most trusted first."""
+def known_of(record: Record, config: Any | None, origin: str) -> Known:
+    """What a record says, its configuration already made."""
+    if config is not None:
+        return Known(config, tuple(sorted(record.ms.items())), origin)
+    reasons = [denied.reason for denied in record.denied]
+    more = f" (and {len(reasons) - 1} more)" if len(reasons) > 1 else ""
+    return Known(
+        None,
+        (),
+        origin,
+        f"every configuration was denied, {origin}: {reasons[0] if reasons else 'no reason'}{more}",
+    )

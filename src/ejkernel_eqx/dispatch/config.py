@@ -56,7 +56,13 @@ def _convert(name: str, value: Any, kind: Any) -> Any:
         return from_dict(value, typing.cast(type, kind))
     if kind in (int, bool, str, float) and type(value) is not kind:
         raise ValueError(f"config field {name}: expected {kind.__name__}, received {value!r}.")
+    if kind is tuple or typing.get_origin(kind) is tuple:  # JSON knows lists only
+        return _as_tuple(value)
     return value
+
+
+def _as_tuple(value: Any) -> Any:
+    return tuple(map(_as_tuple, value)) if isinstance(value, list) else value
 
 
 def _check_config(config: Any) -> None:

@@ -15,6 +15,15 @@ Device = Any  # `jax.Device`, which is a variable to type checkers
 # What one thread block may take when the runtime does not say: the smallest limit among supported GPUs of a vendor.
 _SAFE_SHARED_MEMORY = {"nvidia": 101_376, "amd": 65_536}
 
+_OF_THE_DEVICE = (
+    "kind",
+    "backend",
+    "vendor",
+    "compute_capability",
+    "num_multiprocessors",
+    "shared_memory",
+)
+
 
 @dataclasses.dataclass(frozen=True)
 class DeviceFacts:
@@ -44,12 +53,22 @@ class DeviceFacts:
         """The folder name of this device's tuned tables: `nvidia_h200`."""
         return "".join(c if c.isalnum() else "_" for c in self.kind.lower()).strip("_")
 
+    def to_dict(self) -> dict[str, Any]:
+        """The facts of the device itself, as the header of its tables has them; not those of this machine or process."""
+        return {name: getattr(self, name) for name in _OF_THE_DEVICE} | {"backend": self.backend.value}
+
+    @classmethod
+    def from_dict(cls, data: Mapping[str, Any]) -> "DeviceFacts":
+        """Undoes `to_dict`; what belongs to a machine or a process is left at its default."""
+        facts: dict[str, Any] = {name: data[name] for name in _OF_THE_DEVICE}
+        return cls(**{**facts, "backend": Backend(data["backend"])})
+
 
 def device_facts(device: Device | None = None) -> DeviceFacts:
     """The facts of `device`, by default of the device that JAX would place a computation on."""
     if device is None:
         default = getattr(jax.config, "jax_default_device", None)
-        device = default if isinstance(default, jax.Device) else jax.devices(default)[0]
+        device = default if isinstance(default, jax.Device) else jax.local_devices(backend=default)[0]
     return _facts(device)
 
 

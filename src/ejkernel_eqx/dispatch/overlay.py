@@ -2,29 +2,46 @@
 
 import contextlib
 import enum
-import os
 from collections.abc import Iterator, Mapping
 from contextvars import ContextVar
 from typing import Any
 
-POLICY_VARIABLE = "EJKERNEL_EQX_POLICY"
+from .environment import declare
 
 
 class Policy(enum.StrEnum):
     """How far the selection chain may go for a configuration."""
 
     HEURISTIC = "heuristic"
-    """Overrides, overlays and heuristics only: no table is consulted."""
+    """Overrides, overlays and heuristics only: no table is consulted, nothing is timed."""
     CACHED = "cached"
-    """The default: also known configurations. Nothing is ever timed."""
+    """The default: also known configurations. Nothing is timed unless it is asked for, by `tune_for=` or by tuning; then
+    what no table knows exactly is."""
     TUNE = "tune"
-    """Unknown problems given by `tune_for=` are tuned."""
+    """As `CACHED`, but of what is asked for, shipped tables do not suffice: it is tuned unless it was tuned on this machine."""
     FORCE = "force"
-    """Problems given by `tune_for=` are tuned anew, known or not."""
+    """What is asked for is tuned anew, known or not."""
 
+
+def _parse_policy(value: "Policy | str") -> Policy:
+    try:
+        return Policy(value)
+    except ValueError:
+        names = ", ".join(repr(p.value) for p in Policy)
+        raise ValueError(f"expected one of {names}, received {value!r}.") from None
+
+
+POLICY = declare(
+    "EJKERNEL_EQX_POLICY",
+    "how far the choice of a configuration may go: " + ", ".join(Policy),
+    _parse_policy,
+    Policy.CACHED,
+)
+POLICY_VARIABLE = POLICY.name
 
 _OVERLAY: ContextVar[tuple[tuple[str, Any], ...]] = ContextVar("ejkernel_eqx_overlay", default=())
 _POLICY: ContextVar[Policy | None] = ContextVar("ejkernel_eqx_policy", default=None)
+_TUNING: ContextVar[bool] = ContextVar("ejkernel_eqx_tuning", default=True)
 
 
 @contextlib.contextmanager
@@ -36,7 +53,9 @@ def overlay_cache(entries: Mapping[str, Any]) -> Iterator[None]:
     - `entries`: an operation's name (`"flash_attention"`, every problem of it) or a `Problem.key()` (that problem only) to a
       configuration. The innermost overlay wins; a problem's own entry wins over its operation's.
 
-    A module keeps what it was built with: leaving the context changes nothing in it.
+    A module keeps what it was built with: leaving the context changes nothing in it, and what it was built with is part of what its
+    compiled calls are found by. The overlay is a context variable: a thread started inside sees it if it runs in a copy of the context
+    (`contextvars.copy_context().run`), as `asyncio` tasks do by themselves.
     """
     token = _OVERLAY.set(tuple(entries.items()) + _OVERLAY.get())
     try:
@@ -53,7 +72,11 @@ def overlay_entries() -> tuple[tuple[str, Any], ...]:
 @contextlib.contextmanager
 def policy_override(policy: "Policy | str") -> Iterator[None]:
     """While it is open, modules are built under `policy`: `"heuristic"`, `"cached"`, `"tune"` or `"force"`."""
-    token = _POLICY.set(_parse_policy(policy, "policy"))
+    try:
+        parsed = _parse_policy(policy)
+    except ValueError as error:
+        raise ValueError(f"policy: {error}") from None
+    token = _POLICY.set(parsed)
     try:
         yield
     finally:
@@ -62,14 +85,19 @@ def policy_override(policy: "Policy | str") -> Iterator[None]:
 
 def current_policy() -> Policy:
     """The context's policy, else that of the environment variable `EJKERNEL_EQX_POLICY`, else `CACHED`."""
-    return _POLICY.get() or _parse_policy(
-        os.environ.get(POLICY_VARIABLE, Policy.CACHED), f"environment variable {POLICY_VARIABLE}"
-    )
+    return _POLICY.get() or POLICY.read()
 
 
-def _parse_policy(value: "Policy | str", name: str) -> Policy:
+@contextlib.contextmanager
+def no_tuning() -> Iterator[None]:
+    """While it is open, `tune_for=` tunes nothing: modules are built to be filled or looked at, not to be used as they are."""
+    token = _TUNING.set(False)
     try:
-        return Policy(value)
-    except ValueError:
-        names = ", ".join(repr(p.value) for p in Policy)
-        raise ValueError(f"{name}: expected one of {names}, received {value!r}.") from None
+        yield
+    finally:
+        _TUNING.reset(token)
+
+
+def tuning_allowed() -> bool:
+    """Whether what is asked for may be tuned here."""
+    return _TUNING.get()

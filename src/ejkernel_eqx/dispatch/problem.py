@@ -14,7 +14,8 @@ class Problem:
 
     `dims` are the per-device sizes by letter; those named in `lengths` (tokens, batch) are rounded up to a power of two in the
     key, so that neighbouring lengths share one tuned entry. Those named in `counts` (heads) only repeat the work: what was measured
-    for another count is a good guess.
+    for another count is a good guess. The flags named in `requirements` say what a platform must be able to do, and change nothing in
+    the kernels of those that can: they are left out of the key.
     """
 
     operation: str
@@ -23,6 +24,7 @@ class Problem:
     flags: tuple[tuple[str, Flag], ...] = ()
     lengths: frozenset[str] = frozenset()
     counts: frozenset[str] = frozenset()
+    requirements: frozenset[str] = frozenset()
 
     @classmethod
     def make(
@@ -34,6 +36,7 @@ class Problem:
         flags: dict[str, Flag],
         lengths: set[str],
         counts: "set[str] | frozenset[str]" = frozenset(),
+        requirements: "set[str] | frozenset[str]" = frozenset(),
     ) -> "Problem":
         """Sorts everything, so that equal problems are equal objects."""
         return cls(
@@ -43,6 +46,7 @@ class Problem:
             tuple(sorted(flags.items())),
             frozenset(lengths),
             frozenset(counts),
+            frozenset(requirements),
         )
 
     @classmethod
@@ -55,6 +59,7 @@ class Problem:
             flags=data["flags"],
             lengths=set(data["lengths"]),
             counts=set(data["counts"]),
+            requirements=set(data["requirements"]),
         )
 
     def to_dict(self) -> dict[str, Any]:
@@ -66,6 +71,7 @@ class Problem:
             "flags": dict(self.flags),
             "lengths": sorted(self.lengths),
             "counts": sorted(self.counts),
+            "requirements": sorted(self.requirements),
         }
 
     def dim(self, name: str) -> int:
@@ -85,7 +91,7 @@ class Problem:
             "operation": self.operation,
             "dims": dims,
             "dtypes": dict(self.dtypes),
-            "flags": dict(self.flags),
+            "flags": {name: value for name, value in self.flags if name not in self.requirements},
         }
         return json.dumps(body, sort_keys=True, separators=(",", ":"))
 

@@ -6,259 +6,211 @@ snapshot and a problem, and is what happens while a call is traced.
 
 import contextlib
 import dataclasses
-import enum
-import functools
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Collection, Iterator
 from contextvars import ContextVar
 from typing import Any
 
 from .._errors import UnsupportedError
-from .caches import memory_cache, persistent_entries
-from .device import device_facts, DeviceFacts
-from .overlay import current_policy, overlay_entries, Policy
+from .caches import Entry, Known, memory_cache
+from .device import DeviceFacts
+from .overlay import Policy
 from .platform import Platform
 from .problem import Problem
-from .registry import Implementation, kernel_registry
+from .registry import Implementation
+from .snapshot import Snapshot, Tier
+from .transfer import nearest
 
-
-class Tier(enum.StrEnum):
-    """Where a configuration came from, in the order in which the tiers are asked."""
-
-    OVERRIDE = "override"
-    OVERLAY = "overlay"
-    MEMORY = "memory"
-    PERSISTENT = "persistent"
-    AUTOTUNE = "autotune"
-    HEURISTIC = "heuristic"
-    ERROR = "error"
-
-
-Entry = tuple[Platform, str, Any]
 Autotuner = Callable[[Problem, Implementation, DeviceFacts], Any | None]
-
-
-@dataclasses.dataclass(frozen=True, eq=False)
-class Snapshot:
-    """All that the tiers of one operation may answer with, as it stood when a module was built.
-
-    `overlay` maps an operation's name or a problem key to a configuration; `memory` and `persistent` map (platform,
-    problem key) to one.
-    """
-
-    operation: str
-    implementations: tuple[Implementation, ...]
-    device: DeviceFacts
-    policy: Policy
-    override: Any | None = None
-    overlay: tuple[tuple[str, Any], ...] = ()
-    memory: tuple[Entry, ...] = ()
-    persistent: tuple[Entry, ...] = ()
-
-    def identity(self, pinned: tuple[Entry, ...] = ()) -> tuple[Any, ...]:
-        """What decides the choice, without provenance: plans of equal identities share one compilation."""
-        if self.override is not None:
-            return (self.operation, self.implementations, self.device, self.override)
-        known = {
-            (platform, key): config for platform, key, config in (*self.persistent, *self.memory, *pinned)
-        }
-        table = frozenset((platform, key, config) for (platform, key), config in known.items())
-        return (self.operation, self.implementations, self.device, self.overlay, table)
-
-    @functools.cached_property
-    def memory_table(self) -> dict[tuple[Platform, str], Any]:
-        return {(platform, key): config for platform, key, config in self.memory}
-
-    @functools.cached_property
-    def persistent_table(self) -> dict[tuple[Platform, str], Any]:
-        return {(platform, key): config for platform, key, config in self.persistent}
+Ask = Callable[[Snapshot, Implementation, Problem], Known | None]
 
 
 @dataclasses.dataclass(frozen=True)
 class Selection:
-    """What was chosen for one problem, and why the platforms before it were not."""
+    """What was chosen for one problem, and why the platforms before it were not.
+
+    `origin` says more of where the configuration came from than `tier`, and `ms` what it was measured to take, by direction.
+    """
 
     problem: Problem
     implementation: Implementation
     config: Any
     tier: Tier
     rejected: tuple[tuple[Platform, str], ...]
+    origin: str = ""
+    ms: tuple[tuple[str, float], ...] = ()
 
     @property
     def platform(self) -> Platform:
         return self.implementation.platform
 
 
-def take_snapshot(
-    operation: str, *, platform: "str | Platform | None" = None, config: Any | None = None
-) -> Snapshot:
-    """Collects, for an operation on the default device, what every tier knows now.
-
-    `platform` pins the platform (never replaced); `config` pins the configuration and implies its platform.
-    """
-    device = device_facts()
-    policy = current_policy()
-    implementations = _candidates(operation, device, platform, config)
-    tables = policy is not Policy.HEURISTIC
-    known = {i.platform for i in implementations}
-    return Snapshot(
-        operation=operation,
-        implementations=implementations,
-        device=device,
-        policy=policy,
-        override=config,
-        overlay=_relevant_overlay(operation),
-        memory=tuple(
-            (p, k, c) for (p, k), c in memory_cache.items() if tables and p in known and f'"{operation}"' in k
-        ),
-        persistent=tuple(
-            (i.platform, k, c)
-            for i in implementations
-            if tables
-            for k, c in persistent_entries(i, device).items()
-        ),
-    )
-
-
-def _relevant_overlay(operation: str) -> tuple[tuple[str, Any], ...]:
-    return tuple(
-        (key, config)
-        for key, config in overlay_entries()
-        if key == operation or f'"operation":"{operation}"' in key
-    )
-
-
-def _candidates(
-    operation: str, device: DeviceFacts, platform: Any, config: Any
-) -> tuple[Implementation, ...]:
-    if platform is not None:
-        return (_explicit(operation, device, platform, config),)
-    known = kernel_registry.ordered(operation)
-    if config is not None:
-        usable = [i for i in known if i.priority >= 0 and i.unusable(device) is None]
-        matching = [i for i in usable if isinstance(config, i.load().config_type)]
-        if not matching:
-            kinds = sorted({i.load().config_type.__name__ for i in usable})
-            raise ValueError(
-                f"config: expected an instance of {' or '.join(kinds)} for {operation} on {device.kind}, received {config!r}."
-            )
-        return tuple(matching[:1])
-    return tuple(i for i in known if i.priority >= 0)
-
-
-def _explicit(operation: str, device: DeviceFacts, platform: Any, config: Any) -> Implementation:
-    wanted = kernel_registry.get(operation, platform)
-    reason = wanted.unusable(device)
-    if reason is not None:
-        raise UnsupportedError(operation, {wanted.platform.value: reason})
-    config_type = wanted.load().config_type
-    if config is not None and not isinstance(config, config_type):
-        raise ValueError(
-            f"config: expected an instance of {config_type.__name__} for platform {wanted.platform.value!r} of {operation}, received {config!r}."
-        )
-    return wanted
-
-
-def select(snapshot: Snapshot, problem: Problem, *, tuning: bool = False) -> Selection:
+def select(
+    snapshot: Snapshot,
+    problem: Problem,
+    *,
+    tuning: bool = False,
+    platform: Platform | None = None,
+    denials: list[Entry] | None = None,
+) -> Selection:
     """The first platform that supports the problem, with its configuration.
 
-    Pure unless `tuning`, which lets the autotune tier run, under the policy `FORCE` before any table. `UnsupportedError` with every
-    platform's reason if none supports it.
+    Pure unless `tuning`, which lets the autotune tier run where the policy finds the tables insufficient. `platform` leaves only that
+    platform in question. `denials` is given what was known of platforms whose every configuration was denied. `UnsupportedError` with
+    every platform's reason if none supports the problem.
     """
     rejected: list[tuple[Platform, str]] = []
     for implementation in snapshot.implementations:
+        if platform not in (None, implementation.platform):
+            continue
         reason = implementation.unsupported(problem, snapshot.device)
         if reason is None:
-            config, tier = _first_answer(snapshot, implementation, problem, tuning)
-            return Selection(problem, implementation, config, tier, tuple(rejected))
+            known, tier = _first_answer(snapshot, implementation, problem, tuning)
+            if known.config is not None:
+                return Selection(
+                    problem, implementation, known.config, tier, tuple(rejected), known.origin, known.ms
+                )
+            reason = known.denied
+            if denials is not None:
+                denials.append((implementation.platform, problem.key(), known))
         rejected.append((implementation.platform, reason))
+    if not rejected and platform is not None:
+        rejected.append((platform, "is not among the platforms that the module was built for"))
     raise UnsupportedError(problem.operation, {platform.value: reason for platform, reason in rejected})
 
 
 def _first_answer(
     snapshot: Snapshot, implementation: Implementation, problem: Problem, tuning: bool
-) -> tuple[Any, Tier]:
-    passed_over = set() if tuning else {Tier.AUTOTUNE}
-    if tuning and snapshot.policy is Policy.FORCE and _autotuner is not None:
-        passed_over = {Tier.MEMORY, Tier.PERSISTENT}
+) -> tuple[Known, Tier]:
+    if tuning and _autotuner is not None:
+        for tier, ask in _SUFFICIENT[snapshot.policy]:
+            known = ask(snapshot, implementation, problem)
+            if known is not None:
+                return known, tier
     for tier, ask in TIERS:
-        config = None if tier in passed_over else ask(snapshot, implementation, problem)
-        if config is not None:
-            return config, tier
+        known = None if ask is _autotune else ask(snapshot, implementation, problem)
+        if known is not None:
+            return known, tier
     raise UnsupportedError(
         problem.operation, {implementation.platform.value: "has no configuration for this problem"}
     )
 
 
-def _override(snapshot: Snapshot, implementation: Implementation, problem: Problem) -> Any | None:
-    return snapshot.override
+def _override(snapshot: Snapshot, implementation: Implementation, problem: Problem) -> Known | None:
+    return None if snapshot.override is None else Known(snapshot.override, origin="given as config=")
 
 
-def _overlay(snapshot: Snapshot, implementation: Implementation, problem: Problem) -> Any | None:
+def _overlay(snapshot: Snapshot, implementation: Implementation, problem: Problem) -> Known | None:
+    if not snapshot.overlay:
+        return None
     config_type = implementation.load().config_type
-    for wanted in (problem.key(), problem.operation) if snapshot.overlay else ():
+    for wanted in (problem.key(), problem.operation):
         for key, config in snapshot.overlay:
             if key == wanted and isinstance(config, config_type):
-                return config
+                return Known(config, origin="overlay_cache")
     return None
 
 
-def _memory(snapshot: Snapshot, implementation: Implementation, problem: Problem) -> Any | None:
+def _tuned(snapshot: Snapshot, implementation: Implementation, problem: Problem) -> Known | None:
+    return snapshot.tuned_table.get((implementation.platform, problem.key())) if snapshot.tuned else None
+
+
+def _memory(snapshot: Snapshot, implementation: Implementation, problem: Problem) -> Known | None:
     return snapshot.memory_table.get((implementation.platform, problem.key())) if snapshot.memory else None
 
 
-def _persistent(snapshot: Snapshot, implementation: Implementation, problem: Problem) -> Any | None:
-    return (
-        snapshot.persistent_table.get((implementation.platform, problem.key()))
-        if snapshot.persistent
-        else None
-    )
+def _user(snapshot: Snapshot, implementation: Implementation, problem: Problem) -> Known | None:
+    return snapshot.user_table.get((implementation.platform, problem.key())) if snapshot.user else None
 
 
-def _autotune(snapshot: Snapshot, implementation: Implementation, problem: Problem) -> Any | None:
-    if _autotuner is None or snapshot.policy not in (Policy.TUNE, Policy.FORCE):
+def _shipped(snapshot: Snapshot, implementation: Implementation, problem: Problem) -> Known | None:
+    return snapshot.shipped_table.get((implementation.platform, problem.key())) if snapshot.shipped else None
+
+
+def _autotune(snapshot: Snapshot, implementation: Implementation, problem: Problem) -> Known | None:
+    if _autotuner is None:
         return None
-    return _autotuner(problem, implementation, snapshot.device)
+    answer = _autotuner(problem, implementation, snapshot.device)
+    if answer is None or isinstance(answer, Known):
+        return answer
+    stored = memory_cache.known(implementation.platform, problem.key())
+    return stored if stored is not None and stored.config == answer else Known(answer, origin="tuned now")
 
 
-def _heuristic(snapshot: Snapshot, implementation: Implementation, problem: Problem) -> Any | None:
-    return implementation.load().default_config(problem, snapshot.device)
+def _transfer(snapshot: Snapshot, implementation: Implementation, problem: Problem) -> Known | None:
+    for index in (snapshot.near, snapshot.near_borrowed):
+        known = nearest(index, implementation, problem, snapshot.device) if index else None
+        if known is not None:
+            return known
+    return None
 
 
-TIERS: tuple[tuple[Tier, Callable[[Snapshot, Implementation, Problem], Any | None]], ...] = (
+def _heuristic(snapshot: Snapshot, implementation: Implementation, problem: Problem) -> Known | None:
+    config = implementation.load().default_config(problem, snapshot.device)
+    return None if config is None else Known(config)
+
+
+TIERS: tuple[tuple[Tier, Ask], ...] = (
     (Tier.OVERRIDE, _override),
     (Tier.OVERLAY, _overlay),
+    (Tier.AUTOTUNE, _tuned),
     (Tier.MEMORY, _memory),
-    (Tier.PERSISTENT, _persistent),
+    (Tier.PERSISTENT, _user),
+    (Tier.PERSISTENT, _shipped),
     (Tier.AUTOTUNE, _autotune),
+    (Tier.PERSISTENT, _transfer),
     (Tier.HEURISTIC, _heuristic),
 )
-"""The seventh tier is the error raised when none of these answers."""
+"""What is asked, in order. The seventh tier is the error raised when none of these answers. `_tuned` is what an earlier run of
+the autotune tier found for the same module; `_autotune` is passed over where nothing may be timed."""
+
+
+def _without(*passed_over: Ask) -> tuple[tuple[Tier, Ask], ...]:
+    first = TIERS[: [ask for _, ask in TIERS].index(_autotune) + 1]
+    return tuple((tier, ask) for tier, ask in first if ask not in passed_over)
+
+
+_SUFFICIENT: dict[Policy, Collection[tuple[Tier, Ask]]] = {
+    Policy.HEURISTIC: (),
+    Policy.CACHED: _without(),
+    Policy.TUNE: _without(_shipped),
+    Policy.FORCE: _without(_tuned, _memory, _user, _shipped),
+}
+"""What is asked first, up to the tuner, when tuning is asked for."""
 
 _autotuner: Autotuner | None = None
 
 
 def set_autotuner(autotuner: Autotuner | None) -> None:
-    """Names the function behind the autotune tier: (problem, implementation, device) -> configuration or `None`."""
+    """Names the function behind the autotune tier: (problem, implementation, device) -> configuration (or `Known`), or `None`."""
     global _autotuner
     _autotuner = autotuner
 
 
-_LISTENERS: ContextVar[tuple[Callable[[Selection], None], ...]] = ContextVar(
+Listener = Callable[[Selection], None]
+_LISTENERS: ContextVar[tuple[tuple[Listener, Listener | None], ...]] = ContextVar(
     "ejkernel_eqx_listeners", default=()
 )
 
 
 def announce(selection: Selection) -> Selection:
     """Tells every listener of a choice that is about to be used, and returns it."""
-    for listen in _LISTENERS.get():
-        listen(selection)
+    for listener, _ in _LISTENERS.get():
+        listener(selection)
     return selection
 
 
+def withdraw(selection: Selection) -> None:
+    """Takes back an announced choice (this very object): `vmap` has made another call of the one that it was for."""
+    for _, withdrawn in _LISTENERS.get():
+        if withdrawn is not None:
+            withdrawn(selection)
+
+
 @contextlib.contextmanager
-def on_selection(listener: Callable[[Selection], None]) -> Iterator[None]:
-    """While it is open, `listener` is told of every choice made, with the tier that answered."""
-    token = _LISTENERS.set((*_LISTENERS.get(), listener))
+def on_selection(listener: Listener, withdrawn: Listener | None = None) -> Iterator[None]:
+    """While it is open, `listener` is told of every choice made, with the tier that answered, and `withdrawn` of those that turn
+    out not to be used: the same objects."""
+    token = _LISTENERS.set((*_LISTENERS.get(), (listener, withdrawn)))
     try:
         yield
     finally:

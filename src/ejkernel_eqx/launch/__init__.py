@@ -2,6 +2,7 @@
 
 Importing this package needs neither Triton nor jax-triton."""
 
+from ._collector import collector_paused as collector_paused
 from ._run import run as run
 from .compile import (
     compile_ahead as compile_ahead,
@@ -11,6 +12,9 @@ from .compile import (
 )
 from .compile import (
     Target as Target,
+)
+from .compile import (
+    target_for as target_for,
 )
 from .compile import (
     TARGETS as TARGETS,

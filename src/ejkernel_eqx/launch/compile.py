@@ -7,11 +7,14 @@ import pathlib
 import re
 import subprocess
 import tempfile
+import threading
 from collections.abc import Iterator
 from typing import Any
 
 import numpy as np
 
+from ..dispatch import Backend, DeviceFacts
+from ._collector import collector_paused
 from ._language_lock import language_lock
 from .interpret import interpreter_unavailable
 from .launch import Launch
@@ -38,8 +41,33 @@ TARGETS = {
     )
 }
 
+# By compute capability. Architectures that are not here are newer or older than those known to compile.
+_CUDA_ARCHITECTURES = {
+    (8, 0): 80,
+    (8, 6): 86,
+    (8, 7): 87,
+    (8, 9): 89,
+    (9, 0): 90,
+    (10, 0): 100,
+    (10, 3): 103,
+    (12, 0): 120,
+}
+
 # Tensor memory columns of a Blackwell multiprocessor; jax-triton refuses a kernel that asks for more.
 _TENSOR_MEMORY_LIMIT = 512
+
+
+def target_for(device: DeviceFacts) -> Target | None:
+    """The architecture of a device, with the shared memory that it has; `None` for what is no GPU or not known to compile."""
+    if device.backend is not Backend.GPU:
+        return None
+    if device.vendor == "nvidia" and device.capability in _CUDA_ARCHITECTURES:
+        arch = _CUDA_ARCHITECTURES[device.capability]
+        return Target(f"sm_{arch}", "cuda", arch, 32, device.shared_memory)
+    known = next((t for t in TARGETS.values() if device.compute_capability.split(":")[0] == t.arch), None)
+    return (
+        dataclasses.replace(known, shared_limit=device.shared_memory or known.shared_limit) if known else None
+    )
 
 
 @dataclasses.dataclass(frozen=True)
@@ -83,7 +111,7 @@ def compile_ahead(launch: Launch, target: str | Target) -> CompileReport:
     from triton.compiler import ASTSource
 
     signature, constants, attributes = _specialisation(launch)
-    with language_lock, _usable_cache():
+    with language_lock.shared(), _usable_cache(), collector_paused():
         compiled = triton.compile(
             ASTSource(launch.function, signature=signature, constexprs=constants, attrs=attributes),
             target=GPUTarget(target.backend, target.arch, target.warp_size),
@@ -150,17 +178,31 @@ def _scalar_type_name(value: int) -> str:
     return "u64"
 
 
+_cache_lock = threading.Lock()
+_cache_users = 0
+_cache_scope = contextlib.ExitStack()
+
+
 @contextlib.contextmanager
 def _usable_cache() -> Iterator[None]:
-    """Triton's compile cache, where jax-triton 0.3 has switched it off by an empty directory name."""
+    """Triton's compile cache, where jax-triton 0.3 has switched it off by an empty directory name.
+
+    The setting is one for the process: the first of several compilations makes it, the last takes it back."""
+    global _cache_users
     from triton import knobs
 
-    if knobs.cache.dir:
+    with _cache_lock:
+        if _cache_users == 0 and not knobs.cache.dir:
+            _cache_scope.enter_context(knobs.cache.scope())
+            knobs.cache.dir = os.path.join(knobs.cache.home_dir, ".triton", "cache")
+        _cache_users += 1
+    try:
         yield
-        return
-    with knobs.cache.scope():
-        knobs.cache.dir = os.path.join(knobs.cache.home_dir, ".triton", "cache")
-        yield
+    finally:
+        with _cache_lock:
+            _cache_users -= 1
+            if _cache_users == 0:
+                _cache_scope.close()
 
 
 def _cuda_usage(compiled: Any) -> tuple[int, int]:

@@ -1,0 +1,227 @@
+"""Tunes the attention problems of the benchmarks on this device and writes the winners as a table to ship with the package.
+
+    python benchmarks/tune.py --time-limit 500 --json tuned.json            # again, to go on where it stopped
+    python benchmarks/tune.py --problems 'S4096 .* D128' --budget 30
+    python benchmarks/tune.py --quick --platform xla --output table.json     # tiny problems, on any machine
+
+It also says how far the heuristics are from the tuned configurations.
+"""
+
+import argparse
+import dataclasses
+import json
+import pathlib
+import re
+import sys
+import time
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+sys.path.insert(0, str(pathlib.Path(__file__).resolve().parent.parent))
+
+import jax
+
+import ejkernel_eqx as ejx
+from benchmarks import attention_problems as problems
+from benchmarks import report
+from benchmarks.attention_problems import AttentionProblem
+from ejkernel_eqx._kernel import selections_of
+from ejkernel_eqx.dispatch import (
+    device_facts,
+    Implementation,
+    kernel_registry,
+    Platform,
+    Problem,
+    stable_json,
+    to_dict,
+)
+from ejkernel_eqx.dispatch.cache_file import parse as parse_table
+from ejkernel_eqx.dispatch.cache_file import render
+from ejkernel_eqx.dispatch.persistent import software
+from ejkernel_eqx.dispatch.records import Record, record_key
+from ejkernel_eqx.tuning import Status, tune_problem, TuneOptions, TuningResult
+
+OPERATION = "flash_attention"
+BAR = 1.10
+"""How far, in time, the heuristics may be from the tuned configurations."""
+
+
+def problem_of(problem: AttentionProblem, implementation: Implementation) -> Problem:
+    """What our operation asks its platform for on this benchmark problem."""
+    given = jax.eval_shape(lambda: problems.make_inputs(problem))
+    attention = problems.build(problem, implementation.platform.value)
+    return selections_of(attention, ejx.inputs(**given.learned, **given.masking))[0].problem
+
+
+def twins(record: Record, implementation: Implementation) -> list[Record]:
+    """The record for every operation that runs the very same kernels, without what did not win."""
+
+    def runs(other: Implementation) -> tuple[Any, ...]:
+        return other.platform, other.target, other.workload
+
+    found = []
+    for operation in kernel_registry.list_operations():
+        if any(runs(other) == runs(implementation) for other in kernel_registry.ordered(operation)):
+            exact = {**record.exact, "operation": operation}
+            key = Problem.from_dict(exact).key()
+            found.append(
+                dataclasses.replace(
+                    record, operation=operation, problem=key, exact=exact, timed=(), denied=()
+                )
+            )
+    return found
+
+
+class Table:
+    """The table to ship: read, added to, and written whole after every problem."""
+
+    def __init__(self, path: pathlib.Path):
+        self.path, self.records = path, {}
+        if path.is_file():
+            known = parse_table(path.read_text(encoding="utf-8"), str(path)).records
+            self.records = {record.key: record for record in known}
+
+    def knows(self, problem: Problem, implementation: Implementation) -> bool:
+        names = (implementation.operation, implementation.platform.value, implementation.version)
+        return record_key(*names, problem.key(), software()) in self.records
+
+    def add(self, records: Sequence[Record], environment: Mapping[str, Any]) -> None:
+        """Replaces what is known of the same problems, with whatever software."""
+        new = {(r.operation, r.platform, r.problem) for r in records}
+        kept = [r for r in self.records.values() if (r.operation, r.platform, r.problem) not in new]
+        self.records = {record.key: record for record in (*kept, *records)}
+        header = {"device": device_facts().to_dict()}
+        header |= {name: environment[name] for name in ("driver", "versions", "commit", "date")}
+        report.write_atomic(self.path, render(header, self.records.values()))
+
+
+def row_of(problem: AttentionProblem, result: TuningResult, environment: Mapping[str, Any]) -> dict[str, Any]:
+    """What the report says of a problem."""
+    counts = {status.value: sum(m.status is status for m in result.measurements) for status in Status}
+    return {
+        "problem": problem.name,
+        "key": result.problem.key(),
+        "platform": result.platform.value,
+        "heuristic": to_dict(result.heuristic),
+        "tuned": to_dict(result.config),
+        "ms": dict(result.ms),
+        "heuristic_ms": dict(result.heuristic_ms),
+        "ratio": {
+            name: result.heuristic_ms[name] / ms
+            for name, ms in result.ms.items()
+            if name in result.heuristic_ms
+        },
+        "errors": dict(result.errors),
+        "seconds": result.seconds,
+        "candidates": counts,
+        "denied": [f"{m.candidate}: {m.reason}" for m in result.measurements if m.status is Status.DENIED],
+        "device": environment["device"],
+        "versions": environment["versions"],
+        "commit": environment["commit"],
+        "date": environment["date"],
+    }
+
+
+def known_rows(path: pathlib.Path | None) -> dict[str, dict[str, Any]]:
+    if path is None or not path.is_file():
+        return {}
+    return {row["problem"]: row for row in json.loads(path.read_text(encoding="utf-8"))["rows"]}
+
+
+def text_table(rows: Sequence[Mapping[str, Any]]) -> str:
+    lines = []
+    for row in rows:
+        for direction, ms in row["ms"].items():
+            ratio = row["ratio"].get(direction)
+            lines.append((row["problem"], direction, report.number(ms, 3), report.number(ratio, 3)))
+    return report.table(("problem", "direction", "tuned ms", "heuristic / tuned"), lines)
+
+
+def summary(rows: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
+    """How many problems have heuristics within the bar, and the worst."""
+    ratios = {row["problem"]: max(row["ratio"].values()) for row in rows if row["ratio"]}
+    worst = max(ratios, key=lambda name: ratios[name], default=None)
+    return {
+        "bar": BAR,
+        "problems": len(ratios),
+        "within": sum(ratio <= BAR for ratio in ratios.values()),
+        "worst": None if worst is None else {"problem": worst, "ratio": ratios[worst]},
+    }
+
+
+def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
+    facts = device_facts()
+    shipped = report.ROOT / "src" / "ejkernel_eqx" / "data" / facts.slug / "attention.json"
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("--problems", default="", metavar="REGEX", help="only problems whose name matches")
+    parser.add_argument("--quick", action="store_true", help="tiny problems")
+    parser.add_argument("--platform", default="triton", help="the platform to tune (default: %(default)s)")
+    parser.add_argument("--time-limit", type=float, default=float("inf"), metavar="SECONDS")
+    parser.add_argument("--budget", type=float, default=60.0, metavar="SECONDS", help="for each problem")
+    parser.add_argument("--candidates", type=int, default=12, help="for each part of the configuration")
+    parser.add_argument("--samples", type=int, default=5)
+    parser.add_argument("--sample-ms", type=float, default=30.0)
+    parser.add_argument("--force", action="store_true", help="also what the table or the user's cache knows")
+    parser.add_argument("--output", type=pathlib.Path, default=shipped, metavar="PATH", help="added to")
+    parser.add_argument("--json", type=pathlib.Path, metavar="PATH", help="report, added to")
+    parser.add_argument("--commit", help="of the code that runs, where git cannot say")
+    return parser.parse_args(arguments)
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    options = parse(arguments)
+    implementation = kernel_registry.get(OPERATION, Platform(options.platform))
+    reason = implementation.unusable(device_facts())
+    if reason is not None:
+        print(f"{options.platform} {reason}", file=sys.stderr)
+        return 2
+    every = (
+        problems.TINY
+        if options.quick
+        else problems.ANCHORS + problems.FEATURES + problems.GRID + problems.MODELS
+    )
+    chosen = [problem for problem in every if re.search(options.problems, problem.name)]
+    environment = report.environment(options.commit)
+    table, rows = Table(options.output), known_rows(options.json)
+    start, longest = time.monotonic(), 0.0
+    for n, problem in enumerate(chosen):
+        began = time.monotonic()
+        asked = problem_of(problem, implementation)
+        done = table.knows(asked, implementation) and (options.json is None or problem.name in rows)
+        if done and not options.force:
+            continue
+        # A problem that is begun is finished: none is begun that would run past the limit.
+        if began - start + longest > options.time_limit:
+            print(f"time limit: {len(chosen) - n} of {len(chosen)} problems left out")
+            break
+        print(f"[{began - start:.0f} s, {n + 1}/{len(chosen)}] {problem.name}", flush=True)
+        effort = TuneOptions(options.budget, options.candidates, options.samples, options.sample_ms)
+        try:
+            result = tune_problem(asked, implementation, options=effort, force=options.force)
+        except ejx.TuningError as error:
+            print(f"  {error}")
+            continue
+        longest = max(longest, time.monotonic() - began)
+        table.add(twins(result.to_record(device_facts()), implementation), environment)
+        rows[problem.name] = row_of(problem, result, environment)
+        if options.json is not None:
+            content = {
+                "environment": environment,
+                "summary": summary([*rows.values()]),
+                "rows": [*rows.values()],
+            }
+            report.write_json(options.json, content)
+        print(f"  {stable_json(result.config)}", flush=True)
+    shown = [rows[problem.name] for problem in chosen if problem.name in rows]
+    print(text_table(shown))
+    found = summary(shown)
+    print(
+        f"heuristics within {BAR:.2f}x of the tuned: {found['within']} of {found['problems']}; table: {options.output}"
+    )
+    return 0
+
+
+if __name__ == "__main__":
+    raise SystemExit(main())

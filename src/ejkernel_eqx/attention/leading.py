@@ -1,0 +1,294 @@
+"""The leading axes of an attention call: mapped by JAX, or folded into one launch, split over devices, folded under `vmap`."""
+
+import functools
+import math
+from collections.abc import Callable
+from typing import Any, TypeVar
+
+import jax
+import jax.numpy as jnp
+from jax import Array
+from jax.custom_batching import custom_vmap
+
+from ..dispatch import on_selection, Selection, withdraw
+from ..parallel import partition
+from .spec import AttentionArrays, AttentionGrads, RowRanges
+
+F = TypeVar("F", bound=Callable[..., Any])
+
+# Axes of each array behind its leading ones, by the letters of `spec.py`.
+_LETTERS: dict[str, Any] = {
+    "q": ("T", "H", "D"),
+    "k": ("S", "K", "D"),
+    "v": ("S", "K", "V"),
+    "bias": ("H", "T", "S"),
+    "alibi_slopes": ("H",),
+    "sinks": ("H",),
+    "mask": ("H", "T", "S"),
+    "q_segments": ("T",),
+    "kv_segments": ("S",),
+    "rows": RowRanges._make([("T",)] * 3),
+    "seeds": ("H", "two"),
+}
+_AXES = AttentionArrays(**_LETTERS)
+_OUT_AXES, _LSE_AXES = ("T", "H", "V"), ("H", "T")
+_WHOLE = ("q", "k", "v", "seeds")  # their leading axes are never of size one in place of a larger one
+LEARNED = ("bias", "alibi_slopes", "sinks")
+
+
+def _leading(arrays: AttentionArrays) -> tuple[int, ...]:
+    return arrays.q.shape[:-3]
+
+
+def withdraw_all(choices: list[Selection]) -> None:
+    """Of a function that was traced but is replaced by another, before anything is launched."""
+    for selection in choices:
+        withdraw(selection)
+
+
+def over_leading_axes(function: F) -> F:
+    """Lets JAX map a function of one batch axis over any number of them, without merging axes that may be sharded."""
+
+    def mapped(arrays: AttentionArrays, *rest: Array) -> Any:
+        count = len(_leading(arrays))
+        if count == 0:
+            expanded = jax.tree.map(lambda x: x[None], (arrays, *rest))
+            return jax.tree.map(lambda x: x[0], mapped(*expanded))
+        if count == 1:
+            return function(arrays, *rest)
+        return _map_first_axis(mapped, arrays, rest)
+
+    return mapped  # type: ignore[return-value]
+
+
+def _map_first_axis(function: Callable[..., Any], arrays: AttentionArrays, rest: tuple[Array, ...]) -> Any:
+    size = _leading(arrays)[0]
+    shared = {
+        name
+        for name in AttentionArrays._fields
+        if name not in _WHOLE and _is_broadcast(getattr(arrays, name), size)
+    }
+    axes = AttentionArrays._make(
+        (
+            _axes_like(x, None if n in shared else 0)
+            for n, x in zip(AttentionArrays._fields, arrays, strict=True)
+        )
+    )
+    first = AttentionArrays._make(
+        (
+            jax.tree.map(lambda x: x[0], x) if n in shared else x
+            for n, x in zip(arrays._fields, arrays, strict=True)
+        )
+    )
+    result = jax.vmap(function, in_axes=(axes, *[0] * len(rest)))(first, *rest)
+    if not isinstance(result, AttentionGrads):
+        return result
+    summed = {
+        n: jnp.sum(getattr(result, n), axis=0, keepdims=True)
+        for n in LEARNED
+        if n in shared and getattr(result, n) is not None
+    }
+    return result._replace(**summed)
+
+
+def _is_broadcast(value: Any, size: int) -> bool:
+    leaves = jax.tree.leaves(value)
+    return bool(leaves) and size > 1 and all(leaf.shape[0] == 1 for leaf in leaves)
+
+
+def _axes_like(value: Any, axis: int | None) -> Any:
+    return jax.tree.map(lambda _: axis, value)
+
+
+def opaque_over_leading_axes(function: F, split: bool, per_example: tuple[str, ...] = ()) -> F:
+    """As `over_leading_axes`, for a kernel that the compiler cannot see into: one launch however many axes there are, with
+    gradients of the `per_example` arrays for each; `split` over devices."""
+    return _batched(_opaque(function, split), per_example)
+
+
+def _batched(function: F, per_example: tuple[str, ...] = ()) -> F:
+    """Folds every `jax.vmap` into the leading axes: one launch, however many axes are mapped.
+
+    An array that is not mapped gets an axis of size one where the kernel can broadcast it (all but `q`, `k`, `v`, the seeds, and
+    those whose gradient is wanted per example).
+    """
+
+    def call(arrays: AttentionArrays, *rest: Array) -> Any:
+        chosen: list[Selection] = []
+
+        @custom_vmap
+        def one(arrays: AttentionArrays, *rest: Array) -> Any:
+            with on_selection(chosen.append):
+                return function(arrays, *rest)
+
+        @one.def_vmap
+        def rule(size: int, in_batched: list[Any], arrays: AttentionArrays, *rest: Array) -> tuple[Any, Any]:
+            withdraw_all(chosen)
+            result = call(*_widen(size, in_batched, per_example, arrays, rest))
+            return result, jax.tree.map(lambda _: True, result)
+
+        return one(arrays, *rest)
+
+    return call  # type: ignore[return-value]
+
+
+def _widen(
+    size: int,
+    in_batched: list[Any],
+    per_example: tuple[str, ...],
+    arrays: AttentionArrays,
+    rest: tuple[Array, ...],
+) -> tuple[Any, ...]:
+    """The arguments with the mapped axis in front of all of them."""
+
+    def widen(name: str, any_batched: bool, x: Array, batched: bool) -> Array:
+        if batched:
+            return x
+        grow = size if any_batched or name in _WHOLE or name in per_example else 1
+        return jnp.broadcast_to(x, (grow, *x.shape))
+
+    fields = {}
+    for name, value, batched in zip(AttentionArrays._fields, arrays, in_batched[0], strict=True):
+        # The three arrays of `rows` keep one shape.
+        fields[name] = jax.tree.map(
+            functools.partial(widen, name, any(jax.tree.leaves(batched))), value, batched
+        )
+    others = [widen("q", True, x, batched) for x, batched in zip(rest, in_batched[1:], strict=True)]
+    return AttentionArrays(**fields), *others
+
+
+def _opaque(function: F, split: bool) -> F:
+    """A kernel that the compiler cannot see into: folds the leading axes to one and, on several devices, says how to split it."""
+
+    def folded(arrays: AttentionArrays, *rest: Array) -> Any:
+        return _fold(function, arrays, rest)
+
+    if not split:
+        return folded  # type: ignore[return-value]
+
+    def call(arrays: AttentionArrays, *rest: Array) -> Any:
+        axes = _labels(arrays, rest)
+        asked: list[Selection] = []
+        with on_selection(asked.append):
+            outs = partition.output_shapes(folded, arrays, *rest)
+        withdraw_all(asked)
+        out_axes = _output_labels(outs, arrays)
+        return partition.partitioned(
+            folded, (arrays, *rest), axes, outs, out_axes, split=_is_leading, group=("H", "K")
+        )
+
+    return call  # type: ignore[return-value]
+
+
+def _labels(arrays: AttentionArrays, rest: tuple[Array, ...]) -> tuple[Any, ...]:
+    """The letter of every axis of every argument; `None` where an axis has size one in place of a larger one."""
+    labelled = jax.tree.map(lambda x, axes: _label(x.shape, axes, arrays), arrays, _present(arrays))
+    # out, lse, dout, dlse
+    others = [
+        _label(x.shape, axes, arrays) for x, axes in zip(rest, (_OUT_AXES, _LSE_AXES) * 2, strict=False)
+    ]
+    return (labelled, *others)
+
+
+def _present(arrays: AttentionArrays) -> AttentionArrays:
+    """`_AXES` where there is an array, wrapped so that a tuple of letters is one leaf."""
+    return AttentionArrays._make(
+        (
+            None if x is None else jax.tree.map(partition.Axes, a, is_leaf=_is_letters)
+            for x, a in zip(arrays, _AXES, strict=True)
+        )
+    )  # type: ignore[arg-type]
+
+
+def _is_leading(letter: str) -> bool:
+    return letter.startswith("b") or letter == "H"
+
+
+def _is_letters(value: Any) -> bool:
+    return isinstance(value, tuple) and not hasattr(value, "_fields")
+
+
+def _label(shape: tuple[int, ...], axes: Any, arrays: AttentionArrays) -> "partition.Axes":
+    letters = tuple(axes.letters if isinstance(axes, partition.Axes) else axes)
+    lead = len(shape) - len(letters)
+    sizes: dict[Any, int] = dict(zip(("T", "H", "D"), arrays.q.shape[-3:], strict=True)) | dict(
+        zip(("S", "K", "V"), arrays.v.shape[-3:], strict=True)
+    )
+    full = (*_leading(arrays), *(sizes.get(letter, 2) for letter in letters))
+    names = (*(f"b{i}" for i in range(lead)), *letters)
+    # One key head serves any split of the query heads, so that it is none of the axes to split.
+    split = (
+        name if size == whole and (name, size) != ("K", 1) else None
+        for name, size, whole in zip(names, shape, full, strict=True)
+    )
+    return partition.Axes(tuple(split))
+
+
+def _output_labels(outs: Any, arrays: AttentionArrays) -> Any:
+    if isinstance(outs, AttentionGrads):
+        axes = AttentionGrads._make(
+            (None if x is None else getattr(_AXES, name) for name, x in zip(outs._fields, outs, strict=True))
+        )
+        return AttentionGrads._make(
+            (None if x is None else _label(x.shape, a, arrays) for x, a in zip(outs, axes, strict=True))
+        )
+    return tuple(_label(x.shape, axes, arrays) for x, axes in zip(outs, (_OUT_AXES, _LSE_AXES), strict=True))
+
+
+def _fold(function: Callable[..., Any], arrays: AttentionArrays, rest: tuple[Array, ...]) -> Any:
+    """Calls a function of one batch axis with all leading axes merged into it, and splits its results again."""
+    lead = _leading(arrays)
+    flat = AttentionArrays._make(
+        (
+            jax.tree.map(functools.partial(_merge, lead), x, _ranks(a, x))
+            for x, a in zip(arrays, _AXES, strict=True)
+        )
+    )
+    result = function(flat, *(_merge(lead, x, 3 if i % 2 == 0 else 2) for i, x in enumerate(rest)))
+    if isinstance(result, AttentionGrads):
+        return AttentionGrads._make(
+            (
+                None if g is None else _split_grad(g, getattr(arrays, n), lead)
+                for n, g in zip(result._fields, result, strict=True)
+            )
+        )
+    return jax.tree.map(lambda x: x.reshape(lead + x.shape[1:]), result)
+
+
+def _ranks(axes: Any, value: Any) -> Any:
+    return None if value is None else jax.tree.map(len, axes, is_leaf=_is_letters)
+
+
+def _merge(lead: tuple[int, ...], x: Array, rank: int) -> Array:
+    own, core = x.shape[: x.ndim - rank], x.shape[x.ndim - rank :]
+    if all(size == 1 for size in own):
+        return x.reshape((1, *core))
+    return jnp.broadcast_to(x, (*lead, *core)).reshape((math.prod(lead), *core))
+
+
+def _split_grad(grad: Array, array: Array, lead: tuple[int, ...]) -> Array:
+    """A gradient of merged axes, summed over those that its array broadcasts."""
+    own, core = array.shape[: len(lead)], grad.shape[1:]
+    return (
+        grad.reshape(own + core)
+        if grad.shape[0] == math.prod(own)
+        else _sum_broadcast(grad.reshape(lead + core), array)
+    )
+
+
+def like(grad: Array, array: Array) -> Array:
+    return partition.match_sharding(_sum_broadcast(grad, array), array)
+
+
+def _sum_broadcast(grad: Array, array: Array) -> Array:
+    axes = tuple(i for i, (size, own) in enumerate(zip(grad.shape, array.shape, strict=True)) if size != own)
+    return jnp.sum(grad, axis=axes, keepdims=True) if axes else grad
+
+
+def per_row(arrays: AttentionArrays) -> AttentionArrays:
+    """Slopes and sinks repeated for every batch row, so that a kernel split over rows need not sum their gradients."""
+
+    def widen(x: Array | None) -> Array | None:
+        return None if x is None else jnp.broadcast_to(x, (*_leading(arrays), x.shape[-1]))
+
+    return arrays._replace(alibi_slopes=widen(arrays.alibi_slopes), sinks=widen(arrays.sinks))

@@ -1,0 +1,196 @@
+"""Representative inputs of an attention problem, made from its description alone.
+
+Random values; documents, lengths and masks as training has them. What a problem says of its offset and its bias is met exactly, so
+that a call with these inputs is of that very problem.
+"""
+
+import functools
+import math
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import Array
+
+from ..dispatch import Problem
+from .spec import AttentionArrays, AttentionSpec, RowRanges
+from .tile_table import window_covers
+
+SOFT_CAP, DROPOUT_RATE, VISIBLE = 30.0, 0.1, 0.7
+
+
+class Inputs(NamedTuple):
+    """The arrays of a call and the cotangents of its results.
+
+    The log-sum-exp has one even where it is not asked for: without it the gradient of a bias or slope is a difference of equal
+    sums, in which 16-bit outputs leave nothing to compare.
+    """
+
+    arrays: AttentionArrays
+    dout: Array
+    dlse: Array
+
+
+def spec_of(problem: Problem) -> AttentionSpec:
+    """The static half of a call of this problem."""
+    left, right = _window(problem)
+    scale = problem.dim("D") ** -0.5
+    return AttentionSpec(
+        scale=-scale if problem.flag("negative_scale") else scale,
+        logits_soft_cap=SOFT_CAP if problem.flag("soft_cap") else None,
+        left=left,
+        right=right,
+        offset=_offset(problem, left, right),
+        dropout_rate=DROPOUT_RATE if problem.flag("dropout") else 0.0,
+        deterministic=bool(problem.flag("deterministic")),
+        return_lse=bool(problem.flag("lse")),
+        same_segments=bool(problem.flag("same_segments")),
+    )
+
+
+def _window(problem: Problem) -> tuple[int | None, int | None]:
+    window = problem.flag("window")
+    if window is None:
+        return None, None
+    left, right = (None if side == "None" else int(side) for side in str(window).split(","))
+    return left, right
+
+
+def _offset(problem: Problem, left: int | None, right: int | None) -> int:
+    """The first usual offset of which the flags `top_left` and `unseen` are true."""
+    queries, keys = problem.dim("T"), problem.dim("S")
+    usual = keys - queries
+    if problem.flag("rows") or (problem.flag("top_left") and usual == 0):
+        return 0
+    ranged = left is not None or right is not None
+    for offset in (usual, 0, keys // 2, 1, -(queries // 2), -1):
+        spec = AttentionSpec(scale=1.0, left=left, right=right, offset=offset)
+        unseen = ranged and not window_covers(queries, keys, spec)
+        if ((offset == 0), unseen) == (bool(problem.flag("top_left")), bool(problem.flag("unseen"))):
+            return offset
+    return 0 if problem.flag("top_left") else usual
+
+
+def make_inputs(problem: Problem, seed: int) -> Inputs:
+    """Fresh for every seed."""
+    rng = np.random.default_rng(seed)
+    ids, ranges = _segment_ids(problem, rng), _row_ranges(problem, rng)
+    arrays, dout, dlse = _random(problem, seed)
+    if ids is not None:
+        queries = jnp.asarray(ids[:, ids.shape[1] - problem.dim("T") :], jnp.int32)
+        keys = jnp.asarray(ids[:, ids.shape[1] - problem.dim("S") :], jnp.int32)
+        arrays = arrays._replace(q_segments=queries, kv_segments=keys)
+    if ranges is not None:
+        arrays = arrays._replace(rows=RowRanges(*(jnp.asarray(x, jnp.int32) for x in ranges)))
+    return Inputs(arrays, dout, dlse)
+
+
+@functools.partial(jax.jit, static_argnums=0)
+def _random(problem: Problem, seed: Any) -> Inputs:
+    # A generator that compiles and runs fast: what it gives on another kind of device is of no account here.
+    keys = iter(jax.random.split(jax.random.key(seed, impl="rbg"), 9))
+    dtype = jnp.dtype(problem.dtype("qkv"))
+    wide = jnp.float64 if dtype == jnp.float64 else jnp.float32
+    size = dict(problem.dims)
+
+    def shape(pattern: str) -> tuple[int, ...]:
+        return tuple(1 if letter == "1" else size[letter] for letter in pattern)
+
+    def normal(pattern: str, dtype: Any = dtype) -> Array:
+        return jax.random.normal(next(keys), shape(pattern), dtype)
+
+    q, k, v, dout = normal("BTHD"), normal("BSKD"), normal("BSKV"), normal("BTHV")
+    dlse = math.sqrt(size["V"]) * normal("BHT", wide)  # of the size of a row of `dout`
+    extra: dict[str, Any] = {}
+    if problem.flag("bias"):
+        extra["bias"] = normal(f"1{problem.flag('bias')}", jnp.dtype(problem.dtype("bias")))
+    if problem.flag("sinks"):
+        extra["sinks"] = normal("1H", wide)
+    if problem.flag("alibi_slopes"):
+        extra["alibi_slopes"] = 2.0 ** (-8.0 * jnp.arange(1, size["H"] + 1, dtype=wide) / size["H"])[None]
+    if problem.flag("mask"):
+        extra["mask"] = _mask(next(keys), str(problem.flag("mask")), shape(f"1{problem.flag('mask')}"))
+    if problem.flag("dropout"):
+        extra["seeds"] = jax.random.bits(next(keys), (*shape("BH"), 2), jnp.uint32)
+    return Inputs(AttentionArrays(q, k, v, **extra), dout, dlse)
+
+
+def _mask(key: Array, pattern: str, shape: tuple[int, ...]) -> Array:
+    """Most entries visible; where there are queries and keys, causal from the last key on."""
+    mask = jax.random.bernoulli(key, VISIBLE, shape)
+    if pattern.endswith("TS"):
+        queries, keys = shape[-2:]
+        mask &= jnp.arange(keys) <= jnp.arange(queries)[:, None] + keys - queries
+    return mask
+
+
+def _segment_ids(problem: Problem, rng: np.random.Generator) -> np.ndarray | None:
+    """`[B, max(T, S)]`: documents of varied lengths, and padding where no whole one fits."""
+    if not problem.flag("segments"):
+        return None
+    batch, length = problem.dim("B"), max(problem.dim("T"), problem.dim("S"))
+    ids = np.full((batch, length), -1)
+    for row in ids:
+        ends = _documents(length, rng)
+        row[: ends[-1]] = np.searchsorted(ends, np.arange(ends[-1]), side="right")
+    return ids
+
+
+def _documents(length: int, rng: np.random.Generator) -> np.ndarray:
+    """Where documents end in a row of tokens: from a sixteenth to half of it, short ones more often than long ones."""
+    least = max(length // 16, 1)
+    ends = [0]
+    while ends[-1] + least <= length:
+        size = round(math.exp(rng.uniform(math.log(least), math.log(max(length // 2, least)))))
+        ends.append(min(ends[-1] + size, length))
+    return np.array(ends[1:] or [length])
+
+
+def _row_ranges(problem: Problem, rng: np.random.Generator) -> tuple[np.ndarray, ...] | None:
+    """Start, end and position of every query, `[B, T]`, all causal. One row of tokens is packed with documents, as offsets of
+    sequences give it; of several rows each has its own number of keys, between half of them and all."""
+    if not problem.flag("rows"):
+        return None
+    batch, queries, keys = (problem.dim(name) for name in "BTS")
+    index = np.arange(queries)[None]
+    if batch == 1 and queries == keys and queries > 0:
+        ends = _documents(queries, rng)
+        number = np.searchsorted(ends, index, side="right")
+        start = np.concatenate([[0], ends])[number]
+        return start, np.where(index < ends[-1], index + 1, start), index
+    lengths = rng.integers(keys // 2, keys + 1, (batch, 1))
+    # Rows of a training batch are padded behind; new queries behind cached keys are the last of their row.
+    position = index + np.zeros_like(lengths) if queries >= keys else index + lengths - queries
+    end = np.where(position < lengths, np.clip(position + 1, 0, lengths), 0)
+    return np.zeros_like(end), end, position
+
+
+def visible_scores(problem: Problem) -> int:
+    """Pairs of a query and a key it sees, of one head and all batch rows. A dense mask is not counted: no kernel can pass over
+    what it hides."""
+    batch, queries, keys = (problem.dim(name) for name in "BTS")
+    spec, rng = spec_of(problem), np.random.default_rng(0)
+    ids, ranges = _segment_ids(problem, rng), _row_ranges(problem, rng)
+    if ranges is not None:
+        start, end = ranges[:2]
+    else:
+        position = np.arange(queries)[None] + spec.offset
+        start = np.zeros_like(position) if spec.left is None else np.clip(position - spec.left, 0, keys)
+        end = (
+            np.full_like(position, keys)
+            if spec.right is None
+            else np.clip(position + spec.right + 1, 0, keys)
+        )
+    start, end = (np.broadcast_to(x, (batch, queries)) for x in (start, end))
+    if ids is None:
+        return int(np.maximum(end - start, 0).sum())
+    total = 0
+    for row, first, last in zip(ids, start, end, strict=True):
+        ours, theirs = row[len(row) - queries :], row[len(row) - keys :]
+        # Ids rise along the row, with padding behind all: the keys of a document are one range.
+        real = np.where(theirs < 0, np.iinfo(np.int64).max, theirs)
+        begin, stop = np.searchsorted(real, ours, "left"), np.searchsorted(real, ours, "right")
+        seen = np.minimum(stop, last) - np.maximum(begin, first)
+        total += int(np.where(ours < 0, 0, np.maximum(seen, 0)).sum())
+    return total

@@ -1,0 +1,207 @@
+"""What the tuner needs of attention: representative work, the plain mathematics to check it by, and its cost."""
+
+import functools
+import math
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax import Array, lax
+from jax.core import Tracer
+
+from .._tolerances import Tolerance, TOLERANCES
+from ..dispatch import BOTH, Cost, FORWARD, Implementation, Part, Platform, Problem, Workload
+from . import reference
+from .example import example_problem as example_problem
+from .samples import Inputs, make_inputs, spec_of, visible_scores
+from .spec import AttentionArrays, AttentionSpec
+
+LEARNED = ("q", "k", "v", "bias", "alibi_slopes", "sinks")
+"""The arrays that gradients are taken in, which are named after them."""
+
+_TRITON = (
+    ("forward", ("out", "lse")),
+    ("key_gradient", ("k", "v")),
+    ("query_gradient", ("q", "bias", "alibi_slopes", "sinks")),
+)
+_PARTS = {
+    Platform.XLA: (("forward", ("out", "lse")), ("backward", LEARNED)),
+    Platform.TRITON: _TRITON,
+    Platform.TRITON_INTERPRET: _TRITON,
+}
+
+
+def workload(implementation: Implementation, problem: Problem) -> Workload:
+    """The work of one problem on one of the platforms of this core."""
+    spec, platform = spec_of(problem), implementation.load()
+    forward, learned = _result_names(problem)
+    present = {*forward, *learned}
+    parts = (
+        Part(field, tuple(name for name in names if name in present))
+        for field, names in _PARTS.get(implementation.platform, ())
+    )
+    collects = implementation.platform is Platform.TRITON
+    whole = hasattr(platform, "attend")  # it brings its own derivative, and no lse
+    return Workload(
+        make_inputs=functools.partial(_make_whole_inputs if whole else make_inputs, problem),
+        run=functools.partial(_run_whole if whole else _run, platform, spec),
+        reference=functools.partial(_reference, spec),
+        tolerances=_tolerances(problem, forward, learned),
+        forward=forward,
+        parts=tuple(parts),
+        costs=costs(problem),
+        launches=functools.partial(_launches, platform, spec, problem) if collects else None,
+    )
+
+
+def _result_names(problem: Problem) -> tuple[tuple[str, ...], tuple[str, ...]]:
+    """The forward results, and the arrays whose gradients are results too."""
+    forward = ("out", "lse") if problem.flag("lse") else ("out",)
+    return forward, tuple(name for name in LEARNED if name in "qkv" or problem.flag(name))
+
+
+def _tolerances(problem: Problem, forward: Sequence[str], learned: Sequence[str]) -> Mapping[str, Tolerance]:
+    table = TOLERANCES[problem.dtype("qkv")]
+    return {name: table["forward"] for name in forward} | {name: table["gradient"] for name in learned}
+
+
+def _run(platform: Any, spec: AttentionSpec, inputs: Inputs, config: Any, **execute: Any) -> dict[str, Array]:
+    """Forward and backward by the platform's own functions."""
+    arrays, dout, dlse = inputs
+    out, lse = platform.forward(arrays, spec, config, **execute)
+    grads = platform.backward(arrays, spec, config, out, lse, dout, dlse, **execute)
+    results = {"out": out, "lse": lse} if spec.return_lse else {"out": out}
+    return results | {name: x for name, x in grads._asdict().items() if x is not None}
+
+
+def _make_whole_inputs(problem: Problem, seed: int) -> Inputs:
+    inputs = make_inputs(problem, seed)
+    return inputs._replace(dlse=jnp.zeros_like(inputs.dlse))
+
+
+def _run_whole(platform: Any, spec: AttentionSpec, inputs: Inputs, config: Any) -> dict[str, Array]:
+    """Forward and backward of a platform that brings its own derivative."""
+    arrays, dout, _ = inputs
+
+    def attend(q: Array, k: Array, v: Array) -> Array:
+        return platform.attend(arrays._replace(q=q, k=k, v=v), spec)
+
+    out, pull = jax.vjp(attend, arrays.q, arrays.k, arrays.v)
+    return {"out": out, **dict(zip("qkv", pull(dout), strict=True))}
+
+
+def _launches(platform: Any, spec: AttentionSpec, problem: Problem, config: Any) -> list[Any]:
+    """What forward and backward launch; nothing is run."""
+    found: list[Any] = []
+
+    def record(launch: Any, inputs: Mapping[str, Array]) -> dict[str, Array]:
+        if not launch.is_empty:
+            found.append(launch)
+        return {name: jnp.zeros(out.shape, out.dtype) for name, out in launch.outputs.items()}
+
+    def everything() -> dict[str, Array]:
+        return _run(platform, spec, make_inputs(problem, 0), config, execute=record)
+
+    jax.eval_shape(everything)
+    return found
+
+
+# It runs once: to look for its fastest matrix products would take longer than to use any.
+_UNTUNED = {"xla_gpu_autotune_level": 0, "xla_gpu_enable_triton_gemm": False}
+
+
+def _reference(spec: AttentionSpec, inputs: Inputs) -> dict[str, Array]:
+    """All results by the plain mathematics in float32 (float64 if given it)."""
+    # Inside another function under `jit` there can be no compiler options.
+    staged = any(isinstance(x, Tracer) for x in jax.tree.leaves(inputs))
+    return (_by_row_and_head if staged else _compiled_reference)(spec, inputs)
+
+
+def _by_row_and_head(spec: AttentionSpec, inputs: Inputs) -> dict[str, Array]:
+    """One batch row and key head after the other, so that the scores of a whole call are never there."""
+    arrays, dout, dlse = inputs
+    wide = jnp.float64 if arrays.q.dtype == jnp.float64 else jnp.float32
+    batch, heads, kv_heads = arrays.q.shape[0], arrays.q.shape[2], arrays.k.shape[2]
+    learned = {name: x.astype(wide) for name in LEARNED if (x := getattr(arrays, name)) is not None}
+    fixed = {name: x for name, x in arrays._asdict().items() if name not in learned and x is not None}
+    cotangents = (dout.astype(wide), dlse)
+    shared = {name: x for name, x in learned.items() if x.shape[0] == 1 != batch}
+
+    def one(pair: tuple[Array, Array]) -> dict[str, Array]:
+        take = functools.partial(_take, batch_row=pair[1], kv_head=pair[0], heads=(heads, kv_heads))
+        mine = {name: take(x, _HEAD_AXIS[name]) for name, x in learned.items()}
+        rest = {
+            name: jax.tree.map(functools.partial(take, axis=_HEAD_AXIS[name]), x) for name, x in fixed.items()
+        }
+
+        def attend(mine: dict[str, Array]) -> tuple[Array, Array]:
+            return reference.attend(AttentionArrays(**mine, **rest), spec)
+
+        (out, lse), pull = jax.vjp(attend, mine)
+        grads = pull((take(cotangents[0], 2), take(cotangents[1], 1)))[0]
+        return {"out": out, "lse": lse, **grads}
+
+    def of_head(kv_head: Array) -> dict[str, Array]:
+        """Results of all batch rows, `[B, 1, ...]`; what the rows share is summed: `[1, ...]`."""
+
+        def step(total: dict[str, Array], row: Array) -> tuple[dict[str, Array], dict[str, Array]]:
+            results = one((kv_head, row))
+            return {name: total[name] + results.pop(name) for name in total}, results
+
+        shapes = jax.eval_shape(one, (kv_head, jnp.int32(0)))
+        total = {name: jnp.zeros(shapes[name].shape, wide) for name in shared}
+        total, rows = lax.scan(step, total, jnp.arange(batch))
+        return {name: x[:, 0] for name, x in rows.items()} | total
+
+    by_head = lax.map(of_head, jnp.arange(kv_heads))
+    shapes = {name: x.shape for name, x in learned.items()} | {"out": dout.shape, "lse": dlse.shape}
+    joined = {name: _join(x, _HEAD_AXIS[name], shapes[name]) for name, x in by_head.items()}
+    if not spec.return_lse:
+        del joined["lse"]
+    return joined
+
+
+_compiled_reference = jax.jit(_by_row_and_head, static_argnums=0, compiler_options=_UNTUNED)
+
+_HEAD_AXIS: dict[str, int | None] = {
+    **dict.fromkeys(("q", "k", "v", "out"), 2),
+    **dict.fromkeys(("bias", "mask", "alibi_slopes", "sinks", "seeds", "lse"), 1),
+    **dict.fromkeys(("q_segments", "kv_segments", "rows"), None),
+}
+
+
+def _take(x: Array, axis: int | None, *, batch_row: Array, kv_head: Array, heads: tuple[int, int]) -> Array:
+    """Of an array its part of one batch row and of the heads that read one key head."""
+    x = lax.dynamic_slice_in_dim(x, batch_row, 1) if x.shape[0] > 1 else x
+    if axis is None or x.shape[axis] == 1:
+        return x
+    size = x.shape[axis] // heads[1]
+    return lax.dynamic_slice_in_dim(x, kv_head * size, size, axis)
+
+
+def _join(x: Array, axis: int | None, shape: tuple[int, ...]) -> Array:
+    """`[K, B or 1, ...]` to an array with all its heads; what the heads share is summed."""
+    assert axis is not None
+    if shape[axis] == 1:
+        return x.sum(0).reshape(shape)
+    return jnp.moveaxis(x, 0, axis).reshape(shape)
+
+
+def costs(problem: Problem) -> dict[str, Cost]:
+    """Operations of the matrix products over what is visible; every array read or written once."""
+    heads, dims = problem.dim("H"), problem.dim("D") + problem.dim("V")
+    flops = 2.0 * visible_scores(problem) * heads * dims
+    arrays, dout, dlse = jax.eval_shape(lambda: make_inputs(problem, 0))
+    lse = 4 * problem.dim("B") * heads * problem.dim("T")
+    forward = _bytes(arrays) + _bytes(dout) + lse
+    gradients = sum(_bytes(getattr(arrays, name)) for name in LEARNED)
+    return {
+        FORWARD: Cost(flops, forward),
+        # The backward makes the scores again: five products for the forward's two.
+        BOTH: Cost(3.5 * flops, forward + _bytes((dout, dlse)) + gradients),
+    }
+
+
+def _bytes(tree: Any) -> float:
+    return float(sum(math.prod(x.shape) * x.dtype.itemsize for x in jax.tree.leaves(tree)))

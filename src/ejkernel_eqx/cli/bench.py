@@ -1,0 +1,220 @@
+"""`bench OP`: every usable platform with the configuration it would use here, checked first and then timed."""
+
+import argparse
+import dataclasses
+import functools
+from collections.abc import Mapping, Sequence
+from typing import Any, NamedTuple
+
+import jax
+
+from .._errors import UnsupportedError
+from ..dispatch import (
+    BOTH,
+    device_facts,
+    FORWARD,
+    Implementation,
+    kernel_registry,
+    Problem,
+    select,
+    take_snapshot,
+    to_dict,
+)
+from ..tuning.bench import Bench, failure, Names
+from ..tuning.check import all_errors
+from ..tuning.events import Job
+from ..tuning.measure import JaxWork, per_run, runs_needed, time_in_turn, Timing
+from ..tuning.options import TuneOptions
+from ..tuning.report_data import describe
+from ..tuning.roofline import device_peaks, matrix_dtype, roofline
+from . import problems
+from .output import FAILED, number, OK, Outcome, percent, progress, ratio, section, table
+from .tune import positive
+
+HELP = """A platform whose results are not those of the plain mathematics is reported as wrong and never timed; the exit code is 1 then.
+
+example:
+  python -m ejkernel_eqx bench flash_attention --shape B=4,T=4096,H=16,D=128 --flag causal
+"""
+
+TIMED, WRONG, BROKEN, UNSUPPORTED = "timed", "wrong", "failed", "unsupported"
+
+
+@dataclasses.dataclass
+class Contender:
+    """One platform: what it would run the problem with, whether that is right, and how fast it is."""
+
+    platform: str
+    state: str
+    reason: str = ""
+    config: Any = None
+    origin: str = ""
+    work: Bench | None = None
+    errors: Mapping[str, float] = dataclasses.field(default_factory=dict)
+    timings: dict[str, Timing] = dataclasses.field(default_factory=dict)
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    problems.add_arguments(parser)
+    parser.add_argument(
+        "--platform",
+        action="append",
+        default=[],
+        metavar="NAME",
+        help="this platform; may be given several times; default: all that the library may choose",
+    )
+    parser.add_argument("--samples", type=positive(int), default=5, metavar="N", help="default %(default)s")
+    parser.add_argument(
+        "--sample-ms",
+        type=positive(float),
+        default=30.0,
+        metavar="MS",
+        help="how long a sample lasts, default %(default)g",
+    )
+
+
+def run(options: argparse.Namespace) -> Outcome:
+    every = problems.make_problems(options)
+    known = problems.implementations(options.operation, options.platform)
+    found = [(problem, bench(problem, known, options.samples, options.sample_ms)) for problem in every]
+    results = [
+        {
+            "problem": problem.to_dict(),
+            "platforms": [_to_dict(problem, one, all_of_them) for one in all_of_them],
+        }
+        for problem, all_of_them in found
+    ]
+    states = {contender.state for _, all_of_them in found for contender in all_of_them}
+    failed = TIMED not in states or states & {WRONG, BROKEN}
+    text = functools.partial(_text, [str(problem) for problem in every], results)
+    return Outcome({"device": device_facts().kind, "results": results}, text, FAILED if failed else OK)
+
+
+def bench(
+    problem: Problem, known: Sequence[Implementation], samples: int, sample_ms: float
+) -> list[Contender]:
+    """One for each implementation; their samples are taken in turn, so that a drift of the clocks meets all alike."""
+    contenders = [_contender(problem, implementation) for implementation in known]
+    for contender in contenders:
+        if contender.work is not None:
+            progress(f"checking {problem} on {contender.platform}")
+            _check(contender, contender.work)
+    for direction in (FORWARD, BOTH):
+        entered = {
+            c.platform: Entered(c.config, c.work, c.work.directions[direction])
+            for c in contenders
+            if c.state == TIMED and c.work is not None and direction in c.work.directions
+        }
+        if entered:
+            progress(f"timing {problem}, {direction}")
+        timings = _time(entered, samples, sample_ms)
+        for contender in contenders:
+            if contender.platform in timings:
+                contender.timings[direction] = timings[contender.platform]
+    return contenders
+
+
+def _contender(problem: Problem, implementation: Implementation) -> Contender:
+    platform = implementation.platform.value
+    try:
+        selection = select(take_snapshot(problem.operation, platform=platform), problem)
+    except UnsupportedError as error:
+        return Contender(platform, UNSUPPORTED, "; ".join(error.reasons.values()))
+    measurable = _measurable(implementation)
+    if measurable.make_workload(problem) is None:
+        return Contender(platform, UNSUPPORTED, "has no workload to be measured by")
+    origin = selection.origin or selection.tier.value
+    job = Job(problem, measurable, device_facts(), selection.config, (), (), None, TuneOptions(), 0.0)
+    return Contender(platform, TIMED, config=selection.config, origin=origin, work=Bench(job))
+
+
+def _measurable(implementation: Implementation) -> Implementation:
+    """One that is not tuned by us (a vendor's library tunes itself) is measured by the workload of its core's others."""
+    core = [i for i in kernel_registry.ordered(implementation.operation) if i.core == implementation.core]
+    shared = next((i.workload for i in core if i.workload is not None), None)
+    return implementation if implementation.workload else dataclasses.replace(implementation, workload=shared)
+
+
+def _check(contender: Contender, work: Bench) -> None:
+    """Settles the state: what is wrong is never timed. Unlike a tuner's candidate it need not repeat itself bit for bit."""
+    try:
+        results = jax.block_until_ready(work.program(contender.config, work.names)(work.inputs(0)))
+    except Exception as error:  # of any kind, as it comes from the kernel: the others are still timed
+        contender.state, contender.reason = BROKEN, failure(error)[1]
+        return
+    contender.errors, reason = all_errors(results, work.expected(0), work.workload.tolerances)
+    if reason is not None:
+        contender.state, contender.reason = WRONG, reason
+
+
+class Entered(NamedTuple):
+    """What is timed for a platform in one direction."""
+
+    config: Any
+    work: Bench
+    names: Names
+
+    def launches(self, runs: int) -> JaxWork:
+        return JaxWork(self.work.program(self.config, self.names, runs), self.work.input_sets)
+
+
+def _time(entered: Mapping[str, Entered], samples: int, sample_ms: float) -> dict[str, Timing]:
+    """What is shorter than a launch is run several times in one program."""
+    rough = time_in_turn({name: e.launches(1) for name, e in entered.items()}, 2, min(sample_ms, 5.0))
+    runs = {name: runs_needed(timing.ms, entered[name].work.floor()) for name, timing in rough.items()}
+    timed = time_in_turn({name: e.launches(runs[name]) for name, e in entered.items()}, samples, sample_ms)
+    return {name: per_run(timing, runs[name]) for name, timing in timed.items()}
+
+
+def _to_dict(problem: Problem, contender: Contender, others: Sequence[Contender]) -> dict[str, Any]:
+    peaks = device_peaks(device_facts(), matrix_dtype(problem))
+    timings = {}
+    for direction, timing in contender.timings.items():
+        cost = contender.work.workload.costs.get(direction) if contender.work else None
+        best = min(other.timings[direction].ms for other in others if direction in other.timings)
+        timings[direction] = {
+            "ms": timing.ms,
+            "spread": timing.spread,
+            "tflops": cost.flops / timing.ms / 1e9 if cost else None,
+            "gb_per_s": cost.bytes / timing.ms / 1e6 if cost else None,
+            "roofline": roofline(cost, peaks, timing.ms).fraction if cost else None,
+            "to_best": timing.ms / best,
+        }
+    return {
+        "platform": contender.platform,
+        "state": contender.state,
+        "reason": contender.reason,
+        "config": to_dict(contender.config) if contender.config is not None else None,
+        "origin": contender.origin,
+        "errors": contender.errors,
+        "timings": timings,
+    }
+
+
+def _text(titles: Sequence[str], results: Sequence[Mapping[str, Any]]) -> str:
+    return "\n\n".join(
+        section(title, _table_of(result["platforms"])) for title, result in zip(titles, results)
+    )
+
+
+_NUMERIC = ("ms", "spread", "TFLOP/s", "GB/s", "of roofline", "to best")
+
+
+def _table_of(platforms: Sequence[Mapping[str, Any]]) -> str:
+    rows = []
+    for row in platforms:
+        if row["state"] != TIMED:
+            rows.append((row["platform"], row["state"], *("" for _ in _NUMERIC), row["reason"]))
+        for direction, timing in row["timings"].items():
+            numbers = (
+                number(timing["ms"]),
+                percent(timing["spread"]),
+                number(timing["tflops"], 3),
+                number(timing["gb_per_s"], 3),
+                percent(timing["roofline"]),
+                ratio(timing["to_best"]),
+            )
+            rows.append(
+                (row["platform"], direction, *numbers, f"{describe(row['config'])} ({row['origin']})")
+            )
+    return table(("platform", "direction", *_NUMERIC, "config, or why not"), rows, right=_NUMERIC)

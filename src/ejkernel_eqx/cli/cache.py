@@ -1,0 +1,217 @@
+"""`cache list|show|export|import|clear`: what has been tuned, on this device and on others."""
+
+import argparse
+import dataclasses
+import hashlib
+import sys
+from collections.abc import Callable, Sequence
+from typing import Any
+
+from ..dispatch import Problem
+from ..dispatch.persistent import cache_dir, PersistentCache, user_caches
+from ..dispatch.records import Record
+from ..tuning.report_data import describe, entry_of_record
+from . import exchange
+from .output import count, FAILED, number, OK, Outcome, percent, progress, section, table, UsageError
+
+_SHORT = 10
+
+_LIST_HELP = """example:
+  python -m ejkernel_eqx cache list --operation flash_attention
+"""
+_SHOW_HELP = """KEY is what `cache list` prints in its first column, or as much of it as is unambiguous, or a record's whole key.
+"""
+_EXPORT_HELP = """The file holds records of every device, so that another machine can import those of its own.
+
+example:
+  python -m ejkernel_eqx cache export tuned.json --device nvidia_h200
+"""
+_IMPORT_HELP = """Every record is checked. One that is here already, and not older, is kept.
+
+example:
+  python -m ejkernel_eqx cache import tuned.json
+"""
+_CLEAR_HELP = """Without a filter, everything that was tuned on every device is removed.
+
+example:
+  python -m ejkernel_eqx cache clear --operation flash_attention --yes
+"""
+
+
+@dataclasses.dataclass(frozen=True)
+class Row:
+    """A record and where it is."""
+
+    cache: PersistentCache
+    record: Record
+
+    @property
+    def device(self) -> str:
+        return self.cache.path.parent.name
+
+    @property
+    def digest(self) -> str:
+        return hashlib.sha256(f"{self.device}/{self.record.key}".encode()).hexdigest()[:16]
+
+    def to_dict(self) -> dict[str, Any]:
+        return {
+            "digest": self.digest,
+            "device": self.device,
+            "core": self.cache.path.stem,
+            **self.record.to_dict(),
+        }
+
+
+def add_commands(add: Callable[..., argparse.ArgumentParser]) -> None:
+    _add_filters(add("list", run_list, "what has been tuned", _LIST_HELP))
+    show = add("show", run_show, "everything about one tuned problem", _SHOW_HELP)
+    show.add_argument("key", metavar="KEY", help="as in the first column of `cache list`")
+    export = add("export", run_export, "write records into one file", _EXPORT_HELP)
+    export.add_argument("file", metavar="FILE", help="the JSON file to write")
+    _add_filters(export)
+    take = add("import", run_import, "take over records of a file", _IMPORT_HELP)
+    take.add_argument("file", metavar="FILE", help="a JSON file written by `cache export`")
+    clear = add("clear", run_clear, "forget what was tuned", _CLEAR_HELP)
+    _add_filters(clear)
+    clear.add_argument("--yes", action="store_true", help="do not ask")
+
+
+def _add_filters(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("--operation", metavar="OP", help="only this operation")
+    parser.add_argument(
+        "--device", metavar="NAME", help="only devices whose folder begins so, such as nvidia_h200"
+    )
+
+
+def rows(operation: str | None = None, device: str | None = None) -> list[Row]:
+    """Every record in the cache folder that passes the filters."""
+    found = [Row(cache, record) for cache in user_caches() for record in cache.records()]
+    kept = [
+        row
+        for row in found
+        if row.record.operation == (operation or row.record.operation) and row.device.startswith(device or "")
+    ]
+    return sorted(
+        kept, key=lambda row: (row.device, row.record.operation, row.record.platform, row.record.problem)
+    )
+
+
+def run_list(options: argparse.Namespace) -> Outcome:
+    found = rows(options.operation, options.device)
+    document = {"folder": str(cache_dir()), "records": [row.to_dict() for row in found]}
+    return Outcome(document, lambda: _list_text(found))
+
+
+def _list_text(found: Sequence[Row]) -> str:
+    if not found:
+        return f"nothing that was tuned is in {cache_dir()}"
+    tables = []
+    for device in dict.fromkeys(row.device for row in found):
+        body = table(
+            ("key", "operation", "platform", "problem", "config", "ms", "tuned"),
+            [_list_row(row) for row in found if row.device == device],
+            right=("ms",),
+        )
+        tables.append(section(device, body))
+    return "\n\n".join(tables)
+
+
+def _list_row(row: Row) -> tuple[str, ...]:
+    record = row.record
+    shown = str(Problem.from_dict(record.exact)).removeprefix(f"{record.operation} ")
+    ms = " / ".join(number(value) for value in record.ms.values()) or "-"
+    config = describe(record.config) if record.config is not None else "all denied"
+    return row.digest[:_SHORT], record.operation, record.platform, shown, config, ms, record.date[:10]
+
+
+def run_show(options: argparse.Namespace) -> Outcome:
+    every = rows()
+    found = [row for row in every if options.key == row.record.key or row.digest.startswith(options.key)]
+    if len(found) != 1:
+        received = f"received {options.key!r}, which fits {len(found) or 'none'} of {len(every)}"
+        which = f": {', '.join(row.digest for row in found[:5])}" if found else ""
+        raise UsageError(f"KEY: expected the beginning of one key, {received}{which}; see `cache list`.")
+    document = {**found[0].to_dict(), "key": found[0].record.key, "file": str(found[0].cache.path)}
+    return Outcome(document, lambda: _show_text(found[0]))
+
+
+def _show_text(row: Row) -> str:
+    record, entry = row.record, entry_of_record(row.record)
+    facts = {
+        "problem": str(entry.problem),
+        "platform": record.platform,
+        "device": row.device,
+        "config": describe(record.config) if record.config is not None else "every candidate was denied",
+        "ms": ", ".join(
+            f"{direction} {number(ms)} (spread {percent(record.spread.get(direction))})"
+            for direction, ms in record.ms.items()
+        ),
+        "error": ", ".join(f"{name} {error:.2g}" for name, error in record.errors.items()),
+        "software": ", ".join(f"{name} {version}" for name, version in record.software.items()),
+        "version": f"{record.version} of the kernels",
+        "tuned": record.date,
+        "file": str(row.cache.path),
+        "key": row.digest,
+    }
+    lines = "\n".join(f"{name:<9} {value}" for name, value in facts.items() if value)
+    timed = table(
+        ("part", "config", "ms", "spread", ""),
+        [
+            (c.part, describe(c.config), number(c.ms), percent(c.spread), "winner" if c.is_winner else "")
+            for c in entry.ranked()
+            if c.ms is not None
+        ],
+        right=("ms", "spread"),
+    )
+    denied = table(
+        ("part", "config", "reason"), [(d.part, describe(d.config), d.reason) for d in record.denied]
+    )
+    parts = [lines, section("timed", timed)] + ([section("denied", denied)] if record.denied else [])
+    return "\n\n".join(parts)
+
+
+def run_export(options: argparse.Namespace) -> Outcome:
+    found = rows(options.operation, options.device)
+    exchange.write(options.file, [(row.cache, row.record) for row in found])
+    document = {"file": options.file, "records": len(found)}
+    return Outcome(document, lambda: f"{count(len(found), 'record')} written to {options.file}")
+
+
+def run_import(options: argparse.Namespace) -> Outcome:
+    result = exchange.take(options.file, cache_dir())
+    refused = [{"record": name, "reason": reason} for name, reason in result.refused]
+    document = {
+        "file": options.file,
+        "new": result.new,
+        "replaced": result.replaced,
+        "kept": result.kept,
+        "refused": refused,
+    }
+
+    def text() -> str:
+        head = f"{result.new} new, {result.replaced} replaced by newer ones, {result.kept} kept, {len(refused)} refused"
+        body = table(("record", "why it was refused"), result.refused)
+        return f"{head}\n\n{body}" if refused else head
+
+    return Outcome(document, text, FAILED if refused else OK)
+
+
+def run_clear(options: argparse.Namespace) -> Outcome:
+    found = rows(options.operation, options.device)
+    if found and not options.yes:
+        _confirm(count(len(found), "record"), as_json=options.json)
+    by_path = {row.cache.path: row.cache for row in found}
+    for path, cache in by_path.items():
+        keys = [row.record.key for row in found if row.cache.path == path]
+        cache.remove(keys)
+        exchange.check_written(cache, keys, there=False)
+    document = {"removed": len(found), "folder": str(cache_dir())}
+    return Outcome(document, lambda: f"{count(len(found), 'record')} removed from {cache_dir()}")
+
+
+def _confirm(number_of: str, as_json: bool) -> None:
+    if as_json or not sys.stdin.isatty():
+        raise UsageError(f"clear would remove {number_of}: expected --yes where nobody can be asked.")
+    progress(f"remove {number_of} from {cache_dir()}? [y/N]")
+    if sys.stdin.readline().strip().lower() not in ("y", "yes"):
+        raise UsageError("nothing was removed.")

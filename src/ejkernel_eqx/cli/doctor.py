@@ -1,0 +1,225 @@
+"""`doctor`: what there is, what is usable, what is known, and what is wrong."""
+
+import argparse
+import dataclasses
+import importlib.metadata
+import os
+import pathlib
+import platform as python_platform
+from typing import Any
+
+from .._errors import EjkernelError
+from ..dispatch import (
+    Backend,
+    cache_dir,
+    current_policy,
+    device_fingerprint,
+    DeviceFacts,
+    kernel_registry,
+    Platform,
+    Policy,
+    policy_override,
+    take_snapshot,
+    user_caches,
+)
+from ..dispatch.environment import env
+from .output import count, FAILED, OK, Outcome, section, table
+from .problems import this_device
+
+HELP = """It also tells whether something is broken: then the exit code is 1.
+
+example:
+  python -m ejkernel_eqx doctor --json
+"""
+_PACKAGES = ("ejkernel-eqx", "jax", "jaxlib", "equinox", "optax", "triton", "jax-triton")
+_TABLES = ("tuned", "shipped", "borrowed")
+
+
+def run(options: argparse.Namespace) -> Outcome:
+    problems: list[str] = []
+    device = _device(problems)
+    environment = _environment(problems)
+    document: dict[str, Any] = {
+        "device": device and dataclasses.asdict(device) | {"fingerprint": device_fingerprint(device)},
+        "versions": versions(),
+        "operations": _operations(device, problems) if device else {},
+        "cache": _cache(problems),
+        "policy": _policy(),
+        "environment": environment,
+        "problems": problems,
+    }
+    return Outcome(document, lambda: _text(document), FAILED if problems else OK)
+
+
+def versions() -> dict[str, str | None]:
+    """Python's and those of the packages that take part; `None` for what is not installed."""
+    found: dict[str, str | None] = {"python": python_platform.python_version()}
+    for package in _PACKAGES:
+        try:
+            found[package] = importlib.metadata.version(package)
+        except importlib.metadata.PackageNotFoundError:
+            found[package] = None
+    return found
+
+
+def _device(problems: list[str]) -> DeviceFacts | None:
+    try:
+        return this_device()
+    except EjkernelError as error:
+        problems.append(str(error))
+        return None
+
+
+def _operations(device: DeviceFacts, problems: list[str]) -> dict[str, list[dict[str, Any]]]:
+    """By operation its platforms, in the order in which they are asked, with the number of problems that tables know of each."""
+    found = {}
+    has_triton = versions()["triton"] is not None
+    for operation in kernel_registry.list_operations():
+        known = kernel_registry.list_implementations(operation, device)
+        tables = _known_problems(operation)
+        found[operation] = [
+            {
+                "platform": i.platform.value,
+                "usable": reason is None,
+                "reason": reason,
+                "by_name_only": i.priority < 0,
+                "tunable": i.workload is not None,
+                **{table: platforms.count(i.platform) for table, platforms in tables.items()},
+            }
+            for i, reason in known
+        ]
+        problems.extend(
+            f"{operation}: triton is installed and the device is a GPU, but the platform cannot be used: {reason}"
+            for i, reason in known
+            if has_triton
+            and reason
+            and i.platform is Platform.TRITON
+            and device.backend is i.backend is Backend.GPU
+        )
+    return found
+
+
+def _known_problems(operation: str) -> dict[str, list[Platform]]:
+    """The platform of every tuned problem that each kind of table knows for this device."""
+    with policy_override(Policy.CACHED):  # what there is, also where the policy would not look at it
+        snapshot = take_snapshot(operation)
+    tables = (snapshot.user, snapshot.shipped, snapshot.borrowed)
+    return {name: [platform for platform, _, _ in entries] for name, entries in zip(_TABLES, tables)}
+
+
+def _cache(problems: list[str]) -> dict[str, Any]:
+    folder = cache_dir()
+    writable = _writable(folder)
+    if not writable:
+        problems.append(
+            f"cache folder {folder} cannot be written: what is tuned is known only as long as its process runs"
+        )
+    files = [
+        {"path": str(cache.path), "device": cache.path.parent.name, "records": len(cache)}
+        for cache in user_caches()
+    ]
+    set_aside = [str(path) for path in sorted(folder.glob("*/*.broken-*"))]
+    return {"folder": str(folder), "writable": writable, "files": files, "set_aside": set_aside}
+
+
+def _writable(folder: pathlib.Path) -> bool:
+    """Whether the folder, or the nearest one above it that exists, takes files."""
+    while not folder.exists() and folder != folder.parent:
+        folder = folder.parent
+    return folder.is_dir() and os.access(folder, os.W_OK | os.X_OK)
+
+
+def _policy() -> str | None:
+    try:
+        return current_policy().value
+    except ValueError:  # among the environment's problems already
+        return None
+
+
+def _environment(problems: list[str]) -> list[dict[str, Any]]:
+    rows = []
+    for variable in env():
+        try:
+            value = None if variable.read() is None else str(variable.read())
+        except ValueError as error:
+            problems.append(str(error))
+            value = None
+        rows.append(
+            {
+                "name": variable.name,
+                "text": variable.text,
+                "value": value,
+                "default": None if variable.default is None else str(variable.default),
+                "description": variable.description,
+            }
+        )
+    return rows
+
+
+def _text(document: dict[str, Any]) -> str:
+    environment = table(
+        ("variable", "set to", "in force", "meaning"),
+        [
+            (row["name"], row["text"] or "-", row["value"] or "-", row["description"])
+            for row in document["environment"]
+        ],
+    )
+    problems = document["problems"]
+    return "\n\n".join(
+        (
+            section("device", _device_text(document["device"])),
+            section("versions", _pairs(document["versions"], "not installed")),
+            section("operations", _operations_text(document["operations"])),
+            section("cache", _cache_text(document["cache"])),
+            section(f"environment (policy in force: {document['policy'] or 'invalid'})", environment),
+            section("WRONG", "\n".join(problems)) if problems else "nothing is wrong",
+        )
+    )
+
+
+def _pairs(facts: dict[str, Any], missing: str = "") -> str:
+    return "\n".join(f"{name:<13} {value or missing}" for name, value in facts.items() if value or missing)
+
+
+def _device_text(device: dict[str, Any] | None) -> str:
+    if device is None:
+        return "none"
+    return _pairs(
+        {
+            "kind": device["kind"],
+            "backend": device["backend"].value,
+            "devices": device["count"],
+            "capability": device["compute_capability"],
+            "processors": device["num_multiprocessors"],
+            "shared memory": device["shared_memory"] and f"{device['shared_memory']} bytes",
+            "memory": device["memory"] and f"{device['memory'] / 2**30:.1f} GiB",
+            "runtime": device["runtime"],
+            "fingerprint": device["fingerprint"],
+        }
+    )
+
+
+def _operations_text(operations: dict[str, list[dict[str, Any]]]) -> str:
+    rows = [
+        (
+            operation if n == 0 else "",
+            row["platform"],
+            ("if named" if row["by_name_only"] else "usable") if row["usable"] else "unusable",
+            *(str(row[name]) if row["usable"] and row["tunable"] else "-" for name in _TABLES),
+            row["reason"] or "",
+        )
+        for operation, known in operations.items()
+        for n, row in enumerate(known)
+    ]
+    known = table(("operation", "platform", "state", *_TABLES, "why not"), rows, right=_TABLES)
+    return f"{known}\nhow many problems are known: tuned by the user, shipped for this device, borrowed from the nearest one"
+
+
+def _cache_text(cache: dict[str, Any]) -> str:
+    lines = [f"{cache['folder']} ({'writable' if cache['writable'] else 'NOT writable'})"]
+    lines.extend(
+        f"{file['device']}/{pathlib.Path(file['path']).name}: {count(file['records'], 'record')}"
+        for file in cache["files"]
+    )
+    lines.extend(f"set aside, since it could not be read: {path}" for path in cache["set_aside"])
+    return "\n".join(lines)

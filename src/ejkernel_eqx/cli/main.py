@@ -1,0 +1,120 @@
+"""The command line: arguments in, an exit code out."""
+
+import argparse
+import contextlib
+import importlib
+import sys
+from collections.abc import Callable, Sequence
+from typing import Any, NoReturn
+
+import jax
+
+from .._errors import EjkernelError
+from . import bench, cache, doctor, report, tune
+from .output import FAILED, OK, Outcome, USAGE, UsageError, write_json
+
+_DESCRIPTION = """Kernels of this machine: what is usable, what has been tuned, and how fast it is.
+
+examples:
+  python -m ejkernel_eqx doctor
+  python -m ejkernel_eqx tune flash_attention --shape B=4,T=4096,H=16,D=128 --flag causal
+  python -m ejkernel_eqx bench flash_attention --shape B=4,T=4096,H=16,D=128 --flag causal
+  python -m ejkernel_eqx cache list
+  python -m ejkernel_eqx report tuning.html
+
+exit codes: 0 done, 1 something is wrong or failed, 2 the command line cannot be understood
+"""
+
+Command = Callable[[argparse.Namespace], Outcome]
+
+
+class _Parser(argparse.ArgumentParser):
+    """Raises what it would print, so that `--json` can answer with a document."""
+
+    def error(self, message: str) -> NoReturn:
+        raise UsageError(f"{message}\n{self.format_usage().rstrip()}\nsee `{self.prog} --help`")
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Runs one command; prints its result on standard output and everything else on standard error."""
+    typed = list(sys.argv[1:] if arguments is None else arguments)
+    as_json = "--json" in typed
+    try:
+        options = parser().parse_args(typed)
+        with contextlib.redirect_stdout(sys.stderr):  # whatever is imported and run: the result alone is ours
+            _import(options.imports)
+            outcome = options.run(options)
+            shown = write_json(outcome.document) if as_json else outcome.text()
+    except SystemExit as stop:  # `--help`
+        return OK if stop.code in (None, 0) else USAGE
+    except UsageError as error:
+        return _fail(error, as_json, USAGE)
+    except (EjkernelError, OSError, jax.errors.JaxRuntimeError) as error:
+        return _fail(error, as_json, FAILED)
+    except KeyboardInterrupt:
+        return _fail("interrupted", as_json, FAILED)
+    print(shown)
+    return outcome.code
+
+
+def _import(names: Sequence[str]) -> None:
+    for name in names:
+        try:
+            importlib.import_module(name)
+        except ModuleNotFoundError as error:
+            raise UsageError(
+                f"--import: expected a module that can be imported, received {name!r} ({error}); "
+                "install it, or start where it can be found."
+            ) from error
+
+
+def _fail(error: Any, as_json: bool, code: int) -> int:
+    print(f"error: {error}", file=sys.stderr)
+    if as_json:
+        print(write_json({"error": str(error), "exit_code": code}))
+    return code
+
+
+def parser() -> argparse.ArgumentParser:
+    """All commands with their arguments."""
+    top = _Parser(
+        prog="python -m ejkernel_eqx",
+        description=_DESCRIPTION,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    commands = top.add_subparsers(metavar="COMMAND", required=True)
+    add = _adder(commands)
+    add("doctor", doctor.run, "devices, versions, usable platforms, tables, variables", doctor.HELP)
+    tune.add_arguments(
+        add("tune", tune.run, "find the fastest correct configurations of problems", tune.HELP)
+    )
+    bench.add_arguments(add("bench", bench.run, "check and time every usable platform", bench.HELP))
+    report.add_arguments(
+        add("report", report.run, "write a page about everything that was tuned", report.HELP)
+    )
+    kept = commands.add_parser("cache", help="what has been tuned: list, show, export, import, clear")
+    cache.add_commands(_adder(kept.add_subparsers(metavar="COMMAND", required=True)))
+    return top
+
+
+def _adder(commands: Any) -> Callable[[str, Command, str, str], argparse.ArgumentParser]:
+    def add(name: str, run: Command, summary: str, description: str) -> argparse.ArgumentParser:
+        made = commands.add_parser(
+            name,
+            help=summary,
+            description=f"{summary[0].upper()}{summary[1:]}.\n\n{description}",
+            formatter_class=argparse.RawDescriptionHelpFormatter,
+        )
+        made.add_argument("--json", action="store_true", help="one JSON document on standard output")
+        made.add_argument(
+            "--import",
+            action="append",
+            default=[],
+            dest="imports",
+            metavar="MODULE",
+            help="a module that registers kernels, such as my_package.kernels; may be given several times",
+        )
+        made.set_defaults(run=run)
+        return made
+
+    return add

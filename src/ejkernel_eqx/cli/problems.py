@@ -1,0 +1,133 @@
+"""From what is typed (`--shape B=4,T=4096 --flag causal`) to problems, and to the implementations that they run on."""
+
+import argparse
+import os
+from collections.abc import Sequence
+from typing import Any
+
+import jax
+
+from .._errors import EjkernelError
+from .._explain import example_problem_of
+from ..dispatch import (
+    device_facts,
+    DeviceFacts,
+    Implementation,
+    kernel_registry,
+    Problem,
+    select,
+    take_snapshot,
+)
+from .output import UsageError, user_input
+
+DTYPES = ("bfloat16", "float16", "float32", "float64")
+_WORDS = {"true": True, "false": False, "none": None}
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """The arguments by which a problem is named."""
+    parser.add_argument("operation", metavar="OP", help="an operation, such as flash_attention (see doctor)")
+    parser.add_argument(
+        "--shape",
+        action="append",
+        required=True,
+        metavar="SIZES",
+        help="sizes by letter, such as B=4,T=4096,H=16,D=128; may be given several times",
+    )
+    parser.add_argument("--dtype", choices=DTYPES, default="bfloat16", help="default: %(default)s")
+    parser.add_argument(
+        "--flag",
+        action="append",
+        default=[],
+        metavar="NAME[=VALUE]",
+        help="an option of the operation, such as causal or window=1023,0; may be given several times",
+    )
+
+
+def parse_shape(text: str) -> dict[str, int]:
+    """`"B=4,T=4096"` -> `{"B": 4, "T": 4096}`."""
+    sizes: dict[str, int] = {}
+    for item in filter(None, (part.strip() for part in text.split(","))):
+        name, equals, size = item.partition("=")
+        if not (equals and name.isidentifier() and size.isdecimal() and int(size) > 0):
+            raise UsageError(
+                f"--shape: expected sizes such as B=4,T=4096 (positive whole numbers), received {item!r}."
+            )
+        if name in sizes:
+            raise UsageError(f"--shape: expected every letter once, received {name} twice in {text!r}.")
+        sizes[name] = int(size)
+    if not sizes:
+        raise UsageError(f"--shape: expected sizes such as B=4,T=4096, received {text!r}.")
+    return sizes
+
+
+def parse_flags(texts: Sequence[str]) -> dict[str, Any]:
+    """`["causal", "window=1023,0", "soft_cap=30.0"]` -> names to values; a bare name is `True`."""
+    flags: dict[str, Any] = {}
+    for text in texts:
+        name, equals, value = text.partition("=")
+        if not name.isidentifier():
+            raise UsageError(f"--flag: expected NAME or NAME=VALUE, received {text!r}.")
+        if name in flags:
+            raise UsageError(f"--flag: expected every name once, received {name} twice.")
+        flags[name] = _value(value) if equals else True
+    return flags
+
+
+def _value(text: str) -> Any:
+    if text.lower() in _WORDS:
+        return _WORDS[text.lower()]
+    for kind in (int, float):
+        try:
+            return kind(text)
+        except ValueError:
+            continue
+    return text
+
+
+def this_device() -> DeviceFacts:
+    """The device that JAX would use; `EjkernelError` if it finds none: a wrong JAX_PLATFORMS, a driver that does not answer."""
+    try:
+        return device_facts()
+    except (
+        RuntimeError,
+        AssertionError,
+    ) as error:  # an assertion of JAX's own fails where JAX_PLATFORMS names nothing there is
+        why = (str(error).splitlines() or ["no platform could be started"])[0]
+        asked = os.environ.get("JAX_PLATFORMS")
+        raise EjkernelError(f"JAX has no device: {why} (JAX_PLATFORMS is {asked!r})") from error
+
+
+def make_problems(options: argparse.Namespace) -> list[Problem]:
+    """The distinct problems that the command line names, in its order."""
+    this_device()
+    if options.dtype == "float64" and not jax.config.read("jax_enable_x64"):
+        raise UsageError(
+            "--dtype: float64 needs JAX's 64-bit mode; set the environment variable JAX_ENABLE_X64=1."
+        )
+    flags = parse_flags(options.flag)
+    shapes = [parse_shape(text) for text in options.shape]
+    with user_input():
+        make = example_problem_of(options.operation)
+    problems = []
+    for text, dims in zip(options.shape, shapes):
+        with user_input(f"--shape {text}"):
+            problems.append(make(options.operation, dims, options.dtype, flags))
+    return list(dict.fromkeys(problems))
+
+
+def chosen_implementation(problem: Problem, platform: str | None) -> Implementation:
+    """What the library would run the problem on here; `UnsupportedError` with every reason if there is nothing."""
+    with user_input():
+        snapshot = take_snapshot(problem.operation, platform=platform)
+    return select(snapshot, problem).implementation
+
+
+def implementations(operation: str, platforms: Sequence[str]) -> list[Implementation]:
+    """Those of the named platforms; with none named, all that the library may choose by itself."""
+    with user_input():
+        if platforms:
+            return [kernel_registry.get(operation, platform) for platform in dict.fromkeys(platforms)]
+        return [
+            i for i, _ in kernel_registry.list_implementations(operation, device_facts()) if i.priority >= 0
+        ]

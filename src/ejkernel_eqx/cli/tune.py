@@ -1,0 +1,157 @@
+"""`tune OP`: the fastest correct configuration of problems that are named by their sizes."""
+
+import argparse
+import dataclasses
+from typing import Any
+
+from .._errors import EjkernelError
+from ..dispatch import BOTH, device_facts, FORWARD, Implementation, kernel_registry, Problem
+from ..tuning.options import current_options, TuneOptions
+from ..tuning.report_data import describe, Entry, entry_of_result
+from ..tuning.result import TuningResult
+from ..tuning.tuner import tune_problem
+from . import problems
+from .output import FAILED, number, OK, Outcome, percent, progress, ratio, section, table
+
+Found = TuningResult | EjkernelError | str
+"""A string says why there was nothing to do."""
+
+HELP = """Every candidate is checked against the plain mathematics, forward and backward, before it may win. What was found is written into
+the cache, where modules that are built later find it.
+
+examples:
+  python -m ejkernel_eqx tune flash_attention --shape B=4,T=4096,H=16,D=128 --flag causal
+  python -m ejkernel_eqx tune flash_attention --shape T=2048,H=8,D=64 --shape T=8192,H=8,D=64 --flag window=1023,0 --budget 120
+  python -m ejkernel_eqx tune my_operation --shape N=4096 --import my_package.kernels
+"""
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    problems.add_arguments(parser)
+    defaults = TuneOptions()
+    parser.add_argument(
+        "--platform", metavar="NAME", help="tune this platform; default: the one that the library would use"
+    )
+    parser.add_argument(
+        "--budget",
+        type=positive(float),
+        default=defaults.time_budget,
+        metavar="S",
+        help="seconds for each problem, default %(default)g",
+    )
+    parser.add_argument(
+        "--max-candidates",
+        type=positive(int),
+        default=defaults.max_candidates,
+        metavar="N",
+        help="for each part of the configuration, default %(default)s",
+    )
+    parser.add_argument("--force", action="store_true", help="tune again what is known")
+    parser.add_argument(
+        "--no-isolate",
+        action="store_true",
+        help="try candidates in this process: faster, but one that crashes ends it",
+    )
+
+
+def positive(kind: Any) -> Any:
+    """A type for an argument: a positive number."""
+
+    def parse(text: str) -> Any:
+        value = kind(text)
+        if not value > 0:
+            raise argparse.ArgumentTypeError(f"expected a positive number, received {text!r}")
+        return value
+
+    parse.__name__ = f"positive {kind.__name__}"  # argparse names it in its message
+    return parse
+
+
+def run(options: argparse.Namespace) -> Outcome:
+    every = problems.make_problems(options)
+    tune_options = dataclasses.replace(
+        current_options(),
+        time_budget=options.budget,
+        max_candidates=options.max_candidates,
+        isolate=False if options.no_isolate else None,
+    )
+    found = [_tune(problem, options.platform, tune_options, options.force) for problem in every]
+    document = {"results": [_to_dict(problem, outcome) for problem, outcome in zip(every, found)]}
+    failed = any(isinstance(outcome, EjkernelError) for outcome in found)
+
+    def text() -> str:
+        return "\n\n".join(_text(problem, outcome) for problem, outcome in zip(every, found))
+
+    return Outcome(document, text, FAILED if failed else OK)
+
+
+def _tune(problem: Problem, platform: str | None, options: TuneOptions, force: bool) -> Found:
+    """What was found; one problem that cannot be tuned does not stop the others."""
+    try:
+        implementation = problems.chosen_implementation(problem, platform)
+        if implementation.workload is None and platform is None:
+            return _nothing_to_tune(implementation)
+        progress(f"tuning {problem} on {implementation.platform.value}")
+        return tune_problem(problem, implementation, device_facts(), options=options, force=force)
+    except EjkernelError as error:
+        return error
+
+
+def _nothing_to_tune(chosen: Implementation) -> str:
+    others = [
+        i.platform.value
+        for i, reason in kernel_registry.list_implementations(chosen.operation)
+        if reason is None and i.priority >= 0 and i.workload is not None
+    ]
+    advice = f"; --platform {others[0]} tunes another" if others else ""
+    return f"{chosen.platform.value} is used here, which has nothing to tune{advice}"
+
+
+def _to_dict(problem: Problem, found: Found) -> dict[str, Any]:
+    if isinstance(found, EjkernelError):
+        return {"problem": problem.to_dict(), "error": str(found)}
+    if isinstance(found, str):
+        return {"problem": problem.to_dict(), "note": found}
+    entry = entry_of_result(found)
+    return {
+        "problem": problem.to_dict(),
+        "platform": entry.platform,
+        "config": entry.config,
+        "ms": entry.ms,
+        "heuristic_ms": entry.heuristic_ms,
+        "errors": entry.errors,
+        "seconds": found.seconds,
+        "cached": found.cached,
+        "candidates": [dataclasses.asdict(candidate) for candidate in entry.ranked()],
+    }
+
+
+def _text(problem: Problem, found: Found) -> str:
+    if not isinstance(found, TuningResult):
+        return section(str(problem), f"FAILED: {found}" if isinstance(found, EjkernelError) else found)
+    entry = entry_of_result(found)
+    source = "known before, nothing was timed" if found.cached else f"tuned in {found.seconds:.1f} s"
+    lines = [_candidates(entry)] if entry.candidates else ["there is only one configuration"]
+    lines.append(f"winner: {describe(entry.config)}")
+    for direction in (d for d in (FORWARD, BOTH) if d in entry.ms):
+        before = entry.heuristic_ms.get(direction)
+        compared = f" (heuristic {number(before)} ms, so {ratio(entry.speed_up(direction))} as fast)"
+        lines.append(f"{direction}: {number(entry.ms[direction])} ms{compared if before else ''}")
+    return section(f"{entry.title} ({source})", "\n".join(lines))
+
+
+def _candidates(entry: Entry) -> str:
+    rows = [
+        (
+            candidate.part,
+            describe(candidate.config),
+            number(candidate.ms),
+            percent(candidate.spread if candidate.ms is not None else None),
+            ratio(entry.to_heuristic(candidate)),
+            ", ".join([candidate.status, *candidate.marks]),
+            candidate.reason,
+        )
+        for candidate in entry.ranked()
+    ]
+    header = ("part", "config", "ms", "spread", "to heuristic", "status", "reason")
+    return table(header, rows, right=("ms", "spread", "to heuristic"))

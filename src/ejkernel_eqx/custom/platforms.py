@@ -1,0 +1,153 @@
+"""What the registry holds of a user's kernel: for every platform it is written for, the answers of its class."""
+
+import dataclasses
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import jax
+from jax import Array
+
+from ..dispatch import Backend, DeviceFacts, Platform, Problem
+from ..launch import interpreter_unavailable, Launch, run, triton_unavailable
+
+Execute = Callable[[Launch, dict[str, Array]], dict[str, Array]]
+
+# Backend and priority of each platform: highest first where it supports the request; below zero only when asked for by name.
+PLATFORMS = {
+    Platform.CUDA: (Backend.GPU, 40),
+    Platform.TRITON: (Backend.GPU, 30),
+    Platform.PALLAS: (Backend.TPU, 20),
+    Platform.XLA: (Backend.ANY, 10),
+    Platform.TRITON_INTERPRET: (Backend.ANY, -10),
+}
+_INTERPRETED = "interpreted on the host, program by program: for checking, not for speed"
+
+
+@dataclasses.dataclass(frozen=True)
+class NoConfig:
+    """The configuration of a platform that leaves nothing to choose."""
+
+
+@dataclasses.dataclass(frozen=True)
+class TritonLauncher:
+    """Launches the Triton kernels of one call: on the device, interpreted, or only written down for a compiler.
+
+    It is what `run_triton` and `grad_triton` are given as `launch`.
+    """
+
+    operation: str
+    execute: Execute
+
+    def __call__(
+        self,
+        kernel: Any,
+        *,
+        grid: tuple[int, ...],
+        inputs: Mapping[str, Array],
+        outputs: Mapping[str, jax.ShapeDtypeStruct],
+        scalars: Mapping[str, int] | None = None,
+        constants: Mapping[str, Any] | None = None,
+        **options: int,
+    ) -> dict[str, Array]:
+        """**Arguments:**
+
+        - `kernel`: a `@triton.jit` function that takes inputs and scalars first, then outputs, then `tl.constexpr` constants.
+        - `grid`: how many programs, along one to three axes.
+        - `inputs`, `outputs`: parameter name to array, and to the shape and dtype of a fresh array.
+        - `scalars`: run-time integers. `constants`: the `tl.constexpr` parameters, floats among them.
+        - `options`: `num_warps` (4), `num_stages` (2), `max_registers` (0: the compiler's choice).
+
+        **Returns:** the outputs by parameter name.
+        """
+        shapes = {name: jax.ShapeDtypeStruct(x.shape, x.dtype) for name, x in inputs.items()}
+        name = f"{self.operation}.{getattr(kernel, '__name__', type(kernel).__name__)}"
+        given = (dict(outputs), dict(scalars or {}), dict(constants or {}))
+        return self.execute(Launch(kernel, shapes, *given, grid, name=name, **options), dict(inputs))
+
+
+@dataclasses.dataclass(frozen=True)
+class CustomPlatform:
+    """One platform of one kernel class, as `dispatch.Implementation` asks for it."""
+
+    kernel: Any
+    platform: Platform
+
+    @property
+    def written_as(self) -> Platform:
+        """The platform whose methods run: the interpreter runs the Triton kernels."""
+        return Platform.TRITON if self.platform is Platform.TRITON_INTERPRET else self.platform
+
+    @property
+    def config_type(self) -> type:
+        return config_type(self.kernel, self.written_as)
+
+    @property
+    def opaque(self) -> bool:
+        """Whether the compiler cannot look into it."""
+        return self.platform is not Platform.XLA
+
+    @property
+    def VERSION(self) -> int:
+        return self.kernel.version
+
+    @property
+    def NOTE(self) -> str | None:
+        return _INTERPRETED if self.platform is Platform.TRITON_INTERPRET else None
+
+    def method(self, kind: str) -> Callable[..., Any] | None:
+        """The class's function for this platform: `run` or `grad`."""
+        return getattr(self.kernel, f"{kind}_{self.written_as.value}", None)
+
+    def unavailable(self, device: DeviceFacts) -> str | None:
+        if self.platform is Platform.TRITON_INTERPRET:
+            return interpreter_unavailable()
+        if self.platform is not Platform.TRITON:
+            return None
+        if device.vendor == "nvidia" and device.capability < (8, 0):
+            return (
+                f"needs compute capability 8.0 or newer, the device has {device.compute_capability or 'none'}"
+            )
+        return triton_unavailable()
+
+    def unsupported(self, problem: Problem, device: DeviceFacts) -> str | None:
+        return self._instance(problem).unsupported(self.written_as, problem, device)
+
+    def default_config(self, problem: Problem, device: DeviceFacts) -> Any:
+        if self.config_type is NoConfig:
+            return NoConfig()
+        return self._checked(self._instance(problem).default_config(self.written_as, problem, device))
+
+    def candidates(self, problem: Problem, device: DeviceFacts) -> list[Any]:
+        default = self.default_config(problem, device)
+        if self.config_type is NoConfig:
+            return [default]
+        listed = self._instance(problem).candidates(self.written_as, problem, device)
+        return list(dict.fromkeys((default, *map(self._checked, listed))))
+
+    def config_unsupported(self, config: Any, problem: Problem, device: DeviceFacts) -> str | None:
+        return self._instance(problem).config_unsupported(self.written_as, config, problem, device)
+
+    def _instance(self, problem: Problem) -> Any:
+        return self.kernel._of_fields(problem.flags)
+
+    def _checked(self, config: Any) -> Any:
+        if isinstance(config, self.config_type):
+            return config
+        raise ValueError(
+            f"{self.kernel.__name__}: default_config and candidates for platform {self.written_as.value!r}: expected "
+            f"{self.config_type.__name__}, received {config!r}; return an instance of config_types[{self.written_as.value!r}]."
+        )
+
+
+def config_type(kernel: Any, platform: Platform) -> type:
+    """The configuration class that a kernel class names for a platform; `NoConfig` where it names none."""
+    return {Platform(name): cls for name, cls in kernel.config_types.items()}.get(platform, NoConfig)
+
+
+def launcher(operation: str, platform: Platform) -> TritonLauncher:
+    interpret = platform is Platform.TRITON_INTERPRET
+
+    def execute(launch: Launch, arrays: dict[str, Array]) -> dict[str, Array]:
+        return run(launch, arrays, interpret=interpret)
+
+    return TritonLauncher(operation, execute)

@@ -1,0 +1,238 @@
+"""What the tuner needs of a user's kernel, made from its declaration, its reference and its few hooks."""
+
+import dataclasses
+import functools
+import inspect
+import math
+import zlib
+from collections.abc import Mapping
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax import Array
+
+from .._errors import TuningError
+from .._kernel import make_plan
+from .._tolerances import Tolerance, TOLERANCES
+from ..dispatch import BOTH, Cost, FORWARD, Implementation, kernel_registry, Part, Platform, Problem, Workload
+from .core import evaluate, fixed_plan, record, reference
+from .declaration import Arrays, check_arrays, Declaration, Declared, Fields, is_float, widened
+
+Inputs = dict[str, Arrays]
+"""`arrays` and the `cotangents` of the float outputs."""
+
+
+@dataclasses.dataclass(frozen=True)
+class Work:
+    """One problem of a user's kernel on one implementation."""
+
+    implementation: Implementation
+    problem: Problem
+
+    @property
+    def kernel(self) -> Any:
+        """The class."""
+        return self.implementation.load().kernel
+
+    @property
+    def declaration(self) -> Declaration:
+        return self.kernel.declaration
+
+    @functools.cached_property
+    def input_shapes(self) -> dict[str, jax.ShapeDtypeStruct]:
+        dims = dict(self.problem.dims)
+        return {
+            d.name: jax.ShapeDtypeStruct(d.shape(dims, (dims["B"],)), jnp.dtype(self.problem.dtype(d.name)))
+            for d in self.declaration.inputs
+        }
+
+    @functools.cached_property
+    def output_shapes(self) -> dict[str, jax.ShapeDtypeStruct]:
+        dims, dtypes = dict(self.problem.dims), dict(self.problem.dtypes)
+        return {
+            d.name: jax.ShapeDtypeStruct(
+                d.shape(dims, (dims["B"],)), self.declaration.output_dtype(d, dtypes)
+            )
+            for d in self.declaration.outputs
+        }
+
+    @property
+    def learned(self) -> tuple[str, ...]:
+        return tuple(name for name, x in self.input_shapes.items() if is_float(x.dtype))
+
+    def make_inputs(self, seed: int) -> Inputs:
+        """Normal random numbers, replaced by what the class's `example_inputs` gives."""
+        key = jax.random.key(seed)
+        kernel = self.kernel._of_fields(self.problem.flags)
+        arrays = dict(kernel.example_inputs(self.problem, jax.random.fold_in(key, 0)))
+        wanted = {name: x for name, x in self.input_shapes.items() if name not in arrays}
+        if fixed := [name for name, x in wanted.items() if not is_float(x.dtype)]:
+            raise TuningError(
+                f"{self.problem.operation}: random numbers are no representative {', '.join(fixed)}; give "
+                f"{'it' if len(fixed) == 1 else 'them'} in {self.kernel.__name__}.example_inputs(problem, key)."
+            )
+        arrays = check_arrays(self.declaration, arrays | _normal(wanted, key))
+        made = self.declaration.problem(arrays, self.problem.flags)
+        if made != self.problem:
+            raise TuningError(
+                f"{self.kernel.__name__}.example_inputs: expected inputs of {self.problem}, received inputs of {made}."
+            )
+        weights = {name: x for name, x in self.output_shapes.items() if is_float(x.dtype)}
+        return {"arrays": arrays, "cotangents": _normal(weights, key)}
+
+    def run(self, inputs: Inputs, config: Any) -> dict[str, Array]:
+        plan = make_plan(self.problem.operation, platform=self.implementation.platform, config=config)
+        kernel = self.kernel._of_fields(self.problem.flags, fixed_plan(plan, self.implementation))
+        return self._results(functools.partial(evaluate, kernel, self.problem.flags), inputs)
+
+    def reference(self, inputs: Inputs) -> dict[str, Array]:
+        kernel = self.kernel._of_fields(self.problem.flags)
+        wide = {group: {n: widened(x) for n, x in arrays.items()} for group, arrays in inputs.items()}
+        return self._results(functools.partial(reference, kernel), wide)
+
+    def _results(self, function: Any, inputs: Inputs) -> dict[str, Array]:
+        """Outputs, and the gradients of the sum of all outputs, each weighed by its cotangent."""
+        arrays, cotangents = inputs["arrays"], inputs["cotangents"]
+
+        def differentiable(learned: Arrays) -> tuple[Arrays, Arrays]:
+            outputs = function({**arrays, **learned})
+            return {name: outputs[name] for name in cotangents}, outputs
+
+        results, pull, outputs = jax.vjp(differentiable, {n: arrays[n] for n in self.learned}, has_aux=True)
+        matching = {name: cotangents[name].astype(x.dtype) for name, x in results.items()}
+        return outputs | {gradient_name(name): g for name, g in pull(matching)[0].items()}
+
+    def tolerances(self) -> dict[str, Tolerance]:
+        """By the coarsest dtype among the result itself and the float inputs that it comes from."""
+        inputs = [self.input_shapes[name].dtype for name in self.learned]
+        outputs = {name: _tolerance("forward", x.dtype, inputs) for name, x in self.output_shapes.items()}
+        table = {name: _tolerance("gradient", self.input_shapes[name].dtype, inputs) for name in self.learned}
+        return outputs | {gradient_name(name): tolerance for name, tolerance in table.items()}
+
+    def costs(self) -> dict[str, Cost]:
+        told = self.kernel._of_fields(self.problem.flags).cost(self.problem)
+        if isinstance(told, Cost):
+            return {FORWARD: told}
+        if told is not None:
+            return dict(zip((FORWARD, BOTH), told, strict=True))
+        read, written = _bytes(self.input_shapes), _bytes(self.output_shapes)
+        gradients = _bytes({name: self.input_shapes[name] for name in self.learned})
+        cotangents = _bytes({name: x for name, x in self.output_shapes.items() if is_float(x.dtype)})
+        # The backward reads inputs, outputs and the outputs' cotangents.
+        both = 2 * (read + written) + cotangents + gradients
+        return {FORWARD: Cost(0.0, read + written), BOTH: Cost(0.0, both)}
+
+    def parts(self) -> tuple[Part, ...]:
+        """A configuration with the fields `forward` and `backward` is tuned one after the other."""
+        platform = self.implementation.load()
+        fields = {field.name for field in dataclasses.fields(platform.config_type)}
+        if fields != {"forward", "backward"} or platform.method("grad") is None:
+            return ()
+        gradients = tuple(map(gradient_name, self.learned))
+        return Part("forward", tuple(self.output_shapes)), Part("backward", gradients)
+
+    def launches(self, config: Any) -> list[Any]:
+        """What forward and backward launch; nothing is run."""
+        found: list[Any] = []
+
+        def execute(launch: Any, inputs: Mapping[str, Array]) -> dict[str, Array]:
+            if not launch.is_empty:
+                found.append(launch)
+            return {name: jnp.zeros(out.shape, out.dtype) for name, out in launch.outputs.items()}
+
+        cotangents = {name: x for name, x in self.output_shapes.items() if is_float(x.dtype)}
+        fields, platform = self.problem.flags, self.implementation.load()
+        jax.eval_shape(
+            lambda *args: record(platform, fields, config, execute, args),
+            self.input_shapes,
+            self.output_shapes,
+            cotangents,
+        )
+        return found
+
+
+def make_workload(implementation: Implementation, problem: Problem) -> Workload:
+    """The work of one problem on one of a user's platforms."""
+    work = Work(implementation, problem)
+    return Workload(
+        make_inputs=work.make_inputs,
+        run=work.run,
+        reference=work.reference,
+        tolerances=work.tolerances(),
+        forward=tuple(work.output_shapes),
+        parts=work.parts(),
+        costs=work.costs(),
+        launches=work.launches if implementation.platform is Platform.TRITON else None,
+    )
+
+
+def example_problem(operation: str, dims: Mapping[str, int], dtype: str, flags: Mapping[str, Any]) -> Problem:
+    """A problem from a few words, for `ejx.explain` and the command line.
+
+    **Arguments:**
+
+    - `dims`: a size for every letter of the inputs; `B`, the number of rows, defaults to 1.
+    - `dtype`: of the float inputs. Others have the dtype that they are declared with, `int32` where only its kind is said.
+    - `flags`: the static fields, by default those of `__init__`.
+
+    Raises `ValueError` for a name that is none of these, and for a missing size or field.
+    """
+    kernel = kernel_registry.ordered(operation)[0].load().kernel
+    declaration: Declaration = kernel.declaration
+    letters = {letter for declared in declaration.inputs for letter in declared.letters}
+    unknown, missing = sorted(set(dims) - letters - {"B"}), sorted(letters - set(dims))
+    if unknown or missing:
+        raise ValueError(
+            f"dims: expected sizes for {', '.join(sorted(letters))} and optionally B, received unknown {unknown} and missing {missing}."
+        )
+    sizes = {"B": 1, **dims}
+    arrays = {
+        declared.name: jax.ShapeDtypeStruct(
+            declared.shape(sizes, (sizes["B"],)), _example_dtype(declared, dtype)
+        )
+        for declared in declaration.inputs
+    }
+    return declaration.problem(arrays, _example_fields(kernel, flags))
+
+
+def _example_dtype(declared: Declared, dtype: str) -> Any:
+    if declared.dtype is None or is_float(declared.dtype):
+        return jnp.dtype(dtype)
+    kinds = {jnp.integer: jnp.int32, jnp.signedinteger: jnp.int32, jnp.unsignedinteger: jnp.uint32}
+    return jnp.dtype(kinds.get(declared.dtype, declared.dtype))
+
+
+def _example_fields(kernel: Any, flags: Mapping[str, Any]) -> Fields:
+    absent = inspect.Parameter.empty
+    defaults = {name: p.default for name, p in inspect.signature(kernel.__init__).parameters.items()}
+    fields = {name: flags.get(name, defaults.get(name, absent)) for name in kernel._options()}
+    unknown, missing = sorted(set(flags) - set(fields)), [n for n, value in fields.items() if value is absent]
+    if unknown or missing:
+        raise ValueError(
+            f"flags: expected {', '.join(fields) or 'none'}, received unknown {unknown} and missing {missing}."
+        )
+    return tuple(sorted(fields.items()))
+
+
+def gradient_name(name: str) -> str:
+    """How a gradient is called among the results."""
+    return f"d_{name}"
+
+
+def _normal(shapes: Mapping[str, jax.ShapeDtypeStruct], key: Array) -> Arrays:
+    keys = {name: jax.random.fold_in(key, zlib.crc32(name.encode())) for name in shapes}
+    return {name: jax.random.normal(keys[name], x.shape, x.dtype) for name, x in shapes.items()}
+
+
+def _tolerance(kind: str, dtype: Any, inputs: list[Any]) -> Tolerance:
+    if not is_float(dtype):
+        return Tolerance(0.0, 0.0)
+    known = [jnp.dtype(x).name for x in (dtype, *inputs)]
+    return max(
+        (TOLERANCES[name][kind] for name in known if name in TOLERANCES), default=TOLERANCES["bfloat16"][kind]
+    )
+
+
+def _bytes(shapes: Mapping[str, jax.ShapeDtypeStruct]) -> float:
+    return float(sum(math.prod(x.shape) * x.dtype.itemsize for x in shapes.values()))

@@ -1,0 +1,70 @@
+"""From records, as files hold them, to what is known of the problems of one implementation."""
+
+from collections.abc import Callable, Iterable, Sequence
+from typing import Any
+
+from .cache_file import warn_once
+from .caches import Entry, known_of
+from .config import from_dict
+from .records import Record
+from .registry import Implementation
+
+
+def config_of(record: Record, implementation: Implementation) -> Any | None:
+    """The record's configuration; `None` if all were denied; `ValueError` if it does not fit the implementation."""
+    if record.config is None:
+        return None
+    try:
+        config = from_dict(record.config, implementation.load().config_type)
+        hash(config)
+    except TypeError as error:  # a value of a kind that the class did not expect
+        raise ValueError(f"config: {error}") from None
+    return config
+
+
+def fitting(
+    implementation: Implementation,
+    records: Iterable[Record],
+    name: str,
+    origin: Callable[[Record], str],
+) -> tuple[Entry, ...]:
+    """What the records say of an implementation: those of its version alone, later ones in place of earlier.
+
+    Entries of older versions are silently left out; those that no version up to this one has written are too, with one warning
+    for the file `name`.
+    """
+    wanted = (implementation.operation, implementation.platform.value)
+    ours = [record for record in records if (record.operation, record.platform) == wanted]
+    if not ours or not _loads(implementation):
+        return ()
+    entries, refused = {}, []
+    for record in ours:
+        try:
+            if record.version > implementation.version:
+                raise ValueError(
+                    f"is of version {record.version} of the kernels, this package has {implementation.version}"
+                )
+            if record.version == implementation.version:
+                known = known_of(record, config_of(record, implementation), origin(record))
+                entries[record.problem] = (implementation.platform, record.problem, known)
+        except ValueError as error:
+            refused.append(f"{record.problem}: {error}")
+    _warn(implementation, name, refused)
+    return tuple(entries.values())
+
+
+def _loads(implementation: Implementation) -> bool:
+    """Whether what the implementation is written with is installed: its configurations cannot be made without."""
+    try:
+        implementation.load()
+    except ModuleNotFoundError:
+        return False
+    return True
+
+
+def _warn(implementation: Implementation, name: str, refused: Sequence[str]) -> None:
+    if refused:
+        message = "%s: %d entries of %s on %s do not fit this package and are ignored; the first: %s"
+        kind = f"entries of {implementation.operation} on {implementation.platform.value}"
+        operation, platform = implementation.operation, implementation.platform.value
+        warn_once(name, kind, message, name, len(refused), operation, platform, refused[0])

@@ -1,0 +1,208 @@
+"""Labels: the name scope of every kernel call says what was chosen, and is found again in lowered and compiled text.
+
+A label reads `ejkernel_eqx.flash_attention.xla=[256,512],[256,256]=5d1c03a7=0f3b...`: operation and platform, the values of the
+configuration in the order of its fields (nested ones in brackets), a checksum of the fields' names, the digest of the problem. It
+holds only characters that name scopes, MLIR locations and HLO metadata leave as they are; all others are written `%xx`.
+"""
+
+import contextlib
+import dataclasses
+import enum
+import re
+import types
+import typing
+import zlib
+from collections.abc import Iterable
+from typing import Any
+from urllib.parse import quote, unquote
+
+import jax
+
+from .registry import Implementation, kernel_registry
+from .selection import Selection
+
+_PREFIX = "ejkernel_eqx."
+_LABEL = re.compile(
+    r"(?<![\w.%~-])ejkernel_eqx\.([A-Za-z0-9_.~%-]+)\.([a-z0-9_-]+)"  # operation, platform
+    r"=([A-Za-z0-9_.~%+!,\[\]-]*)=([0-9a-f]{8})=([0-9a-f]{16})(?![A-Za-z0-9])"  # values, fields, problem
+)
+_WORDS = {"none": None, "true": True, "false": False}
+
+
+@dataclasses.dataclass(frozen=True)
+class LabelledConfig:
+    """What a label says. `problem` is `Problem.digest()`; `config` is `None` where `reason` says why it cannot be read here."""
+
+    label: str
+    operation: str
+    platform: str
+    problem: str
+    config: Any | None
+    reason: str = ""
+
+
+def label_of(selection: Selection) -> str:
+    """The label of a choice: the same text in every process."""
+    problem = selection.problem
+    head = f"{_PREFIX}{quote(problem.operation, safe='')}.{selection.platform.value}"
+    return f"{head}={_values(selection.config)}={_checksum(selection.config)}={problem.digest()}"
+
+
+def kernel_scope(selection: Selection) -> contextlib.AbstractContextManager:
+    """The name scope in which the kernels of a choice are called. Names do not enter the key of JAX's compilation cache."""
+    return jax.named_scope(label_of(selection))
+
+
+def find_labels_in_lowered(lowered: Any) -> list[str]:
+    """The distinct labels of a `jax.stages.Lowered` or `jax.stages.Compiled`, or of their text, in order.
+
+    Lowered text has names only with its debug information: `lowered.as_text(debug_info=True)`.
+    """
+    if isinstance(lowered, str):
+        return extract_labels_from_hlo_text(lowered)
+    if isinstance(lowered, jax.stages.Lowered):
+        return extract_labels_from_hlo_text(lowered.as_text(debug_info=True))
+    text = lowered.as_text() if isinstance(lowered, jax.stages.Compiled) else None
+    if text is None:
+        raise ValueError(
+            f"lowered: expected a jax.stages.Lowered, a jax.stages.Compiled that has a text, or a text, received {lowered!r}; "
+            "use jax.jit(f).lower(...)."
+        )
+    return extract_labels_from_hlo_text(text)
+
+
+def extract_labels_from_hlo_text(text: str) -> list[str]:
+    """The distinct labels in a text, in order."""
+    return list(dict.fromkeys(match.group() for match in _LABEL.finditer(text)))
+
+
+def labels_to_configs(labels: Iterable[str]) -> list[LabelledConfig]:
+    """What each label says, its configuration read with the class that the registered implementation has now.
+
+    A label of an unknown operation or platform, of a configuration class that has changed since, or any other text, gives a
+    record without configuration that says why.
+    """
+    return [_read(label) for label in labels]
+
+
+def _values(config: Any) -> str:
+    text = _write(config)
+    return text[1:-1] if dataclasses.is_dataclass(config) else text
+
+
+def _write(value: Any) -> str:
+    if dataclasses.is_dataclass(value):
+        value = tuple(getattr(value, field.name) for field in dataclasses.fields(value))
+    if isinstance(value, tuple):
+        return f"[{','.join(map(_write, value))}]"
+    if isinstance(value, enum.Enum):
+        return f"+{quote(value.name, safe='')}"
+    if value is None or isinstance(value, bool):
+        return str(value).lower()
+    if isinstance(value, int | float):
+        return repr(value)
+    # A string, or something that can be shown but not read again.
+    return f"~{quote(value, safe='')}" if isinstance(value, str) else f"!{quote(repr(value), safe='')}"
+
+
+def _checksum(config: Any) -> str:
+    return f"{zlib.crc32(_fields(config).encode()):08x}"
+
+
+def _fields(value: Any) -> str:
+    if isinstance(value, tuple):
+        return f"[{','.join(map(_fields, value))}]"
+    if not dataclasses.is_dataclass(value):
+        return ""
+    names = (field.name + _fields(getattr(value, field.name)) for field in dataclasses.fields(value))
+    return f"{type(value).__name__}({','.join(names)})"
+
+
+def _read(label: str) -> LabelledConfig:
+    match = _LABEL.fullmatch(label)
+    if match is None:
+        return LabelledConfig(label, "", "", "", None, "is not a label of this package")
+    operation, platform, values, checksum, problem = match.groups()
+    operation = unquote(operation)
+
+    def record(config: Any | None, reason: str = "") -> LabelledConfig:
+        return LabelledConfig(label, operation, platform, problem, config, reason)
+
+    if operation not in kernel_registry.list_operations():
+        return record(None, f"the operation {operation!r} is not registered")
+    known = [i for i in kernel_registry.ordered(operation) if i.platform.value == platform]
+    if not known:
+        return record(None, f"{operation} has no platform {platform!r}")
+    try:
+        return record(_config(values, checksum, known[0]))
+    except ModuleNotFoundError as error:
+        return record(None, f"{error.name} is not installed")
+    except (ValueError, TypeError, NameError) as error:  # from the class itself or its annotations
+        return record(None, f"does not fit the configuration class as it is now: {error}")
+
+
+def _config(values: str, checksum: str, implementation: Implementation) -> Any:
+    config_type = implementation.load().config_type
+    tree = _parse(f"[{values}]")
+    config = _build([config_type], tree if dataclasses.is_dataclass(config_type) else tree[0])
+    if (_values(config), _checksum(config)) != (values, checksum):
+        raise ValueError(f"its fields are now {_fields(config)}")
+    return config
+
+
+def _parse(text: str) -> Any:
+    """Nested lists of the words in a bracketed text."""
+    stack: list[list[Any]] = [[]]
+    for token in re.findall(r"[\[\]]|[^\[\],]+", text):
+        if token == "[":
+            stack.append([])
+        elif token == "]":
+            if len(stack) < 2:
+                raise ValueError("its brackets do not match")
+            done = stack.pop()
+            stack[-1].append(done)
+        else:
+            stack[-1].append(token)
+    if len(stack) != 1 or len(stack[0]) != 1:
+        raise ValueError("its brackets do not match")
+    return stack[0][0]
+
+
+def _build(kinds: list[Any], tree: Any) -> Any:
+    """A value of one of the annotated kinds."""
+    if isinstance(tree, str):
+        return _leaf(tree, [k for k in kinds if isinstance(k, type) and issubclass(k, enum.Enum)])
+    for kind in kinds:
+        fields = dataclasses.fields(kind) if dataclasses.is_dataclass(kind) else ()
+        if dataclasses.is_dataclass(kind) and len(fields) == len(tree):
+            hints = typing.get_type_hints(kind)
+            parts = {f.name: _build(_kinds(hints[f.name]), t) for f, t in zip(fields, tree, strict=True)}
+            return typing.cast(Any, kind)(**parts)
+    tuples = [kind for kind in kinds if kind is tuple or typing.get_origin(kind) is tuple]
+    if not tuples:
+        names = " or ".join(getattr(kind, "__name__", str(kind)) for kind in kinds)
+        raise ValueError(f"{len(tree)} values for {names}")
+    inner = [kind for member in typing.get_args(tuples[0]) for kind in _kinds(member)]
+    return tuple(_build(inner, part) for part in tree)
+
+
+def _kinds(annotation: Any) -> list[Any]:
+    """The members of a union; else the annotation itself."""
+    is_union = typing.get_origin(annotation) in (typing.Union, types.UnionType)
+    return list(typing.get_args(annotation)) if is_union else [annotation]
+
+
+def _leaf(token: str, enums: list[Any]) -> Any:
+    if token in _WORDS:
+        return _WORDS[token]
+    mark, rest = token[0], unquote(token[1:])
+    if mark == "~":
+        return rest
+    if mark == "+":
+        found = [cls[rest] for cls in enums if rest in cls.__members__]
+        if not found:
+            raise ValueError(f"no enumeration has a member {rest!r}")
+        return found[0]
+    if mark == "!":
+        raise ValueError(f"{rest} cannot be read from text")
+    return int(token) if re.fullmatch(r"-?\d+", token) else float(token)

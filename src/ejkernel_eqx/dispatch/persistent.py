@@ -1,0 +1,110 @@
+"""The user's own tables: one file for each device and core, below one folder."""
+
+import functools
+import importlib.metadata
+import os
+import pathlib
+import re
+
+from .cache_file import Content
+from .cache_file import PersistentCache as PersistentCache
+from .caches import Entry, known_of, memory_cache
+from .device import device_fingerprint, DeviceFacts
+from .entries import config_of, fitting
+from .environment import declare
+from .problem import Problem
+from .records import Denied as Denied
+from .records import Record as Record
+from .records import record_key as record_key
+from .records import Timed as Timed
+from .registry import Implementation
+
+CACHE_DIR = declare(
+    "EJKERNEL_EQX_CACHE_DIR",
+    "folder of the tables of tuned configurations",
+    lambda text: pathlib.Path(text).expanduser(),
+    None,
+)
+_PACKAGES = ("jaxlib", "triton", "jax-triton")
+
+
+def cache_dir() -> pathlib.Path:
+    """The folder of the user's tables: `EJKERNEL_EQX_CACHE_DIR`, else the platform's folder for caches. It need not exist."""
+    return CACHE_DIR.read() or _default_folder(os.environ.get("HOME"), os.environ.get("XDG_CACHE_HOME"))
+
+
+@functools.lru_cache(maxsize=8)
+def _default_folder(*decided_by: str | None) -> pathlib.Path:
+    import platformdirs
+
+    return pathlib.Path(platformdirs.user_cache_dir("ejkernel_eqx"))
+
+
+def user_cache(device: DeviceFacts, core: str) -> PersistentCache:
+    """The user's table for a device and a core (a family of kernels)."""
+    return _user_cache(cache_dir(), device, core)
+
+
+@functools.lru_cache(maxsize=256)
+def _user_cache(folder: pathlib.Path, device: DeviceFacts, core: str) -> PersistentCache:
+    file = re.sub(r"[^\w.-]", "_", core)
+    path = folder / device_fingerprint(device) / f"{file}.json"
+    return PersistentCache(path, {"device": device.to_dict()})
+
+
+def user_caches(device: DeviceFacts | None = None) -> list[PersistentCache]:
+    """Every table of the user for a device; without one, for every device."""
+    folder = device_fingerprint(device) if device else "*"
+    return [PersistentCache(path) for path in sorted(cache_dir().glob(f"{folder}/*.json"))]
+
+
+def software() -> dict[str, str]:
+    """Versions of what compiles kernels; what is not installed is left out."""
+    return dict(_versions())
+
+
+@functools.cache
+def _versions() -> tuple[tuple[str, str], ...]:
+    found = []
+    for package in _PACKAGES:
+        try:
+            found.append((package, importlib.metadata.version(package)))
+        except importlib.metadata.PackageNotFoundError:
+            continue
+    return tuple(found)
+
+
+def lookup(implementation: Implementation, problem: Problem, device: DeviceFacts) -> Record | None:
+    """The user's own record of a problem, of this version of the kernels and this software."""
+    key = record_key(
+        implementation.operation,
+        implementation.platform.value,
+        implementation.version,
+        problem.key(),
+        software(),
+    )
+    return user_cache(device, implementation.core).get(key)
+
+
+def store(implementation: Implementation, record: Record, device: DeviceFacts) -> None:
+    """Makes a record known to this process, and writes it into the user's table."""
+    known = known_of(record, config_of(record, implementation), _origin(record))
+    memory_cache.put(implementation.platform, record.problem, known)
+    user_cache(device, implementation.core).put(record)
+
+
+def _origin(record: Record) -> str:
+    return f"tuned {record.date[:10]}".rstrip()
+
+
+def user_entries(implementation: Implementation, device: DeviceFacts) -> tuple[Entry, ...]:
+    """What the user's table says for an implementation, this software and this device. Read again only when the file has changed."""
+    cache = user_cache(device, implementation.core)
+    content = cache.content()
+    return _fitting(implementation, content, str(cache.path)) if content.records else ()
+
+
+@functools.lru_cache(maxsize=256)
+def _fitting(implementation: Implementation, content: Content, name: str) -> tuple[Entry, ...]:
+    ours = (record for record in content.records if record.software == software())
+    return fitting(implementation, ours, name, _origin)

@@ -1,0 +1,77 @@
+"""A guess from what was measured next to a problem: the nearest shape, or the nearest device."""
+
+import functools
+import json
+import math
+from collections.abc import Iterable, Mapping
+
+from .caches import Entry, Known
+from .device import DeviceFacts
+from .platform import Platform
+from .problem import Problem
+from .registry import Implementation
+
+MAX_DISTANCE = 2.0
+"""In factors of two: what was measured more than a factor of four away says nothing."""
+
+Index = Mapping[tuple[Platform, str], tuple[tuple[dict[str, int], Known], ...]]
+"""(platform, all of the key but its sizes) -> sizes and what is known there."""
+
+
+def make_index(entries: Iterable[Entry]) -> Index:
+    """The entries that carry a configuration, by what must be equal for a guess."""
+    index: dict[tuple[Platform, str], list[tuple[dict[str, int], Known]]] = {}
+    for platform, key, known in entries:
+        if known.config is not None:
+            dims, rest = _split(key)
+            index.setdefault((platform, rest), []).append((dims, known))
+    return {group: tuple(members) for group, members in index.items()}
+
+
+@functools.lru_cache(maxsize=16384)
+def _split(key: str) -> tuple[dict[str, int], str]:
+    try:
+        body = json.loads(key)
+        dims = body.pop("dims")
+    except (ValueError, KeyError, AttributeError):  # not the key of a problem: near to nothing
+        return {}, key
+    return dims, json.dumps(body, sort_keys=True)
+
+
+def nearest(
+    index: Index, implementation: Implementation, problem: Problem, device: DeviceFacts
+) -> Known | None:
+    """The configuration measured at the nearest shape, if it may run here. A pure function, the same in every process."""
+    dims, rest = _split(problem.key())
+    near = []
+    for other, known in index.get((implementation.platform, rest), ()):
+        away = distance(problem, dims, other)
+        if away <= MAX_DISTANCE:
+            near.append((away, sorted(other.items()), known))
+    for away, sizes, known in sorted(near, key=lambda found: found[:2]):
+        if implementation.config_unsupported(known.config, problem, device) is None:
+            shape = " ".join(f"{name}{size}" for name, size in sizes)
+            return Known(known.config, (), f"{_guess(known, away, shape)}")
+    return None
+
+
+def _guess(known: Known, away: float, shape: str) -> str:
+    source = f" ({known.origin})" if known.origin else ""
+    return known.origin if away == 0 else f"from the nearest shape: {shape}{source}"
+
+
+def distance(problem: Problem, dims: Mapping[str, int], other: Mapping[str, int]) -> float:
+    """How far sizes are from those of a problem, in factors of two: lengths once, counts twice; infinite if another size differs."""
+    if dims.keys() != other.keys():
+        return math.inf
+    return sum(_factor(dims[name], other[name], _weight(problem, name)) for name in dims)
+
+
+def _weight(problem: Problem, name: str) -> float:
+    return 2.0 if name in problem.counts else 1.0 if name in problem.lengths else math.inf
+
+
+def _factor(a: int, b: int, weight: float) -> float:
+    if a == b:
+        return 0.0
+    return weight * abs(math.log2(a / b)) if a > 0 and b > 0 else math.inf

@@ -1,0 +1,29 @@
+"""Python 3.11 loses count in `ast.parse` when the garbage collector, whose callbacks are Python code, lets another thread parse
+meanwhile: one of the two gets a `SystemError`. Every compilation of a Triton kernel parses its source."""
+
+import contextlib
+import gc
+import threading
+from collections.abc import Iterator
+
+_lock = threading.Lock()
+_users = 0
+_was_enabled = False
+
+
+@contextlib.contextmanager
+def collector_paused() -> Iterator[None]:
+    """While any thread is in this context, cycles of garbage are not looked for."""
+    global _users, _was_enabled
+    with _lock:
+        if _users == 0:
+            _was_enabled = gc.isenabled()
+            gc.disable()
+        _users += 1
+    try:
+        yield
+    finally:
+        with _lock:
+            _users -= 1
+            if _users == 0 and _was_enabled:
+                gc.enable()

@@ -1,0 +1,105 @@
+"""The work of one problem on this device: inputs, reference results and compiled programs, and how a candidate fails."""
+
+import functools
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import jax
+
+from .._errors import TuningError
+from ..dispatch import BOTH, FORWARD, Workload
+from . import check, measure
+from .events import Job
+from .result import Status
+
+Names = tuple[str, ...]
+Program = Callable[[Any], Mapping[str, Any]]
+Refusal = tuple[Status, str]
+MEMORY = "out of device memory"
+
+
+class Bench:
+    """Everything is made once: inputs and reference for each seed, programs for each configuration, results and number of runs."""
+
+    def __init__(self, job: Job):
+        workload = job.implementation.make_workload(job.problem)
+        if workload is None:
+            raise TuningError(
+                f"{job.problem} on {job.implementation.platform.value} has no workload to tune it by."
+            )
+        self.workload: Workload = workload
+        self.inputs = functools.cache(workload.make_inputs)
+        self.expected = functools.cache(self._expected)
+        self.floor = functools.cache(lambda: measure.launch_floor(self.inputs(0)))
+        self._programs: dict[tuple[Any, Names, int], Program] = {}
+        self.names: Names = tuple(self.expected(0))
+
+    def _expected(self, seed: int) -> Mapping[str, Any]:
+        inputs = self.inputs(seed)
+        with jax.default_matmul_precision("highest"):
+            return jax.block_until_ready(self.workload.reference(inputs))
+
+    @functools.cached_property
+    def directions(self) -> dict[str, Names]:
+        """The results that are timed together: the forward results alone, and all where there are gradients."""
+        forward = tuple(name for name in self.names if name in self.workload.forward)
+        found = {FORWARD: forward, BOTH: self.names if len(forward) < len(self.names) else ()}
+        return {direction: names for direction, names in found.items() if names}
+
+    @functools.cached_property
+    def input_sets(self) -> list[tuple[Any]]:
+        size = sum(getattr(leaf, "nbytes", 0) for leaf in jax.tree.leaves(self.inputs(0)))
+        return [(self.inputs(seed),) for seed in range(measure.input_set_count(size))]
+
+    def program(self, config: Any, names: Names, runs: int = 1) -> Program:
+        """What has to be computed for some of the results, compiled; the compiler removes the rest."""
+        key = (config, names, runs)
+        if key not in self._programs:
+
+            def compute(inputs: Any) -> dict[str, Any]:
+                results = self.workload.run(inputs, config)
+                return {name: results[name] for name in names}
+
+            function = jax.jit(measure.repeated(compute, runs))
+            self._programs[key] = function.lower(self.inputs(0)).compile()
+        return self._programs[key]
+
+    def forget(self) -> None:
+        """Lets go of the programs."""
+        self._programs.clear()
+
+    def verify(self, program: Program, seed: int) -> tuple[dict[str, float], str | None]:
+        """The errors of a program's results by name, and why it may not be used."""
+        first, second = (jax.block_until_ready(program(self.inputs(seed))) for _ in range(2))
+        errors, reason = check.all_errors(first, self.expected(seed), self.workload.tolerances)
+        if reason is None and not check.same_bits(first, second):
+            reason = "is not repeatable: two runs on the same inputs differ"
+        return errors, reason
+
+
+def failure(error: BaseException | None) -> Refusal:
+    """How a candidate that raised counts. Too little device memory says nothing against it, too little shared memory does."""
+    text = str(error).strip()
+    line = (text.splitlines() or [""])[0][:200]
+    lower = text.lower()
+    lacking = any(word in lower for word in ("resource_exhausted", "out of memory", "out_of_memory"))
+    if isinstance(error, MemoryError) or (lacking and "shared" not in lower):
+        return Status.SKIPPED, MEMORY
+    return Status.DENIED, f"raises {type(error).__name__}: {line}"
+
+
+def device_works() -> bool:
+    """Whether the device still computes after a candidate failed: some failures end the whole process's use of it."""
+    try:
+        return int(jax.numpy.arange(4).sum()) == 6
+    except jax.errors.JaxRuntimeError:
+        return False
+
+
+def worst_first(errors: Sequence[Mapping[str, float]]) -> dict[str, float]:
+    """The largest error of each result over several checks."""
+    merged: dict[str, float] = {}
+    for found in errors:
+        for name, error in found.items():
+            merged[name] = max(error, merged.get(name, 0.0))
+    return merged

@@ -1,0 +1,48 @@
+"""What can be said of a candidate before anything of it runs."""
+
+import logging
+from typing import Any
+
+from ..launch import compile_ahead, target_for
+from .events import Job
+from .result import Candidate, SPILLS, Status
+
+MOST_SPILLS = 256
+"""Bytes a thread may spill: so few can cost less than another tile would (measured); many never paid."""
+
+_LOG = logging.getLogger("ejkernel_eqx")
+Refusal = tuple[Status, str]
+
+
+def refusal(candidate: Candidate, config: Any, job: Job, workload: Any) -> Refusal | None:
+    """Why a candidate, with the whole configuration that stands for it, is not tried, and as what it counts; `None` if it may be.
+
+    Its Triton launches are compiled for the device's architecture: none may take more shared memory than there is, and many
+    values that do not fit the registers mean a slow kernel. What the heuristic launches too says nothing about a candidate.
+    """
+    reason = job.implementation.config_unsupported(config, job.problem, job.device)
+    if reason is not None:
+        return Status.DENIED, reason
+    target = job.options.target if job.options.target is not None else target_for(job.device)
+    is_heuristic = config == job.heuristic
+    if workload.launches is None or target is None or (is_heuristic and candidate.part):
+        return None
+    try:
+        common = () if is_heuristic else workload.launches(job.heuristic) or ()
+        launches = [launch for launch in workload.launches(config) or () if launch not in common]
+        reports = [(launch.label, compile_ahead(launch, target)) for launch in launches]
+    # Of any kind, as a kernel is arbitrary code. The compilation proper, which comes next, has the last word.
+    except Exception as error:
+        _LOG.debug("%s could not be compiled ahead of time: %s", config, error)
+        return None
+    for label, report in reports:
+        if report.shared > report.shared_limit:
+            return Status.DENIED, (
+                f"{label} takes {report.shared} bytes of shared memory, {report.target} has {report.shared_limit}"
+            )
+        if not report.fits:
+            return Status.DENIED, f"{label} does not fit {report.target}"
+    spills = max((report.spills for _, report in reports), default=0)
+    if spills > MOST_SPILLS and not is_heuristic:
+        return Status.SKIPPED, f"{SPILLS}{spills} bytes"
+    return None

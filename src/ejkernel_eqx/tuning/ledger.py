@@ -1,0 +1,109 @@
+"""What has become known of a problem's candidates while a search goes on, shown as it comes."""
+
+import logging
+import sys
+import threading
+import time
+from collections.abc import Iterable
+from typing import Any
+
+from .events import Begun, Ended, Event, Failed, Finished, Job, Measured, Unsound
+from .result import Candidate, Measurement, Status
+
+_LOG = logging.getLogger("ejkernel_eqx")
+
+
+class Ledger:
+    """Collects the events of one or several searches of the same job. Used as a context: the progress bar is open within.
+
+    `outcome` is the last event of a search.
+    """
+
+    def __init__(self, job: Job):
+        self._measurements: dict[tuple[str, str], Measurement] = {m.candidate.key(): m for m in job.known}
+        every = [Candidate(stage.part, value).key() for stage in job.stages for value in stage.options]
+        self._order = {key: n for n, key in enumerate(every)}
+        self._running: dict[tuple[str, str], list[tuple[Candidate, float]]] = {}
+        self._lock = threading.Lock()
+        self._name = f"{job.problem} on {job.implementation.platform.value}"
+        self._total = len(self._order.keys() - self._measurements.keys())
+        self._progress = job.options.progress
+        self._bar: Any = None
+        self.outcome: Finished | Unsound | Failed | None = None
+
+    def __enter__(self) -> "Ledger":
+        from tqdm import tqdm
+
+        slow = 0.1 if sys.stderr.isatty() else 10.0
+        self._bar = tqdm(total=self._total, desc=self._name, disable=not self._progress, mininterval=slow)
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._bar.close()
+
+    @property
+    def measurements(self) -> tuple[Measurement, ...]:
+        """What is known by now, in the order of the candidates."""
+        last = len(self._order)
+        return tuple(
+            m for _, m in sorted(self._measurements.items(), key=lambda e: self._order.get(e[0], last))
+        )
+
+    def running(self) -> list[tuple[Candidate, float]]:
+        """The candidates that have begun something and not ended it, with the seconds since, the longest first."""
+        now = time.monotonic()
+        with self._lock:
+            found = [
+                (candidate, now - began) for runs in self._running.values() for candidate, began in runs[:1]
+            ]
+        return sorted(found, key=lambda entry: -entry[1])
+
+    def stopped(self) -> None:
+        """Whatever was running no longer does."""
+        with self._lock:
+            self._running.clear()
+            self.outcome = None
+
+    def deny(self, candidate: Candidate, reason: str) -> None:
+        self.take(Measured(Measurement(candidate.part, candidate.value, Status.DENIED, reason)))
+
+    def take(self, event: Event) -> None:
+        """Enters an event; from any thread."""
+        with self._lock:
+            if isinstance(event, Begun):
+                self._running.setdefault(event.candidate.key(), []).append(
+                    (event.candidate, time.monotonic())
+                )
+            elif isinstance(event, Ended):
+                self._end(event.candidate)
+            elif isinstance(event, Measured):
+                self._enter(event.measurement)
+            else:
+                self.outcome = event
+
+    def _end(self, candidate: Candidate) -> None:
+        runs = self._running.get(candidate.key(), [])
+        if runs:
+            runs.pop(0)
+        if not runs:
+            self._running.pop(candidate.key(), None)
+
+    def _enter(self, measurement: Measurement) -> None:
+        key = measurement.candidate.key()
+        self._running.pop(key, None)
+        if key not in self._measurements:
+            self._bar.update()
+        self._measurements[key] = measurement
+        if measurement.status in (Status.DENIED, Status.SKIPPED):
+            line = f"{self._name}: {measurement.candidate} {measurement.status.value}: {measurement.reason}"
+            _LOG.info("%s", line)
+            if not self._bar.disable:
+                self._bar.write(
+                    f"  {measurement.candidate} {measurement.status.value}: {measurement.reason}",
+                    file=sys.stderr,
+                )
+
+
+def listed(measurements: Iterable[Measurement]) -> str:
+    """One line for each."""
+    return "\n".join(f"  {m.candidate}: {m.reason or m.status.value}" for m in measurements)

@@ -1,0 +1,251 @@
+"""Several processes: process 0 decides, all take what it decided, and nobody waits for ever.
+
+What is exchanged is a few kilobytes of text, through the key-value store of JAX's distributed runtime: collectives on devices give up
+after tens of seconds, tuning takes longer.
+"""
+
+import contextlib
+import hashlib
+import itertools
+import json
+import sys
+import time
+from collections.abc import Callable, Iterable, Iterator
+from typing import Any
+
+import jax
+
+from .._errors import TuningError
+from ..dispatch import (
+    device_facts,
+    from_dict,
+    kernel_registry,
+    Known,
+    memory_cache,
+    parse_platform,
+    Platform,
+    to_dict,
+)
+from ..dispatch.persistent import user_entries
+
+Table = dict[tuple[Platform, str], Known]
+"""(platform, problem key) -> what is known of it."""
+
+PATIENCE = 300.0
+"""How long, in seconds, a process waits for the others to arrive where it is; what tuning may take comes on top."""
+
+_POLL = 1.0
+_rounds = itertools.count(1)
+
+
+class Round:
+    """One call that every process makes, in the same order. The steps inside it have the same order in every process too."""
+
+    def __init__(self, name: str) -> None:
+        self.name = name
+        self._store = _store() if jax.process_count() > 1 else None
+        self._rank = jax.process_index()
+        self._prefix = f"ejkernel_eqx/{next(_rounds)}"
+        self._steps = itertools.count(1)
+
+    def decide(self, question: str, make: Callable[[], str], patience: float = 0.0) -> str:
+        """Process 0's `make()`, in every process; `TuningError` in all if they do not ask the same question."""
+        if self._store is None:
+            return make()
+        step = next(self._steps)
+        self._compare(step, question)
+        if self._rank == 0:
+            self._put(f"{step}/answer", make())
+        return self._get(f"{step}/answer", patience)
+
+    def agree(self, statement: str) -> None:
+        """`TuningError` in all processes if what they state differs."""
+        if self._store is not None:
+            self._compare(next(self._steps), statement)
+
+    def _compare(self, step: int, statement: str) -> None:
+        own = _digest(f"{self.name} {statement}")
+        self._put(f"{step}/stated/{self._rank}", own)
+        if self._rank == 0:
+            stated = [self._get(f"{step}/stated/{rank}") for rank in range(jax.process_count())]
+            different = [str(rank) for rank, digest in enumerate(stated) if digest != own]
+            if different:
+                raise TuningError(
+                    f"{self.name}: processes {', '.join(different)} differ from process 0 in what they tune or would run; every process must make "
+                    "the same call, with the same shapes, on the same kind of device, under the same policy."
+                )
+            self._put(f"{step}/compared", own)
+        self._get(f"{step}/compared")
+
+    def _put(self, key: str, value: str) -> None:
+        assert self._store is not None
+        try:
+            self._store.key_value_set(f"{self._prefix}/{key}", value)
+        except jax.errors.JaxRuntimeError as error:
+            raise TuningError(f"{self.name}: cannot reach the other processes: {error}") from error
+
+    def _get(self, key: str, patience: float = 0.0) -> str:
+        """The value of a key as soon as it is there; `TuningError` if a process has failed, or none puts it in time."""
+        end = time.monotonic() + PATIENCE + patience
+        while True:
+            value = self._try_get(key)
+            if value is not None:
+                return value
+            self._raise_failure_of_others()
+            if time.monotonic() > end:
+                raise TuningError(
+                    f"{self.name}: process {self._rank} has waited {PATIENCE + patience:.0f} s for the others; every process must make this call."
+                )
+
+    def _try_get(self, key: str) -> str | None:
+        assert self._store is not None
+        try:
+            return self._store.blocking_key_value_get(f"{self._prefix}/{key}", int(_POLL * 1000))
+        except jax.errors.JaxRuntimeError as error:
+            if "DEADLINE_EXCEEDED" not in str(error):
+                raise TuningError(f"{self.name}: cannot reach the other processes: {error}") from error
+            return None
+
+    def _raise_failure_of_others(self) -> None:
+        assert self._store is not None
+        failures = self._store.key_value_dir_get(f"{self._prefix}/failed/")
+        for key, reason in failures:
+            raise TuningError(f"{self.name}: process {key.rsplit('/', 1)[-1]} failed: {reason}")
+
+    def report_failure(self) -> None:
+        """Tells the other processes of the exception that is being handled."""
+        kind, error, _ = sys.exc_info()
+        if self._store is not None and kind is not None:
+            self._put(f"failed/{self._rank}", f"{kind.__name__}: {error}")
+
+
+@contextlib.contextmanager
+def taking_part(name: str) -> Iterator[Round]:
+    """A `Round` in which what one process raises is raised in all."""
+    together = Round(name)
+    finished = False
+    try:
+        yield together
+        finished = True
+    finally:
+        if not finished:
+            together.report_failure()
+
+
+def _store() -> Any:
+    """The key-value store of the distributed runtime; the one place that knows where JAX keeps it."""
+    try:
+        from jax._src.distributed import global_state
+    except ImportError as error:
+        raise TuningError(_NO_STORE) from error
+    client = getattr(global_state, "client", None)
+    methods = ("key_value_set", "blocking_key_value_get", "key_value_dir_get")
+    if client is None or not all(hasattr(client, method) for method in methods):
+        raise TuningError(_NO_STORE)
+    return client
+
+
+_NO_STORE = (
+    f"tuning with several processes needs the key-value store of JAX's distributed runtime, which JAX {jax.__version__} does not have here; "
+    "call jax.distributed.initialize(), or tune in one process and let the others read its table (`python -m ejkernel_eqx cache export`)."
+)
+
+
+def share(
+    together: Round,
+    operations: Iterable[str],
+    question: str,
+    make: Callable[[], Table],
+    patience: float = 0.0,
+) -> Table:
+    """`make()` of process 0, in every process, which from then on know of these operations what process 0 knows, and no more."""
+    if jax.process_count() == 1:
+        return make()
+    names = sorted(operations)
+    text = together.decide(question, lambda: _encode_pair(make(), names), patience)
+    answers, known = (decode(rows) for rows in json.loads(text))
+    _install(known | answers, names)
+    together.agree(digest_of(_in_memory(names)))
+    return answers
+
+
+def replan_together(operations: Iterable[str]) -> None:
+    """Lets all processes know what process 0 knows of some operations. One process alone reads its own tables."""
+    if jax.process_count() > 1:
+        names = sorted(operations)
+        with taking_part("ejx.replan") as together:
+            share(together, names, json.dumps(names), dict)
+
+
+def _encode_pair(answers: Table, operations: Iterable[str]) -> str:
+    return json.dumps([encode(answers), encode(_in_files(operations) | _in_memory(operations))])
+
+
+def _in_files(operations: Iterable[str]) -> Table:
+    """What this process's user's files know of some operations; they are not read when a module is built here."""
+    device = device_facts()
+    table: Table = {}
+    for operation in operations:
+        for implementation in kernel_registry.ordered(operation):
+            table |= {(platform, key): known for platform, key, known in user_entries(implementation, device)}
+    return table
+
+
+def _in_memory(operations: Iterable[str]) -> Table:
+    return {
+        (platform, key): known
+        for operation in operations
+        for platform, key, known in memory_cache.entries(operation, tuple(Platform))
+    }
+
+
+def _install(table: Table, operations: Iterable[str]) -> None:
+    """Puts a table in place of what memory holds of some operations."""
+    replaced = _in_memory(operations)
+    kept = [(key, known) for key, known in memory_cache.items() if key not in replaced]
+    memory_cache.clear()
+    for (platform, key), known in (*kept, *table.items()):
+        memory_cache.put(platform, key, known)
+
+
+def encode(table: Table) -> str:
+    """Canonical JSON of a table."""
+    rows = [
+        {
+            "platform": platform.value,
+            "problem": key,
+            "config": None if known.config is None else to_dict(known.config),
+            "ms": [list(entry) for entry in known.ms],
+            "origin": known.origin,
+            "denied": known.denied,
+        }
+        for (platform, key), known in sorted(table.items())
+    ]
+    return json.dumps(rows, sort_keys=True)
+
+
+def decode(text: str) -> Table:
+    """Undoes `encode`."""
+    table: Table = {}
+    for row in json.loads(text):
+        platform, key, config = parse_platform(row["platform"]), row["problem"], row["config"]
+        if config is not None:
+            operation = json.loads(key)["operation"]
+            config_type = kernel_registry.get(operation, platform).load().config_type
+            config = from_dict(config, config_type)
+        ms = tuple((direction, value) for direction, value in row["ms"])
+        table[(platform, key)] = Known(config, ms, row["origin"], row["denied"])
+    return table
+
+
+def digest_of(table: Table) -> str:
+    """Differs between tables that choose differently. Times and origins take no part."""
+    rows = [
+        (platform.value, key, None if known.config is None else to_dict(known.config))
+        for (platform, key), known in sorted(table.items())
+    ]
+    return _digest(json.dumps(rows, sort_keys=True))
+
+
+def _digest(text: str) -> str:
+    return hashlib.sha256(text.encode()).hexdigest()[:32]

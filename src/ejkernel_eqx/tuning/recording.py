@@ -1,0 +1,95 @@
+"""`recording`: which choices calls make, in order."""
+
+import contextlib
+import dataclasses
+import itertools
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import equinox as eqx
+import jax
+
+from .._inputs import Inputs
+from ..dispatch import Implementation, on_selection, Platform, Problem, Selection, Tier
+
+
+@dataclasses.dataclass(frozen=True)
+class Invocation:
+    """One choice that a call made: which problem, on which platform, with which configuration, and who answered.
+
+    `origin` says more about the tier: where a known configuration was measured, for example.
+    """
+
+    problem: Problem
+    implementation: Implementation
+    config: Any
+    tier: Tier
+    origin: str = ""
+
+    @property
+    def operation(self) -> str:
+        return self.problem.operation
+
+    @property
+    def platform(self) -> Platform:
+        return self.implementation.platform
+
+    @classmethod
+    def of(cls, selection: Selection) -> "Invocation":
+        return cls(
+            selection.problem,
+            selection.implementation,
+            selection.config,
+            selection.tier,
+            selection.origin,
+        )
+
+    def __str__(self) -> str:
+        return f"{self.problem} on {self.platform.value}: {self.config!r} (from: {self.origin or self.tier.value})"
+
+
+# Part of the key of every cache of traces: a function that JAX has traced before would make no choice.
+_recording = jax.make_user_context(0)
+_recordings = itertools.count(1)
+
+
+@contextlib.contextmanager
+def recording() -> Iterator[list[Invocation]]:
+    """Collects the distinct choices of every call made while it is open, in order.
+
+    ```python
+    with ejx.recording() as calls:
+        model(x)                            # or, computing nothing: eqx.filter_eval_shape(model, x)
+    ```
+
+    **Returns:**
+
+    A list of `Invocation`s (`operation`, `problem`, `platform`, `config`, `tier`, `origin`), filled while the context is open. Functions
+    under `jit` are traced (and, if they are run, compiled) anew inside, so that nothing stays unseen.
+    """
+    calls: list[Invocation] = []
+    heard: dict[Invocation, list[Selection]] = {}
+
+    def listen(selection: Selection) -> None:
+        invocation = Invocation.of(selection)
+        if invocation not in heard:
+            calls.append(invocation)
+        heard.setdefault(invocation, []).append(selection)
+
+    def forget(selection: Selection) -> None:
+        invocation = Invocation.of(selection)
+        kept = [other for other in heard.get(invocation, ()) if other is not selection]
+        if kept:
+            heard[invocation] = kept
+        elif heard.pop(invocation, None):
+            calls.remove(invocation)
+
+    with on_selection(listen, forget), _recording(next(_recordings)):
+        yield calls
+
+
+def invocations_of(function: Callable[..., Any], call: Inputs) -> list[Invocation]:
+    """The distinct choices of one call. Traces with shapes only; computes nothing."""
+    with recording() as calls:
+        eqx.filter_eval_shape(function, *call.args, **call.kwargs)
+    return calls

@@ -1,0 +1,155 @@
+"""The search over the candidates of one problem: part by part coarse then fine, and at last against the heuristic.
+
+It tells everything it finds as events, and may run in this process or in another one. Nothing here writes or logs.
+"""
+
+import dataclasses
+import time
+from collections.abc import Callable, Sequence
+from typing import Any
+
+from ..dispatch import BOTH
+from .events import Event, Finished, Job, Stage, Unsound
+from .result import Candidate, Status
+from .trials import Trial, Trials, UnsoundDevice
+
+MARGIN = 1.01
+"""A candidate must be this much faster than the heuristic: less is noise."""
+FINALISTS = 4
+"""So many of a stage, and the heuristic, are timed with full samples."""
+
+
+def search(job: Job, emit: Callable[[Event], None]) -> None:
+    """Runs the search and emits what it finds, `Finished` or `Unsound` last."""
+    try:
+        emit(_Search(job, emit).run())
+    except UnsoundDevice as error:
+        emit(Unsound(str(error)))
+
+
+class _Search:
+    def __init__(self, job: Job, emit: Callable[[Event], None]):
+        self.job, self.trials = job, Trials(job, emit)
+        self.end = time.monotonic() + job.seconds
+
+    def run(self) -> Finished:
+        best, ranking = self.job.heuristic, []
+        for n, stage in enumerate(self.job.stages):
+            self._measure(stage, best, self._deadline(len(self.job.stages) - n))
+            ranking = self._ranking(stage)
+            if not ranking:
+                return Finished(None)
+            if stage.part:
+                best = dataclasses.replace(best, **{stage.part: ranking[0]})
+                ranking = [best]
+                self.trials.bench.forget()
+        previous = self.job.previous
+        if previous is not None and ranking[0] == previous.config and previous.ms:
+            heuristic_ms = previous.ms if previous.config == self.job.heuristic else {}
+            return Finished(previous.config, previous.ms, previous.spread, heuristic_ms, previous.errors)
+        return self._decide(ranking)
+
+    def _deadline(self, stages_left: int) -> float:
+        """When a stage has to stop beginning what is new: each gets its share of what is left."""
+        now = time.monotonic()
+        return now + max(0.0, self.end - now) / stages_left
+
+    def _measure(self, stage: Stage, best: Any, deadline: float) -> None:
+        """Checks and times what is new of a stage: all of it in short samples, the best and the heuristic in full ones."""
+        trials, options = self.trials, self.job.options
+        names = stage.results or trials.bench.names
+        fresh = []
+        for value in stage.options:
+            candidate = Candidate(stage.part, value)
+            if candidate.key() not in trials.known:
+                config = dataclasses.replace(best, **{stage.part: value}) if stage.part else value
+                fresh.append(Trial(candidate, config, names))
+        errors = {trial: trials.check([trial]) for trial in trials.compile(fresh, deadline)}
+        passed = {trial: trial for trial, found in errors.items() if found is not None}
+        coarse = trials.time(passed, 2, options.sample_ms / 3)
+        order = sorted(coarse, key=lambda trial: coarse[trial].ms)
+        late = [trial for trial in order[FINALISTS:] if trials.is_heuristic(trial.candidate)]
+        finalists = {trial: trial for trial in (*order[:FINALISTS], *late)}
+        fine = trials.time(finalists, options.samples, options.sample_ms)
+        # The device may have become slower or faster since the short samples: what was slower in them stays so.
+        drift = max(
+            (fine[trial].ms / coarse[trial].ms for trial in order[:FINALISTS] if trial in fine), default=1.0
+        )
+        for trial in order:
+            if trial in finalists and trial not in fine:
+                continue  # it raised, and is settled
+            status = Status.TIMED if trial in fine else Status.PASSED
+            ms, spread = (
+                fine[trial][:2] if trial in fine else (coarse[trial].ms * drift, coarse[trial].spread)
+            )
+            found = tuple((errors[trial] or {}).items())
+            trials.settle(trial.candidate, status, ms=ms, spread=spread, errors=found)
+
+    def _ranking(self, stage: Stage) -> list[Any]:
+        """The values of a stage that may be used, the best first; the heuristic's gives way only to what is faster by the margin."""
+        trials = self.trials
+
+        def time_of(value: Any) -> float:
+            candidate = Candidate(stage.part, value)
+            ms = trials.known[candidate.key()].ms or 0.0
+            return ms if trials.is_heuristic(candidate) else ms * MARGIN
+
+        return sorted((v for v in stage.options if trials.usable(Candidate(stage.part, v))), key=time_of)
+
+    def _heuristic_usable(self) -> bool:
+        heuristic = self.job.heuristic
+        values = [getattr(heuristic, stage.part) if stage.part else heuristic for stage in self.job.stages]
+        return all(
+            self.trials.usable(Candidate(stage.part, value))
+            for stage, value in zip(self.job.stages, values, strict=True)
+        )
+
+    def _decide(self, ranking: Sequence[Any]) -> Finished:
+        """The winner is checked on all results and other inputs, then timed with the heuristic in turn."""
+        job, trials = self.job, self.trials
+        contenders: dict[Any, dict[str, float]] = {}
+        for config in ranking:
+            if self._admit(config, contenders):
+                break
+        if job.previous is not None:
+            self._admit(job.previous.config, contenders)
+        if self._heuristic_usable():
+            self._admit(job.heuristic, contenders)
+        directions = trials.bench.directions
+        timings = trials.time(
+            {
+                (config, direction): Trial(Candidate("", config), config, names)
+                for config in contenders
+                for direction, names in directions.items()
+            },
+            job.options.samples,
+            job.options.sample_ms,
+        )
+        decisive = BOTH if BOTH in directions else next(iter(directions))
+        finished = [config for config in contenders if all((config, d) in timings for d in directions)]
+        if not finished:
+            return Finished(None)
+
+        def time_of(config: Any) -> float:
+            return timings[config, decisive].ms * (1.0 if config == job.heuristic else MARGIN)
+
+        winner = min(finished, key=time_of)
+        ms = {config: {d: timings[config, d].ms for d in directions} for config in finished}
+        spread = {d: timings[winner, d].spread for d in directions}
+        return Finished(winner, ms[winner], spread, ms.get(job.heuristic, {}), contenders[winner])
+
+    def _admit(self, config: Any, contenders: dict[Any, dict[str, float]]) -> bool:
+        """Adds a configuration to the contenders if it is right in every direction and on two seeds."""
+        candidate, trials = Candidate("", config), self.trials
+        if config in contenders:
+            return True
+        known = trials.known.get(candidate.key())
+        if known is not None and not known.usable:
+            return False
+        programs = [Trial(candidate, config, names) for names in trials.bench.directions.values()]
+        if len(trials.compile(programs, float("inf"))) < len(programs):
+            return False
+        errors = trials.check(programs, seeds=(0, 1))
+        if errors is not None:
+            contenders[config] = errors
+        return errors is not None

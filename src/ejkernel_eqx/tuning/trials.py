@@ -1,0 +1,188 @@
+"""One candidate after the other: compiled, checked, timed, and settled with what was found."""
+
+import concurrent.futures
+import time
+from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
+from typing import Any, NamedTuple, TypeVar
+
+from ..launch import collector_paused
+from . import measure
+from .bench import Bench, device_works, failure, Names, Refusal, worst_first
+from .events import Begun, Ended, Event, Job, Measured
+from .filters import refusal
+from .measure import Timing
+from .result import Candidate, Measurement, Status
+from .settings import applied, thread_settings
+
+BUDGET = "time budget"
+K = TypeVar("K", bound=Hashable)
+T = TypeVar("T")
+R = TypeVar("R")
+
+
+class UnsoundDevice(Exception):
+    """The device no longer computes for this process."""
+
+
+class _TimingFailed(Exception):
+    """A candidate raised while it was timed; the cause is what it raised."""
+
+    def __init__(self, candidate: Candidate):
+        super().__init__(str(candidate))
+        self.candidate = candidate
+
+
+class Trial(NamedTuple):
+    """A whole configuration, and the results for which it is run on behalf of a candidate."""
+
+    candidate: Candidate
+    config: Any
+    names: Names
+
+
+class _Watched:
+    """Work that says when it begins: if the process ends in it, the candidate is known."""
+
+    def __init__(self, work: measure.JaxWork, candidate: Candidate, emit: Callable[[Event], None]):
+        self.work, self.candidate, self.emit = work, candidate, emit
+
+    def sample(self, launches: int) -> float:
+        self.emit(Begun(self.candidate, "time"))
+        try:
+            seconds = self.work.sample(launches)
+        except Exception as error:  # of any kind, as it comes from the candidate
+            raise _TimingFailed(self.candidate) from error
+        self.emit(Ended(self.candidate))
+        return seconds
+
+
+class Trials:
+    """Compiles, checks and times candidates. Who fails is settled, left out of what is returned, and never tried again."""
+
+    def __init__(self, job: Job, emit: Callable[[Event], None]):
+        self.job, self.emit, self.bench = job, emit, Bench(job)
+        self.known: dict[tuple[str, str], Measurement] = {m.candidate.key(): m for m in job.known}
+
+    def settle(self, candidate: Candidate, status: Status, reason: str = "", **found: Any) -> None:
+        measurement = Measurement(candidate.part, candidate.value, status, reason, **found)
+        self.known[candidate.key()] = measurement
+        self.emit(Measured(measurement))
+
+    def usable(self, candidate: Candidate) -> bool:
+        """Whether it was checked and timed, now or before."""
+        measurement = self.known.get(candidate.key())
+        return measurement is not None and measurement.usable and measurement.ms is not None
+
+    def is_heuristic(self, candidate: Candidate) -> bool:
+        heuristic = self.job.heuristic
+        return candidate.value == (getattr(heuristic, candidate.part) if candidate.part else heuristic)
+
+    def compile(self, trials: Sequence[Trial], deadline: float) -> list[Trial]:
+        """Those that compile. After the deadline only what has begun is finished, and the heuristic."""
+
+        def one(trial: Trial) -> Refusal | None:
+            if time.monotonic() > deadline and not self.is_heuristic(trial.candidate):
+                return Status.SKIPPED, BUDGET
+            return self._compile(trial)
+
+        compiled = []
+        for trial, refused in zip(trials, self._in_threads(one, trials), strict=True):
+            if refused is None:
+                compiled.append(trial)
+            else:
+                self.settle(trial.candidate, *refused)
+        return compiled
+
+    def _in_threads(self, function: Callable[[T], R], items: Sequence[T]) -> list[R]:
+        """The first alone: what is loaded at the first compilation is loaded once."""
+        settings = thread_settings()
+
+        def one(item: T) -> R:
+            with applied(settings):
+                return function(item)
+
+        with collector_paused(), concurrent.futures.ThreadPoolExecutor(self.job.options.workers) as pool:
+            return [function(item) for item in items[:1]] + list(pool.map(one, items[1:]))
+
+    def _compile(self, trial: Trial) -> Refusal | None:
+        candidate = trial.candidate
+        self.emit(Begun(candidate, "compile"))
+        try:
+            refused = refusal(candidate, trial.config, self.job, self.bench.workload)
+            if refused is None:
+                self.bench.program(trial.config, trial.names)
+        except Exception as error:  # of any kind, as it comes from the candidate
+            refused = failure(error)
+        self.emit(Ended(candidate))
+        return refused
+
+    def check(self, trials: Iterable[Trial], seeds: Iterable[int] = (0,)) -> dict[str, float] | None:
+        """The largest error of each result over programs of one candidate and input seeds; `None` if it may not be used."""
+        found: list[Mapping[str, float]] = []
+        candidate = None
+        for trial in trials:
+            candidate = trial.candidate
+            self.emit(Begun(candidate, "run"))
+            try:
+                for seed in seeds:
+                    program = self.bench.program(trial.config, trial.names)
+                    errors, reason = self.bench.verify(program, seed)
+                    found.append(errors)
+                    if reason is not None:
+                        self.settle(candidate, Status.DENIED, reason, errors=tuple(errors.items()))
+                        return None
+            except Exception as error:  # of any kind, as it comes from the candidate
+                self._fail(candidate, error)
+                return None
+            self.emit(Ended(candidate))
+        return worst_first(found)
+
+    def _fail(self, candidate: Candidate, error: BaseException | None) -> None:
+        status, reason = failure(error)
+        self.settle(candidate, status, reason)
+        if not device_works():
+            raise UnsoundDevice(f"{candidate}: {reason}")
+
+    def time(self, trials: Mapping[K, Trial], samples: int, sample_ms: int | float) -> dict[K, Timing]:
+        """Timings taken in turn. What is as short as a launch itself is run several times in one launch."""
+        timings = self._time(trials, dict.fromkeys(trials, 1), samples, sample_ms)
+        if not timings:
+            return {}
+        floor = self.bench.floor()
+        runs = {key: measure.runs_needed(timing.ms, floor) for key, timing in timings.items()}
+        if all(count == 1 for count in runs.values()):
+            return timings
+        return self._time({key: trials[key] for key in timings}, runs, samples, sample_ms)
+
+    def _time(
+        self, trials: Mapping[K, Trial], runs: Mapping[K, int], samples: int, sample_ms: int | float
+    ) -> dict[K, Timing]:
+        works = self._works(trials, runs)
+        while works:
+            try:
+                timings = measure.time_in_turn(works, samples, sample_ms)
+            except _TimingFailed as error:
+                self._fail(error.candidate, error.__cause__)
+                works = {key: work for key, work in works.items() if work.candidate != error.candidate}
+            else:
+                return {key: measure.per_run(timing, runs[key]) for key, timing in timings.items()}
+        return {}
+
+    def _works(self, trials: Mapping[K, Trial], runs: Mapping[K, int]) -> dict[K, _Watched]:
+        def one(key: K) -> _Watched | Exception:
+            trial = trials[key]
+            self.emit(Begun(trial.candidate, "compile"))
+            try:
+                program = self.bench.program(trial.config, trial.names, runs[key])
+            except Exception as error:  # of any kind, as it comes from the candidate
+                return error
+            self.emit(Ended(trial.candidate))
+            return _Watched(measure.JaxWork(program, self.bench.input_sets), trial.candidate, self.emit)
+
+        works = {}
+        for key, work in zip(trials, self._in_threads(one, list(trials)), strict=True):
+            if isinstance(work, _Watched):
+                works[key] = work
+            else:
+                self._fail(trials[key].candidate, work)
+        return works

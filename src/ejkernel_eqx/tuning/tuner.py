@@ -1,0 +1,294 @@
+"""`tune_problem`: one problem on one platform, from the candidates to the record in the user's table."""
+
+import contextvars
+import dataclasses
+import logging
+import time
+from collections.abc import Sequence
+from typing import Any
+
+import jax
+
+from .._errors import TuningError
+from ..dispatch import (
+    current_policy,
+    device_facts,
+    DeviceFacts,
+    Implementation,
+    Known,
+    memory_cache,
+    Platform,
+    Policy,
+    Problem,
+    tuning_allowed,
+    Workload,
+)
+from ..dispatch.persistent import lookup, store
+from .bench import MEMORY
+from .events import Finished, Job, Stage, Unsound
+from .isolation import not_isolatable, search_isolated, SetUpFailed
+from .ledger import Ledger, listed
+from .lock import tuning_lock
+from .options import current_options as current_options
+from .options import TuneOptions as TuneOptions
+from .options import tuning_options as tuning_options
+from .recall import recall
+from .result import Candidate, Measurement, Status, TuningResult
+from .search import search
+from .tracing import inside_trace as inside_trace
+from .tracing import refuse_trace
+
+_LOG = logging.getLogger("ejkernel_eqx")
+_COMPILED_OUTSIDE_XLA = (Platform.TRITON, Platform.PALLAS, Platform.CUDA)
+_results: list[TuningResult] = []
+_said: set[str] = set()
+
+
+def tune_problem(
+    problem: Problem,
+    implementation: Implementation,
+    device: DeviceFacts | None = None,
+    *,
+    configs: Sequence[Any] | None = None,
+    options: TuneOptions | None = None,
+    force: bool = False,
+) -> TuningResult:
+    """The best configuration of an implementation for a problem, found by running it on this device.
+
+    Every candidate is checked before its time counts: forward results and gradients against the reference, two runs bit for
+    bit. A candidate that fails is denied, and the reason remembered. What the user's table knows of the problem is not measured again.
+
+    **Arguments:**
+
+    - `problem`, `implementation`: what to tune. `device` are the facts of JAX's default device, on which everything runs.
+    - `configs`: the candidates in place of the implementation's own; the heuristic is always one of them.
+    - `options`: the effort; by default `current_options()`.
+    - `force`: measure everything anew, known or not.
+
+    **Returns:**
+
+    A `TuningResult`, which is also stored in the user's table.
+
+    **Raises:** `TuningError` inside a staged trace, for an implementation that has nothing to tune it by, and if no candidate may be
+    used. `ValueError` for `configs` of another class.
+    """
+    refuse_trace("tune_problem")
+    device, options = device or device_facts(), options or current_options()
+    workload = _workload_of(problem, implementation, device)
+    stages = _stages(problem, implementation, device, workload, configs, options.max_candidates)
+    heuristic = implementation.load().default_config(problem, device)
+    if all(len(stage.options) == 1 for stage in stages):
+        return TuningResult(problem, implementation, heuristic, heuristic, {}, {}, (), 0.0, cached=True)
+
+    job = Job(problem, implementation, device, heuristic, stages, (), None, options, options.time_budget)
+    job = job if force else _recalled(job, strict=configs is not None)
+    if not _is_complete(job):
+        with tuning_lock(device) as waited:
+            if waited and not force:
+                job = _recalled(job, strict=configs is not None)
+            if not _is_complete(job):
+                return _keep(_tune(job))
+    return _keep(_cached(job))
+
+
+def _workload_of(problem: Problem, implementation: Implementation, device: DeviceFacts) -> Workload:
+    name = f"{problem} on {implementation.platform.value}"
+    reason = implementation.unsupported(problem, device)
+    if reason is not None:
+        raise TuningError(f"{name} cannot be tuned here: {reason}.")
+    workload = implementation.make_workload(problem)
+    if workload is None:
+        raise TuningError(f"{name} has no workload to tune it by: give its registration one (`workload=`).")
+    return workload
+
+
+def _stages(
+    problem: Problem,
+    implementation: Implementation,
+    device: DeviceFacts,
+    workload: Workload,
+    configs: Sequence[Any] | None,
+    most: int,
+) -> tuple[Stage, ...]:
+    platform = implementation.load()
+    found = list(platform.candidates(problem, device) if configs is None else configs)
+    for config in found:
+        if not isinstance(config, platform.config_type):
+            raise ValueError(
+                f"configs: expected instances of {platform.config_type.__name__} for {implementation.platform.value!r}, received {config!r}."
+            )
+    found.insert(0, platform.default_config(problem, device))
+    if not workload.parts:
+        return (Stage("", (), tuple(dict.fromkeys(found))[:most]),)
+    return tuple(
+        Stage(part.field, part.results, tuple(dict.fromkeys(getattr(c, part.field) for c in found))[:most])
+        for part in workload.parts
+    )
+
+
+def _recalled(job: Job, strict: bool) -> Job:
+    """The job with what the user's table knows of it; if `strict`, its winner counts only if it is a candidate."""
+    record = lookup(job.implementation, job.problem, job.device)
+    if record is None:
+        return job
+    try:
+        known, previous = recall(record, job.implementation, job.stages, job.heuristic)
+    except ValueError as error:
+        _LOG.warning("the record of %s on %s is ignored: %s", job.problem, record.platform, error)
+        return job
+    if strict and previous is not None:
+        config = previous.config
+        parts = (
+            (getattr(config, stage.part) if stage.part else config, stage.options) for stage in job.stages
+        )
+        previous = previous if all(value in options for value, options in parts) else None
+    return dataclasses.replace(job, known=known, previous=previous)
+
+
+def _is_complete(job: Job) -> bool:
+    """Whether there is nothing to measure any more."""
+    known = {measurement.candidate.key(): measurement for measurement in job.known}
+    found = [known.get(Candidate(stage.part, v).key()) for stage in job.stages for v in stage.options]
+    return None not in found and (job.previous is not None or not any(m and m.usable for m in found))
+
+
+def _cached(job: Job) -> TuningResult:
+    previous = job.previous
+    if previous is None:
+        raise _nothing_left(job, job.known)
+    is_heuristic = previous.config == job.heuristic
+    return TuningResult(
+        job.problem,
+        job.implementation,
+        previous.config,
+        job.heuristic,
+        previous.ms,
+        previous.ms if is_heuristic else {},
+        job.known,
+        0.0,
+        cached=True,
+        spread=previous.spread,
+        errors=previous.errors,
+    )
+
+
+def _tune(job: Job) -> TuningResult:
+    start = time.monotonic()
+    with Ledger(job) as ledger:
+        _search(job, ledger)
+    outcome = ledger.outcome
+    if isinstance(outcome, Unsound):
+        raise TuningError(
+            f"{_name(job)}: a candidate has left the device unusable for this process ({outcome.reason}); restart it, and tune "
+            "with isolate=True."
+        )
+    assert isinstance(outcome, Finished)
+    result = TuningResult(
+        job.problem,
+        job.implementation,
+        outcome.config,
+        job.heuristic,
+        outcome.ms,
+        outcome.heuristic_ms,
+        ledger.measurements,
+        time.monotonic() - start,
+        cached=False,
+        spread=outcome.spread,
+        errors=outcome.errors,
+        samples=job.options.samples,
+    )
+    if outcome.config is None:
+        if all(measurement.status is Status.DENIED for measurement in result.measurements):
+            store(job.implementation, result.to_record(job.device), job.device)
+        raise _nothing_left(job, result.measurements)
+    store(job.implementation, result.to_record(job.device), job.device)
+    _LOG.info("tuned %s in %.0f s", result, result.seconds)
+    return result
+
+
+def _nothing_left(job: Job, measurements: Sequence[Measurement]) -> TuningError:
+    message = f"{_name(job)}: no candidate may be used.\n{listed(m for m in measurements if not m.usable)}"
+    if any(measurement.reason == MEMORY for measurement in measurements):
+        message += (
+            "\nThis process may hold most of the device's memory: set XLA_PYTHON_CLIENT_PREALLOCATE=false before it starts, or "
+            "tune with isolate=False."
+        )
+    return TuningError(message)
+
+
+def _name(job: Job) -> str:
+    return f"{job.problem} on {job.implementation.platform.value}"
+
+
+def _search(job: Job, ledger: Ledger) -> None:
+    """In another process where that is wanted and possible, else in this one."""
+    wanted = job.options.isolate
+    if wanted or (wanted is None and job.implementation.platform in _COMPILED_OUTSIDE_XLA):
+        reason = not_isolatable(job)
+        try:
+            if reason is None:
+                return search_isolated(job, ledger)
+        except SetUpFailed as error:
+            reason = str(error)
+        if wanted:
+            raise TuningError(f"{_name(job)} cannot be tuned in another process (isolate=True): {reason}")
+        _say_once(
+            f"{job.implementation.operation} is tuned in this process, which a crash would end: {reason}"
+        )
+    ledger.stopped()
+    # In an empty context: what the caller has opened (listeners, overlays, a policy) is not meant for the candidates.
+    contextvars.Context().run(search, dataclasses.replace(job, known=ledger.measurements), ledger.take)
+
+
+def _say_once(message: str) -> None:
+    if message not in _said:
+        _said.add(message)
+        _LOG.info("%s", message)
+
+
+def _keep(result: TuningResult) -> TuningResult:
+    _results.append(result)
+    return result
+
+
+def tuned_results() -> tuple[TuningResult, ...]:
+    """Every result of `tune_problem` in this process, in order."""
+    return tuple(_results)
+
+
+def autotune_tier(problem: Problem, implementation: Implementation, device: DeviceFacts) -> Any | None:
+    """The tier of the selection chain: a tuned configuration, or `None` where there is nothing to tune it by.
+
+    `TuningError` inside a staged trace. With several processes it never tunes: they could end with different configurations, so that is
+    done by `ejx.tune` alone, which they call together.
+    """
+    if not tuning_allowed() or implementation.make_workload(problem) is None:
+        return None
+    if jax.process_count() > 1:
+        if "processes" not in _said:
+            _said.add("processes")
+            _LOG.warning(
+                "nothing is tuned by single modules where there are several processes; use ejx.tune on all of them"
+            )
+        return None
+    return answer(problem, implementation, device, force=current_policy() is Policy.FORCE)
+
+
+def answer(
+    problem: Problem, implementation: Implementation, device: DeviceFacts | None = None, **how: Any
+) -> Known:
+    """What `tune_problem(..., **how)` finds, as tables say it; also that every configuration was denied."""
+    place = implementation.platform, problem.key()
+    try:
+        result = tune_problem(problem, implementation, device, **how)
+    except TuningError:
+        denied = memory_cache.known(*place)
+        if denied is None or denied.config is not None:
+            raise
+        return denied
+    known = memory_cache.known(*place)
+    if known is None or known.config != result.config:
+        origin = "tuned before" if result.measurements else "the only candidate"
+        known = Known(result.config, tuple(sorted(result.ms.items())), origin)
+        memory_cache.put(*place, known)
+    return known

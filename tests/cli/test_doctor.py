@@ -1,0 +1,152 @@
+"""`doctor` finds what there is and what is broken."""
+
+import logging
+import pathlib
+import re
+
+import pytest
+
+import ejkernel_eqx
+from ejkernel_eqx.cli import doctor, output, problems
+from ejkernel_eqx.dispatch import (
+    Backend,
+    device_fingerprint,
+    DeviceFacts,
+    Implementation,
+    kernel_registry,
+    Platform,
+)
+from ejkernel_eqx.dispatch.environment import env, EnvironmentVariable
+from ejkernel_eqx.dispatch.overlay import POLICY_VARIABLE
+from ejkernel_eqx.dispatch.persistent import CACHE_DIR
+
+
+def test_everything_is_listed(run_json, run):
+    code, document = run_json("doctor", "--import", "tests.cli.kernels")
+    assert code == output.OK and document["problems"] == []
+    platforms = {row["platform"]: row for row in document["operations"]["flash_attention"]}
+    assert platforms["xla"]["usable"] and platforms["xla"]["reason"] is None
+    assert not platforms["cuda"]["usable"] and "needs a GPU" in platforms["cuda"]["reason"]
+    assert platforms["triton-interpret"]["by_name_only"]
+    assert [row["platform"] for row in document["operations"]["tests.cli.square"]] == [
+        "xla",
+        "pallas",
+        "cuda",
+    ]
+    assert {row["name"] for row in document["environment"]} == {variable.name for variable in env()}
+    assert {POLICY_VARIABLE, CACHE_DIR.name} <= {variable.name for variable in env()}
+    assert document["policy"] == "cached"
+    assert document["device"]["fingerprint"] == device_fingerprint()
+    code, text, _ = run("doctor")
+    assert code == output.OK and text.rstrip().endswith("nothing is wrong")
+    for said in (
+        "flash_attention",
+        "needs a GPU",
+        CACHE_DIR.name,
+        POLICY_VARIABLE,
+        "equinox",
+        device_fingerprint(),
+    ):
+        assert said in text
+
+
+def test_a_folder_that_takes_no_files_is_wrong(run, tmp_path, monkeypatch):
+    (tmp_path / "file").write_text("")
+    monkeypatch.setenv(CACHE_DIR.name, str(tmp_path / "file" / "cache"))
+    code, text, _ = run("doctor")
+    assert code == output.FAILED
+    assert (
+        "NOT writable" in text
+        and "WRONG" in text
+        and f"{tmp_path / 'file' / 'cache'} cannot be written" in text
+    )
+
+
+def test_a_variable_that_cannot_be_read_is_wrong(run_json, monkeypatch):
+    monkeypatch.setenv(POLICY_VARIABLE, "sometimes")
+    code, document = run_json("doctor")
+    assert code == output.FAILED and document["policy"] is None
+    (problem,) = document["problems"]
+    assert POLICY_VARIABLE in problem and "'sometimes'" in problem and "'heuristic'" in problem
+    row = next(row for row in document["environment"] if row["name"] == POLICY_VARIABLE)
+    assert row["text"] == "sometimes" and row["value"] is None
+
+
+def test_every_variable_of_ours_is_declared():
+    """Whatever the package reads under its own name, `doctor` lists."""
+    folder = pathlib.Path(ejkernel_eqx.__file__).parent
+    named = {
+        name
+        for file in folder.rglob("*.py")
+        for name in re.findall(r"EJKERNEL_EQX_[A-Z_]+", file.read_text())
+    }
+    assert named == {variable.name for variable in env()}
+    assert all(variable.description and "\n" not in variable.description for variable in env())
+
+
+def test_an_empty_variable_is_unset(monkeypatch):
+    variable = EnvironmentVariable("TESTS_NUMBER", "a number", int, 3)
+    monkeypatch.delenv(variable.name, raising=False)
+    assert variable.text is None and variable.read() == 3
+    monkeypatch.setenv(variable.name, "")
+    assert variable.text is None and variable.read() == 3
+    monkeypatch.setenv(variable.name, "7")
+    assert variable.text == "7" and variable.read() == 7
+    monkeypatch.setenv(variable.name, "many")
+    with pytest.raises(ValueError, match=r"environment variable TESTS_NUMBER: .*'many'"):
+        variable.read()
+
+
+def test_a_policy_that_is_set_is_in_force(run_json, monkeypatch):
+    monkeypatch.setenv(POLICY_VARIABLE, "heuristic")
+    code, document = run_json("doctor")
+    assert code == output.OK and document["policy"] == "heuristic"
+
+
+def test_files_set_aside_are_named(run_json, folder, caplog):
+    broken = folder / device_fingerprint() / "attention.json"
+    broken.parent.mkdir(parents=True)
+    broken.write_text("{")
+    with caplog.at_level(logging.WARNING, "ejkernel_eqx"):
+        code, document = run_json("doctor")
+    assert code == output.OK  # set aside is put right
+    assert document["cache"]["set_aside"] == [f"{broken}.broken-1"] and document["cache"]["files"] == []
+    assert not broken.exists()
+
+
+@pytest.mark.parametrize(
+    "error", [RuntimeError("Unable to initialize backend 'cuda'\nmore"), AssertionError()]
+)
+def test_a_machine_without_a_device_is_wrong(run, run_json, monkeypatch, error):
+    monkeypatch.setenv("JAX_PLATFORMS", "cuda")
+    monkeypatch.setattr(problems, "device_facts", lambda: (_ for _ in ()).throw(error))
+    code, document = run_json("doctor")
+    assert code == output.FAILED and document["device"] is None and document["operations"] == {}
+    (problem,) = document["problems"]
+    assert problem.startswith("JAX has no device: ") and "'cuda'" in problem and "more" not in problem
+    code, text, _ = run("doctor")
+    assert code == output.FAILED and problem in text
+    code, _, err = run("bench", "flash_attention", "--shape", "T=32,H=1,D=16")
+    assert code == output.FAILED and err == f"error: {problem}\n"
+
+
+def test_triton_that_fails_on_a_gpu_is_wrong(monkeypatch):
+    device = DeviceFacts(Backend.GPU, "NVIDIA Test", "nvidia", "5.0")
+    triton = Implementation("tests.cli.gpu", Platform.TRITON, Backend.GPU, 1, "tests", Old())
+    xla = Implementation("tests.cli.gpu", Platform.XLA, Backend.ANY, 0, "tests", Old())
+    monkeypatch.setattr(kernel_registry, "_table", {"tests.cli.gpu": {i.platform: i for i in (triton, xla)}})
+    monkeypatch.setattr(doctor, "versions", lambda: {"triton": "3.7.1"})
+    found: list[str] = []
+    doctor._operations(device, found)
+    assert found == [
+        "tests.cli.gpu: triton is installed and the device is a GPU, but the platform cannot be used: is too old"
+    ]
+    found.clear()
+    monkeypatch.setattr(doctor, "versions", lambda: {"triton": None})
+    doctor._operations(device, found)
+    assert found == []
+
+
+class Old:
+    def unavailable(self, device):
+        return "is too old"

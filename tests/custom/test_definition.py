@@ -1,0 +1,199 @@
+"""What is said of a class that is not complete, and of a call that does not fit."""
+
+import dataclasses
+from typing import Any, ClassVar
+
+import equinox as eqx
+import jax
+import jax.numpy as jnp
+import pytest
+
+import ejkernel_eqx as ejx
+from ejkernel_eqx.custom import CustomKernel
+from ejkernel_eqx.dispatch import Backend, kernel_registry, Platform
+from tests.custom.kernels import Blocks, Opaque, Square
+
+
+@dataclasses.dataclass
+class Thawed:
+    size: int = 1
+
+
+def define(**changes: Any) -> Any:
+    """A small class, with some of its attributes replaced, or left out where the replacement is `None`."""
+
+    def __init__(self, **options):
+        self.plan = self.make_plan(**options)
+
+    attributes: dict[str, Any] = {
+        "__module__": __name__,
+        "__qualname__": "Small",
+        "operation": "tests.small",
+        "inputs": {"x": "... D"},
+        "outputs": {"out": "... D"},
+        "plan": eqx.field(static=True),
+        "__annotations__": {"plan": ejx.Plan},
+        "__init__": __init__,
+        "__call__": lambda self, x: self.launch(x=x),
+        "reference": lambda self, x: x + 1,
+    } | changes
+    metaclass: Any = type(CustomKernel)
+    return metaclass("Small", (CustomKernel,), {k: v for k, v in attributes.items() if v is not None})
+
+
+MISSING = ("operation", "inputs", "outputs", "__init__", "__call__", "reference")
+
+
+@pytest.mark.parametrize("name", MISSING)
+def test_what_is_missing_is_named(name):
+    with pytest.raises(ValueError, match=f"Small, a CustomKernel:\n- {name} is missing: "):
+        define(**{name: None})
+
+
+def test_everything_that_is_missing_is_named_at_once():
+    with pytest.raises(ValueError) as error:
+        define(**dict.fromkeys(MISSING), __annotations__={})
+    assert all(f"- {name} is missing" in str(error.value) for name in (*MISSING, "plan"))
+
+
+Settings = dict[str, Any]
+WRONG: dict[str, tuple[Settings, str]] = {
+    "array field": (
+        {"__annotations__": {"plan": ejx.Plan, "weight": jax.Array}},
+        "field weight is not static.*weights belong to a layer",
+    ),
+    "mutable config": (
+        {"config_types": {"xla": Thawed}, "candidates": lambda *_: [Thawed()]},
+        "expected a frozen dataclass",
+    ),
+    "config without platform": (
+        {"config_types": {"triton": Blocks}, "candidates": lambda *_: []},
+        "no method run_triton",
+    ),
+    "no candidates": ({"config_types": {"xla": Blocks}}, "candidates .or default_config. is missing"),
+    "output of new axes": ({"outputs": {"out": "... E"}}, r"outputs\['out'\]: no input has the axes \['E'\]"),
+    "output without batch": ({"outputs": {"out": "D"}}, "expected batch axes"),
+    "inputs without batch": ({"inputs": {"x": "D"}}, "inputs: expected at least one with batch axes"),
+    "unreadable axes": ({"inputs": {"x": "... D D"}}, r"inputs\['x'\]: expected distinct letters"),
+    "batch in the middle": ({"inputs": {"x": "D ..."}}, r"inputs\['x'\]: expected distinct letters"),
+    "letter B": ({"inputs": {"x": "... B"}}, "the number of rows"),
+    "not axes": ({"inputs": {"x": 3}}, "expected a name and its axes"),
+    "same names": ({"outputs": {"x": "... D"}}, r"share the names \['x'\]"),
+    "no outputs": ({"outputs": {}}, "outputs: expected at least one"),
+    "unknown lengths": ({"lengths": {"T"}}, r"lengths: no input has the axes \['T'\]"),
+    "strange name": ({"operation": "a/b"}, "operation: expected letters"),
+    "taken by us": ({"operation": "flash_attention"}, "'flash_attention' is taken"),
+    "taken by another": ({"operation": "tests.square"}, "'tests.square' is taken by .*Square"),
+}
+
+
+@pytest.mark.parametrize("name", WRONG)
+def test_what_is_wrong_is_named(name):
+    settings, message = WRONG[name]
+    before = kernel_registry.list_operations()
+    with pytest.raises(ValueError, match=message):
+        define(**settings)
+    assert kernel_registry.list_operations() == before
+
+
+def test_a_class_defined_anew_replaces_itself():
+    for offset in (1.0, 5.0):
+        kernel = define(reference=lambda self, x, offset=offset: x + offset)()
+        assert kernel(jnp.zeros((2, 3))).tolist() == [[offset] * 3] * 2
+
+
+def test_platforms_come_from_the_methods():
+    assert [i.platform for i in kernel_registry.ordered("tests.square")] == [
+        Platform.TRITON,
+        Platform.XLA,
+        Platform.TRITON_INTERPRET,
+    ]
+    assert kernel_registry.get("tests.opaque", "pallas").backend is Backend.ANY
+    chosen = {row.platform for row in ejx.explain(Square(), jnp.ones((2, 4)), jnp.ones(4)).choices}
+    assert chosen <= {"xla", "triton"}
+
+
+X, WEIGHT = jnp.ones((2, 3, 8)), jnp.ones(8)
+CALLS: dict[str, tuple[Any, str]] = {
+    "size": (
+        lambda: Square()(X, jnp.ones(7)),
+        r"weight: expected \[D\] with D = 8 as in x, received shape \(7,\)",
+    ),
+    "rank": (lambda: Square()(X, WEIGHT[None]), r"weight: expected \[D\], received shape \(1, 8\)"),
+    "scalar": (lambda: Square()(jnp.float32(1), WEIGHT), r"x: expected \[..., D\], received shape \(\)"),
+    "batch": (
+        lambda: Opaque()(X, WEIGHT, jnp.ones((3, 2), jnp.int32)),
+        r"index: expected \[...\] with batch axes \(2, 3\) as in x, received shape \(3, 2\)",
+    ),
+    "dtype": (lambda: Opaque()(X, WEIGHT, X[..., 0]), "index: expected dtype integer, received float32"),
+    "complex": (lambda: Square()(X.astype(jnp.complex64), WEIGHT), "x: complex arrays are not taken"),
+    "not an array": (lambda: Square()([1.0], WEIGHT), "x: expected an array, received list"),
+    "option": (
+        lambda: Square(scale=(1, 2)),
+        "Square.scale: expected a bool, int, float, str or None.*received a tuple",
+    ),
+    "names": (lambda: Square().launch(x=X), r"expected the inputs \['x', 'weight'\], received \['x'\]"),
+}
+
+
+@pytest.mark.parametrize("name", CALLS)
+def test_calls_that_do_not_fit(name):
+    call, message = CALLS[name]
+    with pytest.raises(ValueError, match=message):
+        call()
+
+
+RETURNS: dict[str, tuple[Settings, str]] = {
+    "shape": (
+        {"run_xla": lambda self, arrays, config: arrays["x"].T},
+        r"run_xla returned 'out': expected shape \(2, 3\)",
+    ),
+    "dtype": (
+        {"run_xla": lambda self, arrays, config: arrays["x"].astype(int)},
+        "and dtype float32, received",
+    ),
+    "number": ({"run_xla": lambda self, arrays, config: (1, 2)}, r"run_xla: expected the outputs \['out'\]"),
+    "nothing": ({"run_xla": lambda self, arrays, config: None}, "run_xla returned 'out'.*received None"),
+    "no gradient": (
+        {"grad_xla": lambda self, arrays, outputs, cotangents, config: {}},
+        r"grad_xla: expected a mapping with the gradients of \['x'\], received \[\]",
+    ),
+    "config": (
+        {"config_types": {"xla": Blocks}, "candidates": lambda self, *_: [3]},
+        "expected Blocks, received 3; return an instance of config_types",
+    ),
+}
+
+
+@pytest.mark.parametrize("name", RETURNS)
+def test_methods_that_return_something_else(name):
+    settings, message = RETURNS[name]
+    with pytest.raises(ValueError, match=message):
+        jax.grad(lambda x: jnp.sum(define(**settings)()(x)))(jnp.ones((2, 3)))
+
+
+def test_a_platform_may_refuse():
+    class Refusing(CustomKernel):
+        operation: ClassVar = "tests.refusing"
+        inputs: ClassVar = {"x": "... D"}
+        outputs: ClassVar = {"out": "... D"}
+
+        plan: ejx.Plan = eqx.field(static=True)
+
+        def __init__(self, **options):
+            self.plan = self.make_plan(**options)
+
+        def __call__(self, x):
+            return self.launch(x=x)
+
+        def reference(self, x):
+            return x
+
+        def unsupported(self, platform, problem, device):
+            return f"takes D up to 8, not {problem.dim('D')}" if problem.dim("D") > 8 else None
+
+    assert Refusing()(jnp.ones(8)).shape == (8,)
+    with pytest.raises(ejx.UnsupportedError, match=r"tests.refusing.*xla.*takes D up to 8, not 9"):
+        Refusing()(jnp.ones(9))
+    with pytest.raises(ejx.UnsupportedError, match="not 9"):
+        Refusing(tune_for=(jnp.ones(9),))

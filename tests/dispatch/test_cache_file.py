@@ -1,0 +1,348 @@
+"""The file of records: many writers, killed writers, broken files, folders that cannot be written."""
+
+import dataclasses
+import json
+import logging
+import os
+import pathlib
+import signal
+import subprocess
+import sys
+import threading
+
+import filelock
+import pytest
+
+import ejkernel_eqx
+from ejkernel_eqx.dispatch import cache_file, Denied, PersistentCache, Record, Timed
+from ejkernel_eqx.dispatch.cache_file import FORMAT, SCHEMA
+
+PACKAGE = pathlib.Path(ejkernel_eqx.__file__).parent
+
+# Only what a writer needs is imported: no JAX, no device.
+WRITER = f"""
+import sys, time, types
+for name, path in (("ejkernel_eqx", {str(PACKAGE)!r}), ("ejkernel_eqx.dispatch", {str(PACKAGE / "dispatch")!r})):
+    sys.modules[name] = types.ModuleType(name)
+    sys.modules[name].__path__ = [path]
+from ejkernel_eqx.dispatch import cache_file
+from ejkernel_eqx.dispatch.cache_file import PersistentCache
+from ejkernel_eqx.dispatch.records import Record
+assert "jax" not in sys.modules
+path, name, count, padding, pause = sys.argv[1], sys.argv[2], *map(int, sys.argv[3:])
+cache = PersistentCache(path)
+print("ready", flush=True)
+sys.stdin.readline()
+
+class Half:  # a file that stops in the middle of a write
+    def __init__(self, *args, **kwargs):
+        self.file = open(*args, **kwargs)
+    def __enter__(self):
+        return self
+    def __exit__(self, *_):
+        self.file.close()
+    def write(self, text):
+        self.file.write(text[: len(text) // 2])
+        self.file.flush()
+        print("half", flush=True)
+        time.sleep(60)
+    def __getattr__(self, name):
+        return getattr(self.file, name)
+
+for n in range(count):
+    if n == pause:
+        cache_file.open = Half
+    cache.put(Record("op", "xla", 1, f"{{name}} {{n}}", {{}}, {{}}, {{"padding": "x" * padding}}))
+    print(n, flush=True)
+"""
+
+
+def record(problem="p", **changed) -> Record:
+    fields = dict(
+        operation="op",
+        platform="xla",
+        version=1,
+        problem=problem,
+        exact={"dims": {"T": 3}},
+        software={"jaxlib": "1"},
+        config={"block": 3},
+        ms={"forward": 0.5},
+        spread={"forward": 0.01},
+        samples=5,
+        errors={"out": 1e-7},
+        timed=(Timed("", {"block": 3}, 0.5, 0.01), Timed("forward", {"block": 4}, 0.6, 0.02)),
+        denied=(Denied("", {"block": 5}, "wrong"),),
+        date="2026-11-21T00:00:00+00:00",
+    )
+    return Record(**{**fields, **changed})  # type: ignore[arg-type]
+
+
+@pytest.fixture
+def path(tmp_path):
+    return tmp_path / "device" / "core.json"
+
+
+@pytest.fixture
+def warnings_of(caplog):
+    """The warnings so far."""
+    caplog.set_level(logging.WARNING, "ejkernel_eqx")
+    return lambda: [entry.getMessage() for entry in caplog.records]
+
+
+def start(path, name, count, padding=0, pause=-1):
+    """A process that puts `count` records one by one once it is told to `go`; it stops in the middle of writing number `pause`."""
+    arguments = [sys.executable, "-c", WRITER, str(path), name, str(count), str(padding), str(pause)]
+    return subprocess.Popen(arguments, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
+
+
+def go(process):
+    assert process.stdout.readline() == "ready\n"
+    process.stdin.write("\n")
+    process.stdin.flush()
+
+
+def reread(path) -> PersistentCache:
+    """As another process would: nothing of what this one has read."""
+    cache_file._read.clear()
+    return PersistentCache(path)
+
+
+def test_what_is_put_is_read_back(path):
+    cache = PersistentCache(path, {"device": {"kind": "toy"}})
+    assert not len(cache) and cache.get(record().key) is None and not path.parent.exists()
+    cache.put(record())
+    cache.update([record("q"), record(config=None, ms={}, errors={}, timed=())])
+    for known in (cache, reread(path)):
+        assert known.get(record().key) == record(config=None, ms={}, errors={}, timed=())
+        assert known.get(record("q").key) == record("q") and record("q").key in known
+        assert len(known) == 2 and {r.problem for r in known.records()} == {"p", "q"}
+        assert known.header() == {"device": {"kind": "toy"}}
+    assert not path.with_name("core.json.tmp").exists()
+    # What another process writes is seen; a state of the file is parsed once.
+    assert cache.content() is PersistentCache(path).content()
+    text = path.read_text()
+    cache.remove([record().key, "unknown"])
+    assert [r.problem for r in reread(path).records()] == ["q"]
+    cache.clear()
+    assert not len(cache) and record("q").key not in cache and not path.exists()
+    path.write_text(text)
+    assert len(cache) == 2
+
+
+def test_eight_processes_at_once_lose_nothing(path):
+    processes = [start(path, f"writer {n}", 20) for n in range(8)]
+    for process in processes:
+        go(process)
+    for process in processes:
+        process.communicate(timeout=60)
+        assert process.returncode == 0
+    expected = {f"writer {writer} {n}" for writer in range(8) for n in range(20)}
+    assert {r.problem for r in PersistentCache(path).records()} == expected
+    assert not list(path.parent.glob("*.broken*"))
+
+
+def test_threads_lose_nothing_either(path):
+    threads = [
+        threading.Thread(target=lambda n=n: [PersistentCache(path).put(record(f"{n} {m}")) for m in range(5)])
+        for n in range(4)
+    ]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert len(reread(path)) == 20
+
+
+@pytest.mark.parametrize("whole", [0, 1, 3])
+def test_a_writer_that_is_killed_in_the_middle_leaves_the_old_file(path, whole, warnings_of):
+    process = start(path, "killed", 10, pause=whole)
+    go(process)
+    assert process.stdout is not None
+    said = [process.stdout.readline().strip() for _ in range(whole + 1)]
+    assert said == [*map(str, range(whole)), "half"]
+    process.send_signal(signal.SIGKILL)
+    process.communicate()
+    assert path.exists() == (whole > 0)
+    assert {r.problem for r in PersistentCache(path).records()} == {f"killed {n}" for n in range(whole)}
+    # What it left lying about, its lock among it, is in nobody's way.
+    PersistentCache(path, lock_timeout=5.0).put(record())
+    assert len(reread(path)) == whole + 1 and not warnings_of()
+    assert not [entry for entry in path.parent.iterdir() if entry.suffix == ".tmp"]
+
+
+def test_writers_that_are_killed_at_any_time_leave_a_whole_file(path, warnings_of):
+    acknowledged = set()
+    for attempt in range(4):
+        process = start(path, f"{attempt}", 1000, padding=100_000)
+        go(process)
+        assert process.stdout is not None
+        for n in range(2 + attempt):
+            assert process.stdout.readline() == f"{n}\n"
+            acknowledged.add(f"{attempt} {n}")
+        process.send_signal(signal.SIGKILL)
+        process.communicate()
+        assert acknowledged <= {r.problem for r in reread(path).records()} and not warnings_of()
+
+
+def test_a_write_that_fails_leaves_the_old_file(path, monkeypatch, warnings_of):
+    PersistentCache(path).put(record())
+    before = path.read_bytes()
+
+    def full(descriptor):
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr(os, "fsync", full)
+    PersistentCache(path).put(record("q"))
+    assert path.read_bytes() == before
+    (message,) = warnings_of()
+    assert "core.json cannot be written ([Errno 28] No space left on device); what is tuned" in message
+    assert {r.problem for r in PersistentCache(path).records()} == {"p", "q"}
+    monkeypatch.undo()
+    PersistentCache(path).put(record("r"))
+    assert {r.problem for r in reread(path).records()} == {"p", "q", "r"}
+
+
+TABLE = {"format": FORMAT, "schema": SCHEMA, "entries": []}
+BROKEN = {
+    "empty": ("", "is empty"),
+    "blank": (" \n", "is empty"),
+    "cut": (json.dumps(TABLE)[:-5], "is not whole"),
+    "no text": (b"\xff\xfe\x00", "is not text"),
+    "foreign list": ("[1, 2]", "is not a table of ejkernel_eqx"),
+    "foreign object": ('{"schema": 2, "entries": []}', "is not a table of ejkernel_eqx"),
+    "no entries": (json.dumps(TABLE | {"entries": 3}), "is not a table of ejkernel_eqx"),
+    "newer": (
+        json.dumps(TABLE | {"schema": SCHEMA + 1}),
+        f"has schema {SCHEMA + 1}, this version reads {SCHEMA}",
+    ),
+    "older": (json.dumps(TABLE | {"schema": 1}), f"has schema 1, this version reads {SCHEMA}"),
+}
+
+
+@pytest.mark.parametrize("name", BROKEN)
+def test_a_broken_file_is_set_aside_and_named(path, name, warnings_of):
+    content, why = BROKEN[name]
+    content = content if isinstance(content, bytes) else content.encode()
+    path.parent.mkdir()
+    path.write_bytes(content)
+    cache = PersistentCache(path)
+    assert cache.records() == () and not path.exists()
+    aside = path.with_name("core.json.broken-1")
+    assert aside.read_bytes() == content
+    (message,) = warnings_of()
+    assert message.startswith(f"{path} {why}") and message.endswith(f"; it is set aside as {aside}")
+    # The next one gets a name of its own, and is met while writing.
+    path.write_bytes(content)
+    cache.put(record())
+    assert path.with_name("core.json.broken-2").read_bytes() == content and len(warnings_of()) == 2
+    assert reread(path).records() == (record(),) and aside.read_bytes() == content
+
+
+def test_entries_that_are_no_records_are_left_out(path, warnings_of):
+    good = record().to_dict()
+    bad = [
+        3,
+        {**good, "problem": 3},
+        {**good, "speed": 3},
+        {**good, "version": True},
+        {**good, "ms": {"forward": "fast"}},
+        {**good, "timed": [{"part": ""}]},
+        {k: v for k, v in good.items() if k != "config"},
+    ]
+    path.parent.mkdir()
+    path.write_text(json.dumps(TABLE | {"entries": [*bad, good]}))
+    assert PersistentCache(path).records() == (record(),)
+    PersistentCache(path).put(record("q"))
+    (message,) = warnings_of()
+    assert "7 of 8 entries are not records and are ignored; the first: Record: expected an object" in message
+    assert path.exists() and len(reread(path)) == 2
+
+
+def test_a_folder_that_cannot_be_made(tmp_path, warnings_of):
+    (tmp_path / "file").write_text("")
+    cache = PersistentCache(tmp_path / "file" / "device" / "core.json")
+    assert cache.records() == () and not warnings_of()
+    cache.put(record())
+    cache.put(record("q"))
+    assert len(warnings_of()) == 1 and "cannot be written" in warnings_of()[0]
+    # Known to this process all the same.
+    assert PersistentCache(cache.path).get(record().key) == record() and len(cache) == 2
+    cache.clear()
+    assert not len(cache) and len(warnings_of()) == 1
+
+
+@pytest.mark.skipif(not hasattr(os, "geteuid") or os.geteuid() == 0, reason="nothing is read-only to root")
+def test_a_folder_that_is_read_only(path, warnings_of):
+    PersistentCache(path).put(record())
+    os.chmod(path.parent, 0o500)
+    try:
+        cache = reread(path)
+        cache.put(record("q"))
+        assert len(cache) == 2 and len(reread(path)) == 1 and len(warnings_of()) == 1
+    finally:
+        os.chmod(path.parent, 0o700)
+
+
+def test_a_broken_file_that_cannot_be_moved_is_ignored(path, monkeypatch, warnings_of):
+    path.parent.mkdir()
+    path.write_text("{")
+
+    def refused(*_):
+        raise PermissionError(13, "Permission denied")
+
+    monkeypatch.setattr(os, "rename", refused)
+    for _ in range(3):
+        assert PersistentCache(path).records() == ()
+    (message,) = warnings_of()
+    assert f"{path} is not whole" in message and "it is ignored" in message and path.read_text() == "{"
+
+
+def test_a_file_that_is_replaced_while_it_is_judged_is_not_moved(path, monkeypatch, warnings_of):
+    """Between the look at a broken file and the lock, another process may have written a good one."""
+    PersistentCache(path).put(record())
+    good = path.read_text()
+    path.write_text("")
+    look_again = PersistentCache._look_again
+
+    def replaced(self, why):
+        path.write_text(good)
+        return look_again(self, why)
+
+    monkeypatch.setattr(PersistentCache, "_look_again", replaced)
+    assert PersistentCache(path).records() == (record(),) and not warnings_of()
+    assert [p for p in path.parent.iterdir() if "broken" in p.name] == []
+
+
+def test_a_lock_that_is_held_too_long(path, warnings_of):
+    path.parent.mkdir()
+    cache = PersistentCache(path, lock_timeout=0.05)
+    with filelock.FileLock(f"{path}.lock"):
+        cache.put(record())
+        cache.put(record("q"))
+    (message,) = warnings_of()
+    assert "cannot be written" in message and len(cache) == 2 and not path.exists()
+
+
+def test_the_key_of_a_record():
+    body = json.loads(record().key)
+    assert body == {
+        "operation": "op",
+        "platform": "xla",
+        "version": 1,
+        "problem": "p",
+        "software": {"jaxlib": "1"},
+    }
+    decisive = {"operation": "o", "platform": "triton", "version": 2, "problem": "q"}
+    for name, value in decisive.items():
+        assert record(**{name: value}).key != record().key
+    for changed in ({"jaxlib": "2"}, {"jaxlib": "1", "triton": "3"}, {}):
+        assert record(software=changed).key != record().key
+    assert record(software={"a": "1", "b": "2"}).key == record(software=dict([("b", "2"), ("a", "1")])).key
+    # Everything else is what was found, not what was asked.
+    found = {field.name for field in dataclasses.fields(Record)} - decisive.keys() - {"software"}
+    other = record(
+        exact={}, config=None, ms={}, spread={}, samples=0, errors={}, timed=(), denied=(), date=""
+    )
+    assert (
+        all(getattr(other, name) != getattr(record(), name) for name in found) and other.key == record().key
+    )

@@ -1,0 +1,298 @@
+"""The tables in the package, and guesses from the nearest shape and the nearest device."""
+
+import dataclasses
+import importlib.resources
+import logging
+import math
+
+import pytest
+
+from ejkernel_eqx.dispatch import (
+    Backend,
+    DeviceFacts,
+    Implementation,
+    kernel_registry,
+    Known,
+    memory_cache,
+    Platform,
+    Policy,
+    Problem,
+    Record,
+    select,
+    shipped,
+    Snapshot,
+    snapshot,
+    software,
+    take_snapshot,
+    Tier,
+)
+from ejkernel_eqx.dispatch.cache_file import parse, render
+from ejkernel_eqx.dispatch.shipped import borrowed_entries, nearest_device, shipped_entries
+from ejkernel_eqx.dispatch.transfer import distance
+from tests.dispatch.toy import FastConfig
+
+OPERATION = "tests.sized"
+H200 = DeviceFacts(Backend.GPU, "NVIDIA H200", "nvidia", "9.0", 132, 232_448)
+H100_PCIE = DeviceFacts(Backend.GPU, "NVIDIA H100 PCIe", "nvidia", "9.0", 114, 232_448)
+GH_SMALL = DeviceFacts(Backend.GPU, "NVIDIA H20", "nvidia", "9.0", 78, 232_448)
+A100 = DeviceFacts(Backend.GPU, "NVIDIA A100", "nvidia", "8.0", 108, 166_912)
+
+
+class Sized:
+    """Takes everything; blocks above 100 only on devices with much shared memory."""
+
+    config_type = FastConfig
+    VERSION = 3
+
+    @staticmethod
+    def unsupported(problem, device):
+        return None
+
+    @staticmethod
+    def default_config(problem, device):
+        return FastConfig(0)
+
+    @staticmethod
+    def candidates(problem, device):
+        return [FastConfig(0)]
+
+    @staticmethod
+    def config_unsupported(config, problem, device):
+        return "too large" if config.block > 100 and problem.dim("T") < 64 else None
+
+
+SIZED = Implementation(OPERATION, Platform.PALLAS, Backend.ANY, 0, "sized", Sized)
+
+
+def problem(t=64, h=8, d=16, dtype="float32", **flags) -> Problem:
+    dims = {"T": t, "H": h, "D": d}
+    return Problem.make(OPERATION, dims=dims, dtypes={"x": dtype}, flags=flags, lengths={"T"}, counts={"H"})
+
+
+def entry(block, p, origin="") -> tuple[Platform, str, Known]:
+    return Platform.PALLAS, p.key(), Known(FastConfig(block), (("forward", 1.0),), origin)
+
+
+def known(*entries, device=H200, borrowed=()) -> Snapshot:
+    return Snapshot(
+        OPERATION, (SIZED,), device, Policy.CACHED, shipped=tuple(entries), borrowed=tuple(borrowed)
+    )
+
+
+def answer(s: Snapshot, p: Problem):
+    selection = select(s, p)
+    return selection.config.block, selection.tier.value, selection.origin
+
+
+# The nearest shape
+
+
+def test_distance():
+    p = problem(64, 8)
+    dims = {"T": 64, "H": 8, "D": 16}
+    assert distance(p, dims, dims) == 0
+    assert distance(p, dims, {**dims, "T": 256}) == distance(p, dims, {**dims, "T": 16}) == 2
+    assert distance(p, dims, {**dims, "H": 16}) == distance(p, dims, {**dims, "H": 4}) == 2
+    assert distance(p, dims, {**dims, "T": 128, "H": 4}) == 3
+    for other in ({**dims, "D": 32}, {**dims, "T": 0}, {"T": 64, "H": 8}, {**dims, "B": 1}):
+        assert distance(p, dims, other) == math.inf
+
+
+def test_the_nearest_shape_answers_up_to_a_factor_of_four():
+    table = known(entry(1, problem(64, origin=None), "shipped for X"), entry(2, problem(1024, origin=None)))
+    cases = {64: 1, 32: 1, 16: 1, 128: 1, 512: 2, 2048: 2, 4096: 2}
+    for t, block in cases.items():
+        assert answer(table, problem(t, origin=None))[0] == block, t
+    assert answer(table, problem(64, origin=None)) == (1, "persistent", "shipped for X")
+    assert answer(table, problem(128, origin=None)) == (
+        1,
+        "persistent",
+        "from the nearest shape: D16 H8 T64 (shipped for X)",
+    )
+    assert select(table, problem(128, origin=None)).ms == ()
+    for far in (problem(8, origin=None), problem(8192, origin=None), problem(64, 32, origin=None)):
+        assert answer(table, far) == (0, "heuristic", "")
+    assert answer(table, problem(64, 16, origin=None))[0] == 1
+
+
+def test_what_must_be_equal_for_a_guess():
+    table = known(entry(1, problem(64, causal=True)))
+    assert answer(table, problem(128, causal=True))[0] == 1
+    for other in (
+        problem(128, causal=False),
+        problem(128),
+        problem(128, causal=True, cap=1.0),
+        problem(128, d=32, causal=True),
+        problem(128, dtype="bfloat16", causal=True),
+    ):
+        assert answer(table, other)[0] == 0
+    other_platform = (Platform.XLA, problem(64).key(), Known(FastConfig(1)))
+    other_operation = (Platform.PALLAS, problem(64).key().replace("sized", "other"), Known(FastConfig(1)))
+    no_problem = (Platform.PALLAS, "not a key", Known(FastConfig(1)))
+    assert answer(known(other_platform, other_operation, no_problem), problem(128))[0] == 0
+
+
+def test_a_guess_that_cannot_run_is_passed_over():
+    table = known(entry(200, problem(64)), entry(1, problem(128)))
+    assert answer(table, problem(32))[0] == 1  # 200 is nearer, but too large there
+    assert answer(known(entry(200, problem(64))), problem(32)) == (0, "heuristic", "")
+    denied = (Platform.PALLAS, problem(64).key(), Known(None, denied="wrong"))
+    assert answer(known(denied, entry(1, problem(128))), problem(32))[0] == 1
+
+
+def test_a_guess_does_not_depend_on_the_order_of_the_table():
+    entries = [
+        entry(1, problem(32)),
+        entry(2, problem(128)),
+        entry(3, problem(64, 4)),
+        entry(4, problem(256)),
+    ]
+    answers = {
+        answer(known(*order), problem(64)) for order in (entries, entries[::-1], entries[2:] + entries[:2])
+    }
+    assert answers == {(1, "persistent", "from the nearest shape: D16 H8 T32")}
+
+
+def test_guesses_are_part_of_what_makes_snapshots_alike():
+    one, two = entry(1, problem(64)), entry(2, problem(64))
+    assert known(one).identity == dataclasses.replace(known(), memory=(one,)).identity
+    assert known(one).identity != known(two).identity != known().identity
+    assert known(borrowed=[one]).identity not in (known().identity, known(one).identity)
+
+
+# The package's tables
+
+
+@pytest.fixture
+def ship(monkeypatch, tmp_path):
+    """Writes the table of a device into a package of its own, as records of problems and blocks."""
+    monkeypatch.setattr(importlib.resources, "files", lambda package: tmp_path)
+    # `nothing_known` hides the tables of the package; here are others.
+    monkeypatch.setattr(snapshot, "shipped_entries", shipped_entries)
+    monkeypatch.setattr(snapshot, "borrowed_entries", borrowed_entries)
+    shipped._tables.cache_clear()
+
+    def write(device, *records, text=None):
+        folder = tmp_path / "data" / device.slug
+        folder.mkdir(parents=True, exist_ok=True)
+        header = {"device": device.to_dict()}
+        (folder / "sized.json").write_text(render(header, records) if text is None else text)
+        shipped._tables.cache_clear()
+
+    yield write
+    shipped._tables.cache_clear()
+
+
+def record(block, p=None, **changed) -> Record:
+    p = p or problem()
+    fields = dict(
+        operation=OPERATION,
+        platform="pallas",
+        version=3,
+        problem=p.key(),
+        exact=p.to_dict(),
+        software=software(),
+        config={"block": block},
+        ms={"forward": 0.5},
+        date="2026-01-01",
+    )
+    return Record(**{**fields, **changed})  # type: ignore[arg-type]
+
+
+def test_a_shipped_table(ship):
+    ship(
+        H200,
+        record(6),
+        record(7, problem(128), software={"jaxlib": "0.0.1"}),
+        record(8, problem(32), operation="another"),
+        record(9, problem(256), version=2),
+    )
+    table = shipped_entries(SIZED, H200)
+    assert {key: k.config.block for _, key, k in table} == {problem().key(): 6, problem(128).key(): 7}
+    here = {k.config.block: (k.origin, k.ms) for _, _, k in table}
+    assert here[6] == ("shipped for NVIDIA H200", (("forward", 0.5),))
+    assert here[7][0] == "shipped for NVIDIA H200, with jaxlib 0.0.1"
+    assert shipped_entries(SIZED, A100) == ()
+
+
+def test_of_two_records_of_a_problem_that_of_this_software_decides(ship):
+    ship(H200, record(6, date="2025-01-01"), record(7, software={"jaxlib": "0.0.1"}, date="2026-01-01"))
+    ((_, _, k),) = shipped_entries(SIZED, H200)
+    assert k.config == FastConfig(6)
+
+
+def test_a_shipped_table_of_another_schema_is_ignored_aloud(ship, caplog):
+    ship(H200, text=render({}, [record(6)]).replace('"schema": 2', '"schema": 3'))
+    with caplog.at_level(logging.WARNING, "ejkernel_eqx"):
+        assert shipped_entries(SIZED, H200) == borrowed_entries(SIZED, H100_PCIE) == ()
+    assert "has schema 3, this version reads 2; it is ignored" in caplog.text
+
+
+def test_the_table_of_this_device_is_read_when_a_module_is_built(ship, monkeypatch):
+    monkeypatch.setattr(snapshot, "device_facts", lambda: H200)
+    monkeypatch.setitem(kernel_registry._table, OPERATION, {Platform.PALLAS: SIZED})
+    ship(H200, record(6))
+    assert answer(take_snapshot(OPERATION), problem()) == (6, "persistent", "shipped for NVIDIA H200")
+    memory_cache.put(Platform.PALLAS, problem().key(), FastConfig(3))
+    assert select(take_snapshot(OPERATION), problem()).tier is Tier.MEMORY
+
+
+# The nearest device
+
+
+def test_the_nearest_device():
+    fleet = {"h200": H200, "h20": GH_SMALL, "a100": A100}
+    assert nearest_device(H100_PCIE, fleet) == "h200"
+    assert nearest_device(dataclasses.replace(H200, kind="?", num_multiprocessors=80), fleet) == "h20"
+    assert nearest_device(dataclasses.replace(A100, kind="?", compute_capability="8.6"), fleet) == "a100"
+    unrelated = {"compute_capability": "10.0"}, {"vendor": "amd"}, {"backend": Backend.TPU}
+    for changed in (*unrelated, {"compute_capability": ""}, {"compute_capability": "gfx942"}):
+        assert nearest_device(dataclasses.replace(H200, **changed), fleet) is None
+    nameless = dataclasses.replace(H200, compute_capability="gfx942")
+    assert nearest_device(nameless, {"other": nameless}) is None
+    # Equally far: the same one everywhere.
+    twins = {"b": H200, "a": H200}
+    assert nearest_device(H100_PCIE, twins) == "a" == nearest_device(H100_PCIE, dict(reversed(twins.items())))
+
+
+def test_a_device_without_a_table_borrows(ship):
+    ship(H200, record(6), record(200, problem(1024)))
+    ship(A100, record(1))
+    borrowed = borrowed_entries(SIZED, H100_PCIE)
+    assert {k.config.block for _, _, k in borrowed} == {6, 200}
+    table = known(device=H100_PCIE, borrowed=borrowed)
+    assert answer(table, problem()) == (6, "persistent", "from NVIDIA H200")
+    assert answer(table, problem(128)) == (
+        6,
+        "persistent",
+        "from the nearest shape: D16 H8 T64 (from NVIDIA H200)",
+    )
+    assert select(table, problem()).ms == ()
+    # What was measured here, even at another shape, comes before.
+    table = known(entry(1, problem(128)), device=H100_PCIE, borrowed=borrowed)
+    assert answer(table, problem())[0] == 1
+    # A device with a table of its own, a CPU and a stranger borrow nothing.
+    cpu = DeviceFacts(Backend.CPU, "cpu")
+    assert borrowed_entries(SIZED, H200) == borrowed_entries(SIZED, cpu) == ()
+    assert borrowed_entries(SIZED, dataclasses.replace(H200, kind="new", compute_capability="12.0")) == ()
+
+
+def test_what_cannot_run_is_not_borrowed(ship):
+    ship(H200, record(200, problem(32)))
+    table = known(device=H100_PCIE, borrowed=borrowed_entries(SIZED, H100_PCIE))
+    assert answer(table, problem(32)) == (0, "heuristic", "")
+    assert answer(table, problem(64))[0] == 200
+
+
+def test_the_tables_that_come_with_the_package_fit_it():
+    """Every table is whole, says what device it is of, and holds records whose problem agrees with their key."""
+    folders = list(importlib.resources.files("ejkernel_eqx").joinpath("data").iterdir())
+    assert "nvidia_h200" in {folder.name for folder in folders}
+    for file in (file for folder in folders for file in folder.iterdir()):
+        content = parse(file.read_text(encoding="utf-8"), str(file))
+        device = DeviceFacts.from_dict(content.header["device"])
+        assert file.name.endswith(".json") and device.slug in str(file) and device.backend is not Backend.CPU
+        assert device.num_multiprocessors and device.shared_memory and content.records
+        for r in content.records:
+            assert Problem.from_dict(r.exact).key() == r.problem and r.operation == r.exact["operation"]
+            assert r.config is not None and r.ms.keys() == {"forward", "forward+backward"} and r.software

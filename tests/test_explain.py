@@ -1,0 +1,238 @@
+"""`explain`: real costs, measured times beside the bound, and the place of every choice in a model."""
+
+import dataclasses
+import json
+from typing import Any
+
+import equinox as eqx
+import jax
+import jax.numpy as jnp
+import pytest
+
+import ejkernel_eqx as ejx
+from ejkernel_eqx import _explain
+from ejkernel_eqx.attention import xla
+from ejkernel_eqx.dispatch import (
+    Backend,
+    BOTH,
+    DeviceFacts,
+    FORWARD,
+    Known,
+    memory_cache,
+    Platform,
+)
+from ejkernel_eqx.tuning import roofline as roofline_module
+
+H200 = DeviceFacts(Backend.GPU, "NVIDIA H200", "nvidia", "9.0", 132)
+
+
+@pytest.fixture(autouse=True)
+def nothing_known(monkeypatch, tmp_path):
+    monkeypatch.setenv("EJKERNEL_EQX_CACHE_DIR", str(tmp_path))
+    before = dict(memory_cache.items())
+    memory_cache.clear()
+    yield
+    memory_cache.clear()
+    for (platform, key), entry in before.items():
+        memory_cache.put(platform, key, entry)
+
+
+@pytest.fixture
+def h200(monkeypatch):
+    """The device is taken for an H200, whatever the kernels run on."""
+    clocks = roofline_module._Clocks(1.98e9, 4.916736e12)
+    monkeypatch.setattr(roofline_module, "_read_clocks", lambda *_: clocks)
+    monkeypatch.setattr(_explain, "device_facts", lambda: H200)
+
+
+def known(value: Any) -> Any:
+    """What must not be `None` here."""
+    assert value is not None
+    return value
+
+
+def roof(choice, direction=FORWARD):
+    return known(choice.roofline(direction))
+
+
+def shape(*sizes, dtype=jnp.float32):
+    return jax.ShapeDtypeStruct(sizes, dtype)
+
+
+def test_costs_of_a_known_problem():
+    (choice,) = ejx.explain("flash_attention", B=2, T=64, H=4, D=16, dtype="float32", causal=True).choices
+    forward, both = roof(choice), roof(choice, BOTH)
+    # Two products of 2 D operations for each pair of a query and a key not after it.
+    assert forward.flops == 2 * 2 * 16 * 4 * 2 * (64 * 65 // 2) and both.flops == 3.5 * forward.flops
+    arrays, lse = 4 * 2 * 64 * 4 * 16, 4 * 2 * 4 * 64
+    assert forward.bytes == 4 * arrays + lse
+    assert both.bytes == 2 * (4 * arrays + lse) and forward.intensity == forward.flops / forward.bytes
+    # No document tells the peak of a CPU, and nothing was measured.
+    assert (forward.bound_ms, forward.bound_by, forward.ms, forward.fraction) == (None,) * 4
+    assert choice.problem == "flash_attention B2 D16 H4 K4 S64 T64 V16 float32 causal top_left window=None,0"
+    assert (choice.platform, choice.tier, choice.dtype) == ("xla", "heuristic", "float32")
+
+
+def test_half_the_keys_cost_half():
+    full, causal = (
+        roof(ejx.explain("flash_attention", B=1, T=512, H=2, D=64, causal=causal).choices[0])
+        for causal in (False, True)
+    )
+    assert causal.flops / full.flops == (512 + 1) / 2 / 512 and causal.bytes == full.bytes
+
+
+def test_measured_times_stand_beside_the_bound(h200):
+    x = shape(4, 4096, 16, 128, dtype=jnp.bfloat16)
+    key = ejx.explain(ejx.FlashAttention(causal=True), x, x, x).choices[0].key
+    entry = Known(xla.default_config(None, None), ((FORWARD, 0.5), (BOTH, 2.0)), "tuned 2026-01-02")
+    memory_cache.put(Platform.XLA, key, entry)
+    explanation = ejx.explain(ejx.FlashAttention(causal=True), x, x, x)
+    (choice,) = explanation.choices
+    forward, both = roof(choice), roof(choice, BOTH)
+    assert (choice.tier, choice.origin, choice.ms) == ("memory", "tuned 2026-01-02", entry.ms)
+    assert forward.flops == 4 * 128 * 16 * 4 * (4096 * 4097 // 2)
+    assert forward.bound_by == "compute"
+    assert forward.bound_ms == pytest.approx(1e3 * forward.flops / (4096 * 132 * 1.98e9))
+    assert (forward.ms, both.ms) == (0.5, 2.0)
+    assert forward.fraction == pytest.approx(0.2568 / 0.5, rel=1e-3)
+    assert both.fraction == pytest.approx(3.5 * forward.bound_ms / 2.0)
+    text = str(explanation)
+    assert "(from: memory, tuned 2026-01-02)" in text
+    assert "peak of bfloat16: 1071 TFLOP/s, 4.917 TB/s (132 multiprocessors at 1980 MHz" in text
+    table = text.splitlines()[5:8]
+    assert [line.split() for line in table] == [
+        ["ms", "bound", "ms", "of", "bound", "bound", "by", "GFLOP", "MB", "FLOP/byte"],
+        ["forward", "0.5", "0.2568", "51%", "compute", "274.9", "269.5", "1020"],
+        ["forward+backward", "2", "0.8989", "45%", "compute", "962.3", "539", "1785"],
+    ]
+    assert len(set(map(len, table))) == 1
+
+    # One token against a cache reads much and computes little.
+    q, kv = shape(1, 1, 16, 128, dtype=jnp.bfloat16), shape(1, 4096, 16, 128, dtype=jnp.bfloat16)
+    decode = roof(ejx.explain(ejx.FlashAttention(), q, kv, kv).choices[0])
+    assert decode.bound_by == "memory" and decode.bound_ms == pytest.approx(1e3 * decode.bytes / 4.916736e12)
+
+
+def test_a_time_of_rounded_lengths_is_no_fraction(h200):
+    """Problems of 33 to 64 tokens share one entry; what one took says nothing exact of another."""
+    x = shape(1, 60, 2, 16)
+    key = ejx.explain(ejx.FlashAttention(), x, x, x).choices[0].key
+    memory_cache.put(Platform.XLA, key, Known(xla.default_config(None, None), ((FORWARD, 1.0),)))
+    (choice,) = ejx.explain(ejx.FlashAttention(), x, x, x).choices
+    assert choice.ms == ((FORWARD, 1.0),) and roof(choice).bound_ms > 0
+    assert roof(choice).fraction is None
+
+
+def test_an_unknown_architecture_has_costs_but_no_bound(monkeypatch, h200):
+    newer = dataclasses.replace(H200, kind="NVIDIA Z1", compute_capability="15.0")
+    monkeypatch.setattr(_explain, "device_facts", lambda: newer)
+    explanation = ejx.explain("flash_attention", B=1, T=64, H=2, D=16, platform="xla")
+    assert explanation.peaks == () and roof(explanation.choices[0]).bound_ms is None
+    assert "GFLOP" in str(explanation) and "bound" not in str(explanation)
+
+
+class Layer(eqx.Module):
+    attention: ejx.FlashAttention
+
+    def __call__(self, x):
+        return x + self.attention(x, x, x)
+
+
+class Model(eqx.Module):
+    first: list
+    stacked: Layer
+    scales: jax.Array
+
+    def __call__(self, x):
+        for layer in self.first:
+            x = layer(x)
+        return jax.lax.scan(lambda x, scale: (scale * self.stacked(x), None), x, self.scales)[0]
+
+
+def model():
+    causal = ejx.FlashAttention(causal=True)
+    return Model([Layer(causal), Layer(causal)], Layer(ejx.FlashAttention()), jnp.ones(3))
+
+
+X = shape(2, 16, 2, 8)
+
+
+@pytest.mark.parametrize("jit", [lambda f: f, eqx.filter_jit])
+def test_choices_know_their_place(jit):
+    paths = lambda *call: [(c.path, "causal" in c.problem) for c in ejx.explain(*call).choices]
+    inside = [(".first[0].attention", True), (".first[1].attention", True), (".stacked.attention", False)]
+    assert paths(model(), X) == inside
+    outside = [(f"args[0]{path}", causal) for path, causal in inside]
+    assert paths(jit(lambda model, x: model(x)), model(), X) == outside
+    assert paths(eqx.filter_grad(lambda model, x: jnp.sum(model(x))), model(), X) == outside
+    # The same layer under `vmap`: what runs, once.
+    mapped = ejx.explain(lambda model, x: jax.vmap(model)(x), model(), shape(3, *X.shape)).choices
+    assert [choice.path for choice in mapped] == [path for path, _ in outside]
+    captured = model()
+    assert paths(lambda x: captured(x), X) == [("", True), ("", False)]
+
+
+def test_a_call_that_needs_equal_layers_is_explained():
+    """Its kernels have no place of their own."""
+
+    def stacking(layers, x):
+        return jax.tree.map(lambda *leaves: leaves[0], *layers)(x)
+
+    choices = ejx.explain(stacking, model().first, X).choices
+    assert [choice.path for choice in choices] == [""] and "causal" in choices[0].problem
+    with pytest.raises(ValueError, match="q:"):
+        ejx.explain(model(), shape(4))
+
+
+def test_layers_built_alike_are_one_row_of_the_text():
+    text = str(ejx.explain(model(), X))
+    assert text.count("platform  xla") == 2
+    assert ".first[0].attention (and 1 more, to .first[1].attention): flash_attention B2" in text
+    text = str(ejx.explain(model()))
+    assert ".first[0].attention (and 2 more, to .stacked.attention): flash_attention\n  platform  xla" in text
+
+
+def test_what_was_built_in_is_shown():
+    x, config = jnp.ones(X.shape), xla.default_config(None, None)
+    key = ejx.explain(ejx.FlashAttention(), x, x, x).choices[0].key
+    memory_cache.put(Platform.XLA, key, Known(config, ((FORWARD, 0.25),), "tuned 2026-01-02"))
+    (choice,) = ejx.explain({"a": ejx.FlashAttention(tune_for=(x, x, x))}).choices
+    assert (choice.path, choice.platform, choice.tier) == ("['a']", "xla", "memory")
+    assert (choice.config, choice.origin, choice.ms) == (repr(config), "tuned 2026-01-02", ((FORWARD, 0.25),))
+    assert choice.key == key and choice.problem.startswith("flash_attention B2 D8")
+    assert "other problems: xla" in choice.notes and set(dict(choice.rejected)) == {"cuda", "triton"}
+    (choice,) = ejx.explain(ejx.FlashAttention(config=config)).choices
+    assert (choice.config, choice.tier) == (repr(config), "override")
+
+
+def test_everything_is_json():
+    for explanation in (
+        ejx.explain(model(), X),
+        ejx.explain(model()),
+        ejx.explain("attention"),
+        ejx.explain("flash_attention", B=1, T=8, H=1, D=8),
+    ):
+        document = json.loads(json.dumps(explanation.to_dict(), allow_nan=False))
+        assert len(document["choices"]) == len(explanation.choices)
+    (choice,) = document["choices"]
+    assert choice["rooflines"]["forward"]["flops"] == 2 * 2 * 8 * 36
+    assert choice["key"] == explanation.choices[0].key and choice["label"].startswith(
+        "ejkernel_eqx.flash_attention.xla="
+    )
+
+
+def test_errors_of_operations_by_name():
+    with pytest.raises(
+        ValueError, match=r"explain: expected sizes and flags by name .*received 1 positional"
+    ):
+        ejx.explain("flash_attention", X)
+    with pytest.raises(ValueError, match=r"operation: expected one of .*received 'flash'"):
+        ejx.explain("flash", B=1)
+    with pytest.raises(ValueError, match=r"received 'tests.toy', which has none"):
+        from tests.dispatch import toy
+
+        ejx.explain(toy.OPERATION, T=1)
+    with pytest.raises(ValueError, match=r"flags: .*colour"):
+        ejx.explain("flash_attention", B=1, T=8, H=1, D=8, colour=True)
+    with pytest.raises(ejx.UnsupportedError, match="needs a GPU"):
+        ejx.explain("flash_attention", B=1, T=8, H=1, D=8, platform="cuda")

@@ -1,0 +1,381 @@
+"""One problem on one platform: what may win, what is denied and why, what is remembered."""
+
+import dataclasses
+import logging
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from ejkernel_eqx import TuningError
+from ejkernel_eqx.dispatch import BOTH, device_facts, FORWARD, memory_cache, no_tuning, Platform
+from ejkernel_eqx.dispatch.persistent import lookup, user_cache
+from ejkernel_eqx.tuning import (
+    autotune_tier,
+    measure,
+    Status,
+    tune_problem,
+    tuned_results,
+    TuneOptions,
+    tuner,
+    tuning_options,
+)
+from tests.tuning import toy
+from tests.tuning.scaling import nothing_in_memory
+
+QUICK = TuneOptions(samples=5, sample_ms=1.0, isolate=False, progress=False, jobs=2)
+SLOW, FAST = toy.ToyConfig(20_000), toy.ToyConfig(2)
+
+
+@pytest.fixture(autouse=True)
+def nothing_known(monkeypatch, tmp_path):
+    monkeypatch.setenv("EJKERNEL_EQX_CACHE_DIR", str(tmp_path / "cache"))
+    with nothing_in_memory():
+        yield
+
+
+@pytest.fixture
+def timed(monkeypatch):
+    """The values that were timed, in place of the clock."""
+    return toy.fake_clock(monkeypatch)
+
+
+def forbidden(*args, **kwargs):
+    raise AssertionError("nothing may be run or timed")
+
+
+@pytest.fixture
+def no_clock(monkeypatch):
+    monkeypatch.setattr(measure, "time_in_turn", forbidden)
+
+
+def tune(problem=None, implementation=toy.PLANTED, options=QUICK, **kwargs):
+    return tune_problem(problem or toy.problem(), implementation, options=options, **kwargs)
+
+
+def reasons(result):
+    return {m.config.fault: (m.status, m.reason) for m in result.measurements if m.reason}
+
+
+FAULTS = "zeros backward drifts raises nan memory unsupported shared spills"
+
+
+def test_whatever_is_wrong_is_denied_and_the_fastest_right_one_wins(caplog, timed):
+    problem = toy.problem(faults=FAULTS)
+    with caplog.at_level(logging.INFO, "ejkernel_eqx"):
+        result = tune(problem, options=dataclasses.replace(QUICK, target="sm_90"))
+    assert result.config == FAST and result.heuristic == SLOW and not result.cached
+    assert set(result.ms) == set(result.heuristic_ms) == {FORWARD, BOTH}
+    assert 0 < result.ms[BOTH] < result.heuristic_ms[BOTH]
+    found = reasons(result)
+    assert {fault for fault, (status, _) in found.items() if status is Status.SKIPPED} == {"memory", "spills"}
+    assert found["memory"][1] == "out of device memory"
+    assert found["spills"][1].startswith("spills ")
+    assert "y is wrong: relative RMS error 1 " in found["zeros"][1]
+    assert found["backward"][1].startswith("dx is wrong") and "y is" not in found["backward"][1]
+    assert "not repeatable" in found["drifts"][1]
+    assert found["raises"][1] == "raises ZeroDivisionError: tile of size 0"
+    assert "y is wrong: relative RMS error inf" in found["nan"][1]
+    assert found["unsupported"][1] == "takes no such tile"
+    assert "232448" in found["shared"][1] and "shared memory" in found["shared"][1]
+    assert set(found) == set(FAULTS.split())
+    assert sum("tile of size 0" in record.message for record in caplog.records) == 1
+    assert tuned_results()[-1] is result
+
+    record = lookup(toy.PLANTED, problem, device_facts())
+    assert record is not None and record.config == {"loops": 2, "fault": ""}
+    assert {entry.config["fault"] for entry in record.denied} == set(FAULTS.split()) - {"memory"}
+    assert {entry.config["loops"] for entry in record.timed} == {20_000, 2}
+    assert record.ms == result.ms and set(record.errors) == {"y", "dx"}
+    known = memory_cache.known(Platform.XLA, problem.key())
+    assert known is not None and known.config == FAST
+
+
+def test_parts_are_tuned_one_after_the_other(timed):
+    result = tune(implementation=toy.PARTED)
+    # The winner of each part, though no candidate had both; a part's faults do not touch the other.
+    assert result.config == toy.PartedConfig(toy.Tile(2), toy.Tile(1))
+    status = {(m.part, m.config.block, m.config.fault): m.status for m in result.measurements if m.part}
+    assert status == {
+        ("forward", 300, ""): Status.TIMED,
+        ("forward", 1, "zeros"): Status.DENIED,
+        ("forward", 2, ""): Status.TIMED,
+        ("backward", 1, ""): Status.TIMED,
+        ("backward", 1, "backward"): Status.DENIED,
+        ("backward", 300, ""): Status.TIMED,
+    }
+    assert result.ms == {FORWARD: 3.0, BOTH: 3.0} and result.heuristic_ms[BOTH] == 301.0
+
+
+def test_only_the_results_of_the_part_are_computed():
+    """XLA removes what a part does not need: a backward that would raise on the host is never called."""
+    from ejkernel_eqx.tuning.bench import Bench
+    from ejkernel_eqx.tuning.events import Job
+
+    job = Job(toy.problem(), toy.PARTED, device_facts(), None, (), (), None, QUICK, 1.0)
+    config = toy.PartedConfig(toy.Tile(1, "killed"), toy.Tile(1))
+    results = Bench(job).program(config, ("dx",))(toy.inputs(toy.problem(), 0))
+    assert list(results) == ["dx"]
+
+
+def test_a_configuration_that_is_no_faster_does_not_replace_the_heuristic(timed, monkeypatch):
+    monkeypatch.setattr(
+        toy.Planted, "default_config", staticmethod(lambda problem, device: toy.ToyConfig(200))
+    )
+    almost = [toy.ToyConfig(199)]
+    assert tune(configs=almost).config == toy.ToyConfig(200)
+    assert tune(configs=[*almost, toy.ToyConfig(197)]).config == toy.ToyConfig(197)
+
+
+def test_the_second_time_nothing_is_measured(timed, monkeypatch):
+    problem = toy.problem(faults="zeros raises")
+    first = tune(problem)
+    monkeypatch.setattr(measure, "time_in_turn", forbidden)
+    monkeypatch.setattr(toy, "run", forbidden)
+    again = tune(problem)
+    assert again.cached and again.config == first.config and dict(again.ms) == dict(first.ms)
+    assert all(m.known for m in again.measurements)
+    assert reasons(again) == reasons(first)
+    # The same bucket of lengths is the same problem.
+    assert tune(toy.problem(size=toy.SIZE - 1, faults="zeros raises")).cached
+    assert first.to_record(device_facts()).key == again.to_record(device_facts()).key
+
+
+def test_a_new_candidate_alone_is_measured(timed):
+    tune(configs=[FAST, toy.ToyConfig(1, "zeros")])
+    timed.clear()
+    slower = tune(configs=[FAST, toy.ToyConfig(1, "zeros"), toy.ToyConfig(9)])
+    assert set(timed) == {toy.ToyConfig(9)}
+    assert slower.config == FAST and not slower.cached and slower.ms[BOTH] == 2.0
+    assert reasons(slower)["zeros"][0] is Status.DENIED
+    timed.clear()
+    faster = tune(configs=[FAST, toy.ToyConfig(9), toy.ToyConfig(1)])
+    # The new one wins by the stored times, and is then compared with the best so far and the heuristic in turn.
+    assert timed[0] == toy.ToyConfig(1) and toy.ToyConfig(9) not in timed
+    assert faster.config == toy.ToyConfig(1) and faster.ms[BOTH] == 1.0
+    record = lookup(toy.PLANTED, toy.problem(), device_facts())
+    assert record is not None
+    assert {entry.config["loops"] for entry in record.timed} == {20_000, 2, 9, 1}
+    assert {entry.config["fault"] for entry in record.denied} == {"zeros"}
+
+
+def test_force_measures_everything_anew(timed):
+    problem = toy.problem(faults="raises")
+    tune(problem)
+    timed.clear()
+    again = tune(problem, force=True)
+    assert not again.cached and {SLOW, FAST} <= set(timed)
+    assert not any(m.known for m in again.measurements) and set(reasons(again)) == {"raises"}
+
+
+def test_the_time_budget_leaves_out_what_has_not_begun(timed):
+    options = dataclasses.replace(QUICK, time_budget=1e-9)
+    result = tune(options=options)
+    assert result.config == SLOW and dict(result.ms) == dict(result.heuristic_ms)
+    assert [(m.config, m.reason) for m in result.measurements if m.status is Status.SKIPPED] == [
+        (FAST, "time budget")
+    ]
+    # It is not held against the candidate.
+    assert tune().config == FAST
+
+
+def test_at_most_so_many_candidates(timed):
+    configs = [toy.ToyConfig(n) for n in range(5, 200)]
+    result = tune(configs=configs * 2, options=dataclasses.replace(QUICK, max_candidates=6))
+    assert [m.config.loops for m in sorted(result.measurements, key=lambda m: m.config.loops)] == [
+        5,
+        6,
+        7,
+        8,
+        9,
+        20_000,
+    ]
+    # The best four and the heuristic with full samples.
+    assert {m.config.loops for m in result.measurements if m.status is Status.PASSED} == {9}
+
+
+def test_without_a_choice_nothing_is_timed(no_clock):
+    result = tune(configs=[SLOW])
+    assert result.config == SLOW and result.cached and not result.measurements
+    assert lookup(toy.PLANTED, toy.problem(), device_facts()) is None
+
+
+def test_if_nothing_may_be_used_that_is_remembered(timed, monkeypatch):
+    wrong = toy.ToyConfig(3, "zeros")
+    monkeypatch.setattr(toy.Planted, "default_config", staticmethod(lambda problem, device: wrong))
+    configs = [toy.ToyConfig(1, "raises")]
+    for _ in range(2):
+        with pytest.raises(
+            TuningError, match=r"no candidate may be used(.|\n)*y is wrong(.|\n)*ZeroDivisionError"
+        ):
+            tune(configs=configs)
+        monkeypatch.setattr(toy, "run", forbidden)  # the second time, nothing is tried
+    record = lookup(toy.PLANTED, toy.problem(), device_facts())
+    assert record is not None and record.config is None and len(record.denied) == 2
+    known = memory_cache.known(Platform.XLA, toy.problem().key())
+    assert known is not None and known.config is None and "y is wrong" in known.denied
+
+
+def test_too_little_memory_is_never_remembered(timed, monkeypatch):
+    lacking = toy.ToyConfig(3, "memory")
+    monkeypatch.setattr(toy.Planted, "default_config", staticmethod(lambda problem, device: lacking))
+    with pytest.raises(TuningError, match=r"XLA_PYTHON_CLIENT_PREALLOCATE=false.*isolate=False"):
+        tune(configs=[toy.ToyConfig(1, "memory")])
+    assert lookup(toy.PLANTED, toy.problem(), device_facts()) is None
+
+
+def test_right_on_the_first_inputs_alone_is_not_enough(timed):
+    result = tune(configs=[toy.ToyConfig(1, "seed"), FAST])
+    assert result.config == FAST
+    assert reasons(result)["seed"][0] is Status.DENIED
+
+
+def test_inside_a_trace_it_is_an_error(no_clock):
+    def traced(x):
+        with pytest.raises(TuningError, match="build or tune outside jit, or use cached"):
+            tune()
+        with pytest.raises(TuningError, match="outside jit"):
+            autotune_tier(toy.problem(), toy.PLANTED, device_facts())
+        with no_tuning():
+            assert autotune_tier(toy.problem(), toy.PLANTED, device_facts()) is None
+        return x
+
+    jax.eval_shape(traced, jnp.ones(3))
+    jax.lax.scan(lambda carry, x: (traced(carry), x), jnp.ones(()), jnp.ones(2))
+
+
+def test_under_vmap_it_tunes(timed):
+    def mapped(x):
+        with tuning_options(**dataclasses.asdict(QUICK)):
+            known = autotune_tier(toy.problem(), toy.PLANTED, device_facts())
+            assert known is not None and known.config == FAST
+        return x
+
+    jax.vmap(mapped)(jnp.ones(3))
+    assert timed
+
+
+def test_settings_of_the_thread_hold_while_compiling(timed, monkeypatch):
+    """x64 in a `with` statement is known to one thread alone; candidates are compiled by others."""
+    seen = []
+    original = toy.run
+
+    def run(given, config):
+        seen.append((config.loops, toy.settings()))
+        return original(given, config)
+
+    monkeypatch.setattr(toy, "run", run)
+    with jax.enable_x64(True), jax.default_matmul_precision("high"):
+        tune(configs=[FAST, toy.ToyConfig(3), toy.ToyConfig(4)])
+        assert set(seen) == {(loops, toy.settings()) for loops in (20_000, 2, 3, 4)}
+        assert toy.settings().startswith("True strict high")
+
+
+def test_several_processes_never_tune_by_themselves(no_clock, monkeypatch, caplog):
+    monkeypatch.setattr(jax, "process_count", lambda: 2)
+    monkeypatch.setattr(tuner, "_said", set())
+    for _ in range(2):
+        assert autotune_tier(toy.problem(), toy.PLANTED, device_facts()) is None
+    assert sum("ejx.tune" in record.message for record in caplog.records) == 1
+    without = dataclasses.replace(toy.PLANTED, workload=None)
+    assert autotune_tier(toy.problem(), without, device_facts()) is None
+    with pytest.raises(TuningError, match="no workload"):
+        tune(implementation=without)
+
+
+def test_tuning_changes_no_inputs_and_no_results(timed, monkeypatch):
+    given = toy.inputs(toy.problem(), 0)
+    before = [np.array(x) for x in given]
+    untuned = jax.jit(toy.run, static_argnums=1)(given, FAST)
+    monkeypatch.setattr(toy, "inputs", lambda problem, seed: given)
+    assert tune().config == FAST
+    for x, kept in zip(given, before, strict=True):
+        assert not x.is_deleted()
+        np.testing.assert_array_equal(x, kept)
+    jax.tree.map(np.testing.assert_array_equal, jax.jit(toy.run, static_argnums=1)(given, FAST), untuned)
+
+
+def test_another_process_that_tunes_is_waited_for(timed, caplog, monkeypatch):
+    tune()
+    record = lookup(toy.PLANTED, toy.problem(), device_facts())
+    cache = user_cache(device_facts(), toy.PLANTED.core)
+    cache.clear()
+    assert record is not None
+    import filelock
+
+    original = filelock.FileLock.acquire
+
+    def acquire(self, timeout=None, **kwargs):
+        if timeout == 0 and self.lock_file.endswith("tuning.lock"):
+            raise filelock.Timeout(self.lock_file)
+        if self.lock_file.endswith("tuning.lock"):
+            cache.put(record)  # what the other process has found by then
+        return original(self, timeout=timeout, **kwargs)
+
+    monkeypatch.setattr(filelock.FileLock, "acquire", acquire)
+    monkeypatch.setattr(measure, "time_in_turn", forbidden)
+    with caplog.at_level(logging.INFO, "ejkernel_eqx"):
+        assert tune().cached
+    assert "waiting for another process" in caplog.text
+
+
+def test_a_folder_that_cannot_be_written_stops_nothing(timed, monkeypatch, tmp_path):
+    file = tmp_path / "file"
+    file.write_text("not a folder")
+    monkeypatch.setenv("EJKERNEL_EQX_CACHE_DIR", str(file / "cache"))
+    assert tune().config == FAST
+    assert tune().cached
+
+
+def test_candidates_that_raise_while_they_are_timed(timed, monkeypatch):
+    original = measure.JaxWork.sample
+
+    def sample(self, launches):
+        if "broken" in flags and self.function is programs.get(1):
+            raise jax.errors.JaxRuntimeError("INTERNAL: launch failed")
+        return original(self, launches)
+
+    flags, programs = {"broken"}, {}
+    from ejkernel_eqx.tuning.bench import Bench
+
+    compile_program = Bench.program
+
+    def program(self, config, names, runs=1):
+        compiled = compile_program(self, config, names, runs)
+        programs[config.loops] = compiled
+        return compiled
+
+    monkeypatch.setattr(Bench, "program", program)
+    monkeypatch.setattr(measure.JaxWork, "sample", sample)
+    result = tune(configs=[toy.ToyConfig(1), FAST])
+    assert result.config == FAST
+    (failed,) = (m for m in result.measurements if m.config.loops == 1)
+    assert (
+        failed.status is Status.DENIED and failed.reason == "raises JaxRuntimeError: INTERNAL: launch failed"
+    )
+
+
+@pytest.mark.parametrize(
+    "changes", [{"time_budget": 0}, {"samples": 0}, {"jobs": 0}, {"max_candidates": 0}, {"sample_ms": -1.0}]
+)
+def test_options_say_what_they_expect(changes):
+    with pytest.raises(ValueError, match=f"TuneOptions.{next(iter(changes))}: expected"):
+        with tuning_options(**changes):
+            pass
+
+
+def test_a_foreign_configuration_is_refused(no_clock):
+    with pytest.raises(ValueError, match=r"configs: expected instances of ToyConfig.*Tile\(block=1"):
+        tune(configs=[toy.Tile(1)])
+
+
+def test_the_callers_listeners_hear_nothing_of_candidates(timed, monkeypatch):
+    from ejkernel_eqx.dispatch import current_policy, Policy, policy_override
+
+    seen = []
+    original = toy.run
+    monkeypatch.setattr(toy, "run", lambda *a: (seen.append(current_policy()), original(*a))[1])
+    with policy_override("force"):
+        tune()
+    assert set(seen) == {Policy.CACHED}
