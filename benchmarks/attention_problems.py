@@ -262,6 +262,14 @@ MODELS = (
     P(4, 2048, 16, 64, dtype="float32"),
     P(4, 2048, 16, 128, dtype="float32"),
 )
+# Not looked at when heuristics were written: they show whether these hold elsewhere.
+HELD_OUT = (
+    P(2, 3072, 24, 64, K=8),
+    P(6, 1536, 16, 128, window=256),
+    P(2, 6144, 8, 80),
+    P(1, 8192, 32, 128, K=4, packed="segment_ids", document=512),
+    P(4, 2048, 12, 64, K=12, causal=False, soft_cap=50.0),
+)
 CPU = (
     P(1, 2048, 8, 64, causal=False, dtype="float32"),
     P(1, 2048, 8, 64, dtype="float32"),

@@ -3,6 +3,7 @@
     python benchmarks/tune.py --time-limit 500 --json tuned.json            # again, to go on where it stopped
     python benchmarks/tune.py --problems 'S4096 .* D128' --budget 30
     python benchmarks/tune.py --quick --platform xla --output table.json     # tiny problems, on any machine
+    python benchmarks/tune.py --render tuned.json --plot tuned.png           # an earlier run again
 
 It also says how far the heuristics are from the tuned configurations.
 """
@@ -27,7 +28,9 @@ from benchmarks import report
 from benchmarks.attention_problems import AttentionProblem
 from ejkernel_eqx._kernel import selections_of
 from ejkernel_eqx.dispatch import (
+    BOTH,
     device_facts,
+    FORWARD,
     Implementation,
     kernel_registry,
     Platform,
@@ -149,6 +152,40 @@ def summary(rows: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
     }
 
 
+def plot(rows: Sequence[Mapping[str, Any]], path: pathlib.Path, title: str) -> None:
+    """How far the heuristics are from the tuned configurations, problem by problem."""
+    import matplotlib
+
+    matplotlib.use("Agg")
+    import matplotlib.pyplot as plt
+
+    figure, axes = plt.subplots(figsize=(8, 1 + 0.28 * len(rows)), layout="constrained")
+    for offset, direction, colour in ((-0.2, FORWARD, "tab:blue"), (0.2, BOTH, "tab:orange")):
+        ratios = [row["ratio"].get(direction, 1.0) for row in rows]
+        axes.barh([n + offset for n in range(len(rows))], ratios, 0.38, color=colour, label=direction)
+    axes.axvline(BAR, color="black", linestyle="--", linewidth=1, label=f"bar {BAR:.2f}")
+    axes.set(yticks=range(len(rows)), yticklabels=[row["problem"] for row in rows], xlim=(0.9, 1.2))
+    axes.set(xlabel="time of the heuristic over time of the tuned configuration", title=title)
+    axes.invert_yaxis()
+    axes.grid(axis="x", alpha=0.3)
+    axes.legend(loc="lower right")
+    path.parent.mkdir(parents=True, exist_ok=True)
+    figure.savefig(path, dpi=110)
+    plt.close(figure)
+
+
+def render_report(path: pathlib.Path, picture: pathlib.Path | None) -> int:
+    """Shows an earlier run again."""
+    content = json.loads(path.read_text(encoding="utf-8"))
+    print(text_table(content["rows"]))
+    print(json.dumps(content["summary"]))
+    if picture is not None:
+        versions = content["environment"]["versions"]
+        title = f"{content['environment']['device']}, Triton {versions['triton']}"
+        plot(content["rows"], picture, title)
+    return 0
+
+
 def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
     facts = device_facts()
     shipped = report.ROOT / "src" / "ejkernel_eqx" / "data" / facts.slug / "attention.json"
@@ -166,12 +203,20 @@ def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument("--force", action="store_true", help="also what the table or the user's cache knows")
     parser.add_argument("--output", type=pathlib.Path, default=shipped, metavar="PATH", help="added to")
     parser.add_argument("--json", type=pathlib.Path, metavar="PATH", help="report, added to")
+    parser.add_argument(
+        "--plot", type=pathlib.Path, metavar="PATH", help="picture of heuristics against tuned"
+    )
+    parser.add_argument(
+        "--render", type=pathlib.Path, metavar="JSON", help="show an earlier report, tune nothing"
+    )
     parser.add_argument("--commit", help="of the code that runs, where git cannot say")
     return parser.parse_args(arguments)
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
     options = parse(arguments)
+    if options.render is not None:
+        return render_report(options.render, options.plot)
     implementation = kernel_registry.get(OPERATION, Platform(options.platform))
     reason = implementation.unusable(device_facts())
     if reason is not None:
@@ -180,7 +225,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     every = (
         problems.TINY
         if options.quick
-        else problems.ANCHORS + problems.FEATURES + problems.GRID + problems.MODELS
+        else problems.ANCHORS + problems.FEATURES + problems.GRID + problems.MODELS + problems.HELD_OUT
     )
     chosen = [problem for problem in every if re.search(options.problems, problem.name)]
     environment = report.environment(options.commit)
@@ -217,6 +262,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
     shown = [rows[problem.name] for problem in chosen if problem.name in rows]
     print(text_table(shown))
     found = summary(shown)
+    if options.plot is not None:
+        plot(shown, options.plot, environment["device"])
     print(
         f"heuristics within {BAR:.2f}x of the tuned: {found['within']} of {found['problems']}; table: {options.output}"
     )

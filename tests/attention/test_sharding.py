@@ -220,3 +220,23 @@ def test_xla_is_split_by_the_compiler(kind, kv_heads):
     expected = gradient(arrays)
     for name in arrays:
         assert_close(grads[name], expected[name], kind="gradient", name=name)
+
+
+@pytest.mark.parametrize("platform", ["opaque", "xla"])
+def test_where_only_some_axes_are_manual(platform):
+    """The compiler still owns the other axis: it may gather, but the numbers stay right."""
+    module: Any = (
+        opaque(causal=True) if platform == "opaque" else ejx.FlashAttention(causal=True, platform="xla")
+    )
+    arrays = {name: x for name, x in problem().items() if name in "qkv"}
+    mesh = mesh_of("auto")
+    sharded = place(mesh, arrays)
+    call: Any = lambda a: module(**a)
+    mapped: Any = jax.shard_map(
+        call, mesh=mesh, in_specs=P("dp"), out_specs=P("dp"), axis_names={"dp"}, check_vma=False
+    )
+    assert_close(jax.jit(mapped)(sharded), quick(call)(arrays))
+    gradient = jax.jit(jax.grad(lambda a: jnp.sum(jnp.sin(mapped(a)))))(sharded)
+    expected = quick(jax.grad(lambda a: jnp.sum(jnp.sin(call(a)))))(arrays)
+    for name in arrays:
+        assert_close(gradient[name], expected[name], kind="gradient", name=name)

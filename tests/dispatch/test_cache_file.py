@@ -283,6 +283,27 @@ def test_a_folder_that_is_read_only(path, warnings_of):
         os.chmod(path.parent, 0o700)
 
 
+def test_a_table_that_may_only_be_read(path, monkeypatch, warnings_of):
+    """The same for everybody, root too: it answers, and what is new is known to this process alone."""
+    PersistentCache(path).put(record())
+    before = path.read_bytes()
+    original = os.open
+
+    def read_only(name, flags, *args, **kwargs):
+        if flags & (os.O_WRONLY | os.O_RDWR | os.O_CREAT) and str(path.parent) in str(name):
+            raise PermissionError(13, "Permission denied", str(name))
+        return original(name, flags, *args, **kwargs)
+
+    monkeypatch.setattr(os, "open", read_only)
+    cache = reread(path)
+    assert cache.get(record().key) == record() and not warnings_of()
+    cache.update([record("q"), record("r")])
+    cache.put(record("s"))
+    (message,) = warnings_of()
+    assert "cannot be written" in message and path.read_bytes() == before
+    assert {r.problem for r in PersistentCache(path).records()} == set("pqrs") and len(reread(path)) == 1
+
+
 def test_a_broken_file_that_cannot_be_moved_is_ignored(path, monkeypatch, warnings_of):
     path.parent.mkdir()
     path.write_text("{")

@@ -262,7 +262,7 @@ def f(x):
     with kernel_scope(selection):
         return jnp.sin(x) @ x.T
 jax.jit(f)(jnp.ones((4, 4)))
-print(json.dumps([choice.label, sorted(os.listdir(os.environ["JAX_COMPILATION_CACHE_DIR"]))]))
+print(json.dumps([[choice.label, choice.key], sorted(os.listdir(os.environ["JAX_COMPILATION_CACHE_DIR"]))]))
 """
 
 
@@ -282,8 +282,11 @@ def test_labels_are_the_same_in_every_process_and_keep_the_compilation_cache(tmp
         command = [sys.executable, "-c", PROGRAM, operation]
         done = subprocess.run(command, capture_output=True, text=True, env=environment)
         assert done.returncode == 0, done.stderr
-        label, files = json.loads(done.stdout)
-        return label, [file for file in files if file.startswith("jit_f-") and file.endswith("-cache")]
+        names, files = json.loads(done.stdout)
+        return names, [file for file in files if file.startswith("jit_f-") and file.endswith("-cache")]
 
     first, second = run("one", "1"), run("two", "2")
     assert first == second and len(first[1]) == 1
+    x = jax.ShapeDtypeStruct((2, 8, 2, 8), jnp.float32)
+    (choice,) = ejx.explain(ejx.FlashAttention(), x, x, x).choices
+    assert first[0] == [choice.label, choice.key]  # of this process, too

@@ -25,6 +25,7 @@ from ejkernel_eqx.dispatch import (
     software,
     take_snapshot,
     Tier,
+    to_dict,
 )
 from ejkernel_eqx.dispatch.cache_file import parse, render
 from ejkernel_eqx.dispatch.shipped import borrowed_entries, nearest_device, shipped_entries
@@ -296,3 +297,20 @@ def test_the_tables_that_come_with_the_package_fit_it():
         for r in content.records:
             assert Problem.from_dict(r.exact).key() == r.problem and r.operation == r.exact["operation"]
             assert r.config is not None and r.ms.keys() == {"forward", "forward+backward"} and r.software
+
+
+def test_every_record_that_comes_with_the_package_answers_on_its_device(monkeypatch, caplog):
+    """As a module built there finds it: the kernel's version is that of the record, and its class takes the configuration."""
+    triton = pytest.importorskip("ejkernel_eqx.attention.triton")
+    monkeypatch.setattr(triton, "unavailable", lambda device: None)  # which asks this machine
+    monkeypatch.setattr(snapshot, "shipped_entries", shipped_entries)
+    monkeypatch.setattr(snapshot, "device_facts", lambda: H200)
+    file = importlib.resources.files("ejkernel_eqx").joinpath("data/nvidia_h200/attention.json")
+    records = parse(file.read_text(encoding="utf-8"), str(file)).records
+    (platform,) = {r.platform for r in records}
+    tables = {name: take_snapshot(name, platform=platform) for name in {r.operation for r in records}}
+    for r in records:
+        selection = select(tables[r.operation], Problem.from_dict(r.exact))
+        assert (selection.tier, to_dict(selection.config)) == (Tier.PERSISTENT, r.config)
+        assert selection.origin.startswith("shipped for NVIDIA H200") and selection.ms
+    assert not caplog.records

@@ -45,6 +45,28 @@ def test_who_kills_its_process_or_hangs_is_denied(monkeypatch):
     assert record is not None and {d.config["fault"] for d in record.denied} == {"killed", "zeros", "hangs"}
 
 
+def test_everything_that_can_go_wrong_at_once():
+    """What is wrong, in part or in every second run, what raises, what is too large and what kills: the best of the rest wins."""
+    pytest.importorskip("triton")
+    faults = "zeros backward drifts raises shared killed"
+    options = dataclasses.replace(QUICK, isolate=True, target="sm_90")
+    result = tune_problem(toy.problem(faults=faults), toy.PLANTED, options=options)
+    assert result.config == toy.ToyConfig(2)
+    found = {m.config.fault: (m.status, m.reason) for m in result.measurements if m.reason}
+    assert set(found) == set(faults.split()) and {status for status, _ in found.values()} == {Status.DENIED}
+    words = {
+        "zeros": "y is wrong",
+        "backward": "dx is wrong",
+        "drifts": "not repeatable",
+        "raises": "ZeroDivisionError",
+        "shared": "shared memory",
+        "killed": "killed its process: SIGKILL",
+    }
+    assert all(words[fault] in reason for fault, (_, reason) in found.items())
+    record = lookup(toy.PLANTED, toy.problem(faults=faults), device_facts())
+    assert record is not None and {d.config["fault"] for d in record.denied} == set(faults.split())
+
+
 # --- Without processes: children that say what a list says, and then die or live on
 
 

@@ -187,6 +187,18 @@ def test_lengths_of_one_bucket_are_one_problem(tuned):
     assert [problem.dim("N") for problem in tuned] == [33]
 
 
+def test_fifty_random_lengths_cause_few_tunings(tuned, monkeypatch):
+    """As a training run meets them, one after the other."""
+    monkeypatch.delenv(SLOW_VARIABLE)  # whichever wins
+    lengths = [int(n) for n in np.random.default_rng(0).integers(1, 2**5, 50)]
+    model = Scale()
+    for n in lengths:
+        model = tune(model, shape(n), options=QUICK)
+    assert 1 < len(tuned) <= 1 + 5
+    tiers = {tier for n in set(lengths) for _, tier in choices(model, shape(n))}
+    assert tiers <= {Tier.AUTOTUNE, Tier.MEMORY}
+
+
 def test_what_is_known_is_not_tuned_again_unless_forced(tuned):
     x = jnp.ones(8)
     tune(Scale(), x, options=QUICK)
@@ -266,6 +278,21 @@ def test_where_tuning_is_refused():
         jax.jit(lambda x: tune(Scale(), x, options=QUICK)(x))(jnp.ones(8))
     with pytest.raises(ValueError, match=r"call="):
         tune([Scale()], shape(8), options=QUICK)
+
+
+def test_what_is_built_inside_a_trace_asks_the_tables(tuned):
+    x = jnp.ones(8)
+    build = jax.jit(lambda x: Scale()(x))
+    with recording() as calls:
+        build(x)
+    tune(Scale(), x, options=QUICK)
+    with recording() as later:
+        jax.jit(lambda x: Scale()(x))(x)
+    assert [(c.config, c.tier) for c in (*calls, *later)] == [
+        (ScaleConfig(1), Tier.HEURISTIC),
+        (ScaleConfig(2), Tier.MEMORY),
+    ]
+    assert len(tuned) == 1
 
 
 def test_what_the_call_raises_is_passed_on():

@@ -245,6 +245,13 @@ def test_inside_a_trace_it_is_an_error(no_clock):
     jax.lax.scan(lambda carry, x: (traced(carry), x), jnp.ones(()), jnp.ones(2))
 
 
+def test_a_bar_shows_how_far_it_is(timed, capsys):
+    tune(options=dataclasses.replace(QUICK, progress=True))
+    assert toy.OPERATION in capsys.readouterr().err
+    tune(options=dataclasses.replace(QUICK, progress=False), force=True)
+    assert capsys.readouterr().err == ""
+
+
 def test_under_vmap_it_tunes(timed):
     def mapped(x):
         with tuning_options(**dataclasses.asdict(QUICK)):
