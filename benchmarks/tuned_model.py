@@ -150,7 +150,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument("--quick", action="store_true", help="a tiny model")
-    parser.add_argument("--platforms", default="default,triton", help="by comma; default: chosen by device")
+    parser.add_argument(
+        "--platforms", help="by comma, `default` being the device's choice; triton too on a GPU"
+    )
     parser.add_argument("--budget", type=float, default=120.0, help="seconds of tuning per problem")
     parser.add_argument("--samples", type=int, default=5)
     parser.add_argument("--steps", type=int, default=4, help="steps a sample")
@@ -160,8 +162,10 @@ def main(arguments: Sequence[str] | None = None) -> int:
     vars(options).update(SIZES["quick" if options.quick else "full"])
     options.dtype = "float32" if jax.default_backend() == "cpu" else "bfloat16"
 
+    every = "default" if jax.default_backend() != "gpu" else "default,triton"
+
     variants, tuning_seconds = [], {}
-    for platform in options.platforms.split(","):
+    for platform in (options.platforms or every).split(","):
         pinned = None if platform == "default" else platform
         heuristic = make_variant(f"{platform}, heuristics", options, pinned, "heuristic")
         found, seconds = tuned(make_variant(platform, options, pinned, "cached"), options)

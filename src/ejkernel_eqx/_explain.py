@@ -7,6 +7,8 @@ import sys
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
+import jax.numpy as jnp
+
 from ._errors import UnsupportedError
 from ._explanation import Choice, Explanation
 from ._inputs import Inputs
@@ -45,12 +47,15 @@ def explain(target: Any, *args: Any, **kwargs: Any) -> Explanation:
     - `args`, `kwargs`: arguments of the call (arrays or `jax.ShapeDtypeStruct`s; models among them count). With them the call is
         traced with shapes only and every choice that it makes is shown, in order, with the place of its kernel in the model; without
         them, the order in which each kernel's platforms are asked and what was tuned for it. With an operation's
-        name, sizes by capital letters, `dtype`, `platform` and the operation's flags: `ejx.explain("flash_attention", B=4, T=4096,
-        H=16, D=128, dtype="bfloat16", causal=True)`.
+        name, sizes by capital letters, `dtype` (default bfloat16), `platform` and the operation's flags: `ejx.explain("flash_attention",
+        B=4, T=4096, H=16, D=128, dtype="bfloat16", causal=True)`; with the name alone, every platform that it has.
 
     **Returns:**
 
-    An `Explanation`: print it, read its `choices`, or take its `to_dict()`.
+    An `Explanation`: print it, read its `choices`, or take its `to_dict()`. Times are milliseconds.
+
+    `ValueError` for an unknown operation, size or flag; `UnsupportedError` where no platform can run the call. What the call itself
+    raises is passed on.
     """
     if isinstance(target, str):
         return _of_operation(target, args, kwargs)
@@ -155,9 +160,18 @@ def _of_operation(operation: str, args: tuple[Any, ...], words: Mapping[str, Any
     flags = dict(words)
     platform, dtype = flags.pop("platform", None), flags.pop("dtype", _DTYPE)
     dims = {name: flags.pop(name) for name in words if name.isupper()}
-    problem = example_problem_of(operation)(operation, dims, str(dtype), flags)
+    problem = example_problem_of(operation)(operation, dims, _dtype_name(dtype), flags)
     selection = select(take_snapshot(operation, platform=platform), problem)
     return _explanation(device, [_of_selection("", selection, device)])
+
+
+def _dtype_name(dtype: Any) -> str:
+    try:
+        return jnp.dtype(dtype).name
+    except TypeError:
+        raise ValueError(
+            f"dtype: expected a dtype or its name, such as 'bfloat16', received {dtype!r}."
+        ) from None
 
 
 def example_problem_of(operation: str) -> ExampleProblem:
@@ -175,8 +189,8 @@ def example_problem_of(operation: str) -> ExampleProblem:
         if make is not None:
             return make
     raise ValueError(
-        f"operation: expected one whose workload stands beside a function example_problem(operation, dims, dtype, flags), received "
-        f"{operation!r}, which has none; give a module and the arguments of its call."
+        f"operation: expected one that sizes and flags can name (by a function example_problem(operation, dims, dtype, flags) beside its "
+        f"workload), received {operation!r}, which has none; ejx.explain(module, *args) shows a call of any module."
     )
 
 

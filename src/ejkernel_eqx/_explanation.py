@@ -17,7 +17,7 @@ class Choice:
     - `path`: where the kernel stands in the model; `operation`, `problem`, `key`: what it is asked (`Problem.key()`).
     - `platform`, `config`, `tier`, `origin`: what was chosen, by which tier, and where that had it from.
     - `label`: the name scope of the call in lowered and compiled text and in profiles.
-    - `ms`: the measured milliseconds by direction (`"forward"`, `"forward+backward"`).
+    - `ms`: the measured milliseconds by direction (`"forward"`, `"forward+backward"`); empty where nothing was measured.
     - `rooflines`: by direction arithmetic, memory traffic and the device's bound; `dtype`: the type whose peak counts.
     - `notes`; `rejected`: the platforms asked before, with their reasons.
     """
@@ -122,6 +122,8 @@ class Explanation:
         for dtype, known in self.peaks:
             rates = f"{known.flops / 1e12:.4g} TFLOP/s, {known.bytes / 1e12:.4g} TB/s"
             lines.append(f"peak of {dtype}: {rates} ({known.source})")
+        if not self.choices:
+            lines.append("no kernel of this package is in what was given")
         # Layers built alike are one row.
         groups: dict[Choice, list[str]] = {}
         for choice in self.choices:

@@ -222,21 +222,22 @@ def test_xla_is_split_by_the_compiler(kind, kv_heads):
         assert_close(grads[name], expected[name], kind="gradient", name=name)
 
 
-@pytest.mark.parametrize("platform", ["opaque", "xla"])
-def test_where_only_some_axes_are_manual(platform):
-    """The compiler still owns the other axis: it may gather, but the numbers stay right."""
-    module: Any = (
-        opaque(causal=True) if platform == "opaque" else ejx.FlashAttention(causal=True, platform="xla")
-    )
+def test_where_only_some_axes_are_manual():
+    """XLA's own operations are split as elsewhere; around an opaque kernel all axes must be manual."""
     arrays = {name: x for name, x in problem().items() if name in "qkv"}
     mesh = mesh_of("auto")
     sharded = place(mesh, arrays)
-    call: Any = lambda a: module(**a)
-    mapped: Any = jax.shard_map(
-        call, mesh=mesh, in_specs=P("dp"), out_specs=P("dp"), axis_names={"dp"}, check_vma=False
-    )
-    assert_close(jax.jit(mapped)(sharded), quick(call)(arrays))
-    gradient = jax.jit(jax.grad(lambda a: jnp.sum(jnp.sin(mapped(a)))))(sharded)
-    expected = quick(jax.grad(lambda a: jnp.sum(jnp.sin(call(a)))))(arrays)
+
+    def mapped(module: Any) -> Any:
+        specs: Any = {"in_specs": P("dp"), "out_specs": P("dp"), "axis_names": {"dp"}, "check_vma": False}
+        return jax.shard_map(lambda a: module(**a), mesh=mesh, **specs)
+
+    transparent: Any = ejx.FlashAttention(causal=True, platform="xla")
+    assert_close(jax.jit(mapped(transparent))(sharded), quick(lambda a: transparent(**a))(arrays))
+    loss = lambda call: lambda a: jnp.sum(jnp.sin(call(a)))
+    gradient = jax.jit(jax.grad(loss(mapped(transparent))))(sharded)
+    expected = quick(jax.grad(loss(lambda a: transparent(**a))))(arrays)
     for name in arrays:
         assert_close(gradient[name], expected[name], kind="gradient", name=name)
+    with pytest.raises(ValueError, match=r"all axes .* manual .* received \['tp'\] .* axis_names"):
+        jax.jit(mapped(opaque(causal=True)))(sharded)

@@ -169,3 +169,9 @@ def test_report(run, run_json, tmp_path):
     assert code == output.OK and document == {"file": str(tmp_path / "page.html"), "problems": 1}
     page = (tmp_path / "page.html").read_text()
     assert page.startswith("<!doctype html>") and OPERATION in page and json.dumps("en") in page
+
+
+def test_the_policy_heuristic_forbids_it(run, monkeypatch):
+    monkeypatch.setenv("EJKERNEL_EQX_POLICY", "heuristic")
+    code, _, err = run("tune", OPERATION, *TINY)
+    assert code == output.FAILED and "policy 'heuristic' forbids tuning" in err

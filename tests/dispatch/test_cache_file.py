@@ -207,6 +207,7 @@ BROKEN = {
     "empty": ("", "is empty"),
     "blank": (" \n", "is empty"),
     "cut": (json.dumps(TABLE)[:-5], "is not whole"),
+    "deep": ("[" * 100_000, "is not whole"),
     "no text": (b"\xff\xfe\x00", "is not text"),
     "foreign list": ("[1, 2]", "is not a table of ejkernel_eqx"),
     "foreign object": ('{"schema": 2, "entries": []}', "is not a table of ejkernel_eqx"),
@@ -367,3 +368,40 @@ def test_the_key_of_a_record():
     assert (
         all(getattr(other, name) != getattr(record(), name) for name in found) and other.key == record().key
     )
+
+
+def test_what_could_not_be_read_is_not_replaced(path, monkeypatch, warnings_of):
+    """Too many open files, for example, when a module is built: what the file holds is still there when something is written."""
+    PersistentCache(path).put(record("old"))
+    cache = reread(path)
+
+    def refused(*_, **__):
+        raise OSError(24, "Too many open files")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(pathlib.Path, "read_text", refused)
+        assert not cache.records()
+        cache.put(record("while it lasts"))
+        assert "cannot be written" in warnings_of()[-1] and cache.get(record("while it lasts").key)
+    cache.put(record("new"))
+    assert {"old", "new"} <= {r.problem for r in reread(path).records()}
+
+
+def test_a_broken_file_that_was_ignored_is_set_aside_before_it_is_written(path, warnings_of):
+    path.parent.mkdir(parents=True, exist_ok=True)
+    newer = json.dumps({"format": FORMAT, "schema": SCHEMA + 1, "entries": []})
+    path.write_text(newer)
+    cache = PersistentCache(path, lock_timeout=0.05)
+    with filelock.FileLock(f"{path}.lock"):
+        assert not cache.records() and "stays as it cannot be moved" in warnings_of()[-1]
+    cache.put(record())
+    assert path.with_name(f"{path.name}.broken-1").read_text() == newer
+    assert len(reread(path)) == 1
+
+
+def test_a_link_stays_a_link(path, tmp_path):
+    PersistentCache(path).put(record("a"))
+    link = tmp_path / "link.json"
+    link.symlink_to(path)
+    PersistentCache(link).put(record("b"))
+    assert link.is_symlink() and len(reread(path)) == 2

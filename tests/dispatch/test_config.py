@@ -99,3 +99,16 @@ def test_only_frozen_dataclasses_are_configurations(value):
 def test_stable_json():
     assert stable_json({"b": 1, "a": [True, None]}) == '{"a":[true,null],"b":1}'
     assert stable_json(Tile(1)) == '{"block":1,"num_warps":4}'
+
+
+@dataclasses.dataclass(frozen=True)
+class Scaled:
+    scale: float = 1
+    block: int = 2
+
+
+def test_an_integer_may_stand_for_a_float_but_not_the_other_way_round():
+    assert from_json(to_json(Scaled()), Scaled) == Scaled()
+    for wrong in ('{"scale": true}', '{"block": 2.0}'):
+        with pytest.raises(ValueError, match="expected"):
+            from_json(wrong, Scaled)

@@ -25,7 +25,7 @@ from ejkernel_eqx.dispatch import (
     Tier,
 )
 from ejkernel_eqx.dispatch.overlay import current_policy, Policy, POLICY_VARIABLE
-from tests.dispatch.toy import FastConfig, OPERATION, problem, SlowConfig
+from tests.dispatch.toy import Fast, FastConfig, OPERATION, problem, SlowConfig
 
 
 def chosen(p=None, *, tuning=False, **override):
@@ -336,4 +336,50 @@ def test_the_policy_of_the_environment(monkeypatch):
         pytest.raises(ValueError, match=r"^policy: expected one of 'heuristic', .* received 'sometimes'"),
         policy_override("sometimes"),
     ):
+        pass
+
+
+def test_what_was_measured_at_another_length_of_the_bucket_must_run_at_this_one(monkeypatch):
+    def whole_blocks(config, problem, device):
+        return (
+            f"takes multiples of {config.block}" if config.block and problem.dim("T") % config.block else None
+        )
+
+    monkeypatch.setattr(Fast, "config_unsupported", staticmethod(whole_blocks), raising=False)
+    memory_cache.put(Platform.PALLAS, problem(64).key(), FastConfig(64))
+    plan = make_plan(OPERATION)
+    assert plan.select(problem(64)).config == FastConfig(64)
+    other = plan.select(problem(60))
+    assert problem(60).key() == problem(64).key() and (other.config, other.tier) == (
+        FastConfig(0),
+        Tier.HEURISTIC,
+    )
+
+
+def test_threads_that_put_and_ask_at_once():
+    """What was put last is known to whoever asks then, also if the answer was being put together meanwhile."""
+    cache, seen = ConfigCache(), []
+
+    class Slow(str):
+        def __contains__(self, part):  # another thread puts while this one looks through the entries
+            if not seen:
+                seen.append(part)
+                cache.put(Platform.XLA, problem(1).key(), SlowConfig(1))
+            return super().__contains__(part)
+
+    cache.put(Platform.XLA, Slow(problem(64).key()), SlowConfig(0))
+    cache.entries(OPERATION, (Platform.XLA,))
+    assert len(cache.entries(OPERATION, (Platform.XLA,))) == 2
+
+
+@pytest.mark.parametrize(
+    ("entries", "message"),
+    [
+        ({"tests.tooy": FastConfig(1)}, r"overlay_cache: expected a Problem.key\(\) or one of .*tests.toy.*received 'tests.tooy'"),
+        ({OPERATION: 3}, "config: expected an instance of a frozen dataclass, received 3"),
+        (5, "overlay_cache: expected a mapping .* received 5"),
+    ],
+)  # fmt: skip
+def test_what_an_overlay_cannot_mean_is_refused(entries, message, unchecked):
+    with pytest.raises(ValueError, match=message), overlay_cache(entries):
         pass

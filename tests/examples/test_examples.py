@@ -65,6 +65,15 @@ def test_train_resume_and_generate(tmp_path, text):
     assert "the quick brown" in (folder / "sample.txt").read_text()
 
 
+def test_tuning_before_training(tmp_path, text, monkeypatch):
+    """The optimiser's state goes on matching the tuned model, and its checkpoint is read back."""
+    monkeypatch.setenv("EJKERNEL_EQX_CACHE_DIR", str(tmp_path / "cache"))
+    folder = tmp_path / "run"
+    out, _ = _run("train_lm.py", "--data", text, "--out-dir", folder, *SMALL, "--steps", 2, "--tune")
+    assert ".attention: flash_attention" in out and "from: autotune" in out
+    assert len(_losses(folder)) == 2 and "20 bytes from the checkpoint of step 2" in out
+
+
 def test_interrupting_saves_a_checkpoint(tmp_path, text):
     folder = tmp_path / "run"
     process = _start("train_lm.py", "--data", text, "--out-dir", folder, *SMALL, "--steps", 1000000)

@@ -40,6 +40,15 @@ def test_double_precision_is_measured_in_double_precision(enable_x64):
     assert 0 < result_errors(actual, reference).rms < 1e-13
 
 
+def test_large_integers_and_imaginary_parts_count():
+    reference = jnp.asarray([2**24, 5])
+    assert result_errors(reference + jnp.asarray([1, 0]), reference).peak > 0
+    assert result_errors(reference, reference) == Tolerance(0.0, 0.0)
+    reference = jnp.asarray([1 + 1j, 2 + 1j])
+    assert result_errors(jnp.asarray([1 + 0j, 2 + 0j]), reference).rms > 0.9
+    assert result_errors(reference, reference) == Tolerance(0.0, 0.0)
+
+
 def test_the_worst_leaf_of_a_pytree_counts():
     reference = {"a": jnp.ones(3), "b": (jnp.ones((2, 2)), jnp.zeros(0))}
     actual = {"a": jnp.ones(3), "b": (jnp.full((2, 2), 1.5, jnp.bfloat16), jnp.zeros(0))}

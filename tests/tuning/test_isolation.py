@@ -30,8 +30,8 @@ def nothing_known(monkeypatch, tmp_path):
 
 
 def test_who_kills_its_process_or_hangs_is_denied(monkeypatch):
-    """Two children are lost, the third finishes. All of them compute under the settings that hold here."""
-    problem = toy.problem(faults="killed zeros hangs")
+    """Three children are lost, one of them leaves a process behind; the fourth finishes. All of them compute under the settings that hold here."""
+    problem = toy.problem(faults="killed zeros orphans hangs")
     options = dataclasses.replace(QUICK, isolate=True, candidate_timeout=6.0)
     with jax.enable_x64(True), jax.default_matmul_precision("high"):
         monkeypatch.setenv(toy.SETTINGS_VARIABLE, toy.settings())
@@ -39,10 +39,16 @@ def test_who_kills_its_process_or_hangs_is_denied(monkeypatch):
     assert result.config == toy.ToyConfig(2) and result.ms[BOTH] < result.heuristic_ms[BOTH]
     found = {m.config.fault: (m.status, m.reason) for m in result.measurements if m.reason}
     assert found["killed"] == (Status.DENIED, "killed its process: SIGKILL")
+    assert found["orphans"] == (Status.DENIED, "killed its process: SIGKILL")
     assert found["hangs"] == (Status.DENIED, "did not finish within 6 s")
     assert found["zeros"][1].startswith("y is wrong")
     record = lookup(toy.PLANTED, problem, device_facts())
-    assert record is not None and {d.config["fault"] for d in record.denied} == {"killed", "zeros", "hangs"}
+    assert record is not None and {d.config["fault"] for d in record.denied} == {
+        "killed",
+        "zeros",
+        "orphans",
+        "hangs",
+    }
 
 
 def test_everything_that_can_go_wrong_at_once():

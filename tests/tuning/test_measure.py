@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 from ejkernel_eqx import TuningError
-from ejkernel_eqx.tuning import benchmark, inside_trace, measure
+from ejkernel_eqx.tuning import benchmark, inside_trace, measure, TuneOptions
 
 FEW = {"samples": 3, "sample_ms": 0.5}
 
@@ -105,3 +105,12 @@ def test_a_trace_is_told_from_a_computation():
     jax.lax.map(look("map"), x)
     assert {name for name, inside in found.items() if not inside} == {"none", "vmap", "grad"}
     assert set(found) - {"none", "vmap", "grad"} == {"jit", "vmap of jit", "eval_shape", "map"}
+
+
+@pytest.mark.parametrize(
+    ("option", "value"),
+    [("isolate", "no"), ("max_candidates", True), ("time_budget", "a"), ("target", "zz"), ("jobs", 0), ("samples", 0)],
+)  # fmt: skip
+def test_options_that_mean_nothing_are_refused(option, value, unchecked):
+    with pytest.raises(ValueError, match=f"TuneOptions.{option}: expected .* received {value!r}"):
+        TuneOptions(**{option: value})

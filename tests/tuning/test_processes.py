@@ -94,6 +94,7 @@ DIFFER = "processes 1 differ from process 0"
         ("different_problems", [DIFFER, DIFFER]),
         ("different_policies", [DIFFER, DIFFER]),
         ("a_kernel_that_others_do_not_have", [DIFFER, DIFFER]),
+        ("what_arrives_is_changed", [DIFFER, DIFFER]),
     ],
 )
 def test_what_fails_in_one_process_is_raised_in_both(both, scenario, said):

@@ -9,7 +9,15 @@ import numpy as np
 import pytest
 
 from ejkernel_eqx import TuningError
-from ejkernel_eqx.dispatch import BOTH, device_facts, FORWARD, memory_cache, no_tuning, Platform
+from ejkernel_eqx.dispatch import (
+    BOTH,
+    device_facts,
+    FORWARD,
+    memory_cache,
+    no_tuning,
+    Platform,
+    tuning_allowed,
+)
 from ejkernel_eqx.dispatch.persistent import lookup, user_cache
 from ejkernel_eqx.tuning import (
     autotune_tier,
@@ -386,3 +394,88 @@ def test_the_callers_listeners_hear_nothing_of_candidates(timed, monkeypatch):
     with policy_override("force"):
         tune()
     assert set(seen) == {Policy.CACHED}
+
+
+def test_given_configurations_do_not_make_the_record_worse(timed):
+    assert tune().config == FAST
+    assert tune(configs=[toy.ToyConfig(500)]).config == FAST
+    assert tune().config == FAST
+
+
+@pytest.mark.parametrize("seed", [0, 1])
+def test_a_reference_that_is_not_defined_says_nothing_against_candidates(timed, monkeypatch, seed):
+    first = toy.inputs(toy.problem(), 0)[0]
+
+    def reference(given):
+        undefined = jnp.array_equal(given[0], first) == (seed == 0)
+        return {"y": jnp.where(undefined, jnp.nan, 2 * given[0]), "dx": (2 * given[1],)}
+
+    monkeypatch.setattr(toy, "reference", reference)
+    with pytest.raises(TuningError, match=rf"the reference gives NaN in y .*seed {seed}"):
+        tune()
+    assert lookup(toy.PLANTED, toy.problem(), device_facts()) is None
+
+
+def test_a_missing_tolerance_says_nothing_against_candidates(no_clock):
+    def workload(*args):
+        made = toy.workload(*args)
+        return dataclasses.replace(made, tolerances={"y": made.tolerances["y"]})
+
+    with pytest.raises(TuningError, match="no tolerances for dx"):
+        tune(implementation=dataclasses.replace(toy.PLANTED, workload=workload))
+    assert lookup(toy.PLANTED, toy.problem(), device_facts()) is None
+
+
+def test_nothing_is_tuned_while_tuning(timed, monkeypatch):
+    """Inputs that another kernel makes: its own tuning would wait for the lock for ever."""
+    made, allowed = toy.inputs, []
+
+    def inputs(problem, seed):
+        allowed.append(tuning_allowed())
+        return made(problem, seed)
+
+    monkeypatch.setattr(toy, "inputs", inputs)
+    tune()
+    assert allowed and not any(allowed) and tuning_allowed()
+
+
+def test_what_helps_to_debug_stops_no_candidate(timed):
+    with jax.disable_jit(), jax.debug_nans(True), jax.transfer_guard("disallow"):
+        assert tune().config == FAST
+
+
+@dataclasses.dataclass(frozen=True)
+class Tiles(toy.ToyConfig):
+    tiles: tuple[toy.Tile, ...] = ()
+
+
+@pytest.mark.parametrize("config", [toy.ToyConfig(np.int64(3)), Tiles(tiles=(toy.Tile(1),))])  # type: ignore[arg-type]
+def test_configurations_that_do_not_come_back_from_a_file_are_refused(no_clock, config):
+    with pytest.raises(ValueError, match="fields that come back from a file"):
+        tune(configs=[config])
+
+
+def test_a_full_disk_is_never_remembered(timed, monkeypatch):
+    def run(given, config):
+        raise OSError(28, "No space left on device")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(toy, "run", run)
+        with pytest.raises(TuningError, match="No space left on device"):
+            tune()
+    assert tune().config == FAST
+
+
+def test_an_exception_without_a_text(timed, monkeypatch):
+    class Mute(Exception):
+        def __str__(self):
+            raise RuntimeError
+
+    def run(given, config):
+        if config == FAST:
+            raise Mute
+        return toy.reference(given)
+
+    monkeypatch.setattr(toy, "run", run)
+    found = tune()
+    assert found.config == SLOW and any(m.reason.startswith("raises Mute") for m in found.measurements)

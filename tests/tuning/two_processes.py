@@ -18,7 +18,7 @@ import numpy as np  # noqa: E402
 from jax.sharding import AxisType, NamedSharding, PartitionSpec  # noqa: E402
 
 import ejkernel_eqx as ejx  # noqa: E402
-from ejkernel_eqx.dispatch import device_facts, memory_cache, Platform, policy_override  # noqa: E402
+from ejkernel_eqx.dispatch import device_facts, Known, memory_cache, Platform, policy_override  # noqa: E402
 from ejkernel_eqx.dispatch.persistent import user_cache  # noqa: E402
 from ejkernel_eqx.tuning import processes, tuner  # noqa: E402
 from ejkernel_eqx.tuning.models import tune  # noqa: E402
@@ -101,6 +101,19 @@ def a_kernel_that_others_do_not_have() -> Any:
     return tune(Scale(), X, call=lambda model, x: model(captured(x)), options=QUICK)
 
 
+def what_arrives_is_changed() -> Any:
+    """Process 1 takes another table than was sent: as after a mistake in reading it."""
+
+    def changed(table: Any, operations: Any) -> None:
+        install({place: Known(ScaleConfig(7)) for place in table} if RANK else table, operations)
+
+    install, processes._install = processes._install, changed
+    try:
+        return tune(Scale(), X, options=QUICK)
+    finally:
+        processes._install = install
+
+
 def process_1_stays_away() -> Any:
     processes.PATIENCE = 2.0
     return None if RANK else tune(Scale(), X, options=QUICK)
@@ -138,6 +151,7 @@ SCENARIOS = (
     different_problems,
     different_policies,
     a_kernel_that_others_do_not_have,
+    what_arrives_is_changed,
     process_1_stays_away,
 )
 

@@ -99,12 +99,14 @@ def rows(operation: str | None = None, device: str | None = None) -> list[Row]:
 def run_list(options: argparse.Namespace) -> Outcome:
     found = rows(options.operation, options.device)
     document = {"folder": str(cache_dir()), "records": [row.to_dict() for row in found]}
-    return Outcome(document, lambda: _list_text(found))
+    filters = [("--operation", options.operation), ("--device", options.device)]
+    asked = " ".join(f"{name} {value}" for name, value in filters if value)
+    return Outcome(document, lambda: _list_text(found, asked))
 
 
-def _list_text(found: Sequence[Row]) -> str:
+def _list_text(found: Sequence[Row], asked: str) -> str:
     if not found:
-        return f"nothing that was tuned is in {cache_dir()}"
+        return f"nothing that was tuned is in {cache_dir()}{f' for {asked}' if asked else ''}"
     tables = []
     for device in dict.fromkeys(row.device for row in found):
         body = table(

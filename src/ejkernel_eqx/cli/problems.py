@@ -62,7 +62,7 @@ def parse_shape(text: str) -> dict[str, int]:
 
 
 def parse_flags(texts: Sequence[str]) -> dict[str, Any]:
-    """`["causal", "window=1023,0", "soft_cap=30.0"]` -> names to values; a bare name is `True`."""
+    """`["soft_cap", "window=1023,0", "causal=false"]` -> names to values; a bare name is `True`."""
     flags: dict[str, Any] = {}
     for text in texts:
         name, equals, value = text.partition("=")

@@ -4,8 +4,17 @@ import argparse
 import dataclasses
 from typing import Any
 
-from .._errors import EjkernelError
-from ..dispatch import BOTH, device_facts, FORWARD, Implementation, kernel_registry, Problem
+from .._errors import EjkernelError, TuningError
+from ..dispatch import (
+    BOTH,
+    current_policy,
+    device_facts,
+    FORWARD,
+    Implementation,
+    kernel_registry,
+    Policy,
+    Problem,
+)
 from ..tuning.options import current_options, TuneOptions
 from ..tuning.report_data import describe, Entry, entry_of_result
 from ..tuning.result import TuningResult
@@ -68,6 +77,11 @@ def positive(kind: Any) -> Any:
 
 
 def run(options: argparse.Namespace) -> Outcome:
+    policy = current_policy()
+    if policy is Policy.HEURISTIC:
+        raise TuningError(
+            f"the policy {policy.value!r} forbids tuning; unset EJKERNEL_EQX_POLICY, or set it to 'cached', 'tune' or 'force'."
+        )
     every = problems.make_problems(options)
     tune_options = dataclasses.replace(
         current_options(),
@@ -75,7 +89,8 @@ def run(options: argparse.Namespace) -> Outcome:
         max_candidates=options.max_candidates,
         isolate=False if options.no_isolate else None,
     )
-    found = [_tune(problem, options.platform, tune_options, options.force) for problem in every]
+    force = options.force or policy is Policy.FORCE
+    found = [_tune(problem, options.platform, tune_options, force) for problem in every]
     document = {"results": [_to_dict(problem, outcome) for problem, outcome in zip(every, found)]}
     failed = any(isinstance(outcome, EjkernelError) for outcome in found)
 

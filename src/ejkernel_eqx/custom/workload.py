@@ -212,6 +212,11 @@ def _example_fields(kernel: Any, flags: Mapping[str, Any]) -> Fields:
         raise ValueError(
             f"flags: expected {', '.join(fields) or 'none'}, received unknown {unknown} and missing {missing}."
         )
+    for name, value in fields.items():
+        default = defaults.get(name, absent)
+        numbers = isinstance(value, int | float) and isinstance(default, int | float)
+        if default not in (absent, None) and type(value) is not type(default) and not numbers:
+            raise ValueError(f"flag {name}: expected {type(default).__name__}, received {value!r}.")
     return tuple(sorted(fields.items()))
 
 

@@ -40,6 +40,7 @@ def make_content(header: Mapping[str, Any], records: Iterable[Record]) -> Conten
 
 _EMPTY = make_content({}, ())
 _read: dict[str, tuple[_Stamp, Content]] = {}
+_unread: set[str] = set()  # files that are there, but of which `_read` does not hold the content
 _warned: set[tuple[str, str]] = set()
 
 
@@ -55,7 +56,7 @@ def parse(text: str, name: str) -> Content:
     left out with one warning for the file."""
     try:
         data = json.loads(text)
-    except ValueError as error:
+    except (ValueError, RecursionError) as error:
         raise BrokenTable("is empty" if not text.strip() else f"is not whole ({error})") from None
     if (
         not isinstance(data, dict)
@@ -153,7 +154,7 @@ class PersistentCache:
             before = self._load(locked=True)
             after = make_content({**before.header, **self._header}, change(before.records))
             self._replace(render(after.header, after.records))
-            _read[os.fspath(self.path)] = (self._stamp(), after)
+            self._know(self._stamp(), after)
 
         if not self._locked_and(write):
             before = self.content()
@@ -178,9 +179,8 @@ class PersistentCache:
     def _load(self, locked: bool) -> Content:
         name, stamp = os.fspath(self.path), self._stamp()
         known, content = _read.get(name, (None, _EMPTY))
-        if known == stamp:
+        if known == stamp and not (locked and name in _unread):
             return content
-        content = _EMPTY
         try:
             content = parse(self.path.read_text(encoding="utf-8"), name) if stamp else _EMPTY
         except (BrokenTable, UnicodeDecodeError) as error:
@@ -188,9 +188,18 @@ class PersistentCache:
             return self._set_aside(why) if locked else self._look_again(why)
         except FileNotFoundError:  # removed between the two looks
             stamp = None
+            content = _EMPTY
         except OSError as error:
+            if locked:  # what cannot be read must not be replaced
+                raise
             warn_once(name, "unreadable", "%s cannot be read (%s); it is ignored", name, error)
+            return self._know(stamp, _EMPTY, unread=True)
+        return self._know(stamp, content)
+
+    def _know(self, stamp: _Stamp, content: Content, unread: bool = False) -> Content:
+        name = os.fspath(self.path)
         _read[name] = (stamp, content)
+        (_unread.add if unread else _unread.discard)(name)
         return content
 
     def _look_again(self, why: str) -> Content:
@@ -210,8 +219,7 @@ class PersistentCache:
         except OSError as error:
             return self._ignore(why, error)
         warn_once(aside, "broken", "%s %s; it is set aside as %s", self.path, why, aside)
-        _read[os.fspath(self.path)] = (None, _EMPTY)
-        return _EMPTY
+        return self._know(None, _EMPTY)
 
     def _ignore(self, why: str, error: OSError) -> Content:
         warn_once(
@@ -222,8 +230,7 @@ class PersistentCache:
             why,
             error,
         )
-        _read[os.fspath(self.path)] = (self._stamp(), _EMPTY)
-        return _EMPTY
+        return self._know(self._stamp(), _EMPTY, unread=True)
 
     def _locked_and(self, action: Any) -> bool:
         """Whether `action` was done under the lock; if not, one warning has said why."""
@@ -242,7 +249,7 @@ class PersistentCache:
         """`OSError` if it cannot be had: `TimeoutError` among them."""
         import filelock
 
-        lock = filelock.FileLock(f"{self.path}.lock", timeout=timeout)
+        lock = filelock.FileLock(f"{self.path.resolve()}.lock", timeout=timeout)
         try:
             lock.acquire(poll_interval=0.005)
         except NotImplementedError as error:  # a file system without locks
@@ -254,14 +261,15 @@ class PersistentCache:
 
     def _replace(self, text: str) -> None:
         """Whole or not at all, also when the machine stops: the lock is held, so one name serves all that write."""
-        temporary = self.path.with_name(f"{self.path.name}.tmp")
+        path = self.path.resolve()  # a link stays a link
+        temporary = path.with_name(f"{path.name}.tmp")
         with open(temporary, "w", encoding="utf-8") as file:
             file.write(text)
             file.flush()
             os.fsync(file.fileno())
-        os.replace(temporary, self.path)
+        os.replace(temporary, path)
         if os.name == "posix":  # elsewhere a folder cannot be opened
-            folder = os.open(self.path.parent, os.O_RDONLY)
+            folder = os.open(path.parent, os.O_RDONLY)
             try:
                 os.fsync(folder)
             finally:

@@ -47,7 +47,7 @@ class ConfigCache:
         """Remembers a configuration, or what is `Known`."""
         known = config if isinstance(config, Known) else Known(config, origin="put into the memory cache")
         self._entries[(platform, problem_key)] = (platform, problem_key, known)
-        self._by_operation.clear()
+        self._by_operation = {}
 
     def known(self, platform: Platform, problem_key: str) -> Known | None:
         """All that is known of a problem."""
@@ -62,12 +62,15 @@ class ConfigCache:
     def entries(self, operation: str, platforms: Collection[Platform]) -> tuple[Entry, ...]:
         """What is known of an operation on some platforms."""
         wanted = (operation, frozenset(platforms))
-        if wanted not in self._by_operation:
+        # What another thread puts meanwhile replaces the dictionary: nothing is then remembered that lacks it.
+        by_operation = self._by_operation
+        found = by_operation.get(wanted)
+        if found is None:
             name = f'"operation":"{operation}"'
-            self._by_operation[wanted] = tuple(
+            found = by_operation[wanted] = tuple(
                 entry for entry in tuple(self._entries.values()) if entry[0] in platforms and name in entry[1]
             )
-        return self._by_operation[wanted]
+        return found
 
     def __contains__(self, key: Key) -> bool:
         return key in self._entries
@@ -80,7 +83,7 @@ class ConfigCache:
 
     def clear(self) -> None:
         self._entries.clear()
-        self._by_operation.clear()
+        self._by_operation = {}
 
 
 memory_cache = ConfigCache()

@@ -10,7 +10,7 @@ C = TypeVar("C")
 
 def to_dict(config: Any) -> dict[str, Any]:
     """The configuration's fields, nested configurations as nested dicts."""
-    _check_config(config)
+    check_config(config)
     return dataclasses.asdict(config)
 
 
@@ -28,7 +28,13 @@ def stable_json(value: Any) -> str:
 
 def from_json(text: str, cls: type[C]) -> C:
     """The configuration of class `cls` written in `text`; `ValueError` for anything that is not exactly that."""
-    return from_dict(json.loads(text), cls)
+    try:
+        data = json.loads(text)
+    except json.JSONDecodeError as error:
+        raise ValueError(
+            f"from_json: expected the JSON of a {cls.__name__}, received {text!r} ({error})."
+        ) from None
+    return from_dict(data, cls)
 
 
 def from_dict(data: Any, cls: type[C]) -> C:
@@ -54,6 +60,8 @@ def _required(cls: Any) -> set[str]:
 def _convert(name: str, value: Any, kind: Any) -> Any:
     if dataclasses.is_dataclass(kind):
         return from_dict(value, typing.cast(type, kind))
+    if kind is float and type(value) is int:  # as `scale: float = 1` is written
+        return value
     if kind in (int, bool, str, float) and type(value) is not kind:
         raise ValueError(f"config field {name}: expected {kind.__name__}, received {value!r}.")
     if kind is tuple or typing.get_origin(kind) is tuple:  # JSON knows lists only
@@ -65,7 +73,8 @@ def _as_tuple(value: Any) -> Any:
     return tuple(map(_as_tuple, value)) if isinstance(value, list) else value
 
 
-def _check_config(config: Any) -> None:
+def check_config(config: Any) -> None:
+    """`ValueError` for what is no instance of a frozen dataclass."""
     params = None if isinstance(config, type) else getattr(config, "__dataclass_params__", None)
     if params is None or not params.frozen:
         raise ValueError(f"config: expected an instance of a frozen dataclass, received {config!r}.")

@@ -6,7 +6,9 @@ from collections.abc import Iterator, Mapping
 from contextvars import ContextVar
 from typing import Any
 
+from .config import check_config
 from .environment import declare
+from .registry import kernel_registry
 
 
 class Policy(enum.StrEnum):
@@ -56,12 +58,29 @@ def overlay_cache(entries: Mapping[str, Any]) -> Iterator[None]:
     A module keeps what it was built with: leaving the context changes nothing in it, and what it was built with is part of what its
     compiled calls are found by. The overlay is a context variable: a thread started inside sees it if it runs in a copy of the context
     (`contextvars.copy_context().run`), as `asyncio` tasks do by themselves.
+
+    **Raises:** `ValueError` for a name that is no operation and no key, or a value that is no configuration.
     """
+    _check(entries)
     token = _OVERLAY.set(tuple(entries.items()) + _OVERLAY.get())
     try:
         yield
     finally:
         _OVERLAY.reset(token)
+
+
+def _check(entries: Any) -> None:
+    if not isinstance(entries, Mapping):
+        raise ValueError(
+            f"overlay_cache: expected a mapping of operation names or problem keys to configurations, received {entries!r}."
+        )
+    known = kernel_registry.list_operations()
+    for key, config in entries.items():
+        if not isinstance(key, str) or (key not in known and not key.startswith("{")):
+            raise ValueError(
+                f"overlay_cache: expected a Problem.key() or one of {', '.join(known)}, received {key!r}."
+            )
+        check_config(config)
 
 
 def overlay_entries() -> tuple[tuple[str, Any], ...]:

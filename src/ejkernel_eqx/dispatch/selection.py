@@ -84,15 +84,24 @@ def _first_answer(
     if tuning and _autotuner is not None:
         for tier, ask in _SUFFICIENT[snapshot.policy]:
             known = ask(snapshot, implementation, problem)
-            if known is not None:
+            if known is not None and _may_run(ask, known, snapshot, implementation, problem):
                 return known, tier
     for tier, ask in TIERS:
         known = None if ask is _autotune else ask(snapshot, implementation, problem)
-        if known is not None:
+        if known is not None and _may_run(ask, known, snapshot, implementation, problem):
             return known, tier
     raise UnsupportedError(
         problem.operation, {implementation.platform.value: "has no configuration for this problem"}
     )
+
+
+def _may_run(
+    ask: Ask, known: Known, snapshot: Snapshot, implementation: Implementation, problem: Problem
+) -> bool:
+    """Whether what a table says holds for this very problem: it was measured at another length of the same key, perhaps."""
+    if ask not in _OF_TABLES or known.config is None:
+        return True
+    return implementation.config_unsupported(known.config, problem, snapshot.device) is None
 
 
 def _override(snapshot: Snapshot, implementation: Implementation, problem: Problem) -> Known | None:
@@ -162,6 +171,9 @@ TIERS: tuple[tuple[Tier, Ask], ...] = (
 )
 """What is asked, in order. The seventh tier is the error raised when none of these answers. `_tuned` is what an earlier run of
 the autotune tier found for the same module; `_autotune` is passed over where nothing may be timed."""
+
+
+_OF_TABLES = (_tuned, _memory, _user, _shipped, _autotune)
 
 
 def _without(*passed_over: Ask) -> tuple[tuple[Tier, Ask], ...]:

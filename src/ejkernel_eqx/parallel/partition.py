@@ -23,6 +23,16 @@ def inside_manual_mesh() -> bool:
     return bool(jax.sharding.get_abstract_mesh().manual_axes)
 
 
+def _refuse_partly_manual() -> None:
+    mesh = jax.sharding.get_abstract_mesh()
+    left = [name for name in mesh.axis_names if name not in mesh.manual_axes and mesh.shape[name] > 1]
+    if left:
+        raise ValueError(
+            f"shard_map: expected all axes of the mesh to be manual around a kernel that the compiler cannot split, received {left} left to the "
+            "compiler, which would gather every operand; name them in axis_names too, or use platform='xla'."
+        )
+
+
 def no_mesh() -> Any:
     """A context in which shardings are nobody's business, as inside the body of a kernel."""
     return jax.sharding.use_abstract_mesh(jax.sharding.AbstractMesh((), ()))
@@ -50,6 +60,7 @@ def partitioned(
     names a pair of axes of which the first is a multiple of the second and is split with it: query heads, key heads.
     """
     if inside_manual_mesh():
+        _refuse_partly_manual()
         return function(*args)
     flat, treedef = jax.tree.flatten(args)
     flat_axes = [a.letters for a in jax.tree.leaves(axes)]

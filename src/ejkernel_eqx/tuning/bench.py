@@ -32,12 +32,22 @@ class Bench:
         self.expected = functools.cache(self._expected)
         self.floor = functools.cache(lambda: measure.launch_floor(self.inputs(0)))
         self._programs: dict[tuple[Any, Names, int], Program] = {}
+        self._name = f"{job.problem} on {job.implementation.platform.value}"
         self.names: Names = tuple(self.expected(0))
+        if missing := sorted(set(self.names) - set(workload.tolerances)):
+            raise TuningError(f"{self._name}: the workload has no tolerances for {', '.join(missing)}.")
 
     def _expected(self, seed: int) -> Mapping[str, Any]:
         inputs = self.inputs(seed)
         with jax.default_matmul_precision("highest"):
-            return jax.block_until_ready(self.workload.reference(inputs))
+            expected = jax.block_until_ready(self.workload.reference(inputs))
+        # Nothing can agree with it: that says nothing against the candidates.
+        if undefined := [name for name, result in expected.items() if check.has_nan(result)]:
+            raise TuningError(
+                f"{self._name}: the reference gives NaN in {', '.join(undefined)} on the inputs to tune with (seed {seed}); give inputs "
+                "for which it is defined."
+            )
+        return expected
 
     @functools.cached_property
     def directions(self) -> dict[str, Names]:
@@ -78,13 +88,19 @@ class Bench:
 
 
 def failure(error: BaseException | None) -> Refusal:
-    """How a candidate that raised counts. Too little device memory says nothing against it, too little shared memory does."""
-    text = str(error).strip()
+    """How a candidate that raised counts. Too little device memory says nothing against it, too little shared memory does; nor does
+    what the machine lacks, as a disk that is full."""
+    try:
+        text = str(error).strip()
+    except Exception:  # of any kind, as the exception is the candidate's
+        text = ""
     line = (text.splitlines() or [""])[0][:200]
     lower = text.lower()
     lacking = any(word in lower for word in ("resource_exhausted", "out of memory", "out_of_memory"))
     if isinstance(error, MemoryError) or (lacking and "shared" not in lower):
         return Status.SKIPPED, MEMORY
+    if isinstance(error, OSError):
+        return Status.SKIPPED, f"raises {type(error).__name__}: {line}"
     return Status.DENIED, f"raises {type(error).__name__}: {line}"
 
 

@@ -9,7 +9,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax import Array, lax
 
-from .._tolerances import Tolerance
+from .._tolerances import errors, Tolerance
 
 
 @functools.partial(jax.jit, static_argnames="dtype")
@@ -52,11 +52,26 @@ def result_errors(actual: Any, reference: Any) -> Tolerance:
         if np.shape(leaf) != np.shape(wanted):
             raise ValueError(f"has shape {np.shape(leaf)}, but the reference has {np.shape(wanted)}")
         if np.size(leaf):
-            leaf, wanted = jnp.asarray(leaf), jnp.asarray(wanted)
-            dtype = np.float64 if np.float64 in (leaf.dtype, wanted.dtype) else np.float32
-            rms, peak = _leaf_errors(leaf, wanted, np.dtype(dtype))
-            worst = Tolerance(max(worst.rms, float(rms)), max(worst.peak, float(peak)))
+            for pair in _real_pairs(jnp.asarray(leaf), jnp.asarray(wanted)):
+                rms, peak = _array_errors(*pair)
+                worst = Tolerance(max(worst.rms, float(rms)), max(worst.peak, float(peak)))
     return worst
+
+
+def _real_pairs(*both: Array) -> list[tuple[Array, Array]]:
+    """Complex arrays by their parts; others as they are."""
+    if any(jnp.issubdtype(x.dtype, jnp.complexfloating) for x in both):
+        (a, b), (c, d) = ((x.real, x.imag) for x in both)
+        return [(a, c), (b, d)]
+    return [(both[0], both[1])]
+
+
+def _array_errors(actual: Array, reference: Array) -> tuple[Any, Any]:
+    dtypes = (actual.dtype, reference.dtype)
+    if all(jnp.issubdtype(dtype, jnp.integer) and dtype.itemsize > 2 for dtype in dtypes):
+        return errors(actual, reference)  # neighbours beyond 2^24 are one number in float32
+    dtype = np.float64 if np.float64 in dtypes else np.float32
+    return _leaf_errors(actual, reference, np.dtype(dtype))
 
 
 def all_errors(
@@ -79,6 +94,13 @@ def all_errors(
                 f"largest error {measured.peak:.2g} (allowed {allowed.peak:.2g})"
             )
     return found, "; ".join(reasons) or None
+
+
+def has_nan(result: Any) -> bool:
+    """Whether there is a NaN anywhere in a pytree of arrays."""
+    leaves = [jnp.asarray(leaf) for leaf in jax.tree.leaves(result)]
+    inexact = (leaf for leaf in leaves if jnp.issubdtype(leaf.dtype, jnp.inexact))
+    return any(bool(jnp.any(jnp.isnan(leaf))) for leaf in inexact)
 
 
 def same_bits(first: Any, second: Any) -> bool:

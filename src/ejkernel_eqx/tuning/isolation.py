@@ -25,6 +25,8 @@ _LOG = logging.getLogger("ejkernel_eqx")
 WORKER = "ejkernel_eqx.tuning.worker"
 START_LIMIT = 600.0
 """Seconds for what belongs to no candidate: imports, inputs and reference."""
+_FAREWELL = 5.0
+"""Seconds to wait for the end of what a dead process has said."""
 _LAST_WORDS = 2000
 
 
@@ -55,7 +57,7 @@ def not_isolatable(job: Job) -> str | None:
         return "there is no Python interpreter to start"
     try:
         _pickled(job)
-    except (pickle.PicklingError, TypeError, AttributeError) as error:
+    except Exception as error:  # of any kind: objects say as they like that they cannot be pickled
         return f"{type(error).__name__}: {error}"
     return None
 
@@ -120,6 +122,7 @@ class _Child:
             stdout=subprocess.PIPE,
             stderr=self._stderr,
             env=_environment(),
+            process_group=0,  # a group of its own, so that what a candidate starts ends with it
         )
         self._events: queue.SimpleQueue[Any] = queue.SimpleQueue()
         self._reader = threading.Thread(target=self._read, daemon=True)
@@ -132,12 +135,14 @@ class _Child:
 
     def _read(self) -> None:
         assert self._process.stdout is not None
-        with contextlib.suppress(
-            EOFError, pickle.UnpicklingError, ValueError, OSError
-        ):  # killed while it wrote
+        try:
             while True:
                 self._events.put(pickle.load(self._process.stdout))
-        self._events.put(None)
+        except Exception as error:  # of any kind: killed while it wrote, mostly
+            if not isinstance(error, EOFError | OSError):
+                _LOG.debug("the process that tunes says what cannot be read: %s", error)
+        finally:
+            self._events.put(None)
 
     def follow(self, ledger: Ledger, limit: float) -> bool:
         """Enters what the process says until it has finished or died (`False`), or something takes too long (`True`)."""
@@ -146,6 +151,8 @@ class _Child:
             try:
                 event = self._events.get(timeout=min(1.0, limit / 4))
             except queue.Empty:
+                if self._process.poll() is not None:  # the pipe is held open by what it has started
+                    return False
                 running = ledger.running()
                 if running and running[0][1] > limit:
                     return True
@@ -153,7 +160,11 @@ class _Child:
                     return True
                 continue
             if event is None:
-                self._process.wait()
+                try:
+                    self._process.wait(_FAREWELL)
+                except subprocess.TimeoutExpired:  # it lives, but nobody hears it any more
+                    self._process.kill()
+                    self._process.wait()
                 return False
             ledger.take(event)
             silent_since = time.monotonic()
@@ -175,13 +186,22 @@ class _Child:
         return self
 
     def __exit__(self, *_: object) -> None:
+        self._end_group()
         self._process.kill()
         self._process.wait()
-        self._reader.join()
+        self._reader.join(_FAREWELL)
+        if self._reader.is_alive():  # what the candidate started has left the group, and holds the pipe open
+            return
         for stream in (self._process.stdin, self._process.stdout, self._stderr):
             if stream is not None:
                 with contextlib.suppress(BrokenPipeError):
                     stream.close()
+
+    def _end_group(self) -> None:
+        """Ends the process and what its candidates have started: they hold its pipes open."""
+        if os.name == "posix":
+            with contextlib.suppress(ProcessLookupError, PermissionError):
+                os.killpg(self._process.pid, signal.SIGKILL)
 
 
 def _environment() -> dict[str, str]:

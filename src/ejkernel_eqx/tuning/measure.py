@@ -13,6 +13,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from .options import TuneOptions
 from .tracing import refuse_trace
 
 K = TypeVar("K", bound=Hashable)
@@ -166,6 +167,7 @@ def benchmark(
     **Raises:** `TuningError` inside `jit` or another staged transformation, where there is nothing to time.
     """
     refuse_trace("benchmark")
+    TuneOptions(samples=samples, sample_ms=sample_ms)  # checks them
     sets = [args, *input_sets]
     if not jit:
         return time_in_turn({"": JaxWork(functools.partial(fn, **kwargs), sets)}, samples, sample_ms)[""]

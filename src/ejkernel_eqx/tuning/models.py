@@ -50,7 +50,8 @@ def tune(
 
     The call is traced with shapes only. Every distinct problem in it is tuned once, forward and backward together, unless a table knows it
     already: each candidate is checked against the reference before it may win, and the winner is written into the user's table, where
-    the next process finds it. Choices that were given (`config=`, an overlay) are left alone. What was tuned is logged, in one line.
+    the next process finds it. Choices that were given (`config=`, an overlay) are left alone. A line for each problem that was tuned, and
+    one for the whole, are logged at the level INFO.
 
     **Arguments:**
 
@@ -60,7 +61,7 @@ def tune(
     - `call`: `call(model, *args, **kwargs)`; default `model(*args, **kwargs)`. Give it where the model is called in another way, for example
         one example at a time under `jax.vmap`.
     - `others`: a pytree with copies of the model's kernels in it, such as the state of an optimiser, that must go on matching the model.
-    - `options`: [`ejkernel_eqx.TuneOptions`][]: the time for each problem and the like.
+    - `options`: [`ejkernel_eqx.TuneOptions`][]: the seconds for each problem and the like.
     - `force`: tune anew what is known, too.
 
     **Returns:**
@@ -69,7 +70,8 @@ def tune(
     make this call: process 0 tunes, all get its table, and all make sure that they will run the same.
 
     `TuningError` under the policy `"heuristic"`, inside `jit` or another staged transformation, if no configuration of a kernel
-    survives its check, or if another process fails. What the call itself raises is passed on.
+    survives its check, or if another process fails. `ValueError` for a `model` that cannot be called without `call`. What the call itself
+    raises is passed on.
     """
     with taking_part("ejx.tune") as together:
         function = _call_of(model, call)
@@ -134,6 +136,10 @@ class Tuning:
         configs: Sequence[Any] | None = None,
     ) -> None:
         refuse_trace(together.name)
+        if not isinstance(options, TuneOptions | None):
+            raise ValueError(
+                f"options: expected an ejx.TuneOptions, received {options!r}; write options=ejx.TuneOptions(time_budget=20)."
+            )
         self._policy = Policy.FORCE if force else current_policy()
         if current_policy() is Policy.HEURISTIC:
             raise TuningError(
@@ -274,6 +280,8 @@ def _statement(calls: Iterable[Invocation]) -> str:
 
 
 def _call_of(model: Any, call: Callable[..., Any] | None) -> Callable[..., Any]:
+    if call is not None and not callable(call):
+        raise ValueError(f"call: expected a function call(model, *args, **kwargs), received {call!r}.")
     if call is not None:
         return call
     if not callable(model):

@@ -18,9 +18,14 @@ _recorded: dict[Invocation, None] = {}
 def record_invocation(model: Any, *args: Any, **kwargs: Any) -> tuple[Invocation, ...]:
     """Traces `model(*args, **kwargs)`, with shapes only, and remembers the choices it makes for `autotune_recorded`.
 
+    **Arguments:**
+
+    - `model`: a module, a model or a function.
+    - `args`, `kwargs`: its call: arrays or `jax.ShapeDtypeStruct`s.
+
     **Returns:**
 
-    The choices. `args` may be arrays or `jax.ShapeDtypeStruct`s.
+    The choices of this call, distinct, in order. What the call itself raises is passed on.
     """
     calls = invocations_of(model, Inputs(args, kwargs))
     _recorded.update(dict.fromkeys(calls))
@@ -64,6 +69,10 @@ def vmap_with_config(kernel: Any, config: Any | None = None, **options: Any) -> 
     - `kernel`: an operation.
     - `config`: the configuration; default what the kernel chooses.
     - `options`: `in_axes`, `out_axes`, `axis_name`, `axis_size` of `eqx.filter_vmap`.
+
+    **Returns:**
+
+    The mapped function. `ValueError` for a configuration of another kernel.
     """
     return eqx.filter_vmap(with_kernel_config(kernel, config), **options)
 
@@ -80,6 +89,10 @@ def pmap_with_config(
     - `kernel`: an operation.
     - `config`: the configuration; default what the kernel chooses.
     - `mesh`, `in_specs`, `out_specs`: as for `jax.shard_map`, one specification for each positional argument.
+
+    **Returns:**
+
+    The function over the whole arrays. `ValueError` for a configuration of another kernel.
     """
     chosen = with_kernel_config(kernel, config)
     return jax.shard_map(lambda *args: chosen(*args), mesh=mesh, in_specs=in_specs, out_specs=out_specs)

@@ -3,9 +3,11 @@
 import contextlib
 import dataclasses
 import os
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextvars import ContextVar
 from typing import Any
+
+from ..launch import Target, TARGETS
 
 
 @dataclasses.dataclass(frozen=True)
@@ -35,19 +37,32 @@ class TuneOptions:
     target: Any = None
 
     def __post_init__(self) -> None:
-        for name in ("time_budget", "sample_ms", "candidate_timeout"):
-            if not getattr(self, name) > 0:
+        self._check("a number > 0", _is_positive, "time_budget", "sample_ms", "candidate_timeout")
+        self._check("an int >= 1", _is_count, "max_candidates", "samples")
+        self._check("an int >= 1 or None", lambda x: x is None or _is_count(x), "jobs")
+        self._check("True or False", lambda x: isinstance(x, bool), "progress")
+        self._check("True, False or None", lambda x: x is None or isinstance(x, bool), "isolate")
+        known = f"a launch.Target, None, or one of {', '.join(TARGETS)}"
+        self._check(known, lambda x: x is None or isinstance(x, Target) or x in TARGETS, "target")
+
+    def _check(self, expected: str, allowed: Callable[[Any], bool], *names: str) -> None:
+        for name in names:
+            if not allowed(getattr(self, name)):
                 raise ValueError(
-                    f"TuneOptions.{name}: expected a number > 0, received {getattr(self, name)!r}."
+                    f"TuneOptions.{name}: expected {expected}, received {getattr(self, name)!r}."
                 )
-        for name in ("max_candidates", "samples", "jobs"):
-            value = getattr(self, name)
-            if not (value is None and name == "jobs") and (not isinstance(value, int) or value < 1):
-                raise ValueError(f"TuneOptions.{name}: expected an int >= 1, received {value!r}.")
 
     @property
     def workers(self) -> int:
         return self.jobs or min(8, os.cpu_count() or 1)
+
+
+def _is_positive(value: Any) -> bool:
+    return isinstance(value, int | float) and not isinstance(value, bool) and value > 0
+
+
+def _is_count(value: Any) -> bool:
+    return isinstance(value, int) and not isinstance(value, bool) and value >= 1
 
 
 _OPTIONS: ContextVar[TuneOptions | None] = ContextVar("ejkernel_eqx_tune_options", default=None)

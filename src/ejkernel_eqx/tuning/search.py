@@ -11,6 +11,7 @@ from typing import Any
 from ..dispatch import BOTH
 from .events import Event, Finished, Job, Stage, Unsound
 from .result import Candidate, Status
+from .settings import undisturbed
 from .trials import Trial, Trials, UnsoundDevice
 
 MARGIN = 1.01
@@ -22,7 +23,8 @@ FINALISTS = 4
 def search(job: Job, emit: Callable[[Event], None]) -> None:
     """Runs the search and emits what it finds, `Finished` or `Unsound` last."""
     try:
-        emit(_Search(job, emit).run())
+        with undisturbed():
+            emit(_Search(job, emit).run())
     except UnsoundDevice as error:
         emit(Unsound(str(error)))
 

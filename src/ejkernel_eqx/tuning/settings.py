@@ -39,6 +39,13 @@ def applied(settings: Mapping[str, Any]) -> Iterator[None]:
         yield
 
 
+@contextlib.contextmanager
+def undisturbed() -> Iterator[None]:
+    """While it is open, nothing holds in this thread that helps to debug a program: it would stop candidates that are right."""
+    with jax.disable_jit(False), jax.debug_nans(False), jax.debug_infs(False), jax.transfer_guard("allow"):
+        yield
+
+
 def process_settings() -> dict[str, Any]:
     """What holds in this thread and process, as plain data for another process."""
     settings = {name: getattr(jax.config, name, None) for name in (*_OF_THREAD, *_OF_PROCESS)}

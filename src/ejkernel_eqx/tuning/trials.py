@@ -12,7 +12,7 @@ from .events import Begun, Ended, Event, Job, Measured
 from .filters import refusal
 from .measure import Timing
 from .result import Candidate, Measurement, Status
-from .settings import applied, thread_settings
+from .settings import applied, thread_settings, undisturbed
 
 BUDGET = "time budget"
 K = TypeVar("K", bound=Hashable)
@@ -98,7 +98,7 @@ class Trials:
         settings = thread_settings()
 
         def one(item: T) -> R:
-            with applied(settings):
+            with applied(settings), undisturbed():
                 return function(item)
 
         with collector_paused(), concurrent.futures.ThreadPoolExecutor(self.job.options.workers) as pool:
@@ -119,7 +119,9 @@ class Trials:
     def check(self, trials: Iterable[Trial], seeds: Iterable[int] = (0,)) -> dict[str, float] | None:
         """The largest error of each result over programs of one candidate and input seeds; `None` if it may not be used."""
         found: list[Mapping[str, float]] = []
-        candidate = None
+        candidate, seeds = None, tuple(seeds)
+        for seed in seeds:  # what fails here is no candidate's fault
+            self.bench.expected(seed)
         for trial in trials:
             candidate = trial.candidate
             self.emit(Begun(candidate, "run"))

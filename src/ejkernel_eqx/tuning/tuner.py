@@ -14,12 +14,15 @@ from ..dispatch import (
     current_policy,
     device_facts,
     DeviceFacts,
+    from_json,
     Implementation,
     Known,
     memory_cache,
+    no_tuning,
     Platform,
     Policy,
     Problem,
+    to_json,
     tuning_allowed,
     Workload,
 )
@@ -61,7 +64,7 @@ def tune_problem(
     **Arguments:**
 
     - `problem`, `implementation`: what to tune. `device` are the facts of JAX's default device, on which everything runs.
-    - `configs`: the candidates in place of the implementation's own; the heuristic is always one of them.
+    - `configs`: the candidates in place of the implementation's own. The heuristic, and what has won before, compete with them.
     - `options`: the effort; by default `current_options()`.
     - `force`: measure everything anew, known or not.
 
@@ -72,7 +75,7 @@ def tune_problem(
     **Raises:** `TuningError` inside a staged trace, for an implementation that has nothing to tune it by, and if no candidate may be
     used. `ValueError` for `configs` of another class.
     """
-    refuse_trace("tune_problem")
+    refuse_trace("tuning")
     device, options = device or device_facts(), options or current_options()
     workload = _workload_of(problem, implementation, device)
     stages = _stages(problem, implementation, device, workload, configs, options.max_candidates)
@@ -81,11 +84,11 @@ def tune_problem(
         return TuningResult(problem, implementation, heuristic, heuristic, {}, {}, (), 0.0, cached=True)
 
     job = Job(problem, implementation, device, heuristic, stages, (), None, options, options.time_budget)
-    job = job if force else _recalled(job, strict=configs is not None)
+    job = job if force else _recalled(job)
     if not _is_complete(job):
         with tuning_lock(device) as waited:
             if waited and not force:
-                job = _recalled(job, strict=configs is not None)
+                job = _recalled(job)
             if not _is_complete(job):
                 return _keep(_tune(job))
     return _keep(_cached(job))
@@ -118,6 +121,10 @@ def _stages(
                 f"configs: expected instances of {platform.config_type.__name__} for {implementation.platform.value!r}, received {config!r}."
             )
     found.insert(0, platform.default_config(problem, device))
+    found = list(dict.fromkeys(found))
+    if len(found) > 1:  # else nothing is stored
+        for config in found:
+            _check_storable(config)
     if not workload.parts:
         return (Stage("", (), tuple(dict.fromkeys(found))[:most]),)
     return tuple(
@@ -126,8 +133,21 @@ def _stages(
     )
 
 
-def _recalled(job: Job, strict: bool) -> Job:
-    """The job with what the user's table knows of it; if `strict`, its winner counts only if it is a candidate."""
+def _check_storable(config: Any) -> None:
+    try:
+        same = from_json(to_json(config), type(config)) == config
+        reason = "it is another one when it is read again"
+    except (TypeError, ValueError, NameError) as error:
+        same, reason = False, str(error)
+    if not same:
+        raise ValueError(
+            "configs: expected fields that come back from a file (bool, int, float, str, None, tuples of them, frozen dataclasses), received "
+            f"{config!r}: {reason}."
+        )
+
+
+def _recalled(job: Job) -> Job:
+    """The job with what the user's table knows of it. Its winner competes, candidate or not: the record must not become worse."""
     record = lookup(job.implementation, job.problem, job.device)
     if record is None:
         return job
@@ -136,12 +156,6 @@ def _recalled(job: Job, strict: bool) -> Job:
     except ValueError as error:
         _LOG.warning("the record of %s on %s is ignored: %s", job.problem, record.platform, error)
         return job
-    if strict and previous is not None:
-        config = previous.config
-        parts = (
-            (getattr(config, stage.part) if stage.part else config, stage.options) for stage in job.stages
-        )
-        previous = previous if all(value in options for value, options in parts) else None
     return dataclasses.replace(job, known=known, previous=previous)
 
 
@@ -237,7 +251,13 @@ def _search(job: Job, ledger: Ledger) -> None:
         )
     ledger.stopped()
     # In an empty context: what the caller has opened (listeners, overlays, a policy) is not meant for the candidates.
-    contextvars.Context().run(search, dataclasses.replace(job, known=ledger.measurements), ledger.take)
+    contextvars.Context().run(_search_alone, dataclasses.replace(job, known=ledger.measurements), ledger)
+
+
+def _search_alone(job: Job, ledger: Ledger) -> None:
+    """Nothing else is tuned meanwhile, for the inputs say: it would wait for the lock that is held for this search."""
+    with no_tuning():
+        search(job, ledger.take)
 
 
 def _say_once(message: str) -> None:

@@ -10,6 +10,7 @@ import pickle
 import sys
 import threading
 
+from ..dispatch import no_tuning
 from .events import Event, Failed
 from .search import search
 from .settings import apply_to_process
@@ -30,7 +31,8 @@ def main() -> None:
     threading.Thread(target=_end_with_parent, daemon=True).start()
     try:
         apply_to_process(settings)
-        search(pickle.loads(payload), emit)
+        with no_tuning():  # the lock is held by the parent
+            search(pickle.loads(payload), emit)
     # Of any kind: imports, inputs and reference are arbitrary code, and the reason has to be told.
     except Exception as error:
         with contextlib.suppress(BrokenPipeError):
