@@ -22,6 +22,8 @@ TOLERANCES: dict[str, dict[str, Tolerance]] = {
     "float64": {"forward": Tolerance(1e-13, 1e-12), "gradient": Tolerance(1e-12, 1e-11)},
     "float32": {"forward": Tolerance(2e-6, 1e-5), "gradient": Tolerance(1e-5, 5e-5)},
     "float16": {"forward": Tolerance(1e-3, 4e-3), "gradient": Tolerance(2e-3, 8e-3)},
+    "float8_e4m3fn": {"forward": Tolerance(5e-2, 1.4e-1), "gradient": Tolerance(1e-1, 2.8e-1)},
+    "float8_e5m2": {"forward": Tolerance(1e-1, 2.8e-1), "gradient": Tolerance(2e-1, 5.6e-1)},
     "bfloat16": {"forward": Tolerance(6e-3, 2e-2), "gradient": Tolerance(1.2e-2, 4e-2)},
 }
 

@@ -11,9 +11,11 @@ import pytest
 import ejkernel_eqx as ejx
 from ejkernel_eqx import TuningError
 from ejkernel_eqx._tolerances import errors, TOLERANCES
+from ejkernel_eqx.custom import platforms
 from ejkernel_eqx.custom.workload import example_problem
 from ejkernel_eqx.dispatch import BOTH, device_facts, FORWARD, kernel_registry, Problem
 from ejkernel_eqx.dispatch.labels import find_labels_in_lowered, labels_to_configs
+from ejkernel_eqx.dispatch.persistent import lookup, made_with, Record, user_cache
 from ejkernel_eqx.launch import compile_ahead
 from ejkernel_eqx.tuning import Status, tune_problem, tuning_options
 from tests.attention.dense import normal, quick
@@ -160,3 +162,20 @@ def test_labels_name_the_choice():
     assert {(x.operation, x.config) for x in found} == {("tests.square", kernel.plan.snapshot.override)}
     folded = example_problem("tests.square", {"B": 3, "D": 40}, "float32", {})
     assert {x.problem for x in found} == {folded.digest()}
+
+
+def test_what_was_tuned_of_another_text_is_not_asked(monkeypatch, tmp_path):
+    """A kernel that is being worked on: yesterday's winner, and yesterday's denials, say nothing of today's code."""
+    monkeypatch.setenv("EJKERNEL_EQX_CACHE_DIR", str(tmp_path))
+    x, weight = jnp.ones((2, 16)), jnp.ones(16)
+    with ejx.recording() as calls:
+        jax.eval_shape(Square(), x, weight)
+    (call,) = calls
+    device, implementation = device_facts(), call.implementation
+    assert len(made_with(implementation)["source"]) == 12
+    key, exact = call.problem.key(), call.problem.to_dict()
+    place = (call.operation, implementation.platform.value, implementation.version, key, exact)
+    user_cache(device, implementation.core).put(Record(*place, made_with(implementation), {}))
+    assert lookup(implementation, call.problem, device) is not None
+    monkeypatch.setattr(platforms, "source_digest", lambda kernel: "another")
+    assert lookup(implementation, call.problem, device) is None

@@ -1,6 +1,10 @@
 """What the registry holds of a user's kernel: for every platform it is written for, the answers of its class."""
 
 import dataclasses
+import functools
+import hashlib
+import inspect
+import sys
 from collections.abc import Callable, Mapping
 from typing import Any
 
@@ -91,6 +95,10 @@ class CustomPlatform:
         return self.kernel.version
 
     @property
+    def SOURCE(self) -> str | None:
+        return source_digest(self.kernel)
+
+    @property
     def NOTE(self) -> str | None:
         return _INTERPRETED if self.platform is Platform.TRITON_INTERPRET else None
 
@@ -137,6 +145,16 @@ class CustomPlatform:
             f"{self.kernel.__name__}: default_config and candidates for platform {self.written_as.value!r}: expected "
             f"{self.config_type.__name__}, received {config!r}; return an instance of config_types[{self.written_as.value!r}]."
         )
+
+
+@functools.lru_cache(maxsize=256)
+def source_digest(kernel: type) -> str | None:
+    """Of the module that defines a kernel class, where its text can be found: what was tuned of other text is worth nothing."""
+    try:
+        text = inspect.getsource(sys.modules[kernel.__module__])
+    except (KeyError, OSError, TypeError):
+        return None
+    return hashlib.sha256(text.encode()).hexdigest()[:12]
 
 
 def config_type(kernel: Any, platform: Platform) -> type:

@@ -249,7 +249,7 @@ class PersistentCache:
         """`OSError` if it cannot be had: `TimeoutError` among them."""
         import filelock
 
-        lock = filelock.FileLock(f"{self.path.resolve()}.lock", timeout=timeout)
+        lock = filelock.FileLock(f"{os.path.realpath(self.path)}.lock", timeout=timeout)
         try:
             lock.acquire(poll_interval=0.005)
         except NotImplementedError as error:  # a file system without locks
@@ -261,7 +261,7 @@ class PersistentCache:
 
     def _replace(self, text: str) -> None:
         """Whole or not at all, also when the machine stops: the lock is held, so one name serves all that write."""
-        path = self.path.resolve()  # a link stays a link
+        path = pathlib.Path(os.path.realpath(self.path))  # a link stays a link
         temporary = path.with_name(f"{path.name}.tmp")
         with open(temporary, "w", encoding="utf-8") as file:
             file.write(text)

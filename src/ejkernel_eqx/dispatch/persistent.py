@@ -74,6 +74,15 @@ def _versions() -> tuple[tuple[str, str], ...]:
     return tuple(found)
 
 
+def made_with(implementation: Implementation) -> dict[str, str]:
+    """`software()`, and where an implementation names its `SOURCE` (a digest of the text of its kernels) that too."""
+    try:
+        source = getattr(implementation.load(), "SOURCE", None)
+    except ModuleNotFoundError:  # its platform is not installed: it will not answer anyway
+        source = None
+    return software() | ({"source": source} if source else {})
+
+
 def lookup(implementation: Implementation, problem: Problem, device: DeviceFacts) -> Record | None:
     """The user's own record of a problem, of this version of the kernels and this software."""
     key = record_key(
@@ -81,7 +90,7 @@ def lookup(implementation: Implementation, problem: Problem, device: DeviceFacts
         implementation.platform.value,
         implementation.version,
         problem.key(),
-        software(),
+        made_with(implementation),
     )
     return user_cache(device, implementation.core).get(key)
 
@@ -106,5 +115,6 @@ def user_entries(implementation: Implementation, device: DeviceFacts) -> tuple[E
 
 @functools.lru_cache(maxsize=256)
 def _fitting(implementation: Implementation, content: Content, name: str) -> tuple[Entry, ...]:
-    ours = (record for record in content.records if record.software == software())
+    software_now = made_with(implementation)
+    ours = (record for record in content.records if record.software == software_now)
     return fitting(implementation, ours, name, _origin)

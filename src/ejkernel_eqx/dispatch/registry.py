@@ -26,8 +26,9 @@ class Implementation:
     `unsupported(problem, device) -> str | None`, `default_config(problem, device)`, `candidates(problem, device)`, and
     names its configuration class in `config_type`. It may also have `unavailable(device) -> str | None` (why nothing runs there),
     `config_unsupported(config, problem, device) -> str | None` (why a configuration cannot run, found without compiling it), `NOTE`
-    (a sentence for `explain`) and `VERSION` (an int, raised when a change of the kernels makes known configurations
-    worthless). What it needs besides to run is between it and its operation.
+    (a sentence for `explain`), `VERSION` (an int, raised when a change of the kernels makes known configurations
+    worthless) and `SOURCE` (a digest of the kernels' text: what the user's table says of another text is not asked). What it needs
+    besides to run is between it and its operation.
 
     `workload` is a function (or its name), called with this implementation and a problem, that gives the `Workload` to tune it
     by; an implementation without one has nothing to tune.

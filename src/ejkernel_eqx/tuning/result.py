@@ -8,7 +8,7 @@ from collections.abc import Mapping
 from typing import Any, NamedTuple
 
 from ..dispatch import DeviceFacts, Implementation, Platform, Problem, stable_json, to_dict
-from ..dispatch.persistent import software
+from ..dispatch.persistent import made_with
 from ..dispatch.records import Denied, Record, Timed
 
 SPILLS = "spills "
@@ -115,7 +115,7 @@ class TuningResult:
             version=self.implementation.version,
             problem=self.problem.key(),
             exact=self.problem.to_dict(),
-            software=software(),
+            software=made_with(self.implementation),
             config=to_dict(self.config) if self.config is not None else None,
             ms=dict(self.ms),
             spread=dict(self.spread),
