@@ -1,5 +1,6 @@
 from . import launch as launch
 from . import nn as nn
+from . import sequences as sequences
 from ._errors import CheckpointError as CheckpointError
 from ._errors import EjkernelError as EjkernelError
 from ._errors import TuningError as TuningError

@@ -3,6 +3,7 @@
 import dataclasses
 import functools
 import operator
+import sys
 from typing import Any
 
 import equinox as eqx
@@ -12,6 +13,8 @@ import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from jax.sharding import AxisType, NamedSharding
+from jax.sharding import PartitionSpec as P
 
 import ejkernel_eqx as ejx
 from ejkernel_eqx import Mask
@@ -29,6 +32,8 @@ class Options:
     chunks: tuple = ()
     prefixes: tuple = ()  # [B] each
     segments: tuple = ()  # pairs of [B, T], [B, S]
+    types: tuple = ()
+    type_runs: tuple = ()
     q_lengths: Any = None  # [B]
     kv_lengths: Any = None
     packed: Any = None  # offsets of queries, of keys
@@ -40,6 +45,8 @@ class Options:
         single += [Mask.chunked(size) for size in self.chunks]
         single += [Mask.prefix(lengths) for lengths in self.prefixes]
         single += [Mask.from_segments(*pair) for pair in self.segments]
+        single += [Mask.token_types(*pair) for pair in self.types]
+        single += [Mask.token_types(*pair, runs=True) for pair in self.type_runs]
         single += [] if self.q_lengths is None else [Mask.from_lengths(q_lengths=self.q_lengths)]
         single += [] if self.kv_lengths is None else [Mask.from_lengths(kv_lengths=self.kv_lengths)]
         single += [] if self.packed is None else [Mask.from_cu_seqlens(*self.packed)]
@@ -67,6 +74,12 @@ class Options:
         checks += [(j - first) // size == (position - first) // size for size in self.chunks]
         checks += [j <= position or j - first < lengths[b] for lengths in self.prefixes]
         checks += [q_ids[b][i] == kv_ids[b][j] and q_ids[b][i] >= 0 for q_ids, kv_ids in self.segments]
+        checks += [j <= position or q_ids[b][i] == kv_ids[b][j] != 0 for q_ids, kv_ids in self.types]
+        checks += [
+            j <= position
+            or (q_ids[b][i] != 0 and all(kv_ids[b][max(position + 1, 0) : j + 1] == q_ids[b][i]))
+            for q_ids, kv_ids in self.type_runs
+        ]
         checks += [self.q_lengths is None or i < self.q_lengths[b]]
         checks += [self.kv_lengths is None or j < self.kv_lengths[b]]
         checks += [self.dense is None or bool(self.dense[b, h, i, j])]
@@ -122,6 +135,10 @@ IDS = (
     np.array([[0, 0, 1, 1, 2, -1], [1, 1, 0, 0, -3, 1]]),
     np.array([[0, 0, 1, 2, 2, 2, -1], [1, 0, 0, 1, 1, -3, 1]]),
 )
+TYPES = (
+    np.array([[1, 1, 0, 0, 2, 2], [0, 1, 1, -1, 1, 1]]),
+    np.array([[1, 1, 1, 0, 0, 2, 2], [0, 1, 1, 1, -1, 1, 1]]),
+)
 SINGLE = {
     "everything": Options(),
     "causal": Options(causal=True),
@@ -132,6 +149,12 @@ SINGLE = {
     "prefix": Options(prefixes=((2, 5),)),
     "segments": Options(segments=(IDS,)),
     "two segmentations": Options(segments=(IDS, (IDS[0][::-1], IDS[1][::-1]))),
+    "token types": Options(types=(TYPES,)),
+    "token types in a window": Options(types=(TYPES,), windows=((3, 2),), kv_lengths=(6, 7)),
+    "two kinds of token types": Options(types=(TYPES, (TYPES[0][::-1], TYPES[1][::-1]))),
+    "runs of token types": Options(type_runs=(TYPES,)),
+    "runs in documents": Options(type_runs=(TYPES,), packed=((0, 3, 6), (0, 4, 7))),
+    "token types in documents": Options(types=(TYPES,), packed=((0, 3, 6), (0, 4, 7))),
     "query lengths": Options(q_lengths=(4, 0)),
     "key lengths": Options(kv_lengths=(0, 5)),
     "packed": Options(packed=((0, 2, 2, 5), (0, 3, 4, 7))),
@@ -172,6 +195,8 @@ def options(draw, t: int, s: int) -> Options:
         chunks=tuple(draw(st.lists(st.integers(1, s), max_size=2))),
         prefixes=tuple(draw(st.lists(st.tuples(length, length), max_size=2))),
         segments=tuple((ids(t), ids(s)) for _ in range(draw(st.integers(0, 2)))),
+        types=tuple((ids(t), ids(s)) for _ in range(draw(st.integers(0, 1)))),
+        type_runs=tuple((ids(t), ids(s)) for _ in range(draw(st.integers(0, 1)))),
         q_lengths=draw(st.one_of(st.none(), st.tuples(length, length))),
         kv_lengths=draw(st.one_of(st.none(), st.tuples(length, length))),
         packed=packed,
@@ -252,6 +277,117 @@ def test_visualize():
     assert Mask.causal().visualize(2, 2, q_offset=-1) == "..\n#."
 
 
+def test_token_types_as_published():
+    """Gemma 3: text is causal, an image sees itself; as runs, an image does not see ahead to the next one."""
+    ids = np.array([0, 1, 1, 0, 1, 1])
+    assert Mask.token_types(ids).visualize(6, 6) == "\n".join(
+        ["#.....", "###.##", "###.##", "####..", "######", "######"]
+    )
+    assert Mask.token_types(ids, runs=True).visualize(6, 6) == "\n".join(
+        ["#.....", "###...", "###...", "####..", "######", "######"]
+    )
+    # A union takes a dense mask; runs are ranges of keys.
+    lowered = Mask.token_types(ids).lower(6, 6)
+    assert lowered.rows is None and lowered.dense is not None
+    lowered = Mask.token_types(ids, runs=True).lower(6, 6)
+    assert lowered.rows is not None and lowered.dense is None
+
+
+@pytest.mark.parametrize("runs", [False, True])
+def test_token_types_in_attention(runs):
+    x = jax.random.normal(jax.random.key(0), (2, 6, 2, 8))
+    ids = jnp.asarray(TYPES[0])
+    expected = SINGLE["everything"]
+    expected = dataclasses.replace(expected, **{"type_runs" if runs else "types": ((TYPES[0], TYPES[0]),)})
+    dense = jnp.asarray(expected.brute_force(6, 6, None)[:, :1])
+
+    @jax.jit
+    def call(x, ids):
+        return ejx.FlashAttention()(x, x, x, mask=Mask.token_types(ids, runs=runs))
+
+    assert_close(call(x, ids), ejx.FlashAttention()(x, x, x, mask=dense))
+    assert_close(jax.vmap(call)(x, ids), ejx.FlashAttention()(x, x, x, mask=dense))
+
+
+@pytest.mark.parametrize("suffix", [".png", ".svg", ".pdf"])
+def test_picture(tmp_path, suffix):
+    pytest.importorskip("matplotlib")
+    path = tmp_path / f"mask{suffix}"
+    text = Mask.causal().visualize(5, 8, path=path)
+    assert text == Mask.causal().visualize(5, 8)
+    start = {".png": b"\x89PNG", ".svg": b"<?xml", ".pdf": b"%PDF"}[suffix]
+    assert path.read_bytes().startswith(start)
+
+
+def test_picture_of_any_size(tmp_path):
+    pytest.importorskip("matplotlib")
+    for queries, keys in ((0, 4), (1, 1), (1, 300)):
+        Mask.causal().visualize(queries, keys, path=str(tmp_path / "mask.png"))
+
+
+def test_picture_without_matplotlib(tmp_path, monkeypatch):
+    monkeypatch.setitem(sys.modules, "matplotlib.figure", None)
+    monkeypatch.setitem(sys.modules, "matplotlib.colors", None)
+    with pytest.raises(ImportError, match=r"needs matplotlib, which is not installed; run: pip install"):
+        Mask.causal().visualize(2, 2, path=tmp_path / "mask.png")
+
+
+def every_kind(batch: int, t: int) -> Mask:
+    rng = np.random.default_rng(0)
+    ids = lambda: rng.integers(-1, 2, (batch, t))
+    return (
+        Mask.causal()
+        & Mask.from_segments(ids())
+        & Mask.from_segments(np.zeros(t, int), np.zeros((1, t), int))
+        & Mask.token_types(ids())
+        & Mask.token_types(ids(), runs=True)
+        & Mask.prefix(rng.integers(0, t, batch))
+        & Mask.from_lengths(rng.integers(1, t, batch), 5)
+        & Mask.from_dense(rng.random((batch, 1, t, t)) < 0.8)
+    )
+
+
+def test_sharding_specs():
+    mask = every_kind(4, 8)
+    specs = mask.sharding_specs(batch=("a", "b"), heads="h", queries="q", keys="k")
+    assert jax.tree.structure(specs) == jax.tree.structure(mask)
+    both = ("a", "b")
+    assert specs.is_causal
+    assert specs.segments == ((P(both, "q"), P(both, "k")), (P("q"), P(None, "k")))
+    assert specs.types == specs.type_runs == ((P(both, "q"), P(both, "k")),)
+    assert specs.prefix_lengths == specs.q_lengths == P(both) and specs.kv_lengths == P()
+    assert specs.dense == P(both, None, "q", "k")
+    assert Mask.from_dense(np.ones((2, 3, 4, 5, 6), bool)).sharding_specs(P("a", None), "h").dense == P(
+        "a", None, "h", None, None
+    )
+    assert Mask.from_cu_seqlens([0, 3, 8]).sharding_specs("a", queries="q").cu_seqlens == (P(), P())
+    assert Mask.from_segments(np.ones((2, 3, 4), int)).sharding_specs(queries="q").segments[0][0] == P(
+        None, None, "q"
+    )
+
+
+@pytest.mark.skipif(jax.device_count() < 8, reason="needs eight devices")
+def test_split_over_a_mesh():
+    mask, expected = every_kind(4, 8), every_kind(4, 8).as_array(8, 8)
+    mesh = jax.make_mesh((4, 2), ("data", "seq"), axis_types=(AxisType.Auto,) * 2)
+    specs = mask.sharding_specs("data", queries="seq")
+    placed = jax.device_put(mask, jax.tree.map(lambda spec: NamedSharding(mesh, spec), specs))
+    assert placed.dense is not None and placed.dense.sharding.shard_shape((4, 1, 8, 8)) == (1, 1, 4, 8)
+    np.testing.assert_array_equal(jax.jit(lambda m: m.as_array(8, 8))(placed), expected)
+
+    # Every device has its rows and their queries; where these begin it says itself.
+    def part(mask):
+        first = jax.lax.axis_index("seq") * 4
+        return mask.as_array(4, 8, q_offset=first)
+
+    # Lengths of queries count from the row's beginning, so they are left out where queries are split.
+    mask = dataclasses.replace(mask, q_lengths=None)
+    expected = mask.as_array(8, 8)
+    specs = mask.sharding_specs("data", queries="seq")
+    split = jax.shard_map(part, mesh=mesh, in_specs=(specs,), out_specs=P("data", None, "seq", None))
+    np.testing.assert_array_equal(jax.jit(split)(mask), expected)
+
+
 def test_random_is_as_dense_as_asked():
     mask = Mask.random(100, 200, visible=0.3, key=jax.random.key(0)).as_array(100, 200)
     assert mask.shape == (1, 100, 200) and abs(float(mask.mean()) - 0.3) < 0.02
@@ -274,6 +410,30 @@ def test_two_packings_do_not_combine():
         (
             lambda: Mask.sliding_window(None, -2),
             "^right: expected a number of keys >= 0 or None, received -2",
+        ),
+        (
+            lambda: Mask.token_types(np.ones(3, np.float32)),
+            r"^type_ids: expected ints, one per token, 0 for causal only, received float32 \(3,\); cast them first",
+        ),
+        (
+            lambda: Mask.token_types(np.ones(3, int), np.int32(1)),
+            r"^kv_type_ids: expected ints, one per token, 0 for causal only, received int32 \(\)",
+        ),
+        (
+            lambda: Mask.token_types(np.ones(3, int)).as_array(3, 4),
+            r"^mask: expected token types for 3 queries and 4 keys, received \(3,\) and \(3,\); give Mask.token_types both",
+        ),
+        (
+            lambda: Mask.from_segments(np.ones((2, 4, 3), int)).sharding_specs("x"),
+            "^batch: expected a name for each of the 2 leading axes of segments",
+        ),
+        (
+            lambda: Mask.causal().sharding_specs(("x", "y"), queries="x"),
+            "^sharding_specs: expected every mesh axis once, received 'x' twice",
+        ),
+        (
+            lambda: Mask.causal().visualize(2, 2, path="mask.txt"),
+            r"^path: expected a name that ends in \.png",
         ),
         (lambda: Mask.chunked(0), "^size: expected a chunk of at least one position, received 0"),
         (

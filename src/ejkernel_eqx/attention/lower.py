@@ -2,6 +2,7 @@
 
 from typing import Any, NamedTuple, TYPE_CHECKING
 
+import jax
 import jax.numpy as jnp
 from jax import Array
 
@@ -46,9 +47,13 @@ def lower_mask(mask: "Mask", num_queries: int, num_keys: int, q_offset: Any | No
         dense = _same_segment(*pair) if dense is None else dense & _same_segment(*pair)
     by_window = isinstance(q_offset, int) and not mask.chunk_sizes
     ranges = (mask.prefix_lengths, mask.q_lengths, mask.kv_lengths, mask.cu_seqlens)
-    if by_window and all(r is None for r in ranges):
+    _check_types(mask, num_queries, num_keys)
+    if by_window and all(r is None for r in ranges) and not mask.type_runs:
+        if mask.types:
+            dense = _with_types(mask, dense, jnp.arange(num_queries, dtype=jnp.int32) + q_offset, num_keys)
         return Lowered(left, right, int(q_offset), None, segments, dense)
     rows = _row_ranges(mask, left, right, num_queries, num_keys, q_offset)
+    dense = _with_types(mask, dense, rows.position, num_keys)
     return Lowered(None, None, 0, rows, segments, dense)
 
 
@@ -57,6 +62,41 @@ def window_ends(position: Array, left: int | None, right: int | None, num_keys: 
     start = jnp.zeros_like(position) if left is None else jnp.clip(position - left, 0, num_keys)
     end = jnp.full_like(position, num_keys) if right is None else jnp.clip(position + right + 1, 0, num_keys)
     return start, end
+
+
+def _check_types(mask: "Mask", num_queries: int, num_keys: int) -> None:
+    for q_ids, kv_ids in (*mask.types, *mask.type_runs):
+        if q_ids.shape[-1] != num_queries or kv_ids.shape[-1] != num_keys:
+            raise ValueError(
+                f"mask: expected token types for {num_queries} queries and {num_keys} keys, received {q_ids.shape} and "
+                f"{kv_ids.shape}; give Mask.token_types both."
+            )
+
+
+def _with_types(mask: "Mask", dense: Array | None, position: Array, num_keys: int) -> Array | None:
+    """`dense` and, for every pair of types, causal or of the same one: a union, which key ranges cannot say. `[..., 1, T, S]`."""
+    for q_ids, kv_ids in mask.types:
+        q_ids, kv_ids = q_ids[..., :, None], kv_ids[..., None, :]
+        behind = jnp.arange(num_keys, dtype=jnp.int32) <= position[..., None]
+        seen = (behind | ((q_ids == kv_ids) & (q_ids != 0)))[..., None, :, :]
+        dense = seen if dense is None else dense & seen
+    return dense
+
+
+def _type_run_ends(q_ids: Array, kv_ids: Array, position: Array) -> Array:
+    """One past the last key that causality or the run of the query's own type lets it see."""
+    num_keys = kv_ids.shape[-1]
+    if num_keys == 0:
+        return jnp.zeros_like(position)
+    index = jnp.arange(num_keys, dtype=jnp.int32)
+    changes = jnp.concatenate([kv_ids[..., 1:] != kv_ids[..., :-1], jnp.ones_like(kv_ids[..., :1], bool)], -1)
+    ends = jax.lax.cummin(jnp.where(changes, index + 1, num_keys), axis=kv_ids.ndim - 1, reverse=True)
+    lead = jnp.broadcast_shapes(q_ids.shape[:-1], kv_ids.shape[:-1], position.shape[:-1])
+    # The run ahead of a query begins at the key behind its own place.
+    following = jnp.broadcast_to(jnp.clip(position + 1, 0, num_keys - 1), (*lead, position.shape[-1]))
+    at = lambda keys: jnp.take_along_axis(jnp.broadcast_to(keys, (*lead, num_keys)), following, axis=-1)
+    ahead = (position + 1 < num_keys) & (q_ids != 0) & (at(kv_ids) == q_ids)
+    return jnp.where(ahead, at(ends), position + 1)
 
 
 def _same_segment(q_ids: Array, kv_ids: Array) -> Array:
@@ -81,6 +121,8 @@ def _row_ranges(
         start, end = jnp.maximum(start, first + chunk * size), jnp.minimum(end, first + (chunk + 1) * size)
     if mask.prefix_lengths is not None:
         end = jnp.minimum(end, jnp.maximum(position + 1, first + mask.prefix_lengths[..., None]))
+    for pair in mask.type_runs:
+        end = jnp.minimum(end, _type_run_ends(*pair, position))
     if mask.kv_lengths is not None:
         end = jnp.minimum(end, mask.kv_lengths[..., None])
     if mask.q_lengths is not None:

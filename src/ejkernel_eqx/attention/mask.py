@@ -7,9 +7,12 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from jax import Array
+from jax.sharding import PartitionSpec
 from jaxtyping import Bool, Int, PRNGKeyArray
 
 from .lower import lower_mask, Lowered
+from .mask_picture import save_picture
+from .mask_specs import AxisNames, mask_specs
 
 Window = tuple[int | None, int | None]
 
@@ -20,6 +23,7 @@ class Mask(eqx.Module):
     Query $i$ sits at position $p_i = \text{offset} + i$ among the keys. Key $j$ is visible to it iff all of these hold, as far as
     they were given: $j \le p_i$ (causal); $p_i - \text{left} \le j \le p_i + \text{right}$ (window);
     $\lfloor j / c \rfloor = \lfloor p_i / c \rfloor$ (chunked); $j \le p_i$ or $j < \text{prefix}$ (prefix);
+    $j \le p_i$ or both have the same non-zero type (token types);
     both have the same segment id, and it is not negative; both lie within their row's lengths; both belong to the
     same sequence of `cu_seqlens`; `dense` is true.
 
@@ -37,6 +41,8 @@ class Mask(eqx.Module):
     chunk_sizes: tuple[int, ...] = eqx.field(static=True, default=())
     prefix_lengths: Int[Array, "..."] | None = None
     segments: tuple[tuple[Int[Array, "... T"], Int[Array, "... S"]], ...] = ()
+    types: tuple[tuple[Int[Array, "... T"], Int[Array, "... S"]], ...] = ()
+    type_runs: tuple[tuple[Int[Array, "... T"], Int[Array, "... S"]], ...] = ()
     q_lengths: Int[Array, "..."] | None = None
     kv_lengths: Int[Array, "..."] | None = None
     cu_seqlens: tuple[Int[Array, "offsets"], Int[Array, "offsets"]] | None = None
@@ -66,6 +72,25 @@ class Mask(eqx.Module):
     def prefix(cls, lengths: Any) -> "Mask":
         """Prefix-LM: causal, but the first `lengths` keys (int, or one per batch row) are visible to all."""
         return cls(prefix_lengths=jnp.asarray(lengths, jnp.int32))
+
+    @classmethod
+    def token_types(cls, type_ids: Any, kv_type_ids: Any | None = None, *, runs: bool = False) -> "Mask":
+        """Causal, but tokens of the same non-zero type, `[..., T]` and `[..., S]`, see each other also ahead (images in text).
+
+        Type 0 is causal only. Any other id is a type, negative ones too: padding is left out by `& Mask.from_segments(...)`.
+        With `runs`, a query sees ahead only as far as every key in between has its type, as in Gemma 3, where two images of one
+        type do not see each other ahead. That is a range of keys and costs no more than causal; without `runs`, types may come
+        back later, which takes a dense mask.
+        """
+        q_ids = jnp.asarray(type_ids)
+        kv_ids = q_ids if kv_type_ids is None else jnp.asarray(kv_type_ids)
+        for name, ids in (("type_ids", q_ids), ("kv_type_ids", kv_ids)):
+            if ids.ndim < 1 or not jnp.issubdtype(ids.dtype, jnp.integer):
+                raise ValueError(
+                    f"{name}: expected ints, one per token, 0 for causal only, received {ids.dtype} {ids.shape}; cast them first."
+                )
+        pairs = ((q_ids.astype(jnp.int32), kv_ids.astype(jnp.int32)),)
+        return cls(type_runs=pairs) if runs else cls(types=pairs)
 
     @classmethod
     def from_segments(cls, segment_ids: Any, kv_segment_ids: Any | None = None) -> "Mask":
@@ -114,6 +139,8 @@ class Mask(eqx.Module):
             chunk_sizes=tuple(sorted({*self.chunk_sizes, *other.chunk_sizes})),
             prefix_lengths=_both(jnp.minimum, self.prefix_lengths, other.prefix_lengths),
             segments=self.segments + other.segments,
+            types=self.types + other.types,
+            type_runs=self.type_runs + other.type_runs,
             q_lengths=_both(jnp.minimum, self.q_lengths, other.q_lengths),
             kv_lengths=_both(jnp.minimum, self.kv_lengths, other.kv_lengths),
             cu_seqlens=self.cu_seqlens or other.cu_seqlens,
@@ -133,11 +160,48 @@ class Mask(eqx.Module):
         """The mask as booleans `[..., H or 1, T, S]`; for looking and testing, as it is as large as the scores."""
         return self.lower(num_queries, num_keys, q_offset=q_offset).as_array(num_queries, num_keys)
 
-    def visualize(self, num_queries: int, num_keys: int, *, q_offset: Any | None = None) -> str:
-        """The first row's and head's mask as text, a line per query: `#` visible, `.` hidden."""
+    def visualize(
+        self, num_queries: int, num_keys: int, *, q_offset: Any | None = None, path: Any | None = None
+    ) -> str:
+        """The first row's and head's mask as text, a line per query: `#` visible, `.` hidden.
+
+        With `path`, ending in `.png`, `.svg` or `.pdf`, also as a picture there. Raises `ValueError` for another ending,
+        `ImportError` without matplotlib (extra `report`).
+        """
         array = np.asarray(self.as_array(num_queries, num_keys, q_offset=q_offset))
-        grid = array.reshape(-1, num_queries, num_keys)[0]
+        grid = array[(0,) * (array.ndim - 2)]
+        if path is not None:
+            save_picture(grid, path)
         return "\n".join("".join("#" if seen else "." for seen in row) for row in grid)
+
+    def sharding_specs(
+        self,
+        batch: AxisNames | PartitionSpec = None,
+        heads: AxisNames = None,
+        queries: AxisNames = None,
+        keys: AxisNames = None,
+    ) -> "Mask":
+        """How to split this mask over the axes of a mesh: its own structure, a `jax.sharding.PartitionSpec` for every array.
+
+        What `jax.shard_map` takes in `in_specs`, and, each made a `NamedSharding`, `jax.device_put` and `jax.jit`:
+
+        ```python
+        specs = mask.sharding_specs(batch="data", heads="model")
+        mask = jax.device_put(mask, jax.tree.map(lambda spec: NamedSharding(mesh, spec), specs))
+        ```
+
+        An axis of size one, broadcast, stays whole, and so do `cu_seqlens`, which have none of these axes. What is split keeps
+        its meaning under `jit`. Inside `shard_map` each device has its part only, while positions, lengths and offsets still
+        count from the row's beginning: where `queries` or `keys` are split, give each device its own `q_offset`.
+
+        **Arguments:** a mesh axis, a tuple of them or `None` (whole) for each; several leading axes take a `PartitionSpec` for
+        `batch`.
+
+        **Returns:** a `Mask` with specs in the place of arrays.
+
+        **Raises:** `ValueError` if one name is given for several leading axes, or one mesh axis to two of the four.
+        """
+        return mask_specs(self, batch, heads, queries, keys)
 
 
 def _ints(value: Any | None) -> Array | None:

@@ -1,0 +1,55 @@
+"""How the arrays of a `Mask` are split over the axes of a mesh."""
+
+from typing import Any, TYPE_CHECKING
+
+import jax
+from jax.sharding import PartitionSpec
+
+if TYPE_CHECKING:
+    from .mask import Mask
+
+AxisNames = str | tuple[str, ...] | None
+
+# Axes behind the leading ones, by field; a pair of arrays is of the queries and of the keys.
+_PAIRS = ("segments", "types", "type_runs")
+
+
+def mask_specs(mask: "Mask", batch: Any, heads: Any, queries: Any, keys: Any) -> "Mask":
+    lead = tuple(batch) if isinstance(batch, PartitionSpec) else (batch,)
+    _check_distinct((*lead, heads, queries, keys))
+
+    def spec_of(path: Any, array: Any) -> PartitionSpec:
+        field = path[0].name
+        if field == "cu_seqlens":
+            return PartitionSpec()
+        if field in _PAIRS:
+            own = ((queries,), (keys,))[path[-1].idx]
+        else:
+            own = (heads, queries, keys) if field == "dense" else ()
+        return _spec(field, array.shape, lead, own, isinstance(batch, PartitionSpec))
+
+    return jax.tree_util.tree_map_with_path(spec_of, mask)
+
+
+def _spec(
+    field: str, shape: tuple[int, ...], lead: tuple[Any, ...], own: tuple[Any, ...], several: bool
+) -> PartitionSpec:
+    leading = max(0, len(shape) - len(own))
+    if leading > len(lead) and (several or lead != (None,)):
+        raise ValueError(
+            f"batch: expected a name for each of the {leading} leading axes of {field}, received {lead} for shape {shape}; "
+            "give jax.sharding.PartitionSpec(name, ...), None for an axis that stays whole."
+        )
+    # Arrays broadcast from the right, so that is where axes are named from.
+    names = (*(None,) * (leading - len(lead)), *lead, *own)
+    names = names[len(names) - len(shape) :] if shape else ()
+    return PartitionSpec(*(None if size == 1 else name for size, name in zip(shape, names, strict=True)))
+
+
+def _check_distinct(names: tuple[Any, ...]) -> None:
+    flat = [n for entry in names for n in (entry if isinstance(entry, tuple) else (entry,)) if n is not None]
+    for name in flat:
+        if flat.count(name) > 1:
+            raise ValueError(
+                f"sharding_specs: expected every mesh axis once, received {name!r} twice among batch, heads, queries and keys."
+            )

@@ -1,0 +1,11 @@
+from .cumsum import chunk_global_cumsum as chunk_global_cumsum
+from .cumsum import chunk_local_cumsum as chunk_local_cumsum
+from .packing import chunk_indices as chunk_indices
+from .packing import ChunkIndices as ChunkIndices
+from .packing import cu_seqlens_to_segment_ids as cu_seqlens_to_segment_ids
+from .packing import positions_from_cu_seqlens as positions_from_cu_seqlens
+from .packing import segment_ids_to_cu_seqlens as segment_ids_to_cu_seqlens
+from .packing import segment_positions as segment_positions
+from .packing import sequence_lengths as sequence_lengths
+from .zigzag import reorder_sequence as reorder_sequence
+from .zigzag import restore_sequence as restore_sequence

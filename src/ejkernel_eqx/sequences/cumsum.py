@@ -1,0 +1,136 @@
+"""Cumulative sums that begin anew at every chunk or sequence: what gated recurrences make of their log-decays."""
+
+import operator
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax import Array
+from jaxtyping import Float
+
+from .packing import read_count, read_ids, read_offsets, Spans, spans_of_ids, spans_of_offsets
+
+
+def chunk_local_cumsum(
+    x: Any,
+    chunk_size: int,
+    *,
+    axis: int,
+    reverse: bool = False,
+    cu_seqlens: Any | None = None,
+    segment_ids: Any | None = None,
+) -> Float[Array, "..."]:
+    r"""Sums from the beginning of each chunk: $y_t = \sum_{s = b(t)}^{t} x_s$, where $b(t)$ is the first token of $t$'s chunk.
+
+    With `reverse`, sums to its end: $y_t = \sum_{s=t}^{e(t)} x_s$, $e(t)$ the chunk's last token. Chunks are counted from the
+    beginning of each sequence either way and never cross into the next; the last chunk of a sequence may be short.
+
+    **Arguments:**
+
+    - `x`: floats; `axis` is the one of tokens, of `T`.
+    - `chunk_size`: tokens a chunk; static.
+    - `cu_seqlens`: offsets of packed sequences, ints `[N + 1]`, for all rows alike; or
+    - `segment_ids`: ints that broadcast to the axes of `x` up to `axis`, such as `[B, T]` or `[T]`; each run of equal ids is a
+        sequence, negative ids are padding. Give one of the two or none, which is one sequence.
+
+    **Returns:** the shape of `x`, float32 (float64 for float64), in which sums are taken too. Padding gives 0, whatever it holds,
+    and gets a gradient of 0.
+
+    **Raises:** `ValueError` for what does not fit.
+    """
+    x, axis = _check(x, axis)
+    size = min(read_count("chunk_size", chunk_size, least=1), max(x.shape[axis], 1))
+    spans = _spans(x, axis, cu_seqlens, segment_ids)
+    index = jnp.arange(x.shape[axis], dtype=jnp.int32)
+    start = spans.start + (index - spans.start) // size * size
+    spans = Spans(start, jnp.minimum(start + size, spans.end), spans.real)
+    return _within(x, axis, spans, size, reverse)
+
+
+def chunk_global_cumsum(
+    x: Any,
+    *,
+    axis: int,
+    reverse: bool = False,
+    cu_seqlens: Any | None = None,
+    segment_ids: Any | None = None,
+) -> Float[Array, "..."]:
+    r"""Sums from the beginning of each sequence: $y_t = \sum_{s = b(t)}^{t} x_s$, where $b(t)$ is its first token.
+
+    With `reverse`, sums to its end. Nothing is summed across sequences, so that neither the size nor a NaN of one reaches
+    another.
+
+    **Arguments**, **returns**, **raises:** as [`ejkernel_eqx.sequences.chunk_local_cumsum`][], without `chunk_size`.
+    """
+    x, axis = _check(x, axis)
+    if cu_seqlens is None and segment_ids is None:
+        return jax.lax.cumsum(x, axis=axis, reverse=reverse)
+    return _within(x, axis, _spans(x, axis, cu_seqlens, segment_ids), x.shape[axis], reverse)
+
+
+def _check(x: Any, axis: int) -> tuple[Array, int]:
+    """`x` in the dtype to sum in, and the axis from the front."""
+    x = jnp.asarray(x)
+    if not jnp.issubdtype(x.dtype, jnp.floating):
+        raise ValueError(f"x: expected floats, received dtype {x.dtype}; cast it first.")
+    axis = operator.index(axis)
+    if not -x.ndim <= axis < x.ndim:
+        raise ValueError(f"axis: expected an axis of x, which has {x.ndim}, received {axis}.")
+    return x.astype(jnp.float64 if x.dtype == jnp.float64 else jnp.float32), axis % x.ndim
+
+
+def _spans(x: Array, axis: int, cu_seqlens: Any | None, segment_ids: Any | None) -> Spans:
+    length = x.shape[axis]
+    if cu_seqlens is not None and segment_ids is not None:
+        raise ValueError("segment_ids: expected None with cu_seqlens, received both; give one of the two.")
+    if cu_seqlens is not None:
+        offsets = read_offsets(cu_seqlens, length)
+        if offsets.ndim != 1:
+            raise ValueError(
+                f"cu_seqlens: expected offsets [N + 1] for all rows, received shape {offsets.shape}; jax.vmap over rows that differ."
+            )
+        return spans_of_offsets(offsets, length)
+    if segment_ids is None:
+        whole = jnp.zeros((length,), jnp.int32)
+        return Spans(whole, whole + length, whole == 0)
+    ids = read_ids(segment_ids)
+    rows = x.shape[: axis + 1]
+    if ids.shape[-1] != length or not _broadcasts(ids.shape, rows):
+        raise ValueError(
+            f"segment_ids: expected a shape that broadcasts to {rows}, the axes of x up to axis={axis}, received {ids.shape}; "
+            "move the axis of tokens behind those that have ids of their own."
+        )
+    return spans_of_ids(ids)
+
+
+def _broadcasts(shape: tuple[int, ...], whole: tuple[int, ...]) -> bool:
+    return len(shape) <= len(whole) and all(
+        size in (1, full) for size, full in zip(shape[::-1], whole[::-1], strict=False)
+    )
+
+
+def _within(x: Array, axis: int, spans: Spans, longest: int, reverse: bool) -> Array:
+    """Sums within `spans`, of which none is longer than `longest`.
+
+    Each round adds the partial sum that ends (begins) where this one begins (ends), and doubles what they span. Unlike the
+    difference of two sums over everything, it never adds and takes away what is in other spans.
+    """
+    length = x.shape[axis]
+    index = jnp.arange(length, dtype=jnp.int32)
+    before = spans.end - 1 - index if reverse else index - spans.start
+    before, real = (y.reshape(y.shape + (1,) * (x.ndim - axis - 1)) for y in (before, spans.real))
+    total = jnp.where(real, x, jnp.zeros_like(x))
+    shift = 1
+    while shift < min(longest, length):
+        total = total + jnp.where(before >= shift, _shifted(total, axis, shift, reverse), jnp.zeros_like(x))
+        shift *= 2
+    return total
+
+
+def _shifted(x: Array, axis: int, shift: int, reverse: bool) -> Array:
+    """Token `t - shift` (`t + shift`) at place `t`, 0 where there is none."""
+    kept = x.shape[axis] - shift
+    zeros = jnp.zeros_like(jax.lax.slice_in_dim(x, 0, shift, axis=axis))
+    first = shift if reverse else 0
+    moved = jax.lax.slice_in_dim(x, first, first + kept, axis=axis)
+    return jnp.concatenate([moved, zeros] if reverse else [zeros, moved], axis=axis)

@@ -1,0 +1,266 @@
+"""Packed sequences said in two ways, offsets `cu_seqlens [..., N + 1]` and `segment_ids [..., T]`, and what follows from them.
+
+Sizes are static, so that all of it runs under `jit`. What depends on values is checked where the values are known, outside of
+transformations; inside, a docstring says what comes out.
+"""
+
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import Array
+from jax.core import Tracer
+from jaxtyping import Int
+
+
+class Spans(NamedTuple):
+    """Of every token: its sequence's first token, one past the last, and whether it is no padding. Each `[..., T]`."""
+
+    start: Array
+    end: Array
+    real: Array
+
+
+class ChunkIndices(NamedTuple):
+    """Chunk `m` is number `chunk[m]` of sequence `sequence[m]`; both are -1 where there is none. Each int32 `[..., max_chunks]`."""
+
+    sequence: Int[Array, "... chunks"]
+    chunk: Int[Array, "... chunks"]
+
+
+def cu_seqlens_to_segment_ids(cu_seqlens: Any, total: int) -> Int[Array, "... total"]:
+    r"""The number of every token's sequence: $\text{id}_t = n$ where $c_n \le t < c_{n+1}$, and -1 before $c_0$ and from $c_N$ on.
+
+    **Arguments:**
+
+    - `cu_seqlens`: offsets $c$, ints `[..., N + 1]` that never decrease. A sequence without tokens takes a number and no token.
+    - `total`: how many tokens there are, padding included; static.
+
+    **Returns:** int32 `[..., total]`.
+
+    **Raises:** `ValueError` for another shape or dtype; for offsets that decrease or leave `0 .. total`, where their values are known.
+    """
+    offsets = read_offsets(cu_seqlens, read_count("total", total))
+    number, real = _numbers(offsets, total)
+    return jnp.where(real, number, -1)
+
+
+def segment_ids_to_cu_seqlens(segment_ids: Any, max_segments: int) -> Int[Array, "... offsets"]:
+    """Where each run of equal, non-negative ids begins, and where the last one ends.
+
+    Ids need not be consecutive nor sorted: every run is a sequence, also if its id was there before. Negative ids are padding,
+    which offsets can leave out only before the first sequence and after the last one.
+
+    **Arguments:**
+
+    - `segment_ids`: ints `[..., T]`.
+    - `max_segments`: how many sequences there may be; static.
+
+    **Returns:** int32 `[..., max_segments + 1]`; sequences that are not there repeat the last offset.
+
+    **Raises:** `ValueError` for another shape or dtype; for more than `max_segments` runs, or padding between two of them, where
+    the values are known. Inside `jit` they are not: runs past `max_segments` become padding, and padding between sequences is a
+    sequence of its own, so that no token ever joins another's sequence.
+    """
+    ids = read_ids(segment_ids)
+    read_count("max_segments", max_segments)
+    _check_runs(ids, max_segments)
+    offsets = jnp.vectorize(lambda row: _offsets_of(row, max_segments), signature="(t)->(n)")
+    return offsets(ids)
+
+
+def segment_positions(segment_ids: Any) -> Int[Array, "... T"]:
+    """Each token's place within its run of equal ids, from 0; 0 for padding (negative ids).
+
+    **Arguments:** `segment_ids`: ints `[..., T]`.
+
+    **Returns:** int32 `[..., T]`.
+
+    **Raises:** `ValueError` for another shape or dtype.
+    """
+    return _positions(spans_of_ids(read_ids(segment_ids)))
+
+
+def positions_from_cu_seqlens(cu_seqlens: Any, total: int) -> Int[Array, "... total"]:
+    r"""Each token's place within its sequence: $t - c_n$ where $c_n \le t < c_{n+1}$; 0 for padding.
+
+    **Arguments:** as [`ejkernel_eqx.sequences.cu_seqlens_to_segment_ids`][].
+
+    **Returns:** int32 `[..., total]`.
+
+    **Raises:** as [`ejkernel_eqx.sequences.cu_seqlens_to_segment_ids`][].
+    """
+    return _positions(spans_of_offsets(read_offsets(cu_seqlens, read_count("total", total)), total))
+
+
+def sequence_lengths(cu_seqlens: Any) -> Int[Array, "... sequences"]:
+    """How many tokens each sequence has: the differences of its offsets.
+
+    **Arguments:** `cu_seqlens`: ints `[..., N + 1]`. Of segment ids: `sequence_lengths(segment_ids_to_cu_seqlens(ids, N))`.
+
+    **Returns:** int32 `[..., N]`.
+
+    **Raises:** `ValueError` for another shape or dtype; for offsets that decrease, where their values are known.
+    """
+    offsets = read_offsets(cu_seqlens)
+    return offsets[..., 1:] - offsets[..., :-1]
+
+
+def chunk_indices(cu_seqlens: Any, chunk_size: int, max_chunks: int) -> ChunkIndices:
+    r"""Which sequence each chunk belongs to, and its number there; chunks begin anew with every sequence.
+
+    Sequence $n$ has $\lceil (c_{n+1} - c_n) / \text{chunk\_size} \rceil$ chunks, of which the last may be short. So chunk $m$
+    begins at token `cu_seqlens[sequence[m]] + chunk[m] * chunk_size`.
+
+    **Arguments:**
+
+    - `cu_seqlens`: offsets, ints `[..., N + 1]`.
+    - `chunk_size`: tokens a chunk; static.
+    - `max_chunks`: how many chunks there may be; static. `total // chunk_size + N` always suffices.
+
+    **Returns:** `ChunkIndices(sequence, chunk)`, int32 `[..., max_chunks]` each, -1 where there is no chunk.
+
+    **Raises:** `ValueError` for another shape or dtype; for more than `max_chunks` chunks, where the values are known. Inside
+    `jit` the surplus is left out.
+    """
+    offsets = read_offsets(cu_seqlens)
+    size = min(read_count("chunk_size", chunk_size, least=1), 2**31 - 1)
+    read_count("max_chunks", max_chunks)
+    lengths = offsets[..., 1:] - offsets[..., :-1]
+    counts = lengths // size + (lengths % size > 0).astype(jnp.int32)
+    ends = jnp.cumsum(counts, axis=-1, dtype=jnp.int32)
+    if _known(ends) and (most := int(np.max(ends[..., -1:], initial=0))) > max_chunks:
+        raise ValueError(
+            f"max_chunks: expected at least the {most} chunks that there are, received {max_chunks}; "
+            "total // chunk_size + number of sequences always suffices."
+        )
+    begins = jnp.concatenate([jnp.zeros_like(offsets[..., :1]), ends], axis=-1)
+    sequence, there = _numbers(begins, max_chunks)
+    first = jnp.take_along_axis(begins, sequence, axis=-1)
+    chunk = jnp.arange(max_chunks, dtype=jnp.int32) - first
+    return ChunkIndices(jnp.where(there, sequence, -1), jnp.where(there, chunk, -1))
+
+
+def read_offsets(cu_seqlens: Any, total: int | None = None) -> Array:
+    """`cu_seqlens` as int32, checked as far as it is known."""
+    offsets = jnp.asarray(cu_seqlens)
+    if offsets.ndim < 1 or offsets.shape[-1] < 1 or not jnp.issubdtype(offsets.dtype, jnp.integer):
+        raise ValueError(
+            f"cu_seqlens: expected int offsets [..., N + 1] such as [0, 3, 5], received {offsets.dtype} {offsets.shape}; "
+            "lengths become offsets by a cumulative sum after a 0."
+        )
+    if _known(offsets):
+        values = np.asarray(offsets)
+        if np.any(values[..., 1:] < values[..., :-1]) or np.any(values < 0):
+            raise ValueError(
+                f"cu_seqlens: expected offsets that never decrease, from 0 on, received {_shown(values)}; "
+                "lengths become offsets by a cumulative sum after a 0."
+            )
+        if total is not None and np.any(values > total):
+            raise ValueError(
+                f"cu_seqlens: expected offsets of at most total={total}, received {int(values.max())}; give the padded length."
+            )
+    return offsets.astype(jnp.int32)
+
+
+def read_ids(segment_ids: Any) -> Array:
+    ids = jnp.asarray(segment_ids)
+    if ids.ndim < 1 or not jnp.issubdtype(ids.dtype, jnp.integer):
+        raise ValueError(
+            f"segment_ids: expected ints [..., T], negative for padding, received {ids.dtype} {ids.shape}; cast or stack them."
+        )
+    return ids.astype(jnp.int32)
+
+
+def spans_of_offsets(offsets: Array, total: int) -> Spans:
+    index = jnp.arange(total, dtype=jnp.int32)
+    number, real = _numbers(offsets, total)
+    following = jnp.minimum(number + 1, offsets.shape[-1] - 1)
+    start, end = (jnp.take_along_axis(offsets, n, axis=-1) for n in (number, following))
+    # A token of padding is alone.
+    return Spans(jnp.where(real, start, index), jnp.where(real, end, index + 1), real)
+
+
+def _numbers(offsets: Array, total: int) -> tuple[Array, Array]:
+    """How many sequences have ended at each place, at most `N`, and whether the place is in one."""
+    index = jnp.arange(total, dtype=jnp.int32)
+    # Ends are marked and summed up: linear in tokens and sequences on any device. Comparing each token with each offset would be
+    # one pass too, but XLA stores the comparisons on a CPU; a search would loop.
+    ended = jnp.vectorize(
+        lambda row: jnp.cumsum(_marks(row[1:], total), dtype=jnp.int32), signature="(n)->(t)"
+    )(offsets)
+    return ended, (index >= offsets[..., :1]) & (index < offsets[..., -1:])
+
+
+def _marks(places: Array, total: int) -> Array:
+    return jnp.zeros((total,), jnp.int32).at[places].add(1, mode="drop")
+
+
+def spans_of_ids(ids: Array) -> Spans:
+    if ids.shape[-1] == 0:
+        return Spans(ids, ids, ids >= 0)
+    index = jnp.broadcast_to(jnp.arange(ids.shape[-1], dtype=jnp.int32), ids.shape)
+    new, axis = _begins(ids), ids.ndim - 1
+    start = jax.lax.cummax(jnp.where(new, index, 0), axis=axis)
+    last = jnp.concatenate([new[..., 1:], jnp.ones_like(new[..., :1])], axis=-1)
+    end = jax.lax.cummin(jnp.where(last, index + 1, ids.shape[-1]), axis=axis, reverse=True)
+    return Spans(start, end, ids >= 0)
+
+
+def _positions(spans: Spans) -> Array:
+    index = jnp.arange(spans.start.shape[-1], dtype=jnp.int32)
+    return jnp.where(spans.real, index - spans.start, 0)
+
+
+def _begins(ids: Array) -> Array:
+    """Whether a token's id is not the one before it."""
+    changes = ids[..., 1:] != ids[..., :-1]
+    return jnp.concatenate([jnp.ones_like(ids[..., :1], bool), changes], axis=-1)
+
+
+def _offsets_of(ids: Array, max_segments: int) -> Array:
+    """Of one row `[T]`."""
+    index = jnp.arange(ids.shape[0], dtype=jnp.int32)
+    first = jnp.min(jnp.where(ids >= 0, index, ids.shape[0]), initial=ids.shape[0])
+    end = jnp.max(jnp.where(ids >= 0, index + 1, 0), initial=0)
+    new = _begins(ids) & (index >= first) & (index < end)
+    number = jnp.cumsum(new, dtype=jnp.int32) - 1
+    # A start past `max_segments` is dropped; the first of these is where the last sequence that is kept ends.
+    slot = jnp.where(new, number, max_segments + 1)
+    return jnp.full((max_segments + 1,), end, jnp.int32).at[slot].set(index, mode="drop")
+
+
+def _check_runs(ids: Array, max_segments: int) -> None:
+    if not _known(ids):
+        return
+    for row in np.asarray(ids).reshape(-1, ids.shape[-1]) if ids.size else ():
+        real = np.flatnonzero(row >= 0)
+        inner = row[real[0] : real[-1] + 1] if real.size else row[:0]
+        if np.any(inner < 0):
+            raise ValueError(
+                f"segment_ids: expected padding only before the first and after the last sequence, received {_shown(row)}; "
+                "offsets cannot leave out tokens in between: move the padding to the end, or give it an id of its own."
+            )
+        runs = int(np.count_nonzero(np.diff(inner))) + bool(inner.size)
+        if runs > max_segments:
+            raise ValueError(
+                f"max_segments: expected at least the {runs} runs of equal ids that there are, received {max_segments}; "
+                "raise it to the most sequences that a row may hold."
+            )
+
+
+def _known(array: Array) -> bool:
+    return not isinstance(array, Tracer) and array.is_fully_addressable
+
+
+def read_count(name: str, value: Any, least: int = 0) -> int:
+    if isinstance(value, bool) or not isinstance(value, int | np.integer) or value < least:
+        raise ValueError(
+            f"{name}: expected a static int >= {least}, received {value!r}; inside jit, mark what it comes from as static."
+        )
+    return int(value)
+
+
+def _shown(values: np.ndarray) -> str:
+    return np.array2string(values, threshold=20)

@@ -1,0 +1,62 @@
+"""Zigzag order: a split of causal attention's sequence that gives every device the same work."""
+
+import operator
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax import Array
+from jaxtyping import Shaped
+
+from .packing import read_count
+
+
+def reorder_sequence(x: Any, num_shards: int, *, axis: int) -> Shaped[Array, "..."]:
+    r"""The sequence in zigzag order: of $2n$ equal chunks, shard $i$ of $n$ gets chunks $i$ and $2n - 1 - i$.
+
+    Under a causal mask later tokens see more keys. An early chunk and a late one together see $2n + 1$ chunks' worth, whatever
+    the shard (Llama 3, 2024, section 3.3.2). Reorder positions and segment ids alike.
+
+    **Arguments:**
+
+    - `x`: any array whose length along `axis` is divisible by `2 * num_shards`.
+    - `num_shards`: into how many equal parts the result will be split, $n$; static.
+
+    **Returns:** the shape and dtype of `x`.
+
+    **Raises:** `ValueError` for a length that is not divisible.
+    """
+    x, axis, shape = _in_chunks(x, num_shards, axis)
+    x = x.reshape((*shape[:axis], 2, num_shards, shape[axis] // (2 * num_shards), *shape[axis + 1 :]))
+    early, late = _part(x, 0, axis), jnp.flip(_part(x, 1, axis), axis)
+    return jnp.stack([early, late], axis=axis + 1).reshape(shape)
+
+
+def restore_sequence(x: Any, num_shards: int, *, axis: int) -> Shaped[Array, "..."]:
+    """The inverse of [`ejkernel_eqx.sequences.reorder_sequence`][]: from zigzag order to the order of time.
+
+    **Arguments**, **returns**, **raises:** as there.
+    """
+    x, axis, shape = _in_chunks(x, num_shards, axis)
+    x = x.reshape((*shape[:axis], num_shards, 2, shape[axis] // (2 * num_shards), *shape[axis + 1 :]))
+    early, late = _part(x, 0, axis + 1), jnp.flip(_part(x, 1, axis + 1), axis)
+    return jnp.stack([early, late], axis=axis).reshape(shape)
+
+
+def _part(x: Array, index: int, axis: int) -> Array:
+    return jax.lax.index_in_dim(x, index, axis, keepdims=False)
+
+
+def _in_chunks(x: Any, num_shards: int, axis: int) -> tuple[Array, int, tuple[int, ...]]:
+    x = jnp.asarray(x)
+    read_count("num_shards", num_shards, least=1)
+    axis = operator.index(axis)
+    if not -x.ndim <= axis < x.ndim:
+        raise ValueError(f"axis: expected an axis of x, which has {x.ndim}, received {axis}.")
+    length = x.shape[axis]
+    if length % (2 * num_shards):
+        raise ValueError(
+            f"x: expected a length along axis {axis} that is divisible by 2 * num_shards = {2 * num_shards}, received {length}; "
+            f"pad it to {-(-length // (2 * num_shards)) * 2 * num_shards}, with segment id -1 for the padding."
+        )
+    return x, axis % x.ndim, x.shape

@@ -1,0 +1,391 @@
+"""Helpers for packed sequences against the loops that define them."""
+
+import functools
+import itertools
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from jax.test_util import check_grads
+
+from ejkernel_eqx import Mask, sequences
+from tests.attention.dense import quick
+
+quickly = settings(max_examples=20, deadline=None, derandomize=True)
+LENGTHS = st.lists(st.integers(0, 4), min_size=0, max_size=5)
+TOTAL = 24  # one size, so that all examples share their compilations
+
+
+def packed(lengths, head=0):
+    """Offsets, and the tokens of each sequence."""
+    offsets = np.cumsum([head, *lengths])
+    return offsets.astype(np.int32), [range(a, b) for a, b in itertools.pairwise(offsets)]
+
+
+def ids_of(spans, total=TOTAL):
+    ids = np.full(total, -1, np.int32)
+    for n, span in enumerate(spans):
+        ids[list(span)] = n
+    return ids
+
+
+def positions_of(spans, total=TOTAL):
+    positions = np.zeros(total, np.int32)
+    for span in spans:
+        positions[list(span)] = np.arange(len(span))
+    return positions
+
+
+def summed(x, groups, reverse):
+    """`[T, ...]` within groups of tokens, and 0 elsewhere, in float64."""
+    out = np.zeros(x.shape)
+    for group in groups:
+        tokens = list(group)[::-1] if reverse else list(group)
+        out[tokens] = np.cumsum(np.asarray(x, np.float64)[tokens], axis=0)
+    return out
+
+
+def chunks_of(spans, size):
+    return [
+        (n, m, span[m * size : (m + 1) * size])
+        for n, span in enumerate(spans)
+        for m in range(-(-len(span) // size))
+    ]
+
+
+def padded_offsets(lengths, head=0):
+    """Five sequences always, the last ones empty."""
+    return packed([*lengths, *[0] * (5 - len(lengths))], head)
+
+
+@quickly
+@given(lengths=LENGTHS, head=st.integers(0, 3))
+def test_offsets_ids_positions_and_back(lengths, head):
+    offsets, spans = padded_offsets(lengths, head)
+    ids = sequences.cu_seqlens_to_segment_ids(offsets, TOTAL)
+    np.testing.assert_array_equal(ids, ids_of(spans))
+    np.testing.assert_array_equal(sequences.positions_from_cu_seqlens(offsets, TOTAL), positions_of(spans))
+    np.testing.assert_array_equal(sequences.segment_positions(ids), positions_of(spans))
+    np.testing.assert_array_equal(sequences.sequence_lengths(offsets), [*lengths, *[0] * (5 - len(lengths))])
+    assert ids.dtype == jnp.int32
+    # Sequences without tokens have no ids, so only the others come back.
+    back = sequences.segment_ids_to_cu_seqlens(ids, 5)
+    full = [n for n in lengths if n]
+    expected = np.cumsum([head if full else 0, *full, *[0] * (5 - len(full))])
+    np.testing.assert_array_equal(back, expected)
+
+
+@quickly
+@given(runs=st.lists(st.tuples(st.integers(0, 2), st.integers(1, 4)), max_size=5), tail=st.integers(0, 3))
+def test_every_run_is_a_sequence(runs, tail):
+    """Ids that come back, out of order, with gaps."""
+    ids = np.array([7 * i for i, n in runs for _ in range(n)] + [-1] * tail, np.int32)
+    ids = np.concatenate([ids, np.full(TOTAL - len(ids), -3, np.int32)])
+    cuts = [t for t in range(TOTAL) if ids[t] >= 0 and (t == 0 or ids[t] != ids[t - 1])]
+    end = int(np.sum(ids >= 0))
+    expected = [*cuts, *[end] * (6 - len(cuts))]
+    np.testing.assert_array_equal(sequences.segment_ids_to_cu_seqlens(ids, 5), expected)
+    np.testing.assert_array_equal(
+        jax.jit(sequences.segment_ids_to_cu_seqlens, static_argnums=1)(ids, 5), expected
+    )
+
+
+@pytest.mark.parametrize("total", [0, 1])
+def test_nearly_nothing(total):
+    offsets, ids = np.array([0, total]), np.zeros(total, np.int32)
+    np.testing.assert_array_equal(sequences.cu_seqlens_to_segment_ids(offsets, total), ids)
+    np.testing.assert_array_equal(sequences.segment_ids_to_cu_seqlens(ids, 2), [0, total, total])
+    np.testing.assert_array_equal(sequences.segment_ids_to_cu_seqlens(ids - 1, 2), [0, 0, 0])
+    np.testing.assert_array_equal(sequences.segment_positions(ids), ids)
+    np.testing.assert_array_equal(sequences.positions_from_cu_seqlens(offsets, total), ids)
+    assert sequences.sequence_lengths(np.array([0])).shape == (0,)
+    assert sequences.cu_seqlens_to_segment_ids(np.array([0]), total).tolist() == [-1] * total
+    assert sequences.segment_ids_to_cu_seqlens(ids - 1, 0).tolist() == [0]
+    x = jnp.ones((total, 2))
+    packing: Any
+    for packing in ({}, {"cu_seqlens": offsets}, {"segment_ids": ids}):
+        for reverse in (False, True):
+            np.testing.assert_array_equal(
+                sequences.chunk_local_cumsum(x, 3, axis=0, reverse=reverse, **packing), x
+            )
+            np.testing.assert_array_equal(
+                sequences.chunk_global_cumsum(x, axis=0, reverse=reverse, **packing), x
+            )
+    assert sequences.chunk_indices(offsets, 4, 2).sequence.tolist() == [total - 1, -1]
+    assert sequences.chunk_indices(np.array([0]), 4, 1).chunk.tolist() == [-1]
+
+
+def test_inside_jit_what_does_not_fit_joins_nothing():
+    to_offsets = jax.jit(sequences.segment_ids_to_cu_seqlens, static_argnums=1)
+    # A third run becomes padding; padding in between becomes a sequence.
+    assert to_offsets(jnp.array([0, 0, 1, 2, 2]), 2).tolist() == [0, 2, 3]
+    assert to_offsets(jnp.array([-1, 0, 0, -1, 1, -1]), 4).tolist() == [1, 3, 4, 5, 5]
+    few = jax.jit(lambda c: sequences.chunk_indices(c, 2, 2))(jnp.array([0, 3, 5]))
+    assert few.sequence.tolist() == [0, 0] and few.chunk.tolist() == [0, 1]
+
+
+@quickly
+@given(lengths=LENGTHS, size=st.sampled_from([1, 3]), head=st.integers(0, 3))
+def test_chunk_indices(lengths, size, head):
+    offsets, spans = padded_offsets(lengths, head)
+    chunks, most = chunks_of(spans, size), TOTAL // size + 5
+    actual = sequences.chunk_indices(offsets, size, most)
+    absent = [-1] * (most - len(chunks))
+    assert actual.sequence.tolist() == [n for n, _, _ in chunks] + absent
+    assert actual.chunk.tolist() == [m for _, m, _ in chunks] + absent
+    first = offsets[actual.sequence] + actual.chunk * size
+    assert first[: len(chunks)].tolist() == [tokens[0] for _, _, tokens in chunks]
+
+
+def test_batches_and_vmap():
+    rows = [padded_offsets(lengths) for lengths in ((3, 0, 4), (1, 2, 3, 4), ())]
+    offsets = jnp.asarray(np.stack([row[0] for row in rows]))
+    ids = np.stack([ids_of(spans) for _, spans in rows])
+    for convert in (
+        lambda c: sequences.cu_seqlens_to_segment_ids(c, TOTAL),
+        lambda c: sequences.positions_from_cu_seqlens(c, TOTAL),
+        sequences.sequence_lengths,
+        lambda c: sequences.chunk_indices(c, 3, 12),
+        lambda c: sequences.segment_ids_to_cu_seqlens(sequences.cu_seqlens_to_segment_ids(c, TOTAL), 5),
+        lambda c: sequences.segment_positions(sequences.cu_seqlens_to_segment_ids(c, TOTAL)),
+    ):
+        by_row = quick(jax.vmap(convert))(offsets)
+        jax.tree.map(np.testing.assert_array_equal, quick(convert)(offsets), by_row)
+    np.testing.assert_array_equal(sequences.cu_seqlens_to_segment_ids(offsets, TOTAL), ids)
+
+    x = np.random.default_rng(0).standard_normal((3, TOTAL, 2)).astype(np.float32)
+    expected = np.stack([summed(y, row[1], False) for y, row in zip(x, rows)])
+    actual = sequences.chunk_global_cumsum(x, axis=1, segment_ids=ids)
+    np.testing.assert_allclose(actual, expected, atol=1e-5)
+    by_row = jax.vmap(lambda y, c: sequences.chunk_global_cumsum(y, axis=0, cu_seqlens=c))(x, offsets)
+    np.testing.assert_allclose(by_row, expected, atol=1e-5)
+
+
+def test_agrees_with_the_masks():
+    offsets, _ = padded_offsets((3, 0, 5, 2), head=2)
+    ids = sequences.cu_seqlens_to_segment_ids(offsets, TOTAL)
+    np.testing.assert_array_equal(
+        Mask.from_cu_seqlens(offsets).as_array(TOTAL, TOTAL), Mask.from_segments(ids).as_array(TOTAL, TOTAL)
+    )
+
+
+@functools.partial(jax.jit, static_argnames=("size", "axis", "reverse"))
+def cumsums(x, size, **options):
+    if size is None:
+        return sequences.chunk_global_cumsum(x, **options)
+    return sequences.chunk_local_cumsum(x, size, **options)
+
+
+@quickly
+@given(
+    lengths=LENGTHS,
+    head=st.integers(0, 3),
+    size=st.sampled_from([None, 1, 3, 4, 100]),
+    reverse=st.booleans(),
+    axis=st.sampled_from([0, 1, -1]),
+    kind=st.sampled_from(["none", "cu_seqlens", "segment_ids"]),
+)
+def test_cumsum(lengths, head, size, reverse, axis, kind):
+    offsets, spans = padded_offsets(lengths, head)
+    spans = [range(TOTAL)] if kind == "none" else spans
+    groups = spans if size is None else [tokens for _, _, tokens in chunks_of(spans, size)]
+    x = np.random.default_rng(len(lengths)).standard_normal((TOTAL, 2, 3)).astype(np.float32)
+    expected = summed(x, groups, reverse)
+    hidden = np.ones(TOTAL, bool)
+    hidden[[t for group in groups for t in group]] = False
+    x[hidden] = np.nan
+    packing = {
+        "none": {},
+        "cu_seqlens": {"cu_seqlens": offsets},
+        "segment_ids": {"segment_ids": ids_of(spans)},
+    }[kind]
+    actual = cumsums(np.moveaxis(x, 0, axis), size, axis=axis, reverse=reverse, **packing)
+    np.testing.assert_allclose(np.moveaxis(np.asarray(actual), axis, 0), expected, atol=1e-5)
+
+
+def test_fault_of_ejkernel():
+    """There, the reverse sum of lengths 2 and 3 runs on into the next sequence's numbers."""
+    ones = jnp.ones(5)
+    packing: Any
+    for packing in ({"cu_seqlens": np.array([0, 2, 5])}, {"segment_ids": np.array([4, 4, 1, 1, 1])}):
+        assert sequences.chunk_global_cumsum(ones, axis=0, reverse=True, **packing).tolist() == [
+            2,
+            1,
+            3,
+            2,
+            1,
+        ]
+        assert sequences.chunk_global_cumsum(ones, axis=0, **packing).tolist() == [1, 2, 1, 2, 3]
+        assert sequences.chunk_local_cumsum(ones, 2, axis=0, **packing).tolist() == [1, 2, 1, 2, 1]
+        local = sequences.chunk_local_cumsum(ones, 2, axis=0, reverse=True, **packing)
+        assert local.tolist() == [2, 1, 2, 1, 1]
+
+
+@pytest.mark.parametrize("reverse", [False, True])
+@pytest.mark.parametrize("size", [None, 3])
+@pytest.mark.parametrize("kind", ["cu_seqlens", "segment_ids"])
+def test_gradients(kind, size, reverse, enable_x64):
+    offsets, spans = packed((4, 0, 7, 1), head=1)
+    packing = {
+        "none": {},
+        "cu_seqlens": {"cu_seqlens": offsets},
+        "segment_ids": {"segment_ids": ids_of(spans, 15)},
+    }[kind]
+    x = jnp.asarray(np.random.default_rng(0).standard_normal((2, 15)))
+    function = lambda x: jnp.sin(cumsums(x, size, axis=1, reverse=reverse, **packing))
+    assert function(x).dtype == jnp.float64
+    check_grads(function, (x,), order=1, modes=("fwd", "rev"))
+    # The transpose is the sum the other way round.
+    weights = jnp.asarray(np.random.default_rng(1).standard_normal((2, 15)))
+    _, vjp = jax.vjp(lambda x: cumsums(x, size, axis=1, reverse=reverse, **packing), x)
+    np.testing.assert_allclose(
+        vjp(weights)[0], cumsums(weights, size, axis=1, reverse=not reverse, **packing), atol=1e-12
+    )
+
+
+def test_padding_reaches_no_gradient():
+    x = jnp.array([1.0, 2.0, jnp.nan, jnp.inf])
+    gradient = jax.grad(
+        lambda x: sequences.chunk_local_cumsum(x, 4, axis=0, cu_seqlens=jnp.array([0, 2])).sum()
+    )
+    assert gradient(x).tolist() == [2, 1, 0, 0]
+
+
+def test_sums_keep_what_a_difference_loses():
+    """A long sequence of large numbers, then a short one of small ones; half precision is summed in float32."""
+    x = jnp.concatenate([jnp.full(4096, 1e4), jnp.full(8, 1e-3)])
+    sums = cumsums(x, None, axis=0, cu_seqlens=np.array([0, 4096, 4104]))
+    np.testing.assert_allclose(sums[4096:], 1e-3 * np.arange(1, 9), rtol=1e-6)
+    for dtype in (jnp.bfloat16, jnp.float16):
+        sums = sequences.chunk_global_cumsum(jnp.ones(3000, dtype), axis=0)
+        assert sums.dtype == jnp.float32 and sums[-1] == 3000
+        assert cumsums(jnp.ones(3000, dtype), 3000, axis=0)[-1] == 3000
+
+
+def test_memory_is_linear():
+    t = 1 << 15
+    x, ids = jax.ShapeDtypeStruct((t,), jnp.float32), jax.ShapeDtypeStruct((t,), jnp.int32)
+    offsets = jax.ShapeDtypeStruct((1025,), jnp.int32)
+    for function, *args in (
+        (lambda c: sequences.cu_seqlens_to_segment_ids(c, t), offsets),
+        (lambda c: sequences.positions_from_cu_seqlens(c, t), offsets),
+        (lambda i: sequences.segment_ids_to_cu_seqlens(i, 1024), ids),
+        (lambda i: sequences.segment_positions(i), ids),
+        (lambda c: sequences.chunk_indices(c, 64, t // 64 + 1024), offsets),
+        (lambda x, c: sequences.chunk_local_cumsum(x, 64, axis=0, reverse=True, cu_seqlens=c), x, offsets),
+        (jax.grad(lambda x, i: sequences.chunk_global_cumsum(x, axis=0, segment_ids=i).sum()), x, ids),
+    ):
+        memory = jax.jit(function).lower(*args).compile().memory_analysis()
+        assert memory is not None and memory.temp_size_in_bytes < 256 * t
+
+
+@pytest.mark.parametrize("axis", [0, 1, -1])
+@pytest.mark.parametrize("shards, length", [(1, 2), (2, 8), (4, 24), (3, 0)])
+def test_zigzag(shards, length, axis):
+    x = np.moveaxis(np.arange(length * 6, dtype=np.int32).reshape(length, 2, 3), 0, axis)
+    chunk = length // (2 * shards)
+    order = [i * chunk + t for n in range(shards) for i in (n, 2 * shards - 1 - n) for t in range(chunk)]
+    mixed = sequences.reorder_sequence(x, shards, axis=axis)
+    np.testing.assert_array_equal(mixed, np.take(x, np.array(order, int), axis=axis))
+    np.testing.assert_array_equal(sequences.restore_sequence(mixed, shards, axis=axis), x)
+    assert mixed.dtype == x.dtype
+
+
+def test_zigzag_balances_causal_work():
+    shards, length = 4, 32
+    positions = sequences.reorder_sequence(jnp.arange(length), shards, axis=0)
+    work = (positions + 1).reshape(shards, -1).sum(axis=1)
+    assert len(set(work.tolist())) == 1
+    x = jnp.asarray(np.random.default_rng(0).standard_normal((3, length)), jnp.float32)
+    mixed = jax.jit(jax.vmap(lambda x: sequences.reorder_sequence(x, shards, axis=0)))(x)
+    np.testing.assert_array_equal(mixed, sequences.reorder_sequence(x, shards, axis=1))
+    weights = jnp.arange(length, dtype=jnp.float32)
+    gradient = jax.grad(lambda x: (sequences.reorder_sequence(x, shards, axis=0) * weights).sum())(x[0])
+    np.testing.assert_array_equal(gradient, sequences.restore_sequence(weights, shards, axis=0))
+
+
+IDS, X = np.array([0, 0, 1]), np.ones((2, 3), np.float32)
+WRONG = {
+    "offsets are floats": (
+        lambda: sequences.cu_seqlens_to_segment_ids(np.ones(3, np.float32), 3),
+        r"^cu_seqlens: expected int offsets \[\.\.\., N \+ 1\] such as \[0, 3, 5\], received float32 \(3,\); lengths",
+    ),
+    "offsets are none": (lambda: sequences.sequence_lengths(np.zeros(0, int)), r"^cu_seqlens: .* \(0,\)"),
+    "offsets decrease": (
+        lambda: sequences.sequence_lengths([0, 3, 2]),
+        r"^cu_seqlens: expected offsets that never decrease, from 0 on, received \[0 3 2\]; lengths become",
+    ),
+    "offsets begin below 0": (
+        lambda: sequences.chunk_indices([-1, 3], 2, 9),
+        "^cu_seqlens: expected offsets that",
+    ),
+    "offsets leave the tokens": (
+        lambda: sequences.positions_from_cu_seqlens([0, 5], 4),
+        "^cu_seqlens: expected offsets of at most total=4, received 5; give the padded length",
+    ),
+    "total": (
+        lambda: sequences.cu_seqlens_to_segment_ids([0, 1], -1),
+        "^total: expected a static int >= 0, received -1",
+    ),
+    "total is traced": (
+        lambda: jax.jit(lambda n: sequences.cu_seqlens_to_segment_ids(jnp.array([0, 1]), n))(3),
+        "^total: expected a static int >= 0, received .*mark what it comes from as static",
+    ),
+    "ids are booleans": (
+        lambda: sequences.segment_positions(np.ones(3, bool)),
+        r"^segment_ids: expected ints \[\.\.\., T\], negative for padding, received bool \(3,\)",
+    ),
+    "too many runs": (
+        lambda: sequences.segment_ids_to_cu_seqlens([0, 1, 0], 2),
+        "^max_segments: expected at least the 3 runs of equal ids that there are, received 2; raise it",
+    ),
+    "padding in between": (
+        lambda: sequences.segment_ids_to_cu_seqlens([0, -1, 0], 3),
+        r"^segment_ids: expected padding only before the first and after the last sequence, received \[ 0 -1  0\]",
+    ),
+    "too many chunks": (
+        lambda: sequences.chunk_indices([0, 3, 5], 2, 2),
+        "^max_chunks: expected at least the 3 chunks that there are, received 2; total // chunk_size",
+    ),
+    "chunk size": (
+        lambda: sequences.chunk_local_cumsum(X, 0, axis=1),
+        "^chunk_size: expected a static int >= 1, received 0",
+    ),
+    "ints": (lambda: sequences.chunk_global_cumsum(IDS, axis=0), "^x: expected floats, received dtype int"),
+    "axis": (
+        lambda: sequences.chunk_global_cumsum(X, axis=2),
+        "^axis: expected an axis of x, which has 2, received 2",
+    ),
+    "both": (
+        lambda: sequences.chunk_global_cumsum(X, axis=1, cu_seqlens=[0, 3], segment_ids=IDS),
+        "^segment_ids: expected None with cu_seqlens, received both; give one of the two",
+    ),
+    "offsets per row": (
+        lambda: sequences.chunk_global_cumsum(X, axis=1, cu_seqlens=[[0, 3]]),
+        r"^cu_seqlens: expected offsets \[N \+ 1\] for all rows, received shape \(1, 2\); jax.vmap",
+    ),
+    "ids of another length": (
+        lambda: sequences.chunk_global_cumsum(X, axis=0, segment_ids=IDS),
+        r"^segment_ids: expected a shape that broadcasts to \(2,\), .* received \(3,\)",
+    ),
+    "indivisible": (
+        lambda: sequences.reorder_sequence(X, 2, axis=1),
+        "^x: expected a length along axis 1 that is divisible by 2 \\* num_shards = 4, received 3; pad it to 4",
+    ),
+    "shards": (
+        lambda: sequences.restore_sequence(X, 0, axis=1),
+        "^num_shards: expected a static int >= 1, received 0",
+    ),
+    "axis of zigzag": (lambda: sequences.reorder_sequence(X, 1, axis=-3), "^axis: expected an axis of x"),
+}
+
+
+@pytest.mark.parametrize("name", WRONG)
+def test_errors(name, unchecked):
+    call, message = WRONG[name]
+    with pytest.raises(ValueError, match=message):
+        call()
