@@ -15,6 +15,7 @@ from ejkernel_eqx.attention import xla
 from ejkernel_eqx.dispatch import (
     Backend,
     BOTH,
+    device_facts,
     DeviceFacts,
     FORWARD,
     Known,
@@ -84,7 +85,7 @@ def test_half_the_keys_cost_half():
 def test_measured_times_stand_beside_the_bound(h200):
     x = shape(4, 4096, 16, 128, dtype=jnp.bfloat16)
     key = ejx.explain(ejx.FlashAttention(causal=True), x, x, x).choices[0].key
-    entry = Known(xla.default_config(None, None), ((FORWARD, 0.5), (BOTH, 2.0)), "tuned 2026-01-02")
+    entry = Known(xla.default_config(None, device_facts()), ((FORWARD, 0.5), (BOTH, 2.0)), "tuned 2026-01-02")
     memory_cache.put(Platform.XLA, key, entry)
     explanation = ejx.explain(ejx.FlashAttention(causal=True), x, x, x)
     (choice,) = explanation.choices
@@ -117,7 +118,7 @@ def test_a_time_of_rounded_lengths_is_no_fraction(h200):
     """Problems of 33 to 64 tokens share one entry; what one took says nothing exact of another."""
     x = shape(1, 60, 2, 16)
     key = ejx.explain(ejx.FlashAttention(), x, x, x).choices[0].key
-    memory_cache.put(Platform.XLA, key, Known(xla.default_config(None, None), ((FORWARD, 1.0),)))
+    memory_cache.put(Platform.XLA, key, Known(xla.default_config(None, device_facts()), ((FORWARD, 1.0),)))
     (choice,) = ejx.explain(ejx.FlashAttention(), x, x, x).choices
     assert choice.ms == ((FORWARD, 1.0),) and roof(choice).bound_ms > 0
     assert roof(choice).fraction is None
@@ -193,7 +194,7 @@ def test_layers_built_alike_are_one_row_of_the_text():
 
 
 def test_what_was_built_in_is_shown():
-    x, config = jnp.ones(X.shape), xla.default_config(None, None)
+    x, config = jnp.ones(X.shape), xla.default_config(None, device_facts())
     key = ejx.explain(ejx.FlashAttention(), x, x, x).choices[0].key
     memory_cache.put(Platform.XLA, key, Known(config, ((FORWARD, 0.25),), "tuned 2026-01-02"))
     (choice,) = ejx.explain({"a": ejx.FlashAttention(tune_for=(x, x, x))}).choices

@@ -15,7 +15,9 @@ from jax.sharding import AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 from ejkernel_eqx.attention import reference, xla
+from ejkernel_eqx.attention.example import example_problem
 from ejkernel_eqx.attention.spec import AttentionArrays, AttentionGrads, AttentionSpec
+from ejkernel_eqx.dispatch import Backend, device_facts, DeviceFacts
 from tests.attention.cases import Case, CASES, EMPTY, EVERYTHING, make, poison, xla_tiles
 from tests.tolerances import assert_close, errors, TOLERANCES
 
@@ -208,7 +210,7 @@ def test_memory_is_linear_in_length(flags, bias):
         case = Case(B=1, T=length, S=length, H=2, K=1, D=32, V=32, bias=bias, **flags)
         arrays, spec = make(case)
         dout, dlse = cotangents(case)
-        config = xla.default_config(None, None)
+        config = xla.default_config(None, device_facts())
         compiled = run_xla.lower(arrays, dout, dlse, spec, config).compile()
         analysis = compiled.memory_analysis()
         assert analysis is not None
@@ -296,3 +298,22 @@ def test_inside_shard_map():
 def test_config_is_validated(block):
     with pytest.raises(ValueError, match="block_k"):
         xla.XlaTile(64, block)
+
+
+@pytest.mark.parametrize(
+    ("dtype", "heads", "memory", "side"),
+    [
+        ("bfloat16", 16, 140, 1024),
+        ("float32", 16, 140, 512),
+        ("bfloat16", 16, 8, 512),
+        ("bfloat16", 512, 8, 256),
+    ],
+)
+def test_a_gpu_takes_the_largest_tile_that_its_memory_holds_often(dtype, heads, memory, side):
+    device = DeviceFacts(Backend.GPU, "a GPU", memory=memory * 10**9)
+    problem = example_problem("flash_attention", {"B": 4, "T": 4096, "H": heads, "D": 64}, dtype, {})
+    tile = xla.XlaTile(side, side)
+    assert (
+        xla.default_config(problem, device) == xla.XlaConfig(tile, tile) == xla.candidates(problem, device)[0]
+    )
+    assert len(xla.candidates(problem, device)) == 12

@@ -16,6 +16,7 @@ from ejkernel_eqx._kernel import make_plan, Plan, with_plan
 from ejkernel_eqx.attention import core, reference, xla
 from ejkernel_eqx.dispatch import (
     Backend,
+    device_facts,
     Implementation,
     KernelRegistry,
     Known,
@@ -185,7 +186,7 @@ def test_a_call_reads_nothing_but_its_plan(monkeypatch):
         # At once and under a new trace alike.
         jaxpr = jax.make_jaxpr(jax.grad(lambda q: jnp.sum(module(q, k, v))))(q)
     monkeypatch.undo()
-    assert (selection.config, selection.tier) == (xla.default_config(None, None), Tier.HEURISTIC)
+    assert (selection.config, selection.tier) == (xla.default_config(None, device_facts()), Tier.HEURISTIC)
     assert repr(selection.config) == before.choices[0].config
     assert str(jaxpr) == str(jax.make_jaxpr(jax.grad(lambda q: jnp.sum(module(q, k, v))))(q))
 

@@ -8,6 +8,7 @@ and `dv` transposed.
 """
 
 import dataclasses
+import math
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
@@ -15,6 +16,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax import Array, lax
 
+from ..dispatch import Backend
 from ..parallel import match_varying
 from .philox import philox_keep
 from .spec import AttentionArrays, AttentionGrads, AttentionSpec, RowRanges
@@ -46,6 +48,7 @@ class XlaConfig:
 
 config_type = XlaConfig
 VERSION = 1
+_TILES_IN_MEMORY = 48  # a GPU's memory holds so many times the scores of one tile
 _TILES = (
     XlaTile(256, 512),
     XlaTile(128, 512),
@@ -68,13 +71,30 @@ def unsupported(problem: Any, device: Any) -> str | None:
 
 
 def default_config(problem: Any, device: Any) -> XlaConfig:
-    return XlaConfig(_TILES[0], _TILES[0])
+    first = _ordered(problem, device)[0]
+    return XlaConfig(first, first)
+
+
+def _ordered(problem: Any, device: Any) -> list[XlaTile]:
+    """The heuristic first: on a GPU the largest square tile whose scores are a small part of its memory, as every tile is a round
+    of launches."""
+    if device.backend is not Backend.GPU:
+        return list(_TILES)
+    sides = (512, 256) if problem.dtype("qkv") == "float32" else (1024, 512, 256)
+    rows, most = problem.dim("B") * problem.dim("H"), device.memory / _TILES_IN_MEMORY
+    lengths = problem.dim("T"), problem.dim("S")
+
+    def fits(side: int) -> bool:
+        return 4 * rows * math.prod(min(side, length) for length in lengths) <= most
+
+    side = next((side for side in sides if fits(side)), sides[-1])
+    return list(dict.fromkeys([XlaTile(side, side), *_TILES]))
 
 
 def candidates(problem: Any, device: Any) -> list[XlaConfig]:
     """Configurations worth timing, the heuristic first. Tiles that cut the axes alike are given once."""
     distinct = {}
-    for tile in _TILES:
+    for tile in _ordered(problem, device):
         cut = _split(problem.dim("T"), tile.block_q)[0], _split(problem.dim("S"), tile.block_k)[0]
         distinct.setdefault(cut, tile)
     return [XlaConfig(tile, tile) for tile in distinct.values()]
