@@ -43,7 +43,9 @@ from .dispatch.labels import labels_to_configs as labels_to_configs
 from .serialisation import load as load
 from .serialisation import save as save
 from .tuning import benchmark as benchmark
+from .tuning import tuned_results as tuned_results
 from .tuning import TuneOptions as TuneOptions
+from .tuning import tuning_options as tuning_options
 from .tuning import TuningResult as TuningResult
 from .tuning.models import autotune as autotune
 from .tuning.models import tune as tune
