@@ -7,7 +7,7 @@ from jax.sharding import AxisType, PartitionSpec
 
 import ejkernel_eqx as ejx
 from ejkernel_eqx.attention.xla import default_config
-from ejkernel_eqx.dispatch import memory_cache, Platform, Tier
+from ejkernel_eqx.dispatch import device_facts, memory_cache, Platform, Tier
 from ejkernel_eqx.tuning.names import (
     autotune_recorded,
     clear_invocations,
@@ -54,12 +54,12 @@ def qkv():
 def test_vmap_with_config(given):
     q, k, v = qkv()
     kernel = ejx.FlashAttention(causal=True)
-    config = default_config(None, None) if given else None
+    config = default_config(None, device_facts()) if given else None
     mapped = vmap_with_config(kernel, config, in_axes=(0, None, 0))
     with recording() as calls:
         out = mapped(q, k[0], v)
     assert [(call.config, call.tier) for call in calls] == [
-        (default_config(None, None), Tier.OVERRIDE if given else Tier.HEURISTIC)
+        (default_config(None, device_facts()), Tier.OVERRIDE if given else Tier.HEURISTIC)
     ]
     assert_close(out[2], kernel(q[2], k[0], v[2]))
 
@@ -68,7 +68,7 @@ def test_vmap_with_config(given):
 def test_pmap_with_config(given):
     q, k, v = qkv()
     kernel = ejx.FlashAttention(causal=True)
-    config = default_config(None, None) if given else None
+    config = default_config(None, device_facts()) if given else None
     mesh = jax.make_mesh((2,), ("batch",), axis_types=(AxisType.Auto,), devices=jax.devices()[:2])
     spec = PartitionSpec("batch")
     mapped = pmap_with_config(kernel, config, mesh=mesh, in_specs=(spec, spec, spec), out_specs=spec)
@@ -82,4 +82,4 @@ def test_pmap_with_config(given):
 
 def test_a_configuration_of_another_kernel_is_refused():
     with pytest.raises(ValueError, match="ScaleConfig"):
-        vmap_with_config(Scale(), default_config(None, None))
+        vmap_with_config(Scale(), default_config(None, device_facts()))
