@@ -13,7 +13,7 @@ from typing import Any
 import jax
 
 ROOT = pathlib.Path(__file__).resolve().parent.parent
-_PACKAGES = ("jax", "jaxlib", "triton", "jax-triton", "torch", "ejkernel-eqx")
+_PACKAGES = ("jax", "jaxlib", "triton", "jax-triton", "torch", "fla-core", "mamba-ssm", "ejkernel-eqx")
 
 
 def environment(commit: str | None = None) -> dict[str, Any]:

@@ -1,7 +1,8 @@
-"""Tunes the attention problems of the benchmarks on this device and writes the winners as a table to ship with the package.
+"""Tunes the problems of the benchmarks on this device and writes the winners as a table to ship with the package.
 
     python benchmarks/tune.py --time-limit 500 --json tuned.json            # again, to go on where it stopped
     python benchmarks/tune.py --problems 'S4096 .* D128' --budget 30
+    python benchmarks/tune.py --family recurrence                            # also: selective_scan, convolution, normalization
     python benchmarks/tune.py --quick --platform xla --output table.json     # tiny problems, on any machine
     python benchmarks/tune.py --render tuned.json --plot tuned.png           # an earlier run again
 
@@ -20,13 +21,10 @@ from typing import Any
 
 sys.path.insert(0, str(pathlib.Path(__file__).resolve().parent.parent))
 
-import jax
 
 import ejkernel_eqx as ejx
-from benchmarks import attention_problems as problems
 from benchmarks import report
-from benchmarks.attention_problems import AttentionProblem
-from ejkernel_eqx._kernel import selections_of
+from benchmarks.tune_problems import FAMILIES, Family, TuneProblem
 from ejkernel_eqx.dispatch import (
     BOTH,
     device_facts,
@@ -44,28 +42,21 @@ from ejkernel_eqx.dispatch.persistent import software
 from ejkernel_eqx.dispatch.records import Record, record_key
 from ejkernel_eqx.tuning import Status, tune_problem, TuneOptions, TuningResult
 
-OPERATION = "flash_attention"
 BAR = 1.10
 """How far, in time, the heuristics may be from the tuned configurations."""
 
 
-def problem_of(problem: AttentionProblem, implementation: Implementation) -> Problem:
-    """What our operation asks its platform for on this benchmark problem."""
-    given = jax.eval_shape(lambda: problems.make_inputs(problem))
-    attention = problems.build(problem, implementation.platform.value)
-    return selections_of(attention, ejx.inputs(**given.learned, **given.masking))[0].problem
-
-
-def twins(record: Record, implementation: Implementation) -> list[Record]:
-    """The record for every operation that runs the very same kernels, without what did not win."""
+def twins(record: Record, implementation: Implementation, family: Family) -> list[Record]:
+    """The record for every operation that runs the very same kernels on such a problem, without what did not win."""
 
     def runs(other: Implementation) -> tuple[Any, ...]:
         return other.platform, other.target, other.workload
 
     found = []
     for operation in kernel_registry.list_operations():
-        if any(runs(other) == runs(implementation) for other in kernel_registry.ordered(operation)):
-            exact = {**record.exact, "operation": operation}
+        same = any(runs(other) == runs(implementation) for other in kernel_registry.ordered(operation))
+        exact = {**record.exact, "operation": operation}
+        if same and (operation == record.operation or family.also(operation, Problem.from_dict(exact))):
             key = Problem.from_dict(exact).key()
             found.append(
                 dataclasses.replace(
@@ -98,7 +89,7 @@ class Table:
         report.write_atomic(self.path, render(header, self.records.values()))
 
 
-def row_of(problem: AttentionProblem, result: TuningResult, environment: Mapping[str, Any]) -> dict[str, Any]:
+def row_of(problem: TuneProblem, result: TuningResult, environment: Mapping[str, Any]) -> dict[str, Any]:
     """What the report says of a problem."""
     counts = {status.value: sum(m.status is status for m in result.measurements) for status in Status}
     return {
@@ -187,10 +178,11 @@ def render_report(path: pathlib.Path, picture: pathlib.Path | None) -> int:
 
 
 def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
-    facts = device_facts()
-    shipped = report.ROOT / "src" / "ejkernel_eqx" / "data" / facts.slug / "attention.json"
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument(
+        "--family", choices=sorted(FAMILIES), default="attention", help="default: %(default)s"
     )
     parser.add_argument("--problems", default="", metavar="REGEX", help="only problems whose name matches")
     parser.add_argument("--quick", action="store_true", help="tiny problems")
@@ -201,7 +193,9 @@ def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument("--samples", type=int, default=5)
     parser.add_argument("--sample-ms", type=float, default=30.0)
     parser.add_argument("--force", action="store_true", help="also what the table or the user's cache knows")
-    parser.add_argument("--output", type=pathlib.Path, default=shipped, metavar="PATH", help="added to")
+    parser.add_argument(
+        "--output", type=pathlib.Path, metavar="PATH", help="added to (default: the table that ships)"
+    )
     parser.add_argument("--json", type=pathlib.Path, metavar="PATH", help="report, added to")
     parser.add_argument(
         "--plot", type=pathlib.Path, metavar="PATH", help="picture of heuristics against tuned"
@@ -210,30 +204,32 @@ def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
         "--render", type=pathlib.Path, metavar="JSON", help="show an earlier report, tune nothing"
     )
     parser.add_argument("--commit", help="of the code that runs, where git cannot say")
-    return parser.parse_args(arguments)
+    options = parser.parse_args(arguments)
+    if options.output is None:
+        folder = report.ROOT / "src" / "ejkernel_eqx" / "data" / device_facts().slug
+        options.output = folder / f"{options.family}.json"
+    return options
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
     options = parse(arguments)
     if options.render is not None:
         return render_report(options.render, options.plot)
-    implementation = kernel_registry.get(OPERATION, Platform(options.platform))
-    reason = implementation.unusable(device_facts())
-    if reason is not None:
-        print(f"{options.platform} {reason}", file=sys.stderr)
-        return 2
-    every = (
-        problems.TINY
-        if options.quick
-        else problems.ANCHORS + problems.FEATURES + problems.GRID + problems.MODELS + problems.HELD_OUT
-    )
+    family = FAMILIES[options.family]
+    every = family.tiny() if options.quick else family.problems()
     chosen = [problem for problem in every if re.search(options.problems, problem.name)]
+    for operation in dict.fromkeys(problem.operation for problem in chosen):
+        reason = kernel_registry.get(operation, Platform(options.platform)).unusable(device_facts())
+        if reason is not None:
+            print(f"{options.platform} {reason}", file=sys.stderr)
+            return 2
     environment = report.environment(options.commit)
     table, rows = Table(options.output), known_rows(options.json)
     start, longest = time.monotonic(), 0.0
     for n, problem in enumerate(chosen):
         began = time.monotonic()
-        asked = problem_of(problem, implementation)
+        implementation = kernel_registry.get(problem.operation, Platform(options.platform))
+        asked = problem.make(implementation)
         done = table.knows(asked, implementation) and (options.json is None or problem.name in rows)
         if done and not options.force:
             continue
@@ -249,7 +245,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
             print(f"  {error}")
             continue
         longest = max(longest, time.monotonic() - began)
-        table.add(twins(result.to_record(device_facts()), implementation), environment)
+        table.add(twins(result.to_record(device_facts()), implementation, family), environment)
         rows[problem.name] = row_of(problem, result, environment)
         if options.json is not None:
             content = {

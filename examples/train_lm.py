@@ -3,11 +3,14 @@
     python examples/train_lm.py                       # the source text of Python's own standard library
     python examples/train_lm.py --data my_texts/      # a file or a folder
     python examples/train_lm.py --steps 600 --resume  # go on where the last run, or Ctrl-C, stopped
+    python examples/train_lm.py --mixer kda           # Kimi delta attention instead of attention
+    python examples/train_lm.py --mixer mamba2,mamba2,attention  # a hybrid: this pattern, repeated
     python examples/train_lm.py --tune                # first find the fastest kernel configurations here
 
-The model is a pre-norm decoder: RMSNorm, a sequence mixer (here attention with RoPE and grouped heads),
-RMSNorm, a SwiGLU. Its layers are stacked and scanned, so it compiles in the time of one. Everything it writes
-is in `--out-dir`: `checkpoint.ejx`, `metrics.csv`, `loss.png`, `sample.txt`.
+The model is a pre-norm decoder: RMSNorm, a sequence mixer (attention with RoPE and grouped heads, or one of the
+recurrent layers, or several in turn), RMSNorm, a SwiGLU. Its layers are stacked and scanned, so it compiles in
+the time of one. Everything it writes is in `--out-dir`: `checkpoint.ejx`, `metrics.csv`, `loss.png`,
+`sample.txt`.
 """
 
 import argparse
@@ -53,20 +56,64 @@ class Architecture:
     num_kv_heads: int
     mixer: str = "attention"
 
+    @property
+    def head_dim(self) -> int:
+        return self.embed_dim // self.num_heads
 
-def attention(arch: Architecture, platform: str | None, key: Array) -> ejx.nn.MultiHeadAttention:
-    return ejx.nn.MultiHeadAttention(
-        arch.embed_dim,
-        num_heads=arch.num_heads,
-        num_kv_heads=arch.num_kv_heads,
-        rope=ejx.nn.RotaryEmbedding(arch.embed_dim // arch.num_heads),
-        platform=platform,
-        key=key,
-    )
+    @property
+    def pattern(self) -> list[str]:
+        """The mixers of the first layers; those of the next ones are the same, and so on."""
+        return self.mixer.split(",")
 
 
-# A mixer is called as `mixer(x) -> y` in training and `mixer(x, state) -> (y, state)` in decoding.
-MIXERS: dict[str, Callable[..., Any]] = {"attention": attention}
+# A mixer is made from the architecture, the layer's place in the model, and `platform` and `key`. It is called
+# `mixer(x) -> y` in training and `mixer(x, state) -> (y, state)` in decoding.
+
+
+def attention(arch: Architecture, index: Array, **options) -> ejx.nn.MultiHeadAttention:
+    rope = ejx.nn.RotaryEmbedding(arch.head_dim)
+    heads = {"num_heads": arch.num_heads, "num_kv_heads": arch.num_kv_heads}
+    return ejx.nn.MultiHeadAttention(arch.embed_dim, **heads, rope=rope, **options)
+
+
+def mamba1(arch: Architecture, index: Array, **options) -> ejx.nn.Mamba1Mixer:
+    return ejx.nn.Mamba1Mixer(arch.embed_dim, **options)
+
+
+def mamba2(arch: Architecture, index: Array, **options) -> ejx.nn.Mamba2Mixer:
+    return ejx.nn.Mamba2Mixer(arch.embed_dim, head_dim=arch.head_dim, state_size=2 * arch.head_dim, **options)
+
+
+def gla(arch: Architecture, index: Array, **options) -> ejx.nn.GatedLinearAttention:
+    heads = {"num_heads": arch.num_heads, "num_kv_heads": arch.num_kv_heads}
+    return ejx.nn.GatedLinearAttention(arch.embed_dim, **heads, **options)
+
+
+def lightning(arch: Architecture, index: Array, **options) -> ejx.nn.LightningAttention:
+    place = {"layer_index": index, "num_layers": arch.num_layers}
+    return ejx.nn.LightningAttention(arch.embed_dim, num_heads=arch.num_heads, **place, **options)
+
+
+def kda(arch: Architecture, index: Array, **options) -> ejx.nn.KimiDeltaAttention:
+    heads = {"num_heads": arch.num_heads, "head_dim": arch.head_dim}
+    return ejx.nn.KimiDeltaAttention(arch.embed_dim, **heads, **options)
+
+
+def gated_deltanet(arch: Architecture, index: Array, **options) -> ejx.nn.GatedDeltaNet:
+    heads = {"num_k_heads": arch.num_kv_heads, "num_v_heads": arch.num_heads, "head_dim": arch.head_dim}
+    return ejx.nn.GatedDeltaNet(arch.embed_dim, **heads, **options)
+
+
+MIXERS: dict[str, Callable[..., Any]] = {
+    mixer.__name__: mixer for mixer in (attention, mamba1, mamba2, gla, lightning, kda, gated_deltanet)
+}
+
+
+def empty_state(mixer, batch_shape: tuple[int, ...], max_length: int):
+    """The state of a mixer before the first token: only attention's grows with the tokens."""
+    if isinstance(mixer, ejx.nn.MultiHeadAttention):
+        return mixer.init_cache(batch_shape, max_length)
+    return mixer.init_state(batch_shape)
 
 
 def tokenwise(layer, x: Array) -> Array:
@@ -96,10 +143,10 @@ class DecoderLayer(eqx.Module):
     mlp_norm: eqx.nn.RMSNorm
     mlp: SwiGLU
 
-    def __init__(self, arch: Architecture, platform: str | None, *, key: Array):
+    def __init__(self, arch: Architecture, mixer: str, index: Array, platform: str | None, *, key: Array):
         mixer_key, mlp_key = jax.random.split(key)
         self.mixer_norm = eqx.nn.RMSNorm(arch.embed_dim, use_bias=False)
-        self.mixer = MIXERS[arch.mixer](arch, platform, mixer_key)
+        self.mixer = MIXERS[mixer](arch, index, platform=platform, key=mixer_key)
         self.mlp_norm = eqx.nn.RMSNorm(arch.embed_dim, use_bias=False)
         self.mlp = SwiGLU(arch.embed_dim, key=mlp_key)
 
@@ -112,33 +159,47 @@ class DecoderLayer(eqx.Module):
 
 class Decoder(eqx.Module):
     embedding: Array  # [vocabulary, E]
-    layers: DecoderLayer  # every array with a leading axis of layers
+    layers: tuple[
+        DecoderLayer, ...
+    ]  # one for each place in the pattern, its arrays with a leading axis of periods
     norm: eqx.nn.RMSNorm
     head: eqx.nn.Linear
-    num_layers: int = eqx.field(static=True)
+    num_periods: int = eqx.field(static=True)
 
     def __init__(self, arch: Architecture, platform: str | None = None, *, key: Array):
         embed_key, layers_key, head_key = jax.random.split(key, 3)
         self.embedding = jax.random.normal(embed_key, (VOCABULARY, arch.embed_dim))
-        make_layer = lambda key: DecoderLayer(arch, platform, key=key)
-        self.layers = eqx.filter_vmap(make_layer)(jax.random.split(layers_key, arch.num_layers))
+        places = len(arch.pattern)
+        self.num_periods = arch.num_layers // places
+        keys = jax.random.split(layers_key, (self.num_periods, places))
+        indices = jnp.arange(arch.num_layers).reshape(self.num_periods, places)
+
+        def stack(place: int, mixer: str) -> DecoderLayer:
+            make = lambda key, index: DecoderLayer(arch, mixer, index, platform, key=key)
+            return eqx.filter_vmap(make)(keys[:, place], indices[:, place])
+
+        self.layers = tuple(stack(place, mixer) for place, mixer in enumerate(arch.pattern))
         self.norm = eqx.nn.RMSNorm(arch.embed_dim, use_bias=False)
         self.head = eqx.nn.Linear(arch.embed_dim, VOCABULARY, use_bias=False, key=head_key)
-        self.num_layers = arch.num_layers
 
     def init_state(self, batch: int, max_length: int):
         """The empty state of all mixers, for decoding."""
-        return self.layers.mixer.init_cache((self.num_layers, batch), max_length)
+        return tuple(empty_state(layer.mixer, (self.num_periods, batch), max_length) for layer in self.layers)
 
     def __call__(self, tokens: Array, state=None) -> tuple[Array, Any]:
         """`tokens` is `[B, T]`; gives float32 logits `[B, T, vocabulary]` and the new state."""
         arrays, static = eqx.partition(self.layers, eqx.is_array)
 
-        def body(x, layer_and_state):
-            layer, state = layer_and_state
-            return eqx.combine(layer, static)(x, state)
+        def period(x, layers_and_states):
+            arrays, states = layers_and_states
+            new = []
+            for layer, state in zip(eqx.combine(arrays, static), states):
+                x, state = layer(x, state)
+                new.append(state)
+            return x, tuple(new)
 
-        x, state = jax.lax.scan(body, self.embedding[tokens], (arrays, state))
+        states = (None,) * len(self.layers) if state is None else state
+        x, state = jax.lax.scan(period, self.embedding[tokens], (arrays, states))
         return tokenwise(self.head, tokenwise(self.norm, x)).astype(jnp.float32), state
 
 
@@ -425,6 +486,16 @@ def write_sample(args: argparse.Namespace) -> None:
 
 # The command line
 
+
+def mixer_pattern(text: str) -> str:
+    """`--mixer`: names with commas between them."""
+    names = [name.strip() for name in text.split(",")]
+    for name in names:
+        if name not in MIXERS:
+            raise argparse.ArgumentTypeError(f"expected some of {', '.join(MIXERS)}, received {name!r}")
+    return ",".join(names)
+
+
 SIZES = {
     "cpu": {"steps": 200, "batch_size": 16, "seq_len": 128, "embed_dim": 128, "num_layers": 4}
     | {"num_heads": 4, "num_kv_heads": 2, "learning_rate": 3e-3, "dtype": "float32"},
@@ -444,7 +515,7 @@ def parse(argv: list[str] | None) -> argparse.Namespace:
     for name in ("steps", "batch-size", "seq-len", "embed-dim", "num-layers", "num-heads", "num-kv-heads"):
         add(f"--{name}", type=int, help="default by device")
     add("--learning-rate", type=float, help="default by device")
-    add("--mixer", choices=sorted(MIXERS), default="attention")
+    add("--mixer", type=mixer_pattern, default="attention", help=f"a pattern of {', '.join(MIXERS)}")
     add("--dtype", choices=["auto", "float32", "bfloat16"], default="auto", help="of the computation")
     add("--platform", help="kernel platform, e.g. triton or xla (default: chosen by device)")
     add("--tune", action="store_true", help="find the fastest kernel configurations before training")
@@ -457,7 +528,10 @@ def parse(argv: list[str] | None) -> argparse.Namespace:
     add("--top-k", type=int, default=40)
     args = parser.parse_args(argv)
     args.dtype = None if args.dtype == "auto" else args.dtype
-    sizes = SIZES["cpu" if jax.default_backend() == "cpu" else "accelerator"]
+    sizes = dict(SIZES["cpu" if jax.default_backend() == "cpu" else "accelerator"])
+    places = len(args.mixer.split(","))
+    # By default as many whole periods as fit, or one.
+    sizes["num_layers"] = max(sizes["num_layers"] // places, 1) * places
     vars(args).update({name: value for name, value in sizes.items() if getattr(args, name) is None})
     small = [
         n for n in (*sizes, "validate_every", "checkpoint_every", "sample_length", "top_k") if n != "dtype"
@@ -467,6 +541,11 @@ def parse(argv: list[str] | None) -> argparse.Namespace:
             raise UsageError(
                 f"--{name.replace('_', '-')}: expected a positive number, received {getattr(args, name)}."
             )
+    if args.num_layers % places:
+        raise UsageError(
+            f"--num-layers: expected a multiple of the {places} layers of --mixer {args.mixer}, received "
+            f"{args.num_layers}; the pattern is repeated whole."
+        )
     return args
 
 

@@ -17,6 +17,7 @@ from .attention import FlashAttention as FlashAttention
 from .attention import Mask as Mask
 from .attention import merge_attention as merge_attention
 from .attention import ScaledDotProductAttention as ScaledDotProductAttention
+from .convolution import CausalConv1d as CausalConv1d
 from .custom import CustomKernel as CustomKernel
 from .custom import NoConfig as NoConfig
 from .custom import TritonLauncher as TritonLauncher
@@ -40,6 +41,16 @@ from .dispatch.environment import env as env
 from .dispatch.labels import extract_labels_from_hlo_text as extract_labels_from_hlo_text
 from .dispatch.labels import find_labels_in_lowered as find_labels_in_lowered
 from .dispatch.labels import labels_to_configs as labels_to_configs
+from .normalization import GatedRMSNorm as GatedRMSNorm
+from .recurrence import DeltaRule as DeltaRule
+from .recurrence import GatedDeltaRule as GatedDeltaRule
+from .recurrence import GatedLinearAttention as GatedLinearAttention
+from .recurrence import KernelDeltaAttention as KernelDeltaAttention
+from .recurrence import lightning_slopes as lightning_slopes
+from .recurrence import LightningAttention as LightningAttention
+from .recurrence import LinearAttention as LinearAttention
+from .recurrence import StateSpaceV2 as StateSpaceV2
+from .selective_scan import StateSpaceV1 as StateSpaceV1
 from .serialisation import load as load
 from .serialisation import save as save
 from .tuning import benchmark as benchmark

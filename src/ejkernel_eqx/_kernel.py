@@ -1,10 +1,11 @@
 """`Kernel`, the module under every operation, and `Plan`, the one static field that carries its choices."""
 
+import contextlib
 import copy
 import dataclasses
 import functools
 import itertools
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any, cast, ClassVar, TypeVar
 
 import equinox as eqx
@@ -135,6 +136,13 @@ _asking = jax.make_user_context(0)
 _questions = itertools.count(1)
 
 
+@contextlib.contextmanager
+def hearing(listener: Callable[[Selection], None], withdrawn: Callable[[Selection], None]) -> Iterator[None]:
+    """As `on_selection`, with every function traced anew: no choice stays unheard because JAX knows a trace."""
+    with on_selection(listener, withdrawn), _asking(next(_questions)):
+        yield
+
+
 def selections_of(function: Callable[..., Any], call: Inputs) -> list[Selection]:
     """The distinct choices that a call makes, in order. Traces with shapes only; computes nothing."""
     found: list[Selection] = []
@@ -142,7 +150,7 @@ def selections_of(function: Callable[..., Any], call: Inputs) -> list[Selection]
     def forget(selection: Selection) -> None:
         found[:] = [other for other in found if other is not selection]
 
-    with on_selection(found.append, forget), _asking(next(_questions)):
+    with hearing(found.append, forget):
         eqx.filter_eval_shape(function, *call.args, **call.kwargs)
     distinct: dict[tuple[Problem, Platform], Selection] = {}
     for selection in found:

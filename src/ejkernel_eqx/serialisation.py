@@ -12,12 +12,10 @@ The footer is what makes a cut, lengthened or altered file visible before anythi
 reading go leaf by leaf: neither needs the model a second time in memory.
 """
 
-import contextlib
 import hashlib
 import inspect
 import json
 import os
-import secrets
 import struct
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any, BinaryIO, NamedTuple
@@ -31,6 +29,7 @@ import ml_dtypes  # noqa: F401  registers bfloat16, float8_*, int4 with NumPy's 
 import numpy as np
 
 from ._errors import CheckpointError
+from ._files import replacing
 from .dispatch import no_tuning
 
 _FORMAT = "ejkernel_eqx"
@@ -90,7 +89,7 @@ def save(path: str | os.PathLike[str], model: Any, hyperparameters: Mapping[str,
     }
     line = json.dumps(header, allow_nan=False).encode() + b"\n"
     assert line.startswith(_PREFIX)
-    with _replacing(path) as file:
+    with replacing(path) as file:
         writer = _HashingWriter(file)
         writer.write(line)
         eqx.tree_serialise_leaves(writer, model, filter_spec=_write_leaf)
@@ -268,36 +267,6 @@ class _HashingWriter:
         self.hash.update(data)
         self.count += memoryview(data).nbytes
         return memoryview(data).nbytes
-
-
-@contextlib.contextmanager
-def _replacing(path: str | os.PathLike[str]) -> Iterator[BinaryIO]:
-    """A new file that takes the place of `path` when the block ends, and vanishes when the block fails."""
-    target = os.path.realpath(path)  # a link stays a link
-    directory, name = os.path.split(target)
-    temporary = os.path.join(directory, f".{name}.{secrets.token_hex(6)}.tmp")
-    try:
-        with open(temporary, "xb") as file:
-            yield file
-            file.flush()
-            os.fsync(file.fileno())
-        os.replace(temporary, target)
-    except BaseException:
-        with contextlib.suppress(FileNotFoundError):
-            os.unlink(temporary)
-        raise
-    _sync_directory(directory)
-
-
-def _sync_directory(directory: str) -> None:
-    """Make the new name durable, where directories can be opened at all (not on Windows)."""
-    if os.name != "posix":
-        return
-    descriptor = os.open(directory, os.O_RDONLY)
-    try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)
 
 
 def _check_hyperparameters(hyperparameters: Mapping[str, Any]) -> None:

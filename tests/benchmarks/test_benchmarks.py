@@ -8,7 +8,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from benchmarks import attention, attention_problems, measure, report, tune
+from benchmarks import attention, attention_problems, measure, report, tune, tune_problems
 from ejkernel_eqx.dispatch import device_facts, kernel_registry
 from ejkernel_eqx.dispatch.cache_file import parse as parse_table
 from ejkernel_eqx.dispatch.persistent import CACHE_DIR
@@ -194,7 +194,7 @@ def test_problems_are_tuned_once(monkeypatch, tmp_path, capsys):
 def test_the_table_keeps_other_problems(tmp_path):
     implementation = kernel_registry.get("flash_attention", "xla")
     first, second = (
-        tune.problem_of(attention_problems.AttentionProblem(1, size, 1, 16), implementation)
+        tune_problems.attention_problem(attention_problems.AttentionProblem(1, size, 1, 16), implementation)
         for size in (64, 128)
     )
     environment = report.environment("abc")
@@ -202,7 +202,7 @@ def test_the_table_keeps_other_problems(tmp_path):
         "flash_attention", "xla", 1, first.key(), first.to_dict(), tune.software(), None, date="2026-01-01"
     )
     table = tune.Table(tmp_path / "table.json")
-    table.add(tune.twins(record, implementation), environment)
+    table.add(tune.twins(record, implementation, tune_problems.FAMILIES["attention"]), environment)
     other = tune.dataclasses.replace(record, problem=second.key(), exact=second.to_dict())
     tune.Table(table.path).add([other], environment)
     old = tune.dataclasses.replace(other, software={"jaxlib": "0"}, date="2026-01-02")
@@ -210,6 +210,18 @@ def test_the_table_keeps_other_problems(tmp_path):
     read = tune.Table(table.path)
     assert len(read.records) == 3 and read.knows(first, implementation)
     assert not read.knows(second, implementation)  # with other software than this
+
+
+def test_a_table_of_another_family(monkeypatch, tmp_path):
+    """Lightning attention's winner serves linear attention with a constant decay too, and no other member."""
+    monkeypatch.setenv(CACHE_DIR.name, str(tmp_path / "cache"))
+    table = tmp_path / "recurrence.json"
+    arguments = ["--family", "recurrence", "--quick", "--platform", "xla", "--output", str(table)]
+    arguments += ["--candidates", "2", "--samples", "2", "--sample-ms", "0.5", "--commit", "abc"]
+    assert tune.main(arguments) == 0
+    records = parse_table(table.read_text(), "table").records
+    assert {r.operation for r in records} == {"lightning_attention", "linear_attention"}
+    assert all(r.config and set(r.errors) == {"out", "final_state", "q", "k", "v", "g"} for r in records)
 
 
 def test_nothing_is_tuned_where_the_platform_cannot_run(capsys):

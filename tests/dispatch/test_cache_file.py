@@ -25,7 +25,7 @@ import sys, time, types
 for name, path in (("ejkernel_eqx", {str(PACKAGE)!r}), ("ejkernel_eqx.dispatch", {str(PACKAGE / "dispatch")!r})):
     sys.modules[name] = types.ModuleType(name)
     sys.modules[name].__path__ = [path]
-from ejkernel_eqx.dispatch import cache_file
+from ejkernel_eqx import _files
 from ejkernel_eqx.dispatch.cache_file import PersistentCache
 from ejkernel_eqx.dispatch.records import Record
 assert "jax" not in sys.modules
@@ -51,7 +51,7 @@ class Half:  # a file that stops in the middle of a write
 
 for n in range(count):
     if n == pause:
-        cache_file.open = Half
+        _files.open = Half
     cache.put(Record("op", "xla", 1, f"{{name}} {{n}}", {{}}, {{}}, {{"padding": "x" * padding}}))
     print(n, flush=True)
 """

@@ -8,7 +8,12 @@ import subprocess
 import sys
 import time
 
+import equinox as eqx
+import jax
+import jax.numpy as jnp
 import pytest
+
+from tests.tolerances import assert_close
 
 ROOT = pathlib.Path(__file__).parents[2]
 SMALL = "--batch-size 8 --seq-len 32 --embed-dim 32 --num-layers 2 --num-heads 4 --num-kv-heads 2".split()
@@ -65,6 +70,23 @@ def test_train_resume_and_generate(tmp_path, text):
     assert "the quick brown" in (folder / "sample.txt").read_text()
 
 
+def test_a_hybrid_trains_and_writes(tmp_path, text):
+    folder = tmp_path / "run"
+    options = ["--data", text, "--out-dir", folder, *SMALL, "--mixer", "mamba2,attention"]
+    out, _ = _run("train_lm.py", *options, "--steps", 50, "--prompt", "the quick ", "--temperature", 0)
+    assert "the checkpoint of step 50" in out and _losses(folder)[-1][1] < 1.5
+    assert "the quick brown" in (folder / "sample.txt").read_text()
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("mixer", ["mamba1", "gla", "lightning", "kda", "gated_deltanet"])
+def test_every_mixer_trains(tmp_path, text, mixer):
+    folder = tmp_path / "run"
+    options = ["--data", text, "--out-dir", folder, *SMALL, "--mixer", mixer, "--steps", 60]
+    out, _ = _run("train_lm.py", *options, "--prompt", "the quick ", "--temperature", 0)
+    assert "the checkpoint of step 60" in out and _losses(folder)[-1][1] < 1.5
+
+
 def test_tuning_before_training(tmp_path, text, monkeypatch):
     """The optimiser's state goes on matching the tuned model, and its checkpoint is read back."""
     monkeypatch.setenv("EJKERNEL_EQX_CACHE_DIR", str(tmp_path / "cache"))
@@ -117,6 +139,10 @@ def train_lm():
         (["--steps", "0"], "--steps: expected a positive number, received 0"),
         (["--num-heads", "3"], "num_heads: expected a divisor of embed_dim=32, received 3"),
         (["--platform", "triton", "--data", "TEXT"], "triton"),
+        (
+            ["--mixer", "gla,attention", "--num-layers", "3"],
+            "--num-layers: expected a multiple of the 2 layers",
+        ),
     ],
 )
 def test_errors_are_one_sentence(train_lm, tmp_path, text, capsys, options, message):
@@ -135,6 +161,8 @@ def test_a_checkpoint_of_another_architecture_is_named(train_lm, tmp_path, capsy
     assert train_lm.main(options) == 2
     message = capsys.readouterr().err
     assert "holds another architecture, with num_layers=2 (asked for: 3)" in message
+    assert train_lm.main([*SMALL, "--mixer", "lightning", "--out-dir", str(tmp_path), "--resume"]) == 2
+    assert "with mixer='attention' (asked for: 'lightning')" in capsys.readouterr().err
     path = tmp_path / "checkpoint.ejx"
     path.write_bytes(path.read_bytes()[:-100])
     assert train_lm.main([*SMALL, "--out-dir", str(tmp_path), "--resume"]) == 2
@@ -147,3 +175,38 @@ def test_data_is_split_by_file_and_in_a_fixed_order(train_lm, tmp_path):
     train, validation = train_lm.load_data(tmp_path, 50)
     assert validation.tobytes() == bytes([110]) * 50 + b"\n" + bytes([130]) * 50
     assert train.tobytes() == b"\n".join(bytes([100 + i]) * 50 for i in range(40) if i not in (10, 30))
+
+
+SLOW_MIXERS = ["mamba1,gla,attention", "kda,gated_deltanet,mamba2"]
+
+
+@pytest.mark.parametrize(
+    "mixer", ["lightning,attention", *(pytest.param(mixer, marks=pytest.mark.slow) for mixer in SLOW_MIXERS)]
+)
+def test_steps_on_the_states_give_the_logits_of_one_pass(train_lm, mixer):
+    places = mixer.count(",") + 1
+    arch = train_lm.Architecture(32, 2 * places, 4, 2, mixer)
+    model = train_lm.Decoder(arch, key=jax.random.key(0))
+    tokens = jax.random.randint(jax.random.key(1), (2, 9), 0, 256)
+    call = eqx.filter_jit(lambda model, tokens, state: model(tokens, state))
+    expected, _ = call(model, tokens, None)
+    logits, state = call(model, tokens[:, :7], model.init_state(2, 9))
+    pieces = [logits]
+    for t in (7, 8):
+        logits, state = call(model, tokens[:, t : t + 1], state)
+        pieces.append(logits)
+    assert_close(jnp.concatenate(pieces, axis=1), expected)
+
+
+def test_mixers_by_name(train_lm, capsys):
+    parse = lambda *options: train_lm.parse([*options])
+    default = train_lm.SIZES["cpu" if jax.default_backend() == "cpu" else "accelerator"]["num_layers"]
+    assert parse().mixer == "attention" and parse().num_layers == default
+    hybrid = parse("--mixer", "mamba2, mamba2,attention")
+    assert hybrid.mixer == "mamba2,mamba2,attention" and hybrid.num_layers == default // 3 * 3
+    many = ",".join(["gla"] * (default + 1))
+    assert parse("--mixer", many).num_layers == default + 1
+    with pytest.raises(SystemExit):
+        parse("--mixer", "mamba3")
+    message = capsys.readouterr().err
+    assert "received 'mamba3'" in message and "gated_deltanet" in message

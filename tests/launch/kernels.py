@@ -185,3 +185,17 @@ def output_first_kernel(out, x, BLOCK: tl.constexpr):
 def copy_through_kernel(x, out, BLOCK: tl.constexpr):
     i = tl.arange(0, BLOCK)
     tl.store(out + i, tl.load(x + i))
+
+
+@triton.jit
+def add_to_slots_kernel(pool, amount, slots, n, new_pool, old, BLOCK: tl.constexpr, WRONG: tl.constexpr):
+    """new_pool[slot] += amount for each row's slot, in place; `old` is what was there. A negative slot takes part in nothing."""
+    row = tl.program_id(0)
+    i = tl.arange(0, BLOCK)
+    slot = tl.load(slots + row)
+    before = tl.zeros([BLOCK], tl.float32)
+    if slot >= 0:
+        before = tl.load((pool if WRONG else new_pool) + slot * n + i, mask=i < n, other=0.0)
+        after = before + tl.load(amount + row)
+        tl.store(new_pool + slot * n + i, after, mask=i < n)
+    tl.store(old + row * n + i, before, mask=i < n)

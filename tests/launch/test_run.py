@@ -1,6 +1,7 @@
 """The launch description, and interpretation from JAX: numerics, transformations, poison, errors."""
 
 import functools
+import importlib
 import os
 import subprocess
 import sys
@@ -23,6 +24,8 @@ from ejkernel_eqx.launch import (
     triton_unavailable,
 )
 from tests.launch import kernels
+
+triton_call = importlib.import_module("ejkernel_eqx.launch.triton_call")
 
 S = jax.ShapeDtypeStruct
 interpret = functools.partial(run, interpret=True)
@@ -394,6 +397,94 @@ def test_a_constant_must_be_one_in_the_kernel_too():
 def test_wrong_arrays_are_refused(arrays, message):
     with pytest.raises(ValueError, match=message):
         interpret(square(8), arrays)
+
+
+# Outputs that start as an input
+
+
+def add_to_slots(slots=4, rows=3, n=5, grid=None, **options: Any):
+    pool, real = S((slots, n), jnp.float32), jnp.float32
+    given: dict[str, Any] = {"aliases": {"pool": "new_pool"}, **options}
+    return Launch(
+        kernels.add_to_slots_kernel,
+        {"pool": pool, "amount": S((rows,), real), "slots": S((rows,), jnp.int32)},
+        {"new_pool": pool, "old": S((rows, n), real)},
+        {"n": n},
+        {"BLOCK": 8, "WRONG": False} | given.pop("constants", {}),
+        (rows,) if grid is None else grid,
+        **given,
+    )
+
+
+SLOTS = dict(amount=jnp.array([1.0, 2.0, 3.0]), slots=jnp.array([2, -1, 0], jnp.int32))
+
+
+@pytest.mark.parametrize("staged", [False, True])
+def test_an_aliased_output_starts_as_its_input(staged):
+    pool = array((4, 5))
+    before = np.array(pool)
+    call = lambda pool: interpret(add_to_slots(), {"pool": pool, **SLOTS})
+    outputs = (jax.jit(call) if staged else call)(pool)
+    expected = before + np.array([3.0, 0, 1.0, 0], np.float32)[:, None]
+    np.testing.assert_array_equal(outputs["new_pool"], expected)
+    np.testing.assert_array_equal(outputs["old"], [before[2], np.zeros(5), before[0]])
+    np.testing.assert_array_equal(pool, before)
+
+
+def test_a_donated_buffer_may_be_aliased():
+    step = jax.jit(
+        lambda pool: interpret(add_to_slots(), {"pool": pool, **SLOTS})["new_pool"], donate_argnums=0
+    )
+    before = np.array(array((4, 5)))
+    new = step(step(jnp.array(before)))
+    np.testing.assert_allclose(new, before + 2 * np.array([3.0, 0, 1.0, 0])[:, None], rtol=1e-6)
+
+
+def test_the_parameter_of_an_aliased_input_is_of_no_use():
+    with pytest.raises(InterpretError, match="load from 'pool' out of bounds"):
+        interpret(add_to_slots(constants={"WRONG": True}), {"pool": array((4, 5)), **SLOTS})
+
+
+def test_an_empty_launch_leaves_an_aliased_output_as_it_came():
+    pool = array((4, 5))
+    outputs = run(add_to_slots(grid=(0,)), {"pool": pool, **SLOTS})
+    np.testing.assert_array_equal(outputs["new_pool"], pool)
+    assert not outputs["old"].any()
+
+
+@pytest.mark.parametrize(
+    "aliases, message",
+    [
+        ({"pool": "gone"}, "must name inputs and their outputs, got 'pool': 'gone'"),
+        ({"new_pool": "new_pool"}, "must name inputs and their outputs"),
+        ({"amount": "old"}, r"aliased outputs before others, got \('new_pool', 'old'\)"),
+        ({"amount": "new_pool"}, r"one shape and dtype, got float32 \(3,\) and float32 \(4, 5\)"),
+        ({"pool": "new_pool", "amount": "new_pool"}, "each output once"),
+    ],
+)
+def test_wrong_aliases_are_refused(aliases, message):
+    with pytest.raises(ValueError, match=message):
+        add_to_slots(aliases=aliases)
+
+
+def test_both_versions_of_jax_triton_are_told_of_aliases():
+    launch = add_to_slots()
+    arrays = {"pool": array((4, 5)), **SLOTS}
+    operands, named, order = triton_call._arguments_03(launch, arrays)
+    assert [type(x) is int for x in operands] == [False, False, False, True] and operands[0] is arrays["pool"]
+    assert order == ["new_pool", "old"] and named["input_output_aliases"] == {0: 0}
+    operands, named, order = triton_call._arguments_04(launch, arrays)
+    assert operands[0] == 0 and operands[3] == 5 and operands[1] is arrays["amount"]
+    assert named["new_pool"] is arrays["pool"] and named["input_output_aliases"] == {4: 1}
+    assert order == ["old", "new_pool"] and [out.shape for out in named["out_type"]] == [(3, 5), (4, 5)]
+
+
+def test_an_aliased_launch_is_staged_without_a_warning():
+    if (reason := triton_unavailable()) is not None:
+        pytest.skip(reason)
+    arrays = {"pool": array((4, 5)), **SLOTS}
+    outputs = jax.eval_shape(lambda arrays: run(add_to_slots(), arrays), arrays)
+    assert outputs == add_to_slots().outputs
 
 
 def test_wrappers_around_the_kernel_are_taken_off():

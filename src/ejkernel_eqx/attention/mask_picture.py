@@ -5,6 +5,8 @@ from typing import Any
 
 import numpy as np
 
+from .._optional import require_matplotlib
+
 _SUFFIXES = (".png", ".svg", ".pdf")
 _VISIBLE, _HIDDEN, _LINES = "#2a6f97", "#eef1f4", "#ffffff"
 _INCHES, _LEAST, _MOST = 0.2, 2.0, 10.0
@@ -18,13 +20,10 @@ def save_picture(grid: np.ndarray, path: Any) -> None:
         raise ValueError(
             f"path: expected a name that ends in {', '.join(_SUFFIXES)}, received {str(path)!r}."
         )
-    try:
-        from matplotlib.colors import ListedColormap
-        from matplotlib.figure import Figure
-    except ModuleNotFoundError as error:
-        raise ImportError(
-            "Mask.visualize(path=...) needs matplotlib, which is not installed; run: pip install 'ejkernel-eqx[report]'"
-        ) from error
+    require_matplotlib("Mask.visualize(path=...)")
+    from matplotlib.colors import ListedColormap
+    from matplotlib.figure import Figure
+
     height, width = (min(_MOST, max(_LEAST, _INCHES * size)) for size in grid.shape)
     figure = Figure(figsize=(width + 0.8, height + 0.8), layout="constrained")
     axes = figure.add_subplot()

@@ -4,12 +4,12 @@ import contextlib
 import dataclasses
 import datetime
 import json
-import os
 import pathlib
 import re
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+from .._files import replacing
 from ..dispatch import Implementation, kernel_registry, Problem
 from ..dispatch.cache_file import parse
 from ..dispatch.config import from_dict
@@ -49,18 +49,13 @@ def write(path: str, records: Sequence[tuple[PersistentCache, Record]]) -> None:
         "date": datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"),
         "tables": list(tables.values()),
     }
-    target = pathlib.Path(path)
-    temporary = target.with_name(f".{target.name}.{os.getpid()}")
     try:
-        temporary.write_text(json.dumps(content, indent=1) + "\n", encoding="utf-8")
-        os.replace(temporary, target)
+        with replacing(path) as file:
+            file.write((json.dumps(content, indent=1) + "\n").encode())
     except (FileNotFoundError, NotADirectoryError, IsADirectoryError) as error:
         raise UsageError(
             f"FILE: expected a file name in a folder that exists, received {path!r} ({error.strerror})."
         ) from error
-    finally:
-        if temporary.parent.is_dir():
-            temporary.unlink(missing_ok=True)
 
 
 def take(path: str, folder: pathlib.Path) -> Taken:

@@ -66,7 +66,8 @@ class TritonLauncher:
         shapes = {name: jax.ShapeDtypeStruct(x.shape, x.dtype) for name, x in inputs.items()}
         name = f"{self.operation}.{getattr(kernel, '__name__', type(kernel).__name__)}"
         given = (dict(outputs), dict(scalars or {}), dict(constants or {}))
-        return self.execute(Launch(kernel, shapes, *given, grid, name=name, **options), dict(inputs))
+        compiled: dict[str, Any] = dict(options)
+        return self.execute(Launch(kernel, shapes, *given, grid, name=name, **compiled), dict(inputs))
 
 
 @dataclasses.dataclass(frozen=True)

@@ -10,6 +10,7 @@ import types
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import Any
 
+from .._files import replacing
 from .records import Record
 
 _LOG = logging.getLogger("ejkernel_eqx")
@@ -261,16 +262,5 @@ class PersistentCache:
 
     def _replace(self, text: str) -> None:
         """Whole or not at all, also when the machine stops: the lock is held, so one name serves all that write."""
-        path = pathlib.Path(os.path.realpath(self.path))  # a link stays a link
-        temporary = path.with_name(f"{path.name}.tmp")
-        with open(temporary, "w", encoding="utf-8") as file:
-            file.write(text)
-            file.flush()
-            os.fsync(file.fileno())
-        os.replace(temporary, path)
-        if os.name == "posix":  # elsewhere a folder cannot be opened
-            folder = os.open(path.parent, os.O_RDONLY)
-            try:
-                os.fsync(folder)
-            finally:
-                os.close(folder)
+        with replacing(self.path, ".tmp") as file:
+            file.write(text.encode())

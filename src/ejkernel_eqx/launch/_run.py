@@ -22,15 +22,19 @@ def run(launch: Launch, arrays: Mapping[str, jax.Array], *, interpret: bool = Fa
     - `interpret`: run the same kernel on the CPU, slowly, with checked memory accesses. Outputs then start as
         `poison` values, so what the kernel forgets to write is seen.
 
-    **Returns:** output name to array. An empty launch gives zeros. Inside `jax.shard_map` the outputs vary over all
+    **Returns:** output name to array. An empty launch gives zeros, or what is aliased as it came. Inside `jax.shard_map` the outputs vary over all
     mesh axes that an input varies over.
 
     There is no `vmap` or autodiff rule here: callers fold batches and define their own `custom_vjp`.
     """
     checked = _checked_arrays(launch, arrays)
     if launch.is_empty:
+        given = {result: checked[source] for source, result in launch.aliases.items()}
         outputs = [
-            jnp.zeros(launch.outputs[name].shape, launch.outputs[name].dtype) for name in launch.results
+            given[name]
+            if name in given
+            else jnp.zeros(launch.outputs[name].shape, launch.outputs[name].dtype)
+            for name in launch.results
         ]
     elif interpret:
         outputs = interpret_call(launch, checked)

@@ -44,18 +44,21 @@ def poison(dtype) -> np.generic:
 def interpret(launch: Launch, arrays: Mapping[str, np.ndarray]) -> tuple[np.ndarray, ...]:
     """Interpret the launch on numpy arrays; the outputs come in the kernel's order.
 
-    Inputs are read-only to the kernel. Memory accesses outside an array raise `InterpretError`.
+    Inputs are read-only to the kernel, and copied where an output is aliased to them. Memory accesses outside an array raise `InterpretError`.
     """
     reason = interpreter_unavailable()
     if reason is not None:
         raise RuntimeError(f"The Triton kernel {launch.label} cannot be interpreted: {reason}")
     from ._interpreter import run_grid
 
+    inputs = {name: np.ascontiguousarray(np.asarray(array)) for name, array in arrays.items()}
+    started = {result: np.array(inputs[source]) for source, result in launch.aliases.items()}
+    # Of an aliased input there is nothing but the output.
+    inputs |= {name: np.empty(0, inputs[name].dtype) for name in launch.aliases}
     outputs = {}
     for name in launch.results:
         out = launch.outputs[name]
-        outputs[name] = np.full(out.shape, poison(out.dtype), out.dtype)
-    inputs = {name: np.ascontiguousarray(np.asarray(array)) for name, array in arrays.items()}
+        outputs[name] = started.get(name, np.full(out.shape, poison(out.dtype), out.dtype))
     with language_lock:
         try:
             run_grid(launch.function, inputs, outputs, launch.scalars, launch.constants, launch.grid)

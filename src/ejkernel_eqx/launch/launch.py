@@ -26,7 +26,7 @@ class Launch:
 
     - `kernel`: a Triton `JITFunction`, or an autotune or heuristics wrapper of one, which is taken off: the
         configuration comes from the launch.
-    - `inputs`, `outputs`: kernel parameter name to shape and dtype. Outputs are fresh, never aliased buffers.
+    - `inputs`, `outputs`: kernel parameter name to shape and dtype. Outputs are fresh buffers, but for those in `aliases`.
     - `scalars`: run-time integers. A `bool` arrives as 0 or 1, and 1 itself arrives as a compile-time constant
         (jax-triton does so). A float belongs into `constants`: jax-triton 0.3 would pass it as float64.
     - `constants`: the `tl.constexpr` parameters.
@@ -35,6 +35,9 @@ class Launch:
     - `max_registers`: how many registers a thread may have, so that more programs run side by side; 0 leaves it to the
         compiler. Only where `limits_registers()`.
     - `name`: the label in HLO and profilers; by default the kernel's own name.
+    - `aliases`: input name to output name, of equal shape and dtype: the output starts as the input's content, in the input's own
+        buffer where nothing else needs it (a donated argument, the carry of a loop), else in a copy. The kernel loads and stores by
+        the output's parameter, which stands before those of other outputs; the input's stands in its list and must not be used.
 
     **Raises:** `ValueError` if names, order or types do not fit the kernel.
     """
@@ -49,12 +52,14 @@ class Launch:
     num_stages: int = 2
     max_registers: int = 0
     name: str = ""
+    aliases: dict[str, str] = dataclasses.field(default_factory=dict)
 
     def __post_init__(self):
         if not hasattr(self.kernel, "fn"):
             raise ValueError(f"Launch: kernel must be a Triton `JITFunction`, got {self.kernel!r}.")
         _check_names(self)
         _check_values(self)
+        _check_aliases(self)
         # jax-triton has a type for bools that Triton 3.7 does not know.
         object.__setattr__(self, "scalars", {name: int(value) for name, value in self.scalars.items()})
 
@@ -121,7 +126,8 @@ def _check_names(launch: Launch) -> None:
                 f"Launch of {label}: {parameter.name!r} {kind} annotated `tl.constexpr` in the kernel, "
                 f"but given in {owner[parameter.name]}."
             )
-    if reserved := [name for name in launch.constants if name in _RESERVED_NAMES]:
+    by_name = [*launch.constants, *launch.aliases.values()]
+    if reserved := [name for name in by_name if name in _RESERVED_NAMES]:
         raise ValueError(f"Launch of {label}: {reserved} are names of launch options; rename the parameters.")
 
 
@@ -141,3 +147,26 @@ def _check_values(launch: Launch) -> None:
         raise ValueError(f"Launch of {label}: num_warps must be a power of two, got {launch.num_warps}.")
     if launch.num_stages < 1:
         raise ValueError(f"Launch of {label}: num_stages must be at least 1, got {launch.num_stages}.")
+
+
+def _check_aliases(launch: Launch) -> None:
+    label = launch.label
+    if len(set(launch.aliases.values())) != len(launch.aliases):
+        raise ValueError(f"Launch of {label}: aliases must name each output once, got {launch.aliases}.")
+    aliased = [name in launch.aliases.values() for name in launch.results]
+    if aliased != sorted(aliased, reverse=True):
+        raise ValueError(
+            f"Launch of {label}: the kernel must take aliased outputs before others, got {launch.results}, of which "
+            f"{list(launch.aliases.values())} are aliased."
+        )
+    for source, result in launch.aliases.items():
+        if source not in launch.inputs or result not in launch.outputs:
+            raise ValueError(
+                f"Launch of {label}: aliases must name inputs and their outputs, got {source!r}: {result!r}."
+            )
+        given, made = launch.inputs[source], launch.outputs[result]
+        if tuple(given.shape) != tuple(made.shape) or given.dtype != made.dtype:
+            raise ValueError(
+                f"Launch of {label}: {source!r} and its alias {result!r} must have one shape and dtype, got "
+                f"{given.dtype} {tuple(given.shape)} and {made.dtype} {tuple(made.shape)}."
+            )

@@ -1,9 +1,12 @@
 """The launch on a GPU through jax-triton. This file alone knows how its versions differ."""
 
+import contextlib
 import functools
 import importlib
 import inspect
 import os
+import warnings
+from collections.abc import Iterator
 from typing import Any
 
 import jax
@@ -51,30 +54,63 @@ def triton_call(launch: Launch, arrays: dict[str, jax.Array]) -> list[jax.Array]
         raise RuntimeError(f"The Triton kernel {launch.label} cannot be launched: {reason}")
     import jax_triton
 
+    operands, named, order = (_arguments_04 if _takes_options() else _arguments_03)(launch, arrays)
+    with _aliases_accepted() if launch.aliases else contextlib.nullcontext():
+        outputs = jax_triton.triton_call(
+            *operands,
+            kernel=launch.function,
+            grid=launch.grid,  # pyright: ignore[reportArgumentType]
+            name=launch.label,
+            num_warps=launch.num_warps,
+            num_stages=launch.num_stages,
+            **named,
+            **launch.constants,
+        )
+    by_name = dict(zip(order, outputs, strict=True))
+    return [by_name[name] for name in launch.results]
+
+
+@contextlib.contextmanager
+def _aliases_accepted() -> Iterator[None]:
+    """jax-triton 0.4 would rather be given `jax.Ref`s, which a function without effects has not."""
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", "input_output_aliases is deprecated", DeprecationWarning)
+        yield
+
+
+Arguments = tuple[list[Any], dict[str, Any], list[str]]
+"""Operands, named arguments, and the order in which the outputs come."""
+
+
+def _arguments_03(launch: Launch, arrays: dict[str, jax.Array]) -> Arguments:
+    """jax-triton 0.3 takes `out_shape` and `enable_fp_fusion`, counts arrays only, and hands an aliased buffer to the kernel twice:
+    as the input and as the output."""
     operands = [arrays[name] if name in arrays else launch.scalars[name] for name in launch.arguments]
-    out_types = tuple(
-        jax.ShapeDtypeStruct(launch.outputs[name].shape, launch.outputs[name].dtype)
-        for name in launch.results
-    )
-    outputs = jax_triton.triton_call(
-        *operands,
-        kernel=launch.function,
-        grid=launch.grid,  # pyright: ignore[reportArgumentType]
-        name=launch.label,
-        num_warps=launch.num_warps,
-        num_stages=launch.num_stages,
-        **_versioned_arguments(launch, out_types),
-        **launch.constants,
-    )
-    return list(outputs)
+    counted = [name for name in launch.arguments if name in arrays]
+    order = list(launch.results)
+    aliases = {counted.index(source): order.index(result) for source, result in launch.aliases.items()}
+    named = {"out_shape": _types(launch, order), "enable_fp_fusion": True}
+    return operands, named | ({"input_output_aliases": aliases} if aliases else {}), order
 
 
-def _versioned_arguments(launch: Launch, out_types: tuple) -> dict[str, Any]:
-    """jax-triton 0.3 takes `out_shape` and `enable_fp_fusion`; 0.4 takes `out_type` and options in a mapping."""
-    if not _takes_options():
-        return {"out_shape": out_types, "enable_fp_fusion": True}
+def _arguments_04(launch: Launch, arrays: dict[str, jax.Array]) -> Arguments:
+    """jax-triton 0.4 takes `out_type` and options in a mapping, counts all operands, and has an output's parameter take an aliased array
+    itself; the input's, which no kernel uses, gets a number. The kernel is then handed the operands and after them the outputs, as many
+    as it still has parameters for: those that are aliased must be the last ones."""
+    given = {**arrays, **launch.scalars, **dict.fromkeys(launch.aliases, 0)}
+    operands = [given[name] for name in launch.arguments]
+    sources = {result: source for source, result in launch.aliases.items()}
+    aliased = [name for name in launch.results if name in sources]
+    order = [name for name in launch.results if name not in sources] + aliased
+    aliases = {len(operands) + i: order.index(name) for i, name in enumerate(aliased)}
     options = {"enable_fp_fusion": True} | ({"maxnreg": launch.max_registers} if launch.max_registers else {})
-    return {"out_type": out_types, "backend_options": options}
+    named: dict[str, Any] = {"out_type": _types(launch, order), "backend_options": options}
+    named |= {name: arrays[sources[name]] for name in aliased}
+    return operands, named | ({"input_output_aliases": aliases} if aliases else {}), order
+
+
+def _types(launch: Launch, order: list[str]) -> tuple[jax.ShapeDtypeStruct, ...]:
+    return tuple(jax.ShapeDtypeStruct(launch.outputs[n].shape, launch.outputs[n].dtype) for n in order)
 
 
 @functools.cache

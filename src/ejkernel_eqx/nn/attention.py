@@ -11,6 +11,7 @@ from jax.typing import DTypeLike
 from ..attention import FlashAttention, Mask
 from .kv_cache import KVCache
 from .rotary import RotaryEmbedding
+from .tokens import check_features, check_tokens, clear, project
 
 
 class _Rows(NamedTuple):
@@ -210,11 +211,11 @@ class MultiHeadAttention(eqx.Module):
         **Returns:** `y`, an array of the shape of `x`; with a cache, the tuple `(y, cache)`.
         """
         self._check_inputs(x, cache, kv_input, padding_mask, kv_padding_mask, segment_ids)
-        x = _clear(x, padding_mask)
+        x = clear(x, padding_mask)
         if kv_input is None:
             source, rows = x, _locate(cache, padding_mask, segment_ids)
         else:
-            source = _clear(kv_input, kv_padding_mask)
+            source = clear(kv_input, kv_padding_mask)
             rows = _locate_cross(x, source, padding_mask, kv_padding_mask)
         q, gate = self._queries(x)
         k, v = self._keys_values(source)
@@ -241,25 +242,25 @@ class MultiHeadAttention(eqx.Module):
         )
         assert not isinstance(out, tuple)  # no lse was asked for
         out = out.reshape(*x.shape[:-1], self.num_heads * self.v_head_dim)
-        y = _project(self.o_proj, out if gate is None else out * jax.nn.sigmoid(gate))
+        y = project(self.o_proj, out if gate is None else out * jax.nn.sigmoid(gate))
         return y if cache is None else (y, cache)
 
     def _queries(self, x: Array) -> tuple[Array, Array | None]:
-        q, gate = _project(self.q_proj, x).reshape(*x.shape[:-1], self.num_heads, -1), None
+        q, gate = project(self.q_proj, x).reshape(*x.shape[:-1], self.num_heads, -1), None
         if self.output_gate:
             q, gate = jnp.split(q, [self.head_dim], axis=-1)
             gate = gate.reshape(*x.shape[:-1], self.num_heads * self.v_head_dim)
         return _normalise(self.q_norm, q), gate
 
     def _keys_values(self, x: Array) -> tuple[Array, Array]:
-        k = _project(self.k_proj, x).reshape(*x.shape[:-1], self.num_kv_heads, self.head_dim)
-        v = _project(self.v_proj, x).reshape(*x.shape[:-1], self.num_kv_heads, self.v_head_dim)
+        k = project(self.k_proj, x).reshape(*x.shape[:-1], self.num_kv_heads, self.head_dim)
+        v = project(self.v_proj, x).reshape(*x.shape[:-1], self.num_kv_heads, self.v_head_dim)
         return _normalise(self.k_norm, k), v
 
     def _check_inputs(self, x, cache, kv_input, padding_mask, kv_padding_mask, segment_ids) -> None:
-        _check_features("x", x, "[..., T, E]", "E", self.embed_dim)
-        _check_tokens("padding_mask", padding_mask, "x", x)
-        _check_tokens("segment_ids", segment_ids, "x", x)
+        check_features("x", x, "[..., T, E]", "E", self.embed_dim)
+        check_tokens("padding_mask", padding_mask, "x", x)
+        check_tokens("segment_ids", segment_ids, "x", x)
         if kv_input is None:
             if kv_padding_mask is not None:
                 raise ValueError(
@@ -272,8 +273,8 @@ class MultiHeadAttention(eqx.Module):
                     "for cross attention with kv_embed_dim=."
                 )
         else:
-            _check_features("kv_input", kv_input, "[..., S, C]", "C", int(self.k_proj.in_features))
-            _check_tokens("kv_padding_mask", kv_padding_mask, "kv_input", kv_input)
+            check_features("kv_input", kv_input, "[..., S, C]", "C", int(self.k_proj.in_features))
+            check_tokens("kv_padding_mask", kv_padding_mask, "kv_input", kv_input)
             self._check_cross(cache, segment_ids)
         if cache is not None:
             if segment_ids is not None:
@@ -323,27 +324,6 @@ def _check_heads(num_heads: int, num_kv_heads: int, head_dim: int, rope: RotaryE
         )
 
 
-def _check_features(name: str, x: Array, form: str, letter: str, features: int) -> None:
-    if x.ndim < 2 or x.shape[-1] != features:
-        raise ValueError(
-            f"{name}: expected {form} with {letter} = {features}, received shape {x.shape}; "
-            "time is the last axis but one, and a single token has T = 1."
-        )
-
-
-def _check_tokens(name: str, value: Array | None, of: str, x: Array) -> None:
-    if value is not None and value.shape != x.shape[:-1]:
-        raise ValueError(
-            f"{name}: expected shape {x.shape[:-1]}, an entry for each token of {of}, "
-            f"received {value.shape}; broadcast it first."
-        )
-
-
-def _clear(x: Array, real: Array | None) -> Array:
-    """Zeros for the padding, so that nothing in it can reach a weight's gradient as 0 * NaN."""
-    return x if real is None else jnp.where(real[..., None], x, jnp.zeros_like(x))
-
-
 def _locate(cache: KVCache | None, padding_mask: Array | None, segment_ids: Array | None) -> _Rows:
     """The places of a call's tokens. Left padding moves the first token before the row's start: its offset
     shrinks."""
@@ -366,12 +346,6 @@ def _locate_cross(
         for a, real in ((x, padding_mask), (kv_input, kv_padding_mask))
     ]
     return _Rows(None, *ids)
-
-
-def _project(linear: eqx.nn.Linear, x: Array) -> Array:
-    """`equinox.nn.Linear` over the last axis of any number."""
-    y = x @ linear.weight.T
-    return y if linear.bias is None else y + linear.bias
 
 
 def _normalise(norm: eqx.nn.RMSNorm | None, x: Array) -> Array:

@@ -52,12 +52,12 @@ def partitioned(
     out_axes: Any,
     *,
     split: Callable[[str], bool],
-    group: tuple[str, str],
+    group: tuple[str, ...],
 ) -> Any:
     """`function(*args)`, split over the devices along every axis for which `split(name)` holds.
 
     An axis is only split where every output has it (a sum over it would need a collective) and every size divides. `group`
-    names a pair of axes of which the first is a multiple of the second and is split with it: query heads, key heads.
+    names axes of which each is a multiple of the next and is split with it: query heads, key heads.
     """
     if inside_manual_mesh():
         _refuse_partly_manual()
@@ -83,7 +83,7 @@ class _Call:
     axes: list[tuple[str | None, ...]]
     out_axes: list[tuple[str | None, ...]]
     split: Callable[[str], bool]
-    group: tuple[str, str]
+    group: tuple[str, ...]
 
     def bind(self, shapes: list[tuple[int, ...]]) -> Callable[..., tuple[jax.Array, ...]]:
         rule, whole = self._rule(shapes)
@@ -97,19 +97,19 @@ class _Call:
 
     def _splittable(self, name: str | None) -> bool:
         """Whether an axis may be split at all; names are those of `_canonical`."""
-        if name is None or not (self.split(name) or name == self.group[1]):
+        if name is None or not (self.split(name) or name in self.group):
             return False
         return all(name in map(self._canonical, axes) for axes in self.out_axes)
 
     def _canonical(self, name: Any) -> Any:
-        """The name under which an axis is split: the many of the group go with the few."""
-        many, few = self.group
-        return few if name == many and any(few in axes for axes in self.axes) else name
+        """The name under which an axis is split: the many of the group go with the fewest that are there."""
+        if name not in self.group:
+            return name
+        return next((few for few in reversed(self.group) if any(few in axes for axes in self.axes)), name)
 
     def _rule(self, shapes: list[tuple[int, ...]]) -> tuple[str, tuple[str, ...]]:
         """The sharding rule, and its factors that must not be split, in order of appearance."""
         fresh = (f"u{i}" for i in itertools.count())
-        many, few = self.group
         size = {
             n: s
             for axes, shape in zip(self.axes, shapes, strict=True)
@@ -118,7 +118,7 @@ class _Call:
         }
         # Of one factor, the compiler would split the few over a part of a mesh axis that is too large for them, which
         # no `PartitionSpec` can say. As two, each comes as it is, and `_specs` decides.
-        apart = size.get(many) != size.get(few)
+        apart = len({size[name] for name in self.group if name in size}) > 1
         order: dict[str, bool] = {}
 
         def factor(name: str | None) -> str:

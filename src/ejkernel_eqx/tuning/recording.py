@@ -2,15 +2,14 @@
 
 import contextlib
 import dataclasses
-import itertools
 from collections.abc import Callable, Iterator
 from typing import Any
 
 import equinox as eqx
-import jax
 
 from .._inputs import Inputs
-from ..dispatch import Implementation, on_selection, Platform, Problem, Selection, Tier
+from .._kernel import hearing
+from ..dispatch import Implementation, Platform, Problem, Selection, Tier
 
 
 @dataclasses.dataclass(frozen=True)
@@ -48,11 +47,6 @@ class Invocation:
         return f"{self.problem} on {self.platform.value}: {self.config!r} (from: {self.origin or self.tier.value})"
 
 
-# Part of the key of every cache of traces: a function that JAX has traced before would make no choice.
-_recording = jax.make_user_context(0)
-_recordings = itertools.count(1)
-
-
 @contextlib.contextmanager
 def recording() -> Iterator[list[Invocation]]:
     """Collects the distinct choices of every call made while it is open, in order.
@@ -84,7 +78,7 @@ def recording() -> Iterator[list[Invocation]]:
         elif heard.pop(invocation, None):
             calls.remove(invocation)
 
-    with on_selection(listen, forget), _recording(next(_recordings)):
+    with hearing(listen, forget):
         yield calls
 
 

@@ -8,11 +8,13 @@ import pathlib
 from collections.abc import Iterable, Sequence
 from typing import Any
 
+from .._files import replacing
+from .._optional import require_matplotlib
 from ..dispatch import BOTH, device_facts, device_fingerprint, FORWARD
 from ..dispatch.persistent import software, user_caches
 from ..dispatch.records import Record
 from .report_data import Candidate, describe, entries_of, Entry
-from .report_plot import png, require_matplotlib
+from .report_plot import png
 from .result import TuningResult
 from .roofline import roofline
 from .tuner import tuned_results
@@ -44,7 +46,7 @@ def tuning_report(
         raise ValueError(
             f"path: expected a file name that ends in .html or .png, received {os.fspath(path)!r}."
         )
-    require_matplotlib()
+    require_matplotlib("tuning_report")
     found = list(_known() if results is None else results)
     if not found:
         raise ValueError(
@@ -77,12 +79,8 @@ def cached_records() -> list[Record]:
 def _write(path: pathlib.Path, content: bytes) -> None:
     """All of it or nothing, whenever the process stops."""
     path.parent.mkdir(parents=True, exist_ok=True)
-    temporary = path.with_name(f".{path.name}.{os.getpid()}")
-    try:
-        temporary.write_bytes(content)
-        os.replace(temporary, path)
-    finally:
-        temporary.unlink(missing_ok=True)
+    with replacing(path) as file:
+        file.write(content)
 
 
 def _header() -> list[str]:

@@ -5,6 +5,7 @@ import textwrap
 from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
+from .._optional import require_matplotlib
 from ..dispatch import BOTH, FORWARD
 from .report_data import Candidate, describe, Entry
 from .roofline import Peaks
@@ -13,17 +14,6 @@ _GREY, _WINNER, _HEURISTIC = "#b8c0c8", "#2a9d5c", "#e39b2d"
 _DIRECTION_MARKS = {FORWARD: "o", BOTH: "s"}
 _BAR_INCHES, _COLUMN_INCHES = 0.2, 4.0
 _MOST_BARS, _MOST_DENIED = 30, 5
-
-
-def require_matplotlib() -> Any:
-    """`matplotlib`, drawing to memory; `ImportError` with the remedy where it is missing."""
-    try:
-        import matplotlib
-    except ModuleNotFoundError as error:
-        raise ImportError(
-            "tuning_report needs matplotlib, which is not installed; run: pip install 'ejkernel-eqx[report]'"
-        ) from error
-    return matplotlib
 
 
 def height_of(entry: Entry) -> float:
@@ -43,7 +33,7 @@ def width_of(entries: Sequence[Entry]) -> float:
 
 def png(entries: Sequence[Entry], header: str = "") -> bytes:
     """All entries below each other, as one picture."""
-    require_matplotlib()
+    require_matplotlib("tuning_report")
     from matplotlib.figure import Figure
 
     heights = [height_of(entry) for entry in entries]

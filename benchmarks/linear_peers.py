@@ -1,0 +1,135 @@
+"""The linear-time family in PyTorch: flash-linear-attention and mamba_ssm, where they are installed."""
+
+import importlib.util
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any, NamedTuple
+
+import jax
+from jax import Array
+
+from benchmarks.linear_problems import Inputs, LinearProblem
+from benchmarks.measure import torch_work, Work
+
+Tensors = dict[str, Any]
+
+
+class Peer(NamedTuple):
+    """A way to compute a member: from the tensors by name to the output."""
+
+    name: str
+    package: str
+    run: Callable[[Tensors], Any]
+
+
+def _gla(x: Tensors) -> Any:
+    from fla.ops.gla import chunk_gla
+
+    return chunk_gla(**x)[0]
+
+
+def _lightning(x: Tensors) -> Any:
+    from fla.ops.lightning_attn import chunk_lightning_attn
+
+    return chunk_lightning_attn(**x, layer_idx=0, num_layers=24)[0]
+
+
+def _scalar_decay(x: Tensors) -> Any:
+    from fla.ops.simple_gla import chunk_simple_gla
+
+    return chunk_simple_gla(**x)[0]
+
+
+def _kda(x: Tensors) -> Any:
+    from fla.ops.kda import chunk_kda
+
+    return chunk_kda(**x)[0]
+
+
+def _kda_bounded(x: Tensors) -> Any:
+    from fla.ops.kda import chunk_kda
+
+    return chunk_kda(**x, safe_gate=True)[0]
+
+
+def _gated_delta(x: Tensors) -> Any:
+    from fla.ops.gated_delta_rule import chunk_gated_delta_rule
+
+    return chunk_gated_delta_rule(**x)[0]
+
+
+def _ssd(chunk_size: int) -> Callable[[Tensors], Any]:
+    def run(x: Tensors) -> Any:
+        from mamba_ssm.ops.triton.ssd_combined import mamba_chunk_scan_combined
+
+        return mamba_chunk_scan_combined(**x, chunk_size=chunk_size, dt_softplus=True)
+
+    return run
+
+
+PEERS: dict[str, tuple[Peer, ...]] = {
+    "GLA": (Peer("fla", "fla", _gla),),
+    "lightning": (Peer("fla", "fla", _lightning),),
+    "scalar decay": (Peer("fla", "fla", _scalar_decay),),
+    "KDA": (Peer("fla", "fla", _kda), Peer("fla, g >= -5", "fla", _kda_bounded)),
+    "gated delta rule": (Peer("fla", "fla", _gated_delta),),
+    "SSD": (
+        Peer("mamba_ssm, chunk 256", "mamba_ssm", _ssd(256)),
+        Peer("mamba_ssm, chunk 128", "mamba_ssm", _ssd(128)),
+    ),
+}
+
+
+def missing() -> list[str]:
+    """Of what the peers need, the packages that are not there."""
+    return [name for name in ("torch", "fla", "mamba_ssm") if importlib.util.find_spec(name) is None]
+
+
+def peers_of(problem: LinearProblem) -> Iterator[Peer]:
+    """Those that are installed and have a form for many tokens of this member."""
+    absent = missing()
+    for peer in () if problem.is_step or "torch" in absent else PEERS.get(problem.member, ()):
+        if peer.package not in absent:
+            yield peer
+
+
+class PreparedPeer(NamedTuple):
+    results: dict[str, Array]
+    make: Callable[[int], Work]
+    """From how often one launch computes, to what is timed."""
+    temporary_bytes: int
+
+
+def prepare(peer: Peer, sets: Sequence[Inputs], backward: bool) -> PreparedPeer:
+    """Computes once, on the same data."""
+    import torch
+
+    jax.block_until_ready(sets)
+
+    def tensors(inputs: Inputs) -> tuple[Any, ...]:
+        *learned, cotangent = (
+            torch.from_dlpack(x).clone() for x in (*inputs.learned.values(), inputs.cotangent)
+        )
+        return (*(x.requires_grad_(backward) for x in learned), cotangent)
+
+    names = tuple(sets[0].learned)
+
+    def run(*given: Any) -> tuple[Any, ...]:
+        *learned, cotangent = given
+        out = peer.run(dict(zip(names, learned)))
+        return torch.autograd.grad(out, learned, cotangent) if backward else (out,)
+
+    torch_sets = [tensors(inputs) for inputs in sets]
+    run(*torch_sets[0])  # it tunes itself, for which it may take more memory
+    torch.cuda.synchronize()
+    torch.cuda.reset_peak_memory_stats()
+    before = torch.cuda.memory_allocated()
+    found = run(*torch_sets[0])
+    torch.cuda.synchronize()
+    outputs = sum(x.numel() * x.element_size() for x in found)
+    temporary = torch.cuda.max_memory_allocated() - before - outputs
+    results = [jax.numpy.from_dlpack(x.detach().contiguous()) for x in found]
+    return PreparedPeer(
+        dict(zip(names if backward else ("out",), results)),
+        lambda runs: torch_work(run, torch_sets, runs),
+        temporary,
+    )

@@ -1,0 +1,412 @@
+"""The problems of the linear-time family that are measured: their sizes, inputs, operations and float32 results."""
+
+import dataclasses
+import functools
+import math
+from collections.abc import Callable, Mapping
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+from jax import Array, lax
+
+import ejkernel_eqx as ejx
+from ejkernel_eqx._tolerances import Tolerance, TOLERANCES
+from ejkernel_eqx.tuning.check import all_errors
+
+Arrays = dict[str, Array]
+
+
+@dataclasses.dataclass(frozen=True)
+class LinearProblem:
+    """`B` rows of `T` tokens, or with `T` 0 one decoding step of `B` rows, of one member of the family.
+
+    `H` heads of `D` key channels (state size of a state space) and `V` values. The selective scan has no heads: `V` counts its channels.
+    """
+
+    member: str
+    B: int
+    T: int
+    H: int
+    D: int
+    V: int
+    dtype: str = "bfloat16"
+
+    @property
+    def is_step(self) -> bool:
+        return self.T == 0
+
+    @property
+    def name(self) -> str:
+        words = [self.member, *(["step"] if self.is_step else []), f"B{self.B}"]
+        words += [] if self.is_step else [f"T{self.T}"]
+        if self.member == "selective scan":
+            words += [f"I{self.V} N{self.D}"]
+        elif self.member == "SSD":
+            words += [f"H{self.H} P{self.V} N{self.D}"]
+        else:
+            words += [f"H{self.H} D{self.D}", *([] if self.V == self.D else [f"V{self.V}"])]
+        return " ".join(words if self.dtype == "bfloat16" else [*words, self.dtype])
+
+
+class Inputs(NamedTuple):
+    """`learned` (what gradients are taken in), the state that a step starts from, and the cotangent of the output."""
+
+    learned: Arrays
+    state: Array | None
+    cotangent: Array
+
+
+class Member(NamedTuple):
+    """One member of the family, all that is particular to it.
+
+    - `make(problem, lead, normal, uniform)`: its inputs, `lead` the axes before the heads; `normal(*shape)` and `uniform(*shape)` draw float32.
+    - `build(platform)`: our operation.
+    - `positional`: the inputs that are given by position; the others are given by name.
+    - `plain(learned, state, block)`: `(out, state)` of `[B, T, ...]` float32 arrays, by the recurrence, token by token.
+    """
+
+    make: Callable[..., Arrays]
+    build: Callable[[str | None], Any]
+    positional: tuple[str, ...]
+    plain: Callable[[Arrays, Array, int], tuple[Array, Array]]
+
+    def call(self, operation: Callable[..., Any], learned: Arrays, *more: Array) -> tuple[Array, Array]:
+        named = {name: x for name, x in learned.items() if name not in self.positional}
+        return operation(*(learned[name] for name in self.positional), *more, **named)
+
+
+# Inputs
+
+
+def _qkv(problem: LinearProblem, lead: tuple[int, ...], normal: Callable[..., Array]) -> Arrays:
+    sizes = {"q": problem.D, "k": problem.D, "v": problem.V}
+    return {name: normal(*lead, problem.H, size).astype(problem.dtype) for name, size in sizes.items()}
+
+
+def _unit_keys(learned: Arrays) -> Arrays:
+    def unit(x: Array) -> Array:
+        wide = x.astype(jnp.float32)
+        return (wide * lax.rsqrt(jnp.sum(wide**2, -1, keepdims=True) + 1e-6)).astype(x.dtype)
+
+    return learned | {name: unit(learned[name]) for name in "qk"}
+
+
+def _make_gla(problem, lead, normal, uniform) -> Arrays:
+    g = jax.nn.log_sigmoid(normal(*lead, problem.H, problem.D)) / 16
+    return _qkv(problem, lead, normal) | {"g": g.astype(problem.dtype)}
+
+
+def _make_lightning(problem, lead, normal, uniform) -> Arrays:
+    return _qkv(problem, lead, normal)
+
+
+def _make_scalar(problem, lead, normal, uniform) -> Arrays:
+    return _qkv(problem, lead, normal) | {"g": jax.nn.log_sigmoid(normal(*lead, problem.H))}
+
+
+def _make_kda(problem, lead, normal, uniform) -> Arrays:
+    # Rates of 1 to 16 and steps around 0.03, as a fresh layer has them. A peer is faster where it is promised that g >= -5.
+    rate = 1 + 15 * uniform(problem.H, 1)
+    g = jnp.maximum(-rate * jax.nn.softplus(normal(*lead, problem.H, problem.D) - 3.5), -5.0)
+    beta = jax.nn.sigmoid(normal(*lead, problem.H))
+    learned = _unit_keys(_qkv(problem, lead, normal))
+    return learned | {"g": g.astype(problem.dtype), "beta": beta.astype(problem.dtype)}
+
+
+def _make_gated_delta(problem, lead, normal, uniform) -> Arrays:
+    learned = _unit_keys(_qkv(problem, lead, normal))
+    beta = jax.nn.sigmoid(normal(*lead, problem.H)).astype(problem.dtype)
+    return learned | {"g": jax.nn.log_sigmoid(normal(*lead, problem.H)), "beta": beta}
+
+
+def _make_ssd(problem, lead, normal, uniform) -> Arrays:
+    tokens = {"x": (problem.H, problem.V), "dt": (problem.H,), "B": (1, problem.D), "C": (1, problem.D)}
+    learned = {name: normal(*lead, *shape).astype(problem.dtype) for name, shape in tokens.items()}
+    # Steps around 0.02, as a fresh layer has them.
+    return learned | {
+        "A": -1 - 15 * uniform(problem.H),
+        "D": normal(problem.H),
+        "dt_bias": normal(problem.H) - 4,
+    }
+
+
+def _make_scan(problem, lead, normal, uniform) -> Arrays:
+    channels, states = problem.V, problem.D
+    tokens = {"x": channels, "dt": channels, "B": states, "C": states, "z": channels}
+    learned = {name: normal(*lead, size).astype(problem.dtype) for name, size in tokens.items()}
+    rates = jnp.broadcast_to(-jnp.arange(1.0, states + 1), (channels, states))
+    return learned | {"A": rates, "D": normal(channels), "dt_bias": normal(channels) - 4}
+
+
+# The plain mathematics
+
+
+def _over_tokens(
+    token: Callable[[Array, Arrays], tuple[Array, Array]], state: Array, tokens: Arrays, block: int
+) -> tuple[Array, Array]:
+    """`token(state, tokens) -> (state, out)` on one after the other of `[B, T, ...]`; a backward keeps all states, or with `block` those
+    between blocks of at most so many tokens."""
+    first = {name: jnp.moveaxis(x, 1, 0) for name, x in tokens.items()}
+    length = next(iter(first.values())).shape[0]
+    if block == 0:
+        state, out = lax.scan(token, state, first)
+        return jnp.moveaxis(out, 0, 1), state
+    size = math.gcd(length, block)
+    blocks = {name: x.reshape(-1, size, *x.shape[1:]) for name, x in first.items()}
+    state, out = lax.scan(jax.checkpoint(lambda state, x: lax.scan(token, state, x)), state, blocks)
+    return jnp.moveaxis(out.reshape(length, *out.shape[2:]), 0, 1), state
+
+
+def _recur(
+    tokens: Arrays, state: Array, block: int, *, scale: float | None = None, delta: bool = False
+) -> tuple[Array, Array]:
+    """`S = e^g S`; `S += beta k (v - S^T k)^T` (delta) or `S += beta k v^T`; `o = scale S^T q`. `g` has the axes of the state; `beta` may
+    be missing."""
+    factor = tokens["q"].shape[-1] ** -0.5 if scale is None else scale
+
+    def token(state: Array, at: Arrays) -> tuple[Array, Array]:
+        state, v = jnp.exp(at["g"]) * state, at["v"]
+        if delta:
+            v = v - _apply(at["k"], state)
+        v = at["beta"][..., None] * v if "beta" in at else v
+        state = state + at["k"][..., :, None] * v[..., None, :]
+        return state, factor * _apply(at["q"], state)
+
+    return _over_tokens(token, state, tokens, block)
+
+
+def _apply(x: Array, state: Array) -> Array:
+    return (x[..., None, :] @ state)[..., 0, :]
+
+
+def _plain_gla(learned: Arrays, state: Array, block: int) -> tuple[Array, Array]:
+    return _recur(learned | {"g": learned["g"][..., None]}, state, block)
+
+
+def _plain_lightning(learned: Arrays, state: Array, block: int) -> tuple[Array, Array]:
+    rows, length, heads = learned["q"].shape[:3]
+    # That of the first layer: 8 / H * (1 - 0 / L) * h.
+    g = -8.0 / heads * jnp.arange(heads, dtype=jnp.float32)[:, None, None]
+    return _recur(learned | {"g": jnp.broadcast_to(g, (rows, length, heads, 1, 1))}, state, block)
+
+
+def _plain_scalar(learned: Arrays, state: Array, block: int) -> tuple[Array, Array]:
+    return _recur(learned | {"g": learned["g"][..., None, None]}, state, block)
+
+
+def _plain_kda(learned: Arrays, state: Array, block: int) -> tuple[Array, Array]:
+    return _recur(learned | {"g": learned["g"][..., None]}, state, block, delta=True)
+
+
+def _plain_gated_delta(learned: Arrays, state: Array, block: int) -> tuple[Array, Array]:
+    return _recur(learned | {"g": learned["g"][..., None, None]}, state, block, delta=True)
+
+
+def _plain_ssd(learned: Arrays, state: Array, block: int) -> tuple[Array, Array]:
+    x = learned["x"]
+    dt = jax.nn.softplus(learned["dt"] + learned["dt_bias"])
+    tokens = {"q": learned["C"], "k": learned["B"], "v": x, "beta": dt}
+    tokens["g"] = (dt * learned["A"])[..., None, None]
+    out, state = _recur(tokens, jnp.swapaxes(state, -1, -2), block, scale=1.0)
+    return out + learned["D"][:, None] * x, jnp.swapaxes(state, -1, -2)
+
+
+def _plain_scan(learned: Arrays, state: Array, block: int) -> tuple[Array, Array]:
+    tokens = {name: learned[name] for name in ("x", "B", "C")}
+    tokens["dt"] = jax.nn.softplus(learned["dt"] + learned["dt_bias"])
+
+    def token(state: Array, at: Arrays) -> tuple[Array, Array]:
+        write = (at["dt"] * at["x"])[..., None] * at["B"][:, None]  # [B, I, N]
+        state = jnp.exp(at["dt"][..., None] * learned["A"]) * state + write
+        return state, jnp.einsum("bin,bn->bi", state, at["C"])
+
+    out, state = _over_tokens(token, state, tokens, block)
+    return (out + learned["D"] * learned["x"]) * jax.nn.silu(learned["z"]), state
+
+
+MEMBERS: Mapping[str, Member] = {
+    "GLA": Member(
+        _make_gla,
+        lambda platform: ejx.GatedLinearAttention(platform=platform),
+        ("q", "k", "v", "g"),
+        _plain_gla,
+    ),
+    "lightning": Member(
+        _make_lightning,
+        lambda platform: ejx.LightningAttention(slopes="fla", num_layers=24, platform=platform),
+        ("q", "k", "v"),
+        _plain_lightning,
+    ),
+    "scalar decay": Member(
+        _make_scalar,
+        lambda platform: ejx.LinearAttention(platform=platform),
+        ("q", "k", "v"),
+        _plain_scalar,
+    ),
+    "KDA": Member(
+        _make_kda,
+        lambda platform: ejx.KernelDeltaAttention(platform=platform),
+        ("q", "k", "v", "g", "beta"),
+        _plain_kda,
+    ),
+    "gated delta rule": Member(
+        _make_gated_delta,
+        lambda platform: ejx.GatedDeltaRule(platform=platform),
+        ("q", "k", "v", "g", "beta"),
+        _plain_gated_delta,
+    ),
+    "SSD": Member(
+        _make_ssd,
+        lambda platform: ejx.StateSpaceV2(dt_softplus=True, platform=platform),
+        ("x", "dt", "A", "B", "C"),
+        _plain_ssd,
+    ),
+    "selective scan": Member(
+        _make_scan,
+        lambda platform: ejx.StateSpaceV1(dt_softplus=True, platform=platform),
+        ("x", "dt", "A", "B", "C"),
+        _plain_scan,
+    ),
+}
+
+
+def make_inputs(problem: LinearProblem, seed: int = 0) -> Inputs:
+    """Normal operands, decays and steps as layers make them; fresh for every seed."""
+    keys = iter(jax.random.split(jax.random.key(seed), 16))
+
+    def draw(kind: Callable[..., Array], *shape: int) -> Array:
+        return kind(next(keys), shape, jnp.float32)
+
+    normal, uniform = (functools.partial(draw, kind) for kind in (jax.random.normal, jax.random.uniform))
+    lead = (problem.B,) if problem.is_step else (problem.B, problem.T)
+    learned = MEMBERS[problem.member].make(problem, lead, normal, uniform)
+    out = learned["v" if "v" in learned else "x"].shape
+    state = normal(*state_shape(problem)) if problem.is_step else None
+    return Inputs(learned, state, normal(*out).astype(problem.dtype))
+
+
+def state_shape(problem: LinearProblem) -> tuple[int, ...]:
+    """Of all rows together."""
+    if problem.member == "selective scan":
+        return problem.B, problem.V, problem.D
+    sizes = (problem.V, problem.D) if problem.member == "SSD" else (problem.D, problem.V)
+    return problem.B, problem.H, *sizes
+
+
+def _no_state(problem: LinearProblem) -> Array:
+    return jnp.zeros(state_shape(problem), jnp.float32)
+
+
+def direction_of(
+    forward: Callable[[Arrays], tuple[Array, Array]], backward: bool
+) -> Callable[[Inputs], Arrays]:
+    """From `forward(learned) -> (out, state)` to what is measured: both, or the gradients of everything learned."""
+
+    def only_forward(inputs: Inputs) -> Arrays:
+        out, state = forward(inputs.learned)
+        return {"out": out, "state": state}
+
+    def both(inputs: Inputs) -> Arrays:
+        (_, state), pull = jax.vjp(forward, inputs.learned)
+        return pull((inputs.cotangent, jnp.zeros_like(state)))[0]
+
+    return both if backward else only_forward
+
+
+def ours(problem: LinearProblem, platform: str | None) -> Callable[..., tuple[Array, Array]]:
+    """Our operation as a function of what is learned and, for a step, of the state."""
+    member = MEMBERS[problem.member]
+    operation = member.build(platform)
+    call = operation.step if problem.is_step else operation
+
+    def run(learned: Arrays, *state: Array) -> tuple[Array, Array]:
+        return member.call(call, learned, *state)
+
+    return run
+
+
+def plain(problem: LinearProblem) -> Callable[[Arrays], tuple[Array, Array]]:
+    """The recurrence as a `lax.scan` over time, from a state of zeros."""
+
+    def run(learned: Arrays) -> tuple[Array, Array]:
+        out, state = MEMBERS[problem.member].plain(learned, _no_state(problem), 0)
+        return out.astype(problem.dtype), state
+
+    return run
+
+
+# It runs once: to look for its fastest matrix products would take longer than to use any.
+_UNTUNED = {"xla_gpu_autotune_level": 0, "xla_gpu_enable_triton_gemm": False}
+
+
+def expected_results(problem: LinearProblem, inputs: Inputs) -> dict[str, Arrays]:
+    """By direction, by the plain mathematics in float32."""
+    with jax.default_matmul_precision("highest"):
+        return _expected_results(problem, inputs)
+
+
+@functools.partial(jax.jit, static_argnums=0, compiler_options=_UNTUNED)
+def _expected_results(problem: LinearProblem, inputs: Inputs) -> dict[str, Arrays]:
+    member = MEMBERS[problem.member]
+    learned, state, cotangent = jax.tree.map(lambda x: x.astype(jnp.float32), inputs)
+    if problem.is_step:
+        whole = ("A", "D", "dt_bias")
+        tokens = {name: x if name in whole else x[:, None] for name, x in learned.items()}
+        out, state = member.plain(tokens, state, 0)
+        return {"step": {"out": out[:, 0], "state": state}}
+
+    def forward(learned: Arrays) -> tuple[Array, Array]:
+        return member.plain(learned, _no_state(problem), 64)
+
+    (out, state), pull = jax.vjp(forward, learned)
+    gradients = pull((cotangent, jnp.zeros_like(state)))[0]
+    return {"forward": {"out": out, "state": state}, "forward+backward": gradients}
+
+
+def tolerances(problem: LinearProblem, direction: str, results: Mapping[str, Any]) -> dict[str, Tolerance]:
+    """How far each result may be from the expected one, from the package's one table."""
+    kind = "gradient" if direction == "forward+backward" else "forward"
+    return dict.fromkeys(results, TOLERANCES[problem.dtype][kind])
+
+
+def errors_of(
+    problem: LinearProblem, direction: str, results: Mapping[str, Any], expected: Mapping[str, Arrays]
+) -> tuple[dict[str, float], str | None]:
+    """As the tuner measures them: the relative RMS error of each result, and what is wrong with them (`None`: nothing)."""
+    return all_errors(results, expected[direction], tolerances(problem, direction, results))
+
+
+P = LinearProblem
+ANCHORS = (
+    P("GLA", 4, 4096, 16, 128, 128),
+    P("lightning", 4, 4096, 16, 128, 128),
+    P("scalar decay", 4, 4096, 16, 128, 128),
+    P("KDA", 4, 4096, 16, 128, 128),
+    P("gated delta rule", 4, 4096, 16, 128, 128),
+    P("SSD", 4, 4096, 64, 128, 64),
+    P("selective scan", 4, 4096, 1, 16, 2048),
+)
+# States of 64 MiB and more, so that a launch does not find its own in the cache.
+STEPS = (
+    P("GLA", 64, 0, 16, 128, 128),
+    P("scalar decay", 128, 0, 16, 128, 128),
+    P("KDA", 128, 0, 16, 128, 128),
+    P("gated delta rule", 256, 0, 16, 128, 128),
+    P("SSD", 64, 0, 64, 128, 64),
+    P("SSD", 256, 0, 64, 128, 64),
+    P("selective scan", 256, 0, 1, 16, 4096),
+)
+CPU = (
+    P("GLA", 1, 2048, 4, 64, 64, "float32"),
+    P("lightning", 1, 2048, 4, 64, 64, "float32"),
+    P("scalar decay", 1, 2048, 4, 64, 64, "float32"),
+    P("KDA", 1, 2048, 4, 64, 64, "float32"),
+    P("gated delta rule", 1, 2048, 4, 64, 64, "float32"),
+    P("SSD", 1, 2048, 4, 64, 32, "float32"),
+    P("selective scan", 1, 2048, 1, 16, 256, "float32"),
+)
+TINY = tuple(
+    P(p.member, 2, 0 if p.is_step else 48, min(p.H, 2), 8, 8, "float32")
+    for p in (*ANCHORS, STEPS[0], STEPS[4])
+)

@@ -1,0 +1,122 @@
+"""The problems that configurations are tuned and shipped for, family by family."""
+
+import functools
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, NamedTuple
+
+import jax
+
+import ejkernel_eqx as ejx
+from benchmarks import attention_problems
+from benchmarks.attention_problems import AttentionProblem
+from ejkernel_eqx._explain import example_problem_of
+from ejkernel_eqx._kernel import selections_of
+from ejkernel_eqx.dispatch import Implementation, Problem
+
+
+class TuneProblem(NamedTuple):
+    """One problem by a name; `make` gives what its operation asks an implementation for."""
+
+    name: str
+    operation: str
+    make: Callable[[Implementation], Problem]
+
+
+class Family(NamedTuple):
+    """The problems of one family of operations.
+
+    `also(operation, problem)`: another operation of the same kernels may ask for such a problem too.
+    """
+
+    problems: Callable[[], list[TuneProblem]]
+    tiny: Callable[[], list[TuneProblem]]
+    also: Callable[[str, Problem], bool] = lambda operation, problem: False
+
+
+# Attention
+
+
+def _attention(problems: Sequence[AttentionProblem]) -> list[TuneProblem]:
+    return [TuneProblem(p.name, "flash_attention", functools.partial(attention_problem, p)) for p in problems]
+
+
+def attention_problem(problem: AttentionProblem, implementation: Implementation) -> Problem:
+    given = jax.eval_shape(lambda: attention_problems.make_inputs(problem))
+    attention = attention_problems.build(problem, implementation.platform.value)
+    return selections_of(attention, ejx.inputs(**given.learned, **given.masking))[0].problem
+
+
+def _every_attention() -> list[TuneProblem]:
+    p = attention_problems
+    return _attention(p.ANCHORS + p.FEATURES + p.GRID + p.MODELS + p.HELD_OUT)
+
+
+# Families whose problems are sizes and flags
+
+
+def named(operation: str, dims: Mapping[str, int], dtype: str = "bfloat16", **flags: Any) -> TuneProblem:
+    """A problem that a few words say, as on the command line."""
+    words = [operation, *(f"{name}{size}" for name, size in dims.items()), dtype]
+    words += [name if value is True else f"{name}={value}" for name, value in flags.items()]
+
+    def make(implementation: Implementation) -> Problem:
+        return example_problem_of(operation)(operation, dims, dtype, flags)
+
+    return TuneProblem(" ".join(words), operation, make)
+
+
+_MEMBERS = (
+    "gated_linear_attention",
+    "lightning_attention",
+    "kernel_delta_attention",
+    "gated_delta_rule",
+    "delta_rule",
+)
+
+
+def _recurrence() -> list[TuneProblem]:
+    sizes = dict(B=4, T=4096, H=16, D=128)
+    problems = [named(member, sizes) for member in _MEMBERS]
+    problems += [named("linear_attention", sizes, decay=kind) for kind in ("scalar", "none")]
+    problems += [named("state_space_v2", dict(B=4, T=4096, H=64, D=128, V=64))]
+    # Layers of published models: GLA's wide values, Qwen3-Next's few keys, small heads, packed documents, float32.
+    problems += [named("gated_linear_attention", dict(B=8, T=2048, H=4, D=128, V=256))]
+    problems += [named("gated_delta_rule", dict(B=4, T=4096, H=32, D=128, Hq=16, Hk=16))]
+    problems += [named("kernel_delta_attention", dict(B=1, T=16384, H=32, D=128))]
+    problems += [named("state_space_v2", dict(B=8, T=2048, H=24, D=128, V=64))]
+    problems += [named(member, dict(B=8, T=2048, H=12, D=64)) for member in _MEMBERS]
+    packed = dict(B=1, T=16384, H=16, D=128, N=16)
+    problems += [named(member, packed, packed="offsets") for member in _MEMBERS]
+    problems += [
+        named(member, sizes, packed="segments") for member in ("gated_delta_rule", "kernel_delta_attention")
+    ]
+    return problems + [
+        named(member, sizes, "float32") for member in ("gated_linear_attention", "gated_delta_rule")
+    ]
+
+
+def _is_plain_linear(operation: str, problem: Problem) -> bool:
+    extra = any(problem.flag(name) for name in ("delta", "beta", "skip"))
+    return operation == "linear_attention" and not extra
+
+
+def _selective_scan() -> list[TuneProblem]:
+    sizes = (
+        dict(B=4, T=4096, I=2048, N=16),
+        dict(B=8, T=2048, I=1536, N=16),
+        dict(B=1, T=16384, I=4096, N=16),
+    )
+    return [named("state_space_v1", size) for size in sizes]
+
+
+FAMILIES: dict[str, Family] = {
+    "attention": Family(_every_attention, lambda: _attention(attention_problems.TINY), lambda *_: True),
+    "recurrence": Family(
+        _recurrence,
+        lambda: [named("lightning_attention", dict(B=1, T=64, H=2, D=16), "float32")],
+        _is_plain_linear,
+    ),
+    "selective_scan": Family(
+        _selective_scan, lambda: [named("state_space_v1", dict(B=1, T=32, I=16, N=4), "float32")]
+    ),
+}

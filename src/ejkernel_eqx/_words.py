@@ -1,0 +1,40 @@
+"""Checks of what is typed to name a problem: sizes by letter, option flags by name."""
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+SWITCH = (False, True)
+
+
+def read_sizes(dims: Mapping[str, int], defaults: Mapping[str, int | None]) -> dict[str, int]:
+    """All sizes; `None` for one that has to be given."""
+    unknown = sorted(set(dims) - set(defaults))
+    missing = [name for name, default in defaults.items() if default is None and name not in dims]
+    if unknown or missing:
+        raise ValueError(
+            f"dims: expected sizes for some of {', '.join(defaults)}, received unknown {unknown} and missing {missing}."
+        )
+    sizes = {name: dims.get(name, default) for name, default in defaults.items()}
+    found = {name: size for name, size in sizes.items() if size is not None}
+    if any(size < 1 for size in found.values()):
+        raise ValueError(
+            f"dims: expected positive sizes, received {', '.join(f'{n}={s}' for n, s in dims.items())}."
+        )
+    return found
+
+
+def read_flags(flags: Mapping[str, Any], choices: Mapping[str, Sequence[Any]]) -> dict[str, Any]:
+    """All flags, each with one of its choices; the first of them is the default."""
+    unknown = sorted(set(flags) - set(choices))
+    if unknown:
+        raise ValueError(
+            f"flags: expected some of {', '.join(sorted(choices))}, received {', '.join(unknown)}."
+        )
+    for name, value in flags.items():
+        # `1 in SWITCH` would hold.
+        if not any(
+            value is choice or (isinstance(choice, str) and value == choice) for choice in choices[name]
+        ):
+            words = ", ".join(str(choice).lower() for choice in choices[name])
+            raise ValueError(f"flags: expected {name} to be one of {words}, received {value!r}.")
+    return {name: flags.get(name, values[0]) for name, values in choices.items()}

@@ -1,0 +1,1 @@
+from .causal import CausalConv1d as CausalConv1d

@@ -1,0 +1,132 @@
+"""Checks what a user passes to a convolution and resolves it to `ConvArrays`."""
+
+import dataclasses
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax import Array
+
+from ..recurrence.arguments import array, fitting
+from ..recurrence.packing import Packing, read_packing
+from .spec import ACTIVATIONS, ConvArrays, Places
+
+
+def check_activation(activation: str | None) -> str | None:
+    if activation not in ACTIVATIONS:
+        raise ValueError(f"activation: expected None or 'silu', received {activation!r}.")
+    return activation
+
+
+def parameters(x: Array, weight: Any, bias: Any) -> tuple[Array, Array | None]:
+    """The weight `[C, W]` and the bias `[C]`."""
+    channels = x.shape[-1]
+    weight = array("weight", weight, "C W")
+    if weight.ndim != 2 or weight.shape[0] != channels or weight.shape[1] < 1:
+        raise ValueError(
+            f"weight: expected [C, W] with C = {channels}, the last axis of x, received shape {weight.shape}; published code that "
+            "has [C, 1, W] drops the axis in the middle."
+        )
+    return weight, None if bias is None else fitting("bias", bias, (channels,), "C")
+
+
+@dataclasses.dataclass(frozen=True, eq=False)
+class Call:
+    """A resolved call, and how its results become the caller's."""
+
+    arrays: ConvArrays
+    state_dtype: Any
+    packing: Packing
+
+    def finish(self, results: dict[str, Array]) -> tuple[Array, Array]:
+        state = results["final_state"].astype(self.state_dtype)
+        return results["out"], state if self.packing.offsets is not None else jnp.squeeze(state, -3)
+
+
+def resolve(x: Any, weight: Any, bias: Any, initial_state: Any, cu_seqlens: Any, segment_ids: Any) -> Call:
+    x = array("x", x, "T C")
+    weight, bias = parameters(x, weight, bias)
+    lead, (length, channels) = x.shape[:-2], x.shape[-2:]
+    packing = read_packing(cu_seqlens, segment_ids, lead, length, reverse=False)
+    count = packing.num_sequences
+    held = weight.shape[-1] - 1
+    arrays = ConvArrays(x, weight, bias)
+    if packing.real is not None:
+        places = places_of(packing, held)
+        arrays = arrays._replace(**places._asdict())
+    state_dtype = x.dtype
+    if initial_state is not None:
+        packed = () if count is None else (count,)
+        letters = "N W-1 C" if packed else "W-1 C"
+        state = fitting("initial_state", initial_state, (*lead, *packed, held, channels), letters)
+        state_dtype = state.dtype
+        state = state.astype(x.dtype)
+        arrays = arrays._replace(initial_state=state if packed else jnp.expand_dims(state, -3))
+    return Call(arrays, state_dtype, packing)
+
+
+def places_of(packing: Packing, held: int) -> Places:
+    """Where real tokens go, so that each row has them side by side."""
+    real = packing.real
+    assert real is not None
+    axis = real.ndim - 1
+    length = real.shape[-1]
+    tokens = jnp.broadcast_to(jnp.arange(length, dtype=jnp.int32), real.shape)
+    rank = jnp.cumsum(real, axis, dtype=jnp.int32) - 1
+    total = rank[..., -1:] + 1 if length else jnp.zeros((*real.shape[:-1], 1), jnp.int32)
+    # Padding goes behind, in its order: a permutation.
+    goes = jnp.where(real, rank, total + tokens - rank - 1)
+    order = _scatter(goes, tokens)
+    is_real = tokens < total
+    if packing.offsets is not None:
+        offsets = packing.offsets.astype(jnp.int32) - packing.offsets[:1].astype(jnp.int32)
+        ends = offsets[1:]
+        number = jnp.cumsum(jnp.zeros(length, jnp.int32).at[ends].add(1, mode="drop"), dtype=jnp.int32)
+        number = jnp.minimum(number, ends.shape[0] - 1)
+        spans = jnp.stack([offsets[:-1], ends] * 2, -1)
+        first, end = offsets[number], ends[number]
+        enter = leave = number
+    else:
+        assert packing.starts is not None
+        taken = jnp.take_along_axis(packing.starts, order, axis)
+        first = jnp.where(taken < 0, 0, jnp.take_along_axis(rank, jnp.maximum(taken, 0), axis))
+        last = jnp.where(is_real, first, 0).max(axis, keepdims=True, initial=0)
+        end = jnp.broadcast_to(total, real.shape)
+        enter, leave = jnp.where(first == 0, 0, -1), jnp.where(first == last, 0, -1)
+        first_end = jnp.where(is_real & (first == 0), tokens + 1, 0).max(axis, keepdims=True, initial=0)
+        spans = jnp.concatenate([jnp.zeros_like(total), first_end, last, total], -1)[..., None, :]
+    entry = held - (end - tokens)  # counted from the end: the last token is the newest
+    leaves = is_real & (leave >= 0) & (entry >= 0)
+    return Places(
+        order,
+        jnp.where(is_real, first, -1),
+        jnp.where(is_real, enter, -1),
+        jnp.where(leaves, leave * held + entry, -1),
+        spans,
+    )
+
+
+def _scatter(index: Array, values: Array) -> Array:
+    put = lambda index, values: jnp.zeros_like(values).at[index].set(values, unique_indices=True)
+    for _ in range(index.ndim - 1):
+        put = jax.vmap(put)
+    return put(index, values)
+
+
+def resolve_step(
+    x: Any, weight: Any, bias: Any, state: Any, state_indices: Any
+) -> tuple[Array, Array, Array | None, Array, Array | None]:
+    x = array("x", x, "C")
+    weight, bias = parameters(x, weight, bias)
+    held, channels = weight.shape[-1] - 1, x.shape[-1]
+    if state_indices is None:
+        shape = (*x.shape[:-1], held, channels)
+        return x, weight, bias, fitting("state", state, shape, "W-1 C"), None
+    indices = jnp.asarray(state_indices)
+    if x.ndim != 2 or indices.shape != x.shape[:1] or not jnp.issubdtype(indices.dtype, jnp.integer):
+        raise ValueError(
+            f"state_indices: expected an integer for each row of x [B, C], received {indices.dtype} of shape {indices.shape} for x of shape "
+            f"{x.shape}; jax.vmap over more axes."
+        )
+    slots = array("state", state, "slots K C").shape[0]
+    return x, weight, bias, fitting("state", state, (slots, held, channels), "slots W-1 C"), indices

@@ -1,0 +1,57 @@
+"""The convolution as it is written, token by token with the state of its sequence: the oracle of every test."""
+
+import jax
+import jax.numpy as jnp
+from jax import Array, lax
+
+from .spec import ConvArrays, ConvSpec, Places
+
+
+def convolve(arrays: ConvArrays, spec: ConvSpec) -> dict[str, Array]:
+    """`out [*, T, C]` and `final_state [*, N, K, C]` in float32, or float64 for float64 inputs."""
+    weight = arrays.weight
+    call = lambda x, initial, places: _row(x, initial, places, weight, arrays.bias, spec)
+    for _ in range(arrays.x.ndim - 2):
+        call = jax.vmap(call)
+    out, final = call(arrays.x, arrays.initial_state, arrays.places)
+    return {"out": out, "final_state": final}
+
+
+def _row(
+    x: Array, initial: Array | None, places: Places | None, weight: Array, bias: Array | None, spec: ConvSpec
+) -> tuple[Array, Array]:
+    """One row without leading axes."""
+    wide = jnp.float64 if x.dtype == jnp.float64 else jnp.float32
+    (length, channels), width = x.shape, weight.shape[-1]
+    weight = weight.astype(wide).T  # [W, C]
+    offset = jnp.zeros(channels, wide) if bias is None else bias.astype(wide)
+    zeros = jnp.zeros((width - 1, channels), wide)
+    if places is None:
+        tokens = jnp.arange(length, dtype=jnp.int32)
+        places = Places(
+            tokens, 0 * tokens, 0 * tokens, 0 * tokens, jnp.array([[0, length, 0, length]], jnp.int32)
+        )
+    count = places.spans.shape[0]
+    starts = jnp.zeros((count, *zeros.shape), wide) if initial is None else initial.astype(wide)
+
+    def token(state: Array, at: tuple[Array, ...]) -> tuple[Array, tuple[Array, Array]]:
+        x, place, first, enter = at
+        entering = jnp.where(enter >= 0, starts[jnp.maximum(enter, 0)], zeros)
+        state = jnp.where(place == first, entering, state)
+        window = jnp.concatenate([state, x[None]])
+        y = jnp.sum(weight * window, 0) + offset
+        y = jax.nn.silu(y) if spec.activation == "silu" else y
+        real = first >= 0
+        return jnp.where(real, window[1:], state), (jnp.where(real, y, 0.0), window[1:])
+
+    along = (x[places.order].astype(wide), jnp.arange(length, dtype=jnp.int32), places.first, places.enter)
+    _, (sorted_out, states) = lax.scan(token, zeros, along)
+    out = jnp.zeros((length, channels), wide).at[places.order].set(sorted_out)
+
+    def final(n: Array) -> Array:
+        enter_first, enter_end, first, end = places.spans[n]
+        whole = (enter_first == first) & (enter_end == end)
+        untouched = jnp.where(whole, starts[n], zeros)
+        return jnp.where(end > first, states[jnp.maximum(end - 1, 0)], untouched) if length else untouched
+
+    return out, jax.vmap(final)(jnp.arange(count, dtype=jnp.int32))

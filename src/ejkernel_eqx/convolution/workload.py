@@ -1,0 +1,99 @@
+"""What the tuner needs of a causal convolution: representative work, and a problem from a few words."""
+
+import functools
+from collections.abc import Mapping
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from .._words import read_flags, read_sizes, SWITCH
+from ..dispatch import Implementation, Problem, Workload
+from .arguments import resolve
+from .core import FAMILY, problem_of
+from .spec import ACTIVATIONS, ConvArrays, ConvSpec
+
+
+def workload(implementation: Implementation, problem: Problem) -> Workload:
+    """The work of one problem on one of the platforms."""
+    activation = problem.flag("activation")
+    spec = ConvSpec(None if activation is None else str(activation))
+    flops = 2.0 * problem.dim("B") * problem.dim("T") * problem.dim("C") * problem.dim("W")
+    return FAMILY.workload(implementation, problem, spec, functools.partial(make_arrays, problem), flops)
+
+
+def make_arrays(problem: Problem, seed: int) -> ConvArrays:
+    """Random values; packed rows hold documents of varied lengths, and padding behind them."""
+    size = dict(problem.dims)
+    size |= {"N": size.get("N", 1), "K": size["W"] - 1}
+    arrays = _random(problem, size, seed)
+    if not problem.flag("packed"):
+        return arrays
+    rng = np.random.default_rng(seed)
+    rows = [_places(arrays.x[row], arrays.weight, size, rng) for row in range(size["B"])]
+    return arrays._replace(**{name: jnp.stack([row[name] for row in rows]) for name in rows[0]})
+
+
+def _random(problem: Problem, size: dict[str, int], seed: int) -> ConvArrays:
+    keys = iter(jax.random.split(jax.random.key(seed, impl="rbg"), 4))
+
+    def normal(axes: str, dtype: str) -> Any:
+        return jax.random.normal(next(keys), tuple(size[a] for a in axes), jnp.dtype(dtype))
+
+    weight = problem.dtype("weight")
+    return ConvArrays(
+        normal("BTC", problem.dtype("x")),
+        normal("CW", weight),
+        normal("C", weight) if problem.flag("bias") else None,
+        normal("BNKC", problem.dtype("x")) if problem.flag("initial_state") else None,
+    )
+
+
+def _places(x: Any, weight: Any, size: dict[str, int], rng: np.random.Generator) -> dict[str, Any]:
+    length = size["T"]
+    real = length - length // 16
+    if size["N"] > 1:
+        cuts = np.sort(rng.integers(0, real + 1, size["N"] - 1))
+        offsets, ids = np.concatenate([[0], cuts, [real]]).astype(np.int32), None
+    else:
+        cuts = np.sort(rng.integers(0, real + 1, 8))
+        ids = np.searchsorted(cuts, np.arange(length), side="right").astype(np.int32)
+        offsets, ids = None, np.where(np.arange(length) < real, ids, -1)
+    places = resolve(x, weight, None, None, offsets, ids).arrays.places
+    assert places is not None
+    return places._asdict()
+
+
+def example_problem(operation: str, dims: Mapping[str, int], dtype: str, flags: Mapping[str, Any]) -> Problem:
+    """The problem of one call.
+
+    **Arguments:**
+
+    - `dims`: `T` tokens and `C` channels at least; `B` defaults to 1, the width `W` to 4, the packed sequences `N` to 1.
+    - `dtype`: of the inputs and the state; weight and bias are float32 (float64 with float64).
+    - `flags`: `activation` (`silu` by default, or none), `bias` (default true), `initial_state`, `packed`: segments, or with `N` above 1 offsets.
+
+    Raises `ValueError` for a name that is none of these, a missing size, or sizes that do not fit.
+    """
+    size = read_sizes(dims, {"B": 1, "T": None, "C": None, "W": 4, "N": 1})
+    choices = {
+        "activation": ACTIVATIONS[::-1],
+        "bias": SWITCH[::-1],
+        "initial_state": SWITCH,
+        "packed": SWITCH,
+    }
+    given = read_flags(flags, choices)
+    size["K"] = size["W"] - 1
+
+    def shape(axes: str, dtype: str = dtype) -> Any:
+        return jax.ShapeDtypeStruct(tuple(size.get(a, 4) for a in axes), jnp.dtype(dtype))
+
+    wide = "float64" if dtype == "float64" else "float32"
+    arrays = ConvArrays(shape("BTC"), shape("CW", wide), shape("C", wide) if given["bias"] else None)
+    if given["initial_state"]:
+        arrays = arrays._replace(initial_state=shape("BNKC"))
+    if given["packed"]:
+        along = dict.fromkeys(("order", "first", "enter", "leave"), shape("BT", "int32"))
+        arrays = arrays._replace(**along, spans=shape("BN4", "int32"))
+    return problem_of(operation, arrays, ConvSpec(given["activation"]))

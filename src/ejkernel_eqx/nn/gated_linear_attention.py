@@ -1,0 +1,162 @@
+"""The layer of gated linear attention (GLA)."""
+
+from typing import Any
+
+import equinox as eqx
+import jax
+import jax.numpy as jnp
+from jax import Array
+from jax.typing import DTypeLike
+
+from ..recurrence import GatedLinearAttention as Operation
+from ..recurrence.arguments import accumulator
+from .gated_rms_norm import GatedRMSNorm
+from .recurrent import (
+    check_divides,
+    conv_shapes,
+    merge_heads,
+    RecurrentLayer,
+    RecurrentState,
+    Rows,
+    split_heads,
+    StateForm,
+    width_of,
+)
+from .short_convolution import ShortConvolution
+from .tokens import project
+
+
+class GatedLinearAttention(RecurrentLayer):
+    r"""Gated linear attention with weights: every key channel forgets at a rate that a low-rank projection makes from
+    the token, and each head's output is normalised and gated.
+
+    $$q = x W_q^\top, \quad k = x W_k^\top, \quad v = x W_v^\top, \quad
+      g = \tfrac{1}{16} \log \sigma(x W_{g1}^\top W_{g2}^\top + b_g)$$
+    $$o = \mathrm{GLA}(q, k, v, g), \qquad y = \big(\mathrm{norm}(o) \odot \mathrm{silu}(x W_g^\top)\big) W_o^\top$$
+
+    where short convolutions go over $q$, $k$, $v$ if asked for. The operation inside is
+    [`ejkernel_eqx.GatedLinearAttention`][]. The parameters have the names and shapes of the published model code; the guide
+    "Recurrent layers" has the calls and the table of names.
+
+    Source: Yang et al., *Gated Linear Attention Transformers with Hardware-Efficient Training* (2023), section 4.4.
+    """
+
+    q_proj: eqx.nn.Linear  # [H * D, E]
+    k_proj: eqx.nn.Linear  # [K * D, E]
+    v_proj: eqx.nn.Linear  # [K * V, E]
+    g_proj: eqx.nn.Linear | None  # [H * V, E]
+    gk_proj: tuple[eqx.nn.Linear, eqx.nn.Linear]  # [R, E]; [K * D, R] with a bias
+    q_conv1d: ShortConvolution | None  # [H * D, 1, W]
+    k_conv1d: ShortConvolution | None  # [K * D, 1, W]
+    v_conv1d: ShortConvolution | None  # [K * V, 1, W]
+    g_norm: GatedRMSNorm  # [V]
+    o_proj: eqx.nn.Linear  # [E, H * V]
+    recurrence: Operation
+    embed_dim: int = eqx.field(static=True)
+    num_heads: int = eqx.field(static=True)
+    num_kv_heads: int = eqx.field(static=True)
+    head_dim: int = eqx.field(static=True)
+    v_head_dim: int = eqx.field(static=True)
+    gate_logit_normalizer: float = eqx.field(static=True)
+    gate_min: float | None = eqx.field(static=True)
+
+    def __init__(
+        self,
+        embed_dim: int,
+        *,
+        num_heads: int = 4,
+        num_kv_heads: int | None = None,
+        expand_k: int | float = 0.5,
+        expand_v: int | float = 1,
+        use_short_conv: bool = False,
+        conv_width: int = 4,
+        use_conv_bias: bool = False,
+        output_gate: bool = True,
+        gate_low_rank_dim: int = 16,
+        gate_logit_normalizer: int | float = 16,
+        gate_min: float | None = None,
+        norm_eps: float = 1e-5,
+        state_dtype: DTypeLike | None = None,
+        platform: str | None = None,
+        config: Any = None,
+        dtype: DTypeLike | None = None,
+        key: Array,
+    ):
+        r"""**Arguments:**
+
+        - `embed_dim`: features of the input and the output, `E`.
+        - `num_heads`, `num_kv_heads`: query heads `H`; key and value heads `K`, a divisor of it, default `H`.
+        - `expand_k`, `expand_v`: all query heads have `expand_k * embed_dim` features, `D` each; the outputs of all
+            `expand_v * embed_dim`, `V` each.
+        - `use_short_conv`, `conv_width`, `use_conv_bias`: whether convolutions with a SiLU go over $q$, $k$, $v$, how many
+            inputs they see, and whether they have biases.
+        - `output_gate`: whether the normalised outputs are multiplied by the SiLU of a projection of the input.
+        - `gate_low_rank_dim`: features between the two projections of the decay, `R`.
+        - `gate_logit_normalizer`: what the log-sigmoid is divided by.
+        - `gate_min`: the least log-decay; `None` for none.
+        - `norm_eps`: what is added to the mean square.
+        - `state_dtype`, `platform`, `config`: as in [`ejkernel_eqx.GatedLinearAttention`][]; the platform is that of the
+            convolutions and the norm as well.
+        - `dtype`: of the parameters; default float32 (float64 in JAX's 64-bit mode).
+        - `key`: a PRNG key for the initial weights.
+        """
+        kv_heads = num_heads if num_kv_heads is None else num_kv_heads
+        check_divides("num_kv_heads", kv_heads, "num_heads", num_heads)
+        head_dim = width_of("expand_k", expand_k * embed_dim / num_heads, "features a head")
+        v_head_dim = width_of("expand_v", expand_v * embed_dim / num_heads, "features a head")
+        keys = jax.random.split(key, 10)
+        widths = (num_heads * head_dim, kv_heads * head_dim, kv_heads * v_head_dim)
+        self.q_proj, self.k_proj, self.v_proj = (
+            eqx.nn.Linear(embed_dim, width, False, dtype, key=k) for width, k in zip(widths, keys[:3])
+        )
+        self.g_proj = (
+            eqx.nn.Linear(embed_dim, num_heads * v_head_dim, False, dtype, key=keys[3])
+            if output_gate
+            else None
+        )
+        self.gk_proj = (
+            eqx.nn.Linear(embed_dim, gate_low_rank_dim, False, dtype, key=keys[4]),
+            eqx.nn.Linear(gate_low_rank_dim, kv_heads * head_dim, True, dtype, key=keys[5]),
+        )
+        self.q_conv1d, self.k_conv1d, self.v_conv1d = (
+            ShortConvolution(width, conv_width, use_bias=use_conv_bias, platform=platform, dtype=dtype, key=k)
+            if use_short_conv
+            else None
+            for width, k in zip(widths, keys[6:9])
+        )
+        self.g_norm = GatedRMSNorm(
+            v_head_dim, norm_before_gate=True, eps=norm_eps, platform=platform, dtype=dtype
+        )
+        self.o_proj = eqx.nn.Linear(num_heads * v_head_dim, embed_dim, False, dtype, key=keys[9])
+        self.recurrence = Operation(state_dtype=state_dtype, platform=platform, config=config)
+        self.embed_dim, self.num_heads, self.num_kv_heads = embed_dim, num_heads, kv_heads
+        self.head_dim, self.v_head_dim = head_dim, v_head_dim
+        self.gate_logit_normalizer, self.gate_min = float(gate_logit_normalizer), gate_min
+
+    def _convolutions(self) -> tuple[ShortConvolution, ...]:
+        return tuple(conv for conv in (self.q_conv1d, self.k_conv1d, self.v_conv1d) if conv is not None)
+
+    def _state_form(self) -> StateForm:
+        recurrent = (self.num_kv_heads, self.head_dim, self.v_head_dim)
+        return StateForm(conv_shapes(*self._convolutions()), recurrent, self.o_proj.weight.dtype)
+
+    def _mix(self, x: Array, rows: Rows) -> tuple[Array, RecurrentState]:
+        q, k, v = (project(linear, x) for linear in (self.q_proj, self.k_proj, self.v_proj))
+        conv: tuple[Array, ...] = ()
+        if convolutions := self._convolutions():
+            pairs = [rows.convolve(c, a, i) for i, (c, a) in enumerate(zip(convolutions, (q, k, v)))]
+            (q, k, v), conv = zip(*pairs)
+        down, up = self.gk_proj
+        tokens = {
+            "q": split_heads(q, self.num_heads),
+            "k": split_heads(k, self.num_kv_heads),
+            "v": split_heads(v, self.num_kv_heads),
+            "g": split_heads(self._log_decay(project(up, project(down, x))), self.num_kv_heads),
+        }
+        out, recurrent = rows.recur(self.recurrence, tokens)
+        gate = None if self.g_proj is None else split_heads(project(self.g_proj, x), self.num_heads)
+        return project(self.o_proj, merge_heads(self.g_norm(out, gate))), RecurrentState(conv, recurrent)
+
+    def _log_decay(self, logits: Array) -> Array:
+        g = jax.nn.log_sigmoid(logits.astype(accumulator(logits.dtype))) / self.gate_logit_normalizer
+        return g if self.gate_min is None else jnp.maximum(g, self.gate_min)

@@ -1,0 +1,73 @@
+"""A gated RMS norm with a weight, as the published linear-time models have it behind their mixers."""
+
+from typing import Any
+
+import equinox as eqx
+import jax
+import jax.numpy as jnp
+from jax import Array
+from jax.typing import DTypeLike
+
+from ..normalization import GatedRMSNorm as _GatedRMSNorm
+
+
+class GatedRMSNorm(eqx.Module):
+    r"""An RMS norm with a learned weight and a gate:
+
+    $$y = \mathrm{norm}(x \odot \sigma(z)) \odot w \quad\text{or, with norm\_before\_gate,}\quad y = \mathrm{norm}(x) \odot w \odot \sigma(z)$$
+
+    | model | options | `x` |
+    |---|---|---|
+    | Mamba-2 | `group_size` features of a group | `[..., T, E]` |
+    | Qwen3-Next, GLA | `norm_before_gate=True` | each head: `[..., T, H, V]` |
+    | Kimi Linear | `norm_before_gate=True, activation="sigmoid"` | each head: `[..., T, H, V]` |
+    | MiniMax-01 | `norm_before_gate=True, activation="sigmoid"` | all heads: `[..., T, H * V]` |
+
+    Sums in float32. The weight has the name and shape of the published model code.
+    """
+
+    weight: Array | None  # [features]
+    norm: _GatedRMSNorm
+    features: int = eqx.field(static=True)
+
+    def __init__(
+        self,
+        features: int,
+        *,
+        activation: str = "silu",
+        norm_before_gate: bool = False,
+        group_size: int | None = None,
+        eps: float = 1e-6,
+        use_weight: bool = True,
+        platform: str | None = None,
+        config: Any = None,
+        dtype: DTypeLike | None = None,
+    ):
+        """**Arguments:**
+
+        - `features`: of the last axis.
+        - `activation`, `norm_before_gate`, `group_size`, `eps`, `platform`, `config`: as in [`ejkernel_eqx.GatedRMSNorm`][].
+        - `use_weight`: whether there is a weight, at first ones.
+        - `dtype`: of the weight; default float32 (float64 in JAX's 64-bit mode).
+        """
+        if features < 1 or features % (group_size or features):
+            raise ValueError(
+                f"features: expected a positive multiple of group_size={group_size}, received {features}."
+            )
+        self.weight = jnp.ones(features, dtype) if use_weight else None
+        self.norm = _GatedRMSNorm(
+            activation, norm_before_gate, group_size, eps, platform=platform, config=config
+        )
+        self.features = features
+
+    @jax.named_scope("ejx.nn.GatedRMSNorm")
+    def __call__(self, x: Array, z: Array | None = None) -> Array:
+        """**Arguments:** `x`, and the gate `z` of its shape (without it nothing is gated): `[..., features]`, any number of leading axes.
+
+        **Returns:** an array of the shape and dtype of `x`.
+        """
+        if x.ndim < 1 or x.shape[-1] != self.features:
+            raise ValueError(
+                f"x: expected [..., features] with {self.features} features, received shape {x.shape}."
+            )
+        return self.norm(x, z, self.weight)

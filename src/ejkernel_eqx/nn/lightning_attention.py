@@ -1,0 +1,111 @@
+"""The lightning attention layer of MiniMax-01."""
+
+from typing import Any
+
+import equinox as eqx
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import Array
+from jax.typing import DTypeLike
+
+from ..recurrence import lightning_slopes
+from ..recurrence import LightningAttention as Operation
+from ..recurrence.arguments import accumulator
+from .gated_rms_norm import GatedRMSNorm
+from .recurrent import merge_heads, RecurrentLayer, RecurrentState, Rows, split_heads, StateForm
+from .tokens import project
+
+
+class LightningAttention(RecurrentLayer):
+    r"""Lightning attention with weights: linear attention whose heads forget at constant rates, normalised over all
+    heads, then gated.
+
+    $$[q, k, v]_h = \mathrm{silu}(x W_{qkv}^\top)_h, \qquad o = \mathrm{Lightning}(q, k, v), \qquad
+      y = \big(\sigma(x W_g^\top) \odot \mathrm{norm}(o)\big) W_o^\top$$
+
+    with the slopes `"minimax"` of [`ejkernel_eqx.lightning_slopes`][], which depend on the layer's place in its model. The
+    place is an array, not a parameter: stacked layers have each their own. The operation inside is
+    [`ejkernel_eqx.LightningAttention`][]. The parameters have the names and shapes of the published model code; the guide
+    "Recurrent layers" has the calls and the table of names.
+
+    Source: MiniMax, *MiniMax-01: Scaling Foundation Models with Lightning Attention* (2025), section 2.2.
+    """
+
+    qkv_proj: eqx.nn.Linear  # [3 * H * D, E]: each head's query, key, value
+    norm: GatedRMSNorm  # [H * D]
+    output_gate: eqx.nn.Linear  # [H * D, E]
+    out_proj: eqx.nn.Linear  # [E, H * D]
+    layer_index: Array  # int32 []
+    recurrence: Operation
+    embed_dim: int = eqx.field(static=True)
+    num_heads: int = eqx.field(static=True)
+    head_dim: int = eqx.field(static=True)
+    num_layers: int = eqx.field(static=True)
+
+    def __init__(
+        self,
+        embed_dim: int,
+        *,
+        num_heads: int,
+        head_dim: int | None = None,
+        layer_index: int | Array = 0,
+        num_layers: int = 1,
+        norm_eps: float = 1e-6,
+        state_dtype: DTypeLike | None = None,
+        platform: str | None = None,
+        config: Any = None,
+        dtype: DTypeLike | None = None,
+        key: Array,
+    ):
+        """**Arguments:**
+
+        - `embed_dim`: features of the input and the output, `E`.
+        - `num_heads`, `head_dim`: `H` and `D`; default of the latter `embed_dim // num_heads`.
+        - `layer_index`, `num_layers`: the place of the layer in its model, from 0, and how many layers of any kind that has.
+            The place may be a traced integer, under `equinox.filter_vmap`.
+        - `norm_eps`: what is added to the mean square.
+        - `state_dtype`, `platform`, `config`: as in [`ejkernel_eqx.LightningAttention`][]; the platform is the norm's as well.
+        - `dtype`: of the parameters; default float32 (float64 in JAX's 64-bit mode).
+        - `key`: a PRNG key for the initial weights.
+        """
+        if head_dim is None:
+            if embed_dim % num_heads:
+                raise ValueError(
+                    f"num_heads: expected a divisor of embed_dim={embed_dim}, received {num_heads}; "
+                    "pass head_dim= for another width."
+                )
+            head_dim = embed_dim // num_heads
+        if isinstance(layer_index, int):
+            lightning_slopes("minimax", num_heads, layer_index, num_layers)  # refuses what is no layer's
+        width = num_heads * head_dim
+        qkv_key, gate_key, out_key = jax.random.split(key, 3)
+        self.qkv_proj = eqx.nn.Linear(embed_dim, 3 * width, False, dtype, key=qkv_key)
+        self.norm = GatedRMSNorm(
+            width, activation="sigmoid", norm_before_gate=True, eps=norm_eps, platform=platform, dtype=dtype
+        )
+        self.output_gate = eqx.nn.Linear(embed_dim, width, False, dtype, key=gate_key)
+        self.out_proj = eqx.nn.Linear(width, embed_dim, False, dtype, key=out_key)
+        self.layer_index = jnp.asarray(layer_index, jnp.int32)
+        self.recurrence = Operation(
+            slopes=None, scale=1.0, state_dtype=state_dtype, platform=platform, config=config
+        )
+        self.embed_dim, self.num_heads, self.head_dim = embed_dim, num_heads, head_dim
+        self.num_layers = num_layers
+
+    def slopes(self) -> Array:
+        """The slopes of the heads, `[H]`, in float32 (float64 for float64)."""
+        # From those of all layers in double precision: in single, the late layers', which are nearly zero, would be coarse.
+        layers = range(self.num_layers)
+        table = [lightning_slopes("minimax", self.num_heads, i, self.num_layers) for i in layers]
+        return jnp.asarray(np.stack(table), accumulator(self.out_proj.weight.dtype))[self.layer_index]
+
+    def _state_form(self) -> StateForm:
+        return StateForm((), (self.num_heads, self.head_dim, self.head_dim), self.out_proj.weight.dtype)
+
+    def _mix(self, x: Array, rows: Rows) -> tuple[Array, RecurrentState]:
+        qkv = split_heads(jax.nn.silu(project(self.qkv_proj, x)), self.num_heads)
+        q, k, v = jnp.split(qkv, 3, axis=-1)
+        out, recurrent = rows.recur(self.recurrence, {"q": q, "k": k, "v": v}, {"slopes": self.slopes()})
+        y = self.norm(merge_heads(out), project(self.output_gate, x))
+        return project(self.out_proj, y), RecurrentState((), recurrent)

@@ -1,0 +1,133 @@
+"""The mixer of Mamba and Falcon-Mamba."""
+
+import math
+from typing import Any
+
+import equinox as eqx
+import jax
+import jax.numpy as jnp
+from jax import Array, lax
+from jax.typing import DTypeLike
+
+from ..recurrence.arguments import accumulator
+from ..selective_scan import StateSpaceV1
+from .recurrent import (
+    conv_shapes,
+    negative_exp,
+    RecurrentLayer,
+    RecurrentState,
+    Rows,
+    StateForm,
+    time_step_bias,
+    width_of,
+)
+from .short_convolution import ShortConvolution
+from .tokens import project
+
+
+class Mamba1Mixer(RecurrentLayer):
+    r"""The mixer of Mamba: a short convolution, and a selective scan whose $\Delta$, $B$ and $C$ come from the
+    tokens, gated by a second branch.
+
+    $$[x, z] = u W_{in}^\top, \quad x = \mathrm{silu}(\mathrm{conv}(x)), \quad [\delta, B, C] = x W_x^\top, \quad
+      \Delta = \mathrm{softplus}(\delta W_{dt}^\top + b_{dt})$$
+    $$y = \mathrm{SSM}(x, \Delta, -e^{A}, B, C, D) \odot \mathrm{silu}(z), \qquad \mathrm{out} = y W_{out}^\top$$
+
+    With `inner_norms`, $\delta$, $B$ and $C$ pass RMS norms without weights (Falcon-Mamba). The parameters have
+    the names and shapes of the published model code; the guide "Recurrent layers" has the calls and the table of names.
+
+    Sources: Gu & Dao, *Mamba: Linear-Time Sequence Modeling with Selective State Spaces* (2023), figure 3 and
+    section 3.6; Zuo et al., *Falcon Mamba* (2024).
+    """
+
+    in_proj: eqx.nn.Linear  # [2 * I, E]: x, then z
+    conv1d: ShortConvolution  # [I, 1, W]
+    x_proj: eqx.nn.Linear  # [R + 2 * N, I]: dt, B, C
+    dt_proj: eqx.nn.Linear  # [I, R], with a bias
+    A_log: Array  # [I, N]
+    D: Array  # [I]
+    out_proj: eqx.nn.Linear  # [E, I]
+    recurrence: StateSpaceV1
+    embed_dim: int = eqx.field(static=True)
+    inner_dim: int = eqx.field(static=True)
+    state_size: int = eqx.field(static=True)
+    dt_rank: int = eqx.field(static=True)
+    inner_norm_eps: float | None = eqx.field(static=True)
+
+    def __init__(
+        self,
+        embed_dim: int,
+        *,
+        state_size: int = 16,
+        conv_width: int = 4,
+        expand: int | float = 2,
+        inner_dim: int | None = None,
+        dt_rank: int | None = None,
+        use_conv_bias: bool = True,
+        use_bias: bool = False,
+        inner_norms: bool = False,
+        inner_norm_eps: float = 1e-6,
+        state_dtype: DTypeLike | None = None,
+        platform: str | None = None,
+        config: Any = None,
+        dtype: DTypeLike | None = None,
+        key: Array,
+    ):
+        r"""**Arguments:**
+
+        - `embed_dim`: features of the input and the output, `E`.
+        - `state_size`: numbers kept for each channel, `N`.
+        - `conv_width`: inputs that the convolution sees, `W`.
+        - `expand`, `inner_dim`: channels $I$, `inner_dim` or else `expand * embed_dim`.
+        - `dt_rank`: features $\Delta$ is made from, `R`; default $\lceil E / 16 \rceil$.
+        - `use_conv_bias`, `use_bias`: whether the convolution, and `in_proj` and `out_proj`, have biases.
+        - `inner_norms`, `inner_norm_eps`: whether $\delta$, $B$, $C$ are normalised, and what is added to the mean square.
+        - `state_dtype`, `platform`, `config`: as in [`ejkernel_eqx.StateSpaceV1`][]; the platform is the convolution's
+            as well.
+        - `dtype`: of the parameters, but that `A_log` and `D` are at least float32; default float32 (float64 in JAX's
+            64-bit mode).
+        - `key`: a PRNG key for the initial weights.
+        """
+        inner = width_of("expand", expand * embed_dim, "channels") if inner_dim is None else inner_dim
+        rank = math.ceil(embed_dim / 16) if dt_rank is None else dt_rank
+        in_key, conv_key, x_key, dt_key, bias_key, out_key = jax.random.split(key, 6)
+        self.in_proj = eqx.nn.Linear(embed_dim, 2 * inner, use_bias, dtype, key=in_key)
+        self.conv1d = ShortConvolution(
+            inner, conv_width, use_bias=use_conv_bias, platform=platform, dtype=dtype, key=conv_key
+        )
+        self.x_proj = eqx.nn.Linear(inner, rank + 2 * state_size, False, dtype, key=x_key)
+        # Its weights start between -R^-1/2 and R^-1/2, which is what `Linear` does.
+        dt_proj = eqx.nn.Linear(rank, inner, True, dtype, key=dt_key)
+        dtype = dt_proj.weight.dtype
+        wide = accumulator(dtype)
+        bias = time_step_bias(bias_key, inner, wide).astype(dtype)
+        self.dt_proj = eqx.tree_at(lambda linear: linear.bias, dt_proj, bias)
+        self.A_log = jnp.broadcast_to(jnp.log(jnp.arange(1, state_size + 1, dtype=wide)), (inner, state_size))
+        self.D = jnp.ones(inner, wide)
+        self.out_proj = eqx.nn.Linear(inner, embed_dim, use_bias, dtype, key=out_key)
+        self.recurrence = StateSpaceV1(
+            dt_softplus=True, state_dtype=state_dtype, platform=platform, config=config
+        )
+        self.embed_dim, self.inner_dim = embed_dim, inner
+        self.state_size, self.dt_rank = state_size, rank
+        self.inner_norm_eps = inner_norm_eps if inner_norms else None
+
+    def _state_form(self) -> StateForm:
+        recurrent = (self.inner_dim, self.state_size)
+        return StateForm(conv_shapes(self.conv1d), recurrent, self.out_proj.weight.dtype)
+
+    def _mix(self, x: Array, rows: Rows) -> tuple[Array, RecurrentState]:
+        x, z = jnp.split(project(self.in_proj, x), 2, axis=-1)
+        x, conv = rows.convolve(self.conv1d, x)
+        parts = jnp.split(project(self.x_proj, x), [self.dt_rank, self.dt_rank + self.state_size], axis=-1)
+        dt, B, C = (self._normalised(part) for part in parts)
+        tokens = {"x": x, "dt": dt @ self.dt_proj.weight.T, "B": B, "C": C, "z": z}
+        parameters = {"A": negative_exp(self.A_log), "D": self.D, "dt_bias": self.dt_proj.bias}
+        y, recurrent = rows.recur(self.recurrence, tokens, parameters)
+        return project(self.out_proj, y), RecurrentState((conv,), recurrent)
+
+    def _normalised(self, x: Array) -> Array:
+        if self.inner_norm_eps is None:
+            return x
+        y = x.astype(accumulator(x.dtype))
+        return (y * lax.rsqrt(jnp.mean(y * y, axis=-1, keepdims=True) + self.inner_norm_eps)).astype(x.dtype)

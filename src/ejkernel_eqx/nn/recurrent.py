@@ -1,0 +1,257 @@
+"""What the layers of linear time share: their state, where the tokens of a call sit, how a call runs."""
+
+import abc
+import dataclasses
+import math
+from typing import Any, overload
+
+import equinox as eqx
+import jax
+import jax.numpy as jnp
+from jax import Array
+from jax.typing import DTypeLike
+
+from ..recurrence.arguments import accumulator
+from .short_convolution import ShortConvolution
+from .tokens import check_features, check_tokens, clear
+
+
+class RecurrentState(eqx.Module):
+    """What a recurrent layer keeps of the tokens seen so far, a row for each sequence. Its size never grows.
+
+    A pure value: a call takes one and gives the next. All leaves share their leading dimensions, so a state
+    with batch shape `(layers, B)` may be scanned over together with stacked layers.
+
+    - `conv`: one array for each short convolution of the layer, the last $W - 1$ inputs `[..., W - 1, C]`, the
+        oldest first.
+    - `recurrent`: the state of the layer's recurrence, with the shape that the operation gives it.
+    """
+
+    conv: tuple[Array, ...]
+    recurrent: Array
+
+
+@dataclasses.dataclass(frozen=True)
+class StateForm:
+    """The shapes of a `RecurrentState`, without the leading dimensions, and the dtype of the layer's weights."""
+
+    conv: tuple[tuple[int, ...], ...]
+    recurrent: tuple[int, ...]
+    dtype: Any
+
+
+@dataclasses.dataclass(frozen=True, eq=False)
+class Rows:
+    """Where the tokens of a call sit, what was before them, and how the parts of a layer run over them."""
+
+    tokens_axis: int
+    state: RecurrentState | None = None
+    real: Array | None = None  # bool [..., T]
+    segment_ids: Array | None = None
+    cu_seqlens: Array | None = None
+    step: bool = False
+    """One token a row, after a state."""
+
+    def convolve(self, layer: ShortConvolution, x: Array, index: int = 0) -> tuple[Array, Array]:
+        """A short convolution of the layer, whose state is the one at `index`."""
+        state = None if self.state is None else self.state.conv[index]
+        if not self.step:
+            packing = {"segment_ids": self.segment_ids, "cu_seqlens": self.cu_seqlens}
+            return layer.convolution(x, layer.weight[:, 0], layer.bias, initial_state=state, **packing)
+        assert state is not None
+        y, new = layer.step(jnp.squeeze(x, self.tokens_axis), state)
+        return jnp.expand_dims(y, self.tokens_axis), self._kept(new, state)
+
+    def recur(
+        self, operation: Any, tokens: dict[str, Array], parameters: dict[str, Any] | None = None
+    ) -> tuple[Array, Array]:
+        """The layer's recurrence over `tokens` (arrays with an axis of time), with `parameters` that have none."""
+        state = None if self.state is None else self.state.recurrent
+        parameters = parameters or {}
+        if not self.step:
+            packing = {"segment_ids": self.segment_ids, "cu_seqlens": self.cu_seqlens}
+            return operation(**tokens, **parameters, initial_state=state, **packing)
+        now = {name: jnp.squeeze(x, self.tokens_axis) for name, x in tokens.items()}
+        out, new = operation.step(**now, **parameters, state=state)
+        return jnp.expand_dims(out, self.tokens_axis), self._kept(new, state)
+
+    def _kept(self, new: Array, old: Array | None) -> Array:
+        """The new state, but for rows whose token is padding: they stand still."""
+        if self.real is None:
+            return new
+        assert old is not None
+        real = self.real.reshape(*self.real.shape[:-1], *(1,) * (new.ndim - self.tokens_axis))
+        return jnp.where(real, new, old)
+
+
+class RecurrentLayer(eqx.Module):
+    """A layer that mixes tokens in time linear in their number, and decodes from a state that never grows."""
+
+    recurrence: eqx.AbstractVar[Any]
+    """The operation, one of `ejkernel_eqx.recurrence` or `ejkernel_eqx.selective_scan`."""
+
+    embed_dim: eqx.AbstractVar[int]
+
+    @abc.abstractmethod
+    def _mix(self, x: Array, rows: Rows) -> tuple[Array, RecurrentState]:
+        """The layer itself, over tokens whose padding is zero."""
+
+    @abc.abstractmethod
+    def _state_form(self) -> StateForm: ...
+
+    def init_state(
+        self, batch_shape: tuple[int, ...] | int, dtype: DTypeLike | None = None
+    ) -> RecurrentState:
+        """The state before the first token: zeros.
+
+        **Arguments:**
+
+        - `batch_shape`: the leading dimensions; `()` for one sequence, an integer `B` for `(B,)`.
+        - `dtype`: of the convolutions' inputs, by default that of the layer's weights. The recurrent state is float32
+            (float64 for float64), or what `state_dtype` said at construction.
+        """
+        batch = (batch_shape,) if isinstance(batch_shape, int) else tuple(batch_shape)
+        form = self._state_form()
+        dtype = form.dtype if dtype is None else dtype
+        return RecurrentState(
+            conv=tuple(jnp.zeros((*batch, *shape), dtype) for shape in form.conv),
+            recurrent=jnp.zeros(
+                (*batch, *form.recurrent), self.recurrence.state_dtype or accumulator(form.dtype)
+            ),
+        )
+
+    @overload
+    def __call__(
+        self,
+        x: Array,
+        state: None = None,
+        *,
+        padding_mask: Array | None = None,
+        segment_ids: Array | None = None,
+        cu_seqlens: Array | None = None,
+    ) -> Array: ...
+
+    @overload
+    def __call__(
+        self,
+        x: Array,
+        state: RecurrentState,
+        *,
+        padding_mask: Array | None = None,
+        segment_ids: Array | None = None,
+        cu_seqlens: Array | None = None,
+    ) -> tuple[Array, RecurrentState]: ...
+
+    def __call__(
+        self,
+        x: Array,
+        state: RecurrentState | None = None,
+        *,
+        padding_mask: Array | None = None,
+        segment_ids: Array | None = None,
+        cu_seqlens: Array | None = None,
+    ) -> Array | tuple[Array, RecurrentState]:
+        """**Arguments:**
+
+        - `x`: `[..., T, E]`, any number of leading batch dimensions.
+        - `state`: what the tokens before `x` left. A prompt at once or in chunks and then token by token, rows at
+            different positions: all give what the whole sequence at once gives. One token (T = 1) takes the
+            operation's `step`.
+        - `padding_mask`: bool `[..., T]`, True for real tokens. Padding, wherever it is, is not read (it may hold
+            NaN) and leaves the state as it is; the output there is of no meaning.
+        - `segment_ids`: integers `[..., T]`; a new segment, which sees nothing of what is before it, starts where the
+            id changes; negative is padding. The state enters the row's first segment; the new one is the last one's.
+        - `cu_seqlens`: offsets `[N + 1]` of packed sequences (`x` is `[T, E]` then, a state has batch shape `(N,)`);
+            tokens past the last are padding.
+
+        **Returns:** `y`, an array of the shape of `x`; with a state, the tuple `(y, state)`. Raises `ValueError` for
+        arguments that do not fit.
+        """
+        self._check(x, state, padding_mask, segment_ids, cu_seqlens)
+        with jax.named_scope(f"ejx.nn.{type(self).__name__}"):
+            rows = _rows_of(x, state, padding_mask, segment_ids, cu_seqlens)
+            y, new = self._mix(clear(x, rows.real), rows)
+        return y if state is None else (y, new)
+
+    def _check(self, x, state, padding_mask, segment_ids, cu_seqlens) -> None:
+        check_features("x", x, "[..., T, E]", "E", self.embed_dim)
+        check_tokens("padding_mask", padding_mask, "x", x)
+        check_tokens("segment_ids", segment_ids, "x", x)
+        batch = x.shape[:-2]
+        if cu_seqlens is not None:
+            other = "padding_mask" if segment_ids is None else "segment_ids"
+            if padding_mask is not None or segment_ids is not None:
+                raise ValueError(
+                    f"cu_seqlens: expected None with {other}, received both; tokens past the last offset are padding."
+                )
+            if x.ndim != 2 or cu_seqlens.ndim != 1:
+                raise ValueError(
+                    f"cu_seqlens: expected offsets [N + 1] and x of shape [T, E], received {cu_seqlens.shape} and "
+                    f"{x.shape}; pack all sequences into one row."
+                )
+            batch = (cu_seqlens.shape[0] - 1,)
+        if state is not None:
+            form = self._state_form()
+            found = tuple(a.shape for a in (*state.conv, state.recurrent))
+            expected = tuple((*batch, *shape) for shape in (*form.conv, form.recurrent))
+            if found != expected:
+                raise ValueError(
+                    f"state: expected arrays of shapes {expected}, received {found}; build it with init_state({batch})."
+                )
+
+
+def _rows_of(x, state, padding_mask, segment_ids, cu_seqlens) -> Rows:
+    real = padding_mask
+    if segment_ids is not None:
+        real = segment_ids >= 0 if real is None else real & (segment_ids >= 0)
+    if cu_seqlens is not None:
+        tokens = jnp.arange(x.shape[-2], dtype=cu_seqlens.dtype)
+        real = (tokens >= cu_seqlens[0]) & (tokens < cu_seqlens[-1])
+        return Rows(x.ndim - 2, state, real, cu_seqlens=cu_seqlens)
+    if padding_mask is not None:
+        segment_ids = jnp.where(padding_mask, jnp.int32(0) if segment_ids is None else segment_ids, -1)
+    step = state is not None and x.shape[-2] == 1
+    return Rows(x.ndim - 2, state, real, segment_ids, step=step)
+
+
+def conv_shapes(*layers: ShortConvolution) -> tuple[tuple[int, ...], ...]:
+    """The shapes of the states of short convolutions."""
+    return tuple((layer.width - 1, layer.channels) for layer in layers)
+
+
+def split_heads(x: Array, heads: int) -> Array:
+    return x.reshape(*x.shape[:-1], heads, -1)
+
+
+def merge_heads(x: Array) -> Array:
+    return x.reshape(*x.shape[:-2], -1)
+
+
+def negative_exp(A_log: Array) -> Array:
+    """The decay rates $-e^{A}$, at least in float32."""
+    return -jnp.exp(A_log.astype(accumulator(A_log.dtype)))
+
+
+def uniform_log(key: Array, heads: int, low: float, high: float, dtype: Any) -> Array:
+    """The logarithms of numbers drawn evenly between two."""
+    return jnp.log(jax.random.uniform(key, (heads,), dtype, low, high))
+
+
+def time_step_bias(key: Array, size: int, dtype: Any) -> Array:
+    """What a softplus makes into time steps whose logarithms are spread evenly from 1e-3 to 1e-1, as in Mamba."""
+    steps = jnp.exp(jax.random.uniform(key, (size,), dtype, math.log(1e-3), math.log(1e-1)))
+    return steps + jnp.log(-jnp.expm1(-steps))
+
+
+def check_divides(name: str, part: int, whole_name: str, whole: int) -> None:
+    if part < 1 or whole % part:
+        raise ValueError(f"{name}: expected a divisor of {whole_name}={whole}, received {part}.")
+
+
+def width_of(name: str, value: int | float, what: str) -> int:
+    """A width that is given as a factor of another."""
+    if value != round(value) or value < 1:
+        raise ValueError(
+            f"{name}: expected a factor that gives a whole number of {what}, received one that gives {value}."
+        )
+    return round(value)

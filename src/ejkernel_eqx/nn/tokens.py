@@ -1,0 +1,32 @@
+"""What all layers do with their tokens: project them, check their shape, keep padding out."""
+
+import equinox as eqx
+import jax.numpy as jnp
+from jax import Array
+
+
+def project(linear: eqx.nn.Linear, x: Array) -> Array:
+    """`equinox.nn.Linear` over the last axis of any number."""
+    y = x @ linear.weight.T
+    return y if linear.bias is None else y + linear.bias
+
+
+def clear(x: Array, real: Array | None) -> Array:
+    """Zeros for the padding, so that nothing in it can reach a weight's gradient as 0 * NaN."""
+    return x if real is None else jnp.where(real[..., None], x, jnp.zeros_like(x))
+
+
+def check_features(name: str, x: Array, form: str, letter: str, features: int) -> None:
+    if x.ndim < 2 or x.shape[-1] != features:
+        raise ValueError(
+            f"{name}: expected {form} with {letter} = {features}, received shape {x.shape}; "
+            "time is the last axis but one, and a single token has T = 1."
+        )
+
+
+def check_tokens(name: str, value: Array | None, of: str, x: Array) -> None:
+    if value is not None and value.shape != x.shape[:-1]:
+        raise ValueError(
+            f"{name}: expected shape {x.shape[:-1]}, an entry for each token of {of}, "
+            f"received {value.shape}; broadcast it first."
+        )

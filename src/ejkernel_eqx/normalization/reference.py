@@ -1,0 +1,21 @@
+"""The norm as it is written: the oracle of every test, in float64 if given float64."""
+
+import jax
+import jax.numpy as jnp
+from jax import Array
+
+from .spec import NormArrays, NormSpec
+
+
+def normalise(arrays: NormArrays, spec: NormSpec) -> dict[str, Array]:
+    """`out [*, M, G, F]` in float32, or float64 for float64 inputs."""
+    wide = jnp.float64 if arrays.x.dtype == jnp.float64 else jnp.float32
+    x, gate = arrays.x.astype(wide), None
+    if arrays.z is not None:
+        gate = {"silu": jax.nn.silu, "sigmoid": jax.nn.sigmoid}[spec.activation](arrays.z.astype(wide))
+    if gate is not None and not spec.norm_before_gate:
+        x = x * gate
+    out = x / jnp.sqrt(jnp.mean(x**2, -1, keepdims=True) + spec.eps)
+    if arrays.weight is not None:
+        out = out * arrays.weight.astype(wide)
+    return {"out": out * gate if gate is not None and spec.norm_before_gate else out}

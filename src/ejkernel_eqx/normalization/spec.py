@@ -1,0 +1,34 @@
+"""What one gated RMS norm is, once every option, default and layout has been resolved.
+
+Everything below the public operation (the reference, XLA, Triton) speaks these types only. Letters: `B` leading axes as one, `M` rows of
+each, `G` groups of a row, `F` features of a group.
+"""
+
+import dataclasses
+from typing import NamedTuple
+
+from jax import Array
+
+ACTIVATIONS = ("silu", "sigmoid")
+
+
+@dataclasses.dataclass(frozen=True)
+class NormSpec:
+    """The static half of a call."""
+
+    activation: str = "silu"
+    norm_before_gate: bool = False
+    eps: float = 1e-6
+
+
+class NormArrays(NamedTuple):
+    """The arrays of a call; `*` are the leading axes, the same for all but `weight`, which has none (or, mapped by `jax.vmap`, all)."""
+
+    x: Array  # [*, M, G, F]
+    z: Array | None = None  # [*, M, G, F], any float dtype
+    weight: Array | None = None  # [G, F], any float dtype
+
+
+LEARNED = ("x", "z", "weight")
+SHARED = frozenset({"weight"})
+RESULTS = ("out",)  # [*, M, G, F], the dtype of x

@@ -1,0 +1,61 @@
+"""What the tuner needs of a gated RMS norm: representative work, and a problem from a few words."""
+
+import functools
+from collections.abc import Mapping
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+from .._words import read_flags, read_sizes, SWITCH
+from ..dispatch import Implementation, Problem, Workload
+from .core import FAMILY, problem_of
+from .spec import ACTIVATIONS, NormArrays, NormSpec
+
+
+def workload(implementation: Implementation, problem: Problem) -> Workload:
+    """The work of one problem on one of the platforms."""
+    spec = NormSpec(str(problem.flag("activation") or ACTIVATIONS[0]), bool(problem.flag("norm_before_gate")))
+    flops = 8.0 * problem.dim("B") * problem.dim("M") * problem.dim("G") * problem.dim("F")
+    return FAMILY.workload(implementation, problem, spec, functools.partial(make_arrays, problem), flops)
+
+
+def make_arrays(problem: Problem, seed: int) -> NormArrays:
+    """Random values."""
+    keys = jax.random.split(jax.random.key(seed, impl="rbg"), 3)
+    batch, rows, groups, features = (problem.dim(name) for name in "BMGF")
+    shape, dtypes = (batch, rows, groups, features), dict(problem.dtypes)
+    return NormArrays(
+        jax.random.normal(keys[0], shape, jnp.dtype(dtypes["x"])),
+        jax.random.normal(keys[1], shape, jnp.dtype(dtypes["z"])) if "z" in dtypes else None,
+        jax.random.normal(keys[2], shape[2:], _wide(dtypes["x"])) if problem.flag("weight") else None,
+    )
+
+
+def _wide(dtype: str) -> Any:
+    return jnp.dtype("float64" if dtype == "float64" else "float32")
+
+
+def example_problem(operation: str, dims: Mapping[str, int], dtype: str, flags: Mapping[str, Any]) -> Problem:
+    """The problem of one call.
+
+    **Arguments:**
+
+    - `dims`: `M` rows and `F` features of a group at least; the groups `G` and the leading axes `B` default to 1.
+    - `dtype`: of the rows and the gate; the weight is float32 (float64 with float64).
+    - `flags`: `activation` (`silu` by default, `sigmoid`, or `none` for no gate), `norm_before_gate`, `weight` (default true).
+
+    Raises `ValueError` for a name that is none of these, a missing size, or sizes that do not fit.
+    """
+    size = read_sizes(dims, {"B": 1, "M": None, "G": 1, "F": None})
+    choices = {"activation": (*ACTIVATIONS, None), "norm_before_gate": SWITCH, "weight": SWITCH[::-1]}
+    given = read_flags(flags, choices)
+    shape: Any = jax.ShapeDtypeStruct
+    rows = shape(tuple(size[a] for a in "BMGF"), jnp.dtype(dtype))
+    arrays = NormArrays(
+        rows,
+        rows if given["activation"] else None,
+        shape((size["G"], size["F"]), _wide(dtype)) if given["weight"] else None,
+    )
+    spec = NormSpec(given["activation"] or ACTIVATIONS[0], given["norm_before_gate"])
+    return problem_of(operation, arrays, spec)

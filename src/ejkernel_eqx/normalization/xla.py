@@ -1,0 +1,26 @@
+"""The norm in plain XLA, which fuses it."""
+
+import jax
+import jax.numpy as jnp
+from jax import Array, lax
+
+from .._platforms import Plain
+from .spec import NormArrays, NormSpec
+
+
+def apply(arrays: NormArrays, spec: NormSpec) -> dict[str, Array]:
+    """`out [*, M, G, F]` in the dtype of `x`."""
+    dtype = arrays.x.dtype
+    wide = jnp.float64 if dtype == jnp.float64 else jnp.float32
+    x, gate = arrays.x.astype(wide), None
+    if arrays.z is not None:
+        z = arrays.z.astype(wide)
+        gate = jax.nn.silu(z) if spec.activation == "silu" else jax.nn.sigmoid(z)
+    x = x if gate is None or spec.norm_before_gate else x * gate
+    out = x * lax.rsqrt(jnp.mean(x * x, -1, keepdims=True) + spec.eps)
+    out = out if arrays.weight is None else out * arrays.weight.astype(wide)
+    out = out * gate if gate is not None and spec.norm_before_gate else out
+    return {"out": out.astype(dtype)}
+
+
+platform = Plain(apply)

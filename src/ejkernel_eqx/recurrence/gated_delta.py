@@ -1,0 +1,204 @@
+"""`GatedDeltaRule` and `DeltaRule`: what is written replaces what a key held before."""
+
+from typing import Any, ClassVar, Literal
+
+import equinox as eqx
+import jax
+from jax import Array
+from jax.typing import DTypeLike
+from jaxtyping import Float, Int
+
+from .._kernel import Kernel, Plan
+from .arguments import check_scale, check_state_dtype, Frame, frame_of, Operands, step_frame_of
+from .delta import delta_operands, DeltaOptions, GateInputs, with_gate
+from .operation import plan_of, run, run_step
+from .platforms import register
+from .spec import SCALAR
+
+register("gated_delta_rule")
+register("delta_rule")
+
+
+class GatedDeltaRule(Kernel):
+    r"""The gated delta rule (Gated DeltaNet, Qwen3-Next): a delta rule whose heads forget.
+
+    $$\bar S_t = e^{g_t} S_{t-1}, \qquad S_t = \bar S_t + \beta_t k_t (v_t - \bar S_t^\top k_t)^\top, \qquad
+      o_t = \mathrm{scale}\; S_t^\top q_t$$
+
+    with one log-decay $g_t \le 0$ a head and token. Options, heads and platforms are those of [`ejkernel_eqx.KernelDeltaAttention`][]; `g` has
+    no channels here, nor has `dt_bias`. Qwen3-Next's layer is `GatedDeltaRule(use_qk_l2norm=True, gate="softplus", beta_sigmoid=True)`.
+
+    Source: Yang et al., *Gated Delta Networks: Improving Mamba2 with Delta Rule* (2024), section 3.
+    """
+
+    operation: ClassVar[str] = "gated_delta_rule"
+
+    scale: float | None = eqx.field(static=True)
+    options: DeltaOptions = eqx.field(static=True)
+    reverse: bool = eqx.field(static=True)
+    state_dtype: str | None = eqx.field(static=True)
+    plan: Plan = eqx.field(static=True)
+
+    def __init__(
+        self,
+        scale: float | None = None,
+        *,
+        use_qk_l2norm: bool = False,
+        gate: Literal["log", "softplus", "bounded"] = "log",
+        lower_bound: float | None = None,
+        beta_sigmoid: bool = False,
+        allow_neg_eigval: bool = False,
+        reverse: bool = False,
+        state_dtype: DTypeLike | None = None,
+        platform: str | None = None,
+        config: Any | None = None,
+        tune_for: Any | None = None,
+    ):
+        """**Arguments:** as [`ejkernel_eqx.KernelDeltaAttention`][]."""
+        self.scale, self.reverse = check_scale(scale), reverse
+        self.options = DeltaOptions(use_qk_l2norm, beta_sigmoid, allow_neg_eigval, gate, lower_bound).check()
+        self.state_dtype = check_state_dtype(state_dtype)
+        self.plan = plan_of(GatedDeltaRule, self, platform, config, tune_for)
+
+    @jax.named_scope("ejkernel_eqx.GatedDeltaRule")
+    def __call__(
+        self,
+        q: Float[Array, "..."],
+        k: Float[Array, "..."],
+        v: Float[Array, "..."],
+        g: Float[Array, "..."],
+        beta: Float[Array, "..."],
+        *,
+        A_log: Float[Array, "..."] | None = None,
+        dt_bias: Float[Array, "..."] | None = None,
+        initial_state: Float[Array, "..."] | None = None,
+        cu_seqlens: Int[Array, "..."] | None = None,
+        segment_ids: Int[Array, "..."] | None = None,
+    ) -> tuple[Array, Array]:
+        """**Arguments:**
+
+        - `q`, `k`: `[..., T, H, D]`, any number of leading axes, any head counts of which each divides the largest. bf16, f16, f32 (f64 on XLA).
+        - `v`: `[..., T, H, V]`, the dtype of `q`.
+        - `g`: `[..., T, H]`, log-decays of at most 0, or raw as `gate` says; any float dtype.
+        - `beta`: write strengths `[..., T, H]`, or raw; any float dtype.
+        - `A_log`: `[H]`; `dt_bias`: `[H]` or `None` for 0; the heads of `g`. For the gates that use them.
+        - `initial_state`, `cu_seqlens`, `segment_ids`: as in [`ejkernel_eqx.GatedLinearAttention`][].
+
+        **Returns:**
+
+        `(out, final_state)`: `[..., T, R, V]` in the dtype of `v`, and `[..., H, D, V]` (`[N, H, D, V]` with `cu_seqlens`). Raises `ValueError` for
+        arguments that do not fit, `UnsupportedError` if no platform (or not the given one) supports the call.
+        """
+        frame = frame_of(q, "q", "H D", cu_seqlens, segment_ids, self.reverse)
+        operands = self._operands(frame, (q, k, v), beta, GateInputs(g, A_log, dt_bias))
+        return run(self.plan, frame, operands, initial_state, self.state_dtype)
+
+    @jax.named_scope("ejkernel_eqx.GatedDeltaRule.step")
+    def step(
+        self,
+        q: Float[Array, "..."],
+        k: Float[Array, "..."],
+        v: Float[Array, "..."],
+        g: Float[Array, "..."],
+        beta: Float[Array, "..."],
+        state: Float[Array, "..."],
+        *,
+        A_log: Float[Array, "..."] | None = None,
+        dt_bias: Float[Array, "..."] | None = None,
+        state_indices: Int[Array, "..."] | None = None,
+    ) -> tuple[Array, Array]:
+        """One token of every row, for decoding.
+
+        **Arguments:**
+
+        - `q`, `k`: `[..., H, D]`; `v`: `[..., H, V]`; `g`, `beta`: `[..., H]`; `A_log`, `dt_bias` as in a call.
+        - `state`, `state_indices`: as in [`ejkernel_eqx.GatedLinearAttention.step`][].
+
+        **Returns:**
+
+        `(out, state)`: `[..., R, V]` and the new states (the whole pool). Raises as a call does.
+        """
+        frame = step_frame_of(q, "q", "H D")
+        operands = self._operands(frame, (q, k, v), beta, GateInputs(g, A_log, dt_bias))
+        return run_step(self.plan, frame, operands, state, state_indices)
+
+    def _operands(
+        self, frame: Frame, qkv: tuple[Array, Array, Array], beta: Array, gate: GateInputs
+    ) -> Operands:
+        operands = delta_operands(frame, self.options, self.scale, qkv, beta)
+        return with_gate(frame, self.options, operands, gate, SCALAR)
+
+
+class DeltaRule(Kernel):
+    r"""The delta rule (DeltaNet): nothing is forgotten but what is overwritten.
+
+    $$S_t = S_{t-1} + \beta_t k_t (v_t - S_{t-1}^\top k_t)^\top, \qquad o_t = \mathrm{scale}\; S_t^\top q_t$$
+
+    Options, heads and platforms are those of [`ejkernel_eqx.KernelDeltaAttention`][], but for the gate.
+
+    Sources: Schlag et al., *Linear Transformers Are Secretly Fast Weight Programmers* (2021); Yang et al., *Parallelizing Linear
+    Transformers with the Delta Rule over Sequence Length* (2024).
+    """
+
+    operation: ClassVar[str] = "delta_rule"
+
+    scale: float | None = eqx.field(static=True)
+    options: DeltaOptions = eqx.field(static=True)
+    reverse: bool = eqx.field(static=True)
+    state_dtype: str | None = eqx.field(static=True)
+    plan: Plan = eqx.field(static=True)
+
+    def __init__(
+        self,
+        scale: float | None = None,
+        *,
+        use_qk_l2norm: bool = False,
+        beta_sigmoid: bool = False,
+        allow_neg_eigval: bool = False,
+        reverse: bool = False,
+        state_dtype: DTypeLike | None = None,
+        platform: str | None = None,
+        config: Any | None = None,
+        tune_for: Any | None = None,
+    ):
+        """**Arguments:** as [`ejkernel_eqx.KernelDeltaAttention`][], which calls of `tune_for` are without `g`."""
+        self.scale, self.reverse = check_scale(scale), reverse
+        self.options = DeltaOptions(use_qk_l2norm, beta_sigmoid, allow_neg_eigval)
+        self.state_dtype = check_state_dtype(state_dtype)
+        self.plan = plan_of(DeltaRule, self, platform, config, tune_for)
+
+    @jax.named_scope("ejkernel_eqx.DeltaRule")
+    def __call__(
+        self,
+        q: Float[Array, "..."],
+        k: Float[Array, "..."],
+        v: Float[Array, "..."],
+        beta: Float[Array, "..."],
+        *,
+        initial_state: Float[Array, "..."] | None = None,
+        cu_seqlens: Int[Array, "..."] | None = None,
+        segment_ids: Int[Array, "..."] | None = None,
+    ) -> tuple[Array, Array]:
+        """**Arguments:** as those of [`ejkernel_eqx.GatedDeltaRule`][] of the same name.
+
+        **Returns:** as there. Raises as it does.
+        """
+        frame = frame_of(q, "q", "H D", cu_seqlens, segment_ids, self.reverse)
+        operands = delta_operands(frame, self.options, self.scale, (q, k, v), beta)
+        return run(self.plan, frame, operands, initial_state, self.state_dtype)
+
+    @jax.named_scope("ejkernel_eqx.DeltaRule.step")
+    def step(
+        self,
+        q: Float[Array, "..."],
+        k: Float[Array, "..."],
+        v: Float[Array, "..."],
+        beta: Float[Array, "..."],
+        state: Float[Array, "..."],
+        *,
+        state_indices: Int[Array, "..."] | None = None,
+    ) -> tuple[Array, Array]:
+        """One token of every row, for decoding. Arguments and results as in [`ejkernel_eqx.GatedDeltaRule.step`][]."""
+        frame = step_frame_of(q, "q", "H D")
+        operands = delta_operands(frame, self.options, self.scale, (q, k, v), beta)
+        return run_step(self.plan, frame, operands, state, state_indices)

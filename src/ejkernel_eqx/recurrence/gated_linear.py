@@ -1,0 +1,122 @@
+"""`GatedLinearAttention`: linear attention that forgets each key channel at its own rate."""
+
+from typing import Any, ClassVar
+
+import equinox as eqx
+import jax
+from jax import Array
+from jax.typing import DTypeLike
+from jaxtyping import Float, Int
+
+from .._kernel import Kernel, Plan
+from .arguments import check_scale, check_state_dtype, Frame, frame_of, Operands, step_frame_of
+from .operation import plan_of, run, run_step
+from .platforms import register
+from .spec import KEY
+
+register("gated_linear_attention")
+
+
+class GatedLinearAttention(Kernel):
+    r"""Gated linear attention (GLA), in time and memory linear in the sequence length.
+
+    $$S_t = \mathrm{diag}(e^{g_t})\, S_{t-1} + k_t v_t^\top, \qquad o_t = \mathrm{scale}\; S_t^\top q_t$$
+
+    with a log-decay $g_t \le 0$ for every key channel. Output head $r$ reads head $\lfloor r / (R / n) \rfloor$ of an operand with
+    $n$ heads, $R$ being the largest count; the state has as many heads as the largest of `k`, `v`, `g`.
+
+    Platforms: Triton (`"triton"`, `"triton-interpret"`), XLA (`"xla"`). Differentiable in reverse mode in every float argument and through both
+    results; `platform="xla"` in forward mode and twice as well.
+
+    Source: Yang et al., *Gated Linear Attention Transformers with Hardware-Efficient Training* (2023), section 4.
+    """
+
+    operation: ClassVar[str] = "gated_linear_attention"
+
+    scale: float | None = eqx.field(static=True)
+    reverse: bool = eqx.field(static=True)
+    state_dtype: str | None = eqx.field(static=True)
+    plan: Plan = eqx.field(static=True)
+
+    def __init__(
+        self,
+        scale: float | None = None,
+        *,
+        reverse: bool = False,
+        state_dtype: DTypeLike | None = None,
+        platform: str | None = None,
+        config: Any | None = None,
+        tune_for: Any | None = None,
+    ):
+        """**Arguments:**
+
+        - `scale`: of the outputs; default `D**-0.5`.
+        - `reverse`: the recurrence runs from the last token to the first (of each sequence); the final state is the one after token 0.
+        - `state_dtype`: storage of the states, float32 (default) or bfloat16; sums are float32 either way (float64 for float64).
+        - `platform`: use this platform or raise; `None` chooses by device and request.
+        - `config`: use this kernel configuration; it implies its platform.
+        - `tune_for`: `(q, k, v, g)` or [`ejkernel_eqx.inputs`][]`(...)`, arrays or `jax.ShapeDtypeStruct`s: settle the choice for these now.
+        """
+        self.scale, self.reverse = check_scale(scale), reverse
+        self.state_dtype = check_state_dtype(state_dtype)
+        self.plan = plan_of(GatedLinearAttention, self, platform, config, tune_for)
+
+    @jax.named_scope("ejkernel_eqx.GatedLinearAttention")
+    def __call__(
+        self,
+        q: Float[Array, "..."],
+        k: Float[Array, "..."],
+        v: Float[Array, "..."],
+        g: Float[Array, "..."],
+        *,
+        initial_state: Float[Array, "..."] | None = None,
+        cu_seqlens: Int[Array, "..."] | None = None,
+        segment_ids: Int[Array, "..."] | None = None,
+    ) -> tuple[Array, Array]:
+        """**Arguments:**
+
+        - `q`, `k`: `[..., T, H, D]`, any number of leading axes, any head counts of which each divides the largest. bf16, f16, f32 (f64 on XLA).
+        - `v`: `[..., T, H, V]`, the dtype of `q`.
+        - `g`: log-decays `[..., T, H, D]`, at most 0, any float dtype.
+        - `initial_state`: `[..., H, D, V]`, or `[N, H, D, V]` with `cu_seqlens`; default zero.
+        - `cu_seqlens`: offsets `[N + 1]` of packed sequences (no leading axes then); tokens past the last give 0.
+        - `segment_ids`: `[..., T]`; a new segment starts where the id changes. Negative ids are padding: the state passes, the output is 0. The
+            initial state enters the row's first segment; the final state is the last one's.
+
+        **Returns:**
+
+        `(out, final_state)`: `[..., T, R, V]` in the dtype of `v`, and the state after the last token, as `initial_state`. Raises `ValueError` for
+        arguments that do not fit, `UnsupportedError` if no platform (or not the given one) supports the call.
+        """
+        frame = frame_of(q, "q", "H D", cu_seqlens, segment_ids, self.reverse)
+        return run(self.plan, frame, self._operands(frame, q, k, v, g), initial_state, self.state_dtype)
+
+    @jax.named_scope("ejkernel_eqx.GatedLinearAttention.step")
+    def step(
+        self,
+        q: Float[Array, "..."],
+        k: Float[Array, "..."],
+        v: Float[Array, "..."],
+        g: Float[Array, "..."],
+        state: Float[Array, "..."],
+        *,
+        state_indices: Int[Array, "..."] | None = None,
+    ) -> tuple[Array, Array]:
+        """One token of every row, for decoding.
+
+        **Arguments:**
+
+        - `q`, `k`, `g`: `[..., H, D]`; `v`: `[..., H, V]`: as in a call, without the axis of tokens.
+        - `state`: `[..., H, D, V]`; with `state_indices` a pool `[slots, H, D, V]`. Written in place where it is donated.
+        - `state_indices`: int `[B]`, the slot of each row; -1: output 0 and nothing written. No slot may be given twice.
+
+        **Returns:**
+
+        `(out, state)`: `[..., R, V]` and the new states (the whole pool). Raises as a call does.
+        """
+        frame = step_frame_of(q, "q", "H D")
+        return run_step(self.plan, frame, self._operands(frame, q, k, v, g), state, state_indices)
+
+    def _operands(self, frame: Frame, q: Array, k: Array, v: Array, g: Array) -> Operands:
+        g = frame.operand("g", g, (None, q.shape[-1]), "H D")
+        return Operands(*frame.qkv(q, k, v), self.scale, g, decay=KEY)

@@ -1,0 +1,111 @@
+"""The elementwise formulas around the recurrences: decays, write strengths, time steps, norms.
+
+All are computed in float32 (float64 for float64), in one chain that the compiler fuses into one pass over memory. They run on operands
+whose padding is zero already, and what they give is masked again by whoever calls them: a bias inside would leave something there.
+"""
+
+import math
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax import Array, lax
+
+from .arguments import accumulator
+
+LOG, SOFTPLUS, BOUNDED = "log", "softplus", "bounded"
+GATES = (LOG, SOFTPLUS, BOUNDED)
+"""What a gate is given as: the log-decay itself, or a raw number that one of two formulas makes into it."""
+
+
+def wide(x: Array) -> Array:
+    return x.astype(accumulator(x.dtype))
+
+
+def softplus(x: Array) -> Array:
+    """`log(1 + e^x)`, without overflow."""
+    return jnp.logaddexp(x, jnp.zeros((), x.dtype))
+
+
+def l2norm(x: Array) -> Array:
+    """`x / sqrt(sum x^2 + 1e-6)` over the last axis, in the dtype of `x`."""
+    y = wide(x)
+    return (y * lax.rsqrt(jnp.sum(y * y, axis=-1, keepdims=True) + 1e-6)).astype(x.dtype)
+
+
+def check_gate(gate: str, lower_bound: float | None) -> float | None:
+    """The bound as a float; `ValueError` for a gate that is not known or a bound that does not fit it."""
+    if gate not in GATES:
+        raise ValueError(f"gate: expected one of {', '.join(map(repr, GATES))}, received {gate!r}.")
+    if gate != BOUNDED:
+        if lower_bound is not None:
+            raise ValueError(
+                f"lower_bound: expected None with gate={gate!r}, received {lower_bound}; it belongs to gate='bounded'."
+            )
+        return None
+    if lower_bound is None or not (math.isfinite(lower_bound) and lower_bound < 0):
+        raise ValueError(
+            f"lower_bound: expected a negative number with gate='bounded', received {lower_bound}; -5.0 is usual."
+        )
+    return float(lower_bound)
+
+
+def log_decay(
+    gate: str, lower_bound: float | None, raw: Array, A_log: Array | None, dt_bias: Array | None
+) -> Array:
+    """Log-decays of the shape of `raw`; `A_log` and `dt_bias` broadcast to it."""
+    if gate == LOG:
+        return raw
+    assert A_log is not None
+    x = wide(raw)
+    rate = jnp.exp(A_log.astype(x.dtype))
+    x = x if dt_bias is None else x + dt_bias.astype(x.dtype)
+    if gate == SOFTPLUS:
+        return -rate * softplus(x)
+    assert lower_bound is not None
+    return lower_bound * jax.nn.sigmoid(rate * x)
+
+
+def write_strength(beta: Array, sigmoid: bool, doubled: bool) -> Array:
+    """`beta`, or its sigmoid, or twice that."""
+    if sigmoid:
+        beta = jax.nn.sigmoid(wide(beta))
+    return 2.0 * wide(beta) if doubled else beta
+
+
+def check_limit(limit: Any) -> tuple[float, float] | None:
+    """The bounds of a time step; `ValueError` if they are none."""
+    if limit is None:
+        return None
+    pair = tuple(limit) if isinstance(limit, tuple | list) else ()
+    if len(pair) != 2 or not 0.0 <= pair[0] <= pair[1]:
+        raise ValueError(f"dt_limit: expected (low, high) with 0 <= low <= high or None, received {limit!r}.")
+    return float(pair[0]), float(pair[1])
+
+
+def time_step(
+    dt: Array, dt_bias: Array | None, dt_softplus: bool, dt_limit: tuple[float, float] | None
+) -> Array:
+    """The time step that a state space takes, from what a projection gave."""
+    x = wide(dt)
+    x = x if dt_bias is None else x + dt_bias.astype(x.dtype)
+    x = softplus(x) if dt_softplus else x
+    if dt_limit is None:
+        return x
+    low, high = (jnp.asarray(bound, x.dtype) for bound in dt_limit)
+    # Unlike `jnp.clip`, whose gradient is halved on a bound itself.
+    return jnp.where(x < low, low, jnp.where(x > high, high, x))
+
+
+def silu_gated(y: Array, z: Array) -> Array:
+    """`y silu(z)`, wide."""
+    return wide(y) * jax.nn.silu(wide(z).astype(wide(y).dtype))
+
+
+def rms_norm(x: Array, weight: Array | None, groups: int, eps: float) -> Array:
+    """RMS norm of `[..., H, P]` over all heads of each of `groups` groups; `weight` is `[H, P]`."""
+    *lead, heads, channels = x.shape
+    grouped = x.reshape(*lead, groups, heads // groups, channels)
+    mean = jnp.mean(grouped * grouped, axis=(-2, -1), keepdims=True)
+    x = (grouped * lax.rsqrt(mean + eps)).reshape(x.shape)
+    return x if weight is None else x * weight.astype(x.dtype)

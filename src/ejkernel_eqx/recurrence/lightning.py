@@ -1,0 +1,184 @@
+"""`LightningAttention`: linear attention whose heads forget at constant rates."""
+
+from typing import Any, ClassVar, Literal
+
+import equinox as eqx
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import Array
+from jax.typing import DTypeLike
+from jaxtyping import Float, Int
+
+from .._kernel import Kernel, Plan
+from .arguments import (
+    accumulator,
+    check_scale,
+    check_state_dtype,
+    fitting,
+    Frame,
+    frame_of,
+    Operands,
+    step_frame_of,
+)
+from .operation import plan_of, run, run_step
+from .platforms import register
+from .spec import CONSTANT
+
+register("lightning_attention")
+
+_RULES = ("minimax", "fla")
+
+
+def lightning_slopes(
+    rule: Literal["minimax", "fla"], num_heads: int, layer_index: int, num_layers: int
+) -> np.ndarray:
+    r"""The slopes of a layer's heads, of which [`ejkernel_eqx.LightningAttention`][] makes log-decays $-\mathrm{slope}_h$:
+
+    $$\mathrm{minimax:}\; 2^{-8(h+1)/H}\left(1 - \frac{l}{L - 1 + 10^{-5}} + 10^{-5}\right), \qquad
+      \mathrm{fla:}\; \frac{8}{H}\left(1 - \frac{l}{L}\right) h .$$
+
+    **Arguments:** `rule`; `num_heads` $H$, from which $h$ counts from 0; `layer_index` $l$, from 0; `num_layers` $L$.
+
+    **Returns:** float64 `[H]`, at least 0. For a layer that is stacked with others, stack these and give them with the call.
+
+    **Raises:** `ValueError` for another rule, or an index that is no layer's.
+
+    Sources: MiniMax, *MiniMax-01: Scaling Foundation Models with Lightning Attention* (2025), and its published model;
+    flash-linear-attention's `lightning_attn`.
+    """
+    if rule not in _RULES:
+        raise ValueError(
+            f"slopes: expected 'minimax', 'fla' or None, received {rule!r}; None takes an array with the call."
+        )
+    if not 0 <= layer_index < num_layers:
+        raise ValueError(
+            f"layer_index: expected 0 <= layer_index < num_layers, received {layer_index} of {num_layers}; it counts from 0."
+        )
+    heads = np.arange(num_heads, dtype=np.float64)
+    if rule == "minimax":
+        rate = 1.0 - layer_index / (num_layers - 1 + 1e-5) + 1e-5
+        return 2.0 ** (-8.0 * (heads + 1) / num_heads) * rate
+    return 8.0 / num_heads * (1.0 - layer_index / num_layers) * heads
+
+
+class LightningAttention(Kernel):
+    r"""Lightning attention: each head forgets at a rate of its own that never changes.
+
+    $$S_t = e^{-\mathrm{slope}_h} S_{t-1} + k_t v_t^\top, \qquad o_t = \mathrm{scale}\; S_t^\top q_t$$
+
+    with the slopes of [`ejkernel_eqx.lightning_slopes`][], one for each of the $H$ heads, $H$ being the largest head count of
+    `q`, `k`, `v`; or with slopes given at each call. Heads are shared as in [`ejkernel_eqx.GatedLinearAttention`][]; the state has
+    as many heads as there are slopes, or as `k` or `v` if these have more.
+
+    Platforms: Triton (`"triton"`, `"triton-interpret"`), XLA (`"xla"`). Differentiable in reverse mode in every float argument and through both
+    results; `platform="xla"` in forward mode and twice as well.
+
+    Sources: Qin et al., *Lightning Attention-2* (2024); MiniMax, *MiniMax-01* (2025).
+    """
+
+    operation: ClassVar[str] = "lightning_attention"
+
+    slopes: str | None = eqx.field(static=True)
+    layer_index: int = eqx.field(static=True)
+    num_layers: int = eqx.field(static=True)
+    scale: float | None = eqx.field(static=True)
+    reverse: bool = eqx.field(static=True)
+    state_dtype: str | None = eqx.field(static=True)
+    plan: Plan = eqx.field(static=True)
+
+    def __init__(
+        self,
+        slopes: Literal["minimax", "fla"] | None = "minimax",
+        layer_index: int = 0,
+        num_layers: int = 1,
+        scale: float | None = None,
+        *,
+        reverse: bool = False,
+        state_dtype: DTypeLike | None = None,
+        platform: str | None = None,
+        config: Any | None = None,
+        tune_for: Any | None = None,
+    ):
+        """**Arguments:**
+
+        - `slopes`: the rule that gives them, or `None`: they come with each call.
+        - `layer_index`, `num_layers`: the place of the layer in its model, from 0; for the rules.
+        - `scale`: of the outputs; default 1 for `"minimax"`, else `D**-0.5`.
+        - `reverse`, `state_dtype`, `platform`, `config`: as in [`ejkernel_eqx.GatedLinearAttention`][].
+        - `tune_for`: `(q, k, v)` or [`ejkernel_eqx.inputs`][]`(q, k, v, ...)`: settle the choice for these now.
+        """
+        if slopes is not None:
+            lightning_slopes(slopes, 1, layer_index, num_layers)  # refuses what it does not know
+        self.slopes, self.layer_index, self.num_layers = slopes, layer_index, num_layers
+        self.scale = check_scale(1.0 if scale is None and slopes == "minimax" else scale)
+        self.reverse, self.state_dtype = reverse, check_state_dtype(state_dtype)
+        self.plan = plan_of(LightningAttention, self, platform, config, tune_for)
+
+    @jax.named_scope("ejkernel_eqx.LightningAttention")
+    def __call__(
+        self,
+        q: Float[Array, "..."],
+        k: Float[Array, "..."],
+        v: Float[Array, "..."],
+        *,
+        slopes: Float[Array, "..."] | None = None,
+        initial_state: Float[Array, "..."] | None = None,
+        cu_seqlens: Int[Array, "..."] | None = None,
+        segment_ids: Int[Array, "..."] | None = None,
+    ) -> tuple[Array, Array]:
+        """**Arguments:**
+
+        - `q`, `k`: `[..., T, H, D]`, any number of leading axes, any head counts of which each divides the largest. bf16, f16, f32 (f64 on XLA).
+        - `v`: `[..., T, H, V]`, the dtype of `q`.
+        - `slopes`: `[H]`, at least 0, any float dtype; where the module was built with `slopes=None`. Differentiable.
+        - `initial_state`, `cu_seqlens`, `segment_ids`: as in [`ejkernel_eqx.GatedLinearAttention`][].
+
+        **Returns:**
+
+        `(out, final_state)`: `[..., T, R, V]` in the dtype of `v`, and `[..., H, D, V]` (`[N, H, D, V]` with `cu_seqlens`). Raises `ValueError` for
+        arguments that do not fit, `UnsupportedError` if no platform (or not the given one) supports the call.
+        """
+        frame = frame_of(q, "q", "H D", cu_seqlens, segment_ids, self.reverse)
+        return run(self.plan, frame, self._operands(frame, q, k, v, slopes), initial_state, self.state_dtype)
+
+    @jax.named_scope("ejkernel_eqx.LightningAttention.step")
+    def step(
+        self,
+        q: Float[Array, "..."],
+        k: Float[Array, "..."],
+        v: Float[Array, "..."],
+        state: Float[Array, "..."],
+        *,
+        slopes: Float[Array, "..."] | None = None,
+        state_indices: Int[Array, "..."] | None = None,
+    ) -> tuple[Array, Array]:
+        """One token of every row, for decoding.
+
+        **Arguments:**
+
+        - `q`, `k`: `[..., H, D]`; `v`: `[..., H, V]`; `slopes`: `[H]`.
+        - `state`, `state_indices`: as in [`ejkernel_eqx.GatedLinearAttention.step`][].
+
+        **Returns:**
+
+        `(out, state)`: `[..., R, V]` and the new states (the whole pool). Raises as a call does.
+        """
+        frame = step_frame_of(q, "q", "H D")
+        return run_step(self.plan, frame, self._operands(frame, q, k, v, slopes), state, state_indices)
+
+    def _operands(self, frame: Frame, q: Array, k: Array, v: Array, slopes: Array | None) -> Operands:
+        q, k, v = frame.qkv(q, k, v)
+        if (slopes is None) != (self.slopes is not None):
+            expected = "an array [H]" if self.slopes is None else "None"
+            raise ValueError(
+                f"slopes: expected {expected} from a call of LightningAttention(slopes={self.slopes!r}), received "
+                f"{'None' if slopes is None else 'an array'}; slopes=None at construction takes them with each call."
+            )
+        if self.slopes is not None:
+            heads = max(x.shape[-2] for x in (q, k, v))
+            rule: Any = self.slopes
+            known = lightning_slopes(rule, heads, self.layer_index, self.num_layers)
+            slopes = jnp.asarray(known, accumulator(frame.dtype))
+        slopes = fitting("slopes", slopes, (None,), "H")
+        return Operands(q, k, v, self.scale, frame.shared(-slopes), decay=CONSTANT)

@@ -1,0 +1,220 @@
+"""`LinearAttention`: attention without a softmax, as a recurrence, with any one kind of decay."""
+
+from typing import Any, ClassVar
+
+import equinox as eqx
+import jax
+import jax.numpy as jnp
+from jax import Array
+from jax.typing import DTypeLike
+from jaxtyping import Float, Int
+
+from .._kernel import Kernel, Plan
+from .arguments import (
+    array,
+    check_scale,
+    check_state_dtype,
+    fitting,
+    Frame,
+    frame_of,
+    Operands,
+    step_frame_of,
+)
+from .gates import wide
+from .heads import repeat_heads
+from .operation import plan_of, run, run_step
+from .platforms import register
+from .spec import CONSTANT, KEY, NONE, SCALAR, VALUE
+
+register("linear_attention")
+
+
+class LinearAttention(Kernel):
+    r"""Linear attention, in time and memory linear in the sequence length.
+
+    $$S_t = \alpha_t \odot S_{t-1} + k_t v_t^\top, \qquad o_t = \mathrm{scale}\; S_t^\top q_t$$
+
+    where $\alpha_t$ is 1, or $e$ to the one log-decay that is given: `g_gamma` (one a head), `g` (one a head and token), `gk` (one a
+    key channel and token; `g` and `gk` together are added first), or `gv` (one a value channel and token). With `normalize`
+
+    $$z_t = z_{t-1} + k_t, \qquad o_t = \frac{\mathrm{scale}\; S_t^\top q_t}{\mathrm{scale}\; z_t \cdot q_t + 10^{-10}},$$
+
+    without a decay, and every state is a pair `(S, z)`. Output head $r$ reads head $\lfloor r / (R / n) \rfloor$ of an operand with $n$
+    heads, $R$ being the largest count; the state has as many heads as the largest of `k`, `v` and the decay, $z$ as many as `k`.
+
+    Platforms: Triton (`"triton"`, `"triton-interpret"`; no `gv`), XLA (`"xla"`). Differentiable in reverse mode in every float argument
+    and through all results; `platform="xla"` in forward mode and twice as well.
+
+    Sources: Katharopoulos et al., *Transformers are RNNs* (2020); with decay: Sun et al., *Retentive Network* (2023), and Yang et al.,
+    *Gated Linear Attention Transformers with Hardware-Efficient Training* (2023).
+    """
+
+    operation: ClassVar[str] = "linear_attention"
+
+    scale: float | None = eqx.field(static=True)
+    normalize: bool = eqx.field(static=True)
+    reverse: bool = eqx.field(static=True)
+    state_dtype: str | None = eqx.field(static=True)
+    plan: Plan = eqx.field(static=True)
+
+    def __init__(
+        self,
+        scale: float | None = None,
+        *,
+        normalize: bool = False,
+        reverse: bool = False,
+        state_dtype: DTypeLike | None = None,
+        platform: str | None = None,
+        config: Any | None = None,
+        tune_for: Any | None = None,
+    ):
+        """**Arguments:**
+
+        - `scale`: of the outputs; default `D**-0.5`.
+        - `normalize`: divide by the sum of the weights; no decay then.
+        - `reverse`, `state_dtype`, `platform`, `config`: as in [`ejkernel_eqx.GatedLinearAttention`][].
+        - `tune_for`: `(q, k, v)` or [`ejkernel_eqx.inputs`][]`(q, k, v, g=g, ...)`: settle the choice for these now.
+        """
+        self.scale, self.normalize, self.reverse = check_scale(scale), normalize, reverse
+        self.state_dtype = check_state_dtype(state_dtype)
+        self.plan = plan_of(LinearAttention, self, platform, config, tune_for)
+
+    @jax.named_scope("ejkernel_eqx.LinearAttention")
+    def __call__(
+        self,
+        q: Float[Array, "..."],
+        k: Float[Array, "..."],
+        v: Float[Array, "..."],
+        *,
+        g: Float[Array, "..."] | None = None,
+        gk: Float[Array, "..."] | None = None,
+        gv: Float[Array, "..."] | None = None,
+        g_gamma: Float[Array, "..."] | None = None,
+        initial_state: Any | None = None,
+        cu_seqlens: Int[Array, "..."] | None = None,
+        segment_ids: Int[Array, "..."] | None = None,
+    ) -> tuple[Array, Any]:
+        """**Arguments:**
+
+        - `q`, `k`: `[..., T, H, D]`, any number of leading axes, any head counts of which each divides the largest. bf16, f16, f32 (f64 on XLA).
+        - `v`: `[..., T, H, V]`, the dtype of `q`.
+        - `g`: `[..., T, H]`; `gk`: `[..., T, H, D]`; `gv`: `[..., T, H, V]`; `g_gamma`: `[H]`. Log-decays, at most 0, any float dtype.
+        - `initial_state`: `[..., H, D, V]`, or `[N, H, D, V]` with `cu_seqlens`; default zero. With `normalize` a pair, with $z$
+            `[..., H, D]` or `[N, H, D]`.
+        - `cu_seqlens`, `segment_ids`: packed sequences and padding, as in [`ejkernel_eqx.GatedLinearAttention`][].
+
+        **Returns:**
+
+        `(out, final_state)`: `[..., T, R, V]` in the dtype of `v`, and the state after the last token, as `initial_state`. Raises `ValueError` for
+        arguments that do not fit, `UnsupportedError` if no platform (or not the given one) supports the call.
+        """
+        frame = frame_of(q, "q", "H D", cu_seqlens, segment_ids, self.reverse)
+        operands = self._operands(frame, q, k, v, _decay(frame, q, v, g, gk, gv, g_gamma))
+        if not self.normalize:
+            return run(self.plan, frame, operands, initial_state, self.state_dtype)
+        values, weights = _pair("initial_state", initial_state, k)
+        out, values = run(self.plan, frame, operands, values, self.state_dtype)
+        weight, weights = run(self.plan, frame, _weights(frame, operands), weights, self.state_dtype)
+        return _divide(out, weight).astype(frame.dtype), (values, weights[..., 0])
+
+    @jax.named_scope("ejkernel_eqx.LinearAttention.step")
+    def step(
+        self,
+        q: Float[Array, "..."],
+        k: Float[Array, "..."],
+        v: Float[Array, "..."],
+        state: Any,
+        *,
+        g: Float[Array, "..."] | None = None,
+        gk: Float[Array, "..."] | None = None,
+        gv: Float[Array, "..."] | None = None,
+        g_gamma: Float[Array, "..."] | None = None,
+        state_indices: Int[Array, "..."] | None = None,
+    ) -> tuple[Array, Any]:
+        """One token of every row, for decoding.
+
+        **Arguments:**
+
+        - `q`, `k`, `v`, `g`, `gk`, `gv`, `g_gamma`: as in a call, without the axis of tokens.
+        - `state`: `[..., H, D, V]`, with `state_indices` a pool `[slots, H, D, V]`; with `normalize` a pair, with $z$ `[..., H, D]`.
+        - `state_indices`: as in [`ejkernel_eqx.GatedLinearAttention.step`][].
+
+        **Returns:**
+
+        `(out, state)`: `[..., R, V]` and the new states (the whole pool). Raises as a call does.
+        """
+        frame = step_frame_of(q, "q", "H D")
+        operands = self._operands(frame, q, k, v, _decay(frame, q, v, g, gk, gv, g_gamma))
+        if not self.normalize:
+            return run_step(self.plan, frame, operands, state, state_indices)
+        values, weights = _pair("state", state, k)
+        out, values = run_step(self.plan, frame, operands, values, state_indices)
+        weight, weights = run_step(self.plan, frame, _weights(frame, operands), weights, state_indices)
+        return _divide(out, weight).astype(frame.dtype), (values, weights[..., 0])
+
+    def _operands(
+        self, frame: Frame, q: Array, k: Array, v: Array, decay: tuple[str, Array | None]
+    ) -> Operands:
+        kind, g = decay
+        q, k, v = frame.qkv(q, k, v)
+        if self.normalize and kind != NONE:
+            raise ValueError(
+                "normalize: expected no decay with normalize=True, received one; a sum of weights that decays is no mean: drop either."
+            )
+        if self.normalize and frame.dtype == jnp.float16:
+            # Sums of thousands of tokens pass the largest float16 before they are divided.
+            q, k, v = (x.astype(jnp.float32) for x in (q, k, v))
+        return Operands(q, k, v, self.scale, g, decay=kind)
+
+
+def _decay(
+    frame: Frame, q: Array, v: Array, g: Any, gk: Any, gv: Any, g_gamma: Any
+) -> tuple[str, Array | None]:
+    """The kind of decay, and the log-decays of that kind."""
+    given = [name for name, x in (("g", g), ("gk", gk), ("gv", gv), ("g_gamma", g_gamma)) if x is not None]
+    if len(given) > 1 and given != ["g", "gk"]:
+        raise ValueError(
+            f"{given[1]}: expected one kind of decay, or g and gk together, received {' and '.join(given)}; add what is of one kind."
+        )
+    if g_gamma is not None:
+        return CONSTANT, frame.shared(fitting("g_gamma", g_gamma, (None,), "H"))
+    if gv is not None:
+        return VALUE, frame.operand("gv", gv, (None, v.shape[-1]), "H V")
+    scalar = None if g is None else frame.operand("g", g, (None,), "H")
+    if gk is None:
+        return (NONE, None) if scalar is None else (SCALAR, scalar)
+    key = frame.operand("gk", gk, (None, q.shape[-1]), "H D")
+    if scalar is None:
+        return KEY, key
+    few, many = sorted((scalar.shape[-1], key.shape[-2]))
+    if few == 0 or many % few:
+        raise ValueError(
+            f"gk: expected a head count that divides that of g or the other way round, received {key.shape[-2]} and {scalar.shape[-1]}."
+        )
+    scalar, key = repeat_heads(wide(scalar), -1, many), repeat_heads(wide(key), -2, many)
+    return KEY, key + scalar[..., None].astype(key.dtype)
+
+
+def _pair(name: str, state: Any, k: Array) -> tuple[Array | None, Array | None]:
+    """`S`, and `z` with one value channel: it is the state of a recurrence whose values are ones."""
+    if state is None:
+        return None, None
+    if not isinstance(state, tuple | list) or len(state) != 2:
+        raise ValueError(
+            f"{name}: expected a pair (S, z) with normalize=True, received {type(state).__name__}; both come with every result."
+        )
+    values, weights = state[0], array(name, state[1], "H D")
+    if weights.shape[-2:] != k.shape[-2:]:
+        raise ValueError(
+            f"{name}: expected z of shape [..., {', '.join(map(str, k.shape[-2:]))}], as k is, received {weights.shape}; both come with every result."
+        )
+    return values, weights[..., None]
+
+
+def _weights(frame: Frame, operands: Operands) -> Operands:
+    ones = frame.mask(jnp.ones((*frame.over_tokens, 1, 1), operands.v.dtype))
+    return Operands(operands.q, operands.k, ones, operands.scale)
+
+
+def _divide(out: Array, weight: Array) -> Array:
+    return wide(out) / (repeat_heads(wide(weight), -2, out.shape[-2]) + 1e-10)

@@ -1,0 +1,74 @@
+"""From checked operands to results: what every operation of this family does behind its signature."""
+
+from collections.abc import Callable
+from typing import Any
+
+import jax.numpy as jnp
+from jax import Array
+
+from .._inputs import as_inputs
+from .._kernel import Kernel, make_plan, Plan, settle
+from .arguments import build, build_step, Frame, Operands
+from .core import recur, step
+from .spec import heads_of
+
+
+def plan_of(
+    cls: type[Kernel], module: Kernel, platform: str | None, config: Any | None, tune_for: Any | None
+) -> Plan:
+    """The plan of a module of class `cls` whose `__init__` has set every other field."""
+    plan = make_plan(cls.operation, platform=platform, config=config)
+    if tune_for is None:
+        return plan
+    probe = object.__new__(cls)
+    for name, value in {**vars(module), "plan": plan}.items():
+        object.__setattr__(probe, name, value)
+    return settle(probe, as_inputs(tune_for))
+
+
+def run(
+    plan: Plan,
+    frame: Frame,
+    operands: Operands,
+    initial_state: Any,
+    state_dtype: str | None,
+    epilogue: Callable[[Array], Array] | None = None,
+) -> tuple[Array, Array]:
+    """A sequence. `epilogue` sees the outputs in the kernels' order, zero where there is padding, and leaves zeros there."""
+    arrays, spec = build(frame, operands, initial_state, state_dtype)
+    if frame.length == 0:
+        out, state = _empty(arrays, spec)
+    else:
+        out, state = recur(plan, plan.operation, arrays, spec)
+    out = frame.mask(out)
+    out = frame.packing.flip(out if epilogue is None else epilogue(out))
+    state = frame.packing.states(state)
+    return out, jnp.swapaxes(state, -1, -2) if operands.transposed else state
+
+
+def run_step(
+    plan: Plan,
+    frame: Frame,
+    operands: Operands,
+    state: Any,
+    state_indices: Any,
+    epilogue: Callable[[Array], Array] | None = None,
+) -> tuple[Array, Array]:
+    """One token of every row."""
+    arrays, spec = build_step(frame, operands, state, state_indices)
+    out, state = step(plan, plan.operation, arrays, spec)
+    if state_indices is None:
+        at = len(frame.lead)
+        out, state = jnp.squeeze(out, at), jnp.squeeze(state, at)
+    return out if epilogue is None else epilogue(out), state
+
+
+def _empty(arrays: Any, spec: Any) -> tuple[Array, Array]:
+    """No token at all: no output, and the state as it came."""
+    heads = heads_of(arrays, spec)
+    lead, dim, values = arrays.q.shape[:-3], arrays.q.shape[-1], arrays.v.shape[-1]
+    count = () if arrays.offsets is None else (arrays.offsets.shape[-1] - 1,)
+    state = arrays.initial_state
+    if state is None:
+        state = jnp.zeros((*lead, *count, heads.state, dim, values), spec.state_dtype)
+    return jnp.zeros((*lead, 0, heads.out, values), arrays.v.dtype), state

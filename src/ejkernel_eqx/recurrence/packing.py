@@ -1,0 +1,99 @@
+"""Packed, padded and reversed sequences, brought to the one form that the kernels know: forward in time, padding harmless."""
+
+import dataclasses
+from typing import Any
+
+import jax.numpy as jnp
+from jax import Array, lax
+
+from ..sequences.packing import read_ids, read_offsets
+
+
+@dataclasses.dataclass(frozen=True, eq=False)
+class Packing:
+    """How the tokens of a call lie in its rows, after a reversed call was flipped."""
+
+    lead: tuple[int, ...]
+    length: int
+    reverse: bool
+    real: Array | None = None  # bool [*, T]; None: all are
+    starts: Array | None = None  # as in `RecurrenceArrays`
+    offsets: Array | None = None
+
+    @property
+    def num_sequences(self) -> int | None:
+        return None if self.offsets is None else self.offsets.shape[-1] - 1
+
+    def take(self, x: Array) -> Array:
+        """An operand over tokens as the kernels want it: in their order, zero where there is padding (NaN too)."""
+        return self.mask(self.flip(x))
+
+    def mask(self, x: Array) -> Array:
+        """Zero where there is padding; for what was computed from operands that were taken."""
+        if self.real is None:
+            return x
+        return jnp.where(_as_deep(self.real, x), x, jnp.zeros((), x.dtype))
+
+    def give(self, out: Array) -> Array:
+        """A result over tokens, back in the caller's order, zero where there is padding."""
+        return self.flip(self.mask(out))
+
+    def flip(self, x: Array) -> Array:
+        """Something over tokens, from the caller's order to the kernels' or back."""
+        return jnp.flip(x, len(self.lead)) if self.reverse else x
+
+    def states(self, states: Array) -> Array:
+        """States of packed sequences, from the caller's order to the kernels' or back."""
+        return jnp.flip(states, 0) if self.reverse and self.offsets is not None else states
+
+
+def read_packing(
+    cu_seqlens: Any, segment_ids: Any, lead: tuple[int, ...], length: int, reverse: bool
+) -> Packing:
+    """Checks `cu_seqlens` and `segment_ids`; `ValueError` for what does not fit."""
+    if cu_seqlens is not None and segment_ids is not None:
+        raise ValueError(
+            "cu_seqlens, segment_ids: expected at most one of them, received both; they say the same thing in two ways."
+        )
+    if cu_seqlens is not None:
+        if lead:
+            raise ValueError(
+                f"cu_seqlens: expected operands [T, heads, dim] without leading axes, received leading axes {lead}; pack all sequences into "
+                "one row, or use segment_ids, or jax.vmap over rows."
+            )
+        offsets = read_offsets(cu_seqlens, length).astype(jnp.int32)
+        if offsets.ndim != 1:
+            raise ValueError(f"cu_seqlens: expected offsets [N + 1], received shape {offsets.shape}.")
+        if reverse:
+            offsets = length - jnp.flip(offsets)
+        tokens = jnp.arange(length, dtype=jnp.int32)
+        real = (tokens >= offsets[0]) & (tokens < offsets[-1])
+        return Packing(lead, length, reverse, real, None, offsets)
+    if segment_ids is None:
+        return Packing(lead, length, reverse)
+    ids = read_ids(segment_ids)
+    if ids.ndim == 0 or ids.shape[-1] != length:
+        raise ValueError(f"segment_ids: expected {(*lead, length)} ids, received shape {ids.shape}.")
+    try:
+        ids = jnp.broadcast_to(ids, (*lead, length))
+    except ValueError:
+        raise ValueError(
+            f"segment_ids: expected a shape that broadcasts to {(*lead, length)}, received {ids.shape}."
+        ) from None
+    ids = jnp.flip(ids, -1) if reverse else ids
+    return Packing(lead, length, reverse, ids >= 0, _starts(ids), None)
+
+
+def _starts(ids: Array) -> Array:
+    """Where each token's segment starts, -1 in the first; padding belongs to the segment before it."""
+    axis = ids.ndim - 1
+    tokens = jnp.arange(ids.shape[-1], dtype=jnp.int32)
+    latest = lax.cummax(jnp.where(ids >= 0, tokens, -1), axis)
+    before = jnp.concatenate([jnp.full((*ids.shape[:-1], 1), -1, jnp.int32), latest[..., :-1]], axis)
+    other = jnp.take_along_axis(ids, jnp.maximum(before, 0), axis) != ids
+    begins = (ids >= 0) & (before >= 0) & other
+    return lax.cummax(jnp.where(begins, tokens, -1), axis)
+
+
+def _as_deep(real: Array, x: Array) -> Array:
+    return real.reshape(real.shape + (1,) * (x.ndim - real.ndim))

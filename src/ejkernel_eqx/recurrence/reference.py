@@ -1,0 +1,148 @@
+"""The recurrence as it is written, token by token: the oracle of every test, in float64 if given float64."""
+
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax import Array, lax
+
+from .heads import repeat_heads
+from .spec import CONSTANT, heads_of, KEY, RecurrenceArrays, RecurrenceSpec, SCALAR, StepArrays, StepSpec
+
+_BLOCK = 64
+
+
+def recur(arrays: RecurrenceArrays, spec: RecurrenceSpec) -> tuple[Array, Array]:
+    """`out [*, T, R, V]` and `final_state`, in float32, or float64 for float64 operands."""
+    call = _packed if arrays.offsets is not None else _row
+    for _ in range(arrays.q.ndim - 3):
+        call = jax.vmap(call, in_axes=(0, None))
+    return call(arrays, spec)
+
+
+def _row(arrays: RecurrenceArrays, spec: RecurrenceSpec) -> tuple[Array, Array]:
+    """One row without leading axes."""
+    wide = jnp.float64 if arrays.q.dtype == jnp.float64 else jnp.float32
+    out_heads, state_heads = heads_of(arrays, spec)
+    length, dim, values = arrays.q.shape[0], arrays.q.shape[-1], arrays.v.shape[-1]
+    q = repeat_heads(arrays.q.astype(wide), 1, out_heads)
+    k = repeat_heads(arrays.k.astype(wide), 1, state_heads)
+    v = repeat_heads(arrays.v.astype(wide), 1, state_heads)
+    decay = _decay(arrays, spec, length, state_heads, wide)
+    beta = jnp.ones((length, 1), wide) if arrays.beta is None else arrays.beta.astype(wide)
+    beta = repeat_heads(beta, 1, state_heads)
+    first = jnp.zeros((state_heads, dim, values), wide)
+    state = first if arrays.initial_state is None else arrays.initial_state.astype(wide)
+    fresh = (
+        jnp.zeros(length, bool)
+        if arrays.starts is None
+        else arrays.starts == jnp.arange(length, dtype=jnp.int32)
+    )
+
+    def token(state: Array, x: tuple[Array, ...]) -> tuple[Array, Array]:
+        q, k, v, decay, beta, fresh = x
+        state = jnp.where(fresh, 0.0, state) * decay
+        if spec.delta:
+            v = v - jnp.einsum("hdv,hd->hv", state, k)
+        state = state + jnp.einsum("h,hd,hv->hdv", beta, k, v)
+        return state, spec.scale * jnp.einsum("hdv,hd->hv", repeat_heads(state, 0, out_heads), q)
+
+    state, out = _scan(token, state, (q, k, v, decay, beta, fresh), length)
+    if arrays.skip is not None:
+        out = out + arrays.skip.astype(wide) * v
+    return out, state
+
+
+def _scan(token: Callable[..., Any], state: Array, xs: tuple[Array, ...], length: int) -> tuple[Array, Array]:
+    """`lax.scan`, of which the gradient keeps one state a block of tokens."""
+    blocks = length // _BLOCK
+    head = tuple(x[: blocks * _BLOCK].reshape((blocks, _BLOCK, *x.shape[1:])) for x in xs)
+    tail = tuple(x[blocks * _BLOCK :] for x in xs)
+    state, out = lax.scan(jax.checkpoint(lambda state, block: lax.scan(token, state, block)), state, head)
+    state, rest = lax.scan(token, state, tail)
+    return state, jnp.concatenate([out.reshape((blocks * _BLOCK, *out.shape[2:])), rest])
+
+
+def _packed(arrays: RecurrenceArrays, spec: RecurrenceSpec) -> tuple[Array, Array]:
+    """One row of packed sequences: as segments of it, with states that enter and leave at each."""
+    offsets = arrays.offsets
+    assert offsets is not None
+    length, count = arrays.q.shape[0], offsets.shape[0] - 1
+    tokens = jnp.arange(length, dtype=jnp.int32)
+
+    def one(n: Array, initial: Array | None) -> tuple[Array, Array]:
+        mine = (tokens >= offsets[n]) & (tokens < offsets[n + 1])
+        alone = arrays._replace(
+            **{name: _keep(getattr(arrays, name), mine) for name in ("q", "k", "v", "beta")},
+            g=arrays.g if spec.decay == CONSTANT else _keep(arrays.g, mine),
+            initial_state=initial,
+            offsets=None,
+        )
+        if spec.decay == CONSTANT:  # it does not know padding: one number a head becomes one a token
+            assert arrays.g is not None
+            g = jnp.broadcast_to(arrays.g, (length, arrays.g.shape[-1]))
+            return _row(
+                alone._replace(g=_keep(g, mine)),
+                RecurrenceSpec(spec.scale, SCALAR, spec.delta, spec.state_dtype),
+            )
+        return _row(alone, spec)
+
+    outs, states = jax.vmap(one)(jnp.arange(count, dtype=jnp.int32), arrays.initial_state)
+    return outs.sum(0), states
+
+
+def _keep(x: Array | None, mine: Array) -> Array | None:
+    return (
+        None if x is None else jnp.where(mine.reshape((-1,) + (1,) * (x.ndim - 1)), x, jnp.zeros((), x.dtype))
+    )
+
+
+def _decay(arrays: RecurrenceArrays, spec: RecurrenceSpec, length: int, heads: int, wide: Any) -> Array:
+    """Factors `[T, HS, D or 1, V or 1]`."""
+    if arrays.g is None:
+        return jnp.ones((length, 1, 1, 1), wide)
+    g = jnp.exp(arrays.g.astype(wide))
+    if spec.decay == CONSTANT:
+        return jnp.broadcast_to(repeat_heads(g, 0, heads)[None, :, None, None], (length, heads, 1, 1))
+    g = repeat_heads(g, 1, heads)
+    if spec.decay == SCALAR:
+        return g[..., None, None]
+    return g[..., :, None] if spec.decay == KEY else g[..., None, :]
+
+
+def step(arrays: StepArrays, spec: StepSpec) -> tuple[Array, Array]:
+    """`out [*, B, R, V]` and the new states, by the recurrence of one token."""
+    state = arrays.state
+    lead = state.ndim - 4
+    count = arrays.q.shape[-3]
+    rows = state if arrays.indices is None else _take(state, jnp.maximum(arrays.indices, 0), lead)
+    rows = jnp.swapaxes(rows, -1, -2) if spec.transposed else rows
+    initial = rows.astype(jnp.float64 if arrays.q.dtype == jnp.float64 else jnp.float32)
+    token: Any = lambda x: None if x is None else jnp.expand_dims(x, lead + 1)
+    skip = None
+    if arrays.skip is not None:
+        skip = jnp.broadcast_to(
+            jnp.expand_dims(arrays.skip, lead), (*state.shape[:lead], count, *arrays.skip.shape[-2:])
+        )
+    q, k, v, g, beta = (token(x) for x in (arrays.q, arrays.k, arrays.v, arrays.g, arrays.beta))
+    whole = RecurrenceArrays(q, k, v, g, beta, skip, initial)
+    out, new = recur(whole, RecurrenceSpec(spec.scale, spec.decay, spec.delta))
+    out = jnp.squeeze(out, lead + 1)
+    new = (jnp.swapaxes(new, -1, -2) if spec.transposed else new).astype(state.dtype)
+    if arrays.indices is None:
+        return out, new
+    used = arrays.indices >= 0
+    out = jnp.where(used[..., None, None], out, 0.0)
+    where = jnp.where(used, arrays.indices, state.shape[lead])  # past the end: dropped
+    put = lambda pool, rows, where: pool.at[where].set(rows, mode="drop")
+    for _ in range(lead):
+        put = jax.vmap(put)
+    return out, put(state, new, where)
+
+
+def _take(pool: Array, indices: Array, lead: int) -> Array:
+    take = lambda pool, indices: pool[indices]
+    for _ in range(lead):
+        take = jax.vmap(take)
+    return take(pool, indices)

@@ -1,0 +1,108 @@
+"""What one call of a linear-time recurrence is, once every option, default and layout has been resolved.
+
+Everything below the public operations (the reference, XLA, Triton) speaks these types only. Letters: `B` batch, `T` tokens,
+`R` output heads, `HS` state heads, `D` key dim, `V` value dim, `N` packed sequences. `Hq`, `Hk`, `Hv`, `Hg`, `Hb` are head counts that
+each divide `R` (all but `Hq` divide `HS`); output head `r` reads head `r // (R / n)` of an operand with `n` heads, state head
+`s` reads `s // (HS / n)`, and output head `r` reads state head `r // (R / HS)`.
+"""
+
+import dataclasses
+from typing import NamedTuple
+
+from jax import Array
+
+NONE, CONSTANT, SCALAR, KEY, VALUE = "none", "constant", "scalar", "key", "value"
+"""Kinds of decay: none; one number a head; one a head and token; one a key channel and token; one a value channel and token."""
+
+
+@dataclasses.dataclass(frozen=True)
+class RecurrenceSpec:
+    r"""The static half of a call.
+
+    With $\alpha_t = e^{g_t}$ over the kind's axes and $\beta_t = 1$ where `beta` is `None`,
+
+    $$\bar S_t = \alpha_t \odot S_{t-1}, \qquad
+      S_t = \bar S_t + \beta_t k_t (v_t - \bar S_t^\top k_t)^\top \;\text{(delta)} \quad\text{or}\quad
+      S_t = \bar S_t + \beta_t k_t v_t^\top \;\text{(linear)}, \qquad
+      o_t = \mathrm{scale}\; S_t^\top q_t + \mathrm{skip} \odot v_t .$$
+    """
+
+    scale: float
+    decay: str = NONE
+    delta: bool = False
+    state_dtype: str = "float32"
+    """Of the states that go in and out: float32, bfloat16 (storage only), float64 for float64 operands."""
+
+
+class RecurrenceArrays(NamedTuple):
+    """The arrays of a call; `*` are the leading axes, the same for all.
+
+    Tokens that are padding have been made harmless before: `q`, `k`, `v`, `beta` zero and `g` zero, so that the state passes.
+    `g` is a natural logarithm, never positive. `starts` and `offsets` exclude each other.
+    """
+
+    q: Array  # [*, T, Hq, D]
+    k: Array  # [*, T, Hk, D], the dtype of q
+    v: Array  # [*, T, Hv, V], the dtype of q
+    g: Array | None = (
+        None  # constant [*, Hg], scalar [*, T, Hg], key [*, T, Hg, D], value [*, T, Hg, V]; any float dtype
+    )
+    beta: Array | None = None  # [*, T, Hb], any float dtype
+    skip: Array | None = None  # [*, HS, V]: `R == HS == Hv` then
+    initial_state: Array | None = None  # [*, HS, D, V]; with offsets [*, N, HS, D, V]; the state dtype
+    starts: Array | None = None
+    """int32 `[*, T]`, for segments within a row: the token where this token's segment starts, -1 in the row's first segment,
+    which the initial state enters. Token `i` sees token `j <= i` iff `j >= starts[i]`, and the state that came into a chunk
+    which begins at token `c` iff `starts[i] < c`. It never falls along a row."""
+    offsets: Array | None = None
+    """int32 `[*, N + 1]`, never falling, within `0 .. T`: sequence `n` is the tokens `offsets[n] .. offsets[n + 1]`. The first may be
+    above 0. Tokens of no sequence need neither be read nor written: what they give is masked afterwards."""
+
+
+FLOATS = ("q", "k", "v", "g", "beta", "skip", "initial_state")
+"""The arrays that gradients are taken in."""
+
+
+class Heads(NamedTuple):
+    """Head counts of a call."""
+
+    out: int  # R
+    state: int  # HS
+
+
+def heads_of(arrays: RecurrenceArrays, spec: RecurrenceSpec) -> Heads:
+    counts = [arrays.k.shape[-2], arrays.v.shape[-2]]
+    if arrays.g is not None:
+        counts.append(arrays.g.shape[-1] if spec.decay in (CONSTANT, SCALAR) else arrays.g.shape[-2])
+    if arrays.beta is not None:
+        counts.append(arrays.beta.shape[-1])
+    state = max(counts)
+    return Heads(max(state, arrays.q.shape[-2]), state)
+
+
+class StepArrays(NamedTuple):
+    """One token of every row; `state` may be a pool of slots."""
+
+    q: Array  # [*, B, Hq, D]
+    k: Array  # [*, B, Hk, D]
+    v: Array  # [*, B, Hv, V]
+    state: (
+        Array  # [*, S, HS, D, V], or [*, S, HS, V, D] where the spec says transposed; S == B without indices
+    )
+    g: Array | None = None  # scalar [*, B, Hg] (constant too), key [*, B, Hg, D], value [*, B, Hg, V]
+    beta: Array | None = None  # [*, B, Hb]
+    skip: Array | None = None  # [*, HS, V]
+    indices: Array | None = None  # int32 [*, B]: slot of each row; -1: output 0, nothing written
+
+
+@dataclasses.dataclass(frozen=True)
+class StepSpec:
+    """The static half of a step; `decay` is never `CONSTANT`."""
+
+    scale: float
+    decay: str = NONE
+    delta: bool = False
+    transposed: bool = False
+
+
+STEP_FLOATS = ("q", "k", "v", "state", "g", "beta", "skip")

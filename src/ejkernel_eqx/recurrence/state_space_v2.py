@@ -1,0 +1,216 @@
+"""`StateSpaceV2`: the state space model of Mamba-2."""
+
+from typing import Any, ClassVar, Literal, NamedTuple
+
+import equinox as eqx
+import jax
+import jax.numpy as jnp
+from jax import Array
+from jax.typing import DTypeLike
+from jaxtyping import Float, Int
+
+from .._kernel import Kernel, Plan
+from .arguments import check_state_dtype, fitting, Frame, frame_of, Operands, step_frame_of
+from .gates import check_limit, rms_norm, silu_gated, time_step, wide
+from .operation import plan_of, run, run_step
+from .platforms import register
+from .spec import SCALAR
+
+register("state_space_v2")
+
+
+class _Inputs(NamedTuple):
+    """The operands of a call, of a sequence or a step."""
+
+    x: Any
+    dt: Any
+    A: Any
+    B: Any
+    C: Any
+    D: Any
+    z: Any
+    dt_bias: Any
+    norm_weight: Any
+
+
+class StateSpaceV2(Kernel):
+    r"""The state space duality (SSD) of Mamba-2: a state of $P \times N$ a head, with one decay a head and token.
+
+    $$h_t = e^{\Delta_t A} h_{t-1} + \Delta_t\, x_t B_t^\top, \qquad y_t = h_t C_t + D \odot x_t$$
+
+    with the time step $\Delta_t$ = `dt` `+ dt_bias`, through a softplus where `dt_softplus`, then clamped to `dt_limit` (with zero
+    gradient outside). A gate makes $y_t \odot \mathrm{silu}(z_t)$ of it, and `norm` the RMS norm of that. Head $h$ reads group
+    $\lfloor h / (H / G) \rfloor$ of $B$ and $C$.
+
+    Platforms: Triton (`"triton"`, `"triton-interpret"`), XLA (`"xla"`). Differentiable in reverse mode in every float argument and through both
+    results; `platform="xla"` in forward mode and twice as well.
+
+    Source: Dao & Gu, *Transformers are SSMs* (2024), sections 5 to 7.
+    """
+
+    operation: ClassVar[str] = "state_space_v2"
+
+    dt_softplus: bool = eqx.field(static=True)
+    dt_limit: tuple[float, float] | None = eqx.field(static=True)
+    norm: str | None = eqx.field(static=True)
+    norm_eps: float = eqx.field(static=True)
+    reverse: bool = eqx.field(static=True)
+    state_dtype: str | None = eqx.field(static=True)
+    plan: Plan = eqx.field(static=True)
+
+    def __init__(
+        self,
+        *,
+        dt_softplus: bool = False,
+        dt_limit: tuple[float, float] | None = None,
+        norm: Literal["group", "whole"] | None = None,
+        norm_eps: float = 1e-5,
+        reverse: bool = False,
+        state_dtype: DTypeLike | None = None,
+        platform: str | None = None,
+        config: Any | None = None,
+        tune_for: Any | None = None,
+    ):
+        """**Arguments:**
+
+        - `dt_softplus`: the time step is the softplus of `dt + dt_bias`.
+        - `dt_limit`: `(low, high)`, the bounds of the time step; `None` for none.
+        - `norm`: divide the gated output by the root of its mean square, over the heads of each group or over all heads; `None`: do not.
+        - `norm_eps`: what is added to the mean square.
+        - `reverse`, `state_dtype`, `platform`, `config`: as in [`ejkernel_eqx.GatedLinearAttention`][].
+        - `tune_for`: `(x, dt, A, B, C)` or [`ejkernel_eqx.inputs`][]`(x, dt, A, B, C, D=D, ...)`: settle the choice for these now.
+        """
+        if norm not in (None, "group", "whole"):
+            raise ValueError(f"norm: expected 'group', 'whole' or None, received {norm!r}.")
+        if not norm_eps >= 0.0:
+            raise ValueError(f"norm_eps: expected a number >= 0, received {norm_eps}.")
+        self.dt_softplus, self.dt_limit = dt_softplus, check_limit(dt_limit)
+        self.norm, self.norm_eps = norm, float(norm_eps)
+        self.reverse, self.state_dtype = reverse, check_state_dtype(state_dtype)
+        self.plan = plan_of(StateSpaceV2, self, platform, config, tune_for)
+
+    @jax.named_scope("ejkernel_eqx.StateSpaceV2")
+    def __call__(
+        self,
+        x: Float[Array, "..."],
+        dt: Float[Array, "..."],
+        A: Float[Array, "..."],
+        B: Float[Array, "..."],
+        C: Float[Array, "..."],
+        *,
+        D: Float[Array, "..."] | None = None,
+        z: Float[Array, "..."] | None = None,
+        dt_bias: Float[Array, "..."] | None = None,
+        norm_weight: Float[Array, "..."] | None = None,
+        initial_state: Float[Array, "..."] | None = None,
+        cu_seqlens: Int[Array, "..."] | None = None,
+        segment_ids: Int[Array, "..."] | None = None,
+    ) -> tuple[Array, Array]:
+        """**Arguments:**
+
+        - `x`: `[..., T, H, P]`, any number of leading axes. bf16, f16, f32 (f64 on XLA).
+        - `dt`: `[..., T, H]`, any float dtype.
+        - `A`: `[H]`, negative, any float dtype.
+        - `B`, `C`: `[..., T, G, N]`, the dtype of `x`; `G` divides `H`.
+        - `D`: `[H]` or `[H, P]`; `dt_bias`: `[H]`; any float dtype.
+        - `z`: the gate `[..., T, H, P]`, any float dtype. `norm_weight`: `[H, P]`, with `norm` only; default 1.
+        - `initial_state`: `[..., H, P, N]`, or one a sequence with `cu_seqlens`; default zero.
+        - `cu_seqlens`, `segment_ids`: packed sequences and padding, as in [`ejkernel_eqx.GatedLinearAttention`][].
+
+        **Returns:**
+
+        `(y, final_state)`: `[..., T, H, P]` in the dtype of `x`, and the state after the last token, as `initial_state`. Raises `ValueError` for
+        arguments that do not fit, `UnsupportedError` if no platform (or not the given one) supports the call.
+        """
+        frame = frame_of(x, "x", "H P", cu_seqlens, segment_ids, self.reverse)
+        inputs = _Inputs(x, dt, A, B, C, D, z, dt_bias, norm_weight)
+        operands, epilogue = self._operands(frame, inputs)
+        return run(self.plan, frame, operands, initial_state, self.state_dtype, epilogue)
+
+    @jax.named_scope("ejkernel_eqx.StateSpaceV2.step")
+    def step(
+        self,
+        x: Float[Array, "..."],
+        dt: Float[Array, "..."],
+        A: Float[Array, "..."],
+        B: Float[Array, "..."],
+        C: Float[Array, "..."],
+        state: Float[Array, "..."],
+        *,
+        D: Float[Array, "..."] | None = None,
+        z: Float[Array, "..."] | None = None,
+        dt_bias: Float[Array, "..."] | None = None,
+        norm_weight: Float[Array, "..."] | None = None,
+        state_indices: Int[Array, "..."] | None = None,
+    ) -> tuple[Array, Array]:
+        """One token of every row, for decoding.
+
+        **Arguments:**
+
+        - as in a call, without the axis of tokens.
+        - `state`: `[..., H, P, N]`; with `state_indices` a pool `[slots, H, P, N]`. Written in place where it is donated.
+        - `state_indices`: int `[B]`, the slot of each row; -1: output 0 and nothing written. No slot may be given twice.
+
+        **Returns:**
+
+        `(y, state)`: `[..., H, P]` and the new states (the whole pool). Raises as a call does.
+        """
+        frame = step_frame_of(x, "x", "H P")
+        operands, epilogue = self._operands(frame, _Inputs(x, dt, A, B, C, D, z, dt_bias, norm_weight))
+        return run_step(self.plan, frame, operands, state, state_indices, epilogue)
+
+    def _operands(self, frame: Frame, inputs: _Inputs) -> tuple[Operands, Any]:
+        """The operands of the recurrence, whose key is `B` and whose value is `x`; and what is done with its output."""
+        x = frame.main("x", inputs.x, (None, None), "H P")
+        heads, channels = x.shape[-2:]
+        B = frame.main("B", inputs.B, (None, None), "G N")
+        C = frame.main("C", inputs.C, B.shape[-2:], "G N")
+        groups = B.shape[-2]
+        if groups == 0 or heads % groups:
+            raise ValueError(
+                f"B: expected a number of groups that divides the {heads} heads of x, received {groups}; the layout is [..., T, G, N]."
+            )
+        bias = None if inputs.dt_bias is None else fitting("dt_bias", inputs.dt_bias, (heads,), "H")
+        raw = frame.operand("dt", inputs.dt, (heads,), "H")
+        dt = frame.mask(time_step(raw, bias, self.dt_softplus, self.dt_limit))
+        # Masked by itself: what a kernel leaves at padding as the gradient must not reach `A`.
+        g = frame.mask(dt * fitting("A", inputs.A, (heads,), "H").astype(dt.dtype))
+        operands = Operands(
+            C,
+            B,
+            x,
+            1.0,
+            g,
+            beta=dt,
+            skip=self._skip(frame, inputs.D, heads, channels),
+            decay=SCALAR,
+            transposed=True,
+        )
+        return operands, self._epilogue(frame, inputs, x, groups)
+
+    def _skip(self, frame: Frame, D: Any, heads: int, channels: int) -> Array | None:
+        if D is None:
+            return None
+        if getattr(D, "ndim", 2) == 1:
+            D = jnp.broadcast_to(fitting("D", D, (heads,), "H")[:, None], (heads, channels))
+        return frame.shared(fitting("D", D, (heads, channels), "H P"))
+
+    def _epilogue(self, frame: Frame, inputs: _Inputs, x: Array, groups: int) -> Any:
+        weight = inputs.norm_weight
+        if weight is not None:
+            if self.norm is None:
+                raise ValueError(
+                    "norm_weight: expected None with norm=None, received an array; norm='group' or 'whole' uses it."
+                )
+            weight = fitting("norm_weight", weight, x.shape[-2:], "H P")
+        z = None if inputs.z is None else frame.operand("z", inputs.z, x.shape[-2:], "H P")
+        if z is None and self.norm is None:
+            return None
+
+        def epilogue(y: Array) -> Array:
+            gated = wide(y) if z is None else silu_gated(y, z)
+            if self.norm is not None:
+                gated = rms_norm(gated, weight, groups if self.norm == "group" else 1, self.norm_eps)
+            return gated.astype(y.dtype)
+
+        return epilogue

@@ -1,0 +1,96 @@
+"""Platform `triton`: which kernels a call takes, which it cannot, and with which configuration."""
+
+from types import ModuleType
+from typing import Any
+
+from jax import Array
+
+from ..dispatch import BOTH, DeviceFacts, FORWARD, Problem
+from ..launch import run, triton_unavailable
+from . import triton_config, triton_delta, triton_delta_tiles, triton_key, triton_linear, triton_step
+from .spec import KEY, RecurrenceArrays, RecurrenceSpec, StepArrays, StepSpec, VALUE
+from .triton_call import Execute
+from .triton_config import TritonConfig
+
+OPAQUE = True
+MAX_HEAD_DIM = 256
+VERSION = 1
+PARTS = {
+    "chunk_size": BOTH,
+    "scores": FORWARD,
+    "wy": BOTH,
+    "states": BOTH,
+    "out": FORWARD,
+    "dstates": BOTH,
+    "gradients": BOTH,
+}
+"""The fields of a configuration that are tuned one after the other, and whether the forward pass alone decides."""
+config_type = TritonConfig
+config_unsupported = triton_config.config_unsupported
+
+
+def default_config(problem: Problem, device: DeviceFacts) -> TritonConfig:
+    return _tiles(problem).default_config(problem, device)
+
+
+def candidates(problem: Problem, device: DeviceFacts) -> list[TritonConfig]:
+    return _tiles(problem).candidates(problem, device)
+
+
+def _tiles(problem: Problem) -> ModuleType:
+    return triton_delta_tiles if problem.flag("delta") and not problem.flag("step") else triton_config
+
+
+def unavailable(device: DeviceFacts) -> str | None:
+    if device.vendor == "nvidia" and device.capability < (8, 0):
+        return f"needs compute capability 8.0 or newer, the device has {device.compute_capability or 'none'}"
+    return triton_unavailable()
+
+
+def unsupported(problem: Problem, device: DeviceFacts) -> str | None:
+    if problem.dtype("qkv") == "float64" or problem.dtype("state") == "float64":
+        return "takes float32, float16 and bfloat16, not float64"
+    if problem.flag("step"):
+        return None
+    if problem.flag("decay") == VALUE:
+        return "has no decay of value channels"
+    if problem.flag("delta") and problem.flag("skip"):
+        return "has no skip for delta rules"
+    if problem.dim("D") > MAX_HEAD_DIM:
+        return f"takes key dims up to {MAX_HEAD_DIM}, not D {problem.dim('D')}"
+    return None
+
+
+def _member(spec: RecurrenceSpec) -> ModuleType:
+    return triton_delta if spec.delta else triton_key if spec.decay == KEY else triton_linear
+
+
+def saved_axes(arrays: RecurrenceArrays, spec: RecurrenceSpec) -> dict[str, tuple[str, ...]]:
+    """The axes, behind the leading one, of what the forward pass keeps for the backward pass."""
+    return _member(spec).saved_axes(arrays, spec)
+
+
+def forward(
+    arrays: RecurrenceArrays, spec: RecurrenceSpec, config: TritonConfig, *, execute: Execute = run
+) -> dict[str, Array]:
+    """`out`, `final_state` and what `saved_axes` names, from arrays with one leading axis."""
+    return _member(spec).forward(arrays, spec, config, execute=execute)
+
+
+def backward(
+    arrays: RecurrenceArrays,
+    spec: RecurrenceSpec,
+    config: TritonConfig,
+    saved: dict[str, Array],
+    dout: Array,
+    dfinal_state: Array,
+    *,
+    execute: Execute = run,
+) -> dict[str, Array]:
+    """The gradients of the float arrays that are given; bitwise repeatable, as every sum has one fixed order."""
+    return _member(spec).backward(arrays, spec, config, saved, dout, dfinal_state, execute=execute)
+
+
+def step(arrays: StepArrays, spec: StepSpec, config: Any, *, execute: Execute = run) -> tuple[Array, Array]:
+    """One token of every row."""
+    return triton_step.step(arrays, spec, config, execute=execute)

@@ -1,0 +1,228 @@
+"""What the Triton kernels of all recurrences share: where a chunk lies, its tiles, its decay, what in it sees what.
+
+Rows are flat: tokens of all batch rows one after the other. Decays are kept as logarithms of two, summed from the first token
+of their chunk on (`log_decays`), and as a pair of numbers for float32 operands: differences of large sums must be exact.
+"""
+
+import triton
+import triton.language as tl
+
+# Values of DECAY.
+NONE, CONSTANT, SCALAR, KEY = 0, 1, 2, 3
+
+
+@triton.jit
+def chunk_of(index, chunks_ptr, T, CHUNK: tl.constexpr, TABLE: tl.constexpr):
+    """The first row of a chunk (64 bits), its number of rows and its sequence; 0 rows for an entry that is not used."""
+    if TABLE:
+        entry = chunks_ptr + index.to(tl.int64) * 3
+        start = tl.load(entry)
+        count = tl.load(entry + 1) - start
+        seq = tl.load(entry + 2)
+        first = start.to(tl.int64)
+    else:
+        each = tl.cdiv(T, CHUNK)
+        seq = index // each
+        start = (index % each) * CHUNK
+        first = seq.to(tl.int64) * T + start
+        count = tl.minimum(T - start, CHUNK)
+    return first, count, seq
+
+
+@triton.jit
+def sequence_of(seq, bounds_ptr, T, CHUNK: tl.constexpr, TABLE: tl.constexpr):
+    """The first row of a sequence (64 bits), its number of rows and the index of its first chunk (64 bits)."""
+    if TABLE:
+        entry = bounds_ptr + seq.to(tl.int64) * 3
+        start = tl.load(entry)
+        count = tl.load(entry + 1) - start
+        chunk = tl.load(entry + 2).to(tl.int64)
+        first = start.to(tl.int64)
+    else:
+        count = T + 0 * seq
+        chunk = seq.to(tl.int64) * tl.cdiv(T, CHUNK)
+        first = seq.to(tl.int64) * T
+    return first, count, chunk
+
+
+@triton.jit
+def load_tile(
+    ptr,
+    stride,
+    count,
+    column,
+    WIDTH: tl.constexpr,
+    ROWS: tl.constexpr,
+    COLUMNS: tl.constexpr,
+    EVEN: tl.constexpr,
+):
+    """`[ROWS, COLUMNS]` from `column` on of the rows at `ptr`, zero past `count` rows and `WIDTH` columns. `EVEN`: no row is past."""
+    r = tl.arange(0, ROWS)[:, None]
+    c = column + tl.arange(0, COLUMNS)[None, :]
+    pointers = ptr + (r * stride + c)
+    if EVEN:
+        if WIDTH % COLUMNS == 0:
+            return tl.load(pointers)
+        return tl.load(pointers, mask=(c < WIDTH) & (r >= 0), other=0.0)
+    if WIDTH % COLUMNS == 0:
+        return tl.load(pointers, mask=(r < count) & (c >= 0), other=0.0)
+    return tl.load(pointers, mask=(r < count) & (c < WIDTH), other=0.0)
+
+
+@triton.jit
+def store_tile(
+    ptr, tile, stride, count, column, WIDTH: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr
+):
+    """The counterpart of `load_tile`, in the dtype of the memory."""
+    r = tl.arange(0, ROWS)[:, None]
+    c = column + tl.arange(0, COLUMNS)[None, :]
+    tl.store(ptr + (r * stride + c), tile.to(ptr.dtype.element_ty), mask=(r < count) & (c < WIDTH))
+
+
+@triton.jit
+def load_vector(ptr, stride, count, ROWS: tl.constexpr, EVEN: tl.constexpr):
+    """One number of each row, float32, zero past `count`."""
+    r = tl.arange(0, ROWS)
+    if EVEN:
+        return tl.load(ptr + r * stride).to(tl.float32)
+    return tl.load(ptr + r * stride, mask=r < count, other=0.0).to(tl.float32)
+
+
+@triton.jit
+def add_pairs(high, low, high2, low2):
+    """The sum of two pairs; what rounding takes from the high part goes to the low one."""
+    total = high + high2
+    rest = total - high
+    error = (high - (total - rest)) + (high2 - rest)
+    return total, (low + low2) + error
+
+
+@triton.jit
+def log_decays(g_ptr, first, count, seq, h, HS: tl.constexpr, HG: tl.constexpr, CHUNK: tl.constexpr, DECAY: tl.constexpr,
+               EVEN: tl.constexpr, EXACT: tl.constexpr):  # fmt: skip
+    """The log2 decay from before the chunk to each of its tokens, that token's own included, `[CHUNK]`, and what rounding took from it
+    (zero if not `EXACT`). Kinds without key channels; of a constant `g_ptr` holds one number for every sequence and head."""
+    r = tl.arange(0, CHUNK)
+    low = tl.zeros([CHUNK], tl.float32)
+    if DECAY == 2:
+        g = load_vector(g_ptr + first * HG + h // (HS // HG), HG, count, CHUNK, EVEN)
+        g = g * 1.4426950408889634
+        if EXACT:
+            high, low = tl.associative_scan((g, low), 0, add_pairs)
+        else:
+            high = tl.cumsum(g, axis=0)
+    elif DECAY == 1:
+        g = tl.load(g_ptr + seq.to(tl.int64) * HG + h // (HS // HG)).to(tl.float32) * 1.4426950408889634
+        steps = r + 1
+        if not EVEN:
+            steps = tl.minimum(steps, count)
+        steps = steps.to(tl.float32)
+        if EXACT:
+            # Of few bits, so that its multiples are exact.
+            short = (g.to(tl.int32, bitcast=True) & -256).to(tl.float32, bitcast=True)
+            high = steps * short
+            low = steps * (g - short)
+        else:
+            high = steps * g
+    else:
+        high = tl.zeros([CHUNK], tl.float32)
+    return high, low
+
+
+@triton.jit
+def decays_of(g_ptr, logs_ptr, first, count, seq, h, TOKENS, HS: tl.constexpr, HG: tl.constexpr, CHUNK: tl.constexpr,
+              DECAY: tl.constexpr, EVEN: tl.constexpr, EXACT: tl.constexpr):  # fmt: skip
+    """Log2 decays of a chunk without key channels: `high`, `low` as of `log_decays`, from each token to the end, and of the whole
+    chunk; those of tokens from `logs_ptr` (`decays_kernel`). Rows past `count` hold nothing that may be used."""
+    low = tl.zeros([CHUNK], tl.float32)
+    if DECAY == 2:
+        planes: tl.constexpr = 3 if EXACT else 2
+        logs = logs_ptr + (h // (HS // HG)).to(tl.int64) * (planes * TOKENS) + first
+        end = tl.maximum(count, 1) - 1
+        whole = tl.load(logs + end)
+        high = load_vector(logs, 1, count, CHUNK, EVEN)
+        rest = load_vector(logs + TOKENS, 1, count, CHUNK, EVEN)
+        if EXACT:
+            low = load_vector(logs + 2 * TOKENS, 1, count, CHUNK, EVEN)
+            whole += tl.load(logs + 2 * TOKENS + end)
+    elif DECAY == 1:
+        g = tl.load(g_ptr + seq.to(tl.int64) * HG + h // (HS // HG)).to(tl.float32) * 1.4426950408889634
+        steps = tl.arange(0, CHUNK) + 1
+        if not EVEN:
+            steps = tl.minimum(steps, count)
+        high = steps.to(tl.float32) * g
+        if EXACT:
+            # Of few bits, so that its multiples are exact.
+            short = (g.to(tl.int32, bitcast=True) & -256).to(tl.float32, bitcast=True)
+            high = steps.to(tl.float32) * short
+            low = steps.to(tl.float32) * (g - short)
+        rest = (count - steps).to(tl.float32) * g
+        whole = count.to(tl.float32) * g
+    else:
+        high = tl.zeros([CHUNK], tl.float32)
+        rest = high
+        whole = 0.0
+    return high, low, rest, whole
+
+
+@triton.jit
+def last(x, CHUNK: tl.constexpr):
+    """The last entry of a vector: of log decays that of the whole chunk, also of a short one."""
+    return tl.sum(tl.where(tl.arange(0, CHUNK) == CHUNK - 1, x, 0.0), axis=0)
+
+
+@triton.jit
+def from_start(high, low, DECAY: tl.constexpr, EXACT: tl.constexpr):
+    """The factors from before the chunk to its tokens."""
+    if EXACT and DECAY != 0:
+        return tl.exp2(high + low)
+    return tl.exp2(high)
+
+
+@triton.jit
+def to_end(high, low, CHUNK: tl.constexpr, DECAY: tl.constexpr, EXACT: tl.constexpr):
+    """The factors from a chunk's tokens to its end."""
+    if DECAY == 0:
+        return tl.zeros([CHUNK], tl.float32) + 1.0
+    if EXACT:
+        return tl.exp2((last(high, CHUNK) - high) + (last(low, CHUNK) - low))
+    return tl.exp2(last(high, CHUNK) - high)
+
+
+@triton.jit
+def between(high, low, visible, DECAY: tl.constexpr, EXACT: tl.constexpr):
+    """The factors from token j (column) to token i (row), zero where not `visible`."""
+    if DECAY == 0:
+        return tl.where(visible, 1.0, 0.0)
+    exponent = high[:, None] - high[None, :]
+    if EXACT:
+        exponent += low[:, None] - low[None, :]
+    return tl.exp2(tl.where(visible, exponent, float("-inf")))
+
+
+@triton.jit
+def between_transposed(high, low, visible, DECAY: tl.constexpr, EXACT: tl.constexpr):
+    """The factors from token j (row) to token i (column), zero where not `visible`."""
+    if DECAY == 0:
+        return tl.where(visible, 1.0, 0.0)
+    exponent = high[None, :] - high[:, None]
+    if EXACT:
+        exponent += low[None, :] - low[:, None]
+    return tl.exp2(tl.where(visible, exponent, float("-inf")))
+
+
+@triton.jit
+def segment_starts(starts_ptr, first, count, seq, T, CHUNK: tl.constexpr):
+    """Where each token's segment starts, counted from the chunk's first token: below 0 where it sees the state that comes in. Token
+    i sees token j <= i iff j is not below."""
+    r = tl.arange(0, CHUNK)
+    token = (first - seq.to(tl.int64) * T).to(tl.int32)
+    return tl.load(starts_ptr + first + r, mask=r < count, other=0) - token
+
+
+@triton.jit
+def last_start(starts_ptr, first, count, seq, T):
+    """The same of the chunk's last token: the state that goes out holds token j iff j is not below, and the one that came in iff it
+    is below 0."""
+    token = (first - seq.to(tl.int64) * T).to(tl.int32)
+    return tl.load(starts_ptr + first + count - 1) - token

@@ -1,0 +1,358 @@
+"""The linear-time core in plain XLA: chunks of tokens, matrix products inside them, one scan over the states between them.
+
+What lies inside the chunks is done for all of them at once and recomputed in the backward, so that only operands and the states at the
+chunks' starts stay in memory. `xla_chunks` has the layout, `xla_decay` the decays within a chunk, `xla_solve` what the delta rule solves.
+"""
+
+import dataclasses
+import functools
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax import Array, lax
+
+from ..parallel import match_varying
+from .heads import repeat_heads
+from .spec import (
+    CONSTANT,
+    heads_of,
+    KEY,
+    RecurrenceArrays,
+    RecurrenceSpec,
+    SCALAR,
+    StepArrays,
+    StepSpec,
+    VALUE,
+)
+from .xla_chunks import Chunks, ends, merge, split
+from .xla_decay import channel_decays, decayed_mix, decayed_scores, scalar_decays
+from .xla_solve import solve
+
+_CHUNKS = (64, 32, 128, 16)
+
+
+@dataclasses.dataclass(frozen=True)
+class XlaConfig:
+    """Tokens a chunk, a power of two; short sequences take a smaller one."""
+
+    chunk_size: int
+
+    def __post_init__(self):
+        size = self.chunk_size
+        if isinstance(size, bool) or not isinstance(size, int) or size < 1 or size & (size - 1):
+            raise ValueError(f"XlaConfig.chunk_size: expected a power of two, received {size!r}.")
+
+
+config_type = XlaConfig
+VERSION = 1
+
+
+def unsupported(problem: Any, device: Any) -> str | None:
+    """Why this platform cannot serve the problem: it serves all."""
+    return None
+
+
+def default_config(problem: Any, device: Any) -> XlaConfig:
+    return candidates(problem, device)[0]
+
+
+def candidates(problem: Any, device: Any) -> list[XlaConfig]:
+    """Configurations worth timing, the heuristic first. Chunks longer than the sequence are one chunk."""
+    longest = _power_of_two(problem.dim("T"))
+    return [XlaConfig(size) for size in dict.fromkeys(min(size, longest) for size in _CHUNKS)]
+
+
+def _power_of_two(length: int) -> int:
+    return 1 << max(length - 1, 0).bit_length()
+
+
+def apply(arrays: RecurrenceArrays, spec: RecurrenceSpec, config: XlaConfig) -> tuple[Array, Array]:
+    """`out [B, T, R, V]` in v's dtype and the final state in the spec's."""
+    call = _Call(arrays, spec, config)
+    if arrays.q.shape[1] == 0 or call.chunks.sequences == 0:
+        out, state = call.nothing()
+    else:
+        out, state = call.by_token() if spec.delta and spec.decay == VALUE else call.by_chunk()
+    if arrays.skip is not None:
+        out = out + arrays.skip.astype(call.wide)[:, None] * arrays.v.astype(call.wide)
+    return out.astype(arrays.v.dtype), state.astype(spec.state_dtype)
+
+
+def _times(x: Array, factor: Array | None) -> Array:
+    return x if factor is None else x * factor
+
+
+class _Local:
+    """What lies inside the chunks, all of them at once: products of keys, queries and values `[B, M, C, ...]` under their decays.
+
+    A factor is `None` where it is 1. Whatever segments hide is 0.
+    """
+
+    def __init__(self, call: "_Call", g: Array | None):
+        self.kind, self.chunks, self.precision = call.spec.decay, call.chunks, call.precision
+        self.decays: Any = None
+        self.head = self.tail = self.total = None
+        if g is not None:
+            self.decays = channel_decays(g) if self.kind in (KEY, VALUE) else scalar_decays(g)
+            self.head, self.tail = self.decays.head, self.decays.tail
+            self.total = jnp.expand_dims(self.decays.total, -2 if self.kind == VALUE else -1)
+        if self.chunks.starts is not None:
+            cut = self.chunks.cut
+            keep = lambda seen, x: jnp.where(seen, jnp.ones((), call.wide) if x is None else x, 0)
+            self.head = keep(cut(self.chunks.enters())[..., None], self.head)
+            self.tail = keep(cut(self.chunks.leaves())[..., None], self.tail)
+            self.total = keep(self.chunks.passes()[..., None, None], self.total)
+
+    def dot(self, pattern: str, x: Array, y: Array) -> Array:
+        return jnp.einsum(pattern, x, y, precision=self.precision)
+
+    def scores(self, x: Array, y: Array, strict: bool = False) -> Array:
+        """`[B, M, C, C]`: `x_i . y_j` decayed from `j` to `i`, zero where `i` does not see `j`, or not before itself."""
+        if self.kind == KEY:
+            scores = decayed_scores(x, y, self.decays, self.precision)
+        else:
+            scores = self.dot("...rd,...sd->...rs", x, y)
+            scores = scores if self.decays is None else scores * self.decays.pairs
+        visible = self.chunks.visible()
+        return jnp.where(jnp.tril(visible, -1) if strict else visible, scores, 0)
+
+    def mix(self, q: Array, k: Array, v: Array) -> Array:
+        """`[B, M, C, V]`: the values of the tokens that each sees, by their scores."""
+        if self.kind == VALUE:
+            return decayed_mix(q, k, v, self.decays, self.precision, self._visible_halves)
+        return self.dot("...rs,...sv->...rv", self.scores(q, k), v)
+
+    def _visible_halves(self, step: int) -> Array | None:
+        if self.chunks.starts is None:
+            return None
+        starts, places = self.chunks.starts, self.chunks.positions[None]
+        blocks = lambda x: ends(self.chunks.cut(self.chunks.over_heads(x))[..., None], step)
+        return jnp.swapaxes(blocks(jnp.broadcast_to(places, starts.shape))[0], -1, -2) >= blocks(starts)[1]
+
+    def read(self, q: Array, states: Array) -> Array:
+        """`[B, M, C, V]`: what rows of keys find in the states `[B, M, D, V]` at their chunks' starts."""
+        if self.kind == KEY:
+            return self.dot("...rd,...dv->...rv", _times(q, self.head), states)
+        return _times(self.dot("...rd,...dv->...rv", q, states), self.head)
+
+    def write(self, k: Array, v: Array) -> Array:
+        """`[B, M, D, V]`: what keys and values add to the states at their chunks' ends."""
+        if self.kind == KEY:
+            k = _times(k, self.tail)
+        else:
+            v = _times(v, self.tail)
+        return self.dot("...sd,...sv->...dv", k, v)
+
+
+class _Call:
+    """One call during its trace."""
+
+    def __init__(self, arrays: RecurrenceArrays, spec: RecurrenceSpec, config: XlaConfig):
+        self.arrays, self.spec = arrays, spec
+        self.wide = jnp.float64 if arrays.q.dtype == jnp.float64 else jnp.float32
+        # Float32 means float32 everywhere; 16-bit operands leave a device its faster products.
+        self.precision = lax.Precision.HIGHEST if arrays.q.dtype.itemsize >= 4 else None
+        self.chunks = Chunks(arrays, spec, min(config.chunk_size, _power_of_two(arrays.q.shape[1])))
+        self.heads = heads_of(arrays, spec)
+
+    def nothing(self) -> tuple[Array, Array]:
+        """The results without a token, or without a sequence."""
+        batch, length, _, dim = self.arrays.q.shape
+        values, state = self.arrays.v.shape[-1], self.arrays.initial_state
+        out = jnp.zeros((batch, length, self.heads.out, values), self.wide)
+        if state is None:
+            count = () if self.chunks.sequences is None else (self.chunks.sequences,)
+            state = jnp.zeros((batch, *count, self.heads.state, dim, values), self.wide)
+        return match_varying((out, state), self.arrays)
+
+    def operands(self) -> tuple[Array, Array, Array, Array | None, Array | None]:
+        """q, k, v, g and beta `[B, M, C, ...]`, but q `[B, R, P, D]`; the decay has become one a token at least."""
+        arrays, g = self.arrays, self.arrays.g
+        if g is not None and self.spec.decay == CONSTANT:  # places without a token do not decay
+            g = jnp.broadcast_to(g[:, None], (*arrays.q.shape[:2], g.shape[-1]))
+        take = lambda x: self.chunks.cut(self.chunks.take(x.astype(self.wide)))
+        q = self.chunks.take(arrays.q.astype(self.wide)) * self.spec.scale
+        beta = None if arrays.beta is None else take(arrays.beta[..., None])
+        return q, take(arrays.k), take(arrays.v), None if g is None else take(g), beta
+
+    def by_chunk(self) -> tuple[Array, Array]:
+        """All chunks at once, but for the scan over their states."""
+        q, k, v, g, beta = self.operands()
+        dot = functools.partial(jnp.einsum, precision=self.precision)
+        zeros = self._zeros(k, v)
+
+        def linear(state: Array | None, x: Any) -> tuple[Array, None]:
+            new, kept = x
+            return new if state is None else _times(state, kept) + new, None
+
+        def delta(state: Array | None, x: Any) -> tuple[Array, Array]:
+            own, gained, put, kept = x
+            written = own if state is None else own - dot("...rd,...dv->...rv", gained, state)
+            new = dot("...sd,...sv->...dv", put, written)
+            return new if state is None else _times(state, kept) + new, written
+
+        if self.spec.delta:
+            xs = jax.checkpoint(self._delta_writes)(k, v, g, beta)
+            states, written, final = self._scan(delta, xs, zeros)
+            values, beta = self.chunks.back(written), None
+        else:
+            xs = jax.checkpoint(self._linear_writes)(k, v, g, beta)
+            states, _, final = self._scan(linear, xs, zeros)
+            values = v
+        states = None if states is None else self.chunks.back(states)
+        read = jax.checkpoint(self._read)
+        out = self._over_groups(lambda q: read(q, k, values, g, beta, states), q)
+        return self.chunks.give(out), final
+
+    def _over_groups(self, function: Callable[[Array], Array], q: Array) -> Array:
+        """`function` of queries `[B, HS, P, D]`, over all the `R / HS` that a state head has."""
+        if self.heads.out == self.heads.state:
+            return function(q)
+        out = lax.map(function, jnp.moveaxis(split(q, 1, self.heads.state), 2, 0))
+        return merge(jnp.moveaxis(out, 0, 2), 1)
+
+    def _linear_writes(self, k: Array, v: Array, g: Array | None, beta: Array | None) -> Any:
+        """Of each chunk what it adds to the state, and the factor of the state that came in."""
+        local = _Local(self, g)
+        return self._front(local.write(k, _times(v, beta)), local.total)
+
+    def _delta_writes(self, k: Array, v: Array, g: Array | None, beta: Array | None) -> Any:
+        """Each chunk writes the values `own - gained @ state`, by the keys `put`, and keeps the state by a factor.
+
+        With `a` the scores of each key with those before it: `own = (I + beta a)^-1 beta v`, and `gained` the same of the keys, decayed from
+        the chunk's start.
+        """
+        local = _Local(self, g)
+        known = _times(v, beta), _times(_times(k, local.head), beta)
+        own, gained = solve(local.scores(_times(k, beta), k, strict=True), known)
+        return self._front(own, gained, _times(k, local.tail), local.total)
+
+    def _front(self, *parts: Array | None) -> tuple[Array | None, ...]:
+        return tuple(None if x is None else self.chunks.front(x) for x in parts)
+
+    def _read(
+        self, q: Array, k: Array, values: Array, g: Array | None, beta: Array | None, states: Array | None
+    ) -> Array:
+        """The outputs of all chunks, from the states at their starts and the values written inside them."""
+        local, q = _Local(self, g), self.chunks.cut(q)
+        out = local.mix(q, k, _times(values, beta))
+        return self.chunks.join(out if states is None else local.read(q, states) + out)
+
+    def by_token(self) -> tuple[Array, Array]:
+        """Token by token: the delta rule with a decay of values has no triangular system that its values share."""
+        q, k, v, g, beta = self.operands()
+        # The queries of a state head side by side, [B, HS, P, R / HS * D].
+        q = self.chunks.cut(merge(jnp.moveaxis(split(q, 1, self.heads.state), 2, 3), 3))
+        begins = None if self.chunks.starts is None else self.chunks.cut(self.chunks.begins())[..., None]
+
+        def token(state: Array, x: Any) -> tuple[Array, Array]:
+            q, k, v, g, beta, begins = x
+            if begins is not None:
+                state = jnp.where(begins[..., None], 0, state)
+            state = state * jnp.exp(g)[..., None, :]
+            error = _times(v - (state * k[..., None]).sum(-2), beta)
+            state = state + k[..., None] * error[..., None, :]
+            q = split(q, 2, q.shape[-1] // k.shape[-1])
+            return state, jnp.einsum("...gd,...dv->...gv", q, state, precision=self.precision)
+
+        zeros = self._zeros(k, v)
+
+        @jax.checkpoint
+        def chunk(state: Array | None, x: Any) -> tuple[Array, Array]:
+            return lax.scan(token, zeros if state is None else state, x)
+
+        tokens_first = lambda x: jnp.moveaxis(self.chunks.front(x), 3, 1)  # [NC, C, B, HS, ...]
+        xs = jax.tree.map(tokens_first, (q, k, v, g, beta, begins))
+        _, out, final = self._scan(chunk, xs, zeros)  # [NC, C, B, HS, R / HS, V]
+        return self.chunks.give(merge(jnp.moveaxis(merge(out, 0), 0, 3), 1)), final
+
+    def _zeros(self, k: Array, v: Array) -> Array:
+        """A state `[B, HS, D, V]` of zeros that is sharded, and varies, as what will be added to it."""
+        first = lambda x: jnp.zeros_like(self.chunks.front(x)[0, :, :, 0])
+        zeros = match_varying((first(k), first(v)), self.arrays)
+        return zeros[0][..., None] + zeros[1][..., None, :]
+
+    def _scan(
+        self, chunk: Callable[[Any, Any], tuple[Array, Any]], xs: Any, zeros: Array
+    ) -> tuple[Array | None, Any, Array]:
+        """States at the chunks' starts, what `chunk` gives beside the new state, and the final states `[B, HS, D, V]` or
+        `[B, N, HS, D, V]`. A single chunk without an initial state sees `None`, no state; JAX 0.10 would multiply by such constant zeros
+        wrongly on a CPU.
+        """
+        chunks, initial = self.chunks, self.arrays.initial_state
+        if chunks.count == 1 and initial is None:
+            new, others = chunk(None, jax.tree.map(lambda x: x[0], xs))
+            final = chunks.final_states(new[None], None) if chunks.packed else new
+            return None, jax.tree.map(lambda x: x[None], others), final
+        if initial is not None:
+            initial = initial.astype(self.wide)
+        if not chunks.packed:
+
+            def body(state: Array, x: Any) -> tuple[Array, Any]:
+                new, others = chunk(state, x)
+                return new, (state, others)
+
+            final, (states, others) = lax.scan(body, zeros if initial is None else zeros + initial, xs)
+            return states, others, final
+
+        def packed(state: Array, x: Any) -> tuple[Array, Any]:
+            x, fresh, initial = x
+            state = jnp.where(fresh, 0 if initial is None else initial, state)
+            new, others = chunk(state, x)
+            return new, (state, others, new)
+
+        fresh = chunks.fresh.T[..., None, None, None]
+        entering = None if initial is None else chunks.states_of_chunks(initial)
+        _, (states, others, after) = lax.scan(packed, zeros, (xs, fresh, entering))
+        return states, others, chunks.final_states(after, initial)
+
+
+def step(arrays: StepArrays, spec: StepSpec, config: XlaConfig) -> tuple[Array, Array]:
+    """`out [*, B, R, V]` in v's dtype and the new states, the whole pool; a state is read once and written once."""
+    wide = jnp.float64 if arrays.q.dtype == jnp.float64 else jnp.float32
+    pool, indices = arrays.state, arrays.indices
+    lead = pool.ndim - 4
+    if indices is None:
+        state = pool
+    else:
+        state = _over(lead, lambda pool, i: pool.at[i].get(mode="fill", fill_value=0))(
+            pool, jnp.where(indices < 0, pool.shape[lead], indices)
+        )
+    # The state's channels of keys and of values, wherever they stand.
+    key = (lambda x: x[..., None, :]) if spec.transposed else (lambda x: x[..., :, None])
+    value = (lambda x: x[..., :, None]) if spec.transposed else (lambda x: x[..., None, :])
+    keys = -1 if spec.transposed else -2
+    heads = pool.shape[lead + 1]
+    spread = lambda x, axis: repeat_heads(x.astype(wide), axis, heads)
+    state = state.astype(wide)
+    k, v = spread(arrays.k, -2), spread(arrays.v, -2)
+    if arrays.g is not None:
+        g = jnp.exp(spread(arrays.g, -1 if spec.decay == SCALAR else -2))
+        state = state * (
+            g[..., None, None] if spec.decay == SCALAR else key(g) if spec.decay == KEY else value(g)
+        )
+    written = v - (state * key(k)).sum(keys) if spec.delta else v
+    if arrays.beta is not None:
+        written = written * spread(arrays.beta, -1)[..., None]
+    state = state + key(k) * value(written)
+    q = arrays.q.astype(wide) * spec.scale
+    shared = max(q.shape[-2] // heads, 1)  # query heads of a state head
+    q = repeat_heads(q, -2, heads * shared)
+    q = q.reshape(*q.shape[:-2], heads, shared, q.shape[-1])
+    out = (state[..., None, :, :] * key(q)).sum(keys).reshape(*q.shape[:-3], heads * shared, v.shape[-1])
+    if arrays.skip is not None:
+        out = out + jnp.expand_dims(arrays.skip.astype(wide), lead) * v
+    out, state = out.astype(arrays.v.dtype), state.astype(pool.dtype)
+    if indices is None:
+        return out, state
+    out = jnp.where((indices >= 0)[..., None, None], out, jnp.zeros((), out.dtype))
+    put = _over(lead, lambda pool, i, rows: pool.at[i].set(rows, mode="drop"))
+    return out, put(pool, jnp.where(indices < 0, pool.shape[lead], indices), state)
+
+
+def _over(lead: int, function: Callable[..., Array]) -> Callable[..., Array]:
+    for _ in range(lead):
+        function = jax.vmap(function)
+    return function

@@ -1,0 +1,181 @@
+"""Tokens in chunks: the layout in which XLA runs the linear-time core.
+
+An operand `[B, T, n, ...]` becomes `[B, HS, P, ...]`: `P = NC * C` places in `NC` chunks, and a place may be without a token. Inside chunks
+heads and chunks are one axis, `[B, HS * NC, C, ...]`: arrays have few axes, as XLA's libraries on a CPU fail for more than six.
+"""
+
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import Array, lax
+
+from .spec import heads_of, RecurrenceArrays, RecurrenceSpec
+
+
+class Chunks:
+    """Where the tokens of a call lie: rows cut into chunks, or, with `offsets`, each packed sequence cut into chunks of its own."""
+
+    def __init__(self, arrays: RecurrenceArrays, spec: RecurrenceSpec, size: int):
+        self.batch, self.length = arrays.q.shape[:2]
+        self.size, self.heads = size, heads_of(arrays, spec).state
+        self.starts: Any = None  # [B, P], as in `RecurrenceArrays`
+        offsets = arrays.offsets
+        self.sequences = None if offsets is None else offsets.shape[-1] - 1
+        if offsets is None:
+            self.count = -(-self.length // size)
+            if arrays.starts is not None and self.count:
+                self.starts = jnp.pad(arrays.starts, ((0, 0), (0, self.places - self.length)), mode="edge")
+        else:
+            assert self.sequences is not None
+            self.count = self.length // size + min(self.sequences, self.length)
+            if self.count and self.sequences:
+                self._pack(offsets, self.sequences)
+
+    @property
+    def places(self) -> int:
+        return self.count * self.size
+
+    @property
+    def packed(self) -> bool:
+        return self.sequences is not None
+
+    def _pack(self, offsets: Array, sequences: int) -> None:
+        """Where the token of each place comes from, and to which place each token goes."""
+        size = self.size
+        lengths = jnp.diff(offsets, axis=-1)
+        ends = jnp.cumsum(-(-lengths // size), axis=-1)  # chunks of the sequences up to each
+        begins = ends - -(-lengths // size)
+        find = jax.vmap(lambda ordered, x: jnp.searchsorted(ordered, x, side="right").astype(jnp.int32))
+        pick = lambda x, index: jnp.take_along_axis(x, index, -1)
+        row = lambda count: jnp.broadcast_to(jnp.arange(count, dtype=jnp.int32), (self.batch, count))
+
+        chunks = row(self.count)
+        sequence = find(ends, chunks)
+        used = sequence < sequences
+        sequence = jnp.minimum(sequence, sequences - 1)
+        first = pick(offsets, sequence) + (chunks - pick(begins, sequence)) * size
+        tokens = first[..., None] + jnp.arange(size, dtype=jnp.int32)
+        inside = used[..., None] & (tokens < pick(offsets, sequence + 1)[..., None])
+        tokens = jnp.where(inside, tokens, self.length)  # past the end where there is none
+        self.token_of_place = tokens.reshape(self.batch, self.places)
+        self.sequence, self.fresh = sequence, used & (chunks == pick(begins, sequence))  # [B, NC]
+        self.empty, self.last = (
+            lengths == 0,
+            jnp.maximum(ends - 1, 0),
+        )  # [B, N]; the last chunk of each sequence
+
+        tokens = row(self.length)
+        sequence = find(offsets, tokens) - 1
+        inside = (sequence >= 0) & (sequence < sequences)
+        sequence = jnp.clip(sequence, 0, sequences - 1)
+        places = pick(begins, sequence) * size + tokens - pick(offsets, sequence)
+        self.place_of_token = jnp.where(inside, places, self.places)
+
+    def take(self, x: Array) -> Array:
+        """`[B, T, n, ...]` to `[B, HS, P, ...]`, zero where there is no token; more heads than the state has stay as many."""
+        if self.packed:
+            x = _gather(x, self.token_of_place)
+        else:
+            x = jnp.pad(x, ((0, 0), (0, self.places - self.length), *((0, 0),) * (x.ndim - 2)))
+        x = jnp.moveaxis(x, 1, 2)
+        if x.shape[1] >= self.heads:
+            return x
+        flat = (merge(x, 2) if x.ndim == 4 else x)[:, :, None]
+        flat = jnp.broadcast_to(flat, (*x.shape[:2], self.heads // x.shape[1], flat.shape[-1]))
+        repeated = merge(flat, 1)
+        return repeated if x.ndim == 3 else split(repeated, 2, self.places)
+
+    def give(self, x: Array) -> Array:
+        """`[B, R, P, V]` to `[B, T, R, V]`."""
+        x = jnp.moveaxis(x, 2, 1)
+        return _gather(x, self.place_of_token) if self.packed else x[:, : self.length]
+
+    def cut(self, x: Array) -> Array:
+        """`[B, HS, P, ...]` to `[B, HS * NC, C, ...]`."""
+        return merge(split(x, 2, self.count), 1)
+
+    def join(self, x: Array) -> Array:
+        """Undoes `cut`."""
+        return merge(split(x, 1, self.heads), 2)
+
+    def front(self, x: Array) -> Array:
+        """`[B, HS * NC, ...]` to `[NC, B, HS, ...]`, to scan over."""
+        return jnp.moveaxis(split(x, 1, self.heads), 2, 0)
+
+    def back(self, x: Array) -> Array:
+        """Undoes `front`."""
+        return merge(jnp.moveaxis(x, 0, 2), 1)
+
+    def states_of_chunks(self, initial: Array) -> Array:
+        """`[B, N, HS, D, V]` of the sequences to `[NC, B, HS, D, V]`."""
+        return jnp.moveaxis(_gather(initial, self.sequence), 1, 0)
+
+    def final_states(self, after: Array, initial: Array | None) -> Array:
+        """From the states behind the chunks `[NC, B, ...]`, those behind the sequences `[B, N, ...]`."""
+        final = _gather(jnp.moveaxis(after, 0, 1), self.last)
+        return jnp.where(self.empty[..., None, None, None], 0 if initial is None else initial, final)
+
+    @property
+    def positions(self) -> np.ndarray:
+        """`[P]`, of a row that is not packed."""
+        return np.arange(self.places, dtype=np.int32)
+
+    def over_heads(self, x: Array) -> Array:
+        """`[B, P]` to `[B, HS, P]`."""
+        return jnp.broadcast_to(x[:, None], (self.batch, self.heads, self.places))
+
+    def visible(self) -> Any:
+        """`[.., C, C]`: whether token `i` sees token `j` of its chunk."""
+        causal = np.tri(self.size, dtype=bool)
+        if self.starts is None:
+            return causal
+        positions = np.tile(self.positions.reshape(self.count, 1, self.size), (self.heads, 1, 1))
+        return causal & (positions >= self.cut(self.over_heads(self.starts))[..., None])
+
+    def enters(self) -> Array:
+        """`[B, HS, P]`: whether the state that comes into its chunk reaches a token."""
+        return self.over_heads(self.starts < self.positions // self.size * self.size)
+
+    def leaves(self) -> Array:
+        """`[B, HS, P]`: whether a token reaches the state that goes out of its chunk."""
+        last = self.starts.reshape(self.batch, self.count, self.size)[..., -1:]
+        positions = self.positions.reshape(self.count, self.size)
+        return self.over_heads((positions >= last).reshape(self.batch, self.places))
+
+    def passes(self) -> Array:
+        """`[B, HS * NC]`: whether the state that comes into a chunk reaches the one that goes out."""
+        return self.cut(self.enters())[..., -1]
+
+    def begins(self) -> Array:
+        """`[B, HS, P]`: whether a segment starts at a token."""
+        return self.over_heads(self.starts == self.positions)
+
+
+def _gather(x: Array, index: Array) -> Array:
+    """`x [B, T, ...]` at `index [B, ...]`, zero where that is past the end."""
+    return jax.vmap(lambda x, index: x.at[index].get(mode="fill", fill_value=0))(x, index)
+
+
+def split(x: Array, axis: int, count: int) -> Array:
+    """One axis as two, `count` the first. One axis at a time: an explicit mesh allows no other reshapes of what is split over it."""
+    return x.reshape(*x.shape[:axis], count, x.shape[axis] // count if count else 0, *x.shape[axis + 1 :])
+
+
+def merge(x: Array, axis: int) -> Array:
+    """An axis and the next as one."""
+    return x.reshape(*x.shape[:axis], x.shape[axis] * x.shape[axis + 1], *x.shape[axis + 2 :])
+
+
+def ends(x: Array, step: int) -> tuple[Array, Array]:
+    """`x [B, M, rows, X]` in blocks of `2 * step` rows: the earlier half of each and the later one, `[B, M * blocks, step, X]`."""
+    blocks = merge(split(x, 2, x.shape[2] // (2 * step)), 1)
+    early, late = lax.split(blocks, (step, step), 2)
+    return early, late
+
+
+def halves(x: Array) -> tuple[Array, Array]:
+    """The earlier and the later of each two blocks `[B, blocks, r, c]`."""
+    early, late = lax.split(merge(split(x, 1, x.shape[1] // 2), 2), (x.shape[2], x.shape[2]), 2)
+    return early, late

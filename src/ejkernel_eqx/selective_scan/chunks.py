@@ -1,0 +1,33 @@
+"""Packed sequences cut into chunks that no sequence shares with another."""
+
+from typing import NamedTuple
+
+import jax.numpy as jnp
+from jax import Array
+
+
+class ChunkTable(NamedTuple):
+    """The chunks of one row of packed sequences: as many as there may be, sequence after sequence, the unused ones last."""
+
+    first: Array  # [S]: the first chunk of each sequence
+    count: Array  # [S]: how many it has
+    sequence: Array  # [C]: the sequence of each chunk
+    begins: Array  # [C]: whether it is the first of its sequence
+    rows: Array  # [C, L]: the row of each token, the row's length where there is none
+
+
+def chunk_table(offsets: Array, length: int, size: int) -> ChunkTable:
+    """Of sequences `offsets[s] .. offsets[s + 1]` of a row, in chunks of `size` tokens."""
+    sequences = offsets.shape[0] - 1
+    begin, end = offsets[:-1], offsets[1:]
+    count = (end - begin + size - 1) // size
+    ends = jnp.cumsum(count, dtype=jnp.int32)
+    first = ends - count
+    chunk = jnp.arange(length // size + sequences, dtype=jnp.int32)
+    sequence = jnp.searchsorted(ends, chunk, side="right").astype(jnp.int32)
+    is_used = sequence < sequences
+    sequence = jnp.minimum(sequence, sequences - 1)
+    start = begin[sequence] + (chunk - first[sequence]) * size
+    rows = start[:, None] + jnp.arange(size, dtype=jnp.int32)
+    rows = jnp.where(is_used[:, None] & (rows < end[sequence, None]), rows, length)
+    return ChunkTable(first, count, sequence, chunk == first[sequence], rows)

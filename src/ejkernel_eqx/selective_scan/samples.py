@@ -1,0 +1,109 @@
+"""Representative inputs of a selective scan, made from a problem's description alone: a call with them is of that very problem."""
+
+import functools
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import Array
+
+from ..dispatch import Problem
+from .spec import ScanArrays, ScanSpec, StepArrays
+
+TIME_STEP = 0.02
+"""About what a time step is in a layer."""
+
+
+class Inputs(NamedTuple):
+    """The arrays of a call and the cotangents of its results."""
+
+    arrays: ScanArrays
+    dout: Array
+    dfinal_state: Array
+
+
+def spec_of(problem: Problem) -> ScanSpec:
+    """The static half of a call of this problem."""
+    return ScanSpec(bool(problem.flag("softplus")), problem.dtype("state"))
+
+
+def make_inputs(problem: Problem, seed: int) -> Inputs:
+    """Fresh for every seed: random values, documents of varied lengths."""
+    inputs = _random(problem, seed)
+    rng = np.random.default_rng(seed)
+    arrays, batch, length = inputs.arrays, problem.dim("B"), problem.dim("T")
+    if problem.flag("packed") == "offsets":
+        inner = np.sort(rng.integers(0, length + 1, (batch, problem.dim("S") - 1)), axis=1)
+        ends = [np.zeros((batch, 1), int), inner, np.full((batch, 1), length)]
+        arrays = arrays._replace(offsets=jnp.asarray(np.concatenate(ends, axis=1), jnp.int32))
+    if problem.flag("packed") == "segments":
+        begins = rng.random((batch, length)) < 4 / max(length, 1)
+        starts = np.maximum.accumulate(np.where(begins, np.arange(length), -1), axis=1)
+        arrays = arrays._replace(starts=jnp.asarray(starts, jnp.int32))
+    return inputs._replace(arrays=arrays)
+
+
+@functools.partial(jax.jit, static_argnums=0)
+def _random(problem: Problem, seed: Any) -> Inputs:
+    draw = _Draw(problem, seed)
+    tokens = (problem.dim("B"), problem.dim("T"))
+    state = (problem.dim("B"), *((problem.dim("S"),) if problem.flag("packed") == "offsets" else ()))
+    state = (*state, problem.dim("I"), problem.dim("N"))
+    arrays = ScanArrays(
+        **draw.operands(tokens),
+        initial_state=draw.normal("state", *state) if problem.flag("initial_state") else None,
+    )
+    return Inputs(arrays, draw.normal("x", *arrays.x.shape), draw.normal("state", *state))
+
+
+def make_step_inputs(problem: Problem, seed: int) -> StepArrays:
+    """One token of every row; with slots, every row has one of its own."""
+    draw, batch = _Draw(problem, seed), problem.dim("B")
+    slots = problem.dim("slots") if problem.flag("slots") else batch
+    indices = jax.random.permutation(draw.key(), slots)[:batch].astype(jnp.int32)
+    return StepArrays(
+        **draw.operands((batch,)),
+        state=draw.normal("state", slots, problem.dim("I"), problem.dim("N")),
+        indices=indices if problem.flag("slots") else None,
+    )
+
+
+class _Draw:
+    """Random arrays of a problem's sizes and dtypes."""
+
+    def __init__(self, problem: Problem, seed: Any):
+        # A generator that compiles and runs fast: what it gives on another kind of device is of no account here.
+        self._keys = iter(jax.random.split(jax.random.key(seed, impl="rbg"), 16))
+        self._problem = problem
+        is_double = problem.dtype("x") == "float64"
+        self._wide: Any = jnp.float64 if is_double else jnp.float32
+
+    def key(self) -> Array:
+        return next(self._keys)
+
+    def normal(self, name: str, *shape: int) -> Array:
+        """In the dtype that the problem has for `name`, or float32."""
+        dtypes = dict(self._problem.dtypes)
+        return jax.random.normal(self.key(), shape, self._wide).astype(dtypes.get(name, self._wide))
+
+    def operands(self, lead: tuple[int, ...]) -> dict[str, Any]:
+        """Time steps about `TIME_STEP`, rates of 1 to N: a state forgets in tens to hundreds of tokens."""
+        problem, channels, states = self._problem, self._problem.dim("I"), self._problem.dim("N")
+        projection = (*lead, problem.dim("G"), states)
+        steps = TIME_STEP * jnp.exp(0.5 * jax.random.normal(self.key(), (*lead, channels), self._wide))
+        bias = self.normal("", channels) * 0.5 * TIME_STEP if problem.flag("dt_bias") else None
+        if problem.flag("softplus"):
+            steps = jnp.log(jnp.expm1(steps))
+            bias = None if bias is None else bias / TIME_STEP
+        rates = jnp.broadcast_to(jnp.arange(1.0, states + 1, dtype=self._wide), (channels, states))
+        return {
+            "x": self.normal("x", *lead, channels),
+            "dt": steps.astype(problem.dtype("dt")),
+            "A": -rates * jnp.exp(0.1 * self.normal("", channels, states)),
+            "B": self.normal("B", *projection),
+            "C": self.normal("B", *projection),
+            "D": self.normal("", channels) if problem.flag("D") else None,
+            "z": self.normal("z", *lead, channels) if problem.flag("z") else None,
+            "dt_bias": bias,
+        }

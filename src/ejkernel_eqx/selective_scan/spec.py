@@ -1,0 +1,77 @@
+"""What one call of a selective scan is, once every option, default and layout has been resolved.
+
+Everything below the public operation (the reference, XLA, Triton) speaks these types only. Letters: `B` batch, `T` tokens,
+`I` channels, `G` groups of channels, `N` state size of a channel, `S` packed sequences. Channel `i` reads group `i // (I / G)`.
+"""
+
+import dataclasses
+from typing import NamedTuple
+
+from jax import Array
+
+
+@dataclasses.dataclass(frozen=True)
+class ScanSpec:
+    r"""The static half of a call.
+
+    With the time step $\Delta_t$ = `dt` `+ dt_bias`, through a softplus where asked for,
+
+    $$h_t = e^{\Delta_t A} \odot h_{t-1} + \Delta_t x_t B_t^\top, \qquad y_t = (h_t C_t + D \odot x_t) \odot \mathrm{silu}(z_t) .$$
+    """
+
+    softplus: bool
+    state_dtype: str = "float32"
+    """Of the states that go in and out: float32, bfloat16 (storage only), float64 for float64 operands."""
+
+
+class ScanArrays(NamedTuple):
+    """The arrays of a call; `*` are the leading axes, the same for all that have them.
+
+    Tokens that are padding have been made harmless before: `dt` is minus infinity, whatever bias comes to it, which makes a time step
+    of 0, and all else is 0. `starts` and `offsets` exclude each other.
+    """
+
+    x: Array  # [*, T, I]
+    dt: Array  # [*, T, I], any float dtype
+    A: Array  # [I, N], any float dtype
+    B: Array  # [*, T, G, N], any float dtype
+    C: Array  # [*, T, G, N], any float dtype
+    D: Array | None = None  # [I]
+    z: Array | None = None  # [*, T, I], any float dtype
+    dt_bias: Array | None = None  # [I]
+    initial_state: Array | None = None  # [*, I, N]; with offsets [*, S, I, N]; the state dtype
+    starts: Array | None = None  # int32 [*, T], as in `recurrence.spec.RecurrenceArrays`
+    offsets: Array | None = None  # int32 [*, S + 1], as there
+
+
+FLOATS = ("x", "dt", "A", "B", "C", "D", "z", "dt_bias", "initial_state")
+"""The arrays that gradients are taken in."""
+
+SHARED = frozenset({"A", "D", "dt_bias"})
+"""The arrays without leading axes."""
+
+
+PART = 256
+
+
+def parts_of(channels: int, groups: int) -> int:
+    """In how many parts of `PART` channels the gradients of `B` and `C` leave the kernels: a mesh that splits the channels adds them up."""
+    return channels // PART if groups == 1 and channels % PART == 0 else 1
+
+
+class StepArrays(NamedTuple):
+    """One token of every row; `state` may be a pool of slots."""
+
+    x: Array  # [*, B, I]
+    dt: Array  # [*, B, I]
+    A: Array  # [I, N]
+    B: Array  # [*, B, G, N]
+    C: Array  # [*, B, G, N]
+    state: Array  # [*, S, I, N]; S == B without indices
+    D: Array | None = None  # [I]
+    z: Array | None = None  # [*, B, I]
+    dt_bias: Array | None = None  # [I]
+    indices: Array | None = None  # int32 [*, B]: slot of each row; -1: output 0, nothing written
+
+
+STEP_FLOATS = ("x", "dt", "A", "B", "C", "state", "D", "z", "dt_bias")

@@ -1,0 +1,220 @@
+"""`StateSpaceV1`: the selective scan of Mamba-1."""
+
+from typing import Any, ClassVar, NamedTuple
+
+import equinox as eqx
+import jax
+import jax.numpy as jnp
+from jax import Array
+from jax.typing import DTypeLike
+from jaxtyping import Float, Int
+
+from .._kernel import Kernel, Plan
+from ..recurrence.arguments import accumulator, check_state_dtype, fitting, Frame, frame_of, step_frame_of
+from ..recurrence.operation import plan_of
+from .core import scan, step
+from .platforms import register
+from .spec import ScanArrays, ScanSpec, SHARED, StepArrays
+
+register("state_space_v1")
+
+
+class _Inputs(NamedTuple):
+    """The operands of a call, of a sequence or a step."""
+
+    x: Any
+    dt: Any
+    A: Any
+    B: Any
+    C: Any
+    D: Any
+    z: Any
+    dt_bias: Any
+
+
+class StateSpaceV1(Kernel):
+    r"""The selective scan of Mamba-1: a state of $N$ numbers a channel, each with its own decay.
+
+    $$h_t = e^{\Delta_t A} \odot h_{t-1} + \Delta_t x_t B_t^\top, \qquad y_t = (h_t C_t + D \odot x_t) \odot \mathrm{silu}(z_t)$$
+
+    with the time step $\Delta_t$ = `dt` `+ dt_bias`, through a softplus where `dt_softplus`; without `D` or `z` their part is left out.
+    The $I$ channels are in `num_groups` groups, of which each has its own $B$ and $C$. Memory is linear in `T I`, also of the gradient: the states
+    are made again, not stored.
+
+    Platforms: Triton (`"triton"`, `"triton-interpret"`), XLA (`"xla"`). Differentiable in reverse mode in every float argument and through both
+    results; `platform="xla"` in forward mode and twice as well.
+
+    Source: Gu & Dao, *Mamba: Linear-Time Sequence Modeling with Selective State Spaces* (2023), section 3.
+    """
+
+    operation: ClassVar[str] = "state_space_v1"
+
+    dt_softplus: bool = eqx.field(static=True)
+    num_groups: int = eqx.field(static=True)
+    reverse: bool = eqx.field(static=True)
+    state_dtype: str | None = eqx.field(static=True)
+    plan: Plan = eqx.field(static=True)
+
+    def __init__(
+        self,
+        *,
+        dt_softplus: bool = False,
+        num_groups: int = 1,
+        reverse: bool = False,
+        state_dtype: DTypeLike | None = None,
+        platform: str | None = None,
+        config: Any | None = None,
+        tune_for: Any | None = None,
+    ):
+        """**Arguments:**
+
+        - `dt_softplus`: the time step is the softplus of `dt + dt_bias`.
+        - `num_groups`: groups of channels; with more than one, `B` and `C` have an axis of groups.
+        - `reverse`, `state_dtype`, `platform`, `config`: as in [`ejkernel_eqx.GatedLinearAttention`][].
+        - `tune_for`: `(x, dt, A, B, C)` or [`ejkernel_eqx.inputs`][]`(x, dt, A, B, C, D=D, ...)`: settle the choice for these now.
+        """
+        if num_groups < 1:
+            raise ValueError(f"num_groups: expected a positive number, received {num_groups}.")
+        self.dt_softplus, self.num_groups, self.reverse = dt_softplus, num_groups, reverse
+        self.state_dtype = check_state_dtype(state_dtype)
+        self.plan = plan_of(StateSpaceV1, self, platform, config, tune_for)
+
+    @jax.named_scope("ejkernel_eqx.StateSpaceV1")
+    def __call__(
+        self,
+        x: Float[Array, "..."],
+        dt: Float[Array, "..."],
+        A: Float[Array, "..."],
+        B: Float[Array, "..."],
+        C: Float[Array, "..."],
+        *,
+        D: Float[Array, "..."] | None = None,
+        z: Float[Array, "..."] | None = None,
+        dt_bias: Float[Array, "..."] | None = None,
+        initial_state: Float[Array, "..."] | None = None,
+        cu_seqlens: Int[Array, "..."] | None = None,
+        segment_ids: Int[Array, "..."] | None = None,
+    ) -> tuple[Array, Array]:
+        """**Arguments:**
+
+        - `x`: `[..., T, I]`, any number of leading axes. bf16, f16, f32 (f64 on XLA).
+        - `dt`, `z`: `[..., T, I]`, any float dtype.
+        - `A`: `[I, N]`, negative; `D`, `dt_bias`: `[I]`; any float dtype.
+        - `B`, `C`: `[..., T, N]`, or `[..., T, G, N]` with `num_groups` above one; any float dtype.
+        - `initial_state`: `[..., I, N]`, or `[S, I, N]` with `cu_seqlens`; default zero.
+        - `cu_seqlens`: offsets `[S + 1]` of packed sequences (no leading axes then); tokens past the last give 0.
+        - `segment_ids`: `[..., T]`; a new segment starts where the id changes. Negative ids are padding: the state passes, the output is 0. The
+            initial state enters the row's first segment; the final state is the last one's.
+
+        **Returns:**
+
+        `(y, final_state)`: `[..., T, I]` in the dtype of `x`, and the state after the last token, as `initial_state`. Raises `ValueError` for
+        arguments that do not fit, `UnsupportedError` if no platform (or not the given one) supports the call.
+        """
+        frame = frame_of(x, "x", "I", cu_seqlens, segment_ids, self.reverse)
+        operands = self._operands(frame, _Inputs(x, dt, A, B, C, D, z, dt_bias))
+        packing = frame.packing
+        if packing.real is not None:
+            padding = jnp.full((), -jnp.inf, operands["dt"].dtype)
+            operands["dt"] = jnp.where(packing.real[..., None], operands["dt"], padding)
+        spec = ScanSpec(self.dt_softplus, self.state_dtype or jnp.dtype(accumulator(frame.dtype)).name)
+        count = () if packing.num_sequences is None else (packing.num_sequences,)
+        sizes, letters = operands["A"].shape, "S I N" if count else "I N"
+        shape = (*frame.lead, *count, *sizes)
+        state = None
+        if initial_state is not None:
+            state = fitting("initial_state", initial_state, shape, letters).astype(spec.state_dtype)
+            state = packing.states(state)
+        if frame.length == 0:
+            return frame.take(operands["x"]), jnp.zeros(
+                shape, spec.state_dtype
+            ) if state is None else packing.states(state)
+        arrays = ScanArrays(**operands, initial_state=state, starts=packing.starts, offsets=packing.offsets)
+        out, final = scan(self.plan, self.operation, arrays, spec)
+        return packing.give(out), packing.states(final)
+
+    @jax.named_scope("ejkernel_eqx.StateSpaceV1.step")
+    def step(
+        self,
+        x: Float[Array, "..."],
+        dt: Float[Array, "..."],
+        A: Float[Array, "..."],
+        B: Float[Array, "..."],
+        C: Float[Array, "..."],
+        state: Float[Array, "..."],
+        *,
+        D: Float[Array, "..."] | None = None,
+        z: Float[Array, "..."] | None = None,
+        dt_bias: Float[Array, "..."] | None = None,
+        state_indices: Int[Array, "..."] | None = None,
+    ) -> tuple[Array, Array]:
+        """One token of every row, for decoding.
+
+        **Arguments:**
+
+        - as in a call, without the axis of tokens.
+        - `state`: `[..., I, N]`; with `state_indices` a pool `[slots, I, N]`. Written in place where it is donated.
+        - `state_indices`: int `[B]`, the slot of each row; -1: output 0 and nothing written. No slot may be given twice.
+
+        **Returns:**
+
+        `(y, state)`: `[..., I]` and the new states (the whole pool). Raises as a call does.
+        """
+        frame = step_frame_of(x, "x", "I")
+        operands = self._operands(frame, _Inputs(x, dt, A, B, C, D, z, dt_bias))
+        sizes, at = operands["A"].shape, len(frame.lead)
+        spec = ScanSpec(self.dt_softplus)
+        if state_indices is not None:
+            if at != 1:
+                raise ValueError(
+                    f"state_indices: expected operands with one axis of rows, [B, I], received leading axes {frame.lead}; jax.vmap over more."
+                )
+            state = fitting("state", state, (None, *sizes), "slots I N")
+            indices = jnp.asarray(state_indices)
+            if indices.shape != frame.lead or not jnp.issubdtype(indices.dtype, jnp.integer):
+                raise ValueError(
+                    f"state_indices: expected {frame.lead[0]} integers, received {indices.dtype} of shape {indices.shape}; one slot a row."
+                )
+            arrays = StepArrays(**operands, state=state, indices=indices.astype(jnp.int32))
+            return step(self.plan, self.operation, arrays, spec)
+        # One row a batch of its own: leading axes may be sharded.
+        state = fitting("state", state, (*frame.lead, *sizes), "I N")
+        rows: dict[str, Any] = {
+            name: x if x is None or name in SHARED else jnp.expand_dims(x, at) for name, x in operands.items()
+        }
+        arrays = StepArrays(**rows, state=jnp.expand_dims(state, at))
+        out, state = step(self.plan, self.operation, arrays, spec)
+        return jnp.squeeze(out, at), jnp.squeeze(state, at)
+
+    def _operands(self, frame: Frame, inputs: _Inputs) -> dict[str, Any]:
+        """All operands, checked, their padding zero, `B` and `C` with an axis of groups."""
+        x = frame.main("x", inputs.x, (None,), "I")
+        channels = x.shape[-1]
+        A = fitting("A", inputs.A, (channels, None), "I N")
+        groups, states = self.num_groups, A.shape[-1]
+        if channels % groups:
+            raise ValueError(
+                f"num_groups: expected a divisor of the {channels} channels of x, received {groups}."
+            )
+
+        def over_tokens(name: str, x: Any) -> Any:
+            return None if x is None else frame.operand(name, x, (channels,), "I")
+
+        def projection(name: str, x: Any) -> Array:
+            if groups == 1 and getattr(x, "ndim", 0) == len(frame.over_tokens) + 1:
+                return jnp.expand_dims(frame.operand(name, x, (states,), "N"), -2)
+            return frame.operand(name, x, (groups, states), "G N")
+
+        def parameter(name: str, x: Any) -> Any:
+            return None if x is None else fitting(name, x, (channels,), "I")
+
+        return {
+            "x": x,
+            "dt": over_tokens("dt", inputs.dt),
+            "A": A,
+            "B": projection("B", inputs.B),
+            "C": projection("C", inputs.C),
+            "D": parameter("D", inputs.D),
+            "z": over_tokens("z", inputs.z),
+            "dt_bias": parameter("dt_bias", inputs.dt_bias),
+        }

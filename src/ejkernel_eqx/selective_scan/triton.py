@@ -1,0 +1,440 @@
+"""Platform `triton`: the host side. Configurations, support, and the launches of forward, backward and step."""
+
+import dataclasses
+import math
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+from jax import Array
+
+from ..dispatch import DeviceFacts, Problem
+from ..launch import Launch, run, triton_unavailable
+from . import triton_backward, triton_forward, triton_step
+from .chunks import chunk_table
+from .spec import PART, parts_of, ScanArrays, ScanSpec, StepArrays
+
+OPAQUE = True
+VERSION = 1
+PARTS = {"forward": "forward", "backward": "forward+backward"}
+MAX_STATE = 256
+_LOG2E = 1.4426950408889634
+_MOST_SPLITS = 32
+_LANES = 32  # of a warp
+_STEP = triton_step.StepTile(128, 4)
+_COMBINED = 128  # channels of a program that combines what splits do
+_MULTIPROCESSORS = 132  # of a device that does not say
+
+
+def _is_power(x: Any, low: int, high: int) -> bool:
+    return isinstance(x, int) and low <= x <= high and not x & (x - 1)
+
+
+@dataclasses.dataclass(frozen=True)
+class ScanTile:
+    """One direction's programs: `block_i` channels each (a power of two), a sequence split into as many parts as keep them within `programs`."""
+
+    block_i: int
+    num_warps: int
+    programs: int
+    unroll: int = 1
+    """States of a channel that are worked on side by side, forward."""
+    max_registers: int = 0
+    """Registers a thread may have, 0 for the compiler's choice; without effect on jax-triton before 0.4."""
+
+    def __post_init__(self):
+        if not _is_power(self.block_i, 1, PART):
+            raise ValueError(
+                f"ScanTile.block_i: expected a power of two up to {PART}, received {self.block_i!r}."
+            )
+        if not _is_power(self.num_warps, 1, 16) or not isinstance(self.programs, int) or self.programs < 1:
+            raise ValueError(
+                f"ScanTile: expected num_warps 1, 2, 4, 8 or 16 and programs >= 1, received {self.num_warps!r} and {self.programs!r}."
+            )
+
+
+@dataclasses.dataclass(frozen=True)
+class TritonConfig:
+    """`chunk_size` tokens (a power of two) are in the registers at once; the gradient keeps the state before each chunk."""
+
+    chunk_size: int
+    forward: ScanTile
+    backward: ScanTile
+    step: triton_step.StepTile
+
+    def __post_init__(self):
+        if not _is_power(self.chunk_size, 1, 64):
+            raise ValueError(
+                f"TritonConfig.chunk_size: expected a power of two up to 64, received {self.chunk_size!r}."
+            )
+
+
+config_type = TritonConfig
+
+
+def unavailable(device: DeviceFacts) -> str | None:
+    if device.vendor == "nvidia" and device.capability < (8, 0):
+        return f"needs compute capability 8.0 or newer, the device has {device.compute_capability or 'none'}"
+    return triton_unavailable()
+
+
+def unsupported(problem: Problem, device: DeviceFacts) -> str | None:
+    if "float64" in dict(problem.dtypes).values():
+        return "takes float32, float16 and bfloat16, not float64"
+    if problem.dim("N") > MAX_STATE:
+        return f"takes up to {MAX_STATE} states a channel, not N {problem.dim('N')}"
+    return None
+
+
+def default_config(problem: Problem, device: DeviceFacts) -> TritonConfig:
+    block, many = _block(device), 16 * (device.num_multiprocessors or _MULTIPROCESSORS)
+    unroll = 2 if problem.dim("N") % 2 == 0 else 1
+    return TritonConfig(16, ScanTile(block, 1, many, unroll), ScanTile(block, 1, many), _STEP)
+
+
+def _block(device: DeviceFacts) -> int:
+    """Channels of a warp, one a lane."""
+    return 64 if device.vendor == "amd" else 32
+
+
+def candidates(problem: Problem, device: DeviceFacts) -> list[TritonConfig]:
+    """Configurations worth timing, the heuristic first: more and fewer splits, and what else changes how many warps run side by side."""
+    heuristic, block = default_config(problem, device), _block(device)
+    base = device.num_multiprocessors or _MULTIPROCESSORS
+    other = 3 - heuristic.forward.unroll
+    forward = [
+        *(ScanTile(block, 1, base * n, heuristic.forward.unroll) for n in (16, 32, 20, 62)),
+        *(ScanTile(block, 1, base * n, other) for n in (20, 32, 62)),
+        ScanTile(2 * block, 2, base * 8, heuristic.forward.unroll),
+        ScanTile(block, 1, base * 20, heuristic.forward.unroll, 96),
+        ScanTile(block, 1, base * 24, heuristic.forward.unroll, 80),
+    ]
+    backward = [
+        *(ScanTile(block, 1, base * n) for n in (16, 8, 32, 24)),
+        *(ScanTile(block, 1, base * n, 1, 168) for n in (12, 24, 36)),
+        ScanTile(2 * block, 2, base * 8),
+        ScanTile(block, 1, base * 18, 1, 208),
+        ScanTile(block, 1, base * 62),
+    ]
+    pairs = zip(forward, backward, strict=True)
+    return [dataclasses.replace(heuristic, forward=first, backward=second) for first, second in pairs]
+
+
+Execute = Callable[[Launch, dict[str, Array]], dict[str, Array]]
+Arrays = dict[str, Array]
+
+
+class _Chunks(NamedTuple):
+    """How the sequences of a call lie in chunks, of which every row of the batch has `count`.
+
+    `bounds` `[sequences, 3]`: first row of tokens, the row after the last, first chunk. `rows` `[chunks, L]`: the row of each token of a
+    chunk, past the end where there is none. Both `None` without packed sequences: the rows of the batch are cut alike.
+    """
+
+    size: int
+    batch: int
+    count: int
+    sequences: int
+    bounds: Array | None = None
+    rows: Array | None = None
+
+
+def _chunks_of(arrays: ScanArrays, size: int) -> _Chunks:
+    batch, length = arrays.x.shape[:2]
+    if arrays.offsets is None:
+        return _Chunks(size, batch, math.ceil(length / size), batch)
+    table = jax.vmap(lambda offsets: chunk_table(offsets, length, size))(arrays.offsets)
+    rows, count = jnp.arange(batch, dtype=jnp.int32)[:, None], table.rows.shape[1]
+    tokens = arrays.offsets + length * rows
+    bounds = jnp.stack([tokens[:, :-1], tokens[:, 1:], table.first + count * rows], axis=-1)
+    of_tokens = jnp.where(table.rows < length, table.rows + length * rows[..., None], batch * length)
+    sequences = batch * (arrays.offsets.shape[-1] - 1)
+    return _Chunks(size, batch, count, sequences, bounds.reshape((-1, 3)), of_tokens.reshape((-1, size)))
+
+
+def _to_chunks(x: Array, chunks: _Chunks) -> Array:
+    """`B` or `C` `[B, T, G, N]` as float32 `[G, chunks, N, L]`, zero past the tokens."""
+    batch, length, groups, states = x.shape
+    x = x.astype(jnp.float32)
+    if chunks.rows is not None:
+        x = x.reshape((batch * length, groups, states))
+        x = x.at[chunks.rows].get(mode="fill", fill_value=0.0)
+    else:
+        x = jnp.pad(x, ((0, 0), (0, chunks.count * chunks.size - length), (0, 0), (0, 0)))
+        x = x.reshape((batch * chunks.count, chunks.size, groups, states))
+    return jnp.transpose(x, (2, 0, 3, 1))
+
+
+def _from_chunks(x: Array, chunks: _Chunks, length: int) -> Array:
+    """`[P, G, chunks, N, L]` as `[B, P, T, G, N]`."""
+    parts, groups, _, states, size = x.shape
+    x = jnp.transpose(x, (2, 4, 0, 1, 3))  # [chunks, L, P, G, N]
+    if chunks.rows is not None:
+        flat = jnp.zeros((chunks.batch * length, parts, groups, states), x.dtype)
+        x = flat.at[chunks.rows].set(x, mode="drop").reshape((chunks.batch, length, parts, groups, states))
+    else:
+        x = x.reshape((chunks.batch, chunks.count * size, parts, groups, states))[:, :length]
+    return jnp.moveaxis(x, 2, 1)
+
+
+def forward(
+    arrays: ScanArrays, spec: ScanSpec, config: TritonConfig, *, save: bool = True, execute: Execute = run
+) -> Arrays:
+    """`out`, `final_state`, and with `save` the states `saved [B, chunks, N, I]` before every chunk."""
+    call = _Call(arrays, spec, config.chunk_size, config.forward, execute)
+    x, shape = arrays.x, call.state_shape
+    slots = call.chunks.batch * call.chunks.count if save else shape[0] * call.splits
+    call.enter("summary", ("x", "dt", "a", "b"), call.inputs["initial"], UNROLL=config.forward.unroll)
+    results = call(
+        triton_forward.forward_kernel,
+        ("x", "dt", "a", "b", "c", "d", "z", "bias", "entering"),
+        {
+            "out_ptr": jax.ShapeDtypeStruct(x.shape, x.dtype),
+            "final_ptr": jax.ShapeDtypeStruct(shape, jnp.float32),
+            "states_ptr": jax.ShapeDtypeStruct((slots, *shape[1:]), jnp.float32),
+        },
+        SKIP=arrays.D is not None,
+        GATE=arrays.z is not None,
+        ENTERS=call.inputs["entering"] is not None,
+        UNROLL=config.forward.unroll,
+        D_STRIDE=call.stride(arrays.D, 1),
+        SAVE=save,
+    )
+    out = {"out": results["out_ptr"], "final_state": call.state(results["final_ptr"], spec.state_dtype)}
+    if save:
+        out["saved"] = results["states_ptr"].reshape((x.shape[0], -1, *shape[1:]))
+    return out
+
+
+def backward(
+    arrays: ScanArrays,
+    spec: ScanSpec,
+    config: TritonConfig,
+    saved: Array,
+    dout: Array,
+    dfinal_state: Array,
+    *,
+    execute: Execute = run,
+) -> Arrays:
+    """The gradient of every float array; bitwise repeatable, as every sum has one fixed order."""
+    call = _Call(arrays, spec, config.chunk_size, config.backward, execute)
+    x, shape, chunks = arrays.x, call.state_shape, call.chunks
+    (batch, length, channels), groups = x.shape, arrays.B.shape[-2]
+    call.inputs |= {
+        "dout": dout,
+        "states": saved.reshape((-1, *shape[1:])),
+    }
+    call.enter(
+        "backward_summary",
+        ("dt", "a", "c", "z", "dout"),
+        call.states_in(dfinal_state),
+        GATE=arrays.z is not None,
+    )
+    rows, blocks = shape[0] * call.splits, call.blocks // groups
+    n_chunks, states, size = chunks.batch * chunks.count, shape[1], chunks.size
+    per_channel = jax.ShapeDtypeStruct((rows, channels), jnp.float32)
+    per_state = jax.ShapeDtypeStruct((rows, *shape[1:]), jnp.float32)
+    results = call(
+        triton_backward.backward_kernel,
+        ("x", "dt", "a", "b", "c", "d", "z", "bias", "states", "dout", "entering"),
+        {
+            "dx_ptr": jax.ShapeDtypeStruct(x.shape, x.dtype),
+            "ddt_ptr": jax.ShapeDtypeStruct(x.shape, arrays.dt.dtype),
+            "dz_ptr": jax.ShapeDtypeStruct((1,), x.dtype)
+            if arrays.z is None
+            else jax.ShapeDtypeStruct(x.shape, arrays.z.dtype),
+            "dprojection_ptr": jax.ShapeDtypeStruct(
+                (blocks, groups, n_chunks, states, 2 * size), jnp.float32
+            ),
+            "da_ptr": per_state,
+            "dd_ptr": per_channel,
+            "dbias_ptr": per_channel,
+            "dinitial_ptr": jax.ShapeDtypeStruct(shape, jnp.float32),
+            "carry_ptr": per_state,
+        },
+        SKIP=arrays.D is not None,
+        GATE=arrays.z is not None,
+        D_STRIDE=call.stride(arrays.D, 1),
+        LANE_LEVELS=min(call.tile.block_i, _LANES).bit_length() - 1,
+    )
+    parts = parts_of(channels, groups)
+
+    projections = results["dprojection_ptr"]
+    projections = projections.reshape((parts, blocks // parts, *projections.shape[1:])).sum(1)
+
+    def over_splits(partial: Array) -> Array:
+        return partial.reshape((batch, -1, *partial.shape[1:])).sum(1)
+
+    grads = {
+        "x": results["dx_ptr"],
+        "dt": results["ddt_ptr"],
+        "A": jnp.swapaxes(over_splits(results["da_ptr"]), -1, -2),
+        "B": _from_chunks(projections[..., :size], chunks, length),
+        "C": _from_chunks(projections[..., size:], chunks, length),
+    }
+    if arrays.D is not None:
+        grads["D"] = over_splits(results["dd_ptr"])
+    if arrays.z is not None:
+        grads["z"] = results["dz_ptr"]
+    if arrays.dt_bias is not None:
+        grads["dt_bias"] = over_splits(results["dbias_ptr"])
+    if arrays.initial_state is not None:
+        grads["initial_state"] = call.state(results["dinitial_ptr"], "float32")
+    return grads
+
+
+class _Call:
+    """Launches kernels of one call: makes the operands, scalars and constants that all of them share."""
+
+    def __init__(self, arrays: ScanArrays, spec: ScanSpec, size: int, tile: ScanTile, execute: Execute):
+        self.arrays, self.spec, self.tile, self.execute = arrays, spec, tile, execute
+        self.chunks = chunks = _chunks_of(arrays, size)
+        channels, groups = arrays.x.shape[-1], arrays.B.shape[-2]
+        self.group = channels // groups
+        self.blocks = groups * math.ceil(self.group / tile.block_i)
+        self.states = arrays.A.shape[-1]
+        longest = math.ceil(arrays.x.shape[1] / size)
+        wanted = tile.programs // (chunks.sequences * self.blocks)
+        self.splits = max(1, min(wanted, longest, _MOST_SPLITS))
+        f32 = lambda x: None if x is None else x.astype(jnp.float32)
+        self.inputs: dict[str, Array | None] = {
+            "x": arrays.x,
+            "dt": arrays.dt,
+            "a": jnp.swapaxes(arrays.A.astype(jnp.float32) * _LOG2E, -1, -2),
+            "b": _to_chunks(arrays.B, chunks),
+            "c": _to_chunks(arrays.C, chunks),
+            "d": f32(arrays.D),
+            "z": arrays.z,
+            "bias": f32(arrays.dt_bias),
+            "initial": None if arrays.initial_state is None else self.states_in(arrays.initial_state),
+            "starts": arrays.starts,
+            "bounds": chunks.bounds,
+        }
+
+    @property
+    def state_shape(self) -> tuple[int, int, int]:
+        return self.chunks.sequences, self.states, self.arrays.x.shape[-1]
+
+    def states_in(self, x: Array) -> Array:
+        """States `[..., I, N]` as the kernels have them."""
+        return jnp.swapaxes(x.astype(jnp.float32), -1, -2).reshape(self.state_shape)
+
+    def state(self, x: Array, dtype: str) -> Array:
+        """States of the kernels as the call has them."""
+        x = jnp.swapaxes(x, -1, -2).astype(dtype)
+        if self.arrays.offsets is None:
+            return x
+        return x.reshape((self.chunks.batch, -1, *x.shape[1:]))
+
+    @staticmethod
+    def stride(x: Array | None, rank: int) -> int:
+        """Between the rows of the batch, of a parameter of this rank."""
+        return 0 if x is None or x.ndim == rank else math.prod(x.shape[1:])
+
+    def enter(self, name: str, operands: tuple[str, ...], first: Array | None, **constants: Any) -> None:
+        """Adds the state that enters each split, or the gradient of the one that leaves it, to the inputs; `None` for none."""
+        self.inputs["entering"] = first
+        if self.splits == 1:
+            return
+        sequences, states, channels = self.state_shape
+        rows, is_forward = sequences * self.splits, name == "summary"
+        kernel = triton_forward.summary_kernel if is_forward else triton_backward.backward_summary_kernel
+        summaries = self(
+            kernel,
+            (*operands, "bias"),
+            {
+                "local_ptr": jax.ShapeDtypeStruct((rows, states, channels), jnp.float32),
+                "total_ptr": jax.ShapeDtypeStruct((rows, channels), jnp.float32),
+            },
+            fewer=1,
+            **constants,
+        )
+        given = {"a_ptr": self.inputs["a"], "first_ptr": first, **summaries}
+        given |= {"starts_ptr": self.inputs["starts"], "bounds_ptr": self.inputs["bounds"]}
+        inputs = {name: self.arrays.x if x is None else x for name, x in given.items()}
+        block = min(_COMBINED, 1 << (channels - 1).bit_length())
+        launch = Launch(
+            kernel=triton_forward.combine_kernel,
+            inputs={name: jax.ShapeDtypeStruct(x.shape, x.dtype) for name, x in inputs.items()},
+            outputs={"entering_ptr": jax.ShapeDtypeStruct((rows, states, channels), jnp.float32)},
+            scalars={
+                "T": self.arrays.x.shape[1],
+                "SPLITS": self.splits,
+                "SEQUENCES": sequences // self.chunks.batch,
+            },
+            constants={
+                "I": channels,
+                "N": states,
+                "L": self.chunks.size,
+                "BLOCK": block,
+                "A_STRIDE": self.stride(self.arrays.A, 2),
+                "FIRST": first is not None,
+                "REVERSE": not is_forward,
+                "SEGMENTS": self.arrays.starts is not None,
+                "TABLE": self.chunks.bounds is not None,
+            },
+            grid=(sequences * states * math.ceil(channels / block),),
+            num_warps=4,
+            name=f"ejkernel_eqx.selective_scan.{'' if is_forward else 'backward_'}combine_kernel",
+        )
+        self.inputs["entering"] = self.execute(launch, inputs)["entering_ptr"]
+
+    def __call__(
+        self,
+        kernel: Any,
+        operands: tuple[str, ...],
+        outputs: dict[str, jax.ShapeDtypeStruct],
+        *,
+        fewer: int = 0,
+        **constants: Any,
+    ) -> Arrays:
+        """What a call does not have is never read: `x` stands in for it."""
+        given = {f"{name}_ptr": self.inputs[name] for name in (*operands, "starts", "bounds")}
+        inputs = {name: self.arrays.x if x is None else x for name, x in given.items()}
+        arrays, chunks, tile = self.arrays, self.chunks, self.tile
+        batch, length, channels = arrays.x.shape
+        launch = Launch(
+            kernel=kernel,
+            inputs={name: jax.ShapeDtypeStruct(x.shape, x.dtype) for name, x in inputs.items()},
+            outputs=outputs,
+            scalars={
+                "T": length,
+                "SPLITS": self.splits,
+                "CHUNKS": batch * chunks.count,
+                "SEQUENCES": chunks.sequences // batch,
+                "zero": 0,
+            },
+            constants={
+                "I": channels,
+                "N": self.states,
+                "GROUP": self.group,
+                "GROUP_BLOCKS": self.blocks // arrays.B.shape[-2],
+                "BLOCKS": self.blocks,
+                "BI": tile.block_i,
+                "LEVELS": chunks.size.bit_length() - 1,
+                "A_STRIDE": self.stride(arrays.A, 2),
+                "BIAS_STRIDE": self.stride(arrays.dt_bias, 1),
+                "BIAS": arrays.dt_bias is not None,
+                "SOFTPLUS": self.spec.softplus,
+                "SEGMENTS": arrays.starts is not None,
+                "TABLE": chunks.bounds is not None,
+                "EVEN": chunks.bounds is None
+                and length % chunks.size == 0
+                and self.group % tile.block_i == 0,
+                **constants,
+            },
+            grid=(chunks.sequences * (self.splits - fewer) * self.blocks,),
+            num_warps=tile.num_warps,
+            num_stages=1,
+            max_registers=tile.max_registers,
+            name=f"ejkernel_eqx.selective_scan.{kernel.fn.__name__}",
+        )
+        return self.execute(launch, inputs)
+
+
+def step(
+    arrays: StepArrays, spec: ScanSpec, config: TritonConfig, *, execute: Execute = run
+) -> tuple[Array, Array]:
+    """`out [*, B, I]` in the dtype of `x` and the states (the whole pool)."""
+    return triton_step.step(arrays, spec, config.step, execute=execute)

@@ -1,0 +1,270 @@
+"""The forward kernels of the scan: what each split of a sequence does to a state, and the scan itself."""
+
+import triton
+import triton.language as tl
+
+from .triton_tile import (
+    channels_of,
+    fresh_penalty,
+    join_rows,
+    load_projection,
+    load_tile,
+    place,
+    sigmoid,
+    split_rows,
+    store_tile,
+    time_step,
+)
+
+
+@triton.jit
+def summary_kernel(
+    x_ptr,
+    dt_ptr,
+    a_ptr,
+    b_ptr,
+    bias_ptr,
+    starts_ptr,
+    bounds_ptr,
+    T,
+    SPLITS,
+    CHUNKS,
+    SEQUENCES,
+    zero,
+    local_ptr,
+    total_ptr,
+    I: tl.constexpr,
+    N: tl.constexpr,
+    GROUP: tl.constexpr,
+    GROUP_BLOCKS: tl.constexpr,
+    BLOCKS: tl.constexpr,
+    BI: tl.constexpr,
+    LEVELS: tl.constexpr,
+    UNROLL: tl.constexpr,
+    A_STRIDE: tl.constexpr,
+    BIAS_STRIDE: tl.constexpr,
+    BIAS: tl.constexpr,
+    SOFTPLUS: tl.constexpr,
+    SEGMENTS: tl.constexpr,
+    TABLE: tl.constexpr,
+    EVEN: tl.constexpr,
+):
+    """Of every split but the last: the state after it from a state of zeros before it, and the sum of its time steps."""
+    L: tl.constexpr = 1 << LEVELS
+    block, sequence, split, row, length, chunk, first, last, _ = place(
+        tl.program_id(0), bounds_ptr, T, SPLITS, SPLITS - 1, L, BLOCKS, TABLE
+    )
+    group, i, inside = channels_of(block, GROUP, GROUP_BLOCKS, BI)
+    l = tl.arange(0, L)
+    batch = (sequence // SEQUENCES).to(tl.int64)
+    bias = tl.zeros([BI], tl.float32)
+    if BIAS:
+        bias = tl.load(bias_ptr + batch * BIAS_STRIDE + i, mask=inside, other=0.0)
+    a_ptr += batch * A_STRIDE
+    at = (sequence * SPLITS + split).to(tl.int64)
+    local_ptr += at * (N * I)
+    b_ptr += (group.to(tl.int64) * CHUNKS + chunk) * (N * L)
+    total = tl.zeros([BI], tl.float32)
+    for n in range(N):
+        tl.store(local_ptr + n * I + i, total, mask=inside)
+    for j in range(first, last):
+        token = j * L
+        count = length - token
+        here = (row + token) * I + zero
+        x = load_tile(x_ptr + here, count, l, i, inside, 0.0, I, EVEN)
+        raw = load_tile(dt_ptr + here, count, l, i, inside, float("-inf"), I, EVEN)
+        dt = time_step(raw, bias, SOFTPLUS)
+        total += tl.sum(dt, axis=0)
+        x *= dt
+        fresh = fresh_penalty(starts_ptr, row, token, length, l, SEGMENTS)
+        b_chunk = b_ptr + j.to(tl.int64) * (N * L)
+        for n0 in range(0, N, UNROLL):
+            rates = ()
+            states = ()
+            b_rows = ()
+            for u in tl.static_range(UNROLL):
+                known = inside & (n0 + u < N) if N % UNROLL else inside
+                rates = rates + (tl.load(a_ptr + (n0 + u) * I + i, mask=known, other=0.0),)
+                states = states + (tl.load(local_ptr + (n0 + u) * I + i, mask=known, other=0.0),)
+                b_rows = b_rows + (load_projection(b_chunk, n0 + u, l, N, L, UNROLL),)
+            for u in tl.static_range(UNROLL):
+                known = inside & (n0 + u < N) if N % UNROLL else inside
+                h = states[u]
+                exponent = dt * rates[u][None, :]
+                if SEGMENTS:
+                    exponent += fresh[:, None]
+                decay = split_rows(tl.exp2(exponent), BI, LEVELS)
+                write = split_rows(x * b_rows[u][:, None], BI, LEVELS)
+                for r in tl.static_range(L):
+                    h = tl.fma(decay[r], h, write[r])
+                tl.store(local_ptr + (n0 + u) * I + i, h, mask=known)
+    tl.store(total_ptr + at * I + i, total, mask=inside)
+
+
+@triton.jit
+def combine_kernel(
+    a_ptr,
+    first_ptr,
+    local_ptr,
+    total_ptr,
+    starts_ptr,
+    bounds_ptr,
+    T,
+    SPLITS,
+    SEQUENCES,
+    entering_ptr,
+    I: tl.constexpr,
+    N: tl.constexpr,
+    L: tl.constexpr,
+    BLOCK: tl.constexpr,
+    A_STRIDE: tl.constexpr,
+    FIRST: tl.constexpr,
+    REVERSE: tl.constexpr,
+    SEGMENTS: tl.constexpr,
+    TABLE: tl.constexpr,
+):
+    """The state that enters each split, from the first and what every split does to one; with `REVERSE` from the last split to the first."""
+    blocks: tl.constexpr = (I + BLOCK - 1) // BLOCK
+    pid = tl.program_id(0)
+    n = pid // blocks % N
+    sequence = pid // (blocks * N)
+    i = pid % blocks * BLOCK + tl.arange(0, BLOCK)
+    inside = i < I
+    _, _, _, row, length, _, _, _, size = place(sequence, bounds_ptr, T, SPLITS, 1, L, 1, TABLE)
+    at = (sequence * SPLITS).to(tl.int64)
+    a = tl.load(a_ptr + (sequence // SEQUENCES).to(tl.int64) * A_STRIDE + n * I + i, mask=inside, other=0.0)
+    h = tl.zeros([BLOCK], tl.float32)
+    if FIRST:
+        h = tl.load(first_ptr + (sequence.to(tl.int64) * N + n) * I + i, mask=inside, other=0.0)
+    for k in range(SPLITS):
+        s = SPLITS - 1 - k if REVERSE else k
+        here = ((at + s) * N + n) * I + i
+        tl.store(entering_ptr + here, h, mask=inside)
+        # Nothing is behind the last one that is reached, of which nothing is known.
+        known = inside & (k + 1 < SPLITS)
+        begin = s * size * L
+        decay = tl.exp2(a * tl.load(total_ptr + (at + s) * I + i, mask=known, other=0.0))
+        if SEGMENTS:
+            end = tl.minimum(begin + size * L, length)
+            decay = tl.where(tl.load(starts_ptr + row + end - 1) < begin, decay, 0.0)
+        h = decay * h + tl.load(local_ptr + here, mask=known, other=0.0)
+
+
+@triton.jit
+def forward_kernel(
+    x_ptr,
+    dt_ptr,
+    a_ptr,
+    b_ptr,
+    c_ptr,
+    d_ptr,
+    z_ptr,
+    bias_ptr,
+    entering_ptr,
+    starts_ptr,
+    bounds_ptr,
+    T,
+    SPLITS,
+    CHUNKS,
+    SEQUENCES,
+    zero,
+    out_ptr,
+    final_ptr,
+    states_ptr,
+    I: tl.constexpr,
+    N: tl.constexpr,
+    GROUP: tl.constexpr,
+    GROUP_BLOCKS: tl.constexpr,
+    BLOCKS: tl.constexpr,
+    BI: tl.constexpr,
+    LEVELS: tl.constexpr,
+    UNROLL: tl.constexpr,
+    A_STRIDE: tl.constexpr,
+    BIAS_STRIDE: tl.constexpr,
+    D_STRIDE: tl.constexpr,
+    BIAS: tl.constexpr,
+    SOFTPLUS: tl.constexpr,
+    SKIP: tl.constexpr,
+    GATE: tl.constexpr,
+    ENTERS: tl.constexpr,
+    SEGMENTS: tl.constexpr,
+    TABLE: tl.constexpr,
+    EVEN: tl.constexpr,
+    SAVE: tl.constexpr,
+):
+    """The outputs of a split, and the state before every chunk if they are saved; else `states` holds the running state of a split."""
+    L: tl.constexpr = 1 << LEVELS
+    block, sequence, split, row, length, chunk, first, last, _ = place(
+        tl.program_id(0), bounds_ptr, T, SPLITS, SPLITS, L, BLOCKS, TABLE
+    )
+    group, i, inside = channels_of(block, GROUP, GROUP_BLOCKS, BI)
+    l = tl.arange(0, L)
+    batch = (sequence // SEQUENCES).to(tl.int64)
+    bias = tl.zeros([BI], tl.float32)
+    skip = tl.zeros([BI], tl.float32)
+    if BIAS:
+        bias = tl.load(bias_ptr + batch * BIAS_STRIDE + i, mask=inside, other=0.0)
+    if SKIP:
+        skip = tl.load(d_ptr + batch * D_STRIDE + i, mask=inside, other=0.0)
+    a_ptr += batch * A_STRIDE
+    final_ptr += sequence.to(tl.int64) * (N * I)
+    at = (sequence * SPLITS + split).to(tl.int64)
+    entering_ptr += at * (N * I)
+    projection = (group.to(tl.int64) * CHUNKS + chunk) * (N * L)
+    b_ptr += projection
+    c_ptr += projection
+    states_ptr += (chunk + first if SAVE else at) * (N * I)
+    chunks = (length + L - 1) // L
+
+    for n in range(N):
+        h = tl.zeros([BI], tl.float32)
+        if ENTERS:
+            h = tl.load(entering_ptr + n * I + i, mask=inside, other=0.0)
+        tl.store(states_ptr + n * I + i, h, mask=inside & (first < last))
+        tl.store(final_ptr + n * I + i, h, mask=inside & (chunks == 0) & (split == 0))
+
+    for j in range(first, last):
+        token = j * L
+        count = length - token
+        here = (row + token) * I + zero
+        x = load_tile(x_ptr + here, count, l, i, inside, 0.0, I, EVEN)
+        raw = load_tile(dt_ptr + here, count, l, i, inside, float("-inf"), I, EVEN)
+        dt = time_step(raw, bias, SOFTPLUS)
+        y = x * skip[None, :]
+        x *= dt
+        fresh = fresh_penalty(starts_ptr, row, token, length, l, SEGMENTS)
+        b_chunk = b_ptr + j.to(tl.int64) * (N * L)
+        c_chunk = c_ptr + j.to(tl.int64) * (N * L)
+        state = states_ptr
+        if SAVE:
+            state += (j - first).to(tl.int64) * (N * I)
+        for n0 in range(0, N, UNROLL):
+            rates = ()
+            states = ()
+            b_rows = ()
+            c_rows = ()
+            for u in tl.static_range(UNROLL):
+                known = inside & (n0 + u < N) if N % UNROLL else inside
+                rates = rates + (tl.load(a_ptr + (n0 + u) * I + i, mask=known, other=0.0),)
+                states = states + (tl.load(state + (n0 + u) * I + i, mask=known, other=0.0),)
+                b_rows = b_rows + (load_projection(b_chunk, n0 + u, l, N, L, UNROLL),)
+                c_rows = c_rows + (load_projection(c_chunk, n0 + u, l, N, L, UNROLL),)
+            for u in tl.static_range(UNROLL):
+                known = inside & (n0 + u < N) if N % UNROLL else inside
+                h = states[u]
+                exponent = dt * rates[u][None, :]
+                if SEGMENTS:
+                    exponent += fresh[:, None]
+                decay = split_rows(tl.exp2(exponent), BI, LEVELS)
+                write = split_rows(x * b_rows[u][:, None], BI, LEVELS)
+                h_rows = ()
+                for r in tl.static_range(L):
+                    h = tl.fma(decay[r], h, write[r])
+                    h_rows = h_rows + (h,)
+                y += join_rows(h_rows, BI, LEVELS) * c_rows[u][:, None]
+                tl.store(state + (n0 + u + (N if SAVE else 0)) * I + i, h, mask=known & (j + 1 < last))
+                tl.store(final_ptr + (n0 + u) * I + i, h, mask=known & (j + 1 == chunks))
+        if GATE:
+            z = load_tile(z_ptr + here, count, l, i, inside, 0.0, I, EVEN)
+            y *= z * sigmoid(z)
+        store_tile(out_ptr + here, y, count, l, i, inside, I, EVEN)

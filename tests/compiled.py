@@ -1,0 +1,29 @@
+"""Compiling what a platform launches ahead of time, for devices that need not be there."""
+
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+from ejkernel_eqx.dispatch import Backend, DeviceFacts
+from ejkernel_eqx.dispatch.device import shared_memory_limit
+
+DEVICES = {
+    "sm_80": DeviceFacts(Backend.GPU, "A100", "nvidia", "8.0", 108, shared_memory_limit("nvidia", "8.0")),
+    "sm_90": DeviceFacts(Backend.GPU, "H100", "nvidia", "9.0", 132, shared_memory_limit("nvidia", "9.0")),
+    "sm_100": DeviceFacts(Backend.GPU, "B200", "nvidia", "10.0", 148, shared_memory_limit("nvidia", "10.0")),
+    "gfx942": DeviceFacts(Backend.GPU, "MI300X", "amd", "9.4.2", 304, shared_memory_limit("amd", "gfx942")),
+}
+
+
+def launches_of(function: Callable[..., Any], *args: Any) -> dict[str, Any]:
+    """What `function(*args, execute=...)` would launch, by the kernel's name; nothing is run."""
+    found: dict[str, Any] = {}
+
+    def record(launch: Any, inputs: dict[str, Any]) -> dict[str, Any]:
+        found[launch.function.fn.__name__] = launch
+        return {name: jnp.zeros(out.shape, out.dtype) for name, out in launch.outputs.items()}
+
+    jax.eval_shape(lambda *args: function(*args, execute=record), *args)
+    return found

@@ -1,0 +1,269 @@
+"""The causal convolution on XLA and by its Triton kernels, interpreted: against the reference, packed, padded, in pieces, composed."""
+
+import dataclasses
+import functools
+import itertools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+import ejkernel_eqx as ejx
+from tests.attention.dense import INTERPRET, quick
+from tests.convolution.cases import Case, CASES, exact, make, poison, results
+from tests.tolerances import assert_close
+
+
+@pytest.fixture(params=["xla", INTERPRET])
+def platform(request):
+    if request.param == INTERPRET:
+        pytest.importorskip("triton")
+    return request.param
+
+
+def assert_agrees(case: Case, found, expected) -> None:
+    assert set(found) == set(expected)
+    for name, x in found.items():
+        kind = "forward" if name in ("out", "final_state") else "gradient"
+        assert_close(x, expected[name], case.dtype, kind, name=name)
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_agrees_with_the_reference(name, platform):
+    """Results and every gradient; bit for bit the same with NaN in the padding."""
+    case = CASES[name]
+    inputs, cotangents = make(case)
+    op = ejx.CausalConv1d(case.activation, platform=platform)
+    found = results(op, inputs, case.packing, cotangents)
+    for n, x in inputs.items():
+        assert found[n].dtype == x.dtype and found[n].shape == x.shape
+    assert found["out"].dtype == found["final_state"].dtype == inputs["x"].dtype
+    assert_agrees(case, found, exact(case, inputs, cotangents))
+    assert not np.asarray(found["out"])[~case.real].any()
+    if not case.real.all():
+        again = results(op, poison(case, inputs), case.packing, cotangents)
+        for n in found:
+            np.testing.assert_array_equal(np.asarray(again[n]), np.asarray(found[n]), err_msg=n)
+
+
+def plain(x, weight, bias, initial):
+    """By hand, in float64: one sequence `[T, C]`."""
+    x, weight, bias, initial = (np.asarray(a, np.float64) for a in (x, weight, bias, initial))
+    whole = np.concatenate([initial, x])
+    width = weight.shape[1]
+    windows = np.stack([whole[w : w + len(x)] for w in range(width)])
+    y = np.einsum("cw,wtc->tc", weight, windows) + bias
+    return y / (1 + np.exp(-y)), whole[len(whole) - width + 1 :]
+
+
+@pytest.mark.parametrize("name", ["plain", "padding inside", "short segments"])
+def test_the_reference_is_the_sum_as_it_is_written(name):
+    case = CASES[name]
+    inputs, cotangents = make(dataclasses.replace(case, initial=True))
+    expected = exact(dataclasses.replace(case, initial=True), inputs, cotangents)
+    for row in range(case.B):
+        ids = np.zeros(case.T, int) if case.ids is None else case.ids[row]
+        state, before = np.asarray(inputs["initial_state"][row], np.float64), None
+        for segment in dict.fromkeys(ids[ids >= 0]):
+            state = state if before is None else np.zeros_like(state)
+            mine, before = ids == segment, segment
+            y, state = plain(inputs["x"][row][mine], inputs["weight"], inputs["bias"], state)
+            np.testing.assert_allclose(expected["out"][row][mine], y, rtol=1e-12, atol=1e-12)
+        np.testing.assert_allclose(expected["final_state"][row], state)
+
+
+def test_packed_as_one_by_one(platform):
+    case = CASES["offsets"]
+    inputs, cotangents = make(case)
+    found = results(ejx.CausalConv1d("silu", platform=platform), inputs, case.packing, cotangents)
+    assert case.offsets is not None
+    for n, (start, end) in enumerate(itertools.pairwise(case.offsets)):
+        y, state = plain(inputs["x"][start:end], inputs["weight"], inputs["bias"], inputs["initial_state"][n])
+        assert_close(found["out"][start:end], y)
+        assert_close(found["final_state"][n], state)
+
+
+@pytest.mark.parametrize("pieces", [(1, 1, 7), (2, 3, 4)])
+def test_in_pieces(pieces, platform):
+    """A prompt in chunks shorter than the width too: what the whole at once gives, exactly; and token by token."""
+    inputs, _ = make(CASES["plain"])
+    op = ejx.CausalConv1d("silu", platform=platform)
+    call, step = quick(lambda inputs: op(**inputs)), quick(op.step)
+    whole, last = call(inputs)
+    state, outs, at = inputs["initial_state"], [], 0
+    for size in pieces:
+        piece = inputs["x"][:, at : at + size]
+        if size == 1:
+            y, state = step(piece[:, 0], inputs["weight"], inputs["bias"], state)
+            y = y[:, None]
+        else:
+            y, state = call(inputs | {"x": piece, "initial_state": state})
+        outs.append(y)
+        at += size
+    assert_close(jnp.concatenate(outs, 1), whole)
+    np.testing.assert_array_equal(state, last)
+
+
+@pytest.mark.parametrize("side", ["left", "right"])
+def test_padding_is_as_if_it_were_not_there(side, platform):
+    """Neither in a row's output nor in its state, whatever its neighbours are; also in a prompt shorter than the width."""
+    case = Case(B=4, T=9)
+    inputs, _ = make(case)
+    op = ejx.CausalConv1d("silu", platform=platform)
+    lengths = (9, 5, 2, 0)
+    real = np.stack([np.arange(9) < n for n in lengths])
+    real = real[:, ::-1] if side == "left" else real
+    padded = inputs | {"x": jnp.where(real[..., None], inputs["x"], jnp.nan)}
+    out, final = quick(lambda inputs, ids: op(**inputs, segment_ids=ids))(padded, jnp.where(real, 0, -1))
+    for row, size in enumerate(lengths):
+        initial = np.asarray(inputs["initial_state"][row])
+        if size == 0:
+            np.testing.assert_array_equal(final[row], initial)
+            continue
+        y, state = plain(inputs["x"][row][real[row]], inputs["weight"], inputs["bias"], initial)
+        assert_close(out[row][real[row]], y)
+        np.testing.assert_array_equal(final[row], state.astype(np.float32))
+
+
+def test_composes(platform):
+    """jit, vmap of every argument, scan over layers, checkpoint, cotangents of any layout."""
+    case = Case(B=3, T=7, C=4)
+    inputs, (dout, _) = make(case)
+    op = ejx.CausalConv1d("silu", platform=platform)
+
+    def loss(x, weight, bias, state):
+        out, final = op(x, weight, bias, initial_state=state)
+        # Transposed and sliced: what comes back is strided as JAX likes it.
+        return (jnp.swapaxes(out, -1, -2) * jnp.swapaxes(dout, -1, -2)[: out.shape[0]]).sum() + (
+            final**2
+        ).sum()
+
+    args = tuple(inputs.values())
+    wanted = quick(jax.grad(loss, (0, 1, 2, 3)))(*args)
+    mapped = lambda x, weight, bias, state, d: jax.grad(
+        lambda *a: (
+            (op(a[0], a[1], a[2], initial_state=a[3])[0] * d).sum()
+            + (op(a[0], a[1], a[2], initial_state=a[3])[1] ** 2).sum()
+        ),
+        (0, 1, 2, 3),
+    )(x, weight, bias, state)
+    by_row = quick(jax.vmap(mapped, (0, None, None, 0, 0)))(*args, dout)
+    for n, (one, rows) in enumerate(zip(wanted, by_row)):
+        assert_close(rows.sum(0) if n in (1, 2) else rows, one, kind="gradient")
+    # Weights that are mapped too, and nothing else.
+    weights = jnp.stack([inputs["weight"], 2 * inputs["weight"]])
+    both = quick(jax.vmap(jax.grad(lambda w: loss(args[0], w, args[2], args[3]))))(weights)
+    assert_close(both[0], wanted[1], kind="gradient")
+    assert_close(both[1], quick(jax.grad(loss, 1))(args[0], weights[1], *args[2:]), kind="gradient")
+
+    def layers(x):
+        step = lambda x, w: (jax.checkpoint(lambda x: op(x, w)[0])(x), None)
+        return jax.lax.scan(step, x, weights)[0]
+
+    unrolled = lambda x: op(op(x, weights[0])[0], weights[1])[0]
+    assert_close(
+        quick(jax.grad(lambda x: (layers(x) * dout).sum()))(args[0]),
+        quick(jax.grad(lambda x: (unrolled(x) * dout).sum()))(args[0]),
+        kind="gradient",
+    )
+
+
+def test_any_leading_axes():
+    inputs, _ = make(Case(B=6))
+    op = ejx.CausalConv1d("silu", platform="xla")
+    out, final = op(**inputs)
+    deep = inputs | {n: inputs[n].reshape(2, 3, *inputs[n].shape[1:]) for n in ("x", "initial_state")}
+    out2, final2 = op(**deep)
+    np.testing.assert_array_equal(out2.reshape(out.shape), out)
+    np.testing.assert_array_equal(final2.reshape(final.shape), final)
+    none = inputs | {n: inputs[n][0] for n in ("x", "initial_state")}
+    assert_close(op(**none)[0], out[0])
+    empty, state = op(inputs["x"][:, :0], inputs["weight"], initial_state=inputs["initial_state"])
+    assert empty.shape == (6, 0, 5)
+    np.testing.assert_array_equal(state, inputs["initial_state"])
+
+
+def test_forward_mode_and_second_derivatives_on_xla():
+    inputs, (dout, _) = make(Case(T=5))
+    op = ejx.CausalConv1d("silu", platform="xla")
+    loss = lambda x: (op(x, inputs["weight"])[0] * dout).sum()
+    x, v = inputs["x"], jnp.ones_like(inputs["x"])
+    _, tangent = jax.jvp(loss, (x,), (v,))
+    assert_close(tangent, (jax.grad(loss)(x) * v).sum(), kind="gradient")
+    assert jnp.isfinite(jax.jvp(jax.grad(loss), (x,), (v,))[1]).all()
+
+
+def test_float64(enable_x64):
+    case = Case(dtype="float64", packed=CASES["padding inside"].packed)
+    inputs, cotangents = make(case)
+    inputs = {name: x.astype(jnp.float64) for name, x in inputs.items()}
+    found = results(ejx.CausalConv1d("silu", platform="xla"), inputs, case.packing, cotangents)
+    assert_agrees(case, found, exact(case, inputs, cotangents))
+    with pytest.raises(ejx.UnsupportedError, match="not float64"):
+        ejx.CausalConv1d(platform=INTERPRET)(inputs["x"], inputs["weight"])
+
+
+# Steps
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_step_with_slots(dtype):
+    """A row without a slot touches nothing: not the last slot either; the pool keeps its dtype, in place when donated."""
+    case = Case(B=3, T=1, dtype=dtype)
+    inputs, _ = make(case)
+    op = ejx.CausalConv1d("silu")
+    x, weight, bias = inputs["x"][:, 0], inputs["weight"], inputs["bias"]
+    pool = jnp.asarray(np.random.default_rng(1).standard_normal((5, 3, case.C)), jnp.float32)
+    before, indices = np.array(pool), jnp.array([3, -1, 0], jnp.int32)
+    step = jax.jit(lambda pool, x: op.step(x, weight, bias, pool, state_indices=indices), donate_argnums=0)
+    out, new = step(pool, x.at[1].set(jnp.nan))
+    assert new.dtype == jnp.float32 and out.dtype == x.dtype
+    np.testing.assert_array_equal(np.asarray(new)[[1, 2, 4]], before[[1, 2, 4]])
+    assert not np.asarray(out[1]).any()
+    for row, slot in ((0, 3), (2, 0)):
+        wanted, state = op.step(x[row], weight, bias, jnp.asarray(before[slot]))
+        assert_close(out[row], wanted)
+        np.testing.assert_array_equal(np.asarray(new[slot]), np.asarray(state))
+
+
+def test_a_state_of_another_dtype_keeps_it():
+    inputs, _ = make(Case(dtype="bfloat16"))
+    op = ejx.CausalConv1d()
+    state = inputs["initial_state"].astype(jnp.float32)
+    assert op(inputs["x"], inputs["weight"], initial_state=state)[1].dtype == jnp.float32
+    assert op.step(inputs["x"][:, 0], inputs["weight"], None, state)[1].dtype == jnp.float32
+
+
+# What it is told
+
+
+@pytest.mark.parametrize(
+    "change, words",
+    [
+        (dict(weight=jnp.ones((4, 3))), ["weight", "[C, W] with C = 5", "(4, 3)"]),
+        (dict(weight=jnp.ones((5, 1, 3))), ["weight", "(5, 1, 3)", "drops the axis"]),
+        (dict(bias=jnp.ones(4)), ["bias", "(4,)"]),
+        (dict(x=jnp.ones(5)), ["x", "rank 2"]),
+        (dict(x=jnp.ones((2, 3, 5), jnp.int32)), ["x", "int32"]),
+        (dict(initial_state=jnp.ones((2, 4, 5))), ["initial_state", "(2, 4, 5)"]),
+        (dict(cu_seqlens=jnp.array([0, 9])), ["cu_seqlens", "leading axes"]),
+        (dict(segment_ids=jnp.zeros((2, 3), jnp.int32)), ["segment_ids", "(2, 9)"]),
+    ],
+)
+def test_wrong_arguments(change, words, unchecked):
+    inputs = make(Case())[0] | change
+    with pytest.raises(ValueError) as caught:
+        ejx.CausalConv1d()(**inputs)
+    assert all(word in str(caught.value) for word in words), str(caught.value)
+
+
+def test_wrong_options_and_steps(unchecked):
+    inputs, _ = make(Case())
+    with pytest.raises(ValueError, match="'silu', received 'gelu'"):
+        ejx.CausalConv1d("gelu")
+    step = functools.partial(ejx.CausalConv1d().step, inputs["x"][:, 0], inputs["weight"], None)
+    with pytest.raises(ValueError, match="state: expected shape"):
+        step(inputs["initial_state"][:, :2])
+    with pytest.raises(ValueError, match="an integer for each row"):
+        step(inputs["initial_state"], state_indices=jnp.array([0]))

@@ -1,0 +1,265 @@
+"""Recurrences on a GPU: the Triton kernels against the float64 reference, and what only a GPU can show.
+
+python -m pytest tests/gpu/test_recurrence_gpu.py -n 8
+"""
+
+import dataclasses
+import functools
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax import Array
+
+import ejkernel_eqx as ejx
+from ejkernel_eqx.dispatch import device_facts, kernel_registry
+from ejkernel_eqx.recurrence import samples
+from ejkernel_eqx.recurrence.core import problem_of
+from ejkernel_eqx.recurrence.example import example_problem
+from ejkernel_eqx.recurrence.spec import RecurrenceArrays, RecurrenceSpec
+from tests.recurrence.cases import assert_agrees, Case, CASES, cotangents, make, Result, run_reference
+from tests.tolerances import assert_close
+
+if jax.default_backend() != "gpu":
+    pytest.skip("needs a GPU", allow_module_level=True)
+
+pytestmark = pytest.mark.gpu
+OPERATION = "linear_attention"  # the kernels are those of every operation of the core
+TRITON = kernel_registry.get(OPERATION, "triton")
+REPEATS = 4
+
+
+@pytest.fixture(scope="module", autouse=True)
+def _usable():
+    reason = TRITON.unusable(device_facts())
+    if reason is not None:
+        pytest.skip(f"platform triton is not usable here: {reason}")
+
+
+@functools.partial(jax.jit, static_argnums=(3, 4))
+def run_triton(
+    arrays: RecurrenceArrays, dout: Array, dstate: Array, spec: RecurrenceSpec, config: Any
+) -> Result:
+    kernels = TRITON.load()
+    results = dict(kernels.forward(arrays, spec, config))
+    out, state = results.pop("out"), results.pop("final_state")
+    grads = kernels.backward(arrays, spec, config, results, dout, dstate)
+    return Result(out, state, {name: x.astype(getattr(arrays, name).dtype) for name, x in grads.items()})
+
+
+def on_host(function, *arguments):
+    """The float64 reference runs on the CPU, beside the device under test."""
+    with jax.default_device(jax.devices("cpu")[0]):
+        return function(*jax.tree.map(np.asarray, arguments[:-1]), arguments[-1])
+
+
+def same(first: Any, second: Any) -> bool:
+    pairs = zip(jax.tree.leaves(first), jax.tree.leaves(second), strict=True)
+    return all(bool(jnp.array_equal(a, b)) for a, b in pairs)
+
+
+def default_config(arrays: RecurrenceArrays, spec: RecurrenceSpec) -> Any:
+    problem = problem_of(OPERATION, arrays, spec)
+    reason = TRITON.unsupported(problem, device_facts())
+    if reason is not None:
+        pytest.skip(reason)
+    return TRITON.load().default_config(problem, device_facts())
+
+
+def masked(case: Case, arrays: RecurrenceArrays, result: Result) -> Result:
+    """As the core has it: what tokens of no sequence give is zero."""
+    if arrays.offsets is None:
+        return result
+    tokens = jnp.arange(case.T)
+    real = (tokens >= arrays.offsets[:, :1]) & (tokens < arrays.offsets[:, -1:])
+
+    def clean(name: str, x: Array) -> Array:
+        if name in ("skip", "initial_state") or (name == "g" and case.decay == "constant"):
+            return x
+        return jnp.where(real.reshape(real.shape + (1,) * (x.ndim - 2)), x, jnp.zeros((), x.dtype))
+
+    grads = {name: clean(name, x) for name, x in result.grads.items()}
+    return Result(clean("out", result.out), result.final_state, grads)
+
+
+@pytest.mark.parametrize("case", CASES, ids=lambda case: case.name)
+def test_triton(case):
+    """Output, final state and all gradients; the same bit for bit when run again."""
+    arrays, spec = make(case)
+    config = default_config(arrays, spec)
+    dout, dstate = cotangents(case)
+    actual = run_triton(arrays, dout, dstate, spec, config)
+    exact = on_host(run_reference, arrays, dout, dstate, spec)
+    assert_agrees(case, masked(case, arrays, actual), exact)
+    for _ in range(REPEATS - 1):
+        again = run_triton(arrays, dout, dstate, spec, config)
+        assert same(masked(case, arrays, actual), masked(case, arrays, again))
+
+
+LAYERS = {
+    "gated_linear_attention": {},
+    "lightning_attention": {},
+    "linear_attention": {"decay": "scalar"},
+    "kernel_delta_attention": {},
+    "gated_delta_rule": {},
+    "delta_rule": {},
+    "state_space_v2": {},
+}
+
+
+@pytest.mark.parametrize("dtype", ["bfloat16", "float16", "float32"])
+@pytest.mark.parametrize("packed", [None, "segments", "offsets"])
+@pytest.mark.parametrize("operation", LAYERS)
+def test_layers_at_their_size(operation, packed, dtype):
+    """Sizes, chunks and configurations as in a model, against the recurrence in float32; repeated on a full device."""
+    dims = dict(B=2, T=1000, H=16, D=128) | ({"N": 5} if packed == "offsets" else {})
+    dims |= {"V": 64} if operation == "state_space_v2" else {}
+    flags = LAYERS[operation] | ({"packed": packed} if packed else {})
+    problem = example_problem(operation, dims, dtype, flags)
+    implementation = kernel_registry.get(operation, "triton")
+    work = implementation.make_workload(problem)
+    assert work is not None
+    config = implementation.load().default_config(problem, device_facts())
+    inputs = work.make_inputs(1)
+    run = jax.jit(work.run, static_argnums=1)
+    with jax.default_matmul_precision("highest"):
+        exact = work.reference(inputs)
+    actual = run(inputs, config)
+    for name, allowed in work.tolerances.items():
+        kind = "forward" if name in work.forward else "gradient"
+        assert_close(actual[name], exact[name], dtype, kind, name=name)
+        assert allowed.rms > 0
+    for _ in range(REPEATS - 1):
+        assert same(actual, run(inputs, config))
+
+
+@pytest.mark.parametrize("slots", [False, True])
+@pytest.mark.parametrize("operation", LAYERS)
+def test_a_step(operation, slots):
+    problem = example_problem(
+        operation, dict(B=16, H=16, D=128), "bfloat16", LAYERS[operation] | {"step": True, "slots": slots}
+    )
+    implementation = kernel_registry.get(operation, "triton")
+    work = implementation.make_workload(problem)
+    assert work is not None
+    arrays = work.make_inputs(0)
+    if slots:
+        arrays = arrays._replace(indices=arrays.indices.at[3].set(-1))
+    config = implementation.load().default_config(problem, device_facts())
+    actual = jax.jit(work.run, static_argnums=1)(arrays, config)
+    with jax.default_matmul_precision("highest"):
+        exact = work.reference(arrays)
+    assert_close(actual["out"], exact["out"], "bfloat16", "forward", name="out")
+    assert_close(actual["state"], exact["state"], "float32", "forward", name="state")
+
+
+def test_a_donated_state_is_written_in_place():
+    delta = ejx.GatedDeltaRule(platform="triton")
+    rows, heads, dim = 64, 16, 128
+    keys = jax.random.split(jax.random.key(0), 3)
+    q, k, v = (jax.random.normal(key, (rows, heads, dim), jnp.bfloat16) / dim**0.5 for key in keys)
+    g, beta = jnp.full((rows, heads), -0.1), jnp.full((rows, heads), 0.5, jnp.bfloat16)
+    state = jnp.ones((rows, heads, dim, dim))
+    kept = delta.step(q, k, v, g, beta, state)[1]
+    step = jax.jit(lambda state: delta.step(q, k, v, g, beta, state)[1], donate_argnums=0)
+    analysis = step.lower(state).compile().memory_analysis()
+    assert analysis is not None
+    assert analysis.alias_size_in_bytes >= state.nbytes and analysis.temp_size_in_bytes < state.nbytes // 8
+    assert same(step(state), kept)
+
+
+def test_vmap_is_one_batched_call():
+    gla = ejx.GatedLinearAttention(platform="triton")
+    case = Case(B=3, T=100, decay="key", D=64, V=64, dtype="bfloat16")
+    arrays, _ = make(case)
+    assert arrays.g is not None
+    operands = (arrays.q, arrays.k, arrays.v, arrays.g)
+
+    def loss(q, k, v, g):
+        out, state = gla(q, k, v, g)
+        return jnp.sum(out.astype(jnp.float32) ** 2) + jnp.sum(state)
+
+    together = jax.jit(jax.grad(loss, (0, 1, 2, 3)))(*operands)
+    mapped = jax.jit(jax.vmap(jax.grad(loss, (0, 1, 2, 3))))(*operands)
+    assert same(together, mapped)
+
+
+def test_memory_of_a_state_space_is_linear_and_small():
+    """Forward and backward: under three times what goes in and out, at the size of a layer."""
+    sizes = {}
+    for length in (2048, 4096):
+        problem = example_problem("state_space_v2", dict(B=4, T=length, H=64, D=128, V=64), "bfloat16", {})
+        implementation = kernel_registry.get("state_space_v2", "triton")
+        work = implementation.make_workload(problem)
+        assert work is not None
+        config = implementation.load().default_config(problem, device_facts())
+        inputs = jax.eval_shape(lambda work=work: work.make_inputs(0))
+        compiled = jax.jit(lambda x, work=work, config=config: work.run(x, config)).lower(inputs).compile()
+        analysis = compiled.memory_analysis()
+        assert analysis is not None
+        whole = analysis.argument_size_in_bytes + analysis.output_size_in_bytes
+        assert analysis.temp_size_in_bytes < 3 * whole
+        sizes[length] = analysis.temp_size_in_bytes
+    assert sizes[4096] < 2.2 * sizes[2048]
+
+
+# Offsets past 2^31 elements, and grids past 65535 programs. Rows repeat, so that a slice below is the oracle.
+
+
+@pytest.mark.parametrize("member", ["gated_linear_attention", "gated_delta_rule", "lightning_attention"])
+def test_rows_past_two_to_the_31_elements(member):
+    heads, dim, length = 32, 128, 2048
+    rows = 2**31 // (length * heads * dim) + 2
+    problem = example_problem(member, dict(B=2, T=length, H=heads, D=dim), "bfloat16", {})
+    few, spec = samples.make_inputs(problem, 0).arrays, samples.spec_of(problem)
+    many = jax.tree.map(lambda x: jnp.tile(x, (rows // 2, *(1,) * (x.ndim - 1))), few)
+    kernels = TRITON.load()
+    config = default_config(few, spec)
+
+    @jax.jit
+    def run(arrays):
+        results = dict(kernels.forward(arrays, spec, config))
+        out, state = results.pop("out"), results.pop("final_state")
+        grads = kernels.backward(arrays, spec, config, results, out, state)
+        return out, state, grads["q"], grads["k"], grads["v"]
+
+    small, large = run(few), run(many)
+    assert large[0].size > 2**31
+    for a, b in zip(small, large, strict=True):
+        for first in (0, rows // 2 // 2 * 2, rows - 2):
+            assert bool(jnp.array_equal(a, b[first : first + 2]))
+
+
+@pytest.mark.parametrize("member", ["gated_linear_attention", "gated_delta_rule", "lightning_attention"])
+def test_very_many_short_rows(member):
+    problem = example_problem(member, dict(B=8, T=5, H=16, D=16), "bfloat16", {})
+    few, spec = samples.make_inputs(problem, 0).arrays, samples.spec_of(problem)
+    many = jax.tree.map(lambda x: jnp.tile(x, (600, *(1,) * (x.ndim - 1))), few)  # 76,800 heads in all
+    config = default_config(few, spec)
+    kernels = TRITON.load()
+    run = jax.jit(lambda arrays: kernels.forward(arrays, spec, config))
+    small, large = run(few), run(many)
+    assert bool(jnp.array_equal(small["out"], large["out"][-8:]))
+    assert bool(jnp.array_equal(small["final_state"], large["final_state"][-8:]))
+
+
+def test_hard_keys_through_the_operation():
+    """Correlated keys, beta up to 2, normalised in the operation."""
+    case = dataclasses.replace(
+        next(case for case in CASES if case.name == "kda-correlated"),
+        dtype="bfloat16",
+        beta=1.0,
+        D=128,
+        V=128,
+    )
+    arrays, _ = make(case)
+    assert arrays.g is not None and arrays.beta is not None
+    kda = {name: ejx.KernelDeltaAttention(platform=name) for name in ("triton", "xla")}
+    wide = [x.astype(jnp.float32) for x in arrays[:5] if x is not None]
+    actual = kda["triton"](arrays.q, arrays.k, arrays.v, arrays.g, arrays.beta)
+    with jax.default_matmul_precision("highest"):
+        exact = kda["xla"](*wide)
+    for a, b in zip(actual, exact, strict=True):
+        assert_close(a, b, "bfloat16", "forward", name="result")

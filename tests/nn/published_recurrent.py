@@ -1,0 +1,177 @@
+"""Recurrent layers of published models, written down from their formulas, token by token, in NumPy and whatever precision
+they are given. Nothing here uses the package. `w` maps the published parameter names to arrays of the published shapes;
+`x` is `[T, E]`.
+"""
+
+import numpy as np
+
+
+def sigmoid(x):
+    return 1.0 / (1.0 + np.exp(-x))
+
+
+def silu(x):
+    return x * sigmoid(x)
+
+
+def softplus(x):
+    return np.log1p(np.exp(x))
+
+
+def linear(w, name, x):
+    y = x @ w[f"{name}.weight"].T
+    return y + w[f"{name}.bias"] if f"{name}.bias" in w else y
+
+
+def convolution(w, name, x):
+    """`torch.nn.Conv1d` with a group for each channel, padded on the left, then a SiLU."""
+    weight = w[f"{name}.weight"][:, 0]
+    width = weight.shape[1]
+    rows = []
+    for t in range(len(x)):
+        seen = [(x[t - i], weight[:, width - 1 - i]) for i in range(min(t + 1, width))]
+        rows.append(sum(a * b for a, b in seen) + w.get(f"{name}.bias", 0.0))
+    return silu(np.stack(rows))
+
+
+def rms(x, eps):
+    return x / np.sqrt(np.mean(x * x, axis=-1, keepdims=True) + eps)
+
+
+def unit(x):
+    return x / np.sqrt(np.sum(x * x, axis=-1, keepdims=True) + 1e-6)
+
+
+def mamba(w, x, *, norm_eps=None):
+    """Mamba; with `norm_eps` Falcon-Mamba."""
+    hidden, z = np.split(linear(w, "in_proj", x), 2, axis=-1)
+    hidden = convolution(w, "conv1d", hidden)
+    size, rank = w["A_log"].shape[1], w["dt_proj.weight"].shape[1]
+    parts = np.split(linear(w, "x_proj", hidden), [rank, rank + size], axis=-1)
+    dt, B, C = parts if norm_eps is None else (rms(part, norm_eps) for part in parts)
+    dt, A = softplus(linear(w, "dt_proj", dt)), -np.exp(w["A_log"])
+    state, rows = np.zeros(A.shape), []
+    for t in range(len(x)):
+        state = np.exp(dt[t][:, None] * A) * state + (dt[t] * hidden[t])[:, None] * B[t]
+        rows.append(state @ C[t] + w["D"] * hidden[t])
+    return linear(w, "out_proj", np.stack(rows) * silu(z)), state
+
+
+def mamba2(w, x, *, head_dim, groups, size, eps=1e-5, limit=(0.0, np.inf), norm_first=False, per_group=True):
+    heads = w["A_log"].shape[0]
+    inner = heads * head_dim
+    z, mixed, dt = np.split(linear(w, "in_proj", x), [inner, 2 * inner + 2 * groups * size], axis=-1)
+    mixed = convolution(w, "conv1d", mixed)
+    hidden = mixed[:, :inner].reshape(-1, heads, head_dim)
+    B, C = (
+        np.repeat(part.reshape(-1, groups, size), heads // groups, axis=1)
+        for part in np.split(mixed[:, inner:], 2, axis=-1)
+    )
+    dt, A = np.clip(softplus(dt + w["dt_bias"]), *limit), -np.exp(w["A_log"])
+    state, rows = np.zeros((heads, head_dim, size)), []
+    for t in range(len(x)):
+        new = np.einsum("h,hp,hn->hpn", dt[t], hidden[t], B[t])
+        state = np.exp(dt[t] * A)[:, None, None] * state + new
+        rows.append(np.einsum("hpn,hn->hp", state, C[t]) + w["D"][:, None] * hidden[t])
+    y = np.stack(rows).reshape(len(x), inner)
+    if "norm.weight" not in w:
+        return linear(w, "out_proj", y * silu(z)), state
+
+    def norm(y):
+        parts = np.split(y, groups if per_group else 1, axis=-1)
+        return np.concatenate([rms(part, eps) for part in parts], axis=-1) * w["norm.weight"]
+
+    return linear(w, "out_proj", norm(y) * silu(z) if norm_first else norm(y * silu(z))), state
+
+
+def forgetting(q, k, v, decay, scale):
+    """Linear attention whose keys' channels forget by factors `decay`; all `[T, H, ...]`."""
+    state, rows = np.zeros((q.shape[1], k.shape[-1], v.shape[-1])), []
+    for t in range(len(q)):
+        state = decay[t][..., None] * state + np.einsum("hd,hv->hdv", k[t], v[t])
+        rows.append(scale * np.einsum("hdv,hd->hv", state, q[t]))
+    return np.stack(rows), state
+
+
+def delta_rule(q, k, v, decay, beta):
+    """What a key already holds is replaced; all `[T, H, ...]`."""
+    state, rows = np.zeros((q.shape[1], k.shape[-1], v.shape[-1])), []
+    q, k = unit(q) * q.shape[-1] ** -0.5, unit(k)
+    for t in range(len(q)):
+        state = decay[t][..., None] * state
+        held = np.einsum("hdv,hd->hv", state, k[t])
+        state = state + np.einsum("h,hd,hv->hdv", beta[t], k[t], v[t] - held)
+        rows.append(np.einsum("hdv,hd->hv", state, q[t]))
+    return np.stack(rows), state
+
+
+def gla(w, x, *, heads, kv_heads, eps=1e-5, normalizer=16.0, gate_min=-np.inf):
+    def project(name, count):
+        y = linear(w, f"{name}_proj", x)
+        if f"{name}_conv1d.weight" in w:
+            y = convolution(w, f"{name}_conv1d", y)
+        return y.reshape(len(x), count, -1)
+
+    shared = heads // kv_heads
+    q, k, v = project("q", heads), project("k", kv_heads), project("v", kv_heads)
+    logits = linear(w, "gk_proj.1", linear(w, "gk_proj.0", x))
+    gate = np.maximum(-softplus(-logits) / normalizer, gate_min).reshape(len(x), kv_heads, -1)
+    k, v, gate = (np.repeat(part, shared, axis=1) for part in (k, v, gate))
+    out, state = forgetting(q, k, v, np.exp(gate), q.shape[-1] ** -0.5)
+    if "g_proj.weight" in w:
+        out = rms(out, eps) * w["g_norm_swish_gate.weight"]
+        out = out * silu(linear(w, "g_proj", x)).reshape(out.shape)
+    else:
+        out = rms(out, eps) * w["g_norm.weight"]
+    return linear(w, "o_proj", out.reshape(len(x), -1)), state[::shared]
+
+
+def minimax(w, x, *, heads, layer, layers, eps=1e-6):
+    """MiniMax-01's lightning attention."""
+    qkv = silu(linear(w, "qkv_proj", x)).reshape(len(x), heads, -1)
+    q, k, v = np.split(qkv, 3, axis=-1)
+    slopes = np.array([2.0 ** (-8.0 * (h + 1) / heads) for h in range(heads)])
+    slopes = slopes * (1.0 - layer / (layers - 1 + 1e-5) + 1e-5)
+    decay = np.broadcast_to(np.exp(-slopes)[:, None], q.shape)
+    out, state = forgetting(q, k, v, decay, 1.0)
+    out = rms(out.reshape(len(x), -1), eps) * w["norm.weight"]
+    return linear(w, "out_proj", sigmoid(linear(w, "output_gate", x)) * out), state
+
+
+def kimi(w, x, *, heads, v_heads=None, eps=1e-5, lower_bound=None, doubled=False):
+    """Kimi Linear's KDA, and with `v_heads`, `lower_bound`, `doubled` what flash-linear-attention adds to it."""
+    v_heads = heads if v_heads is None else v_heads
+    q, k, v = (convolution(w, f"{name}_conv1d", linear(w, f"{name}_proj", x)) for name in "qkv")
+    q, k = (np.repeat(part.reshape(len(x), heads, -1), v_heads // heads, axis=1) for part in (q, k))
+    raw = linear(w, "f_b_proj", linear(w, "f_a_proj", x)) + w["dt_bias"]
+    raw, rate = raw.reshape(len(x), v_heads, -1), np.exp(w["A_log"]).reshape(v_heads, 1)
+    log_decay = -rate * softplus(raw) if lower_bound is None else lower_bound * sigmoid(rate * raw)
+    beta = sigmoid(linear(w, "b_proj", x)) * (2.0 if doubled else 1.0)
+    out, state = delta_rule(q, k, v.reshape(len(x), v_heads, -1), np.exp(log_decay), beta)
+    gate = linear(w, "g_b_proj", linear(w, "g_a_proj", x)).reshape(out.shape)
+    out = rms(out, eps) * w["o_norm.weight"] * sigmoid(gate)
+    return linear(w, "o_proj", out.reshape(len(x), -1)), state
+
+
+def qwen3_next(w, x, *, k_heads, v_heads, head_dim, v_head_dim, eps=1e-6):
+    """Qwen3-Next's gated delta net: the rows of its projections are those of the first key head, then the second's."""
+    shared, count = v_heads // k_heads, len(x)
+    mixed, ba = linear(w, "in_proj_qkvz", x), linear(w, "in_proj_ba", x)
+    q, k, v, z, b, a = ([] for _ in range(6))
+    rows, gates = np.split(mixed, k_heads, axis=-1), np.split(ba, k_heads, axis=-1)
+    for row, gate in zip(rows, gates):
+        q.append(row[:, :head_dim])
+        k.append(row[:, head_dim : 2 * head_dim])
+        rest = row[:, 2 * head_dim :]
+        v.append(rest[:, : shared * v_head_dim])
+        z.append(rest[:, shared * v_head_dim :])
+        b.append(gate[:, :shared])
+        a.append(gate[:, shared:])
+    q, k, v, z, b, a = (np.concatenate(part, axis=-1) for part in (q, k, v, z, b, a))
+    mixed = convolution(w, "conv1d", np.concatenate([q, k, v], axis=-1))
+    q, k, v = np.split(mixed, [q.shape[-1], 2 * q.shape[-1]], axis=-1)
+    q, k = (np.repeat(part.reshape(count, k_heads, head_dim), shared, axis=1) for part in (q, k))
+    log_decay = -np.exp(w["A_log"]) * softplus(a + w["dt_bias"])
+    out, state = delta_rule(q, k, v.reshape(count, v_heads, -1), np.exp(log_decay)[..., None], sigmoid(b))
+    out = rms(out, eps) * w["norm.weight"] * silu(z.reshape(out.shape))
+    return linear(w, "out_proj", out.reshape(count, -1)), state

@@ -1,0 +1,215 @@
+"""The recurrent layers as people use them in Equinox: gradients, vmap, scan, saving, and what they say when misused."""
+
+import io
+
+import equinox as eqx
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+import ejkernel_eqx as ejx
+from ejkernel_eqx import nn
+from tests.nn.recurrent_layers import build, call, inputs, LAYERS, parameters
+from tests.tolerances import assert_close
+
+KEY = jax.random.key(0)
+SPANS = [(0, 4), (2, 6)]
+REAL = np.array([[a <= t < b for t in range(7)] for a, b in SPANS])
+
+
+def _loss(layer, x, weight, real=None):
+    y = layer(x, padding_mask=real)
+    y = y if real is None else jnp.where(real[..., None], y, 0)
+    return jnp.sum(jnp.sin(y) * weight)
+
+
+@eqx.filter_jit
+def _gradient(layer, x, weight, real=None):
+    return eqx.filter_grad(_loss)(layer, x, weight, real)
+
+
+@pytest.mark.parametrize("name", LAYERS)
+def test_every_parameter_has_a_gradient_through_padding(name):
+    x = jnp.where(REAL[..., None], inputs(2, 7), jnp.nan)
+    gradient = parameters(_gradient(build(name), x, jnp.ones_like(x), jnp.asarray(REAL)))
+    assert set(gradient) == set(parameters(build(name)))
+    for parameter, value in gradient.items():
+        assert np.all(np.isfinite(value)) and np.any(value != 0), parameter
+
+
+def test_gradient_of_padded_rows_is_that_of_the_rows():
+    layer, x = build("mamba2"), inputs(2, 7)
+    weight = jnp.cos(x)
+    padded = _gradient(layer, jnp.where(REAL[..., None], x, jnp.nan), weight, jnp.asarray(REAL))
+    alone = _gradient(layer, *(jnp.stack([a[r, i:j] for r, (i, j) in enumerate(SPANS)]) for a in (x, weight)))
+    expected = parameters(alone)
+    for parameter, value in parameters(padded).items():
+        assert_close(value, expected[parameter], kind="gradient", name=parameter)
+
+
+def test_any_number_of_batch_dimensions_and_vmap():
+    layer, x = build("mamba2"), inputs(6, 5).reshape(2, 3, 5, -1)
+    y, state = call(layer, x, layer.init_state((2, 3)))
+    mapped = eqx.filter_jit(jax.vmap(jax.vmap(layer)))(x, layer.init_state((2, 3)))
+    for ours, theirs in zip(jax.tree.leaves(mapped), jax.tree.leaves((y, state)), strict=True):
+        assert_close(ours, theirs)
+    assert_close(call(layer, x[1, 2]), y[1, 2])
+
+
+def test_stacked_layers_scan_with_their_states():
+    """Each lightning layer has its own slopes, though they are stacked."""
+
+    make = lambda key, i: nn.LightningAttention(24, num_heads=4, layer_index=i, num_layers=3, key=key)
+    stacked = eqx.filter_jit(eqx.filter_vmap(make))(jax.random.split(KEY, 3), jnp.arange(3))
+    x = inputs(2, 6)
+    arrays, static = eqx.partition(stacked, eqx.is_array)
+
+    @jax.jit
+    def run(x, states):
+        def body(x, layer_and_state):
+            layer, state = layer_and_state
+            y, state = eqx.combine(layer, static)(x, state)
+            return x + y, state
+
+        return jax.lax.scan(body, x, (arrays, states))
+
+    expected = x
+    for index in range(3):
+        layer = jax.tree.map(lambda leaf, i=index: leaf[i] if eqx.is_array(leaf) else leaf, stacked)
+        expected = expected + call(layer, expected)
+    first, states = run(x[:, :5], stacked.init_state((3, 2)))
+    second, states = run(x[:, 5:], states)
+    assert_close(jnp.concatenate([first, second], axis=1), expected)
+    slopes = [ejx.lightning_slopes("minimax", 4, index, 3) for index in range(3)]
+    np.testing.assert_allclose(eqx.filter_vmap(lambda layer: layer.slopes())(stacked), slopes, rtol=1e-6)
+
+
+def test_the_place_of_a_lightning_layer_is_no_parameter():
+    layer = build("lightning")
+    assert "layer_index" not in parameters(layer)
+    half = jax.tree.map(lambda x: x.astype(jnp.bfloat16) if eqx.is_inexact_array(x) else x, layer)
+    assert half.layer_index.dtype == jnp.int32
+
+
+def test_steps_trace_once():
+    traces = 0
+
+    @eqx.filter_jit
+    def step(layer, x, state):
+        nonlocal traces
+        traces += 1
+        return layer(x, state)
+
+    layer, x = build("gla"), inputs(2, 4)
+    state = layer.init_state(2)
+    for t in range(4):
+        _, state = step(layer, x[:, t : t + 1], state)
+    assert traces == 1
+
+
+@pytest.mark.parametrize("name", LAYERS)
+def test_serialises(name):
+    layer, file = build(name), io.BytesIO()
+    eqx.tree_serialise_leaves(file, layer)
+    for like in (build(name, seed=1), eqx.filter_eval_shape(lambda: build(name, seed=1))):
+        file.seek(0)
+        back = eqx.tree_deserialise_leaves(file, like)
+        assert jax.tree.structure(back) == jax.tree.structure(layer)
+        for ours, theirs in zip(jax.tree.leaves(back), jax.tree.leaves(layer)):
+            assert np.array_equal(ours, theirs)
+
+
+@pytest.mark.parametrize("name", LAYERS)
+def test_static_fields_hold_no_arrays(name):
+    _, static = eqx.partition(build(name), eqx.is_array)
+    hash(jax.tree.structure(static))
+
+
+def test_states_in_half_precision():
+    layer = nn.LightningAttention(24, num_heads=4, state_dtype=jnp.bfloat16, key=KEY)
+    y, state = call(layer, inputs(2, 3), layer.init_state(2))
+    assert y.dtype == jnp.float32 and state.recurrent.dtype == jnp.bfloat16
+
+
+ERRORS = {
+    "features": (
+        lambda: build("gla")(inputs(2, 5)[..., :20]),
+        r"x: expected \[..., T, E\] with E = 24, received shape \(2, 5, 20\)",
+    ),
+    "padding_mask": (
+        lambda: build("gla")(inputs(2, 5), padding_mask=jnp.ones((2, 4), bool)),
+        r"padding_mask: expected shape \(2, 5\), .* received \(2, 4\)",
+    ),
+    "batch of the state": (
+        lambda: build("gla")(inputs(2, 5), build("gla").init_state(3)),
+        r"state: expected arrays of shapes .*; build it with init_state\(\(2,\)\)",
+    ),
+    "another layer's state": (
+        lambda: build("gla")(inputs(2, 5), build("kimi").init_state(2)),
+        "state: expected arrays of shapes",
+    ),
+    "offsets with segments": (
+        lambda: build("gla")(
+            inputs(1, 5)[0], segment_ids=jnp.zeros(5, jnp.int32), cu_seqlens=jnp.array([0, 5], jnp.int32)
+        ),
+        "cu_seqlens: expected None with segment_ids",
+    ),
+    "offsets with a mask": (
+        lambda: build("gla")(
+            inputs(1, 5)[0], padding_mask=jnp.ones(5, bool), cu_seqlens=jnp.array([0, 5], jnp.int32)
+        ),
+        "cu_seqlens: expected None with padding_mask",
+    ),
+    "offsets with a batch": (
+        lambda: build("gla")(inputs(2, 5), cu_seqlens=jnp.array([0, 5], jnp.int32)),
+        r"cu_seqlens: expected offsets \[N \+ 1\] and x of shape \[T, E\]",
+    ),
+    "mamba2, heads": (
+        lambda: nn.Mamba2Mixer(24, head_dim=9, key=KEY),
+        "head_dim: expected a divisor of inner_dim=48, received 9",
+    ),
+    "mamba2, groups": (
+        lambda: nn.Mamba2Mixer(24, head_dim=12, num_groups=3, key=KEY),
+        "num_groups: expected a divisor of heads=4, received 3",
+    ),
+    "gla, kv heads": (
+        lambda: nn.GatedLinearAttention(24, num_kv_heads=3, key=KEY),
+        "num_kv_heads: expected a divisor of num_heads=4, received 3",
+    ),
+    "gla, width": (
+        lambda: nn.GatedLinearAttention(24, num_heads=5, key=KEY),
+        "expand_k: expected a factor that gives a whole number of features a head, received one that gives 2.4",
+    ),
+    "lightning, heads": (
+        lambda: nn.LightningAttention(24, num_heads=5, key=KEY),
+        "num_heads: expected a divisor of embed_dim=24, received 5",
+    ),
+    "lightning, place": (
+        lambda: nn.LightningAttention(24, num_heads=4, layer_index=3, num_layers=3, key=KEY),
+        "layer_index: expected 0 <= layer_index < num_layers, received 3 of 3",
+    ),
+    "kimi, heads": (
+        lambda: nn.KimiDeltaAttention(24, num_heads=3, num_v_heads=4, key=KEY),
+        "num_heads: expected a divisor of num_v_heads=4, received 3",
+    ),
+    "qwen3-next, heads": (
+        lambda: nn.GatedDeltaNet(24, num_k_heads=3, num_v_heads=4, key=KEY),
+        "num_k_heads: expected a divisor of num_v_heads=4, received 3",
+    ),
+}
+
+
+@pytest.mark.parametrize("name", ERRORS)
+def test_errors(name):
+    make, message = ERRORS[name]
+    with pytest.raises(ValueError, match=message):
+        make()
+
+
+@pytest.mark.parametrize("name", LAYERS)
+def test_platform_reaches_every_kernel(name):
+    layer = eqx.filter_eval_shape(lambda: LAYERS[name].build(platform="xla", key=KEY))
+    is_kernel = lambda node: isinstance(node, ejx.Kernel)
+    kernels = [node for node in jax.tree.leaves(layer, is_leaf=is_kernel) if is_kernel(node)]
+    assert kernels and all(str(kernel.plan.snapshot.requested) == "xla" for kernel in kernels)

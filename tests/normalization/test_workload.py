@@ -1,0 +1,123 @@
+"""What the tuner is given, and what is compiled: inputs of their very problem, results that agree, configurations that fit."""
+
+import dataclasses
+
+import jax
+import numpy as np
+import pytest
+
+from ejkernel_eqx.dispatch import BOTH, FORWARD, kernel_registry
+from ejkernel_eqx.normalization.core import FAMILY, problem_of
+from ejkernel_eqx.normalization.spec import NormSpec
+from ejkernel_eqx.normalization.workload import example_problem, make_arrays
+from tests.attention.dense import quick
+from tests.compiled import DEVICES, launches_of
+from tests.tolerances import errors
+
+OPERATION = "gated_rms_norm"
+KINDS = {
+    "plain": example_problem(OPERATION, dict(B=2, M=6, F=24), "float32", {}),
+    "groups": example_problem(
+        OPERATION, dict(M=9, G=3, F=8), "bfloat16", dict(activation="sigmoid", norm_before_gate=True)
+    ),
+    "bare": example_problem(OPERATION, dict(M=4, F=16), "float16", dict(activation=None, weight=False)),
+}
+
+
+@pytest.mark.parametrize("name", KINDS)
+def test_inputs_are_of_their_problem(name):
+    wanted = KINDS[name]
+    spec = NormSpec(str(wanted.flag("activation") or "silu"), bool(wanted.flag("norm_before_gate")))
+    found = problem_of(OPERATION, make_arrays(wanted, 0), spec)
+    assert (found, found.key()) == (wanted, wanted.key())
+    assert (np.asarray(make_arrays(wanted, 1).x) != np.asarray(make_arrays(wanted, 0).x)).any()
+
+
+@pytest.mark.parametrize(
+    "platform, name", [("xla", "plain"), ("xla", "bare"), ("triton-interpret", "groups")]
+)
+def test_agrees_with_the_reference(platform, name):
+    pytest.importorskip("triton")
+    of = KINDS[name]
+    implementation = kernel_registry.get(OPERATION, platform)
+    work = implementation.make_workload(of)
+    assert work is not None
+    inputs, config = work.make_inputs(3), implementation.load().default_config(of, DEVICES["sm_90"])
+    actual, reference = quick(work.run, static_argnums=1)(inputs, config), work.reference(inputs)
+    assert set(actual) == set(reference) == set(work.tolerances)
+    for name, allowed in work.tolerances.items():
+        measured = errors(actual[name], reference[name])
+        assert measured.rms <= allowed.rms and measured.peak <= allowed.peak, (name, measured)
+    assert work.costs[BOTH].bytes > work.costs[FORWARD].bytes > 0
+
+
+def test_costs_are_the_arrays_once():
+    work = kernel_registry.get(OPERATION, "xla").make_workload(KINDS["bare"])
+    assert (
+        work is not None
+        and work.costs[FORWARD].bytes == 2 * 4 * 16 * 2
+        and work.costs[BOTH].bytes == 5 * 4 * 16 * 2
+    )
+
+
+@pytest.mark.parametrize(
+    "dims, flags, word",
+    [
+        (dict(F=4), {}, "missing"),
+        (dict(M=1, F=4, X=2), {}, "X"),
+        (dict(M=0, F=4), {}, "M=0"),
+        (dict(M=1, F=4), dict(weight=1), "weight"),
+        (dict(M=1, F=4), dict(gate=True), "gate"),
+    ],
+)
+def test_words_that_do_not_fit(dims, flags, word):
+    with pytest.raises(ValueError, match=word):
+        example_problem(OPERATION, dims, "float32", flags)
+
+
+@pytest.mark.parametrize(
+    "target", ["sm_90", *(pytest.param(t, marks=pytest.mark.slow) for t in DEVICES if t != "sm_90")]
+)
+def test_defaults_fit(target):
+    pytest.importorskip("triton")
+    from ejkernel_eqx.launch import compile_ahead
+    from ejkernel_eqx.normalization import triton
+
+    sizes, flags = {
+        "sm_80": (dict(B=4, M=4096, F=4096), {}),
+        "sm_90": (dict(B=4096, M=16, F=128), dict(norm_before_gate=True)),
+        "sm_100": (dict(M=1000, G=8, F=500), dict(activation="sigmoid")),
+        "gfx942": (dict(M=100, F=1000), dict(activation=None)),
+    }[target]
+    problem, device = example_problem(OPERATION, sizes, "bfloat16", flags), DEVICES[target]
+    assert triton.unsupported(problem, device) is None
+    configs = triton.candidates(problem, device)
+    assert configs[0] == triton.default_config(problem, device) and len(set(configs)) == len(configs) > 1
+    assert configs[0].fast_sigmoid == (target != "gfx942")
+    spec = NormSpec(str(problem.flag("activation") or "silu"), bool(problem.flag("norm_before_gate")))
+    arrays, cotangents = jax.eval_shape(
+        lambda: FAMILY._make_inputs(spec, lambda seed: make_arrays(problem, seed), 0)
+    )
+
+    def both(arrays, cotangents, execute):
+        triton.forward(arrays, spec, configs[0], execute=execute)
+        return triton.backward(arrays, spec, configs[0], cotangents, execute=execute)
+
+    launches = launches_of(both, arrays, cotangents)
+    assert set(launches) == {"forward_kernel", "backward_kernel"}
+    for name, launch in launches.items():
+        report = compile_ahead(launch, target)
+        assert report.fits, (name, report)
+
+
+def test_what_triton_does_not_take():
+    pytest.importorskip("triton")
+    from ejkernel_eqx.normalization import triton
+
+    wide = example_problem(OPERATION, dict(M=1, F=20000), "bfloat16", {})
+    reason = triton.unsupported(wide, DEVICES["sm_90"])
+    assert reason is not None and "16384" in reason
+    with pytest.raises(ValueError, match="power of two"):
+        triton.NormTile(3, 4)
+    with pytest.raises(ValueError, match="num_warps"):
+        dataclasses.replace(triton.NormTile(4, 4), num_warps=5)

@@ -1,0 +1,313 @@
+"""The one list of problems of the linear-time core: tests of every platform, benchmarks and the tuner's checks draw on it."""
+
+import dataclasses
+import functools
+import zlib
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import Array
+
+from ejkernel_eqx.recurrence import reference
+from ejkernel_eqx.recurrence.spec import (
+    CONSTANT,
+    FLOATS,
+    heads_of,
+    KEY,
+    NONE,
+    RecurrenceArrays,
+    RecurrenceSpec,
+    SCALAR,
+    VALUE,
+)
+from tests.attention.cases import all_pairs
+from tests.tolerances import assert_close
+
+LOG_DECAYS = (0.0, -1e-6, -1.0, -50.0)
+
+
+@dataclasses.dataclass(frozen=True)
+class Case:
+    """One problem. `Hg` and `Hb` count where there is a decay and a beta."""
+
+    name: str = "plain"
+    B: int = 2
+    T: int = 65
+    Hq: int = 2
+    Hk: int = 2
+    Hv: int = 2
+    Hg: int = 2
+    Hb: int = 2
+    D: int = 32
+    V: int = 32
+    decay: str = NONE
+    delta: bool = False
+    log_decays: str | float = (
+        "usual"  # one number for all, "usual" (a tenth or so) or "mixed" (each of LOG_DECAYS, anywhere)
+    )
+    beta: float | None = None  # uniform between 0 and this
+    keys: str = "unit"  # "normal", "unit" (length 1) or "correlated" (length 1, cosines about 0.9)
+    packing: str | None = (
+        None  # "segments", "offsets", or "many" sequences, more than tokens if those are few
+    )
+    initial_state: bool = False
+    skip: bool = False
+    state_dtype: str = "float32"
+    dtype: str = "float32"
+
+    @property
+    def spec(self) -> RecurrenceSpec:
+        return RecurrenceSpec(self.D**-0.5, self.decay, self.delta, self.state_dtype)
+
+
+class Result(NamedTuple):
+    """Of one call, forward and backward; the gradients by name."""
+
+    out: Any
+    final_state: Any
+    grads: dict[str, Any]
+
+
+def make(case: Case, seed: int = 0) -> tuple[RecurrenceArrays, RecurrenceSpec]:
+    """The problem's arrays, the same for the same case and seed."""
+    rng = np.random.default_rng([seed, zlib.crc32(repr(case).encode())])
+    wide = "float64" if case.dtype == "float64" else "float32"
+    rows = case.B, case.T
+
+    def cast(x: np.ndarray | None, dtype: str) -> Any:
+        return None if x is None else jnp.asarray(x).astype(dtype)
+
+    q = rng.standard_normal((*rows, case.Hq, case.D))
+    k = _keys(case, rng)
+    v = rng.standard_normal((*rows, case.Hv, case.V))
+    g = _log_decays(case, rng)
+    beta = None if case.beta is None else rng.uniform(0, case.beta, (*rows, case.Hb))
+    arrays = RecurrenceArrays(
+        q=cast(q, case.dtype),
+        k=cast(k, case.dtype),
+        v=cast(v, case.dtype),
+        g=cast(g, wide),
+        beta=cast(beta, wide),
+    )
+    state_heads = heads_of(arrays, case.spec).state
+    if case.skip:
+        arrays = arrays._replace(skip=cast(rng.standard_normal((case.B, state_heads, case.V)), wide))
+    if case.packing == "segments":
+        arrays = arrays._replace(starts=_starts(case, rng))
+    elif case.packing is not None:
+        arrays = arrays._replace(offsets=_offsets(case, rng))
+    if case.initial_state:
+        count = () if arrays.offsets is None else (arrays.offsets.shape[-1] - 1,)
+        state = rng.standard_normal((case.B, *count, state_heads, case.D, case.V))
+        arrays = arrays._replace(initial_state=cast(state, case.state_dtype))
+    return arrays, case.spec
+
+
+def _keys(case: Case, rng: np.random.Generator) -> np.ndarray:
+    k = rng.standard_normal((case.B, case.T, case.Hk, case.D))
+    if case.keys == "correlated":
+        k = 3 * rng.standard_normal((case.B, 1, case.Hk, case.D)) + k
+    return k if case.keys == "normal" else k / np.linalg.norm(k, axis=-1, keepdims=True)
+
+
+def _log_decays(case: Case, rng: np.random.Generator) -> np.ndarray | None:
+    if case.decay == NONE:
+        return None
+    shape = {
+        CONSTANT: (case.B, case.Hg),
+        SCALAR: (case.B, case.T, case.Hg),
+        KEY: (case.B, case.T, case.Hg, case.D),
+        VALUE: (case.B, case.T, case.Hg, case.V),
+    }[case.decay]
+    if case.log_decays == "usual":
+        return -rng.gamma(0.5, 0.2, shape)
+    if case.log_decays == "mixed":
+        return rng.choice(LOG_DECAYS, shape, p=(0.3, 0.3, 0.3, 0.1))
+    assert not isinstance(case.log_decays, str), case.log_decays
+    return np.full(shape, case.log_decays)
+
+
+def _starts(case: Case, rng: np.random.Generator) -> Array:
+    """About three segments a row, at different places in each; the second row has only one."""
+    begins = rng.random((case.B, case.T)) < 2.5 / max(case.T, 1)
+    begins[1:2] = False
+    begins[:, :1] = False
+    starts = np.where(begins, np.arange(case.T), -1)
+    return jnp.asarray(np.maximum.accumulate(starts, 1) if case.T else starts, jnp.int32)
+
+
+def _offsets(case: Case, rng: np.random.Generator) -> Array:
+    """Sequences of any length, some empty; the first starts past the row's start, the last ends before its end."""
+    count = 5 if case.packing == "offsets" else case.T + 3 if case.T < 8 else 9
+    inner = rng.integers(min(2, case.T), max(case.T - 2, min(2, case.T)) + 1, (case.B, count + 1))
+    inner[:, 2] = inner[:, 1]
+    return jnp.asarray(np.sort(inner, 1), jnp.int32)
+
+
+def in_sequence(case: Case, arrays: RecurrenceArrays) -> np.ndarray:
+    """`[B, T, 1, 1]`: the tokens whose outputs count. What a kernel gives for the others is masked by its caller."""
+    tokens = np.arange(case.T)
+    if arrays.offsets is None:
+        return np.ones((1, case.T, 1, 1), bool)
+    offsets = np.asarray(arrays.offsets)
+    return ((tokens >= offsets[:, :1]) & (tokens < offsets[:, -1:]))[..., None, None]
+
+
+def cotangents(case: Case, seed: int = 1) -> tuple[Array, Array]:
+    """For the output and for the final state."""
+    rng = np.random.default_rng(seed)
+    arrays, spec = make(case)
+    heads = heads_of(arrays, spec)
+    count = () if arrays.offsets is None else (arrays.offsets.shape[-1] - 1,)
+    dout = rng.standard_normal((case.B, case.T, heads.out, case.V)) * in_sequence(case, arrays)
+    dstate = rng.standard_normal((case.B, *count, heads.state, case.D, case.V))
+    return jnp.asarray(dout).astype(case.dtype), jnp.asarray(dstate).astype(case.state_dtype)
+
+
+def floats_of(arrays: RecurrenceArrays) -> dict[str, Array]:
+    """The arrays that gradients are taken in."""
+    return {name: x for name in FLOATS if (x := getattr(arrays, name)) is not None}
+
+
+def differentiated(function, arrays: RecurrenceArrays, dout: Array, dstate: Array) -> Result:
+    """Results and gradients of `function(arrays) -> (out, final_state)` by JAX."""
+    (out, state), pull = jax.vjp(lambda floats: function(arrays._replace(**floats)), floats_of(arrays))
+    return Result(out, state, pull((dout, dstate))[0])
+
+
+@functools.partial(jax.jit, static_argnums=3, compiler_options={"xla_backend_optimization_level": 0})
+def _run_reference(arrays: RecurrenceArrays, dout: Array, dstate: Array, spec: RecurrenceSpec) -> Result:
+    return differentiated(lambda arrays: reference.recur(arrays, spec), arrays, dout, dstate)
+
+
+def assert_agrees(case: Case, actual: Result, exact: Result) -> None:
+    """Every result within the tolerance table; 16-bit states count as such."""
+    arrays, _ = make(case)
+    seen = in_sequence(case, arrays)
+    states = case.dtype if case.state_dtype == "float32" else case.state_dtype
+    assert actual.out.dtype == case.dtype and actual.final_state.dtype == case.state_dtype
+    out = np.where(seen, np.asarray(actual.out).astype(np.float64), 0)
+    assert_close(out, np.where(seen, exact.out, 0), case.dtype, "forward", name="out")
+    assert_close(actual.final_state, exact.final_state, states, "forward", name="final state")
+    assert actual.grads.keys() == floats_of(arrays).keys()
+    for name, x in actual.grads.items():
+        assert x.shape == getattr(arrays, name).shape and x.dtype == getattr(arrays, name).dtype, name
+        dtype = states if name == "initial_state" else case.dtype
+        assert_close(x, exact.grads[name], dtype, "gradient", name=f"gradient of {name}")
+
+
+def run_reference(arrays: RecurrenceArrays, dout: Array, dstate: Array, spec: RecurrenceSpec) -> Result:
+    """The oracle, in float64 whatever the problem's dtype."""
+    host = jax.tree.map(np.asarray, (arrays, dout, dstate))
+    spec = dataclasses.replace(spec, state_dtype="float64")
+    with jax.enable_x64(True):
+        double = [
+            x.astype(np.float64) if jnp.issubdtype(x.dtype, jnp.floating) else x
+            for x in jax.tree.leaves(host)
+        ]
+        tree = jax.tree.unflatten(jax.tree.structure(host), [jnp.asarray(x) for x in double])
+        return jax.tree.map(np.asarray, _run_reference(*tree, spec))
+
+
+_HEADS = (
+    (2, 2, 2, 2, 2),
+    (1, 1, 4, 4, 4),  # few keys, many values: state spaces, gated delta rules
+    (4, 2, 2, 2, 2),  # few states, many queries
+    (2, 2, 4, 1, 4),
+    (4, 1, 2, 2, 1),
+    (2, 3, 6, 3, 2),  # counts that do not divide one another
+)
+"""Of q, k, v, g and beta."""
+_FLAGS: dict[str, tuple] = {
+    "heads": _HEADS,
+    "length": (65, 64, 1, 131, 2, 63, 3),
+    "log_decays": ("usual", "mixed", *LOG_DECAYS),
+    "decay": (NONE, CONSTANT, SCALAR, KEY, VALUE),
+    "size": ((32, 32), (16, 48), (64, 32), (40, 24)),
+    "packing": (None, "segments", "offsets", "many"),
+    "dtype": ("float32", "float32", "bfloat16", "float16"),
+    "beta": (None, 1.0, 2.0),
+    "keys": ("unit", "correlated"),
+    "delta": (False, True),
+    "initial_state": (False, True),
+    "skip": (False, True),
+    "state_dtype": ("float32", "bfloat16"),
+    "B": (1, 2),
+}
+
+
+def _forbidden(row) -> bool:
+    """A skip connection is for as many values as outputs and states; without a decay there are no log-decays to choose."""
+    chosen = dict(zip(_FLAGS, row, strict=True))
+    pick = lambda name: None if chosen[name] is None else _FLAGS[name][chosen[name]]
+    heads, skip = pick("heads"), pick("skip")
+    if skip and heads is not None and heads[2] != max(heads):
+        return True
+    return pick("decay") == NONE and chosen["log_decays"] not in (None, 0)
+
+
+def _pairwise() -> list[Case]:
+    cases = []
+    for n, row in enumerate(all_pairs([len(choices) for choices in _FLAGS.values()], _forbidden)):
+        flags = {name: choices[i] for (name, choices), i in zip(_FLAGS.items(), row, strict=True)}
+        names = dict(zip(("Hq", "Hk", "Hv", "Hg", "Hb"), flags.pop("heads"), strict=True))
+        dim, values = flags.pop("size")
+        case = Case(T=flags.pop("length"), D=dim, V=values, **names, **flags)
+        cases.append(dataclasses.replace(case, name=f"{n:02d}-{_describe(case)}"))
+    return cases
+
+
+def _describe(case: Case) -> str:
+    heads = "".join(str(x) for x in (case.Hq, case.Hk, case.Hv, case.Hg, case.Hb))
+    words = [f"B{case.B}T{case.T}H{heads}D{case.D}V{case.V}", case.dtype, case.decay]
+    words += [f"log{case.log_decays}"] if case.decay != NONE else []
+    words += [f"beta{case.beta:g}"] if case.beta is not None else []
+    words += [case.packing] if case.packing is not None else []
+    words += [name for name in ("delta", "initial_state", "skip") if getattr(case, name)]
+    words += ["correlated"] if case.keys == "correlated" else []
+    words += ["bf16-state"] if case.state_dtype == "bfloat16" else []
+    return "-".join(words)
+
+
+PLAIN = Case()
+MEMBERS = (
+    Case(name="linear"),
+    Case(name="lightning", decay=CONSTANT, log_decays=-0.3),
+    Case(name="scalar", decay=SCALAR),
+    Case(name="gla", decay=KEY),
+    Case(name="value", decay=VALUE),
+    Case(name="ssd", decay=SCALAR, Hq=1, Hk=1, Hv=4, Hg=4, Hb=4, beta=1.0, skip=True, keys="normal"),
+    Case(name="delta", delta=True, beta=1.0),
+    Case(name="gated-delta", decay=SCALAR, delta=True, beta=1.0, Hq=1, Hk=1),
+    Case(name="kda", decay=KEY, delta=True, beta=1.0),
+)
+"""One problem for each member of the family, with nothing particular about it."""
+HARD = (
+    Case(name="delta-correlated", T=131, delta=True, beta=2.0, keys="correlated", D=64, V=64),
+    Case(
+        name="gated-delta-correlated",
+        T=131,
+        decay=SCALAR,
+        delta=True,
+        beta=2.0,
+        keys="correlated",
+        D=64,
+        V=64,
+    ),
+    Case(name="kda-correlated", T=131, decay=KEY, delta=True, beta=2.0, keys="correlated", D=64, V=64),
+    Case(name="scalar-mixed", T=131, decay=SCALAR, log_decays="mixed"),
+    Case(name="gla-mixed", T=131, decay=KEY, log_decays="mixed"),
+    Case(name="kda-mixed", T=131, decay=KEY, delta=True, beta=2.0, keys="correlated", log_decays="mixed"),
+    Case(name="scalar-strong", T=131, decay=SCALAR, log_decays=-50.0),
+    Case(name="gla-strong", T=131, decay=KEY, log_decays=-50.0),
+)
+"""What a careless kernel gets wrong."""
+EMPTY = (
+    Case(name="no-tokens", T=0, decay=SCALAR, initial_state=True),
+    Case(name="no-tokens-packed", T=0, B=1, decay=KEY, packing="offsets", initial_state=True),
+    Case(name="no-tokens-no-state", T=0, delta=True),
+)
+PAIRWISE = _pairwise()
+CASES = [*MEMBERS, *HARD, *PAIRWISE]

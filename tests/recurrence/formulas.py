@@ -1,0 +1,151 @@
+"""Each operation as its contract states it, token by token, gates included; written apart from the package.
+
+A formula takes one row, `[T, heads, ...]`, in float64, its arguments by the names of the call, `ids [T]` that say which tokens go together
+(negative: padding), and the state that enters the first of them.
+"""
+
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+
+def recurrence(
+    q, k, v, ids, state, *, decay: Any = None, beta: Any = None, scale: Any = None, delta=False, heads
+):
+    """`out [T, R, V]` and the last state. `decay` has the shape `[T, heads, D or 1, V or 1]`."""
+    out_heads = max(heads, q.shape[1])
+    q, (k, v) = grouped(q, out_heads), (grouped(x, heads) for x in (k, v))
+    decay = jnp.ones((1, 1, 1, 1)) if decay is None else grouped(decay, heads)
+    decay = jnp.broadcast_to(decay, (len(ids), *decay.shape[1:]))
+    beta = jnp.ones((len(ids), heads)) if beta is None else grouped(beta, heads)
+    scale = q.shape[-1] ** -0.5 if scale is None else scale
+
+    def token(carry, x):
+        state, latest = carry
+        q, k, v, decay, beta, ident = x
+        real = ident >= 0
+        carried = jnp.where(real & (latest >= 0) & (ident != latest), 0.0, state)
+        new = carried * decay
+        written = v - (new * k[:, :, None]).sum(1) if delta else v
+        new = new + beta[:, None, None] * k[:, :, None] * written[:, None, :]
+        state = jnp.where(real, new, state)
+        read = jnp.repeat(state, out_heads // heads, axis=0)
+        out = jnp.where(real, scale * (read * q[:, :, None]).sum(1), 0.0)
+        return (state, jnp.where(real, ident, latest)), out
+
+    (state, _), out = jax.lax.scan(token, (state, jnp.int32(-1)), (q, k, v, decay, beta, ids))
+    return out, state
+
+
+def grouped(x, heads):
+    """Head `h` reads `h // (heads / n)`."""
+    return jnp.repeat(x, heads // x.shape[1], axis=1)
+
+
+def linear(scale=None, normalize=False):
+    def formula(ids, state, q, k, v, g=None, gk=None, gv=None, g_gamma=None):
+        if normalize:
+            return normalized(ids, state, q, k, v)
+        decay = None
+        if g_gamma is not None:
+            decay = jnp.exp(g_gamma)[None, :, None, None]
+        if g is not None:
+            decay = jnp.exp(g)[:, :, None, None]
+        if gk is not None:
+            of_keys = jnp.exp(gk)[..., None]
+            many = max(of_keys.shape[1], 1 if decay is None else decay.shape[1])
+            decay = grouped(of_keys, many) * (1.0 if decay is None else grouped(decay, many))
+        if gv is not None:
+            decay = jnp.exp(gv)[:, :, None, :]
+        heads = state.shape[0]
+        return recurrence(q, k, v, ids, state, decay=decay, scale=scale, heads=heads)
+
+    def normalized(ids, state, q, k, v):
+        scaling = q.shape[-1] ** -0.5 if scale is None else scale
+        out, values = recurrence(q, k, v, ids, state[0], scale=scaling, heads=state[0].shape[0])
+        heads = state[1].shape[0]
+        ones = jnp.ones((*k.shape[:2], 1))
+        weight, weights = recurrence(q, k, ones, ids, state[1][..., None], scale=scaling, heads=heads)
+        real = (ids >= 0)[:, None, None]
+        out = out / jnp.where(real, grouped(weight, out.shape[1]) + 1e-10, 1.0)
+        return out, (values, weights[..., 0])
+
+    return formula
+
+
+def gated_linear(ids, state, q, k, v, g):
+    return linear()(ids, state, q, k, v, gk=g)
+
+
+def lightning(rule=None, layer=0, layers=1, scale=None):
+    def formula(ids, state, q, k, v, slopes: Any = None):
+        heads = max(x.shape[1] for x in (q, k, v))
+        h = jnp.arange(heads, dtype=jnp.float64)
+        if rule == "minimax":
+            slopes = 2 ** (-8 * (h + 1) / heads) * (1 - layer / (layers - 1 + 1e-5) + 1e-5)
+        if rule == "fla":
+            slopes = 8 / heads * (1 - layer / layers) * h
+        return linear(scale)(ids, state, q, k, v, g_gamma=-slopes)
+
+    return formula
+
+
+def delta(
+    use_qk_l2norm=False, gate="log", lower_bound: Any = None, beta_sigmoid=False, allow_neg_eigval=False
+):
+    """All delta rules: `g` is per channel, per head, or not there."""
+
+    def formula(ids, state, q, k, v, g: Any = None, beta: Any = None, A_log: Any = None, dt_bias: Any = None):
+        if use_qk_l2norm:
+            q, k = (x / jnp.sqrt((x**2).sum(-1, keepdims=True) + 1e-6) for x in (q, k))
+        if beta_sigmoid:
+            beta = 1 / (1 + jnp.exp(-beta))
+        if allow_neg_eigval:
+            beta = 2 * beta
+        decay = None
+        if g is not None:
+            rate: Any = None if A_log is None else jnp.exp(A_log).reshape(-1, *(1,) * (g.ndim - 2))
+            raw = g if dt_bias is None else g + dt_bias
+            if gate == "softplus":
+                g = -rate * jnp.log(1 + jnp.exp(raw))
+            if gate == "bounded":
+                g = lower_bound / (1 + jnp.exp(-rate * raw))
+            decay = jnp.exp(g)[..., None] if g.ndim == 3 else jnp.exp(g)[..., None, None]
+        heads = state.shape[0]
+        return recurrence(q, k, v, ids, state, decay=decay, beta=beta, delta=True, heads=heads)
+
+    return formula
+
+
+def state_space(dt_softplus=False, dt_limit=None, norm=None, norm_eps=1e-5):
+    def formula(ids, state, x, dt, A, B, C, D: Any = None, z: Any = None, dt_bias=None, norm_weight=None):
+        dt = dt if dt_bias is None else dt + dt_bias
+        dt = jnp.log(1 + jnp.exp(dt)) if dt_softplus else dt
+        if dt_limit is not None:
+            dt = jnp.where(
+                (dt >= dt_limit[0]) & (dt <= dt_limit[1]), dt, jnp.clip(jax.lax.stop_gradient(dt), *dt_limit)
+            )
+        heads, groups = x.shape[1], B.shape[1]
+        y, state = recurrence(
+            C,
+            B,
+            x,
+            ids,
+            state.swapaxes(1, 2),
+            decay=jnp.exp(dt * A)[..., None, None],
+            beta=dt,
+            scale=1.0,
+            heads=heads,
+        )
+        if D is not None:
+            y = y + (D[:, None] if D.ndim == 1 else D) * x
+        y = y if z is None else y * (z / (1 + jnp.exp(-z)))
+        if norm is not None:
+            parts = y.reshape(len(y), groups if norm == "group" else 1, -1)
+            parts = parts / jnp.sqrt((parts**2).mean(-1, keepdims=True) + norm_eps)
+            y = parts.reshape(y.shape)
+        y = y if norm_weight is None else y * norm_weight
+        return jnp.where((ids >= 0)[:, None, None], y, 0.0), state.swapaxes(1, 2)
+
+    return formula

@@ -1,0 +1,111 @@
+"""The kernels of the linear members, compiled ahead of time for devices that need not be there: the defaults must fit."""
+
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import pytest
+
+from ejkernel_eqx.dispatch import Backend, DeviceFacts
+from ejkernel_eqx.dispatch.device import shared_memory_limit
+from ejkernel_eqx.launch import compile_ahead, Launch
+from ejkernel_eqx.recurrence.core import problem_of
+from ejkernel_eqx.recurrence.spec import CONSTANT, RecurrenceArrays, RecurrenceSpec, SCALAR
+
+pytest.importorskip("triton")
+from ejkernel_eqx.recurrence import triton
+
+DEVICES = {
+    "sm_80": DeviceFacts(Backend.GPU, "A100", "nvidia", "8.0", 108, shared_memory_limit("nvidia", "8.0")),
+    "sm_90": DeviceFacts(Backend.GPU, "H100", "nvidia", "9.0", 132, shared_memory_limit("nvidia", "9.0")),
+    "sm_100": DeviceFacts(Backend.GPU, "B200", "nvidia", "10.0", 148, shared_memory_limit("nvidia", "10.0")),
+    "gfx942": DeviceFacts(Backend.GPU, "MI300X", "amd", "9.4.2", 304, shared_memory_limit("amd", "gfx942")),
+}
+
+
+def request(member: str, dim: int, dtype: str) -> tuple[RecurrenceArrays, RecurrenceSpec]:
+    """The shapes of a call: `batched` with every option, `ssd` with shared keys, `packed` with a table of sequences."""
+    batch, length = (1, 300) if member == "packed" else (8, 1000)
+    heads, shared = (32, 1) if member == "ssd" else (16, 16)
+
+    def shape(*size: int, dtype: str = dtype) -> Any:
+        return jax.ShapeDtypeStruct(size, jnp.dtype(dtype))
+
+    arrays = RecurrenceArrays(
+        shape(batch, length, shared, dim), shape(batch, length, shared, dim), shape(batch, length, heads, dim)
+    )
+    if member == "packed":
+        arrays = arrays._replace(
+            g=shape(batch, heads, dtype="float32"), offsets=shape(batch, 4, dtype="int32")
+        )
+        return arrays, RecurrenceSpec(0.1, CONSTANT)
+    arrays = arrays._replace(
+        g=shape(batch, length, heads, dtype="float32"),
+        beta=shape(batch, length, heads, dtype="float32"),
+        skip=shape(batch, heads, dim, dtype="float32"),
+        initial_state=shape(batch, heads, dim, dim, dtype="float32"),
+        starts=shape(batch, length, dtype="int32"),
+    )
+    return arrays, RecurrenceSpec(0.1, SCALAR)
+
+
+def launches_of(arrays: RecurrenceArrays, spec: RecurrenceSpec, config: Any) -> dict[str, Launch]:
+    """What forward and backward would launch; nothing is run."""
+    found = {}
+
+    def record(launch, inputs):
+        found[launch.function.fn.__name__] = launch
+        return {name: jnp.zeros(out.shape, out.dtype) for name, out in launch.outputs.items()}
+
+    def both(arrays):
+        results = dict(triton.forward(arrays, spec, config, execute=record))
+        out, final = results.pop("out"), results.pop("final_state")
+        return triton.backward(arrays, spec, config, results, out, final, execute=record)
+
+    jax.eval_shape(both, arrays)
+    return found
+
+
+QUICK = {
+    ("sm_80", "packed", 128, "bfloat16"),
+    ("sm_90", "batched", 128, "bfloat16"),
+    ("sm_90", "ssd", 128, "bfloat16"),
+    ("sm_100", "batched", 64, "float32"),
+    ("gfx942", "packed", 64, "bfloat16"),
+}
+GRID = [
+    (target, member, dim, dtype)
+    for target in DEVICES
+    for member in ("batched", "ssd", "packed")
+    for dim in (64, 128, 256)
+    for dtype in ("bfloat16", "float32")
+]
+
+
+@pytest.mark.parametrize(
+    "target, member, dim, dtype",
+    [pytest.param(*row, marks=() if row in QUICK else pytest.mark.slow) for row in GRID],
+)
+def test_defaults_fit(target, member, dim, dtype):
+    arrays, spec = request(member, dim, dtype)
+    problem = problem_of("linear_attention", arrays, spec)
+    assert triton.unsupported(problem, DEVICES[target]) is None
+    config = triton.default_config(problem, DEVICES[target])
+    assert triton.config_unsupported(config, problem, DEVICES[target]) is None
+    launches = launches_of(arrays, spec, config)
+    assert {"states_kernel", "dstates_kernel", "gradients_kernel"} < set(launches)
+    assert ("single_kernel" in launches) == config.single != ("out_kernel" in launches)
+    for name, launch in launches.items():
+        report = compile_ahead(launch, target)
+        assert report.fits, (
+            f"{name} needs {report.shared} bytes of shared memory, {target} has {report.shared_limit}: {config}"
+        )
+
+
+def test_candidates_begin_with_the_heuristic_and_differ():
+    for member in ("batched", "ssd", "packed"):
+        arrays, spec = request(member, 128, "bfloat16")
+        problem = problem_of("linear_attention", arrays, spec)
+        configs = triton.candidates(problem, DEVICES["sm_90"])
+        assert configs[0] == triton.default_config(problem, DEVICES["sm_90"])
+        assert 1 < len(set(configs)) == len(configs) <= 12

@@ -1,0 +1,139 @@
+"""The Triton kernels of the linear members without decay, with a constant one and with one a token, interpreted."""
+
+import dataclasses
+
+import jax
+import numpy as np
+import pytest
+
+from ejkernel_eqx.recurrence.spec import CONSTANT, NONE, RecurrenceArrays, SCALAR
+from tests.recurrence.cases import (
+    assert_agrees,
+    Case,
+    CASES,
+    cotangents,
+    EMPTY,
+    floats_of,
+    in_sequence,
+    make,
+    Result,
+    run_reference,
+)
+from tests.tolerances import assert_close
+
+pytest.importorskip("triton")
+from ejkernel_eqx.recurrence import triton_interpret, triton_linear
+from ejkernel_eqx.recurrence.triton_config import Tile, TritonConfig
+
+CHUNK = 16
+
+
+def config(chunk: int = CHUNK, block_k: int = 16, block_v: int = 16) -> TritonConfig:
+    return TritonConfig(chunk, *[Tile(block_k, block_v, 4, 1)] * 6, float32_dot="ieee")
+
+
+def run(case: Case, config: TritonConfig) -> Result:
+    arrays, spec = make(case)
+    dout, dstate = cotangents(case)
+    results = dict(triton_interpret.forward(arrays, spec, config))
+    out, final = results.pop("out"), results.pop("final_state")
+    grads = triton_interpret.backward(arrays, spec, config, results, dout, dstate)
+    cast = {name: grads[name].astype(x.dtype) for name, x in floats_of(arrays).items()}
+    return Result(out, final, {name: _where_seen(case, arrays, name, x) for name, x in cast.items()})
+
+
+def _where_seen(case: Case, arrays: RecurrenceArrays, name: str, grad: jax.Array) -> np.ndarray:
+    """What a kernel gives for tokens of no sequence counts as zero: the caller masks it."""
+    x = np.asarray(grad)
+    if (
+        arrays.offsets is None
+        or name in ("skip", "initial_state")
+        or (name == "g" and case.decay == CONSTANT)
+    ):
+        return x
+    tokens, offsets = np.arange(case.T), np.asarray(arrays.offsets)
+    seen = (tokens >= offsets[:, :1]) & (tokens < offsets[:, -1:])
+    return np.where(seen.reshape(*seen.shape, *[1] * (x.ndim - 2)), x, np.zeros((), x.dtype))
+
+
+def check(case: Case, config: TritonConfig) -> None:
+    arrays, spec = make(case)
+    assert_agrees(case, run(case, config), run_reference(arrays, *cotangents(case), spec))
+
+
+MINE = [case for case in CASES if not case.delta and case.decay in (NONE, CONSTANT, SCALAR)]
+QUICK = {"linear", "lightning", "ssd", "scalar-mixed"}
+
+
+@pytest.mark.parametrize(
+    "case",
+    [pytest.param(case, id=case.name, marks=() if case.name in QUICK else pytest.mark.slow) for case in MINE],
+)
+def test_agrees_with_the_recurrence(case):
+    check(case, config(64, 32, 32))
+
+
+SMALL = Case(B=1, Hq=1, Hk=1, Hv=1, Hg=1, Hb=1, D=16, V=16, decay=SCALAR, beta=1.0, initial_state=True)
+
+
+@pytest.mark.parametrize("length", [1, 2, 3, CHUNK - 1, CHUNK, CHUNK + 1, 2 * CHUNK + 3])
+def test_any_length(length):
+    check(dataclasses.replace(SMALL, T=length), config())
+
+
+@pytest.mark.parametrize("decay", [CONSTANT, SCALAR])
+@pytest.mark.parametrize("log_decay", [0.0, -1e-6, -1.0, -50.0])
+def test_any_decay(decay, log_decay):
+    check(dataclasses.replace(SMALL, T=2 * CHUNK + 3, decay=decay, log_decays=log_decay), config())
+
+
+@pytest.mark.parametrize("packing", ["segments", "offsets", "many"])
+def test_packed(packing):
+    length = CHUNK + 3 if packing == "many" else 2 * CHUNK + 3
+    packed = dataclasses.replace(SMALL, B=1 if packing == "many" else 2, T=length, packing=packing)
+    check(packed if packing == "segments" else dataclasses.replace(packed, decay=CONSTANT), config())
+
+
+@pytest.mark.parametrize("case", EMPTY[:1], ids=lambda case: case.name)
+def test_no_tokens(case):
+    check(case, config())
+
+
+@pytest.mark.parametrize("heads", [(1, 1, 4, 4, 4), (2, 1, 4, 2, 1), (4, 2, 2, 1, 2), (2, 3, 6, 3, 2)])
+def test_head_groups(heads):
+    names = dict(zip(("Hq", "Hk", "Hv", "Hg", "Hb"), heads))
+    check(dataclasses.replace(SMALL, T=CHUNK + 1, skip=heads[2] == max(heads), **names), config())
+
+
+def test_tiles_that_do_not_divide():
+    """More tiles of keys and values than one, the last of them in part beyond the end."""
+    check(dataclasses.replace(SMALL, T=CHUNK + 3, D=40, V=24, skip=True), config())
+
+
+@pytest.mark.parametrize(
+    "case",
+    [
+        dataclasses.replace(SMALL, T=CHUNK + 3, D=24, V=24, skip=True),
+        dataclasses.replace(SMALL, B=2, T=2 * CHUNK + 3, packing="segments", dtype="bfloat16"),
+        dataclasses.replace(SMALL, T=2 * CHUNK + 3, packing="offsets", decay=CONSTANT, Hq=2),
+        dataclasses.replace(SMALL, T=2 * CHUNK, decay=CONSTANT, log_decays=-0.3),
+        dataclasses.replace(SMALL, T=CHUNK + 1, log_decays="mixed"),
+    ],
+    ids=["one a token", "segments", "packed", "constant", "mixed"],
+)
+def test_the_forward_pass_in_one_kernel(case):
+    arrays, spec = make(case)
+    results = triton_interpret.forward(arrays, spec, dataclasses.replace(config(), single=True))
+    exact = run_reference(arrays, *cotangents(case), spec)
+    seen = in_sequence(case, arrays)
+    assert_close(
+        np.where(seen, np.asarray(results["out"]).astype(np.float64), 0),
+        np.where(seen, exact.out, 0),
+        case.dtype,
+    )
+    assert_close(results["final_state"], exact.final_state, case.dtype)
+
+
+def test_heads_that_share_keys_run_together(monkeypatch):
+    monkeypatch.setattr(triton_linear, "_PARTS", 1)
+    check(dataclasses.replace(SMALL, T=CHUNK + 3, D=24, Hv=2, Hg=2, Hb=2, skip=True), config())

@@ -1,0 +1,114 @@
+"""What the tuner is given: inputs that are of their very problem, results that agree with the plain mathematics, and their cost."""
+
+from typing import Any
+
+import jax
+import numpy as np
+import pytest
+
+from ejkernel_eqx.dispatch import BOTH, FORWARD, kernel_registry, Problem, Workload
+from ejkernel_eqx.recurrence import samples
+from ejkernel_eqx.recurrence.core import problem_of, step_problem_of
+from ejkernel_eqx.recurrence.example import example_problem
+from tests.tolerances import errors
+
+SIZES = dict(B=2, T=40, H=4, D=8, V=16)
+OPERATIONS = (
+    "linear_attention",
+    "gated_linear_attention",
+    "lightning_attention",
+    "kernel_delta_attention",
+    "gated_delta_rule",
+    "delta_rule",
+    "state_space_v2",
+)
+OPTIONS: tuple[dict[str, Any], ...] = (
+    {},
+    {"packed": "offsets", "initial_state": True},
+    {"packed": "segments"},
+)
+
+
+def problem(operation: str, flags: dict[str, Any], dtype: str = "float32") -> Problem:
+    sizes = SIZES | ({"N": 3} if flags.get("packed") == "offsets" else {})
+    return example_problem(operation, sizes, dtype, flags)
+
+
+def work(of: Problem, platform: str = "xla") -> tuple[Workload, Any]:
+    implementation = kernel_registry.get(of.operation, platform)
+    made = implementation.make_workload(of)
+    assert made is not None
+    from ejkernel_eqx.dispatch import device_facts
+
+    return made, implementation.load().default_config(of, device_facts())
+
+
+@pytest.mark.parametrize("flags", OPTIONS, ids=str)
+@pytest.mark.parametrize("operation", OPERATIONS)
+def test_inputs_are_of_their_problem(operation, flags):
+    wanted = problem(operation, flags, "bfloat16")
+    inputs = samples.make_inputs(wanted, 0)
+    found = problem_of(operation, inputs.arrays, samples.spec_of(wanted))
+    assert (found, found.key()) == (wanted, wanted.key())
+    other = samples.make_inputs(wanted, 1)
+    assert (np.asarray(inputs.arrays.q) != np.asarray(other.arrays.q)).any()
+
+
+@pytest.mark.parametrize("slots", [False, True])
+@pytest.mark.parametrize("operation", OPERATIONS)
+def test_step_inputs_are_of_their_problem(operation, slots):
+    wanted = problem(operation, {"step": True, "slots": slots}, "bfloat16")
+    arrays = samples.make_step_inputs(wanted, 0)
+    assert step_problem_of(operation, arrays, samples.step_spec_of(wanted)) == wanted
+
+
+@pytest.mark.parametrize(
+    "operation, flags",
+    [
+        ("gated_linear_attention", OPTIONS[1]),
+        ("kernel_delta_attention", {"initial_state": True}),
+        ("state_space_v2", OPTIONS[2]),
+        ("lightning_attention", {}),
+        ("gated_delta_rule", {"step": True, "slots": True}),
+    ],
+    ids=str,
+)
+def test_xla_agrees_with_the_reference(operation, flags):
+    of = problem(operation, flags)
+    made, config = work(of)
+    inputs = made.make_inputs(3)
+    actual, reference = jax.jit(made.run, static_argnums=1)(inputs, config), made.reference(inputs)
+    assert set(actual) == set(reference) == set(made.tolerances)
+    assert ("g" in reference) == (operation != "delta_rule" and not flags.get("step"))
+    for name, allowed in made.tolerances.items():
+        measured = errors(actual[name], reference[name])
+        assert measured.rms <= allowed.rms and measured.peak <= allowed.peak, (name, measured)
+        assert np.asarray(reference[name]).any(), name
+
+
+def test_costs_are_those_of_the_arrays_and_products():
+    made, _ = work(problem("gated_linear_attention", {}, "bfloat16"))
+    tokens = 2 * 40 * 4
+    q_k, v_out, g, state = 2 * tokens * 8 * 2, 2 * tokens * 16 * 2, tokens * 8 * 4, 2 * 4 * 8 * 16 * 4
+    assert made.costs[FORWARD].bytes == q_k + v_out + g + state
+    assert made.costs[FORWARD].flops == tokens * (40 * (8 + 16) + 4 * 8 * 16)
+    assert made.costs[BOTH].bytes == 2 * (q_k + v_out + g + state) + q_k + v_out / 2 + g
+    step, _ = work(problem("gated_delta_rule", {"step": True}, "bfloat16"))
+    assert step.costs[FORWARD].bytes > 2 * state
+
+
+@pytest.mark.parametrize(
+    "dims, flags, word",
+    [
+        (dict(H=4, D=8), {}, "T"),
+        (dict(T=4, H=4, D=8, X=1), {}, "X"),
+        (dict(T=4, H=4, D=8, Hk=3), {}, "Hk=3"),
+        (dict(T=4, H=4, D=8), {"causal": True}, "causal"),
+        (dict(T=4, H=4, D=8), {"decay": "fast"}, "fast"),
+        (dict(T=4, H=4, D=8), {"packed": "rows"}, "rows"),
+        (dict(T=4, H=4, D=8), {"beta": 1}, "beta"),
+    ],
+)
+def test_what_does_not_fit_is_told(dims, flags, word):
+    with pytest.raises(ValueError, match=word):
+        example_problem("linear_attention", dims, "float32", flags)

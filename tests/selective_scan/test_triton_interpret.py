@@ -1,0 +1,80 @@
+"""The Triton kernels, interpreted: a part of the cases, with chunks, splits and blocks that the lengths and channels cross."""
+
+import dataclasses
+
+import jax
+import numpy as np
+import pytest
+
+from tests.selective_scan.cases import (
+    assert_agrees,
+    Case,
+    CASES,
+    cotangents,
+    lengths,
+    make,
+    over,
+    padded,
+    Result,
+)
+
+pytest.importorskip("triton")
+from ejkernel_eqx.selective_scan import triton_interpret
+from ejkernel_eqx.selective_scan.spec import SHARED
+from ejkernel_eqx.selective_scan.triton import ScanTile, TritonConfig
+from ejkernel_eqx.selective_scan.triton_step import StepTile
+
+
+def config(chunk=8, block=8, splits=3, unroll=2) -> TritonConfig:
+    return TritonConfig(
+        chunk, ScanTile(block, 1, splits * 8, unroll), ScanTile(block, 1, splits * 8), StepTile(4, 1)
+    )
+
+
+def run(case: Case, config: TritonConfig, save: bool = True) -> Result:
+    arrays, spec = make(case)
+    dout, dstate = cotangents(case)
+    arrays = padded(case, arrays)
+    results = triton_interpret.forward(arrays, spec, config)
+    without = triton_interpret.forward(arrays, spec, config, save=False)
+    for name in ("out", "final_state"):
+        np.testing.assert_array_equal(np.asarray(results[name]), np.asarray(without[name]))
+    grads = triton_interpret.backward(arrays, spec, config, results["saved"], dout, dstate)
+    grads = {
+        name: x.sum(1) if name in "BC" else x.sum(0) if name in SHARED else x for name, x in grads.items()
+    }
+    grads = {name: x.astype(getattr(arrays, name).dtype) for name, x in grads.items()}
+    return Result(results["out"], results["final_state"], grads)
+
+
+@over(CASES, {"everything", "segments", "offsets", "groups of packed"})
+def test_agrees_with_reference(case):
+    case = dataclasses.replace(case, B=1, T=min(case.T, 21), N=min(case.N, 3))
+    assert_agrees(case, run(case, config()))
+
+
+@over(lengths(8), {"T1", "T9"})
+def test_lengths(case):
+    assert_agrees(case, run(case, config()))
+
+
+@pytest.mark.parametrize(
+    "tiles",
+    [
+        config(chunk=4, block=8, splits=1, unroll=1),
+        pytest.param(config(chunk=16, block=16, splits=2, unroll=1), marks=pytest.mark.slow),
+        pytest.param(config(chunk=16, block=64, splits=2, unroll=1), marks=pytest.mark.slow),
+    ],
+    ids=["small", "whole", "wide"],
+)
+def test_tiles(tiles):
+    """Rows and lanes in any proportion; lengths that fill the chunks, and channels the blocks, without a mask."""
+    case = Case(B=1, T=16, I=16, N=2, z=True)
+    assert_agrees(case, run(case, tiles))
+
+
+def test_repeats_bit_for_bit():
+    case = Case(B=1, packing="segments", T=9, I=3, N=2, z=True)
+    first, second = run(case, config()), run(case, config())
+    for a, b in zip(jax.tree.leaves(first), jax.tree.leaves(second), strict=True):
+        np.testing.assert_array_equal(np.asarray(a), np.asarray(b))

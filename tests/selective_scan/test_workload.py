@@ -1,0 +1,92 @@
+"""What the tuner is given: inputs that are of their very problem, results that agree with the plain mathematics, and their cost."""
+
+import jax
+import numpy as np
+import pytest
+
+from ejkernel_eqx.dispatch import BOTH, device_facts, FORWARD, kernel_registry
+from ejkernel_eqx.selective_scan import samples
+from ejkernel_eqx.selective_scan.core import problem_of, step_problem_of
+from ejkernel_eqx.selective_scan.example import example_problem
+from ejkernel_eqx.selective_scan.xla import XlaConfig
+from tests.recurrence.quick import quick
+from tests.tolerances import errors
+
+OPERATION = "state_space_v1"
+
+
+def problem(dtype="float32", flags=None, **dims):
+    return example_problem(OPERATION, dict(B=2, T=9, I=4, N=3) | dims, dtype, flags or {})
+
+
+def work(of, platform):
+    implementation = next(i for i in kernel_registry.ordered(OPERATION) if i.platform.value == platform)
+    made = implementation.make_workload(of)
+    assert made is not None
+    return made, implementation
+
+
+KINDS = {
+    "plain": problem(),
+    "few options": problem("bfloat16", dict(D=False, z=False, softplus=False, dt_bias=False), G=2),
+    "packed": problem(flags=dict(packed="offsets", initial_state=True), S=3),
+    "segments": problem("float16", dict(packed="segments")),
+}
+
+
+@pytest.mark.parametrize("name", KINDS)
+def test_inputs_are_of_their_problem(name):
+    wanted = KINDS[name]
+    arrays = samples.make_inputs(wanted, 0).arrays
+    assert problem_of(OPERATION, arrays, samples.spec_of(wanted)) == wanted
+    other = samples.make_inputs(wanted, 1).arrays
+    assert (np.asarray(arrays.x) != np.asarray(other.x)).any()
+
+
+def test_steps_are_of_their_problem():
+    for slots in (False, True):
+        wanted = problem(flags=dict(step=True, slots=slots))
+        arrays = samples.make_step_inputs(wanted, 0)
+        assert step_problem_of(OPERATION, arrays, samples.spec_of(wanted)) == wanted
+
+
+@pytest.mark.parametrize("name, platform", [("packed", "xla"), ("plain", "triton-interpret")])
+def test_platforms_agree_with_the_reference(name, platform):
+    if platform != "xla":
+        pytest.importorskip("triton")
+    made, implementation = work(KINDS[name], platform)
+    config = (
+        XlaConfig(4)
+        if platform == "xla"
+        else implementation.load().default_config(KINDS[name], device_facts())
+    )
+    inputs = made.make_inputs(3)
+    actual, expected = quick(made.run, static_argnums=1)(inputs, config), made.reference(inputs)
+    assert set(actual) == set(expected) == set(made.tolerances)
+    for result, allowed in made.tolerances.items():
+        measured = errors(actual[result], expected[result])
+        assert measured.rms <= allowed.rms and measured.peak <= allowed.peak, (result, measured)
+
+
+def test_costs():
+    costs = work(problem("bfloat16"), "xla")[0].costs
+    assert costs[FORWARD].flops == 7 * 2 * 9 * 4 * 3 and costs[BOTH].bytes > 2 * costs[FORWARD].bytes
+    step = work(problem(flags=dict(step=True)), "xla")[0]
+    inputs = jax.eval_shape(lambda: step.make_inputs(0))
+    assert step.costs[FORWARD].bytes > 2 * 4 * inputs.state.size
+
+
+@pytest.mark.parametrize(
+    "dims, flags, words",
+    [
+        (dict(T=8), {}, ["T, I", "missing ['I']"]),
+        (dict(T=8, I=4, H=2), {}, ["unknown ['H']"]),
+        (dict(T=8, I=4, G=3), {}, ["divisor of I", "G=3"]),
+        (dict(T=8, I=4), dict(gate=True), ["received gate"]),
+        (dict(T=8, I=4), dict(packed="rows"), ["packed=offsets", "'rows'"]),
+    ],
+)
+def test_words_that_do_not_fit(dims, flags, words):
+    with pytest.raises(ValueError) as caught:
+        example_problem(OPERATION, dims, "float32", flags)
+    assert all(word in str(caught.value) for word in words), str(caught.value)
