@@ -1,6 +1,7 @@
 """Settings that must stand before JAX and the package are imported, and the fixtures all tests share."""
 
 import atexit
+import gc
 import importlib.util
 import os
 import pathlib
@@ -26,6 +27,10 @@ import jax  # noqa: E402
 import jaxtyping  # noqa: E402
 import pytest  # noqa: E402
 
+# Compiling takes most of the suite's time: less of it, unless "optimised" is asked for. A test that measures what XLA makes of a
+# program has the fixture `optimised`.
+if os.environ.get("EJKERNEL_EQX_TESTS", "") != "optimised":
+    jax.config.update("jax_disable_most_optimizations", True)
 # What a user may switch on must work: under "strict", an implicit promotion between dtypes is an error.
 jax.config.update("jax_numpy_dtype_promotion", "strict")
 
@@ -48,6 +53,30 @@ def _checked_modules(package: str) -> list[str]:
 
 # Annotations of the package are checked at run time, in tests only. This must come before its first import.
 jaxtyping.install_import_hook(_checked_modules("ejkernel_eqx"), "beartype.beartype")
+
+
+@pytest.fixture(autouse=True, scope="module")
+def few_mappings():
+    """Every program compiled for the CPU holds memory mappings, of which Linux gives a process 65530; past that it crashes. The programs of
+    the modules before are let go in time."""
+    yield
+    if _mappings() > 15_000:
+        jax.clear_caches()
+        gc.collect()
+
+
+def _mappings() -> int:
+    maps = pathlib.Path("/proc/self/maps")
+    return maps.read_bytes().count(b"\n") if maps.exists() else 0
+
+
+@pytest.fixture
+def optimised():
+    """Run the test with XLA's optimisations on."""
+    before = jax.config.read("jax_disable_most_optimizations")
+    jax.config.update("jax_disable_most_optimizations", False)
+    yield
+    jax.config.update("jax_disable_most_optimizations", before)
 
 
 @pytest.fixture

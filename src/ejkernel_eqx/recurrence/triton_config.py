@@ -94,9 +94,13 @@ def default_config(problem: Problem, device: DeviceFacts) -> TritonConfig:
         rows |= _KEY
     if not half and key:
         rows["gradients"] = rows["scores"]
+    chunk_size = 64 if room < 2 else 32
+    if not half and device.capability >= (10, 0) and _shared(problem) and problem.dim("D") > 128:
+        # Three passes over chunks of 64 take more tensor memory than Blackwell has.
+        chunk_size, rows["gradients"] = 32, (32, 32, 8, 1)
     tiles = {name: _narrowed(row, problem) for name, row in rows.items()}
     precision = "tf32x3" if device.vendor == "nvidia" else "ieee"
-    return TritonConfig(64 if room < 2 else 32, **tiles, single=single, float32_dot=precision)
+    return TritonConfig(chunk_size, **tiles, single=single, float32_dot=precision)
 
 
 def candidates(problem: Problem, device: DeviceFacts) -> list[TritonConfig]:
