@@ -109,6 +109,33 @@ def _selective_scan() -> list[TuneProblem]:
     return [named("state_space_v1", size) for size in sizes]
 
 
+def _convolution() -> list[TuneProblem]:
+    """Of Mamba, of Mamba-2 with its keys, of the delta nets' queries, keys and values; packed; long; narrow."""
+    sizes = (
+        dict(B=4, T=4096, C=4096),
+        dict(B=4, T=4096, C=4352),
+        dict(B=4, T=4096, C=8192),
+        dict(B=8, T=2048, C=2048),
+        dict(B=1, T=16384, C=6144),
+    )
+    problems = [named("causal_conv1d", size) for size in sizes]
+    problems += [named("causal_conv1d", sizes[0] | {"W": width}) for width in (2, 3)]
+    return problems + [
+        named("causal_conv1d", sizes[0], packed=True),
+        named("causal_conv1d", dict(B=1, T=16384, C=4096, N=16), packed=True),
+        named("causal_conv1d", sizes[0], "float32"),
+    ]
+
+
+def _normalization() -> list[TuneProblem]:
+    """Whole rows (Mamba-2), and a norm for each head (gated delta nets, GLA)."""
+    whole = [dict(M=16384, F=features) for features in (2048, 4096, 8192)]
+    heads = [dict(M=16384 * heads, F=features) for heads, features in ((16, 128), (32, 128), (4, 512))]
+    problems = [named("gated_rms_norm", size) for size in whole + heads]
+    problems += [named("gated_rms_norm", size, norm_before_gate=True) for size in whole[:1] + heads[:2]]
+    return [*problems, named("gated_rms_norm", whole[1], "float32")]
+
+
 FAMILIES: dict[str, Family] = {
     "attention": Family(_every_attention, lambda: _attention(attention_problems.TINY), lambda *_: True),
     "recurrence": Family(
@@ -119,4 +146,6 @@ FAMILIES: dict[str, Family] = {
     "selective_scan": Family(
         _selective_scan, lambda: [named("state_space_v1", dict(B=1, T=32, I=16, N=4), "float32")]
     ),
+    "convolution": Family(_convolution, lambda: [named("causal_conv1d", dict(B=1, T=32, C=16), "float32")]),
+    "normalization": Family(_normalization, lambda: [named("gated_rms_norm", dict(M=32, F=16), "float32")]),
 }

@@ -9,8 +9,9 @@ import numpy as np
 import pytest
 
 from benchmarks import attention, attention_problems, measure, report, tune, tune_problems
-from ejkernel_eqx.dispatch import device_facts, kernel_registry
+from ejkernel_eqx.dispatch import Backend, device_facts, DeviceFacts, kernel_registry
 from ejkernel_eqx.dispatch.cache_file import parse as parse_table
+from ejkernel_eqx.dispatch.device import shared_memory_limit
 from ejkernel_eqx.dispatch.persistent import CACHE_DIR
 
 _QUICK = ("--quick", "--samples", "3", "--sample-ms", "0.5", "--no-torch")
@@ -222,6 +223,23 @@ def test_a_table_of_another_family(monkeypatch, tmp_path):
     records = parse_table(table.read_text(), "table").records
     assert {r.operation for r in records} == {"lightning_attention", "linear_attention"}
     assert all(r.config and set(r.errors) == {"out", "final_state", "q", "k", "v", "g"} for r in records)
+
+
+@pytest.mark.parametrize("family", tune_problems.FAMILIES)
+def test_every_problem_of_a_family_has_kernels(family):
+    """No two have one name, and each has candidates on the GPU that tables are shipped for."""
+    pytest.importorskip("triton")
+    device = DeviceFacts(
+        Backend.GPU, "NVIDIA H200", "nvidia", "9.0", 132, shared_memory_limit("nvidia", "9.0")
+    )
+    problems = tune_problems.FAMILIES[family].problems() + tune_problems.FAMILIES[family].tiny()
+    assert len({problem.name for problem in problems}) == len(problems)
+    for problem in problems:
+        implementation = kernel_registry.get(problem.operation, "triton")
+        asked = problem.make(kernel_registry.get(problem.operation, "xla"))
+        assert implementation.load().unsupported(asked, device) is None, problem.name
+        candidates = implementation.load().candidates(asked, device)
+        assert candidates[0] == implementation.load().default_config(asked, device), problem.name
 
 
 def test_nothing_is_tuned_where_the_platform_cannot_run(capsys):
