@@ -225,7 +225,7 @@ def test_a_table_of_another_family(monkeypatch, tmp_path):
     assert all(r.config and set(r.errors) == {"out", "final_state", "q", "k", "v", "g"} for r in records)
 
 
-@pytest.mark.parametrize("family", tune_problems.FAMILIES)
+@pytest.mark.parametrize("family", sorted(tune_problems.FAMILIES.keys() - {"attention"}))
 def test_every_problem_of_a_family_has_kernels(family):
     """No two have one name, and each has candidates on the GPU that tables are shipped for."""
     pytest.importorskip("triton")
