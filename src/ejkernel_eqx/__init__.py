@@ -42,6 +42,17 @@ from .dispatch.labels import extract_labels_from_hlo_text as extract_labels_from
 from .dispatch.labels import find_labels_in_lowered as find_labels_in_lowered
 from .dispatch.labels import labels_to_configs as labels_to_configs
 from .normalization import GatedRMSNorm as GatedRMSNorm
+from .paged import Buckets as Buckets
+from .paged import OutOfPagesError as OutOfPagesError
+from .paged import PagedAttention as PagedAttention
+from .paged import PagedKVCache as PagedKVCache
+from .paged import PagedLatentCache as PagedLatentCache
+from .paged import PageTable as PageTable
+from .paged import PrefillPagedAttention as PrefillPagedAttention
+from .paged import RaggedBatch as RaggedBatch
+from .paged import RaggedDecodeAttention as RaggedDecodeAttention
+from .paged import RaggedPagedAttention as RaggedPagedAttention
+from .paged import UnifiedAttention as UnifiedAttention
 from .recurrence import DeltaRule as DeltaRule
 from .recurrence import GatedDeltaRule as GatedDeltaRule
 from .recurrence import GatedLinearAttention as GatedLinearAttention

@@ -1,0 +1,11 @@
+from .allocator import OutOfPagesError as OutOfPagesError
+from .allocator import PageTable as PageTable
+from .batch import RaggedBatch as RaggedBatch
+from .buckets import Buckets as Buckets
+from .cache import PagedKVCache as PagedKVCache
+from .latent_cache import PagedLatentCache as PagedLatentCache
+from .paged import PagedAttention as PagedAttention
+from .prefill import PrefillPagedAttention as PrefillPagedAttention
+from .ragged import RaggedPagedAttention as RaggedPagedAttention
+from .ragged_decode import RaggedDecodeAttention as RaggedDecodeAttention
+from .unified import UnifiedAttention as UnifiedAttention

@@ -1,0 +1,115 @@
+"""A problem from a few words, for the command line: sizes by letter and option flags by name."""
+
+from collections.abc import Mapping
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+from .._words import read_flags, read_sizes, SWITCH
+from ..dispatch import Problem
+from .core import problem_of
+from .spec import PagedArrays, PagedSpec
+
+_DECODES = ("paged_attention", "ragged_decode_attention")
+_DENSE = "ragged_decode_attention"
+_SCORES = ("alibi_slopes", "qq_bias")
+_QUANTISED = ("int8", "float8_e4m3fn")
+
+
+def example_problem(operation: str, dims: Mapping[str, int], dtype: str, flags: Mapping[str, Any]) -> Problem:
+    """The problem of one call.
+
+    **Arguments:**
+
+    - `dims`: `S` keys of the longest sequence, `H` query heads and `D` channels at least, and `T` tokens where a sequence may have
+        several; `N` sequences (default 1), `K` key heads (`H`), `V` value channels (`D`), `p` tokens a page (16), `Q` the most
+        queries of one sequence (`T`). A latent of `V` channels with a rotary key of `D - V` has one key head. Decoding on dense
+        keys has rows `B` and neither `N` nor `p`.
+    - `dtype`: of the queries.
+    - `flags`: `True` or `False` for `window`, `soft_cap`, `sinks`, `lse`, `latent`, and for unified attention `alibi_slopes` and `qq_bias`;
+        `scales`: `token` or `head`; `kv`: the dtype of the pages where it is not that of the queries (int8 with scales).
+
+    Raises `ValueError` for a name that is none of these, a missing size, or sizes that do not fit.
+    """
+    flags, dims = dict(flags), dict(dims)
+    if "p" in flags and "p" not in dims:  # `explain` takes capital letters alone for sizes
+        dims["p"] = flags.pop("p")
+    size = _sizes(operation, dims)
+    given = _flags(operation, flags)
+    if given["latent"]:
+        size["K"] = dims.get("K", 1)
+        if size["K"] != 1 or not size["V"] < size["D"]:
+            raise ValueError(
+                f"dims: expected K=1 and V < D for a latent of V channels, received K={size['K']}, V={size['V']}, D={size['D']}."
+            )
+    if size["H"] % size["K"]:
+        raise ValueError(f"dims: expected H to be a multiple of K, received H={size['H']}, K={size['K']}.")
+    kv = given["kv"] or ("int8" if given["scales"] else dtype)
+    if (kv in _QUANTISED) != (given["scales"] is not None):
+        raise ValueError(f"flags: expected scales with kv int8 or float8_e4m3fn alone, received {kv}.")
+    spec = PagedSpec(
+        scale=size["D"] ** -0.5,
+        logits_soft_cap=1.0 if given["soft_cap"] else None,
+        left=0 if given["window"] else None,
+        max_query_len=size["Q"],
+        latent=given["latent"],
+        scales=given["scales"],
+        return_lse=given["lse"],
+    )
+    return problem_of(operation, _arrays(operation, size, dtype, kv, given), spec)
+
+
+def _sizes(operation: str, dims: Mapping[str, int]) -> dict[str, int]:
+    wanted: dict[str, int | None] = {"S": None, "H": None, "D": None}
+    wanted |= {"K": dims.get("H", 1), "V": dims.get("D", 1)}
+    wanted |= {"B": 1} if operation == _DENSE else {"N": 1, "p": 16}
+    if operation not in _DECODES:
+        wanted |= {"T": None, "Q": dims.get("T", 1)}
+    size = read_sizes(dims, wanted)
+    if operation == _DENSE:
+        size |= {"N": size["B"], "p": size["S"]}
+    if operation in _DECODES:
+        size |= {"T": size["N"], "Q": 1}
+    if size["Q"] > size["T"]:
+        raise ValueError(
+            f"dims: expected Q, the most queries of one sequence, to be at most T={size['T']}, received {size['Q']}."
+        )
+    size["M"] = -(-size["S"] // size["p"])
+    return size
+
+
+def _flags(operation: str, flags: Mapping[str, Any]) -> dict[str, Any]:
+    choices: dict[str, Any] = dict.fromkeys(("window", "soft_cap", "sinks", "lse"), SWITCH)
+    kinds = (None, "bfloat16", "float16", "float32", "float64")
+    if operation == _DENSE:
+        choices["kv"] = kinds
+    else:
+        choices |= {"latent": SWITCH, "scales": (None, "token", "head"), "kv": (*kinds, *_QUANTISED)}
+    if operation == "unified_attention":
+        choices |= dict.fromkeys(_SCORES, SWITCH)
+    return {"latent": False, "scales": None, **dict.fromkeys(_SCORES, False), **read_flags(flags, choices)}
+
+
+def _arrays(operation: str, size: dict[str, int], dtype: str, kv: str, given: dict[str, Any]) -> PagedArrays:
+    size = {**size, "P": 1, "R": size["D"] - size["V"]}
+    wide = "float64" if dtype == "float64" else "float32"
+
+    def shape(axes: str, dtype: str) -> Any:
+        return jax.ShapeDtypeStruct(tuple(size[axis] for axis in axes), jnp.dtype(dtype))
+
+    latent, each = given["latent"], shape("N", "int32")
+    return PagedArrays(
+        q=shape("THD", dtype),
+        k=shape("PpKV" if latent else "PpKD", kv),
+        v=None if latent else shape("PpKV", kv),
+        page_table=shape("NM", "int32"),
+        q_start=each,
+        q_len=each,
+        kv_len=each,
+        kv_start=each if operation == _DENSE else None,
+        rope=shape("PpKR", kv) if latent else None,
+        sinks=shape("H", wide) if given["sinks"] else None,
+        slopes=shape("H", wide) if given["alibi_slopes"] else None,
+        qq_bias=shape("QQ", wide) if given["qq_bias"] else None,
+    )

@@ -1,0 +1,68 @@
+"""Rows as more sequences, and pages as chunks that a block of keys is gathered from."""
+
+import math
+from collections.abc import Callable
+
+import jax
+import jax.numpy as jnp
+from jax import Array
+
+from .core import axes_of
+from .spec import PagedArrays, PagedSpec, SHARED
+
+Named = dict[str, Array]
+
+
+def flatten_rows(attend: Callable[[PagedArrays], Named], arrays: PagedArrays, spec: PagedSpec) -> Named:
+    """`attend`, which takes arrays without leading axes, on arrays with one: the sequences of all rows at once, where the rows
+    share their pages; else row by row, which keeps pages that are spread over devices where they are."""
+    ranks = {name: len(axes) for name, axes in axes_of(arrays, spec).items()}
+    given = {name: x for name, x in arrays._asdict().items() if x is not None}
+    alone = {name for name in SHARED.intersection(given) if given[name].ndim == ranks[name]}
+    rows, tokens = arrays.q.shape[:2]
+    if rows == 1:
+        results = attend(_arrays({name: x if name in alone else x[0] for name, x in given.items()}))
+        return {name: x[None] for name, x in results.items()}
+    if len(alone) < len(SHARED.intersection(given)):
+        axes = {name: None if name in alone else 0 for name in given}
+        return jax.vmap(lambda given: attend(_arrays(given)), in_axes=(axes,))(given)
+    given["q_start"] += jnp.arange(rows, dtype=jnp.int32)[:, None] * tokens
+    flat = {
+        name: x if name in alone else x.reshape(rows * x.shape[1], *x.shape[2:]) for name, x in given.items()
+    }
+    return {name: x.reshape(rows, tokens, *x.shape[1:]) for name, x in attend(_arrays(flat)).items()}
+
+
+def _arrays(given: Named) -> PagedArrays:
+    return PagedArrays(**{"v": None, **given})  # pyright: ignore[reportArgumentType]
+
+
+def split_pages(page_size: int, block_k: int) -> tuple[int, int]:
+    """The keys of a block, and of the chunks it is gathered in: whole pages, or equal parts of one."""
+    if block_k >= page_size:
+        return block_k // page_size * page_size, page_size
+    chunk = math.gcd(page_size, block_k)
+    return (block_k, chunk) if chunk >= 8 or block_k < 8 else _even(page_size, block_k)
+
+
+def _even(page_size: int, block_k: int) -> tuple[int, int]:
+    """The largest part of a page that fits a block; single tokens where there is none worth it."""
+    part = max(size for size in range(1, block_k + 1) if page_size % size == 0)
+    return (block_k // part * part, part) if part >= 8 else (block_k, 1)
+
+
+def gather_chunks(pages: Named, table: Array, start: Array, block_k: int, chunk: int) -> tuple[Named, Array]:
+    """Of every array `[P, p / chunk, chunk, ...]` the keys `start [n]` to `start + block_k`, `[n, block_k, ...]`, by a table `[n, M]`,
+    and whether they are there, `[n, block_k]`."""
+    count, parts = next(iter(pages.values())).shape[:2]
+    place = (start // chunk)[:, None] + jnp.arange(block_k // chunk, dtype=jnp.int32)
+    number = place // parts
+    page = jnp.take_along_axis(table, jnp.clip(number, 0, max(table.shape[1] - 1, 0)), 1)
+    there = (page >= 0) & (page < count) & (number < table.shape[1])
+    page = jnp.where(there, page, 0)
+
+    def load(x: Array) -> Array:
+        loaded = x.at[page, place % parts].get(mode="promise_in_bounds")
+        return loaded.reshape(table.shape[0], block_k, *x.shape[3:])
+
+    return {name: load(x) for name, x in pages.items()}, jnp.repeat(there, chunk, axis=1)

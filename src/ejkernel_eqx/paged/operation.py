@@ -1,0 +1,49 @@
+"""From checked arguments to results: what every operation of this family does behind its signature."""
+
+from typing import Any
+
+import jax.numpy as jnp
+from jax import Array
+
+from .._kernel import Plan
+from ..recurrence.operation import plan_of as plan_of
+from .arguments import Cache, PagedOptions, resolve, Scoring, Tokens
+from .core import attend
+from .spec import PagedArrays, PagedSpec
+
+
+def run(
+    plan: Plan,
+    options: PagedOptions,
+    q: Array,
+    cache: Cache,
+    tokens: Tokens,
+    scoring: Scoring,
+    return_lse: bool,
+) -> Any:
+    """`out`, or `(out, lse)`."""
+    arrays, spec = resolve(q, cache, options, tokens, scoring, return_lse=return_lse)
+    return finish(plan, arrays, spec)
+
+
+def finish(plan: Plan, arrays: PagedArrays, spec: PagedSpec, squeeze: int | None = None) -> Any:
+    """The results of the resolved call; `squeeze` is the axis of `out`, one that the operation has added."""
+    if 0 in (arrays.q.size, arrays.kv_len.size):
+        results = _empty(arrays)
+    else:
+        results = attend(plan, plan.operation, arrays, spec)
+    out, lse = results["out"], results["lse"]
+    if squeeze is not None:
+        out, lse = jnp.squeeze(out, squeeze), jnp.squeeze(lse, squeeze + 1)
+    return (out, lse) if spec.return_lse else out
+
+
+def _empty(arrays: PagedArrays) -> dict[str, Array]:
+    """No token, or none of a sequence."""
+    values = arrays.k if arrays.v is None else arrays.v
+    wide = jnp.float64 if arrays.q.dtype == jnp.float64 else jnp.float32
+    shape = arrays.q.shape[:-1]
+    return {
+        "out": jnp.zeros((*shape, values.shape[-1]), arrays.q.dtype),
+        "lse": jnp.full(shape, -jnp.inf, wide),
+    }

@@ -1,0 +1,90 @@
+"""`PagedAttention`: decoding, one query of each sequence on the pages of a cache."""
+
+from typing import Any, ClassVar
+
+import equinox as eqx
+import jax
+from jax import Array
+from jaxtyping import Float
+
+from .._kernel import Kernel, Plan
+from .._platforms import register
+from .arguments import one_each, PagedOptions, read_queries, Scoring
+from .cache import PagedKVCache
+from .latent_cache import PagedLatentCache
+from .operation import plan_of, run
+
+register("paged_attention", "paged", __package__ or "")
+
+
+class PagedAttention(Kernel):
+    r"""Attention of one query of each sequence, its last token, on the keys and values in the pages of a cache.
+
+    $$s_{nj} = \mathrm{cap}\!\left(\mathrm{scale}\; q_n \cdot k_{nj}\right), \qquad
+    o_n = \sum_{j = \max(0,\, L_n - w)}^{L_n - 1} \frac{e^{s_{nj}}}{\sum_l e^{s_{nl}} + \sum_m e^{\mathrm{sink}_{hm}}}\, v_{nj}$$
+
+    with $\mathrm{cap}(s) = c \tanh(s / c)$ where `logits_soft_cap` $= c$ is given (else $s$), $L_n$ tokens of sequence $n$ and a window of $w$ keys.
+    Keys whose page is not there (-1) are not seen; a query that sees no key gives 0. Query head $h$ reads key head
+    $\lfloor h / (H / K) \rfloor$.
+
+    Platforms: Triton (`"triton"`, `"triton-interpret"`), XLA (`"xla"`). For inference: differentiating it raises `UnsupportedError`.
+
+    Source: Kwon et al., *Efficient Memory Management for Large Language Model Serving with PagedAttention* (2023), section 4.
+    """
+
+    operation: ClassVar[str] = "paged_attention"
+
+    options: PagedOptions = eqx.field(static=True)
+    plan: Plan = eqx.field(static=True)
+
+    def __init__(
+        self,
+        sliding_window: int | tuple[int | None, int | None] | None = None,
+        logits_soft_cap: float | None = None,
+        softmax_scale: float | None = None,
+        *,
+        platform: str | None = None,
+        config: Any | None = None,
+        tune_for: Any | None = None,
+    ):
+        """**Arguments:**
+
+        - `sliding_window`: an int $w$: the last $w$ keys, the query's own included; a pair `(left, right)`: `left` keys before its own (`None`: all;
+            there are none behind).
+        - `logits_soft_cap`: the bound $c$ of the tanh soft cap.
+        - `softmax_scale`: default `D**-0.5`; required with a `PagedLatentCache`.
+        - `platform`: use this platform or raise; `None` chooses by device and request.
+        - `config`: use this kernel configuration; it implies its platform.
+        - `tune_for`: [`ejkernel_eqx.inputs`][]`(q, cache)`, arrays or `jax.ShapeDtypeStruct`s: settle the choice for these now.
+
+        Raises `ValueError` for options that mean nothing.
+        """
+        self.options = PagedOptions.read(sliding_window, logits_soft_cap, softmax_scale)
+        self.plan = plan_of(PagedAttention, self, platform, config, tune_for)
+
+    @jax.named_scope("ejkernel_eqx.PagedAttention")
+    def __call__(
+        self,
+        q: Float[Array, "..."],
+        cache: PagedKVCache | PagedLatentCache,
+        *,
+        sinks: Float[Array, "..."] | None = None,
+        return_lse: bool = False,
+    ) -> Any:  # one array or two, as `return_lse` says
+        """**Arguments:**
+
+        - `q`: `[..., N, H, D]`, a query for each sequence of the cache; `[..., N, H, R + Dr]` for a latent cache. bf16, f16, f32 (f64 on XLA).
+        - `cache`: bound to tables `[N, M]`, or with the leading axes of `q`; its pages without leading axes or with these. `lengths` count the
+            query's own token, which has been written.
+        - `sinks`: logits `[H]` or `[H, n]` that join the denominator and carry no value.
+        - `return_lse`: also return the log-sum-exp of the scores, as [`ejkernel_eqx.merge_attention`][] takes it (without sinks).
+
+        **Returns:**
+
+        `[..., N, H, V]` (`[..., N, H, R]` for a latent cache) in the dtype of `q`; with `return_lse` also `[..., N, H]` in float32: natural
+        logarithm, sinks included, `-inf` for a query that sees nothing. Raises `ValueError` for arguments that do not fit, `UnsupportedError`
+        if no platform (or not the given one) supports the call.
+        """
+        q = read_queries(q, cache, "N H D")
+        tokens = one_each(q, cache)
+        return run(self.plan, self.options, q, cache, tokens, Scoring(sinks), return_lse)

@@ -1,0 +1,124 @@
+"""The plain mathematics of attention over pages: each sequence's keys side by side, then dense attention. The oracle of every test."""
+
+from typing import Any
+
+import jax.numpy as jnp
+from jax import Array, lax
+
+from .leading import over_leading_axes
+from .spec import PagedArrays, PagedSpec
+
+
+def attend(arrays: PagedArrays, spec: PagedSpec) -> dict[str, Array]:
+    """`out [*, T, H, V]` and `lse [*, T, H]` in float64 if the queries are float64, and in float32 otherwise."""
+    return over_leading_axes(_row, arrays, spec)
+
+
+def _row(arrays: PagedArrays, spec: PagedSpec) -> dict[str, Array]:
+    """Without leading axes, one sequence and one key head after the other."""
+    dtype = jnp.float64 if arrays.q.dtype == jnp.float64 else jnp.float32
+    (tokens, heads, _), kv_heads = arrays.q.shape, arrays.k.shape[-2]
+    width = arrays.k.shape[-1] if arrays.v is None else arrays.v.shape[-1]
+    groups, longest = heads // kv_heads, spec.max_query_len
+    out = jnp.zeros((tokens, heads, width), dtype)
+    lse = jnp.full((tokens, heads), -jnp.inf, dtype)
+    if arrays.page_table.shape[0] == 0:
+        return {"out": out, "lse": lse}
+    grouped = arrays.q.reshape(tokens, kv_heads, groups, -1).astype(dtype)
+
+    def sequence(n: Array) -> tuple[Array, Array, Array]:
+        t = jnp.arange(longest, dtype=jnp.int32)
+        token = jnp.where(t < arrays.q_len[n], arrays.q_start[n] + t, tokens)  # past the end: no query
+        q = grouped.at[token].get(mode="fill", fill_value=0)  # [Q, K, G, D]
+        seen, chunk = _visible(arrays, spec, n)
+
+        def head(kv_head: Array) -> tuple[Array, Array]:
+            k, v = _keys(arrays, n, kv_head, dtype)
+            hidden = ~seen.any(0)[:, None]
+            return _dense(
+                arrays,
+                spec,
+                q[:, kv_head],
+                jnp.where(hidden, 0, k),
+                jnp.where(hidden, 0, v),
+                seen,
+                chunk,
+                kv_head,
+            )
+
+        o, l = lax.map(head, jnp.arange(kv_heads, dtype=jnp.int32))  # [K, Q, G, V], [K, Q, G]
+        return (
+            token,
+            jnp.moveaxis(o, 0, 1).reshape(longest, heads, width),
+            jnp.moveaxis(l, 0, 1).reshape(longest, heads),
+        )
+
+    token, o, l = lax.map(sequence, jnp.arange(arrays.page_table.shape[0], dtype=jnp.int32))
+    return {"out": out.at[token].set(o, mode="drop"), "lse": lse.at[token].set(l, mode="drop")}
+
+
+def _visible(arrays: PagedArrays, spec: PagedSpec, n: Array) -> tuple[Array, Array]:
+    """Which key `j` each query of sequence `n` sees, `[Q, S]`, and where the keys of its own queries begin."""
+    page_size, pages = arrays.k.shape[-3], arrays.page_table[n]
+    j = jnp.arange(pages.shape[0] * page_size, dtype=jnp.int32)
+    chunk = arrays.kv_len[n] - arrays.q_len[n]
+    i = chunk + jnp.arange(spec.max_query_len, dtype=jnp.int32)[:, None]
+    there = jnp.repeat((pages >= 0) & (pages < arrays.k.shape[-4]), page_size)
+    seen = there & (j <= i) & (i < arrays.kv_len[n])
+    if arrays.kv_start is not None:
+        seen &= j >= arrays.kv_start[n]
+    if spec.left is not None:
+        seen &= j >= i - spec.left
+    return seen, chunk
+
+
+def _keys(arrays: PagedArrays, n: Array, kv_head: Array, dtype: Any) -> tuple[Array, Array]:
+    """The keys `[S, D]` and values `[S, V]` of one head of sequence `n`, as the numbers that they stand for."""
+    pages = jnp.clip(arrays.page_table[n], 0, arrays.k.shape[-4] - 1)
+
+    def gather(stored: Array, scale: Array | None) -> Array:
+        x = stored[pages, :, kv_head].astype(dtype)  # [M, p, D]
+        if scale is not None:
+            x *= (scale[kv_head] if scale.ndim == 1 else scale[pages, :, kv_head, None]).astype(dtype)
+        return x.reshape(-1, x.shape[-1])
+
+    k = gather(arrays.k, arrays.k_scale)
+    v = k if arrays.v is None else gather(arrays.v, arrays.v_scale)
+    if arrays.rope is not None:
+        k = jnp.concatenate([k, gather(arrays.rope, arrays.rope_scale)], 1)
+    return k, v
+
+
+def _dense(
+    arrays: PagedArrays,
+    spec: PagedSpec,
+    q: Array,
+    k: Array,
+    v: Array,
+    seen: Array,
+    chunk: Array,
+    kv_head: Array,
+) -> tuple[Array, Array]:
+    """`[Q, G, V]` and `[Q, G]` of one key head and the G query heads that read it."""
+    (longest, groups, _), dtype = q.shape, q.dtype
+    of_head = lambda x: x.reshape(-1, groups)[kv_head].astype(dtype)[:, None]
+    t, j = jnp.arange(longest, dtype=jnp.int32)[:, None], jnp.arange(k.shape[0], dtype=jnp.int32)
+    scores = spec.scale * jnp.einsum("qgd,sd->qgs", q, k, precision="highest")
+    if spec.logits_soft_cap is not None:
+        scores = spec.logits_soft_cap * jnp.tanh(scores / spec.logits_soft_cap)
+    if arrays.slopes is not None:
+        scores += of_head(arrays.slopes) * (j - chunk - t).astype(dtype)[:, None, :]
+    if arrays.qq_bias is not None:
+        own = jnp.clip(j - chunk, 0, arrays.qq_bias.shape[1] - 1)
+        scores += jnp.where(j >= chunk, arrays.qq_bias[t, own].astype(dtype), 0)[:, None, :]
+    scores = jnp.where(seen[:, None, :], scores, -jnp.inf)
+    sinks = jnp.full((groups, 1), -jnp.inf, dtype) if arrays.sinks is None else of_head(arrays.sinks)
+    scores = jnp.concatenate(
+        [scores, jnp.broadcast_to(sinks, (longest, groups, 1))], 2
+    )  # a key whose value is 0
+    top = scores.max(2, keepdims=True)
+    weights = jnp.exp(scores - jnp.where(top > -jnp.inf, top, 0))
+    total = weights.sum(2, keepdims=True)
+    lse = jnp.where(total > 0, jnp.log(total) + top, -jnp.inf)[..., 0]
+    weights = weights[..., :-1] / jnp.where(total > 0, total, 1)
+    return jnp.einsum("qgs,sv->qgv", weights, v, precision="highest"), lse

@@ -1,0 +1,129 @@
+"""Platform `triton`: the host side. Configurations, support, and which sequences which kernel takes.
+
+Both attention kernels write into the same `out` and `lse`, each the tokens of its own sequences: the decode kernel of those with up to
+`decode_queries` queries, the prefill kernel of those with more; each leaves the other's sequences at once. Tokens of no sequence stay as
+they were filled: 0 and minus infinity.
+"""
+
+import dataclasses
+
+import jax.numpy as jnp
+from jax import Array
+
+from .._platforms import kernels_unavailable
+from ..dispatch import DeviceFacts, Problem
+from ..launch import run
+from . import triton_decode, triton_prefill, triton_tiles, triton_write
+from .spec import PagedArrays, PagedSpec, WriteArrays
+from .triton_call import Execute, folded
+from .triton_call import PagedTile as PagedTile
+from .triton_call import TritonConfig as TritonConfig
+
+OPAQUE = True
+VERSION = 1
+MAX_HEAD_DIM = 256
+MAX_LATENT_DIM = 512
+DECODE_QUERIES = 16
+"""Up to this `max_query_len`, the decode kernel takes all sequences."""
+CHUNK_SIZE = 256
+_MOST_CANDIDATES = 12
+
+config_type = TritonConfig
+unavailable = kernels_unavailable
+
+
+def unsupported(problem: Problem, device: DeviceFacts) -> str | None:
+    q, kv, dim, values = problem.dtype("q"), problem.dtype("kv"), problem.dim("D"), problem.dim("V")
+    if "float64" in (q, kv):
+        return "takes float32, float16 and bfloat16, not float64"
+    if problem.flag("latent"):
+        if values > MAX_LATENT_DIM or dim - values > MAX_HEAD_DIM:
+            return f"takes latent pages of up to {MAX_LATENT_DIM} channels and {MAX_HEAD_DIM} of rope, not {values} and {dim - values}"
+    elif max(dim, values) > MAX_HEAD_DIM:
+        return f"takes head dims up to {MAX_HEAD_DIM}, not D {dim} and V {values}"
+    if kv == "float8_e4m3fn" and device.vendor == "nvidia" and device.capability < (8, 9):
+        return f"takes float8 pages from compute capability 8.9 on, the device has {device.compute_capability or 'none'}"
+    if problem.dim("M") * problem.dim("p") >= 2**31:
+        return (
+            f"takes page tables of fewer than 2**31 keys, not {problem.dim('M')} pages of {problem.dim('p')}"
+        )
+    return None
+
+
+def default_config(problem: Problem, device: DeviceFacts) -> TritonConfig:
+    """The first preferred tiles that fit the device's shared memory, and as many splits as fill the device."""
+    queries = decode_queries(problem.dim("Q"), problem.dim("H") // problem.dim("K"))
+    decode = triton_tiles.decode_tiles(problem, device, queries)[0]
+    splits = triton_tiles.splits(problem, device, queries, decode.block_m, CHUNK_SIZE)
+    prefill = triton_tiles.prefill_tiles(problem, device)[0]
+    if device.vendor == "nvidia":
+        return TritonConfig(decode, prefill, splits, CHUNK_SIZE)
+    return TritonConfig(decode, prefill, splits, CHUNK_SIZE, fast_tanh=False, float32_dot="ieee")
+
+
+def candidates(problem: Problem, device: DeviceFacts) -> list[TritonConfig]:
+    """Configurations worth timing, the heuristic first: other numbers of splits, then the next tiles of both kernels together."""
+    heuristic = default_config(problem, device)
+    queries = decode_queries(problem.dim("Q"), problem.dim("H") // problem.dim("K"))
+    decode = triton_tiles.decode_tiles(problem, device, queries)
+    prefill = triton_tiles.prefill_tiles(problem, device)
+    if problem.dim("Q") <= queries:
+        prefill = prefill[:1]
+    most = max(1, -(-problem.dim("M") * problem.dim("p") // CHUNK_SIZE))
+    splits = [
+        heuristic.split_k,
+        *(min(n, most) for n in (2 * heuristic.split_k, heuristic.split_k // 2) if n),
+    ]
+    found = [dataclasses.replace(heuristic, split_k=n) for n in splits]
+    for row in range(1, max(len(decode), len(prefill))):
+        tiles = decode[min(row, len(decode) - 1)], prefill[min(row, len(prefill) - 1)]
+        found += [
+            dataclasses.replace(heuristic, decode=tiles[0], prefill=tiles[1], split_k=n)
+            for n in (splits[:2] if row < 3 else splits[:1])
+        ]
+    return list(dict.fromkeys(found))[:_MOST_CANDIDATES]
+
+
+def config_unsupported(config: TritonConfig, problem: Problem, device: DeviceFacts) -> str | None:
+    """Tiles that cannot fit the device's shared memory, by an estimate from above; of the smallest the compiler must tell."""
+    limit = device.shared_memory or 49_152
+    queries = decode_queries(problem.dim("Q"), problem.dim("H") // problem.dim("K"))
+    tiles = {"decode": config.decode}
+    if problem.dim("Q") > queries:
+        tiles["prefill"] = config.prefill
+    for kernel, tile in tiles.items():
+        needed = triton_tiles.shared_memory(problem, tile, device)
+        if needed > limit and tile != triton_tiles.SMALLEST:
+            return (
+                f"{kernel} with {tile.block_m}x{tile.block_k} tiles and {tile.num_stages} stages takes about {needed} bytes of "
+                f"shared memory, the device has {limit}"
+            )
+    return None
+
+
+def forward(
+    arrays: PagedArrays, spec: PagedSpec, config: TritonConfig, *, execute: Execute = run
+) -> dict[str, Array]:
+    """`out [B, T, H, V]` and `lse [B, T, H]`, of arrays with one leading axis."""
+    call = folded(arrays, spec, config, execute)
+    tokens, heads = call.arrays.q.shape[:2]
+    results = {
+        "out": jnp.zeros((tokens, heads, call.values), arrays.q.dtype),
+        "lse": jnp.full((tokens, heads), -jnp.inf, jnp.float32),
+    }
+    most = decode_queries(spec.max_query_len, call.group)
+    results = triton_decode.decode(call, results, most)
+    if spec.max_query_len > most:
+        results = triton_prefill.prefill(call, results, most)
+    lead = arrays.q.shape[:2]
+    return {name: x.reshape((*lead, *x.shape[1:])) for name, x in results.items()}
+
+
+def decode_queries(max_query_len: int, group: int) -> int:
+    """The most queries of a sequence that the decode kernel takes: all there may be if these are few, else those that fill its
+    smallest tile."""
+    return max_query_len if max_query_len <= DECODE_QUERIES else max(1, 16 // group)
+
+
+def write(arrays: WriteArrays, *, execute: Execute = run) -> dict[str, Array]:
+    return triton_write.write(arrays, execute=execute)

@@ -1,0 +1,201 @@
+"""The kernel for sequences with many queries: one program per tile of rows (queries times the heads that read one key head) of a
+sequence, over its pages."""
+
+import jax
+import jax.numpy as jnp
+import triton
+import triton.language as tl
+from jax import Array
+
+from ..launch import Launch
+from .triton_call import Call
+from .triton_tile import attend_tile, head_factors, load_pages, load_queries, locate, query_rows
+
+_SCANNED = 256  # entries of a page table looked through at once
+
+
+@triton.jit
+def _sequence_of(tiles_ptr, m, N):
+    """The sequence that has tile `m`: the last one that begins at or before it."""
+    low = m * 0
+    high = low + N
+    while high - low > 1:
+        middle = (low + high) // 2
+        before = tl.load(tiles_ptr + middle) <= m
+        low = tl.where(before, middle, low)
+        high = tl.where(before, high, middle)
+    return low
+
+
+@triton.jit
+def _has_holes(table_ptr, first, end, P, PAGE: tl.constexpr, BLOCK: tl.constexpr):
+    """Whether a page of the keys `first .. end` is missing."""
+    missing = tl.zeros([BLOCK], tl.int32)
+    last = (end + PAGE - 1) // PAGE
+    for start in tl.range(first // PAGE, last, BLOCK):
+        index = start + tl.arange(0, BLOCK)
+        page = tl.load(table_ptr + index, mask=index < last, other=0)
+        missing |= ((page < 0) | (page >= P)).to(tl.int32)
+    return tl.max(missing, axis=0) > 0
+
+
+@triton.jit
+def prefill_kernel(
+    q_ptr, k_ptr, v_ptr, rope_ptr, table_ptr, q_start_ptr, q_len_ptr, kv_len_ptr, kv_start_ptr, k_scale_ptr, v_scale_ptr,
+    rope_scale_ptr, sinks_ptr, slopes_ptr, qq_bias_ptr, tiles_ptr, out_before_ptr, lse_before_ptr, P, M, Q, ROW, N, T, MOST,
+    out_ptr, lse_ptr,
+    H: tl.constexpr, K: tl.constexpr, D: tl.constexpr, V: tl.constexpr, R: tl.constexpr, PAGE: tl.constexpr, BLOCK_D: tl.constexpr,
+    BLOCK_V: tl.constexpr, BLOCK_R: tl.constexpr, BM: tl.constexpr, BK: tl.constexpr, LATENT: tl.constexpr, SCALES: tl.constexpr,
+    SCALE: tl.constexpr, CAP: tl.constexpr, FAST_TANH: tl.constexpr, LEFT: tl.constexpr, RANGED: tl.constexpr, SINKS: tl.constexpr,
+    ALIBI: tl.constexpr, QQ: tl.constexpr, PRECISION: tl.constexpr, WIDE: tl.constexpr, SCANNED: tl.constexpr,
+):  # fmt: skip
+    m = tl.load(tiles_ptr + N) - 1 - tl.program_id(0) // K  # the tiles with the most keys first
+    kv_head = tl.program_id(0) % K
+    if m < 0:
+        return
+    n = _sequence_of(tiles_ptr, m, N)
+    group: tl.constexpr = H // K
+    row = (m - tl.load(tiles_ptr + n)) * BM
+    q_len = tl.load(q_len_ptr + n)
+    chunk = tl.load(kv_len_ptr + n) - q_len
+    q_start = tl.load(q_start_ptr + n)
+    queries = tl.minimum(tl.minimum(q_len, MOST), T - q_start)
+    t, h = query_rows(row, kv_head, H, K, BM)
+    inside = t < queries
+    token = (q_start + t).to(tl.int64)
+
+    # What the tile's first and last query see: tiles of keys from `full_lo` to `full_hi` all, those around them in part.
+    i_first = chunk + row // group
+    i_last = chunk + tl.minimum((row + BM - 1) // group, queries - 1)
+    room = M * PAGE
+    first = i_first * 0
+    if RANGED:
+        first = tl.maximum(tl.load(kv_start_ptr + n), 0)
+    full_first = first
+    if LEFT >= 0:
+        first = tl.maximum(first, i_first - LEFT)
+        full_first = tl.maximum(full_first, i_last - LEFT)
+    end = tl.maximum(tl.minimum(i_last + 1, room), 0)
+    full_end = tl.maximum(tl.minimum(i_first + 1, room), 0)
+    if QQ:
+        full_end = tl.maximum(tl.minimum(full_end, chunk), 0)
+    lo = first // BK
+    hi = tl.maximum((end + BK - 1) // BK, lo)
+    full_lo = tl.minimum((full_first + BK - 1) // BK, hi)
+    full_hi = tl.maximum(full_end // BK, full_lo)
+    table_ptr += n.to(tl.int64) * M
+    holes = _has_holes(table_ptr, full_lo * BK, full_hi * BK, P, PAGE, SCANNED)
+    full_lo = tl.where(holes, lo, full_lo)
+    full_hi = tl.where(holes, lo, full_hi)
+
+    q = load_queries(q_ptr, token, h, inside, 0, D, BLOCK_D, D + R, H, WIDE)
+    q_rope = q
+    if R > 0:
+        q_rope = load_queries(q_ptr, token, h, inside, D, R, BLOCK_R, D + R, H, WIDE)
+    small = n // ROW
+    k_factor, v_factor, rope_factor = head_factors(
+        k_scale_ptr, v_scale_ptr, rope_scale_ptr, small, kv_head, K, R, LATENT, SCALES)  # fmt: skip
+    slope = 0.0
+    if ALIBI:
+        slope = (tl.load(slopes_ptr + small * H + h) * 1.4426950408889634)[:, None]
+    qq_bias_ptr += small.to(tl.int64) * Q * Q
+    acc = tl.zeros([BM, BLOCK_V], tl.float32)
+    if SINKS:
+        top = tl.load(sinks_ptr + small * H + h) * 1.4426950408889634
+        total = tl.full([BM], 1.0, tl.float32)
+    else:
+        top = tl.full([BM], float("-inf"), tl.float32)
+        total = tl.zeros([BM], tl.float32)
+    t = t[:, None]
+    i = chunk + t
+
+    # Page numbers come one tile ahead: loads of keys do not wait for them. From 0: with a first index out of a reduction, the compiler
+    # does not pipeline the loop.
+    page = load_pages(table_ptr, full_lo, room, PAGE, BK)
+    for index in tl.range(0, full_hi - full_lo):
+        j, slot, ok = locate(page, full_lo + index, first, end, P, PAGE, BK)
+        page = load_pages(table_ptr, full_lo + index + 1, room, PAGE, BK)
+        acc, total, top = attend_tile(
+            acc, total, top, q, q_rope, j, slot, ok, i, t, slope, chunk, kv_head, k_factor, rope_factor, qq_bias_ptr, Q,
+            k_ptr, v_ptr, rope_ptr, k_scale_ptr, v_scale_ptr, rope_scale_ptr, K, D, V, R, BLOCK_D, BLOCK_V, BLOCK_R, LATENT, SCALES,
+            SCALE, CAP, FAST_TANH, LEFT, ALIBI, False, PRECISION, False)  # fmt: skip
+    tile = tl.where(lo < full_lo, lo, full_hi)
+    page = load_pages(table_ptr, tile, end, PAGE, BK)
+    for _ in tl.range(0, full_lo - lo + hi - full_hi):
+        j, slot, ok = locate(page, tile, first, end, P, PAGE, BK)
+        tile = tl.where(tile + 1 == full_lo, full_hi, tile + 1)
+        page = load_pages(table_ptr, tile, end, PAGE, BK)
+        acc, total, top = attend_tile(
+            acc, total, top, q, q_rope, j, slot, ok, i, t, slope, chunk, kv_head, k_factor, rope_factor, qq_bias_ptr, Q,
+            k_ptr, v_ptr, rope_ptr, k_scale_ptr, v_scale_ptr, rope_scale_ptr, K, D, V, R, BLOCK_D, BLOCK_V, BLOCK_R, LATENT, SCALES,
+            SCALE, CAP, FAST_TANH, LEFT, ALIBI, QQ, PRECISION, True)  # fmt: skip
+
+    some = total > 0
+    acc = acc * (v_factor / tl.where(some, total, 1.0))[:, None]
+    lse = tl.where(some, (top + tl.log2(tl.where(some, total, 1.0))) * 0.6931471805599453, float("-inf"))
+    tl.store(lse_ptr + token * H + h, lse, mask=inside)
+    c = tl.arange(0, BLOCK_V)
+    stored = inside[:, None]
+    if V != BLOCK_V:
+        stored = stored & (c < V)[None, :]
+    out = acc.to(out_ptr.dtype.element_ty)
+    tl.store(out_ptr + ((token * H + h) * V)[:, None] + c[None, :], out, mask=stored)
+
+
+def prefill(call: Call, results: dict[str, Array], least: int) -> dict[str, Array]:
+    """`results` with the tokens of the sequences that have more than `least` queries written into them, in place."""
+    launch, inputs = prefill_launch(call, results, least)
+    written = call.execute(launch, inputs)
+    return {name: written[f"{name}_ptr"] for name in results}
+
+
+def prefill_launch(call: Call, results: dict[str, Array], least: int) -> tuple[Launch, dict[str, Array]]:
+    arrays, tile, most = call.arrays, call.config.prefill, call.spec.max_query_len
+    tokens, sequences, rows = arrays.q.shape[0], call.num_sequences, tile.block_m
+    queries = jnp.where(arrays.q_len > least, jnp.clip(arrays.q_len, 0, most), 0)
+    tiles = jnp.cumsum((queries * call.group + rows - 1) // rows, dtype=jnp.int32)
+    optional = ("v", "rope", "kv_start", "k_scale", "v_scale", "rope_scale", "sinks", "slopes", "qq_bias")
+    inputs = {
+        "q_ptr": arrays.q,
+        "k_ptr": arrays.k,
+        "table_ptr": arrays.page_table,
+        "q_start_ptr": arrays.q_start,
+        "q_len_ptr": arrays.q_len,
+        "kv_len_ptr": arrays.kv_len,
+        "tiles_ptr": jnp.pad(tiles, (1, 0)),  # [N + 1]
+        "out_before_ptr": results["out"],
+        "lse_before_ptr": results["lse"],
+    }
+    for name in optional:  # what a call does not have is never read: the queries stand in for it
+        x = getattr(arrays, name)
+        inputs[f"{name}_ptr"] = arrays.q if x is None else x
+    # A run-time number: buckets of tokens share one compiled kernel.
+    constants = {name: x for name, x in call.constants(tile).items() if name != "MOST"}
+    shapes = {name: jax.ShapeDtypeStruct(x.shape, x.dtype) for name, x in inputs.items()}
+    launch = Launch(
+        prefill_kernel,
+        inputs=shapes,
+        outputs={"out_ptr": shapes["out_before_ptr"], "lse_ptr": shapes["lse_before_ptr"]},
+        scalars={
+            "P": arrays.k.shape[0],
+            "M": arrays.page_table.shape[-1],
+            "Q": 0 if arrays.qq_bias is None else arrays.qq_bias.shape[-1],
+            "ROW": call.row_sequences,
+            "N": sequences,
+            "T": tokens,
+            "MOST": most,
+        },
+        constants=constants | {"SCANNED": _SCANNED},
+        grid=(most_tiles(tokens, sequences, call.group, rows, least) * call.heads[1],),
+        num_warps=tile.num_warps,
+        num_stages=tile.num_stages,
+        name="ejkernel_eqx.paged.prefill",
+        aliases={"out_before_ptr": "out_ptr", "lse_before_ptr": "lse_ptr"},
+    )
+    return launch, inputs
+
+
+def most_tiles(tokens: int, sequences: int, group: int, rows: int, least: int) -> int:
+    """No fewer tiles than any sequences have together, each with none or more than `least` queries: all but a sequence's last are full."""
+    sequences = min(sequences, tokens // (least + 1))
+    return (tokens * group + sequences * (rows - 1)) // rows if sequences else 0

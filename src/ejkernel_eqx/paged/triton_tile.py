@@ -1,0 +1,207 @@
+"""What the kernels of this family share: what a sequence sees, where its keys lie, and what one tile of keys adds.
+
+A tile of scores is `[BM, BK]`: its rows are queries times the query heads that read one key head (row `r` is query `r // group`, head
+`r % group` of the group), its columns are consecutive keys. Scores are kept in units of log2, so that `exp2` needs no further
+multiplication.
+"""
+
+import triton
+import triton.language as tl
+
+from ..attention.triton_tile import tanh
+
+TOKEN, HEAD = 1, 2  # SCALES: one for each token and head, one for each head; 0: plain pages
+
+
+@triton.jit
+def sequence(n, q_len_ptr, kv_len_ptr, kv_start_ptr, M, PAGE: tl.constexpr, MOST: tl.constexpr, LEFT: tl.constexpr,
+             RANGED: tl.constexpr):  # fmt: skip
+    """Of sequence `n` the number of queries (those past `MOST` are left out), the position of query 0, and the first and the end of the
+    keys that one of its queries sees."""
+    q_len = tl.load(q_len_ptr + n)
+    chunk = tl.load(kv_len_ptr + n) - q_len
+    queries = tl.minimum(q_len, MOST)
+    first = q_len * 0
+    if RANGED:
+        first = tl.maximum(tl.load(kv_start_ptr + n), 0)
+    if LEFT >= 0:
+        first = tl.maximum(first, chunk - LEFT)
+    return queries, chunk, first, tl.maximum(tl.minimum(chunk + queries, M * PAGE), 0)
+
+
+@triton.jit
+def query_rows(row, kv_head, H: tl.constexpr, K: tl.constexpr, BM: tl.constexpr):
+    """Query and query head of the rows from `row` on, `[BM]` each."""
+    group: tl.constexpr = H // K
+    r = row + tl.arange(0, BM)
+    return r // group, kv_head * group + r % group
+
+
+@triton.jit
+def load_queries(q_ptr, token, h, inside, C0: tl.constexpr, WIDTH: tl.constexpr, BLOCK: tl.constexpr, DQ: tl.constexpr,
+                 H: tl.constexpr, WIDE: tl.constexpr):  # fmt: skip
+    """Channels `C0 .. C0 + WIDTH` of the queries at `token`, head `h`, as `[BM, BLOCK]`, zero where not `inside`."""
+    c = tl.arange(0, BLOCK)
+    pointers = q_ptr + (token.to(tl.int64) * (H * DQ) + h * DQ)[:, None] + (C0 + c)[None, :]
+    if WIDTH == BLOCK:
+        q = tl.load(pointers, mask=inside[:, None], other=0.0)
+    else:
+        q = tl.load(pointers, mask=inside[:, None] & (c < WIDTH)[None, :], other=0.0)
+    if WIDE:
+        q = q.to(tl.float32)
+    return q
+
+
+@triton.jit
+def load_pages(table_ptr, tile, end, PAGE: tl.constexpr, BK: tl.constexpr):
+    """The page numbers of key tile `tile`: one where a page holds the whole tile, else `[BK]`; -1 from `end` on.
+
+    `table_ptr` points at the sequence's row. Tiles begin at multiples of `BK`.
+    """
+    if PAGE % BK == 0:
+        page = tl.load(table_ptr + tile * BK // PAGE, mask=tile * BK < end, other=-1)
+    else:
+        j = tile * BK + tl.arange(0, BK)
+        page = tl.load(table_ptr + j // PAGE, mask=j < end, other=-1)
+    return page
+
+
+@triton.jit
+def locate(page, tile, first, end, P, PAGE: tl.constexpr, BK: tl.constexpr):
+    """Of the keys of a tile, `[BK]` each: position, slot in the pages (64 bits), and whether the sequence has and sees it at all."""
+    j = tile * BK + tl.arange(0, BK)
+    ok = (page >= 0) & (page < P) & (j >= first) & (j < end)
+    slot = page.to(tl.int64) * PAGE + j % PAGE
+    return j, slot, ok
+
+
+@triton.jit
+def load_keys(
+    ptr, slot, ok, kv_head, K: tl.constexpr, WIDTH: tl.constexpr, BLOCK: tl.constexpr, CHECK: tl.constexpr
+):
+    """Rows `slot` of pages `[P, p, K, WIDTH]` at a head as `[BK, BLOCK]`; with `CHECK` zero, and not read, where not `ok`."""
+    c = tl.arange(0, BLOCK)
+    pointers = ptr + (slot * (K * WIDTH) + kv_head * WIDTH)[:, None] + c[None, :]
+    if CHECK and WIDTH == BLOCK:
+        return tl.load(pointers, mask=ok[:, None], other=0.0)
+    if CHECK:
+        return tl.load(pointers, mask=ok[:, None] & (c < WIDTH)[None, :], other=0.0)
+    if WIDTH == BLOCK:
+        return tl.load(pointers)
+    return tl.load(pointers, mask=(c < WIDTH)[None, :], other=0.0)
+
+
+@triton.jit
+def load_scales(ptr, slot, ok, kv_head, K: tl.constexpr, CHECK: tl.constexpr):
+    """Scales `[P, p, K]` of the slots at a head, `[BK]`."""
+    if CHECK:
+        return tl.load(ptr + slot * K + kv_head, mask=ok, other=0.0)
+    return tl.load(ptr + slot * K + kv_head)
+
+
+@triton.jit
+def scores(qk, i, j, t, slope, chunk, qq_bias_ptr, Q, SCALE: tl.constexpr, CAP: tl.constexpr, FAST_TANH: tl.constexpr,
+           ALIBI: tl.constexpr, QQ: tl.constexpr):  # fmt: skip
+    """Scores in log2 units of queries `t` at positions `i` (columns) and keys `j` (a row); `slope` in log2 units; `chunk` is the
+    position of query 0."""
+    if CAP > 0:
+        s = tanh(qk * (SCALE / CAP), FAST_TANH) * (CAP * 1.4426950408889634)
+    else:
+        s = qk * (SCALE * 1.4426950408889634)
+    if ALIBI:
+        s += slope * (j - i).to(tl.float32)
+    if QQ:
+        u = j - chunk
+        inside = (u >= 0) & (u <= t) & (t < Q)
+        s += tl.load(qq_bias_ptr + t.to(tl.int64) * Q + u, mask=inside, other=0.0) * 1.4426950408889634
+    return s
+
+
+@triton.jit
+def attend_tile(
+    acc, total, top, q, q_rope, j, slot, ok, i, t, slope, chunk, kv_head, k_factor, rope_factor, qq_bias_ptr, Q,
+    k_ptr, v_ptr, rope_ptr, k_scale_ptr, v_scale_ptr, rope_scale_ptr,
+    K: tl.constexpr, D: tl.constexpr, V: tl.constexpr, R: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_V: tl.constexpr,
+    BLOCK_R: tl.constexpr, LATENT: tl.constexpr, SCALES: tl.constexpr, SCALE: tl.constexpr, CAP: tl.constexpr,
+    FAST_TANH: tl.constexpr, LEFT: tl.constexpr, ALIBI: tl.constexpr, QQ: tl.constexpr, PRECISION: tl.constexpr,
+    MASKED: tl.constexpr,
+):  # fmt: skip
+    """Adds one tile of keys (`j, slot, ok`, from `locate`) to the sum `[BM, BLOCK_V]`, the denominator and the maximum `[BM]` of rows
+    `t` at positions `i` (both `[BM, 1]`).
+
+    Without `MASKED` the caller knows that every row sees every key of the tile and that all are `ok`. Scales of a head are scalars:
+    `k_factor` and `rope_factor` are applied here, that of the values by the caller to `acc` in the end.
+    """
+    k = load_keys(k_ptr, slot, ok, kv_head, K, D, BLOCK_D, MASKED).to(q.dtype)
+    if not LATENT:
+        v = load_keys(v_ptr, slot, ok, kv_head, K, V, BLOCK_V, MASKED).to(q.dtype)
+    qk = tl.dot(q, tl.trans(k), input_precision=PRECISION)  # [BM, BK]
+    if SCALES == 1:
+        k_scale = load_scales(k_scale_ptr, slot, ok, kv_head, K, MASKED)
+        qk *= k_scale[None, :]
+    if SCALES == 2:
+        qk *= k_factor
+    if R > 0:
+        rope = load_keys(rope_ptr, slot, ok, kv_head, K, R, BLOCK_R, MASKED).to(q.dtype)
+        if SCALES == 0:
+            qk = tl.dot(q_rope, tl.trans(rope), qk, input_precision=PRECISION)
+        else:
+            more = tl.dot(q_rope, tl.trans(rope), input_precision=PRECISION)
+            if SCALES == 1:
+                qk += more * load_scales(rope_scale_ptr, slot, ok, kv_head, K, MASKED)[None, :]
+            else:
+                qk += more * rope_factor
+    s = scores(qk, i, j[None, :], t, slope, chunk, qq_bias_ptr, Q, SCALE, CAP, FAST_TANH, ALIBI, QQ)
+    if MASKED:
+        seen = ok[None, :] & (j[None, :] <= i)
+        if LEFT >= 0:
+            seen = seen & (j[None, :] >= i - LEFT)
+        s = tl.where(seen, s, float("-inf"))
+    new_top = tl.maximum(top, tl.max(s, axis=1))
+    shift = tl.where(new_top == float("-inf"), 0.0, new_top)
+    p = tl.exp2(s - shift[:, None])
+    alpha = tl.exp2(top - shift)
+    total = total * alpha + tl.sum(p, axis=1)
+    acc = acc * alpha[:, None]
+    if SCALES == 1:
+        if LATENT:
+            v_scale = k_scale
+        else:
+            v_scale = load_scales(v_scale_ptr, slot, ok, kv_head, K, MASKED)
+        if q.dtype == tl.float16:
+            # Scales are taken relative to the tile's largest: float16 could not hold small ones beside small probabilities.
+            peak = tl.maximum(tl.max(v_scale, axis=0), 1e-30)
+            p = (p * (v_scale / peak)[None, :]).to(q.dtype)
+            if LATENT:
+                acc += tl.dot(p, k, input_precision=PRECISION) * peak
+            else:
+                acc += tl.dot(p, v, input_precision=PRECISION) * peak
+        else:
+            p = (p * v_scale[None, :]).to(q.dtype)
+            if LATENT:
+                acc = tl.dot(p, k, acc, input_precision=PRECISION)
+            else:
+                acc = tl.dot(p, v, acc, input_precision=PRECISION)
+    else:
+        if LATENT:
+            acc = tl.dot(p.to(q.dtype), k, acc, input_precision=PRECISION)
+        else:
+            acc = tl.dot(p.to(q.dtype), v, acc, input_precision=PRECISION)
+    return acc, total, new_top
+
+
+@triton.jit
+def head_factors(k_scale_ptr, v_scale_ptr, rope_scale_ptr, row, kv_head, K: tl.constexpr, R: tl.constexpr, LATENT: tl.constexpr,
+                 SCALES: tl.constexpr):  # fmt: skip
+    """Scales of a head, for keys, values and rope; 1 where there are none. `row`: of the small arrays, see `Call`."""
+    k_factor = 1.0
+    v_factor = 1.0
+    rope_factor = 1.0
+    if SCALES == 2:
+        k_factor = tl.load(k_scale_ptr + row * K + kv_head)
+        v_factor = k_factor
+        if not LATENT:
+            v_factor = tl.load(v_scale_ptr + row * K + kv_head)
+        if R > 0:
+            rope_factor = tl.load(rope_scale_ptr + row * K + kv_head)
+    return k_factor, v_factor, rope_factor

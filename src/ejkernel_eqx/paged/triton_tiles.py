@@ -1,0 +1,107 @@
+"""Which tiles the Triton kernels prefer, how many programs share a sequence's keys, and what shared memory a program takes."""
+
+import math
+
+from ..dispatch import DeviceFacts, Problem
+from .triton_call import padded, PagedTile
+
+_BYTES = {"int8": 1, "float8_e4m3fn": 1, "bfloat16": 2, "float16": 2, "float32": 4}
+Sizes = tuple[int, int, int, int]  # block_m, block_k, num_warps, num_stages
+SMALLEST = PagedTile(16, 16, 4, 1)
+
+# By the bytes of a key and its value, best first; the last ones for devices with little shared memory. Two or three programs share a
+# multiprocessor, with at least 32 KiB on the way for each of them.
+_DECODE: tuple[tuple[int, tuple[Sizes, ...]], ...] = (
+    (128, ((64, 128, 4, 4), (64, 256, 4, 3), (64, 128, 4, 3), (64, 64, 4, 4), (64, 64, 4, 2))),
+    (256, ((64, 128, 4, 3), (64, 128, 4, 4), (64, 64, 4, 4), (64, 64, 4, 3), (64, 128, 8, 3), (64, 32, 4, 2))),
+    (512, ((64, 64, 4, 3), (64, 64, 4, 4), (64, 128, 4, 2), (64, 128, 8, 3), (64, 32, 4, 4), (64, 128, 4, 3), (64, 32, 4, 2))),
+    (1024, ((64, 32, 4, 3), (64, 32, 4, 4), (64, 64, 4, 2), (64, 64, 8, 3), (64, 64, 4, 3), (64, 32, 4, 2), (64, 16, 4, 2))),
+    (2048, ((64, 16, 4, 3), (64, 32, 4, 2), (64, 32, 8, 3), (64, 16, 4, 4), (64, 16, 4, 2), (16, 16, 4, 1))),
+)  # fmt: skip
+_LATENT: tuple[Sizes, ...] = (
+    (64, 32, 8, 3), (64, 32, 8, 4), (64, 64, 8, 2), (64, 32, 8, 2), (32, 32, 4, 3), (16, 32, 4, 3), (16, 16, 4, 2))  # fmt: skip
+_PREFILL: dict[int, tuple[Sizes, ...]] = {
+    64: ((128, 64, 8, 3), (64, 64, 4, 3), (128, 128, 8, 3), (128, 64, 4, 3), (64, 64, 4, 2), (64, 32, 4, 2)),
+    128: ((128, 64, 8, 3), (128, 128, 8, 2), (64, 64, 4, 3), (128, 128, 8, 3), (128, 32, 8, 3), (64, 64, 4, 2), (64, 32, 4, 2), (64, 32, 4, 1)),
+    256: ((128, 64, 8, 2), (128, 32, 8, 3), (64, 32, 4, 2), (64, 64, 8, 2), (64, 32, 4, 1), (32, 16, 4, 1)),
+}  # fmt: skip
+_PREFILL_FLOAT32: tuple[Sizes, ...] = (
+    (64, 32, 4, 2), (64, 64, 8, 2), (64, 32, 8, 2), (64, 32, 4, 1), (32, 32, 4, 1), (32, 16, 4, 1))  # fmt: skip
+_PREFILL_LATENT: tuple[Sizes, ...] = (
+    (64, 32, 8, 3), (64, 32, 8, 2), (64, 64, 8, 2), (32, 32, 4, 2), (16, 32, 4, 2), (16, 16, 4, 1))  # fmt: skip
+
+
+def decode_tiles(problem: Problem, device: DeviceFacts, queries: int) -> list[PagedTile]:
+    """Those that fit, best first, with no more rows than `queries` of a sequence are."""
+    rows = padded(queries * (problem.dim("H") // problem.dim("K")))
+    if problem.flag("latent"):
+        return _fitting(_LATENT, problem, device, rows)
+    row = (problem.dim("D") + problem.dim("V")) * _BYTES[problem.dtype("kv")]
+    sizes = next((tiles for most, tiles in _DECODE if row <= most), _DECODE[-1][1])
+    return _fitting(sizes, problem, device, rows)
+
+
+def prefill_tiles(problem: Problem, device: DeviceFacts) -> list[PagedTile]:
+    """Those that fit, best first."""
+    if problem.flag("latent"):
+        return _fitting(_PREFILL_LATENT, problem, device)
+    if _dot_bytes(problem) == 4:
+        return _fitting(_PREFILL_FLOAT32, problem, device)
+    width = max(64, padded(max(problem.dim("D"), problem.dim("V"))))
+    return _fitting(_PREFILL[width], problem, device)
+
+
+def splits(problem: Problem, device: DeviceFacts, queries: int, block_m: int, chunk_size: int) -> int:
+    """The fewest that fill the device: four programs a multiprocessor, of latent pages one, whose partial results are large.
+
+    `queries` of each sequence are computed in blocks of at most `block_m` rows.
+    """
+    heads, kv_heads = problem.dim("H"), problem.dim("K")
+    blocks = math.ceil(queries * (heads // kv_heads) / block_m)
+    programs = max(1, problem.dim("N") * kv_heads * blocks)
+    multiprocessors = device.num_multiprocessors or 108
+    least = 0.85 if problem.flag("latent") else 4
+    most = max(1, math.ceil(problem.dim("M") * problem.dim("p") / chunk_size))
+    for count in range(1, most):
+        waves = programs * count / multiprocessors
+        if waves >= least and waves / math.ceil(waves) >= 0.85:
+            return count
+    return most
+
+
+def shared_memory(problem: Problem, tile: PagedTile, device: DeviceFacts) -> int:
+    """An upper estimate of what one program takes, in bytes: its queries, and what is streamed once a stage."""
+    latent, dot = problem.flag("latent"), _dot_bytes(problem)
+    values = padded(problem.dim("V"))
+    width = padded(problem.dim("D") - problem.dim("V")) if latent else padded(problem.dim("D"))
+    queries = tile.block_m * (width + values * bool(latent)) * dot
+    streamed = tile.block_k * (width + values) * _BYTES[problem.dtype("kv")]
+    # Narrow tiles are multiplied from registers, wide ones from the shared memory itself, where other dtypes are converted into.
+    stages = max(1, tile.num_stages - (tile.block_m < 64))
+    scores = tile.block_m * tile.block_k * dot
+    if dot == 4:  # in two halves, for the passes of a product
+        queries, scores = 2 * queries, 2 * scores
+    if tile.block_m >= 64 and (dot == 4 or problem.flag("scales")):
+        scores += tile.block_k * (width + values) * dot
+    if latent and tile.block_m >= 64 and device.capability >= (10, 0):  # results pass through it
+        scores += tile.block_m * values * dot
+    over_scores = 4 * bool(problem.flag("qq_bias"))
+    more = tile.block_k * stages * (tile.block_m * over_scores + 12)
+    results = tile.block_m * values * 4 + (queries if tile.block_m < 64 else 0)
+    return max(queries + scores + stages * streamed + more, results)
+
+
+def _dot_bytes(problem: Problem) -> int:
+    q, kv = problem.dtype("q"), problem.dtype("kv")
+    return 2 if q != "float32" and (problem.flag("scales") or q == kv) else 4
+
+
+def _fitting(
+    sizes: tuple[Sizes, ...], problem: Problem, device: DeviceFacts, rows: int = 2**30
+) -> list[PagedTile]:
+    # Other vendors' compilers keep what is on the way in registers.
+    keys, most = (256, 4) if device.vendor == "nvidia" else (64, 2)
+    tiles = [PagedTile(min(m, rows), min(k, keys), warps, min(stages, most)) for m, k, warps, stages in sizes]
+    limit = device.shared_memory or 49_152
+    fitting = [tile for tile in tiles if shared_memory(problem, tile, device) <= limit]
+    return list(dict.fromkeys(fitting)) or [SMALLEST]

@@ -1,0 +1,297 @@
+"""Attention over pages in plain XLA: loops over blocks of keys with an online softmax, in two passes.
+
+Sequences with few queries (decodes) go together, a block of keys of each at a time; the others tile by tile of their queries, one tile
+after the other. Each begins at the first block that it sees, and the loops end at the last one: nothing else is gathered.
+"""
+
+import dataclasses
+from typing import Any, NamedTuple
+
+import jax.numpy as jnp
+from jax import Array, lax
+
+from ..parallel import match_varying, opaque
+from .core import axes_of
+from .flat import flatten_rows, gather_chunks, split_pages
+from .spec import PagedArrays, PagedSpec, SHARED
+
+Named = dict[str, Array]
+
+
+@dataclasses.dataclass(frozen=True)
+class XlaConfig:
+    """Queries a tile and keys a block. Sequences with up to `decode_queries` queries are computed all at once."""
+
+    block_q: int = 128
+    block_k: int = 128
+    decode_queries: int = 4
+
+    def __post_init__(self):
+        for name in ("block_q", "block_k", "decode_queries"):
+            value = getattr(self, name)
+            if isinstance(value, bool) or not isinstance(value, int) or value < 1:
+                raise ValueError(f"XlaConfig.{name}: expected a positive int, received {value!r}.")
+
+
+class XlaPlatform:
+    """Platform `xla` of the family."""
+
+    VERSION = 1
+    config_type = XlaConfig
+
+    def unsupported(self, problem: Any, device: Any) -> str | None:
+        """Why this platform cannot serve the problem: it serves all."""
+        return None
+
+    def default_config(self, problem: Any, device: Any) -> XlaConfig:
+        return self.candidates(problem, device)[0]
+
+    def candidates(self, problem: Any, device: Any) -> list[XlaConfig]:
+        """Configurations worth timing, the heuristic first; those that cut the problem alike are given once."""
+        keys, queries = problem.dim("M") * problem.dim("p"), problem.dim("Q")
+        wanted = [
+            (128, 128),
+            (128, 256),
+            (256, 256),
+            (128, 512),
+            (64, 128),
+            (256, 512),
+            (128, 64),
+            (128, 1024),
+        ]
+        if queries == 1:
+            wanted = [(128, size) for size in (128, 256, 512, 64, 1024, 32)]
+        distinct: dict[tuple[int, int], XlaConfig] = {}
+        for block_q, block_k in wanted:
+            cut = min(block_q, queries), min(block_k, keys)
+            distinct.setdefault(cut, XlaConfig(block_q, block_k))
+        return list(distinct.values())
+
+    def forward(self, arrays: PagedArrays, spec: PagedSpec, config: XlaConfig) -> Named:
+        """`out [*, T, H, V]` and `lse [*, T, H]`; `jax.vmap` becomes more leading axes, and these more sequences."""
+
+        def folded(given: Named) -> Named:
+            return flatten_rows(
+                lambda flat: _attend(_Call(flat, spec, config)), PagedArrays(**{"v": None, **given}), spec
+            )  # pyright: ignore[reportArgumentType]
+
+        axes = axes_of(arrays, spec)
+        given = {name: x for name, x in arrays._asdict().items() if x is not None}
+        return opaque(folded, axes, axes, split=False, shared=SHARED.intersection(given))(given)
+
+
+class _Call:
+    """One call during its trace, without leading axes."""
+
+    def __init__(self, arrays: PagedArrays, spec: PagedSpec, config: XlaConfig):
+        self.arrays, self.spec = arrays, spec
+        self.tokens, self.heads, _ = arrays.q.shape
+        _, self.page_size, self.kv_heads, self.value_dim = (arrays.k if arrays.v is None else arrays.v).shape
+        self.groups = self.heads // self.kv_heads
+        self.q = arrays.q.reshape(self.tokens, self.kv_heads, self.groups, -1)
+        self.operand = _operand_dtype(arrays, spec)
+        self.accum = jnp.float64 if self.operand == jnp.float64 else jnp.float32
+        self.lse_dtype = jnp.float64 if arrays.q.dtype == jnp.float64 else jnp.float32
+        keys = max(arrays.page_table.shape[-1], 1) * self.page_size
+        self.block_k, self.chunk = split_pages(self.page_size, min(config.block_k, keys))
+        self.block_q = min(config.block_q, spec.max_query_len, self.tokens)
+        self.few = min(config.decode_queries, spec.max_query_len)
+        pages = {name: getattr(arrays, name) for name in ("k", "v", "rope")}
+        scales = {name: getattr(arrays, name) for name in ("k_scale", "v_scale", "rope_scale")}
+        self.per_head = {name: x for name, x in scales.items() if x is not None and x.ndim == 1}
+        pages |= {name: x for name, x in scales.items() if x is not None and x.ndim > 1}
+        self.pages = {
+            name: x.reshape(x.shape[0], self.page_size // self.chunk, self.chunk, *x.shape[2:])
+            for name, x in pages.items()
+            if x is not None
+        }
+
+    def dot(self, pattern: str, x: Array, y: Array) -> Array:
+        precision = lax.Precision.HIGHEST if self.operand == jnp.float32 else None
+        x, y = x.astype(self.operand), y.astype(self.operand)
+        return jnp.einsum(pattern, x, y, precision=precision, preferred_element_type=self.accum)
+
+    def of_heads(self, x: Array) -> Array:
+        """`[H]` to `[K, G, 1]`."""
+        return x.reshape(self.kv_heads, self.groups, 1).astype(self.accum)
+
+
+def _operand_dtype(arrays: PagedArrays, spec: PagedSpec) -> Any:
+    """What is multiplied: quantised numbers are exact in the dtype of the queries. A probability times a scale needs the range of
+    float32."""
+    if spec.scales is not None:
+        return jnp.dtype(jnp.float32) if arrays.q.dtype == jnp.float16 else arrays.q.dtype
+    ours, theirs = arrays.q.dtype, arrays.k.dtype
+    if ours.itemsize == theirs.itemsize:
+        return ours if ours == theirs else jnp.dtype(jnp.float32)
+    return max(ours, theirs, key=lambda dtype: dtype.itemsize)
+
+
+class _Queries(NamedTuple):
+    """Up to `Q` queries of each of `n` sequences."""
+
+    sequence: Array  # [n]
+    index: Array  # [n, Q]: of a query in its sequence
+    real: Array  # [n, Q]
+    q: Array  # [n, Q, K, G, D]
+
+
+def _attend(call: _Call) -> Named:
+    # Made of the queries, so that their type says over which heads and devices they are spread.
+    lse = match_varying(jnp.zeros_like(call.q[..., 0], call.lse_dtype) - jnp.inf, call.arrays)
+    out = jnp.zeros_like(lse, call.q.dtype)[..., None]
+    out = jnp.broadcast_to(out, (*lse.shape, call.value_dim))
+    out, lse = _decodes(call, out, lse)
+    if call.spec.max_query_len > call.few:
+        out, lse = _tiles(call, out, lse)
+    return {"out": out.reshape(call.tokens, call.heads, -1), "lse": lse.reshape(call.tokens, call.heads)}
+
+
+def _decodes(call: _Call, out: Array, lse: Array) -> tuple[Array, Array]:
+    """All sequences with few queries."""
+    arrays, index = call.arrays, jnp.arange(call.few, dtype=jnp.int32)
+    is_few = (
+        arrays.q_len <= call.few if call.spec.max_query_len > call.few else jnp.ones_like(arrays.q_len, bool)
+    )
+    real = (index < arrays.q_len[:, None]) & is_few[:, None]
+    token = jnp.where(real, arrays.q_start[:, None] + index, call.tokens)
+    q = call.q.at[token].get(mode="fill", fill_value=0)
+    sequence = jnp.arange(real.shape[0], dtype=jnp.int32)
+    part, part_lse = _softmax(call, _Queries(sequence, jnp.broadcast_to(index, real.shape), real, q))
+    return out.at[token].set(part, mode="drop"), lse.at[token].set(part_lse, mode="drop")
+
+
+def _tiles(call: _Call, out: Array, lse: Array) -> tuple[Array, Array]:
+    """The other sequences, in tiles of queries. The loop ends with the last tile that there is."""
+    arrays, size = call.arrays, call.block_q
+    length = jnp.minimum(arrays.q_len, call.spec.max_query_len)
+    tiles = jnp.where(length > call.few, (length + size - 1) // size, 0)
+    ends = jnp.cumsum(tiles, dtype=jnp.int32)
+
+    def tile(number: Array, results: tuple[Array, Array]) -> tuple[Array, Array]:
+        n = jnp.searchsorted(ends, number, side="right").astype(jnp.int32)
+        start = arrays.q_start[n] + (number - ends[n] + tiles[n]) * size
+        begin = jnp.clip(start, 0, call.tokens - size)  # a last tile, moved back to where it fits
+        token = begin + jnp.arange(size, dtype=jnp.int32)
+        index = token - arrays.q_start[n]
+        real = (token >= start) & (index < length[n])
+        q = lax.dynamic_slice_in_dim(call.q, begin, size)
+        new = _softmax(call, _Queries(n[None], index[None], real[None], q[None]))
+
+        def put(x: Array, y: Array) -> Array:
+            old = lax.dynamic_slice_in_dim(x, begin, size)
+            keep = real.reshape(size, *(1,) * (x.ndim - 1))
+            return lax.dynamic_update_slice_in_dim(x, jnp.where(keep, y[0], old), begin, 0)
+
+        return put(results[0], new[0]), put(results[1], new[1])
+
+    return lax.fori_loop(jnp.zeros_like(ends[-1]), ends[-1], tile, (out, lse))
+
+
+class _Span(NamedTuple):
+    """What queries see."""
+
+    own: Array  # [n]: the first key of the sequence's own queries
+    i: Array  # [n, Q]: the positions of the queries, which are the last keys that they see
+    lowest: Array  # [n, Q]: the first ones
+    begin: Array  # [n]: where the sequence's first block begins
+    blocks: Array  # as many as the sequence that sees most has
+
+
+def _span(call: _Call, queries: _Queries) -> _Span:
+    arrays, n, left = call.arrays, queries.sequence, call.spec.left
+    own = arrays.kv_len[n] - arrays.q_len[n]
+    i = own[:, None] + queries.index
+    first = jnp.zeros_like(own) if arrays.kv_start is None else jnp.maximum(arrays.kv_start[n], 0)
+    lowest = jnp.broadcast_to(first[:, None], i.shape)
+    lowest = lowest if left is None else jnp.maximum(i - left, lowest)
+    held = arrays.page_table.shape[-1] * call.page_size
+    end = jnp.where(queries.real, jnp.minimum(i + 1, held), 0).max(1)
+    begin = jnp.where(queries.real, lowest, held).min(1) // call.chunk * call.chunk
+    blocks = jnp.maximum((end - begin + call.block_k - 1) // call.block_k, 0).max()
+    return _Span(own, i, lowest, begin, blocks)
+
+
+def _softmax(call: _Call, queries: _Queries) -> tuple[Array, Array]:
+    """`[n, Q, K, G, V]` and `[n, Q, K, G]`, by a loop over blocks of keys."""
+    arrays, (own, i, lowest, begin, blocks) = call.arrays, _span(call, queries)
+    table = arrays.page_table[queries.sequence]
+
+    def block(number: Array, carry: tuple[Array, Array, Array]) -> tuple[Array, Array, Array]:
+        largest, total, acc = carry
+        at = begin + number * call.block_k
+        j = at[:, None] + jnp.arange(call.block_k, dtype=jnp.int32)  # [n, S]
+        loaded, there = gather_chunks(call.pages, table, at, call.block_k, call.chunk)
+        loaded |= call.per_head
+        seen = there[:, None, :] & (lowest[..., None] <= j[:, None]) & (j[:, None] <= i[..., None])
+        seen &= queries.real[..., None]
+        scores = jnp.where(seen[:, None, None], _scores(call, queries, loaded, i, j, own), -jnp.inf)
+        top = jnp.maximum(largest, scores.max(-1))
+        shift = jnp.where(top > -jnp.inf, top, 0)
+        weights, fade = jnp.exp(scores - shift[..., None]), jnp.exp(largest - shift)
+        total = total * fade + weights.sum(-1)
+        return top, total, acc * fade[..., None] + _values(call, weights, loaded, seen.any(1))
+
+    largest, total, acc = lax.fori_loop(jnp.zeros_like(blocks), blocks, block, _start(call, queries))
+    some = total > 0
+    out = acc / jnp.where(some, total, 1)[..., None]
+    lse = jnp.where(some, jnp.log(jnp.where(some, total, 1)) + largest, -jnp.inf)
+    return jnp.moveaxis(out, 3, 1).astype(call.q.dtype), jnp.moveaxis(lse, 3, 1).astype(call.lse_dtype)
+
+
+def _start(call: _Call, queries: _Queries) -> tuple[Array, Array, Array]:
+    """Before any key: a sink is a key seen first, whose value is 0."""
+    zeros = match_varying(jnp.zeros_like(queries.q[..., 0], call.accum), call.arrays)
+    zeros = jnp.moveaxis(zeros, 1, 3)  # [n, K, G, Q]
+    largest = zeros - jnp.inf
+    if call.arrays.sinks is not None:
+        largest = zeros + call.of_heads(call.arrays.sinks)
+    total = jnp.where(largest > -jnp.inf, zeros + 1, 0)
+    return largest, total, jnp.broadcast_to(zeros[..., None], (*zeros.shape, call.value_dim))
+
+
+def _scores(call: _Call, queries: _Queries, loaded: Named, i: Array, j: Array, own: Array) -> Array:
+    """`[n, K, G, Q, S]`, hidden ones too."""
+    arrays, spec, width = call.arrays, call.spec, call.pages["k"].shape[-1]
+    pattern = "nqkgd,nskd->nkgqs"
+    scores = _scaled(call.dot(pattern, queries.q[..., :width], loaded["k"]), loaded.get("k_scale"))
+    if "rope" in loaded:
+        more = call.dot(pattern, queries.q[..., width:], loaded["rope"])
+        scores += _scaled(more, loaded.get("rope_scale"))
+    scores *= spec.scale
+    if spec.logits_soft_cap is not None:
+        scores = spec.logits_soft_cap * jnp.tanh(scores / spec.logits_soft_cap)
+    if arrays.slopes is not None:
+        distance = (j[:, None] - i[..., None]).astype(call.accum)
+        scores += call.of_heads(arrays.slopes)[..., None] * distance[:, None, None]
+    if arrays.qq_bias is not None:
+        place = (j - own[:, None])[:, None]
+        clipped = (jnp.clip(x, 0, arrays.qq_bias.shape[-1] - 1) for x in (queries.index[..., None], place))
+        bias = arrays.qq_bias[tuple(clipped)].astype(call.accum)
+        scores += jnp.where(place >= 0, bias, 0)[:, None, None]
+    return scores
+
+
+def _values(call: _Call, weights: Array, loaded: Named, seen: Array) -> Array:
+    """`[n, K, G, Q, V]`; a value that nobody sees is taken for 0."""
+    name = "k" if call.spec.latent else "v"
+    scale = loaded.get(f"{name}_scale")
+    if scale is not None and scale.ndim > 1:
+        weights = _scaled(weights, jnp.where(seen[..., None], scale, 0))
+        scale = None
+    values = jnp.where(seen[..., None, None], loaded[name], jnp.zeros((), loaded[name].dtype))
+    result = call.dot("nkgqs,nskv->nkgqv", weights, values)
+    return result if scale is None else result * scale[:, None, None, None].astype(result.dtype)
+
+
+def _scaled(x: Array, scale: Array | None) -> Array:
+    """`[n, K, G, Q, S]` times scales `[n, S, K]` or `[K]`."""
+    if scale is None:
+        return x
+    scale = scale.astype(x.dtype)
+    if scale.ndim == 1:
+        return x * scale[:, None, None, None]
+    return x * jnp.swapaxes(scale, 1, 2)[:, :, None, None]
+
+
+platform = XlaPlatform()

@@ -1,0 +1,243 @@
+"""The bookkeeping of pages: whatever is done to it, every sequence reads its own tokens back."""
+
+import copy
+import pickle
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from ejkernel_eqx import EjkernelError
+from ejkernel_eqx.paged.allocator import OutOfPagesError, PageCopy, PageTable
+
+
+class Sequences:
+    """Tokens are numbers, kept in a NumPy pool through the table and in a list for each sequence."""
+
+    def __init__(self, num_pages, page_size, max_pages):
+        self.table = PageTable(num_pages, page_size, max_pages)
+        self.pool = np.full((num_pages, page_size), -1)
+        self.tokens: dict[int, list[int]] = {}
+        self.behind: dict[int, int] = {}  # the first position that must be there
+        self.written = self.named = 0
+
+    def add(self, name, part):
+        self.named += 1
+        self.extend(self.named, part)
+
+    def extend(self, name, part):
+        count = round(part * 6)
+        before = copy.deepcopy(vars(self.table))
+        own = self.tokens.get(name, [])
+        try:
+            copies = self.table.allocate(name, count)
+        except (OutOfPagesError, ValueError) as error:
+            assert_same(before, vars(self.table))
+            if isinstance(error, OutOfPagesError):
+                assert error.free == self.table.num_free < error.wanted
+            else:
+                assert self.table.max_pages is not None
+                assert len(own) + count > self.table.max_pages * self.table.page_size
+            return
+        self.behind.setdefault(name, 0)
+        assert len(copies) <= 1
+        for source, target in copies:
+            self.pool[target] = self.pool[source]
+        slots = self.table.slots(name, len(own), len(own) + count)
+        assert np.all(slots >= 0) and slots.dtype == np.int32
+        new = range(self.written, self.written + count)
+        self.pool.reshape(-1)[slots] = new
+        self.tokens[name] = [*own, *new]
+        self.written += count
+
+    def fork(self, name, part):
+        self.named += 1
+        length, first = len(self.tokens[name]), self.kept_from(name)
+        # Most forks take all.
+        count = length if part > 0.4 else first + round(part / 0.4 * (length - first))
+        self.table.fork(name, self.named, None if part > 0.4 else count)
+        self.tokens[self.named] = self.tokens[name][:count]
+        self.behind[self.named] = min(self.behind[name], count)
+
+    def truncate(self, name, part):
+        first = self.kept_from(name)
+        length = first + round(part * (len(self.tokens[name]) - first))
+        self.table.truncate(name, length)
+        del self.tokens[name][length:]
+        self.behind[name] = min(self.behind[name], length)
+
+    def free_behind(self, name, part):
+        position = round(part * len(self.tokens[name]))
+        self.table.free_behind(name, position)
+        self.behind[name] = max(self.behind[name], position)
+
+    def free(self, name, part):
+        self.table.free(name)
+        del self.tokens[name], self.behind[name]
+
+    def kept_from(self, name):
+        """The first token of a page that is there."""
+        row = self.table.row(name)
+        pages = -(-len(self.tokens[name]) // self.table.page_size)
+        return int(np.sum(row[:pages] < 0)) * self.table.page_size
+
+    def reads_back(self):
+        table, size = self.table, self.table.page_size
+        table.check()
+        assert set(table.sequences) == set(self.tokens)
+        rows = table.rows(self.tokens)
+        used = set(rows[rows >= 0].tolist())
+        assert table.num_used == len(used) and table.num_free == table.num_pages - len(used)
+        for row, (name, tokens) in zip(rows, self.tokens.items(), strict=True):
+            first = self.behind[name]
+            assert table.length(name) == len(tokens)
+            np.testing.assert_array_equal(table.row(name)[: len(row)], row[: len(table.row(name))])
+            positions = np.arange(first, len(tokens))
+            slots = row[positions // size] * size + positions % size
+            np.testing.assert_array_equal(table.slots(name, first, len(tokens)), slots)
+            np.testing.assert_array_equal(self.pool.reshape(-1)[slots], tokens[first:])
+            assert np.all(row[-(-len(tokens) // size) :] == -1) and np.all(row[: first // size] == -1)
+
+
+ACTIONS = ("add", "add", "extend", "extend", "extend", "fork", "fork", "truncate", "free_behind", "free")
+
+
+@settings(max_examples=50, deadline=None, derandomize=True)
+@given(
+    st.integers(1, 16),
+    st.integers(1, 4),
+    st.none() | st.integers(1, 5),
+    st.lists(
+        st.tuples(st.sampled_from(ACTIONS), st.integers(0, 11), st.floats(0, 1)), min_size=30, max_size=60
+    ),
+)
+def test_every_sequence_reads_its_own_tokens(num_pages, page_size, max_pages, actions):
+    model = Sequences(num_pages, page_size, max_pages)
+    for action, which, part in actions:
+        live = list(model.tokens)
+        if live or action == "add":
+            getattr(model, action)(live[which % len(live)] if live else None, part)
+            model.reads_back()
+    for name in list(model.tokens):
+        model.free(name, 0)
+    assert model.table.num_free == num_pages
+    model.table.check()
+
+
+def assert_same(before, after):
+    assert before.keys() == after.keys()
+    for name, value in before.items():
+        assert value == after[name], name
+
+
+def test_a_shared_page_is_copied_by_whoever_writes_first():
+    table = PageTable(4, 4)
+    assert table.allocate("a", 6) == []
+    table.fork("a", "b")
+    assert table.num_used == 2
+    assert table.allocate("b", 0) == [] and table.num_used == 2
+    assert table.allocate("b", 1) == [PageCopy(1, 2)]
+    assert table.row("a").tolist() == [0, 1] and table.row("b").tolist() == [0, 2]
+    assert table.allocate("a", 1) == []  # its own again
+    table.fork("a", "c", 4)
+    assert table.allocate("c", 1) == []  # a full page is never written again
+    assert table.row("c").tolist() == [0, 3]
+    for name in "abc":
+        table.free(name)
+    assert table.num_free == 4 and table.sequences == ()
+    table.check()
+
+
+def test_no_effect_when_there_are_too_few():
+    table = PageTable(3, 2, max_pages=9)
+    table.allocate("a", 3)
+    table.fork("a", "b")
+    before = copy.deepcopy(vars(table))
+    for name, count, wanted in (("a", 4, 3), ("b", 4, 3), ("new", 3, 2)):
+        with pytest.raises(
+            OutOfPagesError, match=f"expected {wanted} free pages for sequence '{name}', found 1"
+        ) as raised:
+            table.allocate(name, count)
+        assert_same(before, vars(table))
+        assert isinstance(raised.value, EjkernelError)
+        again = pickle.loads(pickle.dumps(raised.value))
+        assert (again.sequence, again.wanted, again.free) == (name, wanted, 1) and str(again) == str(
+            raised.value
+        )
+    assert table.allocate("b", 1) == [PageCopy(1, 2)]
+
+
+def test_rows():
+    table = PageTable(8, 2)
+    assert table.rows([]).shape == (0, 1)
+    table.allocate("a", 5)
+    table.allocate("b", 0)
+    assert table.rows("ba").tolist() == [[-1, -1, -1], [0, 1, 2]] and table.rows("ab").dtype == np.int32
+    table.free_behind("a", 4)
+    assert table.row("a").tolist() == [-1, -1, 2] and table.slots("a", 0, 5).tolist() == [-1, -1, -1, -1, 4]
+    assert table.num_free == 7
+    wide = PageTable(8, 2, max_pages=4)
+    wide.allocate(("any", 1), 3)
+    assert wide.row(("any", 1)).tolist() == [0, 1, -1, -1]
+
+
+@pytest.mark.parametrize(
+    "call, words",
+    [
+        (lambda t: PageTable(0, 4), "num_pages: expected"),
+        (lambda t: PageTable(4, 0), "page_size: expected"),
+        (lambda t: PageTable(4, 4, 0), "max_pages: expected"),
+        (lambda t: PageTable(2**20, 2**11), r"num_pages: expected at most 2\*\*30"),
+        (lambda t: t.allocate("a", -1), "num_tokens: expected .* received -1"),
+        (
+            lambda t: t.allocate("a", 12),
+            "num_tokens: expected at most 11 more tokens for sequence 'a' of length 5, received 12",
+        ),
+        (lambda t: t.free("x"), "sequence: expected .* received 'x'"),
+        (lambda t: t.length("x"), "received 'x'"),
+        (lambda t: t.row("x"), "received 'x'"),
+        (lambda t: t.rows(["a", "x"]), "received 'x'"),
+        (lambda t: t.slots("x", 0, 0), "received 'x'"),
+        (lambda t: t.slots("a", 0, 6), "stop: expected start <= stop <= 5"),
+        (lambda t: t.slots("a", 3, 2), "stop: expected"),
+        (lambda t: t.slots("a", -1, 2), "start: expected"),
+        (lambda t: t.fork("x", "y"), "received 'x'"),
+        (lambda t: t.fork("a", "a"), "child: expected a new sequence, received 'a'"),
+        (lambda t: t.fork("a", "y", 6), "num_tokens: expected 4 to 5 tokens"),
+        (lambda t: t.fork("a", "y", 3), "num_tokens: expected 4 to 5 tokens"),
+        (lambda t: t.truncate("x", 0), "received 'x'"),
+        (lambda t: t.truncate("a", 6), "length: expected 4 to 5 tokens of sequence 'a', received 6"),
+        (lambda t: t.truncate("a", 3), "length: expected 4 to 5"),
+        (lambda t: t.truncate("a", -1), "length: expected"),
+        (lambda t: t.free_behind("x", 0), "received 'x'"),
+        (lambda t: t.free_behind("a", 6), "first_visible_position: expected at most 5"),
+        (lambda t: t.free_behind("a", -1), "first_visible_position: expected"),
+    ],
+)
+def test_wrong_arguments(call, words):
+    table = PageTable(8, 4, max_pages=4)
+    table.allocate("a", 5)
+    table.free_behind("a", 4)
+    before = copy.deepcopy(vars(table))
+    with pytest.raises(ValueError, match=words):
+        call(table)
+    assert_same(before, vars(table))
+
+
+@pytest.mark.parametrize("harm", ["leak", "twice", "short", "gap"])
+def test_check_finds(harm):
+    table = PageTable(8, 2)
+    table.allocate("a", 6)
+    table.fork("a", "b")
+    own = table._sequences["a"]
+    if harm == "leak":
+        table._free.pop()
+    elif harm == "twice":
+        own.pages[0] = own.pages[1]
+    elif harm == "short":
+        own.length += 2
+    else:
+        own.pages[0] = -1
+    with pytest.raises(AssertionError):
+        table.check()

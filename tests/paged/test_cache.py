@@ -1,0 +1,185 @@
+"""Paged caches of keys and values and of latents, against a pool in NumPy."""
+
+import equinox as eqx
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from ejkernel_eqx.paged.allocator import PageTable
+from ejkernel_eqx.paged.cache import PagedKVCache, PagedLatentCache
+from tests.paged.caches import (
+    append,
+    arrays,
+    cases,
+    copy_pages,
+    few,
+    gather,
+    KINDS,
+    make,
+    PAGES,
+    ROOM,
+    scaled,
+    SIZE,
+    tokens,
+)
+
+
+def poisoned(cache):
+    """NaN in every page, or, where there is none, the largest number, and NaN for its scale if tokens have their own."""
+
+    def spoil(path, x):
+        if x.dtype == jnp.int8:
+            return jnp.full_like(x, 127)
+        return x if cache.scales == "head" and "scale" in str(path[-1]) else jnp.full_like(x, jnp.nan)
+
+    return jax.tree_util.tree_map_with_path(spoil, cache)
+
+
+def raw(cache):
+    """All bytes of the pages and their scales, one row for each slot where they have one."""
+    return [np.asarray(x).reshape(ROOM, -1) for x in arrays(cache) if x is not None and x.size >= ROOM]
+
+
+def as_bytes(x):
+    return x.view(np.uint8) if x.ndim else x
+
+
+def error(cache, x, which):
+    """Half a step of what is stored for `x`."""
+    dtype = arrays(cache)[0].dtype.name
+    x = np.abs(np.asarray(x, np.float32))
+    if dtype in ("float32", "bfloat16"):
+        return np.zeros_like(x)
+    scale = arrays(cache)[2 + which]
+    if cache.scales == "head":
+        step = np.asarray(scale)[..., None]
+    else:
+        step = x.max(-1, keepdims=True) / (127 if dtype == "int8" else 448)
+    return 1.01 * (step / 2 if dtype == "int8" else np.maximum(x / 16, step / 1024))
+
+
+@cases
+def test_append_and_gather(kind, dtype, scales):
+    """Within half a step; every other slot keeps its bytes, the last one too; no NaN of an unused slot comes out."""
+    cache = poisoned(scaled(make(kind, dtype, scales)))
+    assert cache.scales == scales and not cache.is_bound
+    slots = np.asarray([4, -1, 0, 9, ROOM, 5, -ROOM, 10, 2**31 - 1, -(2**31)])
+    x, y = tokens(cache, len(slots))
+    new = append(cache, x, y, slots)
+    written = [t for t, slot in enumerate(slots) if 0 <= slot < ROOM]
+    untouched = np.setdiff1d(np.arange(ROOM), slots[written])
+    assert ROOM - 1 in untouched
+    for before, after in zip(raw(cache), raw(new), strict=True):
+        np.testing.assert_array_equal(as_bytes(after[untouched]), as_bytes(before[untouched]))
+    # Token by token: one page a sequence, so that the place in the page says how long it is.
+    for t in written:
+        page, place = divmod(int(slots[t]), SIZE)
+        found = gather(new.bind(jnp.full((1, 1), page), jnp.asarray([place + 1])))
+        for which, (dense, given) in enumerate(zip(found, (x, y), strict=True)):
+            assert np.all(
+                np.abs(np.asarray(dense[0, place], np.float32) - np.asarray(given[t]))
+                <= error(new, given[t], which)
+            )
+
+
+@few
+def test_gather_of_sequences(kind, dtype, scales):
+    """Zero where there is no token or no page, also where NaN is stored; any length; leading axes of tables."""
+    cache = poisoned(scaled(make(kind, dtype, scales)))
+    table = PageTable(PAGES, SIZE)
+    given = {}
+    for seed, (name, length) in enumerate((("a", 5), ("b", 0), ("c", 4))):
+        assert table.allocate(name, length) == []
+        given[name] = tokens(cache, length, seed)
+        cache = append(cache, *given[name], table.slots(name, 0, length))
+    table.free_behind("c", 3)
+    rows = table.rows("abc")
+    assert rows.shape == (3, 2)
+    lengths = np.asarray([5, 0, 4])
+    outside = np.where(rows < 0, PAGES, rows)  # a number that is too large is no page either
+    bound = cache.bind(np.stack([rows, outside])[:, None], np.broadcast_to(lengths, (2, 1, 3)))
+    for which, dense in enumerate(gather(bound)):
+        assert dense.shape == (2, 1, 3, 6, *arrays(cache)[which].shape[2:])
+        assert dense.dtype == jnp.float32 and np.isfinite(dense).all()
+        expected = np.zeros(dense.shape[2:], np.float32)
+        for n, name in enumerate("abc"):
+            expected[n, : lengths[n]] = given[name][which]
+        expected[2, :3] = 0
+        allowed = np.where(expected == 0, 0, error(cache, expected, which))
+        assert np.all(np.abs(np.asarray(dense) - expected) <= allowed)
+    flat = cache.bind(rows, lengths)
+    whole = gather(flat)
+    for size in (0, 4, 8):
+        for short, full in zip(gather(flat, size, jnp.bfloat16), whole, strict=True):
+            assert short.dtype == jnp.bfloat16 and short.shape[1] == size
+            np.testing.assert_array_equal(short[:, :6], full[:, :size].astype(jnp.bfloat16))
+            assert not np.asarray(short[:, 6:], np.float32).any()
+    # A new order of the pages changes nothing.
+    order = np.random.default_rng(0).permutation(PAGES)
+    paged = [x if x is None or x.size < ROOM else x[np.argsort(order)] for x in arrays(cache)]
+    moved = kind(paged[0], paged[1], None, None, *paged[2:]).bind(
+        np.where(rows < 0, -1, order[rows]), lengths
+    )
+    for one, other in zip(gather(moved), whole, strict=True):
+        np.testing.assert_array_equal(one, other)
+
+
+@few
+def test_copy_pages(kind, dtype, scales):
+    cache = scaled(make(kind, dtype, scales, batch_shape=(2,)))
+    x, y = tokens(cache, ROOM, lead=(2,))
+    cache = append(cache, x, y, np.arange(ROOM))
+    copied = copy_pages(cache, jnp.asarray([1, -1, 2, 3, PAGES, 4]), jnp.asarray([2, 5, 1, -1, 0, PAGES]))
+    order = [0, 2, 1, 3, 4, 5]  # both were read before either was written
+    for before, after in zip(arrays(cache), arrays(copied), strict=True):
+        if before is not None:
+            expected = before[:, np.asarray(order)] if before.size >= ROOM else before
+            np.testing.assert_array_equal(np.asarray(after), np.asarray(expected))
+    nothing = cache.copy_pages([], [])
+    assert eqx.tree_equal(nothing, cache)
+
+
+@few
+def test_no_tokens(kind, dtype, scales):
+    cache = scaled(make(kind, dtype, scales))
+    assert eqx.tree_equal(append(cache, *tokens(cache, 0), np.zeros(0, int)), cache)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("dtype, scales", [("int8", "head"), ("float8_e4m3fn", "head")])
+def test_scales_a_head_clip(kind, dtype, scales):
+    """Nothing overflows and nothing becomes NaN, whatever is written."""
+    cache = scaled(make(kind, dtype, scales))
+    x, y = (jnp.full_like(x, 1e30).at[..., 0].set(-jnp.inf) for x in tokens(cache, 1))
+    dense = gather(append(cache, x, y, np.asarray([0])).bind(np.asarray([[0]]), np.asarray([1])))
+    for found, scale in zip(dense, (1 / 32, 1 / 16), strict=True):
+        largest = scale * (127 if dtype == "int8" else 448)
+        np.testing.assert_array_equal(found[0, 0, ..., 0], np.full(found.shape[2:-1], -largest))
+        np.testing.assert_array_equal(found[0, 0, ..., 1:], np.full(found[0, 0, ..., 1:].shape, largest))
+
+
+def test_sizes():
+    cache = PagedKVCache.init(5, 4, 3, 8, 2, batch_shape=7, dtype=jnp.float8_e4m3fn)
+    assert (cache.num_pages, cache.page_size, cache.num_kv_heads, cache.head_dim, cache.v_head_dim) == (
+        5,
+        4,
+        3,
+        8,
+        2,
+    )
+    assert cache.batch_shape == (7,) and cache.scales == "token" and cache.v.shape == (7, 5, 4, 3, 2)
+    assert cache.k_scale is not None and cache.k_scale.shape == (7, 5, 4, 3)
+    latent = PagedLatentCache.init(5, 4, 8, 2, batch_shape=(2, 3), dtype="int8", scales="head")
+    assert (latent.num_pages, latent.page_size, latent.latent_dim, latent.rope_dim) == (5, 4, 8, 2)
+    assert latent.rope_scale is not None and latent.rope_scale.shape == (2, 3) and latent.scales == "head"
+
+
+def test_float64(enable_x64):
+    cache = make(PagedKVCache, "float64")
+    k, v = (x.astype(jnp.float64) / 3 for x in tokens(cache, 1))
+    far = cache.append(k, v, np.asarray([2**32 + 1]))  # does not wrap around
+    assert eqx.tree_equal(far, cache)
+    dense = cache.append(k, v, np.asarray([1])).bind(np.asarray([[0]]), np.asarray([2])).gather()
+    np.testing.assert_array_equal(dense[0][0, 1], k[0])
+    assert dense[0].dtype == jnp.float64

@@ -1,0 +1,195 @@
+"""The decode kernel and its merge, interpreted, against the reference: every case, splits, tiles, what is another kernel's, vmap."""
+
+import dataclasses
+import functools
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from ejkernel_eqx._kernel import make_plan
+from ejkernel_eqx.launch import run
+from ejkernel_eqx.paged import core
+from ejkernel_eqx.paged.spec import PagedArrays, PagedSpec
+from tests.compiled import DEVICES, launches_of
+from tests.paged.cases import assert_agrees, Case, CASES, make, run_reference, with_leading_axis
+from tests.recurrence.quick import quick
+
+pytest.importorskip("triton")
+from ejkernel_eqx.paged import triton, triton_decode
+from ejkernel_eqx.paged.triton_call import folded, PagedTile, TritonConfig
+
+SMALL = PagedTile(16, 16, 4, 1)
+CONFIG = TritonConfig(SMALL, SMALL, split_k=3, chunk_size=16, fast_tanh=False, float32_dot="ieee")
+interpret = functools.partial(run, interpret=True)
+FEW = [name for name, case in CASES.items() if case.longest <= triton.DECODE_QUERIES]
+LONG = Case((1, 4, 2), (70, 97, 33), p=4, left=75, cap=2.0, sinks=True, slopes=True, qq_bias=4, tail=1)
+
+
+def with_axis(case: Case) -> tuple[PagedArrays, PagedSpec]:
+    arrays, spec = make(case)
+    return arrays if case.batch else with_leading_axis(arrays), spec
+
+
+def attend(case: Case, config: TritonConfig = CONFIG) -> dict[str, Any]:
+    arrays, spec = with_axis(case)
+    return triton.forward(arrays, spec, config, execute=interpret)
+
+
+def same(first: dict[str, Any], second: dict[str, Any]) -> bool:
+    return all((np.asarray(first[name]) == np.asarray(second[name])).all() for name in ("out", "lse"))
+
+
+@pytest.mark.parametrize("name", FEW)
+def test_agrees(name):
+    assert_agrees(CASES[name], attend(CASES[name]))
+
+
+@pytest.mark.parametrize("splits", (1, 2, 5))
+def test_any_number_of_splits_agrees_and_repeats(splits):
+    config = dataclasses.replace(CONFIG, split_k=splits)
+    results = attend(LONG, config)
+    assert_agrees(LONG, results)
+    assert same(results, attend(LONG, config))
+
+
+@pytest.mark.parametrize(
+    "tile, case",
+    (
+        ((16, 16), dataclasses.replace(LONG, p=16, missing=((1, 3), (2, 1)))),
+        ((16, 32), dataclasses.replace(LONG, p=32, kv_start=(0, 40, 33), left=None)),
+        ((32, 16), dataclasses.replace(LONG, p=64, kv_dtype="int8", scales="token", dtype="float16")),
+        ((16, 32), dataclasses.replace(LONG, p=5, K=1, D=24, rope=8, qq_bias=None, slopes=False)),
+    ),
+    ids=("page is a tile", "page is a large tile", "page holds tiles", "latent, odd pages"),
+)
+def test_tiles_of_any_size(tile, case):
+    block_m, block_k = tile
+    tile = PagedTile(block_m, block_k, 4, 2)
+    assert_agrees(case, attend(case, dataclasses.replace(CONFIG, decode=tile, split_k=2)))
+
+
+def test_rows_of_many_blocks():
+    case = Case((12, 3, 1), (20, 19, 17), H=8, K=2, sinks=True)
+    assert_agrees(case, attend(case))
+
+
+def test_a_sequence_does_not_depend_on_the_others():
+    case = dataclasses.replace(LONG, qq_bias=None, tail=0)
+    arrays, spec = with_axis(case)
+    together = triton.forward(arrays, spec, CONFIG, execute=interpret)
+    for n, first in enumerate(np.cumsum((0, *case.q_lens[:-1]))):
+        tokens = slice(first, first + case.q_lens[n])
+        alone = arrays._replace(
+            q=arrays.q[:, tokens],
+            q_start=jnp.zeros((1, 1), jnp.int32),
+            **{name: getattr(arrays, name)[:, n : n + 1] for name in ("page_table", "q_len", "kv_len")},
+        )
+        results = triton.forward(alone, spec, CONFIG, execute=interpret)
+        assert same(results, {name: x[:, tokens] for name, x in together.items()})
+
+
+def test_sequences_with_more_queries_are_left_alone():
+    """Of 17 queries or fewer, two fill the smallest tile."""
+    case = Case((17, 2, 3, 1), (20, 9, 11, 30), H=16, K=2, sinks=True)
+    arrays, spec = with_axis(case)
+    call = folded(arrays, spec, CONFIG, interpret)
+    queries = triton.decode_queries(spec.max_query_len, call.group)
+    assert queries == 2
+    before = {"out": jnp.full((23, 16, 16), 7.0), "lse": jnp.full((23, 16), 7.0)}
+    results, expected = triton_decode.decode(call, before, queries), run_reference(case)
+    taken = np.r_[17:19, 22]
+    for name, x in results.items():
+        rest = np.delete(np.asarray(x), taken, 0)
+        assert (rest == 7).all()
+        np.testing.assert_allclose(np.asarray(x)[taken], expected[name][taken], rtol=1e-4, atol=1e-5)
+
+
+def kernels(case: Case, config: TritonConfig) -> list[str]:
+    arrays, spec = with_axis(case)
+    return list(
+        launches_of(lambda arrays, execute: triton.forward(arrays, spec, config, execute=execute), arrays)
+    )
+
+
+def test_only_what_is_needed_is_launched():
+    one = dataclasses.replace(CONFIG, split_k=1)
+    assert kernels(LONG, one) == ["decode_kernel"]
+    assert kernels(LONG, CONFIG) == ["decode_kernel", "merge_kernel"]
+    assert kernels(CASES["decode"], dataclasses.replace(CONFIG, chunk_size=256)) == ["decode_kernel"]
+    window = dataclasses.replace(LONG, left=3)  # too few keys for a second split
+    assert kernels(window, dataclasses.replace(CONFIG, chunk_size=32)) == ["decode_kernel"]
+    assert kernels(dataclasses.replace(LONG, max_query_len=17), one) == ["decode_kernel", "prefill_kernel"]
+
+
+def test_buckets_of_queries_share_one_kernel():
+    def constants(max_query_len: int) -> dict[str, Any]:
+        arrays, spec = with_axis(dataclasses.replace(LONG, max_query_len=max_query_len))
+        forward = lambda arrays, execute: triton.forward(arrays, spec, CONFIG, execute=execute)
+        return launches_of(forward, arrays)["decode_kernel"].constants
+
+    assert constants(32) == constants(64)
+
+
+MAPPED = {
+    "nothing shared": (Case((1, 3), (6, 9), sinks=True, slopes=True, qq_bias=3), ()),
+    "pages shared": (Case((1, 3), (6, 9), sinks=True, slopes=True), ("k", "v", "slopes")),
+    "sinks shared": (Case((1, 3), (6, 9), sinks=True, missing=((1, 0),)), ("sinks",)),
+    "scales of tokens": (Case((1, 3), (6, 9), kv_dtype="int8", scales="token"), ("v", "v_scale")),
+    "scales of heads": (Case((1, 3), (6, 9), kv_dtype="int8", scales="head"), ("k", "v", "v_scale")),
+}
+
+
+@pytest.mark.parametrize("name", MAPPED)
+def test_vmap(name):
+    case, shared = MAPPED[name]
+    arrays, spec = make(case)
+    stacked = {}
+    for field, x in arrays._asdict().items():
+        if x is None or field in shared:
+            stacked[field] = x
+        elif jnp.issubdtype(x.dtype, jnp.floating):
+            stacked[field] = jnp.stack([x, x * jnp.asarray(0.5, x.dtype)])
+        else:
+            stacked[field] = jnp.stack([x, x])
+    axes = {field: None if x is None or field in shared else 0 for field, x in stacked.items()}
+
+    def rows(platform: str, config: Any) -> Any:
+        plan = make_plan("paged_attention", platform=platform, config=config)
+        one = lambda given: core.attend(plan, "paged_attention", PagedArrays(**given), spec)
+        return quick(jax.vmap(one, (axes,)))(stacked)
+
+    results, expected = rows("triton-interpret", CONFIG), rows("xla", None)
+    for field in ("out", "lse"):
+        np.testing.assert_allclose(results[field], expected[field], rtol=1e-5, atol=1e-5)
+
+
+def problem(case: Case) -> Any:
+    return core.problem_of("paged_attention", *make(case))
+
+
+def test_unsupported():
+    sm_80, sm_90 = DEVICES["sm_80"], DEVICES["sm_90"]
+    plain = CASES["decode"]
+    assert triton.unsupported(problem(plain), sm_80) is None
+    arrays, spec = make(plain)
+    wide = arrays._replace(k=jax.ShapeDtypeStruct(arrays.k.shape, "float64"))  # pyright: ignore[reportArgumentType]
+    assert "float64" in str(triton.unsupported(core.problem_of("paged_attention", wide, spec), sm_90))
+    assert "512" in str(triton.unsupported(problem(dataclasses.replace(plain, D=512)), sm_90))
+    assert triton.unsupported(problem(dataclasses.replace(CASES["latent"], D=512, rope=64)), sm_90) is None
+    assert "513" in str(triton.unsupported(problem(dataclasses.replace(CASES["latent"], D=513)), sm_90))
+    float8 = problem(CASES["float8"])
+    assert "8.9" in str(triton.unsupported(float8, sm_80)) and triton.unsupported(float8, sm_90) is None
+    table = jax.ShapeDtypeStruct((3, 2**29), jnp.int32)
+    asked = core.problem_of("paged_attention", arrays._replace(page_table=table), spec)  # pyright: ignore[reportArgumentType]
+    assert "2**31" in str(triton.unsupported(asked, sm_90))
+
+
+@pytest.mark.parametrize("field", ("split_k", "chunk_size", "float32_dot", "block_k", "num_warps"))
+def test_configurations_that_mean_nothing(field):
+    values = dict(split_k=0, chunk_size=-1, float32_dot="fp8", block_k=48, num_warps=3)
+    with pytest.raises(ValueError, match=field):
+        of_tile = field in ("block_k", "num_warps")
+        dataclasses.replace(SMALL if of_tile else CONFIG, **{field: values[field]})

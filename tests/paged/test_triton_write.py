@@ -1,0 +1,165 @@
+"""The writing kernel, interpreted, against the scatter on XLA, and compiled for devices that are not here."""
+
+import functools
+
+import jax
+import jax.numpy as jnp
+import ml_dtypes  # noqa: F401  (numpy learns the names of the narrow dtypes)
+import numpy as np
+import pytest
+
+from ejkernel_eqx.launch import compile_ahead, interpreter_unavailable, run
+from ejkernel_eqx.paged import write as xla
+from ejkernel_eqx.paged.spec import WriteArrays
+from tests.recurrence.quick import quick
+
+if reason := interpreter_unavailable():
+    pytest.skip(reason, allow_module_level=True)
+from ejkernel_eqx.paged import triton_write  # needs Triton
+
+write = functools.partial(triton_write.write, execute=functools.partial(run, interpret=True))
+P, p, K, T = 3, 4, 3, 7
+SLOTS = (0, -1, 11, 5, P * p, -P * p, 10)  # of these three are nowhere
+KINDS = {"k": 24, "v": 16}
+LATENT = {"k": 32, "rope": 8}
+
+
+def make(dtype, *, new="float32", scales=None, kinds=KINDS, lead=(), pages_lead=(), heads=K, seed=0):
+    """Pages full of numbers that must stay, and tokens of which those that go nowhere hold NaN."""
+    rng = np.random.default_rng(seed)
+    slots = np.stack([rng.permutation(SLOTS) for _ in range(int(np.prod(lead, dtype=int)))]).reshape(*lead, T)
+    if lead and not pages_lead:  # one set of pages: no slot twice
+        slots = np.where(np.arange(slots.size).reshape(slots.shape) < T, slots, -1)
+    nowhere = (slots < 0) | (slots >= P * p)
+    pages, tokens = {}, {}
+    for name, width in kinds.items():
+        values = rng.standard_normal((*lead, T, heads, width)) * rng.choice(
+            [1e-3, 1, 50], (*lead, T, heads, 1)
+        )
+        tokens[name] = jnp.asarray(np.where(nowhere[..., None, None], np.nan, values).astype(new))
+        held = rng.integers(-100, 100, (*pages_lead, P, p, heads, width))
+        pages[name] = jnp.asarray(held.astype("float32").astype(dtype))
+        shape = {"token": (*pages_lead, P, p, heads), "head": (*pages_lead, heads)}.get(scales or "")
+        if shape is not None:
+            pages[f"{name}_scale"] = jnp.asarray(rng.uniform(0.05, 0.2, shape).astype("float32"))
+    return WriteArrays(pages, tokens, jnp.asarray(slots.astype(np.int32)))
+
+
+def assert_same(arrays):
+    """Bit for bit where nothing is divided. XLA may divide by a constant in another way: scales agree to the last bits, and what is
+    stored by them to one step."""
+    expected, results = quick(xla.write)(arrays), write(arrays)
+    assert results.keys() == arrays.pages.keys()
+    for name in results:
+        got, want = np.asarray(results[name]), np.asarray(expected[name])
+        assert got.dtype == want.dtype and got.shape == arrays.pages[name].shape, name
+        if name.endswith("_scale"):
+            np.testing.assert_allclose(np.broadcast_to(got, want.shape), want, rtol=3e-7, err_msg=name)
+        elif f"{name}_scale" not in results:
+            np.testing.assert_array_equal(bits(got), bits(want), name)
+        else:
+            number, other = got.astype(np.float32), want.astype(np.float32)
+            step = 1 if got.dtype == np.int8 else np.maximum(2.0**-3 * np.abs(other), 2.0**-9)
+            assert (np.abs(number - other) <= step).all(), name
+            assert (number != other).mean() < 0.01, name
+            assert_untouched(arrays, name, got)
+
+
+def assert_untouched(arrays, name, got):
+    """What no token goes to keeps its bits."""
+    before = np.asarray(arrays.pages[name])
+    sets = before.size // np.prod(before.shape[-4:])
+    kept = np.ones((sets, P * p), bool)
+    for one, slots in zip(kept, np.asarray(arrays.slots).reshape(sets, -1)):
+        one[slots[(slots >= 0) & (slots < P * p)]] = False
+    rows = lambda x: bits(x).reshape(sets, P * p, -1)[kept]
+    np.testing.assert_array_equal(rows(got), rows(before), name)
+
+
+def bits(x):
+    return x.view(f"u{x.itemsize}")
+
+
+@pytest.mark.parametrize("new", ["float32", "bfloat16", "float16"])
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16", "float16"])
+def test_plain_pages(dtype, new):
+    assert_same(make(dtype, new=new))
+
+
+@pytest.mark.parametrize("scales", ["token", "head"])
+@pytest.mark.parametrize(
+    "dtype, new", [("int8", "float32"), ("float8_e4m3fn", "float32"), ("int8", "bfloat16")]
+)
+def test_quantised_pages(dtype, new, scales):
+    arrays = make(dtype, new=new, scales=scales)
+    if scales == "token":  # nothing to scale by, and hardly anything
+        zero, tiny = (int(jnp.argmax(arrays.slots == slot)) for slot in (11, 5))
+        arrays.new["k"] = arrays.new["k"].at[zero].set(0).at[tiny, 0].multiply(1e-38)
+    assert_same(arrays)
+
+
+@pytest.mark.parametrize("scales", [None, "token", "head"])
+def test_latent_pages_and_one_kind_alone(scales):
+    dtype = "bfloat16" if scales is None else "int8"
+    assert_same(make(dtype, scales=scales, kinds=LATENT, heads=1))
+    assert_same(make(dtype, scales=scales, kinds={"k": 32}, heads=1))
+    assert_same(make(dtype, scales=scales, kinds=KINDS | {"rope": 8}, heads=2))
+
+
+@pytest.mark.parametrize("scales", [None, "token", "head"])
+def test_leading_axes(scales):
+    dtype = "float32" if scales is None else "int8"
+    shared = make(dtype, scales=scales, lead=(2,))
+    assert_same(shared)
+    mapped = make(dtype, scales=scales, lead=(2,), pages_lead=(2,))
+    assert_same(mapped)
+    assert_same(make(dtype, scales=scales, lead=(2, 2), pages_lead=(2, 2)))
+    if scales == "head":  # one set of scales for all
+        pages = {name: x[0] if name.endswith("_scale") else x for name, x in mapped.pages.items()}
+        assert_same(mapped._replace(pages=pages))
+
+
+def test_programs_of_other_sizes():
+    """Rows wider and narrower than a program, and a last program that is not full."""
+    for width in (5, 640):
+        assert_same(make("float32", kinds={"k": width, "v": 3}, seed=width))
+    none = make("float32")
+    assert_same(none._replace(slots=none.slots[:0], new={name: x[:0] for name, x in none.new.items()}))
+
+
+def test_not_a_number_stays_visible():
+    arrays = make("int8", scales="token")
+    token = int(jnp.argmax(arrays.slots == 11))
+    arrays.new["k"] = arrays.new["k"].at[token, 1, 3].set(jnp.nan).at[token, 2, 3].set(jnp.inf)
+    scale = np.asarray(write(arrays)["k_scale"]).reshape(P * p, K)
+    assert np.isnan(scale[11, 1]) and np.isinf(scale[11, 2]) and np.isfinite(scale[11, 0])
+
+
+def test_under_jit_with_donated_pages():
+    arrays = make("bfloat16")
+    expected = quick(xla.write)(arrays)
+    results = quick(write)(arrays)
+    for name in expected:
+        np.testing.assert_array_equal(np.asarray(results[name]), np.asarray(expected[name]))
+
+
+@pytest.mark.parametrize("target", ["sm_80", "sm_90", "sm_100", "gfx942"])
+def test_compiles(target):
+    """For the pages of a large model: no spills, hardly any shared memory. What is wide is stored by whole vectors."""
+
+    def launch(dtype, scales, kinds, heads):
+        struct = lambda shape, dtype: jax.ShapeDtypeStruct(shape, dtype)
+        pages = {name: struct((1024, 16, heads, width), dtype) for name, width in kinds.items()}
+        if scales == "token":
+            pages |= {f"{name}_scale": struct((1024, 16, heads), jnp.float32) for name in kinds}
+        new = {name: struct((4096, heads, width), jnp.bfloat16) for name, width in kinds.items()}
+        arrays = WriteArrays(pages, new, struct((4096,), jnp.int32))  # pyright: ignore[reportArgumentType]
+        return triton_write.write_launch(arrays, list(kinds))[0]
+
+    eight_bits = [jnp.int8] if target == "sm_80" else [jnp.int8, jnp.float8_e4m3fn]
+    launches = [launch(jnp.bfloat16, None, {"k": 128, "v": 128}, 8)]
+    launches += [launch(dtype, "token", {"k": 128, "v": 128}, 8) for dtype in eight_bits]
+    launches += [launch(jnp.bfloat16, None, {"k": 512, "rope": 64}, 1)]
+    for one in launches:
+        report = compile_ahead(one, target)
+        assert report.fits and report.spills == 0 and report.shared <= 4096, report

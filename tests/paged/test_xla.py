@@ -1,0 +1,170 @@
+"""Plain XLA against the reference: every case, tiles that fit and that do not, transformations, and what its loops pass over."""
+
+import dataclasses
+import re
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax.sharding import AxisType, NamedSharding
+from jax.sharding import PartitionSpec as P
+
+from ejkernel_eqx.paged import xla
+from ejkernel_eqx.paged.flat import split_pages
+from ejkernel_eqx.paged.spec import SHARED
+from ejkernel_eqx.paged.xla import platform, XlaConfig
+from tests.paged.cases import assert_agrees, Case, CASES, make, run_reference, with_leading_axis
+from tests.recurrence.quick import quick
+from tests.tolerances import assert_close
+
+SMALL = XlaConfig(block_q=4, block_k=8, decode_queries=2)
+forward = quick(platform.forward, static_argnums=(1, 2))
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_agrees(name):
+    assert_agrees(CASES[name], forward(*make(CASES[name]), SMALL))
+
+
+@pytest.mark.parametrize(
+    "config",
+    [
+        XlaConfig(),
+        XlaConfig(block_q=1, block_k=1, decode_queries=1),
+        XlaConfig(5, 7, 3),
+        XlaConfig(16, 4, 16),
+    ],
+    ids=lambda config: f"{config.block_q} {config.block_k} {config.decode_queries}",
+)
+def test_any_tiles(config):
+    case = CASES["mixed, all options"]
+    assert_agrees(case, forward(*make(case), config))
+    large = Case((1, 3), (33, 20), p=24, left=30)
+    assert_agrees(large, forward(*make(large), config))
+
+
+@pytest.mark.parametrize("name", ["mixed, all options", "latent, options"])
+def test_float64(name, enable_x64):
+    case = dataclasses.replace(CASES[name], dtype="float64")
+    assert_agrees(case, forward(*make(case), SMALL))
+
+
+def test_mapped_with_pages_and_without():
+    case = CASES["two rows, all options"]
+    arrays, spec = make(case)
+    call = lambda arrays: platform.forward(arrays, spec, SMALL)
+    shared = {name: None for name in SHARED}
+    axes = arrays._replace(
+        **{name: shared.get(name, 0) for name, x in arrays._asdict().items() if x is not None}
+    )
+    assert_agrees(case, quick(jax.vmap(call, (axes,)))(arrays))
+    each = arrays._replace(**{n: jnp.stack([x] * 2) for n in SHARED if (x := getattr(arrays, n)) is not None})
+    assert_agrees(case, quick(jax.vmap(call))(each))
+    alone = with_leading_axis(make(CASES["mixed"])[0])
+    assert_agrees(CASES["mixed"], forward(alone, make(CASES["mixed"])[1], SMALL))
+
+
+def test_mapped_twice():
+    case = CASES["mixed"]
+    arrays, spec = make(case)
+    call = lambda q, k: platform.forward(arrays._replace(q=q, k=k), spec, SMALL)
+    both = quick(jax.vmap(jax.vmap(call, (None, 0)), (0, None)))(
+        jnp.stack([arrays.q, 2 * arrays.q]), jnp.stack([arrays.k, 2 * arrays.k, -arrays.k])
+    )
+    expected = run_reference(case)
+    assert both["out"].shape == (2, 3, *expected["out"].shape)
+    assert_close(both["out"][0, 0], expected["out"])
+    np.testing.assert_allclose(both["lse"][1, 0], both["lse"][0, 1], rtol=1e-6)
+
+
+def test_loops_pass_over_what_is_seen_alone():
+    case = Case((1, 1, 1), (100, 40, 7), left=9)
+    call = xla._Call(*make(case), XlaConfig(block_q=4, block_k=8))
+    index = jnp.zeros((3, 1), jnp.int32)
+    queries = xla._Queries(jnp.arange(3), index, index == 0, jnp.zeros(()))
+    span = xla._span(call, queries)
+    np.testing.assert_array_equal(span.begin, [88, 28, 0])
+    assert span.blocks == 2  # 12 keys from the page on where the window begins
+    nobody = xla._span(call, queries._replace(real=index > 0))
+    assert nobody.blocks == 0
+    beyond = call.arrays._replace(kv_len=call.arrays.kv_len.at[0].set(10**9))
+    call.arrays = beyond
+    assert xla._span(call, queries).blocks == 2
+
+
+def test_decodes_compile_one_loop():
+    loops = lambda name: len(re.findall(r"stablehlo.while", _lowered(CASES[name]).as_text()))
+    assert loops("decode, all options") == 1
+    assert loops("speculative") == 1
+    assert loops("mixed") > 2
+
+
+def _lowered(case, **sizes):
+    arrays, spec = make(case)
+    return jax.jit(platform.forward, static_argnums=(1, 2)).lower(arrays, spec, XlaConfig(**sizes))
+
+
+def test_memory_is_linear():
+    """Four times the tokens, so sixteen times the scores."""
+
+    def temporary(tokens: int) -> int:
+        case = Case((tokens, 1), (tokens, 5), p=16, H=2, K=1)
+        compiled = _lowered(case, block_q=32, block_k=32).compile()
+        memory = compiled.memory_analysis()
+        assert memory is not None
+        return memory.temp_size_in_bytes
+
+    assert temporary(2048) < 5 * temporary(512)
+    assert temporary(2048) < 2048 * 2048
+
+
+@pytest.mark.parametrize(
+    "page_size, block_k, wanted",
+    [
+        (16, 128, (128, 16)),
+        (24, 128, (120, 24)),
+        (1, 128, (128, 1)),
+        (256, 128, (128, 128)),
+        (192, 128, (128, 64)),
+        (1003, 128, (118, 59)),
+        (1009, 128, (128, 1)),
+        (4, 3, (3, 1)),
+    ],
+)
+def test_blocks_are_made_of_pages_or_of_parts(page_size, block_k, wanted):
+    assert split_pages(page_size, block_k) == wanted
+
+
+@pytest.mark.parametrize("kind", [AxisType.Auto, AxisType.Explicit])
+def test_heads_stay_where_they_are(kind):
+    case = CASES["mixed"]
+    arrays, spec = make(case)
+    mesh = jax.make_mesh((2,), ("heads",), axis_types=(kind,))
+    place = lambda x, *axes: jax.device_put(x, NamedSharding(mesh, P(*axes)))
+    over = {"q": (None, "heads"), "k": (None, None, "heads"), "v": (None, None, "heads")}
+    given = {name: place(x, *over.get(name, ())) for name, x in arrays._asdict().items() if x is not None}
+    with jax.set_mesh(mesh):
+        call = quick(lambda given: platform.forward(arrays._replace(**given), spec, SMALL))
+        compiled = call.lower(given).compile()
+        assert_agrees(case, compiled(given))
+    text = compiled.as_text()
+    assert not re.search(r"\b(all-gather|all-to-all|collective-permute|reduce-scatter)(-start)?\(", text)
+
+
+def test_inside_shard_map_and_scan():
+    case = CASES["mixed"]
+    arrays, spec = make(case)
+    mesh = jax.make_mesh((2,), ("heads",), axis_types=(AxisType.Auto,))
+    axes = {"q": P(None, "heads"), "k": P(None, None, "heads"), "v": P(None, None, "heads")}
+    given = {name: x for name, x in arrays._asdict().items() if x is not None}
+
+    def local(given):
+        scanned = lambda _, given: (None, platform.forward(arrays._replace(**given), spec, SMALL))
+        return jax.tree.map(
+            lambda x: x[0], jax.lax.scan(scanned, None, jax.tree.map(lambda x: x[None], given))[1]
+        )
+
+    specs = ({name: axes.get(name, P()) for name in given},)
+    mapped = jax.shard_map(local, mesh=mesh, in_specs=specs, out_specs=P(None, "heads"))
+    assert_agrees(case, quick(mapped)(given))
