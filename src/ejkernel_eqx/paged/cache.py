@@ -12,7 +12,7 @@ from jaxtyping import Float, Int, Shaped
 from . import pages as paging
 from .latent_cache import PagedLatentCache as PagedLatentCache
 from .spec import WriteArrays
-from .write import write
+from .write import write, Writer
 
 _RANK = 4
 
@@ -184,12 +184,16 @@ class PagedKVCache(eqx.Module):
 
         **Raises:** `ValueError` for shapes that do not fit.
         """
+        return self.append_by(write, k, v, slots)
+
+    def append_by(self, writer: Writer, k: Any, v: Any, slots: Any) -> "PagedKVCache":
+        """`append` by a function that writes; operations give that of their platform."""
         lead, heads = self.batch_shape, self.num_kv_heads
         k = paging.read_new("k", k, lead, (heads, self.head_dim), None)
         tokens = k.shape[len(lead)]
         v = paging.read_new("v", v, lead, (heads, self.v_head_dim), tokens)
         slots = paging.read_slots(slots, lead, tokens)
-        return self._with(write(WriteArrays(self._pages(), {"k": k, "v": v}, slots)))
+        return self._with(writer(WriteArrays(self._pages(), {"k": k, "v": v}, slots)))
 
     @jax.named_scope("ejx.PagedKVCache.gather")
     def gather(

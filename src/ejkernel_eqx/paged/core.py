@@ -12,9 +12,11 @@ from .._kernel import Plan
 from ..dispatch import announce, Platform, Problem
 from ..dispatch.labels import kernel_scope
 from ..parallel import match_varying, opaque
-from .spec import PagedArrays, PagedSpec, SHARED
+from .spec import PagedArrays, PagedSpec, PAGES, SHARED, WriteArrays
+from .write import write, Writer
 
 Named = dict[str, Array]
+_NEW = "new_"
 
 
 def attend(plan: Plan, operation: str, arrays: PagedArrays, spec: PagedSpec) -> Named:
@@ -42,6 +44,33 @@ def attend(plan: Plan, operation: str, arrays: PagedArrays, spec: PagedSpec) -> 
     axes = axes_of(arrays, spec)
     over_leading_axes = opaque(launch, axes, axes, split=split, shared=SHARED.intersection(given))
     return _not_differentiable(operation, selection.platform, over_leading_axes)(match_varying(given, given))
+
+
+def writer(plan: Plan, operation: str, arrays: PagedArrays, spec: PagedSpec) -> Writer:
+    """How the platform that the plan chooses for this call writes new tokens into its pages."""
+    selection = plan.select(problem_of(operation, arrays, spec), quiet=True)
+    platform = selection.implementation.load()
+    if not getattr(platform, "OPAQUE", False):
+        return write
+    split = plan.device.count > 1 and selection.platform is not Platform.TRITON_INTERPRET
+    names = axes_of(arrays, spec)
+
+    def launch(given: Named) -> Named:
+        """With one leading axis on everything."""
+        new = {name.removeprefix(_NEW): x for name, x in given.items() if name.startswith(_NEW)}
+        pages = {name: x for name, x in given.items() if name in names and name != "slots"}
+        return platform.write(WriteArrays(pages, new, given["slots"]))
+
+    def call(arrays: WriteArrays) -> Named:
+        given = {**arrays.pages, "slots": arrays.slots}
+        given |= {f"{_NEW}{name}": x for name, x in arrays.new.items()}
+        axes = names | {"slots": ("T",)} | {f"{_NEW}{name}": ("T", *names[name][2:]) for name in PAGES}
+        over_leading_axes = opaque(launch, axes, axes, split=split)
+        return _not_differentiable(operation, selection.platform, over_leading_axes)(
+            match_varying(given, given)
+        )
+
+    return call
 
 
 def problem_of(operation: str, arrays: PagedArrays, spec: PagedSpec) -> Problem:

@@ -11,7 +11,7 @@ from jaxtyping import Float, Int, Shaped
 
 from . import pages as paging
 from .spec import WriteArrays
-from .write import write
+from .write import write, Writer
 
 _RANK = 3
 _WRITTEN = {"latent": "k", "rope": "rope", "latent_scale": "k_scale", "rope_scale": "rope_scale"}
@@ -171,6 +171,10 @@ class PagedLatentCache(eqx.Module):
 
         **Raises:** `ValueError` for shapes that do not fit.
         """
+        return self.append_by(write, latent, rope, slots)
+
+    def append_by(self, writer: Writer, latent: Any, rope: Any, slots: Any) -> "PagedLatentCache":
+        """`append` by a function that writes; operations give that of their platform."""
         lead = self.batch_shape
         latent = paging.read_new("latent", latent, lead, (self.latent_dim,), None)
         tokens = latent.shape[len(lead)]
@@ -179,7 +183,7 @@ class PagedLatentCache(eqx.Module):
         # An axis of one head, behind the pages and places or, of a scale for the cache, in their stead.
         axes = {name: min(x.ndim, len(lead) + 2) for name, x in self._pages().items()}
         pages = {_WRITTEN[name]: jnp.expand_dims(x, axes[name]) for name, x in self._pages().items()}
-        written = write(WriteArrays(pages, {"k": latent[..., None, :], "rope": rope[..., None, :]}, slots))
+        written = writer(WriteArrays(pages, {"k": latent[..., None, :], "rope": rope[..., None, :]}, slots))
         return self._with({name: jnp.squeeze(written[_WRITTEN[name]], axis) for name, axis in axes.items()})
 
     @jax.named_scope("ejx.PagedLatentCache.gather")

@@ -8,7 +8,7 @@ from jax import Array
 from .._kernel import Plan
 from ..recurrence.operation import plan_of as plan_of
 from .arguments import Cache, PagedOptions, resolve, Scoring, Tokens
-from .core import attend
+from .core import attend, writer
 from .spec import PagedArrays, PagedSpec
 
 
@@ -24,6 +24,22 @@ def run(
     """`out`, or `(out, lse)`."""
     arrays, spec = resolve(q, cache, options, tokens, scoring, return_lse=return_lse)
     return finish(plan, arrays, spec)
+
+
+def append(
+    plan: Plan,
+    options: PagedOptions,
+    q: Array,
+    cache: Cache,
+    tokens: Tokens,
+    new: tuple[Any, Any],
+    slots: Array,
+) -> Cache:
+    """The cache with the new tokens' keys and values (or latents and rotary keys) in it, written by the platform that will read them."""
+    arrays, spec = resolve(q, cache, options, tokens, Scoring(), return_lse=False)
+    if 0 in (arrays.q.size, arrays.kv_len.size):
+        return cache.append(*new, slots)
+    return cache.append_by(writer(plan, plan.operation, arrays, spec), *new, slots)
 
 
 def finish(plan: Plan, arrays: PagedArrays, spec: PagedSpec, squeeze: int | None = None) -> Any:

@@ -12,7 +12,7 @@ from .._platforms import register
 from .arguments import packed, PagedOptions, read_queries, Scoring, write_slots
 from .cache import PagedKVCache
 from .latent_cache import PagedLatentCache
-from .operation import plan_of, run
+from .operation import append, plan_of, run
 
 register("ragged_paged_attention", "paged", __package__ or "")
 
@@ -115,6 +115,7 @@ class RaggedPagedAttention(Kernel):
             raise ValueError(
                 "k, v: expected the keys and values of the new tokens, as append=True, received None; build with append=False to read only."
             )
-        cache = cache.append(k, v, write_slots(q, cache, query_start_loc, tokens.max_query_len))
+        slots = write_slots(q, cache, query_start_loc, tokens.max_query_len)
+        cache = append(self.plan, self.options, q, cache, tokens, (k, v), slots)
         results = run(self.plan, self.options, q, cache, tokens, Scoring(sinks), return_lse)
         return (*results, cache) if return_lse else (results, cache)

@@ -51,7 +51,9 @@ class PagedArrays(NamedTuple):
     kv_len: Array  # int32 [*, N]: its number of keys, those of the queries included
     kv_start: Array | None = None  # int32 [*, N]: its first key
     rope: Array | None = None  # [P, p, K, Dr]: more key channels, which are no values
-    k_scale: Array | None = None  # float32 [P, p, K] or [K]: what a stored number stands for is `scale * number`
+    k_scale: Array | None = (
+        None  # float32 [P, p, K] or [K]: what a stored number stands for is `scale * number`
+    )
     v_scale: Array | None = None  # the same, for v
     rope_scale: Array | None = None  # the same, for rope
     sinks: Array | None = None  # float32 [H], natural log units
@@ -62,7 +64,10 @@ class PagedArrays(NamedTuple):
 PAGES = ("k", "v", "rope")
 SCALES = ("k_scale", "v_scale", "rope_scale")
 SHARED = frozenset({*PAGES, *SCALES, "sinks", "slopes", "qq_bias"})
-RESULTS = ("out", "lse")  # [*, T, H, V] in the dtype of q; [*, T, H] float32 (float64 for float64), natural log, sinks included
+RESULTS = (
+    "out",
+    "lse",
+)  # [*, T, H, V] in the dtype of q; [*, T, H] float32 (float64 for float64), natural log, sinks included
 
 
 class WriteArrays(NamedTuple):

@@ -3,12 +3,16 @@
 On a CPU, XLA widens bfloat16 and float8 to scatter and so copies the pages of these dtypes each time.
 """
 
+from collections.abc import Callable
+
 import jax
 import jax.numpy as jnp
 from jax import Array
 
 from .quantise import quantise
 from .spec import PAGES, WriteArrays
+
+Writer = Callable[[WriteArrays], dict[str, Array]]
 
 
 def write(arrays: WriteArrays) -> dict[str, Array]:
