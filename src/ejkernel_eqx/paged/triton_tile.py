@@ -151,15 +151,20 @@ def attend_tile(
                 qk += more * load_scales(rope_scale_ptr, slot, ok, kv_head, K, MASKED)[None, :]
             else:
                 qk += more * rope_factor
-    s = scores(qk, i, j[None, :], t, slope, chunk, qq_bias_ptr, Q, SCALE, CAP, FAST_TANH, ALIBI, QQ)
+    # Where nothing stands between the product and the softmax, the scale goes into the subtraction of the maximum: one instruction.
+    folded: tl.constexpr = CAP == 0 and not ALIBI and not QQ and SCALE > 0
+    multiplier: tl.constexpr = SCALE * 1.4426950408889634 if folded else 1.0
+    s = qk
+    if not folded:
+        s = scores(qk, i, j[None, :], t, slope, chunk, qq_bias_ptr, Q, SCALE, CAP, FAST_TANH, ALIBI, QQ)
     if MASKED:
         seen = ok[None, :] & (j[None, :] <= i)
         if LEFT >= 0:
             seen = seen & (j[None, :] >= i - LEFT)
         s = tl.where(seen, s, float("-inf"))
-    new_top = tl.maximum(top, tl.max(s, axis=1))
+    new_top = tl.maximum(top, tl.max(s, axis=1) * multiplier)
     shift = tl.where(new_top == float("-inf"), 0.0, new_top)
-    p = tl.exp2(s - shift[:, None])
+    p = tl.exp2(s * multiplier - shift[:, None])
     alpha = tl.exp2(top - shift)
     total = total * alpha + tl.sum(p, axis=1)
     acc = acc * alpha[:, None]
