@@ -266,6 +266,7 @@ def test_sums_keep_what_a_difference_loses():
         assert cumsums(jnp.ones(3000, dtype), 3000, axis=0)[-1] == 3000
 
 
+@pytest.mark.usefixtures("optimised")
 def test_memory_is_linear():
     t = 1 << 15
     x, ids = jax.ShapeDtypeStruct((t,), jnp.float32), jax.ShapeDtypeStruct((t,), jnp.int32)

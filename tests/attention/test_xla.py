@@ -200,6 +200,7 @@ def test_vmap():
         assert_close(a, b, kind="gradient", name=name)
 
 
+@pytest.mark.usefixtures("optimised")
 @pytest.mark.parametrize("bias", [None, "1H1S"])
 @pytest.mark.parametrize(
     "flags", [dict(), dict(right=0, sinks="1H", alibi="1H", dropout=0.1), dict(rows="packed")]

@@ -65,6 +65,7 @@ def test_unbatched_append_is_one_dynamic_update_slice():
     assert text.count("stablehlo.dynamic_update_slice") == 2 and "scatter" not in text
 
 
+@pytest.mark.usefixtures("optimised")
 def test_donated_append_writes_in_place():
     k, v = _new(1)
     cache = KVCache.init((3,), 64, 2, 4)

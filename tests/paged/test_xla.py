@@ -105,6 +105,7 @@ def _lowered(case, **sizes):
     return jax.jit(platform.forward, static_argnums=(1, 2)).lower(arrays, spec, XlaConfig(**sizes))
 
 
+@pytest.mark.usefixtures("optimised")
 def test_memory_is_linear():
     """Four times the tokens, so sixteen times the scores."""
 

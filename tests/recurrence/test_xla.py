@@ -239,6 +239,7 @@ def test_forward_mode_within_a_scan():
     np.testing.assert_allclose((gradient * direction).sum(), (out * slope).sum(), rtol=1e-4)
 
 
+@pytest.mark.usefixtures("optimised")
 def test_memory_is_linear_in_length():
     temporary = []
     for length in (512, 1024):

@@ -103,6 +103,7 @@ def ours(arrays: ScanArrays):
     return xla.apply(arrays, ScanSpec(True), XlaConfig())
 
 
+@pytest.mark.usefixtures("optimised")
 def test_memory_grows_with_channels_not_states():
     length, channels, states = 512, 32, 16
     compiled = quick(gradients_of(ours)).lower(problem(length, channels, states)).compile()
