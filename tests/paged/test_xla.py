@@ -1,6 +1,7 @@
 """Plain XLA against the reference: every case, tiles that fit and that do not, transformations, and what its loops pass over."""
 
 import dataclasses
+import functools
 import re
 
 import jax
@@ -10,6 +11,7 @@ import pytest
 from jax.sharding import AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
 
+import ejkernel_eqx as ejx
 from ejkernel_eqx.paged import xla
 from ejkernel_eqx.paged.flat import split_pages
 from ejkernel_eqx.paged.spec import SHARED
@@ -118,6 +120,22 @@ def test_memory_is_linear():
 
     assert temporary(2048) < 5 * temporary(512)
     assert temporary(2048) < 2048 * 2048
+
+
+@pytest.mark.usefixtures("optimised")
+@pytest.mark.parametrize("page_size", [16, 256])
+def test_pages_are_not_copied(page_size):
+    """Of a large pool only the pages that are seen are touched, with every number of queries."""
+    count = 2**14 // page_size
+    cache = ejx.PagedKVCache.init(count, page_size, 2, 64)
+    cache = cache.bind(jnp.zeros((2, 4), jnp.int32), jnp.full(2, 3))
+    queries = jnp.ones((8, 4, 64))
+    for new in ((1, 1), (6, 2)):
+        call = functools.partial(ejx.RaggedPagedAttention(platform="xla"), max_query_len=max(new))
+        call = functools.partial(call, query_start_loc=jnp.array([0, new[0], sum(new)]))
+        memory = jax.jit(call).lower(queries[: sum(new)], cache).compile().memory_analysis()
+        assert memory is not None
+        assert memory.temp_size_in_bytes < cache.k.nbytes / 4
 
 
 @pytest.mark.parametrize(

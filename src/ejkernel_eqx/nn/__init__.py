@@ -1,6 +1,7 @@
 """Layers with weights, built from the operations."""
 
 from .attention import MultiHeadAttention as MultiHeadAttention
+from .cache_state import CacheState as CacheState
 from .gated_delta_net import GatedDeltaNet as GatedDeltaNet
 from .gated_linear_attention import GatedLinearAttention as GatedLinearAttention
 from .gated_rms_norm import GatedRMSNorm as GatedRMSNorm

@@ -1,6 +1,6 @@
 """Multi-head attention with weights, as the published decoder models have it."""
 
-from typing import Any, NamedTuple, overload
+from typing import Any, overload
 
 import equinox as eqx
 import jax
@@ -9,18 +9,11 @@ from jax import Array
 from jax.typing import DTypeLike
 
 from ..attention import FlashAttention, Mask
+from ..paged import PagedKVCache, RaggedBatch, RaggedPagedAttention
+from .attention_inputs import check_heads, check_pages, head_dim_of, locate, locate_cross
 from .kv_cache import KVCache
 from .rotary import RotaryEmbedding
-from .tokens import check_features, check_tokens, clear, project
-
-
-class _Rows(NamedTuple):
-    """Where the tokens of a call sit. Each `None`: nothing beyond the default."""
-
-    offset: Array | None = None  # int32 [...]: the place of `x[..., 0, :]` in its row's history
-    segment_ids: Array | None = None
-    kv_segment_ids: Array | None = None
-    kv_lengths: Array | None = None
+from .tokens import check_features, check_ragged, check_tokens, clear, project
 
 
 class MultiHeadAttention(eqx.Module):
@@ -46,6 +39,7 @@ class MultiHeadAttention(eqx.Module):
     sinks: Array | None  # [H]
     rope: RotaryEmbedding | None
     attention: FlashAttention
+    paged_attention: RaggedPagedAttention
     embed_dim: int = eqx.field(static=True)
     num_heads: int = eqx.field(static=True)
     num_kv_heads: int = eqx.field(static=True)
@@ -93,7 +87,8 @@ class MultiHeadAttention(eqx.Module):
             `[D]` before the rotation (Qwen3).
         - `use_qkv_bias`, `use_output_bias`: whether the projections have biases.
         - `causal`, `sliding_window`, `logits_soft_cap`, `softmax_scale`, `dropout_rate`, `deterministic`,
-            `platform`, `config`: as in [`ejkernel_eqx.FlashAttention`][]. The scale's default is $D^{-1/2}$.
+            `platform`, `config`: as in [`ejkernel_eqx.FlashAttention`][]. The scale's default is $D^{-1/2}$. The
+            platform is that of attention over pages as well (`"cuda"` has none: there the device decides).
         - `sinks`: whether each head has a learned logit that joins the softmax's denominator (GPT-OSS).
         - `output_gate`: whether the heads' outputs are multiplied by $\sigma$ of a projection of the input,
             an entry for each of the `H * V` (Qwen3-Next); the gate's rows are part of `q_proj`, head by head.
@@ -101,10 +96,10 @@ class MultiHeadAttention(eqx.Module):
         - `key`: a PRNG key for the initial weights.
         """
         num_kv_heads = num_heads if num_kv_heads is None else num_kv_heads
-        head_dim = _head_dim(embed_dim, num_heads, head_dim)
+        head_dim = head_dim_of(embed_dim, num_heads, head_dim)
         v_head_dim = head_dim if v_head_dim is None else v_head_dim
         kv_embed_dim = embed_dim if kv_embed_dim is None else kv_embed_dim
-        _check_heads(num_heads, num_kv_heads, head_dim, rope)
+        check_heads(num_heads, num_kv_heads, head_dim, rope)
         q_key, k_key, v_key, o_key = jax.random.split(key, 4)
         q_dim = num_heads * (head_dim + v_head_dim if output_gate else head_dim)
         self.q_proj = eqx.nn.Linear(embed_dim, q_dim, use_qkv_bias, dtype, key=q_key)
@@ -125,6 +120,13 @@ class MultiHeadAttention(eqx.Module):
             platform=platform,
             config=config,
         )
+        self.paged_attention = RaggedPagedAttention(
+            sliding_window,
+            logits_soft_cap,
+            softmax_scale,
+            append=True,
+            platform=None if platform == "cuda" else platform,
+        )
         self.embed_dim = embed_dim
         self.num_heads = num_heads
         self.num_kv_heads = num_kv_heads
@@ -138,6 +140,21 @@ class MultiHeadAttention(eqx.Module):
         """An empty `KVCache` that fits this layer, by default in the dtype of its weights."""
         dtype = self.k_proj.weight.dtype if dtype is None else dtype
         return KVCache.init(batch_shape, max_length, self.num_kv_heads, self.head_dim, self.v_head_dim, dtype)
+
+    def init_paged_cache(
+        self,
+        num_pages: int,
+        page_size: int,
+        *,
+        batch_shape: tuple[int, ...] | int = (),
+        dtype: DTypeLike | None = None,
+        scales: str | None = None,
+    ) -> PagedKVCache:
+        """An empty `PagedKVCache` that fits this layer, by default in the dtype of its weights; `batch_shape` is that
+        of stacked layers. The other arguments are those of `PagedKVCache.init`."""
+        dtype = self.k_proj.weight.dtype if dtype is None else dtype
+        sizes = (num_pages, page_size, self.num_kv_heads, self.head_dim, self.v_head_dim)
+        return PagedKVCache.init(*sizes, batch_shape=batch_shape, dtype=dtype, scales=scales)
 
     @overload
     def __call__(
@@ -173,11 +190,16 @@ class MultiHeadAttention(eqx.Module):
         inference: bool | None = None,
     ) -> tuple[Array, KVCache]: ...
 
+    @overload
+    def __call__(
+        self, x: Array, cache: PagedKVCache, *, batch: RaggedBatch, inference: bool | None = None
+    ) -> tuple[Array, PagedKVCache]: ...
+
     @jax.named_scope("ejx.nn.MultiHeadAttention")
     def __call__(
         self,
         x: Array,
-        cache: KVCache | None = None,
+        cache: KVCache | PagedKVCache | None = None,
         *,
         kv_input: Array | None = None,
         positions: Array | None = None,
@@ -188,7 +210,8 @@ class MultiHeadAttention(eqx.Module):
         bias: Array | None = None,
         key: Array | None = None,
         inference: bool | None = None,
-    ) -> Array | tuple[Array, KVCache]:
+        batch: RaggedBatch | None = None,
+    ) -> Array | tuple[Array, KVCache | PagedKVCache]:
         """**Arguments:**
 
         - `x`: `[..., T, E]`, any number of leading batch dimensions.
@@ -207,16 +230,34 @@ class MultiHeadAttention(eqx.Module):
             `max_length`.
         - `key`: a PRNG key, needed for dropout outside inference mode.
         - `inference`: overrides the flag that `equinox.nn.inference_mode` sets.
+        - `batch`: for serving, an `ejkernel_eqx.RaggedBatch`: `x` is `[T, E]`, the new tokens of its sequences, and `cache` a
+            `PagedKVCache`, into whose pages their keys and values are written before all is read. It need not be bound to
+            the batch's tables; only one that was comes back bound. Padding may hold NaN; the output there is of no
+            meaning. Donate the cache to have it written in place.
 
-        **Returns:** `y`, an array of the shape of `x`; with a cache, the tuple `(y, cache)`.
+        **Returns:** `y`, an array of the shape of `x`; with a cache, the tuple `(y, cache)`. Raises `ValueError` for
+        arguments that do not fit.
         """
+        if batch is not None:
+            rows = {
+                "padding_mask": padding_mask,
+                "kv_padding_mask": kv_padding_mask,
+                "segment_ids": segment_ids,
+            }
+            given = {"kv_input": kv_input, "positions": positions, "mask": mask, "bias": bias, **rows}
+            check_ragged(x, batch, self.embed_dim, given)
+            return self._over_pages(x, check_pages(self, cache, inference), batch)
+        if isinstance(cache, PagedKVCache):
+            raise ValueError(
+                "batch: expected a RaggedBatch with a PagedKVCache, received None; it says which pages belong to which tokens."
+            )
         self._check_inputs(x, cache, kv_input, padding_mask, kv_padding_mask, segment_ids)
         x = clear(x, padding_mask)
         if kv_input is None:
-            source, rows = x, _locate(cache, padding_mask, segment_ids)
+            source, rows = x, locate(cache, padding_mask, segment_ids)
         else:
             source = clear(kv_input, kv_padding_mask)
-            rows = _locate_cross(x, source, padding_mask, kv_padding_mask)
+            rows = locate_cross(x, source, padding_mask, kv_padding_mask)
         q, gate = self._queries(x)
         k, v = self._keys_values(source)
         if self.rope is not None:
@@ -241,9 +282,33 @@ class MultiHeadAttention(eqx.Module):
             inference=inference,
         )
         assert not isinstance(out, tuple)  # no lse was asked for
-        out = out.reshape(*x.shape[:-1], self.num_heads * self.v_head_dim)
-        y = project(self.o_proj, out if gate is None else out * jax.nn.sigmoid(gate))
+        y = self._finish(out, gate)
         return y if cache is None else (y, cache)
+
+    def _over_pages(self, x: Array, cache: PagedKVCache, batch: RaggedBatch) -> tuple[Array, PagedKVCache]:
+        """The tokens of a batch, whose keys and values go to their pages first."""
+        bound = cache.bind(batch)
+        if 0 in (x.shape[0], batch.lengths.shape[0]):
+            return jnp.zeros_like(x), bound if cache.is_bound else cache
+        x = clear(x, batch.is_real)
+        q, gate = self._queries(x)
+        k, v = self._keys_values(x)
+        if self.rope is not None:
+            q, k = self.rope(q, batch.positions), self.rope(k, batch.positions)
+        out, new = self.paged_attention(
+            q,
+            bound,
+            k,
+            v,
+            query_start_loc=batch.query_start_loc,
+            max_query_len=batch.max_query_len,
+            sinks=self.sinks,
+        )
+        return self._finish(out, gate), new if cache.is_bound else new.unbind()
+
+    def _finish(self, out: Array, gate: Array | None) -> Array:
+        out = out.reshape(*out.shape[:-2], self.num_heads * self.v_head_dim)
+        return project(self.o_proj, out if gate is None else out * jax.nn.sigmoid(gate))
 
     def _queries(self, x: Array) -> tuple[Array, Array | None]:
         q, gate = project(self.q_proj, x).reshape(*x.shape[:-1], self.num_heads, -1), None
@@ -298,54 +363,6 @@ class MultiHeadAttention(eqx.Module):
                 f"kv_input: expected a layer with causal=False and rope=None, received one with {found}; "
                 "positions of two sequences do not compare, so build the layer for cross attention without them."
             )
-
-
-def _head_dim(embed_dim: int, num_heads: int, head_dim: int | None) -> int:
-    if head_dim is not None:
-        return head_dim
-    if embed_dim % num_heads:
-        raise ValueError(
-            f"num_heads: expected a divisor of embed_dim={embed_dim}, received {num_heads}; "
-            "pass head_dim= for another width."
-        )
-    return embed_dim // num_heads
-
-
-def _check_heads(num_heads: int, num_kv_heads: int, head_dim: int, rope: RotaryEmbedding | None) -> None:
-    if num_kv_heads < 1 or num_heads % num_kv_heads:
-        raise ValueError(
-            f"num_kv_heads: expected a divisor of num_heads={num_heads}, received {num_kv_heads}; "
-            "every key/value head serves the same number of query heads."
-        )
-    if rope is not None and rope.head_dim != head_dim:
-        raise ValueError(
-            f"rope: expected a RotaryEmbedding of head_dim={head_dim}, received one of {rope.head_dim}; "
-            "to turn only some of the features, give it rotary_dim=."
-        )
-
-
-def _locate(cache: KVCache | None, padding_mask: Array | None, segment_ids: Array | None) -> _Rows:
-    """The places of a call's tokens. Left padding moves the first token before the row's start: its offset
-    shrinks."""
-    left = None if padding_mask is None else jnp.argmax(padding_mask, axis=-1).astype(jnp.int32)
-    if cache is not None:
-        return _Rows(offset=cache.lengths if left is None else cache.lengths - left)
-    offset = None if left is None else -left
-    if padding_mask is not None:
-        segment_ids = jnp.where(padding_mask, jnp.int32(0) if segment_ids is None else segment_ids, -1)
-    return _Rows(offset, segment_ids, segment_ids)
-
-
-def _locate_cross(
-    x: Array, kv_input: Array, padding_mask: Array | None, kv_padding_mask: Array | None
-) -> _Rows:
-    if padding_mask is None and kv_padding_mask is None:
-        return _Rows()
-    ids = [
-        jnp.zeros(a.shape[:-1], jnp.int32) if real is None else jnp.where(real, jnp.int32(0), -1)
-        for a, real in ((x, padding_mask), (kv_input, kv_padding_mask))
-    ]
-    return _Rows(None, *ids)
 
 
 def _normalise(norm: eqx.nn.RMSNorm | None, x: Array) -> Array:

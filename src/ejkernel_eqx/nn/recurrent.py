@@ -3,7 +3,7 @@
 import abc
 import dataclasses
 import math
-from typing import Any, overload
+from typing import Any, NamedTuple, overload
 
 import equinox as eqx
 import jax
@@ -11,9 +11,10 @@ import jax.numpy as jnp
 from jax import Array
 from jax.typing import DTypeLike
 
+from ..paged import RaggedBatch
 from ..recurrence.arguments import accumulator
 from .short_convolution import ShortConvolution
-from .tokens import check_features, check_tokens, clear
+from .tokens import check_features, check_ragged, check_tokens, clear
 
 
 class RecurrentState(eqx.Module):
@@ -51,6 +52,8 @@ class Rows:
     cu_seqlens: Array | None = None
     step: bool = False
     """One token a row, after a state."""
+    slots: Array | None = None
+    """Int32 `[rows]`, of a step: where each row's state is in the pool that `state` is then, -1 for nowhere."""
 
     def convolve(self, layer: ShortConvolution, x: Array, index: int = 0) -> tuple[Array, Array]:
         """A short convolution of the layer, whose state is the one at `index`."""
@@ -59,7 +62,7 @@ class Rows:
             packing = {"segment_ids": self.segment_ids, "cu_seqlens": self.cu_seqlens}
             return layer.convolution(x, layer.weight[:, 0], layer.bias, initial_state=state, **packing)
         assert state is not None
-        y, new = layer.step(jnp.squeeze(x, self.tokens_axis), state)
+        y, new = layer.step(jnp.squeeze(x, self.tokens_axis), state, state_indices=self.slots)
         return jnp.expand_dims(y, self.tokens_axis), self._kept(new, state)
 
     def recur(
@@ -72,7 +75,7 @@ class Rows:
             packing = {"segment_ids": self.segment_ids, "cu_seqlens": self.cu_seqlens}
             return operation(**tokens, **parameters, initial_state=state, **packing)
         now = {name: jnp.squeeze(x, self.tokens_axis) for name, x in tokens.items()}
-        out, new = operation.step(**now, **parameters, state=state)
+        out, new = operation.step(**now, **parameters, state=state, state_indices=self.slots)
         return jnp.expand_dims(out, self.tokens_axis), self._kept(new, state)
 
     def _kept(self, new: Array, old: Array | None) -> Array:
@@ -142,6 +145,11 @@ class RecurrentLayer(eqx.Module):
         cu_seqlens: Array | None = None,
     ) -> tuple[Array, RecurrentState]: ...
 
+    @overload
+    def __call__(
+        self, x: Array, state: RecurrentState, *, batch: RaggedBatch
+    ) -> tuple[Array, RecurrentState]: ...
+
     def __call__(
         self,
         x: Array,
@@ -150,6 +158,7 @@ class RecurrentLayer(eqx.Module):
         padding_mask: Array | None = None,
         segment_ids: Array | None = None,
         cu_seqlens: Array | None = None,
+        batch: RaggedBatch | None = None,
     ) -> Array | tuple[Array, RecurrentState]:
         """**Arguments:**
 
@@ -163,10 +172,19 @@ class RecurrentLayer(eqx.Module):
             id changes; negative is padding. The state enters the row's first segment; the new one is the last one's.
         - `cu_seqlens`: offsets `[N + 1]` of packed sequences (`x` is `[T, E]` then, a state has batch shape `(N,)`);
             tokens past the last are padding.
+        - `batch`: for serving, an `ejkernel_eqx.RaggedBatch`: `x` is `[T, E]`, the new tokens of its sequences, and
+            `state` a pool of slots `[slots, ...]`, in which `batch.state_indices` says where each sequence's state is (-1: it starts from
+            zeros and is not kept). No slot may be given twice. A sequence whose tokens are all new starts from zeros, whatever its slot
+            holds; slots of no sequence, or of one without new tokens, are not touched. Donate the pool to have it written in place.
 
         **Returns:** `y`, an array of the shape of `x`; with a state, the tuple `(y, state)`. Raises `ValueError` for
         arguments that do not fit.
         """
+        if batch is not None:
+            self._check_ragged(x, state, batch, padding_mask, segment_ids, cu_seqlens)
+            assert state is not None
+            with jax.named_scope(f"ejx.nn.{type(self).__name__}"):
+                return self._mix_ragged(x, state, batch)
         self._check(x, state, padding_mask, segment_ids, cu_seqlens)
         with jax.named_scope(f"ejx.nn.{type(self).__name__}"):
             rows = _rows_of(x, state, padding_mask, segment_ids, cu_seqlens)
@@ -191,13 +209,51 @@ class RecurrentLayer(eqx.Module):
                 )
             batch = (cu_seqlens.shape[0] - 1,)
         if state is not None:
-            form = self._state_form()
-            found = tuple(a.shape for a in (*state.conv, state.recurrent))
-            expected = tuple((*batch, *shape) for shape in (*form.conv, form.recurrent))
-            if found != expected:
-                raise ValueError(
-                    f"state: expected arrays of shapes {expected}, received {found}; build it with init_state({batch})."
-                )
+            self._check_state(state, batch)
+
+    def _check_state(self, state: RecurrentState, batch: tuple[int, ...]) -> None:
+        form = self._state_form()
+        found = tuple(a.shape for a in (*state.conv, state.recurrent))
+        expected = tuple((*batch, *shape) for shape in (*form.conv, form.recurrent))
+        if found != expected:
+            raise ValueError(
+                f"state: expected arrays of shapes {expected}, received {found}; build it with init_state({batch})."
+            )
+
+    def _mix_ragged(self, x: Array, pool: RecurrentState, batch: RaggedBatch) -> tuple[Array, RecurrentState]:
+        """The tokens of a batch, from the states in the pool and back to them."""
+        if 0 in (x.shape[0], batch.lengths.shape[0]):
+            return jnp.zeros_like(x), pool
+        x = clear(x, batch.is_real)
+        places = _places_of(batch, pool.recurrent.shape[0])
+        if batch.is_decode:
+            # On the pool itself, in which only those that start must be made empty first.
+            pool = jax.tree.map(lambda x: _put(x, places.starting, jnp.zeros((), x.dtype)), pool)
+            ids = batch.sequence_ids
+            slots = jnp.where(ids >= 0, places.slots[jnp.maximum(ids, 0)], -1)
+            y, pool = self._mix(x[:, None], Rows(1, pool, step=True, slots=slots))
+            return y[:, 0], pool
+        states = jax.tree.map(lambda x: _take(x, places.entering), pool)
+        y, states = self._mix(x, Rows(0, states, cu_seqlens=batch.query_start_loc))
+        return y, jax.tree.map(lambda x, new: _put(x, places.slots, new), pool, states)
+
+    def _check_ragged(self, x, state, batch, padding_mask, segment_ids, cu_seqlens) -> None:
+        others = {"padding_mask": padding_mask, "segment_ids": segment_ids, "cu_seqlens": cu_seqlens}
+        check_ragged(x, batch, self.embed_dim, others)
+        if not isinstance(state, RecurrentState):
+            raise ValueError(
+                f"state: expected a RecurrentState with batch, a slot for each sequence, received {type(state).__name__}; build it with "
+                "init_state(num_slots)."
+            )
+        if state.recurrent.ndim == 0 or state.recurrent.shape[0] == 0:
+            raise ValueError(
+                f"state: expected a pool with slots, received shape {state.recurrent.shape}; build it with init_state(num_slots)."
+            )
+        self._check_state(state, state.recurrent.shape[:1])
+        if batch.state_indices is None:
+            raise ValueError(
+                "batch: expected state_indices, the slot of each sequence's state, received None; pass state_indices= to RaggedBatch.build."
+            )
 
 
 def _rows_of(x, state, padding_mask, segment_ids, cu_seqlens) -> Rows:
@@ -212,6 +268,38 @@ def _rows_of(x, state, padding_mask, segment_ids, cu_seqlens) -> Rows:
         segment_ids = jnp.where(padding_mask, jnp.int32(0) if segment_ids is None else segment_ids, -1)
     step = state is not None and x.shape[-2] == 1
     return Rows(x.ndim - 2, state, real, segment_ids, step=step)
+
+
+class _Places(NamedTuple):
+    """Slots of a pool, int32 `[N]` each, one for each sequence of a batch; -1 for none."""
+
+    slots: Array  # where the state is kept after the call
+    entering: Array  # where it comes from
+    starting: Array  # what must be empty before the call
+
+
+def _places_of(batch: RaggedBatch, count: int) -> _Places:
+    assert batch.state_indices is not None
+    new = batch.query_start_loc[1:] - batch.query_start_loc[:-1]
+    slots = batch.state_indices
+    there = (new > 0) & (slots >= 0) & (slots < count)
+    starts = batch.lengths <= new
+    which = (there, there & ~starts, there & starts)
+    return _Places(*(jnp.where(kept, slots, -1).astype(jnp.int32) for kept in which))
+
+
+def _take(pool: Array, slots: Array) -> Array:
+    """The rows of a pool `[slots, ...]`; zeros for -1."""
+    rows = jnp.take(pool, slots, axis=0, mode="clip")
+    there = (slots >= 0).reshape(-1, *(1,) * (pool.ndim - 1))
+    return jnp.where(there, rows, jnp.zeros((), pool.dtype))
+
+
+def _put(pool: Array, slots: Array, rows: Array) -> Array:
+    """The pool with new rows; those for -1 are dropped."""
+    nowhere = pool.shape[0] + jnp.arange(slots.shape[0], dtype=jnp.int32)
+    where = jnp.where(slots >= 0, slots, nowhere)
+    return pool.at[where].set(rows.astype(pool.dtype), mode="drop", unique_indices=True)
 
 
 def conv_shapes(*layers: ShortConvolution) -> tuple[tuple[int, ...], ...]:

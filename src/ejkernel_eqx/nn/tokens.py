@@ -1,8 +1,12 @@
 """What all layers do with their tokens: project them, check their shape, keep padding out."""
 
+from typing import Any
+
 import equinox as eqx
 import jax.numpy as jnp
 from jax import Array
+
+from ..paged import RaggedBatch
 
 
 def project(linear: eqx.nn.Linear, x: Array) -> Array:
@@ -29,4 +33,22 @@ def check_tokens(name: str, value: Array | None, of: str, x: Array) -> None:
         raise ValueError(
             f"{name}: expected shape {x.shape[:-1]}, an entry for each token of {of}, "
             f"received {value.shape}; broadcast it first."
+        )
+
+
+def check_ragged(x: Array, batch: Any, features: int, others: dict[str, Any]) -> None:
+    """The packed tokens of a `RaggedBatch`; `others` are the arguments that mean nothing beside one."""
+    if not isinstance(batch, RaggedBatch):
+        raise ValueError(
+            f"batch: expected a RaggedBatch, received {type(batch).__name__}; see RaggedBatch.build."
+        )
+    for name, value in others.items():
+        if value is not None:
+            raise ValueError(
+                f"{name}: expected None with batch, received {type(value).__name__}; the batch says where every token belongs."
+            )
+    if x.shape != (batch.num_tokens, features):
+        raise ValueError(
+            f"x: expected [T, E] = [{batch.num_tokens}, {features}], the packed tokens of the batch, received shape {x.shape}; pad the "
+            "tokens to batch.num_tokens."
         )

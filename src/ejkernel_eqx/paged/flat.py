@@ -52,9 +52,10 @@ def _even(page_size: int, block_k: int) -> tuple[int, int]:
 
 
 def gather_chunks(pages: Named, table: Array, start: Array, block_k: int, chunk: int) -> tuple[Named, Array]:
-    """Of every array `[P, p / chunk, chunk, ...]` the keys `start [n]` to `start + block_k`, `[n, block_k, ...]`, by a table `[n, M]`,
-    and whether they are there, `[n, block_k]`."""
-    count, parts = next(iter(pages.values())).shape[:2]
+    """Of every array `[P, p, ...]` the keys `start [n]` to `start + block_k`, `[n, block_k, ...]`, by a table `[n, M]`, and whether they
+    are there, `[n, block_k]`."""
+    count, page_size = next(iter(pages.values())).shape[:2]
+    parts = page_size // chunk
     place = (start // chunk)[:, None] + jnp.arange(block_k // chunk, dtype=jnp.int32)
     number = place // parts
     page = jnp.take_along_axis(table, jnp.clip(number, 0, max(table.shape[1] - 1, 0)), 1)
@@ -62,7 +63,11 @@ def gather_chunks(pages: Named, table: Array, start: Array, block_k: int, chunk:
     page = jnp.where(there, page, 0)
 
     def load(x: Array) -> Array:
-        loaded = x.at[page, place % parts].get(mode="promise_in_bounds")
-        return loaded.reshape(table.shape[0], block_k, *x.shape[3:])
+        if parts == 1:  # no other shape: XLA may copy all pages for it
+            loaded = x.at[page].get(mode="promise_in_bounds")
+        else:
+            cut = x.reshape(count, parts, chunk, *x.shape[2:])
+            loaded = cut.at[page, place % parts].get(mode="promise_in_bounds")
+        return loaded.reshape(table.shape[0], block_k, *x.shape[2:])
 
     return {name: load(x) for name, x in pages.items()}, jnp.repeat(there, chunk, axis=1)

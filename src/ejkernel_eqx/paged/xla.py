@@ -100,11 +100,7 @@ class _Call:
         scales = {name: getattr(arrays, name) for name in ("k_scale", "v_scale", "rope_scale")}
         self.per_head = {name: x for name, x in scales.items() if x is not None and x.ndim == 1}
         pages |= {name: x for name, x in scales.items() if x is not None and x.ndim > 1}
-        self.pages = {
-            name: x.reshape(x.shape[0], self.page_size // self.chunk, self.chunk, *x.shape[2:])
-            for name, x in pages.items()
-            if x is not None
-        }
+        self.pages = {name: x for name, x in pages.items() if x is not None}
 
     def dot(self, pattern: str, x: Array, y: Array) -> Array:
         precision = lax.Precision.HIGHEST if self.operand == jnp.float32 else None

@@ -1,0 +1,172 @@
+"""What a whole model keeps of the sequences that it serves."""
+
+import dataclasses
+from collections.abc import Sequence
+from typing import Any
+
+import equinox as eqx
+import jax
+import jax.numpy as jnp
+from jax import Array
+from jax.typing import DTypeLike
+
+from ..paged import RaggedBatch
+from ..paged.pages import copy, read_batch_shape, read_copies
+from ..sequences.packing import read_count
+from .recurrent import RecurrentLayer
+
+
+class CacheState(eqx.Module):
+    """The caches of all layers of a model that serves many sequences: pages of keys and values for its attention layers, pools of
+    slots for its recurrent ones. An `ejkernel_eqx.RaggedBatch` says which pages and which slot belong to each sequence; they are the same
+    in every layer.
+
+    ```python
+    caches = ejx.nn.CacheState.init(mixers, num_pages=512, page_size=16, num_slots=64)
+    new = []
+    for mixer, cache in zip(mixers, caches.layers):
+        x, cache = mixer(x, cache, batch=batch)
+        new.append(cache)
+    caches = caches.with_layers(new)
+    ```
+
+    A pure value: donate it to `jit` to have it written in place. With `batch_shape=(layers,)` every array has a leading axis, for models
+    that scan over stacked layers: see `of_layer`, and the guide "Recurrent layers".
+
+    - `layers`: one for each mixer, a `PagedKVCache` bound to no tables, or a `RecurrentState` whose rows are slots.
+    - `batch_ndim`: how many leading axes there are before pages and slots; static.
+    """
+
+    layers: tuple[Any, ...]
+    batch_ndim: int = eqx.field(static=True, default=0)
+
+    @classmethod
+    def init(
+        cls,
+        mixers: Sequence[Any],
+        *,
+        num_pages: int,
+        page_size: int,
+        num_slots: int,
+        batch_shape: tuple[int, ...] | int = (),
+        dtype: DTypeLike | None = None,
+        scales: str | None = None,
+    ) -> "CacheState":
+        """Empty caches.
+
+        **Arguments:**
+
+        - `mixers`: the model's attention and recurrent layers, in order.
+        - `num_pages`, `page_size`: of each attention layer, as in `PagedKVCache.init`.
+        - `num_slots`: of each recurrent layer, how many sequences have a state at once.
+        - `batch_shape`: leading axes of all arrays, such as `(layers,)` where each of `mixers` is a stack of as many.
+        - `dtype`, `scales`: of the pages, by default the dtype of the layer's weights; as in `PagedKVCache.init`. Recurrent states are
+            as `init_state` makes them.
+
+        **Raises:** `ValueError` for sizes below 1, or a mixer of another kind.
+        """
+        lead = read_batch_shape(batch_shape)
+        slots = read_count("num_slots", num_slots, least=1)
+        layers = []
+        for index, mixer in enumerate(mixers):
+            if isinstance(mixer, RecurrentLayer):
+                layers.append(mixer.init_state((*lead, slots)))
+            elif hasattr(mixer, "init_paged_cache"):
+                options = {"batch_shape": lead, "dtype": dtype, "scales": scales}
+                layers.append(mixer.init_paged_cache(num_pages, page_size, **options))
+            else:
+                raise ValueError(
+                    f"mixers[{index}]: expected an attention layer with init_paged_cache or a RecurrentLayer, received "
+                    f"{type(mixer).__name__}; give the layers that keep something of the tokens."
+                )
+        return cls(tuple(layers), len(lead))
+
+    def with_layers(self, layers: Sequence[Any]) -> "CacheState":
+        """The same with what calls have given for each layer, also for those of `of_layer`.
+
+        **Raises:** `ValueError` for another number of layers.
+        """
+        if len(layers) != len(self.layers):
+            raise ValueError(
+                f"layers: expected {len(self.layers)}, one for each mixer, received {len(layers)}."
+            )
+        # Scales a head are never written. Those of one layer may come back alone: all stay as they were.
+        scales = lambda x: self.batch_ndim == 1 and x.ndim <= 2
+        put = lambda old, new: old if scales(old) and new.shape != old.shape else new.reshape(old.shape)
+        return CacheState(jax.tree.map(put, self.layers, tuple(layers)), self.batch_ndim)
+
+    def of_layer(self, index: Any, batch: RaggedBatch) -> tuple[tuple[Any, ...], RaggedBatch]:
+        """One layer of each stack, without taking it out: the pages and slots of the whole stack as one pool, and the batch with the
+        numbers that they have there. In `jax.lax.scan` over stacked layers with the caches as part of the carry, nothing but what is
+        new is written; as part of what is scanned over, all would be copied.
+
+        ```python
+        def period(carry, own):
+            x, caches = carry
+            mixers, index = own
+            layers, numbered = caches.of_layer(index, batch)
+            new = []
+            for mixer, cache in zip(mixers, layers):
+                x, cache = mixer(x, cache, batch=numbered)
+                new.append(cache)
+            return (x, caches.with_layers(new)), None
+        ```
+
+        **Arguments:** `index`, an integer, traced or not; `batch`.
+
+        **Returns:** the layers' caches, for one call each, whose results `with_layers` takes back; and the batch for these calls.
+
+        **Raises:** `ValueError` for caches with another number of leading axes than one.
+        """
+        if self.batch_ndim != 1:
+            raise ValueError(
+                f"of_layer: expected caches of one stack, with a batch_shape such as (layers,), received {self.batch_ndim} leading axes."
+            )
+        pages, slots = (self._count(paged) for paged in (True, False))
+        index = jnp.asarray(index, jnp.int32)
+        states = None if batch.state_indices is None else _numbered(batch.state_indices, index, slots)
+        batch = dataclasses.replace(
+            batch, page_table=_numbered(batch.page_table, index, pages), state_indices=states
+        )
+        one = lambda x: x.reshape(x.shape[0] * x.shape[1], *x.shape[2:]) if x.ndim > 2 else x[index]
+        return jax.tree.map(one, self.layers), batch  # what has no more axes than two is a scale a head
+
+    def _count(self, paged: bool) -> int:
+        """Pages, or slots, of a layer."""
+        arrays = [jax.tree.leaves(layer)[0] for layer in self.layers if hasattr(layer, "copy_pages") == paged]
+        return arrays[0].shape[self.batch_ndim] if arrays else 0
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of all pages and states."""
+        return sum(x.size * x.dtype.itemsize for x in jax.tree.leaves(self))
+
+    def copy_pages(self, source: Any, target: Any) -> "CacheState":
+        """With whole pages copied in every attention layer, as `PageTable.allocate` asks for before a shared page is written.
+
+        **Arguments:** `source`, `target`: ints `[C]`; a copy with -1 on either side is left out. All are read before any is written.
+
+        **Raises:** `ValueError` for shapes that do not fit.
+        """
+        read_copies(source, target)
+        pages = lambda layer: layer.copy_pages(source, target) if hasattr(layer, "copy_pages") else layer
+        return self.with_layers([pages(layer) for layer in self.layers])
+
+    def copy_states(self, source: Any, target: Any) -> "CacheState":
+        """With slots copied in every recurrent layer: where a sequence is forked, its state is needed twice.
+
+        **Arguments:** `source`, `target`: ints `[C]`; a copy with -1 on either side is left out. All are read before any is written.
+
+        **Raises:** `ValueError` for shapes that do not fit.
+        """
+        source, target = read_copies(source, target)
+        slots = lambda x: copy(x, source, target, self.batch_ndim)
+        return self.with_layers(
+            [layer if hasattr(layer, "copy_pages") else jax.tree.map(slots, layer) for layer in self.layers]
+        )
+
+
+def _numbered(numbers: Array, index: Array, count: int) -> Array:
+    """Numbers below `count` as they are in the `index`-th of many pools side by side; -1 for all others."""
+    there = (numbers >= 0) & (numbers < count)
+    return jnp.where(there, numbers.astype(jnp.int32) + index * count, -1)
