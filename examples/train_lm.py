@@ -67,7 +67,7 @@ class Architecture:
 
 
 # A mixer is made from the architecture, the layer's place in the model, and `platform` and `key`. It is called
-# `mixer(x) -> y` in training and `mixer(x, state) -> (y, state)` in decoding.
+# `mixer(x) -> y` in training, `mixer(x, state) -> (y, state)` in decoding, and in serving `mixer(x, cache, batch=batch)`.
 
 
 def attention(arch: Architecture, index: Array, **options) -> ejx.nn.MultiHeadAttention:
@@ -117,8 +117,10 @@ def empty_state(mixer, batch_shape: tuple[int, ...], max_length: int):
 
 
 def tokenwise(layer, x: Array) -> Array:
-    """An Equinox layer, which takes one vector, over `[B, T, E]`."""
-    return jax.vmap(jax.vmap(layer))(x)
+    """An Equinox layer, which takes one vector, over `[B, T, E]` or `[T, E]`."""
+    for _ in range(x.ndim - 1):
+        layer = jax.vmap(layer)
+    return layer(x)
 
 
 class SwiGLU(eqx.Module):
@@ -150,9 +152,11 @@ class DecoderLayer(eqx.Module):
         self.mlp_norm = eqx.nn.RMSNorm(arch.embed_dim, use_bias=False)
         self.mlp = SwiGLU(arch.embed_dim, key=mlp_key)
 
-    def __call__(self, x: Array, state=None) -> tuple[Array, Any]:
+    def __call__(self, x: Array, state=None, batch: ejx.RaggedBatch | None = None) -> tuple[Array, Any]:
+        """`x` is `[B, T, E]`; with a batch of sequences packed side by side, as `serve_lm.py` makes them, `[T, E]`."""
         h = tokenwise(self.mixer_norm, x)
-        h, state = (self.mixer(h), None) if state is None else self.mixer(h, state)
+        packed = {} if batch is None else {"batch": batch}
+        h, state = (self.mixer(h), None) if state is None else self.mixer(h, state, **packed)
         x = x + h
         return x + tokenwise(self.mlp, tokenwise(self.mlp_norm, x)), state
 
@@ -270,7 +274,8 @@ class TrainState(NamedTuple):
 def make_optimiser(args: argparse.Namespace) -> optax.GradientTransformation:
     warmup = max(1, min(100, args.steps // 10))
     peak = args.learning_rate
-    schedule = optax.warmup_cosine_decay_schedule(0.0, peak, warmup, args.steps, end_value=0.05 * peak)
+    steps = max(args.steps, warmup + 1)
+    schedule = optax.warmup_cosine_decay_schedule(0.0, peak, warmup, steps, end_value=0.05 * peak)
     return optax.chain(optax.clip_by_global_norm(1.0), optax.adamw(schedule, b2=0.98, weight_decay=0.01))
 
 

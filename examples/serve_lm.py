@@ -1,0 +1,345 @@
+"""Serve the language model that `train_lm.py` saved: many prompts at once, each of its own length, new ones while others are written.
+
+    python examples/train_lm.py                                  # once: makes runs/train_lm/checkpoint.ejx
+    printf 'def \\nimport \\nclass ' | python examples/serve_lm.py  # a prompt per line, from standard input
+    python examples/serve_lm.py --prompts prompts.txt --out texts.jsonl
+    python examples/serve_lm.py --kv-dtype int8                  # keys and values in a quarter of the memory
+    python examples/serve_lm.py --temperature 0.7 --top-p 0.9 --seed 1
+
+Texts appear on standard output in the order of their prompts, as they are written; progress and numbers on standard error. The engine,
+with its scheduler and sampling, is `serving.py` beside this file.
+"""
+
+import argparse
+import codecs
+import contextlib
+import json
+import os
+import pathlib
+import queue
+import sys
+import threading
+import time
+from typing import Any, TextIO
+
+import jax
+import numpy as np
+from serving import Engine, RequestError, Sampling
+from tqdm import tqdm
+from train_lm import cast, interruptible, make_state, SIZES, UsageError
+from train_lm import parse as parse_train
+
+import ejkernel_eqx as ejx
+
+KV_DTYPES = ["auto", "float32", "bfloat16", "float16", "int8", "float8_e4m3fn"]
+
+
+# Prompts and texts
+
+
+class Prompts:
+    """The lines of a file, or of standard input as they come."""
+
+    def __init__(self, path: str):
+        self._lines: queue.SimpleQueue[bytes | None] = queue.SimpleQueue()
+        self.ended = False
+        if path == "-":
+            threading.Thread(target=self._follow, daemon=True).start()
+            return
+        try:
+            content = pathlib.Path(path).read_bytes()
+        except OSError as error:
+            raise UsageError(
+                f"--prompts: cannot read {path!r} ({error.strerror}); give a file with a prompt per line, or - for standard input."
+            ) from error
+        for line in (*content.splitlines(), None):
+            self._lines.put(line)
+
+    def _follow(self) -> None:
+        # Not through sys.stdin, whose lock a thread that waits for a line would still hold when the process ends.
+        rest = b""
+        while piece := os.read(0, 2**16):
+            *lines, rest = (rest + piece).split(b"\n")
+            for line in lines:
+                self._lines.put(line.removesuffix(b"\r"))
+        if rest:
+            self._lines.put(rest)
+        self._lines.put(None)
+
+    def take(self, wait: bool) -> list[bytes]:
+        """What has come; with `wait`, after a moment for something to come."""
+        lines = []
+        try:
+            while not self.ended:
+                line = self._lines.get(wait and not lines, 0.2)
+                self.ended = line is None
+                lines += [] if line is None else [line]
+        except queue.Empty:
+            pass
+        return lines
+
+
+class Texts:
+    """Writes each prompt and what follows it, in the order of the prompts: the first one as it grows, those after it when it has ended."""
+
+    def __init__(self, out: TextIO | None):
+        self._out = out
+        self._entries: dict[int, dict[str, Any]] = {}
+        self._first = 0
+        self._shown = 0  # how many bytes of the first one
+        self._decoder = _decoder()
+        # The bar would be drawn over the beginning of a line, so beside one only whole lines are written.
+        self._whole_lines = sys.stdout.isatty() and sys.stderr.isatty()
+        self._line = ""
+
+    def begin(self, index: int, prompt: bytes) -> None:
+        self._entries[index] = {"prompt": prompt, "text": bytearray(), "finish": None, "message": None}
+
+    def extend(self, index: int, *tokens: int) -> None:
+        self._entries[index]["text"] += bytes(tokens)
+        if index == self._first:
+            self._show()
+
+    def end(self, index: int, finish: str, message: str | None = None) -> None:
+        entry = self._entries[index]
+        entry |= {"finish": finish, "message": message}
+        if self._out is not None:
+            texts = {name: entry[name].decode(errors="replace") for name in ("prompt", "text")}
+            record = {"request": index, **texts, "tokens": len(entry["text"]), "finish": finish}
+            self._out.write(json.dumps(record | ({} if message is None else {"message": message})) + "\n")
+            self._out.flush()
+        self._show()
+
+    def _show(self) -> None:
+        while (entry := self._entries.get(self._first)) is not None:
+            if self._shown == 0:
+                self._write(f"--- request {self._first} ---\n")
+            refused = entry["finish"] == "refused"
+            content = f"[{entry['message']}]".encode() if refused else entry["prompt"] + bytes(entry["text"])
+            self._write(self._decoder.decode(content[self._shown :]))
+            self._shown = max(len(content), 1)
+            if entry["finish"] is None:
+                return
+            self._write(self._decoder.decode(b"", final=True) + "\n")
+            if entry["finish"] == "cancelled":
+                self._write("[cancelled]\n")
+            del self._entries[self._first]
+            self._first, self._shown, self._decoder = self._first + 1, 0, _decoder()
+
+    def _write(self, text: str) -> None:
+        if self._whole_lines:
+            *lines, self._line = (self._line + text).split("\n")
+            for line in lines:
+                tqdm.write(line, file=sys.stdout)
+        else:
+            sys.stdout.write(text)
+            sys.stdout.flush()
+
+
+def _decoder() -> codecs.IncrementalDecoder:
+    return codecs.getincrementaldecoder("utf-8")("replace")
+
+
+# Serving
+
+
+def load_model(args: argparse.Namespace) -> Any:
+    if not args.checkpoint.is_file():
+        raise UsageError(
+            f"--checkpoint: there is no file {str(args.checkpoint)!r}; make one with examples/train_lm.py, or give the one it made."
+        )
+    # The optimiser's state is part of the file; its settings do not matter here.
+    train_args = parse_train([] if args.platform is None else ["--platform", args.platform])
+    try:
+        state = ejx.load(args.checkpoint, lambda architecture: make_state(train_args, architecture))
+    except (ValueError, TypeError) as error:
+        raise UsageError(f"--checkpoint: {error}") from error
+    return cast(state.model, args.dtype)
+
+
+def make_engine(args: argparse.Namespace, model: Any) -> Engine:
+    names = ("num_pages", "page_size", "max_batch", "step_tokens", "max_length")
+    kv_dtype = None if args.kv_dtype == "auto" else args.kv_dtype
+    try:
+        return Engine(model, kv_dtype=kv_dtype, **{name: getattr(args, name) for name in names})
+    except ValueError as error:
+        raise UsageError(str(error)) from error
+    except jax.errors.JaxRuntimeError as error:
+        raise UsageError(
+            f"--num-pages: {args.num_pages} pages do not fit into memory; take fewer, or --kv-dtype int8. ({str(error).splitlines()[0]})"
+        ) from error
+
+
+class Server:
+    """Takes prompts to the engine and its tokens to the texts."""
+
+    def __init__(self, args: argparse.Namespace, engine: Engine, texts: Texts, bar: Any):
+        self.args, self.engine, self.texts, self.bar = args, engine, texts, bar
+        self.indices: dict[int, int] = {}  # of requests that go on, by their number in the engine
+        self.received = self.refused = 0
+        self.computing = self.compiling = 0.0  # seconds
+        self.computed = 0  # tokens of the steps that compiled nothing
+
+    def admit(self, prompts: list[bytes]) -> None:
+        args = self.args
+        for prompt in prompts:
+            index, self.received = self.received, self.received + 1
+            self.bar.total = self.received
+            self.texts.begin(index, prompt)
+            # A seed of its own for each, so that equal prompts need not give equal texts.
+            seed = int(np.random.SeedSequence((args.seed, index)).generate_state(1)[0])
+            sampling = Sampling(args.temperature, args.top_k, args.top_p, seed)
+            try:
+                number = self.engine.submit(prompt, args.max_new_tokens, sampling=sampling, stop=args.stop)
+            except RequestError as error:
+                self.refused += 1
+                self.texts.end(index, "refused", str(error))
+                self.bar.update()
+            else:
+                self.indices[number] = index
+                self.texts.extend(index)
+
+    def step(self) -> None:
+        known, start = len(self.engine.compiled), time.perf_counter()
+        events = self.engine.step()
+        seconds = time.perf_counter() - start
+        if len(self.engine.compiled) > known:
+            self.compiling += seconds
+        else:
+            self.computing += seconds
+            self.computed += len(events)
+        for event in events:
+            self.texts.extend(self.indices[event.request], event.token)
+            if event.finish is not None:
+                self.texts.end(self.indices.pop(event.request), event.finish)
+        engine = self.engine
+        numbers = {"tokens/s": self.speed, "running": engine.num_running, "waiting": engine.num_waiting}
+        numbers |= {"pages": f"{engine.pages_used}/{engine.num_pages}"} if engine.num_pages else {}
+        self.bar.set_postfix(numbers, refresh=False)
+        self.bar.update(sum(event.finish is not None for event in events))
+
+    def cancel_all(self) -> None:
+        for number, index in self.indices.items():
+            self.engine.cancel(number)
+            self.texts.end(index, "cancelled")
+        self.indices.clear()
+
+    @property
+    def speed(self) -> str:
+        return f"{self.computed / self.computing:,.0f}" if self.computing else "?"
+
+    def summary(self) -> str:
+        engine = self.engine
+        lines = [
+            f"{self.received} requests, {self.refused} refused, {engine.tokens_written:,} tokens in {engine.steps:,} steps: "
+            f"{self.speed} tokens/s, and {self.compiling:.1f} s of compiling {len(engine.compiled)} programs"
+        ]
+        if engine.num_pages:
+            lines += [
+                f"pages: at most {engine.peak_pages} of {engine.num_pages} in use, {engine.pages_used} now"
+            ]
+        if engine.preemptions:
+            lines += [f"{engine.preemptions} times a request had to wait for pages and was computed again"]
+        return "; ".join(lines) + "."
+
+
+def serve(args: argparse.Namespace, engine: Engine, prompts: Prompts, out: TextIO | None) -> bool:
+    """False if interrupted."""
+    bar = tqdm(total=0, unit="request", desc="serving", dynamic_ncols=True, miniters=0, mininterval=0.2)
+    with interruptible() as interrupts, bar:
+        server = Server(args, engine, Texts(out), bar)
+        while not interrupts:
+            server.admit(prompts.take(wait=not server.indices))
+            if server.indices:
+                server.step()
+            elif prompts.ended:
+                break
+        server.cancel_all()
+    print(server.summary(), file=sys.stderr)
+    return not interrupts
+
+
+# The command line
+
+
+def one_byte(text: str) -> int:
+    """`--stop`: a character, or an escape such as \\n."""
+    decoded = text.encode().decode("unicode_escape").encode("latin-1", "replace")
+    if len(decoded) != 1:
+        raise argparse.ArgumentTypeError(f"expected one byte, such as . or \\n, received {text!r}")
+    return decoded[0]
+
+
+def parse(argv: list[str] | None) -> argparse.Namespace:
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    add = parser.add_argument
+    add("--checkpoint", type=pathlib.Path, default=pathlib.Path("runs/train_lm/checkpoint.ejx"))
+    add("--prompts", default="-", help="a file with a prompt per line; - is standard input (the default)")
+    add("--out", type=pathlib.Path, help="also write JSON lines here, one for each request as it ends")
+    add("--max-new-tokens", type=int, default=100, help="bytes to write for each prompt")
+    add("--stop", type=one_byte, help="end a text with this byte, e.g. '\\n'")
+    add("--temperature", type=float, default=0.0, help="0, the default, takes the likeliest byte")
+    add("--top-k", type=int, default=0, help="draw from the so many likeliest; 0 for all")
+    add("--top-p", type=float, default=1.0, help="draw from the likeliest that together reach this")
+    add("--seed", type=int, default=0)
+    add("--max-batch", type=int, default=8, help="sequences at once")
+    add("--step-tokens", type=int, default=128, help="tokens a step, of decodes and prompts together")
+    add("--page-size", type=int, default=16, help="tokens a page")
+    add("--num-pages", type=int, default=512)
+    add("--max-length", type=int, help="tokens of one request with its prompt (default: what all pages hold)")
+    add("--kv-dtype", choices=KV_DTYPES, default="auto", help="of keys and values; 8 bits are quantised")
+    add("--dtype", choices=["auto", "float32", "bfloat16"], default="auto", help="of the computation")
+    add("--platform", help="kernel platform, e.g. triton or xla (default: chosen by device)")
+    args = parser.parse_args(argv)
+    if args.dtype == "auto":
+        args.dtype = SIZES["cpu" if jax.default_backend() == "cpu" else "accelerator"]["dtype"]
+    names = ("max_new_tokens", "max_batch", "step_tokens", "page_size", "num_pages", "max_length")
+    for name in names:
+        value = getattr(args, name)
+        if value is not None and value <= 0:
+            raise UsageError(f"--{name.replace('_', '-')}: expected a positive number, received {value}.")
+    if args.seed < 0:
+        raise UsageError(f"--seed: expected at least 0, received {args.seed}.")
+    try:
+        Sampling(args.temperature, args.top_k, args.top_p)
+    except RequestError as error:
+        raise UsageError(str(error)) from error
+    return args
+
+
+def open_out(path: pathlib.Path) -> TextIO:
+    try:
+        return path.open("w", encoding="utf-8")
+    except OSError as error:
+        raise UsageError(f"--out: cannot write {str(path)!r} ({error.strerror}); check the path.") from error
+
+
+def run(args: argparse.Namespace) -> int:
+    prompts = Prompts(args.prompts)
+    engine = make_engine(args, load_model(args))
+    size = engine.state.nbytes / 2**20
+    print(
+        f"{args.dtype} on {jax.devices()[0].device_kind}, {size:,.1f} MiB of pages and states, up to {args.max_batch} sequences at once",
+        file=sys.stderr,
+    )
+    if args.prompts == "-" and sys.stdin.isatty():
+        print("Type a prompt per line; Ctrl-D ends.", file=sys.stderr)
+    with contextlib.nullcontext() if args.out is None else open_out(args.out) as out:
+        return 0 if serve(args, engine, prompts, out) else 130
+
+
+def main(argv: list[str] | None = None) -> int:
+    try:
+        return run(parse(argv))
+    except (UsageError, ejx.EjkernelError) as error:
+        print(f"serve_lm: {error}", file=sys.stderr)
+        return 2
+    except BrokenPipeError:  # nobody reads the texts any more
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return 1
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,517 @@
+"""Serving: the engine of `examples/serving.py` on small untrained models, and the command line on a checkpoint."""
+
+import functools
+import importlib
+import json
+import os
+import pathlib
+import random
+import signal
+import subprocess
+import sys
+import time
+import types
+from typing import Any, NamedTuple
+
+import equinox as eqx
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from tests.recurrence.quick import _known_options, quick
+
+from .test_examples import _environment, _run, ROOT, SMALL
+
+MODULES = ("train_lm", "serving", "serve_lm")
+HYBRID = "mamba2,attention"
+
+
+class Examples(NamedTuple):
+    """The modules, as they import one another beside each other."""
+
+    train_lm: Any
+    serving: Any
+    serve_lm: Any
+
+
+@pytest.fixture(scope="module")
+def examples():
+    sys.path.insert(0, str(ROOT / "examples"))
+    before = {name: sys.modules.pop(name, None) for name in MODULES}
+    found = Examples(*(importlib.import_module(name) for name in MODULES))
+    # The engine's programs run little here: less work for the compiler.
+    options: Any = {"compiler_options": _known_options()}
+    quickly = lambda function, **others: eqx.filter_jit(function, **others, **options)
+    found.serving.eqx = types.SimpleNamespace(**(vars(eqx) | {"filter_jit": quickly}))
+    yield found
+    sys.path.remove(str(ROOT / "examples"))
+    for name, module in before.items():
+        del sys.modules[name]
+        if module is not None:
+            sys.modules[name] = module
+
+
+# Sampling
+
+
+def _probabilities(logits, temperature, top_k, top_p):
+    """What a token's probability is, one by one, in float64."""
+    order = sorted(range(len(logits)), key=lambda i: (-logits[i], i))
+    if temperature == 0:
+        return np.eye(len(logits))[order[0]]
+    order = order[: top_k or None]
+    weights = np.array([np.exp((float(logits[i]) - float(logits[order[0]])) / temperature) for i in order])
+    weights /= weights.sum()
+    kept, mass = 0, 0.0
+    while kept < len(order) and mass < top_p:
+        mass += weights[kept]
+        kept += 1
+    result = np.zeros(len(logits))
+    result[order[:kept]] = weights[:kept] / weights[:kept].sum()
+    return result
+
+
+CHOICES = [
+    (0.0, 0, 1.0),
+    (1.0, 0, 1.0),
+    (0.5, 5, 1.0),
+    (1.3, 0, 0.8),
+    (2.0, 7, 0.6),
+    (1e-3, 0, 0.9),
+    (1.0, 1, 1.0),
+]
+CHOICES += [(0.0, 3, 0.2), (1.0, 0, 1e-4), (1.0, 1000, 0.999)]
+
+
+def test_candidates_are_those_of_the_definition(examples):
+    """The smallest set whose probability reaches top_p, of the top_k; of equals the first."""
+    rng = np.random.default_rng(0)
+    candidates = quick(jax.vmap(examples.serving.candidates))
+    for logits in (rng.normal(size=40) * 2, np.zeros(40), rng.integers(0, 3, 40)):
+        logits = logits.astype(np.float32)
+        columns = (np.array(x, t) for x, t in zip(zip(*CHOICES), (np.float32, np.int32, np.float32)))
+        results = candidates(np.tile(logits, (len(CHOICES), 1)), *columns)
+        for choice, order, ranked, kept in zip(CHOICES, *map(np.asarray, results)):
+            expected = _probabilities(logits, *choice)
+            if choice[0] == 0:
+                assert order[0] == expected.argmax()
+                continue
+            found = np.zeros(40)
+            found[order] = np.where(kept, np.exp(ranked.astype(np.float64)), 0)
+            np.testing.assert_allclose(found / found.sum(), expected, atol=1e-6, err_msg=str(choice))
+
+
+def test_samples_have_the_probabilities(examples):
+    """Chi squared over many positions, and repeatable; a row's choice does not depend on the others."""
+    count, rng = 1000, np.random.default_rng(1)
+    logits = (rng.normal(size=12) * 1.5).astype(np.float32)
+    sample = quick(examples.serving.sample)
+    for temperature, top_k, top_p in ((1.0, 0, 1.0), (0.7, 6, 0.9), (0.0, 0, 1.0)):
+        choice = examples.serving.Sampling(temperature, top_k, top_p, seed=3)
+        rows = examples.serving.SamplingArrays.of([(choice, n) for n in range(count)], count)
+        drawn = np.asarray(sample(np.tile(logits, (count, 1)), rows))
+        expected = _probabilities(logits, temperature, top_k, top_p) * count
+        found = np.bincount(drawn, minlength=12)
+        assert (found[expected == 0] == 0).all()
+        seen = expected > 0
+        squares = ((found[seen] - expected[seen]) ** 2 / expected[seen]).sum()
+        assert squares < seen.sum() - 1 + 5 * np.sqrt(2 * seen.sum())
+    some = [(examples.serving.Sampling(1.0, seed=9), 5), (examples.serving.Sampling(1.0, seed=2), 5)]
+    both = examples.serving.sample(
+        jnp.tile(logits, (3, 1)), examples.serving.SamplingArrays.of([some[0], some[1], some[0]], 3)
+    )
+    alone = examples.serving.sample(
+        jnp.asarray(logits)[None], examples.serving.SamplingArrays.of(some[:1], 1)
+    )
+    assert both[0] == both[2] == alone[0]
+
+
+@pytest.mark.parametrize(
+    "wrong", [(-1.0,), (float("nan"),), (1.0, -1), (1.0, 0, 0.0), (1.0, 0, 1.5), (1.0, 0, 1.0, -1)]
+)
+def test_sampling_is_checked(examples, wrong):
+    with pytest.raises(examples.serving.RequestError, match=r"expected .* received"):
+        examples.serving.Sampling(*wrong)
+
+
+# The engine
+
+
+@functools.cache
+def _model(examples, mixer, layers=None, platform=None):
+    arch = examples.train_lm.Architecture(32, layers or 2 * (mixer.count(",") + 1), 4, 2, mixer)
+    return examples.train_lm.Decoder(arch, platform, key=jax.random.key(0))
+
+
+def _engine(examples, mixer, layers=None, platform=None, **options):
+    sizes = {"num_pages": 14, "page_size": 4, "max_batch": 4, "step_tokens": 8}
+    return examples.serving.Engine(_model(examples, mixer, layers, platform), **(sizes | options))
+
+
+@pytest.fixture(scope="module", params=["attention", HYBRID])
+def engine(request, examples):
+    """One for many tests, so that its programs are compiled once. Every test leaves it empty."""
+    engine = _engine(examples, request.param)
+    yield engine
+    _check_empty(engine)
+
+
+def _check_empty(engine):
+    assert engine.num_running == engine.num_waiting == engine.pages_used == 0
+    assert sorted(engine._slots) == list(range(engine.max_batch))
+    if engine.table is not None:
+        engine.table.check()
+        assert engine.table.sequences == ()
+    assert set(engine.compiled.values()) <= {1}
+    assert len(engine.compiled) <= len(engine.buckets)
+
+
+def _requests(seed, count, longest=30, most=20):
+    rng = random.Random(seed)
+    prompt = lambda: bytes(rng.randrange(256) for _ in range(rng.randint(1, longest)))
+    return [(prompt(), rng.randint(1, most)) for _ in range(count)]
+
+
+def _serve(engine, requests, seed=0, cancel=(), **options):
+    """What each writes when they come at random moments; those in `cancel` end after some tokens."""
+    rng, waiting, texts, index_of = random.Random(seed), list(range(len(requests))), {}, {}
+    while waiting or engine.num_running or engine.num_waiting:
+        for _ in range(rng.choice((0, 0, 1, 3))):
+            if waiting:
+                index = waiting.pop(0)
+                number = engine.submit(*requests[index], **options)
+                index_of[number], texts[index] = index, []
+        for event in engine.step():
+            index = index_of[event.request]
+            texts[index].append(event.token)
+            assert (event.finish is not None) == (len(texts[index]) == requests[index][1])
+        for number, index in index_of.items():
+            if index in cancel and len(texts[index]) >= cancel[index]:
+                engine.cancel(number)
+        if engine.table is not None:
+            engine.table.check()
+    return [texts[index] for index in range(len(requests))]
+
+
+def _alone(engine, requests, **options):
+    return [_serve(engine, [request], **options)[0] for request in requests]
+
+
+def _whole(examples, mixer, requests, layers=None):
+    """Greedy tokens from the whole sequence at once, without any cache, given the tokens that were written."""
+    model = _model(examples, mixer, layers)
+    call = quick(lambda tokens: jnp.argmax(model(tokens)[0], axis=-1))
+    for (prompt, _), text in requests:
+        tokens = np.zeros((1, 64), np.int32)
+        tokens[0, : len(prompt) + len(text)] = [*prompt, *text]
+        best = np.asarray(call(tokens))[0]
+        assert best[len(prompt) - 1 :][: len(text)].tolist() == text
+
+
+def test_together_is_as_alone(examples, engine, request):
+    requests = _requests(0, 9)
+    before = engine.preemptions
+    texts = _serve(engine, requests)
+    assert [len(text) for text in texts] == [count for _, count in requests]
+    assert engine.preemptions > before  # 14 pages are not enough for four of these
+    assert texts == _alone(engine, requests)
+    _whole(examples, request.node.callspec.params["engine"], list(zip(requests, texts))[:4])
+    _check_empty(engine)
+
+
+def test_samples_do_not_depend_on_neighbours(examples, engine):
+    requests = _requests(1, 6)
+    options = {"sampling": examples.serving.Sampling(1.0, 50, 0.95, seed=7)}
+    texts = _serve(engine, requests, seed=1, **options)
+    assert texts == _serve(engine, requests, seed=2, **options) == _alone(engine, requests, **options)
+    other = {"sampling": examples.serving.Sampling(1.0, 50, 0.95, seed=8)}
+    assert _alone(engine, requests[:1], **other) != texts[:1]
+    _check_empty(engine)
+
+
+def test_cancelling_changes_nothing_for_the_others(engine):
+    """In the queue, within the prompt and while decoding."""
+    requests = [(bytes(range(25)), 10), *_requests(2, 7, most=12)]
+    expected = _alone(engine, requests)
+    texts = _serve(engine, requests, cancel={0: 0, 2: 1, 4: 3, 7: 0})
+    for index, text in enumerate(texts):
+        if index in (0, 2, 4, 7):
+            assert text == expected[index][: len(text)]
+        else:
+            assert text == expected[index]
+    assert texts[0] == []
+    numbers = [engine.submit(*request) for request in requests]
+    engine.step()
+    assert engine.num_running and engine.num_waiting
+    assert all(engine.cancel(number) for number in numbers)
+    assert not engine.cancel(numbers[0]) and engine.step() == []
+    with pytest.raises(ValueError, match="number: expected that of a request, received 1000000"):
+        engine.cancel(1000000)
+    _check_empty(engine)
+
+
+def test_what_cannot_be_served_is_refused(examples, engine):
+    """With the reason and a remedy, at once, while another one is written."""
+    expected = _alone(engine, [(b"some", 5)])[0]
+    number = engine.submit(b"some", 5)
+    events = engine.step()
+    wrong = [
+        (b"", 5, "prompt: expected at least one token, received none"),
+        (b"a" * 50, 20, r"expected at most 56 tokens .* received 50 \+ 20; shorten it"),
+        ([5, 256], 5, "prompt: expected tokens 0 to 255, received 5 to 256"),
+        ([-1], 5, "prompt: expected tokens 0 to 255"),
+        (b"a", 0, "max_new_tokens: expected at least 1, received 0"),
+    ]
+    for prompt, count, message in wrong:
+        with pytest.raises(examples.serving.RequestError, match=message):
+            engine.submit(prompt, count)
+    events += list(engine.run())
+    assert [event.token for event in events] == expected and {event.request for event in events} == {number}
+    # As long as all pages together is not too long.
+    assert len(_alone(engine, [(b"a" * 46, 10)])[0]) == 10
+    _check_empty(engine)
+
+
+def test_a_stop_token_ends_a_text(engine):
+    text = _alone(engine, [(b"once upon", 20)])[0]
+    stop = text[7]
+    number = engine.submit(b"once upon", 20, stop=stop)
+    events = list(engine.run())
+    assert [event.token for event in events] == text[: text.index(stop) + 1]
+    assert events[-1] == (number, stop, "stop") and all(event.finish is None for event in events[:-1])
+    _check_empty(engine)
+
+
+def test_pages_are_given_to_the_oldest_first(examples):
+    """Four grow at once where there is room for little more than one: all end, in the order in which they came."""
+    engine = _engine(examples, "attention", 1, num_pages=8)
+    requests = [(bytes([65 + n] * 5), 25) for n in range(4)]
+    numbers = [engine.submit(*request) for request in requests]
+    texts, ended = {number: [] for number in numbers}, []
+    for event in engine.run():
+        texts[event.request].append(event.token)
+        ended += [event.request] if event.finish else []
+        engine.table.check()
+    assert ended == numbers and engine.preemptions >= 3 and engine.peak_pages == 8
+    assert list(texts.values()) == _alone(engine, requests)
+    _check_empty(engine)
+
+
+def test_pages_behind_a_window_are_freed(examples, monkeypatch):
+    """So a text may be longer than all pages."""
+
+    def windowed(arch, index, **options):
+        layer = examples.train_lm.attention(arch, index, **options)
+        heads = {"num_heads": arch.num_heads, "num_kv_heads": arch.num_kv_heads, "rope": layer.rope}
+        return type(layer)(arch.embed_dim, sliding_window=6, **heads, **options)
+
+    monkeypatch.setitem(examples.train_lm.MIXERS, "windowed", windowed)
+    engine = _engine(examples, "windowed", num_pages=6, max_length=64, max_batch=2)
+    assert engine.window == 6
+    requests = [(bytes(range(30)), 30), (bytes(range(50, 70)), 40)]
+    texts = _serve(engine, requests)
+    _whole(examples, "windowed", zip(requests, texts))
+    assert engine.peak_pages <= 6
+    with pytest.raises(examples.serving.RequestError, match="at most 64 tokens"):
+        engine.submit(b"a" * 60, 5)
+    _check_empty(engine)
+
+
+def test_without_attention_there_are_no_pages(examples):
+    engine = _engine(examples, "gla", 2, max_batch=2)
+    requests = _requests(3, 5)
+    texts = _serve(engine, requests)
+    assert texts == _alone(engine, requests) and engine.num_pages == engine.peak_pages == 0
+    _whole(examples, "gla", list(zip(requests, texts))[:2])
+    _check_empty(engine)
+
+
+HYBRIDS = ["attention", pytest.param("gated_deltanet,attention", marks=pytest.mark.slow)]
+
+
+@pytest.mark.parametrize("mixer", HYBRIDS)
+def test_kernels_of_another_platform(examples, mixer):
+    """The pages of all layers are one pool to them as well."""
+    pytest.importorskip("triton")
+    engine = _engine(examples, mixer, 2, "triton-interpret", page_size=8, max_batch=2)
+    requests = [(bytes(range(20)), 4), (b"abc", 6)]
+    _whole(examples, mixer, list(zip(requests, _serve(engine, requests))), 2)
+    _check_empty(engine)
+
+
+def test_quantised_pages(examples):
+    """The same together as alone."""
+    engine = _engine(examples, "attention", 1, kv_dtype="int8", num_pages=64)
+    requests = _requests(4, 4, most=8)
+    texts = _serve(engine, requests)
+    assert texts == _alone(engine, requests)
+    assert engine.state.layers[0].k.dtype == jnp.int8
+    _check_empty(engine)
+
+
+MANY = [("attention", 60), *(pytest.param(m, 200, marks=pytest.mark.slow) for m in ("attention", HYBRID))]
+OTHERS = ["mamba1", "lightning,attention", "kda,attention", "gated_deltanet,attention"]
+
+
+@pytest.mark.parametrize(("mixer", "count"), MANY)
+def test_many_requests(examples, mixer, count):
+    """At most one program a size, no page lost, and greedy as alone, with ones in between that are refused or cancelled."""
+    engine = _engine(examples, mixer, 1 if mixer == "attention" else 2)
+    requests = _requests(5, count, longest=24, most=12)
+    cancel = {index: index % 3 for index in range(0, count, 9)}
+    texts = _serve(engine, requests, seed=5, cancel=cancel)
+    expected = _alone(engine, requests[::4])
+    for index, text in zip(range(0, count, 4), expected):
+        assert texts[index] == (text[: len(texts[index])] if index in cancel else text)
+    programs = engine._compute._cached._cache_size()
+    assert programs == len(engine.compiled) <= len(engine.buckets) == 4
+    _check_empty(engine)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("mixer", OTHERS)
+def test_every_mixer_is_served(examples, mixer):
+    engine = _engine(examples, mixer)
+    requests = _requests(6, 8)
+    texts = _serve(engine, requests)
+    assert texts == _alone(engine, requests)
+    _whole(examples, mixer, list(zip(requests, texts))[:4])
+    _check_empty(engine)
+
+
+def test_sizes_are_checked(examples):
+    with pytest.raises(ValueError, match="step_tokens: expected at least max_batch=4, received 3"):
+        _engine(examples, "attention", step_tokens=3)
+    with pytest.raises(ValueError, match="max_batch: expected at least 1, received 0"):
+        _engine(examples, "attention", max_batch=0)
+
+
+# The command line
+
+
+@pytest.fixture(scope="module")
+def checkpoint(examples, tmp_path_factory):
+    """An untrained model; training is tested elsewhere."""
+    folder = tmp_path_factory.mktemp("run")
+    args = examples.train_lm.parse([*SMALL, "--steps", "1", "--out-dir", str(folder)])
+    state = examples.train_lm.make_state(args, examples.train_lm.architecture_of(args))
+    examples.train_lm.save_checkpoint(folder / "checkpoint.ejx", state, args)
+    return folder / "checkpoint.ejx"
+
+
+SIZES = "--max-new-tokens 12 --num-pages 24 --page-size 4 --max-batch 4 --step-tokens 16".split()
+
+
+def test_what_was_trained_is_served(tmp_path, monkeypatch):
+    """Training and serving, each in a process of its own."""
+    monkeypatch.setenv("JAX_DISABLE_MOST_OPTIMIZATIONS", "1")
+    text, folder, out = tmp_path / "text.txt", tmp_path / "run", tmp_path / "out.jsonl"
+    text.write_text("the quick " * 1000)
+    _run("train_lm.py", "--data", text, "--out-dir", folder, *SMALL, "--steps", 30, "--sample-length", 1)
+    prompts = tmp_path / "prompts.txt"
+    prompts.write_text(f"the quick \n\n{'long ' * 40}\nk the\n")
+    options = ["--checkpoint", folder / "checkpoint.ejx", "--prompts", prompts, "--out", out, *SIZES]
+    texts, numbers = _run("serve_lm.py", *options)
+    assert (
+        "--- request 0 ---\nthe quick the quick th\n--- request 1 ---\n[prompt: expected at least one"
+        in texts
+    )
+    assert "[prompt: expected at most 96 tokens" in texts and "\nk the quick the q\n" in texts
+    assert "4 requests, 2 refused, 24 tokens" in numbers and "0 now" in numbers and "tokens/s" in numbers
+    records = sorted(map(json.loads, out.read_text().splitlines()), key=lambda record: record["request"])
+    assert [record["finish"] for record in records] == ["length", "refused", "refused", "length"]
+    assert records[0]["text"] == "the quick th" and records[0]["tokens"] == 12
+    assert "shorten it" in records[2]["message"]
+
+
+def test_standard_input_is_served_as_it_comes(checkpoint, monkeypatch):
+    """The first text is there while the input is still open; Ctrl-C ends with what there is."""
+    monkeypatch.setenv("JAX_DISABLE_MOST_OPTIMIZATIONS", "1")
+    command = [sys.executable, "-W", "error", str(ROOT / "examples" / "serve_lm.py")]
+    command += [
+        "--checkpoint",
+        str(checkpoint),
+        *SIZES,
+        "--temperature",
+        "0.8",
+        "--top-p",
+        "0.9",
+        "--stop",
+        "x",
+    ]
+    pipe = subprocess.PIPE
+    process = subprocess.Popen(command, stdin=pipe, stdout=pipe, stderr=pipe, env=_environment())
+    assert process.stdin is not None and process.stdout is not None
+    process.stdin.write(b"first\nsecond\n")
+    process.stdin.flush()
+    seen = b""
+    while b"--- request 1 ---" not in seen:
+        piece = os.read(process.stdout.fileno(), 4096)
+        assert piece, process.communicate()[1]
+        seen += piece
+    time.sleep(0.1)
+    process.send_signal(signal.SIGINT)
+    out, err = process.communicate(timeout=100)
+    assert process.returncode == 130, err[-4000:]
+    assert (seen + out).startswith(b"--- request 0 ---\nfirst") and b"2 requests, 0 refused" in err
+    assert b"Traceback" not in err and b"0 now" in err
+
+
+def test_texts_appear_in_the_order_of_their_prompts(examples, capsys):
+    texts = examples.serve_lm.Texts(None)
+    for index, prompt in enumerate((b"a", b"b", b"c", b"d")):
+        texts.begin(index, prompt)
+    texts.extend(0, *b"A")
+    texts.extend(1, *b"B")
+    texts.end(2, "refused", "prompt: no")
+    texts.extend(0, *"\N{EURO SIGN}".encode()[:2])
+    assert capsys.readouterr().out == "--- request 0 ---\naA"
+    texts.extend(0, "\N{EURO SIGN}".encode()[2])
+    texts.end(0, "length")
+    assert capsys.readouterr().out == "\N{EURO SIGN}\n--- request 1 ---\nbB"
+    texts.end(1, "cancelled")
+    texts.end(3, "length")
+    expected = "\n[cancelled]\n--- request 2 ---\n[prompt: no]\n--- request 3 ---\nd\n"
+    assert capsys.readouterr().out == expected
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        (["--checkpoint", "/no/such/file"], "--checkpoint: there is no file '/no/such/file'; make one with"),
+        (["--checkpoint", str(pathlib.Path(__file__))], "--checkpoint: "),
+        (
+            ["--prompts", "/no/such/file"],
+            "--prompts: cannot read '/no/such/file' (No such file or directory)",
+        ),
+        (
+            ["--out", "/no/such/folder/file"],
+            "--out: cannot write '/no/such/folder/file' (No such file or directory)",
+        ),
+        (["--max-batch", "0"], "--max-batch: expected a positive number, received 0"),
+        (
+            ["--step-tokens", "2", "--max-batch", "4"],
+            "step_tokens: expected at least max_batch=4, received 2",
+        ),
+        (["--temperature", "-1"], "temperature: expected a number of at least 0, received -1.0"),
+        (["--top-p", "0"], "top_p: expected a number above 0"),
+        (["--seed", "-1"], "--seed: expected at least 0"),
+        (["--num-pages", "100000000", "--page-size", "128"], "num_pages: expected at most 2**30 tokens"),
+        (["--platform", "nothing"], "nothing"),
+    ],
+)
+def test_errors_are_one_sentence(examples, checkpoint, tmp_path, capsys, options, message):
+    (tmp_path / "prompts.txt").write_text("some\n")
+    common = ["--checkpoint", str(checkpoint), "--prompts", str(tmp_path / "prompts.txt")]
+    assert examples.serve_lm.main([*common, *SIZES, *options]) == 2
+    found = capsys.readouterr().err.splitlines()[-1]
+    assert found.startswith("serve_lm: ") and message in found
+
+
+def test_stop_is_one_byte(examples, capsys):
+    parse = lambda text: examples.serve_lm.parse(["--stop", text]).stop
+    assert parse("\\n") == 10 and parse(".") == 46
+    with pytest.raises(SystemExit):
+        parse("ab")
+    assert "expected one byte" in capsys.readouterr().err
