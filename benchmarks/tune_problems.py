@@ -136,6 +136,77 @@ def _normalization() -> list[TuneProblem]:
     return [*problems, named("gated_rms_norm", whole[1], "float32")]
 
 
+def _paged() -> list[TuneProblem]:
+    usual = dict(N=64, S=4096, H=32, K=8, D=128)
+    # Decoding: pages, batch and context, the heads of published models, windows with sinks, dense keys.
+    problems = [named("paged_attention", usual | {"p": p}) for p in (16, 32, 64, 128)]
+    contexts = (
+        (1, 8192),
+        (1, 131072),
+        (8, 2048),
+        (8, 16384),
+        (16, 4096),
+        (64, 1024),
+        (256, 1024),
+        (256, 4096),
+    )
+    problems += [named("paged_attention", usual | {"N": N, "S": S, "p": 16}) for N, S in contexts]
+    problems += [named("paged_attention", usual | {"N": N, "S": S, "p": 64}) for N, S in contexts[:3]]
+    heads = ((64, 8, 128), (32, 32, 128), (16, 2, 64), (28, 4, 128), (16, 1, 256))
+    problems += [named("paged_attention", usual | {"H": H, "K": K, "D": D, "p": 16}) for H, K, D in heads]
+    problems += [named("paged_attention", usual | {"H": 64, "D": 64, "p": 16}, window=True, sinks=True)]
+    problems += [
+        named("ragged_decode_attention", dict(B=N, S=S, H=32, K=8, D=128)) for N, S in contexts[1:5:2]
+    ]
+    for scales in ("token", "head"):
+        for kv in ("int8", "float8_e4m3fn"):
+            problems += [named("paged_attention", usual | {"p": 16}, scales=scales, kv=kv)]
+    problems += [named("paged_attention", usual | {"p": 64}, scales="token", kv="int8")]
+    # Latents of DeepSeek: all heads on one device, or an eighth of them.
+    latent = dict(D=576, V=512, p=64)
+    sizes = ((64, 4096, 128), (8, 8192, 128), (1, 32768, 128), (64, 4096, 16))
+    problems += [named("paged_attention", dict(N=N, S=S, H=H) | latent, latent=True) for N, S, H in sizes]
+    problems += [
+        named("paged_attention", dict(N=64, S=4096, H=128) | latent, latent=True, scales="token", kv=kv)
+        for kv in ("int8", "float8_e4m3fn")
+    ]
+    # Prompts: whole, several, a chunk behind many keys.
+    prompt = dict(N=1, T=8192, S=8192, H=32, K=8, D=128)
+    problems += [named("prefill_paged_attention", prompt | {"p": p}) for p in (16, 64)]
+    problems += [
+        named("prefill_paged_attention", prompt | {"N": 4, "S": 2048, "Q": 2048, "p": 16}),
+        named("prefill_paged_attention", prompt | {"T": 2048, "S": 16384, "p": 16}),
+        named("prefill_paged_attention", prompt | {"H": 16, "K": 2, "D": 64, "p": 16}),
+        named("prefill_paged_attention", prompt | {"p": 16}, scales="token", kv="int8"),
+        named("prefill_paged_attention", dict(N=1, T=2048, S=8192, H=128) | latent, latent=True),
+    ]
+    # Decodes beside chunks of prompts; drafts of a few tokens, checked as a tree.
+    problems += [named("ragged_paged_attention", usual | {"T": 2048, "p": p}) for p in (16, 64)]
+    problems += [
+        named("ragged_paged_attention", usual | {"T": 512, "Q": 512, "N": 16, "p": 16}),
+        named("ragged_paged_attention", usual | {"T": 2048, "p": 16}, scales="token", kv="int8"),
+        named("ragged_paged_attention", dict(N=64, T=1024, S=4096, H=128) | latent, latent=True),
+    ]
+    drafts = usual | {"T": 256, "Q": 4, "p": 16}
+    return [
+        *problems,
+        named("ragged_paged_attention", drafts),
+        named("unified_attention", drafts, qq_bias=True),
+        named("unified_attention", usual | {"T": 2048, "p": 16}, alibi_slopes=True),
+        named("paged_attention", usual | {"p": 16}, "float32"),
+    ]
+
+
+def _asks_for(operation: str, problem: Problem) -> bool:
+    """Whether an operation of attention over pages may ask for a problem of another's."""
+    if (operation == "ragged_decode_attention") != bool(problem.flag("ranged")):
+        return False
+    if problem.flag("alibi_slopes") or problem.flag("qq_bias"):
+        return operation == "unified_attention"
+    decodes = problem.dim("Q") == 1 and problem.dim("T") == problem.dim("N")
+    return decodes or operation not in ("paged_attention", "ragged_decode_attention")
+
+
 FAMILIES: dict[str, Family] = {
     "attention": Family(_every_attention, lambda: _attention(attention_problems.TINY), lambda *_: True),
     "recurrence": Family(
@@ -147,5 +218,10 @@ FAMILIES: dict[str, Family] = {
         _selective_scan, lambda: [named("state_space_v1", dict(B=1, T=32, I=16, N=4), "float32")]
     ),
     "convolution": Family(_convolution, lambda: [named("causal_conv1d", dict(B=1, T=32, C=16), "float32")]),
+    "paged": Family(
+        _paged,
+        lambda: [named("paged_attention", dict(N=2, S=160, p=16, H=2, D=16), "float32")],
+        _asks_for,
+    ),
     "normalization": Family(_normalization, lambda: [named("gated_rms_norm", dict(M=32, F=16), "float32")]),
 }

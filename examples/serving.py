@@ -105,37 +105,29 @@ def candidates(logits: Array, temperature: Array, top_k: Array, top_p: Array) ->
 # The model over pages and slots
 
 
-def last_logits(model: Any, tokens: Array, state: Any, batch: ejx.RaggedBatch) -> tuple[Array, Any]:
+def last_logits(
+    model: Any, tokens: Array, state: ejx.nn.CacheState, batch: ejx.RaggedBatch
+) -> tuple[Array, ejx.nn.CacheState]:
     """The model of `train_lm.py` on packed `tokens [T]`: float32 logits `[N, vocabulary]` after each sequence's last new token.
 
-    A scan would copy the caches that it takes layer by layer and puts back. So they are carried, and written in place: the pages (or
-    slots) of all layers are taken for those of one, and layer `i` has its numbers of pages moved by `i` times their count.
+    The caches are carried through the scan and written in place; as part of what is scanned over they would be copied.
     """
     arrays, static = eqx.partition(model.layers, eqx.is_array)
 
     def period(carry, index_and_layers):
-        x, caches = carry
+        x, state = carry
         index, arrays = index_and_layers
+        caches, numbered = state.of_layer(index, batch)
         new = []
         for layer, cache in zip(eqx.combine(arrays, static), caches):
-            count = jax.tree.leaves(cache)[0].shape[1]
-            # Reshaped in here: outside of the loop XLA would copy what it has reshaped.
-            pool = jax.tree.map(lambda x: x.reshape(-1, *x.shape[2:]), cache)
-            x, pool = layer(x, pool, _moved(batch, index * count))
-            new.append(jax.tree.map(lambda new, old: new.reshape(old.shape), pool, cache))
-        return (x, tuple(new)), None
+            x, cache = layer(x, cache, numbered)
+            new.append(cache)
+        return (x, state.with_layers(new)), None
 
     indices = jnp.arange(model.num_periods, dtype=jnp.int32)
-    (x, layers), _ = jax.lax.scan(period, (model.embedding[tokens], state.layers), (indices, arrays))
+    (x, state), _ = jax.lax.scan(period, (model.embedding[tokens], state), (indices, arrays))
     last = x[jnp.maximum(batch.last_tokens, 0)]
-    logits = jax.vmap(model.head)(jax.vmap(model.norm)(last)).astype(jnp.float32)
-    return logits, state.with_layers(layers)
-
-
-def _moved(batch: ejx.RaggedBatch, by: Array) -> ejx.RaggedBatch:
-    """The batch with other numbers of pages and slots; -1 remains."""
-    places = lambda batch: (batch.page_table, batch.state_indices)
-    return eqx.tree_at(places, batch, tuple(jnp.where(x >= 0, x + by, -1) for x in places(batch)))
+    return jax.vmap(model.head)(jax.vmap(model.norm)(last)).astype(jnp.float32), state
 
 
 # The engine

@@ -471,7 +471,7 @@ def write_sample(args: argparse.Namespace) -> None:
     """Generate from the checkpoint as it is on disk."""
     state = load_checkpoint(args.out_dir / "checkpoint.ejx", args)
     model = cast(state.model, args.dtype)
-    prompt = np.frombuffer(args.prompt.encode() or b"\n", np.uint8).astype(np.int32)
+    prompt = jnp.asarray(np.frombuffer(args.prompt.encode() or b"\n", np.uint8).astype(np.int32))
     start = time.perf_counter()
     tokens = generate(
         model,

@@ -71,7 +71,7 @@ def make(case: Case, seed: int = 0) -> tuple[ScanArrays, ScanSpec]:
         z=normal(*tokens) if case.z else None,
         dt_bias=normal(case.I, dtype=wide) / 4 if case.dt_bias else None,
     )
-    if case.dt_bias and not case.softplus:
+    if arrays.dt_bias is not None and not case.softplus:
         # A step below zero would let the state grow from token to token.
         arrays = arrays._replace(dt_bias=jnp.abs(arrays.dt_bias))
     if case.packing == "segments":

@@ -86,8 +86,9 @@ def make_batch(problem: Problem, seed: int) -> Batch:
 
 
 def make_arrays(problem: Problem, seed: int) -> PagedArrays:
-    """The arrays of a call, with one leading axis of size one; fresh for every seed."""
-    batch, rng = make_batch(problem, seed), np.random.default_rng(seed)
+    """The arrays of a call, with one leading axis of size one: lengths, and so shapes, are the same for every seed; tables and values are
+    fresh."""
+    batch, rng = make_batch(problem, 0), np.random.default_rng(seed)
     need = -(-batch.kv_len // problem.dim("p"))
     table = np.full((problem.dim("N"), problem.dim("M")), -1, np.int32)
     numbers = rng.permutation(int(need.sum())).astype(np.int32)

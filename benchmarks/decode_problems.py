@@ -1,0 +1,290 @@
+"""The problems of attention over pages that are measured: their sizes, inputs, work, float32 results and bars."""
+
+import dataclasses
+import functools
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import Array
+
+import ejkernel_eqx as ejx
+from benchmarks.linear_problems import _UNTUNED as UNTUNED
+from ejkernel_eqx._tolerances import TOLERANCES
+from ejkernel_eqx.paged import reference
+from ejkernel_eqx.paged.quantise import dequantise, LARGEST, quantise
+from ejkernel_eqx.paged.spec import PagedArrays, PagedSpec
+from ejkernel_eqx.tuning.check import all_errors
+
+DECODE, LATENT, QUANTISED, PREFILL = KINDS = ("decode", "latent", "8-bit pages", "prefill")
+
+
+@dataclasses.dataclass(frozen=True)
+class DecodeProblem:
+    """`N` sequences of `S` keys in pages of `p`, with one query each or, to `prefill`, a query at every key.
+
+    `H` query heads on `K` key heads of `D` channels. With `rope` the pages hold a latent of `D` channels, one head, and so many more
+    channels for the scores. `pages`: their dtype where it is not that of the queries, with a scale for each `"token"` and head, or for each
+    `"head"`. `ragged`: from a quarter of `S` keys to `S`.
+    """
+
+    N: int
+    S: int
+    p: int = 16
+    H: int = 32
+    K: int = 8
+    D: int = 128
+    rope: int = 0
+    prefill: bool = False
+    pages: str | None = None
+    scales: str | None = None
+    ragged: bool = False
+    dtype: str = "bfloat16"
+
+    def __post_init__(self):
+        assert self.K == 1 or not self.rope, "a latent is one head"
+        assert (self.pages in LARGEST) == (self.scales is not None)
+        assert not (self.prefill and (self.ragged or self.rope or self.scales))
+
+    @property
+    def kind(self) -> str:
+        if self.prefill:
+            return PREFILL
+        return QUANTISED if self.scales else LATENT if self.rope else DECODE
+
+    @property
+    def name(self) -> str:
+        words = ["prefill" if self.prefill else "decode", f"N{self.N} S{self.S} p{self.p}"]
+        if self.rope:
+            words += [f"latent H{self.H} D{self.D}+{self.rope}"]
+        else:
+            words += [f"H{self.H} KV{self.K} D{self.D}"]
+        words += ["ragged"] if self.ragged else []
+        words += [f"{self.pages} {self.scales}"] if self.scales else []
+        return " ".join(words if self.dtype == "bfloat16" else [*words, self.dtype])
+
+    @property
+    def stored(self) -> Any:
+        return jnp.dtype(self.pages or self.dtype)
+
+    @property
+    def scale(self) -> float:
+        return (self.D + self.rope) ** -0.5
+
+    @property
+    def tokens(self) -> int:
+        """Queries of all sequences."""
+        return self.N * (self.S if self.prefill else 1)
+
+    def lengths(self) -> np.ndarray:
+        """int32 `[N]`."""
+        if not self.ragged:
+            return np.full(self.N, self.S, np.int32)
+        found = np.random.default_rng(0).integers(self.S // 4, self.S + 1, self.N)
+        found[0] = self.S
+        return found.astype(np.int32)
+
+    def flops(self) -> float:
+        """Of both products, over the pairs of a query and a key that it sees."""
+        lengths = self.lengths().astype(np.int64)
+        pairs = int((lengths * (lengths + 1) // 2 if self.prefill else lengths).sum())
+        return 2.0 * pairs * self.H * (2 * self.D + self.rope)
+
+    def bytes(self) -> int:
+        """What must at least be read and written: visible keys and values with their scales, queries, results and tables."""
+        size, keys = jnp.dtype(self.dtype).itemsize, int(self.lengths().sum())
+        a_key = (self.D + self.rope if self.rope else 2 * self.K * self.D) * self.stored.itemsize
+        a_key += 8 * self.K if self.scales == "token" else 0
+        tables = 4 * (int((-(-self.lengths() // self.p)).sum()) + self.N)
+        return keys * a_key + self.tokens * self.H * (2 * self.D + self.rope) * size + tables
+
+
+class Inputs(NamedTuple):
+    """Queries `[tokens, H, D]` (`D + rope` for a latent), the bound cache, and where each sequence's queries begin and end."""
+
+    q: Array
+    cache: ejx.PagedKVCache | ejx.PagedLatentCache
+    query_start_loc: Array
+
+
+def make_inputs(problem: DecodeProblem, seed: int = 0) -> Inputs:
+    """Standard normal numbers in pages in any order; fresh for every seed."""
+    lengths = problem.lengths()
+    need = -(-lengths // problem.p)
+    numbers = np.random.default_rng(seed).permutation(int(need.sum())).astype(np.int32)
+    table = np.full((problem.N, int(need.max())), -1, np.int32)
+    for row, mine in zip(table, np.split(numbers, np.cumsum(need)[:-1]), strict=True):
+        row[: len(mine)] = mine
+    key = jax.random.key(seed, impl="rbg")
+    q, first, second, first_scale, second_scale = _random(problem, len(numbers), key)
+    kind = ejx.PagedLatentCache if problem.rope else ejx.PagedKVCache
+    cache = kind(first, second, jnp.asarray(table), jnp.asarray(lengths), first_scale, second_scale)
+    each = problem.S if problem.prefill else 1
+    return Inputs(q, cache, each * jnp.arange(problem.N + 1, dtype=jnp.int32))
+
+
+@functools.partial(jax.jit, static_argnums=(0, 1))
+def _random(problem: DecodeProblem, pages: int, key: Array) -> tuple[Array | None, ...]:
+    """Queries, then both kinds of pages, then their scales."""
+    keys = jax.random.split(key, 3)
+    heads, width = () if problem.rope else (problem.K,), problem.D + problem.rope
+    widths = (problem.D, problem.rope) if problem.rope else (problem.D, problem.D)
+    made = [
+        _stored(problem, jax.random.normal(key, (pages, problem.p, *heads, width), jnp.float32))
+        for key, width in zip(keys[1:], widths)
+    ]
+    q = jax.random.normal(keys[0], (problem.tokens, problem.H, width), problem.dtype)
+    return q, *(stored for stored, _ in made), *(scale for _, scale in made)
+
+
+def _stored(problem: DecodeProblem, x: Array) -> tuple[Array, Array | None]:
+    if problem.scales is None:
+        return x.astype(problem.stored), None
+    if problem.scales == "token":
+        return quantise(x, problem.stored)
+    scale = jnp.max(jnp.abs(x), (0, 1, x.ndim - 1)) / LARGEST[problem.stored.name]
+    return quantise(x, problem.stored, scale)[0], scale
+
+
+def ours(problem: DecodeProblem, platform: str | None) -> Callable[[Inputs], Array]:
+    """Our operation on such inputs; it is built by the call, which raises where the platform is not for this device."""
+    options: dict[str, Any] = {"softmax_scale": problem.scale, "platform": platform}
+
+    def decode(inputs: Inputs) -> Array:
+        return ejx.PagedAttention(**options)(inputs.q, inputs.cache)
+
+    def prefill(inputs: Inputs) -> Array:
+        attend = ejx.PrefillPagedAttention(**options)
+        start = inputs.query_start_loc
+        return attend(inputs.q, inputs.cache, query_start_loc=start, max_query_len=problem.S)
+
+    return prefill if problem.prefill else decode
+
+
+def gathered(problem: DecodeProblem, inputs: Inputs) -> tuple[Array, Array]:
+    """Each sequence's keys and values side by side, `[N, S, K, D]` (a latent's with its rotary part, and alone), in the queries' dtype."""
+    first, second = inputs.cache.gather(problem.S, dtype=inputs.q.dtype)
+    if problem.rope:
+        first, second = jnp.concatenate([first, second], -1)[:, :, None], first[:, :, None]
+    return first, second
+
+
+def plain_pages(inputs: Inputs) -> Inputs:
+    """The same numbers in pages of the queries' dtype."""
+    cache, dtype = inputs.cache, inputs.q.dtype
+    tables = (cache.page_table, cache.lengths)
+    if isinstance(cache, ejx.PagedLatentCache):
+        latent = dequantise(cache.latent, cache.latent_scale, dtype)
+        rope = dequantise(cache.rope, cache.rope_scale, dtype)
+        return inputs._replace(cache=ejx.PagedLatentCache(latent, rope, *tables))
+    k, v = dequantise(cache.k, cache.k_scale, dtype), dequantise(cache.v, cache.v_scale, dtype)
+    return inputs._replace(cache=ejx.PagedKVCache(k, v, *tables))
+
+
+def expected_results(problem: DecodeProblem, inputs: Inputs) -> dict[str, Array]:
+    """By the plain mathematics, in float32."""
+    with jax.default_matmul_precision("highest"):
+        return _expected_results(problem, inputs)
+
+
+@functools.partial(jax.jit, static_argnums=0, compiler_options=UNTUNED)
+def _expected_results(problem: DecodeProblem, inputs: Inputs) -> dict[str, Array]:
+    cache, start = inputs.cache, inputs.query_start_loc
+    assert cache.page_table is not None and cache.lengths is not None
+    if isinstance(cache, ejx.PagedLatentCache):
+        scales = {"k_scale": cache.latent_scale, "rope_scale": cache.rope_scale}
+        pages: dict[str, Any] = {"k": cache.latent[:, :, None], "v": None, "rope": cache.rope[:, :, None]}
+        pages |= {name: None if x is None else x[..., None] for name, x in scales.items()}
+    else:
+        pages = {"k": cache.k, "v": cache.v, "k_scale": cache.k_scale, "v_scale": cache.v_scale}
+    arrays = PagedArrays(
+        q=inputs.q.astype(jnp.float32),
+        page_table=cache.page_table,
+        q_start=start[:-1],
+        q_len=jnp.diff(start),
+        kv_len=cache.lengths,
+        **pages,
+    )
+    longest = problem.S if problem.prefill else 1
+    spec = PagedSpec(
+        problem.scale, max_query_len=longest, latent=problem.rope > 0, scales=problem.scales, return_lse=True
+    )
+    return {"out": reference.attend(arrays, spec)["out"]}
+
+
+def error_of(problem: DecodeProblem, out: Array, expected: dict[str, Array]) -> tuple[float, str | None]:
+    """The relative RMS error, and what is wrong with the result (`None`: nothing)."""
+    errors, wrong = all_errors({"out": out}, expected, {"out": TOLERANCES[problem.dtype]["forward"]})
+    return errors["out"], wrong
+
+
+class Bar(NamedTuple):
+    """What `field` of our rows has to be at least, or with `at_most` at most, on one H200."""
+
+    what: str
+    problems: tuple[DecodeProblem, ...]
+    field: str
+    bound: float
+    at_most: bool = False
+
+
+P = DecodeProblem
+PAGES = tuple(P(64, 4096, p) for p in (16, 32, 64, 128))
+LONG = (P(1, 131072), P(1, 131072, 64))
+FEW = (P(8, 2048), P(8, 2048, 64))
+LATENTS = tuple(P(N, S, 64, 128, 1, 512, 64) for N, S in ((64, 4096), (8, 8192), (1, 32768)))
+PREFILLS = (P(1, 8192, prefill=True), P(1, 8192, 64, prefill=True), P(4, 2048, prefill=True))
+EIGHT_BITS = (
+    P(64, 4096, pages="int8", scales="token"),
+    P(64, 4096, pages="float8_e4m3fn", scales="token"),
+    P(64, 4096, pages="int8", scales="head"),
+    P(64, 4096, pages="float8_e4m3fn", scales="head"),
+)
+BARS = (
+    Bar("decode, 64 sequences of 4096 keys: TB/s", PAGES, "tb_per_s", 3.4),
+    Bar("decode, 1 sequence of 128k keys: TB/s", LONG, "tb_per_s", 3.0),
+    Bar("decode, 8 sequences of 2048 keys: ms", FEW, "ms", 0.030, at_most=True),
+    Bar("decode, latent: TFLOP/s", LATENTS[:1], "tflops", 250.0),
+    Bar("prefill of 8192 tokens: speed over FlashAttention's", PREFILLS[:2], "over_baseline", 0.85),
+    Bar("decode, 8-bit pages: speed over 16-bit pages", EIGHT_BITS, "over_baseline", 1.5),
+)
+# Batch x context, as far as a cache of a million tokens goes; small and large pages; other heads; sequences of any length.
+GRID = tuple(
+    P(N, S)
+    for N in (1, 8, 64, 256)
+    for S in (1024, 4096, 16384, 131072)
+    if N * S <= 2**20 and P(N, S) not in (*PAGES, *LONG)
+)
+OTHERS = (
+    P(64, 4096, 1),
+    P(64, 4096, 8),
+    P(64, 4096, 256),
+    P(64, 4096, ragged=True),
+    P(64, 4096, 64, ragged=True),
+    P(64, 4096, H=64),
+    P(64, 2048, H=32, K=32),
+    P(64, 4096, H=16, K=2, D=64),
+    P(64, 4096, H=16, K=2, D=256),
+    P(64, 4096, 64, 16, 1, 512, 64),
+    P(64, 4096, 64, 128, 1, 512, 64, pages="float8_e4m3fn", scales="token"),
+)
+ANCHORS = PAGES + LONG + FEW + LATENTS + PREFILLS + EIGHT_BITS
+CPU = (
+    P(8, 2048, 16, 8, 2, 64, dtype="float32"),
+    P(8, 2048, 64, 8, 2, 64, dtype="float32"),
+    P(1, 16384, 16, 8, 2, 64, dtype="float32"),
+    P(8, 2048, 16, 8, 2, 64, pages="int8", scales="token", dtype="float32"),
+    P(4, 1024, 64, 16, 1, 128, 32, dtype="float32"),
+    P(1, 1024, 16, 8, 2, 64, prefill=True, dtype="float32"),
+)
+TINY = (
+    P(2, 40, 4, 4, 2, 16, dtype="float32"),
+    P(3, 40, 8, 4, 2, 16, ragged=True, dtype="float32"),
+    P(2, 40, 8, 4, 2, 16, pages="int8", scales="token", dtype="float32"),
+    P(2, 40, 8, 4, 1, 16, 8, dtype="float32"),
+    P(2, 40, 8, 4, 1, 16, 8, pages="float8_e4m3fn", scales="head", dtype="float32"),
+    P(2, 32, 4, 4, 2, 16, prefill=True, dtype="float32"),
+)
+EVERY = (*ANCHORS, *GRID, *OTHERS)
