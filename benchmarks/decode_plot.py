@@ -34,6 +34,8 @@ def plot(report: Mapping[str, Any], path: str) -> None:
     if counted:
         title = "latents and prefills, TFLOP/s"
         panels.append((lambda axis: _bars(axis, counted, "tflops", title, colours), len(counted)))
+    if not panels:
+        return  # nothing was timed
     heights = [1.2 + 0.15 * size for _, size in panels]
     figure, axes = plt.subplots(
         len(panels),

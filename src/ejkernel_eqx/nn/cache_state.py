@@ -67,6 +67,8 @@ class CacheState(eqx.Module):
         """
         lead = read_batch_shape(batch_shape)
         slots = read_count("num_slots", num_slots, least=1)
+        num_pages = read_count("num_pages", num_pages, least=1)
+        page_size = read_count("page_size", page_size, least=1)
         layers = []
         for index, mixer in enumerate(mixers):
             if isinstance(mixer, RecurrentLayer):
