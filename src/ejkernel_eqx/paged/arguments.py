@@ -35,7 +35,8 @@ class PagedOptions:
         """From what a constructor is given. Of a window only its left side counts: no query sees past its own key."""
         ScoreOptions(logits_soft_cap, softmax_scale).check()
         cap, scale = (None if x is None else float(x) for x in (logits_soft_cap, softmax_scale))
-        return cls(parse_window(sliding_window, True)[0], cap, scale)
+        left = parse_window(sliding_window, True)[0]
+        return cls(None if left is None else min(left, 2**30), cap, scale)
 
 
 class Scoring(NamedTuple):
@@ -193,7 +194,7 @@ def packed(q: Array, cache: Cache, query_start_loc: Any, max_query_len: Any) -> 
     return Tokens(offsets[..., :-1], length, max(min(int(max_query_len), tokens), 1))
 
 
-def write_slots(q: Array, cache: Cache, query_start_loc: Array, max_query_len: int) -> Array:
+def write_slots(q: Array, cache: Cache, query_start_loc: Any, max_query_len: int) -> Array:
     """Where the new tokens of each sequence are kept, `[T]`."""
     if q.ndim > 3:
         raise ValueError(
@@ -201,7 +202,7 @@ def write_slots(q: Array, cache: Cache, query_start_loc: Array, max_query_len: i
         )
     table, lengths = tables(cache)
     batch = RaggedBatch(
-        query_start_loc,
+        jnp.asarray(query_start_loc),
         lengths,
         table,
         page_size=cache.page_size,

@@ -48,7 +48,7 @@ def quantise(
     # A scale of zero would make 0 / 0; whatever is stored then stands for zero.
     ratio = x / jnp.where(scale > 0, scale, 1.0)[..., None]
     if dtype == jnp.int8:
-        ratio = jnp.round(ratio)
+        ratio = jnp.where(jnp.isnan(ratio), 0.0, jnp.round(ratio))
     return jnp.clip(ratio, -largest, largest).astype(dtype), scale
 
 

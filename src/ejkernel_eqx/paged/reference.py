@@ -119,6 +119,6 @@ def _dense(
     top = scores.max(2, keepdims=True)
     weights = jnp.exp(scores - jnp.where(top > -jnp.inf, top, 0))
     total = weights.sum(2, keepdims=True)
-    lse = jnp.where(total > 0, jnp.log(total) + top, -jnp.inf)[..., 0]
-    weights = weights[..., :-1] / jnp.where(total > 0, total, 1)
+    lse = jnp.where(total != 0, jnp.log(total) + top, -jnp.inf)[..., 0]
+    weights = weights[..., :-1] / jnp.where(total != 0, total, 1)
     return jnp.einsum("qgs,sv->qgv", weights, v, precision="highest"), lse

@@ -25,7 +25,6 @@ MAX_HEAD_DIM = 256
 MAX_LATENT_DIM = 512
 DECODE_QUERIES = 16
 """Up to this `max_query_len`, the decode kernel takes all sequences."""
-CHUNK_SIZE = 256
 _MOST_CANDIDATES = 12
 
 config_type = TritonConfig
@@ -54,11 +53,11 @@ def default_config(problem: Problem, device: DeviceFacts) -> TritonConfig:
     """The first preferred tiles that fit the device's shared memory, and as many splits as fill the device."""
     queries = decode_queries(problem.dim("Q"), problem.dim("H") // problem.dim("K"))
     decode = triton_tiles.decode_tiles(problem, device, queries)[0]
-    splits = triton_tiles.splits(problem, device, queries, decode.block_m, CHUNK_SIZE)
+    splits, chunk_size = triton_tiles.splits(problem, device, queries, decode.block_m)
     prefill = triton_tiles.prefill_tiles(problem, device)[0]
     if device.vendor == "nvidia":
-        return TritonConfig(decode, prefill, splits, CHUNK_SIZE)
-    return TritonConfig(decode, prefill, splits, CHUNK_SIZE, fast_tanh=False, float32_dot="ieee")
+        return TritonConfig(decode, prefill, splits, chunk_size)
+    return TritonConfig(decode, prefill, splits, chunk_size, fast_tanh=False, float32_dot="ieee")
 
 
 def candidates(problem: Problem, device: DeviceFacts) -> list[TritonConfig]:
@@ -69,17 +68,20 @@ def candidates(problem: Problem, device: DeviceFacts) -> list[TritonConfig]:
     prefill = triton_tiles.prefill_tiles(problem, device)
     if problem.dim("Q") <= queries:
         prefill = prefill[:1]
-    most = max(1, -(-problem.dim("M") * problem.dim("p") // CHUNK_SIZE))
-    splits = [
-        heuristic.split_k,
-        *(min(n, most) for n in (2 * heuristic.split_k, heuristic.split_k // 2) if n),
-    ]
-    found = [dataclasses.replace(heuristic, split_k=n) for n in splits]
+    keys = problem.dim("M") * problem.dim("p")
+
+    def spread(split_k: int) -> dict[str, int]:
+        """So many splits, each of no more keys than they leave to it."""
+        chunk_size = min(heuristic.chunk_size, max(triton_tiles.CHUNK, -(-keys // split_k)))
+        return {"split_k": min(split_k, max(1, -(-keys // chunk_size))), "chunk_size": chunk_size}
+
+    ways = [spread(n) for n in (heuristic.split_k, 2 * heuristic.split_k, heuristic.split_k // 2) if n]
+    found = [heuristic, *(dataclasses.replace(heuristic, **way) for way in ways)]
     for row in range(1, max(len(decode), len(prefill))):
         tiles = decode[min(row, len(decode) - 1)], prefill[min(row, len(prefill) - 1)]
         found += [
-            dataclasses.replace(heuristic, decode=tiles[0], prefill=tiles[1], split_k=n)
-            for n in (splits[:2] if row < 3 else splits[:1])
+            dataclasses.replace(heuristic, decode=tiles[0], prefill=tiles[1], **way)
+            for way in (ways[:2] if row < 3 else ways[:1])
         ]
     return list(dict.fromkeys(found))[:_MOST_CANDIDATES]
 

@@ -92,7 +92,7 @@ def decode_kernel(
             qq_bias_ptr + shared * Q * Q, Q, k_ptr, v_ptr, rope_ptr, k_scale_ptr, v_scale_ptr, rope_scale_ptr, K, D, V, R, BLOCK_D,
             BLOCK_V, BLOCK_R, LATENT, SCALES, SCALE, CAP, FAST_TANH, LEFT, ALIBI, QQ, PRECISION, True)  # fmt: skip
 
-    some = total > 0
+    some = total != 0
     acc = acc * (v_factor / tl.where(some, total, 1.0))[:, None]
     lse = tl.where(some, top + tl.log2(tl.where(some, total, 1.0)), float("-inf"))
     if SPLITS == 1:
@@ -154,7 +154,7 @@ def merge_kernel(
             other=0.0,
         )
         acc += tl.sum(weight[:, None] * part, axis=0)
-    some = total > 0
+    some = total != 0
     acc = acc / tl.where(some, total, 1.0)
     lse = tl.where(some, (top + tl.log2(tl.where(some, total, 1.0))) * 0.6931471805599453, float("-inf"))
     target = token.to(tl.int64) * H + h

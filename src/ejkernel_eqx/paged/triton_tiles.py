@@ -7,6 +7,8 @@ from .triton_call import padded, PagedTile
 
 _BYTES = {"int8": 1, "float8_e4m3fn": 1, "bfloat16": 2, "float16": 2, "float32": 4}
 Sizes = tuple[int, int, int, int]  # block_m, block_k, num_warps, num_stages
+CHUNK, _LONG = 256, 4096  # keys of a program at least: where programs are few, where they are many
+_PARTIAL_BYTES = 2**27
 SMALLEST = PagedTile(16, 16, 4, 1)
 
 # By the bytes of a key and its value, best first; the last ones for devices with little shared memory. Two or three programs share a
@@ -51,9 +53,11 @@ def prefill_tiles(problem: Problem, device: DeviceFacts) -> list[PagedTile]:
     return _fitting(_PREFILL[width], problem, device)
 
 
-def splits(problem: Problem, device: DeviceFacts, queries: int, block_m: int, chunk_size: int) -> int:
-    """The fewest that fill the device: four programs a multiprocessor, of latent pages one, whose partial results are large.
+def splits(problem: Problem, device: DeviceFacts, queries: int, block_m: int) -> tuple[int, int]:
+    """Over how many programs the keys of a sequence may be spread, and how many keys a program has at least.
 
+    The fewest that fill the device: four programs a multiprocessor, of latent pages one, whose partial results are large. Where sequences
+    may be long, enough for one that is long among short ones; the short ones stay whole where there are many.
     `queries` of each sequence are computed in blocks of at most `block_m` rows.
     """
     heads, kv_heads = problem.dim("H"), problem.dim("K")
@@ -61,12 +65,18 @@ def splits(problem: Problem, device: DeviceFacts, queries: int, block_m: int, ch
     programs = max(1, problem.dim("N") * kv_heads * blocks)
     multiprocessors = device.num_multiprocessors or 108
     least = 0.85 if problem.flag("latent") else 4
-    most = max(1, math.ceil(problem.dim("M") * problem.dim("p") / chunk_size))
+    keys = problem.dim("M") * problem.dim("p")
+    # Partial results, a vector of values for each query head and split, take at most so many splits.
+    vectors = problem.dim("N") * queries * heads * problem.dim("V")
+    room = max(1, _PARTIAL_BYTES // (4 * vectors))
+    if programs >= least * multiprocessors:
+        return min(max(1, math.ceil(keys / _LONG)), room), _LONG
+    most = max(1, math.ceil(keys / CHUNK))
     for count in range(1, most):
         waves = programs * count / multiprocessors
         if waves >= least and waves / math.ceil(waves) >= 0.85:
-            return count
-    return most
+            return max(count, min(math.ceil(keys / (2 * _LONG)), room)), CHUNK
+    return most, CHUNK
 
 
 def shared_memory(problem: Problem, tile: PagedTile, device: DeviceFacts) -> int:

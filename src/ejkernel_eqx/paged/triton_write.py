@@ -52,9 +52,13 @@ def _store_rows(
         else:
             scale = tl.load(given_scale_ptr + scale_at, mask=written, other=1.0)
         x = tl.div_rn(x, tl.where(scale > 0, scale, 1.0)[:, None])
+        nan = x != x
         x = tl.minimum(tl.maximum(x, -LARGEST), LARGEST)
         if stored == tl.int8:
             x = (x + 12582912.0) - 12582912.0  # to the nearest whole number, ties to even
+            x = tl.where(nan, 0.0, x)
+        else:
+            x = tl.where(nan, float("nan"), x)
     tl.store(pages_ptr + (target * D)[:, None] + c[None, :], x.to(stored), mask=inside)
 
 

@@ -229,7 +229,7 @@ def _softmax(call: _Call, queries: _Queries) -> tuple[Array, Array]:
         return top, total, acc * fade[..., None] + _values(call, weights, loaded, seen.any(1))
 
     largest, total, acc = lax.fori_loop(jnp.zeros_like(blocks), blocks, block, _start(call, queries))
-    some = total > 0
+    some = total != 0
     out = acc / jnp.where(some, total, 1)[..., None]
     lse = jnp.where(some, jnp.log(jnp.where(some, total, 1)) + largest, -jnp.inf)
     return jnp.moveaxis(out, 3, 1).astype(call.q.dtype), jnp.moveaxis(lse, 3, 1).astype(call.lse_dtype)

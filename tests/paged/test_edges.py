@@ -1,0 +1,106 @@
+"""What random draws and a second pair of eyes have found: each once more, on the platforms that it concerns."""
+
+import functools
+
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+import ejkernel_eqx as ejx
+from ejkernel_eqx.dispatch import Backend, DeviceFacts
+from ejkernel_eqx.dispatch.device import shared_memory_limit
+from ejkernel_eqx.paged.example import example_problem
+from ejkernel_eqx.paged.spec import WriteArrays
+from tests.attention.dense import normal
+from tests.recurrence.quick import quick
+from tests.tolerances import assert_close
+
+PLATFORMS = ["xla", "triton-interpret"]
+H200 = DeviceFacts(Backend.GPU, "NVIDIA H200", "nvidia", "9.0", 132, shared_memory_limit("nvidia", "9.0"))
+
+
+def cache_of(length: int, page_size: int = 5, heads: int = 1, dim: int = 16) -> ejx.PagedKVCache:
+    """One sequence, in as many pages as it needs and no more."""
+    pages = -(-length // page_size)
+    cache = ejx.PagedKVCache.init(pages, page_size, heads, dim)
+    k, v = normal(0, length, heads, dim), normal(1, length, heads, dim)
+    return cache.append(k, v, jnp.arange(length)).bind(jnp.arange(pages)[None], jnp.array([length]))
+
+
+def test_no_tile_of_keys_reaches_past_the_table():
+    """A window smaller than a tile, at the end of a table that has no page to spare."""
+    pytest.importorskip("triton")
+    q, cache = normal(2, 12, 2, 16), cache_of(15)
+    results = [
+        quick(ejx.PrefillPagedAttention(3, platform=name))(q, cache, query_start_loc=jnp.array([0, 12]))
+        for name in PLATFORMS
+    ]
+    assert_close(results[1], results[0])
+
+
+def test_a_window_larger_than_any_sequence_hides_nothing():
+    q, cache = normal(2, 1, 2, 16), cache_of(7)
+    for window in (2**31, (2**40, 0)):
+        out = quick(ejx.PagedAttention(window, platform="xla"))(q, cache)
+        assert_close(out, quick(ejx.PagedAttention(platform="xla"))(q, cache))
+
+
+def test_offsets_may_be_a_list(unchecked):
+    q, k, v = normal(2, 2, 2, 16), normal(3, 2, 1, 16), normal(4, 2, 1, 16)
+    op = ejx.RaggedPagedAttention(append=True, platform="xla")
+    out, cache = op(q, cache_of(7), k, v, query_start_loc=[0, 2])  # pyright: ignore[reportArgumentType]
+    wanted, _ = op(q, cache_of(7), k, v, query_start_loc=jnp.array([0, 2]))
+    np.testing.assert_array_equal(out, wanted)
+    np.testing.assert_array_equal(cache.gather()[0][0, 5:7], k)
+
+
+@pytest.mark.parametrize("platform", PLATFORMS)
+def test_nan_that_is_seen_shows_in_both_results(platform):
+    if platform != "xla":
+        pytest.importorskip("triton")
+    cache = cache_of(7)
+    poisoned = cache.append(jnp.full((1, 1, 16), jnp.nan), jnp.ones((1, 1, 16)), jnp.array([3]))
+    call = functools.partial(ejx.PagedAttention(platform=platform), return_lse=True)
+    out, lse = quick(call)(normal(2, 1, 2, 16), poisoned)
+    assert np.isnan(out).all() and np.isnan(lse).all()
+
+
+@pytest.mark.parametrize("dtype", ["int8", "float8_e4m3fn"])
+@pytest.mark.parametrize("scales", ["token", "head"])
+def test_nan_is_stored_alike_by_all_who_write(dtype, scales):
+    pytest.importorskip("triton")
+    from ejkernel_eqx.paged import triton_interpret
+    from ejkernel_eqx.paged.write import write
+
+    cache = ejx.PagedKVCache.init(2, 4, 1, 16, dtype=dtype, scales=scales)
+    new = normal(3, 2, 1, 16).at[0, 0, 5].set(jnp.nan)
+    pages = {"k": cache.k, "v": cache.v, "k_scale": cache.k_scale, "v_scale": cache.v_scale}
+    given = WriteArrays(
+        {name: x for name, x in pages.items() if x is not None}, {"k": new, "v": new}, jnp.array([2, 6])
+    )
+    ours, theirs = triton_interpret.platform.write(given), write(given)
+    for name, x in theirs.items():
+        wanted, found = (np.asarray(y).astype(np.float32) for y in (x, ours[name]))
+        if scales == "token" and name in (
+            "k",
+            "v",
+        ):  # whose scale is NaN, so that the numbers have no meaning
+            wanted[0, 2], found[0, 2] = 0, 0
+        np.testing.assert_array_equal(np.isnan(found), np.isnan(wanted))
+        assert np.nanmax(np.abs(found - wanted), initial=0) <= 1
+
+
+def test_a_long_sequence_among_many_short_ones_is_spread_over_the_device():
+    pytest.importorskip("triton")
+    from ejkernel_eqx.paged import triton
+
+    def config_of(**dims: int):
+        problem = example_problem(
+            "paged_attention", {"H": 32, "K": 8, "D": 128, "p": 16, **dims}, "bfloat16", {}
+        )
+        return triton.default_config(problem, H200)
+
+    many = config_of(N=256, S=131_072)
+    assert many.split_k >= 16 and many.chunk_size == 4096
+    assert config_of(N=256, S=4096).split_k == 1
+    assert config_of(N=1, S=131_072).split_k >= 32
