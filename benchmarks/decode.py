@@ -7,7 +7,8 @@
 
 Every result is first compared, on this device and at full size, with the plain mathematics in float32; a speed is reported only for what
 agrees (peers, in arithmetic of their own, within ten percent). Bytes are those of visible keys and values, queries, results and tables,
-whatever an implementation moves beside them; the memory's speed is that of a copy in the same run. Ours, peers and baselines (our FlashAttention on dense keys, our 16-bit pages beside 8-bit ones)
+whatever an implementation moves beside them; the memory's speed is that of a copy in the same run.
+Ours, peers and baselines (our FlashAttention on dense keys, our 16-bit pages beside 8-bit ones)
 are timed in turn, on a GPU on inputs that do not fit the cache.
 """
 

@@ -175,7 +175,8 @@ class RecurrentLayer(eqx.Module):
         - `batch`: for serving, an `ejkernel_eqx.RaggedBatch`: `x` is `[T, E]`, the new tokens of its sequences, and
             `state` a pool of slots `[slots, ...]`, in which `batch.state_indices` says where each sequence's state is (-1: it has
             none, nothing is kept, and what its tokens give is of no meaning). No slot may be given twice. A sequence whose tokens are
-            all new starts from zeros, whatever its slot holds; slots of no sequence, or of one without new tokens, are not touched. Donate the pool to have it written in place.
+            all new starts from zeros, whatever its slot holds; slots of no sequence, or of one without new tokens, are not touched.
+            Donate the pool to have it written in place.
 
         **Returns:** `y`, an array of the shape of `x`; with a state, the tuple `(y, state)`. Raises `ValueError` for
         arguments that do not fit.
