@@ -3,7 +3,7 @@
     python examples/train_lm.py                                  # once: makes runs/train_lm/checkpoint.ejx
     printf 'def \\nimport \\nclass ' | python examples/serve_lm.py  # a prompt per line, from standard input
     python examples/serve_lm.py --prompts prompts.txt --out texts.jsonl
-    python examples/serve_lm.py --kv-dtype int8                  # keys and values in a quarter of the memory
+    python examples/serve_lm.py --kv-dtype int8                  # keys and values in half the memory of bfloat16
     python examples/serve_lm.py --temperature 0.7 --top-p 0.9 --seed 1
 
 Texts appear on standard output in the order of their prompts, as they are written; progress and numbers on standard error. The engine,
@@ -13,13 +13,16 @@ with its scheduler and sampling, is `serving.py` beside this file.
 import argparse
 import codecs
 import contextlib
+import io
 import json
 import os
 import pathlib
 import queue
+import re
 import sys
 import threading
 import time
+from collections.abc import Iterable, Iterator
 from typing import Any, TextIO
 
 import jax
@@ -32,9 +35,22 @@ from train_lm import parse as parse_train
 import ejkernel_eqx as ejx
 
 KV_DTYPES = ["auto", "float32", "bfloat16", "float16", "int8", "float8_e4m3fn"]
+ESCAPES = {"\\n": 10, "\\r": 13, "\\t": 9, "\\0": 0, "\\\\": 92}
+NOT_FINITE = "the model's logits are not finite; check the checkpoint, or take --dtype float32"
 
 
 # Prompts and texts
+
+
+def split_lines(pieces: Iterable[bytes]) -> Iterator[bytes]:
+    """What stands before each \\n or \\r\\n, and after the last one if anything does."""
+    rest = b""
+    for piece in pieces:
+        *lines, rest = (rest + piece).split(b"\n")
+        for line in lines:
+            yield line.removesuffix(b"\r")
+    if rest:
+        yield rest.removesuffix(b"\r")
 
 
 class Prompts:
@@ -43,7 +59,10 @@ class Prompts:
     def __init__(self, path: str):
         self._lines: queue.SimpleQueue[bytes | None] = queue.SimpleQueue()
         self.ended = False
+        self.failure: str | None = None  # why standard input ended too early
         if path == "-":
+            if sys.stdin is None:
+                raise UsageError("--prompts: standard input is closed; give a file with a prompt per line.")
             threading.Thread(target=self._follow, daemon=True).start()
             return
         try:
@@ -52,19 +71,18 @@ class Prompts:
             raise UsageError(
                 f"--prompts: cannot read {path!r} ({error.strerror}); give a file with a prompt per line, or - for standard input."
             ) from error
-        for line in (*content.splitlines(), None):
+        for line in (*split_lines([content]), None):
             self._lines.put(line)
 
     def _follow(self) -> None:
         # Not through sys.stdin, whose lock a thread that waits for a line would still hold when the process ends.
-        rest = b""
-        while piece := os.read(0, 2**16):
-            *lines, rest = (rest + piece).split(b"\n")
-            for line in lines:
-                self._lines.put(line.removesuffix(b"\r"))
-        if rest:
-            self._lines.put(rest)
-        self._lines.put(None)
+        try:
+            for line in split_lines(iter(lambda: os.read(0, 2**16), b"")):
+                self._lines.put(line)
+        except OSError as error:
+            self.failure = f"--prompts: cannot read standard input ({error.strerror}); give a file with a prompt per line."
+        finally:
+            self._lines.put(None)
 
     def take(self, wait: bool) -> list[bytes]:
         """What has come; with `wait`, after a moment for something to come."""
@@ -121,8 +139,8 @@ class Texts:
             if entry["finish"] is None:
                 return
             self._write(self._decoder.decode(b"", final=True) + "\n")
-            if entry["finish"] == "cancelled":
-                self._write("[cancelled]\n")
+            if entry["finish"] in ("cancelled", "error"):
+                self._write(f"[{entry['message'] or entry['finish']}]\n")
             del self._entries[self._first]
             self._first, self._shown, self._decoder = self._first + 1, 0, _decoder()
 
@@ -144,10 +162,6 @@ def _decoder() -> codecs.IncrementalDecoder:
 
 
 def load_model(args: argparse.Namespace) -> Any:
-    if not args.checkpoint.is_file():
-        raise UsageError(
-            f"--checkpoint: there is no file {str(args.checkpoint)!r}; make one with examples/train_lm.py, or give the one it made."
-        )
     # The optimiser's state is part of the file; its settings do not matter here.
     train_args = parse_train([] if args.platform is None else ["--platform", args.platform])
     try:
@@ -176,7 +190,7 @@ class Server:
     def __init__(self, args: argparse.Namespace, engine: Engine, texts: Texts, bar: Any):
         self.args, self.engine, self.texts, self.bar = args, engine, texts, bar
         self.indices: dict[int, int] = {}  # of requests that go on, by their number in the engine
-        self.received = self.refused = 0
+        self.received = self.refused = self.failed = 0
         self.computing = self.compiling = 0.0  # seconds
         self.computed = 0  # tokens of the steps that compiled nothing
 
@@ -207,8 +221,12 @@ class Server:
             self.compiling += seconds
         else:
             self.computing += seconds
-            self.computed += len(events)
+            self.computed += sum(event.finish != "error" for event in events)
         for event in events:
+            if event.finish == "error":
+                self.failed += 1
+                self.texts.end(self.indices.pop(event.request), "error", NOT_FINITE)
+                continue
             self.texts.extend(self.indices[event.request], event.token)
             if event.finish is not None:
                 self.texts.end(self.indices.pop(event.request), event.finish)
@@ -234,6 +252,8 @@ class Server:
             f"{self.received} requests, {self.refused} refused, {engine.tokens_written:,} tokens in {engine.steps:,} steps: "
             f"{self.speed} tokens/s, and {self.compiling:.1f} s of compiling {len(engine.compiled)} programs"
         ]
+        if self.failed:
+            lines += [f"{self.failed} ended with an error"]
         if engine.num_pages:
             lines += [
                 f"pages: at most {engine.peak_pages} of {engine.num_pages} in use, {engine.pages_used} now"
@@ -264,10 +284,16 @@ def serve(args: argparse.Namespace, engine: Engine, prompts: Prompts, out: TextI
 
 def one_byte(text: str) -> int:
     """`--stop`: a character, or an escape such as \\n."""
-    decoded = text.encode().decode("unicode_escape").encode("latin-1", "replace")
-    if len(decoded) != 1:
-        raise argparse.ArgumentTypeError(f"expected one byte, such as . or \\n, received {text!r}")
-    return decoded[0]
+    if text in ESCAPES:
+        return ESCAPES[text]
+    if match := re.fullmatch(r"\\x([0-9a-fA-F]{2})", text):
+        return int(match[1], 16)
+    data = os.fsencode(text)
+    if len(data) != 1 or text == "\\":
+        raise argparse.ArgumentTypeError(
+            f"expected one byte, such as . or one of {' '.join(ESCAPES)} \\x7f, received {text}"
+        )
+    return data[0]
 
 
 def parse(argv: list[str] | None) -> argparse.Namespace:
@@ -293,6 +319,9 @@ def parse(argv: list[str] | None) -> argparse.Namespace:
     add("--dtype", choices=["auto", "float32", "bfloat16"], default="auto", help="of the computation")
     add("--platform", help="kernel platform, e.g. triton or xla (default: chosen by device)")
     args = parser.parse_args(argv)
+    platforms = [platform.value for platform in ejx.Platform]
+    if args.platform not in (None, *platforms):
+        raise UsageError(f"--platform: expected one of {', '.join(platforms)}, received {args.platform!r}.")
     if args.dtype == "auto":
         args.dtype = SIZES["cpu" if jax.default_backend() == "cpu" else "accelerator"]["dtype"]
     names = ("max_new_tokens", "max_batch", "step_tokens", "page_size", "num_pages", "max_length")
@@ -309,7 +338,9 @@ def parse(argv: list[str] | None) -> argparse.Namespace:
     return args
 
 
-def open_out(path: pathlib.Path) -> TextIO:
+def open_out(path: pathlib.Path, *inputs: pathlib.Path) -> TextIO:
+    if any(path.exists() and other.exists() and path.samefile(other) for other in inputs):
+        raise UsageError(f"--out: expected a file that is not read, received {str(path)!r}; give another.")
     try:
         return path.open("w", encoding="utf-8")
     except OSError as error:
@@ -317,7 +348,22 @@ def open_out(path: pathlib.Path) -> TextIO:
 
 
 def run(args: argparse.Namespace) -> int:
+    if sys.stdout is None:
+        raise UsageError("standard output is closed; send it to a file, or to /dev/null beside --out.")
+    if not args.checkpoint.is_file():
+        raise UsageError(
+            f"--checkpoint: there is no file {str(args.checkpoint)!r}; make one with examples/train_lm.py, or give the one it made."
+        )
     prompts = Prompts(args.prompts)
+    inputs = (args.checkpoint, pathlib.Path(args.prompts))
+    with contextlib.nullcontext() if args.out is None else open_out(args.out, *inputs) as out:
+        interrupted = not serve(args, start(args), prompts, out)
+    if prompts.failure is not None and not interrupted:
+        raise UsageError(prompts.failure)
+    return 130 if interrupted else 0
+
+
+def start(args: argparse.Namespace) -> Engine:
     engine = make_engine(args, load_model(args))
     size = engine.state.nbytes / 2**20
     print(
@@ -326,16 +372,20 @@ def run(args: argparse.Namespace) -> int:
     )
     if args.prompts == "-" and sys.stdin.isatty():
         print("Type a prompt per line; Ctrl-D ends.", file=sys.stderr)
-    with contextlib.nullcontext() if args.out is None else open_out(args.out) as out:
-        return 0 if serve(args, engine, prompts, out) else 130
+    return engine
 
 
 def main(argv: list[str] | None = None) -> int:
+    # What the encoding of standard output does not have becomes a question mark.
+    if isinstance(sys.stdout, io.TextIOWrapper):
+        sys.stdout.reconfigure(errors="replace")
     try:
         return run(parse(argv))
     except (UsageError, ejx.EjkernelError) as error:
         print(f"serve_lm: {error}", file=sys.stderr)
         return 2
+    except KeyboardInterrupt:  # before serving began, or the second one
+        return 130
     except BrokenPipeError:  # nobody reads the texts any more
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return 1

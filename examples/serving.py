@@ -12,7 +12,8 @@ after. `examples/serve_lm.py` is the command line over it.
 
 import collections
 import dataclasses
-import math
+import functools
+import operator
 from collections.abc import Iterator, Sequence
 from typing import Any, NamedTuple
 
@@ -27,6 +28,30 @@ import ejkernel_eqx as ejx
 
 class RequestError(ValueError):
     """A request that cannot be served; the message says why and what to do. Nothing else is touched by it."""
+
+
+def _integer(
+    name: str,
+    value: Any,
+    least: int,
+    most: int | None = None,
+    remedy: str = "",
+    error: type[ValueError] = RequestError,
+) -> int:
+    """`value` as an int, if it is an integer within these, of whatever library; `error` otherwise."""
+    try:
+        number = None if isinstance(value, bool) else operator.index(value)
+    except TypeError:
+        number = None
+    if number is None or number < least or (most is not None and number > most):
+        expected = f"of at least {least}" if most is None else f"from {least} to {most}"
+        raise error(f"{name}: expected an integer {expected}, received {value!r}{remedy}.")
+    return number
+
+
+def _is_number(value: Any, least: float, most: float) -> bool:
+    known = isinstance(value, int | float | np.integer | np.floating) and not isinstance(value, bool)
+    return known and bool(least <= value <= most)
 
 
 # Sampling
@@ -45,18 +70,16 @@ class Sampling:
     seed: int = 0
 
     def __post_init__(self):
-        if not (math.isfinite(self.temperature) and self.temperature >= 0):
+        if not _is_number(self.temperature, 0, float(np.finfo(np.float32).max)):
             raise RequestError(
-                f"temperature: expected a number of at least 0, received {self.temperature}; 0 takes the likeliest."
+                f"temperature: expected a number from 0 to 3.4e38, received {self.temperature!r}; 0 takes the likeliest."
             )
-        if self.top_k < 0:
-            raise RequestError(f"top_k: expected at least 0, received {self.top_k}; 0 stands for all.")
-        if not 0 < self.top_p <= 1:
+        _integer("top_k", self.top_k, 0, remedy="; 0 stands for all")
+        if not _is_number(self.top_p, 0, 1) or self.top_p == 0:
             raise RequestError(
-                f"top_p: expected a number above 0 and up to 1, received {self.top_p}; 1 stands for all."
+                f"top_p: expected a number above 0 and up to 1, received {self.top_p!r}; 1 stands for all."
             )
-        if not 0 <= self.seed < 2**32:
-            raise RequestError(f"seed: expected 0 to 2**32 - 1, received {self.seed}; take another.")
+        _integer("seed", self.seed, 0, 2**32 - 1)
 
 
 class SamplingArrays(NamedTuple):
@@ -72,9 +95,11 @@ class SamplingArrays(NamedTuple):
     def of(cls, rows: Sequence[tuple[Sampling, int]], size: int) -> "SamplingArrays":
         """`rows` and, up to `size`, more that are greedy."""
         rows = [*rows, *[(Sampling(), 0)] * (size - len(rows))]
-        kinds = {"temperature": np.float32, "top_k": np.int32, "top_p": np.float32, "seed": np.uint32}
+        kinds = {"temperature": np.float32, "top_p": np.float32, "seed": np.uint32}
         columns = {name: np.array([getattr(s, name) for s, _ in rows], kind) for name, kind in kinds.items()}
-        return cls(**columns, position=np.array([position for _, position in rows], np.int32))
+        # No vocabulary is larger than this: it stands for all.
+        top_k = np.array([min(s.top_k, 2**31 - 1) for s, _ in rows], np.int32)
+        return cls(**columns, top_k=top_k, position=np.array([position for _, position in rows], np.int32))
 
 
 def sample(logits: Array, sampling: SamplingArrays) -> Array:
@@ -134,11 +159,12 @@ def last_logits(
 
 
 class Event(NamedTuple):
-    """A token of a request, the last one if `finish` says why."""
+    """A token of a request, the last one if `finish` says why: "length" or "stop"; or "error", without a token, where the model's
+    logits are not finite."""
 
     request: int
-    token: int
-    finish: str | None = None  # "length" or "stop"
+    token: int  # -1 for none
+    finish: str | None = None
 
 
 @dataclasses.dataclass(eq=False)
@@ -166,16 +192,20 @@ class Engine:
 
     Batches are padded to a few sizes, `buckets`, each of which is compiled once, when it is first met; `compiled` counts them.
 
+    A step that raises leaves the engine as it was before: the next one tries the same again. If the caches were lost with it, which are
+    donated, there are new ones, and all that was in the batch is computed again.
+
     **Arguments:**
 
     - `model`: a `Decoder` of `train_lm.py`, in the dtype to compute in.
     - `num_pages`, `page_size`: pages of each attention layer and tokens a page.
     - `max_batch`: sequences at once; recurrent layers have as many slots for their states.
     - `step_tokens`: the most tokens of a step; at least `max_batch`.
-    - `max_length`: the most tokens of a request, prompt included; by default what all pages hold.
+    - `max_length`: the most tokens of a request, prompt included; by default, and at most, what all pages hold. With sliding windows
+        alone it may be more, up to 2**20 pages.
     - `kv_dtype`: of the pages, by default that of the model; int8 and float8_e4m3fn are quantised by token and head.
 
-    **Raises:** `ValueError` for sizes below 1, or `step_tokens` below `max_batch`.
+    **Raises:** `ValueError` for sizes that are no integers or below 1, or `step_tokens` below `max_batch`.
     """
 
     def __init__(
@@ -189,8 +219,9 @@ class Engine:
         max_length: int | None = None,
         kv_dtype: Any = None,
     ):
-        if max_batch < 1:
-            raise ValueError(f"max_batch: expected at least 1, received {max_batch}.")
+        count = functools.partial(_integer, least=1, most=2**30, error=ValueError)
+        num_pages, page_size = count("num_pages", num_pages), count("page_size", page_size)
+        max_batch, step_tokens = count("max_batch", max_batch), count("step_tokens", step_tokens)
         if step_tokens < max_batch:
             raise ValueError(
                 f"step_tokens: expected at least max_batch={max_batch}, received {step_tokens}; every sequence decodes in every step."
@@ -200,7 +231,8 @@ class Engine:
         attention = [mixer for mixer in mixers if isinstance(mixer, ejx.nn.MultiHeadAttention)]
         self.table = ejx.PageTable(num_pages, page_size) if attention else None
         self.window = _window(attention)
-        self.state = ejx.nn.CacheState.init(
+        self._new_state = functools.partial(
+            ejx.nn.CacheState.init,
             mixers,
             num_pages=num_pages,
             page_size=page_size,
@@ -208,15 +240,20 @@ class Engine:
             batch_shape=(model.num_periods,),
             dtype=kv_dtype,
         )
+        self.state = self._new_state()
         self.num_pages = num_pages if attention else 0
         # Without attention nothing has pages; one page of any length, which is nowhere, says so.
         self.page_size = page_size if attention else 2**30
+        held = self.num_pages * self.page_size if attention else 2**30
+        # A row of the page table has all pages that there ever were, also those behind a window.
+        room = held if self.window is None else max(held, min(2**20 * self.page_size, 2**30))
         self.max_length = (
-            (num_pages * page_size if attention else 2**30) if max_length is None else max_length
+            held if max_length is None else min(room, _integer("max_length", max_length, 1, error=ValueError))
         )
         self.buckets = _buckets(max_batch, step_tokens, -(-self.max_length // self.page_size))
         self.compiled: collections.Counter[tuple[int, int, int, int]] = collections.Counter()
         self.steps = self.preemptions = self.tokens_written = self.peak_pages = 0
+        self._events: collections.deque[Event] = collections.deque()  # that nobody has taken yet
         self._waiting: collections.deque[_Request] = collections.deque()
         self._running: list[_Request] = []  # in the order of their admission
         self._slots = list(range(max_batch))[::-1]
@@ -227,7 +264,7 @@ class Engine:
             # Only tracing comes here.
             self.compiled[(batch.num_tokens, *batch.page_table.shape, batch.max_query_len)] += 1
             logits, state = last_logits(model, tokens, state, batch)
-            return sample(logits, sampling), state
+            return jnp.where(jnp.isfinite(logits).all(axis=-1), sample(logits, sampling), -1), state
 
         self._compute = eqx.filter_jit(step, donate="all-except-first")
 
@@ -257,16 +294,19 @@ class Engine:
 
         **Raises:** `RequestError` for a request that can never be served: empty, too long, or with tokens that the model does not have.
         """
-        tokens = [int(token) for token in prompt]
+        if isinstance(prompt, str) or not hasattr(prompt, "__iter__"):
+            raise RequestError(
+                f"prompt: expected bytes or the numbers of tokens, received {type(prompt).__name__}; encode it for this model."
+            )
+        last, remedy = self.model.embedding.shape[0] - 1, "; encode it for this model"
+        tokens = [_integer(f"prompt[{i}]", token, 0, last, remedy) for i, token in enumerate(prompt)]
         if not tokens:
             raise RequestError("prompt: expected at least one token, received none; give it some text.")
-        vocabulary = self.model.embedding.shape[0]
-        if not all(0 <= token < vocabulary for token in tokens):
-            raise RequestError(
-                f"prompt: expected tokens 0 to {vocabulary - 1}, received {min(tokens)} to {max(tokens)}; encode it for this model."
-            )
-        if max_new_tokens < 1:
-            raise RequestError(f"max_new_tokens: expected at least 1, received {max_new_tokens}.")
+        max_new_tokens = _integer("max_new_tokens", max_new_tokens, 1)
+        stop = None if stop is None else _integer("stop", stop, 0, last, "; None for no such token")
+        sampling = Sampling() if sampling is None else sampling
+        if not isinstance(sampling, Sampling):
+            raise RequestError(f"sampling: expected a Sampling, received {type(sampling).__name__}.")
         length = len(tokens) + max_new_tokens
         if length > self.max_length:
             raise RequestError(
@@ -279,47 +319,64 @@ class Engine:
                 f"written, which need {self._most_pages(length)}; shorten it, ask for fewer, or serve with more pages."
             )
         self._count += 1
-        request = _Request(self._count - 1, tokens, length, sampling or Sampling(), stop)
+        request = _Request(self._count - 1, tokens, length, sampling, stop)
         self._waiting.append(request)
         return request.number
 
     def cancel(self, number: int) -> bool:
-        """Ends a request now, its pages free at once. False if it had ended already."""
+        """Ends a request now, its pages free at once; no event of it comes after this. False if the last one had come already."""
+        known = len(self._events)
+        self._events = collections.deque(event for event in self._events if event.request != number)
         for request in (*self._running, *self._waiting):
             if request.number == number:
                 self._release(request)
                 return True
         if not 0 <= number < self._count:
             raise ValueError(f"number: expected that of a request, received {number}; submit gives it.")
-        return False
+        return len(self._events) < known
 
     def run(self) -> Iterator[Event]:
-        """Steps until nothing is left to do."""
-        while self._running or self._waiting:
-            yield from self.step()
+        """Steps until nothing is left to do. Events that were not taken, as after a `break`, come first the next time."""
+        while self._events or self._running or self._waiting:
+            if self._events:
+                yield self._events.popleft()
+            else:
+                self._step()
 
     def step(self) -> list[Event]:
         """One call of the model, and the tokens that came of it."""
-        plan = self._schedule()
+        self._step()
+        events = list(self._events)
+        self._events.clear()
+        return events
+
+    def _step(self) -> None:
+        try:
+            plan = self._schedule()
+            chosen = self._call(plan) if plan else np.zeros(0)
+        except BaseException:  # Ctrl-C as well
+            self._undo()
+            raise
         if not plan:
-            return []
-        chosen = self._call(plan)
+            return
         self.steps += 1
         self.peak_pages = max(self.peak_pages, self.pages_used)
-        events = []
         for (request, count), token in zip(plan.items(), chosen):
             request.computed += count
             if self.table is not None and self.window is not None:
                 self.table.free_behind(request.number, max(0, request.computed - self.window + 1))
             if request.remaining == 0:  # and not in the midst of its prompt
-                request.tokens.append(int(token))
-                events.append(Event(request.number, int(token), self._finish(request)))
-                self.tokens_written += 1
-                if events[-1].finish is not None:
+                finish = self._write(request, int(token))
+                self._events.append(Event(request.number, int(token), finish))
+                if finish is not None:
                     self._release(request)
-        return events
 
-    def _finish(self, request: _Request) -> str | None:
+    def _write(self, request: _Request, token: int) -> str | None:
+        """Gives the request its next token, and why it ends with it."""
+        if token < 0:
+            return "error"
+        request.tokens.append(token)
+        self.tokens_written += 1
         if request.tokens[-1] == request.stop:
             return "stop"
         return "length" if len(request.tokens) == request.last_length else None
@@ -344,8 +401,21 @@ class Engine:
         tokens[: sum(counts)] = np.concatenate(parts)
         choices = [(request.sampling, request.computed + count) for request, count in plan.items()]
         sampling = SamplingArrays.of(choices, batch.lengths.shape[0])
-        chosen, self.state = self._compute((self.model, tokens, batch, sampling), self.state)
-        return np.asarray(chosen)
+        chosen, state = self._compute((self.model, tokens, batch, sampling), self.state)
+        chosen = np.asarray(chosen)  # waits for it, and raises if it failed
+        self.state = state
+        return chosen
+
+    def _undo(self) -> None:
+        """After a step that raised: as it was before, or all from the start where the caches are gone."""
+        lost = any(array.is_deleted() for array in jax.tree.leaves(self.state))
+        for request in self._running[::-1]:
+            if lost or request.computed == 0:  # which was admitted in this step
+                self._put_back(request)
+            elif self.table is not None:
+                self.table.truncate(request.number, request.computed)
+        if lost:
+            self.state = self._new_state()
 
     def _bucket(self, counts: list[int]) -> ejx.Buckets:
         fitting = [b for b in self.buckets if max(counts) <= b.query_len[0] and sum(counts) <= b.tokens[0]]
@@ -363,12 +433,12 @@ class Engine:
             count = min(self._waiting[0].remaining, self.step_tokens - sum(plan.values()))
             if not count or not self._slots:
                 break
-            request = self._waiting.popleft()
-            request.slot = self._slots.pop()
-            self._running.append(request)
-            plan[request] = count
+            request = self._waiting[0]
             if self.table is not None:
                 self.table.allocate(request.number, count)
+            request.slot = self._slots.pop()
+            self._running.append(self._waiting.popleft())
+            plan[request] = count
         return plan
 
     def _allocate(self, request: _Request, count: int, plan: dict[_Request, int]) -> bool:
@@ -380,9 +450,7 @@ class Engine:
             except ejx.OutOfPagesError:
                 youngest = self._running[-1]
                 plan.pop(youngest, None)
-                self._release(youngest)
-                self._waiting.appendleft(youngest)
-                youngest.computed = 0
+                self._put_back(youngest)
                 self.preemptions += 1
                 if youngest is request:
                     return False
@@ -406,6 +474,12 @@ class Engine:
         if self.window is None:
             return pages
         return min(pages, -(-(self.window - 1 + self.step_tokens) // self.page_size) + 1)
+
+    def _put_back(self, request: _Request) -> None:
+        """From the batch to the front of the queue, to be computed again."""
+        self._release(request)
+        self._waiting.appendleft(request)
+        request.computed = 0
 
     def _release(self, request: _Request) -> None:
         """Takes the request out of queue and batch, and back what it has."""

@@ -3,6 +3,7 @@
 import functools
 import importlib
 import json
+import math
 import os
 import pathlib
 import random
@@ -127,12 +128,21 @@ def test_samples_have_the_probabilities(examples):
     assert both[0] == both[2] == alone[0]
 
 
-@pytest.mark.parametrize(
-    "wrong", [(-1.0,), (float("nan"),), (1.0, -1), (1.0, 0, 0.0), (1.0, 0, 1.5), (1.0, 0, 1.0, -1)]
-)
+WRONG = [(-1.0,), (float("nan"),), (1e39,), ("1",), (True,), (1.0, -1), (1.0, 2.5), (1.0, 0, 0.0)]
+WRONG += [(1.0, 0, 1.5), (1.0, 0, None), (1.0, 0, 1.0, -1), (1.0, 0, 1.0, 2**32), (1.0, 0, 1.0, 0.5)]
+
+
+@pytest.mark.parametrize("wrong", WRONG)
 def test_sampling_is_checked(examples, wrong):
     with pytest.raises(examples.serving.RequestError, match=r"expected .* received"):
         examples.serving.Sampling(*wrong)
+
+
+def test_the_largest_that_sampling_takes(examples):
+    """A `top_k` above every vocabulary stands for all."""
+    sampling = examples.serving.Sampling(3e38, 10**20, 1e-300, np.uint32(2**32 - 1))
+    arrays = examples.serving.SamplingArrays.of([(sampling, 0)], 1)
+    assert arrays.top_k == 2**31 - 1 and np.isfinite(arrays.temperature).all()
 
 
 # The engine
@@ -155,6 +165,12 @@ def engine(request, examples):
     engine = _engine(examples, request.param)
     yield engine
     _check_empty(engine)
+
+
+@functools.cache
+def _small(examples):
+    """One with few pages, for several tests as well."""
+    return _engine(examples, "attention", 1, num_pages=8)
 
 
 def _check_empty(engine):
@@ -259,17 +275,93 @@ def test_what_cannot_be_served_is_refused(examples, engine):
     wrong = [
         (b"", 5, "prompt: expected at least one token, received none"),
         (b"a" * 50, 20, r"expected at most 56 tokens .* received 50 \+ 20; shorten it"),
-        ([5, 256], 5, "prompt: expected tokens 0 to 255, received 5 to 256"),
-        ([-1], 5, "prompt: expected tokens 0 to 255"),
-        (b"a", 0, "max_new_tokens: expected at least 1, received 0"),
+        ([5, 256], 5, r"prompt\[1\]: expected an integer from 0 to 255, received 256; encode it"),
+        ([-1], 5, r"prompt\[0\]: expected an integer from 0 to 255"),
+        ([1.5], 5, r"prompt\[0\]: .* received 1.5"),
+        ("a", 5, "prompt: expected bytes or the numbers of tokens, received str"),
+        (5, 5, "prompt: expected bytes or the numbers of tokens, received int"),
+        (b"a", 0, "max_new_tokens: expected an integer of at least 1, received 0"),
+        (b"a", 2.5, "max_new_tokens: expected an integer of at least 1, received 2.5"),
+        (b"a", 5, "stop: expected an integer from 0 to 255, received 256", {"stop": 256}),
+        (b"a", 5, "stop: .* received 'a'", {"stop": "a"}),
+        (b"a", 5, "sampling: expected a Sampling, received float", {"sampling": 0.5}),
     ]
-    for prompt, count, message in wrong:
+    for prompt, count, message, *options in wrong:
         with pytest.raises(examples.serving.RequestError, match=message):
-            engine.submit(prompt, count)
+            engine.submit(prompt, count, **dict(*options))
     events += list(engine.run())
     assert [event.token for event in events] == expected and {event.request for event in events} == {number}
     # As long as all pages together is not too long.
     assert len(_alone(engine, [(b"a" * 46, 10)])[0]) == 10
+    _check_empty(engine)
+
+
+@pytest.mark.parametrize("lost", [False, True])
+def test_a_step_that_raises_changes_nothing(engine, monkeypatch, lost):
+    """Before the model is called, and after its caches were given away."""
+    requests = _requests(7, 6, longest=12, most=8)
+    expected = _alone(engine, requests)
+    compute, calls = engine._compute, []
+
+    def failing(inputs, state):
+        calls.append(None)
+        if math.isqrt(len(calls)) ** 2 == len(calls):  # ever more seldom, so that it ends
+            if lost:
+                compute(inputs, state)
+            raise KeyboardInterrupt
+        return compute(inputs, state)
+
+    monkeypatch.setattr(engine, "_compute", failing)
+    texts, failures = {engine.submit(*request): [] for request in requests}, 0
+    while engine.num_running or engine.num_waiting:
+        before = [request.number for request in engine._running]
+        try:
+            for event in engine.step():
+                texts[event.request].append(event.token)
+        except KeyboardInterrupt:
+            failures += 1
+            running = [request.number for request in engine._running]
+            assert running == ([] if lost else before[: len(running)])
+            waiting = [request.number for request in engine._waiting]
+            assert running + waiting == sorted(running + waiting)
+            engine.table.check()
+            assert all(engine.table.length(r.number) == r.computed for r in engine._running)
+    assert failures >= 3 and list(texts.values()) == expected
+    _check_empty(engine)
+
+
+def test_logits_that_are_not_finite_end_a_request(engine, monkeypatch):
+    """Without a token, and with what it had kept no harm to others."""
+    requests = [(b"abc", 8), (b"a\xffc", 8), (bytes(range(20)), 8)]
+    expected = _alone(engine, requests)
+    embedding = engine.model.embedding.at[255].set(jnp.nan)
+    monkeypatch.setattr(engine, "model", eqx.tree_at(lambda model: model.embedding, engine.model, embedding))
+    numbers = [engine.submit(*request) for request in requests]
+    events = list(engine.run())
+    assert [event for event in events if event.request == numbers[1]] == [(numbers[1], -1, "error")]
+    for n in (0, 2):
+        assert [event.token for event in events if event.request == numbers[n]] == expected[n]
+    assert _alone(engine, requests[2:]) == expected[2:]
+    _check_empty(engine)
+
+
+def test_events_are_given_once_each(engine):
+    """Also when `run` is left and entered again; those of a request that was cancelled are not given any more."""
+    requests = [(b"ab", 6), (b"cd", 6), (b"ef", 1)]
+    expected = _alone(engine, requests)
+    first, second, third = (engine.submit(*request) for request in requests)
+    texts = {number: [] for number in (first, second, third)}
+    while engine.num_running or engine.num_waiting or engine._events:
+        for event in engine.run():
+            texts[event.request].append(event.token)
+            break
+    assert list(texts.values()) == expected
+    first, second, third = (engine.submit(*request) for request in requests)
+    run = engine.run()
+    assert next(run).request == first
+    # The third one has ended, but nobody knows it yet.
+    assert engine.cancel(second) and engine.cancel(third) and not engine.cancel(third)
+    assert {event.request for event in run} == {first}
     _check_empty(engine)
 
 
@@ -285,7 +377,8 @@ def test_a_stop_token_ends_a_text(engine):
 
 def test_pages_are_given_to_the_oldest_first(examples):
     """Four grow at once where there is room for little more than one: all end, in the order in which they came."""
-    engine = _engine(examples, "attention", 1, num_pages=8)
+    engine = _small(examples)
+    before, engine.peak_pages = engine.preemptions, 0
     requests = [(bytes([65 + n] * 5), 25) for n in range(4)]
     numbers = [engine.submit(*request) for request in requests]
     texts, ended = {number: [] for number in numbers}, []
@@ -293,7 +386,7 @@ def test_pages_are_given_to_the_oldest_first(examples):
         texts[event.request].append(event.token)
         ended += [event.request] if event.finish else []
         engine.table.check()
-    assert ended == numbers and engine.preemptions >= 3 and engine.peak_pages == 8
+    assert ended == numbers and engine.preemptions >= before + 3 and engine.peak_pages == 8
     assert list(texts.values()) == _alone(engine, requests)
     _check_empty(engine)
 
@@ -319,7 +412,7 @@ def test_pages_behind_a_window_are_freed(examples, monkeypatch):
 
 
 def test_without_attention_there_are_no_pages(examples):
-    engine = _engine(examples, "gla", 2, max_batch=2)
+    engine = _engine(examples, "gla", 2, max_batch=2, step_tokens=4)
     requests = _requests(3, 5)
     texts = _serve(engine, requests)
     assert texts == _alone(engine, requests) and engine.num_pages == engine.peak_pages == 0
@@ -342,7 +435,7 @@ def test_kernels_of_another_platform(examples, mixer):
 
 def test_quantised_pages(examples):
     """The same together as alone."""
-    engine = _engine(examples, "attention", 1, kv_dtype="int8", num_pages=64)
+    engine = _engine(examples, "attention", 1, kv_dtype="int8", num_pages=64, step_tokens=4)
     requests = _requests(4, 4, most=8)
     texts = _serve(engine, requests)
     assert texts == _alone(engine, requests)
@@ -357,8 +450,8 @@ OTHERS = ["mamba1", "lightning,attention", "kda,attention", "gated_deltanet,atte
 @pytest.mark.parametrize(("mixer", "count"), MANY)
 def test_many_requests(examples, mixer, count):
     """At most one program a size, no page lost, and greedy as alone, with ones in between that are refused or cancelled."""
-    engine = _engine(examples, mixer, 1 if mixer == "attention" else 2)
-    requests = _requests(5, count, longest=24, most=12)
+    engine = _small(examples) if mixer == "attention" else _engine(examples, mixer, 2)
+    requests = _requests(5, count, longest=20, most=12)
     cancel = {index: index % 3 for index in range(0, count, 9)}
     texts = _serve(engine, requests, seed=5, cancel=cancel)
     expected = _alone(engine, requests[::4])
@@ -383,8 +476,12 @@ def test_every_mixer_is_served(examples, mixer):
 def test_sizes_are_checked(examples):
     with pytest.raises(ValueError, match="step_tokens: expected at least max_batch=4, received 3"):
         _engine(examples, "attention", step_tokens=3)
-    with pytest.raises(ValueError, match="max_batch: expected at least 1, received 0"):
-        _engine(examples, "attention", max_batch=0)
+    for name in ("max_batch", "max_length", "page_size", "num_pages", "step_tokens"):
+        for wrong in (0, 2.0, True):
+            with pytest.raises(ValueError, match=f"{name}: expected an integer .*1.*, received {wrong}"):
+                _engine(examples, "attention", **{name: wrong})
+    assert _engine(examples, "attention", max_length=10**15).max_length == 14 * 4
+    assert _engine(examples, "gla", max_length=10**15).max_length == 2**30
 
 
 # The command line
@@ -428,6 +525,7 @@ def test_what_was_trained_is_served(tmp_path, monkeypatch):
 def test_standard_input_is_served_as_it_comes(checkpoint, monkeypatch):
     """The first text is there while the input is still open; Ctrl-C ends with what there is."""
     monkeypatch.setenv("JAX_DISABLE_MOST_OPTIMIZATIONS", "1")
+    monkeypatch.setenv("PYTHONIOENCODING", "ascii")
     command = [sys.executable, "-W", "error", str(ROOT / "examples" / "serve_lm.py")]
     command += [
         "--checkpoint",
@@ -443,7 +541,7 @@ def test_standard_input_is_served_as_it_comes(checkpoint, monkeypatch):
     pipe = subprocess.PIPE
     process = subprocess.Popen(command, stdin=pipe, stdout=pipe, stderr=pipe, env=_environment())
     assert process.stdin is not None and process.stdout is not None
-    process.stdin.write(b"first\nsecond\n")
+    process.stdin.write("first \N{EURO SIGN}\nsecond\n".encode())
     process.stdin.flush()
     seen = b""
     while b"--- request 1 ---" not in seen:
@@ -454,7 +552,7 @@ def test_standard_input_is_served_as_it_comes(checkpoint, monkeypatch):
     process.send_signal(signal.SIGINT)
     out, err = process.communicate(timeout=100)
     assert process.returncode == 130, err[-4000:]
-    assert (seen + out).startswith(b"--- request 0 ---\nfirst") and b"2 requests, 0 refused" in err
+    assert (seen + out).startswith(b"--- request 0 ---\nfirst ?") and b"2 requests, 0 refused" in err
     assert b"Traceback" not in err and b"0 now" in err
 
 
@@ -494,14 +592,17 @@ def test_texts_appear_in_the_order_of_their_prompts(examples, capsys):
             ["--step-tokens", "2", "--max-batch", "4"],
             "step_tokens: expected at least max_batch=4, received 2",
         ),
-        (["--temperature", "-1"], "temperature: expected a number of at least 0, received -1.0"),
+        (["--temperature", "-1"], "temperature: expected a number from 0 to 3.4e38, received -1.0"),
         (["--top-p", "0"], "top_p: expected a number above 0"),
         (["--seed", "-1"], "--seed: expected at least 0"),
         (["--num-pages", "100000000", "--page-size", "128"], "num_pages: expected at most 2**30 tokens"),
-        (["--platform", "nothing"], "nothing"),
+        (["--platform", "nothing"], "--platform: expected one of cuda, triton"),
+        (["--prompts", "-"], "--prompts: standard input is closed"),
+        (["--out", str(pathlib.Path(__file__)), "--prompts", str(pathlib.Path(__file__))], "--out: expected"),
     ],
 )
-def test_errors_are_one_sentence(examples, checkpoint, tmp_path, capsys, options, message):
+def test_errors_are_one_sentence(examples, checkpoint, tmp_path, capsys, monkeypatch, options, message):
+    monkeypatch.setattr(sys, "stdin", None)
     (tmp_path / "prompts.txt").write_text("some\n")
     common = ["--checkpoint", str(checkpoint), "--prompts", str(tmp_path / "prompts.txt")]
     assert examples.serve_lm.main([*common, *SIZES, *options]) == 2
@@ -511,7 +612,42 @@ def test_errors_are_one_sentence(examples, checkpoint, tmp_path, capsys, options
 
 def test_stop_is_one_byte(examples, capsys):
     parse = lambda text: examples.serve_lm.parse(["--stop", text]).stop
-    assert parse("\\n") == 10 and parse(".") == 46
-    with pytest.raises(SystemExit):
-        parse("ab")
-    assert "expected one byte" in capsys.readouterr().err
+    assert [parse(text) for text in ("\\n", ".", "\\\\", "\\xe9")] == [10, 46, 92, 0xE9]
+    for wrong in ("ab", "", "\\", "\\u2019", "\N{EURO SIGN}", "\\q"):
+        with pytest.raises(SystemExit):
+            parse(wrong)
+        assert "expected one byte" in capsys.readouterr().err
+
+
+def test_lines_are_the_same_from_a_file_and_from_a_pipe(examples, tmp_path, monkeypatch):
+    content = b"one\r\ntwo\rstill two\n\nlast\r"
+    (tmp_path / "prompts.txt").write_bytes(content)
+    expected = [b"one", b"two\rstill two", b"", b"last"]
+    assert examples.serve_lm.Prompts(str(tmp_path / "prompts.txt")).take(wait=False) == expected
+    assert list(examples.serve_lm.split_lines(bytes([byte]) for byte in content)) == expected
+
+    def read(descriptor, size, pieces=[content, b""]):  # noqa: B006
+        if not pieces[0]:
+            raise OSError(5, "Input/output error")
+        return pieces.pop(0)
+
+    monkeypatch.setattr(examples.serve_lm, "os", types.SimpleNamespace(read=read))
+    monkeypatch.setattr(sys, "stdin", sys.stdout)
+    prompts, lines = examples.serve_lm.Prompts("-"), []
+    for _ in range(100):
+        lines += [] if prompts.ended else prompts.take(wait=True)
+    assert prompts.ended and lines == expected[:3] and "(Input/output error)" in prompts.failure
+
+
+def test_an_interrupt_before_serving_is_quiet(examples, checkpoint, tmp_path, capsys, monkeypatch):
+    """And by then it is known that the texts can be written."""
+
+    def load_model(args):
+        assert args.out.exists()
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(examples.serve_lm, "load_model", load_model)
+    (tmp_path / "prompts.txt").write_text("some\n")
+    options = ["--prompts", str(tmp_path / "prompts.txt"), "--out", str(tmp_path / "out.jsonl")]
+    assert examples.serve_lm.main(["--checkpoint", str(checkpoint), *options]) == 130
+    assert capsys.readouterr() == ("", "")
