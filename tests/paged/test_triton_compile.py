@@ -35,6 +35,7 @@ KINDS: dict[str, dict[str, Any]] = {
     "float32 queries": {"dtype": "float32", "pages": "bfloat16", "Q": 8},
 }
 QUICK = {
+    ("gfx942", "latent, 16 heads"),  # more partial results than are merged in one step
     ("sm_80", "speculative"),
     ("sm_90", "grouped"),
     ("sm_90", "latent"),

@@ -146,11 +146,11 @@ def merge_kernel(
     c = tl.arange(0, BLOCK_V)
     acc = tl.zeros([BLOCK_V], tl.float32)
     for begin in tl.range(0, used, STEP):
-        s = begin + tl.arange(0, STEP)
-        weight = tl.exp2(tl.load(part_lse_ptr + at + s, mask=s < used, other=float("-inf")) - top)
+        r = begin + tl.arange(0, STEP)
+        weight = tl.exp2(tl.load(part_lse_ptr + at + r, mask=r < used, other=float("-inf")) - top)
         part = tl.load(
-            parts_ptr + ((at + s) * V)[:, None] + c[None, :],
-            mask=(s < used)[:, None] & (c < V)[None, :],
+            parts_ptr + ((at + r) * V)[:, None] + c[None, :],
+            mask=(r < used)[:, None] & (c < V)[None, :],
             other=0.0,
         )
         acc += tl.sum(weight[:, None] * part, axis=0)
