@@ -57,7 +57,7 @@ class Case:
 def make(case: Case) -> tuple[PagedArrays, PagedSpec]:
     """The arrays, with leading axes `(batch,)` or none, and the static half of a call."""
     given = {name: jnp.asarray(x) for name, x in _arrays(case).items()}
-    return PagedArrays(**{"v": None, **given}), spec_of(case)
+    return PagedArrays.of(given), spec_of(case)
 
 
 def spec_of(case: Case) -> PagedSpec:
@@ -84,7 +84,7 @@ def run_reference(case: Case) -> dict[str, np.ndarray]:
     """`out` and `lse` by the reference in float64."""
     with jax.enable_x64(True):
         wide = {name: jnp.asarray(_wide(x)) for name, x in _arrays(case).items()}
-        results = quick(reference.attend, static_argnums=1)(PagedArrays(**{"v": None, **wide}), spec_of(case))
+        results = quick(reference.attend, static_argnums=1)(PagedArrays.of(wide), spec_of(case))
         return {name: np.asarray(x) for name, x in results.items()}
 
 

@@ -23,19 +23,19 @@ def attend(plan: Plan, operation: str, arrays: PagedArrays, spec: PagedSpec) -> 
     """`out` and `lse` on the platform that the plan chooses: the only way from an operation of this family to a kernel."""
     selection = plan.select(problem_of(operation, arrays, spec), quiet=True)
     platform = selection.implementation.load()
-    given = {name: x for name, x in arrays._asdict().items() if x is not None}
+    given = arrays.given
     if not getattr(platform, "OPAQUE", False):
         announce(selection)
 
         def plain(given: Named) -> Named:
             with kernel_scope(selection):
-                return platform.forward(_arrays(given), spec, selection.config)
+                return platform.forward(PagedArrays.of(given), spec, selection.config)
 
         return _not_differentiable(operation, selection.platform, plain)(given)
 
     def launch(given: Named) -> Named:
         """By the shapes of the launch: all leading axes are merged by now."""
-        arrays = _arrays(given)
+        arrays = PagedArrays.of(given)
         chosen = plan.select(problem_of(operation, arrays, spec), platform=selection.platform)
         with kernel_scope(chosen):
             return platform.forward(arrays, spec, chosen.config)
@@ -127,10 +127,6 @@ def axes_of(arrays: PagedArrays, spec: PagedSpec) -> dict[str, tuple[str, ...]]:
         "out": ("T", heads, "V"),
         "lse": ("T", heads),
     }
-
-
-def _arrays(given: Named) -> PagedArrays:
-    return PagedArrays(**{"v": None, **given})  # pyright: ignore[reportArgumentType]
 
 
 def _not_differentiable(

@@ -17,24 +17,20 @@ def flatten_rows(attend: Callable[[PagedArrays], Named], arrays: PagedArrays, sp
     """`attend`, which takes arrays without leading axes, on arrays with one: the sequences of all rows at once, where the rows
     share their pages; else row by row, which keeps pages that are spread over devices where they are."""
     ranks = {name: len(axes) for name, axes in axes_of(arrays, spec).items()}
-    given = {name: x for name, x in arrays._asdict().items() if x is not None}
+    given = arrays.given
     alone = {name for name in SHARED.intersection(given) if given[name].ndim == ranks[name]}
     rows, tokens = arrays.q.shape[:2]
     if rows == 1:
-        results = attend(_arrays({name: x if name in alone else x[0] for name, x in given.items()}))
+        results = attend(PagedArrays.of({name: x if name in alone else x[0] for name, x in given.items()}))
         return {name: x[None] for name, x in results.items()}
     if len(alone) < len(SHARED.intersection(given)):
         axes = {name: None if name in alone else 0 for name in given}
-        return jax.vmap(lambda given: attend(_arrays(given)), in_axes=(axes,))(given)
+        return jax.vmap(lambda given: attend(PagedArrays.of(given)), in_axes=(axes,))(given)
     given["q_start"] += jnp.arange(rows, dtype=jnp.int32)[:, None] * tokens
     flat = {
         name: x if name in alone else x.reshape(rows * x.shape[1], *x.shape[2:]) for name, x in given.items()
     }
-    return {name: x.reshape(rows, tokens, *x.shape[1:]) for name, x in attend(_arrays(flat)).items()}
-
-
-def _arrays(given: Named) -> PagedArrays:
-    return PagedArrays(**{"v": None, **given})  # pyright: ignore[reportArgumentType]
+    return {name: x.reshape(rows, tokens, *x.shape[1:]) for name, x in attend(PagedArrays.of(flat)).items()}
 
 
 def split_pages(page_size: int, block_k: int) -> tuple[int, int]:

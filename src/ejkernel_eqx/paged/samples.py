@@ -98,7 +98,7 @@ def make_arrays(problem: Problem, seed: int) -> PagedArrays:
     if not problem.flag("ranged"):
         del tables["kv_start"]
     values = _random(problem, max(len(numbers), 1), jax.random.key(seed, impl="rbg"))
-    return PagedArrays(**{"v": None, **values, **{name: jnp.asarray(x)[None] for name, x in tables.items()}})
+    return PagedArrays.of(values | {name: jnp.asarray(x)[None] for name, x in tables.items()})
 
 
 @functools.partial(jax.jit, static_argnums=(0, 1))

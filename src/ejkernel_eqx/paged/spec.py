@@ -6,7 +6,7 @@ sequence, `*` leading axes.
 """
 
 import dataclasses
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from jax import Array
 
@@ -59,6 +59,16 @@ class PagedArrays(NamedTuple):
     sinks: Array | None = None  # float32 [H], natural log units
     slopes: Array | None = None  # float32 [H]
     qq_bias: Array | None = None  # float32 [Q, Q]
+
+    @classmethod
+    def of(cls, given: dict[str, Any]) -> "PagedArrays":
+        """From those that there are, by name."""
+        return cls(**{"v": None, **given})
+
+    @property
+    def given(self) -> dict[str, Array]:
+        """Those that there are, by name."""
+        return {name: x for name, x in self._asdict().items() if x is not None}
 
 
 PAGES = ("k", "v", "rope")

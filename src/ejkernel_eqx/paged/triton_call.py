@@ -113,11 +113,14 @@ class Call:
         outputs: dict[str, jax.ShapeDtypeStruct],
         *,
         before: dict[str, Array] | None = None,
+        more: dict[str, Array] | None = None,
+        scalars: dict[str, int] | None = None,
         **constants: Any,
     ) -> dict[str, Array]:
         """Launches an attention kernel. Its parameters: `q_ptr, k_ptr, v_ptr, rope_ptr, table_ptr, q_start_ptr, q_len_ptr,
         kv_len_ptr, kv_start_ptr, k_scale_ptr, v_scale_ptr, rope_scale_ptr, sinks_ptr, slopes_ptr, qq_bias_ptr, out_before_ptr,
-        lse_before_ptr, P, M, Q, ROW, T`, then the outputs `out_ptr, lse_ptr`, then the constants below and `constants`.
+        lse_before_ptr, P, M, Q, ROW, T`, the arrays of `more` and the numbers of `scalars` anywhere among them, then the outputs `out_ptr,
+        lse_ptr`, then the constants below and `constants`.
 
         With `before`, `out` and `lse` as they are so far, the outputs start as these (and are in place).
         """
@@ -125,6 +128,7 @@ class Call:
         inputs |= {
             "out_before_ptr": self.arrays.q if before is None else before["out"],
             "lse_before_ptr": self.arrays.q if before is None else before["lse"],
+            **(more or {}),
         }
         qq_bias = self.arrays.qq_bias
         launch = Launch(
@@ -137,6 +141,7 @@ class Call:
                 "Q": 0 if qq_bias is None else qq_bias.shape[-1],
                 "ROW": self.row_sequences,
                 "T": self.arrays.q.shape[0],
+                **(scalars or {}),
             },
             constants=self.constants(tile) | constants,
             grid=grid,
@@ -159,7 +164,6 @@ class Call:
             "V": self.values,
             "R": rope,
             "PAGE": arrays.k.shape[1],
-            "MOST": spec.max_query_len,
             "BLOCK_D": padded(dim),
             "BLOCK_V": padded(self.values),
             "BLOCK_R": padded(rope),
@@ -196,7 +200,7 @@ def folded(arrays: PagedArrays, spec: PagedSpec, config: TritonConfig, execute: 
     """The call with its leading axis merged: tokens, sequences and, where they are mapped, pages one after another."""
     batch, tokens = arrays.q.shape[:2]
     per_row = arrays.q_len.shape[1]
-    given = {name: x for name, x in arrays._asdict().items() if x is not None}
+    given = arrays.given
     table = given["page_table"]
 
     paged = [*PAGES, *(SCALES if spec.scales == "token" else ())]
@@ -227,7 +231,7 @@ def folded(arrays: PagedArrays, spec: PagedSpec, config: TritonConfig, execute: 
         if name in given:
             given[name] = given[name].reshape(-1)
     return Call(
-        PagedArrays(**{"v": None, **given}),
+        PagedArrays.of(given),
         spec,
         config,
         execute,

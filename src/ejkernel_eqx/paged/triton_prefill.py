@@ -7,7 +7,6 @@ import triton
 import triton.language as tl
 from jax import Array
 
-from ..launch import Launch
 from .triton_call import Call
 from .triton_tile import attend_tile, head_factors, load_pages, load_queries, locate, query_rows
 
@@ -144,55 +143,22 @@ def prefill_kernel(
 
 def prefill(call: Call, results: dict[str, Array], least: int) -> dict[str, Array]:
     """`results` with the tokens of the sequences that have more than `least` queries written into them, in place."""
-    launch, inputs = prefill_launch(call, results, least)
-    written = call.execute(launch, inputs)
-    return {name: written[f"{name}_ptr"] for name in results}
-
-
-def prefill_launch(call: Call, results: dict[str, Array], least: int) -> tuple[Launch, dict[str, Array]]:
     arrays, tile, most = call.arrays, call.config.prefill, call.spec.max_query_len
     tokens, sequences, rows = arrays.q.shape[0], call.num_sequences, tile.block_m
     queries = jnp.where(arrays.q_len > least, jnp.clip(arrays.q_len, 0, most), 0)
     tiles = jnp.cumsum((queries * call.group + rows - 1) // rows, dtype=jnp.int32)
-    optional = ("v", "rope", "kv_start", "k_scale", "v_scale", "rope_scale", "sinks", "slopes", "qq_bias")
-    inputs = {
-        "q_ptr": arrays.q,
-        "k_ptr": arrays.k,
-        "table_ptr": arrays.page_table,
-        "q_start_ptr": arrays.q_start,
-        "q_len_ptr": arrays.q_len,
-        "kv_len_ptr": arrays.kv_len,
-        "tiles_ptr": jnp.pad(tiles, (1, 0)),  # [N + 1]
-        "out_before_ptr": results["out"],
-        "lse_before_ptr": results["lse"],
-    }
-    for name in optional:  # what a call does not have is never read: the queries stand in for it
-        x = getattr(arrays, name)
-        inputs[f"{name}_ptr"] = arrays.q if x is None else x
-    # A run-time number: buckets of tokens share one compiled kernel.
-    constants = {name: x for name, x in call.constants(tile).items() if name != "MOST"}
-    shapes = {name: jax.ShapeDtypeStruct(x.shape, x.dtype) for name, x in inputs.items()}
-    launch = Launch(
+    written = call.launch(
         prefill_kernel,
-        inputs=shapes,
-        outputs={"out_ptr": shapes["out_before_ptr"], "lse_ptr": shapes["lse_before_ptr"]},
-        scalars={
-            "P": arrays.k.shape[0],
-            "M": arrays.page_table.shape[-1],
-            "Q": 0 if arrays.qq_bias is None else arrays.qq_bias.shape[-1],
-            "ROW": call.row_sequences,
-            "N": sequences,
-            "T": tokens,
-            "MOST": most,
-        },
-        constants=constants | {"SCANNED": _SCANNED},
-        grid=(most_tiles(tokens, sequences, call.group, rows, least) * call.heads[1],),
-        num_warps=tile.num_warps,
-        num_stages=tile.num_stages,
-        name="ejkernel_eqx.paged.prefill",
-        aliases={"out_before_ptr": "out_ptr", "lse_before_ptr": "lse_ptr"},
+        tile,
+        (most_tiles(tokens, sequences, call.group, rows, least) * call.heads[1],),
+        {f"{name}_ptr": jax.ShapeDtypeStruct(x.shape, x.dtype) for name, x in results.items()},
+        before=results,
+        more={"tiles_ptr": jnp.pad(tiles, (1, 0))},  # [N + 1]
+        # Numbers at run time: buckets of tokens share one compiled kernel.
+        scalars={"N": sequences, "MOST": most},
+        SCANNED=_SCANNED,
     )
-    return launch, inputs
+    return {name: written[f"{name}_ptr"] for name in results}
 
 
 def most_tiles(tokens: int, sequences: int, group: int, rows: int, least: int) -> int:

@@ -71,12 +71,10 @@ class XlaPlatform:
         """`out [*, T, H, V]` and `lse [*, T, H]`; `jax.vmap` becomes more leading axes, and these more sequences."""
 
         def folded(given: Named) -> Named:
-            return flatten_rows(
-                lambda flat: _attend(_Call(flat, spec, config)), PagedArrays(**{"v": None, **given}), spec
-            )  # pyright: ignore[reportArgumentType]
+            return flatten_rows(lambda flat: _attend(_Call(flat, spec, config)), PagedArrays.of(given), spec)  # pyright: ignore[reportArgumentType]
 
         axes = axes_of(arrays, spec)
-        given = {name: x for name, x in arrays._asdict().items() if x is not None}
+        given = arrays.given
         return opaque(folded, axes, axes, split=False, shared=SHARED.intersection(given))(given)
 
 
