@@ -1,12 +1,9 @@
-"""XLA against the float64 reference, forward and all gradients; its memory; and against a scan over time."""
-
-import time
+"""XLA against the float64 reference, forward and all gradients; its memory."""
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from jax import lax
 
 from ejkernel_eqx.selective_scan import xla
 from ejkernel_eqx.selective_scan.spec import ScanArrays, ScanSpec
@@ -80,21 +77,6 @@ def problem(length: int, channels: int, states: int):
     )
 
 
-def over_time(arrays: ScanArrays):
-    """A `lax.scan` over time, as one writes it first."""
-    assert arrays.D is not None and arrays.z is not None and arrays.dt_bias is not None
-    dt = jax.nn.softplus(arrays.dt + arrays.dt_bias)
-
-    def token(state, at):
-        x, dt, B, C = at
-        state = jnp.exp(dt[..., None] * arrays.A) * state + (dt * x)[..., None] * B[:, None]
-        return state, jnp.einsum("bin,bn->bi", state, C)
-
-    tokens = (jnp.moveaxis(x, 1, 0) for x in (arrays.x, dt, arrays.B[:, :, 0], arrays.C[:, :, 0]))
-    state, y = lax.scan(token, jnp.zeros((1, *arrays.A.shape)), tuple(tokens))
-    return (jnp.moveaxis(y, 0, 1) + arrays.D * arrays.x) * jax.nn.silu(arrays.z), state
-
-
 def gradients_of(function):
     return lambda arrays: jax.grad(lambda arrays: sum(jnp.sum(x) for x in function(arrays)))(arrays)
 
@@ -112,16 +94,3 @@ def test_memory_grows_with_channels_not_states():
     row = 4 * length * channels
     # Every state of every token would be 16 rows.
     assert memory.temp_size_in_bytes < 10 * row
-
-
-@pytest.mark.slow
-def test_faster_than_a_scan_over_time():
-    arrays = problem(2048, 256, 16)
-    both = {f.__name__: jax.jit(gradients_of(f)) for f in (over_time, ours)}
-    taken = {name: [] for name in both}
-    for _ in range(4):
-        for name, function in both.items():
-            start = time.perf_counter()
-            jax.block_until_ready(function(arrays))
-            taken[name].append(time.perf_counter() - start)
-    assert min(taken["over_time"]) > 1.5 * min(taken["ours"])
