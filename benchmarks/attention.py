@@ -10,15 +10,13 @@ mathematics in float32; a speed is reported only for what agrees. Times are devi
 
 import argparse
 import dataclasses
+import functools
 import itertools
-import json
 import os
 import pathlib
-import re
 import sys
-import time
-from collections.abc import Callable, Iterator, Sequence
-from typing import Any, NamedTuple
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import Any
 
 sys.path.insert(0, str(pathlib.Path(__file__).resolve().parent.parent))
 
@@ -27,14 +25,25 @@ from jax import Array
 
 import ejkernel_eqx as ejx
 from benchmarks import attention_problems as problems
-from benchmarks import report
+from benchmarks import command, report
 from benchmarks.attention_plot import plot
 from benchmarks.attention_problems import AttentionProblem, Inputs
-from benchmarks.measure import input_set_count, JaxWork, time_in_turn, TorchWork, Work
-from ejkernel_eqx.dispatch import device_facts, kernel_registry, on_selection, Selection, to_json
+from benchmarks.measure import torch_with_cuda, TorchWork
+from benchmarks.prepare import (
+    Attempt,
+    DIRECTIONS,
+    finite,
+    input_sets,
+    measure_rows,
+    prepare,
+    Prepared,
+    ratio,
+    selected_platform,
+    worst,
+)
+from ejkernel_eqx.dispatch import device_facts, kernel_registry
 from tests.tolerances import TOLERANCES
 
-DIRECTIONS = ("forward", "forward+backward")
 OURS = ("default", "cuda", "triton", "xla")
 
 
@@ -60,14 +69,18 @@ class Row:
     ratio: float | None = None
     reason: str | None = None
 
+    @property
+    def label(self) -> str:
+        return f"{self.problem}, {self.direction}, {self.implementation}"
 
-class Prepared(NamedTuple):
-    """Ready to be checked and timed."""
+    @property
+    def is_ours(self) -> bool:
+        return self.platform is not None
 
-    work: Work
-    results: dict[str, Array]
-    selection: Selection | None = None
-    temporary_bytes: int | None = None
+    @property
+    def speed(self) -> str:
+        over = f", {self.ratio:.2f} of the peer's speed" if self.ratio else ""
+        return f"{self.ms:.3f} ms, {self.tflops:.1f} TFLOP/s{over}"
 
 
 # The implementations: from a problem, its input sets and the direction to `Prepared`.
@@ -75,15 +88,15 @@ Implementation = Callable[[AttentionProblem, Sequence[Inputs], bool], Prepared]
 
 
 def ours(platform: str | None) -> Implementation:
-    def prepare(problem: AttentionProblem, sets: Sequence[Inputs], backward: bool) -> Prepared:
+    def make_ready(problem: AttentionProblem, sets: Sequence[Inputs], backward: bool) -> Prepared:
         attention = problems.build(problem, platform)
-        return _compiled(lambda learned, masking: attention(**learned, **masking), sets, backward)
+        return _prepare(lambda learned, masking: attention(**learned, **masking), sets, backward)
 
-    return prepare
+    return make_ready
 
 
 def jax_nn(implementation: str) -> Implementation:
-    def prepare(problem: AttentionProblem, sets: Sequence[Inputs], backward: bool) -> Prepared:
+    def make_ready(problem: AttentionProblem, sets: Sequence[Inputs], backward: bool) -> Prepared:
         options: dict[str, Any] = {"is_causal": problem.causal, "implementation": implementation}
         if problem.window:
             options["local_window_size"] = (problem.window - 1, 0)
@@ -91,23 +104,18 @@ def jax_nn(implementation: str) -> Implementation:
         def forward(learned: dict[str, Array], masking: dict[str, Array]) -> Array:
             return jax.nn.dot_product_attention(learned["q"], learned["k"], learned["v"], **options)
 
-        return _compiled(forward, sets, backward)
+        return _prepare(forward, sets, backward)
 
-    return prepare
+    return make_ready
 
 
-def _compiled(forward: Callable[..., Array], sets: Sequence[Inputs], backward: bool) -> Prepared:
-    found: list[Selection] = []
-    with on_selection(found.append):
-        lowered = jax.jit(problems.direction_of(forward, backward)).lower(*sets[0])
-    compiled = lowered.compile()
-    memory = compiled.memory_analysis()
-    temporary = None if memory is None else memory.temp_size_in_bytes
-    return Prepared(JaxWork(compiled, sets), compiled(*sets[0]), found[0] if found else None, temporary)
+def _prepare(forward: Callable[..., Array], sets: Sequence[Inputs], backward: bool) -> Prepared:
+    function = problems.direction_of(forward, backward)
+    return prepare(lambda inputs: function(*inputs), sets)
 
 
 def torch_sdpa(backend: str) -> Implementation:
-    def prepare(problem: AttentionProblem, sets: Sequence[Inputs], backward: bool) -> Prepared:
+    def make_ready(problem: AttentionProblem, sets: Sequence[Inputs], backward: bool) -> Prepared:
         import torch
         from torch.nn.attention import sdpa_kernel, SDPBackend
 
@@ -138,19 +146,10 @@ def torch_sdpa(backend: str) -> Implementation:
         with only_this():
             results = [jax.numpy.from_dlpack(x.detach().contiguous()) for x in run(*torch_sets[0])]
         torch.cuda.synchronize()
-        return Prepared(
-            InContext(run, torch_sets), dict(zip(("q", "k", "v") if backward else ("out",), results))
-        )
+        work = InContext(run, torch_sets)
+        return Prepared(dict(zip(("q", "k", "v") if backward else ("out",), results)), lambda runs: work)
 
-    return prepare
-
-
-def torch_with_cuda() -> bool:
-    try:
-        import torch
-    except ImportError:
-        return False
-    return torch.cuda.is_available()
+    return make_ready
 
 
 def implementations(
@@ -176,69 +175,51 @@ def implementations(
 
 
 def _default_platform(problem: AttentionProblem) -> str:
-    found: list[Selection] = []
     inputs = jax.eval_shape(lambda: problems.make_inputs(problem))
     attention = problems.build(problem)
-    with on_selection(found.append):
-        jax.eval_shape(
-            lambda learned, masking: attention(**learned, **masking), inputs.learned, inputs.masking
-        )
-    return found[0].platform.value
+    return selected_platform(
+        lambda learned, masking: attention(**learned, **masking), inputs.learned, inputs.masking
+    )
 
 
 # Measuring
 
 
 def measure(problem: AttentionProblem, options: argparse.Namespace) -> Iterator[list[Row]]:
-    """The rows of a problem, direction by direction: first every result is checked, then all are timed in turn."""
-    sets = [problems.make_inputs(problem, seed) for seed in range(input_set_count(problem.input_bytes()))]
+    """The rows of a problem, direction by direction."""
+    sets = input_sets(functools.partial(problems.make_inputs, problem))
     expected = problems.expected_results(problem, sets[0])
     for direction in DIRECTIONS:
         backward = direction != "forward"
-        rows, works = [], {}
-        for name, prepare in implementations(problem, options):
-            row = Row(problem.name, problem.is_plain, direction, name)
-            rows.append(row)
-            try:
-                works[name] = _check(row, prepare(problem, sets, backward), expected, problem)
-            except problems.FAILURES as error:
-                row.reason = _reason(error)
-        passed = {row.implementation: works[row.implementation] for row in rows if row.reason is None}
-        timings = time_in_turn(passed, options.samples, options.sample_ms)
-        for row in rows:
-            if row.implementation in timings:
-                row.ms, row.spread, row.samples_ms, row.launches = timings[row.implementation]
-                row.tflops = problem.flops(backward) / row.ms / 1e9
+        attempts = (
+            Attempt(
+                Row(problem.name, problem.is_plain, direction, name),
+                functools.partial(make_ready, problem, sets, backward),
+            )
+            for name, make_ready in implementations(problem, options)
+        )
+        # Launches are long: none has to be run several times in one.
+        rows = measure_rows(attempts, functools.partial(_check, problem, expected), options)
         peer = next((row.ms for row in rows if row.implementation in ("cudnn", "jax-xla")), None)
         for row in rows:
-            row.ratio = peer / row.ms if peer and row.ms else None
+            row.tflops = problem.flops(backward) / row.ms / 1e9 if row.ms else None
+            row.ratio = ratio(peer, row)
         yield rows
 
 
-def _reason(error: BaseException) -> str:
-    if isinstance(error, ejx.UnsupportedError):
-        return "; ".join(f"{platform} {reason}" for platform, reason in error.reasons.items())
-    return f"{type(error).__name__}: {(str(error).strip().splitlines() or [''])[0]}"[:300]
+def _check(
+    problem: AttentionProblem, expected: dict[str, Array], row: Row, results: dict[str, Array]
+) -> str | None:
+    """What is wrong with the results."""
+    errors = {name: float(x) for name, x in problems.relative_errors(results, expected).items()}
+    bound = TOLERANCES[problem.dtype]["forward" if row.direction == "forward" else "gradient"].rms
+    row.errors, row.bound = finite(errors), bound
+    wrong = [f"{name} {error:.2g}" for name, error in errors.items() if not error <= bound]
+    return f"relative RMS error of {', '.join(wrong)}, allowed {bound:.2g}" if wrong else None
 
 
-def _check(row: Row, prepared: Prepared, expected: dict[str, Array], problem: AttentionProblem) -> Work:
-    """Fills in what is known before any timing; `row.reason` if the result is wrong."""
-    if prepared.selection is not None:
-        chosen = prepared.selection
-        row.platform, row.config, row.config_from = (
-            chosen.platform.value,
-            to_json(chosen.config),
-            chosen.tier.value,
-        )
-    row.temporary_bytes = prepared.temporary_bytes
-    errors = problems.relative_errors(prepared.results, expected)
-    row.errors = {name: float(error) for name, error in errors.items()}
-    row.bound = TOLERANCES[problem.dtype]["forward" if row.direction == "forward" else "gradient"].rms
-    wrong = [f"{name} {error:.2g}" for name, error in row.errors.items() if not error <= row.bound]
-    if wrong:
-        row.reason = f"wrong: relative RMS error of {', '.join(wrong)}, allowed {row.bound:.2g}"
-        row.errors = {name: error if error < float("inf") else None for name, error in row.errors.items()}
-    return prepared.work
+def unmeasured(problem: AttentionProblem, reason: str) -> list[Row]:
+    return [Row(problem.name, problem.is_plain, way, "default", reason=reason) for way in DIRECTIONS]
 
 
 def compare_features(rows: Sequence[Row], chosen: Sequence[AttentionProblem]) -> list[dict[str, Any]]:
@@ -283,13 +264,8 @@ def summarise(rows: Sequence[Row], features: Sequence[dict[str, Any]]) -> dict[s
             "triton, D 64 and 128": [r for r in rows if r.platform == "triton" and " D256" not in r.problem],
         }
         for name, group in groups.items():
-            with_ratio = [r for r in group if r.direction == direction and r.ratio is not None]
-            if with_ratio:
-                worst = min(with_ratio, key=lambda r: r.ratio or 0)
-                summary[f"lowest ratio, {name}, {direction}"] = {
-                    "value": worst.ratio,
-                    "problem": worst.problem,
-                }
+            if lowest := worst(row for row in group if row.direction == direction):
+                summary[f"lowest ratio, {name}, {direction}"] = lowest
         for kind in ("per_score", "per_tile"):
             for capped in (False, True):
                 group = [
@@ -299,11 +275,11 @@ def summarise(rows: Sequence[Row], features: Sequence[dict[str, Any]]) -> dict[s
                 ]
                 group = [f for f in group if f["platform"] == "triton"] or group
                 if group:
-                    worst = max(group, key=lambda f: f[kind])
+                    highest = max(group, key=lambda f: f[kind])
                     name = "soft cap" if capped else "window, segments, sinks"
-                    label = f"{worst['problem']} against {worst['baseline']}"
+                    label = f"{highest['problem']} against {highest['baseline']}"
                     summary[f"highest time {kind}, {name}, {direction}"] = {
-                        "value": worst[kind],
+                        "value": highest[kind],
                         "problem": label,
                     }
     return summary
@@ -312,7 +288,7 @@ def summarise(rows: Sequence[Row], features: Sequence[dict[str, Any]]) -> dict[s
 # Showing
 
 
-def text_tables(content: dict[str, Any]) -> str:
+def text_tables(content: Mapping[str, Any]) -> str:
     header = ("problem", "implementation", "platform", "ms", "spread", "TFLOP/s", "ratio", "error")
     parts = []
     for direction in DIRECTIONS:
@@ -323,10 +299,9 @@ def text_tables(content: dict[str, Any]) -> str:
             if row["reason"] is not None:
                 rows.append((row["problem"], name, platform, "–", "", "", "", row["reason"][:60]))
                 continue
-            spread = f"{100 * row['spread']:.1f}%" if row["spread"] is not None else ""
             speed = (
                 report.number(row["ms"], 3),
-                spread,
+                report.percent(row["spread"]),
                 report.number(row["tflops"], 1 if row["tflops"] and row["tflops"] > 1 else 4),
             )
             rows.append(
@@ -335,13 +310,10 @@ def text_tables(content: dict[str, Any]) -> str:
         parts.append(f"{direction} (ratio: speed over {content['peer']})\n{report.table(header, rows)}")
     if content["features"]:
         parts.append(f"options over plain attention\n{report.table(*_feature_table(content))}")
-    lines = [
-        f"{name}: {entry['value']:.3f} ({entry['problem']})" for name, entry in content["summary"].items()
-    ]
-    return "\n\n".join((*parts, "\n".join(lines)))
+    return "\n\n".join((*parts, report.summary_lines(content["summary"])))
 
 
-def _feature_table(content: dict[str, Any]) -> tuple[Sequence[str], list[Sequence[str]]]:
+def _feature_table(content: Mapping[str, Any]) -> tuple[Sequence[str], list[Sequence[str]]]:
     header = (
         "problem",
         "against",
@@ -366,7 +338,7 @@ def _feature_table(content: dict[str, Any]) -> tuple[Sequence[str], list[Sequenc
     return header, rows
 
 
-def markdown(content: dict[str, Any], plot_path: str | None) -> str:
+def markdown(content: Mapping[str, Any], picture: str | None) -> str:
     """TFLOP/s of all implementations, the ratios, the options; meant for a page of the documentation."""
     rows = {(r["problem"], r["direction"], r["implementation"]): r for r in content["rows"]}
     by_platform = {(r["problem"], r["direction"], r["platform"]): r for r in content["rows"] if r["platform"]}
@@ -390,57 +362,19 @@ def markdown(content: dict[str, Any], plot_path: str | None) -> str:
     )
     if content["features"]:
         parts += ["Options relative to plain attention:", report.markdown_table(*_feature_table(content))]
-    if plot_path is not None:
-        parts.append(f"![Attention, TFLOP/s and the price of the options]({plot_path})")
+    if picture is not None:
+        parts.append(f"![Attention, TFLOP/s and the price of the options]({picture})")
     return "\n\n".join(parts) + "\n"
-
-
-def show(content: dict[str, Any], options: argparse.Namespace) -> None:
-    print("\n" + text_tables(content))
-    if options.plot:
-        plot(content, options.plot)
-    if options.markdown:
-        relative = options.plot and os.path.relpath(
-            options.plot, pathlib.Path(options.markdown).resolve().parent
-        )
-        report.write_markdown(options.markdown, "attention", markdown(content, relative))
-    for path in filter(None, (options.json, options.plot, options.markdown)):
-        print(f"wrote {path}")
 
 
 # The command
 
 
 def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
-    parser.add_argument("--quick", action="store_true", help="a few problems; on a CPU tiny ones")
-    parser.add_argument("--problems", default="", metavar="REGEX", help="only problems whose name matches")
-    parser.add_argument("--platforms", default=",".join(OURS), help="ours, by comma (default: %(default)s)")
+    parser = command.parser(__doc__, quick="a few problems; on a CPU tiny ones")
+    command.add_platforms(parser, OURS, ",".join(OURS))
     parser.add_argument("--no-torch", dest="torch", action="store_false", help="leave PyTorch out")
-    parser.add_argument("--samples", type=int, default=5, help="samples of each time (default: %(default)s)")
-    parser.add_argument(
-        "--sample-ms", type=float, default=None, help="length of a sample (default: 30; quick on a CPU 2)"
-    )
-    parser.add_argument(
-        "--time-limit",
-        type=float,
-        default=float("inf"),
-        metavar="SECONDS",
-        help="start no problem after this",
-    )
-    parser.add_argument("--commit", help="name of the code's version (default: asked of git)")
-    parser.add_argument("--render", metavar="JSON", help="measure nothing; show an earlier run")
-    for name in ("json", "plot", "markdown"):
-        parser.add_argument(f"--{name}", metavar="PATH")
-    options = parser.parse_args(arguments)
-    options.platforms = options.platforms.split(",")
-    if unknown := set(options.platforms) - set(OURS):
-        parser.error(
-            f"--platforms: expected some of {', '.join(OURS)}, received {', '.join(sorted(unknown))}"
-        )
-    return options
+    return command.parse(parser, arguments)
 
 
 def usable(platforms: Sequence[str]) -> tuple[list[str], dict[str, str]]:
@@ -459,63 +393,31 @@ def choose(options: argparse.Namespace) -> list[AttentionProblem]:
         chosen = (problems.ANCHORS[0], problems.ANCHORS[4], problems.FEATURES[0], problems.FEATURES[4])
     else:
         chosen = problems.ANCHORS + problems.FEATURES + problems.GRID
-    return [problem for problem in chosen if re.search(options.problems, problem.name)]
+    return command.matching(chosen, options)
+
+
+def about(options: argparse.Namespace, chosen: Sequence[AttentionProblem]) -> dict[str, Any]:
+    """Leaves out the platforms that this machine cannot use."""
+    options.platforms, unusable = usable(options.platforms)
+    for platform, reason in unusable.items():
+        print(f"platform {platform} is not usable here: {reason}")
+    return {"unusable": unusable, "peer": "jax.nn on XLA" if jax.default_backend() == "cpu" else "cuDNN"}
+
+
+def sum_up(rows: Sequence[Row], chosen: Sequence[AttentionProblem]) -> dict[str, Any]:
+    features = compare_features(rows, chosen)
+    return {"features": features, "summary": summarise(rows, features)}
+
+
+BENCHMARK = command.Benchmark("attention", about, measure, unmeasured, sum_up, text_tables, markdown, plot)
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
     options = parse(arguments)
     if options.render:
-        show(json.loads(pathlib.Path(options.render).read_text(encoding="utf-8")), options)
-        return 0
-    start = time.monotonic()
-    on_cpu = jax.default_backend() == "cpu"
-    options.torch = options.torch and not on_cpu and torch_with_cuda()
-    options.sample_ms = options.sample_ms or (2.0 if on_cpu and options.quick else 30.0)
-    chosen = choose(options)
-    if not chosen:
-        print(f"no problem matches {options.problems!r}", file=sys.stderr)
-        return 2
-    content: dict[str, Any] = {
-        "schema": 1,
-        "benchmark": "attention",
-        "environment": report.environment(options.commit),
-    }
-    options.platforms, content["unusable"] = usable(options.platforms)
-    content["peer"] = "jax.nn on XLA" if on_cpu else "cuDNN"
-    print(report.environment_line(content["environment"]))
-    for platform, reason in content["unusable"].items():
-        print(f"platform {platform} is not usable here: {reason}")
-    rows: list[Row] = []
-    for n, problem in enumerate(chosen):
-        if time.monotonic() - start > options.time_limit:
-            print(f"time limit: {len(chosen) - n} of {len(chosen)} problems left out")
-            break
-        for found in measure(problem, options):
-            rows += found
-            for row in found:
-                print(_progress(row, n, len(chosen), time.monotonic() - start), flush=True)
-            features = compare_features(rows, chosen)
-            content |= {"rows": [dataclasses.asdict(r) for r in rows], "features": features}
-            content |= {"summary": summarise(rows, features), "seconds": time.monotonic() - start}
-            if options.json:
-                report.write_json(options.json, content)
-    if not rows:
-        print("time limit: nothing measured", file=sys.stderr)
-        return 1
-    show(content, options)
-    wrong = [row for row in rows if row.reason and row.reason.startswith("wrong")]
-    for row in wrong:
-        print(f"WRONG: {row.problem}, {row.direction}, {row.implementation}: {row.reason}", file=sys.stderr)
-    return 1 if any(row.platform for row in wrong) else 0
-
-
-def _progress(row: Row, n: int, count: int, seconds: float) -> str:
-    head = f"[{seconds:5.0f} s, {n + 1}/{count}] {row.problem}, {row.direction}, {row.implementation}"
-    head += f" ({row.platform})" if row.platform and row.platform != row.implementation else ""
-    if row.ms is None:
-        return f"{head}: {row.reason}"
-    ratio = f", {row.ratio:.2f} of the peer's speed" if row.ratio else ""
-    return f"{head}: {row.ms:.3f} ms, {row.tflops:.1f} TFLOP/s{ratio}"
+        return command.render(BENCHMARK, options)
+    options.torch = options.torch and jax.default_backend() != "cpu" and torch_with_cuda()
+    return command.run(BENCHMARK, choose(options), options)
 
 
 if __name__ == "__main__":

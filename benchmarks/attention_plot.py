@@ -1,8 +1,9 @@
 """The picture of an attention report: speed of every implementation, and the price of the options."""
 
-import pathlib
 from collections.abc import Mapping, Sequence
 from typing import Any
+
+from benchmarks.report import pyplot, write_plot
 
 _COLOURS = {
     "default": "#1b6ca8",
@@ -18,10 +19,7 @@ _COLOURS = {
 
 def plot(report: Mapping[str, Any], path: str) -> None:
     """Writes the PNG. Needs matplotlib."""
-    import matplotlib
-
-    matplotlib.use("Agg")
-    import matplotlib.pyplot as plt
+    plt = pyplot()
 
     rows = [row for row in report["rows"] if row["ms"] is not None]
     plain = list(dict.fromkeys(row["problem"] for row in rows if row["plain"]))
@@ -40,9 +38,7 @@ def plot(report: Mapping[str, Any], path: str) -> None:
         _features(axes[2], report["features"])
     figure.suptitle(f"Attention on {report['environment']['device']}")
     figure.tight_layout()
-    pathlib.Path(path).parent.mkdir(parents=True, exist_ok=True)
-    figure.savefig(path, format="png", dpi=110, bbox_inches="tight")
-    plt.close(figure)
+    write_plot(figure, path, bbox_inches="tight")
 
 
 def _bars(

@@ -10,26 +10,9 @@ import numpy as np
 from jax import Array
 
 import ejkernel_eqx as ejx
+from benchmarks.prepare import UNTUNED
 from ejkernel_eqx.attention import reference
 from ejkernel_eqx.attention.spec import AttentionArrays, AttentionSpec
-
-try:
-    from triton.errors import TritonError
-except ImportError:  # Triton has no wheels for this machine
-
-    class TritonError(Exception): ...
-
-
-FAILURES = (
-    RuntimeError,
-    ValueError,
-    TypeError,
-    NotImplementedError,
-    AssertionError,
-    ejx.EjkernelError,
-    TritonError,
-)
-"""What an implementation or a candidate may raise on a problem that is not for it, from any of the libraries."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -91,9 +74,6 @@ class AttentionProblem:
         if self.window or self.packed:
             scores = self.visible_scores()
         return 4 * scores * self.H * self.D * (3.5 if backward else 1)
-
-    def input_bytes(self) -> int:
-        return 2 * self.B * self.S * (self.H + self.kv_heads) * self.D * jnp.dtype(self.dtype).itemsize
 
     def _ranges(self) -> tuple[np.ndarray, np.ndarray]:
         i = np.arange(self.S)
@@ -161,11 +141,7 @@ def direction_of(forward: Any, backward: bool) -> Any:
     return both if backward else only_forward
 
 
-# It runs once: to look for its fastest matrix products would take longer than to use any.
-_UNTUNED = {"xla_gpu_autotune_level": 0, "xla_gpu_enable_triton_gemm": False}
-
-
-@functools.partial(jax.jit, static_argnums=0, compiler_options=_UNTUNED)
+@functools.partial(jax.jit, static_argnums=0, compiler_options=UNTUNED)
 def expected_results(problem: AttentionProblem, inputs: Inputs) -> dict[str, Array]:
     """Output and gradients by the plain mathematics in float32, one batch row and key head after the other."""
     rows, groups, kv_heads = problem.B, problem.H // problem.kv_heads, problem.kv_heads
@@ -188,7 +164,7 @@ def expected_results(problem: AttentionProblem, inputs: Inputs) -> dict[str, Arr
     def one(parts: dict[str, Array]) -> dict[str, Array]:
         cotangent = parts.pop("cotangent")
 
-        def forward(learned: dict[str, Array]) -> Array:
+        def forward(learned: dict[str, Any]) -> Array:
             return reference.attend(AttentionArrays(**learned, q_segments=ids, kv_segments=ids), spec)[0]
 
         out, pull = jax.vjp(forward, parts)

@@ -1,20 +1,17 @@
 """The picture of a report on attention over pages: bandwidth over context and page size, and what else was measured."""
 
-import pathlib
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from benchmarks.decode_problems import DECODE, LATENT, PREFILL, QUANTISED
+from benchmarks.report import pyplot, write_plot
 
 Rows = Sequence[Mapping[str, Any]]
 
 
 def plot(report: Mapping[str, Any], path: str) -> None:
     """Writes the PNG. Needs matplotlib."""
-    import matplotlib
-
-    matplotlib.use("Agg")
-    import matplotlib.pyplot as plt
+    plt = pyplot()
 
     rows = [{**row, **report["sizes"][row["problem"]]} for row in report["rows"] if row["ms"] is not None]
     of_kind = {kind: [row for row in rows if row["kind"] == kind] for kind in (DECODE, QUANTISED)}
@@ -50,9 +47,7 @@ def plot(report: Mapping[str, Any], path: str) -> None:
         axis.grid(axis="both", alpha=0.3)
         axis.set_axisbelow(True)
     figure.suptitle(f"Attention over pages on {report['environment']['device']}")
-    pathlib.Path(path).parent.mkdir(parents=True, exist_ok=True)
-    figure.savefig(path, format="png", dpi=110)
-    plt.close(figure)
+    write_plot(figure, path)
 
 
 def _usual(rows: Rows) -> Rows:

@@ -11,7 +11,7 @@ import numpy as np
 from jax import Array
 
 import ejkernel_eqx as ejx
-from benchmarks.linear_problems import _UNTUNED as UNTUNED
+from benchmarks.prepare import UNTUNED
 from ejkernel_eqx._tolerances import TOLERANCES
 from ejkernel_eqx.paged import reference
 from ejkernel_eqx.paged.quantise import dequantise, LARGEST, quantise

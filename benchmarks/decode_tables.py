@@ -18,11 +18,10 @@ def _cells(row: Mapping[str, Any]) -> tuple[str, ...]:
     if row["reason"] is not None:
         return *head, *["–"] * 7, row["reason"][:60]
     number = report.number
-    spread = f"{100 * row['spread']:.1f}%" if row["spread"] is not None else ""
     speeds = (number(row["tb_per_s"]), number(row["of_card"]), number(row["tflops"], 1))
     ratios = (number(row["ratio"]), number(row["over_baseline"]))
     error = "–" if row["error"] is None else f"{row['error']:.1e}"
-    return *head, number(row["ms"], 4), spread, *speeds, *ratios, error
+    return *head, number(row["ms"], 4), report.percent(row["spread"]), *speeds, *ratios, error
 
 
 def _bar_cells(bar: Mapping[str, Any]) -> tuple[str, ...]:
@@ -52,11 +51,8 @@ def card_line(content: Mapping[str, Any]) -> str:
 def text_tables(content: Mapping[str, Any]) -> str:
     explained = "(ratio, baseline: speed over the fastest peer's and over the baseline's)"
     tables = _tables(content, report.table, lambda kind, table: f"{kind} {explained}\n{table}")
-    lines = [
-        f"lowest ratio, {kind}: {entry['value']:.3f} ({entry['problem']})"
-        for kind, entry in content["summary"]["lowest ratio"].items()
-    ]
-    return "\n\n".join((card_line(content), *tables, "\n".join(lines)))
+    lowest = {f"lowest ratio, {kind}": entry for kind, entry in content["summary"]["lowest ratio"].items()}
+    return "\n\n".join((card_line(content), *tables, report.summary_lines(lowest)))
 
 
 def markdown(content: Mapping[str, Any], picture: str | None) -> str:

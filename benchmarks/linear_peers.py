@@ -5,10 +5,10 @@ from collections.abc import Callable, Iterator, Sequence
 from typing import Any, NamedTuple
 
 import jax
-from jax import Array
 
 from benchmarks.linear_problems import Inputs, LinearProblem
-from benchmarks.measure import torch_work, Work
+from benchmarks.measure import torch_work
+from benchmarks.prepare import Prepared
 
 Tensors = dict[str, Any]
 
@@ -92,14 +92,7 @@ def peers_of(problem: LinearProblem) -> Iterator[Peer]:
             yield peer
 
 
-class PreparedPeer(NamedTuple):
-    results: dict[str, Array]
-    make: Callable[[int], Work]
-    """From how often one launch computes, to what is timed."""
-    temporary_bytes: int
-
-
-def prepare(peer: Peer, sets: Sequence[Inputs], backward: bool) -> PreparedPeer:
+def prepare(peer: Peer, sets: Sequence[Inputs], backward: bool) -> Prepared:
     """Computes once, on the same data."""
     import torch
 
@@ -128,8 +121,8 @@ def prepare(peer: Peer, sets: Sequence[Inputs], backward: bool) -> PreparedPeer:
     outputs = sum(x.numel() * x.element_size() for x in found)
     temporary = torch.cuda.max_memory_allocated() - before - outputs
     results = [jax.numpy.from_dlpack(x.detach().contiguous()) for x in found]
-    return PreparedPeer(
+    return Prepared(
         dict(zip(names if backward else ("out",), results)),
         lambda runs: torch_work(run, torch_sets, runs),
-        temporary,
+        temporary_bytes=temporary,
     )

@@ -1,16 +1,14 @@
 """The picture of a report on the linear-time family: the speed of each implementation over that of the fastest peer."""
 
-import pathlib
 from collections.abc import Mapping
 from typing import Any
+
+from benchmarks.report import pyplot, write_plot
 
 
 def plot(report: Mapping[str, Any], path: str) -> None:
     """Writes the PNG: where there is a peer, bars from 1, its speed; otherwise the milliseconds alone. Needs matplotlib."""
-    import matplotlib
-
-    matplotlib.use("Agg")
-    import matplotlib.pyplot as plt
+    plt = pyplot()
     from matplotlib.patches import Patch
 
     rows = [row for row in report["rows"] if row["ms"] is not None]
@@ -32,9 +30,7 @@ def plot(report: Mapping[str, Any], path: str) -> None:
     used = [Patch(color=colour, label=name) for name, colour in colours.items()]
     figure.legend(handles=used, ncols=4, fontsize=7, loc="outside lower center")
     figure.suptitle(f"The linear-time family on {report['environment']['device']}")
-    pathlib.Path(path).parent.mkdir(parents=True, exist_ok=True)
-    figure.savefig(path, format="png", dpi=110)
-    plt.close(figure)
+    write_plot(figure, path)
 
 
 def _bars(axis: Any, rows: list[Mapping[str, Any]], colours: Mapping[str, Any]) -> None:

@@ -11,6 +11,7 @@ import jax.numpy as jnp
 from jax import Array, lax
 
 import ejkernel_eqx as ejx
+from benchmarks.prepare import UNTUNED
 from ejkernel_eqx._tolerances import Tolerance, TOLERANCES
 from ejkernel_eqx.tuning.check import all_errors
 
@@ -336,17 +337,13 @@ def plain(problem: LinearProblem) -> Callable[[Arrays], tuple[Array, Array]]:
     return run
 
 
-# It runs once: to look for its fastest matrix products would take longer than to use any.
-_UNTUNED = {"xla_gpu_autotune_level": 0, "xla_gpu_enable_triton_gemm": False}
-
-
 def expected_results(problem: LinearProblem, inputs: Inputs) -> dict[str, Arrays]:
     """By direction, by the plain mathematics in float32."""
     with jax.default_matmul_precision("highest"):
         return _expected_results(problem, inputs)
 
 
-@functools.partial(jax.jit, static_argnums=0, compiler_options=_UNTUNED)
+@functools.partial(jax.jit, static_argnums=0, compiler_options=UNTUNED)
 def _expected_results(problem: LinearProblem, inputs: Inputs) -> dict[str, Arrays]:
     member = MEMBERS[problem.member]
     learned, state, cotangent = jax.tree.map(lambda x: x.astype(jnp.float32), inputs)

@@ -51,6 +51,14 @@ class StateWork:
         return self.state
 
 
+def torch_with_cuda() -> bool:
+    try:
+        import torch
+    except ImportError:
+        return False
+    return torch.cuda.is_available()
+
+
 class TorchWork:
     """A PyTorch function between two CUDA events."""
 

@@ -104,6 +104,32 @@ def number(value: float | None, digits: int = 2) -> str:
     return "–" if value is None else f"{value:.{digits}f}"
 
 
+def percent(value: float | None) -> str:
+    return "" if value is None else f"{100 * value:.1f}%"
+
+
+def summary_lines(summary: Mapping[str, Mapping[str, Any]]) -> str:
+    """One for each name: the value, and the problem it is of."""
+    return "\n".join(f"{name}: {entry['value']:.3f} ({entry['problem']})" for name, entry in summary.items())
+
+
+def pyplot() -> Any:
+    """Matplotlib, without a screen."""
+    import matplotlib
+
+    matplotlib.use("Agg")
+    import matplotlib.pyplot as plt
+
+    return plt
+
+
+def write_plot(figure: Any, path: str | os.PathLike, **options: Any) -> None:
+    """As PNG, whatever the file is called, unless `options` say otherwise."""
+    pathlib.Path(path).parent.mkdir(parents=True, exist_ok=True)
+    figure.savefig(path, **{"format": "png", "dpi": 110} | options)
+    pyplot().close(figure)
+
+
 def environment_line(env: Mapping[str, Any]) -> str:
     """One sentence for a page."""
     known = ", ".join(f"{name} {version}" for name, version in env["versions"].items() if version)

@@ -22,8 +22,8 @@ from typing import Any
 sys.path.insert(0, str(pathlib.Path(__file__).resolve().parent.parent))
 
 
-import ejkernel_eqx as ejx
 from benchmarks import report
+from benchmarks.prepare import FAILURES, reason_of
 from benchmarks.tune_problems import FAMILIES, Family, TuneProblem
 from ejkernel_eqx.dispatch import (
     BOTH,
@@ -145,12 +145,7 @@ def summary(rows: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
 
 def plot(rows: Sequence[Mapping[str, Any]], path: pathlib.Path, title: str) -> None:
     """How far the heuristics are from the tuned configurations, problem by problem."""
-    import matplotlib
-
-    matplotlib.use("Agg")
-    import matplotlib.pyplot as plt
-
-    figure, axes = plt.subplots(figsize=(8, 1 + 0.28 * len(rows)), layout="constrained")
+    figure, axes = report.pyplot().subplots(figsize=(8, 1 + 0.28 * len(rows)), layout="constrained")
     for offset, direction, colour in ((-0.2, FORWARD, "tab:blue"), (0.2, BOTH, "tab:orange")):
         ratios = [row["ratio"].get(direction, 1.0) for row in rows]
         axes.barh([n + offset for n in range(len(rows))], ratios, 0.38, color=colour, label=direction)
@@ -160,9 +155,7 @@ def plot(rows: Sequence[Mapping[str, Any]], path: pathlib.Path, title: str) -> N
     axes.invert_yaxis()
     axes.grid(axis="x", alpha=0.3)
     axes.legend(loc="lower right")
-    path.parent.mkdir(parents=True, exist_ok=True)
-    figure.savefig(path, dpi=110)
-    plt.close(figure)
+    report.write_plot(figure, path, format=None)
 
 
 def render_report(path: pathlib.Path, picture: pathlib.Path | None) -> int:
@@ -225,7 +218,15 @@ def main(arguments: Sequence[str] | None = None) -> int:
             return 2
     environment = report.environment(options.commit)
     table, rows = Table(options.output), known_rows(options.json)
+    failed: dict[str, str] = {}
     start, longest = time.monotonic(), 0.0
+
+    def write() -> None:
+        if options.json is not None:
+            found = [*rows.values()]
+            content = {"environment": environment, "summary": summary(found), "rows": found}
+            report.write_json(options.json, content | ({"failed": failed} if failed else {}))
+
     for n, problem in enumerate(chosen):
         began = time.monotonic()
         implementation = kernel_registry.get(problem.operation, Platform(options.platform))
@@ -241,19 +242,15 @@ def main(arguments: Sequence[str] | None = None) -> int:
         effort = TuneOptions(options.budget, options.candidates, options.samples, options.sample_ms)
         try:
             result = tune_problem(asked, implementation, options=effort, force=options.force)
-        except ejx.TuningError as error:
-            print(f"  {error}")
+        except FAILURES as error:  # also what a search could not make its inputs for
+            failed[problem.name] = reason_of(error)
+            print(f"  not tuned: {failed[problem.name]}", flush=True)
+            write()
             continue
         longest = max(longest, time.monotonic() - began)
         table.add(twins(result.to_record(device_facts()), implementation, family), environment)
         rows[problem.name] = row_of(problem, result, environment)
-        if options.json is not None:
-            content = {
-                "environment": environment,
-                "summary": summary([*rows.values()]),
-                "rows": [*rows.values()],
-            }
-            report.write_json(options.json, content)
+        write()
         print(f"  {stable_json(result.config)}", flush=True)
     shown = [rows[problem.name] for problem in chosen if problem.name in rows]
     print(text_table(shown))

@@ -60,7 +60,7 @@ def named(operation: str, dims: Mapping[str, int], dtype: str = "bfloat16", **fl
     words += [name if value is True else f"{name}={value}" for name, value in flags.items()]
 
     def make(implementation: Implementation) -> Problem:
-        return example_problem_of(operation)(operation, dims, dtype, flags)
+        return example_problem_of(operation)(operation, dict(dims), dtype, flags)
 
     return TuneProblem(" ".join(words), operation, make)
 

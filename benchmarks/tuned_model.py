@@ -117,7 +117,9 @@ def check(variants: Sequence[Variant], tokens: Array, dtype: str) -> None:
             )
 
 
-def time_in_turn(variants: Sequence[Variant], batches: Sequence[Array], options: argparse.Namespace) -> None:
+def time_in_turn(
+    variants: Sequence[Variant], batches: Sequence[np.ndarray], options: argparse.Namespace
+) -> None:
     optimiser = make_optimiser()
 
     @eqx.filter_jit(donate="all")
@@ -145,7 +147,7 @@ def time_in_turn(variants: Sequence[Variant], batches: Sequence[Array], options:
             variant.step_ms.append(run(variant, options.steps))
 
 
-def main(arguments: Sequence[str] | None = None) -> int:
+def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
@@ -160,6 +162,11 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--json", type=pathlib.Path, metavar="PATH")
     options = parser.parse_args(arguments)
     vars(options).update(SIZES["quick" if options.quick else "full"])
+    return options
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    options = parse(arguments)
     options.dtype = "float32" if jax.default_backend() == "cpu" else "bfloat16"
 
     every = "default" if jax.default_backend() != "gpu" else "default,triton"

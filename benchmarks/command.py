@@ -1,0 +1,168 @@
+"""The command of a benchmark that compares implementations: its options, the run over its problems, what it writes and shows."""
+
+import argparse
+import dataclasses
+import json
+import os
+import pathlib
+import re
+import sys
+import time
+import traceback
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from typing import Any, NamedTuple
+
+import jax
+
+from benchmarks import report
+from benchmarks.prepare import reason_of, Row
+
+UNMEASURED = "not measured: "
+
+
+class Benchmark(NamedTuple):
+    """What is particular to a benchmark.
+
+    - `name`: in the JSON, and in the marks of a Markdown page.
+    - `about(options, chosen)`: what the JSON says before any row, beside the environment. It may print lines and set options.
+    - `measure(problem, options)`: the rows of a problem, part by part.
+    - `unmeasured(problem, reason)`: its rows where not even the inputs could be made.
+    - `sum_up(rows, chosen)`: what the JSON says of all rows so far.
+    - `text(content)`, `markdown(content, picture)`, `plot(content, path)`: a run, shown.
+    """
+
+    name: str
+    about: Callable[[argparse.Namespace, Sequence[Any]], dict[str, Any]]
+    measure: Callable[[Any, argparse.Namespace], Iterable[list[Any]]]
+    unmeasured: Callable[[Any, str], list[Any]]
+    sum_up: Callable[[Sequence[Any], Sequence[Any]], dict[str, Any]]
+    text: Callable[[Mapping[str, Any]], str]
+    markdown: Callable[[Mapping[str, Any], str | None], str]
+    plot: Callable[[Mapping[str, Any], str], None]
+
+
+# Options
+
+
+def parser(description: str | None, quick: str = "tiny problems") -> argparse.ArgumentParser:
+    """With the options that every benchmark has."""
+    made = argparse.ArgumentParser(
+        description=description, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    add = made.add_argument
+    add("--quick", action="store_true", help=quick)
+    add("--problems", default="", metavar="REGEX", help="only problems whose name matches")
+    add("--samples", type=int, default=5, help="samples of each time (default: %(default)s)")
+    add("--sample-ms", type=float, default=None, help="length of a sample (default: 30; quick on a CPU 2)")
+    limit = "start no problem after this"
+    add("--time-limit", type=float, default=float("inf"), metavar="SECONDS", help=limit)
+    add("--commit", help="name of the code's version (default: asked of git)")
+    add("--render", metavar="JSON", help="measure nothing; show an earlier run")
+    for name in ("json", "plot", "markdown"):
+        add(f"--{name}", metavar="PATH")
+    return made
+
+
+def add_platforms(made: argparse.ArgumentParser, ours: Sequence[str], default: str) -> None:
+    made.add_argument(
+        "--platforms", default=default, help=f"of {', '.join(ours)}, by comma (default: %(default)s)"
+    )
+    made.set_defaults(known_platforms=ours)
+
+
+def parse(made: argparse.ArgumentParser, arguments: Sequence[str] | None) -> argparse.Namespace:
+    options = made.parse_args(arguments)
+    options.platforms = options.platforms.split(",")
+    known = options.known_platforms
+    if unknown := sorted(set(options.platforms) - set(known)):
+        made.error(f"--platforms: expected some of {', '.join(known)}, received {', '.join(unknown)}")
+    short = options.quick and jax.default_backend() == "cpu"
+    options.sample_ms = options.sample_ms or (2.0 if short else 30.0)
+    return options
+
+
+def matching(problems: Sequence[Any], options: argparse.Namespace) -> list[Any]:
+    return [problem for problem in problems if re.search(options.problems, problem.name)]
+
+
+# The run
+
+
+def run(benchmark: Benchmark, chosen: Sequence[Any], options: argparse.Namespace) -> int:
+    """Measures one problem after the other, writes after each, shows them all. Not zero: something of ours is wrong, or not measured."""
+    start = time.monotonic()
+    if not chosen:
+        print(f"no problem matches {options.problems!r}", file=sys.stderr)
+        return 2
+    content: dict[str, Any] = {"schema": 1, "benchmark": benchmark.name}
+    content["environment"] = report.environment(options.commit)
+    print(report.environment_line(content["environment"]))
+    content |= benchmark.about(options, chosen)
+    rows: list[Any] = []
+    for n, problem in enumerate(chosen):
+        if time.monotonic() - start > options.time_limit:
+            print(f"time limit: {len(chosen) - n} of {len(chosen)} problems left out")
+            break
+        for found in _measured(benchmark, problem, options):
+            rows += found
+            seconds = time.monotonic() - start
+            for row in found:
+                print(f"[{seconds:5.0f} s, {n + 1}/{len(chosen)}] {_progress(row)}", flush=True)
+            content |= {"rows": [dataclasses.asdict(row) for row in rows], **benchmark.sum_up(rows, chosen)}
+            content["seconds"] = seconds
+            if options.json:
+                report.write_json(options.json, content)
+    if not rows:
+        print("time limit: nothing measured", file=sys.stderr)
+        return 1
+    show(benchmark, content, options)
+    return _verdict(rows)
+
+
+def _measured(benchmark: Benchmark, problem: Any, options: argparse.Namespace) -> Iterator[list[Any]]:
+    """The rows of a problem. Where its inputs or its reference cannot be made, the others can still be measured."""
+    known = set()
+    try:
+        for rows in benchmark.measure(problem, options):
+            known |= {row.label for row in rows}
+            yield rows
+    except Exception as error:  # of whatever kind: out of memory has many
+        traceback.print_exc()
+        rows = benchmark.unmeasured(problem, UNMEASURED + reason_of(error))
+        yield [row for row in rows if row.label not in known]
+
+
+def _progress(row: Row) -> str:
+    platform = f" ({row.platform})" if row.platform and row.platform != row.implementation else ""
+    return f"{row.label}{platform}: {row.reason if row.ms is None else row.speed}"
+
+
+def _verdict(rows: Sequence[Row]) -> int:
+    wrong = [row for row in rows if row.reason and row.reason.startswith("wrong")]
+    unmeasured = [row for row in rows if row.reason and row.reason.startswith(UNMEASURED)]
+    for row in wrong:
+        print(f"WRONG: {row.label}: {row.reason}", file=sys.stderr)
+    for row in unmeasured:
+        print(f"{row.label}: {row.reason}", file=sys.stderr)
+    return 1 if unmeasured or any(row.is_ours for row in wrong) else 0
+
+
+# Showing
+
+
+def render(benchmark: Benchmark, options: argparse.Namespace) -> int:
+    """Shows an earlier run again."""
+    show(benchmark, json.loads(pathlib.Path(options.render).read_text(encoding="utf-8")), options)
+    return 0
+
+
+def show(benchmark: Benchmark, content: Mapping[str, Any], options: argparse.Namespace) -> None:
+    print("\n" + benchmark.text(content))
+    if options.plot:
+        benchmark.plot(content, options.plot)
+    if options.markdown:
+        folder = pathlib.Path(options.markdown).resolve().parent
+        picture = options.plot and os.path.relpath(options.plot, folder)
+        report.write_markdown(options.markdown, benchmark.name, benchmark.markdown(content, picture))
+    for path in filter(None, (options.json, options.plot, options.markdown)):
+        print(f"wrote {path}")

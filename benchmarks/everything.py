@@ -1,0 +1,291 @@
+"""Every number of the documentation again, by one command on a machine with a GPU: its tests, its benchmarks, its tuned tables.
+
+    python benchmarks/everything.py --output out                        # hours
+    python benchmarks/everything.py --output out --parts decode,linear --time-limit 1500
+    python benchmarks/everything.py --output out --quick                # tiny problems; also without a GPU
+
+Each part runs as a process of its own. The time limit is shared among the parts still to run: what one leaves, the next ones have. A part
+that overruns its share is stopped, and what it had written stays. `OUT/everything.log` has what they print, `OUT/everything.json` how they
+ended, `OUT/PART.json` what a benchmark measured, for its `--render`; `OUT/tune-FAMILY.json` is the report of a tuning and
+`OUT/table-FAMILY.json` the table. In the same folder a tuning goes on where it stopped. No part sees the tables in your cache folder.
+"""
+
+import argparse
+import contextlib
+import datetime
+import json
+import math
+import os
+import pathlib
+import signal
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Mapping, Sequence
+from typing import Any, NamedTuple
+
+sys.path.insert(0, str(pathlib.Path(__file__).resolve().parent.parent))
+
+from benchmarks import report
+from benchmarks.tune_problems import FAMILIES
+from ejkernel_eqx.dispatch.persistent import CACHE_DIR
+
+HEAVY = "past_two or very_many or memory"
+"""Tests that take tens of gigabytes of the device, one at a time."""
+
+GRACE = 15.0
+"""Seconds that a process has to end, after each of the signals that ask it to."""
+
+_OWN_SHARE = 0.8  # of a part's time, after which a script begins no problem any more
+_NO_TESTS = 5  # pytest's exit code where none is selected
+
+
+class Part(NamedTuple):
+    """Commands that run one after the other. `skipped` says why not here; a command that `is_limited` is told its time limit."""
+
+    commands: Sequence[Sequence[str]]
+    files: Sequence[str] = ()
+    skipped: str | None = None
+    is_limited: bool = False
+    ends_well: Sequence[int] = (0,)
+
+
+# The parts
+
+
+def parts(options: argparse.Namespace, gpu: bool) -> dict[str, Part]:
+    """By name, in the order in which they run: what takes long comes last."""
+    skipped = None if gpu else "needs a GPU"
+    small = None if options.quick else skipped
+    found = {"tests": Part(_tests(), skipped=skipped, ends_well=(0, _NO_TESTS))}
+    for name in ("decode", "linear", "attention"):
+        found[name] = _script(options, f"{name}.py", ("json", f"{name}.json"), is_limited=True)
+    found["tuned-model"] = _script(options, "tuned_model.py", ("json", "tuned-model.json"), skipped=small)
+    for family in FAMILIES:
+        more = ["--family", family]
+        more += [] if gpu else ["--platform", "xla"]
+        more += ["--candidates", "2", "--sample-ms", "1"] if options.quick else []
+        written = ("json", f"tune-{family}.json"), ("output", f"table-{family}.json")
+        found[f"tune-{family}"] = _script(
+            options, "tune.py", *written, more=more, skipped=small, is_limited=True
+        )
+    return found
+
+
+def _tests() -> list[list[str]]:
+    """Each file of tests that need a GPU, in several processes; then what is heavy, in one."""
+    files = sorted((report.ROOT / "tests" / "gpu").glob("test_*_gpu.py"))
+    usual = [sys.executable, "-m", "pytest", "--tb=short", "-p", "no:cacheprovider"]
+
+    def run(file: pathlib.Path, count: int, chosen: str) -> list[str]:
+        return [*usual, "-n", str(count), "-k", chosen, str(file.relative_to(report.ROOT))]
+
+    return [run(file, 6, f"not ({HEAVY})") for file in files] + [run(file, 1, HEAVY) for file in files]
+
+
+def _script(
+    options: argparse.Namespace,
+    script: str,
+    *written: tuple[str, str],
+    more: Sequence[str] = (),
+    skipped: str | None = None,
+    is_limited: bool = False,
+) -> Part:
+    command = [sys.executable, f"benchmarks/{script}", *more]
+    for option, name in written:
+        command += [f"--{option}", str(options.output / name)]
+    command += ["--commit", options.commit] if options.commit else []
+    command += ["--quick"] if options.quick else []
+    return Part([command], [name for _, name in written], skipped, is_limited)
+
+
+# Running
+
+
+class Ended(NamedTuple):
+    """How a command ended; `was_stopped`: it overran its time."""
+
+    exit_code: int
+    was_stopped: bool
+    last_line: str
+
+
+def run_command(command: Sequence[str], log: pathlib.Path, seconds: float, env: Mapping[str, str]) -> Ended:
+    """In a group of processes of its own, stopped together; what it prints is added to the log."""
+    with log.open("ab") as output:
+        output.write(f"\n$ {' '.join(command)}\n".encode())
+        output.flush()
+        start = output.tell()
+        process = subprocess.Popen(
+            command,
+            cwd=report.ROOT,
+            env=env,
+            stdin=subprocess.DEVNULL,
+            stdout=output,
+            stderr=subprocess.STDOUT,
+            start_new_session=True,
+        )
+        stopped = False
+        try:
+            process.wait(None if math.isinf(seconds) else seconds)
+        except subprocess.TimeoutExpired:
+            stopped = True
+        finally:
+            stop(process)
+    lines = _since(log, start).split("\n")
+    return Ended(process.returncode, stopped, next((x for x in reversed(lines) if x.strip()), "")[:300])
+
+
+def stop(process: subprocess.Popen) -> None:
+    """Asks a running process and its children to end, as from a keyboard at first, so that pytest still says what it knows."""
+    if process.poll() is not None:
+        return
+    for number in (signal.SIGINT, signal.SIGTERM, signal.SIGKILL):
+        with contextlib.suppress(ProcessLookupError, subprocess.TimeoutExpired):
+            os.killpg(process.pid, number)
+            process.wait(GRACE)
+            break
+    with contextlib.suppress(ProcessLookupError):
+        os.killpg(process.pid, signal.SIGKILL)  # children that are left
+
+
+def _since(log: pathlib.Path, start: int) -> str:
+    with log.open("rb") as file:
+        file.seek(start)
+        return file.read().decode(errors="replace")
+
+
+def run_part(part: Part, log: pathlib.Path, seconds: float, env: Mapping[str, str]) -> dict[str, Any]:
+    """How it ended: the first exit code that is not one of success, and why there is none."""
+    start, ended = time.monotonic(), []
+    for n, command in enumerate(part.commands):
+        left = seconds - (time.monotonic() - start)
+        if left <= 0:
+            reason = f"no time left for {len(part.commands) - n} of {len(part.commands)} commands"
+            break
+        limit = ["--time-limit", f"{_OWN_SHARE * left:.0f}"] if part.is_limited and left < math.inf else []
+        ended.append(run_command([*command, *limit], log, left, env))
+        # What ends well all the same was as good as done.
+        if ended[-1].was_stopped and ended[-1].exit_code not in part.ends_well:
+            reason = f"stopped after {time.monotonic() - start:.0f} s"
+            break
+    else:
+        reason = None
+    codes = [one.exit_code for one in ended]
+    failed = [code for code in codes if code not in part.ends_well]
+    return {
+        "exit_code": failed[0] if failed else 0 if codes else None,
+        "failed": bool(failed) or reason is not None,
+        "reason": reason,
+        "seconds": time.monotonic() - start,
+        "said": [one.last_line for one in ended],
+    }
+
+
+def environment(commit: str | None) -> dict[str, Any]:
+    """Asked of a process that ends, as one that has seen a GPU holds on to its memory."""
+    code = (
+        "import json, sys; from benchmarks import report; print(json.dumps(report.environment(sys.argv[1])))"
+    )
+    found = subprocess.run(
+        [sys.executable, "-c", code, commit or ""],
+        cwd=report.ROOT,
+        env=os.environ | {"XLA_PYTHON_CLIENT_PREALLOCATE": "false"},
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    if found.returncode:
+        raise SystemExit(f"the device cannot be asked for:\n{found.stderr}")
+    return json.loads(found.stdout.splitlines()[-1])
+
+
+# The command
+
+
+def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    add = parser.add_argument
+    add("--output", type=pathlib.Path, required=True, metavar="FOLDER")
+    names = "tests, decode, linear, attention, tuned-model, tune-FAMILY"
+    add("--parts", help=f"by comma, of {names} (default: all)")
+    limit = "of all parts together"
+    add("--time-limit", type=float, default=float("inf"), metavar="SECONDS", help=limit)
+    add("--commit", help="name of the code's version (default: asked of git)")
+    add("--quick", action="store_true", help="tiny problems")
+    options = parser.parse_args(arguments)
+    options.output = options.output.resolve()
+    known = list(parts(options, gpu=True))
+    options.parts = known if options.parts is None else options.parts.split(",")
+    if unknown := sorted(set(options.parts) - set(known)):
+        parser.error(f"--parts: expected some of {', '.join(known)}, received {', '.join(unknown)}")
+    return options
+
+
+def table(results: Mapping[str, Mapping[str, Any]]) -> str:
+    rows = []
+    for name, result in results.items():
+        code = "–" if result["exit_code"] is None else str(result["exit_code"])
+        files = " ".join(result["files"])
+        rows.append((name, code, f"{result['seconds']:.0f}", files, result["reason"] or ""))
+    return report.table(("part", "exit code", "seconds", "files", ""), rows)
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    options = parse(arguments)
+    start = time.monotonic()
+    options.output.mkdir(parents=True, exist_ok=True)
+    log, summary = options.output / "everything.log", options.output / "everything.json"
+    about = environment(options.commit)
+    print(report.environment_line(about), flush=True)
+    every = parts(options, about["platform"] == "gpu")
+    chosen = {name: part for name, part in every.items() if name in options.parts}
+    waiting = [name for name, part in chosen.items() if part.skipped is None]
+    earlier = json.loads(summary.read_text(encoding="utf-8"))["parts"] if summary.is_file() else {}
+    results: dict[str, dict[str, Any]] = {}
+    with tempfile.TemporaryDirectory(prefix="ejkernel_eqx-everything-") as cache:
+        env = os.environ | {CACHE_DIR.name: cache, "PYTHONUNBUFFERED": "1"}
+        for n, (name, part) in enumerate(chosen.items()):
+            began = time.monotonic() - start
+            head = f"[{began:5.0f} s, {n + 1}/{len(chosen)}] {name}"
+            if part.skipped is not None:
+                result = {"exit_code": None, "failed": False, "reason": f"skipped: {part.skipped}"}
+                result |= {"seconds": 0.0, "said": []}
+            else:
+                share = (options.time_limit - began) / (len(waiting) - waiting.index(name))
+                print(head if math.isinf(share) else f"{head}, {max(share, 0):.0f} s at most", flush=True)
+                printed = log.stat().st_size if log.is_file() else 0
+                result = run_part(part, log, share, env)
+                if result["failed"] and log.is_file():
+                    print("\n".join(_since(log, printed).splitlines()[-20:]), flush=True)
+            result["files"] = [x for x in part.files if (options.output / x).is_file()]
+            result |= {"device": about["device"], "commit": about["commit"], "date": _now()}
+            results[name] = result
+            print(f"{head}: {_in_words(result)}", flush=True)
+            content = {"schema": 1, "environment": about, "seconds": time.monotonic() - start}
+            report.write_json(summary, content | {"parts": earlier | results})
+    print(f"\n{table(results)}\nwrote {summary}")
+    return 1 if any(result["failed"] for result in results.values()) else 0
+
+
+def _now() -> str:
+    return datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds")
+
+
+def _in_words(result: Mapping[str, Any]) -> str:
+    if result["reason"] is not None:
+        return result["reason"]
+    ended = f"exit code {result['exit_code']}" if result["failed"] else "done"
+    return f"{ended} after {result['seconds']:.0f} s"
+
+
+def _interrupt(number: int, frame: Any) -> None:
+    raise SystemExit(128 + number)
+
+
+if __name__ == "__main__":
+    signal.signal(signal.SIGTERM, _interrupt)  # so that the part that runs is stopped too
+    raise SystemExit(main())
