@@ -2,8 +2,8 @@
 
     python -m pytest tests/gpu -n 8
 
-Eight processes share one device: `tests/conftest.py` keeps each from reserving its memory. The last tests need
-about 60 GB of it.
+Eight processes share one device: `conftest.py` keeps each from holding more memory than it needs, and lets one test at a time have most of
+it. The last tests need about 60 GB.
 """
 
 import dataclasses
@@ -275,6 +275,7 @@ def _normal(seed: int, shape: tuple[int, ...], pieces: int) -> Array:
     return jax.lax.map(lambda key: jax.random.normal(key, piece, jnp.bfloat16), keys).reshape(shape)
 
 
+@pytest.mark.usefixtures("most_of_the_memory")
 def test_sequences_past_two_to_the_31_elements():
     assert ROWS * HEADS * DIM > 2**31
     q, k, v, dout = (_normal(seed, (ROWS, HEADS, DIM), 16) for seed in range(4))
@@ -304,6 +305,7 @@ def test_sequences_past_two_to_the_31_elements():
             assert_gradient_close(actual, exact, part, "bfloat16", f"gradient of {name} from {first}")
 
 
+@pytest.mark.usefixtures("most_of_the_memory")
 def test_a_bias_past_two_to_the_31_elements():
     length, heads = 8256, 32
     assert heads * length * length > 2**31

@@ -48,9 +48,13 @@ def assert_agrees(found: dict[str, Any], expected: dict[str, Any], dtype: str) -
         assert_close(x, expected[name], dtype, kind, name=name)
 
 
-def assert_same(first: Any, second: Any) -> None:
-    for a, b in zip(jax.tree.leaves(first), jax.tree.leaves(second), strict=True):
-        np.testing.assert_array_equal(np.asarray(a), np.asarray(b))
+def assert_same(first: Any, second: Any, what: str = "a second run") -> None:
+    """Bit for bit but for NaN."""
+    (named, tree), others = jax.tree.flatten_with_path(first), jax.tree.leaves(second)
+    assert tree == jax.tree.structure(second)
+    for (path, a), b in zip(named, others, strict=True):
+        message = f"{what} differs in {jax.tree_util.keystr(path) or 'the result'}"
+        np.testing.assert_array_equal(np.asarray(a), np.asarray(b), err_msg=message)
 
 
 def longer(case: conv.Case) -> conv.Case:
@@ -77,9 +81,10 @@ def test_convolution(name, dtype):
     op = ejx.CausalConv1d(case.activation, platform="triton")
     found = conv.results(op, inputs, case.packing, cotangents)
     assert_agrees(found, on_host(conv.exact, case, inputs, cotangents), dtype)
-    assert_same(found, conv.results(op, conv.poison(case, inputs), case.packing, cotangents))
-    for _ in range(REPEATS - 1):
-        assert_same(found, conv.results(op, inputs, case.packing, cotangents))
+    poisoned = conv.results(op, conv.poison(case, inputs), case.packing, cotangents)
+    assert_same(found, poisoned, "a run with NaN in the padding")
+    for n in range(1, REPEATS):
+        assert_same(found, conv.results(op, inputs, case.packing, cotangents), f"run {n}")
 
 
 def test_every_candidate_of_the_convolution():
@@ -111,8 +116,8 @@ def test_norm(name, dtype):
     op = case.operation("triton")
     found = norm.results(op, inputs, dout)
     assert_agrees(found, on_host(norm.exact, case, inputs, dout), dtype)
-    for _ in range(REPEATS - 1):
-        assert_same(found, norm.results(op, inputs, dout))
+    for n in range(1, REPEATS):
+        assert_same(found, norm.results(op, inputs, dout), f"run {n}")
 
 
 def larger(case: steps.Case) -> steps.Case:
@@ -155,6 +160,7 @@ def test_step_leaves_a_state_that_is_not_donated():
 # What only a large device can hold
 
 
+@pytest.mark.usefixtures("most_of_the_memory")
 def test_past_two_to_the_31_elements():
     """The last rows of a call that is larger than 32-bit offsets reach, against a call of theirs alone."""
     length, channels = 2**17 + 5, 2**14 + 64

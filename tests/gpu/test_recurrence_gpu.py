@@ -208,6 +208,7 @@ def test_memory_of_a_state_space_is_linear_and_small():
 # Offsets past 2^31 elements, and grids past 65535 programs. Rows repeat, so that a slice below is the oracle.
 
 
+@pytest.mark.usefixtures("most_of_the_memory")
 @pytest.mark.parametrize("member", ["gated_linear_attention", "gated_delta_rule", "lightning_attention"])
 def test_rows_past_two_to_the_31_elements(member):
     heads, dim, length = 32, 128, 2048
@@ -245,15 +246,12 @@ def test_very_many_short_rows(member):
     assert bool(jnp.array_equal(small["final_state"], large["final_state"][-8:]))
 
 
-def test_hard_keys_through_the_operation():
-    """Correlated keys, beta up to 2, normalised in the operation."""
-    case = dataclasses.replace(
-        next(case for case in CASES if case.name == "kda-correlated"),
-        dtype="bfloat16",
-        beta=1.0,
-        D=128,
-        V=128,
-    )
+@pytest.mark.parametrize("dtype", ["float16", "float32"])
+def test_hard_keys_through_the_operation(dtype):
+    """Keys of cosine 0.9. What is written for them nearly cancels: of bfloat16 outputs (`benchmarks/LOG.md`) no more is left than the
+    tolerance allows, so a fault would not be told from it."""
+    hard = next(case for case in CASES if case.name == "kda-correlated")
+    case = dataclasses.replace(hard, dtype=dtype, beta=1.0, D=128, V=128)
     arrays, _ = make(case)
     assert arrays.g is not None and arrays.beta is not None
     kda = {name: ejx.KernelDeltaAttention(platform=name) for name in ("triton", "xla")}
@@ -262,4 +260,4 @@ def test_hard_keys_through_the_operation():
     with jax.default_matmul_precision("highest"):
         exact = kda["xla"](*wide)
     for a, b in zip(actual, exact, strict=True):
-        assert_close(a, b, "bfloat16", "forward", name="result")
+        assert_close(a, b, dtype, "forward", name="result")

@@ -199,3 +199,10 @@ def add_to_slots_kernel(pool, amount, slots, n, new_pool, old, BLOCK: tl.constex
         after = before + tl.load(amount + row)
         tl.store(new_pool + slot * n + i, after, mask=i < n)
     tl.store(old + row * n + i, before, mask=i < n)
+
+
+@triton.jit
+def product_kernel(x, y, out, SIZE: tl.constexpr, PRECISION: tl.constexpr):
+    i = tl.arange(0, SIZE)
+    at = i[:, None] * SIZE + i[None, :]
+    tl.store(out + at, tl.dot(tl.load(x + at), tl.load(y + at), input_precision=PRECISION))

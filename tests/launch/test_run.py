@@ -59,6 +59,25 @@ def squared(x):
 
 
 # Rounding of the output to the dtype, against a float64 computation from the same rounded inputs.
+@pytest.mark.parametrize(
+    "precision, kept", [("tf32", 1.0), ("tf32x3", 1 + 2**-10 - 2**-20), ("ieee", 1 + 2**-10 - 2**-20)]
+)
+def test_one_pass_of_tf32_cuts_off(precision, kept):
+    """As the hardware does, which does not round."""
+    shape = S((16, 16), jnp.float32)
+    launch = Launch(
+        kernels.product_kernel,
+        {"x": shape, "y": shape},
+        {"out": shape},
+        {},
+        {"SIZE": 16, "PRECISION": precision},
+        (1,),
+    )
+    x, one = jnp.full((16, 16), 1 + 2**-10 - 2**-20), jnp.eye(16)
+    for arrays in ({"x": x, "y": one}, {"x": one, "y": x}):
+        np.testing.assert_array_equal(interpret(launch, arrays)["out"], np.float32(kept))
+
+
 @pytest.mark.parametrize("dtype, tolerance", [("float32", 1e-6), ("float16", 5e-4), ("bfloat16", 4e-3)])
 def test_matmul_softmax(dtype, tolerance):
     a, b = array((37, 45), dtype), array((45, 21), dtype, seed=1)

@@ -11,7 +11,7 @@ instead (`_numpy_builder.py`). Three things make a kernel's source run unchanged
 
 Stricter than a device, on purpose: addresses are virtual and every access is checked, a masked load without `other`
 gives poison, inputs cannot be written, and a block of several elements has no truth value. More lenient:
-dots have no least size, and float products are float32 whatever `input_precision` says. Atomics, inline assembly
+dots have no least size, and float32 products but for one pass of `"tf32"` are exact. Atomics, inline assembly
 and libdevice calls are not there.
 """
 

@@ -10,6 +10,7 @@ import ml_dtypes
 import numpy as np
 import triton.language as tl
 from scipy import special
+from triton._C.libtriton import ir
 from triton.runtime.interpreter import InterpreterBuilder, InterpreterOptions, TensorHandle
 
 _NUMPY_DTYPES = {
@@ -158,6 +159,11 @@ def _matmul_operand(data, accumulator):
     return data.astype(accumulator.dtype if data.dtype.kind in "iub" else np.float32, copy=False)
 
 
+def _one_pass_operand(data):
+    """A float32 operand of one tf32 product: the hardware cuts off what is behind 11 bits."""
+    return (np.ascontiguousarray(data).view(np.uint32) & np.uint32(0xFFFFE000)).view(np.float32)
+
+
 def _missing(what):
     def create(self, *_, **__):
         raise NotImplementedError(f"{what} cannot be interpreted; give the kernel a constexpr twin for it")
@@ -289,9 +295,12 @@ class NumpyBuilder(InterpreterBuilder):
     def create_select(self, condition, lhs, rhs):
         return Handle(np.where(condition.data, lhs.data, rhs.data), rhs.dtype.scalar)
 
-    def create_dot(self, a, b, accumulator, *_):
+    def create_dot(self, a, b, accumulator, input_precision, *_):
         total = accumulator.data
-        product = np.matmul(_matmul_operand(a.data, total), _matmul_operand(b.data, total))
+        lhs, rhs = _matmul_operand(a.data, total), _matmul_operand(b.data, total)
+        if input_precision == ir.INPUT_PRECISION.TF32 and a.data.dtype == b.data.dtype == np.float32:
+            lhs, rhs = _one_pass_operand(lhs), _one_pass_operand(rhs)
+        product = np.matmul(lhs, rhs)
         return Handle((product + total).astype(total.dtype, copy=False), accumulator.dtype.scalar)
 
     # Shapes

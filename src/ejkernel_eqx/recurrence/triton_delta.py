@@ -261,10 +261,11 @@ def _heads_each(call: Call) -> int:
 
 
 def _solving(call: Call) -> str:
-    """How blocks of the inverses are multiplied: as float32, for 16-bit operands in one pass where that is faster."""
-    if call.constants["EXACT"] or call.config.float32_dot == "ieee":
-        return call.config.float32_dot
-    return "tf32"
+    """How blocks of the inverses are multiplied: as float32, for bfloat16 operands in one pass where that is faster. One pass cuts numbers
+    off at 11 bits, no more than float16 has, and an inverse passes the error on."""
+    if call.arrays.q.dtype == jnp.bfloat16 and call.config.float32_dot == "tf32x3":
+        return "tf32"
+    return call.config.float32_dot
 
 
 def _serial(call: Call) -> dict[str, int | bool]:

@@ -26,9 +26,9 @@ def _add_products(
 ):
     dscores = dscores.to(OPERAND)
     dreads = dreads.to(OPERAND)
-    queries = _scale(q, rows, OPERAND)
-    readers = _scale(reader, rows, OPERAND)
-    keys = _scale(k, columns, OPERAND)
+    queries = _scale(q, rows, OPERAND, PRECISION)
+    readers = _scale(reader, rows, OPERAND, PRECISION)
+    keys = _scale(k, columns, OPERAND, PRECISION)
     part = tl.dot(dscores, keys, input_precision=PRECISION)
     dq += part * rows
     rise += part * queries.to(tl.float32)

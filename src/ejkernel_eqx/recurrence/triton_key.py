@@ -91,6 +91,8 @@ def _call(
     v = arrays.v
     if arrays.beta is not None:
         v = (_per_head(v, heads.state) * _per_head(arrays.beta[..., None], heads.state)).astype(v.dtype)
+        if v.dtype == jnp.float32 and config.float32_dot == "tf32":
+            v = jax.lax.reduce_precision(v, exponent_bits=8, mantissa_bits=10)
     plain = repeated(arrays._replace(v=v, beta=None, skip=None), spec)
     return make_call(plain, spec, config, execute), heads.out // heads.state
 

@@ -12,7 +12,15 @@ from .triton_key_tile import (
     load_gates,
     load_transposed,
 )
-from .triton_tile import chunk_of, last_start, load_tile, load_vector, segment_starts, store_tile
+from .triton_tile import (
+    chunk_of,
+    last_start,
+    load_tile,
+    load_vector,
+    operand_of,
+    segment_starts,
+    store_tile,
+)
 
 
 @triton.jit
@@ -63,7 +71,7 @@ def key_values_kernel(
                 before = before & (
                     r[None, :] >= segment_starts(starts_ptr, first, count, seq, T, CHUNK)[:, None]
                 )
-            da = tl.where(before, da, 0.0)
+            da = operand_of(tl.where(before, da, 0.0), dscores_ptr.dtype.element_ty, PRECISION)
             store_tile(dscores_ptr + scores, da, HS * CHUNK, count, 0, CHUNK, CHUNK, CHUNK)
 
 
@@ -128,8 +136,8 @@ def key_gradients_kernel(
         if usual:
             rows = tl.exp2(exponent)
             columns = tl.exp2(-exponent)
-            queries = (q.to(tl.float32) * rows).to(operand)
-            keys = (k.to(tl.float32) * columns).to(operand)
+            queries = operand_of(q.to(tl.float32) * rows, operand, PRECISION)
+            keys = operand_of(k.to(tl.float32) * columns, operand, PRECISION)
             da, dat = load_both(dscores, HS * CHUNK, count, CHUNK)
             dq = tl.dot(da, keys, dq * tl.exp2(middle), input_precision=PRECISION)
             rise = dq * queries.to(tl.float32)
@@ -152,6 +160,9 @@ def key_gradients_kernel(
         dk += down * q.to(tl.float32)
         store_tile(dq_ptr + own, dq, HS * D, count, d0, D, CHUNK, BLOCK_K)
         store_tile(dk_ptr + own, dk, HS * D, count, d0, D, CHUNK, BLOCK_K)
+        if operand == tl.float32:
+            rise = operand_of(rise, operand, SUMS)
+            kept = operand_of(kept, operand, SUMS)
         # A token's gate decays what later tokens have of earlier ones, and what the chunk's end has of those before it.
         dg = tl.dot(tl.where(r[:, None] <= r[None, :], 1.0, 0.0), rise, input_precision=SUMS)
         dg = tl.dot(tl.where(r[:, None] > r[None, :], 1.0, 0.0), kept, dg, input_precision=SUMS)

@@ -19,7 +19,15 @@ from jax import Array
 from .triton_call import Call
 from .triton_config import Tile
 from .triton_key_tile import add_scores_by_halves, between_rows, edge_gates, is_usual, load_gates
-from .triton_tile import add_pairs, chunk_of, last_start, load_tile, segment_starts, store_tile
+from .triton_tile import (
+    add_pairs,
+    chunk_of,
+    last_start,
+    load_tile,
+    operand_of,
+    segment_starts,
+    store_tile,
+)
 
 
 @triton.jit
@@ -93,7 +101,10 @@ def key_fold_kernel(
                 if usual:
                     queries = q.to(tl.float32) * tl.exp2(exponent)
                     keys = k.to(tl.float32) * tl.exp2(-exponent)
-                    a = tl.dot(queries.to(operand), tl.trans(keys.to(operand)), a, input_precision=PRECISION)
+                    transposed = tl.trans(operand_of(keys, operand, PRECISION))
+                    a = tl.dot(
+                        operand_of(queries, operand, PRECISION), transposed, a, input_precision=PRECISION
+                    )
                     queries *= tl.exp2(middle)
                     keys *= tl.exp2(between_rows(last, last_low, middle, middle_low, EXACT))
                 else:
@@ -107,7 +118,9 @@ def key_fold_kernel(
             if SEGMENTS:
                 queries = tl.where((starts < 0)[:, None], queries, 0.0)
                 keys = tl.where((r >= start)[:, None], keys, 0.0)
-            store_tile(folded_q_ptr + own, queries * SCALE, HS * D, count, column, D, CHUNK, BLOCK_K)
+            queries = operand_of(queries * SCALE, operand, PRECISION)
+            store_tile(folded_q_ptr + own, queries, HS * D, count, column, D, CHUNK, BLOCK_K)
+            keys = operand_of(keys, operand, PRECISION)
             store_tile(folded_k_ptr + own, keys, HS * D, count, column, D, CHUNK, BLOCK_K)
             store_tile(
                 carry_ptr + index.to(tl.int64) * D, tl.exp2(last) * carried, 0, 1, column, D, 1, BLOCK_K
@@ -115,6 +128,7 @@ def key_fold_kernel(
         if SCORES:
             a = tl.where(before, a, 0.0)
             a = tl.where(r[:, None] == r[None, :], diagonal[:, None], a) * SCALE
+            a = operand_of(a, operand, PRECISION)
             store_tile(
                 scores_ptr + first * (HS * CHUNK) + h * CHUNK, a, HS * CHUNK, count, 0, CHUNK, CHUNK, CHUNK
             )

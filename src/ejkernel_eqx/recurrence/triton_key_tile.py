@@ -9,7 +9,7 @@ themselves in the same way, down to pairs of rows. Any decay is exact so, and no
 import triton
 import triton.language as tl
 
-from .triton_tile import load_tile
+from .triton_tile import load_tile, operand_of
 
 
 @triton.jit
@@ -64,8 +64,8 @@ def _about_halves(high, low, g_ptr, low_ptr, stride, count, column, level, D: tl
 
 
 @triton.jit
-def _scale(x, factors, OPERAND: tl.constexpr):
-    return (x.to(tl.float32) * factors).to(OPERAND)
+def _scale(x, factors, OPERAND: tl.constexpr, PRECISION: tl.constexpr):
+    return operand_of(x.to(tl.float32) * factors, OPERAND, PRECISION)
 
 
 @triton.jit
@@ -114,10 +114,14 @@ def add_scores_by_halves(
     while level > 0:
         rows, columns, whole, together = _about_halves(
             high, low, g_ptr, low_ptr, stride, count, column, level, D, CHUNK, BLOCK_K, EXACT)  # fmt: skip
-        keys = tl.trans(_scale(k, columns, operand))
-        a += tl.where(together, tl.dot(_scale(q, rows, operand), keys, input_precision=PRECISION), 0.0)
+        keys = tl.trans(_scale(k, columns, operand, PRECISION))
+        a += tl.where(
+            together, tl.dot(_scale(q, rows, operand, PRECISION), keys, input_precision=PRECISION), 0.0
+        )
         if KK:
-            kk += tl.where(together, tl.dot(_scale(k, rows, operand), keys, input_precision=PRECISION), 0.0)
+            kk += tl.where(
+                together, tl.dot(_scale(k, rows, operand, PRECISION), keys, input_precision=PRECISION), 0.0
+            )
         level = tl.where(whole, 0, level - 1)
     return a, kk
 
@@ -137,10 +141,10 @@ def add_key_scores(
     )
     if whole:
         rows = tl.exp2(exponent)
-        keys = tl.trans(_scale(k, tl.exp2(-exponent), operand))
-        a = tl.dot(_scale(q, rows, operand), keys, a, input_precision=PRECISION)
+        keys = tl.trans(_scale(k, tl.exp2(-exponent), operand, PRECISION))
+        a = tl.dot(_scale(q, rows, operand, PRECISION), keys, a, input_precision=PRECISION)
         if KK:
-            kk = tl.dot(_scale(k, rows, operand), keys, kk, input_precision=PRECISION)
+            kk = tl.dot(_scale(k, rows, operand, PRECISION), keys, kk, input_precision=PRECISION)
     else:
         a, kk = add_scores_by_halves(
             a, kk, q, k, high, low, g_ptr, low_ptr, stride, count, column, D, CHUNK, BLOCK_K, EXACT, KK, PRECISION)  # fmt: skip
@@ -182,8 +186,8 @@ def add_gradients_by_halves(
             high, low, g_ptr, low_ptr, g_stride, count, column, level, D, CHUNK, BLOCK_K, EXACT)  # fmt: skip
         q = load_tile(q_ptr, q_stride, count, column, D, CHUNK, BLOCK_K, False)
         k = load_tile(k_ptr, k_stride, count, column, D, CHUNK, BLOCK_K, False)
-        queries = _scale(q, rows, operand)
-        keys = _scale(k, columns, operand)
+        queries = _scale(q, rows, operand, PRECISION)
+        keys = _scale(k, columns, operand, PRECISION)
         da = load_tile(da_ptr, da_stride, count, 0, CHUNK, CHUNK, CHUNK, False)
         part = tl.dot(tl.where(together, da, 0.0), keys, input_precision=PRECISION)
         dq += part * rows

@@ -7,7 +7,16 @@ queries and keys come with their decays, masks and the scale inside.
 import triton
 import triton.language as tl
 
-from .triton_tile import decays_of, from_start, last_start, load_tile, load_vector, sequence_of, store_tile
+from .triton_tile import (
+    decays_of,
+    from_start,
+    last_start,
+    load_tile,
+    load_vector,
+    operand_of,
+    sequence_of,
+    store_tile,
+)
 
 
 @triton.jit
@@ -49,8 +58,9 @@ def states_kernel(
     for c in tl.range(0, tl.cdiv(length, CHUNK)):
         row = first + c * CHUNK
         count = tl.minimum(length - c * CHUNK, CHUNK)
+        stored = operand_of(state, states_ptr.dtype.element_ty, PRECISION)
         store_tile(
-            states_ptr + ((chunk + c) * HS + h) * (D * V) + d0 * V, state, V, D - d0, v0, V, BLOCK_K, BLOCK_V
+            states_ptr + ((chunk + c) * HS + h) * (D * V) + d0 * V, stored, V, D - d0, v0, V, BLOCK_K, BLOCK_V
         )
         k = load_tile(
             k_ptr + row * (HK * D) + h // (HS // HK) * D, HK * D, count, d0, D, CHUNK, BLOCK_K, EVEN
@@ -107,8 +117,16 @@ def dstates_kernel(
         c = chunks - 1 - n
         row = first + c * CHUNK
         count = tl.minimum(length - c * CHUNK, CHUNK)
+        stored = operand_of(state, dstates_ptr.dtype.element_ty, PRECISION)
         store_tile(
-            dstates_ptr + ((chunk + c) * HS + h) * (D * V) + d0 * V, state, V, D - d0, v0, V, BLOCK_K, BLOCK_V
+            dstates_ptr + ((chunk + c) * HS + h) * (D * V) + d0 * V,
+            stored,
+            V,
+            D - d0,
+            v0,
+            V,
+            BLOCK_K,
+            BLOCK_V,
         )
         q = load_tile(
             q_ptr + row * (HQ * D) + h // (HS // HQ) * D, HQ * D, count, d0, D, CHUNK, BLOCK_K, EVEN

@@ -80,6 +80,16 @@ def store_tile(
 
 
 @triton.jit
+def operand_of(x, DTYPE: tl.constexpr, PRECISION: tl.constexpr):
+    """What is computed in float32 as an operand of products. Float32 numbers that meet in one pass of `"tf32"` are rounded to its 11
+    bits here: the hardware cuts them off, all towards zero, and sums over many tokens would show it."""
+    if DTYPE == tl.float32 and PRECISION == "tf32":
+        bits = x.to(tl.float32).to(tl.int32, bitcast=True)
+        return ((bits + 0x1000) & -0x2000).to(tl.float32, bitcast=True)
+    return x.to(DTYPE)
+
+
+@triton.jit
 def load_vector(ptr, stride, count, ROWS: tl.constexpr, EVEN: tl.constexpr):
     """One number of each row, float32, zero past `count`."""
     r = tl.arange(0, ROWS)

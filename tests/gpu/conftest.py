@@ -1,0 +1,34 @@
+"""Several processes share one GPU: what one of them no longer needs is there for the others."""
+
+import contextlib
+import gc
+import os
+import pathlib
+import tempfile
+
+import pytest
+
+# JAX's own allocator keeps what a process has once had. With several processes, memory goes back to the device at once: slower, which
+# tests that take the time do not want, so they run in one process (`-n 0`). This is read when the first backend starts, after all imports.
+if int(os.environ.get("PYTEST_XDIST_WORKER_COUNT", "1")) > 1:
+    os.environ.setdefault("XLA_PYTHON_CLIENT_ALLOCATOR", "platform")
+
+
+@pytest.fixture
+def most_of_the_memory():
+    """The test takes tens of gigabytes: only one such test at a time, over all processes."""
+    path = pathlib.Path(tempfile.gettempdir(), f"ejkernel_eqx-gpu-{os.getuid()}.lock")
+    with path.open("w") as file, _locked(file):
+        yield
+        gc.collect()
+
+
+@contextlib.contextmanager
+def _locked(file):
+    import fcntl  # not on Windows
+
+    fcntl.flock(file, fcntl.LOCK_EX)
+    try:
+        yield
+    finally:
+        fcntl.flock(file, fcntl.LOCK_UN)
