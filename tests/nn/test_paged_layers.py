@@ -11,112 +11,32 @@ import numpy as np
 import pytest
 
 from ejkernel_eqx import Buckets, PagedKVCache, PageTable, RaggedBatch
-from ejkernel_eqx.nn import CacheState, KVCache, Mamba2Mixer, MultiHeadAttention, RotaryEmbedding
+from ejkernel_eqx.nn import CacheState, KVCache
 from tests.nn import recurrent_layers
+from tests.nn.paged_layers import (
+    advance,
+    ATTENTION,
+    attention,
+    attention_alone,
+    CHUNKS,
+    dense_model,
+    in_place,
+    inputs,
+    LAYERS,
+    make_batch,
+    new_caches,
+    PAGE,
+    PAGES,
+    poisoned,
+    scanned,
+    SEQUENCES,
+    serve,
+    SLOTS,
+    TOKENS,
+)
 from tests.nn.recurrent_layers import EMBED
 from tests.recurrence.quick import quick
 from tests.tolerances import assert_close
-
-SEQUENCES, TOKENS, PAGE, PAGES, SLOTS = 3, 10, 3, 14, 5
-BUCKETS = Buckets((8,), (4,), (5,), (1, 4))
-CHUNKS = Buckets((8,), (4,), (5,), (4,))  # decodes go as chunks
-ATTENTION = {
-    "gqa, rope": {},
-    "mqa, gate, V != D": {"num_kv_heads": 1, "output_gate": True, "v_head_dim": 6},
-    "norm, sinks, window": {"qk_norm": True, "sinks": True, "sliding_window": 4, "use_qkv_bias": True},
-    "cap, pair": {"logits_soft_cap": 2.0, "sliding_window": (5, 0), "rope": None},
-}
-
-
-def attention(name="gqa, rope", **changes):
-    options = {"num_heads": 4, "num_kv_heads": 2, "head_dim": 8, "rope": RotaryEmbedding(8)}
-    layer = MultiHeadAttention(EMBED, **(options | ATTENTION[name] | changes), key=jax.random.key(0))
-    if layer.sinks is None:
-        return layer
-    return eqx.tree_at(lambda m: m.sinks, layer, jnp.array([0.5, -1.0, 2.0, 0.0]))
-
-
-def poisoned(caches):
-    full = lambda x: jnp.full_like(x, jnp.nan if jnp.issubdtype(x.dtype, jnp.floating) else 77)
-    return jax.tree.map(full, caches)
-
-
-def advance(layer):
-    """A step of the layer, whose output for padding must be finite as well."""
-    call = quick(lambda x, cache, batch: layer(x, cache, batch=batch))
-
-    def step(x, cache, batch):
-        y, cache = call(x, cache, batch)
-        assert jnp.isfinite(y).all()
-        return y, cache
-
-    return step
-
-
-@functools.cache
-def attention_alone(name):
-    layer = attention(name)
-    return quick(lambda x, cache: layer(x, cache))(inputs(), layer.init_cache(SEQUENCES, TOKENS))
-
-
-def schedule(seed):
-    """Rounds of `(sequence, new tokens)` until every sequence has all its tokens: chunks, decodes, both, in any order."""
-    random, done = np.random.default_rng(seed), np.zeros(SEQUENCES, int)
-    while (done < TOKENS).any():
-        chosen = [int(n) for n in random.permutation(SEQUENCES) if done[n] < TOKENS and random.random() < 0.8]
-        counts = [1 if random.random() < 0.6 else int(random.integers(2, 5)) for _ in chosen]
-        if random.random() < 0.4:
-            counts = [1] * len(chosen)
-        work = [(n, min(count, TOKENS - int(done[n]))) for n, count in zip(chosen, counts)]
-        while sum(count for _, count in work) > BUCKETS.tokens[-1]:
-            work.pop()
-        for n, count in work:
-            done[n] += count
-        yield work
-
-
-def make_batch(table, work, slots, buckets=BUCKETS):
-    """The batch of a round whose tokens the table already counts."""
-    names = [n for n, _ in work]
-    return RaggedBatch.build(
-        [count for _, count in work],
-        [table.length(n) for n in names],
-        table.rows(names),
-        page_size=PAGE,
-        buckets=buckets,
-        state_indices=[slots[n] for n in names],
-    )
-
-
-def pack(x, work, before, size):
-    """The round's tokens side by side, NaN behind them."""
-    real = [x[n, before[n] : before[n] + count] for n, count in work]
-    packed = np.full((size, x.shape[-1]), np.nan, np.float32)
-    if real:
-        rows = np.concatenate(real)
-        packed[: len(rows)] = rows
-    return jnp.asarray(packed)
-
-
-def serve(step, caches, x, seed=0, slots=(3, 0, 4), table=None, buckets=BUCKETS):
-    """What every sequence gets `[n, T, E]`, through the rounds of a schedule; `step` is `(x, caches, batch) -> (y, caches)`."""
-    table = PageTable(PAGES, PAGE) if table is None else table
-    before, y, kinds = [0] * SEQUENCES, np.full(x.shape, np.nan, np.float32), set()
-    for work in schedule(seed):
-        for n, count in work:
-            assert not table.allocate(n, count)
-        batch = make_batch(table, work, slots, buckets)
-        out, caches = step(pack(x, work, before, batch.num_tokens), caches, batch)
-        kinds.add(batch.is_decode)
-        for (n, count), start in zip(work, np.asarray(batch.query_start_loc)):
-            y[n, before[n] : before[n] + count] = out[start : start + count]
-            before[n] += count
-    assert kinds == {size == 1 for size in buckets.query_len}
-    return y, caches
-
-
-def inputs():
-    return np.asarray(recurrent_layers.inputs(SEQUENCES, TOKENS))
 
 
 @pytest.mark.parametrize("name", ATTENTION)
@@ -154,74 +74,10 @@ def test_a_recurrent_layer_equals_its_own_state(name):
             np.testing.assert_array_equal(ours[others], old[others])
 
 
-class Block(eqx.Module):
-    """A model of one attention and one recurrent layer; stacked, of two of each."""
-
-    mixers: tuple[MultiHeadAttention, Mamba2Mixer]
-
-    def __init__(self, key):
-        keys = jax.random.split(key)
-        rope = RotaryEmbedding(8)
-        self.mixers = (
-            MultiHeadAttention(EMBED, num_heads=4, num_kv_heads=2, head_dim=8, rope=rope, key=keys[0]),
-            Mamba2Mixer(EMBED, head_dim=12, num_groups=2, state_size=6, key=keys[1]),
-        )
-
-    def __call__(self, x, caches, **options):
-        new = []
-        for mixer, cache in zip(self.mixers, caches, strict=True):
-            y, cache = mixer(x, cache, **options)
-            x = x + y
-            new.append(cache)
-        return x, tuple(new)
-
-
-LAYERS = 2
-
-
-@functools.cache
-def stacked():
-    return eqx.filter_vmap(Block)(jax.random.split(jax.random.key(0), LAYERS))
-
-
-def scanned(function, carry, *others):
-    """`function(block, carry, *others)` over the stack."""
-    arrays, static = eqx.partition(stacked(), eqx.is_array)
-    body = lambda carry, own: function(eqx.combine(own[0], static), carry, *own[1:])
-    return jax.lax.scan(body, carry, (arrays, *others))
-
-
-@functools.cache
-def dense_model():
-    mixers = stacked().mixers
-    caches = (
-        mixers[0].init_cache((LAYERS, SEQUENCES), TOKENS),
-        mixers[1].init_state((LAYERS, SEQUENCES)),
-    )
-    return quick(lambda x: scanned(lambda block, x, own: block(x, own), x, caches))(inputs())
-
-
-def in_place(x, caches, batch):
-    """With the caches in the carry."""
-
-    def body(block, carry, index):
-        x, caches = carry
-        layers, numbered = caches.of_layer(index, batch)
-        x, layers = block(x, layers, batch=numbered)
-        return (x, caches.with_layers(layers)), None
-
-    return scanned(body, (x, caches), jnp.arange(LAYERS))[0]
-
-
 def sliced(x, caches, batch):
     """With a layer's caches scanned over."""
     x, layers = scanned(lambda block, x, own: block(x, own, batch=batch), x, caches.layers)
     return x, caches.with_layers(layers)
-
-
-def new_caches(**options):
-    sizes: dict[str, Any] = {"num_pages": PAGES, "page_size": PAGE, "num_slots": SLOTS, "batch_shape": LAYERS}
-    return CacheState.init(stacked().mixers, **sizes, **options)
 
 
 @functools.cache

@@ -91,19 +91,20 @@ def test_a_sequence_does_not_depend_on_the_others():
         assert same(results, {name: x[:, tokens] for name, x in together.items()})
 
 
-def test_sequences_with_more_queries_are_left_alone():
-    """Of 17 queries or fewer, two fill the smallest tile."""
-    case = Case((17, 2, 3, 1), (20, 9, 11, 30), H=16, K=2, sinks=True)
+@pytest.mark.parametrize("splits", (1, 3))
+def test_sequences_with_more_queries_are_left_alone(splits):
+    """Of 17 queries or fewer, two fill the smallest tile; tokens of no sequence are filled."""
+    case = Case((17, 2, 3, 1), (20, 9, 11, 30), H=16, K=2, sinks=True, first=1, tail=2)
     arrays, spec = with_axis(case)
-    call = folded(arrays, spec, CONFIG, interpret)
+    call = folded(arrays, spec, dataclasses.replace(CONFIG, split_k=splits), interpret)
     queries = triton.decode_queries(spec.max_query_len, call.group)
     assert queries == 2
-    before = {"out": jnp.full((23, 16, 16), 7.0), "lse": jnp.full((23, 16), 7.0)}
-    results, expected = triton_decode.decode(call, before, queries), run_reference(case)
-    taken = np.r_[17:19, 22]
+    results, expected = triton_decode.decode(call, queries), run_reference(case)
+    taken = np.r_[0, 18:20, 23:26]
     for name, x in results.items():
-        rest = np.delete(np.asarray(x), taken, 0)
-        assert (rest == 7).all()
+        assert np.isnan(
+            np.delete(np.asarray(x), taken, 0)
+        ).all()  # as the interpreter gives what is not written
         np.testing.assert_allclose(np.asarray(x)[taken], expected[name][taken], rtol=1e-4, atol=1e-5)
 
 
@@ -178,7 +179,13 @@ def test_unsupported():
     wide = arrays._replace(k=jax.ShapeDtypeStruct(arrays.k.shape, "float64"))  # pyright: ignore[reportArgumentType]
     assert "float64" in str(triton.unsupported(core.problem_of("paged_attention", wide, spec), sm_90))
     assert "512" in str(triton.unsupported(problem(dataclasses.replace(plain, D=512)), sm_90))
-    assert triton.unsupported(problem(dataclasses.replace(CASES["latent"], D=512, rope=64)), sm_90) is None
+    latent = dataclasses.replace(CASES["latent"], D=512, rope=64)
+    half, quantised = (dataclasses.replace(latent, dtype=dtype) for dtype in ("bfloat16", "float16"))
+    quantised = dataclasses.replace(quantised, kv_dtype="int8", scales="token")
+    assert triton.unsupported(problem(half), sm_90) is triton.unsupported(problem(quantised), sm_90) is None
+    for wide in (latent, dataclasses.replace(half, kv_dtype="float32")):
+        assert "128 channels in float32, not 512" in str(triton.unsupported(problem(wide), sm_90))
+    assert triton.unsupported(problem(dataclasses.replace(latent, D=128)), sm_90) is None
     assert "513" in str(triton.unsupported(problem(dataclasses.replace(CASES["latent"], D=513)), sm_90))
     float8 = problem(CASES["float8"])
     assert "8.9" in str(triton.unsupported(float8, sm_80)) and triton.unsupported(float8, sm_90) is None

@@ -166,13 +166,17 @@ def test_no_sequences_and_no_tokens():
     assert forward(arrays._replace(q=arrays.q[:0], q_len=arrays.q_len * 0), spec)["out"].shape[1] == 0
 
 
-def test_most_tiles_is_enough():
-    rng = np.random.default_rng(0)
-    for _ in range(300):
-        group, rows, least = int(rng.integers(1, 20)), int(2 ** rng.integers(4, 8)), int(rng.integers(0, 9))
-        lengths = rng.integers(0, 40, rng.integers(0, 12))
-        tiles = sum(-(-int(n) * group // rows) for n in lengths if n > least)
-        assert tiles <= triton_prefill.most_tiles(int(lengths.sum()), len(lengths), group, rows, least)
+def test_sequences_anywhere_among_the_tokens():
+    """Tokens of no sequence between them, and sequences that begin where the next one does."""
+    case = Case((3, 9, 0, 6), (5, 20, 4, 6), p=4)
+    arrays, spec = make(dataclasses.replace(case, tail=6))
+    start = np.array((2, 5, 16, 16), np.int32)
+    order = np.concatenate([start[n] + np.arange(q) for n, q in enumerate(case.q_lens)])
+    spread = jnp.zeros_like(arrays.q).at[order].set(arrays.q[: len(order)])
+    results = forward(arrays._replace(q=spread, q_start=jnp.asarray(start)), spec)
+    together = forward(arrays, spec)
+    for name, x in results.items():
+        np.testing.assert_array_equal(np.asarray(x)[0, order], np.asarray(together[name])[0, : len(order)])
 
 
 def launch_of(dtype: Any, heads: tuple[int, int], dim: int, tile: tuple[int, ...], **options: Any) -> Any:

@@ -22,10 +22,15 @@ DEVICES = {
 }
 KINDS = {
     "plain": (dict(T=4096, I=2048, B=4), {}),
+    "few states": (dict(T=4096, I=2048, B=4, N=4), {}),
     "segments": (dict(T=1000, I=1000, N=7), dict(packed="segments", initial_state=True)),
     "offsets": (dict(T=1024, I=64, G=2, S=3, N=33), dict(packed="offsets", z=False, D=False, softplus=False)),
 }
-QUICK = {("sm_90", "plain", "bfloat16"), ("gfx942", "offsets", "float32"), ("sm_80", "segments", "float16")}
+QUICK = {
+    ("sm_90", "few states", "bfloat16"),
+    ("gfx942", "offsets", "float32"),
+    ("sm_80", "segments", "float16"),
+}
 GRID = [
     (target, kind, dtype)
     for target in DEVICES

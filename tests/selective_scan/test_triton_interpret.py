@@ -27,9 +27,8 @@ from ejkernel_eqx.selective_scan.triton_step import StepTile
 
 
 def config(chunk=8, block=8, splits=3, unroll=2) -> TritonConfig:
-    return TritonConfig(
-        chunk, ScanTile(block, 1, splits * 8, unroll), ScanTile(block, 1, splits * 8), StepTile(4, 1)
-    )
+    tile = ScanTile(block, 1, splits * 8, unroll)
+    return TritonConfig(chunk, tile, tile, StepTile(4, 1))
 
 
 def run(case: Case, config: TritonConfig, save: bool = True) -> Result:
@@ -54,6 +53,15 @@ def run(case: Case, config: TritonConfig, save: bool = True) -> Result:
 def test_agrees_with_reference(case):
     case = dataclasses.replace(case, B=1, T=min(case.T, 21), N=min(case.N, 3))
     assert_agrees(case, run(case, config()))
+
+
+@over(CASES, {"everything", "offsets"})
+def test_states_that_stay_in_registers(case):
+    """Three states in tiles of four, splits that the length does not fill, and as many states as the tile has."""
+    case = dataclasses.replace(case, B=1, T=min(case.T, 21), N=min(case.N, 3))
+    assert_agrees(case, run(case, config(unroll=4)))
+    full = dataclasses.replace(case, N=4)
+    assert_agrees(full, run(full, config(unroll=4)))
 
 
 @over(lengths(8), {"T1", "T9"})

@@ -85,8 +85,8 @@ def check_pages(layer: Any, cache: Any, inference: bool | None) -> PagedKVCache:
             "batch: expected a causal layer that attends to its own input, received one with causal=False or kv_embed_dim=; "
             "only such a layer decodes from pages."
         )
-    trains = not (layer.attention.inference if inference is None else inference)
-    if trains and layer.attention.options.dropout_rate:
+    drops = layer.attention.options.dropout_rate > 0
+    if drops and not (layer.attention.inference if inference is None else inference):
         raise ValueError(
             "inference: expected True with batch in a layer with dropout, received False; use equinox.nn.inference_mode."
         )

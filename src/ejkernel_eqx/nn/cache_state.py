@@ -8,6 +8,7 @@ import equinox as eqx
 import jax
 import jax.numpy as jnp
 from jax import Array
+from jax.core import Tracer
 from jax.typing import DTypeLike
 
 from ..paged import RaggedBatch
@@ -83,18 +84,25 @@ class CacheState(eqx.Module):
                 )
         return cls(tuple(layers), len(lead))
 
+    def __check_init__(self):
+        for index, layer in enumerate(self.layers):
+            _check_unbound(index, layer)
+
     def with_layers(self, layers: Sequence[Any]) -> "CacheState":
         """The same with what calls have given for each layer, also for those of `of_layer`.
 
-        **Raises:** `ValueError` for another number of layers.
+        **Raises:** `ValueError` for another number of layers, or one of another kind, size or dtype.
         """
         if len(layers) != len(self.layers):
             raise ValueError(
                 f"layers: expected {len(self.layers)}, one for each mixer, received {len(layers)}."
             )
+        for index, (old, new) in enumerate(zip(self.layers, layers, strict=True)):
+            _check_unbound(index, new)
+            self._check_kept(index, old, new)
         # Scales a head are never written. Those of one layer may come back alone: all stay as they were.
-        scales = lambda x: self.batch_ndim == 1 and x.ndim <= 2
-        put = lambda old, new: old if scales(old) and new.shape != old.shape else new.reshape(old.shape)
+        alone = lambda old, new: self._is_scale(old) and new.shape != old.shape
+        put = lambda old, new: old if alone(old, new) else new.reshape(old.shape)
         return CacheState(jax.tree.map(put, self.layers, tuple(layers)), self.batch_ndim)
 
     def of_layer(self, index: Any, batch: RaggedBatch) -> tuple[tuple[Any, ...], RaggedBatch]:
@@ -118,14 +126,15 @@ class CacheState(eqx.Module):
 
         **Returns:** the layers' caches, for one call each, whose results `with_layers` takes back; and the batch for these calls.
 
-        **Raises:** `ValueError` for caches with another number of leading axes than one.
+        **Raises:** `ValueError` for caches with another number of leading axes than one, with unequal numbers of pages or slots, or for
+        an index that is no layer's, where it is known.
         """
         if self.batch_ndim != 1:
             raise ValueError(
                 f"of_layer: expected caches of one stack, with a batch_shape such as (layers,), received {self.batch_ndim} leading axes."
             )
         pages, slots = (self._count(paged) for paged in (True, False))
-        index = jnp.asarray(index, jnp.int32)
+        index = self._read_index(index)
         states = None if batch.state_indices is None else _numbered(batch.state_indices, index, slots)
         batch = dataclasses.replace(
             batch, page_table=_numbered(batch.page_table, index, pages), state_indices=states
@@ -136,7 +145,43 @@ class CacheState(eqx.Module):
     def _count(self, paged: bool) -> int:
         """Pages, or slots, of a layer."""
         arrays = [jax.tree.leaves(layer)[0] for layer in self.layers if hasattr(layer, "copy_pages") == paged]
-        return arrays[0].shape[self.batch_ndim] if arrays else 0
+        counts = {x.shape[self.batch_ndim] for x in arrays}
+        if len(counts) > 1:
+            raise ValueError(
+                f"layers: expected as many {'pages' if paged else 'slots'} in each, received {sorted(counts)}; a batch numbers them alike in "
+                "all layers, so build them with equal sizes."
+            )
+        return counts.pop() if counts else 0
+
+    def _read_index(self, index: Any) -> Array:
+        """The number of a layer in its stack. Where it is traced, nobody can check it."""
+        count = jax.tree.leaves(self.layers)[0].shape[0] if jax.tree.leaves(self.layers) else 0
+        number = jnp.asarray(index)
+        if number.shape or not jnp.issubdtype(number.dtype, jnp.integer):
+            raise ValueError(
+                f"index: expected one integer, received {number.dtype} of shape {number.shape}; jax.lax.scan over jnp.arange({count}) "
+                "gives one after the other."
+            )
+        if not isinstance(number, Tracer) and not 0 <= int(number) < count:
+            raise ValueError(
+                f"index: expected 0 to {count - 1}, one of the layers, received {int(number)}; count from the first one."
+            )
+        return number.astype(jnp.int32)
+
+    def _check_kept(self, index: int, old: Any, new: Any) -> None:
+        """`new` holds what `old` does, of all layers of a stack or with their axis merged."""
+        fits = jax.tree.structure(old) == jax.tree.structure(new)
+        pairs = list(zip(jax.tree.leaves(old), jax.tree.leaves(new))) if fits else []
+        sizes = lambda x, y: x.size == y.size or (self._is_scale(x) and y.shape == x.shape[1:])
+        if not fits or not all(x.dtype == y.dtype and sizes(x, y) for x, y in pairs):
+            raise ValueError(
+                f"layers[{index}]: expected what a call gives for the {_described(old)}, received {_described(new)}; give the caches of "
+                "this state, each in its place."
+            )
+
+    def _is_scale(self, x: Array) -> bool:
+        """Whether an array of a stack has no pages: scales a head, or one for a cache."""
+        return self.batch_ndim == 1 and x.ndim <= 2
 
     @property
     def nbytes(self) -> int:
@@ -166,6 +211,19 @@ class CacheState(eqx.Module):
         return self.with_layers(
             [layer if hasattr(layer, "copy_pages") else jax.tree.map(slots, layer) for layer in self.layers]
         )
+
+
+def _check_unbound(index: int, layer: Any) -> None:
+    if getattr(layer, "is_bound", False):
+        raise ValueError(
+            f"layers[{index}]: expected a {type(layer).__name__} that is bound to no tables, received one that is; call its unbind(): "
+            "tables come with each batch."
+        )
+
+
+def _described(layer: Any) -> str:
+    arrays = (f"{x.dtype}{list(x.shape)}" for x in jax.tree.leaves(layer))
+    return f"{type(layer).__name__} of {', '.join(arrays)}"
 
 
 def _numbered(numbers: Array, index: Array, count: int) -> Array:

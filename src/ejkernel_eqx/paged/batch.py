@@ -16,6 +16,16 @@ from .buckets import Buckets as Buckets
 from .buckets import BucketSizes as BucketSizes
 
 
+def to_int32(x: Any) -> Any:
+    """Integers of any width as int32, such that numbers that do not fit stay out of every range; all else as it is."""
+    if not isinstance(x, Array | np.ndarray) or not jnp.issubdtype(x.dtype, jnp.integer):
+        return x
+    if x.dtype.itemsize >= 4 and x.dtype != jnp.int32:
+        clip = np.clip if isinstance(x, np.ndarray) else jnp.clip
+        x = clip(x, max(-1, int(jnp.iinfo(x.dtype).min)), 2**31 - 1)
+    return jnp.asarray(x, jnp.int32)
+
+
 class RaggedBatch(eqx.Module):
     r"""Sequences with new tokens packed side by side, `T` in all, decodes and chunks of prompts mixed.
 
@@ -25,7 +35,7 @@ class RaggedBatch(eqx.Module):
     `page_table`. Tokens from $c_N$ on are padding, as are sequences without tokens.
 
     [`RaggedBatch.build`][ejkernel_eqx.paged.batch.RaggedBatch.build] makes one from lists outside `jit`; the constructor takes
-    arrays, inside it too.
+    arrays of any integers, inside it too.
 
     **Arguments:**
 
@@ -40,10 +50,10 @@ class RaggedBatch(eqx.Module):
     **Raises:** `ValueError` for shapes that do not fit.
     """
 
-    query_start_loc: Int[Array, "offsets"]
-    lengths: Int[Array, "N"]
-    page_table: Int[Array, "N M"]
-    state_indices: Int[Array, "N"] | None = None
+    query_start_loc: Int[Array, "offsets"] = eqx.field(converter=to_int32)
+    lengths: Int[Array, "N"] = eqx.field(converter=to_int32)
+    page_table: Int[Array, "N M"] = eqx.field(converter=to_int32)
+    state_indices: Int[Array, "N"] | None = eqx.field(converter=to_int32, default=None)
     page_size: int = eqx.field(static=True, kw_only=True)
     max_query_len: int = eqx.field(static=True, kw_only=True)
     num_tokens: int = eqx.field(static=True, kw_only=True)
@@ -114,6 +124,11 @@ class RaggedBatch(eqx.Module):
                     f"page_table: expected {-(-int(length) // page_size)} pages for the {length} tokens of sequence {n}, received "
                     f"{len(row)}; -1 stands for a page that is not needed any more."
                 )
+        if buckets is not None and not isinstance(buckets, Buckets):
+            raise ValueError(
+                f"buckets: expected Buckets or None, received {type(buckets).__name__}; build Buckets(tokens=, sequences=, pages=, query_len=) "
+                "from tuples of sizes."
+            )
         total, longest = int(queries.sum()), int(queries.max(initial=1))
         sizes = BucketSizes(total, count, max([1, *map(len, rows)]), longest)
         if buckets is not None:
@@ -143,7 +158,7 @@ class RaggedBatch(eqx.Module):
     @property
     def sequence_ids(self) -> Int[Array, "T"]:
         """The number of each token's sequence, int32 `[T]`; -1 for padding."""
-        return cu_seqlens_to_segment_ids(self.query_start_loc.astype(jnp.int32), self.num_tokens)
+        return cu_seqlens_to_segment_ids(self.query_start_loc, self.num_tokens)
 
     @property
     def is_real(self) -> Bool[Array, "T"]:
@@ -164,7 +179,7 @@ class RaggedBatch(eqx.Module):
         position = self._places(ids)
         column = position // self.page_size
         width = self.page_table.shape[1]
-        page = self.page_table[jnp.maximum(ids, 0), jnp.clip(column, 0, width - 1)].astype(jnp.int32)
+        page = self.page_table[jnp.maximum(ids, 0), jnp.clip(column, 0, width - 1)]
         # A page number so large that its slots are no int32 is none of any cache.
         largest = (2**31 - self.page_size) // self.page_size
         there = (ids >= 0) & (position >= 0) & (column < width) & (page >= 0) & (page <= largest)
@@ -173,14 +188,14 @@ class RaggedBatch(eqx.Module):
     @property
     def last_tokens(self) -> Int[Array, "N"]:
         """The place of each sequence's last new token among the `T`, int32 `[N]`; -1 if it has none."""
-        starts = self.query_start_loc.astype(jnp.int32)
+        starts = self.query_start_loc
         return jnp.where(starts[1:] > starts[:-1], starts[1:] - 1, -1)
 
     def _places(self, ids: Array) -> Array:
         if self.lengths.shape[0] == 0:
             return jnp.zeros_like(ids)
         # A sequence's last token sits at lengths - 1 and comes right before the next one's first.
-        before = self.lengths.astype(jnp.int32) - self.query_start_loc[1:].astype(jnp.int32)
+        before = self.lengths - self.query_start_loc[1:]
         tokens = jnp.arange(self.num_tokens, dtype=jnp.int32)
         return jnp.where(ids >= 0, tokens + before[jnp.maximum(ids, 0)], 0)
 

@@ -1,6 +1,7 @@
 """The sizes that batches are padded to."""
 
 import dataclasses
+from collections.abc import Iterable
 from typing import NamedTuple
 
 from ..sequences.packing import read_count
@@ -36,11 +37,12 @@ class Buckets:
 
     def __post_init__(self):
         for field in dataclasses.fields(self):
-            given = tuple(getattr(self, field.name))
-            sizes = tuple(read_count(field.name, size, least=1) for size in given)
+            given = getattr(self, field.name)
+            several = isinstance(given, Iterable) and not isinstance(given, str)
+            sizes = tuple(read_count(field.name, size, least=1) for size in given) if several else ()
             if not sizes or list(sizes) != sorted(set(sizes)):
                 raise ValueError(
-                    f"{field.name}: expected ascending sizes such as (1, 2, 4), received {given}."
+                    f"{field.name}: expected ascending sizes such as (1, 2, 4), received {given!r}; one size alone is a tuple too."
                 )
             object.__setattr__(self, field.name, sizes)
 

@@ -42,8 +42,8 @@ class PagedKVCache(eqx.Module):
 
     k: Shaped[Array, "... P p K D"]
     v: Shaped[Array, "... P p K V"]
-    page_table: Int[Array, "... N M"] | None = None
-    lengths: Int[Array, "... N"] | None = None
+    page_table: Int[Array, "... N M"] | None = eqx.field(converter=paging.to_int32, default=None)
+    lengths: Int[Array, "... N"] | None = eqx.field(converter=paging.to_int32, default=None)
     k_scale: Float[Array, "..."] | None = None
     v_scale: Float[Array, "..."] | None = None
 

@@ -7,7 +7,7 @@ import jax
 import jax.numpy as jnp
 from jax import Array
 
-from .core import axes_of
+from .leading import unmapped
 from .spec import PagedArrays, PagedSpec, SHARED
 
 Named = dict[str, Array]
@@ -16,9 +16,7 @@ Named = dict[str, Array]
 def flatten_rows(attend: Callable[[PagedArrays], Named], arrays: PagedArrays, spec: PagedSpec) -> Named:
     """`attend`, which takes arrays without leading axes, on arrays with one: the sequences of all rows at once, where the rows
     share their pages; else row by row, which keeps pages that are spread over devices where they are."""
-    ranks = {name: len(axes) for name, axes in axes_of(arrays, spec).items()}
-    given = arrays.given
-    alone = {name for name in SHARED.intersection(given) if given[name].ndim == ranks[name]}
+    given, alone = arrays.given, unmapped(arrays, spec)
     rows, tokens = arrays.q.shape[:2]
     if rows == 1:
         results = attend(PagedArrays.of({name: x if name in alone else x[0] for name, x in given.items()}))

@@ -34,8 +34,8 @@ class PagedLatentCache(eqx.Module):
 
     latent: Shaped[Array, "... P p R"]
     rope: Shaped[Array, "... P p Dr"]
-    page_table: Int[Array, "... N M"] | None = None
-    lengths: Int[Array, "... N"] | None = None
+    page_table: Int[Array, "... N M"] | None = eqx.field(converter=paging.to_int32, default=None)
+    lengths: Int[Array, "... N"] | None = eqx.field(converter=paging.to_int32, default=None)
     latent_scale: Float[Array, "..."] | None = None
     rope_scale: Float[Array, "..."] | None = None
 

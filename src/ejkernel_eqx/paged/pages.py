@@ -12,6 +12,7 @@ from jax.typing import DTypeLike
 
 from ..sequences.packing import read_count
 from .batch import RaggedBatch
+from .batch import to_int32 as to_int32
 from .quantise import dequantise, LARGEST
 
 Tables = tuple[Array, Array]
@@ -154,7 +155,7 @@ def check_tables(table: Array, lengths: Array) -> tuple[Array, Array]:
             f"lengths: expected ints {table.shape[:-1]}, one for each row of page_table, received {lengths.dtype} of shape "
             f"{lengths.shape}; new tokens count."
         )
-    return _int32(table), _int32(lengths)
+    return to_int32(table), to_int32(lengths)
 
 
 def read_new(name: str, new: Any, lead: tuple[int, ...], inner: tuple[int, ...], tokens: int | None) -> Array:
@@ -179,7 +180,7 @@ def read_slots(slots: Any, lead: tuple[int, ...], tokens: int) -> Array:
             f"slots: expected ints [{tokens}], page * page_size + place for each token and -1 for nowhere, received {slots.dtype} of "
             f"shape {slots.shape}; RaggedBatch.slots has them."
         )
-    return jnp.broadcast_to(_int32(slots), (*lead, tokens))
+    return jnp.broadcast_to(to_int32(slots), (*lead, tokens))
 
 
 def read_copies(source: Any, target: Any) -> tuple[Array, Array]:
@@ -192,14 +193,8 @@ def read_copies(source: Any, target: Any) -> tuple[Array, Array]:
                 f"{name}: expected ints [C], a page for each copy, received {x.dtype} of shape {x.shape} (source: shape "
                 f"{pages['source'].shape}); -1 copies nothing."
             )
-    return _int32(pages["source"]), _int32(pages["target"])
-
-
-def _int32(x: Array) -> Array:
-    """Numbers that do not fit stay out of every range."""
-    if x.dtype.itemsize > 4 and jnp.issubdtype(x.dtype, jnp.integer):
-        x = jnp.clip(x, max(-1, int(jnp.iinfo(x.dtype).min)), 2**31 - 1)
-    return x.astype(jnp.int32)
+    source, target = (to_int32(x) if x.size else jnp.zeros(0, jnp.int32) for x in pages.values())
+    return source, target
 
 
 def copy(pages: Array, source: Array, target: Array, lead: int) -> Array:

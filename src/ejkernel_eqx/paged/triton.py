@@ -1,8 +1,7 @@
 """Platform `triton`: the host side. Configurations, support, and which sequences which kernel takes.
 
 Both attention kernels write into the same `out` and `lse`, each the tokens of its own sequences: the decode kernel of those with up to
-`decode_queries` queries, the prefill kernel of those with more; each leaves the other's sequences at once. Tokens of no sequence stay as
-they were filled: 0 and minus infinity.
+`decode_queries` queries, and of tokens of no sequence 0 and minus infinity; then the prefill kernel of the sequences with more queries.
 """
 
 import dataclasses
@@ -23,6 +22,8 @@ OPAQUE = True
 VERSION = 1
 MAX_HEAD_DIM = 256
 MAX_LATENT_DIM = 512
+MAX_FLOAT32_LATENT_DIM = 128
+"""In three passes of a product more would spill kilobytes a thread."""
 DECODE_QUERIES = 16
 """Up to this `max_query_len`, the decode kernel takes all sequences."""
 _MOST_CANDIDATES = 12
@@ -38,6 +39,10 @@ def unsupported(problem: Problem, device: DeviceFacts) -> str | None:
     if problem.flag("latent"):
         if values > MAX_LATENT_DIM or dim - values > MAX_HEAD_DIM:
             return f"takes latent pages of up to {MAX_LATENT_DIM} channels and {MAX_HEAD_DIM} of rope, not {values} and {dim - values}"
+        if triton_tiles.dot_bytes(problem) == 4 and values > MAX_FLOAT32_LATENT_DIM:
+            return (
+                f"multiplies latent pages of up to {MAX_FLOAT32_LATENT_DIM} channels in float32, not {values}"
+            )
     elif max(dim, values) > MAX_HEAD_DIM:
         return f"takes head dims up to {MAX_HEAD_DIM}, not D {dim} and V {values}"
     if kv == "float8_e4m3fn" and device.vendor == "nvidia" and device.capability < (8, 9):
@@ -108,15 +113,14 @@ def forward(
 ) -> dict[str, Array]:
     """`out [B, T, H, V]` and `lse [B, T, H]`, of arrays with one leading axis."""
     call = folded(arrays, spec, config, execute)
-    tokens, heads = call.arrays.q.shape[:2]
-    results = {
-        "out": jnp.zeros((tokens, heads, call.values), arrays.q.dtype),
-        "lse": jnp.full((tokens, heads), -jnp.inf, jnp.float32),
-    }
-    most = decode_queries(spec.max_query_len, call.group)
-    results = triton_decode.decode(call, results, most)
-    if spec.max_query_len > most:
-        results = triton_prefill.prefill(call, results, most)
+    if call.num_sequences == 0 or call.arrays.q.shape[0] == 0:
+        out, lse = call.result_types.values()
+        results = {"out": jnp.zeros(out.shape, out.dtype), "lse": jnp.full(lse.shape, -jnp.inf, lse.dtype)}
+    else:
+        most = decode_queries(spec.max_query_len, call.group)
+        results = triton_decode.decode(call, most)
+        if spec.max_query_len > most:
+            results = triton_prefill.prefill(call, results, most)
     lead = arrays.q.shape[:2]
     return {name: x.reshape((*lead, *x.shape[1:])) for name, x in results.items()}
 

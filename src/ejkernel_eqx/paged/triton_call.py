@@ -100,6 +100,15 @@ class Call:
         return (self.arrays.k if self.arrays.v is None else self.arrays.v).shape[-1]
 
     @property
+    def result_types(self) -> dict[str, jax.ShapeDtypeStruct]:
+        """Of `out_ptr` and `lse_ptr`, as the last kernel has them."""
+        tokens, heads = self.arrays.q.shape[:2]
+        return {
+            "out_ptr": jax.ShapeDtypeStruct((tokens, heads, self.values), self.arrays.q.dtype),
+            "lse_ptr": jax.ShapeDtypeStruct((tokens, heads), jnp.float32),
+        }
+
+    @property
     def dot_dtype(self) -> jnp.dtype:
         """What matrices are multiplied in: quantised pages in the dtype of the queries, others in the wider one."""
         q, k = self.arrays.q.dtype, self.arrays.k.dtype
@@ -113,23 +122,18 @@ class Call:
         outputs: dict[str, jax.ShapeDtypeStruct],
         *,
         before: dict[str, Array] | None = None,
-        more: dict[str, Array] | None = None,
         scalars: dict[str, int] | None = None,
         **constants: Any,
     ) -> dict[str, Array]:
         """Launches an attention kernel. Its parameters: `q_ptr, k_ptr, v_ptr, rope_ptr, table_ptr, q_start_ptr, q_len_ptr,
-        kv_len_ptr, kv_start_ptr, k_scale_ptr, v_scale_ptr, rope_scale_ptr, sinks_ptr, slopes_ptr, qq_bias_ptr, out_before_ptr,
-        lse_before_ptr, P, M, Q, ROW, T`, the arrays of `more` and the numbers of `scalars` anywhere among them, then the outputs `out_ptr,
-        lse_ptr`, then the constants below and `constants`.
+        kv_len_ptr, kv_start_ptr, k_scale_ptr, v_scale_ptr, rope_scale_ptr, sinks_ptr, slopes_ptr, qq_bias_ptr, P, M, N, Q, ROW, T`, the
+        arrays of `before` and the numbers of `scalars` anywhere among them, then the outputs `out_ptr, lse_ptr`, then the constants below
+        and `constants`.
 
-        With `before`, `out` and `lse` as they are so far, the outputs start as these (and are in place).
+        With `before`, `out` and `lse` as they are so far (`out_before_ptr, lse_before_ptr`), the outputs start as these (and are in place).
         """
         inputs = {f"{name}_ptr": self._given(field) for name, field in _INPUTS.items()}
-        inputs |= {
-            "out_before_ptr": self.arrays.q if before is None else before["out"],
-            "lse_before_ptr": self.arrays.q if before is None else before["lse"],
-            **(more or {}),
-        }
+        inputs |= {f"{name}_before_ptr": x for name, x in (before or {}).items()}
         qq_bias = self.arrays.qq_bias
         launch = Launch(
             kernel=kernel,
@@ -138,6 +142,7 @@ class Call:
             scalars={
                 "P": self.arrays.k.shape[0],
                 "M": self.arrays.page_table.shape[-1],
+                "N": self.num_sequences,
                 "Q": 0 if qq_bias is None else qq_bias.shape[-1],
                 "ROW": self.row_sequences,
                 "T": self.arrays.q.shape[0],
@@ -148,7 +153,7 @@ class Call:
             num_warps=tile.num_warps,
             num_stages=tile.num_stages,
             name=f"ejkernel_eqx.paged.{kernel.fn.__name__}",
-            aliases={} if before is None else {"out_before_ptr": "out_ptr", "lse_before_ptr": "lse_ptr"},
+            aliases={f"{name}_before_ptr": f"{name}_ptr" for name in before or {}},
         )
         return self.execute(launch, inputs)
 

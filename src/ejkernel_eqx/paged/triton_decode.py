@@ -12,7 +12,17 @@ from jax import Array
 
 from ..launch import Launch
 from .triton_call import Call, count, padded
-from .triton_tile import attend_tile, head_factors, load_pages, load_queries, locate, query_rows, sequence
+from .triton_tile import (
+    attend_tile,
+    fill_rest,
+    FILLED,
+    head_factors,
+    load_pages,
+    load_queries,
+    locate,
+    query_rows,
+    sequence,
+)
 
 _MERGED = 4096  # numbers of partial results that are added in one step
 
@@ -29,7 +39,7 @@ def splits_of(first, end, BK: tl.constexpr, SPLITS: tl.constexpr, LEAST: tl.cons
 @triton.jit
 def decode_kernel(
     q_ptr, k_ptr, v_ptr, rope_ptr, table_ptr, q_start_ptr, q_len_ptr, kv_len_ptr, kv_start_ptr, k_scale_ptr, v_scale_ptr,
-    rope_scale_ptr, sinks_ptr, slopes_ptr, qq_bias_ptr, out_before_ptr, lse_before_ptr, P, M, Q, ROW, T,
+    rope_scale_ptr, sinks_ptr, slopes_ptr, qq_bias_ptr, P, M, N, Q, ROW, T, LONGEST,
     out_ptr, lse_ptr,
     H: tl.constexpr, K: tl.constexpr, D: tl.constexpr, V: tl.constexpr, R: tl.constexpr, PAGE: tl.constexpr, MOST: tl.constexpr,
     BLOCK_D: tl.constexpr, BLOCK_V: tl.constexpr, BLOCK_R: tl.constexpr, BM: tl.constexpr, BK: tl.constexpr, LATENT: tl.constexpr,
@@ -39,6 +49,12 @@ def decode_kernel(
 ):  # fmt: skip
     blocks: tl.constexpr = (QUERIES * (H // K) + BM - 1) // BM
     program = tl.program_id(0)
+    if SPLITS == 1:
+        if program >= N * (blocks * K):
+            fill_rest(
+                program - N * (blocks * K), q_start_ptr, q_len_ptr, out_ptr, lse_ptr, N, T, LONGEST, H, V
+            )
+            return
     row = program % blocks * BM
     kv_head = program // blocks % K
     split = program // (blocks * K) % SPLITS
@@ -111,13 +127,16 @@ def decode_kernel(
 
 @triton.jit
 def merge_kernel(
-    q_start_ptr, q_len_ptr, kv_len_ptr, kv_start_ptr, sinks_ptr, parts_ptr, part_lse_ptr, out_before_ptr, lse_before_ptr, M, ROW, T,
+    q_start_ptr, q_len_ptr, kv_len_ptr, kv_start_ptr, sinks_ptr, parts_ptr, part_lse_ptr, M, N, ROW, T, LONGEST,
     out_ptr, lse_ptr,
     H: tl.constexpr, V: tl.constexpr, BLOCK_V: tl.constexpr, PAGE: tl.constexpr, MOST: tl.constexpr, BK: tl.constexpr,
     LEFT: tl.constexpr, RANGED: tl.constexpr, SINKS: tl.constexpr, QUERIES: tl.constexpr, ALONE: tl.constexpr,
     SPLITS: tl.constexpr, BLOCK_S: tl.constexpr, STEP: tl.constexpr, LEAST: tl.constexpr,
 ):  # fmt: skip
     program = tl.program_id(0)
+    if program >= N * (H * QUERIES):
+        fill_rest(program - N * (H * QUERIES), q_start_ptr, q_len_ptr, out_ptr, lse_ptr, N, T, LONGEST, H, V)
+        return
     h = program % H
     t = program // H % QUERIES
     n = (program // (H * QUERIES)).to(tl.int64)
@@ -162,9 +181,9 @@ def merge_kernel(
     tl.store(lse_ptr + target, lse)
 
 
-def decode(call: Call, before: dict[str, Array], queries: int) -> dict[str, Array]:
-    """`before` (`out` and `lse`) with the results of the sequences that have at most `queries` queries; if no sequence may have more
-    (`max_query_len`), of all."""
+def decode(call: Call, queries: int) -> dict[str, Array]:
+    """`out` and `lse` of the sequences that have at most `queries` queries, if no sequence may have more (`max_query_len`) of all; and of
+    tokens of no sequence. What other sequences have is left as it comes."""
     tile = call.config.decode
     (heads, kv_heads), values = call.heads, call.values
     rows = queries * call.group
@@ -179,17 +198,24 @@ def decode(call: Call, before: dict[str, Array], queries: int) -> dict[str, Arra
         "SPLITS": splits,
         "LEAST": count(call.config.chunk_size, tile.block_k),
     }
-    grid = (count(rows, tile_rows) * kv_heads * splits * call.num_sequences,)
-    types = {f"{name}_ptr": jax.ShapeDtypeStruct(x.shape, x.dtype) for name, x in before.items()}
+    longest = {"LONGEST": call.spec.max_query_len}
+    programs = count(rows, tile_rows) * kv_heads * splits * call.num_sequences
     if splits == 1:
-        results = call.launch(decode_kernel, tile, grid, types, before=before, **static)
-        return {name: results[f"{name}_ptr"] for name in before}
+        grid = (programs + _fills(call),)
+        results = call.launch(decode_kernel, tile, grid, call.result_types, scalars=longest, **static)
+        return {name.removesuffix("_ptr"): x for name, x in results.items()}
     shape = (call.num_sequences, queries, heads, splits)
     parts = {
         "out_ptr": jax.ShapeDtypeStruct((*shape, values), jnp.float32),
         "lse_ptr": jax.ShapeDtypeStruct(shape, jnp.float32),
     }
-    return _merge(call, call.launch(decode_kernel, tile, grid, parts, **static), before, static)
+    results = call.launch(decode_kernel, tile, (programs,), parts, scalars=longest, **static)
+    return _merge(call, results, static, longest)
+
+
+def _fills(call: Call) -> int:
+    """Programs that look for tokens of no sequence."""
+    return count(call.arrays.q.shape[0], FILLED.value)
 
 
 def num_splits(call: Call, queries: int) -> int:
@@ -202,18 +228,13 @@ def num_splits(call: Call, queries: int) -> int:
 
 
 def _merge(
-    call: Call, parts: dict[str, Array], before: dict[str, Array], static: dict[str, int]
+    call: Call, parts: dict[str, Array], static: dict[str, int], longest: dict[str, int]
 ) -> dict[str, Array]:
     arrays, constants = call.arrays, call.constants(call.config.decode) | static
     names = ("q_start", "q_len", "kv_len", "kv_start", "sinks")
     given = {f"{name}_ptr": getattr(arrays, name) for name in names}
     inputs = {name: arrays.q_len if x is None else x for name, x in given.items()}
-    inputs |= {
-        "parts_ptr": parts["out_ptr"],
-        "part_lse_ptr": parts["lse_ptr"],
-        "out_before_ptr": before["out"],
-        "lse_before_ptr": before["lse"],
-    }
+    inputs |= {"parts_ptr": parts["out_ptr"], "part_lse_ptr": parts["lse_ptr"]}
     heads, splits = call.heads[0], static["SPLITS"]
     block_s = 1 << (splits - 1).bit_length()
     step = min(block_s, max(2, _MERGED // padded(call.values)))
@@ -221,14 +242,18 @@ def _merge(
     launch = Launch(
         merge_kernel,
         inputs={name: jax.ShapeDtypeStruct(x.shape, x.dtype) for name, x in inputs.items()},
-        outputs={f"{name}_ptr": jax.ShapeDtypeStruct(x.shape, x.dtype) for name, x in before.items()},
-        scalars={"M": arrays.page_table.shape[-1], "ROW": call.row_sequences, "T": arrays.q.shape[0]},
+        outputs=call.result_types,
+        scalars={
+            "M": arrays.page_table.shape[-1],
+            "N": call.num_sequences,
+            "ROW": call.row_sequences,
+            "T": arrays.q.shape[0],
+            **longest,
+        },
         constants={name: constants[name] for name in shared} | {"BLOCK_S": block_s, "STEP": step},
-        grid=(heads * static["QUERIES"] * call.num_sequences,),
+        grid=(heads * static["QUERIES"] * call.num_sequences + _fills(call),),
         num_warps=4 if step * padded(call.values) >= _MERGED else 2,
         num_stages=2,
         name="ejkernel_eqx.paged.merge_kernel",
-        aliases={"out_before_ptr": "out_ptr", "lse_before_ptr": "lse_ptr"},
     )
-    results = call.execute(launch, inputs)
-    return {name: results[f"{name}_ptr"] for name in before}
+    return {name.removesuffix("_ptr"): x for name, x in call.execute(launch, inputs).items()}

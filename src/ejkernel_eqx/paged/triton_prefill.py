@@ -1,8 +1,6 @@
 """The kernel for sequences with many queries: one program per tile of rows (queries times the heads that read one key head) of a
 sequence, over its pages."""
 
-import jax
-import jax.numpy as jnp
 import triton
 import triton.language as tl
 from jax import Array
@@ -14,13 +12,19 @@ _SCANNED = 256  # entries of a page table looked through at once
 
 
 @triton.jit
-def _sequence_of(tiles_ptr, m, N):
-    """The sequence that has tile `m`: the last one that begins at or before it."""
+def _first_tile(q_start_ptr, n, GROUP: tl.constexpr, BM: tl.constexpr):
+    """Sequence `n` has the tiles from here on: no fewer than it needs, as each before it has one to spare."""
+    return tl.load(q_start_ptr + n) * GROUP // BM + n
+
+
+@triton.jit
+def _sequence_of(q_start_ptr, m, N, GROUP: tl.constexpr, BM: tl.constexpr):
+    """The sequence that has tile `m`: the last one whose tiles begin at or before it."""
     low = m * 0
     high = low + N
     while high - low > 1:
         middle = (low + high) // 2
-        before = tl.load(tiles_ptr + middle) <= m
+        before = _first_tile(q_start_ptr, middle, GROUP, BM) <= m
         low = tl.where(before, middle, low)
         high = tl.where(before, high, middle)
     return low
@@ -41,24 +45,26 @@ def _has_holes(table_ptr, first, end, P, PAGE: tl.constexpr, BLOCK: tl.constexpr
 @triton.jit
 def prefill_kernel(
     q_ptr, k_ptr, v_ptr, rope_ptr, table_ptr, q_start_ptr, q_len_ptr, kv_len_ptr, kv_start_ptr, k_scale_ptr, v_scale_ptr,
-    rope_scale_ptr, sinks_ptr, slopes_ptr, qq_bias_ptr, tiles_ptr, out_before_ptr, lse_before_ptr, P, M, Q, ROW, N, T, MOST,
+    rope_scale_ptr, sinks_ptr, slopes_ptr, qq_bias_ptr, out_before_ptr, lse_before_ptr, P, M, N, Q, ROW, T, LEAST, MOST,
     out_ptr, lse_ptr,
     H: tl.constexpr, K: tl.constexpr, D: tl.constexpr, V: tl.constexpr, R: tl.constexpr, PAGE: tl.constexpr, BLOCK_D: tl.constexpr,
     BLOCK_V: tl.constexpr, BLOCK_R: tl.constexpr, BM: tl.constexpr, BK: tl.constexpr, LATENT: tl.constexpr, SCALES: tl.constexpr,
     SCALE: tl.constexpr, CAP: tl.constexpr, FAST_TANH: tl.constexpr, LEFT: tl.constexpr, RANGED: tl.constexpr, SINKS: tl.constexpr,
     ALIBI: tl.constexpr, QQ: tl.constexpr, PRECISION: tl.constexpr, WIDE: tl.constexpr, SCANNED: tl.constexpr,
 ):  # fmt: skip
-    m = tl.load(tiles_ptr + N) - 1 - tl.program_id(0) // K  # the tiles with the most keys first
-    kv_head = tl.program_id(0) % K
-    if m < 0:
-        return
-    n = _sequence_of(tiles_ptr, m, N)
     group: tl.constexpr = H // K
-    row = (m - tl.load(tiles_ptr + n)) * BM
+    m = tl.num_programs(0) // K - 1 - tl.program_id(0) // K  # the tiles with the most keys first
+    kv_head = tl.program_id(0) % K
+    n = _sequence_of(q_start_ptr, m, N, group, BM)
+    row = (m - _first_tile(q_start_ptr, n, group, BM)) * BM
     q_len = tl.load(q_len_ptr + n)
+    if q_len <= LEAST:  # another kernel's
+        return
     chunk = tl.load(kv_len_ptr + n) - q_len
     q_start = tl.load(q_start_ptr + n)
     queries = tl.minimum(tl.minimum(q_len, MOST), T - q_start)
+    if (row < 0) | (row >= queries * group):
+        return
     t, h = query_rows(row, kv_head, H, K, BM)
     inside = t < queries
     token = (q_start + t).to(tl.int64)
@@ -143,25 +149,21 @@ def prefill_kernel(
 
 def prefill(call: Call, results: dict[str, Array], least: int) -> dict[str, Array]:
     """`results` with the tokens of the sequences that have more than `least` queries written into them, in place."""
-    arrays, tile, most = call.arrays, call.config.prefill, call.spec.max_query_len
-    tokens, sequences, rows = arrays.q.shape[0], call.num_sequences, tile.block_m
-    queries = jnp.where(arrays.q_len > least, jnp.clip(arrays.q_len, 0, most), 0)
-    tiles = jnp.cumsum((queries * call.group + rows - 1) // rows, dtype=jnp.int32)
+    tile = call.config.prefill
+    tiles = most_tiles(call.arrays.q.shape[0], call.num_sequences, call.group, tile.block_m)
     written = call.launch(
         prefill_kernel,
         tile,
-        (most_tiles(tokens, sequences, call.group, rows, least) * call.heads[1],),
-        {f"{name}_ptr": jax.ShapeDtypeStruct(x.shape, x.dtype) for name, x in results.items()},
+        (tiles * call.heads[1],),
+        call.result_types,
         before=results,
-        more={"tiles_ptr": jnp.pad(tiles, (1, 0))},  # [N + 1]
         # Numbers at run time: buckets of tokens share one compiled kernel.
-        scalars={"N": sequences, "MOST": most},
+        scalars={"LEAST": least, "MOST": call.spec.max_query_len},
         SCANNED=_SCANNED,
     )
     return {name: written[f"{name}_ptr"] for name in results}
 
 
-def most_tiles(tokens: int, sequences: int, group: int, rows: int, least: int) -> int:
-    """No fewer tiles than any sequences have together, each with none or more than `least` queries: all but a sequence's last are full."""
-    sequences = min(sequences, tokens // (least + 1))
-    return (tokens * group + sequences * (rows - 1)) // rows if sequences else 0
+def most_tiles(tokens: int, sequences: int, group: int, rows: int) -> int:
+    """The end of the last sequence's tiles, wherever the sequences begin."""
+    return tokens * group // rows + sequences if sequences else 0

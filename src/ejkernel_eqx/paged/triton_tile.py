@@ -10,6 +10,7 @@ import triton.language as tl
 
 from ..attention.triton_tile import tanh
 
+FILLED = tl.constexpr(16)  # tokens that one program looks at
 TOKEN, HEAD = 1, 2  # SCALES: one for each token and head, one for each head; 0: plain pages
 
 
@@ -27,6 +28,32 @@ def sequence(n, q_len_ptr, kv_len_ptr, kv_start_ptr, M, PAGE: tl.constexpr, MOST
     if LEFT >= 0:
         first = tl.maximum(first, chunk - LEFT)
     return queries, chunk, first, tl.maximum(tl.minimum(chunk + queries, M * PAGE), 0)
+
+
+@triton.jit
+def fill_rest(block, q_start_ptr, q_len_ptr, out_ptr, lse_ptr, N, T, MOST, H: tl.constexpr, V: tl.constexpr):
+    """Of `FILLED` tokens those that are none of the first `MOST` queries of a sequence: 0 and minus infinity."""
+    SEQUENCES: tl.constexpr = 64
+    NUMBERS: tl.constexpr = 512
+    token = block * FILLED + tl.arange(0, FILLED)
+    taken = tl.zeros([FILLED], tl.int32)
+    for begin in tl.range(0, N, SEQUENCES):
+        n = begin + tl.arange(0, SEQUENCES)
+        first = tl.load(q_start_ptr + n, mask=n < N, other=0)[None, :]
+        queries = tl.minimum(tl.load(q_len_ptr + n, mask=n < N, other=0), MOST)[None, :]
+        own = (token[:, None] >= first) & (token[:, None] < first + queries)
+        taken |= tl.max(own.to(tl.int32), axis=1)
+    rest = (taken == 0) & (token < T)
+    if tl.max(rest.to(tl.int32), axis=0) > 0:
+        row = token.to(tl.int64)[:, None]
+        for begin in tl.range(0, H * V, NUMBERS):
+            c = (begin + tl.arange(0, NUMBERS))[None, :]
+            nothing = tl.zeros([FILLED, NUMBERS], out_ptr.dtype.element_ty)
+            tl.store(out_ptr + row * (H * V) + c, nothing, mask=rest[:, None] & (c < H * V))
+        for h in tl.range(0, H):
+            tl.store(
+                lse_ptr + token.to(tl.int64) * H + h, tl.full([FILLED], float("-inf"), tl.float32), mask=rest
+            )
 
 
 @triton.jit

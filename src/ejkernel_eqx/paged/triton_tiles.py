@@ -21,7 +21,8 @@ _DECODE: tuple[tuple[int, tuple[Sizes, ...]], ...] = (
     (2048, ((64, 16, 4, 3), (64, 32, 4, 2), (64, 32, 8, 3), (64, 16, 4, 4), (64, 16, 4, 2), (16, 16, 4, 1))),
 )  # fmt: skip
 _LATENT: tuple[Sizes, ...] = (
-    (64, 32, 8, 3), (64, 32, 8, 4), (64, 64, 8, 2), (64, 32, 8, 2), (32, 32, 4, 3), (16, 32, 4, 3), (16, 16, 4, 2))  # fmt: skip
+    (64, 32, 8, 3), (64, 32, 8, 4), (64, 64, 8, 2), (32, 32, 8, 2), (16, 64, 8, 2), (64, 32, 8, 2),
+    (32, 32, 4, 3), (16, 32, 4, 3), (16, 16, 4, 2))  # fmt: skip
 _PREFILL: dict[int, tuple[Sizes, ...]] = {
     64: ((128, 64, 8, 3), (64, 64, 4, 3), (128, 128, 8, 3), (128, 64, 4, 3), (64, 64, 4, 2), (64, 32, 4, 2)),
     128: ((128, 64, 8, 3), (128, 128, 8, 2), (64, 64, 4, 3), (128, 128, 8, 3), (128, 32, 8, 3), (64, 64, 4, 2), (64, 32, 4, 2), (64, 32, 4, 1)),
@@ -47,7 +48,7 @@ def prefill_tiles(problem: Problem, device: DeviceFacts) -> list[PagedTile]:
     """Those that fit, best first."""
     if problem.flag("latent"):
         return _fitting(_PREFILL_LATENT, problem, device)
-    if _dot_bytes(problem) == 4:
+    if dot_bytes(problem) == 4:
         return _fitting(_PREFILL_FLOAT32, problem, device)
     width = max(64, padded(max(problem.dim("D"), problem.dim("V"))))
     return _fitting(_PREFILL[width], problem, device)
@@ -81,7 +82,7 @@ def splits(problem: Problem, device: DeviceFacts, queries: int, block_m: int) ->
 
 def shared_memory(problem: Problem, tile: PagedTile, device: DeviceFacts) -> int:
     """An upper estimate of what one program takes, in bytes: its queries, and what is streamed once a stage."""
-    latent, dot = problem.flag("latent"), _dot_bytes(problem)
+    latent, dot = problem.flag("latent"), dot_bytes(problem)
     values = padded(problem.dim("V"))
     width = padded(problem.dim("D") - problem.dim("V")) if latent else padded(problem.dim("D"))
     queries = tile.block_m * (width + values * bool(latent)) * dot
@@ -101,7 +102,8 @@ def shared_memory(problem: Problem, tile: PagedTile, device: DeviceFacts) -> int
     return max(queries + scores + stages * streamed + more, results)
 
 
-def _dot_bytes(problem: Problem) -> int:
+def dot_bytes(problem: Problem) -> int:
+    """Of a number as it is multiplied."""
     q, kv = problem.dtype("q"), problem.dtype("kv")
     return 2 if q != "float32" and (problem.flag("scales") or q == kv) else 4
 

@@ -7,6 +7,7 @@ after the other. Each begins at the first block that it sees, and the loops end 
 import dataclasses
 from typing import Any, NamedTuple
 
+import jax
 import jax.numpy as jnp
 from jax import Array, lax
 
@@ -75,7 +76,9 @@ class XlaPlatform:
 
         axes = axes_of(arrays, spec)
         given = arrays.given
-        return opaque(folded, axes, axes, split=False, shared=SHARED.intersection(given))(given)
+        # Where types say how arrays are spread, indices into what is spread must be those of one device.
+        split = jax.sharding.get_abstract_mesh().are_all_axes_explicit
+        return opaque(folded, axes, axes, split=split, shared=SHARED.intersection(given))(given)
 
 
 class _Call:
@@ -163,7 +166,7 @@ def _tiles(call: _Call, out: Array, lse: Array) -> tuple[Array, Array]:
     ends = jnp.cumsum(tiles, dtype=jnp.int32)
 
     def tile(number: Array, results: tuple[Array, Array]) -> tuple[Array, Array]:
-        n = jnp.searchsorted(ends, number, side="right").astype(jnp.int32)
+        n = jnp.sum(ends <= number, dtype=jnp.int32)
         start = arrays.q_start[n] + (number - ends[n] + tiles[n]) * size
         begin = jnp.clip(start, 0, call.tokens - size)  # a last tile, moved back to where it fits
         token = begin + jnp.arange(size, dtype=jnp.int32)

@@ -126,7 +126,7 @@ class _Call:
                 spelled, free = next(fresh), False
             else:
                 canonical = self._canonical(name)
-                spelled, free = _spell(name if apart else canonical), self._splittable(canonical)
+                spelled, free = name if apart else canonical, self._splittable(canonical)
             order[spelled] = free
             return spelled
 
@@ -206,7 +206,3 @@ def _trimmed(spec: Any) -> tuple[Any, ...]:
 
 def _mesh_axes(entry: Any) -> set[str]:
     return set(entry) if isinstance(entry, tuple) else {entry}
-
-
-def _spell(name: str) -> str:
-    return name.lower()

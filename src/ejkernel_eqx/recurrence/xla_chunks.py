@@ -11,6 +11,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax import Array, lax
 
+from ..sequences.packing import ended
 from .spec import heads_of, RecurrenceArrays, RecurrenceSpec
 
 
@@ -47,12 +48,11 @@ class Chunks:
         lengths = jnp.diff(offsets, axis=-1)
         ends = jnp.cumsum(-(-lengths // size), axis=-1)  # chunks of the sequences up to each
         begins = ends - -(-lengths // size)
-        find = jax.vmap(lambda ordered, x: jnp.searchsorted(ordered, x, side="right").astype(jnp.int32))
         pick = lambda x, index: jnp.take_along_axis(x, index, -1)
         row = lambda count: jnp.broadcast_to(jnp.arange(count, dtype=jnp.int32), (self.batch, count))
 
         chunks = row(self.count)
-        sequence = find(ends, chunks)
+        sequence = ended(ends, self.count)
         used = sequence < sequences
         sequence = jnp.minimum(sequence, sequences - 1)
         first = pick(offsets, sequence) + (chunks - pick(begins, sequence)) * size
@@ -67,7 +67,7 @@ class Chunks:
         )  # [B, N]; the last chunk of each sequence
 
         tokens = row(self.length)
-        sequence = find(offsets, tokens) - 1
+        sequence = ended(offsets, self.length) - 1
         inside = (sequence >= 0) & (sequence < sequences)
         sequence = jnp.clip(sequence, 0, sequences - 1)
         places = pick(begins, sequence) * size + tokens - pick(offsets, sequence)

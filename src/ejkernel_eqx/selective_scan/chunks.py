@@ -5,6 +5,8 @@ from typing import NamedTuple
 import jax.numpy as jnp
 from jax import Array
 
+from ..sequences.packing import ended
+
 
 class ChunkTable(NamedTuple):
     """The chunks of one row of packed sequences: as many as there may be, sequence after sequence, the unused ones last."""
@@ -24,7 +26,7 @@ def chunk_table(offsets: Array, length: int, size: int) -> ChunkTable:
     ends = jnp.cumsum(count, dtype=jnp.int32)
     first = ends - count
     chunk = jnp.arange(length // size + sequences, dtype=jnp.int32)
-    sequence = jnp.searchsorted(ends, chunk, side="right").astype(jnp.int32)
+    sequence = ended(ends, length // size + sequences)
     is_used = sequence < sequences
     sequence = jnp.minimum(sequence, sequences - 1)
     start = begin[sequence] + (chunk - first[sequence]) * size

@@ -23,6 +23,7 @@ _LOG2E = 1.4426950408889634
 _MOST_SPLITS = 32
 _LANES = 32  # of a warp
 _STEP = triton_step.StepTile(128, 4)
+_KEPT = 16  # states of a channel that stay in registers
 _COMBINED = 128  # channels of a program that combines what splits do
 _MULTIPROCESSORS = 132  # of a device that does not say
 
@@ -39,7 +40,8 @@ class ScanTile:
     num_warps: int
     programs: int
     unroll: int = 1
-    """States of a channel that are worked on side by side, forward."""
+    """States of a channel that are worked on side by side (by the backward's main kernel one after another); if these are all there are,
+    they stay in registers from chunk to chunk."""
     max_registers: int = 0
     """Registers a thread may have, 0 for the compiler's choice; without effect on jax-triton before 0.4."""
 
@@ -88,9 +90,16 @@ def unsupported(problem: Problem, device: DeviceFacts) -> str | None:
 
 
 def default_config(problem: Problem, device: DeviceFacts) -> TritonConfig:
-    block, many = _block(device), 16 * (device.num_multiprocessors or _MULTIPROCESSORS)
-    unroll = 2 if problem.dim("N") % 2 == 0 else 1
-    return TritonConfig(16, ScanTile(block, 1, many, unroll), ScanTile(block, 1, many), _STEP)
+    block, multiprocessors = _block(device), device.num_multiprocessors or _MULTIPROCESSORS
+    states = problem.dim("N")
+    # States that stay in registers leave room for 12 warps a multiprocessor, and much to do for each of them at any time.
+    unroll, warps = (_KEPT, 12) if states <= _KEPT else (1 + (states % 2 == 0), 16)
+    return TritonConfig(
+        16,
+        ScanTile(block, 1, warps * multiprocessors, unroll),
+        ScanTile(block, 1, 16 * multiprocessors, unroll),
+        _STEP,
+    )
 
 
 def _block(device: DeviceFacts) -> int:
@@ -102,20 +111,22 @@ def candidates(problem: Problem, device: DeviceFacts) -> list[TritonConfig]:
     """Configurations worth timing, the heuristic first: more and fewer splits, and what else changes how many warps run side by side."""
     heuristic, block = default_config(problem, device), _block(device)
     base = device.num_multiprocessors or _MULTIPROCESSORS
-    other = 3 - heuristic.forward.unroll
+    turn = heuristic.forward.unroll
+    other = 2 if turn == _KEPT else 3 - turn
     forward = [
-        *(ScanTile(block, 1, base * n, heuristic.forward.unroll) for n in (16, 32, 20, 62)),
-        *(ScanTile(block, 1, base * n, other) for n in (20, 32, 62)),
-        ScanTile(2 * block, 2, base * 8, heuristic.forward.unroll),
-        ScanTile(block, 1, base * 20, heuristic.forward.unroll, 96),
-        ScanTile(block, 1, base * 24, heuristic.forward.unroll, 80),
+        heuristic.forward,
+        *(ScanTile(block, 1, base * n, turn) for n in (16, 8, 32)),
+        *(ScanTile(block, 1, base * n, other) for n in (16, 20, 62)),
+        ScanTile(2 * block, 2, base * 8, turn),
+        ScanTile(block, 1, base * 20, turn, 96),
+        ScanTile(block, 1, base * 16, turn, 128),
     ]
     backward = [
-        *(ScanTile(block, 1, base * n) for n in (16, 8, 32, 24)),
+        *(ScanTile(block, 1, base * n, turn) for n in (16, 8, 32, 24)),
         *(ScanTile(block, 1, base * n, 1, 168) for n in (12, 24, 36)),
-        ScanTile(2 * block, 2, base * 8),
-        ScanTile(block, 1, base * 18, 1, 208),
-        ScanTile(block, 1, base * 62),
+        ScanTile(2 * block, 2, base * 8, turn),
+        ScanTile(block, 1, base * 16, turn, 208),
+        ScanTile(block, 1, base * 16, 1),
     ]
     pairs = zip(forward, backward, strict=True)
     return [dataclasses.replace(heuristic, forward=first, backward=second) for first, second in pairs]
@@ -185,7 +196,7 @@ def forward(
     call = _Call(arrays, spec, config.chunk_size, config.forward, execute)
     x, shape = arrays.x, call.state_shape
     slots = call.chunks.batch * call.chunks.count if save else shape[0] * call.splits
-    call.enter("summary", ("x", "dt", "a", "b"), call.inputs["initial"], UNROLL=config.forward.unroll)
+    call.enter("summary", ("x", "dt", "a", "b"), call.inputs["initial"], **call.turns)
     results = call(
         triton_forward.forward_kernel,
         ("x", "dt", "a", "b", "c", "d", "z", "bias", "entering"),
@@ -197,7 +208,7 @@ def forward(
         SKIP=arrays.D is not None,
         GATE=arrays.z is not None,
         ENTERS=call.inputs["entering"] is not None,
-        UNROLL=config.forward.unroll,
+        **call.turns,
         D_STRIDE=call.stride(arrays.D, 1),
         SAVE=save,
     )
@@ -230,6 +241,7 @@ def backward(
         ("dt", "a", "c", "z", "dout"),
         call.states_in(dfinal_state),
         GATE=arrays.z is not None,
+        **call.turns,
     )
     rows, blocks = shape[0] * call.splits, call.blocks // groups
     n_chunks, states, size = chunks.batch * chunks.count, shape[1], chunks.size
@@ -326,6 +338,11 @@ class _Call:
         if self.arrays.offsets is None:
             return x
         return x.reshape((self.chunks.batch, -1, *x.shape[1:]))
+
+    @property
+    def turns(self) -> dict[str, int]:
+        """How the states of a channel are gone through."""
+        return {"UNROLL": self.tile.unroll, "STATE_LEVELS": (self.states - 1).bit_length()}
 
     @staticmethod
     def stride(x: Array | None, rank: int) -> int:

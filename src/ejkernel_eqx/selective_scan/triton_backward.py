@@ -12,10 +12,25 @@ from .triton_tile import (
     place,
     sigmoid,
     split_rows,
+    states_at,
     store_tile,
     sum_channels,
     time_step,
 )
+
+
+@triton.jit
+def _retreat(g, dt, dy, rate, c, fresh, BI: tl.constexpr, LEVELS: tl.constexpr, SEGMENTS: tl.constexpr):
+    """The gradient of one state of every channel before a chunk, `[BI]`, from that of the one after it."""
+    L: tl.constexpr = 1 << LEVELS
+    exponent = dt * rate[None, :]
+    if SEGMENTS:
+        exponent += fresh[:, None]
+    decay = split_rows(tl.exp2(exponent), BI, LEVELS)
+    read = split_rows(dy * c[:, None], BI, LEVELS)
+    for r in tl.static_range(L):
+        g = decay[L - 1 - r] * (read[L - 1 - r] + g)
+    return g
 
 
 @triton.jit
@@ -42,6 +57,8 @@ def backward_summary_kernel(
     BLOCKS: tl.constexpr,
     BI: tl.constexpr,
     LEVELS: tl.constexpr,
+    UNROLL: tl.constexpr,
+    STATE_LEVELS: tl.constexpr,
     A_STRIDE: tl.constexpr,
     BIAS_STRIDE: tl.constexpr,
     BIAS: tl.constexpr,
@@ -51,8 +68,11 @@ def backward_summary_kernel(
     TABLE: tl.constexpr,
     EVEN: tl.constexpr,
 ):
-    """Of every split but the first: the gradient of the state before it from none behind it, and the sum of its time steps."""
+    """Of every split but the first: the gradient of the state before it from none behind it, and the sum of its time steps.
+
+    Where all states are worked on side by side (`UNROLL`), theirs stay in registers; else they are in `local` from chunk to chunk."""
     L: tl.constexpr = 1 << LEVELS
+    KEPT: tl.constexpr = 1 << STATE_LEVELS <= UNROLL
     # Splits are told in reverse: the one that no program takes is the first.
     block, sequence, missing, row, length, chunk, _, _, size = place(
         tl.program_id(0), bounds_ptr, T, SPLITS, SPLITS - 1, L, BLOCKS, TABLE
@@ -71,8 +91,11 @@ def backward_summary_kernel(
     local_ptr += at * (N * I)
     c_ptr += (group.to(tl.int64) * CHUNKS + chunk) * (N * L)
     total = tl.zeros([BI], tl.float32)
-    for n in range(N):
-        tl.store(local_ptr + n * I + i, total, mask=inside)
+    known_states = (tl.arange(0, 1 << STATE_LEVELS) < N)[:, None] & inside[None, :]
+    states = tl.zeros([1 << STATE_LEVELS, BI], tl.float32)
+    if not KEPT:
+        for n in range(N):
+            tl.store(local_ptr + n * I + i, total, mask=inside)
     for back in range(last - first):
         j = last - 1 - back
         token = j * L
@@ -87,19 +110,28 @@ def backward_summary_kernel(
         total += tl.sum(dt, axis=0)
         fresh = fresh_penalty(starts_ptr, row, token, length, l, SEGMENTS)
         c_chunk = c_ptr + j.to(tl.int64) * (N * L)
-        for n in range(N):
-            a = tl.load(a_ptr + n * I + i, mask=inside, other=0.0)
-            g = tl.load(local_ptr + n * I + i, mask=inside, other=0.0)
-            c = tl.load(c_chunk + n * L + l)
-            exponent = dt * a[None, :]
-            if SEGMENTS:
-                exponent += fresh[:, None]
-            decay = tl.exp2(exponent)
-            read = split_rows(decay * (dy * c[:, None]), BI, LEVELS)
-            decays = split_rows(decay, BI, LEVELS)
-            for r in tl.static_range(L):
-                g = tl.fma(decays[L - 1 - r], g, read[L - 1 - r])
-            tl.store(local_ptr + n * I + i, g, mask=inside)
+        if KEPT:
+            rates = tl.load(states_at(a_ptr + zero, i, N, I, STATE_LEVELS), mask=known_states, other=0.0)
+            rates = split_rows(rates, BI, STATE_LEVELS)
+            behind = split_rows(states, BI, STATE_LEVELS)
+            before = ()
+            for n in tl.static_range(1 << STATE_LEVELS):
+                if n < N:
+                    c = tl.load(c_chunk + n * L + l)
+                    g = _retreat(behind[n], dt, dy, rates[n], c, fresh, BI, LEVELS, SEGMENTS)
+                    before = before + (g,)
+                else:
+                    before = before + (behind[n],)
+            states = join_rows(before, BI, STATE_LEVELS)
+        else:
+            for n in range(N):
+                a = tl.load(a_ptr + n * I + i, mask=inside, other=0.0)
+                g = tl.load(local_ptr + n * I + i, mask=inside, other=0.0)
+                c = tl.load(c_chunk + n * L + l)
+                g = _retreat(g, dt, dy, a, c, fresh, BI, LEVELS, SEGMENTS)
+                tl.store(local_ptr + n * I + i, g, mask=inside)
+    if KEPT:
+        tl.store(states_at(local_ptr + zero, i, N, I, STATE_LEVELS), states, mask=known_states)
     tl.store(total_ptr + at * I + i, total, mask=inside)
 
 

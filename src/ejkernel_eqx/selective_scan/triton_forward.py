@@ -12,9 +12,25 @@ from .triton_tile import (
     place,
     sigmoid,
     split_rows,
+    states_at,
     store_tile,
     time_step,
 )
+
+
+@triton.jit
+def _advance(h, dt, x, rate, b, fresh, BI: tl.constexpr, LEVELS: tl.constexpr, SEGMENTS: tl.constexpr):
+    """One state of every channel after each token of a chunk, `[BI]` each, from the one before the chunk; `x` has its time steps inside."""
+    exponent = dt * rate[None, :]
+    if SEGMENTS:
+        exponent += fresh[:, None]
+    decay = split_rows(tl.exp2(exponent), BI, LEVELS)
+    write = split_rows(x * b[:, None], BI, LEVELS)
+    rows = ()
+    for r in tl.static_range(1 << LEVELS):
+        h = tl.fma(decay[r], h, write[r])
+        rows = rows + (h,)
+    return rows
 
 
 @triton.jit
@@ -41,6 +57,7 @@ def summary_kernel(
     BI: tl.constexpr,
     LEVELS: tl.constexpr,
     UNROLL: tl.constexpr,
+    STATE_LEVELS: tl.constexpr,
     A_STRIDE: tl.constexpr,
     BIAS_STRIDE: tl.constexpr,
     BIAS: tl.constexpr,
@@ -49,8 +66,11 @@ def summary_kernel(
     TABLE: tl.constexpr,
     EVEN: tl.constexpr,
 ):
-    """Of every split but the last: the state after it from a state of zeros before it, and the sum of its time steps."""
+    """Of every split but the last: the state after it from a state of zeros before it, and the sum of its time steps.
+
+    Where all states are worked on side by side (`UNROLL`), they stay in registers; else they are in `local` from chunk to chunk."""
     L: tl.constexpr = 1 << LEVELS
+    KEPT: tl.constexpr = 1 << STATE_LEVELS <= UNROLL
     block, sequence, split, row, length, chunk, first, last, _ = place(
         tl.program_id(0), bounds_ptr, T, SPLITS, SPLITS - 1, L, BLOCKS, TABLE
     )
@@ -65,8 +85,11 @@ def summary_kernel(
     local_ptr += at * (N * I)
     b_ptr += (group.to(tl.int64) * CHUNKS + chunk) * (N * L)
     total = tl.zeros([BI], tl.float32)
-    for n in range(N):
-        tl.store(local_ptr + n * I + i, total, mask=inside)
+    known_states = (tl.arange(0, 1 << STATE_LEVELS) < N)[:, None] & inside[None, :]
+    states = tl.zeros([1 << STATE_LEVELS, BI], tl.float32)
+    if not KEPT:
+        for n in range(N):
+            tl.store(local_ptr + n * I + i, total, mask=inside)
     for j in range(first, last):
         token = j * L
         count = length - token
@@ -78,26 +101,35 @@ def summary_kernel(
         x *= dt
         fresh = fresh_penalty(starts_ptr, row, token, length, l, SEGMENTS)
         b_chunk = b_ptr + j.to(tl.int64) * (N * L)
-        for n0 in range(0, N, UNROLL):
-            rates = ()
-            states = ()
-            b_rows = ()
-            for u in tl.static_range(UNROLL):
-                known = inside & (n0 + u < N) if N % UNROLL else inside
-                rates = rates + (tl.load(a_ptr + (n0 + u) * I + i, mask=known, other=0.0),)
-                states = states + (tl.load(local_ptr + (n0 + u) * I + i, mask=known, other=0.0),)
-                b_rows = b_rows + (load_projection(b_chunk, n0 + u, l, N, L, UNROLL),)
-            for u in tl.static_range(UNROLL):
-                known = inside & (n0 + u < N) if N % UNROLL else inside
-                h = states[u]
-                exponent = dt * rates[u][None, :]
-                if SEGMENTS:
-                    exponent += fresh[:, None]
-                decay = split_rows(tl.exp2(exponent), BI, LEVELS)
-                write = split_rows(x * b_rows[u][:, None], BI, LEVELS)
-                for r in tl.static_range(L):
-                    h = tl.fma(decay[r], h, write[r])
-                tl.store(local_ptr + (n0 + u) * I + i, h, mask=known)
+        if KEPT:
+            rates = tl.load(states_at(a_ptr + zero, i, N, I, STATE_LEVELS), mask=known_states, other=0.0)
+            rates = split_rows(rates, BI, STATE_LEVELS)
+            before = split_rows(states, BI, STATE_LEVELS)
+            after = ()
+            for n in tl.static_range(1 << STATE_LEVELS):
+                if n < N:
+                    b = load_projection(b_chunk, n, l, N, L, 1)
+                    rows = _advance(before[n], dt, x, rates[n], b, fresh, BI, LEVELS, SEGMENTS)
+                    after = after + (rows[L - 1],)
+                else:
+                    after = after + (before[n],)
+            states = join_rows(after, BI, STATE_LEVELS)
+        else:
+            for n0 in range(0, N, UNROLL):
+                rates = ()
+                before = ()
+                b_rows = ()
+                for u in tl.static_range(UNROLL):
+                    known = inside & (n0 + u < N) if N % UNROLL else inside
+                    rates = rates + (tl.load(a_ptr + (n0 + u) * I + i, mask=known, other=0.0),)
+                    before = before + (tl.load(local_ptr + (n0 + u) * I + i, mask=known, other=0.0),)
+                    b_rows = b_rows + (load_projection(b_chunk, n0 + u, l, N, L, UNROLL),)
+                for u in tl.static_range(UNROLL):
+                    known = inside & (n0 + u < N) if N % UNROLL else inside
+                    rows = _advance(before[u], dt, x, rates[u], b_rows[u], fresh, BI, LEVELS, SEGMENTS)
+                    tl.store(local_ptr + (n0 + u) * I + i, rows[L - 1], mask=known)
+    if KEPT:
+        tl.store(states_at(local_ptr + zero, i, N, I, STATE_LEVELS), states, mask=known_states)
     tl.store(total_ptr + at * I + i, total, mask=inside)
 
 
@@ -179,6 +211,7 @@ def forward_kernel(
     BI: tl.constexpr,
     LEVELS: tl.constexpr,
     UNROLL: tl.constexpr,
+    STATE_LEVELS: tl.constexpr,
     A_STRIDE: tl.constexpr,
     BIAS_STRIDE: tl.constexpr,
     D_STRIDE: tl.constexpr,
@@ -192,8 +225,10 @@ def forward_kernel(
     EVEN: tl.constexpr,
     SAVE: tl.constexpr,
 ):
-    """The outputs of a split, and the state before every chunk if they are saved; else `states` holds the running state of a split."""
+    """The outputs of a split, and the state before every chunk if they are saved; else `states` holds the running state of a split,
+    unless it stays in registers (as in the summary)."""
     L: tl.constexpr = 1 << LEVELS
+    KEPT: tl.constexpr = 1 << STATE_LEVELS <= UNROLL
     block, sequence, split, row, length, chunk, first, last, _ = place(
         tl.program_id(0), bounds_ptr, T, SPLITS, SPLITS, L, BLOCKS, TABLE
     )
@@ -216,12 +251,20 @@ def forward_kernel(
     states_ptr += (chunk + first if SAVE else at) * (N * I)
     chunks = (length + L - 1) // L
 
-    for n in range(N):
-        h = tl.zeros([BI], tl.float32)
+    known_states = (tl.arange(0, 1 << STATE_LEVELS) < N)[:, None] & inside[None, :]
+    states = tl.zeros([1 << STATE_LEVELS, BI], tl.float32)
+    if KEPT:
         if ENTERS:
-            h = tl.load(entering_ptr + n * I + i, mask=inside, other=0.0)
-        tl.store(states_ptr + n * I + i, h, mask=inside & (first < last))
-        tl.store(final_ptr + n * I + i, h, mask=inside & (chunks == 0) & (split == 0))
+            states = tl.load(
+                states_at(entering_ptr + zero, i, N, I, STATE_LEVELS), mask=known_states, other=0.0
+            )
+    else:
+        for n in range(N):
+            h = tl.zeros([BI], tl.float32)
+            if ENTERS:
+                h = tl.load(entering_ptr + n * I + i, mask=inside, other=0.0)
+            tl.store(states_ptr + n * I + i, h, mask=inside & (first < last))
+            tl.store(final_ptr + n * I + i, h, mask=inside & (chunks == 0) & (split == 0))
 
     for j in range(first, last):
         token = j * L
@@ -238,33 +281,46 @@ def forward_kernel(
         state = states_ptr
         if SAVE:
             state += (j - first).to(tl.int64) * (N * I)
-        for n0 in range(0, N, UNROLL):
-            rates = ()
-            states = ()
-            b_rows = ()
-            c_rows = ()
-            for u in tl.static_range(UNROLL):
-                known = inside & (n0 + u < N) if N % UNROLL else inside
-                rates = rates + (tl.load(a_ptr + (n0 + u) * I + i, mask=known, other=0.0),)
-                states = states + (tl.load(state + (n0 + u) * I + i, mask=known, other=0.0),)
-                b_rows = b_rows + (load_projection(b_chunk, n0 + u, l, N, L, UNROLL),)
-                c_rows = c_rows + (load_projection(c_chunk, n0 + u, l, N, L, UNROLL),)
-            for u in tl.static_range(UNROLL):
-                known = inside & (n0 + u < N) if N % UNROLL else inside
-                h = states[u]
-                exponent = dt * rates[u][None, :]
-                if SEGMENTS:
-                    exponent += fresh[:, None]
-                decay = split_rows(tl.exp2(exponent), BI, LEVELS)
-                write = split_rows(x * b_rows[u][:, None], BI, LEVELS)
-                h_rows = ()
-                for r in tl.static_range(L):
-                    h = tl.fma(decay[r], h, write[r])
-                    h_rows = h_rows + (h,)
-                y += join_rows(h_rows, BI, LEVELS) * c_rows[u][:, None]
-                tl.store(state + (n0 + u + (N if SAVE else 0)) * I + i, h, mask=known & (j + 1 < last))
-                tl.store(final_ptr + (n0 + u) * I + i, h, mask=known & (j + 1 == chunks))
+        if KEPT:
+            if SAVE:
+                tl.store(states_at(state + zero, i, N, I, STATE_LEVELS), states, mask=known_states)
+            rates = tl.load(states_at(a_ptr + zero, i, N, I, STATE_LEVELS), mask=known_states, other=0.0)
+            rates = split_rows(rates, BI, STATE_LEVELS)
+            before = split_rows(states, BI, STATE_LEVELS)
+            after = ()
+            for n in tl.static_range(1 << STATE_LEVELS):
+                if n < N:
+                    b = load_projection(b_chunk, n, l, N, L, 1)
+                    c = load_projection(c_chunk, n, l, N, L, 1)
+                    rows = _advance(before[n], dt, x, rates[n], b, fresh, BI, LEVELS, SEGMENTS)
+                    y += join_rows(rows, BI, LEVELS) * c[:, None]
+                    after = after + (rows[L - 1],)
+                else:
+                    after = after + (before[n],)
+            states = join_rows(after, BI, STATE_LEVELS)
+        else:
+            for n0 in range(0, N, UNROLL):
+                rates = ()
+                before = ()
+                b_rows = ()
+                c_rows = ()
+                for u in tl.static_range(UNROLL):
+                    known = inside & (n0 + u < N) if N % UNROLL else inside
+                    rates = rates + (tl.load(a_ptr + (n0 + u) * I + i, mask=known, other=0.0),)
+                    before = before + (tl.load(state + (n0 + u) * I + i, mask=known, other=0.0),)
+                    b_rows = b_rows + (load_projection(b_chunk, n0 + u, l, N, L, UNROLL),)
+                    c_rows = c_rows + (load_projection(c_chunk, n0 + u, l, N, L, UNROLL),)
+                for u in tl.static_range(UNROLL):
+                    known = inside & (n0 + u < N) if N % UNROLL else inside
+                    rows = _advance(before[u], dt, x, rates[u], b_rows[u], fresh, BI, LEVELS, SEGMENTS)
+                    y += join_rows(rows, BI, LEVELS) * c_rows[u][:, None]
+                    next_state = state + (n0 + u + (N if SAVE else 0)) * I + i
+                    tl.store(next_state, rows[L - 1], mask=known & (j + 1 < last))
+                    tl.store(final_ptr + (n0 + u) * I + i, rows[L - 1], mask=known & (j + 1 == chunks))
         if GATE:
             z = load_tile(z_ptr + here, count, l, i, inside, 0.0, I, EVEN)
             y *= z * sigmoid(z)
         store_tile(out_ptr + here, y, count, l, i, inside, I, EVEN)
+    if KEPT:
+        ends = (last == chunks) & ((first < last) | (split == 0))
+        tl.store(states_at(final_ptr + zero, i, N, I, STATE_LEVELS), states, mask=known_states & ends)

@@ -13,6 +13,7 @@ import jax
 import jax.numpy as jnp
 from jax import Array, lax
 
+from ..parallel import match_varying
 from . import reference
 from .chunks import chunk_table
 from .spec import ScanArrays, ScanSpec, SHARED, StepArrays
@@ -129,7 +130,7 @@ def _packed(tokens: Tokens, A: Array, states: Array, offsets: Array, size: int) 
         state, y = lax.scan(functools.partial(_token, A), state, tokens)
         return state, (y, state)
 
-    first = jnp.zeros(states.shape[1:], states.dtype)
+    first = match_varying(jnp.zeros(states.shape[1:], states.dtype), (tokens, A, states, offsets))
     _, (y, ends) = lax.scan(chunk, first, (table.begins, table.sequence, tuple(map(take, tokens))))
     out = jnp.zeros((length, *y.shape[2:]), y.dtype).at[table.rows].set(y, mode="drop")
     last = ends[jnp.maximum(table.first + table.count - 1, 0)]

@@ -185,12 +185,16 @@ def spans_of_offsets(offsets: Array, total: int) -> Spans:
 def _numbers(offsets: Array, total: int) -> tuple[Array, Array]:
     """How many sequences have ended at each place, at most `N`, and whether the place is in one."""
     index = jnp.arange(total, dtype=jnp.int32)
-    # Ends are marked and summed up: linear in tokens and sequences on any device. Comparing each token with each offset would be
-    # one pass too, but XLA stores the comparisons on a CPU; a search would loop.
-    ended = jnp.vectorize(
-        lambda row: jnp.cumsum(_marks(row[1:], total), dtype=jnp.int32), signature="(n)->(t)"
-    )(offsets)
-    return ended, (index >= offsets[..., :1]) & (index < offsets[..., -1:])
+    return ended(offsets[..., 1:], total), (index >= offsets[..., :1]) & (index < offsets[..., -1:])
+
+
+def ended(ends: Array, total: int) -> Array:
+    """How many of `ends` `[..., N]`, none of them negative, lie at or before each of `total` places.
+
+    They are marked and summed up: linear in places and ends on any device. Comparing each place with each end would be one pass too, but
+    XLA stores the comparisons on a CPU; a search would loop, which some versions of JAX cannot map over an explicit mesh."""
+    count = lambda row: jnp.cumsum(_marks(row, total), dtype=jnp.int32)
+    return jnp.vectorize(count, signature="(n)->(t)")(ends)
 
 
 def _marks(places: Array, total: int) -> Array:

@@ -1,0 +1,170 @@
+"""Layers over pages in bfloat16, over 8-bit pages, and with pools and batches of other dtypes than they make themselves."""
+
+import functools
+
+import equinox as eqx
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from ejkernel_eqx import PagedAttention, PagedKVCache, PagedLatentCache, PageTable, RaggedBatch
+from ejkernel_eqx.nn import RotaryEmbedding
+from tests.nn import recurrent_layers
+from tests.nn.paged_layers import (
+    advance,
+    attention,
+    CHUNKS,
+    inputs,
+    PAGE,
+    PAGES,
+    poisoned,
+    SEQUENCES,
+    serve,
+    SLOTS,
+    TOKENS,
+)
+from tests.recurrence.quick import quick
+from tests.tolerances import assert_close
+
+NAME = "norm, sinks, window"
+KINDS = {
+    "bfloat16": {"dtype": jnp.bfloat16},
+    "int8 token": {"dtype": jnp.int8},
+    "int8 head": {"dtype": jnp.int8, "scales": "head"},
+    "float8 token": {"dtype": jnp.float8_e4m3fn},
+    "float8 head": {"dtype": jnp.float8_e4m3fn, "scales": "head"},
+}
+
+
+def in_dtype(name, dtype):
+    """The same layer in every dtype: its weights are numbers of bfloat16."""
+    layer = attention(name)
+    narrow = lambda x: x.astype(jnp.bfloat16).astype(dtype)
+    return jax.tree.map(lambda x: narrow(x) if eqx.is_inexact_array(x) else x, layer)
+
+
+def over_held(layer, x, k, v):
+    """The layer's output for rows `[n, T, E]` that attend to keys and values as they are held."""
+    k, v = k.astype(x.dtype), v.astype(x.dtype)
+    q = (x @ layer.q_proj.weight.T + layer.q_proj.bias).reshape(*x.shape[:-1], layer.num_heads, -1)
+    q = layer.rope(jax.vmap(jax.vmap(jax.vmap(layer.q_norm)))(q))
+    out = layer.attention(q, k, v, sinks=layer.sinks)
+    return out.reshape(*x.shape[:-1], -1) @ layer.o_proj.weight.T
+
+
+@pytest.mark.parametrize(
+    "kind, dtype",
+    [
+        (kind, dtype)
+        for kind in KINDS
+        for dtype in ("float32", "bfloat16")
+        if (kind, dtype) != ("bfloat16",) * 2
+    ],
+)
+def test_attention_to_what_is_held(kind, dtype):
+    """What every token gets is exact for the numbers that the pages stand for, and these are near the new ones."""
+    layer, wide = in_dtype(NAME, dtype), in_dtype(NAME, "float32")
+    x = inputs().astype(jnp.bfloat16).astype(dtype)
+    cache = layer.init_paged_cache(PAGES, PAGE, **KINDS[kind])
+    if cache.scales == "head":
+        largest = 6 / (127 if kind.startswith("int8") else 448)
+        cache = cache.with_scales(jnp.full(2, largest), jnp.array([1.0, 1.5]) * largest)
+        scales = cache.k_scale, cache.v_scale
+        cache = poisoned(cache)
+        cache = eqx.tree_at(lambda c: (c.k_scale, c.v_scale), cache, scales)
+    else:
+        cache = poisoned(cache)
+    table = PageTable(PAGES, PAGE)
+    y, cache = serve(advance(layer), cache, x, table=table, buckets=CHUNKS)
+    held = cache.bind(table.rows(range(SEQUENCES)), np.full(SEQUENCES, TOKENS))
+    held = held.gather(TOKENS, dtype=jnp.float32)
+    expected = quick(over_held)(wide, x.astype(jnp.float32), *held)
+    assert_close(y, expected, dtype, name=kind)
+    dense = quick(lambda x: wide(x, wide.init_cache(SEQUENCES, TOKENS)))(x.astype(jnp.float32))[1]
+    for ours, theirs in zip(held, (dense.k, dense.v), strict=True):
+        assert_close(ours, theirs, "bfloat16" if kind == "bfloat16" else "float8_e4m3fn", name=kind)
+
+
+def test_attention_in_bfloat16():
+    layer, x = in_dtype(NAME, "bfloat16"), inputs().astype(jnp.bfloat16)
+    expected, dense = quick(lambda x: layer(x, layer.init_cache(SEQUENCES, TOKENS)))(x)
+    table, cache = PageTable(PAGES, PAGE), poisoned(layer.init_paged_cache(PAGES, PAGE))
+    assert cache.k.dtype == jnp.bfloat16
+    y, cache = serve(advance(layer), cache, x, table=table, buckets=CHUNKS)
+    assert_close(y, expected, "bfloat16")
+    k, _ = cache.bind(table.rows(range(SEQUENCES)), np.full(SEQUENCES, TOKENS)).gather(TOKENS)
+    assert_close(k, dense.k)
+
+
+@pytest.mark.parametrize(
+    "name, kept",
+    [
+        ("mamba", "float32"),
+        ("mamba2", "bfloat16"),
+        ("mamba2", "float32"),
+        ("qwen3-next", "bfloat16"),
+        pytest.param("kimi", "float32", marks=pytest.mark.slow),
+    ],
+)
+def test_recurrent_layers_in_bfloat16(name, kept):
+    """Pools keep the dtypes that they came with, whatever the layer computes in."""
+    layer, x = recurrent_layers.build(name, jnp.bfloat16), inputs().astype(jnp.bfloat16)
+    expected, _ = quick(lambda x: layer(x, layer.init_state(SEQUENCES)))(x)
+    pool = poisoned(layer.init_state(SLOTS, kept))
+    y, new = serve(advance(layer), pool, x)
+    assert_close(y, expected, "bfloat16", name=name)
+    assert [a.dtype for a in jax.tree.leaves(new)] == [a.dtype for a in jax.tree.leaves(pool)]
+
+
+@pytest.mark.parametrize("integer", ["int64", "int16", "uint8", "numpy"])
+def test_batches_of_other_integers(integer):
+    """A batch that is made inside of jit may be of whatever integers are at hand."""
+    layer, mixer = attention(rope=RotaryEmbedding(8)), recurrent_layers.build("mamba2")
+    x = jnp.asarray(inputs()[0, :2])
+    wide = jax.enable_x64(integer == "int64")
+
+    def call(batch, x, pages, pool):
+        return layer(x, pages, batch=batch), mixer(x, pool, batch=batch)
+
+    def make(new, as_array):
+        arrays = map(as_array, ([0, new], [5], [[3, 1]], [1]))
+        return RaggedBatch(*arrays, page_size=PAGE, max_query_len=new, num_tokens=new)
+
+    as_array = np.asarray if integer == "numpy" else functools.partial(jnp.asarray, dtype=integer)
+    cache = layer.init_paged_cache(5, PAGE), mixer.init_state(3)
+    for new in (1, 2):
+        expected = quick(call)(make(new, functools.partial(jnp.asarray, dtype=jnp.int32)), x[:new], *cache)
+        with wide:
+            batch = make(new, as_array)
+            assert {a.dtype for a in jax.tree.leaves(batch)} == {jnp.dtype("int32")}
+            got = quick(call)(batch, x[:new], *cache)
+        assert eqx.tree_equal(got, expected)
+
+
+def test_caches_bound_to_other_integers(enable_x64):
+    """By the constructor, as by `bind`."""
+    tables = jnp.array([[2, 0], [1, -1]]), jnp.array([4, 2])
+    assert tables[0].dtype == jnp.int64
+    room = jnp.arange(3 * PAGE)
+    for kind, inner in ((PagedKVCache, (2, 8)), (PagedLatentCache, (8,))):
+        cache = kind.init(3, PAGE, *inner[:1], 8)
+        values = room.astype(jnp.float32).reshape(-1, *(1,) * len(inner))
+        values = jnp.broadcast_to(values, (len(room), *inner))
+        cache = cache.append(values, values, room)
+        first, second = jax.tree.leaves(cache)
+        made = kind(first, second, *tables)
+        assert eqx.tree_equal(made, cache.bind(*tables))
+        assert {x.dtype.name for x in jax.tree.leaves(made.gather())} == {"float32"}
+        q = jnp.ones((2, 2, 16 if kind is PagedLatentCache else 8), jnp.float32)
+        out = quick(PagedAttention(softmax_scale=0.0))(q, made)
+        assert_close(out[:, 0, 0], jnp.array([(6 + 7 + 8 + 0) / 4, (3 + 4) / 2], jnp.float32))
+
+
+def test_numbers_that_are_no_int32_are_no_page():
+    with jax.enable_x64(True):
+        table = jnp.array([[2**32 + 1, -(2**40), 1]])
+        batch = RaggedBatch(
+            jnp.array([0, 9]), jnp.array([9]), table, page_size=3, max_query_len=9, num_tokens=9
+        )
+        assert batch.slots.tolist() == [-1] * 6 + [3, 4, 5]

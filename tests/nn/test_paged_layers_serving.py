@@ -1,0 +1,160 @@
+"""Requests that come, wait, start over and leave, over few pages and slots: each gets what it gets alone with a dense cache. What nobody
+owns at a step holds NaN, also where somebody did the step before."""
+
+import dataclasses
+
+import equinox as eqx
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from ejkernel_eqx import Buckets, OutOfPagesError, PageTable, RaggedBatch
+from ejkernel_eqx.nn import CacheState
+from tests.nn import recurrent_layers
+from tests.nn.paged_layers import attention, dense_model, in_place, inputs, new_caches, pack, PAGE, stacked
+from tests.recurrence.quick import quick
+from tests.tolerances import assert_close
+
+LENGTHS = (10, 1, 4, 0, 7, 2, 10, 1)
+FEW_PAGES, FEW_SLOTS = 7, 3
+BUCKETS = Buckets((8,), (4,), (5,), (1, 6))
+
+
+@dataclasses.dataclass
+class Request:
+    number: int
+    slot: int
+    done: int = 0
+
+
+class Server:
+    """Draws what to do at each step: whom to let in, whom to send away, how many tokens of whom."""
+
+    def __init__(self, seed, window, step, caches):
+        self.random, self.window = np.random.default_rng(seed), window
+        self.step, self.caches = step, caches
+        self.table, self.free = PageTable(FEW_PAGES, PAGE), list(range(FEW_SLOTS))
+        self.waiting, self.running = list(range(len(LENGTHS))), []
+        self.seen, self.kinds = set(), set()
+
+    def serve(self, x, width=None):
+        y = np.full((*x.shape[:2], width or x.shape[2]), np.nan, np.float32)
+        while self.waiting or self.running:
+            while self.waiting and self.free and self.random.random() < 0.7:
+                self.running.append(Request(self.waiting.pop(0), self.free.pop()))
+            if len(self.running) > 1 and self.random.random() < 0.15:
+                self.leave(self.running[-1], again=True)
+            self.advance(x, y)
+            for request in [r for r in self.running if r.done == LENGTHS[r.number]]:
+                self.leave(request)
+        assert self.table.num_used == 0 and len(self.free) == FEW_SLOTS
+        return y
+
+    def advance(self, x, y):
+        chosen, left = [], BUCKETS.tokens[-1]
+        decodes = self.random.random() < 0.5
+        for request in self.random.permutation(np.array(self.running, object)):
+            wanted = 1 if decodes else int(self.random.choice([0, 1, 1, 2, 4, 6]))
+            count = min(wanted, left, LENGTHS[request.number] - request.done)
+            try:
+                self.table.allocate(request.number, count)
+            except OutOfPagesError:
+                if request is not self.running[0]:
+                    self.leave(request, again=True)
+                continue  # the first request goes on as soon as others have left
+            left -= count
+            chosen.append((request, count))
+        chosen = [(r, count) for r, count in chosen if r in self.running]
+        work = [(r.number, count) for r, count in chosen]
+        batch = RaggedBatch.build(
+            [count for _, count in work],
+            [self.table.length(n) for n, _ in work],
+            self.table.rows([n for n, _ in work]),
+            page_size=PAGE,
+            buckets=BUCKETS,
+            state_indices=[r.slot for r, _ in chosen],
+        )
+        before = {r.number: r.done for r in self.running}
+        packed = pack(x, work, before, batch.num_tokens)
+        self.caches = jax.tree.map(jnp.asarray, self.poisoned())
+        out, self.caches = self.step(packed, self.caches, batch)
+        for (request, count), start in zip(chosen, np.asarray(batch.query_start_loc)):
+            n = request.number
+            y[n, request.done : request.done + count] = out[start : start + count]
+            request.done += count
+            self.seen.add(min(count, 2))
+            if self.window is not None:
+                self.table.free_behind(n, max(0, request.done - self.window + 1))
+        self.kinds.add(batch.is_decode)
+        self.table.check()
+
+    def leave(self, request, again=False):
+        self.running.remove(request)
+        self.free.append(request.slot)
+        if request.number in self.table.sequences:
+            self.table.free(request.number)
+        if again:
+            self.waiting.insert(0, request.number)
+
+    def poisoned(self):
+        """NaN in the pages and slots of no request, and in the slots of those that have not begun."""
+        rows = [self.table.row(n) for n in self.table.sequences]
+        pages = np.setdiff1d(np.arange(FEW_PAGES), np.concatenate([[-1], *rows]))
+        slots = np.setdiff1d(np.arange(FEW_SLOTS), [r.slot for r in self.running if r.done])
+        lead = (slice(None),) * self.caches.batch_ndim
+
+        def poison(layer):
+            where = pages if hasattr(layer, "copy_pages") else slots
+            full = lambda x: np.array(x)
+            layer = jax.tree.map(full, layer)
+            for x in jax.tree.leaves(layer):
+                x[(*lead, where)] = np.nan
+            return layer
+
+        return eqx.tree_at(lambda c: c.layers, self.caches, tuple(map(poison, self.caches.layers)))
+
+
+def assert_served(y, expected, name):
+    for n, length in enumerate(LENGTHS):
+        assert np.isnan(y[n, length:]).all()
+        if length:
+            assert_close(y[n, :length], expected[n, :length], name=f"{name}, request {n}")
+
+
+def sizes(**options):
+    return {"num_pages": FEW_PAGES, "page_size": PAGE, "num_slots": FEW_SLOTS, **options}
+
+
+@pytest.mark.parametrize("window", [None, 4])
+def test_a_hybrid_model_serves(window):
+    """Attention and recurrent layers, stacked; with a window, pages behind it are freed while the request runs."""
+    expected, _ = dense_model(len(LENGTHS), window)
+    step = quick(lambda x, caches, batch: in_place(x, caches, batch, stacked(window)), donate_argnums=1)
+    for seed in range(4):
+        server = Server(seed, window, step, new_caches(**sizes()))
+        assert_served(server.serve(inputs(len(LENGTHS))), expected, f"seed {seed}")
+        assert server.seen == {0, 1, 2} and server.kinds == {True, False}
+
+
+@pytest.mark.parametrize("platform", ["xla", "triton-interpret"])
+def test_layers_serve_side_by_side(platform):
+    """Two attention layers, one with a window and one without, and three recurrent ones on the same tokens."""
+    names = ("norm, sinks, window", "mqa, gate, V != D")
+    layers = [attention(name, platform=platform) for name in names]
+    x = inputs(len(LENGTHS))
+    caches = [layer.init_cache(len(LENGTHS), 10) for layer in layers]
+    if platform == "xla":
+        recurrent = [recurrent_layers.build(name) for name in ("mamba", "kimi", "qwen3-next")]
+        layers += recurrent
+        caches += [layer.init_state(len(LENGTHS)) for layer in recurrent]
+    run = lambda x: [layer(x, own)[0] for layer, own in zip(layers, caches, strict=True)]
+    expected = jnp.concatenate(quick(run)(x), -1)
+
+    def step(x, caches, batch):
+        results = [layer(x, own, batch=batch) for layer, own in zip(layers, caches.layers, strict=True)]
+        return jnp.concatenate([y for y, _ in results], -1), caches.with_layers([c for _, c in results])
+
+    server = Server(5, None, quick(step), CacheState.init(layers, **sizes()))
+    y = server.serve(x, expected.shape[-1])
+    assert_served(y, expected, platform)
