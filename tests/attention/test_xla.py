@@ -139,7 +139,7 @@ def test_float64(n, enable_x64):
     check(dataclasses.replace(CASES[n], dtype="float64"), TILES[0], run_xla)
 
 
-@settings(max_examples=8, deadline=None, derandomize=True)
+@settings(max_examples=4, deadline=None, derandomize=True)
 @given(data=st.data())
 def test_any_shape(data):
     lengths, flag = st.integers(1, 70), st.booleans()

@@ -117,7 +117,10 @@ def test_recurrent_layers_in_bfloat16(name, kept):
     assert [a.dtype for a in jax.tree.leaves(new)] == [a.dtype for a in jax.tree.leaves(pool)]
 
 
-@pytest.mark.parametrize("integer", ["int64", "int16", "uint8", "numpy"])
+@pytest.mark.parametrize(
+    "integer",
+    ["int64", *(pytest.param(name, marks=pytest.mark.slow) for name in ("int16", "uint8", "numpy"))],
+)
 def test_batches_of_other_integers(integer):
     """A batch that is made inside of jit may be of whatever integers are at hand."""
     layer, mixer = attention(rope=RotaryEmbedding(8)), recurrent_layers.build("mamba2")

@@ -21,7 +21,7 @@ COLLECTIVE = re.compile(
     r"= (.*?) (all-gather|all-reduce|all-to-all|collective-permute|reduce-scatter)(?:-start)?\("
 )
 BATCHES = {"decode": ([1, 1, 0], [3, 5, 0]), "mixed": ([6, 1, 2], [6, 4, 5])}
-batches = pytest.mark.parametrize("name", BATCHES)
+batches = pytest.mark.parametrize("name", [pytest.param("decode", marks=pytest.mark.slow), "mixed"])
 
 
 def collectives(compiled):

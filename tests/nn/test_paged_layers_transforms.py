@@ -79,7 +79,8 @@ def _first_rounds(options):
     return jnp.stack(x), side_by_side(*batches)
 
 
-@pytest.mark.parametrize("new", [pytest.param(1, marks=SLOW), 3])
+@pytest.mark.slow
+@pytest.mark.parametrize("new", [1, 3])
 def test_models_are_mapped(new):
     """Over models with one cache and one batch, and over batches within: what each gives alone."""
     make = lambda key: eqx.filter_vmap(Block)(jax.random.split(key, LAYERS))
@@ -206,7 +207,7 @@ def test_a_batch_is_carried():
     assert batch.lengths.tolist() == [TOKENS + 1] and not cache.is_bound
 
 
-@pytest.mark.parametrize("new, platform", [(3, None), (1, "triton-interpret")])
+@pytest.mark.parametrize("new, platform", [pytest.param(3, None, marks=SLOW), (1, "triton-interpret")])
 def test_training_over_pages_is_refused(new, platform):
     """In the ways that training code is written; what has no gradient to give is no obstacle."""
     layer = attention(platform=platform)
@@ -248,6 +249,7 @@ def test_training_a_model_over_pages_is_refused():
         train(model, caches, optimiser.init(eqx.filter(model, eqx.is_array)), jnp.asarray(inputs()[0, :2]))
 
 
+@pytest.mark.slow
 def test_the_rest_of_a_model_trains_beside_pages():
     """The pages' output as a constant, which is what the error proposes."""
     expected, _ = dense_model()

@@ -55,7 +55,14 @@ def opaque(module: Any) -> Any:
 
 
 BUILD = {"xla": lambda module: module, "opaque": opaque}
-modes = pytest.mark.parametrize("build, kind", [(build, kind) for build in BUILD for kind in KINDS])
+modes = pytest.mark.parametrize(
+    "build, kind",
+    [
+        pytest.param(build, kind, marks=pytest.mark.slow if kind == "explicit" else ())
+        for build in BUILD
+        for kind in KINDS
+    ],
+)
 
 
 def sent(compiled) -> list[str]:

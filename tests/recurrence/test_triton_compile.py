@@ -70,7 +70,7 @@ QUICK = {
     ("sm_80", "packed", 128, "bfloat16"),
     ("sm_90", "batched", 128, "bfloat16"),
     ("sm_90", "ssd", 128, "bfloat16"),
-    ("sm_100", "batched", 64, "float32"),
+    ("sm_100", "batched", 64, "bfloat16"),
     ("gfx942", "packed", 64, "bfloat16"),
 }
 GRID = [

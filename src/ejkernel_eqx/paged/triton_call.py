@@ -169,6 +169,7 @@ class Call:
             "V": self.values,
             "R": rope,
             "PAGE": arrays.k.shape[1],
+            "FAR": arrays.k.shape[0] * arrays.k.shape[1] >= 2**31,
             "BLOCK_D": padded(dim),
             "BLOCK_V": padded(self.values),
             "BLOCK_R": padded(rope),

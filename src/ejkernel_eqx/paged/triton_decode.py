@@ -41,7 +41,7 @@ def decode_kernel(
     q_ptr, k_ptr, v_ptr, rope_ptr, table_ptr, q_start_ptr, q_len_ptr, kv_len_ptr, kv_start_ptr, k_scale_ptr, v_scale_ptr,
     rope_scale_ptr, sinks_ptr, slopes_ptr, qq_bias_ptr, P, M, N, Q, ROW, T, LONGEST,
     out_ptr, lse_ptr,
-    H: tl.constexpr, K: tl.constexpr, D: tl.constexpr, V: tl.constexpr, R: tl.constexpr, PAGE: tl.constexpr, MOST: tl.constexpr,
+    H: tl.constexpr, K: tl.constexpr, D: tl.constexpr, V: tl.constexpr, R: tl.constexpr, PAGE: tl.constexpr, FAR: tl.constexpr, MOST: tl.constexpr,
     BLOCK_D: tl.constexpr, BLOCK_V: tl.constexpr, BLOCK_R: tl.constexpr, BM: tl.constexpr, BK: tl.constexpr, LATENT: tl.constexpr,
     SCALES: tl.constexpr, SCALE: tl.constexpr, CAP: tl.constexpr, FAST_TANH: tl.constexpr, LEFT: tl.constexpr,
     RANGED: tl.constexpr, SINKS: tl.constexpr, ALIBI: tl.constexpr, QQ: tl.constexpr, PRECISION: tl.constexpr,
@@ -101,7 +101,7 @@ def decode_kernel(
     table = table_ptr + n * M
     page = load_pages(table, lo, end, PAGE, BK)
     for tile in tl.range(lo, hi):
-        j, slot, ok = locate(page, tile, first, end, P, PAGE, BK)
+        j, slot, ok = locate(page, tile, first, end, P, PAGE, BK, FAR)
         page = load_pages(table, tile + 1, end, PAGE, BK)
         acc, total, top = attend_tile(
             acc, total, top, q, q_rope, j, slot, ok, i, t[:, None], slope, chunk, kv_head, k_factor, rope_factor,

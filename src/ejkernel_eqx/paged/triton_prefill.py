@@ -47,7 +47,8 @@ def prefill_kernel(
     q_ptr, k_ptr, v_ptr, rope_ptr, table_ptr, q_start_ptr, q_len_ptr, kv_len_ptr, kv_start_ptr, k_scale_ptr, v_scale_ptr,
     rope_scale_ptr, sinks_ptr, slopes_ptr, qq_bias_ptr, out_before_ptr, lse_before_ptr, P, M, N, Q, ROW, T, LEAST, MOST,
     out_ptr, lse_ptr,
-    H: tl.constexpr, K: tl.constexpr, D: tl.constexpr, V: tl.constexpr, R: tl.constexpr, PAGE: tl.constexpr, BLOCK_D: tl.constexpr,
+    H: tl.constexpr, K: tl.constexpr, D: tl.constexpr, V: tl.constexpr, R: tl.constexpr, PAGE: tl.constexpr, FAR: tl.constexpr,
+    BLOCK_D: tl.constexpr,
     BLOCK_V: tl.constexpr, BLOCK_R: tl.constexpr, BM: tl.constexpr, BK: tl.constexpr, LATENT: tl.constexpr, SCALES: tl.constexpr,
     SCALE: tl.constexpr, CAP: tl.constexpr, FAST_TANH: tl.constexpr, LEFT: tl.constexpr, RANGED: tl.constexpr, SINKS: tl.constexpr,
     ALIBI: tl.constexpr, QQ: tl.constexpr, PRECISION: tl.constexpr, WIDE: tl.constexpr, SCANNED: tl.constexpr,
@@ -118,7 +119,7 @@ def prefill_kernel(
     # does not pipeline the loop.
     page = load_pages(table_ptr, full_lo, room, PAGE, BK)
     for index in tl.range(0, full_hi - full_lo):
-        j, slot, ok = locate(page, full_lo + index, first, end, P, PAGE, BK)
+        j, slot, ok = locate(page, full_lo + index, first, end, P, PAGE, BK, FAR)
         page = load_pages(table_ptr, full_lo + index + 1, room, PAGE, BK)
         acc, total, top = attend_tile(
             acc, total, top, q, q_rope, j, slot, ok, i, t, slope, chunk, kv_head, k_factor, rope_factor, qq_bias_ptr, Q,
@@ -127,7 +128,7 @@ def prefill_kernel(
     tile = tl.where(lo < full_lo, lo, full_hi)
     page = load_pages(table_ptr, tile, end, PAGE, BK)
     for _ in tl.range(0, full_lo - lo + hi - full_hi):
-        j, slot, ok = locate(page, tile, first, end, P, PAGE, BK)
+        j, slot, ok = locate(page, tile, first, end, P, PAGE, BK, FAR)
         tile = tl.where(tile + 1 == full_lo, full_hi, tile + 1)
         page = load_pages(table_ptr, tile, end, PAGE, BK)
         acc, total, top = attend_tile(

@@ -94,11 +94,14 @@ def load_pages(table_ptr, tile, end, PAGE: tl.constexpr, BK: tl.constexpr):
 
 
 @triton.jit
-def locate(page, tile, first, end, P, PAGE: tl.constexpr, BK: tl.constexpr):
-    """Of the keys of a tile, `[BK]` each: position, slot in the pages (64 bits), and whether the sequence has and sees it at all."""
+def locate(page, tile, first, end, P, PAGE: tl.constexpr, BK: tl.constexpr, FAR: tl.constexpr):
+    """Of the keys of a tile, `[BK]` each: position, slot in the pages (64 bits, computed in as many only if `FAR`), and whether the sequence
+    has and sees it at all."""
     j = tile * BK + tl.arange(0, BK)
     ok = (page >= 0) & (page < P) & (j >= first) & (j < end)
-    slot = page.to(tl.int64) * PAGE + j % PAGE
+    if FAR:
+        page = page.to(tl.int64)
+    slot = (page * PAGE + j % PAGE).to(tl.int64)
     return j, slot, ok
 
 
