@@ -265,7 +265,7 @@ def test_buckets_are_tuples_of_sizes(given, unchecked):
         ejx.Buckets((8,), given, (5,), (4,))
 
 
-def test_a_state_is_a_tree_like_any_other():
+def test_a_state_is_a_tree_like_any_other(unchecked):
     """Its structure may hold shapes, axes and nothing at all; layers that were merged come back apart."""
     caches = new_caches()
     shapes = jax.eval_shape(new_caches)
@@ -281,3 +281,7 @@ def test_a_state_is_a_tree_like_any_other():
 
     back = quick(jax.vmap(there_and_back, (axes, 0)))(doubled, jnp.arange(2))
     assert eqx.tree_equal(back, doubled)
+    whole = CacheState(0, caches.batch_ndim)  # pyright: ignore[reportArgumentType]
+    copied = quick(jax.vmap(lambda c: c.copy_pages(jnp.array([0]), jnp.array([1])), (whole,), whole))(doubled)
+    one = jax.tree.map(lambda x: x[0], doubled).copy_pages(jnp.array([0]), jnp.array([1]))
+    assert eqx.tree_equal(jax.tree.map(lambda x: x[0], copied), one)

@@ -2,6 +2,7 @@
 
 import functools
 
+import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
@@ -52,6 +53,41 @@ def test_offsets_may_be_a_list(unchecked):
     wanted, _ = op(q, cache_of(7), k, v, query_start_loc=jnp.array([0, 2]))
     np.testing.assert_array_equal(out, wanted)
     np.testing.assert_array_equal(cache.gather()[0][0, 5:7], k)
+
+
+@pytest.mark.parametrize("append", [False, True])
+@pytest.mark.parametrize("platform", PLATFORMS)
+def test_offsets_may_end_in_zeros(platform, append):
+    """As behind the last sequence of a padded batch; a chunk long enough for the prefill kernel, and tokens of no sequence."""
+    if platform != "xla":
+        pytest.importorskip("triton")
+    q, lengths = normal(2, 44, 2, 16), jnp.array([21, 18, 0, 0])
+    table, pages = jnp.arange(20).reshape(4, 5), normal(3, 2, 20, 5, 1, 16)
+    cache = ejx.PagedKVCache(*pages).bind(table, lengths)
+    new = [normal(4, 44, 1, 16), normal(5, 44, 1, 16)] if append else []
+    op = ejx.RaggedPagedAttention(append=append, platform=platform)
+    wanted, found = (
+        quick(lambda *given, offsets=offsets: op(*given, query_start_loc=offsets, return_lse=True))(
+            q, cache, *new
+        )
+        for offsets in (jnp.array([0, 20, 38, 38, 38]), jnp.array([0, 20, 38, 0, 0]))
+    )
+    for a, b in zip(jax.tree.leaves(wanted), jax.tree.leaves(found), strict=True):
+        np.testing.assert_array_equal(a, b)
+    out = found[0][0] if append else found[0]
+    assert np.isfinite(out).all() and not np.asarray(out)[38:].any()
+
+
+@pytest.mark.parametrize("platform", PLATFORMS)
+def test_offsets_of_a_row_end_with_its_tokens(platform):
+    """Past them another row's would be overwritten."""
+    if platform != "xla":
+        pytest.importorskip("triton")
+    q, cache = normal(2, 2, 20, 2, 16), cache_of(40)
+    op = ejx.RaggedPagedAttention(platform=platform)
+    call = jax.vmap(lambda q, offsets: op(q, cache, query_start_loc=offsets))
+    found = quick(call)(q, jnp.array([[0, 30], [3, 20]]))
+    np.testing.assert_array_equal(found, quick(call)(q, jnp.array([[0, 20], [3, 20]])))
 
 
 @pytest.mark.parametrize("platform", PLATFORMS)

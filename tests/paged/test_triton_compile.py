@@ -117,6 +117,15 @@ def test_candidates_begin_with_the_heuristic_and_differ(kind):
         assert triton.config_unsupported(config, problem, DEVICES["sm_90"]) is None
 
 
+@pytest.mark.parametrize("dims", [{"N": 0}, {"Q": 0}, {"N": 0, "M": 1}])
+def test_a_configuration_for_nothing(dims):
+    """As a mapped axis of size 0 asks for."""
+    for device in DEVICES.values():
+        arrays, spec = request("grouped", **dims)
+        problem = problem_of("paged_attention", arrays, spec)
+        assert triton.default_config(problem, device) in triton.candidates(problem, device)
+
+
 def test_tiles_that_cannot_fit_are_told():
     problem = problem_of("paged_attention", *request("mixed"))
     config = triton.default_config(problem, DEVICES["sm_90"])

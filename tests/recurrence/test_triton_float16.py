@@ -5,6 +5,7 @@ import functools
 from typing import Any
 
 import jax.numpy as jnp
+import numpy as np
 import pytest
 
 from ejkernel_eqx.recurrence.core import problem_of
@@ -27,6 +28,18 @@ CASES = (
     Case("linear, decayed by key, weighted", **ONE, decay=KEY, log_decays="mixed", beta=1.0, D=64, T=131),
 )
 QUICK = {"correlated", "linear, decayed by key"}
+
+
+def test_a_device_s_nan_stays_one():
+    """All bits of NVIDIA's NaN are set but the sign: rounding must not carry over into it."""
+    case = Case("decayed by key", **ONE, decay=KEY, T=40, initial_state=True)
+    arrays, spec = make(case)
+    assert arrays.initial_state is not None
+    nan = np.full(arrays.initial_state.shape, 0x7FFFFFFF, np.uint32).view(np.float32)
+    config = triton.default_config(problem_of("linear_attention", arrays, spec), DEVICES["sm_90"])
+    execute = functools.partial(run, interpret=True)
+    results = triton.forward(arrays._replace(initial_state=jnp.asarray(nan)), spec, config, execute=execute)
+    assert np.isnan(results["out"]).all() and np.isnan(results["final_state"]).all()
 
 
 @pytest.mark.parametrize(

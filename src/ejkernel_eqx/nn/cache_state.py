@@ -85,6 +85,8 @@ class CacheState(eqx.Module):
         return cls(tuple(layers), len(lead))
 
     def __check_init__(self):
+        if not isinstance(self.layers, tuple | list):
+            return  # something else in the places of arrays, such as axes to map over
         for index, layer in enumerate(self.layers):
             _check_unbound(index, layer)
 

@@ -13,7 +13,7 @@ from jax import Array
 
 from ..attention.arguments import parse_window, ScoreOptions
 from ..recurrence.arguments import array
-from .batch import RaggedBatch
+from .batch import RaggedBatch, to_int32
 from .cache import PagedKVCache
 from .latent_cache import PagedLatentCache
 from .spec import PagedArrays, PagedSpec
@@ -189,9 +189,19 @@ def packed(q: Array, cache: Cache, query_start_loc: Any, max_query_len: Any) -> 
         raise ValueError(
             f"max_query_len: expected a static int of at least 1, the most queries of one sequence, or None, received {max_query_len!r}."
         )
-    offsets = jnp.broadcast_to(offsets.astype(jnp.int32), (*lead, count + 1))
-    length = jnp.maximum(offsets[..., 1:] - offsets[..., :-1], 0)
+    offsets = jnp.broadcast_to(_read_offsets(offsets, tokens), (*lead, count + 1))
+    length = offsets[..., 1:] - offsets[..., :-1]
     return Tokens(offsets[..., :-1], length, max(min(int(max_query_len), tokens), 1))
+
+
+def _read_offsets(offsets: Any, tokens: int) -> Array:
+    """Each the highest so far, and no higher than there are tokens: what follows the last sequence may be anything, such as zeros."""
+    offsets = jnp.clip(to_int32(jnp.asarray(offsets)), 0, tokens)
+    count = offsets.shape[-1]
+    if count > 512:
+        return jax.lax.cummax(offsets, axis=offsets.ndim - 1)
+    index = jnp.arange(count)
+    return jnp.max(jnp.where(index <= index[:, None], offsets[..., None, :], 0), axis=-1)  # one kernel
 
 
 def write_slots(q: Array, cache: Cache, query_start_loc: Any, max_query_len: int) -> Array:
@@ -202,7 +212,7 @@ def write_slots(q: Array, cache: Cache, query_start_loc: Any, max_query_len: int
         )
     table, lengths = tables(cache)
     batch = RaggedBatch(
-        jnp.asarray(query_start_loc),
+        _read_offsets(query_start_loc, q.shape[0]),
         lengths,
         table,
         page_size=cache.page_size,

@@ -90,7 +90,8 @@ class RaggedPagedAttention(Kernel):
             tokens, which have been written unless `append`.
         - `k`, `v`: with `append`, and only then, `[T, K, D]` and `[T, K, V]`; for a latent cache the latents `[T, R]` and the rotary keys `[T, Dr]`.
             They go where the tables say; a token without a page, or of no sequence, goes nowhere.
-        - `query_start_loc`: ints `[N + 1]`, where the queries of each sequence begin and end.
+        - `query_start_loc`: ints `[N + 1]`, where the queries of each sequence begin and end; none lower than the one before but behind the
+            last sequence with queries, where zeros are as good.
         - `max_query_len`: the most queries of one sequence, static; those past it are left out. Default `T`. Give it where it is small: with 1, only
             decoding is compiled.
         - `sinks`: logits `[H]` or `[H, n]` that join the denominator and carry no value.

@@ -46,7 +46,7 @@ class PagedArrays(NamedTuple):
     k: Array  # [P, p, K, D], bf16, f16, f32 (f64 on XLA), or int8, float8_e4m3fn with scales
     v: Array | None  # [P, p, K, V]; None: the keys
     page_table: Array  # int32 [*, N, M]
-    q_start: Array  # int32 [*, N]: the sequence's first query among the T
+    q_start: Array  # int32 [*, N]: the sequence's first query among the T; never decreasing
     q_len: Array  # int32 [*, N]: its number of queries, 0 for none
     kv_len: Array  # int32 [*, N]: its number of keys, those of the queries included
     kv_start: Array | None = None  # int32 [*, N]: its first key

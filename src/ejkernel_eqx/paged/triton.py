@@ -114,8 +114,8 @@ def forward(
     """`out [B, T, H, V]` and `lse [B, T, H]`, of arrays with one leading axis."""
     call = folded(arrays, spec, config, execute)
     if call.num_sequences == 0 or call.arrays.q.shape[0] == 0:
-        out, lse = call.result_types.values()
-        results = {"out": jnp.zeros(out.shape, out.dtype), "lse": jnp.full(lse.shape, -jnp.inf, lse.dtype)}
+        types = call.result_types
+        results = {"out": jnp.zeros_like(types["out_ptr"]), "lse": jnp.full_like(types["lse_ptr"], -jnp.inf)}
     else:
         most = decode_queries(spec.max_query_len, call.group)
         results = triton_decode.decode(call, most)

@@ -182,8 +182,8 @@ def merge_kernel(
 
 
 def decode(call: Call, queries: int) -> dict[str, Array]:
-    """`out` and `lse` of the sequences that have at most `queries` queries, if no sequence may have more (`max_query_len`) of all; and of
-    tokens of no sequence. What other sequences have is left as it comes."""
+    """`out` and `lse` of the sequences that have at most `queries` queries, and of tokens of no sequence. The other sequences' are left as
+    they come. If none may have more (`max_query_len`), no program looks whether one has."""
     tile = call.config.decode
     (heads, kv_heads), values = call.heads, call.values
     rows = queries * call.group

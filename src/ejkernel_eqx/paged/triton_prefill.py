@@ -13,7 +13,8 @@ _SCANNED = 256  # entries of a page table looked through at once
 
 @triton.jit
 def _first_tile(q_start_ptr, n, GROUP: tl.constexpr, BM: tl.constexpr):
-    """Sequence `n` has the tiles from here on: no fewer than it needs, as each before it has one to spare."""
+    """Sequence `n` has the tiles from here on, which are enough: `c_{n+1} G // BM - c_n G // BM + 1` is no less than the tiles of
+    `c_{n+1} - c_n` queries of `G` heads. Starts `c` must not decrease."""
     return tl.load(q_start_ptr + n) * GROUP // BM + n
 
 

@@ -31,16 +31,18 @@ def sequence(n, q_len_ptr, kv_len_ptr, kv_start_ptr, M, PAGE: tl.constexpr, MOST
 
 
 @triton.jit
-def fill_rest(block, q_start_ptr, q_len_ptr, out_ptr, lse_ptr, N, T, MOST, H: tl.constexpr, V: tl.constexpr):
-    """Of `FILLED` tokens those that are none of the first `MOST` queries of a sequence: 0 and minus infinity."""
-    SEQUENCES: tl.constexpr = 64
-    NUMBERS: tl.constexpr = 512
+def fill_rest(
+    block, q_start_ptr, q_len_ptr, out_ptr, lse_ptr, N, T, LONGEST, H: tl.constexpr, V: tl.constexpr
+):
+    """Of `FILLED` tokens those that are none of the first `LONGEST` queries of a sequence: 0 and minus infinity."""
+    SEQUENCES: tl.constexpr = 64  # pyright: ignore[reportAssignmentType]
+    NUMBERS: tl.constexpr = 512  # pyright: ignore[reportAssignmentType]
     token = block * FILLED + tl.arange(0, FILLED)
     taken = tl.zeros([FILLED], tl.int32)
     for begin in tl.range(0, N, SEQUENCES):
         n = begin + tl.arange(0, SEQUENCES)
         first = tl.load(q_start_ptr + n, mask=n < N, other=0)[None, :]
-        queries = tl.minimum(tl.load(q_len_ptr + n, mask=n < N, other=0), MOST)[None, :]
+        queries = tl.minimum(tl.load(q_len_ptr + n, mask=n < N, other=0), LONGEST)[None, :]
         own = (token[:, None] >= first) & (token[:, None] < first + queries)
         taken |= tl.max(own.to(tl.int32), axis=1)
     rest = (taken == 0) & (token < T)

@@ -68,7 +68,7 @@ def splits(problem: Problem, device: DeviceFacts, queries: int, block_m: int) ->
     least = 0.85 if problem.flag("latent") else 4
     keys = problem.dim("M") * problem.dim("p")
     # Partial results, a vector of values for each query head and split, take at most so many splits.
-    vectors = problem.dim("N") * queries * heads * problem.dim("V")
+    vectors = max(1, problem.dim("N") * queries * heads * problem.dim("V"))
     room = max(1, _PARTIAL_BYTES // (4 * vectors))
     if programs >= least * multiprocessors:
         return min(max(1, math.ceil(keys / _LONG)), room), _LONG

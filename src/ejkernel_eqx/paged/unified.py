@@ -82,7 +82,8 @@ class UnifiedAttention(Kernel):
         - `q`: `[..., T, H, D]`, the queries of all sequences side by side; `[..., T, H, R + Dr]` for a latent cache. bf16, f16, f32 (f64 on XLA).
         - `cache`: bound to tables `[N, M]`, or with the leading axes of `q`; its pages without leading axes or with these. `lengths` count the new
             tokens, which have been written.
-        - `query_start_loc`: ints `[N + 1]`, where the queries of each sequence begin and end.
+        - `query_start_loc`: ints `[N + 1]`, where the queries of each sequence begin and end; none lower than the one before but behind the
+            last sequence with queries, where zeros are as good.
         - `max_query_len`: the most queries of one sequence, static; those past it are left out. Default `T`. Give it where it is small: with 1, only
             decoding is compiled.
         - `alibi_slopes`: `[H]`.

@@ -84,8 +84,10 @@ def operand_of(x, DTYPE: tl.constexpr, PRECISION: tl.constexpr):
     """What is computed in float32 as an operand of products. Float32 numbers that meet in one pass of `"tf32"` are rounded to its 11
     bits here: the hardware cuts them off, all towards zero, and sums over many tokens would show it."""
     if DTYPE == tl.float32 and PRECISION == "tf32":
-        bits = x.to(tl.float32).to(tl.int32, bitcast=True)
-        return ((bits + 0x1000) & -0x2000).to(tl.float32, bitcast=True)
+        x = x.to(tl.float32)
+        rounded = (x.to(tl.int32, bitcast=True) + 0x1000) & -0x2000
+        # The sum would turn the NaN of NVIDIA's devices, 0x7fffffff, into a zero.
+        return tl.where(x == x, rounded.to(tl.float32, bitcast=True), x)
     return x.to(DTYPE)
 
 

@@ -40,8 +40,8 @@ class ScanTile:
     num_warps: int
     programs: int
     unroll: int = 1
-    """States of a channel that are worked on side by side (by the backward's main kernel one after another); if these are all there are,
-    they stay in registers from chunk to chunk."""
+    """States of a channel that are worked on side by side (by the backward's main kernel one after another). All of them, counted up to a
+    power of two, stay in registers from chunk to chunk."""
     max_registers: int = 0
     """Registers a thread may have, 0 for the compiler's choice; without effect on jax-triton before 0.4."""
 

@@ -111,6 +111,7 @@ def backward_summary_kernel(
         fresh = fresh_penalty(starts_ptr, row, token, length, l, SEGMENTS)
         c_chunk = c_ptr + j.to(tl.int64) * (N * L)
         if KEPT:
+            # Again for every chunk: kept, they would cost registers.
             rates = tl.load(states_at(a_ptr + zero, i, N, I, STATE_LEVELS), mask=known_states, other=0.0)
             rates = split_rows(rates, BI, STATE_LEVELS)
             behind = split_rows(states, BI, STATE_LEVELS)

@@ -102,6 +102,7 @@ def summary_kernel(
         fresh = fresh_penalty(starts_ptr, row, token, length, l, SEGMENTS)
         b_chunk = b_ptr + j.to(tl.int64) * (N * L)
         if KEPT:
+            # Again for every chunk: kept, they would cost registers.
             rates = tl.load(states_at(a_ptr + zero, i, N, I, STATE_LEVELS), mask=known_states, other=0.0)
             rates = split_rows(rates, BI, STATE_LEVELS)
             before = split_rows(states, BI, STATE_LEVELS)
@@ -284,6 +285,7 @@ def forward_kernel(
         if KEPT:
             if SAVE:
                 tl.store(states_at(state + zero, i, N, I, STATE_LEVELS), states, mask=known_states)
+            # Again for every chunk: kept, they would cost registers.
             rates = tl.load(states_at(a_ptr + zero, i, N, I, STATE_LEVELS), mask=known_states, other=0.0)
             rates = split_rows(rates, BI, STATE_LEVELS)
             before = split_rows(states, BI, STATE_LEVELS)

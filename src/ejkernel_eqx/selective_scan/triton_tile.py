@@ -115,7 +115,8 @@ def time_step(raw, bias, SOFTPLUS: tl.constexpr):
     """The time step of a tile `[L, BI]`; 0 where `raw` is minus infinity."""
     x = raw + bias[None, :]
     if SOFTPLUS:
-        # log(1 + e) / e for e up to 1, the polynomial of least relative error (5e-9); the logarithm of 1 + e would lose what a small e has.
+        # log(1 + e) / e for e up to 1, the polynomial of least relative error (5e-9 for an exact e); the logarithm of 1 + e would lose
+        # what a small e has.
         e = tl.exp2(-tl.abs(x) * LOG2E)
         p = -0.0032440228387713432 * e + 0.019851455464959145
         p = p * e - 0.056959524750709534
