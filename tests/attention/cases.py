@@ -7,6 +7,7 @@ from collections.abc import Sequence
 
 import jax.numpy as jnp
 import numpy as np
+import pytest
 
 from ejkernel_eqx.attention.reference import visibility
 from ejkernel_eqx.attention.spec import AttentionArrays, AttentionSpec, RowRanges
@@ -271,3 +272,9 @@ EMPTY = (
 )
 PAIRWISE = _pairwise()
 CASES = [PLAIN, EVERYTHING, *PAIRWISE]
+
+
+def every_other(cases: list[Case]) -> list:
+    """The numbers of the cases, as parameters of a test; every other one where time is no matter."""
+    slow = (pytest.mark.slow,)
+    return [pytest.param(n, id=case.name, marks=slow if n % 2 else ()) for n, case in enumerate(cases)]
