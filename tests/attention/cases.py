@@ -277,4 +277,4 @@ CASES = [PLAIN, EVERYTHING, *PAIRWISE]
 def every_other(cases: list[Case]) -> list:
     """The numbers of the cases, as parameters of a test; every other one where time is no matter."""
     slow = (pytest.mark.slow,)
-    return [pytest.param(n, id=case.name, marks=slow if n % 2 else ()) for n, case in enumerate(cases)]
+    return [pytest.param(n, id=case.name, marks=() if n % 2 else slow) for n, case in enumerate(cases)]
