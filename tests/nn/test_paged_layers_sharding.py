@@ -221,6 +221,27 @@ def test_attention_where_types_say_shardings(name):
     assert_placed_alike(got[1], place(mesh, given[1], P("replicas")))
 
 
+@pytest.mark.parametrize("way", ["shard_map", "types"])
+@pytest.mark.parametrize("kind", ["mamba", "qwen3-next"])
+def test_chunks_of_recurrent_layers(kind, way):
+    """Inside `shard_map`, and on a mesh of explicit axes."""
+    layer, batches = recurrent_layers.build(kind), [batch_of("mixed", seed) for seed in (0, 1)]
+    stack = lambda *trees: jax.tree.map(lambda *leaves: jnp.stack(leaves), *trees)
+    state = filled(layer.init_state(SLOTS))
+    given = stack(*map(tokens_of, batches)), stack(state, state), stack(*batches)
+    call = jax.vmap(lambda x, state, batch: layer(x, state, batch=batch))
+    expected = quick(call)(*given)
+    mesh = mesh_of(AxisType.Explicit if way == "types" else AxisType.Auto, replicas=2)
+    if way == "types":
+        with jax.set_mesh(mesh):
+            got = quick(call)(*place(mesh, given, P("replicas")))
+    else:
+        specs = (P("replicas"),) * 3
+        got = quick(jax.shard_map(call, mesh=mesh, in_specs=specs, out_specs=P("replicas")))(*given)
+    for actual, wanted in zip(jax.tree.leaves(got), jax.tree.leaves(expected), strict=True):
+        assert_close(actual, wanted)
+
+
 def test_pages_and_slots_are_copied_where_they_are():
     _, caches, _ = of_two("decode")
     mesh = mesh_of(replicas=2)
