@@ -5,9 +5,11 @@ import triton.language as tl
 
 from .triton_tile import (
     channels_of,
+    decays_of,
     fresh_penalty,
     join_rows,
     LN2,
+    load_rates,
     load_tile,
     place,
     sigmoid,
@@ -23,10 +25,7 @@ from .triton_tile import (
 def _retreat(g, dt, dy, rate, c, fresh, BI: tl.constexpr, LEVELS: tl.constexpr, SEGMENTS: tl.constexpr):
     """The gradient of one state of every channel before a chunk, `[BI]`, from that of the one after it."""
     L: tl.constexpr = 1 << LEVELS
-    exponent = dt * rate[None, :]
-    if SEGMENTS:
-        exponent += fresh[:, None]
-    decay = split_rows(tl.exp2(exponent), BI, LEVELS)
+    decay = decays_of(dt, rate, fresh, BI, LEVELS, SEGMENTS)
     read = split_rows(dy * c[:, None], BI, LEVELS)
     for r in tl.static_range(L):
         g = decay[L - 1 - r] * (read[L - 1 - r] + g)
@@ -111,9 +110,7 @@ def backward_summary_kernel(
         fresh = fresh_penalty(starts_ptr, row, token, length, l, SEGMENTS)
         c_chunk = c_ptr + j.to(tl.int64) * (N * L)
         if KEPT:
-            # Again for every chunk: kept, they would cost registers.
-            rates = tl.load(states_at(a_ptr + zero, i, N, I, STATE_LEVELS), mask=known_states, other=0.0)
-            rates = split_rows(rates, BI, STATE_LEVELS)
+            rates = load_rates(a_ptr + zero, i, known_states, BI, N, I, STATE_LEVELS)
             behind = split_rows(states, BI, STATE_LEVELS)
             before = ()
             for n in tl.static_range(1 << STATE_LEVELS):
@@ -251,10 +248,7 @@ def backward_kernel(
             da = tl.load(da_ptr + n * I + i, mask=inside, other=0.0)
             b = tl.load(b_ptr + at_chunk + n * L + l)
             c = tl.load(c_ptr + at_chunk + n * L + l)
-            exponent = dt * a[None, :]
-            if SEGMENTS:
-                exponent += fresh[:, None]
-            decays = split_rows(tl.exp2(exponent), BI, LEVELS)
+            decays = decays_of(dt, a, fresh, BI, LEVELS, SEGMENTS)
             write = split_rows(x * b[:, None], BI, LEVELS)
             read = split_rows(dy * c[:, None], BI, LEVELS)
             passed_rows = ()

@@ -5,9 +5,11 @@ import triton.language as tl
 
 from .triton_tile import (
     channels_of,
+    decays_of,
     fresh_penalty,
     join_rows,
     load_projection,
+    load_rates,
     load_tile,
     place,
     sigmoid,
@@ -21,16 +23,39 @@ from .triton_tile import (
 @triton.jit
 def _advance(h, dt, x, rate, b, fresh, BI: tl.constexpr, LEVELS: tl.constexpr, SEGMENTS: tl.constexpr):
     """One state of every channel after each token of a chunk, `[BI]` each, from the one before the chunk; `x` has its time steps inside."""
-    exponent = dt * rate[None, :]
-    if SEGMENTS:
-        exponent += fresh[:, None]
-    decay = split_rows(tl.exp2(exponent), BI, LEVELS)
+    decay = decays_of(dt, rate, fresh, BI, LEVELS, SEGMENTS)
     write = split_rows(x * b[:, None], BI, LEVELS)
     rows = ()
     for r in tl.static_range(1 << LEVELS):
         h = tl.fma(decay[r], h, write[r])
         rows = rows + (h,)
     return rows
+
+
+@triton.jit
+def _load_turn(
+    a_ptr,
+    state_ptr,
+    b_ptr,
+    n0,
+    l,
+    i,
+    inside,
+    N: tl.constexpr,
+    I: tl.constexpr,
+    L: tl.constexpr,
+    UNROLL: tl.constexpr,
+):
+    """Of `UNROLL` states from `n0` on the rates, the states themselves and `B` over a chunk: all loads before what is made of them."""
+    rates = ()
+    before = ()
+    b_rows = ()
+    for u in tl.static_range(UNROLL):
+        known = inside & (n0 + u < N) if N % UNROLL else inside
+        rates = rates + (tl.load(a_ptr + (n0 + u) * I + i, mask=known, other=0.0),)
+        before = before + (tl.load(state_ptr + (n0 + u) * I + i, mask=known, other=0.0),)
+        b_rows = b_rows + (load_projection(b_ptr, n0 + u, l, N, L, UNROLL),)
+    return rates, before, b_rows
 
 
 @triton.jit
@@ -102,9 +127,7 @@ def summary_kernel(
         fresh = fresh_penalty(starts_ptr, row, token, length, l, SEGMENTS)
         b_chunk = b_ptr + j.to(tl.int64) * (N * L)
         if KEPT:
-            # Again for every chunk: kept, they would cost registers.
-            rates = tl.load(states_at(a_ptr + zero, i, N, I, STATE_LEVELS), mask=known_states, other=0.0)
-            rates = split_rows(rates, BI, STATE_LEVELS)
+            rates = load_rates(a_ptr + zero, i, known_states, BI, N, I, STATE_LEVELS)
             before = split_rows(states, BI, STATE_LEVELS)
             after = ()
             for n in tl.static_range(1 << STATE_LEVELS):
@@ -117,14 +140,9 @@ def summary_kernel(
             states = join_rows(after, BI, STATE_LEVELS)
         else:
             for n0 in range(0, N, UNROLL):
-                rates = ()
-                before = ()
-                b_rows = ()
-                for u in tl.static_range(UNROLL):
-                    known = inside & (n0 + u < N) if N % UNROLL else inside
-                    rates = rates + (tl.load(a_ptr + (n0 + u) * I + i, mask=known, other=0.0),)
-                    before = before + (tl.load(local_ptr + (n0 + u) * I + i, mask=known, other=0.0),)
-                    b_rows = b_rows + (load_projection(b_chunk, n0 + u, l, N, L, UNROLL),)
+                rates, before, b_rows = _load_turn(
+                    a_ptr, local_ptr, b_chunk, n0, l, i, inside, N, I, L, UNROLL
+                )
                 for u in tl.static_range(UNROLL):
                     known = inside & (n0 + u < N) if N % UNROLL else inside
                     rows = _advance(before[u], dt, x, rates[u], b_rows[u], fresh, BI, LEVELS, SEGMENTS)
@@ -285,9 +303,7 @@ def forward_kernel(
         if KEPT:
             if SAVE:
                 tl.store(states_at(state + zero, i, N, I, STATE_LEVELS), states, mask=known_states)
-            # Again for every chunk: kept, they would cost registers.
-            rates = tl.load(states_at(a_ptr + zero, i, N, I, STATE_LEVELS), mask=known_states, other=0.0)
-            rates = split_rows(rates, BI, STATE_LEVELS)
+            rates = load_rates(a_ptr + zero, i, known_states, BI, N, I, STATE_LEVELS)
             before = split_rows(states, BI, STATE_LEVELS)
             after = ()
             for n in tl.static_range(1 << STATE_LEVELS):
@@ -302,15 +318,9 @@ def forward_kernel(
             states = join_rows(after, BI, STATE_LEVELS)
         else:
             for n0 in range(0, N, UNROLL):
-                rates = ()
-                before = ()
-                b_rows = ()
+                rates, before, b_rows = _load_turn(a_ptr, state, b_chunk, n0, l, i, inside, N, I, L, UNROLL)
                 c_rows = ()
                 for u in tl.static_range(UNROLL):
-                    known = inside & (n0 + u < N) if N % UNROLL else inside
-                    rates = rates + (tl.load(a_ptr + (n0 + u) * I + i, mask=known, other=0.0),)
-                    before = before + (tl.load(state + (n0 + u) * I + i, mask=known, other=0.0),)
-                    b_rows = b_rows + (load_projection(b_chunk, n0 + u, l, N, L, UNROLL),)
                     c_rows = c_rows + (load_projection(c_chunk, n0 + u, l, N, L, UNROLL),)
                 for u in tl.static_range(UNROLL):
                     known = inside & (n0 + u < N) if N % UNROLL else inside

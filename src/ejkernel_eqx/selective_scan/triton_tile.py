@@ -174,6 +174,21 @@ def states_at(ptr, i, N: tl.constexpr, I: tl.constexpr, STATE_LEVELS: tl.constex
 
 
 @triton.jit
+def load_rates(ptr, i, known, BI: tl.constexpr, N: tl.constexpr, I: tl.constexpr, STATE_LEVELS: tl.constexpr):
+    """The rates of all states of channels `i`, as rows. Loaded again for every chunk: kept, they would cost registers."""
+    return split_rows(tl.load(states_at(ptr, i, N, I, STATE_LEVELS), mask=known, other=0.0), BI, STATE_LEVELS)
+
+
+@triton.jit
+def decays_of(dt, rate, fresh, BI: tl.constexpr, LEVELS: tl.constexpr, SEGMENTS: tl.constexpr):
+    """The decays of one state at each token of a chunk, as rows."""
+    exponent = dt * rate[None, :]
+    if SEGMENTS:
+        exponent += fresh[:, None]
+    return split_rows(tl.exp2(exponent), BI, LEVELS)
+
+
+@triton.jit
 def load_projection(ptr, n, l, N: tl.constexpr, L: tl.constexpr, UNROLL: tl.constexpr):
     """`B` or `C` of one state over the tokens of a chunk `[N, L]`; 0 of a state past the last."""
     if N % UNROLL:
