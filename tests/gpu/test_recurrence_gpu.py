@@ -113,7 +113,7 @@ LAYERS = {
 @pytest.mark.parametrize("packed", [None, "segments", "offsets"])
 @pytest.mark.parametrize("operation", LAYERS)
 def test_layers_at_their_size(operation, packed, dtype):
-    """Sizes, chunks and configurations as in a model, against the recurrence in float32; repeated on a full device."""
+    """Sizes, chunks and configurations as in a model, against the recurrence token by token; repeated on a full device."""
     dims = dict(B=2, T=1000, H=16, D=128) | ({"N": 5} if packed == "offsets" else {})
     dims |= {"V": 64} if operation == "state_space_v2" else {}
     flags = LAYERS[operation] | ({"packed": packed} if packed else {})

@@ -30,6 +30,7 @@ KINDS: dict[str, dict[str, Any]] = {
     "latent, 16 heads": {"H": 16, "K": 1, "D": 512, "rope": 64, "p": 64, "M": 64},
     "int8": {"pages": "int8", "scales": "token"},
     "int8, scales of heads": {"pages": "int8", "scales": "head"},
+    "int8, 8 queries": {"pages": "int8", "scales": "token", "Q": 8},
     "latent int8": {"H": 128, "K": 1, "D": 512, "rope": 64, "p": 64, "pages": "int8", "scales": "token"},
     "float8": {"pages": "float8_e4m3fn", "scales": "token"},
     "float32": {"dtype": "float32"},
@@ -38,6 +39,7 @@ KINDS: dict[str, dict[str, Any]] = {
 QUICK = {
     ("gfx942", "latent, 16 heads"),  # more partial results than are merged in one step
     ("sm_80", "speculative"),
+    ("sm_90", "float8"),
     ("sm_90", "grouped"),
     ("sm_90", "latent"),
     ("sm_90", "one sequence, one page"),
@@ -139,7 +141,8 @@ def test_tiles_that_cannot_fit_are_told():
     "kind, dims, least, most",
     (
         ("grouped", {}, 512, 2048),
-        ("grouped", {"N": 1, "M": 8192}, 512, 2048),
+        ("grouped", {"N": 1, "M": 8192}, 256, 264),
+        ("grouped", {"N": 8, "M": 1024}, 256, 264),
         ("grouped", {"N": 512}, 4096, 4096),
         ("latent", {}, 128, 128),
         ("latent", {"N": 1, "M": 2048}, 112, 264),

@@ -22,7 +22,9 @@ from ejkernel_eqx.paged import triton, triton_decode
 from ejkernel_eqx.paged.triton_call import folded, PagedTile, TritonConfig
 
 SMALL = PagedTile(16, 16, 4, 1)
-CONFIG = TritonConfig(SMALL, SMALL, split_k=3, chunk_size=16, fast_tanh=False, float32_dot="ieee")
+CONFIG = TritonConfig(
+    SMALL, SMALL, split_k=3, chunk_size=16, fast_tanh=False, fast_bytes=False, float32_dot="ieee"
+)
 interpret = functools.partial(run, interpret=True)
 FEW = [name for name, case in CASES.items() if case.longest <= triton.DECODE_QUERIES]
 LONG = Case((1, 4, 2), (70, 97, 33), p=4, left=75, cap=2.0, sinks=True, slopes=True, qq_bias=4, tail=1)
@@ -69,6 +71,51 @@ def test_tiles_of_any_size(tile, case):
     block_m, block_k = tile
     tile = PagedTile(block_m, block_k, 4, 2)
     assert_agrees(case, attend(case, dataclasses.replace(CONFIG, decode=tile, split_k=2)))
+
+
+BYTES = Case((1, 4, 2), (33, 50, 17), p=16, H=4, K=2, D=32, V=34, tail=1)
+OPTIONS: dict[str, Any] = dict(cap=2.0, sinks=True, slopes=True, left=40, missing=((1, 1),))
+
+
+@pytest.mark.parametrize(
+    "case",
+    (
+        dataclasses.replace(BYTES, kv_dtype="int8", scales="token", dtype="bfloat16", **OPTIONS),
+        dataclasses.replace(BYTES, kv_dtype="int8", scales="head", dtype="float16"),
+        dataclasses.replace(BYTES, kv_dtype="float8_e4m3fn", scales="token", dtype="float16", D=80, V=48),
+        dataclasses.replace(BYTES, kv_dtype="float8_e4m3fn", scales="head", dtype="bfloat16", **OPTIONS),
+    ),
+    ids=lambda case: f"{case.kv_dtype}, scales of a {case.scales}, {case.dtype}",
+)
+def test_bytes_in_pairs(case):
+    taken = []
+
+    def execute(launch, inputs):
+        taken.append(launch.constants.get("PAIRS"))
+        return interpret(launch, inputs)
+
+    results = triton.forward(*with_axis(case), CONFIG, execute=execute)
+    assert taken[0] == (1 if case.kv_dtype == "int8" else 2)
+    assert_agrees(case, results)
+
+
+@pytest.mark.parametrize("size", (2.0**-100, 2.0**-20, 1.0, 2.0**100))
+@pytest.mark.parametrize("kv_dtype", ("int8", "float8_e4m3fn"))
+def test_bytes_of_any_size(kv_dtype, size):
+    """Float16 holds neither such queries nor such scales: rows are divided by a power of two, sums kept in units of the largest scale."""
+    case = dataclasses.replace(BYTES, kv_dtype=kv_dtype, scales="token", dtype="bfloat16")
+    arrays, spec = with_axis(case)
+    plain = triton.forward(arrays, spec, CONFIG, execute=interpret)
+    scales = {name: getattr(arrays, name) for name in ("k_scale", "v_scale")}
+    grown = arrays._replace(
+        q=arrays.q * size, k_scale=scales["k_scale"] / size, v_scale=scales["v_scale"] * size
+    )
+    results = triton.forward(grown, spec, CONFIG, execute=interpret)
+    expected = np.asarray(plain["out"], np.float64) * size
+    np.testing.assert_allclose(
+        np.asarray(results["out"], np.float64), expected, rtol=2**-7, atol=2**-8 * size
+    )
+    np.testing.assert_allclose(np.asarray(results["lse"]), np.asarray(plain["lse"]), rtol=1e-3, atol=1e-3)
 
 
 def test_rows_of_many_blocks():

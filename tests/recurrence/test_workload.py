@@ -3,6 +3,7 @@
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 import pytest
 
@@ -84,6 +85,31 @@ def test_xla_agrees_with_the_reference(operation, flags):
         measured = errors(actual[name], reference[name])
         assert measured.rms <= allowed.rms and measured.peak <= allowed.peak, (name, measured)
         assert np.asarray(reference[name]).any(), name
+
+
+@pytest.mark.parametrize(
+    "operation, flags",
+    [
+        ("lightning_attention", {}),
+        ("lightning_attention", OPTIONS[1]),
+        ("linear_attention", {"decay": "scalar"}),
+    ],
+    ids=str,
+)
+def test_the_reference_of_float32_is_exact_over_many_tokens(operation, flags):
+    """Slow decays, a thousand tokens: the recurrence in float32 is itself off by more than the table allows."""
+    sizes = dict(B=1, T=1000, H=4, D=8) | ({"N": 3} if flags.get("packed") == "offsets" else {})
+    of = example_problem(operation, sizes, "float32", flags)
+    made, _ = work(of)
+    inputs = made.make_inputs(1)
+    found = made.reference(inputs)
+    with jax.enable_x64(True):
+        wide = jax.tree.map(lambda x: x.astype(jnp.float64) if x.dtype == jnp.float32 else x, inputs)
+        exact = jax.tree.map(np.asarray, made.reference(wide))
+    assert found.keys() == exact.keys()
+    for name, x in found.items():
+        assert x.dtype == jnp.float32 and exact[name].dtype == np.float64, name
+        assert errors(x, exact[name]).rms < 1e-7, name
 
 
 def test_costs_are_those_of_the_arrays_and_products():

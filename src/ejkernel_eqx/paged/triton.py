@@ -62,7 +62,9 @@ def default_config(problem: Problem, device: DeviceFacts) -> TritonConfig:
     prefill = triton_tiles.prefill_tiles(problem, device)[0]
     if device.vendor == "nvidia":
         return TritonConfig(decode, prefill, splits, chunk_size)
-    return TritonConfig(decode, prefill, splits, chunk_size, fast_tanh=False, float32_dot="ieee")
+    return TritonConfig(
+        decode, prefill, splits, chunk_size, fast_tanh=False, fast_bytes=False, float32_dot="ieee"
+    )
 
 
 def candidates(problem: Problem, device: DeviceFacts) -> list[TritonConfig]:

@@ -20,12 +20,13 @@ _ROWS = ("sinks", "slopes", "qq_bias")
 @dataclasses.dataclass(frozen=True)
 class PagedTile:
     """A tile of scores: at most `block_m` rows (queries times the heads that read one key head) by `block_k` keys, powers of two
-    from 16, and compiler options."""
+    from 16, and compiler options. `max_registers` of a thread: 0 for the compiler's choice; without effect on jax-triton before 0.4."""
 
     block_m: int
     block_k: int
     num_warps: int
     num_stages: int
+    max_registers: int = 0
 
     def __post_init__(self):
         for name in ("block_m", "block_k"):
@@ -40,6 +41,10 @@ class PagedTile:
             raise ValueError(
                 f"PagedTile: expected num_warps 1, 2, 4, 8 or 16 and num_stages >= 1, received {self.num_warps!r} and {self.num_stages!r}."
             )
+        if not isinstance(self.max_registers, int) or self.max_registers < 0:
+            raise ValueError(
+                f"PagedTile.max_registers: expected an int of at least 0, received {self.max_registers!r}."
+            )
 
 
 @dataclasses.dataclass(frozen=True)
@@ -53,6 +58,8 @@ class TritonConfig:
     chunk_size: int = 256
     fast_tanh: bool = True
     """The soft cap of 16-bit inputs by NVIDIA's `tanh.approx` (error 5e-4 of the cap)."""
+    fast_bytes: bool = True
+    """8-bit pages become numbers by NVIDIA's instructions, four at once."""
     float32_dot: str = "tf32x3"
     """How float32 matrices are multiplied: `"tf32x3"` (three passes, float32's accuracy), `"ieee"`, or on request `"tf32"`."""
 
@@ -152,6 +159,7 @@ class Call:
             grid=grid,
             num_warps=tile.num_warps,
             num_stages=tile.num_stages,
+            max_registers=tile.max_registers,
             name=f"ejkernel_eqx.paged.{kernel.fn.__name__}",
             aliases={f"{name}_before_ptr": f"{name}_ptr" for name in before or {}},
         )

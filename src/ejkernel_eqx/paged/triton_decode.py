@@ -12,6 +12,7 @@ from jax import Array
 
 from ..launch import Launch
 from .triton_call import Call, count, padded
+from .triton_pairs import attend_pairs, LEAST_PEAK, split_queries
 from .triton_tile import (
     attend_tile,
     fill_rest,
@@ -23,6 +24,7 @@ from .triton_tile import (
     query_rows,
     sequence,
 )
+from .triton_tiles import MOST_PAIR_ROWS, pairs_fit
 
 _MERGED = 4096  # numbers of partial results that are added in one step
 
@@ -45,7 +47,8 @@ def decode_kernel(
     BLOCK_D: tl.constexpr, BLOCK_V: tl.constexpr, BLOCK_R: tl.constexpr, BM: tl.constexpr, BK: tl.constexpr, LATENT: tl.constexpr,
     SCALES: tl.constexpr, SCALE: tl.constexpr, CAP: tl.constexpr, FAST_TANH: tl.constexpr, LEFT: tl.constexpr,
     RANGED: tl.constexpr, SINKS: tl.constexpr, ALIBI: tl.constexpr, QQ: tl.constexpr, PRECISION: tl.constexpr,
-    WIDE: tl.constexpr, QUERIES: tl.constexpr, ALONE: tl.constexpr, SPLITS: tl.constexpr, LEAST: tl.constexpr,
+    WIDE: tl.constexpr, QUERIES: tl.constexpr, ALONE: tl.constexpr, SPLITS: tl.constexpr, LEAST: tl.constexpr, PAIRS: tl.constexpr,
+    FAST_BYTES: tl.constexpr,
 ):  # fmt: skip
     blocks: tl.constexpr = (QUERIES * (H // K) + BM - 1) // BM
     program = tl.program_id(0)
@@ -89,7 +92,13 @@ def decode_kernel(
     k_factor, v_factor, rope_factor = head_factors(
         k_scale_ptr, v_scale_ptr, rope_scale_ptr, shared, kv_head, K, R, LATENT, SCALES)  # fmt: skip
 
-    acc = tl.zeros([BM, BLOCK_V], tl.float32)
+    if PAIRS:
+        q_even, q_odd, q_factor = split_queries(q, BM, BLOCK_D)
+        acc = tl.zeros([BM, BLOCK_V // 2], tl.float32)
+        acc_odd = tl.zeros([BM, BLOCK_V // 2], tl.float32)
+        peak = tl.full([], LEAST_PEAK, tl.float32)
+    else:
+        acc = tl.zeros([BM, BLOCK_V], tl.float32)
     if SINKS and SPLITS == 1:
         top = tl.load(sinks_ptr + shared * H + h) * 1.4426950408889634
         total = tl.full([BM], 1.0, tl.float32)
@@ -103,11 +112,21 @@ def decode_kernel(
     for tile in tl.range(lo, hi):
         j, slot, ok = locate(page, tile, first, end, P, PAGE, BK, FAR)
         page = load_pages(table, tile + 1, end, PAGE, BK)
-        acc, total, top = attend_tile(
-            acc, total, top, q, q_rope, j, slot, ok, i, t[:, None], slope, chunk, kv_head, k_factor, rope_factor,
-            qq_bias_ptr + shared * Q * Q, Q, k_ptr, v_ptr, rope_ptr, k_scale_ptr, v_scale_ptr, rope_scale_ptr, K, D, V, R, BLOCK_D,
-            BLOCK_V, BLOCK_R, LATENT, SCALES, SCALE, CAP, FAST_TANH, LEFT, ALIBI, QQ, PRECISION, True)  # fmt: skip
+        if PAIRS:
+            acc, acc_odd, total, top, peak = attend_pairs(
+                acc, acc_odd, total, top, peak, q_even, q_odd, q_factor, j, slot, ok, i, t[:, None], slope, chunk, kv_head, k_factor,
+                qq_bias_ptr + shared * Q * Q, Q, k_ptr, v_ptr, k_scale_ptr, v_scale_ptr, K, D, V, BLOCK_D, BLOCK_V, BM, BK,
+                SCALES, SCALE, CAP, FAST_TANH, LEFT, ALIBI, QQ, PAIRS, FAST_BYTES)  # fmt: skip
+        else:
+            acc, total, top = attend_tile(
+                acc, total, top, q, q_rope, j, slot, ok, i, t[:, None], slope, chunk, kv_head, k_factor, rope_factor,
+                qq_bias_ptr + shared * Q * Q, Q, k_ptr, v_ptr, rope_ptr, k_scale_ptr, v_scale_ptr, rope_scale_ptr, K, D, V, R, BLOCK_D,
+                BLOCK_V, BLOCK_R, LATENT, SCALES, SCALE, CAP, FAST_TANH, LEFT, ALIBI, QQ, PRECISION, True)  # fmt: skip
 
+    if PAIRS:
+        acc = tl.interleave(acc, acc_odd)
+        if SCALES == 1:
+            v_factor = peak
     some = total != 0
     acc = acc * (v_factor / tl.where(some, total, 1.0))[:, None]
     lse = tl.where(some, top + tl.log2(tl.where(some, total, 1.0)), float("-inf"))
@@ -198,19 +217,33 @@ def decode(call: Call, queries: int) -> dict[str, Array]:
         "SPLITS": splits,
         "LEAST": count(call.config.chunk_size, tile.block_k),
     }
+    pairs = {"PAIRS": _pairs(call, tile_rows), "FAST_BYTES": call.config.fast_bytes}
     longest = {"LONGEST": call.spec.max_query_len}
     programs = count(rows, tile_rows) * kv_heads * splits * call.num_sequences
     if splits == 1:
         grid = (programs + _fills(call),)
-        results = call.launch(decode_kernel, tile, grid, call.result_types, scalars=longest, **static)
+        results = call.launch(
+            decode_kernel, tile, grid, call.result_types, scalars=longest, **static, **pairs
+        )
         return {name.removesuffix("_ptr"): x for name, x in results.items()}
     shape = (call.num_sequences, queries, heads, splits)
     parts = {
         "out_ptr": jax.ShapeDtypeStruct((*shape, values), jnp.float32),
         "lse_ptr": jax.ShapeDtypeStruct(shape, jnp.float32),
     }
-    results = call.launch(decode_kernel, tile, (programs,), parts, scalars=longest, **static)
+    results = call.launch(decode_kernel, tile, (programs,), parts, scalars=longest, **static, **pairs)
     return _merge(call, results, static, longest)
+
+
+def _pairs(call: Call, rows: int) -> int:
+    """How `attend_pairs` takes the pages, 0 where they are not for it."""
+    arrays = call.arrays
+    fits = (
+        pairs_fit(arrays.k.shape[-1], call.values) and arrays.v is not None and call.dot_dtype != jnp.float32
+    )
+    return (
+        {"int8": 1, "float8_e4m3fn": 2}.get(arrays.k.dtype.name, 0) if fits and rows <= MOST_PAIR_ROWS else 0
+    )
 
 
 def _fills(call: Call) -> int:

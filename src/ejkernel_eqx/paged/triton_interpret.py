@@ -15,7 +15,7 @@ from .triton_tiles import SMALLEST
 
 class _Interpreted(Interpreted):
     def forward(self, arrays: PagedArrays, spec: PagedSpec, config: TritonConfig) -> dict[str, Array]:
-        portable = dataclasses.replace(config, fast_tanh=False, float32_dot="ieee")
+        portable = dataclasses.replace(config, fast_tanh=False, fast_bytes=False, float32_dot="ieee")
         return super().forward(arrays, spec, portable)
 
     def write(self, arrays: WriteArrays) -> dict[str, Array]:
@@ -24,5 +24,7 @@ class _Interpreted(Interpreted):
 
 platform = _Interpreted(
     triton,
-    TritonConfig(SMALLEST, SMALLEST, split_k=3, chunk_size=16, fast_tanh=False, float32_dot="ieee"),
+    TritonConfig(
+        SMALLEST, SMALLEST, split_k=3, chunk_size=16, fast_tanh=False, fast_bytes=False, float32_dot="ieee"
+    ),
 )

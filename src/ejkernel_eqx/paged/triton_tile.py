@@ -150,6 +150,31 @@ def scores(qk, i, j, t, slope, chunk, qq_bias_ptr, Q, SCALE: tl.constexpr, CAP: 
 
 
 @triton.jit
+def weights(
+    qk, total, top, j, ok, i, t, slope, chunk, qq_bias_ptr, Q, SCALE: tl.constexpr, CAP: tl.constexpr, FAST_TANH: tl.constexpr,
+    LEFT: tl.constexpr, ALIBI: tl.constexpr, QQ: tl.constexpr, MASKED: tl.constexpr,
+):  # fmt: skip
+    """Of products `qk` the weights of the keys relative to the rows' new maximum, by what earlier sums shrink, the denominators and
+    maxima `[BM]` with this tile."""
+    # Where nothing stands between the product and the softmax, the scale goes into the subtraction of the maximum: one instruction.
+    folded: tl.constexpr = CAP == 0 and not ALIBI and not QQ and SCALE > 0
+    multiplier: tl.constexpr = SCALE * 1.4426950408889634 if folded else 1.0
+    s = qk
+    if not folded:
+        s = scores(qk, i, j[None, :], t, slope, chunk, qq_bias_ptr, Q, SCALE, CAP, FAST_TANH, ALIBI, QQ)
+    if MASKED:
+        seen = ok[None, :] & (j[None, :] <= i)
+        if LEFT >= 0:
+            seen = seen & (j[None, :] >= i - LEFT)
+        s = tl.where(seen, s, float("-inf"))
+    new_top = tl.maximum(top, tl.max(s, axis=1) * multiplier)
+    shift = tl.where(new_top == float("-inf"), 0.0, new_top)
+    p = tl.exp2(s * multiplier - shift[:, None])
+    alpha = tl.exp2(top - shift)
+    return p, alpha, total * alpha + tl.sum(p, axis=1), new_top
+
+
+@triton.jit
 def attend_tile(
     acc, total, top, q, q_rope, j, slot, ok, i, t, slope, chunk, kv_head, k_factor, rope_factor, qq_bias_ptr, Q,
     k_ptr, v_ptr, rope_ptr, k_scale_ptr, v_scale_ptr, rope_scale_ptr,
@@ -183,22 +208,8 @@ def attend_tile(
                 qk += more * load_scales(rope_scale_ptr, slot, ok, kv_head, K, MASKED)[None, :]
             else:
                 qk += more * rope_factor
-    # Where nothing stands between the product and the softmax, the scale goes into the subtraction of the maximum: one instruction.
-    folded: tl.constexpr = CAP == 0 and not ALIBI and not QQ and SCALE > 0
-    multiplier: tl.constexpr = SCALE * 1.4426950408889634 if folded else 1.0
-    s = qk
-    if not folded:
-        s = scores(qk, i, j[None, :], t, slope, chunk, qq_bias_ptr, Q, SCALE, CAP, FAST_TANH, ALIBI, QQ)
-    if MASKED:
-        seen = ok[None, :] & (j[None, :] <= i)
-        if LEFT >= 0:
-            seen = seen & (j[None, :] >= i - LEFT)
-        s = tl.where(seen, s, float("-inf"))
-    new_top = tl.maximum(top, tl.max(s, axis=1) * multiplier)
-    shift = tl.where(new_top == float("-inf"), 0.0, new_top)
-    p = tl.exp2(s * multiplier - shift[:, None])
-    alpha = tl.exp2(top - shift)
-    total = total * alpha + tl.sum(p, axis=1)
+    p, alpha, total, top = weights(
+        qk, total, top, j, ok, i, t, slope, chunk, qq_bias_ptr, Q, SCALE, CAP, FAST_TANH, LEFT, ALIBI, QQ, MASKED)  # fmt: skip
     acc = acc * alpha[:, None]
     if SCALES == 1:
         if LATENT:
@@ -224,7 +235,7 @@ def attend_tile(
             acc = tl.dot(p.to(q.dtype), k, acc, input_precision=PRECISION)
         else:
             acc = tl.dot(p.to(q.dtype), v, acc, input_precision=PRECISION)
-    return acc, total, new_top
+    return acc, total, top
 
 
 @triton.jit

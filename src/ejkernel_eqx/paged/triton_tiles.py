@@ -6,10 +6,14 @@ from ..dispatch import DeviceFacts, Problem
 from .triton_call import padded, PagedTile
 
 _BYTES = {"int8": 1, "float8_e4m3fn": 1, "bfloat16": 2, "float16": 2, "float32": 4}
-Sizes = tuple[int, int, int, int]  # block_m, block_k, num_warps, num_stages
-CHUNK, _LONG = 256, 4096  # keys of a program at least: where programs are few, where they are many
+# block_m, block_k, num_warps, num_stages, and where the compiler is limited max_registers
+Sizes = tuple[int, ...]
+CHUNK, _MEDIUM, _LONG = 256, 1024, 4096  # keys of a program at least: where programs are few, more, many
 _PARTIAL_BYTES = 2**27
 SMALLEST = PagedTile(16, 16, 4, 1)
+MOST_PAIR_ROWS = (
+    32  # of more, matrices are multiplied from shared memory, into which bytes are converted anyway
+)
 
 # By the bytes of a key and its value, best first; the last ones for devices with little shared memory. Two or three programs share a
 # multiprocessor, with at least 32 KiB on the way for each of them.
@@ -20,12 +24,19 @@ _DECODE: tuple[tuple[int, tuple[Sizes, ...]], ...] = (
     (1024, ((64, 32, 4, 3), (64, 32, 4, 4), (64, 64, 4, 2), (64, 64, 8, 3), (64, 64, 4, 3), (64, 32, 4, 2), (64, 16, 4, 2))),
     (2048, ((64, 16, 4, 3), (64, 32, 4, 2), (64, 32, 8, 3), (64, 16, 4, 4), (64, 16, 4, 2), (16, 16, 4, 1))),
 )  # fmt: skip
+# Of 8-bit pages for few rows: 168 registers leave room for three programs.
+_PAIRS: tuple[tuple[int, tuple[Sizes, ...]], ...] = (
+    (256, ((32, 128, 4, 3, 168), (32, 128, 4, 3), (32, 64, 4, 4), (32, 128, 4, 2, 168), (32, 64, 2, 3, 168), (32, 64, 4, 4, 128))),
+    (512, ((32, 64, 4, 3, 168), (32, 64, 4, 3), (32, 64, 4, 4), (32, 128, 4, 2), (32, 64, 4, 2), (32, 32, 4, 2))),
+)  # fmt: skip
 _LATENT: tuple[Sizes, ...] = (
-    (64, 32, 8, 3), (64, 32, 8, 4), (64, 64, 8, 2), (32, 32, 8, 2), (16, 64, 8, 2), (64, 32, 8, 2),
+    (64, 64, 8, 2), (64, 32, 8, 3), (64, 32, 8, 4), (32, 64, 4, 2), (32, 32, 8, 2), (16, 64, 8, 2), (64, 32, 8, 2),
     (32, 32, 4, 3), (16, 32, 4, 3), (16, 16, 4, 2))  # fmt: skip
+_LATENT_FEW: tuple[Sizes, ...] = (  # rows: up to 32
+    (32, 64, 8, 3), (32, 64, 4, 2), (32, 32, 4, 3), (32, 32, 8, 3), (16, 64, 8, 2), (32, 32, 4, 2), (16, 32, 4, 2), (16, 16, 4, 2))  # fmt: skip
 _PREFILL: dict[int, tuple[Sizes, ...]] = {
-    64: ((64, 64, 4, 3), (128, 64, 8, 3), (128, 128, 8, 3), (128, 64, 4, 3), (64, 64, 4, 2), (64, 32, 4, 2)),
-    128: ((64, 64, 4, 3), (128, 64, 8, 3), (128, 128, 8, 2), (128, 64, 8, 2), (128, 32, 8, 3), (64, 64, 4, 2), (64, 32, 4, 2), (64, 32, 4, 1)),
+    64: ((128, 64, 4, 3), (64, 64, 4, 3), (128, 128, 8, 3), (128, 64, 8, 3), (64, 64, 4, 2), (64, 32, 4, 2)),
+    128: ((128, 64, 8, 3), (64, 64, 4, 3), (128, 128, 8, 2), (128, 64, 8, 2), (128, 32, 8, 3), (64, 64, 4, 2), (64, 32, 4, 2), (64, 32, 4, 1)),
     256: ((128, 64, 8, 2), (128, 32, 8, 3), (64, 32, 4, 2), (64, 64, 8, 2), (64, 32, 4, 1), (32, 16, 4, 1)),
 }  # fmt: skip
 _PREFILL_FLOAT32: tuple[Sizes, ...] = (
@@ -38,9 +49,10 @@ def decode_tiles(problem: Problem, device: DeviceFacts, queries: int) -> list[Pa
     """Those that fit, best first, with no more rows than `queries` of a sequence are."""
     rows = padded(queries * (problem.dim("H") // problem.dim("K")))
     if problem.flag("latent"):
-        return _fitting(_LATENT, problem, device, rows)
+        return _fitting(_LATENT if rows > 32 else _LATENT_FEW, problem, device, rows)
     row = (problem.dim("D") + problem.dim("V")) * _BYTES[problem.dtype("kv")]
-    sizes = next((tiles for most, tiles in _DECODE if row <= most), _DECODE[-1][1])
+    table = _PAIRS if _pairs(problem, rows) else _DECODE
+    sizes = next((tiles for most, tiles in table if row <= most), table[-1][1])
     return _fitting(sizes, problem, device, rows)
 
 
@@ -57,27 +69,26 @@ def prefill_tiles(problem: Problem, device: DeviceFacts) -> list[PagedTile]:
 def splits(problem: Problem, device: DeviceFacts, queries: int, block_m: int) -> tuple[int, int]:
     """Over how many programs the keys of a sequence may be spread, and how many keys a program has at least.
 
-    The fewest that fill the device: four programs a multiprocessor, of latent pages one, whose partial results are large. Where sequences
-    may be long, enough for one that is long among short ones; the short ones stay whole where there are many.
+    Few sequences are spread until the device is full: two programs a multiprocessor, of latent pages one, whose partial results are large.
+    Where there are more, programs that end early make room for others: four times as many. Where sequences may be long, enough for one
+    that is long among short ones; the short ones stay whole where there are many.
     `queries` of each sequence are computed in blocks of at most `block_m` rows.
     """
     heads, kv_heads = problem.dim("H"), problem.dim("K")
     blocks = math.ceil(queries * (heads // kv_heads) / block_m)
     programs = max(1, problem.dim("N") * kv_heads * blocks)
-    multiprocessors = device.num_multiprocessors or 108
-    least = 0.85 if problem.flag("latent") else 4
+    full = (1 if problem.flag("latent") else 2) * (device.num_multiprocessors or 108)
     keys = problem.dim("M") * problem.dim("p")
     # Partial results, a vector of values for each query head and split, take at most so many splits.
     vectors = max(1, problem.dim("N") * queries * heads * problem.dim("V"))
     room = max(1, _PARTIAL_BYTES // (4 * vectors))
-    if programs >= least * multiprocessors:
-        return min(max(1, math.ceil(keys / _LONG)), room), _LONG
-    most = max(1, math.ceil(keys / CHUNK))
-    for count in range(1, most):
-        waves = programs * count / multiprocessors
-        if waves >= least and waves / math.ceil(waves) >= 0.85:
-            return max(count, min(math.ceil(keys / (2 * _LONG)), room)), CHUNK
-    return most, CHUNK
+    if programs <= full:
+        count, chunk, long = full // programs, CHUNK, 2 * _LONG
+    else:
+        count, long = math.ceil(4 * full / programs), _LONG
+        chunk = _MEDIUM if count > 1 else _LONG
+    count = min(count, math.ceil(keys / chunk))
+    return max(1, count, min(math.ceil(keys / long), room)), chunk
 
 
 def shared_memory(problem: Problem, tile: PagedTile, device: DeviceFacts) -> int:
@@ -102,6 +113,16 @@ def shared_memory(problem: Problem, tile: PagedTile, device: DeviceFacts) -> int
     return max(queries + scores + stages * streamed + more, results)
 
 
+def pairs_fit(dim: int, values: int) -> bool:
+    """Whether so many channels can be taken in pairs, as `triton_pairs` does."""
+    return min(dim, values) > 16 and dim % 2 == 0 and values % 2 == 0
+
+
+def _pairs(problem: Problem, rows: int) -> bool:
+    is_byte = _BYTES[problem.dtype("kv")] == 1 and dot_bytes(problem) == 2
+    return is_byte and rows <= MOST_PAIR_ROWS and pairs_fit(problem.dim("D"), problem.dim("V"))
+
+
 def dot_bytes(problem: Problem) -> int:
     """Of a number as it is multiplied."""
     q, kv = problem.dtype("q"), problem.dtype("kv")
@@ -113,7 +134,10 @@ def _fitting(
 ) -> list[PagedTile]:
     # Other vendors' compilers keep what is on the way in registers.
     keys, most = (256, 4) if device.vendor == "nvidia" else (64, 2)
-    tiles = [PagedTile(min(m, rows), min(k, keys), warps, min(stages, most)) for m, k, warps, stages in sizes]
+    tiles = [
+        PagedTile(min(m, rows), min(k, keys), w, min(stages, most), *limit)
+        for m, k, w, stages, *limit in sizes
+    ]
     limit = device.shared_memory or 49_152
     fitting = [tile for tile in tiles if shared_memory(problem, tile, device) <= limit]
     return list(dict.fromkeys(fitting)) or [SMALLEST]
