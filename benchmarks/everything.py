@@ -76,7 +76,8 @@ def parts(options: argparse.Namespace, gpu: bool) -> dict[str, Part]:
 def _tests() -> list[list[str]]:
     """Each file of tests that need a GPU, in several processes; then what is heavy, in one."""
     files = sorted((report.ROOT / "tests" / "gpu").glob("test_*_gpu.py"))
-    usual = [sys.executable, "-m", "pytest", "--tb=short", "-p", "no:cacheprovider"]
+    # A plugin that some images have warns of several processes, and warnings are errors.
+    usual = [sys.executable, "-m", "pytest", "--tb=short", "-p", "no:cacheprovider", "-p", "no:benchmark"]
 
     def run(file: pathlib.Path, count: int, chosen: str) -> list[str]:
         return [*usual, "-n", str(count), "-k", chosen, str(file.relative_to(report.ROOT))]

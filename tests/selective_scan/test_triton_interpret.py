@@ -26,8 +26,8 @@ from ejkernel_eqx.selective_scan.triton import ScanTile, TritonConfig
 from ejkernel_eqx.selective_scan.triton_step import StepTile
 
 
-def config(chunk=8, block=8, splits=3, unroll=2) -> TritonConfig:
-    tile = ScanTile(block, 1, splits * 8, unroll)
+def config(chunk=8, block=8, splits=3, unroll=2, prefetch=0) -> TritonConfig:
+    tile = ScanTile(block, 1, splits * 8, unroll, prefetch=prefetch)
     return TritonConfig(chunk, tile, tile, StepTile(4, 1))
 
 
@@ -59,20 +59,20 @@ def test_agrees_with_reference(case):
 def test_states_that_stay_in_registers(case):
     """Three states in tiles of four, splits that the length does not fill, and as many states as the tile has."""
     case = dataclasses.replace(case, B=1, T=min(case.T, 21), N=min(case.N, 3))
-    assert_agrees(case, run(case, config(unroll=4)))
+    assert_agrees(case, run(case, config(unroll=4, prefetch=2)))
     full = dataclasses.replace(case, N=4)
-    assert_agrees(full, run(full, config(unroll=4)))
+    assert_agrees(full, run(full, config(unroll=4, prefetch=1)))
 
 
 @over(lengths(8), {"T1", "T9"})
 def test_lengths(case):
-    assert_agrees(case, run(case, config()))
+    assert_agrees(case, run(case, config(prefetch=2)))
 
 
 @pytest.mark.parametrize(
     "tiles",
     [
-        config(chunk=4, block=8, splits=1, unroll=1),
+        config(chunk=4, block=8, splits=1, unroll=1, prefetch=2),
         pytest.param(config(chunk=16, block=16, splits=2, unroll=1), marks=pytest.mark.slow),
         pytest.param(config(chunk=16, block=64, splits=2, unroll=1), marks=pytest.mark.slow),
     ],
@@ -85,7 +85,14 @@ def test_tiles(tiles):
 
 
 def test_repeats_bit_for_bit():
-    case = Case(B=1, packing="segments", T=9, I=3, N=2, z=True)
-    first, second = run(case, config()), run(case, config())
+    """Also where the next chunk is brought near meanwhile."""
+    case = Case(B=1, packing="segments", T=19, I=3, N=2, z=True)
+    first, second = run(case, config()), run(case, config(prefetch=2))
     for a, b in zip(jax.tree.leaves(first), jax.tree.leaves(second), strict=True):
         np.testing.assert_array_equal(np.asarray(a), np.asarray(b))
+
+
+@pytest.mark.parametrize("field, value", [("prefetch", 3), ("summary_registers", -1), ("unroll", 0)])
+def test_tile_refuses(field, value):
+    with pytest.raises(ValueError, match=field):
+        ScanTile(32, 1, 1, **{field: value})

@@ -49,16 +49,26 @@ def split_queries(q, BM: tl.constexpr, BLOCK_D: tl.constexpr):
 
 
 @triton.jit
+def _halves(pair, CODE: tl.constexpr):
+    """What instructions make of 16-bit numbers, two at once: float16 of the low and of the high bytes."""
+    return tl.inline_asm_elementwise(
+        CODE,  # pyright: ignore[reportArgumentType]
+        "=r,=r,r",
+        [pair],
+        dtype=(tl.float16, tl.float16),
+        is_pure=True,
+        pack=2,
+    )
+
+
+@triton.jit
 def integers(pair, EXACT: tl.constexpr, FAST: tl.constexpr):
     """The low and the high bytes of 16-bit numbers, int8 each, in float16; unless `EXACT`, `BIASED` too large, which takes less."""
     if FAST:
         # Four bytes at once. A byte with its sign flipped is 128 larger; below the exponent of 1024 it counts ones.
-        CODE: tl.constexpr = _EXACT_INTEGERS if EXACT else _INTEGERS
-        return tl.inline_asm_elementwise(
-            CODE, "=r,=r,r", [pair], dtype=(tl.float16, tl.float16), is_pure=True, pack=2
-        )
+        return _halves(pair, _EXACT_INTEGERS if EXACT else _INTEGERS)
     else:
-        rest: tl.constexpr = 0 if EXACT else BIASED
+        rest: tl.constexpr = 0 if EXACT else BIASED  # pyright: ignore[reportAssignmentType]
         return (((pair << 8) >> 8) + rest).to(tl.float16), ((pair >> 8) + rest).to(tl.float16)
 
 
@@ -66,9 +76,7 @@ def integers(pair, EXACT: tl.constexpr, FAST: tl.constexpr):
 def floats(pair, FAST: tl.constexpr):
     """The low and the high bytes of 16-bit numbers, float8 (e4m3) each, in float16."""
     if FAST:
-        return tl.inline_asm_elementwise(
-            _FLOATS, "=r,=r,r", [pair], dtype=(tl.float16, tl.float16), is_pure=True, pack=2
-        )
+        return _halves(pair, _FLOATS)
     else:
         low = (pair & 255).to(tl.uint8).to(tl.float8e4nv, bitcast=True)
         high = ((pair >> 8) & 255).to(tl.uint8).to(tl.float8e4nv, bitcast=True)

@@ -157,8 +157,8 @@ def weights(
     """Of products `qk` the weights of the keys relative to the rows' new maximum, by what earlier sums shrink, the denominators and
     maxima `[BM]` with this tile."""
     # Where nothing stands between the product and the softmax, the scale goes into the subtraction of the maximum: one instruction.
-    folded: tl.constexpr = CAP == 0 and not ALIBI and not QQ and SCALE > 0
-    multiplier: tl.constexpr = SCALE * 1.4426950408889634 if folded else 1.0
+    folded: tl.constexpr = CAP == 0 and not ALIBI and not QQ and SCALE > 0  # pyright: ignore[reportAssignmentType]
+    multiplier: tl.constexpr = SCALE * 1.4426950408889634 if folded else 1.0  # pyright: ignore[reportAssignmentType]
     s = qk
     if not folded:
         s = scores(qk, i, j[None, :], t, slope, chunk, qq_bias_ptr, Q, SCALE, CAP, FAST_TANH, ALIBI, QQ)

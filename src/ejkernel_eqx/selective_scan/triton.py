@@ -2,7 +2,7 @@
 
 import dataclasses
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any, NamedTuple
 
 import jax
@@ -10,7 +10,7 @@ import jax.numpy as jnp
 from jax import Array
 
 from ..dispatch import DeviceFacts, Problem
-from ..launch import Launch, run, triton_unavailable
+from ..launch import Launch, limits_registers, run, triton_unavailable
 from . import triton_backward, triton_forward, triton_step
 from .chunks import chunk_table
 from .spec import PART, parts_of, ScanArrays, ScanSpec, StepArrays
@@ -44,6 +44,11 @@ class ScanTile:
     power of two, stay in registers from chunk to chunk."""
     max_registers: int = 0
     """Registers a thread may have, 0 for the compiler's choice; without effect on jax-triton before 0.4."""
+    summary_registers: int = 0
+    """The same for the kernel that finds what each split does to a state, 0 for `max_registers`."""
+    prefetch: int = 0
+    """What a program, at the start of a chunk, has brought near to it before it is needed: 1 what comes from far, which is all that channels
+    have at each token, and the states before a chunk; 2 also `B` and `C`, which programs share."""
 
     def __post_init__(self):
         if not _is_power(self.block_i, 1, PART):
@@ -54,6 +59,13 @@ class ScanTile:
             raise ValueError(
                 f"ScanTile: expected num_warps 1, 2, 4, 8 or 16 and programs >= 1, received {self.num_warps!r} and {self.programs!r}."
             )
+        for name in ("unroll", "max_registers", "summary_registers", "prefetch"):
+            least, most = int(name == "unroll"), 2 if name == "prefetch" else 256
+            value = getattr(self, name)
+            if not isinstance(value, int) or not least <= value <= most:
+                raise ValueError(
+                    f"ScanTile.{name}: expected an int from {least} to {most}, received {value!r}."
+                )
 
 
 @dataclasses.dataclass(frozen=True)
@@ -90,16 +102,13 @@ def unsupported(problem: Problem, device: DeviceFacts) -> str | None:
 
 
 def default_config(problem: Problem, device: DeviceFacts) -> TritonConfig:
-    block, multiprocessors = _block(device), device.num_multiprocessors or _MULTIPROCESSORS
+    block, base = _block(device), device.num_multiprocessors or _MULTIPROCESSORS
     states = problem.dim("N")
-    # States that stay in registers leave room for 12 warps a multiprocessor, and much to do for each of them at any time.
-    unroll, warps = (_KEPT, 12) if states <= _KEPT else (1 + (states % 2 == 0), 16)
-    return TritonConfig(
-        16,
-        ScanTile(block, 1, warps * multiprocessors, unroll),
-        ScanTile(block, 1, 16 * multiprocessors, unroll),
-        _STEP,
-    )
+    if states > _KEPT:
+        forward = backward = ScanTile(block, 1, 16 * base, 1 + (states % 2 == 0))
+    else:
+        forward, backward = _forward_tiles(block, base)[0], _backward_tiles(block, base)[0]
+    return TritonConfig(16, forward, backward, _STEP)
 
 
 def _block(device: DeviceFacts) -> int:
@@ -108,28 +117,67 @@ def _block(device: DeviceFacts) -> int:
 
 
 def candidates(problem: Problem, device: DeviceFacts) -> list[TritonConfig]:
-    """Configurations worth timing, the heuristic first: more and fewer splits, and what else changes how many warps run side by side."""
+    """Configurations worth timing, the heuristic first: what changes how many warps run side by side, and how long each waits for memory."""
     heuristic, block = default_config(problem, device), _block(device)
     base = device.num_multiprocessors or _MULTIPROCESSORS
-    turn = heuristic.forward.unroll
-    other = 2 if turn == _KEPT else 3 - turn
+    if problem.dim("N") <= _KEPT:
+        pairs = zip(_forward_tiles(block, base), _backward_tiles(block, base), strict=True)
+    else:
+        pairs = _in_turns(block, base, heuristic.forward.unroll)
+    tiles = dict.fromkeys([(heuristic.forward, heuristic.backward), *pairs])
+    return [dataclasses.replace(heuristic, forward=first, backward=second) for first, second in tiles]
+
+
+# Where all states of a channel fit its registers, best first. Limits of 128, 144 and 168 let 16, 14 and 12 warps run on a multiprocessor.
+
+
+def _forward_tiles(block: int, base: int) -> list[ScanTile]:
+    """With all states in registers the compiler, left alone, takes few more and loads just before use: a limit makes it take as many."""
+    limited = [
+        *(ScanTile(block, 1, 12 * base, _KEPT, 168, 0, near) for near in (0, 2, 1)),
+        *(ScanTile(block, 1, 16 * base, _KEPT, 128, 0, near) for near in (2, 0, 1)),
+        # The warps of a program share what they load of `B` and `C`.
+        ScanTile(2 * block, 2, 8 * base, _KEPT, 128),
+    ]
+    plain = [
+        *(ScanTile(block, 1, 16 * base, 2, 0, 0, near) for near in (0, 2, 1)),
+        *(ScanTile(block, 1, n * base, _KEPT) for n in (32, 16)),
+    ]
+    return limited + plain if limits_registers() else plain + limited
+
+
+def _backward_tiles(block: int, base: int) -> list[ScanTile]:
+    return [
+        ScanTile(block, 1, 16 * base, 1, 0, 0, 2),
+        *(ScanTile(block, 1, n * base, _KEPT, 0, 144, 2) for n in (8, 16, 24)),
+        ScanTile(block, 1, 16 * base, _KEPT, 208, 144, 2),
+        ScanTile(block, 1, 12 * base, _KEPT, 168, 144, 2),
+        ScanTile(block, 1, 16 * base, _KEPT, 0, 128, 1),
+        ScanTile(block, 1, 16 * base, _KEPT, 0, 144, 1),
+        ScanTile(block, 1, 16 * base, 1, 0, 0, 1),
+        *(ScanTile(block, 1, n * base, 1, 0, 0, 2) for n in (8, 24)),
+        ScanTile(block, 1, 16 * base),
+    ]
+
+
+def _in_turns(block: int, base: int, turn: int) -> Iterator[tuple[ScanTile, ScanTile]]:
+    """Where the states of a channel are worked on a few at a time."""
     forward = [
-        heuristic.forward,
-        *(ScanTile(block, 1, base * n, turn) for n in (16, 8, 32)),
-        *(ScanTile(block, 1, base * n, other) for n in (16, 20, 62)),
-        ScanTile(2 * block, 2, base * 8, turn),
-        ScanTile(block, 1, base * 20, turn, 96),
-        ScanTile(block, 1, base * 16, turn, 128),
+        *(ScanTile(block, 1, n * base, turn) for n in (8, 32)),
+        *(ScanTile(block, 1, n * base, 3 - turn) for n in (16, 20, 62)),
+        ScanTile(2 * block, 2, 8 * base, turn),
+        *(ScanTile(block, 1, 16 * base, turn, 0, 0, near) for near in (1, 2)),
+        ScanTile(block, 1, 20 * base, turn, 96),
+        ScanTile(block, 1, 16 * base, turn, 128),
     ]
     backward = [
-        *(ScanTile(block, 1, base * n, turn) for n in (16, 8, 32, 24)),
-        *(ScanTile(block, 1, base * n, 1, 168) for n in (12, 24, 36)),
-        ScanTile(2 * block, 2, base * 8, turn),
-        ScanTile(block, 1, base * 16, turn, 208),
-        ScanTile(block, 1, base * 16, 1),
+        *(ScanTile(block, 1, n * base, turn) for n in (8, 32, 24)),
+        *(ScanTile(block, 1, n * base, 1, 168) for n in (12, 24, 36)),
+        *(ScanTile(block, 1, 16 * base, turn, 0, 0, near) for near in (1, 2)),
+        ScanTile(block, 1, 16 * base, turn, 208, 0, 1),
+        ScanTile(block, 1, 16 * base, 1),
     ]
-    pairs = zip(forward, backward, strict=True)
-    return [dataclasses.replace(heuristic, forward=first, backward=second) for first, second in pairs]
+    return zip(forward, backward, strict=True)
 
 
 Execute = Callable[[Launch, dict[str, Array]], dict[str, Array]]
@@ -365,6 +413,7 @@ class _Call:
                 "total_ptr": jax.ShapeDtypeStruct((rows, channels), jnp.float32),
             },
             fewer=1,
+            max_registers=self.tile.summary_registers or self.tile.max_registers,
             **constants,
         )
         given = {"a_ptr": self.inputs["a"], "first_ptr": first, **summaries}
@@ -404,6 +453,7 @@ class _Call:
         outputs: dict[str, jax.ShapeDtypeStruct],
         *,
         fewer: int = 0,
+        max_registers: int | None = None,
         **constants: Any,
     ) -> Arrays:
         """What a call does not have is never read: `x` stands in for it."""
@@ -439,12 +489,13 @@ class _Call:
                 "EVEN": chunks.bounds is None
                 and length % chunks.size == 0
                 and self.group % tile.block_i == 0,
+                "PREFETCH": tile.prefetch,
                 **constants,
             },
             grid=(chunks.sequences * (self.splits - fewer) * self.blocks,),
             num_warps=tile.num_warps,
             num_stages=1,
-            max_registers=tile.max_registers,
+            max_registers=tile.max_registers if max_registers is None else max_registers,
             name=f"ejkernel_eqx.selective_scan.{kernel.fn.__name__}",
         )
         return self.execute(launch, inputs)

@@ -4,10 +4,12 @@ import triton
 import triton.language as tl
 
 from .triton_tile import (
+    channels_from,
     channels_of,
     decays_of,
     fresh_penalty,
     join_rows,
+    keep_touched,
     LN2,
     load_rates,
     load_tile,
@@ -18,6 +20,7 @@ from .triton_tile import (
     store_tile,
     sum_channels,
     time_step,
+    touch,
 )
 
 
@@ -66,6 +69,7 @@ def backward_summary_kernel(
     SEGMENTS: tl.constexpr,
     TABLE: tl.constexpr,
     EVEN: tl.constexpr,
+    PREFETCH: tl.constexpr,
 ):
     """Of every split but the first: the gradient of the state before it from none behind it, and the sum of its time steps.
 
@@ -80,6 +84,8 @@ def backward_summary_kernel(
     first = split * size
     last = tl.minimum(first + size, (length + L - 1) // L)
     group, i, inside = channels_of(block, GROUP, GROUP_BLOCKS, BI)
+    channel, width = channels_from(block, GROUP, GROUP_BLOCKS, BI)
+    seen = tl.zeros([BI], tl.float32)
     l = tl.arange(0, L)
     batch = (sequence // SEQUENCES).to(tl.int64)
     bias = tl.zeros([BI], tl.float32)
@@ -102,6 +108,15 @@ def backward_summary_kernel(
         here = (row + token) * I + zero
         raw = load_tile(dt_ptr + here, count, l, i, inside, float("-inf"), I, EVEN)
         dy = load_tile(dout_ptr + here, count, l, i, inside, 0.0, I, EVEN)
+        if PREFETCH:
+            ahead = tl.where(j > first, L, 0)
+            there = here - L * I + channel
+            seen += touch(dt_ptr + there, ahead, width, L, BI, I, BI)
+            seen += touch(dout_ptr + there, ahead, width, L, BI, I, BI)
+            if GATE:
+                seen += touch(z_ptr + there, ahead, width, L, BI, I, BI)
+            if PREFETCH > 1:
+                seen += touch(c_ptr + (j - 1).to(tl.int64) * (N * L), ahead, N * L, 1, N * L, 0, BI)
         if GATE:
             z = load_tile(z_ptr + here, count, l, i, inside, 0.0, I, EVEN)
             dy *= z * sigmoid(z)
@@ -131,6 +146,17 @@ def backward_summary_kernel(
     if KEPT:
         tl.store(states_at(local_ptr + zero, i, N, I, STATE_LEVELS), states, mask=known_states)
     tl.store(total_ptr + at * I + i, total, mask=inside)
+    if PREFETCH:
+        keep_touched(total_ptr, seen, zero, BI)
+
+
+@triton.jit
+def _load_state(a_ptr, state_ptr, carry_ptr, da_ptr, n, i, inside, I: tl.constexpr):
+    """What the loop over the states has of each: its rates, the states before the chunk, `f`, the gradient of the rates."""
+    a = tl.load(a_ptr + n * I + i, mask=inside, other=0.0)
+    h = tl.load(state_ptr + n * I + i, mask=inside, other=0.0)
+    f = tl.load(carry_ptr + n * I + i, mask=inside, other=0.0)
+    return a, h, f, tl.load(da_ptr + n * I + i, mask=inside, other=0.0)
 
 
 @triton.jit
@@ -180,6 +206,7 @@ def backward_kernel(
     SEGMENTS: tl.constexpr,
     TABLE: tl.constexpr,
     EVEN: tl.constexpr,
+    PREFETCH: tl.constexpr,
 ):
     """All gradients of a split, chunk after chunk from its last; those that channels or splits share as the part of this program.
 
@@ -190,6 +217,8 @@ def backward_kernel(
         tl.program_id(0), bounds_ptr, T, SPLITS, SPLITS, L, BLOCKS, TABLE
     )
     group, i, inside = channels_of(block, GROUP, GROUP_BLOCKS, BI)
+    channel, width = channels_from(block, GROUP, GROUP_BLOCKS, BI)
+    seen = tl.zeros([BI], tl.float32)
     l = tl.arange(0, L)
     batch = (sequence // SEQUENCES).to(tl.int64)
     bias = tl.zeros([BI], tl.float32)
@@ -241,11 +270,10 @@ def backward_kernel(
         fresh = fresh_penalty(starts_ptr, row, token, length, l, SEGMENTS)
         at_chunk = j.to(tl.int64) * (N * L)
         state = states_ptr + j.to(tl.int64) * (N * I)
+        a, h, f, da = _load_state(a_ptr, state, carry_ptr, da_ptr, 0, i, inside, I)
         for n in range(N):
-            a = tl.load(a_ptr + n * I + i, mask=inside, other=0.0)
-            h = tl.load(state + n * I + i, mask=inside, other=0.0)
-            f = tl.load(carry_ptr + n * I + i, mask=inside, other=0.0)
-            da = tl.load(da_ptr + n * I + i, mask=inside, other=0.0)
+            if not PREFETCH:
+                a, h, f, da = _load_state(a_ptr, state, carry_ptr, da_ptr, n, i, inside, I)
             b = tl.load(b_ptr + at_chunk + n * L + l)
             c = tl.load(c_ptr + at_chunk + n * L + l)
             decays = decays_of(dt, a, fresh, BI, LEVELS, SEGMENTS)
@@ -275,9 +303,27 @@ def backward_kernel(
             da += tl.sum(dexponent * dt, axis=0)
             tl.store(da_ptr + n * I + i, da, mask=inside)
             both = tl.reshape(tl.permute(tl.join(g * x, states * dy), (2, 0, 1)), (2 * L, BI))
+            if PREFETCH:  # on their way while lanes exchange their rows
+                a, h, f, da = _load_state(
+                    a_ptr, state, carry_ptr, da_ptr, tl.minimum(n + 1, N - 1), i, inside, I
+                )
             shares = sum_channels(both, 2 * L, BI, LEVELS + 1, LANE_LEVELS)
             tl.store(dprojection_ptr + 2 * (at_chunk + n * L) + tl.arange(0, 2 * L), shares)
 
+        if PREFETCH:
+            ahead = tl.where(j > first, L, 0)
+            there = here - L * I + channel
+            seen += touch(x_ptr + there, ahead, width, L, BI, I, BI)
+            seen += touch(dt_ptr + there, ahead, width, L, BI, I, BI)
+            seen += touch(dout_ptr + there, ahead, width, L, BI, I, BI)
+            if GATE:
+                seen += touch(z_ptr + there, ahead, width, L, BI, I, BI)
+            if PREFETCH > 1:
+                at_next = (j - 1).to(tl.int64) * (N * L)
+                seen += touch(b_ptr + at_next, ahead, N * L, 1, N * L, 0, BI)
+                seen += touch(c_ptr + at_next, ahead, N * L, 1, N * L, 0, BI)
+            state_there = states_ptr + (j - 1).to(tl.int64) * (N * I) + channel
+            seen += touch(state_there, tl.where(j > first, N, 0), width, N, BI, I, BI)
         x = load_tile(x_ptr + here, count, l, i, inside, 0.0, I, EVEN)
         raw = load_tile(dt_ptr + here, count, l, i, inside, float("-inf"), I, EVEN)
         if GATE:
@@ -301,3 +347,5 @@ def backward_kernel(
         tl.store(dinitial_ptr + n * I + i, f, mask=inside & (split == 0) & (chunks > 0))
     tl.store(dd_ptr + mine * I + i, dskip, mask=inside)
     tl.store(dbias_ptr + mine * I + i, dbias, mask=inside)
+    if PREFETCH:
+        keep_touched(dbias_ptr, seen, zero, BI)

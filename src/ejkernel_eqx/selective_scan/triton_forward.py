@@ -4,10 +4,12 @@ import triton
 import triton.language as tl
 
 from .triton_tile import (
+    channels_from,
     channels_of,
     decays_of,
     fresh_penalty,
     join_rows,
+    keep_touched,
     load_projection,
     load_rates,
     load_tile,
@@ -17,6 +19,7 @@ from .triton_tile import (
     states_at,
     store_tile,
     time_step,
+    touch,
 )
 
 
@@ -90,6 +93,7 @@ def summary_kernel(
     SEGMENTS: tl.constexpr,
     TABLE: tl.constexpr,
     EVEN: tl.constexpr,
+    PREFETCH: tl.constexpr,
 ):
     """Of every split but the last: the state after it from a state of zeros before it, and the sum of its time steps.
 
@@ -100,6 +104,8 @@ def summary_kernel(
         tl.program_id(0), bounds_ptr, T, SPLITS, SPLITS - 1, L, BLOCKS, TABLE
     )
     group, i, inside = channels_of(block, GROUP, GROUP_BLOCKS, BI)
+    channel, width = channels_from(block, GROUP, GROUP_BLOCKS, BI)
+    seen = tl.zeros([BI], tl.float32)
     l = tl.arange(0, L)
     batch = (sequence // SEQUENCES).to(tl.int64)
     bias = tl.zeros([BI], tl.float32)
@@ -121,6 +127,13 @@ def summary_kernel(
         here = (row + token) * I + zero
         x = load_tile(x_ptr + here, count, l, i, inside, 0.0, I, EVEN)
         raw = load_tile(dt_ptr + here, count, l, i, inside, float("-inf"), I, EVEN)
+        if PREFETCH:
+            ahead = tl.where(j + 1 < last, count - L, 0)
+            there = here + L * I + channel
+            seen += touch(x_ptr + there, ahead, width, L, BI, I, BI)
+            seen += touch(dt_ptr + there, ahead, width, L, BI, I, BI)
+            if PREFETCH > 1:
+                seen += touch(b_ptr + (j + 1).to(tl.int64) * (N * L), ahead, N * L, 1, N * L, 0, BI)
         dt = time_step(raw, bias, SOFTPLUS)
         total += tl.sum(dt, axis=0)
         x *= dt
@@ -150,6 +163,8 @@ def summary_kernel(
     if KEPT:
         tl.store(states_at(local_ptr + zero, i, N, I, STATE_LEVELS), states, mask=known_states)
     tl.store(total_ptr + at * I + i, total, mask=inside)
+    if PREFETCH:
+        keep_touched(total_ptr, seen, zero, BI)
 
 
 @triton.jit
@@ -243,6 +258,7 @@ def forward_kernel(
     TABLE: tl.constexpr,
     EVEN: tl.constexpr,
     SAVE: tl.constexpr,
+    PREFETCH: tl.constexpr,
 ):
     """The outputs of a split, and the state before every chunk if they are saved; else `states` holds the running state of a split,
     unless it stays in registers (as in the summary)."""
@@ -252,6 +268,8 @@ def forward_kernel(
         tl.program_id(0), bounds_ptr, T, SPLITS, SPLITS, L, BLOCKS, TABLE
     )
     group, i, inside = channels_of(block, GROUP, GROUP_BLOCKS, BI)
+    channel, width = channels_from(block, GROUP, GROUP_BLOCKS, BI)
+    seen = tl.zeros([BI], tl.float32)
     l = tl.arange(0, L)
     batch = (sequence // SEQUENCES).to(tl.int64)
     bias = tl.zeros([BI], tl.float32)
@@ -291,6 +309,17 @@ def forward_kernel(
         here = (row + token) * I + zero
         x = load_tile(x_ptr + here, count, l, i, inside, 0.0, I, EVEN)
         raw = load_tile(dt_ptr + here, count, l, i, inside, float("-inf"), I, EVEN)
+        if PREFETCH:
+            ahead = tl.where(j + 1 < last, count - L, 0)
+            there = here + L * I + channel
+            seen += touch(x_ptr + there, ahead, width, L, BI, I, BI)
+            seen += touch(dt_ptr + there, ahead, width, L, BI, I, BI)
+            if GATE:  # at the end of this chunk
+                seen += touch(z_ptr + here + channel, count, width, L, BI, I, BI)
+            if PREFETCH > 1:
+                at_next = (j + 1).to(tl.int64) * (N * L)
+                seen += touch(b_ptr + at_next, ahead, N * L, 1, N * L, 0, BI)
+                seen += touch(c_ptr + at_next, ahead, N * L, 1, N * L, 0, BI)
         dt = time_step(raw, bias, SOFTPLUS)
         y = x * skip[None, :]
         x *= dt
@@ -336,3 +365,5 @@ def forward_kernel(
     if KEPT:
         ends = (last == chunks) & ((first < last) | (split == 0))
         tl.store(states_at(final_ptr + zero, i, N, I, STATE_LEVELS), states, mask=known_states & ends)
+    if PREFETCH:
+        keep_touched(final_ptr, seen, zero, BI)

@@ -9,6 +9,7 @@ import triton.language as tl
 
 LOG2E = tl.constexpr(1.4426950408889634)
 LN2 = tl.constexpr(0.6931471805599453)
+SECTOR = tl.constexpr(32)  # bytes that a cache takes at once
 
 
 @triton.jit
@@ -93,6 +94,29 @@ def store_tile(ptr, tile, count, l, i, inside, I: tl.constexpr, EVEN: tl.constex
 
 
 @triton.jit
+def touch(ptr, rows, width, ROWS: tl.constexpr, WIDTH: tl.constexpr, STRIDE: tl.constexpr, BI: tl.constexpr):
+    """Loads a number of every sector of the first `rows` of `ROWS` rows of `width`, at most `WIDTH`, numbers, which are `STRIDE` apart: what is
+    loaded from there later is near by then, and has taken no registers. Returns sums `[BI]` that are of no use: see `keep_touched`."""
+    EVERY: tl.constexpr = SECTOR * 8 // ptr.dtype.element_ty.primitive_bitwidth
+    OF_ROW: tl.constexpr = (WIDTH + EVERY - 1) // EVERY
+    sums = tl.zeros([BI], tl.float32)
+    for first in tl.static_range(0, ROWS * OF_ROW, BI):
+        sector = first + tl.arange(0, BI)
+        row = sector // OF_ROW
+        column = sector % OF_ROW * EVERY
+        known = (row < tl.minimum(rows, ROWS)) & (column < width)
+        sums += tl.load(ptr + row * STRIDE + column, mask=known, other=0.0).to(tl.float32)
+    return sums
+
+
+@triton.jit
+def keep_touched(ptr, sums, zero, BI: tl.constexpr):
+    """Keeps a compiler from leaving out the loads of `touch`: it does not know that nothing is stored here."""
+    lane = tl.arange(0, BI)
+    tl.store(ptr + lane, sums, mask=lane < zero)
+
+
+@triton.jit
 def channels_of(block, GROUP: tl.constexpr, GROUP_BLOCKS: tl.constexpr, BI: tl.constexpr):
     """The group of a block of channels, its channels, and which of them there are."""
     group = block // GROUP_BLOCKS
@@ -102,6 +126,13 @@ def channels_of(block, GROUP: tl.constexpr, GROUP_BLOCKS: tl.constexpr, BI: tl.c
     else:
         inside = inner < GROUP
     return group, group * GROUP + inner, inside
+
+
+@triton.jit
+def channels_from(block, GROUP: tl.constexpr, GROUP_BLOCKS: tl.constexpr, BI: tl.constexpr):
+    """The first of a block of channels, and how many there are from it on in its group."""
+    inner = block % GROUP_BLOCKS * BI
+    return block // GROUP_BLOCKS * GROUP + inner, GROUP - inner
 
 
 @triton.jit
