@@ -8,21 +8,10 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 from jax import Array
-from jax.core import Tracer
 
+from .._exact import exactly
 from .._tolerances import Tolerance, TOLERANCES
-from ..dispatch import (
-    Backend,
-    BOTH,
-    Cost,
-    device_facts,
-    FORWARD,
-    Implementation,
-    Part,
-    Platform,
-    Problem,
-    Workload,
-)
+from ..dispatch import BOTH, Cost, FORWARD, Implementation, Part, Platform, Problem, Workload
 from . import reference
 from .example import example_problem as example_problem
 from .samples import Inputs, make_inputs, make_step_inputs, spec_of, step_spec_of
@@ -30,7 +19,6 @@ from .spec import FLOATS, RecurrenceSpec, StepArrays, StepSpec
 
 _RESULTS = ("out", "final_state")
 _COST_CHUNK = 64  # the operations are counted in chunks of so many tokens
-_WITH_FLOAT64 = (Backend.CPU, Backend.GPU)
 
 
 def workload(implementation: Implementation, problem: Problem) -> Workload:
@@ -89,22 +77,9 @@ def _differentiated(call: Any, inputs: Inputs) -> dict[str, Array]:
     return {"out": out, "final_state": final, **grads}
 
 
-# It runs once: to look for its fastest matrix products would take longer than to use any.
-_UNTUNED = {"xla_gpu_autotune_level": 0, "xla_gpu_enable_triton_gemm": False}
-
-
 def _reference(spec: RecurrenceSpec, inputs: Inputs) -> dict[str, Array]:
-    """All results token by token in float32 (float64 if given it), those of float32 operands by way of float64 where the device has it.
-
-    A slow decay in float32 is off by up to 2^-25, the same at each of thousands of tokens: more than float32 results may be off.
-    """
-    # Inside another function under `jit` there can be no compiler options.
-    if any(isinstance(x, Tracer) for x in jax.tree.leaves(inputs)):
-        return _plainly(spec, inputs)
-    if inputs.arrays.q.dtype != jnp.float32 or device_facts().backend not in _WITH_FLOAT64:
-        return _compiled_reference(spec, inputs)
-    with jax.enable_x64(True):
-        return _compiled_by_float64(spec, inputs)
+    """All results token by token in float32, of float32 and float64 operands in float64."""
+    return exactly(_plainly, spec, inputs, inputs.arrays.q.dtype)
 
 
 def _plainly(spec: RecurrenceSpec, inputs: Inputs) -> dict[str, Array]:
@@ -114,16 +89,6 @@ def _plainly(spec: RecurrenceSpec, inputs: Inputs) -> dict[str, Array]:
         inputs.arrays._replace(**floats), inputs.dout.astype(wide), inputs.dfinal_state.astype(wide)
     )
     return _differentiated(lambda arrays: reference.recur(arrays, spec), widened)
-
-
-def _by_float64(spec: RecurrenceSpec, inputs: Inputs) -> dict[str, Array]:
-    wide = lambda x: x.astype(jnp.float64) if jnp.issubdtype(x.dtype, jnp.floating) else x
-    results = _plainly(spec, jax.tree.map(wide, inputs))
-    return {name: x.astype(jnp.float32) for name, x in results.items()}
-
-
-_compiled_reference = jax.jit(_plainly, static_argnums=0, compiler_options=_UNTUNED)
-_compiled_by_float64 = jax.jit(_by_float64, static_argnums=0, compiler_options=_UNTUNED)
 
 
 def _launches(platform: Any, spec: RecurrenceSpec, problem: Problem, config: Any) -> list[Any]:

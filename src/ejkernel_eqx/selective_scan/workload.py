@@ -8,8 +8,8 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 from jax import Array
-from jax.core import Tracer
 
+from .._exact import exactly
 from .._tolerances import TOLERANCES
 from ..dispatch import BOTH, Cost, FORWARD, Implementation, Part, Platform, Problem, Workload
 from . import reference
@@ -75,15 +75,9 @@ def _differentiated(call: Any, inputs: Inputs) -> dict[str, Array]:
     return {"out": out, "final_state": final, **grads}
 
 
-# It runs once: to look for its fastest matrix products would take longer than to use any.
-_UNTUNED = {"xla_gpu_autotune_level": 0, "xla_gpu_enable_triton_gemm": False}
-
-
 def _reference(spec: ScanSpec, inputs: Inputs) -> dict[str, Array]:
-    """All results token by token in float32 (float64 if given it)."""
-    # Inside another function under `jit` there can be no compiler options.
-    staged = any(isinstance(x, Tracer) for x in jax.tree.leaves(inputs))
-    return (_plainly if staged else _compiled_reference)(spec, inputs)
+    """All results token by token in float32, of float32 and float64 operands in float64."""
+    return exactly(_plainly, spec, inputs, inputs.arrays.x.dtype)
 
 
 def _plainly(spec: ScanSpec, inputs: Inputs) -> dict[str, Array]:
@@ -93,9 +87,6 @@ def _plainly(spec: ScanSpec, inputs: Inputs) -> dict[str, Array]:
         inputs.arrays._replace(**floats), inputs.dout.astype(wide), inputs.dfinal_state.astype(wide)
     )
     return _differentiated(lambda arrays: reference.scan(arrays, spec), widened)
-
-
-_compiled_reference = jax.jit(_plainly, static_argnums=0, compiler_options=_UNTUNED)
 
 
 def _launches(platform: Any, spec: ScanSpec, problem: Problem, config: Any) -> list[Any]:
