@@ -185,6 +185,12 @@ def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument("--candidates", type=int, default=12, help="for each part of the configuration")
     parser.add_argument("--samples", type=int, default=5)
     parser.add_argument("--sample-ms", type=float, default=30.0)
+    parser.add_argument(
+        "--in-process",
+        action="store_true",
+        help="candidates run in this process: seconds faster, but one that crashes ends it",
+    )
+    parser.add_argument("--jobs", type=int, help="compilations at once (default: one a processor, up to 8)")
     parser.add_argument("--force", action="store_true", help="also what the table or the user's cache knows")
     parser.add_argument(
         "--output", type=pathlib.Path, metavar="PATH", help="added to (default: the table that ships)"
@@ -239,7 +245,14 @@ def main(arguments: Sequence[str] | None = None) -> int:
             print(f"time limit: {len(chosen) - n} of {len(chosen)} problems left out")
             break
         print(f"[{began - start:.0f} s, {n + 1}/{len(chosen)}] {problem.name}", flush=True)
-        effort = TuneOptions(options.budget, options.candidates, options.samples, options.sample_ms)
+        effort = TuneOptions(
+            options.budget,
+            options.candidates,
+            options.samples,
+            options.sample_ms,
+            isolate=False if options.in_process else None,
+            jobs=options.jobs,
+        )
         try:
             result = tune_problem(asked, implementation, options=effort, force=options.force)
         except FAILURES as error:  # also what a search could not make its inputs for
