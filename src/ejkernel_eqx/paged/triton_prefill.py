@@ -71,6 +71,11 @@ def prefill_kernel(
     inside = t < queries
     token = (q_start + t).to(tl.int64)
 
+    q = load_queries(q_ptr, token, h, inside, 0, D, BLOCK_D, D + R, H, WIDE)
+    q_rope = q
+    if R > 0:
+        q_rope = load_queries(q_ptr, token, h, inside, D, R, BLOCK_R, D + R, H, WIDE)
+
     # What the tile's first and last query see: tiles of keys from `full_lo` to `full_hi` all, those around them in part.
     i_first = chunk + row // group
     i_last = chunk + tl.minimum((row + BM - 1) // group, queries - 1)
@@ -95,10 +100,6 @@ def prefill_kernel(
     full_lo = tl.where(holes, lo, full_lo)
     full_hi = tl.where(holes, lo, full_hi)
 
-    q = load_queries(q_ptr, token, h, inside, 0, D, BLOCK_D, D + R, H, WIDE)
-    q_rope = q
-    if R > 0:
-        q_rope = load_queries(q_ptr, token, h, inside, D, R, BLOCK_R, D + R, H, WIDE)
     small = n // ROW
     k_factor, v_factor, rope_factor = head_factors(
         k_scale_ptr, v_scale_ptr, rope_scale_ptr, small, kv_head, K, R, LATENT, SCALES)  # fmt: skip
