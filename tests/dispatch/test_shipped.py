@@ -61,6 +61,13 @@ class Sized:
     def config_unsupported(config, problem, device):
         return "too large" if config.block > 100 and problem.dim("T") < 64 else None
 
+    @staticmethod
+    def adapted(config, problem, device):
+        """Blocks over 1000 are for one length and one device only."""
+        if config.block < 1000:
+            return config
+        return dataclasses.replace(config, block=1000 + problem.dim("T") + device.num_multiprocessors)
+
 
 SIZED = Implementation(OPERATION, Platform.PALLAS, Backend.ANY, 0, "sized", Sized)
 
@@ -139,6 +146,16 @@ def test_a_guess_that_cannot_run_is_passed_over():
     assert answer(known(entry(200, problem(64))), problem(32)) == (0, "heuristic", "")
     denied = (Platform.PALLAS, problem(64).key(), Known(None, denied="wrong"))
     assert answer(known(denied, entry(1, problem(128))), problem(32))[0] == 1
+
+
+def test_a_guess_is_adapted_and_then_asked_whether_it_can_run():
+    table = known(entry(1001, problem(64, origin=None)))
+    assert answer(table, problem(64, origin=None))[0] == 1001  # measured here
+    multiprocessors = H200.num_multiprocessors
+    assert answer(table, problem(128, origin=None))[0] == 1128 + multiprocessors
+    assert answer(table, problem(32, origin=None)) == (0, "heuristic", "")
+    far = known(borrowed=(entry(1001, problem(64, origin=None)),))
+    assert answer(far, problem(64, origin=None))[0] == 1064 + multiprocessors
 
 
 def test_a_guess_does_not_depend_on_the_order_of_the_table():
@@ -296,19 +313,25 @@ def test_the_tables_that_come_with_the_package_fit_it():
         assert device.num_multiprocessors and device.shared_memory and content.records
         for r in content.records:
             assert Problem.from_dict(r.exact).key() == r.problem and r.operation == r.exact["operation"]
-            assert r.config is not None and r.ms.keys() == {"forward", "forward+backward"} and r.software
+            directions = {"forward"} if file.name == "paged.json" else {"forward", "forward+backward"}
+            assert r.config is not None and r.ms.keys() == directions and r.software
 
 
-def test_every_record_that_comes_with_the_package_answers_on_its_device(monkeypatch, caplog):
+@pytest.mark.parametrize(
+    "family, platforms", (("attention", {"triton", "xla"}), ("paged", {"triton"}), ("recurrence", {"triton"}))
+)
+def test_every_record_that_comes_with_the_package_answers_on_its_device(
+    family, platforms, monkeypatch, caplog
+):
     """As a module built there finds it: the kernel's version is that of the record, and its class takes the configuration."""
-    triton = pytest.importorskip("ejkernel_eqx.attention.triton")
+    triton = pytest.importorskip(f"ejkernel_eqx.{family}.triton")
     monkeypatch.setattr(triton, "unavailable", lambda device: None)  # which asks this machine
     monkeypatch.setattr(snapshot, "shipped_entries", shipped_entries)
     monkeypatch.setattr(snapshot, "device_facts", lambda: H200)
-    file = importlib.resources.files("ejkernel_eqx").joinpath("data/nvidia_h200/attention.json")
+    file = importlib.resources.files("ejkernel_eqx").joinpath(f"data/nvidia_h200/{family}.json")
     records = parse(file.read_text(encoding="utf-8"), str(file)).records
     asked = {(r.operation, r.platform) for r in records}
-    assert {platform for _, platform in asked} == {"triton", "xla"}
+    assert {platform for _, platform in asked} == platforms
     tables = {place: take_snapshot(place[0], platform=place[1]) for place in asked}
     for r in records:
         selection = select(tables[(r.operation, r.platform)], Problem.from_dict(r.exact))

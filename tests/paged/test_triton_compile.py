@@ -156,3 +156,17 @@ def test_the_device_is_filled(kind, dims, least, most):
     if config.split_k == 1:
         programs -= -(-arrays.q.shape[1] // FILLED.value)
     assert least <= programs <= most
+
+
+def test_a_configuration_for_other_sequences():
+    """What was measured for few long sequences keeps its tiles for others, not its splits."""
+    device, problems = (
+        DEVICES["sm_90"],
+        [problem_of("paged_attention", *request("grouped", N=n)) for n in (8, 4)],
+    )
+    measured = dataclasses.replace(
+        triton.default_config(problems[0], device), decode=triton.PagedTile(16, 32, 4, 4)
+    )
+    fit = triton.adapted(measured, problems[1], device)
+    assert fit.decode == measured.decode
+    assert (fit.split_k, fit.chunk_size) == (8, 256) != (measured.split_k, measured.chunk_size)

@@ -25,7 +25,8 @@ class Implementation:
     that answers, as pure functions of a `Problem` and `DeviceFacts`:
     `unsupported(problem, device) -> str | None`, `default_config(problem, device)`, `candidates(problem, device)`, and
     names its configuration class in `config_type`. It may also have `unavailable(device) -> str | None` (why nothing runs there),
-    `config_unsupported(config, problem, device) -> str | None` (why a configuration cannot run, found without compiling it), `NOTE`
+    `config_unsupported(config, problem, device) -> str | None` (why a configuration cannot run, found without compiling it),
+    `adapted(config, problem, device)` (a configuration that was measured at a near shape or on a near device, made fit for this one), `NOTE`
     (a sentence for `explain`), `VERSION` (an int, raised when a change of the kernels makes known configurations
     worthless) and `SOURCE` (a digest of the kernels' text: what the user's table says of another text is not asked). What it needs
     besides to run is between it and its operation.
@@ -59,6 +60,11 @@ class Implementation:
         """Why a configuration cannot run, as far as that is known without compiling it; `None` if nothing speaks against it."""
         ask = getattr(self.load(), "config_unsupported", None)
         return ask(config, problem, device) if ask else None
+
+    def adapted(self, config: Any, problem: Problem, device: DeviceFacts) -> Any:
+        """A configuration that was measured at another shape or on another device, with what depends on these made anew."""
+        adapt = getattr(self.load(), "adapted", None)
+        return adapt(config, problem, device) if adapt else config
 
     def unusable(self, device: DeviceFacts) -> str | None:
         """Why nothing of this platform can run on the device; `None` if it can."""

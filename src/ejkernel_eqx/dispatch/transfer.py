@@ -41,7 +41,7 @@ def _split(key: str) -> tuple[dict[str, int], str]:
 def nearest(
     index: Index, implementation: Implementation, problem: Problem, device: DeviceFacts
 ) -> Known | None:
-    """The configuration measured at the nearest shape, if it may run here. A pure function, the same in every process."""
+    """The configuration measured at the nearest shape, adapted to this one, if it may run here. A pure function, the same in every process."""
     dims, rest = _split(problem.key())
     near = []
     for other, known in index.get((implementation.platform, rest), ()):
@@ -49,9 +49,10 @@ def nearest(
         if away <= MAX_DISTANCE:
             near.append((away, sorted(other.items()), known))
     for away, sizes, known in sorted(near, key=lambda found: found[:2]):
-        if implementation.config_unsupported(known.config, problem, device) is None:
+        config = implementation.adapted(known.config, problem, device)
+        if implementation.config_unsupported(config, problem, device) is None:
             shape = " ".join(f"{name}{size}" for name, size in sizes)
-            return Known(known.config, (), f"{_guess(known, away, shape)}")
+            return Known(config, (), f"{_guess(known, away, shape)}")
     return None
 
 

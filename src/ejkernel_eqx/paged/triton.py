@@ -110,6 +110,13 @@ def config_unsupported(config: TritonConfig, problem: Problem, device: DeviceFac
     return None
 
 
+def adapted(config: TritonConfig, problem: Problem, device: DeviceFacts) -> TritonConfig:
+    """The tiles stay; how many programs share a sequence's keys depends on how many sequences there are, and how long."""
+    queries = decode_queries(problem.dim("Q"), problem.dim("H") // problem.dim("K"))
+    count, chunk_size = triton_tiles.splits(problem, device, queries, config.decode.block_m)
+    return dataclasses.replace(config, split_k=count, chunk_size=chunk_size)
+
+
 def forward(
     arrays: PagedArrays, spec: PagedSpec, config: TritonConfig, *, execute: Execute = run
 ) -> dict[str, Array]:
