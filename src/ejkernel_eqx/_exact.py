@@ -22,7 +22,7 @@ def exactly(plain: Plain, spec: Any, inputs: Any, dtype: Any) -> dict[str, Array
     """`plain(spec, inputs)`, of operands of `dtype`. Those of float32 are widened to float64 where the device has it, and the results rounded:
     a slow decay in float32 is off by up to 2^-25, the same at each of thousands of tokens, which is more than float32 results may be off.
 
-    `plain` computes in float64 where the operands are. It and `spec` are hashable.
+    `plain` computes in float64 where the operands are. It and `spec` are hashable. Inside another function under `jit` nothing is widened.
     """
     # Inside another function under `jit` there can be no compiler options.
     if any(isinstance(x, Tracer) for x in jax.tree.leaves(inputs)):

@@ -144,7 +144,11 @@ def test_tiles_that_cannot_fit_are_told():
         ("grouped", {"N": 1, "M": 8192}, 256, 264),
         ("grouped", {"N": 8, "M": 1024}, 256, 264),
         ("grouped", {"N": 512}, 4096, 4096),
+        ("grouped", {"N": 17}, 256, 792),
+        ("grouped", {"N": 20}, 256, 792),
         ("latent", {}, 128, 128),
+        ("latent", {"N": 40}, 113, 264),
+        ("latent", {"N": 34}, 113, 396),
         ("latent", {"N": 1, "M": 2048}, 112, 264),
     ),
 )
@@ -156,6 +160,15 @@ def test_the_device_is_filled(kind, dims, least, most):
     if config.split_k == 1:
         programs -= -(-arrays.q.shape[1] // FILLED.value)
     assert least <= programs <= most
+
+
+def test_instructions_of_another_vendor_are_refused():
+    arrays, spec = request("int8")
+    problem, device = problem_of("paged_attention", arrays, spec), DEVICES["gfx942"]
+    config = triton.default_config(problem, device)
+    assert triton.config_unsupported(config, problem, device) is None and not config.fast_bytes
+    reason = triton.config_unsupported(dataclasses.replace(config, fast_bytes=True), problem, device)
+    assert reason == "fast_bytes is made of NVIDIA's instructions"
 
 
 def test_a_configuration_for_other_sequences():

@@ -16,6 +16,7 @@ from ejkernel_eqx.paged.spec import PagedArrays, PagedSpec
 from tests.compiled import DEVICES, launches_of
 from tests.paged.cases import assert_agrees, Case, CASES, make, run_reference, with_leading_axis
 from tests.recurrence.quick import quick
+from tests.tolerances import assert_close
 
 pytest.importorskip("triton")
 from ejkernel_eqx.paged import triton, triton_decode
@@ -116,6 +117,46 @@ def test_bytes_of_any_size(kv_dtype, size):
         np.asarray(results["out"], np.float64), expected, rtol=2**-7, atol=2**-8 * size
     )
     np.testing.assert_allclose(np.asarray(results["lse"]), np.asarray(plain["lse"]), rtol=1e-3, atol=1e-3)
+
+
+@pytest.mark.parametrize("splits", (1, 3))
+@pytest.mark.parametrize("scales", ("token", "head"))
+@pytest.mark.parametrize("sinks", (False, True))
+@pytest.mark.parametrize("above", (16.0, 20.0))
+def test_bytes_behind_a_heavy_key(scales, sinks, above, splits):
+    """A key that takes nearly all weight and has no value, as first tokens do: what the others add is small, but no less exact."""
+    keys, page = 129, 16
+    pages = -(-keys // page)
+    rng = np.random.default_rng(0)
+    k = np.zeros((pages, page, 1, 32), np.int8)
+    k[0, 0] = 127
+    v = rng.integers(32, 128, (pages, page, 1, 32)).astype(np.int8)
+    v[0, 0] = 0
+    shape = (pages, page, 1) if scales == "token" else (1,)
+    one = jnp.ones((1, 1), jnp.int32)
+    arrays = PagedArrays(
+        q=jnp.ones((1, 1, 2, 32), jnp.bfloat16),
+        k=jnp.asarray(k),
+        v=jnp.asarray(v),
+        page_table=jnp.arange(pages, dtype=jnp.int32)[None, None],
+        q_start=0 * one,
+        q_len=one,
+        kv_len=keys * one,
+        k_scale=jnp.full(shape, 1 / 127, jnp.float32),
+        v_scale=jnp.asarray(rng.uniform(0.5, 1.5, shape), jnp.float32),
+        sinks=jnp.full((2,), above - 1.0) if sinks else None,
+    )
+    spec = PagedSpec(above / 32, max_query_len=1, scales=scales)
+    results = triton.forward(arrays, spec, dataclasses.replace(CONFIG, split_k=splits), execute=interpret)
+    s = np.zeros(keys)
+    s[0] = above
+    total = np.exp(s).sum() + (np.exp(above - 1.0) if sinks else 0.0)
+    scale = np.broadcast_to(np.asarray(arrays.v_scale, np.float64), (pages, page, 1))
+    values = (v.astype(np.float64) * scale[..., None]).reshape(-1, 32)[:keys]
+    expected = (np.exp(s)[:, None] * values).sum(0) / total
+    for head in range(2):
+        assert_close(np.asarray(results["out"])[0, 0, head], expected, "bfloat16", "forward", name="out")
+    np.testing.assert_allclose(np.asarray(results["lse"]), np.log(total), rtol=1e-5)
 
 
 def test_rows_of_many_blocks():

@@ -84,6 +84,16 @@ def test_prefetch_fits(target, kind):
         assert report.fits and report.spills <= 128 and report.shared <= 1024, (launch.label, report)
 
 
+def test_limited_registers_fit():
+    """The forward that jax-triton 0.4 and later is given."""
+    every = launches_of("sm_90", "few states", "bfloat16", max_registers=168, unroll=16)
+    forward = [launch for launch in every if "backward" not in launch.label]
+    assert len(forward) >= 2 and len(forward) < len(every)
+    for launch in forward:
+        report = compile_ahead(launch, "sm_90")
+        assert report.fits and report.spills <= 128 and report.shared <= 1024, (launch.label, report)
+
+
 @pytest.mark.parametrize("target", [*TARGETS][1:2])
 def test_step_fits(target):
     problem = example_problem(OPERATION, dict(I=100, N=5, B=3), "bfloat16", dict(step=True, slots=True))

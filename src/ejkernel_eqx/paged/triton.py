@@ -19,7 +19,7 @@ from .triton_call import PagedTile as PagedTile
 from .triton_call import TritonConfig as TritonConfig
 
 OPAQUE = True
-VERSION = 1
+VERSION = 2
 MAX_HEAD_DIM = 256
 MAX_LATENT_DIM = 512
 MAX_FLOAT32_LATENT_DIM = 128
@@ -95,6 +95,9 @@ def candidates(problem: Problem, device: DeviceFacts) -> list[TritonConfig]:
 
 def config_unsupported(config: TritonConfig, problem: Problem, device: DeviceFacts) -> str | None:
     """Tiles that cannot fit the device's shared memory, by an estimate from above; of the smallest the compiler must tell."""
+    is_bytes = problem.dtype("kv") in ("int8", "float8_e4m3fn")
+    if config.fast_bytes and is_bytes and device.vendor != "nvidia":
+        return "fast_bytes is made of NVIDIA's instructions"
     limit = device.shared_memory or 49_152
     queries = decode_queries(problem.dim("Q"), problem.dim("H") // problem.dim("K"))
     tiles = {"decode": config.decode}

@@ -41,9 +41,9 @@ class PagedTile:
             raise ValueError(
                 f"PagedTile: expected num_warps 1, 2, 4, 8 or 16 and num_stages >= 1, received {self.num_warps!r} and {self.num_stages!r}."
             )
-        if not isinstance(self.max_registers, int) or self.max_registers < 0:
+        if not isinstance(self.max_registers, int) or not 0 <= self.max_registers <= 255:
             raise ValueError(
-                f"PagedTile.max_registers: expected an int of at least 0, received {self.max_registers!r}."
+                f"PagedTile.max_registers: expected an int from 0 to 255, received {self.max_registers!r}."
             )
 
 

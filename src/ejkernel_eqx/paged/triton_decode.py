@@ -12,7 +12,7 @@ from jax import Array
 
 from ..launch import Launch
 from .triton_call import Call, count, padded
-from .triton_pairs import attend_pairs, LEAST_PEAK, split_queries
+from .triton_pairs import attend_pairs, LEAST_PEAK, RAISED, split_queries
 from .triton_tile import (
     attend_tile,
     fill_rest,
@@ -51,6 +51,7 @@ def decode_kernel(
     FAST_BYTES: tl.constexpr,
 ):  # fmt: skip
     blocks: tl.constexpr = (QUERIES * (H // K) + BM - 1) // BM
+    raised: tl.constexpr = RAISED if PAIRS else 0  # pyright: ignore[reportAssignmentType]
     program = tl.program_id(0)
     if SPLITS == 1:
         if program >= N * (blocks * K):
@@ -101,7 +102,7 @@ def decode_kernel(
         acc = tl.zeros([BM, BLOCK_V], tl.float32)
     if SINKS and SPLITS == 1:
         top = tl.load(sinks_ptr + shared * H + h) * 1.4426950408889634
-        total = tl.full([BM], 1.0, tl.float32)
+        total = tl.exp2(tl.full([BM], raised, tl.float32))
     else:
         top = tl.full([BM], float("-inf"), tl.float32)
         total = tl.zeros([BM], tl.float32)
@@ -130,6 +131,8 @@ def decode_kernel(
     some = total != 0
     acc = acc * (v_factor / tl.where(some, total, 1.0))[:, None]
     lse = tl.where(some, top + tl.log2(tl.where(some, total, 1.0)), float("-inf"))
+    if raised:
+        lse -= raised
     if SPLITS == 1:
         target = token.to(tl.int64) * H + h
         lse = lse * 0.6931471805599453

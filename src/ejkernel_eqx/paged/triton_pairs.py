@@ -12,6 +12,9 @@ from .triton_tile import load_keys, load_scales, weights
 
 BIASED = tl.constexpr(1152)  # what `integers` puts on top of an int8 number
 LEAST_PEAK = tl.constexpr(1e-30)
+RAISED = tl.constexpr(
+    15
+)  # weights up to 2^15, so that those far below the largest are still numbers in float16
 _INTEGERS = tl.constexpr("""{
 .reg .b32 high;
 lop3.b32 $0, $2, 0x00ff00ff, 0x64806480, 0x6a;
@@ -53,7 +56,7 @@ def _halves(pair, CODE: tl.constexpr):
     """What instructions make of 16-bit numbers, two at once: float16 of the low and of the high bytes."""
     return tl.inline_asm_elementwise(
         CODE,  # pyright: ignore[reportArgumentType]
-        "=r,=r,r",
+        "=&r,=&r,r",
         [pair],
         dtype=(tl.float16, tl.float16),
         is_pure=True,
@@ -100,7 +103,8 @@ def attend_pairs(
 ):  # fmt: skip
     """As `attend_tile`, with the sums of even and of odd channels apart, `[BM, BLOCK_V / 2]` each. `PAIRS`: 1 of int8, 2 of float8.
 
-    With a scale for each token the sums are in units of `peak`, from `LEAST_PEAK` on."""
+    Sums and denominators are `2**RAISED` times as large. With a scale for each token the sums are in units of `peak`, from
+    `LEAST_PEAK` on."""
     k_pair = tl.trans(_load_pairs(k_ptr, slot, ok, kv_head, K, D, BLOCK_D))
     v_pair = _load_pairs(v_ptr, slot, ok, kv_head, K, V, BLOCK_V)
     if PAIRS == 1:
@@ -118,7 +122,7 @@ def attend_pairs(
         qk *= k_scale[None, :]
     qk *= (q_factor * k_factor)[:, None]
     p, alpha, total, top = weights(
-        qk, total, top, j, ok, i, t, slope, chunk, qq_bias_ptr, Q, SCALE, CAP, FAST_TANH, LEFT, ALIBI, QQ, True)  # fmt: skip
+        qk, total, top, j, ok, i, t, slope, chunk, qq_bias_ptr, Q, SCALE, CAP, FAST_TANH, LEFT, ALIBI, QQ, True, RAISED)  # fmt: skip
     if PAIRS == 1:
         v_even, v_odd = integers(v_pair, True, FAST)
     else:

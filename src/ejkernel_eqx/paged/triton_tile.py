@@ -152,10 +152,10 @@ def scores(qk, i, j, t, slope, chunk, qq_bias_ptr, Q, SCALE: tl.constexpr, CAP: 
 @triton.jit
 def weights(
     qk, total, top, j, ok, i, t, slope, chunk, qq_bias_ptr, Q, SCALE: tl.constexpr, CAP: tl.constexpr, FAST_TANH: tl.constexpr,
-    LEFT: tl.constexpr, ALIBI: tl.constexpr, QQ: tl.constexpr, MASKED: tl.constexpr,
+    LEFT: tl.constexpr, ALIBI: tl.constexpr, QQ: tl.constexpr, MASKED: tl.constexpr, RAISED: tl.constexpr,
 ):  # fmt: skip
     """Of products `qk` the weights of the keys relative to the rows' new maximum, by what earlier sums shrink, the denominators and
-    maxima `[BM]` with this tile."""
+    maxima `[BM]` with this tile. Weights and denominators are `2**RAISED` times as large."""
     # Where nothing stands between the product and the softmax, the scale goes into the subtraction of the maximum: one instruction.
     folded: tl.constexpr = CAP == 0 and not ALIBI and not QQ and SCALE > 0  # pyright: ignore[reportAssignmentType]
     multiplier: tl.constexpr = SCALE * 1.4426950408889634 if folded else 1.0  # pyright: ignore[reportAssignmentType]
@@ -169,7 +169,10 @@ def weights(
         s = tl.where(seen, s, float("-inf"))
     new_top = tl.maximum(top, tl.max(s, axis=1) * multiplier)
     shift = tl.where(new_top == float("-inf"), 0.0, new_top)
-    p = tl.exp2(s * multiplier - shift[:, None])
+    if RAISED:
+        p = tl.exp2(s * multiplier - (shift - RAISED)[:, None])
+    else:
+        p = tl.exp2(s * multiplier - shift[:, None])
     alpha = tl.exp2(top - shift)
     return p, alpha, total * alpha + tl.sum(p, axis=1), new_top
 
@@ -209,7 +212,7 @@ def attend_tile(
             else:
                 qk += more * rope_factor
     p, alpha, total, top = weights(
-        qk, total, top, j, ok, i, t, slope, chunk, qq_bias_ptr, Q, SCALE, CAP, FAST_TANH, LEFT, ALIBI, QQ, MASKED)  # fmt: skip
+        qk, total, top, j, ok, i, t, slope, chunk, qq_bias_ptr, Q, SCALE, CAP, FAST_TANH, LEFT, ALIBI, QQ, MASKED, 0)  # fmt: skip
     acc = acc * alpha[:, None]
     if SCALES == 1:
         if LATENT:

@@ -56,6 +56,8 @@ def decode_tiles(problem: Problem, device: DeviceFacts, queries: int) -> list[Pa
     row = (problem.dim("D") + problem.dim("V")) * _BYTES[problem.dtype("kv")]
     table = _PAIRS if _pairs(problem, rows) else _DECODE
     sizes = next((tiles for most, tiles in table if row <= most), table[-1][1])
+    if rows > 16:  # there is no shared memory for a third program
+        sizes = tuple(tile for tile in sizes if len(tile) == 4)
     return _fitting(sizes, problem, device, rows)
 
 
@@ -86,12 +88,21 @@ def splits(problem: Problem, device: DeviceFacts, queries: int, block_m: int) ->
     vectors = max(1, problem.dim("N") * queries * heads * problem.dim("V"))
     room = max(1, _PARTIAL_BYTES // (4 * vectors))
     if programs <= full:
-        count, chunk, long = full // programs, CHUNK, 2 * _LONG
+        count, chunk, long = _in_waves(programs, full), CHUNK, 2 * _LONG
     else:
         count, long = math.ceil(4 * full / programs), _LONG
         chunk = _MEDIUM if count > 1 else _LONG
     count = min(count, math.ceil(keys / chunk))
     return max(1, count, min(math.ceil(keys / long), room)), chunk
+
+
+def _in_waves(programs: int, full: int) -> int:
+    """How many times as many programs fill the device best, once, or where that leaves much of it empty a few times over."""
+    counts = [wave * full // programs for wave in (1, 2, 3)]
+    filled = [programs * count / (wave * full) for wave, count in enumerate(counts, 1)]
+    return next(
+        (count for count, share in zip(counts, filled) if share >= 0.85), counts[filled.index(max(filled))]
+    )
 
 
 def shared_memory(problem: Problem, tile: PagedTile, device: DeviceFacts) -> int:
@@ -135,10 +146,11 @@ def dot_bytes(problem: Problem) -> int:
 def _fitting(
     sizes: tuple[Sizes, ...], problem: Problem, device: DeviceFacts, rows: int = 2**30
 ) -> list[PagedTile]:
-    # Other vendors' compilers keep what is on the way in registers.
-    keys, most = (256, 4) if device.vendor == "nvidia" else (64, 2)
+    # Other vendors' compilers keep what is on the way in registers, as many as they like.
+    is_nvidia = device.vendor == "nvidia"
+    keys, most = (256, 4) if is_nvidia else (64, 2)
     tiles = [
-        PagedTile(min(m, rows), min(k, keys), w, min(stages, most), *limit)
+        PagedTile(min(m, rows), min(k, keys), w, min(stages, most), *(limit if is_nvidia else ()))
         for m, k, w, stages, *limit in sizes
     ]
     limit = device.shared_memory or 49_152

@@ -60,7 +60,7 @@ class ScanTile:
                 f"ScanTile: expected num_warps 1, 2, 4, 8 or 16 and programs >= 1, received {self.num_warps!r} and {self.programs!r}."
             )
         for name in ("unroll", "max_registers", "summary_registers", "prefetch"):
-            least, most = int(name == "unroll"), 2 if name == "prefetch" else 256
+            least, most = int(name == "unroll"), {"prefetch": 2, "unroll": 256}.get(name, 255)
             value = getattr(self, name)
             if not isinstance(value, int) or not least <= value <= most:
                 raise ValueError(
