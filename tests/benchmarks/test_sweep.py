@@ -29,6 +29,7 @@ def test_every_candidate_is_checked_and_timed(tmp_path, capsys):
     assert rows[1]["implementation"] in capsys.readouterr().out
 
 
+@pytest.mark.slow
 def test_a_wrong_candidate_gets_no_time(tmp_path, monkeypatch):
     def wrong(problem, direction, results, expected):
         errors, _ = errors_of(problem, direction, results, expected)

@@ -33,6 +33,7 @@ def example():
     del sys.modules["custom_kernel"]
 
 
+@pytest.mark.slow
 def test_it_runs(example):
     environment = {key: value for key, value in os.environ.items() if key != "XLA_FLAGS"}
     environment["PYTHONPATH"] = str(PATH.parents[1] / "src")

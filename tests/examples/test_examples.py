@@ -70,6 +70,7 @@ def test_train_resume_and_generate(tmp_path, text):
     assert "the quick brown" in (folder / "sample.txt").read_text()
 
 
+@pytest.mark.slow
 def test_a_hybrid_trains_and_writes(tmp_path, text):
     folder = tmp_path / "run"
     options = ["--data", text, "--out-dir", folder, *SMALL, "--mixer", "mamba2,attention"]
@@ -87,6 +88,7 @@ def test_every_mixer_trains(tmp_path, text, mixer):
     assert "the checkpoint of step 60" in out and _losses(folder)[-1][1] < 1.5
 
 
+@pytest.mark.slow
 def test_tuning_before_training(tmp_path, text, monkeypatch):
     """The optimiser's state goes on matching the tuned model, and its checkpoint is read back."""
     monkeypatch.setenv("EJKERNEL_EQX_CACHE_DIR", str(tmp_path / "cache"))
@@ -110,6 +112,7 @@ def test_interrupting_saves_a_checkpoint(tmp_path, text):
     assert len(_losses(folder)) >= 10
 
 
+@pytest.mark.slow
 def test_quickstart():
     out, _ = _run("quickstart.py")
     for expected in ("FlashAttention: out (2, 256, 8, 64)", "platform", "training: loss", "loaded: equal"):

@@ -178,6 +178,7 @@ def test_pages_are_copied_and_states_are(scales):
             np.testing.assert_array_equal(b, a[:, places] if a.ndim > 2 else a)
 
 
+@pytest.mark.slow
 def test_without_a_stack():
     """One layer of each kind, with the caches of one and no leading axes."""
     arrays, static = eqx.partition(stacked(), eqx.is_array)

@@ -126,7 +126,7 @@ def sizes(**options):
     return {"num_pages": FEW_PAGES, "page_size": PAGE, "num_slots": FEW_SLOTS, **options}
 
 
-@pytest.mark.parametrize("window", [None, 4])
+@pytest.mark.parametrize("window", [pytest.param(None, marks=pytest.mark.slow), 4])
 def test_a_hybrid_model_serves(window):
     """Attention and recurrent layers, stacked; with a window, pages behind it are freed while the request runs."""
     expected, _ = dense_model(len(LENGTHS), window)

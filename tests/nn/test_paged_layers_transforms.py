@@ -57,6 +57,7 @@ def assert_same_caches(ours, theirs):
         np.testing.assert_allclose(a, b, rtol=1e-4, atol=1e-5)
 
 
+@pytest.mark.slow
 def test_independent_caches_are_mapped():
     """A whole model on two caches, each with batches of its own."""
     x, batches = (side_by_side(*each) for each in zip(*map(_first_rounds, ((0, (3, 0, 4)), (1, (1, 2, 4))))))

@@ -73,7 +73,7 @@ def _listed():
         marks = [pytest.mark.slow] if case.name in covered else []
         yield pytest.param(case, 64 >> 2 * (n % 2), id=case.name, marks=marks)
     for n, case in enumerate(PAIRWISE):
-        marks = [] if n % 8 == 3 else [pytest.mark.slow]
+        marks = [] if n % 16 == 3 else [pytest.mark.slow]
         yield pytest.param(case, (64, 16, 32)[n % 3], id=case.name, marks=marks)
 
 

@@ -109,7 +109,12 @@ def make(tokens: int | None = T) -> dict[str, jax.Array]:
 
 
 @pytest.mark.parametrize(
-    "build, kind", [("opaque", "auto"), ("xla", "auto"), ("opaque", "explicit"), ("xla", "explicit")]
+    "build, kind",
+    [
+        ("opaque", "auto"),
+        ("xla", "explicit"),
+        *(pytest.param(*row, marks=pytest.mark.slow) for row in (("xla", "auto"), ("opaque", "explicit"))),
+    ],
 )
 def test_a_call_is_split_where_it_stands(build, kind):
     """Forward nothing moves; backward only the sums over rows or channels."""

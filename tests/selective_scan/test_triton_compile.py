@@ -31,7 +31,6 @@ KINDS = {
 QUICK = {
     ("sm_90", "few states", "bfloat16"),
     ("gfx942", "offsets", "float32"),
-    ("sm_80", "segments", "float16"),
 }
 GRID = [
     (target, kind, dtype)

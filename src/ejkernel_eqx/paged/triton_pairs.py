@@ -12,9 +12,7 @@ from .triton_tile import load_keys, load_scales, weights
 
 BIASED = tl.constexpr(1152)  # what `integers` puts on top of an int8 number
 LEAST_PEAK = tl.constexpr(1e-30)
-RAISED = tl.constexpr(
-    15
-)  # weights up to 2^15, so that those far below the largest are still numbers in float16
+RAISED = tl.constexpr(15)  # weights up to 2^15: those far below the largest are still numbers in float16
 _INTEGERS = tl.constexpr("""{
 .reg .b32 high;
 lop3.b32 $0, $2, 0x00ff00ff, 0x64806480, 0x6a;

@@ -100,9 +100,8 @@ def _in_waves(programs: int, full: int) -> int:
     """How many times as many programs fill the device best, once, or where that leaves much of it empty a few times over."""
     counts = [wave * full // programs for wave in (1, 2, 3)]
     filled = [programs * count / (wave * full) for wave, count in enumerate(counts, 1)]
-    return next(
-        (count for count, share in zip(counts, filled) if share >= 0.85), counts[filled.index(max(filled))]
-    )
+    enough = (n for n, share in enumerate(filled) if share >= 0.85)
+    return counts[next(enough, filled.index(max(filled)))]
 
 
 def shared_memory(problem: Problem, tile: PagedTile, device: DeviceFacts) -> int:
