@@ -35,6 +35,7 @@ from benchmarks.prepare import (
     finite,
     input_sets,
     measure_rows,
+    Measured,
     prepare,
     Prepared,
     ratio,
@@ -48,26 +49,16 @@ OURS = ("default", "cuda", "triton", "xla")
 
 
 @dataclasses.dataclass
-class Row:
+class Row(Measured):
     """One implementation of one problem in one direction. `reason` says why there is no time."""
 
     problem: str
     plain: bool
     direction: str
     implementation: str
-    platform: str | None = None
-    config: str | None = None
-    config_from: str | None = None
     errors: dict[str, float | None] = dataclasses.field(default_factory=dict)
     bound: float | None = None
-    ms: float | None = None
-    spread: float | None = None
-    samples_ms: tuple[float, ...] = ()
-    launches: int | None = None
     tflops: float | None = None
-    temporary_bytes: int | None = None
-    ratio: float | None = None
-    reason: str | None = None
 
     @property
     def label(self) -> str:

@@ -43,6 +43,7 @@ from benchmarks.prepare import (
     finite,
     input_sets,
     measure_rows,
+    Measured,
     Prepared,
     ratio,
     selected_platform,
@@ -56,7 +57,7 @@ _RAISED = {MINE: FAILURES, BASELINE: FAILURES, PEER: (Exception,)}
 
 
 @dataclasses.dataclass
-class Row:
+class Row(Measured):
     """One implementation of one problem. `reason` says why there is no time; `of_card`: of the speed of a copy; `ratio` and
     `over_baseline` are the times of the fastest peer and of the baseline over this one's."""
 
@@ -66,21 +67,11 @@ class Row:
     implementation: str
     bytes: int
     flops: float
-    platform: str | None = None
-    config: str | None = None
-    config_from: str | None = None
     error: float | None = None
-    ms: float | None = None
-    spread: float | None = None
-    samples_ms: tuple[float, ...] = ()
-    launches: int | None = None
     tb_per_s: float | None = None
     of_card: float | None = None
     tflops: float | None = None
-    temporary_bytes: int | None = None
-    ratio: float | None = None
     over_baseline: float | None = None
-    reason: str | None = None
 
     @property
     def label(self) -> str:

@@ -40,6 +40,7 @@ from benchmarks.prepare import (
     finite,
     input_sets,
     measure_rows,
+    Measured,
     nbytes,
     prepare,
     Prepared,
@@ -53,7 +54,7 @@ _SAME_MATHEMATICS = 0.1  # what a peer rounds is its own affair
 
 
 @dataclasses.dataclass
-class Row:
+class Row(Measured):
     """One implementation of one problem in one direction. `reason` says why there is no time; `ratio` is the time of the fastest peer
     over this one's. `bytes`: what must at least be read and written."""
 
@@ -61,19 +62,9 @@ class Row:
     direction: str
     implementation: str
     is_peer: bool
-    platform: str | None = None
-    config: str | None = None
-    config_from: str | None = None
     errors: dict[str, float | None] = dataclasses.field(default_factory=dict)
-    ms: float | None = None
-    spread: float | None = None
-    samples_ms: tuple[float, ...] = ()
-    launches: int | None = None
     bytes: int | None = None
     tb_per_s: float | None = None
-    temporary_bytes: int | None = None
-    ratio: float | None = None
-    reason: str | None = None
 
     @property
     def label(self) -> str:

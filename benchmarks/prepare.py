@@ -1,6 +1,7 @@
 """The implementations of a problem: prepared, checked against the reference, timed in turn; where one raises, its row keeps the reason."""
 
 import argparse
+import dataclasses
 import functools
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any, NamedTuple, Protocol, TypeVar
@@ -35,8 +36,24 @@ UNTUNED = {"xla_gpu_autotune_level": 0, "xla_gpu_enable_triton_gemm": False}
 """Compiler options of a reference. It runs once: to look for its fastest matrix products would take longer than to use any."""
 
 
+@dataclasses.dataclass(kw_only=True)
+class Measured:
+    """What is said of an implementation in every benchmark: a row of its JSON is one of these and more. `reason` says why there is no time."""
+
+    platform: str | None = None
+    config: str | None = None
+    config_from: str | None = None
+    ms: float | None = None
+    spread: float | None = None
+    samples_ms: tuple[float, ...] = ()
+    launches: int | None = None
+    temporary_bytes: int | None = None
+    ratio: float | None = None
+    reason: str | None = None
+
+
 class Row(Protocol):
-    """What is said of an implementation in every benchmark: one row of the JSON. `reason` says why there is no time."""
+    """A row of a benchmark's JSON, by what `measure_rows` and the command ask of it."""
 
     problem: str
     implementation: str

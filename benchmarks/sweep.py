@@ -28,7 +28,7 @@ from benchmarks import command, decode, decode_peers, report
 from benchmarks import decode_problems as paged
 from benchmarks import linear_problems as recurrent
 from benchmarks.measure import launch_floor
-from benchmarks.prepare import Attempt, DIRECTIONS, input_sets, measure_rows, prepare, Prepared
+from benchmarks.prepare import Attempt, DIRECTIONS, input_sets, measure_rows, Measured, prepare, Prepared
 from ejkernel_eqx.dispatch import device_facts, on_selection, Selection, to_dict
 
 Problem = paged.DecodeProblem | recurrent.LinearProblem
@@ -36,7 +36,7 @@ _AT_ONCE = max(1, (os.cpu_count() or 2) - 1)
 
 
 @dataclasses.dataclass
-class Row:
+class Row(Measured):
     """One candidate or baseline of one problem; `implementation` has the fields in which candidates differ. `ratio`: speed over the
     heuristic's."""
 
@@ -44,17 +44,7 @@ class Row:
     direction: str
     implementation: str
     is_candidate: bool
-    config: dict[str, Any] | None = None
-    platform: str | None = None
-    config_from: str | None = None
     errors: dict[str, float | None] = dataclasses.field(default_factory=dict)
-    ms: float | None = None
-    spread: float | None = None
-    samples_ms: tuple[float, ...] = ()
-    launches: int | None = None
-    temporary_bytes: int | None = None
-    ratio: float | None = None
-    reason: str | None = None
 
     @property
     def label(self) -> str:
@@ -161,7 +151,7 @@ def measure(problem: Problem, options: argparse.Namespace) -> Iterator[list[Row]
         with concurrent.futures.ThreadPoolExecutor(_AT_ONCE) as pool:
             ready = [pool.submit(prepare, with_config(call, operation, config), sets) for config in configs]
         attempts = [
-            Attempt(Row(problem.name, direction, name, True, to_dict(config)), future.result)
+            Attempt(Row(problem.name, direction, name, True), future.result)
             for name, config, future in zip(names(configs), configs, ready, strict=True)
         ]
         attempts += [
