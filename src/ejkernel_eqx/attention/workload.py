@@ -8,8 +8,8 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 from jax import Array, lax
-from jax.core import Tracer
 
+from .._exact import compiled
 from .._tolerances import Tolerance, TOLERANCES
 from ..dispatch import BOTH, Cost, FORWARD, Implementation, Part, Platform, Problem, Workload
 from . import reference
@@ -107,15 +107,9 @@ def _launches(platform: Any, spec: AttentionSpec, problem: Problem, config: Any)
     return found
 
 
-# It runs once: to look for its fastest matrix products would take longer than to use any.
-_UNTUNED = {"xla_gpu_autotune_level": 0, "xla_gpu_enable_triton_gemm": False}
-
-
 def _reference(spec: AttentionSpec, inputs: Inputs) -> dict[str, Array]:
     """All results by the plain mathematics in float32 (float64 if given it)."""
-    # Inside another function under `jit` there can be no compiler options.
-    staged = any(isinstance(x, Tracer) for x in jax.tree.leaves(inputs))
-    return (_by_row_and_head if staged else _compiled_reference)(spec, inputs)
+    return compiled(_by_row_and_head, spec, inputs)
 
 
 def _by_row_and_head(spec: AttentionSpec, inputs: Inputs) -> dict[str, Array]:
@@ -161,8 +155,6 @@ def _by_row_and_head(spec: AttentionSpec, inputs: Inputs) -> dict[str, Array]:
         del joined["lse"]
     return joined
 
-
-_compiled_reference = jax.jit(_by_row_and_head, static_argnums=0, compiler_options=_UNTUNED)
 
 _HEAD_AXIS: dict[str, int | None] = {
     **dict.fromkeys(("q", "k", "v", "out"), 2),
