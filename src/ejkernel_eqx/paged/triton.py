@@ -19,7 +19,7 @@ from .triton_call import PagedTile as PagedTile
 from .triton_call import TritonConfig as TritonConfig
 
 OPAQUE = True
-VERSION = 2
+VERSION = 3
 MAX_HEAD_DIM = 256
 MAX_LATENT_DIM = 512
 MAX_FLOAT32_LATENT_DIM = 128

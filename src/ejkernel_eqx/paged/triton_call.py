@@ -177,7 +177,8 @@ class Call:
             "V": self.values,
             "R": rope,
             "PAGE": arrays.k.shape[1],
-            "FAR": arrays.k.shape[0] * arrays.k.shape[1] >= 2**31,
+            # More slots in all, or numbers in a page, than 32 bits can count.
+            "FAR": max(arrays.k.shape[0], self.heads[1] * max(dim, self.values)) * arrays.k.shape[1] >= 2**31,
             "BLOCK_D": padded(dim),
             "BLOCK_V": padded(self.values),
             "BLOCK_R": padded(rope),

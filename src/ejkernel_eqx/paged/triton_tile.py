@@ -11,6 +11,7 @@ import triton.language as tl
 from ..attention.triton_tile import tanh
 
 FILLED = tl.constexpr(16)  # tokens that one program looks at
+MOST_PAGES = tl.constexpr(4)  # of a tile of keys, whose numbers are loaded one by one
 TOKEN, HEAD = 1, 2  # SCALES: one for each token and head, one for each head; 0: plain pages
 
 
@@ -83,12 +84,17 @@ def load_queries(q_ptr, token, h, inside, C0: tl.constexpr, WIDTH: tl.constexpr,
 
 @triton.jit
 def load_pages(table_ptr, tile, end, PAGE: tl.constexpr, BK: tl.constexpr):
-    """The page numbers of key tile `tile`: one where a page holds the whole tile, else `[BK]`; -1 from `end` on.
+    """The page numbers of key tile `tile`, -1 from `end` on: a tuple where a few whole pages fill the tile or one holds it, else `[BK]`.
 
+    Each number of a tuple is loaded by all threads. So the compiler sees that rows of a page have one address, and adds the rest as constants.
     `table_ptr` points at the sequence's row. Tiles begin at multiples of `BK`.
     """
-    if PAGE % BK == 0:
-        page = tl.load(table_ptr + tile * BK // PAGE, mask=tile * BK < end, other=-1)
+    apart: tl.constexpr = max(PAGE, BK) % min(PAGE, BK) == 0 and BK <= PAGE * MOST_PAGES  # pyright: ignore[reportAssignmentType]
+    if apart:
+        page = ()
+        for n in tl.static_range(max(1, BK // PAGE)):
+            j = tile * BK + n * PAGE
+            page = page + (tl.load(table_ptr + j // PAGE, mask=j < end, other=-1),)
     else:
         j = tile * BK + tl.arange(0, BK)
         page = tl.load(table_ptr + j // PAGE, mask=j < end, other=-1)
@@ -96,15 +102,27 @@ def load_pages(table_ptr, tile, end, PAGE: tl.constexpr, BK: tl.constexpr):
 
 
 @triton.jit
-def locate(page, tile, first, end, P, PAGE: tl.constexpr, BK: tl.constexpr, FAR: tl.constexpr):
-    """Of the keys of a tile, `[BK]` each: position, slot in the pages (64 bits, computed in as many only if `FAR`), and whether the sequence
-    has and sees it at all."""
-    j = tile * BK + tl.arange(0, BK)
+def locate(pages, tile, first, end, P, PAGE: tl.constexpr, BK: tl.constexpr, FAR: tl.constexpr):
+    """Of the keys of a tile with such `pages`: position `[BK]`, slot, and whether the sequence has and sees it at all, `[BK]`. A slot is the
+    sum of two numbers: one of 64 bits, the same for all keys of a page where pages are apart, and one that does not depend on the page
+    (`FAR`: of 64 bits too)."""
+    apart: tl.constexpr = max(PAGE, BK) % min(PAGE, BK) == 0 and BK <= PAGE * MOST_PAGES  # pyright: ignore[reportAssignmentType]
+    column = tl.arange(0, BK)
+    j = tile * BK + column
+    if apart:
+        page = pages[0]
+        for n in tl.static_range(1, BK // PAGE):
+            page = tl.where(column < n * PAGE, page, pages[n])
+        within = tile * BK % PAGE + column % PAGE
+        if FAR:
+            within = within.to(tl.int64)
+        start = page.to(tl.int64) * PAGE
+    else:
+        page = pages
+        within = tl.zeros([BK], tl.int32)
+        start = ((page.to(tl.int64) if FAR else page) * PAGE + j % PAGE).to(tl.int64)
     ok = (page >= 0) & (page < P) & (j >= first) & (j < end)
-    if FAR:
-        page = page.to(tl.int64)
-    slot = (page * PAGE + j % PAGE).to(tl.int64)
-    return j, slot, ok
+    return j, (start, within), ok
 
 
 @triton.jit
@@ -113,7 +131,11 @@ def load_keys(
 ):
     """Rows `slot` of pages `[P, p, K, WIDTH]` at a head as `[BK, BLOCK]`; with `CHECK` zero, and not read, where not `ok`."""
     c = tl.arange(0, BLOCK)
-    pointers = ptr + (slot * (K * WIDTH) + kv_head * WIDTH)[:, None] + c[None, :]
+    start, within = slot
+    rows = ptr + start * (K * WIDTH)
+    if start.type.is_block():
+        rows = rows[:, None]
+    pointers = (rows + kv_head * WIDTH + c[None, :]) + (within * (K * WIDTH))[:, None]
     if CHECK and WIDTH == BLOCK:
         return tl.load(pointers, mask=ok[:, None], other=0.0)
     if CHECK:
@@ -126,9 +148,11 @@ def load_keys(
 @triton.jit
 def load_scales(ptr, slot, ok, kv_head, K: tl.constexpr, CHECK: tl.constexpr):
     """Scales `[P, p, K]` of the slots at a head, `[BK]`."""
+    start, within = slot
+    pointers = ptr + start * K + (within * K + kv_head)
     if CHECK:
-        return tl.load(ptr + slot * K + kv_head, mask=ok, other=0.0)
-    return tl.load(ptr + slot * K + kv_head)
+        return tl.load(pointers, mask=ok, other=0.0)
+    return tl.load(pointers)
 
 
 @triton.jit
@@ -168,7 +192,9 @@ def weights(
             seen = seen & (j[None, :] >= i - LEFT)
         s = tl.where(seen, s, float("-inf"))
     new_top = tl.maximum(top, tl.max(s, axis=1) * multiplier)
-    shift = tl.where(new_top == float("-inf"), 0.0, new_top)
+    shift = new_top
+    if MASKED:  # else every row sees a key
+        shift = tl.where(new_top == float("-inf"), 0.0, new_top)
     if RAISED:
         p = tl.exp2(s * multiplier - (shift - RAISED)[:, None])
     else:

@@ -3,6 +3,7 @@
 import math
 
 from ..dispatch import DeviceFacts, Problem
+from ..launch import limits_registers
 from .triton_call import padded, PagedTile
 
 _BYTES = {"int8": 1, "float8_e4m3fn": 1, "bfloat16": 2, "float16": 2, "float32": 4}
@@ -37,11 +38,12 @@ _LATENT_FEW: tuple[Sizes, ...] = (  # rows: up to 32
 _PREFILL: dict[int, tuple[Sizes, ...]] = {
     64: ((128, 64, 4, 3), (64, 64, 4, 3), (128, 128, 8, 3), (128, 64, 8, 3), (64, 64, 4, 2), (64, 32, 4, 2)),
     128: (
-        (128, 64, 8, 4), (128, 64, 8, 3), (64, 64, 4, 3), (128, 64, 8, 2, 128), (128, 32, 8, 3, 128), (128, 128, 8, 2), (128, 64, 8, 2),
+        (128, 64, 8, 3), (64, 64, 4, 3), (128, 64, 8, 4), (128, 32, 8, 3, 128), (128, 128, 8, 2), (128, 64, 8, 2),
         (128, 32, 8, 3), (64, 64, 4, 2), (64, 32, 4, 2), (64, 32, 4, 1),
     ),
     256: ((128, 64, 8, 2), (128, 32, 8, 3), (64, 32, 4, 2), (64, 64, 8, 2), (64, 32, 4, 1), (32, 16, 4, 1)),
 }  # fmt: skip
+_SIDE_BY_SIDE = (128, 64, 8, 2, 128)  # two programs a multiprocessor, which takes a limit on registers
 _PREFILL_FLOAT32: tuple[Sizes, ...] = (
     (64, 32, 4, 2), (64, 64, 8, 2), (64, 32, 8, 2), (64, 32, 4, 1), (32, 32, 4, 1), (32, 16, 4, 1))  # fmt: skip
 _PREFILL_LATENT: tuple[Sizes, ...] = (
@@ -68,7 +70,10 @@ def prefill_tiles(problem: Problem, device: DeviceFacts) -> list[PagedTile]:
     if dot_bytes(problem) == 4:
         return _fitting(_PREFILL_FLOAT32, problem, device)
     width = max(64, padded(max(problem.dim("D"), problem.dim("V"))))
-    return _fitting(_PREFILL[width], problem, device)
+    sizes = _PREFILL[width]
+    if width == 128 and limits_registers() and not problem.flag("scales"):
+        sizes = (_SIDE_BY_SIDE, *sizes)
+    return _fitting(sizes, problem, device)
 
 
 def splits(problem: Problem, device: DeviceFacts, queries: int, block_m: int) -> tuple[int, int]:
