@@ -92,7 +92,7 @@ def load_pages(table_ptr, tile, end, PAGE: tl.constexpr, BK: tl.constexpr):
     apart: tl.constexpr = max(PAGE, BK) % min(PAGE, BK) == 0 and BK <= PAGE * MOST_PAGES  # pyright: ignore[reportAssignmentType]
     if apart:
         page = ()
-        for n in tl.static_range(max(1, BK // PAGE)):
+        for n in tl.static_range(max(1, BK // PAGE)):  # pyright: ignore[reportGeneralTypeIssues]
             j = tile * BK + n * PAGE
             page = page + (tl.load(table_ptr + j // PAGE, mask=j < end, other=-1),)
     else:
@@ -111,7 +111,7 @@ def locate(pages, tile, first, end, P, PAGE: tl.constexpr, BK: tl.constexpr, FAR
     j = tile * BK + column
     if apart:
         page = pages[0]
-        for n in tl.static_range(1, BK // PAGE):
+        for n in tl.static_range(1, BK // PAGE):  # pyright: ignore[reportGeneralTypeIssues]
             page = tl.where(column < n * PAGE, page, pages[n])
         within = tile * BK % PAGE + column % PAGE
         if FAR:

@@ -71,7 +71,7 @@ def prefill_tiles(problem: Problem, device: DeviceFacts) -> list[PagedTile]:
         return _fitting(_PREFILL_FLOAT32, problem, device)
     width = max(64, padded(max(problem.dim("D"), problem.dim("V"))))
     sizes = _PREFILL[width]
-    if width == 128 and limits_registers() and not problem.flag("scales"):
+    if width == 128 and limits_registers():
         sizes = (_SIDE_BY_SIDE, *sizes)
     return _fitting(sizes, problem, device)
 
