@@ -318,7 +318,14 @@ def test_the_tables_that_come_with_the_package_fit_it():
 
 
 @pytest.mark.parametrize(
-    "family, platforms", (("attention", {"triton", "xla"}), ("paged", {"triton"}), ("recurrence", {"triton"}))
+    "family, platforms",
+    (
+        ("attention", {"triton", "xla"}),
+        ("convolution", {"triton"}),
+        ("normalization", {"triton"}),
+        ("paged", {"triton"}),
+        ("recurrence", {"triton"}),
+    ),
 )
 def test_every_record_that_comes_with_the_package_answers_on_its_device(
     family, platforms, monkeypatch, caplog

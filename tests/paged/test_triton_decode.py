@@ -65,13 +65,36 @@ def test_any_number_of_splits_agrees_and_repeats(splits):
         ((16, 32), dataclasses.replace(LONG, p=32, kv_start=(0, 40, 33), left=None)),
         ((32, 16), dataclasses.replace(LONG, p=64, kv_dtype="int8", scales="token", dtype="float16")),
         ((16, 32), dataclasses.replace(LONG, p=5, K=1, D=24, rope=8, qq_bias=None, slopes=False)),
+        ((16, 16), dataclasses.replace(LONG, p=48, missing=((1, 1),))),
+        ((16, 64), dataclasses.replace(LONG, p=16, missing=((0, 2), (2, 0)))),
     ),
-    ids=("page is a tile", "page is a large tile", "page holds tiles", "latent, odd pages"),
+    ids=(
+        "page is a tile",
+        "page is a large tile",
+        "page holds tiles",
+        "latent, odd pages",
+        "page holds three tiles",
+        "pages fill a tile",
+    ),
 )
 def test_tiles_of_any_size(tile, case):
     block_m, block_k = tile
     tile = PagedTile(block_m, block_k, 4, 2)
     assert_agrees(case, attend(case, dataclasses.replace(CONFIG, decode=tile, split_k=2)))
+
+
+@pytest.mark.parametrize("page", (5, 16, 64))
+def test_slots_counted_in_64_bits(page):
+    """As they are where there are so many, whatever pages are in a tile."""
+    case = dataclasses.replace(LONG, p=page)
+    arrays, spec = with_axis(case)
+
+    def far(launch, inputs):
+        if "FAR" in launch.constants:
+            launch = dataclasses.replace(launch, constants=launch.constants | {"FAR": True})
+        return interpret(launch, inputs)
+
+    assert same(triton.forward(arrays, spec, CONFIG, execute=far), attend(case))
 
 
 BYTES = Case((1, 4, 2), (33, 50, 17), p=16, H=4, K=2, D=32, V=34, tail=1)
