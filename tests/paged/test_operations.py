@@ -9,6 +9,7 @@ import numpy as np
 import pytest
 
 import ejkernel_eqx as ejx
+from ejkernel_eqx.paged import arguments
 from tests.attention.dense import exact, normal
 from tests.recurrence.quick import quick
 from tests.tolerances import assert_close
@@ -165,11 +166,13 @@ def test_latent_cache(scales):
     assert_close(again, out)
 
 
-def test_dense_ranges():
-    k, v, q = normal(1, 2, 2, 11, K, D), normal(2, 2, 2, 11, K, 8), normal(3, 2, 2, H, D)
-    start, end = jnp.array([[0, 3], [5, 4]]), jnp.array([[11, 7], [6, 4]])
+@pytest.mark.parametrize("keys", (11, 48))
+def test_dense_ranges(keys):
+    """Keys that are one page, and that are several."""
+    k, v, q = normal(1, 2, 2, keys, K, D), normal(2, 2, 2, keys, K, 8), normal(3, 2, 2, H, D)
+    start, end = jnp.array([[0, 3], [5, 4]]), jnp.array([[keys, 7], [keys - 5, 4]])
     op = ejx.RaggedDecodeAttention(sliding_window=5, config=SMALL)
-    j = jnp.arange(11)
+    j = jnp.arange(keys)
     inside = (j >= start[..., None]) & (j < end[..., None])
     hidden = lambda x: jnp.where(inside[..., None, None], x, jnp.nan)
     out, lse = quick(functools.partial(op, return_lse=True))(q, hidden(k), hidden(v), start, end)
@@ -178,14 +181,15 @@ def test_dense_ranges():
     assert_close(out, expected[0][..., 0, :, :])
     assert_close(lse, expected[1][..., 0, :])
     assert (out[1, 1] == 0).all() and (lse[1, 1] == -jnp.inf).all()
-    mapped = quick(jax.vmap(op, (0, 0, 0, 0, None)))(q, k, v, start, jnp.array([11, 9]))
-    assert_close(mapped, op(q, k, v, start, jnp.array([[11, 9]] * 2)))
-    one = (
-        op(q[0, 0], k[0, 0], v[0, 0], 0, 11)
-        if False
-        else op(q[0, 0], k[0, 0], v[0, 0], start[0, 0], end[0, 0])
-    )
+    mapped = quick(jax.vmap(op, (0, 0, 0, 0, None)))(q, k, v, start, jnp.array([keys, 9]))
+    assert_close(mapped, op(q, k, v, start, jnp.array([[keys, 9]] * 2)))
+    one = op(q[0, 0], k[0, 0], v[0, 0], start[0, 0], end[0, 0])
     assert_close(one, out[0, 0])
+
+
+def test_one_size_of_pages_serves_most_numbers_of_dense_keys():
+    sizes = {keys: arguments.dense_page_size(keys) for keys in (256, 512, 4096, 131_072, 100, 101, 80, 7)}
+    assert sizes == {256: 256, 512: 256, 4096: 256, 131_072: 256, 100: 100, 101: 101, 80: 16, 7: 7}
 
 
 def test_parts_merge_by_lse():

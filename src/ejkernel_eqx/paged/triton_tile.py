@@ -11,7 +11,7 @@ import triton.language as tl
 from ..attention.triton_tile import tanh
 
 FILLED = tl.constexpr(16)  # tokens that one program looks at
-MOST_PAGES = tl.constexpr(4)  # of a tile of keys, whose numbers are loaded one by one
+MOST_PAGES = 4  # of a tile of keys, whose numbers are loaded one by one
 TOKEN, HEAD = 1, 2  # SCALES: one for each token and head, one for each head; 0: plain pages
 
 
@@ -82,17 +82,24 @@ def load_queries(q_ptr, token, h, inside, C0: tl.constexpr, WIDTH: tl.constexpr,
     return q
 
 
+@triton.constexpr_function
+def pages_apart(page: int, keys: int) -> int:
+    """How many whole pages fill a tile of so many keys, 1 where one page holds the tile; 0 where neither, or too many fill it."""
+    count = max(1, keys // page)
+    return count if max(page, keys) % min(page, keys) == 0 and count <= MOST_PAGES else 0
+
+
 @triton.jit
 def load_pages(table_ptr, tile, end, PAGE: tl.constexpr, BK: tl.constexpr):
-    """The page numbers of key tile `tile`, -1 from `end` on: a tuple where a few whole pages fill the tile or one holds it, else `[BK]`.
+    """The page numbers of key tile `tile`, -1 from `end` on: a tuple of `pages_apart`, or `[BK]` where that is 0.
 
     Each number of a tuple is loaded by all threads. So the compiler sees that rows of a page have one address, and adds the rest as constants.
     `table_ptr` points at the sequence's row. Tiles begin at multiples of `BK`.
     """
-    apart: tl.constexpr = max(PAGE, BK) % min(PAGE, BK) == 0 and BK <= PAGE * MOST_PAGES  # pyright: ignore[reportAssignmentType]
-    if apart:
+    count: tl.constexpr = pages_apart(PAGE, BK)
+    if count:
         page = ()
-        for n in tl.static_range(max(1, BK // PAGE)):  # pyright: ignore[reportGeneralTypeIssues]
+        for n in tl.static_range(count):  # pyright: ignore[reportGeneralTypeIssues]
             j = tile * BK + n * PAGE
             page = page + (tl.load(table_ptr + j // PAGE, mask=j < end, other=-1),)
     else:
@@ -106,12 +113,12 @@ def locate(pages, tile, first, end, P, PAGE: tl.constexpr, BK: tl.constexpr, FAR
     """Of the keys of a tile with such `pages`: position `[BK]`, slot, and whether the sequence has and sees it at all, `[BK]`. A slot is the
     sum of two numbers: one of 64 bits, the same for all keys of a page where pages are apart, and one that does not depend on the page
     (`FAR`: of 64 bits too)."""
-    apart: tl.constexpr = max(PAGE, BK) % min(PAGE, BK) == 0 and BK <= PAGE * MOST_PAGES  # pyright: ignore[reportAssignmentType]
+    count: tl.constexpr = pages_apart(PAGE, BK)
     column = tl.arange(0, BK)
     j = tile * BK + column
-    if apart:
+    if count:
         page = pages[0]
-        for n in tl.static_range(1, BK // PAGE):  # pyright: ignore[reportGeneralTypeIssues]
+        for n in tl.static_range(1, count):  # pyright: ignore[reportGeneralTypeIssues]
             page = tl.where(column < n * PAGE, page, pages[n])
         within = tile * BK % PAGE + column % PAGE
         if FAR:
