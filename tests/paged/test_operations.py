@@ -9,7 +9,6 @@ import numpy as np
 import pytest
 
 import ejkernel_eqx as ejx
-from ejkernel_eqx.paged import arguments
 from tests.attention.dense import exact, normal
 from tests.recurrence.quick import quick
 from tests.tolerances import assert_close
@@ -185,11 +184,6 @@ def test_dense_ranges(keys):
     assert_close(mapped, op(q, k, v, start, jnp.array([[keys, 9]] * 2)))
     one = op(q[0, 0], k[0, 0], v[0, 0], start[0, 0], end[0, 0])
     assert_close(one, out[0, 0])
-
-
-def test_one_size_of_pages_serves_most_numbers_of_dense_keys():
-    sizes = {keys: arguments.dense_page_size(keys) for keys in (256, 512, 4096, 131_072, 100, 101, 80, 7)}
-    assert sizes == {256: 256, 512: 256, 4096: 256, 131_072: 256, 100: 100, 101: 101, 80: 16, 7: 7}
 
 
 def test_parts_merge_by_lse():

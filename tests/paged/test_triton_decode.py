@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 
 from ejkernel_eqx._kernel import make_plan
-from ejkernel_eqx.launch import run
+from ejkernel_eqx.launch import Launch, run
 from ejkernel_eqx.paged import core
 from ejkernel_eqx.paged.spec import PagedArrays, PagedSpec
 from tests.compiled import DEVICES, launches_of
@@ -21,6 +21,7 @@ from tests.tolerances import assert_close
 pytest.importorskip("triton")
 from ejkernel_eqx.paged import triton, triton_decode
 from ejkernel_eqx.paged.triton_call import folded, PagedTile, TritonConfig
+from tests.paged.slots_kernel import slots_kernel
 
 SMALL = PagedTile(16, 16, 4, 1)
 CONFIG = TritonConfig(
@@ -28,6 +29,7 @@ CONFIG = TritonConfig(
 )
 interpret = functools.partial(run, interpret=True)
 FEW = [name for name, case in CASES.items() if case.longest <= triton.DECODE_QUERIES]
+FEATURES: dict[str, Any] = dict(cap=2.0, sinks=True, slopes=True)
 LONG = Case((1, 4, 2), (70, 97, 33), p=4, left=75, cap=2.0, sinks=True, slopes=True, qq_bias=4, tail=1)
 
 
@@ -83,18 +85,57 @@ def test_tiles_of_any_size(tile, case):
     assert_agrees(case, attend(case, dataclasses.replace(CONFIG, decode=tile, split_k=2)))
 
 
-@pytest.mark.parametrize("page", (5, 16, 64))
-def test_slots_counted_in_64_bits(page):
-    """As they are where there are so many, whatever pages are in a tile."""
-    case = dataclasses.replace(LONG, p=page)
-    arrays, spec = with_axis(case)
+@pytest.mark.parametrize("far", (False, True), ids=("near", "far"))
+@pytest.mark.parametrize("page", (1, 4, 5, 8, 16, 48, 64))
+def test_slots_of_keys(page, far):
+    """Wherever pages lie, in tiles that they fill, hold or straddle, and where 32 bits do not count the slots."""
+    block, keys, pages = 16, 128, 2**30 if far else 1000
+    numbers = np.random.default_rng(page).integers(0, pages, -(-keys // page), dtype=np.int32)
+    numbers[-1] = pages - 1
+    numbers[:1], numbers[2:3] = -1, pages
+    kinds = {"table": jax.ShapeDtypeStruct(numbers.shape, jnp.int32)}
+    halves = dict.fromkeys(("high", "low"), jax.ShapeDtypeStruct((keys,), jnp.int32))
+    constants = {"PAGE": page, "BK": block, "FAR": far}
+    end = keys - 3
+    launch = Launch(slots_kernel, kinds, halves, {"END": end, "P": pages}, constants, (keys // block,), 4, 1)
+    found = interpret(launch, {"table": jnp.asarray(numbers)})
+    slots = (np.asarray(found["high"], np.int64) << 32) + np.asarray(found["low"]).view(np.uint32)
+    j = np.arange(keys)
+    number = numbers[j // page].astype(np.int64)
+    there = (number >= 0) & (number < pages) & (j < end)
+    np.testing.assert_array_equal(slots, np.where(there, number * page + j % page, -1))
 
-    def far(launch, inputs):
-        if "FAR" in launch.constants:
-            launch = dataclasses.replace(launch, constants=launch.constants | {"FAR": True})
+
+def test_what_is_counted_in_64_bits():
+    """Slots of all pages, and numbers of one page, from 2**31 on."""
+    struct: Any = jax.ShapeDtypeStruct
+
+    def far(pages: int, page: int, heads: int, dim: int) -> bool:
+        key, one = struct((pages, page, heads, dim), jnp.bfloat16), struct((1, 1), jnp.int32)
+        arrays = PagedArrays(
+            q=struct((1, 1, heads, dim), jnp.bfloat16), k=key, v=key, page_table=struct((1, 1, 2), jnp.int32), q_start=one, q_len=one,
+            kv_len=one)  # fmt: skip
+        call = lambda arrays, execute: triton.forward(arrays, PagedSpec(1.0), CONFIG, execute=execute)
+        return launches_of(call, arrays)["decode_kernel"].constants["FAR"]
+
+    assert not far(2**27 - 1, 16, 1, 16) and far(2**27, 16, 1, 16)
+    assert not far(3, 2**20 - 1, 8, 256) and far(3, 2**20, 8, 256)
+
+
+@pytest.mark.parametrize("keys", (16, 48, 80, 100, 512))
+def test_a_page_that_is_all_of_its_sequence(keys):
+    """Read as several of few sizes, also where it is missing."""
+    case = Case((1, 1, 1), (keys, keys - 9, 5), p=keys, left=60, missing=((1, 0),), **FEATURES)
+    arrays, spec = with_axis(case)
+    arrays = arrays._replace(page_table=arrays.page_table[..., :1])
+    taken = []
+
+    def execute(launch, inputs):
+        taken.append(launch.constants["PAGE"])
         return interpret(launch, inputs)
 
-    assert same(triton.forward(arrays, spec, CONFIG, execute=far), attend(case))
+    assert_agrees(case, triton.forward(arrays, spec, CONFIG, execute=execute))
+    assert taken[0] == {16: 16, 48: 16, 80: 16, 100: 100, 512: 256}[keys]
 
 
 BYTES = Case((1, 4, 2), (33, 50, 17), p=16, H=4, K=2, D=32, V=34, tail=1)

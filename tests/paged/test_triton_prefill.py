@@ -11,10 +11,12 @@ import numpy as np
 import pytest
 
 from ejkernel_eqx.launch import compile_ahead, run
+from ejkernel_eqx.paged import reference
 from ejkernel_eqx.paged.spec import PagedArrays, PagedSpec
 from tests.compiled import launches_of
 from tests.paged.cases import assert_agrees, Case, CASES, make, run_reference, with_leading_axis
 from tests.recurrence.quick import quick
+from tests.tolerances import assert_close
 
 pytest.importorskip("triton")
 from ejkernel_eqx.paged import triton, triton_prefill
@@ -99,6 +101,19 @@ def test_agrees(name):
 def test_tiles_of_any_size(case, block_m, block_k):
     """From half a query's heads to 16 queries a tile; tiles of keys that all see, before and behind those that some see."""
     assert_agrees(case, attend(case, block_m, block_k))
+
+
+def test_scores_below_all_numbers():
+    """A tile that all rows see whole, of scores past the end of float32, before those with others."""
+    arrays, spec = make(Case((8,), (64,), p=16, H=2, K=1))
+    arrays = arrays._replace(
+        q=jnp.ones_like(arrays.q), k=arrays.k.at[arrays.page_table[0, 0]].set(jnp.float32(-1e38))
+    )
+    expected = reference.attend(arrays, spec)
+    results = prefill(with_leading_axis(arrays), spec, config_of(16, 16))
+    for name in ("out", "lse"):
+        assert np.isfinite(expected[name]).all()
+        assert_close(results[name][0], expected[name])
 
 
 def test_bitwise_repeatable_and_no_matter_which_pages():

@@ -55,7 +55,7 @@ def test_agrees_with_reference(case):
     assert_agrees(case, run(case, config()))
 
 
-@over(CASES, {"everything", "offsets"})
+@over(CASES, {"everything"})
 def test_states_that_stay_in_registers(case):
     """Three states in tiles of four, splits that the length does not fill, and as many states as the tile has."""
     case = dataclasses.replace(case, B=1, T=min(case.T, 21), N=min(case.N, 3))

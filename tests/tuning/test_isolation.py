@@ -29,6 +29,7 @@ def nothing_known(monkeypatch, tmp_path):
         yield
 
 
+@pytest.mark.slow
 def test_who_kills_its_process_or_hangs_is_denied(monkeypatch):
     """Three children are lost, one of them leaves a process behind; the fourth finishes. All of them compute under the settings that hold here."""
     problem = toy.problem(faults="killed zeros orphans hangs")

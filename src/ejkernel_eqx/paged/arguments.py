@@ -4,7 +4,6 @@ Every error names the argument, what was expected, what came, and what to do, be
 """
 
 import dataclasses
-import math
 from typing import Any, NamedTuple
 
 import jax
@@ -20,7 +19,6 @@ from .latent_cache import PagedLatentCache
 from .spec import PagedArrays, PagedSpec
 
 Cache = PagedKVCache | PagedLatentCache
-_DENSE_PAGE, _LEAST_DENSE_PAGE = 256, 16  # tokens
 
 
 @dataclasses.dataclass(frozen=True)
@@ -256,17 +254,10 @@ def _floats(name: str, value: Any, shapes: Any, expected: str) -> Array | None:
     return x
 
 
-def dense_page_size(keys: int) -> int:
-    """The size of the pages that so many dense keys are read as. Kernels are compiled for a size of pages, so it is one of few for most numbers
-    of keys; a number that no such pages make up is one page."""
-    size = math.gcd(keys, _DENSE_PAGE)
-    return size if size >= _LEAST_DENSE_PAGE else keys
-
-
 def resolve_dense(
     q: Any, k: Any, v: Any, start: Any, end: Any, options: PagedOptions, scoring: Scoring, *, return_lse: bool
 ) -> tuple[PagedArrays, PagedSpec]:
-    """One query of each row on the row's own keys: they are pages one after another, and the row is one sequence."""
+    """One query of each row on the row's own keys: they are one page, and the row one sequence."""
     q, k, v = array("q", q, "H D"), array("k", k, "S K D"), array("v", v, "S K V")
     lead = q.shape[:-2]
     if k.shape[:-3] != lead or k.shape[-1] != q.shape[-1] or k.shape[-3] == 0:
@@ -288,13 +279,11 @@ def resolve_dense(
             )
         ranges[name] = jnp.broadcast_to(x.astype(jnp.int32), lead)[..., None]
     zeros = jnp.zeros((*lead, 1), jnp.int32)
-    keys = k.shape[-3]
-    page = dense_page_size(keys)
     arrays = PagedArrays(
         q=q[..., None, :, :],
-        k=k.reshape((*lead, keys // page, page, *k.shape[-2:])),
-        v=v.reshape((*lead, keys // page, page, *v.shape[-2:])),
-        page_table=zeros[..., None] + jnp.arange(keys // page, dtype=jnp.int32),
+        k=k[..., None, :, :, :],
+        v=v[..., None, :, :, :],
+        page_table=zeros[..., None],
         q_start=zeros,
         q_len=zeros + 1,
         kv_len=ranges["end"],

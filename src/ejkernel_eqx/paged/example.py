@@ -8,7 +8,6 @@ import jax.numpy as jnp
 
 from .._words import read_flags, read_sizes, SWITCH
 from ..dispatch import Problem
-from .arguments import dense_page_size
 from .core import problem_of
 from .spec import PagedArrays, PagedSpec
 
@@ -69,7 +68,7 @@ def _sizes(operation: str, dims: Mapping[str, int]) -> dict[str, int]:
         wanted |= {"T": None, "Q": dims.get("T", 1)}
     size = read_sizes(dims, wanted)
     if operation == _DENSE:
-        size |= {"N": size["B"], "p": dense_page_size(size["S"])}
+        size |= {"N": size["B"], "p": size["S"]}
     if operation in _DECODES:
         size |= {"T": size["N"], "Q": 1}
     if size["Q"] > size["T"]:

@@ -15,6 +15,7 @@ from .spec import PagedArrays, PagedSpec, PAGES, SCALES
 Execute = Callable[[Launch, dict[str, Array]], dict[str, Array]]
 _SCALES = {None: 0, "token": 1, "head": 2}
 _ROWS = ("sinks", "slopes", "qq_bias")
+_LARGEST_PART = 256
 
 
 @dataclasses.dataclass(frozen=True)
@@ -178,7 +179,8 @@ class Call:
             "R": rope,
             "PAGE": arrays.k.shape[1],
             # More slots in all, or numbers in a page, than 32 bits can count.
-            "FAR": max(arrays.k.shape[0], self.heads[1] * max(dim, self.values)) * arrays.k.shape[1] >= 2**31,
+            "FAR": max(arrays.k.shape[0], self.heads[1] * max(dim, self.values, rope)) * arrays.k.shape[1]
+            >= 2**31,
             "BLOCK_D": padded(dim),
             "BLOCK_V": padded(self.values),
             "BLOCK_R": padded(rope),
@@ -229,6 +231,8 @@ def folded(arrays: PagedArrays, spec: PagedSpec, config: TritonConfig, execute: 
             every = x if x.ndim > own[name] else jnp.broadcast_to(x, (batch, *x.shape))
             given[name] = every.reshape((-1, *every.shape[2:]))
     given["page_table"] = table.reshape((-1, table.shape[-1]))
+    if table.shape[-1] == 1:
+        given |= _in_parts({name: given[name] for name in ("page_table", *pages)})
 
     small = {**dict.fromkeys(("sinks", "slopes"), 1), "qq_bias": 2}
     if spec.scales == "head":
@@ -252,6 +256,19 @@ def folded(arrays: PagedArrays, spec: PagedSpec, config: TritonConfig, execute: 
         execute,
         per_row if mapped else max(batch * per_row, 1),
     )
+
+
+def _in_parts(given: dict[str, Array]) -> dict[str, Array]:
+    """The page table and pages of sequences that have one each, as dense keys are, with parts of them as pages: kernels are compiled for a
+    size of pages, and so most numbers of keys share one."""
+    count, size = given["k"].shape[:2]
+    part = math.gcd(size, _LARGEST_PART)
+    if part < 16 or part == size:
+        return given
+    table, parts = given.pop("page_table"), size // part
+    cut = {name: x.reshape((count * parts, part, *x.shape[2:])) for name, x in given.items()}
+    numbers = table * parts + jnp.arange(parts, dtype=jnp.int32)
+    return cut | {"page_table": jnp.where((table >= 0) & (table < count), numbers, -1)}
 
 
 def padded(size: int) -> int:

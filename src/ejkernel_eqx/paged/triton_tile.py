@@ -199,9 +199,7 @@ def weights(
             seen = seen & (j[None, :] >= i - LEFT)
         s = tl.where(seen, s, float("-inf"))
     new_top = tl.maximum(top, tl.max(s, axis=1) * multiplier)
-    shift = new_top
-    if MASKED:  # else every row sees a key
-        shift = tl.where(new_top == float("-inf"), 0.0, new_top)
+    shift = tl.where(new_top == float("-inf"), 0.0, new_top)
     if RAISED:
         p = tl.exp2(s * multiplier - (shift - RAISED)[:, None])
     else:
