@@ -94,10 +94,19 @@ def test_slots_of_keys(page, far):
     numbers[-1] = pages - 1
     numbers[:1], numbers[2:3] = -1, pages
     kinds = {"table": jax.ShapeDtypeStruct(numbers.shape, jnp.int32)}
-    halves = dict.fromkeys(("high", "low"), jax.ShapeDtypeStruct((keys,), jnp.int32))
+    half = jax.ShapeDtypeStruct((keys,), jnp.int32)
     constants = {"PAGE": page, "BK": block, "FAR": far}
     end = keys - 3
-    launch = Launch(slots_kernel, kinds, halves, {"END": end, "P": pages}, constants, (keys // block,), 4, 1)
+    launch = Launch(
+        slots_kernel,
+        kinds,
+        {"high": half, "low": half},
+        {"END": end, "P": pages},
+        constants,
+        (keys // block,),
+        4,
+        1,
+    )
     found = interpret(launch, {"table": jnp.asarray(numbers)})
     slots = (np.asarray(found["high"], np.int64) << 32) + np.asarray(found["low"]).view(np.uint32)
     j = np.arange(keys)
