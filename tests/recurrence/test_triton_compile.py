@@ -1,5 +1,6 @@
 """The kernels of the linear members, compiled ahead of time for devices that need not be there: the defaults must fit."""
 
+import dataclasses
 from typing import Any
 
 import jax
@@ -10,10 +11,12 @@ from ejkernel_eqx.dispatch import Backend, DeviceFacts
 from ejkernel_eqx.dispatch.device import shared_memory_limit
 from ejkernel_eqx.launch import compile_ahead, Launch
 from ejkernel_eqx.recurrence.core import problem_of
+from ejkernel_eqx.recurrence.example import example_problem
 from ejkernel_eqx.recurrence.spec import CONSTANT, RecurrenceArrays, RecurrenceSpec, SCALAR
 
 pytest.importorskip("triton")
 from ejkernel_eqx.recurrence import triton
+from ejkernel_eqx.recurrence.triton_config import Tile
 
 DEVICES = {
     "sm_80": DeviceFacts(Backend.GPU, "A100", "nvidia", "8.0", 108, shared_memory_limit("nvidia", "8.0")),
@@ -109,3 +112,23 @@ def test_candidates_begin_with_the_heuristic_and_differ():
         configs = triton.candidates(problem, DEVICES["sm_90"])
         assert configs[0] == triton.default_config(problem, DEVICES["sm_90"])
         assert 1 < len(set(configs)) == len(configs) <= 12
+
+
+def test_one_kernel_for_the_outputs_by_how_many_programs_there_are():
+    """The heuristic's way, and that of a configuration that was measured at another batch size, whose other tiles stay."""
+    sm_90 = DEVICES["sm_90"]
+    sizes = {"T": 4096, "H": 16, "D": 128}
+    small, usual, large = (
+        example_problem("lightning_attention", {"B": batch, **sizes}, "bfloat16", {}) for batch in (1, 4, 16)
+    )
+    config = triton.default_config(usual, sm_90)
+    assert config.single and config.out == Tile(128, 32, 4, 3)
+    tiles = dataclasses.replace(config, gradients=Tile(128, 32, 4, 1))
+    for problem in (small, large):
+        fit, heuristic = triton.adapted(tiles, problem, sm_90), triton.default_config(problem, sm_90)
+        assert fit == dataclasses.replace(heuristic, gradients=tiles.gradients)
+    assert not triton.adapted(tiles, small, sm_90).single
+    assert triton.adapted(tiles, large, sm_90).out == Tile(128, 64, 4, 2)
+    delta = triton.default_config(example_problem("delta_rule", {"B": 4, **sizes}, "bfloat16", {}), sm_90)
+    for_delta = example_problem("delta_rule", {"B": 16, **sizes}, "bfloat16", {})
+    assert triton.adapted(delta, for_delta, sm_90) == delta

@@ -1,5 +1,6 @@
 """Platform `triton`: which kernels a call takes, which it cannot, and with which configuration."""
 
+import dataclasses
 from types import ModuleType
 from typing import Any
 
@@ -35,6 +36,15 @@ def default_config(problem: Problem, device: DeviceFacts) -> TritonConfig:
 
 def candidates(problem: Problem, device: DeviceFacts) -> list[TritonConfig]:
     return _tiles(problem).candidates(problem, device)
+
+
+def adapted(config: TritonConfig, problem: Problem, device: DeviceFacts) -> TritonConfig:
+    """The tiles stay, but for those of one kernel that makes the outputs: whether it is enough, and with which, depends on how many programs
+    there are."""
+    fit = default_config(problem, device)
+    if config.single or fit.single:
+        config = dataclasses.replace(config, single=fit.single, out=fit.out)
+    return config
 
 
 def _tiles(problem: Problem) -> ModuleType:

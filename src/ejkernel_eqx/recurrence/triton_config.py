@@ -3,7 +3,7 @@
 import dataclasses
 
 from ..dispatch import DeviceFacts, Problem
-from .spec import KEY
+from .spec import CONSTANT, KEY
 
 _PRECISIONS = ("tf32x3", "ieee", "tf32")
 
@@ -86,7 +86,14 @@ def default_config(problem: Problem, device: DeviceFacts) -> TritonConfig:
     rows = dict(zip(_KERNELS, (_HALF if half else _FLOAT32)[room], strict=True))
     single = half and room == 0 and _is_single(problem, device)
     programs = _single_programs(problem)
-    if single:
+    if single and programs <= _multiprocessors(device) and problem.flag("decay") == CONSTANT:
+        rows["out"] = (
+            128,
+            32,
+            4,
+            3,
+        )  # two programs a multiprocessor for one: measured for constant decays alone
+    elif single:
         rows["out"] = (128, 64, 4, 2 if 2 * programs >= 3 * _multiprocessors(device) else 3)
     if half and room == 0 and _shared(problem):
         rows["gradients"] = (128, 64, 8, 2)
@@ -116,7 +123,8 @@ def candidates(problem: Problem, device: DeviceFacts) -> list[TritonConfig]:
         for row in ((128, 128, 4, 2), (64, 64, 4, 3)):
             others.append(dataclasses.replace(first, out=_narrowed(row, problem)))
     else:
-        others.append(dataclasses.replace(first, out=_narrowed((128, 32, 4, 3), problem)))
+        for row in ((128, 32, 4, 3), (128, 64, 4, 3)):
+            others.append(dataclasses.replace(first, out=_narrowed(row, problem)))
     key = problem.flag("decay") == KEY and not problem.flag("delta")
     rows = ((32, 64, 4, 1),) if key else ((128, 32, 4, 1), (128, 32, 4, 2), (128, 64, 4, 1), (128, 64, 8, 2))
     for row in rows:
