@@ -423,7 +423,8 @@ def test_without_attention_there_are_no_pages(examples):
 HYBRIDS = ["attention", pytest.param("gated_deltanet,attention", marks=pytest.mark.slow)]
 
 
-@pytest.mark.parametrize("mixer", HYBRIDS)
+@pytest.mark.slow
+@pytest.mark.parametrize("mixer", ["attention", "gated_deltanet,attention"])
 def test_kernels_of_another_platform(examples, mixer):
     """The pages of all layers are one pool to them as well."""
     pytest.importorskip("triton")

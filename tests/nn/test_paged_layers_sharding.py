@@ -137,6 +137,7 @@ def of_two(name):
     return x, stack(*caches), stack(*batches)
 
 
+@pytest.mark.slow
 @batches
 def test_independent_caches_are_served_where_they_are(name):
     """A model on every device, whose caches never leave it: by `vmap` over what is sharded, and by `shard_map`."""
@@ -163,6 +164,7 @@ def test_independent_caches_are_served_where_they_are(name):
     assert_same(got[1], new)
 
 
+@pytest.mark.slow
 @batches
 def test_one_batch_for_all_caches_inside_shard_map(name):
     """Pages differ from device to device, tables and tokens do not."""
