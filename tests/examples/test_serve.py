@@ -420,9 +420,6 @@ def test_without_attention_there_are_no_pages(examples):
     _check_empty(engine)
 
 
-HYBRIDS = ["attention", pytest.param("gated_deltanet,attention", marks=pytest.mark.slow)]
-
-
 @pytest.mark.slow
 @pytest.mark.parametrize("mixer", ["attention", "gated_deltanet,attention"])
 def test_kernels_of_another_platform(examples, mixer):
