@@ -411,6 +411,7 @@ def test_pages_behind_a_window_are_freed(examples, monkeypatch):
     _check_empty(engine)
 
 
+@pytest.mark.slow
 def test_without_attention_there_are_no_pages(examples):
     engine = _engine(examples, "gla", 2, max_batch=2, step_tokens=4)
     requests = _requests(3, 5)

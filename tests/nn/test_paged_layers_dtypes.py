@@ -56,7 +56,7 @@ def over_held(layer, x, k, v):
 @pytest.mark.parametrize(
     "kind, dtype",
     [
-        (kind, dtype)
+        pytest.param(kind, dtype, marks=() if dtype == "float32" else pytest.mark.slow)
         for kind in KINDS
         for dtype in ("float32", "bfloat16")
         if (kind, dtype) != ("bfloat16",) * 2
