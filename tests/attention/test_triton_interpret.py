@@ -235,6 +235,7 @@ def ragged(draw):
     return arrays._replace(q_segments=q_ids, kv_segments=kv_ids, rows=rows), spec
 
 
+@pytest.mark.slow
 @settings(max_examples=20, deadline=None, derandomize=True)
 @given(problem=ragged(), blocks=st.sampled_from([(4, 8), (16, 4)]))
 def test_tables_of_tiles(problem, blocks):

@@ -134,7 +134,7 @@ def test_empty(case):
     check(case, TILES[0])
 
 
-@pytest.mark.parametrize("n", [1, 4, 23, 31])
+@pytest.mark.parametrize("n", [1, 23, *(pytest.param(n, marks=pytest.mark.slow) for n in (4, 31))])
 def test_float64(n, enable_x64):
     check(dataclasses.replace(CASES[n], dtype="float64"), TILES[0], run_xla)
 

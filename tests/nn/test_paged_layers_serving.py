@@ -137,7 +137,7 @@ def test_a_hybrid_model_serves(window):
         assert server.seen == {0, 1, 2} and server.kinds == {True, False}
 
 
-@pytest.mark.parametrize("platform", ["xla", "triton-interpret"])
+@pytest.mark.parametrize("platform", [pytest.param("xla", marks=pytest.mark.slow), "triton-interpret"])
 def test_layers_serve_side_by_side(platform):
     """Two attention layers, one with a window and one without, and three recurrent ones on the same tokens."""
     names = ("norm, sinks, window", "mqa, gate, V != D")

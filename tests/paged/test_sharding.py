@@ -119,7 +119,10 @@ PLACES = {
 
 @modes
 @news
-@pytest.mark.parametrize("where", PLACES)
+@pytest.mark.parametrize(
+    "where",
+    [pytest.param(name, marks=pytest.mark.slow if name == "rows, pages of all" else ()) for name in PLACES],
+)
 def test_a_call_is_split_where_it_stands(where, new, build, kind):
     """Pages are never sent, and nothing is where types say where everything belongs, or pages do."""
     lead, queries, pages = PLACES[where]
