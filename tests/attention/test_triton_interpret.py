@@ -236,7 +236,7 @@ def ragged(draw):
 
 
 @pytest.mark.slow
-@settings(max_examples=20, deadline=None, derandomize=True)
+@settings(max_examples=40, deadline=None, derandomize=True)
 @given(problem=ragged(), blocks=st.sampled_from([(4, 8), (16, 4)]))
 def test_tables_of_tiles(problem, blocks):
     (arrays, spec), (block_q, block_k) = problem, blocks

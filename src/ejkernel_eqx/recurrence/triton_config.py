@@ -87,12 +87,8 @@ def default_config(problem: Problem, device: DeviceFacts) -> TritonConfig:
     single = half and room == 0 and _is_single(problem, device)
     programs = _single_programs(problem)
     if single and programs <= _multiprocessors(device) and problem.flag("decay") == CONSTANT:
-        rows["out"] = (
-            128,
-            32,
-            4,
-            3,
-        )  # two programs a multiprocessor for one: measured for constant decays alone
+        # Two programs a multiprocessor for one; measured for constant decays alone.
+        rows["out"] = (128, 32, 4, 3)
     elif single:
         rows["out"] = (128, 64, 4, 2 if 2 * programs >= 3 * _multiprocessors(device) else 3)
     if half and room == 0 and _shared(problem):
