@@ -144,9 +144,11 @@ def test_what_is_counted_in_64_bits():
 
 
 @pytest.mark.parametrize("keys", (16, 48, 80, 100, 512))
-def test_a_page_that_is_all_of_its_sequence(keys):
-    """Read as several of few sizes, also where it is missing."""
-    case = Case((1, 1, 1), (keys, keys - 9, 5), p=keys, left=60, missing=((1, 0),), **FEATURES)
+def test_dense_keys(keys):
+    """A page that is all of its sequence is read as several of few sizes, also where it is missing."""
+    case = Case(
+        (1, 1, 1), (keys, keys - 9, 5), p=keys, left=60, kv_start=(0, 3, 2), missing=((1, 0),), **FEATURES
+    )
     results, constants = attend_by(case, page_table=with_axis(case)[0].page_table[..., :1])
     assert_agrees(case, results)
     assert constants["PAGE"] == {16: 16, 48: 16, 80: 16, 100: 100, 512: 256}[keys]

@@ -231,7 +231,7 @@ def folded(arrays: PagedArrays, spec: PagedSpec, config: TritonConfig, execute: 
             every = x if x.ndim > own[name] else jnp.broadcast_to(x, (batch, *x.shape))
             given[name] = every.reshape((-1, *every.shape[2:]))
     given["page_table"] = table.reshape((-1, table.shape[-1]))
-    if table.shape[-1] == 1:
+    if table.shape[-1] == 1 and "kv_start" in given:
         given |= _in_parts({name: given[name] for name in ("page_table", *pages)})
 
     small = {**dict.fromkeys(("sinks", "slopes"), 1), "qq_bias": 2}
@@ -259,8 +259,8 @@ def folded(arrays: PagedArrays, spec: PagedSpec, config: TritonConfig, execute: 
 
 
 def _in_parts(given: dict[str, Array]) -> dict[str, Array]:
-    """The page table and pages of sequences that have one each, as dense keys are, with parts of them as pages: kernels are compiled for a
-    size of pages, and so most numbers of keys share one."""
+    """The page table and pages of dense keys, one page a sequence, with parts of them as pages: kernels are compiled for a size of pages, and so
+    most numbers of keys share one. Their table is a constant, so nothing is computed on the device for it."""
     count, size = given["k"].shape[:2]
     part = math.gcd(size, _LARGEST_PART)
     if part < 16 or part == size:
