@@ -12,8 +12,9 @@ from ..attention import FlashAttention, Mask
 from ..paged import PagedKVCache, RaggedBatch, RaggedPagedAttention
 from .attention_inputs import check_heads, check_pages, head_dim_of, locate, locate_cross
 from .kv_cache import KVCache
+from .projection import project
 from .rotary import RotaryEmbedding
-from .tokens import check_features, check_ragged, check_tokens, clear, project
+from .tokens import check_features, check_ragged, check_tokens, clear
 
 
 class MultiHeadAttention(eqx.Module):
@@ -308,19 +309,25 @@ class MultiHeadAttention(eqx.Module):
 
     def _finish(self, out: Array, gate: Array | None) -> Array:
         out = out.reshape(*out.shape[:-2], self.num_heads * self.v_head_dim)
-        return project(self.o_proj, out if gate is None else out * jax.nn.sigmoid(gate))
+        return project(
+            "o_proj", self.o_proj, out if gate is None else out * jax.nn.sigmoid(gate), self.embed_dim
+        )
 
     def _queries(self, x: Array) -> tuple[Array, Array | None]:
-        q, gate = project(self.q_proj, x).reshape(*x.shape[:-1], self.num_heads, -1), None
+        width = self.head_dim + self.v_head_dim if self.output_gate else self.head_dim
+        q, gate = self._heads("q_proj", self.q_proj, x, self.num_heads, width), None
         if self.output_gate:
             q, gate = jnp.split(q, [self.head_dim], axis=-1)
             gate = gate.reshape(*x.shape[:-1], self.num_heads * self.v_head_dim)
         return _normalise(self.q_norm, q), gate
 
     def _keys_values(self, x: Array) -> tuple[Array, Array]:
-        k = project(self.k_proj, x).reshape(*x.shape[:-1], self.num_kv_heads, self.head_dim)
-        v = project(self.v_proj, x).reshape(*x.shape[:-1], self.num_kv_heads, self.v_head_dim)
+        k = self._heads("k_proj", self.k_proj, x, self.num_kv_heads, self.head_dim)
+        v = self._heads("v_proj", self.v_proj, x, self.num_kv_heads, self.v_head_dim)
         return _normalise(self.k_norm, k), v
+
+    def _heads(self, name: str, layer: Any, x: Array, heads: int, width: int) -> Array:
+        return project(name, layer, x, heads * width).reshape(*x.shape[:-1], heads, width)
 
     def _check_inputs(self, x, cache, kv_input, padding_mask, kv_padding_mask, segment_ids) -> None:
         check_features("x", x, "[..., T, E]", "E", self.embed_dim)

@@ -11,6 +11,7 @@ from jax.typing import DTypeLike
 from ..recurrence import GatedDeltaRule
 from ..recurrence.arguments import accumulator
 from .gated_rms_norm import GatedRMSNorm
+from .projection import project
 from .recurrent import (
     check_divides,
     conv_shapes,
@@ -23,7 +24,6 @@ from .recurrent import (
     uniform_log,
 )
 from .short_convolution import ShortConvolution
-from .tokens import project
 
 
 class GatedDeltaNet(RecurrentLayer):
@@ -124,9 +124,13 @@ class GatedDeltaNet(RecurrentLayer):
     def _mix(self, x: Array, rows: Rows) -> tuple[Array, RecurrentState]:
         per_key = self.num_v_heads // self.num_k_heads
         ends = [self.head_dim, 2 * self.head_dim, 2 * self.head_dim + per_key * self.v_head_dim]
-        grouped = split_heads(project(self.in_proj_qkvz, x), self.num_k_heads)
+        width = ends[2] + per_key * self.v_head_dim  # of one key head's q, k, v, z
+        grouped = split_heads(
+            project("in_proj_qkvz", self.in_proj_qkvz, x, self.num_k_heads * width), self.num_k_heads
+        )
         *qkv, z = (merge_heads(part) for part in jnp.split(grouped, ends, axis=-1))
-        b, a = jnp.split(split_heads(project(self.in_proj_ba, x), self.num_k_heads), 2, axis=-1)
+        ba = project("in_proj_ba", self.in_proj_ba, x, 2 * self.num_v_heads)
+        b, a = jnp.split(split_heads(ba, self.num_k_heads), 2, axis=-1)
         mixed, conv = rows.convolve(self.conv1d, jnp.concatenate(qkv, axis=-1))
         key_dim = self.num_k_heads * self.head_dim
         q, k, v = jnp.split(mixed, [key_dim, 2 * key_dim], axis=-1)
@@ -139,4 +143,5 @@ class GatedDeltaNet(RecurrentLayer):
         }
         out, recurrent = rows.recur(self.recurrence, tokens, {"A_log": self.A_log, "dt_bias": self.dt_bias})
         y = self.norm(out, split_heads(z, self.num_v_heads))
-        return project(self.out_proj, merge_heads(y)), RecurrentState((conv,), recurrent)
+        out = project("out_proj", self.out_proj, merge_heads(y), self.embed_dim)
+        return out, RecurrentState((conv,), recurrent)

@@ -11,6 +11,7 @@ from jax.typing import DTypeLike
 from ..recurrence import GatedLinearAttention as Operation
 from ..recurrence.arguments import accumulator
 from .gated_rms_norm import GatedRMSNorm
+from .projection import project
 from .recurrent import (
     check_divides,
     conv_shapes,
@@ -23,7 +24,6 @@ from .recurrent import (
     width_of,
 )
 from .short_convolution import ShortConvolution
-from .tokens import project
 
 
 class GatedLinearAttention(RecurrentLayer):
@@ -57,6 +57,7 @@ class GatedLinearAttention(RecurrentLayer):
     num_kv_heads: int = eqx.field(static=True)
     head_dim: int = eqx.field(static=True)
     v_head_dim: int = eqx.field(static=True)
+    gate_low_rank_dim: int = eqx.field(static=True)
     gate_logit_normalizer: float = eqx.field(static=True)
     gate_min: float | None = eqx.field(static=True)
 
@@ -131,6 +132,7 @@ class GatedLinearAttention(RecurrentLayer):
         self.recurrence = Operation(state_dtype=state_dtype, platform=platform, config=config)
         self.embed_dim, self.num_heads, self.num_kv_heads = embed_dim, num_heads, kv_heads
         self.head_dim, self.v_head_dim = head_dim, v_head_dim
+        self.gate_low_rank_dim = gate_low_rank_dim
         self.gate_logit_normalizer, self.gate_min = float(gate_logit_normalizer), gate_min
 
     def _convolutions(self) -> tuple[ShortConvolution, ...]:
@@ -141,21 +143,29 @@ class GatedLinearAttention(RecurrentLayer):
         return StateForm(conv_shapes(*self._convolutions()), recurrent, self.o_proj.weight.dtype)
 
     def _mix(self, x: Array, rows: Rows) -> tuple[Array, RecurrentState]:
-        q, k, v = (project(linear, x) for linear in (self.q_proj, self.k_proj, self.v_proj))
+        key_dim, value_dim = self.num_kv_heads * self.head_dim, self.num_kv_heads * self.v_head_dim
+        q = project("q_proj", self.q_proj, x, self.num_heads * self.head_dim)
+        k = project("k_proj", self.k_proj, x, key_dim)
+        v = project("v_proj", self.v_proj, x, value_dim)
         conv: tuple[Array, ...] = ()
         if convolutions := self._convolutions():
             pairs = [rows.convolve(c, a, i) for i, (c, a) in enumerate(zip(convolutions, (q, k, v)))]
             (q, k, v), conv = zip(*pairs)
         down, up = self.gk_proj
+        logits = project("gk_proj[1]", up, project("gk_proj[0]", down, x, self.gate_low_rank_dim), key_dim)
         tokens = {
             "q": split_heads(q, self.num_heads),
             "k": split_heads(k, self.num_kv_heads),
             "v": split_heads(v, self.num_kv_heads),
-            "g": split_heads(self._log_decay(project(up, project(down, x))), self.num_kv_heads),
+            "g": split_heads(self._log_decay(logits), self.num_kv_heads),
         }
         out, recurrent = rows.recur(self.recurrence, tokens)
-        gate = None if self.g_proj is None else split_heads(project(self.g_proj, x), self.num_heads)
-        return project(self.o_proj, merge_heads(self.g_norm(out, gate))), RecurrentState(conv, recurrent)
+        gate = None
+        if self.g_proj is not None:
+            gate = project("g_proj", self.g_proj, x, self.num_heads * self.v_head_dim)
+            gate = split_heads(gate, self.num_heads)
+        y = project("o_proj", self.o_proj, merge_heads(self.g_norm(out, gate)), self.embed_dim)
+        return y, RecurrentState(conv, recurrent)
 
     def _log_decay(self, logits: Array) -> Array:
         g = jax.nn.log_sigmoid(logits.astype(accumulator(logits.dtype))) / self.gate_logit_normalizer

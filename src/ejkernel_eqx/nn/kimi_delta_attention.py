@@ -11,6 +11,7 @@ from jax.typing import DTypeLike
 from ..recurrence import KernelDeltaAttention
 from ..recurrence.arguments import accumulator
 from .gated_rms_norm import GatedRMSNorm
+from .projection import project
 from .recurrent import (
     check_divides,
     conv_shapes,
@@ -24,7 +25,6 @@ from .recurrent import (
     uniform_log,
 )
 from .short_convolution import ShortConvolution
-from .tokens import project
 
 
 class KimiDeltaAttention(RecurrentLayer):
@@ -151,18 +151,26 @@ class KimiDeltaAttention(RecurrentLayer):
         return StateForm(conv_shapes(*self._convolutions()), recurrent, self.o_proj.weight.dtype)
 
     def _mix(self, x: Array, rows: Rows) -> tuple[Array, RecurrentState]:
-        projections = (self.q_proj, self.k_proj, self.v_proj)
-        pairs = zip(self._convolutions(), projections)
-        mixed = [rows.convolve(conv, project(linear, x), i) for i, (conv, linear) in enumerate(pairs)]
+        key_dim, value_dim = self.num_heads * self.head_dim, self.num_v_heads * self.v_head_dim
+        projected = (
+            project("q_proj", self.q_proj, x, key_dim),
+            project("k_proj", self.k_proj, x, key_dim),
+            project("v_proj", self.v_proj, x, value_dim),
+        )
+        mixed = [rows.convolve(c, y, i) for i, (c, y) in enumerate(zip(self._convolutions(), projected))]
         (q, k, v), conv = zip(*mixed)
+        low = project("f_a_proj", self.f_a_proj, x, self.v_head_dim)
+        decay = project("f_b_proj", self.f_b_proj, low, self.num_v_heads * self.head_dim)
         tokens = {
             "q": split_heads(q, self.num_heads),
             "k": split_heads(k, self.num_heads),
             "v": split_heads(v, self.num_v_heads),
-            "g": split_heads(project(self.f_b_proj, project(self.f_a_proj, x)), self.num_v_heads),
-            "beta": project(self.b_proj, x),
+            "g": split_heads(decay, self.num_v_heads),
+            "beta": project("b_proj", self.b_proj, x, self.num_v_heads),
         }
         dt_bias = self.dt_bias.reshape(self.num_v_heads, self.head_dim)
         out, recurrent = rows.recur(self.recurrence, tokens, {"A_log": self.A_log, "dt_bias": dt_bias})
-        gate = split_heads(project(self.g_b_proj, project(self.g_a_proj, x)), self.num_v_heads)
-        return project(self.o_proj, merge_heads(self.o_norm(out, gate))), RecurrentState(conv, recurrent)
+        low = project("g_a_proj", self.g_a_proj, x, self.v_head_dim)
+        gate = split_heads(project("g_b_proj", self.g_b_proj, low, value_dim), self.num_v_heads)
+        y = project("o_proj", self.o_proj, merge_heads(self.o_norm(out, gate)), self.embed_dim)
+        return y, RecurrentState(conv, recurrent)

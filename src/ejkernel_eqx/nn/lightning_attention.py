@@ -13,8 +13,8 @@ from ..recurrence import lightning_slopes
 from ..recurrence import LightningAttention as Operation
 from ..recurrence.arguments import accumulator
 from .gated_rms_norm import GatedRMSNorm
+from .projection import project
 from .recurrent import merge_heads, RecurrentLayer, RecurrentState, Rows, split_heads, StateForm
-from .tokens import project
 
 
 class LightningAttention(RecurrentLayer):
@@ -104,8 +104,9 @@ class LightningAttention(RecurrentLayer):
         return StateForm((), (self.num_heads, self.head_dim, self.head_dim), self.out_proj.weight.dtype)
 
     def _mix(self, x: Array, rows: Rows) -> tuple[Array, RecurrentState]:
-        qkv = split_heads(jax.nn.silu(project(self.qkv_proj, x)), self.num_heads)
+        width = self.num_heads * self.head_dim
+        qkv = split_heads(jax.nn.silu(project("qkv_proj", self.qkv_proj, x, 3 * width)), self.num_heads)
         q, k, v = jnp.split(qkv, 3, axis=-1)
         out, recurrent = rows.recur(self.recurrence, {"q": q, "k": k, "v": v}, {"slopes": self.slopes()})
-        y = self.norm(merge_heads(out), project(self.output_gate, x))
-        return project(self.out_proj, y), RecurrentState((), recurrent)
+        y = self.norm(merge_heads(out), project("output_gate", self.output_gate, x, width))
+        return project("out_proj", self.out_proj, y, self.embed_dim), RecurrentState((), recurrent)

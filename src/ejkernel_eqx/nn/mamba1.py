@@ -11,6 +11,7 @@ from jax.typing import DTypeLike
 
 from ..recurrence.arguments import accumulator
 from ..selective_scan import StateSpaceV1
+from .projection import project, project_apart
 from .recurrent import (
     conv_shapes,
     negative_exp,
@@ -22,7 +23,6 @@ from .recurrent import (
     width_of,
 )
 from .short_convolution import ShortConvolution
-from .tokens import project
 
 
 class Mamba1Mixer(RecurrentLayer):
@@ -117,14 +117,16 @@ class Mamba1Mixer(RecurrentLayer):
         return StateForm(conv_shapes(self.conv1d), recurrent, self.out_proj.weight.dtype)
 
     def _mix(self, x: Array, rows: Rows) -> tuple[Array, RecurrentState]:
-        x, z = jnp.split(project(self.in_proj, x), 2, axis=-1)
+        x, z = jnp.split(project("in_proj", self.in_proj, x, 2 * self.inner_dim), 2, axis=-1)
         x, conv = rows.convolve(self.conv1d, x)
-        parts = jnp.split(project(self.x_proj, x), [self.dt_rank, self.dt_rank + self.state_size], axis=-1)
+        mixed = project("x_proj", self.x_proj, x, self.dt_rank + 2 * self.state_size)
+        parts = jnp.split(mixed, [self.dt_rank, self.dt_rank + self.state_size], axis=-1)
         dt, B, C = (self._normalised(part) for part in parts)
-        tokens = {"x": x, "dt": dt @ self.dt_proj.weight.T, "B": B, "C": C, "z": z}
-        parameters = {"A": negative_exp(self.A_log), "D": self.D, "dt_bias": self.dt_proj.bias}
+        dt, dt_bias = project_apart("dt_proj", self.dt_proj, dt, self.inner_dim)
+        tokens = {"x": x, "dt": dt, "B": B, "C": C, "z": z}
+        parameters = {"A": negative_exp(self.A_log), "D": self.D, "dt_bias": dt_bias}
         y, recurrent = rows.recur(self.recurrence, tokens, parameters)
-        return project(self.out_proj, y), RecurrentState((conv,), recurrent)
+        return project("out_proj", self.out_proj, y, self.embed_dim), RecurrentState((conv,), recurrent)
 
     def _normalised(self, x: Array) -> Array:
         if self.inner_norm_eps is None:

@@ -11,6 +11,7 @@ from jax.typing import DTypeLike
 from ..recurrence import StateSpaceV2
 from ..recurrence.arguments import accumulator
 from .gated_rms_norm import GatedRMSNorm
+from .projection import project
 from .recurrent import (
     check_divides,
     conv_shapes,
@@ -26,7 +27,6 @@ from .recurrent import (
     width_of,
 )
 from .short_convolution import ShortConvolution
-from .tokens import project
 
 
 class Mamba2Mixer(RecurrentLayer):
@@ -140,7 +140,8 @@ class Mamba2Mixer(RecurrentLayer):
 
     def _mix(self, x: Array, rows: Rows) -> tuple[Array, RecurrentState]:
         inner, shared = self.inner_dim, self.num_groups * self.state_size
-        z, mixed, dt = jnp.split(project(self.in_proj, x), [inner, 2 * inner + 2 * shared], axis=-1)
+        all_parts = project("in_proj", self.in_proj, x, 2 * inner + 2 * shared + self.num_heads)
+        z, mixed, dt = jnp.split(all_parts, [inner, 2 * inner + 2 * shared], axis=-1)
         mixed, conv = rows.convolve(self.conv1d, mixed)
         x, B, C = jnp.split(mixed, [inner, inner + shared], axis=-1)
         tokens = {
@@ -156,4 +157,4 @@ class Mamba2Mixer(RecurrentLayer):
         y = merge_heads(y)
         if self.norm is not None:
             y = self.norm(y, z)
-        return project(self.out_proj, y), RecurrentState((conv,), recurrent)
+        return project("out_proj", self.out_proj, y, self.embed_dim), RecurrentState((conv,), recurrent)

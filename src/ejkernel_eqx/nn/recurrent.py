@@ -309,11 +309,11 @@ def conv_shapes(*layers: ShortConvolution) -> tuple[tuple[int, ...], ...]:
 
 
 def split_heads(x: Array, heads: int) -> Array:
-    return x.reshape(*x.shape[:-1], heads, -1)
+    return x.reshape(*x.shape[:-1], heads, x.shape[-1] // heads)
 
 
 def merge_heads(x: Array) -> Array:
-    return x.reshape(*x.shape[:-2], -1)
+    return x.reshape(*x.shape[:-2], x.shape[-2] * x.shape[-1])
 
 
 def negative_exp(A_log: Array) -> Array:

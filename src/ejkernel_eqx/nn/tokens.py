@@ -1,18 +1,11 @@
-"""What all layers do with their tokens: project them, check their shape, keep padding out."""
+"""What all layers do with their tokens: check their shape, keep padding out."""
 
 from typing import Any
 
-import equinox as eqx
 import jax.numpy as jnp
 from jax import Array
 
 from ..paged import RaggedBatch
-
-
-def project(linear: eqx.nn.Linear, x: Array) -> Array:
-    """`equinox.nn.Linear` over the last axis of any number."""
-    y = x @ linear.weight.T
-    return y if linear.bias is None else y + linear.bias
 
 
 def clear(x: Array, real: Array | None) -> Array:

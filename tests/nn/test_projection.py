@@ -1,0 +1,167 @@
+"""`project`, the one place where layers multiply by weights: any callable for a projection, any mesh."""
+
+import contextlib
+import re
+
+import equinox as eqx
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax.sharding import AxisType, NamedSharding
+from jax.sharding import PartitionSpec as P
+
+from ejkernel_eqx.nn.projection import project, project_apart
+from tests.recurrence.quick import quick
+from tests.tolerances import assert_close
+
+COLLECTIVE = re.compile(
+    r"\b(all-gather|all-reduce|all-to-all|collective-permute|reduce-scatter)(?:-start)?\("
+)
+IN, OUT = 16, 8
+
+
+def _arrays():
+    random = np.random.default_rng(0)
+    return tuple(random.standard_normal(shape).astype("f") for shape in ((4, 8, IN), (OUT, IN), (OUT,)))
+
+
+def _projected(x, weight, bias):
+    linear = eqx.nn.Linear(IN, OUT, key=jax.random.key(0))
+    return project("out_proj", eqx.tree_at(lambda m: (m.weight, m.bias), linear, (weight, bias)), x, OUT)
+
+
+def _expected():
+    """The product, and the gradients of the sum of its sines, in float64."""
+    x, weight, bias = (a.astype(np.float64) for a in _arrays())
+    y = x @ weight.T + bias
+    slope = np.cos(y)
+    return y, (slope @ weight, np.einsum("bto,bti->oi", slope, x), slope.sum((0, 1)))
+
+
+# How x, the weight and the bias come (None: on no mesh), how the result lies, and which collective that takes.
+LAYOUTS = {
+    "data": (P("data"), P(), P(), P("data", None, None), set()),
+    "columns": (P("data"), P("tensor"), P("tensor"), P("data", None, "tensor"), set()),
+    "rows, a sum": (P("data", None, "tensor"), P(None, "tensor"), P(), P("data", None, None), {"all-reduce"}),
+    "x on no mesh": (None, P("tensor"), P("tensor"), P(None, None, "tensor"), set()),
+    "weights on no mesh": (P("data"), None, None, P("data", None, None), set()),
+    "weights split as the batch": (
+        P("data"),
+        P(("data", "tensor")),
+        P(("data", "tensor")),
+        P("data", None, "tensor"),
+        {"all-gather", "collective-permute", "all-to-all"},
+    ),
+}
+
+
+@pytest.mark.parametrize("context", [True, False], ids=["context", "types"])
+@pytest.mark.parametrize("name", LAYOUTS)
+def test_explicit_meshes(name, context):
+    *specs, wanted, collectives = LAYOUTS[name]
+    mesh = jax.make_mesh((2, 4), ("data", "tensor"), axis_types=(AxisType.Explicit,) * 2)
+    put = lambda a, spec: jnp.asarray(a) if spec is None else jax.device_put(a, NamedSharding(mesh, spec))
+    arrays = tuple(map(put, _arrays(), specs))
+    y, gradients = _expected()
+    with jax.set_mesh(mesh) if context else contextlib.nullcontext():
+        compiled = quick(_projected).lower(*arrays).compile()
+        assert set(COLLECTIVE.findall(compiled.as_text() or "")) <= collectives
+        for out in (compiled(*arrays), _projected(*arrays)):
+            assert_close(out, y)
+            assert tuple(jax.typeof(out).sharding.spec) == tuple(wanted)
+        loss = lambda *arrays: jnp.sum(jnp.sin(_projected(*arrays)))
+        grads = quick(jax.grad(loss, (0, 1, 2)))(*arrays)
+    for ours, theirs, spec in zip(grads, gradients, specs, strict=True):
+        assert_close(ours, theirs, kind="gradient")
+        if spec is not None:
+            assert ours.sharding.is_equivalent_to(NamedSharding(mesh, spec), ours.ndim)
+
+
+def test_a_row_of_an_explicit_mesh_is_mapped():
+    mesh = jax.make_mesh((2, 4), ("data", "tensor"), axis_types=(AxisType.Explicit,) * 2)
+    specs = (P("data", None, "tensor"), P(None, "tensor"), P())
+    x, weight, bias = (
+        jax.device_put(a, NamedSharding(mesh, s)) for a, s in zip(_arrays(), specs, strict=True)
+    )
+    out = quick(jax.vmap(_projected, (0, None, None)))(x, weight, bias)
+    assert_close(out, _expected()[0])
+    assert tuple(jax.typeof(out).sharding.spec) == ("data", None, None)
+
+
+def test_automatic_mesh_needs_one_sum():
+    mesh = jax.make_mesh((2, 4), ("data", "tensor"), axis_types=(AxisType.Auto,) * 2)
+    specs = (P("data", None, "tensor"), P(None, "tensor"), P())
+    arrays = tuple(jax.device_put(a, NamedSharding(mesh, s)) for a, s in zip(_arrays(), specs, strict=True))
+    compiled = quick(_projected).lower(*arrays).compile()
+    assert COLLECTIVE.findall(compiled.as_text() or "") == ["all-reduce"]
+    assert_close(compiled(*arrays), _expected()[0])
+
+
+class _Scaled(eqx.Module):
+    """Takes one vector, and no more."""
+
+    scale: jax.Array
+
+    def __call__(self, x):
+        assert x.shape == (IN,)
+        return self.scale * x[:OUT]
+
+
+class _Kin(eqx.nn.Linear):
+    """A kind of linear layer with its own call, which reading `.weight` would pass by."""
+
+    def __call__(self, x, *, key=None):
+        return 2.0 * super().__call__(x)
+
+
+@pytest.mark.parametrize("lead", [(), (3,), (2, 3), (0, 3), (2, 0)])
+def test_a_callable_is_given_one_vector_at_a_time(lead):
+    x = jnp.asarray(np.random.default_rng(1).standard_normal((*lead, IN)), jnp.float32)
+    module = _Scaled(jnp.arange(1.0, OUT + 1))
+    call = lambda module, x: project("q_proj", module, x, OUT)
+    assert_close(call(module, x), np.asarray(x[..., :OUT], np.float64) * np.arange(1, OUT + 1))
+    grad = jax.grad(lambda module, x: jnp.sum(call(module, x)))(module, x)
+    assert_close(grad.scale, np.asarray(x[..., :OUT], np.float64).reshape(-1, OUT).sum(0), kind="gradient")
+    assert_close(call(lambda x: x[:OUT], x), x[..., :OUT])
+
+
+def test_a_kind_of_linear_layer_is_called():
+    kin, x = _Kin(IN, OUT, key=jax.random.key(0)), _arrays()[0]
+    expected = 2.0 * (x.astype(np.float64) @ np.asarray(kin.weight).T + np.asarray(kin.bias))
+    assert_close(project("q_proj", kin, jnp.asarray(x), OUT), expected)
+    y, bias = project_apart("dt_proj", kin, jnp.asarray(x), OUT)
+    assert bias is None
+    assert_close(y, expected)
+
+
+def test_a_bias_apart():
+    linear, x = eqx.nn.Linear(IN, OUT, key=jax.random.key(0)), _arrays()[0]
+    y, bias = project_apart("dt_proj", linear, jnp.asarray(x), OUT)
+    assert bias is linear.bias
+    assert_close(y, x.astype(np.float64) @ np.asarray(linear.weight).T)
+    assert (
+        project_apart("dt_proj", eqx.nn.Linear(IN, OUT, False, key=jax.random.key(0)), jnp.asarray(x), OUT)[1]
+        is None
+    )
+
+
+@pytest.mark.parametrize(
+    "layer, message",
+    [
+        (jnp.ones((OUT, IN)), "q_proj: expected an equinox.nn.Linear or a callable .* received ArrayImpl"),
+        (
+            lambda x: x,
+            r"q_proj: expected a projection from \[16\] to \[8\], received one that gives \(4, 8, 16\)",
+        ),
+        (
+            lambda x: x.sum(),
+            r"q_proj: expected a projection from \[16\] to \[8\], received one that gives \(4, 8\)",
+        ),
+        (eqx.nn.Linear(IN, 5, key=jax.random.key(0)), r"q_proj: .* a weight of shape \(5, 16\)"),
+        (eqx.nn.Linear(7, OUT, key=jax.random.key(0)), r"q_proj: .* a weight of shape \(8, 7\)"),
+    ],
+)
+def test_errors(layer, message):
+    with pytest.raises(ValueError, match=message):
+        project("q_proj", layer, jnp.asarray(_arrays()[0]), OUT)
