@@ -506,6 +506,20 @@ def test_an_aliased_launch_is_staged_without_a_warning():
     assert outputs == add_to_slots().outputs
 
 
+def test_dead_code_beside_a_launch_is_eliminated():
+    """As every `jit` does; jax-triton 0.4's rule for it is not in the form of JAX 0.12."""
+    if (reason := triton_unavailable()) is not None:
+        pytest.skip(reason)
+    from jax.interpreters import partial_eval
+
+    def call(x):
+        return run(square(8), {"x": x})["out"], jnp.sin(x)
+
+    jaxpr = jax.make_jaxpr(call)(jnp.ones(8)).jaxpr
+    left, _ = partial_eval.dce_jaxpr(jaxpr, [True, False])
+    assert [eqn.primitive.name for eqn in left.eqns] == ["triton_kernel_call"]
+
+
 def test_wrappers_around_the_kernel_are_taken_off():
     import triton
 

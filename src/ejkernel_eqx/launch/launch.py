@@ -36,8 +36,9 @@ class Launch:
         compiler. Only where `limits_registers()`.
     - `name`: the label in HLO and profilers; by default the kernel's own name.
     - `aliases`: input name to output name, of equal shape and dtype: the output starts as the input's content, in the input's own
-        buffer where nothing else needs it (a donated argument, the carry of a loop), else in a copy. The kernel loads and stores by
-        the output's parameter, which stands before those of other outputs; the input's stands in its list and must not be used.
+        buffer where nothing else needs it (a donated argument, the carry of a loop), else in a copy; never in one that another input
+        has too, even where both are one array. The kernel loads and stores by the output's parameter, which stands before those of other
+        outputs; the input's stands in its list and must not be used.
 
     **Raises:** `ValueError` if names, order or types do not fit the kernel.
     """

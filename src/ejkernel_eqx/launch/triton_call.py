@@ -23,6 +23,7 @@ def triton_unavailable() -> str | None:
         reason = _import_problem(package)
         if reason is not None:
             return reason
+    _fit_to_jax()
     return None
 
 
@@ -47,6 +48,17 @@ def _import_problem(package: str) -> str | None:
     return None
 
 
+def _fit_to_jax() -> None:
+    """JAX 0.12 hands a rule for dead code three arguments, the equation last; jax-triton 0.4's takes two and fails under every `jit`."""
+    from jax.interpreters import partial_eval
+    from jax_triton import triton_lib
+
+    primitive = triton_lib.triton_kernel_call_p
+    rule = partial_eval.dce_rules.get(primitive)
+    if rule is not None and len(inspect.signature(rule).parameters) == 2:
+        partial_eval.dce_rules[primitive] = lambda used, *rest: rule(used, rest[-1])
+
+
 def triton_call(launch: Launch, arrays: dict[str, jax.Array]) -> list[jax.Array]:
     """Stage the launch; the outputs come in the kernel's order."""
     reason = triton_unavailable()
@@ -54,6 +66,7 @@ def triton_call(launch: Launch, arrays: dict[str, jax.Array]) -> list[jax.Array]
         raise RuntimeError(f"The Triton kernel {launch.label} cannot be launched: {reason}")
     import jax_triton
 
+    arrays = arrays | _kept_apart({name: arrays[name] for name in launch.aliases})
     operands, named, order = (_arguments_04 if _takes_options() else _arguments_03)(launch, arrays)
     with _aliases_accepted() if launch.aliases else contextlib.nullcontext():
         outputs = jax_triton.triton_call(
@@ -67,7 +80,17 @@ def triton_call(launch: Launch, arrays: dict[str, jax.Array]) -> list[jax.Array]
             **launch.constants,
         )
     by_name = dict(zip(order, outputs, strict=True))
+    by_name |= _kept_apart({name: by_name[name] for name in launch.aliases.values()})
     return [by_name[name] for name in launch.results]
+
+
+def _kept_apart(arrays: dict[str, jax.Array]) -> dict[str, jax.Array]:
+    """The arrays behind one barrier, on either side of a call that aliases them, at no cost where their buffers are donated or carried.
+
+    Before the call: XLA makes one value of equal ones (two empty caches), and copies it for the call only if they are different operands,
+    which the results of one barrier remain. On both sides: XLA on GPUs fuses a call with the slice that an operand is and the slice that
+    a result becomes (layers stacked in a scan), and then hands over the two as if there were no alias."""
+    return jax.lax.optimization_barrier(arrays) if arrays else {}
 
 
 @contextlib.contextmanager
