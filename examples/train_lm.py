@@ -6,11 +6,12 @@
     python examples/train_lm.py --mixer kda           # Kimi delta attention instead of attention
     python examples/train_lm.py --mixer mamba2,mamba2,attention  # a hybrid: this pattern, repeated
     python examples/train_lm.py --tune                # first find the fastest kernel configurations here
+    python examples/train_lm.py --remat kernels       # less memory: make again what is cheap to make
 
 The model is a pre-norm decoder: RMSNorm, a sequence mixer (attention with RoPE and grouped heads, or one of the
-recurrent layers, or several in turn), RMSNorm, a SwiGLU. Its layers are stacked and scanned, so it compiles in
-the time of one. Everything it writes is in `--out-dir`: `checkpoint.ejx`, `metrics.csv`, `loss.png`,
-`sample.txt`.
+recurrent layers, or several in turn), RMSNorm, a SwiGLU. Its layers are stacked: traced once, and written out one
+after the other in the program, which is faster than a loop over them (`--scan-layers`). Everything it writes is in
+`--out-dir`: `checkpoint.ejx`, `metrics.csv`, `loss.png`, `sample.txt`.
 """
 
 import argparse
@@ -161,6 +162,19 @@ class DecoderLayer(eqx.Module):
         return x + tokenwise(self.mlp, tokenwise(self.mlp_norm, x)), state
 
 
+KERNELS = jax.checkpoint_policies.save_only_these_names(
+    *("attention_out", "attention_lse", "recurrence_out", "recurrence_state", "recurrence_saved"),
+    *("selective_scan_out", "selective_scan_state", "selective_scan_saved"),
+)
+MATMULS = jax.checkpoint_policies.dots_with_no_batch_dims_saveable
+
+REMAT = {
+    "matmuls": jax.checkpoint_policies.save_from_both_policies(MATMULS, KERNELS),
+    "kernels": KERNELS,
+}
+"""What the forward pass keeps for the gradient instead of everything; the rest is computed again, layer by layer."""
+
+
 class Decoder(eqx.Module):
     embedding: Array  # [vocabulary, E]
     layers: tuple[
@@ -169,12 +183,23 @@ class Decoder(eqx.Module):
     norm: eqx.nn.RMSNorm
     head: eqx.nn.Linear
     num_periods: int = eqx.field(static=True)
+    scan_layers: bool = eqx.field(static=True)
+    remat: str = eqx.field(static=True)
 
-    def __init__(self, arch: Architecture, platform: str | None = None, *, key: Array):
+    def __init__(
+        self,
+        arch: Architecture,
+        platform: str | None = None,
+        *,
+        scan_layers: bool = False,
+        remat: str = "none",
+        key: Array,
+    ):
         embed_key, layers_key, head_key = jax.random.split(key, 3)
         self.embedding = jax.random.normal(embed_key, (VOCABULARY, arch.embed_dim))
         places = len(arch.pattern)
         self.num_periods = arch.num_layers // places
+        self.scan_layers, self.remat = scan_layers, remat
         keys = jax.random.split(layers_key, (self.num_periods, places))
         indices = jnp.arange(arch.num_layers).reshape(self.num_periods, places)
 
@@ -202,8 +227,15 @@ class Decoder(eqx.Module):
                 new.append(state)
             return x, tuple(new)
 
+        # A loop keeps what the gradient needs in stacks, which every layer copies into and out of; written out, each
+        # layer's stays where it is. Decoding has no gradient, and its states are stacks in any case.
+        written_out = state is None and not self.scan_layers
+        if state is None and self.remat != "none":
+            # In a loop the compiler cannot merge what is computed again with what was; written out, it needs a barrier.
+            period = jax.checkpoint(period, policy=REMAT[self.remat], prevent_cse=written_out)
         states = (None,) * len(self.layers) if state is None else state
-        x, state = jax.lax.scan(period, self.embedding[tokens], (arrays, states))
+        unroll = self.num_periods if written_out else 1
+        x, state = jax.lax.scan(period, self.embedding[tokens], (arrays, states), unroll=unroll)
         return tokenwise(self.head, tokenwise(self.norm, x)).astype(jnp.float32), state
 
 
@@ -280,7 +312,8 @@ def make_optimiser(args: argparse.Namespace) -> optax.GradientTransformation:
 
 
 def make_state(args: argparse.Namespace, architecture: dict[str, Any]) -> TrainState:
-    model = Decoder(Architecture(**architecture), args.platform, key=jax.random.key(args.seed))
+    layers = {"scan_layers": args.scan_layers, "remat": args.remat}
+    model = Decoder(Architecture(**architecture), args.platform, **layers, key=jax.random.key(args.seed))
     return TrainState(model, make_optimiser(args).init(eqx.filter(model, eqx.is_inexact_array)), 0)
 
 
@@ -523,6 +556,10 @@ def parse(argv: list[str] | None) -> argparse.Namespace:
     add("--mixer", type=mixer_pattern, default="attention", help=f"a pattern of {', '.join(MIXERS)}")
     add("--dtype", choices=["auto", "float32", "bfloat16"], default="auto", help="of the computation")
     add("--platform", help="kernel platform, e.g. triton or xla (default: chosen by device)")
+    loop = "run the layers in a loop instead of writing them out: a smaller program, a slower step"
+    add("--scan-layers", action="store_true", help=loop)
+    keep = "what the forward pass keeps for the gradient: all, or only products of matrices and kernels' results, or these alone"
+    add("--remat", choices=["none", *REMAT], default="none", help=keep)
     add("--tune", action="store_true", help="find the fastest kernel configurations before training")
     add("--seed", type=int, default=0)
     add("--validate-every", type=int, default=50, help="steps")

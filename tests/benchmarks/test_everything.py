@@ -7,12 +7,13 @@ import sys
 
 import pytest
 
-from benchmarks import attention, decode, everything, linear, report, tune, tuned_model
+from benchmarks import attention, decode, everything, linear, report, train_step, tune, tuned_model
 
 _SCRIPTS = {
     "attention.py": attention,
     "decode.py": decode,
     "linear.py": linear,
+    "train_step.py": train_step,
     "tune.py": tune,
     "tuned_model.py": tuned_model,
 }

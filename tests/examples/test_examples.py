@@ -180,6 +180,49 @@ def test_data_is_split_by_file_and_in_a_fixed_order(train_lm, tmp_path):
     assert train.tobytes() == b"\n".join(bytes([100 + i]) * 50 for i in range(40) if i not in (10, 30))
 
 
+def _gradient(train_lm, mixer, tokens, **layers):
+    """The loss's gradient, the program's temporary memory, and how many of its periods a loop takes at once, forward and backward."""
+    arch = train_lm.Architecture(32, 2 * (mixer.count(",") + 1), 4, 2, mixer)
+    model = train_lm.Decoder(arch, "xla", **layers, key=jax.random.key(0))
+    arrays, static = eqx.partition(model, eqx.is_inexact_array)
+    loss = jax.jit(
+        jax.grad(lambda arrays: train_lm.mean_loss(eqx.combine(arrays, static), tokens, "float32"))
+    )
+    traced = loss.trace(arrays)
+    scans = [equation.params for equation in traced.jaxpr.eqns if equation.primitive.name == "scan"]
+    program = traced.lower().compile()
+    memory = program.memory_analysis()
+    assert memory is not None
+    unrolled = [scan["unroll"] for scan in scans if scan["length"] == model.num_periods]
+    return program(arrays), memory.temp_size_in_bytes, unrolled
+
+
+KEPT = [{}, {"remat": "matmuls"}, {"remat": "kernels"}]
+
+
+@pytest.mark.parametrize(
+    ("mixer", "variants"),
+    [
+        ("attention", [{"remat": "kernels"}]),
+        pytest.param("attention", [*KEPT, {"remat": "kernels", "scan_layers": True}], marks=pytest.mark.slow),
+        pytest.param("lightning,attention", [{"remat": "kernels"}], marks=pytest.mark.slow),
+    ],
+)
+def test_layers_written_out_and_made_again_have_the_gradient_of_the_loop(train_lm, mixer, variants):
+    tokens = jax.random.randint(jax.random.key(1), (2, 65), 0, 256)
+    expected, _, unrolled = _gradient(train_lm, mixer, tokens, scan_layers=True)
+    assert unrolled == [1, 1]
+    temporary = []
+    for layers in variants:
+        grads, size, unrolled = _gradient(train_lm, mixer, tokens, **layers)
+        assert unrolled == [1 if "scan_layers" in layers else 2] * 2
+        for grad, reference in zip(jax.tree.leaves(grads), jax.tree.leaves(expected), strict=True):
+            assert_close(grad, reference)
+        temporary.append(size)
+    if variants[:3] == KEPT:
+        assert temporary[0] > temporary[1] > temporary[2]
+
+
 SLOW_MIXERS = ["mamba1,gla,attention", "kda,gated_deltanet,mamba2"]
 
 

@@ -1,0 +1,44 @@
+"""The benchmark of a training step: every variant gives the same before it is timed."""
+
+import json
+import math
+
+import jax
+import jax.numpy as jnp
+import pytest
+
+from benchmarks import train_step
+
+
+@pytest.mark.slow
+def test_variants_are_checked_and_timed(tmp_path):
+    path = tmp_path / "step.json"
+    options = ["--quick", "--samples", "2", "--steps", "1", "--commit", "abc", "--json", str(path)]
+    with (
+        jax.numpy_dtype_promotion("standard"),
+        jax.numpy_rank_promotion("allow"),
+    ):  # optax promotes as it likes
+        assert train_step.main([*options, "--variants", "scan,unrolled-kernels"]) == 0
+    content = json.loads(path.read_text())
+    assert content["environment"]["commit"] == "abc" and content["size"]["parameters"] > 1e5
+    assert [row["variant"] for row in content["rows"]] == ["scan", "unrolled-kernels"]
+    for row in content["rows"]:
+        assert row["ms"] > 0 and len(row["samples_ms"]) == 2 and row["compile_seconds"] > 0
+        assert row["temporary_bytes"] > 0
+        assert row["first_loss"] == pytest.approx(math.log(256), rel=0.2)  # of a model that knows nothing yet
+        assert row["gradient_norm"] == pytest.approx(content["rows"][0]["gradient_norm"], rel=1e-4)
+
+
+@pytest.mark.parametrize(("loss", "norm"), [(5.1, 1.0), (5.0, 1.1), (float("nan"), 1.0)])
+def test_a_variant_that_differs_is_not_timed(loss, norm):
+    results = iter([(5.0, 1.0), (loss, norm)])
+    program = lambda state, tokens: (state, next(results))
+    variants = [train_step.Variant(name, program, 0.0) for name in ("scan", "other")]
+    with pytest.raises(SystemExit, match=r"other: loss off by .* nothing is timed"):
+        train_step.check(variants, jnp.zeros(2), jnp.zeros(2, jnp.int32))
+
+
+def test_only_variants_that_there_are(capsys):
+    with pytest.raises(SystemExit):
+        train_step.parse(["--variants", "scan,loop"])
+    assert "received loop" in capsys.readouterr().err
