@@ -43,7 +43,12 @@ def h200(monkeypatch):
     """The device is taken for an H200, whatever the kernels run on."""
     clocks = roofline_module._Clocks(1.98e9, 4.916736e12)
     monkeypatch.setattr(roofline_module, "_read_clocks", lambda *_: clocks)
-    monkeypatch.setattr(_explain, "device_facts", lambda: H200)
+    taken_for(monkeypatch, H200)
+
+
+def taken_for(monkeypatch, device):
+    monkeypatch.setattr(_explain, "device_facts", lambda: device)
+    monkeypatch.setattr(_explain, "_device_of", lambda selection: device)
 
 
 def known(value: Any) -> Any:
@@ -126,7 +131,7 @@ def test_a_time_of_rounded_lengths_is_no_fraction(h200):
 
 def test_an_unknown_architecture_has_costs_but_no_bound(monkeypatch, h200):
     newer = dataclasses.replace(H200, kind="NVIDIA Z1", compute_capability="15.0")
-    monkeypatch.setattr(_explain, "device_facts", lambda: newer)
+    taken_for(monkeypatch, newer)
     explanation = ejx.explain("flash_attention", B=1, T=64, H=2, D=16, platform="xla")
     assert explanation.peaks == () and roof(explanation.choices[0]).bound_ms is None
     assert "GFLOP" in str(explanation) and "bound" not in str(explanation)

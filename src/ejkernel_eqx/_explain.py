@@ -15,6 +15,7 @@ from ._inputs import Inputs
 from ._kernel import Plan, selections_of
 from .dispatch import (
     announce,
+    Backend,
     Cost,
     device_facts,
     DeviceFacts,
@@ -60,10 +61,8 @@ def explain(target: Any, *args: Any, **kwargs: Any) -> Explanation:
     if isinstance(target, str):
         return _of_operation(target, args, kwargs)
     if args or kwargs:
-        device = device_facts()
-        return _explanation(
-            device, [_of_selection(p, s, device) for p, s in placed_selections(target, Inputs(args, kwargs))]
-        )
+        found = placed_selections(target, Inputs(args, kwargs))
+        return _explanation(device_facts(), [_of_selection(path, selection) for path, selection in found])
     rows = [row for path, plan in plans_of(target).items() for row in _of_plan(path, plan)]
     return _explanation(device_facts(), rows)
 
@@ -134,12 +133,16 @@ def _traced(function: Any, call: Inputs) -> list[tuple[str, Selection]]:
 
 
 def _explanation(device: DeviceFacts, choices: Sequence[Choice]) -> Explanation:
-    shown = f"{device.kind} ({device.backend.value}, {device.runtime})"
+    shown = _shown(device)
     dtypes = dict.fromkeys(choice.dtype for choice in choices if choice.dtype)
     peaks = ((dtype, device_peaks(device, dtype)) for dtype in dtypes)
     return Explanation(
         shown, tuple(choices), tuple((dtype, known) for dtype, known in peaks if known is not None)
     )
+
+
+def _shown(device: DeviceFacts) -> str:
+    return f"{device.kind} ({device.backend.value}, {device.runtime})"
 
 
 def _notes(implementation: Implementation) -> tuple[str, ...]:
@@ -162,7 +165,7 @@ def _of_operation(operation: str, args: tuple[Any, ...], words: Mapping[str, Any
     dims = {name: flags.pop(name) for name in words if name.isupper()}
     problem = example_problem_of(operation)(operation, dims, _dtype_name(dtype), flags)
     selection = select(take_snapshot(operation, platform=platform), problem)
-    return _explanation(device, [_of_selection("", selection, device)])
+    return _explanation(device, [_of_selection("", selection)])
 
 
 def _dtype_name(dtype: Any) -> str:
@@ -207,7 +210,8 @@ def _of_implementation(implementation: Implementation, reason: str | None) -> Ch
 
 def _of_plan(path: str, plan: Plan) -> list[Choice]:
     """A row for every problem that the kernel was built for; one with the order of its platforms if there is none."""
-    reasons = {i.platform.value: i.unusable(plan.device) for i in plan.snapshot.implementations}
+    here = plan.device
+    reasons = {i.platform.value: i.unusable(here) for i in plan.snapshot.implementations}
     order = " then ".join(platform for platform, reason in reasons.items() if reason is None)
     unusable = tuple((platform, reason) for platform, reason in reasons.items() if reason is not None)
     if not order:
@@ -232,7 +236,11 @@ def _of_plan(path: str, plan: Plan) -> list[Choice]:
     ]
     override = plan.snapshot.override
     config, tier = ("", "") if override is None else (repr(override), "override")
-    return rows or [Choice(path, plan.operation, "", order, config, tier, rejected=unusable)]
+    rows = rows or [Choice(path, plan.operation, "", order, config, tier, rejected=unusable)]
+    # What every process has besides is not worth a line.
+    others = [other.kind for other in plan.devices if other != here and other.backend is not Backend.CPU]
+    more = (f"called where {' or '.join(others)} is the default device, chosen for that",) if others else ()
+    return [dataclasses.replace(row, device=_shown(here), notes=row.notes + more) for row in rows]
 
 
 def shown_key(key: str) -> str:
@@ -240,7 +248,13 @@ def shown_key(key: str) -> str:
     return str(Problem.make(**json.loads(key), lengths=set()))
 
 
-def _of_selection(path: str, selection: Selection, device: DeviceFacts) -> Choice:
+def _device_of(selection: Selection) -> DeviceFacts:
+    """The device that a choice was made for."""
+    return selection.device or device_facts()
+
+
+def _of_selection(path: str, selection: Selection) -> Choice:
+    device = _device_of(selection)
     problem = selection.problem
     dtype = matrix_dtype(problem)
     return Choice(
@@ -258,6 +272,7 @@ def _of_selection(path: str, selection: Selection, device: DeviceFacts) -> Choic
         ms=selection.ms,
         dtype=dtype,
         rooflines=_rooflines(selection, device),
+        device=_shown(device),
     )
 
 

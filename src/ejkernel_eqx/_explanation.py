@@ -15,6 +15,7 @@ class Choice:
     """One row of an explanation.
 
     - `path`: where the kernel stands in the model; `operation`, `problem`, `key`: what it is asked (`Problem.key()`).
+    - `device`: what the choice is made for: the device that the call is compiled for, as far as tracing knows.
     - `platform`, `config`, `tier`, `origin`: what was chosen, by which tier, and where that had it from.
     - `label`: the name scope of the call in lowered and compiled text and in profiles.
     - `ms`: the measured milliseconds by direction (`"forward"`, `"forward+backward"`); empty where nothing was measured.
@@ -36,6 +37,7 @@ class Choice:
     ms: tuple[tuple[str, float], ...] = ()
     dtype: str = ""
     rooflines: tuple[tuple[str, Roofline], ...] = ()
+    device: str = ""
 
     def roofline(self, direction: str = FORWARD) -> Roofline | None:
         """The roofline of one direction; `None` where the operation does not tell its cost."""
@@ -58,9 +60,10 @@ class Choice:
         more = f" (and {len(paths) - 1} more, to {paths[-1]})" if len(paths) > 1 else ""
         return f"{paths[0]}{more}: {self.problem or self.operation}"
 
-    def lines(self) -> list[str]:
-        """What stands below the title."""
-        lines = [f"platform  {self.platform}"]
+    def lines(self, device: str = "") -> list[str]:
+        """What stands below the title; the device too, where it is another than the one that is named already."""
+        lines = [f"device    {self.device}"] if self.device not in ("", device) else []
+        lines.append(f"platform  {self.platform}")
         if self.config:
             source = f"{self.tier}, {self.origin}" if self.origin else self.tier
             lines.append(f"config    {self.config}   (from: {source})")
@@ -131,5 +134,5 @@ class Explanation:
         titles = [choice.title(paths) for choice, paths in groups.items()]
         for previous, title, choice in zip([None, *titles], titles, groups, strict=False):
             lines.extend([title] if title != previous else [])
-            lines.extend(f"  {line}" for line in choice.lines())
+            lines.extend(f"  {line}" for line in choice.lines(self.device))
         return "\n".join(lines)

@@ -4,12 +4,15 @@ import contextlib
 import copy
 import dataclasses
 import functools
+import hashlib
 import itertools
-from collections.abc import Callable, Iterator
+import logging
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any, cast, ClassVar, TypeVar
 
 import equinox as eqx
 import jax
+import wadler_lindig
 
 from ._inputs import Inputs
 from .dispatch import (
@@ -17,43 +20,44 @@ from .dispatch import (
     DeviceFacts,
     Known,
     on_selection,
+    Place,
+    place_of,
+    place_of_calls,
     Platform,
     Problem,
     select,
     Selection,
     Snapshot,
-    take_snapshot,
+    take_snapshots,
     Tier,
     tuning_allowed,
 )
 
 K = TypeVar("K", bound="Kernel")
+_LOG = logging.getLogger("ejkernel_eqx")
 
 
-@dataclasses.dataclass(frozen=True, eq=False)
+@dataclasses.dataclass(frozen=True, eq=False, repr=False)
 class Plan:
-    """What was decided when a module was built: an ordered list of platforms and their known configurations.
+    """What was decided when a module was built: an ordered list of platforms and their known configurations, for every kind of device
+    that the process has (`snapshot`: the one that was the default then; `elsewhere`: the others).
 
-    Hashable and static. Two plans that choose alike are equal (where a configuration came from takes no part), so their
-    modules share one compilation and can be stacked. While a call is traced `select` picks, as a pure function
-    of the plan and the local problem; nothing outside the plan is read. `pinned` holds the choices made for `tune_for=`, as
-    (platform, problem key, `Known`), and `tiers` where each came from. A pin that was tuned decides before any table; the others say
-    what the plan would choose anyway.
+    Hashable and static. Two plans are equal if they were asked for alike and the same was tuned for them: neither what else is known nor the
+    device takes part, so that modules built before and after any tuning, or under another default device, can be stacked, and states of
+    optimisers fit. Of two equal plans JAX keeps the program that it compiled first: a plan that was put in place of one that would choose
+    otherwise is of another `edition`, a digest of all that it knows.
+
+    While a call is traced `select` picks, as a pure function of the plan, the device that is compiled for, and the local problem.
     """
 
     snapshot: Snapshot
-    pinned: tuple[tuple[Platform, str, Known], ...] = ()
-    tiers: tuple[Tier, ...] = ()
-
-    @functools.cached_property
-    def _tables(self) -> Snapshot:
-        """The snapshot with what was tuned for this plan."""
-        tuned = tuple(pin for pin, tier in zip(self.pinned, self.tiers, strict=True) if tier is Tier.AUTOTUNE)
-        return dataclasses.replace(self.snapshot, tuned=tuned) if tuned else self.snapshot
+    elsewhere: tuple[Snapshot, ...] = ()
+    edition: str = ""
 
     @property
     def _identity(self) -> tuple[Any, ...]:
-        return self._tables.identity
+        pins: frozenset[Any] = frozenset()
+        return self.request, pins.union(*(known.pins for known in self._snapshots)), self.edition
 
     @functools.cached_property
     def _hash(self) -> int:
@@ -65,9 +69,53 @@ class Plan:
     def __eq__(self, other: object) -> bool:
         return self is other or (isinstance(other, Plan) and self._identity == other._identity)
 
+    def __repr__(self) -> str:
+        given = self.snapshot.override
+        words = [self.operation, f"on {self.snapshot.requested.value}" if self.snapshot.requested else ""]
+        words.append("" if given is None else f"with {given!r}")
+        pins = sum(len(known.pinned) for known in self._snapshots)
+        words.append(f"pinned {pins}" if pins else "")
+        words.append(f"edition {self.edition}" if self.edition else "")
+        return f"Plan({', '.join(word for word in words if word)})"
+
+    def __pdoc__(self, **_: Any) -> wadler_lindig.AbstractDoc:
+        """As `repr`: what a model that prints itself shows of each of its kernels."""
+        return wadler_lindig.TextDoc(repr(self))
+
     def __getstate__(self) -> dict[str, Any]:
         """Without what is cached: hashes of strings differ from process to process."""
         return {field.name: getattr(self, field.name) for field in dataclasses.fields(self)}
+
+    @property
+    def _snapshots(self) -> tuple[Snapshot, ...]:
+        return (self.snapshot, *self.elsewhere)
+
+    @property
+    def request(self) -> tuple[Any, ...]:
+        """What was asked for, without what is known."""
+        return self.snapshot.request
+
+    @property
+    def answers(self) -> str:
+        """A digest of what decides a choice besides the request, on every device."""
+        return "-".join(sorted(known.answers for known in self._snapshots))
+
+    @property
+    def here(self) -> Snapshot:
+        """What is known of the device that a call made here is compiled for."""
+        place = place_of_calls()
+        same = next((known for known in self._snapshots if place_of(known.device) == place), None)
+        return same or _nearest(self._snapshots, place)
+
+    @property
+    def device(self) -> DeviceFacts:
+        """The device that a call made here is compiled for."""
+        return self.here.device
+
+    @property
+    def devices(self) -> tuple[DeviceFacts, ...]:
+        """One device of every kind that the plan has an answer for."""
+        return tuple(known.device for known in self._snapshots)
 
     @property
     def operation(self) -> str:
@@ -79,36 +127,81 @@ class Plan:
         return tuple(i.platform for i in self.snapshot.implementations)
 
     @property
-    def device(self) -> DeviceFacts:
-        return self.snapshot.device
+    def pinned(self) -> tuple[tuple[Platform, str, Known], ...]:
+        """The choices made for `tune_for=`, or by tuning, on this device: (platform, problem key, `Known`)."""
+        return self.here.pinned
+
+    @property
+    def tiers(self) -> tuple[Tier, ...]:
+        """Where each of the pinned choices came from."""
+        return self.here.tiers
 
     def select(self, problem: Problem, platform: Platform | None = None, quiet: bool = False) -> Selection:
         """The platform and configuration for one problem; `UnsupportedError` naming every reason if there is none.
 
-        `platform` asks for the configuration of that platform alone; `quiet` tells no listener.
+        `platform` asks for the configuration of that platform alone, where it was chosen before: perhaps for the devices of a mesh that is not
+        in force any more. `quiet` tells no listener.
         """
-        selection = select(self._tables, problem, platform=platform)
+        known = self.here if platform is None else self._usable(platform)
+        selection = select(known, problem, platform=platform)
         return selection if quiet else announce(selection)
+
+    def _usable(self, platform: Platform) -> Snapshot:
+        here = self.here
+        for known in (here, *self._snapshots):
+            if any(
+                i.platform is platform and i.unusable(known.device) is None for i in known.implementations
+            ):
+                return known
+        return here
 
     def pin(self, problem: Problem, tuning: bool = True) -> "Plan":
         """This plan with the choice for `problem` made now: tuned, where the policy asks for it and a tuner is there."""
         denied: list[tuple[Platform, str, Known]] = []
-        chosen = select(self._tables, problem, tuning=tuning, denials=denied)
+        chosen = select(self.here, problem, tuning=tuning, denials=denied)
         pinned = (chosen.platform, problem.key(), Known(chosen.config, chosen.ms, chosen.origin))
-        return dataclasses.replace(
-            self,
-            pinned=(*self.pinned, *denied, pinned),
-            tiers=(*self.tiers, *(Tier.AUTOTUNE for _ in denied), chosen.tier),
-        )
+        tiers = (*self.tiers, *(Tier.AUTOTUNE for _ in denied), chosen.tier)
+        return self.with_pins((*self.pinned, *denied, pinned), tiers)
+
+    def with_pins(self, pinned: Sequence[tuple[Platform, str, Known]], tiers: Sequence[Tier]) -> "Plan":
+        """This plan with these choices made, for the device that a call made here is compiled for."""
+        here = self.here
+        return self.changed(lambda known: known.with_pins(pinned, tiers) if known is here else known)
+
+    def changed(self, change: Callable[[Snapshot], Snapshot]) -> "Plan":
+        """This plan with what it knows changed, device by device."""
+        first, *others = map(change, self._snapshots)
+        return dataclasses.replace(self, snapshot=first, elsewhere=tuple(others))
 
     def renewed(self) -> "Plan":
         """The same request (platform, configuration), with everything that is known now; the pins are dropped."""
         return make_plan(self.operation, platform=self.snapshot.requested, config=self.snapshot.override)
 
+    def as_edition(self) -> "Plan":
+        """This plan, equal to those alone that know the same."""
+        return dataclasses.replace(self, edition=hashlib.sha256(self.answers.encode()).hexdigest()[:8])
+
+
+_warned: set[tuple[Place, Place]] = set()
+
+
+def _nearest(snapshots: Sequence[Snapshot], place: Place) -> Snapshot:
+    """What to take where nothing is known of a device: a plan of another machine. Said once."""
+    nearest = next((known for known in snapshots if known.device.backend is place[0]), snapshots[0])
+    if (place, place_of(nearest.device)) not in _warned:
+        _warned.add((place, place_of(nearest.device)))
+        _LOG.warning(
+            "a kernel that was built for %s is called on %s, where it stays with what was known for the former; ejx.replan(model) chooses anew.",
+            " and ".join(known.device.kind for known in snapshots),
+            place[1],
+        )
+    return nearest
+
 
 def make_plan(operation: str, *, platform: "str | Platform | None" = None, config: Any | None = None) -> Plan:
-    """The plan of an operation on the default device, from everything known now."""
-    return Plan(take_snapshot(operation, platform=platform, config=config))
+    """The plan of an operation from everything known now, for every kind of device of this process."""
+    here, *others = take_snapshots(operation, platform=platform, config=config)
+    return Plan(here, tuple(others))
 
 
 class Kernel(eqx.Module):

@@ -13,13 +13,22 @@ from ejkernel_eqx import TuningError
 from ejkernel_eqx._tolerances import errors, TOLERANCES
 from ejkernel_eqx.custom import platforms
 from ejkernel_eqx.custom.workload import example_problem
-from ejkernel_eqx.dispatch import BOTH, device_facts, FORWARD, kernel_registry, Problem
+from ejkernel_eqx.dispatch import (
+    BOTH,
+    device_facts,
+    FORWARD,
+    kernel_registry,
+    memory_cache,
+    Platform,
+    Problem,
+)
 from ejkernel_eqx.dispatch.labels import find_labels_in_lowered, labels_to_configs
 from ejkernel_eqx.dispatch.persistent import lookup, made_with, Record, user_cache
 from ejkernel_eqx.launch import compile_ahead
 from ejkernel_eqx.tuning import Status, tune_problem, tuning_options
 from tests.attention.dense import normal, quick
 from tests.custom.kernels import Block, Blocks, Opaque, Square
+from tests.tuning.scaling import nothing_in_memory
 
 PROBLEM = example_problem("tests.square", {"B": 3, "D": 40}, "float32", {"scale": 3.0})
 
@@ -162,6 +171,26 @@ def test_labels_name_the_choice():
     assert {(x.operation, x.config) for x in found} == {("tests.square", kernel.plan.snapshot.override)}
     folded = example_problem("tests.square", {"B": 3, "D": 40}, "float32", {})
     assert {x.problem for x in found} == {folded.digest()}
+
+
+def test_a_kernel_built_when_more_is_known_uses_it():
+    """Equal as they are, each chooses by what it knows itself where it is traced."""
+    pytest.importorskip("triton")
+    x, weight = jnp.ones((3, 40)), jnp.ones(40)
+
+    def chosen(kernel):
+        with ejx.recording() as calls:
+            jax.eval_shape(kernel, x, weight)
+        return calls[-1].problem.key(), calls[-1].config
+
+    with nothing_in_memory():
+        first: Any = Square(platform="triton-interpret")
+        key, before = chosen(first)
+        known = Blocks(Block(32), Block(16))
+        memory_cache.put(Platform.TRITON_INTERPRET, key, known)
+        second = Square(platform="triton-interpret")
+        assert second == first and before != known
+        assert chosen(second) == (key, known) and chosen(first) == (key, before)
 
 
 def test_what_was_tuned_of_another_text_is_not_asked(monkeypatch, tmp_path):

@@ -60,7 +60,7 @@ def known(key, config, monkeypatch):
     )
 
 
-def test_provenance_takes_no_part_in_equality(monkeypatch):
+def test_equality_is_what_was_asked_for_and_what_was_tuned_for_it(monkeypatch):
     key = problem_of(ejx.FlashAttention(), *qkv()).key()
     plain = ejx.FlashAttention()
     memory_cache.put(Platform.XLA, key, TILES)
@@ -78,10 +78,16 @@ def test_provenance_takes_no_part_in_equality(monkeypatch):
         ejx.explain(module, *qkv()).choices[0].tier for module in (from_memory, from_table, settled, tuned)
     ]
     assert tiers == ["memory", "persistent", "overlay", "autotune"]
-    assert from_memory == from_table == tuned and hash(from_memory.plan) == hash(from_table.plan) == hash(
-        tuned.plan
-    )
-    assert plain != from_memory
+    # What is known takes no part, and so neither does where it comes from; what was tuned for a module does, from wherever it is known next.
+    assert plain == from_memory == from_table != tuned
+    assert hash(plain.plan) == hash(from_memory.plan) == hash(from_table.plan)
+    memory_cache.put(Platform.XLA, key, TILES)
+    again = ejx.FlashAttention(tune_for=qkv())
+    assert again.plan.tiers == (Tier.MEMORY,) and again == tuned and hash(again.plan) == hash(tuned.plan)
+    with overlay_cache({key: TILES}):
+        assert settled == ejx.FlashAttention() != plain
+    with ejx.policy_override("heuristic"):
+        assert ejx.FlashAttention() != plain
     # Overrides are equal whatever the tables say, as these are never asked then.
     before = ejx.FlashAttention(config=TILES)
     memory_cache.put(Platform.XLA, key, tiles(64, 64))
@@ -104,15 +110,38 @@ def test_equal_modules_share_one_trace():
     memory_cache.clear()
     set_autotuner(lambda p, implementation, device: TILES)
     with ejx.policy_override("tune"):
-        tuned = ejx.FlashAttention(causal=True, tune_for=(q, k, v))
+        tuned = [ejx.FlashAttention(causal=True, tune_for=(q, k, v)) for _ in range(2)]
     first = call(cached, q, k, v)
-    np.testing.assert_array_equal(first, call(tuned, q, k, v))
-    call(ejx.FlashAttention(causal=True), q, k, v)  # another configuration
-    call(ejx.FlashAttention(causal=True), q, k, v)
-    call(tuned, *qkv(seed=1))
+    call(ejx.FlashAttention(causal=True), q, k, v)  # which would choose otherwise
+    assert len(traces) == 1
+    np.testing.assert_array_equal(first, call(tuned[0], q, k, v))
+    call(tuned[1], *qkv(seed=1))
     assert len(traces) == 2
     call(ejx.FlashAttention(causal=False), q, k, v)
     assert len(traces) == 3
+
+
+def test_replan_takes_effect_in_what_is_compiled_already():
+    chosen = []
+
+    @eqx.filter_jit
+    def call(module, q):
+        with ejx.dispatch.on_selection(lambda selection: chosen.append(selection.config)):
+            return module(q, q, q)
+
+    q, _, _ = qkv()
+    module = ejx.FlashAttention(causal=True)
+    expected = call(module, q)
+    assert ejx.replan(module) == module and ejx.replan(module).plan is module.plan  # nothing new is known
+    memory_cache.put(Platform.XLA, problem_of(module, q, q, q).key(), TILES)
+    new, copy = ejx.replan(module, module)
+    assert new == copy != module and "edition" in repr(new.plan) and ejx.replan(new) == new
+    assert_close(call(new, q), expected)
+    assert TILES in chosen and chosen[0] != TILES
+    # Modules that differed only in this are alike again, whichever comes first.
+    for mixed in ((new, module), (module, new)):
+        first, second = ejx.replan(*mixed)
+        assert first == second == new
 
 
 class Layer(eqx.Module):
@@ -126,12 +155,20 @@ class Layer(eqx.Module):
 def test_layers_built_from_different_tiers_stack_and_scan():
     q, _, _ = qkv()
     weights = jax.random.normal(jax.random.key(3), (3, 8, 8)) / 8
-    key = problem_of(ejx.FlashAttention(), q, q, q).key()
+    attentions = [ejx.FlashAttention()]
+    key = problem_of(attentions[0], q, q, q).key()
+    memory_cache.put(Platform.XLA, key, TILES)
+    attentions.append(ejx.FlashAttention())
+    memory_cache.put(Platform.XLA, key, tiles(32, 16))
+    attentions.append(ejx.FlashAttention())
+    memory_cache.clear()
     set_autotuner(lambda p, implementation, device: TILES)
     with ejx.policy_override("tune"):
-        attentions = [ejx.FlashAttention(tune_for=(q, q, q))]
-    memory_cache.put(Platform.XLA, key, TILES)
-    attentions += [ejx.FlashAttention(), ejx.FlashAttention(tune_for=(q, q, q))]
+        tuned = [ejx.FlashAttention(tune_for=(q, q, q))]
+        memory_cache.put(Platform.XLA, key, TILES)
+        tuned.append(ejx.FlashAttention(tune_for=(q, q, q)))
+    assert tuned[0].plan.tiers != tuned[1].plan.tiers
+    assert jax.tree.structure(tuned[0]) == jax.tree.structure(tuned[1])
     layers = [Layer(weight, attention) for weight, attention in zip(weights, attentions)]
     stacked = jax.tree.map(lambda *leaves: jnp.stack(leaves), *layers)
     assert stacked.weight.shape == (3, 8, 8)
@@ -289,6 +326,9 @@ def test_plans_survive_pickling():
     copy = pickle.loads(pickle.dumps(plan))
     assert copy == plan and hash(copy) == hash(plan) and "_hash" not in plan.__getstate__()
     assert copy.select(problem()) == plan.select(problem())
+    memory_cache.put(Platform.PALLAS, problem().key(), FastConfig(5))
+    renewed = plan.renewed().as_edition()
+    assert pickle.loads(pickle.dumps(renewed)) == renewed != plan
 
 
 def test_with_plan_leaves_the_original_alone():
@@ -341,6 +381,7 @@ def test_a_renewed_plan_makes_the_same_request_of_what_is_known_now():
         "both": SlowConfig(7),
     }
     assert new["free"].pinned == () and old["free"].select(problem()).config == FastConfig(5)
+    assert new["platform"] == old["platform"] != new["platform"].as_edition()
     assert {name: plan.platforms for name, plan in new.items()} == {
         name: plan.platforms for name, plan in old.items()
     }
@@ -354,7 +395,7 @@ def test_a_pin_that_was_not_tuned_takes_no_part_in_equality():
     tuned = plan.pin(problem())
     assert tuned != plan
     memory_cache.put(Platform.PALLAS, problem().key(), FastConfig(5))
-    assert tuned == make_plan(OPERATION) == make_plan(OPERATION).pin(problem())
+    assert tuned == make_plan(OPERATION).pin(problem()) and plan == make_plan(OPERATION)
 
 
 def test_a_platform_that_tuning_denies_is_passed_over_from_then_on():

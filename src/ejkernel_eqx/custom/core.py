@@ -33,11 +33,13 @@ from .platforms import CustomPlatform, Execute, launcher, TritonLauncher
 
 @dataclasses.dataclass(frozen=True)
 class Call:
-    """All of a call but its arrays: the kernel's class and static fields, its plan, the implementation that was chosen."""
+    """All of a call but its arrays: the kernel's class and static fields, its plan and what that knows, the implementation that was
+    chosen."""
 
     kernel: Any
     fields: Fields
     plan: Plan
+    answers: Any
     implementation: Implementation
 
     @property
@@ -57,7 +59,7 @@ def evaluate(kernel: Any, fields: Fields, arrays: Arrays) -> Arrays:
     """The outputs by name, on the platform that the kernel's plan chooses for these shapes."""
     declaration: Declaration = kernel.declaration
     selection = kernel.plan.select(declaration.problem(arrays, fields), quiet=True)
-    call = Call(type(kernel), fields, kernel.plan, selection.implementation)
+    call = Call(type(kernel), fields, kernel.plan, kernel.plan.here.answers, selection.implementation)
     # Inside `shard_map` a gradient varies over every axis that any array does: so must the arrays that it belongs to.
     return _function(call)(match_varying(arrays, arrays))
 
@@ -208,5 +210,5 @@ def _reference_gradient(call: Call, arrays: Arrays, outputs: Arrays, cotangents:
 def fixed_plan(plan: Plan, implementation: Implementation) -> Plan:
     """A plan of one implementation on one device."""
     device = dataclasses.replace(plan.device, count=1)
-    snapshot = dataclasses.replace(plan.snapshot, implementations=(implementation,), device=device)
-    return dataclasses.replace(plan, snapshot=snapshot)
+    snapshot = dataclasses.replace(plan.here, implementations=(implementation,), device=device)
+    return dataclasses.replace(plan, snapshot=snapshot, elsewhere=())

@@ -12,6 +12,9 @@ from .device import device_fingerprint as device_fingerprint
 from .device import device_kind as device_kind
 from .device import device_platform as device_platform
 from .device import DeviceFacts as DeviceFacts
+from .device import Place as Place
+from .device import place_of as place_of
+from .device import place_of_calls as place_of_calls
 from .overlay import current_policy as current_policy
 from .overlay import no_tuning as no_tuning
 from .overlay import overlay_cache as overlay_cache
@@ -42,6 +45,7 @@ from .selection import set_autotuner as set_autotuner
 from .selection import withdraw as withdraw
 from .snapshot import Snapshot as Snapshot
 from .snapshot import take_snapshot as take_snapshot
+from .snapshot import take_snapshots as take_snapshots
 from .snapshot import Tier as Tier
 from .workload import BOTH as BOTH
 from .workload import Cost as Cost

@@ -66,21 +66,63 @@ class DeviceFacts:
 
 def device_facts(device: Device | None = None) -> DeviceFacts:
     """The facts of `device`, by default of the device that JAX would place a computation on."""
-    if device is None:
-        default = getattr(jax.config, "jax_default_device", None)
-        device = default if isinstance(default, jax.Device) else jax.local_devices(backend=default)[0]
-    return _facts(device)
+    return _facts(_default_device() if device is None else device)
+
+
+def other_device_facts(device: DeviceFacts) -> tuple[DeviceFacts, ...]:
+    """The facts of one device of every other kind that this process has: what is built under `jax.default_device` of one may be
+    called on another."""
+    found = {place_of(device): device}
+    for other in (*jax.local_devices(), *_local_devices("cpu")):
+        found.setdefault((_backend(other.platform), other.device_kind), _facts(other))
+    return tuple(found.values())[1:]
+
+
+Place = tuple[Backend, str]
+"""What a choice is made for: the backend and the kind of a device."""
+
+
+def place_of(device: DeviceFacts) -> Place:
+    return device.backend, device.kind
+
+
+def place_of_calls() -> Place:
+    """What a call made here is compiled for, as far as that is known while it is traced: the devices of the mesh in force, else the
+    default device. Both are part of what JAX finds its traces by."""
+    of_mesh = getattr(jax.sharding.get_abstract_mesh(), "abstract_device", None)
+    if of_mesh is not None:
+        return _backend(of_mesh.platform), of_mesh.device_kind
+    device = _default_device()
+    return _backend(device.platform), device.device_kind
+
+
+def _default_device() -> Device:
+    default = getattr(jax.config, "jax_default_device", None)
+    return default if isinstance(default, jax.Device) else jax.local_devices(backend=default)[0]
+
+
+def _local_devices(backend: str) -> list[Device]:
+    """Those of a backend; none where JAX was started without it."""
+    try:
+        return jax.local_devices(backend=backend)
+    except RuntimeError:
+        return []
+
+
+def _backend(platform: str) -> Backend:
+    if platform in ("gpu", "cuda", "rocm"):
+        return Backend.GPU
+    return Backend.TPU if platform == "tpu" else Backend.CPU if platform == "cpu" else Backend.ANY
 
 
 @functools.lru_cache(maxsize=64)
 def _facts(device: Device) -> DeviceFacts:
-    platform = device.platform
-    if platform in ("gpu", "cuda", "rocm"):
+    backend = _backend(device.platform)
+    if backend is Backend.GPU:
         return _gpu_facts(device)
-    backend = Backend.TPU if platform == "tpu" else Backend.CPU if platform == "cpu" else Backend.ANY
-    memory = _memory(device)
+    count = jax.device_count(device.platform)
     return DeviceFacts(
-        backend, device.device_kind, memory=memory, runtime=_runtime(device), count=jax.device_count(platform)
+        backend, device.device_kind, memory=_memory(device), runtime=_runtime(device), count=count
     )
 
 

@@ -28,7 +28,8 @@ Ask = Callable[[Snapshot, Implementation, Problem], Known | None]
 class Selection:
     """What was chosen for one problem, and why the platforms before it were not.
 
-    `origin` says more of where the configuration came from than `tier`, and `ms` what it was measured to take, by direction.
+    `origin` says more of where the configuration came from than `tier`, and `ms` what it was measured to take, by direction;
+    `device` is what it was chosen for.
     """
 
     problem: Problem
@@ -38,6 +39,7 @@ class Selection:
     rejected: tuple[tuple[Platform, str], ...]
     origin: str = ""
     ms: tuple[tuple[str, float], ...] = ()
+    device: DeviceFacts | None = None
 
     @property
     def platform(self) -> Platform:
@@ -67,7 +69,14 @@ def select(
             known, tier = _first_answer(snapshot, implementation, problem, tuning)
             if known.config is not None:
                 return Selection(
-                    problem, implementation, known.config, tier, tuple(rejected), known.origin, known.ms
+                    problem=problem,
+                    implementation=implementation,
+                    config=known.config,
+                    tier=tier,
+                    rejected=tuple(rejected),
+                    origin=known.origin,
+                    ms=known.ms,
+                    device=snapshot.device,
                 )
             reason = known.denied
             if denials is not None:

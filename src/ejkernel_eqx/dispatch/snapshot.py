@@ -1,16 +1,17 @@
-"""`Snapshot`: all that the selection chain may answer with, collected once, when a module is built."""
+"""`Snapshot`: all that the selection chain may answer with on one kind of device, collected once, when a module is built."""
 
 import dataclasses
 import enum
 import functools
-from collections.abc import Iterable
+import hashlib
+from collections.abc import Iterable, Sequence
 from typing import Any
 
 import jax
 
 from .._errors import UnsupportedError
 from .caches import Entry, Known, memory_cache
-from .device import device_facts, DeviceFacts
+from .device import device_facts, DeviceFacts, other_device_facts, place_of
 from .overlay import current_policy, overlay_entries, Policy
 from .persistent import user_entries
 from .platform import Platform
@@ -31,6 +32,8 @@ class Tier(enum.StrEnum):
     ERROR = "error"
 
 
+_LOOKED_UP = (Tier.MEMORY, Tier.PERSISTENT, Tier.AUTOTUNE)
+
 Table = dict[tuple[Platform, str], Known]
 
 
@@ -40,7 +43,8 @@ class Snapshot:
 
     `requested` is the platform that was asked for by name. `overlay` maps an operation's name or a problem key to a configuration.
     The tables are tuples of (platform, problem key, `Known`): `memory` of this process, `user` of the user's files, `shipped` with
-    the package for this kind of device, `borrowed` from another kind; `tuned` holds what was tuned for the module itself.
+    the package for this kind of device, `borrowed` from another kind. `pinned` holds the choices made for the module itself, and `tiers`
+    where each came from; those that were tuned are `tuned`, and decide before any table: the others say what is chosen anyway.
     """
 
     operation: str
@@ -55,15 +59,56 @@ class Snapshot:
     shipped: tuple[Entry, ...] = ()
     borrowed: tuple[Entry, ...] = ()
     tuned: tuple[Entry, ...] = ()
+    pinned: tuple[Entry, ...] = ()
+    tiers: tuple[Tier, ...] = ()
+
+    def __repr__(self) -> str:
+        known = sum(map(len, (self.memory, self.user, self.shipped, self.borrowed, self.tuned)))
+        return f"Snapshot({self.operation} on {self.device.kind}: {known} known, {len(self.pinned)} pinned)"
+
+    def with_pins(self, pinned: Sequence[Entry], tiers: Sequence[Tier]) -> "Snapshot":
+        """The same with other choices made for the module itself."""
+        tuned = tuple(pin for pin, tier in zip(pinned, tiers, strict=True) if tier is Tier.AUTOTUNE)
+        return dataclasses.replace(self, pinned=tuple(pinned), tiers=tuple(tiers), tuned=tuned)
+
+    @property
+    def request(self) -> tuple[Any, ...]:
+        """What was asked for, whatever is known and on whichever device: plans of equal requests and pins are equal."""
+        if self.override is not None:
+            return (self.operation, self.implementations, self.override)
+        return (self.operation, self.implementations, self.overlay, self.policy is Policy.HEURISTIC)
 
     @functools.cached_property
-    def identity(self) -> tuple[Any, ...]:
-        """What decides the choice, without provenance: plans of equal identities share one compilation."""
+    def pins(self) -> frozenset[Any]:
+        """The pins that a table or the tuner answers exactly, without provenance."""
         if self.override is not None:
-            return (self.operation, self.implementations, self.device, self.override)
-        known = _bare(self._all.items())
-        borrowed = _bare(((platform, key), known) for platform, key, known in self.borrowed)
-        return (self.operation, self.implementations, self.device, self.overlay, known, borrowed)
+            return frozenset()
+        return frozenset(
+            (platform, key, known.config)
+            for (platform, key, known), tier in zip(self.pinned, self.tiers, strict=True)
+            if tier in _LOOKED_UP and (platform, key) in self._all
+        )
+
+    @functools.cached_property
+    def answers(self) -> str:
+        """A digest of what decides a choice besides the request, without provenance: the same in every process."""
+        tables = () if self.override is not None else (self._all.items(), _table(self.borrowed).items())
+        known = [
+            sorted((platform.value, key, repr(known.config)) for (platform, key), known in table)
+            for table in tables
+        ]
+        return hashlib.sha256(repr((self.device, known)).encode()).hexdigest()[:16]
+
+    def known_exactly(self, platform: Platform, key: str) -> tuple[Known, Tier] | None:
+        """What is known of this very problem, and which tier says it."""
+        tiers = (Tier.AUTOTUNE, Tier.MEMORY, Tier.PERSISTENT, Tier.PERSISTENT)
+        tables = (self.tuned_table, self.memory_table, self.user_table, self.shipped_table)
+        found = (
+            (table[platform, key], tier)
+            for tier, table in zip(tiers, tables, strict=True)
+            if (platform, key) in table
+        )
+        return next(found, None)
 
     @functools.cached_property
     def tuned_table(self) -> Table:
@@ -105,16 +150,12 @@ def _table(entries: Iterable[Entry]) -> Table:
     return {(platform, key): known for platform, key, known in entries}
 
 
-def _bare(entries: Iterable[tuple[tuple[Platform, str], Known]]) -> frozenset[Any]:
-    return frozenset((platform, key, known.config) for (platform, key), known in entries)
-
-
-_latest: dict[tuple[str, Platform | None], Snapshot] = {}
+_latest: dict[Any, Snapshot] = {}
 
 
 def _shared(new: Snapshot) -> Snapshot:
-    """The latest snapshot of the operation if nothing has changed since, so that what it has worked out is worked out once."""
-    place = (new.operation, new.requested)
+    """The latest snapshot of the operation there if nothing has changed since, so that what it has worked out is worked out once."""
+    place = (new.operation, new.requested, place_of(new.device))
     old = _latest.get(place)
     if old is not None and all(
         getattr(old, field.name) == getattr(new, field.name) for field in dataclasses.fields(Snapshot)
@@ -133,8 +174,32 @@ def take_snapshot(
     the user's files are not read: they may differ from machine to machine.
     """
     device = device_facts()
+    implementations = _candidates(operation, (device,), platform, config)
+    return _take(operation, device, implementations, platform is not None, config)
+
+
+def take_snapshots(
+    operation: str, *, platform: "str | Platform | None" = None, config: Any | None = None
+) -> tuple[Snapshot, ...]:
+    """As `take_snapshot`, for one device of every kind that this process has, the default device first.
+
+    What is asked for by name must be usable on one of them, and is asked for on all.
+    """
+    here = device_facts()
+    devices = (here, *other_device_facts(here))
+    implementations = _candidates(operation, devices, platform, config)
+    requested = platform is not None
+    return tuple(_take(operation, device, implementations, requested, config) for device in devices)
+
+
+def _take(
+    operation: str,
+    device: DeviceFacts,
+    implementations: tuple[Implementation, ...],
+    requested: bool,
+    config: Any | None,
+) -> Snapshot:
     policy = current_policy()
-    implementations = _candidates(operation, device, platform, config)
     asked = implementations if policy is not Policy.HEURISTIC and config is None else ()
     alone = asked and jax.process_count() == 1
     return _shared(
@@ -143,7 +208,7 @@ def take_snapshot(
             implementations=implementations,
             device=device,
             policy=policy,
-            requested=implementations[0].platform if platform is not None else None,
+            requested=implementations[0].platform if requested else None,
             override=config,
             overlay=_relevant_overlay(operation),
             memory=memory_cache.entries(operation, {i.platform for i in asked}),
@@ -163,28 +228,28 @@ def _relevant_overlay(operation: str) -> tuple[tuple[str, Any], ...]:
 
 
 def _candidates(
-    operation: str, device: DeviceFacts, platform: Any, config: Any
+    operation: str, devices: Sequence[DeviceFacts], platform: Any, config: Any
 ) -> tuple[Implementation, ...]:
     if platform is not None:
-        return (_explicit(operation, device, platform, config),)
-    known = kernel_registry.ordered(operation)
-    if config is not None:
-        usable = [i for i in known if i.priority >= 0 and i.unusable(device) is None]
-        matching = [i for i in usable if isinstance(config, i.load().config_type)]
-        if not matching:
-            kinds = sorted({i.load().config_type.__name__ for i in usable})
-            raise ValueError(
-                f"config: expected an instance of {' or '.join(kinds)} for {operation} on {device.kind}, received {config!r}."
-            )
-        return tuple(matching[:1])
-    return tuple(i for i in known if i.priority >= 0)
+        return (_explicit(operation, devices, platform, config),)
+    known = [i for i in kernel_registry.ordered(operation) if i.priority >= 0]
+    if config is None:
+        return tuple(known)
+    usable = [i for i in known if any(i.unusable(device) is None for device in devices)]
+    matching = [i for i in usable if isinstance(config, i.load().config_type)]
+    if not matching:
+        kinds = sorted({i.load().config_type.__name__ for i in usable})
+        raise ValueError(
+            f"config: expected an instance of {' or '.join(kinds)} for {operation} on {devices[0].kind}, received {config!r}."
+        )
+    return (matching[0],)
 
 
-def _explicit(operation: str, device: DeviceFacts, platform: Any, config: Any) -> Implementation:
+def _explicit(operation: str, devices: Sequence[DeviceFacts], platform: Any, config: Any) -> Implementation:
     wanted = kernel_registry.get(operation, platform)
-    reason = wanted.unusable(device)
-    if reason is not None:
-        raise UnsupportedError(operation, {wanted.platform.value: reason})
+    reasons = [wanted.unusable(device) for device in devices]
+    if None not in reasons:
+        raise UnsupportedError(operation, {wanted.platform.value: reasons[0] or ""})
     config_type = wanted.load().config_type
     if config is not None and not isinstance(config, config_type):
         raise ValueError(

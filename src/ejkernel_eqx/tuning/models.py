@@ -211,22 +211,26 @@ class Tuning:
 
     def _suffices(self, call: Invocation) -> bool:
         """Whether the tables that the policy trusts know exactly this problem."""
-        snapshot = make_plan(call.operation, platform=call.platform).snapshot
+        snapshot = make_plan(call.operation, platform=call.platform).here
         own = snapshot.memory_table | snapshot.user_table
         trusted = {Policy.CACHED: snapshot.shipped_table | own, Policy.TUNE: own}
         return _question(call) in trusted.get(self._policy, {})
 
-    def _renew(self, plan: Plan) -> Plan:
-        """The plan with all that is known now and what was tuned; what the user gave stays."""
+    def _renew(self, plans: list[Plan]) -> Plan | None:
+        """The plan with all that is known now and what was asked for pinned, tuned or known before; what the user gave stays."""
+        plan = plans[0]
         if plan.snapshot.override is not None:
-            return plan
+            return None
         new = _keep_overlay(plan.renewed(), plan)
-        pinned = tuple(
-            (platform, key, known)
-            for (platform, key), known in sorted(self.table.items())
-            if platform in new.platforms and self._asked[(platform, key)].operation == plan.operation
-        )
-        return dataclasses.replace(new, pinned=pinned, tiers=(Tier.AUTOTUNE,) * len(pinned))
+        if {other.edition for other in plans} != {""}:
+            new = new.as_edition()
+        pins = []
+        for (platform, key), call in sorted(self._asked.items(), key=lambda asked: asked[0]):
+            if platform in new.platforms and call.operation == plan.operation:
+                tuned = self.table.get((platform, key))
+                known = (tuned, Tier.AUTOTUNE) if tuned else new.here.known_exactly(platform, key)
+                pins.extend([((platform, key, known[0]), known[1])] if known else [])
+        return new.with_pins([pin for pin, _ in pins], [tier for _, tier in pins])
 
     def _warn_of_captured(self, calls: Iterable[Invocation]) -> None:
         for call in calls:
@@ -258,7 +262,7 @@ def _keep_overlay(new: Plan, old: Plan) -> Plan:
     overlay = tuple(dict.fromkeys((*new.snapshot.overlay, *old.snapshot.overlay)))
     if overlay == new.snapshot.overlay:
         return new
-    return dataclasses.replace(new, snapshot=dataclasses.replace(new.snapshot, overlay=overlay))
+    return new.changed(lambda known: dataclasses.replace(known, overlay=overlay))
 
 
 def _question(call: Invocation) -> Question:

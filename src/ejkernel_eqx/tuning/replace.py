@@ -39,16 +39,22 @@ def plans_of(tree: Any) -> dict[str, Plan]:
     return plans
 
 
-def renew_plans(trees: tuple[Any, ...], renew: Callable[[Plan], Plan]) -> tuple[Any, ...]:
-    """Copies of the pytrees with renewed plans. Equal plans stay equal, so that what matched before still does."""
-    renewed: dict[Plan, Plan] = {}
+def renew_plans(trees: tuple[Any, ...], renew: Callable[[list[Plan]], Plan | None]) -> tuple[Any, ...]:
+    """Copies of the pytrees in which `renew` has a plan for all that were asked for alike, so that what matched before still does;
+    `None` leaves them as they are."""
+    alike: dict[Any, list[Plan]] = {}
+    for tree in trees:
+        for plan in plans_of(tree).values():
+            alike.setdefault(plan.request, []).append(plan)
+    renewed = {request: renew(plans) for request, plans in alike.items()}
+    return tuple(map_plans(lambda _, plan: renewed[plan.request] or plan, tree) for tree in trees)
 
-    def once(_: str, plan: Plan) -> Plan:
-        if plan not in renewed:
-            renewed[plan] = renew(plan)
-        return renewed[plan]
 
-    return tuple(map_plans(once, tree) for tree in trees)
+def _replanned(plans: list[Plan]) -> Plan | None:
+    """Everything known now; nothing where every plan would choose so already: what is compiled then stays."""
+    new = plans[0].renewed()
+    same = new.request == plans[0].request and all(plan.answers == new.answers for plan in plans)
+    return None if same and len(set(plans)) == 1 else new.as_edition()
 
 
 def replan(model: Any, *others: Any) -> Any:
@@ -68,7 +74,7 @@ def replan(model: Any, *others: Any) -> Any:
     """
     trees = (model, *others)
     replan_together({plan.operation for tree in trees for plan in plans_of(tree).values()})
-    new = renew_plans(trees, Plan.renewed)
+    new = renew_plans(trees, _replanned)
     return new if others else new[0]
 
 
