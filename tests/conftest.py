@@ -6,7 +6,25 @@ import importlib.util
 import os
 import pathlib
 import shutil
+import subprocess
+import sys
 import tempfile
+
+# Compiling takes most of the suite's time: less of it, unless "optimised" is asked for. A test that measures what XLA makes of a
+# program has the fixture `optimised`.
+_OPTIMISED = os.environ.get("EJKERNEL_EQX_TESTS", "") == "optimised"
+# Programs that run once: the CPU's newer emitters take four times as long to make them, and parts of a program are for more cores.
+_QUICK_FLAGS = ("--xla_cpu_use_fusion_emitters=false", "--xla_cpu_parallel_codegen_split_count=1")
+
+
+def _known(flag: str) -> bool:
+    """Whether this version of XLA has the flag: it aborts the process over one that it has not."""
+    script = "import resource, jaxlib.xla_client as x; resource.setrlimit(resource.RLIMIT_CORE, (0, 0)); x.make_cpu_client()"
+    environment = {**os.environ, "XLA_FLAGS": flag}
+    return (
+        subprocess.run([sys.executable, "-c", script], env=environment, capture_output=True).returncode == 0
+    )
+
 
 # Eight CPU devices for the sharding tests. The flag touches only the CPU, so it is harmless on a GPU machine.
 _flags = os.environ.get("XLA_FLAGS", "")
@@ -15,6 +33,8 @@ if "--xla_force_host_platform_device_count" not in _flags:
 if "PYTEST_XDIST_WORKER" in os.environ and "--xla_cpu_multi_thread_eigen" not in _flags:
     # The suite is parallel over processes already; threads inside each would only get in each other's way.
     _flags += " --xla_cpu_multi_thread_eigen=false"
+if not _OPTIMISED:
+    _flags = " ".join([_flags, *(flag for flag in _QUICK_FLAGS if flag not in _flags and _known(flag))])
 os.environ["XLA_FLAGS"] = _flags.strip()
 # Several processes share one GPU: none of them may reserve most of its memory at the start.
 os.environ.setdefault("XLA_PYTHON_CLIENT_PREALLOCATE", "false")
@@ -27,9 +47,7 @@ import jax  # noqa: E402
 import jaxtyping  # noqa: E402
 import pytest  # noqa: E402
 
-# Compiling takes most of the suite's time: less of it, unless "optimised" is asked for. A test that measures what XLA makes of a
-# program has the fixture `optimised`.
-if os.environ.get("EJKERNEL_EQX_TESTS", "") != "optimised":
+if not _OPTIMISED:
     jax.config.update("jax_disable_most_optimizations", True)
 # What a user may switch on must work: under "strict", an implicit promotion between dtypes is an error.
 jax.config.update("jax_numpy_dtype_promotion", "strict")
@@ -72,10 +90,11 @@ def _mappings() -> int:
 
 @pytest.fixture
 def optimised():
-    """Run the test with XLA's optimisations on."""
+    """`optimised(lowered)` is compiled as it is for users, with XLA's optimisations on."""
     before = jax.config.read("jax_disable_most_optimizations")
     jax.config.update("jax_disable_most_optimizations", False)
-    yield
+    given = {"xla_cpu_use_fusion_emitters": True} if _QUICK_FLAGS[0] in os.environ["XLA_FLAGS"] else {}
+    yield lambda lowered: lowered.compile(compiler_options=given)
     jax.config.update("jax_disable_most_optimizations", before)
 
 

@@ -266,8 +266,7 @@ def test_sums_keep_what_a_difference_loses():
         assert cumsums(jnp.ones(3000, dtype), 3000, axis=0)[-1] == 3000
 
 
-@pytest.mark.usefixtures("optimised")
-def test_memory_is_linear():
+def test_memory_is_linear(optimised):
     t = 1 << 15
     x, ids = jax.ShapeDtypeStruct((t,), jnp.float32), jax.ShapeDtypeStruct((t,), jnp.int32)
     offsets = jax.ShapeDtypeStruct((1025,), jnp.int32)
@@ -280,7 +279,7 @@ def test_memory_is_linear():
         (lambda x, c: sequences.chunk_local_cumsum(x, 64, axis=0, reverse=True, cu_seqlens=c), x, offsets),
         (jax.grad(lambda x, i: sequences.chunk_global_cumsum(x, axis=0, segment_ids=i).sum()), x, ids),
     ):
-        memory = jax.jit(function).lower(*args).compile().memory_analysis()
+        memory = optimised(jax.jit(function).lower(*args)).memory_analysis()
         assert memory is not None and memory.temp_size_in_bytes < 256 * t
 
 

@@ -8,13 +8,8 @@ import numpy as np
 
 from tests.tolerances import assert_close
 
-QUICK = {"xla_backend_optimization_level": 0}
 INTERPRET = "triton-interpret"
-
-
-def quick(function, **options):
-    """`jax.jit`, half the time in the compiler."""
-    return jax.jit(function, compiler_options=QUICK, **options)
+quick = jax.jit
 
 
 def normal(seed: int, *shape: int, dtype: Any = jnp.float32) -> jax.Array:

@@ -53,12 +53,9 @@ def _run_xla(
 
 
 run_xla = jax.jit(_run_xla, static_argnums=(3, 4))
-# The same program, half the time in the compiler: for the long list of cases.
-QUICK = {"xla_backend_optimization_level": 0}
-run_quick = jax.jit(_run_xla, static_argnums=(3, 4), compiler_options=QUICK)
 
 
-@functools.partial(jax.jit, static_argnums=3, compiler_options=QUICK)
+@functools.partial(jax.jit, static_argnums=3)
 def _run_reference(arrays: AttentionArrays, dout: Array, dlse: Array, spec: AttentionSpec) -> Result:
     given = {n: getattr(arrays, n) for n in DIFFERENTIABLE if getattr(arrays, n) is not None}
     (out, lse), vjp = jax.vjp(lambda given: reference.attend(arrays._replace(**given), spec), given)
@@ -102,7 +99,7 @@ def cancelling_part(arrays: AttentionArrays, dout: Array, expected: Result, spec
     return run_reference(arrays, jnp.zeros_like(dout), jnp.asarray(delta, jnp.float32), spec).grads
 
 
-def check(case: Case, config: xla.XlaConfig, run=run_quick) -> None:
+def check(case: Case, config: xla.XlaConfig, run=run_xla) -> None:
     """Output, log-sum-exp and all gradients against the reference; the same from poisoned arrays, bit for bit."""
     arrays, spec = make(case)
     dout, dlse = cotangents(case)
@@ -200,19 +197,18 @@ def test_vmap():
         assert_close(a, b, kind="gradient", name=name)
 
 
-@pytest.mark.usefixtures("optimised")
 @pytest.mark.parametrize("bias", [None, "1H1S"])
 @pytest.mark.parametrize(
     "flags", [dict(), dict(right=0, sinks="1H", alibi="1H", dropout=0.1), dict(rows="packed")]
 )
-def test_memory_is_linear_in_length(flags, bias):
+def test_memory_is_linear_in_length(flags, optimised, bias):
     temporary = []
     for length in (4096, 8192):
         case = Case(B=1, T=length, S=length, H=2, K=1, D=32, V=32, bias=bias, **flags)
         arrays, spec = make(case)
         dout, dlse = cotangents(case)
         config = xla.default_config(None, device_facts())
-        compiled = run_xla.lower(arrays, dout, dlse, spec, config).compile()
+        compiled = optimised(run_xla.lower(arrays, dout, dlse, spec, config))
         analysis = compiled.memory_analysis()
         assert analysis is not None
         temporary.append(analysis.temp_size_in_bytes)

@@ -20,7 +20,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from tests.recurrence.quick import _known_options, quick
+from tests.recurrence.quick import quick
 
 from .test_examples import _environment, _run, ROOT, SMALL
 
@@ -41,10 +41,6 @@ def examples():
     sys.path.insert(0, str(ROOT / "examples"))
     before = {name: sys.modules.pop(name, None) for name in MODULES}
     found = Examples(*(importlib.import_module(name) for name in MODULES))
-    # The engine's programs run little here: less work for the compiler.
-    options: Any = {"compiler_options": _known_options()}
-    quickly = lambda function, **others: eqx.filter_jit(function, **others, **options)
-    found.serving.eqx = types.SimpleNamespace(**(vars(eqx) | {"filter_jit": quickly}))
     yield found
     sys.path.remove(str(ROOT / "examples"))
     for name, module in before.items():

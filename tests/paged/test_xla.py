@@ -107,13 +107,12 @@ def _lowered(case, **sizes):
     return jax.jit(platform.forward, static_argnums=(1, 2)).lower(arrays, spec, XlaConfig(**sizes))
 
 
-@pytest.mark.usefixtures("optimised")
-def test_memory_is_linear():
+def test_memory_is_linear(optimised):
     """Four times the tokens, so sixteen times the scores."""
 
     def temporary(tokens: int) -> int:
         case = Case((tokens, 1), (tokens, 5), p=16, H=2, K=1)
-        compiled = _lowered(case, block_q=32, block_k=32).compile()
+        compiled = optimised(_lowered(case, block_q=32, block_k=32))
         memory = compiled.memory_analysis()
         assert memory is not None
         return memory.temp_size_in_bytes
@@ -122,9 +121,8 @@ def test_memory_is_linear():
     assert temporary(2048) < 2048 * 2048
 
 
-@pytest.mark.usefixtures("optimised")
 @pytest.mark.parametrize("page_size", [16, 256])
-def test_pages_are_not_copied(page_size):
+def test_pages_are_not_copied(page_size, optimised):
     """Of a large pool only the pages that are seen are touched, with every number of queries."""
     count = 2**14 // page_size
     cache = ejx.PagedKVCache.init(count, page_size, 2, 64)
@@ -133,7 +131,7 @@ def test_pages_are_not_copied(page_size):
     for new in ((1, 1), (6, 2)):
         call = functools.partial(ejx.RaggedPagedAttention(platform="xla"), max_query_len=max(new))
         call = functools.partial(call, query_start_loc=jnp.array([0, new[0], sum(new)]))
-        memory = jax.jit(call).lower(queries[: sum(new)], cache).compile().memory_analysis()
+        memory = optimised(jax.jit(call).lower(queries[: sum(new)], cache)).memory_analysis()
         assert memory is not None
         assert memory.temp_size_in_bytes < cache.k.nbytes / 4
 

@@ -177,7 +177,7 @@ def differentiated(function, arrays: RecurrenceArrays, dout: Array, dstate: Arra
     return Result(out, state, pull((dout, dstate))[0])
 
 
-@functools.partial(jax.jit, static_argnums=3, compiler_options={"xla_backend_optimization_level": 0})
+@functools.partial(jax.jit, static_argnums=3)
 def _run_reference(arrays: RecurrenceArrays, dout: Array, dstate: Array, spec: RecurrenceSpec) -> Result:
     return differentiated(lambda arrays: reference.recur(arrays, spec), arrays, dout, dstate)
 

@@ -41,7 +41,6 @@ from tests.recurrence.cases import (
 from tests.tolerances import assert_close
 
 # Half the time in the compiler, for the long list of cases.
-QUICK = {"xla_backend_optimization_level": 0}
 MEMBER = {case.name: case for case in MEMBERS}
 
 
@@ -49,8 +48,8 @@ def _run(arrays: RecurrenceArrays, dout, dstate, spec: RecurrenceSpec, config: X
     return differentiated(lambda arrays: xla.apply(arrays, spec, config), arrays, dout, dstate)
 
 
-run = jax.jit(_run, static_argnums=(3, 4), compiler_options=QUICK)
-forward = jax.jit(xla.apply, static_argnums=(1, 2), compiler_options=QUICK)
+run = jax.jit(_run, static_argnums=(3, 4))
+forward = jax.jit(xla.apply, static_argnums=(1, 2))
 
 
 def check(case: Case, size: int) -> None:
@@ -239,14 +238,13 @@ def test_forward_mode_within_a_scan():
     np.testing.assert_allclose((gradient * direction).sum(), (out * slope).sum(), rtol=1e-4)
 
 
-@pytest.mark.usefixtures("optimised")
-def test_memory_is_linear_in_length():
+def test_memory_is_linear_in_length(optimised):
     temporary = []
     for length in (512, 1024):
         case = dataclasses.replace(MEMBER["kda"], B=1, T=length, D=128, V=128)
         arrays, spec = make(case)
         lowered = run.lower(arrays, *cotangents(case), spec, xla.default_config(_problem(length), None))
-        analysis = lowered.compile().memory_analysis()
+        analysis = optimised(lowered).memory_analysis()
         assert analysis is not None
         temporary.append(analysis.temp_size_in_bytes)
     assert temporary[1] < 2.2 * temporary[0], temporary

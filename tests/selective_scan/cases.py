@@ -154,7 +154,7 @@ def differentiated(function: Any, arrays: ScanArrays, dout: Array, dstate: Array
     return Result(out, state, pull((dout, dstate))[0])
 
 
-@functools.partial(jax.jit, static_argnums=3, compiler_options={"xla_backend_optimization_level": 0})
+@functools.partial(jax.jit, static_argnums=3)
 def _run_reference(arrays: ScanArrays, dout: Array, dstate: Array, spec: ScanSpec) -> Result:
     return differentiated(lambda arrays: reference.scan(arrays, spec), arrays, dout, dstate)
 

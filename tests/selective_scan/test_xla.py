@@ -85,12 +85,11 @@ def ours(arrays: ScanArrays):
     return xla.apply(arrays, ScanSpec(True), XlaConfig())
 
 
-@pytest.mark.usefixtures("optimised")
-def test_memory_grows_with_channels_not_states():
-    length, channels, states = 512, 32, 16
-    compiled = quick(gradients_of(ours)).lower(problem(length, channels, states)).compile()
+def test_memory_grows_with_channels_not_states(optimised):
+    length, channels, states = 512, 32, 64
+    compiled = optimised(quick(gradients_of(ours)).lower(problem(length, channels, states)))
     memory = compiled.memory_analysis()
     assert memory is not None
     row = 4 * length * channels
-    # Every state of every token would be 16 rows.
-    assert memory.temp_size_in_bytes < 10 * row
+    # Every state of every token would be 64 rows.
+    assert memory.temp_size_in_bytes < 32 * row
