@@ -1,6 +1,7 @@
 """The bookkeeping of pages: whatever is done to it, every sequence reads its own tokens back."""
 
 import copy
+import functools
 import pickle
 
 import numpy as np
@@ -15,11 +16,12 @@ from ejkernel_eqx.paged.allocator import OutOfPagesError, PageCopy, PageTable
 class Sequences:
     """Tokens are numbers, kept in a NumPy pool through the table and in a list for each sequence."""
 
-    def __init__(self, num_pages, page_size, max_pages):
-        self.table = PageTable(num_pages, page_size, max_pages)
+    def __init__(self, num_pages, page_size, max_pages, window):
+        self.table = PageTable(num_pages, page_size, max_pages, window)
+        self.window = window
         self.pool = np.full((num_pages, page_size), -1)
         self.tokens: dict[int, list[int]] = {}
-        self.behind: dict[int, int] = {}  # the first position that must be there
+        self.back: dict[int, int] = {}  # how many keys before its own a query may see
         self.written = self.named = 0
 
     def add(self, name, part):
@@ -40,7 +42,7 @@ class Sequences:
                 assert self.table.max_pages is not None
                 assert len(own) + count > self.table.max_pages * self.table.page_size
             return
-        self.behind.setdefault(name, 0)
+        self.back.setdefault(name, 10**9 if self.window is None else self.window - 1)
         assert len(copies) <= 1
         for source, target in copies:
             self.pool[target] = self.pool[source]
@@ -53,28 +55,47 @@ class Sequences:
 
     def fork(self, name, part):
         self.named += 1
-        length, first = len(self.tokens[name]), self.kept_from(name)
-        # Most forks take all.
-        count = length if part > 0.4 else first + round(part / 0.4 * (length - first))
-        self.table.fork(name, self.named, None if part > 0.4 else count)
-        self.tokens[self.named] = self.tokens[name][:count]
-        self.behind[self.named] = min(self.behind[name], count)
+        length = len(self.tokens[name])
+        count = length if part > 0.4 else round(part / 0.4 * length)  # most forks take all
+        call = functools.partial(self.table.fork, name, self.named, None if part > 0.4 else count)
+        if self.shortened(name, count, call):
+            self.tokens[self.named] = self.tokens[name][:count]
+            self.back[self.named] = self.back[name]
 
     def truncate(self, name, part):
-        first = self.kept_from(name)
-        length = first + round(part * (len(self.tokens[name]) - first))
-        self.table.truncate(name, length)
-        del self.tokens[name][length:]
-        self.behind[name] = min(self.behind[name], length)
+        length = round(part * len(self.tokens[name]))
+        if self.shortened(name, length, functools.partial(self.table.truncate, name, length)):
+            del self.tokens[name][length:]
+
+    def shortened(self, name, length, call):
+        """Whether it was done: exactly where nothing that the next query sees has been freed."""
+        if max(0, length - self.back[name]) >= self.kept_from(name):
+            call()
+            return True
+        before = copy.deepcopy(vars(self.table))
+        with pytest.raises(
+            ValueError, match=f"expected .* to {len(self.tokens[name])} tokens .* received {length}"
+        ):
+            call()
+        assert_same(before, vars(self.table))
+        return False
 
     def free_behind(self, name, part):
-        position = round(part * len(self.tokens[name]))
-        self.table.free_behind(name, position)
-        self.behind[name] = max(self.behind[name], position)
+        length = len(self.tokens[name])
+        latest = length if self.window is None else max(0, length - self.window + 1)
+        if self.window is not None and part > 0.5:
+            position, given = latest, ()
+        else:
+            position = round(part * latest)
+            given = (position,)
+        self.table.free_behind(name, *given)
+        assert self.kept_from(name) + self.table.page_size > position
+        if self.window is None:
+            self.back[name] = min(self.back[name], length - position)
 
     def free(self, name, part):
         self.table.free(name)
-        del self.tokens[name], self.behind[name]
+        del self.tokens[name], self.back[name]
 
     def kept_from(self, name):
         """The first token of a page that is there."""
@@ -90,14 +111,15 @@ class Sequences:
         used = set(rows[rows >= 0].tolist())
         assert table.num_used == len(used) and table.num_free == table.num_pages - len(used)
         for row, (name, tokens) in zip(rows, self.tokens.items(), strict=True):
-            first = self.behind[name]
+            first = max(0, len(tokens) - self.back[name])  # of the next query
             assert table.length(name) == len(tokens)
-            np.testing.assert_array_equal(table.row(name)[: len(row)], row[: len(table.row(name))])
+            own = table.row(name)
+            assert np.array_equal(own[: len(row)], row[: len(own)])
             positions = np.arange(first, len(tokens))
             slots = row[positions // size] * size + positions % size
-            np.testing.assert_array_equal(table.slots(name, first, len(tokens)), slots)
-            np.testing.assert_array_equal(self.pool.reshape(-1)[slots], tokens[first:])
-            assert np.all(row[-(-len(tokens) // size) :] == -1) and np.all(row[: first // size] == -1)
+            assert np.array_equal(table.slots(name, first, len(tokens)), slots)
+            assert np.array_equal(self.pool.reshape(-1)[slots], tokens[first:])
+            assert np.all(row[-(-len(tokens) // size) :] == -1)
 
 
 ACTIONS = ("add", "add", "extend", "extend", "extend", "fork", "fork", "truncate", "free_behind", "free")
@@ -108,12 +130,14 @@ ACTIONS = ("add", "add", "extend", "extend", "extend", "fork", "fork", "truncate
     st.integers(1, 16),
     st.integers(1, 4),
     st.none() | st.integers(1, 5),
+    st.none() | st.integers(1, 7),
     st.lists(
         st.tuples(st.sampled_from(ACTIONS), st.integers(0, 11), st.floats(0, 1)), min_size=30, max_size=60
     ),
 )
-def test_every_sequence_reads_its_own_tokens(num_pages, page_size, max_pages, actions):
-    model = Sequences(num_pages, page_size, max_pages)
+def test_every_sequence_reads_its_own_tokens(num_pages, page_size, max_pages, window, actions):
+    """All that its next query may see, whatever was freed behind it, forked or taken back."""
+    model = Sequences(num_pages, page_size, max_pages, window)
     for action, which, part in actions:
         live = list(model.tokens)
         if live or action == "add":
@@ -182,6 +206,35 @@ def test_rows():
     assert wide.row(("any", 1)).tolist() == [0, 1, -1, -1]
 
 
+@pytest.mark.parametrize("window", [None, 3])
+def test_a_draft_taken_back_does_not_see_what_was_freed(window):
+    """With a window of three, the query at position 2 sees from 0 on: the page of token 0 must not have been freed."""
+    table = PageTable(8, 1, window=window)
+    table.allocate("a", 3)
+    table.fork("a", "b")
+    table.free_behind("a", 1)
+    for call in (lambda: table.truncate("a", 2), lambda: table.fork("a", "c", 2)):
+        with pytest.raises(
+            ValueError, match="expected 3 to 3 tokens of sequence 'a', received 2; from fewer"
+        ):
+            call()
+    table.truncate("a", 3)
+    # With what is kept in mind, from the length without the draft: only a table that knows the window can tell.
+    table.free_behind("b", 0)
+    table.truncate("b", 2)
+    table.allocate("b", 1)
+    assert (table.slots("b", 0, 2) >= 0).all()
+    if window is not None:
+        table.allocate("b", 2)
+        table.free_behind("b", 2)  # the last token is a draft
+        table.truncate("b", 4)
+        assert table.slots("b", 1, 4).tolist()[0] == -1 and (table.slots("b", 2, 4) >= 0).all()
+        table.free_behind("b")
+        with pytest.raises(ValueError, match="expected at most 2, the first that a window of 3 reaches"):
+            table.free_behind("b", 3)
+    table.check()
+
+
 @pytest.mark.parametrize(
     "call, words",
     [
@@ -204,14 +257,16 @@ def test_rows():
         (lambda t: t.slots("a", -1, 2), "start: expected"),
         (lambda t: t.fork("x", "y"), "received 'x'"),
         (lambda t: t.fork("a", "a"), "child: expected a new sequence, received 'a'"),
-        (lambda t: t.fork("a", "y", 6), "num_tokens: expected 4 to 5 tokens"),
-        (lambda t: t.fork("a", "y", 3), "num_tokens: expected 4 to 5 tokens"),
+        (lambda t: t.fork("a", "y", 6), "num_tokens: expected 5 to 5 tokens"),
+        (lambda t: t.fork("a", "y", 3), "num_tokens: expected 5 to 5 tokens"),
         (lambda t: t.truncate("x", 0), "received 'x'"),
-        (lambda t: t.truncate("a", 6), "length: expected 4 to 5 tokens of sequence 'a', received 6"),
-        (lambda t: t.truncate("a", 3), "length: expected 4 to 5"),
+        (lambda t: t.truncate("a", 6), "length: expected 5 to 5 tokens of sequence 'a', received 6"),
+        (lambda t: t.truncate("a", 3), "length: expected 5 to 5"),
         (lambda t: t.truncate("a", -1), "length: expected"),
         (lambda t: t.free_behind("x", 0), "received 'x'"),
         (lambda t: t.free_behind("a", 6), "first_visible_position: expected at most 5"),
+        (lambda t: t.free_behind("a"), "first_visible_position: expected a position, received None"),
+        (lambda t: PageTable(4, 4, window=0), "window: expected"),
         (lambda t: t.free_behind("a", -1), "first_visible_position: expected"),
     ],
 )

@@ -46,6 +46,9 @@ class _Sequence:
     pages: array.array  # int32, one for every p tokens; -1 where it was freed
     length: int = 0
     freed: int = 0  # how many of the first pages are -1
+    look_back: int | None = (
+        None  # how many keys before its own a query sees at most, as `free_behind` has been told
+    )
 
 
 class PageTable:
@@ -65,15 +68,20 @@ class PageTable:
 
     - `num_pages`, `page_size`: those of the cache.
     - `max_pages`: the most pages of one sequence, which is how wide its row is; by default rows are as wide as they need to be.
+    - `window`: the most keys that a query sees, its own included, over all layers; by default all. `free_behind` frees nothing that it
+        reaches, and `truncate` and `fork` keep a sequence as long as what was freed behind it stays out of reach.
 
     **Raises:** `ValueError` for numbers below 1, or more than 2**30 tokens in all pages.
     """
 
-    def __init__(self, num_pages: int, page_size: int, max_pages: int | None = None):
+    def __init__(
+        self, num_pages: int, page_size: int, max_pages: int | None = None, window: int | None = None
+    ):
         self.num_pages = read_count("num_pages", num_pages, least=1)
         self.page_size = read_count("page_size", page_size, least=1)
         check_room(self.num_pages, self.page_size)
         self.max_pages = None if max_pages is None else read_count("max_pages", max_pages, least=1)
+        self.window = None if window is None else read_count("window", window, least=1)
         self._free = list(range(self.num_pages))[::-1]
         self._users = [0] * self.num_pages
         self._sequences: dict[Hashable, _Sequence] = {}
@@ -179,8 +187,8 @@ class PageTable:
         """A new sequence with the first tokens of another, by default all, in the same pages, where they must have been written.
         Whoever writes first into a partial last page copies it.
 
-        **Raises:** `ValueError` for an unknown parent, a child that is there already, or more tokens than the parent has, or fewer than
-        were freed behind it.
+        **Raises:** `ValueError` for an unknown parent, a child that is there already, or more tokens than the parent has, or so few
+        that the next one would see keys that were freed behind it.
         """
         own = self._known(parent)
         count = own.length if num_tokens is None else read_count("num_tokens", num_tokens)
@@ -192,12 +200,13 @@ class PageTable:
         pages = own.pages[: self._pages_of(count)]
         for page in pages[own.freed :]:
             self._users[page] += 1
-        self._sequences[child] = _Sequence(pages, count, own.freed)
+        self._sequences[child] = _Sequence(pages, count, own.freed, own.look_back)
 
     def truncate(self, sequence: Hashable, length: int) -> None:
         """Keeps the first `length` tokens, as after speculative decoding some are rejected. Pages wholly behind them are free.
 
-        **Raises:** `ValueError` for an unknown sequence, or a length above its own or below what was freed behind it.
+        **Raises:** `ValueError` for an unknown sequence, or a length above its own, or one so low that the next token would see keys that
+        were freed behind it (see `free_behind`).
         """
         own = self._known(sequence)
         length = read_count("length", length)
@@ -208,19 +217,39 @@ class PageTable:
         del own.pages[kept:]
         own.length = length
 
-    def free_behind(self, sequence: Hashable, first_visible_position: int) -> None:
+    def free_behind(self, sequence: Hashable, first_visible_position: int | None = None) -> None:
         """Frees the pages wholly before a position, as behind a sliding window; in the row they become -1.
 
-        With a window of `w` keys, the query's own included, the next query of a sequence sees from `max(0, length - w + 1)` on.
+        With a window of `w` keys, the query's own included, the next query of a sequence sees from `max(0, length - w + 1)` on, the
+        default in a table with a `window`. Where `truncate` will take tokens back (rejected drafts), count from the length that is kept.
+        A table without a `window` takes the least that it has been told, length minus position, for how far any query of the sequence
+        looks back.
 
-        **Raises:** `ValueError` for an unknown sequence, or a position past its length.
+        **Raises:** `ValueError` for an unknown sequence, or a position past its length or past what the next query sees, or none in a
+        table without a window.
         """
         own = self._known(sequence)
-        position = read_count("first_visible_position", first_visible_position)
-        if position > own.length:
-            raise ValueError(
-                f"first_visible_position: expected at most {own.length}, the length of sequence {sequence!r}, received {position}."
+        if self.window is None:
+            latest, which = own.length, "the length"
+        else:
+            latest, which = (
+                max(0, own.length - self.window + 1),
+                f"the first that a window of {self.window} reaches from the end",
             )
+        if first_visible_position is None and self.window is None:
+            raise ValueError(
+                "first_visible_position: expected a position, received None; give it, or build the PageTable with a window."
+            )
+        position = latest
+        if first_visible_position is not None:
+            position = read_count("first_visible_position", first_visible_position)
+        if position > latest:
+            raise ValueError(
+                f"first_visible_position: expected at most {latest}, {which} of sequence {sequence!r}, received {position}; what is freed "
+                "must be out of sight."
+            )
+        look_back = own.length - position if self.window is None else self.window - 1
+        own.look_back = look_back if own.look_back is None else min(own.look_back, look_back)
         for place in range(own.freed, position // self.page_size):
             self._release(own.pages[place])
             own.pages[place] = -1
@@ -239,6 +268,10 @@ class PageTable:
                 raise AssertionError(
                     f"sequence {name!r}, freed up to page {own.freed}, has pages {list(own.pages)}"
                 )
+            if own.length < self._least(own):
+                raise AssertionError(
+                    f"sequence {name!r} of length {own.length}, freed up to page {own.freed}, sees {own.look_back} keys behind it"
+                )
             for page in own.pages[own.freed :]:
                 users[page] += 1
         if users != self._users:
@@ -255,12 +288,17 @@ class PageTable:
         return own
 
     def _check_kept(self, name: str, sequence: Hashable, own: _Sequence, count: int) -> None:
-        least = own.freed * self.page_size
+        least = self._least(own)
         if not least <= count <= own.length:
             raise ValueError(
-                f"{name}: expected {least} to {own.length} tokens of sequence {sequence!r}, received {count}; those before were freed "
-                "behind it, those after were never allocated."
+                f"{name}: expected {least} to {own.length} tokens of sequence {sequence!r}, received {count}; from fewer the next one would "
+                f"see keys among the {own.freed * self.page_size} that were freed behind it (free less, from the length that is kept, or "
+                "tell the PageTable the window), and more were never allocated."
             )
+
+    def _least(self, own: _Sequence) -> int:
+        """The shortest that the sequence may become: its next query sees nothing that was freed."""
+        return own.freed * self.page_size + (own.look_back or 0) if own.freed else 0
 
     def _pages_of(self, length: int) -> int:
         return -(-length // self.page_size)
