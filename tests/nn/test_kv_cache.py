@@ -111,7 +111,7 @@ def test_gradient_passes_through():
 @pytest.mark.parametrize(
     ("call", "message"),
     [
-        (lambda c: KVCache.init((), 0, 2, 4), "max_length: expected at least 1 token, received 0"),
+        (lambda c: KVCache.init((), 0, 2, 4), "max_length: expected a whole number from 1 on, received 0"),
         (
             lambda c: c.append(*_new(2, (2,))),
             r"k_new: expected \[3, T, 2, 4\] .* received shape \(2, 2, 2, 4\)",

@@ -119,11 +119,11 @@ def test_no_leaves_and_hashable():
         (lambda: RotaryEmbedding(8)(jnp.zeros((4, 1, 6))), r"with D = 8, received shape \(4, 1, 6\)"),
         (
             lambda: RotaryEmbedding(8)(jnp.zeros((4, 1, 8)), jnp.arange(3)),
-            r"positions: expected \[..., T\] with T = 4, received shape \(3,\)",
+            r"positions: expected \[..., T\] that broadcasts to \(4,\), received shape \(3,\)",
         ),
         (
             lambda: RotaryEmbedding(8)(jnp.zeros((4, 1, 8)), jnp.arange(4.0)),
-            "positions: expected an integer array, received dtype float32",
+            r"positions: expected integers \[..., T\], received float32",
         ),
     ],
 )

@@ -10,11 +10,13 @@ from jax.typing import DTypeLike
 
 from ..attention import FlashAttention, Mask
 from ..paged import PagedKVCache, RaggedBatch, RaggedPagedAttention
-from .attention_inputs import check_heads, check_pages, head_dim_of, locate, locate_cross
+from .arguments import check_eps, check_flags, check_key, check_numbers, check_sizes, read_dtype
+from .attention_inputs import check_call, check_heads, check_pages, head_dim_of, locate, locate_cross
+from .compute import compute_dtype_of, read_compute_dtype, stored_dtype_of
 from .kv_cache import KVCache
 from .projection import project
 from .rotary import RotaryEmbedding
-from .tokens import check_features, check_ragged, check_tokens, clear
+from .tokens import check_ragged, clear
 
 
 class MultiHeadAttention(eqx.Module):
@@ -44,9 +46,11 @@ class MultiHeadAttention(eqx.Module):
     embed_dim: int = eqx.field(static=True)
     num_heads: int = eqx.field(static=True)
     num_kv_heads: int = eqx.field(static=True)
+    kv_embed_dim: int = eqx.field(static=True)
     head_dim: int = eqx.field(static=True)
     v_head_dim: int = eqx.field(static=True)
     output_gate: bool = eqx.field(static=True)
+    compute_dtype: str | None = eqx.field(static=True)
 
     def __init__(
         self,
@@ -73,6 +77,7 @@ class MultiHeadAttention(eqx.Module):
         platform: str | None = None,
         config: Any = None,
         dtype: DTypeLike | None = None,
+        compute_dtype: DTypeLike | None = None,
         key: Array,
     ):
         r"""**Arguments:**
@@ -94,13 +99,27 @@ class MultiHeadAttention(eqx.Module):
         - `output_gate`: whether the heads' outputs are multiplied by $\sigma$ of a projection of the input,
             an entry for each of the `H * V` (Qwen3-Next); the gate's rows are part of `q_proj`, head by head.
         - `dtype`: of the parameters; default float32 (float64 in JAX's 64-bit mode).
+        - `compute_dtype`: what the layer computes in and gives: its input and the weights of its projections are cast to it. Default:
+            what the two promote to, so that a float32 layer computes in float32 whatever it is given.
         - `key`: a PRNG key for the initial weights.
         """
+        check_sizes(embed_dim=embed_dim, num_heads=num_heads)
         num_kv_heads = num_heads if num_kv_heads is None else num_kv_heads
         head_dim = head_dim_of(embed_dim, num_heads, head_dim)
         v_head_dim = head_dim if v_head_dim is None else v_head_dim
         kv_embed_dim = embed_dim if kv_embed_dim is None else kv_embed_dim
+        check_sizes(
+            num_kv_heads=num_kv_heads, head_dim=head_dim, v_head_dim=v_head_dim, kv_embed_dim=kv_embed_dim
+        )
         check_heads(num_heads, num_kv_heads, head_dim, rope)
+        check_flags(
+            qk_norm=qk_norm, use_qkv_bias=use_qkv_bias, use_output_bias=use_output_bias, causal=causal
+        )
+        check_flags(sinks=sinks, output_gate=output_gate, deterministic=deterministic)
+        check_numbers(logits_soft_cap=logits_soft_cap, softmax_scale=softmax_scale, dropout_rate=dropout_rate)
+        check_eps(qk_norm_eps=qk_norm_eps)
+        check_key(key)
+        dtype, compute_dtype = read_dtype("dtype", dtype), read_compute_dtype(compute_dtype)
         q_key, k_key, v_key, o_key = jax.random.split(key, 4)
         q_dim = num_heads * (head_dim + v_head_dim if output_gate else head_dim)
         self.q_proj = eqx.nn.Linear(embed_dim, q_dim, use_qkv_bias, dtype, key=q_key)
@@ -131,15 +150,17 @@ class MultiHeadAttention(eqx.Module):
         self.embed_dim = embed_dim
         self.num_heads = num_heads
         self.num_kv_heads = num_kv_heads
+        self.kv_embed_dim = kv_embed_dim
         self.head_dim = head_dim
         self.v_head_dim = v_head_dim
         self.output_gate = output_gate
+        self.compute_dtype = compute_dtype
 
     def init_cache(
         self, batch_shape: tuple[int, ...] | int, max_length: int, dtype: DTypeLike | None = None
     ) -> KVCache:
-        """An empty `KVCache` that fits this layer, by default in the dtype of its weights."""
-        dtype = self.k_proj.weight.dtype if dtype is None else dtype
+        """An empty `KVCache` that fits this layer, by default in the dtype it computes in, or else that of its weights."""
+        dtype = self._stored_dtype() if dtype is None else dtype
         return KVCache.init(batch_shape, max_length, self.num_kv_heads, self.head_dim, self.v_head_dim, dtype)
 
     def init_paged_cache(
@@ -151,11 +172,17 @@ class MultiHeadAttention(eqx.Module):
         dtype: DTypeLike | None = None,
         scales: str | None = None,
     ) -> PagedKVCache:
-        """An empty `PagedKVCache` that fits this layer, by default in the dtype of its weights; `batch_shape` is that
-        of stacked layers. The other arguments are those of `PagedKVCache.init`."""
-        dtype = self.k_proj.weight.dtype if dtype is None else dtype
+        """An empty `PagedKVCache` that fits this layer, by default in the dtype it computes in, or else that of its weights;
+        `batch_shape` is that of stacked layers. The other arguments are those of `PagedKVCache.init`."""
+        dtype = self._stored_dtype() if dtype is None else dtype
         sizes = (num_pages, page_size, self.num_kv_heads, self.head_dim, self.v_head_dim)
         return PagedKVCache.init(*sizes, batch_shape=batch_shape, dtype=dtype, scales=scales)
+
+    def _projections(self) -> tuple[Any, ...]:
+        return self.q_proj, self.k_proj, self.v_proj, self.o_proj
+
+    def _stored_dtype(self) -> Any:
+        return stored_dtype_of(self.compute_dtype, (self.k_proj, self.v_proj))
 
     @overload
     def __call__(
@@ -217,18 +244,18 @@ class MultiHeadAttention(eqx.Module):
 
         - `x`: `[..., T, E]`, any number of leading batch dimensions.
         - `cache`: the keys and values before `x`; those of `x` are appended. A prompt at once and then token
-            by token, rows at different positions: all give what the whole sequence at once gives.
+            by token, rows at different positions: all give what the whole sequence at once gives. For causal layers.
         - `kv_input`: `[..., S, C]`, what keys and values are made from instead of `x` (cross attention).
-        - `positions`: integers `[..., T]` for the rotation; by default tokens are counted from the row's
-            first real token, the cached ones included. They do not move the mask.
+        - `positions`: integers that broadcast to `[..., T]`, for the rotation; by default tokens are counted from the
+            row's first real token, the cached ones included. They do not move the mask.
         - `padding_mask`: bool `[..., T]`, True for real tokens, which in each row are side by side (padding
             left, right or both). Padding is neither read (it may hold NaN) nor cached; the output there is of
             no meaning.
         - `kv_padding_mask`: bool `[..., S]`, the same for `kv_input`.
         - `segment_ids`: integers `[..., T]`: tokens see their own segment only; negative is padding. Without
             a cache.
-        - `mask`, `bias`: as in [`ejkernel_eqx.FlashAttention`][]; with a cache the key axis has its
-            `max_length`.
+        - `mask`, `bias`: as in [`ejkernel_eqx.FlashAttention`][], of `[..., H, T, S]` (never `[..., T, S]`: all its
+            leading axes before the heads'); with a cache the key axis has its `max_length`.
         - `key`: a PRNG key, needed for dropout outside inference mode.
         - `inference`: overrides the flag that `equinox.nn.inference_mode` sets.
         - `batch`: for serving, an `ejkernel_eqx.RaggedBatch`: `x` is `[T, E]`, the new tokens of its sequences, and `cache` a
@@ -236,8 +263,8 @@ class MultiHeadAttention(eqx.Module):
             the batch's tables; only one that was comes back bound. Padding may hold NaN; the output there is of no
             meaning. Donate the cache to have it written in place.
 
-        **Returns:** `y`, an array of the shape of `x`; with a cache, the tuple `(y, cache)`. Raises `ValueError` for
-        arguments that do not fit.
+        **Returns:** `y`, an array of the shape of `x` in the dtype that the layer computes in; with a cache, the tuple
+        `(y, cache)`. Raises `ValueError` for arguments that do not fit, as far as their values are known.
         """
         if batch is not None:
             rows = {
@@ -246,18 +273,27 @@ class MultiHeadAttention(eqx.Module):
                 "segment_ids": segment_ids,
             }
             given = {"kv_input": kv_input, "positions": positions, "mask": mask, "bias": bias, **rows}
-            check_ragged(x, batch, self.embed_dim, given)
+            x = check_ragged(x, batch, self.embed_dim, given)
             return self._over_pages(x, check_pages(self, cache, inference), batch)
         if isinstance(cache, PagedKVCache):
             raise ValueError(
                 "batch: expected a RaggedBatch with a PagedKVCache, received None; it says which pages belong to which tokens."
             )
-        self._check_inputs(x, cache, kv_input, padding_mask, kv_padding_mask, segment_ids)
-        x = clear(x, padding_mask)
+        rows_of = {
+            "padding_mask": padding_mask,
+            "kv_padding_mask": kv_padding_mask,
+            "segment_ids": segment_ids,
+        }
+        scores = {"mask": mask, "bias": bias, "positions": positions, "key": key, "inference": inference}
+        x, kv_input = check_call(self, x, cache, kv_input, rows_of, scores)
+        dtype = compute_dtype_of(
+            self.compute_dtype, self._projections(), x, *([] if kv_input is None else [kv_input])
+        )
+        x = clear(x.astype(dtype), padding_mask)
         if kv_input is None:
             source, rows = x, locate(cache, padding_mask, segment_ids)
         else:
-            source = clear(kv_input, kv_padding_mask)
+            source = clear(kv_input.astype(dtype), kv_padding_mask)
             rows = locate_cross(x, source, padding_mask, kv_padding_mask)
         q, gate = self._queries(x)
         k, v = self._keys_values(source)
@@ -289,6 +325,7 @@ class MultiHeadAttention(eqx.Module):
     def _over_pages(self, x: Array, cache: PagedKVCache, batch: RaggedBatch) -> tuple[Array, PagedKVCache]:
         """The tokens of a batch, whose keys and values go to their pages first."""
         bound = cache.bind(batch)
+        x = x.astype(compute_dtype_of(self.compute_dtype, self._projections(), x))
         if 0 in (x.shape[0], batch.lengths.shape[0]):
             return jnp.zeros_like(x), bound if cache.is_bound else cache
         x = clear(x, batch.is_real)
@@ -328,48 +365,6 @@ class MultiHeadAttention(eqx.Module):
 
     def _heads(self, name: str, layer: Any, x: Array, heads: int, width: int) -> Array:
         return project(name, layer, x, heads * width).reshape(*x.shape[:-1], heads, width)
-
-    def _check_inputs(self, x, cache, kv_input, padding_mask, kv_padding_mask, segment_ids) -> None:
-        check_features("x", x, "[..., T, E]", "E", self.embed_dim)
-        check_tokens("padding_mask", padding_mask, "x", x)
-        check_tokens("segment_ids", segment_ids, "x", x)
-        if kv_input is None:
-            if kv_padding_mask is not None:
-                raise ValueError(
-                    "kv_padding_mask: expected only together with kv_input, received it alone; "
-                    "pass padding_mask= for the padding of x."
-                )
-            if self.k_proj.in_features != self.embed_dim:
-                raise ValueError(
-                    f"kv_input: expected [..., S, {self.k_proj.in_features}], received None; this layer was built "
-                    "for cross attention with kv_embed_dim=."
-                )
-        else:
-            check_features("kv_input", kv_input, "[..., S, C]", "C", int(self.k_proj.in_features))
-            check_tokens("kv_padding_mask", kv_padding_mask, "kv_input", kv_input)
-            self._check_cross(cache, segment_ids)
-        if cache is not None:
-            if segment_ids is not None:
-                raise ValueError(
-                    "segment_ids: expected None with a cache, received an array; "
-                    "give each sequence a row of its own."
-                )
-            if cache.batch_shape != x.shape[:-2]:
-                raise ValueError(
-                    f"cache: expected batch shape {x.shape[:-2]} as x has, received {cache.batch_shape}; "
-                    "build it with init_cache(x.shape[:-2], max_length)."
-                )
-
-    def _check_cross(self, cache: KVCache | None, segment_ids: Array | None) -> None:
-        if cache is not None or segment_ids is not None:
-            name = "segment_ids" if cache is None else "cache"
-            raise ValueError(f"{name}: expected None with kv_input, received both; pass one of the two.")
-        if self.rope is not None or self.attention.causal:
-            found = "rope" if self.rope is not None else "causal=True"
-            raise ValueError(
-                f"kv_input: expected a layer with causal=False and rope=None, received one with {found}; "
-                "positions of two sequences do not compare, so build the layer for cross attention without them."
-            )
 
 
 def _normalise(norm: eqx.nn.RMSNorm | None, x: Array) -> Array:

@@ -3,11 +3,14 @@
 from typing import Any, NamedTuple
 
 import jax.numpy as jnp
+import numpy as np
 from jax import Array
 
+from ..attention import Mask
 from ..paged import PagedKVCache
+from .arguments import check_flags, check_key, check_tokens, is_known, read_array, read_features
 from .kv_cache import KVCache
-from .rotary import RotaryEmbedding
+from .rotary import check_positions, RotaryEmbedding
 
 
 class Rows(NamedTuple):
@@ -30,11 +33,15 @@ def head_dim_of(embed_dim: int, num_heads: int, head_dim: int | None) -> int:
     return embed_dim // num_heads
 
 
-def check_heads(num_heads: int, num_kv_heads: int, head_dim: int, rope: RotaryEmbedding | None) -> None:
-    if num_kv_heads < 1 or num_heads % num_kv_heads:
+def check_heads(num_heads: int, num_kv_heads: int, head_dim: int, rope: Any) -> None:
+    if num_heads % num_kv_heads:
         raise ValueError(
             f"num_kv_heads: expected a divisor of num_heads={num_heads}, received {num_kv_heads}; "
             "every key/value head serves the same number of query heads."
+        )
+    if rope is not None and not isinstance(rope, RotaryEmbedding):
+        raise ValueError(
+            f"rope: expected a RotaryEmbedding or None, received {rope!r}; RotaryEmbedding({head_dim}) is the plain one."
         )
     if rope is not None and rope.head_dim != head_dim:
         raise ValueError(
@@ -43,16 +50,123 @@ def check_heads(num_heads: int, num_kv_heads: int, head_dim: int, rope: RotaryEm
         )
 
 
+def check_call(
+    layer: Any, x: Any, cache: Any, kv_input: Any, rows: dict[str, Any], scores: dict[str, Any]
+) -> tuple[Array, Array | None]:
+    """The arguments of a call without a batch: `x` and `kv_input` as arrays, if all fit. `rows` and `scores` are the other arguments by
+    name."""
+    x = read_features("x", x, "[..., T, E]", "E", layer.embed_dim)
+    check_tokens("padding_mask", rows["padding_mask"], "booleans", "x", x)
+    check_tokens("segment_ids", rows["segment_ids"], "integers", "x", x)
+    if scores["positions"] is not None:
+        check_positions(scores["positions"], x.shape[:-1])
+    for name, kind in (("mask", "booleans"), ("bias", "floats")):
+        _check_scores(name, scores[name], kind, x.shape[:-2], layer.num_heads)
+    if scores["key"] is not None:
+        check_key(scores["key"])
+    if scores["inference"] is not None:
+        check_flags(inference=scores["inference"])
+    if cache is not None and not isinstance(cache, KVCache):
+        raise ValueError(
+            f"cache: expected a KVCache or None, received {type(cache).__name__}; build it with init_cache."
+        )
+    if kv_input is not None:
+        kv_input = read_features("kv_input", kv_input, "[..., S, C]", "C", layer.kv_embed_dim)
+        check_tokens("kv_padding_mask", rows["kv_padding_mask"], "booleans", "kv_input", kv_input)
+        _check_cross(layer, x, kv_input, cache, rows["segment_ids"])
+        return x, kv_input
+    if rows["kv_padding_mask"] is not None:
+        raise ValueError(
+            "kv_padding_mask: expected only together with kv_input, received it alone; "
+            "pass padding_mask= for the padding of x."
+        )
+    if layer.kv_embed_dim != layer.embed_dim:
+        raise ValueError(
+            f"kv_input: expected [..., S, {layer.kv_embed_dim}], received None; this layer was built "
+            "for cross attention with kv_embed_dim=."
+        )
+    _check_side_by_side(rows["padding_mask"])
+    if cache is not None:
+        _check_cache(layer, x, cache, rows["segment_ids"])
+    return x, None
+
+
+def _check_scores(name: str, value: Any, kind: str, lead: tuple[int, ...], heads: int) -> None:
+    """A mask or a bias over scores. One of `[..., T, S]` would be read as one of `[H, T, S]` wherever the sizes allow it."""
+    if value is None or (name == "mask" and isinstance(value, Mask)):
+        return
+    shape = read_array(name, value, kind, "[..., H, T, S]").shape
+    if lead and shape[:-2] == lead and max(lead) > 1:
+        raise ValueError(
+            f"{name}: expected [..., H, T, S] with H = {heads} or 1, received shape {shape}, whose axes before the last two are those of x, "
+            f"{lead}, without one for the heads; add it: {name}[..., None, :, :]."
+        )
+
+
+def _check_side_by_side(padding_mask: Array | None) -> None:
+    """Whether the real tokens of each row are neighbours, where that is known."""
+    if padding_mask is None or not is_known(padding_mask):
+        return
+    real = np.asarray(padding_mask).reshape(-1, padding_mask.shape[-1])
+    starts = real[:, :1].sum(1) + (real[:, 1:] & ~real[:, :-1]).sum(1)
+    if np.any(starts > 1):
+        row = int(np.argmax(starts > 1))
+        raise ValueError(
+            f"padding_mask: expected the real tokens of each row side by side, received padding between them in row {row}; pass mask= or "
+            "segment_ids= to leave out tokens in between."
+        )
+
+
+def _check_cache(layer: Any, x: Array, cache: KVCache, segment_ids: Array | None) -> None:
+    if segment_ids is not None:
+        raise ValueError(
+            "segment_ids: expected None with a cache, received an array; give each sequence a row of its own."
+        )
+    if not layer.attention.causal and layer.attention.window[1] != 0:
+        raise ValueError(
+            "cache: expected None in a layer with causal=False, received a KVCache; tokens that see later ones cannot be computed before "
+            "these: give the whole sequence at once, or build the layer with causal=True."
+        )
+    if cache.batch_shape != x.shape[:-2]:
+        raise ValueError(
+            f"cache: expected batch shape {x.shape[:-2]} as x has, received {cache.batch_shape}; "
+            "build it with init_cache(x.shape[:-2], max_length)."
+        )
+
+
+def _check_cross(layer: Any, x: Array, kv_input: Array, cache: Any, segment_ids: Any) -> None:
+    if cache is not None or segment_ids is not None:
+        name = "segment_ids" if cache is None else "cache"
+        raise ValueError(f"{name}: expected None with kv_input, received both; pass one of the two.")
+    if layer.rope is not None or layer.attention.causal:
+        found = "rope" if layer.rope is not None else "causal=True"
+        raise ValueError(
+            f"kv_input: expected a layer with causal=False and rope=None, received one with {found}; "
+            "positions of two sequences do not compare, so build the layer for cross attention without them."
+        )
+    if kv_input.shape[:-2] != x.shape[:-2]:
+        raise ValueError(
+            f"kv_input: expected the leading axes {x.shape[:-2]} of x, received shape {kv_input.shape}; broadcast it first."
+        )
+
+
 def locate(cache: KVCache | None, padding_mask: Array | None, segment_ids: Array | None) -> Rows:
     """The places of a call's tokens. Left padding moves the first token before the row's start: its offset
     shrinks."""
-    left = None if padding_mask is None else jnp.argmax(padding_mask, axis=-1).astype(jnp.int32)
+    left = None if padding_mask is None else _first_real(padding_mask)
     if cache is not None:
         return Rows(offset=cache.lengths if left is None else cache.lengths - left)
     offset = None if left is None else -left
     if padding_mask is not None:
         segment_ids = jnp.where(padding_mask, jnp.int32(0) if segment_ids is None else segment_ids, -1)
     return Rows(offset, segment_ids, segment_ids)
+
+
+def _first_real(padding_mask: Array) -> Array:
+    """The place of each row's first real token, int32 `[...]`; 0 without one."""
+    if padding_mask.shape[-1] == 0:
+        return jnp.zeros(padding_mask.shape[:-1], jnp.int32)
+    return jnp.argmax(padding_mask, axis=-1).astype(jnp.int32)
 
 
 def locate_cross(
@@ -80,7 +194,9 @@ def check_pages(layer: Any, cache: Any, inference: bool | None) -> PagedKVCache:
             f"cache: expected pages of one layer with heads (K, D, V) = {heads}, received {found} and batch_shape "
             f"{cache.batch_shape}; build it with init_paged_cache, and jax.lax.scan over stacked layers."
         )
-    if not layer.attention.causal or layer.k_proj.in_features != layer.embed_dim:
+    if inference is not None:
+        check_flags(inference=inference)
+    if not layer.attention.causal or layer.kv_embed_dim != layer.embed_dim:
         raise ValueError(
             "batch: expected a causal layer that attends to its own input, received one with causal=False or kv_embed_dim=; "
             "only such a layer decodes from pages."

@@ -70,6 +70,10 @@ class CacheState(eqx.Module):
         slots = read_count("num_slots", num_slots, least=1)
         num_pages = read_count("num_pages", num_pages, least=1)
         page_size = read_count("page_size", page_size, least=1)
+        if not isinstance(mixers, Sequence):
+            raise ValueError(
+                f"mixers: expected a tuple or a list of layers, received {type(mixers).__name__}; in the order in which the model calls them."
+            )
         layers = []
         for index, mixer in enumerate(mixers):
             if isinstance(mixer, RecurrentLayer):

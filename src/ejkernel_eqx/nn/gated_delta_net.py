@@ -10,6 +10,8 @@ from jax.typing import DTypeLike
 
 from ..recurrence import GatedDeltaRule
 from ..recurrence.arguments import accumulator
+from .arguments import check_eps, check_flags, check_key, check_sizes, read_dtype
+from .compute import read_compute_dtype
 from .gated_rms_norm import GatedRMSNorm
 from .projection import project
 from .recurrent import (
@@ -55,6 +57,7 @@ class GatedDeltaNet(RecurrentLayer):
     num_v_heads: int = eqx.field(static=True)
     head_dim: int = eqx.field(static=True)
     v_head_dim: int = eqx.field(static=True)
+    compute_dtype: str | None = eqx.field(static=True)
 
     def __init__(
         self,
@@ -71,6 +74,7 @@ class GatedDeltaNet(RecurrentLayer):
         platform: str | None = None,
         config: Any = None,
         dtype: DTypeLike | None = None,
+        compute_dtype: DTypeLike | None = None,
         key: Array,
     ):
         r"""**Arguments:**
@@ -85,11 +89,19 @@ class GatedDeltaNet(RecurrentLayer):
             and the norm's as well.
         - `dtype`: of the parameters, but that `A_log` and `dt_bias` are at least float32; default float32 (float64 in JAX's
             64-bit mode).
+        - `compute_dtype`: what the layer computes in and gives: its input and the weights of its projections are cast to it. Default:
+            what the two promote to.
         - `key`: a PRNG key for the initial weights.
         """
+        check_sizes(num_k_heads=num_k_heads)
         v_heads = num_k_heads if num_v_heads is None else num_v_heads
         v_head_dim = head_dim if v_head_dim is None else v_head_dim
+        check_sizes(embed_dim=embed_dim, head_dim=head_dim, v_head_dim=v_head_dim, conv_width=conv_width)
         check_divides("num_k_heads", num_k_heads, "num_v_heads", v_heads)
+        check_flags(allow_neg_eigval=allow_neg_eigval)
+        check_eps(norm_eps=norm_eps)
+        check_key(key)
+        dtype, compute_dtype = read_dtype("dtype", dtype), read_compute_dtype(compute_dtype)
         key_dim, value_dim = num_k_heads * head_dim, v_heads * v_head_dim
         qkvz_key, ba_key, conv_key, decay_key, out_key = jax.random.split(key, 5)
         self.in_proj_qkvz = eqx.nn.Linear(embed_dim, 2 * key_dim + 2 * value_dim, False, dtype, key=qkvz_key)
@@ -116,10 +128,14 @@ class GatedDeltaNet(RecurrentLayer):
         )
         self.embed_dim, self.num_k_heads, self.num_v_heads = embed_dim, num_k_heads, v_heads
         self.head_dim, self.v_head_dim = head_dim, v_head_dim
+        self.compute_dtype = compute_dtype
+
+    def _projections(self) -> tuple[Any, ...]:
+        return self.in_proj_qkvz, self.in_proj_ba, self.out_proj
 
     def _state_form(self) -> StateForm:
         recurrent = (self.num_v_heads, self.head_dim, self.v_head_dim)
-        return StateForm(conv_shapes(self.conv1d), recurrent, self.out_proj.weight.dtype)
+        return StateForm(conv_shapes(self.conv1d), recurrent)
 
     def _mix(self, x: Array, rows: Rows) -> tuple[Array, RecurrentState]:
         per_key = self.num_v_heads // self.num_k_heads

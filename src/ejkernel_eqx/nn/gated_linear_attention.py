@@ -10,6 +10,8 @@ from jax.typing import DTypeLike
 
 from ..recurrence import GatedLinearAttention as Operation
 from ..recurrence.arguments import accumulator
+from .arguments import check_eps, check_flags, check_key, check_numbers, check_sizes, read_dtype
+from .compute import read_compute_dtype
 from .gated_rms_norm import GatedRMSNorm
 from .projection import project
 from .recurrent import (
@@ -60,6 +62,7 @@ class GatedLinearAttention(RecurrentLayer):
     gate_low_rank_dim: int = eqx.field(static=True)
     gate_logit_normalizer: float = eqx.field(static=True)
     gate_min: float | None = eqx.field(static=True)
+    compute_dtype: str | None = eqx.field(static=True)
 
     def __init__(
         self,
@@ -81,6 +84,7 @@ class GatedLinearAttention(RecurrentLayer):
         platform: str | None = None,
         config: Any = None,
         dtype: DTypeLike | None = None,
+        compute_dtype: DTypeLike | None = None,
         key: Array,
     ):
         r"""**Arguments:**
@@ -99,12 +103,25 @@ class GatedLinearAttention(RecurrentLayer):
         - `state_dtype`, `platform`, `config`: as in [`ejkernel_eqx.GatedLinearAttention`][]; the platform is that of the
             convolutions and the norm as well.
         - `dtype`: of the parameters; default float32 (float64 in JAX's 64-bit mode).
+        - `compute_dtype`: what the layer computes in and gives: its input and the weights of its projections are cast to it. Default:
+            what the two promote to.
         - `key`: a PRNG key for the initial weights.
         """
+        check_sizes(num_heads=num_heads)
         kv_heads = num_heads if num_kv_heads is None else num_kv_heads
+        check_sizes(embed_dim=embed_dim, conv_width=conv_width, gate_low_rank_dim=gate_low_rank_dim)
         check_divides("num_kv_heads", kv_heads, "num_heads", num_heads)
-        head_dim = width_of("expand_k", expand_k * embed_dim / num_heads, "features a head")
-        v_head_dim = width_of("expand_v", expand_v * embed_dim / num_heads, "features a head")
+        head_dim = width_of("expand_k", expand_k, embed_dim, num_heads, "features a head")
+        v_head_dim = width_of("expand_v", expand_v, embed_dim, num_heads, "features a head")
+        check_flags(use_short_conv=use_short_conv, use_conv_bias=use_conv_bias, output_gate=output_gate)
+        check_eps(norm_eps=norm_eps)
+        check_numbers(gate_logit_normalizer=gate_logit_normalizer, gate_min=gate_min)
+        if not gate_logit_normalizer or gate_logit_normalizer < 0:
+            raise ValueError(
+                f"gate_logit_normalizer: expected a positive number, received {gate_logit_normalizer!r}; log-decays are at most 0."
+            )
+        check_key(key)
+        dtype, compute_dtype = read_dtype("dtype", dtype), read_compute_dtype(compute_dtype)
         keys = jax.random.split(key, 10)
         widths = (num_heads * head_dim, kv_heads * head_dim, kv_heads * v_head_dim)
         self.q_proj, self.k_proj, self.v_proj = (
@@ -134,13 +151,17 @@ class GatedLinearAttention(RecurrentLayer):
         self.head_dim, self.v_head_dim = head_dim, v_head_dim
         self.gate_low_rank_dim = gate_low_rank_dim
         self.gate_logit_normalizer, self.gate_min = float(gate_logit_normalizer), gate_min
+        self.compute_dtype = compute_dtype
+
+    def _projections(self) -> tuple[Any, ...]:
+        return self.q_proj, self.k_proj, self.v_proj, self.g_proj, self.gk_proj, self.o_proj
 
     def _convolutions(self) -> tuple[ShortConvolution, ...]:
         return tuple(conv for conv in (self.q_conv1d, self.k_conv1d, self.v_conv1d) if conv is not None)
 
     def _state_form(self) -> StateForm:
         recurrent = (self.num_kv_heads, self.head_dim, self.v_head_dim)
-        return StateForm(conv_shapes(*self._convolutions()), recurrent, self.o_proj.weight.dtype)
+        return StateForm(conv_shapes(*self._convolutions()), recurrent)
 
     def _mix(self, x: Array, rows: Rows) -> tuple[Array, RecurrentState]:
         key_dim, value_dim = self.num_kv_heads * self.head_dim, self.num_kv_heads * self.v_head_dim

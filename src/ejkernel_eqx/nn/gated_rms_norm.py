@@ -9,6 +9,7 @@ from jax import Array
 from jax.typing import DTypeLike
 
 from ..normalization import GatedRMSNorm as _GatedRMSNorm
+from .arguments import check_eps, check_flags, check_sizes, read_array, read_dtype
 
 
 class GatedRMSNorm(eqx.Module):
@@ -50,11 +51,16 @@ class GatedRMSNorm(eqx.Module):
         - `use_weight`: whether there is a weight, at first ones.
         - `dtype`: of the weight; default float32 (float64 in JAX's 64-bit mode).
         """
-        if features < 1 or features % (group_size or features):
+        check_sizes(features=features)
+        if group_size is not None:
+            check_sizes(group_size=group_size)
+        check_flags(norm_before_gate=norm_before_gate, use_weight=use_weight)
+        check_eps(eps=eps)
+        if features % (group_size or features):
             raise ValueError(
-                f"features: expected a positive multiple of group_size={group_size}, received {features}."
+                f"features: expected a positive multiple of group_size={group_size}, received {features}; every group has as many."
             )
-        self.weight = jnp.ones(features, dtype) if use_weight else None
+        self.weight = jnp.ones(features, read_dtype("dtype", dtype)) if use_weight else None
         self.norm = _GatedRMSNorm(
             activation, norm_before_gate, group_size, eps, platform=platform, config=config
         )
@@ -64,10 +70,15 @@ class GatedRMSNorm(eqx.Module):
     def __call__(self, x: Array, z: Array | None = None) -> Array:
         """**Arguments:** `x`, and the gate `z` of its shape (without it nothing is gated): `[..., features]`, any number of leading axes.
 
-        **Returns:** an array of the shape and dtype of `x`.
+        **Returns:** an array of the shape and dtype of `x`, whatever the dtype of the weight. Raises `ValueError` for arguments that do not fit.
         """
+        x = read_array("x", x, "floats", "[..., features]")
         if x.ndim < 1 or x.shape[-1] != self.features:
             raise ValueError(
-                f"x: expected [..., features] with {self.features} features, received shape {x.shape}."
+                f"x: expected [..., features] with {self.features} features, received shape {x.shape}; only its last axis is normalised."
+            )
+        if z is not None and read_array("z", z, "floats", "[..., features]").shape != x.shape:
+            raise ValueError(
+                f"z: expected the shape of x, {x.shape}, received {z.shape}; broadcast it first."
             )
         return self.norm(x, z, self.weight)

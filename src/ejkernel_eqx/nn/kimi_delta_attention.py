@@ -10,6 +10,8 @@ from jax.typing import DTypeLike
 
 from ..recurrence import KernelDeltaAttention
 from ..recurrence.arguments import accumulator
+from .arguments import check_eps, check_flags, check_key, check_numbers, check_sizes, read_dtype
+from .compute import read_compute_dtype
 from .gated_rms_norm import GatedRMSNorm
 from .projection import project
 from .recurrent import (
@@ -63,6 +65,7 @@ class KimiDeltaAttention(RecurrentLayer):
     num_v_heads: int = eqx.field(static=True)
     head_dim: int = eqx.field(static=True)
     v_head_dim: int = eqx.field(static=True)
+    compute_dtype: str | None = eqx.field(static=True)
 
     def __init__(
         self,
@@ -82,6 +85,7 @@ class KimiDeltaAttention(RecurrentLayer):
         platform: str | None = None,
         config: Any = None,
         dtype: DTypeLike | None = None,
+        compute_dtype: DTypeLike | None = None,
         key: Array,
     ):
         r"""**Arguments:**
@@ -98,11 +102,22 @@ class KimiDeltaAttention(RecurrentLayer):
             convolutions and the norm as well.
         - `dtype`: of the parameters, but that `A_log` and `dt_bias` are at least float32; default float32 (float64 in JAX's
             64-bit mode).
+        - `compute_dtype`: what the layer computes in and gives: its input and the weights of its projections are cast to it. Default:
+            what the two promote to.
         - `key`: a PRNG key for the initial weights.
         """
+        check_sizes(num_heads=num_heads)
         v_heads = num_heads if num_v_heads is None else num_v_heads
         v_head_dim = head_dim if v_head_dim is None else v_head_dim
+        check_sizes(embed_dim=embed_dim, head_dim=head_dim, v_head_dim=v_head_dim, conv_width=conv_width)
         check_divides("num_heads", num_heads, "num_v_heads", v_heads)
+        check_flags(
+            use_conv_bias=use_conv_bias, use_gate_bias=use_gate_bias, allow_neg_eigval=allow_neg_eigval
+        )
+        check_eps(norm_eps=norm_eps)
+        check_numbers(lower_bound=lower_bound)
+        check_key(key)
+        dtype, compute_dtype = read_dtype("dtype", dtype), read_compute_dtype(compute_dtype)
         keys = jax.random.split(key, 14)
         widths = (num_heads * head_dim, num_heads * head_dim, v_heads * v_head_dim)
         self.q_proj, self.k_proj, self.v_proj = (
@@ -142,13 +157,18 @@ class KimiDeltaAttention(RecurrentLayer):
         )
         self.embed_dim, self.num_heads, self.num_v_heads = embed_dim, num_heads, v_heads
         self.head_dim, self.v_head_dim = head_dim, v_head_dim
+        self.compute_dtype = compute_dtype
+
+    def _projections(self) -> tuple[Any, ...]:
+        decay, gate = (self.f_a_proj, self.f_b_proj), (self.g_a_proj, self.g_b_proj)
+        return self.q_proj, self.k_proj, self.v_proj, *decay, self.b_proj, *gate, self.o_proj
 
     def _convolutions(self) -> tuple[ShortConvolution, ...]:
         return self.q_conv1d, self.k_conv1d, self.v_conv1d
 
     def _state_form(self) -> StateForm:
         recurrent = (self.num_v_heads, self.head_dim, self.v_head_dim)
-        return StateForm(conv_shapes(*self._convolutions()), recurrent, self.o_proj.weight.dtype)
+        return StateForm(conv_shapes(*self._convolutions()), recurrent)
 
     def _mix(self, x: Array, rows: Rows) -> tuple[Array, RecurrentState]:
         key_dim, value_dim = self.num_heads * self.head_dim, self.num_v_heads * self.v_head_dim

@@ -1,12 +1,16 @@
 """The dense key/value cache of autoregressive decoding."""
 
 import math
+from typing import Any
 
 import equinox as eqx
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jax import Array
 from jax.typing import DTypeLike
+
+from .arguments import check_sizes, is_known, named_dtype, read_array, read_batch_shape
 
 
 class KVCache(eqx.Module):
@@ -41,15 +45,15 @@ class KVCache(eqx.Module):
         - `batch_shape`: the leading dimensions; `()` for one sequence, an integer `B` for `(B,)`.
         - `max_length`: the capacity `S` of each row, in tokens.
         - `num_kv_heads`, `head_dim`, `v_head_dim`: `K`, `D` and `V` (default `D`).
-        - `dtype`: how keys and values are stored; new ones are cast to it.
+        - `dtype`: how keys and values are stored, a floating dtype; new ones are cast to it. For 8-bit integers, which need
+            scales, there is `ejkernel_eqx.PagedKVCache`.
         """
-        batch = (batch_shape,) if isinstance(batch_shape, int) else tuple(batch_shape)
-        if max_length < 1:
-            raise ValueError(
-                f"max_length: expected at least 1 token, received {max_length}; "
-                "give the longest sequence to be held."
-            )
+        batch = read_batch_shape(batch_shape)
         v_head_dim = head_dim if v_head_dim is None else v_head_dim
+        check_sizes(
+            max_length=max_length, num_kv_heads=num_kv_heads, head_dim=head_dim, v_head_dim=v_head_dim
+        )
+        _check_stored(dtype)
         return cls(
             k=jnp.zeros((*batch, max_length, num_kv_heads, head_dim), dtype),
             v=jnp.zeros((*batch, max_length, num_kv_heads, v_head_dim), dtype),
@@ -80,7 +84,7 @@ class KVCache(eqx.Module):
             side. A row without any is left as it is.
 
         **Returns:** the new cache. Where a row would pass `max_length`, an error is raised at run time
-        (`equinox.error_if`).
+        (`equinox.error_if`). Raises `ValueError` for arguments that do not fit.
         """
         self._check(k_new, v_new, padded=new_lengths is not None or mask is not None)
         if new_lengths is not None and mask is not None:
@@ -88,10 +92,16 @@ class KVCache(eqx.Module):
                 "new_lengths, mask: expected at most one of the two, received both; "
                 "fold the lengths into the mask."
             )
+        rows = k_new.shape[:-2]
+        new_lengths = _read_rows("new_lengths", new_lengths, "integers", "[...]", rows[:-1])
+        mask = _read_rows("mask", mask, "booleans", "[..., T]", rows)
         if new_lengths is not None:
-            mask = jnp.arange(k_new.shape[-3], dtype=jnp.int32) < new_lengths.astype(jnp.int32)[..., None]
-        if mask is not None:
-            mask = jnp.broadcast_to(mask, k_new.shape[:-2])
+            _check_lengths(new_lengths, rows[-1])
+        if new_lengths is not None:
+            mask = (
+                jax.lax.broadcasted_iota(jnp.int32, rows, len(rows) - 1)
+                < new_lengths.astype(jnp.int32)[..., None]
+            )
         count = k_new.shape[-3] if mask is None else jnp.sum(mask, axis=-1, dtype=jnp.int32)
         lengths = eqx.error_if(
             self.lengths + count,
@@ -124,8 +134,10 @@ class KVCache(eqx.Module):
         )
         return flat.reshape(store.shape)
 
-    def _check(self, k_new: Array, v_new: Array, padded: bool) -> None:
+    def _check(self, k_new: Any, v_new: Any, padded: bool) -> None:
         for name, new, store in (("k_new", k_new, self.k), ("v_new", v_new, self.v)):
+            _check_stored(store.dtype)
+            new = read_array(name, new, "floats", "[..., T, K, D]")
             expected = (*store.shape[:-3], "T", *store.shape[-2:])
             if new.ndim != store.ndim or (*new.shape[:-3], "T", *new.shape[-2:]) != expected:
                 shown = "[" + ", ".join(map(str, expected)) + "]"
@@ -142,4 +154,35 @@ class KVCache(eqx.Module):
             raise ValueError(
                 f"k_new: expected at most max_length={self.max_length} tokens, received {k_new.shape[-3]}; "
                 "build the cache with a larger max_length."
+            )
+
+
+def _check_stored(dtype: Any) -> None:
+    found = named_dtype(dtype)
+    if found is None or not jnp.issubdtype(found, jnp.floating):
+        raise ValueError(
+            f"dtype: expected a floating dtype, received {dtype if found is None else found.name!r}, to which keys would be cut without "
+            "scales; PagedKVCache quantises to 8 bits."
+        )
+
+
+def _read_rows(name: str, value: Any, kind: str, form: str, shape: tuple[int, ...]) -> Array | None:
+    """An array that broadcasts to `shape`, brought to it."""
+    if value is None:
+        return None
+    value = read_array(name, value, kind, form)
+    if value.ndim > len(shape) or any(n not in (1, m) for n, m in zip(value.shape[::-1], shape[::-1])):
+        raise ValueError(
+            f"{name}: expected {form} that broadcasts to {shape}, received shape {value.shape}; the rows are those of k_new."
+        )
+    return jnp.broadcast_to(value, shape)
+
+
+def _check_lengths(new_lengths: Array, tokens: int) -> None:
+    if is_known(new_lengths) and new_lengths.size:
+        least, most = int(np.min(new_lengths)), int(np.max(new_lengths))
+        if least < 0 or most > tokens:
+            raise ValueError(
+                f"new_lengths: expected 0 to {tokens}, the tokens of k_new, received {least if least < 0 else most}; lengths count the new "
+                "tokens alone."
             )

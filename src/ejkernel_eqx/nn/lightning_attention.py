@@ -12,6 +12,9 @@ from jax.typing import DTypeLike
 from ..recurrence import lightning_slopes
 from ..recurrence import LightningAttention as Operation
 from ..recurrence.arguments import accumulator
+from .arguments import check_eps, check_key, check_sizes, is_known, read_array, read_dtype
+from .attention_inputs import head_dim_of
+from .compute import read_compute_dtype
 from .gated_rms_norm import GatedRMSNorm
 from .projection import project
 from .recurrent import merge_heads, RecurrentLayer, RecurrentState, Rows, split_heads, StateForm
@@ -42,6 +45,7 @@ class LightningAttention(RecurrentLayer):
     num_heads: int = eqx.field(static=True)
     head_dim: int = eqx.field(static=True)
     num_layers: int = eqx.field(static=True)
+    compute_dtype: str | None = eqx.field(static=True)
 
     def __init__(
         self,
@@ -56,6 +60,7 @@ class LightningAttention(RecurrentLayer):
         platform: str | None = None,
         config: Any = None,
         dtype: DTypeLike | None = None,
+        compute_dtype: DTypeLike | None = None,
         key: Array,
     ):
         """**Arguments:**
@@ -67,17 +72,17 @@ class LightningAttention(RecurrentLayer):
         - `norm_eps`: what is added to the mean square.
         - `state_dtype`, `platform`, `config`: as in [`ejkernel_eqx.LightningAttention`][]; the platform is the norm's as well.
         - `dtype`: of the parameters; default float32 (float64 in JAX's 64-bit mode).
+        - `compute_dtype`: what the layer computes in and gives: its input and the weights of its projections are cast to it. Default:
+            what the two promote to.
         - `key`: a PRNG key for the initial weights.
         """
-        if head_dim is None:
-            if embed_dim % num_heads:
-                raise ValueError(
-                    f"num_heads: expected a divisor of embed_dim={embed_dim}, received {num_heads}; "
-                    "pass head_dim= for another width."
-                )
-            head_dim = embed_dim // num_heads
-        if isinstance(layer_index, int):
-            lightning_slopes("minimax", num_heads, layer_index, num_layers)  # refuses what is no layer's
+        check_sizes(embed_dim=embed_dim, num_heads=num_heads, num_layers=num_layers)
+        head_dim = head_dim_of(embed_dim, num_heads, head_dim)
+        check_sizes(head_dim=head_dim)
+        check_eps(norm_eps=norm_eps)
+        check_key(key)
+        dtype, compute_dtype = read_dtype("dtype", dtype), read_compute_dtype(compute_dtype)
+        _check_place(layer_index, num_heads, num_layers)
         width = num_heads * head_dim
         qkv_key, gate_key, out_key = jax.random.split(key, 3)
         self.qkv_proj = eqx.nn.Linear(embed_dim, 3 * width, False, dtype, key=qkv_key)
@@ -92,16 +97,20 @@ class LightningAttention(RecurrentLayer):
         )
         self.embed_dim, self.num_heads, self.head_dim = embed_dim, num_heads, head_dim
         self.num_layers = num_layers
+        self.compute_dtype = compute_dtype
+
+    def _projections(self) -> tuple[Any, ...]:
+        return self.qkv_proj, self.output_gate, self.out_proj
 
     def slopes(self) -> Array:
         """The slopes of the heads, `[H]`, in float32 (float64 for float64)."""
         # From those of all layers in double precision: in single, the late layers', which are nearly zero, would be coarse.
         layers = range(self.num_layers)
         table = [lightning_slopes("minimax", self.num_heads, i, self.num_layers) for i in layers]
-        return jnp.asarray(np.stack(table), accumulator(self.out_proj.weight.dtype))[self.layer_index]
+        return jnp.asarray(np.stack(table), accumulator(self._stored_dtype()))[self.layer_index]
 
     def _state_form(self) -> StateForm:
-        return StateForm((), (self.num_heads, self.head_dim, self.head_dim), self.out_proj.weight.dtype)
+        return StateForm((), (self.num_heads, self.head_dim, self.head_dim))
 
     def _mix(self, x: Array, rows: Rows) -> tuple[Array, RecurrentState]:
         width = self.num_heads * self.head_dim
@@ -110,3 +119,15 @@ class LightningAttention(RecurrentLayer):
         out, recurrent = rows.recur(self.recurrence, {"q": q, "k": k, "v": v}, {"slopes": self.slopes()})
         y = self.norm(merge_heads(out), project("output_gate", self.output_gate, x, width))
         return project("out_proj", self.out_proj, y, self.embed_dim), RecurrentState((), recurrent)
+
+
+def _check_place(layer_index: Any, num_heads: int, num_layers: int) -> None:
+    """A place in a model, an integer or an array of one; refused where it is known and no layer's."""
+    if isinstance(layer_index, bool) or not isinstance(layer_index, int | np.integer):
+        layer_index = read_array("layer_index", layer_index, "integers", "[]")
+        if layer_index.ndim:
+            raise ValueError(
+                f"layer_index: expected one integer, received shape {layer_index.shape}; equinox.filter_vmap builds stacked layers."
+            )
+    if is_known(layer_index):
+        lightning_slopes("minimax", num_heads, int(layer_index), num_layers)

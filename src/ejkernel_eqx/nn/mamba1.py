@@ -11,6 +11,8 @@ from jax.typing import DTypeLike
 
 from ..recurrence.arguments import accumulator
 from ..selective_scan import StateSpaceV1
+from .arguments import check_eps, check_flags, check_key, check_sizes, read_dtype
+from .compute import read_compute_dtype
 from .projection import project, project_apart
 from .recurrent import (
     conv_shapes,
@@ -53,6 +55,7 @@ class Mamba1Mixer(RecurrentLayer):
     state_size: int = eqx.field(static=True)
     dt_rank: int = eqx.field(static=True)
     inner_norm_eps: float | None = eqx.field(static=True)
+    compute_dtype: str | None = eqx.field(static=True)
 
     def __init__(
         self,
@@ -71,6 +74,7 @@ class Mamba1Mixer(RecurrentLayer):
         platform: str | None = None,
         config: Any = None,
         dtype: DTypeLike | None = None,
+        compute_dtype: DTypeLike | None = None,
         key: Array,
     ):
         r"""**Arguments:**
@@ -86,10 +90,18 @@ class Mamba1Mixer(RecurrentLayer):
             as well.
         - `dtype`: of the parameters, but that `A_log` and `D` are at least float32; default float32 (float64 in JAX's
             64-bit mode).
+        - `compute_dtype`: what the layer computes in and gives: its input and the weights of its projections are cast to it. Default:
+            what the two promote to.
         - `key`: a PRNG key for the initial weights.
         """
-        inner = width_of("expand", expand * embed_dim, "channels") if inner_dim is None else inner_dim
+        check_sizes(embed_dim=embed_dim, state_size=state_size, conv_width=conv_width)
+        inner = width_of("expand", expand, embed_dim, 1, "channels") if inner_dim is None else inner_dim
         rank = math.ceil(embed_dim / 16) if dt_rank is None else dt_rank
+        check_sizes(inner_dim=inner, dt_rank=rank)
+        check_flags(use_conv_bias=use_conv_bias, use_bias=use_bias, inner_norms=inner_norms)
+        check_eps(inner_norm_eps=inner_norm_eps)
+        check_key(key)
+        dtype, compute_dtype = read_dtype("dtype", dtype), read_compute_dtype(compute_dtype)
         in_key, conv_key, x_key, dt_key, bias_key, out_key = jax.random.split(key, 6)
         self.in_proj = eqx.nn.Linear(embed_dim, 2 * inner, use_bias, dtype, key=in_key)
         self.conv1d = ShortConvolution(
@@ -111,10 +123,14 @@ class Mamba1Mixer(RecurrentLayer):
         self.embed_dim, self.inner_dim = embed_dim, inner
         self.state_size, self.dt_rank = state_size, rank
         self.inner_norm_eps = inner_norm_eps if inner_norms else None
+        self.compute_dtype = compute_dtype
+
+    def _projections(self) -> tuple[Any, ...]:
+        return self.in_proj, self.x_proj, self.dt_proj, self.out_proj
 
     def _state_form(self) -> StateForm:
         recurrent = (self.inner_dim, self.state_size)
-        return StateForm(conv_shapes(self.conv1d), recurrent, self.out_proj.weight.dtype)
+        return StateForm(conv_shapes(self.conv1d), recurrent)
 
     def _mix(self, x: Array, rows: Rows) -> tuple[Array, RecurrentState]:
         x, z = jnp.split(project("in_proj", self.in_proj, x, 2 * self.inner_dim), 2, axis=-1)

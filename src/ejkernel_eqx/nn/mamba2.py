@@ -10,6 +10,8 @@ from jax.typing import DTypeLike
 
 from ..recurrence import StateSpaceV2
 from ..recurrence.arguments import accumulator
+from .arguments import check_eps, check_flags, check_key, check_sizes, read_dtype
+from .compute import read_compute_dtype
 from .gated_rms_norm import GatedRMSNorm
 from .projection import project
 from .recurrent import (
@@ -56,6 +58,7 @@ class Mamba2Mixer(RecurrentLayer):
     num_heads: int = eqx.field(static=True)
     num_groups: int = eqx.field(static=True)
     state_size: int = eqx.field(static=True)
+    compute_dtype: str | None = eqx.field(static=True)
 
     def __init__(
         self,
@@ -78,6 +81,7 @@ class Mamba2Mixer(RecurrentLayer):
         platform: str | None = None,
         config: Any = None,
         dtype: DTypeLike | None = None,
+        compute_dtype: DTypeLike | None = None,
         key: Array,
     ):
         r"""**Arguments:**
@@ -98,9 +102,17 @@ class Mamba2Mixer(RecurrentLayer):
             and the norm's as well.
         - `dtype`: of the parameters, but that `A_log`, `D` and `dt_bias` are at least float32; default float32 (float64 in
             JAX's 64-bit mode).
+        - `compute_dtype`: what the layer computes in and gives: its input and the weights of its projections are cast to it. Default:
+            what the two promote to.
         - `key`: a PRNG key for the initial weights.
         """
-        inner = width_of("expand", expand * embed_dim, "channels") if inner_dim is None else inner_dim
+        check_sizes(embed_dim=embed_dim, state_size=state_size, conv_width=conv_width)
+        inner = width_of("expand", expand, embed_dim, 1, "channels") if inner_dim is None else inner_dim
+        check_flags(use_norm=use_norm, norm_before_gate=norm_before_gate)
+        check_flags(use_conv_bias=use_conv_bias, use_bias=use_bias)
+        check_eps(norm_eps=norm_eps)
+        check_key(key)
+        dtype, compute_dtype = read_dtype("dtype", dtype), read_compute_dtype(compute_dtype)
         check_divides("head_dim", head_dim, "inner_dim", inner)
         heads = inner // head_dim
         check_divides("num_groups", num_groups, "heads", heads)
@@ -115,6 +127,7 @@ class Mamba2Mixer(RecurrentLayer):
         self.A_log = uniform_log(decay_key, heads, 1.0, 16.0, wide)
         self.D = jnp.ones(heads, wide)
         group_size = inner // num_groups if norm_group_size is None else norm_group_size
+        check_divides("norm_group_size", group_size, "inner_dim", inner)
         self.norm = (
             GatedRMSNorm(
                 inner,
@@ -133,10 +146,14 @@ class Mamba2Mixer(RecurrentLayer):
         )
         self.embed_dim, self.inner_dim = embed_dim, inner
         self.num_heads, self.num_groups, self.state_size = heads, num_groups, state_size
+        self.compute_dtype = compute_dtype
+
+    def _projections(self) -> tuple[Any, ...]:
+        return self.in_proj, self.out_proj
 
     def _state_form(self) -> StateForm:
         recurrent = (self.num_heads, self.inner_dim // self.num_heads, self.state_size)
-        return StateForm(conv_shapes(self.conv1d), recurrent, self.out_proj.weight.dtype)
+        return StateForm(conv_shapes(self.conv1d), recurrent)
 
     def _mix(self, x: Array, rows: Rows) -> tuple[Array, RecurrentState]:
         inner, shared = self.inner_dim, self.num_groups * self.state_size

@@ -5,7 +5,6 @@ from typing import Any
 
 import equinox as eqx
 import jax
-import jax.numpy as jnp
 from jax import Array, lax
 from jax.sharding import NamedSharding, PartitionSpec
 
@@ -14,7 +13,8 @@ def project(name: str, layer: Any, x: Array, features: int) -> Array:
     """`layer`, the projection called `name`, over the last axis of `x` `[..., in]`: `[..., features]`.
 
     An `equinox.nn.Linear` and nothing else is one product of matrices. Whatever else stands in its place (low-rank updates, quantised
-    weights, a function) is called with one vector `[in]` at a time under `jax.vmap`, as Equinox's layers are.
+    weights, a function) is called with one vector `[in]` at a time under `jax.vmap`, as Equinox's layers are. The dtype is that of `x`,
+    which the layer has brought to the one it computes in.
     """
     if type(layer) is eqx.nn.Linear:
         if layer.weight.shape != (features, x.shape[-1]):
@@ -23,23 +23,22 @@ def project(name: str, layer: Any, x: Array, features: int) -> Array:
                 f"{layer.weight.shape}; build it with the sizes of the one it replaces, and jax.vmap over stacked layers."
             )
         return _linear(layer, x)
-    if callable(layer):
-        over_last = layer
-        for _ in x.shape[:-1]:
-            over_last = jax.vmap(over_last)
-        y = over_last(x)
-    else:
+    if not callable(layer):
         raise ValueError(
             f"{name}: expected an equinox.nn.Linear or a callable from a vector to a vector, received {type(layer).__name__}; a quantised "
             "or low-rank projection is an equinox.Module with a __call__."
         )
+    over_last = layer
+    for _ in x.shape[:-1]:
+        over_last = jax.vmap(over_last)
+    y = over_last(x)
     expected = (*x.shape[:-1], features)
     if getattr(y, "shape", None) != expected:
         raise ValueError(
             f"{name}: expected a projection from [{x.shape[-1]}] to [{features}], received one that gives "
             f"{getattr(y, 'shape', type(y).__name__)} for {x.shape}, not {expected}; build it with the sizes of the one it replaces."
         )
-    return y
+    return y.astype(x.dtype)
 
 
 def project_apart(name: str, layer: Any, x: Array, features: int) -> tuple[Array, Array | None]:
@@ -51,8 +50,7 @@ def project_apart(name: str, layer: Any, x: Array, features: int) -> tuple[Array
 
 
 def _linear(linear: eqx.nn.Linear, x: Array) -> Array:
-    dtype = jnp.result_type(x, linear.weight)
-    operands = [a.astype(dtype) for a in (x, linear.weight, linear.bias) if a is not None]
+    operands = [a.astype(x.dtype) for a in (x, linear.weight, linear.bias) if a is not None]
     meshes = [mesh for a in operands if (mesh := jax.typeof(a).sharding.mesh).explicit_axes]
     return _over_mesh(meshes[0], *operands) if meshes else _product(None, *operands)
 

@@ -13,8 +13,20 @@ from jax.typing import DTypeLike
 
 from ..paged import RaggedBatch
 from ..recurrence.arguments import accumulator
+from ..sequences.packing import read_offsets
+from .arguments import (
+    check_numbers,
+    check_sizes,
+    check_slots,
+    check_tokens,
+    read_array,
+    read_batch_shape,
+    read_dtype,
+    read_features,
+)
+from .compute import compute_dtype_of, stored_dtype_of
 from .short_convolution import ShortConvolution
-from .tokens import check_features, check_ragged, check_tokens, clear
+from .tokens import check_ragged, clear
 
 
 class RecurrentState(eqx.Module):
@@ -34,11 +46,10 @@ class RecurrentState(eqx.Module):
 
 @dataclasses.dataclass(frozen=True)
 class StateForm:
-    """The shapes of a `RecurrentState`, without the leading dimensions, and the dtype of the layer's weights."""
+    """The shapes of a `RecurrentState`, without the leading dimensions."""
 
     conv: tuple[tuple[int, ...], ...]
     recurrent: tuple[int, ...]
-    dtype: Any
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
@@ -95,12 +106,21 @@ class RecurrentLayer(eqx.Module):
 
     embed_dim: eqx.AbstractVar[int]
 
+    compute_dtype: eqx.AbstractVar[str | None]
+
     @abc.abstractmethod
     def _mix(self, x: Array, rows: Rows) -> tuple[Array, RecurrentState]:
         """The layer itself, over tokens whose padding is zero."""
 
     @abc.abstractmethod
     def _state_form(self) -> StateForm: ...
+
+    @abc.abstractmethod
+    def _projections(self) -> tuple[Any, ...]:
+        """What the layer multiplies by."""
+
+    def _stored_dtype(self) -> Any:
+        return stored_dtype_of(self.compute_dtype, self._projections())
 
     def init_state(
         self, batch_shape: tuple[int, ...] | int, dtype: DTypeLike | None = None
@@ -110,16 +130,16 @@ class RecurrentLayer(eqx.Module):
         **Arguments:**
 
         - `batch_shape`: the leading dimensions; `()` for one sequence, an integer `B` for `(B,)`.
-        - `dtype`: of the convolutions' inputs, by default that of the layer's weights. The recurrent state is float32
-            (float64 for float64), or what `state_dtype` said at construction.
+        - `dtype`: of the convolutions' inputs, by default what the layer computes in, or else that of its weights. The recurrent
+            state is float32 (float64 for float64), or what `state_dtype` said at construction.
         """
-        batch = (batch_shape,) if isinstance(batch_shape, int) else tuple(batch_shape)
-        form = self._state_form()
-        dtype = form.dtype if dtype is None else dtype
+        batch = read_batch_shape(batch_shape)
+        form, stored = self._state_form(), self._stored_dtype()
+        dtype = stored if dtype is None else read_dtype("dtype", dtype)
         return RecurrentState(
             conv=tuple(jnp.zeros((*batch, *shape), dtype) for shape in form.conv),
             recurrent=jnp.zeros(
-                (*batch, *form.recurrent), self.recurrence.state_dtype or accumulator(form.dtype)
+                (*batch, *form.recurrent), self.recurrence.state_dtype or accumulator(stored)
             ),
         )
 
@@ -178,32 +198,37 @@ class RecurrentLayer(eqx.Module):
             all new starts from zeros, whatever its slot holds; slots of no sequence, or of one without new tokens, are not touched.
             Donate the pool to have it written in place.
 
-        **Returns:** `y`, an array of the shape of `x`; with a state, the tuple `(y, state)`. Raises `ValueError` for
-        arguments that do not fit.
+        **Returns:** `y`, an array of the shape of `x` in the dtype that the layer computes in; with a state, the tuple
+        `(y, state)`. Raises `ValueError` for arguments that do not fit, as far as their values are known.
         """
         if batch is not None:
-            self._check_ragged(x, state, batch, padding_mask, segment_ids, cu_seqlens)
+            x = self._check_ragged(x, state, batch, padding_mask, segment_ids, cu_seqlens)
             assert state is not None
             with jax.named_scope(f"ejx.nn.{type(self).__name__}"):
-                return self._mix_ragged(x, state, batch)
-        self._check(x, state, padding_mask, segment_ids, cu_seqlens)
+                return self._mix_ragged(self._cast(x), state, batch)
+        x = self._check(x, state, padding_mask, segment_ids, cu_seqlens)
         with jax.named_scope(f"ejx.nn.{type(self).__name__}"):
+            x = self._cast(x)
             rows = _rows_of(x, state, padding_mask, segment_ids, cu_seqlens)
             y, new = self._mix(clear(x, rows.real), rows)
         return y if state is None else (y, new)
 
-    def _check(self, x, state, padding_mask, segment_ids, cu_seqlens) -> None:
-        check_features("x", x, "[..., T, E]", "E", self.embed_dim)
-        check_tokens("padding_mask", padding_mask, "x", x)
-        check_tokens("segment_ids", segment_ids, "x", x)
+    def _cast(self, x: Array) -> Array:
+        return x.astype(compute_dtype_of(self.compute_dtype, self._projections(), x))
+
+    def _check(self, x, state, padding_mask, segment_ids, cu_seqlens) -> Array:
+        x = read_features("x", x, "[..., T, E]", "E", self.embed_dim)
+        check_tokens("padding_mask", padding_mask, "booleans", "x", x)
+        check_tokens("segment_ids", segment_ids, "integers", "x", x)
         batch = x.shape[:-2]
         if cu_seqlens is not None:
+            cu_seqlens = read_array("cu_seqlens", cu_seqlens, "integers", "[N + 1]")
             other = "padding_mask" if segment_ids is None else "segment_ids"
             if padding_mask is not None or segment_ids is not None:
                 raise ValueError(
                     f"cu_seqlens: expected None with {other}, received both; tokens past the last offset are padding."
                 )
-            if x.ndim != 2 or cu_seqlens.ndim != 1:
+            if x.ndim != 2 or cu_seqlens.ndim != 1 or not cu_seqlens.size:
                 raise ValueError(
                     f"cu_seqlens: expected offsets [N + 1] and x of shape [T, E], received {cu_seqlens.shape} and "
                     f"{x.shape}; pack all sequences into one row."
@@ -211,8 +236,15 @@ class RecurrentLayer(eqx.Module):
             batch = (cu_seqlens.shape[0] - 1,)
         if state is not None:
             self._check_state(state, batch)
+        return x
 
-    def _check_state(self, state: RecurrentState, batch: tuple[int, ...]) -> None:
+    def _check_state(self, state: Any, batch: tuple[int, ...]) -> None:
+        if not isinstance(state, RecurrentState):
+            raise ValueError(
+                f"state: expected a RecurrentState or None, received {type(state).__name__}; build it with init_state."
+            )
+        for part in (*state.conv, state.recurrent):
+            read_array("state", part, "floats", "as init_state makes them")
         form = self._state_form()
         found = tuple(a.shape for a in (*state.conv, state.recurrent))
         expected = tuple((*batch, *shape) for shape in (*form.conv, form.recurrent))
@@ -238,9 +270,9 @@ class RecurrentLayer(eqx.Module):
         y, states = self._mix(x, Rows(0, states, cu_seqlens=batch.query_start_loc))
         return y, jax.tree.map(lambda x, new: _put(x, places.slots, new), pool, states)
 
-    def _check_ragged(self, x, state, batch, padding_mask, segment_ids, cu_seqlens) -> None:
+    def _check_ragged(self, x, state, batch, padding_mask, segment_ids, cu_seqlens) -> Array:
         others = {"padding_mask": padding_mask, "segment_ids": segment_ids, "cu_seqlens": cu_seqlens}
-        check_ragged(x, batch, self.embed_dim, others)
+        x = check_ragged(x, batch, self.embed_dim, others)
         if not isinstance(state, RecurrentState):
             raise ValueError(
                 f"state: expected a RecurrentState with batch, a slot for each sequence, received {type(state).__name__}; build it with "
@@ -255,6 +287,8 @@ class RecurrentLayer(eqx.Module):
             raise ValueError(
                 "batch: expected state_indices, the slot of each sequence's state, received None; pass state_indices= to RaggedBatch.build."
             )
+        check_slots("batch.state_indices", batch.state_indices, state.recurrent.shape[0])
+        return x
 
 
 def _rows_of(x, state, padding_mask, segment_ids, cu_seqlens) -> Rows:
@@ -262,7 +296,8 @@ def _rows_of(x, state, padding_mask, segment_ids, cu_seqlens) -> Rows:
     if segment_ids is not None:
         real = segment_ids >= 0 if real is None else real & (segment_ids >= 0)
     if cu_seqlens is not None:
-        tokens = jnp.arange(x.shape[-2], dtype=cu_seqlens.dtype)
+        cu_seqlens = read_offsets(cu_seqlens, x.shape[-2])
+        tokens = jnp.arange(x.shape[-2], dtype=jnp.int32)
         real = (tokens >= cu_seqlens[0]) & (tokens < cu_seqlens[-1])
         return Rows(x.ndim - 2, state, real, cu_seqlens=cu_seqlens)
     if padding_mask is not None:
@@ -333,14 +368,20 @@ def time_step_bias(key: Array, size: int, dtype: Any) -> Array:
 
 
 def check_divides(name: str, part: int, whole_name: str, whole: int) -> None:
-    if part < 1 or whole % part:
-        raise ValueError(f"{name}: expected a divisor of {whole_name}={whole}, received {part}.")
+    check_sizes(**{whole_name: whole, name: part})
+    if whole % part:
+        raise ValueError(
+            f"{name}: expected a divisor of {whole_name}={whole}, received {part}; each has the same number of the other."
+        )
 
 
-def width_of(name: str, value: int | float, what: str) -> int:
-    """A width that is given as a factor of another."""
+def width_of(name: str, factor: Any, of: int, heads: int, what: str) -> int:
+    """A width that is given as a factor of another, a head's share of it."""
+    check_numbers(**{name: factor})
+    value = 0 if factor is None else factor * of / heads
     if value != round(value) or value < 1:
         raise ValueError(
-            f"{name}: expected a factor that gives a whole number of {what}, received one that gives {value}."
+            f"{name}: expected a factor that gives a whole number of {what}, received one that gives {value}; it is multiplied with "
+            f"{of}{f' and shared by {heads} heads' if heads > 1 else ''}."
         )
     return round(value)

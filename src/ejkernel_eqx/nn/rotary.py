@@ -2,13 +2,25 @@
 
 import dataclasses
 import math
+from typing import Any
 
 import equinox as eqx
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jax import Array
+from jax import Array, lax
 from jax.typing import ArrayLike
+
+from .arguments import check_flags, check_numbers, check_sizes, read_array
+
+
+def _check_positive(**numbers: Any) -> None:
+    check_numbers(**numbers)
+    for name, number in numbers.items():
+        if number is None or number <= 0:
+            raise ValueError(
+                f"{name}: expected a positive number, received {number!r}; the model's configuration has it."
+            )
 
 
 @dataclasses.dataclass(frozen=True)
@@ -21,6 +33,9 @@ class LinearScaling:
     """
 
     factor: float
+
+    def __post_init__(self):
+        _check_positive(factor=self.factor)
 
     @property
     def magnitude(self) -> float:
@@ -49,6 +64,15 @@ class Llama3Scaling:
     low_freq_factor: float = 1.0
     high_freq_factor: float = 4.0
     original_max_position: int = 8192
+
+    def __post_init__(self):
+        _check_positive(factor=self.factor, original_max_position=self.original_max_position)
+        _check_positive(low_freq_factor=self.low_freq_factor, high_freq_factor=self.high_freq_factor)
+        if self.high_freq_factor <= self.low_freq_factor:
+            raise ValueError(
+                f"high_freq_factor: expected more than low_freq_factor={self.low_freq_factor}, received {self.high_freq_factor}; the "
+                "wavelengths between the two are blended."
+            )
 
     @property
     def magnitude(self) -> float:
@@ -88,6 +112,14 @@ class YarnScaling:
     mscale: float | None = None
     mscale_all_dim: float | None = None
     truncate: bool = True
+
+    def __post_init__(self):
+        _check_positive(factor=self.factor, original_max_position=self.original_max_position)
+        _check_positive(beta_fast=self.beta_fast, beta_slow=self.beta_slow)
+        check_numbers(
+            attention_factor=self.attention_factor, mscale=self.mscale, mscale_all_dim=self.mscale_all_dim
+        )
+        check_flags(truncate=self.truncate)
 
     @property
     def magnitude(self) -> float:
@@ -155,6 +187,9 @@ class RotaryEmbedding(eqx.Module):
         - `scaling`: `LinearScaling`, `Llama3Scaling` or `YarnScaling`.
         """
         rotary_dim = head_dim if rotary_dim is None else rotary_dim
+        check_sizes(head_dim=head_dim, rotary_dim=rotary_dim)
+        check_flags(interleaved=interleaved)
+        _check_positive(theta=theta)
         if rotary_dim % 2 or not 0 < rotary_dim <= head_dim:
             raise ValueError(
                 f"rotary_dim: expected an even number from 2 to head_dim={head_dim}, received {rotary_dim}; "
@@ -184,39 +219,60 @@ class RotaryEmbedding(eqx.Module):
         - `positions`: integers that broadcast to `[..., T]`; default `offset + arange(T)`.
         - `offset`: the position of the first token, an integer or an integer array `[...]`, one for each row.
 
-        **Returns:** an array of the shape and dtype of `x`.
+        **Returns:** an array of the shape and dtype of `x`. Raises `ValueError` for arguments that do not fit.
         """
-        self._check(x, positions)
+        x = self._check(x)
         if positions is None:
+            positions = lax.expand_dims(_read_offset(offset, x.shape[:-3]), (-1,))
             steps = jnp.arange(x.shape[-3], dtype=jnp.int32)
-            positions = jnp.asarray(offset, jnp.int32)[..., None] + steps
+            positions = positions + lax.expand_dims(steps, range(positions.ndim - 1))
+        else:
+            positions = check_positions(positions, x.shape[:-2])
         dtype = jnp.float64 if x.dtype == jnp.float64 else jnp.float32
         magnitude = 1.0 if self.scaling is None else self.scaling.magnitude
-        # [..., T, 1, R / 2]
-        angles = positions.astype(dtype)[..., None, None] * jnp.asarray(self.frequencies(), dtype)
+        # [..., T, 1, 1], with as many axes as x
+        positions = lax.expand_dims(positions, range(x.ndim - 2 - positions.ndim))[..., None, None]
+        frequencies = jnp.asarray(self.frequencies(), dtype)
+        angles = positions.astype(dtype) * lax.expand_dims(frequencies, range(x.ndim - 1))
         cos, sin = magnitude * jnp.cos(angles), magnitude * jnp.sin(angles)
         turned, passed = x[..., : self.rotary_dim].astype(dtype), x[..., self.rotary_dim :]
         turned = (_turn_neighbours if self.interleaved else _turn_halves)(turned, cos, sin).astype(x.dtype)
         return jnp.concatenate([turned, passed], axis=-1) if passed.shape[-1] else turned
 
-    def _check(self, x: Array, positions: Array | None) -> None:
+    def _check(self, x: Any) -> Array:
+        x = read_array("x", x, "floats", "[..., T, H, D]")
         if x.ndim < 3 or x.shape[-1] != self.head_dim:
             raise ValueError(
                 f"x: expected [..., T, H, D] with D = {self.head_dim}, received shape {x.shape}; "
                 "split the heads before the rotation."
             )
-        if positions is None:
-            return
-        if not jnp.issubdtype(positions.dtype, jnp.integer):
-            raise ValueError(
-                f"positions: expected an integer array, received dtype {positions.dtype}; "
-                "pass token positions, not angles."
-            )
-        if positions.ndim == 0 or positions.shape[-1] not in (1, x.shape[-3]):
-            raise ValueError(
-                f"positions: expected [..., T] with T = {x.shape[-3]}, received shape {positions.shape}; "
-                "pass offset= for the position of the first token."
-            )
+        return x
+
+
+def check_positions(positions: Any, shape: tuple[int, ...]) -> Array:
+    """Integers that broadcast to the tokens' `shape`, `[..., T]`."""
+    positions = read_array("positions", positions, "integers", "[..., T]")
+    if positions.ndim == 0 or not _broadcasts(positions.shape, shape):
+        raise ValueError(
+            f"positions: expected [..., T] that broadcasts to {shape}, received shape {positions.shape}; pass offset= for the position of "
+            "the first token."
+        )
+    return positions
+
+
+def _read_offset(offset: Any, lead: tuple[int, ...]) -> Array:
+    is_number = isinstance(offset, int | np.integer) and not isinstance(offset, bool)
+    found = jnp.asarray(offset, jnp.int32) if is_number else read_array("offset", offset, "integers", "[...]")
+    if not _broadcasts(found.shape, lead):
+        raise ValueError(
+            f"offset: expected an integer or integers of shape {lead}, one for each row, received shape {found.shape}; pass positions= for "
+            "one for each token."
+        )
+    return found.astype(jnp.int32)
+
+
+def _broadcasts(shape: tuple[int, ...], to: tuple[int, ...]) -> bool:
+    return len(shape) <= len(to) and all(n in (1, m) for n, m in zip(shape[::-1], to[::-1]))
 
 
 def _turn_halves(x: Array, cos: Array, sin: Array) -> Array:

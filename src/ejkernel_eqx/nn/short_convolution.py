@@ -9,6 +9,17 @@ from jax import Array
 from jax.typing import DTypeLike
 
 from ..convolution import CausalConv1d
+from .arguments import (
+    check_flags,
+    check_key,
+    check_sizes,
+    check_slots,
+    check_tokens,
+    read_array,
+    read_batch_shape,
+    read_dtype,
+    read_features,
+)
 
 
 class ShortConvolution(eqx.Module):
@@ -48,11 +59,10 @@ class ShortConvolution(eqx.Module):
         - `dtype`: of the parameters; default float32 (float64 in JAX's 64-bit mode).
         - `key`: a PRNG key for the initial parameters, uniform in $\pm 1 / \sqrt{W}$.
         """
-        if channels < 1 or width < 1:
-            raise ValueError(
-                f"channels, width: expected positive sizes, received {channels} and {width}; a width of 1 only scales."
-            )
-        dtype = jnp.result_type(float) if dtype is None else jnp.dtype(dtype)
+        check_sizes(channels=channels, width=width)
+        check_flags(use_bias=use_bias)
+        check_key(key)
+        dtype = jnp.result_type(float) if dtype is None else read_dtype("dtype", dtype)
         weight_key, bias_key = jax.random.split(key)
         bound = width**-0.5
         self.weight = jax.random.uniform(weight_key, (channels, 1, width), dtype, -bound, bound)
@@ -64,10 +74,8 @@ class ShortConvolution(eqx.Module):
     def init_state(self, batch_shape: tuple[int, ...] | int = (), dtype: DTypeLike | None = None) -> Array:
         """The state before the first token, zeros `[*batch_shape, W - 1, C]`, by default in the dtype of the weights; `batch_shape` is `N` for packed
         sequences."""
-        lead = (batch_shape,) if isinstance(batch_shape, int) else batch_shape
-        return jnp.zeros(
-            (*lead, self.width - 1, self.channels), self.weight.dtype if dtype is None else dtype
-        )
+        dtype = self.weight.dtype if dtype is None else read_dtype("dtype", dtype)
+        return jnp.zeros((*read_batch_shape(batch_shape), self.width - 1, self.channels), dtype)
 
     @overload
     def __call__(
@@ -95,16 +103,23 @@ class ShortConvolution(eqx.Module):
     ) -> Array | tuple[Array, Array]:
         """**Arguments:**
 
-        - `x`: `[..., T, C]`, any number of leading axes.
+        - `x`: `[..., T, C]`, any number of leading axes; its dtype is that of the output, sums are in float32 (float64 for float64), whatever the
+            dtype of the weights.
         - `state`: the inputs before `x`, `[..., W - 1, C]`, or `[N, W - 1, C]` with `cu_seqlens`. A prompt at once and then token by token, or in
             chunks of any length: all give what the whole sequence at once gives.
         - `segment_ids`: integers `[..., T]`: tokens see their own segment only; negative is padding, which is neither read nor kept. The state enters
             the first segment and leaves the last.
         - `cu_seqlens`: offsets `[N + 1]` of packed sequences, without leading axes.
 
-        **Returns:** `y`, an array of the shape of `x`, 0 for padding; with a state, the tuple `(y, state)`.
+        **Returns:** `y`, an array of the shape and dtype of `x`, 0 for padding; with a state, the tuple `(y, state)`. Raises `ValueError` for
+        arguments that do not fit.
         """
-        self._check(x)
+        x = read_features("x", x, "[..., T, C]", "C", self.channels)
+        check_tokens("segment_ids", segment_ids, "integers", "x", x)
+        if cu_seqlens is not None:
+            read_array("cu_seqlens", cu_seqlens, "integers", "[N + 1]")
+        if state is not None:
+            read_array("state", state, "floats", "[..., W - 1, C]")
         if state is not None and x.shape[-2] == 1 and segment_ids is None and cu_seqlens is None:
             y, state = self.step(x[..., 0, :], state)
             return y[..., None, :], state
@@ -120,12 +135,15 @@ class ShortConvolution(eqx.Module):
 
     def step(self, x: Array, state: Array, *, state_indices: Array | None = None) -> tuple[Array, Array]:
         """One token of every row: `x [..., C]` and its state; or a pool `[slots, W - 1, C]` with the slot of each row, as
-        [`ejkernel_eqx.CausalConv1d`][] has it. Returns `(y, state)`."""
-        return self.convolution.step(x, self.weight[:, 0], self.bias, state, state_indices=state_indices)
-
-    def _check(self, x: Array) -> None:
-        if x.ndim < 2 or x.shape[-1] != self.channels:
+        [`ejkernel_eqx.CausalConv1d`][] has it. Returns `(y, state)`. Raises `ValueError` for arguments that do not fit, a slot that is not there
+        or given twice."""
+        x = read_array("x", x, "floats", "[..., C]")
+        if x.ndim < 1 or x.shape[-1] != self.channels:
             raise ValueError(
-                f"x: expected [..., T, C] with C = {self.channels}, received shape {x.shape}; "
-                "time is the last axis but one, and a single token has T = 1."
+                f"x: expected [..., C] with C = {self.channels}, received shape {x.shape}; a step takes one token of every row."
             )
+        state = read_array("state", state, "floats", "[..., W - 1, C]")
+        if state_indices is not None:
+            state_indices = read_array("state_indices", state_indices, "integers", "[B]")
+            check_slots("state_indices", state_indices, state.shape[0] if state.ndim else 0)
+        return self.convolution.step(x, self.weight[:, 0], self.bias, state, state_indices=state_indices)

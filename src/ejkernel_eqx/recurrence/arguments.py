@@ -29,7 +29,10 @@ def check_state_dtype(dtype: Any) -> str | None:
     """The name of a state dtype; `None` stays: float32, or float64 for float64 operands."""
     if dtype is None:
         return None
-    name = jnp.dtype(dtype).name
+    try:
+        name = jnp.dtype(dtype).name
+    except TypeError:
+        name = repr(dtype)
     if name not in STATE_DTYPES:
         raise ValueError(f"state_dtype: expected one of {', '.join(STATE_DTYPES)}, received {name}.")
     return name

@@ -1,0 +1,153 @@
+"""What all layers check: the sizes, switches and dtypes they are built with, and the arrays they are called with.
+
+Values are checked where they are known, outside of transformations.
+"""
+
+import math
+from collections.abc import Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import Array
+from jax.core import Tracer
+
+_KINDS = {"floats": jnp.floating, "integers": jnp.integer, "booleans": jnp.bool_}
+
+
+def check_sizes(**sizes: Any) -> None:
+    for name, size in sizes.items():
+        if isinstance(size, bool) or not isinstance(size, int | np.integer) or size < 1:
+            raise ValueError(
+                f"{name}: expected a whole number from 1 on, received {size!r}; sizes are static, the shapes follow from them."
+            )
+
+
+def check_flags(**flags: Any) -> None:
+    for name, flag in flags.items():
+        if not isinstance(flag, bool | np.bool_):
+            raise ValueError(f"{name}: expected True or False, received {flag!r}; it is a static switch.")
+
+
+def check_numbers(**numbers: Any) -> None:
+    """Finite numbers, or `None` where that is a default."""
+    for name, number in numbers.items():
+        is_number = isinstance(number, int | float | np.number | Array) and not isinstance(number, bool)
+        if number is not None and not (is_number and np.ndim(number) == 0 and math.isfinite(number)):
+            raise ValueError(f"{name}: expected a finite number, received {number!r}; it is static.")
+
+
+def check_eps(**numbers: Any) -> None:
+    check_numbers(**numbers)
+    for name, number in numbers.items():
+        if number is None or number < 0:
+            raise ValueError(
+                f"{name}: expected a number from 0 on, received {number!r}; it is added to a mean square."
+            )
+
+
+def check_key(key: Any) -> None:
+    """One PRNG key, of the new kind or the old."""
+    is_new = isinstance(key, Array) and jnp.issubdtype(key.dtype, jax.dtypes.prng_key)
+    is_old = isinstance(key, Array | np.ndarray) and key.dtype == jnp.uint32
+    if not (is_new or is_old) or key.ndim != (0 if is_new else 1):
+        found = f"{key.dtype} of shape {key.shape}" if is_new or is_old else repr(key)
+        raise ValueError(
+            f"key: expected one PRNG key, received {found}; jax.random.key(0) makes one, and equinox.filter_vmap maps over several."
+        )
+
+
+def read_dtype(name: str, dtype: Any) -> Any:
+    """A dtype to compute with; `None` stays."""
+    if dtype is None:
+        return None
+    found = named_dtype(dtype)
+    if found is None or not jnp.issubdtype(found, jnp.floating) or found.itemsize < 2:
+        raise ValueError(
+            f"{name}: expected a floating dtype of at least 16 bits or None, received "
+            f"{dtype if found is None else found.name!r}; "
+            "jnp.bfloat16, say."
+        )
+    if found == jnp.float64 and not jax.config.read("jax_enable_x64"):
+        raise ValueError(
+            f"{name}: expected 64-bit types to be enabled for float64; call jax.config.update('jax_enable_x64', True), or take float32."
+        )
+    return found
+
+
+def named_dtype(dtype: Any) -> Any:
+    """The dtype that is meant; `None` for what means none."""
+    try:
+        return jnp.dtype(dtype)
+    except TypeError:
+        return None
+
+
+def read_batch_shape(batch_shape: Any) -> tuple[int, ...]:
+    shape = (batch_shape,) if isinstance(batch_shape, int | np.integer) else batch_shape
+    is_shape = isinstance(shape, Sequence) and not isinstance(shape, str)
+    if not is_shape or not all(
+        isinstance(size, int | np.integer) and not isinstance(size, bool) and size >= 0 for size in shape
+    ):
+        raise ValueError(
+            f"batch_shape: expected a size or a tuple of sizes, received {batch_shape!r}; () is one sequence, B is (B,)."
+        )
+    return tuple(int(size) for size in shape)
+
+
+def read_array(name: str, value: Any, kind: str, form: str) -> Array:
+    """An array of `kind`, `"floats"`, `"integers"` or `"booleans"`; `form` is the shape as the docstring has it."""
+    if not isinstance(value, Array | np.ndarray):
+        raise ValueError(
+            f"{name}: expected an array of {kind} {form}, received {type(value).__name__}; jnp.asarray makes one of a list."
+        )
+    if not jnp.issubdtype(value.dtype, _KINDS[kind]):
+        remedy = "compare it, as in mask != 0" if kind == "booleans" else "cast it"
+        raise ValueError(
+            f"{name}: expected {kind} {form}, received {value.dtype} of shape {value.shape}; {remedy}."
+        )
+    return jnp.asarray(value)
+
+
+def read_features(name: str, x: Any, form: str, letter: str, features: int) -> Array:
+    """Tokens `[..., T, features]`."""
+    x = read_array(name, x, "floats", form)
+    if x.ndim < 2 or x.shape[-1] != features:
+        raise ValueError(
+            f"{name}: expected {form} with {letter} = {features}, received shape {x.shape}; "
+            "time is the last axis but one, and a single token has T = 1."
+        )
+    return x
+
+
+def check_tokens(name: str, value: Any, kind: str, of: str, x: Array) -> None:
+    """An entry of `kind` for each token, or `None`."""
+    if value is None:
+        return
+    shape = read_array(name, value, kind, "[..., T]").shape
+    if shape != x.shape[:-1]:
+        raise ValueError(
+            f"{name}: expected shape {x.shape[:-1]}, an entry for each token of {of}, received {shape}; broadcast it first."
+        )
+
+
+def check_slots(name: str, slots: Any, count: int) -> None:
+    """Which of `count` slots each row has, where that is known: none past the last, none twice; negative is none."""
+    if slots is None or not is_known(slots):
+        return
+    used = np.asarray(slots).reshape(-1)
+    used = used[used >= 0]
+    if np.any(used >= count):
+        raise ValueError(
+            f"{name}: expected slots below {count}, as many as the state has, received {int(used.max())}; -1 is none."
+        )
+    numbers, times = np.unique(used, return_counts=True)
+    if np.any(times > 1):
+        raise ValueError(
+            f"{name}: expected no slot twice, received {int(numbers[times > 1][0])} {int(times.max())} times; each sequence has its own."
+        )
+
+
+def is_known(x: Any) -> bool:
+    return not isinstance(x, Tracer) and (not isinstance(x, Array) or x.is_fully_addressable)

@@ -1,0 +1,524 @@
+"""Whatever is wrong with what a layer is given, the error names the argument, what was expected, what came, and what to do."""
+
+import functools
+import re
+from typing import Any
+
+import equinox as eqx
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from ejkernel_eqx import nn, RaggedBatch
+from tests.nn.recurrent_layers import build, EMBED
+from tests.nn.recurrent_layers import LAYERS as RECURRENT
+
+pytestmark = pytest.mark.usefixtures("unchecked")
+KEY = jax.random.key(0)
+ROWS, TOKENS, HEADS = 2, 5, 2  # as many rows as heads: one could be taken for the other
+
+
+def _attention(**options):
+    """The layer with ones for weights: nothing is computed with them, and JAX compiles a program for each draw."""
+    make = lambda: nn.MultiHeadAttention(EMBED, **({"num_heads": HEADS, "key": KEY} | options))
+    is_shape = lambda leaf: isinstance(leaf, jax.ShapeDtypeStruct)
+    ones = lambda leaf: jnp.asarray(np.ones(leaf.shape, leaf.dtype)) if is_shape(leaf) else leaf
+    return jax.tree.map(ones, eqx.filter_eval_shape(make))
+
+
+@functools.cache
+def _layer(name):
+    if name == "attention":
+        return _attention(rope=nn.RotaryEmbedding(EMBED // HEADS))
+    if name == "cross":
+        return _attention(causal=False, kv_embed_dim=20)
+    if name == "both ways":
+        return _attention(causal=False)
+    if name == "conv":
+        return nn.ShortConvolution(6, key=KEY)
+    if name == "norm":
+        return nn.GatedRMSNorm(6)
+    return build(name)
+
+
+def _x(*shape, dtype=np.float32):
+    return np.ones(shape or (ROWS, TOKENS, EMBED), dtype)
+
+
+def _batch(slots=(0, 1), **changes):
+    starts, lengths, table = np.array([0, 3, 5]), np.array([3, 2]), np.array([[0], [1]])
+    states = None if slots is None else np.array(slots)
+    options = {"page_size": 4, "max_query_len": 3, "num_tokens": 5} | changes
+    arrays = (jnp.asarray(a, jnp.int32) for a in (starts, lengths, table))
+    return RaggedBatch(*arrays, None if states is None else jnp.asarray(states, jnp.int32), **options)
+
+
+def _integers(layer):
+    """A state of the layer, cut to integers."""
+    return jax.tree.map(lambda a: a.astype(jnp.int8), layer.init_state(ROWS))
+
+
+# Every layer over tokens: what it is called with -> the argument that the error names.
+CALLS: dict[str, tuple[Any, str]] = {
+    "x, a list": (lambda f: f(_x().tolist()), "x"),
+    "x, nothing": (lambda f: f(None), "x"),
+    "x, a number": (lambda f: f(1.0), "x"),
+    "x, token ids": (lambda f: f(_x(ROWS, TOKENS, dtype=np.int32)), "x"),
+    "x, integers": (lambda f: f(_x(dtype=np.int32)), "x"),
+    "x, booleans": (lambda f: f(_x(dtype=bool)), "x"),
+    "x, complex": (lambda f: f(_x(dtype=np.complex64)), "x"),
+    "x, a vector": (lambda f: f(_x(EMBED)), "x"),
+    "x, other features": (lambda f: f(_x(ROWS, TOKENS, EMBED + 1)), "x"),
+    "mask, a list": (lambda f: f(_x(), padding_mask=[[True] * TOKENS] * ROWS), "padding_mask"),
+    "mask, integers": (lambda f: f(_x(), padding_mask=_x(ROWS, TOKENS, dtype=np.int32)), "padding_mask"),
+    "mask, floats": (lambda f: f(_x(), padding_mask=_x(ROWS, TOKENS)), "padding_mask"),
+    "mask, one row": (lambda f: f(_x(), padding_mask=_x(TOKENS, dtype=bool)), "padding_mask"),
+    "mask, other length": (lambda f: f(_x(), padding_mask=_x(ROWS, 4, dtype=bool)), "padding_mask"),
+    "ids, a list": (lambda f: f(_x(), segment_ids=[[0] * TOKENS] * ROWS), "segment_ids"),
+    "ids, floats": (lambda f: f(_x(), segment_ids=_x(ROWS, TOKENS)), "segment_ids"),
+    "ids, booleans": (lambda f: f(_x(), segment_ids=_x(ROWS, TOKENS, dtype=bool)), "segment_ids"),
+    "ids, one row": (lambda f: f(_x(), segment_ids=_x(TOKENS, dtype=np.int32)), "segment_ids"),
+    "batch, a dict": (lambda f: f(_x(TOKENS, EMBED), batch={"lengths": [5]}), "batch"),
+    "batch, rows": (lambda f: f(_x(), batch=_batch()), "x"),
+    "batch, a list": (lambda f: f(_x(TOKENS, EMBED).tolist(), batch=_batch()), "x"),
+    "batch, a mask": (
+        lambda f: f(_x(TOKENS, EMBED), batch=_batch(), padding_mask=_x(TOKENS, dtype=bool)),
+        "padding_mask",
+    ),
+}
+# Every recurrent layer.
+STATES: dict[str, tuple[Any, str]] = {
+    "state, a dict": (lambda f: f(_x(), {"conv": (), "recurrent": _x(2, 2)}), "state"),
+    "state, a cache": (lambda f: f(_x(), nn.KVCache.init(ROWS, 8, 2, 4)), "state"),
+    "state, an array": (lambda f: f(_x(), _x(2, 2)), "state"),
+    "state, other rows": (lambda f: f(_x(), f.init_state(3)), "state"),
+    "state, no rows": (lambda f: f(_x(), f.init_state(())), "state"),
+    "state, integers": (lambda f: f(_x(), _integers(f)), "state"),
+    "state, lists": (lambda f: f(_x(), nn.RecurrentState((), _x(2, 2).tolist())), "state"),
+    "offsets, a list": (lambda f: f(_x(TOKENS, EMBED), cu_seqlens=[0, 3, 5]), "cu_seqlens"),
+    "offsets, floats": (lambda f: f(_x(TOKENS, EMBED), cu_seqlens=np.array([0.0, 5.0])), "cu_seqlens"),
+    "offsets, two rows": (lambda f: f(_x(TOKENS, EMBED), cu_seqlens=np.array([[0, 5]] * 2)), "cu_seqlens"),
+    "offsets, none": (lambda f: f(_x(TOKENS, EMBED), cu_seqlens=np.zeros(0, np.int32)), "cu_seqlens"),
+    "offsets, decreasing": (lambda f: f(_x(TOKENS, EMBED), cu_seqlens=np.array([0, 4, 2])), "cu_seqlens"),
+    "offsets, too long": (lambda f: f(_x(TOKENS, EMBED), cu_seqlens=np.array([0, 9])), "cu_seqlens"),
+    "offsets with rows": (lambda f: f(_x(), cu_seqlens=np.array([0, 5])), "cu_seqlens"),
+    "offsets with ids": (
+        lambda f: f(_x(TOKENS, EMBED), cu_seqlens=np.array([0, 5]), segment_ids=_x(TOKENS, dtype=np.int32)),
+        "cu_seqlens",
+    ),
+    "batch, no state": (lambda f: f(_x(TOKENS, EMBED), batch=_batch()), "state"),
+    "batch, a dict for a state": (lambda f: f(_x(TOKENS, EMBED), {}, batch=_batch()), "state"),
+    "batch, no slots": (lambda f: f(_x(TOKENS, EMBED), f.init_state(4), batch=_batch(None)), "batch"),
+    "batch, a slot twice": (
+        lambda f: f(_x(TOKENS, EMBED), f.init_state(4), batch=_batch((3, 3))),
+        "batch.state_indices",
+    ),
+    "batch, a slot past the pool": (
+        lambda f: f(_x(TOKENS, EMBED), f.init_state(4), batch=_batch((0, 4))),
+        "batch.state_indices",
+    ),
+    "batch, an empty pool": (lambda f: f(_x(TOKENS, EMBED), f.init_state(0), batch=_batch()), "state"),
+    "init_state, words": (lambda f: f.init_state("2"), "batch_shape"),
+    "init_state, negative": (lambda f: f.init_state((-1,)), "batch_shape"),
+    "init_state, a fraction": (lambda f: f.init_state(2.5), "batch_shape"),
+    "init_state, int8": (lambda f: f.init_state(2, jnp.int8), "dtype"),
+    "init_state, no dtype": (lambda f: f.init_state(2, "wide"), "dtype"),
+}
+# The attention layer.
+ATTENTION: dict[str, tuple[Any, str]] = {
+    "cache, a dict": (lambda f: f(_x(), {"k": 0, "v": 0}), "cache"),
+    "cache, a tuple": (lambda f: f(_x(), (_x(2, 8, 2, 12), _x(2, 8, 2, 12))), "cache"),
+    "cache, a state": (lambda f: f(_x(), nn.RecurrentState((), jnp.zeros(2))), "cache"),
+    "cache, other rows": (lambda f: f(_x(), f.init_cache(3, 8)), "cache"),
+    "cache, full": (lambda f: f(_x(), f.init_cache(ROWS, 3)), "k_new"),
+    "cache, other heads": (lambda f: f(_x(), nn.KVCache.init(ROWS, 8, 1, 12)), "k_new"),
+    "cache of integers": (
+        lambda f: f(_x(), jax.tree.map(lambda a: a.astype(jnp.int8), f.init_cache(ROWS, 8))),
+        "dtype",
+    ),
+    "cache and ids": (
+        lambda f: f(_x(), f.init_cache(ROWS, 8), segment_ids=_x(ROWS, TOKENS, dtype=np.int32)),
+        "segment_ids",
+    ),
+    "pages without a batch": (lambda f: f(_x(), f.init_paged_cache(2, 4)), "batch"),
+    "batch, no cache": (lambda f: f(_x(TOKENS, EMBED), batch=_batch()), "cache"),
+    "batch, a cache of rows": (lambda f: f(_x(TOKENS, EMBED), f.init_cache(2, 8), batch=_batch()), "cache"),
+    "batch, pages of a stack": (
+        lambda f: f(_x(TOKENS, EMBED), f.init_paged_cache(2, 4, batch_shape=3), batch=_batch()),
+        "cache",
+    ),
+    "batch, pages of other sizes": (
+        lambda f: f(_x(TOKENS, EMBED), f.init_paged_cache(2, 8), batch=_batch()),
+        "page_table",
+    ),
+    "batch, positions": (
+        lambda f: f(_x(TOKENS, EMBED), f.init_paged_cache(2, 4), batch=_batch(), positions=np.arange(5)),
+        "positions",
+    ),
+    "batch, inference": (
+        lambda f: f(_x(TOKENS, EMBED), f.init_paged_cache(2, 4), batch=_batch(), inference="yes"),
+        "inference",
+    ),
+    "mask with a hole": (
+        lambda f: f(_x(), padding_mask=np.array([[1, 1, 1, 1, 1], [1, 0, 1, 1, 0]], bool)),
+        "padding_mask",
+    ),
+    "mask with a hole, cached": (
+        lambda f: f(_x(), f.init_cache(ROWS, 8), padding_mask=np.array([[1, 0, 1, 1, 1]] * 2, bool)),
+        "padding_mask",
+    ),
+    "positions, a list": (lambda f: f(_x(), positions=[0, 1, 2, 3, 4]), "positions"),
+    "positions, floats": (lambda f: f(_x(), positions=np.arange(5.0)), "positions"),
+    "positions, a number": (lambda f: f(_x(), positions=np.array(3)), "positions"),
+    "positions, three axes": (lambda f: f(_x(), positions=_x(3, ROWS, TOKENS, dtype=np.int32)), "positions"),
+    "positions, an axis behind": (
+        lambda f: f(_x(), positions=_x(ROWS, TOKENS, 1, dtype=np.int32)),
+        "positions",
+    ),
+    "positions, other length": (lambda f: f(_x(), positions=np.arange(4)), "positions"),
+    "scores, a mask a row": (
+        lambda f: f(_x(), mask=_x(ROWS, TOKENS, TOKENS, dtype=bool)),
+        "mask",
+    ),
+    "scores, a list": (lambda f: f(_x(), mask=[[True] * TOKENS] * TOKENS), "mask"),
+    "scores, integers": (lambda f: f(_x(), mask=_x(TOKENS, TOKENS, dtype=np.int32)), "mask"),
+    "scores, a word": (lambda f: f(_x(), mask="causal"), "mask"),
+    "scores, other length": (lambda f: f(_x(), mask=_x(TOKENS, 4, dtype=bool)), "mask"),
+    "bias, a row each": (lambda f: f(_x(), bias=_x(ROWS, TOKENS, TOKENS)), "bias"),
+    "bias, a list": (lambda f: f(_x(), bias=[0.0] * TOKENS), "bias"),
+    "bias, booleans": (lambda f: f(_x(), bias=_x(TOKENS, TOKENS, dtype=bool)), "bias"),
+    "bias, other length": (lambda f: f(_x(), bias=_x(TOKENS, 4)), "bias"),
+    "key, a number": (lambda f: f(_x(), key=0), "key"),
+    "key, several": (lambda f: f(_x(), key=jax.random.split(KEY, 2)), "key"),
+    "inference, a word": (lambda f: f(_x(), inference="no"), "inference"),
+    "kv_padding_mask alone": (
+        lambda f: f(_x(), kv_padding_mask=_x(ROWS, TOKENS, dtype=bool)),
+        "kv_padding_mask",
+    ),
+    "kv_input in a causal layer": (lambda f: f(_x(), kv_input=_x()), "kv_input"),
+    "init_cache, words": (lambda f: f.init_cache("2", 8), "batch_shape"),
+    "init_cache, negative": (lambda f: f.init_cache(-2, 8), "batch_shape"),
+    "init_cache, no tokens": (lambda f: f.init_cache(2, 0), "max_length"),
+    "init_cache, a fraction": (lambda f: f.init_cache(2, 8.0), "max_length"),
+    "init_cache, int8": (lambda f: f.init_cache(2, 8, jnp.int8), "dtype"),
+    "init_cache, uint8": (lambda f: f.init_cache(2, 8, "uint8"), "dtype"),
+    "init_cache, booleans": (lambda f: f.init_cache(2, 8, bool), "dtype"),
+    "init_cache, no dtype": (lambda f: f.init_cache(2, 8, "half-ish"), "dtype"),
+    "init_paged_cache, int32": (lambda f: f.init_paged_cache(2, 4, dtype=jnp.int32), "dtype"),
+    "init_paged_cache, no pages": (lambda f: f.init_paged_cache(0, 4), "num_pages"),
+    "init_paged_cache, scales": (lambda f: f.init_paged_cache(2, 4, scales="row"), "scales"),
+}
+CROSS: dict[str, tuple[Any, str]] = {
+    "kv_input missing": (lambda f: f(_x()), "kv_input"),
+    "kv_input, a list": (lambda f: f(_x(), kv_input=_x(ROWS, 7, 20).tolist()), "kv_input"),
+    "kv_input, integers": (lambda f: f(_x(), kv_input=_x(ROWS, 7, 20, dtype=np.int32)), "kv_input"),
+    "kv_input, other features": (lambda f: f(_x(), kv_input=_x(ROWS, 7, 21)), "kv_input"),
+    "kv_input, other rows": (lambda f: f(_x(), kv_input=_x(3, 7, 20)), "kv_input"),
+    "kv_input, one row": (lambda f: f(_x(), kv_input=_x(7, 20)), "kv_input"),
+    "kv_padding_mask, integers": (
+        lambda f: f(_x(), kv_input=_x(ROWS, 7, 20), kv_padding_mask=_x(ROWS, 7, dtype=np.int32)),
+        "kv_padding_mask",
+    ),
+    "kv_padding_mask, other length": (
+        lambda f: f(_x(), kv_input=_x(ROWS, 7, 20), kv_padding_mask=_x(ROWS, 5, dtype=bool)),
+        "kv_padding_mask",
+    ),
+    "a cache": (lambda f: f(_x(), f.init_cache(ROWS, 8), kv_input=_x(ROWS, 7, 20)), "cache"),
+    "pages": (lambda f: f(_x(TOKENS, EMBED), f.init_paged_cache(2, 4), batch=_batch()), "batch"),
+}
+BOTH_WAYS: dict[str, tuple[Any, str]] = {
+    "a cache": (lambda f: f(_x(), f.init_cache(ROWS, 8)), "cache"),
+    "one token and a cache": (lambda f: f(_x(ROWS, 1, EMBED), f.init_cache(ROWS, 8)), "cache"),
+    "pages": (lambda f: f(_x(TOKENS, EMBED), f.init_paged_cache(2, 4), batch=_batch()), "batch"),
+}
+CONV: dict[str, tuple[Any, str]] = {
+    "x, a list": (lambda f: f(_x(2, 5, 6).tolist()), "x"),
+    "x, integers": (lambda f: f(_x(2, 5, 6, dtype=np.int32)), "x"),
+    "x, a vector": (lambda f: f(_x(6)), "x"),
+    "x, other channels": (lambda f: f(_x(2, 5, 7)), "x"),
+    "state, a dict": (lambda f: f(_x(2, 5, 6), {}), "state"),
+    "state, integers": (lambda f: f(_x(2, 5, 6), _x(2, 3, 6, dtype=np.int32)), "state"),
+    "state, other rows": (lambda f: f(_x(2, 5, 6), _x(3, 3, 6)), "initial_state"),
+    "ids, floats": (lambda f: f(_x(2, 5, 6), segment_ids=_x(2, 5)), "segment_ids"),
+    "ids, a list": (lambda f: f(_x(2, 5, 6), segment_ids=[[0] * 5] * 2), "segment_ids"),
+    "offsets, a list": (lambda f: f(_x(5, 6), cu_seqlens=[0, 5]), "cu_seqlens"),
+    "offsets, floats": (lambda f: f(_x(5, 6), cu_seqlens=np.array([0.0, 5.0])), "cu_seqlens"),
+    "offsets with rows": (lambda f: f(_x(2, 5, 6), cu_seqlens=np.array([0, 5])), "cu_seqlens"),
+    "init_state, words": (lambda f: f.init_state("2"), "batch_shape"),
+    "init_state, int8": (lambda f: f.init_state(2, jnp.int8), "dtype"),
+    "step, a list": (lambda f: f.step([0.0] * 6, _x(3, 6)), "x"),
+    "step, other channels": (lambda f: f.step(_x(2, 5), _x(2, 3, 6)), "x"),
+    "step, a dict": (lambda f: f.step(_x(2, 6), {}), "state"),
+    "step, other width": (lambda f: f.step(_x(2, 6), _x(2, 4, 6)), "state"),
+    "step, slots of floats": (
+        lambda f: f.step(_x(2, 6), _x(4, 3, 6), state_indices=_x(2)),
+        "state_indices",
+    ),
+    "step, a slot twice": (
+        lambda f: f.step(_x(2, 6), _x(4, 3, 6), state_indices=np.array([1, 1])),
+        "state_indices",
+    ),
+    "step, a slot past the pool": (
+        lambda f: f.step(_x(2, 6), _x(4, 3, 6), state_indices=np.array([4, -1])),
+        "state_indices",
+    ),
+    "step, slots of other rows": (
+        lambda f: f.step(_x(2, 6), _x(4, 3, 6), state_indices=np.array([1])),
+        "state_indices",
+    ),
+}
+NORM: dict[str, tuple[Any, str]] = {
+    "x, a list": (lambda f: f([0.0] * 6), "x"),
+    "x, integers": (lambda f: f(_x(2, 6, dtype=np.int32)), "x"),
+    "x, a number": (lambda f: f(np.float32(1)), "x"),
+    "x, other features": (lambda f: f(_x(2, 5)), "x"),
+    "z, a list": (lambda f: f(_x(2, 6), [[0.0] * 6] * 2), "z"),
+    "z, booleans": (lambda f: f(_x(2, 6), _x(2, 6, dtype=bool)), "z"),
+    "z, other shape": (lambda f: f(_x(2, 6), _x(6)), "z"),
+}
+
+# Constructors: the options that make the layer, and one that is wrong -> the argument that the error names.
+MAKE: dict[str, tuple[Any, dict[str, Any]]] = {
+    "attention": (nn.MultiHeadAttention, {"num_heads": 4}),
+    "mamba": (nn.Mamba1Mixer, {}),
+    "mamba2": (nn.Mamba2Mixer, {"head_dim": 12}),
+    "gla": (nn.GatedLinearAttention, {"num_heads": 4}),
+    "lightning": (nn.LightningAttention, {"num_heads": 4}),
+    "kimi": (nn.KimiDeltaAttention, {"num_heads": 2, "head_dim": 8}),
+    "qwen3-next": (nn.GatedDeltaNet, {"num_k_heads": 2, "head_dim": 8}),
+}
+NO_SIZES = (0, -1, 2.5, "16", None, True)
+NO_DTYPES = (jnp.int8, "floatish", jnp.complex64, jnp.float8_e4m3fn)
+OPTIONS: dict[str, dict[str, tuple[Any, ...]]] = {
+    "all": {
+        "embed_dim": NO_SIZES,
+        "key": (None, 0, np.zeros(2, np.float32), np.zeros((3, 2), np.uint32)),
+        "dtype": NO_DTYPES,
+        "compute_dtype": (*NO_DTYPES, jnp.int32),
+    },
+    "attention": {
+        "num_heads": (*NO_SIZES, 5),
+        "num_kv_heads": (0, -2, 1.0, "2", 3),
+        "head_dim": (0, -8, 2.0, "8"),
+        "v_head_dim": (0, -8, 2.0, "8"),
+        "kv_embed_dim": (0, 2.0, "24"),
+        "rope": (True, 10000.0, "yarn", nn.RotaryEmbedding(8), {"theta": 1e4}),
+        "causal": ("no", None, 1),
+        "qk_norm": ("no", None, 1),
+        "qk_norm_eps": (-1.0, float("nan"), "small", None),
+        "use_qkv_bias": ("yes", None),
+        "use_output_bias": ("yes", None),
+        "sinks": ("yes", 2),
+        "output_gate": ("silu", 1),
+        "deterministic": ("yes", None),
+        "sliding_window": (0, -3, "wide", 2.5, (1, 2, 3), (-1, 0), True),
+        "logits_soft_cap": (0.0, -1.0, "30", float("nan")),
+        "softmax_scale": ("auto", float("inf")),
+        "dropout_rate": (1.0, -0.1, "0.1", float("nan")),
+        "platform": ("metal",),
+    },
+    "recurrent": {"state_dtype": ("int8", "floatish"), "platform": ("metal",)},
+    "mamba": {
+        "state_size": (0, 2.5),
+        "conv_width": (0, "4"),
+        "expand": (0, 0.3, "2", None),
+        "inner_dim": (0, 2.5),
+        "dt_rank": (0, -1),
+        "use_conv_bias": ("no",),
+        "use_bias": ("no",),
+        "inner_norms": ("no",),
+        "inner_norm_eps": (-1.0, "small"),
+    },
+    "mamba2": {
+        "state_size": (0, 2.5),
+        "head_dim": (0, 7, "12"),
+        "num_groups": (0, 3),
+        "conv_width": (0, "4"),
+        "expand": (0, 0.3, "2"),
+        "dt_limit": ((1.0,), "wide", (2.0, 1.0)),
+        "use_norm": ("no",),
+        "norm_before_gate": ("no",),
+        "norm_group_size": (0, 7),
+        "norm_eps": (-1.0, "small"),
+        "use_conv_bias": ("no",),
+        "use_bias": ("no",),
+    },
+    "gla": {
+        "num_heads": (0, "4"),
+        "num_kv_heads": (0, 3),
+        "expand_k": (0, 0.3, "2"),
+        "expand_v": (0, 0.3, "2"),
+        "use_short_conv": ("no",),
+        "conv_width": (0,),
+        "use_conv_bias": ("no",),
+        "output_gate": ("no",),
+        "gate_low_rank_dim": (0, "16"),
+        "gate_logit_normalizer": (0, -1.0, "16", None),
+        "gate_min": ("low", float("nan")),
+        "norm_eps": (-1.0, None),
+    },
+    "lightning": {
+        "num_heads": (0, 5, "4"),
+        "head_dim": (0, 2.5),
+        "layer_index": (-1, 1, 0.5, "first", np.zeros(2, np.int32)),
+        "num_layers": (0, "1"),
+        "norm_eps": (-1.0, None),
+    },
+    "kimi": {
+        "num_heads": (0, "2", None),
+        "num_v_heads": (0, "2"),
+        "head_dim": (0, 2.5),
+        "v_head_dim": (0, 2.5),
+        "conv_width": (0, "4"),
+        "use_conv_bias": ("no",),
+        "use_gate_bias": ("no",),
+        "allow_neg_eigval": ("no",),
+        "lower_bound": (1.0, "low"),
+        "norm_eps": (-1.0, None),
+    },
+    "qwen3-next": {
+        "num_k_heads": (0, "2", None),
+        "num_v_heads": (0, 2.5),
+        "head_dim": (0, 2.5),
+        "v_head_dim": (0, 2.5),
+        "conv_width": (0, "4"),
+        "allow_neg_eigval": ("no",),
+        "norm_eps": (-1.0, None),
+    },
+}
+
+ROPE_X = np.ones((2, 4, 1, 8), np.float32)
+OTHERS: dict[str, tuple[Any, str]] = {
+    "conv, channels": (lambda: nn.ShortConvolution(0, key=KEY), "channels"),
+    "conv, width": (lambda: nn.ShortConvolution(6, "4", key=KEY), "width"),
+    "conv, activation": (lambda: nn.ShortConvolution(6, activation="gelu", key=KEY), "activation"),
+    "conv, bias": (lambda: nn.ShortConvolution(6, use_bias="no", key=KEY), "use_bias"),
+    "conv, key": (lambda: nn.ShortConvolution(6, key=1), "key"),
+    "conv, dtype": (lambda: nn.ShortConvolution(6, dtype="int8", key=KEY), "dtype"),
+    "norm, features": (lambda: nn.GatedRMSNorm(0), "features"),
+    "norm, a word": (lambda: nn.GatedRMSNorm("6"), "features"),
+    "norm, groups": (lambda: nn.GatedRMSNorm(6, group_size=4), "features"),
+    "norm, no groups": (lambda: nn.GatedRMSNorm(6, group_size=0), "group_size"),
+    "norm, activation": (lambda: nn.GatedRMSNorm(6, activation="tanh"), "activation"),
+    "norm, eps": (lambda: nn.GatedRMSNorm(6, eps=-1.0), "eps"),
+    "norm, order": (lambda: nn.GatedRMSNorm(6, norm_before_gate="no"), "norm_before_gate"),
+    "norm, weight": (lambda: nn.GatedRMSNorm(6, use_weight="no"), "use_weight"),
+    "norm, dtype": (lambda: nn.GatedRMSNorm(6, dtype=jnp.int32), "dtype"),
+    "rope, head_dim": (lambda: nn.RotaryEmbedding(0), "head_dim"),
+    "rope, a word": (lambda: nn.RotaryEmbedding("64"), "head_dim"),
+    "rope, odd": (lambda: nn.RotaryEmbedding(7), "rotary_dim"),
+    "rope, a part": (lambda: nn.RotaryEmbedding(8, rotary_dim=4.0), "rotary_dim"),
+    "rope, theta": (lambda: nn.RotaryEmbedding(8, theta=0.0), "theta"),
+    "rope, theta, a word": (lambda: nn.RotaryEmbedding(8, theta="1e4"), "theta"),
+    "rope, pairs": (lambda: nn.RotaryEmbedding(8, interleaved="no"), "interleaved"),
+    "rope, scaling": (lambda: nn.RotaryEmbedding(8, scaling=2.0), "scaling"),
+    "rope, a scaling's name": (lambda: nn.RotaryEmbedding(8, scaling={"type": "yarn"}), "scaling"),
+    "rope, x": (lambda: nn.RotaryEmbedding(8)(ROPE_X.tolist()), "x"),
+    "rope, x of integers": (lambda: nn.RotaryEmbedding(8)(ROPE_X.astype(int)), "x"),
+    "rope, x without heads": (lambda: nn.RotaryEmbedding(8)(ROPE_X[0, :, 0]), "x"),
+    "rope, positions": (lambda: nn.RotaryEmbedding(8)(ROPE_X, [0, 1, 2, 3]), "positions"),
+    "rope, angles": (lambda: nn.RotaryEmbedding(8)(ROPE_X, np.arange(4.0)), "positions"),
+    "rope, three axes": (lambda: nn.RotaryEmbedding(8)(ROPE_X, np.zeros((3, 2, 4), int)), "positions"),
+    "rope, an axis behind": (lambda: nn.RotaryEmbedding(8)(ROPE_X, np.zeros((2, 4, 1), int)), "positions"),
+    "rope, offset": (lambda: nn.RotaryEmbedding(8)(ROPE_X, offset=1.5), "offset"),
+    "rope, offsets": (lambda: nn.RotaryEmbedding(8)(ROPE_X, offset=np.zeros(3, int)), "offset"),
+    "rope, a list of offsets": (lambda: nn.RotaryEmbedding(8)(ROPE_X, offset=[0, 0]), "offset"),
+    "linear scaling": (lambda: nn.LinearScaling(0.0), "factor"),
+    "linear scaling, a word": (lambda: nn.LinearScaling("2"), "factor"),
+    "llama3 scaling": (lambda: nn.Llama3Scaling(8.0, 4.0, 1.0), "high_freq_factor"),
+    "llama3 scaling, context": (lambda: nn.Llama3Scaling(original_max_position=0), "original_max_position"),
+    "yarn": (lambda: nn.YarnScaling(-1.0, 4096), "factor"),
+    "yarn, context": (lambda: nn.YarnScaling(2.0, None), "original_max_position"),
+    "yarn, betas": (lambda: nn.YarnScaling(2.0, 4096, beta_fast=0.0), "beta_fast"),
+    "yarn, ramp": (lambda: nn.YarnScaling(2.0, 4096, truncate="no"), "truncate"),
+    "cache, rows": (lambda: nn.KVCache.init("2", 8, 2, 4), "batch_shape"),
+    "cache, tokens": (lambda: nn.KVCache.init(2, 0, 2, 4), "max_length"),
+    "cache, heads": (lambda: nn.KVCache.init(2, 8, 0, 4), "num_kv_heads"),
+    "cache, head_dim": (lambda: nn.KVCache.init(2, 8, 2, 4.0), "head_dim"),
+    "cache, int8": (lambda: nn.KVCache.init(2, 8, 2, 4, dtype=jnp.int8), "dtype"),
+    "cache, mixers": (
+        lambda: nn.CacheState.init([eqx.nn.Linear], num_pages=2, page_size=4, num_slots=2),
+        r"mixers\[0\]",
+    ),
+    "caches, no list": (lambda: nn.CacheState.init(3, num_pages=2, page_size=4, num_slots=2), "mixers"),
+    "caches, slots": (lambda: nn.CacheState.init([], num_pages=2, page_size=4, num_slots=0), "num_slots"),
+    "caches, shape": (
+        lambda: nn.CacheState.init([], num_pages=2, page_size=4, num_slots=2, batch_shape="2"),
+        "batch_shape",
+    ),
+}
+
+
+def _appended(**changes):
+    new = np.ones((2, 3, 2, 4), np.float32)
+    arguments = {"k_new": new, "v_new": new} | changes
+    return nn.KVCache.init(2, 8, 2, 4).append(**arguments)
+
+
+APPENDS: dict[str, tuple[Any, ...]] = {
+    "k_new": (
+        [0.0],
+        np.ones((2, 3, 2, 4), int),
+        np.ones((2, 3, 2, 5), np.float32),
+    ),
+    "v_new": ([0.0], np.ones((2, 3, 2, 4), int), np.ones((2, 4, 2, 4), np.float32)),
+    "new_lengths": ([1, 2], np.array([1.0, 2.0]), np.array([1, 2, 3]), np.array([-1, 2]), np.array([4, 0])),
+    "mask": ([True], np.ones((2, 3), int), np.ones((2, 4), bool), np.ones((2, 2, 3), bool)),
+}
+
+
+def _calls():
+    for name in ("attention", *RECURRENT):
+        tables = (CALLS, ATTENTION) if name == "attention" else (CALLS, STATES)
+        for table in tables:
+            yield from ((name, table, case) for case in table)
+    for name, table in {"cross": CROSS, "both ways": BOTH_WAYS, "conv": CONV, "norm": NORM}.items():
+        yield from ((name, table, case) for case in table)
+
+
+def _options():
+    for name in MAKE:
+        own = OPTIONS["all"] | OPTIONS[name] | ({} if name == "attention" else OPTIONS["recurrent"])
+        yield from ((name, argument, wrong) for argument, values in own.items() for wrong in values)
+
+
+def _says(call, argument):
+    with pytest.raises(ValueError) as caught:
+        call()
+    # The argument, what was expected, what came, and what to do about it or about what.
+    form = rf"{argument}: expected .+ received .+[;,.]"
+    assert re.match(form, str(caught.value), re.DOTALL), str(caught.value)
+
+
+@pytest.mark.parametrize("name, table, case", [pytest.param(*c, id=f"{c[0]}: {c[2]}") for c in _calls()])
+def test_calls(name, table, case):
+    call, argument = table[case]
+    _says(lambda: call(_layer(name)), re.escape(argument))
+
+
+@pytest.mark.parametrize(
+    "name, argument, wrong", [pytest.param(*c, id=f"{c[0]}: {c[1]}={c[2]!r}"[:60]) for c in _options()]
+)
+def test_constructors(name, argument, wrong):
+    make, options = MAKE[name]
+    given = {"embed_dim": EMBED, "key": KEY} | options | {argument: wrong}
+    _says(lambda: eqx.filter_eval_shape(lambda: make(**given)), re.escape(argument))
+
+
+@pytest.mark.parametrize("case", OTHERS)
+def test_others(case):
+    call, argument = OTHERS[case]
+    _says(call, argument)
+
+
+@pytest.mark.parametrize(
+    "argument, number", [(name, i) for name, values in APPENDS.items() for i in range(len(values))]
+)
+def test_appends(argument, number):
+    _says(lambda: _appended(**{argument: APPENDS[argument][number]}), argument)
+
+
+def test_there_are_many_tries():
+    """Fewer than were found wanting once would mean that a table is not read."""
+    assert len([*_calls(), *_options(), *OTHERS]) > 500
