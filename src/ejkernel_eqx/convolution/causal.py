@@ -14,6 +14,7 @@ from .arguments import check_activation, resolve, resolve_step
 from .core import FAMILY
 from .spec import ConvSpec
 from .step import advance
+from .xla import entering
 
 register("causal_conv1d", "convolution", __package__ or "")
 
@@ -86,6 +87,8 @@ class CausalConv1d(Kernel):
         `ValueError` for arguments that do not fit, `UnsupportedError` if no platform (or not the given one) supports the call.
         """
         call = resolve(x, weight, bias, initial_state, cu_seqlens, segment_ids)
+        if not call.arrays.x.size:  # nothing to launch, and states as they came
+            return call.finish({"out": call.arrays.x, "final_state": entering(call.arrays)})
         return call.finish(FAMILY.call(self.plan, self.operation, call.arrays, ConvSpec(self.activation)))
 
     @jax.named_scope("ejkernel_eqx.CausalConv1d.step")

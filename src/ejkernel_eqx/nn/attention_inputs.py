@@ -105,7 +105,7 @@ def _check_scores(name: str, value: Any, kind: str, lead: tuple[int, ...], heads
 
 def _check_side_by_side(padding_mask: Array | None) -> None:
     """Whether the real tokens of each row are neighbours, where that is known."""
-    if padding_mask is None or not is_known(padding_mask):
+    if padding_mask is None or not is_known(padding_mask) or not np.size(padding_mask):
         return
     real = np.asarray(padding_mask).reshape(-1, padding_mask.shape[-1])
     starts = real[:, :1].sum(1) + (real[:, 1:] & ~real[:, :-1]).sum(1)

@@ -84,4 +84,6 @@ class GatedRMSNorm(Kernel):
         not the given one) supports the call.
         """
         arrays = resolve(x, z, weight, self.group_size)
+        if not arrays.x.size:  # nothing to launch
+            return arrays.x.reshape(x.shape)
         return FAMILY.call(self.plan, self.operation, arrays, self.spec)["out"].reshape(x.shape)

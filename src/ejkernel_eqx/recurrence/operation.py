@@ -36,7 +36,7 @@ def run(
 ) -> tuple[Array, Array]:
     """A sequence. `epilogue` sees the outputs in the kernels' order, zero where there is padding, and leaves zeros there."""
     arrays, spec = build(frame, operands, initial_state, state_dtype)
-    if frame.length == 0:
+    if frame.length == 0 or 0 in frame.lead:
         out, state = _empty(arrays, spec)
     else:
         out, state = recur(plan, plan.operation, arrays, spec)
@@ -56,7 +56,11 @@ def run_step(
 ) -> tuple[Array, Array]:
     """One token of every row."""
     arrays, spec = build_step(frame, operands, state, state_indices)
-    out, state = step(plan, plan.operation, arrays, spec)
+    if 0 in frame.lead:
+        rows, heads = arrays.q.shape[:-2], max(arrays.state.shape[-3], arrays.q.shape[-2])
+        out, state = jnp.zeros((*rows, heads, arrays.v.shape[-1]), arrays.v.dtype), arrays.state
+    else:
+        out, state = step(plan, plan.operation, arrays, spec)
     if state_indices is None:
         at = len(frame.lead)
         out, state = jnp.squeeze(out, at), jnp.squeeze(state, at)
@@ -64,11 +68,11 @@ def run_step(
 
 
 def _empty(arrays: Any, spec: Any) -> tuple[Array, Array]:
-    """No token at all: no output, and the state as it came."""
+    """No token or no row at all: no output, and the state as it came."""
     heads = heads_of(arrays, spec)
-    lead, dim, values = arrays.q.shape[:-3], arrays.q.shape[-1], arrays.v.shape[-1]
+    lead, dim, values = arrays.q.shape[:-2], arrays.q.shape[-1], arrays.v.shape[-1]
     count = () if arrays.offsets is None else (arrays.offsets.shape[-1] - 1,)
     state = arrays.initial_state
     if state is None:
-        state = jnp.zeros((*lead, *count, heads.state, dim, values), spec.state_dtype)
-    return jnp.zeros((*lead, 0, heads.out, values), arrays.v.dtype), state
+        state = jnp.zeros((*lead[:-1], *count, heads.state, dim, values), spec.state_dtype)
+    return jnp.zeros((*lead, heads.out, values), arrays.v.dtype), state

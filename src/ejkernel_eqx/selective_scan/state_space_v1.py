@@ -125,7 +125,7 @@ class StateSpaceV1(Kernel):
         if initial_state is not None:
             state = fitting("initial_state", initial_state, shape, letters).astype(spec.state_dtype)
             state = packing.states(state)
-        if frame.length == 0:
+        if frame.length == 0 or 0 in frame.lead:
             return frame.take(operands["x"]), jnp.zeros(
                 shape, spec.state_dtype
             ) if state is None else packing.states(state)
@@ -175,10 +175,14 @@ class StateSpaceV1(Kernel):
                 raise ValueError(
                     f"state_indices: expected {frame.lead[0]} integers, received {indices.dtype} of shape {indices.shape}; one slot a row."
                 )
+            if 0 in frame.lead:
+                return operands["x"], state
             arrays = StepArrays(**operands, state=state, indices=indices.astype(jnp.int32))
             return step(self.plan, self.operation, arrays, spec)
         # One row a batch of its own: leading axes may be sharded.
         state = fitting("state", state, (*frame.lead, *sizes), "I N")
+        if 0 in frame.lead:
+            return operands["x"], state
         rows: dict[str, Any] = {
             name: x if x is None or name in SHARED else jnp.expand_dims(x, at) for name, x in operands.items()
         }
