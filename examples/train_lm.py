@@ -240,8 +240,13 @@ class Decoder(eqx.Module):
 
 
 def cast(model: Decoder, dtype) -> Decoder:
-    """The model with its floating-point arrays in `dtype`; the optimiser keeps the float32 ones."""
-    return jax.tree.map(lambda x: x.astype(dtype) if eqx.is_inexact_array(x) else x, model)
+    """The model with its floating-point arrays in `dtype`, but for the rates of recurrent layers; the optimiser keeps the float32 ones."""
+
+    def one(path, x):
+        stays = getattr(path[-1], "name", None) in ("A_log", "D", "dt_bias")
+        return x.astype(dtype) if eqx.is_inexact_array(x) and not stays else x
+
+    return jax.tree_util.tree_map_with_path(one, model)
 
 
 # The data

@@ -244,6 +244,20 @@ def test_steps_on_the_states_give_the_logits_of_one_pass(train_lm, mixer):
     assert_close(jnp.concatenate(pieces, axis=1), expected)
 
 
+def test_rates_stay_float32(train_lm):
+    """`cast` takes all else to the dtype of the computation, in every mixer that has rates."""
+    arch = train_lm.Architecture(32, 4, 4, 2, "mamba1,mamba2,kda,gated_deltanet")
+    make = lambda: train_lm.cast(train_lm.Decoder(arch, key=jax.random.key(0)), jnp.bfloat16)
+    model = eqx.filter_eval_shape(make)
+    kept = set()
+    for path, leaf in jax.tree_util.tree_leaves_with_path(model):
+        if hasattr(leaf, "dtype") and jnp.issubdtype(leaf.dtype, jnp.floating):
+            name = getattr(path[-1], "name", None)
+            assert (leaf.dtype == jnp.float32) == (name in ("A_log", "D", "dt_bias")), path
+            kept |= {name} if leaf.dtype == jnp.float32 else set()
+    assert kept == {"A_log", "D", "dt_bias"}
+
+
 def test_mixers_by_name(train_lm, capsys):
     parse = lambda *options: train_lm.parse([*options])
     default = train_lm.SIZES["cpu" if jax.default_backend() == "cpu" else "accelerator"]["num_layers"]
