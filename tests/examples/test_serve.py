@@ -20,6 +20,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
+from tests.compilations import compilations
 from tests.recurrence.quick import quick
 
 from .test_examples import _environment, _run, ROOT, SMALL
@@ -230,6 +231,15 @@ def test_together_is_as_alone(examples, engine, request):
     assert texts == _alone(engine, requests)
     _whole(examples, request.node.callspec.params["engine"], list(zip(requests, texts))[:4])
     _check_empty(engine)
+
+
+def test_nothing_is_compiled_once_the_engine_is_warm(engine):
+    """Not for a token, a request or a step; neither in the model's call nor around it."""
+    requests = _requests(3, 6)
+    _serve(engine, requests)
+    with compilations() as found:
+        texts = _serve(engine, [(prompt[::-1], count) for prompt, count in requests])
+    assert sum(map(len, texts)) > 20 and not found
 
 
 def test_samples_do_not_depend_on_neighbours(examples, engine):

@@ -110,6 +110,8 @@ def test_built_from_arrays_without_buckets():
     )
     assert padded.page_table.shape == (3, 5) and padded.num_tokens == 16
     wider = dataclasses.replace(BUCKETS, sequences=(5,))
+    idle = RaggedBatch.build([1, 0], [1, 1], [[3], [3]], page_size=2, state_indices=[2, 2])
+    assert idle.state_indices is not None and idle.state_indices.tolist() == [2, 2]
     padded = RaggedBatch.build([1], [1], [[3]], page_size=2, buckets=wider, state_indices=[2])
     assert padded.state_indices is not None and padded.state_indices.tolist() == [2, -1, -1, -1, -1]
     assert padded.is_decode and padded.page_table.tolist() == [[3, -1]] + [[-1, -1]] * 4
@@ -219,6 +221,12 @@ def direct(starts=(3,), lengths=(2,), table=(2, 4), **options):
         (lambda: build(page_table=[[0, -2]]), r"page_table\[0\]: expected ints from -1"),
         (lambda: build(state_indices=[-2]), "state_indices: expected ints from -1"),
         (lambda: build(state_indices=[1, 2]), "state_indices: expected an entry for each"),
+        (
+            lambda: RaggedBatch.build(
+                [1, 0, 2], [1, 1, 2], [[0], [0], [1]], page_size=2, state_indices=[3, 2, 3]
+            ),
+            "state_indices: expected a slot of its own for each sequence with new tokens, received 3 2 times",
+        ),
         (lambda: build(page_size=0), "page_size: expected a static int >= 1"),
         (
             lambda: jax.jit(lambda x: RaggedBatch.build(x, x, [[0]], page_size=2))(jnp.ones(1, int)),

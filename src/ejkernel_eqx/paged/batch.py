@@ -102,7 +102,8 @@ class RaggedBatch(eqx.Module):
 
         **Returns:** the batch; its `num_tokens` is how long the packed tokens must be.
 
-        **Raises:** `ValueError` for negative numbers, more new tokens than tokens, too few pages, or what no bucket holds.
+        **Raises:** `ValueError` for negative numbers, more new tokens than tokens, too few pages, one state for two sequences with new tokens,
+        or what no bucket holds.
         """
         page_size = read_count("page_size", page_size, least=1)
         queries, totals = _host("query_lens", query_lens, least=0), _host("lengths", lengths, least=0)
@@ -123,6 +124,13 @@ class RaggedBatch(eqx.Module):
                 raise ValueError(
                     f"page_table: expected {-(-int(length) // page_size)} pages for the {length} tokens of sequence {n}, received "
                     f"{len(row)}; -1 stands for a page that is not needed any more."
+                )
+        if states is not None:
+            given, times = np.unique(states[(states >= 0) & (queries > 0)], return_counts=True)
+            if np.any(times > 1):
+                raise ValueError(
+                    f"state_indices: expected a slot of its own for each sequence with new tokens, received {int(given[times > 1][0])} "
+                    f"{int(times.max())} times; copy the state of a sequence that goes two ways (CacheState.copy_states)."
                 )
         if buckets is not None and not isinstance(buckets, Buckets):
             raise ValueError(
