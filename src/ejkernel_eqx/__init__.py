@@ -12,6 +12,7 @@ from ._inputs import Inputs as Inputs
 from ._inputs import inputs as inputs
 from ._kernel import Kernel as Kernel
 from ._kernel import Plan as Plan
+from ._values import check_values as check_values
 from .attention import Attention as Attention
 from .attention import FlashAttention as FlashAttention
 from .attention import Mask as Mask

@@ -12,6 +12,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax import Array
 
+from .._values import check_between, check_int32, check_offsets, FAR
 from .lower import Lowered
 from .mask import Mask, Window
 from .spec import AttentionArrays, AttentionSpec, RowRanges
@@ -196,8 +197,7 @@ def _visible(
 ) -> Lowered:
     _check_exclusive(given, lead)
     if isinstance(given.mask, Mask):
-        mask = mask & given.mask
-        _check_mask(mask, lead, queries, keys)
+        mask = mask & _check_mask(given.mask, lead, queries, keys)
     elif given.mask is not None:
         mask = mask & Mask.from_dense(given.mask)
     if given.segment_ids is not None:
@@ -210,8 +210,10 @@ def _visible(
         mask = mask & Mask.from_segments(q_ids, kv_ids)
     if given.cu_seqlens is not None:
         mask = mask & _cu_seqlens(given, queries, keys)
-    lengths = {n: _row_scalar(n, getattr(given, n), lead) for n in ("q_lengths", "kv_lengths")}
-    mask = mask & Mask.from_lengths(**lengths)
+    mask = mask & Mask(
+        q_lengths=_lengths("q_lengths", given.q_lengths, lead, queries),
+        kv_lengths=_lengths("kv_lengths", given.kv_lengths, lead, keys),
+    )
     return mask.lower(queries, keys, q_offset=_offset(given.q_offset, lead))
 
 
@@ -236,15 +238,26 @@ def _check_exclusive(given: MaskInputs, lead: tuple[int, ...]) -> None:
         )
 
 
-def _check_mask(mask: Mask, lead: tuple[int, ...], queries: int, keys: int) -> None:
+def _check_mask(mask: Mask, lead: tuple[int, ...], queries: int, keys: int) -> Mask:
     for q_ids, kv_ids in mask.segments:
         if q_ids.shape[-1:] != (queries,) or kv_ids.shape[-1:] != (keys,):
             raise ValueError(
                 f"mask: expected segment ids for {queries} queries and {keys} keys, received {q_ids.shape} and {kv_ids.shape}; "
                 "give Mask.from_segments both."
             )
-    for name in ("prefix_lengths", "q_lengths", "kv_lengths"):
-        _row_scalar(f"mask.{name}", getattr(mask, name), lead)
+    _row_scalar("mask.prefix_lengths", mask.prefix_lengths, lead)
+    cu_seqlens = mask.cu_seqlens
+    if cu_seqlens is not None:
+        sides = (("mask.cu_seqlens", queries), ("mask.kv_cu_seqlens", keys))
+        cu_seqlens = tuple(
+            check_offsets(name, x, x, most) for (name, most), x in zip(sides, cu_seqlens, strict=True)
+        )
+    return dataclasses.replace(
+        mask,
+        q_lengths=_lengths("mask.q_lengths", mask.q_lengths, lead, queries),
+        kv_lengths=_lengths("mask.kv_lengths", mask.kv_lengths, lead, keys),
+        cu_seqlens=cu_seqlens,
+    )
 
 
 def _cu_seqlens(given: MaskInputs, queries: int, keys: int) -> Mask:
@@ -263,6 +276,9 @@ def _cu_seqlens(given: MaskInputs, queries: int, keys: int) -> Mask:
         raise ValueError(
             f"kv_cu_seqlens: expected offsets for {keys} keys, as there are {queries} queries, received None; give both."
         )
+    q = check_offsets("cu_seqlens", q, given.cu_seqlens, queries)
+    kv_given = given.cu_seqlens if given.kv_cu_seqlens is None else given.kv_cu_seqlens
+    kv = check_offsets("kv_cu_seqlens", kv, kv_given, keys)
     return Mask.from_cu_seqlens(q, kv)
 
 
@@ -270,7 +286,14 @@ def _ids(name: str, value: Any, length: int) -> Array:
     array = jnp.asarray(value)
     if not jnp.issubdtype(array.dtype, jnp.integer) or array.ndim < 1 or array.shape[-1] != length:
         raise ValueError(f"{name}: expected ints [..., {length}], received {array.dtype} {array.shape}.")
-    return array.astype(jnp.int32)
+    return check_int32(name, array.astype(jnp.int32), value)
+
+
+def _lengths(name: str, value: Any, lead: tuple[int, ...], most: int) -> Array | None:
+    array = _row_scalar(name, value, lead)
+    if array is None:
+        return None
+    return check_between(name, array, value, 0, most, f"there are {most}, padding included")
 
 
 def _row_scalar(name: str, value: Any, lead: tuple[int, ...]) -> Array | None:
@@ -285,9 +308,15 @@ def _row_scalar(name: str, value: Any, lead: tuple[int, ...]) -> Array | None:
 
 
 def _offset(q_offset: Any, lead: tuple[int, ...]) -> Any:
-    if q_offset is None or isinstance(q_offset, int | np.integer):
-        return None if q_offset is None else int(q_offset)
-    return _row_scalar("q_offset", q_offset, lead)
+    if q_offset is None:
+        return None
+    fixed = isinstance(q_offset, int | np.integer)
+    array = jnp.zeros((), jnp.int32) if fixed else _row_scalar("q_offset", q_offset, lead)
+    assert array is not None
+    array = check_between(
+        "q_offset", array, q_offset, -FAR, FAR, "positions of queries count from the first key"
+    )
+    return int(q_offset) if fixed else array
 
 
 def _broadcastable(name: str, array: Array, full: tuple[int, ...]) -> Array:

@@ -10,6 +10,7 @@ from jax import Array
 from jax.sharding import PartitionSpec
 from jaxtyping import Bool, Int, PRNGKeyArray
 
+from .._values import check_between, check_offsets, FAR
 from .lower import lower_mask, Lowered
 from .mask_picture import save_picture
 from .mask_specs import AxisNames, mask_specs
@@ -102,14 +103,17 @@ class Mask(eqx.Module):
     @classmethod
     def from_lengths(cls, q_lengths: Any | None = None, kv_lengths: Any | None = None) -> "Mask":
         """The first `q_lengths` queries and `kv_lengths` keys of each row `[...]` are real, the others padding."""
-        return cls(q_lengths=_ints(q_lengths), kv_lengths=_ints(kv_lengths))
+        return cls(q_lengths=_counts("q_lengths", q_lengths), kv_lengths=_counts("kv_lengths", kv_lengths))
 
     @classmethod
     def from_cu_seqlens(cls, cu_seqlens: Any, kv_cu_seqlens: Any | None = None) -> "Mask":
         """Packed sequences: number `n` holds tokens `cu_seqlens[n]` to `cu_seqlens[n + 1]`; positions are per sequence,
         the last query of each aligned with its last key. Tokens past the last offset are padding."""
-        q = jnp.asarray(cu_seqlens, jnp.int32)
-        return cls(cu_seqlens=(q, q if kv_cu_seqlens is None else jnp.asarray(kv_cu_seqlens, jnp.int32)))
+        q = check_offsets("cu_seqlens", jnp.asarray(cu_seqlens, jnp.int32), cu_seqlens, None)
+        if kv_cu_seqlens is None:
+            return cls(cu_seqlens=(q, q))
+        kv = check_offsets("kv_cu_seqlens", jnp.asarray(kv_cu_seqlens, jnp.int32), kv_cu_seqlens, None)
+        return cls(cu_seqlens=(q, kv))
 
     @classmethod
     def from_dense(cls, mask: Any) -> "Mask":
@@ -204,8 +208,12 @@ class Mask(eqx.Module):
         return mask_specs(self, batch, heads, queries, keys)
 
 
-def _ints(value: Any | None) -> Array | None:
-    return None if value is None else jnp.asarray(value, jnp.int32)
+def _counts(name: str, value: Any | None) -> Array | None:
+    if value is None:
+        return None
+    return check_between(
+        name, jnp.asarray(value, jnp.int32), value, 0, FAR, "it counts from the row's beginning"
+    )
 
 
 def _least(a: int | None, b: int | None) -> int | None:

@@ -7,6 +7,7 @@ import jax
 import jax.numpy as jnp
 from jax import Array
 
+from .._values import check_slots
 from ..recurrence.arguments import array, fitting
 from ..recurrence.packing import Packing, read_packing
 from .spec import ACTIVATIONS, ConvArrays, Places
@@ -129,4 +130,5 @@ def resolve_step(
             f"{x.shape}; jax.vmap over more axes."
         )
     slots = array("state", state, "slots K C").shape[0]
+    indices = check_slots("state_indices", indices, state_indices, slots)
     return x, weight, bias, fitting("state", state, (slots, held, channels), "slots W-1 C"), indices

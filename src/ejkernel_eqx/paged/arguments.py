@@ -11,6 +11,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax import Array
 
+from .._values import check_between, check_offsets
 from ..attention.arguments import parse_window, ScoreOptions
 from ..recurrence.arguments import array
 from .batch import RaggedBatch, to_int32
@@ -189,6 +190,7 @@ def packed(q: Array, cache: Cache, query_start_loc: Any, max_query_len: Any) -> 
         raise ValueError(
             f"max_query_len: expected a static int of at least 1, the most queries of one sequence, or None, received {max_query_len!r}."
         )
+    offsets = check_offsets("query_start_loc", offsets, query_start_loc, tokens, zeros_behind=True)
     offsets = jnp.broadcast_to(_read_offsets(offsets, tokens), (*lead, count + 1))
     length = offsets[..., 1:] - offsets[..., :-1]
     return Tokens(offsets[..., :-1], length, max(min(int(max_query_len), tokens), 1))
@@ -277,7 +279,8 @@ def resolve_dense(
             raise ValueError(
                 f"{name}: expected ints {lead}, one for each row of q, received {x.dtype} of shape {x.shape}."
             )
-        ranges[name] = jnp.broadcast_to(x.astype(jnp.int32), lead)[..., None]
+        x = check_between(name, x.astype(jnp.int32), value, 0, k.shape[-3], "it counts the row's keys")
+        ranges[name] = jnp.broadcast_to(x, lead)[..., None]
     zeros = jnp.zeros((*lead, 1), jnp.int32)
     arrays = PagedArrays(
         q=q[..., None, :, :],

@@ -192,7 +192,7 @@ class PagedKVCache(eqx.Module):
         k = paging.read_new("k", k, lead, (heads, self.head_dim), None)
         tokens = k.shape[len(lead)]
         v = paging.read_new("v", v, lead, (heads, self.v_head_dim), tokens)
-        slots = paging.read_slots(slots, lead, tokens)
+        slots = paging.read_slots(slots, lead, tokens, self.num_pages * self.page_size)
         return self._with(writer(WriteArrays(self._pages(), {"k": k, "v": v}, slots)))
 
     @jax.named_scope("ejx.PagedKVCache.gather")

@@ -179,7 +179,7 @@ class PagedLatentCache(eqx.Module):
         latent = paging.read_new("latent", latent, lead, (self.latent_dim,), None)
         tokens = latent.shape[len(lead)]
         rope = paging.read_new("rope", rope, lead, (self.rope_dim,), tokens)
-        slots = paging.read_slots(slots, lead, tokens)
+        slots = paging.read_slots(slots, lead, tokens, self.num_pages * self.page_size)
         # An axis of one head, behind the pages and places or, of a scale for the cache, in their stead.
         axes = {name: min(x.ndim, len(lead) + 2) for name, x in self._pages().items()}
         pages = {_WRITTEN[name]: jnp.expand_dims(x, axes[name]) for name, x in self._pages().items()}

@@ -7,9 +7,9 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from jax import Array
-from jax.core import Tracer
 from jax.typing import DTypeLike
 
+from .._values import check_between, check_distinct, checked
 from ..sequences.packing import read_count
 from .batch import RaggedBatch
 from .batch import to_int32 as to_int32
@@ -107,13 +107,13 @@ def read_head_scale(name: str, given: Any, scale: Array | None, lead: int) -> Ar
         raise ValueError(
             f"{name}: expected floats {scale.shape}, received {values.dtype} of shape {values.shape}; one number for each head."
         )
-    if not isinstance(values, Tracer) and values.is_fully_addressable:
-        numbers = np.asarray(values, np.float32)
-        if not (np.isfinite(numbers) & (numbers > 0)).all():
-            raise ValueError(
-                f"{name}: expected positive numbers, received {numbers}; 1 where nothing is known."
-            )
-    return jnp.broadcast_to(values.astype(jnp.float32), scale.shape)
+    numbers = checked(
+        values.astype(jnp.float32),
+        given,
+        lambda x: ~((x > 0) & (x < jnp.inf)),
+        lambda found: f"{name}: expected positive numbers, received {found}; 1 where nothing is known.",
+    )
+    return jnp.broadcast_to(numbers, scale.shape)
 
 
 def read_tables(page_table: Any, lengths: Any, page_size: int) -> tuple[Array, Array]:
@@ -132,7 +132,11 @@ def read_tables(page_table: Any, lengths: Any, page_size: int) -> tuple[Array, A
         raise ValueError(
             "lengths: expected ints [.., N] with a page table, received None; or bind a RaggedBatch."
         )
-    return check_tables(jnp.asarray(page_table), jnp.asarray(lengths))
+    table, counts = check_tables(jnp.asarray(page_table), jnp.asarray(lengths))
+    most = table.shape[-1] * page_size
+    return table, check_between(
+        "lengths", counts, lengths, 0, most, f"a row of the page table has room for {most} tokens"
+    )
 
 
 def check_bound(table: Array | None, lengths: Array | None) -> None:
@@ -172,18 +176,20 @@ def read_new(name: str, new: Any, lead: tuple[int, ...], inner: tuple[int, ...],
     return new
 
 
-def read_slots(slots: Any, lead: tuple[int, ...], tokens: int) -> Array:
-    """Slots for every one of the leading axes, int32 `[*lead, T]`."""
-    slots = jnp.asarray(slots)
+def read_slots(given: Any, lead: tuple[int, ...], tokens: int, room: int) -> Array:
+    """Slots for every one of the leading axes, int32 `[*lead, T]`, `room` in all."""
+    slots = jnp.asarray(given)
     if not jnp.issubdtype(slots.dtype, jnp.integer) or slots.shape not in ((tokens,), (*lead, tokens)):
         raise ValueError(
             f"slots: expected ints [{tokens}], page * page_size + place for each token and -1 for nowhere, received {slots.dtype} of "
             f"shape {slots.shape}; RaggedBatch.slots has them."
         )
-    return jnp.broadcast_to(to_int32(slots), (*lead, tokens))
+    array = check_distinct("slots", to_int32(slots), given, room, "each token has a slot of its own, or -1")
+    return jnp.broadcast_to(array, (*lead, tokens))
 
 
 def read_copies(source: Any, target: Any) -> tuple[Array, Array]:
+    given = target
     pages = {"source": jnp.asarray(source), "target": jnp.asarray(target)}
     for name, x in pages.items():
         # An empty list has no dtype of its own.
@@ -194,7 +200,7 @@ def read_copies(source: Any, target: Any) -> tuple[Array, Array]:
                 f"{pages['source'].shape}); -1 copies nothing."
             )
     source, target = (to_int32(x) if x.size else jnp.zeros(0, jnp.int32) for x in pages.values())
-    return source, target
+    return source, check_distinct("target", target, given, 2**31, "each page is written once")
 
 
 def copy(pages: Array, source: Array, target: Array, lead: int) -> Array:

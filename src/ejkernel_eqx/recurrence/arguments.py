@@ -12,6 +12,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax import Array
 
+from .._values import check_slots
 from .packing import Packing, read_packing
 from .spec import CONSTANT, NONE, RecurrenceArrays, RecurrenceSpec, SCALAR, StepArrays, StepSpec
 
@@ -227,6 +228,9 @@ def build_step(
     indices = None if own else read_slots(frame, state_indices)
     shape, letters = (frame.lead, letters) if own else ((None,), f"slots {letters}")
     state = fitting("state", state, (*shape, heads, *sizes), letters)
+    indices = (
+        None if indices is None else check_slots("state_indices", indices, state_indices, state.shape[0])
+    )
     arrays = StepArrays(operands.q, operands.k, operands.v, state, operands.g, operands.beta)
     if own:
         # One row a batch of its own: leading axes may be sharded.

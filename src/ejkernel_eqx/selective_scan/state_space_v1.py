@@ -10,6 +10,7 @@ from jax.typing import DTypeLike
 from jaxtyping import Float, Int
 
 from .._kernel import Kernel, Plan
+from .._values import check_slots
 from ..recurrence.arguments import accumulator, check_state_dtype, fitting, Frame, frame_of, step_frame_of
 from ..recurrence.operation import plan_of
 from .core import scan, step
@@ -175,9 +176,10 @@ class StateSpaceV1(Kernel):
                 raise ValueError(
                     f"state_indices: expected {frame.lead[0]} integers, received {indices.dtype} of shape {indices.shape}; one slot a row."
                 )
+            indices = check_slots("state_indices", indices.astype(jnp.int32), state_indices, state.shape[0])
             if 0 in frame.lead:
                 return operands["x"], state
-            arrays = StepArrays(**operands, state=state, indices=indices.astype(jnp.int32))
+            arrays = StepArrays(**operands, state=state, indices=indices)
             return step(self.plan, self.operation, arrays, spec)
         # One row a batch of its own: leading axes may be sharded.
         state = fitting("state", state, (*frame.lead, *sizes), "I N")

@@ -1,7 +1,7 @@
 """Packed sequences said in two ways, offsets `cu_seqlens [..., N + 1]` and `segment_ids [..., T]`, and what follows from them.
 
 Sizes are static, so that all of it runs under `jit`. What depends on values is checked where the values are known, outside of
-transformations; inside, a docstring says what comes out.
+transformations, and inside on request ([`ejkernel_eqx.check_values`][]); else a docstring says what comes out there.
 """
 
 from typing import Any, NamedTuple
@@ -10,8 +10,9 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from jax import Array
-from jax.core import Tracer
 from jaxtyping import Int
+
+from .._values import check_int32, check_offsets, known, shown
 
 
 class Spans(NamedTuple):
@@ -130,7 +131,8 @@ def chunk_indices(cu_seqlens: Any, chunk_size: int, max_chunks: int) -> ChunkInd
     lengths = offsets[..., 1:] - offsets[..., :-1]
     counts = lengths // size + (lengths % size > 0).astype(jnp.int32)
     ends = jnp.cumsum(counts, axis=-1, dtype=jnp.int32)
-    if _known(ends) and (most := int(np.max(ends[..., -1:], initial=0))) > max_chunks:
+    values = known(ends)
+    if values is not None and (most := int(np.max(values[..., -1:], initial=0))) > max_chunks:
         raise ValueError(
             f"max_chunks: expected at least the {most} chunks that there are, received {max_chunks}; "
             "total // chunk_size + number of sequences always suffices."
@@ -150,18 +152,7 @@ def read_offsets(cu_seqlens: Any, total: int | None = None) -> Array:
             f"cu_seqlens: expected int offsets [..., N + 1] such as [0, 3, 5], received {offsets.dtype} {offsets.shape}; "
             "lengths become offsets by a cumulative sum after a 0."
         )
-    if _known(offsets):
-        values = np.asarray(offsets)
-        if np.any(values[..., 1:] < values[..., :-1]) or np.any(values < 0):
-            raise ValueError(
-                f"cu_seqlens: expected offsets that never decrease, from 0 on, received {_shown(values)}; "
-                "lengths become offsets by a cumulative sum after a 0."
-            )
-        if total is not None and np.any(values > total):
-            raise ValueError(
-                f"cu_seqlens: expected offsets of at most total={total}, received {int(values.max())}; give the padded length."
-            )
-    return offsets.astype(jnp.int32)
+    return check_offsets("cu_seqlens", offsets.astype(jnp.int32), cu_seqlens, total, limit=f"total={total}")
 
 
 def read_ids(segment_ids: Any) -> Array:
@@ -170,7 +161,7 @@ def read_ids(segment_ids: Any) -> Array:
         raise ValueError(
             f"segment_ids: expected ints [..., T], negative for padding, received {ids.dtype} {ids.shape}; cast or stack them."
         )
-    return ids.astype(jnp.int32)
+    return check_int32("segment_ids", ids.astype(jnp.int32), segment_ids)
 
 
 def spans_of_offsets(offsets: Array, total: int) -> Spans:
@@ -236,14 +227,13 @@ def _offsets_of(ids: Array, max_segments: int) -> Array:
 
 
 def _check_runs(ids: Array, max_segments: int) -> None:
-    if not _known(ids):
-        return
-    for row in np.asarray(ids).reshape(-1, ids.shape[-1]) if ids.size else ():
+    values = known(ids)
+    for row in () if values is None or not values.size else values.reshape(-1, ids.shape[-1]):
         real = np.flatnonzero(row >= 0)
         inner = row[real[0] : real[-1] + 1] if real.size else row[:0]
         if np.any(inner < 0):
             raise ValueError(
-                f"segment_ids: expected padding only before the first and after the last sequence, received {_shown(row)}; "
+                f"segment_ids: expected padding only before the first and after the last sequence, received {shown(row)}; "
                 "offsets cannot leave out tokens in between: move the padding to the end, or give it an id of its own."
             )
         runs = int(np.count_nonzero(np.diff(inner))) + bool(inner.size)
@@ -254,17 +244,9 @@ def _check_runs(ids: Array, max_segments: int) -> None:
             )
 
 
-def _known(array: Array) -> bool:
-    return not isinstance(array, Tracer) and array.is_fully_addressable
-
-
 def read_count(name: str, value: Any, least: int = 0) -> int:
     if isinstance(value, bool) or not isinstance(value, int | np.integer) or value < least:
         raise ValueError(
             f"{name}: expected a static int >= {least}, received {value!r}; inside jit, mark what it comes from as static."
         )
     return int(value)
-
-
-def _shown(values: np.ndarray) -> str:
-    return np.array2string(values, threshold=20)
