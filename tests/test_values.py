@@ -184,7 +184,7 @@ def test_who_asks(monkeypatch):
         ValueError, match="environment variable EJKERNEL_EQX_CHECK_VALUES: expected one of 1, true"
     ):
         of()
-    with pytest.raises(ValueError, match="^enabled: expected True or False, received 1"):
+    with pytest.raises(ValueError, match=r"^enabled: expected True or False, received 1"):
         with ejx.check_values(1):  # pyright: ignore[reportArgumentType]
             pass
     assert "EJKERNEL_EQX_CHECK_VALUES" in [variable.name for variable in ejx.env()]
@@ -198,7 +198,7 @@ def test_ids_that_32_bits_do_not_hold():
         lambda: ejx.GatedLinearAttention(platform="xla")(*QKV, decay(T, 2, 16), segment_ids=ids),
         lambda: sequences.segment_positions(ids),
     ):
-        with pytest.raises(ValueError, match="^segment_ids: expected numbers from -2147483648 to 2147483647"):
+        with pytest.raises(ValueError, match=r"^segment_ids: expected numbers from -2147483648 to 2147483647"):
             call()
 
 

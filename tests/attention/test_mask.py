@@ -178,6 +178,7 @@ def test_by_definition(name):
 @st.composite
 def options(draw, t: int, s: int) -> Options:
     flag, length = st.booleans(), st.integers(-1, s + 2)
+    real = st.integers(0, s + 2)
     side = st.one_of(st.none(), st.integers(0, s))
     ids = lambda n: np.array(
         draw(st.lists(st.lists(st.integers(-1, 2), min_size=n, max_size=n), min_size=B, max_size=B))
@@ -197,8 +198,8 @@ def options(draw, t: int, s: int) -> Options:
         segments=tuple((ids(t), ids(s)) for _ in range(draw(st.integers(0, 2)))),
         types=tuple((ids(t), ids(s)) for _ in range(draw(st.integers(0, 1)))),
         type_runs=tuple((ids(t), ids(s)) for _ in range(draw(st.integers(0, 1)))),
-        q_lengths=draw(st.one_of(st.none(), st.tuples(length, length))),
-        kv_lengths=draw(st.one_of(st.none(), st.tuples(length, length))),
+        q_lengths=draw(st.one_of(st.none(), st.tuples(real, real))),
+        kv_lengths=draw(st.one_of(st.none(), st.tuples(real, real))),
         packed=packed,
         dense=np.random.default_rng(draw(st.integers(0, 99))).random((B, H, t, s)) < 0.8
         if draw(flag)
