@@ -17,6 +17,7 @@ from jax import Array
 from jax.ad_checkpoint import checkpoint_name
 
 from ._kernel import Plan
+from ._reverse_only import FORWARD_MODE, reverse_only
 from ._tolerances import TOLERANCES
 from .dispatch import (
     announce,
@@ -67,7 +68,8 @@ class Family:
             with kernel_scope(announce(selection)):
                 return platform.apply(arrays, spec, selection.config)
         given = _given(arrays)
-        return self._differentiable(plan, selection, spec)(match_varying(given, given))
+        given = reverse_only(match_varying(given, given), operation, selection.platform, FORWARD_MODE)
+        return self._differentiable(plan, selection, spec)(given)
 
     def _differentiable(self, plan: Plan, selection: Selection, spec: Any) -> Callable[[Named], Named]:
         """The call of an opaque platform as a function of its arrays."""

@@ -13,6 +13,7 @@ from jax import Array
 from jax.ad_checkpoint import checkpoint_name
 
 from .._kernel import Plan
+from .._reverse_only import reverse_only
 from ..dispatch import announce, on_selection, Platform, Problem, Selection
 from ..dispatch.labels import kernel_scope
 from ..parallel import match_varying
@@ -22,6 +23,8 @@ from .tile_table import window_covers
 
 OUT_NAME, LSE_NAME = "attention_out", "attention_lse"
 """Names of the two residuals that only the kernel can make again, for `jax.checkpoint_policies.save_only_these_names`."""
+
+_FORWARD_MODE = "Take ejkernel_eqx.Attention for forward mode and second derivatives: the same mathematics, at the size of the scores."
 
 
 class _Residuals(NamedTuple):
@@ -43,7 +46,8 @@ def attend(
         with kernel_scope(announce(selection)):
             return platform.attend(arrays, spec), None
     # Inside `shard_map` a gradient varies over every axis that any array does: so must the arrays that it belongs to.
-    return _differentiable(plan, selection, spec)(match_varying(arrays, arrays))
+    arrays = reverse_only(match_varying(arrays, arrays), operation, selection.platform, _FORWARD_MODE)
+    return _differentiable(plan, selection, spec)(arrays)
 
 
 def problem_of(operation: str, arrays: AttentionArrays, spec: AttentionSpec) -> Problem:

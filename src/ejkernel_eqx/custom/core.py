@@ -14,6 +14,7 @@ import jax.numpy as jnp
 from jax.ad_checkpoint import checkpoint_name
 
 from .._kernel import Plan
+from .._reverse_only import reverse_only
 from ..dispatch import Implementation, Platform, Selection
 from ..dispatch.labels import kernel_scope
 from ..parallel import match_varying, partition
@@ -95,7 +96,11 @@ def _function(call: Call) -> Callable[[Arrays], Arrays]:
         return (gradients,)
 
     function.defvjp(function_forward, function_backward)
-    return function
+    name, remedy = (
+        declaration.operation,
+        "What run_xla does without grad_xla has forward mode, on platform='xla'.",
+    )
+    return lambda arrays: function(reverse_only(arrays, name, call.implementation.platform, remedy))
 
 
 def _named(function: folding.Function, declaration: Declaration) -> folding.Function:

@@ -14,6 +14,7 @@ from jax import Array
 from jax.ad_checkpoint import checkpoint_name
 
 from .._kernel import Plan
+from .._reverse_only import FORWARD_MODE, reverse_only
 from ..dispatch import announce, on_selection, Platform, Problem, Selection, withdraw
 from ..dispatch.labels import kernel_scope
 from ..parallel import match_sharding, match_varying, opaque
@@ -48,7 +49,7 @@ def recur(plan: Plan, operation: str, arrays: RecurrenceArrays, spec: Recurrence
             call = lambda arrays: platform.apply(arrays, spec, selection.config)
             return _over_leading(call, lead, arrays)
     given = {name: x for name, x in arrays._asdict().items() if x is not None}
-    given = match_varying(given, given)
+    given = reverse_only(match_varying(given, given), operation, selection.platform, FORWARD_MODE)
     return _differentiable(plan, selection, spec)(given)
 
 
@@ -60,7 +61,7 @@ def step(plan: Plan, operation: str, arrays: StepArrays, spec: StepSpec) -> tupl
         with kernel_scope(announce(selection)):
             return platform.step(arrays, spec, selection.config)
     given = {name: x for name, x in arrays._asdict().items() if x is not None}
-    given = match_varying(given, given)
+    given = reverse_only(match_varying(given, given), operation, selection.platform, FORWARD_MODE)
     return _opaque_step(plan, selection, spec)(given)
 
 

@@ -17,6 +17,7 @@ from jax import Array
 from jax.ad_checkpoint import checkpoint_name
 
 from .._kernel import Plan
+from .._reverse_only import FORWARD_MODE, reverse_only
 from ..dispatch import announce, on_selection, Platform, Problem, Selection, withdraw
 from ..dispatch.labels import kernel_scope
 from ..parallel import match_sharding, match_varying, opaque
@@ -37,7 +38,8 @@ def scan(plan: Plan, operation: str, arrays: ScanArrays, spec: ScanSpec) -> tupl
         with kernel_scope(announce(selection)):
             return platform.apply(arrays, spec, selection.config)
     given = _given(arrays)
-    return _differentiable(plan, selection, spec)(match_varying(given, given))
+    given = reverse_only(match_varying(given, given), operation, selection.platform, FORWARD_MODE)
+    return _differentiable(plan, selection, spec)(given)
 
 
 def step(plan: Plan, operation: str, arrays: StepArrays, spec: ScanSpec) -> tuple[Array, Array]:
@@ -48,7 +50,8 @@ def step(plan: Plan, operation: str, arrays: StepArrays, spec: ScanSpec) -> tupl
         with kernel_scope(announce(selection)):
             return platform.step(arrays, spec, selection.config)
     given = _given(arrays)
-    return _opaque_step(plan, selection, spec)(match_varying(given, given))
+    given = reverse_only(match_varying(given, given), operation, selection.platform, FORWARD_MODE)
+    return _opaque_step(plan, selection, spec)(given)
 
 
 def _given(arrays: ScanArrays | StepArrays) -> Arrays:
