@@ -21,7 +21,7 @@ from tests.attention.test_xla import assert_gradient_close, cotangents, DIFFEREN
 from tests.tolerances import assert_close
 
 pytest.importorskip("triton")
-from ejkernel_eqx.attention import triton_interpret
+from ejkernel_eqx.attention import triton, triton_interpret
 from ejkernel_eqx.attention.triton import TileConfig, TritonConfig
 
 
@@ -233,6 +233,33 @@ def ragged(draw):
         q_ids, kv_ids = ids(t), ids(s)
     arrays, _ = make(case)
     return arrays._replace(q_segments=q_ids, kv_segments=kv_ids, rows=rows), spec
+
+
+def test_no_grid_is_too_long():
+    """Only the first axis of a GPU's grid goes past 65,535: more rows of batch and heads than that, and more tiles."""
+    shape = lambda *x, dtype=jnp.float16: jax.ShapeDtypeStruct(x, dtype)
+    launched = []
+
+    def execute(launch, inputs):
+        launched.append(launch)
+        return {name: jnp.zeros(out.shape, out.dtype) for name, out in launch.outputs.items()}
+
+    def backward(*arrays):
+        given, (out, lse) = AttentionArrays(*arrays[:4]), arrays[4:]
+        return triton.backward(given, AttentionSpec(1.0), TILES[0], out, lse, out, lse, execute=execute)
+
+    for batch, heads, length, bias in (
+        (9000, 8, 16, (9000, 8, 16, 16)),
+        (1, 1, 2**21 + 64, (1, 1, 1, 2**21 + 64)),
+    ):
+        q, rows = shape(batch, length, heads, 16), shape(batch, heads, length, dtype=jnp.float32)
+        jax.eval_shape(backward, q, q, q, shape(*bias), q, rows)
+    assert {launch.kernel.fn.__name__ for launch in launched} >= {
+        "bias_gradient_kernel",
+        "key_gradient_kernel",
+    }
+    for launch in launched:
+        assert len(launch.grid) == 1 and 65_535 < launch.grid[0] < 2**31
 
 
 @pytest.mark.slow

@@ -330,9 +330,14 @@ def bias_gradient_kernel(
     """One tile of the bias gradient `[B or 1, H or 1, T or 1, S or 1]`, summed in a fixed order over what the bias broadcasts."""
     over_queries: tl.constexpr = (BIAS & 8) != 0
     over_keys: tl.constexpr = (BIAS & 16) != 0
-    m = tl.program_id(0)
-    n = tl.program_id(1)
-    owner = tl.program_id(2)
+    count_m, count_n = 1, 1
+    if over_queries:
+        count_m = tl.cdiv(T, BQ)
+    if over_keys:
+        count_n = tl.cdiv(S, BK)
+    m = tl.program_id(0) % count_m
+    n = tl.program_id(0) // count_m % count_n
+    owner = tl.program_id(0) // (count_m * count_n)
     batch_lo, batch_hi, head_lo, head_hi = 0, B, 0, H
     if (BIAS & 2) != 0 and (BIAS & 4) != 0:
         batch_lo = owner // H

@@ -56,7 +56,7 @@ class TritonLauncher:
         """**Arguments:**
 
         - `kernel`: a `@triton.jit` function that takes inputs and scalars first, then outputs, then `tl.constexpr` constants.
-        - `grid`: how many programs, along one to three axes.
+        - `grid`: how many programs, along one to three axes; at most 65,535 along the second and the third.
         - `inputs`, `outputs`: parameter name to array, and to the shape and dtype of a fresh array.
         - `scalars`: run-time integers. `constants`: the `tl.constexpr` parameters, floats among them.
         - `options`: `num_warps` (4), `num_stages` (2), `max_registers` (0: the compiler's choice).

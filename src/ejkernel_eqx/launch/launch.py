@@ -14,6 +14,8 @@ _RESERVED_NAMES = frozenset(
     "has_side_effect".split()
 )
 
+_MOST_PROGRAMS = (2**31 - 1, 65_535, 65_535)
+
 
 @dataclasses.dataclass(frozen=True)
 class Launch:
@@ -30,7 +32,7 @@ class Launch:
     - `scalars`: run-time integers. A `bool` arrives as 0 or 1, and 1 itself arrives as a compile-time constant
         (jax-triton does so). A float belongs into `constants`: jax-triton 0.3 would pass it as float64.
     - `constants`: the `tl.constexpr` parameters.
-    - `grid`: one to three extents.
+    - `grid`: one to three extents, of which a GPU takes at most 2**31 - 1, 65,535 and 65,535.
     - `num_warps`, `num_stages`: compiler options.
     - `max_registers`: how many registers a thread may have, so that more programs run side by side; 0 leaves it to the
         compiler. Only where `limits_registers()`.
@@ -144,6 +146,11 @@ def _check_values(launch: Launch) -> None:
             )
     if not 1 <= len(launch.grid) <= 3 or any(not isinstance(n, int) or n < 0 for n in launch.grid):
         raise ValueError(f"Launch of {label}: grid must be one to three extents >= 0, got {launch.grid}.")
+    if any(n > most for n, most in zip(launch.grid, _MOST_PROGRAMS, strict=False)):
+        raise ValueError(
+            f"Launch of {label}: grid must be at most {_MOST_PROGRAMS}, which is what a GPU takes, got {launch.grid}; put what "
+            "may be long on the first axis."
+        )
     if launch.num_warps < 1 or launch.num_warps & (launch.num_warps - 1):
         raise ValueError(f"Launch of {label}: num_warps must be a power of two, got {launch.num_warps}.")
     if launch.num_stages < 1:
