@@ -253,6 +253,65 @@ def test_rows_that_see_nothing(flash, hide):
     assert not np.asarray(gradient[:, :10]).any() and np.asarray(gradient[:, 10:]).any()
 
 
+EMPTY_ROWS: dict[str, dict] = {
+    "padding": dict(segment_ids=jnp.asarray([0] * 9 + [-1] * 11)),
+    "lengths": dict(q_lengths=jnp.asarray([9])),
+    "mask": dict(mask=jnp.asarray(np.arange(20) < 9)[:, None]),
+    "window": dict(q_offset=17),  # a window of 6 keys: from the tenth query on behind the last
+    "bias": dict(bias=jnp.where(jnp.arange(20) < 9, 0, -jnp.inf)[:, None]),
+}
+
+
+@pytest.mark.parametrize("sinks", [False, True])
+@pytest.mark.parametrize("hide", EMPTY_ROWS)
+def test_cotangents_of_rows_that_see_nothing(flash, hide, sinks):
+    """NaN in the cotangents of output and lse takes no part, whatever hides: the gradients are those of the other rows."""
+    arrays, options = qkv(1, t=20, s=20), dict(EMPTY_ROWS[hide])
+    arrays |= dict(sinks=normal(6, 4)) if sinks else {}
+    arrays |= dict(bias=options.pop("bias")) if hide == "bias" else {}
+    window, early = hide == "window", np.arange(20) < 9
+    seen = early[:, None] & (early | (hide != "padding"))
+    if window:
+        distance = np.arange(20)[:, None] + 17 - np.arange(20)
+        seen = (distance >= 0) & (distance < 6)
+    empty = ~seen.any(1)
+    assert empty.any() and not empty.all()
+    dout, dlse = cotangents(arrays)
+    clean, clean_lse = (jnp.where(empty.reshape(-1, *[1] * (x.ndim - 2)), 0, x) for x in (dout, dlse))
+    poisoned, poisoned_lse = (
+        jnp.where(empty.reshape(-1, *[1] * (x.ndim - 2)), jnp.nan, x) for x in (dout, dlse)
+    )
+    call = lse_of(flash(causal=window, sliding_window=6 if window else None), **options)
+    run = quick(lambda *args: with_gradients(lambda a: call(**a), *args)[1])
+    actual = run(arrays, poisoned, poisoned_lse)
+    _, expected = exact(arrays, clean, clean_lse, seen)
+    for name in arrays:
+        assert_close(actual[name], expected[name], kind="gradient", name=f"gradient of {name}")
+
+
+def test_windows_as_large_as_numbers_go(flash):
+    """Wider than any sequence is no window at all."""
+    arrays = qkv(t=20, s=26)
+    wide = 2**31 - 1
+    for sliding, offset, seen in (
+        (wide, None, causal(20, 26)),
+        ((2**31, 2**40), -5, True),
+        ((2, wide), None, np.arange(26) >= np.arange(20)[:, None] + 4),
+    ):
+        module = flash(causal=isinstance(sliding, int), sliding_window=sliding)
+        out, lse = quick(lse_of(module, q_offset=offset))(**arrays)
+        (expected, expected_lse), _ = exact(arrays, *cotangents(arrays), seen)
+        assert_close(out, expected)
+        assert_close(lse, expected_lse)
+    chunks = ejx.Mask.chunked(2**31) & ejx.Mask.sliding_window(2**31) & ejx.Mask.prefix(2**31 - 1)
+    out, lse = quick(lse_of(flash(), mask=chunks, q_offset=jnp.int32(3)))(**arrays)
+    (expected, expected_lse), _ = exact(
+        arrays, *cotangents(arrays), np.arange(26) <= np.arange(20)[:, None] + 3
+    )
+    assert_close(out, expected)
+    assert_close(lse, expected_lse)
+
+
 @pytest.mark.parametrize("dtype", ["float16", "bfloat16"])
 def test_half_precision(flash, dtype):
     arrays = dict(qkv(2, t=40, s=40, dtype=dtype), sinks=normal(6, 4), bias=normal(7, 4, 40, 40, dtype=dtype))

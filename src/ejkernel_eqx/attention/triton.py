@@ -12,6 +12,7 @@ from jax import Array
 from ..dispatch import DeviceFacts, Problem
 from ..launch import Launch, run, triton_unavailable
 from . import tile_table, triton_backward, triton_forward, triton_tiles
+from .cotangents import clean_cotangent, row_terms, sinks_gradient
 from .philox import threshold
 from .spec import AttentionArrays, AttentionGrads, AttentionSpec, RowRanges
 
@@ -178,7 +179,10 @@ def backward(
     """All gradients; bitwise repeatable, as every sum has one fixed order."""
     arrays, spec = _explicit_ranges(arrays, spec)
     call = _Call(arrays, spec, config, execute)
-    delta = jnp.einsum("bthv,bthv->bht", out.astype(jnp.float32), dout.astype(jnp.float32)) - dlse
+    delta, empty = row_terms(arrays, out, lse, dout, dlse)
+    if arrays.bias is not None:
+        # A bias of minus infinity hides as well, where the kernels see no mask.
+        dout = clean_cotangent(dout, empty)
     queries_seen, keys_seen = _seen(arrays, spec)
     inputs = _common_inputs(arrays) | {
         "do_ptr": dout.astype(arrays.q.dtype),
@@ -192,8 +196,7 @@ def backward(
     dbias = None if arrays.bias is None else _bias_gradient(call, inputs)
     dsinks = None
     if arrays.sinks is not None:
-        weight = jnp.exp(_rows_of(arrays.sinks, arrays)[..., None] - lse)
-        dsinks = _sum_rows(-jnp.where(lse == -jnp.inf, 0.0, weight) * delta, arrays.sinks)
+        dsinks = _sum_batch(sinks_gradient(arrays, lse, delta), arrays.sinks)
     return AttentionGrads(dq, dk, dv, dbias, dslopes, dsinks)
 
 
@@ -239,7 +242,8 @@ def _bias_gradient(call: "_Call", inputs: dict[str, Array]) -> Array:
     arrays, tile = call.arrays, call.config.query_gradient
     assert arrays.bias is not None
     batch, heads, queries, keys = arrays.bias.shape
-    grid = (_count(queries, tile.block_q), _count(keys, tile.block_k), batch * heads)
+    # One axis: the others of a GPU's grid end at 65,535.
+    grid = (_count(queries, tile.block_q) * _count(keys, tile.block_k) * batch * heads,)
     outputs = {"dbias_ptr": jax.ShapeDtypeStruct(arrays.bias.shape, jnp.float32)}
     inputs = {name: x for name, x in inputs.items() if name != "tiles_ptr"}
     result = call(
@@ -397,7 +401,10 @@ def _rows_of(x: Array | None, arrays: AttentionArrays) -> Array:
 
 def _sum_rows(x: Array, like: Array) -> Array:
     """`[B, H, n]` summed to the shape `[B or 1, H]` of an array."""
-    per_row = x.sum(-1)
+    return _sum_batch(x.sum(-1), like)
+
+
+def _sum_batch(per_row: Array, like: Array) -> Array:
     return per_row if like.shape[0] == per_row.shape[0] else per_row.sum(0, keepdims=True)
 
 

@@ -18,6 +18,7 @@ from jax import Array, lax
 
 from ..dispatch import Backend
 from ..parallel import match_varying
+from .cotangents import clean_cotangent, row_terms, sinks_gradient
 from .philox import philox_keep
 from .spec import AttentionArrays, AttentionGrads, AttentionSpec, RowRanges
 
@@ -206,7 +207,8 @@ class _Call:
         if arrays.rows is not None:
             terms.append(self._in_some_range(arrays.rows)[..., None])
         if self.mask is not None:
-            terms.append(self.mask.any((2, 3)).swapaxes(1, 2))
+            # A constant mask would be reduced while compiling, which takes seconds where running takes microseconds.
+            terms.append(lax.optimization_barrier(self.mask).any((2, 3)).swapaxes(1, 2))
         seen = None
         for term in terms:
             seen = term if seen is None else seen & term
@@ -386,7 +388,9 @@ def backward(
 ) -> AttentionGrads:
     """Cotangents of the differentiable arrays, from the results of `forward` and their cotangents."""
     call = _Call(arrays, spec, config.backward)
-    q, do, lse, delta = _residuals(call, out, lse, dout, dlse)
+    given_lse, (by_row, empty) = lse, row_terms(arrays, out, lse, dout, dlse)
+    q, do = _cleaned(call, empty, dout)
+    lse, delta = call.per_head(lse), call.per_head(by_row)
     q_transposed, do_transposed = call.queries_transposed(q), call.queries_transposed(do)
     safe = jnp.where(lse == -jnp.inf, jnp.inf, lse)
     bias, slopes = _BiasGradient(call), call.slopes
@@ -422,9 +426,8 @@ def backward(
     dslopes = None if slopes is None else call.zeros(heads)
     dq, dk, dv, dbias, dslopes = call.scan(body, (dq, dk, dv, bias.zeros(), dslopes))
     dsinks = None
-    if call.sinks is not None:
-        share = jnp.exp(call.sinks.astype(call.accum)[..., None] - safe)
-        dsinks = -(share * delta).sum(-1)
+    if arrays.sinks is not None:
+        dsinks = sinks_gradient(arrays, given_lse, by_row)
     dq = (dq * spec.scale).astype(arrays.q.dtype).transpose(0, 3, 1, 2, 4)
     return AttentionGrads(
         q=dq.reshape(arrays.q.shape),
@@ -436,21 +439,14 @@ def backward(
     )
 
 
-def _residuals(
-    call: _Call, out: Array, lse: Array, dout: Array, dlse: Array | None
-) -> tuple[Array, Array, Array, Array]:
-    """`q`, `dout`, `lse` and `delta = rowsum(dout * out) - dlse` in tile layout, finite where a query sees nothing."""
-    delta = (dout.astype(call.accum) * out.astype(call.accum)).sum(-1).transpose(0, 2, 1)
-    delta = call.per_head(delta if dlse is None else delta - dlse)
-    q, do, lse = call.q, call.queries(dout), call.per_head(lse)
-    if call.hides:
-        # Such a query has exactly the lse of its sink. One that sees a key may have it too, by rounding, but then it
-        # is finite, as a NaN would have reached the lse.
-        nothing = -jnp.inf if call.sinks is None else call.sinks.astype(call.accum)[..., None]
-        empty = (lse == nothing)[..., None]
-        q = jnp.where(empty & ~jnp.isfinite(q), 0, q)
-        do = jnp.where(empty & ~jnp.isfinite(do), 0, do)
-    return q, do.astype(call.arrays.v.dtype), lse, delta
+def _cleaned(call: _Call, empty: Array, dout: Array) -> tuple[Array, Array]:
+    """`q` and `dout` in tile layout, finite where a query sees nothing, which is `empty`."""
+    q, do = call.q, dout
+    if call.hides or call.bias is not None:
+        # A row that sees a key may look empty by rounding, but then its query is finite, as a NaN would have reached the lse.
+        q = jnp.where(call.per_head(empty)[..., None] & ~jnp.isfinite(q), jnp.zeros((), q.dtype), q)
+        do = clean_cotangent(do, empty)
+    return q, call.queries(do).astype(call.arrays.v.dtype)
 
 
 def _per_head_gradient(gradient: Array | None, array: Array | None) -> Array | None:
