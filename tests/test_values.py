@@ -198,7 +198,9 @@ def test_ids_that_32_bits_do_not_hold():
         lambda: ejx.GatedLinearAttention(platform="xla")(*QKV, decay(T, 2, 16), segment_ids=ids),
         lambda: sequences.segment_positions(ids),
     ):
-        with pytest.raises(ValueError, match=r"^segment_ids: expected numbers from -2147483648 to 2147483647"):
+        with pytest.raises(
+            ValueError, match=r"^segment_ids: expected numbers from -2147483648 to 2147483647"
+        ):
             call()
 
 

@@ -17,6 +17,7 @@ from tests.attention.dense import (
     causal,
     check,
     cotangents,
+    exact,
     INTERPRET,
     normal,
     qkv,
@@ -211,8 +212,16 @@ def test_a_model_is_saved_with_its_leaves():
 
 def test_forward_mode_is_refused_not_wrong(flash):
     a, module = qkv(), flash(causal=True)
-    with pytest.raises(TypeError, match="forward-mode"):
-        jax.jvp(lambda q: module(q, a["k"], a["v"]), (a["q"],), (a["q"],))
+    call = lambda q: module(q, a["k"], a["v"])
+    for differentiate in (
+        lambda: jax.jvp(call, (a["q"],), (a["q"],)),
+        lambda: jax.jit(lambda q: jax.jvp(jax.vmap(call), (q[None],), (q[None],)))(a["q"]),
+        lambda: jax.jacfwd(call)(a["q"]),
+    ):
+        with pytest.raises(
+            ejx.UnsupportedError, match=r"flash_attention .* forward mode .*\n.*ejkernel_eqx\.Attention"
+        ):
+            differentiate()
 
 
 # Merging
@@ -379,7 +388,7 @@ def test_the_rules_of_cudnn():
     full, windowed = ejx.FlashAttention(), ejx.FlashAttention(causal=True, sliding_window=5)
     supported = [
         dict(), dict(module=full), dict(module=full, t=32), dict(t=32, q_offset=0), dict(dtype=jnp.float16), dict(module=windowed),
-        dict(d=256, v=256),
+        dict(d=256, v=256), dict(module=windowed, t=32, q_offset=0), dict(s=60, q_offset=0), dict(module=windowed, s=60, q_offset=0),
     ]  # fmt: skip
     for request in supported:
         assert reason(**request) is None, request
@@ -400,10 +409,35 @@ def test_the_rules_of_cudnn():
         "segment": [dict(segment_ids=jnp.zeros((64,), int))],
         "per row": [dict(q_offset=jnp.zeros((2,), int)), dict(kv_lengths=jnp.ones((2,), int))],
         "empty": [dict(module=full, t=0)],
+        "without keys": [dict(module=windowed, s=58, q_offset=0)],
     }  # fmt: skip
     for words, requests in refused.items():
         for request in requests:
             assert words in (reason(**request) or ""), (words, request, reason(**request))
+
+
+@pytest.mark.parametrize("window", [None, 5])
+def test_keys_that_no_query_sees_stay_out_of_cudnn(monkeypatch, window):
+    """JAX's own formula stands in for the library: what is handed over holds no key past the last query."""
+    from ejkernel_eqx.attention import cudnn
+    from ejkernel_eqx.attention.spec import AttentionArrays, AttentionSpec
+
+    inner = jax.nn.dot_product_attention
+    monkeypatch.setattr(
+        jax.nn, "dot_product_attention", lambda *args, implementation, **options: inner(*args, **options)
+    )
+    arrays = qkv(2, t=12, s=20, heads=2)
+    late = jnp.arange(20)[:, None, None] >= 12
+    k, v = (jnp.where(late, jnp.nan, arrays[name]) for name in "kv")
+    spec = AttentionSpec(scale=0.25, left=None if window is None else window - 1, right=0)
+    attend = lambda q, k, v: cudnn.attend(AttentionArrays(q, k, v), spec)
+    dout, dlse = cotangents(arrays)
+    out, pull = jax.vjp(attend, arrays["q"], k, v)
+    seen = causal(12, 20, 0) & (np.arange(20) > np.arange(12)[:, None] - (window or 99))
+    (expected, _), gradients = exact(arrays, dout, np.zeros_like(dlse), seen, scale=0.25)
+    assert_close(out, expected)
+    for name, gradient in zip("qkv", pull(dout), strict=True):
+        assert_close(gradient, gradients[name], kind="gradient", name=name)
 
 
 def test_every_pair_of_platforms_agrees_on_an_everything_call():

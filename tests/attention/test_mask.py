@@ -18,6 +18,7 @@ from jax.sharding import PartitionSpec as P
 
 import ejkernel_eqx as ejx
 from ejkernel_eqx import Mask
+from tests.attention.dense import cotangents, exact
 from tests.tolerances import assert_close
 
 B, H = 2, 3
@@ -267,6 +268,46 @@ def test_in_jit_and_vmap():
     assert len(traces) == 1
     call(Mask.from_segments(IDS[0]), x)
     assert len(traces) == 2
+
+
+def test_traced_sizes():
+    """A scan over layers with local and global windows, and sizes mapped over: as the same numbers written in."""
+    x = jax.random.normal(jax.random.key(0), (2, 9, 2, 8))
+    attention = ejx.FlashAttention(causal=True)
+    windows, chunks = jnp.array([2, 2**31 - 1, 0]), jnp.array([4, 3, 2**30])
+
+    def layer(x, sizes):
+        mask = Mask.sliding_window(sizes[0]) & Mask.chunked(sizes[1])
+        return attention(x, x, x, mask=mask), None
+
+    found = jax.jit(lambda x: jax.lax.scan(layer, x, (windows, chunks))[0])(x)
+    i, j = np.arange(9)[:, None], np.arange(9)
+    written = np.asarray(x, np.float64)
+    for window, chunk in zip(windows.tolist(), chunks.tolist(), strict=True):
+        seen = (j <= i) & (j >= i - window) & (i // chunk == j // chunk)
+        q = jnp.asarray(written)
+        written = exact(dict(q=written, k=written, v=written), *cotangents(dict(q=q, v=q)), seen)[0][0]
+    assert_close(found, written)
+
+    # One size a row, by `vmap` and by an array of rows; a size that is known is static.
+    expected = [np.asarray(Mask.sliding_window(n, 1).as_array(5, 7)) for n in (1, 3)]
+    by_row = jax.vmap(lambda n: Mask.sliding_window(n, jnp.int32(1)).as_array(5, 7))(jnp.array([1, 3]))
+    np.testing.assert_array_equal(by_row, expected)
+    np.testing.assert_array_equal(Mask.sliding_window(jnp.array([1, 3]), 1).as_array(5, 7), expected)
+    expected = [np.asarray(Mask.chunked(n).as_array(5, 7)) for n in (1, 3)]
+    np.testing.assert_array_equal(Mask.chunked(jnp.array([1, 3])).as_array(5, 7), expected)
+    mixed = Mask.sliding_window(3) & Mask.sliding_window(jnp.array([1, 9]), None)
+    expected = [np.asarray(Mask.sliding_window(n).as_array(5, 7)) for n in (1, 3)]
+    np.testing.assert_array_equal(mixed.as_array(5, 7), expected)
+    assert Mask.sliding_window(jnp.int32(4)) == Mask.sliding_window(4) and Mask.chunked(
+        np.int64(3)
+    ) == Mask.chunked(3)
+    mask = jnp.array([[1], [3]])[..., None] >= i - j
+    out = jax.jit(lambda sizes: attention(x, x, x, mask=Mask.sliding_window(sizes)))(jnp.array([1, 3]))
+    (expected, _), _ = exact(
+        dict(q=x, k=x, v=x), *cotangents(dict(q=x, v=x)), np.asarray(mask & (j <= i))[:, None]
+    )
+    assert_close(out, expected)
 
 
 def test_visualize():

@@ -213,6 +213,72 @@ def test_the_default_platform():
     assert _chosen(ejx.FlashAttention(), 2, 64, 4, 320) == "xla"
 
 
+@pytest.mark.parametrize("window", [None, 17])
+@pytest.mark.parametrize("platform", [None, "triton", "xla"])
+def test_keys_that_no_query_sees(platform, window):
+    """Behind the last query of a top-left causal call, NaN reaches neither results nor gradients: they are those without such keys."""
+    case = Case(B=2, T=64, S=192, H=4, K=2, right=0, offset=0, dtype="bfloat16")
+    case = dataclasses.replace(case, left=None if window is None else window - 1)
+    arrays, _ = make(case)
+    dout, dlse = cotangents(case)
+    late = jnp.arange(case.S)[None, :, None, None] >= case.T
+    k, v = (jnp.where(late, jnp.asarray(jnp.nan, x.dtype), x) for x in (arrays.k, arrays.v))
+    attention = ejx.FlashAttention(True, window, platform=platform)
+    chosen = ejx.explain(attention, arrays.q, k, v, q_offset=0).choices[0].platform
+    assert chosen == (platform or "cuda")
+
+    @jax.jit
+    def run(q, k, v, dout):
+        out, pull = jax.vjp(lambda q, k, v: attention(q, k, v, q_offset=0), q, k, v)
+        return Result(out, None, AttentionGrads(*pull(dout)))
+
+    actual = run(arrays.q, k, v, dout)
+    assert_agrees(case, arrays, dout, jnp.zeros_like(dlse), actual)
+    for gradient in (actual.grads.k, actual.grads.v):
+        assert not np.asarray(gradient[:, case.T :], np.float32).any()
+
+
+def test_a_bias_gradient_of_more_rows_than_a_grid_axis_takes():
+    """70,000 rows of batch and heads, each with a bias of its own, and 65,600 tiles of keys for one that queries share."""
+    for case in (
+        Case(B=8750, T=16, S=16, H=8, K=8, D=16, V=16, bias="BHTS"),
+        Case(B=1, T=16, S=65_600 * 32, H=1, K=1, D=16, V=16, bias="1H1S"),
+    ):
+        arrays, spec = make(case)
+        dout, dlse = cotangents(case)
+        actual = run_triton(arrays, dout, dlse, spec, default_config(arrays, spec))
+        expected = on_host(run_reference, arrays, dout, dlse, spec)
+        assert_close(actual.grads.bias, expected.grads.bias, "float32", "gradient", name="gradient of bias")
+
+
+@pytest.mark.parametrize("platform", ["triton", "xla"])
+@pytest.mark.parametrize("hide", ["segments", "bias"])
+def test_cotangents_of_rows_that_see_nothing(hide, platform):
+    """Whatever they hold, the gradients are those of the other rows."""
+    case = Case(B=2, T=130, S=130, sinks="1H", dtype="bfloat16")
+    arrays, _ = make(case)
+    real = jnp.arange(130) < 70
+    options: dict[str, Any] = dict(segment_ids=jnp.where(real, 0, -1)) if hide == "segments" else {}
+    dout, dlse = cotangents(case)
+    attention = ejx.FlashAttention(platform=platform)
+
+    @jax.jit
+    def gradients(dout, dlse, q, k, v, sinks):
+        bias = dict(bias=jnp.where(real, 0, -jnp.inf)[:, None]) if hide == "bias" else {}
+        call = lambda q, k, v, sinks: attention(q, k, v, sinks=sinks, return_lse=True, **bias, **options)
+        return jax.vjp(call, q, k, v, sinks)[1]((dout, jnp.swapaxes(dlse, 1, 2)))
+
+    assert arrays.sinks is not None
+    given = (arrays.q, arrays.k, arrays.v, arrays.sinks[0])
+    rows, heads = ~real[None, :, None, None], ~real[None, None, :]
+    with_nan, without = (
+        gradients(jnp.where(rows, value, dout), jnp.where(heads, value, dlse), *given)
+        for value in (jnp.nan, 0)
+    )
+    assert_same(with_nan, without)
+    assert all(bool(jnp.isfinite(x).all()) and bool(x.any()) for x in without)
+
+
 @pytest.mark.parametrize("dtype", ["bfloat16", "float16", "float32"])
 def test_a_row_that_sees_nothing(dtype):
     """Gives 0 with a log-sum-exp of -inf and gradients of 0, whatever stands in what it does not see."""

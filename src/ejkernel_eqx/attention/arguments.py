@@ -245,7 +245,13 @@ def _check_mask(mask: Mask, lead: tuple[int, ...], queries: int, keys: int) -> M
                 f"mask: expected segment ids for {queries} queries and {keys} keys, received {q_ids.shape} and {kv_ids.shape}; "
                 "give Mask.from_segments both."
             )
-    _row_scalar("mask.prefix_lengths", mask.prefix_lengths, lead)
+    sizes = [side for window in mask.windows for side in window]
+    for name, x in (
+        ("prefix_lengths", mask.prefix_lengths),
+        *(("windows", x) for x in sizes),
+        *(("chunks", x) for x in mask.chunks),
+    ):
+        _row_scalar(f"mask.{name}", x, lead)
     cu_seqlens = mask.cu_seqlens
     if cu_seqlens is not None:
         sides = (("mask.cu_seqlens", queries), ("mask.kv_cu_seqlens", keys))

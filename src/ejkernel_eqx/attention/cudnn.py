@@ -70,6 +70,8 @@ def _unsupported_sizes(problem: Problem, device: DeviceFacts) -> str | None:
             return (
                 "aligns causal masks and windows top-left: q_offset=0 only, which is the default where T = S"
             )
+        if problem.flag("unseen") and problem.dim("T") > problem.dim("S"):
+            return "takes no window that leaves a query without keys: it would not give 0"
     return None
 
 
@@ -84,6 +86,10 @@ def candidates(problem: Problem, device: DeviceFacts) -> list[CudnnConfig]:
 def attend(arrays: AttentionArrays, spec: AttentionSpec) -> Array:
     """The output `[..., T, H, V]`, differentiable by cuDNN's own backward."""
     q, k, v = arrays.q, arrays.k, arrays.v
+    if spec.right == 0 and k.shape[-3] > q.shape[-3]:
+        # Aligned top-left, no query sees a key past the last query. cuDNN would read those in its last tile, and multiply what
+        # they hold by 0.
+        k, v = (jax.lax.slice_in_dim(x, 0, q.shape[-3], axis=x.ndim - 3) for x in (k, v))
     lead = q.shape[:-3]
     flat = [x.reshape((-1, *x.shape[-3:])) for x in (q, k, v)]
     # JAX counts the query's own key out of the window, as `left` does.

@@ -6,6 +6,7 @@ import jax
 import jax.numpy as jnp
 from jax import Array
 
+from .._values import FAR
 from .spec import RowRanges
 
 if TYPE_CHECKING:
@@ -37,7 +38,8 @@ class Lowered(NamedTuple):
 
 
 def lower_mask(mask: "Mask", num_queries: int, num_keys: int, q_offset: Any | None) -> Lowered:
-    left, right = mask.window
+    # Longer than any sequence is as good as unbounded, and sums with positions fit 32 bits.
+    left, right = (None if side is None else min(side, 2 * FAR) for side in mask.window)
     right = 0 if mask.is_causal and (right is None or right > 0) else right
     if q_offset is None:
         q_offset = num_keys - num_queries
@@ -45,7 +47,7 @@ def lower_mask(mask: "Mask", num_queries: int, num_keys: int, q_offset: Any | No
     segments, dense = (pairs[0] if pairs else None), mask.dense
     for pair in pairs[1:]:
         dense = _same_segment(*pair) if dense is None else dense & _same_segment(*pair)
-    by_window = isinstance(q_offset, int) and not mask.chunk_sizes
+    by_window = isinstance(q_offset, int) and not (mask.chunk_sizes or mask.windows or mask.chunks)
     ranges = (mask.prefix_lengths, mask.q_lengths, mask.kv_lengths, mask.cu_seqlens)
     _check_types(mask, num_queries, num_keys)
     if by_window and all(r is None for r in ranges) and not mask.type_runs:
@@ -57,8 +59,9 @@ def lower_mask(mask: "Mask", num_queries: int, num_keys: int, q_offset: Any | No
     return Lowered(None, None, 0, rows, segments, dense)
 
 
-def window_ends(position: Array, left: int | None, right: int | None, num_keys: int) -> tuple[Array, Array]:
-    """First and one-past-last visible key of a query at `position`, within the keys there are."""
+def window_ends(position: Array, left: Any, right: Any, num_keys: int) -> tuple[Array, Array]:
+    """First and one-past-last visible key of a query at `position`, within the keys there are. A side is an int, an array that
+    broadcasts with `position`, or `None`."""
     start = jnp.zeros_like(position) if left is None else jnp.clip(position - left, 0, num_keys)
     end = jnp.full_like(position, num_keys) if right is None else jnp.clip(position + right + 1, 0, num_keys)
     return start, end
@@ -112,15 +115,26 @@ def _row_ranges(
     if mask.cu_seqlens is not None:
         first, last, position, real = _packed(*mask.cu_seqlens, index)
     else:
-        position = jnp.asarray(q_offset, jnp.int32)[..., None] + index
+        position = jnp.clip(jnp.asarray(q_offset, jnp.int32), -FAR, FAR)[..., None] + index
         first, last, real = jnp.int32(0), jnp.int32(num_keys), jnp.bool_(True)
     start, end = window_ends(position, left, right, num_keys)
     start, end = jnp.maximum(start, first), jnp.minimum(end, last)
-    for size in mask.chunk_sizes:
-        chunk = (position - first) // size
-        start, end = jnp.maximum(start, first + chunk * size), jnp.minimum(end, first + (chunk + 1) * size)
+    for window in mask.windows:
+        start, end, at, *sides = _ranked(
+            start, end, position, *(None if w is None else w[..., None] for w in window)
+        )
+        low, high = window_ends(at, *sides, num_keys)
+        start, end = jnp.maximum(start, low), jnp.minimum(end, high)
+    for size in (
+        *(min(size, 2 * FAR) for size in mask.chunk_sizes),
+        *(size[..., None] for size in mask.chunks),
+    ):
+        start, end, at, base, size = _ranked(start, end, position, first, size)
+        chunk = (at - base) // size
+        start, end = jnp.maximum(start, base + chunk * size), jnp.minimum(end, base + (chunk + 1) * size)
     if mask.prefix_lengths is not None:
-        end = jnp.minimum(end, jnp.maximum(position + 1, first + mask.prefix_lengths[..., None]))
+        prefix = jnp.clip(mask.prefix_lengths, 0, num_keys)[..., None]
+        end = jnp.minimum(end, jnp.maximum(position + 1, first + prefix))
     for pair in mask.type_runs:
         end = jnp.minimum(end, _type_run_ends(*pair, position))
     if mask.kv_lengths is not None:
@@ -129,6 +143,15 @@ def _row_ranges(
         real = real & (index < mask.q_lengths[..., None])
     start, end, position = jnp.broadcast_arrays(jnp.where(real, start, 0), jnp.where(real, end, 0), position)
     return RowRanges(start.astype(jnp.int32), end.astype(jnp.int32), position.astype(jnp.int32))
+
+
+def _ranked(*arrays: Any) -> list[Any]:
+    """All arrays with as many axes as the one that has most; numbers and what is absent as they are."""
+    rank = max(jnp.ndim(x) for x in arrays if x is not None)
+    return [
+        x if x is None or isinstance(x, int) or x.ndim == 0 else x.reshape((1,) * (rank - x.ndim) + x.shape)
+        for x in arrays
+    ]
 
 
 def _packed(q_starts: Array, kv_starts: Array, index: Array) -> tuple[Array, Array, Array, Array]:

@@ -10,7 +10,7 @@ from jax import Array
 from jax.sharding import PartitionSpec
 from jaxtyping import Bool, Int, PRNGKeyArray
 
-from .._values import check_between, check_offsets, FAR
+from .._values import check_between, check_offsets, FAR, known
 from .lower import lower_mask, Lowered
 from .mask_picture import save_picture
 from .mask_specs import AxisNames, mask_specs
@@ -29,7 +29,8 @@ class Mask(eqx.Module):
     same sequence of `cu_seqlens`; `dense` is true.
 
     Masks combine with `&`. They are immutable and usable inside `jit`; what is static (causal, window, chunks) lets kernels skip
-    whole tiles. Build one from the class methods, or from several with `&`:
+    whole tiles. Sizes of windows and chunks may also be arrays, traced or one for each batch row, as where one scan runs over
+    layers with local and global windows: they become a range of keys for each query. Build one from the class methods, or from several with `&`:
 
     ```python
     mask = ejx.Mask.causal() & ejx.Mask.from_segments(ids)
@@ -48,6 +49,8 @@ class Mask(eqx.Module):
     kv_lengths: Int[Array, "..."] | None = None
     cu_seqlens: tuple[Int[Array, "offsets"], Int[Array, "offsets"]] | None = None
     dense: Bool[Array, "..."] | None = None
+    windows: tuple[tuple[Int[Array, "..."] | None, Int[Array, "..."] | None], ...] = ()
+    chunks: tuple[Int[Array, "..."], ...] = ()
 
     @classmethod
     def causal(cls) -> "Mask":
@@ -55,19 +58,26 @@ class Mask(eqx.Module):
         return cls(is_causal=True)
 
     @classmethod
-    def sliding_window(cls, left: int | None, right: int | None = 0) -> "Mask":
-        """`left` keys before and `right` keys after the query's position, its own besides; `None` is unbounded."""
-        for name, value in (("left", left), ("right", right)):
-            if value is not None and value < 0:
-                raise ValueError(f"{name}: expected a number of keys >= 0 or None, received {value}.")
-        return cls(window=(left, right))
+    def sliding_window(cls, left: Any | None, right: Any | None = 0) -> "Mask":
+        """`left` keys before and `right` keys after the query's position, its own besides; `None` is unbounded.
+
+        Ints, or integer arrays: one number, traced or not, or one for each batch row `[...]`. A number of any size is right; one
+        that no sequence reaches hides nothing.
+        """
+        sides = {"left": _size("left", left, 0), "right": _size("right", right, 0)}
+        if all(side is None or isinstance(side, int) for side in sides.values()):
+            return cls(window=(sides["left"], sides["right"]))  # pyright: ignore[reportArgumentType]
+        arrays = (None if side is None else jnp.asarray(side, jnp.int32) for side in sides.values())
+        return cls(windows=(tuple(arrays),))  # pyright: ignore[reportArgumentType]
 
     @classmethod
-    def chunked(cls, size: int) -> "Mask":
-        """Only keys in the query's own chunk of `size` positions (Llama 4's local layers, with `& Mask.causal()`)."""
-        if size < 1:
-            raise ValueError(f"size: expected a chunk of at least one position, received {size}.")
-        return cls(chunk_sizes=(size,))
+    def chunked(cls, size: Any) -> "Mask":
+        """Only keys in the query's own chunk of `size` positions (Llama 4's local layers, with `& Mask.causal()`).
+
+        An int, or an integer array as in `sliding_window`.
+        """
+        read = _size("size", size, 1)
+        return cls(chunk_sizes=(read,)) if isinstance(read, int) else cls(chunks=(read,))  # pyright: ignore[reportArgumentType]
 
     @classmethod
     def prefix(cls, lengths: Any) -> "Mask":
@@ -149,6 +159,8 @@ class Mask(eqx.Module):
             kv_lengths=_both(jnp.minimum, self.kv_lengths, other.kv_lengths),
             cu_seqlens=self.cu_seqlens or other.cu_seqlens,
             dense=_both(jnp.logical_and, self.dense, other.dense),
+            windows=self.windows + other.windows,
+            chunks=self.chunks + other.chunks,
         )
 
     def lower(self, num_queries: int, num_keys: int, *, q_offset: Any | None = None) -> Lowered:
@@ -206,6 +218,28 @@ class Mask(eqx.Module):
         **Raises:** `ValueError` if one name is given for several leading axes, or one mesh axis to two of the four.
         """
         return mask_specs(self, batch, heads, queries, keys)
+
+
+def _size(name: str, value: Any | None, least: int) -> int | Array | None:
+    """An int that is known now, else an int32 array."""
+    if value is None:
+        return None
+    if isinstance(value, bool) or not jnp.issubdtype(jnp.result_type(value), jnp.integer):
+        raise ValueError(
+            f"{name}: expected an int or an integer array{', or None' if least == 0 else ''}, received {value!r}; cast it first."
+        )
+    values = known(value)
+    if values is not None and values.ndim == 0:
+        if values < least:
+            expected = "a number of keys >= 0 or None" if least == 0 else "a chunk of at least one position"
+            raise ValueError(f"{name}: expected {expected}, received {values}.")
+        return min(int(values), 2 * FAR)
+    # Numbers past what 32 bits hold, of 64-bit arrays, must not wrap.
+    array = jnp.asarray(
+        jnp.clip(value, -1, 2 * FAR) if values is None else np.clip(values, -1, 2 * FAR), jnp.int32
+    )
+    array = check_between(name, array, value, least, 2**63 - 1, "a size counts keys")
+    return jnp.maximum(array, least)
 
 
 def _counts(name: str, value: Any | None) -> Array | None:
