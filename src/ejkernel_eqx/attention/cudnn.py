@@ -92,8 +92,8 @@ def attend(arrays: AttentionArrays, spec: AttentionSpec) -> Array:
         k, v = (jax.lax.slice_in_dim(x, 0, q.shape[-3], axis=x.ndim - 3) for x in (k, v))
     lead = q.shape[:-3]
     flat = [x.reshape((-1, *x.shape[-3:])) for x in (q, k, v)]
-    # JAX counts the query's own key out of the window, as `left` does.
-    window = None if spec.left is None else (spec.left, 0)
+    # JAX counts the query's own key out of the window, as `left` does. One that reaches the first key hides nothing.
+    window = None if spec.left is None or spec.left >= q.shape[-3] - 1 else (spec.left, 0)
     out = jax.nn.dot_product_attention(
         *flat, scale=spec.scale, is_causal=spec.right == 0, local_window_size=window, implementation="cudnn"
     )

@@ -41,7 +41,11 @@ def run(
     else:
         out, state = recur(plan, plan.operation, arrays, spec)
     out = frame.mask(out)
-    out = frame.packing.flip(out if epilogue is None else epilogue(out))
+    if epilogue is not None:
+        out = frame.mask(
+            epilogue(out)
+        )  # so that the cotangents of padding, which may be NaN, stay out of its parameters
+    out = frame.packing.flip(out)
     state = frame.packing.states(state)
     return out, jnp.swapaxes(state, -1, -2) if operands.transposed else state
 
