@@ -282,9 +282,9 @@ def _cu_seqlens(given: MaskInputs, queries: int, keys: int) -> Mask:
         raise ValueError(
             f"kv_cu_seqlens: expected offsets for {keys} keys, as there are {queries} queries, received None; give both."
         )
-    q = check_offsets("cu_seqlens", q, given.cu_seqlens, queries)
+    q = check_offsets("cu_seqlens", q.astype(jnp.int32), given.cu_seqlens, queries)
     kv_given = given.cu_seqlens if given.kv_cu_seqlens is None else given.kv_cu_seqlens
-    kv = check_offsets("kv_cu_seqlens", kv, kv_given, keys)
+    kv = check_offsets("kv_cu_seqlens", kv.astype(jnp.int32), kv_given, keys)
     return Mask.from_cu_seqlens(q, kv)
 
 

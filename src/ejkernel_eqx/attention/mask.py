@@ -234,11 +234,11 @@ def _size(name: str, value: Any | None, least: int) -> int | Array | None:
             expected = "a number of keys >= 0 or None" if least == 0 else "a chunk of at least one position"
             raise ValueError(f"{name}: expected {expected}, received {values}.")
         return min(int(values), 2 * FAR)
-    # Numbers past what 32 bits hold, of 64-bit arrays, must not wrap.
-    array = jnp.asarray(
-        jnp.clip(value, -1, 2 * FAR) if values is None else np.clip(values, -1, 2 * FAR), jnp.int32
-    )
-    array = check_between(name, array, value, least, 2**63 - 1, "a size counts keys")
+    # Numbers past what 32 bits hold must not wrap.
+    clipped, info = jnp.asarray(value) if values is None else values, jnp.iinfo(jnp.result_type(value))
+    if info.max > 2 * FAR:
+        clipped = clipped.clip(max(-1, int(info.min)), 2 * FAR)
+    array = check_between(name, jnp.asarray(clipped, jnp.int32), clipped, least, 2 * FAR, "it counts keys")
     return jnp.maximum(array, least)
 
 

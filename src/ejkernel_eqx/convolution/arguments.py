@@ -130,5 +130,5 @@ def resolve_step(
             f"{x.shape}; jax.vmap over more axes."
         )
     slots = array("state", state, "slots K C").shape[0]
-    indices = check_slots("state_indices", indices, state_indices, slots)
+    indices = check_slots("state_indices", indices.astype(jnp.int32), state_indices, slots)
     return x, weight, bias, fitting("state", state, (slots, held, channels), "slots W-1 C"), indices

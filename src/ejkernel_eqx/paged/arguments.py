@@ -190,7 +190,7 @@ def packed(q: Array, cache: Cache, query_start_loc: Any, max_query_len: Any) -> 
         raise ValueError(
             f"max_query_len: expected a static int of at least 1, the most queries of one sequence, or None, received {max_query_len!r}."
         )
-    offsets = check_offsets("query_start_loc", offsets, query_start_loc, tokens, zeros_behind=True)
+    offsets = check_offsets("query_start_loc", to_int32(offsets), query_start_loc, tokens, zeros_behind=True)
     offsets = jnp.broadcast_to(_read_offsets(offsets, tokens), (*lead, count + 1))
     length = offsets[..., 1:] - offsets[..., :-1]
     return Tokens(offsets[..., :-1], length, max(min(int(max_query_len), tokens), 1))
