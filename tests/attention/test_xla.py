@@ -14,6 +14,7 @@ from jax import Array
 from jax.sharding import AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
 
+import ejkernel_eqx as ejx
 from ejkernel_eqx.attention import reference, xla
 from ejkernel_eqx.attention.example import example_problem
 from ejkernel_eqx.attention.spec import AttentionArrays, AttentionGrads, AttentionSpec
@@ -269,6 +270,16 @@ def test_sharding_moves_no_operand(axis_type, flags, reduced):
             assert_close(
                 getattr(actual.grads, name), getattr(expected.grads, name), kind="gradient", name=name
             )
+
+
+def test_a_constant_mask_is_not_reduced_while_compiling():
+    """XLA would fold the reduction of a mask that a jitted function closes over, with an evaluator that takes seconds for what runs in
+    microseconds."""
+    x, mask = jnp.ones((1, 16, 1, 8)), jnp.asarray(np.tri(16, dtype=bool))
+    attend = lambda x: ejx.FlashAttention(platform="xla")(x, x, x, mask=mask)
+    for function, count in ((attend, 1), (jax.grad(lambda x: attend(x).sum()), 2)):
+        text = jax.jit(function).lower(x).as_text()
+        assert text.count("optimization_barrier") == count
 
 
 def test_inside_shard_map():
