@@ -155,6 +155,7 @@ class _Call:
         # Only a hidden query or key can be NaN, and only a mask hides.
         dynamic = (arrays.mask, arrays.q_segments, arrays.rows)
         self.hides = spec.ranged or any(x is not None for x in dynamic)
+        self.keys_seen = self._keys_seen() if self.hides else None
         self.q, self.k, self.v = self.queries(arrays.q), self.keys(arrays.k), self.keys(arrays.v)
 
     def zeros(self, shape: tuple[int, ...], summed: tuple[int, ...] = ()) -> Array:
@@ -190,9 +191,8 @@ class _Call:
 
     def keys(self, x: Array) -> Array:
         """`[B, S, K, D]` to `[B, K, S, D]`, with zeros for the keys that no query may see."""
-        seen = self._keys_seen() if self.hides else None
-        if seen is not None:
-            x = jnp.where(seen[..., None], x, 0)
+        if self.keys_seen is not None:
+            x = jnp.where(self.keys_seen[..., None], x, 0)
         return x.transpose(0, 2, 1, 3)
 
     def _keys_seen(self) -> Array | None:
