@@ -1,6 +1,7 @@
 """Values of offsets, lengths, indices and ids: one policy in all families."""
 
 import re
+from typing import Any
 
 import equinox as eqx
 import jax
@@ -50,7 +51,7 @@ def steps(operation, *operands, state):
 
 _ROW = [x[:3] for x in QKV]
 _X = normal(5, T, 6)
-_SCAN = (_X, jnp.ones((T, 6)), -jnp.ones((6, 4)), normal(6, T, 4), normal(7, T, 4))
+_SCAN: Any = (_X, jnp.ones((T, 6)), -jnp.ones((6, 4)), normal(6, T, 4), normal(7, T, 4))
 
 # What takes packed sequences of T tokens by their offsets.
 PACKED = {
@@ -191,7 +192,7 @@ def test_who_asks(monkeypatch):
 
 
 def test_ids_that_32_bits_do_not_hold():
-    ids = np.zeros(T, np.int64)
+    ids: Any = np.zeros(T, np.int64)
     ids[5:] = 2**32  # the same as 0 in 32 bits
     for call in (
         lambda: flash(segment_ids=ids),
