@@ -42,9 +42,8 @@ def run(
         out, state = recur(plan, plan.operation, arrays, spec)
     out = frame.mask(out)
     if epilogue is not None:
-        out = frame.mask(
-            epilogue(out)
-        )  # so that the cotangents of padding, which may be NaN, stay out of its parameters
+        # Again, so that the cotangents of padding, which may be NaN, stay out of its parameters.
+        out = frame.mask(epilogue(out))
     out = frame.packing.flip(out)
     state = frame.packing.states(state)
     return out, jnp.swapaxes(state, -1, -2) if operands.transposed else state
