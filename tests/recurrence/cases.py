@@ -45,7 +45,7 @@ class Case:
     decay: str = NONE
     delta: bool = False
     log_decays: str | float = (
-        "usual"  # one number for all, "usual" (a tenth or so) or "mixed" (each of LOG_DECAYS, anywhere)
+        "usual"  # one number for all, "usual" (a tenth or so), "mixed" (each of LOG_DECAYS, anywhere) or "closed" (minus infinity here and there)
     )
     beta: float | None = None  # uniform between 0 and this
     keys: str = "unit"  # "normal", "unit" (length 1) or "correlated" (length 1, cosines about 0.9)
@@ -125,8 +125,27 @@ def _log_decays(case: Case, rng: np.random.Generator) -> np.ndarray | None:
         return -rng.gamma(0.5, 0.2, shape)
     if case.log_decays == "mixed":
         return rng.choice(LOG_DECAYS, shape, p=(0.3, 0.3, 0.3, 0.1))
+    if case.log_decays == "closed":
+        return _closed(case, -rng.gamma(0.5, 0.2, shape))
     assert not isinstance(case.log_decays, str), case.log_decays
     return np.full(shape, case.log_decays)
+
+
+def _closed(case: Case, g: np.ndarray) -> np.ndarray:
+    """Gates closed, and as good as closed, at single tokens (the first, the last, on both sides of chunks' borders), for whole heads, and, of
+    channels, for some of them."""
+    if case.decay in (CONSTANT, SCALAR):
+        g[..., -1] = -np.inf
+    else:
+        g[:, :, -1] = -np.inf
+    if case.decay == CONSTANT:
+        return g
+    for n, token in enumerate((0, 7, 15, 16, 17, 31, 32, case.T - 1)):
+        g[:, min(token, case.T - 1), :1] = (-np.inf, -3e38, -np.inf, -1e4)[n % 4]
+    if case.decay in (KEY, VALUE):
+        g[:, :, :, 1] = -np.inf
+        g[:, 20 : case.T : 9, :, 3:7] = -np.inf
+    return g
 
 
 def _starts(case: Case, rng: np.random.Generator) -> Array:
@@ -306,6 +325,48 @@ HARD = (
     Case(name="gla-strong", T=131, decay=KEY, log_decays=-50.0),
 )
 """What a careless kernel gets wrong."""
+CLOSED = (
+    Case(name="lightning-closed", T=40, D=16, V=16, decay=CONSTANT, log_decays="closed", initial_state=True),
+    Case(name="scalar-closed", T=40, D=16, V=16, decay=SCALAR, log_decays="closed", initial_state=True),
+    Case(name="gla-closed", T=40, D=16, V=16, decay=KEY, log_decays="closed", initial_state=True),
+    Case(name="value-closed", T=40, D=16, V=16, decay=VALUE, log_decays="closed", initial_state=True),
+    Case(
+        name="ssd-closed",
+        T=40,
+        D=16,
+        V=16,
+        decay=SCALAR,
+        log_decays="closed",
+        Hq=1,
+        Hk=1,
+        beta=1.0,
+        packing="segments",
+    ),
+    Case(
+        name="gated-delta-closed",
+        T=40,
+        D=16,
+        V=16,
+        decay=SCALAR,
+        delta=True,
+        beta=1.0,
+        log_decays="closed",
+        initial_state=True,
+    ),
+    Case(
+        name="kda-closed",
+        T=40,
+        D=16,
+        V=16,
+        decay=KEY,
+        delta=True,
+        beta=1.0,
+        log_decays="closed",
+        initial_state=True,
+    ),
+    Case(name="value-delta-closed", T=40, D=16, V=16, decay=VALUE, delta=True, beta=1.0, log_decays="closed"),
+)
+"""Gates that are closed: log-decays of minus infinity."""
 EMPTY = (
     Case(name="no-tokens", T=0, decay=SCALAR, initial_state=True),
     Case(name="no-tokens-packed", T=0, B=1, decay=KEY, packing="offsets", initial_state=True),

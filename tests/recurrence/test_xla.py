@@ -27,6 +27,7 @@ from ejkernel_eqx.recurrence.xla import XlaConfig
 from tests.recurrence.cases import (
     assert_agrees,
     Case,
+    CLOSED,
     cotangents,
     differentiated,
     EMPTY,
@@ -79,6 +80,19 @@ def _listed():
 @pytest.mark.parametrize("case, size", [*_listed()])
 def test_agrees_with_reference(case, size):
     check(case, size)
+
+
+@pytest.mark.parametrize(
+    "case",
+    [
+        pytest.param(
+            case, id=case.name, marks=pytest.mark.slow if case.name in ("ssd-closed", "gla-closed") else ()
+        )
+        for case in CLOSED
+    ],
+)
+def test_closed_gates(case):
+    check(case, 16)
 
 
 @pytest.mark.parametrize("case", EMPTY, ids=lambda case: case.name)
@@ -328,6 +342,8 @@ STEPS = (
     dict(decay=VALUE, beta=1.0, Hq=2, slots=True),
     dict(decay=SCALAR, delta=True, beta=2.0, slots=True, transposed=True, lead=(3,)),
     dict(decay=KEY, delta=True, slots=True, skip=True, lead=(2, 1)),
+    dict(decay=KEY, delta=True, beta=1.0, closed=True),
+    dict(decay=SCALAR, closed=True),
 )
 
 
@@ -340,6 +356,7 @@ def _step_problem(
     transposed=False,
     slots=False,
     state="float32",
+    closed=False,
     **heads,
 ):
     counts = {**dict(Hq=4, Hk=4, Hv=4, Hg=4, Hb=4), **heads}
@@ -364,7 +381,7 @@ def _step_problem(
         k=key / jnp.linalg.norm(key, axis=-1, keepdims=True),
         v=normal(rows, counts["Hv"], values),
         state=normal(*shape).astype(state),
-        g=None if g is None else -(g**2),
+        g=None if g is None else jnp.where(closed & (g > 0.5), -jnp.inf, -(g**2)),
         beta=None if beta is None else beta * jax.nn.sigmoid(normal(rows, counts["Hb"])),
         skip=normal(heads_of_state, values) if skip else None,
         indices=jnp.asarray(indices, jnp.int32) if slots else None,

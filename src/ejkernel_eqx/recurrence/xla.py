@@ -26,8 +26,8 @@ from .spec import (
     StepSpec,
     VALUE,
 )
-from .xla_chunks import Chunks, ends, merge, split
-from .xla_decay import channel_decays, decayed_mix, decayed_scores, scalar_decays
+from .xla_chunks import Chunks, merge, split
+from .xla_decay import channel_decays, closed, decayed_mix, decayed_scores, scalar_decays
 from .xla_solve import solve
 
 _CHUNKS = (64, 32, 128, 16)
@@ -108,28 +108,28 @@ class _Local:
     def dot(self, pattern: str, x: Array, y: Array) -> Array:
         return jnp.einsum(pattern, x, y, precision=self.precision)
 
-    def scores(self, x: Array, y: Array, strict: bool = False) -> Array:
-        """`[B, M, C, C]`: `x_i . y_j` decayed from `j` to `i`, zero where `i` does not see `j`, or not before itself."""
+    def scores(self, xs: tuple[Array, ...], y: Array) -> tuple[Array, ...]:
+        """Of each of `xs` `[B, M, C, C]`: `x_i . y_j` decayed from `j` to `i`, zero where `i` does not see `j`."""
         if self.kind == KEY:
-            scores = decayed_scores(x, y, self.decays, self.precision)
-        else:
-            scores = self.dot("...rd,...sd->...rs", x, y)
-            scores = scores if self.decays is None else scores * self.decays.pairs
-        visible = self.chunks.visible()
-        return jnp.where(jnp.tril(visible, -1) if strict else visible, scores, 0)
+            return tuple(map(self._seen, decayed_scores(xs, y, self.decays, self.precision)))
+        pairs = None if self.decays is None else self.decays.pairs
+        return tuple(self._seen(_times(self._products(x, y), pairs)) for x in xs)
 
-    def mix(self, q: Array, k: Array, v: Array) -> Array:
-        """`[B, M, C, V]`: the values of the tokens that each sees, by their scores."""
+    def mixed(self, q: Array, k: Array) -> Array:
+        """`[B, M, C, C]`: how queries weigh values, but for decays of values."""
+        return self._seen(self._products(q, k)) if self.kind == VALUE else self.scores((q,), k)[0]
+
+    def mix(self, scores: Array, v: Array) -> Array:
+        """`[B, M, C, V]`: the values of the tokens that each sees, by these scores."""
         if self.kind == VALUE:
-            return decayed_mix(q, k, v, self.decays, self.precision, self._visible_halves)
-        return self.dot("...rs,...sv->...rv", self.scores(q, k), v)
+            return decayed_mix(scores, v, self.decays, self.precision)
+        return self.dot("...rs,...sv->...rv", scores, v)
 
-    def _visible_halves(self, step: int) -> Array | None:
-        if self.chunks.starts is None:
-            return None
-        starts, places = self.chunks.starts, self.chunks.positions[None]
-        blocks = lambda x: ends(self.chunks.cut(self.chunks.over_heads(x))[..., None], step)
-        return jnp.swapaxes(blocks(jnp.broadcast_to(places, starts.shape))[0], -1, -2) >= blocks(starts)[1]
+    def _products(self, x: Array, y: Array) -> Array:
+        return self.dot("...rd,...sd->...rs", x, y)
+
+    def _seen(self, scores: Array) -> Array:
+        return jnp.where(self.chunks.visible(), scores, 0)
 
     def read(self, q: Array, states: Array) -> Array:
         """`[B, M, C, V]`: what rows of keys find in the states `[B, M, D, V]` at their chunks' starts."""
@@ -175,7 +175,7 @@ class _Call:
         take = lambda x: self.chunks.cut(self.chunks.take(x.astype(self.wide)))
         q = self.chunks.take(arrays.q.astype(self.wide)) * self.spec.scale
         beta = None if arrays.beta is None else take(arrays.beta[..., None])
-        return q, take(arrays.k), take(arrays.v), None if g is None else take(g), beta
+        return q, take(arrays.k), take(arrays.v), None if g is None else closed(take(g)), beta
 
     def by_chunk(self) -> tuple[Array, Array]:
         """All chunks at once, but for the scan over their states."""
@@ -194,17 +194,24 @@ class _Call:
             return new if state is None else _times(state, kept) + new, written
 
         if self.spec.delta:
-            xs = jax.checkpoint(self._delta_writes)(k, v, g, beta)
+            alone = self.heads.out == self.heads.state
+            reads = jax.checkpoint(self._delta_reads)(self.chunks.cut(q) if alone else None, k, g, beta)
+            xs = jax.checkpoint(self._delta_writes)(reads[0], k, v, g, beta)
             states, written, final = self._scan(delta, xs, zeros)
             values, beta = self.chunks.back(written), None
         else:
+            reads = (None, None)
             xs = jax.checkpoint(self._linear_writes)(k, v, g, beta)
             states, _, final = self._scan(linear, xs, zeros)
             values = v
         states = None if states is None else self.chunks.back(states)
-        read = jax.checkpoint(self._read)
-        out = self._over_groups(lambda q: read(q, k, values, g, beta, states), q)
-        return self.chunks.give(out), final
+        scores, read = jax.checkpoint(self._scores), jax.checkpoint(self._read)
+
+        def over_queries(q: Array) -> Array:
+            known = scores(q, k, g) if reads[1] is None else reads[1]
+            return read(q, known, values, g, beta, states)
+
+        return self.chunks.give(self._over_groups(over_queries, q)), final
 
     def _over_groups(self, function: Callable[[Array], Array], q: Array) -> Array:
         """`function` of queries `[B, HS, P, D]`, over all the `R / HS` that a state head has."""
@@ -218,7 +225,14 @@ class _Call:
         local = _Local(self, g)
         return self._front(local.write(k, _times(v, beta)), local.total)
 
-    def _delta_writes(self, k: Array, v: Array, g: Array | None, beta: Array | None) -> Any:
+    def _delta_reads(
+        self, q: Array | None, k: Array, g: Array | None, beta: Array | None
+    ) -> tuple[Array, Array | None]:
+        """The scores of each key with those before it, and with the same decays those of the queries, if given."""
+        keys, *queries = _Local(self, g).scores((_times(k, beta), *(() if q is None else (q,))), k)
+        return jnp.tril(keys, -1), queries[0] if queries else None
+
+    def _delta_writes(self, reads: Array, k: Array, v: Array, g: Array | None, beta: Array | None) -> Any:
         """Each chunk writes the values `own - gained @ state`, by the keys `put`, and keeps the state by a factor.
 
         With `a` the scores of each key with those before it: `own = (I + beta a)^-1 beta v`, and `gained` the same of the keys, decayed from
@@ -226,18 +240,27 @@ class _Call:
         """
         local = _Local(self, g)
         known = _times(v, beta), _times(_times(k, local.head), beta)
-        own, gained = solve(local.scores(_times(k, beta), k, strict=True), known)
+        own, gained = solve(reads, known)
         return self._front(own, gained, _times(k, local.tail), local.total)
 
     def _front(self, *parts: Array | None) -> tuple[Array | None, ...]:
         return tuple(None if x is None else self.chunks.front(x) for x in parts)
 
+    def _scores(self, q: Array, k: Array, g: Array | None) -> Array:
+        return _Local(self, g).mixed(self.chunks.cut(q), k)
+
     def _read(
-        self, q: Array, k: Array, values: Array, g: Array | None, beta: Array | None, states: Array | None
+        self,
+        q: Array,
+        scores: Array,
+        values: Array,
+        g: Array | None,
+        beta: Array | None,
+        states: Array | None,
     ) -> Array:
         """The outputs of all chunks, from the states at their starts and the values written inside them."""
         local, q = _Local(self, g), self.chunks.cut(q)
-        out = local.mix(q, k, _times(values, beta))
+        out = local.mix(scores, _times(values, beta))
         return self.chunks.join(out if states is None else local.read(q, states) + out)
 
     def by_token(self) -> tuple[Array, Array]:

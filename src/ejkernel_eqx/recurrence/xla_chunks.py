@@ -14,6 +14,9 @@ from jax import Array, lax
 from ..sequences.packing import ended
 from .spec import heads_of, RecurrenceArrays, RecurrenceSpec
 
+BLOCK = 16
+"""Tokens within which one body serves all halves of blocks, of decays and of what the delta rule solves."""
+
 
 class Chunks:
     """Where the tokens of a call lie: rows cut into chunks, or, with `offsets`, each packed sequence cut into chunks of its own."""
@@ -175,7 +178,27 @@ def ends(x: Array, step: int) -> tuple[Array, Array]:
     return early, late
 
 
+def blocks_of(x: Array) -> Array:
+    """`[B, M, C, X]` as `[B, M * blocks, BLOCK, X]`; chunks that are shorter as they are."""
+    return merge(split(x, 2, max(x.shape[2] // BLOCK, 1)), 1)
+
+
+def squares(x: Array, size: int, below: bool = False) -> Array:
+    """Of matrices `[B, M, C, C]` the squares of so many rows along the diagonal, `[B, M * squares, size, size]`; or those `below`: the lower
+    left quarters of squares of twice the size."""
+    step, down = (2 * size, size) if below else (size, 0)
+    at = range(0, x.shape[2], step)
+    return merge(jnp.stack([x[..., i + down : i + down + size, i : i + size] for i in at], 2), 1)
+
+
 def halves(x: Array) -> tuple[Array, Array]:
     """The earlier and the later of each two blocks `[B, blocks, r, c]`."""
     early, late = lax.split(merge(split(x, 1, x.shape[1] // 2), 2), (x.shape[2], x.shape[2]), 2)
     return early, late
+
+
+def joined(blocks: Array, below: Array) -> Array:
+    """Of square blocks along a diagonal `[B, blocks, s, s]`, and those below each first of two, blocks of twice the size."""
+    before, after = halves(blocks)
+    above = jnp.concatenate([before, jnp.zeros_like(before)], -1)
+    return jnp.concatenate([above, jnp.concatenate([below, after], -1)], 2)

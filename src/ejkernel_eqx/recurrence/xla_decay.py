@@ -4,14 +4,20 @@ A chunk of `2s` tokens is two of `s` and the square between them, in which token
 through (the decay from the middle to `i`) x (the decay from `j` to the middle), and so on down to single tokens. Log-decays are never
 positive and neither are their sums, so no exponential overflows; and the decay between two tokens is exact however strong those
 around them are. Here `M = HS * NC`, the chunks of all heads.
+
+Within blocks of `BLOCK` tokens all halves are of one form, masks apart: products of whole blocks, which one scan goes through, so that
+there is one body to compile, and to differentiate, which keeps nothing. Only the few halves above are cut out.
 """
 
+from collections.abc import Callable
 from typing import Any, NamedTuple
 
+import jax
 import jax.numpy as jnp
+import numpy as np
 from jax import Array, lax
 
-from .xla_chunks import ends, halves, merge
+from .xla_chunks import blocks_of, ends, halves, joined, squares
 
 _EXACT = lax.Precision.HIGHEST
 
@@ -21,12 +27,20 @@ class Decays(NamedTuple):
 
     pairs: Array | None
     """Of a scalar decay: `[B, M, C, C]` from `j` to `i`; at most 1 where j >= i."""
+    logs: Array | None
+    """Of channels: the log-decays themselves, `[B, blocks, BLOCK, X]`."""
     levels: list[tuple[Array, Array]]
-    """Of channels: for s = 1, 2, .. C/2, over all blocks of `2s` tokens, `[B, blocks, s, X]` from the middle of a block up to each of its
-    later tokens, and from each of its earlier tokens to the middle."""
+    """Of channels: for s = BLOCK, 2 BLOCK, .. C/2, over all blocks of `2s` tokens, `[B, blocks, s, X]` from the middle of a block up to each of
+    its later tokens, and from each of its earlier tokens to the middle."""
     head: Array  # [B, M, C, X]: from the chunk's start up to each token
     tail: Array  # [B, M, C, X]: from each token to the chunk's end
     total: Array  # [B, M, X]
+
+
+def closed(g: Array) -> Array:
+    """Log-decays of at least that of which nothing is left, so that no sum of them is infinite; the gradient of less is zero."""
+    info = jnp.finfo(g.dtype)
+    return jnp.maximum(g, jnp.asarray(np.log(float(info.smallest_subnormal)) - 1.0, g.dtype))
 
 
 def scalar_decays(g: Array) -> Decays:
@@ -38,15 +52,18 @@ def scalar_decays(g: Array) -> Decays:
     head = total("...t,it->...i", (t <= i)[:, 0])
     tail = total("...t,it->...i", (t > i)[:, 0])
     return Decays(
-        jnp.exp(pairs), [], jnp.exp(head)[..., None], jnp.exp(tail)[..., None], jnp.exp(head[..., -1:])
+        jnp.exp(pairs), None, [], jnp.exp(head)[..., None], jnp.exp(tail)[..., None], jnp.exp(head[..., -1:])
     )
 
 
 def channel_decays(g: Array) -> Decays:
     """Of log-decays `g [B, M, C, X]`."""
-    head = total = merge(g, 1)[:, :, None]
-    tail, levels = jnp.zeros_like(head), []
-    for _ in range(g.shape[2].bit_length() - 1):
+    logs = blocks_of(g)
+    size = logs.shape[2]
+    head, tail = _sums(np.tri(size, dtype=bool), logs), _sums(~np.tri(size, dtype=bool), logs)
+    _, total = lax.split(head, (size - 1, 1), 2)
+    levels = []
+    for _ in range((g.shape[2] // size).bit_length() - 1):
         early_head, late_head = halves(head)
         early_tail, late_tail = halves(tail)
         early_total, late_total = halves(total)
@@ -54,35 +71,78 @@ def channel_decays(g: Array) -> Decays:
         head = jnp.concatenate([early_head, late_head + early_total], 2)
         tail = jnp.concatenate([early_tail + late_total, late_tail], 2)
         total = early_total + late_total
-    return Decays(None, levels, jnp.exp(head), jnp.exp(tail), jnp.exp(total)[:, :, 0])
+    return Decays(None, logs, levels, jnp.exp(head), jnp.exp(tail), jnp.exp(total)[:, :, 0])
 
 
-def decayed_scores(x: Array, y: Array, decays: Decays, precision: Any) -> Array:
-    """`[B, M, C, C]`: sums over channels of `x_i y_j` decayed from `j` to `i`, zero where j > i."""
-    scores = merge((x * y).sum(-1), 1)[..., None, None]
+def _sums(chosen: Any, logs: Array) -> Array:
+    """The sums of the log-decays that are `chosen [i, t]` for each token `i` of a block."""
+    # As many products as there are blocks: of one for all, the result would have to be transposed.
+    chosen = jnp.zeros_like(logs[:, :, :1, :1]) + jnp.asarray(chosen, logs.dtype)
+    return jnp.einsum("...it,...tx->...ix", chosen, logs, precision=_EXACT)
+
+
+def _over_halves(add: Callable[[Any, Array, Array], Any], first: Any, decays: Decays) -> Any:
+    """`first`, and what `add(sums, factors, pairs)` makes of it for each level within blocks; `factors [B, blocks, BLOCK, X]` are the decays
+    between the tokens and the middles of their blocks, `pairs [i, j]` the tokens of the later and of the earlier halves."""
+    logs = decays.logs
+    assert logs is not None
+    levels = [_halves_within(logs.shape[2], 1 << n) for n in range(logs.shape[2].bit_length() - 1)]
+    if not levels:
+        return first
+
+    @jax.checkpoint
+    def body(sums: Any, level: tuple[Array, Array]) -> tuple[Any, None]:
+        between, pairs = level
+        return add(sums, jnp.exp(_sums(between, logs)), pairs), None
+
+    between, pairs = (jnp.asarray(np.stack(x)) for x in zip(*levels, strict=True))
+    return lax.scan(body, first, (between.astype(logs.dtype), pairs))[0]
+
+
+def _halves_within(size: int, step: int) -> tuple[np.ndarray, np.ndarray]:
+    """Of blocks of `2 * step` tokens: whose log-decays lie between token `i` and the middle, `[i, t]`; and whether `i` is in the later half
+    of the block that has `j` in its earlier one, `[i, j]`."""
+    i, t = np.arange(size)[:, None], np.arange(size)
+    middle = i // (2 * step) * (2 * step) + step
+    late = i >= middle
+    between = np.where(late, (middle <= t) & (t <= i), (i < t) & (t < middle))
+    return between, late & (t < middle) & (t >= middle - step)
+
+
+def decayed_scores(xs: tuple[Array, ...], y: Array, decays: Decays, precision: Any) -> tuple[Array, ...]:
+    """Of each of `xs` `[B, M, C, C]`: sums over channels of `x_i y_j` decayed from `j` to `i`, zero where j > i."""
+    dot = lambda x, y: jnp.einsum("...rd,...sd->...rs", x, y, precision=precision)
+    x_blocks, y_blocks = [blocks_of(x) for x in xs], blocks_of(y)
+    own = np.eye(y_blocks.shape[2], dtype=bool)
+
+    def add(scores: list[Array], factors: Array, pairs: Array) -> list[Array]:
+        keys = y_blocks * factors
+        return [jnp.where(pairs, dot(x * factors, keys), s) for x, s in zip(x_blocks, scores, strict=True)]
+
+    scores = _over_halves(
+        add, [jnp.where(own, (x * y_blocks).sum(-1)[..., None], 0) for x in x_blocks], decays
+    )
     for late, early in decays.levels:
         step = late.shape[2]
-        below = jnp.einsum(
-            "...rd,...sd->...rs", ends(x, step)[1] * late, ends(y, step)[0] * early, precision=precision
-        )
-        before, after = halves(scores)
-        above = jnp.concatenate([before, jnp.zeros_like(before)], -1)
-        scores = jnp.concatenate([above, jnp.concatenate([below, after], -1)], 2)
-    return scores
+        keys = ends(y, step)[0] * early
+        scores = [joined(s, dot(ends(x, step)[1] * late, keys)) for x, s in zip(xs, scores, strict=True)]
+    return tuple(scores)
 
 
-def decayed_mix(x: Array, y: Array, v: Array, decays: Decays, precision: Any, visible: Any) -> Array:
-    """`[B, M, C, V]`: sums over `j <= i` of `(x_i . y_j) v_j`, the channels of v decayed from `j` to `i`.
-
-    `visible` gives, for a level's s, `[B, blocks, s, s]`: which tokens of the earlier half those of the later half see, or `None`.
-    """
-    out = merge((x * y).sum(-1)[..., None] * v, 1)[:, :, None]
+def decayed_mix(scores: Array, v: Array, decays: Decays, precision: Any) -> Array:
+    """`[B, M, C, V]`: sums over `j <= i` of `scores_ij v_j`, the channels of v decayed from `j` to `i`."""
+    mix = lambda scores, v: jnp.einsum("...rs,...sv->...rv", scores, v, precision=precision)
+    v_blocks = blocks_of(v)
+    size = v_blocks.shape[2]
+    own = squares(scores, size)
+    out = _over_halves(
+        lambda out, factors, pairs: out + factors * mix(jnp.where(pairs, own, 0), v_blocks * factors),
+        jnp.where(np.eye(size, dtype=bool), own, 0).sum(-1)[..., None] * v_blocks,
+        decays,
+    )
     for late, early in decays.levels:
         step = late.shape[2]
-        scores = jnp.einsum("...rd,...sd->...rs", ends(x, step)[1], ends(y, step)[0], precision=precision)
-        seen = visible(step)
-        scores = scores if seen is None else jnp.where(seen, scores, 0)
-        gained = jnp.einsum("...rs,...sv->...rv", scores, ends(v, step)[0] * early, precision=precision)
+        gained = mix(squares(scores, step, below=True), ends(v, step)[0] * early)
         before, after = halves(out)
         out = jnp.concatenate([before, after + late * gained], 2)
     return out

@@ -4,9 +4,10 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jax import Array, lax
 
-from .xla_chunks import halves, merge
+from .xla_chunks import BLOCK, halves, joined, squares
 
 
 @jax.custom_jvp
@@ -31,16 +32,29 @@ def _apply(matrix: Array, x: Array) -> Array:
 
 def _inverse(below: Array) -> Array:
     """From single tokens up: of two blocks that are inverted, and the square between them, the block of both."""
-    inverse = merge(jnp.ones_like(below[..., :1]), 1)[..., None]
-    for step in (1 << n for n in range(below.shape[2].bit_length() - 1)):
+    size, block = below.shape[2], min(below.shape[2], BLOCK)
+    inverse = _inverse_of_blocks(squares(below, block))
+    for step in (block << n for n in range((size // block).bit_length() - 1)):
         early, late = halves(inverse)
-        corner = -_apply(late, _apply(_corners(below, step), early))
-        above = jnp.concatenate([early, jnp.zeros_like(early)], -1)
-        inverse = jnp.concatenate([above, jnp.concatenate([corner, late], -1)], 2)
+        corner = -_apply(late, _apply(squares(below, step, below=True), early))
+        inverse = joined(inverse, corner)
     return inverse
 
 
-def _corners(x: Array, step: int) -> Array:
-    """The lower left quarters of the blocks of `2 * step` along the diagonals of `[B, M, C, C]`."""
-    at = range(0, x.shape[2], 2 * step)
-    return merge(jnp.stack([x[..., i + step : i + 2 * step, i : i + step] for i in at], 2), 1)
+def _inverse_of_blocks(below: Array) -> Array:
+    """The same within `[B, blocks, s, s]`, all squares of a level at once, by one body that a scan repeats."""
+    size = below.shape[2]
+    i, j = np.arange(size)[:, None], np.arange(size)
+    single = jnp.zeros_like(below) + np.eye(
+        size, dtype=below.dtype
+    )  # sharded, and varying, as the matrices are
+    steps = [1 << n for n in range(size.bit_length() - 1)]
+    if not steps:
+        return single
+    between = np.stack([(i // step == j // step + 1) & (j // step % 2 == 0) for step in steps])
+
+    def body(inverse: Array, between: Array) -> tuple[Array, None]:
+        corner = _apply(inverse, _apply(jnp.where(between, below, 0), inverse))
+        return inverse - corner, None
+
+    return lax.scan(body, single, jnp.asarray(between))[0]
