@@ -19,7 +19,7 @@ from ejkernel_eqx.recurrence import samples
 from ejkernel_eqx.recurrence.core import problem_of
 from ejkernel_eqx.recurrence.example import example_problem
 from ejkernel_eqx.recurrence.spec import RecurrenceArrays, RecurrenceSpec
-from tests.recurrence.cases import assert_agrees, Case, CASES, cotangents, make, Result, run_reference
+from tests.recurrence.cases import assert_agrees, Case, CASES, CLOSED, cotangents, make, Result, run_reference
 from tests.tolerances import assert_close
 
 if jax.default_backend() != "gpu":
@@ -84,7 +84,14 @@ def masked(case: Case, arrays: RecurrenceArrays, result: Result) -> Result:
     return Result(clean("out", result.out), result.final_state, grads)
 
 
-@pytest.mark.parametrize("case", CASES, ids=lambda case: case.name)
+IN_16_BITS = [
+    dataclasses.replace(case, dtype=dtype, name=f"{case.name}, {dtype}")
+    for case in CLOSED
+    for dtype in ("bfloat16", "float16")
+]
+
+
+@pytest.mark.parametrize("case", [*CASES, *CLOSED, *IN_16_BITS], ids=lambda case: case.name)
 def test_triton(case):
     """Output, final state and all gradients; the same bit for bit when run again."""
     arrays, spec = make(case)
@@ -96,6 +103,38 @@ def test_triton(case):
     for _ in range(REPEATS - 1):
         again = run_triton(arrays, dout, dstate, spec, config)
         assert same(masked(case, arrays, actual), masked(case, arrays, again))
+
+
+@pytest.mark.parametrize("decay", ["none", "constant", "one a token", "by key", "normalized"])
+def test_states_past_the_largest_float16(decay):
+    """Four in every key and value, and queries as small as make outputs that float16 holds; and the same backward, from the last state."""
+    length, heads, dim = 4608, 2, 128
+    four = jnp.full((2, length, heads, dim), 4, jnp.float16)
+    q, k, v = jnp.full_like(four, 2**-5), four, four
+    zeros: Any = {
+        "constant": {"g_gamma": jnp.zeros(heads)},
+        "one a token": {"g": jnp.zeros((2, length, heads))},
+        "by key": {"gk": jnp.zeros((2, length, heads, dim))},
+    }.get(decay, {})
+
+    def run(platform):
+        module = ejx.LinearAttention(normalize=decay == "normalized", platform=platform)
+
+        def total(q, initial):
+            state = (initial, initial[..., 0]) if module.normalize else initial
+            out, final = module(q, k, v, initial_state=state, **zeros)
+            return 2e5 * jax.tree.leaves(final)[0].sum() + 2**-8 * out.astype(jnp.float32).sum(), (out, final)
+
+        initial = jnp.ones((2, heads, dim, dim))
+        return jax.jit(jax.value_and_grad(total, argnums=(0, 1), has_aux=True))(q, initial)
+
+    ((_, results), gradients), ((_, expected), wanted) = run("triton"), run("xla")
+    assert max(float(jnp.abs(x).max()) for x in jax.tree.leaves(expected)) > 65504
+    assert bool(jnp.isfinite(expected[0]).all())
+    for actual, exact in zip(jax.tree.leaves(results), jax.tree.leaves(expected), strict=True):
+        assert_close(actual, exact, "float16")
+    for actual, exact in zip(gradients, wanted, strict=True):
+        assert_close(actual, exact, "float16", "gradient")
 
 
 LAYERS = {

@@ -81,7 +81,7 @@ GRID = [
     for target in DEVICES
     for member in ("batched", "ssd", "packed")
     for dim in (64, 128, 256)
-    for dtype in ("bfloat16", "float32")
+    for dtype in ("bfloat16", "float32", "float16")
 ]
 
 

@@ -6,11 +6,12 @@ import jax
 import numpy as np
 import pytest
 
-from ejkernel_eqx.recurrence.spec import CONSTANT, NONE, RecurrenceArrays, SCALAR
+from ejkernel_eqx.recurrence.spec import CONSTANT, NONE, RecurrenceArrays, SCALAR, VALUE
 from tests.recurrence.cases import (
     assert_agrees,
     Case,
     CASES,
+    CLOSED,
     cotangents,
     EMPTY,
     floats_of,
@@ -87,6 +88,13 @@ def test_any_decay(decay, log_decay):
     check(dataclasses.replace(SMALL, T=2 * CHUNK + 3, decay=decay, log_decays=log_decay), config())
 
 
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+@pytest.mark.parametrize("case", [case for case in CLOSED if case.decay != VALUE], ids=lambda case: case.name)
+def test_closed_gates(case, dtype):
+    """Of all members: they share where decays are read."""
+    check(dataclasses.replace(case, dtype=dtype), config())
+
+
 @pytest.mark.parametrize("packing", ["segments", "offsets", "many"])
 def test_packed(packing):
     length = CHUNK + 3 if packing == "many" else 2 * CHUNK + 3
@@ -118,8 +126,10 @@ def test_tiles_that_do_not_divide():
         dataclasses.replace(SMALL, T=2 * CHUNK + 3, packing="offsets", decay=CONSTANT, Hq=2),
         dataclasses.replace(SMALL, T=2 * CHUNK, decay=CONSTANT, log_decays=-0.3),
         dataclasses.replace(SMALL, T=CHUNK + 1, log_decays="mixed"),
+        dataclasses.replace(CLOSED[0], T=2 * CHUNK),
+        CLOSED[1],
     ],
-    ids=["one a token", "segments", "packed", "constant", "mixed"],
+    ids=["one a token", "segments", "packed", "constant", "mixed", "constant, closed", "closed"],
 )
 def test_the_forward_pass_in_one_kernel(case):
     arrays, spec = make(case)

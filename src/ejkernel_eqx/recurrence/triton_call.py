@@ -181,7 +181,13 @@ class Call:
 
 
 def make_call(arrays: RecurrenceArrays, spec: RecurrenceSpec, config: TritonConfig, execute: Execute) -> Call:
-    """A call of arrays with one leading axis, their heads as the kernels want them."""
+    """A call of arrays with one leading axis, their heads as the kernels want them.
+
+    Float16 operands become float32: states, scores and what goes into products may pass the largest float16. One pass of products rounds
+    to as many digits as float16 has; only the inverses of the delta rules are still made in several.
+    """
+    precision = precision_of(arrays, config)
+    arrays = arrays._replace(**{name: (x := getattr(arrays, name)).astype(wide(x.dtype)) for name in "qkv"})
     length, dim, values = arrays.q.shape[1], arrays.q.shape[-1], arrays.v.shape[-1]
     chunk = config.chunk_size
     exact = arrays.q.dtype == jnp.float32
@@ -205,7 +211,7 @@ def make_call(arrays: RecurrenceArrays, spec: RecurrenceSpec, config: TritonConf
         "TABLE": arrays.offsets is not None,
         "EVEN": arrays.offsets is None and length % chunk == 0,
         "EXACT": exact,
-        "PRECISION": config.float32_dot if exact else "ieee",
+        "PRECISION": precision,
     }
     pool = {"q_ptr": arrays.q, "k_ptr": arrays.k, "v_ptr": arrays.v}
     pool |= _given(beta_ptr=arrays.beta, initial_ptr=arrays.initial_state, starts_ptr=arrays.starts)
@@ -218,6 +224,19 @@ def make_call(arrays: RecurrenceArrays, spec: RecurrenceSpec, config: TritonConf
     if arrays.skip is not None:
         pool["skip_ptr"] = jnp.repeat(arrays.skip, each, axis=0)
     return Call(arrays, spec, config, execute, pool, constants)
+
+
+def wide(dtype: Any) -> Any:
+    """The dtype of operands on their way."""
+    return jnp.dtype(jnp.float32) if dtype == jnp.float16 else dtype
+
+
+def precision_of(arrays: RecurrenceArrays, config: TritonConfig) -> str:
+    """How operands are multiplied."""
+    if arrays.q.dtype == jnp.bfloat16:
+        return "ieee"
+    single = arrays.q.dtype == jnp.float16
+    return config.float32_dot.replace("tf32x3", "tf32") if single else config.float32_dot
 
 
 def repeated(arrays: RecurrenceArrays, spec: RecurrenceSpec) -> RecurrenceArrays:

@@ -80,8 +80,7 @@ _KEY: dict[str, _Row] = {"wy": (64, 128, 4, 1), "out": (64, 128, 4, 2), "gradien
 
 def default_config(problem: Problem, device: DeviceFacts) -> TritonConfig:
     key = problem.flag("decay") == KEY and not problem.flag("delta")
-    # Float16 operands with decays inside become float32.
-    half = problem.dtype("qkv") == "bfloat16" or (problem.dtype("qkv") == "float16" and not key)
+    half = problem.dtype("qkv") == "bfloat16"  # float16 operands become float32
     room = 0 if device.shared_memory >= _LARGE else 1 if device.shared_memory >= _SOME else 2
     rows = dict(zip(_KERNELS, (_HALF if half else _FLOAT32)[room], strict=True))
     single = half and room == 0 and _is_single(problem, device)
@@ -109,7 +108,7 @@ def default_config(problem: Problem, device: DeviceFacts) -> TritonConfig:
 def candidates(problem: Problem, device: DeviceFacts) -> list[TritonConfig]:
     """Configurations worth timing, the heuristic first."""
     first = default_config(problem, device)
-    if device.shared_memory < _LARGE or problem.dtype("qkv") == "float32":
+    if device.shared_memory < _LARGE or problem.dtype("qkv") != "bfloat16":
         return [first]
     others = []
     for row in ((64, 128, 4, 3), (128, 64, 8, 3), (128, 32, 4, 3)):

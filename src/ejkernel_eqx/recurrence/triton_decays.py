@@ -3,7 +3,7 @@
 import triton
 import triton.language as tl
 
-from .triton_tile import add_pairs, chunk_of, load_tile
+from .triton_tile import add_pairs, chunk_of, closed, load_tile
 
 
 @triton.jit
@@ -18,10 +18,7 @@ def decays_kernel(
     tiles: tl.constexpr = (HG + BLOCK_V - 1) // BLOCK_V
     start = tl.program_id(0) % tiles * BLOCK_V
     first, count, _ = chunk_of(tl.program_id(0) // tiles, chunks_ptr, T, CHUNK, TABLE)
-    g = (
-        load_tile(g_ptr + first * HG, HG, count, start, HG, CHUNK, BLOCK_V, EVEN).to(tl.float32)
-        * 1.4426950408889634
-    )
+    g = closed(load_tile(g_ptr + first * HG, HG, count, start, HG, CHUNK, BLOCK_V, EVEN).to(tl.float32))
     r = tl.arange(0, CHUNK)[:, None]
     head = start + tl.arange(0, BLOCK_V)[None, :]
     mask = (r < count) & (head < HG)

@@ -14,7 +14,7 @@ from .triton_config import Tile, TritonConfig
 from .triton_delta_gradients import delta_gradients_kernel, delta_pairs_kernel
 from .triton_delta_key_gradients import delta_key_gradients_kernel
 from .triton_delta_states import delta_dstates_kernel, delta_states_kernel
-from .triton_key_scores import folded_precision, gates
+from .triton_key_scores import gates
 from .triton_wy import delta_scores_kernel
 from .triton_wy_key import delta_key_scores_kernel
 
@@ -53,7 +53,7 @@ def forward(
         OUT=True,
     )
     return {
-        "out": results["out_ptr"],
+        "out": results["out_ptr"].astype(arrays.v.dtype),
         "final_state": first_copies(results["final_ptr"], _copies(call, arrays)),
         **{name: solved[f"{name}_ptr"] for name in ("scores", "inverse", "factors")},
     }
@@ -73,7 +73,7 @@ def backward(
     call = make_call(repeated(arrays, spec), spec, config, execute)
     heads, _, values = call.sizes
     copies = _copies(call, arrays)
-    given = {f"{name}_ptr": x for name, x in saved.items()} | {"do_ptr": dout.astype(arrays.q.dtype)}
+    given = {f"{name}_ptr": x for name, x in saved.items()} | {"do_ptr": dout.astype(call.arrays.q.dtype)}
     key_gates = _gates(call) if spec.decay == KEY else {}
     folded = _key_scores(call, key_gates, solving=False) if spec.decay == KEY else {}
     nothing = _nothing()
@@ -163,7 +163,6 @@ def _key_scores(call: Call, key_gates: Arrays, *, solving: bool) -> Arrays:
         key_gates,
         SOLVE=_solving(call),
         SOLVING=solving,
-        FOLDED=folded_precision(call),
     )
     kept = ("scores_ptr", "inverse_ptr", "factors_ptr") if solving else ()
     return {name: results[name] for name in (*kept, "k_end_ptr", "carry_ptr")} | {
@@ -243,7 +242,6 @@ def _key_gradients(call: Call, given: Arrays) -> Arrays:
         },
         call.chunks * heads * tiles,
         given | {name: pairs[name] for name in ("dscores_ptr", "dreads_ptr", "diagonal_ptr")},
-        FOLDED=folded_precision(call),
     )
     results["dbeta_ptr"] = pairs["dbeta_ptr"] + results["dbeta_ptr"].sum(2)
     return results | {"dv_ptr": pairs["dv_ptr"]}

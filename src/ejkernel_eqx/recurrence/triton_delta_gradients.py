@@ -8,7 +8,16 @@ import triton
 import triton.language as tl
 
 from .triton_delta_states import factors_at, factors_of
-from .triton_tile import between, chunk_of, load_tile, load_vector, log_decays, segment_starts, store_tile
+from .triton_tile import (
+    between,
+    chunk_of,
+    load_tile,
+    load_vector,
+    log_decays,
+    operand_of,
+    segment_starts,
+    store_tile,
+)
 
 
 @triton.jit
@@ -52,8 +61,11 @@ def delta_pairs_kernel(
         high, low = log_decays(g_ptr, row, count, seq, h, HS, HG, CHUNK, DECAY, EVEN, EXACT)
         decay = between(high, low, below, DECAY, EXACT)
     pairs = (row * HS + h) * CHUNK
-    store_tile(dscores_ptr + pairs, dscores * decay * SCALE, HS * CHUNK, count, 0, CHUNK, CHUNK, CHUNK)
-    store_tile(dreads_ptr + pairs, dreads * -decay, HS * CHUNK, count, 0, CHUNK, CHUNK, CHUNK)
+    operand: tl.constexpr = dscores_ptr.dtype.element_ty
+    dscores = operand_of(dscores * decay * SCALE, operand, PRECISION)
+    dreads = operand_of(dreads * -decay, operand, PRECISION)
+    store_tile(dscores_ptr + pairs, dscores, HS * CHUNK, count, 0, CHUNK, CHUNK, CHUNK)
+    store_tile(dreads_ptr + pairs, dreads, HS * CHUNK, count, 0, CHUNK, CHUNK, CHUNK)
     tokens = (row + r) * HS + h
     tl.store(diagonal_ptr + tokens, diagonal * SCALE, mask=r < count)
     tl.store(dbeta_ptr + tokens, dbeta, mask=r < count)
@@ -125,7 +137,7 @@ def delta_gradients_kernel(
         # No decay lies between the last token and the chunk's end.
         dend = tl.sum(tl.where((r == count - 1)[:, None], 0.0, dk * k_wide))
         dk = tl.dot(tl.trans(dscores), q, dk, input_precision=PRECISION)
-        dk = tl.dot(tl.trans(dreads), reader.to(k.dtype), dk, input_precision=PRECISION)
+        dk = tl.dot(tl.trans(dreads), operand_of(reader, k.dtype, PRECISION), dk, input_precision=PRECISION)
         dbeta = tl.sum(dread * k_wide, axis=1)
         sums = ((row + r) * tiles + tile) * HS + h
         tl.store(dbeta_ptr + sums, dbeta, mask=r < count)

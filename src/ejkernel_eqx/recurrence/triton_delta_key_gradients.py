@@ -86,7 +86,7 @@ def delta_key_gradients_kernel(
     dq_ptr, dk_ptr, dg_ptr, dbeta_ptr,
     HS: tl.constexpr, HQ: tl.constexpr, HK: tl.constexpr, HG: tl.constexpr, D: tl.constexpr, V: tl.constexpr, CHUNK: tl.constexpr,
     BLOCK_K: tl.constexpr, BLOCK_V: tl.constexpr, SEGMENTS: tl.constexpr, TABLE: tl.constexpr, EVEN: tl.constexpr, EXACT: tl.constexpr,
-    SCALE: tl.constexpr, PRECISION: tl.constexpr, FOLDED: tl.constexpr,
+    SCALE: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
     """Of one chunk, state head and slice of key channels; of `dbeta`, `[B, T, slices, HS]`, the part from this slice."""
     tiles: tl.constexpr = (D + BLOCK_K - 1) // BLOCK_K
@@ -158,7 +158,7 @@ def delta_key_gradients_kernel(
         pairs = (row * HS + h) * CHUNK
         dq, dread, dk, rise = _add_pairs(
             dq, dread, dk, rise, q, reader, k, dscores_ptr + pairs, dreads_ptr + pairs, HS * CHUNK, gates, low, HG * D, count, column,
-            D, CHUNK, BLOCK_K, EVEN, EXACT, FOLDED)  # fmt: skip
+            D, CHUNK, BLOCK_K, EVEN, EXACT, PRECISION)  # fmt: skip
         diagonal = load_vector(diagonal_ptr + row * HS + h, HS, count, CHUNK, EVEN)[:, None]
         wide = (row * HS + h) * D
         store_tile(dq_ptr + wide, dq + diagonal * k_wide, HS * D, count, column, D, CHUNK, BLOCK_K)

@@ -8,7 +8,7 @@ stays in the registers of the threads that made it. With a decay per key, `q`, `
 import triton
 import triton.language as tl
 
-from .triton_tile import load_tile, load_vector, sequence_of, store_tile
+from .triton_tile import load_tile, load_vector, operand_of, sequence_of, store_tile
 
 
 @triton.jit
@@ -74,19 +74,22 @@ def delta_states_kernel(
         beta = load_vector(factors + n * CHUNK + T * 2, 1, count, CHUNK, EVEN)
         if not DECAYED:
             before, after, carry = factors_of(factors + n * CHUNK, count, T, CHUNK, EVEN)
-        old = state.to(k.dtype)
+        old = operand_of(state, k.dtype, PRECISION)
         read = tl.dot(old, tl.trans(k), input_precision=PRECISION)  # [BLOCK_V, CHUNK]
         if not DECAYED:
             read *= before[None, :]
         error = (tl.dot(tl.trans(v), one, input_precision=PRECISION) - read) * beta[None, :]
-        write = tl.dot(error.to(k.dtype), tl.trans(inverse), input_precision=PRECISION)
+        error = operand_of(error, k.dtype, PRECISION)
+        write = tl.dot(error, tl.trans(inverse), input_precision=PRECISION)
+        written = operand_of(write, k.dtype, PRECISION)
         if DECAYED:
             d = tl.arange(0, BLOCK_K)
             carried = tl.load(carry_ptr + ((chunk + n) * HS + h) * D + d, mask=d < D, other=0.0)
             k_end = load_tile(k_end_ptr + (row * HS + h) * D, HS * D, count, 0, D, CHUNK, BLOCK_K, EVEN)
-            state = tl.dot(write.to(k.dtype), k_end, state * carried[None, :], input_precision=PRECISION)
+            state = tl.dot(written, k_end, state * carried[None, :], input_precision=PRECISION)
         else:
-            state = tl.dot((write * after[None, :]).to(k.dtype), k, state * carry, input_precision=PRECISION)
+            kept = operand_of(write * after[None, :], k.dtype, PRECISION)
+            state = tl.dot(kept, k, state * carry, input_precision=PRECISION)
         if OUT:
             q = load_tile(
                 q_ptr + row * (HQ * D) + h // (HS // HQ) * D, HQ * D, count, 0, D, CHUNK, BLOCK_K, EVEN
@@ -95,13 +98,13 @@ def delta_states_kernel(
             out = tl.dot(old, tl.trans(q), input_precision=PRECISION)
             if not DECAYED:
                 out *= (before * SCALE)[None, :]
-            out = tl.dot(write.to(k.dtype), tl.trans(scores), out, input_precision=PRECISION)
+            out = tl.dot(written, tl.trans(scores), out, input_precision=PRECISION)
             store_tile(out_ptr + (row * HS + h) * V, tl.trans(out), HS * V, count, start, V, CHUNK, BLOCK_V)
         else:
             stored = states_ptr + ((chunk + n) * HS + h) * (D * V) + start * D
             store_tile(stored, old, D, V - start, 0, D, BLOCK_V, BLOCK_K)
             store_tile(
-                written_ptr + (row * HS + h) * V, tl.trans(write), HS * V, count, start, V, CHUNK, BLOCK_V
+                written_ptr + (row * HS + h) * V, tl.trans(written), HS * V, count, start, V, CHUNK, BLOCK_V
             )
     if OUT:
         tl.store(final_ptr + own + offsets, state.to(final_ptr.dtype.element_ty), mask=mask)
@@ -139,7 +142,7 @@ def delta_dstates_kernel(
         beta = load_vector(factors + n * CHUNK + T * 2, 1, count, CHUNK, EVEN)
         if not DECAYED:
             before, after, carry = factors_of(factors + n * CHUNK, count, T, CHUNK, EVEN)
-        old = dstate.to(k.dtype)
+        old = operand_of(dstate, k.dtype, PRECISION)
         stored = dstates_ptr + ((chunk + n) * HS + h) * (D * V) + start * D
         store_tile(stored, old, D, V - start, 0, D, BLOCK_V, BLOCK_K)
         do = tl.trans(do)  # [BLOCK_V, CHUNK]
@@ -149,18 +152,21 @@ def delta_dstates_kernel(
         else:
             dwrite = tl.dot(old, tl.trans(k), input_precision=PRECISION) * after[None, :]
         dwrite = tl.dot(do, scores, dwrite, input_precision=PRECISION)
-        derror = tl.dot(dwrite.to(k.dtype), inverse, input_precision=PRECISION)
+        dwrite = operand_of(dwrite, k.dtype, PRECISION)
+        derror = tl.dot(dwrite, inverse, input_precision=PRECISION)
+        stored = operand_of(derror, k.dtype, PRECISION)
         store_tile(
-            derrors_ptr + (row * HS + h) * V, tl.trans(derror), HS * V, count, start, V, CHUNK, BLOCK_V
+            derrors_ptr + (row * HS + h) * V, tl.trans(stored), HS * V, count, start, V, CHUNK, BLOCK_V
         )
         if DECAYED:
             d = tl.arange(0, BLOCK_K)
             carried = tl.load(carry_ptr + ((chunk + n) * HS + h) * D + d, mask=d < D, other=0.0)
             dstate = tl.dot(do, q, dstate * carried[None, :], input_precision=PRECISION)
-            dread = (derror * -beta[None, :]).to(k.dtype)
+            dread = operand_of(derror * -beta[None, :], k.dtype, PRECISION)
         else:
             seen = tl.dot(do, one, input_precision=PRECISION) * (before * SCALE)[None, :]
-            dstate = tl.dot(seen.to(k.dtype), q, dstate * carry, input_precision=PRECISION)
-            dread = (derror * -(beta * before)[None, :]).to(k.dtype)
+            seen = operand_of(seen, k.dtype, PRECISION)
+            dstate = tl.dot(seen, q, dstate * carry, input_precision=PRECISION)
+            dread = operand_of(derror * -(beta * before)[None, :], k.dtype, PRECISION)
         dstate = tl.dot(dread, k, dstate, input_precision=PRECISION)
     tl.store(dinitial_ptr + own + offsets, dstate, mask=mask)

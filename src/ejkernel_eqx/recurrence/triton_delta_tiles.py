@@ -47,11 +47,11 @@ _OTHERS: dict[str, tuple[_Row, ...]] = {
 
 def default_config(problem: Problem, device: DeviceFacts) -> TritonConfig:
     chunk, rows = 64, _HALF
-    if problem.dtype("qkv") == "float32":
+    if problem.dtype("qkv") != "bfloat16":  # float16 operands become float32
         chunk, rows = 32, _FLOAT32
     elif problem.flag("decay") == KEY:
         rows = _HALF | {"gradients": _KEY_GRADIENTS}
-    if problem.dtype("qkv") != "float32" and device.capability < (9, 0):
+    if problem.dtype("qkv") == "bfloat16" and device.capability < (9, 0):
         rows = rows | dict.fromkeys(("states", "out", "dstates"), _SERIAL[2:])
     if problem.dim("D") > 128:
         chunk = 32
@@ -72,7 +72,7 @@ def default_config(problem: Problem, device: DeviceFacts) -> TritonConfig:
 def candidates(problem: Problem, device: DeviceFacts) -> list[TritonConfig]:
     """Configurations worth timing, the heuristic first; each differs from it by one tile."""
     first = default_config(problem, device)
-    if problem.dtype("qkv") == "float32":
+    if problem.dtype("qkv") != "bfloat16":
         return [first]
     others = [
         dataclasses.replace(first, **{name: tile})
@@ -104,7 +104,7 @@ def _shared_memory(name: str, tile: Tile, chunk: int, problem: Problem) -> int:
         "dstates": ((2 + keyed) * chunk * dim + narrow + 2 * square, 0 if keyed else square),
         "gradients": (3 * narrow + 2 * tile.block_v * tile.block_k, 2 * chunk * tile.block_k),
     }[name]
-    size = 4 if problem.dtype("qkv") == "float32" else 2
+    size = 2 if problem.dtype("qkv") == "bfloat16" else 4
     return size * (tile.num_stages * loaded + kept) + 10 * 1024
 
 

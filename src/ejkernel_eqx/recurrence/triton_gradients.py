@@ -19,6 +19,7 @@ from .triton_tile import (
     last_start,
     load_tile,
     load_vector,
+    operand_of,
     segment_starts,
     store_tile,
 )
@@ -101,7 +102,7 @@ def gradients_kernel(
                 if HEADS == 1:
                     dq_state = tl.dot(do, tl.trans(state), dq_state, input_precision=PRECISION)
                 else:
-                    do = (do.to(tl.float32) * enter[:, None]).to(q.dtype)
+                    do = operand_of(do.to(tl.float32) * enter[:, None], q.dtype, PRECISION)
                     dq = tl.dot(do, tl.trans(state), dq, input_precision=PRECISION)
                     if DECAY != 0:
                         out = tl.dot(q, state, input_precision=PRECISION)
@@ -133,7 +134,7 @@ def gradients_kernel(
                 else:
                     tl.store(dg_ptr + part, dg, mask=r < count)
         k = load_tile(k_base, HK * D, count, d0, D, CHUNK, BLOCK_K, EVEN)
-        dq = tl.dot(ds_all.to(k.dtype), k, dq, input_precision=PRECISION)
+        dq = tl.dot(operand_of(ds_all, k.dtype, PRECISION), k, dq, input_precision=PRECISION)
         number = h0 // HEADS % (HS // HQ // HEADS)
         row = (number.to(tl.int64) * TOKENS + first) * (HQ * D) + h0 // (HS // HQ) * D
         store_tile(dq_ptr + row, dq, HQ * D, count, d0, D, CHUNK, BLOCK_K)
@@ -161,7 +162,7 @@ def gradients_kernel(
                 decay *= beta[:, None]
                 kept *= beta
             products = _products(k_base, q_base, HK * D, HQ * D, count, D, CHUNK, BLOCK_K, EVEN, PRECISION)
-            weights = (products * decay).to(k_ptr.dtype.element_ty)
+            weights = operand_of(products * decay, k_ptr.dtype.element_ty, PRECISION)
             k = load_tile(k_base, HK * D, count, d0, D, CHUNK, BLOCK_K, EVEN)
             dstates = dstates_ptr + (index.to(tl.int64) * HS + h) * (D * V)
             ds = tl.zeros([CHUNK, CHUNK], tl.float32)
@@ -178,7 +179,7 @@ def gradients_kernel(
                 if HEADS == 1:
                     dk_state = tl.dot(v, tl.trans(dstate), dk_state, input_precision=PRECISION)
                 else:
-                    kept_v = (v.to(tl.float32) * kept[:, None]).to(k.dtype)
+                    kept_v = operand_of(v.to(tl.float32) * kept[:, None], k.dtype, PRECISION)
                     dk = tl.dot(kept_v, tl.trans(dstate), dk, input_precision=PRECISION)
                 if (v0 // BLOCK_V) % tiles == tile:
                     dv = tl.zeros([CHUNK, BLOCK_V], tl.float32)
@@ -220,7 +221,7 @@ def gradients_kernel(
             if HEADS == 1:
                 dk += dk_state * kept[:, None]
         q = load_tile(q_base, HQ * D, count, d0, D, CHUNK, BLOCK_K, EVEN)
-        dk = tl.dot(ds_all.to(q.dtype), q, dk, input_precision=PRECISION)
+        dk = tl.dot(operand_of(ds_all, q.dtype, PRECISION), q, dk, input_precision=PRECISION)
         number = h0 // HEADS % (HS // HK // HEADS)
         row = (number.to(tl.int64) * TOKENS + first) * (HK * D) + h0 // (HS // HK) * D
         store_tile(dk_ptr + row, dk, HK * D, count, d0, D, CHUNK, BLOCK_K)

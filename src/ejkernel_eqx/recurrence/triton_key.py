@@ -1,7 +1,5 @@
 """Triton: linear members whose decay is one number a key channel and token (gated linear attention)."""
 
-import dataclasses
-
 import jax
 import jax.numpy as jnp
 from jax import Array
@@ -9,7 +7,17 @@ from jax import Array
 from ..launch import run
 from . import triton_key_gradients
 from .spec import heads_of, RecurrenceArrays, RecurrenceSpec
-from .triton_call import Call, Execute, first_copies, in_first_copies, make_call, repeated, sum_heads
+from .triton_call import (
+    Call,
+    Execute,
+    first_copies,
+    in_first_copies,
+    make_call,
+    precision_of,
+    repeated,
+    sum_heads,
+    wide,
+)
 from .triton_config import TritonConfig
 from .triton_key_scores import fold, gates
 
@@ -83,15 +91,10 @@ def _call(
 ) -> tuple[Call, int]:
     """The call that the kernels know, without write strength and skip, and how many copies of a state head it has."""
     heads = heads_of(arrays, spec)
-    if arrays.q.dtype == jnp.float16:
-        # Operands with decays inside would leave its range. The products round to as many digits.
-        arrays = arrays._replace(**{name: getattr(arrays, name).astype(jnp.float32) for name in "qkv"})
-        single = config.float32_dot.replace("tf32x3", "tf32")
-        config = dataclasses.replace(config, float32_dot=single)
     v = arrays.v
     if arrays.beta is not None:
-        v = (_per_head(v, heads.state) * _per_head(arrays.beta[..., None], heads.state)).astype(v.dtype)
-        if v.dtype == jnp.float32 and config.float32_dot == "tf32":
+        v = (_per_head(v, heads.state) * _per_head(arrays.beta[..., None], heads.state)).astype(wide(v.dtype))
+        if v.dtype == jnp.float32 and precision_of(arrays, config) == "tf32":
             v = jax.lax.reduce_precision(v, exponent_bits=8, mantissa_bits=10)
     plain = repeated(arrays._replace(v=v, beta=None, skip=None), spec)
     return make_call(plain, spec, config, execute), heads.out // heads.state
@@ -145,5 +148,5 @@ def _rows(call: Call, x: Array) -> jax.ShapeDtypeStruct:
 
 def _sums_precision(call: Call) -> str:
     """How the gradients of the gates are summed; one pass will do for bfloat16."""
-    precise = call.config.float32_dot
+    precise = call.config.float32_dot if call.arrays.q.dtype == jnp.bfloat16 else call.constants["PRECISION"]
     return "tf32" if call.arrays.q.dtype == jnp.bfloat16 and precise == "tf32x3" else precise

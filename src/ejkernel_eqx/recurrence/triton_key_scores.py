@@ -22,6 +22,7 @@ from .triton_key_tile import add_scores_by_halves, between_rows, edge_gates, is_
 from .triton_tile import (
     add_pairs,
     chunk_of,
+    closed,
     last_start,
     load_tile,
     operand_of,
@@ -42,10 +43,7 @@ def gates_kernel(
     column = (tl.program_id(0) % tiles) * BLOCK_K
     first, count, _ = chunk_of(tl.program_id(0) // tiles, chunks_ptr, T, CHUNK, TABLE)  # pyright: ignore[reportGeneralTypeIssues]
     at = first * (HG * D)
-    g = (
-        load_tile(g_ptr + at, HG * D, count, column, HG * D, CHUNK, BLOCK_K, EVEN).to(tl.float32)
-        * 1.4426950408889634
-    )
+    g = closed(load_tile(g_ptr + at, HG * D, count, column, HG * D, CHUNK, BLOCK_K, EVEN).to(tl.float32))
     if EXACT:
         g, low = tl.associative_scan((g, tl.zeros_like(g)), 0, add_pairs)
         store_tile(low_ptr + at, low, HG * D, count, column, HG * D, CHUNK, BLOCK_K)
@@ -173,13 +171,6 @@ def fold(call: Call, gates: Array, low: Array | None, *, scores: bool) -> tuple[
     constants = {"HQ": heads, "HK": heads, "SCALE": 1.0, "SEGMENTS": False}
     folded = dataclasses.replace(call, pool=call.pool | operands, constants=call.constants | constants)
     return folded, results["scores_ptr"] if scores else None
-
-
-def folded_precision(call: Call) -> str:
-    """How operands with decays in them are multiplied: those of float16 have become float32, for the range of the decays."""
-    if call.arrays.q.dtype == jnp.float16 and call.config.float32_dot != "ieee":
-        return "tf32"
-    return call.constants["PRECISION"]
 
 
 def _nothing() -> jax.ShapeDtypeStruct:

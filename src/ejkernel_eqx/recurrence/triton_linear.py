@@ -30,7 +30,7 @@ def forward(
         states, final = call.states()
         out = call.out(states, heads_each=_heads_each(call))
     copies = call.sizes[0] // heads_of(arrays, spec).state
-    return {"out": out, "final_state": first_copies(final, copies)}
+    return {"out": out.astype(arrays.v.dtype), "final_state": first_copies(final, copies)}
 
 
 def backward(
@@ -45,6 +45,7 @@ def backward(
 ) -> dict[str, Array]:
     call = make_call(repeated(arrays, spec), spec, config, execute).with_decays()
     copies = call.sizes[0] // heads_of(arrays, spec).state
+    dout = dout.astype(call.arrays.q.dtype)
     states, _ = call.states()
     dstates, dinitial = call.dstates(dout, in_first_copies(dfinal, copies))
     grads = _gradients(call, states, dstates, dout)

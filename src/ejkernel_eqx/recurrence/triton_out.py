@@ -10,6 +10,7 @@ from .triton_tile import (
     from_start,
     load_tile,
     load_vector,
+    operand_of,
     segment_starts,
     store_tile,
 )
@@ -78,7 +79,7 @@ def out_kernel(
                 scores *= load_vector(beta_ptr + first * HB + h // (HS // HB), HB, count, CHUNK, EVEN)[
                     None, :
                 ]
-            scores = scores.to(v.dtype)
+            scores = operand_of(scores, v.dtype, PRECISION)
         out = tl.dot(scores, v, out, input_precision=PRECISION)
         if SKIP:
             c = v0 + tl.arange(0, BLOCK_V)

@@ -10,6 +10,7 @@ from .triton_tile import (
     last_start,
     load_tile,
     load_vector,
+    operand_of,
     segment_starts,
     sequence_of,
     store_tile,
@@ -85,14 +86,16 @@ def single_kernel(
             beta = load_vector(beta_ptr + row * HB + h // (HS // HB), HB, count, CHUNK, EVEN)
             scores *= beta[None, :]
             weight *= beta
-        out = tl.dot(q, state.to(q.dtype), input_precision=PRECISION)
+        read = operand_of(state, q.dtype, PRECISION)
+        out = tl.dot(q, read, input_precision=PRECISION)
         out *= enter[:, None]
-        out = tl.dot(scores.to(v.dtype), v, out, input_precision=PRECISION)
+        scores = operand_of(scores, v.dtype, PRECISION)
+        out = tl.dot(scores, v, out, input_precision=PRECISION)
         if SKIP:
             out += v.to(tl.float32) * skip[None, :]
         store_tile(out_ptr + row * (HS * V) + h * V, out, HS * V, count, v0, V, CHUNK, BLOCK_V)
         if DECAY != 0 or BETA or SEGMENTS:
-            v = (v.to(tl.float32) * weight[:, None]).to(k.dtype)
+            v = operand_of(v.to(tl.float32) * weight[:, None], k.dtype, PRECISION)
         state = tl.dot(tl.trans(k), v, state * total, input_precision=PRECISION)
 
     store_tile(final_ptr + own, state, V, D, v0, V, BLOCK_K, BLOCK_V)

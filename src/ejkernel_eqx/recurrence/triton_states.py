@@ -83,7 +83,7 @@ def states_kernel(
             if BETA:
                 weight *= load_vector(beta_ptr + row * HB + h // (HS // HB), HB, count, CHUNK, EVEN)
             if DECAY != 0 or BETA:
-                v = (v.to(tl.float32) * weight[:, None]).to(k.dtype)
+                v = operand_of(v.to(tl.float32) * weight[:, None], k.dtype, PRECISION)
             state *= tl.exp2(whole + 0.0) * carried
         state = tl.dot(tl.trans(k), v, state, input_precision=PRECISION)
 
@@ -149,7 +149,8 @@ def dstates_kernel(
             high, low, _rest, whole = decays_of(
                 g_ptr, logs_ptr, row, count, seq, h, TOKENS, HS, HG, CHUNK, DECAY, EVEN, EXACT
             )
-            do = (do.to(tl.float32) * (from_start(high, low, DECAY, EXACT) * sees)[:, None]).to(q.dtype)
+            read = from_start(high, low, DECAY, EXACT) * sees
+            do = operand_of(do.to(tl.float32) * read[:, None], q.dtype, PRECISION)
             factor = tl.exp2(whole + 0.0) * carried
         state = tl.dot(tl.trans(q), do, state * factor, input_precision=PRECISION)
 

@@ -101,6 +101,13 @@ def load_vector(ptr, stride, count, ROWS: tl.constexpr, EVEN: tl.constexpr):
 
 
 @triton.jit
+def closed(g):
+    """Log decays in units of two; what is less than one of which nothing is left is that one: no sum of them is infinite, none a NaN."""
+    g = g * 1.4426950408889634
+    return tl.where(g < -150.5, -150.5, g)
+
+
+@triton.jit
 def add_pairs(high, low, high2, low2):
     """The sum of two pairs; what rounding takes from the high part goes to the low one."""
     total = high + high2
@@ -117,14 +124,13 @@ def log_decays(g_ptr, first, count, seq, h, HS: tl.constexpr, HG: tl.constexpr, 
     r = tl.arange(0, CHUNK)
     low = tl.zeros([CHUNK], tl.float32)
     if DECAY == 2:
-        g = load_vector(g_ptr + first * HG + h // (HS // HG), HG, count, CHUNK, EVEN)
-        g = g * 1.4426950408889634
+        g = closed(load_vector(g_ptr + first * HG + h // (HS // HG), HG, count, CHUNK, EVEN))
         if EXACT:
             high, low = tl.associative_scan((g, low), 0, add_pairs)
         else:
             high = tl.cumsum(g, axis=0)
     elif DECAY == 1:
-        g = tl.load(g_ptr + seq.to(tl.int64) * HG + h // (HS // HG)).to(tl.float32) * 1.4426950408889634
+        g = closed(tl.load(g_ptr + seq.to(tl.int64) * HG + h // (HS // HG)).to(tl.float32))
         steps = r + 1
         if not EVEN:
             steps = tl.minimum(steps, count)
@@ -158,7 +164,7 @@ def decays_of(g_ptr, logs_ptr, first, count, seq, h, TOKENS, HS: tl.constexpr, H
             low = load_vector(logs + 2 * TOKENS, 1, count, CHUNK, EVEN)
             whole += tl.load(logs + 2 * TOKENS + end)
     elif DECAY == 1:
-        g = tl.load(g_ptr + seq.to(tl.int64) * HG + h // (HS // HG)).to(tl.float32) * 1.4426950408889634
+        g = closed(tl.load(g_ptr + seq.to(tl.int64) * HG + h // (HS // HG)).to(tl.float32))
         steps = tl.arange(0, CHUNK) + 1
         if not EVEN:
             steps = tl.minimum(steps, count)

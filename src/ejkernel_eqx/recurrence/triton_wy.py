@@ -15,6 +15,7 @@ from .triton_tile import (
     load_tile,
     load_vector,
     log_decays,
+    operand_of,
     segment_starts,
     store_tile,
     to_end,
@@ -90,11 +91,29 @@ def delta_scores_kernel(
         if BETA:
             beta = load_vector(beta_ptr + row * HB + h // (HS // HB), HB, count, CHUNK, EVEN)
         place = (row * HS + h) * CHUNK
-        store_tile(scores_ptr + place, qk * decay * SCALE, HS * CHUNK, count, 0, CHUNK, CHUNK, CHUNK)
+        store_tile(
+            scores_ptr + place,
+            operand_of(qk * decay * SCALE, k.dtype, PRECISION),
+            HS * CHUNK,
+            count,
+            0,
+            CHUNK,
+            CHUNK,
+            CHUNK,
+        )
         lower = tl.where(r[:, None] > r[None, :], kk * decay * beta[:, None], 0.0)
         scratch = scratch_ptr + (index.to(tl.int64) * HEADS + (h - head)) * (CHUNK * 32)
         inverse = unit_inverse(lower, scratch, CHUNK, SOLVE)
-        store_tile(inverse_ptr + place, inverse, HS * CHUNK, count, 0, CHUNK, CHUNK, CHUNK)
+        store_tile(
+            inverse_ptr + place,
+            operand_of(inverse, k.dtype, PRECISION),
+            HS * CHUNK,
+            count,
+            0,
+            CHUNK,
+            CHUNK,
+            CHUNK,
+        )
         before = from_start(high, low, DECAY, EXACT)
         after = to_end(high, low, CHUNK, DECAY, EXACT)
         if SEGMENTS:

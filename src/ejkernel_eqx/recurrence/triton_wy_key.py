@@ -8,7 +8,7 @@ import triton.language as tl
 
 from .triton_delta_states import factors_at
 from .triton_key_tile import add_key_scores, load_gates
-from .triton_tile import chunk_of, last_start, load_tile, load_vector, segment_starts, store_tile
+from .triton_tile import chunk_of, last_start, load_tile, load_vector, operand_of, segment_starts, store_tile
 from .triton_wy import unit_inverse
 
 
@@ -16,6 +16,7 @@ from .triton_wy import unit_inverse
 def _fold(
     q, k, gates, low, visible, kept, carried, q_in_ptr, k_in_ptr, k_end_ptr, carry_ptr, stride, count, column,
     HS: tl.constexpr, D: tl.constexpr, CHUNK: tl.constexpr, BLOCK_K: tl.constexpr, SCALE: tl.constexpr, EXACT: tl.constexpr,
+    PRECISION: tl.constexpr,
 ):  # fmt: skip
     """Writes a slice of channels: queries and keys with the decay from the chunk's start, keys with the decay to its end, that of all."""
     high, rest = load_gates(
@@ -31,10 +32,12 @@ def _fold(
         after += end_rest - rest
     before = tl.exp2(before) * visible[:, None]
     after = tl.exp2(after) * kept[:, None]
+    operand: tl.constexpr = q.dtype
+    q = operand_of(q.to(tl.float32) * before * SCALE, operand, PRECISION)
     k = k.to(tl.float32)
-    store_tile(q_in_ptr, q.to(tl.float32) * before * SCALE, HS * D, count, column, D, CHUNK, BLOCK_K)
-    store_tile(k_in_ptr, k * before, HS * D, count, column, D, CHUNK, BLOCK_K)
-    store_tile(k_end_ptr, k * after, HS * D, count, column, D, CHUNK, BLOCK_K)
+    store_tile(q_in_ptr, q, HS * D, count, column, D, CHUNK, BLOCK_K)
+    store_tile(k_in_ptr, operand_of(k * before, operand, PRECISION), HS * D, count, column, D, CHUNK, BLOCK_K)
+    store_tile(k_end_ptr, operand_of(k * after, operand, PRECISION), HS * D, count, column, D, CHUNK, BLOCK_K)
     d = column + tl.arange(0, BLOCK_K)
     last = tl.load(gates + (count - 1) * stride + d, mask=d < D, other=0.0)
     if EXACT:
@@ -48,7 +51,7 @@ def delta_key_scores_kernel(
     scores_ptr, inverse_ptr, factors_ptr, q_in_ptr, k_in_ptr, k_end_ptr, carry_ptr, scratch_ptr,
     HS: tl.constexpr, HQ: tl.constexpr, HK: tl.constexpr, HG: tl.constexpr, HB: tl.constexpr, D: tl.constexpr, CHUNK: tl.constexpr,
     BLOCK_K: tl.constexpr, BETA: tl.constexpr, SEGMENTS: tl.constexpr, TABLE: tl.constexpr, EVEN: tl.constexpr, EXACT: tl.constexpr,
-    SCALE: tl.constexpr, FOLDED: tl.constexpr, SOLVE: tl.constexpr, SOLVING: tl.constexpr,
+    SCALE: tl.constexpr, PRECISION: tl.constexpr, SOLVE: tl.constexpr, SOLVING: tl.constexpr,
 ):  # fmt: skip
     """Of one chunk and state head: what `delta_scores_kernel` gives (only with `SOLVING`; the factors are without decays), and the operands with
     their decays inside, over tokens and state heads, the decay of the chunk `[chunks, HS, D]`."""
@@ -82,11 +85,12 @@ def delta_key_scores_kernel(
                 k_ptr + row * (HK * D) + h // (HS // HK) * D, HK * D, count, column, D, CHUNK, BLOCK_K, EVEN
             )
             _fold(q, k, gates, low, visible, kept, carried, q_in_ptr + wide, k_in_ptr + wide, k_end_ptr + wide,
-                  carry_ptr + index.to(tl.int64) * D, HG * D, count, column, HS, D, CHUNK, BLOCK_K, SCALE, EXACT)  # fmt: skip
+                  carry_ptr + index.to(tl.int64) * D, HG * D, count, column, HS, D, CHUNK, BLOCK_K, SCALE, EXACT,
+                  PRECISION)  # fmt: skip
             if SOLVING:
                 own += tl.sum(q.to(tl.float32) * k.to(tl.float32), axis=1)
                 scores, lower = add_key_scores(
-                    scores, lower, q, k, gates, low, HG * D, count, column, D, CHUNK, BLOCK_K, EXACT, True, FOLDED)  # fmt: skip
+                    scores, lower, q, k, gates, low, HG * D, count, column, D, CHUNK, BLOCK_K, EXACT, True, PRECISION)  # fmt: skip
         if SOLVING:
             beta = tl.where(r < count, 1.0, 0.0)
             if BETA:
@@ -94,9 +98,19 @@ def delta_key_scores_kernel(
             place = (row * HS + h) * CHUNK
             scores = tl.where(below, scores, 0.0)
             scores = tl.where(r[:, None] == r[None, :], own[:, None], scores) * SCALE
-            store_tile(scores_ptr + place, scores, HS * CHUNK, count, 0, CHUNK, CHUNK, CHUNK)
+            store_tile(
+                scores_ptr + place,
+                operand_of(scores, k_ptr.dtype.element_ty, PRECISION),
+                HS * CHUNK,
+                count,
+                0,
+                CHUNK,
+                CHUNK,
+                CHUNK,
+            )
             lower = tl.where(below, lower * beta[:, None], 0.0)
             inverse = unit_inverse(lower, scratch_ptr + index.to(tl.int64) * (CHUNK * 32), CHUNK, SOLVE)
+            inverse = operand_of(inverse, k_ptr.dtype.element_ty, PRECISION)
             store_tile(inverse_ptr + place, inverse, HS * CHUNK, count, 0, CHUNK, CHUNK, CHUNK)
             factors = factors_at(factors_ptr, row, h, T, HS) + r
             tl.store(factors, visible, mask=r < count)
