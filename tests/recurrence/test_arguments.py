@@ -238,4 +238,25 @@ def test_settled_for_shapes():
     call = ejx.inputs(*positional, A_log=arrays["A_log"], dt_bias=arrays["dt_bias"])
     module = case.module(config=None, platform="xla", tune_for=call)
     assert module.plan.pinned and module.options == case.module().options
-    assert module == case.module(config=None, platform="xla")
+    assert module == case.module(config=None, platform="xla", tune_for=call)
+
+
+@pytest.mark.parametrize(
+    "named, match",
+    [
+        (dict(cu_seqlens=[0, 3, 5], state_indices=[1, 2]), "initial_state: expected a pool"),
+        (dict(cu_seqlens=[0, 3, 5], state_indices=[1]), "state_indices: expected 2 integers"),
+        (dict(cu_seqlens=[0, 3, 5], state_indices=[1.0, 2.0]), "state_indices: expected 2 integers"),
+        (dict(state_indices=[0]), "state_indices: expected operands with one axis of rows"),
+        (
+            dict(cu_seqlens=[0, 3, 5], state_indices=[1, 2], initial_state=(7, 2, 6, 6)),
+            r"initial_state: expected shape \[slots, 2, 6, 5\]",
+        ),
+    ],
+)
+def test_pools_of_states(named, match):
+    arrays = CASES["gated linear"].make(5, dtype=jnp.float32)
+    arrays["g"] = arrays["g"][:, :2]
+    given = {n: jnp.zeros(x) if n == "initial_state" else jnp.asarray(x) for n, x in named.items()}
+    with pytest.raises(ValueError, match=match):
+        CASES["gated linear"].call(ejx.GatedLinearAttention(), arrays, **given)

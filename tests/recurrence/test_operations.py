@@ -157,6 +157,61 @@ def test_offsets(case, reverse):
     no_gradient_outside(agree(run, apart(case, reverse), given, state, clean=arrays))
 
 
+# An empty sequence with a slot, and a sequence without one.
+SLOTS = np.array([4, 1, -1, 2])
+
+
+def pooled(case, formula):
+    """`formula(arrays, states)` with the states taken from a pool, and put back."""
+
+    def call(arrays, pool):
+        used = SLOTS >= 0
+        take = lambda x: jnp.where(used.reshape(-1, *[1] * (x.ndim - 1)), x[SLOTS], 0)
+        out, final = formula(arrays, jax.tree.map(take, pool))
+        return out, jax.tree.map(lambda x, new: x.at[SLOTS[used]].set(new[used]), pool, final)
+
+    return call
+
+
+@cases(["linear normalized", "gated delta bounded", "state space group norm"], slow=FULL)
+def test_offsets_into_a_pool(case):
+    """Packed sequences begin with the states in their slots and leave theirs there; without a slot from zero, and nothing is left."""
+    offsets, slots = jnp.asarray(OFFSETS), jnp.asarray(SLOTS)
+    run = case.run(case.module(), cu_seqlens=offsets, state_indices=slots)
+    arrays, pool = case.make(T), case.make_state(6)
+    agree(run, pooled(case, apart(case)), arrays, pool)
+
+
+def test_rows_into_a_pool():
+    """The same for rows, of which padding is skipped."""
+    case = CASES["gated linear"]
+    arrays, pool = case.make(4, T), case.make_state(6)
+    ids = np.zeros((4, T), np.int32)
+    ids[2, 5:] = -1
+    agree(
+        case.run(case.module(), segment_ids=jnp.asarray(ids), state_indices=jnp.asarray(SLOTS)),
+        pooled(case, lambda arrays, state: expected(case, arrays, state, ids)),
+        arrays,
+        pool,
+    )
+
+
+@pytest.mark.parametrize("name", ["lightning given", "state space gated"])
+def test_rates_without_bound(name):
+    """A head whose rate is infinite keeps nothing from token to token; its padding still passes the state."""
+    case = CASES[name]
+    rate, sign = ("A", -1) if "space" in name else ("slopes", 1)
+    arrays, state = case.make(2, T), case.make_state(2)
+    given = {**arrays, rate: arrays[rate].at[0].set(sign * jnp.inf)}
+    agree(
+        case.run(case.module(), segment_ids=jnp.asarray(IDS)),
+        lambda arrays, state: expected(case, arrays, state, IDS),
+        given,
+        state,
+        clean={**arrays, rate: arrays[rate].at[0].set(sign * 1e9)},
+    )
+
+
 @cases(
     ["linear constant", "gated delta bounded", "state space group norm"],
     slow=[name for name in FULL if name != "linear value"],

@@ -93,6 +93,39 @@ def test_packed_sequences_are_those_alone(platform, reverse, enable_x64):
     assert not any(np.asarray(got[1][0][name])[~seen].any() for name in PER_TOKEN)
 
 
+def test_packed_sequences_into_a_pool(enable_x64):
+    """Each begins with the state in its slot and leaves its own there; without a slot from zero, and nothing is left."""
+    arrays, _ = make()
+    slots, pool = np.array([4, 1, -1, 2]), make(6, length=None)[1]
+    packed = module()
+
+    def separate(arrays, pool):
+        states = jnp.where((slots >= 0)[:, None, None], pool[slots], 0)
+        out, finals = apart(packed, arrays, states)
+        return out, pool.at[slots[slots >= 0]].set(finals[slots >= 0])
+
+    given: dict[str, Any] = dict(cu_seqlens=jnp.asarray(OFFSETS), state_indices=jnp.asarray(slots))
+    got = with_gradients(lambda a, pool: call(packed, a, initial_state=pool, **given), arrays, pool)
+    agree(got, with_gradients(separate, arrays, pool))
+
+
+@pytest.mark.parametrize("platform", ["xla", "triton-interpret"])
+def test_rates_without_bound(platform, enable_x64):
+    """A state of an infinite rate holds the last token's alone, and what it held where no time passes."""
+    arrays, state = make(2, dtype="float64" if platform == "xla" else "float32")
+    arrays |= {"dt": jnp.abs(arrays["dt"]).at[:, ::3].set(0), "dt_bias": 0 * arrays["dt_bias"]}
+    rates = lambda rate: arrays | {"A": arrays["A"].at[1].set(rate)}
+    run = lambda op: lambda arrays, state: call(op, arrays, initial_state=state)
+    wide = jax.tree.map(lambda x: x.astype(jnp.float64), (rates(-1e9), state))
+    got = with_gradients(run(module(platform, dt_softplus=False)), rates(-jnp.inf), state)
+    want = with_gradients(run(module(dt_softplus=False)), *wide)
+    for gradients in (got[1][0], want[1][0]):
+        # Where no time passes the slope in time is as steep as the rate.
+        gradients["dt"] = gradients["dt"].at[:, ::3, 1].set(0)
+        gradients["dt_bias"] = gradients["dt_bias"].at[1].set(0)
+    agree(got, want)
+
+
 IDS = np.array([[0, 0, -1, 0, 3, 3, 3, -1, -1, 7, -1], [-1, -1, 5, 5, 5, 5, 5, 1, 1, 1, 1]])
 
 

@@ -5,7 +5,7 @@ Every error names the argument, what was expected, what came, and what to do, be
 
 import dataclasses
 import math
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -241,15 +241,51 @@ def build_step(
     return arrays._replace(skip=skip, indices=indices), spec
 
 
-def read_slots(frame: Frame, state_indices: Any) -> Array:
-    """The slot of each row of a step, int32 `[B]`."""
-    if len(frame.lead) != 1:
-        raise ValueError(
-            f"state_indices: expected operands with one axis of rows, [B, H, D], received leading axes {frame.lead}; jax.vmap over more."
-        )
+def read_slots(frame: Frame, state_indices: Any, letters: str = "H D") -> Array:
+    """The slot of each row, or of each packed sequence, int32 `[B]` or `[N]`; `letters` are those of an operand behind its rows."""
+    count, what = frame.packing.num_sequences, "packed sequence"
+    if count is None:
+        if len(frame.lead) != 1:
+            raise ValueError(
+                f"state_indices: expected operands with one axis of rows, [B, {frame.letters}{letters}], received leading axes {frame.lead}; "
+                "jax.vmap over more."
+            )
+        count, what = frame.lead[0], "row"
     indices = jnp.asarray(state_indices)
-    if indices.shape != frame.lead or not jnp.issubdtype(indices.dtype, jnp.integer):
+    if indices.shape != (count,) or not jnp.issubdtype(indices.dtype, jnp.integer):
         raise ValueError(
-            f"state_indices: expected {frame.lead[0]} integers, received {indices.dtype} of shape {indices.shape}; one slot a row."
+            f"state_indices: expected {count} integers, received {indices.dtype} of shape {indices.shape}; one slot a {what}."
         )
     return indices.astype(jnp.int32)
+
+
+class Pool(NamedTuple):
+    """States in slots, of which each row or packed sequence of a call has one, or none: -1."""
+
+    states: Array  # [slots, *sizes]
+    indices: Array  # int32 [N]
+
+    @property
+    def _slots(self) -> Array:
+        """Past the end where there is none: read as zeros, and not written."""
+        return jnp.where(self.indices < 0, self.states.shape[0], self.indices)
+
+    def read(self) -> Array:
+        return self.states.at[self._slots].get(mode="fill", fill_value=0)
+
+    def written(self, states: Array) -> Array:
+        """The whole pool, with these new states."""
+        return self.states.at[self._slots].set(states.astype(self.states.dtype), mode="drop")
+
+
+def read_pool(
+    frame: Frame, states: Any, state_indices: Any, sizes: tuple[int, ...], letters: str, operand: str = "H D"
+) -> Pool:
+    """The pool that a call with `state_indices` is given as its initial state."""
+    indices = read_slots(frame, state_indices, operand)
+    if states is None:
+        raise ValueError(
+            f"initial_state: expected a pool [slots, {letters.replace(' ', ', ')}] with state_indices, received None; zeros make an empty one."
+        )
+    pool = fitting("initial_state", states, (None, *sizes), f"slots {letters}")
+    return Pool(pool, check_slots("state_indices", indices, state_indices, pool.shape[0]))

@@ -74,6 +74,7 @@ class GatedDeltaRule(Kernel):
         initial_state: Float[Array, "..."] | None = None,
         cu_seqlens: Int[Array, "..."] | None = None,
         segment_ids: Int[Array, "..."] | None = None,
+        state_indices: Int[Array, "..."] | None = None,
     ) -> tuple[Array, Array]:
         """**Arguments:**
 
@@ -82,7 +83,7 @@ class GatedDeltaRule(Kernel):
         - `g`: `[..., T, H]`, log-decays of at most 0, or raw as `gate` says; any float dtype.
         - `beta`: write strengths `[..., T, H]`, or raw; any float dtype.
         - `A_log`: `[H]`; `dt_bias`: `[H]` or `None` for 0; the heads of `g`. For the gates that use them.
-        - `initial_state`, `cu_seqlens`, `segment_ids`: as in [`ejkernel_eqx.GatedLinearAttention`][].
+        - `initial_state`, `cu_seqlens`, `segment_ids`, `state_indices`: as in [`ejkernel_eqx.GatedLinearAttention`][].
 
         **Returns:**
 
@@ -91,7 +92,7 @@ class GatedDeltaRule(Kernel):
         """
         frame = frame_of(q, "q", "H D", cu_seqlens, segment_ids, self.reverse)
         operands = self._operands(frame, (q, k, v), beta, GateInputs(g, A_log, dt_bias))
-        return run(self.plan, frame, operands, initial_state, self.state_dtype)
+        return run(self.plan, frame, operands, initial_state, self.state_dtype, state_indices=state_indices)
 
     @jax.named_scope("ejkernel_eqx.GatedDeltaRule.step")
     def step(
@@ -178,6 +179,7 @@ class DeltaRule(Kernel):
         initial_state: Float[Array, "..."] | None = None,
         cu_seqlens: Int[Array, "..."] | None = None,
         segment_ids: Int[Array, "..."] | None = None,
+        state_indices: Int[Array, "..."] | None = None,
     ) -> tuple[Array, Array]:
         """**Arguments:** as those of [`ejkernel_eqx.GatedDeltaRule`][] of the same name.
 
@@ -185,7 +187,7 @@ class DeltaRule(Kernel):
         """
         frame = frame_of(q, "q", "H D", cu_seqlens, segment_ids, self.reverse)
         operands = delta_operands(frame, self.options, self.scale, (q, k, v), beta)
-        return run(self.plan, frame, operands, initial_state, self.state_dtype)
+        return run(self.plan, frame, operands, initial_state, self.state_dtype, state_indices=state_indices)
 
     @jax.named_scope("ejkernel_eqx.DeltaRule.step")
     def step(

@@ -72,6 +72,7 @@ class GatedLinearAttention(Kernel):
         initial_state: Float[Array, "..."] | None = None,
         cu_seqlens: Int[Array, "..."] | None = None,
         segment_ids: Int[Array, "..."] | None = None,
+        state_indices: Int[Array, "..."] | None = None,
     ) -> tuple[Array, Array]:
         """**Arguments:**
 
@@ -82,6 +83,9 @@ class GatedLinearAttention(Kernel):
         - `cu_seqlens`: offsets `[N + 1]` of packed sequences (no leading axes then); tokens past the last give 0.
         - `segment_ids`: `[..., T]`; a new segment starts where the id changes. Negative ids are padding: the state passes, the output is 0. The
             initial state enters the row's first segment; the final state is the last one's.
+        - `state_indices`: int, one for each packed sequence, or row `[B]`: `initial_state` is a pool `[slots, H, D, V]` then, of which each takes
+            the state in its slot and leaves its final one there; the whole pool comes back. -1: from zero, and nothing is left. No slot
+            may be given twice.
 
         **Returns:**
 
@@ -89,7 +93,14 @@ class GatedLinearAttention(Kernel):
         arguments that do not fit, `UnsupportedError` if no platform (or not the given one) supports the call.
         """
         frame = frame_of(q, "q", "H D", cu_seqlens, segment_ids, self.reverse)
-        return run(self.plan, frame, self._operands(frame, q, k, v, g), initial_state, self.state_dtype)
+        return run(
+            self.plan,
+            frame,
+            self._operands(frame, q, k, v, g),
+            initial_state,
+            self.state_dtype,
+            state_indices=state_indices,
+        )
 
     @jax.named_scope("ejkernel_eqx.GatedLinearAttention.step")
     def step(

@@ -97,6 +97,11 @@ def time_step(
     return jnp.where(x < low, low, jnp.where(x > high, high, x))
 
 
+def finite_rate(A: Array) -> Array:
+    """Minus infinity as a rate so fast that any time step above 0 leaves nothing, and a time step of 0 everything."""
+    return jnp.maximum(A, jnp.asarray(jnp.finfo(A.dtype).min / 4, A.dtype))
+
+
 def silu_gated(y: Array, z: Array) -> Array:
     """`y silu(z)`, wide."""
     return wide(y) * jax.nn.silu(wide(z).astype(wide(y).dtype))

@@ -126,13 +126,14 @@ class LightningAttention(Kernel):
         initial_state: Float[Array, "..."] | None = None,
         cu_seqlens: Int[Array, "..."] | None = None,
         segment_ids: Int[Array, "..."] | None = None,
+        state_indices: Int[Array, "..."] | None = None,
     ) -> tuple[Array, Array]:
         """**Arguments:**
 
         - `q`, `k`: `[..., T, H, D]`, any number of leading axes, any head counts of which each divides the largest. bf16, f16, f32 (f64 on XLA).
         - `v`: `[..., T, H, V]`, the dtype of `q`.
         - `slopes`: `[H]`, at least 0, any float dtype; where the module was built with `slopes=None`. Differentiable.
-        - `initial_state`, `cu_seqlens`, `segment_ids`: as in [`ejkernel_eqx.GatedLinearAttention`][].
+        - `initial_state`, `cu_seqlens`, `segment_ids`, `state_indices`: as in [`ejkernel_eqx.GatedLinearAttention`][].
 
         **Returns:**
 
@@ -140,7 +141,14 @@ class LightningAttention(Kernel):
         arguments that do not fit, `UnsupportedError` if no platform (or not the given one) supports the call.
         """
         frame = frame_of(q, "q", "H D", cu_seqlens, segment_ids, self.reverse)
-        return run(self.plan, frame, self._operands(frame, q, k, v, slopes), initial_state, self.state_dtype)
+        return run(
+            self.plan,
+            frame,
+            self._operands(frame, q, k, v, slopes),
+            initial_state,
+            self.state_dtype,
+            state_indices=state_indices,
+        )
 
     @jax.named_scope("ejkernel_eqx.LightningAttention.step")
     def step(

@@ -93,6 +93,7 @@ class LinearAttention(Kernel):
         initial_state: Any | None = None,
         cu_seqlens: Int[Array, "..."] | None = None,
         segment_ids: Int[Array, "..."] | None = None,
+        state_indices: Int[Array, "..."] | None = None,
     ) -> tuple[Array, Any]:
         """**Arguments:**
 
@@ -101,7 +102,8 @@ class LinearAttention(Kernel):
         - `g`: `[..., T, H]`; `gk`: `[..., T, H, D]`; `gv`: `[..., T, H, V]`; `g_gamma`: `[H]`. Log-decays, at most 0, any float dtype.
         - `initial_state`: `[..., H, D, V]`, or `[N, H, D, V]` with `cu_seqlens`; default zero. With `normalize` a pair, with $z$
             `[..., H, D]` or `[N, H, D]`.
-        - `cu_seqlens`, `segment_ids`: packed sequences and padding, as in [`ejkernel_eqx.GatedLinearAttention`][].
+        - `cu_seqlens`, `segment_ids`, `state_indices`: packed sequences, padding, and a pool of states (with `normalize` a pair of them), as in
+            [`ejkernel_eqx.GatedLinearAttention`][].
 
         **Returns:**
 
@@ -111,10 +113,19 @@ class LinearAttention(Kernel):
         frame = frame_of(q, "q", "H D", cu_seqlens, segment_ids, self.reverse)
         operands = self._operands(frame, q, k, v, _decay(frame, q, v, g, gk, gv, g_gamma))
         if not self.normalize:
-            return run(self.plan, frame, operands, initial_state, self.state_dtype)
+            return run(
+                self.plan, frame, operands, initial_state, self.state_dtype, state_indices=state_indices
+            )
         values, weights = _pair("initial_state", initial_state, k)
-        out, values = run(self.plan, frame, operands, values, self.state_dtype)
-        weight, weights = run(self.plan, frame, _weights(frame, operands), weights, self.state_dtype)
+        out, values = run(self.plan, frame, operands, values, self.state_dtype, state_indices=state_indices)
+        weight, weights = run(
+            self.plan,
+            frame,
+            _weights(frame, operands),
+            weights,
+            self.state_dtype,
+            state_indices=state_indices,
+        )
         return _divide(out, weight).astype(frame.dtype), (values, weights[..., 0])
 
     @jax.named_scope("ejkernel_eqx.LinearAttention.step")

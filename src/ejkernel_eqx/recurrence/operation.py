@@ -8,7 +8,7 @@ from jax import Array
 
 from .._inputs import as_inputs
 from .._kernel import Kernel, make_plan, Plan, settle
-from .arguments import build, build_step, Frame, Operands
+from .arguments import build, build_step, check_heads, Frame, Operands, read_pool
 from .core import recur, step
 from .spec import heads_of
 
@@ -33,8 +33,15 @@ def run(
     initial_state: Any,
     state_dtype: str | None,
     epilogue: Callable[[Array], Array] | None = None,
+    state_indices: Any = None,
 ) -> tuple[Array, Array]:
-    """A sequence. `epilogue` sees the outputs in the kernels' order, zero where there is padding, and leaves zeros there."""
+    """A sequence. `epilogue` sees the outputs in the kernels' order, zero where there is padding, and leaves zeros there. With
+    `state_indices` the initial state is a pool, and so is what comes back."""
+    pool = None
+    if state_indices is not None:
+        sizes, letters = operands.state_sizes()
+        pool = read_pool(frame, initial_state, state_indices, (check_heads(operands), *sizes), letters)
+        initial_state = pool.read()
     arrays, spec = build(frame, operands, initial_state, state_dtype)
     if frame.length == 0 or 0 in frame.lead:
         out, state = _empty(arrays, spec)
@@ -46,7 +53,8 @@ def run(
         out = frame.mask(epilogue(out))
     out = frame.packing.flip(out)
     state = frame.packing.states(state)
-    return out, jnp.swapaxes(state, -1, -2) if operands.transposed else state
+    state = jnp.swapaxes(state, -1, -2) if operands.transposed else state
+    return out, state if pool is None else pool.written(state)
 
 
 def run_step(

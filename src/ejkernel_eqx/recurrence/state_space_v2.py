@@ -11,7 +11,7 @@ from jaxtyping import Float, Int
 
 from .._kernel import Kernel, Plan
 from .arguments import check_state_dtype, fitting, Frame, frame_of, Operands, step_frame_of
-from .gates import check_limit, rms_norm, silu_gated, time_step, wide
+from .gates import check_limit, finite_rate, rms_norm, silu_gated, time_step, wide
 from .operation import plan_of, run, run_step
 from .platforms import register
 from .spec import SCALAR
@@ -105,6 +105,7 @@ class StateSpaceV2(Kernel):
         initial_state: Float[Array, "..."] | None = None,
         cu_seqlens: Int[Array, "..."] | None = None,
         segment_ids: Int[Array, "..."] | None = None,
+        state_indices: Int[Array, "..."] | None = None,
     ) -> tuple[Array, Array]:
         """**Arguments:**
 
@@ -115,7 +116,8 @@ class StateSpaceV2(Kernel):
         - `D`: `[H]` or `[H, P]`; `dt_bias`: `[H]`; any float dtype.
         - `z`: the gate `[..., T, H, P]`, any float dtype. `norm_weight`: `[H, P]`, with `norm` only; default 1.
         - `initial_state`: `[..., H, P, N]`, or one a sequence with `cu_seqlens`; default zero.
-        - `cu_seqlens`, `segment_ids`: packed sequences and padding, as in [`ejkernel_eqx.GatedLinearAttention`][].
+        - `cu_seqlens`, `segment_ids`, `state_indices`: packed sequences, padding, and a pool of states `[slots, H, P, N]`, as in
+            [`ejkernel_eqx.GatedLinearAttention`][].
 
         **Returns:**
 
@@ -125,7 +127,7 @@ class StateSpaceV2(Kernel):
         frame = frame_of(x, "x", "H P", cu_seqlens, segment_ids, self.reverse)
         inputs = _Inputs(x, dt, A, B, C, D, z, dt_bias, norm_weight)
         operands, epilogue = self._operands(frame, inputs)
-        return run(self.plan, frame, operands, initial_state, self.state_dtype, epilogue)
+        return run(self.plan, frame, operands, initial_state, self.state_dtype, epilogue, state_indices)
 
     @jax.named_scope("ejkernel_eqx.StateSpaceV2.step")
     def step(
@@ -174,7 +176,8 @@ class StateSpaceV2(Kernel):
         raw = frame.operand("dt", inputs.dt, (heads,), "H")
         dt = frame.mask(time_step(raw, bias, self.dt_softplus, self.dt_limit))
         # Masked by itself: what a kernel leaves at padding as the gradient must not reach `A`.
-        g = frame.mask(dt * fitting("A", inputs.A, (heads,), "H").astype(dt.dtype))
+        rate = finite_rate(fitting("A", inputs.A, (heads,), "H").astype(dt.dtype))
+        g = frame.mask(dt * rate)
         operands = Operands(
             C,
             B,

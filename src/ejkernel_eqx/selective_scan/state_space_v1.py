@@ -11,7 +11,17 @@ from jaxtyping import Float, Int
 
 from .._kernel import Kernel, Plan
 from .._values import check_slots
-from ..recurrence.arguments import accumulator, check_state_dtype, fitting, Frame, frame_of, step_frame_of
+from ..recurrence.arguments import (
+    accumulator,
+    check_state_dtype,
+    fitting,
+    Frame,
+    frame_of,
+    read_pool,
+    read_slots,
+    step_frame_of,
+)
+from ..recurrence.gates import finite_rate
 from ..recurrence.operation import plan_of
 from .core import scan, step
 from .platforms import register
@@ -95,6 +105,7 @@ class StateSpaceV1(Kernel):
         initial_state: Float[Array, "..."] | None = None,
         cu_seqlens: Int[Array, "..."] | None = None,
         segment_ids: Int[Array, "..."] | None = None,
+        state_indices: Int[Array, "..."] | None = None,
     ) -> tuple[Array, Array]:
         """**Arguments:**
 
@@ -106,6 +117,7 @@ class StateSpaceV1(Kernel):
         - `cu_seqlens`: offsets `[S + 1]` of packed sequences (no leading axes then); tokens past the last give 0.
         - `segment_ids`: `[..., T]`; a new segment starts where the id changes. Negative ids are padding: the state passes, the output is 0. The
             initial state enters the row's first segment; the final state is the last one's.
+        - `state_indices`: a slot of a pool `[slots, I, N]` for each packed sequence or row, as in [`ejkernel_eqx.GatedLinearAttention`][].
 
         **Returns:**
 
@@ -122,17 +134,20 @@ class StateSpaceV1(Kernel):
         count = () if packing.num_sequences is None else (packing.num_sequences,)
         sizes, letters = operands["A"].shape, "S I N" if count else "I N"
         shape = (*frame.lead, *count, *sizes)
-        state = None
+        state = pool = None
+        if state_indices is not None:
+            pool = read_pool(frame, initial_state, state_indices, sizes, "I N", "I")
+            initial_state = pool.read()
         if initial_state is not None:
             state = fitting("initial_state", initial_state, shape, letters).astype(spec.state_dtype)
             state = packing.states(state)
         if frame.length == 0 or 0 in frame.lead:
-            return frame.take(operands["x"]), jnp.zeros(
-                shape, spec.state_dtype
-            ) if state is None else packing.states(state)
+            final = jnp.zeros(shape, spec.state_dtype) if state is None else packing.states(state)
+            return frame.take(operands["x"]), final if pool is None else pool.written(final)
         arrays = ScanArrays(**operands, initial_state=state, starts=packing.starts, offsets=packing.offsets)
         out, final = scan(self.plan, self.operation, arrays, spec)
-        return packing.give(out), packing.states(final)
+        final = packing.states(final)
+        return packing.give(out), final if pool is None else pool.written(final)
 
     @jax.named_scope("ejkernel_eqx.StateSpaceV1.step")
     def step(
@@ -166,17 +181,9 @@ class StateSpaceV1(Kernel):
         sizes, at = operands["A"].shape, len(frame.lead)
         spec = ScanSpec(self.dt_softplus)
         if state_indices is not None:
-            if at != 1:
-                raise ValueError(
-                    f"state_indices: expected operands with one axis of rows, [B, I], received leading axes {frame.lead}; jax.vmap over more."
-                )
+            indices = read_slots(frame, state_indices, "I")
             state = fitting("state", state, (None, *sizes), "slots I N")
-            indices = jnp.asarray(state_indices)
-            if indices.shape != frame.lead or not jnp.issubdtype(indices.dtype, jnp.integer):
-                raise ValueError(
-                    f"state_indices: expected {frame.lead[0]} integers, received {indices.dtype} of shape {indices.shape}; one slot a row."
-                )
-            indices = check_slots("state_indices", indices.astype(jnp.int32), state_indices, state.shape[0])
+            indices = check_slots("state_indices", indices, state_indices, state.shape[0])
             if 0 in frame.lead:
                 return operands["x"], state
             arrays = StepArrays(**operands, state=state, indices=indices)
@@ -197,6 +204,7 @@ class StateSpaceV1(Kernel):
         x = frame.main("x", inputs.x, (None,), "I")
         channels = x.shape[-1]
         A = fitting("A", inputs.A, (channels, None), "I N")
+        A = finite_rate(A.astype(accumulator(A.dtype)))
         groups, states = self.num_groups, A.shape[-1]
         if channels % groups:
             raise ValueError(
