@@ -3,7 +3,11 @@
 import dataclasses
 import hashlib
 import json
+import numbers
 from typing import Any
+
+REPRESENTATIVE = 4096
+"""What stands for a size that is a symbol when a function is exported for any size: configurations are chosen as for this one."""
 
 Flag = bool | int | float | str | None
 
@@ -15,7 +19,8 @@ class Problem:
     `dims` are the per-device sizes by letter; those named in `lengths` (tokens, batch) are rounded up to a power of two in the
     key, so that neighbouring lengths share one tuned entry. Those named in `counts` (heads) only repeat the work: what was measured
     for another count is a good guess. The flags named in `requirements` say what a platform must be able to do, and change nothing in
-    the kernels of those that can: they are left out of the key.
+    the kernels of those that can: they are left out of the key. Sizes that are symbols (`jax.export`) are named in `symbolic`, and
+    `REPRESENTATIVE` stands for each.
     """
 
     operation: str
@@ -25,20 +30,24 @@ class Problem:
     lengths: frozenset[str] = frozenset()
     counts: frozenset[str] = frozenset()
     requirements: frozenset[str] = frozenset()
+    symbolic: frozenset[str] = frozenset()
 
     @classmethod
     def make(
         cls,
         operation: str,
         *,
-        dims: dict[str, int],
+        dims: dict[str, Any],
         dtypes: dict[str, Any],
         flags: dict[str, Flag],
         lengths: set[str],
         counts: "set[str] | frozenset[str]" = frozenset(),
         requirements: "set[str] | frozenset[str]" = frozenset(),
+        symbolic: "set[str] | frozenset[str]" = frozenset(),
     ) -> "Problem":
         """Sorts everything, so that equal problems are equal objects."""
+        symbols = {name for name, size in dims.items() if is_symbolic(size)}
+        dims = {name: REPRESENTATIVE if name in symbols else size for name, size in dims.items()}
         return cls(
             operation,
             tuple(sorted(dims.items())),
@@ -47,6 +56,7 @@ class Problem:
             frozenset(lengths),
             frozenset(counts),
             frozenset(requirements),
+            frozenset(symbols | set(symbolic)),
         )
 
     @classmethod
@@ -60,11 +70,12 @@ class Problem:
             lengths=set(data["lengths"]),
             counts=set(data["counts"]),
             requirements=set(data["requirements"]),
+            symbolic=set(data.get("symbolic", ())),
         )
 
     def to_dict(self) -> dict[str, Any]:
         """Everything, as JSON can hold it; the sizes are not rounded."""
-        return {
+        return self._symbols() | {
             "operation": self.operation,
             "dims": dict(self.dims),
             "dtypes": dict(self.dtypes),
@@ -87,7 +98,7 @@ class Problem:
     def key(self) -> str:
         """Canonical JSON of the bucketed problem: the same text in every process."""
         dims = {name: _bucket(size) if name in self.lengths else size for name, size in self.dims}
-        body = {
+        body = self._symbols() | {
             "operation": self.operation,
             "dims": dims,
             "dtypes": dict(self.dtypes),
@@ -95,11 +106,14 @@ class Problem:
         }
         return json.dumps(body, sort_keys=True, separators=(",", ":"))
 
+    def _symbols(self) -> dict[str, Any]:
+        return {"symbolic": sorted(self.symbolic)} if self.symbolic else {}
+
     def digest(self) -> str:
         return hashlib.sha256(self.key().encode()).hexdigest()[:16]
 
     def __str__(self) -> str:
-        sizes = " ".join(f"{name}{size}" for name, size in self.dims)
+        sizes = " ".join(f"{name}{'*' if name in self.symbolic else size}" for name, size in self.dims)
         dtypes = "/".join(dict.fromkeys(dtype for _, dtype in self.dtypes))
         flags = " ".join(
             name if value is True else f"{name}={value}"
@@ -107,6 +121,11 @@ class Problem:
             if value not in (False, None)
         )
         return " ".join(part for part in (self.operation, sizes, dtypes, flags) if part)
+
+
+def is_symbolic(size: Any) -> bool:
+    """Whether a size is a symbol, known only when the exported function is called."""
+    return not isinstance(size, numbers.Integral)
 
 
 def _bucket(size: int) -> int:

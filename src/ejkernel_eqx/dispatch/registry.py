@@ -80,8 +80,11 @@ class Implementation:
         return probe(device) if probe else None
 
     def unsupported(self, problem: Problem, device: DeviceFacts) -> str | None:
-        """Why this problem cannot run here; `None` if it can."""
-        return self.unusable(device) or self.load().unsupported(problem, device)
+        """Why this problem cannot run here; `None` if it can. Only plain JAX takes sizes that are symbols."""
+        reason = self.unusable(device)
+        if reason is None and problem.symbolic and self.platform is not Platform.XLA:
+            return f"takes sizes that are known when the call is traced, not symbols for {', '.join(sorted(problem.symbolic))}"
+        return reason or self.load().unsupported(problem, device)
 
 
 @functools.cache
