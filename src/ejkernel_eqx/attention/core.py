@@ -14,6 +14,7 @@ from jax.ad_checkpoint import checkpoint_name
 
 from .._kernel import Plan
 from .._reverse_only import reverse_only
+from .._sizes import is_symbolic
 from ..dispatch import announce, on_selection, Platform, Problem, Selection
 from ..dispatch.labels import kernel_scope
 from ..parallel import match_varying
@@ -60,6 +61,7 @@ def problem_of(operation: str, arrays: AttentionArrays, spec: AttentionSpec) -> 
     dims = {"B": math.prod(q.shape[:-3]), "T": q.shape[-3], "H": q.shape[-2], "D": q.shape[-1]}
     dims |= {"S": k.shape[-3], "K": k.shape[-2], "V": v.shape[-1]}
     segments = arrays.q_segments is not None
+    symbolic = is_symbolic(dims["T"]) or is_symbolic(dims["S"])
     flags = {
         "bias": _pattern(bias),
         "mask": _pattern(arrays.mask),
@@ -70,7 +72,7 @@ def problem_of(operation: str, arrays: AttentionArrays, spec: AttentionSpec) -> 
         "same_segments": segments and spec.same_segments,
         "causal": spec.right == 0,
         "window": None if not spec.ranged else f"{spec.left},{spec.right}",
-        "unseen": spec.ranged and not window_covers(dims["T"], dims["S"], spec),
+        "unseen": spec.ranged and (symbolic or not window_covers(dims["T"], dims["S"], spec)),
         "top_left": spec.offset == 0,
         "soft_cap": spec.logits_soft_cap is not None,
         "negative_scale": spec.scale <= 0,

@@ -16,8 +16,10 @@ import jax.numpy as jnp
 import numpy as np
 from jax import Array, lax
 
+from .._sizes import as_value, is_symbolic
 from ..dispatch import Backend
 from ..parallel import match_varying
+from . import xla_symbols
 from .cotangents import clean_cotangent, row_terms, sinks_gradient
 from .philox import philox_keep
 from .spec import AttentionArrays, AttentionGrads, AttentionSpec, RowRanges
@@ -105,8 +107,11 @@ def _ceil(x: int, multiple: int) -> int:
     return max(-(-x // multiple), 1) * multiple
 
 
-def _split(length: int, block: int) -> tuple[int, np.ndarray, np.ndarray]:
+def _split(length: int, block: int) -> tuple[int, Any, Any]:
     """Tile length, where each tile starts, and the first index that belongs to it alone; tiles of even size."""
+    if is_symbolic(length):
+        start = xla_symbols.starts(length, block)
+        return block, start, start
     count = max(-(-length // block), 1)
     size = min(_ceil(-(-length // count), _ALIGNMENT), length)
     fresh = np.arange(0, length, size) if size else np.zeros(0, int)
@@ -118,7 +123,7 @@ class _Tiles(NamedTuple):
 
     block_q: int
     block_k: int
-    pairs: np.ndarray  # int32 [pairs, 4]: query start, key start, fresh query, fresh key
+    pairs: Any  # int32 [pairs, 4]: query start, key start, fresh query, fresh key; traced where a length is a symbol
     overlap_q: bool
     overlap_k: bool
 
@@ -126,6 +131,11 @@ class _Tiles(NamedTuple):
     def make(cls, t: int, s: int, spec: AttentionSpec, tile: XlaTile) -> "_Tiles":
         block_q, q_start, q_fresh = _split(t, tile.block_q)
         block_k, k_start, k_fresh = _split(s, tile.block_k)
+        overlap = [
+            not is_symbolic(x) and bool(x % max(block, 1)) for x, block in ((t, block_q), (s, block_k))
+        ]
+        if is_symbolic(t) or is_symbolic(s):
+            return cls(block_q, block_k, xla_symbols.pairs(q_start, q_fresh, k_start, k_fresh), *overlap)
         lowest = (
             q_fresh + spec.offset - spec.left if spec.left is not None else np.full(q_fresh.shape, -np.inf)
         )
@@ -134,14 +144,17 @@ class _Tiles(NamedTuple):
         seen = (k_start + block_k - 1 >= lowest[:, None]) & (k_fresh <= highest[:, None])
         a, b = np.nonzero(seen)
         pairs = np.stack([q_start[a], k_start[b], q_fresh[a], k_fresh[b]], axis=1).astype(np.int32)
-        return cls(block_q, block_k, pairs, bool(t % max(block_q, 1)), bool(s % max(block_k, 1)))
+        return cls(block_q, block_k, pairs, *overlap)
 
 
 class _Call:
     """One call during its trace: its arrays in tile layout, and the score of a tile."""
 
-    def __init__(self, arrays: AttentionArrays, spec: AttentionSpec, tile: XlaTile):
-        self.spec = spec
+    def __init__(
+        self, arrays: AttentionArrays, spec: AttentionSpec, tile: XlaTile, lengths: xla_symbols.Lengths | None
+    ):
+        self.spec, self.offset = spec, as_value(spec.offset)
+        self.lengths = lengths  # without padding, where there is some
         self.batch, self.t, self.heads, self.dim = arrays.q.shape
         self.s, self.kv_heads, self.value_dim = arrays.v.shape[1:]
         self.groups = self.heads // self.kv_heads
@@ -197,11 +210,7 @@ class _Call:
 
     def _keys_seen(self) -> Array | None:
         """`[B or 1, S, K or 1]`: whether window, ranges, segments and mask each let some query see the key."""
-        spec, arrays, j = self.spec, self.arrays, np.arange(self.s, dtype=np.int32)
-        low = -np.inf if spec.left is None else spec.offset - spec.left
-        high = np.inf if spec.right is None else self.t - 1 + spec.offset + spec.right
-        static = (low <= j) & (j <= high)
-        terms = [] if static.all() else [jnp.asarray(static)[None, :, None]]
+        arrays, terms = self.arrays, self._keys_in_window()
         if arrays.kv_segments is not None:
             terms.append(arrays.kv_segments[..., None] >= 0)
         if arrays.rows is not None:
@@ -214,6 +223,20 @@ class _Call:
             seen = term if seen is None else seen & term
         return seen
 
+    def _keys_in_window(self) -> list[Array]:
+        """`[1, S, 1]`, if not all."""
+        spec, queries = self.spec, self.t
+        if self.lengths is not None:
+            queries, j = as_value(self.lengths[0]), jnp.arange(self.s, dtype=jnp.int32)
+            bounds = [] if spec.left is None else [self.offset - spec.left <= j]
+            bounds += [] if spec.right is None else [j <= queries - 1 + self.offset + spec.right]
+            return [bound[None, :, None] for bound in bounds]
+        j = np.arange(self.s, dtype=np.int32)
+        low = -np.inf if spec.left is None else spec.offset - spec.left
+        high = np.inf if spec.right is None else queries - 1 + spec.offset + spec.right
+        static = (low <= j) & (j <= high)
+        return [] if static.all() else [jnp.asarray(static)[None, :, None]]
+
     def _in_some_range(self, rows: RowRanges) -> Array:
         """`[B or 1, S]`: whether some query's range holds the key.
 
@@ -221,7 +244,10 @@ class _Call:
         """
         if self.t == 0:
             return jnp.zeros((rows.start.shape[0], self.s), bool)
-        starts = np.minimum(np.arange(0, self.t, self.tiles.block_q), self.t - self.tiles.block_q)
+        if is_symbolic(self.t):
+            starts: Any = xla_symbols.starts(self.t, self.tiles.block_q)
+        else:
+            starts = np.minimum(np.arange(0, self.t, self.tiles.block_q), self.t - self.tiles.block_q)
         j = jnp.arange(self.s, dtype=jnp.int32)
 
         def body(seen, first):
@@ -265,7 +291,7 @@ class _Call:
         j = pair[1] + jnp.arange(self.tiles.block_k, dtype=jnp.int32)
         if self.arrays.rows is not None:
             return self._tile_rows(self.arrays.rows.position, pair), j
-        i = pair[0] + self.spec.offset + jnp.arange(self.tiles.block_q, dtype=jnp.int32)
+        i = pair[0] + self.offset + jnp.arange(self.tiles.block_q, dtype=jnp.int32)
         return i[None, None, None, :, None], j
 
     def _tile_rows(self, x: Array, pair: Array) -> Array:
@@ -280,6 +306,10 @@ class _Call:
             terms.append((index >= pair[2])[:, None])
         if self.tiles.overlap_k:
             terms.append(j >= pair[3])
+        if self.lengths is not None:
+            terms.append(
+                pair[1] + jnp.arange(self.tiles.block_k, dtype=jnp.int32) < as_value(self.lengths[1])
+            )
         if spec.left is not None:
             terms.append(j >= i - spec.left)
         if spec.right is not None:
@@ -326,9 +356,24 @@ class _Call:
 
     def scan(self, body: Callable[[Any, Array], Any], carry: Any) -> Any:
         """`carry` after every visible pair of tiles."""
-        if self.batch * self.heads * len(self.tiles.pairs) == 0:
+        if self.lengths is not None:
+            body = self._inside_window(body)
+        elif self.batch * self.heads * len(self.tiles.pairs) == 0:
             return carry
         return lax.scan(lambda c, pair: (body(c, pair), None), carry, jnp.asarray(self.tiles.pairs))[0]
+
+    def _inside_window(self, body: Callable[[Any, Array], Any]) -> Callable[[Any, Array], Any]:
+        """`body` for the pairs of which the window leaves something: they are not known while this is traced."""
+
+        def inside(carry: Any, pair: Array) -> Any:
+            seen = xla_symbols.in_window(pair, self.tiles.block_q, self.tiles.block_k, self.spec)
+            return (
+                body(carry, pair)
+                if seen is None
+                else lax.cond(seen, body, lambda carry, _: carry, carry, pair)
+            )
+
+        return inside
 
 
 def _put(x: Array, tile: Array, start: Array, axis: int) -> Array:
@@ -339,9 +384,16 @@ def _add(x: Array, tile: Array, start: Array, axis: int) -> Array:
     return _put(x, lax.dynamic_slice_in_dim(x, start, tile.shape[axis], axis) + tile, start, axis)
 
 
-def forward(arrays: AttentionArrays, spec: AttentionSpec, config: XlaConfig) -> tuple[Array, Array]:
-    """Output `[B, T, H, V]` and log-sum-exp `[B, H, T]`."""
-    call = _Call(arrays, spec, config.forward)
+def forward(
+    arrays: AttentionArrays,
+    spec: AttentionSpec,
+    config: XlaConfig,
+    lengths: xla_symbols.Lengths | None = None,
+) -> tuple[Array, Array]:
+    """Output `[B, T, H, V]` and log-sum-exp `[B, H, T]`. `lengths`: those without the padding of symbols."""
+    if lengths is None and xla_symbols.has_symbols(arrays):
+        return xla_symbols.forward(forward, arrays, spec, config)
+    call = _Call(arrays, spec, config.forward, lengths)
     rows = call.q.shape[:-1]
     total = call.zeros(rows)
     largest = total - jnp.inf
@@ -385,9 +437,12 @@ def backward(
     lse: Array,
     dout: Array,
     dlse: Array | None,
+    lengths: xla_symbols.Lengths | None = None,
 ) -> AttentionGrads:
     """Cotangents of the differentiable arrays, from the results of `forward` and their cotangents."""
-    call = _Call(arrays, spec, config.backward)
+    if lengths is None and xla_symbols.has_symbols(arrays):
+        return xla_symbols.backward(backward, arrays, spec, config, (out, lse, dout, dlse))
+    call = _Call(arrays, spec, config.backward, lengths)
     given_lse, (by_row, empty) = lse, row_terms(arrays, out, lse, dout, dlse)
     q, do = _cleaned(call, empty, dout)
     lse, delta = call.per_head(lse), call.per_head(by_row)

@@ -5,6 +5,7 @@ import jax.numpy as jnp
 from jax import Array
 
 from .._platforms import Plain
+from .._sizes import least
 from .spec import ConvArrays, ConvSpec, Places
 
 
@@ -45,8 +46,8 @@ def _packed(arrays: ConvArrays, places: Places, weight: Array, bias: Array | Non
     x = jnp.where(real, take_rows(arrays.x, places.order), 0).astype(weight.dtype)
     place = jnp.arange(length, dtype=jnp.int32)
     y = weight[:, -1] * x
-    for back in range(1, min(width, length)):
-        moved = jnp.pad(x[..., :-back, :], [(0, 0)] * (x.ndim - 2) + [(back, 0), (0, 0)])
+    for back in range(1, least(width, length)):
+        moved = jnp.pad(x, [(0, 0)] * (x.ndim - 2) + [(back, 0), (0, 0)])[..., :length, :]
         visible = (place - back >= places.first)[..., None]
         y += weight[:, -1 - back] * jnp.where(visible, moved, 0)
     if arrays.initial_state is not None and width > 1:

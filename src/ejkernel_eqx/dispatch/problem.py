@@ -3,8 +3,9 @@
 import dataclasses
 import hashlib
 import json
-import numbers
 from typing import Any
+
+from .._sizes import is_symbolic
 
 REPRESENTATIVE = 4096
 """What stands for a size that is a symbol when a function is exported for any size: configurations are chosen as for this one."""
@@ -121,11 +122,6 @@ class Problem:
             if value not in (False, None)
         )
         return " ".join(part for part in (self.operation, sizes, dtypes, flags) if part)
-
-
-def is_symbolic(size: Any) -> bool:
-    """Whether a size is a symbol, known only when the exported function is called."""
-    return not isinstance(size, numbers.Integral)
 
 
 def _bucket(size: int) -> int:

@@ -9,6 +9,7 @@ import numpy as np
 from jax import Array
 from jax.typing import DTypeLike
 
+from .._sizes import is_symbolic
 from .._values import check_between, check_distinct, checked
 from ..sequences.packing import read_count
 from .batch import RaggedBatch
@@ -50,12 +51,12 @@ def read_sizes(**sizes: Any) -> tuple[int, ...]:
 
 def read_batch_shape(batch_shape: Any) -> tuple[int, ...]:
     shape = (batch_shape,) if isinstance(batch_shape, int | np.integer) else tuple(batch_shape)
-    return tuple(read_count("batch_shape", size, least=1) for size in shape)
+    return tuple(size if is_symbolic(size) else read_count("batch_shape", size, least=1) for size in shape)
 
 
 def check_room(num_pages: int, page_size: int) -> None:
     # A slot is an int32, and so is one past the end with the number of a token added.
-    if num_pages * page_size > 2**30:
+    if not is_symbolic(num_pages) and num_pages * page_size > 2**30:
         raise ValueError(
             f"num_pages: expected at most 2**30 tokens in all pages, received {num_pages} pages of {page_size}; "
             "split them over several caches."

@@ -13,6 +13,7 @@ import jax
 import jax.numpy as jnp
 from jax import Array, lax
 
+from .._sizes import is_symbolic
 from ..parallel import match_varying
 from .heads import repeat_heads
 from .spec import (
@@ -64,7 +65,10 @@ def candidates(problem: Any, device: Any) -> list[XlaConfig]:
     return [XlaConfig(size) for size in dict.fromkeys(min(size, longest) for size in _CHUNKS)]
 
 
-def _power_of_two(length: int) -> int:
+def _power_of_two(length: Any) -> int:
+    """The chunk that holds so many tokens; the longest where the length is a symbol."""
+    if is_symbolic(length):
+        return max(_CHUNKS)
     return 1 << max(length - 1, 0).bit_length()
 
 

@@ -11,6 +11,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax import Array, lax
 
+from .._sizes import is_symbolic, least
 from ..sequences.packing import ended
 from .spec import heads_of, RecurrenceArrays, RecurrenceSpec
 
@@ -29,12 +30,12 @@ class Chunks:
         self.sequences = None if offsets is None else offsets.shape[-1] - 1
         if offsets is None:
             self.count = -(-self.length // size)
-            if arrays.starts is not None and self.count:
+            if arrays.starts is not None and self.count != 0:
                 self.starts = jnp.pad(arrays.starts, ((0, 0), (0, self.places - self.length)), mode="edge")
         else:
             assert self.sequences is not None
-            self.count = self.length // size + min(self.sequences, self.length)
-            if self.count and self.sequences:
+            self.count = self.length // size + least(self.sequences, self.length)
+            if self.count != 0 and self.sequences:
                 self._pack(offsets, self.sequences)
 
     @property
@@ -121,9 +122,9 @@ class Chunks:
         return jnp.where(self.empty[..., None, None, None], 0 if initial is None else initial, final)
 
     @property
-    def positions(self) -> np.ndarray:
+    def positions(self) -> Any:
         """`[P]`, of a row that is not packed."""
-        return np.arange(self.places, dtype=np.int32)
+        return (jnp if is_symbolic(self.places) else np).arange(self.places, dtype=np.int32)
 
     def over_heads(self, x: Array) -> Array:
         """`[B, P]` to `[B, HS, P]`."""
@@ -134,7 +135,7 @@ class Chunks:
         causal = np.tri(self.size, dtype=bool)
         if self.starts is None:
             return causal
-        positions = np.tile(self.positions.reshape(self.count, 1, self.size), (self.heads, 1, 1))
+        positions = self.cut(jnp.broadcast_to(self.positions, (1, self.heads, self.places)))[..., None, :]
         return causal & (positions >= self.cut(self.over_heads(self.starts))[..., None])
 
     def enters(self) -> Array:
@@ -163,7 +164,8 @@ def _gather(x: Array, index: Array) -> Array:
 
 def split(x: Array, axis: int, count: int) -> Array:
     """One axis as two, `count` the first. One axis at a time: an explicit mesh allows no other reshapes of what is split over it."""
-    return x.reshape(*x.shape[:axis], count, x.shape[axis] // count if count else 0, *x.shape[axis + 1 :])
+    size = x.shape[axis] // count if count != 0 else 0
+    return x.reshape(*x.shape[:axis], count, size, *x.shape[axis + 1 :])
 
 
 def merge(x: Array, axis: int) -> Array:

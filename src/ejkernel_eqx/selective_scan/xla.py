@@ -13,6 +13,7 @@ import jax
 import jax.numpy as jnp
 from jax import Array, lax
 
+from .._sizes import least
 from ..parallel import match_varying
 from . import reference
 from .chunks import chunk_table
@@ -103,7 +104,7 @@ def _chunked(tokens: Tokens, A: Array, state: Array, fresh: Array | None, size: 
     """Outputs `[T, G, I / G]` and the last state, from those of the tokens `(dt, dt x, B, C)` and the first state `[G, N, I / G]`."""
     length = tokens[0].shape[0]
     tokens = tokens if fresh is None else (*tokens, fresh)
-    size = min(size, length)
+    size = least(size, length)
     chunks = -(-length // size)
     cut = lambda x: _pad(x, chunks * size - length).reshape((chunks, size, *x.shape[1:]))
     chunk = jax.checkpoint(lambda state, tokens: lax.scan(functools.partial(_token, A), state, tokens))
@@ -119,7 +120,7 @@ def _pad(x: Array, count: int) -> Array:
 def _packed(tokens: Tokens, A: Array, states: Array, offsets: Array, size: int) -> tuple[Array, Array]:
     """Of packed sequences with their first states `[S, G, N, I / G]`: chunks that no sequence shares, one after the other."""
     length = tokens[0].shape[0]
-    size = min(size, length)
+    size = least(size, length)
     table = chunk_table(offsets, length, size)
     take = lambda x: x.at[table.rows].get(mode="fill", fill_value=0)
 
