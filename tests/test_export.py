@@ -85,11 +85,11 @@ def floats(x: Any) -> Any:
 
 
 def check(module: Any, call: Call, sizes: tuple[Any, ...], make: Call, *at: tuple[int, int]) -> None:
-    """`call(module, *args)`, exported, at several batches and lengths; what it gives as `(results, gradients)` if it gives a pair of dicts."""
+    """`call(module, *args)`, exported, at several batches and lengths: results by name, those of gradients with `d_` before."""
     program = exported(functools.partial(call, module), *sizes)
     for b, t in at:
         args = make(b, t)
-        actual = program.call(*args)
+        actual: Any = program.call(*args)
         with jax.enable_x64(True):
             wide, *rest = jax.tree.map(floats, (module, *args))
             expected = eqx.filter_jit(call)(wide, *rest)

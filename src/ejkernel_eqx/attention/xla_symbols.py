@@ -69,7 +69,7 @@ def _whole(arrays: AttentionArrays, tile: Any) -> AttentionArrays:
     }
     fields: dict[str, Any] = {}
     for name, sides in axes.items():
-        x = getattr(arrays, name)
+        x: Any = getattr(arrays, name)
         for axis, block in sides if x is not None else ():
             x = _to_tiles(x, axis, block, _FILL.get(name, 0))
         fields[name] = x

@@ -51,7 +51,7 @@ def read_sizes(**sizes: Any) -> tuple[int, ...]:
 
 def read_batch_shape(batch_shape: Any) -> tuple[int, ...]:
     shape = (batch_shape,) if isinstance(batch_shape, int | np.integer) else tuple(batch_shape)
-    return tuple(size if is_symbolic(size) else read_count("batch_shape", size, least=1) for size in shape)
+    return tuple(read_count("batch_shape", size, least=1) for size in shape)
 
 
 def check_room(num_pages: int, page_size: int) -> None:
