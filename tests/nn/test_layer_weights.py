@@ -1,6 +1,7 @@
 """What stands in a projection's place, the dtype that layers compute in, and calls without tokens or rows: in every layer."""
 
 import functools
+from typing import Any
 
 import equinox as eqx
 import jax
@@ -37,7 +38,7 @@ LINEARS = {
 RANK = 2
 
 
-def _layer(name, **options):
+def _layer(name, **options) -> Any:
     if name != "attention":
         return build(name) if not options else RECURRENT[name].build(key=jax.random.key(0), **options)
     heads = {"num_heads": 4, "num_kv_heads": 2, "qk_norm": True, "output_gate": True, "use_qkv_bias": True}

@@ -2,6 +2,7 @@
 
 import contextlib
 import re
+from typing import Any
 
 import equinox as eqx
 import jax
@@ -127,7 +128,8 @@ def test_a_callable_is_given_one_vector_at_a_time(lead):
 
 
 def test_a_kind_of_linear_layer_is_called():
-    kin, x = _Kin(IN, OUT, key=jax.random.key(0)), _arrays()[0]
+    make: Any = _Kin
+    kin, x = make(IN, OUT, key=jax.random.key(0)), _arrays()[0]
     expected = 2.0 * (x.astype(np.float64) @ np.asarray(kin.weight).T + np.asarray(kin.bias))
     assert_close(project("q_proj", kin, jnp.asarray(x), OUT), expected)
     y, bias = project_apart("dt_proj", kin, jnp.asarray(x), OUT)

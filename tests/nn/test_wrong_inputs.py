@@ -1,3 +1,4 @@
+# pyright: reportArgumentType=false
 """Whatever is wrong with what a layer is given, the error names the argument, what was expected, what came, and what to do."""
 
 import functools
@@ -50,8 +51,9 @@ def _batch(slots=(0, 1), **changes):
     starts, lengths, table = np.array([0, 3, 5]), np.array([3, 2]), np.array([[0], [1]])
     states = None if slots is None else np.array(slots)
     options = {"page_size": 4, "max_query_len": 3, "num_tokens": 5} | changes
-    arrays = (jnp.asarray(a, jnp.int32) for a in (starts, lengths, table))
-    return RaggedBatch(*arrays, None if states is None else jnp.asarray(states, jnp.int32), **options)
+    starts, lengths, table = (jnp.asarray(a, jnp.int32) for a in (starts, lengths, table))
+    states = None if states is None else jnp.asarray(states, jnp.int32)
+    return RaggedBatch(starts, lengths, table, states, **options)
 
 
 def _integers(layer):

@@ -160,8 +160,8 @@ class MultiHeadAttention(eqx.Module):
         self, batch_shape: tuple[int, ...] | int, max_length: int, dtype: DTypeLike | None = None
     ) -> KVCache:
         """An empty `KVCache` that fits this layer, by default in the dtype it computes in, or else that of its weights."""
-        dtype = self._stored_dtype() if dtype is None else dtype
-        return KVCache.init(batch_shape, max_length, self.num_kv_heads, self.head_dim, self.v_head_dim, dtype)
+        kept: DTypeLike = self._stored_dtype() if dtype is None else dtype
+        return KVCache.init(batch_shape, max_length, self.num_kv_heads, self.head_dim, self.v_head_dim, kept)
 
     def init_paged_cache(
         self,
@@ -174,9 +174,9 @@ class MultiHeadAttention(eqx.Module):
     ) -> PagedKVCache:
         """An empty `PagedKVCache` that fits this layer, by default in the dtype it computes in, or else that of its weights;
         `batch_shape` is that of stacked layers. The other arguments are those of `PagedKVCache.init`."""
-        dtype = self._stored_dtype() if dtype is None else dtype
+        kept: DTypeLike = self._stored_dtype() if dtype is None else dtype
         sizes = (num_pages, page_size, self.num_kv_heads, self.head_dim, self.v_head_dim)
-        return PagedKVCache.init(*sizes, batch_shape=batch_shape, dtype=dtype, scales=scales)
+        return PagedKVCache.init(*sizes, batch_shape=batch_shape, dtype=kept, scales=scales)
 
     def _projections(self) -> tuple[Any, ...]:
         return self.q_proj, self.k_proj, self.v_proj, self.o_proj

@@ -31,7 +31,7 @@ def project(name: str, layer: Any, x: Array, features: int) -> Array:
     over_last = layer
     for _ in x.shape[:-1]:
         over_last = jax.vmap(over_last)
-    y = over_last(x)
+    y: Any = over_last(x)
     expected = (*x.shape[:-1], features)
     if getattr(y, "shape", None) != expected:
         raise ValueError(
