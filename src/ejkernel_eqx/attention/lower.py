@@ -6,6 +6,7 @@ import jax
 import jax.numpy as jnp
 from jax import Array
 
+from .._broadcast import aligned, like
 from .._values import FAR
 from .spec import RowRanges
 
@@ -31,10 +32,11 @@ class Lowered(NamedTuple):
             start, end = window_ends(position, self.left, self.right, num_keys)
         else:
             start, end = self.rows.start, self.rows.end
+        keys = like(keys, start[..., None])
         seen = ((keys >= start[..., None]) & (keys < end[..., None]))[..., None, :, :]
         if self.segments is not None:
-            seen = seen & _same_segment(*self.segments)
-        return seen if self.dense is None else seen & self.dense
+            seen = _both(seen, _same_segment(*self.segments))
+        return _both(seen, self.dense)
 
 
 def lower_mask(mask: "Mask", num_queries: int, num_keys: int, q_offset: Any | None) -> Lowered:
@@ -46,7 +48,7 @@ def lower_mask(mask: "Mask", num_queries: int, num_keys: int, q_offset: Any | No
     pairs = mask.segments
     segments, dense = (pairs[0] if pairs else None), mask.dense
     for pair in pairs[1:]:
-        dense = _same_segment(*pair) if dense is None else dense & _same_segment(*pair)
+        dense = _both(_same_segment(*pair), dense)
     by_window = isinstance(q_offset, int) and not (mask.chunk_sizes or mask.windows or mask.chunks)
     ranges = (mask.prefix_lengths, mask.q_lengths, mask.kv_lengths, mask.cu_seqlens)
     _check_types(mask, num_queries, num_keys)
@@ -79,10 +81,10 @@ def _check_types(mask: "Mask", num_queries: int, num_keys: int) -> None:
 def _with_types(mask: "Mask", dense: Array | None, position: Array, num_keys: int) -> Array | None:
     """`dense` and, for every pair of types, causal or of the same one: a union, which key ranges cannot say. `[..., 1, T, S]`."""
     for q_ids, kv_ids in mask.types:
-        q_ids, kv_ids = q_ids[..., :, None], kv_ids[..., None, :]
-        behind = jnp.arange(num_keys, dtype=jnp.int32) <= position[..., None]
+        at, q_ids, kv_ids = aligned(position[..., None], q_ids[..., :, None], kv_ids[..., None, :])
+        behind = like(jnp.arange(num_keys, dtype=jnp.int32), at) <= at
         seen = (behind | ((q_ids == kv_ids) & (q_ids != 0)))[..., None, :, :]
-        dense = seen if dense is None else dense & seen
+        dense = _both(seen, dense)
     return dense
 
 
@@ -91,7 +93,9 @@ def _type_run_ends(q_ids: Array, kv_ids: Array, position: Array) -> Array:
     num_keys = kv_ids.shape[-1]
     if num_keys == 0:
         return jnp.zeros_like(position)
+    q_ids, kv_ids, position = aligned(q_ids, kv_ids, position)
     index = jnp.arange(num_keys, dtype=jnp.int32)
+    index = like(index, kv_ids)
     changes = jnp.concatenate([kv_ids[..., 1:] != kv_ids[..., :-1], jnp.ones_like(kv_ids[..., :1], bool)], -1)
     ends = jax.lax.cummin(jnp.where(changes, index + 1, num_keys), axis=kv_ids.ndim - 1, reverse=True)
     lead = jnp.broadcast_shapes(q_ids.shape[:-1], kv_ids.shape[:-1], position.shape[:-1])
@@ -102,9 +106,17 @@ def _type_run_ends(q_ids: Array, kv_ids: Array, position: Array) -> Array:
     return jnp.where(ahead, at(ends), position + 1)
 
 
+def _both(seen: Array, other: Array | None) -> Array:
+    """What both show; `None` shows everything."""
+    if other is None:
+        return seen
+    seen, other = aligned(seen, other)
+    return seen & other
+
+
 def _same_segment(q_ids: Array, kv_ids: Array) -> Array:
     """`[..., 1, T, S]`."""
-    q_ids, kv_ids = q_ids[..., :, None], kv_ids[..., None, :]
+    q_ids, kv_ids = aligned(q_ids[..., :, None], kv_ids[..., None, :])
     return ((q_ids == kv_ids) & (q_ids >= 0))[..., None, :, :]
 
 
@@ -115,7 +127,8 @@ def _row_ranges(
     if mask.cu_seqlens is not None:
         first, last, position, real = _packed(*mask.cu_seqlens, index)
     else:
-        position = jnp.clip(jnp.asarray(q_offset, jnp.int32), -FAR, FAR)[..., None] + index
+        position = jnp.clip(jnp.asarray(q_offset, jnp.int32), -FAR, FAR)[..., None]
+        position = position + like(index, position)
         first, last, real = jnp.int32(0), jnp.int32(num_keys), jnp.bool_(True)
     start, end = window_ends(position, left, right, num_keys)
     start, end = jnp.maximum(start, first), jnp.minimum(end, last)
@@ -134,13 +147,16 @@ def _row_ranges(
         start, end = jnp.maximum(start, base + chunk * size), jnp.minimum(end, base + (chunk + 1) * size)
     if mask.prefix_lengths is not None:
         prefix = jnp.clip(mask.prefix_lengths, 0, num_keys)[..., None]
-        end = jnp.minimum(end, jnp.maximum(position + 1, first + prefix))
+        prefix, behind = aligned(first + prefix, position + 1)
+        end = jnp.minimum(*aligned(end, jnp.maximum(behind, prefix)))
     for pair in mask.type_runs:
-        end = jnp.minimum(end, _type_run_ends(*pair, position))
+        end = jnp.minimum(*aligned(end, _type_run_ends(*pair, position)))
     if mask.kv_lengths is not None:
-        end = jnp.minimum(end, mask.kv_lengths[..., None])
+        end = jnp.minimum(*aligned(end, mask.kv_lengths[..., None]))
     if mask.q_lengths is not None:
-        real = real & (index < mask.q_lengths[..., None])
+        lengths = mask.q_lengths[..., None]
+        real = _both(real, like(index, lengths) < lengths)
+    real, start, end, position = aligned(real, start, end, position)
     start, end, position = jnp.broadcast_arrays(jnp.where(real, start, 0), jnp.where(real, end, 0), position)
     return RowRanges(start.astype(jnp.int32), end.astype(jnp.int32), position.astype(jnp.int32))
 

@@ -7,6 +7,8 @@ platform, tiling or sharding that evaluates the same counter drops the same entr
 import jax.numpy as jnp
 from jax import Array
 
+from .._broadcast import aligned
+
 ROUNDS = 7
 _MULTIPLIERS = (0xD2511F53, 0xCD9E8D57)
 _WEYL = (0x9E3779B9, 0xBB67AE85)
@@ -40,6 +42,7 @@ def philox(key: tuple[Array, Array], counter: tuple[Array, Array, Array, Array])
 def philox_keep(seeds: Array, row_positions: Array, key_positions: Array, rate: float) -> Array:
     """Whether each entry survives dropout; `seeds[..., 0]`, `row_positions` and `key_positions` broadcast together."""
     rows, keys = row_positions.astype(jnp.uint32), key_positions.astype(jnp.uint32)
+    rows, keys, first, second = aligned(rows, keys, seeds[..., 0], seeds[..., 1])
     zero = jnp.zeros_like(rows)
-    word = philox((seeds[..., 0], seeds[..., 1]), (rows, keys, zero, zero))[0]
+    word = philox((first, second), (rows, keys, zero, zero))[0]
     return word >= jnp.uint32(threshold(rate))

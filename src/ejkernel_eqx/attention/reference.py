@@ -9,8 +9,8 @@ from .spec import AttentionArrays, AttentionSpec
 
 
 def _positions(arrays: AttentionArrays, spec: AttentionSpec) -> tuple[Array, Array]:
-    """Query positions `[B or 1, 1, T, 1]` and key positions `[S]`."""
-    j = jnp.arange(arrays.k.shape[1], dtype=jnp.int32)
+    """Query positions `[B or 1, 1, T, 1]` and key positions `[1, 1, 1, S]`."""
+    j = jnp.arange(arrays.k.shape[1], dtype=jnp.int32)[None, None, None]
     if arrays.rows is not None:
         return arrays.rows.position[:, None, :, None], j
     return (jnp.arange(arrays.q.shape[1], dtype=jnp.int32) + spec.offset)[None, None, :, None], j
@@ -76,6 +76,6 @@ def attend_with_weights(arrays: AttentionArrays, spec: AttentionSpec) -> tuple[A
     weights = weights / total[..., None]
     if spec.dropout_rate > 0:
         assert arrays.seeds is not None
-        keep = philox_keep(arrays.seeds[:, :, None, None], i, j[None, None, None, :], spec.dropout_rate)
+        keep = philox_keep(arrays.seeds[:, :, None, None], i, j, spec.dropout_rate)
         weights = jnp.where(keep, weights / (1 - spec.dropout_rate), 0)
     return jnp.einsum("bhts,bshv->bthv", weights, v, precision="highest"), lse, weights

@@ -78,7 +78,7 @@ def _overlap(arrays: AttentionArrays, spec: AttentionSpec, block_q: int, block_k
     last = _tiles(jnp.where(some, end, 0), block_q, 0).max(-1)[..., None]
     latest = _tiles(start, block_q, 0).max(-1)[..., None]
     earliest = _tiles(jnp.where(some, end, 0), block_q, _FAR).min(-1)[..., None]
-    key = jnp.arange(-(-arrays.k.shape[1] // block_k), dtype=jnp.int32) * block_k
+    key = jnp.arange(-(-arrays.k.shape[1] // block_k), dtype=jnp.int32)[None, None] * block_k
     touched = (first < key + block_k) & (last > key)
     whole = (latest <= key) & (earliest >= key + block_k)
     if arrays.q_segments is not None and arrays.kv_segments is not None:
@@ -114,7 +114,7 @@ def _whole(ids: Array, block: int) -> Array:
 def _runs(touched: Array, whole: Array, batch: int) -> Array:
     """The hull of the touched tiles and the first run of whole ones, along the last axis."""
     count = touched.shape[-1]
-    index = jnp.arange(count, dtype=jnp.int32)
+    index = jnp.arange(count, dtype=jnp.int32)[None, None]
     lo = jnp.where(touched, index, count).min(-1, initial=count)
     hi = jnp.where(touched, index + 1, 0).max(-1, initial=0)
     lo = jnp.minimum(lo, hi)

@@ -248,13 +248,13 @@ class _Call:
             starts: Any = xla_symbols.starts(self.t, self.tiles.block_q)
         else:
             starts = np.minimum(np.arange(0, self.t, self.tiles.block_q), self.t - self.tiles.block_q)
-        j = jnp.arange(self.s, dtype=jnp.int32)
+        j = jnp.arange(self.s, dtype=jnp.int32)[None]
 
         def body(seen, first):
             start, end = (
                 lax.dynamic_slice_in_dim(x, first, self.tiles.block_q, 1)[..., None] for x in rows[:2]
             )
-            return seen | ((start <= j) & (j < end)).any(1), None
+            return seen | ((start <= j[None]) & (j[None] < end)).any(1), None
 
         nowhere = jnp.zeros_like(rows.start[:, :1]) > j
         return lax.scan(body, nowhere, jnp.asarray(starts, jnp.int32))[0]
@@ -287,8 +287,8 @@ class _Call:
         return x.reshape(*x.shape[:-2], self.groups, self.tiles.block_q, x.shape[-1])
 
     def positions(self, pair: Array) -> tuple[Array, Array]:
-        """Of the queries `[B or 1, 1, 1, Q, 1]` and keys `[K]` of a tile, among the keys."""
-        j = pair[1] + jnp.arange(self.tiles.block_k, dtype=jnp.int32)
+        """Of the queries `[B or 1, 1, 1, Q, 1]` and keys `[1, 1, 1, 1, K]` of a tile, among the keys."""
+        j = (pair[1] + jnp.arange(self.tiles.block_k, dtype=jnp.int32))[None, None, None, None, :]
         if self.arrays.rows is not None:
             return self._tile_rows(self.arrays.rows.position, pair), j
         i = pair[0] + self.offset + jnp.arange(self.tiles.block_q, dtype=jnp.int32)
@@ -303,13 +303,11 @@ class _Call:
         terms = []
         if self.tiles.overlap_q:
             index = pair[0] + jnp.arange(self.tiles.block_q, dtype=jnp.int32)
-            terms.append((index >= pair[2])[:, None])
+            terms.append((index >= pair[2])[None, None, None, :, None])
         if self.tiles.overlap_k:
             terms.append(j >= pair[3])
         if self.lengths is not None:
-            terms.append(
-                pair[1] + jnp.arange(self.tiles.block_k, dtype=jnp.int32) < as_value(self.lengths[1])
-            )
+            terms.append(j < as_value(self.lengths[1]))
         if spec.left is not None:
             terms.append(j >= i - spec.left)
         if spec.right is not None:

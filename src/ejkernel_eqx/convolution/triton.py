@@ -145,7 +145,7 @@ def _initial_gradient(arrays: ConvArrays, spec: ConvSpec, dout: Array, dfinal: A
     held, length = initial.shape[-2], arrays.x.shape[-2]
     if held == 0:
         return initial
-    near = jnp.arange(held, dtype=jnp.int32)
+    near = jnp.arange(held, dtype=jnp.int32)[None, None]
     if places is None:
         spans = jnp.broadcast_to(jnp.array([0, length, 0, length], jnp.int32), (*initial.shape[:2], 4))
     else:

@@ -4,6 +4,7 @@ import jax
 import jax.numpy as jnp
 from jax import Array
 
+from .._broadcast import like
 from .._platforms import Plain
 from .._sizes import least
 from .spec import ConvArrays, ConvSpec, Places
@@ -31,11 +32,11 @@ def valid(x: Array, weight: Array, bias: Array | None, spec: ConvSpec) -> Array:
 def _shifted_sum(x: Array, weight: Array) -> Array:
     width = weight.shape[-1]
     length = x.shape[-2] - width + 1
-    return sum(weight[:, w] * x[..., w : w + length, :] for w in range(width))  # pyright: ignore[reportReturnType]
+    return sum(like(weight[:, w], x) * x[..., w : w + length, :] for w in range(width))  # pyright: ignore[reportReturnType]
 
 
 def _activated(y: Array, bias: Array | None, spec: ConvSpec) -> Array:
-    y = y if bias is None else y + bias
+    y = y if bias is None else y + like(bias, y)
     return jax.nn.silu(y) if spec.activation == "silu" else y
 
 
@@ -45,16 +46,16 @@ def _packed(arrays: ConvArrays, places: Places, weight: Array, bias: Array | Non
     real = (places.first >= 0)[..., None]
     x = jnp.where(real, take_rows(arrays.x, places.order), 0).astype(weight.dtype)
     place = jnp.arange(length, dtype=jnp.int32)
-    y = weight[:, -1] * x
+    y = like(weight[:, -1], x) * x
     for back in range(1, least(width, length)):
         moved = jnp.pad(x, [(0, 0)] * (x.ndim - 2) + [(back, 0), (0, 0)])[..., :length, :]
-        visible = (place - back >= places.first)[..., None]
-        y += weight[:, -1 - back] * jnp.where(visible, moved, 0)
+        visible = (like(place - back, places.first) >= places.first)[..., None]
+        y += like(weight[:, -1 - back], x) * jnp.where(visible, moved, 0)
     if arrays.initial_state is not None and width > 1:
         # What the states add to the first tokens of their sequences.
         state = arrays.initial_state.astype(weight.dtype)
         added = _shifted_sum(jnp.concatenate([state, jnp.zeros_like(state)], -2)[..., :-1, :], weight[:, :-1])
-        at = places.spans[..., :1] + jnp.arange(width - 1, dtype=jnp.int32)
+        at = places.spans[..., :1] + like(jnp.arange(width - 1, dtype=jnp.int32), places.spans)
         at = jnp.where(at < places.spans[..., 1:2], at, length)  # past the end: dropped
         y = _add_rows(
             y, at.reshape(*at.shape[:-2], -1), added.reshape(*added.shape[:-3], -1, added.shape[-1])
@@ -80,7 +81,7 @@ def final_state(arrays: ConvArrays) -> Array:
         whole = jnp.concatenate([before[..., 0, :, :], arrays.x], -2)
         return whole[..., length:, :][..., None, :, :]
     enter_first, enter_end, first, end = (places.spans[..., i : i + 1] for i in range(4))
-    at = end - held + jnp.arange(held, dtype=jnp.int32)  # [*, N, K]
+    at = end - held + like(jnp.arange(held, dtype=jnp.int32), end)  # [*, N, K]
     flat = jnp.clip(at, 0, max(length - 1, 0)).reshape(*at.shape[:-2], -1)
     if length:
         tokens = jnp.take_along_axis(places.order, flat, -1)

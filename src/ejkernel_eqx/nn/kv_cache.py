@@ -10,6 +10,7 @@ import numpy as np
 from jax import Array
 from jax.typing import DTypeLike
 
+from .._broadcast import like
 from .arguments import check_sizes, is_known, named_dtype, read_array, read_batch_shape
 
 
@@ -121,12 +122,12 @@ class KVCache(eqx.Module):
             return jax.lax.dynamic_update_slice_in_dim(store, new, start, axis=0)
         tokens = new.shape[-3]
         if mask is None:
-            slots = start[..., None] + jnp.arange(tokens, dtype=jnp.int32)
+            slots = start[..., None] + like(jnp.arange(tokens, dtype=jnp.int32), start[..., None])
         else:
             # A dynamic slice would be clamped where padding hangs over the end; a scatter drops exactly the
             # padding.
             place = start[..., None] + jnp.cumsum(mask, axis=-1, dtype=jnp.int32) - 1
-            slots = jnp.where(mask, place, self.max_length + jnp.arange(tokens, dtype=jnp.int32))
+            slots = jnp.where(mask, place, self.max_length + like(jnp.arange(tokens, dtype=jnp.int32), place))
         rows = math.prod(self.batch_shape)
         flat = store.reshape(rows, *store.shape[-3:])
         flat = flat.at[jnp.arange(rows)[:, None], slots.reshape(rows, tokens)].set(

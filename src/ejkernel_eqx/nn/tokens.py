@@ -5,13 +5,14 @@ from typing import Any
 import jax.numpy as jnp
 from jax import Array
 
+from .._broadcast import like
 from ..paged import RaggedBatch
 from .arguments import read_array
 
 
 def clear(x: Array, real: Array | None) -> Array:
     """Zeros for the padding, so that nothing in it can reach a weight's gradient as 0 * NaN."""
-    return x if real is None else jnp.where(real[..., None], x, jnp.zeros_like(x))
+    return x if real is None else jnp.where(like(real[..., None], x), x, jnp.zeros_like(x))
 
 
 def check_ragged(x: Any, batch: Any, features: int, others: dict[str, Any]) -> Array:

@@ -4,6 +4,7 @@ import jax
 import jax.numpy as jnp
 from jax import Array
 
+from .._broadcast import like
 from .spec import NormArrays, NormSpec
 
 
@@ -17,5 +18,5 @@ def normalise(arrays: NormArrays, spec: NormSpec) -> dict[str, Array]:
         x = x * gate
     out = x / jnp.sqrt(jnp.mean(x**2, -1, keepdims=True) + spec.eps)
     if arrays.weight is not None:
-        out = out * arrays.weight.astype(wide)
+        out = out * like(arrays.weight.astype(wide), out)
     return {"out": out * gate if gate is not None and spec.norm_before_gate else out}

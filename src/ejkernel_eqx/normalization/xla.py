@@ -4,6 +4,7 @@ import jax
 import jax.numpy as jnp
 from jax import Array, lax
 
+from .._broadcast import like
 from .._platforms import Plain
 from .spec import NormArrays, NormSpec
 
@@ -18,7 +19,7 @@ def apply(arrays: NormArrays, spec: NormSpec) -> dict[str, Array]:
         gate = jax.nn.silu(z) if spec.activation == "silu" else jax.nn.sigmoid(z)
     x = x if gate is None or spec.norm_before_gate else x * gate
     out = x * lax.rsqrt(jnp.mean(x * x, -1, keepdims=True) + spec.eps)
-    out = out if arrays.weight is None else out * arrays.weight.astype(wide)
+    out = out if arrays.weight is None else out * like(arrays.weight.astype(wide), out)
     out = out * gate if gate is not None and spec.norm_before_gate else out
     return {"out": out.astype(dtype)}
 

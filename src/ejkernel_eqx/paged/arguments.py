@@ -11,6 +11,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax import Array
 
+from .._broadcast import like
 from .._values import check_between, check_offsets
 from ..attention.arguments import parse_window, ScoreOptions
 from ..recurrence.arguments import array
@@ -203,7 +204,10 @@ def _read_offsets(offsets: Any, tokens: int) -> Array:
     if count > 512:
         return jax.lax.cummax(offsets, axis=offsets.ndim - 1)
     index = jnp.arange(count)
-    return jnp.max(jnp.where(index <= index[:, None], offsets[..., None, :], 0), axis=-1)  # one kernel
+    return jnp.max(
+        jnp.where(like(index[None] <= index[:, None], offsets[..., None, :]), offsets[..., None, :], 0),
+        axis=-1,
+    )  # one kernel
 
 
 def write_slots(q: Array, cache: Cache, query_start_loc: Any, max_query_len: int) -> Array:

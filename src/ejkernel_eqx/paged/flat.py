@@ -50,7 +50,7 @@ def gather_chunks(pages: Named, table: Array, start: Array, block_k: int, chunk:
     are there, `[n, block_k]`."""
     count, page_size = next(iter(pages.values())).shape[:2]
     parts = page_size // chunk
-    place = (start // chunk)[:, None] + jnp.arange(block_k // chunk, dtype=jnp.int32)
+    place = (start // chunk)[:, None] + jnp.arange(block_k // chunk, dtype=jnp.int32)[None]
     number = place // parts
     page = jnp.take_along_axis(table, jnp.clip(number, 0, max(table.shape[1] - 1, 0)), 1)
     there = (page >= 0) & (page < count) & (number < table.shape[1])

@@ -9,6 +9,7 @@ import numpy as np
 from jax import Array
 from jax.typing import DTypeLike
 
+from .._broadcast import like
 from .._sizes import is_symbolic
 from .._values import check_between, check_distinct, checked
 from ..sequences.packing import read_count
@@ -256,7 +257,9 @@ def gather(pages: Array, scale: Array | None, tables: Tables, size: int, dtype: 
     table = table[..., : math.ceil(size / page_size)]
     index = jnp.clip(table, 0, count - 1)
     places = jnp.arange(table.shape[-1] * page_size, dtype=jnp.int32)
-    seen = jnp.repeat((table >= 0) & (table < count), page_size, -1) & (places < lengths[..., None])
+    seen = jnp.repeat((table >= 0) & (table < count), page_size, -1) & (
+        like(places, table) < lengths[..., None]
+    )
 
     def take(x: Array) -> Array:
         """Zero before anything is computed with it, so that what lies in unused slots reaches no gradient either."""

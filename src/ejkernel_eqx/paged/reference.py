@@ -60,10 +60,10 @@ def _row(arrays: PagedArrays, spec: PagedSpec) -> dict[str, Array]:
 def _visible(arrays: PagedArrays, spec: PagedSpec, n: Array) -> tuple[Array, Array]:
     """Which key `j` each query of sequence `n` sees, `[Q, S]`, and where the keys of its own queries begin."""
     page_size, pages = arrays.k.shape[-3], arrays.page_table[n]
-    j = jnp.arange(pages.shape[0] * page_size, dtype=jnp.int32)
+    j = jnp.arange(pages.shape[0] * page_size, dtype=jnp.int32)[None]
     chunk = arrays.kv_len[n] - arrays.q_len[n]
     i = chunk + jnp.arange(spec.max_query_len, dtype=jnp.int32)[:, None]
-    there = jnp.repeat((pages >= 0) & (pages < arrays.k.shape[-4]), page_size)
+    there = jnp.repeat((pages >= 0) & (pages < arrays.k.shape[-4]), page_size)[None]
     seen = there & (j <= i) & (i < arrays.kv_len[n])
     if arrays.kv_start is not None:
         seen &= j >= arrays.kv_start[n]
@@ -102,12 +102,12 @@ def _dense(
     """`[Q, G, V]` and `[Q, G]` of one key head and the G query heads that read it."""
     (longest, groups, _), dtype = q.shape, q.dtype
     of_head = lambda x: x.reshape(-1, groups)[kv_head].astype(dtype)[:, None]
-    t, j = jnp.arange(longest, dtype=jnp.int32)[:, None], jnp.arange(k.shape[0], dtype=jnp.int32)
+    t, j = jnp.arange(longest, dtype=jnp.int32)[:, None], jnp.arange(k.shape[0], dtype=jnp.int32)[None]
     scores = spec.scale * jnp.einsum("qgd,sd->qgs", q, k, precision="highest")
     if spec.logits_soft_cap is not None:
         scores = spec.logits_soft_cap * jnp.tanh(scores / spec.logits_soft_cap)
     if arrays.slopes is not None:
-        scores += of_head(arrays.slopes) * (j - chunk - t).astype(dtype)[:, None, :]
+        scores += of_head(arrays.slopes)[None] * (j - chunk - t).astype(dtype)[:, None, :]
     if arrays.qq_bias is not None:
         own = jnp.clip(j - chunk, 0, arrays.qq_bias.shape[1] - 1)
         scores += jnp.where(j >= chunk, arrays.qq_bias[t, own].astype(dtype), 0)[:, None, :]

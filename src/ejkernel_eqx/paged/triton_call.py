@@ -267,7 +267,7 @@ def _in_parts(given: dict[str, Array]) -> dict[str, Array]:
         return given
     table, parts = given.pop("page_table"), size // part
     cut = {name: x.reshape((count * parts, part, *x.shape[2:])) for name, x in given.items()}
-    numbers = table * parts + jnp.arange(parts, dtype=jnp.int32)
+    numbers = table * parts + jnp.arange(parts, dtype=jnp.int32)[None]
     return cut | {"page_table": jnp.where((table >= 0) & (table < count), numbers, -1)}
 
 

@@ -150,8 +150,8 @@ def _decodes(call: _Call, out: Array, lse: Array) -> tuple[Array, Array]:
     is_few = (
         arrays.q_len <= call.few if call.spec.max_query_len > call.few else jnp.ones_like(arrays.q_len, bool)
     )
-    real = (index < arrays.q_len[:, None]) & is_few[:, None]
-    token = jnp.where(real, arrays.q_start[:, None] + index, call.tokens)
+    real = (index[None] < arrays.q_len[:, None]) & is_few[:, None]
+    token = jnp.where(real, arrays.q_start[:, None] + index[None], call.tokens)
     q = call.q.at[token].get(mode="fill", fill_value=0)
     sequence = jnp.arange(real.shape[0], dtype=jnp.int32)
     part, part_lse = _softmax(call, _Queries(sequence, jnp.broadcast_to(index, real.shape), real, q))
@@ -217,7 +217,7 @@ def _softmax(call: _Call, queries: _Queries) -> tuple[Array, Array]:
     def block(number: Array, carry: tuple[Array, Array, Array]) -> tuple[Array, Array, Array]:
         largest, total, acc = carry
         at = begin + number * call.block_k
-        j = at[:, None] + jnp.arange(call.block_k, dtype=jnp.int32)  # [n, S]
+        j = at[:, None] + jnp.arange(call.block_k, dtype=jnp.int32)[None]  # [n, S]
         loaded, there = gather_chunks(call.pages, table, at, call.block_k, call.chunk)
         loaded |= call.per_head
         seen = there[:, None, :] & (lowest[..., None] <= j[:, None]) & (j[:, None] <= i[..., None])
@@ -242,7 +242,7 @@ def _start(call: _Call, queries: _Queries) -> tuple[Array, Array, Array]:
     zeros = jnp.moveaxis(zeros, 1, 3)  # [n, K, G, Q]
     largest = zeros - jnp.inf
     if call.arrays.sinks is not None:
-        largest = zeros + call.of_heads(call.arrays.sinks)
+        largest = zeros + call.of_heads(call.arrays.sinks)[None]
     total = jnp.where(largest > -jnp.inf, zeros + 1, 0)
     return largest, total, jnp.broadcast_to(zeros[..., None], (*zeros.shape, call.value_dim))
 
@@ -260,7 +260,7 @@ def _scores(call: _Call, queries: _Queries, loaded: Named, i: Array, j: Array, o
         scores = spec.logits_soft_cap * jnp.tanh(scores / spec.logits_soft_cap)
     if arrays.slopes is not None:
         distance = (j[:, None] - i[..., None]).astype(call.accum)
-        scores += call.of_heads(arrays.slopes)[..., None] * distance[:, None, None]
+        scores += call.of_heads(arrays.slopes)[None, ..., None] * distance[:, None, None]
     if arrays.qq_bias is not None:
         place = (j - own[:, None])[:, None]
         clipped = (jnp.clip(x, 0, arrays.qq_bias.shape[-1] - 1) for x in (queries.index[..., None], place))
@@ -278,7 +278,7 @@ def _values(call: _Call, weights: Array, loaded: Named, seen: Array) -> Array:
         scale = None
     values = jnp.where(seen[..., None, None], loaded[name], jnp.zeros((), loaded[name].dtype))
     result = call.dot("nkgqs,nskv->nkgqv", weights, values)
-    return result if scale is None else result * scale[:, None, None, None].astype(result.dtype)
+    return result if scale is None else result * scale[None, :, None, None, None].astype(result.dtype)
 
 
 def _scaled(x: Array, scale: Array | None) -> Array:
@@ -287,7 +287,7 @@ def _scaled(x: Array, scale: Array | None) -> Array:
         return x
     scale = scale.astype(x.dtype)
     if scale.ndim == 1:
-        return x * scale[:, None, None, None]
+        return x * scale[None, :, None, None, None]
     return x * jnp.swapaxes(scale, 1, 2)[:, :, None, None]
 
 

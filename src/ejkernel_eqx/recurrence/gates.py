@@ -11,6 +11,7 @@ import jax
 import jax.numpy as jnp
 from jax import Array, lax
 
+from .._broadcast import aligned, like
 from .arguments import accumulator
 
 LOG, SOFTPLUS, BOUNDED = "log", "softplus", "bounded"
@@ -59,7 +60,8 @@ def log_decay(
     assert A_log is not None
     x = wide(raw)
     rate = jnp.exp(A_log.astype(x.dtype))
-    x = x if dt_bias is None else x + dt_bias.astype(x.dtype)
+    rate, x = aligned(rate, x)
+    x = x if dt_bias is None else x + like(dt_bias.astype(x.dtype), x)
     if gate == SOFTPLUS:
         return -rate * softplus(x)
     assert lower_bound is not None
@@ -88,7 +90,7 @@ def time_step(
 ) -> Array:
     """The time step that a state space takes, from what a projection gave."""
     x = wide(dt)
-    x = x if dt_bias is None else x + dt_bias.astype(x.dtype)
+    x = x if dt_bias is None else x + like(dt_bias.astype(x.dtype), x)
     x = softplus(x) if dt_softplus else x
     if dt_limit is None:
         return x
@@ -113,4 +115,4 @@ def rms_norm(x: Array, weight: Array | None, groups: int, eps: float) -> Array:
     grouped = x.reshape(*lead, groups, heads // groups, channels)
     mean = jnp.mean(grouped * grouped, axis=(-2, -1), keepdims=True)
     x = (grouped * lax.rsqrt(mean + eps)).reshape(x.shape)
-    return x if weight is None else x * weight.astype(x.dtype)
+    return x if weight is None else x * like(weight.astype(x.dtype), x)

@@ -6,6 +6,7 @@ from typing import Any
 import jax.numpy as jnp
 from jax import Array, lax
 
+from .._broadcast import like
 from ..sequences.packing import read_ids, read_offsets
 
 
@@ -87,7 +88,7 @@ def read_packing(
 def _starts(ids: Array) -> Array:
     """Where each token's segment starts, -1 in the first; padding belongs to the segment before it."""
     axis = ids.ndim - 1
-    tokens = jnp.arange(ids.shape[-1], dtype=jnp.int32)
+    tokens = like(jnp.arange(ids.shape[-1], dtype=jnp.int32), ids)
     latest = lax.cummax(jnp.where(ids >= 0, tokens, -1), axis)
     before = jnp.concatenate([jnp.full((*ids.shape[:-1], 1), -1, jnp.int32), latest[..., :-1]], axis)
     other = jnp.take_along_axis(ids, jnp.maximum(before, 0), axis) != ids

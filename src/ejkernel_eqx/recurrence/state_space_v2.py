@@ -9,6 +9,7 @@ from jax import Array
 from jax.typing import DTypeLike
 from jaxtyping import Float, Int
 
+from .._broadcast import like
 from .._kernel import Kernel, Plan
 from .arguments import check_state_dtype, fitting, Frame, frame_of, Operands, step_frame_of
 from .gates import check_limit, finite_rate, rms_norm, silu_gated, time_step, wide
@@ -177,7 +178,7 @@ class StateSpaceV2(Kernel):
         dt = frame.mask(time_step(raw, bias, self.dt_softplus, self.dt_limit))
         # Masked by itself: what a kernel leaves at padding as the gradient must not reach `A`.
         rate = finite_rate(fitting("A", inputs.A, (heads,), "H").astype(dt.dtype))
-        g = frame.mask(dt * rate)
+        g = frame.mask(dt * like(rate, dt))
         operands = Operands(
             C,
             B,

@@ -291,7 +291,7 @@ def _nothing() -> jax.ShapeDtypeStruct:
 def _sum_tokens(x: Array, offsets: Array | None) -> Array:
     """`[B, T, HS]` summed over tokens, of packed sequences over theirs."""
     if offsets is not None:
-        token = jnp.arange(x.shape[1])
+        token = jnp.arange(x.shape[1])[None]
         inside = (token >= offsets[:, :1]) & (token < offsets[:, -1:])
         x = jnp.where(inside[..., None], x, 0.0)
     return x.sum(1)

@@ -60,7 +60,7 @@ class Chunks:
         used = sequence < sequences
         sequence = jnp.minimum(sequence, sequences - 1)
         first = pick(offsets, sequence) + (chunks - pick(begins, sequence)) * size
-        tokens = first[..., None] + jnp.arange(size, dtype=jnp.int32)
+        tokens = first[..., None] + jnp.arange(size, dtype=jnp.int32)[None, None]
         inside = used[..., None] & (tokens < pick(offsets, sequence + 1)[..., None])
         tokens = jnp.where(inside, tokens, self.length)  # past the end where there is none
         self.token_of_place = tokens.reshape(self.batch, self.places)
@@ -132,7 +132,7 @@ class Chunks:
 
     def visible(self) -> Any:
         """`[.., C, C]`: whether token `i` sees token `j` of its chunk."""
-        causal = np.tri(self.size, dtype=bool)
+        causal = np.tri(self.size, dtype=bool)[None, None]
         if self.starts is None:
             return causal
         positions = self.cut(jnp.broadcast_to(self.positions, (1, self.heads, self.places)))[..., None, :]
@@ -140,12 +140,12 @@ class Chunks:
 
     def enters(self) -> Array:
         """`[B, HS, P]`: whether the state that comes into its chunk reaches a token."""
-        return self.over_heads(self.starts < self.positions // self.size * self.size)
+        return self.over_heads(self.starts < (self.positions // self.size * self.size)[None])
 
     def leaves(self) -> Array:
         """`[B, HS, P]`: whether a token reaches the state that goes out of its chunk."""
         last = self.starts.reshape(self.batch, self.count, self.size)[..., -1:]
-        positions = self.positions.reshape(self.count, self.size)
+        positions = self.positions.reshape(1, self.count, self.size)
         return self.over_heads((positions >= last).reshape(self.batch, self.places))
 
     def passes(self) -> Array:
@@ -154,7 +154,7 @@ class Chunks:
 
     def begins(self) -> Array:
         """`[B, HS, P]`: whether a segment starts at a token."""
-        return self.over_heads(self.starts == self.positions)
+        return self.over_heads(self.starts == self.positions[None])
 
 
 def _gather(x: Array, index: Array) -> Array:

@@ -77,7 +77,7 @@ def channel_decays(g: Array) -> Decays:
 def _sums(chosen: Any, logs: Array) -> Array:
     """The sums of the log-decays that are `chosen [i, t]` for each token `i` of a block."""
     # As many products as there are blocks: of one for all, the result would have to be transposed.
-    chosen = jnp.zeros_like(logs[:, :, :1, :1]) + jnp.asarray(chosen, logs.dtype)
+    chosen = jnp.zeros_like(logs[:, :, :1, :1]) + jnp.asarray(chosen, logs.dtype)[None, None]
     return jnp.einsum("...it,...tx->...ix", chosen, logs, precision=_EXACT)
 
 
@@ -113,11 +113,14 @@ def decayed_scores(xs: tuple[Array, ...], y: Array, decays: Decays, precision: A
     """Of each of `xs` `[B, M, C, C]`: sums over channels of `x_i y_j` decayed from `j` to `i`, zero where j > i."""
     dot = lambda x, y: jnp.einsum("...rd,...sd->...rs", x, y, precision=precision)
     x_blocks, y_blocks = [blocks_of(x) for x in xs], blocks_of(y)
-    own = np.eye(y_blocks.shape[2], dtype=bool)
+    own = np.eye(y_blocks.shape[2], dtype=bool)[None, None]
 
     def add(scores: list[Array], factors: Array, pairs: Array) -> list[Array]:
         keys = y_blocks * factors
-        return [jnp.where(pairs, dot(x * factors, keys), s) for x, s in zip(x_blocks, scores, strict=True)]
+        return [
+            jnp.where(pairs[None, None], dot(x * factors, keys), s)
+            for x, s in zip(x_blocks, scores, strict=True)
+        ]
 
     scores = _over_halves(
         add, [jnp.where(own, (x * y_blocks).sum(-1)[..., None], 0) for x in x_blocks], decays
@@ -136,8 +139,10 @@ def decayed_mix(scores: Array, v: Array, decays: Decays, precision: Any) -> Arra
     size = v_blocks.shape[2]
     own = squares(scores, size)
     out = _over_halves(
-        lambda out, factors, pairs: out + factors * mix(jnp.where(pairs, own, 0), v_blocks * factors),
-        jnp.where(np.eye(size, dtype=bool), own, 0).sum(-1)[..., None] * v_blocks,
+        lambda out, factors, pairs: (
+            out + factors * mix(jnp.where(pairs[None, None], own, 0), v_blocks * factors)
+        ),
+        jnp.where(np.eye(size, dtype=bool)[None, None], own, 0).sum(-1)[..., None] * v_blocks,
         decays,
     )
     for late, early in decays.levels:

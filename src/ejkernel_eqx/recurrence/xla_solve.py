@@ -45,16 +45,15 @@ def _inverse_of_blocks(below: Array) -> Array:
     """The same within `[B, blocks, s, s]`, all squares of a level at once, by one body that a scan repeats."""
     size = below.shape[2]
     i, j = np.arange(size)[:, None], np.arange(size)
-    single = jnp.zeros_like(below) + np.eye(
-        size, dtype=below.dtype
-    )  # sharded, and varying, as the matrices are
+    # Sharded, and varying, as the matrices are.
+    single = jnp.zeros_like(below) + np.eye(size, dtype=below.dtype)[None, None]
     steps = [1 << n for n in range(size.bit_length() - 1)]
     if not steps:
         return single
     between = np.stack([(i // step == j // step + 1) & (j // step % 2 == 0) for step in steps])
 
     def body(inverse: Array, between: Array) -> tuple[Array, None]:
-        corner = _apply(inverse, _apply(jnp.where(between, below, 0), inverse))
+        corner = _apply(inverse, _apply(jnp.where(between[None, None], below, 0), inverse))
         return inverse - corner, None
 
     return lax.scan(body, single, jnp.asarray(between))[0]

@@ -30,6 +30,6 @@ def chunk_table(offsets: Array, length: int, size: int) -> ChunkTable:
     is_used = sequence < sequences
     sequence = jnp.minimum(sequence, sequences - 1)
     start = begin[sequence] + (chunk - first[sequence]) * size
-    rows = start[:, None] + jnp.arange(size, dtype=jnp.int32)
+    rows = start[:, None] + jnp.arange(size, dtype=jnp.int32)[None]
     rows = jnp.where(is_used[:, None] & (rows < end[sequence, None]), rows, length)
     return ChunkTable(first, count, sequence, chunk == first[sequence], rows)

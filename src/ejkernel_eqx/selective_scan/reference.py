@@ -6,6 +6,7 @@ import jax
 import jax.numpy as jnp
 from jax import Array, lax
 
+from .._broadcast import like
 from .spec import ScanArrays, ScanSpec, SHARED, StepArrays
 
 _BLOCK = 64
@@ -20,7 +21,7 @@ def time_step(dt: Array, bias: Array | None, softplus: bool, wide: Any) -> Array
     """The time step `[..., T, I]`: 0 where `dt` is minus infinity, with no gradient there."""
     real = dt != -jnp.inf
     step = jnp.where(real, dt, jnp.zeros((), dt.dtype)).astype(wide)
-    step = step if bias is None else step + bias.astype(wide)
+    step = step if bias is None else step + like(bias.astype(wide), step)
     step = jnp.logaddexp(step, jnp.zeros((), wide)) if softplus else step
     return jnp.where(real, step, jnp.zeros((), wide))
 
@@ -111,9 +112,9 @@ def step(arrays: StepArrays, spec: ScanSpec) -> tuple[Array, Array]:
     A = jnp.expand_dims(A, A.ndim - 2)
     bias, D = parameter(arrays.dt_bias), parameter(arrays.D)
     dt = time_step(arrays.dt, bias, spec.softplus, wide)
-    new = jnp.exp(dt[..., None] * A) * state.astype(wide) + (dt * x)[..., None] * B
+    new = jnp.exp(dt[..., None] * like(A, state)) * state.astype(wide) + (dt * x)[..., None] * B
     y = jnp.sum(new * C, axis=-1)
-    y = y if D is None else y + D * x
+    y = y if D is None else y + like(D, x) * x
     y = y if arrays.z is None else y * jax.nn.silu(arrays.z.astype(wide))
     new = new.astype(pool.dtype)
     if indices is None:

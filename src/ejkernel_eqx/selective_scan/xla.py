@@ -13,6 +13,7 @@ import jax
 import jax.numpy as jnp
 from jax import Array, lax
 
+from .._broadcast import like
 from .._sizes import least
 from ..parallel import match_varying
 from . import reference
@@ -91,7 +92,7 @@ def _row(arrays: ScanArrays, spec: ScanSpec, size: int) -> tuple[Array, Array]:
         fresh = None if arrays.starts is None else arrays.starts == jnp.arange(length, dtype=jnp.int32)
         y, final = _chunked(tokens, A, state, fresh, size)
     y = y.reshape((length, channels))
-    y = y if arrays.D is None else y + arrays.D.astype(wide) * x
+    y = y if arrays.D is None else y + like(arrays.D.astype(wide), x) * x
     y = y if arrays.z is None else y * jax.nn.silu(arrays.z.astype(wide))
     final = jnp.swapaxes(final, -1, -2).reshape((*count, channels, states))
     return y.astype(arrays.x.dtype), final.astype(spec.state_dtype)
@@ -152,9 +153,9 @@ def _group(
     fresh: Array | None, A: Array, state: Array, dt: Array, write: Array, B: Array, C: Array
 ) -> tuple[Array, Array]:
     """One token of one group: state `[N, I]`."""
-    decay = jnp.exp(dt * A)
+    decay = jnp.exp(like(dt, A) * A)
     decay = decay if fresh is None else jnp.where(fresh, jnp.zeros((), decay.dtype), decay)
-    state = decay * state + write * B[:, None]
+    state = decay * state + like(write, state) * B[:, None]
     return state, jnp.dot(C, state, precision=lax.Precision.HIGHEST)
 
 

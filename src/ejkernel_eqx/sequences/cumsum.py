@@ -8,6 +8,7 @@ import jax.numpy as jnp
 from jax import Array
 from jaxtyping import Float
 
+from .._broadcast import like
 from .packing import read_count, read_ids, read_offsets, Spans, spans_of_ids, spans_of_offsets
 
 
@@ -41,7 +42,7 @@ def chunk_local_cumsum(
     x, axis = _check(x, axis)
     size = min(read_count("chunk_size", chunk_size, least=1), max(x.shape[axis], 1))
     spans = _spans(x, axis, cu_seqlens, segment_ids)
-    index = jnp.arange(x.shape[axis], dtype=jnp.int32)
+    index = like(jnp.arange(x.shape[axis], dtype=jnp.int32), spans.start)
     start = spans.start + (index - spans.start) // size * size
     spans = Spans(start, jnp.minimum(start + size, spans.end), spans.real)
     return _within(x, axis, spans, size, reverse)
@@ -116,9 +117,9 @@ def _within(x: Array, axis: int, spans: Spans, longest: int, reverse: bool) -> A
     difference of two sums over everything, it never adds and takes away what is in other spans.
     """
     length = x.shape[axis]
-    index = jnp.arange(length, dtype=jnp.int32)
+    index = like(jnp.arange(length, dtype=jnp.int32), spans.start)
     before = spans.end - 1 - index if reverse else index - spans.start
-    before, real = (y.reshape(y.shape + (1,) * (x.ndim - axis - 1)) for y in (before, spans.real))
+    before, real = (like(y.reshape(y.shape + (1,) * (x.ndim - axis - 1)), x) for y in (before, spans.real))
     total = jnp.where(real, x, jnp.zeros_like(x))
     shift = 1
     while shift < min(longest, length):

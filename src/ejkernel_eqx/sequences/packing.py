@@ -12,6 +12,7 @@ import numpy as np
 from jax import Array
 from jaxtyping import Int
 
+from .._broadcast import like
 from .._values import check_int32, check_offsets, known, shown
 
 
@@ -140,7 +141,7 @@ def chunk_indices(cu_seqlens: Any, chunk_size: int, max_chunks: int) -> ChunkInd
     begins = jnp.concatenate([jnp.zeros_like(offsets[..., :1]), ends], axis=-1)
     sequence, there = _numbers(begins, max_chunks)
     first = jnp.take_along_axis(begins, sequence, axis=-1)
-    chunk = jnp.arange(max_chunks, dtype=jnp.int32) - first
+    chunk = like(jnp.arange(max_chunks, dtype=jnp.int32), first) - first
     return ChunkIndices(jnp.where(there, sequence, -1), jnp.where(there, chunk, -1))
 
 
@@ -165,7 +166,7 @@ def read_ids(segment_ids: Any) -> Array:
 
 
 def spans_of_offsets(offsets: Array, total: int) -> Spans:
-    index = jnp.arange(total, dtype=jnp.int32)
+    index = like(jnp.arange(total, dtype=jnp.int32), offsets)
     number, real = _numbers(offsets, total)
     following = jnp.minimum(number + 1, offsets.shape[-1] - 1)
     start, end = (jnp.take_along_axis(offsets, n, axis=-1) for n in (number, following))
@@ -175,7 +176,7 @@ def spans_of_offsets(offsets: Array, total: int) -> Spans:
 
 def _numbers(offsets: Array, total: int) -> tuple[Array, Array]:
     """How many sequences have ended at each place, at most `N`, and whether the place is in one."""
-    index = jnp.arange(total, dtype=jnp.int32)
+    index = like(jnp.arange(total, dtype=jnp.int32), offsets)
     return ended(offsets[..., 1:], total), (index >= offsets[..., :1]) & (index < offsets[..., -1:])
 
 
@@ -204,7 +205,7 @@ def spans_of_ids(ids: Array) -> Spans:
 
 
 def _positions(spans: Spans) -> Array:
-    index = jnp.arange(spans.start.shape[-1], dtype=jnp.int32)
+    index = like(jnp.arange(spans.start.shape[-1], dtype=jnp.int32), spans.start)
     return jnp.where(spans.real, index - spans.start, 0)
 
 

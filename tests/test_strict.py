@@ -1,0 +1,186 @@
+"""Operations and layers under JAX's strict settings, which a user may switch on: no promotion between dtypes or ranks, no leaked tracer.
+All are traced with their gradients; nothing is compiled."""
+
+from typing import Any
+
+import equinox as eqx
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+import ejkernel_eqx as ejx
+from tests.attention.dense import INTERPRET, normal, qkv
+from tests.convolution import cases as convolution
+from tests.nn import paged_layers, recurrent_layers
+from tests.normalization import cases as normalization
+from tests.recurrence import operations
+
+B, T, H, K, D = 2, 12, 4, 2, 16
+PLATFORMS = pytest.mark.parametrize("platform", ["xla", INTERPRET])
+IDS = jnp.array([[0] * 5 + [1] * 7, [0] * 9 + [-1] * 3])
+LENGTHS = jnp.array([12, 7])
+
+
+@pytest.fixture(autouse=True)
+def strict():
+    with jax.numpy_rank_promotion("raise"), jax.numpy_dtype_promotion("strict"):
+        yield
+
+
+def trace(function: Any, *args: Any, **kwargs: Any) -> None:
+    """The function and its gradient in all floats of its arguments."""
+
+    def loss(given: Any) -> Any:
+        out = function(*given[0], **given[1])
+        floats = jax.tree.leaves(eqx.filter(out, eqx.is_inexact_array))
+        return sum((jnp.sum(x.astype(jnp.float32)) for x in floats), jnp.zeros(()))
+
+    floats, others = eqx.partition((args, kwargs), eqx.is_inexact_array)
+    assert all(
+        x.shape == dx.shape
+        for x, dx in zip(
+            jax.tree.leaves(floats),
+            jax.tree.leaves(
+                jax.eval_shape(jax.grad(lambda floats: loss(eqx.combine(floats, others))), floats)
+            ),
+            strict=True,
+        )
+    )
+
+
+CALLS: dict[str, dict[str, Any]] = {
+    "window": dict(mask=ejx.Mask.sliding_window(4, 0)),
+    "segments": dict(segment_ids=IDS),
+    "segments of all rows": dict(segment_ids=IDS[0]),
+    "lengths": dict(q_lengths=LENGTHS, kv_lengths=LENGTHS),
+    "offsets": dict(q_offset=jnp.array([0, 3])),
+    "prefix": dict(mask=ejx.Mask.prefix(jnp.array([3, 5])) & ejx.Mask.from_lengths(9, LENGTHS)),
+    "chunks": dict(mask=ejx.Mask.chunked(4) & ejx.Mask.causal()),
+    "dense": dict(mask=ejx.Mask.from_dense(np.tri(T, dtype=bool)) & ejx.Mask.from_segments(IDS)),
+    "types": dict(mask=ejx.Mask.token_types(IDS) & ejx.Mask.from_segments(IDS[0])),
+    "runs of types": dict(
+        mask=ejx.Mask.token_types(IDS[0], runs=True) & ejx.Mask.from_lengths(None, LENGTHS)
+    ),
+    "two segments": dict(mask=ejx.Mask.from_segments(IDS[0]) & ejx.Mask.from_segments(IDS)),
+    "bias, sinks, slopes": dict(bias=normal(3, T, T), sinks=normal(4, H, 2), alibi_slopes=normal(5, H)),
+    "bias of rows": dict(bias=normal(3, B, 1, 1, T), sinks=normal(4, H)),
+    "dropout": dict(key=jax.random.key(0), inference=False),
+}
+
+
+@PLATFORMS
+@pytest.mark.parametrize("name", CALLS)
+def test_attention(platform, name):
+    options: dict[str, Any] = {"causal": name in ("offsets", "lengths", "dropout"), "platform": platform}
+    options |= {"dropout_rate": 0.1} if name == "dropout" else {}
+    trace(ejx.FlashAttention(**options), **qkv(B, t=T, s=T), **CALLS[name])
+    mask = CALLS[name].get("mask")
+    if mask is not None:
+        assert mask.as_array(T, T).shape[-2:] == (T, T)
+
+
+@PLATFORMS
+def test_packed_and_merged_attention(platform):
+    op = ejx.FlashAttention(causal=True, platform=platform)
+    trace(op, **qkv(t=T, s=T), cu_seqlens=jnp.array([0, 5, 12]))
+
+    def halves(q: Any, k: Any, v: Any, sinks: Any) -> Any:
+        parts = [
+            op(q, k[:, part], v[:, part], return_lse=True, q_offset=0) for part in (slice(0, 6), slice(6, 12))
+        ]
+        return ejx.merge_attention(*parts, sinks=sinks)
+
+    trace(halves, **qkv(B, t=T, s=T), sinks=normal(4, H, 2))
+
+
+# Decays of values run on XLA alone.
+RECURRENCES = [
+    (name, platform)
+    for name in operations.CASES
+    for platform in ("xla", INTERPRET)
+    if (name, platform) != ("linear value", INTERPRET)
+]
+
+
+@pytest.mark.parametrize("form", ["rows", "segments", "offsets", "step"])
+@pytest.mark.parametrize("name, platform", RECURRENCES)
+def test_recurrences(platform, form, name):
+    case = operations.CASES[name]
+    config = {"config": operations.CONFIG} if platform == "xla" else {"config": None}
+    module = case.module(platform=platform, **config)
+    lead = () if form == "offsets" else (B,)
+    arrays = case.make(*lead, *(() if form == "step" else (T,)), dtype=jnp.float32)
+    state = case.make_state(*((2,) if form == "offsets" else lead), dtype=jnp.float32)
+    if form == "step":
+        jax.eval_shape(lambda arrays, state: case.call(module.step, arrays, state), arrays, state)
+        return
+    more = {"rows": {}, "segments": {"segment_ids": IDS}, "offsets": {"cu_seqlens": jnp.array([0, 5, 12])}}[
+        form
+    ]
+    trace(case.run(module, **more), arrays, state)
+
+
+@PLATFORMS
+@pytest.mark.parametrize("form", ["rows", "segments", "offsets", "step"])
+def test_selective_scan(platform, form):
+    lead, channels, states = (() if form == "offsets" else (B,)), 8, 4
+    over = lead if form == "step" else (*lead, T)
+    wide, narrow = normal(0, *over, channels), normal(1, *over, 1, states)
+    given: dict[str, Any] = dict(
+        x=wide,
+        dt=wide,
+        A=-jnp.abs(normal(2, channels, states)),
+        B=narrow,
+        C=narrow,
+        D=normal(3, channels),
+        z=wide,
+    )
+    given |= dict(dt_bias=normal(4, channels))
+    state = normal(5, *((2,) if form == "offsets" else lead), channels, states)
+    op = ejx.StateSpaceV1(dt_softplus=True, platform=platform)
+    if form == "step":
+        names = ("x", "dt", "A", "B", "C")
+        call = lambda given, state: op.step(*(given.pop(n) for n in names), state, **given)
+        jax.eval_shape(call, given, state)
+        return
+    more = {"rows": {}, "segments": {"segment_ids": IDS}, "offsets": {"cu_seqlens": jnp.array([0, 5, 12])}}[
+        form
+    ]
+    trace(op, **given, initial_state=state, **more)
+
+
+@PLATFORMS
+@pytest.mark.parametrize("name", convolution.CASES)
+def test_convolution(platform, name):
+    case = convolution.CASES[name]
+    inputs, cotangents = convolution.make(case)
+    operation = ejx.CausalConv1d(case.activation, platform=platform)
+    jax.eval_shape(convolution.results, operation, inputs, case.packing, cotangents)
+
+
+@PLATFORMS
+@pytest.mark.parametrize("name", normalization.CASES)
+def test_norm(platform, name):
+    case = normalization.CASES[name]
+    jax.eval_shape(normalization.results, case.operation(platform), *normalization.make(case))
+
+
+@pytest.mark.parametrize("name", paged_layers.ATTENTION)
+def test_attention_layers(name):
+    layer, x, mask = paged_layers.attention(name), normal(0, B, T, recurrent_layers.EMBED), IDS >= 0
+    trace(lambda layer, x: layer(x, padding_mask=mask), layer, x)
+    cache = layer.init_cache(B, T)
+    for prefill in (T, 1):
+        jax.eval_shape(lambda x, cache: layer(x, cache, padding_mask=None), x[:, :prefill], cache)
+    jax.eval_shape(lambda x, cache: layer(x, cache, padding_mask=mask), x, cache)
+
+
+@pytest.mark.parametrize("name", recurrent_layers.LAYERS)
+def test_recurrent_layers(name):
+    layer = recurrent_layers.LAYERS[name].build(key=jax.random.key(0))
+    x = normal(0, B, T, recurrent_layers.EMBED)
+    trace(lambda layer, x: layer(x, layer.init_state(B), padding_mask=IDS >= 0), layer, x)
+    trace(lambda layer, x: layer(x, segment_ids=IDS), layer, x)
+    trace(lambda layer, x: layer(x, cu_seqlens=jnp.array([0, 5, 12])), layer, x[0])
+    jax.eval_shape(lambda x, state: layer(x, state), x[:, :1], layer.init_state(B))
