@@ -5,14 +5,20 @@ import gc
 import importlib.util
 import os
 import pathlib
+import re
 import shutil
 import subprocess
 import sys
 import tempfile
 
+_ASKED = os.environ.get("EJKERNEL_EQX_TESTS", "").split()
 # Compiling takes most of the suite's time: less of it, unless "optimised" is asked for. A test that measures what XLA makes of a
 # program has the fixture `optimised`.
-_OPTIMISED = os.environ.get("EJKERNEL_EQX_TESTS", "") == "optimised"
+_OPTIMISED = "optimised" in _ASKED
+# Checking annotations takes most of the rest, at import and in every trace. Those of what users call are checked always, all with
+# "checked", which `.ci/run` asks for where time is less of a matter.
+_CHECKED = "checked" in _ASKED
+_ROOMS = "attention convolution custom nn normalization paged recurrence selective_scan sequences".split()
 # Programs that run once: the CPU's newer emitters take four times as long to make them, and parts of a program are for more cores.
 _QUICK_FLAGS = ("--xla_cpu_use_fusion_emitters=false", "--xla_cpu_parallel_codegen_split_count=1")
 
@@ -54,7 +60,7 @@ jax.config.update("jax_numpy_dtype_promotion", "strict")
 
 
 def _checked_modules(package: str) -> list[str]:
-    """Every module of `package`, but for those that define Triton kernels: Triton compiles a function's source
+    """The modules whose annotations are checked, but for those that define Triton kernels: Triton compiles a function's source
     with the function's own globals, and a type-checking wrapper around the function would hide both."""
     spec = importlib.util.find_spec(package)
     if spec is None or not spec.submodule_search_locations:
@@ -65,8 +71,20 @@ def _checked_modules(package: str) -> list[str]:
         # The hook also takes in whatever lies below a name, so packages are left out: they only re-export.
         if file.stem in ("__init__", "__main__") or "triton.jit" in file.read_text(encoding="utf-8"):
             continue
-        modules.append(".".join((package, *file.relative_to(root).with_suffix("").parts)))
+        if _CHECKED or _is_public(file):
+            modules.append(".".join((package, *file.relative_to(root).with_suffix("").parts)))
     return modules
+
+
+def _is_public(file: pathlib.Path) -> bool:
+    """Whether the module has an operation, a layer or a function that its package exports: what users call."""
+    exported = set(
+        re.findall(
+            r"^from \.[\w.]* import (\w+)", (file.parent / "__init__.py").read_text(encoding="utf-8"), re.M
+        )
+    )
+    own = set(re.findall(r"^(?:class|def) (\w+)", file.read_text(encoding="utf-8"), re.M))
+    return file.parent.name in _ROOMS and bool(exported & own)
 
 
 # Annotations of the package are checked at run time, in tests only. This must come before its first import.
