@@ -1,4 +1,4 @@
-"""Operations and layers under JAX's strict settings, which a user may switch on: no promotion between dtypes or ranks, no leaked tracer.
+"""Operations and layers under JAX's strict settings, which a user may switch on: no promotion between dtypes or ranks.
 All are traced with their gradients; nothing is compiled."""
 
 from typing import Any
@@ -94,18 +94,21 @@ def test_packed_and_merged_attention(platform):
     trace(halves, **qkv(B, t=T, s=T), sinks=normal(4, H, 2))
 
 
-# Decays of values run on XLA alone.
+# Decays of values run on XLA alone. Around the kernels what is packed has the most broadcasts: the other forms where time is no matter.
+FORMS = ("segments", "rows", "offsets", "step")
 RECURRENCES = [
-    (name, platform)
+    pytest.param(
+        name, platform, form, marks=() if "xla" in platform or form == "segments" else pytest.mark.slow
+    )
     for name in operations.CASES
     for platform in ("xla", INTERPRET)
+    for form in FORMS
     if (name, platform) != ("linear value", INTERPRET)
 ]
 
 
-@pytest.mark.parametrize("form", ["rows", "segments", "offsets", "step"])
-@pytest.mark.parametrize("name, platform", RECURRENCES)
-def test_recurrences(platform, form, name):
+@pytest.mark.parametrize("name, platform, form", RECURRENCES)
+def test_recurrences(name, platform, form):
     case = operations.CASES[name]
     config = {"config": operations.CONFIG} if platform == "xla" else {"config": None}
     module = case.module(platform=platform, **config)
@@ -141,7 +144,8 @@ def test_selective_scan(platform, form):
     op = ejx.StateSpaceV1(dt_softplus=True, platform=platform)
     if form == "step":
         names = ("x", "dt", "A", "B", "C")
-        call = lambda given, state: op.step(*(given.pop(n) for n in names), state, **given)
+        step: Any = op.step
+        call = lambda given, state: step(*(given.pop(n) for n in names), state, **given)
         jax.eval_shape(call, given, state)
         return
     more = {"rows": {}, "segments": {"segment_ids": IDS}, "offsets": {"cu_seqlens": jnp.array([0, 5, 12])}}[
