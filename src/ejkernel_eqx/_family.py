@@ -16,6 +16,7 @@ import jax.numpy as jnp
 from jax import Array
 from jax.ad_checkpoint import checkpoint_name
 
+from ._jitted import jitted
 from ._kernel import Plan
 from ._reverse_only import FORWARD_MODE, reverse_only
 from ._tolerances import TOLERANCES
@@ -25,7 +26,7 @@ from .dispatch import (
     Cost,
     FORWARD,
     Implementation,
-    on_selection,
+    listening,
     Part,
     Platform,
     Problem,
@@ -34,7 +35,7 @@ from .dispatch import (
     Workload,
 )
 from .dispatch.labels import kernel_scope
-from .parallel import match_sharding, match_varying, opaque
+from .parallel import given_of, how_split, match_sharding, match_varying, opaque, over_mesh
 
 Named = dict[str, Array]
 
@@ -62,19 +63,23 @@ class Family:
 
     def call(self, plan: Plan, operation: str, arrays: Any, spec: Any) -> Named:
         """The results on the platform that the plan chooses: the only way from an operation to a kernel."""
+        return jitted(self._call, plan, operation, spec)(arrays)
+
+    def _call(self, plan: Plan, operation: str, spec: Any, arrays: Any) -> Named:
         selection = plan.select(self.problem_of(operation, arrays, spec), quiet=True)
         platform = selection.implementation.load()
-        if not getattr(platform, "OPAQUE", False):
-            with kernel_scope(announce(selection)):
-                return platform.apply(arrays, spec, selection.config)
-        given = _given(arrays)
-        given = reverse_only(match_varying(given, given), operation, selection.platform, FORWARD_MODE)
-        return self._differentiable(plan, selection, spec)(given)
+        given = given_of(arrays)
+        if getattr(platform, "OPAQUE", False):
+            given = reverse_only(match_varying(given, given), operation, selection.platform, FORWARD_MODE)
+            return self._differentiable(plan, selection, spec)(given)
+        with kernel_scope(announce(selection)):
+            transparent = lambda given: platform.apply(self.make(**given), spec, selection.config)
+            return over_mesh(transparent, given, self.axes_of(arrays))
 
     def _differentiable(self, plan: Plan, selection: Selection, spec: Any) -> Callable[[Named], Named]:
         """The call of an opaque platform as a function of its arrays."""
         platform, implementation = selection.platform, selection.implementation.load()
-        split = plan.device.count > 1 and platform is not Platform.TRITON_INTERPRET
+        split = how_split(platform, plan.device)
 
         def choose(given: Named) -> tuple[Any, Selection]:
             """By the shapes of the launch: all leading axes are merged by now."""
@@ -94,16 +99,19 @@ class Family:
                 grads = implementation.backward(arrays, spec, chosen.config, cotangents)
             return {f"d_{name}": x for name, x in grads.items()}
 
-        def over_leading_axes(function: Callable[[Named], Named], given: Named, arrays: Named) -> Named:
+        def over_leading_axes(
+            function: Callable[[Named], Named], given: Named, arrays: Named, summed: bool = False
+        ) -> Named:
             axes = self.axes_of(self.make(**arrays))
             axes |= {f"d_{name}": letters for name, letters in axes.items()}
-            return opaque(function, axes, axes, split=split, shared=self.shared)(given)
+            wrapped = opaque(function, axes, axes, split=split, shared=self.shared, summed=summed)
+            return wrapped(given)
 
         undifferentiated: list[Selection] = []
 
         @jax.custom_vjp
         def call(given: Named) -> Named:
-            with on_selection(undifferentiated.append):
+            with listening(undifferentiated.append):
                 return over_leading_axes(forward, given, given)
 
         def call_forward(given: Named) -> tuple[Named, Named]:
@@ -115,7 +123,7 @@ class Family:
 
         def call_backward(given: Named, cotangents: Named) -> tuple[dict[str, Array | None]]:
             named = {f"d_{name}": x for name, x in cotangents.items()}
-            grads = over_leading_axes(backward, given | named, given)
+            grads = over_leading_axes(backward, given | named, given, summed=True)
             return ({name: _like(grads.get(f"d_{name}"), x) for name, x in given.items()},)
 
         call.defvjp(call_forward, call_backward)
@@ -206,10 +214,6 @@ class Family:
 
         jax.eval_shape(lambda: run(inputs(0), config, execute=record))
         return found
-
-
-def _given(arrays: Any) -> Named:
-    return {name: x for name, x in arrays._asdict().items() if x is not None}
 
 
 def _like(grad: Array | None, x: Array) -> Array | None:

@@ -1,17 +1,14 @@
 """`Kernel`, the module under every operation, and `Plan`, the one static field that carries its choices."""
 
-import contextlib
 import copy
 import dataclasses
 import functools
 import hashlib
-import itertools
 import logging
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from typing import Any, cast, ClassVar, TypeVar
 
 import equinox as eqx
-import jax
 import wadler_lindig
 
 from ._inputs import Inputs
@@ -224,18 +221,6 @@ def settle(kernel: "Kernel", call: Inputs) -> Plan:
     return plan
 
 
-# Part of the key of every cache of traces: a function that JAX has traced before would make no choice.
-_asking = jax.make_user_context(0)
-_questions = itertools.count(1)
-
-
-@contextlib.contextmanager
-def hearing(listener: Callable[[Selection], None], withdrawn: Callable[[Selection], None]) -> Iterator[None]:
-    """As `on_selection`, with every function traced anew: no choice stays unheard because JAX knows a trace."""
-    with on_selection(listener, withdrawn), _asking(next(_questions)):
-        yield
-
-
 def selections_of(function: Callable[..., Any], call: Inputs) -> list[Selection]:
     """The distinct choices that a call makes, in order. Traces with shapes only; computes nothing."""
     found: list[Selection] = []
@@ -243,7 +228,7 @@ def selections_of(function: Callable[..., Any], call: Inputs) -> list[Selection]
     def forget(selection: Selection) -> None:
         found[:] = [other for other in found if other is not selection]
 
-    with hearing(found.append, forget):
+    with on_selection(found.append, forget):
         eqx.filter_eval_shape(function, *call.args, **call.kwargs)
     distinct: dict[tuple[Problem, Platform], Selection] = {}
     for selection in found:

@@ -56,4 +56,5 @@ _tangent_p.def_impl(_refuse)
 _tangent_p.def_abstract_eval(lambda tangent, *, words: tangent)
 mlir.register_lowering(_tangent_p, _refuse)
 ad.deflinear2(_tangent_p, lambda cotangent, tangent, *, words: [cotangent])
-batching.defvectorized(_tangent_p)
+# Forward mode under `vmap`: JAX's own word at this place would come first.
+batching.primitive_batchers[_tangent_p] = lambda leaves, axes, *, words: _refuse(words=words)

@@ -133,8 +133,10 @@ def test_states_past_the_largest_float16(decay):
     assert bool(jnp.isfinite(expected[0]).all())
     for actual, exact in zip(jax.tree.leaves(results), jax.tree.leaves(expected), strict=True):
         assert_close(actual, exact, "float16")
+    # All values are alike: a weighted mean of them does not depend on its weights. What cancels in its gradient is this large.
+    scale = 2**-8 * 4 / 2**-5 if decay == "normalized" else None
     for actual, exact in zip(gradients, wanted, strict=True):
-        assert_close(actual, exact, "float16", "gradient")
+        assert_close(actual, exact, "float16", "gradient", scale=scale)
 
 
 LAYERS = {

@@ -11,7 +11,7 @@ import pytest
 from jax.sharding import AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
 
-from ejkernel_eqx.parallel import opaque
+from ejkernel_eqx.parallel import opaque, Split
 
 AXES = {"x": ("T", "H4"), "scale": ("H4",), "offset": ("H4",), "out": ("T", "H4"), "total": ("H4",)}
 
@@ -25,7 +25,7 @@ def kernel(seen: list[Any], arrays: dict[str, Any]) -> dict[str, Any]:
     return {"out": out, "total": out.sum(1)}
 
 
-def call(seen: list[Any], split: bool = False) -> Any:
+def call(seen: list[Any], split: Split = Split.NOWHERE) -> Any:
     return opaque(
         functools.partial(kernel, seen), AXES, AXES, split=split, shared=frozenset({"scale", "offset"})
     )
@@ -79,7 +79,7 @@ def test_split_without_a_collective(spec):
         "scale": put(given["scale"], heads),
         "offset": put(given["offset"], heads),
     }
-    compiled = jax.jit(call(seen, split=True)).lower(sharded).compile()
+    compiled = jax.jit(call(seen, split=Split.EVERYWHERE)).lower(sharded).compile()
     assert not re.search(r"all-gather|all-reduce|collective-permute|all-to-all", compiled.as_text() or "")
     assert seen[-1][0] == (8 // (4 if spec[0] else 1), 3, 4 // (2 if spec[-1] else 1))
     result, expected = compiled(sharded), call(seen)(given)

@@ -11,7 +11,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from ejkernel_eqx.parallel import opaque
+from ejkernel_eqx.parallel import opaque, Split
 from ejkernel_eqx.recurrence import reference
 from ejkernel_eqx.recurrence.core import _step_axes
 from ejkernel_eqx.recurrence.spec import KEY, NONE, SCALAR, StepArrays, StepSpec, VALUE
@@ -190,7 +190,7 @@ def test_vmap_folds_into_one_launch(launches):
         out, state = interpreted(StepArrays(**given), case.spec, case.config)
         return {"out": out, "state": state}
 
-    call = opaque(launch, axes, axes, split=False)
+    call = opaque(launch, axes, axes, split=Split.NOWHERE)
     results = jax.vmap(call)(given)
     expected, expected_state = exact(arrays, case.spec)
     assert_close(results["out"], expected)

@@ -12,13 +12,22 @@ import jax
 from jax import Array
 from jax.ad_checkpoint import checkpoint_name
 
+from .._jitted import jitted
 from .._kernel import Plan
 from .._reverse_only import reverse_only
 from .._sizes import is_symbolic
-from ..dispatch import announce, on_selection, Platform, Problem, Selection
+from ..dispatch import announce, listening, Problem, Selection
 from ..dispatch.labels import kernel_scope
-from ..parallel import match_varying
-from .leading import LEARNED, like, opaque_over_leading_axes, over_leading_axes, per_row, withdraw_all
+from ..parallel import how_split, match_varying
+from .leading import (
+    LEARNED,
+    like,
+    opaque_over_leading_axes,
+    over_leading_axes,
+    over_mesh,
+    per_row,
+    withdraw_all,
+)
 from .spec import AttentionArrays, AttentionGrads, AttentionSpec
 from .tile_table import window_covers
 
@@ -41,14 +50,21 @@ def attend(
 
     `lse` is `None` where the platform does not give it (it was then not asked for).
     """
+    return jitted(_attend, plan, operation, spec)(arrays)
+
+
+def _attend(
+    plan: Plan, operation: str, spec: AttentionSpec, arrays: AttentionArrays
+) -> tuple[Array, Array | None]:
     selection = plan.select(problem_of(operation, arrays, spec), quiet=True)
     platform = selection.implementation.load()
     if hasattr(platform, "attend"):
         with kernel_scope(announce(selection)):
-            return platform.attend(arrays, spec), None
+            return over_mesh(lambda arrays: platform.attend(arrays, spec), arrays), None
+    call = _differentiable(plan, selection, spec)
     # Inside `shard_map` a gradient varies over every axis that any array does: so must the arrays that it belongs to.
     arrays = reverse_only(match_varying(arrays, arrays), operation, selection.platform, _FORWARD_MODE)
-    return _differentiable(plan, selection, spec)(arrays)
+    return call(arrays) if getattr(platform, "OPAQUE", False) else over_mesh(call, arrays)
 
 
 def problem_of(operation: str, arrays: AttentionArrays, spec: AttentionSpec) -> Problem:
@@ -121,9 +137,9 @@ def _differentiable(plan: Plan, selection: Selection, spec: AttentionSpec) -> Ca
             return implementation.backward(arrays, spec, chosen.config, out, lse, dout, dlse)
 
     if opaque:
-        split = plan.device.count > 1 and platform is not Platform.TRITON_INTERPRET
+        split = how_split(platform, plan.device)
         forward = opaque_over_leading_axes(forward, split)
-        backward = opaque_over_leading_axes(backward, split, per_example=LEARNED)
+        backward = opaque_over_leading_axes(backward, split, per_example=LEARNED, summed=True)
     else:
         forward, backward = over_leading_axes(forward), over_leading_axes(backward)
 
@@ -131,7 +147,7 @@ def _differentiable(plan: Plan, selection: Selection, spec: AttentionSpec) -> Ca
 
     @jax.custom_vjp
     def call(arrays: AttentionArrays) -> tuple[Array, Array]:
-        with on_selection(undifferentiated.append):
+        with listening(undifferentiated.append):
             return forward(arrays)
 
     def call_forward(arrays: AttentionArrays) -> tuple[tuple[Array, Array], _Residuals]:

@@ -10,8 +10,16 @@ import jax.numpy as jnp
 from jax import Array
 from jax.custom_batching import custom_vmap
 
-from ..dispatch import on_selection, Selection, withdraw
-from ..parallel import partition
+from ..dispatch import listening, Selection, withdraw
+from ..parallel import (
+    Axes,
+    explicit_mesh,
+    match_sharding,
+    output_shapes,
+    over_explicit_mesh,
+    partitioned,
+    Split,
+)
 from .spec import AttentionArrays, AttentionGrads, RowRanges
 
 F = TypeVar("F", bound=Callable[..., Any])
@@ -100,10 +108,24 @@ def _axes_like(value: Any, axis: int | None) -> Any:
     return jax.tree.map(lambda _: axis, value)
 
 
-def opaque_over_leading_axes(function: F, split: bool, per_example: tuple[str, ...] = ()) -> F:
+def opaque_over_leading_axes(
+    function: F, split: Split, per_example: tuple[str, ...] = (), summed: bool = False
+) -> F:
     """As `over_leading_axes`, for a kernel that the compiler cannot see into: one launch however many axes there are, with
-    gradients of the `per_example` arrays for each; `split` over devices."""
-    return _batched(_opaque(function, split), per_example)
+    gradients of the `per_example` arrays for each; `split` over devices, where an output that lacks an axis may be `summed`."""
+    return _batched(_opaque(function, split, summed), per_example)
+
+
+def over_mesh(function: Callable[[AttentionArrays], Any], arrays: AttentionArrays) -> Any:
+    """`function(arrays)`, which gives `out` and perhaps `lse`, of operations that the compiler sees into, on a mesh that types may carry."""
+    mesh = explicit_mesh(arrays)
+    if mesh is None:
+        return function(arrays)
+    (axes,) = _labels(arrays, ())
+    given = lambda outs: tuple(
+        _label(x.shape, axes, arrays) for x, axes in zip(jax.tree.leaves(outs), (_OUT_AXES, _LSE_AXES))
+    )
+    return over_explicit_mesh(mesh, function, arrays, axes, given, ("H", "K"))
 
 
 def _batched(function: F, per_example: tuple[str, ...] = ()) -> F:
@@ -118,7 +140,7 @@ def _batched(function: F, per_example: tuple[str, ...] = ()) -> F:
 
         @custom_vmap
         def one(arrays: AttentionArrays, *rest: Array) -> Any:
-            with on_selection(chosen.append):
+            with listening(chosen.append):
                 return function(arrays, *rest)
 
         @one.def_vmap
@@ -157,24 +179,29 @@ def _widen(
     return AttentionArrays(**fields), *others
 
 
-def _opaque(function: F, split: bool) -> F:
+def _opaque(function: F, split: Split, summed: bool) -> F:
     """A kernel that the compiler cannot see into: folds the leading axes to one and, on several devices, says how to split it."""
 
     def folded(arrays: AttentionArrays, *rest: Array) -> Any:
         return _fold(function, arrays, rest)
 
-    if not split:
+    if split is Split.NOWHERE:
         return folded  # type: ignore[return-value]
 
     def call(arrays: AttentionArrays, *rest: Array) -> Any:
         axes = _labels(arrays, rest)
-        asked: list[Selection] = []
-        with on_selection(asked.append):
-            outs = partition.output_shapes(folded, arrays, *rest)
-        withdraw_all(asked)
+        outs = output_shapes(folded, arrays, *rest)
         out_axes = _output_labels(outs, arrays)
-        return partition.partitioned(
-            folded, (arrays, *rest), axes, outs, out_axes, split=_is_leading, group=("H", "K")
+        return partitioned(
+            folded,
+            (arrays, *rest),
+            axes,
+            outs,
+            out_axes,
+            split=_is_leading,
+            group=("H", "K"),
+            meshes=split,
+            summed=summed,
         )
 
     return call  # type: ignore[return-value]
@@ -194,7 +221,7 @@ def _present(arrays: AttentionArrays) -> AttentionArrays:
     """`_AXES` where there is an array, wrapped so that a tuple of letters is one leaf."""
     return AttentionArrays._make(
         (
-            None if x is None else jax.tree.map(partition.Axes, a, is_leaf=_is_letters)
+            None if x is None else jax.tree.map(Axes, a, is_leaf=_is_letters)
             for x, a in zip(arrays, _AXES, strict=True)
         )
     )  # type: ignore[arg-type]
@@ -208,8 +235,8 @@ def _is_letters(value: Any) -> bool:
     return isinstance(value, tuple) and not hasattr(value, "_fields")
 
 
-def _label(shape: tuple[int, ...], axes: Any, arrays: AttentionArrays) -> "partition.Axes":
-    letters = tuple(axes.letters if isinstance(axes, partition.Axes) else axes)
+def _label(shape: tuple[int, ...], axes: Any, arrays: AttentionArrays) -> "Axes":
+    letters = tuple(axes.letters if isinstance(axes, Axes) else axes)
     lead = len(shape) - len(letters)
     sizes: dict[Any, int] = dict(zip(("T", "H", "D"), arrays.q.shape[-3:], strict=True)) | dict(
         zip(("S", "K", "V"), arrays.v.shape[-3:], strict=True)
@@ -221,7 +248,7 @@ def _label(shape: tuple[int, ...], axes: Any, arrays: AttentionArrays) -> "parti
         name if size == whole and (name, size) != ("K", 1) else None
         for name, size, whole in zip(names, shape, full, strict=True)
     )
-    return partition.Axes(tuple(split))
+    return Axes(tuple(split))
 
 
 def _output_labels(outs: Any, arrays: AttentionArrays) -> Any:
@@ -277,7 +304,7 @@ def _split_grad(grad: Array, array: Array, lead: tuple[int, ...]) -> Array:
 
 
 def like(grad: Array, array: Array) -> Array:
-    return partition.match_sharding(_sum_broadcast(grad, array), array)
+    return match_sharding(_sum_broadcast(grad, array), array)
 
 
 def _sum_broadcast(grad: Array, array: Array) -> Array:

@@ -382,15 +382,20 @@ def _add(x: Array, tile: Array, start: Array, axis: int) -> Array:
     return _put(x, lax.dynamic_slice_in_dim(x, start, tile.shape[axis], axis) + tile, start, axis)
 
 
-def forward(
+def forward(arrays: AttentionArrays, spec: AttentionSpec, config: XlaConfig) -> tuple[Array, Array]:
+    """Output `[B, T, H, V]` and log-sum-exp `[B, H, T]`."""
+    if xla_symbols.has_symbols(arrays):
+        return xla_symbols.forward(_forward, arrays, spec, config)
+    return _forward(arrays, spec, config)
+
+
+def _forward(
     arrays: AttentionArrays,
     spec: AttentionSpec,
     config: XlaConfig,
     lengths: xla_symbols.Lengths | None = None,
 ) -> tuple[Array, Array]:
-    """Output `[B, T, H, V]` and log-sum-exp `[B, H, T]`. `lengths`: those without the padding of symbols."""
-    if lengths is None and xla_symbols.has_symbols(arrays):
-        return xla_symbols.forward(forward, arrays, spec, config)
+    """`lengths`: those without the padding of symbols."""
     call = _Call(arrays, spec, config.forward, lengths)
     rows = call.q.shape[:-1]
     total = call.zeros(rows)
@@ -435,11 +440,23 @@ def backward(
     lse: Array,
     dout: Array,
     dlse: Array | None,
-    lengths: xla_symbols.Lengths | None = None,
 ) -> AttentionGrads:
     """Cotangents of the differentiable arrays, from the results of `forward` and their cotangents."""
-    if lengths is None and xla_symbols.has_symbols(arrays):
-        return xla_symbols.backward(backward, arrays, spec, config, (out, lse, dout, dlse))
+    if xla_symbols.has_symbols(arrays):
+        return xla_symbols.backward(_backward, arrays, spec, config, (out, lse, dout, dlse))
+    return _backward(arrays, spec, config, out, lse, dout, dlse)
+
+
+def _backward(
+    arrays: AttentionArrays,
+    spec: AttentionSpec,
+    config: XlaConfig,
+    out: Array,
+    lse: Array,
+    dout: Array,
+    dlse: Array | None,
+    lengths: xla_symbols.Lengths | None = None,
+) -> AttentionGrads:
     call = _Call(arrays, spec, config.backward, lengths)
     given_lse, (by_row, empty) = lse, row_terms(arrays, out, lse, dout, dlse)
     q, do = _cleaned(call, empty, dout)

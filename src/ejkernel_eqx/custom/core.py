@@ -13,11 +13,12 @@ import jax
 import jax.numpy as jnp
 from jax.ad_checkpoint import checkpoint_name
 
+from .._jitted import compiled_once
 from .._kernel import Plan
 from .._reverse_only import reverse_only
-from ..dispatch import Implementation, Platform, Selection
+from ..dispatch import Implementation, Platform, Selection, somebody_listens
 from ..dispatch.labels import kernel_scope
-from ..parallel import match_varying, partition
+from ..parallel import how_split, match_sharding, match_varying, Split
 from . import folding
 from .declaration import (
     Arrays,
@@ -51,9 +52,9 @@ class Call:
     def platform(self) -> CustomPlatform:
         return self.implementation.load()
 
-    def choose(self, arrays: Arrays, quiet: bool) -> Selection:
+    def choose(self, arrays: Arrays) -> Selection:
         problem = self.declaration.problem(arrays, self.fields)
-        return self.plan.select(problem, platform=self.implementation.platform, quiet=quiet)
+        return self.plan.select(problem, platform=self.implementation.platform)
 
 
 def evaluate(kernel: Any, fields: Fields, arrays: Arrays) -> Arrays:
@@ -61,8 +62,14 @@ def evaluate(kernel: Any, fields: Fields, arrays: Arrays) -> Arrays:
     declaration: Declaration = kernel.declaration
     selection = kernel.plan.select(declaration.problem(arrays, fields), quiet=True)
     call = Call(type(kernel), fields, kernel.plan, kernel.plan.here.answers, selection.implementation)
+    evaluate = functools.partial(_evaluate, call) if somebody_listens() else compiled_once(_evaluate, call)
+    return evaluate(arrays)
+
+
+def _evaluate(call: Call, arrays: Arrays) -> Arrays:
     # Inside `shard_map` a gradient varies over every axis that any array does: so must the arrays that it belongs to.
-    return _function(call)(match_varying(arrays, arrays))
+    function, arrays = _function(call), match_varying(arrays, arrays)
+    return function(arrays) if call.platform.opaque else folding.over_mesh(function, arrays, call.declaration)
 
 
 @functools.lru_cache(maxsize=4096)
@@ -92,7 +99,7 @@ def _function(call: Call) -> Callable[[Arrays], Arrays]:
         gradients: dict[str, Any] = dict.fromkeys(arrays)
         for name, gradient in folding.sum_rows(backward(arrays, outputs, cotangents), arrays).items():
             x = arrays[name]
-            gradients[name] = partition.match_sharding(gradient.astype(x.dtype), x)
+            gradients[name] = match_sharding(gradient.astype(x.dtype), x)
         return (gradients,)
 
     function.defvjp(function_forward, function_backward)
@@ -119,19 +126,18 @@ Compute = Callable[..., Arrays]
 def _opaque(call: Call, compute: Compute) -> folding.Function:
     declaration = call.declaration
 
-    def of_rows(quiet: bool, *args: Arrays) -> Arrays:
-        return compute(call, call.choose(args[0], quiet), *args)
+    def of_rows(*args: Arrays) -> Arrays:
+        return compute(call, call.choose(args[0]), *args)
 
-    loud, shapes = (folding.folded(functools.partial(of_rows, quiet), declaration) for quiet in (False, True))
-    silent = shapes
-    if call.plan.device.count > 1 and call.implementation.platform is not Platform.TRITON_INTERPRET:
-        loud, silent = (folding.split(function, declaration, shapes) for function in (loud, silent))
-    return folding.batched(loud, silent, declaration, shapes)
+    folded = folding.folded(of_rows, declaration)
+    meshes = how_split(call.implementation.platform, call.plan.device)
+    split = folded if meshes is Split.NOWHERE else folding.split(folded, declaration, meshes)
+    return folding.batched(split, declaration, folded)
 
 
 def _transparent(call: Call, compute: Compute) -> folding.Function:
     def function(*args: Arrays) -> Arrays:
-        selection = call.choose(args[0], quiet=False)
+        selection = call.choose(args[0])
 
         def of_rows(*args: Arrays) -> Arrays:
             result = compute(call, selection, *args)

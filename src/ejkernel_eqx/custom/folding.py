@@ -4,18 +4,17 @@ Every function here takes mappings of arrays by name (inputs; or inputs, outputs
 shared input is whole, or has batch axes of its own in front ("rows"), over which it is summed in the end.
 """
 
-import functools
 import math
 from collections.abc import Callable
 from typing import Any
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 from jax import Array
 from jax.custom_batching import custom_vmap
 
-from ..parallel import partition
+from ..dispatch import listening, Selection, withdraw
+from ..parallel import Axes, explicit_mesh, output_shapes, over_explicit_mesh, partitioned, Split
 from .declaration import Arrays, Declaration, widened
 
 Function = Callable[..., Arrays]
@@ -71,77 +70,102 @@ def sum_rows(gradients: Arrays, like: Arrays) -> Arrays:
     return {name: total(x, x.ndim - like[name].ndim) for name, x in gradients.items()}
 
 
-def batched(function: Function, silent: Function, declaration: Declaration, shapes: Function) -> Function:
+def batched(function: Function, declaration: Declaration, shapes: Function) -> Function:
     """Turns every `jax.vmap` into one more batch axis: one launch, however many axes are mapped.
 
     Where an input without batch axes is mapped, or its gradient is wanted per example and does not come as rows, the calls are made
-    one after the other. `silent` announces no choice: it is traced in place of `function` where the rule of a `vmap` takes its place.
-    `shapes` is the function for asking the shapes of its results.
+    one after the other. `shapes` is the function for asking the shapes of its results.
     """
 
     def call(*args: Arrays) -> Arrays:
-        is_mapped = any(isinstance(x, _vmap_tracer()) for x in jax.tree.leaves(args))
-        return (quiet if is_mapped else loud)(*args)
+        chosen: list[Selection] = []
 
-    def rule(size: int, in_batched: list[Any], *args: Arrays) -> tuple[Any, Any]:
-        is_mapped = in_batched[0]
+        @custom_vmap
+        def one(*args: Arrays) -> Arrays:
+            with listening(chosen.append):
+                return function(*args)
 
-        def widen(name: str, x: Array, is_batched: bool) -> Array:
-            whole = is_batched or not declaration.by_name[name].batched
-            return x if whole else jnp.broadcast_to(x, (size, *x.shape))
+        @one.def_vmap
+        def rule(size: int, in_batched: list[Any], *args: Arrays) -> tuple[Any, Any]:
+            # The unmapped call was traced, but is never launched.
+            for selection in chosen:
+                withdraw(selection)
+            return _mapped_result(call, declaration, shapes, size, in_batched, args)
 
-        wide = [
-            {name: widen(name, x, flags[name]) for name, x in group.items()}
-            for group, flags in zip(args, in_batched, strict=True)
-        ]
-        if any(is_mapped[name] for name in declaration.shared) or not _all_rows(declaration, shapes, wide):
-            result = _one_by_one(call, args, in_batched)
-        else:
-            result = call(*wide)
-        return result, jax.tree.map(lambda _: True, result)
+        return one(*args)
 
-    def mappable(function: Function) -> Function:
-        call = custom_vmap(lambda *args: function(*args))
-        call.def_vmap(rule)
-        return call
-
-    loud, quiet = mappable(function), mappable(silent)
     return call
 
 
-def split(function: Function, declaration: Declaration, shapes: Function) -> Function:
+def _mapped_result(
+    call: Function,
+    declaration: Declaration,
+    shapes: Function,
+    size: int,
+    in_batched: list[Any],
+    args: tuple[Arrays, ...],
+) -> tuple[Any, Any]:
+    is_mapped = in_batched[0]
+
+    def widen(name: str, x: Array, is_batched: bool) -> Array:
+        whole = is_batched or not declaration.by_name[name].batched
+        return x if whole else jnp.broadcast_to(x, (size, *x.shape))
+
+    wide = [
+        {name: widen(name, x, flags[name]) for name, x in group.items()}
+        for group, flags in zip(args, in_batched, strict=True)
+    ]
+    if any(is_mapped[name] for name in declaration.shared) or not _all_rows(declaration, shapes, wide):
+        result = _one_by_one(call, args, in_batched)
+    else:
+        result = call(*wide)
+    return result, jax.tree.map(lambda _: True, result)
+
+
+def over_mesh(function: Function, arrays: Arrays, declaration: Declaration) -> Arrays:
+    """A function that the compiler sees into, on a mesh that the types of the arrays may carry."""
+    mesh = explicit_mesh(arrays)
+    if mesh is None:
+        return function(arrays)
+
+    def axes(group: Any) -> dict[str, Axes]:
+        named = {name: (x.ndim, declaration.by_name[name].letters) for name, x in group.items()}
+        return {
+            name: Axes((*(f"batch {i}" for i in range(ndim - len(letters))), *letters))
+            for name, (ndim, letters) in named.items()
+        }
+
+    return over_explicit_mesh(mesh, function, arrays, axes(arrays), axes, ())
+
+
+def split(function: Function, declaration: Declaration, meshes: Split) -> Function:
     """Lets the compiler split a folded function over a mesh along its batch axes."""
 
     def call(*args: Arrays) -> Arrays:
         lead = declaration.batch_shape(args[0])
 
-        def axes(group: Any) -> dict[str, partition.Axes]:
-            return {name: partition.Axes(letters(name, x)) for name, x in group.items()}
+        def axes(group: Any) -> dict[str, Axes]:
+            return {name: Axes(letters(name, x)) for name, x in group.items()}
 
         def letters(name: str, x: Any) -> tuple[str | None, ...]:
             rows = len(lead) if _has_rows(declaration, name, x) else 0
             return (*(f"b{i}" for i in range(rows)), *(None,) * (x.ndim - rows))
 
-        outs = partition.output_shapes(shapes, *args)
+        outs = output_shapes(function, *args)
         in_axes = tuple(map(axes, args))
-        return partition.partitioned(
-            function, args, in_axes, outs, axes(outs), split=_everything, group=("", "")
+        return partitioned(
+            function,
+            args,
+            in_axes,
+            outs,
+            axes(outs),
+            split=_everything,
+            group=(),
+            meshes=meshes,
+            summed=len(args) > 1,
         )
 
     return call
-
-
-@functools.cache
-def _vmap_tracer() -> type:
-    """The class of values inside `jax.vmap`, which JAX does not export."""
-    found: list[type] = []
-
-    def look(x: Any) -> Any:
-        found.append(type(x))
-        return x
-
-    jax.vmap(look)(np.zeros(1, np.float32))
-    return found[0]
 
 
 def _everything(letter: str) -> bool:
@@ -161,7 +185,7 @@ def _all_rows(declaration: Declaration, shapes: Function, args: list[Arrays]) ->
     """Whether every result has the batch axes of the arguments."""
     if len(args) == 1 or not declaration.shared:
         return True
-    result = partition.output_shapes(shapes, *args)
+    result = output_shapes(shapes, *args)
     return all(_has_rows(declaration, name, x) for name, x in result.items())
 
 

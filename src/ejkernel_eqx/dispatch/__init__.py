@@ -38,10 +38,12 @@ from .registry import Implementation as Implementation
 from .registry import kernel_registry as kernel_registry
 from .registry import KernelRegistry as KernelRegistry
 from .selection import announce as announce
+from .selection import listening as listening
 from .selection import on_selection as on_selection
 from .selection import select as select
 from .selection import Selection as Selection
 from .selection import set_autotuner as set_autotuner
+from .selection import somebody_listens as somebody_listens
 from .selection import withdraw as withdraw
 from .snapshot import Snapshot as Snapshot
 from .snapshot import take_snapshot as take_snapshot

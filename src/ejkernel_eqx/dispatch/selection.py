@@ -6,9 +6,12 @@ snapshot and a problem, and is what happens while a call is traced.
 
 import contextlib
 import dataclasses
+import itertools
 from collections.abc import Callable, Collection, Iterator
 from contextvars import ContextVar
 from typing import Any
+
+import jax
 
 from .._errors import UnsupportedError
 from .caches import Entry, Known, memory_cache
@@ -220,6 +223,11 @@ def announce(selection: Selection) -> Selection:
     return selection
 
 
+def somebody_listens() -> bool:
+    """Whether there is anybody to be told of choices."""
+    return bool(_LISTENERS.get())
+
+
 def withdraw(selection: Selection) -> None:
     """Takes back an announced choice (this very object): `vmap` has made another call of the one that it was for."""
     for _, withdrawn in _LISTENERS.get():
@@ -227,10 +235,22 @@ def withdraw(selection: Selection) -> None:
             withdrawn(selection)
 
 
+# Part of the key of every cache of traces: a function that JAX has traced before would make no choice.
+_asking = jax.make_user_context(0)
+_questions = itertools.count(1)
+
+
 @contextlib.contextmanager
 def on_selection(listener: Listener, withdrawn: Listener | None = None) -> Iterator[None]:
     """While it is open, `listener` is told of every choice made, with the tier that answered, and `withdrawn` of those that turn
-    out not to be used: the same objects."""
+    out not to be used: the same objects. Every function is traced anew: no choice stays unheard because JAX knows a trace."""
+    with listening(listener, withdrawn), _asking(next(_questions)):
+        yield
+
+
+@contextlib.contextmanager
+def listening(listener: Listener, withdrawn: Listener | None = None) -> Iterator[None]:
+    """As `on_selection`, around code that is being traced, whose caches stay as they are."""
     token = _LISTENERS.set((*_LISTENERS.get(), (listener, withdrawn)))
     try:
         yield

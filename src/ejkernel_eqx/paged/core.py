@@ -8,10 +8,11 @@ import jax
 from jax import Array
 
 from .._errors import UnsupportedError
+from .._jitted import compiled_once, jitted
 from .._kernel import Plan
-from ..dispatch import announce, Platform, Problem
+from ..dispatch import announce, Implementation, Platform, Problem
 from ..dispatch.labels import kernel_scope
-from ..parallel import match_varying, opaque
+from ..parallel import how_split, match_varying, opaque, Split
 from .spec import PagedArrays, PagedSpec, PAGES, SHARED, WriteArrays
 from .write import write, Writer
 
@@ -21,9 +22,13 @@ _NEW = "new_"
 
 def attend(plan: Plan, operation: str, arrays: PagedArrays, spec: PagedSpec) -> Named:
     """`out` and `lse` on the platform that the plan chooses: the only way from an operation of this family to a kernel."""
+    return jitted(_attend, plan, operation, spec)(arrays)
+
+
+def _attend(plan: Plan, operation: str, spec: PagedSpec, arrays: PagedArrays) -> Named:
     selection = plan.select(problem_of(operation, arrays, spec), quiet=True)
     platform = selection.implementation.load()
-    given = arrays.given
+    given, axes = arrays.given, axes_of(arrays, spec)
     if not getattr(platform, "OPAQUE", False):
         announce(selection)
 
@@ -40,9 +45,9 @@ def attend(plan: Plan, operation: str, arrays: PagedArrays, spec: PagedSpec) -> 
         with kernel_scope(chosen):
             return platform.forward(arrays, spec, chosen.config)
 
-    split = plan.device.count > 1 and selection.platform is not Platform.TRITON_INTERPRET
-    axes = axes_of(arrays, spec)
-    over_leading_axes = opaque(launch, axes, axes, split=split, shared=SHARED.intersection(given))
+    split, shared = how_split(selection.platform, plan.device), SHARED.intersection(given)
+    # To take a head out of pages is to copy all of them.
+    over_leading_axes = opaque(launch, axes, axes, split=split, shared=shared, sliced=False)
     return _not_differentiable(operation, selection.platform, over_leading_axes)(match_varying(given, given))
 
 
@@ -52,25 +57,25 @@ def writer(plan: Plan, operation: str, arrays: PagedArrays, spec: PagedSpec) -> 
     platform = selection.implementation.load()
     if not getattr(platform, "OPAQUE", False):
         return write
-    split = plan.device.count > 1 and selection.platform is not Platform.TRITON_INTERPRET
-    names = axes_of(arrays, spec)
+    names = tuple((name, letters) for name, letters in axes_of(arrays, spec).items())
+    return compiled_once(_write, selection.implementation, how_split(selection.platform, plan.device), names)
+
+
+def _write(implementation: Implementation, split: Split, names: Any, arrays: WriteArrays) -> Named:
+    axes = dict(names)
+    axes |= {"slots": ("T",)} | {f"{_NEW}{name}": ("T", *axes[name][2:]) for name in PAGES}
 
     def launch(given: Named) -> Named:
         """With one leading axis on everything."""
         new = {name.removeprefix(_NEW): x for name, x in given.items() if name.startswith(_NEW)}
-        pages = {name: x for name, x in given.items() if name in names and name != "slots"}
-        return platform.write(WriteArrays(pages, new, given["slots"]))
+        pages = {name: x for name, x in given.items() if name in arrays.pages}
+        return implementation.load().write(WriteArrays(pages, new, given["slots"]))
 
-    def call(arrays: WriteArrays) -> Named:
-        given = {**arrays.pages, "slots": arrays.slots}
-        given |= {f"{_NEW}{name}": x for name, x in arrays.new.items()}
-        axes = names | {"slots": ("T",)} | {f"{_NEW}{name}": ("T", *names[name][2:]) for name in PAGES}
-        over_leading_axes = opaque(launch, axes, axes, split=split)
-        return _not_differentiable(operation, selection.platform, over_leading_axes)(
-            match_varying(given, given)
-        )
-
-    return call
+    given = {**arrays.pages, "slots": arrays.slots}
+    given |= {f"{_NEW}{name}": x for name, x in arrays.new.items()}
+    over_leading_axes = opaque(launch, axes, axes, split=split, sliced=False)
+    call = _not_differentiable(implementation.operation, implementation.platform, over_leading_axes)
+    return call(match_varying(given, given))
 
 
 def problem_of(operation: str, arrays: PagedArrays, spec: PagedSpec) -> Problem:

@@ -4,11 +4,14 @@ On a CPU, XLA widens bfloat16 and float8 to scatter and so copies the pages of t
 """
 
 from collections.abc import Callable
+from typing import Any
 
 import jax
 import jax.numpy as jnp
 from jax import Array
 
+from .._jitted import compiled_once
+from ..parallel import Axes, explicit_mesh, over_explicit_mesh
 from .quantise import quantise
 from .spec import PAGES, WriteArrays
 
@@ -21,8 +24,41 @@ def write(arrays: WriteArrays) -> dict[str, Array]:
     Pages with leading axes are written each with its own tokens and slots, which then have these axes too; other axes in front of
     the tokens are more tokens. Scales a head may come without the leading axes.
     """
-    names = [name for name in PAGES if name in arrays.new]
-    lead = arrays.pages[names[0]].ndim - 4
+    return compiled_once(_over_mesh)(arrays)
+
+
+def _over_mesh(arrays: WriteArrays) -> dict[str, Array]:
+    mesh = explicit_mesh(arrays)
+    if mesh is None:
+        return _over_leading_axes(arrays)
+    lead = _leading(arrays)
+
+    def label(x: Any, heads: int | None, rows: int) -> Axes:
+        """The leading axes, and the heads as axis number `heads`."""
+        names: list[str | None] = [f"b{i}" for i in range(rows)] + [None] * (len(x.shape) - rows)
+        if heads is not None:
+            names[heads] = "H"
+        return Axes(tuple(names))
+
+    def pages(given: Any) -> dict[str, Axes]:
+        return {
+            name: label(
+                x, -2 if name in PAGES else -1, lead if name in PAGES or x.ndim > lead + 1 else x.ndim - 1
+            )
+            for name, x in given.items()
+        }
+
+    new = {name: label(x, -2, lead) for name, x in arrays.new.items()}
+    axes = WriteArrays(pages(arrays.pages), new, label(arrays.slots, None, lead))  # pyright: ignore
+    return over_explicit_mesh(mesh, _over_leading_axes, arrays, axes, pages, ())
+
+
+def _leading(arrays: WriteArrays) -> int:
+    return next(arrays.pages[name].ndim - 4 for name in PAGES if name in arrays.new)
+
+
+def _over_leading_axes(arrays: WriteArrays) -> dict[str, Array]:
+    lead = _leading(arrays)
     if lead == 0:
         return _write(arrays)
     axes = WriteArrays(
@@ -30,7 +66,7 @@ def write(arrays: WriteArrays) -> dict[str, Array]:
         dict.fromkeys(arrays.new, 0),  # pyright: ignore
         0,  # pyright: ignore
     )
-    return jax.vmap(write, in_axes=(axes,))(arrays)
+    return jax.vmap(_over_leading_axes, in_axes=(axes,))(arrays)
 
 
 def _write(arrays: WriteArrays) -> dict[str, Array]:

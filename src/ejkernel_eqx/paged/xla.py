@@ -7,11 +7,10 @@ after the other. Each begins at the first block that it sees, and the loops end 
 import dataclasses
 from typing import Any, NamedTuple
 
-import jax
 import jax.numpy as jnp
 from jax import Array, lax
 
-from ..parallel import match_varying, opaque
+from ..parallel import match_varying, opaque, Split
 from .core import axes_of
 from .flat import flatten_rows, gather_chunks, split_pages
 from .spec import PagedArrays, PagedSpec, SHARED
@@ -76,9 +75,9 @@ class XlaPlatform:
 
         axes = axes_of(arrays, spec)
         given = arrays.given
+        shared = SHARED.intersection(given)
         # Where types say how arrays are spread, indices into what is spread must be those of one device.
-        split = jax.sharding.get_abstract_mesh().are_all_axes_explicit
-        return opaque(folded, axes, axes, split=split, shared=SHARED.intersection(given))(given)
+        return opaque(folded, axes, axes, split=Split.EXPLICIT, shared=shared, sliced=False)(given)
 
 
 class _Call:

@@ -1,5 +1,12 @@
+from .layout import Axes as Axes
+from .mesh import explicit_mesh as explicit_mesh
+from .mesh import match_sharding as match_sharding
+from .mesh import over_explicit_mesh as over_explicit_mesh
+from .opaque import given_of as given_of
 from .opaque import opaque as opaque
-from .partition import Axes as Axes
-from .partition import match_sharding as match_sharding
+from .opaque import over_mesh as over_mesh
+from .partition import how_split as how_split
 from .partition import partitioned as partitioned
+from .partition import Split as Split
+from .shapes import output_shapes as output_shapes
 from .varying import match_varying as match_varying

@@ -8,8 +8,11 @@ import jax.numpy as jnp
 from jax import Array
 from jax.custom_batching import custom_vmap
 
-from ..dispatch import on_selection, Selection, withdraw
-from . import partition
+from ..dispatch import listening, Selection, withdraw
+from .layout import Axes
+from .mesh import explicit_mesh, over_explicit_mesh
+from .partition import partitioned, Split
+from .shapes import output_shapes
 
 Arrays = dict[str, Array]
 Function = Callable[[Arrays], Arrays]
@@ -20,15 +23,17 @@ def opaque(
     axes: Mapping[str, tuple[str, ...]],
     out_axes: Mapping[str, tuple[str, ...]],
     *,
-    split: bool,
+    split: Split,
     shared: frozenset[str] = frozenset(),
+    summed: bool = False,
+    sliced: bool = True,
 ) -> Function:
     """`function` takes and gives arrays by name, each with exactly one leading axis, the same for all; the result takes any number
     of them (none too) and folds every `jax.vmap` into them.
 
     `axes` and `out_axes` name the axes behind the leading ones, `out_axes` for every output that there may be. Equal names are equal
     axes. Names `H<n>` are heads, n of them: they are split over devices together, where every output has them and all counts divide.
-    With `split` the call says how it may be split over a mesh.
+    `split` says on which meshes it is split over the devices; `summed` and `sliced` as `parallel.partitioned` has them.
 
     Inputs named in `shared` may come without leading axes, the same for all; `function` gets them so, or with the leading axis where
     `jax.vmap` maps them.
@@ -38,9 +43,9 @@ def opaque(
         return _fold(function, arrays, axes, shared)
 
     def over_devices(arrays: Arrays) -> Arrays:
-        return _partitioned(folded, arrays, axes, out_axes)
+        return _partitioned(folded, arrays, axes, out_axes, split, summed, sliced)
 
-    return _batched(over_devices if split else folded, axes, shared)
+    return _batched(folded if split is Split.NOWHERE else over_devices, axes, shared)
 
 
 def _fold(
@@ -70,7 +75,7 @@ def _batched(function: Function, axes: Mapping[str, tuple[str, ...]], shared: fr
 
         @custom_vmap
         def one(arrays: Arrays) -> Arrays:
-            with on_selection(chosen.append):
+            with listening(chosen.append):
                 return function(arrays)
 
         @one.def_vmap
@@ -90,35 +95,68 @@ def _batched(function: Function, axes: Mapping[str, tuple[str, ...]], shared: fr
     return call
 
 
+def given_of(arrays: Any) -> Arrays:
+    """The arrays that a NamedTuple of arrays has, by name."""
+    return {name: x for name, x in arrays._asdict().items() if x is not None}
+
+
+def over_mesh(function: Function, arrays: Arrays, axes: Mapping[str, tuple[str, ...]]) -> Arrays:
+    """`function(arrays)` of operations that the compiler sees into; `axes` names the axes behind the leading ones of every array and of
+    every output, by which outputs are split on a mesh whose shardings are part of the types."""
+    mesh = explicit_mesh(arrays)
+    if mesh is None:
+        return function(arrays)
+    heads = _heads(axes)
+    return over_explicit_mesh(
+        mesh, function, arrays, _labels(axes, arrays, heads), lambda outs: _labels(axes, outs, heads), heads
+    )
+
+
 def _partitioned(
     function: Function,
     arrays: Arrays,
     axes: Mapping[str, tuple[str, ...]],
     out_axes: Mapping[str, tuple[str, ...]],
+    meshes: Split,
+    summed: bool,
+    sliced: bool,
 ) -> Arrays:
-    asked: list[Selection] = []
-    with on_selection(asked.append):
-        outs = partition.output_shapes(function, arrays)
-    for selection in asked:
-        withdraw(selection)
-    names = {n for x in (*(axes[name] for name in arrays), *(out_axes[name] for name in outs)) for n in x}
-    heads = sorted((n for n in names if _is_heads(n)), key=lambda n: -int(n[1:]))
-    # One head serves any split of the others: it is none of the axes to split.
-    shared = "H1" if len(heads) > 1 else None
-
-    def label(x: Any, letters: tuple[str, ...]) -> partition.Axes:
-        lead = (f"b{i}" for i in range(len(x.shape) - len(letters)))
-        return partition.Axes((*lead, *(None if letter == shared else letter for letter in letters)))
-
-    return partition.partitioned(
+    outs = output_shapes(function, arrays)
+    heads = _heads({n: axes[n] for n in arrays} | {f"out {n}": out_axes[n] for n in outs})
+    return partitioned(
         function,
         (arrays,),
-        ({name: label(x, axes[name]) for name, x in arrays.items()},),
+        (_labels(axes, arrays, heads),),
         outs,
-        {name: label(x, out_axes[name]) for name, x in outs.items()},
-        split=lambda name: name.startswith("b") or _is_heads(name),
-        group=tuple(name for name in heads if name != shared),
+        _labels(out_axes, outs, heads),
+        split=_is_split,
+        group=heads,
+        meshes=meshes,
+        summed=summed,
+        sliced=sliced,
     )
+
+
+def _heads(axes: Mapping[str, tuple[str, ...]]) -> tuple[str, ...]:
+    """The names of heads, the most of them first. One head serves any split of the others: it is none of the axes to split."""
+    found = sorted(
+        {n for letters in axes.values() for n in letters if _is_heads(n)}, key=lambda n: -int(n[1:])
+    )
+    return tuple(name for name in found if name != "H1" or len(found) == 1)
+
+
+def _labels(
+    axes: Mapping[str, tuple[str, ...]], arrays: Mapping[str, Any], heads: tuple[str, ...]
+) -> dict[str, Axes]:
+    def label(letters: tuple[str, ...], x: Any) -> Axes:
+        lead = (f"b{i}" for i in range(len(x.shape) - len(letters)))
+        return Axes((*lead, *(n if n in heads or not _is_heads(n) else None for n in letters)))
+
+    return {name: label(axes[name], x) for name, x in arrays.items()}
+
+
+def _is_split(name: str) -> bool:
+    return name.startswith("b") or _is_heads(name)
 
 
 def _is_heads(name: str) -> bool:

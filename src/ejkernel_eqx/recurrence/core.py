@@ -13,11 +13,12 @@ import jax.numpy as jnp
 from jax import Array
 from jax.ad_checkpoint import checkpoint_name
 
+from .._jitted import jitted
 from .._kernel import Plan
 from .._reverse_only import FORWARD_MODE, reverse_only
-from ..dispatch import announce, on_selection, Platform, Problem, Selection, withdraw
+from ..dispatch import announce, listening, Problem, Selection, withdraw
 from ..dispatch.labels import kernel_scope
-from ..parallel import match_sharding, match_varying, opaque
+from ..parallel import given_of, how_split, match_sharding, match_varying, opaque, over_mesh
 from . import reference
 from .spec import (
     CONSTANT,
@@ -41,28 +42,47 @@ Arrays = dict[str, Array]
 
 def recur(plan: Plan, operation: str, arrays: RecurrenceArrays, spec: RecurrenceSpec) -> tuple[Array, Array]:
     """`out [*, T, R, V]` in v's dtype and the final state in the spec's, on the platform that the plan chooses."""
+    return jitted(_recur, plan, operation, spec)(arrays)
+
+
+def _recur(plan: Plan, operation: str, spec: RecurrenceSpec, arrays: RecurrenceArrays) -> tuple[Array, Array]:
     selection = plan.select(problem_of(operation, arrays, spec), quiet=True)
     platform = selection.implementation.load()
-    lead = arrays.q.ndim - 3
-    if not getattr(platform, "OPAQUE", False):
-        with kernel_scope(announce(selection)):
-            call = lambda arrays: platform.apply(arrays, spec, selection.config)
-            return _over_leading(call, lead, arrays)
-    given = {name: x for name, x in arrays._asdict().items() if x is not None}
-    given = reverse_only(match_varying(given, given), operation, selection.platform, FORWARD_MODE)
-    return _differentiable(plan, selection, spec)(given)
+    given = given_of(arrays)
+    if getattr(platform, "OPAQUE", False):
+        given = reverse_only(match_varying(given, given), operation, selection.platform, FORWARD_MODE)
+        return _differentiable(plan, selection, spec)(given)
+
+    def transparent(given: Arrays) -> Arrays:
+        call = lambda arrays: platform.apply(arrays, spec, selection.config)
+        out, state = _over_leading(call, arrays.q.ndim - 3, RecurrenceArrays(**given))
+        return {"out": out, "final_state": state}
+
+    with kernel_scope(announce(selection)):
+        results = over_mesh(transparent, given, axes_of(arrays, spec))
+    return results["out"], results["final_state"]
 
 
 def step(plan: Plan, operation: str, arrays: StepArrays, spec: StepSpec) -> tuple[Array, Array]:
     """`out [*, B, R, V]` and the new states (the whole pool), on the platform that the plan chooses."""
+    return jitted(_step, plan, operation, spec)(arrays)
+
+
+def _step(plan: Plan, operation: str, spec: StepSpec, arrays: StepArrays) -> tuple[Array, Array]:
     selection = plan.select(step_problem_of(operation, arrays, spec), quiet=True)
     platform = selection.implementation.load()
-    if not getattr(platform, "OPAQUE", False):
-        with kernel_scope(announce(selection)):
-            return platform.step(arrays, spec, selection.config)
-    given = {name: x for name, x in arrays._asdict().items() if x is not None}
-    given = reverse_only(match_varying(given, given), operation, selection.platform, FORWARD_MODE)
-    return _opaque_step(plan, selection, spec)(given)
+    given = given_of(arrays)
+    if getattr(platform, "OPAQUE", False):
+        given = reverse_only(match_varying(given, given), operation, selection.platform, FORWARD_MODE)
+        return _opaque_step(plan, selection, spec)(given)
+
+    def transparent(given: Arrays) -> Arrays:
+        out, state = platform.step(StepArrays(**given), spec, selection.config)
+        return {"out": out, "state": state}
+
+    with kernel_scope(announce(selection)):
+        results = over_mesh(transparent, given, _step_axes(arrays, spec))
+    return results["out"], results["state"]
 
 
 def _over_leading(call: Callable[..., Any], lead: int, arrays: RecurrenceArrays) -> tuple[Array, Array]:
@@ -190,7 +210,7 @@ def axes_of(arrays: RecurrenceArrays, spec: RecurrenceSpec) -> dict[str, tuple[s
 def _differentiable(plan: Plan, selection: Selection, spec: RecurrenceSpec) -> Callable[[Arrays], Any]:
     """The call of an opaque platform as a function of its arrays, with the core's own backward."""
     platform, implementation = selection.platform, selection.implementation.load()
-    split = plan.device.count > 1 and platform is not Platform.TRITON_INTERPRET
+    split = how_split(platform, plan.device)
 
     def choose(given: Arrays) -> tuple[RecurrenceArrays, Selection]:
         """By the shapes of the launch: all leading axes are merged by now."""
@@ -213,13 +233,15 @@ def _differentiable(plan: Plan, selection: Selection, spec: RecurrenceSpec) -> C
             )
         return {f"d{name}": x for name, x in grads.items()}
 
-    def wrapped(function: Callable[[Arrays], Arrays], given: Arrays, arrays: RecurrenceArrays) -> Arrays:
+    def wrapped(
+        function: Callable[[Arrays], Arrays], given: Arrays, arrays: RecurrenceArrays, summed: bool = False
+    ) -> Arrays:
         axes = axes_of(arrays, spec) | dict(implementation.saved_axes(arrays, spec))
         axes |= {
             f"saved_{name}": letters for name, letters in implementation.saved_axes(arrays, spec).items()
         }
         axes |= {f"d{name}": letters for name, letters in axes.items()}
-        return opaque(function, axes, axes, split=split)(given)
+        return opaque(function, axes, axes, split=split, summed=summed)(given)
 
     def arrays_of(given: Arrays) -> RecurrenceArrays:
         return RecurrenceArrays(**{n: x for n, x in given.items() if n in RecurrenceArrays._fields})
@@ -228,7 +250,7 @@ def _differentiable(plan: Plan, selection: Selection, spec: RecurrenceSpec) -> C
 
     @jax.custom_vjp
     def call(given: Arrays) -> tuple[Array, Array]:
-        with on_selection(undifferentiated.append):
+        with listening(undifferentiated.append):
             results = wrapped(forward, given, arrays_of(given))
         return results["out"], results["final_state"]
 
@@ -247,7 +269,8 @@ def _differentiable(plan: Plan, selection: Selection, spec: RecurrenceSpec) -> C
     def call_backward(residuals: Any, cotangents: tuple[Array, Array]) -> tuple[dict[str, Array | None]]:
         given, saved = residuals
         dout, dfinal = cotangents
-        grads = wrapped(backward, {**given, **saved, "dout": dout, "dfinal_state": dfinal}, arrays_of(given))
+        everything = {**given, **saved, "dout": dout, "dfinal_state": dfinal}
+        grads = wrapped(backward, everything, arrays_of(given), summed=True)
         return (
             {
                 name: match_sharding(grads[f"d{name}"].astype(x.dtype), x) if name in FLOATS else None
@@ -262,7 +285,7 @@ def _differentiable(plan: Plan, selection: Selection, spec: RecurrenceSpec) -> C
 def _opaque_step(plan: Plan, selection: Selection, spec: StepSpec) -> Callable[[Arrays], Any]:
     """A step on an opaque platform; its gradient is that of the plain mathematics."""
     platform, implementation = selection.platform, selection.implementation.load()
-    split = plan.device.count > 1 and platform is not Platform.TRITON_INTERPRET
+    split = how_split(platform, plan.device)
 
     def launch(given: Arrays) -> Arrays:
         arrays = StepArrays(**given)
@@ -279,7 +302,7 @@ def _opaque_step(plan: Plan, selection: Selection, spec: StepSpec) -> Callable[[
     @jax.custom_vjp
     def call(given: Arrays) -> tuple[Array, Array]:
         axes = _step_axes(StepArrays(**given), spec)
-        results = opaque(launch, axes, axes, split=split)(given)
+        results: Arrays = opaque(launch, axes, axes, split=split)(given)
         return results["out"], results["state"]
 
     def call_forward(given: Arrays) -> Any:
@@ -301,18 +324,20 @@ def _step_axes(arrays: StepArrays, spec: StepSpec) -> dict[str, tuple[str, ...]]
     state_heads = arrays.state.shape[-3]
     out_heads = max(state_heads, arrays.q.shape[-2])
     channels = ("V", "D") if spec.transposed else ("D", "V")
+    # Rows with a state each are split over devices as leading axes are; a pool of states is everyone's.
+    rows, slots = ("b", "b") if arrays.indices is None else ("B", "slots")
     axes: dict[str, tuple[str, ...]] = {
-        "q": ("B", h(arrays.q), "D"),
-        "k": ("B", h(arrays.k), "D"),
-        "v": ("B", h(arrays.v), "V"),
-        "state": ("slots", f"H{state_heads}", *channels),
+        "q": (rows, h(arrays.q), "D"),
+        "k": (rows, h(arrays.k), "D"),
+        "v": (rows, h(arrays.v), "V"),
+        "state": (slots, f"H{state_heads}", *channels),
         "skip": (f"H{state_heads}", "V"),
-        "indices": ("B",),
-        "out": ("B", f"H{out_heads}", "V"),
+        "indices": (rows,),
+        "out": (rows, f"H{out_heads}", "V"),
     }
     if arrays.g is not None:
         channel = {KEY: ("D",), VALUE: ("V",)}.get(spec.decay)
-        axes["g"] = ("B", h(arrays.g), *channel) if channel else ("B", f"H{arrays.g.shape[-1]}")
+        axes["g"] = (rows, h(arrays.g), *channel) if channel else (rows, f"H{arrays.g.shape[-1]}")
     if arrays.beta is not None:
-        axes["beta"] = ("B", f"H{arrays.beta.shape[-1]}")
+        axes["beta"] = (rows, f"H{arrays.beta.shape[-1]}")
     return axes

@@ -16,13 +16,14 @@ import jax.numpy as jnp
 from jax import Array
 from jax.ad_checkpoint import checkpoint_name
 
+from .._jitted import jitted
 from .._kernel import Plan
 from .._reverse_only import FORWARD_MODE, reverse_only
-from ..dispatch import announce, on_selection, Platform, Problem, Selection, withdraw
+from ..dispatch import announce, listening, Problem, Selection, withdraw
 from ..dispatch.labels import kernel_scope
-from ..parallel import match_sharding, match_varying, opaque
+from ..parallel import given_of, how_split, match_sharding, match_varying, opaque, over_mesh
 from . import reference
-from .spec import FLOATS, parts_of, ScanArrays, ScanSpec, SHARED, STEP_FLOATS, StepArrays
+from .spec import FLOATS, ScanArrays, ScanSpec, SHARED, STEP_FLOATS, StepArrays
 
 OUT_NAME, STATE_NAME, SAVED_NAME = "selective_scan_out", "selective_scan_state", "selective_scan_saved"
 """Names for `jax.checkpoint_policies.save_only_these_names`: the results, and what only the forward kernels can make again."""
@@ -32,30 +33,46 @@ Arrays = dict[str, Array]
 
 def scan(plan: Plan, operation: str, arrays: ScanArrays, spec: ScanSpec) -> tuple[Array, Array]:
     """`out [*, T, I]` in x's dtype and the final state in the spec's, on the platform that the plan chooses."""
+    return jitted(_scan, plan, operation, spec)(arrays)
+
+
+def _scan(plan: Plan, operation: str, spec: ScanSpec, arrays: ScanArrays) -> tuple[Array, Array]:
     selection = plan.select(problem_of(operation, arrays, spec), quiet=True)
     platform = selection.implementation.load()
-    if not getattr(platform, "OPAQUE", False):
-        with kernel_scope(announce(selection)):
-            return platform.apply(arrays, spec, selection.config)
-    given = _given(arrays)
-    given = reverse_only(match_varying(given, given), operation, selection.platform, FORWARD_MODE)
-    return _differentiable(plan, selection, spec)(given)
+    given = given_of(arrays)
+    if getattr(platform, "OPAQUE", False):
+        given = reverse_only(match_varying(given, given), operation, selection.platform, FORWARD_MODE)
+        return _differentiable(plan, selection, spec)(given)
+
+    def transparent(given: Arrays) -> Arrays:
+        out, state = platform.apply(ScanArrays(**given), spec, selection.config)
+        return {"out": out, "final_state": state}
+
+    with kernel_scope(announce(selection)):
+        results = over_mesh(transparent, given, _scan_axes(arrays))
+    return results["out"], results["final_state"]
 
 
 def step(plan: Plan, operation: str, arrays: StepArrays, spec: ScanSpec) -> tuple[Array, Array]:
     """`out [*, B, I]` and the new states (the whole pool), on the platform that the plan chooses."""
+    return jitted(_step, plan, operation, spec)(arrays)
+
+
+def _step(plan: Plan, operation: str, spec: ScanSpec, arrays: StepArrays) -> tuple[Array, Array]:
     selection = plan.select(step_problem_of(operation, arrays, spec), quiet=True)
     platform = selection.implementation.load()
-    if not getattr(platform, "OPAQUE", False):
-        with kernel_scope(announce(selection)):
-            return platform.step(arrays, spec, selection.config)
-    given = _given(arrays)
-    given = reverse_only(match_varying(given, given), operation, selection.platform, FORWARD_MODE)
-    return _opaque_step(plan, selection, spec)(given)
+    given = given_of(arrays)
+    if getattr(platform, "OPAQUE", False):
+        given = reverse_only(match_varying(given, given), operation, selection.platform, FORWARD_MODE)
+        return _opaque_step(plan, selection, spec)(given)
 
+    def transparent(given: Arrays) -> Arrays:
+        out, state = platform.step(StepArrays(**given), spec, selection.config)
+        return {"out": out, "state": state}
 
-def _given(arrays: ScanArrays | StepArrays) -> Arrays:
-    return {name: x for name, x in arrays._asdict().items() if x is not None}
+    with kernel_scope(announce(selection)):
+        results = over_mesh(transparent, given, _step_axes(arrays))
+    return results["out"], results["state"]
 
 
 def problem_of(operation: str, arrays: ScanArrays, spec: ScanSpec) -> Problem:
@@ -137,15 +154,20 @@ def _scan_axes(arrays: ScanArrays) -> dict[str, tuple[str, ...]]:
     state = (*(("S",) if arrays.offsets is not None else ()), channels, "N")
     axes |= {"initial_state": state, "final_state": state, "starts": ("T",), "offsets": ("offsets",)}
     axes |= {"saved": ("chunks", "N", channels)}
-    gradients = {f"d{name}": letters for name, letters in axes.items()}
-    parts = parts_of(arrays.x.shape[-1], arrays.B.shape[-2])
-    return axes | gradients | {name: (f"H{parts}", *axes["B"]) for name in ("dB", "dC")}
+    return axes | {f"d{name}": letters for name, letters in axes.items()}
+
+
+def _step_axes(arrays: StepArrays) -> dict[str, tuple[str, ...]]:
+    # Rows with a state each are split over devices as leading axes are; a pool of states is everyone's.
+    rows, slots = ("b", "b") if arrays.indices is None else ("B", "slots")
+    axes = axes_of(arrays, rows)
+    return axes | {"state": (slots, *axes["A"]), "indices": (rows,)}
 
 
 def _differentiable(plan: Plan, selection: Selection, spec: ScanSpec) -> Callable[[Arrays], Any]:
     """The call of an opaque platform as a function of its arrays, with the core's own backward."""
     platform, implementation = selection.platform, selection.implementation.load()
-    split = plan.device.count > 1 and platform is not Platform.TRITON_INTERPRET
+    split = how_split(platform, plan.device)
 
     def arrays_of(given: Arrays) -> ScanArrays:
         return ScanArrays(**{name: x for name, x in given.items() if name in ScanArrays._fields})
@@ -166,17 +188,19 @@ def _differentiable(plan: Plan, selection: Selection, spec: ScanSpec) -> Callabl
             grads = implementation.backward(
                 arrays, spec, chosen.config, given["saved"], given["dout"], given["dfinal_state"]
             )
+        # What each block of channels gives to the projections that it shares.
+        grads |= {name: jnp.sum(grads[name], axis=1) for name in ("B", "C")}
         return {f"d{name}": x for name, x in grads.items()}
 
-    def wrapped(function: Callable[[Arrays], Arrays], given: Arrays) -> Arrays:
+    def wrapped(function: Callable[[Arrays], Arrays], given: Arrays, summed: bool = False) -> Arrays:
         axes = _scan_axes(arrays_of(given))
-        return opaque(function, axes, axes, split=split, shared=SHARED)(given)
+        return opaque(function, axes, axes, split=split, shared=SHARED, summed=summed)(given)
 
     undifferentiated: list[Selection] = []
 
     @jax.custom_vjp
     def call(given: Arrays) -> tuple[Array, Array]:
-        with on_selection(undifferentiated.append):
+        with listening(undifferentiated.append):
             results = wrapped(lambda given: forward(False, given), given)
         return results["out"], results["final_state"]
 
@@ -191,10 +215,8 @@ def _differentiable(plan: Plan, selection: Selection, spec: ScanSpec) -> Callabl
     def call_backward(residuals: Any, cotangents: tuple[Array, Array]) -> tuple[dict[str, Array | None]]:
         given, saved = residuals
         dout, dfinal = cotangents
-        grads = wrapped(backward, {**given, "saved": saved, "dout": dout, "dfinal_state": dfinal})
-        axis = given["x"].ndim - 2
-        for name in ("B", "C"):
-            grads[f"d{name}"] = jnp.sum(grads[f"d{name}"], axis=axis)
+        everything = {**given, "saved": saved, "dout": dout, "dfinal_state": dfinal}
+        grads = wrapped(backward, everything, summed=True)
         return ({name: _like(grads[f"d{name}"], x) if name in FLOATS else None for name, x in given.items()},)
 
     call.defvjp(call_forward, call_backward)
@@ -210,7 +232,7 @@ def _like(grad: Array, x: Array) -> Array:
 def _opaque_step(plan: Plan, selection: Selection, spec: ScanSpec) -> Callable[[Arrays], Any]:
     """A step on an opaque platform; its gradient is that of the plain mathematics."""
     platform, implementation = selection.platform, selection.implementation.load()
-    split = plan.device.count > 1 and platform is not Platform.TRITON_INTERPRET
+    split = how_split(platform, plan.device)
 
     def launch(given: Arrays) -> Arrays:
         arrays = StepArrays(**given)
@@ -226,10 +248,8 @@ def _opaque_step(plan: Plan, selection: Selection, spec: ScanSpec) -> Callable[[
 
     @jax.custom_vjp
     def call(given: Arrays) -> tuple[Array, Array]:
-        arrays = StepArrays(**given)
-        axes = axes_of(arrays, "B")
-        axes |= {"state": ("slots", *axes["A"]), "indices": ("B",)}
-        results = opaque(launch, axes, axes, split=split, shared=SHARED)(given)
+        axes = _step_axes(StepArrays(**given))
+        results: Arrays = opaque(launch, axes, axes, split=split, shared=SHARED)(given)
         return results["out"], results["state"]
 
     def call_forward(given: Arrays) -> Any:

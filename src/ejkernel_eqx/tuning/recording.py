@@ -8,8 +8,7 @@ from typing import Any
 import equinox as eqx
 
 from .._inputs import Inputs
-from .._kernel import hearing
-from ..dispatch import Implementation, Platform, Problem, Selection, Tier
+from ..dispatch import Implementation, on_selection, Platform, Problem, Selection, Tier
 
 
 @dataclasses.dataclass(frozen=True)
@@ -78,7 +77,7 @@ def recording() -> Iterator[list[Invocation]]:
         elif heard.pop(invocation, None):
             calls.remove(invocation)
 
-    with hearing(listen, forget):
+    with on_selection(listen, forget):
         yield calls
 
 

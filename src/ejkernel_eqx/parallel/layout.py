@@ -1,0 +1,198 @@
+"""How a call is split over a mesh, from the names of its axes: which arrays are cut where, and what a device adds up."""
+
+import dataclasses
+import itertools
+import math
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax.sharding import PartitionSpec
+
+Shape = tuple[int, ...]
+Assigned = Mapping[str, Any]
+"""Names of axes, those of a group under the group's first, and the mesh axes that each is split over."""
+
+
+@dataclasses.dataclass(frozen=True)
+class Axes:
+    """The name of every axis of one array; `None` for an axis that is never split. Equal names are equal axes."""
+
+    letters: tuple[str | None, ...]
+
+
+@dataclasses.dataclass(frozen=True, eq=False)
+class Layout:
+    """The axes of all arguments and outputs, and which of them may be split.
+
+    `group`: axes of which each is a multiple of the next: element `r` of the longest goes with element `r // (R / n)` of one of `n`. They are
+    split together. One that is shorter than the mesh axis stays whole, and each device takes the element that it needs if `sliced`, but
+    refuses the split of the group if not. `summed`: an output that lacks a split axis is the sum over it; else every output
+    must have the axis, or it is not split.
+    """
+
+    axes: tuple[tuple[str | None, ...], ...]
+    out_axes: tuple[tuple[str | None, ...], ...]
+    split: Callable[[str], bool]
+    group: tuple[str, ...]
+    summed: bool = False
+    sliced: bool = True
+
+    def _canonical(self, name: Any) -> Any:
+        """The name under which an axis is split: those of the group go together."""
+        return self.group[0] if name in self.group else name
+
+    def _splittable(self, name: str | None) -> bool:
+        if name is None or not (name in self.group or self.split(name)):
+            return False
+        name = self._canonical(name)
+        return self.summed or all(name in map(self._canonical, axes) for axes in self.out_axes)
+
+    def rule(self, shapes: Sequence[Shape]) -> tuple[str, tuple[str, ...]]:
+        """The sharding rule for the compiler, and its factors that must not be split, in order of appearance."""
+        fresh = (f"u{i}" for i in itertools.count())
+        # Heads of several counts as one factor: the compiler would split the few over a part of a mesh axis that is too large for them,
+        # which no `PartitionSpec` can say. As several, each comes as it is, and `assign` decides.
+        apart = len({size for name, size in self._named(self.axes, shapes) if name in self.group}) > 1
+        order: dict[str, bool] = {}
+
+        def factor(name: str | None) -> str:
+            spelled = next(fresh) if name is None else name if apart else self._canonical(name)
+            order[spelled] = self._splittable(name)
+            return spelled
+
+        sides = [
+            ", ".join(" ".join(map(factor, axes)) for axes in side) for side in (self.axes, self.out_axes)
+        ]
+        return " -> ".join(sides), tuple(name for name, free in order.items() if not free)
+
+    def assign(
+        self, mesh: Mapping[str, int], known: Sequence[Sequence[Any]], shapes: Sequence[Shape]
+    ) -> dict[str, Any]:
+        """What is split over which mesh axes, given how the arguments come: the first that splits an axis decides. `shapes` are those of
+        the arguments and then of the outputs."""
+        assigned: dict[str, Any] = {}
+        taken: set[str] = set()
+        for axes, spec in zip(self.axes, known, strict=True):
+            for name, entry in zip(axes, spec, strict=False):
+                canonical = self._canonical(name)
+                if entry and canonical not in assigned and self._splittable(name):
+                    if not mesh_axes(entry) & taken:
+                        assigned[canonical] = entry
+                        taken |= mesh_axes(entry)
+        return {
+            name: entry
+            for name, entry in assigned.items()
+            if self._divides(name, _parts(mesh, entry), shapes)
+        }
+
+    def _divides(self, name: str, parts: int, shapes: Sequence[Shape]) -> bool:
+        def sizes(every: Any, shapes: Any) -> set[int]:
+            return {size for other, size in self._named(every, shapes) if self._canonical(other) == name}
+
+        given, made = sizes(self.axes, shapes), sizes(self.out_axes, shapes[len(self.axes) :])
+        few = {size for size in given if size % parts}
+        if few and (not self.sliced or name not in self.group or max(given) % parts):
+            return False
+        return all(parts % size == 0 for size in few) and all(
+            size % parts == 0 or (self.summed and size in few) for size in made
+        )
+
+    def specs(
+        self,
+        mesh: Mapping[str, int],
+        assigned: Assigned,
+        shapes: Sequence[Shape],
+        out_shapes: Sequence[Shape],
+    ) -> tuple[list[PartitionSpec], list[PartitionSpec]]:
+        """How every argument and every output is split."""
+
+        def entry(name: str | None, size: int) -> Any:
+            entry = assigned.get(self._canonical(name))
+            return entry if entry and size % _parts(mesh, entry) == 0 else None
+
+        def of(every: Any, shapes: Any) -> list[PartitionSpec]:
+            return [
+                PartitionSpec(*map(entry, axes, shape)) for axes, shape in zip(every, shapes, strict=True)
+            ]
+
+        return of(self.axes, shapes), of(self.out_axes, out_shapes)
+
+    def divide(
+        self,
+        function: Callable[..., tuple[jax.Array, ...]],
+        mesh: Mapping[str, int],
+        known: Sequence[Sequence[Any]],
+        shapes: Sequence[Shape],
+        out_shapes: Sequence[Shape],
+    ) -> tuple[Callable[..., tuple[jax.Array, ...]], list[PartitionSpec], list[PartitionSpec]]:
+        """What each device runs, and how arguments and outputs are split, given how the arguments come."""
+        assigned = self.assign(mesh, known, [*shapes, *out_shapes])
+        body = self._per_device(function, mesh, assigned, shapes, out_shapes)
+        return body, *self.specs(mesh, assigned, shapes, out_shapes)
+
+    def _per_device(
+        self,
+        function: Callable[..., tuple[jax.Array, ...]],
+        mesh: Mapping[str, int],
+        assigned: Assigned,
+        shapes: Sequence[Shape],
+        out_shapes: Sequence[Shape],
+    ) -> Callable[..., tuple[jax.Array, ...]]:
+        """The function of one device's arrays: takes the heads that it needs of those that are whole, and adds up what is a sum."""
+        entry = assigned.get(self.group[0]) if self.group else None
+        parts = _parts(mesh, entry) if entry else 1
+
+        def few(axes: tuple[str | None, ...], shape: Shape) -> int | None:
+            """The axis of the group that is whole although the group is split."""
+            return next((i for i, name in enumerate(axes) if name in self.group and shape[i] % parts), None)
+
+        def take(x: jax.Array, axes: tuple[str | None, ...], shape: Shape) -> jax.Array:
+            axis = few(axes, shape)
+            if axis is None:
+                return x
+            return jax.lax.dynamic_slice_in_dim(x, _device(entry, mesh) * shape[axis] // parts, 1, axis)
+
+        def total(x: jax.Array, axes: tuple[str | None, ...], shape: Shape) -> jax.Array:
+            own = {self._canonical(name) for name in axes}
+            over = [axis for name, e in assigned.items() if name not in own for axis in _ordered(e)]
+            axis = few(axes, shape)
+            wide = x.astype(jnp.float32) if x.dtype.itemsize < 4 else x
+            if axis is not None:
+                over += _ordered(entry)
+                start = _device(entry, mesh) * shape[axis] // parts
+                whole = jnp.zeros((*x.shape[:axis], shape[axis], *x.shape[axis + 1 :]), wide.dtype)
+                wide = jax.lax.dynamic_update_slice_in_dim(whole, wide, start, axis)
+            return jax.lax.psum(wide, tuple(over)).astype(x.dtype) if over else x
+
+        def body(*flat: jax.Array) -> tuple[jax.Array, ...]:
+            results = function(*map(take, flat, self.axes, shapes))
+            return tuple(map(total, results, self.out_axes, out_shapes))
+
+        return body
+
+    @staticmethod
+    def _named(every: Any, shapes: Any) -> Iterator[tuple[str, int]]:
+        for axes, shape in zip(every, shapes, strict=False):
+            yield from ((name, size) for name, size in zip(axes, shape, strict=True) if name)
+
+
+def _device(entry: Any, mesh: Mapping[str, int]) -> jax.Array:
+    """The number of this device along the mesh axes of an entry, the first of them counting most."""
+    number = jnp.int32(0)
+    for axis in _ordered(entry):
+        number = number * mesh[axis] + jax.lax.axis_index(axis)
+    return number
+
+
+def _parts(mesh: Mapping[str, int], entry: Any) -> int:
+    return math.prod(mesh[axis] for axis in _ordered(entry))
+
+
+def _ordered(entry: Any) -> tuple[str, ...]:
+    return entry if isinstance(entry, tuple) else (entry,)
+
+
+def mesh_axes(entry: Any) -> set[str]:
+    return set(_ordered(entry))

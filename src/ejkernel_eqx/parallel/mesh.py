@@ -1,0 +1,72 @@
+"""Meshes whose shardings are part of the types, as those of `jax.make_mesh` are: the arrays of a call carry theirs along."""
+
+from collections.abc import Callable
+from typing import Any
+
+import jax
+from jax import Array
+from jax.sharding import NamedSharding, PartitionSpec
+
+from .layout import Layout
+from .shapes import inside_manual_mesh, output_shapes
+
+
+def explicit_mesh(tree: Any) -> Any:
+    """The mesh that the types of the arrays carry, with or without `jax.set_mesh` around them; else that of the context; `None` where
+    shardings are the compiler's business or the code runs per device already."""
+    if inside_manual_mesh():
+        return None
+    for leaf in jax.tree.leaves(tree):
+        mesh = getattr(getattr(jax.typeof(leaf), "sharding", None), "mesh", None)
+        if mesh is not None and mesh.explicit_axes:
+            return mesh
+    mesh = jax.sharding.get_abstract_mesh()
+    return mesh if mesh.explicit_axes else None
+
+
+def over_explicit_mesh(
+    mesh: Any,
+    function: Callable[[Any], Any],
+    args: Any,
+    axes: Any,
+    out_axes: Callable[[Any], Any],
+    group: tuple[str, ...],
+) -> Any:
+    """`function(args)` of operations that the compiler sees into, which splits them as on an automatic mesh; outputs are split
+    as the arguments say that share the names of their axes. `axes` has an `Axes` for every array; `out_axes(shapes)` gives the same for the
+    outputs."""
+    flat, treedef = jax.tree.flatten(args)
+    flat_outs, out_treedef = jax.tree.flatten(outs := output_shapes(function, args))
+    letters = [tuple(a.letters for a in jax.tree.leaves(tree)) for tree in (axes, out_axes(outs))]
+    layout = Layout(letters[0], letters[1], lambda name: True, group, summed=True)
+    shapes, out_shapes = [x.shape for x in flat], [x.shape for x in flat_outs]
+    assigned = layout.assign(mesh.shape, [spec_of(x) for x in flat], [*shapes, *out_shapes])
+    _, specs = layout.specs(mesh.shape, assigned, shapes, out_shapes)
+
+    def automatic(*flat: Array) -> tuple[Array, ...]:
+        return tuple(jax.tree.leaves(function(jax.tree.unflatten(treedef, flat))))
+
+    flat = [resharded(x, mesh, PartitionSpec(*spec_of(x))) for x in flat]
+    out_sharding = tuple(NamedSharding(mesh, spec) for spec in specs)
+    call: Any = jax.sharding.auto_axes(automatic, axes=mesh.explicit_axes, out_sharding=out_sharding)
+    return jax.tree.unflatten(out_treedef, call(*flat))
+
+
+def spec_of(x: Any) -> tuple[Any, ...]:
+    """How the type of an array says that it is split, an entry an axis."""
+    spec = tuple(getattr(getattr(jax.typeof(x), "sharding", None), "spec", ()))
+    return (*spec, *(None,) * (jax.typeof(x).ndim - len(spec)))
+
+
+def resharded(x: Array, mesh: Any, spec: PartitionSpec) -> Array:
+    """`x` split as `spec` says; `x` itself where its type says so already."""
+    padded = (*spec, *(None,) * (x.ndim - len(spec)))
+    if spec_of(x) == padded and jax.typeof(x).sharding.mesh.explicit_axes:
+        return x
+    return jax.sharding.reshard(x, NamedSharding(mesh, spec))
+
+
+def match_sharding(x: Array, like: Array) -> Array:
+    """`x` with the sharding that the type of `like` says, on a mesh where types say it; `x` itself elsewhere."""
+    mesh = explicit_mesh(like)
+    return x if mesh is None else resharded(x, mesh, PartitionSpec(*spec_of(like)))

@@ -1,0 +1,30 @@
+"""What is known of a call before it runs: where it stands, and the shapes of what it gives."""
+
+from collections.abc import Callable
+from typing import Any
+
+import jax
+
+from ..dispatch import listening, Selection, withdraw
+
+
+def inside_manual_mesh() -> bool:
+    """Whether the code being traced already runs per device (`shard_map`)."""
+    return bool(jax.sharding.get_abstract_mesh().manual_axes)
+
+
+def no_mesh() -> Any:
+    """A context in which shardings are nobody's business, as inside the body of a kernel."""
+    return jax.sharding.use_abstract_mesh(jax.sharding.AbstractMesh((), ()))
+
+
+def output_shapes(function: Callable[..., Any], *args: Any) -> Any:
+    """The shapes of the outputs of a function whose body knows no mesh. The choices that it makes are not announced: nothing is launched."""
+    asked: list[Selection] = []
+    with no_mesh(), listening(asked.append):
+        shapes = jax.eval_shape(
+            function, *jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype), args)
+        )
+    for selection in asked:
+        withdraw(selection)
+    return shapes

@@ -1,0 +1,68 @@
+"""Every layer on every kind of mesh: training, and decoding with a state or cache that is made on the way."""
+
+from typing import Any
+
+import equinox as eqx
+import jax
+import jax.numpy as jnp
+import pytest
+from jax.sharding import PartitionSpec as P
+
+import ejkernel_eqx as ejx
+from tests import meshes
+from tests.meshes import HEADS, ROWS
+from tests.nn.recurrent_layers import build, EMBED, inputs, LAYERS
+
+
+def attention(_: str) -> Any:
+    rope = ejx.nn.RotaryEmbedding(EMBED // 4)
+    return ejx.nn.MultiHeadAttention(EMBED, num_heads=4, num_kv_heads=2, rope=rope, key=jax.random.key(0))
+
+
+BUILDS = {"attention": attention, **dict.fromkeys(LAYERS, build)}
+
+
+def weights(layer: Any, layout: str) -> Any:
+    """How the layer's arrays are split: the heads of attention, as tensor parallelism has them; all else is on every device."""
+
+    def spec(path: Any, x: Any) -> Any:
+        name = jax.tree_util.keystr(path)
+        if not isinstance(layer, ejx.nn.MultiHeadAttention) or not eqx.is_array(x) or x.ndim != 2:
+            return P()
+        return meshes.spec(layout, None, HEADS) if "o_proj" in name else meshes.spec(layout, HEADS)
+
+    return jax.tree_util.tree_map_with_path(spec, eqx.filter(layer, eqx.is_array))
+
+
+@meshes.everywhere
+@pytest.mark.parametrize("name", BUILDS)
+def test_training_and_decoding(name, kind, layout):
+    layer = BUILDS[name](name)
+    arrays, static = eqx.partition(layer, eqx.is_array)
+    x = inputs(4, 3)
+
+    def everything(arrays, x):
+        layer = eqx.combine(arrays, static)
+        whole = layer(x)
+        learned, rest = eqx.partition(arrays, eqx.is_inexact_array)
+        loss = lambda learned, x: jnp.sum(jnp.sin(eqx.combine(learned, rest, static)(x)))
+        gradients = jax.grad(loss, (0, 1))(learned, x)
+        attends = isinstance(layer, ejx.nn.MultiHeadAttention)
+        state = layer.init_cache(4, max_length=5) if attends else layer.init_state(4)
+        first, state = layer(x[:, :2], state)
+        last, _ = layer(x[:, 2:], state)
+        return (whole, first, last), gradients
+
+    expected = jax.jit(everything)(arrays, x)
+    mesh = meshes.mesh_of(kind)
+    placed = meshes.place(mesh, arrays, weights(layer, layout))
+    rows = meshes.spec(layout, ROWS)
+    x = meshes.place(mesh, x, rows)
+    with meshes.context(kind, mesh):
+        outputs, gradients = jax.jit(everything)(placed, x)
+    meshes.agree(outputs, expected[0])
+    meshes.agree(gradients, expected[1], "gradient")
+    meshes.agree(jnp.concatenate(outputs[1:], 1), expected[0][0])
+    if kind != "automatic":
+        assert all(meshes.lies(y, mesh, rows) for y in outputs), [y.sharding for y in outputs]
+        assert meshes.lies(gradients[1], mesh, rows)

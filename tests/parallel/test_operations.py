@@ -1,0 +1,243 @@
+"""Every operation on every kind of mesh: its numbers, where its results lie, and that no operand moves."""
+
+import dataclasses
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import pytest
+from jax.sharding import PartitionSpec as P
+
+import ejkernel_eqx as ejx
+from ejkernel_eqx.paged.xla import XlaConfig as PagedConfig
+from tests import meshes
+from tests.attention.dense import normal
+from tests.meshes import HEADS, ROWS
+
+QKV = (ROWS, None, HEADS, None)
+IDS = jnp.array([0, 0, -1, 1, 1, 1])
+
+
+@dataclasses.dataclass(frozen=True)
+class Case:
+    """A call `build(platform)(**arrays)`, and how its arrays lie: the axes of each that rows and heads are split along."""
+
+    build: Callable[[str], Callable[..., Any]]
+    arrays: dict[str, jax.Array]
+    specs: dict[str, tuple[str | None, ...]]
+    results: tuple[tuple[str | None, ...], ...]
+    learned: tuple[str, ...] = ()
+
+
+def attention(**options: Any) -> Callable[[str], Callable[..., Any]]:
+    return lambda platform: (
+        lambda **arrays: ejx.FlashAttention(causal=True, platform=platform)(
+            **arrays, return_lse=True, **options
+        )
+    )
+
+
+def called(build: Callable[..., Any], **options: Any) -> Callable[[str], Callable[..., Any]]:
+    return lambda platform: lambda **arrays: build(platform=platform)(**arrays, **options)
+
+
+def stepped(build: Callable[..., Any]) -> Callable[[str], Callable[..., Any]]:
+    return lambda platform: build(platform=platform).step
+
+
+def qkv(heads: int = 4, kv_heads: int = 2, t: int = 6) -> dict[str, jax.Array]:
+    shapes = {"q": heads, "k": kv_heads, "v": kv_heads}
+    return {name: normal(i, 4, t, n, 8) for i, (name, n) in enumerate(shapes.items())}
+
+
+def decays(*shape: int) -> jax.Array:
+    return -jnp.abs(normal(7, *shape))
+
+
+_FULL = {"q": QKV, "k": QKV, "v": QKV}
+_STEP = {name: (ROWS, HEADS, None) for name in "qkv"}
+_STATE = (ROWS, HEADS, None, None)
+_LEARNED = ("q", "k", "v")
+
+CASES = {
+    "flash": Case(
+        attention(),
+        qkv() | {"bias": normal(3, 1, 4, 6, 6), "sinks": normal(4, 4)},
+        _FULL | {"bias": (None, HEADS), "sinks": ()},
+        (QKV, (ROWS, None, HEADS)),
+        ("q", "k", "v", "bias", "sinks"),
+    ),
+    "flash of few key heads": Case(
+        attention(segment_ids=jnp.maximum(IDS, 0)),
+        qkv(8, 1),
+        _FULL | {"k": (ROWS,), "v": (ROWS,)},
+        (QKV, (ROWS, None, HEADS)),
+        _LEARNED,
+    ),
+    "linear": Case(
+        called(ejx.LinearAttention, segment_ids=IDS),
+        qkv() | {"g": decays(4, 6, 4), "initial_state": normal(5, 4, 4, 8, 8)},
+        _FULL | {"g": (ROWS, None, HEADS), "initial_state": _STATE},
+        (QKV, _STATE),
+        (*_LEARNED, "g", "initial_state"),
+    ),
+    "gated delta": Case(
+        called(ejx.GatedDeltaRule),
+        qkv(2, 2)
+        | {"v": normal(2, 4, 6, 4, 8), "g": decays(4, 6, 4), "beta": jnp.abs(normal(6, 4, 6, 4)) / 4},
+        _FULL | {"g": (ROWS, None, HEADS), "beta": (ROWS, None, HEADS)},
+        (QKV, _STATE),
+        (*_LEARNED, "g", "beta"),
+    ),
+    "state space of one group": Case(
+        called(ejx.StateSpaceV2),
+        {
+            "x": normal(0, 4, 6, 4, 8),
+            "dt": jnp.abs(normal(1, 4, 6, 4)),
+            "A": decays(4),
+            "B": normal(2, 4, 6, 1, 8),
+            "C": normal(3, 4, 6, 1, 8),
+        },
+        {"x": QKV, "dt": (ROWS, None, HEADS), "A": (), "B": (ROWS,), "C": (ROWS,)},
+        (QKV, _STATE),
+        ("x", "dt", "A", "B", "C"),
+    ),
+    "scan": Case(
+        called(ejx.StateSpaceV1, segment_ids=IDS),
+        {
+            "x": normal(0, 4, 6, 8),
+            "dt": jnp.abs(normal(1, 4, 6, 8)),
+            "A": decays(8, 4),
+            "B": normal(2, 4, 6, 4),
+            "C": normal(3, 4, 6, 4),
+        },
+        {"x": (ROWS, None, HEADS), "dt": (ROWS, None, HEADS), "A": (HEADS,), "B": (ROWS,), "C": (ROWS,)},
+        ((ROWS, None, HEADS), (ROWS, HEADS)),
+        ("x", "dt", "A", "B", "C"),
+    ),
+    "convolution": Case(
+        called(ejx.CausalConv1d),
+        {"x": normal(0, 4, 6, 8), "weight": normal(1, 8, 3), "bias": normal(2, 8)},
+        {"x": (ROWS, None, HEADS), "weight": (HEADS,), "bias": (HEADS,)},
+        ((ROWS, None, HEADS), (ROWS, None, HEADS)),
+        ("x", "weight", "bias"),
+    ),
+    "norm": Case(
+        called(lambda platform: ejx.GatedRMSNorm(group_size=4, platform=platform)),
+        {"x": normal(0, 4, 6, 8), "z": normal(1, 4, 6, 8), "weight": normal(2, 8)},
+        {"x": (ROWS,), "z": (ROWS,), "weight": ()},
+        ((ROWS,),),
+        ("x", "z", "weight"),
+    ),
+    "step of a linear recurrence": Case(
+        stepped(ejx.LinearAttention),
+        {name: x[:, 0] for name, x in qkv().items()} | {"state": normal(5, 4, 4, 8, 8), "g": decays(4, 4)},
+        _STEP | {"state": _STATE, "g": (ROWS, HEADS)},
+        ((ROWS, HEADS), _STATE),
+    ),
+    "step of a scan": Case(
+        stepped(ejx.StateSpaceV1),
+        {
+            "x": normal(0, 4, 8),
+            "dt": jnp.abs(normal(1, 4, 8)),
+            "A": decays(8, 4),
+            "B": normal(2, 4, 4),
+            "C": normal(3, 4, 4),
+            "state": normal(4, 4, 8, 4),
+        },
+        {
+            "x": (ROWS, HEADS),
+            "dt": (ROWS, HEADS),
+            "A": (HEADS,),
+            "B": (ROWS,),
+            "C": (ROWS,),
+            "state": (ROWS, HEADS),
+        },
+        ((ROWS, HEADS), (ROWS, HEADS)),
+    ),
+}
+
+
+def leaves(results: Any) -> tuple[jax.Array, ...]:
+    return tuple(jax.tree.leaves(results))
+
+
+@meshes.everywhere
+@pytest.mark.parametrize("platform", ["xla", "triton-interpret"])
+@pytest.mark.parametrize("name", CASES)
+def test_on_a_mesh(name, platform, kind, layout):
+    if platform != "xla":
+        pytest.importorskip("triton")
+    case = CASES[name]
+    call = case.build(platform)
+
+    def everything(arrays):
+        """The results and, of a sum of them, the gradients."""
+        learned = {name: arrays[name] for name in case.learned}
+        results, pull = jax.vjp(lambda learned: leaves(call(**{**arrays, **learned})), learned)
+        return results, pull(tuple(jnp.cos(x) for x in results))
+
+    function = everything if case.learned else lambda arrays: (leaves(call(**arrays)), ())
+    expected = jax.jit(function)(case.arrays)
+    mesh = meshes.mesh_of(kind)
+    specs = {name: meshes.spec(layout, *axes) for name, axes in case.specs.items()}
+    arrays = meshes.place(mesh, case.arrays, specs)
+    with meshes.context(kind, mesh):
+        forward = jax.jit(lambda arrays: leaves(call(**arrays))).lower(arrays).compile()
+        results, gradients = jax.jit(function)(arrays)
+    meshes.agree(results, expected[0])
+    meshes.agree(gradients, expected[1], "gradient")
+    if kind == "automatic" and platform != "xla":
+        return  # a callback stays whole where the compiler splits
+    assert not meshes.collectives(forward)
+    for x, axes in zip(results, case.results, strict=True):
+        assert meshes.lies(x, mesh, meshes.spec(layout, *axes)), (x.sharding, axes)
+    for name in case.learned:
+        if "automatic" not in kind:
+            assert meshes.lies(gradients[0][name], mesh, specs[name]), (name, gradients[0][name].sharding)
+
+
+@pytest.mark.parametrize("platform", ["xla", "triton-interpret"])
+def test_mapped_rows_stay_where_they_are(platform):
+    """Layers of Equinox are mapped over the batch: `vmap` of what is split, and gradients for each example."""
+    if platform != "xla":
+        pytest.importorskip("triton")
+    attn: Any = ejx.FlashAttention(causal=True, platform=platform)
+    each = lambda q, k, v: jnp.sum(jnp.sin(attn(q, k, v)))
+    gradients = jax.vmap(jax.grad(each, (0, 1, 2)))
+    total = jax.grad(lambda *a: jnp.sum(jnp.sin(jax.vmap(attn)(*a))), (0, 1, 2))
+    arrays = tuple(qkv().values())
+    mesh = meshes.mesh_of("explicit")
+    placed = meshes.place(mesh, arrays, (P(ROWS, None, HEADS),) * 3)
+    for function in (jax.vmap(attn), gradients, total):
+        compiled = jax.jit(function).lower(*placed).compile()
+        assert not meshes.collectives(compiled)
+        results = compiled(*placed)
+        meshes.agree(results, jax.jit(function)(*arrays), "gradient")
+        assert all(meshes.lies(x, mesh, P(ROWS, None, HEADS)) for x in jax.tree.leaves(results))
+
+
+@pytest.mark.parametrize("kind", meshes.KINDS)
+def test_attention_over_pages(kind):
+    """Pages are split by key heads, queries by heads; new tokens are written where their head is."""
+    cache = ejx.PagedKVCache.init(4, page_size=4, num_kv_heads=2, head_dim=8)
+    cache = cache.bind(jnp.array([[0, 1], [2, 3]]), jnp.array([5, 7]))
+    arrays = {"q": normal(0, 2, 4, 8), "k": normal(1, 12, 2, 8), "v": normal(2, 12, 2, 8)}
+    slots = jnp.array([0, 1, 2, 3, 4, 8, 9, 10, 11, 12, 13, 14])
+    module: Any = ejx.PagedAttention(config=PagedConfig(2, 4))
+
+    def call(cache, arrays):
+        cache = cache.append(arrays["k"], arrays["v"], slots)
+        return module(arrays["q"], cache), cache.k
+
+    expected = jax.jit(call)(cache, arrays)
+    mesh = meshes.mesh_of(kind)
+    split = P(None, None, HEADS)
+    placed = meshes.place(mesh, (cache.k, cache.v), (split, split))
+    on_mesh = dataclasses.replace(cache, k=placed[0], v=placed[1])
+    arrays = meshes.place(mesh, arrays, {name: P(None, HEADS) for name in arrays})
+    with meshes.context(kind, mesh):
+        out, pages = jax.jit(call)(on_mesh, arrays)
+    meshes.agree((out, pages), expected)
+    assert meshes.lies(out, mesh, P(None, HEADS)) and meshes.lies(pages, mesh, split)
