@@ -3,7 +3,7 @@
 import collections
 import contextlib
 import re
-from typing import Any
+from typing import Any, Literal
 
 import jax
 import numpy as np
@@ -55,7 +55,7 @@ def collectives(compiled: Any) -> collections.Counter:
     return collections.Counter(COLLECTIVE.findall(compiled.as_text() or ""))
 
 
-def agree(actual: Any, expected: Any, kind: str = "forward") -> None:
+def agree(actual: Any, expected: Any, kind: Literal["forward", "gradient"] = "forward") -> None:
     got, want = (jax.tree_util.tree_leaves_with_path(tree) for tree in (actual, expected))
     for (path, x), (_, y) in zip(got, want, strict=True):
         assert_close(np.asarray(x), np.asarray(y), kind=kind, name=jax.tree_util.keystr(path))

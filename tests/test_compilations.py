@@ -1,7 +1,6 @@
 """Outside of `jax.jit`: a call like one before compiles nothing."""
 
-import contextlib
-from collections.abc import Iterator
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -9,26 +8,9 @@ import pytest
 
 import ejkernel_eqx as ejx
 from tests.attention.dense import normal, qkv
+from tests.compilations import compilations
 from tests.nn.recurrent_layers import build, inputs, LAYERS
 from tests.recurrence.operations import CASES
-
-COMPILED = "/jax/core/compile/backend_compile_duration"
-
-
-@contextlib.contextmanager
-def compilations() -> Iterator[list[str]]:
-    """The programs that are compiled while it is open."""
-    found: list[str] = []
-
-    def hear(event: str, duration: float, **_: object) -> None:
-        if event == COMPILED:
-            found.append(event)
-
-    jax.monitoring.register_event_duration_secs_listener(hear)
-    try:
-        yield found
-    finally:
-        jax.monitoring.unregister_event_duration_listener(hear)
 
 
 def check(call, *, again: int = 2):
@@ -47,7 +29,7 @@ PLATFORMS = ["xla", "triton-interpret"]
 def test_attention(platform):
     if platform != "xla":
         pytest.importorskip("triton")
-    arrays = qkv(2, t=5, s=7)
+    arrays: dict[str, Any] = qkv(2, t=5, s=7)
     ids = jnp.zeros((2, 5), jnp.int32)
 
     def call():

@@ -141,7 +141,7 @@ def test_selective_scan(platform, form):
     )
     given |= dict(dt_bias=normal(4, channels))
     state = normal(5, *((2,) if form == "offsets" else lead), channels, states)
-    op = ejx.StateSpaceV1(dt_softplus=True, platform=platform)
+    op: Any = ejx.StateSpaceV1(dt_softplus=True, platform=platform)
     if form == "step":
         names = ("x", "dt", "A", "B", "C")
         step: Any = op.step

@@ -17,9 +17,9 @@ from tests.recurrence.quick import quick
 pytestmark = pytest.mark.usefixtures("unchecked")
 
 T, S = 16, 20
-QKV = normal(0, T, 2, 16), normal(1, T, 2, 16), normal(2, T, 2, 16)
+QKV: tuple[Any, Any, Any] = normal(0, T, 2, 16), normal(1, T, 2, 16), normal(2, T, 2, 16)
 CROSS = (QKV[0], normal(1, S, 2, 16), normal(2, S, 2, 16))
-ROWS = tuple(x[None] for x in CROSS)
+ROWS: tuple[Any, Any, Any] = (CROSS[0][None], CROSS[1][None], CROSS[2][None])
 
 
 def flash(**arguments):
@@ -73,7 +73,7 @@ NUMBERS = {
     "q_lengths": (lambda value: cross(q_lengths=value), [0], [[T + 1], [-1]]),
     "mask.kv_lengths": (lambda value: cross(mask=ejx.Mask.from_lengths(kv_lengths=value)), [S], [[S + 1], [-1]]),
     "q_offset": (lambda value: cross(q_offset=value), [-3], [[2**30], [-(2**30)]]),
-    "start": (lambda value: ejx.RaggedDecodeAttention(platform="xla")(QKV[0][:3], *(x.repeat(3, 0) for x in ROWS[1:]), value, jnp.full(3, S)),
+    "start": (lambda value: ejx.RaggedDecodeAttention(platform="xla")(QKV[0][:3], ROWS[1].repeat(3, 0), ROWS[2].repeat(3, 0), value, jnp.full(3, S)),
         [0, 4, S], [[0, 0, S + 1], [-1, 0, 0]]),
     "lengths": (lambda value: paged(value), [10, 3], [[11, 3], [5, -1]]),
     "slots": (append, [-1, 7, 50], [[7, 3, 7]]),
@@ -81,7 +81,7 @@ NUMBERS = {
     "state_indices": (steps(ejx.GatedLinearAttention(platform="xla"), *_ROW, decay(3, 2, 16), state=normal(8, 5, 2, 16, 16)),
         [4, -1, 0], [[5, 0, 1], [-2, 0, 1], [3, 3, 1]]),
     "state_indices of a scan": (
-        lambda value: ejx.StateSpaceV1(platform="xla").step(*(x[:3] for x in _SCAN[:2]), _SCAN[2], *(x[:3] for x in _SCAN[3:]),
+        lambda value: ejx.StateSpaceV1(platform="xla").step(_SCAN[0][:3], _SCAN[1][:3], _SCAN[2], _SCAN[3][:3], _SCAN[4][:3],
             normal(8, 5, 6, 4), state_indices=value), [4, -1, 0], [[5, 0, 1], [3, 3, 1]]),
     "state_indices of a convolution": (
         lambda value: ejx.CausalConv1d(platform="xla").step(_X[:3], normal(6, 6, 4), None, normal(8, 5, 3, 6), state_indices=value),

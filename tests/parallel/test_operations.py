@@ -1,7 +1,7 @@
 """Every operation on every kind of mesh: its numbers, where its results lie, and that no operand moves."""
 
 import dataclasses
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import jax
@@ -25,7 +25,7 @@ class Case:
 
     build: Callable[[str], Callable[..., Any]]
     arrays: dict[str, jax.Array]
-    specs: dict[str, tuple[str | None, ...]]
+    specs: Mapping[str, tuple[str | None, ...]]
     results: tuple[tuple[str | None, ...], ...]
     learned: tuple[str, ...] = ()
 
@@ -55,8 +55,8 @@ def decays(*shape: int) -> jax.Array:
     return -jnp.abs(normal(7, *shape))
 
 
-_FULL = {"q": QKV, "k": QKV, "v": QKV}
-_STEP = {name: (ROWS, HEADS, None) for name in "qkv"}
+_FULL: dict[str, Any] = {"q": QKV, "k": QKV, "v": QKV}
+_STEP: dict[str, Any] = {name: (ROWS, HEADS, None) for name in "qkv"}
 _STATE = (ROWS, HEADS, None, None)
 _LEARNED = ("q", "k", "v")
 

@@ -1,7 +1,7 @@
 """Lengths that are symbols (`jax.export`): padded to whole tiles, with a list of tiles that is made when the exported function runs."""
 
 from collections.abc import Callable
-from typing import Any
+from typing import Any, cast
 
 import jax.numpy as jnp
 import numpy as np
@@ -71,7 +71,7 @@ def _whole(arrays: AttentionArrays, tile: Any) -> AttentionArrays:
     for name, sides in axes.items():
         x: Any = getattr(arrays, name)
         for axis, block in sides if x is not None else ():
-            x = _to_tiles(x, axis, block, _FILL.get(name, 0))
+            x = _to_tiles(cast(Array, x), axis, block, _FILL.get(name, 0))
         fields[name] = x
     if arrays.rows is not None:
         fields["rows"] = arrays.rows._make(_to_tiles(x, 1, q) for x in arrays.rows)
