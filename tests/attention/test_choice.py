@@ -14,8 +14,10 @@ import ejkernel_eqx as ejx
 from ejkernel_eqx._inputs import inputs
 from ejkernel_eqx._kernel import selections_of, with_plan
 from ejkernel_eqx.attention import cudnn, xla
+from ejkernel_eqx.attention.core import problem_of
+from ejkernel_eqx.attention.spec import AttentionArrays, AttentionSpec
 from ejkernel_eqx.attention.xla import XlaConfig, XlaTile
-from ejkernel_eqx.dispatch import Backend, Implementation, memory_cache, Platform
+from ejkernel_eqx.dispatch import Backend, DeviceFacts, Implementation, memory_cache, Platform
 from tests.attention.dense import normal, quick
 
 XLA, INTERPRET = Platform.XLA, Platform.TRITON_INTERPRET
@@ -254,3 +256,16 @@ def test_what_kernels_do_not_depend_on_does_not(name):
         for choice, call in ((one, first), (other, second))
     ]
     assert keys[0] == keys[1]
+
+
+def test_cudnn_takes_one_leading_axis_where_there_are_several_devices():
+    """It merges leading axes, and a merged axis of which the second part was split is gathered."""
+    one = DeviceFacts(Backend.GPU, "H200", "nvidia", "9.0", 132, 232448)
+    several = dataclasses.replace(one, count=2)
+
+    def reason(device, *lead):
+        arrays = AttentionArrays(*(jax.ShapeDtypeStruct((*lead, 16, 2, 16), jnp.bfloat16) for _ in "qkv"))
+        return cudnn.unsupported(problem_of("flash_attention", arrays, AttentionSpec(0.25)), device)
+
+    assert reason(one, 2, 4) is None and reason(several, 4) is None and reason(several, 1, 4) is None
+    assert "several leading axes" in (reason(several, 2, 4) or "")

@@ -71,7 +71,7 @@ def problem_of(operation: str, arrays: AttentionArrays, spec: AttentionSpec) -> 
     """The host metadata of a call; shapes are those seen here, so the local ones inside a partitioned body.
 
     Of a bias or mask the pattern of axes is named, but for the leading ones: those differ between the forward and the backward
-    of one call under `vmap`. `unseen`: the static window leaves a query without keys or a key without queries.
+    of one call under `vmap`. `nested`: more than one leading axis. `unseen`: the static window leaves a query without keys or a key without queries.
     """
     q, k, v, bias = arrays.q, arrays.k, arrays.v, arrays.bias
     dims = {"B": math.prod(q.shape[:-3]), "T": q.shape[-3], "H": q.shape[-2], "D": q.shape[-1]}
@@ -95,6 +95,7 @@ def problem_of(operation: str, arrays: AttentionArrays, spec: AttentionSpec) -> 
         "dropout": spec.dropout_rate > 0,
         "deterministic": spec.deterministic,
         "lse": spec.return_lse,
+        "nested": sum(size != 1 for size in q.shape[:-3]) > 1,
     }
     dtypes = {"qkv": q.dtype} if bias is None else {"qkv": q.dtype, "bias": bias.dtype}
     return Problem.make(
@@ -104,7 +105,7 @@ def problem_of(operation: str, arrays: AttentionArrays, spec: AttentionSpec) -> 
         flags=flags,
         lengths={"B", "T", "S"},
         counts={"H", "K"},
-        requirements={"deterministic", "lse"},
+        requirements={"deterministic", "lse", "nested"},
     )
 
 

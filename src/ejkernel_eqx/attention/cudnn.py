@@ -47,6 +47,8 @@ def unsupported(problem: Problem, device: DeviceFacts) -> str | None:
     ):
         if problem.flag(flag):
             return f"does not take {words}"
+    if problem.flag("nested") and device.count > 1:
+        return "merges several leading axes into one, which gathers what a mesh splits along them; merge them before the call"
     if problem.dtype("qkv") not in ("bfloat16", "float16"):
         return f"takes bfloat16 and float16, not {problem.dtype('qkv')}"
     return _unsupported_sizes(problem, device)
