@@ -264,8 +264,9 @@ def test_cudnn_takes_one_leading_axis_where_there_are_several_devices():
     several = dataclasses.replace(one, count=2)
 
     def reason(device, *lead):
-        arrays = AttentionArrays(*(jax.ShapeDtypeStruct((*lead, 16, 2, 16), jnp.bfloat16) for _ in "qkv"))
-        return cudnn.unsupported(problem_of("flash_attention", arrays, AttentionSpec(0.25)), device)
+        x: Any = jax.ShapeDtypeStruct((*lead, 16, 2, 16), jnp.bfloat16)
+        problem = problem_of("flash_attention", AttentionArrays(x, x, x), AttentionSpec(0.25))
+        return cudnn.unsupported(problem, device)
 
     assert reason(one, 2, 4) is None and reason(several, 4) is None and reason(several, 1, 4) is None
     assert "several leading axes" in (reason(several, 2, 4) or "")
