@@ -13,6 +13,7 @@ import ejkernel_eqx as ejx
 from ejkernel_eqx import sequences
 from tests.attention.dense import normal
 from tests.recurrence.quick import quick
+from tests.tolerances import assert_close
 
 pytestmark = pytest.mark.usefixtures("unchecked")
 
@@ -162,7 +163,7 @@ def test_traced_values_are_checked_on_request(name):
     unasked(wrong)  # nobody asked
     with ejx.check_values():
         asked = eqx.filter_jit(lambda value: call(value))
-        jax.tree.map(np.testing.assert_array_equal, asked(right), unasked(right))
+        jax.tree.map(assert_close, asked(right), unasked(right))
     with pytest.raises(RuntimeError, match=re.escape(words)):
         asked(wrong)
 
