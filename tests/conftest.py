@@ -10,6 +10,7 @@ import shutil
 import subprocess
 import sys
 import tempfile
+import zlib
 
 _ASKED = os.environ.get("EJKERNEL_EQX_TESTS", "").split()
 # Compiling takes most of the suite's time: less of it, unless "optimised" is asked for. A test that measures what XLA makes of a
@@ -89,6 +90,33 @@ def _is_public(file: pathlib.Path) -> bool:
 
 # Annotations of the package are checked at run time, in tests only. This must come before its first import.
 jaxtyping.install_import_hook(_checked_modules("ejkernel_eqx"), "beartype.beartype")
+
+
+@pytest.hookimpl(tryfirst=True)  # before `-m` chooses
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Of a test marked `few(n)`, n cases run by default, chosen to have as many of the parameters' values as they can; the others are slow."""
+    tests: dict[tuple[object, ...], list[pytest.Function]] = {}
+    for item in items:
+        if isinstance(item, pytest.Function) and item.get_closest_marker("few"):
+            tests.setdefault((item.path, item.cls, item.originalname), []).append(item)
+    for cases in tests.values():
+        marker = cases[0].get_closest_marker("few")
+        assert marker is not None
+        (number,) = marker.args
+        for case in _others(cases, number):
+            case.add_marker(pytest.mark.slow)
+
+
+def _others(cases: list[pytest.Function], number: int) -> list[pytest.Function]:
+    """The cases beside `number` chosen ones: each next one has the most values of parameters that none before has."""
+    left = [case for case in cases if not case.get_closest_marker("slow")]
+    seen: set[tuple[str, int]] = set()
+    for _ in range(min(number, len(left))):
+        values = [set(case.callspec.indices.items()) for case in left]
+        best = max(range(len(left)), key=lambda i: (len(values[i] - seen), zlib.crc32(left[i].name.encode())))
+        seen |= values[best]
+        del left[best]
+    return left
 
 
 @pytest.fixture(autouse=True, scope="module")

@@ -25,6 +25,7 @@ def check(call, *, again: int = 2):
 PLATFORMS = ["xla", "triton-interpret"]
 
 
+@pytest.mark.few(1)
 @pytest.mark.parametrize("platform", PLATFORMS)
 def test_attention(platform):
     if platform != "xla":
@@ -60,6 +61,7 @@ def test_attention_with_weights():
     check(lambda: ejx.ScaledDotProductAttention()(*arrays.values()))
 
 
+@pytest.mark.few(1)
 @pytest.mark.parametrize("name", ["linear constant", "gated delta softplus", "state space norm"])
 @pytest.mark.parametrize("platform", PLATFORMS)
 def test_recurrences(name, platform):
@@ -88,6 +90,7 @@ def test_scans_convolutions_and_norms():
     check(call)
 
 
+@pytest.mark.few(1)
 @pytest.mark.parametrize("name", LAYERS)
 def test_recurrent_layers(name):
     """The whole pass, and decoding token by token."""
@@ -100,6 +103,7 @@ def test_recurrent_layers(name):
     check(call)
 
 
+@pytest.mark.slow
 def test_attention_layer_decodes():
     layer = ejx.nn.MultiHeadAttention(
         16, num_heads=4, num_kv_heads=2, rope=ejx.nn.RotaryEmbedding(4), key=jax.random.key(0)

@@ -163,6 +163,7 @@ def model():
 X = shape(2, 16, 2, 8)
 
 
+@pytest.mark.few(1)
 @pytest.mark.parametrize("jit", [lambda f: f, eqx.filter_jit])
 def test_choices_know_their_place(jit):
     paths = lambda *call: [(c.path, "causal" in c.problem) for c in ejx.explain(*call).choices]

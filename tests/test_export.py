@@ -48,6 +48,7 @@ ATTENTION: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
 }
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "name",
     ["causal", pytest.param("window", marks=pytest.mark.slow), pytest.param("all", marks=pytest.mark.slow)],
@@ -162,6 +163,7 @@ RECURRENCES: dict[str, tuple[Any, Call]] = {
 }
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "name",
     [pytest.param(name, marks=() if name == "linear" else pytest.mark.slow) for name in RECURRENCES],
@@ -180,6 +182,7 @@ def short(module, x, segments):
     return {"out": norm(out, x, jnp.ones(6, x.dtype)), "state": state}
 
 
+@pytest.mark.slow
 def test_scan_convolution_and_norm_of_any_length():
     modules = (ejx.CausalConv1d(), ejx.GatedRMSNorm(), ejx.StateSpaceV1())
     sizes = ("b,t,6", ("b,t", jnp.int32))

@@ -29,6 +29,7 @@ FAMILIES = {
 }  # fmt: skip
 
 
+@pytest.mark.few(1)
 @pytest.mark.parametrize("packing", PACKINGS)
 @pytest.mark.parametrize("platform", ["xla", pytest.param("triton-interpret", marks=pytest.mark.slow)])
 @pytest.mark.parametrize("family", FAMILIES)

@@ -62,6 +62,7 @@ def padded_offsets(lengths, head=0):
     return packed([*lengths, *[0] * (5 - len(lengths))], head)
 
 
+@pytest.mark.slow
 @quickly
 @given(lengths=LENGTHS, head=st.integers(0, 3))
 def test_offsets_ids_positions_and_back(lengths, head):
@@ -94,6 +95,7 @@ def test_every_run_is_a_sequence(runs, tail):
     )
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("total", [0, 1])
 def test_nearly_nothing(total):
     offsets, ids = np.array([0, total]), np.zeros(total, np.int32)
@@ -128,6 +130,7 @@ def test_inside_jit_what_does_not_fit_joins_nothing():
     assert few.sequence.tolist() == [0, 0] and few.chunk.tolist() == [0, 1]
 
 
+@pytest.mark.slow
 @quickly
 @given(lengths=LENGTHS, size=st.sampled_from([1, 3]), head=st.integers(0, 3))
 def test_chunk_indices(lengths, size, head):
@@ -141,6 +144,7 @@ def test_chunk_indices(lengths, size, head):
     assert first[: len(chunks)].tolist() == [tokens[0] for _, _, tokens in chunks]
 
 
+@pytest.mark.slow
 def test_batches_and_vmap():
     rows = [padded_offsets(lengths) for lengths in ((3, 0, 4), (1, 2, 3, 4), ())]
     offsets = jnp.asarray(np.stack([row[0] for row in rows]))
@@ -225,6 +229,7 @@ def test_fault_of_ejkernel():
         assert local.tolist() == [2, 1, 2, 1, 1]
 
 
+@pytest.mark.few(3)
 @pytest.mark.parametrize("reverse", [False, True])
 @pytest.mark.parametrize("size", [None, 3])
 @pytest.mark.parametrize("kind", ["cu_seqlens", "segment_ids"])
@@ -266,6 +271,7 @@ def test_sums_keep_what_a_difference_loses():
         assert cumsums(jnp.ones(3000, dtype), 3000, axis=0)[-1] == 3000
 
 
+@pytest.mark.slow
 def test_memory_is_linear(optimised):
     t = 1 << 15
     x, ids = jax.ShapeDtypeStruct((t,), jnp.float32), jax.ShapeDtypeStruct((t,), jnp.int32)
@@ -283,6 +289,7 @@ def test_memory_is_linear(optimised):
         assert memory is not None and memory.temp_size_in_bytes < 256 * t
 
 
+@pytest.mark.few(3)
 @pytest.mark.parametrize("axis", [0, 1, -1])
 @pytest.mark.parametrize("shards, length", [(1, 2), (2, 8), (4, 24), (3, 0)])
 def test_zigzag(shards, length, axis):
@@ -295,6 +302,7 @@ def test_zigzag(shards, length, axis):
     assert mixed.dtype == x.dtype
 
 
+@pytest.mark.slow
 def test_zigzag_balances_causal_work():
     shards, length = 4, 32
     positions = sequences.reorder_sequence(jnp.arange(length), shards, axis=0)

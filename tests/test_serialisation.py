@@ -116,6 +116,7 @@ def test_like_is_never_allocated(path):
     assert seen == [True]
 
 
+@pytest.mark.few(18)
 @pytest.mark.parametrize("shape", [(), (0,), (1,), (3, 2)])
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_every_dtype_and_neighbours(path, dtype, shape):
@@ -262,6 +263,7 @@ def test_info(path, block):
     assert json.loads(path.read_bytes().split(b"\n", 1)[0]) == header
 
 
+@pytest.mark.slow
 @settings(max_examples=30, deadline=None)
 @given(
     st.dictionaries(

@@ -69,6 +69,7 @@ CALLS: dict[str, dict[str, Any]] = {
 }
 
 
+@pytest.mark.few(6)
 @PLATFORMS
 @pytest.mark.parametrize("name", CALLS)
 def test_attention(platform, name):
@@ -107,6 +108,7 @@ RECURRENCES = [
 ]
 
 
+@pytest.mark.few(9)
 @pytest.mark.parametrize("name, platform, form", RECURRENCES)
 def test_recurrences(name, platform, form):
     case = operations.CASES[name]
@@ -124,6 +126,7 @@ def test_recurrences(name, platform, form):
     trace(case.run(module, **more), arrays, state)
 
 
+@pytest.mark.few(7)
 @PLATFORMS
 @pytest.mark.parametrize("form", ["rows", "segments", "offsets", "step"])
 def test_selective_scan(platform, form):
@@ -154,6 +157,7 @@ def test_selective_scan(platform, form):
     trace(op, **given, initial_state=state, **more)
 
 
+@pytest.mark.few(12)
 @PLATFORMS
 @pytest.mark.parametrize("name", convolution.CASES)
 def test_convolution(platform, name):
@@ -170,6 +174,7 @@ def test_norm(platform, name):
     jax.eval_shape(normalization.results, case.operation(platform), *normalization.make(case))
 
 
+@pytest.mark.few(1)
 @pytest.mark.parametrize("name", paged_layers.ATTENTION)
 def test_attention_layers(name):
     layer, x, mask = paged_layers.attention(name), normal(0, B, T, recurrent_layers.EMBED), IDS >= 0
@@ -180,6 +185,7 @@ def test_attention_layers(name):
     jax.eval_shape(lambda x, cache: layer(x, cache, padding_mask=mask), x, cache)
 
 
+@pytest.mark.few(1)
 @pytest.mark.parametrize("name", recurrent_layers.LAYERS)
 def test_recurrent_layers(name):
     layer = recurrent_layers.LAYERS[name].build(key=jax.random.key(0))

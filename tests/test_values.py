@@ -106,6 +106,7 @@ def refuses(call, value, inside=True) -> str:
     return message
 
 
+@pytest.mark.few(24)
 @pytest.mark.parametrize("fault", WRONG_OFFSETS)
 @pytest.mark.parametrize("family", PACKED)
 def test_wrong_offsets(family, fault):
@@ -117,6 +118,7 @@ def test_wrong_offsets(family, fault):
     assert expected in message
 
 
+@pytest.mark.few(6)
 @pytest.mark.parametrize("name", NUMBERS)
 def test_wrong_numbers(name):
     call, right, wrong = NUMBERS[name]
@@ -128,6 +130,7 @@ def test_wrong_numbers(name):
         )
 
 
+@pytest.mark.few(3)
 @pytest.mark.parametrize("family", [name for name in PACKED if name != "keys"])
 def test_tokens_outside_all_offsets_are_padding(family):
     """Before the first and behind the last, in every family: the sequences get what they get without them."""
@@ -153,6 +156,7 @@ TRACED = {
 }  # fmt: skip
 
 
+@pytest.mark.few(2)
 @pytest.mark.parametrize(
     "name", [pytest.param(n, marks=pytest.mark.slow if n == "pages" else ()) for n in TRACED]
 )

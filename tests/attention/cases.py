@@ -67,7 +67,7 @@ def make(case: Case, seed: int = 0) -> tuple[AttentionArrays, AttentionSpec]:
     def normal(pattern: str | None, dtype, scale: float = 1.0):
         if pattern is None:
             return None
-        return jnp.asarray(scale * rng.standard_normal(case.shape(pattern))).astype(dtype)
+        return jnp.asarray((scale * rng.standard_normal(case.shape(pattern))).astype(dtype), dtype)
 
     q, k, v = (normal(pattern, case.dtype) for pattern in ("BTHD", "BSKD", "BSKV"))
     assert q is not None and k is not None and v is not None

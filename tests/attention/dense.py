@@ -13,7 +13,7 @@ quick = jax.jit
 
 
 def normal(seed: int, *shape: int, dtype: Any = jnp.float32) -> jax.Array:
-    return jnp.asarray(np.random.default_rng(seed).standard_normal(shape)).astype(dtype)
+    return jnp.asarray(np.random.default_rng(seed).standard_normal(shape).astype(dtype), dtype)
 
 
 def qkv(

@@ -106,6 +106,7 @@ def key_of(module: Any, *args: Any, **options: Any) -> str:
     return selection.problem.key()
 
 
+@pytest.mark.few(1)
 @pytest.mark.parametrize("way", WAYS)
 def test_triton_runs_what_the_table_says(launched, way):
     """One key for the batch and for what is mapped; each of the three kernels has the tile found for it."""
@@ -119,6 +120,7 @@ def test_triton_runs_what_the_table_says(launched, way):
     assert [(call.problem.dim("B"), call.config, call.tier) for call in calls] == [(2, config, "memory")]
 
 
+@pytest.mark.few(3)
 @pytest.mark.parametrize("way", WAYS)
 def test_xla_runs_what_the_table_says(cut, way):
     """XLA is chosen for what one call sees, so that no mapped axis has to be merged with others."""
@@ -225,6 +227,7 @@ DIFFERENT: dict[str, tuple[dict[str, Any], dict[str, Any], Any]] = {
 }
 
 
+@pytest.mark.slow
 def test_whatever_kernels_depend_on_changes_the_key():
     keys = {}
     for name, (options, call, arrays) in DIFFERENT.items():

@@ -42,6 +42,7 @@ def assert_maps(function, args, axes):
     assert_close(quick(jax.vmap(function, in_axes=tuple(axes)))(*args), loop(one, *rows))
 
 
+@pytest.mark.few(1)
 def test_vmap(flash):
     a, module = qkv(3), flash(causal=True)
     call = lambda q, k, v: module(q, k, v)
@@ -59,6 +60,7 @@ def test_vmap(flash):
     )
 
 
+@pytest.mark.slow
 def test_vmap_of_what_is_small(flash):
     """Bias, mask, segments, sinks, slopes, offsets and dropout keys, each mapped or not."""
     a = qkv(3)
@@ -87,6 +89,7 @@ def test_vmap_of_what_is_small(flash):
         )
 
 
+@pytest.mark.slow
 def test_vmap_of_grad_and_grad_of_vmap(flash):
     a = dict(qkv(3), bias=normal(5, 3, 4, 20, 1), sinks=normal(6, 3, 4), alibi_slopes=normal(7, 3, 4))
     weight = normal(8, 20, 4, 16)
@@ -118,6 +121,7 @@ def test_vmap_of_grad_and_grad_of_vmap(flash):
         )
 
 
+@pytest.mark.slow
 def test_one_launch_however_it_is_mapped(launches):
     module: Any = ejx.FlashAttention(causal=True, platform=INTERPRET)
     a = qkv(2, 3)
@@ -226,6 +230,7 @@ def test_forward_mode_is_refused_not_wrong(flash):
 # Merging
 
 
+@pytest.mark.few(1)
 def test_merging_parts_of_the_keys(flash):
     arrays = dict(qkv(2, t=20, s=40), sinks=normal(6, 4, 2))
 
@@ -259,6 +264,7 @@ def test_merging_nothing():
 # Attention and ScaledDotProductAttention
 
 
+@pytest.mark.slow
 def test_attention_returns_the_weights_it_used():
     arrays = dict(qkv(2, 3), sinks=normal(6, 4), bias=normal(7, 4, 20, 26))
     module: Any = ejx.Attention(causal=True, logits_soft_cap=3.0)
@@ -320,6 +326,7 @@ FLAGS = {
 }
 
 
+@pytest.mark.few(2)
 @pytest.mark.parametrize("name", FLAGS)
 def test_the_call_of_jax_nn(name):
     a, flags = qkv(2), dict(FLAGS[name])
@@ -369,6 +376,7 @@ def test_explain_finds_every_kernel_of_a_model():
     assert paths == ["['a'].attention", "['b'][0].attention", "['b'][1]"]
 
 
+@pytest.mark.slow
 def test_the_rules_of_cudnn():
     """Of the vendor's library only what it computes exactly as written is used; facts of devices stand in for the devices."""
     from ejkernel_eqx.attention import cudnn
@@ -415,6 +423,7 @@ def test_the_rules_of_cudnn():
             assert words in (reason(**request) or ""), (words, request, reason(**request))
 
 
+@pytest.mark.few(1)
 @pytest.mark.parametrize("window", [None, 5])
 def test_keys_that_no_query_sees_stay_out_of_cudnn(monkeypatch, window):
     """JAX's own formula stands in for the library: what is handed over holds no key past the last query."""
@@ -439,6 +448,7 @@ def test_keys_that_no_query_sees_stay_out_of_cudnn(monkeypatch, window):
         assert_close(gradient, gradients[name], kind="gradient", name=name)
 
 
+@pytest.mark.slow
 def test_every_pair_of_platforms_agrees_on_an_everything_call():
     pytest.importorskip("triton")
     arrays = dict(

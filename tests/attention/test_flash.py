@@ -36,11 +36,13 @@ def poison(arrays, **where):
 # What it computes
 
 
+@pytest.mark.few(2)
 @pytest.mark.parametrize("lead", [(), (2,), (2, 3), (1, 2, 1)], ids=str)
 def test_any_number_of_leading_axes(flash, lead):
     check(lse_of(flash(causal=True)), qkv(*lead, t=20, s=26), causal(20, 26))
 
 
+@pytest.mark.few(3)
 @pytest.mark.parametrize("heads, kv_heads", [(1, 1), (3, 3), (6, 2), (8, 1)])
 def test_grouped_heads_and_a_wide_value(flash, heads, kv_heads):
     check(
@@ -60,6 +62,7 @@ WINDOWS = {
 }
 
 
+@pytest.mark.few(1)
 @pytest.mark.parametrize("name", WINDOWS)
 def test_windows_and_offsets(flash, name):
     options, rule = WINDOWS[name]
@@ -74,6 +77,7 @@ def test_windows_and_offsets(flash, name):
         check(call, qkv(t=t, s=s), seen)
 
 
+@pytest.mark.few(1)
 def test_an_offset_per_row(flash):
     offsets = np.array([[0, 5, -3], [13, 40, -30]])
     arrays = dict(qkv(2, 3, t=20, s=33), alibi_slopes=jnp.asarray([0.3, 0.1, 0.05, 0.0]))
@@ -83,6 +87,7 @@ def test_an_offset_per_row(flash):
     check(call, arrays, seen[..., None, :, :], positions=positions)
 
 
+@pytest.mark.few(1)
 def test_lengths(flash):
     arrays = qkv(3, t=20, s=33)
     q_lengths, kv_lengths = np.array([20, 7, 0]), np.array([11, 33, 20])
@@ -94,6 +99,7 @@ def test_lengths(flash):
     check(lse_of(flash(), kv_lengths=jnp.int32(33)), arrays)
 
 
+@pytest.mark.few(2)
 @pytest.mark.parametrize(
     "options",
     [dict(causal=True), dict(), dict(causal=True, sliding_window=4), dict(sliding_window=(2, 1))],
@@ -137,6 +143,7 @@ def test_packed_sequences_are_as_separate_ones(flash, options):
         assert_close(grads[name], gradient, kind="gradient", name=name)
 
 
+@pytest.mark.few(1)
 def test_segments(flash):
     arrays = qkv(2, t=24, s=24)
     ids = np.array([[0] * 5 + [1] * 9 + [2] * 6 + [-1] * 4, [3] * 2 + [-2] * 3 + [0] * 10 + [3] * 9])
@@ -159,6 +166,7 @@ def test_segments_of_keys(flash):
     check(call, arrays, seen, poisoned=bad)
 
 
+@pytest.mark.few(1)
 def test_masks_intersect(flash):
     arrays, rng = qkv(2, t=20, s=20), np.random.default_rng(0)
     ids, dense_mask = np.sort(rng.integers(-1, 3, (2, 20))), rng.random((2, 1, 20, 20)) < 0.7
@@ -171,6 +179,7 @@ def test_masks_intersect(flash):
     check(lse_of(flash(causal=True, sliding_window=6), mask=mask, segment_ids=jnp.asarray(ids)), arrays, seen)
 
 
+@pytest.mark.few(3)
 @pytest.mark.parametrize("pattern", ["BHTS", "B1T1", "H1S", "TS", "S"])
 @pytest.mark.parametrize("kind", ["bias", "mask"])
 def test_every_way_to_broadcast(flash, pattern, kind):
@@ -184,6 +193,7 @@ def test_every_way_to_broadcast(flash, pattern, kind):
         check(lse_of(flash(), mask=jnp.asarray(mask)), arrays, mask)
 
 
+@pytest.mark.few(1)
 def test_a_bias_of_another_dtype(flash):
     arrays = qkv(2)
     for dtype in (jnp.bfloat16, jnp.float16):
@@ -207,6 +217,7 @@ def test_a_bias_of_minus_infinity_hides(flash):
     assert_close(actual_lse, lse)
 
 
+@pytest.mark.few(3)
 @pytest.mark.parametrize("shape", [(4,), (4, 3)], ids=str)
 def test_sinks(flash, shape):
     check(lse_of(flash(causal=True)), dict(qkv(2), sinks=normal(5, *shape)), causal(20, 26))
@@ -220,6 +231,7 @@ def test_soft_cap_and_slopes(flash):
     check(lse_of(flash(causal=True, logits_soft_cap=2.0)), arrays, causal(20, 26), cap=2.0)
 
 
+@pytest.mark.few(1)
 @pytest.mark.parametrize("t, s", [(0, 5), (5, 0), (0, 0)])
 def test_empty(flash, t, s):
     arrays = dict(qkv(2, t=t, s=s), bias=normal(5, 4, t, s), sinks=normal(6, 4), alibi_slopes=normal(7, 4))
@@ -233,6 +245,7 @@ def test_empty(flash, t, s):
         check(lse_of(flash(causal=True), **options), arrays, False)
 
 
+@pytest.mark.few(1)
 @pytest.mark.parametrize("hide", ["offset", "mask", "segments", "lengths"])
 def test_rows_that_see_nothing(flash, hide):
     arrays = qkv(2)
@@ -262,6 +275,7 @@ EMPTY_ROWS: dict[str, dict] = {
 }
 
 
+@pytest.mark.few(3)
 @pytest.mark.parametrize("sinks", [False, True])
 @pytest.mark.parametrize("hide", EMPTY_ROWS)
 def test_cotangents_of_rows_that_see_nothing(flash, hide, sinks):
@@ -289,6 +303,7 @@ def test_cotangents_of_rows_that_see_nothing(flash, hide, sinks):
         assert_close(actual[name], expected[name], kind="gradient", name=f"gradient of {name}")
 
 
+@pytest.mark.few(1)
 def test_windows_as_large_as_numbers_go(flash):
     """Wider than any sequence is no window at all."""
     arrays = qkv(t=20, s=26)
@@ -312,6 +327,7 @@ def test_windows_as_large_as_numbers_go(flash):
     assert_close(lse, expected_lse)
 
 
+@pytest.mark.few(1)
 @pytest.mark.parametrize("dtype", ["float16", "bfloat16"])
 def test_half_precision(flash, dtype):
     arrays = dict(qkv(2, t=40, s=40, dtype=dtype), sinks=normal(6, 4), bias=normal(7, 4, 40, 40, dtype=dtype))
@@ -343,6 +359,7 @@ def test_numpy_arrays_are_arrays(flash, unchecked):
     np.testing.assert_array_equal(flash()(**arrays, bias=bias), flash()(**qkv(2), bias=jnp.asarray(bias)))
 
 
+@pytest.mark.few(1)
 def test_repeats_bit_for_bit(flash):
     arrays = dict(qkv(2), sinks=normal(6, 4), bias=normal(7, 4, 1, 26), alibi_slopes=normal(8, 4))
     call, key = (
@@ -376,6 +393,7 @@ def test_dropout_keeps_as_many_as_asked(flash):
         assert np.abs(kept.mean((1, 2)) - (1 - rate)).max() < 0.35 and (kept[:, 0] != kept[:, 1]).any()
 
 
+@pytest.mark.few(1)
 def test_dropout_belongs_to_its_key(flash):
     module, other = flash(dropout_rate=0.5), flash(dropout_rate=0.5, sliding_window=(1000, None))
     first = dropped(module, jax.random.key(0))
@@ -398,6 +416,7 @@ def test_dropout_is_the_same_everywhere():
     assert_close(*(quick(lambda **a: module(**a, key=key))(**arrays) for module in (triton, xla)))  # noqa: B023
 
 
+@pytest.mark.few(1)
 def test_gradient_through_dropout(flash):
     key, arrays = jax.random.key(3), dict(qkv(2), sinks=normal(6, 4))
     _, weights = quick(lambda a: ejx.Attention(causal=True, dropout_rate=0.3)(**a, key=key))(arrays)

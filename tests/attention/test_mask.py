@@ -168,6 +168,7 @@ SINGLE = {
 }
 
 
+@pytest.mark.few(8)
 @pytest.mark.parametrize("name", SINGLE)
 def test_by_definition(name):
     check(SINGLE[name], 6, 7)
@@ -208,6 +209,7 @@ def options(draw, t: int, s: int) -> Options:
     )
 
 
+@pytest.mark.slow
 @settings(max_examples=60, deadline=None, derandomize=True)
 @given(data=st.data())
 def test_any_intersection(data):
@@ -270,6 +272,7 @@ def test_in_jit_and_vmap():
     assert len(traces) == 2
 
 
+@pytest.mark.slow
 def test_traced_sizes():
     """A scan over layers with local and global windows, and sizes mapped over: as the same numbers written in."""
     x = jax.random.normal(jax.random.key(0), (2, 9, 2, 8))
@@ -351,6 +354,7 @@ def test_token_types_in_attention(runs):
     assert_close(jax.vmap(call)(x, ids), ejx.FlashAttention()(x, x, x, mask=dense))
 
 
+@pytest.mark.few(2)
 @pytest.mark.parametrize("suffix", [".png", ".svg", ".pdf"])
 def test_picture(tmp_path, suffix):
     pytest.importorskip("matplotlib")
@@ -408,6 +412,7 @@ def test_sharding_specs():
     )
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(jax.device_count() < 8, reason="needs eight devices")
 def test_split_over_a_mesh():
     mask, expected = every_kind(4, 8), every_kind(4, 8).as_array(8, 8)

@@ -76,6 +76,7 @@ def test_window_by_hand():
     assert_close(lse[0, 0], np.array([-np.inf, -np.inf, 0.0]))
 
 
+@pytest.mark.few(1)
 @pytest.mark.parametrize("causal", [False, True])
 def test_equals_jax_nn(causal):
     (q, k, v, *_), spec = make(Case(T=9, S=9, D=8, V=8, right=0 if causal else None))
@@ -85,6 +86,7 @@ def test_equals_jax_nn(causal):
     assert lse.shape == (2, 4, 9)
 
 
+@pytest.mark.slow
 def test_gradient_by_finite_differences(enable_x64):
     case = Case(T=5, S=7, H=2, K=1, D=3, V=2, right=0, offset=1, soft_cap=2.0, bias="1HTS", alibi="1H", sinks="1H",
                 mask="B1TS", dropout=0.3, dtype="float64")  # fmt: skip
@@ -119,6 +121,7 @@ def test_hidden_nan_reaches_nothing():
         np.testing.assert_array_equal(before, after)
 
 
+@pytest.mark.slow
 def test_everything_at_once_is_finite():
     out, _ = attend(*make(EVERYTHING))
     assert out.shape == (2, 65, 6, 24)

@@ -88,6 +88,7 @@ def place(mesh, arrays, tp: int = 2) -> dict[str, Any]:
     return {name: jax.device_put(x, NamedSharding(mesh, specs[name])) for name, x in arrays.items()}
 
 
+@pytest.mark.few(1)
 @pytest.mark.parametrize("kind", MESHES)
 @pytest.mark.parametrize("kv_heads", [8, 4, 1])
 def test_an_opaque_kernel_is_split_where_it_stands(kind, kv_heads):
@@ -134,6 +135,7 @@ def test_plain_operands_need_no_collective_in_the_backward_either(kind):
         assert_close(actual[name], expected[name], kind="gradient", name=name)
 
 
+@pytest.mark.few(1)
 @pytest.mark.parametrize("kind", MESHES)
 def test_more_devices_than_key_heads(kind):
     """Four devices along the heads and two key heads: they cannot be split evenly, and the numbers stay right."""
@@ -177,6 +179,7 @@ def test_vmap_on_a_mesh():
     assert_close(compiled(sharded), quick(call)(arrays))
 
 
+@pytest.mark.few(1)
 @pytest.mark.parametrize("platform", ["opaque", "xla", "triton-interpret"])
 @pytest.mark.parametrize("check_vma", [True, False])
 def test_inside_shard_map(platform, check_vma):
@@ -203,6 +206,7 @@ def test_inside_shard_map(platform, check_vma):
         assert_close(gradient[name], expected[name], kind="gradient", name=name)
 
 
+@pytest.mark.few(1)
 @pytest.mark.parametrize("kind", MESHES)
 @pytest.mark.parametrize("kv_heads", [8, 4])
 def test_xla_is_split_by_the_compiler(kind, kv_heads):

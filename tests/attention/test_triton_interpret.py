@@ -112,11 +112,13 @@ def smaller(case: Case) -> Case:
 SUBSET = [smaller(case) for case in PAIRWISE[::3]]
 
 
+@pytest.mark.few(1)
 @pytest.mark.parametrize("n", every_fourth(SUBSET))
 def test_agrees_with_reference(n):
     check(SUBSET[n], TILES[n % len(TILES)])
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "config", (pytest.param(TILES[1], id="wide"), pytest.param(TILES[2], id="tall", marks=pytest.mark.slow))
 )
@@ -124,6 +126,7 @@ def test_everything_at_once(config):
     check(EVERYTHING, config)
 
 
+@pytest.mark.few(1)
 @pytest.mark.parametrize("case", EMPTY, ids=lambda case: case.name)
 def test_empty(case):
     check(dataclasses.replace(case, H=2, K=1, D=16, V=16), TILES[0])
@@ -136,6 +139,7 @@ PATTERNS = ["".join(p) for p in itertools.product("B1", "H1", "T1", "S1")]
 OFTEN = {"BHTS", "1HTS", "B1T1", "11TS", "BH1S", "1111"}
 
 
+@pytest.mark.few(1)
 @pytest.mark.parametrize(
     "pattern", [pytest.param(p, marks=() if p in OFTEN else pytest.mark.slow) for p in PATTERNS]
 )
@@ -147,6 +151,7 @@ def test_every_way_to_broadcast_a_bias(pattern):
     )
 
 
+@pytest.mark.few(1)
 @pytest.mark.parametrize(
     "window",
     [
@@ -164,6 +169,7 @@ def test_windows_across_tiles(window, config):
     check(dataclasses.replace(SMALL, **window), config)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16", "float16"])
 def test_tile_edges(dtype):
     """Lengths just short of, at, and just past a tile."""
@@ -180,6 +186,7 @@ IDS = {
 }
 
 
+@pytest.mark.few(1)
 @pytest.mark.parametrize("name", IDS)
 def test_segments_across_tiles(name):
     """Ids in any order: a query whose id no key has sees nothing and may be NaN."""
@@ -291,6 +298,7 @@ def test_tables_of_tiles(problem, blocks):
             assert strip[:, first * columns : last * columns].all()
 
 
+@pytest.mark.slow
 def test_tables_skip_what_is_hidden():
     """Packed causal documents of a tile each: one tile a row, and none of it needs a look at more."""
     ids = jnp.repeat(jnp.arange(4, dtype=jnp.int32), 16)[None]
@@ -302,6 +310,7 @@ def test_tables_skip_what_is_hidden():
     assert (table[0, :, 1] == table[0, :, 2]).all()
 
 
+@pytest.mark.slow
 def test_repeats_bit_for_bit():
     arrays, spec = make(EVERYTHING)
     first, second = (run(arrays, *cotangents(EVERYTHING), spec, TILES[1]) for _ in range(2))

@@ -62,6 +62,7 @@ KINDS = {
 LEARNED = ("bias", "sinks", "alibi_slopes")
 
 
+@pytest.mark.few(1)
 @pytest.mark.parametrize("name", KINDS)
 def test_inputs_are_of_their_problem(name):
     wanted = KINDS[name]
@@ -87,6 +88,7 @@ def test_lengths_and_documents_vary():
     assert len({size.size for size in sizes}) > 3 and max(size.max() for size in sizes) <= 128
 
 
+@pytest.mark.few(1)
 @pytest.mark.parametrize("name", ["windowed", "documents", "packed", "everything"])
 def test_xla_agrees_with_the_reference(name):
     of = KINDS[name]

@@ -39,7 +39,7 @@ def cotangents(case: Case, seed: int = 1) -> tuple[Array, Array]:
         rng.standard_normal((case.B, case.T, case.H, case.V)),
         rng.standard_normal((case.B, case.H, case.T)),
     )
-    return jnp.asarray(dout).astype(case.dtype), jnp.asarray(dlse, wide(case.dtype))
+    return jnp.asarray(dout, case.dtype), jnp.asarray(dlse, wide(case.dtype))
 
 
 def wide(dtype) -> jnp.dtype:
@@ -67,7 +67,11 @@ def run_reference(arrays: AttentionArrays, dout: Array, dlse: Array, spec: Atten
     """The oracle, in float64 whatever the problem's dtype."""
     host = jax.tree.map(np.asarray, (arrays, dout, dlse))
     with jax.enable_x64(True):
-        double = [jnp.asarray(x, jnp.float64 if _inexact(x) else x.dtype) for x in jax.tree.leaves(host)]
+        double = [
+            jnp.asarray(x.astype(dtype), dtype)
+            for x in jax.tree.leaves(host)
+            for dtype in [np.dtype(np.float64) if _inexact(x) else x.dtype]
+        ]
         tree = jax.tree.unflatten(jax.tree.structure(host), double)
         return jax.tree.map(np.asarray, _run_reference(*tree, spec))
 
@@ -122,21 +126,25 @@ def check(case: Case, config: xla.XlaConfig, run=run_xla) -> None:
         np.testing.assert_array_equal(np.asarray(clean), np.asarray(again))
 
 
+@pytest.mark.few(2)
 @pytest.mark.parametrize("n", every_fourth(CASES))
 def test_agrees_with_reference(n):
     check(CASES[n], TILES[n % len(TILES)])
 
 
+@pytest.mark.few(1)
 @pytest.mark.parametrize("case", [*EMPTY], ids=lambda case: case.name)
 def test_empty(case):
     check(case, TILES[0])
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("n", [1, 23, *(pytest.param(n, marks=pytest.mark.slow) for n in (4, 31))])
 def test_float64(n, enable_x64):
     check(dataclasses.replace(CASES[n], dtype="float64"), TILES[0], run_xla)
 
 
+@pytest.mark.slow
 @settings(max_examples=4, deadline=None, derandomize=True)
 @given(data=st.data())
 def test_any_shape(data):
@@ -179,6 +187,7 @@ def test_repeats_bit_for_bit():
         np.testing.assert_array_equal(np.asarray(a), np.asarray(b))
 
 
+@pytest.mark.slow
 def test_vmap():
     arrays, spec = make(dataclasses.replace(EVERYTHING, B=4))
     dout, dlse = cotangents(dataclasses.replace(EVERYTHING, B=4))
@@ -198,6 +207,7 @@ def test_vmap():
         assert_close(a, b, kind="gradient", name=name)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("bias", [None, "1H1S"])
 @pytest.mark.parametrize(
     "flags", [dict(), dict(right=0, sinks="1H", alibi="1H", dropout=0.1), dict(rows="packed")]
@@ -236,6 +246,7 @@ def _place(mesh, arrays):
     return AttentionArrays(**{n: place(n, x) for n, x in arrays._asdict().items() if x is not None})
 
 
+@pytest.mark.few(1)
 @pytest.mark.parametrize("axis_type", [AxisType.Auto, AxisType.Explicit], ids=["auto", "explicit"])
 @pytest.mark.parametrize(
     "flags, reduced",

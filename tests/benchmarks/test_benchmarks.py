@@ -28,6 +28,7 @@ def run(tmp_path_factory):
     return json.loads((folder / "json").read_text()), folder
 
 
+@pytest.mark.slow
 def test_every_result_is_checked_and_timed(run):
     content, _ = run
     rows = content["rows"]
@@ -164,6 +165,7 @@ def test_input_sets_are_rotated():
     assert seen == [0, 1, 2, 0, 1, 2, 0]
 
 
+@pytest.mark.slow
 def test_problems_are_tuned_once(monkeypatch, tmp_path, capsys):
     """The winner is in the table for every operation that runs the same kernels; a second run finds it there."""
     monkeypatch.setenv(CACHE_DIR.name, str(tmp_path / "cache"))
@@ -213,6 +215,7 @@ def test_the_table_keeps_other_problems(tmp_path):
     assert not read.knows(second, implementation)  # with other software than this
 
 
+@pytest.mark.slow
 def test_a_table_of_another_family(monkeypatch, tmp_path):
     """Lightning attention's winner serves linear attention with a constant decay too, and no other member."""
     monkeypatch.setenv(CACHE_DIR.name, str(tmp_path / "cache"))

@@ -33,6 +33,7 @@ def run(tmp_path_factory):
     return json.loads((folder / "json").read_text()), folder
 
 
+@pytest.mark.slow
 def test_every_result_is_checked_and_timed(run):
     content, _ = run
     rows = content["rows"]
@@ -100,6 +101,7 @@ def test_no_platform_and_no_problem(capsys):
     assert "no problem matches 'nothing'" in capsys.readouterr().err
 
 
+@pytest.mark.few(1)
 @pytest.mark.parametrize("problem", decode_problems.TINY, ids=lambda p: p.name)
 def test_every_way_to_compute_it_agrees(problem):
     """Ours, the baselines and what is gathered; and Pallas, interpreted, where it has a form."""

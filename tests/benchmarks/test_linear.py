@@ -22,6 +22,7 @@ def run(tmp_path_factory):
     return json.loads((folder / "json").read_text()), folder
 
 
+@pytest.mark.slow
 def test_every_result_is_checked_and_timed(run):
     content, _ = run
     rows = content["rows"]
@@ -78,6 +79,7 @@ def test_no_platform_and_no_problem(capsys):
     assert "no problem matches 'nothing'" in capsys.readouterr().err
 
 
+@pytest.mark.few(2)
 @pytest.mark.parametrize("problem", linear_problems.TINY, ids=lambda p: p.name)
 def test_every_member_is_what_its_recurrence_says(problem):
     """Our operation, called as the benchmark calls it, forward only: that its arguments mean the same."""

@@ -14,6 +14,7 @@ def run(tmp_path, *more):
     return code, json.loads(path.read_text(encoding="utf-8"))
 
 
+@pytest.mark.slow
 def test_every_candidate_is_checked_and_timed(tmp_path, capsys):
     code, content = run(tmp_path, "--problems", "GLA", "--plot", str(tmp_path / "sweep.png"))
     rows = content["rows"]

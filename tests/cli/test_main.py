@@ -16,6 +16,7 @@ from tests.cli.kernels import OPERATION
 SOURCE = str(pathlib.Path(ejkernel_eqx.__file__).parents[1])
 
 
+@pytest.mark.slow
 def test_a_real_process_prints_one_document(folder):
     environment = {k: v for k, v in os.environ.items() if k != "XLA_FLAGS"}
     environment |= {"PYTHONPATH": SOURCE, "JAX_PLATFORMS": "cpu"}

@@ -149,6 +149,7 @@ def test_attention(run_json):
     assert dict(document["results"][0]["problem"]["flags"])["window"] == "7,0"
 
 
+@pytest.mark.slow
 def test_the_vendors_attention_is_measured_as_ours_is(monkeypatch):
     known = kernel_registry.get("flash_attention", "cuda")
     monkeypatch.setattr(known.load(), "attend", lambda arrays, spec: reference.attend(arrays, spec)[0])

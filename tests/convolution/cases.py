@@ -88,11 +88,11 @@ def results(operation: ejx.CausalConv1d, inputs: Named, packing: Named, cotangen
 def exact(case: Case, inputs: Named, cotangents: Any) -> Named:
     """The same by the reference in float64."""
     with jax.enable_x64(True):
-        wide = {name: jnp.asarray(np.asarray(x, np.float64)) for name, x in inputs.items()}
+        wide = {name: jnp.asarray(np.asarray(x, np.float64), np.float64) for name, x in inputs.items()}
         call = resolve(
             wide["x"], wide["weight"], wide.get("bias"), wide.get("initial_state"), *case.packing.values()
         )
-        dout, dfinal = (jnp.asarray(np.asarray(x, np.float64)) for x in cotangents)
+        dout, dfinal = (jnp.asarray(np.asarray(x, np.float64), np.float64) for x in cotangents)
         axis = () if case.offsets is not None else -3
         named = {"out": dout, "final_state": jnp.expand_dims(dfinal, axis)}
         results = _reference(ConvSpec(case.activation), call.arrays, named)

@@ -29,6 +29,7 @@ def assert_agrees(case: Case, found, expected) -> None:
         assert_close(x, expected[name], case.dtype, kind, name=name)
 
 
+@pytest.mark.few(1)
 @pytest.mark.parametrize("name", CASES)
 def test_agrees_with_the_reference(name, platform):
     """Results and every gradient; bit for bit the same with NaN in the padding."""
@@ -84,6 +85,7 @@ def test_packed_as_one_by_one(platform):
         assert_close(found["final_state"][n], state)
 
 
+@pytest.mark.few(3)
 @pytest.mark.parametrize("pieces", [(1, 1, 7), (2, 3, 4)])
 def test_in_pieces(pieces, platform):
     """A prompt in chunks shorter than the width too: what the whole at once gives, exactly; and token by token."""
@@ -105,6 +107,7 @@ def test_in_pieces(pieces, platform):
     np.testing.assert_array_equal(state, last)
 
 
+@pytest.mark.few(2)
 @pytest.mark.parametrize("side", ["left", "right"])
 def test_padding_is_as_if_it_were_not_there(side, platform):
     """Neither in a row's output nor in its state, whatever its neighbours are; also in a prompt shorter than the width."""
@@ -126,6 +129,7 @@ def test_padding_is_as_if_it_were_not_there(side, platform):
         np.testing.assert_array_equal(final[row], state.astype(np.float32))
 
 
+@pytest.mark.slow
 def test_composes(platform):
     """jit, vmap of every argument, scan over layers, checkpoint, cotangents of any layout."""
     case = Case(B=3, T=7, C=4)
@@ -207,6 +211,7 @@ def test_float64(enable_x64):
 # Steps
 
 
+@pytest.mark.few(1)
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 def test_step_with_slots(dtype):
     """A row without a slot touches nothing: not the last slot either; the pool keeps its dtype, in place when donated."""
@@ -258,6 +263,7 @@ def test_wrong_arguments(change, words, unchecked):
     assert all(word in str(caught.value) for word in words), str(caught.value)
 
 
+@pytest.mark.slow
 def test_wrong_options_and_steps(unchecked):
     inputs, _ = make(Case())
     with pytest.raises(ValueError, match="'silu', received 'gelu'"):

@@ -31,6 +31,7 @@ def spec_of(problem: Problem) -> ConvSpec:
     return ConvSpec("silu" if problem.flag("activation") else None)
 
 
+@pytest.mark.few(1)
 @pytest.mark.parametrize("name", KINDS)
 def test_inputs_are_of_their_problem(name):
     wanted = KINDS[name]
@@ -43,6 +44,7 @@ def test_inputs_are_of_their_problem(name):
         assert (first[:, -2:] == -1).all() and len(np.unique(first)) > 2
 
 
+@pytest.mark.few(1)
 @pytest.mark.parametrize(
     "platform, name", [("xla", "plain"), ("xla", "segments"), ("triton-interpret", "offsets")]
 )

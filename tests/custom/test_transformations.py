@@ -61,6 +61,7 @@ TRANSFORMATIONS = {
 }
 
 
+@pytest.mark.few(6)
 @pytest.mark.parametrize("name", TRANSFORMATIONS)
 def test_transformations(kernel, name):
     transform: Any = TRANSFORMATIONS[name]
@@ -90,6 +91,7 @@ def test_scan_over_layers(kernel):
     close(actual, expected)
 
 
+@pytest.mark.few(1)
 @pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
 def test_gradients_of_shared_inputs_are_summed_in_float32(kernel, dtype):
     x, weight = normal(0, 300, 37, dtype=dtype), normal(1, 37, dtype=dtype)

@@ -133,6 +133,7 @@ def test_another_process_can_import_it():
     assert pickle.loads(pickle.dumps(found)) == found
 
 
+@pytest.mark.slow
 def test_tuning():
     pytest.importorskip("triton")
     with tuning_options(samples=2, sample_ms=1.0, progress=False):

@@ -129,6 +129,7 @@ def test_what_is_put_is_read_back(path):
     assert len(cache) == 2
 
 
+@pytest.mark.slow
 def test_eight_processes_at_once_lose_nothing(path):
     processes = [start(path, f"writer {n}", 20) for n in range(8)]
     for process in processes:

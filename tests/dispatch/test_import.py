@@ -5,6 +5,8 @@ import pathlib
 import subprocess
 import sys
 
+import pytest
+
 import ejkernel_eqx
 
 SOURCE = str(pathlib.Path(ejkernel_eqx.__file__).parents[1])
@@ -39,6 +41,7 @@ assert not heavy, heavy
 """)
 
 
+@pytest.mark.slow
 def test_everything_but_triton_works_without_it():
     text = fresh("""
 import sys

@@ -228,6 +228,7 @@ ATTENTION = {
 }
 
 
+@pytest.mark.few(6)
 @pytest.mark.parametrize("platform", ["xla", "triton-interpret"])
 @pytest.mark.parametrize("name", ATTENTION)
 def test_attention_is_labelled(name, platform):
@@ -267,6 +268,7 @@ print(json.dumps([[choice.label, choice.key], sorted(os.listdir(os.environ["JAX_
 """
 
 
+@pytest.mark.slow
 def test_labels_are_the_same_in_every_process_and_keep_the_compilation_cache(tmp_path):
     """Another process finds the program that this one compiled, even under another label."""
 

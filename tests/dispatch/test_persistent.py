@@ -265,6 +265,7 @@ def test_fifty_lengths_are_a_few_keys():
     assert len(keys) <= math.log2(2**16)
 
 
+@pytest.mark.slow
 def test_the_key_is_the_same_bytes_in_another_process():
     program = (
         "import json, sys\n"

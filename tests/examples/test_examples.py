@@ -50,6 +50,7 @@ def _losses(folder):
         return [(int(row["step"]), float(row["loss"])) for row in csv.DictReader(file)]
 
 
+@pytest.mark.slow
 def test_train_resume_and_generate(tmp_path, text):
     folder = tmp_path / "run"
     options = ["--data", text, "--out-dir", folder, *SMALL, "--prompt", "the quick "]
@@ -98,6 +99,7 @@ def test_tuning_before_training(tmp_path, text, monkeypatch):
     assert len(_losses(folder)) == 2 and "20 bytes from the checkpoint of step 2" in out
 
 
+@pytest.mark.slow
 def test_interrupting_saves_a_checkpoint(tmp_path, text):
     folder = tmp_path / "run"
     process = _start("train_lm.py", "--data", text, "--out-dir", folder, *SMALL, "--steps", 1000000)
@@ -133,6 +135,7 @@ def train_lm():
     del sys.modules["train_lm"]
 
 
+@pytest.mark.few(4)
 @pytest.mark.parametrize(
     ("options", "message"),
     [
@@ -200,6 +203,7 @@ def _gradient(train_lm, mixer, tokens, **layers):
 KEPT = [{}, {"remat": "matmuls"}, {"remat": "kernels"}]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("mixer", "variants"),
     [
@@ -227,6 +231,7 @@ def test_layers_written_out_and_made_again_have_the_gradient_of_the_loop(train_l
 SLOW_MIXERS = ["mamba1,gla,attention", "kda,gated_deltanet,mamba2"]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "mixer", ["lightning,attention", *(pytest.param(mixer, marks=pytest.mark.slow) for mixer in SLOW_MIXERS)]
 )

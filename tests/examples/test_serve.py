@@ -100,6 +100,7 @@ def test_candidates_are_those_of_the_definition(examples):
             np.testing.assert_allclose(found / found.sum(), expected, atol=1e-6, err_msg=str(choice))
 
 
+@pytest.mark.slow
 def test_samples_have_the_probabilities(examples):
     """Chi squared over many positions, and repeatable; a row's choice does not depend on the others."""
     count, rng = 1000, np.random.default_rng(1)
@@ -222,6 +223,7 @@ def _whole(examples, mixer, requests, layers=None):
         assert best[len(prompt) - 1 :][: len(text)].tolist() == text
 
 
+@pytest.mark.few(1)
 def test_together_is_as_alone(examples, engine, request):
     requests = _requests(0, 9)
     before = engine.preemptions
@@ -242,6 +244,7 @@ def test_nothing_is_compiled_once_the_engine_is_warm(engine):
     assert sum(map(len, texts)) > 20 and not found
 
 
+@pytest.mark.few(1)
 def test_samples_do_not_depend_on_neighbours(examples, engine):
     requests = _requests(1, 6)
     options = {"sampling": examples.serving.Sampling(1.0, 50, 0.95, seed=7)}
@@ -302,6 +305,7 @@ def test_what_cannot_be_served_is_refused(examples, engine):
     _check_empty(engine)
 
 
+@pytest.mark.few(1)
 @pytest.mark.parametrize("lost", [False, True])
 def test_a_step_that_raises_changes_nothing(engine, monkeypatch, lost):
     """Before the model is called, and after its caches were given away."""
@@ -381,6 +385,7 @@ def test_a_stop_token_ends_a_text(engine):
     _check_empty(engine)
 
 
+@pytest.mark.slow
 def test_pages_are_given_to_the_oldest_first(examples):
     """Four grow at once where there is room for little more than one: all end, in the order in which they came."""
     engine = _small(examples)
@@ -397,6 +402,7 @@ def test_pages_are_given_to_the_oldest_first(examples):
     _check_empty(engine)
 
 
+@pytest.mark.slow
 def test_pages_behind_a_window_are_freed(examples, monkeypatch):
     """So a text may be longer than all pages."""
 
@@ -438,6 +444,7 @@ def test_kernels_of_another_platform(examples, mixer):
     _check_empty(engine)
 
 
+@pytest.mark.slow
 def test_quantised_pages(examples):
     """The same together as alone."""
     engine = _engine(examples, "attention", 1, kv_dtype="int8", num_pages=64, step_tokens=4)
@@ -452,6 +459,7 @@ MANY = [("attention", 60), *(pytest.param(m, 200, marks=pytest.mark.slow) for m 
 OTHERS = ["mamba1", "lightning,attention", "kda,attention", "gated_deltanet,attention"]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("mixer", "count"), MANY)
 def test_many_requests(examples, mixer, count):
     """At most one program a size, no page lost, and greedy as alone, with ones in between that are refused or cancelled."""
@@ -505,6 +513,7 @@ def checkpoint(examples, tmp_path_factory):
 SIZES = "--max-new-tokens 12 --num-pages 24 --page-size 4 --max-batch 4 --step-tokens 16".split()
 
 
+@pytest.mark.slow
 def test_what_was_trained_is_served(tmp_path, monkeypatch):
     """Training and serving, each in a process of its own."""
     monkeypatch.setenv("JAX_DISABLE_MOST_OPTIMIZATIONS", "1")
@@ -527,6 +536,7 @@ def test_what_was_trained_is_served(tmp_path, monkeypatch):
     assert "shorten it" in records[2]["message"]
 
 
+@pytest.mark.slow
 def test_standard_input_is_served_as_it_comes(checkpoint, monkeypatch):
     """The first text is there while the input is still open; Ctrl-C ends with what there is."""
     monkeypatch.setenv("JAX_DISABLE_MOST_OPTIMIZATIONS", "1")

@@ -44,6 +44,7 @@ def _call(layer, x, cache=None, **arrays):
     return layer(x, cache, **arrays)
 
 
+@pytest.mark.few(1)
 @pytest.mark.parametrize("name", OPTIONS)
 def test_prefill_and_steps_equal_the_full_pass(name):
     layer, x = _layer(name), _x()
@@ -59,6 +60,7 @@ def test_prefill_and_steps_equal_the_full_pass(name):
     assert_close(jnp.concatenate(pieces, axis=1), _call(layer, x), name=name)
 
 
+@pytest.mark.few(2)
 @pytest.mark.parametrize(
     ("name", "side"),
     [("plain", "left"), ("plain", "right"), ("sinks, biases, yarn", "left"), ("sinks, biases, yarn", "right")]
@@ -91,6 +93,7 @@ def test_padded_prompts_then_rows_at_different_positions(name, side):
     assert cache.lengths.tolist() == [13, 6, 10]
 
 
+@pytest.mark.few(1)
 @pytest.mark.parametrize(("causal", "segmented"), [(True, True), (False, False)])
 def test_padding_changes_nothing_and_may_be_nan(causal, segmented):
     """Outputs of real tokens and gradients of the weights, against the rows one by one without padding."""
@@ -128,6 +131,7 @@ def test_segments_equal_the_sequences_alone():
     assert_close(y[:, 5:], _call(layer, x[:, 5:]))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", ["sinks, biases, yarn", "mqa, interleaved"])
 def test_rotation_offset_1000(name):
     """Positions given at every call, and a cache that really holds 1000 tokens."""
@@ -198,6 +202,7 @@ def test_a_full_cache_raises():
 
 
 # Of a layer that is not causal, only one whose window ends with the query's own key takes a cache.
+@pytest.mark.few(1)
 @pytest.mark.parametrize("options", [{}, {"causal": False, "sliding_window": (None, 0)}])
 def test_slots_not_yet_written_are_never_read(options):
     layer, x = _layer("plain", **options), _x()

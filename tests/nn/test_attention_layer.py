@@ -32,6 +32,7 @@ def _mapped(layer, x, **arrays):
     return jax.vmap(jax.vmap(lambda x, arrays: layer(x, **arrays)))(x, arrays)
 
 
+@pytest.mark.slow
 def test_any_number_of_batch_dimensions_and_vmap():
     layer, x = _layer(), _x((2, 3, 11, 32))
     y = _call(layer, x)
@@ -131,6 +132,7 @@ def _written(layer):
     return file
 
 
+@pytest.mark.few(1)
 @pytest.mark.parametrize("dtype", [jnp.float32, jnp.bfloat16])
 def test_serialises(dtype):
     options = {"dtype": dtype, "use_qkv_bias": True, "output_gate": True}
@@ -159,6 +161,7 @@ def test_cross_attention():
     assert_close(_call(layer, x, kv_input=memory[:, :1]), jnp.broadcast_to(value, x.shape))
 
 
+@pytest.mark.slow
 def test_dropout_needs_a_key_and_ends_in_inference_mode():
     layer, x = _layer(dropout_rate=0.5), _x()
     plain = _call(_layer(), x)

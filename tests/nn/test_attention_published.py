@@ -141,6 +141,7 @@ def loaded(name, dtype=jnp.float64, scale=3.0):
     return by_name(layer, values), weights, x, jax.vmap(case.formulas, in_axes=(None, 0))
 
 
+@pytest.mark.few(1)
 @pytest.mark.parametrize("name", [name for name in CASES if "global" not in name])
 def test_output_and_every_gradient(enable_x64, name):
     layer, weights, x, formulas = loaded(name)
@@ -172,6 +173,7 @@ def test_layers_between_the_local_ones(enable_x64, name):
     assert_close(eqx.filter_jit(layer)(x), jax.jit(formulas)(weights, x), name=name)
 
 
+@pytest.mark.few(1)
 @pytest.mark.parametrize(
     ("name", "dtype"),
     [

@@ -49,6 +49,7 @@ def test_padding_may_hang_over_the_end():
     assert not np.asarray(cache.k[1, 4:]).any()
 
 
+@pytest.mark.slow
 def test_unbatched_vmapped_and_nested_are_one():
     k, v = _new(2, (2, 3))
     nested = KVCache.init((2, 3), 5, 2, 4).append(k, v).append(k, v)

@@ -102,6 +102,7 @@ def _gradients(layer, x):
 
 
 # Which projections are low-rank updates: of neighbours one and the other kind, then the other way round.
+@pytest.mark.few(1)
 @pytest.mark.parametrize("first", [0, pytest.param(1, marks=pytest.mark.slow)])
 @pytest.mark.parametrize("name", NAMES)
 def test_any_module_in_a_projections_place(name, first):
@@ -135,6 +136,7 @@ def test_any_module_in_a_projections_place(name, first):
             assert_close(bias, like.bias, kind="gradient", scale=measure)
 
 
+@pytest.mark.few(1)
 @pytest.mark.parametrize("name", NAMES)
 def test_they_decode_too(name):
     """States and caches follow from the layer, whatever its projections are."""
@@ -165,6 +167,7 @@ GIVEN = [
 ]
 
 
+@pytest.mark.few(3)
 @pytest.mark.parametrize("name", NAMES)
 def test_what_a_layer_computes_in(name):
     """What input and weights promote to, whatever JAX is told to do with two dtypes (the suite runs with "strict"); or what was chosen."""
@@ -182,6 +185,7 @@ def test_what_a_layer_computes_in(name):
         assert all(a.dtype == (chosen or dtype) for a in kept)
 
 
+@pytest.mark.few(2)
 @pytest.mark.parametrize("name", NAMES)
 def test_a_chosen_dtype_is_that_of_cast_projections(name):
     """What a float32 layer that computes in bfloat16 gives is, bit for bit, what the layer with cast projections gives for a cast input:
@@ -203,6 +207,7 @@ def test_a_chosen_dtype_is_that_of_cast_projections(name):
 EMPTY = {"no tokens": (2, 0), "no rows": (0, 3), "neither": (0, 0)}
 
 
+@pytest.mark.few(3)
 @pytest.mark.parametrize("lead", EMPTY.values(), ids=EMPTY)
 @pytest.mark.parametrize("name", NAMES)
 def test_nothing_gives_nothing(name, lead):

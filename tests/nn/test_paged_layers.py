@@ -39,6 +39,7 @@ from tests.recurrence.quick import quick
 from tests.tolerances import assert_close
 
 
+@pytest.mark.few(1)
 @pytest.mark.parametrize("name", ATTENTION)
 def test_attention_equals_the_dense_cache(name):
     layer, x, (expected, dense) = attention(name), inputs(), attention_alone(name)
@@ -56,6 +57,7 @@ def test_attention_equals_the_dense_cache(name):
 MIXERS = ["mamba", "mamba2", "kimi", "qwen3-next"]
 
 
+@pytest.mark.few(1)
 @pytest.mark.parametrize(
     "name", [*MIXERS, *(pytest.param(name, marks=pytest.mark.slow) for name in ("gla", "lightning"))]
 )
@@ -92,6 +94,7 @@ def compiled():
     return quick(step, donate_argnums=1), traced
 
 
+@pytest.mark.slow
 def test_a_hybrid_model_compiles_once_a_bucket():
     """Scanned over stacked layers; sequences come and go, into the slots and pages of others."""
     x, (expected, _), (step, traced) = inputs(), dense_model(), compiled()
@@ -170,6 +173,7 @@ def test_scales_a_head_stay_with_their_layer():
     np.testing.assert_array_equal(back.layers[0].k_scale, pages.k_scale)
 
 
+@pytest.mark.slow
 def test_sequences_without_a_slot_or_without_tokens():
     """No new token, -1, a slot that is not there: nothing is read or written; in a decode and in a chunk alike."""
     layer = recurrent_layers.build("mamba2")

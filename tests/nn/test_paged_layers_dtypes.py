@@ -53,6 +53,7 @@ def over_held(layer, x, k, v):
     return out.reshape(*x.shape[:-1], -1) @ layer.o_proj.weight.T
 
 
+@pytest.mark.few(1)
 @pytest.mark.parametrize(
     "kind, dtype",
     [
@@ -97,6 +98,7 @@ def test_attention_in_bfloat16():
     assert_close(k, dense.k)
 
 
+@pytest.mark.few(1)
 @pytest.mark.parametrize(
     "name, kept",
     [
@@ -117,6 +119,7 @@ def test_recurrent_layers_in_bfloat16(name, kept):
     assert [a.dtype for a in jax.tree.leaves(new)] == [a.dtype for a in jax.tree.leaves(pool)]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "integer",
     ["int64", *(pytest.param(name, marks=pytest.mark.slow) for name in ("int16", "uint8", "numpy"))],
@@ -145,6 +148,7 @@ def test_batches_of_other_integers(integer):
         assert eqx.tree_equal(got, expected)
 
 
+@pytest.mark.slow
 def test_caches_bound_to_other_integers(enable_x64):
     """By the constructor, as by `bind`."""
     tables = jnp.array([[2, 0], [1, -1]]), jnp.array([4, 2])

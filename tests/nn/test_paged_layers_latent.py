@@ -127,6 +127,7 @@ def make(**options):
     return CacheState.init(stacked(), **sizes, **options)
 
 
+@pytest.mark.slow
 def test_three_kinds_of_layers_in_place():
     """Pages of keys, latent pages and slots, by the numbers of one batch, donated to each step."""
     given = poisoned(make())
@@ -137,6 +138,7 @@ def test_three_kinds_of_layers_in_place():
     assert caches.layers[0].batch_shape == (LAYERS,) and not caches.layers[0].is_bound
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("scales", ["token", "head"])
 def test_quantised_latents(scales):
     """Scales stay where they belong: those of tokens with their pages, the one of a cache with its layer."""
@@ -160,6 +162,7 @@ def test_quantised_latents(scales):
         assert latents.latent_scale.shape == (LAYERS, PAGES, PAGE)
 
 
+@pytest.mark.few(2)
 @pytest.mark.parametrize("scales", [None, "token", "head"])
 def test_pages_are_copied_and_states_are(scales):
     """In every layer of a stack, and nothing else is touched."""

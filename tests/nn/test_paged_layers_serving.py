@@ -126,6 +126,7 @@ def sizes(**options):
     return {"num_pages": FEW_PAGES, "page_size": PAGE, "num_slots": FEW_SLOTS, **options}
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("window", [pytest.param(None, marks=pytest.mark.slow), 4])
 def test_a_hybrid_model_serves(window):
     """Attention and recurrent layers, stacked; with a window, pages behind it are freed while the request runs."""
@@ -137,6 +138,7 @@ def test_a_hybrid_model_serves(window):
         assert server.seen == {0, 1, 2} and server.kinds == {True, False}
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("platform", [pytest.param("xla", marks=pytest.mark.slow), "triton-interpret"])
 def test_layers_serve_side_by_side(platform):
     """Two attention layers, one with a window and one without, and three recurrent ones on the same tokens."""

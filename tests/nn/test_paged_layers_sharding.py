@@ -81,6 +81,7 @@ def assert_placed_alike(got, given):
         assert a.sharding.is_equivalent_to(b.sharding, a.ndim), (a.sharding, b.sharding)
 
 
+@pytest.mark.slow
 @batches
 @pytest.mark.parametrize("pages", ["float32", "int8"])
 def test_heads_of_pages_stay_where_they_are(pages, name):
@@ -107,6 +108,7 @@ def test_heads_of_pages_stay_where_they_are(pages, name):
     assert sum(collectives(compiled).values()) == 1
 
 
+@pytest.mark.slow
 @batches
 @pytest.mark.parametrize("kind", ["mamba2", "qwen3-next"])
 def test_heads_of_states_stay_where_they_are(kind, name):
@@ -183,6 +185,7 @@ def test_one_batch_for_all_caches_inside_shard_map(name):
     assert_same(got[1], new)
 
 
+@pytest.mark.slow
 @batches
 def test_replicas_and_heads_together(name):
     x, caches, batch = of_two(name)
@@ -207,6 +210,7 @@ def test_replicas_and_heads_together(name):
     assert_placed_alike(got[1].layers[0], by_heads)
 
 
+@pytest.mark.slow
 @batches
 def test_attention_where_types_say_shardings(name):
     """On a mesh of explicit axes."""
@@ -223,6 +227,7 @@ def test_attention_where_types_say_shardings(name):
     assert_placed_alike(got[1], place(mesh, given[1], P("replicas")))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("way", ["shard_map", "types"])
 @pytest.mark.parametrize("kind", ["mamba", "qwen3-next"])
 def test_chunks_of_recurrent_layers(kind, way):

@@ -114,6 +114,7 @@ def test_models_are_mapped(new):
     assert_same_caches(caches, side_by_side(*(side_by_side(*(c for _, c in results)) for results in alone)))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "kind", ["pages", "int8 pages", "pages, interpreted", "mamba", pytest.param("kimi", marks=SLOW)]
 )
@@ -138,6 +139,7 @@ def test_layers_are_mapped(kind):
         assert_same_caches(caches, results[1])
 
 
+@pytest.mark.slow
 def test_decoding_is_scanned():
     """Steps in one program, the caches donated: each token goes in as the one that came out, as long as each sequence wants to."""
     last, start, steps = jnp.array([6, 9, 4]), 2, 7
@@ -208,6 +210,7 @@ def test_a_batch_is_carried():
     assert batch.lengths.tolist() == [TOKENS + 1] and not cache.is_bound
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("new, platform", [pytest.param(3, None, marks=SLOW), (1, "triton-interpret")])
 def test_training_over_pages_is_refused(new, platform):
     """In the ways that training code is written; what has no gradient to give is no obstacle."""

@@ -57,6 +57,7 @@ LAYOUTS = {
 }
 
 
+@pytest.mark.few(3)
 @pytest.mark.parametrize("context", [True, False], ids=["context", "types"])
 @pytest.mark.parametrize("name", LAYOUTS)
 def test_explicit_meshes(name, context):
@@ -116,6 +117,7 @@ class _Kin(eqx.nn.Linear):
         return 2.0 * super().__call__(x)
 
 
+@pytest.mark.few(2)
 @pytest.mark.parametrize("lead", [(), (3,), (2, 3), (0, 3), (2, 0)])
 def test_a_callable_is_given_one_vector_at_a_time(lead):
     x = jnp.asarray(np.random.default_rng(1).standard_normal((*lead, IN)), jnp.float32)

@@ -43,6 +43,7 @@ def _same(actual, expected, what):
         assert_close(ours, theirs, name=what)
 
 
+@pytest.mark.few(1)
 @pytest.mark.parametrize("name", LAYERS)
 def test_prefill_in_chunks_and_steps_equal_the_full_pass(name):
     layer, x, ys, states = _expected(name)
@@ -63,6 +64,7 @@ def _padded(x, before, lengths, width):
     return jnp.asarray(padded), jnp.asarray(real)
 
 
+@pytest.mark.few(1)
 @pytest.mark.parametrize("name", [*LAYERS, pytest.param(CONVOLUTIONS, marks=pytest.mark.slow)])
 def test_padding_changes_nothing(name):
     """Rows of different lengths, padded left, right and on both sides; then a chunk with padding, and rows that pause."""
@@ -103,6 +105,7 @@ def _row(state, index):
     return jax.tree.map(lambda a: a[index], state)
 
 
+@pytest.mark.slow
 def test_packed_sequences():
     name = "mamba2"
     layer, x, ys, states = _expected(name)

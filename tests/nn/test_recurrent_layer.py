@@ -29,6 +29,7 @@ def _gradient(layer, x, weight, real=None):
     return eqx.filter_grad(_loss)(layer, x, weight, real)
 
 
+@pytest.mark.few(1)
 @pytest.mark.parametrize("name", LAYERS)
 def test_every_parameter_has_a_gradient_through_padding(name):
     x = jnp.where(REAL[..., None], inputs(2, 7), jnp.nan)
@@ -108,6 +109,7 @@ def test_steps_trace_once():
     assert traces == 1
 
 
+@pytest.mark.few(5)
 @pytest.mark.parametrize("name", LAYERS)
 def test_serialises(name):
     layer, file = build(name), io.BytesIO()

@@ -12,6 +12,7 @@ from tests.tolerances import assert_close
 CASES = LAYERS | VARIANTS
 
 
+@pytest.mark.few(2)
 @pytest.mark.parametrize("name", CASES)
 def test_equals_the_published_layer(name, enable_x64):
     case = CASES[name]
@@ -48,6 +49,7 @@ def test_parameters_in_half_precision(name):
     assert all(dtype == jnp.bfloat16 for k, dtype in found.items() if k not in wide)
 
 
+@pytest.mark.slow
 def test_initial_decays_and_time_steps():
     mamba, mamba2 = (parameters(LAYERS[name].build(key=jax.random.key(0))) for name in ("mamba", "mamba2"))
     np.testing.assert_allclose(np.exp(mamba["A_log"]), np.tile([1, 2, 3, 4], (48, 1)), rtol=1e-6)

@@ -67,6 +67,7 @@ def test_interleaved_and_partial(enable_x64):
     assert np.array_equal(partial[..., 16:], x[..., 16:])
 
 
+@pytest.mark.slow
 def test_offsets_are_positions():
     rope = RotaryEmbedding(16)
     x = _x((2, 5, 3, 16), jnp.float32)
@@ -76,6 +77,7 @@ def test_offsets_are_positions():
     assert np.array_equal(jax.vmap(lambda x, p: rope(x, offset=p))(x, jnp.asarray([1000, 7])), by_position)
 
 
+@pytest.mark.few(2)
 @pytest.mark.parametrize("dtype", [jnp.float32, jnp.bfloat16, jnp.float16])
 def test_computed_in_float32_and_the_dtype_is_kept(dtype):
     # At position 40000 an angle in bfloat16 would be off by whole turns.

@@ -493,12 +493,14 @@ def _says(call, argument):
     assert re.match(form, str(caught.value), re.DOTALL), str(caught.value)
 
 
+@pytest.mark.few(93)
 @pytest.mark.parametrize("name, table, case", [pytest.param(*c, id=f"{c[0]}: {c[2]}") for c in _calls()])
 def test_calls(name, table, case):
     call, argument = table[case]
     _says(lambda: call(_layer(name)), re.escape(argument))
 
 
+@pytest.mark.few(85)
 @pytest.mark.parametrize(
     "name, argument, wrong", [pytest.param(*c, id=f"{c[0]}: {c[1]}={c[2]!r}"[:60]) for c in _options()]
 )

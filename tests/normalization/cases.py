@@ -58,7 +58,7 @@ def results(operation: ejx.GatedRMSNorm, inputs: Named, dout: Any) -> Named:
 def exact(case: Case, inputs: Named, dout: Any) -> Named:
     """The same by the reference in float64."""
     with jax.enable_x64(True):
-        wide = {name: jnp.asarray(np.asarray(x, np.float64)) for name, x in inputs.items()}
+        wide = {name: jnp.asarray(np.asarray(x, np.float64), np.float64) for name, x in inputs.items()}
         arrays = resolve(wide["x"], wide.get("z"), wide.get("weight"), case.group_size)
         cotangent = jnp.asarray(np.asarray(dout, np.float64)).reshape(arrays.x.shape)
         found = _reference(case.spec, arrays, {"out": cotangent})

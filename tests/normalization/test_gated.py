@@ -24,6 +24,7 @@ def assert_agrees(case: Case, found, expected) -> None:
         assert_close(x, expected[name], case.dtype, "forward" if name == "out" else "gradient", name=name)
 
 
+@pytest.mark.few(6)
 @pytest.mark.parametrize("name", CASES)
 def test_agrees_with_the_reference(name, platform):
     case = CASES[name]
@@ -45,6 +46,7 @@ def test_the_reference_is_the_formula(before):
     np.testing.assert_allclose(exact(case, inputs, dout)["out"], normed * gate if before else normed)
 
 
+@pytest.mark.few(1)
 def test_composes(platform):
     """jit, vmap of every argument, scan over layers, cotangents of any layout."""
     case = Case((3, 4, 6), norm_before_gate=True)

@@ -56,7 +56,7 @@ class Case:
 
 def make(case: Case) -> tuple[PagedArrays, PagedSpec]:
     """The arrays, with leading axes `(batch,)` or none, and the static half of a call."""
-    given = {name: jnp.asarray(x) for name, x in _arrays(case).items()}
+    given = {name: jnp.asarray(x, x.dtype) for name, x in _arrays(case).items()}
     return PagedArrays.of(given), spec_of(case)
 
 

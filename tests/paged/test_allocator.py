@@ -125,6 +125,7 @@ class Sequences:
 ACTIONS = ("add", "add", "extend", "extend", "extend", "fork", "fork", "truncate", "free_behind", "free")
 
 
+@pytest.mark.slow
 @settings(max_examples=50, deadline=None, derandomize=True)
 @given(
     st.integers(1, 16),

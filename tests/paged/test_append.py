@@ -57,6 +57,7 @@ def assert_same_pages(got: Any, want: Any) -> None:
             np.testing.assert_allclose(a, b, rtol=1e-6)
 
 
+@pytest.mark.few(1)
 @pytest.mark.parametrize("kind", ["plain", "int8", "latent"])
 def test_the_platform_that_reads_also_writes(kind):
     q = normal(3, 4, H, 24 if kind == "latent" else D)
@@ -70,6 +71,7 @@ def test_the_platform_that_reads_also_writes(kind):
     assert_same_pages(written, cache)
 
 
+@pytest.mark.few(1)
 @pytest.mark.parametrize("shared", [True, False])
 def test_mapped(shared):
     """Each of the mapped calls has pages of its own afterwards, also where it began with those of all."""

@@ -66,6 +66,7 @@ def batches(draw):
     return page_size, query_lens, lengths, rows
 
 
+@pytest.mark.slow
 @settings(max_examples=25, deadline=None, derandomize=True)
 @given(batches())
 def test_properties(drawn):

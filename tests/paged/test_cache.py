@@ -59,6 +59,7 @@ def error(cache, x, which):
     return 1.01 * (step / 2 if dtype == "int8" else np.maximum(x / 16, step / 1024))
 
 
+@pytest.mark.few(3)
 @cases
 def test_append_and_gather(kind, dtype, scales):
     """Within half a step; every other slot keeps its bytes, the last one too; no NaN of an unused slot comes out."""
@@ -83,6 +84,7 @@ def test_append_and_gather(kind, dtype, scales):
             )
 
 
+@pytest.mark.few(1)
 @few
 def test_gather_of_sequences(kind, dtype, scales):
     """Zero where there is no token or no page, also where NaN is stored; any length; leading axes of tables."""
@@ -125,6 +127,7 @@ def test_gather_of_sequences(kind, dtype, scales):
         np.testing.assert_array_equal(one, other)
 
 
+@pytest.mark.few(1)
 @few
 def test_copy_pages(kind, dtype, scales):
     cache = scaled(make(kind, dtype, scales, batch_shape=(2,)))
@@ -146,6 +149,7 @@ def test_no_tokens(kind, dtype, scales):
     assert eqx.tree_equal(append(cache, *tokens(cache, 0), np.zeros(0, int)), cache)
 
 
+@pytest.mark.few(3)
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("dtype, scales", [("int8", "head"), ("float8_e4m3fn", "head")])
 def test_scales_a_head_clip(kind, dtype, scales):

@@ -28,6 +28,7 @@ from tests.paged.caches import (
 from tests.recurrence.quick import quick
 
 
+@pytest.mark.few(1)
 @few
 def test_layers(kind, dtype, scales):
     """Leading axes: all at once, by `vmap` and by `scan`, bitwise the same; with tables that are shared or their own."""
@@ -61,6 +62,7 @@ def test_layers(kind, dtype, scales):
     assert eqx.tree_equal(jax.tree.map(lambda x: x[1], own), append(one, x[1], y[1], slots[::-1]))
 
 
+@pytest.mark.few(3)
 @pytest.mark.parametrize("lead", [(), (2,)])
 @few
 def test_donated_pages_are_written_in_place(kind, dtype, scales, lead):
@@ -81,6 +83,7 @@ def test_donated_pages_are_written_in_place(kind, dtype, scales, lead):
     assert [x.unsafe_buffer_pointer() for x in jax.tree.leaves(new)] == pointers
 
 
+@pytest.mark.few(5)
 @cases
 def test_serialisation(kind, dtype, scales, tmp_path):
     cache = scaled(make(kind, dtype, scales)).bind(jnp.zeros((2, 3), int), jnp.ones(2, int))
@@ -95,6 +98,7 @@ def test_serialisation(kind, dtype, scales, tmp_path):
         assert eqx.tree_equal(eqx.tree_deserialise_leaves(file, like), cache)
 
 
+@pytest.mark.slow
 def test_shared_prefix_is_copied_on_write():
     """The allocator, the batch and the cache together: a fork goes on without disturbing its parent."""
     table, cache = PageTable(PAGES, SIZE), make(PagedKVCache)

@@ -22,6 +22,7 @@ def step(q, cache, k, v, batch):
     return out[batch.last_tokens], cache.unbind()
 
 
+@pytest.mark.few(1)
 @pytest.mark.parametrize("latent, dtype", [(False, jnp.int8), (True, jnp.float32)])
 def test_a_round_of_serving(latent, dtype):
     def serve(seed):

@@ -55,6 +55,7 @@ def test_offsets_may_be_a_list(unchecked):
     np.testing.assert_array_equal(cache.gather()[0][0, 5:7], k)
 
 
+@pytest.mark.few(1)
 @pytest.mark.parametrize("append", [False, True])
 @pytest.mark.parametrize("platform", PLATFORMS)
 def test_offsets_may_end_in_zeros(platform, append):
@@ -78,6 +79,7 @@ def test_offsets_may_end_in_zeros(platform, append):
     assert np.isfinite(out).all() and not np.asarray(out)[38:].any()
 
 
+@pytest.mark.few(1)
 @pytest.mark.parametrize("platform", PLATFORMS)
 def test_offsets_of_a_row_end_with_its_tokens(platform):
     """Past them another row's would be overwritten."""

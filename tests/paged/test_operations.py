@@ -78,6 +78,7 @@ def test_decode_is_the_last_row_of_attention():
     assert out.shape == (3, H, 8)
 
 
+@pytest.mark.few(1)
 @pytest.mark.parametrize("window", [1, (2, 5), None])
 def test_windows_count_as_in_flash_attention(window):
     pairs, q = dense((9, 14)), normal(9, 9, H, D)
@@ -142,6 +143,7 @@ def test_unified_decodes_a_tree():
     assert_close(out, plain(q, k, v, seen, alibi_slopes=slopes)[0])
 
 
+@pytest.mark.few(1)
 @pytest.mark.parametrize("scales", [None, "token", "head"])
 def test_latent_cache(scales):
     latent, rope, q = normal(1, 9, 24), normal(2, 9, 8), normal(3, 2, 3, H, 32)
@@ -165,6 +167,7 @@ def test_latent_cache(scales):
     assert_close(again, out)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("keys", (11, 48))
 def test_dense_ranges(keys):
     """Keys that are one page, and that are several."""
@@ -206,6 +209,7 @@ def test_pages_may_lie_anywhere():
     np.testing.assert_array_equal(call(cached(pairs, seed=1)), call(cached(pairs, seed=2)))
 
 
+@pytest.mark.slow
 def test_mapped():
     pairs, q = dense((9, 14)), normal(9, 3, 5, H, D)
     op = functools.partial(
@@ -279,6 +283,7 @@ def test_differentiation_is_refused():
     assert_close(constant, quick(op)(q, cache))
 
 
+@pytest.mark.slow
 def test_float64(enable_x64):
     pairs = [tuple(x.astype(jnp.float64) for x in pair) for pair in dense((9, 6))]
     q = normal(3, 5, H, D, dtype=jnp.float64)

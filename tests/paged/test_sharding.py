@@ -117,6 +117,7 @@ PLACES = {
 }
 
 
+@pytest.mark.few(1)
 @modes
 @news
 @pytest.mark.parametrize(
@@ -145,6 +146,7 @@ def test_a_call_is_split_where_it_stands(where, new, build, kind):
     assert not any(shape.startswith(f"f32[{PAGES},{SIZE}") for shape in sent(compiled))
 
 
+@pytest.mark.slow
 @modes
 def test_what_is_written_stays_where_it_is(build, kind):
     """8-bit pages by heads, and rows with pages of their own by `vmap`: written, read and kept where they are."""
@@ -176,6 +178,7 @@ def test_what_is_written_stays_where_it_is(build, kind):
             assert got.sharding.is_equivalent_to(getattr(given[1], name).sharding, got.ndim)
 
 
+@pytest.mark.few(1)
 @modes
 @pytest.mark.parametrize("operation", ["decode", "dense", "unified"])
 def test_other_operations(operation, build, kind):

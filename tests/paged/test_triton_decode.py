@@ -59,11 +59,13 @@ def same(first: dict[str, Any], second: dict[str, Any]) -> bool:
     return all((np.asarray(first[name]) == np.asarray(second[name])).all() for name in ("out", "lse"))
 
 
+@pytest.mark.few(4)
 @pytest.mark.parametrize("name", FEW)
 def test_agrees(name):
     assert_agrees(CASES[name], attend(CASES[name]))
 
 
+@pytest.mark.few(1)
 @pytest.mark.parametrize("splits", (1, 2, 5))
 def test_any_number_of_splits_agrees_and_repeats(splits):
     config = dataclasses.replace(CONFIG, split_k=splits)
@@ -72,6 +74,7 @@ def test_any_number_of_splits_agrees_and_repeats(splits):
     assert same(results, attend(LONG, config))
 
 
+@pytest.mark.few(1)
 @pytest.mark.parametrize(
     "tile, case",
     (
@@ -143,6 +146,7 @@ def test_what_is_counted_in_64_bits():
     assert not far(3, 2**20 - 1, 8, 256) and far(3, 2**20, 8, 256)
 
 
+@pytest.mark.few(1)
 @pytest.mark.parametrize("keys", (16, 48, 80, 100, 512))
 def test_dense_keys(keys):
     """A page that is all of its sequence is read as several of few sizes, also where it is missing."""
@@ -158,6 +162,7 @@ BYTES = Case((1, 4, 2), (33, 50, 17), p=16, H=4, K=2, D=32, V=34, tail=1)
 OPTIONS = dict(FEATURES, left=40, missing=((1, 1),))
 
 
+@pytest.mark.few(1)
 @pytest.mark.parametrize(
     "case",
     (
@@ -174,6 +179,7 @@ def test_bytes_in_pairs(case):
     assert_agrees(case, results)
 
 
+@pytest.mark.few(1)
 @pytest.mark.parametrize("size", (2.0**-100, 2.0**-20, 1.0, 2.0**100))
 @pytest.mark.parametrize("kv_dtype", ("int8", "float8_e4m3fn"))
 def test_bytes_of_any_size(kv_dtype, size):
@@ -193,6 +199,7 @@ def test_bytes_of_any_size(kv_dtype, size):
     np.testing.assert_allclose(np.asarray(results["lse"]), np.asarray(plain["lse"]), rtol=1e-3, atol=1e-3)
 
 
+@pytest.mark.few(7)
 @pytest.mark.parametrize("splits", (1, 3))
 @pytest.mark.parametrize("scales", ("token", "head"))
 @pytest.mark.parametrize("sinks", (False, True))
@@ -253,6 +260,7 @@ def test_a_sequence_does_not_depend_on_the_others():
         assert same(results, {name: x[:, tokens] for name, x in together.items()})
 
 
+@pytest.mark.few(1)
 @pytest.mark.parametrize("splits", (1, 3))
 def test_sequences_with_more_queries_are_left_alone(splits):
     """Of 17 queries or fewer, two fill the smallest tile; tokens of no sequence are filled."""
@@ -305,6 +313,7 @@ MAPPED = {
 }
 
 
+@pytest.mark.few(1)
 @pytest.mark.parametrize("name", MAPPED)
 def test_vmap(name):
     case, shared = MAPPED[name]

@@ -68,11 +68,13 @@ def assert_same(first: dict[str, Any], second: dict[str, Any]) -> None:
         np.testing.assert_array_equal(np.asarray(first[name]), np.asarray(second[name]))
 
 
+@pytest.mark.few(7)
 @pytest.mark.parametrize("name", NAMES)
 def test_agrees(name):
     assert_agrees(CASES[name], attend(CASES[name]))
 
 
+@pytest.mark.few(1)
 @pytest.mark.parametrize(
     "case, block_m, block_k",
     [

@@ -80,12 +80,14 @@ def bits(x):
     return x.view(f"u{x.itemsize}")
 
 
+@pytest.mark.few(7)
 @pytest.mark.parametrize("new", ["float32", "bfloat16", "float16"])
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16", "float16"])
 def test_plain_pages(dtype, new):
     assert_same(make(dtype, new=new))
 
 
+@pytest.mark.few(4)
 @pytest.mark.parametrize("scales", ["token", "head"])
 @pytest.mark.parametrize(
     "dtype, new", [("int8", "float32"), ("float8_e4m3fn", "float32"), ("int8", "bfloat16")]
@@ -98,6 +100,7 @@ def test_quantised_pages(dtype, new, scales):
     assert_same(arrays)
 
 
+@pytest.mark.few(1)
 @pytest.mark.parametrize("scales", [None, "token", "head"])
 def test_latent_pages_and_one_kind_alone(scales):
     dtype = "bfloat16" if scales is None else "int8"
@@ -106,6 +109,7 @@ def test_latent_pages_and_one_kind_alone(scales):
     assert_same(make(dtype, scales=scales, kinds=KINDS | {"rope": 8}, heads=2))
 
 
+@pytest.mark.few(1)
 @pytest.mark.parametrize("scales", [None, "token", "head"])
 def test_leading_axes(scales):
     dtype = "float32" if scales is None else "int8"

@@ -33,6 +33,7 @@ KINDS = {
 }
 
 
+@pytest.mark.few(3)
 @pytest.mark.parametrize("name", KINDS)
 def test_inputs_are_of_their_problem(name):
     wanted = KINDS[name]
@@ -57,6 +58,7 @@ def test_batches_are_like_what_a_server_has():
     assert min(make_batch(KINDS["prefill"], 0).q_len) > 4
 
 
+@pytest.mark.few(1)
 @pytest.mark.parametrize("name", KINDS)
 def test_agrees_with_the_reference(name):
     problem = KINDS[name]

@@ -24,11 +24,13 @@ SMALL = XlaConfig(block_q=4, block_k=8, decode_queries=2)
 forward = quick(platform.forward, static_argnums=(1, 2))
 
 
+@pytest.mark.few(1)
 @pytest.mark.parametrize("name", CASES)
 def test_agrees(name):
     assert_agrees(CASES[name], forward(*make(CASES[name]), SMALL))
 
 
+@pytest.mark.few(1)
 @pytest.mark.parametrize(
     "config",
     [
@@ -46,12 +48,14 @@ def test_any_tiles(config):
     assert_agrees(large, forward(*make(large), config))
 
 
+@pytest.mark.few(1)
 @pytest.mark.parametrize("name", ["mixed, all options", "latent, options"])
 def test_float64(name, enable_x64):
     case = dataclasses.replace(CASES[name], dtype="float64")
     assert_agrees(case, forward(*make(case), SMALL))
 
 
+@pytest.mark.slow
 def test_mapped_with_pages_and_without():
     case = CASES["two rows, all options"]
     arrays, spec = make(case)
@@ -67,6 +71,7 @@ def test_mapped_with_pages_and_without():
     assert_agrees(CASES["mixed"], forward(alone, make(CASES["mixed"])[1], SMALL))
 
 
+@pytest.mark.slow
 def test_mapped_twice():
     case = CASES["mixed"]
     arrays, spec = make(case)
@@ -107,6 +112,7 @@ def _lowered(case, **sizes):
     return jax.jit(platform.forward, static_argnums=(1, 2)).lower(arrays, spec, XlaConfig(**sizes))
 
 
+@pytest.mark.slow
 def test_memory_is_linear(optimised):
     """Four times the tokens, so sixteen times the scores."""
 
@@ -121,6 +127,7 @@ def test_memory_is_linear(optimised):
     assert temporary(2048) < 2048 * 2048
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("page_size", [16, 256])
 def test_pages_are_not_copied(page_size, optimised):
     """Of a large pool only the pages that are seen are touched, with every number of queries."""
@@ -153,6 +160,7 @@ def test_blocks_are_made_of_pages_or_of_parts(page_size, block_k, wanted):
     assert split_pages(page_size, block_k) == wanted
 
 
+@pytest.mark.few(1)
 @pytest.mark.parametrize("kind", [AxisType.Auto, AxisType.Explicit])
 def test_heads_stay_where_they_are(kind):
     case = CASES["mixed"]

@@ -163,6 +163,7 @@ def leaves(results: Any) -> tuple[jax.Array, ...]:
     return tuple(jax.tree.leaves(results))
 
 
+@pytest.mark.few(1)
 @meshes.everywhere
 @pytest.mark.parametrize("platform", ["xla", "triton-interpret"])
 @pytest.mark.parametrize("name", CASES)
@@ -198,6 +199,7 @@ def test_on_a_mesh(name, platform, kind, layout):
             assert meshes.lies(gradients[0][name], mesh, specs[name]), (name, gradients[0][name].sharding)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("platform", ["xla", "triton-interpret"])
 def test_mapped_rows_stay_where_they_are(platform):
     """Layers of Equinox are mapped over the batch: `vmap` of what is split, and gradients for each example."""
@@ -218,6 +220,7 @@ def test_mapped_rows_stay_where_they_are(platform):
         assert all(meshes.lies(x, mesh, P(ROWS, None, HEADS)) for x in jax.tree.leaves(results))
 
 
+@pytest.mark.few(1)
 @pytest.mark.parametrize("kind", meshes.KINDS)
 def test_attention_over_pages(kind):
     """Pages are split by key heads, queries by heads; new tokens are written where their head is."""

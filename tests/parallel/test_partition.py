@@ -65,6 +65,7 @@ def run(kind, q_spec, k_spec, *, shape=(4, 2), **sizes):
     return out, COLLECTIVE.findall(compiled.as_text() or ""), seen[-1]
 
 
+@pytest.mark.few(8)
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize(
     "q_spec, k_spec, kv_heads, local",
@@ -123,6 +124,7 @@ def total(q, k, bias, weight):
     return dk, weight.sum(0, keepdims=True).astype(bias.dtype)
 
 
+@pytest.mark.few(5)
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("kv_heads, local", [(4, 1), (2, 1), (1, 1)])
 def test_sums_over_split_axes_are_added_up(kind, kv_heads, local):

@@ -77,7 +77,7 @@ def make(case: Case, seed: int = 0) -> tuple[RecurrenceArrays, RecurrenceSpec]:
     rows = case.B, case.T
 
     def cast(x: np.ndarray | None, dtype: str) -> Any:
-        return None if x is None else jnp.asarray(x).astype(dtype)
+        return None if x is None else jnp.asarray(np.asarray(x).astype(dtype), dtype)
 
     q = rng.standard_normal((*rows, case.Hq, case.D))
     k = _keys(case, rng)
@@ -182,7 +182,7 @@ def cotangents(case: Case, seed: int = 1) -> tuple[Array, Array]:
     count = () if arrays.offsets is None else (arrays.offsets.shape[-1] - 1,)
     dout = rng.standard_normal((case.B, case.T, heads.out, case.V)) * in_sequence(case, arrays)
     dstate = rng.standard_normal((case.B, *count, heads.state, case.D, case.V))
-    return jnp.asarray(dout).astype(case.dtype), jnp.asarray(dstate).astype(case.state_dtype)
+    return jnp.asarray(dout, case.dtype), jnp.asarray(dstate, case.state_dtype)
 
 
 def floats_of(arrays: RecurrenceArrays) -> dict[str, Array]:
@@ -228,7 +228,7 @@ def run_reference(arrays: RecurrenceArrays, dout: Array, dstate: Array, spec: Re
             x.astype(np.float64) if jnp.issubdtype(x.dtype, jnp.floating) else x
             for x in jax.tree.leaves(host)
         ]
-        tree = jax.tree.unflatten(jax.tree.structure(host), [jnp.asarray(x) for x in double])
+        tree = jax.tree.unflatten(jax.tree.structure(host), [jnp.asarray(x, x.dtype) for x in double])
         return jax.tree.map(np.asarray, _run_reference(*tree, spec))
 
 

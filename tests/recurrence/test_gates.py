@@ -82,6 +82,7 @@ def test_time_steps_have_no_gradient_outside_their_bounds_and_all_of_it_on_them(
     assert jnp.isfinite(bounded).all() and (bounded >= 0).all()
 
 
+@pytest.mark.few(2)
 @pytest.mark.parametrize("groups", [1, 2, 4])
 def test_rms_norm(groups):
     rng = np.random.default_rng(0)

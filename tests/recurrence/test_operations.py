@@ -85,6 +85,7 @@ SELDOM = {
 }
 
 
+@pytest.mark.few(1)
 @cases([name for name in CASES if name not in FULL and name not in SELDOM], slow=CASES)
 def test_values_and_gradients(case):
     module = case.module()
@@ -108,6 +109,7 @@ def poisoned(arrays, real):
 IDS = np.array([[0, 0, -1, 0, 3, 3, 3, -1, -1, 7, -1], [-1, -1, 5, 5, 5, 5, 5, 1, 1, 1, 1]])
 
 
+@pytest.mark.few(1)
 @pytest.mark.parametrize("reverse", [pytest.param(False, marks=SLOW), True], ids=["forward", "reverse"])
 @full
 def test_segments_and_padding(case, reverse):
@@ -147,6 +149,7 @@ def no_gradient_outside(gradients):
         assert not np.any(np.asarray(gradients[name])[(SEQUENCES < 0).all(0)])
 
 
+@pytest.mark.few(1)
 @pytest.mark.parametrize("reverse", [False, pytest.param(True, marks=SLOW)], ids=["forward", "reverse"])
 @cases(["linear normalized", "linear value", "gated linear", "kernel delta softplus", "delta"], slow=FULL)
 def test_offsets(case, reverse):
@@ -173,6 +176,7 @@ def pooled(case, formula):
     return call
 
 
+@pytest.mark.few(1)
 @cases(["linear normalized", "gated delta bounded", "state space group norm"], slow=FULL)
 def test_offsets_into_a_pool(case):
     """Packed sequences begin with the states in their slots and leave theirs there; without a slot from zero, and nothing is left."""
@@ -196,6 +200,7 @@ def test_rows_into_a_pool():
     )
 
 
+@pytest.mark.few(1)
 @pytest.mark.parametrize("name", ["lightning given", "state space gated"])
 def test_rates_without_bound(name):
     """A head whose rate is infinite keeps nothing from token to token; its padding still passes the state."""
@@ -212,6 +217,7 @@ def test_rates_without_bound(name):
     )
 
 
+@pytest.mark.slow
 @cases(
     ["linear constant", "gated delta bounded", "state space group norm"],
     slow=[name for name in FULL if name != "linear value"],
@@ -232,6 +238,7 @@ def test_offsets_on_interpreted_kernels(case):
     no_gradient_outside(gradients[0])
 
 
+@pytest.mark.slow
 @hypothesis.settings(max_examples=4, deadline=None, derandomize=True)
 @hypothesis.given(st.data())
 def test_any_heads_and_lengths(data):
@@ -260,6 +267,7 @@ def tokens_of(case, arrays, at):
     return {name: x[:, at] if name in PER_TOKEN else x for name, x in arrays.items()}
 
 
+@pytest.mark.few(1)
 @cases(FULL, slow=CASES)
 def test_steps_and_parts_are_the_whole(case):
     module, length = case.module(), 6
@@ -281,6 +289,7 @@ def test_steps_and_parts_are_the_whole(case):
     jax.tree.map(assert_close, state, final)
 
 
+@pytest.mark.few(3)
 @full
 def test_step_with_slots(case):
     """Rows of a pool are the states of their own; a row without a slot gives 0 and writes nothing."""
@@ -298,6 +307,7 @@ def test_step_with_slots(case):
         jax.tree.map(lambda x, y, n=untouched: np.testing.assert_array_equal(x[n], y[n]), new, pool)
 
 
+@pytest.mark.few(2)
 @cases(["linear normalized", "lightning given", "gated delta bounded", "state space group norm"], slow=FULL)
 def test_gradients_of_a_step(case):
     module = case.module()
@@ -310,6 +320,7 @@ def test_gradients_of_a_step(case):
     agree(one, lambda a, s: expected(case, a, s, np.zeros((2, 1), np.int32)), arrays, state)
 
 
+@pytest.mark.few(5)
 @full
 def test_no_token_leaves_the_state(case):
     arrays, state = case.make(2, 0), case.make_state(2)
@@ -323,6 +334,7 @@ def test_no_token_leaves_the_state(case):
 # Transformations
 
 
+@pytest.mark.few(1)
 @cases(["linear constant", "kernel delta softplus", "state space group norm"], slow=FULL)
 def test_vmap_with_shared_arguments(case):
     """A mapped axis is a leading one, whichever arguments have it; what is not mapped takes the sum of gradients."""
@@ -347,6 +359,7 @@ def test_vmap_with_shared_arguments(case):
         assert_close(x, summed, kind="gradient", name=name)
 
 
+@pytest.mark.slow
 def test_any_number_of_leading_axes():
     case = CASES["gated delta softplus"]
     arrays, state = case.make(6, 3), case.make_state(6)
@@ -362,6 +375,7 @@ def test_any_number_of_leading_axes():
     assert_close(call(alone, state[0])[0], out[0])
 
 
+@pytest.mark.few(1)
 @pytest.mark.parametrize("name", ["kernel delta softplus", "state space group norm"])
 def test_layers_that_are_stacked_and_scanned(name):
     """Modules are static: built alike they are equal, stack, and run in a scan over layers, in a checkpoint, as in a loop."""
@@ -412,6 +426,7 @@ def test_lowering_does_not_grow_with_the_values_of_traced_decays():
 # Dtypes
 
 
+@pytest.mark.few(1)
 @pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
 @pytest.mark.parametrize("name", ["linear normalized", "state space group norm"])
 def test_sixteen_bits(name, dtype):
@@ -430,6 +445,7 @@ def test_sixteen_bits(name, dtype):
     assert all(x.dtype == jnp.bfloat16 for x in jax.tree.leaves(final))
 
 
+@pytest.mark.slow
 def test_large_sums_in_float16_are_divided_before_they_are_rounded():
     ones = jnp.full((300, 1, 16), 16.0, jnp.float16)
     out, _ = quick(ejx.LinearAttention(1.0, normalize=True).__call__)(ones, ones, ones)

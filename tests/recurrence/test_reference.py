@@ -63,6 +63,7 @@ def loops(arrays: RecurrenceArrays, spec: RecurrenceSpec) -> tuple[np.ndarray, n
     return out, final
 
 
+@pytest.mark.few(4)
 @pytest.mark.parametrize("case", MEMBERS, ids=lambda case: case.name)
 def test_agrees_with_loops(case, enable_x64):
     heads = {} if case.skip else HEADS
@@ -84,6 +85,7 @@ def test_agrees_with_loops(case, enable_x64):
     assert_close(state, expected_state, name="final state")
 
 
+@pytest.mark.few(1)
 @pytest.mark.parametrize("decay", [CONSTANT, KEY])
 def test_packed_is_each_sequence_alone(decay, enable_x64):
     case = Case(
@@ -118,6 +120,7 @@ def test_packed_is_each_sequence_alone(decay, enable_x64):
         assert_close(states[:, n], state)
 
 
+@pytest.mark.few(2)
 @pytest.mark.parametrize("case", EMPTY, ids=lambda case: case.name)
 def test_nothing_gives_the_initial_state(case):
     arrays, spec = make(case)
@@ -127,6 +130,7 @@ def test_nothing_gives_the_initial_state(case):
     np.testing.assert_array_equal(state, expected)
 
 
+@pytest.mark.few(1)
 @pytest.mark.parametrize("transposed", [False, True])
 def test_step_in_slots_is_one_token(transposed, enable_x64):
     case = Case(

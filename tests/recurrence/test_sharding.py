@@ -102,6 +102,7 @@ def place(mesh, tree, specs) -> Any:
     return jax.tree.map(lambda x, spec: jax.device_put(x, NamedSharding(mesh, spec)), tree, specs)
 
 
+@pytest.mark.few(1)
 @modes
 @pytest.mark.parametrize("name", NAMES)
 def test_a_call_is_split_where_it_stands(name, build, kind):
@@ -127,6 +128,7 @@ def test_a_call_is_split_where_it_stands(name, build, kind):
         assert_close(got, want, kind="gradient")
 
 
+@pytest.mark.few(1)
 @modes
 @pytest.mark.parametrize("name", ["linear scalar", "kernel delta"])
 def test_split_by_rows_nothing_moves(name, build, kind):
@@ -153,6 +155,7 @@ def test_split_by_rows_nothing_moves(name, build, kind):
         assert not collectives(quick(jax.grad(loss, (0, 1))).lower(moving, sharded[1]).compile())
 
 
+@pytest.mark.few(2)
 @pytest.mark.parametrize("build", BUILD)
 @pytest.mark.parametrize("name", ["linear normalized", "state space norm"])
 def test_steps_are_split_where_they_stand(name, build):
@@ -172,6 +175,7 @@ def test_steps_are_split_where_they_stand(name, build):
         assert_close(got, want)
 
 
+@pytest.mark.few(1)
 @pytest.mark.parametrize("check_vma", [True, pytest.param(False, marks=SLOW)])
 @pytest.mark.parametrize("build", BUILD)
 @pytest.mark.parametrize("name", ["linear constant", "state space norm"])

@@ -16,6 +16,7 @@ MINE = [
 QUICK = {"delta", "gated-delta", "kda", "kda-mixed"}
 
 
+@pytest.mark.few(1)
 @pytest.mark.parametrize(
     "case",
     [pytest.param(case, id=case.name, marks=() if case.name in QUICK else pytest.mark.slow) for case in MINE],
@@ -29,12 +30,14 @@ SMALL = Case(
 )
 
 
+@pytest.mark.few(2)
 @pytest.mark.parametrize("decay", [SCALAR, KEY])
 @pytest.mark.parametrize("length", [1, CHUNK - 1, CHUNK, 2 * CHUNK + 3])
 def test_any_length(decay, length):
     check(dataclasses.replace(SMALL, T=length, decay=decay), config())
 
 
+@pytest.mark.few(1)
 @pytest.mark.parametrize("decay", [CONSTANT, SCALAR, KEY])
 @pytest.mark.parametrize("log_decay", [0.0, -50.0, "mixed"])
 def test_any_decay(decay, log_decay):
@@ -43,6 +46,7 @@ def test_any_decay(decay, log_decay):
     check(dataclasses.replace(SMALL, T=2 * CHUNK + 3, decay=decay, log_decays=log_decay, **heads), config())
 
 
+@pytest.mark.few(1)
 @pytest.mark.parametrize(
     ("decay", "packing"), [(SCALAR, "segments"), (KEY, "segments"), (CONSTANT, "offsets"), (KEY, "offsets")]
 )
@@ -50,6 +54,7 @@ def test_packed(decay, packing):
     check(dataclasses.replace(SMALL, B=2, T=2 * CHUNK + 3, decay=decay, packing=packing), config())
 
 
+@pytest.mark.few(1)
 @pytest.mark.parametrize("decay", [SCALAR, KEY])
 @pytest.mark.parametrize("heads", [(1, 1, 4, 4, 4), (4, 2, 2, 1, 2), (2, 3, 6, 3, 2)])
 def test_head_groups(decay, heads):
@@ -57,6 +62,7 @@ def test_head_groups(decay, heads):
     check(dataclasses.replace(SMALL, T=CHUNK + 1, decay=decay, **names), config())
 
 
+@pytest.mark.few(1)
 @pytest.mark.parametrize("decay", [SCALAR, KEY])
 def test_tiles_that_do_not_divide(decay):
     check(dataclasses.replace(SMALL, T=CHUNK + 3, decay=decay, D=40, V=24), config())

@@ -43,6 +43,7 @@ def test_a_device_s_nan_stays_one():
     assert np.isnan(results["out"]).all() and np.isnan(results["final_state"]).all()
 
 
+@pytest.mark.few(1)
 @pytest.mark.parametrize(
     "case",
     [
@@ -74,6 +75,7 @@ PAST = (
 )
 
 
+@pytest.mark.few(3)
 @pytest.mark.parametrize(
     "case, single",
     [

@@ -29,6 +29,7 @@ def test_agrees_with_the_recurrence(case):
     check(case, config(32))
 
 
+@pytest.mark.few(4)
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16", "float16"])
 @pytest.mark.parametrize("log_decays", ["usual", "mixed", *LOG_DECAYS])
 def test_any_decay(log_decays, dtype):
@@ -36,12 +37,14 @@ def test_any_decay(log_decays, dtype):
     check(dataclasses.replace(SMALL, T=2 * CHUNK + 3, log_decays=log_decays, dtype=dtype), config())
 
 
+@pytest.mark.few(2)
 @pytest.mark.parametrize("length", [1, 2, 3, CHUNK - 1, CHUNK, CHUNK + 1])
 def test_any_length(length):
     check(dataclasses.replace(SMALL, T=length, log_decays="usual"), config())
     check(dataclasses.replace(SMALL, T=length, log_decays=-50.0), config())
 
 
+@pytest.mark.few(1)
 @pytest.mark.parametrize("packing", ["segments", "offsets", "many"])
 def test_packed(packing):
     length = 5 if packing == "many" else 2 * CHUNK + 3
@@ -52,6 +55,7 @@ def test_no_tokens():
     check(dataclasses.replace(EMPTY[0], decay=KEY), config())
 
 
+@pytest.mark.few(1)
 @pytest.mark.parametrize("heads", [(4, 1, 2, 2, 1), (2, 3, 6, 3, 2)])
 def test_head_groups(heads):
     """Write strength and skip, which these kernels leave to the host, too."""

@@ -66,6 +66,7 @@ MINE = [case for case in CASES if not case.delta and case.decay in (NONE, CONSTA
 QUICK = {"linear", "lightning", "ssd", "scalar-mixed"}
 
 
+@pytest.mark.few(1)
 @pytest.mark.parametrize(
     "case",
     [pytest.param(case, id=case.name, marks=() if case.name in QUICK else pytest.mark.slow) for case in MINE],
@@ -77,17 +78,20 @@ def test_agrees_with_the_recurrence(case):
 SMALL = Case(B=1, Hq=1, Hk=1, Hv=1, Hg=1, Hb=1, D=16, V=16, decay=SCALAR, beta=1.0, initial_state=True)
 
 
+@pytest.mark.few(2)
 @pytest.mark.parametrize("length", [1, 2, 3, CHUNK - 1, CHUNK, CHUNK + 1, 2 * CHUNK + 3])
 def test_any_length(length):
     check(dataclasses.replace(SMALL, T=length), config())
 
 
+@pytest.mark.few(4)
 @pytest.mark.parametrize("decay", [CONSTANT, SCALAR])
 @pytest.mark.parametrize("log_decay", [0.0, -1e-6, -1.0, -50.0])
 def test_any_decay(decay, log_decay):
     check(dataclasses.replace(SMALL, T=2 * CHUNK + 3, decay=decay, log_decays=log_decay), config())
 
 
+@pytest.mark.few(1)
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 @pytest.mark.parametrize("case", [case for case in CLOSED if case.decay != VALUE], ids=lambda case: case.name)
 def test_closed_gates(case, dtype):
@@ -95,6 +99,7 @@ def test_closed_gates(case, dtype):
     check(dataclasses.replace(case, dtype=dtype), config())
 
 
+@pytest.mark.few(1)
 @pytest.mark.parametrize("packing", ["segments", "offsets", "many"])
 def test_packed(packing):
     length = CHUNK + 3 if packing == "many" else 2 * CHUNK + 3
@@ -107,6 +112,7 @@ def test_no_tokens(case):
     check(case, config())
 
 
+@pytest.mark.few(1)
 @pytest.mark.parametrize("heads", [(1, 1, 4, 4, 4), (2, 1, 4, 2, 1), (4, 2, 2, 1, 2), (2, 3, 6, 3, 2)])
 def test_head_groups(heads):
     names = dict(zip(("Hq", "Hk", "Hv", "Hg", "Hb"), heads))
@@ -118,6 +124,7 @@ def test_tiles_that_do_not_divide():
     check(dataclasses.replace(SMALL, T=CHUNK + 3, D=40, V=24, skip=True), config())
 
 
+@pytest.mark.few(2)
 @pytest.mark.parametrize(
     "case",
     [

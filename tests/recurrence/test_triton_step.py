@@ -96,7 +96,7 @@ def make(case: Case, seed: int = 0) -> StepArrays:
 def exact(arrays: StepArrays, spec: StepSpec) -> tuple[np.ndarray, np.ndarray]:
     with jax.enable_x64(True):
         wide = jax.tree.map(lambda x: np.asarray(x, np.float64) if x.dtype != jnp.int32 else x, arrays)
-        out, state = reference.step(jax.tree.map(jnp.asarray, wide), spec)
+        out, state = reference.step(jax.tree.map(lambda x: jnp.asarray(x, x.dtype), wide), spec)
         return np.asarray(out), np.asarray(state)
 
 
@@ -112,6 +112,7 @@ CASES = {
 }
 
 
+@pytest.mark.few(1)
 @pytest.mark.parametrize(
     "name, closed",
     [(name, closed) for name in CASES for closed in sorted({False, CASES[name].decay != NONE})],
@@ -129,6 +130,7 @@ def test_agrees_with_the_reference(name, closed):
     assert_close(state, expected_state, case.state, name="state")
 
 
+@pytest.mark.slow
 def test_without_a_leading_axis():
     case = CASES["kda"]
     arrays = jax.tree.map(lambda x: x[0], make(case))
@@ -179,6 +181,7 @@ def test_steps_on_a_donated_pool():
         assert_close(pool, expected, case.state)
 
 
+@pytest.mark.slow
 def test_vmap_folds_into_one_launch(launches):
     """The pool of each mapped element, and one pool for all of them."""
     case = dataclasses.replace(CASES["kda"], lead=2)

@@ -44,6 +44,7 @@ def work(of: Problem, platform: str = "xla") -> tuple[Workload, Any]:
     return made, implementation.load().default_config(of, device_facts())
 
 
+@pytest.mark.few(2)
 @pytest.mark.parametrize("flags", OPTIONS, ids=str)
 @pytest.mark.parametrize("operation", OPERATIONS)
 def test_inputs_are_of_their_problem(operation, flags):
@@ -55,6 +56,7 @@ def test_inputs_are_of_their_problem(operation, flags):
     assert (np.asarray(inputs.arrays.q) != np.asarray(other.arrays.q)).any()
 
 
+@pytest.mark.few(7)
 @pytest.mark.parametrize("slots", [False, True])
 @pytest.mark.parametrize("operation", OPERATIONS)
 def test_step_inputs_are_of_their_problem(operation, slots):
@@ -63,6 +65,7 @@ def test_step_inputs_are_of_their_problem(operation, slots):
     assert step_problem_of(operation, arrays, samples.step_spec_of(wanted)) == wanted
 
 
+@pytest.mark.few(1)
 @pytest.mark.parametrize(
     "operation, flags",
     [
@@ -87,6 +90,7 @@ def test_xla_agrees_with_the_reference(operation, flags):
         assert np.asarray(reference[name]).any(), name
 
 
+@pytest.mark.few(1)
 @pytest.mark.parametrize(
     "operation, flags",
     [

@@ -77,11 +77,13 @@ def _listed():
         yield pytest.param(case, (64, 16, 32)[n % 3], id=case.name, marks=marks)
 
 
+@pytest.mark.few(1)
 @pytest.mark.parametrize("case, size", [*_listed()])
 def test_agrees_with_reference(case, size):
     check(case, size)
 
 
+@pytest.mark.few(1)
 @pytest.mark.parametrize(
     "case",
     [
@@ -112,6 +114,7 @@ def test_16_bits(name):
     check(dataclasses.replace(MEMBER[name], dtype="bfloat16", state_dtype="bfloat16", initial_state=True), 32)
 
 
+@pytest.mark.few(1)
 @pytest.mark.parametrize("decay, delta", [(KEY, True), (VALUE, True), (VALUE, False)])
 def test_float64(decay, delta, enable_x64):
     case = Case(
@@ -128,6 +131,7 @@ def test_float64(decay, delta, enable_x64):
     check(dataclasses.replace(case, dtype="float64", state_dtype="float64"), 16)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", [pytest.param("ssd", marks=pytest.mark.slow), "kda"])
 def test_any_length(name):
     size = 16
@@ -147,6 +151,7 @@ def _rows(arrays: RecurrenceArrays, first: int, end: int) -> RecurrenceArrays:
     )
 
 
+@pytest.mark.few(1)
 @pytest.mark.parametrize(
     "name", ["ssd", "kda", *(pytest.param(n, marks=pytest.mark.slow) for n in ("lightning", "value"))]
 )
@@ -209,6 +214,7 @@ def test_tokens_of_no_sequence_are_not_read():
         np.testing.assert_array_equal(a, b)
 
 
+@pytest.mark.slow
 def test_strong_and_weak_decays_together():
     """A difference of two sums would lose the weak ones behind the strong."""
     case = Case(B=1, T=64, D=8, V=8, decay=SCALAR)
@@ -224,6 +230,7 @@ def test_strong_and_weak_decays_together():
             assert_close(x, exact.grads[name], kind="gradient", name=name)
 
 
+@pytest.mark.slow
 def test_vmap():
     """Over any leading axes, and heads in groups: XLA's libraries fail for arrays of too many axes."""
     case = Case(B=4, T=37, D=8, V=12, decay=VALUE, Hq=4, beta=1.0, initial_state=True)
@@ -252,6 +259,7 @@ def test_forward_mode_within_a_scan():
     np.testing.assert_allclose((gradient * direction).sum(), (out * slope).sum(), rtol=1e-4)
 
 
+@pytest.mark.slow
 def test_memory_is_linear_in_length(optimised):
     temporary = []
     for length in (512, 1024):
@@ -278,6 +286,7 @@ COLLECTIVE = re.compile(
 AXES = dict(q="b.h.", k="b.h.", v="b.h.", beta="b.h", initial_state="bh..")
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("axis_type, decay", [(AxisType.Auto, SCALAR), (AxisType.Explicit, KEY)])
 def test_sharding_moves_no_operand(axis_type, decay):
     mesh = jax.make_mesh((2, 4), ("data", "model"), axis_types=(axis_type, axis_type))
@@ -389,6 +398,7 @@ def _step_problem(
     return arrays, StepSpec(0.5, decay, delta, transposed)
 
 
+@pytest.mark.few(1)
 @pytest.mark.parametrize("flags", STEPS)
 def test_step_agrees_with_reference(flags):
     arrays, spec = _step_problem(**flags)

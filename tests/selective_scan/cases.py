@@ -57,14 +57,14 @@ def make(case: Case, seed: int = 0) -> tuple[ScanArrays, ScanSpec]:
     wide = "float64" if case.dtype == "float64" else "float32"
 
     def normal(*shape: int, dtype: str = case.dtype) -> Array:
-        return jnp.asarray(rng.standard_normal(shape)).astype(dtype)
+        return jnp.asarray(rng.standard_normal(shape).astype(dtype), dtype)
 
     tokens = (case.B, case.T, case.I)
     steps = normal(*tokens) if case.softplus else jnp.abs(normal(*tokens)) / 2
     arrays = ScanArrays(
         x=normal(*tokens),
         dt=steps,
-        A=jnp.asarray(_rates(case, rng)).astype(wide),
+        A=jnp.asarray(_rates(case, rng), wide),
         B=normal(case.B, case.T, case.G, case.N),
         C=normal(case.B, case.T, case.G, case.N),
         D=normal(case.I, dtype=wide) if case.D else None,
@@ -144,7 +144,7 @@ def cotangents(case: Case, seed: int = 1) -> tuple[Array, Array]:
     arrays, _ = make(case)
     dout = rng.standard_normal(arrays.x.shape) * in_sequence(case, arrays)
     dstate = rng.standard_normal(state_shape(case, arrays))
-    return jnp.asarray(dout).astype(case.dtype), jnp.asarray(dstate).astype(case.state_dtype)
+    return jnp.asarray(dout, case.dtype), jnp.asarray(dstate, case.state_dtype)
 
 
 def differentiated(function: Any, arrays: ScanArrays, dout: Array, dstate: Array) -> Result:
@@ -165,7 +165,7 @@ def run_reference(case: Case) -> Result:
     given = (padded(case, arrays), *cotangents(case))
     with jax.enable_x64(True):
         wide = jax.tree.map(
-            lambda x: jnp.asarray(np.asarray(x, np.float64)) if x.dtype != jnp.int32 else x, given
+            lambda x: jnp.asarray(np.asarray(x, np.float64), np.float64) if x.dtype != jnp.int32 else x, given
         )
         result = _run_reference(*wide, dataclasses.replace(spec, state_dtype="float64"))
         return jax.tree.map(np.asarray, result)

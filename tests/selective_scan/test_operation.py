@@ -77,6 +77,7 @@ def apart(op, arrays, states):
     return out, jnp.stack(finals)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("platform, reverse", [("xla", False), ("triton-interpret", True)])
 def test_packed_sequences_are_those_alone(platform, reverse, enable_x64):
     dtype = "float64" if platform == "xla" else "float32"
@@ -109,6 +110,7 @@ def test_packed_sequences_into_a_pool(enable_x64):
     agree(got, with_gradients(separate, arrays, pool))
 
 
+@pytest.mark.few(1)
 @pytest.mark.parametrize("platform", ["xla", "triton-interpret"])
 def test_rates_without_bound(platform, enable_x64):
     """A state of an infinite rate holds the last token's alone, and what it held where no time passes."""
@@ -143,6 +145,7 @@ def by_segment(op, arrays, state):
     return jnp.stack(outs), jnp.stack(finals)
 
 
+@pytest.mark.few(1)
 @pytest.mark.parametrize("platform, softplus", [("xla", True), ("xla", False), ("triton-interpret", True)])
 def test_segments_and_padding(platform, softplus, enable_x64):
     arrays, state = make(2, dtype="float64" if platform == "xla" else "float32")
@@ -165,6 +168,7 @@ def test_reverse_is_flipped_time(enable_x64):
     assert_close(final, last)
 
 
+@pytest.mark.few(1)
 @pytest.mark.parametrize("groups", [1, 2])
 def test_steps_and_parts_are_the_whole(groups, enable_x64):
     op = module(num_groups=groups)
@@ -183,6 +187,7 @@ def test_steps_and_parts_are_the_whole(groups, enable_x64):
     assert_close(state, final)
 
 
+@pytest.mark.few(1)
 @pytest.mark.parametrize("platform", ["xla", "triton-interpret"])
 def test_step_with_slots(platform):
     op, slots = module(platform), jnp.array([3, -1, 0])
@@ -207,6 +212,7 @@ def test_gradients_of_an_interpreted_step():
     agree(*results)
 
 
+@pytest.mark.few(1)
 @pytest.mark.parametrize("platform", ["xla", "triton-interpret"])
 def test_vmap_and_leading_axes(platform):
     """A mapped axis is a leading one; what is not mapped takes the sum of gradients."""
@@ -220,6 +226,7 @@ def test_vmap_and_leading_axes(platform):
     )
 
 
+@pytest.mark.slow
 def test_scan_over_layers():
     ops = [module(), module()]
     assert ops[0].plan == ops[1].plan
@@ -272,6 +279,7 @@ def test_what_does_not_fit(change, words, unchecked):
     assert all(word in str(caught.value) for word in words), str(caught.value)
 
 
+@pytest.mark.slow
 def test_groups_divide_the_channels():
     with pytest.raises(ValueError, match="num_groups"):
         module(num_groups=0)

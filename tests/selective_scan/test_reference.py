@@ -37,6 +37,7 @@ def by_hand(arrays, softplus):
     return out, finals if "offsets" in given else finals[0]
 
 
+@pytest.mark.few(1)
 @over(tuple(case for case in CASES if case.dtype == "float32"))
 def test_agrees_with_numpy(case: Case, enable_x64):
     arrays, spec = make(case)

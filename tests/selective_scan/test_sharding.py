@@ -108,6 +108,7 @@ def make(tokens: int | None = T) -> dict[str, jax.Array]:
     )
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "build, kind",
     [

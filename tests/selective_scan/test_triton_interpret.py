@@ -49,12 +49,14 @@ def run(case: Case, config: TritonConfig, save: bool = True) -> Result:
     return Result(results["out"], results["final_state"], grads)
 
 
+@pytest.mark.few(1)
 @over(CASES, {"everything", "segments"})
 def test_agrees_with_reference(case):
     case = dataclasses.replace(case, B=1, T=min(case.T, 21), N=min(case.N, 3))
     assert_agrees(case, run(case, config()))
 
 
+@pytest.mark.slow
 @over(CASES, {"everything"})
 def test_states_that_stay_in_registers(case):
     """Three states in tiles of four, splits that the length does not fill, and as many states as the tile has."""
@@ -64,11 +66,13 @@ def test_states_that_stay_in_registers(case):
     assert_agrees(full, run(full, config(unroll=4, prefetch=1)))
 
 
+@pytest.mark.few(1)
 @over(lengths(8), {"T1", "T9"})
 def test_lengths(case):
     assert_agrees(case, run(case, config(prefetch=2)))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "tiles",
     [

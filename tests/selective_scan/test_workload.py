@@ -34,6 +34,7 @@ KINDS = {
 }
 
 
+@pytest.mark.few(2)
 @pytest.mark.parametrize("name", KINDS)
 def test_inputs_are_of_their_problem(name):
     wanted = KINDS[name]
@@ -50,6 +51,7 @@ def test_steps_are_of_their_problem():
         assert step_problem_of(OPERATION, arrays, samples.spec_of(wanted)) == wanted
 
 
+@pytest.mark.few(1)
 @pytest.mark.parametrize("name, platform", [("packed", "xla"), ("plain", "triton-interpret")])
 def test_platforms_agree_with_the_reference(name, platform):
     if platform != "xla":

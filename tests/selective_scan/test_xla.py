@@ -32,6 +32,7 @@ def run(case: Case, config: XlaConfig):
     return quick(call)(padded(case, arrays), *cotangents(case))
 
 
+@pytest.mark.few(1)
 @over(CASES)
 def test_agrees_with_reference(case):
     assert_agrees(case, run(case, XlaConfig(CHUNK)))
@@ -85,6 +86,7 @@ def ours(arrays: ScanArrays):
     return xla.apply(arrays, ScanSpec(True), XlaConfig())
 
 
+@pytest.mark.slow
 def test_memory_grows_with_channels_not_states(optimised):
     length, channels, states = 512, 32, 64
     compiled = optimised(quick(gradients_of(ours)).lower(problem(length, channels, states)))

@@ -76,6 +76,7 @@ def test_every_result_that_is_wrong_is_named():
     assert all_errors({"a": jnp.ones(4)}, reference, tolerances) == ({"a": 0.0}, None)
 
 
+@pytest.mark.few(4)
 @pytest.mark.parametrize(
     "dtype", ["float32", "bfloat16", "float16", "int8", "bool", "complex64", "float8_e4m3fn"]
 )

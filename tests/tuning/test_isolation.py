@@ -52,6 +52,7 @@ def test_who_kills_its_process_or_hangs_is_denied(monkeypatch):
     }
 
 
+@pytest.mark.slow
 def test_everything_that_can_go_wrong_at_once():
     """What is wrong, in part or in every second run, what raises, what is too large and what kills: the best of the rest wins."""
     pytest.importorskip("triton")

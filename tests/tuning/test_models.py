@@ -80,6 +80,7 @@ class Layer(eqx.Module):
         return x + self.attention(x @ self.weight, x, x)
 
 
+@pytest.mark.slow
 def test_twelve_layers_tune_each_distinct_problem_once(tuned):
     keys = jax.random.split(jax.random.key(0), 12)
     layers = eqx.nn.Sequential([Layer(key, 4 if i % 2 else None) for i, key in enumerate(keys)])
@@ -91,6 +92,7 @@ def test_twelve_layers_tune_each_distinct_problem_once(tuned):
     assert tune(new, x, options=QUICK) == new and len(tuned) == 2
 
 
+@pytest.mark.slow
 def test_scanned_layers(tuned):
     keys = jax.random.split(jax.random.key(0), 12)
 
@@ -117,6 +119,7 @@ def test_scanned_layers(tuned):
     assert (new.blocks.weight == model.blocks.weight).all()
 
 
+@pytest.mark.slow
 def test_an_optimiser_state_made_before_goes_on_matching():
     model = eqx.nn.Sequential([eqx.nn.Linear(8, 8, key=jax.random.key(0)), Scale()])
     optimiser = optax.adam(1e-3)
@@ -145,6 +148,7 @@ class Pair(NamedTuple):
     second: Any
 
 
+@pytest.mark.slow
 def test_kernels_are_found_wherever_they_are(tuned):
     x = jnp.ones(8)
     model = {
@@ -172,6 +176,7 @@ def test_kernels_are_found_wherever_they_are(tuned):
     assert jax.tree.all(jax.tree.map(lambda a, b: (a == b).all(), call(new, x), expected))
 
 
+@pytest.mark.slow
 def test_shapes_arrays_and_keywords_may_be_mixed(tuned):
     def call(model, batch, *, key, scale):
         return model(batch["x"]) * scale, model(batch["pair"][0]) + jax.random.normal(key)
@@ -182,11 +187,13 @@ def test_shapes_arrays_and_keywords_may_be_mixed(tuned):
     assert {config for config, _ in choices(new, shape(16))} == {ScaleConfig(2)}
 
 
+@pytest.mark.slow
 def test_lengths_of_one_bucket_are_one_problem(tuned):
     tune(Scale(), call=lambda model: [model(jnp.ones(n)) for n in range(33, 65)], options=QUICK)
     assert [problem.dim("N") for problem in tuned] == [33]
 
 
+@pytest.mark.slow
 def test_fifty_random_lengths_cause_few_tunings(tuned, monkeypatch):
     """As a training run meets them, one after the other."""
     monkeypatch.delenv(SLOW_VARIABLE)  # whichever wins
@@ -199,6 +206,7 @@ def test_fifty_random_lengths_cause_few_tunings(tuned, monkeypatch):
     assert tiers <= {Tier.AUTOTUNE, Tier.MEMORY}
 
 
+@pytest.mark.slow
 def test_what_is_known_is_not_tuned_again_unless_forced(tuned):
     x = jnp.ones(8)
     tune(Scale(), x, options=QUICK)
@@ -229,6 +237,7 @@ def test_what_was_given_is_left_alone(tuned):
     ]
 
 
+@pytest.mark.slow
 def test_a_platform_that_is_wrong_gives_way_to_the_next(tuned):
     x = jnp.ones(8)
     with recording() as calls:
@@ -242,6 +251,7 @@ def test_a_platform_that_is_wrong_gives_way_to_the_next(tuned):
     assert "every configuration was denied" in dict(choice.rejected)["pallas"]
 
 
+@pytest.mark.slow
 def test_a_kernel_outside_the_pytree_is_named(caplog):
     captured = Scale()
     with caplog.at_level(logging.WARNING, "ejkernel_eqx"):
@@ -332,6 +342,7 @@ def test_mapped_calls(tuned):
     ]
 
 
+@pytest.mark.slow
 def test_autotune_among_given_configurations(tuned):
     x, y = jnp.ones(8), jnp.ones(16)
     assert choices(autotune(Scale(), y, options=QUICK), y) == [(ScaleConfig(2), Tier.AUTOTUNE)]
@@ -365,6 +376,7 @@ SECOND_PROCESS = """
 """
 
 
+@pytest.mark.slow
 def test_another_process_has_everything_from_the_table():
     call = lambda model, *xs: [kernel(x) for kernel in model for x in xs]
     tune([Scale()], shape(8), shape(300), call=call, options=QUICK)

@@ -50,6 +50,7 @@ def qkv():
     return tuple(jax.random.normal(key, (4, 16, 2, 8)) for key in jax.random.split(jax.random.key(0), 3))
 
 
+@pytest.mark.few(1)
 @pytest.mark.parametrize("given", [False, True])
 def test_vmap_with_config(given):
     q, k, v = qkv()

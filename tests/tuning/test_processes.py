@@ -56,6 +56,7 @@ def results(both, scenario):
     return [result["result"] for result in both[scenario]]
 
 
+@pytest.mark.slow
 def test_skewed_timers_end_with_one_table(both):
     first, second = results(both, "skewed")
     assert first["chosen"] == second["chosen"] == [[2, "autotune"]]

@@ -72,6 +72,7 @@ def test_the_page_says_what_was_found(tmp_path):
     assert [file.name for file in path.parent.iterdir()] == ["page.html"]
 
 
+@pytest.mark.slow
 def test_the_roofline_needs_peaks(monkeypatch, tmp_path):
     entry = report_data.entry_of_result(tuned())
     assert entry.peaks is None and report_plot._points(entry) == []
