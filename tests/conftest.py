@@ -41,6 +41,7 @@ if "PYTEST_XDIST_WORKER" in os.environ and "--xla_cpu_multi_thread_eigen" not in
     # The suite is parallel over processes already; threads inside each would only get in each other's way.
     _flags += " --xla_cpu_multi_thread_eigen=false"
 if not _OPTIMISED:
+    os.environ["JAX_DISABLE_MOST_OPTIMIZATIONS"] = "1"  # in the processes that tests start, too
     _flags = " ".join([_flags, *(flag for flag in _QUICK_FLAGS if flag not in _flags and _known(flag))])
 os.environ["XLA_FLAGS"] = _flags.strip()
 # Several processes share one GPU: none of them may reserve most of its memory at the start.
@@ -54,8 +55,6 @@ import jax  # noqa: E402
 import jaxtyping  # noqa: E402
 import pytest  # noqa: E402
 
-if not _OPTIMISED:
-    jax.config.update("jax_disable_most_optimizations", True)
 # What a user may switch on must work: under "strict", an implicit promotion between dtypes is an error.
 jax.config.update("jax_numpy_dtype_promotion", "strict")
 

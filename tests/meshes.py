@@ -41,7 +41,7 @@ def _pairs() -> list[Any]:
 everywhere = pytest.mark.parametrize("kind, layout", _pairs())
 
 
-def mesh_of(kind: str, shape: tuple[int, int] = (4, 2)) -> Any:
+def mesh_of(kind: str, shape: tuple[int, int] = (2, 2)) -> Any:
     axis_type = AxisType.Auto if kind == "automatic" else AxisType.Explicit
     return jax.make_mesh(shape, (ROWS, HEADS), axis_types=(axis_type,) * 2)
 
