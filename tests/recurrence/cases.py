@@ -3,6 +3,7 @@
 import dataclasses
 import functools
 import zlib
+from collections.abc import Mapping
 from typing import Any, NamedTuple
 
 import jax
@@ -201,8 +202,10 @@ def _run_reference(arrays: RecurrenceArrays, dout: Array, dstate: Array, spec: R
     return differentiated(lambda arrays: reference.recur(arrays, spec), arrays, dout, dstate)
 
 
-def assert_agrees(case: Case, actual: Result, exact: Result) -> None:
-    """Every result within the tolerance table; 16-bit states count as such."""
+def assert_agrees(
+    case: Case, actual: Result, exact: Result, scales: Mapping[str, float] | None = None
+) -> None:
+    """Every result within the tolerance table; 16-bit states count as such. `scales` are those of gradients that cancel, by their names."""
     arrays, _ = make(case)
     seen = in_sequence(case, arrays)
     states = case.dtype if case.state_dtype == "float32" else case.state_dtype
@@ -216,7 +219,17 @@ def assert_agrees(case: Case, actual: Result, exact: Result) -> None:
     for name, x in actual.grads.items():
         assert x.shape == getattr(arrays, name).shape and x.dtype == getattr(arrays, name).dtype, name
         dtype = states if name == "initial_state" else case.dtype
-        assert_close(x, exact.grads[name], dtype, "gradient", name=f"gradient of {name}")
+        assert_close(
+            x, exact.grads[name], dtype, "gradient", (scales or {}).get(name), name=f"gradient of {name}"
+        )
+
+
+def scale_of_constant(arrays: RecurrenceArrays, dout: Array, dstate: Array, spec: RecurrenceSpec) -> float:
+    """How large the parts are, one a token, whose sum is the gradient of a constant decay, and may be nearly nothing."""
+    assert arrays.g is not None and spec.decay == CONSTANT
+    each = jnp.broadcast_to(arrays.g[:, None], (*arrays.q.shape[:2], arrays.g.shape[-1]))
+    parts = run_reference(arrays._replace(g=each), dout, dstate, dataclasses.replace(spec, decay=SCALAR))
+    return float(np.sqrt(np.mean(np.abs(parts.grads["g"]).sum(1) ** 2)))
 
 
 def run_reference(arrays: RecurrenceArrays, dout: Array, dstate: Array, spec: RecurrenceSpec) -> Result:
