@@ -22,7 +22,7 @@ MAX_HEAD_DIM = 256
 _CACHED_BYTES = 24 * 2**20
 _MOST_CANDIDATES = 12  # of each kernel
 VERSION = 1
-Sizes = Callable[[str, Problem], list[tuple[int, ...]]]
+Sizes = Callable[[str, Problem, DeviceFacts], list[tuple[int, ...]]]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -131,7 +131,7 @@ def _shared_memory(device: DeviceFacts) -> int:
 
 
 def _fitting(kernel: str, sizes: Sizes, problem: Problem, device: DeviceFacts) -> list[TileConfig]:
-    tiles = [TileConfig(*tile) for tile in sizes(kernel, problem)]
+    tiles = [TileConfig(*tile) for tile in sizes(kernel, problem, device)]
     fitting = [
         tile for tile in tiles if triton_tiles.shared_memory(kernel, problem, tile) <= _shared_memory(device)
     ]

@@ -2,8 +2,8 @@
 
 from typing import TYPE_CHECKING
 
-from ..dispatch import Problem
-from ..launch import limits_registers
+from ..dispatch import DeviceFacts, Problem
+from ..launch import limits_registers, register_limits_measured
 
 if TYPE_CHECKING:
     from .triton import TileConfig
@@ -95,23 +95,23 @@ _FLOAT32_MORE: dict[str, dict[int, tuple[Sizes, ...]]] = {
 }  # fmt: skip
 
 
-def choices(kernel: str, problem: Problem) -> list[Sizes]:
+def choices(kernel: str, problem: Problem, device: DeviceFacts) -> list[Sizes]:
     """Tiles worth timing, best first; those for devices with little shared memory last."""
-    best = preferred(kernel, problem)
+    best = preferred(kernel, problem, device)
     is_float32, width = problem.dtype("qkv") == "float32", _width(problem)
     more = list((_FLOAT32_MORE if is_float32 else _HALF_MORE)[kernel][width])
-    if limits_registers() and (kernel, width, is_float32) == ("forward", 128, False):
+    if limits_registers(device) and (kernel, width, is_float32) == ("forward", 128, False):
         more.insert(0, _SIDE_BY_SIDE)
     return list(dict.fromkeys([*best[:-2], *more, *best[-2:]]))
 
 
-def preferred(kernel: str, problem: Problem) -> list[Sizes]:
+def preferred(kernel: str, problem: Problem, device: DeviceFacts) -> list[Sizes]:
     """Tiles to try, best first."""
     width, is_float32 = _width(problem), problem.dtype("qkv") == "float32"
     tiles = (_FLOAT32 if is_float32 else _HALF)[kernel][width]
     if is_float32 or width > 128:
         return list(tiles)
-    favourite = (_favourite_64 if width == 64 else _favourite_128)(kernel, problem)
+    favourite = _favourite_64(kernel, problem) if width == 64 else _favourite_128(kernel, problem, device)
     return list(dict.fromkeys([*favourite, *tiles]))
 
 
@@ -124,12 +124,13 @@ def _favourite_64(kernel: str, problem: Problem) -> tuple[Sizes, ...]:
     return ()
 
 
-def _favourite_128(kernel: str, problem: Problem) -> tuple[Sizes, ...]:
+def _favourite_128(kernel: str, problem: Problem, device: DeviceFacts) -> tuple[Sizes, ...]:
     packed, queries = problem.flag("rows") or problem.flag("segments"), problem.dim("T")
     if kernel == "forward":
         if not _ragged(problem):
             # All tiles alike: wide ones pay, best two programs a multiprocessor, which takes a limit on registers.
-            return (*((_SIDE_BY_SIDE,) if limits_registers() else ()), (128, 128, 8, 3))
+            limited = limits_registers(device) and register_limits_measured(device)
+            return (*((_SIDE_BY_SIDE,) if limited else ()), (128, 128, 8, 3))
         return ((64, 32, 4, 3),) if problem.flag("segments") else ()
     if kernel == "key_gradient":
         plain = problem.flag("causal") and not (packed or _windowed(problem) or problem.flag("soft_cap"))

@@ -24,4 +24,5 @@ from .interpret import InterpretError as InterpretError
 from .interpret import poison as poison
 from .launch import Launch as Launch
 from .triton_call import limits_registers as limits_registers
+from .triton_call import register_limits_measured as register_limits_measured
 from .triton_call import triton_unavailable as triton_unavailable

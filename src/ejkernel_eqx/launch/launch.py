@@ -35,7 +35,7 @@ class Launch:
     - `grid`: one to three extents, of which a GPU takes at most 2**31 - 1, 65,535 and 65,535.
     - `num_warps`, `num_stages`: compiler options.
     - `max_registers`: how many registers a thread may have, so that more programs run side by side; 0 leaves it to the
-        compiler. Only where `limits_registers()`.
+        compiler. Only where `limits_registers(device)`.
     - `name`: the label in HLO and profilers; by default the kernel's own name.
     - `aliases`: input name to output name, of equal shape and dtype: the output starts as the input's content, in the input's own
         buffer where nothing else needs it (a donated argument, the carry of a loop), else in a copy; never in one that another input

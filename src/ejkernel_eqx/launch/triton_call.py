@@ -11,6 +11,7 @@ from typing import Any
 
 import jax
 
+from ..dispatch import DeviceFacts
 from .launch import Launch
 
 
@@ -143,6 +144,14 @@ def _takes_options() -> bool:
     return "out_type" in inspect.signature(jax_triton.triton_call).parameters
 
 
-def limits_registers() -> bool:
-    """Whether `Launch.max_registers` has an effect with the jax-triton installed (0.4 and newer)."""
-    return triton_unavailable() is None and _takes_options()
+_LIMITS_MEASURED_FOR = (9, 0)  # on an H200
+
+
+def limits_registers(device: DeviceFacts) -> bool:
+    """Whether `Launch.max_registers` has an effect on `device`: one of NVIDIA's, with the jax-triton installed (0.4 and newer)."""
+    return device.vendor == "nvidia" and triton_unavailable() is None and _takes_options()
+
+
+def register_limits_measured(device: DeviceFacts) -> bool:
+    """Whether limits on registers were measured on the architecture of `device`. Elsewhere they may be tried, but are no default."""
+    return device.vendor == "nvidia" and device.capability == _LIMITS_MEASURED_FOR

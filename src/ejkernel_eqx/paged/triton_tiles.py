@@ -3,7 +3,7 @@
 import math
 
 from ..dispatch import DeviceFacts, Problem
-from ..launch import limits_registers
+from ..launch import limits_registers, register_limits_measured
 from .triton_call import padded, PagedTile
 
 _BYTES = {"int8": 1, "float8_e4m3fn": 1, "bfloat16": 2, "float16": 2, "float32": 4}
@@ -71,7 +71,7 @@ def prefill_tiles(problem: Problem, device: DeviceFacts) -> list[PagedTile]:
         return _fitting(_PREFILL_FLOAT32, problem, device)
     width = max(64, padded(max(problem.dim("D"), problem.dim("V"))))
     sizes = _PREFILL[width]
-    if width == 128 and limits_registers():
+    if width == 128 and limits_registers(device):
         sizes = (_SIDE_BY_SIDE, *sizes)
     return _fitting(sizes, problem, device)
 
@@ -159,4 +159,6 @@ def _fitting(
     ]
     limit = device.shared_memory or 49_152
     fitting = [tile for tile in tiles if shared_memory(problem, tile, device) <= limit]
+    if not register_limits_measured(device):  # what they do there is for the tuner to find out
+        fitting = [tile for tile in fitting if not tile.max_registers][:1] + fitting
     return list(dict.fromkeys(fitting)) or [SMALLEST]

@@ -10,7 +10,7 @@ import jax.numpy as jnp
 from jax import Array
 
 from ..dispatch import DeviceFacts, Problem
-from ..launch import Launch, limits_registers, run, triton_unavailable
+from ..launch import Launch, limits_registers, register_limits_measured, run, triton_unavailable
 from . import triton_backward, triton_forward, triton_step
 from .chunks import chunk_table
 from .spec import PART, parts_of, ScanArrays, ScanSpec, StepArrays
@@ -107,7 +107,7 @@ def default_config(problem: Problem, device: DeviceFacts) -> TritonConfig:
     if states > _KEPT:
         forward = backward = ScanTile(block, 1, 16 * base, 1 + (states % 2 == 0))
     else:
-        forward, backward = _forward_tiles(block, base)[0], _backward_tiles(block, base)[0]
+        forward, backward = _forward_tiles(block, base, device)[0], _backward_tiles(block, base)[0]
     return TritonConfig(16, forward, backward, _STEP)
 
 
@@ -121,9 +121,11 @@ def candidates(problem: Problem, device: DeviceFacts) -> list[TritonConfig]:
     heuristic, block = default_config(problem, device), _block(device)
     base = device.num_multiprocessors or _MULTIPROCESSORS
     if problem.dim("N") <= _KEPT:
-        pairs = zip(_forward_tiles(block, base), _backward_tiles(block, base), strict=True)
+        pairs = zip(_forward_tiles(block, base, device), _backward_tiles(block, base), strict=True)
     else:
         pairs = _in_turns(block, base, heuristic.forward.unroll)
+    if device.vendor != "nvidia":
+        pairs = ((_unlimited(first), _unlimited(second)) for first, second in pairs)
     tiles = dict.fromkeys([(heuristic.forward, heuristic.backward), *pairs])
     return [dataclasses.replace(heuristic, forward=first, backward=second) for first, second in tiles]
 
@@ -131,7 +133,11 @@ def candidates(problem: Problem, device: DeviceFacts) -> list[TritonConfig]:
 # Where all states of a channel fit its registers, best first. Limits of 128, 144 and 168 let 16, 14 and 12 warps run on a multiprocessor.
 
 
-def _forward_tiles(block: int, base: int) -> list[ScanTile]:
+def _unlimited(tile: ScanTile) -> ScanTile:
+    return dataclasses.replace(tile, max_registers=0, summary_registers=0)
+
+
+def _forward_tiles(block: int, base: int, device: DeviceFacts) -> list[ScanTile]:
     """With all states in registers the compiler, left alone, takes few more and loads just before use: a limit makes it take as many."""
     limited = [
         *(ScanTile(block, 1, 12 * base, _KEPT, 168, 0, near) for near in (0, 2, 1)),
@@ -143,7 +149,8 @@ def _forward_tiles(block: int, base: int) -> list[ScanTile]:
         *(ScanTile(block, 1, 16 * base, 2, 0, 0, near) for near in (0, 2, 1)),
         *(ScanTile(block, 1, n * base, _KEPT) for n in (32, 16)),
     ]
-    return limited + plain if limits_registers() else plain + limited
+    is_limited = limits_registers(device) and register_limits_measured(device)
+    return limited + plain if is_limited else plain + limited
 
 
 def _backward_tiles(block: int, base: int) -> list[ScanTile]:
