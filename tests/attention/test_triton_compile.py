@@ -77,7 +77,13 @@ CAUSAL = AttentionSpec(scale=0.1, right=0)
 WINDOWED = AttentionSpec(scale=0.1, left=255, right=0, logits_soft_cap=30.0)
 
 
-def check(target: str, arrays: AttentionArrays, spec: AttentionSpec, kernels: set[str]) -> None:
+def check(
+    target: str,
+    arrays: AttentionArrays,
+    spec: AttentionSpec,
+    kernels: set[str],
+    most_spills: dict[str, int] | None = None,
+) -> None:
     device = DEVICES[target]
     problem = problem_of("flash_attention", arrays, spec)
     assert triton.unsupported(problem, device) is None
@@ -89,6 +95,8 @@ def check(target: str, arrays: AttentionArrays, spec: AttentionSpec, kernels: se
         assert report.fits, (
             f"{name} needs {report.shared} bytes of shared memory, {target} has {report.shared_limit}: {config}"
         )
+        if most_spills is not None:
+            assert report.spills <= most_spills.get(name.removesuffix("_kernel"), 0), (name, report, config)
 
 
 PLAIN = {"forward_kernel", "key_gradient_kernel", "query_gradient_kernel"}
@@ -102,6 +110,40 @@ QUICK = {
     ("sm_100", 128, "bfloat16", False),
     ("gfx942", 128, "bfloat16", True),
     ("gfx942", 64, "float32", True),
+}
+# Bytes a thread (of AMD registers), where any: of the tiles that were fastest on an H200, and where smaller ones spill too.
+SPILLS = {
+    ("sm_80", 64, "bfloat16", False): {"key_gradient": 16, "query_gradient": 8},
+    ("sm_80", 64, "bfloat16", True): {"forward": 64, "key_gradient": 24, "query_gradient": 176},
+    ("sm_80", 128, "bfloat16", True): {"forward": 16, "key_gradient": 104, "query_gradient": 8},
+    ("sm_80", 256, "bfloat16", False): {"forward": 8},
+    ("sm_80", 256, "bfloat16", True): {"forward": 72, "key_gradient": 24, "query_gradient": 8},
+    ("sm_90", 64, "bfloat16", False): {"key_gradient": 56, "query_gradient": 24},
+    ("sm_90", 64, "bfloat16", True): {"query_gradient": 64},
+    # The forward where jax-triton limits registers; else it has none.
+    ("sm_90", 128, "bfloat16", False): {"forward": 88, "key_gradient": 48},
+    ("sm_90", 128, "bfloat16", True): {"key_gradient": 160, "query_gradient": 112},
+    ("sm_90", 256, "bfloat16", False): {"key_gradient": 48},
+    ("sm_90", 256, "bfloat16", True): {"forward": 8, "key_gradient": 144, "query_gradient": 32},
+    ("sm_90", 64, "float32", False): {"key_gradient": 72, "query_gradient": 104},
+    ("sm_90", 64, "float32", True): {
+        "forward": 48,
+        "key_gradient": 248,
+        "query_gradient": 504,
+        "bias_gradient": 112,
+    },
+    ("sm_90", 128, "float32", False): {"forward": 144, "key_gradient": 840, "query_gradient": 400},
+    ("sm_90", 128, "float32", True): {
+        "forward": 424,
+        "key_gradient": 1120,
+        "query_gradient": 1432,
+        "bias_gradient": 1704,
+    },
+    ("sm_100", 64, "bfloat16", True): {"query_gradient": 56},
+    ("sm_100", 128, "bfloat16", True): {"key_gradient": 136},
+    ("sm_100", 256, "bfloat16", True): {"forward": 32, "key_gradient": 56, "query_gradient": 40},
+    ("gfx942", 64, "float32", True): {},
+    ("gfx942", 128, "bfloat16", True): {"forward": 51, "key_gradient": 66, "query_gradient": 51},
 }
 GRID = [
     (target, d, dtype, flags)
@@ -119,7 +161,10 @@ GRID = [
 )
 def test_defaults_fit(target, head_dim, dtype, everything):
     arrays, spec = request(head_dim, dtype, everything)
-    check(target, arrays, spec, PLAIN | {"bias_gradient_kernel"} if everything else PLAIN)
+    row = (target, head_dim, dtype, everything)
+    otherwise = None if target == "gfx942" or dtype == "float32" else {}
+    kernels = PLAIN | {"bias_gradient_kernel"} if everything else PLAIN
+    check(target, arrays, spec, kernels, SPILLS.get(row, otherwise))
 
 
 @pytest.mark.slow

@@ -39,6 +39,31 @@ _HALF: dict[str, dict[int, tuple[Sizes, ...]]] = {
     },
 }
 _SIDE_BY_SIDE: Sizes = (128, 64, 8, 2, 128)
+# Of 16 bits, where the tiles above spill hundreds of bytes a thread (compiled, not measured): beside tiles of a mask, or in the forward
+# of a bias, and on Blackwell always. By the major compute capability, 0 for all others.
+_Sparing = dict[int, dict[tuple[str, int], Sizes]]
+_SPARING_BESIDE_MASKS: _Sparing = {
+    0: {
+        ("forward", 128): (64, 32, 8, 3),
+        ("forward", 256): (64, 32, 8, 3),
+        ("key_gradient", 64): (32, 64, 8, 3),
+        ("key_gradient", 128): (32, 64, 8, 3),
+        ("key_gradient", 256): (32, 32, 8, 3),
+        ("query_gradient", 128): (64, 32, 8, 2),
+        ("query_gradient", 256): (32, 32, 8, 2),
+    },
+    8: {("key_gradient", 64): (32, 32, 4, 2)},
+    9: {("key_gradient", 256): (16, 64, 8, 3)},
+    10: {("key_gradient", 128): (16, 64, 8, 3)},
+}
+_SPARING: _Sparing = {
+    10: {
+        ("forward", 256): (128, 32, 8, 3),
+        ("key_gradient", 64): (64, 64, 8, 3),
+        ("key_gradient", 128): (32, 64, 8, 3),
+        ("key_gradient", 256): (32, 32, 8, 3),
+    },
+}
 _FLOAT32: dict[str, dict[int, tuple[Sizes, ...]]] = {
     "forward": {
         64: ((64, 32, 4, 2), (64, 32, 4, 1), (32, 32, 4, 1)),
@@ -109,10 +134,25 @@ def preferred(kernel: str, problem: Problem, device: DeviceFacts) -> list[Sizes]
     """Tiles to try, best first."""
     width, is_float32 = _width(problem), problem.dtype("qkv") == "float32"
     tiles = (_FLOAT32 if is_float32 else _HALF)[kernel][width]
-    if is_float32 or width > 128:
+    if is_float32:
         return list(tiles)
-    favourite = _favourite_64(kernel, problem) if width == 64 else _favourite_128(kernel, problem, device)
-    return list(dict.fromkeys([*favourite, *tiles]))
+    favourite: tuple[Sizes, ...] = ()
+    if width == 64:
+        favourite = _favourite_64(kernel, problem)
+    elif width == 128:
+        favourite = _favourite_128(kernel, problem, device)
+    return list(dict.fromkeys([*_sparing(kernel, problem, device), *favourite, *tiles]))
+
+
+def _sparing(kernel: str, problem: Problem, device: DeviceFacts) -> tuple[Sizes, ...]:
+    """What leaves registers free where the usual tiles take more than there are."""
+    if device.vendor != "nvidia":
+        return ()
+    major, key = device.capability[0], (kernel, _width(problem))
+    beside_masks = problem.flag("mask") or (kernel == "forward" and problem.flag("bias"))
+    tables = [_SPARING_BESIDE_MASKS] if beside_masks else []
+    found = (table.get(of, {}).get(key) for table in (*tables, _SPARING) for of in (major, 0))
+    return tuple(filter(None, found))
 
 
 def _favourite_64(kernel: str, problem: Problem) -> tuple[Sizes, ...]:
@@ -130,7 +170,8 @@ def _favourite_128(kernel: str, problem: Problem, device: DeviceFacts) -> tuple[
         if not _ragged(problem):
             # All tiles alike: wide ones pay, best two programs a multiprocessor, which takes a limit on registers.
             limited = limits_registers(device) and register_limits_measured(device)
-            return (*((_SIDE_BY_SIDE,) if limited else ()), (128, 128, 8, 3))
+            widest = (128, 64, 8, 3) if device.capability[0] == 10 else (128, 128, 8, 3)
+            return (*((_SIDE_BY_SIDE,) if limited else ()), widest)
         return ((64, 32, 4, 3),) if problem.flag("segments") else ()
     if kernel == "key_gradient":
         plain = problem.flag("causal") and not (packed or _windowed(problem) or problem.flag("soft_cap"))
