@@ -90,7 +90,7 @@ def gather_and_attend(problem: DecodeProblem, implementation: str) -> Peer:
 def _plain(problem: DecodeProblem, q: Array, k: Array, v: Array, lengths: Any) -> Array:
     """One query `[N, H, D + rope]` on one head of keys `[N, S, D + rope]`."""
     scores = problem.scale * jnp.einsum("nhd,nsd->nhs", q, k, preferred_element_type=jnp.float32)
-    seen = jnp.arange(k.shape[1], dtype=jnp.int32) < lengths[:, None, None]
+    seen = jnp.arange(k.shape[1], dtype=jnp.int32)[None, None] < lengths[:, None, None]
     weights = jax.nn.softmax(jnp.where(seen, scores, -jnp.inf), axis=-1)
     return jnp.einsum("nhs,nsd->nhd", weights.astype(v.dtype), v)
 

@@ -108,7 +108,7 @@ def _make_scalar(problem, lead, normal, uniform) -> Arrays:
 
 def _make_kda(problem, lead, normal, uniform) -> Arrays:
     # Rates of 1 to 16 and steps around 0.03, as a fresh layer has them. A peer is faster where it is promised that g >= -5.
-    rate = 1 + 15 * uniform(problem.H, 1)
+    rate = 1 + 15 * uniform(*(1,) * len(lead), problem.H, 1)
     g = jnp.maximum(-rate * jax.nn.softplus(normal(*lead, problem.H, problem.D) - 3.5), -5.0)
     beta = jax.nn.sigmoid(normal(*lead, problem.H))
     learned = _unit_keys(_qkv(problem, lead, normal))
@@ -206,24 +206,24 @@ def _plain_gated_delta(learned: Arrays, state: Array, block: int) -> tuple[Array
 
 def _plain_ssd(learned: Arrays, state: Array, block: int) -> tuple[Array, Array]:
     x = learned["x"]
-    dt = jax.nn.softplus(learned["dt"] + learned["dt_bias"])
+    dt = jax.nn.softplus(learned["dt"] + learned["dt_bias"][None, None])
     tokens = {"q": learned["C"], "k": learned["B"], "v": x, "beta": dt}
-    tokens["g"] = (dt * learned["A"])[..., None, None]
+    tokens["g"] = (dt * learned["A"][None, None])[..., None, None]
     out, state = _recur(tokens, jnp.swapaxes(state, -1, -2), block, scale=1.0)
-    return out + learned["D"][:, None] * x, jnp.swapaxes(state, -1, -2)
+    return out + learned["D"][None, None, :, None] * x, jnp.swapaxes(state, -1, -2)
 
 
 def _plain_scan(learned: Arrays, state: Array, block: int) -> tuple[Array, Array]:
     tokens = {name: learned[name] for name in ("x", "B", "C")}
-    tokens["dt"] = jax.nn.softplus(learned["dt"] + learned["dt_bias"])
+    tokens["dt"] = jax.nn.softplus(learned["dt"] + learned["dt_bias"][None, None])
 
     def token(state: Array, at: Arrays) -> tuple[Array, Array]:
         write = (at["dt"] * at["x"])[..., None] * at["B"][:, None]  # [B, I, N]
-        state = jnp.exp(at["dt"][..., None] * learned["A"]) * state + write
+        state = jnp.exp(at["dt"][..., None] * learned["A"][None]) * state + write
         return state, jnp.einsum("bin,bn->bi", state, at["C"])
 
     out, state = _over_tokens(token, state, tokens, block)
-    return (out + learned["D"] * learned["x"]) * jax.nn.silu(learned["z"]), state
+    return (out + learned["D"][None, None] * learned["x"]) * jax.nn.silu(learned["z"]), state
 
 
 MEMBERS: Mapping[str, Member] = {

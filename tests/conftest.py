@@ -55,8 +55,9 @@ import jax  # noqa: E402
 import jaxtyping  # noqa: E402
 import pytest  # noqa: E402
 
-# What a user may switch on must work: under "strict", an implicit promotion between dtypes is an error.
+# What a user may switch on must work: an implicit promotion between dtypes or ranks is an error.
 jax.config.update("jax_numpy_dtype_promotion", "strict")
+jax.config.update("jax_numpy_rank_promotion", "raise")
 
 
 def _checked_modules(package: str) -> list[str]:

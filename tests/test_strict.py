@@ -1,5 +1,5 @@
-"""Operations and layers under JAX's strict settings, which a user may switch on: no promotion between dtypes or ranks.
-All are traced with their gradients; nothing is compiled."""
+"""Operations and layers under JAX's strict settings, which hold in all tests and which a user may switch on: no promotion between dtypes or
+ranks. All are traced with their gradients; nothing is compiled."""
 
 from typing import Any
 
@@ -20,12 +20,6 @@ B, T, H, K, D = 2, 12, 4, 2, 16
 PLATFORMS = pytest.mark.parametrize("platform", ["xla", INTERPRET])
 IDS = jnp.array([[0] * 5 + [1] * 7, [0] * 9 + [-1] * 3])
 LENGTHS = jnp.array([12, 7])
-
-
-@pytest.fixture(autouse=True)
-def strict():
-    with jax.numpy_rank_promotion("raise"), jax.numpy_dtype_promotion("strict"):
-        yield
 
 
 def trace(function: Any, *args: Any, **kwargs: Any) -> None:
@@ -172,6 +166,60 @@ def test_convolution(platform, name):
 def test_norm(platform, name):
     case = normalization.CASES[name]
     jax.eval_shape(normalization.results, case.operation(platform), *normalization.make(case))
+
+
+QUERIES = {"query_start_loc": jnp.array([0, 2, 5]), "max_query_len": 3}
+TABLE = jnp.array([[5, 2, 0], [1, 3, -1]])
+
+
+@pytest.mark.few(6)
+@PLATFORMS
+@pytest.mark.parametrize("scales", [None, "token", "head"])
+@pytest.mark.parametrize("kind", [ejx.PagedKVCache, ejx.PagedLatentCache])
+def test_paged_attention(platform, kind, scales):
+    latent = kind is ejx.PagedLatentCache
+    dtype = jnp.int8 if scales else jnp.float32
+    cache = kind.init(6, 4, *((D, 8) if latent else (K, D)), dtype=dtype, scales=scales)
+    cache = cache.bind(TABLE, jnp.array([9, 4]))
+    q, sinks = normal(0, 5, H, D + 8 if latent else D), normal(3, H, 2)
+    new = [normal(1, 5, *shape) for shape in (((D,), (8,)) if latent else ((K, D), (K, D)))]
+    options: dict[str, Any] = dict(
+        sliding_window=3, logits_soft_cap=2.0, softmax_scale=0.2, platform=platform
+    )
+
+    def calls(q: Any, cache: Any, new: Any) -> Any:
+        yield ejx.PagedAttention(**options)(q[:2], cache, sinks=sinks, return_lse=True)
+        for build in (ejx.PrefillPagedAttention, ejx.RaggedPagedAttention, ejx.UnifiedAttention):
+            yield build(**options)(q, cache, sinks=sinks, **QUERIES)
+            yield build(**options)(q[None], cache, **QUERIES)
+        append = ejx.RaggedPagedAttention(append=True, **options)
+        yield append(q, cache, *new, **QUERIES)
+        tree = {"alibi_slopes": normal(4, H), "qq_bias": normal(5, 3, 3)}
+        yield ejx.UnifiedAttention(**options)(q, cache, **tree, **QUERIES)
+        yield cache.gather(9), cache.append(*new, jnp.arange(5)), cache.copy_pages(TABLE[0], TABLE[1])
+
+    jax.eval_shape(lambda *given: list(calls(*given)), q, cache, new)
+
+
+@PLATFORMS
+def test_ragged_decoding(platform):
+    q, k, v = normal(0, B, 3, H, D), normal(1, B, 3, T, K, D), normal(2, B, 3, T, K, 8)
+    op = ejx.RaggedDecodeAttention(sliding_window=5, platform=platform)
+    for start, end in ((jnp.zeros((B, 3), int), jnp.full((B, 3), 7)), (jnp.array(0), jnp.array(7))):
+        jax.eval_shape(lambda *given: op(*given, sinks=normal(3, H)), q, k, v, start, end)
+
+
+def test_layers_over_pages():
+    batch = ejx.RaggedBatch.build([3, 2], [9, 4], [[5, 2, 0], [1, 3]], page_size=4, state_indices=[2, 0])
+    for name in paged_layers.ATTENTION:
+        layer = paged_layers.attention(name)
+        x = normal(0, batch.num_tokens, recurrent_layers.EMBED)
+        call = lambda x, cache, layer=layer: layer(x, cache, batch=batch)
+        jax.eval_shape(call, x, layer.init_paged_cache(6, 4))
+    for name in recurrent_layers.LAYERS:
+        layer = recurrent_layers.build(name)
+        call = lambda x, state, layer=layer: layer(x, state, batch=batch)
+        jax.eval_shape(call, normal(0, batch.num_tokens, recurrent_layers.EMBED), layer.init_state(3))
 
 
 @pytest.mark.few(1)

@@ -148,7 +148,10 @@ def test_only_what_runs_is_recorded():
 
     assert batches(jax.vmap(lambda x: module(x, x, x))) == [4]
     assert batches(jax.vmap(jax.jit(lambda x: scanned(module, x)))) == [4]
-    assert batches(lambda x: jax.vmap(lambda x: module(x, x, x))(x) + module(x[0], x[0], x[0])) == [4, 1]
+    assert batches(lambda x: jax.vmap(lambda x: module(x, x, x))(x) + module(x[0], x[0], x[0])[None]) == [
+        4,
+        1,
+    ]
     shared = jnp.ones((16, 2, 16))
     assert batches(jax.vmap(lambda x: x + module(shared, shared, shared))) == [1]
 

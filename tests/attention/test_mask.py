@@ -305,7 +305,7 @@ def test_traced_sizes():
     assert Mask.sliding_window(jnp.int32(4)) == Mask.sliding_window(4) and Mask.chunked(
         np.int64(3)
     ) == Mask.chunked(3)
-    mask = jnp.array([[1], [3]])[..., None] >= i - j
+    mask = np.array([1, 3])[:, None, None] >= i - j
     out = jax.jit(lambda sizes: attention(x, x, x, mask=Mask.sliding_window(sizes)))(jnp.array([1, 3]))
     (expected, _), _ = exact(
         dict(q=x, k=x, v=x), *cotangents(dict(q=x, v=x)), np.asarray(mask & (j <= i))[:, None]

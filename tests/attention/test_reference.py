@@ -37,7 +37,7 @@ def test_philox_known_answer():
 
 def test_dropout_rate():
     seeds = jnp.asarray([[1, 2]], jnp.uint32)[:, None, None]
-    keep = philox_keep(seeds, jnp.arange(512)[:, None], jnp.arange(512), 0.3)
+    keep = philox_keep(seeds, jnp.arange(512)[:, None], jnp.arange(512)[None], 0.3)
     assert abs(float(keep.mean()) - 0.7) < 0.005
 
 

@@ -131,7 +131,7 @@ def test_ejkernel_is_given_its_own_layout(monkeypatch):
             for x in (k, v)
         )
         scores = attn_scale * jnp.einsum("nhd,nhsd->nhs", q, k)
-        seen = jnp.arange(k.shape[2], dtype=jnp.int32) < lengths[:, None, None]
+        seen = jnp.arange(k.shape[2], dtype=jnp.int32)[None, None] < lengths[:, None, None]
         weights = jax.nn.softmax(jnp.where(seen, scores, -jnp.inf), -1)
         assert max_context_len == problem.S
         return jnp.einsum("nhs,nhsd->nhd", weights, v)

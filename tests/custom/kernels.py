@@ -79,7 +79,7 @@ class Square(CustomKernel):
         return self.launch(x=x, weight=weight)
 
     def reference(self, x, weight):
-        return self.scale * weight * x * x
+        return plain(x, weight, self.scale)
 
     def run_triton(self, arrays, config, launch):
         x, weight = arrays["x"], arrays["weight"]
@@ -129,7 +129,7 @@ class Opaque(CustomKernel):
         return self.launch(x=x, weight=weight, index=index)
 
     def reference(self, x, weight, index):
-        out = weight * x * x * index[..., None].astype(x.dtype)
+        out = plain(x, weight, 1.0) * index[..., None].astype(x.dtype)
         return out, jnp.sum(out, axis=-1), index + 1
 
     def run_pallas(self, arrays, config):
@@ -140,14 +140,17 @@ class Opaque(CustomKernel):
         x, weight, index = arrays["x"], arrays["weight"], arrays["index"][:, None].astype(arrays["x"].dtype)
         dout = (cotangents["out"] + cotangents["total"][:, None].astype(x.dtype)) * index
         dweight = x * x * dout
-        return {"x": 2 * weight * x * dout, "weight": dweight if self.backward == "rows" else dweight.sum(0)}
+        return {
+            "x": 2 * weight[None] * x * dout,
+            "weight": dweight if self.backward == "rows" else dweight.sum(0),
+        }
 
     def example_inputs(self, problem, key):
         return {"index": jnp.arange(problem.dim("B"), dtype=problem.dtype("index"))}
 
 
 def plain(x: Any, weight: Any, scale: float = 2.0) -> Any:
-    return scale * weight * x * x
+    return scale * jnp.expand_dims(weight, range(x.ndim - weight.ndim)) * x * x
 
 
 def close(actual: Any, expected: Any) -> None:

@@ -65,13 +65,13 @@ def rotate_neighbours(x, frequencies, positions):
 
 
 def rms_norm(x, weight, eps):
-    return x / jnp.sqrt(jnp.mean(x * x, axis=-1, keepdims=True) + eps) * weight
+    return x / jnp.sqrt(jnp.mean(x * x, axis=-1, keepdims=True) + eps) * weight[None, None]
 
 
 def heads(w, name, x, count):
     y = jnp.einsum("te,oe->to", x, w[f"{name}.weight"])
     if f"{name}.bias" in w:
-        y = y + w[f"{name}.bias"]
+        y = y + w[f"{name}.bias"][None]
     return y.reshape(len(x), count, -1)
 
 
@@ -97,7 +97,7 @@ def attend(q, k, v, scale, *, window=None, cap=None, sinks=None):
 
 def output(w, x):
     y = jnp.einsum("to,eo->te", x, w["o_proj.weight"])
-    return y + w["o_proj.bias"] if "o_proj.bias" in w else y
+    return y + w["o_proj.bias"][None] if "o_proj.bias" in w else y
 
 
 def llama3(w, x, *, num_heads, num_kv_heads, theta=500000.0, scaling=(8.0, 1.0, 4.0, 8192)):

@@ -207,9 +207,9 @@ def test_a_full_cache_raises():
 def test_slots_not_yet_written_are_never_read(options):
     layer, x = _layer("plain", **options), _x()
     cache = layer.init_cache(ROWS, TOKENS)
-    real = jnp.arange(8) < jnp.array([8, 3, 5])[:, None]
+    real = jnp.arange(8)[None] < jnp.array([8, 3, 5])[:, None]
     _, cache = _call(layer, x[:, :8], cache, padding_mask=real)
-    unused = (jnp.arange(TOKENS) >= cache.lengths[:, None])[..., None, None]
+    unused = (jnp.arange(TOKENS)[None] >= cache.lengths[:, None])[..., None, None]
     poisoned = eqx.tree_at(
         lambda c: (c.k, c.v),
         cache,

@@ -38,7 +38,7 @@ def test_any_number_of_batch_dimensions_and_vmap():
     y = _call(layer, x)
     assert_close(_mapped(layer, x), y)
     assert_close(_call(layer, x[1, 2]), y[1, 2])
-    real = jnp.arange(11) < jnp.array([[11, 4, 7], [1, 11, 2]])[..., None]
+    real = jnp.arange(11)[None, None] < jnp.array([[11, 4, 7], [1, 11, 2]])[..., None]
     padded = _call(layer, x, padding_mask=real)
     mapped = _mapped(layer, x, padding_mask=real)
     assert_close(jnp.where(real[..., None], mapped, 0), jnp.where(real[..., None], padded, 0))
@@ -150,7 +150,7 @@ def test_cross_attention():
     layer = MultiHeadAttention(32, num_heads=4, kv_embed_dim=20, causal=False, key=jax.random.key(0))
     x, memory = _x(), jax.random.normal(jax.random.key(2), (3, 7, 20))
     y = _call(layer, x, kv_input=memory)
-    real = jnp.arange(7) < jnp.array([7, 2, 5])[:, None]
+    real = jnp.arange(7)[None] < jnp.array([7, 2, 5])[:, None]
     poisoned = jnp.where(real[..., None], memory, jnp.nan)
     padded = _call(layer, x, kv_input=poisoned, kv_padding_mask=real)
     assert_close(padded[0], y[0])

@@ -174,7 +174,7 @@ def test_dense_ranges(keys):
     k, v, q = normal(1, 2, 2, keys, K, D), normal(2, 2, 2, keys, K, 8), normal(3, 2, 2, H, D)
     start, end = jnp.array([[0, 3], [5, 4]]), jnp.array([[keys, 7], [keys - 5, 4]])
     op = ejx.RaggedDecodeAttention(sliding_window=5, config=SMALL)
-    j = jnp.arange(keys)
+    j = jnp.arange(keys)[None, None]
     inside = (j >= start[..., None]) & (j < end[..., None])
     hidden = lambda x: jnp.where(inside[..., None, None], x, jnp.nan)
     out, lse = quick(functools.partial(op, return_lse=True))(q, hidden(k), hidden(v), start, end)

@@ -105,8 +105,8 @@ def delta(
             beta = 2 * beta
         decay = None
         if g is not None:
-            rate: Any = None if A_log is None else jnp.exp(A_log).reshape(-1, *(1,) * (g.ndim - 2))
-            raw = g if dt_bias is None else g + dt_bias
+            rate: Any = None if A_log is None else jnp.exp(A_log).reshape(1, -1, *(1,) * (g.ndim - 2))
+            raw = g if dt_bias is None else g + dt_bias[None]
             if gate == "softplus":
                 g = -rate * jnp.log(1 + jnp.exp(raw))
             if gate == "bounded":
@@ -120,7 +120,7 @@ def delta(
 
 def state_space(dt_softplus=False, dt_limit=None, norm=None, norm_eps=1e-5):
     def formula(ids, state, x, dt, A, B, C, D: Any = None, z: Any = None, dt_bias=None, norm_weight=None):
-        dt = dt if dt_bias is None else dt + dt_bias
+        dt = dt if dt_bias is None else dt + dt_bias[None]
         dt = jnp.log(1 + jnp.exp(dt)) if dt_softplus else dt
         if dt_limit is not None:
             dt = jnp.where(
@@ -133,19 +133,19 @@ def state_space(dt_softplus=False, dt_limit=None, norm=None, norm_eps=1e-5):
             x,
             ids,
             state.swapaxes(1, 2),
-            decay=jnp.exp(dt * A)[..., None, None],
+            decay=jnp.exp(dt * A[None])[..., None, None],
             beta=dt,
             scale=1.0,
             heads=heads,
         )
         if D is not None:
-            y = y + (D[:, None] if D.ndim == 1 else D) * x
+            y = y + (D[:, None] if D.ndim == 1 else D)[None] * x
         y = y if z is None else y * (z / (1 + jnp.exp(-z)))
         if norm is not None:
             parts = y.reshape(len(y), groups if norm == "group" else 1, -1)
             parts = parts / jnp.sqrt((parts**2).mean(-1, keepdims=True) + norm_eps)
             y = parts.reshape(y.shape)
-        y = y if norm_weight is None else y * norm_weight
+        y = y if norm_weight is None else y * norm_weight[None]
         return jnp.where((ids >= 0)[:, None, None], y, 0.0), state.swapaxes(1, 2)
 
     return formula

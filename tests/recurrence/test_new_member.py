@@ -47,7 +47,7 @@ def rotated(x):
     """Rotary angles, as retention gives its queries and keys."""
     angles = np.arange(x.shape[-3])[:, None, None] * 10.0 ** -np.linspace(0, 2, x.shape[-1] // 2)
     first, second = jnp.split(x, 2, axis=-1)
-    cos, sin = jnp.asarray(np.cos(angles), x.dtype), jnp.asarray(np.sin(angles), x.dtype)
+    cos, sin = (jnp.asarray(part, x.dtype)[None] for part in (np.cos(angles), np.sin(angles)))
     return jnp.concatenate([first * cos - second * sin, first * sin + second * cos], axis=-1)
 
 

@@ -9,6 +9,7 @@ from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import jax
+import jax.numpy as jnp
 from jax import Array
 from jax.ad_checkpoint import checkpoint_name
 
@@ -48,7 +49,7 @@ def attend(
 ) -> tuple[Array, Array | None]:
     """`out [..., T, H, V]` and `lse [..., H, T]` on the platform that the plan chooses for these shapes.
 
-    `lse` is `None` where the platform does not give it (it was then not asked for).
+    `lse` is `None` where it was not asked for.
     """
     return jitted(_attend, plan, operation, spec)(arrays)
 
@@ -64,7 +65,17 @@ def _attend(
     call = _differentiable(plan, selection, spec)
     # Inside `shard_map` a gradient varies over every axis that any array does: so must the arrays that it belongs to.
     arrays = reverse_only(match_varying(arrays, arrays), operation, selection.platform, _FORWARD_MODE)
-    return call(arrays) if getattr(platform, "OPAQUE", False) else over_mesh(call, arrays)
+    out, lse = call(arrays) if getattr(platform, "OPAQUE", False) else over_mesh(call, arrays)
+    return out, lse if spec.return_lse else None
+
+
+def _without_infinity(lse: Array) -> Array:
+    """What is kept for the backward is finite: outside of `jit` the setting `jax_debug_infs` sees it."""
+    return jnp.maximum(lse, jnp.finfo(lse.dtype).min)
+
+
+def _with_infinity(lse: Array) -> Array:
+    return jnp.where(lse == jnp.finfo(lse.dtype).min, -jnp.inf, lse)
 
 
 def problem_of(operation: str, arrays: AttentionArrays, spec: AttentionSpec) -> Problem:
@@ -155,11 +166,12 @@ def _differentiable(plan: Plan, selection: Selection, spec: AttentionSpec) -> Ca
         withdraw_all(undifferentiated)
         out, lse = forward(arrays)
         out, lse = checkpoint_name(out, OUT_NAME), checkpoint_name(lse, LSE_NAME)
-        return (out, lse), _Residuals(arrays, out, lse)
+        return (out, lse), _Residuals(arrays, out, _without_infinity(lse))
 
     def call_backward(residuals: _Residuals, cotangents: tuple[Array, Array]) -> tuple[AttentionArrays]:
         arrays = residuals.arrays
-        grads = backward(per_row(arrays) if opaque else arrays, *residuals[1:], *cotangents)
+        lse = _with_infinity(residuals.lse)
+        grads = backward(per_row(arrays) if opaque else arrays, residuals.out, lse, *cotangents)
         fields: dict[str, Any] = {
             n: like(g, getattr(arrays, n)) for n, g in zip(grads._fields, grads, strict=True) if g is not None
         }

@@ -1,12 +1,13 @@
 """`Attention`: plain attention that also gives its weights, differentiable in every mode."""
 
-from typing import Any, ClassVar
+from typing import ClassVar
 
 import equinox as eqx
 import jax
 from jax import Array
 from jaxtyping import Bool, Float, Int, PRNGKeyArray
 
+from .._jitted import compiled_once
 from .._kernel import Kernel, make_plan, Plan
 from ..dispatch import Platform
 from .arguments import MaskInputs, parse_window, resolve, ScoreInputs, ScoreOptions
@@ -15,6 +16,7 @@ from .leading import over_leading_axes
 from .mask import Mask, Window
 from .platforms import register
 from .reference import attend_with_weights
+from .spec import AttentionArrays, AttentionSpec
 
 register("attention", Platform.XLA, tunable=False)
 
@@ -90,10 +92,13 @@ class Attention(Kernel):
         own = Mask(is_causal=self.causal, window=self.window)
         arrays, spec = resolve(q, k, v, self.options, own, masking, scoring, return_lse=False)
         self.plan.select(problem_of(self.operation, arrays, spec))
-
-        def dense(arrays: Any) -> tuple[Array, Array]:
-            out, _, weights = attend_with_weights(arrays, spec)
-            return out, weights
-
-        out, weights = over_leading_axes(dense)(arrays)
+        out, weights = compiled_once(_dense, spec)(arrays)
         return out.astype(q.dtype), weights.astype(q.dtype)
+
+
+def _dense(spec: AttentionSpec, arrays: AttentionArrays) -> tuple[Array, Array]:
+    def attend(arrays: AttentionArrays) -> tuple[Array, Array]:
+        out, _, weights = attend_with_weights(arrays, spec)
+        return out, weights
+
+    return over_leading_axes(attend)(arrays)

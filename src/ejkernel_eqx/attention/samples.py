@@ -13,6 +13,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax import Array
 
+from .._broadcast import like
 from ..dispatch import Problem
 from .spec import AttentionArrays, AttentionSpec, RowRanges
 from .tile_table import window_covers
@@ -121,7 +122,7 @@ def _mask(key: Array, pattern: str, shape: tuple[int, ...]) -> Array:
     mask = jax.random.bernoulli(key, VISIBLE, shape)
     if pattern.endswith("TS"):
         queries, keys = shape[-2:]
-        mask &= jnp.arange(keys) <= jnp.arange(queries)[:, None] + keys - queries
+        mask &= like(jnp.tri(queries, keys, keys - queries, dtype=bool), mask)
     return mask
 
 

@@ -21,11 +21,16 @@ _NEW = "new_"
 
 
 def attend(plan: Plan, operation: str, arrays: PagedArrays, spec: PagedSpec) -> Named:
-    """`out` and `lse` on the platform that the plan chooses: the only way from an operation of this family to a kernel."""
+    """`out`, and `lse` where it is asked for, on the platform that the plan chooses: the only way from an operation of this family to a kernel."""
     return jitted(_attend, plan, operation, spec)(arrays)
 
 
 def _attend(plan: Plan, operation: str, spec: PagedSpec, arrays: PagedArrays) -> Named:
+    results = _launched(plan, operation, spec, arrays)
+    return results if spec.return_lse else {"out": results["out"]}
+
+
+def _launched(plan: Plan, operation: str, spec: PagedSpec, arrays: PagedArrays) -> Named:
     selection = plan.select(problem_of(operation, arrays, spec), quiet=True)
     platform = selection.implementation.load()
     given, axes = arrays.given, axes_of(arrays, spec)

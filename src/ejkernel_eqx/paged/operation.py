@@ -45,21 +45,20 @@ def append(
 def finish(plan: Plan, arrays: PagedArrays, spec: PagedSpec, squeeze: int | None = None) -> Any:
     """The results of the resolved call; `squeeze` is the axis of `out`, one that the operation has added."""
     if 0 in (arrays.q.size, arrays.kv_len.size):
-        results = _empty(arrays)
+        results = _empty(arrays, spec)
     else:
         results = attend(plan, plan.operation, arrays, spec)
-    out, lse = results["out"], results["lse"]
-    if squeeze is not None:
-        out, lse = jnp.squeeze(out, squeeze), jnp.squeeze(lse, squeeze + 1)
-    return (out, lse) if spec.return_lse else out
+    out = results["out"] if squeeze is None else jnp.squeeze(results["out"], squeeze)
+    if not spec.return_lse:
+        return out
+    lse = results["lse"]
+    return out, lse if squeeze is None else jnp.squeeze(lse, squeeze + 1)
 
 
-def _empty(arrays: PagedArrays) -> dict[str, Array]:
+def _empty(arrays: PagedArrays, spec: PagedSpec) -> dict[str, Array]:
     """No token, or none of a sequence."""
     values = arrays.k if arrays.v is None else arrays.v
     wide = jnp.float64 if arrays.q.dtype == jnp.float64 else jnp.float32
     shape = arrays.q.shape[:-1]
-    return {
-        "out": jnp.zeros((*shape, values.shape[-1]), arrays.q.dtype),
-        "lse": jnp.full(shape, -jnp.inf, wide),
-    }
+    results = {"out": jnp.zeros((*shape, values.shape[-1]), arrays.q.dtype)}
+    return results | {"lse": jnp.full(shape, -jnp.inf, wide)} if spec.return_lse else results

@@ -50,7 +50,7 @@ def _row(arrays: RecurrenceArrays, spec: RecurrenceSpec) -> tuple[Array, Array]:
 
     state, out = _scan(token, state, (q, k, v, decay, beta, fresh), length)
     if arrays.skip is not None:
-        out = out + arrays.skip.astype(wide) * v
+        out = out + arrays.skip.astype(wide)[None] * v
     return out, state
 
 

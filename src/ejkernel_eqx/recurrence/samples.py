@@ -9,6 +9,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax import Array
 
+from .._broadcast import like
 from ..dispatch import Problem
 from .spec import CONSTANT, KEY, NONE, RecurrenceArrays, RecurrenceSpec, SCALAR, StepArrays, StepSpec, VALUE
 
@@ -82,7 +83,9 @@ def _random(problem: Problem, seed: Any) -> Inputs:
 
     q = _rows(normal(batch, length, size["Hq"], size["D"], dtype=wide), delta).astype(dtype)
     k = normal(batch, length, size["Hk"], size["D"], dtype=wide)
-    k = _rows(k + KEY_SIMILARITY * normal(size["D"], dtype=wide) if delta else k, delta).astype(dtype)
+    k = _rows(k + KEY_SIMILARITY * normal(1, 1, 1, size["D"], dtype=wide) if delta else k, delta).astype(
+        dtype
+    )
     v = normal(batch, length, size["Hv"], size["V"])
     state = (*((size["N"],) if "N" in size else ()), size["HS"], size["D"], size["V"])
     scale = 1.0 if delta else math.sqrt(size["D"])
@@ -124,7 +127,7 @@ def _decay(key: Array, problem: Problem, tokens: tuple[int, ...]) -> Array | Non
     if kind == CONSTANT:
         return jnp.broadcast_to(-rates, shape).astype(problem.dtype("g"))
     noise = jax.random.exponential(key, shape, jnp.float32)
-    return (-rates * noise).astype(problem.dtype("g"))
+    return (-like(rates, noise) * noise).astype(problem.dtype("g"))
 
 
 def make_step_inputs(problem: Problem, seed: int) -> StepArrays:

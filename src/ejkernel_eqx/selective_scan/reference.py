@@ -7,7 +7,7 @@ import jax.numpy as jnp
 from jax import Array, lax
 
 from .._broadcast import like
-from .spec import ScanArrays, ScanSpec, SHARED, StepArrays
+from .spec import NO_TIME, ScanArrays, ScanSpec, SHARED, StepArrays
 
 _BLOCK = 64
 
@@ -18,8 +18,8 @@ def wide_dtype(x: Array) -> Any:
 
 
 def time_step(dt: Array, bias: Array | None, softplus: bool, wide: Any) -> Array:
-    """The time step `[..., T, I]`: 0 where `dt` is minus infinity, with no gradient there."""
-    real = dt != -jnp.inf
+    """The time step `[..., T, I]`: 0 where `dt` is at most `NO_TIME`, with no gradient there."""
+    real = dt > NO_TIME
     step = jnp.where(real, dt, jnp.zeros((), dt.dtype)).astype(wide)
     step = step if bias is None else step + like(bias.astype(wide), step)
     step = jnp.logaddexp(step, jnp.zeros((), wide)) if softplus else step
@@ -65,7 +65,7 @@ def _row(arrays: ScanArrays, spec: ScanSpec) -> tuple[Array, Array]:
         return state, jnp.sum(state * C, axis=-1)
 
     state, y = _scan(token, state, (x, dt, B, C, fresh), length)
-    y = y if arrays.D is None else y + arrays.D.astype(wide) * x
+    y = y if arrays.D is None else y + arrays.D.astype(wide)[None] * x
     return y if arrays.z is None else y * jax.nn.silu(arrays.z.astype(wide)), state
 
 
@@ -89,7 +89,7 @@ def _packed(arrays: ScanArrays, spec: ScanSpec) -> tuple[Array, Array]:
         mine = (tokens >= offsets[n]) & (tokens < offsets[n + 1])
         keep = lambda x: None if x is None else jnp.where(_as_deep(mine, x), x, jnp.zeros((), x.dtype))
         kept = {name: keep(getattr(arrays, name)) for name in ("x", "B", "C", "z")}
-        dt = jnp.where(mine[:, None], arrays.dt, jnp.full((), -jnp.inf, arrays.dt.dtype))
+        dt = jnp.where(mine[:, None], arrays.dt, jnp.asarray(NO_TIME, arrays.dt.dtype))
         out, state = _row(arrays._replace(**kept, dt=dt, initial_state=initial, offsets=None), spec)
         return jnp.where(mine[:, None], out, jnp.zeros((), out.dtype)), state
 

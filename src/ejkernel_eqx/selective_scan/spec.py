@@ -27,8 +27,8 @@ class ScanSpec:
 class ScanArrays(NamedTuple):
     """The arrays of a call; `*` are the leading axes, the same for all that have them.
 
-    Tokens that are padding have been made harmless before: `dt` is minus infinity, whatever bias comes to it, which makes a time step
-    of 0, and all else is 0. `starts` and `offsets` exclude each other.
+    Tokens that are padding have been made harmless before: `dt` is `NO_TIME`, whatever bias comes to it, which makes a time step of 0,
+    and all else is 0. `starts` and `offsets` exclude each other.
     """
 
     x: Array  # [*, T, I]
@@ -43,6 +43,9 @@ class ScanArrays(NamedTuple):
     starts: Array | None = None  # int32 [*, T], as in `recurrence.spec.RecurrenceArrays`
     offsets: Array | None = None  # int32 [*, S + 1], as there
 
+
+NO_TIME = -65504.0
+"""A `dt` of at most this is a time step of 0: the least that float16 holds, and finite, as `jax_debug_infs` wants what is kept for a gradient."""
 
 FLOATS = ("x", "dt", "A", "B", "C", "D", "z", "dt_bias", "initial_state")
 """The arrays that gradients are taken in."""

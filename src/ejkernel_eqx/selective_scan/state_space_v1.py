@@ -25,7 +25,7 @@ from ..recurrence.gates import finite_rate
 from ..recurrence.operation import plan_of
 from .core import scan, step
 from .platforms import register
-from .spec import ScanArrays, ScanSpec, SHARED, StepArrays
+from .spec import NO_TIME, ScanArrays, ScanSpec, SHARED, StepArrays
 
 register("state_space_v1")
 
@@ -128,7 +128,7 @@ class StateSpaceV1(Kernel):
         operands = self._operands(frame, _Inputs(x, dt, A, B, C, D, z, dt_bias))
         packing = frame.packing
         if packing.real is not None:
-            padding = jnp.full((), -jnp.inf, operands["dt"].dtype)
+            padding = jnp.asarray(NO_TIME, operands["dt"].dtype)
             operands["dt"] = jnp.where(packing.real[..., None], operands["dt"], padding)
         spec = ScanSpec(self.dt_softplus, self.state_dtype or jnp.dtype(accumulator(frame.dtype)).name)
         count = () if packing.num_sequences is None else (packing.num_sequences,)

@@ -13,6 +13,7 @@ from .triton_tile import (
     LN2,
     load_rates,
     load_tile,
+    NO_TIME,
     place,
     sigmoid,
     split_rows,
@@ -337,7 +338,7 @@ def backward_kernel(
         if SOFTPLUS:
             ddt *= sigmoid(raw + bias[None, :])
         else:
-            ddt = tl.where(raw == float("-inf"), 0.0, ddt)
+            ddt = tl.where(raw <= NO_TIME, 0.0, ddt)
         dbias += tl.sum(ddt, axis=0)
         store_tile(dx_ptr + here, dx, count, l, i, inside, I, EVEN)
         store_tile(ddt_ptr + here, ddt, count, l, i, inside, I, EVEN)

@@ -7,8 +7,11 @@ is split to rows at no cost, and a recurrence over the tokens of a chunk is plai
 import triton
 import triton.language as tl
 
+from . import spec
+
 LOG2E = tl.constexpr(1.4426950408889634)
 LN2 = tl.constexpr(0.6931471805599453)
+NO_TIME = tl.constexpr(spec.NO_TIME)
 SECTOR = tl.constexpr(32)  # bytes that a cache takes at once
 
 
@@ -143,7 +146,7 @@ def sigmoid(x):
 
 @triton.jit
 def time_step(raw, bias, SOFTPLUS: tl.constexpr):
-    """The time step of a tile `[L, BI]`; 0 where `raw` is minus infinity."""
+    """The time step of a tile `[L, BI]`; 0 where `raw` is at most `NO_TIME`."""
     x = raw + bias[None, :]
     if SOFTPLUS:
         # log(1 + e) / e for e up to 1, the polynomial of least relative error (5e-9 for an exact e); the logarithm of 1 + e would lose
@@ -160,7 +163,7 @@ def time_step(raw, bias, SOFTPLUS: tl.constexpr):
         p = p * e + 1.0
         return p * e + tl.maximum(x, 0.0)
     else:
-        return tl.where(raw == float("-inf"), 0.0, x)
+        return tl.where(raw <= NO_TIME, 0.0, x)
 
 
 @triton.jit
