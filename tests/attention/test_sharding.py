@@ -179,6 +179,39 @@ def test_vmap_on_a_mesh():
     assert_close(compiled(sharded), quick(call)(arrays))
 
 
+@pytest.mark.few(4)
+@pytest.mark.parametrize("kind", MESHES)
+@pytest.mark.parametrize("platform", ["opaque", "xla"])
+@pytest.mark.parametrize("shape", [(4, 1), (1, 2), (4, 1, 2), (1, 2, 1)], ids=str)
+def test_a_bias_of_some_leading_axes(kind, platform, shape):
+    """Each device reads its part of it, and the gradient is summed over what it lacks."""
+    lead, heads = (4, 2, 2)[: len(shape)], 2
+    arrays = {name: normal(n, *lead, 8, heads, 8) for n, name in enumerate("qkv")}
+    arrays["bias"] = normal(3, *shape, heads, 8, 8)
+    module: Any = (
+        opaque(causal=True)
+        if platform == "opaque"
+        else ejx.FlashAttention(config=xla_tiles(8, 8), causal=True)
+    )
+    mesh = mesh_of(kind)
+    specs = {
+        name: P(*(axis if size != 1 else None for axis, size in zip(("dp", "tp"), x.shape, strict=False)))
+        for name, x in arrays.items()
+    }
+    sharded = {name: jax.device_put(x, NamedSharding(mesh, specs[name])) for name, x in arrays.items()}
+    call = lambda a: module(**a)
+    gradient = quick(jax.grad(lambda a: jnp.sum(jnp.sin(call(a)))))
+    expected = quick(call)(arrays), gradient(arrays)
+    with jax.set_mesh(mesh):
+        forward = quick(call).lower(sharded).compile()
+        backward = gradient.lower(sharded).compile()
+        out, grads = forward(sharded), backward(sharded)
+    assert not collectives(forward) and set(collectives(backward)) <= {"all-reduce"}
+    assert_close(out, expected[0])
+    for name in arrays:
+        assert_close(grads[name], expected[1][name], kind="gradient", name=name)
+
+
 @pytest.mark.few(1)
 @pytest.mark.parametrize("platform", ["opaque", "xla", "triton-interpret"])
 @pytest.mark.parametrize("check_vma", [True, False])

@@ -408,6 +408,34 @@ def test_a_bias_past_two_to_the_31_elements():
         assert_close(a, b, "bfloat16", "gradient", name=f"gradient of {name}")
 
 
+@pytest.mark.parametrize("shape", [(4, 1), (1, 8)], ids=str)
+def test_a_bias_of_some_leading_axes(shape):
+    """It is read where it lies: the results of one written out, without the memory for that."""
+    lead, length, heads = (4, 8), 1024, 8
+    q, k, v, dout = (_normal(seed, (*lead, length, heads, 64), 1) for seed in range(4))
+    bias = _normal(4, (*shape, heads, length, length), 1)
+    full = jnp.broadcast_to(bias, (*lead, *bias.shape[2:]))
+    attention = ejx.FlashAttention(causal=True, platform="triton")
+
+    @jax.jit
+    def run(q, k, v, bias, dout):
+        def forward(q, k, v, bias) -> Any:
+            return attention(q, k, v, bias=bias)
+
+        out, pull = jax.vjp(forward, q, k, v, bias)
+        return out, *pull(dout)
+
+    compiled = run.lower(q, k, v, bias, dout).compile()
+    memory = compiled.memory_analysis()
+    assert memory is not None and memory.temp_size_in_bytes < full.nbytes
+    *actual, dbias = compiled(q, k, v, bias, dout)
+    *expected, dfull = run(q, k, v, full, dout)
+    assert_same(actual, expected)
+    axes = tuple(axis for axis, size in enumerate(shape) if size == 1)
+    total = jnp.sum(dfull.astype(jnp.float32), axes, keepdims=True)
+    assert_close(dbias, total, "bfloat16", "gradient", name="gradient of bias")
+
+
 def test_everything_through_the_operation():
     """All flags at once, from the public call to the gradients of everything that has one."""
     case = dataclasses.replace(EVERYTHING, dtype="bfloat16", dropout=0.0)

@@ -4,6 +4,7 @@
 axis; here arrays have any number of leading axes, added by the caller, by `jax.vmap`, or by both.
 """
 
+import dataclasses
 import math
 from collections.abc import Callable
 from typing import Any, NamedTuple
@@ -138,22 +139,23 @@ def _differentiable(plan: Plan, selection: Selection, spec: AttentionSpec) -> Ca
             return announce(selection)
         return plan.select(problem_of(selection.problem.operation, arrays, spec), platform=platform)
 
-    def forward(arrays: AttentionArrays) -> tuple[Array, Array]:
+    def forward(arrays: AttentionArrays, **how: Any) -> tuple[Array, Array]:
         chosen = choose(arrays)
         with kernel_scope(chosen):
-            return implementation.forward(arrays, spec, chosen.config)
+            return implementation.forward(arrays, dataclasses.replace(spec, **how), chosen.config)
 
-    def backward(arrays: AttentionArrays, out: Array, lse: Array, dout: Array, dlse: Array) -> AttentionGrads:
+    def backward(arrays: AttentionArrays, *results: Array, **how: Any) -> AttentionGrads:
+        """`results`: out, lse, and their cotangents."""
         chosen = choose(arrays)
         with kernel_scope(chosen):
-            return implementation.backward(arrays, spec, chosen.config, out, lse, dout, dlse)
+            return implementation.backward(arrays, dataclasses.replace(spec, **how), chosen.config, *results)
 
     if opaque:
         split = how_split(platform, plan.device)
         forward = opaque_over_leading_axes(forward, split)
         backward = opaque_over_leading_axes(backward, split, per_example=LEARNED, summed=True)
     else:
-        forward, backward = over_leading_axes(forward), over_leading_axes(backward)
+        forward, backward = over_leading_axes(forward), over_leading_axes(backward, gradients=True)
 
     undifferentiated: list[Selection] = []
 

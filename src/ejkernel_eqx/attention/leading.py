@@ -2,7 +2,7 @@
 
 import functools
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any, TypeVar
 
 import jax
@@ -54,33 +54,33 @@ def withdraw_all(choices: list[Selection]) -> None:
         withdraw(selection)
 
 
-def over_leading_axes(function: F) -> F:
-    """Lets JAX map a function of one batch axis over any number of them, without merging axes that may be sharded."""
+def over_leading_axes(function: F, gradients: bool = False) -> F:
+    """Lets JAX map a function of one batch axis over any number of them, without merging axes that may be sharded.
 
-    def mapped(arrays: AttentionArrays, *rest: Array) -> Any:
+    If it gives `gradients`, it is told as `bias_over` the names of the mapped axes that the bias lacks, to sum that gradient over.
+    """
+
+    def mapped(arrays: AttentionArrays, *rest: Array, bias_over: tuple[str, ...] = ()) -> Any:
         count = len(_leading(arrays))
         if count == 0:
             expanded = jax.tree.map(lambda x: x[None], (arrays, *rest))
             return jax.tree.map(lambda x: x[0], mapped(*expanded))
         if count == 1:
-            return function(arrays, *rest)
+            return function(arrays, *rest, **({"bias_over": bias_over} if gradients else {}))
+        if gradients:
+            return _gradients_over_first_axis(mapped, arrays, rest, bias_over)
         return _map_first_axis(mapped, arrays, rest)
 
     return mapped  # type: ignore[return-value]
 
 
-def _map_first_axis(function: Callable[..., Any], arrays: AttentionArrays, rest: tuple[Array, ...]) -> Any:
-    size = _leading(arrays)[0]
-    shared = {
-        name
-        for name in AttentionArrays._fields
-        if name not in _WHOLE and _is_broadcast(getattr(arrays, name), size)
-    }
+def _map_first_axis(
+    function: Callable[..., Any], arrays: AttentionArrays, rest: tuple[Array, ...], **how: Any
+) -> Any:
+    """`jax.vmap` over the first axis of all arrays, but those that broadcast it."""
+    shared = _shared(arrays)
     axes = AttentionArrays._make(
-        (
-            _axes_like(x, None if n in shared else 0)
-            for n, x in zip(AttentionArrays._fields, arrays, strict=True)
-        )
+        (_axes_like(x, None if n in shared else 0) for n, x in zip(arrays._fields, arrays, strict=True))
     )
     first = AttentionArrays._make(
         (
@@ -88,15 +88,33 @@ def _map_first_axis(function: Callable[..., Any], arrays: AttentionArrays, rest:
             for n, x in zip(arrays._fields, arrays, strict=True)
         )
     )
-    result = jax.vmap(function, in_axes=(axes, *[0] * len(rest)))(first, *rest)
-    if not isinstance(result, AttentionGrads):
-        return result
+    return jax.vmap(function, in_axes=(axes, *[0] * len(rest)), **how)(first, *rest)
+
+
+def _gradients_over_first_axis(
+    function: Callable[..., Any], arrays: AttentionArrays, rest: tuple[Array, ...], bias_over: tuple[str, ...]
+) -> AttentionGrads:
+    """What `_map_first_axis` gives, summed over the axis where an array broadcasts it: of the bias, which is large, in the mapped function."""
+    shared, name = _shared(arrays), f"ejkernel_eqx.leading_{len(_leading(arrays))}"
+    inside = "bias" in shared
+    result = _map_first_axis(
+        functools.partial(function, bias_over=(*bias_over, name) if inside else bias_over),
+        arrays,
+        rest,
+        axis_name=name,
+        out_axes=AttentionGrads(0, 0, 0, None if inside else 0, 0, 0),  # type: ignore[arg-type]
+    )
     summed = {
-        n: jnp.sum(getattr(result, n), axis=0, keepdims=True)
-        for n in LEARNED
-        if n in shared and getattr(result, n) is not None
+        n: jnp.sum(getattr(result, n), axis=0, keepdims=True) for n in shared & {"alibi_slopes", "sinks"}
     }
-    return result._replace(**summed)
+    return result._replace(**summed, **({"bias": result.bias[None]} if inside else {}))
+
+
+def _shared(arrays: AttentionArrays) -> set[str]:
+    """The names of the arrays that broadcast the first axis."""
+    size = _leading(arrays)[0]
+    fields = zip(arrays._fields, arrays, strict=True)
+    return {name for name, x in fields if name not in _WHOLE and _is_broadcast(x, size)}
 
 
 def _is_broadcast(value: Any, size: int) -> bool:
@@ -263,44 +281,88 @@ def _output_labels(outs: Any, arrays: AttentionArrays) -> Any:
 
 
 def _fold(function: Callable[..., Any], arrays: AttentionArrays, rest: tuple[Array, ...]) -> Any:
-    """Calls a function of one batch axis with all leading axes merged into it, and splits its results again."""
+    """Calls a function of one batch axis with all leading axes merged into it, and splits its results again.
+
+    An array over the scores keeps its size: the function is told how many rows of the batch in a row read one of its rows.
+    """
     lead = _leading(arrays)
+    own = {name: _long_axes(getattr(arrays, name), lead) for name in ("bias", "mask")}
+    order = _order(lead, own["bias"], own["mask"])
+
+    def merge(name: str, x: Array, rank: int) -> Array:
+        return _merge(lead, order, x, rank, whole=name not in own)
+
     flat = AttentionArrays._make(
         (
-            jax.tree.map(functools.partial(_merge, lead), x, _ranks(a, x))
-            for x, a in zip(arrays, _AXES, strict=True)
+            jax.tree.map(functools.partial(merge, name), x, _ranks(axes, x))
+            for name, x, axes in zip(arrays._fields, arrays, _AXES, strict=True)
         )
     )
-    result = function(flat, *(_merge(lead, x, 3 if i % 2 == 0 else 2) for i, x in enumerate(rest)))
+    others = [merge("q", x, 3 if i % 2 == 0 else 2) for i, x in enumerate(rest)]
+    runs = {f"{name}_run": _run(lead, order, axes) for name, axes in own.items()}
+    result = function(flat, *others, **runs)
     if isinstance(result, AttentionGrads):
         return AttentionGrads._make(
             (
-                None if g is None else _split_grad(g, getattr(arrays, n), lead)
+                None if g is None else _split_grad(g, getattr(arrays, n), lead, order)
                 for n, g in zip(result._fields, result, strict=True)
             )
         )
-    return jax.tree.map(lambda x: x.reshape(lead + x.shape[1:]), result)
+    return jax.tree.map(lambda x: _split(x, lead, order), result)
 
 
 def _ranks(axes: Any, value: Any) -> Any:
     return None if value is None else jax.tree.map(len, axes, is_leaf=_is_letters)
 
 
-def _merge(lead: tuple[int, ...], x: Array, rank: int) -> Array:
-    own, core = x.shape[: x.ndim - rank], x.shape[x.ndim - rank :]
-    if all(size == 1 for size in own):
-        return x.reshape((1, *core))
-    return jnp.broadcast_to(x, (*lead, *core)).reshape((math.prod(lead), *core))
+def _long_axes(x: Array | None, lead: tuple[int, ...]) -> set[int]:
+    """The leading axes that an array does not broadcast."""
+    return set() if x is None else {i for i, size in enumerate(lead) if x.shape[i] == size != 1}
 
 
-def _split_grad(grad: Array, array: Array, lead: tuple[int, ...]) -> Array:
-    """A gradient of merged axes, summed over those that its array broadcasts."""
-    own, core = array.shape[: len(lead)], grad.shape[1:]
-    return (
-        grad.reshape(own + core)
-        if grad.shape[0] == math.prod(own)
-        else _sum_broadcast(grad.reshape(lead + core), array)
+def _order(lead: tuple[int, ...], first: set[int], second: set[int]) -> tuple[int, ...]:
+    """The leading axes in an order in which those of either set follow one another."""
+    axes = tuple(range(len(lead)))
+    long = [i for i in axes if lead[i] != 1]
+    if all(_follow(long, own) for own in (first, second)):
+        return axes
+    return tuple(
+        sorted(axes, key=lambda i: (i not in first | second, i not in first, (i in first) == (i in second)))
     )
+
+
+def _follow(axes: Sequence[int], own: set[int]) -> bool:
+    places = [place for place, axis in enumerate(axes) if axis in own]
+    return not places or places[-1] - places[0] == len(places) - 1
+
+
+def _run(lead: tuple[int, ...], order: tuple[int, ...], own: set[int]) -> int:
+    """How many merged rows in a row differ only in axes behind those of an array."""
+    last = max((place for place, axis in enumerate(order) if axis in own), default=len(order))
+    return math.prod(lead[axis] for axis in order[last + 1 :])
+
+
+def _merge(lead: tuple[int, ...], order: tuple[int, ...], x: Array, rank: int, whole: bool) -> Array:
+    """The leading axes of `x` as one: all those of the batch, if `whole` and there are any, else only its own."""
+    own, core = x.shape[: x.ndim - rank], x.shape[x.ndim - rank :]
+    if whole and any(size != 1 for size in own):
+        own, x = lead, jnp.broadcast_to(x, (*lead, *core))
+    x = jnp.transpose(x, (*order, *range(len(own), x.ndim)))
+    return x.reshape((math.prod(own), *core))
+
+
+def _split(x: Array, lead: tuple[int, ...], order: tuple[int, ...]) -> Array:
+    """Undoes `_merge`."""
+    x = x.reshape((*(lead[axis] for axis in order), *x.shape[1:]))
+    return jnp.transpose(x, (*(order.index(axis) for axis in range(len(order))), *range(len(order), x.ndim)))
+
+
+def _split_grad(grad: Array, array: Array, lead: tuple[int, ...], order: tuple[int, ...]) -> Array:
+    """A gradient of merged axes, summed over those that its array broadcasts."""
+    own = array.shape[: len(lead)]
+    if grad.shape[0] == math.prod(own):
+        return _split(grad, own, order)
+    return _sum_broadcast(_split(grad, lead, order), array)
 
 
 def like(grad: Array, array: Array) -> Array:

@@ -32,8 +32,15 @@ def visibility(arrays: AttentionArrays, spec: AttentionSpec) -> Array:
         ours, theirs = arrays.q_segments[:, None, :, None], arrays.kv_segments[:, None, None, :]
         seen &= (ours == theirs) & (ours >= 0)
     if arrays.mask is not None:
-        seen &= arrays.mask
+        seen &= _every_row(arrays.mask, spec.mask_run, batch)
     return seen
+
+
+def _every_row(x: Array, run: int, batch: int) -> Array:
+    """`[B or 1, ...]` of an array over the scores whose rows the batch shares."""
+    if x.shape[0] in (1, batch):
+        return x
+    return x[jnp.arange(batch) // run % x.shape[0]]
 
 
 def attend(arrays: AttentionArrays, spec: AttentionSpec) -> tuple[Array, Array]:
@@ -56,7 +63,7 @@ def attend_with_weights(arrays: AttentionArrays, spec: AttentionSpec) -> tuple[A
     if spec.logits_soft_cap is not None:
         scores = spec.logits_soft_cap * jnp.tanh(scores / spec.logits_soft_cap)
     if arrays.bias is not None:
-        scores = scores + arrays.bias.astype(dtype)
+        scores = scores + _every_row(arrays.bias.astype(dtype), spec.bias_run, len(q))
     if arrays.alibi_slopes is not None:
         scores = scores + arrays.alibi_slopes.astype(dtype)[..., None, None] * (j - i).astype(dtype)
 

@@ -28,6 +28,11 @@ class AttentionSpec:
     dropout_rate: float = 0.0
     deterministic: bool = False
     return_lse: bool = False
+    bias_run: int = 1
+    mask_run: int = 1
+    """Batch row `b` reads row `b // run % n` of a bias or mask of `n` rows; other than 1 for opaque kernels only."""
+    bias_over: tuple[str, ...] = ()
+    """Mapped axes, by name, that the gradient of the bias is summed over; for kernels of XLA only."""
     same_segments: bool = False
     """The keys carry the queries' own segment ids: every query that is no padding sees at least the key at its own place."""
 
@@ -56,10 +61,10 @@ class AttentionArrays(NamedTuple):
     q: Array  # [B, T, H, D]
     k: Array  # [B, S, K, D]
     v: Array  # [B, S, K, V]
-    bias: Array | None = None  # [B or 1, H or 1, T or 1, S or 1], any float dtype
+    bias: Array | None = None  # [B or its divisor, H or 1, T or 1, S or 1], any float dtype
     alibi_slopes: Array | None = None  # [B or 1, H] float32
     sinks: Array | None = None  # [B or 1, H] float32: one logit a head that joins the denominator
-    mask: Array | None = None  # bool [B or 1, H or 1, T or 1, S or 1], True = visible
+    mask: Array | None = None  # bool [B or its divisor, H or 1, T or 1, S or 1], True = visible
     q_segments: Array | None = None  # int32 [B or 1, T]; visible iff equal and >= 0
     kv_segments: Array | None = None  # int32 [B or 1, S]; given iff q_segments is
     rows: RowRanges | None = None

@@ -241,13 +241,14 @@ def _bias_gradient(call: "_Call", inputs: dict[str, Array]) -> Array:
     """Where an axis of the bias has size one, a program sums over that axis itself."""
     arrays, tile = call.arrays, call.config.query_gradient
     assert arrays.bias is not None
-    batch, heads, queries, keys = arrays.bias.shape
+    rows, heads, queries, keys = arrays.bias.shape
     # One axis: the others of a GPU's grid end at 65,535.
-    grid = (_count(queries, tile.block_q) * _count(keys, tile.block_k) * batch * heads,)
+    grid = (_count(queries, tile.block_q) * _count(keys, tile.block_k) * rows * heads,)
     outputs = {"dbias_ptr": jax.ShapeDtypeStruct(arrays.bias.shape, jnp.float32)}
     inputs = {name: x for name, x in inputs.items() if name != "tiles_ptr"}
+    readers = arrays.q.shape[0] // max(rows, 1)  # 1, the usual number, is a constant to the compiler
     result = call(
-        triton_backward.bias_gradient_kernel, tile, inputs, outputs, grid, scalars={"B": arrays.q.shape[0]}
+        triton_backward.bias_gradient_kernel, tile, inputs, outputs, grid, scalars={"readers": readers}
     )
     return result["dbias_ptr"].astype(arrays.bias.dtype)
 
@@ -280,6 +281,10 @@ class _Call:
                 "T": self.arrays.q.shape[1],
                 "S": self.arrays.k.shape[1],
                 "offset": self.spec.offset,
+                "bias_run": self.spec.bias_run,
+                "bias_rows": _row_count(self.arrays.bias),
+                "mask_run": self.spec.mask_run,
+                "mask_rows": _row_count(self.arrays.mask),
                 **(scalars or {}),
             },
             constants=self._constants(tile) | constants,
@@ -411,6 +416,10 @@ def _sum_batch(per_row: Array, like: Array) -> Array:
 def _axes_present(x: Array | None) -> int:
     """The bits that tell a kernel which axes of `[B or 1, H or 1, T or 1, S or 1]` are there."""
     return 0 if x is None else 1 + sum(2 << axis for axis, size in enumerate(x.shape) if size != 1)
+
+
+def _row_count(x: Array | None) -> int:
+    return 1 if x is None else x.shape[0]
 
 
 def _padded(head_dim: int) -> int:

@@ -11,6 +11,7 @@ from .triton_tile import (
     keep,
     key_tiles,
     load_rows,
+    over_scores,
     program,
     query_rows,
     query_tiles,
@@ -21,14 +22,12 @@ from .triton_tile import (
 
 
 @triton.jit
-def _weights(qk, lse, i, j, position, start, end, q_segment, k_segment, slope, bias_ptr, mask_ptr, b, h, T, S,
-             H: tl.constexpr, SCALE: tl.constexpr, CAP: tl.constexpr, FAST_TANH: tl.constexpr, LEFT: tl.constexpr, RIGHT: tl.constexpr,
+def _weights(qk, lse, i, j, position, start, end, q_segment, k_segment, slope, bias_ptr, mask_ptr, T, S,
+             SCALE: tl.constexpr, CAP: tl.constexpr, FAST_TANH: tl.constexpr, LEFT: tl.constexpr, RIGHT: tl.constexpr,
              BIAS: tl.constexpr, ALIBI: tl.constexpr, MASK: tl.constexpr, ROWS: tl.constexpr, SEGMENTS: tl.constexpr,
              FOLDED: tl.constexpr, MULTIPLIER: tl.constexpr, MASKED: tl.constexpr, BOUND: tl.constexpr):  # fmt: skip
     """The softmax weights of a tile, its tanh, and which of its entries are visible."""
-    s, t = scores(
-        qk, i, j, position, slope, bias_ptr, b, h, T, S, H, SCALE, CAP, FAST_TANH, BIAS, ALIBI, FOLDED
-    )
+    s, t = scores(qk, i, j, position, slope, bias_ptr, T, S, SCALE, CAP, FAST_TANH, BIAS, ALIBI, FOLDED)
     seen = True
     if MASKED:
         seen = visible(
@@ -40,11 +39,8 @@ def _weights(qk, lse, i, j, position, start, end, q_segment, k_segment, slope, b
             q_segment,
             k_segment,
             mask_ptr,
-            b,
-            h,
             T,
             S,
-            H,
             LEFT,
             RIGHT,
             ROWS,
@@ -86,8 +82,8 @@ def _score_gradient(
 @triton.jit
 def _query_gradient_tiles(
     dq, dslope, q, do, lse, delta, lo, hi, k_base, v_base, bias_ptr, mask_ptr, kv_segments_ptr, key_seen_ptr, seed0, seed1, slope,
-    i, position, start, end, q_segment, b, h, T, S,
-    H: tl.constexpr, K: tl.constexpr, D: tl.constexpr, V: tl.constexpr, BK: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_V: tl.constexpr,
+    i, position, start, end, q_segment, T, S,
+    K: tl.constexpr, D: tl.constexpr, V: tl.constexpr, BK: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_V: tl.constexpr,
     SCALE: tl.constexpr, CAP: tl.constexpr, FAST_TANH: tl.constexpr, LEFT: tl.constexpr, RIGHT: tl.constexpr, BIAS: tl.constexpr,
     ALIBI: tl.constexpr, MASK: tl.constexpr, ROWS: tl.constexpr, SEGMENTS: tl.constexpr, DROPOUT: tl.constexpr, KEEP_SCALE: tl.constexpr,
     PRECISION: tl.constexpr, FOLDED: tl.constexpr, MULTIPLIER: tl.constexpr, EVEN_Q: tl.constexpr, EVEN_K: tl.constexpr,
@@ -108,7 +104,7 @@ def _query_gradient_tiles(
         v = load_rows(v_base, first, K * V, ok, S, V, BK, BLOCK_V, MASKED and not EVEN_K, MASKED and guarded)
         qk = tl.dot(q, tl.trans(k), input_precision=PRECISION)  # [BQ, BK]
         dp = tl.dot(do, tl.trans(v), input_precision=PRECISION)
-        p, t, seen = _weights(qk, lse[:, None], i, j, position, start, end, q_segment, k_segment, slope, bias_ptr, mask_ptr, b, h, T, S, H, SCALE,
+        p, t, seen = _weights(qk, lse[:, None], i, j, position, start, end, q_segment, k_segment, slope, bias_ptr, mask_ptr, T, S, SCALE,
                               CAP, FAST_TANH, LEFT, RIGHT, BIAS, ALIBI, MASK, ROWS, SEGMENTS, FOLDED, MULTIPLIER, MASKED, not EVEN_K)  # fmt: skip
         kept = True
         if DROPOUT > 0:
@@ -125,7 +121,7 @@ def _query_gradient_tiles(
 @triton.jit
 def query_gradient_kernel(
     q_ptr, k_ptr, v_ptr, do_ptr, lse_ptr, delta_ptr, bias_ptr, slopes_ptr, mask_ptr, q_segments_ptr, kv_segments_ptr, start_ptr, end_ptr,
-    position_ptr, query_seen_ptr, key_seen_ptr, seeds_ptr, tiles_ptr, T, S, offset,
+    position_ptr, query_seen_ptr, key_seen_ptr, seeds_ptr, tiles_ptr, T, S, offset, bias_run, bias_rows, mask_run, mask_rows,
     dq_ptr, dslope_ptr,
     H: tl.constexpr, K: tl.constexpr, D: tl.constexpr, V: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_V: tl.constexpr, BQ: tl.constexpr,
     BK: tl.constexpr, SCALE: tl.constexpr, CAP: tl.constexpr, FAST_TANH: tl.constexpr, LEFT: tl.constexpr, RIGHT: tl.constexpr,
@@ -147,6 +143,8 @@ def query_gradient_kernel(
         rows, inside, offset, b, T, position_ptr, start_ptr, end_ptr, q_segments_ptr, ROWS, SEGMENTS)  # fmt: skip
     position, start, end, q_segment = position[:, None], start[:, None], end[:, None], q_segment[:, None]
     slope, seed0, seed1 = head_scalars(slopes_ptr, seeds_ptr, b, h, H, ALIBI, DROPOUT)
+    bias_row = over_scores(bias_ptr, b, h, bias_run, bias_rows, T, S, H, BIAS)
+    mask_row = over_scores(mask_ptr, b, h, mask_run, mask_rows, T, S, H, MASK)
 
     q = load_rows(q_ptr + b * T * (H * D) + h * D, first, H * D, inside, T, D, BQ, BLOCK_D, not EVEN_Q, False)
     do = load_rows(
@@ -163,17 +161,17 @@ def query_gradient_kernel(
     lo, full_lo, full_hi, hi = key_tiles(tiles_ptr, b, m, offset, T, S, BQ, BK, LEFT, RIGHT, table, MASK)
     if table or LEFT >= 0 or MASK:
         dq, dslope = _query_gradient_tiles(
-            dq, dslope, q, do, lse, delta, lo, full_lo, k_base, v_base, bias_ptr, mask_ptr, kv_segments_ptr + b * S, key_seen_ptr + b * S,
-            seed0, seed1, slope, i, position, start, end, q_segment, b, h, T, S, H, K, D, V, BK, BLOCK_D, BLOCK_V, SCALE, CAP, FAST_TANH,
+            dq, dslope, q, do, lse, delta, lo, full_lo, k_base, v_base, bias_row, mask_row, kv_segments_ptr + b * S, key_seen_ptr + b * S,
+            seed0, seed1, slope, i, position, start, end, q_segment, T, S, K, D, V, BK, BLOCK_D, BLOCK_V, SCALE, CAP, FAST_TANH,
             LEFT, RIGHT, BIAS, ALIBI, MASK, ROWS, SEGMENTS, DROPOUT, KEEP_SCALE, PRECISION, FOLDED, MULTIPLIER, EVEN_Q, EVEN_K, True)  # fmt: skip
     if not MASK:
         dq, dslope = _query_gradient_tiles(
-            dq, dslope, q, do, lse, delta, full_lo, full_hi, k_base, v_base, bias_ptr, mask_ptr, kv_segments_ptr, key_seen_ptr,
-            seed0, seed1, slope, i, position, start, end, q_segment, b, h, T, S, H, K, D, V, BK, BLOCK_D, BLOCK_V, SCALE, CAP, FAST_TANH,
+            dq, dslope, q, do, lse, delta, full_lo, full_hi, k_base, v_base, bias_row, mask_row, kv_segments_ptr, key_seen_ptr,
+            seed0, seed1, slope, i, position, start, end, q_segment, T, S, K, D, V, BK, BLOCK_D, BLOCK_V, SCALE, CAP, FAST_TANH,
             LEFT, RIGHT, BIAS, ALIBI, MASK, ROWS, SEGMENTS, DROPOUT, KEEP_SCALE, PRECISION, FOLDED, MULTIPLIER, EVEN_Q, EVEN_K, False)  # fmt: skip
         dq, dslope = _query_gradient_tiles(
-            dq, dslope, q, do, lse, delta, full_hi, hi, k_base, v_base, bias_ptr, mask_ptr, kv_segments_ptr + b * S, key_seen_ptr + b * S,
-            seed0, seed1, slope, i, position, start, end, q_segment, b, h, T, S, H, K, D, V, BK, BLOCK_D, BLOCK_V, SCALE, CAP, FAST_TANH,
+            dq, dslope, q, do, lse, delta, full_hi, hi, k_base, v_base, bias_row, mask_row, kv_segments_ptr + b * S, key_seen_ptr + b * S,
+            seed0, seed1, slope, i, position, start, end, q_segment, T, S, K, D, V, BK, BLOCK_D, BLOCK_V, SCALE, CAP, FAST_TANH,
             LEFT, RIGHT, BIAS, ALIBI, MASK, ROWS, SEGMENTS, DROPOUT, KEEP_SCALE, PRECISION, FOLDED, MULTIPLIER, EVEN_Q, EVEN_K, True)  # fmt: skip
 
     store_rows(
@@ -193,7 +191,7 @@ def query_gradient_kernel(
 @triton.jit
 def _key_gradient_tiles(
     dk, dv, k, v, lo, hi, q_base, do_base, lse_base, delta_base, bias_ptr, mask_ptr, q_segments_ptr, start_ptr, end_ptr, position_ptr,
-    query_seen_ptr, seed0, seed1, slope, offset, j, k_segment, b, h, T, S,
+    query_seen_ptr, seed0, seed1, slope, offset, j, k_segment, T, S,
     H: tl.constexpr, D: tl.constexpr, V: tl.constexpr, BQ: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_V: tl.constexpr,
     SCALE: tl.constexpr, CAP: tl.constexpr, FAST_TANH: tl.constexpr, LEFT: tl.constexpr, RIGHT: tl.constexpr, BIAS: tl.constexpr,
     ALIBI: tl.constexpr, MASK: tl.constexpr, ROWS: tl.constexpr, SEGMENTS: tl.constexpr, DROPOUT: tl.constexpr, KEEP_SCALE: tl.constexpr,
@@ -227,7 +225,7 @@ def _key_gradient_tiles(
         delta = tl.load(delta_base + rows, mask=inside, other=0.0)
         qk = tl.dot(k, tl.trans(q), input_precision=PRECISION)  # [BK, BQ]
         dp = tl.dot(v, tl.trans(do), input_precision=PRECISION)
-        p, t, seen = _weights(qk, lse[None, :], i, j, position, start, end, q_segment, k_segment, slope, bias_ptr, mask_ptr, b, h, T, S, H, SCALE,
+        p, t, seen = _weights(qk, lse[None, :], i, j, position, start, end, q_segment, k_segment, slope, bias_ptr, mask_ptr, T, S, SCALE,
                               CAP, FAST_TANH, LEFT, RIGHT, BIAS, ALIBI, MASK, ROWS, SEGMENTS, FOLDED, MULTIPLIER, MASKED, False)  # fmt: skip
         kept = True
         dropped = p
@@ -247,7 +245,7 @@ def _key_gradient_tiles(
 @triton.jit
 def key_gradient_kernel(
     q_ptr, k_ptr, v_ptr, do_ptr, lse_ptr, delta_ptr, bias_ptr, slopes_ptr, mask_ptr, q_segments_ptr, kv_segments_ptr, start_ptr, end_ptr,
-    position_ptr, query_seen_ptr, key_seen_ptr, seeds_ptr, tiles_ptr, T, S, offset,
+    position_ptr, query_seen_ptr, key_seen_ptr, seeds_ptr, tiles_ptr, T, S, offset, bias_run, bias_rows, mask_run, mask_rows,
     dk_ptr, dv_ptr,
     H: tl.constexpr, K: tl.constexpr, D: tl.constexpr, V: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_V: tl.constexpr, BQ: tl.constexpr,
     BK: tl.constexpr, SCALE: tl.constexpr, CAP: tl.constexpr, FAST_TANH: tl.constexpr, LEFT: tl.constexpr, RIGHT: tl.constexpr,
@@ -278,27 +276,29 @@ def key_gradient_kernel(
     lo, full_lo, full_hi, hi = query_tiles(tiles_ptr, b, n, offset, T, S, BQ, BK, LEFT, RIGHT, table, MASK)
     for h in range(kh * (H // K), (kh + 1) * (H // K)):
         slope, seed0, seed1 = head_scalars(slopes_ptr, seeds_ptr, b, h, H, ALIBI, DROPOUT)
+        bias_row = over_scores(bias_ptr, b, h, bias_run, bias_rows, T, S, H, BIAS)
+        mask_row = over_scores(mask_ptr, b, h, mask_run, mask_rows, T, S, H, MASK)
         q_base = q_ptr + b * T * (H * D) + h * D
         do_base = do_ptr + b * T * (H * V) + h * V
         lse_base = lse_ptr + (b * H + h) * T
         delta_base = delta_ptr + (b * H + h) * T
         if table or RIGHT >= 0 or MASK:
             dk, dv = _key_gradient_tiles(
-                dk, dv, k, v, lo, full_lo, q_base, do_base, lse_base, delta_base, bias_ptr, mask_ptr, q_segments_ptr + b * T, start_ptr + b * T,
-                end_ptr + b * T, position_ptr + b * T, query_seen_ptr + b * T, seed0, seed1, slope, offset, j, k_segment, b, h, T, S,
+                dk, dv, k, v, lo, full_lo, q_base, do_base, lse_base, delta_base, bias_row, mask_row, q_segments_ptr + b * T, start_ptr + b * T,
+                end_ptr + b * T, position_ptr + b * T, query_seen_ptr + b * T, seed0, seed1, slope, offset, j, k_segment, T, S,
                 H, D, V, BQ, BLOCK_D, BLOCK_V, SCALE, CAP, FAST_TANH, LEFT, RIGHT, BIAS, ALIBI, MASK, ROWS, SEGMENTS, DROPOUT, KEEP_SCALE,
                 PRECISION, FOLDED, MULTIPLIER, EVEN_Q, EVEN_K, CLEAN, True)  # fmt: skip
         if not MASK:
             dk, dv = _key_gradient_tiles(
-                dk, dv, k, v, full_lo, full_hi, q_base, do_base, lse_base, delta_base, bias_ptr, mask_ptr, q_segments_ptr + b * T,
+                dk, dv, k, v, full_lo, full_hi, q_base, do_base, lse_base, delta_base, bias_row, mask_row, q_segments_ptr + b * T,
                 start_ptr + b * T, end_ptr + b * T, position_ptr + b * T, query_seen_ptr + b * T, seed0, seed1, slope, offset, j, k_segment,
-                b, h, T, S, H, D, V, BQ, BLOCK_D, BLOCK_V, SCALE, CAP, FAST_TANH, LEFT, RIGHT, BIAS, ALIBI, MASK, ROWS, SEGMENTS, DROPOUT,
+                T, S, H, D, V, BQ, BLOCK_D, BLOCK_V, SCALE, CAP, FAST_TANH, LEFT, RIGHT, BIAS, ALIBI, MASK, ROWS, SEGMENTS, DROPOUT,
                 KEEP_SCALE, PRECISION, FOLDED, MULTIPLIER, EVEN_Q, EVEN_K, CLEAN, False)  # fmt: skip
             if table or LEFT >= 0:
                 dk, dv = _key_gradient_tiles(
-                    dk, dv, k, v, full_hi, hi, q_base, do_base, lse_base, delta_base, bias_ptr, mask_ptr, q_segments_ptr + b * T,
+                    dk, dv, k, v, full_hi, hi, q_base, do_base, lse_base, delta_base, bias_row, mask_row, q_segments_ptr + b * T,
                     start_ptr + b * T, end_ptr + b * T, position_ptr + b * T, query_seen_ptr + b * T, seed0, seed1, slope, offset, j,
-                    k_segment, b, h, T, S, H, D, V, BQ, BLOCK_D, BLOCK_V, SCALE, CAP, FAST_TANH, LEFT, RIGHT, BIAS, ALIBI, MASK, ROWS,
+                    k_segment, T, S, H, D, V, BQ, BLOCK_D, BLOCK_V, SCALE, CAP, FAST_TANH, LEFT, RIGHT, BIAS, ALIBI, MASK, ROWS,
                     SEGMENTS, DROPOUT, KEEP_SCALE, PRECISION, FOLDED, MULTIPLIER, EVEN_Q, EVEN_K, CLEAN, True)  # fmt: skip
 
     store_rows(
@@ -319,7 +319,7 @@ def key_gradient_kernel(
 @triton.jit
 def bias_gradient_kernel(
     q_ptr, k_ptr, v_ptr, do_ptr, lse_ptr, delta_ptr, bias_ptr, slopes_ptr, mask_ptr, q_segments_ptr, kv_segments_ptr, start_ptr, end_ptr,
-    position_ptr, query_seen_ptr, key_seen_ptr, seeds_ptr, B, T, S, offset,
+    position_ptr, query_seen_ptr, key_seen_ptr, seeds_ptr, readers, T, S, offset, bias_run, bias_rows, mask_run, mask_rows,
     dbias_ptr,
     H: tl.constexpr, K: tl.constexpr, D: tl.constexpr, V: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_V: tl.constexpr, BQ: tl.constexpr,
     BK: tl.constexpr, SCALE: tl.constexpr, CAP: tl.constexpr, FAST_TANH: tl.constexpr, LEFT: tl.constexpr, RIGHT: tl.constexpr,
@@ -327,7 +327,8 @@ def bias_gradient_kernel(
     DROPOUT: tl.constexpr, KEEP_SCALE: tl.constexpr, PRECISION: tl.constexpr, FOLDED: tl.constexpr, MULTIPLIER: tl.constexpr,
     EVEN_Q: tl.constexpr, EVEN_K: tl.constexpr, GUARD: tl.constexpr, CLEAN: tl.constexpr, GROUP: tl.constexpr,
 ):  # fmt: skip
-    """One tile of the bias gradient `[B or 1, H or 1, T or 1, S or 1]`, summed in a fixed order over what the bias broadcasts."""
+    """One tile of the bias gradient `[rows, H or 1, T or 1, S or 1]`, summed in a fixed order over what the bias broadcasts:
+    over the `readers` of its row, batch rows."""
     over_queries: tl.constexpr = (BIAS & 8) != 0
     over_keys: tl.constexpr = (BIAS & 16) != 0
     count_m, count_n = 1, 1
@@ -338,18 +339,11 @@ def bias_gradient_kernel(
     m = tl.program_id(0) % count_m
     n = tl.program_id(0) // count_m % count_n
     owner = tl.program_id(0) // (count_m * count_n)
-    batch_lo, batch_hi, head_lo, head_hi = 0, B, 0, H
-    if (BIAS & 2) != 0 and (BIAS & 4) != 0:
-        batch_lo = owner // H
-        batch_hi = batch_lo + 1
+    bias_row, head_lo, head_hi = owner, 0, H
+    if BIAS & 4:
+        bias_row = owner // H
         head_lo = owner % H
         head_hi = head_lo + 1
-    elif (BIAS & 2) != 0:
-        batch_lo = owner
-        batch_hi = owner + 1
-    elif (BIAS & 4) != 0:
-        head_lo = owner
-        head_hi = owner + 1
     m_lo, m_hi, n_lo, n_hi = m, m + 1, n, n + 1
     if not over_queries:
         m_hi = tl.cdiv(T, BQ)
@@ -357,10 +351,13 @@ def bias_gradient_kernel(
         n_hi = tl.cdiv(S, BK)
 
     total = tl.zeros([BQ, BK], tl.float32)
-    for batch in range(batch_lo, batch_hi):
+    for reader in range(0, readers):
+        batch = (reader // bias_run * bias_rows + bias_row) * bias_run + reader % bias_run
         b = (tl.zeros([], tl.int32) + batch).to(tl.int64)
         for h in range(head_lo, head_hi):
             slope, seed0, seed1 = head_scalars(slopes_ptr, seeds_ptr, b, h, H, ALIBI, DROPOUT)
+            bias = over_scores(bias_ptr, b, h, bias_run, bias_rows, T, S, H, BIAS)
+            mask = over_scores(mask_ptr, b, h, mask_run, mask_rows, T, S, H, MASK)
             for query_tile in range(m_lo, m_hi):
                 rows = query_tile * BQ + tl.arange(0, BQ)
                 i = rows[:, None]
@@ -434,8 +431,8 @@ def bias_gradient_kernel(
                     )
                     qk = tl.dot(q, tl.trans(k), input_precision=PRECISION)
                     dp = tl.dot(do, tl.trans(v), input_precision=PRECISION)
-                    p, t, seen = _weights(qk, lse[:, None], i, j, position, start, end, q_segment, k_segment, slope, bias_ptr, mask_ptr, b, h, T, S,
-                                          H, SCALE, CAP, FAST_TANH, LEFT, RIGHT, BIAS, ALIBI, MASK, ROWS, SEGMENTS, FOLDED, MULTIPLIER, True, True)  # fmt: skip
+                    p, t, seen = _weights(qk, lse[:, None], i, j, position, start, end, q_segment, k_segment, slope, bias, mask, T, S,
+                                          SCALE, CAP, FAST_TANH, LEFT, RIGHT, BIAS, ALIBI, MASK, ROWS, SEGMENTS, FOLDED, MULTIPLIER, True, True)  # fmt: skip
                     kept = True
                     if DROPOUT > 0:
                         kept = keep(seed0, seed1, position, j, DROPOUT)

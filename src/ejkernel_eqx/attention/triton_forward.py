@@ -8,6 +8,7 @@ from .triton_tile import (
     keep,
     key_tiles,
     load_rows,
+    over_scores,
     program,
     query_rows,
     scores,
@@ -19,8 +20,8 @@ from .triton_tile import (
 @triton.jit
 def _attend_tiles(
     acc, total, top, q, lo, hi, k_base, v_base, bias_ptr, mask_ptr, kv_segments_ptr, key_seen_ptr, seed0, seed1, slope,
-    i, position, start, end, q_segment, b, h, T, S,
-    H: tl.constexpr, K: tl.constexpr, D: tl.constexpr, V: tl.constexpr, BK: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_V: tl.constexpr,
+    i, position, start, end, q_segment, T, S,
+    K: tl.constexpr, D: tl.constexpr, V: tl.constexpr, BK: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_V: tl.constexpr,
     SCALE: tl.constexpr, CAP: tl.constexpr, FAST_TANH: tl.constexpr, LEFT: tl.constexpr, RIGHT: tl.constexpr, BIAS: tl.constexpr,
     ALIBI: tl.constexpr, MASK: tl.constexpr, ROWS: tl.constexpr, SEGMENTS: tl.constexpr, DROPOUT: tl.constexpr, KEEP_SCALE: tl.constexpr,
     PRECISION: tl.constexpr, FOLDED: tl.constexpr, MULTIPLIER: tl.constexpr, EVEN_K: tl.constexpr, GUARD: tl.constexpr,
@@ -40,12 +41,10 @@ def _attend_tiles(
                 k_segment = tl.load(kv_segments_ptr + columns, mask=columns < S, other=-1)[None, :]
         k = load_rows(k_base, first, K * D, ok, S, D, BK, BLOCK_D, MASKED and not EVEN_K, MASKED and guarded)
         qk = tl.dot(q, tl.trans(k), input_precision=PRECISION)  # [BQ, BK]
-        s, _ = scores(
-            qk, i, j, position, slope, bias_ptr, b, h, T, S, H, SCALE, CAP, FAST_TANH, BIAS, ALIBI, FOLDED
-        )
+        s, _ = scores(qk, i, j, position, slope, bias_ptr, T, S, SCALE, CAP, FAST_TANH, BIAS, ALIBI, FOLDED)
         v = load_rows(v_base, first, K * V, ok, S, V, BK, BLOCK_V, MASKED and not EVEN_K, MASKED and guarded)
         if MASKED:
-            seen = visible(i, j, position, start, end, q_segment, k_segment, mask_ptr, b, h, T, S, H, LEFT, RIGHT, ROWS, SEGMENTS, MASK,
+            seen = visible(i, j, position, start, end, q_segment, k_segment, mask_ptr, T, S, LEFT, RIGHT, ROWS, SEGMENTS, MASK,
                            not EVEN_K)  # fmt: skip
             s = tl.where(seen, s, float("-inf"))
             if MASK:
@@ -68,7 +67,7 @@ def _attend_tiles(
 @triton.jit
 def forward_kernel(
     q_ptr, k_ptr, v_ptr, bias_ptr, slopes_ptr, sinks_ptr, mask_ptr, q_segments_ptr, kv_segments_ptr, start_ptr, end_ptr,
-    position_ptr, key_seen_ptr, seeds_ptr, tiles_ptr, T, S, offset,
+    position_ptr, key_seen_ptr, seeds_ptr, tiles_ptr, T, S, offset, bias_run, bias_rows, mask_run, mask_rows,
     out_ptr, lse_ptr,
     H: tl.constexpr, K: tl.constexpr, D: tl.constexpr, V: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_V: tl.constexpr, BQ: tl.constexpr,
     BK: tl.constexpr, SCALE: tl.constexpr, CAP: tl.constexpr, FAST_TANH: tl.constexpr, LEFT: tl.constexpr, RIGHT: tl.constexpr,
@@ -89,6 +88,8 @@ def forward_kernel(
         rows, inside, offset, b, T, position_ptr, start_ptr, end_ptr, q_segments_ptr, ROWS, SEGMENTS)  # fmt: skip
     position, start, end, q_segment = position[:, None], start[:, None], end[:, None], q_segment[:, None]
     slope, seed0, seed1 = head_scalars(slopes_ptr, seeds_ptr, b, h, H, ALIBI, DROPOUT)
+    bias_row = over_scores(bias_ptr, b, h, bias_run, bias_rows, T, S, H, BIAS)
+    mask_row = over_scores(mask_ptr, b, h, mask_run, mask_rows, T, S, H, MASK)
 
     q = load_rows(q_ptr + b * T * (H * D) + h * D, first, H * D, inside, T, D, BQ, BLOCK_D, not EVEN_Q, False)
     k_base = k_ptr + b * S * (K * D) + (h // (H // K)) * D
@@ -105,18 +106,18 @@ def forward_kernel(
     lo, full_lo, full_hi, hi = key_tiles(tiles_ptr, b, m, offset, T, S, BQ, BK, LEFT, RIGHT, table, MASK)
     if table or LEFT >= 0 or MASK:
         acc, total, top = _attend_tiles(
-            acc, total, top, q, lo, full_lo, k_base, v_base, bias_ptr, mask_ptr, kv_segments_ptr + b * S, key_seen_ptr + b * S, seed0, seed1,
-            slope, i, position, start, end, q_segment, b, h, T, S, H, K, D, V, BK, BLOCK_D, BLOCK_V, SCALE, CAP, FAST_TANH, LEFT, RIGHT, BIAS,
+            acc, total, top, q, lo, full_lo, k_base, v_base, bias_row, mask_row, kv_segments_ptr + b * S, key_seen_ptr + b * S, seed0, seed1,
+            slope, i, position, start, end, q_segment, T, S, K, D, V, BK, BLOCK_D, BLOCK_V, SCALE, CAP, FAST_TANH, LEFT, RIGHT, BIAS,
             ALIBI, MASK, ROWS, SEGMENTS, DROPOUT, KEEP_SCALE, PRECISION, FOLDED, MULTIPLIER, EVEN_K, GUARD, True)  # fmt: skip
     if not MASK:
         acc, total, top = _attend_tiles(
-            acc, total, top, q, full_lo, full_hi, k_base, v_base, bias_ptr, mask_ptr, kv_segments_ptr, key_seen_ptr, seed0, seed1,
-            slope, i, position, start, end, q_segment, b, h, T, S, H, K, D, V, BK, BLOCK_D, BLOCK_V, SCALE, CAP, FAST_TANH, LEFT, RIGHT, BIAS,
+            acc, total, top, q, full_lo, full_hi, k_base, v_base, bias_row, mask_row, kv_segments_ptr, key_seen_ptr, seed0, seed1,
+            slope, i, position, start, end, q_segment, T, S, K, D, V, BK, BLOCK_D, BLOCK_V, SCALE, CAP, FAST_TANH, LEFT, RIGHT, BIAS,
             ALIBI, MASK, ROWS, SEGMENTS, DROPOUT, KEEP_SCALE, PRECISION, FOLDED, MULTIPLIER, EVEN_K, GUARD, False)  # fmt: skip
         if table or RIGHT >= 0 or not EVEN_K:
             acc, total, top = _attend_tiles(
-                acc, total, top, q, full_hi, hi, k_base, v_base, bias_ptr, mask_ptr, kv_segments_ptr + b * S, key_seen_ptr + b * S, seed0, seed1,
-                slope, i, position, start, end, q_segment, b, h, T, S, H, K, D, V, BK, BLOCK_D, BLOCK_V, SCALE, CAP, FAST_TANH, LEFT, RIGHT, BIAS,
+                acc, total, top, q, full_hi, hi, k_base, v_base, bias_row, mask_row, kv_segments_ptr + b * S, key_seen_ptr + b * S, seed0, seed1,
+                slope, i, position, start, end, q_segment, T, S, K, D, V, BK, BLOCK_D, BLOCK_V, SCALE, CAP, FAST_TANH, LEFT, RIGHT, BIAS,
                 ALIBI, MASK, ROWS, SEGMENTS, DROPOUT, KEEP_SCALE, PRECISION, FOLDED, MULTIPLIER, EVEN_K, GUARD, True)  # fmt: skip
 
     some = total > 0

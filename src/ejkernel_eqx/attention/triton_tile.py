@@ -54,19 +54,28 @@ def head_scalars(slopes_ptr, seeds_ptr, b, h, H: tl.constexpr, ALIBI: tl.constex
 
 
 @triton.jit
-def load_over_scores(ptr, b, h, i, j, T, S, H: tl.constexpr, BITS: tl.constexpr):
-    """The tile at queries `i`, keys `j` of an array broadcastable to `[B, H, T, S]`."""
-    rows: tl.constexpr = (BITS & 8) != 0
-    columns: tl.constexpr = (BITS & 16) != 0
+def over_scores(ptr, b, h, run, rows, T, S, H: tl.constexpr, BITS: tl.constexpr):
+    """Where the scores of batch row `b` and head `h` begin in an array broadcastable to `[B, H, T, S]`.
+
+    Each of its `rows` serves `run` batch rows that follow one another, and all of them in turn.
+    """
     start = tl.zeros([], tl.int64)
     if BITS & 2:
-        start += b
+        start += b // run % rows
     if BITS & 4:
         start = start * H + h
-    if rows:
+    if BITS & 8:
         start = start * T
-    if columns:
+    if BITS & 16:
         start = start * S
+    return ptr + start
+
+
+@triton.jit
+def load_over_scores(ptr, i, j, T, S, BITS: tl.constexpr):
+    """The tile at queries `i`, keys `j` of what begins at `over_scores`."""
+    rows: tl.constexpr = (BITS & 8) != 0
+    columns: tl.constexpr = (BITS & 16) != 0
     inside = (i < T) & (j < S)
     offset = (i + j) * 0
     if rows and columns:
@@ -75,11 +84,11 @@ def load_over_scores(ptr, b, h, i, j, T, S, H: tl.constexpr, BITS: tl.constexpr)
         offset = i + j * 0
     elif columns:
         offset = i * 0 + j
-    return tl.load(ptr + start + offset, mask=inside, other=0)
+    return tl.load(ptr + offset, mask=inside, other=0)
 
 
 @triton.jit
-def scores(qk, i, j, position, slope, bias_ptr, b, h, T, S, H: tl.constexpr, SCALE: tl.constexpr, CAP: tl.constexpr,
+def scores(qk, i, j, position, slope, bias_ptr, T, S, SCALE: tl.constexpr, CAP: tl.constexpr,
            FAST_TANH: tl.constexpr, BIAS: tl.constexpr, ALIBI: tl.constexpr, FOLDED: tl.constexpr):  # fmt: skip
     """Scores in log2 units, and the tanh whose square the backward needs. `FOLDED`: all but their last constant factor, which the
     caller multiplies in beside a subtraction, as one instruction."""
@@ -93,14 +102,14 @@ def scores(qk, i, j, position, slope, bias_ptr, b, h, T, S, H: tl.constexpr, SCA
         else:
             s = qk * (SCALE * 1.4426950408889634)
         if BIAS:
-            s += load_over_scores(bias_ptr, b, h, i, j, T, S, H, BIAS).to(tl.float32) * 1.4426950408889634
+            s += load_over_scores(bias_ptr, i, j, T, S, BIAS).to(tl.float32) * 1.4426950408889634
         if ALIBI:
             s += (slope * 1.4426950408889634) * (j - position).to(tl.float32)
     return s, t
 
 
 @triton.jit
-def visible(i, j, position, start, end, q_segment, k_segment, mask_ptr, b, h, T, S, H: tl.constexpr,
+def visible(i, j, position, start, end, q_segment, k_segment, mask_ptr, T, S,
             LEFT: tl.constexpr, RIGHT: tl.constexpr, ROWS: tl.constexpr, SEGMENTS: tl.constexpr, MASK: tl.constexpr,
             BOUND: tl.constexpr):  # fmt: skip
     """Which entries of the tile count; keys past the end are only excluded with `BOUND`, queries past the end never."""
@@ -119,7 +128,7 @@ def visible(i, j, position, start, end, q_segment, k_segment, mask_ptr, b, h, T,
     if SEGMENTS:
         seen = seen & (q_segment == k_segment) & (q_segment >= 0)
     if MASK:
-        seen = seen & (load_over_scores(mask_ptr, b, h, i, j, T, S, H, MASK) != 0)
+        seen = seen & (load_over_scores(mask_ptr, i, j, T, S, MASK) != 0)
     return seen
 
 

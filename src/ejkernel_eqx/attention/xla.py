@@ -540,7 +540,8 @@ class _BiasGradient:
         self.summed = tuple(a for a in range(5) if self.bias.shape[a] == 1 != lengths[a])
         # A bias over both queries and keys sums its batch and heads at once: what remains is the size of the bias. Any
         # other is small, so its batch and heads are summed once, after the loop: one reduction between devices.
-        late = () if not {3, 4} & set(self.summed) else tuple(a for a in self.summed if a < 3)
+        self.small = bool({3, 4} & set(self.summed))
+        late = tuple(a for a in self.summed if a < 3) if self.small else ()
         self.late, self.early = late, tuple(a for a in self.summed if a not in late)
         self.shape = tuple(lengths[a] if a in late else self.bias.shape[a] for a in range(5))
 
@@ -553,6 +554,7 @@ class _BiasGradient:
         if total is None:
             return None
         tile = dscores.sum(self.early, keepdims=True)
+        tile = tile if self.small else self._over_mapped(tile)
         zero = jnp.zeros((), pair.dtype)
         start = (
             zero,
@@ -567,4 +569,10 @@ class _BiasGradient:
         array = self.call.arrays.bias
         if total is None or array is None:
             return None
-        return total.sum(self.late, keepdims=True).reshape(array.shape).astype(array.dtype)
+        total = total.sum(self.late, keepdims=True)
+        total = self._over_mapped(total) if self.small else total
+        return total.reshape(array.shape).astype(array.dtype)
+
+    def _over_mapped(self, x: Array) -> Array:
+        axes = self.call.spec.bias_over
+        return lax.psum(x, axes) if axes else x

@@ -1,0 +1,68 @@
+"""Arrays over the scores that lack some of a call's leading axes: exact, and no larger than they are."""
+
+import math
+from collections.abc import Iterator
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from tests.attention.dense import causal, check, lse_of, normal, qkv, quick
+
+# Leading axes of a call, and of its bias and its mask.
+SHARED = {
+    "by the last": ((2, 3), (2, 1), None),
+    "by the first": ((2, 3), (1, 3), None),
+    "by all": ((2, 3), (1, 1), (1, 1)),
+    "by both ends": ((2, 3, 2), (1, 3, 1), None),
+    "by the middle": ((2, 3, 2), (2, 1, 2), None),
+    "by another than the mask": ((2, 3), (1, 3), (2, 1)),
+    "by the middle, the mask by the last": ((2, 3, 2), (2, 1, 2), (2, 3, 1)),
+    "by axes of which one is short": ((2, 1, 3), (2, 1, 1), (1, 1, 3)),
+}
+
+
+def arrays_of(lead, bias, mask, t: int, s: int) -> tuple[dict[str, Any], Any]:
+    arrays = qkv(*lead, t=t, s=s, heads=2, kv_heads=1, d=16) | {"bias": normal(5, *bias, 2, t, s)}
+    seen = True if mask is None else np.random.default_rng(0).random((*mask, 1, t, s)) < 0.7
+    return arrays, seen
+
+
+def options_of(seen: Any) -> dict[str, Any]:
+    return {} if seen is True else dict(mask=jnp.asarray(seen))
+
+
+@pytest.mark.parametrize("name", SHARED)
+def test_a_bias_of_some_leading_axes(flash, name):
+    arrays, seen = arrays_of(*SHARED[name], t=9, s=18)
+    check(lse_of(flash(causal=True), **options_of(seen)), arrays, causal(9, 18) & seen)
+
+
+def largest(jaxpr: Any) -> int:
+    """The size of the largest array that a program makes or is given."""
+    return max((math.prod(aval.shape) for aval in _avals(jaxpr)), default=0)
+
+
+def _avals(jaxpr: Any) -> Iterator[Any]:
+    for equation in jaxpr.eqns:
+        yield from (v.aval for v in (*equation.invars, *equation.outvars) if hasattr(v.aval, "shape"))
+        for value in jax.tree.leaves(
+            list(equation.params.values()), is_leaf=lambda value: _inner(value) is not None
+        ):
+            if _inner(value) is not None:
+                yield from _avals(_inner(value))
+
+
+def _inner(value: Any) -> Any:
+    inner = getattr(value, "jaxpr", value)
+    return inner if hasattr(inner, "eqns") else None
+
+
+@pytest.mark.parametrize("name", SHARED)
+def test_no_array_is_as_large_as_the_scores(flash, name):
+    (lead, bias, mask), t = SHARED[name], 48
+    arrays, seen = arrays_of(lead, bias, mask, t, t)
+    call = lambda a: jnp.sum(flash(causal=True)(**a, **options_of(seen)) ** 2)
+    assert largest(jax.make_jaxpr(quick(jax.grad(call)))(arrays).jaxpr) < math.prod(lead) * 2 * t * t
