@@ -154,6 +154,11 @@ def test_only_what_runs_is_recorded():
     ]
     shared = jnp.ones((16, 2, 16))
     assert batches(jax.vmap(lambda x: x + module(shared, shared, shared))) == [1]
+    biased = jax.vmap(lambda x: module(x, x, x, bias=jnp.ones((2, 16, 16))))
+    plain = jax.vmap(lambda x: module(x, x, x))
+    assert batches(biased) == [4]
+    for call in (plain, biased):
+        assert batches(jax.grad(lambda x: jnp.sum(call(x)))) == [4]  # noqa: B023
 
 
 def test_a_platform_without_launches_of_ours_is_recorded_once():

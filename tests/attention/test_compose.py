@@ -216,10 +216,12 @@ def test_a_model_is_saved_with_its_leaves():
 def test_forward_mode_is_refused_not_wrong(flash):
     a, module = qkv(), flash(causal=True)
     call = lambda q: module(q, a["k"], a["v"])
+    biased = lambda q: module(q, a["k"], a["v"], bias=normal(5, 4, 20, 26))
     for differentiate in (
         lambda: jax.jvp(call, (a["q"],), (a["q"],)),
         lambda: jax.jit(lambda q: jax.jvp(jax.vmap(call), (q[None],), (q[None],)))(a["q"]),
         lambda: jax.jacfwd(call)(a["q"]),
+        lambda: jax.jvp(jax.vmap(biased), (a["q"][None],), (a["q"][None],)),
     ):
         with pytest.raises(
             ejx.UnsupportedError, match=r"flash_attention .* forward mode .*\n.*ejkernel_eqx\.Attention"

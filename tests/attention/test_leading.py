@@ -1,7 +1,7 @@
-"""Arrays over the scores that lack some of a call's leading axes: exact, and no larger than they are."""
+"""Arrays over the scores that lack some of a call's leading or mapped axes: exact, and no larger than they are."""
 
 import math
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import jax
@@ -10,6 +10,7 @@ import numpy as np
 import pytest
 
 from tests.attention.dense import causal, check, lse_of, normal, qkv, quick
+from tests.tolerances import assert_close
 
 # Leading axes of a call, and of its bias and its mask.
 SHARED = {
@@ -34,6 +35,7 @@ def options_of(seen: Any) -> dict[str, Any]:
     return {} if seen is True else dict(mask=jnp.asarray(seen))
 
 
+@pytest.mark.few(8)
 @pytest.mark.parametrize("name", SHARED)
 def test_a_bias_of_some_leading_axes(flash, name):
     arrays, seen = arrays_of(*SHARED[name], t=9, s=18)
@@ -60,9 +62,65 @@ def _inner(value: Any) -> Any:
     return inner if hasattr(inner, "eqns") else None
 
 
+@pytest.mark.few(8)
 @pytest.mark.parametrize("name", SHARED)
 def test_no_array_is_as_large_as_the_scores(flash, name):
     (lead, bias, mask), t = SHARED[name], 48
     arrays, seen = arrays_of(lead, bias, mask, t, t)
     call = lambda a: jnp.sum(flash(causal=True)(**a, **options_of(seen)) ** 2)
     assert largest(jax.make_jaxpr(quick(jax.grad(call)))(arrays).jaxpr) < math.prod(lead) * 2 * t * t
+
+
+def mapped(function: Callable[..., Any], bias: int | None = None) -> Callable[..., Any]:
+    return jax.vmap(function, in_axes=({"q": 0, "k": 0, "v": 0, "bias": bias},))
+
+
+def scanned(function: Callable[..., Any]) -> Callable[..., Any]:
+    def over_rows(a):
+        rest = {name: x for name, x in a.items() if name != "bias"}
+        return jax.lax.scan(lambda _, x: (None, function(x | {"bias": a["bias"]})), None, rest)[1]
+
+    return over_rows
+
+
+# Transformations of a call of one row, and the leading axes of the bias given to them.
+MAPPED: dict[str, tuple[Callable[..., Any], tuple[int, ...]]] = {
+    "vmap of vmap": (lambda f: mapped(mapped(f)), ()),
+    "vmap of vmap over the bias": (lambda f: mapped(mapped(f, 0)), (3,)),
+    "vmap over the bias of vmap": (lambda f: mapped(mapped(f), 0), (2,)),
+    "vmap of leading axes": (lambda f: mapped(f), ()),
+    "vmap of scan": (lambda f: mapped(scanned(f)), ()),
+    "scan of vmap": (lambda f: scanned(mapped(f)), ()),
+    "vmap of checkpoint": (lambda f: mapped(mapped(jax.checkpoint(f))), ()),
+    "checkpoint of vmap": (lambda f: jax.checkpoint(mapped(mapped(f))), ()),
+}
+
+
+def transformed(flash: Any, name: str, t: int) -> tuple[Callable[..., Any], dict[str, Any]]:
+    """A call whose `bias` broadcasts, and its arrays."""
+    transform, own = MAPPED[name]
+    arrays, _ = arrays_of((2, 3), (2, 1) if own == (2,) else own, None, t, t)
+    call = transform(lambda a: lse_of(flash(causal=True))(**a))
+    return lambda **a: call(a | {"bias": a["bias"].reshape((*own, 2, t, t))}), arrays
+
+
+@pytest.mark.few(8)
+@pytest.mark.parametrize("name", MAPPED)
+def test_a_bias_that_examples_share(flash, name):
+    call, arrays = transformed(flash, name, t=18)
+    check(call, arrays, causal(18, 18))
+
+
+@pytest.mark.few(8)
+@pytest.mark.parametrize("name", MAPPED)
+def test_no_gradient_is_as_large_as_the_scores(flash, name):
+    call, arrays = transformed(flash, name, t=48)
+    gradient = jax.grad(lambda a: sum(jnp.sum(x**2) for x in call(**a)))
+    assert largest(jax.make_jaxpr(quick(gradient))(arrays).jaxpr) < 6 * 2 * 48 * 48
+
+
+def test_outside_of_jit(flash):
+    call, arrays = transformed(flash, "vmap of vmap", t=18)
+    gradient = jax.grad(lambda a: sum(jnp.sum(x**2) for x in call(**a)))
+    for name, expected in quick(gradient)(arrays).items():
+        assert_close(gradient(arrays)[name], expected, kind="gradient", name=name)

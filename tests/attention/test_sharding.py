@@ -167,6 +167,34 @@ def test_what_cannot_be_split_is_gathered():
     assert_close(compiled(rows).reshape(expected.shape), expected)
 
 
+@pytest.mark.few(2)
+@pytest.mark.parametrize("kind", MESHES)
+@pytest.mark.parametrize("platform", ["opaque", "xla"])
+def test_a_bias_that_examples_share_on_a_mesh(kind, platform):
+    """Examples and batch over the devices, the bias on each: its gradient is added up, once."""
+    module: Any = (
+        opaque(causal=True)
+        if platform == "opaque"
+        else ejx.FlashAttention(config=xla_tiles(8, 8), causal=True)
+    )
+    arrays = {name: normal(n, 4, 2, 8, 2, 8) for n, name in enumerate("qkv")} | {"bias": normal(3, 2, 8, 8)}
+    axes = {"q": 0, "k": 0, "v": 0, "bias": None}
+    mesh = mesh_of(kind)
+    sharded = {
+        name: jax.device_put(x, NamedSharding(mesh, P() if name == "bias" else P("dp", "tp")))
+        for name, x in arrays.items()
+    }
+    call = jax.vmap(lambda a: module(**a), in_axes=(axes,))
+    gradient = quick(jax.grad(lambda a: jnp.sum(jnp.sin(call(a)))))
+    expected = gradient(arrays)
+    with jax.set_mesh(mesh):
+        compiled = gradient.lower(sharded).compile()
+        grads = compiled(sharded)
+    assert set(collectives(compiled)) <= {"all-reduce"}
+    for name in arrays:
+        assert_close(grads[name], expected[name], kind="gradient", name=name)
+
+
 def test_vmap_on_a_mesh():
     arrays = {name: x.reshape(2, 2, *x.shape[1:]) for name, x in problem().items() if name in "qkv"}
     module, mesh = opaque(causal=True), mesh_of("auto", (2, 4))
@@ -221,10 +249,11 @@ def test_inside_shard_map(platform, check_vma):
     module = (
         opaque(causal=True) if platform == "opaque" else ejx.FlashAttention(causal=True, platform=platform)
     )
-    arrays = {name: x for name, x in problem().items() if name != "bias"}
+    arrays = problem()
     call: Any = lambda a: module(**a)
     mesh = mesh_of("auto", (2, 4))
     specs = dict.fromkeys("qkv", P("dp", None, "tp")) | dict.fromkeys(("sinks", "alibi_slopes"), P("tp"))
+    specs["bias"] = P("dp", "tp")
     mapped: Any = jax.shard_map(
         call,
         mesh=mesh,

@@ -5,6 +5,7 @@ axis; here arrays have any number of leading axes, added by the caller, by `jax.
 """
 
 import dataclasses
+import functools
 import math
 from collections.abc import Callable
 from typing import Any, NamedTuple
@@ -21,6 +22,7 @@ from .._sizes import is_symbolic
 from ..dispatch import announce, listening, Problem, Selection
 from ..dispatch.labels import kernel_scope
 from ..parallel import how_split, match_varying
+from .fold_first import fold_first
 from .leading import (
     LEARNED,
     like,
@@ -52,31 +54,23 @@ def attend(
 
     `lse` is `None` where it was not asked for.
     """
-    return jitted(_attend, plan, operation, spec)(arrays)
+    return jitted(_attend, plan, operation, spec, jax.config.read("jax_debug_infs"))(arrays)
 
 
 def _attend(
-    plan: Plan, operation: str, spec: AttentionSpec, arrays: AttentionArrays
+    plan: Plan, operation: str, spec: AttentionSpec, finite: bool, arrays: AttentionArrays
 ) -> tuple[Array, Array | None]:
     selection = plan.select(problem_of(operation, arrays, spec), quiet=True)
     platform = selection.implementation.load()
     if hasattr(platform, "attend"):
         with kernel_scope(announce(selection)):
             return over_mesh(lambda arrays: platform.attend(arrays, spec), arrays), None
-    call = _differentiable(plan, selection, spec)
+    call = _differentiable(plan, selection, spec, finite)
     # Inside `shard_map` a gradient varies over every axis that any array does: so must the arrays that it belongs to.
     arrays = reverse_only(match_varying(arrays, arrays), operation, selection.platform, _FORWARD_MODE)
-    out, lse = call(arrays) if getattr(platform, "OPAQUE", False) else over_mesh(call, arrays)
+    run = call if getattr(platform, "OPAQUE", False) else functools.partial(over_mesh, call)
+    out, lse = run(arrays) if arrays.bias is None else fold_first(run, arrays)
     return out, lse if spec.return_lse else None
-
-
-def _without_infinity(lse: Array) -> Array:
-    """What is kept for the backward is finite: outside of `jit` the setting `jax_debug_infs` sees it."""
-    return jnp.maximum(lse, jnp.finfo(lse.dtype).min)
-
-
-def _with_infinity(lse: Array) -> Array:
-    return jnp.where(lse == jnp.finfo(lse.dtype).min, -jnp.inf, lse)
 
 
 def problem_of(operation: str, arrays: AttentionArrays, spec: AttentionSpec) -> Problem:
@@ -128,8 +122,13 @@ def _pattern(x: Any) -> str | None:
     return "".join(letter if size != 1 else "1" for letter, size in zip("HTS", x.shape[-3:], strict=True))
 
 
-def _differentiable(plan: Plan, selection: Selection, spec: AttentionSpec) -> Callable[..., Any]:
-    """The call as a function of its arrays, with the core's own backward."""
+def _differentiable(
+    plan: Plan, selection: Selection, spec: AttentionSpec, finite: bool
+) -> Callable[..., Any]:
+    """The call as a function of its arrays, with the core's own backward.
+
+    `finite`: what is kept for the backward has no infinities. Outside of `jit` the setting `jax_debug_infs` sees them there.
+    """
     platform, implementation = selection.platform, selection.implementation.load()
     opaque = getattr(implementation, "OPAQUE", False)
 
@@ -168,11 +167,15 @@ def _differentiable(plan: Plan, selection: Selection, spec: AttentionSpec) -> Ca
         withdraw_all(undifferentiated)
         out, lse = forward(arrays)
         out, lse = checkpoint_name(out, OUT_NAME), checkpoint_name(lse, LSE_NAME)
-        return (out, lse), _Residuals(arrays, out, _without_infinity(lse))
+        return (out, lse), _Residuals(
+            arrays, out, jnp.maximum(lse, jnp.finfo(lse.dtype).min) if finite else lse
+        )
 
     def call_backward(residuals: _Residuals, cotangents: tuple[Array, Array]) -> tuple[AttentionArrays]:
         arrays = residuals.arrays
-        lse = _with_infinity(residuals.lse)
+        lse = residuals.lse
+        if finite:
+            lse = jnp.where(lse == jnp.finfo(lse.dtype).min, -jnp.inf, lse)
         grads = backward(per_row(arrays) if opaque else arrays, residuals.out, lse, *cotangents)
         fields: dict[str, Any] = {
             n: like(g, getattr(arrays, n)) for n, g in zip(grads._fields, grads, strict=True) if g is not None

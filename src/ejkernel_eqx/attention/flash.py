@@ -110,7 +110,7 @@ class FlashAttention(Kernel):
 
         - `q`: `[..., T, H, D]`, any number of leading axes. bf16, f16, f32 (f64 on XLA).
         - `k`, `v`: `[..., S, K, D]` and `[..., S, K, V]`, the leading axes and dtype of `q`; `K` divides `H`.
-        - `bias`: broadcastable to `[..., H, T, S]`, any float dtype; never materialised to full size. Differentiable.
+        - `bias`: broadcastable to `[..., H, T, S]`, any float dtype; never materialised to full size (but under `vmap(grad)`). Differentiable.
         - `mask`: booleans broadcastable to `[..., H, T, S]` (true = visible) or an [`ejkernel_eqx.Mask`][].
         - `segment_ids`, `kv_segment_ids`: `[..., T]`, `[..., S]`; equal and not negative ids see each other. Positions count along the row.
         - `cu_seqlens`, `kv_cu_seqlens`: offsets `[N + 1]` of packed sequences (no leading axes then); positions are per sequence.

@@ -164,7 +164,7 @@ def _batched(function: F, per_example: tuple[str, ...] = ()) -> F:
         @one.def_vmap
         def rule(size: int, in_batched: list[Any], arrays: AttentionArrays, *rest: Array) -> tuple[Any, Any]:
             withdraw_all(chosen)
-            result = call(*_widen(size, in_batched, per_example, arrays, rest))
+            result = call(*widen(size, in_batched, arrays, *rest, per_example=per_example))
             return result, jax.tree.map(lambda _: True, result)
 
         return one(arrays, *rest)
@@ -172,16 +172,12 @@ def _batched(function: F, per_example: tuple[str, ...] = ()) -> F:
     return call  # type: ignore[return-value]
 
 
-def _widen(
-    size: int,
-    in_batched: list[Any],
-    per_example: tuple[str, ...],
-    arrays: AttentionArrays,
-    rest: tuple[Array, ...],
+def widen(
+    size: int, in_batched: list[Any], arrays: AttentionArrays, *rest: Array, per_example: tuple[str, ...] = ()
 ) -> tuple[Any, ...]:
     """The arguments with the mapped axis in front of all of them."""
 
-    def widen(name: str, any_batched: bool, x: Array, batched: bool) -> Array:
+    def wide(name: str, any_batched: bool, x: Array, batched: bool) -> Array:
         if batched:
             return x
         grow = size if any_batched or name in _WHOLE or name in per_example else 1
@@ -191,9 +187,9 @@ def _widen(
     for name, value, batched in zip(AttentionArrays._fields, arrays, in_batched[0], strict=True):
         # The three arrays of `rows` keep one shape.
         fields[name] = jax.tree.map(
-            functools.partial(widen, name, any(jax.tree.leaves(batched))), value, batched
+            functools.partial(wide, name, any(jax.tree.leaves(batched))), value, batched
         )
-    others = [widen("q", True, x, batched) for x, batched in zip(rest, in_batched[1:], strict=True)]
+    others = [wide("q", True, x, batched) for x, batched in zip(rest, in_batched[1:], strict=True)]
     return AttentionArrays(**fields), *others
 
 

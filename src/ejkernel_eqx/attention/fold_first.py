@@ -1,0 +1,75 @@
+"""A call that `jax.vmap` folds into its leading axes before it is differentiated, also in `grad(vmap(f))`.
+
+JAX maps the two halves of a `custom_vjp` each by itself, and adds up the gradients of what was not mapped afterwards: for a bias
+that all examples share, one of its size for every example. So the call is a primitive of its own. `vmap` gives the whole call one more
+axis, and the bias keeps its size; differentiation puts the `custom_vjp` into its place, as it is by then.
+"""
+
+import dataclasses
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax import Array
+from jax.extend.core import jaxpr_as_fun, Primitive
+from jax.interpreters import ad, batching, mlir
+
+from ..dispatch import listening, Selection
+from .leading import widen, withdraw_all
+from .spec import AttentionArrays
+
+_call_p = Primitive("ejkernel_attention")
+
+
+@dataclasses.dataclass(frozen=True, eq=False)
+class _Call:
+    """What it takes to trace a call again."""
+
+    function: Callable[[AttentionArrays], tuple[Array, Array]]
+    structure: Any
+    chosen: list[Selection]
+
+
+def fold_first(
+    function: Callable[[AttentionArrays], tuple[Array, Array]], arrays: AttentionArrays
+) -> tuple[Array, Array]:
+    """`function(arrays)`, of arrays with any number of leading axes."""
+    leaves, structure = jax.tree.flatten(arrays)
+    chosen: list[Selection] = []
+    with listening(chosen.append):
+        jaxpr = jax.make_jaxpr(function)(arrays)
+    out, lse = _call_p.bind(*leaves, jaxpr=jaxpr, call=_Call(function, structure, chosen))
+    return out, lse
+
+
+def _run(*leaves: Array, jaxpr: Any, call: _Call) -> list[Array]:
+    return jaxpr_as_fun(jaxpr)(*leaves)
+
+
+def _map(leaves: Any, axes: Any, *, jaxpr: Any, call: _Call) -> tuple[Any, Any]:
+    withdraw_all(call.chosen)
+    size = next(x.shape[axis] for x, axis in zip(leaves, axes, strict=True) if axis is not None)
+    front = [x if axis is None else jnp.moveaxis(x, axis, 0) for x, axis in zip(leaves, axes, strict=True)]
+    arrays, mapped = (
+        jax.tree.unflatten(call.structure, x) for x in (front, [axis is not None for axis in axes])
+    )
+    return fold_first(call.function, *widen(size, [mapped], arrays)), (0, 0)
+
+
+def _differentiate(leaves: Any, tangents: Any, *, jaxpr: Any, call: _Call) -> tuple[Any, Any]:
+    live = [i for i, tangent in enumerate(tangents) if type(tangent) is not ad.Zero]
+
+    def of_live(*given: Array) -> list[Array]:
+        every = dict(enumerate(leaves)) | dict(zip(live, given, strict=True))
+        return _run(*every.values(), jaxpr=jaxpr, call=call)
+
+    return jax.jvp(of_live, [leaves[i] for i in live], [tangents[i] for i in live])
+
+
+_call_p.multiple_results = True
+_call_p.def_impl(_run)
+_call_p.def_abstract_eval(lambda *_, jaxpr, call: jaxpr.out_avals)
+mlir.register_lowering(_call_p, mlir.lower_fun(_run, multiple_results=True))
+ad.primitive_jvps[_call_p] = _differentiate
+batching.primitive_batchers[_call_p] = _map
