@@ -54,7 +54,7 @@ def attend(
 
     `lse` is `None` where it was not asked for.
     """
-    return jitted(_attend, plan, operation, spec, jax.config.read("jax_debug_infs"))(arrays)
+    return jitted(_attend, plan, operation, spec, jax.config.jax_debug_infs)(arrays)
 
 
 def _attend(
