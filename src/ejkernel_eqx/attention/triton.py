@@ -282,9 +282,9 @@ class _Call:
                 "S": self.arrays.k.shape[1],
                 "offset": self.spec.offset,
                 "bias_run": self.spec.bias_run,
-                "bias_rows": _row_count(self.arrays.bias),
+                "bias_rows": self._shared_rows(self.arrays.bias),
                 "mask_run": self.spec.mask_run,
-                "mask_rows": _row_count(self.arrays.mask),
+                "mask_rows": self._shared_rows(self.arrays.mask),
                 **(scalars or {}),
             },
             constants=self._constants(tile) | constants,
@@ -295,6 +295,17 @@ class _Call:
             name=f"ejkernel_eqx.attention.{kernel.fn.__name__}",
         )
         return self.execute(launch, inputs)
+
+    def _shared_rows(self, x: Array | None) -> int:
+        """How many rows of an array over the scores take turns; 1, a constant to the compiler, where each batch row has its own."""
+        return 1 if x is None or x.shape[0] == self.arrays.q.shape[0] else x.shape[0]
+
+    def _axes(self, x: Array | None) -> int:
+        """The bits that tell a kernel which axes of an array over the scores are there, and whether batch rows share its rows."""
+        if x is None:
+            return 0
+        present = 1 + sum(2 << axis for axis, size in enumerate(x.shape) if size != 1)
+        return present | (32 if self._shared_rows(x) > 1 else 0)
 
     def _group(self) -> int:
         """How many rows of batch times heads run together: one where all tiles are alike, else what the second-level cache holds."""
@@ -328,9 +339,9 @@ class _Call:
             "FAST_TANH": self.config.fast_tanh and not is_float32,
             "LEFT": -1 if spec.left is None else spec.left,
             "RIGHT": -1 if spec.right is None else spec.right,
-            "BIAS": _axes_present(arrays.bias),
+            "BIAS": self._axes(arrays.bias),
             "ALIBI": arrays.alibi_slopes is not None,
-            "MASK": _axes_present(arrays.mask),
+            "MASK": self._axes(arrays.mask),
             "ROWS": arrays.rows is not None,
             "SEGMENTS": arrays.q_segments is not None,
             "DROPOUT": threshold(rate) if rate > 0 else 0,
@@ -411,15 +422,6 @@ def _sum_rows(x: Array, like: Array) -> Array:
 
 def _sum_batch(per_row: Array, like: Array) -> Array:
     return per_row if like.shape[0] == per_row.shape[0] else per_row.sum(0, keepdims=True)
-
-
-def _axes_present(x: Array | None) -> int:
-    """The bits that tell a kernel which axes of `[B or 1, H or 1, T or 1, S or 1]` are there."""
-    return 0 if x is None else 1 + sum(2 << axis for axis, size in enumerate(x.shape) if size != 1)
-
-
-def _row_count(x: Array | None) -> int:
-    return 1 if x is None else x.shape[0]
 
 
 def _padded(head_dim: int) -> int:

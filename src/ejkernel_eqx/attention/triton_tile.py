@@ -7,8 +7,8 @@ broadcast either way. Scores are kept in units of log2, so that `exp2` needs no 
 import triton
 import triton.language as tl
 
-# Bits of BIAS and MASK: present, and which of batch, head, query and key axes are not broadcast.
-PRESENT, OVER_BATCH, OVER_HEADS, OVER_QUERIES, OVER_KEYS = 1, 2, 4, 8, 16
+# Bits of BIAS and MASK: present, which of batch, head, query and key axes are not broadcast, and whether batch rows share rows.
+PRESENT, OVER_BATCH, OVER_HEADS, OVER_QUERIES, OVER_KEYS, SHARED = 1, 2, 4, 8, 16, 32
 
 
 @triton.jit
@@ -57,11 +57,13 @@ def head_scalars(slopes_ptr, seeds_ptr, b, h, H: tl.constexpr, ALIBI: tl.constex
 def over_scores(ptr, b, h, run, rows, T, S, H: tl.constexpr, BITS: tl.constexpr):
     """Where the scores of batch row `b` and head `h` begin in an array broadcastable to `[B, H, T, S]`.
 
-    Each of its `rows` serves `run` batch rows that follow one another, and all of them in turn.
+    Where rows are shared, each of its `rows` serves `run` batch rows that follow one another, and all of them in turn.
     """
     start = tl.zeros([], tl.int64)
-    if BITS & 2:
-        start += b // run % rows
+    if BITS & 32:
+        start += b.to(tl.int32) // run % rows
+    elif BITS & 2:
+        start += b
     if BITS & 4:
         start = start * H + h
     if BITS & 8:
