@@ -56,7 +56,7 @@ def test_attention_with_weights():
 
 def test_an_lse_of_minus_infinity_is_seen():
     """It is a result, and says that a row sees nothing."""
-    op = ejx.FlashAttention()
+    op: Any = ejx.FlashAttention()
     with pytest.raises(FloatingPointError, match="inf"), jax.debug_infs(True):
         op(**qkv(B, t=T, s=T), segment_ids=IDS, return_lse=True)
 
@@ -134,11 +134,11 @@ def _layer():
 
 
 def _checks_fail_by_themselves() -> bool:
-    """Whether `eqx.error_if` itself fails under `jax.checking_leaks`, as it does with JAX 0.10."""
+    """Whether `eqx.error_if` itself fails under `jax.checking_leaks`, as it does with JAX before 0.12."""
     try:
         with jax.checking_leaks():
             eqx.filter_jit(lambda x: eqx.error_if(x, jnp.any(x > 3), "more than 3"))(jnp.zeros(2))
-    except IndexError:
+    except Exception:  # an IndexError with JAX 0.10, a leak in Equinox's own call with 0.11
         return True
     return False
 

@@ -47,7 +47,9 @@ def in_dtype(name, dtype):
 def over_held(layer, x, k, v):
     """The layer's output for rows `[n, T, E]` that attend to keys and values as they are held."""
     k, v = k.astype(x.dtype), v.astype(x.dtype)
-    q = (x @ layer.q_proj.weight.T + layer.q_proj.bias).reshape(*x.shape[:-1], layer.num_heads, -1)
+    q = (x @ layer.q_proj.weight.T + layer.q_proj.bias[None, None]).reshape(
+        *x.shape[:-1], layer.num_heads, -1
+    )
     q = layer.rope(jax.vmap(jax.vmap(jax.vmap(layer.q_norm)))(q))
     out = layer.attention(q, k, v, sinks=layer.sinks)
     return out.reshape(*x.shape[:-1], -1) @ layer.o_proj.weight.T

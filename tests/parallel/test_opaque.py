@@ -20,7 +20,7 @@ def kernel(seen: list[Any], arrays: dict[str, Any]) -> dict[str, Any]:
     """`out = x scale + offset` and the sum of each row of the leading axis; `scale` and `offset` perhaps for each."""
     x, scale, offset = arrays["x"], arrays["scale"], arrays["offset"]
     seen.append((x.shape, scale.shape, offset.shape))
-    per_row = lambda p: p[:, None] if p.ndim == 2 else p
+    per_row = lambda p: p[:, None] if p.ndim == 2 else p[None, None]
     out = x * per_row(scale) + per_row(offset)
     return {"out": out, "total": out.sum(1)}
 

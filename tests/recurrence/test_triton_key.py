@@ -73,7 +73,7 @@ def test_one_chunk_of_every_kind():
     case = dataclasses.replace(SMALL, T=32, D=48, log_decays=-1e-6)
     arrays, spec = make(case)
     rates = jnp.repeat(jnp.asarray([-0.01, -20.0, -3.0]), 16)
-    g = jnp.broadcast_to(rates, jnp.shape(arrays.g))
+    g = jnp.broadcast_to(rates, jnp.shape(arrays.g))  # pyright: ignore[reportArgumentType]
     call = make_call(arrays._replace(g=g), spec, config(32), lambda *x: run(*x, interpret=True))
     _, scores = fold(call, *gates(call), scores=True)
     q, k = (np.asarray(x, np.float64)[0, :, 0] for x in (arrays.q, arrays.k))

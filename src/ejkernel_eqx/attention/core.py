@@ -54,7 +54,8 @@ def attend(
 
     `lse` is `None` where it was not asked for.
     """
-    return jitted(_attend, plan, operation, spec, jax.config.jax_debug_infs)(arrays)
+    finite = bool(getattr(jax.config, "jax_debug_infs"))  # noqa: B009, its type names no settings
+    return jitted(_attend, plan, operation, spec, finite)(arrays)
 
 
 def _attend(

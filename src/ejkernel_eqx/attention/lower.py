@@ -147,7 +147,8 @@ def _row_ranges(
         start, end = jnp.maximum(start, base + chunk * size), jnp.minimum(end, base + (chunk + 1) * size)
     if mask.prefix_lengths is not None:
         prefix = jnp.clip(mask.prefix_lengths, 0, num_keys)[..., None]
-        prefix, behind = aligned(first + prefix, position + 1)
+        first, prefix, behind = _ranked(first, prefix, position + 1)
+        prefix = first + prefix
         end = jnp.minimum(*aligned(end, jnp.maximum(behind, prefix)))
     for pair in mask.type_runs:
         end = jnp.minimum(*aligned(end, _type_run_ends(*pair, position)))

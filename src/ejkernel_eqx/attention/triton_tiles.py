@@ -149,7 +149,10 @@ def _sparing(kernel: str, problem: Problem, device: DeviceFacts) -> tuple[Sizes,
     if device.vendor != "nvidia":
         return ()
     major, key = device.capability[0], (kernel, _width(problem))
-    beside_masks = problem.flag("mask") or (kernel == "forward" and problem.flag("bias"))
+    if kernel == "forward":
+        beside_masks = problem.flag("mask") or problem.flag("bias")
+    else:  # on an H200 the usual tiles are faster for all that they spill, but with a bias, too
+        beside_masks = problem.flag("mask") and (major != 9 or problem.flag("bias"))
     tables = [_SPARING_BESIDE_MASKS] if beside_masks else []
     found = (table.get(of, {}).get(key) for table in (*tables, _SPARING) for of in (major, 0))
     return tuple(filter(None, found))
