@@ -42,7 +42,8 @@ def test_shared_arrays_stay_as_they_are():
     given = arrays(2, 5)
     result = call(seen)(given)
     assert seen[-1] == ((10, 3, 4), (4,), (4,))
-    np.testing.assert_allclose(result["out"], given["x"] * given["scale"] + given["offset"], rtol=1e-6)
+    host = jax.tree.map(np.asarray, given)
+    np.testing.assert_allclose(result["out"], host["x"] * host["scale"] + host["offset"], rtol=1e-6)
     assert result["total"].shape == (2, 5, 4)
     mapped = jax.vmap(call(seen), in_axes=({"x": 0, "scale": None, "offset": None},))(given)
     assert seen[-1] == ((10, 3, 4), (4,), (4,))
@@ -56,15 +57,15 @@ def test_a_mapped_one_gets_all_leading_axes(lead):
     given["scale"] = jnp.stack([given["scale"], 2 * given["scale"]])
     axes = {"x": 0, "scale": 0, "offset": None}
     result = jax.vmap(call(seen), in_axes=(axes,))(given)
-    rows = 2 * int(np.prod(lead))
+    rows, host = 2 * int(np.prod(lead)), jax.tree.map(np.asarray, given)
     assert seen[-1] == ((rows, 3, 4), (rows, 4), (4,))
     for row in range(2):
-        expected = given["x"][row] * given["scale"][row] + given["offset"]
+        expected = host["x"][row] * host["scale"][row] + host["offset"]
         np.testing.assert_allclose(result["out"][row], expected, rtol=1e-6)
     only = jax.vmap(call(seen), in_axes=({"x": None, "scale": 0, "offset": None},))(
         given | {"x": given["x"][0]}
     )
-    np.testing.assert_allclose(only["out"][1], given["x"][0] * given["scale"][1] + given["offset"], rtol=1e-6)
+    np.testing.assert_allclose(only["out"][1], host["x"][0] * host["scale"][1] + host["offset"], rtol=1e-6)
 
 
 @pytest.mark.parametrize("spec", [P("dp", None, None), P("dp", None, "tp"), P(None, None, "tp")])
