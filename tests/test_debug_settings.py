@@ -40,6 +40,7 @@ ATTENTION: dict[str, Any] = {
 }
 
 
+@pytest.mark.few(4)
 @PLATFORMS
 @pytest.mark.parametrize("name", ATTENTION)
 def test_attention(platform, name):
@@ -61,7 +62,7 @@ def test_an_lse_of_minus_infinity_is_seen():
         op(**qkv(B, t=T, s=T), segment_ids=IDS, return_lse=True)
 
 
-@pytest.mark.few(4)
+@pytest.mark.few(1)
 @PLATFORMS
 @pytest.mark.parametrize("name", [name for name in operations.FULL if name != "linear value"])
 def test_recurrences(platform, name):
@@ -73,7 +74,7 @@ def test_recurrences(platform, name):
     check(step, case.make(B, dtype=jnp.float32), state, gradient=False)
 
 
-@pytest.mark.few(4)
+@pytest.mark.few(1)
 @PLATFORMS
 @pytest.mark.parametrize("packing", ["segment_ids", "cu_seqlens"])
 @pytest.mark.parametrize("softplus", [True, False])
@@ -95,6 +96,7 @@ def test_convolution_and_norm(platform):
     check(lambda x, z: norm(x, z), x, normal(2, B, T, 8))
 
 
+@pytest.mark.few(1)
 @PLATFORMS
 def test_paged_attention(platform):
     """With a sequence that has neither queries nor keys."""
@@ -113,7 +115,7 @@ def test_paged_attention(platform):
         check(lambda q, op=op, new=new: op(q, cache, *new, **some), q, gradient=False)
 
 
-@pytest.mark.few(1)
+@pytest.mark.slow
 @pytest.mark.parametrize("name", ["gqa, rope", "norm, sinks, window"])
 def test_attention_layers(name):
     layer, x = paged_layers.attention(name), normal(0, B, T, recurrent_layers.EMBED)
@@ -143,6 +145,7 @@ def _checks_fail_by_themselves() -> bool:
     return False
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("compiled", [False, True])
 def test_attention_layer_leaks_nothing(compiled):
     layer, x = _layer(), normal(0, B, 4, 16)

@@ -172,7 +172,7 @@ QUERIES = {"query_start_loc": jnp.array([0, 2, 5]), "max_query_len": 3}
 TABLE = jnp.array([[5, 2, 0], [1, 3, -1]])
 
 
-@pytest.mark.few(6)
+@pytest.mark.few(2)
 @PLATFORMS
 @pytest.mark.parametrize("scales", [None, "token", "head"])
 @pytest.mark.parametrize("kind", [ejx.PagedKVCache, ejx.PagedLatentCache])

@@ -35,7 +35,7 @@ def options_of(seen: Any) -> dict[str, Any]:
     return {} if seen is True else dict(mask=jnp.asarray(seen))
 
 
-@pytest.mark.few(8)
+@pytest.mark.few(3)
 @pytest.mark.parametrize("name", SHARED)
 def test_a_bias_of_some_leading_axes(flash, name):
     arrays, seen = arrays_of(*SHARED[name], t=9, s=18)
@@ -104,7 +104,7 @@ def transformed(flash: Any, name: str, t: int) -> tuple[Callable[..., Any], dict
     return lambda **a: call(a | {"bias": a["bias"].reshape((*own, 2, t, t))}), arrays
 
 
-@pytest.mark.few(8)
+@pytest.mark.few(3)
 @pytest.mark.parametrize("name", MAPPED)
 def test_a_bias_that_examples_share(flash, name):
     call, arrays = transformed(flash, name, t=18)
@@ -119,6 +119,7 @@ def test_no_gradient_is_as_large_as_the_scores(flash, name):
     assert largest(jax.make_jaxpr(quick(gradient))(arrays).jaxpr) < 6 * 2 * 48 * 48
 
 
+@pytest.mark.few(1)
 def test_outside_of_jit(flash):
     call, arrays = transformed(flash, "vmap of vmap", t=18)
     gradient = jax.grad(lambda a: sum(jnp.sum(x**2) for x in call(**a)))

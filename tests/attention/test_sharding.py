@@ -167,7 +167,7 @@ def test_what_cannot_be_split_is_gathered():
     assert_close(compiled(rows).reshape(expected.shape), expected)
 
 
-@pytest.mark.few(2)
+@pytest.mark.few(1)
 @pytest.mark.parametrize("kind", MESHES)
 @pytest.mark.parametrize("platform", ["opaque", "xla"])
 def test_a_bias_that_examples_share_on_a_mesh(kind, platform):
@@ -207,7 +207,7 @@ def test_vmap_on_a_mesh():
     assert_close(compiled(sharded), quick(call)(arrays))
 
 
-@pytest.mark.few(4)
+@pytest.mark.few(1)
 @pytest.mark.parametrize("kind", MESHES)
 @pytest.mark.parametrize("platform", ["opaque", "xla"])
 @pytest.mark.parametrize("shape", [(4, 1), (1, 2), (4, 1, 2), (1, 2, 1)], ids=str)
@@ -240,7 +240,7 @@ def test_a_bias_of_some_leading_axes(kind, platform, shape):
         assert_close(grads[name], expected[1][name], kind="gradient", name=name)
 
 
-@pytest.mark.few(1)
+@pytest.mark.slow
 @pytest.mark.parametrize("platform", ["opaque", "xla", "triton-interpret"])
 @pytest.mark.parametrize("check_vma", [True, False])
 def test_inside_shard_map(platform, check_vma):

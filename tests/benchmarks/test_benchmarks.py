@@ -47,6 +47,7 @@ def test_every_result_is_checked_and_timed(run):
     assert default["platform"] == "xla" and "block_q" in default["config"]
 
 
+@pytest.mark.slow
 def test_options_are_compared_with_plain_attention(run):
     content, _ = run
     features = {f["direction"]: f for f in content["features"]}

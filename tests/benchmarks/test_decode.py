@@ -58,6 +58,7 @@ def test_every_result_is_checked_and_timed(run):
             assert (row["over_baseline"] is None) == (row["kind"] == "decode")
 
 
+@pytest.mark.slow
 def test_the_report_names_its_origin(run, capsys):
     content, folder = run
     environment = content["environment"]

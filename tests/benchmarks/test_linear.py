@@ -44,6 +44,7 @@ def test_every_result_is_checked_and_timed(run):
     assert peers == {"forward": "lax.scan", "forward+backward": "lax.scan", "step": "in place"}
 
 
+@pytest.mark.slow
 def test_the_report_names_its_origin(run, capsys):
     content, folder = run
     environment = content["environment"]

@@ -58,6 +58,7 @@ def plain(x, weight, bias, initial):
     return y / (1 + np.exp(-y)), whole[len(whole) - width + 1 :]
 
 
+@pytest.mark.few(1)
 @pytest.mark.parametrize("name", ["plain", "padding inside", "short segments"])
 def test_the_reference_is_the_sum_as_it_is_written(name):
     case = CASES[name]

@@ -223,7 +223,7 @@ def _whole(examples, mixer, requests, layers=None):
         assert best[len(prompt) - 1 :][: len(text)].tolist() == text
 
 
-@pytest.mark.few(1)
+@pytest.mark.slow
 def test_together_is_as_alone(examples, engine, request):
     requests = _requests(0, 9)
     before = engine.preemptions
@@ -235,6 +235,7 @@ def test_together_is_as_alone(examples, engine, request):
     _check_empty(engine)
 
 
+@pytest.mark.few(1)
 def test_nothing_is_compiled_once_the_engine_is_warm(engine):
     """Not for a token, a request or a step; neither in the model's call nor around it."""
     requests = _requests(3, 6)

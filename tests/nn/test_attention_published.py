@@ -167,6 +167,7 @@ def test_output_and_every_gradient(enable_x64, name):
         assert_close(grad, expected_grad, kind="gradient", name=f"{name}: {parameter}")
 
 
+@pytest.mark.few(1)
 @pytest.mark.parametrize("name", [name for name in CASES if "global" in name])
 def test_layers_between_the_local_ones(enable_x64, name):
     layer, weights, x, formulas = loaded(name)

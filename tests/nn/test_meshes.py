@@ -34,7 +34,7 @@ def weights(layer: Any, layout: str) -> Any:
     return jax.tree_util.tree_map_with_path(spec, eqx.filter(layer, eqx.is_array))
 
 
-@pytest.mark.few(2)
+@pytest.mark.few(1)
 @meshes.everywhere
 @pytest.mark.parametrize("name", BUILDS)
 def test_training_and_decoding(name, kind, layout):

@@ -109,12 +109,14 @@ def test_a_hybrid_model_compiles_once_a_bucket():
     assert sorted(traced) == [1, 4]
 
 
+@pytest.mark.slow
 def test_caches_may_be_scanned_over():
     y, caches = serve(quick(sliced), poisoned(new_caches()), inputs(), 2, buckets=CHUNKS)
     assert_close(y, dense_model()[0])
     assert isinstance(caches, CacheState) and caches.layers[0].batch_shape == (LAYERS,)
 
 
+@pytest.mark.slow
 def test_a_fork_goes_its_own_way():
     """A copied page and a copied slot: parent and child go on with tokens of their own."""
     x, (expected, _) = inputs(), dense_model()

@@ -92,6 +92,7 @@ def test_rows_are_independent_and_pages_may_be_mapped():
     np.testing.assert_array_equal(both["lse"][1], one["lse"])
 
 
+@pytest.mark.slow
 def test_every_case_has_something_to_find():
     """What is checked is not zero everywhere, and NaN lies where it may."""
     for name, case in CASES.items():

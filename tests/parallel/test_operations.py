@@ -163,7 +163,7 @@ def leaves(results: Any) -> tuple[jax.Array, ...]:
     return tuple(jax.tree.leaves(results))
 
 
-@pytest.mark.few(5)
+@pytest.mark.few(3)
 @meshes.everywhere
 @pytest.mark.parametrize("platform", ["xla", "triton-interpret"])
 @pytest.mark.parametrize("name", CASES)

@@ -63,7 +63,7 @@ def loops(arrays: RecurrenceArrays, spec: RecurrenceSpec) -> tuple[np.ndarray, n
     return out, final
 
 
-@pytest.mark.few(4)
+@pytest.mark.few(1)
 @pytest.mark.parametrize("case", MEMBERS, ids=lambda case: case.name)
 def test_agrees_with_loops(case, enable_x64):
     heads = {} if case.skip else HEADS
@@ -85,7 +85,7 @@ def test_agrees_with_loops(case, enable_x64):
     assert_close(state, expected_state, name="final state")
 
 
-@pytest.mark.few(1)
+@pytest.mark.slow
 @pytest.mark.parametrize("decay", [CONSTANT, KEY])
 def test_packed_is_each_sequence_alone(decay, enable_x64):
     case = Case(

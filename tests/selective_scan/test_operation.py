@@ -94,6 +94,7 @@ def test_packed_sequences_are_those_alone(platform, reverse, enable_x64):
     assert not any(np.asarray(got[1][0][name])[~seen].any() for name in PER_TOKEN)
 
 
+@pytest.mark.slow
 def test_packed_sequences_into_a_pool(enable_x64):
     """Each begins with the state in its slot and leaves its own there; without a slot from zero, and nothing is left."""
     arrays, _ = make()

@@ -137,6 +137,7 @@ def test_a_call_is_split_where_it_stands(build, kind):
         assert_close(gradients[name], want, kind="gradient", name=name)
 
 
+@pytest.mark.few(1)
 @pytest.mark.parametrize("build", BUILD)
 def test_a_step_is_split_where_it_stands(build):
     module, arrays = BUILD[build](), make(None)

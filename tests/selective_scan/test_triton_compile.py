@@ -69,6 +69,7 @@ def test_defaults_fit(target, kind, dtype):
             assert report.spills <= spills and report.shared <= 1024, (launch.label, report)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "target, kind",
     [

@@ -67,6 +67,7 @@ def test_skewed_timers_end_with_one_table(both):
     assert first["step"] + second["step"] == expected[-8:] + expected[:-8]
 
 
+@pytest.mark.slow
 def test_the_tables_of_process_0_are_everyones(both):
     first, second = results(both, "replanned")
     assert first["before"] == second["before"] == [[1, "heuristic"]]
@@ -81,6 +82,7 @@ def test_what_was_recorded_is_tuned_together(both):
 DIFFER = "processes 1 differ from process 0"
 
 
+@pytest.mark.few(2)
 @pytest.mark.parametrize(
     ("scenario", "said"),
     [
