@@ -22,6 +22,13 @@ IDS = jnp.array([[0] * 5 + [1] * 7, [0] * 9 + [-1] * 3])
 LENGTHS = jnp.array([12, 7])
 
 
+@pytest.fixture(autouse=True)
+def strict_ranks():
+    """Also where the rest of the suite runs without."""
+    with jax.numpy_rank_promotion("raise"):
+        yield
+
+
 def trace(function: Any, *args: Any, **kwargs: Any) -> None:
     """The function and its gradient in all floats of its arguments."""
 
