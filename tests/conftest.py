@@ -10,6 +10,7 @@ import shutil
 import subprocess
 import sys
 import tempfile
+import threading
 import zlib
 
 _ASKED = os.environ.get("EJKERNEL_EQX_TESTS", "").split()
@@ -61,6 +62,29 @@ if (
     not _CHECKED
 ):  # some cases of the slow part, which is run with that, still promote ranks in the test itself
     jax.config.update("jax_numpy_rank_promotion", "raise")
+
+
+def _keep_contexts() -> None:
+    """JAX makes an MLIR context for each program that it lowers, which takes longer than the lowering of most. Each thread keeps one for a while:
+    what a context has seen, constants among it, it never lets go."""
+    try:
+        from jax._src.interpreters import mlir
+
+        make = mlir.make_ir_context
+    except (ImportError, AttributeError):  # another version of JAX: nothing but time depends on it
+        return
+    kept = threading.local()
+
+    def make_ir_context():
+        if getattr(kept, "uses", 0) % 100 == 0:
+            kept.uses, kept.context = 0, make()
+        kept.uses += 1
+        return kept.context
+
+    mlir.make_ir_context = make_ir_context
+
+
+_keep_contexts()
 
 
 def _checked_modules(package: str) -> list[str]:

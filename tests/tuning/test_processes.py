@@ -8,6 +8,7 @@ import socket
 import subprocess
 import sys
 
+import filelock
 import jax
 import pytest
 
@@ -27,9 +28,18 @@ def _free_port():
 
 
 @pytest.fixture(scope="module")
-def both(tmp_path_factory):
-    """What each scenario of `two_processes` ended with, in process 0 and in process 1."""
-    port, folder = _free_port(), tmp_path_factory.mktemp("two_processes")
+def both(tmp_path_factory, worker_id):
+    """What each scenario of `two_processes` ended with, in process 0 and in process 1: run once, by whichever of pytest's workers asks first."""
+    own = tmp_path_factory.getbasetemp()
+    file = (own if worker_id == "master" else own.parent) / "two_processes.json"
+    with filelock.FileLock(f"{file}.lock"):
+        if not file.exists():
+            file.write_text(json.dumps(_both(tmp_path_factory.mktemp("two_processes"))))
+    return json.loads(file.read_text())
+
+
+def _both(folder):
+    port = _free_port()
     env = {**os.environ, "PYTHONPATH": f"{ROOT}/src:{ROOT}"}
     files = [folder / f"{rank}.json" for rank in range(2)]
 

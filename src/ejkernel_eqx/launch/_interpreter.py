@@ -1,4 +1,4 @@
-"""The interpreter: the body of a `@triton.jit` function run as Python, on numpy arrays, one program at a time.
+"""The interpreter: the body of a `@triton.jit` function run as Python, on numpy arrays, many programs at a time.
 
 Triton's own front end builds every operation through a builder object. Here that builder computes with numpy
 instead (`_numpy_builder.py`). Three things make a kernel's source run unchanged:
@@ -8,6 +8,9 @@ instead (`_numpy_builder.py`). Three things make a kernel's source run unchanged
 - while a grid runs, the functions of `triton.language` are replaced by ones bound to the numpy builder, and calling a
   `JITFunction` runs its rewritten body. Everything is put back at the end;
 - reductions and scans are computed on whole arrays, in the compiler's tree order for a general combine function.
+
+Programs of a grid run together, every array with a first axis for them, as long as they take the same way: where a branch or the bounds of a
+loop differ (`Parted`), what they stored is taken back, and those that agree start again together.
 
 Stricter than a device, on purpose: addresses are virtual and every access is checked, a masked load without `other`
 gives poison, inputs cannot be written, and a block of several elements has no truth value. More lenient:
@@ -19,8 +22,6 @@ import ast
 import contextlib
 import functools
 import inspect
-import itertools
-import operator
 import textwrap
 
 import numpy as np
@@ -29,7 +30,7 @@ from triton.language.semantic import TritonSemantic
 from triton.runtime import interpreter as triton_interpreter
 from triton.runtime import jit
 
-from ._numpy_builder import Handle, Memory, numpy_dtype, NumpyBuilder
+from ._numpy_builder import alike, Handle, Memory, numpy_dtype, NumpyBuilder
 
 BUILDER = NumpyBuilder()
 SEMANTIC = TritonSemantic(BUILDER)
@@ -44,34 +45,79 @@ def run_grid(function, inputs, outputs, scalars, constants, grid):
     arguments |= constants
     body = _rewritten(function.fn)
     extents = tuple(grid) + (1,) * (3 - len(grid))
+    programs = np.indices(extents).reshape(3, -1).T
+    # The next ones last. Each with how often it was parted from others.
+    waiting = [(programs[i : i + _TOGETHER], 0) for i in range(0, len(programs), _TOGETHER)][::-1]
     with _interpreted_language(), np.errstate(all="ignore"):
         BUILDER.memory = memory
         BUILDER.set_grid_dim(*extents)
         try:
-            for index in itertools.product(*map(range, extents)):
-                BUILDER.set_grid_idx(*index)
-                try:
-                    body(**arguments)
-                except Exception as error:
-                    # The caller tells it, once, with the kernel's name.
-                    error.triton_program = index  # pyright: ignore[reportAttributeAccessIssue]
-                    raise
+            while waiting:
+                programs, depth = waiting.pop()
+                waiting += [(part, depth + 1) for part in _run(body, arguments, programs, depth)][::-1]
         finally:
-            BUILDER.memory = None
+            BUILDER.memory = BUILDER.programs = None
+
+
+# Many enough that Python's own time is small beside numpy's, few enough that blocks of all of them stay in the processor's caches.
+_TOGETHER = 64
+# Programs that part this often have little in common: each runs by itself.
+_PARTINGS = 8
+
+
+class Parted(BaseException):  # a kernel's body must not catch it
+    """The programs differ in what decides the way they go on."""
+
+    def __init__(self, values):
+        self.values = values  # [P, ...]
+
+
+def _run(body, arguments, programs, depth):
+    """Run the programs together; where they have to part, what is still to be run: nothing of theirs has happened then."""
+    BUILDER.programs = programs
+    alone = len(programs) == 1
+    BUILDER.memory.begin(revocable=not alone)
+    try:
+        body(**arguments)
+    except Parted as parted:
+        BUILDER.memory.take_back()
+        values = parted.values.reshape(len(programs), -1)
+        _, group = np.unique(values, axis=0, return_inverse=True)
+        if depth >= _PARTINGS:
+            group = np.arange(len(programs))
+        return [programs[group.reshape(-1) == n] for n in range(group.max() + 1)]
+    except Exception as error:
+        if not alone:  # by itself, the one that fails is known
+            BUILDER.memory.take_back()
+            return list(programs[:, None])
+        # The caller tells it, once, with the kernel's name.
+        error.triton_program = tuple(map(int, programs[0]))  # pyright: ignore[reportAttributeAccessIssue]
+        raise
+    return []
+
+
+def _one(data, what):
+    """The value of a scalar, or of a block of one element, that all programs must have in common."""
+    if data.size != data.shape[0]:
+        raise ValueError(f"a block of shape {data.shape[1:]} {what}")
+    data = data.reshape(-1)
+    if not (data == data[0]).all():
+        raise Parted(data)
+    return data[0]
 
 
 def _tensor(data, dtype):
-    """A tensor of Triton's from numpy data; scalars are arrays of shape (1,) throughout."""
-    if data.ndim == 0:
-        return tl.tensor(Handle(data.reshape(1), dtype), dtype)
-    return tl.tensor(Handle(data, dtype), tl.block_type(dtype, list(data.shape)))
+    """A tensor of Triton's from numpy data, whose first axis is that of the programs."""
+    if data.ndim == 1:
+        return tl.tensor(Handle(data, dtype), dtype)
+    return tl.tensor(Handle(data, dtype), tl.block_type(dtype, list(data.shape[1:])))
 
 
 def _scalar(value):
     if value == 1:
         return value  # a compile-time constant in a real launch, without a tensor's methods
     dtype = SEMANTIC.to_tensor_type(value)
-    return _tensor(np.array(value, numpy_dtype(dtype)), dtype)
+    return _tensor(np.array([value], numpy_dtype(dtype)), dtype)
 
 
 # --- Rewriting a function's body
@@ -137,12 +183,12 @@ def _call(name, *arguments):
 def _truth(value):
     if not isinstance(value, tl.tensor):
         return bool(value)
-    data = value.handle.data
-    if data.size != 1:
-        raise ValueError(
-            f"a block of shape {data.shape} has no truth value: use `&`, `|` and `tl.where`, not `and`, `or`, `if`"
+    return bool(
+        _one(
+            value.handle.data.astype(bool),
+            "has no truth value: use `&`, `|` and `tl.where`, not `and`, `or`, `if`",
         )
-    return bool(data.reshape(())[()])
+    )
 
 
 def _both(first, second):
@@ -171,8 +217,21 @@ def _loop(start, end=None, step=1, **_):
         bound_type = bound.dtype if isinstance(bound, tl.tensor) else SEMANTIC.to_tensor_type(bound)
         dtype = SEMANTIC.integer_promote_impl(dtype, bound_type)
     data_type = numpy_dtype(dtype)
-    for i in range(operator.index(start), operator.index(end), operator.index(step)):
+    # At once: programs that differ in two of them part once.
+    bounds = np.stack(np.broadcast_arrays(*(_numbers(bound) for bound in (start, end, step))), axis=1)
+    if not (bounds == bounds[0]).all():
+        raise Parted(bounds)
+    for i in range(*map(int, bounds[0])):
         yield tl.tensor(Handle(np.array([i], data_type), dtype), dtype)
+
+
+def _numbers(value):
+    """A number of each program [P], or one for all [1]."""
+    if not isinstance(value, tl.tensor):
+        return np.array([_plain(value)])
+    if value.handle.data.size != value.handle.data.shape[0]:
+        raise ValueError(f"a block of shape {value.handle.data.shape[1:]} is not an integer")
+    return value.handle.data.reshape(-1)
 
 
 def _static_range(start, end=None, step=1):
@@ -346,9 +405,7 @@ def _hint(value, *_, **__):
 
 
 def _index(self):
-    if self.handle.data.size != 1:
-        raise ValueError(f"a block of shape {self.handle.data.shape} is not an integer")
-    return int(self.handle.data.reshape(())[()])
+    return int(_one(self.handle.data, "is not an integer"))
 
 
 # --- Reductions and scans
@@ -359,22 +416,23 @@ def _reduce(input, axis, combine_fn, keep_dims=False, **_):
         return _reduce((input,), axis, combine_fn, keep_dims)[0]
     axis, keep_dims = _plain(axis), _plain(keep_dims)
     arrays = [x.handle.data for x in input]
-    shape = arrays[0].shape
+    shape = arrays[0].shape[1:]
     if axis is None:
-        arrays, axis = [array.reshape(-1) for array in arrays], 0
+        arrays, axis = [array.reshape(array.shape[0], -1) for array in arrays], 1
         kept = (1,) * len(shape)
     else:
         axis %= len(shape)
         kept = (*shape[:axis], 1, *shape[axis + 1 :])
+        axis += 1
     known = _known_reduction(combine_fn)
     if known is not None:
         results = known(arrays, axis)
     else:
-        results = _tree(combine_fn, [np.moveaxis(array, axis, 0) for array in arrays], input)
+        results = _tree(combine_fn, [np.moveaxis(array, axis, 1) for array in arrays], input)
     results = [result.astype(numpy_dtype(x.dtype), copy=False) for result, x in zip(results, input)]
     if keep_dims:
-        results = [result.reshape(kept) for result in results]
-    return tuple(_tensor(np.asarray(result), x.dtype) for result, x in zip(results, input))
+        results = [result.reshape(result.shape[0], *kept) for result in results]
+    return tuple(_tensor(result, x.dtype) for result, x in zip(results, input))
 
 
 def _known_reduction(combine_fn):
@@ -394,6 +452,7 @@ def _known_reduction(combine_fn):
 
 
 def _with_indices(find, arrays, axis):
+    arrays = alike(*arrays)
     place = np.expand_dims(find(arrays[0], axis=axis), axis)
     return [np.take_along_axis(array, place, axis).squeeze(axis) for array in arrays]
 
@@ -407,46 +466,44 @@ def _combined(combine_fn, left, right, input):
     arguments = [_tensor(array, x.dtype) for side in (left, right) for array, x in zip(side, input)]
     result = combine_fn(*arguments)
     result = result if isinstance(result, tuple) else (result,)
-    shape = left[0].shape
-    return [
-        np.broadcast_to(SEMANTIC.to_tensor(value).handle.data, shape or (1,)).reshape(shape)
-        for value in result
-    ]
+    results = [SEMANTIC.to_tensor(value).handle.data for value in result]
+    shape = np.broadcast_shapes(left[0].shape, *(data.shape for data in results))
+    return [np.broadcast_to(data, shape) for data in results]
 
 
 def _tree(combine_fn, arrays, input):
-    """Combine along the first axis, neighbours first, so that the combine function need not commute."""
-    while arrays[0].shape[0] > 1:
-        arrays = _combined(
-            combine_fn, [array[0::2] for array in arrays], [array[1::2] for array in arrays], input
-        )
-    return [array[0] for array in arrays]
+    """Combine along the block's first axis, neighbours first, so that the combine function need not commute."""
+    while arrays[0].shape[1] > 1:
+        left, right = [array[:, 0::2] for array in arrays], [array[:, 1::2] for array in arrays]
+        arrays = _combined(combine_fn, left, right, input)
+    return [array[:, 0] for array in arrays]
 
 
 def _scan(input, axis, combine_fn, reverse=False, **_):
     if isinstance(input, tl.tensor):
         return _scan((input,), axis, combine_fn, reverse)[0]
-    axis, reverse = _plain(axis), _plain(reverse)
-    arrays = [np.moveaxis(x.handle.data, axis, 0) for x in input]
+    axis, reverse = _plain(axis) % len(input[0].shape) + 1, _plain(reverse)
+    arrays = [np.moveaxis(x.handle.data, axis, 1) for x in input]
     if reverse:
-        arrays = [array[::-1] for array in arrays]
+        arrays = [array[:, ::-1] for array in arrays]
     if combine_fn is tl.standard._sum_combine:
-        arrays = [np.cumsum(_widened(arrays[0]), axis=0)]
+        arrays = [np.cumsum(_widened(arrays[0]), axis=1)]
     elif combine_fn is tl.standard._prod_combine:
-        arrays = [np.cumprod(_widened(arrays[0]), axis=0)]
+        arrays = [np.cumprod(_widened(arrays[0]), axis=1)]
     else:
         distance = 1
-        while distance < arrays[0].shape[0]:
+        while distance < arrays[0].shape[1]:
             # Whole blocks, as their extents must be powers of two; the first `distance` results are not used.
-            earlier = [np.roll(array, distance, axis=0) for array in arrays]
+            earlier = [np.roll(array, distance, axis=1) for array in arrays]
             later = _combined(combine_fn, earlier, arrays, input)
+            pairs = [alike(array, part) for array, part in zip(arrays, later)]
             arrays = [
-                np.concatenate([array[:distance], part[distance:]]) for array, part in zip(arrays, later)
+                np.concatenate([array[:, :distance], part[:, distance:]], axis=1) for array, part in pairs
             ]
             distance *= 2
     if reverse:
-        arrays = [array[::-1] for array in arrays]
+        arrays = [array[:, ::-1] for array in arrays]
     return tuple(
-        _tensor(np.moveaxis(array.astype(numpy_dtype(x.dtype), copy=False), 0, axis), x.dtype)
+        _tensor(np.moveaxis(array.astype(numpy_dtype(x.dtype), copy=False), 1, axis), x.dtype)
         for array, x in zip(arrays, input)
     )

@@ -1,6 +1,7 @@
 """The numpy side of the interpreter: virtual memory, and the builder that computes where Triton's would emit code.
 
-Used for the functions of a `@triton.jit` kernel; see `_interpreter.py`.
+Used for the functions of a `@triton.jit` kernel; see `_interpreter.py`. Every value is held for all programs that run together: the first axis of
+its array counts the programs `P`, or is 1 where all of them have the same; a block's own axes follow, and a scalar has none.
 """
 
 from typing import Any
@@ -11,7 +12,13 @@ import numpy as np
 import triton.language as tl
 from scipy import special
 from triton._C.libtriton import ir
-from triton.runtime.interpreter import InterpreterBuilder, InterpreterOptions, TensorHandle
+from triton.runtime.interpreter import (
+    BlockPointerHandle,
+    InterpreterBuilder,
+    InterpreterOptions,
+    TensorDescHandle,
+    TensorHandle,
+)
 
 _NUMPY_DTYPES = {
     tl.int1: np.bool_,
@@ -61,6 +68,17 @@ class Memory:
     def __init__(self):
         self._arrays = []
         self._views = {}
+        self._overwritten = None
+
+    def begin(self, *, revocable):
+        """Programs start. What they store can be taken back, if it is `revocable`."""
+        self._overwritten = [] if revocable else None
+
+    def take_back(self):
+        """Everything is again as it was when the programs started."""
+        for flat, index, before in reversed(self._overwritten or ()):
+            flat[index] = before
+        self._overwritten = []
 
     def add(self, name, array, *, writable):
         """Register a contiguous array; returns the kernel's pointer to it."""
@@ -77,6 +95,8 @@ class Memory:
 
     def store(self, addresses, values):
         flat, index = self._locate(addresses, values.dtype, writing=True)
+        if self._overwritten is not None:
+            self._overwritten.append((flat, index, flat[index]))
         flat[index] = values
 
     def _locate(self, addresses, dtype, *, writing):
@@ -112,6 +132,63 @@ def _poisoned(shape, dtype):
 
 def _cast(builder, source, dtype, *_):
     return Handle(source.data.astype(numpy_dtype(dtype), copy=False), dtype.scalar)
+
+
+def alike(*arrays):
+    """The arrays with the first axis, that of the programs, as long in all of them."""
+    count = max(array.shape[0] for array in arrays)
+    return [
+        array if array.shape[0] == count else np.broadcast_to(array, (count, *array.shape[1:]))
+        for array in arrays
+    ]
+
+
+def _beside(data, rank):
+    """A scalar's values with `rank` axes in all, to meet a block's."""
+    return data.reshape(data.shape[0], *(1,) * (rank - 1))
+
+
+def _places(base, offsets, strides, extents, block_shape, *, bounded):
+    """Addresses of a block in an array of `extents`, and where they lie within the axes that are `bounded`."""
+    rank = len(block_shape) + 1
+    dtype = base.get_element_ty()
+    addresses, inside = _beside(base.data, rank), np.ones((1,) * rank, bool)
+    for axis, (offset, stride, extent) in enumerate(zip(offsets, strides, extents)):
+        along = np.arange(block_shape[axis]).reshape(
+            1, *(n if axis == i else 1 for i, n in enumerate(block_shape))
+        )
+        index = _beside(offset.data, rank).astype(np.int64) + along
+        step = _beside(stride.data, rank).astype(np.int64) * max(1, dtype.primitive_bitwidth // 8)
+        addresses = addresses + (index * step).astype(np.uint64)
+        if axis in bounded:
+            inside = inside & (index >= 0) & (index < _beside(extent.data, rank))
+    count = max(addresses.shape[0], inside.shape[0])
+    shape = (count, *block_shape)
+    return Handle(np.broadcast_to(addresses, shape), base.dtype.scalar), np.broadcast_to(inside, shape)
+
+
+class _BlockPointer(BlockPointerHandle):
+    def materialize_pointers(self, boundary_check):
+        return _places(
+            self.base, self.offsets, self.strides, self.shape, self.block_shape, bounded=boundary_check
+        )
+
+
+class _Descriptor(TensorDescHandle):
+    def validate(self):
+        itemsize = self.base.dtype.element_ty.primitive_bitwidth // 8
+        assert self.ndim == len(self.strides) == len(self.block_shape) >= 1, (
+            "a descriptor needs a stride for each axis"
+        )
+        assert (self.base.data % 16 == 0).all(), "base must be 16-byte aligned"
+        for stride in self.strides[:-1]:
+            assert (stride.data * itemsize % 16 == 0).all(), "stride must be 16-byte aligned"
+        assert (self.strides[-1].data == 1).all(), "last dim must be contiguous"
+
+    def materialize_pointers(self, offsets):
+        return _places(
+            self.base, offsets, self.strides, self.shape, self.block_shape, bounded=range(self.ndim)
+        )
 
 
 def _binary(operation):
@@ -175,10 +252,11 @@ class NumpyBuilder(InterpreterBuilder):
     """Triton's interpreting builder, with exact types, checked memory and right numbers for bfloat16."""
 
     memory: Any  # a `Memory`, while a grid runs
+    programs: Any  # their places in the grid [P, 3], while some run
 
     def __init__(self):
         super().__init__()
-        self.memory = None
+        self.memory = self.programs = None
         # Overflow checks triple every integer operation, and kernels rely on wrap-around.
         self.options = InterpreterOptions(
             sanitize_overflow=False,
@@ -187,6 +265,10 @@ class NumpyBuilder(InterpreterBuilder):
 
     def get_bf16(self, value):
         return Handle(np.array([value], ml_dtypes.bfloat16), tl.bfloat16)
+
+    def create_get_program_id(self, axis):
+        number = self.programs[:, axis].astype(np.int32)
+        return Handle(number[:1] if (number == number[0]).all() else number, tl.int32)
 
     # Memory
 
@@ -201,10 +283,11 @@ class NumpyBuilder(InterpreterBuilder):
         data_type = numpy_dtype(dtype)
         if mask is None or mask.all():
             return Handle(self.memory.load(pointers.data, data_type), dtype)
-        shape = pointers.data.shape
+        parts = (pointers.data, mask) if other is None else (pointers.data, mask, other.data)
+        shape = np.broadcast_shapes(*(part.shape for part in parts))
         mask = np.broadcast_to(mask, shape)
         result = _poisoned(shape, data_type) if other is None else np.broadcast_to(other.data, shape).copy()
-        result[mask] = self.memory.load(pointers.data[mask], data_type)
+        result[mask] = self.memory.load(np.broadcast_to(pointers.data, shape)[mask], data_type)
         return Handle(result, dtype)
 
     def create_store(self, pointers, value, *_):
@@ -214,23 +297,49 @@ class NumpyBuilder(InterpreterBuilder):
         self._store(pointers, value, np.asarray(mask.data))
 
     def _store(self, pointers, value, mask):
-        shape = pointers.data.shape
-        values = np.broadcast_to(value.data, shape)
+        parts = (pointers.data, value.data) if mask is None else (pointers.data, value.data, mask)
+        addresses, values, *masks = np.broadcast_arrays(*parts)
         data_type = numpy_dtype(pointers.get_element_ty())
         assert values.dtype == data_type, (values.dtype, data_type)
         if mask is None or mask.all():
-            self.memory.store(pointers.data, values)
+            self.memory.store(addresses, values)
         else:
-            mask = np.broadcast_to(mask, shape)
-            self.memory.store(pointers.data[mask], values[mask])
+            self.memory.store(addresses[masks[0]], values[masks[0]])
 
     def create_addptr(self, pointer, offset):
         bytes_each = np.uint64(max(1, pointer.get_element_ty().primitive_bitwidth // 8))
         return Handle(pointer.data + bytes_each * offset.data.astype(np.uint64), pointer.dtype)
 
+    def create_make_block_ptr(self, base, shape, strides, offsets, block_shape, order):
+        return _BlockPointer(base, shape, strides, list(offsets), block_shape, order)
+
+    def create_advance(self, pointer, offsets):
+        moved = [
+            Handle(offset.data + by.data, offset.dtype)
+            for offset, by in zip(pointer.offsets, offsets, strict=True)
+        ]
+        return _BlockPointer(
+            pointer.base, pointer.shape, pointer.strides, moved, pointer.block_shape, pointer.order
+        )
+
+    def create_make_tensor_descriptor(self, base, shape, strides, tensor_shape, is_signed, padding="zero"):
+        descriptor = _Descriptor(base, shape, strides, tensor_shape, padding)
+        descriptor.validate()
+        return descriptor
+
     create_atomic_cas = create_atomic_rmw = _missing("an atomic")
     create_inline_asm = _missing("inline assembly")
     create_extern_elementwise = _missing("a libdevice function")
+    create_descriptor_gather = create_descriptor_scatter = _missing("a descriptor's gather or scatter")
+
+    def create_print(self, prefix, hex, values, isSigned):
+        """One line for each program and value, as on a device."""
+        show = (lambda x: f"0x{x:02x}") if hex else None
+        for n, index in enumerate(self.programs):
+            for value in values:
+                data = value.data[n if value.data.shape[0] > 1 else 0]
+                text = np.array2string(data, formatter={"all": show} if show else None)
+                print(" ".join(part for part in (str(tuple(map(int, index))), prefix, text) if part))
 
     # Casts
 
@@ -293,7 +402,10 @@ class NumpyBuilder(InterpreterBuilder):
         return Handle(x.data * y.data + z.data, z.dtype.scalar)
 
     def create_select(self, condition, lhs, rhs):
-        return Handle(np.where(condition.data, lhs.data, rhs.data), rhs.dtype.scalar)
+        which, rank = condition.data, max(lhs.data.ndim, rhs.data.ndim)
+        if which.ndim < rank:
+            which = _beside(which, rank)
+        return Handle(np.where(which, lhs.data, rhs.data), rhs.dtype.scalar)
 
     def create_dot(self, a, b, accumulator, input_precision, *_):
         total = accumulator.data
@@ -305,23 +417,47 @@ class NumpyBuilder(InterpreterBuilder):
 
     # Shapes
 
+    def create_make_range(self, result_type, start, stop):
+        return Handle(np.arange(start, stop, dtype=np.int32)[None], tl.int32)
+
     def create_splat(self, result_type, source):
-        return Handle(np.broadcast_to(source.data, result_type.shape), source.dtype.scalar)
+        data, shape = source.data, result_type.shape
+        return Handle(
+            np.broadcast_to(_beside(data, len(shape) + 1), (data.shape[0], *shape)), source.dtype.scalar
+        )
 
     def create_unsplat(self, source):
-        return Handle(source.data.reshape(1), source.dtype.scalar)
+        return Handle(source.data.reshape(source.data.shape[0]), source.dtype.scalar)
 
     def create_broadcast(self, source, shape):
-        return Handle(np.broadcast_to(source.data, shape), source.dtype.scalar)
+        return Handle(np.broadcast_to(source.data, (source.data.shape[0], *shape)), source.dtype.scalar)
 
     def create_expand_dims(self, source, axis):
-        return Handle(np.expand_dims(source.data, axis), source.dtype.scalar)
+        return Handle(np.expand_dims(source.data, axis + 1), source.dtype.scalar)
 
     def create_reshape(self, source, shape, allow_reorder):
-        return Handle(source.data.reshape(shape), source.dtype.scalar)
+        return Handle(source.data.reshape(source.data.shape[0], *shape), source.dtype.scalar)
 
     def create_trans(self, source, permutation):
-        return Handle(np.transpose(source.data, permutation), source.dtype.scalar)
+        return Handle(
+            np.transpose(source.data, (0, *(axis + 1 for axis in permutation))), source.dtype.scalar
+        )
 
     def create_cat(self, lhs, rhs):
-        return Handle(np.concatenate([lhs.data, rhs.data]), lhs.dtype.scalar)
+        return Handle(np.concatenate(alike(lhs.data, rhs.data), axis=1), lhs.dtype.scalar)
+
+    def create_join(self, lhs, rhs):
+        return Handle(np.stack(alike(lhs.data, rhs.data), axis=-1), lhs.dtype.scalar)
+
+    def create_gather(self, source, indices, axis):
+        return Handle(
+            np.take_along_axis(*alike(source.data, indices.data), axis=axis + 1), source.dtype.scalar
+        )
+
+    def create_histogram(self, source, bins, mask):
+        real = np.ones((1, 1), bool) if mask is None else mask.data
+        shape = np.broadcast_shapes(source.data.shape, real.shape)
+        rows = zip(np.broadcast_to(source.data, shape), np.broadcast_to(real, shape))
+        # A number outside of the bins is counted nowhere.
+        counts = [np.histogram(row[is_real], bins, (0, bins))[0] for row, is_real in rows]
+        return Handle(np.stack(counts).astype(np.int32), tl.int32)
