@@ -65,21 +65,24 @@ if (
 
 
 def _keep_contexts() -> None:
-    """JAX makes an MLIR context for each program that it lowers, which takes longer than the lowering of most. Each thread keeps one for a while:
-    what a context has seen, constants among it, it never lets go."""
+    """JAX makes an MLIR context for each program that it lowers, which takes longer than the lowering of most. One serves for a while: what it
+    has seen, constants among it, it never lets go. Not in other threads: XLA's, which partition a program, come and go."""
     try:
         from jax._src.interpreters import mlir
 
         make = mlir.make_ir_context
     except (ImportError, AttributeError):  # another version of JAX: nothing but time depends on it
         return
-    kept = threading.local()
+    uses, kept = 0, None
 
     def make_ir_context():
-        if getattr(kept, "uses", 0) % 100 == 0:
-            kept.uses, kept.context = 0, make()
-        kept.uses += 1
-        return kept.context
+        nonlocal uses, kept
+        if threading.current_thread() is not threading.main_thread():
+            return make()
+        if kept is None or uses == 100:
+            uses, kept = 0, make()
+        uses += 1
+        return kept
 
     mlir.make_ir_context = make_ir_context
 
