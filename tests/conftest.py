@@ -58,10 +58,7 @@ import pytest  # noqa: E402
 
 # What a user may switch on must work: an implicit promotion between dtypes or ranks is an error.
 jax.config.update("jax_numpy_dtype_promotion", "strict")
-if (
-    not _CHECKED
-):  # some cases of the slow part, which is run with that, still promote ranks in the test itself
-    jax.config.update("jax_numpy_rank_promotion", "raise")
+jax.config.update("jax_numpy_rank_promotion", "raise")
 
 
 def _keep_contexts() -> None:

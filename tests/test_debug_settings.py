@@ -40,7 +40,7 @@ ATTENTION: dict[str, Any] = {
 }
 
 
-@pytest.mark.few(4)
+@pytest.mark.few(2)
 @PLATFORMS
 @pytest.mark.parametrize("name", ATTENTION)
 def test_attention(platform, name):
@@ -124,7 +124,7 @@ def test_attention_layers(name):
     check(call, x, gradient=False)
 
 
-@pytest.mark.few(1)
+@pytest.mark.slow
 @pytest.mark.parametrize("name", recurrent_layers.LAYERS)
 def test_recurrent_layers(name):
     layer, x = recurrent_layers.build(name), normal(0, B, T, recurrent_layers.EMBED)

@@ -216,6 +216,7 @@ def test_ragged_decoding(platform):
         jax.eval_shape(lambda *given: op(*given, sinks=normal(3, H)), q, k, v, start, end)
 
 
+@pytest.mark.slow
 def test_layers_over_pages():
     batch = ejx.RaggedBatch.build([3, 2], [9, 4], [[5, 2, 0], [1, 3]], page_size=4, state_indices=[2, 0])
     for name in paged_layers.ATTENTION:
@@ -240,7 +241,7 @@ def test_attention_layers(name):
     jax.eval_shape(lambda x, cache: layer(x, cache, padding_mask=mask), x, cache)
 
 
-@pytest.mark.few(1)
+@pytest.mark.slow
 @pytest.mark.parametrize("name", recurrent_layers.LAYERS)
 def test_recurrent_layers(name):
     layer = recurrent_layers.LAYERS[name].build(key=jax.random.key(0))

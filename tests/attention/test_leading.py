@@ -35,7 +35,7 @@ def options_of(seen: Any) -> dict[str, Any]:
     return {} if seen is True else dict(mask=jnp.asarray(seen))
 
 
-@pytest.mark.few(3)
+@pytest.mark.few(2)
 @pytest.mark.parametrize("name", SHARED)
 def test_a_bias_of_some_leading_axes(flash, name):
     arrays, seen = arrays_of(*SHARED[name], t=9, s=18)

@@ -167,7 +167,7 @@ def test_what_cannot_be_split_is_gathered():
     assert_close(compiled(rows).reshape(expected.shape), expected)
 
 
-@pytest.mark.few(1)
+@pytest.mark.slow
 @pytest.mark.parametrize("kind", MESHES)
 @pytest.mark.parametrize("platform", ["opaque", "xla"])
 def test_a_bias_that_examples_share_on_a_mesh(kind, platform):

@@ -116,6 +116,7 @@ def test_the_triton_kernels_agree_with_the_reference():
     check(tuned, TritonConfig(forward, keys, queries), {"out", "lse", "q", "k", "v", "bias", "sinks"})
 
 
+@pytest.mark.slow
 def test_double_precision_is_checked_in_double(enable_x64):
     tuned = work(problem("float64", dict(bias="HTS")))
     assert tuned.tolerances["q"].rms < 1e-11

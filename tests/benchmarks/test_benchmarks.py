@@ -60,6 +60,7 @@ def test_options_are_compared_with_plain_attention(run):
     assert all(math.isfinite(entry["value"]) for entry in content["summary"].values())
 
 
+@pytest.mark.slow
 def test_the_report_names_its_origin(run):
     content, folder = run
     environment = content["environment"]

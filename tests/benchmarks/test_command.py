@@ -28,7 +28,7 @@ _TWO = {
 }
 
 
-@pytest.mark.few(1)
+@pytest.mark.slow
 @pytest.mark.parametrize("name", _TWO)
 def test_inputs_that_do_not_fit_cost_one_problem(name, monkeypatch, tmp_path, capsys):
     benchmark, problems, pattern, more, directions = _TWO[name]

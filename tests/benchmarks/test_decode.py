@@ -102,7 +102,7 @@ def test_no_platform_and_no_problem(capsys):
     assert "no problem matches 'nothing'" in capsys.readouterr().err
 
 
-@pytest.mark.few(1)
+@pytest.mark.slow
 @pytest.mark.parametrize("problem", decode_problems.TINY, ids=lambda p: p.name)
 def test_every_way_to_compute_it_agrees(problem):
     """Ours, the baselines and what is gathered; and Pallas, interpreted, where it has a form."""
@@ -214,6 +214,7 @@ def test_what_pallas_is_given():
         assert splits * problem.N * problem.K >= 1024 or 2 * splits * block > pages
 
 
+@pytest.mark.slow
 def test_tuned_for_every_operation_that_asks(monkeypatch, tmp_path):
     """A decode's winner serves every operation that may be asked for one."""
     monkeypatch.setenv(CACHE_DIR.name, str(tmp_path / "cache"))

@@ -43,6 +43,7 @@ def test_a_wrong_candidate_gets_no_time(tmp_path, monkeypatch):
     assert all(row["reason"] == "wrong: out is wrong" for row in content["rows"])
 
 
+@pytest.mark.slow
 def test_baselines_stand_beside_prefills(tmp_path):
     pytest.importorskip("triton")
     code, content = run(tmp_path, "--problems", "prefill")

@@ -199,6 +199,7 @@ def test_forward_mode_and_second_derivatives_on_xla():
     assert jnp.isfinite(jax.jvp(jax.grad(loss), (x,), (v,))[1]).all()
 
 
+@pytest.mark.slow
 def test_float64(enable_x64):
     case = Case(dtype="float64", packed=CASES["padding inside"].packed)
     inputs, cotangents = make(case)

@@ -235,7 +235,7 @@ def test_together_is_as_alone(examples, engine, request):
     _check_empty(engine)
 
 
-@pytest.mark.few(1)
+@pytest.mark.slow
 def test_nothing_is_compiled_once_the_engine_is_warm(engine):
     """Not for a token, a request or a step; neither in the model's call nor around it."""
     requests = _requests(3, 6)
@@ -256,6 +256,7 @@ def test_samples_do_not_depend_on_neighbours(examples, engine):
     _check_empty(engine)
 
 
+@pytest.mark.few(1)
 def test_cancelling_changes_nothing_for_the_others(engine):
     """In the queue, within the prompt and while decoding."""
     requests = [(bytes(range(25)), 10), *_requests(2, 7, most=12)]
@@ -356,6 +357,7 @@ def test_logits_that_are_not_finite_end_a_request(engine, monkeypatch):
     _check_empty(engine)
 
 
+@pytest.mark.few(1)
 def test_events_are_given_once_each(engine):
     """Also when `run` is left and entered again; those of a request that was cancelled are not given any more."""
     requests = [(b"ab", 6), (b"cd", 6), (b"ef", 1)]

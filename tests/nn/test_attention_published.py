@@ -196,6 +196,7 @@ def test_lower_precision(enable_x64, name, dtype):
     assert_close(y, expected, dtype, "gradient", name=name)
 
 
+@pytest.mark.slow
 def test_a_window_of_128(enable_x64):
     """GPT-OSS' own window, on more tokens than that: an error of one key would show."""
     layer = GPT_OSS(sliding_window=128, dtype=jnp.float64, key=jax.random.key(0))

@@ -100,7 +100,7 @@ def test_attention_in_bfloat16():
     assert_close(k, dense.k)
 
 
-@pytest.mark.few(1)
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "name, kept",
     [

@@ -29,7 +29,7 @@ def _gradient(layer, x, weight, real=None):
     return eqx.filter_grad(_loss)(layer, x, weight, real)
 
 
-@pytest.mark.few(1)
+@pytest.mark.slow
 @pytest.mark.parametrize("name", LAYERS)
 def test_every_parameter_has_a_gradient_through_padding(name):
     x = jnp.where(REAL[..., None], inputs(2, 7), jnp.nan)

@@ -75,7 +75,7 @@ def test_the_norm_per_head_and_over_groups():
     assert_close(heads(flat(x), flat(z)), flat(ejx.GatedRMSNorm("sigmoid")(x, z)))
 
 
-@pytest.mark.few(1)
+@pytest.mark.slow
 @pytest.mark.parametrize("dtype", [None, jnp.bfloat16])
 def test_equinox_manners(dtype):
     """Gradients, one trace for equal layers, stacking, vmap; parameters in the dtype asked for."""

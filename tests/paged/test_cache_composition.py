@@ -28,7 +28,7 @@ from tests.paged.caches import (
 from tests.recurrence.quick import quick
 
 
-@pytest.mark.few(1)
+@pytest.mark.slow
 @few
 def test_layers(kind, dtype, scales):
     """Leading axes: all at once, by `vmap` and by `scan`, bitwise the same; with tables that are shared or their own."""

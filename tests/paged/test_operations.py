@@ -232,6 +232,7 @@ def test_mapped():
         assert_close(nested[i][1, 2], result)
 
 
+@pytest.mark.slow
 def test_scanned_over_layers_with_one_table():
     batch = ejx.RaggedBatch.build([3, 1], [3, 6], [[4], [1, 3]], page_size=p)
     cache = ejx.PagedKVCache.init(6, p, K, D, batch_shape=(2,))

@@ -176,7 +176,7 @@ def pooled(case, formula):
     return call
 
 
-@pytest.mark.few(1)
+@pytest.mark.slow
 @cases(["linear normalized", "gated delta bounded", "state space group norm"], slow=FULL)
 def test_offsets_into_a_pool(case):
     """Packed sequences begin with the states in their slots and leave theirs there; without a slot from zero, and nothing is left."""
@@ -375,7 +375,7 @@ def test_any_number_of_leading_axes():
     assert_close(call(alone, state[0])[0], out[0])
 
 
-@pytest.mark.few(1)
+@pytest.mark.slow
 @pytest.mark.parametrize("name", ["kernel delta softplus", "state space group norm"])
 def test_layers_that_are_stacked_and_scanned(name):
     """Modules are static: built alike they are equal, stack, and run in a scan over layers, in a checkpoint, as in a loop."""
@@ -426,7 +426,7 @@ def test_lowering_does_not_grow_with_the_values_of_traced_decays():
 # Dtypes
 
 
-@pytest.mark.few(1)
+@pytest.mark.slow
 @pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
 @pytest.mark.parametrize("name", ["linear normalized", "state space group norm"])
 def test_sixteen_bits(name, dtype):

@@ -175,7 +175,7 @@ def test_steps_are_split_where_they_stand(name, build):
         assert_close(got, want)
 
 
-@pytest.mark.few(1)
+@pytest.mark.slow
 @pytest.mark.parametrize("check_vma", [True, pytest.param(False, marks=SLOW)])
 @pytest.mark.parametrize("build", BUILD)
 @pytest.mark.parametrize("name", ["linear constant", "state space norm"])

@@ -65,7 +65,7 @@ def test_step_inputs_are_of_their_problem(operation, slots):
     assert step_problem_of(operation, arrays, samples.step_spec_of(wanted)) == wanted
 
 
-@pytest.mark.few(1)
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "operation, flags",
     [
@@ -90,7 +90,7 @@ def test_xla_agrees_with_the_reference(operation, flags):
         assert np.asarray(reference[name]).any(), name
 
 
-@pytest.mark.few(1)
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "operation, flags",
     [

@@ -109,12 +109,13 @@ def test_no_sequences():
     assert state.shape == (1, 0, 2, 32, 32) and not out.any()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", [pytest.param("gated-delta", marks=pytest.mark.slow), "kda"])
 def test_16_bits(name):
     check(dataclasses.replace(MEMBER[name], dtype="bfloat16", state_dtype="bfloat16", initial_state=True), 32)
 
 
-@pytest.mark.few(1)
+@pytest.mark.slow
 @pytest.mark.parametrize("decay, delta", [(KEY, True), (VALUE, True), (VALUE, False)])
 def test_float64(decay, delta, enable_x64):
     case = Case(

@@ -146,7 +146,7 @@ def by_segment(op, arrays, state):
     return jnp.stack(outs), jnp.stack(finals)
 
 
-@pytest.mark.few(1)
+@pytest.mark.slow
 @pytest.mark.parametrize("platform, softplus", [("xla", True), ("xla", False), ("triton-interpret", True)])
 def test_segments_and_padding(platform, softplus, enable_x64):
     arrays, state = make(2, dtype="float64" if platform == "xla" else "float32")

@@ -290,6 +290,7 @@ def test_where_tuning_is_refused():
         tune([Scale()], shape(8), options=QUICK)
 
 
+@pytest.mark.slow
 def test_what_is_built_inside_a_trace_asks_the_tables(tuned):
     x = jnp.ones(8)
     build = jax.jit(lambda x: Scale()(x))
@@ -314,6 +315,7 @@ def test_what_the_call_raises_is_passed_on():
     assert str(through.value) == str(direct.value)
 
 
+@pytest.mark.slow
 def test_tune_for_takes_the_same_path(tuned):
     x = jnp.ones(8)
     with tuning_options(max_candidates=2, samples=2, sample_ms=1.0, isolate=False, progress=False):
@@ -333,6 +335,7 @@ def test_gradients_ask_for_no_problem_of_their_own(tuned):
     assert_close(actual, expected, kind="gradient")
 
 
+@pytest.mark.slow
 def test_mapped_calls(tuned):
     model = eqx.nn.Sequential([Scale()])
     new = tune(model, shape(8), call=lambda m, x: jax.vmap(m)(jnp.broadcast_to(x, (3, 8))), options=QUICK)

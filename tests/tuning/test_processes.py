@@ -92,7 +92,7 @@ def test_what_was_recorded_is_tuned_together(both):
 DIFFER = "processes 1 differ from process 0"
 
 
-@pytest.mark.few(2)
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("scenario", "said"),
     [
@@ -115,6 +115,7 @@ def test_what_fails_in_one_process_is_raised_in_both(both, scenario, said):
         assert expected in result["error"]
 
 
+@pytest.mark.slow
 def test_nobody_waits_for_ever(both):
     first, second = both["process_1_stays_away"]
     assert "process 0 has waited 2 s" in first["error"] and second["error"] is None
