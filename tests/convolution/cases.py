@@ -10,8 +10,9 @@ import numpy as np
 
 import ejkernel_eqx as ejx
 from ejkernel_eqx.convolution.arguments import resolve
-from ejkernel_eqx.convolution.core import FAMILY
+from ejkernel_eqx.convolution.core import CONVOLVE
 from ejkernel_eqx.convolution.spec import ConvSpec
+from ejkernel_eqx.core.workload import exact_results, Inputs
 from tests.attention.dense import quick
 
 Named = dict[str, Any]
@@ -95,14 +96,14 @@ def exact(case: Case, inputs: Named, cotangents: Any) -> Named:
         dout, dfinal = (jnp.asarray(np.asarray(x, np.float64), np.float64) for x in cotangents)
         axis = () if case.offsets is not None else -3
         named = {"out": dout, "final_state": jnp.expand_dims(dfinal, axis)}
-        results = _reference(ConvSpec(case.activation), call.arrays, named)
+        results = _reference(ConvSpec(case.activation), Inputs(call.arrays, named))
         return {
             name: np.asarray(x).reshape(np.shape(like))
             for name, x, like in _matched(results, inputs, cotangents)
         }
 
 
-_reference = functools.partial(quick, static_argnums=0)(FAMILY.exact)
+_reference = functools.partial(quick, static_argnums=0)(functools.partial(exact_results, CONVOLVE))
 
 
 def _matched(results: Named, inputs: Named, cotangents: Any) -> list[tuple[str, Any, Any]]:

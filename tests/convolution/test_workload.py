@@ -4,9 +4,9 @@ import jax
 import numpy as np
 import pytest
 
-from ejkernel_eqx.convolution.core import FAMILY, problem_of
+from ejkernel_eqx.convolution.core import problem_of
 from ejkernel_eqx.convolution.spec import ConvSpec
-from ejkernel_eqx.convolution.workload import example_problem, make_arrays
+from ejkernel_eqx.convolution.workload import example_problem, make_arrays, make_inputs
 from ejkernel_eqx.dispatch import BOTH, FORWARD, kernel_registry, Problem
 from tests.attention.dense import quick
 from tests.compiled import DEVICES, launches_of
@@ -110,13 +110,11 @@ def test_defaults_fit(target):
     assert configs[0] == triton.default_config(problem, device) and len(set(configs)) == len(configs) > 1
     assert configs[0].fast_sigmoid == (target != "gfx942")
     spec = spec_of(problem)
-    arrays, cotangents = jax.eval_shape(
-        lambda: FAMILY._make_inputs(spec, lambda seed: make_arrays(problem, seed), 0)
-    )
+    arrays, cotangents = jax.eval_shape(lambda: make_inputs(problem, spec, 0))
 
     def both(arrays, cotangents, execute):
         triton.forward(arrays, spec, configs[0], execute=execute)
-        return triton.backward(arrays, spec, configs[0], cotangents, execute=execute)
+        return triton.backward(arrays, spec, configs[0], {}, cotangents, execute=execute)
 
     launches = launches_of(both, arrays, cotangents)
     assert set(launches) == {"forward_kernel", "backward_kernel"}

@@ -56,7 +56,7 @@ def run_triton(
     kernels = TRITON.load()
     results = dict(kernels.forward(arrays, spec, config))
     out, state = results.pop("out"), results.pop("final_state")
-    grads = kernels.backward(arrays, spec, config, results, dout, dstate)
+    grads = kernels.backward(arrays, spec, config, results, {"out": dout, "final_state": dstate})
     return Result(out, state, {name: x.astype(getattr(arrays, name).dtype) for name, x in grads.items()})
 
 
@@ -278,7 +278,7 @@ def test_rows_past_two_to_the_31_elements(member):
     def run(arrays):
         results = dict(kernels.forward(arrays, spec, config))
         out, state = results.pop("out"), results.pop("final_state")
-        grads = kernels.backward(arrays, spec, config, results, out, state)
+        grads = kernels.backward(arrays, spec, config, results, {"out": out, "final_state": state})
         return out, state, grads["q"], grads["k"], grads["v"]
 
     small, large = run(few), run(many)

@@ -40,8 +40,8 @@ def _usable():
 def run_triton(arrays, dout, dstate, spec, config: Any) -> Result:
     kernels = TRITON.load()
     results = kernels.forward(arrays, spec, config)
-    grads = kernels.backward(arrays, spec, config, results["saved"], dout, dstate)
-    grads = {n: x.sum(1) if n in ("B", "C") else x.sum(0) if n in SHARED else x for n, x in grads.items()}
+    grads = kernels.backward(arrays, spec, config, results, {"out": dout, "final_state": dstate})
+    grads = {n: x.sum(0) if n in SHARED else x for n, x in grads.items()}
     grads = {n: x.astype(getattr(arrays, n).dtype) for n, x in grads.items()}
     return Result(results["out"], results["final_state"], grads)
 

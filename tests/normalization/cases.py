@@ -9,8 +9,9 @@ import jax.numpy as jnp
 import numpy as np
 
 import ejkernel_eqx as ejx
+from ejkernel_eqx.core.workload import exact_results, Inputs
 from ejkernel_eqx.normalization.arguments import resolve
-from ejkernel_eqx.normalization.core import FAMILY
+from ejkernel_eqx.normalization.core import NORMALIZE
 from ejkernel_eqx.normalization.spec import NormSpec
 from tests.attention.dense import quick
 
@@ -61,12 +62,12 @@ def exact(case: Case, inputs: Named, dout: Any) -> Named:
         wide = {name: jnp.asarray(np.asarray(x, np.float64), np.float64) for name, x in inputs.items()}
         arrays = resolve(wide["x"], wide.get("z"), wide.get("weight"), case.group_size)
         cotangent = jnp.asarray(np.asarray(dout, np.float64)).reshape(arrays.x.shape)
-        found = _reference(case.spec, arrays, {"out": cotangent})
+        found = _reference(case.spec, Inputs(arrays, {"out": cotangent}))
         shapes = inputs | {"out": dout}
         return {name: _summed(np.asarray(x), np.shape(shapes[name])) for name, x in found.items()}
 
 
-_reference = functools.partial(quick, static_argnums=0)(FAMILY.exact)
+_reference = functools.partial(quick, static_argnums=0)(functools.partial(exact_results, NORMALIZE))
 
 
 def _summed(x: np.ndarray, shape: tuple[int, ...]) -> np.ndarray:

@@ -7,9 +7,9 @@ import numpy as np
 import pytest
 
 from ejkernel_eqx.dispatch import BOTH, FORWARD, kernel_registry
-from ejkernel_eqx.normalization.core import FAMILY, problem_of
+from ejkernel_eqx.normalization.core import problem_of
 from ejkernel_eqx.normalization.spec import NormSpec
-from ejkernel_eqx.normalization.workload import example_problem, make_arrays
+from ejkernel_eqx.normalization.workload import example_problem, make_arrays, make_inputs
 from tests.attention.dense import quick
 from tests.compiled import DEVICES, launches_of
 from tests.tolerances import errors
@@ -95,13 +95,11 @@ def test_defaults_fit(target):
     assert configs[0] == triton.default_config(problem, device) and len(set(configs)) == len(configs) > 1
     assert configs[0].fast_sigmoid == (target != "gfx942")
     spec = NormSpec(str(problem.flag("activation") or "silu"), bool(problem.flag("norm_before_gate")))
-    arrays, cotangents = jax.eval_shape(
-        lambda: FAMILY._make_inputs(spec, lambda seed: make_arrays(problem, seed), 0)
-    )
+    arrays, cotangents = jax.eval_shape(lambda: make_inputs(problem, spec, 0))
 
     def both(arrays, cotangents, execute):
         triton.forward(arrays, spec, configs[0], execute=execute)
-        return triton.backward(arrays, spec, configs[0], cotangents, execute=execute)
+        return triton.backward(arrays, spec, configs[0], {}, cotangents, execute=execute)
 
     launches = launches_of(both, arrays, cotangents)
     assert set(launches) == {"forward_kernel", "backward_kernel"}

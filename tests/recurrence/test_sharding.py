@@ -38,7 +38,7 @@ modes = pytest.mark.parametrize(
 )
 
 
-def _forward(arrays, spec, config):
+def _forward(arrays, spec, config, *, save):
     assert arrays.q.ndim == 4
     out, state = reference.recur(arrays, spec)
     return {
@@ -48,11 +48,11 @@ def _forward(arrays, spec, config):
     }
 
 
-def _backward(arrays, spec, config, saved, dout, dfinal):
+def _backward(arrays, spec, config, saved, cotangents):
     assert saved["squares"].shape == arrays.v.shape
     floats = {name: x for name, x in arrays._asdict().items() if name in FLOATS and x is not None}
     _, pull = jax.vjp(lambda given: reference.recur(arrays._replace(**given), spec), floats)
-    return pull((dout, dfinal))[0]
+    return pull((cotangents["out"], cotangents["final_state"]))[0]
 
 
 # A kernel that the compiler may not look into, whose body runs on any machine: the mathematics itself.

@@ -63,7 +63,9 @@ def launches_of(arrays: RecurrenceArrays, spec: RecurrenceSpec, config: Any) -> 
     def both(arrays):
         results = dict(triton.forward(arrays, spec, config, execute=record))
         out, final = results.pop("out"), results.pop("final_state")
-        return triton.backward(arrays, spec, config, results, out, final, execute=record)
+        return triton.backward(
+            arrays, spec, config, results, {"out": out, "final_state": final}, execute=record
+        )
 
     jax.eval_shape(both, arrays)
     return found

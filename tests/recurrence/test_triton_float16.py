@@ -59,7 +59,9 @@ def test_agrees_as_on_a_device(case):
     dout, dstate = cotangents(case)
     results = dict(triton.forward(arrays, spec, config, execute=execute))
     out, final = results.pop("out"), results.pop("final_state")
-    grads = triton.backward(arrays, spec, config, results, dout, dstate, execute=execute)
+    grads = triton.backward(
+        arrays, spec, config, results, {"out": dout, "final_state": dstate}, execute=execute
+    )
     grads = {name: jnp.asarray(x, getattr(arrays, name).dtype) for name, x in grads.items()}
     assert_agrees(case, Result(out, final, grads), run_reference(arrays, dout, dstate, spec))
 
@@ -98,7 +100,9 @@ def test_states_past_the_largest_float16(case, single, state, gradient):
     execute = functools.partial(run, interpret=True)
     results = dict(triton.forward(arrays, spec, config, execute=execute))
     out, final = results.pop("out"), results.pop("final_state")
-    grads = triton.backward(arrays, spec, config, results, dout, dstate, execute=execute)
+    grads = triton.backward(
+        arrays, spec, config, results, {"out": dout, "final_state": dstate}, execute=execute
+    )
     grads = {name: jnp.asarray(x, getattr(arrays, name).dtype) for name, x in grads.items()}
     exact = run_reference(arrays, dout, dstate, spec)
     assert max(np.abs(exact.final_state).max(), np.abs(dstate).max()) > 2 * 65504

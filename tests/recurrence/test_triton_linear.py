@@ -36,9 +36,11 @@ def config(chunk: int = CHUNK, block_k: int = 16, block_v: int = 16) -> TritonCo
 def run(case: Case, config: TritonConfig) -> Result:
     arrays, spec = make(case)
     dout, dstate = cotangents(case)
-    results = dict(triton_interpret.forward(arrays, spec, config))
+    results = dict(triton_interpret.platform.forward(arrays, spec, config))
     out, final = results.pop("out"), results.pop("final_state")
-    grads = triton_interpret.backward(arrays, spec, config, results, dout, dstate)
+    grads = triton_interpret.platform.backward(
+        arrays, spec, config, results, {"out": dout, "final_state": dstate}
+    )
     cast = {name: grads[name].astype(x.dtype) for name, x in floats_of(arrays).items()}
     return Result(out, final, {name: _where_seen(case, arrays, name, x) for name, x in cast.items()})
 
@@ -140,7 +142,7 @@ def test_tiles_that_do_not_divide():
 )
 def test_the_forward_pass_in_one_kernel(case):
     arrays, spec = make(case)
-    results = triton_interpret.forward(arrays, spec, dataclasses.replace(config(), single=True))
+    results = triton_interpret.platform.forward(arrays, spec, dataclasses.replace(config(), single=True))
     exact = run_reference(arrays, *cotangents(case), spec)
     seen = in_sequence(case, arrays)
     assert_close(

@@ -13,7 +13,7 @@ import pytest
 
 from ejkernel_eqx.parallel import opaque, Split
 from ejkernel_eqx.recurrence import reference
-from ejkernel_eqx.recurrence.core import _step_axes
+from ejkernel_eqx.recurrence.core import step_axes_of
 from ejkernel_eqx.recurrence.spec import KEY, NONE, SCALAR, StepArrays, StepSpec, VALUE
 from tests.tolerances import assert_close
 
@@ -187,7 +187,7 @@ def test_vmap_folds_into_one_launch(launches):
     case = dataclasses.replace(CASES["kda"], lead=2)
     arrays = make(case)
     given = {name: x for name, x in arrays._asdict().items() if x is not None}
-    axes = _step_axes(arrays, case.spec)
+    axes = step_axes_of(arrays, case.spec)
 
     def launch(given: dict[str, Any]) -> dict[str, Any]:
         out, state = interpreted(StepArrays(**given), case.spec, case.config)

@@ -25,13 +25,14 @@ T, I, N = 5, 2 * PART, 2
 def _forward(arrays, spec, config, *, save):
     out, state = reference.scan(arrays, spec)
     results = {"out": out.astype(arrays.x.dtype), "final_state": state.astype(spec.state_dtype)}
-    return results | ({"saved": jnp.zeros((arrays.x.shape[0], 1, N, arrays.x.shape[2]))} if save else {})
+    return results | ({"states": jnp.zeros((arrays.x.shape[0], 1, N, arrays.x.shape[2]))} if save else {})
 
 
-def _backward(arrays, spec, config, saved, dout, dfinal):
-    """As kernels give them: of each row apart, those of B and C in parts of the channels."""
+def _backward(arrays, spec, config, saved, cotangents):
+    """As kernels give them: of each row apart, those of B and C summed from parts of the channels."""
     floats = {name: x for name, x in arrays._asdict().items() if name in FLOATS and x is not None}
     parts = parts_of(arrays.x.shape[-1], arrays.B.shape[-2])
+    dout, dfinal = cotangents["out"], cotangents["final_state"]
 
     def apart(name, x):
         if name in ("B", "C"):
@@ -55,7 +56,8 @@ def _backward(arrays, spec, config, saved, dout, dfinal):
                 total += jnp.sum(out * dout[b, :, keep]) + jnp.sum(state * dfinal[b, keep])
         return total
 
-    return jax.grad(row)({name: apart(name, x) for name, x in floats.items()})
+    grads = jax.grad(row)({name: apart(name, x) for name, x in floats.items()})
+    return grads | {name: grads[name].sum(1) for name in ("B", "C")}
 
 
 # A kernel that the compiler may not look into, whose body runs on any machine: the mathematics itself.

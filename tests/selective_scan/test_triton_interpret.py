@@ -35,16 +35,16 @@ def run(case: Case, config: TritonConfig, save: bool = True) -> Result:
     arrays, spec = make(case)
     dout, dstate = cotangents(case)
     arrays = padded(case, arrays)
-    results = triton_interpret.forward(arrays, spec, config)
-    without = triton_interpret.forward(arrays, spec, config, save=False)
+    results = triton_interpret.platform.forward(arrays, spec, config)
+    without = triton_interpret.platform.forward(arrays, spec, config, save=False)
     seen = in_sequence(case, arrays)
     for name, counts in (("out", seen), ("final_state", True)):
         first, second = (np.asarray(r[name]).astype(np.float32) for r in (results, without))
         np.testing.assert_array_equal(np.where(counts, first, 0), np.where(counts, second, 0))
-    grads = triton_interpret.backward(arrays, spec, config, results["saved"], dout, dstate)
-    grads = {
-        name: x.sum(1) if name in "BC" else x.sum(0) if name in SHARED else x for name, x in grads.items()
-    }
+    grads = triton_interpret.platform.backward(
+        arrays, spec, config, results, {"out": dout, "final_state": dstate}
+    )
+    grads = {name: x.sum(0) if name in SHARED else x for name, x in grads.items()}
     grads = {name: x.astype(getattr(arrays, name).dtype) for name, x in grads.items()}
     return Result(results["out"], results["final_state"], grads)
 

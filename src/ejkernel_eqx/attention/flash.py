@@ -10,13 +10,13 @@ from jaxtyping import Bool, Float, Int, PRNGKeyArray
 
 from .._inputs import as_inputs
 from .._kernel import Kernel, make_plan, Plan, settle
+from ..core.platforms import EVERY, register
 from .arguments import MaskInputs, parse_window, resolve, ScoreInputs, ScoreOptions
 from .core import attend
 from .mask import Mask, Window
-from .platforms import register
 from .spec import AttentionArrays, AttentionSpec
 
-register("flash_attention")
+register("flash_attention", __package__, EVERY)
 
 
 class FlashAttention(Kernel):

@@ -9,16 +9,16 @@ from jaxtyping import Bool, Float, Int, PRNGKeyArray
 
 from .._jitted import compiled_once
 from .._kernel import Kernel, make_plan, Plan
+from ..core.platforms import register
 from ..dispatch import Platform
 from .arguments import MaskInputs, parse_window, resolve, ScoreInputs, ScoreOptions
 from .core import problem_of
 from .leading import over_leading_axes
 from .mask import Mask, Window
-from .platforms import register
 from .reference import attend_with_weights
 from .spec import AttentionArrays, AttentionSpec
 
-register("attention", Platform.XLA, tunable=False)
+register("attention", __package__, [Platform.XLA], tunable=False)
 
 
 class Attention(Kernel):

@@ -11,12 +11,12 @@ from jaxtyping import Bool, Float, Int
 
 from .._inputs import as_inputs
 from .._kernel import Kernel, make_plan, Plan, settle
+from ..core.platforms import EVERY, register
 from .arguments import MaskInputs, parse_window, resolve, ScoreInputs, ScoreOptions
 from .core import attend
 from .mask import Mask
-from .platforms import register
 
-register("scaled_dot_product_attention")
+register("scaled_dot_product_attention", __package__, EVERY)
 
 
 class ScaledDotProductAttention(Kernel):

@@ -9,14 +9,14 @@ from jaxtyping import Float, Int
 
 from .._inputs import as_inputs
 from .._kernel import Kernel, make_plan, Plan, settle
-from .._platforms import register
+from ..core.platforms import register
 from .arguments import check_activation, resolve, resolve_step
-from .core import FAMILY
+from .core import CONVOLVE
 from .spec import ConvSpec
 from .step import advance
 from .xla import entering
 
-register("causal_conv1d", "convolution", __package__ or "")
+register("causal_conv1d", __package__)
 
 
 class CausalConv1d(Kernel):
@@ -89,7 +89,7 @@ class CausalConv1d(Kernel):
         call = resolve(x, weight, bias, initial_state, cu_seqlens, segment_ids)
         if not call.arrays.x.size:  # nothing to launch, and states as they came
             return call.finish({"out": call.arrays.x, "final_state": entering(call.arrays)})
-        return call.finish(FAMILY.call(self.plan, self.operation, call.arrays, ConvSpec(self.activation)))
+        return call.finish(CONVOLVE.call(self.plan, self.operation, call.arrays, ConvSpec(self.activation)))
 
     @jax.named_scope("ejkernel_eqx.CausalConv1d.step")
     def step(

@@ -1,8 +1,8 @@
-"""The family: its problem, its axes, and the one way from an operation to a kernel."""
+"""The family's one kind of call: its problem and its axes."""
 
 import math
 
-from .._family import Family
+from ..core import Kind
 from ..dispatch import Problem
 from . import reference
 from .spec import ConvArrays, ConvSpec, LEARNED, RESULTS, SHARED
@@ -29,7 +29,7 @@ def problem_of(operation: str, arrays: ConvArrays, spec: ConvSpec) -> Problem:
     )
 
 
-def axes_of(arrays: ConvArrays) -> dict[str, tuple[str, ...]]:
+def axes_of(arrays: ConvArrays, spec: ConvSpec) -> dict[str, tuple[str, ...]]:
     """Channels do not mix: they may be split as heads are."""
     channels = f"H{arrays.x.shape[-1]}"
     over_tokens, state = ("T", channels), ("N", "K", channels)
@@ -45,7 +45,7 @@ def axes_of(arrays: ConvArrays) -> dict[str, tuple[str, ...]]:
     }
 
 
-FAMILY = Family(
+CONVOLVE = Kind(
     make=ConvArrays,
     problem_of=problem_of,
     axes_of=axes_of,

@@ -9,8 +9,8 @@ import jax
 import jax.numpy as jnp
 from jax import Array
 
-from .._platforms import kernels_unavailable
-from ..dispatch import DeviceFacts, Problem
+from ..core.platforms import kernels_unavailable
+from ..dispatch import BOTH, DeviceFacts, FORWARD, Problem
 from ..launch import Launch, run
 from . import triton_kernels
 from .spec import ConvArrays, ConvSpec
@@ -18,6 +18,8 @@ from .xla import entering, final_state, take_rows, valid
 
 OPAQUE = True
 VERSION = 1
+PARTS = {"forward": FORWARD, "backward": BOTH}
+"""The fields of a configuration that are tuned one after the other, and whether the forward pass alone decides."""
 MAX_WIDTH = 8
 
 
@@ -102,8 +104,9 @@ Execute = Callable[[Launch, dict[str, Array]], dict[str, Array]]
 
 
 def forward(
-    arrays: ConvArrays, spec: ConvSpec, config: TritonConfig, *, execute: Execute = run
+    arrays: ConvArrays, spec: ConvSpec, config: TritonConfig, *, save: bool = True, execute: Execute = run
 ) -> dict[str, Array]:
+    """The results; nothing is saved."""
     call = _Call(_alike(arrays), spec, config.forward, config.fast_sigmoid, execute)
     outputs = {"out_ptr": jax.ShapeDtypeStruct(arrays.x.shape, arrays.x.dtype)}
     results = call(triton_kernels.forward_kernel, call.inputs(), outputs)
@@ -114,6 +117,7 @@ def backward(
     arrays: ConvArrays,
     spec: ConvSpec,
     config: TritonConfig,
+    saved: dict[str, Array],
     cotangents: dict[str, Array],
     *,
     execute: Execute = run,

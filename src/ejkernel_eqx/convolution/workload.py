@@ -9,9 +9,10 @@ import jax.numpy as jnp
 import numpy as np
 
 from .._words import read_flags, read_sizes, SWITCH
+from ..core.workload import Inputs, random_cotangents, workload_of
 from ..dispatch import Implementation, Problem, Workload
 from .arguments import resolve
-from .core import FAMILY, problem_of
+from .core import CONVOLVE, problem_of
 from .spec import ACTIVATIONS, ConvArrays, ConvSpec
 
 
@@ -20,7 +21,14 @@ def workload(implementation: Implementation, problem: Problem) -> Workload:
     activation = problem.flag("activation")
     spec = ConvSpec(None if activation is None else str(activation))
     flops = 2.0 * problem.dim("B") * problem.dim("T") * problem.dim("C") * problem.dim("W")
-    return FAMILY.workload(implementation, problem, spec, functools.partial(make_arrays, problem), flops)
+    return workload_of(
+        CONVOLVE, implementation, spec, functools.partial(make_inputs, problem, spec), flops=flops
+    )
+
+
+def make_inputs(problem: Problem, spec: ConvSpec, seed: int) -> Inputs:
+    arrays = make_arrays(problem, seed)
+    return Inputs(arrays, random_cotangents(CONVOLVE, arrays, spec, seed))
 
 
 def make_arrays(problem: Problem, seed: int) -> ConvArrays:

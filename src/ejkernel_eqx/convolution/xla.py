@@ -5,8 +5,8 @@ import jax.numpy as jnp
 from jax import Array
 
 from .._broadcast import like
-from .._platforms import Plain
 from .._sizes import least
+from ..core.platforms import Plain
 from .spec import ConvArrays, ConvSpec, Places
 
 

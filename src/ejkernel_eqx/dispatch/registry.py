@@ -91,7 +91,7 @@ class Implementation:
 def _load(target: str) -> Any:
     module, _, name = target.partition(":")
     loaded: ModuleType = importlib.import_module(module)
-    return getattr(loaded, name) if name else loaded
+    return getattr(loaded, name) if name else getattr(loaded, "platform", loaded)
 
 
 class KernelRegistry:

@@ -1,8 +1,8 @@
-"""The family: its problem, its axes, and the one way from an operation to a kernel."""
+"""The family's one kind of call: its problem and its axes."""
 
 import math
 
-from .._family import Family
+from ..core import Kind
 from ..dispatch import Problem
 from . import reference
 from .spec import LEARNED, NormArrays, NormSpec, RESULTS, SHARED
@@ -28,14 +28,14 @@ def problem_of(operation: str, arrays: NormArrays, spec: NormSpec) -> Problem:
     )
 
 
-def axes_of(arrays: NormArrays) -> dict[str, tuple[str, ...]]:
+def axes_of(arrays: NormArrays, spec: NormSpec) -> dict[str, tuple[str, ...]]:
     """Groups do not mix: they may be split as heads are."""
     groups = f"H{arrays.x.shape[-2]}"
     rows = ("M", groups, "F")
     return {"x": rows, "z": rows, "weight": (groups, "F"), "out": rows}
 
 
-FAMILY = Family(
+NORMALIZE = Kind(
     make=NormArrays,
     problem_of=problem_of,
     axes_of=axes_of,

@@ -9,12 +9,12 @@ from jaxtyping import Float
 
 from .._inputs import as_inputs
 from .._kernel import Kernel, make_plan, Plan, settle
-from .._platforms import register
+from ..core.platforms import register
 from .arguments import check_options, resolve
-from .core import FAMILY
+from .core import NORMALIZE
 from .spec import NormSpec
 
-register("gated_rms_norm", "normalization", __package__ or "")
+register("gated_rms_norm", __package__)
 
 
 class GatedRMSNorm(Kernel):
@@ -86,4 +86,4 @@ class GatedRMSNorm(Kernel):
         arrays = resolve(x, z, weight, self.group_size)
         if not arrays.x.size:  # nothing to launch
             return arrays.x.reshape(x.shape)
-        return FAMILY.call(self.plan, self.operation, arrays, self.spec)["out"].reshape(x.shape)
+        return NORMALIZE.call(self.plan, self.operation, arrays, self.spec)["out"].reshape(x.shape)

@@ -9,14 +9,16 @@ import jax
 import jax.numpy as jnp
 from jax import Array
 
-from .._platforms import kernels_unavailable
-from ..dispatch import DeviceFacts, Problem
+from ..core.platforms import kernels_unavailable
+from ..dispatch import BOTH, DeviceFacts, FORWARD, Problem
 from ..launch import Launch, run
 from . import triton_kernels
 from .spec import NormArrays, NormSpec
 
 OPAQUE = True
 VERSION = 1
+PARTS = {"forward": FORWARD, "backward": BOTH}
+"""The fields of a configuration that are tuned one after the other, and whether the forward pass alone decides."""
 MAX_FEATURES = 16384
 _GATES = {"silu": 1, "sigmoid": 2}
 
@@ -123,8 +125,9 @@ Execute = Callable[[Launch, dict[str, Array]], dict[str, Array]]
 
 
 def forward(
-    arrays: NormArrays, spec: NormSpec, config: TritonConfig, *, execute: Execute = run
+    arrays: NormArrays, spec: NormSpec, config: TritonConfig, *, save: bool = True, execute: Execute = run
 ) -> dict[str, Array]:
+    """The results; nothing is saved."""
     tile, (batch, rows, groups, _) = config.forward, arrays.x.shape
     total = batch * rows * groups
     results = execute(
@@ -147,6 +150,7 @@ def backward(
     arrays: NormArrays,
     spec: NormSpec,
     config: TritonConfig,
+    saved: dict[str, Array],
     cotangents: dict[str, Array],
     *,
     execute: Execute = run,

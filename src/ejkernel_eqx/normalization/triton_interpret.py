@@ -1,6 +1,6 @@
 """Platform `triton-interpret`: the Triton kernels themselves, interpreted on the host. Slow; for checking."""
 
-from .._platforms import Interpreted
+from ..core.platforms import Interpreted
 from . import triton
 
 platform = Interpreted(

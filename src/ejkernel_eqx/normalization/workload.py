@@ -8,8 +8,9 @@ import jax
 import jax.numpy as jnp
 
 from .._words import read_flags, read_sizes, SWITCH
+from ..core.workload import Inputs, random_cotangents, workload_of
 from ..dispatch import Implementation, Problem, Workload
-from .core import FAMILY, problem_of
+from .core import NORMALIZE, problem_of
 from .spec import ACTIVATIONS, NormArrays, NormSpec
 
 
@@ -17,7 +18,14 @@ def workload(implementation: Implementation, problem: Problem) -> Workload:
     """The work of one problem on one of the platforms."""
     spec = NormSpec(str(problem.flag("activation") or ACTIVATIONS[0]), bool(problem.flag("norm_before_gate")))
     flops = 8.0 * problem.dim("B") * problem.dim("M") * problem.dim("G") * problem.dim("F")
-    return FAMILY.workload(implementation, problem, spec, functools.partial(make_arrays, problem), flops)
+    return workload_of(
+        NORMALIZE, implementation, spec, functools.partial(make_inputs, problem, spec), flops=flops
+    )
+
+
+def make_inputs(problem: Problem, spec: NormSpec, seed: int) -> Inputs:
+    arrays = make_arrays(problem, seed)
+    return Inputs(arrays, random_cotangents(NORMALIZE, arrays, spec, seed))
 
 
 def make_arrays(problem: Problem, seed: int) -> NormArrays:

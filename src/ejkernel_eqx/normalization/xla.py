@@ -5,7 +5,7 @@ import jax.numpy as jnp
 from jax import Array, lax
 
 from .._broadcast import like
-from .._platforms import Plain
+from ..core.platforms import Plain
 from .spec import NormArrays, NormSpec
 
 

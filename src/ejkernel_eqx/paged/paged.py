@@ -8,13 +8,13 @@ from jax import Array
 from jaxtyping import Float
 
 from .._kernel import Kernel, Plan
-from .._platforms import register
+from ..core.platforms import register
 from .arguments import one_each, PagedOptions, read_queries, Scoring
 from .cache import PagedKVCache
 from .latent_cache import PagedLatentCache
 from .operation import plan_of, run
 
-register("paged_attention", "paged", __package__ or "")
+register("paged_attention", __package__)
 
 
 class PagedAttention(Kernel):

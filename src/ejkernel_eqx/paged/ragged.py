@@ -8,13 +8,13 @@ from jax import Array
 from jaxtyping import Float, Int
 
 from .._kernel import Kernel, Plan
-from .._platforms import register
+from ..core.platforms import register
 from .arguments import packed, PagedOptions, read_queries, Scoring, write_slots
 from .cache import PagedKVCache
 from .latent_cache import PagedLatentCache
 from .operation import append, plan_of, run
 
-register("ragged_paged_attention", "paged", __package__ or "")
+register("ragged_paged_attention", __package__)
 
 
 class RaggedPagedAttention(Kernel):

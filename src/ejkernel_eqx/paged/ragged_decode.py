@@ -8,11 +8,11 @@ from jax import Array
 from jaxtyping import Float, Int
 
 from .._kernel import Kernel, Plan
-from .._platforms import register
+from ..core.platforms import register
 from .arguments import PagedOptions, resolve_dense, Scoring
 from .operation import finish, plan_of
 
-register("ragged_decode_attention", "paged", __package__ or "")
+register("ragged_decode_attention", __package__)
 
 
 class RaggedDecodeAttention(Kernel):

@@ -9,7 +9,7 @@ import dataclasses
 import jax.numpy as jnp
 from jax import Array
 
-from .._platforms import kernels_unavailable
+from ..core.platforms import kernels_unavailable
 from ..dispatch import DeviceFacts, Problem
 from ..launch import run
 from . import triton_decode, triton_prefill, triton_tiles, triton_write

@@ -1,23 +1,18 @@
 """Platform `triton-interpret`: the Triton kernels themselves, interpreted on the host. Slow; for checking."""
 
-import dataclasses
 import functools
 
 from jax import Array
 
-from .._platforms import Interpreted
+from ..core.platforms import Interpreted
 from ..launch import run
 from . import triton
-from .spec import PagedArrays, PagedSpec, WriteArrays
+from .spec import WriteArrays
 from .triton_call import TritonConfig
 from .triton_tiles import SMALLEST
 
 
 class _Interpreted(Interpreted):
-    def forward(self, arrays: PagedArrays, spec: PagedSpec, config: TritonConfig) -> dict[str, Array]:
-        portable = dataclasses.replace(config, fast_tanh=False, fast_bytes=False, float32_dot="ieee")
-        return super().forward(arrays, spec, portable)
-
     def write(self, arrays: WriteArrays) -> dict[str, Array]:
         return triton.write(arrays, execute=functools.partial(run, interpret=True))
 
@@ -27,4 +22,7 @@ platform = _Interpreted(
     TritonConfig(
         SMALLEST, SMALLEST, split_k=3, chunk_size=16, fast_tanh=False, fast_bytes=False, float32_dot="ieee"
     ),
+    fast_tanh=False,
+    fast_bytes=False,
+    float32_dot="ieee",
 )

@@ -8,13 +8,13 @@ from jax import Array
 from jaxtyping import Float, Int
 
 from .._kernel import Kernel, Plan
-from .._platforms import register
+from ..core.platforms import register
 from .arguments import packed, PagedOptions, read_queries, Scoring
 from .cache import PagedKVCache
 from .latent_cache import PagedLatentCache
 from .operation import plan_of, run
 
-register("unified_attention", "paged", __package__ or "")
+register("unified_attention", __package__)
 
 
 class UnifiedAttention(Kernel):

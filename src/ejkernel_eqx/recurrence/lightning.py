@@ -11,6 +11,7 @@ from jax.typing import DTypeLike
 from jaxtyping import Float, Int
 
 from .._kernel import Kernel, Plan
+from ..core.platforms import register
 from .arguments import (
     accumulator,
     check_scale,
@@ -22,10 +23,9 @@ from .arguments import (
     step_frame_of,
 )
 from .operation import plan_of, run, run_step
-from .platforms import register
 from .spec import CONSTANT
 
-register("lightning_attention")
+register("lightning_attention", __package__)
 
 _RULES = ("minimax", "fla")
 

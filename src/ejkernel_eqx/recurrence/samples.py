@@ -2,7 +2,7 @@
 
 import functools
 import math
-from typing import Any, NamedTuple
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -10,19 +10,12 @@ import numpy as np
 from jax import Array
 
 from .._broadcast import like
+from ..core.workload import Inputs
 from ..dispatch import Problem
 from .spec import CONSTANT, KEY, NONE, RecurrenceArrays, RecurrenceSpec, SCALAR, StepArrays, StepSpec, VALUE
 
 KEY_SIMILARITY = 0.3
 """Of the keys of a delta rule, which a network makes alike: their common part."""
-
-
-class Inputs(NamedTuple):
-    """The arrays of a call and the cotangents of its results."""
-
-    arrays: RecurrenceArrays
-    dout: Array
-    dfinal_state: Array
 
 
 def spec_of(problem: Problem) -> RecurrenceSpec:
@@ -102,7 +95,7 @@ def _random(problem: Problem, seed: Any) -> Inputs:
     )
     dout = normal(batch, length, size["R"], size["V"])
     dfinal = normal(batch, *state, dtype=wide) / scale
-    return Inputs(arrays, dout, dfinal.astype(problem.dtype("state")))
+    return Inputs(arrays, {"out": dout, "final_state": dfinal.astype(problem.dtype("state"))})
 
 
 def _rows(x: Array, normalised: bool) -> Array:

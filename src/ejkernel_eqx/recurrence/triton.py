@@ -81,9 +81,14 @@ def saved_axes(arrays: RecurrenceArrays, spec: RecurrenceSpec) -> dict[str, tupl
 
 
 def forward(
-    arrays: RecurrenceArrays, spec: RecurrenceSpec, config: TritonConfig, *, execute: Execute = run
+    arrays: RecurrenceArrays,
+    spec: RecurrenceSpec,
+    config: TritonConfig,
+    *,
+    save: bool = True,
+    execute: Execute = run,
 ) -> dict[str, Array]:
-    """`out`, `final_state` and what `saved_axes` names, from arrays with one leading axis."""
+    """`out`, `final_state` and what `saved_axes` names, from arrays with one leading axis. It takes no time to save: the kernels hand it on."""
     return _member(spec).forward(arrays, spec, config, execute=execute)
 
 
@@ -92,12 +97,12 @@ def backward(
     spec: RecurrenceSpec,
     config: TritonConfig,
     saved: dict[str, Array],
-    dout: Array,
-    dfinal_state: Array,
+    cotangents: dict[str, Array],
     *,
     execute: Execute = run,
 ) -> dict[str, Array]:
     """The gradients of the float arrays that are given; bitwise repeatable, as every sum has one fixed order."""
+    dout, dfinal_state = cotangents["out"], cotangents["final_state"]
     return _member(spec).backward(arrays, spec, config, saved, dout, dfinal_state, execute=execute)
 
 

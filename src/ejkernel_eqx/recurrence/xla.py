@@ -73,7 +73,19 @@ def _power_of_two(length: Any) -> int:
 
 
 def apply(arrays: RecurrenceArrays, spec: RecurrenceSpec, config: XlaConfig) -> tuple[Array, Array]:
-    """`out [B, T, R, V]` in v's dtype and the final state in the spec's."""
+    """`out [*, T, R, V]` in v's dtype and the final state in the spec's. No leading axes are merged, as they may be sharded."""
+    lead = arrays.q.ndim - 3
+    call = lambda arrays: _apply(arrays, spec, config)
+    if lead == 0:
+        out, state = call(jax.tree.map(lambda x: x[None], arrays))
+        return out[0], state[0]
+    for _ in range(lead - 1):
+        call = jax.vmap(call)
+    return call(arrays)
+
+
+def _apply(arrays: RecurrenceArrays, spec: RecurrenceSpec, config: XlaConfig) -> tuple[Array, Array]:
+    """With one leading axis."""
     call = _Call(arrays, spec, config)
     if arrays.q.shape[1] == 0 or call.chunks.sequences == 0:
         out, state = call.nothing()

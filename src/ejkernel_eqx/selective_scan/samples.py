@@ -1,26 +1,19 @@
 """Representative inputs of a selective scan, made from a problem's description alone: a call with them is of that very problem."""
 
 import functools
-from typing import Any, NamedTuple
+from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 from jax import Array
 
+from ..core.workload import Inputs
 from ..dispatch import Problem
 from .spec import ScanArrays, ScanSpec, StepArrays
 
 TIME_STEP = 0.02
 """About what a time step is in a layer."""
-
-
-class Inputs(NamedTuple):
-    """The arrays of a call and the cotangents of its results."""
-
-    arrays: ScanArrays
-    dout: Array
-    dfinal_state: Array
 
 
 def spec_of(problem: Problem) -> ScanSpec:
@@ -54,7 +47,8 @@ def _random(problem: Problem, seed: Any) -> Inputs:
         **draw.operands(tokens),
         initial_state=draw.normal("state", *state) if problem.flag("initial_state") else None,
     )
-    return Inputs(arrays, draw.normal("x", *arrays.x.shape), draw.normal("state", *state))
+    cotangents = {"out": draw.normal("x", *arrays.x.shape), "final_state": draw.normal("state", *state)}
+    return Inputs(arrays, cotangents)
 
 
 def make_step_inputs(problem: Problem, seed: int) -> StepArrays:

@@ -11,6 +11,7 @@ from jaxtyping import Float, Int
 
 from .._kernel import Kernel, Plan
 from .._values import check_slots
+from ..core.platforms import register
 from ..recurrence.arguments import (
     accumulator,
     check_state_dtype,
@@ -24,10 +25,9 @@ from ..recurrence.arguments import (
 from ..recurrence.gates import finite_rate
 from ..recurrence.operation import plan_of
 from .core import scan, step
-from .platforms import register
 from .spec import NO_TIME, ScanArrays, ScanSpec, SHARED, StepArrays
 
-register("state_space_v1")
+register("state_space_v1", __package__)
 
 
 class _Inputs(NamedTuple):

@@ -247,7 +247,7 @@ def _from_chunks(x: Array, chunks: _Chunks, length: int) -> Array:
 def forward(
     arrays: ScanArrays, spec: ScanSpec, config: TritonConfig, *, save: bool = True, execute: Execute = run
 ) -> Arrays:
-    """`out`, `final_state`, and with `save` the states `saved [B, chunks, N, I]` before every chunk."""
+    """`out`, `final_state`, and with `save` the `states [B, chunks, N, I]` before every chunk."""
     call = _Call(arrays, spec, config.chunk_size, config.forward, execute)
     x, shape = arrays.x, call.state_shape
     slots = call.chunks.batch * call.chunks.count if save else shape[0] * call.splits
@@ -269,7 +269,7 @@ def forward(
     )
     out = {"out": results["out_ptr"], "final_state": call.state(results["final_ptr"], spec.state_dtype)}
     if save:
-        out["saved"] = results["states_ptr"].reshape((x.shape[0], -1, *shape[1:]))
+        out["states"] = results["states_ptr"].reshape((x.shape[0], -1, *shape[1:]))
     return out
 
 
@@ -277,9 +277,8 @@ def backward(
     arrays: ScanArrays,
     spec: ScanSpec,
     config: TritonConfig,
-    saved: Array,
-    dout: Array,
-    dfinal_state: Array,
+    saved: Arrays,
+    cotangents: Arrays,
     *,
     execute: Execute = run,
 ) -> Arrays:
@@ -288,13 +287,13 @@ def backward(
     x, shape, chunks = arrays.x, call.state_shape, call.chunks
     (batch, length, channels), groups = x.shape, arrays.B.shape[-2]
     call.inputs |= {
-        "dout": dout,
-        "states": saved.reshape((-1, *shape[1:])),
+        "dout": cotangents["out"],
+        "states": saved["states"].reshape((-1, *shape[1:])),
     }
     call.enter(
         "backward_summary",
         ("dt", "a", "c", "z", "dout"),
-        call.states_in(dfinal_state),
+        call.states_in(cotangents["final_state"]),
         GATE=arrays.z is not None,
         **call.turns,
     )
@@ -337,8 +336,9 @@ def backward(
         "x": results["dx_ptr"],
         "dt": results["ddt_ptr"],
         "A": jnp.swapaxes(over_splits(results["da_ptr"]), -1, -2),
-        "B": _from_chunks(projections[..., :size], chunks, length),
-        "C": _from_chunks(projections[..., size:], chunks, length),
+        # What each block of channels gives to the projections that it shares.
+        "B": _from_chunks(projections[..., :size], chunks, length).sum(1),
+        "C": _from_chunks(projections[..., size:], chunks, length).sum(1),
     }
     if arrays.D is not None:
         grads["D"] = over_splits(results["dd_ptr"])

@@ -1,0 +1,3 @@
+from .kind import Kind as Kind
+from .kind import Named as Named
+from .kind import StepKind as StepKind

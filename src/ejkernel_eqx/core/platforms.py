@@ -1,0 +1,125 @@
+"""What the platforms of families have in common: plain XLA, interpreted Triton, and their registration."""
+
+import dataclasses
+import functools
+import inspect
+from collections.abc import Callable, Collection
+from typing import Any
+
+import jax
+from jax import Array
+
+from ..dispatch import Backend, DeviceFacts, Implementation, kernel_registry, Platform, Problem
+from ..launch import interpreter_unavailable, run, triton_unavailable
+
+Named = dict[str, Array]
+
+# Highest priority first where it supports the request; below zero: only when asked for by name.
+_PLATFORMS = (
+    (Platform.CUDA, Backend.GPU, 40, "cudnn"),
+    (Platform.TRITON, Backend.GPU, 30, "triton"),
+    (Platform.XLA, Backend.ANY, 10, "xla"),
+    (Platform.TRITON_INTERPRET, Backend.ANY, -10, "triton_interpret"),
+)
+EVERY = tuple(platform for platform, *_ in _PLATFORMS)
+USUAL = (Platform.TRITON, Platform.XLA, Platform.TRITON_INTERPRET)
+
+
+def register(
+    operation: str, package: str | None, platforms: Collection[Platform] = USUAL, *, tunable: bool = True
+) -> None:
+    """Registers an operation whose platforms are modules of its family's `package`, each imported when it is first looked up."""
+    core = str(package).rpartition(".")[2]
+    for platform, backend, priority, module in _PLATFORMS:
+        if platform in platforms:
+            # cuDNN tunes itself.
+            workload = f"{package}.workload:workload" if tunable and platform is not Platform.CUDA else None
+            target = f"{package}.{module}"
+            kernel_registry.add(
+                Implementation(operation, platform, backend, priority, core, target, workload)
+            )
+
+
+def kernels_unavailable(device: DeviceFacts) -> str | None:
+    """Why Triton kernels cannot run on the device."""
+    if device.vendor == "nvidia" and device.capability < (8, 0):
+        return f"needs compute capability 8.0 or newer, the device has {device.compute_capability or 'none'}"
+    return triton_unavailable()
+
+
+@dataclasses.dataclass(frozen=True)
+class NoChoice:
+    """The configuration of a platform that has nothing to choose."""
+
+
+class Plain:
+    """Platform `xla` of a family: a function `(arrays, spec) -> results` that XLA fuses. Nothing but the arrays is kept for its gradient."""
+
+    VERSION = 1
+    config_type = NoChoice
+
+    def __init__(self, function: Callable[[Any, Any], Named]):
+        self._function = jax.checkpoint(function, static_argnums=1)
+
+    def unsupported(self, problem: Problem, device: DeviceFacts) -> str | None:
+        """Why this platform cannot serve the problem: it serves all."""
+        return None
+
+    def default_config(self, problem: Problem, device: DeviceFacts) -> NoChoice:
+        return NoChoice()
+
+    def candidates(self, problem: Problem, device: DeviceFacts) -> list[NoChoice]:
+        return [NoChoice()]
+
+    def apply(self, arrays: Any, spec: Any, config: NoChoice) -> Named:
+        return self._function(arrays, spec)
+
+
+class Interpreted:
+    """Platform `triton-interpret` of a family: everything of its Triton platform, interpreted on the host. Slow; for checking."""
+
+    OPAQUE = True
+    VERSION = 1
+    NOTE = "interpreted on the host, program by program: for checking, not for speed"
+    config_type: Any
+    unsupported: Callable[[Problem, DeviceFacts], str | None]
+    forward: Callable[..., Any]
+    backward: Callable[..., Any]
+    step: Callable[..., Any]
+
+    def __init__(self, triton: Any, config: Any, **portable: Any):
+        """`triton` is the module of the Triton platform, `config` one of its configurations, with small tiles; fields of any are changed to
+        the `portable` ones, of what no host can do."""
+        self._config, self._portable = config, portable
+        self.PARTS = getattr(triton, "PARTS", {})
+        for name in ("config_type", "unsupported", "saved_axes"):
+            if hasattr(triton, name):
+                setattr(self, name, getattr(triton, name))
+        for name in ("forward", "backward", "step"):
+            if hasattr(triton, name):
+                setattr(self, name, self._interpreted(getattr(triton, name)))
+
+    def _interpreted(self, function: Callable[..., Any]) -> Callable[..., Any]:
+        """The function, its launches interpreted: no caller of a platform says how they are executed."""
+
+        @functools.wraps(function)
+        def call(arrays: Any, spec: Any, config: Any, *rest: Any, **how: Any) -> Any:
+            config = dataclasses.replace(config, **self._portable)
+            return function(arrays, spec, config, *rest, execute=_interpret, **how)
+
+        known = inspect.signature(function)
+        parameters = [p for name, p in known.parameters.items() if name != "execute"]
+        vars(call)["__signature__"] = known.replace(parameters=parameters)
+        return call
+
+    def unavailable(self, device: DeviceFacts) -> str | None:
+        return interpreter_unavailable()
+
+    def default_config(self, problem: Problem, device: DeviceFacts) -> Any:
+        return self._config
+
+    def candidates(self, problem: Problem, device: DeviceFacts) -> list[Any]:
+        return [self._config]
+
+
+_interpret = functools.partial(run, interpret=True)

@@ -1,0 +1,174 @@
+"""What the tuner needs of a kind of call: how to run it on a platform, the plain mathematics to check it by, its cost, its launches."""
+
+import functools
+import math
+from collections.abc import Callable, Mapping
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+from jax import Array
+
+from .._exact import exactly
+from .._tolerances import TOLERANCES
+from ..dispatch import BOTH, Cost, FORWARD, Implementation, Part, Platform, Problem, Workload
+from .kind import Kind, like, Named
+
+
+class Inputs(NamedTuple):
+    """The arrays of a call, and cotangents of its results."""
+
+    arrays: Any
+    cotangents: Named
+
+
+def workload_of(
+    kind: Kind,
+    implementation: Implementation,
+    spec: Any,
+    make_inputs: Callable[[int], Inputs],
+    *,
+    flops: float,
+    backward: float = 2.0,
+) -> Workload:
+    """The work of calls with this spec and inputs like those that `make_inputs(seed)` gives.
+
+    `flops` of a forward pass; the `backward` pass takes so many times as many.
+    """
+    platform, shapes = implementation.load(), jax.eval_shape(lambda: make_inputs(0))
+    learned = tuple(_learned(kind, shapes.arrays))
+    table = TOLERANCES[jnp.dtype(shapes.cotangents["out"].dtype).name]
+    run = functools.partial(_run_kernels if is_opaque(platform) else _run_plainly, kind, platform, spec)
+    moved = bytes_of(shapes.arrays) + bytes_of(shapes.cotangents)
+    gradients = bytes_of([getattr(shapes.arrays, name) for name in learned])
+    return Workload(
+        make_inputs=make_inputs,
+        run=run,
+        reference=functools.partial(_reference, kind, spec),
+        tolerances=dict.fromkeys(kind.results, table["forward"]) | dict.fromkeys(learned, table["gradient"]),
+        forward=kind.results,
+        # The fields of a configuration that are tuned one after the other, and whether the forward pass alone decides.
+        parts=tuple(
+            Part(field, kind.results if direction == FORWARD else learned)
+            for field, direction in getattr(platform, "PARTS", {}).items()
+        ),
+        costs={
+            FORWARD: Cost(flops, moved),
+            BOTH: Cost((1.0 + backward) * flops, 2 * moved + gradients),
+        },
+        launches=functools.partial(_launches, run, make_inputs)
+        if implementation.platform is Platform.TRITON
+        else None,
+    )
+
+
+def step_workload_of(
+    kind: Kind,
+    implementation: Implementation,
+    problem: Problem,
+    spec: Any,
+    make_inputs: Callable[[int], Any],
+    *,
+    flops: float,
+) -> Workload:
+    """The work of steps: one token of every row, and of a pool as many states as there are rows."""
+    shapes = jax.eval_shape(lambda: make_inputs(0))
+    main = getattr(shapes, kind.learned[0])
+    out = jax.eval_shape(lambda: kind.by_name(kind.reference(make_inputs(0), spec)))["out"]
+    share = problem.dim("B") / problem.dim("slots") if problem.flag("slots") else 1.0
+    moved = 2 * share * bytes_of(shapes.state) + bytes_of(shapes._replace(state=None))
+    table = {
+        name: TOLERANCES[x.dtype.name]["forward"] for name, x in (("out", main), ("state", shapes.state))
+    }
+    return Workload(
+        make_inputs=make_inputs,
+        run=functools.partial(_run_step, kind, implementation.load(), spec),
+        reference=lambda arrays: kind.by_name(kind.reference(arrays, spec)),
+        tolerances=table,
+        forward=kind.results,
+        costs={FORWARD: Cost(flops, moved + math.prod(out.shape) * main.dtype.itemsize)},
+    )
+
+
+def is_opaque(platform: Any) -> bool:
+    return getattr(platform, "OPAQUE", False)
+
+
+def random_cotangents(kind: Kind, arrays: Any, spec: Any, seed: int) -> Named:
+    """Of the results' shapes, in the dtype of the first array."""
+    results = jax.eval_shape(lambda: kind.by_name(kind.reference(arrays, spec)))
+    keys = jax.random.split(jax.random.key(seed + 1, impl="rbg"), len(results))
+    dtype = getattr(arrays, kind.learned[0]).dtype
+    return {name: jax.random.normal(key, results[name].shape, dtype) for key, name in zip(keys, kind.results)}
+
+
+def exact_results(kind: Kind, spec: Any, inputs: Inputs) -> Named:
+    """Results and gradients by the reference in float32, or in float64 where the operands are."""
+    main = getattr(inputs.arrays, kind.learned[0])
+    wide = jnp.float64 if main.dtype == jnp.float64 else jnp.float32
+    widen = lambda x: x.astype(wide) if jnp.issubdtype(x.dtype, jnp.floating) else x
+    return _differentiated(kind, lambda arrays: kind.reference(arrays, spec), jax.tree.map(widen, inputs))
+
+
+def _learned(kind: Kind, arrays: Any) -> Named:
+    return {name: x for name in kind.learned if (x := getattr(arrays, name)) is not None}
+
+
+def _run_kernels(kind: Kind, platform: Any, spec: Any, inputs: Inputs, config: Any, **execute: Any) -> Named:
+    """Forward and backward by the platform's own functions."""
+    arrays, cotangents = inputs
+    saved = dict(platform.forward(arrays, spec, config, **execute))
+    results = {name: saved.pop(name) for name in kind.results}
+    grads = platform.backward(arrays, spec, config, saved, cotangents, **execute)
+    return results | {name: like(x, getattr(arrays, name)) for name, x in grads.items()}
+
+
+def _run_plainly(kind: Kind, platform: Any, spec: Any, inputs: Inputs, config: Any) -> Named:
+    """Forward and backward of a platform that JAX differentiates."""
+    return _differentiated(kind, lambda arrays: platform.apply(arrays, spec, config), inputs)
+
+
+def _differentiated(kind: Kind, function: Callable[[Any], Any], inputs: Inputs) -> Named:
+    arrays, cotangents = inputs
+    call = lambda learned: kind.by_name(function(arrays._replace(**learned)))
+    results, pull = jax.vjp(call, _learned(kind, arrays))
+    (grads,) = pull({name: cotangents[name].astype(x.dtype) for name, x in results.items()})
+    return results | grads
+
+
+def _reference(kind: Kind, spec: Any, inputs: Inputs) -> Named:
+    return exactly(_of_kind(kind), spec, inputs, getattr(inputs.arrays, kind.learned[0]).dtype)
+
+
+@functools.cache
+def _of_kind(kind: Kind) -> Callable[[Any, Inputs], Named]:
+    """The same function for the same kind, so that it is compiled once."""
+    return functools.partial(exact_results, kind)
+
+
+def _run_step(kind: Kind, platform: Any, spec: Any, arrays: Any, config: Any) -> Named:
+    if not is_opaque(platform):
+        return kind.by_name(platform.step(arrays, spec, config))
+    # It takes exactly one leading axis.
+    lead = {
+        name: x[None] for name, x in arrays._asdict().items() if x is not None and name not in kind.shared
+    }
+    results = kind.by_name(platform.step(arrays._replace(**lead), spec, config))
+    return {name: x[0] for name, x in results.items()}
+
+
+def _launches(run: Callable[..., Any], make_inputs: Callable[[int], Inputs], config: Any) -> list[Any]:
+    """What forward and backward launch; nothing is run."""
+    found: list[Any] = []
+
+    def record(launch: Any, arrays: Mapping[str, Array]) -> Named:
+        if not launch.is_empty:
+            found.append(launch)
+        return {name: jnp.zeros(out.shape, out.dtype) for name, out in launch.outputs.items()}
+
+    jax.eval_shape(lambda: run(make_inputs(0), config, execute=record))
+    return found
+
+
+def bytes_of(tree: Any) -> float:
+    return float(sum(math.prod(x.shape) * x.dtype.itemsize for x in jax.tree.leaves(tree)))
