@@ -11,6 +11,7 @@ from jax import Array, lax
 
 from .._exact import compiled
 from .._tolerances import Tolerance, TOLERANCES
+from ..core.workload import launches_of
 from ..dispatch import BOTH, Cost, FORWARD, Implementation, Part, Platform, Problem, Workload
 from . import reference
 from .example import example_problem as example_problem
@@ -41,17 +42,19 @@ def workload(implementation: Implementation, problem: Problem) -> Workload:
         Part(field, tuple(name for name in names if name in present))
         for field, names in _PARTS.get(implementation.platform, ())
     )
-    collects = implementation.platform is Platform.TRITON
     whole = hasattr(platform, "attend")  # it brings its own derivative, and no lse
+    make = functools.partial(_make_whole_inputs if whole else make_inputs, problem)
     return Workload(
-        make_inputs=functools.partial(_make_whole_inputs if whole else make_inputs, problem),
+        make_inputs=make,
         run=functools.partial(_run_whole if whole else _run, platform, spec),
         reference=functools.partial(_reference, spec),
         tolerances=_tolerances(problem, forward, learned),
         forward=forward,
         parts=tuple(parts),
         costs=costs(problem),
-        launches=functools.partial(_launches, platform, spec, problem) if collects else None,
+        launches=functools.partial(launches_of, functools.partial(_run, platform, spec), make)
+        if implementation.platform is Platform.TRITON
+        else None,
     )
 
 
@@ -89,22 +92,6 @@ def _run_whole(platform: Any, spec: AttentionSpec, inputs: Inputs, config: Any) 
 
     out, pull = jax.vjp(attend, arrays.q, arrays.k, arrays.v)
     return {"out": out, **dict(zip("qkv", pull(dout), strict=True))}
-
-
-def _launches(platform: Any, spec: AttentionSpec, problem: Problem, config: Any) -> list[Any]:
-    """What forward and backward launch; nothing is run."""
-    found: list[Any] = []
-
-    def record(launch: Any, inputs: Mapping[str, Array]) -> dict[str, Array]:
-        if not launch.is_empty:
-            found.append(launch)
-        return {name: jnp.zeros(out.shape, out.dtype) for name, out in launch.outputs.items()}
-
-    def everything() -> dict[str, Array]:
-        return _run(platform, spec, make_inputs(problem, 0), config, execute=record)
-
-    jax.eval_shape(everything)
-    return found
 
 
 def _reference(spec: AttentionSpec, inputs: Inputs) -> dict[str, Array]:

@@ -1,3 +1,4 @@
+from .kind import ForwardKind as ForwardKind
 from .kind import Kind as Kind
 from .kind import Named as Named
 from .kind import StepKind as StepKind

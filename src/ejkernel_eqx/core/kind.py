@@ -10,6 +10,7 @@ Both have `step(arrays, spec, config)` for a family with steps. Results come by 
 """
 
 import dataclasses
+import functools
 from collections.abc import Callable, Mapping
 from typing import Any
 
@@ -18,10 +19,11 @@ import jax.numpy as jnp
 from jax import Array
 from jax.ad_checkpoint import checkpoint_name
 
+from .._errors import UnsupportedError
 from .._jitted import jitted
 from .._kernel import Plan
 from .._reverse_only import FORWARD_MODE, reverse_only
-from ..dispatch import announce, listening, Problem, Selection, withdraw
+from ..dispatch import announce, listening, Platform, Problem, Selection, withdraw
 from ..dispatch.labels import kernel_scope
 from ..parallel import given_of, how_split, match_sharding, match_varying, opaque, over_mesh
 
@@ -50,6 +52,7 @@ class Kind:
     - `shared`: those without leading axes.
     - `saved_of(platform, arrays, spec)`: the axes behind the leading ones of what a forward kernel saves for the backward.
     - `names`: what policies of `jax.checkpoint` know a result by, and, as `"saved"`, what is saved; by default operation and result.
+    - `sliced`: whether a mesh may take heads out of whole arrays, as `parallel.partitioned` has it.
     """
 
     make: Callable[..., Any]
@@ -61,6 +64,7 @@ class Kind:
     shared: frozenset[str] = frozenset()
     saved_of: Callable[[Any, Any, Any], Letters] = _nothing
     names: Mapping[str, str] = dataclasses.field(default_factory=dict)
+    sliced: bool = True
 
     def call(self, plan: Plan, operation: str, arrays: Any, spec: Any) -> Named:
         """The results on the platform that the plan chooses."""
@@ -154,7 +158,11 @@ class Kind:
                     return compute(arrays, chosen.config, given)
 
             axes = self._letters(implementation, self.arrays_of(given), spec)
-            return opaque(merged, axes, axes, split=split, shared=self.shared, summed=summed)(given)
+            shared = self.shared
+            function = opaque(
+                merged, axes, axes, split=split, shared=shared, summed=summed, sliced=self.sliced
+            )
+            return function(given)
 
         return launch
 
@@ -198,6 +206,44 @@ class StepKind(Kind):
             return ({name: grads.get(name) for name in given},)
 
         call.defvjp(call_forward, call_backward)
+        return call
+
+
+@dataclasses.dataclass(frozen=True, eq=False, kw_only=True)
+class ForwardKind(Kind):
+    """A kind without a gradient, for inference: `forward(arrays, spec, config)` on every platform.
+
+    - `refusal`: why there is none, and what to do.
+    """
+
+    refusal: tuple[str, str]
+
+    def _call(self, plan: Plan, operation: str, spec: Any, arrays: Any) -> Named:
+        selection = plan.select(self.problem_of(operation, arrays, spec), quiet=True)
+        implementation, given = selection.implementation.load(), given_of(arrays)
+        if getattr(implementation, "OPAQUE", False):
+            launch = self._launcher(plan, selection, spec)
+            forward = lambda arrays, config, rest: self.by_name(implementation.forward(arrays, spec, config))
+            function, given = functools.partial(launch, forward), match_varying(given, given)
+        else:
+            announce(selection)
+
+            def function(given: Named) -> Named:
+                with kernel_scope(selection):
+                    return implementation.forward(self.make(**given), spec, selection.config)
+
+        return self.refused(operation, selection.platform, function)(given)
+
+    def refused(
+        self, operation: str, platform: Platform, function: Callable[[Named], Named]
+    ) -> Callable[[Named], Named]:
+        """The function, with a clear error where it would be differentiated."""
+        call, (reason, remedy) = jax.custom_jvp(function), self.refusal
+
+        @call.defjvp
+        def refuse(primals: Any, tangents: Any) -> Any:
+            raise UnsupportedError(operation, {platform: reason}, remedy)
+
         return call
 
 

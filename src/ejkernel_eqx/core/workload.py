@@ -56,7 +56,7 @@ def workload_of(
             FORWARD: Cost(flops, moved),
             BOTH: Cost((1.0 + backward) * flops, 2 * moved + gradients),
         },
-        launches=functools.partial(_launches, run, make_inputs)
+        launches=functools.partial(launches_of, run, make_inputs)
         if implementation.platform is Platform.TRITON
         else None,
     )
@@ -157,8 +157,8 @@ def _run_step(kind: Kind, platform: Any, spec: Any, arrays: Any, config: Any) ->
     return {name: x[0] for name, x in results.items()}
 
 
-def _launches(run: Callable[..., Any], make_inputs: Callable[[int], Inputs], config: Any) -> list[Any]:
-    """What forward and backward launch; nothing is run."""
+def launches_of(run: Callable[..., Any], make_inputs: Callable[[int], Any], config: Any) -> list[Any]:
+    """What `run(inputs, config, execute=)` launches; nothing is run."""
     found: list[Any] = []
 
     def record(launch: Any, arrays: Mapping[str, Array]) -> Named:

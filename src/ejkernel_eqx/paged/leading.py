@@ -5,8 +5,7 @@ from collections.abc import Callable
 import jax
 from jax import Array
 
-from .core import axes_of
-from .spec import PagedArrays, PagedSpec, SHARED
+from .spec import axes_of, PagedArrays, PagedSpec, SHARED
 
 Row = Callable[[PagedArrays, PagedSpec], dict[str, Array]]
 

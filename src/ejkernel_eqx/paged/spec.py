@@ -80,6 +80,26 @@ RESULTS = (
 )  # [*, T, H, V] in the dtype of q; [*, T, H] float32 (float64 for float64), natural log, sinks included
 
 
+def axes_of(arrays: PagedArrays, spec: PagedSpec) -> dict[str, tuple[str, ...]]:
+    """The axes behind the leading ones of every array that there may be and of both results; `H<n>` are n heads."""
+    heads, kv_heads = f"H{arrays.q.shape[-2]}", f"H{arrays.k.shape[-2]}"
+    scale = ("P", "p", kv_heads) if spec.scales == "token" else (kv_heads,)
+    return {
+        "q": ("T", heads, "D"),
+        "k": ("P", "p", kv_heads, "Dk"),
+        "v": ("P", "p", kv_heads, "V"),
+        "rope": ("P", "p", kv_heads, "Dr"),
+        "page_table": ("N", "M"),
+        **dict.fromkeys(("q_start", "q_len", "kv_len", "kv_start"), ("N",)),
+        **dict.fromkeys(("k_scale", "v_scale", "rope_scale"), scale),
+        "sinks": (heads,),
+        "slopes": (heads,),
+        "qq_bias": ("Q", "Q2"),
+        "out": ("T", heads, "V"),
+        "lse": ("T", heads),
+    }
+
+
 class WriteArrays(NamedTuple):
     """The arrays of one write into pages, which become the results of the same names.
 

@@ -1,14 +1,13 @@
 """What the tuner needs of attention over pages: representative work, the plain mathematics to check it by, and its cost."""
 
 import functools
-from collections.abc import Mapping
 from typing import Any
 
 import jax
-import jax.numpy as jnp
 from jax import Array
 
 from .._tolerances import TOLERANCES
+from ..core.workload import launches_of
 from ..dispatch import Cost, FORWARD, Implementation, Platform, Problem, Workload
 from . import reference
 from .example import example_problem as example_problem
@@ -21,15 +20,16 @@ _COARSER = ("float64", "float32", "float16", "bfloat16")
 def workload(implementation: Implementation, problem: Problem) -> Workload:
     """The work of one problem on one of the platforms."""
     spec, platform = spec_of(problem), implementation.load()
+    run, make = functools.partial(_run, platform, spec), functools.partial(make_arrays, problem)
     collects = implementation.platform is Platform.TRITON
     return Workload(
-        make_inputs=functools.partial(make_arrays, problem),
-        run=functools.partial(_run, platform, spec),
+        make_inputs=make,
+        run=run,
         reference=functools.partial(_reference, spec),
         tolerances=dict.fromkeys(RESULTS, TOLERANCES[checked_dtype(problem)]["forward"]),
         forward=RESULTS,
         costs=costs(problem),
-        launches=functools.partial(_launches, platform, spec, problem) if collects else None,
+        launches=functools.partial(launches_of, run, make) if collects else None,
     )
 
 
@@ -58,16 +58,3 @@ def _run(
 @functools.partial(jax.jit, static_argnums=0)
 def _reference(spec: PagedSpec, arrays: PagedArrays) -> dict[str, Array]:
     return reference.attend(arrays, spec)
-
-
-def _launches(platform: Any, spec: PagedSpec, problem: Problem, config: Any) -> list[Any]:
-    """What a configuration launches; nothing is run."""
-    found: list[Any] = []
-
-    def record(launch: Any, inputs: Mapping[str, Array]) -> dict[str, Array]:
-        if not launch.is_empty:
-            found.append(launch)
-        return {name: jnp.zeros(out.shape, out.dtype) for name, out in launch.outputs.items()}
-
-    jax.eval_shape(lambda: _run(platform, spec, make_arrays(problem, 0), config, execute=record))
-    return found

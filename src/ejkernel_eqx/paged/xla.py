@@ -11,9 +11,8 @@ import jax.numpy as jnp
 from jax import Array, lax
 
 from ..parallel import match_varying, opaque, Split
-from .core import axes_of
 from .flat import flatten_rows, gather_chunks, split_pages
-from .spec import PagedArrays, PagedSpec, SHARED
+from .spec import axes_of, PagedArrays, PagedSpec, SHARED
 
 Named = dict[str, Array]
 
