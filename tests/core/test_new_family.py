@@ -1,0 +1,115 @@
+"""What follows from a family's declaration: gradients, mapped calls, steps, meshes, tuning, on a family that the package does not know."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+import ejkernel_eqx as ejx
+from ejkernel_eqx.tuning.recording import invocations_of
+from tests.core.leaky import Arrays, LeakyIntegrator, reference, step, StepArrays
+from tests.meshes import context, HEADS, mesh_of, place, ROWS
+from tests.tolerances import assert_close
+
+platforms = pytest.mark.parametrize("platform", ["xla", "triton-interpret"])
+
+
+def operands(*lead: int, length: int = 7, channels: int = 6) -> tuple[np.ndarray, ...]:
+    rng = np.random.default_rng(0)
+    x, initial = rng.normal(size=(*lead, length, channels)), rng.normal(size=(*lead, channels))
+    return tuple(np.asarray(a, np.float32) for a in (x, rng.uniform(size=channels), initial))
+
+
+def exact(*given: np.ndarray) -> tuple[np.ndarray, ...]:
+    """The results, and the gradients of `loss`, in float64."""
+    with jax.enable_x64(True):
+        wide = [jnp.asarray(a, jnp.float64) for a in given]
+        call = lambda *a: reference(Arrays(*a))
+        grads = jax.grad(lambda *a: loss(*call(*a)), argnums=(0, 1, 2))(*wide)
+        return tuple(map(np.asarray, (*call(*wide), *grads)))
+
+
+def loss(out, final):
+    return (out**2).sum() + (final**3).sum()
+
+
+def everything(op: LeakyIntegrator, *given):
+    return (*op(*given), *jax.grad(lambda *a: loss(*op(*a)), argnums=(0, 1, 2))(*given))
+
+
+def assert_exact(found, given):
+    for n, (x, y) in enumerate(zip(found, exact(*given), strict=True)):
+        assert_close(x, y, kind="forward" if n < 2 else "gradient")
+
+
+@pytest.mark.few(3)
+@platforms
+@pytest.mark.parametrize("lead", [(), (3,), (2, 1, 3)])
+def test_results_and_gradients(platform, lead):
+    given = operands(*lead)
+    assert_exact(jax.jit(everything)(LeakyIntegrator(platform), *given), given)
+
+
+@platforms
+def test_mapped_calls_are_one_launch(platform):
+    op, given = LeakyIntegrator(platform), operands(2, 3)
+    mapped = jax.vmap(lambda x, decay, initial: op(x, decay, initial), in_axes=(1, None, 1), out_axes=1)
+    assert_close(jax.jit(mapped)(*given)[0], exact(*given)[0])
+    each = jax.vmap(lambda *a: jax.grad(lambda *a: loss(*op(*a)), argnums=1)(*a), in_axes=(0, None, 0))
+    wanted = [exact(given[0][n], given[1], given[2][n])[3] for n in range(2)]
+    assert_close(jax.jit(each)(*given), np.stack(wanted), kind="gradient")
+    text = str(jax.make_jaxpr(mapped)(*given))
+    assert text.count("ejkernel_interpret") == (platform == "triton-interpret")
+
+
+@platforms
+def test_a_step_is_one_token(platform):
+    op, (x, decay, state) = LeakyIntegrator(platform), operands(5)
+    whole, _ = exact(x, decay, state)[:2]
+    for t in range(x.shape[1]):
+        out, state = jax.jit(op.step)(x[:, t], decay, state)
+        assert_close(out, whole[:, t])
+    total = lambda call, *a: sum((y**2).sum() for y in call(*a))
+    found = jax.grad(lambda *a: total(op.step, *a), argnums=(0, 1, 2))(x[:, 0], decay, np.asarray(state))
+    plain = lambda *a: step(StepArrays(*a))
+    wanted = jax.grad(lambda *a: total(plain, *a), argnums=(0, 1, 2))(x[:, 0], decay, np.asarray(state))
+    for got, want in zip(found, wanted, strict=True):
+        assert_close(got, want, kind="gradient")
+
+
+@pytest.mark.few(2)
+@platforms
+@pytest.mark.parametrize("kind", ["explicit", "explicit without context"])
+def test_split_over_a_mesh(platform, kind):
+    P = jax.sharding.PartitionSpec
+    given, mesh = operands(4), mesh_of(kind)
+    specs = (P(ROWS, None, HEADS), P(HEADS), P(ROWS, HEADS))
+    with context(kind, mesh):
+        found = jax.jit(everything)(LeakyIntegrator(platform), *place(mesh, given, specs))
+    assert_exact(found, given)
+    for x, spec in zip(found, (specs[0], specs[2], *specs), strict=True):
+        assert x.sharding.is_equivalent_to(jax.sharding.NamedSharding(mesh, spec), x.ndim)
+
+
+def test_forward_mode_says_which_platform_has_it():
+    given = operands(2)
+    tangents = tuple(np.ones_like(a) for a in given)
+    got, _ = jax.jvp(LeakyIntegrator("xla"), given, tangents)
+    assert_close(got[0], exact(*given)[0])
+    with pytest.raises(Exception, match="forward mode"):
+        jax.jvp(LeakyIntegrator("triton-interpret"), given, tangents)
+
+
+@platforms
+def test_it_is_tuned_and_explained(platform):
+    op, given = LeakyIntegrator(platform), operands(2)
+    implementation = op.plan.snapshot.implementations[0]
+    (choice,) = {call.problem for call in invocations_of(op, ejx.inputs(*given))}
+    work = implementation.make_workload(choice)
+    assert work is not None
+    inputs, config = work.make_inputs(0), implementation.load().default_config(choice, None)
+    found, wanted = jax.jit(work.run, static_argnums=1)(inputs, config), work.reference(inputs)
+    assert found.keys() == wanted.keys() == work.tolerances.keys()
+    for name, x in found.items():
+        assert_close(x, wanted[name], kind="forward" if name in work.forward else "gradient")
+    assert platform in str(ejx.explain(op, *given))
