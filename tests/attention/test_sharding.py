@@ -20,11 +20,9 @@ from ejkernel_eqx.attention.spec import AttentionGrads
 from ejkernel_eqx.dispatch import Backend, Implementation, Platform
 from tests.attention.cases import xla_tiles
 from tests.attention.dense import normal, quick
+from tests.meshes import COLLECTIVE
 from tests.tolerances import assert_close
 
-COLLECTIVE = re.compile(
-    r"\b(all-gather|all-reduce|all-to-all|collective-permute|reduce-scatter)(?:-start)?\("
-)
 MESHES = {"auto": AxisType.Auto, "explicit": AxisType.Explicit}
 
 

@@ -1,7 +1,6 @@
 import collections
 import dataclasses
 import functools
-import re
 from typing import Any, NamedTuple
 
 import jax
@@ -20,6 +19,7 @@ from ejkernel_eqx.attention.example import example_problem
 from ejkernel_eqx.attention.spec import AttentionArrays, AttentionGrads, AttentionSpec
 from ejkernel_eqx.dispatch import Backend, device_facts, DeviceFacts
 from tests.attention.cases import Case, CASES, EMPTY, every_fourth, EVERYTHING, make, poison, xla_tiles
+from tests.meshes import COLLECTIVE
 from tests.tolerances import assert_close, errors, TOLERANCES
 
 DIFFERENTIABLE = ("q", "k", "v", "bias", "alibi_slopes", "sinks")
@@ -224,11 +224,6 @@ def test_memory_is_linear_in_length(flags, optimised, bias):
         assert analysis is not None
         temporary.append(analysis.temp_size_in_bytes)
     assert temporary[1] <= 2.2 * temporary[0], temporary
-
-
-COLLECTIVE = re.compile(
-    r"\b(all-gather|all-reduce|all-to-all|collective-permute|reduce-scatter)(?:-start)?\("
-)
 
 
 def _place(mesh, arrays):

@@ -1,7 +1,6 @@
 """`project`, the one place where layers multiply by weights: any callable for a projection, any mesh."""
 
 import contextlib
-import re
 from typing import Any
 
 import equinox as eqx
@@ -13,12 +12,10 @@ from jax.sharding import AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 from ejkernel_eqx.nn.projection import project, project_apart
+from tests.meshes import COLLECTIVE
 from tests.recurrence.quick import quick
 from tests.tolerances import assert_close
 
-COLLECTIVE = re.compile(
-    r"\b(all-gather|all-reduce|all-to-all|collective-permute|reduce-scatter)(?:-start)?\("
-)
 IN, OUT = 16, 8
 
 
