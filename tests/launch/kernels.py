@@ -206,3 +206,52 @@ def product_kernel(x, y, out, SIZE: tl.constexpr, PRECISION: tl.constexpr):
     i = tl.arange(0, SIZE)
     at = i[:, None] * SIZE + i[None, :]
     tl.store(out + at, tl.dot(tl.load(x + at), tl.load(y + at), input_precision=PRECISION))
+
+
+@triton.jit
+def parting_kernel(counts, pool, bad, new_pool, sums, steps, BLOCK: tl.constexpr):
+    """Programs whose loops and branches differ, some after they have written; program `bad` reads past the end."""
+    program = tl.program_id(0) * tl.num_programs(1) + tl.program_id(1)
+    i = tl.arange(0, BLOCK)
+    n = tl.load(counts + program)
+    before = tl.load(new_pool + program * BLOCK + i)
+    tl.store(new_pool + program * BLOCK + i, before + 1.0)
+    total = tl.zeros([BLOCK], tl.float32)
+    for k in range(n // 2, n):
+        total += tl.load(counts + i + k * 0).to(tl.float32) * k
+    if n % 3 == 1:
+        now = tl.load(new_pool + program * BLOCK + i)
+        tl.store(new_pool + program * BLOCK + i, now * 2.0)
+    left = n
+    count = 0
+    while left > 1:
+        left = left // 2
+        count += 1
+    tl.store(sums + program * BLOCK + i, total)
+    tl.store(steps + program, count)
+    tl.load(counts + tl.where(program == bad, -1, 0))
+
+
+@triton.jit
+def shapes_kernel(x, y, order, gathered, counted, joined, moved, ROWS: tl.constexpr, COLUMNS: tl.constexpr):
+    """Of each program, its own plane `[ROWS, COLUMNS]`."""
+    plane = tl.program_id(0)
+    row, column = tl.arange(0, ROWS), tl.arange(0, COLUMNS)
+    at = plane * ROWS * COLUMNS + row[:, None] * COLUMNS + column[None, :]
+    given, other = tl.load(x + at), tl.load(y + column[None, :] + 0 * row[:, None])
+    tl.store(gathered + at, tl.gather(given, tl.load(order + at), 0))
+    tl.store(
+        counted + plane * COLUMNS + column,
+        tl.histogram(tl.load(order + plane * ROWS * COLUMNS + row), COLUMNS),
+    )
+    pairs = tl.join(given, other)
+    first, second = tl.split(pairs)
+    tl.store(joined + at, tl.sum(pairs, axis=2) + 2 * first - second)
+    block = tl.make_tensor_descriptor(
+        x + plane * ROWS * COLUMNS,
+        shape=[ROWS - 1, COLUMNS],
+        strides=[COLUMNS, 1],
+        block_shape=[ROWS, COLUMNS],
+    )
+    shifted = block.load([1, 0])
+    tl.store(moved + at, tl.where(row[:, None] < ROWS - 1 - plane, shifted, plane * 1.0))

@@ -2,7 +2,9 @@
 
 import functools
 import importlib
+import math
 import os
+import re
 import subprocess
 import sys
 from typing import Any
@@ -557,3 +559,70 @@ def test_import_needs_neither_triton_nor_jax_triton():
     )
     path = os.pathsep.join(sys.path)
     subprocess.run([sys.executable, "-c", code], check=True, env={**os.environ, "PYTHONPATH": path})
+
+
+# Programs that run together
+
+
+def parting(counts, bad=-1, grid=(10, 13), block=4):
+    count, real = math.prod(grid), jnp.float32
+    return Launch(
+        kernels.parting_kernel,
+        {"counts": S((count,), jnp.int32), "pool": S((count, block), real)},
+        {
+            "new_pool": S((count, block), real),
+            "sums": S((count, block), real),
+            "steps": S((count,), jnp.int32),
+        },
+        {"bad": bad},
+        {"BLOCK": block},
+        grid,
+        aliases={"pool": "new_pool"},
+    )
+
+
+@pytest.mark.parametrize("spread", [1, 3, 40, 130])
+def test_programs_that_part_are_as_alone(spread):
+    """More than run together at once; what is written in place before they part is written once."""
+    count, block = 130, 4
+    counts = np.random.default_rng(spread).integers(0, spread, count).astype(np.int32)
+    pool = np.asarray(array((count, block)))
+    outputs = interpret(parting(counts), {"counts": counts, "pool": pool})
+    doubled = np.where(counts % 3 == 1, 2, 1)[:, None]
+    np.testing.assert_array_equal(outputs["new_pool"], (pool + 1) * doubled)
+    series = np.array([sum(range(n // 2, n)) for n in counts])
+    np.testing.assert_array_equal(outputs["sums"], series[:, None] * counts[:block].astype(np.float32))
+    np.testing.assert_array_equal(outputs["steps"], np.maximum(0, np.log2(np.maximum(counts, 1))).astype(int))
+
+
+@pytest.mark.parametrize("bad", [0, 37, 129])
+def test_of_many_programs_the_one_that_fails_is_named(bad):
+    counts, pool = np.zeros(130, np.int32), np.zeros((130, 4), np.float32)
+    place = re.escape(str((bad // 13, bad % 13, 0)))
+    with pytest.raises(InterpretError, match=rf"program {place} of grid .*load from 'counts' out of bounds"):
+        interpret(parting(counts, bad), {"counts": counts, "pool": pool})
+
+
+def test_every_program_has_its_own_planes():
+    planes, rows, columns = 5, 4, 8
+    x, y = np.asarray(array((planes, rows, columns))), np.asarray(array((columns,), seed=1))
+    order = np.random.default_rng(2).integers(0, rows, x.shape).astype(np.int32)
+    shape = S(x.shape, jnp.float32)
+    launch = Launch(
+        kernels.shapes_kernel,
+        {"x": shape, "y": S((columns,), jnp.float32), "order": S(x.shape, jnp.int32)},
+        {"gathered": shape, "counted": S((planes, columns), jnp.int32), "joined": shape, "moved": shape},
+        {},
+        {"ROWS": rows, "COLUMNS": columns},
+        (planes,),
+    )
+    outputs = interpret(launch, {"x": x, "y": y, "order": order})
+    np.testing.assert_array_equal(outputs["gathered"], np.take_along_axis(x, order, 1))
+    first = order.reshape(planes, -1)[:, :rows]
+    np.testing.assert_array_equal(outputs["counted"], [np.bincount(row, minlength=columns) for row in first])
+    np.testing.assert_allclose(outputs["joined"], 3 * x + y * 0, rtol=1e-6, atol=1e-6)
+    shifted = np.zeros_like(x)
+    shifted[:, : rows - 2] = x[:, 1 : rows - 1]
+    for plane in range(planes):
+        shifted[plane, max(0, rows - 1 - plane) :] = plane
+    np.testing.assert_array_equal(outputs["moved"], shifted)
