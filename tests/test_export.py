@@ -119,7 +119,7 @@ def differentiated(function: Call, *args: Any) -> dict[str, Any]:
 
     def loss(*args):
         out, state = function(*args)
-        weights = jnp.cos(jnp.arange(out.shape[-1], dtype=out.dtype))
+        weights = jnp.cos(jnp.arange(out.shape[-1], dtype=out.dtype))[(None,) * (out.ndim - 1)]
         return jnp.sum(out * weights) + jnp.sum(state * state), (out, state)
 
     grads, (out, state) = jax.grad(loss, tuple(range(len(args))), has_aux=True)(*args)
