@@ -264,7 +264,7 @@ def test_the_rest_of_a_model_trains_beside_pages():
         arrays, static = eqx.partition(parameters["model"], eqx.is_array)
         model = eqx.combine(jax.lax.stop_gradient(arrays), static)
         y, _ = in_place(jax.lax.stop_gradient(parameters["x"]), caches, batch, model)
-        return jnp.sum(y * parameters["head"])
+        return jnp.sum(y * parameters["head"][None])
 
     given = {"model": stacked(), "x": jnp.asarray(inputs()[0]), "head": jnp.ones(expected.shape[-1])}
     gradient = eqx.filter_jit(eqx.filter_grad(loss))(given)

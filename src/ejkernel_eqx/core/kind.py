@@ -214,9 +214,11 @@ class ForwardKind(Kind):
     """A kind without a gradient, for inference: `forward(arrays, spec, config)` on every platform.
 
     - `refusal`: why there is none, and what to do.
+    - `wanted(spec)`: the results that leave a call; others may be infinite, which the setting `jax_debug_infs` would see.
     """
 
     refusal: tuple[str, str]
+    wanted: Callable[[Any], tuple[str, ...]]
 
     def _call(self, plan: Plan, operation: str, spec: Any, arrays: Any) -> Named:
         selection = plan.select(self.problem_of(operation, arrays, spec), quiet=True)
@@ -232,7 +234,8 @@ class ForwardKind(Kind):
                 with kernel_scope(selection):
                     return implementation.forward(self.make(**given), spec, selection.config)
 
-        return self.refused(operation, selection.platform, function)(given)
+        results = self.refused(operation, selection.platform, function)(given)
+        return {name: results[name] for name in self.wanted(spec)}
 
     def refused(
         self, operation: str, platform: Platform, function: Callable[[Named], Named]

@@ -64,6 +64,7 @@ ATTEND = ForwardKind(
     learned=(),
     shared=SHARED,
     sliced=False,  # to take a head out of pages is to copy all of them
+    wanted=lambda spec: RESULTS if spec.return_lse else RESULTS[:1],
     refusal=(
         "attention over pages is for inference and has no gradient",
         "To differentiate, gather keys and values (`cache.gather()`) and call ejkernel_eqx.FlashAttention; to use the result as a "
@@ -74,8 +75,7 @@ ATTEND = ForwardKind(
 
 def attend(plan: Plan, operation: str, arrays: PagedArrays, spec: PagedSpec) -> Named:
     """`out`, and `lse` where it is asked for, on the platform that the plan chooses."""
-    results = ATTEND.call(plan, operation, arrays, spec)
-    return results if spec.return_lse else {"out": results["out"]}
+    return ATTEND.call(plan, operation, arrays, spec)
 
 
 def writer(plan: Plan, operation: str, arrays: PagedArrays, spec: PagedSpec) -> Writer:
