@@ -204,8 +204,8 @@ def make_plan(operation: str, *, platform: "str | Platform | None" = None, confi
 class Kernel(eqx.Module):
     """Base of every operation: an `eqx.Module` whose static `plan` carries the platform and the configuration.
 
-    A subclass is final, names its `operation`, makes its `plan` in `__init__` (`make_plan`) and asks it in `__call__`
-    (`self.plan.select(problem)`).
+    A subclass is final, names its `operation`, makes its `plan` in `__init__` (`make_plan`) and gives it to its family's call, which asks
+    it (`plan.select(problem)`).
     """
 
     operation: ClassVar[str]

@@ -91,6 +91,16 @@ def test_split_over_a_mesh(platform, kind):
         assert x.sharding.is_equivalent_to(jax.sharding.NamedSharding(mesh, spec), x.ndim)
 
 
+def test_a_gradient_that_a_platform_forgets_is_not_zero(monkeypatch):
+    op, given = LeakyIntegrator("triton-interpret"), operands(2, length=3)
+    platform = op.plan.snapshot.implementations[0].load()
+    whole = platform.backward
+    forgetful = lambda *args: {name: x for name, x in whole(*args).items() if name != "decay"}
+    monkeypatch.setattr(platform, "backward", forgetful)
+    with pytest.raises(KeyError, match="decay"):
+        jax.grad(lambda *a: loss(*op(*a)), argnums=1)(*given)
+
+
 def test_forward_mode_says_which_platform_has_it():
     given = operands(2)
     tangents = tuple(np.ones_like(a) for a in given)

@@ -256,7 +256,7 @@ def test_samples_do_not_depend_on_neighbours(examples, engine):
     _check_empty(engine)
 
 
-@pytest.mark.few(1)
+@pytest.mark.slow
 def test_cancelling_changes_nothing_for_the_others(engine):
     """In the queue, within the prompt and while decoding."""
     requests = [(bytes(range(25)), 10), *_requests(2, 7, most=12)]

@@ -255,3 +255,37 @@ def shapes_kernel(x, y, order, gathered, counted, joined, moved, ROWS: tl.conste
     )
     shifted = block.load([1, 0])
     tl.store(moved + at, tl.where(row[:, None] < ROWS - 1 - plane, shifted, plane * 1.0))
+
+
+@triton.jit
+def talking_kernel(x, out):
+    program = tl.program_id(0)
+    value = tl.load(x + program)
+    tl.device_print("value", value)
+    if value > 1:
+        value = value * 2
+    else:
+        value = value - 1
+    tl.store(out + program, value)
+
+
+@triton.jit
+def counting_kernel(x, out):
+    program = tl.program_id(0)
+    total = 0.0
+    for _ in range(int(tl.load(x + program))):
+        total += 1.0
+    tl.store(out + program, total)
+
+
+@triton.jit
+def rows_kernel(x, rows, out, scattered, R: tl.constexpr, C: tl.constexpr, N: tl.constexpr):
+    """Rows anywhere, by a descriptor; out of bounds there is 0."""
+    source = tl.make_tensor_descriptor(x, shape=[R, C], strides=[C, 1], block_shape=[1, C])
+    target = tl.make_tensor_descriptor(scattered, shape=[R, C], strides=[C, 1], block_shape=[1, C])
+    n = tl.arange(0, N)
+    at = tl.program_id(0) * N + n
+    row = tl.load(rows + at)
+    found = source.gather(row, 0)
+    tl.store(out + at[:, None] * C + tl.arange(0, C)[None, :], found)
+    target.scatter(found, row, 0)

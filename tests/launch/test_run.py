@@ -581,8 +581,22 @@ def parting(counts, bad=-1, grid=(10, 13), block=4):
     )
 
 
+@pytest.fixture
+def groups(monkeypatch):
+    """How many programs ran together, every time that some did."""
+    interpreter, found = importlib.import_module("ejkernel_eqx.launch._interpreter"), []
+    run_some = interpreter._run
+
+    def counted(body, arguments, programs, depth):
+        found.append(len(programs))
+        return run_some(body, arguments, programs, depth)
+
+    monkeypatch.setattr(interpreter, "_run", counted)
+    return found
+
+
 @pytest.mark.parametrize("spread", [1, 3, 40, 130])
-def test_programs_that_part_are_as_alone(spread):
+def test_programs_that_part_are_as_alone(spread, groups):
     """More than run together at once; what is written in place before they part is written once."""
     count, block = 130, 4
     counts = np.random.default_rng(spread).integers(0, spread, count).astype(np.int32)
@@ -593,6 +607,7 @@ def test_programs_that_part_are_as_alone(spread):
     series = np.array([sum(range(n // 2, n)) for n in counts])
     np.testing.assert_array_equal(outputs["sums"], series[:, None] * counts[:block].astype(np.float32))
     np.testing.assert_array_equal(outputs["steps"], np.maximum(0, np.log2(np.maximum(counts, 1))).astype(int))
+    assert groups == [64, 64, 2] if spread == 1 else max(groups) == 64 and len(groups) > 3
 
 
 @pytest.mark.parametrize("bad", [0, 37, 129])
@@ -603,7 +618,7 @@ def test_of_many_programs_the_one_that_fails_is_named(bad):
         interpret(parting(counts, bad), {"counts": counts, "pool": pool})
 
 
-def test_every_program_has_its_own_planes():
+def test_every_program_has_its_own_planes(groups):
     planes, rows, columns = 5, 4, 8
     x, y = np.asarray(array((planes, rows, columns))), np.asarray(array((columns,), seed=1))
     order = np.random.default_rng(2).integers(0, rows, x.shape).astype(np.int32)
@@ -626,3 +641,41 @@ def test_every_program_has_its_own_planes():
     for plane in range(planes):
         shifted[plane, max(0, rows - 1 - plane) :] = plane
     np.testing.assert_array_equal(outputs["moved"], shifted)
+    assert groups == [planes], "what no program does alone, all do together"
+
+
+def simple(kernel, x, **options: Any):
+    shape = S(x.shape, x.dtype)
+    return interpret(Launch(kernel, {"x": shape}, {"out": shape}, {}, {}, x.shape, **options), {"x": x})[
+        "out"
+    ]
+
+
+def test_programs_that_part_print_once(capfd):
+    x = np.arange(4, dtype=np.float32)
+    np.testing.assert_array_equal(simple(kernels.talking_kernel, x), [-1, 0, 4, 6])
+    lines = sorted(line for line in capfd.readouterr().out.splitlines() if "value" in line)
+    assert [line.split()[:3] for line in lines] == [[f"({n},", "0,", "0)"] for n in range(4)]
+
+
+def test_a_number_that_is_none_fails_and_ends():
+    np.testing.assert_array_equal(simple(kernels.counting_kernel, np.float32([1, 3, 3])), [1, 3, 3])
+    with pytest.raises(InterpretError, match=r"program \(1, 0, 0\).*NaN"):
+        simple(kernels.counting_kernel, np.float32([1, np.nan, np.nan]))
+
+
+def test_rows_by_a_descriptor(groups):
+    x, rows = np.asarray(array((12, 8))), np.random.default_rng(0).permutation(16).astype(np.int32)
+    launch = Launch(
+        kernels.rows_kernel,
+        {"x": S(x.shape, jnp.float32), "rows": S(rows.shape, jnp.int32)},
+        {"out": S((16, 8), jnp.float32), "scattered": S(x.shape, jnp.float32)},
+        {},
+        {"R": 12, "C": 8, "N": 8},
+        (2,),
+    )
+    outputs = interpret(launch, {"x": x, "rows": rows})
+    expected = np.where((rows < 12)[:, None], x[np.minimum(rows, 11)], 0)
+    np.testing.assert_array_equal(outputs["out"], expected)
+    np.testing.assert_array_equal(outputs["scattered"], x)
+    assert groups == [2]

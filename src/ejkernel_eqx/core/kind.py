@@ -6,7 +6,7 @@ axes. An opaque one has, with exactly one leading axis on all arrays but shared 
 - `forward(arrays, spec, config, *, save)`, which gives the results by name, and where asked to `save` what its backward needs of them beside;
 - `backward(arrays, spec, config, saved, cotangents)`, which gives the gradient of every float array that there is, by name.
 
-Both have `step(arrays, spec, config)` for a family with steps. Results come by name, or in order.
+Both have `step(arrays, spec, config)` for a family with steps. Results of `apply` and `step` come by name, or in order.
 """
 
 import dataclasses
@@ -134,7 +134,9 @@ class Kind:
             given, saved = residuals
             named = {f"{_COTANGENT}{name}": x for name, x in cotangents.items()}
             grads = _with(_GRADIENT, launch(backward, given | saved | named, summed=True))
-            return ({name: like(grads[name], x) if name in grads else None for name, x in given.items()},)
+            return (
+                {name: like(grads[name], x) if name in self.learned else None for name, x in given.items()},
+            )
 
         call.defvjp(call_forward, call_backward)
         return call

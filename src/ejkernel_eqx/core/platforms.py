@@ -76,11 +76,12 @@ class Plain:
 
 
 class Interpreted:
-    """Platform `triton-interpret` of a family: everything of its Triton platform, interpreted on the host. Slow; for checking."""
+    """Platform `triton-interpret` of a family: `forward`, `backward` and `step` of its Triton platform, interpreted on the host. Slow; for
+    checking. What its kernels cannot do, save and are tuned by is as there."""
 
     OPAQUE = True
     VERSION = 1
-    NOTE = "interpreted on the host, program by program: for checking, not for speed"
+    NOTE = "interpreted on the host: for checking, not for speed"
     config_type: Any
     unsupported: Callable[[Problem, DeviceFacts], str | None]
     forward: Callable[..., Any]

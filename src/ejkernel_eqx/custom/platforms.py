@@ -24,7 +24,7 @@ PLATFORMS = {
     Platform.XLA: (Backend.ANY, 10),
     Platform.TRITON_INTERPRET: (Backend.ANY, -10),
 }
-_INTERPRETED = "interpreted on the host, program by program: for checking, not for speed"
+_INTERPRETED = "interpreted on the host: for checking, not for speed"
 
 
 @dataclasses.dataclass(frozen=True)

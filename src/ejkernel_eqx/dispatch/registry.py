@@ -21,7 +21,8 @@ _HOOKS = ("unsupported", "default_config", "candidates", "config_type")
 class Implementation:
     """One platform's answer to one operation.
 
-    `target` is a module or object (or its name, `"package.module"` or `"package.module:object"`, imported on first use)
+    `target` is a module or object (or its name, `"package.module"` or `"package.module:object"`, imported on first use; of a module that has
+    one, its `platform`)
     that answers, as pure functions of a `Problem` and `DeviceFacts`:
     `unsupported(problem, device) -> str | None`, `default_config(problem, device)`, `candidates(problem, device)`, and
     names its configuration class in `config_type`. It may also have `unavailable(device) -> str | None` (why nothing runs there),
@@ -91,7 +92,10 @@ class Implementation:
 def _load(target: str) -> Any:
     module, _, name = target.partition(":")
     loaded: ModuleType = importlib.import_module(module)
-    return getattr(loaded, name) if name else getattr(loaded, "platform", loaded)
+    if name:
+        return getattr(loaded, name)
+    inside = getattr(loaded, "platform", None)
+    return inside if all(hasattr(inside, hook) for hook in _HOOKS) else loaded
 
 
 class KernelRegistry:

@@ -9,8 +9,9 @@ instead (`_numpy_builder.py`). Three things make a kernel's source run unchanged
   `JITFunction` runs its rewritten body. Everything is put back at the end;
 - reductions and scans are computed on whole arrays, in the compiler's tree order for a general combine function.
 
-Programs of a grid run together, every array with a first axis for them, as long as they take the same way: where a branch or the bounds of a
-loop differ (`Parted`), what they stored is taken back, and those that agree start again together.
+Programs of a grid run together, every array with a first axis for them, as long as they take the same way: where
+a branch or the bounds of a loop differ (`Parted`), what they stored and printed is taken back, and those that agree
+start again together. If one fails, they start again one by one.
 
 Stricter than a device, on purpose: addresses are virtual and every access is checked, a masked load without `other`
 gives poison, inputs cannot be written, and a block of several elements has no truth value. More lenient:
@@ -77,9 +78,11 @@ def _run(body, arguments, programs, depth):
     BUILDER.programs = programs
     alone = len(programs) == 1
     BUILDER.memory.begin(revocable=not alone)
+    BUILDER.lines = []
     try:
         body(**arguments)
     except Parted as parted:
+        assert not alone, "a program by itself agrees with itself"
         BUILDER.memory.take_back()
         values = parted.values.reshape(len(programs), -1)
         _, group = np.unique(values, axis=0, return_inverse=True)
@@ -90,9 +93,11 @@ def _run(body, arguments, programs, depth):
         if not alone:  # by itself, the one that fails is known
             BUILDER.memory.take_back()
             return list(programs[:, None])
+        BUILDER.print_lines()
         # The caller tells it, once, with the kernel's name.
         error.triton_program = tuple(map(int, programs[0]))  # pyright: ignore[reportAttributeAccessIssue]
         raise
+    BUILDER.print_lines()
     return []
 
 
@@ -101,7 +106,7 @@ def _one(data, what):
     if data.size != data.shape[0]:
         raise ValueError(f"a block of shape {data.shape[1:]} {what}")
     data = data.reshape(-1)
-    if not (data == data[0]).all():
+    if data.size > 1 and np.unique(data).size > 1:  # to it, NaN is one value
         raise Parted(data)
     return data[0]
 

@@ -148,16 +148,20 @@ def _beside(data, rank):
     return data.reshape(data.shape[0], *(1,) * (rank - 1))
 
 
-def _places(base, offsets, strides, extents, block_shape, *, bounded):
+def _along(offset, axis, block_shape):
+    """The indices along one axis of a block that starts at an offset."""
+    along = np.arange(block_shape[axis]).reshape(
+        1, *(n if axis == i else 1 for i, n in enumerate(block_shape))
+    )
+    return _beside(offset.data, len(block_shape) + 1).astype(np.int64) + along
+
+
+def _places(base, indices, strides, extents, block_shape, *, bounded):
     """Addresses of a block in an array of `extents`, and where they lie within the axes that are `bounded`."""
     rank = len(block_shape) + 1
     dtype = base.get_element_ty()
     addresses, inside = _beside(base.data, rank), np.ones((1,) * rank, bool)
-    for axis, (offset, stride, extent) in enumerate(zip(offsets, strides, extents)):
-        along = np.arange(block_shape[axis]).reshape(
-            1, *(n if axis == i else 1 for i, n in enumerate(block_shape))
-        )
-        index = _beside(offset.data, rank).astype(np.int64) + along
+    for axis, (index, stride, extent) in enumerate(zip(indices, strides, extents)):
         step = _beside(stride.data, rank).astype(np.int64) * max(1, dtype.primitive_bitwidth // 8)
         addresses = addresses + (index * step).astype(np.uint64)
         if axis in bounded:
@@ -169,9 +173,9 @@ def _places(base, offsets, strides, extents, block_shape, *, bounded):
 
 class _BlockPointer(BlockPointerHandle):
     def materialize_pointers(self, boundary_check):
-        return _places(
-            self.base, self.offsets, self.strides, self.shape, self.block_shape, bounded=boundary_check
-        )
+        shape = self.block_shape
+        indices = [_along(offset, axis, shape) for axis, offset in enumerate(self.offsets)]
+        return _places(self.base, indices, self.strides, self.shape, shape, bounded=boundary_check)
 
 
 class _Descriptor(TensorDescHandle):
@@ -186,9 +190,21 @@ class _Descriptor(TensorDescHandle):
         assert (self.strides[-1].data == 1).all(), "last dim must be contiguous"
 
     def materialize_pointers(self, offsets):
-        return _places(
-            self.base, offsets, self.strides, self.shape, self.block_shape, bounded=range(self.ndim)
-        )
+        self._check_start(offsets[-1])
+        shape = self.block_shape
+        indices = [_along(offset, axis, shape) for axis, offset in enumerate(offsets)]
+        return _places(self.base, indices, self.strides, self.shape, shape, bounded=range(self.ndim))
+
+    def rows(self, rows, offset):
+        """Addresses of the columns from an offset on of rows anywhere, and where they lie inside."""
+        self._check_start(offset)
+        shape = (rows.data.shape[-1], self.block_shape[-1])
+        indices = [rows.data[..., None].astype(np.int64), _along(offset, 1, shape)]
+        return _places(self.base, indices, self.strides, self.shape, shape, bounded=range(2))
+
+    def _check_start(self, offset):
+        itemsize = self.base.dtype.element_ty.primitive_bitwidth // 8
+        assert (offset.data * itemsize % 16 == 0).all(), "block offset start must be 16-byte aligned"
 
 
 def _binary(operation):
@@ -257,6 +273,7 @@ class NumpyBuilder(InterpreterBuilder):
     def __init__(self):
         super().__init__()
         self.memory = self.programs = None
+        self.lines = []  # what these programs print
         # Overflow checks triple every integer operation, and kernels rely on wrap-around.
         self.options = InterpreterOptions(
             sanitize_overflow=False,
@@ -330,16 +347,31 @@ class NumpyBuilder(InterpreterBuilder):
     create_atomic_cas = create_atomic_rmw = _missing("an atomic")
     create_inline_asm = _missing("inline assembly")
     create_extern_elementwise = _missing("a libdevice function")
-    create_descriptor_gather = create_descriptor_scatter = _missing("a descriptor's gather or scatter")
+
+    def create_descriptor_gather(self, descriptor, rows, offset, result_type):
+        places, inside = descriptor.rows(rows, offset)
+        padding = np.zeros if descriptor.padding == ir.PADDING_OPTION.PAD_ZERO else _poisoned
+        dtype = places.get_element_ty()
+        return self._load(places, inside, Handle(padding((1, 1, 1), numpy_dtype(dtype)), dtype))
+
+    def create_descriptor_scatter(self, descriptor, value, rows, offset):
+        places, inside = descriptor.rows(rows, offset)
+        self._store(places, value, inside)
 
     def create_print(self, prefix, hex, values, isSigned):
-        """One line for each program and value, as on a device."""
+        """One line for each program and value, as on a device; shown when the programs have ended."""
         show = (lambda x: f"0x{x:02x}") if hex else None
         for n, index in enumerate(self.programs):
             for value in values:
                 data = value.data[n if value.data.shape[0] > 1 else 0]
                 text = np.array2string(data, formatter={"all": show} if show else None)
-                print(" ".join(part for part in (str(tuple(map(int, index))), prefix, text) if part))
+                words = (str(tuple(map(int, index))), prefix, text)
+                self.lines.append(" ".join(word for word in words if word))
+
+    def print_lines(self):
+        for line in self.lines:
+            print(line)
+        self.lines = []
 
     # Casts
 
@@ -459,5 +491,7 @@ class NumpyBuilder(InterpreterBuilder):
         shape = np.broadcast_shapes(source.data.shape, real.shape)
         rows = zip(np.broadcast_to(source.data, shape), np.broadcast_to(real, shape))
         # A number outside of the bins is counted nowhere.
-        counts = [np.histogram(row[is_real], bins, (0, bins))[0] for row, is_real in rows]
+        counts = [
+            np.bincount(row[is_real & (row >= 0) & (row < bins)], minlength=bins) for row, is_real in rows
+        ]
         return Handle(np.stack(counts).astype(np.int32), tl.int32)
