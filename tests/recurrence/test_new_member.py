@@ -10,14 +10,13 @@ import pytest
 from jax import Array
 
 import ejkernel_eqx as ejx
-from ejkernel_eqx.core.platforms import register
 from ejkernel_eqx.recurrence.arguments import Frame, frame_of, Operands, step_frame_of
-from ejkernel_eqx.recurrence.operation import plan_of, run, run_step
+from ejkernel_eqx.recurrence.operation import plan_of, register, run, run_step
 from ejkernel_eqx.recurrence.spec import CONSTANT
 from tests.recurrence.quick import quick
 from tests.tolerances import assert_close
 
-register("tests.retention", "ejkernel_eqx.recurrence")
+register("tests.retention")
 
 
 class Retention(ejx.Kernel):

@@ -19,7 +19,7 @@ class Inputs(NamedTuple):
     """The arrays of a call, and cotangents of its results."""
 
     arrays: Any
-    cotangents: Named
+    cotangents: Mapping[str, Any]
 
 
 def workload_of(
@@ -110,7 +110,7 @@ def exact_results(kind: Kind, spec: Any, inputs: Inputs) -> Named:
     return _differentiated(kind, lambda arrays: kind.reference(arrays, spec), jax.tree.map(widen, inputs))
 
 
-def _learned(kind: Kind, arrays: Any) -> Named:
+def _learned(kind: Kind, arrays: Any) -> dict[str, Any]:
     return {name: x for name in kind.learned if (x := getattr(arrays, name)) is not None}
 
 

@@ -9,14 +9,13 @@ from jax.typing import DTypeLike
 from jaxtyping import Float, Int
 
 from .._kernel import Kernel, Plan
-from ..core.platforms import register
 from .arguments import check_scale, check_state_dtype, Frame, frame_of, Operands, step_frame_of
 from .delta import delta_operands, DeltaOptions, GateInputs, with_gate
-from .operation import plan_of, run, run_step
+from .operation import plan_of, register, run, run_step
 from .spec import SCALAR
 
-register("gated_delta_rule", __package__)
-register("delta_rule", __package__)
+register("gated_delta_rule")
+register("delta_rule")
 
 
 class GatedDeltaRule(Kernel):

@@ -9,12 +9,11 @@ from jax.typing import DTypeLike
 from jaxtyping import Float, Int
 
 from .._kernel import Kernel, Plan
-from ..core.platforms import register
 from .arguments import check_scale, check_state_dtype, Frame, frame_of, Operands, step_frame_of
-from .operation import plan_of, run, run_step
+from .operation import plan_of, register, run, run_step
 from .spec import KEY
 
-register("gated_linear_attention", __package__)
+register("gated_linear_attention")
 
 
 class GatedLinearAttention(Kernel):

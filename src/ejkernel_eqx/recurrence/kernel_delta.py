@@ -9,13 +9,12 @@ from jax.typing import DTypeLike
 from jaxtyping import Float, Int
 
 from .._kernel import Kernel, Plan
-from ..core.platforms import register
 from .arguments import check_scale, check_state_dtype, Frame, frame_of, Operands, step_frame_of
 from .delta import delta_operands, DeltaOptions, GateInputs, with_gate
-from .operation import plan_of, run, run_step
+from .operation import plan_of, register, run, run_step
 from .spec import KEY
 
-register("kernel_delta_attention", __package__)
+register("kernel_delta_attention")
 
 
 class KernelDeltaAttention(Kernel):

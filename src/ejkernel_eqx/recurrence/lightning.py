@@ -11,7 +11,6 @@ from jax.typing import DTypeLike
 from jaxtyping import Float, Int
 
 from .._kernel import Kernel, Plan
-from ..core.platforms import register
 from .arguments import (
     accumulator,
     check_scale,
@@ -22,10 +21,10 @@ from .arguments import (
     Operands,
     step_frame_of,
 )
-from .operation import plan_of, run, run_step
+from .operation import plan_of, register, run, run_step
 from .spec import CONSTANT
 
-register("lightning_attention", __package__)
+register("lightning_attention")
 
 _RULES = ("minimax", "fla")
 

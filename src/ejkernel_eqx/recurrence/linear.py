@@ -10,7 +10,6 @@ from jax.typing import DTypeLike
 from jaxtyping import Float, Int
 
 from .._kernel import Kernel, Plan
-from ..core.platforms import register
 from .arguments import (
     array,
     check_scale,
@@ -23,10 +22,10 @@ from .arguments import (
 )
 from .gates import wide
 from .heads import repeat_heads
-from .operation import plan_of, run, run_step
+from .operation import plan_of, register, run, run_step
 from .spec import CONSTANT, KEY, NONE, SCALAR, VALUE
 
-register("linear_attention", __package__)
+register("linear_attention")
 
 
 class LinearAttention(Kernel):

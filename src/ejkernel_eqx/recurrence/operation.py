@@ -8,9 +8,15 @@ from jax import Array
 
 from .._inputs import as_inputs
 from .._kernel import Kernel, make_plan, Plan, settle
+from ..core import platforms
 from .arguments import build, build_step, check_heads, Frame, Operands, read_pool
 from .core import recur, step
 from .spec import heads_of
+
+
+def register(operation: str) -> None:
+    """Registers an operation of this family on all its platforms."""
+    platforms.register(operation, __package__)
 
 
 def plan_of(

@@ -11,13 +11,12 @@ from jaxtyping import Float, Int
 
 from .._broadcast import like
 from .._kernel import Kernel, Plan
-from ..core.platforms import register
 from .arguments import check_state_dtype, fitting, Frame, frame_of, Operands, step_frame_of
 from .gates import check_limit, finite_rate, rms_norm, silu_gated, time_step, wide
-from .operation import plan_of, run, run_step
+from .operation import plan_of, register, run, run_step
 from .spec import SCALAR
 
-register("state_space_v2", __package__)
+register("state_space_v2")
 
 
 class _Inputs(NamedTuple):
