@@ -30,7 +30,7 @@ from tests.launch import kernels
 triton_call = importlib.import_module("ejkernel_eqx.launch.triton_call")
 
 S = jax.ShapeDtypeStruct
-interpret = functools.partial(run, interpret=True)
+interpret: Any = functools.partial(run, interpret=True)  # of numpy arrays, too
 
 
 def array(shape, dtype=jnp.float32, seed=0):
@@ -659,9 +659,9 @@ def test_programs_that_part_print_once(capfd):
 
 
 def test_a_number_that_is_none_fails_and_ends():
-    np.testing.assert_array_equal(simple(kernels.counting_kernel, np.float32([1, 3, 3])), [1, 3, 3])
+    np.testing.assert_array_equal(simple(kernels.counting_kernel, np.array([1, 3, 3], np.float32)), [1, 3, 3])
     with pytest.raises(InterpretError, match=r"program \(1, 0, 0\).*NaN"):
-        simple(kernels.counting_kernel, np.float32([1, np.nan, np.nan]))
+        simple(kernels.counting_kernel, np.array([1, np.nan, np.nan], np.float32))
 
 
 def test_rows_by_a_descriptor(groups):
