@@ -19,6 +19,7 @@ from .._jitted import jitted
 from .._kernel import Plan
 from .._reverse_only import reverse_only
 from .._sizes import is_symbolic
+from ..core import is_opaque
 from ..dispatch import announce, listening, Problem, Selection
 from ..dispatch.labels import kernel_scope
 from ..parallel import how_split, match_varying
@@ -69,7 +70,7 @@ def _attend(
     call = _differentiable(plan, selection, spec, finite)
     # Inside `shard_map` a gradient varies over every axis that any array does: so must the arrays that it belongs to.
     arrays = reverse_only(match_varying(arrays, arrays), operation, selection.platform, _FORWARD_MODE)
-    run = call if getattr(platform, "OPAQUE", False) else functools.partial(over_mesh, call)
+    run = call if is_opaque(platform) else functools.partial(over_mesh, call)
     out, lse = run(arrays) if arrays.bias is None else fold_first(run, arrays)
     return out, lse if spec.return_lse else None
 
@@ -131,7 +132,7 @@ def _differentiable(
     `finite`: what is kept for the backward has no infinities. Outside of `jit` the setting `jax_debug_infs` sees them there.
     """
     platform, implementation = selection.platform, selection.implementation.load()
-    opaque = getattr(implementation, "OPAQUE", False)
+    opaque = is_opaque(implementation)
 
     def choose(arrays: AttentionArrays) -> Selection:
         """For an opaque kernel by the shapes of the launch: all leading axes are merged by now."""

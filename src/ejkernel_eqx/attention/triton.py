@@ -9,8 +9,9 @@ import jax
 import jax.numpy as jnp
 from jax import Array
 
+from ..core.platforms import kernels_unavailable
 from ..dispatch import DeviceFacts, Problem
-from ..launch import Launch, run, triton_unavailable
+from ..launch import Launch, run
 from . import tile_table, triton_backward, triton_forward, triton_tiles
 from .cotangents import clean_cotangent, row_terms, sinks_gradient
 from .philox import threshold
@@ -74,10 +75,7 @@ config_type = TritonConfig
 _SMALLEST = TileConfig(16, 16, 4, 1)
 
 
-def unavailable(device: DeviceFacts) -> str | None:
-    if device.vendor == "nvidia" and device.capability < (8, 0):
-        return f"needs compute capability 8.0 or newer, the device has {device.compute_capability or 'none'}"
-    return triton_unavailable()
+unavailable = kernels_unavailable
 
 
 def unsupported(problem: Problem, device: DeviceFacts) -> str | None:

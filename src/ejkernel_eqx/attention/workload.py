@@ -1,7 +1,6 @@
 """What the tuner needs of attention: representative work, the plain mathematics to check it by, and its cost."""
 
 import functools
-import math
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -11,7 +10,7 @@ from jax import Array, lax
 
 from .._exact import compiled
 from .._tolerances import Tolerance, TOLERANCES
-from ..core.workload import launches_of
+from ..core.workload import bytes_of, launches_of
 from ..dispatch import BOTH, Cost, FORWARD, Implementation, Part, Platform, Problem, Workload
 from . import reference
 from .example import example_problem as example_problem
@@ -173,14 +172,10 @@ def costs(problem: Problem) -> dict[str, Cost]:
     flops = 2.0 * visible_scores(problem) * heads * dims
     arrays, dout, dlse = jax.eval_shape(lambda: make_inputs(problem, 0))
     lse = 4 * problem.dim("B") * heads * problem.dim("T")
-    forward = _bytes(arrays) + _bytes(dout) + lse
-    gradients = sum(_bytes(getattr(arrays, name)) for name in LEARNED)
+    forward = bytes_of(arrays) + bytes_of(dout) + lse
+    gradients = sum(bytes_of(getattr(arrays, name)) for name in LEARNED)
     return {
         FORWARD: Cost(flops, forward),
         # The backward makes the scores again: five products for the forward's two.
-        BOTH: Cost(3.5 * flops, forward + _bytes((dout, dlse)) + gradients),
+        BOTH: Cost(3.5 * flops, forward + bytes_of((dout, dlse)) + gradients),
     }
-
-
-def _bytes(tree: Any) -> float:
-    return float(sum(math.prod(x.shape) * x.dtype.itemsize for x in jax.tree.leaves(tree)))

@@ -73,7 +73,7 @@ class Kind:
     def _call(self, plan: Plan, operation: str, spec: Any, arrays: Any) -> Named:
         selection = plan.select(self.problem_of(operation, arrays, spec), quiet=True)
         platform, given = selection.implementation.load(), given_of(arrays)
-        if getattr(platform, "OPAQUE", False):
+        if is_opaque(platform):
             given = reverse_only(match_varying(given, given), operation, selection.platform, FORWARD_MODE)
             return self._opaque(plan, selection, spec)(given)
 
@@ -116,14 +116,14 @@ class Kind:
         @jax.custom_vjp
         def call(given: Named) -> Named:
             with listening(undifferentiated.append):
-                return launch(lambda *args: forward(False, *args), given)
+                return launch(functools.partial(forward, False), given)
 
         def call_forward(given: Named) -> tuple[Named, tuple[Named, Named]]:
             for known in undifferentiated:
                 withdraw(known)
             results = {
                 name: checkpoint_name(x, self._name(operation, name))
-                for name, x in launch(lambda *args: forward(True, *args), given).items()
+                for name, x in launch(functools.partial(forward, True), given).items()
             }
             saved = {name: results.pop(name) for name in list(results) if name not in self.results}
             return results, (given, saved)
@@ -160,9 +160,8 @@ class Kind:
                     return compute(arrays, chosen.config, given)
 
             axes = self._letters(implementation, self.arrays_of(given), spec)
-            shared = self.shared
             function = opaque(
-                merged, axes, axes, split=split, shared=shared, summed=summed, sliced=self.sliced
+                merged, axes, axes, split=split, shared=self.shared, summed=summed, sliced=self.sliced
             )
             return function(given)
 
@@ -225,7 +224,7 @@ class ForwardKind(Kind):
     def _call(self, plan: Plan, operation: str, spec: Any, arrays: Any) -> Named:
         selection = plan.select(self.problem_of(operation, arrays, spec), quiet=True)
         implementation, given = selection.implementation.load(), given_of(arrays)
-        if getattr(implementation, "OPAQUE", False):
+        if is_opaque(implementation):
             launch = self._launcher(plan, selection, spec)
             forward = lambda arrays, config, rest: self.by_name(implementation.forward(arrays, spec, config))
             function, given = functools.partial(launch, forward), match_varying(given, given)
@@ -250,6 +249,11 @@ class ForwardKind(Kind):
             raise UnsupportedError(operation, {platform: reason}, remedy)
 
         return call
+
+
+def is_opaque(platform: Any) -> bool:
+    """Whether JAX cannot look into its kernels."""
+    return getattr(platform, "OPAQUE", False)
 
 
 def _with(prefix: str, given: Named) -> Named:

@@ -12,7 +12,7 @@ from jax import Array
 from .._exact import exactly
 from .._tolerances import TOLERANCES
 from ..dispatch import BOTH, Cost, FORWARD, Implementation, Part, Platform, Problem, Workload
-from .kind import Kind, like, Named
+from .kind import is_opaque, Kind, like, Named
 
 
 class Inputs(NamedTuple):
@@ -88,10 +88,6 @@ def step_workload_of(
         forward=kind.results,
         costs={FORWARD: Cost(flops, moved + math.prod(out.shape) * main.dtype.itemsize)},
     )
-
-
-def is_opaque(platform: Any) -> bool:
-    return getattr(platform, "OPAQUE", False)
 
 
 def random_cotangents(kind: Kind, arrays: Any, spec: Any, seed: int) -> Named:

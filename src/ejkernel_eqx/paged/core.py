@@ -7,7 +7,7 @@ from jax import Array
 
 from .._jitted import compiled_once
 from .._kernel import Plan
-from ..core import ForwardKind
+from ..core import ForwardKind, is_opaque
 from ..dispatch import Implementation, Problem
 from ..parallel import how_split, match_varying, opaque, Split
 from . import reference
@@ -82,7 +82,7 @@ def writer(plan: Plan, operation: str, arrays: PagedArrays, spec: PagedSpec) -> 
     """How the platform that the plan chooses for this call writes new tokens into its pages."""
     selection = plan.select(problem_of(operation, arrays, spec), quiet=True)
     platform = selection.implementation.load()
-    if not getattr(platform, "OPAQUE", False):
+    if not is_opaque(platform):
         return write
     names = tuple((name, letters) for name, letters in axes_of(arrays, spec).items())
     return compiled_once(_write, selection.implementation, how_split(selection.platform, plan.device), names)

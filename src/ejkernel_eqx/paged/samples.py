@@ -9,6 +9,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax import Array
 
+from ..core.workload import bytes_of
 from ..dispatch import Problem
 from .spec import PagedArrays, PagedSpec
 
@@ -137,9 +138,9 @@ def _random(problem: Problem, pages: int, key: Array) -> dict[str, Array]:
 def moved_bytes(problem: Problem, spec: PagedSpec) -> float:
     """Queries, results and tables once, and each sequence's keys that are seen."""
     shapes = jax.eval_shape(lambda: make_arrays(problem, 0))
-    a_key = sum(_bytes(x) / math.prod(x.shape[:2]) for x in _over_keys(shapes))
+    a_key = sum(bytes_of(x) / math.prod(x.shape[:2]) for x in _over_keys(shapes))
     seen = int(make_batch(problem, 0).seen(spec).astype(np.int64).sum())
-    rest = sum(_bytes(x) for x in shapes if x is not None) - sum(_bytes(x) for x in _over_keys(shapes))
+    rest = sum(bytes_of(x) for x in shapes if x is not None) - sum(bytes_of(x) for x in _over_keys(shapes))
     tokens, heads = problem.dim("T"), problem.dim("H")
     lse = 8 if problem.dtype("q") == "float64" else 4
     results = tokens * heads * (problem.dim("V") * jnp.dtype(problem.dtype("q")).itemsize + lse)
@@ -149,7 +150,3 @@ def moved_bytes(problem: Problem, spec: PagedSpec) -> float:
 def _over_keys(arrays: PagedArrays) -> list[Any]:
     names = ("k", "v", "rope", "k_scale", "v_scale", "rope_scale")
     return [x for x in (getattr(arrays, name) for name in names) if x is not None and x.ndim > 1]
-
-
-def _bytes(x: Any) -> float:
-    return float(math.prod(x.shape) * x.dtype.itemsize)

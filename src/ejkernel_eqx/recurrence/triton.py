@@ -6,8 +6,9 @@ from typing import Any
 
 from jax import Array
 
+from ..core.platforms import kernels_unavailable
 from ..dispatch import BOTH, DeviceFacts, FORWARD, Problem
-from ..launch import run, triton_unavailable
+from ..launch import run
 from . import triton_config, triton_delta, triton_delta_tiles, triton_key, triton_linear, triton_step
 from .spec import KEY, RecurrenceArrays, RecurrenceSpec, StepArrays, StepSpec, VALUE
 from .triton_call import Execute
@@ -51,10 +52,7 @@ def _tiles(problem: Problem) -> ModuleType:
     return triton_delta_tiles if problem.flag("delta") and not problem.flag("step") else triton_config
 
 
-def unavailable(device: DeviceFacts) -> str | None:
-    if device.vendor == "nvidia" and device.capability < (8, 0):
-        return f"needs compute capability 8.0 or newer, the device has {device.compute_capability or 'none'}"
-    return triton_unavailable()
+unavailable = kernels_unavailable
 
 
 def unsupported(problem: Problem, device: DeviceFacts) -> str | None:

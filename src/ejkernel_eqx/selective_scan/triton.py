@@ -9,8 +9,9 @@ import jax
 import jax.numpy as jnp
 from jax import Array
 
+from ..core.platforms import kernels_unavailable
 from ..dispatch import DeviceFacts, Problem
-from ..launch import Launch, limits_registers, register_limits_measured, run, triton_unavailable
+from ..launch import Launch, limits_registers, register_limits_measured, run
 from . import triton_backward, triton_forward, triton_step
 from .chunks import chunk_table
 from .spec import PART, parts_of, ScanArrays, ScanSpec, StepArrays
@@ -87,10 +88,7 @@ class TritonConfig:
 config_type = TritonConfig
 
 
-def unavailable(device: DeviceFacts) -> str | None:
-    if device.vendor == "nvidia" and device.capability < (8, 0):
-        return f"needs compute capability 8.0 or newer, the device has {device.compute_capability or 'none'}"
-    return triton_unavailable()
+unavailable = kernels_unavailable
 
 
 def unsupported(problem: Problem, device: DeviceFacts) -> str | None:
