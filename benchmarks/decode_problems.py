@@ -14,7 +14,7 @@ import ejkernel_eqx as ejx
 from benchmarks.prepare import UNTUNED
 from ejkernel_eqx._tolerances import TOLERANCES
 from ejkernel_eqx.paged import reference
-from ejkernel_eqx.paged.quantise import dequantise, LARGEST, quantise
+from ejkernel_eqx.paged.cache.quantise import dequantise, LARGEST, quantise
 from ejkernel_eqx.paged.spec import PagedArrays, PagedSpec
 from ejkernel_eqx.tuning.check import all_errors
 

@@ -22,7 +22,7 @@ from ejkernel_eqx.dispatch import (
     memory_cache,
     Platform,
 )
-from ejkernel_eqx.tuning import roofline as roofline_module
+from ejkernel_eqx.tuning.report import roofline as roofline_module
 
 H200 = DeviceFacts(Backend.GPU, "NVIDIA H200", "nvidia", "9.0", 132)
 

@@ -7,8 +7,8 @@ from typing import Any
 import pytest
 
 from ejkernel_eqx.dispatch import Backend, Cost, DeviceFacts, Problem
-from ejkernel_eqx.tuning import roofline as roofline_module
-from ejkernel_eqx.tuning.roofline import bound_ms, device_peaks, matrix_dtype, Peaks, roofline
+from ejkernel_eqx.tuning.report import roofline as roofline_module
+from ejkernel_eqx.tuning.report.roofline import bound_ms, device_peaks, matrix_dtype, Peaks, roofline
 
 H200 = DeviceFacts(Backend.GPU, "NVIDIA H200", "nvidia", "9.0", 132)
 # Of the driver: clock in kHz, multiprocessors, memory clock in kHz, bus width in bits, compute capability.

@@ -30,7 +30,7 @@ from .dispatch import (
 )
 from .dispatch.labels import label_of
 from .tuning.replace import map_plans, plans_of
-from .tuning.roofline import device_peaks, matrix_dtype, Roofline, roofline
+from .tuning.report.roofline import device_peaks, matrix_dtype, Roofline, roofline
 
 ExampleProblem = Callable[[str, dict[str, int], str, dict[str, Any]], Problem]
 _DTYPE = "bfloat16"

@@ -147,7 +147,7 @@ def test_construction(name):
 
 
 def test_tiles_that_no_kernel_has():
-    triton = pytest.importorskip("ejkernel_eqx.attention.triton")
+    triton = pytest.importorskip("ejkernel_eqx.attention.triton.compiled")
     for sizes, named in (
         ((48, 64, 4, 2), "block_q"),
         ((64, 8, 4, 2), "block_k"),

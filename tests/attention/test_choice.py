@@ -64,7 +64,7 @@ def cut(monkeypatch):
 
 
 def triton_config() -> Any:
-    triton = pytest.importorskip("ejkernel_eqx.attention.triton")
+    triton = pytest.importorskip("ejkernel_eqx.attention.triton.compiled")
     tiles = (triton.TileConfig(*sizes, 4, 1) for sizes in ((16, 32), (32, 16), (16, 16)))
     return triton.TritonConfig(*tiles)
 

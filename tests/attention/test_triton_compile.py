@@ -15,7 +15,7 @@ from ejkernel_eqx.dispatch.device import shared_memory_limit
 from ejkernel_eqx.launch import compile_ahead, Launch, TARGETS
 
 pytest.importorskip("triton")
-from ejkernel_eqx.attention import triton
+from ejkernel_eqx.attention.triton import compiled as triton
 
 DEVICES = {
     "sm_80": DeviceFacts(Backend.GPU, "A100", "nvidia", "8.0", 108, shared_memory_limit("nvidia", "8.0")),

@@ -11,7 +11,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from ejkernel_eqx.attention import tile_table
+from ejkernel_eqx.attention.masks import tile_table
 from ejkernel_eqx.attention.philox import philox_keep
 from ejkernel_eqx.attention.reference import visibility
 from ejkernel_eqx.attention.spec import AttentionArrays, AttentionSpec, RowRanges
@@ -21,8 +21,9 @@ from tests.attention.test_xla import assert_gradient_close, cotangents, DIFFEREN
 from tests.tolerances import assert_close
 
 pytest.importorskip("triton")
-from ejkernel_eqx.attention import triton, triton_interpret
-from ejkernel_eqx.attention.triton import TileConfig, TritonConfig
+from ejkernel_eqx.attention.triton import compiled
+from ejkernel_eqx.attention.triton import interpreted as triton_interpret
+from ejkernel_eqx.attention.triton.compiled import TileConfig, TritonConfig
 
 
 def tiles(*sizes: tuple[int, int]) -> TritonConfig:
@@ -248,7 +249,7 @@ def test_no_grid_is_too_long():
 
     def backward(*arrays):
         given, (out, lse) = AttentionArrays(*arrays[:4]), arrays[4:]
-        return triton.backward(given, AttentionSpec(1.0), TILES[0], out, lse, out, lse, execute=execute)
+        return compiled.backward(given, AttentionSpec(1.0), TILES[0], out, lse, out, lse, execute=execute)
 
     for batch, heads, length, bias in (
         (9000, 8, 16, (9000, 8, 16, 16)),

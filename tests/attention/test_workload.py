@@ -103,7 +103,7 @@ def test_xla_agrees_with_the_reference(name):
 
 def test_the_triton_kernels_agree_with_the_reference():
     pytest.importorskip("triton")
-    from ejkernel_eqx.attention.triton import TileConfig, TritonConfig
+    from ejkernel_eqx.attention.triton.compiled import TileConfig, TritonConfig
 
     of = problem(flags=dict(bias="HTS", sinks=True, segments=True, lse=True), B=1, T=32, H=2, K=1)
     tuned = work(of, "triton-interpret")
@@ -134,7 +134,7 @@ def test_the_reference_never_holds_all_scores():
 
 def test_launches_are_those_of_the_configuration():
     pytest.importorskip("triton")
-    from ejkernel_eqx.attention.triton import TileConfig, TritonConfig
+    from ejkernel_eqx.attention.triton.compiled import TileConfig, TritonConfig
 
     config = TritonConfig(TileConfig(64, 32, 4, 2), TileConfig(32, 128, 8, 3), TileConfig(128, 16, 4, 1))
     launches = work(problem("bfloat16", dict(bias="HTS"), T=100), "triton").launches

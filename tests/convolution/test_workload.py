@@ -100,7 +100,7 @@ TARGETS = {
 )
 def test_defaults_fit(target):
     pytest.importorskip("triton")
-    from ejkernel_eqx.convolution import triton
+    from ejkernel_eqx.convolution.triton import compiled as triton
     from ejkernel_eqx.launch import compile_ahead
 
     sizes, dtype, flags = TARGETS[target]
@@ -125,7 +125,7 @@ def test_defaults_fit(target):
 
 def test_what_triton_does_not_take():
     pytest.importorskip("triton")
-    from ejkernel_eqx.convolution import triton
+    from ejkernel_eqx.convolution.triton import compiled as triton
 
     reason = triton.unsupported(
         example_problem(OPERATION, dict(T=9, C=4, W=9), "float32", {}), DEVICES["sm_90"]

@@ -16,7 +16,7 @@ import pytest
 
 import ejkernel_eqx as ejx
 from ejkernel_eqx.dispatch import device_facts, kernel_registry
-from ejkernel_eqx.paged import write as xla_write
+from ejkernel_eqx.paged.cache import write as xla_write
 from ejkernel_eqx.paged.core import problem_of
 from ejkernel_eqx.paged.example import example_problem
 from ejkernel_eqx.paged.spec import PagedArrays, PagedSpec, PAGES, SCALES, WriteArrays

@@ -15,7 +15,7 @@ from jax.sharding import PartitionSpec as P
 
 from ejkernel_eqx.launch import Launch, run
 from ejkernel_eqx.paged.spec import WriteArrays
-from ejkernel_eqx.paged.triton_write import write
+from ejkernel_eqx.paged.triton.write_kernel import write
 from tests.launch import kernels
 
 triton_call = importlib.import_module("ejkernel_eqx.launch.triton_call")

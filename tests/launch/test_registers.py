@@ -13,9 +13,9 @@ from ejkernel_eqx.selective_scan.example import example_problem as scan_problem
 from tests.compiled import DEVICES
 
 pytest.importorskip("triton")
-from ejkernel_eqx.attention import triton as attention
-from ejkernel_eqx.paged import triton as paged
-from ejkernel_eqx.selective_scan import triton as scan
+from ejkernel_eqx.attention.triton import compiled as attention
+from ejkernel_eqx.paged.triton import compiled as paged
+from ejkernel_eqx.selective_scan.triton import compiled as scan
 
 PAGES = {"N": 64, "H": 32, "K": 8, "D": 128, "S": 4096}
 CASES = {

@@ -81,7 +81,7 @@ def test_words_that_do_not_fit(dims, flags, word):
 def test_defaults_fit(target):
     pytest.importorskip("triton")
     from ejkernel_eqx.launch import compile_ahead
-    from ejkernel_eqx.normalization import triton
+    from ejkernel_eqx.normalization.triton import compiled as triton
 
     sizes, flags = {
         "sm_80": (dict(B=4, M=4096, F=4096), {}),
@@ -110,7 +110,7 @@ def test_defaults_fit(target):
 
 def test_what_triton_does_not_take():
     pytest.importorskip("triton")
-    from ejkernel_eqx.normalization import triton
+    from ejkernel_eqx.normalization.triton import compiled as triton
 
     wide = example_problem(OPERATION, dict(M=1, F=20000), "bfloat16", {})
     reason = triton.unsupported(wide, DEVICES["sm_90"])

@@ -7,7 +7,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from ejkernel_eqx.paged.cache import PagedKVCache, PagedLatentCache
+from ejkernel_eqx.paged.cache.cache import PagedKVCache, PagedLatentCache
 from tests.recurrence.quick import quick
 
 PAGES, SIZE = 6, 3

@@ -3,7 +3,7 @@
 import triton
 import triton.language as tl
 
-from ejkernel_eqx.paged.triton_tile import load_pages, locate
+from ejkernel_eqx.paged.triton.tile import load_pages, locate
 
 
 @triton.jit

@@ -10,7 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from ejkernel_eqx import EjkernelError
-from ejkernel_eqx.paged.allocator import OutOfPagesError, PageCopy, PageTable
+from ejkernel_eqx.paged.cache.allocator import OutOfPagesError, PageCopy, PageTable
 
 
 class Sequences:

@@ -10,8 +10,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from ejkernel_eqx.paged.allocator import PageTable
-from ejkernel_eqx.paged.batch import Buckets, RaggedBatch
+from ejkernel_eqx.paged.cache.allocator import PageTable
+from ejkernel_eqx.paged.cache.batch import Buckets, RaggedBatch
 from tests.recurrence.quick import quick
 
 BUCKETS = Buckets((4, 16), (3, 6), (2, 5), (1, 4, 16))

@@ -6,8 +6,8 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from ejkernel_eqx.paged.allocator import PageTable
-from ejkernel_eqx.paged.cache import PagedKVCache, PagedLatentCache
+from ejkernel_eqx.paged.cache.allocator import PageTable
+from ejkernel_eqx.paged.cache.cache import PagedKVCache, PagedLatentCache
 from tests.paged.caches import (
     append,
     arrays,

@@ -6,8 +6,8 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from ejkernel_eqx.paged.batch import RaggedBatch
-from ejkernel_eqx.paged.cache import PagedKVCache, PagedLatentCache
+from ejkernel_eqx.paged.cache.batch import RaggedBatch
+from ejkernel_eqx.paged.cache.cache import PagedKVCache, PagedLatentCache
 
 
 def numbers(*shape, dtype: Any = "float32"):

@@ -9,9 +9,9 @@ import numpy as np
 import pytest
 
 import ejkernel_eqx as ejx
-from ejkernel_eqx.paged.allocator import PageTable
-from ejkernel_eqx.paged.batch import RaggedBatch
-from ejkernel_eqx.paged.cache import PagedKVCache
+from ejkernel_eqx.paged.cache.allocator import PageTable
+from ejkernel_eqx.paged.cache.batch import RaggedBatch
+from ejkernel_eqx.paged.cache.cache import PagedKVCache
 from tests.paged.caches import (
     append,
     arrays,

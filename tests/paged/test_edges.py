@@ -107,8 +107,8 @@ def test_nan_that_is_seen_shows_in_both_results(platform):
 @pytest.mark.parametrize("scales", ["token", "head"])
 def test_nan_is_stored_alike_by_all_who_write(dtype, scales):
     pytest.importorskip("triton")
-    from ejkernel_eqx.paged import triton_interpret
-    from ejkernel_eqx.paged.write import write
+    from ejkernel_eqx.paged.cache.write import write
+    from ejkernel_eqx.paged.triton import interpreted
 
     cache = ejx.PagedKVCache.init(2, 4, 1, 16, dtype=dtype, scales=scales)
     new = normal(3, 2, 1, 16).at[0, 0, 5].set(jnp.nan)
@@ -116,7 +116,7 @@ def test_nan_is_stored_alike_by_all_who_write(dtype, scales):
     given = WriteArrays(
         {name: x for name, x in pages.items() if x is not None}, {"k": new, "v": new}, jnp.array([2, 6])
     )
-    ours, theirs = triton_interpret.platform.write(given), write(given)
+    ours, theirs = interpreted.platform.write(given), write(given)
     for name, x in theirs.items():
         wanted, found = (np.asarray(y).astype(np.float32) for y in (x, ours[name]))
         if scales == "token" and name in (
@@ -130,13 +130,13 @@ def test_nan_is_stored_alike_by_all_who_write(dtype, scales):
 
 def test_a_long_sequence_among_many_short_ones_is_spread_over_the_device():
     pytest.importorskip("triton")
-    from ejkernel_eqx.paged import triton
+    from ejkernel_eqx.paged.triton import compiled
 
     def config_of(**dims: int):
         problem = example_problem(
             "paged_attention", {"H": 32, "K": 8, "D": 128, "p": 16, **dims}, "bfloat16", {}
         )
-        return triton.default_config(problem, H200)
+        return compiled.default_config(problem, H200)
 
     many = config_of(N=256, S=131_072)
     assert many.split_k >= 16 and many.chunk_size == 4096

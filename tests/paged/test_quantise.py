@@ -5,7 +5,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from ejkernel_eqx.paged.quantise import dequantise, LARGEST, quantise
+from ejkernel_eqx.paged.cache.quantise import dequantise, LARGEST, quantise
 
 DTYPES = list(LARGEST)
 

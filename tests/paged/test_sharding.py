@@ -17,7 +17,7 @@ import ejkernel_eqx as ejx
 from ejkernel_eqx._kernel import with_plan
 from ejkernel_eqx.dispatch import Backend, Implementation, Platform
 from ejkernel_eqx.paged import reference, xla
-from ejkernel_eqx.paged.write import write
+from ejkernel_eqx.paged.cache.write import write
 from tests.recurrence.quick import quick
 from tests.tolerances import assert_close
 

@@ -13,8 +13,9 @@ from ejkernel_eqx.paged.spec import PagedArrays, PagedSpec
 from tests.compiled import DEVICES, launches_of
 
 pytest.importorskip("triton")
-from ejkernel_eqx.paged import triton, triton_tiles
-from ejkernel_eqx.paged.triton_tile import FILLED
+from ejkernel_eqx.paged.triton import compiled as triton
+from ejkernel_eqx.paged.triton import tile_sizes
+from ejkernel_eqx.paged.triton.tile import FILLED
 
 DIMS: dict[str, int] = {"N": 64, "H": 32, "K": 8, "D": 128, "p": 16, "M": 256, "Q": 1, "rope": 0}
 KINDS: dict[str, dict[str, Any]] = {
@@ -104,8 +105,8 @@ def test_defaults_fit(target, kind):
         assert report.fits, (
             f"{name} needs {report.shared} bytes of shared memory, {target} has {report.shared_limit}: {config}"
         )
-        if name == "decode_kernel" and config.decode != triton_tiles.SMALLEST:
-            assert report.shared <= triton_tiles.shared_memory(problem, config.decode, device)
+        if name == "decode_kernel" and config.decode != tile_sizes.SMALLEST:
+            assert report.shared <= tile_sizes.shared_memory(problem, config.decode, device)
 
 
 @pytest.mark.parametrize("kind", ("grouped", "latent", "int8", "mixed"))

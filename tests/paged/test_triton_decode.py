@@ -19,8 +19,9 @@ from tests.recurrence.quick import quick
 from tests.tolerances import assert_close
 
 pytest.importorskip("triton")
-from ejkernel_eqx.paged import triton, triton_decode
-from ejkernel_eqx.paged.triton_call import folded, PagedTile, TritonConfig
+from ejkernel_eqx.paged.triton import compiled
+from ejkernel_eqx.paged.triton import decode_kernel as triton_decode
+from ejkernel_eqx.paged.triton.call import folded, PagedTile, TritonConfig
 from tests.paged.slots_kernel import slots_kernel
 
 SMALL = PagedTile(16, 16, 4, 1)
@@ -28,7 +29,7 @@ CONFIG = TritonConfig(
     SMALL, SMALL, split_k=3, chunk_size=16, fast_tanh=False, fast_bytes=False, float32_dot="ieee"
 )
 interpret = functools.partial(run, interpret=True)
-FEW = [name for name, case in CASES.items() if case.longest <= triton.DECODE_QUERIES]
+FEW = [name for name, case in CASES.items() if case.longest <= compiled.DECODE_QUERIES]
 FEATURES: dict[str, Any] = dict(cap=2.0, sinks=True, slopes=True)
 LONG = Case((1, 4, 2), (70, 97, 33), p=4, left=75, qq_bias=4, tail=1, **FEATURES)
 
@@ -40,7 +41,7 @@ def with_axis(case: Case) -> tuple[PagedArrays, PagedSpec]:
 
 def attend(case: Case, config: TritonConfig = CONFIG) -> dict[str, Any]:
     arrays, spec = with_axis(case)
-    return triton.forward(arrays, spec, config, execute=interpret)
+    return compiled.forward(arrays, spec, config, execute=interpret)
 
 
 def attend_by(case: Case, **changes: Any) -> tuple[dict[str, Any], dict[str, Any]]:
@@ -52,7 +53,7 @@ def attend_by(case: Case, **changes: Any) -> tuple[dict[str, Any], dict[str, Any
         taken.append(launch.constants)
         return interpret(launch, inputs)
 
-    return triton.forward(arrays._replace(**changes), spec, CONFIG, execute=execute), taken[0]
+    return compiled.forward(arrays._replace(**changes), spec, CONFIG, execute=execute), taken[0]
 
 
 def same(first: dict[str, Any], second: dict[str, Any]) -> bool:
@@ -139,7 +140,7 @@ def test_what_is_counted_in_64_bits():
         arrays = PagedArrays(
             q=struct((1, 1, heads, dim), jnp.bfloat16), k=key, v=key, page_table=struct((1, 1, 2), jnp.int32), q_start=one, q_len=one,
             kv_len=one)  # fmt: skip
-        call = lambda arrays, execute: triton.forward(arrays, PagedSpec(1.0), CONFIG, execute=execute)
+        call = lambda arrays, execute: compiled.forward(arrays, PagedSpec(1.0), CONFIG, execute=execute)
         return launches_of(call, arrays)["decode_kernel"].constants["FAR"]
 
     assert not far(2**27 - 1, 16, 1, 16) and far(2**27, 16, 1, 16)
@@ -186,12 +187,12 @@ def test_bytes_of_any_size(kv_dtype, size):
     """Float16 holds neither such queries nor such scales: rows are divided by a power of two, sums kept in units of the largest scale."""
     case = dataclasses.replace(BYTES, kv_dtype=kv_dtype, scales="token", dtype="bfloat16")
     arrays, spec = with_axis(case)
-    plain = triton.forward(arrays, spec, CONFIG, execute=interpret)
+    plain = compiled.forward(arrays, spec, CONFIG, execute=interpret)
     scales = {name: getattr(arrays, name) for name in ("k_scale", "v_scale")}
     grown = arrays._replace(
         q=arrays.q * size, k_scale=scales["k_scale"] / size, v_scale=scales["v_scale"] * size
     )
-    results = triton.forward(grown, spec, CONFIG, execute=interpret)
+    results = compiled.forward(grown, spec, CONFIG, execute=interpret)
     expected = np.asarray(plain["out"], np.float64) * size
     np.testing.assert_allclose(
         np.asarray(results["out"], np.float64), expected, rtol=2**-7, atol=2**-8 * size
@@ -228,7 +229,7 @@ def test_bytes_behind_a_heavy_key(scales, sinks, above, splits):
         sinks=jnp.full((2,), above - 1.0) if sinks else None,
     )
     spec = PagedSpec(above / 32, max_query_len=1, scales=scales)
-    results = triton.forward(arrays, spec, dataclasses.replace(CONFIG, split_k=splits), execute=interpret)
+    results = compiled.forward(arrays, spec, dataclasses.replace(CONFIG, split_k=splits), execute=interpret)
     s = np.zeros(keys)
     s[0] = above
     total = np.exp(s).sum() + (np.exp(above - 1.0) if sinks else 0.0)
@@ -248,7 +249,7 @@ def test_rows_of_many_blocks():
 def test_a_sequence_does_not_depend_on_the_others():
     case = dataclasses.replace(LONG, qq_bias=None, tail=0)
     arrays, spec = with_axis(case)
-    together = triton.forward(arrays, spec, CONFIG, execute=interpret)
+    together = compiled.forward(arrays, spec, CONFIG, execute=interpret)
     for n, first in enumerate(np.cumsum((0, *case.q_lens[:-1]))):
         tokens = slice(first, first + case.q_lens[n])
         alone = arrays._replace(
@@ -256,7 +257,7 @@ def test_a_sequence_does_not_depend_on_the_others():
             q_start=jnp.zeros((1, 1), jnp.int32),
             **{name: getattr(arrays, name)[:, n : n + 1] for name in ("page_table", "q_len", "kv_len")},
         )
-        results = triton.forward(alone, spec, CONFIG, execute=interpret)
+        results = compiled.forward(alone, spec, CONFIG, execute=interpret)
         assert same(results, {name: x[:, tokens] for name, x in together.items()})
 
 
@@ -267,7 +268,7 @@ def test_sequences_with_more_queries_are_left_alone(splits):
     case = Case((17, 2, 3, 1), (20, 9, 11, 30), H=16, K=2, sinks=True, first=1, tail=2)
     arrays, spec = with_axis(case)
     call = folded(arrays, spec, dataclasses.replace(CONFIG, split_k=splits), interpret)
-    queries = triton.decode_queries(spec.max_query_len, call.group)
+    queries = compiled.decode_queries(spec.max_query_len, call.group)
     assert queries == 2
     results, expected = triton_decode.decode(call, queries), run_reference(case)
     taken = np.r_[0, 18:20, 23:26]
@@ -281,7 +282,7 @@ def test_sequences_with_more_queries_are_left_alone(splits):
 def kernels(case: Case, config: TritonConfig) -> list[str]:
     arrays, spec = with_axis(case)
     return list(
-        launches_of(lambda arrays, execute: triton.forward(arrays, spec, config, execute=execute), arrays)
+        launches_of(lambda arrays, execute: compiled.forward(arrays, spec, config, execute=execute), arrays)
     )
 
 
@@ -298,7 +299,7 @@ def test_only_what_is_needed_is_launched():
 def test_buckets_of_queries_share_one_kernel():
     def constants(max_query_len: int) -> dict[str, Any]:
         arrays, spec = with_axis(dataclasses.replace(LONG, max_query_len=max_query_len))
-        forward = lambda arrays, execute: triton.forward(arrays, spec, CONFIG, execute=execute)
+        forward = lambda arrays, execute: compiled.forward(arrays, spec, CONFIG, execute=execute)
         return launches_of(forward, arrays)["decode_kernel"].constants
 
     assert constants(32) == constants(64)
@@ -345,24 +346,26 @@ def problem(case: Case) -> Any:
 def test_unsupported():
     sm_80, sm_90 = DEVICES["sm_80"], DEVICES["sm_90"]
     plain = CASES["decode"]
-    assert triton.unsupported(problem(plain), sm_80) is None
+    assert compiled.unsupported(problem(plain), sm_80) is None
     arrays, spec = make(plain)
     wide = arrays._replace(k=jax.ShapeDtypeStruct(arrays.k.shape, "float64"))  # pyright: ignore[reportArgumentType]
-    assert "float64" in str(triton.unsupported(core.problem_of("paged_attention", wide, spec), sm_90))
-    assert "512" in str(triton.unsupported(problem(dataclasses.replace(plain, D=512)), sm_90))
+    assert "float64" in str(compiled.unsupported(core.problem_of("paged_attention", wide, spec), sm_90))
+    assert "512" in str(compiled.unsupported(problem(dataclasses.replace(plain, D=512)), sm_90))
     latent = dataclasses.replace(CASES["latent"], D=512, rope=64)
     half, quantised = (dataclasses.replace(latent, dtype=dtype) for dtype in ("bfloat16", "float16"))
     quantised = dataclasses.replace(quantised, kv_dtype="int8", scales="token")
-    assert triton.unsupported(problem(half), sm_90) is triton.unsupported(problem(quantised), sm_90) is None
+    assert (
+        compiled.unsupported(problem(half), sm_90) is compiled.unsupported(problem(quantised), sm_90) is None
+    )
     for wide in (latent, dataclasses.replace(half, kv_dtype="float32")):
-        assert "128 channels in float32, not 512" in str(triton.unsupported(problem(wide), sm_90))
-    assert triton.unsupported(problem(dataclasses.replace(latent, D=128)), sm_90) is None
-    assert "513" in str(triton.unsupported(problem(dataclasses.replace(CASES["latent"], D=513)), sm_90))
+        assert "128 channels in float32, not 512" in str(compiled.unsupported(problem(wide), sm_90))
+    assert compiled.unsupported(problem(dataclasses.replace(latent, D=128)), sm_90) is None
+    assert "513" in str(compiled.unsupported(problem(dataclasses.replace(CASES["latent"], D=513)), sm_90))
     float8 = problem(CASES["float8"])
-    assert "8.9" in str(triton.unsupported(float8, sm_80)) and triton.unsupported(float8, sm_90) is None
+    assert "8.9" in str(compiled.unsupported(float8, sm_80)) and compiled.unsupported(float8, sm_90) is None
     table = jax.ShapeDtypeStruct((3, 2**29), jnp.int32)
     asked = core.problem_of("paged_attention", arrays._replace(page_table=table), spec)  # pyright: ignore[reportArgumentType]
-    assert "2**31" in str(triton.unsupported(asked, sm_90))
+    assert "2**31" in str(compiled.unsupported(asked, sm_90))
 
 
 @pytest.mark.parametrize("field", ("split_k", "chunk_size", "float32_dot", "block_k", "num_warps"))

@@ -19,8 +19,9 @@ from tests.recurrence.quick import quick
 from tests.tolerances import assert_close
 
 pytest.importorskip("triton")
-from ejkernel_eqx.paged import triton, triton_prefill
-from ejkernel_eqx.paged.triton_call import folded, PagedTile, TritonConfig
+from ejkernel_eqx.paged.triton import compiled as triton
+from ejkernel_eqx.paged.triton import prefill_kernel as triton_prefill
+from ejkernel_eqx.paged.triton.call import folded, PagedTile, TritonConfig
 
 interpret = functools.partial(run, interpret=True)
 # What is not held by others too.

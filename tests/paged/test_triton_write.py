@@ -9,15 +9,15 @@ import numpy as np
 import pytest
 
 from ejkernel_eqx.launch import compile_ahead, interpreter_unavailable, run
-from ejkernel_eqx.paged import write as xla
+from ejkernel_eqx.paged.cache import write as xla
 from ejkernel_eqx.paged.spec import WriteArrays
 from tests.recurrence.quick import quick
 
 if reason := interpreter_unavailable():
     pytest.skip(reason, allow_module_level=True)
-from ejkernel_eqx.paged import triton_write  # needs Triton
+from ejkernel_eqx.paged.triton import write_kernel  # needs Triton
 
-write = functools.partial(triton_write.write, execute=functools.partial(run, interpret=True))
+write = functools.partial(write_kernel.write, execute=functools.partial(run, interpret=True))
 P, p, K, T = 3, 4, 3, 7
 SLOTS = (0, -1, 11, 5, P * p, -P * p, 10)  # of these three are nowhere
 KINDS = {"k": 24, "v": 16}
@@ -158,7 +158,7 @@ def test_compiles(target):
             pages |= {f"{name}_scale": struct((1024, 16, heads), jnp.float32) for name in kinds}
         new = {name: struct((4096, heads, width), jnp.bfloat16) for name, width in kinds.items()}
         arrays = WriteArrays(pages, new, struct((4096,), jnp.int32))  # pyright: ignore[reportArgumentType]
-        return triton_write.write_launch(arrays, list(kinds))[0]
+        return write_kernel.write_launch(arrays, list(kinds))[0]
 
     eight_bits = [jnp.int8] if target == "sm_80" else [jnp.int8, jnp.float8_e4m3fn]
     launches = [launch(jnp.bfloat16, None, {"k": 128, "v": 128}, 8)]

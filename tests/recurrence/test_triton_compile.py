@@ -15,8 +15,8 @@ from ejkernel_eqx.recurrence.example import example_problem
 from ejkernel_eqx.recurrence.spec import CONSTANT, RecurrenceArrays, RecurrenceSpec, SCALAR
 
 pytest.importorskip("triton")
-from ejkernel_eqx.recurrence import triton
-from ejkernel_eqx.recurrence.triton_config import Tile
+from ejkernel_eqx.recurrence.triton import compiled as triton
+from ejkernel_eqx.recurrence.triton.tile_sizes import Tile
 
 DEVICES = {
     "sm_80": DeviceFacts(Backend.GPU, "A100", "nvidia", "8.0", 108, shared_memory_limit("nvidia", "8.0")),

@@ -16,7 +16,7 @@ from tests.recurrence.cases import assert_agrees, Case, cotangents, make, PAIRWI
 
 pytest.importorskip("triton")
 from ejkernel_eqx.launch import run
-from ejkernel_eqx.recurrence import triton
+from ejkernel_eqx.recurrence.triton import compiled
 
 ONE: dict[str, Any] = dict(B=1, Hq=1, Hk=1, Hv=1, Hg=1, Hb=1, dtype="float16")
 HARD: dict[str, Any] = dict(delta=True, keys="correlated", T=131)
@@ -37,9 +37,9 @@ def test_a_device_s_nan_stays_one():
     arrays, spec = make(case)
     assert arrays.initial_state is not None
     nan = np.full(arrays.initial_state.shape, 0x7FFFFFFF, np.uint32).view(np.float32)
-    config = triton.default_config(problem_of("linear_attention", arrays, spec), DEVICES["sm_90"])
+    config = compiled.default_config(problem_of("linear_attention", arrays, spec), DEVICES["sm_90"])
     execute = functools.partial(run, interpret=True)
-    results = triton.forward(arrays._replace(initial_state=jnp.asarray(nan)), spec, config, execute=execute)
+    results = compiled.forward(arrays._replace(initial_state=jnp.asarray(nan)), spec, config, execute=execute)
     assert np.isnan(results["out"]).all() and np.isnan(results["final_state"]).all()
 
 
@@ -53,13 +53,13 @@ def test_a_device_s_nan_stays_one():
 )
 def test_agrees_as_on_a_device(case):
     arrays, spec = make(case)
-    config = triton.default_config(problem_of("linear_attention", arrays, spec), DEVICES["sm_90"])
+    config = compiled.default_config(problem_of("linear_attention", arrays, spec), DEVICES["sm_90"])
     assert config.float32_dot == "tf32x3"
     execute = functools.partial(run, interpret=True)
     dout, dstate = cotangents(case)
-    results = dict(triton.forward(arrays, spec, config, execute=execute))
+    results = dict(compiled.forward(arrays, spec, config, execute=execute))
     out, final = results.pop("out"), results.pop("final_state")
-    grads = triton.backward(
+    grads = compiled.backward(
         arrays, spec, config, results, {"out": dout, "final_state": dstate}, execute=execute
     )
     grads = {name: jnp.asarray(x, getattr(arrays, name).dtype) for name, x in grads.items()}
@@ -95,12 +95,12 @@ def test_states_past_the_largest_float16(case, single, state, gradient):
     arrays = arrays._replace(**small, initial_state=arrays.initial_state * state)
     dout, dstate = cotangents(case)
     dout, dstate = dout * jnp.float16(2**-7), dstate * gradient
-    config = triton.default_config(problem_of("linear_attention", arrays, spec), DEVICES["sm_90"])
+    config = compiled.default_config(problem_of("linear_attention", arrays, spec), DEVICES["sm_90"])
     config = dataclasses.replace(config, chunk_size=16, single=single)
     execute = functools.partial(run, interpret=True)
-    results = dict(triton.forward(arrays, spec, config, execute=execute))
+    results = dict(compiled.forward(arrays, spec, config, execute=execute))
     out, final = results.pop("out"), results.pop("final_state")
-    grads = triton.backward(
+    grads = compiled.backward(
         arrays, spec, config, results, {"out": dout, "final_state": dstate}, execute=execute
     )
     grads = {name: jnp.asarray(x, getattr(arrays, name).dtype) for name, x in grads.items()}
@@ -115,9 +115,9 @@ def test_a_state_that_grows_past_the_largest_float16():
     arrays, spec = make(case)
     four = jnp.full_like(arrays.k, 4)
     arrays = arrays._replace(q=jnp.full_like(four, 2**-6), k=four, v=four)
-    config = triton.default_config(problem_of("linear_attention", arrays, spec), DEVICES["sm_90"])
+    config = compiled.default_config(problem_of("linear_attention", arrays, spec), DEVICES["sm_90"])
     config = dataclasses.replace(config, chunk_size=256)
-    results = triton.forward(arrays, spec, config, execute=functools.partial(run, interpret=True))
+    results = compiled.forward(arrays, spec, config, execute=functools.partial(run, interpret=True))
     tokens = np.arange(1, case.T + 1)
     np.testing.assert_allclose(np.asarray(results["out"], np.float64)[0, :, 0, 0], tokens, rtol=2e-3)
     np.testing.assert_array_equal(results["final_state"], 16.0 * case.T)

@@ -13,8 +13,8 @@ from tests.tolerances import assert_close
 
 pytest.importorskip("triton")
 from ejkernel_eqx.launch import run
-from ejkernel_eqx.recurrence.triton_call import make_call
-from ejkernel_eqx.recurrence.triton_key_scores import fold, gates
+from ejkernel_eqx.recurrence.triton.call import make_call
+from ejkernel_eqx.recurrence.triton.key_scores import fold, gates
 
 CHUNK = 16
 MINE = [case for case in CASES if case.decay == KEY and not case.delta]

@@ -23,8 +23,9 @@ from tests.recurrence.cases import (
 from tests.tolerances import assert_close
 
 pytest.importorskip("triton")
-from ejkernel_eqx.recurrence import triton_interpret, triton_linear
-from ejkernel_eqx.recurrence.triton_config import Tile, TritonConfig
+from ejkernel_eqx.recurrence.triton import interpreted as triton_interpret
+from ejkernel_eqx.recurrence.triton import linear_host
+from ejkernel_eqx.recurrence.triton.tile_sizes import Tile, TritonConfig
 
 CHUNK = 16
 
@@ -154,5 +155,5 @@ def test_the_forward_pass_in_one_kernel(case):
 
 
 def test_heads_that_share_keys_run_together(monkeypatch):
-    monkeypatch.setattr(triton_linear, "_PARTS", 1)
+    monkeypatch.setattr(linear_host, "_PARTS", 1)
     check(dataclasses.replace(SMALL, T=CHUNK + 3, D=24, Hv=2, Hg=2, Hb=2, skip=True), config())

@@ -19,7 +19,7 @@ from tests.tolerances import assert_close
 
 pytest.importorskip("triton")
 from ejkernel_eqx.launch import compile_ahead, run, TARGETS
-from ejkernel_eqx.recurrence.triton_step import default_tile, step, StepTile
+from ejkernel_eqx.recurrence.triton.step_kernel import default_tile, step, StepTile
 
 interpreted = functools.partial(step, execute=functools.partial(run, interpret=True))
 

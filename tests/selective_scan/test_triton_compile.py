@@ -13,7 +13,7 @@ from ejkernel_eqx.selective_scan.example import example_problem
 from ejkernel_eqx.selective_scan.samples import make_step_inputs, spec_of
 
 pytest.importorskip("triton")
-from ejkernel_eqx.selective_scan import triton
+from ejkernel_eqx.selective_scan.triton import compiled as triton
 
 OPERATION = "state_space_v1"
 DEVICES = {

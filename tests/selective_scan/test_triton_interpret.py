@@ -20,10 +20,10 @@ from tests.selective_scan.cases import (
 )
 
 pytest.importorskip("triton")
-from ejkernel_eqx.selective_scan import triton_interpret
 from ejkernel_eqx.selective_scan.spec import SHARED
-from ejkernel_eqx.selective_scan.triton import ScanTile, TritonConfig
-from ejkernel_eqx.selective_scan.triton_step import StepTile
+from ejkernel_eqx.selective_scan.triton import interpreted as triton_interpret
+from ejkernel_eqx.selective_scan.triton.compiled import ScanTile, TritonConfig
+from ejkernel_eqx.selective_scan.triton.step_kernel import StepTile
 
 
 def config(chunk=8, block=8, splits=3, unroll=2, prefetch=0) -> TritonConfig:

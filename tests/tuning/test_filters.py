@@ -11,8 +11,8 @@ from ejkernel_eqx.dispatch import Backend, DeviceFacts, Workload
 from ejkernel_eqx.launch import compile_ahead, target_for, TARGETS
 from ejkernel_eqx.launch._language_lock import LanguageLock
 from ejkernel_eqx.tuning import Status, TuneOptions
-from ejkernel_eqx.tuning.events import Job
 from ejkernel_eqx.tuning.filters import refusal
+from ejkernel_eqx.tuning.isolated.events import Job
 from ejkernel_eqx.tuning.result import Candidate
 from tests.launch.test_compile import matmul
 from tests.tuning import toy

@@ -11,9 +11,10 @@ import pytest
 from ejkernel_eqx import TuningError
 from ejkernel_eqx.dispatch import BOTH, device_facts, Platform
 from ejkernel_eqx.dispatch.persistent import lookup
-from ejkernel_eqx.tuning import isolation, Status, trials, tune_problem, TuneOptions, tuner
 from ejkernel_eqx.tuning import ledger as ledger_module
-from ejkernel_eqx.tuning.events import Begun, Ended, Failed, Finished, Job, Measured, Stage, Unsound
+from ejkernel_eqx.tuning import Status, trials, tune_problem, TuneOptions, tuner
+from ejkernel_eqx.tuning.isolated import isolation
+from ejkernel_eqx.tuning.isolated.events import Begun, Ended, Failed, Finished, Job, Measured, Stage, Unsound
 from ejkernel_eqx.tuning.ledger import Ledger
 from ejkernel_eqx.tuning.result import Candidate, Measurement
 from tests.tuning import toy

@@ -11,9 +11,10 @@ import pytest
 from ejkernel_eqx.dispatch import BOTH, device_facts, device_fingerprint, FORWARD, kernel_registry
 from ejkernel_eqx.dispatch.persistent import CACHE_DIR, user_cache
 from ejkernel_eqx.dispatch.records import Denied, Timed
-from ejkernel_eqx.tuning import report, report_data, report_plot
+from ejkernel_eqx.tuning.report import data as report_data
+from ejkernel_eqx.tuning.report import document, plot
+from ejkernel_eqx.tuning.report.roofline import Peaks
 from ejkernel_eqx.tuning.result import Measurement, Status, TuningResult
-from ejkernel_eqx.tuning.roofline import Peaks
 from tests.cli.kernels import example_problem, OPERATION, SquareConfig
 
 PEAKS = Peaks(flops=1e9, bytes=1e9, source="tests")
@@ -51,7 +52,7 @@ def png_size(content):
 
 
 def test_the_page_says_what_was_found(tmp_path):
-    path = report.tuning_report(tmp_path / "new" / "page.html", [tuned(64), tuned(256, winner=1)])
+    path = document.tuning_report(tmp_path / "new" / "page.html", [tuned(64), tuned(256, winner=1)])
     page = path.read_text(encoding="utf-8")
     text = re.sub("<[^>]*>", " ", page)
     assert device_fingerprint() in text and "jaxlib" in text
@@ -75,9 +76,9 @@ def test_the_page_says_what_was_found(tmp_path):
 @pytest.mark.slow
 def test_the_roofline_needs_peaks(monkeypatch, tmp_path):
     entry = report_data.entry_of_result(tuned())
-    assert entry.peaks is None and report_plot._points(entry) == []
+    assert entry.peaks is None and plot._points(entry) == []
     known = dataclasses.replace(entry, peaks=PEAKS)
-    points = {(p.direction, p.name): p for p in report_plot._points(known)}
+    points = {(p.direction, p.name): p for p in plot._points(known)}
     assert set(points) == {(d, name) for d in (FORWARD, BOTH) for name in ("winner", "heuristic")}
     # 64 operations on 512 bytes in a microsecond; 192 in five for the heuristic's forward and backward.
     assert points[FORWARD, "winner"].intensity == pytest.approx(1 / 8)
@@ -85,22 +86,22 @@ def test_the_roofline_needs_peaks(monkeypatch, tmp_path):
     assert points[BOTH, "heuristic"].speed == pytest.approx(192 / 5e-6)
     # 512 bytes at 1e9 bytes a second take 0.512 microseconds.
     monkeypatch.setattr(report_data, "device_peaks", lambda device, dtype: PEAKS)
-    page = report.tuning_report(tmp_path / "page.html", [tuned()]).read_text(encoding="utf-8")
+    page = document.tuning_report(tmp_path / "page.html", [tuned()]).read_text(encoding="utf-8")
     assert "<td class=n>51%</td>" in page
-    wider = png_size(report_plot.png([known, dataclasses.replace(known, candidates=())]))
-    assert wider[0] >= 800 and wider[1] > png_size(report_plot.png([known]))[1]
+    wider = png_size(plot.png([known, dataclasses.replace(known, candidates=())]))
+    assert wider[0] >= 800 and wider[1] > png_size(plot.png([known]))[1]
 
 
 def test_the_users_cache_is_shown_where_nothing_was_tuned_here(tmp_path, monkeypatch):
-    monkeypatch.setattr(report, "tuned_results", lambda: ())
+    monkeypatch.setattr(document, "tuned_results", lambda: ())
     with pytest.raises(ValueError, match="tune first"):
-        report.tuning_report(tmp_path / "page.html")
+        document.tuning_report(tmp_path / "page.html")
     record = tuned().to_record(device_facts())
     user_cache(device_facts(), OPERATION).put(record)
-    page = report.tuning_report(tmp_path / "page.html").read_text(encoding="utf-8")
+    page = document.tuning_report(tmp_path / "page.html").read_text(encoding="utf-8")
     assert "out &lt;is&gt; wrong" in page and "0.004" in page and record.date in page
-    monkeypatch.setattr(report, "tuned_results", lambda: (tuned(512),))
-    page = report.tuning_report(tmp_path / "page.html").read_text(encoding="utf-8")
+    monkeypatch.setattr(document, "tuned_results", lambda: (tuned(512),))
+    page = document.tuning_report(tmp_path / "page.html").read_text(encoding="utf-8")
     assert "N512" in page and "N64" not in page
 
 
@@ -127,11 +128,11 @@ def test_a_record_of_an_unknown_operation_is_shown_without_its_heuristic():
 
 
 def test_one_picture(tmp_path):
-    path = report.tuning_report(tmp_path / "page.png", [tuned(64), tuned(256)])
+    path = document.tuning_report(tmp_path / "page.png", [tuned(64), tuned(256)])
     width, height = png_size(path.read_bytes())
     assert width >= 800 and height >= 500
     with pytest.raises(ValueError, match=r"expected \.html for more than 60 problems"):
-        report.tuning_report(tmp_path / "page.png", [tuned()] * 61)
+        document.tuning_report(tmp_path / "page.png", [tuned()] * 61)
 
 
 @pytest.mark.parametrize("name", ["page.pdf", "page"])
@@ -139,14 +140,14 @@ def test_other_suffixes_are_refused(tmp_path, name):
     with pytest.raises(
         ValueError, match=rf"path: expected a file name that ends in .html or .png, received .*{name}"
     ):
-        report.tuning_report(tmp_path / name, [tuned()])
+        document.tuning_report(tmp_path / name, [tuned()])
 
 
 def test_an_error_leaves_the_old_page(tmp_path, monkeypatch):
     (tmp_path / "page.html").write_text("old")
-    monkeypatch.setattr(report.os, "replace", lambda *_: (_ for _ in ()).throw(OSError("disk full")))
+    monkeypatch.setattr(document.os, "replace", lambda *_: (_ for _ in ()).throw(OSError("disk full")))
     with pytest.raises(OSError, match="disk full"):
-        report.tuning_report(tmp_path / "page.html", [tuned()])
+        document.tuning_report(tmp_path / "page.html", [tuned()])
     assert [file.name for file in tmp_path.iterdir()] == ["page.html"] and (
         tmp_path / "page.html"
     ).read_text() == "old"
@@ -155,7 +156,7 @@ def test_an_error_leaves_the_old_page(tmp_path, monkeypatch):
 def test_without_matplotlib_the_remedy_is_named(tmp_path, monkeypatch):
     monkeypatch.setitem(sys.modules, "matplotlib", None)
     with pytest.raises(ImportError, match=r"pip install 'ejkernel-eqx\[report\]'"):
-        report.tuning_report(tmp_path / "page.html", [tuned()])
+        document.tuning_report(tmp_path / "page.html", [tuned()])
 
 
 @pytest.mark.parametrize(

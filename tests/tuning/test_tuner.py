@@ -119,7 +119,7 @@ def test_parts_are_tuned_one_after_the_other(timed):
 def test_only_the_results_of_the_part_are_computed():
     """XLA removes what a part does not need: a backward that would raise on the host is never called."""
     from ejkernel_eqx.tuning.bench import Bench
-    from ejkernel_eqx.tuning.events import Job
+    from ejkernel_eqx.tuning.isolated.events import Job
 
     job = Job(toy.problem(), toy.PARTED, device_facts(), None, (), (), None, QUICK, 1.0)
     config = toy.PartedConfig(toy.Tile(1, "killed"), toy.Tile(1))

@@ -1,5 +1,5 @@
 from .flash import FlashAttention as FlashAttention
-from .mask import Mask as Mask
+from .masks.mask import Mask as Mask
 from .merge import merge_attention as merge_attention
 from .plain import Attention as Attention
 from .sdpa import ScaledDotProductAttention as ScaledDotProductAttention

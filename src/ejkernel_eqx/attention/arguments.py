@@ -13,8 +13,8 @@ import numpy as np
 from jax import Array
 
 from .._values import check_between, check_int32, check_offsets, FAR
-from .lower import Lowered
-from .mask import Mask, Window
+from .masks.lower import Lowered
+from .masks.mask import Mask, Window
 from .spec import AttentionArrays, AttentionSpec, RowRanges
 
 _DTYPES = ("bfloat16", "float16", "float32", "float64")

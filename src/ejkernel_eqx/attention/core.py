@@ -33,8 +33,8 @@ from .leading import (
     per_row,
     withdraw_all,
 )
+from .masks.tile_table import window_covers
 from .spec import AttentionArrays, AttentionGrads, AttentionSpec
-from .tile_table import window_covers
 
 OUT_NAME, LSE_NAME = "attention_out", "attention_lse"
 """Names of the two residuals that only the kernel can make again, for `jax.checkpoint_policies.save_only_these_names`."""

@@ -13,7 +13,7 @@ from .._kernel import Kernel, make_plan, Plan, settle
 from ..core.platforms import EVERY, register
 from .arguments import MaskInputs, parse_window, resolve, ScoreInputs, ScoreOptions
 from .core import attend
-from .mask import Mask, Window
+from .masks.mask import Mask, Window
 from .spec import AttentionArrays, AttentionSpec
 
 register("flash_attention", __package__, EVERY)

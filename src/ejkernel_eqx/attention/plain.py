@@ -14,7 +14,7 @@ from ..dispatch import Platform
 from .arguments import MaskInputs, parse_window, resolve, ScoreInputs, ScoreOptions
 from .core import problem_of
 from .leading import over_leading_axes
-from .mask import Mask, Window
+from .masks.mask import Mask, Window
 from .reference import attend_with_weights
 from .spec import AttentionArrays, AttentionSpec
 

@@ -15,8 +15,8 @@ from jax import Array
 
 from .._broadcast import like
 from ..dispatch import Problem
+from .masks.tile_table import window_covers
 from .spec import AttentionArrays, AttentionSpec, RowRanges
-from .tile_table import window_covers
 
 SOFT_CAP, DROPOUT_RATE, VISIBLE = 30.0, 0.1, 0.7
 

@@ -14,7 +14,7 @@ from .._kernel import Kernel, make_plan, Plan, settle
 from ..core.platforms import EVERY, register
 from .arguments import MaskInputs, parse_window, resolve, ScoreInputs, ScoreOptions
 from .core import attend
-from .mask import Mask
+from .masks.mask import Mask
 
 register("scaled_dot_product_attention", __package__, EVERY)
 

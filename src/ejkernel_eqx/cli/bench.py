@@ -22,11 +22,11 @@ from ..dispatch import (
 )
 from ..tuning.bench import Bench, failure, Names
 from ..tuning.check import all_errors
-from ..tuning.events import Job
+from ..tuning.isolated.events import Job
 from ..tuning.measure import JaxWork, per_run, runs_needed, time_in_turn, Timing
 from ..tuning.options import TuneOptions
-from ..tuning.report_data import describe
-from ..tuning.roofline import device_peaks, matrix_dtype, roofline
+from ..tuning.report.data import describe
+from ..tuning.report.roofline import device_peaks, matrix_dtype, roofline
 from . import problems
 from .output import FAILED, number, OK, Outcome, percent, progress, ratio, section, table
 from .tune import positive

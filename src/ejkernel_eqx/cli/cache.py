@@ -10,7 +10,7 @@ from typing import Any
 from ..dispatch import Problem
 from ..dispatch.persistent import cache_dir, PersistentCache, user_caches
 from ..dispatch.records import Record
-from ..tuning.report_data import describe, entry_of_record
+from ..tuning.report.data import describe, entry_of_record
 from . import exchange
 from .output import count, FAILED, number, OK, Outcome, percent, progress, section, table, UsageError
 

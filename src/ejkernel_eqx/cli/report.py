@@ -3,7 +3,7 @@
 import argparse
 
 from .._errors import EjkernelError
-from ..tuning.report import cached_records, tuning_report
+from ..tuning.report.document import cached_records, tuning_report
 from .output import count, Outcome, user_input
 
 HELP = """The page shows every candidate's time, the winners, what was denied and why, and the roofline. It needs matplotlib:

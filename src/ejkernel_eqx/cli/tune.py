@@ -16,7 +16,7 @@ from ..dispatch import (
     Problem,
 )
 from ..tuning.options import current_options, TuneOptions
-from ..tuning.report_data import describe, Entry, entry_of_result
+from ..tuning.report.data import describe, Entry, entry_of_result
 from ..tuning.result import TuningResult
 from ..tuning.tuner import tune_problem
 from . import problems

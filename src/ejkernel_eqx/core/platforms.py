@@ -17,9 +17,9 @@ Named = dict[str, Array]
 # Highest priority first where it supports the request; below zero: only when asked for by name.
 _PLATFORMS = (
     (Platform.CUDA, Backend.GPU, 40, "cudnn"),
-    (Platform.TRITON, Backend.GPU, 30, "triton"),
+    (Platform.TRITON, Backend.GPU, 30, "triton.compiled"),
     (Platform.XLA, Backend.ANY, 10, "xla"),
-    (Platform.TRITON_INTERPRET, Backend.ANY, -10, "triton_interpret"),
+    (Platform.TRITON_INTERPRET, Backend.ANY, -10, "triton.interpreted"),
 )
 EVERY = tuple(platform for platform, *_ in _PLATFORMS)
 USUAL = (Platform.TRITON, Platform.XLA, Platform.TRITON_INTERPRET)

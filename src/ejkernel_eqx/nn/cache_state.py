@@ -12,7 +12,7 @@ from jax.core import Tracer
 from jax.typing import DTypeLike
 
 from ..paged import RaggedBatch
-from ..paged.pages import copy, read_batch_shape, read_copies
+from ..paged.cache.pages import copy, read_batch_shape, read_copies
 from ..sequences.packing import read_count
 from .recurrent import RecurrentLayer
 

@@ -1,9 +1,9 @@
-from .allocator import OutOfPagesError as OutOfPagesError
-from .allocator import PageTable as PageTable
-from .batch import RaggedBatch as RaggedBatch
-from .buckets import Buckets as Buckets
-from .cache import PagedKVCache as PagedKVCache
-from .latent_cache import PagedLatentCache as PagedLatentCache
+from .cache.allocator import OutOfPagesError as OutOfPagesError
+from .cache.allocator import PageTable as PageTable
+from .cache.batch import RaggedBatch as RaggedBatch
+from .cache.buckets import Buckets as Buckets
+from .cache.cache import PagedKVCache as PagedKVCache
+from .cache.latent_cache import PagedLatentCache as PagedLatentCache
 from .paged import PagedAttention as PagedAttention
 from .prefill import PrefillPagedAttention as PrefillPagedAttention
 from .ragged import RaggedPagedAttention as RaggedPagedAttention

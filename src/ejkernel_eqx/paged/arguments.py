@@ -15,9 +15,9 @@ from .._broadcast import like
 from .._values import check_between, check_offsets
 from ..attention.arguments import parse_window, ScoreOptions
 from ..recurrence.arguments import array
-from .batch import RaggedBatch, to_int32
-from .cache import PagedKVCache
-from .latent_cache import PagedLatentCache
+from .cache.batch import RaggedBatch, to_int32
+from .cache.cache import PagedKVCache
+from .cache.latent_cache import PagedLatentCache
 from .spec import PagedArrays, PagedSpec
 
 Cache = PagedKVCache | PagedLatentCache

@@ -11,8 +11,8 @@ from ..core import ForwardKind, is_opaque
 from ..dispatch import Implementation, Problem
 from ..parallel import how_split, match_varying, opaque, Split
 from . import reference
+from .cache.write import write, Writer
 from .spec import axes_of, PagedArrays, PagedSpec, PAGES, RESULTS, SHARED, WriteArrays
-from .write import write, Writer
 
 Named = dict[str, Array]
 _NEW = "new_"

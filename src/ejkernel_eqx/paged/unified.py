@@ -10,8 +10,8 @@ from jaxtyping import Float, Int
 from .._kernel import Kernel, Plan
 from ..core.platforms import register
 from .arguments import packed, PagedOptions, read_queries, Scoring
-from .cache import PagedKVCache
-from .latent_cache import PagedLatentCache
+from .cache.cache import PagedKVCache
+from .cache.latent_cache import PagedLatentCache
 from .operation import plan_of, run
 
 register("unified_attention", __package__)

@@ -9,7 +9,7 @@ import jax
 from .._errors import TuningError
 from ..dispatch import BOTH, FORWARD, Workload
 from . import check, measure
-from .events import Job
+from .isolated.events import Job
 from .result import Status
 
 Names = tuple[str, ...]

@@ -4,7 +4,7 @@ import logging
 from typing import Any
 
 from ..launch import compile_ahead, target_for
-from .events import Job
+from .isolated.events import Job
 from .result import Candidate, SPILLS, Status
 
 MOST_SPILLS = 256

@@ -7,7 +7,7 @@ import time
 from collections.abc import Iterable
 from typing import Any
 
-from .events import Begun, Ended, Event, Failed, Finished, Job, Measured, Unsound
+from .isolated.events import Begun, Ended, Event, Failed, Finished, Job, Measured, Unsound
 from .result import Candidate, Measurement, Status
 
 _LOG = logging.getLogger("ejkernel_eqx")

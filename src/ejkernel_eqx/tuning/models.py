@@ -9,15 +9,7 @@ from typing import Any
 from .._errors import TuningError
 from .._inputs import Inputs
 from .._kernel import make_plan, Plan
-from ..dispatch import (
-    current_policy,
-    device_fingerprint,
-    Known,
-    Platform,
-    Policy,
-    stable_json,
-    Tier,
-)
+from ..dispatch import current_policy, device_fingerprint, Known, Platform, Policy, stable_json, Tier
 from ..dispatch.overlay import POLICY_VARIABLE
 from .options import current_options, TuneOptions
 from .processes import Round, share, Table, taking_part

@@ -8,7 +8,7 @@ from ..dispatch import Implementation
 from ..dispatch.config import from_dict
 from ..dispatch.entries import config_of
 from ..dispatch.records import Record
-from .events import Previous, Stage
+from .isolated.events import Previous, Stage
 from .result import Measurement, SPILLS, Status
 
 

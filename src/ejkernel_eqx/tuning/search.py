@@ -9,9 +9,9 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 from ..dispatch import BOTH
-from .events import Event, Finished, Job, Stage, Unsound
+from .isolated.events import Event, Finished, Job, Stage, Unsound
+from .isolated.settings import undisturbed
 from .result import Candidate, Status
-from .settings import undisturbed
 from .trials import Trial, Trials, UnsoundDevice
 
 MARGIN = 1.01

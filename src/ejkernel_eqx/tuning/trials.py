@@ -8,11 +8,11 @@ from typing import Any, NamedTuple, TypeVar
 from ..launch import collector_paused
 from . import measure
 from .bench import Bench, device_works, failure, Names, Refusal, worst_first
-from .events import Begun, Ended, Event, Job, Measured
 from .filters import refusal
+from .isolated.events import Begun, Ended, Event, Job, Measured
+from .isolated.settings import applied, thread_settings, undisturbed
 from .measure import Timing
 from .result import Candidate, Measurement, Status
-from .settings import applied, thread_settings, undisturbed
 
 BUDGET = "time budget"
 K = TypeVar("K", bound=Hashable)

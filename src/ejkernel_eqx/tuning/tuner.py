@@ -28,8 +28,8 @@ from ..dispatch import (
 )
 from ..dispatch.persistent import lookup, store
 from .bench import MEMORY
-from .events import Finished, Job, Stage, Unsound
-from .isolation import not_isolatable, search_isolated, SetUpFailed
+from .isolated.events import Finished, Job, Stage, Unsound
+from .isolated.isolation import not_isolatable, search_isolated, SetUpFailed
 from .ledger import Ledger, listed
 from .lock import tuning_lock
 from .options import current_options as current_options

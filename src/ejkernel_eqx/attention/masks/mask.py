@@ -1,0 +1,258 @@
+"""`Mask`: which query may see which key, said exactly and never weakened."""
+
+from typing import Any
+
+import equinox as eqx
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import Array
+from jax.sharding import PartitionSpec
+from jaxtyping import Bool, Int, PRNGKeyArray
+
+from ..._values import check_between, check_offsets, FAR, known
+from .lower import lower_mask, Lowered
+from .picture import save_picture
+from .specs import AxisNames, mask_specs
+
+Window = tuple[int | None, int | None]
+
+
+class Mask(eqx.Module):
+    r"""A set of visible (query, key) pairs: the intersection of everything it was given.
+
+    Query $i$ sits at position $p_i = \text{offset} + i$ among the keys. Key $j$ is visible to it iff all of these hold, as far as
+    they were given: $j \le p_i$ (causal); $p_i - \text{left} \le j \le p_i + \text{right}$ (window);
+    $\lfloor j / c \rfloor = \lfloor p_i / c \rfloor$ (chunked); $j \le p_i$ or $j < \text{prefix}$ (prefix);
+    $j \le p_i$ or both have the same non-zero type (token types);
+    both have the same segment id, and it is not negative; both lie within their row's lengths; both belong to the
+    same sequence of `cu_seqlens`; `dense` is true.
+
+    Masks combine with `&`. They are immutable and usable inside `jit`; what is static (causal, window, chunks) lets kernels skip
+    whole tiles. Sizes of windows and chunks may also be arrays, traced or one for each batch row, as where one scan runs over
+    layers with local and global windows: they become a range of keys for each query. Build one from the class methods, or from several with `&`:
+
+    ```python
+    mask = ejx.Mask.causal() & ejx.Mask.from_segments(ids)
+    out = ejx.FlashAttention()(q, k, v, mask=mask)
+    ```
+    """
+
+    is_causal: bool = eqx.field(static=True, default=False)
+    window: Window = eqx.field(static=True, default=(None, None))
+    chunk_sizes: tuple[int, ...] = eqx.field(static=True, default=())
+    prefix_lengths: Int[Array, "..."] | None = None
+    segments: tuple[tuple[Int[Array, "... T"], Int[Array, "... S"]], ...] = ()
+    types: tuple[tuple[Int[Array, "... T"], Int[Array, "... S"]], ...] = ()
+    type_runs: tuple[tuple[Int[Array, "... T"], Int[Array, "... S"]], ...] = ()
+    q_lengths: Int[Array, "..."] | None = None
+    kv_lengths: Int[Array, "..."] | None = None
+    cu_seqlens: tuple[Int[Array, "offsets"], Int[Array, "offsets"]] | None = None
+    dense: Bool[Array, "..."] | None = None
+    windows: tuple[tuple[Int[Array, "..."] | None, Int[Array, "..."] | None], ...] = ()
+    chunks: tuple[Int[Array, "..."], ...] = ()
+
+    @classmethod
+    def causal(cls) -> "Mask":
+        """Keys up to the query's own position."""
+        return cls(is_causal=True)
+
+    @classmethod
+    def sliding_window(cls, left: Any | None, right: Any | None = 0) -> "Mask":
+        """`left` keys before and `right` keys after the query's position, its own besides; `None` is unbounded.
+
+        Ints, or integer arrays: one number, traced or not, or one for each batch row `[...]`. A number of any size is right; one
+        that no sequence reaches hides nothing.
+        """
+        sides = {"left": _size("left", left, 0), "right": _size("right", right, 0)}
+        if all(side is None or isinstance(side, int) for side in sides.values()):
+            return cls(window=(sides["left"], sides["right"]))  # pyright: ignore[reportArgumentType]
+        arrays = (None if side is None else jnp.asarray(side, jnp.int32) for side in sides.values())
+        return cls(windows=(tuple(arrays),))  # pyright: ignore[reportArgumentType]
+
+    @classmethod
+    def chunked(cls, size: Any) -> "Mask":
+        """Only keys in the query's own chunk of `size` positions (Llama 4's local layers, with `& Mask.causal()`).
+
+        An int, or an integer array as in `sliding_window`.
+        """
+        read = _size("size", size, 1)
+        return cls(chunk_sizes=(read,)) if isinstance(read, int) else cls(chunks=(read,))  # pyright: ignore[reportArgumentType]
+
+    @classmethod
+    def prefix(cls, lengths: Any) -> "Mask":
+        """Prefix-LM: causal, but the first `lengths` keys (int, or one per batch row) are visible to all."""
+        return cls(prefix_lengths=jnp.asarray(lengths, jnp.int32))
+
+    @classmethod
+    def token_types(cls, type_ids: Any, kv_type_ids: Any | None = None, *, runs: bool = False) -> "Mask":
+        """Causal, but tokens of the same non-zero type, `[..., T]` and `[..., S]`, see each other also ahead (images in text).
+
+        Type 0 is causal only. Any other id is a type, negative ones too: padding is left out by `& Mask.from_segments(...)`.
+        With `runs`, a query sees ahead only as far as every key in between has its type, as in Gemma 3, where two images of one
+        type do not see each other ahead. That is a range of keys and costs no more than causal; without `runs`, types may come
+        back later, which takes a dense mask.
+        """
+        q_ids = jnp.asarray(type_ids)
+        kv_ids = q_ids if kv_type_ids is None else jnp.asarray(kv_type_ids)
+        for name, ids in (("type_ids", q_ids), ("kv_type_ids", kv_ids)):
+            if ids.ndim < 1 or not jnp.issubdtype(ids.dtype, jnp.integer):
+                raise ValueError(
+                    f"{name}: expected ints, one per token, 0 for causal only, received {ids.dtype} {ids.shape}; cast them first."
+                )
+        pairs = ((q_ids.astype(jnp.int32), kv_ids.astype(jnp.int32)),)
+        return cls(type_runs=pairs) if runs else cls(types=pairs)
+
+    @classmethod
+    def from_segments(cls, segment_ids: Any, kv_segment_ids: Any | None = None) -> "Mask":
+        """Equal, non-negative ids `[..., T]` and `[..., S]` see each other; negative ids are padding."""
+        q_ids = jnp.asarray(segment_ids, jnp.int32)
+        same = kv_segment_ids is None or kv_segment_ids is segment_ids
+        return cls(segments=((q_ids, q_ids if same else jnp.asarray(kv_segment_ids, jnp.int32)),))
+
+    @classmethod
+    def from_lengths(cls, q_lengths: Any | None = None, kv_lengths: Any | None = None) -> "Mask":
+        """The first `q_lengths` queries and `kv_lengths` keys of each row `[...]` are real, the others padding."""
+        return cls(q_lengths=_counts("q_lengths", q_lengths), kv_lengths=_counts("kv_lengths", kv_lengths))
+
+    @classmethod
+    def from_cu_seqlens(cls, cu_seqlens: Any, kv_cu_seqlens: Any | None = None) -> "Mask":
+        """Packed sequences: number `n` holds tokens `cu_seqlens[n]` to `cu_seqlens[n + 1]`; positions are per sequence,
+        the last query of each aligned with its last key. Tokens past the last offset are padding."""
+        q = check_offsets("cu_seqlens", jnp.asarray(cu_seqlens, jnp.int32), cu_seqlens, None)
+        if kv_cu_seqlens is None:
+            return cls(cu_seqlens=(q, q))
+        kv = check_offsets("kv_cu_seqlens", jnp.asarray(kv_cu_seqlens, jnp.int32), kv_cu_seqlens, None)
+        return cls(cu_seqlens=(q, kv))
+
+    @classmethod
+    def from_dense(cls, mask: Any) -> "Mask":
+        """A boolean array broadcastable to `[..., H, T, S]`, true where visible."""
+        array = jnp.asarray(mask)
+        if array.dtype != jnp.bool_:
+            raise ValueError(
+                f"mask: expected a boolean array, received dtype {array.dtype}; an additive mask is given as bias=."
+            )
+        return cls(dense=array)
+
+    @classmethod
+    def random(cls, num_queries: int, num_keys: int, *, visible: float = 0.5, key: PRNGKeyArray) -> "Mask":
+        """Each pair visible with probability `visible`, independently: for tests."""
+        return cls(dense=jax.random.bernoulli(key, visible, (1, num_queries, num_keys)))
+
+    def __and__(self, other: "Mask") -> "Mask":
+        if not isinstance(other, Mask):
+            return NotImplemented
+        if self.cu_seqlens is not None and other.cu_seqlens is not None:
+            raise ValueError(
+                "cu_seqlens: expected in one of two combined masks, received in both; merge the packings first."
+            )
+        return Mask(
+            is_causal=self.is_causal or other.is_causal,
+            window=(_least(self.window[0], other.window[0]), _least(self.window[1], other.window[1])),
+            chunk_sizes=tuple(sorted({*self.chunk_sizes, *other.chunk_sizes})),
+            prefix_lengths=_both(jnp.minimum, self.prefix_lengths, other.prefix_lengths),
+            segments=self.segments + other.segments,
+            types=self.types + other.types,
+            type_runs=self.type_runs + other.type_runs,
+            q_lengths=_both(jnp.minimum, self.q_lengths, other.q_lengths),
+            kv_lengths=_both(jnp.minimum, self.kv_lengths, other.kv_lengths),
+            cu_seqlens=self.cu_seqlens or other.cu_seqlens,
+            dense=_both(jnp.logical_and, self.dense, other.dense),
+            windows=self.windows + other.windows,
+            chunks=self.chunks + other.chunks,
+        )
+
+    def lower(self, num_queries: int, num_keys: int, *, q_offset: Any | None = None) -> Lowered:
+        """The mask as kernels take it: a static window, else key ranges per query, with one segment pair and the dense remainder.
+
+        Exact: the intersection of what is returned is this mask. `q_offset` defaults to `num_keys - num_queries`.
+        """
+        return lower_mask(self, num_queries, num_keys, q_offset)
+
+    def as_array(
+        self, num_queries: int, num_keys: int, *, q_offset: Any | None = None
+    ) -> Bool[Array, "... T S"]:
+        """The mask as booleans `[..., H or 1, T, S]`; for looking and testing, as it is as large as the scores."""
+        return self.lower(num_queries, num_keys, q_offset=q_offset).as_array(num_queries, num_keys)
+
+    def visualize(
+        self, num_queries: int, num_keys: int, *, q_offset: Any | None = None, path: Any | None = None
+    ) -> str:
+        """The first row's and head's mask as text, a line per query: `#` visible, `.` hidden.
+
+        With `path`, ending in `.png`, `.svg` or `.pdf`, also as a picture there. Raises `ValueError` for another ending,
+        `ImportError` without matplotlib (extra `report`).
+        """
+        array = np.asarray(self.as_array(num_queries, num_keys, q_offset=q_offset))
+        grid = array[(0,) * (array.ndim - 2)]
+        if path is not None:
+            save_picture(grid, path)
+        return "\n".join("".join("#" if seen else "." for seen in row) for row in grid)
+
+    def sharding_specs(
+        self,
+        batch: AxisNames | PartitionSpec = None,
+        heads: AxisNames = None,
+        queries: AxisNames = None,
+        keys: AxisNames = None,
+    ) -> "Mask":
+        """How to split this mask over the axes of a mesh: its own structure, a `jax.sharding.PartitionSpec` for every array.
+
+        What `jax.shard_map` takes in `in_specs`, and, each made a `NamedSharding`, `jax.device_put` and `jax.jit`:
+
+        ```python
+        specs = mask.sharding_specs(batch="data", heads="model")
+        mask = jax.device_put(mask, jax.tree.map(lambda spec: NamedSharding(mesh, spec), specs))
+        ```
+
+        An axis of size one, broadcast, stays whole, and so do `cu_seqlens`, which have none of these axes. What is split keeps
+        its meaning under `jit`. Inside `shard_map` each device has its part only, while positions, lengths and offsets still
+        count from the row's beginning: where `queries` or `keys` are split, give each device its own `q_offset`.
+
+        **Arguments:** a mesh axis, a tuple of them or `None` (whole) for each; several leading axes take a `PartitionSpec` for
+        `batch`.
+
+        **Returns:** a `Mask` with specs in the place of arrays.
+
+        **Raises:** `ValueError` if one name is given for several leading axes, or one mesh axis to two of the four.
+        """
+        return mask_specs(self, batch, heads, queries, keys)
+
+
+def _size(name: str, value: Any | None, least: int) -> int | Array | None:
+    """An int that is known now, else an int32 array."""
+    if value is None:
+        return None
+    if isinstance(value, bool) or not jnp.issubdtype(jnp.result_type(value), jnp.integer):
+        raise ValueError(
+            f"{name}: expected an int or an integer array{', or None' if least == 0 else ''}, received {value!r}; cast it first."
+        )
+    values = known(value)
+    if values is not None and values.ndim == 0:
+        if values < least:
+            expected = "a number of keys >= 0 or None" if least == 0 else "a chunk of at least one position"
+            raise ValueError(f"{name}: expected {expected}, received {values}.")
+        return min(int(values), 2 * FAR)
+    # Numbers past what 32 bits hold must not wrap.
+    clipped, info = jnp.asarray(value) if values is None else values, jnp.iinfo(jnp.result_type(value))
+    if info.max > 2 * FAR:
+        clipped = clipped.clip(max(-1, int(info.min)), 2 * FAR)
+    array = check_between(name, jnp.asarray(clipped, jnp.int32), clipped, least, 2 * FAR, "it counts keys")
+    return jnp.maximum(array, least)
+
+
+def _counts(name: str, value: Any | None) -> Array | None:
+    if value is None:
+        return None
+    return check_between(
+        name, jnp.asarray(value, jnp.int32), value, 0, FAR, "it counts from the row's beginning"
+    )
+
+
+def _least(a: int | None, b: int | None) -> int | None:
+    return b if a is None else a if b is None else min(a, b)
+
+
+def _both(combine: Any, a: Array | None, b: Array | None) -> Array | None:
+    return b if a is None else a if b is None else combine(a, b)

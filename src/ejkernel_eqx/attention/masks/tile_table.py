@@ -1,0 +1,125 @@
+"""Which tiles a ragged mask touches: tables that let an opaque kernel load nothing invisible.
+
+Plain JAX on small integer arrays, computed beside the kernel. A row of a table is `(lo, a, b, hi)`: tiles outside `lo .. hi` see
+nothing, tiles `a .. b` are wholly visible, the others need their mask.
+"""
+
+from typing import NamedTuple
+
+import jax.numpy as jnp
+from jax import Array
+
+from ..spec import AttentionArrays, AttentionSpec
+from .lower import window_ends
+
+_FAR = jnp.iinfo(jnp.int32).max
+
+
+class Seen(NamedTuple):
+    """int8 flags: which queries `[B or 1, T]` see something and which keys `[B or 1, S]` something sees."""
+
+    queries: Array
+    keys: Array
+
+
+def row_ranges(arrays: AttentionArrays, spec: AttentionSpec) -> tuple[Array, Array]:
+    """First and one-past-last visible key of every query, `[B or 1, T]`, as far as ranges decide it."""
+    if arrays.rows is not None:
+        return arrays.rows.start, arrays.rows.end
+    position = jnp.arange(arrays.q.shape[1], dtype=jnp.int32) + spec.offset
+    start, end = window_ends(position, spec.left, spec.right, arrays.k.shape[1])
+    return start[None], end[None]
+
+
+def window_covers(queries: int, keys: int, spec: AttentionSpec) -> bool:
+    """Whether under the static window every query sees a key and every key is seen. The ranges move by one key a query, so the
+    first and the last query decide."""
+    left = keys + queries if spec.left is None else spec.left
+    right = keys + queries if spec.right is None else spec.right
+    first, last = spec.offset, spec.offset + queries - 1
+    sees = last - left < keys and first + right >= 0
+    return sees and first - left <= 0 and last + right >= keys - 1
+
+
+def seen(arrays: AttentionArrays, spec: AttentionSpec) -> Seen:
+    """Queries and keys that are padding by ranges or segments are the ones not marked."""
+    start, end = row_ranges(arrays, spec)
+    queries, keys = start < end, _covered(start, end, arrays.k.shape[1])
+    if arrays.q_segments is not None and arrays.kv_segments is not None:
+        queries, keys = queries & (arrays.q_segments >= 0), keys & (arrays.kv_segments >= 0)
+    return Seen(queries.astype(jnp.int8), keys.astype(jnp.int8))
+
+
+def _covered(start: Array, end: Array, keys: int) -> Array:
+    """Keys within any query's range: +1 where a range starts, -1 where it ends, summed up."""
+    rows, real = jnp.arange(start.shape[0])[:, None], (start < end).astype(jnp.int32)
+    steps = jnp.zeros((start.shape[0], keys + 1), jnp.int32)
+    steps = steps.at[rows, jnp.clip(start, 0, keys)].add(real).at[rows, jnp.clip(end, 0, keys)].add(-real)
+    return jnp.cumsum(steps, axis=1)[:, :keys] > 0
+
+
+def key_tile_table(arrays: AttentionArrays, spec: AttentionSpec, block_q: int, block_k: int) -> Array:
+    """For every query tile, its key tiles: int32 `[B, query tiles, 4]`."""
+    touched, whole = _overlap(arrays, spec, block_q, block_k)
+    return _runs(touched, whole, arrays.q.shape[0])
+
+
+def query_tile_table(arrays: AttentionArrays, spec: AttentionSpec, block_q: int, block_k: int) -> Array:
+    """For every key tile, its query tiles: int32 `[B, key tiles, 4]`."""
+    touched, whole = _overlap(arrays, spec, block_q, block_k)
+    return _runs(touched.mT, whole.mT, arrays.q.shape[0])
+
+
+def _overlap(arrays: AttentionArrays, spec: AttentionSpec, block_q: int, block_k: int) -> tuple[Array, Array]:
+    """`[B or 1, query tiles, key tiles]`: whether any entry of a tile may be visible, and whether all are."""
+    start, end = row_ranges(arrays, spec)
+    some = start < end
+    first = _tiles(jnp.where(some, start, _FAR), block_q, _FAR).min(-1)[..., None]
+    last = _tiles(jnp.where(some, end, 0), block_q, 0).max(-1)[..., None]
+    latest = _tiles(start, block_q, 0).max(-1)[..., None]
+    earliest = _tiles(jnp.where(some, end, 0), block_q, _FAR).min(-1)[..., None]
+    key = jnp.arange(-(-arrays.k.shape[1] // block_k), dtype=jnp.int32)[None, None] * block_k
+    touched = (first < key + block_k) & (last > key)
+    whole = (latest <= key) & (earliest >= key + block_k)
+    if arrays.q_segments is not None and arrays.kv_segments is not None:
+        q_low, q_high = (x[..., :, None] for x in _extent(arrays.q_segments, block_q))
+        k_low, k_high = (x[..., None, :] for x in _extent(arrays.kv_segments, block_k))
+        touched = touched & (q_low <= k_high) & (k_low <= q_high)
+        uniform = (
+            _whole(arrays.q_segments, block_q)[..., :, None]
+            & _whole(arrays.kv_segments, block_k)[..., None, :]
+        )
+        whole = whole & uniform & (q_low == k_low)
+    return touched, whole & touched
+
+
+def _tiles(x: Array, block: int, fill: int) -> Array:
+    """`[.., length] -> [.., tiles, block]`."""
+    padded = jnp.pad(x, ((0, 0), (0, -x.shape[1] % block)), constant_values=fill)
+    return padded.reshape(x.shape[0], -1, block)
+
+
+def _extent(ids: Array, block: int) -> tuple[Array, Array]:
+    """Least and greatest id of each tile that is not padding; an empty interval where all are."""
+    low = _tiles(jnp.where(ids >= 0, ids, _FAR), block, _FAR).min(-1)
+    return low, _tiles(ids, block, -1).max(-1)
+
+
+def _whole(ids: Array, block: int) -> Array:
+    """Whether a tile's entries all carry one id that is not padding; what lies past the end does not count."""
+    low, high = _tiles(ids, block, _FAR).min(-1), _tiles(ids, block, -1).max(-1)
+    return (low == high) & (low >= 0)
+
+
+def _runs(touched: Array, whole: Array, batch: int) -> Array:
+    """The hull of the touched tiles and the first run of whole ones, along the last axis."""
+    count = touched.shape[-1]
+    index = jnp.arange(count, dtype=jnp.int32)[None, None]
+    lo = jnp.where(touched, index, count).min(-1, initial=count)
+    hi = jnp.where(touched, index + 1, 0).max(-1, initial=0)
+    lo = jnp.minimum(lo, hi)
+    begin = jnp.where(whole, index, count).min(-1, initial=count)
+    stop = jnp.where(~whole & (index > begin[..., None]), index, count).min(-1, initial=count)
+    begin = jnp.minimum(begin, hi)
+    table = jnp.stack([lo, begin, jnp.clip(stop, begin, hi), hi], axis=-1).astype(jnp.int32)
+    return jnp.broadcast_to(table, (batch, *table.shape[1:]))

@@ -1,0 +1,458 @@
+"""The Triton backward: three kernels, each recomputing the weights from `lse`, none with atomics.
+
+`lse` comes in log2 units with `+inf` for a query that sees nothing, so that its weights are zero without a test.
+"""
+
+import triton
+import triton.language as tl
+
+from .tile import (
+    head_scalars,
+    keep,
+    key_tiles,
+    load_rows,
+    over_scores,
+    program,
+    query_rows,
+    query_tiles,
+    scores,
+    store_rows,
+    visible,
+)
+
+
+@triton.jit
+def _weights(qk, lse, i, j, position, start, end, q_segment, k_segment, slope, bias_ptr, mask_ptr, T, S,
+             SCALE: tl.constexpr, CAP: tl.constexpr, FAST_TANH: tl.constexpr, LEFT: tl.constexpr, RIGHT: tl.constexpr,
+             BIAS: tl.constexpr, ALIBI: tl.constexpr, MASK: tl.constexpr, ROWS: tl.constexpr, SEGMENTS: tl.constexpr,
+             FOLDED: tl.constexpr, MULTIPLIER: tl.constexpr, MASKED: tl.constexpr, BOUND: tl.constexpr):  # fmt: skip
+    """The softmax weights of a tile, its tanh, and which of its entries are visible."""
+    s, t = scores(qk, i, j, position, slope, bias_ptr, T, S, SCALE, CAP, FAST_TANH, BIAS, ALIBI, FOLDED)
+    seen = True
+    if MASKED:
+        seen = visible(
+            i,
+            j,
+            position,
+            start,
+            end,
+            q_segment,
+            k_segment,
+            mask_ptr,
+            T,
+            S,
+            LEFT,
+            RIGHT,
+            ROWS,
+            SEGMENTS,
+            MASK,
+            BOUND,
+        )
+        s = tl.where(seen, s, float("-inf"))
+    return tl.exp2(s * MULTIPLIER - lse), t, seen
+
+
+@triton.jit
+def _score_gradient(
+    p,
+    dp,
+    delta,
+    t,
+    seen,
+    kept,
+    CAP: tl.constexpr,
+    DROPOUT: tl.constexpr,
+    KEEP_SCALE: tl.constexpr,
+    MASKED: tl.constexpr,
+):
+    """Gradients of a tile's scores before (with respect to `scale * q . k`) and after the soft cap."""
+    if DROPOUT > 0:
+        dp = tl.where(kept, dp * KEEP_SCALE, 0.0)
+    after = p * (dp - delta)
+    if MASKED:
+        after = tl.where(seen, after, 0.0)
+    before = after
+    if CAP > 0:
+        before = after * (1.0 - t * t)
+        if MASKED:
+            before = tl.where(seen, before, 0.0)
+    return before, after
+
+
+@triton.jit
+def _query_gradient_tiles(
+    dq, dslope, q, do, lse, delta, lo, hi, k_base, v_base, bias_ptr, mask_ptr, kv_segments_ptr, key_seen_ptr, seed0, seed1, slope,
+    i, position, start, end, q_segment, T, S,
+    K: tl.constexpr, D: tl.constexpr, V: tl.constexpr, BK: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_V: tl.constexpr,
+    SCALE: tl.constexpr, CAP: tl.constexpr, FAST_TANH: tl.constexpr, LEFT: tl.constexpr, RIGHT: tl.constexpr, BIAS: tl.constexpr,
+    ALIBI: tl.constexpr, MASK: tl.constexpr, ROWS: tl.constexpr, SEGMENTS: tl.constexpr, DROPOUT: tl.constexpr, KEEP_SCALE: tl.constexpr,
+    PRECISION: tl.constexpr, FOLDED: tl.constexpr, MULTIPLIER: tl.constexpr, EVEN_Q: tl.constexpr, EVEN_K: tl.constexpr,
+    MASKED: tl.constexpr,
+):  # fmt: skip
+    guarded: tl.constexpr = ROWS or SEGMENTS
+    for n in tl.range(lo, hi):
+        first = n * BK
+        columns = first + tl.arange(0, BK)
+        j = columns[None, :]
+        ok = columns < S
+        k_segment = j
+        if MASKED and guarded:
+            ok = ok & (tl.load(key_seen_ptr + columns, mask=ok, other=0) != 0)
+            if SEGMENTS:
+                k_segment = tl.load(kv_segments_ptr + columns, mask=columns < S, other=-1)[None, :]
+        k = load_rows(k_base, first, K * D, ok, S, D, BK, BLOCK_D, MASKED and not EVEN_K, MASKED and guarded)
+        v = load_rows(v_base, first, K * V, ok, S, V, BK, BLOCK_V, MASKED and not EVEN_K, MASKED and guarded)
+        qk = tl.dot(q, tl.trans(k), input_precision=PRECISION)  # [BQ, BK]
+        dp = tl.dot(do, tl.trans(v), input_precision=PRECISION)
+        p, t, seen = _weights(qk, lse[:, None], i, j, position, start, end, q_segment, k_segment, slope, bias_ptr, mask_ptr, T, S, SCALE,
+                              CAP, FAST_TANH, LEFT, RIGHT, BIAS, ALIBI, MASK, ROWS, SEGMENTS, FOLDED, MULTIPLIER, MASKED, not EVEN_K)  # fmt: skip
+        kept = True
+        if DROPOUT > 0:
+            kept = keep(seed0, seed1, position, j, DROPOUT)
+        ds, after = _score_gradient(p, dp, delta[:, None], t, seen, kept, CAP, DROPOUT, KEEP_SCALE, MASKED)
+        if ALIBI:
+            dslope += tl.sum(tl.sum(after * (j - position).to(tl.float32), axis=1), axis=0)
+        if MASKED and MASK:
+            k = tl.where((tl.max(seen.to(tl.int32), axis=0) > 0)[:, None], k, 0.0)
+        dq = tl.dot(ds.to(k.dtype), k, dq, input_precision=PRECISION)  # [BQ, BLOCK_D]
+    return dq, dslope
+
+
+@triton.jit
+def query_gradient_kernel(
+    q_ptr, k_ptr, v_ptr, do_ptr, lse_ptr, delta_ptr, bias_ptr, slopes_ptr, mask_ptr, q_segments_ptr, kv_segments_ptr, start_ptr, end_ptr,
+    position_ptr, query_seen_ptr, key_seen_ptr, seeds_ptr, tiles_ptr, T, S, offset, bias_run, bias_rows, mask_run, mask_rows,
+    dq_ptr, dslope_ptr,
+    H: tl.constexpr, K: tl.constexpr, D: tl.constexpr, V: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_V: tl.constexpr, BQ: tl.constexpr,
+    BK: tl.constexpr, SCALE: tl.constexpr, CAP: tl.constexpr, FAST_TANH: tl.constexpr, LEFT: tl.constexpr, RIGHT: tl.constexpr,
+    BIAS: tl.constexpr, ALIBI: tl.constexpr, MASK: tl.constexpr, ROWS: tl.constexpr, SEGMENTS: tl.constexpr,
+    DROPOUT: tl.constexpr, KEEP_SCALE: tl.constexpr, PRECISION: tl.constexpr, FOLDED: tl.constexpr, MULTIPLIER: tl.constexpr,
+    EVEN_Q: tl.constexpr, EVEN_K: tl.constexpr, GUARD: tl.constexpr, CLEAN: tl.constexpr, GROUP: tl.constexpr,
+):  # fmt: skip
+    """`dq` of one query tile and head, and the tile's share of the slope's gradient."""
+    m, bh, count = program(T, BQ, GROUP)
+    m = count - 1 - m
+    b = (bh // H).to(tl.int64)
+    h = bh % H
+    first = m * BQ
+    rows = first + tl.arange(0, BQ)
+    i = rows[:, None]
+    inside = rows < T
+
+    position, start, end, q_segment = query_rows(
+        rows, inside, offset, b, T, position_ptr, start_ptr, end_ptr, q_segments_ptr, ROWS, SEGMENTS)  # fmt: skip
+    position, start, end, q_segment = position[:, None], start[:, None], end[:, None], q_segment[:, None]
+    slope, seed0, seed1 = head_scalars(slopes_ptr, seeds_ptr, b, h, H, ALIBI, DROPOUT)
+    bias_row = over_scores(bias_ptr, b, h, bias_run, bias_rows, T, S, H, BIAS)
+    mask_row = over_scores(mask_ptr, b, h, mask_run, mask_rows, T, S, H, MASK)
+
+    q = load_rows(q_ptr + b * T * (H * D) + h * D, first, H * D, inside, T, D, BQ, BLOCK_D, not EVEN_Q, False)
+    do = load_rows(
+        do_ptr + b * T * (H * V) + h * V, first, H * V, inside, T, V, BQ, BLOCK_V, not EVEN_Q, False
+    )
+    lse = tl.load(lse_ptr + (b * H + h) * T + rows, mask=inside, other=float("inf"))
+    delta = tl.load(delta_ptr + (b * H + h) * T + rows, mask=inside, other=0.0)
+    k_base = k_ptr + b * S * (K * D) + (h // (H // K)) * D
+    v_base = v_ptr + b * S * (K * V) + (h // (H // K)) * V
+    dq = tl.zeros([BQ, BLOCK_D], tl.float32)
+    dslope = 0.0
+
+    table: tl.constexpr = ROWS or SEGMENTS
+    lo, full_lo, full_hi, hi = key_tiles(tiles_ptr, b, m, offset, T, S, BQ, BK, LEFT, RIGHT, table, MASK)
+    if table or LEFT >= 0 or MASK:
+        dq, dslope = _query_gradient_tiles(
+            dq, dslope, q, do, lse, delta, lo, full_lo, k_base, v_base, bias_row, mask_row, kv_segments_ptr + b * S, key_seen_ptr + b * S,
+            seed0, seed1, slope, i, position, start, end, q_segment, T, S, K, D, V, BK, BLOCK_D, BLOCK_V, SCALE, CAP, FAST_TANH,
+            LEFT, RIGHT, BIAS, ALIBI, MASK, ROWS, SEGMENTS, DROPOUT, KEEP_SCALE, PRECISION, FOLDED, MULTIPLIER, EVEN_Q, EVEN_K, True)  # fmt: skip
+    if not MASK:
+        dq, dslope = _query_gradient_tiles(
+            dq, dslope, q, do, lse, delta, full_lo, full_hi, k_base, v_base, bias_row, mask_row, kv_segments_ptr, key_seen_ptr,
+            seed0, seed1, slope, i, position, start, end, q_segment, T, S, K, D, V, BK, BLOCK_D, BLOCK_V, SCALE, CAP, FAST_TANH,
+            LEFT, RIGHT, BIAS, ALIBI, MASK, ROWS, SEGMENTS, DROPOUT, KEEP_SCALE, PRECISION, FOLDED, MULTIPLIER, EVEN_Q, EVEN_K, False)  # fmt: skip
+        dq, dslope = _query_gradient_tiles(
+            dq, dslope, q, do, lse, delta, full_hi, hi, k_base, v_base, bias_row, mask_row, kv_segments_ptr + b * S, key_seen_ptr + b * S,
+            seed0, seed1, slope, i, position, start, end, q_segment, T, S, K, D, V, BK, BLOCK_D, BLOCK_V, SCALE, CAP, FAST_TANH,
+            LEFT, RIGHT, BIAS, ALIBI, MASK, ROWS, SEGMENTS, DROPOUT, KEEP_SCALE, PRECISION, FOLDED, MULTIPLIER, EVEN_Q, EVEN_K, True)  # fmt: skip
+
+    store_rows(
+        dq_ptr + b * T * (H * D) + h * D,
+        (dq * SCALE).to(dq_ptr.dtype.element_ty),
+        first,
+        H * D,
+        T,
+        D,
+        BQ,
+        BLOCK_D,
+    )
+    if ALIBI:
+        tl.store(dslope_ptr + (b * H + h) * count + m, dslope)
+
+
+@triton.jit
+def _key_gradient_tiles(
+    dk, dv, k, v, lo, hi, q_base, do_base, lse_base, delta_base, bias_ptr, mask_ptr, q_segments_ptr, start_ptr, end_ptr, position_ptr,
+    query_seen_ptr, seed0, seed1, slope, offset, j, k_segment, T, S,
+    H: tl.constexpr, D: tl.constexpr, V: tl.constexpr, BQ: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_V: tl.constexpr,
+    SCALE: tl.constexpr, CAP: tl.constexpr, FAST_TANH: tl.constexpr, LEFT: tl.constexpr, RIGHT: tl.constexpr, BIAS: tl.constexpr,
+    ALIBI: tl.constexpr, MASK: tl.constexpr, ROWS: tl.constexpr, SEGMENTS: tl.constexpr, DROPOUT: tl.constexpr, KEEP_SCALE: tl.constexpr,
+    PRECISION: tl.constexpr, FOLDED: tl.constexpr, MULTIPLIER: tl.constexpr, EVEN_Q: tl.constexpr, EVEN_K: tl.constexpr,
+    CLEAN: tl.constexpr, MASKED: tl.constexpr,
+):  # fmt: skip
+    guarded: tl.constexpr = ROWS or SEGMENTS
+    for m in tl.range(lo, hi):
+        first = m * BQ
+        rows = first + tl.arange(0, BQ)
+        i = rows[None, :]
+        inside = rows < T
+        ok = inside
+        position = i + offset
+        start = i
+        end = i
+        q_segment = i
+        if ROWS:
+            if MASKED or ALIBI or DROPOUT > 0:
+                position = tl.load(position_ptr + rows, mask=inside, other=0)[None, :]
+        if MASKED and guarded:
+            ok = ok & (tl.load(query_seen_ptr + rows, mask=inside, other=0) != 0)
+            if ROWS:
+                start = tl.load(start_ptr + rows, mask=inside, other=0)[None, :]
+                end = tl.load(end_ptr + rows, mask=inside, other=0)[None, :]
+            if SEGMENTS:
+                q_segment = tl.load(q_segments_ptr + rows, mask=inside, other=-1)[None, :]
+        q = load_rows(q_base, first, H * D, ok, T, D, BQ, BLOCK_D, not EVEN_Q, MASKED and guarded)
+        do = load_rows(do_base, first, H * V, ok, T, V, BQ, BLOCK_V, not EVEN_Q, MASKED and guarded)
+        lse = tl.load(lse_base + rows, mask=inside, other=float("inf"))
+        delta = tl.load(delta_base + rows, mask=inside, other=0.0)
+        qk = tl.dot(k, tl.trans(q), input_precision=PRECISION)  # [BK, BQ]
+        dp = tl.dot(v, tl.trans(do), input_precision=PRECISION)
+        p, t, seen = _weights(qk, lse[None, :], i, j, position, start, end, q_segment, k_segment, slope, bias_ptr, mask_ptr, T, S, SCALE,
+                              CAP, FAST_TANH, LEFT, RIGHT, BIAS, ALIBI, MASK, ROWS, SEGMENTS, FOLDED, MULTIPLIER, MASKED, False)  # fmt: skip
+        kept = True
+        dropped = p
+        if DROPOUT > 0:
+            kept = keep(seed0, seed1, position, j, DROPOUT)
+            dropped = tl.where(kept, p * KEEP_SCALE, 0.0)
+        if MASKED and CLEAN:
+            row_seen = tl.max(seen.to(tl.int32), axis=0) > 0
+            q = tl.where(row_seen[:, None], q, 0.0)
+            do = tl.where(row_seen[:, None], do, 0.0)
+        dv = tl.dot(dropped.to(do.dtype), do, dv, input_precision=PRECISION)  # [BK, BLOCK_V]
+        ds, _ = _score_gradient(p, dp, delta[None, :], t, seen, kept, CAP, DROPOUT, KEEP_SCALE, MASKED)
+        dk = tl.dot(ds.to(q.dtype), q, dk, input_precision=PRECISION)  # [BK, BLOCK_D]
+    return dk, dv
+
+
+@triton.jit
+def key_gradient_kernel(
+    q_ptr, k_ptr, v_ptr, do_ptr, lse_ptr, delta_ptr, bias_ptr, slopes_ptr, mask_ptr, q_segments_ptr, kv_segments_ptr, start_ptr, end_ptr,
+    position_ptr, query_seen_ptr, key_seen_ptr, seeds_ptr, tiles_ptr, T, S, offset, bias_run, bias_rows, mask_run, mask_rows,
+    dk_ptr, dv_ptr,
+    H: tl.constexpr, K: tl.constexpr, D: tl.constexpr, V: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_V: tl.constexpr, BQ: tl.constexpr,
+    BK: tl.constexpr, SCALE: tl.constexpr, CAP: tl.constexpr, FAST_TANH: tl.constexpr, LEFT: tl.constexpr, RIGHT: tl.constexpr,
+    BIAS: tl.constexpr, ALIBI: tl.constexpr, MASK: tl.constexpr, ROWS: tl.constexpr, SEGMENTS: tl.constexpr,
+    DROPOUT: tl.constexpr, KEEP_SCALE: tl.constexpr, PRECISION: tl.constexpr, FOLDED: tl.constexpr, MULTIPLIER: tl.constexpr,
+    EVEN_Q: tl.constexpr, EVEN_K: tl.constexpr, GUARD: tl.constexpr, CLEAN: tl.constexpr, GROUP: tl.constexpr,
+):  # fmt: skip
+    """`dk` and `dv` of one key tile and key head, over all query heads that read it."""
+    n, bh, _ = program(S, BK, GROUP)
+    b = (bh // K).to(tl.int64)
+    kh = bh % K
+    first = n * BK
+    columns = first + tl.arange(0, BK)
+    j = columns[:, None]
+    k_segment = j
+    if SEGMENTS:
+        k_segment = tl.load(kv_segments_ptr + b * S + columns, mask=columns < S, other=-1)[:, None]
+    k = load_rows(
+        k_ptr + b * S * (K * D) + kh * D, first, K * D, columns < S, S, D, BK, BLOCK_D, not EVEN_K, False
+    )
+    v = load_rows(
+        v_ptr + b * S * (K * V) + kh * V, first, K * V, columns < S, S, V, BK, BLOCK_V, not EVEN_K, False
+    )
+    dk = tl.zeros([BK, BLOCK_D], tl.float32)
+    dv = tl.zeros([BK, BLOCK_V], tl.float32)
+
+    table: tl.constexpr = ROWS or SEGMENTS
+    lo, full_lo, full_hi, hi = query_tiles(tiles_ptr, b, n, offset, T, S, BQ, BK, LEFT, RIGHT, table, MASK)
+    for h in range(kh * (H // K), (kh + 1) * (H // K)):
+        slope, seed0, seed1 = head_scalars(slopes_ptr, seeds_ptr, b, h, H, ALIBI, DROPOUT)
+        bias_row = over_scores(bias_ptr, b, h, bias_run, bias_rows, T, S, H, BIAS)
+        mask_row = over_scores(mask_ptr, b, h, mask_run, mask_rows, T, S, H, MASK)
+        q_base = q_ptr + b * T * (H * D) + h * D
+        do_base = do_ptr + b * T * (H * V) + h * V
+        lse_base = lse_ptr + (b * H + h) * T
+        delta_base = delta_ptr + (b * H + h) * T
+        if table or RIGHT >= 0 or MASK:
+            dk, dv = _key_gradient_tiles(
+                dk, dv, k, v, lo, full_lo, q_base, do_base, lse_base, delta_base, bias_row, mask_row, q_segments_ptr + b * T, start_ptr + b * T,
+                end_ptr + b * T, position_ptr + b * T, query_seen_ptr + b * T, seed0, seed1, slope, offset, j, k_segment, T, S,
+                H, D, V, BQ, BLOCK_D, BLOCK_V, SCALE, CAP, FAST_TANH, LEFT, RIGHT, BIAS, ALIBI, MASK, ROWS, SEGMENTS, DROPOUT, KEEP_SCALE,
+                PRECISION, FOLDED, MULTIPLIER, EVEN_Q, EVEN_K, CLEAN, True)  # fmt: skip
+        if not MASK:
+            dk, dv = _key_gradient_tiles(
+                dk, dv, k, v, full_lo, full_hi, q_base, do_base, lse_base, delta_base, bias_row, mask_row, q_segments_ptr + b * T,
+                start_ptr + b * T, end_ptr + b * T, position_ptr + b * T, query_seen_ptr + b * T, seed0, seed1, slope, offset, j, k_segment,
+                T, S, H, D, V, BQ, BLOCK_D, BLOCK_V, SCALE, CAP, FAST_TANH, LEFT, RIGHT, BIAS, ALIBI, MASK, ROWS, SEGMENTS, DROPOUT,
+                KEEP_SCALE, PRECISION, FOLDED, MULTIPLIER, EVEN_Q, EVEN_K, CLEAN, False)  # fmt: skip
+            if table or LEFT >= 0:
+                dk, dv = _key_gradient_tiles(
+                    dk, dv, k, v, full_hi, hi, q_base, do_base, lse_base, delta_base, bias_row, mask_row, q_segments_ptr + b * T,
+                    start_ptr + b * T, end_ptr + b * T, position_ptr + b * T, query_seen_ptr + b * T, seed0, seed1, slope, offset, j,
+                    k_segment, T, S, H, D, V, BQ, BLOCK_D, BLOCK_V, SCALE, CAP, FAST_TANH, LEFT, RIGHT, BIAS, ALIBI, MASK, ROWS,
+                    SEGMENTS, DROPOUT, KEEP_SCALE, PRECISION, FOLDED, MULTIPLIER, EVEN_Q, EVEN_K, CLEAN, True)  # fmt: skip
+
+    store_rows(
+        dk_ptr + b * S * (K * D) + kh * D,
+        (dk * SCALE).to(dk_ptr.dtype.element_ty),
+        first,
+        K * D,
+        S,
+        D,
+        BK,
+        BLOCK_D,
+    )
+    store_rows(
+        dv_ptr + b * S * (K * V) + kh * V, dv.to(dv_ptr.dtype.element_ty), first, K * V, S, V, BK, BLOCK_V
+    )
+
+
+@triton.jit
+def bias_gradient_kernel(
+    q_ptr, k_ptr, v_ptr, do_ptr, lse_ptr, delta_ptr, bias_ptr, slopes_ptr, mask_ptr, q_segments_ptr, kv_segments_ptr, start_ptr, end_ptr,
+    position_ptr, query_seen_ptr, key_seen_ptr, seeds_ptr, readers, T, S, offset, bias_run, bias_rows, mask_run, mask_rows,
+    dbias_ptr,
+    H: tl.constexpr, K: tl.constexpr, D: tl.constexpr, V: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_V: tl.constexpr, BQ: tl.constexpr,
+    BK: tl.constexpr, SCALE: tl.constexpr, CAP: tl.constexpr, FAST_TANH: tl.constexpr, LEFT: tl.constexpr, RIGHT: tl.constexpr,
+    BIAS: tl.constexpr, ALIBI: tl.constexpr, MASK: tl.constexpr, ROWS: tl.constexpr, SEGMENTS: tl.constexpr,
+    DROPOUT: tl.constexpr, KEEP_SCALE: tl.constexpr, PRECISION: tl.constexpr, FOLDED: tl.constexpr, MULTIPLIER: tl.constexpr,
+    EVEN_Q: tl.constexpr, EVEN_K: tl.constexpr, GUARD: tl.constexpr, CLEAN: tl.constexpr, GROUP: tl.constexpr,
+):  # fmt: skip
+    """One tile of the bias gradient `[rows, H or 1, T or 1, S or 1]`, summed in a fixed order over what the bias broadcasts:
+    over the `readers` of its row, batch rows."""
+    over_queries: tl.constexpr = (BIAS & 8) != 0
+    over_keys: tl.constexpr = (BIAS & 16) != 0
+    count_m, count_n = 1, 1
+    if over_queries:
+        count_m = tl.cdiv(T, BQ)
+    if over_keys:
+        count_n = tl.cdiv(S, BK)
+    m = tl.program_id(0) % count_m
+    n = tl.program_id(0) // count_m % count_n
+    owner = tl.program_id(0) // (count_m * count_n)
+    bias_row, head_lo, head_hi = owner, 0, H
+    if BIAS & 4:
+        bias_row = owner // H
+        head_lo = owner % H
+        head_hi = head_lo + 1
+    m_lo, m_hi, n_lo, n_hi = m, m + 1, n, n + 1
+    if not over_queries:
+        m_hi = tl.cdiv(T, BQ)
+    if not over_keys:
+        n_hi = tl.cdiv(S, BK)
+
+    total = tl.zeros([BQ, BK], tl.float32)
+    for reader in range(0, readers):
+        batch = (reader // bias_run * bias_rows + bias_row) * bias_run + reader % bias_run
+        b = (tl.zeros([], tl.int32) + batch).to(tl.int64)
+        for h in range(head_lo, head_hi):
+            slope, seed0, seed1 = head_scalars(slopes_ptr, seeds_ptr, b, h, H, ALIBI, DROPOUT)
+            bias = over_scores(bias_ptr, b, h, bias_run, bias_rows, T, S, H, BIAS)
+            mask = over_scores(mask_ptr, b, h, mask_run, mask_rows, T, S, H, MASK)
+            for query_tile in range(m_lo, m_hi):
+                rows = query_tile * BQ + tl.arange(0, BQ)
+                i = rows[:, None]
+                inside = rows < T
+                position, start, end, q_segment = query_rows(
+                    rows, inside, offset, b, T, position_ptr, start_ptr, end_ptr, q_segments_ptr, ROWS, SEGMENTS)  # fmt: skip
+                position, start, end, q_segment = (
+                    position[:, None],
+                    start[:, None],
+                    end[:, None],
+                    q_segment[:, None],
+                )
+                q = load_rows(
+                    q_ptr + b * T * (H * D) + h * D,
+                    query_tile * BQ,
+                    H * D,
+                    inside,
+                    T,
+                    D,
+                    BQ,
+                    BLOCK_D,
+                    True,
+                    False,
+                )
+                do = load_rows(
+                    do_ptr + b * T * (H * V) + h * V,
+                    query_tile * BQ,
+                    H * V,
+                    inside,
+                    T,
+                    V,
+                    BQ,
+                    BLOCK_V,
+                    True,
+                    False,
+                )
+                lse = tl.load(lse_ptr + (b * H + h) * T + rows, mask=inside, other=float("inf"))
+                delta = tl.load(delta_ptr + (b * H + h) * T + rows, mask=inside, other=0.0)
+                for key_tile in range(n_lo, n_hi):
+                    columns = key_tile * BK + tl.arange(0, BK)
+                    j = columns[None, :]
+                    k_segment = j
+                    if SEGMENTS:
+                        k_segment = tl.load(kv_segments_ptr + b * S + columns, mask=columns < S, other=-1)[
+                            None, :
+                        ]
+                    kh = h // (H // K)
+                    k = load_rows(
+                        k_ptr + b * S * (K * D) + kh * D,
+                        key_tile * BK,
+                        K * D,
+                        inside,
+                        S,
+                        D,
+                        BK,
+                        BLOCK_D,
+                        True,
+                        False,
+                    )
+                    v = load_rows(
+                        v_ptr + b * S * (K * V) + kh * V,
+                        key_tile * BK,
+                        K * V,
+                        inside,
+                        S,
+                        V,
+                        BK,
+                        BLOCK_V,
+                        True,
+                        False,
+                    )
+                    qk = tl.dot(q, tl.trans(k), input_precision=PRECISION)
+                    dp = tl.dot(do, tl.trans(v), input_precision=PRECISION)
+                    p, t, seen = _weights(qk, lse[:, None], i, j, position, start, end, q_segment, k_segment, slope, bias, mask, T, S,
+                                          SCALE, CAP, FAST_TANH, LEFT, RIGHT, BIAS, ALIBI, MASK, ROWS, SEGMENTS, FOLDED, MULTIPLIER, True, True)  # fmt: skip
+                    kept = True
+                    if DROPOUT > 0:
+                        kept = keep(seed0, seed1, position, j, DROPOUT)
+                    _, after = _score_gradient(
+                        p, dp, delta[:, None], t, seen, kept, CAP, DROPOUT, KEEP_SCALE, True
+                    )
+                    total += after
+
+    rows = m * BQ + tl.arange(0, BQ)
+    columns = n * BK + tl.arange(0, BK)
+    start_of = dbias_ptr + owner.to(tl.int64) * (T if over_queries else 1) * (S if over_keys else 1)
+    if over_queries and over_keys:
+        tl.store(
+            start_of + rows[:, None].to(tl.int64) * S + columns[None, :],
+            total,
+            mask=(rows < T)[:, None] & (columns < S)[None, :],
+        )
+    elif over_queries:
+        tl.store(start_of + rows, tl.sum(total, axis=1), mask=rows < T)
+    elif over_keys:
+        tl.store(start_of + columns, tl.sum(total, axis=0), mask=columns < S)
+    else:
+        tl.store(start_of, tl.sum(tl.sum(total, axis=1), axis=0))

@@ -1,0 +1,219 @@
+"""Which tiles the Triton kernels prefer, and what shared memory they take: measured on an H200 (see `benchmarks/LOG.md`)."""
+
+from typing import TYPE_CHECKING
+
+from ...dispatch import DeviceFacts, Problem
+from ...launch import limits_registers, register_limits_measured
+
+if TYPE_CHECKING:
+    from .compiled import TileConfig
+
+KERNELS = ("forward", "key_gradient", "query_gradient")
+Sizes = tuple[
+    int, ...
+]  # block_q, block_k, num_warps, num_stages, and where the compiler is limited max_registers
+
+# By padded head dim, best first where nothing else decides; small ones last, for devices with little shared memory.
+_HALF: dict[str, dict[int, tuple[Sizes, ...]]] = {
+    "forward": {
+        64: ((64, 64, 4, 3), (128, 64, 8, 3), (128, 64, 4, 3), (64, 64, 4, 2), (64, 32, 4, 2)),
+        128: (
+            (64, 64, 4, 3),
+            (128, 128, 8, 3),
+            (128, 64, 8, 3),
+            (64, 64, 4, 2),
+            (64, 32, 4, 2),
+            (64, 32, 4, 1),
+        ),
+        256: ((128, 64, 8, 2), (128, 32, 8, 3), (64, 32, 4, 2), (64, 32, 4, 1), (32, 16, 4, 1)),
+    },
+    "key_gradient": {
+        64: ((64, 64, 4, 3), (32, 64, 4, 3), (64, 64, 4, 2), (32, 64, 4, 2), (32, 32, 4, 1)),
+        128: ((32, 64, 4, 3), (64, 128, 8, 3), (32, 64, 4, 2), (32, 64, 4, 1), (32, 32, 4, 1)),
+        256: ((32, 64, 8, 3), (32, 64, 8, 2), (32, 32, 4, 2), (16, 32, 4, 1), (16, 16, 4, 1)),
+    },
+    "query_gradient": {
+        64: ((128, 64, 4, 3), (64, 64, 4, 3), (64, 64, 4, 2), (64, 32, 4, 2), (32, 32, 4, 1)),
+        128: ((128, 64, 8, 3), (64, 64, 4, 2), (64, 32, 4, 2), (64, 32, 4, 1), (32, 32, 4, 1)),
+        256: ((128, 32, 8, 3), (128, 32, 8, 2), (64, 32, 8, 2), (32, 16, 4, 1), (16, 16, 4, 1)),
+    },
+}
+_SIDE_BY_SIDE: Sizes = (128, 64, 8, 2, 128)
+# Of 16 bits, where the tiles above spill hundreds of bytes a thread (compiled, not measured): beside tiles of a mask, or in the forward
+# of a bias, and on Blackwell always. By the major compute capability, 0 for all others.
+_Sparing = dict[int, dict[tuple[str, int], Sizes]]
+_SPARING_BESIDE_MASKS: _Sparing = {
+    0: {
+        ("forward", 128): (64, 32, 8, 3),
+        ("forward", 256): (64, 32, 8, 3),
+        ("key_gradient", 64): (32, 64, 8, 3),
+        ("key_gradient", 128): (32, 64, 8, 3),
+        ("key_gradient", 256): (32, 32, 8, 3),
+        ("query_gradient", 128): (64, 32, 8, 2),
+        ("query_gradient", 256): (32, 32, 8, 2),
+    },
+    8: {("key_gradient", 64): (32, 32, 4, 2)},
+    9: {("key_gradient", 256): (16, 64, 8, 3)},
+    10: {("key_gradient", 128): (16, 64, 8, 3)},
+}
+_SPARING: _Sparing = {
+    10: {
+        ("forward", 256): (128, 32, 8, 3),
+        ("key_gradient", 64): (64, 64, 8, 3),
+        ("key_gradient", 128): (32, 64, 8, 3),
+        ("key_gradient", 256): (32, 32, 8, 3),
+    },
+}
+_FLOAT32: dict[str, dict[int, tuple[Sizes, ...]]] = {
+    "forward": {
+        64: ((64, 32, 4, 2), (64, 32, 4, 1), (32, 32, 4, 1)),
+        128: ((64, 32, 4, 2), (32, 32, 4, 1), (32, 16, 4, 1)),
+        256: ((32, 32, 4, 1), (16, 16, 4, 1)),
+    },
+    "key_gradient": {
+        64: ((32, 64, 4, 1), (32, 32, 4, 1)),
+        128: ((32, 32, 4, 1), (16, 32, 4, 1), (16, 16, 4, 1)),
+        256: ((16, 32, 4, 1), (16, 16, 4, 1)),
+    },
+    "query_gradient": {
+        64: ((32, 64, 4, 1), (32, 32, 4, 1)),  # 64 queries do not compile for Blackwell
+        128: ((32, 32, 4, 1), (32, 16, 4, 1), (16, 16, 4, 1)),
+        256: ((32, 16, 4, 1), (16, 16, 4, 1)),
+    },
+}
+
+
+# What else is worth timing, best first; most of these keep all their values in registers.
+_HALF_MORE: dict[str, dict[int, tuple[Sizes, ...]]] = {
+    "forward": {
+        64: ((128, 128, 8, 3), (64, 128, 4, 3), (128, 64, 4, 2), (64, 64, 4, 4), (128, 64, 8, 2), (128, 32, 4, 3), (64, 128, 4, 2)),
+        128: ((128, 64, 8, 2), (128, 128, 8, 2), (64, 128, 4, 2), (64, 128, 8, 2), (64, 32, 4, 3), (128, 32, 4, 3)),
+        256: ((64, 64, 8, 2), (128, 32, 8, 2), (64, 32, 4, 3), (64, 64, 8, 3), (128, 16, 8, 3), (64, 32, 8, 3), (64, 16, 4, 3)),
+    },
+    "key_gradient": {
+        64: ((64, 128, 8, 3), (64, 64, 8, 3), (32, 64, 4, 4), (64, 128, 8, 2), (32, 128, 8, 3), (64, 32, 4, 3), (32, 128, 4, 3)),
+        128: ((32, 128, 8, 3), (64, 64, 8, 3), (64, 128, 8, 2), (32, 128, 8, 2), (64, 64, 8, 2), (16, 64, 4, 3), (32, 64, 8, 3)),
+        256: ((16, 64, 8, 3), (32, 32, 8, 3), (16, 64, 8, 2), (32, 32, 8, 2), (32, 32, 4, 3), (16, 32, 4, 3), (16, 32, 4, 2)),
+    },
+    "query_gradient": {
+        64: ((128, 64, 8, 3), (128, 32, 4, 3), (128, 128, 8, 2), (128, 64, 4, 2), (64, 32, 4, 3), (64, 128, 4, 2), (128, 64, 8, 2)),
+        128: ((128, 64, 8, 2), (128, 32, 8, 3), (64, 64, 4, 3), (64, 32, 4, 3), (64, 64, 8, 2), (64, 64, 8, 3), (128, 32, 8, 2)),
+        256: ((64, 32, 8, 3), (64, 64, 8, 2), (128, 16, 8, 3), (64, 16, 4, 3), (64, 16, 8, 3), (32, 32, 4, 2), (32, 32, 4, 3)),
+    },
+}  # fmt: skip
+_FLOAT32_MORE: dict[str, dict[int, tuple[Sizes, ...]]] = {
+    "forward": {
+        64: ((64, 32, 8, 2), (64, 64, 8, 1), (128, 32, 8, 1), (32, 32, 4, 2), (32, 64, 4, 1)),
+        128: ((64, 32, 8, 2), (64, 16, 4, 2), (64, 32, 4, 1), (32, 32, 4, 2)),
+        256: ((32, 32, 8, 1), (32, 16, 4, 1), (16, 32, 4, 1)),
+    },
+    "key_gradient": {
+        64: ((32, 64, 8, 1), (16, 64, 4, 1), (32, 32, 4, 2), (64, 32, 4, 1)),
+        128: ((32, 32, 8, 1), (16, 64, 8, 1), (16, 64, 4, 1), (32, 16, 4, 1)),
+        256: ((16, 32, 8, 1), (32, 16, 4, 1)),
+    },
+    "query_gradient": {
+        64: ((32, 64, 8, 1), (64, 32, 8, 1), (32, 32, 4, 2), (64, 16, 4, 1)),
+        128: ((32, 32, 8, 1), (64, 16, 8, 1), (64, 16, 4, 1), (16, 32, 4, 1)),
+        256: ((32, 16, 8, 1), (16, 32, 4, 1)),
+    },
+}  # fmt: skip
+
+
+def choices(kernel: str, problem: Problem, device: DeviceFacts) -> list[Sizes]:
+    """Tiles worth timing, best first; those for devices with little shared memory last."""
+    best = preferred(kernel, problem, device)
+    is_float32, width = problem.dtype("qkv") == "float32", _width(problem)
+    more = list((_FLOAT32_MORE if is_float32 else _HALF_MORE)[kernel][width])
+    if limits_registers(device) and (kernel, width, is_float32) == ("forward", 128, False):
+        more.insert(0, _SIDE_BY_SIDE)
+    return list(dict.fromkeys([*best[:-2], *more, *best[-2:]]))
+
+
+def preferred(kernel: str, problem: Problem, device: DeviceFacts) -> list[Sizes]:
+    """Tiles to try, best first."""
+    width, is_float32 = _width(problem), problem.dtype("qkv") == "float32"
+    tiles = (_FLOAT32 if is_float32 else _HALF)[kernel][width]
+    if is_float32:
+        return list(tiles)
+    favourite: tuple[Sizes, ...] = ()
+    if width == 64:
+        favourite = _favourite_64(kernel, problem)
+    elif width == 128:
+        favourite = _favourite_128(kernel, problem, device)
+    return list(dict.fromkeys([*_sparing(kernel, problem, device), *favourite, *tiles]))
+
+
+def _sparing(kernel: str, problem: Problem, device: DeviceFacts) -> tuple[Sizes, ...]:
+    """What leaves registers free where the usual tiles take more than there are."""
+    if device.vendor != "nvidia":
+        return ()
+    major, key = device.capability[0], (kernel, _width(problem))
+    if kernel == "forward":
+        beside_masks = problem.flag("mask") or problem.flag("bias")
+    else:  # on an H200 the usual tiles are faster for all that they spill, but with a bias, too
+        beside_masks = problem.flag("mask") and (major != 9 or problem.flag("bias"))
+    tables = [_SPARING_BESIDE_MASKS] if beside_masks else []
+    found = (table.get(of, {}).get(key) for table in (*tables, _SPARING) for of in (major, 0))
+    return tuple(filter(None, found))
+
+
+def _favourite_64(kernel: str, problem: Problem) -> tuple[Sizes, ...]:
+    if kernel == "forward" and _windowed(problem):
+        return ((64, 64, 4, 2),)
+    if kernel == "query_gradient":
+        short_rows = _windowed(problem) or problem.flag("segments")
+        return ((64, 32, 4, 3),) if short_rows else ((64, 64, 4, 3),) if problem.flag("causal") else ()
+    return ()
+
+
+def _favourite_128(kernel: str, problem: Problem, device: DeviceFacts) -> tuple[Sizes, ...]:
+    packed, queries = problem.flag("rows") or problem.flag("segments"), problem.dim("T")
+    if kernel == "forward":
+        if not _ragged(problem):
+            # All tiles alike: wide ones pay, best two programs a multiprocessor, which takes a limit on registers.
+            limited = limits_registers(device) and register_limits_measured(device)
+            widest = (128, 64, 8, 3) if device.capability[0] == 10 else (128, 128, 8, 3)
+            return (*((_SIDE_BY_SIDE,) if limited else ()), widest)
+        return ((64, 32, 4, 3),) if problem.flag("segments") else ()
+    if kernel == "key_gradient":
+        plain = problem.flag("causal") and not (packed or _windowed(problem) or problem.flag("soft_cap"))
+        return ((64, 128, 8, 3),) if plain and queries >= 4096 else ()
+    if _windowed(problem):
+        return ((64, 64, 4, 2),)
+    if problem.flag("segments") or problem.flag("soft_cap"):
+        return ((64, 32, 4, 2 if problem.flag("segments") else 3),)
+    return ((128, 32, 8, 3),) if queries <= 2048 else ()
+
+
+def _windowed(problem: Problem) -> bool:
+    """Whether the static window hides keys on the left."""
+    window = problem.flag("window")
+    return window is not None and not str(window).startswith("None")
+
+
+def shared_memory(kernel: str, problem: Problem, tile: "TileConfig") -> int:
+    """An upper estimate of what one program takes, in bytes: the tiles it keeps, and the streamed ones once a stage."""
+    is_float32 = problem.dtype("qkv") == "float32"
+    size = 4 if is_float32 else 2
+    over_scores = 4 * bool(problem.flag("bias")) + bool(problem.flag("mask"))
+    resident, streamed = {
+        "forward": (tile.block_q, tile.block_k),
+        "key_gradient": (2 * tile.block_k, tile.block_q),
+        "query_gradient": (2 * tile.block_q, tile.block_k),
+    }[kernel]
+    matrices = _width(problem) * size * (resident + 2 * tile.num_stages * streamed)
+    if is_float32:  # kept in two halves for the passes of a product, once more for each kind of loop
+        matrices *= 3 if _ragged(problem) else 2
+    gradient = size if kernel != "forward" else 0
+    return matrices + tile.block_q * tile.block_k * (gradient + tile.num_stages * over_scores)
+
+
+def _ragged(problem: Problem) -> bool:
+    """Whether rows differ in what they see, so that kernels have loops with and without a mask on either side."""
+    return any(problem.flag(name) for name in ("rows", "segments", "window"))
+
+
+def _width(problem: Problem) -> int:
+    """The head dims padded to a power of two, as a kernel holds them."""
+    return max(64, 1 << (max(problem.dim("D"), problem.dim("V")) - 1).bit_length())

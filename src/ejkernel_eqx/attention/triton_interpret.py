@@ -1,8 +1,0 @@
-"""Platform `triton-interpret`: the Triton kernels themselves, interpreted on the host. Slow; for checking."""
-
-from ..core.platforms import Interpreted
-from . import triton
-from .triton import TileConfig, TritonConfig
-
-_TILE = TileConfig(32, 32, 4, 1)
-platform = Interpreted(triton, TritonConfig(_TILE, _TILE, _TILE), fast_tanh=False, float32_dot="ieee")

@@ -1,0 +1,8 @@
+"""Platform `triton-interpret`: the Triton kernels themselves, interpreted on the host. Slow; for checking."""
+
+from ...core.platforms import Interpreted
+from . import compiled
+
+platform = Interpreted(
+    compiled, compiled.TritonConfig(compiled.NormTile(4, 4), compiled.NormTile(2, 4, 2), fast_sigmoid=False)
+)

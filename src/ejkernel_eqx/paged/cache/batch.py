@@ -1,0 +1,236 @@
+"""A batch of sequences of unequal numbers of new tokens, packed along one axis."""
+
+from collections.abc import Sequence
+from typing import Any
+
+import equinox as eqx
+import jax.numpy as jnp
+import numpy as np
+from jax import Array
+from jax.core import Tracer
+from jaxtyping import Bool, Int
+
+from ...sequences import cu_seqlens_to_segment_ids
+from ...sequences.packing import read_count
+from .buckets import Buckets as Buckets
+from .buckets import BucketSizes as BucketSizes
+
+
+def to_int32(x: Any) -> Any:
+    """Integers of any width as int32, such that numbers that do not fit stay out of every range; all else as it is."""
+    if not isinstance(x, Array | np.ndarray) or not jnp.issubdtype(x.dtype, jnp.integer):
+        return x
+    if x.dtype.itemsize >= 4 and x.dtype != jnp.int32:
+        clip = np.clip if isinstance(x, np.ndarray) else jnp.clip
+        x = clip(x, max(-1, int(jnp.iinfo(x.dtype).min)), 2**31 - 1)
+    return jnp.asarray(x, jnp.int32)
+
+
+class RaggedBatch(eqx.Module):
+    r"""Sequences with new tokens packed side by side, `T` in all, decodes and chunks of prompts mixed.
+
+    Sequence $n$ has `query_len` $= c_{n+1} - c_n$ new tokens, $c$ being `query_start_loc`; token $t$ of the batch sits at position
+    $\text{lengths}_n - (c_{n+1} - c_n) + (t - c_n)$ of its sequence and is kept at slot
+    $\text{page} \cdot p + \text{position} \bmod p$, where the page is entry $\lfloor \text{position} / p \rfloor$ of its row of
+    `page_table`. Tokens from $c_N$ on are padding, as are sequences without tokens.
+
+    [`RaggedBatch.build`][ejkernel_eqx.paged.cache.batch.RaggedBatch.build] makes one from lists outside `jit`; the constructor takes
+    arrays of any integers, inside it too.
+
+    **Arguments:**
+
+    - `query_start_loc`: int32 `[N + 1]`, from 0 on, never decreasing.
+    - `lengths`: int32 `[N]`, the tokens of each sequence, new ones included.
+    - `page_table`: int32 `[N, M]`, -1 for no page.
+    - `state_indices`: int32 `[N]`, where each sequence's recurrent state is, -1 for none; or `None`.
+    - `page_size`: tokens a page, $p$; static.
+    - `max_query_len`: the most new tokens of one sequence; static.
+    - `num_tokens`: `T`, padding included; static.
+
+    **Raises:** `ValueError` for shapes that do not fit.
+    """
+
+    query_start_loc: Int[Array, "offsets"] = eqx.field(converter=to_int32)
+    lengths: Int[Array, "N"] = eqx.field(converter=to_int32)
+    page_table: Int[Array, "N M"] = eqx.field(converter=to_int32)
+    state_indices: Int[Array, "N"] | None = eqx.field(converter=to_int32, default=None)
+    page_size: int = eqx.field(static=True, kw_only=True)
+    max_query_len: int = eqx.field(static=True, kw_only=True)
+    num_tokens: int = eqx.field(static=True, kw_only=True)
+
+    def __check_init__(self):
+        for name, least in (("page_size", 1), ("max_query_len", 1), ("num_tokens", 0)):
+            read_count(name, getattr(self, name), least)
+        names = ("lengths", "query_start_loc", "page_table", "state_indices")
+        arrays = {name: x for name in names if (x := getattr(self, name)) is not None}
+        if not all(hasattr(x, "shape") for x in arrays.values()):
+            return  # something else in the places of arrays, such as axes to map over
+        count = self.lengths.size
+        shapes = {"query_start_loc": (count + 1,), "page_table": (count, *self.page_table.shape[-1:])}
+        letters = {"query_start_loc": "[N + 1]", "page_table": "[N, M]"}
+        for name, x in arrays.items():
+            rank = 2 if name == "page_table" else 1
+            fits = x.ndim == rank and x.shape == shapes.get(name, (count,))
+            if not fits or not jnp.issubdtype(x.dtype, jnp.integer):
+                raise ValueError(
+                    f"{name}: expected int32 {letters.get(name, '[N]')}, received {x.dtype} of shape {x.shape} with lengths of shape "
+                    f"{self.lengths.shape}; RaggedBatch.build makes the arrays from lists."
+                )
+
+    @classmethod
+    def build(
+        cls,
+        query_lens: Any,
+        lengths: Any,
+        page_table: Any,
+        *,
+        page_size: int,
+        buckets: Buckets | None = None,
+        state_indices: Any | None = None,
+    ) -> "RaggedBatch":
+        """A batch from lists or NumPy arrays, padded to `buckets`: for the host, outside of `jit`.
+
+        **Arguments:**
+
+        - `query_lens`: ints `[N]`, the new tokens of each sequence.
+        - `lengths`: ints `[N]`, its tokens, new ones included.
+        - `page_table`: a list of pages for each sequence, or ints `[N, M]`, -1 for none; enough for its length.
+        - `page_size`: tokens a page.
+        - `buckets`: what to pad to. Padded sequences have no tokens, no pages and state -1; padded tokens come last. By default
+            nothing is padded.
+        - `state_indices`: ints `[N]`, or `None`.
+
+        **Returns:** the batch; its `num_tokens` is how long the packed tokens must be.
+
+        **Raises:** `ValueError` for negative numbers, more new tokens than tokens, too few pages, one state for two sequences with new tokens,
+        or what no bucket holds.
+        """
+        page_size = read_count("page_size", page_size, least=1)
+        queries, totals = _host("query_lens", query_lens, least=0), _host("lengths", lengths, least=0)
+        rows = _rows(page_table)
+        states = None if state_indices is None else _host("state_indices", state_indices, least=-1)
+        count = len(queries)
+        for name, x in (("lengths", totals), ("page_table", rows), ("state_indices", states)):
+            if x is not None and len(x) != count:
+                raise ValueError(
+                    f"{name}: expected an entry for each of the {count} sequences of query_lens, received {len(x)}."
+                )
+        for n, (query_len, length, row) in enumerate(zip(queries, totals, rows, strict=True)):
+            if query_len > length:
+                raise ValueError(
+                    f"lengths: expected at least the {query_len} new tokens of sequence {n}, received {length}; new tokens count."
+                )
+            if len(row) * page_size < length:
+                raise ValueError(
+                    f"page_table: expected {-(-int(length) // page_size)} pages for the {length} tokens of sequence {n}, received "
+                    f"{len(row)}; -1 stands for a page that is not needed any more."
+                )
+        if states is not None:
+            given, times = np.unique(states[(states >= 0) & (queries > 0)], return_counts=True)
+            if np.any(times > 1):
+                raise ValueError(
+                    f"state_indices: expected a slot of its own for each sequence with new tokens, received {int(given[times > 1][0])} "
+                    f"{int(times.max())} times; copy the state of a sequence that goes two ways (CacheState.copy_states)."
+                )
+        if buckets is not None and not isinstance(buckets, Buckets):
+            raise ValueError(
+                f"buckets: expected Buckets or None, received {type(buckets).__name__}; build Buckets(tokens=, sequences=, pages=, query_len=) "
+                "from tuples of sizes."
+            )
+        total, longest = int(queries.sum()), int(queries.max(initial=1))
+        sizes = BucketSizes(total, count, max([1, *map(len, rows)]), longest)
+        if buckets is not None:
+            # A row may be as wide as the longest sequence that could be; what counts is the longest that there is.
+            needed = -(-int(totals.max(initial=0)) // page_size)
+            sizes = buckets.pick(total, count, needed, longest)
+        table = np.full((sizes.sequences, sizes.pages), -1, np.int32)
+        for n, row in enumerate(rows):
+            table[n, : len(row)] = row[: sizes.pages]
+        starts = np.full(sizes.sequences + 1, total, np.int32)
+        starts[: count + 1] = np.concatenate([[0], np.cumsum(queries)])
+        return cls(
+            jnp.asarray(starts),
+            jnp.asarray(_padded(totals, sizes.sequences, 0)),
+            jnp.asarray(table),
+            None if states is None else jnp.asarray(_padded(states, sizes.sequences, -1)),
+            page_size=page_size,
+            max_query_len=sizes.query_len,
+            num_tokens=sizes.tokens,
+        )
+
+    @property
+    def is_decode(self) -> bool:
+        """Whether no sequence has more than one new token; static."""
+        return self.max_query_len == 1
+
+    @property
+    def sequence_ids(self) -> Int[Array, "T"]:
+        """The number of each token's sequence, int32 `[T]`; -1 for padding."""
+        return cu_seqlens_to_segment_ids(self.query_start_loc, self.num_tokens)
+
+    @property
+    def is_real(self) -> Bool[Array, "T"]:
+        """Whether each token belongs to a sequence, bool `[T]`."""
+        return self.sequence_ids >= 0
+
+    @property
+    def positions(self) -> Int[Array, "T"]:
+        """Each token's position in its sequence, int32 `[T]`; 0 for padding."""
+        return self._places(self.sequence_ids)
+
+    @property
+    def slots(self) -> Int[Array, "T"]:
+        """Where each token is kept, `page * page_size + place`, int32 `[T]`; -1 for padding and where there is no page."""
+        ids = self.sequence_ids
+        if 0 in self.page_table.shape:
+            return jnp.full_like(ids, -1)
+        position = self._places(ids)
+        column = position // self.page_size
+        width = self.page_table.shape[1]
+        page = self.page_table[jnp.maximum(ids, 0), jnp.clip(column, 0, width - 1)]
+        # A page number so large that its slots are no int32 is none of any cache.
+        largest = (2**31 - self.page_size) // self.page_size
+        there = (ids >= 0) & (position >= 0) & (column < width) & (page >= 0) & (page <= largest)
+        return jnp.where(there, jnp.where(there, page, 0) * self.page_size + position % self.page_size, -1)
+
+    @property
+    def last_tokens(self) -> Int[Array, "N"]:
+        """The place of each sequence's last new token among the `T`, int32 `[N]`; -1 if it has none."""
+        starts = self.query_start_loc
+        return jnp.where(starts[1:] > starts[:-1], starts[1:] - 1, -1)
+
+    def _places(self, ids: Array) -> Array:
+        if self.lengths.shape[0] == 0:
+            return jnp.zeros_like(ids)
+        # A sequence's last token sits at lengths - 1 and comes right before the next one's first.
+        before = self.lengths - self.query_start_loc[1:]
+        tokens = jnp.arange(self.num_tokens, dtype=jnp.int32)
+        return jnp.where(ids >= 0, tokens + before[jnp.maximum(ids, 0)], 0)
+
+
+def _host(name: str, values: Any, least: int, rank: int = 1) -> np.ndarray:
+    if isinstance(values, Tracer):
+        raise ValueError(
+            f"{name}: expected a list or an array outside of jit, received a traced one; use RaggedBatch(...) inside."
+        )
+    array = np.asarray(values)
+    if array.ndim != rank or (array.size and not np.issubdtype(array.dtype, np.integer)):
+        raise ValueError(
+            f"{name}: expected ints {['[N]', '[N, M]'][rank - 1]}, received {array.dtype} of shape {array.shape}; one entry for each "
+            "sequence."
+        )
+    if (array < least).any() or (array >= 2**31).any():
+        raise ValueError(
+            f"{name}: expected ints from {least} to 2**31 - 1, received {array[(array < least) | (array >= 2**31)].tolist()}."
+        )
+    return array.astype(np.int64)
+
+
+def _rows(page_table: Any) -> list[np.ndarray]:
+    if isinstance(page_table, Sequence):
+        return [_host(f"page_table[{n}]", row, least=-1) for n, row in enumerate(page_table)]
+    return list(_host("page_table", page_table, least=-1, rank=2))
+
+
+def _padded(values: np.ndarray, size: int, fill: int) -> np.ndarray:
+    return np.concatenate([values, np.full(size - len(values), fill)]).astype(np.int32)

@@ -1,0 +1,94 @@
+"""Numbers stored in eight bits, with a scale for each vector."""
+
+from typing import Any
+
+import jax.numpy as jnp
+from jax import Array
+from jax.typing import DTypeLike
+from jaxtyping import Float, Shaped
+
+LARGEST = {"int8": 127.0, "float8_e4m3fn": 448.0}
+"""The largest number that each dtype stores; int8 leaves out -128, so that both signs reach as far."""
+
+
+def quantise(
+    x: Any, dtype: DTypeLike, scale: Any | None = None
+) -> tuple[Shaped[Array, "... D"], Float[Array, "..."]]:
+    r"""`x` as 8-bit numbers and what they are to be multiplied with: $x_d \approx s \cdot n_d$.
+
+    $s = \max_d |x_d| / n_\text{max}$ for each vector along the last axis, and 1 where that is zero;
+    $n_d = \text{round}(x_d / s)$, with halves to the even number. $n_\text{max}$ is 127 for int8 and 448 for float8_e4m3fn. So
+    $|x_d - s n_d| \le s / 2$ for int8; float8 rounds to 4 significant bits, $|x_d - s n_d| \le \max(|x_d| 2^{-4}, s 2^{-10})$.
+    Nothing overflows: what is beyond $n_\text{max}$ becomes $n_\text{max}$, with its sign.
+
+    **Arguments:**
+
+    - `x`: floats `[..., D]`, such as keys `[T, K, D]`, computed with in float32. A vector with a NaN or an infinity gets a scale that
+        is not finite and so stays visible.
+    - `dtype`: `int8` or `float8_e4m3fn`.
+    - `scale`: floats that broadcast to `x.shape[:-1]`, such as `[K]`, to store by instead. They must be positive.
+
+    **Returns:** the stored numbers `[..., D]` in `dtype`, and the scale, float32 `x.shape[:-1]`.
+
+    **Raises:** `ValueError` for another dtype, or a scale that does not broadcast.
+    """
+    dtype = jnp.dtype(dtype)
+    if dtype.name not in LARGEST:
+        raise ValueError(
+            f"dtype: expected {' or '.join(LARGEST)}, received {dtype.name}; others need no scale."
+        )
+    x = jnp.asarray(x)
+    if x.ndim < 1 or not jnp.issubdtype(x.dtype, jnp.floating):
+        raise ValueError(
+            f"x: expected floats [..., D], received {x.dtype} of shape {x.shape}; cast it first."
+        )
+    x = x.astype(jnp.float32)
+    largest = LARGEST[dtype.name]
+    scale = _own(x, largest) if scale is None else _given(scale, x.shape[:-1])
+    # A scale of zero would make 0 / 0; whatever is stored then stands for zero.
+    ratio = x / jnp.where(scale > 0, scale, 1.0)[..., None]
+    if dtype == jnp.int8:
+        ratio = jnp.where(jnp.isnan(ratio), 0.0, jnp.round(ratio))
+    return jnp.clip(ratio, -largest, largest).astype(dtype), scale
+
+
+def dequantise(stored: Any, scale: Any, dtype: DTypeLike = jnp.float32) -> Float[Array, "... D"]:
+    r"""What stored numbers stand for: $x_d = s \cdot n_d$.
+
+    **Arguments:**
+
+    - `stored`: 8-bit numbers `[..., D]`, as [`ejkernel_eqx.paged.cache.quantise.quantise`][] gives them.
+    - `scale`: floats that broadcast to `stored.shape[:-1]`.
+    - `dtype`: the result's; the product is taken in float32.
+
+    **Returns:** `[..., D]` in `dtype`.
+
+    **Raises:** `ValueError` for a scale that does not broadcast.
+    """
+    stored = jnp.asarray(stored)
+    if stored.dtype.name not in LARGEST or stored.ndim < 1:
+        raise ValueError(
+            f"stored: expected {' or '.join(LARGEST)} [..., D], received {stored.dtype} of shape {stored.shape}; other numbers stand for "
+            "themselves."
+        )
+    scale = _given(scale, stored.shape[:-1])
+    return (stored.astype(jnp.float32) * scale[..., None]).astype(dtype)
+
+
+def _own(x: Array, largest: float) -> Array:
+    scale = jnp.max(jnp.abs(x), axis=-1, initial=0.0) / largest
+    # Also where the quotient is no normal number any more, which devices may take for zero; NaN stays.
+    return jnp.where(scale < jnp.finfo(jnp.float32).tiny, 1.0, scale)
+
+
+def _given(scale: Any, shape: tuple[int, ...]) -> Array:
+    scale = jnp.asarray(scale)
+    fits = len(scale.shape) <= len(shape) and all(
+        size in (1, full) for size, full in zip(scale.shape[::-1], shape[::-1], strict=False)
+    )
+    if not fits or not jnp.issubdtype(scale.dtype, jnp.floating):
+        raise ValueError(
+            f"scale: expected floats that broadcast to {shape}, one for each vector, received {scale.dtype} of shape {scale.shape}; "
+            "put axes of size 1 where it is shared."
+        )
+    return jnp.broadcast_to(scale.astype(jnp.float32), shape)

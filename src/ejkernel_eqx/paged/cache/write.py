@@ -1,0 +1,96 @@
+"""Writing new tokens into pages, on XLA: one scatter, in place where the pages are donated.
+
+On a CPU, XLA widens bfloat16 and float8 to scatter and so copies the pages of these dtypes each time.
+"""
+
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax import Array
+
+from ..._jitted import compiled_once
+from ...parallel import Axes, explicit_mesh, over_explicit_mesh
+from ..spec import PAGES, WriteArrays
+from .quantise import quantise
+
+Writer = Callable[[WriteArrays], dict[str, Array]]
+
+
+def write(arrays: WriteArrays) -> dict[str, Array]:
+    """The pages and scales with the new tokens in them.
+
+    Pages with leading axes are written each with its own tokens and slots, which then have these axes too; other axes in front of
+    the tokens are more tokens. Scales a head may come without the leading axes.
+    """
+    return compiled_once(_over_mesh)(arrays)
+
+
+def _over_mesh(arrays: WriteArrays) -> dict[str, Array]:
+    mesh = explicit_mesh(arrays)
+    if mesh is None:
+        return _over_leading_axes(arrays)
+    lead = _leading(arrays)
+
+    def label(x: Any, heads: int | None, rows: int) -> Axes:
+        """The leading axes, and the heads as axis number `heads`."""
+        names: list[str | None] = [f"b{i}" for i in range(rows)] + [None] * (len(x.shape) - rows)
+        if heads is not None:
+            names[heads] = "H"
+        return Axes(tuple(names))
+
+    def pages(given: Any) -> dict[str, Axes]:
+        return {
+            name: label(
+                x, -2 if name in PAGES else -1, lead if name in PAGES or x.ndim > lead + 1 else x.ndim - 1
+            )
+            for name, x in given.items()
+        }
+
+    new = {name: label(x, -2, lead) for name, x in arrays.new.items()}
+    axes = WriteArrays(pages(arrays.pages), new, label(arrays.slots, None, lead))  # pyright: ignore
+    return over_explicit_mesh(mesh, _over_leading_axes, arrays, axes, pages, ())
+
+
+def _leading(arrays: WriteArrays) -> int:
+    return next(arrays.pages[name].ndim - 4 for name in PAGES if name in arrays.new)
+
+
+def _over_leading_axes(arrays: WriteArrays) -> dict[str, Array]:
+    lead = _leading(arrays)
+    if lead == 0:
+        return _write(arrays)
+    axes = WriteArrays(
+        {name: 0 if name in PAGES or x.ndim > lead else None for name, x in arrays.pages.items()},  # pyright: ignore
+        dict.fromkeys(arrays.new, 0),  # pyright: ignore
+        0,  # pyright: ignore
+    )
+    return jax.vmap(_over_leading_axes, in_axes=(axes,))(arrays)
+
+
+def _write(arrays: WriteArrays) -> dict[str, Array]:
+    written = dict(arrays.pages)
+    slots = arrays.slots.reshape(-1)
+    for name, new in arrays.new.items():
+        pages, scale = arrays.pages[name], arrays.pages.get(f"{name}_scale")
+        new = new.reshape(-1, *new.shape[-2:])  # [T, K, D]
+        if scale is None:
+            new = new.astype(pages.dtype)
+        elif scale.ndim == 1:
+            new, _ = quantise(new, pages.dtype, scale)
+        else:
+            new, own = quantise(new, pages.dtype)
+            written[f"{name}_scale"] = _put(scale, own, slots)
+        written[name] = _put(pages, new, slots)
+    return written
+
+
+def _put(pages: Array, new: Array, slots: Array) -> Array:
+    """`pages [P, p, ...]` with `new [T, ...]` at `slots [T]`."""
+    room = pages.shape[0] * pages.shape[1]
+    # A negative index would count from the end. Past the end nothing is written, and no two indices are the same.
+    nowhere = room + jnp.arange(slots.shape[0], dtype=jnp.int32)
+    slots = jnp.where((slots >= 0) & (slots < room), slots, nowhere)
+    flat = pages.reshape(room, *pages.shape[2:])
+    return flat.at[slots].set(new, mode="drop", unique_indices=True).reshape(pages.shape)

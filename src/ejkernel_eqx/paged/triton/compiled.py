@@ -1,0 +1,147 @@
+"""Platform `triton`: the host side. Configurations, support, and which sequences which kernel takes.
+
+Both attention kernels write into the same `out` and `lse`, each the tokens of its own sequences: the decode kernel of those with up to
+`decode_queries` queries, and of tokens of no sequence 0 and minus infinity; then the prefill kernel of the sequences with more queries.
+"""
+
+import dataclasses
+
+import jax.numpy as jnp
+from jax import Array
+
+from ...core.platforms import kernels_unavailable
+from ...dispatch import DeviceFacts, Problem
+from ...launch import run
+from ..spec import PagedArrays, PagedSpec, WriteArrays
+from . import decode_kernel, prefill_kernel, tile_sizes, write_kernel
+from .call import Execute, folded
+from .call import PagedTile as PagedTile
+from .call import TritonConfig as TritonConfig
+
+OPAQUE = True
+VERSION = 3
+MAX_HEAD_DIM = 256
+MAX_LATENT_DIM = 512
+MAX_FLOAT32_LATENT_DIM = 128
+"""In three passes of a product more would spill kilobytes a thread."""
+DECODE_QUERIES = 16
+"""Up to this `max_query_len`, the decode kernel takes all sequences."""
+_MOST_CANDIDATES = 12
+
+config_type = TritonConfig
+unavailable = kernels_unavailable
+
+
+def unsupported(problem: Problem, device: DeviceFacts) -> str | None:
+    q, kv, dim, values = problem.dtype("q"), problem.dtype("kv"), problem.dim("D"), problem.dim("V")
+    if "float64" in (q, kv):
+        return "takes float32, float16 and bfloat16, not float64"
+    if problem.flag("latent"):
+        if values > MAX_LATENT_DIM or dim - values > MAX_HEAD_DIM:
+            return f"takes latent pages of up to {MAX_LATENT_DIM} channels and {MAX_HEAD_DIM} of rope, not {values} and {dim - values}"
+        if tile_sizes.dot_bytes(problem) == 4 and values > MAX_FLOAT32_LATENT_DIM:
+            return (
+                f"multiplies latent pages of up to {MAX_FLOAT32_LATENT_DIM} channels in float32, not {values}"
+            )
+    elif max(dim, values) > MAX_HEAD_DIM:
+        return f"takes head dims up to {MAX_HEAD_DIM}, not D {dim} and V {values}"
+    if kv == "float8_e4m3fn" and device.vendor == "nvidia" and device.capability < (8, 9):
+        return f"takes float8 pages from compute capability 8.9 on, the device has {device.compute_capability or 'none'}"
+    if problem.dim("M") * problem.dim("p") >= 2**31:
+        return (
+            f"takes page tables of fewer than 2**31 keys, not {problem.dim('M')} pages of {problem.dim('p')}"
+        )
+    return None
+
+
+def default_config(problem: Problem, device: DeviceFacts) -> TritonConfig:
+    """The first preferred tiles that fit the device's shared memory, and as many splits as fill the device."""
+    queries = decode_queries(problem.dim("Q"), problem.dim("H") // problem.dim("K"))
+    decode = tile_sizes.decode_tiles(problem, device, queries)[0]
+    splits, chunk_size = tile_sizes.splits(problem, device, queries, decode.block_m)
+    prefill = tile_sizes.prefill_tiles(problem, device)[0]
+    if device.vendor == "nvidia":
+        return TritonConfig(decode, prefill, splits, chunk_size)
+    return TritonConfig(
+        decode, prefill, splits, chunk_size, fast_tanh=False, fast_bytes=False, float32_dot="ieee"
+    )
+
+
+def candidates(problem: Problem, device: DeviceFacts) -> list[TritonConfig]:
+    """Configurations worth timing, the heuristic first: other numbers of splits, then the next tiles of both kernels together."""
+    heuristic = default_config(problem, device)
+    queries = decode_queries(problem.dim("Q"), problem.dim("H") // problem.dim("K"))
+    decode = tile_sizes.decode_tiles(problem, device, queries)
+    prefill = tile_sizes.prefill_tiles(problem, device)
+    if problem.dim("Q") <= queries:
+        prefill = prefill[:1]
+    keys = problem.dim("M") * problem.dim("p")
+
+    def spread(split_k: int) -> dict[str, int]:
+        """So many splits, each of no more keys than they leave to it."""
+        chunk_size = min(heuristic.chunk_size, max(tile_sizes.CHUNK, -(-keys // split_k)))
+        return {"split_k": min(split_k, max(1, -(-keys // chunk_size))), "chunk_size": chunk_size}
+
+    ways = [spread(n) for n in (heuristic.split_k, 2 * heuristic.split_k, heuristic.split_k // 2) if n]
+    found = [heuristic, *(dataclasses.replace(heuristic, **way) for way in ways)]
+    for row in range(1, max(len(decode), len(prefill))):
+        tiles = decode[min(row, len(decode) - 1)], prefill[min(row, len(prefill) - 1)]
+        found += [
+            dataclasses.replace(heuristic, decode=tiles[0], prefill=tiles[1], **way)
+            for way in (ways[:2] if row < 3 else ways[:1])
+        ]
+    return list(dict.fromkeys(found))[:_MOST_CANDIDATES]
+
+
+def config_unsupported(config: TritonConfig, problem: Problem, device: DeviceFacts) -> str | None:
+    """Tiles that cannot fit the device's shared memory, by an estimate from above; of the smallest the compiler must tell."""
+    is_bytes = problem.dtype("kv") in ("int8", "float8_e4m3fn")
+    if config.fast_bytes and is_bytes and device.vendor != "nvidia":
+        return "fast_bytes is made of NVIDIA's instructions"
+    limit = device.shared_memory or 49_152
+    queries = decode_queries(problem.dim("Q"), problem.dim("H") // problem.dim("K"))
+    tiles = {"decode": config.decode}
+    if problem.dim("Q") > queries:
+        tiles["prefill"] = config.prefill
+    for kernel, tile in tiles.items():
+        needed = tile_sizes.shared_memory(problem, tile, device)
+        if needed > limit and tile != tile_sizes.SMALLEST:
+            return (
+                f"{kernel} with {tile.block_m}x{tile.block_k} tiles and {tile.num_stages} stages takes about {needed} bytes of "
+                f"shared memory, the device has {limit}"
+            )
+    return None
+
+
+def adapted(config: TritonConfig, problem: Problem, device: DeviceFacts) -> TritonConfig:
+    """The tiles stay; how many programs share a sequence's keys depends on how many sequences there are, and how long."""
+    queries = decode_queries(problem.dim("Q"), problem.dim("H") // problem.dim("K"))
+    count, chunk_size = tile_sizes.splits(problem, device, queries, config.decode.block_m)
+    return dataclasses.replace(config, split_k=count, chunk_size=chunk_size)
+
+
+def forward(
+    arrays: PagedArrays, spec: PagedSpec, config: TritonConfig, *, execute: Execute = run
+) -> dict[str, Array]:
+    """`out [B, T, H, V]` and `lse [B, T, H]`, of arrays with one leading axis."""
+    call = folded(arrays, spec, config, execute)
+    if call.num_sequences == 0 or call.arrays.q.shape[0] == 0:
+        types = call.result_types
+        results = {"out": jnp.zeros_like(types["out_ptr"]), "lse": jnp.full_like(types["lse_ptr"], -jnp.inf)}
+    else:
+        most = decode_queries(spec.max_query_len, call.group)
+        results = decode_kernel.decode(call, most)
+        if spec.max_query_len > most:
+            results = prefill_kernel.prefill(call, results, most)
+    lead = arrays.q.shape[:2]
+    return {name: x.reshape((*lead, *x.shape[1:])) for name, x in results.items()}
+
+
+def decode_queries(max_query_len: int, group: int) -> int:
+    """The most queries of a sequence that the decode kernel takes: all there may be if these are few, else those that fill its
+    smallest tile."""
+    return max_query_len if max_query_len <= DECODE_QUERIES else max(1, 16 // group)
+
+
+def write(arrays: WriteArrays, *, execute: Execute = run) -> dict[str, Array]:
+    return write_kernel.write(arrays, execute=execute)

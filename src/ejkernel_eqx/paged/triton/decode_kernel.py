@@ -1,0 +1,295 @@
+"""Few queries of each sequence in Triton: the keys of a sequence split over several programs, then their results merged.
+
+Which keys a program takes follows from its own sequence and static numbers alone, so that what a sequence gets does not depend on the
+others.
+"""
+
+import jax
+import jax.numpy as jnp
+import triton
+import triton.language as tl
+from jax import Array
+
+from ...launch import Launch
+from .call import Call, count, padded
+from .pairs import attend_pairs, LEAST_PEAK, RAISED, split_queries
+from .tile import (
+    attend_tile,
+    fill_rest,
+    FILLED,
+    head_factors,
+    load_pages,
+    load_queries,
+    locate,
+    query_rows,
+    sequence,
+)
+from .tile_sizes import MOST_PAIR_ROWS, pairs_fit
+
+_MERGED = 4096  # numbers of partial results that are added in one step
+
+
+@triton.jit
+def splits_of(first, end, BK: tl.constexpr, SPLITS: tl.constexpr, LEAST: tl.constexpr):
+    """First tile and end of those that hold keys `first .. end`, tiles of a split, and the number of splits that have some."""
+    lo = first // BK
+    hi = tl.maximum(tl.cdiv(end, BK), lo)
+    size = tl.maximum(tl.cdiv(hi - lo, SPLITS), LEAST)
+    return lo, hi, size, tl.cdiv(hi - lo, size)
+
+
+@triton.jit
+def decode_kernel(
+    q_ptr, k_ptr, v_ptr, rope_ptr, table_ptr, q_start_ptr, q_len_ptr, kv_len_ptr, kv_start_ptr, k_scale_ptr, v_scale_ptr,
+    rope_scale_ptr, sinks_ptr, slopes_ptr, qq_bias_ptr, P, M, N, Q, ROW, T, LONGEST,
+    out_ptr, lse_ptr,
+    H: tl.constexpr, K: tl.constexpr, D: tl.constexpr, V: tl.constexpr, R: tl.constexpr, PAGE: tl.constexpr, FAR: tl.constexpr, MOST: tl.constexpr,
+    BLOCK_D: tl.constexpr, BLOCK_V: tl.constexpr, BLOCK_R: tl.constexpr, BM: tl.constexpr, BK: tl.constexpr, LATENT: tl.constexpr,
+    SCALES: tl.constexpr, SCALE: tl.constexpr, CAP: tl.constexpr, FAST_TANH: tl.constexpr, LEFT: tl.constexpr,
+    RANGED: tl.constexpr, SINKS: tl.constexpr, ALIBI: tl.constexpr, QQ: tl.constexpr, PRECISION: tl.constexpr,
+    WIDE: tl.constexpr, QUERIES: tl.constexpr, ALONE: tl.constexpr, SPLITS: tl.constexpr, LEAST: tl.constexpr, PAIRS: tl.constexpr,
+    FAST_BYTES: tl.constexpr,
+):  # fmt: skip
+    blocks: tl.constexpr = (QUERIES * (H // K) + BM - 1) // BM
+    raised: tl.constexpr = RAISED if PAIRS else 0  # pyright: ignore[reportAssignmentType]
+    program = tl.program_id(0)
+    if SPLITS == 1:
+        if program >= N * (blocks * K):
+            fill_rest(
+                program - N * (blocks * K), q_start_ptr, q_len_ptr, out_ptr, lse_ptr, N, T, LONGEST, H, V
+            )
+            return
+    row = program % blocks * BM
+    kv_head = program // blocks % K
+    split = program // (blocks * K) % SPLITS
+    n = (program // (blocks * K * SPLITS)).to(tl.int64)
+
+    queries, chunk, first, end = sequence(  # pyright: ignore[reportGeneralTypeIssues]
+        n, q_len_ptr, kv_len_ptr, kv_start_ptr, M, PAGE, MOST, LEFT, RANGED)  # fmt: skip
+    if not ALONE:
+        if queries > QUERIES:  # another kernel's
+            return
+    if row >= queries * (H // K):
+        return
+    lo, hi, size, used = splits_of(first, end, BK, SPLITS, LEAST)
+    if SPLITS > 1:
+        if split >= used:
+            return
+        lo += split * size
+        hi = tl.minimum(lo + size, hi)
+
+    t, h = query_rows(row, kv_head, H, K, BM)
+    token = tl.load(q_start_ptr + n) + t
+    inside = (t < queries) & (token >= 0) & (token < T)
+    q = load_queries(q_ptr, token, h, inside, 0, D, BLOCK_D, D + R, H, WIDE)  # [BM, BLOCK_D]
+    q_rope = q
+    if R > 0:
+        q_rope = load_queries(q_ptr, token, h, inside, D, R, BLOCK_R, D + R, H, WIDE)
+    i = (chunk + t)[:, None]
+    shared = n // ROW
+    slope = 0.0
+    if ALIBI:
+        slope = tl.load(slopes_ptr + shared * H + h)[:, None] * 1.4426950408889634
+    k_factor, v_factor, rope_factor = head_factors(
+        k_scale_ptr, v_scale_ptr, rope_scale_ptr, shared, kv_head, K, R, LATENT, SCALES)  # fmt: skip
+
+    if PAIRS:
+        q_even, q_odd, q_factor = split_queries(q, BM, BLOCK_D)
+        acc = tl.zeros([BM, BLOCK_V // 2], tl.float32)
+        acc_odd = tl.zeros([BM, BLOCK_V // 2], tl.float32)
+        peak = tl.full([], LEAST_PEAK, tl.float32)
+    else:
+        acc = tl.zeros([BM, BLOCK_V], tl.float32)
+    if SINKS and SPLITS == 1:
+        top = tl.load(sinks_ptr + shared * H + h) * 1.4426950408889634
+        total = tl.exp2(tl.full([BM], raised, tl.float32))
+    else:
+        top = tl.full([BM], float("-inf"), tl.float32)
+        total = tl.zeros([BM], tl.float32)
+
+    # Page numbers come one tile ahead: loads of keys do not wait for them.
+    table = table_ptr + n * M
+    page = load_pages(table, lo, end, PAGE, BK)
+    for tile in tl.range(lo, hi):
+        j, slot, ok = locate(page, tile, first, end, P, PAGE, BK, FAR)
+        page = load_pages(table, tile + 1, end, PAGE, BK)
+        if PAIRS:
+            acc, acc_odd, total, top, peak = attend_pairs(
+                acc, acc_odd, total, top, peak, q_even, q_odd, q_factor, j, slot, ok, i, t[:, None], slope, chunk, kv_head, k_factor,
+                qq_bias_ptr + shared * Q * Q, Q, k_ptr, v_ptr, k_scale_ptr, v_scale_ptr, K, D, V, BLOCK_D, BLOCK_V, BM, BK,
+                SCALES, SCALE, CAP, FAST_TANH, LEFT, ALIBI, QQ, PAIRS, FAST_BYTES)  # fmt: skip
+        else:
+            acc, total, top = attend_tile(
+                acc, total, top, q, q_rope, j, slot, ok, i, t[:, None], slope, chunk, kv_head, k_factor, rope_factor,
+                qq_bias_ptr + shared * Q * Q, Q, k_ptr, v_ptr, rope_ptr, k_scale_ptr, v_scale_ptr, rope_scale_ptr, K, D, V, R, BLOCK_D,
+                BLOCK_V, BLOCK_R, LATENT, SCALES, SCALE, CAP, FAST_TANH, LEFT, ALIBI, QQ, PRECISION, True)  # fmt: skip
+
+    if PAIRS:
+        acc = tl.interleave(acc, acc_odd)
+        if SCALES == 1:
+            v_factor = peak
+    some = total != 0
+    acc = acc * (v_factor / tl.where(some, total, 1.0))[:, None]
+    lse = tl.where(some, top + tl.log2(tl.where(some, total, 1.0)), float("-inf"))
+    if raised:
+        lse -= raised
+    if SPLITS == 1:
+        target = token.to(tl.int64) * H + h
+        lse = lse * 0.6931471805599453
+    else:
+        target = ((n * QUERIES + t) * H + h) * SPLITS + split
+    c = tl.arange(0, BLOCK_V)
+    tl.store(
+        out_ptr + (target * V)[:, None] + c[None, :],
+        acc.to(out_ptr.dtype.element_ty),
+        mask=inside[:, None] & (c < V)[None, :],
+    )
+    tl.store(lse_ptr + target, lse, mask=inside)
+
+
+@triton.jit
+def merge_kernel(
+    q_start_ptr, q_len_ptr, kv_len_ptr, kv_start_ptr, sinks_ptr, parts_ptr, part_lse_ptr, M, N, ROW, T, LONGEST,
+    out_ptr, lse_ptr,
+    H: tl.constexpr, V: tl.constexpr, BLOCK_V: tl.constexpr, PAGE: tl.constexpr, MOST: tl.constexpr, BK: tl.constexpr,
+    LEFT: tl.constexpr, RANGED: tl.constexpr, SINKS: tl.constexpr, QUERIES: tl.constexpr, ALONE: tl.constexpr,
+    SPLITS: tl.constexpr, BLOCK_S: tl.constexpr, STEP: tl.constexpr, LEAST: tl.constexpr,
+):  # fmt: skip
+    program = tl.program_id(0)
+    if program >= N * (H * QUERIES):
+        fill_rest(program - N * (H * QUERIES), q_start_ptr, q_len_ptr, out_ptr, lse_ptr, N, T, LONGEST, H, V)
+        return
+    h = program % H
+    t = program // H % QUERIES
+    n = (program // (H * QUERIES)).to(tl.int64)
+    queries, _, first, end = sequence(  # pyright: ignore[reportGeneralTypeIssues]
+        n, q_len_ptr, kv_len_ptr, kv_start_ptr, M, PAGE, MOST, LEFT, RANGED)  # fmt: skip
+    if not ALONE:
+        if queries > QUERIES:
+            return
+    token = tl.load(q_start_ptr + n) + t
+    if (t >= queries) | (token < 0) | (token >= T):
+        return
+    _, _, _, used = splits_of(first, end, BK, SPLITS, LEAST)
+
+    at = ((n * QUERIES + t) * H + h) * SPLITS
+    s = tl.arange(0, BLOCK_S)
+    lse = tl.load(part_lse_ptr + at + s, mask=s < used, other=float("-inf"))
+    top = tl.max(lse, axis=0)
+    sink = float("-inf")
+    if SINKS:
+        sink = tl.load(sinks_ptr + n // ROW * H + h) * 1.4426950408889634
+        top = tl.maximum(top, sink)
+    top = tl.where(top == float("-inf"), 0.0, top)
+    total = tl.sum(tl.exp2(lse - top), axis=0)
+    if SINKS:
+        total += tl.exp2(sink - top)
+    c = tl.arange(0, BLOCK_V)
+    acc = tl.zeros([BLOCK_V], tl.float32)
+    for begin in tl.range(0, used, STEP):
+        r = begin + tl.arange(0, STEP)
+        weight = tl.exp2(tl.load(part_lse_ptr + at + r, mask=r < used, other=float("-inf")) - top)
+        part = tl.load(
+            parts_ptr + ((at + r) * V)[:, None] + c[None, :],
+            mask=(r < used)[:, None] & (c < V)[None, :],
+            other=0.0,
+        )
+        acc += tl.sum(weight[:, None] * part, axis=0)
+    some = total != 0
+    acc = acc / tl.where(some, total, 1.0)
+    lse = tl.where(some, (top + tl.log2(tl.where(some, total, 1.0))) * 0.6931471805599453, float("-inf"))
+    target = token.to(tl.int64) * H + h
+    tl.store(out_ptr + target * V + c, acc.to(out_ptr.dtype.element_ty), mask=c < V)
+    tl.store(lse_ptr + target, lse)
+
+
+def decode(call: Call, queries: int) -> dict[str, Array]:
+    """`out` and `lse` of the sequences that have at most `queries` queries, and of tokens of no sequence. The other sequences' are left as
+    they come. If none may have more (`max_query_len`), no program looks whether one has."""
+    tile = call.config.decode
+    (heads, kv_heads), values = call.heads, call.values
+    rows = queries * call.group
+    tile_rows = min(tile.block_m, padded(rows))
+    splits, alone = num_splits(call, queries), call.spec.max_query_len <= queries
+    static = {
+        "BM": tile_rows,
+        "QUERIES": queries,
+        "ALONE": alone,
+        # Whoever has more queries than this kernel takes has one more than it takes: buckets of queries share one compiled kernel.
+        "MOST": queries if alone else queries + 1,
+        "SPLITS": splits,
+        "LEAST": count(call.config.chunk_size, tile.block_k),
+    }
+    pairs = {"PAIRS": _pairs(call, tile_rows), "FAST_BYTES": call.config.fast_bytes}
+    longest = {"LONGEST": call.spec.max_query_len}
+    programs = count(rows, tile_rows) * kv_heads * splits * call.num_sequences
+    if splits == 1:
+        grid = (programs + _fills(call),)
+        results = call.launch(
+            decode_kernel, tile, grid, call.result_types, scalars=longest, **static, **pairs
+        )
+        return {name.removesuffix("_ptr"): x for name, x in results.items()}
+    shape = (call.num_sequences, queries, heads, splits)
+    parts = {
+        "out_ptr": jax.ShapeDtypeStruct((*shape, values), jnp.float32),
+        "lse_ptr": jax.ShapeDtypeStruct(shape, jnp.float32),
+    }
+    results = call.launch(decode_kernel, tile, (programs,), parts, scalars=longest, **static, **pairs)
+    return _merge(call, results, static, longest)
+
+
+def _pairs(call: Call, rows: int) -> int:
+    """How `attend_pairs` takes the pages, 0 where they are not for it."""
+    arrays = call.arrays
+    fits = (
+        pairs_fit(arrays.k.shape[-1], call.values) and arrays.v is not None and call.dot_dtype != jnp.float32
+    )
+    return (
+        {"int8": 1, "float8_e4m3fn": 2}.get(arrays.k.dtype.name, 0) if fits and rows <= MOST_PAIR_ROWS else 0
+    )
+
+
+def _fills(call: Call) -> int:
+    """Programs that look for tokens of no sequence."""
+    return count(call.arrays.q.shape[0], FILLED.value)
+
+
+def num_splits(call: Call, queries: int) -> int:
+    """Of a sequence's keys: no more than its table, or the window of so many queries, can make use of."""
+    keys = call.arrays.page_table.shape[-1] * call.arrays.k.shape[1]
+    if call.spec.left is not None:
+        keys = min(keys, call.spec.left + queries + call.config.decode.block_k)
+    least = max(call.config.chunk_size, call.config.decode.block_k)
+    return max(1, min(call.config.split_k, count(keys, least)))
+
+
+def _merge(
+    call: Call, parts: dict[str, Array], static: dict[str, int], longest: dict[str, int]
+) -> dict[str, Array]:
+    arrays, constants = call.arrays, call.constants(call.config.decode) | static
+    names = ("q_start", "q_len", "kv_len", "kv_start", "sinks")
+    given = {f"{name}_ptr": getattr(arrays, name) for name in names}
+    inputs = {name: arrays.q_len if x is None else x for name, x in given.items()}
+    inputs |= {"parts_ptr": parts["out_ptr"], "part_lse_ptr": parts["lse_ptr"]}
+    heads, splits = call.heads[0], static["SPLITS"]
+    block_s = 1 << (splits - 1).bit_length()
+    step = min(block_s, max(2, _MERGED // padded(call.values)))
+    shared = ("H", "V", "BLOCK_V", "PAGE", "MOST", "BK", "LEFT", "RANGED", "SINKS", "QUERIES", "ALONE", "SPLITS", "LEAST")  # fmt: skip
+    launch = Launch(
+        merge_kernel,
+        inputs={name: jax.ShapeDtypeStruct(x.shape, x.dtype) for name, x in inputs.items()},
+        outputs=call.result_types,
+        scalars={
+            "M": arrays.page_table.shape[-1],
+            "N": call.num_sequences,
+            "ROW": call.row_sequences,
+            "T": arrays.q.shape[0],
+            **longest,
+        },
+        constants={name: constants[name] for name in shared} | {"BLOCK_S": block_s, "STEP": step},
+        grid=(heads * static["QUERIES"] * call.num_sequences + _fills(call),),
+        num_warps=4 if step * padded(call.values) >= _MERGED else 2,
+        num_stages=2,
+        name="ejkernel_eqx.paged.merge_kernel",
+    )
+    return {name.removesuffix("_ptr"): x for name, x in call.execute(launch, inputs).items()}

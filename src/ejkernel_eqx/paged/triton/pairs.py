@@ -1,0 +1,138 @@
+"""Tiles of 8-bit pages for 16-bit queries: two neighbouring channels of a key are loaded as one 16-bit number.
+
+Matrices of 16-bit numbers come from shared memory in the order the tensor cores want, transposed or not; bytes would be loaded one by one.
+So channels are multiplied as two matrices, the even ones and the odd ones. They are multiplied in float16, which holds every int8 and
+float8 number and takes fewer instructions to convert to than bfloat16. For that each row of the queries is divided by a power of two.
+"""
+
+import triton
+import triton.language as tl
+
+from .tile import load_keys, load_scales, weights
+
+BIASED = tl.constexpr(1152)  # what `integers` puts on top of an int8 number
+LEAST_PEAK = tl.constexpr(1e-30)
+RAISED = tl.constexpr(15)  # weights up to 2^15: those far below the largest are still numbers in float16
+_INTEGERS = tl.constexpr("""{
+.reg .b32 high;
+lop3.b32 $0, $2, 0x00ff00ff, 0x64806480, 0x6a;
+shr.u32 high, $2, 8;
+lop3.b32 $1, high, 0x00ff00ff, 0x64806480, 0x6a;
+}""")
+_EXACT_INTEGERS = tl.constexpr("""{
+.reg .b32 low, high, bias;
+lop3.b32 low, $2, 0x00ff00ff, 0x64806480, 0x6a;
+shr.u32 high, $2, 8;
+lop3.b32 high, high, 0x00ff00ff, 0x64806480, 0x6a;
+mov.b32 bias, 0x64806480;
+sub.f16x2 $0, low, bias;
+sub.f16x2 $1, high, bias;
+}""")
+_FLOATS = tl.constexpr("""{
+.reg .b32 sorted;
+.reg .b16 low, high;
+prmt.b32 sorted, $2, $2, 0x3120;
+mov.b32 {low, high}, sorted;
+cvt.rn.f16x2.e4m3x2 $0, low;
+cvt.rn.f16x2.e4m3x2 $1, high;
+}""")
+
+
+@triton.jit
+def split_queries(q, BM: tl.constexpr, BLOCK_D: tl.constexpr):
+    """Rows `[BM, BLOCK_D]` as even and odd channels in float16, at most 2 each, and what to multiply products with them by, `[BM]`."""
+    q = q.to(tl.float32)
+    exponent = (tl.max(tl.abs(q), axis=1).to(tl.int32, bitcast=True) >> 23) & 255
+    exponent = tl.minimum(exponent, 253)
+    down = ((254 - exponent) << 23).to(tl.float32, bitcast=True)
+    even, odd = tl.split(tl.reshape((q * down[:, None]).to(tl.float16), (BM, BLOCK_D // 2, 2)))
+    return even, odd, (exponent << 23).to(tl.float32, bitcast=True)
+
+
+@triton.jit
+def _halves(pair, CODE: tl.constexpr):
+    """What instructions make of 16-bit numbers, two at once: float16 of the low and of the high bytes."""
+    return tl.inline_asm_elementwise(
+        CODE,  # pyright: ignore[reportArgumentType]
+        "=&r,=&r,r",
+        [pair],
+        dtype=(tl.float16, tl.float16),
+        is_pure=True,
+        pack=2,
+    )
+
+
+@triton.jit
+def integers(pair, EXACT: tl.constexpr, FAST: tl.constexpr):
+    """The low and the high bytes of 16-bit numbers, int8 each, in float16; unless `EXACT`, `BIASED` too large, which takes less."""
+    if FAST:
+        # Four bytes at once. A byte with its sign flipped is 128 larger; below the exponent of 1024 it counts ones.
+        return _halves(pair, _EXACT_INTEGERS if EXACT else _INTEGERS)
+    else:
+        rest: tl.constexpr = 0 if EXACT else BIASED  # pyright: ignore[reportAssignmentType]
+        return (((pair << 8) >> 8) + rest).to(tl.float16), ((pair >> 8) + rest).to(tl.float16)
+
+
+@triton.jit
+def floats(pair, FAST: tl.constexpr):
+    """The low and the high bytes of 16-bit numbers, float8 (e4m3) each, in float16."""
+    if FAST:
+        return _halves(pair, _FLOATS)
+    else:
+        low = (pair & 255).to(tl.uint8).to(tl.float8e4nv, bitcast=True)
+        high = ((pair >> 8) & 255).to(tl.uint8).to(tl.float8e4nv, bitcast=True)
+        return low.to(tl.float16), high.to(tl.float16)
+
+
+@triton.jit
+def _load_pairs(ptr, slot, ok, kv_head, K: tl.constexpr, WIDTH: tl.constexpr, BLOCK: tl.constexpr):
+    """Rows of pages as 16-bit numbers `[BK, BLOCK / 2]`, zero where not `ok`."""
+    pairs = ptr.to(tl.pointer_type(tl.int16))
+    return load_keys(pairs, slot, ok, kv_head, K, WIDTH // 2, BLOCK // 2, True)
+
+
+@triton.jit
+def attend_pairs(
+    even, odd, total, top, peak, q_even, q_odd, q_factor, j, slot, ok, i, t, slope, chunk, kv_head, k_factor, qq_bias_ptr, Q,
+    k_ptr, v_ptr, k_scale_ptr, v_scale_ptr,
+    K: tl.constexpr, D: tl.constexpr, V: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_V: tl.constexpr,
+    BM: tl.constexpr, BK: tl.constexpr, SCALES: tl.constexpr, SCALE: tl.constexpr, CAP: tl.constexpr, FAST_TANH: tl.constexpr,
+    LEFT: tl.constexpr, ALIBI: tl.constexpr, QQ: tl.constexpr, PAIRS: tl.constexpr, FAST: tl.constexpr,
+):  # fmt: skip
+    """As `attend_tile`, with the sums of even and of odd channels apart, `[BM, BLOCK_V / 2]` each. `PAIRS`: 1 of int8, 2 of float8.
+
+    Sums and denominators are `2**RAISED` times as large. With a scale for each token the sums are in units of `peak`, from
+    `LEAST_PEAK` on."""
+    k_pair = tl.trans(_load_pairs(k_ptr, slot, ok, kv_head, K, D, BLOCK_D))
+    v_pair = _load_pairs(v_ptr, slot, ok, kv_head, K, V, BLOCK_V)
+    if PAIRS == 1:
+        # Sums of products with what is too large are the same for every key.
+        rest = tl.sum(q_even.to(tl.float32), axis=1) + tl.sum(q_odd.to(tl.float32), axis=1)
+        k_even, k_odd = integers(k_pair, False, FAST)
+        qk = tl.zeros([BM, BK], tl.float32) - (rest * BIASED)[:, None]
+        qk = tl.dot(q_odd, k_odd, tl.dot(q_even, k_even, qk))
+    else:
+        k_even, k_odd = floats(k_pair, FAST)
+        qk = tl.dot(q_odd, k_odd, tl.dot(q_even, k_even))
+    if SCALES == 1:
+        k_scale = load_scales(k_scale_ptr, slot, ok, kv_head, K, True)
+        v_scale = load_scales(v_scale_ptr, slot, ok, kv_head, K, True)
+        qk *= k_scale[None, :]
+    qk *= (q_factor * k_factor)[:, None]
+    p, alpha, total, top = weights(
+        qk, total, top, j, ok, i, t, slope, chunk, qq_bias_ptr, Q, SCALE, CAP, FAST_TANH, LEFT, ALIBI, QQ, True, RAISED)  # fmt: skip
+    if PAIRS == 1:
+        v_even, v_odd = integers(v_pair, True, FAST)
+    else:
+        v_even, v_odd = floats(v_pair, FAST)
+    if SCALES == 1:
+        # The sums are in units of the largest scale so far: float16 could not hold small scales beside small probabilities.
+        new_peak = tl.maximum(peak, tl.max(tl.abs(v_scale), axis=0))
+        part = 1.0 / new_peak
+        alpha *= peak * part
+        p *= (v_scale * part)[None, :]
+        peak = new_peak
+    p = p.to(tl.float16)
+    even = tl.dot(p, v_even, even * alpha[:, None])
+    odd = tl.dot(p, v_odd, odd * alpha[:, None])
+    return even, odd, total, top, peak

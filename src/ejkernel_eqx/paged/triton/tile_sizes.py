@@ -1,0 +1,164 @@
+"""Which tiles the Triton kernels prefer, how many programs share a sequence's keys, and what shared memory a program takes."""
+
+import math
+
+from ...dispatch import DeviceFacts, Problem
+from ...launch import limits_registers, register_limits_measured
+from .call import padded, PagedTile
+
+_BYTES = {"int8": 1, "float8_e4m3fn": 1, "bfloat16": 2, "float16": 2, "float32": 4}
+# block_m, block_k, num_warps, num_stages, and where the compiler is limited max_registers
+Sizes = tuple[int, ...]
+CHUNK, _MEDIUM, _LONG = 256, 1024, 4096  # keys of a program at least: where programs are few, more, many
+_PARTIAL_BYTES = 2**27
+SMALLEST = PagedTile(16, 16, 4, 1)
+MOST_PAIR_ROWS = (
+    32  # of more, matrices are multiplied from shared memory, into which bytes are converted anyway
+)
+
+# By the bytes of a key and its value, best first; the last ones for devices with little shared memory. Two or three programs share a
+# multiprocessor, with at least 32 KiB on the way for each of them.
+_DECODE: tuple[tuple[int, tuple[Sizes, ...]], ...] = (
+    (128, ((64, 128, 4, 4), (64, 256, 4, 3), (64, 128, 4, 3), (64, 64, 4, 4), (64, 64, 4, 2))),
+    (256, ((64, 128, 4, 3), (64, 128, 4, 4), (64, 64, 4, 4), (64, 64, 4, 3), (64, 128, 8, 3), (64, 32, 4, 2))),
+    (512, ((64, 64, 4, 3), (64, 64, 4, 4), (64, 128, 4, 2), (64, 128, 8, 3), (64, 32, 4, 4), (64, 128, 4, 3), (64, 32, 4, 2))),
+    (1024, ((64, 32, 4, 3), (64, 32, 4, 4), (64, 64, 4, 2), (64, 64, 8, 3), (64, 64, 4, 3), (64, 32, 4, 2), (64, 16, 4, 2))),
+    (2048, ((64, 16, 4, 3), (64, 32, 4, 2), (64, 32, 8, 3), (64, 16, 4, 4), (64, 16, 4, 2), (16, 16, 4, 1))),
+)  # fmt: skip
+# Of 8-bit pages for few rows: 168 registers leave room for three programs.
+_PAIRS: tuple[tuple[int, tuple[Sizes, ...]], ...] = (
+    (256, ((32, 128, 4, 3, 168), (32, 128, 4, 3), (32, 64, 4, 4), (32, 128, 4, 2, 168), (32, 64, 2, 3, 168), (32, 64, 4, 4, 128))),
+    (512, ((32, 64, 4, 3, 168), (32, 64, 4, 3), (32, 64, 4, 4), (32, 128, 4, 2), (32, 64, 4, 2), (32, 32, 4, 2))),
+)  # fmt: skip
+_LATENT: tuple[Sizes, ...] = (
+    (64, 64, 8, 2), (64, 32, 8, 3), (64, 32, 8, 4), (32, 64, 4, 2), (32, 32, 8, 2), (16, 64, 8, 2), (64, 32, 8, 2),
+    (32, 32, 4, 3), (16, 32, 4, 3), (16, 16, 4, 2))  # fmt: skip
+_LATENT_FEW: tuple[Sizes, ...] = (  # rows: up to 32
+    (32, 64, 8, 3), (32, 64, 4, 2), (32, 32, 4, 3), (32, 32, 8, 3), (16, 64, 8, 2), (32, 32, 4, 2), (16, 32, 4, 2), (16, 16, 4, 2))  # fmt: skip
+_PREFILL: dict[int, tuple[Sizes, ...]] = {
+    64: ((128, 64, 4, 3), (64, 64, 4, 3), (128, 128, 8, 3), (128, 64, 8, 3), (64, 64, 4, 2), (64, 32, 4, 2)),
+    128: (
+        (128, 64, 8, 3), (64, 64, 4, 3), (128, 64, 8, 4), (128, 32, 8, 3, 128), (128, 128, 8, 2), (128, 64, 8, 2),
+        (128, 32, 8, 3), (64, 64, 4, 2), (64, 32, 4, 2), (64, 32, 4, 1),
+    ),
+    256: ((128, 64, 8, 2), (128, 32, 8, 3), (64, 32, 4, 2), (64, 64, 8, 2), (64, 32, 4, 1), (32, 16, 4, 1)),
+}  # fmt: skip
+_SIDE_BY_SIDE = (128, 64, 8, 2, 128)  # two programs a multiprocessor, which takes a limit on registers
+_PREFILL_FLOAT32: tuple[Sizes, ...] = (
+    (64, 32, 4, 2), (64, 64, 8, 2), (64, 32, 8, 2), (64, 32, 4, 1), (32, 32, 4, 1), (32, 16, 4, 1))  # fmt: skip
+_PREFILL_LATENT: tuple[Sizes, ...] = (
+    (64, 32, 8, 3), (64, 32, 8, 2), (64, 64, 8, 2), (32, 32, 4, 2), (16, 32, 4, 2), (16, 16, 4, 1))  # fmt: skip
+
+
+def decode_tiles(problem: Problem, device: DeviceFacts, queries: int) -> list[PagedTile]:
+    """Those that fit, best first, with no more rows than `queries` of a sequence are."""
+    rows = padded(queries * (problem.dim("H") // problem.dim("K")))
+    if problem.flag("latent"):
+        return _fitting(_LATENT if rows > 32 else _LATENT_FEW, problem, device, rows)
+    row = (problem.dim("D") + problem.dim("V")) * _BYTES[problem.dtype("kv")]
+    table = _PAIRS if _pairs(problem, rows) else _DECODE
+    sizes = next((tiles for most, tiles in table if row <= most), table[-1][1])
+    if rows > 16:  # there is no shared memory for a third program
+        sizes = tuple(tile for tile in sizes if len(tile) == 4)
+    return _fitting(sizes, problem, device, rows)
+
+
+def prefill_tiles(problem: Problem, device: DeviceFacts) -> list[PagedTile]:
+    """Those that fit, best first."""
+    if problem.flag("latent"):
+        return _fitting(_PREFILL_LATENT, problem, device)
+    if dot_bytes(problem) == 4:
+        return _fitting(_PREFILL_FLOAT32, problem, device)
+    width = max(64, padded(max(problem.dim("D"), problem.dim("V"))))
+    sizes = _PREFILL[width]
+    if width == 128 and limits_registers(device):
+        sizes = (_SIDE_BY_SIDE, *sizes)
+    return _fitting(sizes, problem, device)
+
+
+def splits(problem: Problem, device: DeviceFacts, queries: int, block_m: int) -> tuple[int, int]:
+    """Over how many programs the keys of a sequence may be spread, and how many keys a program has at least.
+
+    Few sequences are spread until the device is full: two programs a multiprocessor, of latent pages one, whose partial results are large.
+    Where there are more, programs that end early make room for others: four times as many. Where sequences may be long, enough for one
+    that is long among short ones; the short ones stay whole where there are many.
+    `queries` of each sequence are computed in blocks of at most `block_m` rows.
+    """
+    heads, kv_heads = problem.dim("H"), problem.dim("K")
+    blocks = math.ceil(queries * (heads // kv_heads) / block_m)
+    programs = max(1, problem.dim("N") * kv_heads * blocks)
+    full = (1 if problem.flag("latent") else 2) * (device.num_multiprocessors or 108)
+    keys = problem.dim("M") * problem.dim("p")
+    # Partial results, a vector of values for each query head and split, take at most so many splits.
+    vectors = max(1, problem.dim("N") * queries * heads * problem.dim("V"))
+    room = max(1, _PARTIAL_BYTES // (4 * vectors))
+    if programs <= full:
+        count, chunk, long = _in_waves(programs, full), CHUNK, 2 * _LONG
+    else:
+        count, long = math.ceil(4 * full / programs), _LONG
+        chunk = _MEDIUM if count > 1 else _LONG
+    count = min(count, math.ceil(keys / chunk))
+    return max(1, count, min(math.ceil(keys / long), room)), chunk
+
+
+def _in_waves(programs: int, full: int) -> int:
+    """How many times as many programs fill the device best, once, or where that leaves much of it empty a few times over."""
+    counts = [wave * full // programs for wave in (1, 2, 3)]
+    filled = [programs * count / (wave * full) for wave, count in enumerate(counts, 1)]
+    enough = (n for n, share in enumerate(filled) if share >= 0.85)
+    return counts[next(enough, filled.index(max(filled)))]
+
+
+def shared_memory(problem: Problem, tile: PagedTile, device: DeviceFacts) -> int:
+    """An upper estimate of what one program takes, in bytes: its queries, and what is streamed once a stage."""
+    latent, dot = problem.flag("latent"), dot_bytes(problem)
+    values = padded(problem.dim("V"))
+    width = padded(problem.dim("D") - problem.dim("V")) if latent else padded(problem.dim("D"))
+    queries = tile.block_m * (width + values * bool(latent)) * dot
+    streamed = tile.block_k * (width + values) * _BYTES[problem.dtype("kv")]
+    # Narrow tiles are multiplied from registers, wide ones from the shared memory itself, where other dtypes are converted into.
+    stages = max(1, tile.num_stages - (tile.block_m < 64))
+    scores = tile.block_m * tile.block_k * dot
+    if dot == 4:  # in two halves, for the passes of a product
+        queries, scores = 2 * queries, 2 * scores
+    if tile.block_m >= 64 and (dot == 4 or problem.flag("scales")):
+        scores += tile.block_k * (width + values) * dot
+    if latent and tile.block_m >= 64 and device.capability >= (10, 0):  # results pass through it
+        scores += tile.block_m * values * dot
+    over_scores = 4 * bool(problem.flag("qq_bias"))
+    more = tile.block_k * stages * (tile.block_m * over_scores + 12)
+    results = tile.block_m * values * 4 + (queries if tile.block_m < 64 else 0)
+    return max(queries + scores + stages * streamed + more, results)
+
+
+def pairs_fit(dim: int, values: int) -> bool:
+    """Whether so many channels can be taken in pairs, as `pairs` does."""
+    return min(dim, values) > 16 and dim % 2 == 0 and values % 2 == 0
+
+
+def _pairs(problem: Problem, rows: int) -> bool:
+    is_byte = _BYTES[problem.dtype("kv")] == 1 and dot_bytes(problem) == 2
+    return is_byte and rows <= MOST_PAIR_ROWS and pairs_fit(problem.dim("D"), problem.dim("V"))
+
+
+def dot_bytes(problem: Problem) -> int:
+    """Of a number as it is multiplied."""
+    q, kv = problem.dtype("q"), problem.dtype("kv")
+    return 2 if q != "float32" and (problem.flag("scales") or q == kv) else 4
+
+
+def _fitting(
+    sizes: tuple[Sizes, ...], problem: Problem, device: DeviceFacts, rows: int = 2**30
+) -> list[PagedTile]:
+    # Other vendors' compilers keep what is on the way in registers, as many as they like.
+    is_nvidia = device.vendor == "nvidia"
+    keys, most = (256, 4) if is_nvidia else (64, 2)
+    tiles = [
+        PagedTile(min(m, rows), min(k, keys), w, min(stages, most), *(limit if is_nvidia else ()))
+        for m, k, w, stages, *limit in sizes
+    ]
+    limit = device.shared_memory or 49_152
+    fitting = [tile for tile in tiles if shared_memory(problem, tile, device) <= limit]
+    if not register_limits_measured(device):  # what they do there is for the tuner to find out
+        fitting = [tile for tile in fitting if not tile.max_registers][:1] + fitting
+    return list(dict.fromkeys(fitting)) or [SMALLEST]

@@ -1,0 +1,160 @@
+"""New tokens written into pages in Triton: in place where the pages are donated, quantised on the way."""
+
+import itertools
+import math
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import triton
+import triton.language as tl
+from jax import Array
+
+from ...launch import Launch, run
+from ..cache.quantise import LARGEST
+from ..spec import WriteArrays
+
+_PLAIN, _TOKEN, _HEAD = 0, 1, 2
+_FEW, _MANY = 1024, 4096  # elements of a program; many where there are more than `_PROGRAMS` of few
+_PROGRAMS = 1024
+
+
+@triton.jit
+def _load_rows(new_ptr, source, written, D: tl.constexpr, BLOCK_D: tl.constexpr):
+    """Rows `source` of the new ones, `[BLOCK, BLOCK_D]`, zero where not `written`."""
+    c = tl.arange(0, BLOCK_D)
+    inside = written[:, None]
+    if D != BLOCK_D:
+        inside = inside & (c < D)[None, :]
+    return tl.load(new_ptr + (source * D)[:, None] + c[None, :], mask=inside, other=0.0)
+
+
+@triton.jit
+def _store_rows(
+    x, pages_ptr, given_scale_ptr, scale_ptr, target, scale_at, written,
+    D: tl.constexpr, BLOCK_D: tl.constexpr, SCALES: tl.constexpr, LARGEST: tl.constexpr,
+):  # fmt: skip
+    """Stores rows `x` as rows `target` of the pages, where `written`, and their own scales."""
+    c = tl.arange(0, BLOCK_D)
+    inside = written[:, None]
+    if D != BLOCK_D:
+        inside = inside & (c < D)[None, :]
+    stored = pages_ptr.dtype.element_ty
+    if SCALES != 0:
+        x = x.to(tl.float32)
+        if SCALES == 1:
+            # As whole numbers, so that NaN is the largest magnitude of all and stays.
+            largest = tl.max(tl.abs(x).to(tl.int32, bitcast=True), axis=1).to(tl.float32, bitcast=True)
+            scale = tl.div_rn(largest, LARGEST)
+            scale = tl.where(scale < 1.1754943508222875e-38, 1.0, scale)  # nor too small to divide by
+            tl.store(scale_ptr + scale_at, scale, mask=written)
+        else:
+            scale = tl.load(given_scale_ptr + scale_at, mask=written, other=1.0)
+        x = tl.div_rn(x, tl.where(scale > 0, scale, 1.0)[:, None])
+        nan = x != x
+        x = tl.minimum(tl.maximum(x, -LARGEST), LARGEST)
+        if stored == tl.int8:
+            x = (x + 12582912.0) - 12582912.0  # to the nearest whole number, ties to even
+            x = tl.where(nan, 0.0, x)
+        else:
+            x = tl.where(nan, float("nan"), x)
+    tl.store(pages_ptr + (target * D)[:, None] + c[None, :], x.to(stored), mask=inside)
+
+
+@triton.jit
+def write_kernel(
+    a_new_ptr, b_new_ptr, slots_ptr, a_ptr, b_ptr, a_scale_ptr, b_scale_ptr, ROWS, T, SLOTS,
+    new_a_ptr, new_b_ptr, new_a_scale_ptr, new_b_scale_ptr,
+    K: tl.constexpr, A: tl.constexpr, B: tl.constexpr, BLOCK_A: tl.constexpr, BLOCK_B: tl.constexpr, BLOCK: tl.constexpr,
+    SCALES: tl.constexpr, A_LARGEST: tl.constexpr, B_LARGEST: tl.constexpr, MAPPED: tl.constexpr, HEADS_MAPPED: tl.constexpr,
+):  # fmt: skip
+    row = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)  # one for each token and head
+    token, head = row // K, row % K
+    slot = tl.load(slots_ptr + token, mask=row < ROWS, other=-1)
+    written = (slot >= 0) & (slot < SLOTS)
+    source = row.to(tl.int64)
+    target = slot.to(tl.int64) * K + head
+    if MAPPED:
+        target += (token // T).to(tl.int64) * SLOTS * K
+    scale_at = target
+    if SCALES == 2:
+        scale_at = head
+        if HEADS_MAPPED:
+            scale_at += token // T * K
+    a = _load_rows(a_new_ptr, source, written, A, BLOCK_A)
+    if B > 0:  # before anything is stored: no load waits for it
+        b = _load_rows(b_new_ptr, source, written, B, BLOCK_B)
+    _store_rows(a, new_a_ptr, a_scale_ptr, new_a_scale_ptr, target, scale_at, written, A, BLOCK_A, SCALES, A_LARGEST)  # fmt: skip
+    if B > 0:
+        _store_rows(b, new_b_ptr, b_scale_ptr, new_b_scale_ptr, target, scale_at, written, B, BLOCK_B, SCALES, B_LARGEST)  # fmt: skip
+
+
+Execute = Callable[[Launch, dict[str, Array]], dict[str, Array]]
+
+
+def write(arrays: WriteArrays, *, execute: Execute = run) -> dict[str, Array]:
+    """As `write.write`: pages with leading axes are written each with its own tokens and slots, which then have these axes too."""
+    results, names = dict(arrays.pages), list(arrays.new)
+    # Two kinds of pages a launch: keys and values, or latents and their rotated channels.
+    for first in range(0, len(names), 2):
+        launch, inputs = write_launch(arrays, names[first : first + 2])
+        written = execute(launch, inputs)
+        for letter, name in zip("ab", names[first : first + 2]):
+            results[name] = written[f"new_{letter}_ptr"]
+            if launch.constants["SCALES"] == _TOKEN:
+                results[f"{name}_scale"] = written[f"new_{letter}_scale_ptr"]
+    return results
+
+
+def write_launch(arrays: WriteArrays, names: list[str]) -> tuple[Launch, dict[str, Array]]:
+    """The launch for one or two kinds of pages, of one kind of scales."""
+    given, slots, kept = arrays.pages, arrays.slots, arrays.pages[names[0]]
+    scale, kv_heads = given.get(f"{names[0]}_scale"), kept.shape[-2]
+    scales = _PLAIN if scale is None else _TOKEN if scale.ndim == kept.ndim - 1 else _HEAD
+    aliased = ["a", "b", "a_scale", "b_scale"][: 4 if scales == _TOKEN else 2]
+    # Where a call has no second kind, or no scales, neither is read or written.
+    absent = slots if len(names) == 2 else jnp.zeros((1,), slots.dtype)
+
+    inputs: dict[str, Array] = {"slots_ptr": slots}
+    constants: dict[str, Any] = {
+        "K": kv_heads,
+        "SCALES": scales,
+        "MAPPED": kept.ndim > 4,
+        "HEADS_MAPPED": scales == _HEAD and scale is not None and scale.ndim > 1,
+    }
+    for letter, name in itertools.zip_longest("ab", names, fillvalue=""):
+        inputs[f"{letter}_new_ptr"] = new = arrays.new.get(name, absent)
+        inputs[f"{letter}_ptr"] = pages = given.get(name, absent)
+        inputs[f"{letter}_scale_ptr"] = given.get(f"{name}_scale", absent)
+        width, letter = new.shape[-1] if name else 0, letter.upper()
+        constants |= {letter: width, f"BLOCK_{letter}": triton.next_power_of_2(max(width, 1))}
+        constants[f"{letter}_LARGEST"] = LARGEST.get(pages.dtype.name, 0.0)
+    rows = slots.size * kv_heads
+    assert rows < 2**31 - _MANY, rows
+    widest = max(constants["BLOCK_A"], constants["BLOCK_B"])
+    elements = _FEW if rows * widest <= _FEW * _PROGRAMS else _MANY
+    block = min(max(1, elements // widest), triton.next_power_of_2(max(rows, 1)))
+
+    shapes = {name: jax.ShapeDtypeStruct(x.shape, x.dtype) for name, x in inputs.items()}
+    launch = Launch(
+        write_kernel,
+        inputs=shapes,
+        outputs={
+            f"new_{name}_ptr": shapes[f"{name}_ptr"]
+            if name in aliased
+            else jax.ShapeDtypeStruct((1,), slots.dtype)
+            for name in ("a", "b", "a_scale", "b_scale")
+        },
+        scalars={
+            "ROWS": rows,
+            "T": slots.size // max(1, math.prod(kept.shape[:-4])),
+            "SLOTS": math.prod(kept.shape[-4:-2]),
+        },
+        constants=constants | {"BLOCK": block},
+        grid=(math.ceil(rows / block),),
+        num_warps=4,
+        name="ejkernel_eqx.paged.cache.write",
+        aliases={f"{name}_ptr": f"new_{name}_ptr" for name in aliased},
+    )
+    return launch, inputs

@@ -1,0 +1,36 @@
+"""The summed decays of tokens, made once for all the kernels of a call."""
+
+import triton
+import triton.language as tl
+
+from .tile import add_pairs, chunk_of, closed, load_tile
+
+
+@triton.jit
+def decays_kernel(
+    g_ptr, chunks_ptr, T, TOKENS,
+    logs_ptr,
+    HG: tl.constexpr, CHUNK: tl.constexpr, BLOCK_V: tl.constexpr, TABLE: tl.constexpr, EVEN: tl.constexpr, EXACT: tl.constexpr,
+):  # fmt: skip
+    """`logs [HG, 2 or 3, tokens]`, of one chunk and `BLOCK_V` heads: the log2 decay from before the chunk to each of its tokens, that
+    token's own included; from the token to the chunk's end; and with `EXACT` what rounding took from the first."""
+    planes: tl.constexpr = 3 if EXACT else 2
+    tiles: tl.constexpr = (HG + BLOCK_V - 1) // BLOCK_V
+    start = tl.program_id(0) % tiles * BLOCK_V
+    first, count, _ = chunk_of(tl.program_id(0) // tiles, chunks_ptr, T, CHUNK, TABLE)
+    g = closed(load_tile(g_ptr + first * HG, HG, count, start, HG, CHUNK, BLOCK_V, EVEN).to(tl.float32))
+    r = tl.arange(0, CHUNK)[:, None]
+    head = start + tl.arange(0, BLOCK_V)[None, :]
+    mask = (r < count) & (head < HG)
+    logs = logs_ptr + head.to(tl.int64) * (planes * TOKENS) + (first + r)
+    if EXACT:
+        high, low = tl.associative_scan((g, tl.zeros_like(g)), 0, add_pairs)
+        end = tl.sum(tl.where(r == CHUNK - 1, high, 0.0), axis=0)[None, :]
+        rest = tl.sum(tl.where(r == CHUNK - 1, low, 0.0), axis=0)[None, :] - low
+        tl.store(logs, high, mask=mask)
+        tl.store(logs + TOKENS, (end - high) + rest, mask=mask)
+        tl.store(logs + 2 * TOKENS, low, mask=mask)
+    else:
+        high = tl.cumsum(g, axis=0)
+        tl.store(logs, high, mask=mask)
+        tl.store(logs + TOKENS, tl.sum(g, axis=0)[None, :] - high, mask=mask)

@@ -1,0 +1,112 @@
+"""Configurations of the delta rules on Triton: what is chosen by itself, what is worth timing.
+
+Chosen by measurements on an H200; elsewhere the first that fits the shared memory.
+"""
+
+import dataclasses
+
+from ...dispatch import DeviceFacts, Problem
+from ..spec import KEY
+from .tile_sizes import Tile, TritonConfig
+
+_Row = tuple[int, int, int, int]
+# Of a state, 64 rows (values) to a program of 4 warps, where products are of 64 rows: then they stay in the registers of a warp from one
+# to the next. Before Hopper so many registers are not there.
+_SERIAL: tuple[_Row, ...] = (
+    (128, 64, 4, 3),
+    (128, 64, 4, 2),
+    (128, 32, 4, 2),
+    (128, 32, 4, 1),
+    (128, 16, 4, 1),
+)
+_HALF: dict[str, tuple[_Row, ...]] = {
+    "scores": ((64, 64, 4, 1),),
+    "wy": ((64, 128, 4, 1), (64, 64, 4, 2), (64, 64, 4, 1), (64, 32, 4, 1)),
+    "states": _SERIAL,
+    "out": _SERIAL,
+    "dstates": _SERIAL,
+    "gradients": ((64, 64, 4, 2), (64, 64, 4, 1), (32, 64, 4, 2), (32, 64, 4, 1), (32, 32, 4, 1)),
+}
+_KEY_GRADIENTS: tuple[_Row, ...] = ((32, 64, 4, 2), (32, 64, 4, 1), (32, 32, 4, 1))
+_FLOAT32: dict[str, tuple[_Row, ...]] = {
+    "scores": ((32, 32, 4, 1),),
+    "wy": ((32, 32, 4, 1),),
+    "states": ((128, 16, 4, 1),),
+    "out": ((128, 16, 4, 1),),
+    "dstates": ((128, 16, 4, 1),),
+    "gradients": ((64, 32, 8, 1), (32, 32, 4, 1)),
+}
+_OTHERS: dict[str, tuple[_Row, ...]] = {
+    "states": ((128, 64, 4, 2), (128, 32, 4, 3), (128, 128, 8, 3)),
+    "out": ((128, 64, 4, 2), (128, 32, 4, 3), (128, 128, 8, 3)),
+    "dstates": ((128, 64, 4, 2), (128, 32, 4, 3), (128, 128, 8, 2)),
+    "wy": ((64, 64, 4, 2), (64, 32, 4, 3)),
+    "gradients": ((64, 128, 4, 1), (64, 32, 4, 3), (32, 64, 4, 2), (32, 32, 4, 3)),
+}
+
+
+def default_config(problem: Problem, device: DeviceFacts) -> TritonConfig:
+    chunk, rows = 64, _HALF
+    if problem.dtype("qkv") != "bfloat16":  # float16 operands become float32
+        chunk, rows = 32, _FLOAT32
+    elif problem.flag("decay") == KEY:
+        rows = _HALF | {"gradients": _KEY_GRADIENTS}
+    if problem.dtype("qkv") == "bfloat16" and device.capability < (9, 0):
+        rows = rows | dict.fromkeys(("states", "out", "dstates"), _SERIAL[2:])
+    if problem.dim("D") > 128:
+        chunk = 32
+    tile = lambda name: _fitting(name, rows[name], chunk, problem, device)[0]
+    precision = "tf32x3" if device.vendor == "nvidia" else "ieee"
+    return TritonConfig(
+        chunk,
+        scores=tile("scores"),
+        wy=tile("wy"),
+        states=tile("states"),
+        out=tile("out"),
+        dstates=tile("dstates"),
+        gradients=tile("gradients"),
+        float32_dot=precision,
+    )
+
+
+def candidates(problem: Problem, device: DeviceFacts) -> list[TritonConfig]:
+    """Configurations worth timing, the heuristic first; each differs from it by one tile."""
+    first = default_config(problem, device)
+    if problem.dtype("qkv") != "bfloat16":
+        return [first]
+    others = [
+        dataclasses.replace(first, **{name: tile})
+        for name, rows in _OTHERS.items()
+        for tile in _fitting(name, rows, first.chunk_size, problem, device)
+    ]
+    return list(dict.fromkeys([first, *others]))
+
+
+def _fitting(
+    name: str, rows: tuple[_Row, ...], chunk: int, problem: Problem, device: DeviceFacts
+) -> list[Tile]:
+    """Those that fit the shared memory, else the last; no tile is wider than the channels are."""
+    dim, values = (_padded(problem.dim(letter)) for letter in "DV")
+    tiles = [Tile(min(k, dim), min(v, values), warps, stages) for k, v, warps, stages in rows]
+    room = device.shared_memory or 48 * 1024
+    return [tile for tile in tiles if _shared_memory(name, tile, chunk, problem) <= room] or tiles[-1:]
+
+
+def _shared_memory(name: str, tile: Tile, chunk: int, problem: Problem) -> int:
+    """Bytes that a program takes at most: what a step of its loop loads, for each stage, and what it keeps."""
+    dim, keyed = _padded(problem.dim("D")), problem.flag("decay") == KEY
+    narrow, square = chunk * tile.block_v, chunk * chunk
+    loaded, kept = {
+        "scores": (0, 2 * chunk * tile.block_k + 3 * square),
+        "wy": (4 * narrow, 0),
+        "states": ((1 + keyed) * chunk * dim + narrow + square, square),
+        "out": ((2 + keyed) * chunk * dim + narrow + 2 * square, square),
+        "dstates": ((2 + keyed) * chunk * dim + narrow + 2 * square, 0 if keyed else square),
+        "gradients": (3 * narrow + 2 * tile.block_v * tile.block_k, 2 * chunk * tile.block_k),
+    }[name]
+    size = 2 if problem.dtype("qkv") == "bfloat16" else 4
+    return size * (tile.num_stages * loaded + kept) + 10 * 1024
+
+
+def _padded(size: int) -> int:
+    return max(16, 1 << (size - 1).bit_length())

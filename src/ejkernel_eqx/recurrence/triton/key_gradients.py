@@ -1,0 +1,161 @@
+"""Decay per key channel, linear members: the gradients of a chunk, the states and their gradients at its ends given."""
+
+import triton
+import triton.language as tl
+
+from .key_tile import (
+    add_gradients_by_halves,
+    between_rows,
+    edge_gates,
+    is_usual,
+    load_both,
+    load_gates,
+    load_transposed,
+)
+from .tile import chunk_of, last_start, load_tile, load_vector, operand_of, segment_starts, store_tile
+
+
+@triton.jit
+def _load_state(ptr, d0, v0, D: tl.constexpr, V: tl.constexpr, BLOCK_K: tl.constexpr, BLOCK_V: tl.constexpr):
+    return load_tile(ptr + d0 * V, V, D - d0, v0, V, BLOCK_K, BLOCK_V, D % BLOCK_K == 0)
+
+
+@triton.jit
+def key_values_kernel(
+    folded_k_ptr, v_ptr, scores_ptr, do_ptr, dstates_ptr, starts_ptr, chunks_ptr, T,
+    dv_ptr, dscores_ptr, down_ptr,
+    HS: tl.constexpr, HV: tl.constexpr, D: tl.constexpr, V: tl.constexpr, CHUNK: tl.constexpr, BLOCK_K: tl.constexpr,
+    BLOCK_V: tl.constexpr, SCALE: tl.constexpr, SEGMENTS: tl.constexpr, TABLE: tl.constexpr, EVEN: tl.constexpr, PRECISION: tl.constexpr,
+):  # fmt: skip
+    """Of one chunk and state head and some value channels the gradient of the values; with the first channels goes that of the
+    scores, below the diagonal and, apart, on it (`down`): the decays have no part in that."""
+    tiles: tl.constexpr = (V + BLOCK_V - 1) // BLOCK_V
+    v0 = (tl.program_id(0) % tiles) * BLOCK_V
+    h = tl.program_id(0) // tiles % HS
+    chunk = tl.program_id(0) // (tiles * HS)
+    first, count, seq = chunk_of(chunk, chunks_ptr, T, CHUNK, TABLE)
+    if count > 0:
+        r = tl.arange(0, CHUNK)
+        v_base = v_ptr + first * (HV * V) + h // (HS // HV) * V
+        do_base = do_ptr + first * (HS * V) + h * V
+        dstate_base = dstates_ptr + (chunk.to(tl.int64) * HS + h) * (D * V)
+        scores = first * (HS * CHUNK) + h * CHUNK
+        do = load_tile(do_base, HS * V, count, v0, V, CHUNK, BLOCK_V, EVEN)
+        transposed = load_transposed(scores_ptr + scores, HS * CHUNK, count, CHUNK)
+        dv = tl.dot(transposed, do, input_precision=PRECISION)
+        for d0 in tl.range(0, D, BLOCK_K):
+            k = load_tile(folded_k_ptr + first * (HS * D) + h * D, HS * D, count, d0, D, CHUNK, BLOCK_K, EVEN)
+            dstate = _load_state(dstate_base, d0, v0, D, V, BLOCK_K, BLOCK_V)
+            dv = tl.dot(k, dstate, dv, input_precision=PRECISION)
+        store_tile(dv_ptr + first * (HS * V) + h * V, dv, HS * V, count, v0, V, CHUNK, BLOCK_V)
+        if v0 == 0:
+            v = load_tile(v_base, HV * V, count, 0, V, CHUNK, BLOCK_V, EVEN)
+            da = tl.dot(do, tl.trans(v), input_precision=PRECISION)
+            for next in tl.static_range(BLOCK_V, V, BLOCK_V):
+                do = load_tile(do_base, HS * V, count, next, V, CHUNK, BLOCK_V, EVEN)
+                v = load_tile(v_base, HV * V, count, next, V, CHUNK, BLOCK_V, EVEN)
+                da = tl.dot(do, tl.trans(v), da, input_precision=PRECISION)
+            da *= SCALE
+            own = tl.sum(tl.where(r[:, None] == r[None, :], da, 0.0), axis=1)
+            tl.store(down_ptr + first * HS + h + r * HS, own, mask=r < count)
+            before = r[:, None] > r[None, :]
+            if SEGMENTS:
+                before = before & (
+                    r[None, :] >= segment_starts(starts_ptr, first, count, seq, T, CHUNK)[:, None]
+                )
+            da = operand_of(tl.where(before, da, 0.0), dscores_ptr.dtype.element_ty, PRECISION)
+            store_tile(dscores_ptr + scores, da, HS * CHUNK, count, 0, CHUNK, CHUNK, CHUNK)
+
+
+@triton.jit
+def key_gradients_kernel(
+    q_ptr, k_ptr, v_ptr, gates_ptr, low_ptr, do_ptr, dscores_ptr, down_ptr, states_ptr, dstates_ptr, starts_ptr,
+    chunks_ptr, T,
+    dq_ptr, dk_ptr, dg_ptr,
+    HS: tl.constexpr, HQ: tl.constexpr, HK: tl.constexpr, HV: tl.constexpr, HG: tl.constexpr, D: tl.constexpr, V: tl.constexpr,
+    CHUNK: tl.constexpr, BLOCK_K: tl.constexpr, BLOCK_V: tl.constexpr, SCALE: tl.constexpr, SEGMENTS: tl.constexpr, TABLE: tl.constexpr,
+    EVEN: tl.constexpr, EXACT: tl.constexpr, PRECISION: tl.constexpr, SUMS: tl.constexpr,
+):  # fmt: skip
+    """Of one chunk and state head and some key channels the gradients of queries, keys and gates."""
+    operand: tl.constexpr = q_ptr.dtype.element_ty
+    tiles: tl.constexpr = (D + BLOCK_K - 1) // BLOCK_K
+    d0 = (tl.program_id(0) % tiles) * BLOCK_K
+    h = tl.program_id(0) // tiles % HS
+    chunk = tl.program_id(0) // (tiles * HS)
+    first, count, seq = chunk_of(chunk, chunks_ptr, T, CHUNK, TABLE)
+    if count > 0:
+        q_base = q_ptr + first * (HQ * D) + h // (HS // HQ) * D
+        k_base = k_ptr + first * (HK * D) + h // (HS // HK) * D
+        v_base = v_ptr + first * (HV * V) + h // (HS // HV) * V
+        do_base = do_ptr + first * (HS * V) + h * V
+        gates = gates_ptr + first * (HG * D) + h // (HS // HG) * D
+        low_gates = low_ptr + first * (HG * D) + h // (HS // HG) * D
+        state = (chunk.to(tl.int64) * HS + h) * (D * V)
+        own = first * (HS * D) + h * D
+        dscores = dscores_ptr + first * (HS * CHUNK) + h * CHUNK
+        r = tl.arange(0, CHUNK)
+
+        q = load_tile(q_base, HQ * D, count, d0, D, CHUNK, BLOCK_K, EVEN)
+        k = load_tile(k_base, HK * D, count, d0, D, CHUNK, BLOCK_K, EVEN)
+        high, low = load_gates(gates, low_gates, tl.minimum(r, count - 1), HG * D, d0, D, BLOCK_K, EXACT)
+        middle, middle_low, last, last_low = edge_gates(
+            gates, low_gates, HG * D, count, d0, D, CHUNK, BLOCK_K, EXACT
+        )
+
+        # From the states, still without their decays.
+        dq = tl.zeros([CHUNK, BLOCK_K], tl.float32)
+        dk = tl.zeros([CHUNK, BLOCK_K], tl.float32)
+        passed = tl.zeros([BLOCK_K], tl.float32)
+        for v0 in tl.range(0, V, BLOCK_V):
+            do = load_tile(do_base, HS * V, count, v0, V, CHUNK, BLOCK_V, EVEN)
+            v = load_tile(v_base, HV * V, count, v0, V, CHUNK, BLOCK_V, EVEN)
+            s = _load_state(states_ptr + state, d0, v0, D, V, BLOCK_K, BLOCK_V)
+            ds = _load_state(dstates_ptr + state, d0, v0, D, V, BLOCK_K, BLOCK_V)
+            dq = tl.dot(do, tl.trans(s), dq, input_precision=PRECISION)
+            dk = tl.dot(v, tl.trans(ds), dk, input_precision=PRECISION)
+            passed += tl.sum(s.to(tl.float32) * ds.to(tl.float32), axis=1)
+        dq *= SCALE
+        passed = passed[None, :] * tl.exp2(last)
+        if SEGMENTS:
+            start = last_start(starts_ptr, first, count, seq, T)
+            dq = tl.where((segment_starts(starts_ptr, first, count, seq, T, CHUNK) < 0)[:, None], dq, 0.0)
+            dk = tl.where((r >= start)[:, None], dk, 0.0)
+            passed = tl.where(start < 0, passed, 0.0)
+
+        # `rise`: the gradient in the gates, but for `kept`, what the chunk's end has of a row.
+        exponent = between_rows(high, low, middle, middle_low, EXACT)
+        usual = is_usual(exponent, middle)
+        if usual:
+            rows = tl.exp2(exponent)
+            columns = tl.exp2(-exponent)
+            queries = operand_of(q.to(tl.float32) * rows, operand, PRECISION)
+            keys = operand_of(k.to(tl.float32) * columns, operand, PRECISION)
+            da, dat = load_both(dscores, HS * CHUNK, count, CHUNK)
+            dq = tl.dot(da, keys, dq * tl.exp2(middle), input_precision=PRECISION)
+            rise = dq * queries.to(tl.float32)
+            dq *= rows
+            dk *= tl.exp2(between_rows(last, last_low, middle, middle_low, EXACT))
+            kept = dk * keys.to(tl.float32)
+            part = tl.dot(dat, queries, input_precision=PRECISION)
+            rise -= part * keys.to(tl.float32)
+            dk = (dk + part) * columns
+        else:
+            dq *= tl.exp2(high)
+            dk *= tl.exp2(between_rows(last, last_low, high, low, EXACT))
+            rise = dq * q.to(tl.float32)
+            kept = dk * k.to(tl.float32)
+            dq, dk, rise = add_gradients_by_halves(
+                dq, dk, rise, q_base, HQ * D, k_base, HK * D, gates, low_gates, HG * D, dscores, HS * CHUNK, count, d0, D, CHUNK, BLOCK_K,
+                EXACT, PRECISION)  # fmt: skip
+        down = load_vector(down_ptr + first * HS + h, HS, count, CHUNK, EVEN)[:, None]
+        dq += down * k.to(tl.float32)
+        dk += down * q.to(tl.float32)
+        store_tile(dq_ptr + own, dq, HS * D, count, d0, D, CHUNK, BLOCK_K)
+        store_tile(dk_ptr + own, dk, HS * D, count, d0, D, CHUNK, BLOCK_K)
+        if operand == tl.float32:
+            rise = operand_of(rise, operand, SUMS)
+            kept = operand_of(kept, operand, SUMS)
+        # A token's gate decays what later tokens have of earlier ones, and what the chunk's end has of those before it.
+        dg = tl.dot(tl.where(r[:, None] <= r[None, :], 1.0, 0.0), rise, input_precision=SUMS)
+        dg = tl.dot(tl.where(r[:, None] > r[None, :], 1.0, 0.0), kept, dg, input_precision=SUMS)
+        store_tile(dg_ptr + own, dg + passed, HS * D, count, d0, D, CHUNK, BLOCK_K)

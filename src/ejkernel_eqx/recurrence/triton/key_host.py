@@ -1,0 +1,152 @@
+"""Triton: linear members whose decay is one number a key channel and token (gated linear attention)."""
+
+import jax
+import jax.numpy as jnp
+from jax import Array
+
+from ...launch import run
+from ..spec import heads_of, RecurrenceArrays, RecurrenceSpec
+from . import key_gradients
+from .call import (
+    Call,
+    Execute,
+    first_copies,
+    in_first_copies,
+    make_call,
+    precision_of,
+    repeated,
+    sum_heads,
+    wide,
+)
+from .key_scores import fold, gates
+from .tile_sizes import TritonConfig
+
+
+def saved_axes(arrays: RecurrenceArrays, spec: RecurrenceSpec) -> dict[str, tuple[str, ...]]:
+    """The scores; states and gates are made again."""
+    return {"scores": ("T", f"H{heads_of(arrays, spec).out}", "chunk")}
+
+
+def forward(
+    arrays: RecurrenceArrays, spec: RecurrenceSpec, config: TritonConfig, *, execute: Execute = run
+) -> dict[str, Array]:
+    """`out`, `final_state`, and what the backward pass needs."""
+    call, copies = _call(arrays, spec, config, execute)
+    folded, scores = fold(call, *gates(call), scores=True)
+    assert scores is not None
+    states, final = folded.states()
+    out = folded.out(states, scores=scores)
+    if arrays.skip is not None:
+        skipped = _per_head(arrays.v, out.shape[2]) * arrays.skip.astype(jnp.float32)[:, None]
+        out = (out.astype(jnp.float32) + skipped).astype(out.dtype)
+    return {"out": out.astype(arrays.v.dtype), "final_state": first_copies(final, copies), "scores": scores}
+
+
+def backward(
+    arrays: RecurrenceArrays,
+    spec: RecurrenceSpec,
+    config: TritonConfig,
+    saved: dict[str, Array],
+    dout: Array,
+    dfinal_state: Array,
+    *,
+    execute: Execute = run,
+) -> dict[str, Array]:
+    """The gradients of the float arrays that are given, most in their dtype."""
+    call, copies = _call(arrays, spec, config, execute)
+    high, low = gates(call)
+    folded, _ = fold(call, high, low, scores=False)
+    states, _ = folded.states()
+    dout = dout.astype(call.arrays.q.dtype)
+    dstates, dinitial = folded.dstates(dout, in_first_copies(dfinal_state, copies))
+    given = {
+        "folded_k_ptr": folded.pool["k_ptr"],
+        "gates_ptr": high,
+        "low_ptr": high if low is None else low,
+        "do_ptr": dout,
+        "scores_ptr": saved["scores"],
+        "states_ptr": states,
+        "dstates_ptr": dstates,
+    }
+    dv, dscores = _value_gradients(call, given)
+    grads = _key_gradients(call, given | dscores)
+    if arrays.initial_state is not None:
+        grads["initial_state"] = sum_heads(dinitial, dinitial.shape[-3] // copies, axis=dinitial.ndim - 3)
+    if arrays.beta is not None:
+        wide = dv.astype(jnp.float32)
+        heads = dv.shape[2]
+        dbeta = jnp.sum(wide * _per_head(arrays.v, heads), -1)
+        grads["beta"] = sum_heads(dbeta, arrays.beta.shape[2])
+        dv = wide * _per_head(arrays.beta[..., None], heads)
+    if arrays.skip is not None:
+        wide = dout.astype(jnp.float32)
+        grads["skip"] = jnp.sum(wide * _per_head(arrays.v, dout.shape[2]), 1)
+        dv = dv.astype(jnp.float32) + wide * arrays.skip.astype(jnp.float32)[:, None]
+    grads["v"] = sum_heads(dv, arrays.v.shape[2])
+    return grads
+
+
+def _call(
+    arrays: RecurrenceArrays, spec: RecurrenceSpec, config: TritonConfig, execute: Execute
+) -> tuple[Call, int]:
+    """The call that the kernels know, without write strength and skip, and how many copies of a state head it has."""
+    heads = heads_of(arrays, spec)
+    v = arrays.v
+    if arrays.beta is not None:
+        v = (_per_head(v, heads.state) * _per_head(arrays.beta[..., None], heads.state)).astype(wide(v.dtype))
+        if v.dtype == jnp.float32 and precision_of(arrays, config) == "tf32":
+            v = jax.lax.reduce_precision(v, exponent_bits=8, mantissa_bits=10)
+    plain = repeated(arrays._replace(v=v, beta=None, skip=None), spec)
+    return make_call(plain, spec, config, execute), heads.out // heads.state
+
+
+def _per_head(x: Array, heads: int) -> Array:
+    """Float32, each head repeated to be so many."""
+    return jnp.repeat(x.astype(jnp.float32), heads // x.shape[2], axis=2)
+
+
+def _value_gradients(call: Call, given: dict[str, Array]) -> tuple[Array, dict[str, Array]]:
+    """Of the values, over the heads of the call, and of the scores, below the diagonal and on it."""
+    heads, _, values = call.sizes
+    tile = call.config.wy
+    shape = given["scores_ptr"].shape[2:]
+    results = call.launch(
+        key_gradients.key_values_kernel,
+        tile,
+        {
+            "dv_ptr": _rows(call, call.arrays.v),
+            "dscores_ptr": call.rows(*shape),
+            "down_ptr": call.rows(heads, dtype=jnp.float32),
+        },
+        call.chunks * heads * -(-values // tile.block_v),
+        given,
+    )
+    return results.pop("dv_ptr"), results
+
+
+def _key_gradients(call: Call, given: dict[str, Array]) -> dict[str, Array]:
+    """Of `q`, `k`, `g`."""
+    arrays, tile = call.arrays, call.config.gradients
+    heads, dim, _ = call.sizes
+    operands = {name: getattr(arrays, name) for name in "qkg"}
+    results = call.launch(
+        key_gradients.key_gradients_kernel,
+        tile,
+        {f"d{name}_ptr": _rows(call, x) for name, x in operands.items()},
+        call.chunks * heads * -(-dim // tile.block_k),
+        given,
+        SUMS=_sums_precision(call),
+    )
+    return {name: sum_heads(results[f"d{name}_ptr"], x.shape[2]) for name, x in operands.items()}
+
+
+def _rows(call: Call, x: Array) -> jax.ShapeDtypeStruct:
+    """A gradient over the heads of the call, in float32 where the operand's heads are fewer: then it is summed."""
+    heads = call.sizes[0]
+    return call.rows(heads, x.shape[3], dtype=x.dtype if x.shape[2] == heads else jnp.float32)
+
+
+def _sums_precision(call: Call) -> str:
+    """How the gradients of the gates are summed; one pass will do for bfloat16."""
+    precise = call.config.float32_dot if call.arrays.q.dtype == jnp.bfloat16 else call.constants["PRECISION"]
+    return "tf32" if call.arrays.q.dtype == jnp.bfloat16 and precise == "tf32x3" else precise

@@ -1,0 +1,169 @@
+"""Decay per key channel: its sums over a chunk, the scores of a chunk, and the operands with their decays inside.
+
+`gates(call) -> (gates, low)`: `[B, T, Hg, D]` float32, log2 units, summed from the chunk's first token on; `low` is what rounding
+took from them, for float32 operands only (else `None`), and goes wherever a difference of gates is taken.
+
+`fold(call, gates, low, scores=...) -> (folded, scores)`: the call with `q 2^G scale` and `k 2^(G_last - G)` over state heads in place of
+its queries and keys, what its segments hide zero, and `carry_ptr [chunks, HS, D]`, what is left after a chunk. `scores` (`None` if not
+asked for) `[B, T, HS, chunk]`: `scale * sum_d q_id k_jd 2^(G_id - G_jd)` on and below the diagonal and within a segment, else zero.
+"""
+
+import dataclasses
+
+import jax
+import jax.numpy as jnp
+import triton
+import triton.language as tl
+from jax import Array
+
+from .call import Call
+from .key_tile import add_scores_by_halves, between_rows, edge_gates, is_usual, load_gates
+from .tile import add_pairs, chunk_of, closed, last_start, load_tile, operand_of, segment_starts, store_tile
+from .tile_sizes import Tile
+
+
+@triton.jit
+def gates_kernel(
+    g_ptr, chunks_ptr, T,
+    gates_ptr, low_ptr,
+    HG: tl.constexpr, D: tl.constexpr, CHUNK: tl.constexpr, BLOCK_K: tl.constexpr, TABLE: tl.constexpr, EVEN: tl.constexpr,
+    EXACT: tl.constexpr,
+):  # fmt: skip
+    """Of one chunk and some of all heads' channels."""
+    tiles: tl.constexpr = (HG * D + BLOCK_K - 1) // BLOCK_K
+    column = (tl.program_id(0) % tiles) * BLOCK_K
+    first, count, _ = chunk_of(tl.program_id(0) // tiles, chunks_ptr, T, CHUNK, TABLE)  # pyright: ignore[reportGeneralTypeIssues]
+    at = first * (HG * D)
+    g = closed(load_tile(g_ptr + at, HG * D, count, column, HG * D, CHUNK, BLOCK_K, EVEN).to(tl.float32))
+    if EXACT:
+        g, low = tl.associative_scan((g, tl.zeros_like(g)), 0, add_pairs)
+        store_tile(low_ptr + at, low, HG * D, count, column, HG * D, CHUNK, BLOCK_K)
+    else:
+        g = tl.cumsum(g, axis=0)
+    store_tile(gates_ptr + at, g, HG * D, count, column, HG * D, CHUNK, BLOCK_K)
+
+
+@triton.jit
+def key_fold_kernel(
+    q_ptr, k_ptr, gates_ptr, low_ptr, starts_ptr, chunks_ptr, T,
+    folded_q_ptr, folded_k_ptr, carry_ptr, scores_ptr,
+    HS: tl.constexpr, HQ: tl.constexpr, HK: tl.constexpr, HG: tl.constexpr, D: tl.constexpr, CHUNK: tl.constexpr, BLOCK_K: tl.constexpr,
+    SCALE: tl.constexpr, SCORES: tl.constexpr, SEGMENTS: tl.constexpr, TABLE: tl.constexpr, EVEN: tl.constexpr, EXACT: tl.constexpr,
+    PRECISION: tl.constexpr,
+):  # fmt: skip
+    """Of one chunk and state head."""
+    operand: tl.constexpr = q_ptr.dtype.element_ty
+    index = tl.program_id(0)
+    h = index % HS
+    first, count, seq = chunk_of(index // HS, chunks_ptr, T, CHUNK, TABLE)  # pyright: ignore[reportGeneralTypeIssues]
+    if count > 0:
+        r = tl.arange(0, CHUNK)
+        stride: tl.constexpr = HG * D
+        gates = gates_ptr + first * stride + h // (HS // HG) * D
+        low_gates = low_ptr + first * stride + h // (HS // HG) * D
+        own = first * (HS * D) + h * D
+        before = r[:, None] > r[None, :]
+        carried = 1.0
+        if SEGMENTS:
+            starts = segment_starts(starts_ptr, first, count, seq, T, CHUNK)
+            start = last_start(starts_ptr, first, count, seq, T)
+            before = before & (r[None, :] >= starts[:, None])
+            carried = tl.where(start < 0, 1.0, 0.0)
+        a = tl.zeros([CHUNK, CHUNK], tl.float32)
+        diagonal = tl.zeros([CHUNK], tl.float32)
+        for column in tl.range(0, D, BLOCK_K):
+            q = load_tile(
+                q_ptr + first * (HQ * D) + h // (HS // HQ) * D, HQ * D, count, column, D, CHUNK, BLOCK_K, EVEN
+            )
+            k = load_tile(
+                k_ptr + first * (HK * D) + h // (HS // HK) * D, HK * D, count, column, D, CHUNK, BLOCK_K, EVEN
+            )
+            high, low = load_gates(
+                gates, low_gates, tl.minimum(r, count - 1), stride, column, D, BLOCK_K, EXACT
+            )
+            middle, middle_low, last, last_low = edge_gates(
+                gates, low_gates, stride, count, column, D, CHUNK, BLOCK_K, EXACT)  # fmt: skip
+            if SCORES:
+                diagonal += tl.sum(q.to(tl.float32) * k.to(tl.float32), axis=1)
+                exponent = between_rows(high, low, middle, middle_low, EXACT)
+                usual = is_usual(exponent, middle)
+                if usual:
+                    queries = q.to(tl.float32) * tl.exp2(exponent)
+                    keys = k.to(tl.float32) * tl.exp2(-exponent)
+                    transposed = tl.trans(operand_of(keys, operand, PRECISION))
+                    a = tl.dot(
+                        operand_of(queries, operand, PRECISION), transposed, a, input_precision=PRECISION
+                    )
+                    queries *= tl.exp2(middle)
+                    keys *= tl.exp2(between_rows(last, last_low, middle, middle_low, EXACT))
+                else:
+                    a, _ = add_scores_by_halves(
+                        a, a, q, k, high, low, gates, low_gates, stride, count, column, D, CHUNK, BLOCK_K, EXACT, False, PRECISION)  # fmt: skip
+                    queries = q.to(tl.float32) * tl.exp2(high)
+                    keys = k.to(tl.float32) * tl.exp2(between_rows(last, last_low, high, low, EXACT))
+            else:
+                queries = q.to(tl.float32) * tl.exp2(high)
+                keys = k.to(tl.float32) * tl.exp2(between_rows(last, last_low, high, low, EXACT))
+            if SEGMENTS:
+                queries = tl.where((starts < 0)[:, None], queries, 0.0)
+                keys = tl.where((r >= start)[:, None], keys, 0.0)
+            queries = operand_of(queries * SCALE, operand, PRECISION)
+            store_tile(folded_q_ptr + own, queries, HS * D, count, column, D, CHUNK, BLOCK_K)
+            keys = operand_of(keys, operand, PRECISION)
+            store_tile(folded_k_ptr + own, keys, HS * D, count, column, D, CHUNK, BLOCK_K)
+            store_tile(
+                carry_ptr + index.to(tl.int64) * D, tl.exp2(last) * carried, 0, 1, column, D, 1, BLOCK_K
+            )
+        if SCORES:
+            a = tl.where(before, a, 0.0)
+            a = tl.where(r[:, None] == r[None, :], diagonal[:, None], a) * SCALE
+            a = operand_of(a, operand, PRECISION)
+            store_tile(
+                scores_ptr + first * (HS * CHUNK) + h * CHUNK, a, HS * CHUNK, count, 0, CHUNK, CHUNK, CHUNK
+            )
+
+
+_GATES = Tile(128, 16, 4, 1)
+
+
+def gates(call: Call) -> tuple[Array, Array | None]:
+    assert call.arrays.g is not None
+    shape = call.arrays.g.shape[2:]
+    exact = call.constants["EXACT"]
+    outputs = {
+        "gates_ptr": call.rows(*shape, dtype=jnp.float32),
+        "low_ptr": call.rows(*shape, dtype=jnp.float32) if exact else _nothing(),
+    }
+    programs = call.chunks * -(-shape[0] * shape[1] // _GATES.block_k)
+    results = call.launch(gates_kernel, _GATES, outputs, programs)
+    return results["gates_ptr"], results["low_ptr"] if exact else None
+
+
+def fold(call: Call, gates: Array, low: Array | None, *, scores: bool) -> tuple[Call, Array | None]:
+    (heads, dim, _), chunk = call.sizes, call.config.chunk_size
+    results = call.launch(
+        key_fold_kernel,
+        call.config.scores,
+        {
+            "folded_q_ptr": call.rows(heads, dim),
+            "folded_k_ptr": call.rows(heads, dim),
+            "carry_ptr": jax.ShapeDtypeStruct((call.chunks, heads, dim), jnp.float32),
+            "scores_ptr": call.rows(heads, chunk) if scores else _nothing(),
+        },
+        call.chunks * heads,
+        {"gates_ptr": gates, "low_ptr": gates if low is None else low},
+        SCORES=scores,
+    )
+    operands = {
+        "q_ptr": results["folded_q_ptr"],
+        "k_ptr": results["folded_k_ptr"],
+        "carry_ptr": results["carry_ptr"],
+    }
+    constants = {"HQ": heads, "HK": heads, "SCALE": 1.0, "SEGMENTS": False}
+    folded = dataclasses.replace(call, pool=call.pool | operands, constants=call.constants | constants)
+    return folded, results["scores_ptr"] if scores else None
+
+
+def _nothing() -> jax.ShapeDtypeStruct:
+    """An output that a kernel does not write."""
+    return jax.ShapeDtypeStruct((1,), jnp.float32)

@@ -1,0 +1,118 @@
+"""The linear members without decay, with a constant one and with one a token, on Triton: phases forward and backward."""
+
+import math
+
+import jax
+import jax.numpy as jnp
+from jax import Array
+
+from ...launch import run
+from ..spec import CONSTANT, heads_of, NONE, RecurrenceArrays, RecurrenceSpec
+from . import gradients
+from .call import Call, Execute, first_copies, in_first_copies, make_call, repeated, sum_heads
+from .tile_sizes import TritonConfig
+
+_PARTS = 8  # as many partial sums of the gradient of a shared head, at most
+
+
+def saved_axes(arrays: RecurrenceArrays, spec: RecurrenceSpec) -> dict[str, tuple[str, ...]]:
+    """Nothing: the backward makes the states again."""
+    return {}
+
+
+def forward(
+    arrays: RecurrenceArrays, spec: RecurrenceSpec, config: TritonConfig, *, execute: Execute = run
+) -> dict[str, Array]:
+    call = make_call(repeated(arrays, spec), spec, config, execute).with_decays()
+    if config.single:
+        out, final = call.single()
+    else:
+        states, final = call.states()
+        out = call.out(states, heads_each=_heads_each(call))
+    copies = call.sizes[0] // heads_of(arrays, spec).state
+    return {"out": out.astype(arrays.v.dtype), "final_state": first_copies(final, copies)}
+
+
+def backward(
+    arrays: RecurrenceArrays,
+    spec: RecurrenceSpec,
+    config: TritonConfig,
+    saved: dict[str, Array],
+    dout: Array,
+    dfinal: Array,
+    *,
+    execute: Execute = run,
+) -> dict[str, Array]:
+    call = make_call(repeated(arrays, spec), spec, config, execute).with_decays()
+    copies = call.sizes[0] // heads_of(arrays, spec).state
+    dout = dout.astype(call.arrays.q.dtype)
+    states, _ = call.states()
+    dstates, dinitial = call.dstates(dout, in_first_copies(dfinal, copies))
+    grads = _gradients(call, states, dstates, dout)
+    grads["v"] = sum_heads(grads["v"], arrays.v.shape[2])
+    if arrays.initial_state is not None:
+        grads["initial_state"] = sum_heads(dinitial, dinitial.shape[-3] // copies, axis=dinitial.ndim - 3)
+    return grads
+
+
+def _gradients(call: Call, states: Array, dstates: Array, dout: Array) -> dict[str, Array]:
+    """Of all operands over tokens and of `skip`, as far as they are given."""
+    arrays, tile, decay = call.arrays, call.config.gradients, call.spec.decay
+    heads, dim, values = call.sizes
+    each = _heads_each(call)
+    batch, length = arrays.q.shape[:2]
+    tiles = math.ceil(dim / tile.block_k)
+
+    def shared(x: Array) -> jax.ShapeDtypeStruct:
+        parts = heads // x.shape[2] // each
+        return jax.ShapeDtypeStruct((parts, *x.shape), x.dtype if parts == 1 else jnp.float32)
+
+    nothing = jax.ShapeDtypeStruct((1,), jnp.float32)
+    scalars = jax.ShapeDtypeStruct((2 * tiles, batch, length, heads), jnp.float32)
+    sums = jax.ShapeDtypeStruct((2 * tiles, call.chunks, heads), jnp.float32)
+    skips = jax.ShapeDtypeStruct((call.chunks, heads, values), jnp.float32)
+    results = call.launch(
+        gradients.gradients_kernel,
+        tile,
+        {
+            "dq_ptr": shared(arrays.q),
+            "dk_ptr": shared(arrays.k),
+            "dv_ptr": call.rows(
+                heads, values, dtype=arrays.v.dtype if arrays.v.shape[2] == heads else jnp.float32
+            ),
+            "dg_ptr": nothing if decay == NONE else sums if decay == CONSTANT else scalars,
+            "dbeta_ptr": nothing if arrays.beta is None else scalars,
+            "dskip_ptr": nothing if arrays.skip is None else skips,
+        },
+        2 * tiles * call.chunks * (heads // each),
+        {"states_ptr": states, "dstates_ptr": dstates, "do_ptr": dout},
+        HEADS=each,
+    )
+    grads = {
+        "q": _sum_parts(results["dq_ptr"]),
+        "k": _sum_parts(results["dk_ptr"]),
+        "v": sum_heads(results["dv_ptr"], arrays.v.shape[2]),
+    }
+    if decay == CONSTANT:
+        dg = _sum_parts(results["dg_ptr"]).reshape(batch, call.chunks // batch, heads).sum(1)
+        grads["g"] = sum_heads(dg, call.constants["HG"], axis=1)
+    elif decay != NONE:
+        grads["g"] = sum_heads(_sum_parts(results["dg_ptr"]), call.constants["HG"])
+    if arrays.beta is not None:
+        grads["beta"] = sum_heads(_sum_parts(results["dbeta_ptr"]), call.constants["HB"])
+    if arrays.skip is not None:
+        grads["skip"] = results["dskip_ptr"].reshape(batch, call.chunks // batch, heads, values).sum(1)
+    return grads
+
+
+def _heads_each(call: Call) -> int:
+    """How many state heads one program takes, of those that share a query and a key head."""
+    shared = math.gcd(*(call.constants["HS"] // call.constants[name] for name in ("HQ", "HK")))
+    each = 1
+    while shared % (2 * each) == 0 and shared // each > _PARTS:
+        each *= 2
+    return each
+
+
+def _sum_parts(x: Array) -> Array:
+    return x[0] if x.shape[0] == 1 else x.sum(0)

@@ -1,0 +1,157 @@
+"""The serial phase: the states from chunk to chunk, forward, and their gradients, backward. One kernel each for all kinds of decay.
+
+Each program has a tile of the state of a linear member, whose channels know nothing of each other. With a decay per key channel,
+queries and keys come with their decays, masks and the scale inside.
+"""
+
+import triton
+import triton.language as tl
+
+from .tile import (
+    decays_of,
+    from_start,
+    last_start,
+    load_tile,
+    load_vector,
+    operand_of,
+    sequence_of,
+    store_tile,
+)
+
+
+@triton.jit
+def _load_state(ptr, d0, v0, D: tl.constexpr, V: tl.constexpr, BLOCK_K: tl.constexpr, BLOCK_V: tl.constexpr):
+    return load_tile(ptr + d0 * V, V, D - d0, v0, V, BLOCK_K, BLOCK_V, D % BLOCK_K == 0)
+
+
+@triton.jit
+def _load_carry(ptr, d0, D: tl.constexpr, BLOCK_K: tl.constexpr):
+    """What of each key channel is left after a chunk."""
+    d = d0 + tl.arange(0, BLOCK_K)
+    return tl.load(ptr + d, mask=d < D, other=0.0)
+
+
+@triton.jit
+def states_kernel(
+    k_ptr, v_ptr, g_ptr, logs_ptr, carry_ptr, beta_ptr, initial_ptr, starts_ptr, bounds_ptr, T, TOKENS,
+    states_ptr, final_ptr,
+    HS: tl.constexpr, HK: tl.constexpr, HV: tl.constexpr, HG: tl.constexpr, HB: tl.constexpr, D: tl.constexpr, V: tl.constexpr,
+    CHUNK: tl.constexpr, BLOCK_K: tl.constexpr, BLOCK_V: tl.constexpr, DECAY: tl.constexpr, BETA: tl.constexpr,
+    INITIAL: tl.constexpr, SEGMENTS: tl.constexpr, TABLE: tl.constexpr, EVEN: tl.constexpr, EXACT: tl.constexpr, PRECISION: tl.constexpr,
+):  # fmt: skip
+    """The state at the start of each chunk and the final one."""
+    tiles_v: tl.constexpr = (V + BLOCK_V - 1) // BLOCK_V
+    tiles_k: tl.constexpr = (D + BLOCK_K - 1) // BLOCK_K
+    index = tl.program_id(0)
+    v0 = (index % tiles_v) * BLOCK_V
+    index = index // tiles_v
+    d0 = (index % tiles_k) * BLOCK_K
+    index = index // tiles_k
+    h = index % HS
+    seq = index // HS
+    first, length, chunk = sequence_of(seq, bounds_ptr, T, CHUNK, TABLE)
+    own = index.to(tl.int64) * (D * V)
+    state = tl.zeros([BLOCK_K, BLOCK_V], tl.float32)
+    if INITIAL:
+        state = _load_state(initial_ptr + own, d0, v0, D, V, BLOCK_K, BLOCK_V).to(tl.float32)
+
+    for c in tl.range(0, tl.cdiv(length, CHUNK)):
+        row = first + c * CHUNK
+        count = tl.minimum(length - c * CHUNK, CHUNK)
+        stored = operand_of(state, states_ptr.dtype.element_ty, PRECISION)
+        store_tile(
+            states_ptr + ((chunk + c) * HS + h) * (D * V) + d0 * V, stored, V, D - d0, v0, V, BLOCK_K, BLOCK_V
+        )
+        k = load_tile(
+            k_ptr + row * (HK * D) + h // (HS // HK) * D, HK * D, count, d0, D, CHUNK, BLOCK_K, EVEN
+        )
+        v = load_tile(
+            v_ptr + row * (HV * V) + h // (HS // HV) * V, HV * V, count, v0, V, CHUNK, BLOCK_V, EVEN
+        )
+        carried = 1.0
+        if SEGMENTS:
+            start = last_start(starts_ptr, row, count, seq, T)
+            v = tl.where((tl.arange(0, CHUNK) >= start)[:, None], v, 0.0)
+            carried = tl.where(start < 0, 1.0, 0.0)
+        if DECAY == 3:
+            state *= _load_carry(carry_ptr + ((chunk + c) * HS + h) * D, d0, D, BLOCK_K)[:, None]
+        else:
+            _high, _low, rest, whole = decays_of(
+                g_ptr, logs_ptr, row, count, seq, h, TOKENS, HS, HG, CHUNK, DECAY, EVEN, EXACT
+            )
+            weight = tl.exp2(rest)
+            if BETA:
+                weight *= load_vector(beta_ptr + row * HB + h // (HS // HB), HB, count, CHUNK, EVEN)
+            if DECAY != 0 or BETA:
+                v = operand_of(v.to(tl.float32) * weight[:, None], k.dtype, PRECISION)
+            state *= tl.exp2(whole + 0.0) * carried
+        state = tl.dot(tl.trans(k), v, state, input_precision=PRECISION)
+
+    store_tile(final_ptr + own + d0 * V, state, V, D - d0, v0, V, BLOCK_K, BLOCK_V)
+
+
+@triton.jit
+def dstates_kernel(
+    q_ptr, do_ptr, g_ptr, logs_ptr, carry_ptr, dfinal_ptr, starts_ptr, bounds_ptr, T, TOKENS,
+    dstates_ptr, dinitial_ptr,
+    HS: tl.constexpr, HQ: tl.constexpr, HG: tl.constexpr, D: tl.constexpr, V: tl.constexpr, CHUNK: tl.constexpr,
+    BLOCK_K: tl.constexpr, BLOCK_V: tl.constexpr, SCALE: tl.constexpr, DECAY: tl.constexpr, SEGMENTS: tl.constexpr,
+    TABLE: tl.constexpr, EVEN: tl.constexpr, EXACT: tl.constexpr, PRECISION: tl.constexpr,
+):  # fmt: skip
+    """The gradient in the state at the end of each chunk and in the initial one."""
+    tiles_v: tl.constexpr = (V + BLOCK_V - 1) // BLOCK_V
+    tiles_k: tl.constexpr = (D + BLOCK_K - 1) // BLOCK_K
+    index = tl.program_id(0)
+    v0 = (index % tiles_v) * BLOCK_V
+    index = index // tiles_v
+    d0 = (index % tiles_k) * BLOCK_K
+    index = index // tiles_k
+    h = index % HS
+    seq = index // HS
+    first, length, chunk = sequence_of(seq, bounds_ptr, T, CHUNK, TABLE)
+    own = index.to(tl.int64) * (D * V)
+    state = _load_state(dfinal_ptr + own, d0, v0, D, V, BLOCK_K, BLOCK_V).to(tl.float32)
+
+    chunks = tl.cdiv(length, CHUNK)
+    for n in tl.range(0, chunks):
+        c = chunks - 1 - n
+        row = first + c * CHUNK
+        count = tl.minimum(length - c * CHUNK, CHUNK)
+        stored = operand_of(state, dstates_ptr.dtype.element_ty, PRECISION)
+        store_tile(
+            dstates_ptr + ((chunk + c) * HS + h) * (D * V) + d0 * V,
+            stored,
+            V,
+            D - d0,
+            v0,
+            V,
+            BLOCK_K,
+            BLOCK_V,
+        )
+        q = load_tile(
+            q_ptr + row * (HQ * D) + h // (HS // HQ) * D, HQ * D, count, d0, D, CHUNK, BLOCK_K, EVEN
+        )
+        do = load_tile(do_ptr + row * (HS * V) + h * V, HS * V, count, v0, V, CHUNK, BLOCK_V, EVEN)
+        sees = tl.zeros([CHUNK], tl.float32) + SCALE
+        carried = 1.0
+        if SEGMENTS:
+            start = last_start(starts_ptr, row, count, seq, T)
+            token = (row - seq.to(tl.int64) * T).to(tl.int32)
+            starts = (
+                tl.load(starts_ptr + row + tl.arange(0, CHUNK), mask=tl.arange(0, CHUNK) < count, other=0)
+                - token
+            )
+            sees = tl.where(starts < 0, sees, 0.0)
+            carried = tl.where(start < 0, 1.0, 0.0)
+        if DECAY == 3:
+            factor = _load_carry(carry_ptr + ((chunk + c) * HS + h) * D, d0, D, BLOCK_K)[:, None]
+        else:
+            high, low, _rest, whole = decays_of(
+                g_ptr, logs_ptr, row, count, seq, h, TOKENS, HS, HG, CHUNK, DECAY, EVEN, EXACT
+            )
+            read = from_start(high, low, DECAY, EXACT) * sees
+            do = operand_of(do.to(tl.float32) * read[:, None], q.dtype, PRECISION)
+            factor = tl.exp2(whole + 0.0) * carried
+        state = tl.dot(tl.trans(q), do, state * factor, input_precision=PRECISION)
+
+    store_tile(dinitial_ptr + own + d0 * V, state, V, D - d0, v0, V, BLOCK_K, BLOCK_V)

@@ -1,0 +1,187 @@
+"""One token of every row in Triton: each state is read once and written once, in place where it is donated."""
+
+import dataclasses
+import math
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import triton
+import triton.language as tl
+
+from ...launch import Launch, run
+from ..spec import KEY, NONE, SCALAR, StepArrays, StepSpec, VALUE
+
+_KINDS = {NONE: 0, SCALAR: 1, KEY: 2, VALUE: 3}
+
+
+@dataclasses.dataclass(frozen=True)
+class StepTile:
+    """A program takes all key channels and `block_v` value channels (a power of two) of one state."""
+
+    block_v: int
+    num_warps: int
+
+    def __post_init__(self):
+        if self.block_v < 1 or self.block_v & (self.block_v - 1) or self.num_warps not in (1, 2, 4, 8, 16):
+            raise ValueError(
+                f"StepTile: expected block_v a power of two and num_warps 1, 2, 4, 8 or 16, received {self.block_v!r} and {self.num_warps!r}."
+            )
+
+
+def default_tile(dim: int, values: int, state_bytes: int = 4) -> StepTile:
+    """64 elements a thread, with as many warps as keep a program's state at about 32 KiB in float32 and 8 KiB in 16 bits."""
+    num_warps = 4 if state_bytes == 4 else 2
+    block_v = min(_padded(values), num_warps * 32 * 64 // _padded(dim))
+    return StepTile(max(block_v, 8), num_warps)
+
+
+def _padded(size: int) -> int:
+    return 1 << max(size - 1, 0).bit_length()
+
+
+@triton.jit
+def step_kernel(
+    q_ptr,
+    k_ptr,
+    v_ptr,
+    g_ptr,
+    beta_ptr,
+    skip_ptr,
+    indices_ptr,
+    state_ptr,
+    B,
+    S,
+    new_state_ptr,
+    out_ptr,
+    HQ: tl.constexpr,
+    HK: tl.constexpr,
+    HV: tl.constexpr,
+    HG: tl.constexpr,
+    HB: tl.constexpr,
+    HS: tl.constexpr,
+    GROUP: tl.constexpr,
+    D: tl.constexpr,
+    V: tl.constexpr,
+    BLOCK_D: tl.constexpr,
+    BLOCK_V: tl.constexpr,
+    SCALE: tl.constexpr,
+    DECAY: tl.constexpr,
+    DELTA: tl.constexpr,
+    BETA: tl.constexpr,
+    SKIP: tl.constexpr,
+    SLOTS: tl.constexpr,
+    STRIDE_D: tl.constexpr,
+    STRIDE_V: tl.constexpr,
+):
+    tiles: tl.constexpr = (V + BLOCK_V - 1) // BLOCK_V
+    pid = tl.program_id(0)
+    head = pid // tiles % HS
+    row = (pid // (tiles * HS)).to(tl.int64)
+    d = tl.arange(0, BLOCK_D)
+    c = pid % tiles * BLOCK_V + tl.arange(0, BLOCK_V)
+    in_d, in_v = d < D, c < V
+    out_at = out_ptr + (row * (HS * GROUP) + head * GROUP) * V + c
+
+    slot, used = row, True
+    if SLOTS:
+        index = tl.load(indices_ptr + row)
+        slot, used = row // B * S + index, (index >= 0) & (index < S)
+    if used:
+        at = (slot * HS + head) * (D * V) + d[:, None] * STRIDE_D + c[None, :] * STRIDE_V
+        inside = in_d[:, None] & in_v[None, :]
+        state = tl.load(new_state_ptr + at, mask=inside, other=0.0).to(tl.float32)  # [D, V]
+        k = tl.load(k_ptr + (row * HK + head * HK // HS) * D + d, mask=in_d, other=0.0).to(tl.float32)
+        v = tl.load(v_ptr + (row * HV + head * HV // HS) * V + c, mask=in_v, other=0.0).to(tl.float32)
+        gate = row * HG + head * HG // HS
+        if DECAY == 1:
+            state *= tl.exp(tl.load(g_ptr + gate).to(tl.float32))
+        if DECAY == 2:
+            state *= tl.exp(tl.load(g_ptr + gate * D + d, mask=in_d, other=0.0).to(tl.float32))[:, None]
+        if DECAY == 3:
+            state *= tl.exp(tl.load(g_ptr + gate * V + c, mask=in_v, other=0.0).to(tl.float32))[None, :]
+        written = v
+        if DELTA:
+            written -= tl.sum(state * k[:, None], 0)
+        if BETA:
+            k *= tl.load(beta_ptr + row * HB + head * HB // HS).to(tl.float32)
+        state += k[:, None] * written[None, :]
+        tl.store(new_state_ptr + at, state.to(new_state_ptr.dtype.element_ty), mask=inside)
+        extra = tl.zeros([BLOCK_V], tl.float32)
+        if SKIP:
+            extra = v * tl.load(skip_ptr + (row // B * HS + head) * V + c, mask=in_v, other=0.0).to(
+                tl.float32
+            )
+        for j in range(GROUP):
+            reader = (head * GROUP + j) * HQ // (HS * GROUP)
+            q = tl.load(q_ptr + (row * HQ + reader) * D + d, mask=in_d, other=0.0).to(tl.float32)
+            out = SCALE * tl.sum(state * q[:, None], 0) + extra
+            tl.store(out_at + j * V, out.to(out_ptr.dtype.element_ty), mask=in_v)
+    else:
+        for j in range(GROUP):
+            tl.store(out_at + j * V, tl.zeros([BLOCK_V], out_ptr.dtype.element_ty), mask=in_v)
+
+
+def step(
+    arrays: StepArrays,
+    spec: StepSpec,
+    config: Any,
+    *,
+    execute: Callable[[Launch, dict[str, jax.Array]], dict[str, jax.Array]] = run,
+) -> tuple[jax.Array, jax.Array]:
+    """`out [*, B, R, V]` in the dtype of `v`, and the states (the whole pool), with any leading axes. The tile is
+    `config.step`, where there is one."""
+    q, k, v, state = arrays.q, arrays.k, arrays.v, arrays.state
+    lead, (rows, q_heads, dim), values = q.shape[:-3], q.shape[-3:], v.shape[-1]
+    heads = state.shape[-3]
+    out_heads = max(heads, q_heads)
+    tile = getattr(config, "step", None) or default_tile(dim, values, state.dtype.itemsize)
+    gate_heads = 1
+    if arrays.g is not None:
+        gate_heads = arrays.g.shape[-1 if spec.decay == SCALAR else -2]
+    inputs = {
+        "q_ptr": q,
+        "k_ptr": k,
+        "v_ptr": v,
+        "g_ptr": q if arrays.g is None else arrays.g,
+        "beta_ptr": q if arrays.beta is None else arrays.beta,
+        "skip_ptr": q if arrays.skip is None else arrays.skip,
+        "indices_ptr": q if arrays.indices is None else arrays.indices,
+        "state_ptr": state,
+    }
+    launch = Launch(
+        step_kernel,
+        inputs={name: jax.ShapeDtypeStruct(x.shape, x.dtype) for name, x in inputs.items()},
+        outputs={
+            "new_state_ptr": jax.ShapeDtypeStruct(state.shape, state.dtype),
+            "out_ptr": jax.ShapeDtypeStruct((*lead, rows, out_heads, values), v.dtype),
+        },
+        scalars={"B": rows, "S": state.shape[-4]},
+        constants={
+            "HQ": q_heads,
+            "HK": k.shape[-2],
+            "HV": v.shape[-2],
+            "HG": gate_heads,
+            "HB": 1 if arrays.beta is None else arrays.beta.shape[-1],
+            "HS": heads,
+            "GROUP": out_heads // heads,
+            "D": dim,
+            "V": values,
+            "BLOCK_D": _padded(dim),
+            "BLOCK_V": tile.block_v,
+            "SCALE": spec.scale,
+            "DECAY": _KINDS[spec.decay],
+            "DELTA": spec.delta,
+            "BETA": arrays.beta is not None,
+            "SKIP": arrays.skip is not None,
+            "SLOTS": arrays.indices is not None,
+            "STRIDE_D": 1 if spec.transposed else values,
+            "STRIDE_V": dim if spec.transposed else 1,
+        },
+        grid=(math.ceil(values / tile.block_v) * heads * rows * math.prod(lead),),
+        num_warps=tile.num_warps,
+        name="ejkernel_eqx.recurrence.step",
+        aliases={"state_ptr": "new_state_ptr"},
+    )
+    results = execute(launch, inputs)
+    return results["out_ptr"], results["new_state_ptr"]

@@ -1,0 +1,167 @@
+"""Configurations of the Triton recurrences: what may be chosen, what is chosen by itself, what is worth timing."""
+
+import dataclasses
+
+from ...dispatch import DeviceFacts, Problem
+from ..spec import CONSTANT, KEY, NONE
+
+_PRECISIONS = ("tf32x3", "ieee", "tf32")
+
+
+@dataclasses.dataclass(frozen=True)
+class Tile:
+    """One kernel's tile of key channels (`block_k`) by value channels (`block_v`), powers of two from 16, and compiler options."""
+
+    block_k: int
+    block_v: int
+    num_warps: int
+    num_stages: int
+
+    def __post_init__(self):
+        for name in ("block_k", "block_v"):
+            size = getattr(self, name)
+            if not isinstance(size, int) or size < 16 or size & (size - 1):
+                raise ValueError(f"Tile.{name}: expected a power of two from 16, received {size!r}.")
+        if (
+            self.num_warps not in (1, 2, 4, 8, 16)
+            or not isinstance(self.num_stages, int)
+            or self.num_stages < 1
+        ):
+            raise ValueError(
+                f"Tile: expected num_warps 1, 2, 4, 8 or 16 and num_stages >= 1, received {self.num_warps!r} and {self.num_stages!r}."
+            )
+
+
+@dataclasses.dataclass(frozen=True)
+class TritonConfig:
+    """The chunk and the tile of every phase. A member without a phase ignores its tile."""
+
+    chunk_size: int
+    """Tokens whose scores are one matrix, and between two stored states: 16, 32, 64, 128 or 256."""
+    scores: Tile
+    wy: Tile
+    states: Tile
+    out: Tile
+    dstates: Tile
+    gradients: Tile
+    float32_dot: str = "tf32x3"
+    """How float32 matrices are multiplied: `"tf32x3"` (three passes, float32's accuracy), `"ieee"`, or on request `"tf32"`."""
+    single: bool = False
+    """Whether the forward pass of a linear member without a decay per key is one kernel, with `out`'s value channels."""
+
+    def __post_init__(self):
+        if self.chunk_size not in (16, 32, 64, 128, 256):
+            raise ValueError(
+                f"TritonConfig.chunk_size: expected 16, 32, 64, 128 or 256, received {self.chunk_size!r}."
+            )
+        if self.float32_dot not in _PRECISIONS:
+            raise ValueError(
+                f"TritonConfig.float32_dot: expected 'tf32x3', 'ieee' or 'tf32', received {self.float32_dot!r}."
+            )
+
+
+_LARGE, _SOME = 160 * 1024, 96 * 1024  # shared memory of one program, in bytes
+_KERNELS = ("scores", "wy", "states", "out", "dstates", "gradients")
+_Row = tuple[int, int, int, int]
+# Of each kernel in turn: where there is all the shared memory, some of it, little of it.
+_HALF: tuple[tuple[_Row, ...], ...] = (
+    ((64, 64, 4, 1), (32, 128, 4, 3), (64, 64, 4, 3), (128, 64, 4, 2), (64, 64, 4, 3), (128, 64, 4, 1)),
+    ((64, 64, 4, 1), (32, 64, 4, 2), (64, 64, 4, 2), (64, 64, 4, 2), (64, 64, 4, 2), (64, 64, 4, 1)),
+    ((32, 32, 4, 1),) * 6,
+)
+_FLOAT32: tuple[tuple[_Row, ...], ...] = (
+    ((32, 32, 4, 1), (32, 32, 4, 1), (64, 32, 4, 1), (64, 32, 4, 1), (64, 32, 4, 1), (64, 32, 8, 1)),
+    ((32, 32, 4, 1), (32, 32, 4, 1), (32, 32, 4, 1), (32, 32, 4, 1), (32, 32, 4, 1), (32, 32, 8, 1)),
+    ((16, 16, 4, 1),) * 6,
+)
+# Of linear members with a decay per key channel, where there is all the shared memory.
+_KEY: dict[str, _Row] = {"wy": (64, 128, 4, 1), "out": (64, 128, 4, 2), "gradients": (32, 128, 4, 1)}
+
+
+def default_config(problem: Problem, device: DeviceFacts) -> TritonConfig:
+    key = problem.flag("decay") == KEY and not problem.flag("delta")
+    half = problem.dtype("qkv") == "bfloat16"  # float16 operands become float32
+    room = 0 if device.shared_memory >= _LARGE else 1 if device.shared_memory >= _SOME else 2
+    rows = dict(zip(_KERNELS, (_HALF if half else _FLOAT32)[room], strict=True))
+    single = half and room == 0 and _is_single(problem, device)
+    programs = _single_programs(problem)
+    if single and programs <= _multiprocessors(device) and problem.flag("decay") == CONSTANT:
+        # Two programs a multiprocessor for one; measured for constant decays alone.
+        rows["out"] = (128, 32, 4, 3)
+    elif single:
+        rows["out"] = (128, 64, 4, 2 if 2 * programs >= 3 * _multiprocessors(device) else 3)
+    if half and room == 0 and _shared(problem):
+        rows["gradients"] = (128, 64, 8, 2)
+    if half and room == 0 and device.capability < (9, 0):
+        # Larger tiles spill by up to 5 KiB a thread (compiled, not measured).
+        rows["gradients"] = (64, 32, 8 if _shared(problem) else 4, 1)
+    if half and room == 0 and key:
+        rows |= _KEY
+    if not half and key:
+        rows["gradients"] = rows["scores"]
+    chunk_size = 64 if room < 2 else 32
+    if not half and device.capability >= (10, 0) and _shared(problem) and problem.dim("D") > 128:
+        # Three passes over chunks of 64 take more tensor memory than Blackwell has.
+        chunk_size, rows["gradients"] = 32, (32, 32, 8, 1)
+    tiles = {name: _narrowed(row, problem) for name, row in rows.items()}
+    precision = "tf32x3" if device.vendor == "nvidia" else "ieee"
+    return TritonConfig(chunk_size, **tiles, single=single, float32_dot=precision)
+
+
+def candidates(problem: Problem, device: DeviceFacts) -> list[TritonConfig]:
+    """Configurations worth timing, the heuristic first."""
+    first = default_config(problem, device)
+    if device.shared_memory < _LARGE or problem.dtype("qkv") != "bfloat16":
+        return [first]
+    others = []
+    for row in ((64, 128, 4, 3), (128, 64, 8, 3), (128, 32, 4, 3)):
+        tile = _narrowed(row, problem)
+        others.append(dataclasses.replace(first, states=tile, dstates=tile))
+    if not first.single:
+        for row in ((128, 128, 4, 2), (64, 64, 4, 3)):
+            others.append(dataclasses.replace(first, out=_narrowed(row, problem)))
+    else:
+        for row in ((128, 32, 4, 3), (128, 64, 4, 3)):
+            others.append(dataclasses.replace(first, out=_narrowed(row, problem)))
+    key = problem.flag("decay") == KEY and not problem.flag("delta")
+    rows = ((32, 64, 4, 1),) if key else ((128, 32, 4, 1), (128, 32, 4, 2), (128, 64, 4, 1), (128, 64, 8, 2))
+    for row in rows:
+        others.append(dataclasses.replace(first, gradients=_narrowed(row, problem)))
+    return list(dict.fromkeys([first, *others]))
+
+
+def config_unsupported(config: TritonConfig, problem: Problem, device: DeviceFacts) -> str | None:
+    if config.single and (problem.flag("delta") or problem.flag("decay") == KEY):
+        return "single is for members without delta rule and without a decay per key"
+    return None
+
+
+def _is_single(problem: Problem, device: DeviceFacts) -> bool:
+    """Whether one kernel makes the outputs: for enough programs, and keys that fit beside the state."""
+    plain = not problem.flag("step") and not problem.flag("delta") and problem.flag("decay") != KEY
+    # But on Hopper, where it was measured, the state of wide keys spills beside a decay a token.
+    widest = 128 if device.capability[0] == 9 or problem.flag("decay") in (NONE, CONSTANT) else 64
+    return (
+        plain and problem.dim("D") <= widest and 4 * _single_programs(problem) >= 3 * _multiprocessors(device)
+    )
+
+
+def _single_programs(problem: Problem) -> int:
+    sequences = problem.dim("B") * (problem.dim("N") if problem.flag("packed") == "offsets" else 1)
+    return sequences * problem.dim("R") * -(-problem.dim("V") // 64)
+
+
+def _multiprocessors(device: DeviceFacts) -> int:
+    return device.num_multiprocessors or 108
+
+
+def _shared(problem: Problem) -> bool:
+    """Whether so many state heads share a query and a key head that a program takes several."""
+    return problem.dim("R") // max(problem.dim("Hq"), problem.dim("Hk")) > 8
+
+
+def _narrowed(row: _Row, problem: Problem) -> Tile:
+    """The tile, no wider than the channels are."""
+    block_k, block_v, num_warps, num_stages = row
+    dim, values = (max(16, 1 << (problem.dim(name) - 1).bit_length()) for name in "DV")
+    return Tile(min(block_k, dim), min(block_v, values), num_warps, num_stages)

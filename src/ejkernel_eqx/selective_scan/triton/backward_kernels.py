@@ -1,0 +1,352 @@
+"""The backward kernels of the scan: what each split of a sequence does to the gradient of a state, and all gradients."""
+
+import triton
+import triton.language as tl
+
+from .tile import (
+    channels_from,
+    channels_of,
+    decays_of,
+    fresh_penalty,
+    join_rows,
+    keep_touched,
+    LN2,
+    load_rates,
+    load_tile,
+    NO_TIME,
+    place,
+    sigmoid,
+    split_rows,
+    states_at,
+    store_tile,
+    sum_channels,
+    time_step,
+    touch,
+)
+
+
+@triton.jit
+def _retreat(g, dt, dy, rate, c, fresh, BI: tl.constexpr, LEVELS: tl.constexpr, SEGMENTS: tl.constexpr):
+    """The gradient of one state of every channel before a chunk, `[BI]`, from that of the one after it."""
+    L: tl.constexpr = 1 << LEVELS
+    decay = decays_of(dt, rate, fresh, BI, LEVELS, SEGMENTS)
+    read = split_rows(dy * c[:, None], BI, LEVELS)
+    for r in tl.static_range(L):
+        g = decay[L - 1 - r] * (read[L - 1 - r] + g)
+    return g
+
+
+@triton.jit
+def backward_summary_kernel(
+    dt_ptr,
+    a_ptr,
+    c_ptr,
+    z_ptr,
+    bias_ptr,
+    dout_ptr,
+    starts_ptr,
+    bounds_ptr,
+    T,
+    SPLITS,
+    CHUNKS,
+    SEQUENCES,
+    zero,
+    local_ptr,
+    total_ptr,
+    I: tl.constexpr,
+    N: tl.constexpr,
+    GROUP: tl.constexpr,
+    GROUP_BLOCKS: tl.constexpr,
+    BLOCKS: tl.constexpr,
+    BI: tl.constexpr,
+    LEVELS: tl.constexpr,
+    UNROLL: tl.constexpr,
+    STATE_LEVELS: tl.constexpr,
+    A_STRIDE: tl.constexpr,
+    BIAS_STRIDE: tl.constexpr,
+    BIAS: tl.constexpr,
+    SOFTPLUS: tl.constexpr,
+    GATE: tl.constexpr,
+    SEGMENTS: tl.constexpr,
+    TABLE: tl.constexpr,
+    EVEN: tl.constexpr,
+    PREFETCH: tl.constexpr,
+):
+    """Of every split but the first: the gradient of the state before it from none behind it, and the sum of its time steps.
+
+    Where all states are worked on side by side (`UNROLL`), theirs stay in registers; else they are in `local` from chunk to chunk."""
+    L: tl.constexpr = 1 << LEVELS
+    KEPT: tl.constexpr = 1 << STATE_LEVELS <= UNROLL
+    # Splits are told in reverse: the one that no program takes is the first.
+    block, sequence, missing, row, length, chunk, _, _, size = place(
+        tl.program_id(0), bounds_ptr, T, SPLITS, SPLITS - 1, L, BLOCKS, TABLE
+    )
+    split = missing + 1
+    first = split * size
+    last = tl.minimum(first + size, (length + L - 1) // L)
+    group, i, inside = channels_of(block, GROUP, GROUP_BLOCKS, BI)
+    channel, width = channels_from(block, GROUP, GROUP_BLOCKS, BI)
+    seen = tl.zeros([BI], tl.float32)
+    l = tl.arange(0, L)
+    batch = (sequence // SEQUENCES).to(tl.int64)
+    bias = tl.zeros([BI], tl.float32)
+    if BIAS:
+        bias = tl.load(bias_ptr + batch * BIAS_STRIDE + i, mask=inside, other=0.0)
+    a_ptr += batch * A_STRIDE
+    at = (sequence * SPLITS + split).to(tl.int64)
+    local_ptr += at * (N * I)
+    c_ptr += (group.to(tl.int64) * CHUNKS + chunk) * (N * L)
+    total = tl.zeros([BI], tl.float32)
+    known_states = (tl.arange(0, 1 << STATE_LEVELS) < N)[:, None] & inside[None, :]
+    states = tl.zeros([1 << STATE_LEVELS, BI], tl.float32)
+    if not KEPT:
+        for n in range(N):
+            tl.store(local_ptr + n * I + i, total, mask=inside)
+    for back in range(last - first):
+        j = last - 1 - back
+        token = j * L
+        count = length - token
+        here = (row + token) * I + zero
+        raw = load_tile(dt_ptr + here, count, l, i, inside, float("-inf"), I, EVEN)
+        dy = load_tile(dout_ptr + here, count, l, i, inside, 0.0, I, EVEN)
+        if PREFETCH:
+            ahead = tl.where(j > first, L, 0)
+            there = here - L * I + channel
+            seen += touch(dt_ptr + there, ahead, width, L, BI, I, BI)
+            seen += touch(dout_ptr + there, ahead, width, L, BI, I, BI)
+            if GATE:
+                seen += touch(z_ptr + there, ahead, width, L, BI, I, BI)
+            if PREFETCH > 1:
+                seen += touch(c_ptr + (j - 1).to(tl.int64) * (N * L), ahead, N * L, 1, N * L, 0, BI)
+        if GATE:
+            z = load_tile(z_ptr + here, count, l, i, inside, 0.0, I, EVEN)
+            dy *= z * sigmoid(z)
+        dt = time_step(raw, bias, SOFTPLUS)
+        total += tl.sum(dt, axis=0)
+        fresh = fresh_penalty(starts_ptr, row, token, length, l, SEGMENTS)
+        c_chunk = c_ptr + j.to(tl.int64) * (N * L)
+        if KEPT:
+            rates = load_rates(a_ptr + zero, i, known_states, BI, N, I, STATE_LEVELS)
+            behind = split_rows(states, BI, STATE_LEVELS)
+            before = ()
+            for n in tl.static_range(1 << STATE_LEVELS):
+                if n < N:
+                    c = tl.load(c_chunk + n * L + l)
+                    g = _retreat(behind[n], dt, dy, rates[n], c, fresh, BI, LEVELS, SEGMENTS)
+                    before = before + (g,)
+                else:
+                    before = before + (behind[n],)
+            states = join_rows(before, BI, STATE_LEVELS)
+        else:
+            for n in range(N):
+                a = tl.load(a_ptr + n * I + i, mask=inside, other=0.0)
+                g = tl.load(local_ptr + n * I + i, mask=inside, other=0.0)
+                c = tl.load(c_chunk + n * L + l)
+                g = _retreat(g, dt, dy, a, c, fresh, BI, LEVELS, SEGMENTS)
+                tl.store(local_ptr + n * I + i, g, mask=inside)
+    if KEPT:
+        tl.store(states_at(local_ptr + zero, i, N, I, STATE_LEVELS), states, mask=known_states)
+    tl.store(total_ptr + at * I + i, total, mask=inside)
+    if PREFETCH:
+        keep_touched(total_ptr, seen, zero, BI)
+
+
+@triton.jit
+def _load_state(a_ptr, state_ptr, carry_ptr, da_ptr, n, i, inside, I: tl.constexpr):
+    """What the loop over the states has of each: its rates, the states before the chunk, `f`, the gradient of the rates."""
+    a = tl.load(a_ptr + n * I + i, mask=inside, other=0.0)
+    h = tl.load(state_ptr + n * I + i, mask=inside, other=0.0)
+    f = tl.load(carry_ptr + n * I + i, mask=inside, other=0.0)
+    return a, h, f, tl.load(da_ptr + n * I + i, mask=inside, other=0.0)
+
+
+@triton.jit
+def backward_kernel(
+    x_ptr,
+    dt_ptr,
+    a_ptr,
+    b_ptr,
+    c_ptr,
+    d_ptr,
+    z_ptr,
+    bias_ptr,
+    states_ptr,
+    dout_ptr,
+    entering_ptr,
+    starts_ptr,
+    bounds_ptr,
+    T,
+    SPLITS,
+    CHUNKS,
+    SEQUENCES,
+    zero,
+    dx_ptr,
+    ddt_ptr,
+    dz_ptr,
+    dprojection_ptr,
+    da_ptr,
+    dd_ptr,
+    dbias_ptr,
+    dinitial_ptr,
+    carry_ptr,
+    I: tl.constexpr,
+    N: tl.constexpr,
+    GROUP: tl.constexpr,
+    GROUP_BLOCKS: tl.constexpr,
+    BLOCKS: tl.constexpr,
+    BI: tl.constexpr,
+    LEVELS: tl.constexpr,
+    A_STRIDE: tl.constexpr,
+    BIAS_STRIDE: tl.constexpr,
+    D_STRIDE: tl.constexpr,
+    LANE_LEVELS: tl.constexpr,
+    BIAS: tl.constexpr,
+    SOFTPLUS: tl.constexpr,
+    SKIP: tl.constexpr,
+    GATE: tl.constexpr,
+    SEGMENTS: tl.constexpr,
+    TABLE: tl.constexpr,
+    EVEN: tl.constexpr,
+    PREFETCH: tl.constexpr,
+):
+    """All gradients of a split, chunk after chunk from its last; those that channels or splits share as the part of this program.
+
+    With `g` the gradient of the state after a token and `f` that of the state before it: `g = C dy + f'`, `f = decay g`, where `f'` is that of
+    the token after. `carry` holds `f`, of every state of the split, from chunk to chunk."""
+    L: tl.constexpr = 1 << LEVELS
+    block, sequence, split, row, length, chunk, first, last, _ = place(
+        tl.program_id(0), bounds_ptr, T, SPLITS, SPLITS, L, BLOCKS, TABLE
+    )
+    group, i, inside = channels_of(block, GROUP, GROUP_BLOCKS, BI)
+    channel, width = channels_from(block, GROUP, GROUP_BLOCKS, BI)
+    seen = tl.zeros([BI], tl.float32)
+    l = tl.arange(0, L)
+    batch = (sequence // SEQUENCES).to(tl.int64)
+    bias = tl.zeros([BI], tl.float32)
+    skip = tl.zeros([BI], tl.float32)
+    if BIAS:
+        bias = tl.load(bias_ptr + batch * BIAS_STRIDE + i, mask=inside, other=0.0)
+    if SKIP:
+        skip = tl.load(d_ptr + batch * D_STRIDE + i, mask=inside, other=0.0)
+    a_ptr += batch * A_STRIDE
+    mine = (sequence * SPLITS + split).to(tl.int64)
+    entering_ptr += mine * (N * I)
+    carry_ptr += mine * (N * I)
+    da_ptr += mine * (N * I)
+    dinitial_ptr += sequence.to(tl.int64) * (N * I)
+    projection = (group.to(tl.int64) * CHUNKS + chunk) * (N * L)
+    b_ptr += projection
+    c_ptr += projection
+    partial = (block % GROUP_BLOCKS).to(tl.int64) * (BLOCKS // GROUP_BLOCKS) * CHUNKS * (N * L) + projection
+    dprojection_ptr += 2 * partial
+    states_ptr += chunk * (N * I)
+    chunks = (length + L - 1) // L
+
+    nothing = tl.zeros([BI], tl.float32)
+    for n in range(N):
+        f = tl.load(entering_ptr + n * I + i, mask=inside, other=0.0)
+        tl.store(carry_ptr + n * I + i, f, mask=inside)
+        tl.store(da_ptr + n * I + i, nothing, mask=inside)
+        tl.store(dinitial_ptr + n * I + i, f, mask=inside & (chunks == 0) & (split == 0))
+
+    dskip = nothing
+    dbias = nothing
+    for back in range(last - first):
+        j = last - 1 - back
+        token = j * L
+        count = length - token
+        here = (row + token) * I + zero
+        x = load_tile(x_ptr + here, count, l, i, inside, 0.0, I, EVEN)
+        raw = load_tile(dt_ptr + here, count, l, i, inside, float("-inf"), I, EVEN)
+        dy = load_tile(dout_ptr + here, count, l, i, inside, 0.0, I, EVEN)
+        if GATE:
+            z = load_tile(z_ptr + here, count, l, i, inside, 0.0, I, EVEN)
+            dy *= z * sigmoid(z)
+        dt = time_step(raw, bias, SOFTPLUS)
+        dskip += tl.sum(dy * x, axis=0)
+        y = x * skip[None, :]
+        x *= dt
+        dx = tl.zeros([L, BI], tl.float32)
+        ddt = tl.zeros([L, BI], tl.float32)
+        fresh = fresh_penalty(starts_ptr, row, token, length, l, SEGMENTS)
+        at_chunk = j.to(tl.int64) * (N * L)
+        state = states_ptr + j.to(tl.int64) * (N * I)
+        a, h, f, da = _load_state(a_ptr, state, carry_ptr, da_ptr, 0, i, inside, I)
+        for n in range(N):
+            if not PREFETCH:
+                a, h, f, da = _load_state(a_ptr, state, carry_ptr, da_ptr, n, i, inside, I)
+            b = tl.load(b_ptr + at_chunk + n * L + l)
+            c = tl.load(c_ptr + at_chunk + n * L + l)
+            decays = decays_of(dt, a, fresh, BI, LEVELS, SEGMENTS)
+            write = split_rows(x * b[:, None], BI, LEVELS)
+            read = split_rows(dy * c[:, None], BI, LEVELS)
+            passed_rows = ()
+            h_rows = ()
+            for r in tl.static_range(L):
+                passed = decays[r] * h
+                h = passed + write[r]
+                passed_rows = passed_rows + (passed,)
+                h_rows = h_rows + (h,)
+            passed = join_rows(passed_rows, BI, LEVELS)
+            states = join_rows(h_rows, BI, LEVELS)
+            if GATE:
+                y += states * c[:, None]
+            g_rows = ()
+            for r in tl.static_range(L):
+                g = read[L - 1 - r] + f
+                f = decays[L - 1 - r] * g
+                g_rows = (g,) + g_rows
+            tl.store(carry_ptr + n * I + i, f, mask=inside)
+            g = join_rows(g_rows, BI, LEVELS)
+            dx += g * b[:, None]
+            dexponent = g * passed
+            ddt += dexponent * a[None, :]
+            da += tl.sum(dexponent * dt, axis=0)
+            tl.store(da_ptr + n * I + i, da, mask=inside)
+            both = tl.reshape(tl.permute(tl.join(g * x, states * dy), (2, 0, 1)), (2 * L, BI))
+            if PREFETCH:  # on their way while lanes exchange their rows
+                a, h, f, da = _load_state(
+                    a_ptr, state, carry_ptr, da_ptr, tl.minimum(n + 1, N - 1), i, inside, I
+                )
+            shares = sum_channels(both, 2 * L, BI, LEVELS + 1, LANE_LEVELS)
+            tl.store(dprojection_ptr + 2 * (at_chunk + n * L) + tl.arange(0, 2 * L), shares)
+
+        if PREFETCH:
+            ahead = tl.where(j > first, L, 0)
+            there = here - L * I + channel
+            seen += touch(x_ptr + there, ahead, width, L, BI, I, BI)
+            seen += touch(dt_ptr + there, ahead, width, L, BI, I, BI)
+            seen += touch(dout_ptr + there, ahead, width, L, BI, I, BI)
+            if GATE:
+                seen += touch(z_ptr + there, ahead, width, L, BI, I, BI)
+            if PREFETCH > 1:
+                at_next = (j - 1).to(tl.int64) * (N * L)
+                seen += touch(b_ptr + at_next, ahead, N * L, 1, N * L, 0, BI)
+                seen += touch(c_ptr + at_next, ahead, N * L, 1, N * L, 0, BI)
+            state_there = states_ptr + (j - 1).to(tl.int64) * (N * I) + channel
+            seen += touch(state_there, tl.where(j > first, N, 0), width, N, BI, I, BI)
+        x = load_tile(x_ptr + here, count, l, i, inside, 0.0, I, EVEN)
+        raw = load_tile(dt_ptr + here, count, l, i, inside, float("-inf"), I, EVEN)
+        if GATE:
+            z = load_tile(z_ptr + here, count, l, i, inside, 0.0, I, EVEN)
+            dout = load_tile(dout_ptr + here, count, l, i, inside, 0.0, I, EVEN)
+            gate = sigmoid(z)
+            dz = dout * y * gate * (1.0 + z * (1.0 - gate))
+            store_tile(dz_ptr + here, dz, count, l, i, inside, I, EVEN)
+        ddt = ddt * LN2 + dx * x
+        dx = dx * dt + dy * skip[None, :]
+        if SOFTPLUS:
+            ddt *= sigmoid(raw + bias[None, :])
+        else:
+            ddt = tl.where(raw <= NO_TIME, 0.0, ddt)
+        dbias += tl.sum(ddt, axis=0)
+        store_tile(dx_ptr + here, dx, count, l, i, inside, I, EVEN)
+        store_tile(ddt_ptr + here, ddt, count, l, i, inside, I, EVEN)
+
+    for n in range(N):
+        f = tl.load(carry_ptr + n * I + i, mask=inside & (split == 0) & (chunks > 0), other=0.0)
+        tl.store(dinitial_ptr + n * I + i, f, mask=inside & (split == 0) & (chunks > 0))
+    tl.store(dd_ptr + mine * I + i, dskip, mask=inside)
+    tl.store(dbias_ptr + mine * I + i, dbias, mask=inside)
+    if PREFETCH:
+        keep_touched(dbias_ptr, seen, zero, BI)

@@ -1,0 +1,231 @@
+"""What the kernels of the scan share. A program has `BI` channels, of which each belongs to one thread, and goes through its tokens in chunks
+of `L`; a tile `[L, BI]` lies in the registers of one thread along its tokens. So rows of channels are joined to a tile and a tile
+is split to rows at no cost, and a recurrence over the tokens of a chunk is plain arithmetic.
+
+`zero` is a run-time 0: an address that is not known to be aligned gives each thread one channel of a row, not several side by side."""
+
+import triton
+import triton.language as tl
+
+from .. import spec
+
+LOG2E = tl.constexpr(1.4426950408889634)
+LN2 = tl.constexpr(0.6931471805599453)
+NO_TIME = tl.constexpr(spec.NO_TIME)
+SECTOR = tl.constexpr(32)  # bytes that a cache takes at once
+
+
+@triton.jit
+def _join_halves(rows, HALF: tl.constexpr):
+    joined = ()
+    for r in tl.static_range(HALF):
+        joined = joined + (tl.join(rows[r], rows[r + HALF]),)
+    return joined
+
+
+@triton.jit
+def join_rows(rows, BI: tl.constexpr, LEVELS: tl.constexpr):
+    """`2**LEVELS` rows `[BI]`, one a token, as a tile `[L, BI]`."""
+    for level in tl.static_range(LEVELS):
+        rows = _join_halves(rows, 1 << (LEVELS - 1 - level))
+    return tl.permute(tl.reshape(rows[0], (BI, 1 << LEVELS)), (1, 0))
+
+
+@triton.jit
+def split_rows(tile, BI: tl.constexpr, LEVELS: tl.constexpr):
+    """A tile `[L, BI]` as rows `[BI]`, one a token."""
+    rows = (tl.reshape(tl.permute(tile, (1, 0)), (BI,) + (2,) * LEVELS),)  # a dimension for each digit
+    for level in tl.static_range(LEVELS):  # by the digits of the token, from the last
+        low = ()
+        high = ()
+        for r in tl.static_range(1 << level):
+            both = tl.split(rows[r])
+            low = low + (both[0],)
+            high = high + (both[1],)
+        rows = low + high
+    return rows
+
+
+@triton.jit
+def _other_lane(x, SPAN: tl.constexpr, R: tl.constexpr, LANES: tl.constexpr):
+    """`[R, LANES]` with channels exchanged by pairs `SPAN` apart: the exclusive or of both is that of one with the other."""
+    bits = tl.reshape(x.to(tl.int32, bitcast=True), (R, LANES // (2 * SPAN), 2, SPAN))
+    both = tl.xor_sum(bits, axis=2, keep_dims=True)
+    return tl.reshape(bits ^ both, (R, LANES)).to(tl.float32, bitcast=True)
+
+
+@triton.jit
+def _halve_rows(x, SPAN: tl.constexpr, R: tl.constexpr, LANES: tl.constexpr):
+    """`[R, LANES]` to `[R / 2, LANES]`: of a pair of channels `SPAN` apart each adds the other's half of its rows to its own."""
+    low, high = tl.split(tl.permute(tl.reshape(x, (2, R // 2, LANES)), (1, 2, 0)))
+    upper = (tl.arange(0, LANES) // SPAN % 2 == 1)[None, :]
+    return tl.where(upper, high, low) + _other_lane(tl.where(upper, low, high), SPAN, R // 2, LANES)
+
+
+@triton.jit
+def sum_channels(x, R: tl.constexpr, BI: tl.constexpr, LEVELS: tl.constexpr, LANE_LEVELS: tl.constexpr):
+    """`[R, BI]` summed to `[R]`, `R = 2**LEVELS`: the lanes of a warp share the rows among them, which takes one exchange a row, not five."""
+    LANES: tl.constexpr = 1 << LANE_LEVELS
+    STAGES: tl.constexpr = min(LEVELS, LANE_LEVELS)
+    if BI > LANES:
+        x = tl.sum(tl.reshape(x, (R, BI // LANES, LANES)), axis=1)
+    for stage in tl.static_range(STAGES):
+        x = _halve_rows(x, 1 << (LANE_LEVELS - 1 - stage), R >> stage, LANES)
+    if LEVELS >= LANE_LEVELS:
+        return tl.reshape(tl.permute(x, (1, 0)), (R,))
+    else:
+        return tl.sum(tl.reshape(x, (R, LANES // R)), axis=1)
+
+
+@triton.jit
+def load_tile(ptr, count, l, i, inside, OTHER: tl.constexpr, I: tl.constexpr, EVEN: tl.constexpr):
+    """Tokens `0 .. count` of `[T, I]` as a float32 tile `[L, BI]`, `OTHER` past them; `EVEN`: there are tokens and channels for all of it."""
+    at = ptr + l[:, None] * I + i[None, :]
+    if EVEN:
+        return tl.load(at).to(tl.float32)
+    else:
+        return tl.load(at, mask=(l[:, None] < count) & inside[None, :], other=OTHER).to(tl.float32)
+
+
+@triton.jit
+def store_tile(ptr, tile, count, l, i, inside, I: tl.constexpr, EVEN: tl.constexpr):
+    at = ptr + l[:, None] * I + i[None, :]
+    if EVEN:
+        tl.store(at, tile.to(ptr.dtype.element_ty))
+    else:
+        tl.store(at, tile.to(ptr.dtype.element_ty), mask=(l[:, None] < count) & inside[None, :])
+
+
+@triton.jit
+def touch(ptr, rows, width, ROWS: tl.constexpr, WIDTH: tl.constexpr, STRIDE: tl.constexpr, BI: tl.constexpr):
+    """Loads a number of every sector of the first `rows` of `ROWS` rows of `width`, at most `WIDTH`, numbers, which are `STRIDE` apart: what is
+    loaded from there later is near by then, and has taken no registers. Returns sums `[BI]` that are of no use: see `keep_touched`."""
+    EVERY: tl.constexpr = SECTOR * 8 // ptr.dtype.element_ty.primitive_bitwidth
+    OF_ROW: tl.constexpr = (WIDTH + EVERY - 1) // EVERY
+    sums = tl.zeros([BI], tl.float32)
+    for first in tl.static_range(0, ROWS * OF_ROW, BI):
+        sector = first + tl.arange(0, BI)
+        row = sector // OF_ROW
+        column = sector % OF_ROW * EVERY
+        known = (row < tl.minimum(rows, ROWS)) & (column < width)
+        sums += tl.load(ptr + row * STRIDE + column, mask=known, other=0.0).to(tl.float32)
+    return sums
+
+
+@triton.jit
+def keep_touched(ptr, sums, zero, BI: tl.constexpr):
+    """Keeps a compiler from leaving out the loads of `touch`: it does not know that nothing is stored here."""
+    lane = tl.arange(0, BI)
+    tl.store(ptr + lane, sums, mask=lane < zero)
+
+
+@triton.jit
+def channels_of(block, GROUP: tl.constexpr, GROUP_BLOCKS: tl.constexpr, BI: tl.constexpr):
+    """The group of a block of channels, its channels, and which of them there are."""
+    group = block // GROUP_BLOCKS
+    inner = block % GROUP_BLOCKS * BI + tl.arange(0, BI)
+    if GROUP % BI == 0:
+        inside = tl.full([BI], True, tl.int1)
+    else:
+        inside = inner < GROUP
+    return group, group * GROUP + inner, inside
+
+
+@triton.jit
+def channels_from(block, GROUP: tl.constexpr, GROUP_BLOCKS: tl.constexpr, BI: tl.constexpr):
+    """The first of a block of channels, and how many there are from it on in its group."""
+    inner = block % GROUP_BLOCKS * BI
+    return block // GROUP_BLOCKS * GROUP + inner, GROUP - inner
+
+
+@triton.jit
+def sigmoid(x):
+    e = tl.exp2(-tl.abs(x) * LOG2E)
+    return tl.where(x >= 0, 1.0, e) / (1.0 + e)
+
+
+@triton.jit
+def time_step(raw, bias, SOFTPLUS: tl.constexpr):
+    """The time step of a tile `[L, BI]`; 0 where `raw` is at most `NO_TIME`."""
+    x = raw + bias[None, :]
+    if SOFTPLUS:
+        # log(1 + e) / e for e up to 1, the polynomial of least relative error (5e-9 for an exact e); the logarithm of 1 + e would lose
+        # what a small e has.
+        e = tl.exp2(-tl.abs(x) * LOG2E)
+        p = -0.0032440228387713432 * e + 0.019851455464959145
+        p = p * e - 0.056959524750709534
+        p = p * e + 0.10603655129671097
+        p = p * e - 0.15305593609809875
+        p = p * e + 0.1967594027519226
+        p = p * e - 0.24954134225845337
+        p = p * e + 0.3332996368408203
+        p = p * e - 0.4999990165233612
+        p = p * e + 1.0
+        return p * e + tl.maximum(x, 0.0)
+    else:
+        return tl.where(raw <= NO_TIME, 0.0, x)
+
+
+@triton.jit
+def place(
+    pid, bounds_ptr, T, SPLITS, SPLIT_COUNT, L: tl.constexpr, BLOCKS: tl.constexpr, TABLE: tl.constexpr
+):
+    """Of a program: its block of channels, its sequence, its split of it; the sequence's first row, length and first chunk; the split's
+    first chunk and the one after its last. The last of `SPLITS` splits may be left out of the grid."""
+    block = pid % BLOCKS
+    split = pid // BLOCKS % SPLIT_COUNT
+    sequence = pid // BLOCKS // SPLIT_COUNT
+    if TABLE:
+        row = tl.load(bounds_ptr + sequence * 3)
+        length = tl.load(bounds_ptr + sequence * 3 + 1) - row
+        chunk = tl.load(bounds_ptr + sequence * 3 + 2)
+    else:
+        row = sequence * T
+        length = sequence * 0 + T  # a tensor, also of a length that is a constant
+        chunk = sequence * ((T + L - 1) // L)
+    chunks = (length + L - 1) // L
+    size = (chunks + SPLITS - 1) // SPLITS
+    first = split * size
+    last = tl.minimum(first + size, chunks)
+    return block, sequence, split, row.to(tl.int64), length, chunk.to(tl.int64), first, last, size
+
+
+@triton.jit
+def fresh_penalty(starts_ptr, row, token, length, l, SEGMENTS: tl.constexpr):
+    """What is added to the exponent of a decay: minus infinity where a segment starts."""
+    if SEGMENTS:
+        start = tl.load(starts_ptr + row + token + l, mask=token + l < length, other=-1)
+        return tl.where(start == token + l, float("-inf"), 0.0)
+    else:
+        return tl.zeros(l.shape, tl.float32)
+
+
+@triton.jit
+def states_at(ptr, i, N: tl.constexpr, I: tl.constexpr, STATE_LEVELS: tl.constexpr):
+    """Pointers to all states of channels `i` in `[N, I]`, a tile `[2**STATE_LEVELS, BI]`."""
+    n = tl.arange(0, 1 << STATE_LEVELS)
+    return (ptr + i)[None, :] + n[:, None] * I
+
+
+@triton.jit
+def load_rates(ptr, i, known, BI: tl.constexpr, N: tl.constexpr, I: tl.constexpr, STATE_LEVELS: tl.constexpr):
+    """The rates of all states of channels `i`, as rows. Loaded again for every chunk: kept, they would cost registers."""
+    return split_rows(tl.load(states_at(ptr, i, N, I, STATE_LEVELS), mask=known, other=0.0), BI, STATE_LEVELS)
+
+
+@triton.jit
+def decays_of(dt, rate, fresh, BI: tl.constexpr, LEVELS: tl.constexpr, SEGMENTS: tl.constexpr):
+    """The decays of one state at each token of a chunk, as rows."""
+    exponent = dt * rate[None, :]
+    if SEGMENTS:
+        exponent += fresh[:, None]
+    return split_rows(tl.exp2(exponent), BI, LEVELS)
+
+
+@triton.jit
+def load_projection(ptr, n, l, N: tl.constexpr, L: tl.constexpr, UNROLL: tl.constexpr):
+    """`B` or `C` of one state over the tokens of a chunk `[N, L]`; 0 of a state past the last."""
+    if N % UNROLL:
+        return tl.load(ptr + n * L + l, mask=(l < L) & (n < N), other=0.0)
+    else:
+        return tl.load(ptr + n * L + l)

@@ -1,0 +1,95 @@
+"""What a search is given, and what it tells on its way: plain data, so that both can pass between processes."""
+
+import dataclasses
+from typing import Any
+
+from ...dispatch import DeviceFacts, Implementation, Problem
+from ..options import TuneOptions
+from ..result import Candidate, Measurement
+
+
+@dataclasses.dataclass(frozen=True)
+class Stage:
+    """One part (a field) of the configuration, or the whole of it (`part` empty), and the values to try: the heuristic's first.
+
+    `results` are those that depend on the part; empty: all.
+    """
+
+    part: str
+    results: tuple[str, ...]
+    options: tuple[Any, ...]
+
+
+@dataclasses.dataclass(frozen=True)
+class Previous:
+    """The configuration that won when the problem was tuned before."""
+
+    config: Any
+    ms: dict[str, float]
+    spread: dict[str, float]
+    errors: dict[str, float]
+
+
+@dataclasses.dataclass(frozen=True)
+class Job:
+    """All that a search needs. `known` is what needs no measuring any more; `seconds` what is left of the time budget."""
+
+    problem: Problem
+    implementation: Implementation
+    device: DeviceFacts
+    heuristic: Any
+    stages: tuple[Stage, ...]
+    known: tuple[Measurement, ...]
+    previous: Previous | None
+    options: TuneOptions
+    seconds: float
+
+
+@dataclasses.dataclass(frozen=True)
+class Begun:
+    """A candidate is being compiled, run or timed from now on. If the process does not survive this, it was the candidate."""
+
+    candidate: Candidate
+    phase: str
+
+
+@dataclasses.dataclass(frozen=True)
+class Ended:
+    """The candidate has survived what it began."""
+
+    candidate: Candidate
+
+
+@dataclasses.dataclass(frozen=True)
+class Measured:
+    """A candidate is settled."""
+
+    measurement: Measurement
+
+
+@dataclasses.dataclass(frozen=True)
+class Finished:
+    """The search is over. `config` is `None` if no candidate may be used."""
+
+    config: Any | None
+    ms: dict[str, float] = dataclasses.field(default_factory=dict)
+    spread: dict[str, float] = dataclasses.field(default_factory=dict)
+    heuristic_ms: dict[str, float] = dataclasses.field(default_factory=dict)
+    errors: dict[str, float] = dataclasses.field(default_factory=dict)
+
+
+@dataclasses.dataclass(frozen=True)
+class Unsound:
+    """A candidate has left the device unusable for its process; the search cannot go on there."""
+
+    reason: str
+
+
+@dataclasses.dataclass(frozen=True)
+class Failed:
+    """The search could not be made, through no fault of a candidate."""
+
+    reason: str
+
+
+Event = Begun | Ended | Measured | Finished | Unsound | Failed

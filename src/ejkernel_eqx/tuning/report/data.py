@@ -1,0 +1,193 @@
+"""What a report says of one tuned problem, whether it was tuned in this process or read from a table."""
+
+import dataclasses
+from collections.abc import Iterable, Mapping
+from typing import Any
+
+from ...dispatch import Cost, device_facts, Implementation, kernel_registry, Problem, to_dict
+from ...dispatch.records import Record
+from ..result import Measurement, Status, TuningResult
+from .roofline import device_peaks, matrix_dtype, Peaks
+
+
+@dataclasses.dataclass(frozen=True)
+class Candidate:
+    """One configuration of one part (empty: the whole). `ms` is `None` where it was not timed, `reason` says why."""
+
+    part: str
+    config: Mapping[str, Any]
+    status: str
+    ms: float | None = None
+    spread: float = 0.0
+    reason: str = ""
+    is_heuristic: bool = False
+    is_winner: bool = False
+
+    @property
+    def marks(self) -> tuple[str, ...]:
+        return ("winner",) * self.is_winner + ("heuristic",) * self.is_heuristic
+
+
+@dataclasses.dataclass(frozen=True)
+class Entry:
+    """One problem on one platform. `ms` and `heuristic_ms` go by direction; `costs` is empty where nobody can tell."""
+
+    problem: Problem
+    platform: str
+    config: Mapping[str, Any] | None
+    candidates: tuple[Candidate, ...]
+    ms: Mapping[str, float]
+    heuristic_ms: Mapping[str, float]
+    errors: Mapping[str, float]
+    costs: Mapping[str, Cost]
+    peaks: Peaks | None = None
+    date: str = ""
+    software: Mapping[str, str] = dataclasses.field(default_factory=dict)
+
+    @property
+    def title(self) -> str:
+        return f"{self.problem} on {self.platform}"
+
+    @property
+    def parts(self) -> tuple[str, ...]:
+        return tuple(dict.fromkeys(candidate.part for candidate in self.candidates))
+
+    def ranked(self) -> list[Candidate]:
+        """The candidates part by part, the fastest first, those without a time last."""
+
+        def rank(candidate: Candidate) -> tuple[int, bool, float]:
+            return self.parts.index(candidate.part), candidate.ms is None, candidate.ms or 0.0
+
+        return sorted(self.candidates, key=rank)
+
+    def heuristic_of(self, part: str) -> Candidate | None:
+        """What the heuristic would have used for a part, where that was timed."""
+        found = (c for c in self.candidates if c.part == part and c.is_heuristic and c.ms is not None)
+        return next(found, None)
+
+    def to_heuristic(self, candidate: Candidate) -> float | None:
+        """Time of a candidate over that of the heuristic's choice for its part."""
+        base = self.heuristic_of(candidate.part)
+        return candidate.ms / base.ms if base is not None and base.ms and candidate.ms else None
+
+    def speed_up(self, direction: str) -> float | None:
+        """Time of the heuristic over that of the winner."""
+        before, after = self.heuristic_ms.get(direction), self.ms.get(direction)
+        return before / after if before and after else None
+
+
+def part_of(config: Any, part: str) -> Mapping[str, Any] | None:
+    """A part of a configuration (or of its dict) as tables hold it; the empty part is the whole."""
+    if config is None:
+        return None
+    whole = to_dict(config) if dataclasses.is_dataclass(config) else config
+    value = whole.get(part) if part else whole
+    return value if isinstance(value, Mapping) else {part: value}
+
+
+def describe(config: Any) -> str:
+    """A configuration, or its dict, in one line: `block_q=64 num_warps=4 forward(block_q=64)`."""
+    if config is None:
+        return "none"
+    if dataclasses.is_dataclass(config) and not isinstance(config, type):
+        config = to_dict(config)
+    if not isinstance(config, Mapping):
+        return str(config)
+    parts = [
+        f"{name}({describe(value)})" if isinstance(value, Mapping) else f"{name}={value}"
+        for name, value in config.items()
+    ]
+    return " ".join(parts) or "(no fields)"
+
+
+def entries_of(found: Iterable[TuningResult | Record]) -> list[Entry]:
+    return [entry_of_record(x) if isinstance(x, Record) else entry_of_result(x) for x in found]
+
+
+def entry_of_result(result: TuningResult) -> Entry:
+    """From what was tuned in this process."""
+    record = result.to_record(device_facts())
+    return Entry(
+        problem=result.problem,
+        platform=result.platform.value,
+        config=record.config,
+        candidates=tuple(_candidate(m, result) for m in result.measurements),
+        ms=result.ms,
+        heuristic_ms=result.heuristic_ms,
+        errors=result.errors,
+        costs=_costs(result.implementation, result.problem),
+        peaks=device_peaks(device_facts(), matrix_dtype(result.problem)),
+        date=record.date,
+        software=record.software,
+    )
+
+
+def _candidate(measurement: Measurement, result: TuningResult) -> Candidate:
+    part, config = measurement.part, measurement.candidate.to_dict()
+    return Candidate(
+        part=part,
+        config=config,
+        status=measurement.status.value,
+        ms=measurement.ms,
+        spread=measurement.spread,
+        reason=measurement.reason,
+        is_heuristic=config == part_of(result.heuristic, part),
+        is_winner=config == part_of(result.config, part),
+    )
+
+
+def entry_of_record(record: Record) -> Entry:
+    """From a table's entry. Of an operation that is not registered here, neither heuristic nor cost is known."""
+    problem = Problem.from_dict(record.exact)
+    implementation = _registered(record)
+    heuristic = implementation.load().default_config(problem, device_facts()) if implementation else None
+    timed = [
+        Candidate(
+            part=t.part,
+            config=t.config,
+            status=Status.TIMED.value,
+            ms=t.ms,
+            spread=t.spread,
+            is_heuristic=t.config == part_of(heuristic, t.part),
+            is_winner=t.config == part_of(record.config, t.part),
+        )
+        for t in record.timed
+    ]
+    denied = [
+        Candidate(
+            d.part,
+            d.config,
+            Status.DENIED.value,
+            reason=d.reason,
+            is_heuristic=d.config == part_of(heuristic, d.part),
+        )
+        for d in record.denied
+    ]
+    return Entry(
+        problem=problem,
+        platform=record.platform,
+        config=record.config,
+        candidates=(*timed, *denied),
+        ms=record.ms,
+        heuristic_ms={},
+        errors=record.errors,
+        costs=_costs(implementation, problem) if implementation else {},
+        peaks=device_peaks(device_facts(), matrix_dtype(problem)),
+        date=record.date,
+        software=record.software,
+    )
+
+
+def _registered(record: Record) -> Implementation | None:
+    """The implementation that the record is of, if it can be used here."""
+    if record.operation not in kernel_registry.list_operations():
+        return None
+    for implementation, reason in kernel_registry.list_implementations(record.operation):
+        if implementation.platform.value == record.platform and reason is None:
+            return implementation
+    return None
+
+
+def _costs(implementation: Implementation, problem: Problem) -> Mapping[str, Cost]:
+    workload = implementation.make_workload(problem)
+    return workload.costs if workload else {}

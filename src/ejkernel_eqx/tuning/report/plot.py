@@ -1,0 +1,180 @@
+"""Pictures of tuned problems. matplotlib is imported here only, and only when a picture is made."""
+
+import io
+import textwrap
+from collections.abc import Mapping, Sequence
+from typing import Any, NamedTuple
+
+from ..._optional import require_matplotlib
+from ...dispatch import BOTH, FORWARD
+from .data import Candidate, describe, Entry
+from .roofline import Peaks
+
+_GREY, _WINNER, _HEURISTIC = "#b8c0c8", "#2a9d5c", "#e39b2d"
+_DIRECTION_MARKS = {FORWARD: "o", BOTH: "s"}
+_BAR_INCHES, _COLUMN_INCHES = 0.2, 4.0
+_MOST_BARS, _MOST_DENIED = 30, 5
+
+
+def height_of(entry: Entry) -> float:
+    """Inches."""
+    bars = [
+        min(_MOST_BARS, sum(c.part == part and c.ms is not None for c in entry.candidates))
+        for part in entry.parts
+    ]
+    denied = any(c.reason and c.ms is None for c in entry.candidates)
+    return max(2.6, 1.3 + _BAR_INCHES * max(bars, default=0)) + 0.9 * denied
+
+
+def width_of(entries: Sequence[Entry]) -> float:
+    """Inches; as many columns as the entry with the most parts needs."""
+    return _COLUMN_INCHES * max(len(entry.parts) + bool(_points(entry)) for entry in entries)
+
+
+def png(entries: Sequence[Entry], header: str = "") -> bytes:
+    """All entries below each other, as one picture."""
+    require_matplotlib("tuning_report")
+    from matplotlib.figure import Figure
+
+    heights = [height_of(entry) for entry in entries]
+    top = 0.22 * header.count("\n") + 0.45 if header else 0.0
+    figure = Figure(figsize=(max(8.0, width_of(entries)), top + sum(heights)), layout="constrained")
+    bands = figure.subfigures(
+        len(entries) + bool(header), 1, squeeze=False, height_ratios=[top] * bool(header) + heights
+    )[:, 0]
+    if header:
+        bands[0].text(0.01, 0.5, header, va="center", fontsize=9, family="monospace")
+    for band, entry in zip(bands[bool(header) :], entries, strict=True):
+        _draw(band, entry)
+    buffer = io.BytesIO()
+    figure.savefig(buffer, format="png", dpi=100)
+    return buffer.getvalue()
+
+
+def _draw(band: Any, entry: Entry) -> None:
+    points = _points(entry)
+    columns = len(entry.parts) + bool(points)
+    band.suptitle("\n".join(textwrap.wrap(entry.title, 45 * max(columns, 2))), fontsize=9, fontweight="bold")
+    axes = band.subplots(1, max(columns, 1), squeeze=False)[0]
+    for axis, part in zip(axes, entry.parts):
+        _bars(axis, part, [c for c in entry.candidates if c.part == part])
+    if points and entry.peaks is not None:
+        _roofline(axes[-1], points, entry.peaks)
+    if not columns:
+        axes[0].set_axis_off()
+
+
+def _bars(axis: Any, part: str, candidates: Sequence[Candidate]) -> None:
+    """Times, the fastest on top. What lies far behind is cut off with a number, so that the rest can be told apart."""
+    timed = sorted((c for c in candidates if c.ms is not None), key=lambda c: c.ms or 0.0)
+    shown = [c for n, c in enumerate(timed) if n < _MOST_BARS or c.is_heuristic]
+    fields = _varying(shown)
+    longest = 4 * (shown[0].ms or 0.0) if shown else 1.0
+    for row, candidate in enumerate(shown):
+        ms = candidate.ms or 0.0
+        axis.barh(
+            row,
+            min(ms, longest),
+            xerr=ms * candidate.spread / 2 if ms <= longest else None,
+            color=_WINNER if candidate.is_winner else _HEURISTIC if candidate.is_heuristic else _GREY,
+            hatch="//" if candidate.is_heuristic and candidate.is_winner else None,
+            edgecolor=_HEURISTIC if candidate.is_heuristic else "none",
+            error_kw={"elinewidth": 0.8, "ecolor": "#444444"},
+        )
+        marks = (*candidate.marks, "(cut)") if ms > longest else candidate.marks
+        axis.text(0.02 * longest / 4, row, " ".join((f"{ms:.4g}", *marks)), va="center", fontsize=6.5)
+    axis.set_yticks(range(len(shown)), [_label(c, fields) for c in shown], fontsize=6.5)
+    axis.invert_yaxis()
+    axis.tick_params(axis="x", labelsize=6.5)
+    axis.set_xlabel("ms", fontsize=7)
+    axis.set_title(" ".join(filter(None, (part, f"({', '.join(fields)})" if fields else ""))), fontsize=7.5)
+    _denied(axis, [c for c in candidates if c.ms is None and c.reason], fields)
+
+
+def _denied(axis: Any, denied: Sequence[Candidate], fields: Sequence[str]) -> None:
+    lines = [
+        textwrap.shorten(f"{_label(c, fields)}: {c.reason}", 75, placeholder=" ...")
+        for c in denied[:_MOST_DENIED]
+    ]
+    if len(denied) > _MOST_DENIED:
+        lines.append(f"and {len(denied) - _MOST_DENIED} more")
+    if lines:
+        text = "\n".join([f"{len(denied)} not timed:", *lines])
+        axis.annotate(
+            text,
+            (0, 0),
+            (0, -30),
+            xycoords="axes fraction",
+            textcoords="offset points",
+            va="top",
+            fontsize=6.5,
+        )
+
+
+def _flat(config: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
+    flat: dict[str, Any] = {}
+    for name, value in config.items():
+        flat |= _flat(value, f"{prefix}{name}.") if isinstance(value, Mapping) else {prefix + name: value}
+    return flat
+
+
+def _varying(candidates: Sequence[Candidate]) -> list[str]:
+    """The fields in which the candidates differ."""
+    flat = [_flat(c.config) for c in candidates]
+    names = dict.fromkeys(name for config in flat for name in config)
+    return [name for name in names if len({str(config.get(name)) for config in flat}) > 1]
+
+
+def _label(candidate: Candidate, fields: Sequence[str]) -> str:
+    flat = _flat(candidate.config)
+    return ", ".join(str(flat.get(name)) for name in fields) if fields else describe(candidate.config)
+
+
+class _Point(NamedTuple):
+    direction: str
+    name: str
+    colour: str
+    intensity: float  # operations per byte
+    speed: float  # operations per second
+
+
+def _points(entry: Entry) -> list[_Point]:
+    """One for every direction of the winner and of the heuristic that was timed; none where the device's peaks are not known."""
+    if entry.peaks is None:
+        return []
+    found = []
+    for direction, cost in entry.costs.items():
+        for name, colour, times in (
+            ("heuristic", _HEURISTIC, entry.heuristic_ms),
+            ("winner", _WINNER, entry.ms),
+        ):
+            if times.get(direction) and cost.bytes and cost.flops:
+                speed = cost.flops / (times[direction] / 1e3)
+                found.append(_Point(direction, name, colour, cost.flops / cost.bytes, speed))
+    return found
+
+
+def _roofline(axis: Any, points: Sequence[_Point], peaks: Peaks) -> None:
+    ridge = peaks.flops / peaks.bytes
+    low = min(ridge / 8, *(point.intensity / 4 for point in points))
+    high = max(ridge * 8, *(point.intensity * 4 for point in points))
+    roof = [min(peaks.flops, x * peaks.bytes) / 1e12 for x in (low, ridge, high)]
+    axis.loglog((low, ridge, high), roof, color="#444444", linewidth=1)
+    for point in points:
+        axis.loglog(
+            [point.intensity],
+            [point.speed / 1e12],
+            linestyle="none",
+            marker=_DIRECTION_MARKS.get(point.direction, "D"),
+            color=point.colour,
+            markersize=6 if point.name == "winner" else 9,
+            fillstyle="full" if point.name == "winner" else "none",
+            label=f"{point.direction}, {point.name}: {point.speed / 1e12:.3g}",
+        )
+    axis.set_xlabel("operations per byte", fontsize=7)
+    axis.set_title(
+        f"roofline, TFLOP/s (at most {peaks.flops / 1e12:.4g}, {peaks.bytes / 1e12:.3g} TB/s)", fontsize=7.5
+    )
+    axis.tick_params(which="both", labelsize=6.5)
+    axis.grid(alpha=0.3, which="both", linewidth=0.4)
+    axis.legend(fontsize=6, loc="lower right")
