@@ -10,8 +10,11 @@ from jax import Array
 from jax.sharding import PartitionSpec
 from jaxtyping import Bool, Int, PRNGKeyArray
 
+from ..._broadcast import aligned, like
 from ..._values import check_between, check_offsets, FAR, known
-from .lower import lower_mask, Lowered
+from ..spec import RowRanges
+from .lower import both as intersected
+from .lower import Lowered, packed_rows, ranked, same_segment, type_run_ends, window_ends, with_types
 from .picture import save_picture
 from .specs import AxisNames, mask_specs
 
@@ -168,7 +171,7 @@ class Mask(eqx.Module):
 
         Exact: the intersection of what is returned is this mask. `q_offset` defaults to `num_keys - num_queries`.
         """
-        return lower_mask(self, num_queries, num_keys, q_offset)
+        return _lower(self, num_queries, num_keys, q_offset)
 
     def as_array(
         self, num_queries: int, num_keys: int, *, q_offset: Any | None = None
@@ -218,6 +221,81 @@ class Mask(eqx.Module):
         **Raises:** `ValueError` if one name is given for several leading axes, or one mesh axis to two of the four.
         """
         return mask_specs(self, batch, heads, queries, keys)
+
+
+def _lower(mask: Mask, num_queries: int, num_keys: int, q_offset: Any | None) -> Lowered:
+    # Longer than any sequence is as good as unbounded, and sums with positions fit 32 bits.
+    left, right = (None if side is None else min(side, 2 * FAR) for side in mask.window)
+    right = 0 if mask.is_causal and (right is None or right > 0) else right
+    if q_offset is None:
+        q_offset = num_keys - num_queries
+    pairs = mask.segments
+    segments, dense = (pairs[0] if pairs else None), mask.dense
+    for pair in pairs[1:]:
+        dense = intersected(same_segment(*pair), dense)
+    by_window = isinstance(q_offset, int) and not (mask.chunk_sizes or mask.windows or mask.chunks)
+    ranges = (mask.prefix_lengths, mask.q_lengths, mask.kv_lengths, mask.cu_seqlens)
+    _check_types(mask, num_queries, num_keys)
+    if by_window and all(r is None for r in ranges) and not mask.type_runs:
+        if mask.types:
+            dense = with_types(
+                mask.types, dense, jnp.arange(num_queries, dtype=jnp.int32) + q_offset, num_keys
+            )
+        return Lowered(left, right, int(q_offset), None, segments, dense)
+    rows = _row_ranges(mask, left, right, num_queries, num_keys, q_offset)
+    dense = with_types(mask.types, dense, rows.position, num_keys)
+    return Lowered(None, None, 0, rows, segments, dense)
+
+
+def _check_types(mask: Mask, num_queries: int, num_keys: int) -> None:
+    for q_ids, kv_ids in (*mask.types, *mask.type_runs):
+        if q_ids.shape[-1] != num_queries or kv_ids.shape[-1] != num_keys:
+            raise ValueError(
+                f"mask: expected token types for {num_queries} queries and {num_keys} keys, received {q_ids.shape} and "
+                f"{kv_ids.shape}; give Mask.token_types both."
+            )
+
+
+def _row_ranges(
+    mask: Mask, left: int | None, right: int | None, num_queries: int, num_keys: int, q_offset: Any
+) -> RowRanges:
+    index = jnp.arange(num_queries, dtype=jnp.int32)
+    if mask.cu_seqlens is not None:
+        first, last, position, real = packed_rows(*mask.cu_seqlens, index)
+    else:
+        position = jnp.clip(jnp.asarray(q_offset, jnp.int32), -FAR, FAR)[..., None]
+        position = position + like(index, position)
+        first, last, real = jnp.int32(0), jnp.int32(num_keys), jnp.bool_(True)
+    start, end = window_ends(position, left, right, num_keys)
+    start, end = jnp.maximum(start, first), jnp.minimum(end, last)
+    for window in mask.windows:
+        start, end, at, *sides = ranked(
+            start, end, position, *(None if w is None else w[..., None] for w in window)
+        )
+        low, high = window_ends(at, *sides, num_keys)
+        start, end = jnp.maximum(start, low), jnp.minimum(end, high)
+    for size in (
+        *(min(size, 2 * FAR) for size in mask.chunk_sizes),
+        *(size[..., None] for size in mask.chunks),
+    ):
+        start, end, at, base, size = ranked(start, end, position, first, size)
+        chunk = (at - base) // size
+        start, end = jnp.maximum(start, base + chunk * size), jnp.minimum(end, base + (chunk + 1) * size)
+    if mask.prefix_lengths is not None:
+        prefix = jnp.clip(mask.prefix_lengths, 0, num_keys)[..., None]
+        first, prefix, behind = ranked(first, prefix, position + 1)
+        prefix = first + prefix
+        end = jnp.minimum(*aligned(end, jnp.maximum(behind, prefix)))
+    for pair in mask.type_runs:
+        end = jnp.minimum(*aligned(end, type_run_ends(*pair, position)))
+    if mask.kv_lengths is not None:
+        end = jnp.minimum(*aligned(end, mask.kv_lengths[..., None]))
+    if mask.q_lengths is not None:
+        lengths = mask.q_lengths[..., None]
+        real = intersected(real, like(index, lengths) < lengths)
+    real, start, end, position = aligned(real, start, end, position)
+    start, end, position = jnp.broadcast_arrays(jnp.where(real, start, 0), jnp.where(real, end, 0), position)
+    return RowRanges(start.astype(jnp.int32), end.astype(jnp.int32), position.astype(jnp.int32))
 
 
 def _size(name: str, value: Any | None, least: int) -> int | Array | None:

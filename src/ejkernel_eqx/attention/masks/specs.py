@@ -1,20 +1,18 @@
 """How the arrays of a `Mask` are split over the axes of a mesh."""
 
-from typing import Any, TYPE_CHECKING
+from typing import Any, TypeVar
 
 import jax
 from jax.sharding import PartitionSpec
 
-if TYPE_CHECKING:
-    from .mask import Mask
-
+M = TypeVar("M")  # `Mask`
 AxisNames = str | tuple[str, ...] | None
 
 # Axes behind the leading ones, by field; a pair of arrays is of the queries and of the keys.
 _PAIRS = ("segments", "types", "type_runs")
 
 
-def mask_specs(mask: "Mask", batch: Any, heads: Any, queries: Any, keys: Any) -> "Mask":
+def mask_specs(mask: M, batch: Any, heads: Any, queries: Any, keys: Any) -> M:
     lead = tuple(batch) if isinstance(batch, PartitionSpec) else (batch,)
     _check_distinct((*lead, heads, queries, keys))
 

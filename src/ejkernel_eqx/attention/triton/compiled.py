@@ -112,7 +112,7 @@ def config_unsupported(config: TritonConfig, problem: Problem, device: DeviceFac
     """Tiles that cannot fit the device's shared memory, by an estimate from above; of the smallest the compiler must tell."""
     for kernel in tile_sizes.KERNELS:
         tile = getattr(config, kernel)
-        needed = tile_sizes.shared_memory(kernel, problem, tile)
+        needed = _needed_memory(kernel, problem, tile)
         if needed > _shared_memory(device) and tile != _SMALLEST:
             return (
                 f"{kernel} with {tile.block_q}x{tile.block_k} tiles and {tile.num_stages} stages takes about {needed} bytes of "
@@ -129,11 +129,13 @@ def _shared_memory(device: DeviceFacts) -> int:
     return device.shared_memory or 49_152
 
 
+def _needed_memory(kernel: str, problem: Problem, tile: TileConfig) -> int:
+    return tile_sizes.shared_memory(kernel, problem, tile.block_q, tile.block_k, tile.num_stages)
+
+
 def _fitting(kernel: str, sizes: Sizes, problem: Problem, device: DeviceFacts) -> list[TileConfig]:
     tiles = [TileConfig(*tile) for tile in sizes(kernel, problem, device)]
-    fitting = [
-        tile for tile in tiles if tile_sizes.shared_memory(kernel, problem, tile) <= _shared_memory(device)
-    ]
+    fitting = [tile for tile in tiles if _needed_memory(kernel, problem, tile) <= _shared_memory(device)]
     return fitting or [_SMALLEST]
 
 

@@ -1,12 +1,7 @@
 """Which tiles the Triton kernels prefer, and what shared memory they take: measured on an H200 (see `benchmarks/LOG.md`)."""
 
-from typing import TYPE_CHECKING
-
 from ...dispatch import DeviceFacts, Problem
 from ...launch import limits_registers, register_limits_measured
-
-if TYPE_CHECKING:
-    from .compiled import TileConfig
 
 KERNELS = ("forward", "key_gradient", "query_gradient")
 Sizes = tuple[
@@ -192,21 +187,21 @@ def _windowed(problem: Problem) -> bool:
     return window is not None and not str(window).startswith("None")
 
 
-def shared_memory(kernel: str, problem: Problem, tile: "TileConfig") -> int:
+def shared_memory(kernel: str, problem: Problem, block_q: int, block_k: int, num_stages: int) -> int:
     """An upper estimate of what one program takes, in bytes: the tiles it keeps, and the streamed ones once a stage."""
     is_float32 = problem.dtype("qkv") == "float32"
     size = 4 if is_float32 else 2
     over_scores = 4 * bool(problem.flag("bias")) + bool(problem.flag("mask"))
     resident, streamed = {
-        "forward": (tile.block_q, tile.block_k),
-        "key_gradient": (2 * tile.block_k, tile.block_q),
-        "query_gradient": (2 * tile.block_q, tile.block_k),
+        "forward": (block_q, block_k),
+        "key_gradient": (2 * block_k, block_q),
+        "query_gradient": (2 * block_q, block_k),
     }[kernel]
-    matrices = _width(problem) * size * (resident + 2 * tile.num_stages * streamed)
+    matrices = _width(problem) * size * (resident + 2 * num_stages * streamed)
     if is_float32:  # kept in two halves for the passes of a product, once more for each kind of loop
         matrices *= 3 if _ragged(problem) else 2
     gradient = size if kernel != "forward" else 0
-    return matrices + tile.block_q * tile.block_k * (gradient + tile.num_stages * over_scores)
+    return matrices + block_q * block_k * (gradient + num_stages * over_scores)
 
 
 def _ragged(problem: Problem) -> bool:
