@@ -15,7 +15,8 @@ from .._broadcast import like
 from .._values import check_between, check_offsets
 from ..attention.arguments import parse_window, ScoreOptions
 from ..recurrence.arguments import array
-from .cache.batch import RaggedBatch, to_int32
+from ..sequences.packing import ended
+from .cache.batch import positions_of, slots_of, to_int32
 from .cache.cache import PagedKVCache
 from .cache.latent_cache import PagedLatentCache
 from .spec import PagedArrays, PagedSpec
@@ -67,7 +68,7 @@ def resolve(
         table = jnp.full((*table.shape[:-1], 1), -1, table.dtype)
     arrays = PagedArrays(
         q=q,
-        **_pages(cache),
+        **pages_of(cache),
         page_table=jnp.broadcast_to(table, (*lead, *table.shape[-2:])),
         q_start=tokens.q_start,
         q_len=tokens.q_len,
@@ -147,7 +148,7 @@ def _sizes(cache: Cache) -> tuple[int, int]:
     return cache.num_kv_heads, cache.head_dim
 
 
-def _pages(cache: Cache) -> dict[str, Any]:
+def pages_of(cache: Cache) -> dict[str, Any]:
     if isinstance(cache, PagedKVCache):
         return {"k": cache.k, "v": cache.v, "k_scale": cache.k_scale, "v_scale": cache.v_scale}
     scales = {"k_scale": cache.latent_scale, "rope_scale": cache.rope_scale}
@@ -210,22 +211,19 @@ def _read_offsets(offsets: Any, tokens: int) -> Array:
     )  # one kernel
 
 
-def write_slots(q: Array, cache: Cache, query_start_loc: Any, max_query_len: int) -> Array:
-    """Where the new tokens of each sequence are kept, `[T]`."""
-    if q.ndim > 3:
+def write_slots(arrays: PagedArrays) -> Array:
+    """Where the queries' own keys are kept, `[T]`."""
+    if arrays.q.ndim > 3:
         raise ValueError(
-            f"q: expected [tokens, heads, head_dim] with append=True, received shape {q.shape}; jax.vmap over the leading axes."
+            f"q: expected [tokens, heads, head_dim] with append=True, received shape {arrays.q.shape}; jax.vmap over the leading axes."
         )
-    table, lengths = tables(cache)
-    batch = RaggedBatch(
-        _read_offsets(query_start_loc, q.shape[0]),
-        lengths,
-        table,
-        page_size=cache.page_size,
-        max_query_len=max_query_len,
-        num_tokens=q.shape[0],
-    )
-    return batch.slots
+    tokens, ends = jnp.arange(arrays.q.shape[0], dtype=jnp.int32), arrays.q_start + arrays.q_len
+    if ends.shape[0] == 0:
+        return jnp.full_like(tokens, -1)
+    real = (tokens >= arrays.q_start[0]) & (tokens < ends[-1])
+    ids = jnp.where(real, ended(ends, tokens.shape[0]), -1)
+    positions = positions_of(ids, ends, arrays.kv_len)
+    return slots_of(ids, positions, arrays.page_table, arrays.k.shape[-3])
 
 
 def _with_scoring(arrays: PagedArrays, scoring: Scoring, max_query_len: int) -> PagedArrays:

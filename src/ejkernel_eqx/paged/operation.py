@@ -7,7 +7,7 @@ from jax import Array
 
 from .._kernel import Plan
 from ..recurrence.operation import plan_of as plan_of
-from .arguments import Cache, PagedOptions, resolve, Scoring, Tokens
+from .arguments import Cache, PagedOptions, pages_of, resolve, Scoring, Tokens, write_slots
 from .core import attend, writer
 from .spec import PagedArrays, PagedSpec
 
@@ -27,24 +27,21 @@ def run(
 
 
 def append(
-    plan: Plan,
-    options: PagedOptions,
-    q: Array,
-    cache: Cache,
-    tokens: Tokens,
-    new: tuple[Any, Any],
-    slots: Array,
-) -> Cache:
-    """The cache with the new tokens' keys and values (or latents and rotary keys) in it, written by the platform that will read them."""
-    arrays, spec = resolve(q, cache, options, tokens, Scoring(), return_lse=False)
-    if 0 in (arrays.q.size, arrays.kv_len.size):
-        return cache.append(*new, slots)
-    return cache.append_by(writer(plan, plan.operation, arrays, spec), *new, slots)
+    plan: Plan, arrays: PagedArrays, spec: PagedSpec, cache: Cache, new: tuple[Any, Any]
+) -> tuple[PagedArrays, Cache]:
+    """The call and the cache with the new tokens' keys and values (or latents and rotary keys) in their pages, written by the platform that
+    will read them."""
+    slots = write_slots(arrays)
+    if _is_empty(arrays):
+        cache = cache.append(*new, slots)
+    else:
+        cache = cache.append_by(writer(plan, plan.operation, arrays, spec), *new, slots)
+    return arrays._replace(**pages_of(cache)), cache
 
 
 def finish(plan: Plan, arrays: PagedArrays, spec: PagedSpec, squeeze: int | None = None) -> Any:
     """The results of the resolved call; `squeeze` is the axis of `out`, one that the operation has added."""
-    if 0 in (arrays.q.size, arrays.kv_len.size):
+    if _is_empty(arrays):
         results = _empty(arrays, spec)
     else:
         results = attend(plan, plan.operation, arrays, spec)
@@ -53,6 +50,10 @@ def finish(plan: Plan, arrays: PagedArrays, spec: PagedSpec, squeeze: int | None
         return out
     lse = results["lse"]
     return out, lse if squeeze is None else jnp.squeeze(lse, squeeze + 1)
+
+
+def _is_empty(arrays: PagedArrays) -> bool:
+    return 0 in (arrays.q.size, arrays.kv_len.size)
 
 
 def _empty(arrays: PagedArrays, spec: PagedSpec) -> dict[str, Array]:

@@ -9,10 +9,10 @@ from jaxtyping import Float, Int
 
 from .._kernel import Kernel, Plan
 from ..core.platforms import register
-from .arguments import packed, PagedOptions, read_queries, Scoring, write_slots
+from .arguments import packed, PagedOptions, read_queries, resolve, Scoring
 from .cache.cache import PagedKVCache
 from .cache.latent_cache import PagedLatentCache
-from .operation import append, plan_of, run
+from .operation import append, finish, plan_of
 
 register("ragged_paged_attention", __package__)
 
@@ -106,17 +106,17 @@ class RaggedPagedAttention(Kernel):
         """
         q = read_queries(q, cache, "T H D")
         tokens = packed(q, cache, query_start_loc, max_query_len)
-        if not self.append:
-            if k is not None or v is not None:
-                raise ValueError(
-                    "k, v: expected None, as append=False, received arrays; build with append=True or write them by cache.append."
-                )
-            return run(self.plan, self.options, q, cache, tokens, Scoring(sinks), return_lse)
-        if k is None or v is None:
+        if not self.append and not (k is None and v is None):
+            raise ValueError(
+                "k, v: expected None, as append=False, received arrays; build with append=True or write them by cache.append."
+            )
+        if self.append and (k is None or v is None):
             raise ValueError(
                 "k, v: expected the keys and values of the new tokens, as append=True, received None; build with append=False to read only."
             )
-        slots = write_slots(q, cache, query_start_loc, tokens.max_query_len)
-        cache = append(self.plan, self.options, q, cache, tokens, (k, v), slots)
-        results = run(self.plan, self.options, q, cache, tokens, Scoring(sinks), return_lse)
+        arrays, spec = resolve(q, cache, self.options, tokens, Scoring(sinks), return_lse=return_lse)
+        if not self.append:
+            return finish(self.plan, arrays, spec)
+        arrays, cache = append(self.plan, arrays, spec, cache, (k, v))
+        results = finish(self.plan, arrays, spec)
         return (*results, cache) if return_lse else (results, cache)

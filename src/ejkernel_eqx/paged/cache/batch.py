@@ -176,22 +176,13 @@ class RaggedBatch(eqx.Module):
     @property
     def positions(self) -> Int[Array, "T"]:
         """Each token's position in its sequence, int32 `[T]`; 0 for padding."""
-        return self._places(self.sequence_ids)
+        return self._positions(self.sequence_ids)
 
     @property
     def slots(self) -> Int[Array, "T"]:
         """Where each token is kept, `page * page_size + place`, int32 `[T]`; -1 for padding and where there is no page."""
         ids = self.sequence_ids
-        if 0 in self.page_table.shape:
-            return jnp.full_like(ids, -1)
-        position = self._places(ids)
-        column = position // self.page_size
-        width = self.page_table.shape[1]
-        page = self.page_table[jnp.maximum(ids, 0), jnp.clip(column, 0, width - 1)]
-        # A page number so large that its slots are no int32 is none of any cache.
-        largest = (2**31 - self.page_size) // self.page_size
-        there = (ids >= 0) & (position >= 0) & (column < width) & (page >= 0) & (page <= largest)
-        return jnp.where(there, jnp.where(there, page, 0) * self.page_size + position % self.page_size, -1)
+        return slots_of(ids, self._positions(ids), self.page_table, self.page_size)
 
     @property
     def last_tokens(self) -> Int[Array, "N"]:
@@ -199,13 +190,29 @@ class RaggedBatch(eqx.Module):
         starts = self.query_start_loc
         return jnp.where(starts[1:] > starts[:-1], starts[1:] - 1, -1)
 
-    def _places(self, ids: Array) -> Array:
-        if self.lengths.shape[0] == 0:
-            return jnp.zeros_like(ids)
-        # A sequence's last token sits at lengths - 1 and comes right before the next one's first.
-        before = self.lengths - self.query_start_loc[1:]
-        tokens = jnp.arange(self.num_tokens, dtype=jnp.int32)
-        return jnp.where(ids >= 0, tokens + before[jnp.maximum(ids, 0)], 0)
+    def _positions(self, ids: Array) -> Array:
+        return positions_of(ids, self.query_start_loc[1:], self.lengths)
+
+
+def positions_of(ids: Array, ends: Array, lengths: Array) -> Array:
+    """The position `[T]` of each token in its sequence, of which `ids [T]` is the number; `ends [N]`: one past each one's last token."""
+    if lengths.shape[0] == 0:
+        return jnp.zeros_like(ids)
+    # A sequence's last token sits at lengths - 1 and comes right before the next one's first.
+    tokens = jnp.arange(ids.shape[0], dtype=jnp.int32)
+    return jnp.where(ids >= 0, tokens + (lengths - ends)[jnp.maximum(ids, 0)], 0)
+
+
+def slots_of(ids: Array, positions: Array, page_table: Array, page_size: int) -> Array:
+    """Where each token is kept, `[T]`; -1 for one of no sequence or without a page."""
+    if 0 in page_table.shape:
+        return jnp.full_like(ids, -1)
+    column, width = positions // page_size, page_table.shape[1]
+    page = page_table[jnp.maximum(ids, 0), jnp.clip(column, 0, width - 1)]
+    # A page number so large that its slots are no int32 is none of any cache.
+    largest = (2**31 - page_size) // page_size
+    there = (ids >= 0) & (positions >= 0) & (column < width) & (page >= 0) & (page <= largest)
+    return jnp.where(there, jnp.where(there, page, 0) * page_size + positions % page_size, -1)
 
 
 def _host(name: str, values: Any, least: int, rank: int = 1) -> np.ndarray:
