@@ -6,31 +6,34 @@ import triton.language as tl
 from .tile import add_pairs, chunk_of, closed, load_tile
 
 
+# fmt: off
 @triton.jit
 def decays_kernel(
     g_ptr, chunks_ptr, T, TOKENS,
     logs_ptr,
     HG: tl.constexpr, CHUNK: tl.constexpr, BLOCK_V: tl.constexpr, TABLE: tl.constexpr, EVEN: tl.constexpr, EXACT: tl.constexpr,
-):  # fmt: skip
+):
     """`logs [HG, 2 or 3, tokens]`, of one chunk and `BLOCK_V` heads: the log2 decay from before the chunk to each of its tokens, that
     token's own included; from the token to the chunk's end; and with `EXACT` what rounding took from the first."""
+    # A program: a chunk, `BLOCK_V` heads (fastest).
     planes: tl.constexpr = 3 if EXACT else 2
     tiles: tl.constexpr = (HG + BLOCK_V - 1) // BLOCK_V
     start = tl.program_id(0) % tiles * BLOCK_V
     first, count, _ = chunk_of(tl.program_id(0) // tiles, chunks_ptr, T, CHUNK, TABLE)
-    g = closed(load_tile(g_ptr + first * HG, HG, count, start, HG, CHUNK, BLOCK_V, EVEN).to(tl.float32))
-    r = tl.arange(0, CHUNK)[:, None]
-    head = start + tl.arange(0, BLOCK_V)[None, :]
-    mask = (r < count) & (head < HG)
-    logs = logs_ptr + head.to(tl.int64) * (planes * TOKENS) + (first + r)
+    g = closed(load_tile(g_ptr + first * HG, HG, count, start, HG, CHUNK, BLOCK_V, EVEN).to(tl.float32))  # [C, BV]
+    r = tl.arange(0, CHUNK)[:, None]  # [C, 1]
+    head = start + tl.arange(0, BLOCK_V)[None, :]  # [1, BV]
+    mask = (r < count) & (head < HG)  # [C, BV]
+    logs = logs_ptr + head.to(tl.int64) * (planes * TOKENS) + (first + r)  # [C, BV]
+    # Rows past the last token decay nothing, so that the last row is the whole chunk's.
     if EXACT:
-        high, low = tl.associative_scan((g, tl.zeros_like(g)), 0, add_pairs)
-        end = tl.sum(tl.where(r == CHUNK - 1, high, 0.0), axis=0)[None, :]
-        rest = tl.sum(tl.where(r == CHUNK - 1, low, 0.0), axis=0)[None, :] - low
+        high, low = tl.associative_scan((g, tl.zeros_like(g)), 0, add_pairs)  # [C, BV] each
+        end = tl.sum(tl.where(r == CHUNK - 1, high, 0.0), axis=0)[None, :]  # [1, BV]
+        rest = tl.sum(tl.where(r == CHUNK - 1, low, 0.0), axis=0)[None, :] - low  # [C, BV]
         tl.store(logs, high, mask=mask)
         tl.store(logs + TOKENS, (end - high) + rest, mask=mask)
         tl.store(logs + 2 * TOKENS, low, mask=mask)
     else:
-        high = tl.cumsum(g, axis=0)
+        high = tl.cumsum(g, axis=0)  # [C, BV]
         tl.store(logs, high, mask=mask)
         tl.store(logs + TOKENS, tl.sum(g, axis=0)[None, :] - high, mask=mask)

@@ -11,62 +11,66 @@ from .delta_states import factors_at, factors_of
 from .tile import (
     between,
     chunk_of,
+    KEY,
     load_tile,
     load_vector,
     log_decays,
+    NONE,
     operand_of,
     segment_starts,
     store_tile,
 )
 
 
+# fmt: off
 @triton.jit
 def delta_pairs_kernel(
     v_ptr, g_ptr, starts_ptr, chunks_ptr, factors_ptr, do_ptr, written_ptr, derrors_ptr, T,
     dscores_ptr, dreads_ptr, diagonal_ptr, dv_ptr, dbeta_ptr,
     HS: tl.constexpr, HV: tl.constexpr, HG: tl.constexpr, V: tl.constexpr, CHUNK: tl.constexpr, BLOCK_V: tl.constexpr, DECAY: tl.constexpr,
     SEGMENTS: tl.constexpr, TABLE: tl.constexpr, EVEN: tl.constexpr, EXACT: tl.constexpr, SCALE: tl.constexpr, PRECISION: tl.constexpr,
-):  # fmt: skip
+):
     """Of one chunk and state head, over values: what `q_i` gets of `k_j`, and what `k_i` gets of it but for beta, both `[.., CHUNK]` and with
     their decays (those of key channels are left out) without the diagonal, which is the third result; `dv`; of `dbeta` the part from v.
     """
+    # A program: a chunk, a state head (fastest).
     index = tl.program_id(0)
     h = index % HS
     row, count, seq = chunk_of(index // HS, chunks_ptr, T, CHUNK, TABLE)
-    r = tl.arange(0, CHUNK)
+    r = tl.arange(0, CHUNK)  # [C]
     place = (row * HS + h) * V
-    beta = load_vector(factors_at(factors_ptr, row, h, T, HS) + T * 2, 1, count, CHUNK, EVEN)
-    dscores = tl.zeros([CHUNK, CHUNK], tl.float32)
-    dreads = tl.zeros([CHUNK, CHUNK], tl.float32)
-    dbeta = tl.zeros([CHUNK], tl.float32)
+    beta = load_vector(factors_at(factors_ptr, row, h, T, HS) + T * 2, 1, count, CHUNK, EVEN)  # [C]
+    dscores = tl.zeros([CHUNK, CHUNK], tl.float32)  # [C, C]
+    dreads = tl.zeros([CHUNK, CHUNK], tl.float32)  # [C, C]
+    dbeta = tl.zeros([CHUNK], tl.float32)  # [C]
+    # Sums over values: do v'^T, x v'^T, and of dbeta x . v; dv = beta x.
     for v0 in tl.range(0, V, BLOCK_V):
-        do = load_tile(do_ptr + place, HS * V, count, v0, V, CHUNK, BLOCK_V, EVEN)
-        written = load_tile(written_ptr + place, HS * V, count, v0, V, CHUNK, BLOCK_V, EVEN)
-        derror = load_tile(derrors_ptr + place, HS * V, count, v0, V, CHUNK, BLOCK_V, EVEN)
-        v = load_tile(
-            v_ptr + row * (HV * V) + h // (HS // HV) * V, HV * V, count, v0, V, CHUNK, BLOCK_V, EVEN
-        )
-        dscores = tl.dot(do, tl.trans(written), dscores, input_precision=PRECISION)
-        dreads = tl.dot(derror, tl.trans(written), dreads, input_precision=PRECISION)
-        derror = derror.to(tl.float32)
+        do = load_tile(do_ptr + place, HS * V, count, v0, V, CHUNK, BLOCK_V, EVEN)  # [C, BV]
+        written = load_tile(written_ptr + place, HS * V, count, v0, V, CHUNK, BLOCK_V, EVEN)  # [C, BV], v'
+        derror = load_tile(derrors_ptr + place, HS * V, count, v0, V, CHUNK, BLOCK_V, EVEN)  # [C, BV], x
+        v = load_tile(v_ptr + row * (HV * V) + h // (HS // HV) * V, HV * V, count, v0, V, CHUNK, BLOCK_V, EVEN)  # [C, BV]
+        dscores = tl.dot(do, tl.trans(written), dscores, input_precision=PRECISION)  # [C, C]
+        dreads = tl.dot(derror, tl.trans(written), dreads, input_precision=PRECISION)  # [C, C]
+        derror = derror.to(tl.float32)  # [C, BV]
         dbeta += tl.sum(derror * v.to(tl.float32), axis=1)
         store_tile(dv_ptr + place, derror * beta[:, None], HS * V, count, v0, V, CHUNK, BLOCK_V)
-    diagonal = tl.sum(tl.where(r[:, None] == r[None, :], dscores, 0.0), axis=1)
-    below = r[:, None] > r[None, :]
+    # Pairs below the diagonal get the decays between them; those on it have none and go apart.
+    diagonal = tl.sum(tl.where(r[:, None] == r[None, :], dscores, 0.0), axis=1)  # [C]
+    below = r[:, None] > r[None, :]  # [C, C]
     if SEGMENTS:
-        below = below & (r[None, :] >= segment_starts(starts_ptr, row, count, row // T, T, CHUNK)[:, None])
-    if DECAY == 3:
-        decay = tl.where(below, 1.0, 0.0)
+        below = below & (r[None, :] >= segment_starts(starts_ptr, row, count, row // T, T, CHUNK)[:, None])  # [C, C]
+    if DECAY == KEY:
+        decay = tl.where(below, 1.0, 0.0)  # [C, C]
     else:
-        high, low = log_decays(g_ptr, row, count, seq, h, HS, HG, CHUNK, DECAY, EVEN, EXACT)
-        decay = between(high, low, below, DECAY, EXACT)
+        high, low = log_decays(g_ptr, row, count, seq, h, HS, HG, CHUNK, DECAY, EVEN, EXACT)  # [C] each
+        decay = between(high, low, below, DECAY, EXACT)  # [C, C]
     pairs = (row * HS + h) * CHUNK
     operand: tl.constexpr = dscores_ptr.dtype.element_ty
-    dscores = operand_of(dscores * decay * SCALE, operand, PRECISION)
-    dreads = operand_of(dreads * -decay, operand, PRECISION)
+    dscores = operand_of(dscores * decay * SCALE, operand, PRECISION)  # [C, C]
+    dreads = operand_of(dreads * -decay, operand, PRECISION)  # [C, C]
     store_tile(dscores_ptr + pairs, dscores, HS * CHUNK, count, 0, CHUNK, CHUNK, CHUNK)
     store_tile(dreads_ptr + pairs, dreads, HS * CHUNK, count, 0, CHUNK, CHUNK, CHUNK)
-    tokens = (row + r) * HS + h
+    tokens = (row + r) * HS + h  # [C]
     tl.store(diagonal_ptr + tokens, diagonal * SCALE, mask=r < count)
     tl.store(dbeta_ptr + tokens, dbeta, mask=r < count)
 
@@ -78,9 +82,10 @@ def delta_gradients_kernel(
     HS: tl.constexpr, HQ: tl.constexpr, HK: tl.constexpr, D: tl.constexpr, V: tl.constexpr, CHUNK: tl.constexpr, BLOCK_K: tl.constexpr,
     BLOCK_V: tl.constexpr, HEADS: tl.constexpr, DECAY: tl.constexpr, TABLE: tl.constexpr, EVEN: tl.constexpr, SCALE: tl.constexpr,
     PRECISION: tl.constexpr,
-):  # fmt: skip
+):
     """Of one chunk, a slice of key channels and `HEADS` state heads with the same queries and keys, over which `dq` and `dk` are summed; of
     `dg` (natural logarithm) and of `dbeta`, `[B, T, slices, HS]`, the parts from this slice."""
+    # A program: a chunk, `HEADS` heads, a slice of key channels (fastest).
     groups: tl.constexpr = HS // HEADS
     tiles: tl.constexpr = (D + BLOCK_K - 1) // BLOCK_K
     tile = tl.program_id(0) % tiles
@@ -89,62 +94,57 @@ def delta_gradients_kernel(
     group = index % groups
     chunk = index // groups
     row, count, _ = chunk_of(chunk, chunks_ptr, T, CHUNK, TABLE)
-    r = tl.arange(0, CHUNK)
-    dq_sum = tl.zeros([CHUNK, BLOCK_K], tl.float32)
-    dk_sum = tl.zeros([CHUNK, BLOCK_K], tl.float32)
+    r = tl.arange(0, CHUNK)  # [C]
+    dq_sum = tl.zeros([CHUNK, BLOCK_K], tl.float32)  # [C, BK]
+    dk_sum = tl.zeros([CHUNK, BLOCK_K], tl.float32)  # [C, BK]
     for h in range(group * HEADS, group * HEADS + HEADS):
         place = (row * HS + h) * V
         own = (chunk.to(tl.int64) * HS + h) * (D * V)
-        dq = tl.zeros([CHUNK, BLOCK_K], tl.float32)
-        dread = tl.zeros([CHUNK, BLOCK_K], tl.float32)
-        dk = tl.zeros([CHUNK, BLOCK_K], tl.float32)
-        dcarry = tl.zeros([BLOCK_K], tl.float32)
+        dq = tl.zeros([CHUNK, BLOCK_K], tl.float32)  # [C, BK]
+        dread = tl.zeros([CHUNK, BLOCK_K], tl.float32)  # [C, BK]
+        dk = tl.zeros([CHUNK, BLOCK_K], tl.float32)  # [C, BK]
+        dcarry = tl.zeros([BLOCK_K], tl.float32)  # [BK]
+        # From the states, decays still missing: do S^T, x S^T, v' dS^T, and what passes through the chunk, sum_v S o dS.
         for v0 in tl.range(0, V, BLOCK_V):
-            do = load_tile(do_ptr + place, HS * V, count, v0, V, CHUNK, BLOCK_V, EVEN)
-            written = load_tile(written_ptr + place, HS * V, count, v0, V, CHUNK, BLOCK_V, EVEN)
-            derror = load_tile(derrors_ptr + place, HS * V, count, v0, V, CHUNK, BLOCK_V, EVEN)
-            state = load_tile(
-                states_ptr + own + v0 * D, D, V - v0, column, D, BLOCK_V, BLOCK_K, V % BLOCK_V == 0
-            )
-            dstate = load_tile(
-                dstates_ptr + own + v0 * D, D, V - v0, column, D, BLOCK_V, BLOCK_K, V % BLOCK_V == 0
-            )
-            dq = tl.dot(do, state, dq, input_precision=PRECISION)
-            dread = tl.dot(derror, state, dread, input_precision=PRECISION)
-            dk = tl.dot(written, dstate, dk, input_precision=PRECISION)
-            if DECAY != 0:
+            do = load_tile(do_ptr + place, HS * V, count, v0, V, CHUNK, BLOCK_V, EVEN)  # [C, BV]
+            written = load_tile(written_ptr + place, HS * V, count, v0, V, CHUNK, BLOCK_V, EVEN)  # [C, BV]
+            derror = load_tile(derrors_ptr + place, HS * V, count, v0, V, CHUNK, BLOCK_V, EVEN)  # [C, BV]
+            state = load_tile(states_ptr + own + v0 * D, D, V - v0, column, D, BLOCK_V, BLOCK_K, V % BLOCK_V == 0)  # [BV, BK]
+            dstate = load_tile(dstates_ptr + own + v0 * D, D, V - v0, column, D, BLOCK_V, BLOCK_K, V % BLOCK_V == 0)  # [BV, BK]
+            dq = tl.dot(do, state, dq, input_precision=PRECISION)  # [C, BK]
+            dread = tl.dot(derror, state, dread, input_precision=PRECISION)  # [C, BK]
+            dk = tl.dot(written, dstate, dk, input_precision=PRECISION)  # [C, BK]
+            if DECAY != NONE:
                 dcarry += tl.sum(state.to(tl.float32) * dstate.to(tl.float32), axis=0)
         factors = factors_at(factors_ptr, row, h, T, HS)
-        before, after, carry = factors_of(factors, count, T, CHUNK, EVEN)
-        beta = load_vector(factors + T * 2, 1, count, CHUNK, EVEN)
-        q = load_tile(
-            q_ptr + row * (HQ * D) + h // (HS // HQ) * D, HQ * D, count, column, D, CHUNK, BLOCK_K, EVEN
-        )
-        k = load_tile(
-            k_ptr + row * (HK * D) + h // (HS // HK) * D, HK * D, count, column, D, CHUNK, BLOCK_K, EVEN
-        )
+        before, after, carry = factors_of(factors, count, T, CHUNK, EVEN)  # [C], [C], []
+        beta = load_vector(factors + T * 2, 1, count, CHUNK, EVEN)  # [C]
+        q = load_tile(q_ptr + row * (HQ * D) + h // (HS // HQ) * D, HQ * D, count, column, D, CHUNK, BLOCK_K, EVEN)  # [C, BK]
+        k = load_tile(k_ptr + row * (HK * D) + h // (HS // HK) * D, HK * D, count, column, D, CHUNK, BLOCK_K, EVEN)  # [C, BK]
         pairs = (row * HS + h) * CHUNK
-        dscores = load_tile(dscores_ptr + pairs, HS * CHUNK, count, 0, CHUNK, CHUNK, CHUNK, EVEN)
-        dreads = load_tile(dreads_ptr + pairs, HS * CHUNK, count, 0, CHUNK, CHUNK, CHUNK, EVEN)
-        diagonal = load_vector(diagonal_ptr + row * HS + h, HS, count, CHUNK, EVEN)
-        q_wide = q.to(tl.float32)
-        k_wide = k.to(tl.float32)
-        reader = k_wide * beta[:, None]
+        dscores = load_tile(dscores_ptr + pairs, HS * CHUNK, count, 0, CHUNK, CHUNK, CHUNK, EVEN)  # [C, C]
+        dreads = load_tile(dreads_ptr + pairs, HS * CHUNK, count, 0, CHUNK, CHUNK, CHUNK, EVEN)  # [C, C]
+        diagonal = load_vector(diagonal_ptr + row * HS + h, HS, count, CHUNK, EVEN)  # [C]
+        q_wide = q.to(tl.float32)  # [C, BK]
+        k_wide = k.to(tl.float32)  # [C, BK]
+        reader = k_wide * beta[:, None]  # [C, BK], what reads the state for the error: beta k
 
-        dq = tl.dot(dscores, k, dq * (before * SCALE)[:, None], input_precision=PRECISION)
-        dread = tl.dot(dreads, k, dread * -before[:, None], input_precision=PRECISION)
+        # With the decays, and from the pairs of tokens; `dread` is the gradient in `reader`.
+        dq = tl.dot(dscores, k, dq * (before * SCALE)[:, None], input_precision=PRECISION)  # [C, BK]
+        dread = tl.dot(dreads, k, dread * -before[:, None], input_precision=PRECISION)  # [C, BK]
         dk *= after[:, None]
         # No decay lies between the last token and the chunk's end.
-        dend = tl.sum(tl.where((r == count - 1)[:, None], 0.0, dk * k_wide))
-        dk = tl.dot(tl.trans(dscores), q, dk, input_precision=PRECISION)
-        dk = tl.dot(tl.trans(dreads), operand_of(reader, k.dtype, PRECISION), dk, input_precision=PRECISION)
-        dbeta = tl.sum(dread * k_wide, axis=1)
-        sums = ((row + r) * tiles + tile) * HS + h
+        dend = tl.sum(tl.where((r == count - 1)[:, None], 0.0, dk * k_wide))  # []
+        dk = tl.dot(tl.trans(dscores), q, dk, input_precision=PRECISION)  # [C, BK]
+        dk = tl.dot(tl.trans(dreads), operand_of(reader, k.dtype, PRECISION), dk, input_precision=PRECISION)  # [C, BK]
+        dbeta = tl.sum(dread * k_wide, axis=1)  # [C]
+        sums = ((row + r) * tiles + tile) * HS + h  # [C]
         tl.store(dbeta_ptr + sums, dbeta, mask=r < count)
-        if DECAY != 0:
-            dlog = tl.where(r == count - 1, 0.0, -tl.sum(dk * k_wide, axis=1))
+        # G_i rises with what row i reads and falls with what it wrote; the sum from the end gives each token its own.
+        if DECAY != NONE:
+            dlog = tl.where(r == count - 1, 0.0, -tl.sum(dk * k_wide, axis=1))  # [C]
             dlog += beta * dbeta + tl.sum(dq * q_wide, axis=1)
-            dlog = tl.cumsum(tl.where(r < count, dlog, 0.0), axis=0, reverse=True)
+            dlog = tl.cumsum(tl.where(r < count, dlog, 0.0), axis=0, reverse=True)  # [C]
             dlog += dend + tl.sum(dcarry, axis=0) * carry
             tl.store(dg_ptr + sums, dlog, mask=r < count)
         dq_sum += dq + diagonal[:, None] * k_wide

@@ -8,35 +8,23 @@ from .key_tile import _about_halves, _about_middle, _scale, load_gates
 from .tile import chunk_of, last_start, load_tile, load_vector, segment_starts, store_tile
 
 
+# fmt: off
 @triton.jit
-def _add_products(
-    dq,
-    dread,
-    dk,
-    rise,
-    q,
-    reader,
-    k,
-    dscores,
-    dreads,
-    rows,
-    columns,
-    OPERAND: tl.constexpr,
-    PRECISION: tl.constexpr,
-):
-    dscores = dscores.to(OPERAND)
-    dreads = dreads.to(OPERAND)
-    queries = _scale(q, rows, OPERAND, PRECISION)
-    readers = _scale(reader, rows, OPERAND, PRECISION)
-    keys = _scale(k, columns, OPERAND, PRECISION)
-    part = tl.dot(dscores, keys, input_precision=PRECISION)
+def _add_products(dq, dread, dk, rise, q, reader, k, dscores, dreads, rows, columns, OPERAND: tl.constexpr, PRECISION: tl.constexpr):
+    # The decay from j to i is `rows` of i times `columns` of j. What `rise` has of a pair at i it has at j with the other sign.
+    dscores = dscores.to(OPERAND)  # [C, C]
+    dreads = dreads.to(OPERAND)  # [C, C]
+    queries = _scale(q, rows, OPERAND, PRECISION)  # [C, BK]
+    readers = _scale(reader, rows, OPERAND, PRECISION)  # [C, BK]
+    keys = _scale(k, columns, OPERAND, PRECISION)  # [C, BK]
+    part = tl.dot(dscores, keys, input_precision=PRECISION)  # [C, BK]
     dq += part * rows
     rise += part * queries.to(tl.float32)
-    part = tl.dot(dreads, keys, input_precision=PRECISION)
+    part = tl.dot(dreads, keys, input_precision=PRECISION)  # [C, BK]
     dread += part * rows
     rise += part * readers.to(tl.float32)
-    part = tl.dot(tl.trans(dscores), queries, input_precision=PRECISION)
-    part = tl.dot(tl.trans(dreads), readers, part, input_precision=PRECISION)
+    part = tl.dot(tl.trans(dscores), queries, input_precision=PRECISION)  # [C, BK]
+    part = tl.dot(tl.trans(dreads), readers, part, input_precision=PRECISION)  # [C, BK]
     dk += part * columns
     rise -= part * keys.to(tl.float32)
     return dq, dread, dk, rise
@@ -46,35 +34,33 @@ def _add_products(
 def _add_pairs(
     dq, dread, dk, rise, q, reader, k, dscores_ptr, dreads_ptr, pair_stride, gates, low, stride, count, column,
     D: tl.constexpr, CHUNK: tl.constexpr, BLOCK_K: tl.constexpr, EVEN: tl.constexpr, EXACT: tl.constexpr, PRECISION: tl.constexpr,
-):  # fmt: skip
+):
     """Adds what a slice of channels gets from pairs of tokens: row i of `q` and of `reader` (beta k) has met row j of `k`, with gradients
     at `dscores_ptr` and `dreads_ptr`, `[i, j]`. `rise` is the gradient in the summed log decays."""
     operand: tl.constexpr = tl.bfloat16 if q.dtype == tl.bfloat16 else tl.float32
     levels: tl.constexpr = CHUNK.bit_length() - 1
-    high, rest = load_gates(
-        gates, low, tl.minimum(tl.arange(0, CHUNK), count - 1), stride, column, D, BLOCK_K, EXACT
-    )
-    exponent, whole = _about_middle(high, rest, gates, low, stride, count, column, D, CHUNK, BLOCK_K, EXACT)
+    high, rest = load_gates(gates, low, tl.minimum(tl.arange(0, CHUNK), count - 1), stride, column, D, BLOCK_K, EXACT)  # [C, BK] each
+    exponent, whole = _about_middle(high, rest, gates, low, stride, count, column, D, CHUNK, BLOCK_K, EXACT)  # [C, BK], []
+    # Usual decays: one middle row for the whole chunk.
     if whole:
-        dscores = load_tile(dscores_ptr, pair_stride, count, 0, CHUNK, CHUNK, CHUNK, EVEN)
-        dreads = load_tile(dreads_ptr, pair_stride, count, 0, CHUNK, CHUNK, CHUNK, EVEN)
+        dscores = load_tile(dscores_ptr, pair_stride, count, 0, CHUNK, CHUNK, CHUNK, EVEN)  # [C, C]
+        dreads = load_tile(dreads_ptr, pair_stride, count, 0, CHUNK, CHUNK, CHUNK, EVEN)  # [C, C]
         dq, dread, dk, rise = _add_products(
-            dq, dread, dk, rise, q, reader, k, dscores, dreads, tl.exp2(exponent), tl.exp2(-exponent), operand, PRECISION)  # fmt: skip
+            dq, dread, dk, rise, q, reader, k, dscores, dreads, tl.exp2(exponent), tl.exp2(-exponent), operand, PRECISION)
     else:
-        r = tl.arange(0, CHUNK)
-        level = count * 0 + levels
+        # Strong ones: by halves, level for level.
+        r = tl.arange(0, CHUNK)  # [C]
+        level = count * 0 + levels  # a tensor, as the loop changes it
         while level > 0:
             # All but the sums is loaded anew for each level: registers are short here.
-            high, rest = load_gates(gates, low, tl.minimum(r, count - 1), stride, column, D, BLOCK_K, EXACT)
-            rows, columns, whole, together = _about_halves(
-                high, rest, gates, low, stride, count, column, level, D, CHUNK, BLOCK_K, EXACT)  # fmt: skip
-            pairs = r[:, None] * pair_stride + r[None, :]
-            together = together & (r < count)[:, None]
-            dscores = tl.load(dscores_ptr + pairs, mask=together, other=0.0)
-            dreads = tl.load(dreads_ptr + pairs, mask=together, other=0.0)
-            dq, dread, dk, rise = _add_products(
-                dq, dread, dk, rise, q, reader, k, dscores, dreads, rows, columns, operand, PRECISION
-            )
+            high, rest = load_gates(gates, low, tl.minimum(r, count - 1), stride, column, D, BLOCK_K, EXACT)  # [C, BK] each
+            rows, columns, whole, together = _about_halves(  # [C, BK], [C, BK], [], [C, C]
+                high, rest, gates, low, stride, count, column, level, D, CHUNK, BLOCK_K, EXACT)
+            pairs = r[:, None] * pair_stride + r[None, :]  # [C, C]
+            together = together & (r < count)[:, None]  # [C, C]
+            dscores = tl.load(dscores_ptr + pairs, mask=together, other=0.0)  # [C, C]
+            dreads = tl.load(dreads_ptr + pairs, mask=together, other=0.0)  # [C, C]
+            dq, dread, dk, rise = _add_products(dq, dread, dk, rise, q, reader, k, dscores, dreads, rows, columns, operand, PRECISION)
             level = tl.where(whole, 0, level - 1)
     return dq, dread, dk, rise
 
@@ -87,8 +73,9 @@ def delta_key_gradients_kernel(
     HS: tl.constexpr, HQ: tl.constexpr, HK: tl.constexpr, HG: tl.constexpr, D: tl.constexpr, V: tl.constexpr, CHUNK: tl.constexpr,
     BLOCK_K: tl.constexpr, BLOCK_V: tl.constexpr, SEGMENTS: tl.constexpr, TABLE: tl.constexpr, EVEN: tl.constexpr, EXACT: tl.constexpr,
     SCALE: tl.constexpr, PRECISION: tl.constexpr,
-):  # fmt: skip
+):
     """Of one chunk, state head and slice of key channels; of `dbeta`, `[B, T, slices, HS]`, the part from this slice."""
+    # A program: a chunk, a state head, a slice of key channels (fastest).
     tiles: tl.constexpr = (D + BLOCK_K - 1) // BLOCK_K
     tile = tl.program_id(0) % tiles
     column = tile * BLOCK_K
@@ -96,76 +83,68 @@ def delta_key_gradients_kernel(
     h = index % HS
     row, count, _ = chunk_of(index // HS, chunks_ptr, T, CHUNK, TABLE)
     if count > 0:
-        r = tl.arange(0, CHUNK)
+        r = tl.arange(0, CHUNK)  # [C]
         own = index.to(tl.int64) * (D * V)
         place = (row * HS + h) * V
-        dq = tl.zeros([CHUNK, BLOCK_K], tl.float32)
-        dread = tl.zeros([CHUNK, BLOCK_K], tl.float32)
-        dk = tl.zeros([CHUNK, BLOCK_K], tl.float32)
-        dcarry = tl.zeros([BLOCK_K], tl.float32)
+        dq = tl.zeros([CHUNK, BLOCK_K], tl.float32)  # [C, BK]
+        dread = tl.zeros([CHUNK, BLOCK_K], tl.float32)  # [C, BK]
+        dk = tl.zeros([CHUNK, BLOCK_K], tl.float32)  # [C, BK]
+        dcarry = tl.zeros([BLOCK_K], tl.float32)  # [BK]
+        # From the states, decays still missing: do S^T, x S^T, v' dS^T, and what passes through the chunk, sum_v S o dS.
         for v0 in tl.range(0, V, BLOCK_V):
-            do = load_tile(do_ptr + place, HS * V, count, v0, V, CHUNK, BLOCK_V, EVEN)
-            written = load_tile(written_ptr + place, HS * V, count, v0, V, CHUNK, BLOCK_V, EVEN)
-            derror = load_tile(derrors_ptr + place, HS * V, count, v0, V, CHUNK, BLOCK_V, EVEN)
-            state = load_tile(
-                states_ptr + own + v0 * D, D, V - v0, column, D, BLOCK_V, BLOCK_K, V % BLOCK_V == 0
-            )
-            dstate = load_tile(
-                dstates_ptr + own + v0 * D, D, V - v0, column, D, BLOCK_V, BLOCK_K, V % BLOCK_V == 0
-            )
-            dq = tl.dot(do, state, dq, input_precision=PRECISION)
-            dread = tl.dot(derror, state, dread, input_precision=PRECISION)
-            dk = tl.dot(written, dstate, dk, input_precision=PRECISION)
+            do = load_tile(do_ptr + place, HS * V, count, v0, V, CHUNK, BLOCK_V, EVEN)  # [C, BV]
+            written = load_tile(written_ptr + place, HS * V, count, v0, V, CHUNK, BLOCK_V, EVEN)  # [C, BV]
+            derror = load_tile(derrors_ptr + place, HS * V, count, v0, V, CHUNK, BLOCK_V, EVEN)  # [C, BV]
+            state = load_tile(states_ptr + own + v0 * D, D, V - v0, column, D, BLOCK_V, BLOCK_K, V % BLOCK_V == 0)  # [BV, BK]
+            dstate = load_tile(dstates_ptr + own + v0 * D, D, V - v0, column, D, BLOCK_V, BLOCK_K, V % BLOCK_V == 0)  # [BV, BK]
+            dq = tl.dot(do, state, dq, input_precision=PRECISION)  # [C, BK]
+            dread = tl.dot(derror, state, dread, input_precision=PRECISION)  # [C, BK]
+            dk = tl.dot(written, dstate, dk, input_precision=PRECISION)  # [C, BK]
             dcarry += tl.sum(state.to(tl.float32) * dstate.to(tl.float32), axis=0)
-        beta = load_vector(factors_at(factors_ptr, row, h, T, HS) + T * 2, 1, count, CHUNK, EVEN)
-        q = load_tile(
-            q_ptr + row * (HQ * D) + h // (HS // HQ) * D, HQ * D, count, column, D, CHUNK, BLOCK_K, EVEN
-        )
-        k = load_tile(
-            k_ptr + row * (HK * D) + h // (HS // HK) * D, HK * D, count, column, D, CHUNK, BLOCK_K, EVEN
-        )
+        beta = load_vector(factors_at(factors_ptr, row, h, T, HS) + T * 2, 1, count, CHUNK, EVEN)  # [C]
+        q = load_tile(q_ptr + row * (HQ * D) + h // (HS // HQ) * D, HQ * D, count, column, D, CHUNK, BLOCK_K, EVEN)  # [C, BK]
+        k = load_tile(k_ptr + row * (HK * D) + h // (HS // HK) * D, HK * D, count, column, D, CHUNK, BLOCK_K, EVEN)  # [C, BK]
         gates = gates_ptr + row * (HG * D) + h // (HS // HG) * D
         low = low_ptr + row * (HG * D) + h // (HS // HG) * D
-        before, rest = load_gates(gates, low, tl.minimum(r, count - 1), HG * D, column, D, BLOCK_K, EXACT)
-        end, end_rest = load_gates(
-            gates, low, tl.zeros([1], tl.int32) + count - 1, HG * D, column, D, BLOCK_K, EXACT
-        )
-        after = end - before
+        before, rest = load_gates(gates, low, tl.minimum(r, count - 1), HG * D, column, D, BLOCK_K, EXACT)  # [C, BK] each
+        end, end_rest = load_gates(gates, low, tl.zeros([1], tl.int32) + count - 1, HG * D, column, D, BLOCK_K, EXACT)  # [1, BK] each
+        after = end - before  # [C, BK]
         if EXACT:
             before += rest
             after += end_rest - rest
             end += end_rest
-        before = tl.exp2(before)
-        after = tl.exp2(after)
-        carry = tl.sum(tl.exp2(end), axis=0)
+        before = tl.exp2(before)  # [C, BK]
+        after = tl.exp2(after)  # [C, BK]
+        carry = tl.sum(tl.exp2(end), axis=0)  # [BK]
         if SEGMENTS:
-            starts = segment_starts(starts_ptr, row, count, row // T, T, CHUNK)
+            starts = segment_starts(starts_ptr, row, count, row // T, T, CHUNK)  # [C]
             last = last_start(starts_ptr, row, count, row // T, T)
-            before = tl.where((starts < 0)[:, None], before, 0.0)
-            after = tl.where((r >= last)[:, None], after, 0.0)
-            carry = tl.where(last < 0, carry, 0.0)
+            before = tl.where((starts < 0)[:, None], before, 0.0)  # [C, BK]
+            after = tl.where((r >= last)[:, None], after, 0.0)  # [C, BK]
+            carry = tl.where(last < 0, carry, 0.0)  # [BK]
+        # With their decays; `dread` is the gradient in `reader`, `rise` that in the summed log decays.
         dq *= before * SCALE
         dread *= -before
         dk *= after
-        k_wide = k.to(tl.float32)
-        reader = k_wide * beta[:, None]
+        k_wide = k.to(tl.float32)  # [C, BK]
+        reader = k_wide * beta[:, None]  # [C, BK]
         # No decay lies between the last token and the chunk's end.
-        at_end = (r == count - 1)[:, None]
-        rise = tl.where(at_end, 0.0, dk * k_wide)
-        dend = dcarry * carry + tl.sum(rise, axis=0)
-        rise = dq * q.to(tl.float32) + dread * reader + tl.where(at_end, dend[None, :], -rise)
+        at_end = (r == count - 1)[:, None]  # [C, 1]
+        rise = tl.where(at_end, 0.0, dk * k_wide)  # [C, BK]
+        dend = dcarry * carry + tl.sum(rise, axis=0)  # [BK]
+        rise = dq * q.to(tl.float32) + dread * reader + tl.where(at_end, dend[None, :], -rise)  # [C, BK]
 
+        # From the pairs of tokens, those on the diagonal apart: no decay lies between them.
         pairs = (row * HS + h) * CHUNK
         dq, dread, dk, rise = _add_pairs(
             dq, dread, dk, rise, q, reader, k, dscores_ptr + pairs, dreads_ptr + pairs, HS * CHUNK, gates, low, HG * D, count, column,
-            D, CHUNK, BLOCK_K, EVEN, EXACT, PRECISION)  # fmt: skip
-        diagonal = load_vector(diagonal_ptr + row * HS + h, HS, count, CHUNK, EVEN)[:, None]
+            D, CHUNK, BLOCK_K, EVEN, EXACT, PRECISION)
+        diagonal = load_vector(diagonal_ptr + row * HS + h, HS, count, CHUNK, EVEN)[:, None]  # [C, 1]
         wide = (row * HS + h) * D
         store_tile(dq_ptr + wide, dq + diagonal * k_wide, HS * D, count, column, D, CHUNK, BLOCK_K)
         dk += dread * beta[:, None] + diagonal * q.to(tl.float32)
         store_tile(dk_ptr + wide, dk, HS * D, count, column, D, CHUNK, BLOCK_K)
-        tl.store(
-            dbeta_ptr + ((row + r) * tiles + tile) * HS + h, tl.sum(dread * k_wide, axis=1), mask=r < count
-        )
-        rise = tl.cumsum(tl.where((r < count)[:, None], rise, 0.0), axis=0, reverse=True)
+        tl.store(dbeta_ptr + ((row + r) * tiles + tile) * HS + h, tl.sum(dread * k_wide, axis=1), mask=r < count)
+        # A token's decay has what rises at it and after it.
+        rise = tl.cumsum(tl.where((r < count)[:, None], rise, 0.0), axis=0, reverse=True)  # [C, BK]
         store_tile(dg_ptr + wide, rise, HS * D, count, column, D, CHUNK, BLOCK_K)

@@ -1,6 +1,6 @@
 """Triton: the two serial passes of a delta rule over the chunks of a sequence, a program for each state head and tile of values.
 
-A state is held transposed, `[BLOCK_V, D]`. So every matrix of the chain from a state to the next is the left operand of a product, and
+A state is held transposed, `[BV, BK]`. So every matrix of the chain from a state to the next is the left operand of a product, and
 stays in the registers of the threads that made it. With a decay per key, `q`, `k` and `k_end` come with their decays inside
 (`DECAYED`), over tokens and state heads, and `carry [chunks, HS, D]` is the decay of a whole chunk.
 """
@@ -11,12 +11,13 @@ import triton.language as tl
 from .tile import load_tile, load_vector, operand_of, sequence_of, store_tile
 
 
+# fmt: off
 @triton.jit
 def transposed(start, D: tl.constexpr, V: tl.constexpr, BLOCK_K: tl.constexpr, BLOCK_V: tl.constexpr):
     """Offsets in `[D, V]`, and the mask, of a `[BLOCK_V, BLOCK_K]` tile from value `start` on."""
-    v = start + tl.arange(0, BLOCK_V)[:, None]
-    d = tl.arange(0, BLOCK_K)[None, :]
-    return d * V + v, (v < V) & (d < D)
+    v = start + tl.arange(0, BLOCK_V)[:, None]  # [BV, 1]
+    d = tl.arange(0, BLOCK_K)[None, :]  # [1, BK]
+    return d * V + v, (v < V) & (d < D)  # [BV, BK] each
 
 
 @triton.jit
@@ -29,16 +30,16 @@ def factors_at(factors_ptr, row, h, T, HS: tl.constexpr):
 @triton.jit
 def factors_of(factors, count, T, CHUNK: tl.constexpr, EVEN: tl.constexpr):
     """The decays from the chunk's start and to its end, and the decay of the whole chunk."""
-    before = load_vector(factors, 1, count, CHUNK, EVEN)
-    after = load_vector(factors + T, 1, count, CHUNK, EVEN)
+    before = load_vector(factors, 1, count, CHUNK, EVEN)  # [C]
+    after = load_vector(factors + T, 1, count, CHUNK, EVEN)  # [C]
     return before, after, tl.load(factors + tl.maximum(count, 1) - 1)
 
 
 @triton.jit
 def identity(CHUNK: tl.constexpr, DTYPE: tl.constexpr):
     """The product with it brings a tile from memory to where accumulators are, sooner than Triton's own change of layout."""
-    r = tl.arange(0, CHUNK)
-    return tl.where(r[:, None] == r[None, :], 1.0, 0.0).to(DTYPE)
+    r = tl.arange(0, CHUNK)  # [C]
+    return tl.where(r[:, None] == r[None, :], 1.0, 0.0).to(DTYPE)  # [C, C]
 
 
 @triton.jit
@@ -48,64 +49,62 @@ def delta_states_kernel(
     HS: tl.constexpr, HQ: tl.constexpr, HK: tl.constexpr, HV: tl.constexpr, D: tl.constexpr, V: tl.constexpr, CHUNK: tl.constexpr,
     BLOCK_K: tl.constexpr, BLOCK_V: tl.constexpr, SCALE: tl.constexpr, DECAYED: tl.constexpr, INITIAL: tl.constexpr, TABLE: tl.constexpr,
     EVEN: tl.constexpr, OUT: tl.constexpr, PRECISION: tl.constexpr,
-):  # fmt: skip
+):
     """`OUT`: the outputs and the final state; else the state before each chunk, `[chunks, HS, V, D]`, and the rows written to it."""
+    # A program: a sequence, a state head, a tile of value channels (fastest).
     tiles: tl.constexpr = (V + BLOCK_V - 1) // BLOCK_V
     start = tl.program_id(0) % tiles * BLOCK_V
     index = tl.program_id(0) // tiles
     h = index % HS
     first, length, chunk = sequence_of(index // HS, bounds_ptr, T, CHUNK, TABLE)
-    own = index.to(tl.int64) * (D * V)
-    offsets, mask = transposed(start, D, V, BLOCK_K, BLOCK_V)
-    state = tl.zeros([BLOCK_V, BLOCK_K], tl.float32)
+    own = index.to(tl.int64) * (D * V)  # the state's [D, V] among those of sequences and heads
+    offsets, mask = transposed(start, D, V, BLOCK_K, BLOCK_V)  # [BV, BK] each
+    state = tl.zeros([BLOCK_V, BLOCK_K], tl.float32)  # [BV, BK], all key channels
     if INITIAL:
-        state = tl.load(initial_ptr + own + offsets, mask=mask, other=0.0).to(tl.float32)
+        state = tl.load(initial_ptr + own + offsets, mask=mask, other=0.0).to(tl.float32)  # [BV, BK]
     factors = factors_at(factors_ptr, first, h, T, HS)
-    one = identity(CHUNK, k_ptr.dtype.element_ty)
+    one = identity(CHUNK, k_ptr.dtype.element_ty)  # [C, C]
     for n in tl.range(0, tl.cdiv(length, CHUNK)):
         row = first + n * CHUNK
         count = tl.minimum(length - n * CHUNK, CHUNK)
-        k = load_tile(k_ptr + row * (HK * D) + h // (HS // HK) * D, HK * D, count, 0, D, CHUNK, BLOCK_K, EVEN)
-        v = load_tile(
-            v_ptr + row * (HV * V) + h // (HS // HV) * V, HV * V, count, start, V, CHUNK, BLOCK_V, EVEN
-        )
+        k = load_tile(k_ptr + row * (HK * D) + h // (HS // HK) * D, HK * D, count, 0, D, CHUNK, BLOCK_K, EVEN)  # [C, BK]
+        v = load_tile(v_ptr + row * (HV * V) + h // (HS // HV) * V, HV * V, count, start, V, CHUNK, BLOCK_V, EVEN)  # [C, BV]
         place = (row * HS + h) * CHUNK
-        inverse = load_tile(inverse_ptr + place, HS * CHUNK, count, 0, CHUNK, CHUNK, CHUNK, EVEN)
-        beta = load_vector(factors + n * CHUNK + T * 2, 1, count, CHUNK, EVEN)
+        inverse = load_tile(inverse_ptr + place, HS * CHUNK, count, 0, CHUNK, CHUNK, CHUNK, EVEN)  # [C, C]
+        beta = load_vector(factors + n * CHUNK + T * 2, 1, count, CHUNK, EVEN)  # [C]
         if not DECAYED:
-            before, after, carry = factors_of(factors + n * CHUNK, count, T, CHUNK, EVEN)
-        old = operand_of(state, k.dtype, PRECISION)
-        read = tl.dot(old, tl.trans(k), input_precision=PRECISION)  # [BLOCK_V, CHUNK]
+            before, after, carry = factors_of(factors + n * CHUNK, count, T, CHUNK, EVEN)  # [C], [C], []
+        # What is written: v' = (I + L)^-1 beta (v - e^G k S), here all transposed.
+        old = operand_of(state, k.dtype, PRECISION)  # [BV, BK]
+        read = tl.dot(old, tl.trans(k), input_precision=PRECISION)  # [BV, C]
         if not DECAYED:
             read *= before[None, :]
-        error = (tl.dot(tl.trans(v), one, input_precision=PRECISION) - read) * beta[None, :]
-        error = operand_of(error, k.dtype, PRECISION)
-        write = tl.dot(error, tl.trans(inverse), input_precision=PRECISION)
-        written = operand_of(write, k.dtype, PRECISION)
+        error = (tl.dot(tl.trans(v), one, input_precision=PRECISION) - read) * beta[None, :]  # [BV, C]
+        error = operand_of(error, k.dtype, PRECISION)  # [BV, C]
+        write = tl.dot(error, tl.trans(inverse), input_precision=PRECISION)  # [BV, C]
+        written = operand_of(write, k.dtype, PRECISION)  # [BV, C]
+        # S <- e^{G_C} S + (e^{G_C - G} k)^T v'.
         if DECAYED:
-            d = tl.arange(0, BLOCK_K)
-            carried = tl.load(carry_ptr + ((chunk + n) * HS + h) * D + d, mask=d < D, other=0.0)
-            k_end = load_tile(k_end_ptr + (row * HS + h) * D, HS * D, count, 0, D, CHUNK, BLOCK_K, EVEN)
-            state = tl.dot(written, k_end, state * carried[None, :], input_precision=PRECISION)
+            d = tl.arange(0, BLOCK_K)  # [BK]
+            carried = tl.load(carry_ptr + ((chunk + n) * HS + h) * D + d, mask=d < D, other=0.0)  # [BK]
+            k_end = load_tile(k_end_ptr + (row * HS + h) * D, HS * D, count, 0, D, CHUNK, BLOCK_K, EVEN)  # [C, BK]
+            state = tl.dot(written, k_end, state * carried[None, :], input_precision=PRECISION)  # [BV, BK]
         else:
-            kept = operand_of(write * after[None, :], k.dtype, PRECISION)
-            state = tl.dot(kept, k, state * carry, input_precision=PRECISION)
+            kept = operand_of(write * after[None, :], k.dtype, PRECISION)  # [BV, C]
+            state = tl.dot(kept, k, state * carry, input_precision=PRECISION)  # [BV, BK]
+        # o = scale e^G q S + A v'.
         if OUT:
-            q = load_tile(
-                q_ptr + row * (HQ * D) + h // (HS // HQ) * D, HQ * D, count, 0, D, CHUNK, BLOCK_K, EVEN
-            )
-            scores = load_tile(scores_ptr + place, HS * CHUNK, count, 0, CHUNK, CHUNK, CHUNK, EVEN)
-            out = tl.dot(old, tl.trans(q), input_precision=PRECISION)
+            q = load_tile(q_ptr + row * (HQ * D) + h // (HS // HQ) * D, HQ * D, count, 0, D, CHUNK, BLOCK_K, EVEN)  # [C, BK]
+            scores = load_tile(scores_ptr + place, HS * CHUNK, count, 0, CHUNK, CHUNK, CHUNK, EVEN)  # [C, C]
+            out = tl.dot(old, tl.trans(q), input_precision=PRECISION)  # [BV, C]
             if not DECAYED:
                 out *= (before * SCALE)[None, :]
-            out = tl.dot(written, tl.trans(scores), out, input_precision=PRECISION)
+            out = tl.dot(written, tl.trans(scores), out, input_precision=PRECISION)  # [BV, C]
             store_tile(out_ptr + (row * HS + h) * V, tl.trans(out), HS * V, count, start, V, CHUNK, BLOCK_V)
         else:
             stored = states_ptr + ((chunk + n) * HS + h) * (D * V) + start * D
             store_tile(stored, old, D, V - start, 0, D, BLOCK_V, BLOCK_K)
-            store_tile(
-                written_ptr + (row * HS + h) * V, tl.trans(written), HS * V, count, start, V, CHUNK, BLOCK_V
-            )
+            store_tile(written_ptr + (row * HS + h) * V, tl.trans(written), HS * V, count, start, V, CHUNK, BLOCK_V)
     if OUT:
         tl.store(final_ptr + own + offsets, state.to(final_ptr.dtype.element_ty), mask=mask)
 
@@ -116,57 +115,59 @@ def delta_dstates_kernel(
     dstates_ptr, derrors_ptr, dinitial_ptr,
     HS: tl.constexpr, HQ: tl.constexpr, HK: tl.constexpr, D: tl.constexpr, V: tl.constexpr, CHUNK: tl.constexpr, BLOCK_K: tl.constexpr,
     BLOCK_V: tl.constexpr, SCALE: tl.constexpr, DECAYED: tl.constexpr, TABLE: tl.constexpr, EVEN: tl.constexpr, PRECISION: tl.constexpr,
-):  # fmt: skip
+):
     """Gradients in the state after each chunk, `[chunks, HS, V, D]`, in `beta (v - e^G k S)`, and in the initial state."""
+    # A program: as of `delta_states_kernel`.
     tiles: tl.constexpr = (V + BLOCK_V - 1) // BLOCK_V
     start = tl.program_id(0) % tiles * BLOCK_V
     index = tl.program_id(0) // tiles
     h = index % HS
     first, length, chunk = sequence_of(index // HS, bounds_ptr, T, CHUNK, TABLE)
-    own = index.to(tl.int64) * (D * V)
-    offsets, mask = transposed(start, D, V, BLOCK_K, BLOCK_V)
-    dstate = tl.load(dfinal_ptr + own + offsets, mask=mask, other=0.0).to(tl.float32)
+    own = index.to(tl.int64) * (D * V)  # the state's [D, V] among those of sequences and heads
+    offsets, mask = transposed(start, D, V, BLOCK_K, BLOCK_V)  # [BV, BK] each
+    dstate = tl.load(dfinal_ptr + own + offsets, mask=mask, other=0.0).to(tl.float32)  # [BV, BK], all key channels
     chunks = tl.cdiv(length, CHUNK)
     factors = factors_at(factors_ptr, first, h, T, HS)
-    one = identity(CHUNK, k_ptr.dtype.element_ty)
+    one = identity(CHUNK, k_ptr.dtype.element_ty)  # [C, C]
+    # From the last chunk to the first; `dstate` is the gradient in the state after it.
     for step in tl.range(0, chunks):
         n = chunks - 1 - step
         row = first + n * CHUNK
         count = tl.minimum(length - n * CHUNK, CHUNK)
-        k = load_tile(k_ptr + row * (HK * D) + h // (HS // HK) * D, HK * D, count, 0, D, CHUNK, BLOCK_K, EVEN)
-        q = load_tile(q_ptr + row * (HQ * D) + h // (HS // HQ) * D, HQ * D, count, 0, D, CHUNK, BLOCK_K, EVEN)
-        do = load_tile(do_ptr + (row * HS + h) * V, HS * V, count, start, V, CHUNK, BLOCK_V, EVEN)
+        k = load_tile(k_ptr + row * (HK * D) + h // (HS // HK) * D, HK * D, count, 0, D, CHUNK, BLOCK_K, EVEN)  # [C, BK]
+        q = load_tile(q_ptr + row * (HQ * D) + h // (HS // HQ) * D, HQ * D, count, 0, D, CHUNK, BLOCK_K, EVEN)  # [C, BK]
+        do = load_tile(do_ptr + (row * HS + h) * V, HS * V, count, start, V, CHUNK, BLOCK_V, EVEN)  # [C, BV]
         place = (row * HS + h) * CHUNK
-        scores = load_tile(scores_ptr + place, HS * CHUNK, count, 0, CHUNK, CHUNK, CHUNK, EVEN)
-        inverse = load_tile(inverse_ptr + place, HS * CHUNK, count, 0, CHUNK, CHUNK, CHUNK, EVEN)
-        beta = load_vector(factors + n * CHUNK + T * 2, 1, count, CHUNK, EVEN)
+        scores = load_tile(scores_ptr + place, HS * CHUNK, count, 0, CHUNK, CHUNK, CHUNK, EVEN)  # [C, C]
+        inverse = load_tile(inverse_ptr + place, HS * CHUNK, count, 0, CHUNK, CHUNK, CHUNK, EVEN)  # [C, C]
+        beta = load_vector(factors + n * CHUNK + T * 2, 1, count, CHUNK, EVEN)  # [C]
         if not DECAYED:
-            before, after, carry = factors_of(factors + n * CHUNK, count, T, CHUNK, EVEN)
-        old = operand_of(dstate, k.dtype, PRECISION)
+            before, after, carry = factors_of(factors + n * CHUNK, count, T, CHUNK, EVEN)  # [C], [C], []
+        old = operand_of(dstate, k.dtype, PRECISION)  # [BV, BK]
         stored = dstates_ptr + ((chunk + n) * HS + h) * (D * V) + start * D
         store_tile(stored, old, D, V - start, 0, D, BLOCK_V, BLOCK_K)
-        do = tl.trans(do)  # [BLOCK_V, CHUNK]
+        # dv' = A^T do + e^{G_C - G} k dS, and dv'^T (I + L)^-1 is the gradient in beta (v - e^G k S); all transposed.
+        do = tl.trans(do)  # [BV, C]
         if DECAYED:
-            k_end = load_tile(k_end_ptr + (row * HS + h) * D, HS * D, count, 0, D, CHUNK, BLOCK_K, EVEN)
-            dwrite = tl.dot(old, tl.trans(k_end), input_precision=PRECISION)
+            k_end = load_tile(k_end_ptr + (row * HS + h) * D, HS * D, count, 0, D, CHUNK, BLOCK_K, EVEN)  # [C, BK]
+            dwrite = tl.dot(old, tl.trans(k_end), input_precision=PRECISION)  # [BV, C]
         else:
-            dwrite = tl.dot(old, tl.trans(k), input_precision=PRECISION) * after[None, :]
-        dwrite = tl.dot(do, scores, dwrite, input_precision=PRECISION)
-        dwrite = operand_of(dwrite, k.dtype, PRECISION)
-        derror = tl.dot(dwrite, inverse, input_precision=PRECISION)
-        stored = operand_of(derror, k.dtype, PRECISION)
-        store_tile(
-            derrors_ptr + (row * HS + h) * V, tl.trans(stored), HS * V, count, start, V, CHUNK, BLOCK_V
-        )
+            dwrite = tl.dot(old, tl.trans(k), input_precision=PRECISION) * after[None, :]  # [BV, C]
+        dwrite = tl.dot(do, scores, dwrite, input_precision=PRECISION)  # [BV, C]
+        dwrite = operand_of(dwrite, k.dtype, PRECISION)  # [BV, C]
+        derror = tl.dot(dwrite, inverse, input_precision=PRECISION)  # [BV, C]
+        stored = operand_of(derror, k.dtype, PRECISION)  # [BV, C]
+        store_tile(derrors_ptr + (row * HS + h) * V, tl.trans(stored), HS * V, count, start, V, CHUNK, BLOCK_V)
+        # dS <- e^{G_C} dS + (scale e^G q)^T do - (beta e^G k)^T derror.
         if DECAYED:
-            d = tl.arange(0, BLOCK_K)
-            carried = tl.load(carry_ptr + ((chunk + n) * HS + h) * D + d, mask=d < D, other=0.0)
-            dstate = tl.dot(do, q, dstate * carried[None, :], input_precision=PRECISION)
-            dread = operand_of(derror * -beta[None, :], k.dtype, PRECISION)
+            d = tl.arange(0, BLOCK_K)  # [BK]
+            carried = tl.load(carry_ptr + ((chunk + n) * HS + h) * D + d, mask=d < D, other=0.0)  # [BK]
+            dstate = tl.dot(do, q, dstate * carried[None, :], input_precision=PRECISION)  # [BV, BK]
+            dread = operand_of(derror * -beta[None, :], k.dtype, PRECISION)  # [BV, C]
         else:
-            seen = tl.dot(do, one, input_precision=PRECISION) * (before * SCALE)[None, :]
-            seen = operand_of(seen, k.dtype, PRECISION)
-            dstate = tl.dot(seen, q, dstate * carry, input_precision=PRECISION)
-            dread = operand_of(derror * -(beta * before)[None, :], k.dtype, PRECISION)
-        dstate = tl.dot(dread, k, dstate, input_precision=PRECISION)
+            seen = tl.dot(do, one, input_precision=PRECISION) * (before * SCALE)[None, :]  # [BV, C]
+            seen = operand_of(seen, k.dtype, PRECISION)  # [BV, C]
+            dstate = tl.dot(seen, q, dstate * carry, input_precision=PRECISION)  # [BV, BK]
+            dread = operand_of(derror * -(beta * before)[None, :], k.dtype, PRECISION)  # [BV, C]
+        dstate = tl.dot(dread, k, dstate, input_precision=PRECISION)  # [BV, BK]
     tl.store(dinitial_ptr + own + offsets, dstate, mask=mask)

@@ -14,26 +14,29 @@ from .tile import (
     between,
     between_transposed,
     chunk_of,
+    CONSTANT,
     decays_of,
     from_start,
     last_start,
     load_tile,
     load_vector,
+    NONE,
     operand_of,
     segment_starts,
     store_tile,
 )
 
 
+# fmt: off
 @triton.jit
 def _products(a_ptr, b_ptr, a_stride, b_stride, count, D: tl.constexpr, CHUNK: tl.constexpr, BLOCK_K: tl.constexpr, EVEN: tl.constexpr,
-              PRECISION: tl.constexpr):  # fmt: skip
+              PRECISION: tl.constexpr):
     """The products of a chunk's rows of two operands, over all key channels."""
-    products = tl.zeros([CHUNK, CHUNK], tl.float32)
+    products = tl.zeros([CHUNK, CHUNK], tl.float32)  # [C, C]
     for d in tl.static_range(0, D, BLOCK_K):
-        a = load_tile(a_ptr, a_stride, count, d, D, CHUNK, BLOCK_K, EVEN)
-        b = load_tile(b_ptr, b_stride, count, d, D, CHUNK, BLOCK_K, EVEN)
-        products = tl.dot(a, tl.trans(b), products, input_precision=PRECISION)
+        a = load_tile(a_ptr, a_stride, count, d, D, CHUNK, BLOCK_K, EVEN)  # [C, BK]
+        b = load_tile(b_ptr, b_stride, count, d, D, CHUNK, BLOCK_K, EVEN)  # [C, BK]
+        products = tl.dot(a, tl.trans(b), products, input_precision=PRECISION)  # [C, C]
     return products
 
 
@@ -45,13 +48,14 @@ def gradients_kernel(
     V: tl.constexpr, CHUNK: tl.constexpr, BLOCK_K: tl.constexpr, BLOCK_V: tl.constexpr, HEADS: tl.constexpr, SCALE: tl.constexpr,
     DECAY: tl.constexpr, BETA: tl.constexpr, SKIP: tl.constexpr, SEGMENTS: tl.constexpr, TABLE: tl.constexpr, EVEN: tl.constexpr,
     EXACT: tl.constexpr, PRECISION: tl.constexpr,
-):  # fmt: skip
+):
     """Of one chunk, `HEADS` heads that share a query and a key head, `BLOCK_K` key channels and one side.
 
     `dq [parts, .., HQ, D]` and `dk [parts, .., HK, D]`: a part for each program that has the head. `dg`, `dbeta [2 tiles, .., HS]`: a part
     for each side and tile of key channels; `dg` of a constant is `[2 tiles, chunks, HS]`. `dv [.., HS, V]`, `dskip [chunks, HS, V]`.
     Several heads add to one accumulator of `dq` or `dk`, their decays folded into the other operand.
     """
+    # A program: a chunk, `HEADS` heads, a tile of key channels, a side (fastest).
     tiles: tl.constexpr = (D + BLOCK_K - 1) // BLOCK_K
     slices: tl.constexpr = HS // HEADS
     index = tl.program_id(0)
@@ -64,164 +68,160 @@ def gradients_kernel(
     first, count, seq = chunk_of(index, chunks_ptr, T, CHUNK, TABLE)
     q_base = q_ptr + first * (HQ * D) + h0 // (HS // HQ) * D
     k_base = k_ptr + first * (HK * D) + h0 // (HS // HK) * D
-    r = tl.arange(0, CHUNK)
+    r = tl.arange(0, CHUNK)  # [C]
 
+    # The side of the queries: rows of pairs are tokens i that read, columns are tokens j <= i that were written.
     if side == 0:
-        visible = (r[:, None] >= r[None, :]) & (r < count)[:, None]
-        sees = tl.zeros([CHUNK], tl.float32) + SCALE
+        visible = (r[:, None] >= r[None, :]) & (r < count)[:, None]  # [C, C]
+        sees = tl.zeros([CHUNK], tl.float32) + SCALE  # [C]
         carried = 1.0
         if SEGMENTS:
-            starts = segment_starts(starts_ptr, first, count, seq, T, CHUNK)
-            visible = visible & (r[None, :] >= starts[:, None])
-            sees = tl.where(starts < 0, sees, 0.0)
+            starts = segment_starts(starts_ptr, first, count, seq, T, CHUNK)  # [C]
+            visible = visible & (r[None, :] >= starts[:, None])  # [C, C]
+            sees = tl.where(starts < 0, sees, 0.0)  # [C]
             carried = tl.where(last_start(starts_ptr, first, count, seq, T) < 0, 1.0, 0.0)
-        dq = tl.zeros([CHUNK, BLOCK_K], tl.float32)
-        ds_all = tl.zeros([CHUNK, CHUNK], tl.float32)
+        dq = tl.zeros([CHUNK, BLOCK_K], tl.float32)  # [C, BK]
+        ds_all = tl.zeros([CHUNK, CHUNK], tl.float32)  # [C, C], summed over the heads
         for n in tl.range(0, HEADS):
             h = h0 + n
-            high, low, _rest, whole = decays_of(
-                g_ptr, logs_ptr, first, count, seq, h, TOKENS, HS, HG, CHUNK, DECAY, EVEN, EXACT
-            )
-            part = (tile.to(tl.int64) * TOKENS + first + r) * HS + h
+            high, low, _rest, whole = decays_of(g_ptr, logs_ptr, first, count, seq, h, TOKENS, HS, HG, CHUNK, DECAY, EVEN, EXACT)  # [C]
+            part = (tile.to(tl.int64) * TOKENS + first + r) * HS + h  # [C]
             states = states_ptr + (index.to(tl.int64) * HS + h) * (D * V)
             dstates = dstates_ptr + (index.to(tl.int64) * HS + h) * (D * V)
-            enter = from_start(high, low, DECAY, EXACT) * sees
-            q = load_tile(q_base, HQ * D, count, d0, D, CHUNK, BLOCK_K, EVEN)
-            read = tl.zeros([CHUNK], tl.float32)
-            ds = tl.zeros([CHUNK, CHUNK], tl.float32)
+            enter = from_start(high, low, DECAY, EXACT) * sees  # [C], scale e^{G_i}
+            q = load_tile(q_base, HQ * D, count, d0, D, CHUNK, BLOCK_K, EVEN)  # [C, BK]
+            read = tl.zeros([CHUNK], tl.float32)  # [C], the gradient in G_i
+            ds = tl.zeros([CHUNK, CHUNK], tl.float32)  # [C, C]
             if HEADS == 1:
-                dq_state = tl.zeros([CHUNK, BLOCK_K], tl.float32)
-            through = 0.0
+                dq_state = tl.zeros([CHUNK, BLOCK_K], tl.float32)  # [C, BK]
+            through = 0.0  # []
+            # do v^T, what q_i gets of the state it reads, scale e^{G_i} S do_i, and what passes through the chunk, sum (S o dS).
             for v0 in tl.range(0, V, BLOCK_V):
-                v = load_tile(
-                    v_ptr + first * (HV * V) + h // (HS // HV) * V, HV * V, count, v0, V, CHUNK, BLOCK_V, EVEN
-                )
-                do = load_tile(do_ptr + first * (HS * V) + h * V, HS * V, count, v0, V, CHUNK, BLOCK_V, EVEN)
-                state = load_tile(states + d0 * V, V, D - d0, v0, V, BLOCK_K, BLOCK_V, D % BLOCK_K == 0)
-                ds = tl.dot(do, tl.trans(v), ds, input_precision=PRECISION)
+                v = load_tile(v_ptr + first * (HV * V) + h // (HS // HV) * V, HV * V, count, v0, V, CHUNK, BLOCK_V, EVEN)  # [C, BV]
+                do = load_tile(do_ptr + first * (HS * V) + h * V, HS * V, count, v0, V, CHUNK, BLOCK_V, EVEN)  # [C, BV]
+                state = load_tile(states + d0 * V, V, D - d0, v0, V, BLOCK_K, BLOCK_V, D % BLOCK_K == 0)  # [BK, BV]
+                ds = tl.dot(do, tl.trans(v), ds, input_precision=PRECISION)  # [C, C]
                 if HEADS == 1:
-                    dq_state = tl.dot(do, tl.trans(state), dq_state, input_precision=PRECISION)
+                    dq_state = tl.dot(do, tl.trans(state), dq_state, input_precision=PRECISION)  # [C, BK]
                 else:
-                    do = operand_of(do.to(tl.float32) * enter[:, None], q.dtype, PRECISION)
-                    dq = tl.dot(do, tl.trans(state), dq, input_precision=PRECISION)
-                    if DECAY != 0:
-                        out = tl.dot(q, state, input_precision=PRECISION)
+                    do = operand_of(do.to(tl.float32) * enter[:, None], q.dtype, PRECISION)  # [C, BV]
+                    dq = tl.dot(do, tl.trans(state), dq, input_precision=PRECISION)  # [C, BK]
+                    if DECAY != NONE:
+                        out = tl.dot(q, state, input_precision=PRECISION)  # [C, BV]
                         read += tl.sum(do.to(tl.float32) * out, axis=1)
-                if DECAY != 0:
-                    dstate = load_tile(dstates + d0 * V, V, D - d0, v0, V, BLOCK_K, BLOCK_V, D % BLOCK_K == 0)
+                if DECAY != NONE:
+                    dstate = load_tile(dstates + d0 * V, V, D - d0, v0, V, BLOCK_K, BLOCK_V, D % BLOCK_K == 0)  # [BK, BV]
                     through += tl.sum(tl.sum(state.to(tl.float32) * dstate.to(tl.float32), axis=1), axis=0)
             if HEADS == 1:
                 dq_state *= enter[:, None]
                 dq += dq_state
                 read += tl.sum(q.to(tl.float32) * dq_state, axis=1)
 
+            # The gradient in q_i k_j^T, and from it those in beta and in the decays between j and i.
             ds *= between(high, low, visible, DECAY, EXACT) * SCALE
-            products = _products(q_base, k_base, HQ * D, HK * D, count, D, CHUNK, BLOCK_K, EVEN, PRECISION)
+            products = _products(q_base, k_base, HQ * D, HK * D, count, D, CHUNK, BLOCK_K, EVEN, PRECISION)  # [C, C]
             if BETA:
-                beta = load_vector(beta_ptr + first * HB + h // (HS // HB), HB, count, CHUNK, EVEN)
-                dbeta = tl.where(tile == 0, tl.sum(ds * products, axis=0), 0.0)
+                beta = load_vector(beta_ptr + first * HB + h // (HS // HB), HB, count, CHUNK, EVEN)  # [C]
+                dbeta = tl.where(tile == 0, tl.sum(ds * products, axis=0), 0.0)  # [C]; `products` are of all channels: one tile counts
                 tl.store(dbeta_ptr + part, dbeta, mask=r < count)
                 ds *= beta[None, :]
             ds_all += ds
-            if DECAY != 0:
-                strict = tl.where((r[:, None] > r[None, :]) & (tile == 0), ds * products, 0.0)
+            if DECAY != NONE:
+                # A pair has the decays behind j up to i: a plus in G_i, a minus in G_j. The sum from the end gives each its own.
+                strict = tl.where((r[:, None] > r[None, :]) & (tile == 0), ds * products, 0.0)  # [C, C]
                 read += tl.sum(strict, axis=1) - tl.sum(strict, axis=0)
-                dg = tl.cumsum(read, axis=0, reverse=True)
+                dg = tl.cumsum(read, axis=0, reverse=True)  # [C]
                 dg += through * tl.exp2(whole + 0.0) * carried
-                if DECAY == 1:
+                if DECAY == CONSTANT:
                     total = tl.sum(tl.where(r < count, dg, 0.0), axis=0)
                     tl.store(dg_ptr + (tile.to(tl.int64) * chunks + index) * HS + h, total)
                 else:
                     tl.store(dg_ptr + part, dg, mask=r < count)
-        k = load_tile(k_base, HK * D, count, d0, D, CHUNK, BLOCK_K, EVEN)
-        dq = tl.dot(operand_of(ds_all, k.dtype, PRECISION), k, dq, input_precision=PRECISION)
-        number = h0 // HEADS % (HS // HQ // HEADS)
+        k = load_tile(k_base, HK * D, count, d0, D, CHUNK, BLOCK_K, EVEN)  # [C, BK]
+        dq = tl.dot(operand_of(ds_all, k.dtype, PRECISION), k, dq, input_precision=PRECISION)  # [C, BK]
+        number = h0 // HEADS % (HS // HQ // HEADS)  # which part of the shared head's gradient
         row = (number.to(tl.int64) * TOKENS + first) * (HQ * D) + h0 // (HS // HQ) * D
         store_tile(dq_ptr + row, dq, HQ * D, count, d0, D, CHUNK, BLOCK_K)
 
     else:
-        visible = (r[:, None] <= r[None, :]) & (r < count)[None, :]
-        leaves = r < count
+        # The side of the keys: rows of pairs are tokens j that were written, columns are tokens i >= j that read.
+        visible = (r[:, None] <= r[None, :]) & (r < count)[None, :]  # [C, C]
+        leaves = r < count  # [C]
         if SEGMENTS:
-            starts = segment_starts(starts_ptr, first, count, seq, T, CHUNK)
-            visible = visible & (r[:, None] >= starts[None, :])
-            leaves = leaves & (r >= last_start(starts_ptr, first, count, seq, T))
-        dk = tl.zeros([CHUNK, BLOCK_K], tl.float32)
-        ds_all = tl.zeros([CHUNK, CHUNK], tl.float32)
+            starts = segment_starts(starts_ptr, first, count, seq, T, CHUNK)  # [C]
+            visible = visible & (r[:, None] >= starts[None, :])  # [C, C]
+            leaves = leaves & (r >= last_start(starts_ptr, first, count, seq, T))  # [C]
+        dk = tl.zeros([CHUNK, BLOCK_K], tl.float32)  # [C, BK]
+        ds_all = tl.zeros([CHUNK, CHUNK], tl.float32)  # [C, C], summed over the heads
         for n in tl.range(0, HEADS):
             h = h0 + n
-            high, low, rest, _whole = decays_of(
-                g_ptr, logs_ptr, first, count, seq, h, TOKENS, HS, HG, CHUNK, DECAY, EVEN, EXACT
-            )
-            part = ((tiles + tile).to(tl.int64) * TOKENS + first + r) * HS + h
-            leave = tl.where(leaves, tl.exp2(rest), 0.0)
-            decay = between_transposed(high, low, visible, DECAY, EXACT) * SCALE
-            kept = leave
+            high, low, rest, _whole = decays_of(g_ptr, logs_ptr, first, count, seq, h, TOKENS, HS, HG, CHUNK, DECAY, EVEN, EXACT)  # [C]
+            part = ((tiles + tile).to(tl.int64) * TOKENS + first + r) * HS + h  # [C]
+            leave = tl.where(leaves, tl.exp2(rest), 0.0)  # [C], e^{G_C - G_j}
+            decay = between_transposed(high, low, visible, DECAY, EXACT) * SCALE  # [C, C]
+            kept = leave  # [C], with beta
             if BETA:
-                beta = load_vector(beta_ptr + first * HB + h // (HS // HB), HB, count, CHUNK, EVEN)
+                beta = load_vector(beta_ptr + first * HB + h // (HS // HB), HB, count, CHUNK, EVEN)  # [C]
                 decay *= beta[:, None]
                 kept *= beta
-            products = _products(k_base, q_base, HK * D, HQ * D, count, D, CHUNK, BLOCK_K, EVEN, PRECISION)
-            weights = operand_of(products * decay, k_ptr.dtype.element_ty, PRECISION)
-            k = load_tile(k_base, HK * D, count, d0, D, CHUNK, BLOCK_K, EVEN)
+            products = _products(k_base, q_base, HK * D, HQ * D, count, D, CHUNK, BLOCK_K, EVEN, PRECISION)  # [C, C]
+            weights = operand_of(products * decay, k_ptr.dtype.element_ty, PRECISION)  # [C, C], A^T
+            k = load_tile(k_base, HK * D, count, d0, D, CHUNK, BLOCK_K, EVEN)  # [C, BK]
             dstates = dstates_ptr + (index.to(tl.int64) * HS + h) * (D * V)
-            ds = tl.zeros([CHUNK, CHUNK], tl.float32)
-            written = tl.zeros([CHUNK], tl.float32)
+            ds = tl.zeros([CHUNK, CHUNK], tl.float32)  # [C, C]
+            written = tl.zeros([CHUNK], tl.float32)  # [C], of k_j^T dS v_j this tile's part
             if HEADS == 1:
-                dk_state = tl.zeros([CHUNK, BLOCK_K], tl.float32)
+                dk_state = tl.zeros([CHUNK, BLOCK_K], tl.float32)  # [C, BK]
+            # v do^T, and what k_j gets of the state it is written to, e^{G_C - G_j} b_j dS v_j.
             for v0 in tl.range(0, V, BLOCK_V):
-                v = load_tile(
-                    v_ptr + first * (HV * V) + h // (HS // HV) * V, HV * V, count, v0, V, CHUNK, BLOCK_V, EVEN
-                )
-                do = load_tile(do_ptr + first * (HS * V) + h * V, HS * V, count, v0, V, CHUNK, BLOCK_V, EVEN)
-                dstate = load_tile(dstates + d0 * V, V, D - d0, v0, V, BLOCK_K, BLOCK_V, D % BLOCK_K == 0)
-                ds = tl.dot(v, tl.trans(do), ds, input_precision=PRECISION)
+                v = load_tile(v_ptr + first * (HV * V) + h // (HS // HV) * V, HV * V, count, v0, V, CHUNK, BLOCK_V, EVEN)  # [C, BV]
+                do = load_tile(do_ptr + first * (HS * V) + h * V, HS * V, count, v0, V, CHUNK, BLOCK_V, EVEN)  # [C, BV]
+                dstate = load_tile(dstates + d0 * V, V, D - d0, v0, V, BLOCK_K, BLOCK_V, D % BLOCK_K == 0)  # [BK, BV]
+                ds = tl.dot(v, tl.trans(do), ds, input_precision=PRECISION)  # [C, C]
                 if HEADS == 1:
-                    dk_state = tl.dot(v, tl.trans(dstate), dk_state, input_precision=PRECISION)
+                    dk_state = tl.dot(v, tl.trans(dstate), dk_state, input_precision=PRECISION)  # [C, BK]
                 else:
-                    kept_v = operand_of(v.to(tl.float32) * kept[:, None], k.dtype, PRECISION)
-                    dk = tl.dot(kept_v, tl.trans(dstate), dk, input_precision=PRECISION)
+                    kept_v = operand_of(v.to(tl.float32) * kept[:, None], k.dtype, PRECISION)  # [C, BV]
+                    dk = tl.dot(kept_v, tl.trans(dstate), dk, input_precision=PRECISION)  # [C, BK]
+                # dv = A^T do + e^{G_C - G} b k dS, over all key channels: the programs of a chunk share the value channels among them.
                 if (v0 // BLOCK_V) % tiles == tile:
-                    dv = tl.zeros([CHUNK, BLOCK_V], tl.float32)
+                    dv = tl.zeros([CHUNK, BLOCK_V], tl.float32)  # [C, BV]
                     if tiles == 1:
-                        dv = tl.dot(k, dstate, dv, input_precision=PRECISION)
+                        dv = tl.dot(k, dstate, dv, input_precision=PRECISION)  # [C, BV]
                     else:
                         for d in tl.static_range(0, D, BLOCK_K):
-                            keys = load_tile(k_base, HK * D, count, d, D, CHUNK, BLOCK_K, EVEN)
-                            tail = load_tile(
-                                dstates + d * V, V, D - d, v0, V, BLOCK_K, BLOCK_V, D % BLOCK_K == 0
-                            )
-                            dv = tl.dot(keys, tail, dv, input_precision=PRECISION)
+                            keys = load_tile(k_base, HK * D, count, d, D, CHUNK, BLOCK_K, EVEN)  # [C, BK]
+                            tail = load_tile(dstates + d * V, V, D - d, v0, V, BLOCK_K, BLOCK_V, D % BLOCK_K == 0)  # [BK, BV]
+                            dv = tl.dot(keys, tail, dv, input_precision=PRECISION)  # [C, BV]
                     if HEADS > 1:
                         written += tl.sum(v.to(tl.float32) * dv, axis=1)
-                    dv = tl.dot(weights, do, dv * kept[:, None], input_precision=PRECISION)
+                    dv = tl.dot(weights, do, dv * kept[:, None], input_precision=PRECISION)  # [C, BV]
                     if SKIP:
-                        c = v0 + tl.arange(0, BLOCK_V)
-                        skip = tl.load(
-                            skip_ptr + (seq.to(tl.int64) * HS + h) * V + c, mask=c < V, other=0.0
-                        ).to(tl.float32)
+                        c = v0 + tl.arange(0, BLOCK_V)  # [BV]
+                        skip = tl.load(skip_ptr + (seq.to(tl.int64) * HS + h) * V + c, mask=c < V, other=0.0).to(tl.float32)  # [BV]
                         dv += do.to(tl.float32) * skip[None, :]
-                        dskip = tl.sum(do.to(tl.float32) * v.to(tl.float32), axis=0)
+                        dskip = tl.sum(do.to(tl.float32) * v.to(tl.float32), axis=0)  # [BV]
                         tl.store(dskip_ptr + (index.to(tl.int64) * HS + h) * V + c, dskip, mask=c < V)
                     store_tile(dv_ptr + first * (HS * V) + h * V, dv, HS * V, count, v0, V, CHUNK, BLOCK_V)
             ds_all += ds * decay
-            if DECAY != 0 or BETA:
+            if DECAY != NONE or BETA:
                 if HEADS == 1:
                     written += tl.sum(k.to(tl.float32) * dk_state, axis=1)
                 if BETA:
                     tl.store(dbeta_ptr + part, written * leave, mask=r < count)
-                if DECAY != 0:
-                    written = tl.where(r[:, None] > r[None, :], (written * kept)[None, :], 0.0)
-                    dg = tl.sum(written, axis=1)
-                    if DECAY == 1:
+                if DECAY != NONE:
+                    # A token's decay acts on what was written before it: row t takes the columns before t.
+                    written = tl.where(r[:, None] > r[None, :], (written * kept)[None, :], 0.0)  # [C, C]
+                    dg = tl.sum(written, axis=1)  # [C]
+                    if DECAY == CONSTANT:
                         total = tl.sum(tl.where(r < count, dg, 0.0), axis=0)
                         tl.store(dg_ptr + ((tiles + tile).to(tl.int64) * chunks + index) * HS + h, total)
                     else:
                         tl.store(dg_ptr + part, dg, mask=r < count)
             if HEADS == 1:
                 dk += dk_state * kept[:, None]
-        q = load_tile(q_base, HQ * D, count, d0, D, CHUNK, BLOCK_K, EVEN)
-        dk = tl.dot(operand_of(ds_all, q.dtype, PRECISION), q, dk, input_precision=PRECISION)
-        number = h0 // HEADS % (HS // HK // HEADS)
+        q = load_tile(q_base, HQ * D, count, d0, D, CHUNK, BLOCK_K, EVEN)  # [C, BK]
+        dk = tl.dot(operand_of(ds_all, q.dtype, PRECISION), q, dk, input_precision=PRECISION)  # [C, BK]
+        number = h0 // HEADS % (HS // HK // HEADS)  # which part of the shared head's gradient
         row = (number.to(tl.int64) * TOKENS + first) * (HK * D) + h0 // (HS // HK) * D
         store_tile(dk_ptr + row, dk, HK * D, count, d0, D, CHUNK, BLOCK_K)

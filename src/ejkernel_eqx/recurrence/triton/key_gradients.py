@@ -15,9 +15,10 @@ from .key_tile import (
 from .tile import chunk_of, last_start, load_tile, load_vector, operand_of, segment_starts, store_tile
 
 
+# fmt: off
 @triton.jit
 def _load_state(ptr, d0, v0, D: tl.constexpr, V: tl.constexpr, BLOCK_K: tl.constexpr, BLOCK_V: tl.constexpr):
-    return load_tile(ptr + d0 * V, V, D - d0, v0, V, BLOCK_K, BLOCK_V, D % BLOCK_K == 0)
+    return load_tile(ptr + d0 * V, V, D - d0, v0, V, BLOCK_K, BLOCK_V, D % BLOCK_K == 0)  # [BK, BV]
 
 
 @triton.jit
@@ -26,44 +27,45 @@ def key_values_kernel(
     dv_ptr, dscores_ptr, down_ptr,
     HS: tl.constexpr, HV: tl.constexpr, D: tl.constexpr, V: tl.constexpr, CHUNK: tl.constexpr, BLOCK_K: tl.constexpr,
     BLOCK_V: tl.constexpr, SCALE: tl.constexpr, SEGMENTS: tl.constexpr, TABLE: tl.constexpr, EVEN: tl.constexpr, PRECISION: tl.constexpr,
-):  # fmt: skip
+):
     """Of one chunk and state head and some value channels the gradient of the values; with the first channels goes that of the
     scores, below the diagonal and, apart, on it (`down`): the decays have no part in that."""
+    # A program: a chunk, a state head, a tile of value channels (fastest).
     tiles: tl.constexpr = (V + BLOCK_V - 1) // BLOCK_V
     v0 = (tl.program_id(0) % tiles) * BLOCK_V
     h = tl.program_id(0) // tiles % HS
     chunk = tl.program_id(0) // (tiles * HS)
     first, count, seq = chunk_of(chunk, chunks_ptr, T, CHUNK, TABLE)
     if count > 0:
-        r = tl.arange(0, CHUNK)
+        r = tl.arange(0, CHUNK)  # [C]
         v_base = v_ptr + first * (HV * V) + h // (HS // HV) * V
         do_base = do_ptr + first * (HS * V) + h * V
         dstate_base = dstates_ptr + (chunk.to(tl.int64) * HS + h) * (D * V)
         scores = first * (HS * CHUNK) + h * CHUNK
-        do = load_tile(do_base, HS * V, count, v0, V, CHUNK, BLOCK_V, EVEN)
-        transposed = load_transposed(scores_ptr + scores, HS * CHUNK, count, CHUNK)
-        dv = tl.dot(transposed, do, input_precision=PRECISION)
+        # dv = A^T do + (e^{G_C - G} k) dS.
+        do = load_tile(do_base, HS * V, count, v0, V, CHUNK, BLOCK_V, EVEN)  # [C, BV]
+        transposed = load_transposed(scores_ptr + scores, HS * CHUNK, count, CHUNK)  # [C, C], A^T
+        dv = tl.dot(transposed, do, input_precision=PRECISION)  # [C, BV]
         for d0 in tl.range(0, D, BLOCK_K):
-            k = load_tile(folded_k_ptr + first * (HS * D) + h * D, HS * D, count, d0, D, CHUNK, BLOCK_K, EVEN)
-            dstate = _load_state(dstate_base, d0, v0, D, V, BLOCK_K, BLOCK_V)
-            dv = tl.dot(k, dstate, dv, input_precision=PRECISION)
+            k = load_tile(folded_k_ptr + first * (HS * D) + h * D, HS * D, count, d0, D, CHUNK, BLOCK_K, EVEN)  # [C, BK]
+            dstate = _load_state(dstate_base, d0, v0, D, V, BLOCK_K, BLOCK_V)  # [BK, BV]
+            dv = tl.dot(k, dstate, dv, input_precision=PRECISION)  # [C, BV]
         store_tile(dv_ptr + first * (HS * V) + h * V, dv, HS * V, count, v0, V, CHUNK, BLOCK_V)
+        # dA = scale do v^T over all value channels, by one program of each head.
         if v0 == 0:
-            v = load_tile(v_base, HV * V, count, 0, V, CHUNK, BLOCK_V, EVEN)
-            da = tl.dot(do, tl.trans(v), input_precision=PRECISION)
+            v = load_tile(v_base, HV * V, count, 0, V, CHUNK, BLOCK_V, EVEN)  # [C, BV]
+            da = tl.dot(do, tl.trans(v), input_precision=PRECISION)  # [C, C]
             for next in tl.static_range(BLOCK_V, V, BLOCK_V):
-                do = load_tile(do_base, HS * V, count, next, V, CHUNK, BLOCK_V, EVEN)
-                v = load_tile(v_base, HV * V, count, next, V, CHUNK, BLOCK_V, EVEN)
-                da = tl.dot(do, tl.trans(v), da, input_precision=PRECISION)
+                do = load_tile(do_base, HS * V, count, next, V, CHUNK, BLOCK_V, EVEN)  # [C, BV]
+                v = load_tile(v_base, HV * V, count, next, V, CHUNK, BLOCK_V, EVEN)  # [C, BV]
+                da = tl.dot(do, tl.trans(v), da, input_precision=PRECISION)  # [C, C]
             da *= SCALE
-            own = tl.sum(tl.where(r[:, None] == r[None, :], da, 0.0), axis=1)
+            own = tl.sum(tl.where(r[:, None] == r[None, :], da, 0.0), axis=1)  # [C]
             tl.store(down_ptr + first * HS + h + r * HS, own, mask=r < count)
-            before = r[:, None] > r[None, :]
+            before = r[:, None] > r[None, :]  # [C, C]
             if SEGMENTS:
-                before = before & (
-                    r[None, :] >= segment_starts(starts_ptr, first, count, seq, T, CHUNK)[:, None]
-                )
-            da = operand_of(tl.where(before, da, 0.0), dscores_ptr.dtype.element_ty, PRECISION)
+                before = before & (r[None, :] >= segment_starts(starts_ptr, first, count, seq, T, CHUNK)[:, None])  # [C, C]
+            da = operand_of(tl.where(before, da, 0.0), dscores_ptr.dtype.element_ty, PRECISION)  # [C, C]
             store_tile(dscores_ptr + scores, da, HS * CHUNK, count, 0, CHUNK, CHUNK, CHUNK)
 
 
@@ -75,8 +77,9 @@ def key_gradients_kernel(
     HS: tl.constexpr, HQ: tl.constexpr, HK: tl.constexpr, HV: tl.constexpr, HG: tl.constexpr, D: tl.constexpr, V: tl.constexpr,
     CHUNK: tl.constexpr, BLOCK_K: tl.constexpr, BLOCK_V: tl.constexpr, SCALE: tl.constexpr, SEGMENTS: tl.constexpr, TABLE: tl.constexpr,
     EVEN: tl.constexpr, EXACT: tl.constexpr, PRECISION: tl.constexpr, SUMS: tl.constexpr,
-):  # fmt: skip
+):
     """Of one chunk and state head and some key channels the gradients of queries, keys and gates."""
+    # A program: a chunk, a state head, a tile of key channels (fastest).
     operand: tl.constexpr = q_ptr.dtype.element_ty
     tiles: tl.constexpr = (D + BLOCK_K - 1) // BLOCK_K
     d0 = (tl.program_id(0) % tiles) * BLOCK_K
@@ -93,69 +96,70 @@ def key_gradients_kernel(
         state = (chunk.to(tl.int64) * HS + h) * (D * V)
         own = first * (HS * D) + h * D
         dscores = dscores_ptr + first * (HS * CHUNK) + h * CHUNK
-        r = tl.arange(0, CHUNK)
+        r = tl.arange(0, CHUNK)  # [C]
 
-        q = load_tile(q_base, HQ * D, count, d0, D, CHUNK, BLOCK_K, EVEN)
-        k = load_tile(k_base, HK * D, count, d0, D, CHUNK, BLOCK_K, EVEN)
-        high, low = load_gates(gates, low_gates, tl.minimum(r, count - 1), HG * D, d0, D, BLOCK_K, EXACT)
-        middle, middle_low, last, last_low = edge_gates(
-            gates, low_gates, HG * D, count, d0, D, CHUNK, BLOCK_K, EXACT
-        )
+        q = load_tile(q_base, HQ * D, count, d0, D, CHUNK, BLOCK_K, EVEN)  # [C, BK]
+        k = load_tile(k_base, HK * D, count, d0, D, CHUNK, BLOCK_K, EVEN)  # [C, BK]
+        high, low = load_gates(gates, low_gates, tl.minimum(r, count - 1), HG * D, d0, D, BLOCK_K, EXACT)  # [C, BK] each
+        middle, middle_low, last, last_low = edge_gates(gates, low_gates, HG * D, count, d0, D, CHUNK, BLOCK_K, EXACT)  # [1, BK] each
 
         # From the states, still without their decays.
-        dq = tl.zeros([CHUNK, BLOCK_K], tl.float32)
-        dk = tl.zeros([CHUNK, BLOCK_K], tl.float32)
-        passed = tl.zeros([BLOCK_K], tl.float32)
+        dq = tl.zeros([CHUNK, BLOCK_K], tl.float32)  # [C, BK]
+        dk = tl.zeros([CHUNK, BLOCK_K], tl.float32)  # [C, BK]
+        passed = tl.zeros([BLOCK_K], tl.float32)  # [BK]
         for v0 in tl.range(0, V, BLOCK_V):
-            do = load_tile(do_base, HS * V, count, v0, V, CHUNK, BLOCK_V, EVEN)
-            v = load_tile(v_base, HV * V, count, v0, V, CHUNK, BLOCK_V, EVEN)
-            s = _load_state(states_ptr + state, d0, v0, D, V, BLOCK_K, BLOCK_V)
-            ds = _load_state(dstates_ptr + state, d0, v0, D, V, BLOCK_K, BLOCK_V)
-            dq = tl.dot(do, tl.trans(s), dq, input_precision=PRECISION)
-            dk = tl.dot(v, tl.trans(ds), dk, input_precision=PRECISION)
+            do = load_tile(do_base, HS * V, count, v0, V, CHUNK, BLOCK_V, EVEN)  # [C, BV]
+            v = load_tile(v_base, HV * V, count, v0, V, CHUNK, BLOCK_V, EVEN)  # [C, BV]
+            s = _load_state(states_ptr + state, d0, v0, D, V, BLOCK_K, BLOCK_V)  # [BK, BV]
+            ds = _load_state(dstates_ptr + state, d0, v0, D, V, BLOCK_K, BLOCK_V)  # [BK, BV]
+            dq = tl.dot(do, tl.trans(s), dq, input_precision=PRECISION)  # [C, BK]
+            dk = tl.dot(v, tl.trans(ds), dk, input_precision=PRECISION)  # [C, BK]
             passed += tl.sum(s.to(tl.float32) * ds.to(tl.float32), axis=1)
         dq *= SCALE
-        passed = passed[None, :] * tl.exp2(last)
+        passed = passed[None, :] * tl.exp2(last)  # [1, BK]
         if SEGMENTS:
             start = last_start(starts_ptr, first, count, seq, T)
-            dq = tl.where((segment_starts(starts_ptr, first, count, seq, T, CHUNK) < 0)[:, None], dq, 0.0)
-            dk = tl.where((r >= start)[:, None], dk, 0.0)
+            dq = tl.where((segment_starts(starts_ptr, first, count, seq, T, CHUNK) < 0)[:, None], dq, 0.0)  # [C, BK]
+            dk = tl.where((r >= start)[:, None], dk, 0.0)  # [C, BK]
             passed = tl.where(start < 0, passed, 0.0)
 
         # `rise`: the gradient in the gates, but for `kept`, what the chunk's end has of a row.
-        exponent = between_rows(high, low, middle, middle_low, EXACT)
-        usual = is_usual(exponent, middle)
+        exponent = between_rows(high, low, middle, middle_low, EXACT)  # [C, BK]
+        usual = is_usual(exponent, middle)  # []
+        # About the middle row m: q^ = q e^{G - G_m} and k^ = k e^{G_m - G} make all the products.
         if usual:
-            rows = tl.exp2(exponent)
-            columns = tl.exp2(-exponent)
-            queries = operand_of(q.to(tl.float32) * rows, operand, PRECISION)
-            keys = operand_of(k.to(tl.float32) * columns, operand, PRECISION)
-            da, dat = load_both(dscores, HS * CHUNK, count, CHUNK)
-            dq = tl.dot(da, keys, dq * tl.exp2(middle), input_precision=PRECISION)
-            rise = dq * queries.to(tl.float32)
+            rows = tl.exp2(exponent)  # [C, BK]
+            columns = tl.exp2(-exponent)  # [C, BK]
+            queries = operand_of(q.to(tl.float32) * rows, operand, PRECISION)  # [C, BK]
+            keys = operand_of(k.to(tl.float32) * columns, operand, PRECISION)  # [C, BK]
+            da, dat = load_both(dscores, HS * CHUNK, count, CHUNK)  # [C, C] each
+            dq = tl.dot(da, keys, dq * tl.exp2(middle), input_precision=PRECISION)  # [C, BK]
+            rise = dq * queries.to(tl.float32)  # [C, BK]
             dq *= rows
             dk *= tl.exp2(between_rows(last, last_low, middle, middle_low, EXACT))
-            kept = dk * keys.to(tl.float32)
-            part = tl.dot(dat, queries, input_precision=PRECISION)
+            kept = dk * keys.to(tl.float32)  # [C, BK]
+            part = tl.dot(dat, queries, input_precision=PRECISION)  # [C, BK]
             rise -= part * keys.to(tl.float32)
-            dk = (dk + part) * columns
+            dk = (dk + part) * columns  # [C, BK]
         else:
+            # The states' part with its decays here, the pairs by halves.
             dq *= tl.exp2(high)
             dk *= tl.exp2(between_rows(last, last_low, high, low, EXACT))
-            rise = dq * q.to(tl.float32)
-            kept = dk * k.to(tl.float32)
+            rise = dq * q.to(tl.float32)  # [C, BK]
+            kept = dk * k.to(tl.float32)  # [C, BK]
             dq, dk, rise = add_gradients_by_halves(
                 dq, dk, rise, q_base, HQ * D, k_base, HK * D, gates, low_gates, HG * D, dscores, HS * CHUNK, count, d0, D, CHUNK, BLOCK_K,
-                EXACT, PRECISION)  # fmt: skip
-        down = load_vector(down_ptr + first * HS + h, HS, count, CHUNK, EVEN)[:, None]
+                EXACT, PRECISION)
+        # A token and itself have no decay between them: the diagonal's part comes last.
+        down = load_vector(down_ptr + first * HS + h, HS, count, CHUNK, EVEN)[:, None]  # [C, 1]
         dq += down * k.to(tl.float32)
         dk += down * q.to(tl.float32)
         store_tile(dq_ptr + own, dq, HS * D, count, d0, D, CHUNK, BLOCK_K)
         store_tile(dk_ptr + own, dk, HS * D, count, d0, D, CHUNK, BLOCK_K)
         if operand == tl.float32:
-            rise = operand_of(rise, operand, SUMS)
-            kept = operand_of(kept, operand, SUMS)
+            rise = operand_of(rise, operand, SUMS)  # [C, BK]
+            kept = operand_of(kept, operand, SUMS)  # [C, BK]
         # A token's gate decays what later tokens have of earlier ones, and what the chunk's end has of those before it.
-        dg = tl.dot(tl.where(r[:, None] <= r[None, :], 1.0, 0.0), rise, input_precision=SUMS)
-        dg = tl.dot(tl.where(r[:, None] > r[None, :], 1.0, 0.0), kept, dg, input_precision=SUMS)
+        dg = tl.dot(tl.where(r[:, None] <= r[None, :], 1.0, 0.0), rise, input_precision=SUMS)  # [C, BK]
+        dg = tl.dot(tl.where(r[:, None] > r[None, :], 1.0, 0.0), kept, dg, input_precision=SUMS)  # [C, BK]
         store_tile(dg_ptr + own, dg + passed, HS * D, count, d0, D, CHUNK, BLOCK_K)

@@ -10,25 +10,28 @@ import triton.language as tl
 from .tile import (
     decays_of,
     from_start,
+    KEY,
     last_start,
     load_tile,
     load_vector,
+    NONE,
     operand_of,
     sequence_of,
     store_tile,
 )
 
 
+# fmt: off
 @triton.jit
 def _load_state(ptr, d0, v0, D: tl.constexpr, V: tl.constexpr, BLOCK_K: tl.constexpr, BLOCK_V: tl.constexpr):
-    return load_tile(ptr + d0 * V, V, D - d0, v0, V, BLOCK_K, BLOCK_V, D % BLOCK_K == 0)
+    return load_tile(ptr + d0 * V, V, D - d0, v0, V, BLOCK_K, BLOCK_V, D % BLOCK_K == 0)  # [BK, BV]
 
 
 @triton.jit
 def _load_carry(ptr, d0, D: tl.constexpr, BLOCK_K: tl.constexpr):
     """What of each key channel is left after a chunk."""
-    d = d0 + tl.arange(0, BLOCK_K)
-    return tl.load(ptr + d, mask=d < D, other=0.0)
+    d = d0 + tl.arange(0, BLOCK_K)  # [BK]
+    return tl.load(ptr + d, mask=d < D, other=0.0)  # [BK]
 
 
 @triton.jit
@@ -38,8 +41,9 @@ def states_kernel(
     HS: tl.constexpr, HK: tl.constexpr, HV: tl.constexpr, HG: tl.constexpr, HB: tl.constexpr, D: tl.constexpr, V: tl.constexpr,
     CHUNK: tl.constexpr, BLOCK_K: tl.constexpr, BLOCK_V: tl.constexpr, DECAY: tl.constexpr, BETA: tl.constexpr,
     INITIAL: tl.constexpr, SEGMENTS: tl.constexpr, TABLE: tl.constexpr, EVEN: tl.constexpr, EXACT: tl.constexpr, PRECISION: tl.constexpr,
-):  # fmt: skip
+):
     """The state at the start of each chunk and the final one."""
+    # A program: a sequence, a state head, a tile of key channels, one of value channels (fastest).
     tiles_v: tl.constexpr = (V + BLOCK_V - 1) // BLOCK_V
     tiles_k: tl.constexpr = (D + BLOCK_K - 1) // BLOCK_K
     index = tl.program_id(0)
@@ -50,42 +54,37 @@ def states_kernel(
     h = index % HS
     seq = index // HS
     first, length, chunk = sequence_of(seq, bounds_ptr, T, CHUNK, TABLE)
-    own = index.to(tl.int64) * (D * V)
-    state = tl.zeros([BLOCK_K, BLOCK_V], tl.float32)
+    own = index.to(tl.int64) * (D * V)  # the state's [D, V] among those of sequences and heads
+    state = tl.zeros([BLOCK_K, BLOCK_V], tl.float32)  # [BK, BV]
     if INITIAL:
-        state = _load_state(initial_ptr + own, d0, v0, D, V, BLOCK_K, BLOCK_V).to(tl.float32)
+        state = _load_state(initial_ptr + own, d0, v0, D, V, BLOCK_K, BLOCK_V).to(tl.float32)  # [BK, BV]
 
+    # S <- e^{G_C} S + sum_j k_j (e^{G_C - G_j} b_j v_j)^T, chunk by chunk.
     for c in tl.range(0, tl.cdiv(length, CHUNK)):
         row = first + c * CHUNK
         count = tl.minimum(length - c * CHUNK, CHUNK)
-        stored = operand_of(state, states_ptr.dtype.element_ty, PRECISION)
-        store_tile(
-            states_ptr + ((chunk + c) * HS + h) * (D * V) + d0 * V, stored, V, D - d0, v0, V, BLOCK_K, BLOCK_V
-        )
-        k = load_tile(
-            k_ptr + row * (HK * D) + h // (HS // HK) * D, HK * D, count, d0, D, CHUNK, BLOCK_K, EVEN
-        )
-        v = load_tile(
-            v_ptr + row * (HV * V) + h // (HS // HV) * V, HV * V, count, v0, V, CHUNK, BLOCK_V, EVEN
-        )
+        stored = operand_of(state, states_ptr.dtype.element_ty, PRECISION)  # [BK, BV], as it comes into the chunk
+        store_tile(states_ptr + ((chunk + c) * HS + h) * (D * V) + d0 * V, stored, V, D - d0, v0, V, BLOCK_K, BLOCK_V)
+        k = load_tile(k_ptr + row * (HK * D) + h // (HS // HK) * D, HK * D, count, d0, D, CHUNK, BLOCK_K, EVEN)  # [C, BK]
+        v = load_tile(v_ptr + row * (HV * V) + h // (HS // HV) * V, HV * V, count, v0, V, CHUNK, BLOCK_V, EVEN)  # [C, BV]
         carried = 1.0
+        # Only what the segment open at the chunk's end writes goes on, and the old state if that segment began before the chunk.
         if SEGMENTS:
-            start = last_start(starts_ptr, row, count, seq, T)
-            v = tl.where((tl.arange(0, CHUNK) >= start)[:, None], v, 0.0)
+            start = last_start(starts_ptr, row, count, seq, T)  # its first token, counted from the chunk's
+            v = tl.where((tl.arange(0, CHUNK) >= start)[:, None], v, 0.0)  # [C, BV]
             carried = tl.where(start < 0, 1.0, 0.0)
-        if DECAY == 3:
+        # With a decay per key channel the keys have theirs to the chunk's end inside; the chunk's is one a row of the state.
+        if DECAY == KEY:
             state *= _load_carry(carry_ptr + ((chunk + c) * HS + h) * D, d0, D, BLOCK_K)[:, None]
         else:
-            _high, _low, rest, whole = decays_of(
-                g_ptr, logs_ptr, row, count, seq, h, TOKENS, HS, HG, CHUNK, DECAY, EVEN, EXACT
-            )
-            weight = tl.exp2(rest)
+            _high, _low, rest, whole = decays_of(g_ptr, logs_ptr, row, count, seq, h, TOKENS, HS, HG, CHUNK, DECAY, EVEN, EXACT)  # [C]
+            weight = tl.exp2(rest)  # [C]
             if BETA:
                 weight *= load_vector(beta_ptr + row * HB + h // (HS // HB), HB, count, CHUNK, EVEN)
-            if DECAY != 0 or BETA:
-                v = operand_of(v.to(tl.float32) * weight[:, None], k.dtype, PRECISION)
+            if DECAY != NONE or BETA:
+                v = operand_of(v.to(tl.float32) * weight[:, None], k.dtype, PRECISION)  # [C, BV]
             state *= tl.exp2(whole + 0.0) * carried
-        state = tl.dot(tl.trans(k), v, state, input_precision=PRECISION)
+        state = tl.dot(tl.trans(k), v, state, input_precision=PRECISION)  # [BK, BV]
 
     store_tile(final_ptr + own + d0 * V, state, V, D - d0, v0, V, BLOCK_K, BLOCK_V)
 
@@ -97,8 +96,9 @@ def dstates_kernel(
     HS: tl.constexpr, HQ: tl.constexpr, HG: tl.constexpr, D: tl.constexpr, V: tl.constexpr, CHUNK: tl.constexpr,
     BLOCK_K: tl.constexpr, BLOCK_V: tl.constexpr, SCALE: tl.constexpr, DECAY: tl.constexpr, SEGMENTS: tl.constexpr,
     TABLE: tl.constexpr, EVEN: tl.constexpr, EXACT: tl.constexpr, PRECISION: tl.constexpr,
-):  # fmt: skip
+):
     """The gradient in the state at the end of each chunk and in the initial one."""
+    # A program: as of `states_kernel`.
     tiles_v: tl.constexpr = (V + BLOCK_V - 1) // BLOCK_V
     tiles_k: tl.constexpr = (D + BLOCK_K - 1) // BLOCK_K
     index = tl.program_id(0)
@@ -109,49 +109,35 @@ def dstates_kernel(
     h = index % HS
     seq = index // HS
     first, length, chunk = sequence_of(seq, bounds_ptr, T, CHUNK, TABLE)
-    own = index.to(tl.int64) * (D * V)
-    state = _load_state(dfinal_ptr + own, d0, v0, D, V, BLOCK_K, BLOCK_V).to(tl.float32)
+    own = index.to(tl.int64) * (D * V)  # the state's [D, V] among those of sequences and heads
+    state = _load_state(dfinal_ptr + own, d0, v0, D, V, BLOCK_K, BLOCK_V).to(tl.float32)  # [BK, BV]
 
     chunks = tl.cdiv(length, CHUNK)
+    # dS <- e^{G_C} dS + sum_i scale e^{G_i} q_i do_i^T, from the last chunk to the first.
     for n in tl.range(0, chunks):
         c = chunks - 1 - n
         row = first + c * CHUNK
         count = tl.minimum(length - c * CHUNK, CHUNK)
-        stored = operand_of(state, dstates_ptr.dtype.element_ty, PRECISION)
-        store_tile(
-            dstates_ptr + ((chunk + c) * HS + h) * (D * V) + d0 * V,
-            stored,
-            V,
-            D - d0,
-            v0,
-            V,
-            BLOCK_K,
-            BLOCK_V,
-        )
-        q = load_tile(
-            q_ptr + row * (HQ * D) + h // (HS // HQ) * D, HQ * D, count, d0, D, CHUNK, BLOCK_K, EVEN
-        )
-        do = load_tile(do_ptr + row * (HS * V) + h * V, HS * V, count, v0, V, CHUNK, BLOCK_V, EVEN)
-        sees = tl.zeros([CHUNK], tl.float32) + SCALE
+        stored = operand_of(state, dstates_ptr.dtype.element_ty, PRECISION)  # [BK, BV], as of the chunk's end
+        store_tile(dstates_ptr + ((chunk + c) * HS + h) * (D * V) + d0 * V, stored, V, D - d0, v0, V, BLOCK_K, BLOCK_V)
+        q = load_tile(q_ptr + row * (HQ * D) + h // (HS // HQ) * D, HQ * D, count, d0, D, CHUNK, BLOCK_K, EVEN)  # [C, BK]
+        do = load_tile(do_ptr + row * (HS * V) + h * V, HS * V, count, v0, V, CHUNK, BLOCK_V, EVEN)  # [C, BV]
+        sees = tl.zeros([CHUNK], tl.float32) + SCALE  # [C]
         carried = 1.0
+        # Only the segment open at the chunk's start reads the old state, which goes on only if that segment does.
         if SEGMENTS:
             start = last_start(starts_ptr, row, count, seq, T)
-            token = (row - seq.to(tl.int64) * T).to(tl.int32)
-            starts = (
-                tl.load(starts_ptr + row + tl.arange(0, CHUNK), mask=tl.arange(0, CHUNK) < count, other=0)
-                - token
-            )
-            sees = tl.where(starts < 0, sees, 0.0)
+            token = (row - seq.to(tl.int64) * T).to(tl.int32)  # the chunk's first, within its row of the batch
+            starts = tl.load(starts_ptr + row + tl.arange(0, CHUNK), mask=tl.arange(0, CHUNK) < count, other=0) - token  # [C]
+            sees = tl.where(starts < 0, sees, 0.0)  # [C]
             carried = tl.where(start < 0, 1.0, 0.0)
-        if DECAY == 3:
-            factor = _load_carry(carry_ptr + ((chunk + c) * HS + h) * D, d0, D, BLOCK_K)[:, None]
+        if DECAY == KEY:
+            factor = _load_carry(carry_ptr + ((chunk + c) * HS + h) * D, d0, D, BLOCK_K)[:, None]  # [BK, 1]
         else:
-            high, low, _rest, whole = decays_of(
-                g_ptr, logs_ptr, row, count, seq, h, TOKENS, HS, HG, CHUNK, DECAY, EVEN, EXACT
-            )
-            read = from_start(high, low, DECAY, EXACT) * sees
-            do = operand_of(do.to(tl.float32) * read[:, None], q.dtype, PRECISION)
-            factor = tl.exp2(whole + 0.0) * carried
-        state = tl.dot(tl.trans(q), do, state * factor, input_precision=PRECISION)
+            high, low, _rest, whole = decays_of(g_ptr, logs_ptr, row, count, seq, h, TOKENS, HS, HG, CHUNK, DECAY, EVEN, EXACT)  # [C]
+            read = from_start(high, low, DECAY, EXACT) * sees  # [C]
+            do = operand_of(do.to(tl.float32) * read[:, None], q.dtype, PRECISION)  # [C, BV]
+            factor = tl.exp2(whole + 0.0) * carried  # []
+        state = tl.dot(tl.trans(q), do, state * factor, input_precision=PRECISION)  # [BK, BV]
 
     store_tile(dinitial_ptr + own + d0 * V, state, V, D - d0, v0, V, BLOCK_K, BLOCK_V)

@@ -2,20 +2,29 @@
 
 Rows are flat: tokens of all batch rows one after the other. Decays are kept as logarithms of two, summed from the first token
 of their chunk on (`log_decays`), and as a pair of numbers for float32 operands: differences of large sums must be exact.
+
+Shapes of tiles in all kernels here: `C` is `CHUNK`, `BK` is `BLOCK_K` key channels, `BV` is `BLOCK_V` value channels; rows come first.
 """
 
 import triton
 import triton.language as tl
 
 # Values of DECAY.
-NONE, CONSTANT, SCALAR, KEY = 0, 1, 2, 3
+NONE, CONSTANT, SCALAR, KEY = tl.constexpr(0), tl.constexpr(1), tl.constexpr(2), tl.constexpr(3)
+
+LOG2E = tl.constexpr(1.4426950408889634)
+NOTHING_LEFT = tl.constexpr(-150.5)  # 2 to this is zero in float32
+TF32_HALF = tl.constexpr(0x1000)  # half of the last bit of a float32 that tf32 keeps
+TF32_KEPT = tl.constexpr(-0x2000)  # the bits that it keeps
+SHORT = tl.constexpr(-256)  # the bits of a float32 but for the last 8
 
 
+# fmt: off
 @triton.jit
 def chunk_of(index, chunks_ptr, T, CHUNK: tl.constexpr, TABLE: tl.constexpr):
     """The first row of a chunk (64 bits), its number of rows and its sequence; 0 rows for an entry that is not used."""
     if TABLE:
-        entry = chunks_ptr + index.to(tl.int64) * 3
+        entry = chunks_ptr + index.to(tl.int64) * 3  # a row of [chunks, 3]: first row, end row, sequence
         start = tl.load(entry)
         count = tl.load(entry + 1) - start
         seq = tl.load(entry + 2)
@@ -33,7 +42,7 @@ def chunk_of(index, chunks_ptr, T, CHUNK: tl.constexpr, TABLE: tl.constexpr):
 def sequence_of(seq, bounds_ptr, T, CHUNK: tl.constexpr, TABLE: tl.constexpr):
     """The first row of a sequence (64 bits), its number of rows and the index of its first chunk (64 bits)."""
     if TABLE:
-        entry = bounds_ptr + seq.to(tl.int64) * 3
+        entry = bounds_ptr + seq.to(tl.int64) * 3  # a row of [sequences, 3]: first row, end row, first chunk
         start = tl.load(entry)
         count = tl.load(entry + 1) - start
         chunk = tl.load(entry + 2).to(tl.int64)
@@ -46,20 +55,12 @@ def sequence_of(seq, bounds_ptr, T, CHUNK: tl.constexpr, TABLE: tl.constexpr):
 
 
 @triton.jit
-def load_tile(
-    ptr,
-    stride,
-    count,
-    column,
-    WIDTH: tl.constexpr,
-    ROWS: tl.constexpr,
-    COLUMNS: tl.constexpr,
-    EVEN: tl.constexpr,
-):
+def load_tile(ptr, stride, count, column, WIDTH: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr, EVEN: tl.constexpr):
     """`[ROWS, COLUMNS]` from `column` on of the rows at `ptr`, zero past `count` rows and `WIDTH` columns. `EVEN`: no row is past."""
-    r = tl.arange(0, ROWS)[:, None]
-    c = column + tl.arange(0, COLUMNS)[None, :]
-    pointers = ptr + (r * stride + c)
+    r = tl.arange(0, ROWS)[:, None]  # [ROWS, 1]
+    c = column + tl.arange(0, COLUMNS)[None, :]  # [1, COLUMNS]
+    pointers = ptr + (r * stride + c)  # [ROWS, COLUMNS]
+    # As little of a mask as will do; what is always true (`r >= 0`, `c >= 0`) makes it a tile.
     if EVEN:
         if WIDTH % COLUMNS == 0:
             return tl.load(pointers)
@@ -70,12 +71,10 @@ def load_tile(
 
 
 @triton.jit
-def store_tile(
-    ptr, tile, stride, count, column, WIDTH: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr
-):
+def store_tile(ptr, tile, stride, count, column, WIDTH: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr):
     """The counterpart of `load_tile`, in the dtype of the memory."""
-    r = tl.arange(0, ROWS)[:, None]
-    c = column + tl.arange(0, COLUMNS)[None, :]
+    r = tl.arange(0, ROWS)[:, None]  # [ROWS, 1]
+    c = column + tl.arange(0, COLUMNS)[None, :]  # [1, COLUMNS]
     tl.store(ptr + (r * stride + c), tile.to(ptr.dtype.element_ty), mask=(r < count) & (c < WIDTH))
 
 
@@ -85,7 +84,7 @@ def operand_of(x, DTYPE: tl.constexpr, PRECISION: tl.constexpr):
     bits here: the hardware cuts them off, all towards zero, and sums over many tokens would show it."""
     if DTYPE == tl.float32 and PRECISION == "tf32":
         x = x.to(tl.float32)
-        rounded = (x.to(tl.int32, bitcast=True) + 0x1000) & -0x2000
+        rounded = (x.to(tl.int32, bitcast=True) + TF32_HALF) & TF32_KEPT  # of x's shape
         # The sum would turn the NaN of NVIDIA's devices, 0x7fffffff, into a zero.
         return tl.where(x == x, rounded.to(tl.float32, bitcast=True), x)
     return x.to(DTYPE)
@@ -94,7 +93,7 @@ def operand_of(x, DTYPE: tl.constexpr, PRECISION: tl.constexpr):
 @triton.jit
 def load_vector(ptr, stride, count, ROWS: tl.constexpr, EVEN: tl.constexpr):
     """One number of each row, float32, zero past `count`."""
-    r = tl.arange(0, ROWS)
+    r = tl.arange(0, ROWS)  # [ROWS]
     if EVEN:
         return tl.load(ptr + r * stride).to(tl.float32)
     return tl.load(ptr + r * stride, mask=r < count, other=0.0).to(tl.float32)
@@ -103,13 +102,14 @@ def load_vector(ptr, stride, count, ROWS: tl.constexpr, EVEN: tl.constexpr):
 @triton.jit
 def closed(g):
     """Log decays in units of two; what is less than one of which nothing is left is that one: no sum of them is infinite, none a NaN."""
-    g = g * 1.4426950408889634
-    return tl.where(g < -150.5, -150.5, g)
+    g = g * LOG2E
+    return tl.where(g < NOTHING_LEFT, NOTHING_LEFT, g)
 
 
 @triton.jit
 def add_pairs(high, low, high2, low2):
     """The sum of two pairs; what rounding takes from the high part goes to the low one."""
+    # Knuth's sum of two: `rest` is what of `high2` came into the total, `error` what of both did not.
     total = high + high2
     rest = total - high
     error = (high - (total - rest)) + (high2 - rest)
@@ -118,26 +118,28 @@ def add_pairs(high, low, high2, low2):
 
 @triton.jit
 def log_decays(g_ptr, first, count, seq, h, HS: tl.constexpr, HG: tl.constexpr, CHUNK: tl.constexpr, DECAY: tl.constexpr,
-               EVEN: tl.constexpr, EXACT: tl.constexpr):  # fmt: skip
+               EVEN: tl.constexpr, EXACT: tl.constexpr):
     """The log2 decay from before the chunk to each of its tokens, that token's own included, `[CHUNK]`, and what rounding took from it
     (zero if not `EXACT`). Kinds without key channels; of a constant `g_ptr` holds one number for every sequence and head."""
-    r = tl.arange(0, CHUNK)
-    low = tl.zeros([CHUNK], tl.float32)
-    if DECAY == 2:
-        g = closed(load_vector(g_ptr + first * HG + h // (HS // HG), HG, count, CHUNK, EVEN))
+    r = tl.arange(0, CHUNK)  # [C]
+    low = tl.zeros([CHUNK], tl.float32)  # [C]
+    if DECAY == SCALAR:
+        # A number a token: G_i = g_1 + .. + g_i.
+        g = closed(load_vector(g_ptr + first * HG + h // (HS // HG), HG, count, CHUNK, EVEN))  # [C]
         if EXACT:
-            high, low = tl.associative_scan((g, low), 0, add_pairs)
+            high, low = tl.associative_scan((g, low), 0, add_pairs)  # [C] each
         else:
-            high = tl.cumsum(g, axis=0)
-    elif DECAY == 1:
-        g = closed(tl.load(g_ptr + seq.to(tl.int64) * HG + h // (HS // HG)).to(tl.float32))
-        steps = r + 1
+            high = tl.cumsum(g, axis=0)  # [C]
+    elif DECAY == CONSTANT:
+        # One number for all tokens: G_i = i g. Rows past the last token decay no further.
+        g = closed(tl.load(g_ptr + seq.to(tl.int64) * HG + h // (HS // HG)).to(tl.float32))  # []
+        steps = r + 1  # [C]
         if not EVEN:
             steps = tl.minimum(steps, count)
         steps = steps.to(tl.float32)
         if EXACT:
             # Of few bits, so that its multiples are exact.
-            short = (g.to(tl.int32, bitcast=True) & -256).to(tl.float32, bitcast=True)
+            short = (g.to(tl.int32, bitcast=True) & SHORT).to(tl.float32, bitcast=True)  # []
             high = steps * short
             low = steps * (g - short)
         else:
@@ -149,38 +151,40 @@ def log_decays(g_ptr, first, count, seq, h, HS: tl.constexpr, HG: tl.constexpr, 
 
 @triton.jit
 def decays_of(g_ptr, logs_ptr, first, count, seq, h, TOKENS, HS: tl.constexpr, HG: tl.constexpr, CHUNK: tl.constexpr,
-              DECAY: tl.constexpr, EVEN: tl.constexpr, EXACT: tl.constexpr):  # fmt: skip
+              DECAY: tl.constexpr, EVEN: tl.constexpr, EXACT: tl.constexpr):
     """Log2 decays of a chunk without key channels: `high`, `low` as of `log_decays`, from each token to the end, and of the whole
     chunk; those of tokens from `logs_ptr` (`decays_kernel`). Rows past `count` hold nothing that may be used."""
-    low = tl.zeros([CHUNK], tl.float32)
-    if DECAY == 2:
+    low = tl.zeros([CHUNK], tl.float32)  # [C]
+    if DECAY == SCALAR:
+        # A number a token: the sums are read, [planes, TOKENS] for each head with decays of its own.
         planes: tl.constexpr = 3 if EXACT else 2
         logs = logs_ptr + (h // (HS // HG)).to(tl.int64) * (planes * TOKENS) + first
-        end = tl.maximum(count, 1) - 1
-        whole = tl.load(logs + end)
-        high = load_vector(logs, 1, count, CHUNK, EVEN)
-        rest = load_vector(logs + TOKENS, 1, count, CHUNK, EVEN)
+        end = tl.maximum(count, 1) - 1  # the chunk's last token, also where the entry is not used
+        whole = tl.load(logs + end)  # []
+        high = load_vector(logs, 1, count, CHUNK, EVEN)  # [C]
+        rest = load_vector(logs + TOKENS, 1, count, CHUNK, EVEN)  # [C]
         if EXACT:
-            low = load_vector(logs + 2 * TOKENS, 1, count, CHUNK, EVEN)
+            low = load_vector(logs + 2 * TOKENS, 1, count, CHUNK, EVEN)  # [C]
             whole += tl.load(logs + 2 * TOKENS + end)
-    elif DECAY == 1:
-        g = closed(tl.load(g_ptr + seq.to(tl.int64) * HG + h // (HS // HG)).to(tl.float32))
-        steps = tl.arange(0, CHUNK) + 1
+    elif DECAY == CONSTANT:
+        # One number for all tokens: G_i = i g, and (C - i) g to the end.
+        g = closed(tl.load(g_ptr + seq.to(tl.int64) * HG + h // (HS // HG)).to(tl.float32))  # []
+        steps = tl.arange(0, CHUNK) + 1  # [C]
         if not EVEN:
             steps = tl.minimum(steps, count)
-        high = steps.to(tl.float32) * g
+        high = steps.to(tl.float32) * g  # [C]
         if EXACT:
             # Of few bits, so that its multiples are exact.
-            short = (g.to(tl.int32, bitcast=True) & -256).to(tl.float32, bitcast=True)
+            short = (g.to(tl.int32, bitcast=True) & SHORT).to(tl.float32, bitcast=True)  # []
             high = steps.to(tl.float32) * short
             low = steps.to(tl.float32) * (g - short)
-        rest = (count - steps).to(tl.float32) * g
-        whole = count.to(tl.float32) * g
+        rest = (count - steps).to(tl.float32) * g  # [C]
+        whole = count.to(tl.float32) * g  # []
     else:
-        high = tl.zeros([CHUNK], tl.float32)
+        high = tl.zeros([CHUNK], tl.float32)  # [C]
         rest = high
         whole = 0.0
-    return high, low, rest, whole
+    return high, low, rest, whole  # [C], [C], [C], []
 
 
 @triton.jit
@@ -192,55 +196,55 @@ def last(x, CHUNK: tl.constexpr):
 @triton.jit
 def from_start(high, low, DECAY: tl.constexpr, EXACT: tl.constexpr):
     """The factors from before the chunk to its tokens."""
-    if EXACT and DECAY != 0:
-        return tl.exp2(high + low)
-    return tl.exp2(high)
+    if EXACT and DECAY != NONE:
+        return tl.exp2(high + low)  # [C]
+    return tl.exp2(high)  # [C]
 
 
 @triton.jit
 def to_end(high, low, CHUNK: tl.constexpr, DECAY: tl.constexpr, EXACT: tl.constexpr):
     """The factors from a chunk's tokens to its end."""
-    if DECAY == 0:
-        return tl.zeros([CHUNK], tl.float32) + 1.0
+    if DECAY == NONE:
+        return tl.zeros([CHUNK], tl.float32) + 1.0  # [C]
     if EXACT:
-        return tl.exp2((last(high, CHUNK) - high) + (last(low, CHUNK) - low))
-    return tl.exp2(last(high, CHUNK) - high)
+        return tl.exp2((last(high, CHUNK) - high) + (last(low, CHUNK) - low))  # [C]
+    return tl.exp2(last(high, CHUNK) - high)  # [C]
 
 
 @triton.jit
 def between(high, low, visible, DECAY: tl.constexpr, EXACT: tl.constexpr):
     """The factors from token j (column) to token i (row), zero where not `visible`."""
-    if DECAY == 0:
-        return tl.where(visible, 1.0, 0.0)
-    exponent = high[:, None] - high[None, :]
+    if DECAY == NONE:
+        return tl.where(visible, 1.0, 0.0)  # [C, C]
+    exponent = high[:, None] - high[None, :]  # [C, C]
     if EXACT:
         exponent += low[:, None] - low[None, :]
-    return tl.exp2(tl.where(visible, exponent, float("-inf")))
+    return tl.exp2(tl.where(visible, exponent, float("-inf")))  # [C, C]
 
 
 @triton.jit
 def between_transposed(high, low, visible, DECAY: tl.constexpr, EXACT: tl.constexpr):
     """The factors from token j (row) to token i (column), zero where not `visible`."""
-    if DECAY == 0:
-        return tl.where(visible, 1.0, 0.0)
-    exponent = high[None, :] - high[:, None]
+    if DECAY == NONE:
+        return tl.where(visible, 1.0, 0.0)  # [C, C]
+    exponent = high[None, :] - high[:, None]  # [C, C]
     if EXACT:
         exponent += low[None, :] - low[:, None]
-    return tl.exp2(tl.where(visible, exponent, float("-inf")))
+    return tl.exp2(tl.where(visible, exponent, float("-inf")))  # [C, C]
 
 
 @triton.jit
 def segment_starts(starts_ptr, first, count, seq, T, CHUNK: tl.constexpr):
     """Where each token's segment starts, counted from the chunk's first token: below 0 where it sees the state that comes in. Token
     i sees token j <= i iff j is not below."""
-    r = tl.arange(0, CHUNK)
-    token = (first - seq.to(tl.int64) * T).to(tl.int32)
-    return tl.load(starts_ptr + first + r, mask=r < count, other=0) - token
+    r = tl.arange(0, CHUNK)  # [C]
+    token = (first - seq.to(tl.int64) * T).to(tl.int32)  # the chunk's first, within its row of the batch
+    return tl.load(starts_ptr + first + r, mask=r < count, other=0) - token  # [C]
 
 
 @triton.jit
 def last_start(starts_ptr, first, count, seq, T):
     """The same of the chunk's last token: the state that goes out holds token j iff j is not below, and the one that came in iff it
     is below 0."""
-    token = (first - seq.to(tl.int64) * T).to(tl.int32)
+    token = (first - seq.to(tl.int64) * T).to(tl.int32)  # the chunk's first, within its row of the batch
     return tl.load(starts_ptr + first + count - 1) - token

@@ -21,43 +21,49 @@ from .tile import (
     to_end,
 )
 
+BLOCK = tl.constexpr(16)  # rows of the blocks that are solved row by row
+SCRATCH = tl.constexpr(32)  # numbers a row: the block's own, and behind them its inverse's
 
+
+# fmt: off
 @triton.jit
 def unit_inverse(lower, scratch_ptr, CHUNK: tl.constexpr, PRECISION: tl.constexpr):
     """`(I + lower)^-1` of a strictly lower tile: the diagonal blocks of 16 by forward substitution in float32, then, as long as there are
     several, two neighbours become one by products. `scratch_ptr`: `[CHUNK, 32]` float32 that no other program uses.
     """
-    r = tl.arange(0, CHUNK)
-    blocks = (r[:, None] // 16) == (r[None, :] // 16)
-    corner = scratch_ptr + r[:, None] * 32 + (r % 16)[None, :]
+    r = tl.arange(0, CHUNK)  # [C]
+    blocks = (r[:, None] // BLOCK) == (r[None, :] // BLOCK)  # [C, C]
+    corner = scratch_ptr + r[:, None] * SCRATCH + (r % BLOCK)[None, :]  # [C, C], each pair's place in its block
     tl.store(corner, lower, mask=blocks)
     tl.debug_barrier()
     # A thread has one column of an inverse, all its rows: nothing is exchanged from row to row.
-    column = r % 16
-    block = scratch_ptr + r // 16 * (16 * 32)
-    rows = (tl.where(column == 0, 1.0, 0.0),)
-    for i in tl.static_range(1, 16):
-        row = tl.where(column == i, 1.0, 0.0)
+    column = r % BLOCK  # [C]
+    block = scratch_ptr + r // BLOCK * (BLOCK * SCRATCH)  # [C], where the block begins
+    rows = (tl.where(column == 0, 1.0, 0.0),)  # [C], row i of all inverses: x_i = e_i - sum_{j < i} L_ij x_j
+    for i in tl.static_range(1, BLOCK):
+        row = tl.where(column == i, 1.0, 0.0)  # [C]
         for j in tl.static_range(0, i):
-            row -= tl.load(block + (i * 32 + j)) * rows[j]
+            row -= tl.load(block + (i * SCRATCH + j)) * rows[j]
         rows = rows + (row,)
-    for i in tl.static_range(0, 16):
-        tl.store(block + (i * 32 + 16) + column, rows[i])
+    for i in tl.static_range(0, BLOCK):
+        tl.store(block + (i * SCRATCH + BLOCK) + column, rows[i])
     tl.debug_barrier()
-    inverse = tl.load(corner + 16, mask=blocks, other=0.0)
+    inverse = tl.load(corner + BLOCK, mask=blocks, other=0.0)  # [C, C]
+    # From blocks of 2^4 rows on.
     for level in tl.static_range(4, 8):
         if (1 << level) < CHUNK:
-            inverse = _join(inverse, lower, CHUNK, 1 << level, PRECISION)
+            inverse = _join(inverse, lower, CHUNK, 1 << level, PRECISION)  # [C, C]
     return inverse
 
 
 @triton.jit
 def _join(inverse, lower, CHUNK: tl.constexpr, SIZE: tl.constexpr, PRECISION: tl.constexpr):
     """From the inverses of the diagonal blocks of `SIZE` those of twice the size."""
-    block = tl.arange(0, CHUNK) // SIZE
-    below = (block[:, None] == block[None, :] + 1) & (block[None, :] % 2 == 0)
-    product = tl.dot(inverse, tl.where(below, lower, 0.0), input_precision=PRECISION)
-    return inverse - tl.dot(product, inverse, input_precision=PRECISION)
+    # [[A, 0], [B, D]]^-1 = [[A^-1, 0], [-D^-1 B A^-1, D^-1]].
+    block = tl.arange(0, CHUNK) // SIZE  # [C]
+    below = (block[:, None] == block[None, :] + 1) & (block[None, :] % 2 == 0)  # [C, C], where the B lie
+    product = tl.dot(inverse, tl.where(below, lower, 0.0), input_precision=PRECISION)  # [C, C]
+    return inverse - tl.dot(product, inverse, input_precision=PRECISION)  # [C, C]
 
 
 @triton.jit
@@ -67,59 +73,43 @@ def delta_scores_kernel(
     HS: tl.constexpr, HQ: tl.constexpr, HK: tl.constexpr, HG: tl.constexpr, HB: tl.constexpr, D: tl.constexpr, CHUNK: tl.constexpr,
     BLOCK_K: tl.constexpr, HEADS: tl.constexpr, DECAY: tl.constexpr, BETA: tl.constexpr, SEGMENTS: tl.constexpr, TABLE: tl.constexpr,
     EVEN: tl.constexpr, EXACT: tl.constexpr, SCALE: tl.constexpr, PRECISION: tl.constexpr, SOLVE: tl.constexpr,
-):  # fmt: skip
+):
     """Of one chunk and `HEADS` state heads with the same queries and keys: the scores, the inverse of `I + L`, and three factors a token,
     `[B, HS, 3, T]`: the decay from the chunk's start and to its end (zero across the start of a segment), and beta.
     """
+    # A program: a chunk, `HEADS` heads (fastest).
     index = tl.program_id(0)
     groups: tl.constexpr = HS // HEADS
     head = index % groups * HEADS
     row, count, seq = chunk_of(index // groups, chunks_ptr, T, CHUNK, TABLE)
-    r = tl.arange(0, CHUNK)
-    seen = r[:, None] >= r[None, :]
+    r = tl.arange(0, CHUNK)  # [C]
+    seen = r[:, None] >= r[None, :]  # [C, C]
     if SEGMENTS:
-        starts = segment_starts(starts_ptr, row, count, row // T, T, CHUNK)
-        seen = seen & (r[None, :] >= starts[:, None])
-    k = load_tile(k_ptr + row * (HK * D) + head // (HS // HK) * D, HK * D, count, 0, D, CHUNK, BLOCK_K, EVEN)
-    q = load_tile(q_ptr + row * (HQ * D) + head // (HS // HQ) * D, HQ * D, count, 0, D, CHUNK, BLOCK_K, EVEN)
-    qk = tl.dot(q, tl.trans(k), input_precision=PRECISION)
-    kk = tl.dot(k, tl.trans(k), input_precision=PRECISION)
+        starts = segment_starts(starts_ptr, row, count, row // T, T, CHUNK)  # [C]
+        seen = seen & (r[None, :] >= starts[:, None])  # [C, C]
+    k = load_tile(k_ptr + row * (HK * D) + head // (HS // HK) * D, HK * D, count, 0, D, CHUNK, BLOCK_K, EVEN)  # [C, BK], all channels
+    q = load_tile(q_ptr + row * (HQ * D) + head // (HS // HQ) * D, HQ * D, count, 0, D, CHUNK, BLOCK_K, EVEN)  # [C, BK]
+    qk = tl.dot(q, tl.trans(k), input_precision=PRECISION)  # [C, C]
+    kk = tl.dot(k, tl.trans(k), input_precision=PRECISION)  # [C, C]
+    # The products are the same for all the heads, decays and betas are not.
     for h in range(head, head + HEADS):
-        high, low = log_decays(g_ptr, row, count, seq, h, HS, HG, CHUNK, DECAY, EVEN, EXACT)
-        decay = between(high, low, seen, DECAY, EXACT)
-        beta = tl.where(r < count, 1.0, 0.0)
+        high, low = log_decays(g_ptr, row, count, seq, h, HS, HG, CHUNK, DECAY, EVEN, EXACT)  # [C] each
+        decay = between(high, low, seen, DECAY, EXACT)  # [C, C]
+        beta = tl.where(r < count, 1.0, 0.0)  # [C]
         if BETA:
-            beta = load_vector(beta_ptr + row * HB + h // (HS // HB), HB, count, CHUNK, EVEN)
+            beta = load_vector(beta_ptr + row * HB + h // (HS // HB), HB, count, CHUNK, EVEN)  # [C]
         place = (row * HS + h) * CHUNK
-        store_tile(
-            scores_ptr + place,
-            operand_of(qk * decay * SCALE, k.dtype, PRECISION),
-            HS * CHUNK,
-            count,
-            0,
-            CHUNK,
-            CHUNK,
-            CHUNK,
-        )
-        lower = tl.where(r[:, None] > r[None, :], kk * decay * beta[:, None], 0.0)
-        scratch = scratch_ptr + (index.to(tl.int64) * HEADS + (h - head)) * (CHUNK * 32)
-        inverse = unit_inverse(lower, scratch, CHUNK, SOLVE)
-        store_tile(
-            inverse_ptr + place,
-            operand_of(inverse, k.dtype, PRECISION),
-            HS * CHUNK,
-            count,
-            0,
-            CHUNK,
-            CHUNK,
-            CHUNK,
-        )
-        before = from_start(high, low, DECAY, EXACT)
-        after = to_end(high, low, CHUNK, DECAY, EXACT)
+        store_tile(scores_ptr + place, operand_of(qk * decay * SCALE, k.dtype, PRECISION), HS * CHUNK, count, 0, CHUNK, CHUNK, CHUNK)
+        lower = tl.where(r[:, None] > r[None, :], kk * decay * beta[:, None], 0.0)  # [C, C], the equation's L
+        scratch = scratch_ptr + (index.to(tl.int64) * HEADS + (h - head)) * (CHUNK * SCRATCH)
+        inverse = unit_inverse(lower, scratch, CHUNK, SOLVE)  # [C, C]
+        store_tile(inverse_ptr + place, operand_of(inverse, k.dtype, PRECISION), HS * CHUNK, count, 0, CHUNK, CHUNK, CHUNK)
+        before = from_start(high, low, DECAY, EXACT)  # [C]
+        after = to_end(high, low, CHUNK, DECAY, EXACT)  # [C]
         if SEGMENTS:
-            before = tl.where(starts < 0, before, 0.0)
-            after = tl.where(r >= last_start(starts_ptr, row, tl.maximum(count, 1), row // T, T), after, 0.0)
-        factors = factors_at(factors_ptr, row, h, T, HS) + r
+            before = tl.where(starts < 0, before, 0.0)  # [C]
+            after = tl.where(r >= last_start(starts_ptr, row, tl.maximum(count, 1), row // T, T), after, 0.0)  # [C]
+        factors = factors_at(factors_ptr, row, h, T, HS) + r  # [C]
         tl.store(factors, before, mask=r < count)
         tl.store(factors + T, after, mask=r < count)
         tl.store(factors + T * 2, beta, mask=r < count)
