@@ -22,24 +22,26 @@ from .tile import add_pairs, chunk_of, closed, last_start, load_tile, operand_of
 from .tile_sizes import Tile
 
 
+# fmt: off
 @triton.jit
 def gates_kernel(
     g_ptr, chunks_ptr, T,
     gates_ptr, low_ptr,
     HG: tl.constexpr, D: tl.constexpr, CHUNK: tl.constexpr, BLOCK_K: tl.constexpr, TABLE: tl.constexpr, EVEN: tl.constexpr,
     EXACT: tl.constexpr,
-):  # fmt: skip
+):
     """Of one chunk and some of all heads' channels."""
+    # A program: a chunk, a tile of the channels of all heads (fastest).
     tiles: tl.constexpr = (HG * D + BLOCK_K - 1) // BLOCK_K
     column = (tl.program_id(0) % tiles) * BLOCK_K
     first, count, _ = chunk_of(tl.program_id(0) // tiles, chunks_ptr, T, CHUNK, TABLE)  # pyright: ignore[reportGeneralTypeIssues]
     at = first * (HG * D)
-    g = closed(load_tile(g_ptr + at, HG * D, count, column, HG * D, CHUNK, BLOCK_K, EVEN).to(tl.float32))
+    g = closed(load_tile(g_ptr + at, HG * D, count, column, HG * D, CHUNK, BLOCK_K, EVEN).to(tl.float32))  # [C, BK]
     if EXACT:
-        g, low = tl.associative_scan((g, tl.zeros_like(g)), 0, add_pairs)
+        g, low = tl.associative_scan((g, tl.zeros_like(g)), 0, add_pairs)  # [C, BK] each
         store_tile(low_ptr + at, low, HG * D, count, column, HG * D, CHUNK, BLOCK_K)
     else:
-        g = tl.cumsum(g, axis=0)
+        g = tl.cumsum(g, axis=0)  # [C, BK]
     store_tile(gates_ptr + at, g, HG * D, count, column, HG * D, CHUNK, BLOCK_K)
 
 
@@ -50,77 +52,70 @@ def key_fold_kernel(
     HS: tl.constexpr, HQ: tl.constexpr, HK: tl.constexpr, HG: tl.constexpr, D: tl.constexpr, CHUNK: tl.constexpr, BLOCK_K: tl.constexpr,
     SCALE: tl.constexpr, SCORES: tl.constexpr, SEGMENTS: tl.constexpr, TABLE: tl.constexpr, EVEN: tl.constexpr, EXACT: tl.constexpr,
     PRECISION: tl.constexpr,
-):  # fmt: skip
+):
     """Of one chunk and state head."""
     operand: tl.constexpr = q_ptr.dtype.element_ty
+    # A program: a chunk, a state head (fastest).
     index = tl.program_id(0)
     h = index % HS
     first, count, seq = chunk_of(index // HS, chunks_ptr, T, CHUNK, TABLE)  # pyright: ignore[reportGeneralTypeIssues]
     if count > 0:
-        r = tl.arange(0, CHUNK)
+        r = tl.arange(0, CHUNK)  # [C]
         stride: tl.constexpr = HG * D
         gates = gates_ptr + first * stride + h // (HS // HG) * D
         low_gates = low_ptr + first * stride + h // (HS // HG) * D
         own = first * (HS * D) + h * D
-        before = r[:, None] > r[None, :]
+        before = r[:, None] > r[None, :]  # [C, C]
         carried = 1.0
         if SEGMENTS:
-            starts = segment_starts(starts_ptr, first, count, seq, T, CHUNK)
+            starts = segment_starts(starts_ptr, first, count, seq, T, CHUNK)  # [C]
             start = last_start(starts_ptr, first, count, seq, T)
-            before = before & (r[None, :] >= starts[:, None])
+            before = before & (r[None, :] >= starts[:, None])  # [C, C]
             carried = tl.where(start < 0, 1.0, 0.0)
-        a = tl.zeros([CHUNK, CHUNK], tl.float32)
-        diagonal = tl.zeros([CHUNK], tl.float32)
+        a = tl.zeros([CHUNK, CHUNK], tl.float32)  # [C, C]
+        diagonal = tl.zeros([CHUNK], tl.float32)  # [C]
+        # Sums over slices of channels, as each channel has its own decays; the operands of a slice are written with it.
         for column in tl.range(0, D, BLOCK_K):
-            q = load_tile(
-                q_ptr + first * (HQ * D) + h // (HS // HQ) * D, HQ * D, count, column, D, CHUNK, BLOCK_K, EVEN
-            )
-            k = load_tile(
-                k_ptr + first * (HK * D) + h // (HS // HK) * D, HK * D, count, column, D, CHUNK, BLOCK_K, EVEN
-            )
-            high, low = load_gates(
-                gates, low_gates, tl.minimum(r, count - 1), stride, column, D, BLOCK_K, EXACT
-            )
-            middle, middle_low, last, last_low = edge_gates(
-                gates, low_gates, stride, count, column, D, CHUNK, BLOCK_K, EXACT)  # fmt: skip
+            q = load_tile(q_ptr + first * (HQ * D) + h // (HS // HQ) * D, HQ * D, count, column, D, CHUNK, BLOCK_K, EVEN)  # [C, BK]
+            k = load_tile(k_ptr + first * (HK * D) + h // (HS // HK) * D, HK * D, count, column, D, CHUNK, BLOCK_K, EVEN)  # [C, BK]
+            high, low = load_gates(gates, low_gates, tl.minimum(r, count - 1), stride, column, D, BLOCK_K, EXACT)  # [C, BK] each
+            middle, middle_low, last, last_low = edge_gates(gates, low_gates, stride, count, column, D, CHUNK, BLOCK_K, EXACT)  # [1, BK] each
             if SCORES:
                 diagonal += tl.sum(q.to(tl.float32) * k.to(tl.float32), axis=1)
-                exponent = between_rows(high, low, middle, middle_low, EXACT)
-                usual = is_usual(exponent, middle)
+                exponent = between_rows(high, low, middle, middle_low, EXACT)  # [C, BK]
+                usual = is_usual(exponent, middle)  # []
+                # About the middle row m: e^{G - G_m} to q, e^{G_m - G} to k; the rest to the chunk's ends is one number a channel.
                 if usual:
-                    queries = q.to(tl.float32) * tl.exp2(exponent)
-                    keys = k.to(tl.float32) * tl.exp2(-exponent)
-                    transposed = tl.trans(operand_of(keys, operand, PRECISION))
-                    a = tl.dot(
-                        operand_of(queries, operand, PRECISION), transposed, a, input_precision=PRECISION
-                    )
+                    queries = q.to(tl.float32) * tl.exp2(exponent)  # [C, BK]
+                    keys = k.to(tl.float32) * tl.exp2(-exponent)  # [C, BK]
+                    transposed = tl.trans(operand_of(keys, operand, PRECISION))  # [BK, C]
+                    a = tl.dot(operand_of(queries, operand, PRECISION), transposed, a, input_precision=PRECISION)  # [C, C]
                     queries *= tl.exp2(middle)
                     keys *= tl.exp2(between_rows(last, last_low, middle, middle_low, EXACT))
                 else:
                     a, _ = add_scores_by_halves(
-                        a, a, q, k, high, low, gates, low_gates, stride, count, column, D, CHUNK, BLOCK_K, EXACT, False, PRECISION)  # fmt: skip
-                    queries = q.to(tl.float32) * tl.exp2(high)
-                    keys = k.to(tl.float32) * tl.exp2(between_rows(last, last_low, high, low, EXACT))
+                        a, a, q, k, high, low, gates, low_gates, stride, count, column, D, CHUNK, BLOCK_K, EXACT, False, PRECISION)
+                    queries = q.to(tl.float32) * tl.exp2(high)  # [C, BK]
+                    keys = k.to(tl.float32) * tl.exp2(between_rows(last, last_low, high, low, EXACT))  # [C, BK]
             else:
-                queries = q.to(tl.float32) * tl.exp2(high)
-                keys = k.to(tl.float32) * tl.exp2(between_rows(last, last_low, high, low, EXACT))
+                queries = q.to(tl.float32) * tl.exp2(high)  # [C, BK]
+                keys = k.to(tl.float32) * tl.exp2(between_rows(last, last_low, high, low, EXACT))  # [C, BK]
+            # What does not see the incoming state, and what the outgoing one does not hold, is zero.
             if SEGMENTS:
-                queries = tl.where((starts < 0)[:, None], queries, 0.0)
-                keys = tl.where((r >= start)[:, None], keys, 0.0)
-            queries = operand_of(queries * SCALE, operand, PRECISION)
+                queries = tl.where((starts < 0)[:, None], queries, 0.0)  # [C, BK]
+                keys = tl.where((r >= start)[:, None], keys, 0.0)  # [C, BK]
+            queries = operand_of(queries * SCALE, operand, PRECISION)  # [C, BK]
             store_tile(folded_q_ptr + own, queries, HS * D, count, column, D, CHUNK, BLOCK_K)
-            keys = operand_of(keys, operand, PRECISION)
+            keys = operand_of(keys, operand, PRECISION)  # [C, BK]
             store_tile(folded_k_ptr + own, keys, HS * D, count, column, D, CHUNK, BLOCK_K)
-            store_tile(
-                carry_ptr + index.to(tl.int64) * D, tl.exp2(last) * carried, 0, 1, column, D, 1, BLOCK_K
-            )
+            store_tile(carry_ptr + index.to(tl.int64) * D, tl.exp2(last) * carried, 0, 1, column, D, 1, BLOCK_K)
+        # What the products gave on the diagonal and above means nothing; on it there is no decay.
         if SCORES:
-            a = tl.where(before, a, 0.0)
-            a = tl.where(r[:, None] == r[None, :], diagonal[:, None], a) * SCALE
-            a = operand_of(a, operand, PRECISION)
-            store_tile(
-                scores_ptr + first * (HS * CHUNK) + h * CHUNK, a, HS * CHUNK, count, 0, CHUNK, CHUNK, CHUNK
-            )
+            a = tl.where(before, a, 0.0)  # [C, C]
+            a = tl.where(r[:, None] == r[None, :], diagonal[:, None], a) * SCALE  # [C, C]
+            a = operand_of(a, operand, PRECISION)  # [C, C]
+            store_tile(scores_ptr + first * (HS * CHUNK) + h * CHUNK, a, HS * CHUNK, count, 0, CHUNK, CHUNK, CHUNK)
+# fmt: on
 
 
 _GATES = Tile(128, 16, 4, 1)

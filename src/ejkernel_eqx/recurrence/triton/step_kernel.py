@@ -13,6 +13,7 @@ from ...launch import Launch, run
 from ..spec import KEY, NONE, SCALAR, StepArrays, StepSpec, VALUE
 
 _KINDS = {NONE: 0, SCALAR: 1, KEY: 2, VALUE: 3}
+_SCALAR, _KEY, _VALUE = tl.constexpr(1), tl.constexpr(2), tl.constexpr(3)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -40,86 +41,64 @@ def _padded(size: int) -> int:
     return 1 << max(size - 1, 0).bit_length()
 
 
+# fmt: off
 @triton.jit
 def step_kernel(
-    q_ptr,
-    k_ptr,
-    v_ptr,
-    g_ptr,
-    beta_ptr,
-    skip_ptr,
-    indices_ptr,
-    state_ptr,
-    B,
-    S,
-    new_state_ptr,
-    out_ptr,
-    HQ: tl.constexpr,
-    HK: tl.constexpr,
-    HV: tl.constexpr,
-    HG: tl.constexpr,
-    HB: tl.constexpr,
-    HS: tl.constexpr,
-    GROUP: tl.constexpr,
-    D: tl.constexpr,
-    V: tl.constexpr,
-    BLOCK_D: tl.constexpr,
-    BLOCK_V: tl.constexpr,
-    SCALE: tl.constexpr,
-    DECAY: tl.constexpr,
-    DELTA: tl.constexpr,
-    BETA: tl.constexpr,
-    SKIP: tl.constexpr,
-    SLOTS: tl.constexpr,
-    STRIDE_D: tl.constexpr,
-    STRIDE_V: tl.constexpr,
+    q_ptr, k_ptr, v_ptr, g_ptr, beta_ptr, skip_ptr, indices_ptr, state_ptr, B, S,
+    new_state_ptr, out_ptr,
+    HQ: tl.constexpr, HK: tl.constexpr, HV: tl.constexpr, HG: tl.constexpr, HB: tl.constexpr, HS: tl.constexpr, GROUP: tl.constexpr,
+    D: tl.constexpr, V: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_V: tl.constexpr, SCALE: tl.constexpr, DECAY: tl.constexpr,
+    DELTA: tl.constexpr, BETA: tl.constexpr, SKIP: tl.constexpr, SLOTS: tl.constexpr, STRIDE_D: tl.constexpr, STRIDE_V: tl.constexpr,
 ):
+    # A program: a row, a state head, a tile of value channels (fastest). BD is `BLOCK_D`, all key channels, BV is `BLOCK_V`.
     tiles: tl.constexpr = (V + BLOCK_V - 1) // BLOCK_V
     pid = tl.program_id(0)
     head = pid // tiles % HS
     row = (pid // (tiles * HS)).to(tl.int64)
-    d = tl.arange(0, BLOCK_D)
-    c = pid % tiles * BLOCK_V + tl.arange(0, BLOCK_V)
-    in_d, in_v = d < D, c < V
-    out_at = out_ptr + (row * (HS * GROUP) + head * GROUP) * V + c
+    d = tl.arange(0, BLOCK_D)  # [BD]
+    c = pid % tiles * BLOCK_V + tl.arange(0, BLOCK_V)  # [BV]
+    in_d, in_v = d < D, c < V  # [BD], [BV]
+    out_at = out_ptr + (row * (HS * GROUP) + head * GROUP) * V + c  # [BV]
 
+    # A row's state is its own, or in the slot of a pool; a row of no slot gives zeros.
     slot, used = row, True
     if SLOTS:
         index = tl.load(indices_ptr + row)
         slot, used = row // B * S + index, (index >= 0) & (index < S)
     if used:
-        at = (slot * HS + head) * (D * V) + d[:, None] * STRIDE_D + c[None, :] * STRIDE_V
-        inside = in_d[:, None] & in_v[None, :]
-        state = tl.load(new_state_ptr + at, mask=inside, other=0.0).to(tl.float32)  # [D, V]
-        k = tl.load(k_ptr + (row * HK + head * HK // HS) * D + d, mask=in_d, other=0.0).to(tl.float32)
-        v = tl.load(v_ptr + (row * HV + head * HV // HS) * V + c, mask=in_v, other=0.0).to(tl.float32)
+        at = (slot * HS + head) * (D * V) + d[:, None] * STRIDE_D + c[None, :] * STRIDE_V  # [BD, BV], of a state that may be stored transposed
+        inside = in_d[:, None] & in_v[None, :]  # [BD, BV]
+        state = tl.load(new_state_ptr + at, mask=inside, other=0.0).to(tl.float32)  # [BD, BV]
+        k = tl.load(k_ptr + (row * HK + head * HK // HS) * D + d, mask=in_d, other=0.0).to(tl.float32)  # [BD]
+        v = tl.load(v_ptr + (row * HV + head * HV // HS) * V + c, mask=in_v, other=0.0).to(tl.float32)  # [BV]
         gate = row * HG + head * HG // HS
-        if DECAY == 1:
-            state *= tl.exp(tl.load(g_ptr + gate).to(tl.float32))
-        if DECAY == 2:
-            state *= tl.exp(tl.load(g_ptr + gate * D + d, mask=in_d, other=0.0).to(tl.float32))[:, None]
-        if DECAY == 3:
-            state *= tl.exp(tl.load(g_ptr + gate * V + c, mask=in_v, other=0.0).to(tl.float32))[None, :]
-        written = v
+        # S <- a S, then S <- S + b k u^T with u = v, or v - S^T k of a delta rule.
+        if DECAY == _SCALAR:
+            state *= tl.exp(tl.load(g_ptr + gate).to(tl.float32))  # one number
+        if DECAY == _KEY:
+            state *= tl.exp(tl.load(g_ptr + gate * D + d, mask=in_d, other=0.0).to(tl.float32))[:, None]  # one a row, [BD, 1]
+        if DECAY == _VALUE:
+            state *= tl.exp(tl.load(g_ptr + gate * V + c, mask=in_v, other=0.0).to(tl.float32))[None, :]  # one a column, [1, BV]
+        written = v  # [BV]
         if DELTA:
-            written -= tl.sum(state * k[:, None], 0)
+            written -= tl.sum(state * k[:, None], 0)  # [BV]
         if BETA:
-            k *= tl.load(beta_ptr + row * HB + head * HB // HS).to(tl.float32)
-        state += k[:, None] * written[None, :]
+            k *= tl.load(beta_ptr + row * HB + head * HB // HS).to(tl.float32)  # [BD]
+        state += k[:, None] * written[None, :]  # [BD, BV]
         tl.store(new_state_ptr + at, state.to(new_state_ptr.dtype.element_ty), mask=inside)
-        extra = tl.zeros([BLOCK_V], tl.float32)
+        # o = scale S^T q + skip v, for each of the query heads that read this state.
+        extra = tl.zeros([BLOCK_V], tl.float32)  # [BV]
         if SKIP:
-            extra = v * tl.load(skip_ptr + (row // B * HS + head) * V + c, mask=in_v, other=0.0).to(
-                tl.float32
-            )
+            extra = v * tl.load(skip_ptr + (row // B * HS + head) * V + c, mask=in_v, other=0.0).to(tl.float32)  # [BV]
         for j in range(GROUP):
             reader = (head * GROUP + j) * HQ // (HS * GROUP)
-            q = tl.load(q_ptr + (row * HQ + reader) * D + d, mask=in_d, other=0.0).to(tl.float32)
-            out = SCALE * tl.sum(state * q[:, None], 0) + extra
+            q = tl.load(q_ptr + (row * HQ + reader) * D + d, mask=in_d, other=0.0).to(tl.float32)  # [BD]
+            out = SCALE * tl.sum(state * q[:, None], 0) + extra  # [BV]
             tl.store(out_at + j * V, out.to(out_ptr.dtype.element_ty), mask=in_v)
     else:
         for j in range(GROUP):
             tl.store(out_at + j * V, tl.zeros([BLOCK_V], out_ptr.dtype.element_ty), mask=in_v)
+# fmt: on
 
 
 def step(
