@@ -119,11 +119,10 @@ def test_parts_are_tuned_one_after_the_other(timed):
 def test_only_the_results_of_the_part_are_computed():
     """XLA removes what a part does not need: a backward that would raise on the host is never called."""
     from ejkernel_eqx.tuning.bench import Bench
-    from ejkernel_eqx.tuning.isolated.events import Job
 
-    job = Job(toy.problem(), toy.PARTED, device_facts(), None, (), (), None, QUICK, 1.0)
+    bench = Bench("toy", toy.workload(toy.PARTED, toy.problem()))
     config = toy.PartedConfig(toy.Tile(1, "killed"), toy.Tile(1))
-    results = Bench(job).program(config, ("dx",))(toy.inputs(toy.problem(), 0))
+    results = bench.program(config, ("dx",))(toy.inputs(toy.problem(), 0))
     assert list(results) == ["dx"]
 
 

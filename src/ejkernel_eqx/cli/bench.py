@@ -4,7 +4,7 @@ import argparse
 import dataclasses
 import functools
 from collections.abc import Mapping, Sequence
-from typing import Any, NamedTuple
+from typing import Any
 
 import jax
 
@@ -20,11 +20,9 @@ from ..dispatch import (
     take_snapshot,
     to_dict,
 )
-from ..tuning.bench import Bench, failure, Names
+from ..tuning.bench import Bench, failure
 from ..tuning.check import all_errors
-from ..tuning.isolated.events import Job
-from ..tuning.measure import JaxWork, per_run, runs_needed, time_in_turn, Timing
-from ..tuning.options import TuneOptions
+from ..tuning.measure import JaxWork, time_in_turn, time_runs, Timing
 from ..tuning.report.data import describe
 from ..tuning.report.roofline import device_peaks, matrix_dtype, roofline
 from . import problems
@@ -100,18 +98,27 @@ def bench(
             progress(f"checking {problem} on {contender.platform}")
             _check(contender, contender.work)
     for direction in (FORWARD, BOTH):
-        entered = {
-            c.platform: Entered(c.config, c.work, c.work.directions[direction])
-            for c in contenders
-            if c.state == TIMED and c.work is not None and direction in c.work.directions
-        }
-        if entered:
+        right = {c.platform: (c, c.work) for c in contenders if c.state == TIMED and c.work is not None}
+        timed = {name: (c, work) for name, (c, work) in right.items() if direction in work.directions}
+        if timed:
             progress(f"timing {problem}, {direction}")
-        timings = _time(entered, samples, sample_ms)
-        for contender in contenders:
-            if contender.platform in timings:
-                contender.timings[direction] = timings[contender.platform]
+        for name, timing in _time(timed, direction, samples, sample_ms).items():
+            timed[name][0].timings[direction] = timing
     return contenders
+
+
+def _time(
+    timed: Mapping[str, tuple[Contender, Bench]], direction: str, samples: int, sample_ms: float
+) -> dict[str, Timing]:
+    def take(runs: Mapping[str, int]) -> dict[str, Timing]:
+        works = {}
+        for name, count in runs.items():
+            contender, work = timed[name]
+            program = work.program(contender.config, work.directions[direction], count)
+            works[name] = JaxWork(program, work.input_sets)
+        return time_in_turn(works, samples, sample_ms)
+
+    return time_runs(take, timed, lambda name: timed[name][1].floor())
 
 
 def _contender(problem: Problem, implementation: Implementation) -> Contender:
@@ -120,12 +127,12 @@ def _contender(problem: Problem, implementation: Implementation) -> Contender:
         selection = select(take_snapshot(problem.operation, platform=platform), problem)
     except UnsupportedError as error:
         return Contender(platform, UNSUPPORTED, "; ".join(error.reasons.values()))
-    measurable = _measurable(implementation)
-    if measurable.make_workload(problem) is None:
+    workload = _measurable(implementation).make_workload(problem)
+    if workload is None:
         return Contender(platform, UNSUPPORTED, "has no workload to be measured by")
     origin = selection.origin or selection.tier.value
-    job = Job(problem, measurable, device_facts(), selection.config, (), (), None, TuneOptions(), 0.0)
-    return Contender(platform, TIMED, config=selection.config, origin=origin, work=Bench(job))
+    work = Bench(f"{problem} on {platform}", workload)
+    return Contender(platform, TIMED, config=selection.config, origin=origin, work=work)
 
 
 def _measurable(implementation: Implementation) -> Implementation:
@@ -145,25 +152,6 @@ def _check(contender: Contender, work: Bench) -> None:
     contender.errors, reason = all_errors(results, work.expected(0), work.workload.tolerances)
     if reason is not None:
         contender.state, contender.reason = WRONG, reason
-
-
-class Entered(NamedTuple):
-    """What is timed for a platform in one direction."""
-
-    config: Any
-    work: Bench
-    names: Names
-
-    def launches(self, runs: int) -> JaxWork:
-        return JaxWork(self.work.program(self.config, self.names, runs), self.work.input_sets)
-
-
-def _time(entered: Mapping[str, Entered], samples: int, sample_ms: float) -> dict[str, Timing]:
-    """What is shorter than a launch is run several times in one program."""
-    rough = time_in_turn({name: e.launches(1) for name, e in entered.items()}, 2, min(sample_ms, 5.0))
-    runs = {name: runs_needed(timing.ms, entered[name].work.floor()) for name, timing in rough.items()}
-    timed = time_in_turn({name: e.launches(runs[name]) for name, e in entered.items()}, samples, sample_ms)
-    return {name: per_run(timing, runs[name]) for name, timing in timed.items()}
 
 
 def _to_dict(problem: Problem, contender: Contender, others: Sequence[Contender]) -> dict[str, Any]:

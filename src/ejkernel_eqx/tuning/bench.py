@@ -9,7 +9,6 @@ import jax
 from .._errors import TuningError
 from ..dispatch import BOTH, FORWARD, Workload
 from . import check, measure
-from .isolated.events import Job
 from .result import Status
 
 Names = tuple[str, ...]
@@ -21,18 +20,12 @@ MEMORY = "out of device memory"
 class Bench:
     """Everything is made once: inputs and reference for each seed, programs for each configuration, results and number of runs."""
 
-    def __init__(self, job: Job):
-        workload = job.implementation.make_workload(job.problem)
-        if workload is None:
-            raise TuningError(
-                f"{job.problem} on {job.implementation.platform.value} has no workload to tune it by."
-            )
-        self.workload: Workload = workload
+    def __init__(self, name: str, workload: Workload):
+        self._name, self.workload = name, workload
         self.inputs = functools.cache(workload.make_inputs)
         self.expected = functools.cache(self._expected)
         self.floor = functools.cache(lambda: measure.launch_floor(self.inputs(0)))
         self._programs: dict[tuple[Any, Names, int], Program] = {}
-        self._name = f"{job.problem} on {job.implementation.platform.value}"
         self.names: Names = tuple(self.expected(0))
         if missing := sorted(set(self.names) - set(workload.tolerances)):
             raise TuningError(f"{self._name}: the workload has no tolerances for {', '.join(missing)}.")

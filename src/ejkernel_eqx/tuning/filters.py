@@ -4,6 +4,7 @@ import logging
 from typing import Any
 
 from ..launch import compile_ahead, target_for
+from .bench import Refusal
 from .isolated.events import Job
 from .result import Candidate, SPILLS, Status
 
@@ -11,7 +12,6 @@ MOST_SPILLS = 256
 """Bytes a thread may spill: so few can cost less than another tile would (measured); many never paid."""
 
 _LOG = logging.getLogger("ejkernel_eqx")
-Refusal = tuple[Status, str]
 
 
 def refusal(candidate: Candidate, config: Any, job: Job, workload: Any) -> Refusal | None:

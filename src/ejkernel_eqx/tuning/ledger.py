@@ -25,9 +25,7 @@ class Ledger:
         self._order = {key: n for n, key in enumerate(every)}
         self._running: dict[tuple[str, str], list[tuple[Candidate, float]]] = {}
         self._lock = threading.Lock()
-        self._name = f"{job.problem} on {job.implementation.platform.value}"
-        self._total = len(self._order.keys() - self._measurements.keys())
-        self._progress = job.options.progress
+        self._job = job
         self._bar: Any = None
         self.outcome: Finished | Unsound | Failed | None = None
 
@@ -35,7 +33,9 @@ class Ledger:
         from tqdm import tqdm
 
         slow = 0.1 if sys.stderr.isatty() else 10.0
-        self._bar = tqdm(total=self._total, desc=self._name, disable=not self._progress, mininterval=slow)
+        total = len(self._order.keys() - self._measurements.keys())
+        off = not self._job.options.progress
+        self._bar = tqdm(total=total, desc=self._job.name, disable=off, mininterval=slow)
         return self
 
     def __exit__(self, *_: object) -> None:
@@ -45,17 +45,14 @@ class Ledger:
     def measurements(self) -> tuple[Measurement, ...]:
         """What is known by now, in the order of the candidates."""
         last = len(self._order)
-        return tuple(
-            m for _, m in sorted(self._measurements.items(), key=lambda e: self._order.get(e[0], last))
-        )
+        order = sorted(self._measurements, key=lambda key: self._order.get(key, last))
+        return tuple(self._measurements[key] for key in order)
 
     def running(self) -> list[tuple[Candidate, float]]:
         """The candidates that have begun something and not ended it, with the seconds since, the longest first."""
         now = time.monotonic()
         with self._lock:
-            found = [
-                (candidate, now - began) for runs in self._running.values() for candidate, began in runs[:1]
-            ]
+            found = [(candidate, now - began) for (candidate, began), *_ in self._running.values()]
         return sorted(found, key=lambda entry: -entry[1])
 
     def stopped(self) -> None:
@@ -95,13 +92,10 @@ class Ledger:
             self._bar.update()
         self._measurements[key] = measurement
         if measurement.status in (Status.DENIED, Status.SKIPPED):
-            line = f"{self._name}: {measurement.candidate} {measurement.status.value}: {measurement.reason}"
-            _LOG.info("%s", line)
+            line = f"{measurement.candidate} {measurement.status.value}: {measurement.reason}"
+            _LOG.info("%s: %s", self._job.name, line)
             if not self._bar.disable:
-                self._bar.write(
-                    f"  {measurement.candidate} {measurement.status.value}: {measurement.reason}",
-                    file=sys.stderr,
-                )
+                self._bar.write(f"  {line}", file=sys.stderr)
 
 
 def listed(measurements: Iterable[Measurement]) -> str:

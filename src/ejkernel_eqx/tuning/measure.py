@@ -5,7 +5,7 @@ import itertools
 import math
 import statistics
 import time
-from collections.abc import Callable, Hashable, Mapping, Sequence
+from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
 from typing import Any, NamedTuple, Protocol, runtime_checkable, TypeVar
 
 import equinox as eqx
@@ -114,6 +114,17 @@ def runs_needed(ms: float, floor: float) -> int:
     return min(_MOST_RUNS, max(2, math.ceil(2 * _BOUND * floor / own)))
 
 
+def time_runs(
+    take: Callable[[Mapping[K, int]], dict[K, Timing]], keys: Iterable[K], floor: Callable[[K], float]
+) -> dict[K, Timing]:
+    """The timings of one run each. `take` times programs of so many runs; `floor` are the milliseconds of an empty launch."""
+    timings = take(dict.fromkeys(keys, 1))
+    runs = {key: runs_needed(timing.ms, floor(key)) for key, timing in timings.items()}
+    if all(count == 1 for count in runs.values()):
+        return timings
+    return {key: per_run(timing, runs[key]) for key, timing in take(runs).items()}
+
+
 def repeated(function: Callable[[Any], Any], runs: int) -> Callable[[Any], Any]:
     """A function that computes `function(inputs)` so many times, one after the other.
 
@@ -179,14 +190,13 @@ def benchmark(
         function, positional, named = eqx.combine(dynamic, static)
         return eqx.filter(function(*positional, **named), eqx.is_array)
 
-    def measure(runs: int) -> Timing:
-        compiled = jax.jit(repeated(call, runs)).lower(*inputs[0]).compile()
-        return per_run(time_in_turn({"": JaxWork(compiled, inputs)}, samples, sample_ms)[""], runs)
+    def take(runs: Mapping[str, int]) -> dict[str, Timing]:
+        compiled = jax.jit(repeated(call, runs[""])).lower(*inputs[0]).compile()
+        return time_in_turn({"": JaxWork(compiled, inputs)}, samples, sample_ms)
 
-    once = measure(1)
     # Without inputs nothing ties one run to the next.
-    runs = runs_needed(once.ms, launch_floor(inputs[0])) if jax.tree.leaves(inputs[0]) else 1
-    return once if runs == 1 else measure(runs)
+    floor = lambda _: launch_floor(inputs[0]) if jax.tree.leaves(inputs[0]) else 0.0
+    return time_runs(take, [""], floor)[""]
 
 
 def _arrays(tree: Any) -> Any:

@@ -45,6 +45,16 @@ class Candidate(NamedTuple):
         return f"{self.part}: {fields}" if self.part and dataclasses.is_dataclass(self.value) else fields
 
 
+def part_of(config: Any, part: str) -> Any:
+    """The value of a part of a configuration; the empty part is the whole."""
+    return getattr(config, part) if part else config
+
+
+def with_part(config: Any, part: str, value: Any) -> Any:
+    """The configuration with another value for a part."""
+    return dataclasses.replace(config, **{part: value}) if part else value
+
+
 @dataclasses.dataclass(frozen=True)
 class Measurement:
     """What is known of one candidate: `config` is the part's value, or the whole configuration where `part` is empty.

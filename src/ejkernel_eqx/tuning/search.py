@@ -3,15 +3,14 @@
 It tells everything it finds as events, and may run in this process or in another one. Nothing here writes or logs.
 """
 
-import dataclasses
 import time
 from collections.abc import Callable, Sequence
 from typing import Any
 
-from ..dispatch import BOTH
+from ..dispatch import BOTH, no_tuning
 from .isolated.events import Event, Finished, Job, Stage, Unsound
 from .isolated.settings import undisturbed
-from .result import Candidate, Status
+from .result import Candidate, part_of, Status, with_part
 from .trials import Trial, Trials, UnsoundDevice
 
 MARGIN = 1.01
@@ -23,7 +22,7 @@ FINALISTS = 4
 def search(job: Job, emit: Callable[[Event], None]) -> None:
     """Runs the search and emits what it finds, `Finished` or `Unsound` last."""
     try:
-        with undisturbed():
+        with undisturbed(), no_tuning():  # what inputs ask to be tuned would wait for the lock that is held
             emit(_Search(job, emit).run())
     except UnsoundDevice as error:
         emit(Unsound(str(error)))
@@ -42,13 +41,12 @@ class _Search:
             if not ranking:
                 return Finished(None)
             if stage.part:
-                best = dataclasses.replace(best, **{stage.part: ranking[0]})
+                best = with_part(best, stage.part, ranking[0])
                 ranking = [best]
                 self.trials.bench.forget()
         previous = self.job.previous
         if previous is not None and ranking[0] == previous.config and previous.ms:
-            heuristic_ms = previous.ms if previous.config == self.job.heuristic else {}
-            return Finished(previous.config, previous.ms, previous.spread, heuristic_ms, previous.errors)
+            return previous
         return self._decide(ranking)
 
     def _deadline(self, stages_left: int) -> float:
@@ -64,8 +62,7 @@ class _Search:
         for value in stage.options:
             candidate = Candidate(stage.part, value)
             if candidate.key() not in trials.known:
-                config = dataclasses.replace(best, **{stage.part: value}) if stage.part else value
-                fresh.append(Trial(candidate, config, names))
+                fresh.append(Trial(candidate, with_part(best, stage.part, value), names))
         errors = {trial: trials.check([trial]) for trial in trials.compile(fresh, deadline)}
         passed = {trial: trial for trial, found in errors.items() if found is not None}
         coarse = trials.time(passed, 2, options.sample_ms / 3)
@@ -100,11 +97,8 @@ class _Search:
 
     def _heuristic_usable(self) -> bool:
         heuristic = self.job.heuristic
-        values = [getattr(heuristic, stage.part) if stage.part else heuristic for stage in self.job.stages]
-        return all(
-            self.trials.usable(Candidate(stage.part, value))
-            for stage, value in zip(self.job.stages, values, strict=True)
-        )
+        parts = [stage.part for stage in self.job.stages]
+        return all(self.trials.usable(Candidate(part, part_of(heuristic, part))) for part in parts)
 
     def _decide(self, ranking: Sequence[Any]) -> Finished:
         """The winner is checked on all results and other inputs, then timed with the heuristic in turn."""

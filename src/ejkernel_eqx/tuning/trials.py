@@ -12,7 +12,7 @@ from .filters import refusal
 from .isolated.events import Begun, Ended, Event, Job, Measured
 from .isolated.settings import applied, thread_settings, undisturbed
 from .measure import Timing
-from .result import Candidate, Measurement, Status
+from .result import Candidate, Measurement, part_of, Status
 
 BUDGET = "time budget"
 K = TypeVar("K", bound=Hashable)
@@ -60,7 +60,9 @@ class Trials:
     """Compiles, checks and times candidates. Who fails is settled, left out of what is returned, and never tried again."""
 
     def __init__(self, job: Job, emit: Callable[[Event], None]):
-        self.job, self.emit, self.bench = job, emit, Bench(job)
+        workload = job.implementation.make_workload(job.problem)
+        assert workload is not None, job.name
+        self.job, self.emit, self.bench = job, emit, Bench(job.name, workload)
         self.known: dict[tuple[str, str], Measurement] = {m.candidate.key(): m for m in job.known}
 
     def settle(self, candidate: Candidate, status: Status, reason: str = "", **found: Any) -> None:
@@ -74,8 +76,7 @@ class Trials:
         return measurement is not None and measurement.usable and measurement.ms is not None
 
     def is_heuristic(self, candidate: Candidate) -> bool:
-        heuristic = self.job.heuristic
-        return candidate.value == (getattr(heuristic, candidate.part) if candidate.part else heuristic)
+        return candidate.value == part_of(self.job.heuristic, candidate.part)
 
     def compile(self, trials: Sequence[Trial], deadline: float) -> list[Trial]:
         """Those that compile. After the deadline only what has begun is finished, and the heuristic."""
@@ -147,28 +148,18 @@ class Trials:
 
     def time(self, trials: Mapping[K, Trial], samples: int, sample_ms: int | float) -> dict[K, Timing]:
         """Timings taken in turn. What is as short as a launch itself is run several times in one launch."""
-        timings = self._time(trials, dict.fromkeys(trials, 1), samples, sample_ms)
-        if not timings:
-            return {}
-        floor = self.bench.floor()
-        runs = {key: measure.runs_needed(timing.ms, floor) for key, timing in timings.items()}
-        if all(count == 1 for count in runs.values()):
-            return timings
-        return self._time({key: trials[key] for key in timings}, runs, samples, sample_ms)
 
-    def _time(
-        self, trials: Mapping[K, Trial], runs: Mapping[K, int], samples: int, sample_ms: int | float
-    ) -> dict[K, Timing]:
-        works = self._works(trials, runs)
-        while works:
-            try:
-                timings = measure.time_in_turn(works, samples, sample_ms)
-            except _TimingFailed as error:
-                self._fail(error.candidate, error.__cause__)
-                works = {key: work for key, work in works.items() if work.candidate != error.candidate}
-            else:
-                return {key: measure.per_run(timing, runs[key]) for key, timing in timings.items()}
-        return {}
+        def taken(runs: Mapping[K, int]) -> dict[K, Timing]:
+            works = self._works(trials, runs)
+            while works:
+                try:
+                    return measure.time_in_turn(works, samples, sample_ms)
+                except _TimingFailed as error:
+                    self._fail(error.candidate, error.__cause__)
+                    works = {key: work for key, work in works.items() if work.candidate != error.candidate}
+            return {}
+
+        return measure.time_runs(taken, trials, lambda _: self.bench.floor())
 
     def _works(self, trials: Mapping[K, Trial], runs: Mapping[K, int]) -> dict[K, _Watched]:
         def one(key: K) -> _Watched | Exception:
@@ -182,7 +173,7 @@ class Trials:
             return _Watched(measure.JaxWork(program, self.bench.input_sets), trial.candidate, self.emit)
 
         works = {}
-        for key, work in zip(trials, self._in_threads(one, list(trials)), strict=True):
+        for key, work in zip(runs, self._in_threads(one, list(runs)), strict=True):
             if isinstance(work, _Watched):
                 works[key] = work
             else:

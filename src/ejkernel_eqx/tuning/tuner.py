@@ -18,7 +18,6 @@ from ..dispatch import (
     Implementation,
     Known,
     memory_cache,
-    no_tuning,
     Platform,
     Policy,
     Problem,
@@ -32,13 +31,10 @@ from .isolated.events import Finished, Job, Stage, Unsound
 from .isolated.isolation import not_isolatable, search_isolated, SetUpFailed
 from .ledger import Ledger, listed
 from .lock import tuning_lock
-from .options import current_options as current_options
-from .options import TuneOptions as TuneOptions
-from .options import tuning_options as tuning_options
+from .options import current_options, TuneOptions
 from .recall import recall
-from .result import Candidate, Measurement, Status, TuningResult
+from .result import Candidate, Measurement, part_of, Status, TuningResult
 from .search import search
-from .tracing import inside_trace as inside_trace
 from .tracing import refuse_trace
 
 _LOG = logging.getLogger("ejkernel_eqx")
@@ -85,13 +81,14 @@ def tune_problem(
 
     job = Job(problem, implementation, device, heuristic, stages, (), None, options, options.time_budget)
     job = job if force else _recalled(job)
-    if not _is_complete(job):
+    result = _cached(job)
+    if result is None:
         with tuning_lock(device) as waited:
             if waited and not force:
                 job = _recalled(job)
-            if not _is_complete(job):
-                return _keep(_tune(job))
-    return _keep(_cached(job))
+            result = _cached(job) or _tune(job)
+    _results.append(result)
+    return result
 
 
 def _workload_of(problem: Problem, implementation: Implementation, device: DeviceFacts) -> Workload:
@@ -120,17 +117,13 @@ def _stages(
             raise ValueError(
                 f"configs: expected instances of {platform.config_type.__name__} for {implementation.platform.value!r}, received {config!r}."
             )
-    found.insert(0, platform.default_config(problem, device))
-    found = list(dict.fromkeys(found))
+    found = list(dict.fromkeys((platform.default_config(problem, device), *found)))
     if len(found) > 1:  # else nothing is stored
         for config in found:
             _check_storable(config)
-    if not workload.parts:
-        return (Stage("", (), tuple(dict.fromkeys(found))[:most]),)
-    return tuple(
-        Stage(part.field, part.results, tuple(dict.fromkeys(getattr(c, part.field) for c in found))[:most])
-        for part in workload.parts
-    )
+    parts = [(part.field, part.results) for part in workload.parts] or [("", ())]
+    values = [tuple(dict.fromkeys(part_of(config, field) for config in found)) for field, _ in parts]
+    return tuple(Stage(*part, options[:most]) for part, options in zip(parts, values))
 
 
 def _check_storable(config: Any) -> None:
@@ -149,40 +142,36 @@ def _check_storable(config: Any) -> None:
 def _recalled(job: Job) -> Job:
     """The job with what the user's table knows of it. Its winner competes, candidate or not: the record must not become worse."""
     record = lookup(job.implementation, job.problem, job.device)
-    if record is None:
-        return job
     try:
-        known, previous = recall(record, job.implementation, job.stages, job.heuristic)
+        return job if record is None else recall(job, record)
     except ValueError as error:
-        _LOG.warning("the record of %s on %s is ignored: %s", job.problem, record.platform, error)
+        _LOG.warning("the record of %s is ignored: %s", job.name, error)
         return job
-    return dataclasses.replace(job, known=known, previous=previous)
 
 
-def _is_complete(job: Job) -> bool:
-    """Whether there is nothing to measure any more."""
+def _cached(job: Job) -> TuningResult | None:
+    """The result where there is nothing to measure any more."""
     known = {measurement.candidate.key(): measurement for measurement in job.known}
     found = [known.get(Candidate(stage.part, v).key()) for stage in job.stages for v in stage.options]
-    return None not in found and (job.previous is not None or not any(m and m.usable for m in found))
-
-
-def _cached(job: Job) -> TuningResult:
-    previous = job.previous
-    if previous is None:
+    if None in found or (job.previous is None and any(m and m.usable for m in found)):
+        return None
+    if job.previous is None:
         raise _nothing_left(job, job.known)
-    is_heuristic = previous.config == job.heuristic
+    return _result(job, job.previous, job.known, seconds=0.0, cached=True)
+
+
+def _result(job: Job, end: Finished, found: tuple[Measurement, ...], **how: Any) -> TuningResult:
     return TuningResult(
         job.problem,
         job.implementation,
-        previous.config,
+        end.config,
         job.heuristic,
-        previous.ms,
-        previous.ms if is_heuristic else {},
-        job.known,
-        0.0,
-        cached=True,
-        spread=previous.spread,
-        errors=previous.errors,
+        end.ms,
+        end.heuristic_ms,
+        found,
+        spread=end.spread,
+        errors=end.errors,
+        **how,
     )
 
 
@@ -193,45 +182,29 @@ def _tune(job: Job) -> TuningResult:
     outcome = ledger.outcome
     if isinstance(outcome, Unsound):
         raise TuningError(
-            f"{_name(job)}: a candidate has left the device unusable for this process ({outcome.reason}); restart it, and tune "
+            f"{job.name}: a candidate has left the device unusable for this process ({outcome.reason}); restart it, and tune "
             "with isolate=True."
         )
     assert isinstance(outcome, Finished)
-    result = TuningResult(
-        job.problem,
-        job.implementation,
-        outcome.config,
-        job.heuristic,
-        outcome.ms,
-        outcome.heuristic_ms,
-        ledger.measurements,
-        time.monotonic() - start,
-        cached=False,
-        spread=outcome.spread,
-        errors=outcome.errors,
-        samples=job.options.samples,
-    )
-    if outcome.config is None:
-        if all(measurement.status is Status.DENIED for measurement in result.measurements):
-            store(job.implementation, result.to_record(job.device), job.device)
+    seconds, samples = time.monotonic() - start, job.options.samples
+    result = _result(job, outcome, ledger.measurements, seconds=seconds, cached=False, samples=samples)
+    won = outcome.config is not None
+    if won or all(measurement.status is Status.DENIED for measurement in result.measurements):
+        store(job.implementation, result.to_record(job.device), job.device)
+    if not won:
         raise _nothing_left(job, result.measurements)
-    store(job.implementation, result.to_record(job.device), job.device)
     _LOG.info("tuned %s in %.0f s", result, result.seconds)
     return result
 
 
 def _nothing_left(job: Job, measurements: Sequence[Measurement]) -> TuningError:
-    message = f"{_name(job)}: no candidate may be used.\n{listed(m for m in measurements if not m.usable)}"
+    message = f"{job.name}: no candidate may be used.\n{listed(m for m in measurements if not m.usable)}"
     if any(measurement.reason == MEMORY for measurement in measurements):
         message += (
             "\nThis process may hold most of the device's memory: set XLA_PYTHON_CLIENT_PREALLOCATE=false before it starts, or "
             "tune with isolate=False."
         )
     return TuningError(message)
-
-
-def _name(job: Job) -> str:
-    return f"{job.problem} on {job.implementation.platform.value}"
 
 
 def _search(job: Job, ledger: Ledger) -> None:
@@ -245,30 +218,18 @@ def _search(job: Job, ledger: Ledger) -> None:
         except SetUpFailed as error:
             reason = str(error)
         if wanted:
-            raise TuningError(f"{_name(job)} cannot be tuned in another process (isolate=True): {reason}")
-        _say_once(
-            f"{job.implementation.operation} is tuned in this process, which a crash would end: {reason}"
-        )
+            raise TuningError(f"{job.name} cannot be tuned in another process (isolate=True): {reason}")
+        operation = job.implementation.operation
+        _say_once(f"{operation} is tuned in this process, which a crash would end: {reason}")
     ledger.stopped()
     # In an empty context: what the caller has opened (listeners, overlays, a policy) is not meant for the candidates.
-    contextvars.Context().run(_search_alone, dataclasses.replace(job, known=ledger.measurements), ledger)
+    contextvars.Context().run(search, dataclasses.replace(job, known=ledger.measurements), ledger.take)
 
 
-def _search_alone(job: Job, ledger: Ledger) -> None:
-    """Nothing else is tuned meanwhile, for the inputs say: it would wait for the lock that is held for this search."""
-    with no_tuning():
-        search(job, ledger.take)
-
-
-def _say_once(message: str) -> None:
+def _say_once(message: str, level: int = logging.INFO) -> None:
     if message not in _said:
         _said.add(message)
-        _LOG.info("%s", message)
-
-
-def _keep(result: TuningResult) -> TuningResult:
-    _results.append(result)
-    return result
+        _LOG.log(level, "%s", message)
 
 
 def tuned_results() -> tuple[TuningResult, ...]:
@@ -285,11 +246,8 @@ def autotune_tier(problem: Problem, implementation: Implementation, device: Devi
     if not tuning_allowed() or implementation.make_workload(problem) is None:
         return None
     if jax.process_count() > 1:
-        if "processes" not in _said:
-            _said.add("processes")
-            _LOG.warning(
-                "nothing is tuned by single modules where there are several processes; use ejx.tune on all of them"
-            )
+        several = "nothing is tuned by single modules where there are several processes; use ejx.tune on all of them"
+        _say_once(several, logging.WARNING)
         return None
     return answer(problem, implementation, device, force=current_policy() is Policy.FORCE)
 

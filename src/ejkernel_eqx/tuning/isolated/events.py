@@ -1,6 +1,7 @@
 """What a search is given, and what it tells on its way: plain data, so that both can pass between processes."""
 
 import dataclasses
+from collections.abc import Mapping
 from typing import Any
 
 from ...dispatch import DeviceFacts, Implementation, Problem
@@ -21,18 +22,20 @@ class Stage:
 
 
 @dataclasses.dataclass(frozen=True)
-class Previous:
-    """The configuration that won when the problem was tuned before."""
+class Finished:
+    """The search is over. `config` is `None` if no candidate may be used."""
 
-    config: Any
-    ms: dict[str, float]
-    spread: dict[str, float]
-    errors: dict[str, float]
+    config: Any | None
+    ms: Mapping[str, float] = dataclasses.field(default_factory=dict)
+    spread: Mapping[str, float] = dataclasses.field(default_factory=dict)
+    heuristic_ms: Mapping[str, float] = dataclasses.field(default_factory=dict)
+    errors: Mapping[str, float] = dataclasses.field(default_factory=dict)
 
 
 @dataclasses.dataclass(frozen=True)
 class Job:
-    """All that a search needs. `known` is what needs no measuring any more; `seconds` what is left of the time budget."""
+    """All that a search needs. `known` is what needs no measuring any more, `previous` how the search before it ended; `seconds` what is
+    left of the time budget."""
 
     problem: Problem
     implementation: Implementation
@@ -40,9 +43,13 @@ class Job:
     heuristic: Any
     stages: tuple[Stage, ...]
     known: tuple[Measurement, ...]
-    previous: Previous | None
+    previous: Finished | None
     options: TuneOptions
     seconds: float
+
+    @property
+    def name(self) -> str:
+        return f"{self.problem} on {self.implementation.platform.value}"
 
 
 @dataclasses.dataclass(frozen=True)
@@ -65,17 +72,6 @@ class Measured:
     """A candidate is settled."""
 
     measurement: Measurement
-
-
-@dataclasses.dataclass(frozen=True)
-class Finished:
-    """The search is over. `config` is `None` if no candidate may be used."""
-
-    config: Any | None
-    ms: dict[str, float] = dataclasses.field(default_factory=dict)
-    spread: dict[str, float] = dataclasses.field(default_factory=dict)
-    heuristic_ms: dict[str, float] = dataclasses.field(default_factory=dict)
-    errors: dict[str, float] = dataclasses.field(default_factory=dict)
 
 
 @dataclasses.dataclass(frozen=True)

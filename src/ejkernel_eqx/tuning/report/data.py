@@ -6,7 +6,7 @@ from typing import Any
 
 from ...dispatch import Cost, device_facts, Implementation, kernel_registry, Problem, to_dict
 from ...dispatch.records import Record
-from ..result import Measurement, Status, TuningResult
+from ..result import Status, TuningResult
 from .roofline import device_peaks, matrix_dtype, Peaks
 
 
@@ -76,7 +76,7 @@ class Entry:
         return before / after if before and after else None
 
 
-def part_of(config: Any, part: str) -> Mapping[str, Any] | None:
+def _part_of(config: Any, part: str) -> Mapping[str, Any] | None:
     """A part of a configuration (or of its dict) as tables hold it; the empty part is the whole."""
     if config is None:
         return None
@@ -87,12 +87,10 @@ def part_of(config: Any, part: str) -> Mapping[str, Any] | None:
 
 def describe(config: Any) -> str:
     """A configuration, or its dict, in one line: `block_q=64 num_warps=4 forward(block_q=64)`."""
-    if config is None:
-        return "none"
     if dataclasses.is_dataclass(config) and not isinstance(config, type):
         config = to_dict(config)
     if not isinstance(config, Mapping):
-        return str(config)
+        return "none" if config is None else str(config)
     parts = [
         f"{name}({describe(value)})" if isinstance(value, Mapping) else f"{name}={value}"
         for name, value in config.items()
@@ -106,75 +104,51 @@ def entries_of(found: Iterable[TuningResult | Record]) -> list[Entry]:
 
 def entry_of_result(result: TuningResult) -> Entry:
     """From what was tuned in this process."""
+    found = [
+        Candidate(m.part, m.candidate.to_dict(), m.status.value, m.ms, m.spread, m.reason)
+        for m in result.measurements
+    ]
     record = result.to_record(device_facts())
-    return Entry(
-        problem=result.problem,
-        platform=result.platform.value,
-        config=record.config,
-        candidates=tuple(_candidate(m, result) for m in result.measurements),
-        ms=result.ms,
-        heuristic_ms=result.heuristic_ms,
-        errors=result.errors,
-        costs=_costs(result.implementation, result.problem),
-        peaks=device_peaks(device_facts(), matrix_dtype(result.problem)),
-        date=record.date,
-        software=record.software,
-    )
-
-
-def _candidate(measurement: Measurement, result: TuningResult) -> Candidate:
-    part, config = measurement.part, measurement.candidate.to_dict()
-    return Candidate(
-        part=part,
-        config=config,
-        status=measurement.status.value,
-        ms=measurement.ms,
-        spread=measurement.spread,
-        reason=measurement.reason,
-        is_heuristic=config == part_of(result.heuristic, part),
-        is_winner=config == part_of(result.config, part),
-    )
+    return _entry(record, result.implementation, result.heuristic, found, result.heuristic_ms)
 
 
 def entry_of_record(record: Record) -> Entry:
     """From a table's entry. Of an operation that is not registered here, neither heuristic nor cost is known."""
-    problem = Problem.from_dict(record.exact)
-    implementation = _registered(record)
+    implementation, problem = _registered(record), Problem.from_dict(record.exact)
     heuristic = implementation.load().default_config(problem, device_facts()) if implementation else None
-    timed = [
-        Candidate(
-            part=t.part,
-            config=t.config,
-            status=Status.TIMED.value,
-            ms=t.ms,
-            spread=t.spread,
-            is_heuristic=t.config == part_of(heuristic, t.part),
-            is_winner=t.config == part_of(record.config, t.part),
+    timed = [Candidate(t.part, t.config, Status.TIMED.value, t.ms, t.spread) for t in record.timed]
+    denied = [Candidate(d.part, d.config, Status.DENIED.value, reason=d.reason) for d in record.denied]
+    return _entry(record, implementation, heuristic, timed + denied, {})
+
+
+def _entry(
+    record: Record,
+    implementation: Implementation | None,
+    heuristic: Any,
+    candidates: Iterable[Candidate],
+    heuristic_ms: Mapping[str, float],
+) -> Entry:
+    problem = Problem.from_dict(record.exact)
+    workload = implementation.make_workload(problem) if implementation else None
+
+    def marked(candidate: Candidate) -> Candidate:
+        is_heuristic, is_winner = (
+            candidate.config == _part_of(config, candidate.part) for config in (heuristic, record.config)
         )
-        for t in record.timed
-    ]
-    denied = [
-        Candidate(
-            d.part,
-            d.config,
-            Status.DENIED.value,
-            reason=d.reason,
-            is_heuristic=d.config == part_of(heuristic, d.part),
-        )
-        for d in record.denied
-    ]
+        return dataclasses.replace(candidate, is_heuristic=is_heuristic, is_winner=is_winner)
+
     return Entry(
-        problem=problem,
-        platform=record.platform,
-        config=record.config,
-        candidates=(*timed, *denied),
-        ms=record.ms,
-        heuristic_ms={},
-        errors=record.errors,
-        costs=_costs(implementation, problem) if implementation else {},
-        peaks=device_peaks(device_facts(), matrix_dtype(problem)),
-        date=record.date,
-        software=record.software,
+        problem,
+        record.platform,
+        record.config,
+        tuple(map(marked, candidates)),
+        record.ms,
+        heuristic_ms,
+        record.errors,
+        workload.costs if workload else {},
+        device_peaks(device_facts(), matrix_dtype(problem)),
+        record.date,
+        record.software,
     )
 
 
@@ -182,12 +156,5 @@ def _registered(record: Record) -> Implementation | None:
     """The implementation that the record is of, if it can be used here."""
     if record.operation not in kernel_registry.list_operations():
         return None
-    for implementation, reason in kernel_registry.list_implementations(record.operation):
-        if implementation.platform.value == record.platform and reason is None:
-            return implementation
-    return None
-
-
-def _costs(implementation: Implementation, problem: Problem) -> Mapping[str, Cost]:
-    workload = implementation.make_workload(problem)
-    return workload.costs if workload else {}
+    known = kernel_registry.list_implementations(record.operation)
+    return next((i for i, reason in known if i.platform.value == record.platform and reason is None), None)
