@@ -10,8 +10,8 @@ from jax import Array
 from .._broadcast import aligned
 
 ROUNDS = 7
-_MULTIPLIERS = (0xD2511F53, 0xCD9E8D57)
-_WEYL = (0x9E3779B9, 0xBB67AE85)
+MULTIPLIERS = (0xD2511F53, 0xCD9E8D57)
+WEYL = (0x9E3779B9, 0xBB67AE85)
 
 
 def threshold(rate: float) -> int:
@@ -32,10 +32,10 @@ def philox(key: tuple[Array, Array], counter: tuple[Array, Array, Array, Array])
     """Philox4x32-7: two key words and four counter words, all uint32 and broadcast together, to four words."""
     (k0, k1), (c0, c1, c2, c3) = key, counter
     for _ in range(ROUNDS):
-        hi0, lo0 = _mulhilo(_MULTIPLIERS[0], c0)
-        hi1, lo1 = _mulhilo(_MULTIPLIERS[1], c2)
+        hi0, lo0 = _mulhilo(MULTIPLIERS[0], c0)
+        hi1, lo1 = _mulhilo(MULTIPLIERS[1], c2)
         c0, c1, c2, c3 = hi1 ^ c1 ^ k0, lo1, hi0 ^ c3 ^ k1, lo0
-        k0, k1 = k0 + jnp.uint32(_WEYL[0]), k1 + jnp.uint32(_WEYL[1])
+        k0, k1 = k0 + jnp.uint32(WEYL[0]), k1 + jnp.uint32(WEYL[1])
     return c0, c1, c2, c3
 
 

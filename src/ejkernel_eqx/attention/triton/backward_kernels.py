@@ -11,6 +11,9 @@ from .tile import (
     keep,
     key_tiles,
     load_rows,
+    OVER_HEADS,
+    OVER_KEYS,
+    OVER_QUERIES,
     over_scores,
     program,
     query_rows,
@@ -27,53 +30,28 @@ def _weights(qk, lse, i, j, position, start, end, q_segment, k_segment, slope, b
              BIAS: tl.constexpr, ALIBI: tl.constexpr, MASK: tl.constexpr, ROWS: tl.constexpr, SEGMENTS: tl.constexpr,
              FOLDED: tl.constexpr, MULTIPLIER: tl.constexpr, MASKED: tl.constexpr, BOUND: tl.constexpr):  # fmt: skip
     """The softmax weights of a tile, its tanh, and which of its entries are visible."""
-    s, t = scores(qk, i, j, position, slope, bias_ptr, T, S, SCALE, CAP, FAST_TANH, BIAS, ALIBI, FOLDED)
+    s, t = scores(qk, i, j, position, slope, bias_ptr, T, S, SCALE, CAP, FAST_TANH, BIAS, ALIBI, FOLDED)  # [BQ, BK] or [BK, BQ], both  # fmt: skip
     seen = True
     if MASKED:
-        seen = visible(
-            i,
-            j,
-            position,
-            start,
-            end,
-            q_segment,
-            k_segment,
-            mask_ptr,
-            T,
-            S,
-            LEFT,
-            RIGHT,
-            ROWS,
-            SEGMENTS,
-            MASK,
-            BOUND,
-        )
+        seen = visible(i, j, position, start, end, q_segment, k_segment, mask_ptr, T, S,
+                       LEFT, RIGHT, ROWS, SEGMENTS, MASK, BOUND)  # of the shape of qk  # fmt: skip
         s = tl.where(seen, s, float("-inf"))
-    return tl.exp2(s * MULTIPLIER - lse), t, seen
+    return tl.exp2(s * MULTIPLIER - lse), t, seen  # of the shape of qk
 
 
 @triton.jit
-def _score_gradient(
-    p,
-    dp,
-    delta,
-    t,
-    seen,
-    kept,
-    CAP: tl.constexpr,
-    DROPOUT: tl.constexpr,
-    KEEP_SCALE: tl.constexpr,
-    MASKED: tl.constexpr,
-):
+def _score_gradient(p, dp, delta, t, seen, kept,
+                    CAP: tl.constexpr, DROPOUT: tl.constexpr, KEEP_SCALE: tl.constexpr, MASKED: tl.constexpr):  # fmt: skip
     """Gradients of a tile's scores before (with respect to `scale * q . k`) and after the soft cap."""
     if DROPOUT > 0:
         dp = tl.where(kept, dp * KEEP_SCALE, 0.0)
-    after = p * (dp - delta)
+    after = p * (dp - delta)  # ds = w (dp - delta), of the shape of p
+    # What is not seen may hold NaN, which p = 0 does not stop.
     if MASKED:
         after = tl.where(seen, after, 0.0)
     before = after
     if CAP > 0:
-        before = after * (1.0 - t * t)
+        before = after * (1.0 - t * t)  # d tanh = 1 - tanh^2
         if MASKED:
             before = tl.where(seen, before, 0.0)
     return before, after
@@ -81,37 +59,42 @@ def _score_gradient(
 
 @triton.jit
 def _query_gradient_tiles(
-    dq, dslope, q, do, lse, delta, lo, hi, k_base, v_base, bias_ptr, mask_ptr, kv_segments_ptr, key_seen_ptr, seed0, seed1, slope,
-    i, position, start, end, q_segment, T, S,
+    dq, dslope, q, do, lse, delta, lo, hi, k_base, v_base,  # [BQ, BLOCK_D], [], [BQ, BLOCK_D], [BQ, BLOCK_V], [BQ], [BQ]
+    bias_ptr, mask_ptr, kv_segments_ptr, key_seen_ptr, seed0, seed1, slope,
+    i, position, start, end, q_segment, T, S,  # the queries' numbers, [BQ, 1] each
     K: tl.constexpr, D: tl.constexpr, V: tl.constexpr, BK: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_V: tl.constexpr,
-    SCALE: tl.constexpr, CAP: tl.constexpr, FAST_TANH: tl.constexpr, LEFT: tl.constexpr, RIGHT: tl.constexpr, BIAS: tl.constexpr,
-    ALIBI: tl.constexpr, MASK: tl.constexpr, ROWS: tl.constexpr, SEGMENTS: tl.constexpr, DROPOUT: tl.constexpr, KEEP_SCALE: tl.constexpr,
-    PRECISION: tl.constexpr, FOLDED: tl.constexpr, MULTIPLIER: tl.constexpr, EVEN_Q: tl.constexpr, EVEN_K: tl.constexpr,
-    MASKED: tl.constexpr,
+    SCALE: tl.constexpr, CAP: tl.constexpr, FAST_TANH: tl.constexpr, LEFT: tl.constexpr, RIGHT: tl.constexpr,
+    BIAS: tl.constexpr, ALIBI: tl.constexpr, MASK: tl.constexpr, ROWS: tl.constexpr, SEGMENTS: tl.constexpr,
+    DROPOUT: tl.constexpr, KEEP_SCALE: tl.constexpr, PRECISION: tl.constexpr, FOLDED: tl.constexpr, MULTIPLIER: tl.constexpr,
+    EVEN_Q: tl.constexpr, EVEN_K: tl.constexpr, MASKED: tl.constexpr,
 ):  # fmt: skip
+    # Adds key tiles `lo .. hi` to the gradients of a query tile.
     guarded: tl.constexpr = ROWS or SEGMENTS
     for n in tl.range(lo, hi):
         first = n * BK
-        columns = first + tl.arange(0, BK)
-        j = columns[None, :]
-        ok = columns < S
+        columns = first + tl.arange(0, BK)  # [BK]
+        j = columns[None, :]  # [1, BK]
+        ok = columns < S  # [BK]
         k_segment = j
+        # Keys that no query may see hold anything: they are not read.
         if MASKED and guarded:
             ok = ok & (tl.load(key_seen_ptr + columns, mask=ok, other=0) != 0)
             if SEGMENTS:
-                k_segment = tl.load(kv_segments_ptr + columns, mask=columns < S, other=-1)[None, :]
-        k = load_rows(k_base, first, K * D, ok, S, D, BK, BLOCK_D, MASKED and not EVEN_K, MASKED and guarded)
-        v = load_rows(v_base, first, K * V, ok, S, V, BK, BLOCK_V, MASKED and not EVEN_K, MASKED and guarded)
+                k_segment = tl.load(kv_segments_ptr + columns, mask=columns < S, other=-1)[None, :]  # [1, BK]
+        k = load_rows(k_base, first, K * D, ok, S, D, BK, BLOCK_D, MASKED and not EVEN_K, MASKED and guarded)  # [BK, BLOCK_D]  # fmt: skip
+        v = load_rows(v_base, first, K * V, ok, S, V, BK, BLOCK_V, MASKED and not EVEN_K, MASKED and guarded)  # [BK, BLOCK_V]  # fmt: skip
         qk = tl.dot(q, tl.trans(k), input_precision=PRECISION)  # [BQ, BK]
-        dp = tl.dot(do, tl.trans(v), input_precision=PRECISION)
-        p, t, seen = _weights(qk, lse[:, None], i, j, position, start, end, q_segment, k_segment, slope, bias_ptr, mask_ptr, T, S, SCALE,
-                              CAP, FAST_TANH, LEFT, RIGHT, BIAS, ALIBI, MASK, ROWS, SEGMENTS, FOLDED, MULTIPLIER, MASKED, not EVEN_K)  # fmt: skip
+        dp = tl.dot(do, tl.trans(v), input_precision=PRECISION)  # [BQ, BK]
+        p, t, seen = _weights(
+            qk, lse[:, None], i, j, position, start, end, q_segment, k_segment, slope, bias_ptr, mask_ptr, T, S, SCALE, CAP, FAST_TANH,
+            LEFT, RIGHT, BIAS, ALIBI, MASK, ROWS, SEGMENTS, FOLDED, MULTIPLIER, MASKED, not EVEN_K)  # [BQ, BK]  # fmt: skip
         kept = True
         if DROPOUT > 0:
-            kept = keep(seed0, seed1, position, j, DROPOUT)
-        ds, after = _score_gradient(p, dp, delta[:, None], t, seen, kept, CAP, DROPOUT, KEEP_SCALE, MASKED)
+            kept = keep(seed0, seed1, position, j, DROPOUT)  # [BQ, BK]
+        ds, after = _score_gradient(p, dp, delta[:, None], t, seen, kept, CAP, DROPOUT, KEEP_SCALE, MASKED)  # [BQ, BK]  # fmt: skip
         if ALIBI:
             dslope += tl.sum(tl.sum(after * (j - position).to(tl.float32), axis=1), axis=0)
+        # A key that no row of the tile sees may hold NaN, and 0 * NaN is NaN.
         if MASKED and MASK:
             k = tl.where((tl.max(seen.to(tl.int32), axis=0) > 0)[:, None], k, 0.0)
         dq = tl.dot(ds.to(k.dtype), k, dq, input_precision=PRECISION)  # [BQ, BLOCK_D]
@@ -120,43 +103,45 @@ def _query_gradient_tiles(
 
 @triton.jit
 def query_gradient_kernel(
-    q_ptr, k_ptr, v_ptr, do_ptr, lse_ptr, delta_ptr, bias_ptr, slopes_ptr, mask_ptr, q_segments_ptr, kv_segments_ptr, start_ptr, end_ptr,
-    position_ptr, query_seen_ptr, key_seen_ptr, seeds_ptr, tiles_ptr, T, S, offset, bias_run, bias_rows, mask_run, mask_rows,
-    dq_ptr, dslope_ptr,
-    H: tl.constexpr, K: tl.constexpr, D: tl.constexpr, V: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_V: tl.constexpr, BQ: tl.constexpr,
-    BK: tl.constexpr, SCALE: tl.constexpr, CAP: tl.constexpr, FAST_TANH: tl.constexpr, LEFT: tl.constexpr, RIGHT: tl.constexpr,
+    q_ptr, k_ptr, v_ptr, do_ptr, lse_ptr, delta_ptr,  # do as out, lse and delta [B, H, T]; all else as in the forward kernel
+    bias_ptr, slopes_ptr, mask_ptr, q_segments_ptr, kv_segments_ptr, start_ptr, end_ptr, position_ptr, query_seen_ptr, key_seen_ptr,
+    seeds_ptr, tiles_ptr, T, S, offset, bias_run, bias_rows, mask_run, mask_rows,
+    dq_ptr, dslope_ptr,  # [B, T, H, D], [B, H, tiles]
+    H: tl.constexpr, K: tl.constexpr, D: tl.constexpr, V: tl.constexpr,
+    BLOCK_D: tl.constexpr, BLOCK_V: tl.constexpr, BQ: tl.constexpr, BK: tl.constexpr,
+    SCALE: tl.constexpr, CAP: tl.constexpr, FAST_TANH: tl.constexpr, LEFT: tl.constexpr, RIGHT: tl.constexpr,
     BIAS: tl.constexpr, ALIBI: tl.constexpr, MASK: tl.constexpr, ROWS: tl.constexpr, SEGMENTS: tl.constexpr,
     DROPOUT: tl.constexpr, KEEP_SCALE: tl.constexpr, PRECISION: tl.constexpr, FOLDED: tl.constexpr, MULTIPLIER: tl.constexpr,
     EVEN_Q: tl.constexpr, EVEN_K: tl.constexpr, GUARD: tl.constexpr, CLEAN: tl.constexpr, GROUP: tl.constexpr,
 ):  # fmt: skip
     """`dq` of one query tile and head, and the tile's share of the slope's gradient."""
     m, bh, count = program(T, BQ, GROUP)
-    m = count - 1 - m
+    m = count - 1 - m  # causal rows with the most keys first
     b = (bh // H).to(tl.int64)
     h = bh % H
     first = m * BQ
-    rows = first + tl.arange(0, BQ)
-    i = rows[:, None]
-    inside = rows < T
+    rows = first + tl.arange(0, BQ)  # [BQ]
+    i = rows[:, None]  # [BQ, 1]
+    inside = rows < T  # [BQ]
 
     position, start, end, q_segment = query_rows(
         rows, inside, offset, b, T, position_ptr, start_ptr, end_ptr, q_segments_ptr, ROWS, SEGMENTS)  # fmt: skip
-    position, start, end, q_segment = position[:, None], start[:, None], end[:, None], q_segment[:, None]
+    position, start, end, q_segment = position[:, None], start[:, None], end[:, None], q_segment[:, None]  # [BQ, 1]  # fmt: skip
     slope, seed0, seed1 = head_scalars(slopes_ptr, seeds_ptr, b, h, H, ALIBI, DROPOUT)
     bias_row = over_scores(bias_ptr, b, h, bias_run, bias_rows, T, S, H, BIAS)
     mask_row = over_scores(mask_ptr, b, h, mask_run, mask_rows, T, S, H, MASK)
 
-    q = load_rows(q_ptr + b * T * (H * D) + h * D, first, H * D, inside, T, D, BQ, BLOCK_D, not EVEN_Q, False)
-    do = load_rows(
-        do_ptr + b * T * (H * V) + h * V, first, H * V, inside, T, V, BQ, BLOCK_V, not EVEN_Q, False
-    )
-    lse = tl.load(lse_ptr + (b * H + h) * T + rows, mask=inside, other=float("inf"))
-    delta = tl.load(delta_ptr + (b * H + h) * T + rows, mask=inside, other=0.0)
+    # What stays for all keys: the tile's queries, their cotangents and their terms of the softmax.
+    q = load_rows(q_ptr + b * T * (H * D) + h * D, first, H * D, inside, T, D, BQ, BLOCK_D, not EVEN_Q, False)  # [BQ, BLOCK_D]  # fmt: skip
+    do = load_rows(do_ptr + b * T * (H * V) + h * V, first, H * V, inside, T, V, BQ, BLOCK_V, not EVEN_Q, False)  # [BQ, BLOCK_V]  # fmt: skip
+    lse = tl.load(lse_ptr + (b * H + h) * T + rows, mask=inside, other=float("inf"))  # [BQ]
+    delta = tl.load(delta_ptr + (b * H + h) * T + rows, mask=inside, other=0.0)  # [BQ]
     k_base = k_ptr + b * S * (K * D) + (h // (H // K)) * D
     v_base = v_ptr + b * S * (K * V) + (h // (H // K)) * V
-    dq = tl.zeros([BQ, BLOCK_D], tl.float32)
+    dq = tl.zeros([BQ, BLOCK_D], tl.float32)  # [BQ, BLOCK_D]
     dslope = 0.0
 
+    # dq = scale * sum over keys of dx k: tiles in part seen, whole, in part seen, as in the forward kernel.
     table: tl.constexpr = ROWS or SEGMENTS
     lo, full_lo, full_hi, hi = key_tiles(tiles_ptr, b, m, offset, T, S, BQ, BK, LEFT, RIGHT, table, MASK)
     if table or LEFT >= 0 or MASK:
@@ -174,37 +159,31 @@ def query_gradient_kernel(
             seed0, seed1, slope, i, position, start, end, q_segment, T, S, K, D, V, BK, BLOCK_D, BLOCK_V, SCALE, CAP, FAST_TANH,
             LEFT, RIGHT, BIAS, ALIBI, MASK, ROWS, SEGMENTS, DROPOUT, KEEP_SCALE, PRECISION, FOLDED, MULTIPLIER, EVEN_Q, EVEN_K, True)  # fmt: skip
 
-    store_rows(
-        dq_ptr + b * T * (H * D) + h * D,
-        (dq * SCALE).to(dq_ptr.dtype.element_ty),
-        first,
-        H * D,
-        T,
-        D,
-        BQ,
-        BLOCK_D,
-    )
+    store_rows(dq_ptr + b * T * (H * D) + h * D, (dq * SCALE).to(dq_ptr.dtype.element_ty), first, H * D, T, D, BQ, BLOCK_D)  # fmt: skip
     if ALIBI:
         tl.store(dslope_ptr + (b * H + h) * count + m, dslope)
 
 
 @triton.jit
 def _key_gradient_tiles(
-    dk, dv, k, v, lo, hi, q_base, do_base, lse_base, delta_base, bias_ptr, mask_ptr, q_segments_ptr, start_ptr, end_ptr, position_ptr,
-    query_seen_ptr, seed0, seed1, slope, offset, j, k_segment, T, S,
+    dk, dv, k, v, lo, hi, q_base, do_base, lse_base, delta_base,  # [BK, BLOCK_D], [BK, BLOCK_V], twice; where a head's rows begin
+    bias_ptr, mask_ptr, q_segments_ptr, start_ptr, end_ptr, position_ptr, query_seen_ptr, seed0, seed1, slope,
+    offset, j, k_segment, T, S,  # the keys' numbers, [BK, 1] each
     H: tl.constexpr, D: tl.constexpr, V: tl.constexpr, BQ: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_V: tl.constexpr,
-    SCALE: tl.constexpr, CAP: tl.constexpr, FAST_TANH: tl.constexpr, LEFT: tl.constexpr, RIGHT: tl.constexpr, BIAS: tl.constexpr,
-    ALIBI: tl.constexpr, MASK: tl.constexpr, ROWS: tl.constexpr, SEGMENTS: tl.constexpr, DROPOUT: tl.constexpr, KEEP_SCALE: tl.constexpr,
-    PRECISION: tl.constexpr, FOLDED: tl.constexpr, MULTIPLIER: tl.constexpr, EVEN_Q: tl.constexpr, EVEN_K: tl.constexpr,
-    CLEAN: tl.constexpr, MASKED: tl.constexpr,
+    SCALE: tl.constexpr, CAP: tl.constexpr, FAST_TANH: tl.constexpr, LEFT: tl.constexpr, RIGHT: tl.constexpr,
+    BIAS: tl.constexpr, ALIBI: tl.constexpr, MASK: tl.constexpr, ROWS: tl.constexpr, SEGMENTS: tl.constexpr,
+    DROPOUT: tl.constexpr, KEEP_SCALE: tl.constexpr, PRECISION: tl.constexpr, FOLDED: tl.constexpr, MULTIPLIER: tl.constexpr,
+    EVEN_Q: tl.constexpr, EVEN_K: tl.constexpr, CLEAN: tl.constexpr, MASKED: tl.constexpr,
 ):  # fmt: skip
+    # Adds query tiles `lo .. hi` of one head to the gradients of a key tile. Keys are the rows: dk and dv need no transposed weights.
     guarded: tl.constexpr = ROWS or SEGMENTS
     for m in tl.range(lo, hi):
         first = m * BQ
-        rows = first + tl.arange(0, BQ)
-        i = rows[None, :]
-        inside = rows < T
+        rows = first + tl.arange(0, BQ)  # [BQ]
+        i = rows[None, :]  # [1, BQ]
+        inside = rows < T  # [BQ]
         ok = inside
+        # Each [1, BQ]; as in `query_rows`, but read only where looked at.
         position = i + offset
         start = i
         end = i
@@ -212,6 +191,7 @@ def _key_gradient_tiles(
         if ROWS:
             if MASKED or ALIBI or DROPOUT > 0:
                 position = tl.load(position_ptr + rows, mask=inside, other=0)[None, :]
+        # Queries that see nothing hold anything: they are not read.
         if MASKED and guarded:
             ok = ok & (tl.load(query_seen_ptr + rows, mask=inside, other=0) != 0)
             if ROWS:
@@ -219,36 +199,40 @@ def _key_gradient_tiles(
                 end = tl.load(end_ptr + rows, mask=inside, other=0)[None, :]
             if SEGMENTS:
                 q_segment = tl.load(q_segments_ptr + rows, mask=inside, other=-1)[None, :]
-        q = load_rows(q_base, first, H * D, ok, T, D, BQ, BLOCK_D, not EVEN_Q, MASKED and guarded)
-        do = load_rows(do_base, first, H * V, ok, T, V, BQ, BLOCK_V, not EVEN_Q, MASKED and guarded)
-        lse = tl.load(lse_base + rows, mask=inside, other=float("inf"))
-        delta = tl.load(delta_base + rows, mask=inside, other=0.0)
+        q = load_rows(q_base, first, H * D, ok, T, D, BQ, BLOCK_D, not EVEN_Q, MASKED and guarded)  # [BQ, BLOCK_D]  # fmt: skip
+        do = load_rows(do_base, first, H * V, ok, T, V, BQ, BLOCK_V, not EVEN_Q, MASKED and guarded)  # [BQ, BLOCK_V]  # fmt: skip
+        lse = tl.load(lse_base + rows, mask=inside, other=float("inf"))  # [BQ]
+        delta = tl.load(delta_base + rows, mask=inside, other=0.0)  # [BQ]
         qk = tl.dot(k, tl.trans(q), input_precision=PRECISION)  # [BK, BQ]
-        dp = tl.dot(v, tl.trans(do), input_precision=PRECISION)
-        p, t, seen = _weights(qk, lse[None, :], i, j, position, start, end, q_segment, k_segment, slope, bias_ptr, mask_ptr, T, S, SCALE,
-                              CAP, FAST_TANH, LEFT, RIGHT, BIAS, ALIBI, MASK, ROWS, SEGMENTS, FOLDED, MULTIPLIER, MASKED, False)  # fmt: skip
+        dp = tl.dot(v, tl.trans(do), input_precision=PRECISION)  # [BK, BQ]
+        p, t, seen = _weights(
+            qk, lse[None, :], i, j, position, start, end, q_segment, k_segment, slope, bias_ptr, mask_ptr, T, S, SCALE, CAP, FAST_TANH,
+            LEFT, RIGHT, BIAS, ALIBI, MASK, ROWS, SEGMENTS, FOLDED, MULTIPLIER, MASKED, False)  # [BK, BQ]  # fmt: skip
         kept = True
         dropped = p
         if DROPOUT > 0:
-            kept = keep(seed0, seed1, position, j, DROPOUT)
-            dropped = tl.where(kept, p * KEEP_SCALE, 0.0)
+            kept = keep(seed0, seed1, position, j, DROPOUT)  # [BK, BQ]
+            dropped = tl.where(kept, p * KEEP_SCALE, 0.0)  # [BK, BQ]
+        # A query that sees no key of the tile may hold NaN, and 0 * NaN is NaN.
         if MASKED and CLEAN:
-            row_seen = tl.max(seen.to(tl.int32), axis=0) > 0
+            row_seen = tl.max(seen.to(tl.int32), axis=0) > 0  # [BQ]
             q = tl.where(row_seen[:, None], q, 0.0)
             do = tl.where(row_seen[:, None], do, 0.0)
         dv = tl.dot(dropped.to(do.dtype), do, dv, input_precision=PRECISION)  # [BK, BLOCK_V]
-        ds, _ = _score_gradient(p, dp, delta[None, :], t, seen, kept, CAP, DROPOUT, KEEP_SCALE, MASKED)
+        ds, _ = _score_gradient(p, dp, delta[None, :], t, seen, kept, CAP, DROPOUT, KEEP_SCALE, MASKED)  # [BK, BQ]  # fmt: skip
         dk = tl.dot(ds.to(q.dtype), q, dk, input_precision=PRECISION)  # [BK, BLOCK_D]
     return dk, dv
 
 
 @triton.jit
 def key_gradient_kernel(
-    q_ptr, k_ptr, v_ptr, do_ptr, lse_ptr, delta_ptr, bias_ptr, slopes_ptr, mask_ptr, q_segments_ptr, kv_segments_ptr, start_ptr, end_ptr,
-    position_ptr, query_seen_ptr, key_seen_ptr, seeds_ptr, tiles_ptr, T, S, offset, bias_run, bias_rows, mask_run, mask_rows,
-    dk_ptr, dv_ptr,
-    H: tl.constexpr, K: tl.constexpr, D: tl.constexpr, V: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_V: tl.constexpr, BQ: tl.constexpr,
-    BK: tl.constexpr, SCALE: tl.constexpr, CAP: tl.constexpr, FAST_TANH: tl.constexpr, LEFT: tl.constexpr, RIGHT: tl.constexpr,
+    q_ptr, k_ptr, v_ptr, do_ptr, lse_ptr, delta_ptr,
+    bias_ptr, slopes_ptr, mask_ptr, q_segments_ptr, kv_segments_ptr, start_ptr, end_ptr, position_ptr, query_seen_ptr, key_seen_ptr,
+    seeds_ptr, tiles_ptr, T, S, offset, bias_run, bias_rows, mask_run, mask_rows,
+    dk_ptr, dv_ptr,  # [B, S, K, D], [B, S, K, V]
+    H: tl.constexpr, K: tl.constexpr, D: tl.constexpr, V: tl.constexpr,
+    BLOCK_D: tl.constexpr, BLOCK_V: tl.constexpr, BQ: tl.constexpr, BK: tl.constexpr,
+    SCALE: tl.constexpr, CAP: tl.constexpr, FAST_TANH: tl.constexpr, LEFT: tl.constexpr, RIGHT: tl.constexpr,
     BIAS: tl.constexpr, ALIBI: tl.constexpr, MASK: tl.constexpr, ROWS: tl.constexpr, SEGMENTS: tl.constexpr,
     DROPOUT: tl.constexpr, KEEP_SCALE: tl.constexpr, PRECISION: tl.constexpr, FOLDED: tl.constexpr, MULTIPLIER: tl.constexpr,
     EVEN_Q: tl.constexpr, EVEN_K: tl.constexpr, GUARD: tl.constexpr, CLEAN: tl.constexpr, GROUP: tl.constexpr,
@@ -258,20 +242,17 @@ def key_gradient_kernel(
     b = (bh // K).to(tl.int64)
     kh = bh % K
     first = n * BK
-    columns = first + tl.arange(0, BK)
-    j = columns[:, None]
+    columns = first + tl.arange(0, BK)  # [BK]
+    j = columns[:, None]  # [BK, 1]
     k_segment = j
     if SEGMENTS:
-        k_segment = tl.load(kv_segments_ptr + b * S + columns, mask=columns < S, other=-1)[:, None]
-    k = load_rows(
-        k_ptr + b * S * (K * D) + kh * D, first, K * D, columns < S, S, D, BK, BLOCK_D, not EVEN_K, False
-    )
-    v = load_rows(
-        v_ptr + b * S * (K * V) + kh * V, first, K * V, columns < S, S, V, BK, BLOCK_V, not EVEN_K, False
-    )
-    dk = tl.zeros([BK, BLOCK_D], tl.float32)
-    dv = tl.zeros([BK, BLOCK_V], tl.float32)
+        k_segment = tl.load(kv_segments_ptr + b * S + columns, mask=columns < S, other=-1)[:, None]  # [BK, 1]
+    k = load_rows(k_ptr + b * S * (K * D) + kh * D, first, K * D, columns < S, S, D, BK, BLOCK_D, not EVEN_K, False)  # [BK, BLOCK_D]  # fmt: skip
+    v = load_rows(v_ptr + b * S * (K * V) + kh * V, first, K * V, columns < S, S, V, BK, BLOCK_V, not EVEN_K, False)  # [BK, BLOCK_V]  # fmt: skip
+    dk = tl.zeros([BK, BLOCK_D], tl.float32)  # [BK, BLOCK_D]
+    dv = tl.zeros([BK, BLOCK_V], tl.float32)  # [BK, BLOCK_V]
 
+    # dv = sum of drop(w) do, dk = scale * sum of dx q: over the heads of the group, and of each over the query tiles that see this one.
     table: tl.constexpr = ROWS or SEGMENTS
     lo, full_lo, full_hi, hi = query_tiles(tiles_ptr, b, n, offset, T, S, BQ, BK, LEFT, RIGHT, table, MASK)
     for h in range(kh * (H // K), (kh + 1) * (H // K)):
@@ -284,10 +265,10 @@ def key_gradient_kernel(
         delta_base = delta_ptr + (b * H + h) * T
         if table or RIGHT >= 0 or MASK:
             dk, dv = _key_gradient_tiles(
-                dk, dv, k, v, lo, full_lo, q_base, do_base, lse_base, delta_base, bias_row, mask_row, q_segments_ptr + b * T, start_ptr + b * T,
-                end_ptr + b * T, position_ptr + b * T, query_seen_ptr + b * T, seed0, seed1, slope, offset, j, k_segment, T, S,
-                H, D, V, BQ, BLOCK_D, BLOCK_V, SCALE, CAP, FAST_TANH, LEFT, RIGHT, BIAS, ALIBI, MASK, ROWS, SEGMENTS, DROPOUT, KEEP_SCALE,
-                PRECISION, FOLDED, MULTIPLIER, EVEN_Q, EVEN_K, CLEAN, True)  # fmt: skip
+                dk, dv, k, v, lo, full_lo, q_base, do_base, lse_base, delta_base, bias_row, mask_row, q_segments_ptr + b * T,
+                start_ptr + b * T, end_ptr + b * T, position_ptr + b * T, query_seen_ptr + b * T, seed0, seed1, slope, offset, j, k_segment,
+                T, S, H, D, V, BQ, BLOCK_D, BLOCK_V, SCALE, CAP, FAST_TANH, LEFT, RIGHT, BIAS, ALIBI, MASK, ROWS, SEGMENTS, DROPOUT,
+                KEEP_SCALE, PRECISION, FOLDED, MULTIPLIER, EVEN_Q, EVEN_K, CLEAN, True)  # fmt: skip
         if not MASK:
             dk, dv = _key_gradient_tiles(
                 dk, dv, k, v, full_lo, full_hi, q_base, do_base, lse_base, delta_base, bias_row, mask_row, q_segments_ptr + b * T,
@@ -301,36 +282,28 @@ def key_gradient_kernel(
                     k_segment, T, S, H, D, V, BQ, BLOCK_D, BLOCK_V, SCALE, CAP, FAST_TANH, LEFT, RIGHT, BIAS, ALIBI, MASK, ROWS,
                     SEGMENTS, DROPOUT, KEEP_SCALE, PRECISION, FOLDED, MULTIPLIER, EVEN_Q, EVEN_K, CLEAN, True)  # fmt: skip
 
-    store_rows(
-        dk_ptr + b * S * (K * D) + kh * D,
-        (dk * SCALE).to(dk_ptr.dtype.element_ty),
-        first,
-        K * D,
-        S,
-        D,
-        BK,
-        BLOCK_D,
-    )
-    store_rows(
-        dv_ptr + b * S * (K * V) + kh * V, dv.to(dv_ptr.dtype.element_ty), first, K * V, S, V, BK, BLOCK_V
-    )
+    store_rows(dk_ptr + b * S * (K * D) + kh * D, (dk * SCALE).to(dk_ptr.dtype.element_ty), first, K * D, S, D, BK, BLOCK_D)  # fmt: skip
+    store_rows(dv_ptr + b * S * (K * V) + kh * V, dv.to(dv_ptr.dtype.element_ty), first, K * V, S, V, BK, BLOCK_V)  # fmt: skip
 
 
 @triton.jit
 def bias_gradient_kernel(
-    q_ptr, k_ptr, v_ptr, do_ptr, lse_ptr, delta_ptr, bias_ptr, slopes_ptr, mask_ptr, q_segments_ptr, kv_segments_ptr, start_ptr, end_ptr,
-    position_ptr, query_seen_ptr, key_seen_ptr, seeds_ptr, readers, T, S, offset, bias_run, bias_rows, mask_run, mask_rows,
+    q_ptr, k_ptr, v_ptr, do_ptr, lse_ptr, delta_ptr,
+    bias_ptr, slopes_ptr, mask_ptr, q_segments_ptr, kv_segments_ptr, start_ptr, end_ptr, position_ptr, query_seen_ptr, key_seen_ptr,
+    seeds_ptr, readers, T, S, offset, bias_run, bias_rows, mask_run, mask_rows,
     dbias_ptr,
-    H: tl.constexpr, K: tl.constexpr, D: tl.constexpr, V: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_V: tl.constexpr, BQ: tl.constexpr,
-    BK: tl.constexpr, SCALE: tl.constexpr, CAP: tl.constexpr, FAST_TANH: tl.constexpr, LEFT: tl.constexpr, RIGHT: tl.constexpr,
+    H: tl.constexpr, K: tl.constexpr, D: tl.constexpr, V: tl.constexpr,
+    BLOCK_D: tl.constexpr, BLOCK_V: tl.constexpr, BQ: tl.constexpr, BK: tl.constexpr,
+    SCALE: tl.constexpr, CAP: tl.constexpr, FAST_TANH: tl.constexpr, LEFT: tl.constexpr, RIGHT: tl.constexpr,
     BIAS: tl.constexpr, ALIBI: tl.constexpr, MASK: tl.constexpr, ROWS: tl.constexpr, SEGMENTS: tl.constexpr,
     DROPOUT: tl.constexpr, KEEP_SCALE: tl.constexpr, PRECISION: tl.constexpr, FOLDED: tl.constexpr, MULTIPLIER: tl.constexpr,
     EVEN_Q: tl.constexpr, EVEN_K: tl.constexpr, GUARD: tl.constexpr, CLEAN: tl.constexpr, GROUP: tl.constexpr,
 ):  # fmt: skip
     """One tile of the bias gradient `[rows, H or 1, T or 1, S or 1]`, summed in a fixed order over what the bias broadcasts:
     over the `readers` of its row, batch rows."""
-    over_queries: tl.constexpr = (BIAS & 8) != 0
-    over_keys: tl.constexpr = (BIAS & 16) != 0
+    over_queries: tl.constexpr = (OVER_QUERIES & BIAS) != 0
+    over_keys: tl.constexpr = (OVER_KEYS & BIAS) != 0
+    # The program's tile `m, n`, of row `bias_row` and head of the bias; where the bias lacks an axis there is one tile, for all along it.
     count_m, count_n = 1, 1
     if over_queries:
         count_m = tl.cdiv(T, BQ)
@@ -340,7 +313,7 @@ def bias_gradient_kernel(
     n = tl.program_id(0) // count_m % count_n
     owner = tl.program_id(0) // (count_m * count_n)
     bias_row, head_lo, head_hi = owner, 0, H
-    if BIAS & 4:
+    if OVER_HEADS & BIAS:
         bias_row = owner // H
         head_lo = owner % H
         head_hi = head_lo + 1
@@ -350,8 +323,9 @@ def bias_gradient_kernel(
     if not over_keys:
         n_hi = tl.cdiv(S, BK)
 
-    total = tl.zeros([BQ, BK], tl.float32)
+    total = tl.zeros([BQ, BK], tl.float32)  # [BQ, BK]
     for reader in range(0, readers):
+        # Batch rows that share a row of the bias: `bias_run` in turn, then again after all rows had theirs.
         batch = (reader // bias_run * bias_rows + bias_row) * bias_run + reader % bias_run
         b = (tl.zeros([], tl.int32) + batch).to(tl.int64)
         for h in range(head_lo, head_hi):
@@ -359,100 +333,50 @@ def bias_gradient_kernel(
             bias = over_scores(bias_ptr, b, h, bias_run, bias_rows, T, S, H, BIAS)
             mask = over_scores(mask_ptr, b, h, mask_run, mask_rows, T, S, H, MASK)
             for query_tile in range(m_lo, m_hi):
-                rows = query_tile * BQ + tl.arange(0, BQ)
-                i = rows[:, None]
-                inside = rows < T
+                rows = query_tile * BQ + tl.arange(0, BQ)  # [BQ]
+                i = rows[:, None]  # [BQ, 1]
+                inside = rows < T  # [BQ]
                 position, start, end, q_segment = query_rows(
                     rows, inside, offset, b, T, position_ptr, start_ptr, end_ptr, q_segments_ptr, ROWS, SEGMENTS)  # fmt: skip
-                position, start, end, q_segment = (
-                    position[:, None],
-                    start[:, None],
-                    end[:, None],
-                    q_segment[:, None],
-                )
+                position, start, end, q_segment = position[:, None], start[:, None], end[:, None], q_segment[:, None]  # [BQ, 1]  # fmt: skip
                 q = load_rows(
-                    q_ptr + b * T * (H * D) + h * D,
-                    query_tile * BQ,
-                    H * D,
-                    inside,
-                    T,
-                    D,
-                    BQ,
-                    BLOCK_D,
-                    True,
-                    False,
-                )
+                    q_ptr + b * T * (H * D) + h * D, query_tile * BQ, H * D, inside, T, D, BQ, BLOCK_D, True, False)  # [BQ, BLOCK_D]  # fmt: skip
                 do = load_rows(
-                    do_ptr + b * T * (H * V) + h * V,
-                    query_tile * BQ,
-                    H * V,
-                    inside,
-                    T,
-                    V,
-                    BQ,
-                    BLOCK_V,
-                    True,
-                    False,
-                )
-                lse = tl.load(lse_ptr + (b * H + h) * T + rows, mask=inside, other=float("inf"))
-                delta = tl.load(delta_ptr + (b * H + h) * T + rows, mask=inside, other=0.0)
+                    do_ptr + b * T * (H * V) + h * V, query_tile * BQ, H * V, inside, T, V, BQ, BLOCK_V, True, False)  # [BQ, BLOCK_V]  # fmt: skip
+                lse = tl.load(lse_ptr + (b * H + h) * T + rows, mask=inside, other=float("inf"))  # [BQ]
+                delta = tl.load(delta_ptr + (b * H + h) * T + rows, mask=inside, other=0.0)  # [BQ]
                 for key_tile in range(n_lo, n_hi):
-                    columns = key_tile * BK + tl.arange(0, BK)
-                    j = columns[None, :]
+                    columns = key_tile * BK + tl.arange(0, BK)  # [BK]
+                    j = columns[None, :]  # [1, BK]
                     k_segment = j
                     if SEGMENTS:
-                        k_segment = tl.load(kv_segments_ptr + b * S + columns, mask=columns < S, other=-1)[
-                            None, :
-                        ]
+                        k_segment = tl.load(kv_segments_ptr + b * S + columns, mask=columns < S, other=-1)[None, :]  # [1, BK]  # fmt: skip
                     kh = h // (H // K)
                     k = load_rows(
-                        k_ptr + b * S * (K * D) + kh * D,
-                        key_tile * BK,
-                        K * D,
-                        inside,
-                        S,
-                        D,
-                        BK,
-                        BLOCK_D,
-                        True,
-                        False,
-                    )
+                        k_ptr + b * S * (K * D) + kh * D, key_tile * BK, K * D, inside, S, D, BK, BLOCK_D, True, False)  # [BK, BLOCK_D]  # fmt: skip
                     v = load_rows(
-                        v_ptr + b * S * (K * V) + kh * V,
-                        key_tile * BK,
-                        K * V,
-                        inside,
-                        S,
-                        V,
-                        BK,
-                        BLOCK_V,
-                        True,
-                        False,
-                    )
-                    qk = tl.dot(q, tl.trans(k), input_precision=PRECISION)
-                    dp = tl.dot(do, tl.trans(v), input_precision=PRECISION)
-                    p, t, seen = _weights(qk, lse[:, None], i, j, position, start, end, q_segment, k_segment, slope, bias, mask, T, S,
-                                          SCALE, CAP, FAST_TANH, LEFT, RIGHT, BIAS, ALIBI, MASK, ROWS, SEGMENTS, FOLDED, MULTIPLIER, True, True)  # fmt: skip
+                        v_ptr + b * S * (K * V) + kh * V, key_tile * BK, K * V, inside, S, V, BK, BLOCK_V, True, False)  # [BK, BLOCK_V]  # fmt: skip
+                    qk = tl.dot(q, tl.trans(k), input_precision=PRECISION)  # [BQ, BK]
+                    dp = tl.dot(do, tl.trans(v), input_precision=PRECISION)  # [BQ, BK]
+                    p, t, seen = _weights(
+                        qk, lse[:, None], i, j, position, start, end, q_segment, k_segment, slope, bias, mask, T, S, SCALE, CAP, FAST_TANH,
+                        LEFT, RIGHT, BIAS, ALIBI, MASK, ROWS, SEGMENTS, FOLDED, MULTIPLIER, True, True)  # [BQ, BK]  # fmt: skip
                     kept = True
                     if DROPOUT > 0:
-                        kept = keep(seed0, seed1, position, j, DROPOUT)
-                    _, after = _score_gradient(
-                        p, dp, delta[:, None], t, seen, kept, CAP, DROPOUT, KEEP_SCALE, True
-                    )
-                    total += after
+                        kept = keep(seed0, seed1, position, j, DROPOUT)  # [BQ, BK]
+                    _, after = _score_gradient(p, dp, delta[:, None], t, seen, kept, CAP, DROPOUT, KEEP_SCALE, True)  # fmt: skip
+                    total += after  # [BQ, BK]
 
+    # Stored once, by its one owner; what the bias lacks is summed last.
     rows = m * BQ + tl.arange(0, BQ)
     columns = n * BK + tl.arange(0, BK)
     start_of = dbias_ptr + owner.to(tl.int64) * (T if over_queries else 1) * (S if over_keys else 1)
     if over_queries and over_keys:
-        tl.store(
-            start_of + rows[:, None].to(tl.int64) * S + columns[None, :],
-            total,
-            mask=(rows < T)[:, None] & (columns < S)[None, :],
-        )
+        tl.store(start_of + rows[:, None].to(tl.int64) * S + columns[None, :], total,
+                 mask=(rows < T)[:, None] & (columns < S)[None, :])  # [BQ, BK]  # fmt: skip
     elif over_queries:
-        tl.store(start_of + rows, tl.sum(total, axis=1), mask=rows < T)
+        tl.store(start_of + rows, tl.sum(total, axis=1), mask=rows < T)  # [BQ]
     elif over_keys:
-        tl.store(start_of + columns, tl.sum(total, axis=0), mask=columns < S)
+        tl.store(start_of + columns, tl.sum(total, axis=0), mask=columns < S)  # [BK]
     else:
         tl.store(start_of, tl.sum(tl.sum(total, axis=1), axis=0))

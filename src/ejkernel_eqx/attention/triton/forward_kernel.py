@@ -7,7 +7,9 @@ from .tile import (
     head_scalars,
     keep,
     key_tiles,
+    LN2,
     load_rows,
+    LOG2E,
     over_scores,
     program,
     query_rows,
@@ -19,45 +21,51 @@ from .tile import (
 
 @triton.jit
 def _attend_tiles(
-    acc, total, top, q, lo, hi, k_base, v_base, bias_ptr, mask_ptr, kv_segments_ptr, key_seen_ptr, seed0, seed1, slope,
-    i, position, start, end, q_segment, T, S,
+    acc, total, top, q, lo, hi, k_base, v_base,  # [BQ, BLOCK_V], [BQ], [BQ], [BQ, BLOCK_D]; where a head's rows begin
+    bias_ptr, mask_ptr, kv_segments_ptr, key_seen_ptr, seed0, seed1, slope,
+    i, position, start, end, q_segment, T, S,  # the queries' numbers, [BQ, 1] each
     K: tl.constexpr, D: tl.constexpr, V: tl.constexpr, BK: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_V: tl.constexpr,
-    SCALE: tl.constexpr, CAP: tl.constexpr, FAST_TANH: tl.constexpr, LEFT: tl.constexpr, RIGHT: tl.constexpr, BIAS: tl.constexpr,
-    ALIBI: tl.constexpr, MASK: tl.constexpr, ROWS: tl.constexpr, SEGMENTS: tl.constexpr, DROPOUT: tl.constexpr, KEEP_SCALE: tl.constexpr,
-    PRECISION: tl.constexpr, FOLDED: tl.constexpr, MULTIPLIER: tl.constexpr, EVEN_K: tl.constexpr, GUARD: tl.constexpr,
-    MASKED: tl.constexpr,
+    SCALE: tl.constexpr, CAP: tl.constexpr, FAST_TANH: tl.constexpr, LEFT: tl.constexpr, RIGHT: tl.constexpr,
+    BIAS: tl.constexpr, ALIBI: tl.constexpr, MASK: tl.constexpr, ROWS: tl.constexpr, SEGMENTS: tl.constexpr,
+    DROPOUT: tl.constexpr, KEEP_SCALE: tl.constexpr, PRECISION: tl.constexpr, FOLDED: tl.constexpr, MULTIPLIER: tl.constexpr,
+    EVEN_K: tl.constexpr, GUARD: tl.constexpr, MASKED: tl.constexpr,
 ):  # fmt: skip
     """Adds key tiles `lo .. hi` to the running sum, denominator and maximum of a query tile."""
     guarded: tl.constexpr = ROWS or SEGMENTS
     for n in tl.range(lo, hi):
         first = n * BK
-        columns = first + tl.arange(0, BK)
-        j = columns[None, :]
-        ok = columns < S
+        columns = first + tl.arange(0, BK)  # [BK]
+        j = columns[None, :]  # [1, BK]
+        ok = columns < S  # [BK]
         k_segment = j
+        # Keys that no query may see hold anything: they are not read.
         if MASKED and guarded:
             ok = ok & (tl.load(key_seen_ptr + columns, mask=ok, other=0) != 0)
             if SEGMENTS:
-                k_segment = tl.load(kv_segments_ptr + columns, mask=columns < S, other=-1)[None, :]
-        k = load_rows(k_base, first, K * D, ok, S, D, BK, BLOCK_D, MASKED and not EVEN_K, MASKED and guarded)
+                k_segment = tl.load(kv_segments_ptr + columns, mask=columns < S, other=-1)[None, :]  # [1, BK]
+        k = load_rows(k_base, first, K * D, ok, S, D, BK, BLOCK_D, MASKED and not EVEN_K, MASKED and guarded)  # [BK, BLOCK_D]  # fmt: skip
         qk = tl.dot(q, tl.trans(k), input_precision=PRECISION)  # [BQ, BK]
-        s, _ = scores(qk, i, j, position, slope, bias_ptr, T, S, SCALE, CAP, FAST_TANH, BIAS, ALIBI, FOLDED)
-        v = load_rows(v_base, first, K * V, ok, S, V, BK, BLOCK_V, MASKED and not EVEN_K, MASKED and guarded)
+        s, _ = scores(qk, i, j, position, slope, bias_ptr, T, S, SCALE, CAP, FAST_TANH, BIAS, ALIBI, FOLDED)  # [BQ, BK]  # fmt: skip
+        v = load_rows(v_base, first, K * V, ok, S, V, BK, BLOCK_V, MASKED and not EVEN_K, MASKED and guarded)  # [BK, BLOCK_V]  # fmt: skip
         if MASKED:
             seen = visible(i, j, position, start, end, q_segment, k_segment, mask_ptr, T, S, LEFT, RIGHT, ROWS, SEGMENTS, MASK,
-                           not EVEN_K)  # fmt: skip
+                           not EVEN_K)  # [BQ, BK]  # fmt: skip
             s = tl.where(seen, s, float("-inf"))
             if MASK:
+                # A key that no row of the tile sees may hold NaN, and 0 * NaN is NaN.
                 v = tl.where((tl.max(seen.to(tl.int32), axis=0) > 0)[:, None], v, 0.0)
-        new_top = tl.maximum(top, tl.max(s, axis=1) * MULTIPLIER)
+        # Online softmax: the weights are relative to the new maximum, sums of before shrink by `alpha`.
+        new_top = tl.maximum(top, tl.max(s, axis=1) * MULTIPLIER)  # [BQ]
         shift = new_top
         if GUARD:
-            shift = tl.where(new_top == float("-inf"), 0.0, new_top)
-        p = tl.exp2(s * MULTIPLIER - shift[:, None])
-        alpha = tl.exp2(top - shift)
-        total = total * alpha + tl.sum(p, axis=1)
+            # Rows that have seen nothing yet: minus infinity from minus infinity is NaN.
+            shift = tl.where(new_top == float("-inf"), 0.0, new_top)  # [BQ]
+        p = tl.exp2(s * MULTIPLIER - shift[:, None])  # [BQ, BK]
+        alpha = tl.exp2(top - shift)  # [BQ]
+        total = total * alpha + tl.sum(p, axis=1)  # [BQ]
+        # Dropout thins out the weights of values, not the denominator.
         if DROPOUT > 0:
-            p = tl.where(keep(seed0, seed1, position, j, DROPOUT), p * KEEP_SCALE, 0.0)
+            p = tl.where(keep(seed0, seed1, position, j, DROPOUT), p * KEEP_SCALE, 0.0)  # [BQ, BK]
         acc = acc * alpha[:, None]
         acc = tl.dot(p.to(v.dtype), v, acc, input_precision=PRECISION)  # [BQ, BLOCK_V]
         top = new_top
@@ -66,12 +74,15 @@ def _attend_tiles(
 
 @triton.jit
 def forward_kernel(
-    q_ptr, k_ptr, v_ptr, bias_ptr, slopes_ptr, sinks_ptr, mask_ptr, q_segments_ptr, kv_segments_ptr, start_ptr, end_ptr,
-    position_ptr, key_seen_ptr, seeds_ptr, tiles_ptr, T, S, offset, bias_run, bias_rows, mask_run, mask_rows,
-    out_ptr, lse_ptr,
-    H: tl.constexpr, K: tl.constexpr, D: tl.constexpr, V: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_V: tl.constexpr, BQ: tl.constexpr,
-    BK: tl.constexpr, SCALE: tl.constexpr, CAP: tl.constexpr, FAST_TANH: tl.constexpr, LEFT: tl.constexpr, RIGHT: tl.constexpr,
-    BIAS: tl.constexpr, ALIBI: tl.constexpr, SINKS: tl.constexpr, MASK: tl.constexpr, ROWS: tl.constexpr, SEGMENTS: tl.constexpr,
+    q_ptr, k_ptr, v_ptr,  # [B, T, H, D], [B, S, K, D], [B, S, K, V]
+    bias_ptr, slopes_ptr, sinks_ptr, mask_ptr,  # bias and mask as in `over_scores`; [B, H] each
+    q_segments_ptr, kv_segments_ptr, start_ptr, end_ptr, position_ptr, key_seen_ptr,  # [B, T] and, of keys, [B, S]
+    seeds_ptr, tiles_ptr, T, S, offset, bias_run, bias_rows, mask_run, mask_rows,  # [B, H, 2], [B, tiles, 4]
+    out_ptr, lse_ptr,  # [B, T, H, V], [B, H, T]
+    H: tl.constexpr, K: tl.constexpr, D: tl.constexpr, V: tl.constexpr,
+    BLOCK_D: tl.constexpr, BLOCK_V: tl.constexpr, BQ: tl.constexpr, BK: tl.constexpr,
+    SCALE: tl.constexpr, CAP: tl.constexpr, FAST_TANH: tl.constexpr, LEFT: tl.constexpr, RIGHT: tl.constexpr, BIAS: tl.constexpr,
+    ALIBI: tl.constexpr, SINKS: tl.constexpr, MASK: tl.constexpr, ROWS: tl.constexpr, SEGMENTS: tl.constexpr,
     DROPOUT: tl.constexpr, KEEP_SCALE: tl.constexpr, PRECISION: tl.constexpr, FOLDED: tl.constexpr, MULTIPLIER: tl.constexpr,
     EVEN_Q: tl.constexpr, EVEN_K: tl.constexpr, GUARD: tl.constexpr, CLEAN: tl.constexpr, GROUP: tl.constexpr,
 ):  # fmt: skip
@@ -80,50 +91,52 @@ def forward_kernel(
     b = (bh // H).to(tl.int64)
     h = bh % H
     first = m * BQ
-    rows = first + tl.arange(0, BQ)
-    i = rows[:, None]
-    inside = rows < T
+    rows = first + tl.arange(0, BQ)  # [BQ]
+    i = rows[:, None]  # [BQ, 1]
+    inside = rows < T  # [BQ]
 
+    # What decides what these queries see, and what their scores have besides q . k.
     position, start, end, q_segment = query_rows(
         rows, inside, offset, b, T, position_ptr, start_ptr, end_ptr, q_segments_ptr, ROWS, SEGMENTS)  # fmt: skip
-    position, start, end, q_segment = position[:, None], start[:, None], end[:, None], q_segment[:, None]
+    position, start, end, q_segment = position[:, None], start[:, None], end[:, None], q_segment[:, None]  # [BQ, 1]  # fmt: skip
     slope, seed0, seed1 = head_scalars(slopes_ptr, seeds_ptr, b, h, H, ALIBI, DROPOUT)
     bias_row = over_scores(bias_ptr, b, h, bias_run, bias_rows, T, S, H, BIAS)
     mask_row = over_scores(mask_ptr, b, h, mask_run, mask_rows, T, S, H, MASK)
 
-    q = load_rows(q_ptr + b * T * (H * D) + h * D, first, H * D, inside, T, D, BQ, BLOCK_D, not EVEN_Q, False)
+    q = load_rows(q_ptr + b * T * (H * D) + h * D, first, H * D, inside, T, D, BQ, BLOCK_D, not EVEN_Q, False)  # [BQ, BLOCK_D]  # fmt: skip
     k_base = k_ptr + b * S * (K * D) + (h // (H // K)) * D
     v_base = v_ptr + b * S * (K * V) + (h // (H // K)) * V
-    acc = tl.zeros([BQ, BLOCK_V], tl.float32)
+    acc = tl.zeros([BQ, BLOCK_V], tl.float32)  # [BQ, BLOCK_V]
+    # A sink is a key without a value: its score is the first maximum, its weight relative to that is 1.
     if SINKS:
-        top = tl.zeros([BQ], tl.float32) + tl.load(sinks_ptr + b * H + h) * 1.4426950408889634
-        total = tl.full([BQ], 1.0, tl.float32)
+        top = tl.zeros([BQ], tl.float32) + tl.load(sinks_ptr + b * H + h) * LOG2E  # [BQ]
+        total = tl.full([BQ], 1.0, tl.float32)  # [BQ]
     else:
-        top = tl.full([BQ], float("-inf"), tl.float32)
-        total = tl.zeros([BQ], tl.float32)
+        top = tl.full([BQ], float("-inf"), tl.float32)  # [BQ]
+        total = tl.zeros([BQ], tl.float32)  # [BQ]
 
+    # Most tiles are seen whole and take no mask: three loops, as masking is compiled in or out.
     table: tl.constexpr = ROWS or SEGMENTS
     lo, full_lo, full_hi, hi = key_tiles(tiles_ptr, b, m, offset, T, S, BQ, BK, LEFT, RIGHT, table, MASK)
     if table or LEFT >= 0 or MASK:
         acc, total, top = _attend_tiles(
-            acc, total, top, q, lo, full_lo, k_base, v_base, bias_row, mask_row, kv_segments_ptr + b * S, key_seen_ptr + b * S, seed0, seed1,
-            slope, i, position, start, end, q_segment, T, S, K, D, V, BK, BLOCK_D, BLOCK_V, SCALE, CAP, FAST_TANH, LEFT, RIGHT, BIAS,
-            ALIBI, MASK, ROWS, SEGMENTS, DROPOUT, KEEP_SCALE, PRECISION, FOLDED, MULTIPLIER, EVEN_K, GUARD, True)  # fmt: skip
+            acc, total, top, q, lo, full_lo, k_base, v_base, bias_row, mask_row, kv_segments_ptr + b * S, key_seen_ptr + b * S,
+            seed0, seed1, slope, i, position, start, end, q_segment, T, S, K, D, V, BK, BLOCK_D, BLOCK_V, SCALE, CAP, FAST_TANH, LEFT, RIGHT,
+            BIAS, ALIBI, MASK, ROWS, SEGMENTS, DROPOUT, KEEP_SCALE, PRECISION, FOLDED, MULTIPLIER, EVEN_K, GUARD, True)  # fmt: skip
     if not MASK:
         acc, total, top = _attend_tiles(
-            acc, total, top, q, full_lo, full_hi, k_base, v_base, bias_row, mask_row, kv_segments_ptr, key_seen_ptr, seed0, seed1,
-            slope, i, position, start, end, q_segment, T, S, K, D, V, BK, BLOCK_D, BLOCK_V, SCALE, CAP, FAST_TANH, LEFT, RIGHT, BIAS,
-            ALIBI, MASK, ROWS, SEGMENTS, DROPOUT, KEEP_SCALE, PRECISION, FOLDED, MULTIPLIER, EVEN_K, GUARD, False)  # fmt: skip
+            acc, total, top, q, full_lo, full_hi, k_base, v_base, bias_row, mask_row, kv_segments_ptr, key_seen_ptr,
+            seed0, seed1, slope, i, position, start, end, q_segment, T, S, K, D, V, BK, BLOCK_D, BLOCK_V, SCALE, CAP, FAST_TANH, LEFT, RIGHT,
+            BIAS, ALIBI, MASK, ROWS, SEGMENTS, DROPOUT, KEEP_SCALE, PRECISION, FOLDED, MULTIPLIER, EVEN_K, GUARD, False)  # fmt: skip
         if table or RIGHT >= 0 or not EVEN_K:
             acc, total, top = _attend_tiles(
-                acc, total, top, q, full_hi, hi, k_base, v_base, bias_row, mask_row, kv_segments_ptr + b * S, key_seen_ptr + b * S, seed0, seed1,
-                slope, i, position, start, end, q_segment, T, S, K, D, V, BK, BLOCK_D, BLOCK_V, SCALE, CAP, FAST_TANH, LEFT, RIGHT, BIAS,
-                ALIBI, MASK, ROWS, SEGMENTS, DROPOUT, KEEP_SCALE, PRECISION, FOLDED, MULTIPLIER, EVEN_K, GUARD, True)  # fmt: skip
+                acc, total, top, q, full_hi, hi, k_base, v_base, bias_row, mask_row, kv_segments_ptr + b * S, key_seen_ptr + b * S,
+                seed0, seed1, slope, i, position, start, end, q_segment, T, S, K, D, V, BK, BLOCK_D, BLOCK_V, SCALE, CAP, FAST_TANH, LEFT, RIGHT,
+                BIAS, ALIBI, MASK, ROWS, SEGMENTS, DROPOUT, KEEP_SCALE, PRECISION, FOLDED, MULTIPLIER, EVEN_K, GUARD, True)  # fmt: skip
 
-    some = total > 0
-    acc = acc * (1.0 / tl.where(some, total, 1.0))[:, None]
-    lse = tl.where(some, (top + tl.log2(tl.where(some, total, 1.0))) * 0.6931471805599453, float("-inf"))
-    store_rows(
-        out_ptr + b * T * (H * V) + h * V, acc.to(out_ptr.dtype.element_ty), first, H * V, T, V, BQ, BLOCK_V
-    )
+    # out = acc / total, lse = top + log(total); 0 and minus infinity for a row that saw nothing.
+    some = total > 0  # [BQ]
+    acc = acc * (1.0 / tl.where(some, total, 1.0))[:, None]  # [BQ, BLOCK_V]
+    lse = tl.where(some, (top + tl.log2(tl.where(some, total, 1.0))) * LN2, float("-inf"))  # [BQ]
+    store_rows(out_ptr + b * T * (H * V) + h * V, acc.to(out_ptr.dtype.element_ty), first, H * V, T, V, BQ, BLOCK_V)  # fmt: skip
     tl.store(lse_ptr + (b * H + h) * T + rows, lse, mask=inside)

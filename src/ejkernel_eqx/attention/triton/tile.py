@@ -1,14 +1,23 @@
 """What happens to one tile of scores, shared by every Triton kernel of the core.
 
 A tile is `[BQ, BK]` or, where keys are the rows, `[BK, BQ]`: the functions below take query and key vectors already shaped to
-broadcast either way. Scores are kept in units of log2, so that `exp2` needs no further multiplication.
+broadcast either way, and comments say `[BQ, BK]` for both. Scores are kept in units of log2, so that `exp2` needs no further multiplication.
 """
 
 import triton
 import triton.language as tl
 
-# Bits of BIAS and MASK: present, which of batch, head, query and key axes are not broadcast, and whether batch rows share rows.
-PRESENT, OVER_BATCH, OVER_HEADS, OVER_QUERIES, OVER_KEYS, SHARED = 1, 2, 4, 8, 16, 32
+from .. import philox
+
+LOG2E = tl.constexpr(1.4426950408889634)
+LN2 = tl.constexpr(0.6931471805599453)
+
+# Bits of BIAS and MASK beside 1, present: which of batch, head, query and key axes are not broadcast, and whether batch rows share rows.
+OVER_BATCH, OVER_HEADS, OVER_QUERIES, OVER_KEYS, SHARED = (tl.constexpr(2 << axis) for axis in range(5))
+
+PHILOX_ROUNDS = tl.constexpr(philox.ROUNDS)
+PHILOX_M0, PHILOX_M1 = (tl.constexpr(word) for word in philox.MULTIPLIERS)
+PHILOX_W0, PHILOX_W1 = (tl.constexpr(word) for word in philox.WEYL)
 
 
 @triton.jit
@@ -18,15 +27,16 @@ def tanh(x, APPROXIMATE: tl.constexpr):
             "tanh.approx.f32 $0, $1;", "=f,f", [x], dtype=tl.float32, is_pure=True, pack=1
         )
     decay = tl.exp2(-2.8853900817779268 * tl.abs(x))  # e^(-2|x|)
-    magnitude = (1.0 - decay) / (1.0 + decay)
+    magnitude = (1.0 - decay) / (1.0 + decay)  # of the shape of x; e^(-2|x|) is at most 1, however large x is
     return tl.where(x < 0, -magnitude, magnitude)
 
 
 @triton.jit
-def query_rows(rows, inside, offset, b, T, position_ptr, start_ptr, end_ptr, q_segments_ptr,
+def query_rows(rows, inside, offset, b, T, position_ptr, start_ptr, end_ptr, q_segments_ptr,  # rows [BQ]
                ROWS: tl.constexpr, SEGMENTS: tl.constexpr):  # fmt: skip
     """Position, key range and segment of a vector of queries; what a call does not have is never read."""
-    position = rows + offset
+    # Numbers that nothing looks at stand for what a call does not have.
+    position = rows + offset  # [BQ], as all four
     start = rows
     end = rows
     segment = rows
@@ -35,14 +45,14 @@ def query_rows(rows, inside, offset, b, T, position_ptr, start_ptr, end_ptr, q_s
         start = tl.load(start_ptr + b * T + rows, mask=inside, other=0)
         end = tl.load(end_ptr + b * T + rows, mask=inside, other=0)
     if SEGMENTS:
-        segment = tl.load(q_segments_ptr + b * T + rows, mask=inside, other=-1)
+        segment = tl.load(q_segments_ptr + b * T + rows, mask=inside, other=-1)  # -1, as padding has
     return position, start, end, segment
 
 
 @triton.jit
 def head_scalars(slopes_ptr, seeds_ptr, b, h, H: tl.constexpr, ALIBI: tl.constexpr, DROPOUT: tl.constexpr):
     """The ALiBi slope and the two seed words of a head."""
-    slope = 0.0
+    slope = 0.0  # [] each
     if ALIBI:
         slope = tl.load(slopes_ptr + b * H + h)
     seed0 = tl.zeros([], tl.uint32)
@@ -60,15 +70,15 @@ def over_scores(ptr, b, h, run, rows, T, S, H: tl.constexpr, BITS: tl.constexpr)
     Where rows are shared, each of its `rows` serves `run` batch rows that follow one another, and all of them in turn.
     """
     start = tl.zeros([], tl.int64)
-    if BITS & 32:
+    if SHARED & BITS:  # in turn
         start += b.to(tl.int32) // run % rows
-    elif BITS & 2:
+    elif OVER_BATCH & BITS:
         start += b
-    if BITS & 4:
+    if OVER_HEADS & BITS:
         start = start * H + h
-    if BITS & 8:
+    if OVER_QUERIES & BITS:
         start = start * T
-    if BITS & 16:
+    if OVER_KEYS & BITS:
         start = start * S
     return ptr + start
 
@@ -76,17 +86,18 @@ def over_scores(ptr, b, h, run, rows, T, S, H: tl.constexpr, BITS: tl.constexpr)
 @triton.jit
 def load_over_scores(ptr, i, j, T, S, BITS: tl.constexpr):
     """The tile at queries `i`, keys `j` of what begins at `over_scores`."""
-    rows: tl.constexpr = (BITS & 8) != 0
-    columns: tl.constexpr = (BITS & 16) != 0
-    inside = (i < T) & (j < S)
-    offset = (i + j) * 0
+    rows: tl.constexpr = (OVER_QUERIES & BITS) != 0
+    columns: tl.constexpr = (OVER_KEYS & BITS) != 0
+    inside = (i < T) & (j < S)  # [BQ, BK]
+    # An axis of size one is read at 0.
+    offset = (i + j) * 0  # [BQ, BK]
     if rows and columns:
-        offset = i.to(tl.int64) * S + j
+        offset = i.to(tl.int64) * S + j  # in 64 bits: a head's scores may be more than 2^31
     elif rows:
         offset = i + j * 0
     elif columns:
         offset = i * 0 + j
-    return tl.load(ptr + offset, mask=inside, other=0)
+    return tl.load(ptr + offset, mask=inside, other=0)  # [BQ, BK]
 
 
 @triton.jit
@@ -94,19 +105,20 @@ def scores(qk, i, j, position, slope, bias_ptr, T, S, SCALE: tl.constexpr, CAP: 
            FAST_TANH: tl.constexpr, BIAS: tl.constexpr, ALIBI: tl.constexpr, FOLDED: tl.constexpr):  # fmt: skip
     """Scores in log2 units, and the tanh whose square the backward needs. `FOLDED`: all but their last constant factor, which the
     caller multiplies in beside a subtraction, as one instruction."""
-    t = qk
+    t = qk  # [BQ, BK], of what it has until the end
     if CAP > 0:
         t = tanh(qk * (SCALE / CAP), FAST_TANH)
     s = t
     if not FOLDED:
         if CAP > 0:
-            s = t * (CAP * 1.4426950408889634)
+            s = t * (CAP * LOG2E)
         else:
-            s = qk * (SCALE * 1.4426950408889634)
+            s = qk * (SCALE * LOG2E)
+        # Bias and ALiBi come after the soft cap, in natural units.
         if BIAS:
-            s += load_over_scores(bias_ptr, i, j, T, S, BIAS).to(tl.float32) * 1.4426950408889634
+            s += load_over_scores(bias_ptr, i, j, T, S, BIAS).to(tl.float32) * LOG2E
         if ALIBI:
-            s += (slope * 1.4426950408889634) * (j - position).to(tl.float32)
+            s += (slope * LOG2E) * (j - position).to(tl.float32)  # [BQ, BK]
     return s, t
 
 
@@ -115,20 +127,21 @@ def visible(i, j, position, start, end, q_segment, k_segment, mask_ptr, T, S,
             LEFT: tl.constexpr, RIGHT: tl.constexpr, ROWS: tl.constexpr, SEGMENTS: tl.constexpr, MASK: tl.constexpr,
             BOUND: tl.constexpr):  # fmt: skip
     """Which entries of the tile count; keys past the end are only excluded with `BOUND`, queries past the end never."""
+    # The range: of the row's own, or moving by one key a query.
     if ROWS:
-        seen = (j >= start) & (j < end)
+        seen = (j >= start) & (j < end)  # [BQ, BK]
     elif RIGHT >= 0:
-        seen = j <= position + RIGHT
+        seen = j <= position + RIGHT  # [BQ, BK]
         if LEFT >= 0:
             seen = seen & (j >= position - LEFT)
     elif LEFT >= 0:
-        seen = j >= position - LEFT
+        seen = j >= position - LEFT  # [BQ, BK]
     else:
-        seen = (i >= 0) & (j >= 0)
+        seen = (i >= 0) & (j >= 0)  # [BQ, BK], all
     if BOUND and not ROWS:
         seen = seen & (j < S)
     if SEGMENTS:
-        seen = seen & (q_segment == k_segment) & (q_segment >= 0)
+        seen = seen & (q_segment == k_segment) & (q_segment >= 0)  # -1 is padding
     if MASK:
         seen = seen & (load_over_scores(mask_ptr, i, j, T, S, MASK) != 0)
     return seen
@@ -137,24 +150,26 @@ def visible(i, j, position, start, end, q_segment, k_segment, mask_ptr, T, S,
 @triton.jit
 def keep(seed0, seed1, position, j, THRESHOLD: tl.constexpr):
     """Philox4x32-7 of (seed, query position, key position): which entries survive dropout."""
-    c0 = position.to(tl.uint32) + (j * 0).to(tl.uint32)
-    c1 = j.to(tl.uint32) + (position * 0).to(tl.uint32)
-    c2 = c0 * 0
-    c3 = c0 * 0
-    k0 = seed0
-    k1 = seed1
-    for _ in tl.static_range(7):
-        hi0 = tl.umulhi(c0, 0xD2511F53)
-        lo0 = c0 * 0xD2511F53
-        hi1 = tl.umulhi(c2, 0xCD9E8D57)
-        lo1 = c2 * 0xCD9E8D57
+    # The counter: query position, key position, 0, 0. Adding a zero vector makes each word a tile.
+    c0 = position.to(tl.uint32) + (j * 0).to(tl.uint32)  # [BQ, BK]
+    c1 = j.to(tl.uint32) + (position * 0).to(tl.uint32)  # [BQ, BK]
+    c2 = c0 * 0  # [BQ, BK]
+    c3 = c0 * 0  # [BQ, BK]
+    k0 = seed0  # []
+    k1 = seed1  # []
+    for _ in tl.static_range(PHILOX_ROUNDS):
+        # A round: two products of 64 bits, whose words are exchanged and mixed with the key; then the next round's key.
+        hi0 = tl.umulhi(c0, PHILOX_M0)
+        lo0 = c0 * PHILOX_M0
+        hi1 = tl.umulhi(c2, PHILOX_M1)
+        lo1 = c2 * PHILOX_M1
         c0 = hi1 ^ c1 ^ k0
         c1 = lo1
         c2 = hi0 ^ c3 ^ k1
         c3 = lo0
-        k0 = k0 + 0x9E3779B9
-        k1 = k1 + 0xBB67AE85
-    return c0 >= THRESHOLD
+        k0 = k0 + PHILOX_W0
+        k1 = k1 + PHILOX_W1
+    return c0 >= THRESHOLD  # [BQ, BK]
 
 
 @triton.jit
@@ -168,7 +183,7 @@ def program(length, BLOCK: tl.constexpr, GROUP: tl.constexpr):
     rows = tl.num_programs(0) // tiles
     group = tl.program_id(0) // (tiles * GROUP)
     index = tl.program_id(0) % (tiles * GROUP)
-    size = tl.minimum(rows - group * GROUP, GROUP)
+    size = tl.minimum(rows - group * GROUP, GROUP)  # the last group may have fewer rows
     return index // size, group * GROUP + index % size, tiles
 
 
@@ -177,9 +192,12 @@ def key_tiles(tiles_ptr, b, m, offset, T, S, BQ: tl.constexpr, BK: tl.constexpr,
               TABLE: tl.constexpr, MASK: tl.constexpr):  # fmt: skip
     """Key tiles of query tile `m`: `[lo, a)` and `[b, hi)` need the mask, `[a, b)` do not."""
     if TABLE:
+        # Four borders for each query tile, from `tile_table`.
         row = tiles_ptr + (b * tl.cdiv(T, BQ) + m) * 4
         lo, full_lo, full_hi, hi = tl.load(row), tl.load(row + 1), tl.load(row + 2), tl.load(row + 3)
     else:
+        # Positions of the tile's first and last query. Some query sees each key from the first one's start to the last one's end, and all
+        # see those from the last one's start to the first one's end.
         first = m * BQ + offset
         last = tl.minimum(m * BQ + BQ, T) - 1 + offset
         lo, hi = 0, tl.cdiv(S, BK)
@@ -190,10 +208,11 @@ def key_tiles(tiles_ptr, b, m, offset, T, S, BQ: tl.constexpr, BK: tl.constexpr,
         if RIGHT >= 0:
             hi = tl.minimum(hi, tl.cdiv(tl.maximum(last + RIGHT + 1, 0), BK))
             full_hi = tl.minimum(full_hi, tl.maximum(first + RIGHT + 1, 0) // BK)
+    # In this order, also where the window leaves nothing.
     hi = tl.maximum(hi, lo)
     full_lo = tl.minimum(tl.maximum(full_lo, lo), hi)
     full_hi = tl.minimum(tl.maximum(full_hi, full_lo), hi)
-    if MASK:
+    if MASK:  # may hide any key
         full_lo = hi
         full_hi = hi
     return lo, full_lo, full_hi, hi
@@ -204,9 +223,11 @@ def query_tiles(tiles_ptr, b, n, offset, T, S, BQ: tl.constexpr, BK: tl.constexp
                 TABLE: tl.constexpr, MASK: tl.constexpr):  # fmt: skip
     """Query tiles of key tile `n`, as `key_tiles`. Queries past the end need no mask: their weights come out zero."""
     if TABLE:
+        # Four borders for each key tile, from `tile_table`.
         row = tiles_ptr + (b * tl.cdiv(S, BK) + n) * 4
         lo, full_lo, full_hi, hi = tl.load(row), tl.load(row + 1), tl.load(row + 2), tl.load(row + 3)
     else:
+        # The rows of the queries at the tile's first and last key; then as in `key_tiles`.
         first = n * BK - offset
         last = n * BK + BK - 1 - offset
         lo, hi = 0, tl.cdiv(T, BQ)
@@ -233,11 +254,12 @@ def load_rows(ptr, start, row_stride, ok, length, WIDTH: tl.constexpr, ROWS: tl.
 
     `BOUND`: rows may lie past the end; `CHECK`: `ok` is a vector to obey.
     """
-    r = tl.arange(0, ROWS)
-    c = tl.arange(0, COLUMNS)
+    r = tl.arange(0, ROWS)  # [ROWS]
+    c = tl.arange(0, COLUMNS)  # [COLUMNS]
+    # [ROWS, COLUMNS]. Only the tile's start takes 64 bits.
     pointers = ptr + start.to(tl.int64) * row_stride + (r[:, None] * row_stride + c[None, :])
     if BOUND or CHECK:
-        inside = start + r < length
+        inside = start + r < length  # [ROWS]
         if CHECK:
             inside = inside & ok
         if WIDTH == COLUMNS:
@@ -252,7 +274,8 @@ def load_rows(ptr, start, row_stride, ok, length, WIDTH: tl.constexpr, ROWS: tl.
 def store_rows(
     ptr, tile, start, row_stride, length, WIDTH: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr
 ):
-    r = tl.arange(0, ROWS)
-    c = tl.arange(0, COLUMNS)
+    r = tl.arange(0, ROWS)  # [ROWS]
+    c = tl.arange(0, COLUMNS)  # [COLUMNS]
+    # [ROWS, COLUMNS], as in `load_rows`.
     pointers = ptr + start.to(tl.int64) * row_stride + (r[:, None] * row_stride + c[None, :])
     tl.store(pointers, tile, mask=(start + r < length)[:, None] & (c < WIDTH)[None, :])
