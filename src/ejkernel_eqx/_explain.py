@@ -12,16 +12,14 @@ import jax.numpy as jnp
 from ._errors import UnsupportedError
 from ._explanation import Choice, Explanation
 from ._inputs import Inputs
-from ._kernel import Plan, selections_of
+from ._kernel import choices_of, Plan
 from .dispatch import (
-    announce,
     Backend,
     Cost,
     device_facts,
     DeviceFacts,
     Implementation,
     kernel_registry,
-    on_selection,
     Platform,
     Problem,
     select,
@@ -84,11 +82,10 @@ class _PlacedPlan(Plan):
     def _identity(self) -> tuple[Any, ...]:
         return (self.path, *super()._identity)
 
-    def select(self, problem: Problem, platform: Platform | None = None, quiet: bool = False) -> Selection:
-        plain = super().select(problem, platform, quiet=True)
+    def select(self, problem: Problem, platform: Platform | None = None) -> Selection:
+        plain = super().select(problem, platform)
         fields = {field.name: getattr(plain, field.name) for field in dataclasses.fields(Selection)}
-        selection = _PlacedSelection(**fields, path=self.path)
-        return selection if quiet else announce(selection)
+        return _PlacedSelection(**fields, path=self.path)
 
 
 def _placed(tree: Any, root: str = "") -> Any:
@@ -118,15 +115,8 @@ def placed_selections(function: Any, call: Inputs) -> list[tuple[str, Selection]
 
 
 def _traced(function: Any, call: Inputs) -> list[tuple[str, Selection]]:
-    found: list[Selection] = []
-
-    def forget(selection: Selection) -> None:
-        found[:] = [other for other in found if other is not selection]
-
-    with on_selection(found.append, forget):
-        selections_of(function, call)
     distinct: dict[Any, tuple[str, Selection]] = {}
-    for selection in found:
+    for selection in choices_of(function, call):
         path = selection.path if isinstance(selection, _PlacedSelection) else ""
         distinct.setdefault((path, selection.problem, selection.platform), (path, selection))
     return list(distinct.values())
@@ -146,7 +136,7 @@ def _shown(device: DeviceFacts) -> str:
 
 
 def _notes(implementation: Implementation) -> tuple[str, ...]:
-    note = getattr(implementation.load(), "NOTE", None)
+    note = implementation.hooks.NOTE
     return (note,) if note else ()
 
 

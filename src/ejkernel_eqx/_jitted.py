@@ -14,8 +14,8 @@ def jitted(function: Callable[..., Any], plan: Plan, *static: Hashable) -> Calla
     """`jax.jit` of `function(*static)`, `plan` the first of them, as a function of the other arguments: the same object for equal plans.
 
     Derivatives, loops and kernels are closures, made anew by every call: outside `jit` JAX would compile each, and keep it. As the body of
-    one compiled function they are traced once for the shapes they are called with. Where somebody listens to the choices that are made,
-    every call is traced by itself.
+    one compiled function they are traced once for the shapes they are called with. While choices are recorded every call is traced by itself: a trace
+    that JAX knows makes none.
     """
     if somebody_listens():
         return functools.partial(function, plan, *static)

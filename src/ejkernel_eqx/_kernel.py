@@ -5,7 +5,7 @@ import dataclasses
 import functools
 import hashlib
 import logging
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any, cast, ClassVar, TypeVar
 
 import equinox as eqx
@@ -13,10 +13,8 @@ import wadler_lindig
 
 from ._inputs import Inputs
 from .dispatch import (
-    announce,
     DeviceFacts,
     Known,
-    on_selection,
     Place,
     place_of,
     place_of_calls,
@@ -27,8 +25,10 @@ from .dispatch import (
     Snapshot,
     take_snapshots,
     Tier,
+    traced_anew,
     tuning_allowed,
 )
+from .dispatch.labels import choices_in
 
 K = TypeVar("K", bound="Kernel")
 _LOG = logging.getLogger("ejkernel_eqx")
@@ -133,15 +133,14 @@ class Plan:
         """Where each of the pinned choices came from."""
         return self.here.tiers
 
-    def select(self, problem: Problem, platform: Platform | None = None, quiet: bool = False) -> Selection:
+    def select(self, problem: Problem, platform: Platform | None = None) -> Selection:
         """The platform and configuration for one problem; `UnsupportedError` naming every reason if there is none.
 
         `platform` asks for the configuration of that platform alone, where it was chosen before: perhaps for the devices of a mesh that is not
-        in force any more. `quiet` tells no listener.
+        in force any more.
         """
         known = self.here if platform is None else self._usable(platform)
-        selection = select(known, problem, platform=platform)
-        return selection if quiet else announce(selection)
+        return select(known, problem, platform=platform)
 
     def _usable(self, platform: Platform) -> Snapshot:
         here = self.here
@@ -205,7 +204,7 @@ class Kernel(eqx.Module):
     """Base of every operation: an `eqx.Module` whose static `plan` carries the platform and the configuration.
 
     A subclass is final, names its `operation`, makes its `plan` in `__init__` (`make_plan`) and gives it to its family's call, which asks
-    it (`plan.select(problem)`).
+    it (`plan.select(problem)`) and computes in the scope of the answer (`dispatch.labels.kernel_scope`), where `explain` and `tune` find it.
     """
 
     operation: ClassVar[str]
@@ -223,17 +222,17 @@ def settle(kernel: "Kernel", call: Inputs) -> Plan:
 
 def selections_of(function: Callable[..., Any], call: Inputs) -> list[Selection]:
     """The distinct choices that a call makes, in order. Traces with shapes only; computes nothing."""
-    found: list[Selection] = []
-
-    def forget(selection: Selection) -> None:
-        found[:] = [other for other in found if other is not selection]
-
-    with on_selection(found.append, forget):
-        eqx.filter_eval_shape(function, *call.args, **call.kwargs)
     distinct: dict[tuple[Problem, Platform], Selection] = {}
-    for selection in found:
+    for selection in choices_of(function, call):
         distinct.setdefault((selection.problem, selection.platform), selection)
     return list(distinct.values())
+
+
+def choices_of(function: Callable[..., Any], call: Inputs) -> Iterator[Selection]:
+    """Every choice that a call makes, in order, read from its traced program."""
+    with traced_anew():
+        program, _, _ = eqx.filter_make_jaxpr(function)(*call.args, **call.kwargs)
+    return choices_in(program)
 
 
 def with_plan(kernel: K, plan: Plan) -> K:

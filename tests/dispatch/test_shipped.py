@@ -331,7 +331,7 @@ def test_every_record_that_comes_with_the_package_answers_on_its_device(
     family, platforms, monkeypatch, caplog
 ):
     """As a module built there finds it: the kernel's version is that of the record, and its class takes the configuration."""
-    triton = pytest.importorskip(f"ejkernel_eqx.{family}.triton")
+    triton = pytest.importorskip(f"ejkernel_eqx.{family}.triton.compiled")
     monkeypatch.setattr(triton, "unavailable", lambda device: None)  # which asks this machine
     monkeypatch.setattr(snapshot, "shipped_entries", shipped_entries)
     monkeypatch.setattr(snapshot, "device_facts", lambda: H200)

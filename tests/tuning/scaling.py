@@ -18,6 +18,7 @@ import ejkernel_eqx as ejx
 from ejkernel_eqx._kernel import make_plan, Plan
 from ejkernel_eqx._tolerances import TOLERANCES
 from ejkernel_eqx.dispatch import kernel_registry, memory_cache, Problem, Workload
+from ejkernel_eqx.dispatch.labels import kernel_scope
 from ejkernel_eqx.tuning.options import TuneOptions
 
 OPERATION = "tests.scaling"
@@ -86,7 +87,9 @@ class Scale(ejx.Kernel):
 
     def __call__(self, x: Any, *, key: Any = None) -> Array:
         x = x if self.inner is None else self.inner(x)
-        return scaled(x, self.plan.select(problem_of(x)).config)
+        chosen = self.plan.select(problem_of(x))
+        with kernel_scope(chosen):
+            return scaled(x, chosen.config)
 
 
 HALF_BROKEN = "tests.half_broken"
@@ -113,7 +116,9 @@ class HalfBroken(ejx.Kernel):
 
     def __call__(self, x: Any) -> Array:
         problem = dataclasses.replace(problem_of(x), operation=HALF_BROKEN)
-        return scaled(x, self.plan.select(problem).config)
+        chosen = self.plan.select(problem)
+        with kernel_scope(chosen):
+            return scaled(x, chosen.config)
 
 
 @contextlib.contextmanager

@@ -20,7 +20,7 @@ from .._kernel import Plan
 from .._reverse_only import reverse_only
 from .._sizes import is_symbolic
 from ..core import is_opaque
-from ..dispatch import announce, listening, Problem, Selection
+from ..dispatch import Problem, Selection
 from ..dispatch.labels import kernel_scope
 from ..parallel import how_split, match_varying
 from .fold_first import fold_first
@@ -31,7 +31,6 @@ from .leading import (
     over_leading_axes,
     over_mesh,
     per_row,
-    withdraw_all,
 )
 from .masks.tile_table import window_covers
 from .spec import AttentionArrays, AttentionGrads, AttentionSpec
@@ -62,10 +61,10 @@ def attend(
 def _attend(
     plan: Plan, operation: str, spec: AttentionSpec, finite: bool, arrays: AttentionArrays
 ) -> tuple[Array, Array | None]:
-    selection = plan.select(problem_of(operation, arrays, spec), quiet=True)
+    selection = plan.select(problem_of(operation, arrays, spec))
     platform = selection.implementation.load()
     if hasattr(platform, "attend"):
-        with kernel_scope(announce(selection)):
+        with kernel_scope(selection):
             return over_mesh(lambda arrays: platform.attend(arrays, spec), arrays), None
     call = _differentiable(plan, selection, spec, finite)
     # Inside `shard_map` a gradient varies over every axis that any array does: so must the arrays that it belongs to.
@@ -137,7 +136,7 @@ def _differentiable(
     def choose(arrays: AttentionArrays) -> Selection:
         """For an opaque kernel by the shapes of the launch: all leading axes are merged by now."""
         if not opaque:
-            return announce(selection)
+            return selection
         return plan.select(problem_of(selection.problem.operation, arrays, spec), platform=platform)
 
     def forward(arrays: AttentionArrays, **how: Any) -> tuple[Array, Array]:
@@ -158,15 +157,11 @@ def _differentiable(
     else:
         forward, backward = over_leading_axes(forward), over_leading_axes(backward, gradients=True)
 
-    undifferentiated: list[Selection] = []
-
     @jax.custom_vjp
     def call(arrays: AttentionArrays) -> tuple[Array, Array]:
-        with listening(undifferentiated.append):
-            return forward(arrays)
+        return forward(arrays)
 
     def call_forward(arrays: AttentionArrays) -> tuple[tuple[Array, Array], _Residuals]:
-        withdraw_all(undifferentiated)
         out, lse = forward(arrays)
         out, lse = checkpoint_name(out, OUT_NAME), checkpoint_name(lse, LSE_NAME)
         return (out, lse), _Residuals(

@@ -15,8 +15,8 @@ from jax import Array
 from jax.extend.core import jaxpr_as_fun, Primitive
 from jax.interpreters import ad, batching, mlir
 
-from ..dispatch import listening, Selection
-from .leading import widen, withdraw_all
+from ..dispatch import replaceable
+from .leading import widen
 from .spec import AttentionArrays
 
 _call_p = Primitive("ejkernel_attention")
@@ -28,7 +28,7 @@ class _Call:
 
     function: Callable[[AttentionArrays], tuple[Array, Array]]
     structure: Any
-    chosen: list[Selection]
+    take_back: Callable[[], None]
 
 
 def fold_first(
@@ -36,10 +36,9 @@ def fold_first(
 ) -> tuple[Array, Array]:
     """`function(arrays)`, of arrays with any number of leading axes."""
     leaves, structure = jax.tree.flatten(arrays)
-    chosen: list[Selection] = []
-    with listening(chosen.append):
+    with replaceable() as take_back:
         jaxpr = jax.make_jaxpr(function)(arrays)
-    out, lse = _call_p.bind(*leaves, jaxpr=jaxpr, call=_Call(function, structure, chosen))
+    out, lse = _call_p.bind(*leaves, jaxpr=jaxpr, call=_Call(function, structure, take_back))
     return out, lse
 
 
@@ -48,7 +47,7 @@ def _run(*leaves: Array, jaxpr: Any, call: _Call) -> list[Array]:
 
 
 def _map(leaves: Any, axes: Any, *, jaxpr: Any, call: _Call) -> tuple[Any, Any]:
-    withdraw_all(call.chosen)
+    call.take_back()
     size = next(x.shape[axis] for x, axis in zip(leaves, axes, strict=True) if axis is not None)
     front = [x if axis is None else jnp.moveaxis(x, axis, 0) for x, axis in zip(leaves, axes, strict=True)]
     arrays, mapped = (

@@ -10,7 +10,7 @@ import jax.numpy as jnp
 from jax import Array
 from jax.custom_batching import custom_vmap
 
-from ..dispatch import listening, Selection, withdraw
+from ..dispatch import replaceable
 from ..parallel import (
     Axes,
     explicit_mesh,
@@ -46,12 +46,6 @@ LEARNED = ("bias", "alibi_slopes", "sinks")
 
 def _leading(arrays: AttentionArrays) -> tuple[int, ...]:
     return arrays.q.shape[:-3]
-
-
-def withdraw_all(choices: list[Selection]) -> None:
-    """Of a function that was traced but is replaced by another, before anything is launched."""
-    for selection in choices:
-        withdraw(selection)
 
 
 def over_leading_axes(function: F, gradients: bool = False) -> F:
@@ -154,16 +148,18 @@ def _batched(function: F, per_example: tuple[str, ...] = ()) -> F:
     """
 
     def call(arrays: AttentionArrays, *rest: Array) -> Any:
-        chosen: list[Selection] = []
+        replaced: list[Callable[[], None]] = []
 
         @custom_vmap
         def one(arrays: AttentionArrays, *rest: Array) -> Any:
-            with listening(chosen.append):
+            with replaceable() as take_back:
+                replaced.append(take_back)
                 return function(arrays, *rest)
 
         @one.def_vmap
         def rule(size: int, in_batched: list[Any], arrays: AttentionArrays, *rest: Array) -> tuple[Any, Any]:
-            withdraw_all(chosen)
+            for take_back in replaced:
+                take_back()
             result = call(*widen(size, in_batched, arrays, *rest, per_example=per_example))
             return result, jax.tree.map(lambda _: True, result)
 

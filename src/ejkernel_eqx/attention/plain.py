@@ -11,6 +11,7 @@ from .._jitted import compiled_once
 from .._kernel import Kernel, make_plan, Plan
 from ..core.platforms import register
 from ..dispatch import Platform
+from ..dispatch.labels import kernel_scope
 from .arguments import MaskInputs, parse_window, resolve, ScoreInputs, ScoreOptions
 from .core import problem_of
 from .leading import over_leading_axes
@@ -91,8 +92,8 @@ class Attention(Kernel):
         )
         own = Mask(is_causal=self.causal, window=self.window)
         arrays, spec = resolve(q, k, v, self.options, own, masking, scoring, return_lse=False)
-        self.plan.select(problem_of(self.operation, arrays, spec))
-        out, weights = compiled_once(_dense, spec)(arrays)
+        with kernel_scope(self.plan.select(problem_of(self.operation, arrays, spec))):
+            out, weights = compiled_once(_dense, spec)(arrays)
         return out.astype(q.dtype), weights.astype(q.dtype)
 
 

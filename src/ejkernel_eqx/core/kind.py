@@ -23,7 +23,7 @@ from .._errors import UnsupportedError
 from .._jitted import jitted
 from .._kernel import Plan
 from .._reverse_only import FORWARD_MODE, reverse_only
-from ..dispatch import announce, listening, Platform, Problem, Selection, withdraw
+from ..dispatch import hooks_of, Platform, Problem, Selection
 from ..dispatch.labels import kernel_scope
 from ..parallel import given_of, how_split, match_sharding, match_varying, opaque, over_mesh
 
@@ -71,7 +71,7 @@ class Kind:
         return jitted(self._call, plan, operation, spec)(arrays)
 
     def _call(self, plan: Plan, operation: str, spec: Any, arrays: Any) -> Named:
-        selection = plan.select(self.problem_of(operation, arrays, spec), quiet=True)
+        selection = plan.select(self.problem_of(operation, arrays, spec))
         platform, given = selection.implementation.load(), given_of(arrays)
         if is_opaque(platform):
             given = reverse_only(match_varying(given, given), operation, selection.platform, FORWARD_MODE)
@@ -80,7 +80,7 @@ class Kind:
         def transparent(given: Named) -> Named:
             return self.by_name(self.plainly(platform, self.make(**given), spec, selection.config))
 
-        with kernel_scope(announce(selection)):
+        with kernel_scope(selection):
             return over_mesh(transparent, given, self.axes_of(arrays, spec))
 
     def plainly(self, platform: Any, arrays: Any, spec: Any, config: Any) -> Any:
@@ -111,16 +111,12 @@ class Kind:
             return {f"{_GRADIENT}{name}": x for name, x in grads.items()}
 
         launch = self._launcher(plan, selection, spec)
-        undifferentiated: list[Selection] = []
 
         @jax.custom_vjp
         def call(given: Named) -> Named:
-            with listening(undifferentiated.append):
-                return launch(functools.partial(forward, False), given)
+            return launch(functools.partial(forward, False), given)
 
         def call_forward(given: Named) -> tuple[Named, tuple[Named, Named]]:
-            for known in undifferentiated:
-                withdraw(known)
             results = {
                 name: checkpoint_name(x, self._name(operation, name))
                 for name, x in launch(functools.partial(forward, True), given).items()
@@ -222,14 +218,13 @@ class ForwardKind(Kind):
     wanted: Callable[[Any], tuple[str, ...]]
 
     def _call(self, plan: Plan, operation: str, spec: Any, arrays: Any) -> Named:
-        selection = plan.select(self.problem_of(operation, arrays, spec), quiet=True)
+        selection = plan.select(self.problem_of(operation, arrays, spec))
         implementation, given = selection.implementation.load(), given_of(arrays)
         if is_opaque(implementation):
             launch = self._launcher(plan, selection, spec)
             forward = lambda arrays, config, rest: self.by_name(implementation.forward(arrays, spec, config))
             function, given = functools.partial(launch, forward), match_varying(given, given)
         else:
-            announce(selection)
 
             def function(given: Named) -> Named:
                 with kernel_scope(selection):
@@ -253,7 +248,7 @@ class ForwardKind(Kind):
 
 def is_opaque(platform: Any) -> bool:
     """Whether JAX cannot look into its kernels."""
-    return getattr(platform, "OPAQUE", False)
+    return hooks_of(platform).OPAQUE
 
 
 def _with(prefix: str, given: Named) -> Named:

@@ -60,7 +60,7 @@ class Call:
 def evaluate(kernel: Any, fields: Fields, arrays: Arrays) -> Arrays:
     """The outputs by name, on the platform that the kernel's plan chooses for these shapes."""
     declaration: Declaration = kernel.declaration
-    selection = kernel.plan.select(declaration.problem(arrays, fields), quiet=True)
+    selection = kernel.plan.select(declaration.problem(arrays, fields))
     call = Call(type(kernel), fields, kernel.plan, kernel.plan.here.answers, selection.implementation)
     evaluate = functools.partial(_evaluate, call) if somebody_listens() else compiled_once(_evaluate, call)
     return evaluate(arrays)
@@ -69,18 +69,18 @@ def evaluate(kernel: Any, fields: Fields, arrays: Arrays) -> Arrays:
 def _evaluate(call: Call, arrays: Arrays) -> Arrays:
     # Inside `shard_map` a gradient varies over every axis that any array does: so must the arrays that it belongs to.
     function, arrays = _function(call), match_varying(arrays, arrays)
-    return function(arrays) if call.platform.opaque else folding.over_mesh(function, arrays, call.declaration)
+    return function(arrays) if call.platform.OPAQUE else folding.over_mesh(function, arrays, call.declaration)
 
 
 @functools.lru_cache(maxsize=4096)
 def _function(call: Call) -> Callable[[Arrays], Arrays]:
     """The call as a function of its arrays."""
     platform, declaration = call.platform, call.declaration
-    make = _opaque if platform.opaque else _transparent
+    make = _opaque if platform.OPAQUE else _transparent
     forward = _named(make(call, _forward), declaration)
     if platform.method("grad") is not None:
         backward = make(call, _backward)
-    elif platform.opaque:
+    elif platform.OPAQUE:
         backward = folding.mapped(functools.partial(_reference_gradient, call), declaration)
     else:
         return forward

@@ -13,7 +13,7 @@ import jax.numpy as jnp
 from jax import Array
 from jax.custom_batching import custom_vmap
 
-from ..dispatch import listening, Selection, withdraw
+from ..dispatch import replaceable
 from ..parallel import Axes, explicit_mesh, output_shapes, over_explicit_mesh, partitioned, Split
 from .declaration import Arrays, Declaration, widened
 
@@ -78,18 +78,19 @@ def batched(function: Function, declaration: Declaration, shapes: Function) -> F
     """
 
     def call(*args: Arrays) -> Arrays:
-        chosen: list[Selection] = []
+        replaced: list[Callable[[], None]] = []
 
         @custom_vmap
         def one(*args: Arrays) -> Arrays:
-            with listening(chosen.append):
+            with replaceable() as take_back:
+                replaced.append(take_back)
                 return function(*args)
 
         @one.def_vmap
         def rule(size: int, in_batched: list[Any], *args: Arrays) -> tuple[Any, Any]:
             # The unmapped call was traced, but is never launched.
-            for selection in chosen:
-                withdraw(selection)
+            for take_back in replaced:
+                take_back()
             return _mapped_result(call, declaration, shapes, size, in_batched, args)
 
         return one(*args)

@@ -15,6 +15,8 @@ from .device import DeviceFacts as DeviceFacts
 from .device import Place as Place
 from .device import place_of as place_of
 from .device import place_of_calls as place_of_calls
+from .hooks import hooks_of as hooks_of
+from .hooks import PlatformHooks as PlatformHooks
 from .overlay import current_policy as current_policy
 from .overlay import no_tuning as no_tuning
 from .overlay import overlay_cache as overlay_cache
@@ -37,14 +39,13 @@ from .records import Timed as Timed
 from .registry import Implementation as Implementation
 from .registry import kernel_registry as kernel_registry
 from .registry import KernelRegistry as KernelRegistry
-from .selection import announce as announce
-from .selection import listening as listening
 from .selection import on_selection as on_selection
+from .selection import replaceable as replaceable
 from .selection import select as select
 from .selection import Selection as Selection
 from .selection import set_autotuner as set_autotuner
 from .selection import somebody_listens as somebody_listens
-from .selection import withdraw as withdraw
+from .selection import traced_anew as traced_anew
 from .snapshot import Snapshot as Snapshot
 from .snapshot import take_snapshot as take_snapshot
 from .snapshot import take_snapshots as take_snapshots

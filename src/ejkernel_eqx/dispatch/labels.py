@@ -12,14 +12,15 @@ import re
 import types
 import typing
 import zlib
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from typing import Any
 from urllib.parse import quote, unquote
 
 import jax
+from jax.extend.core import ClosedJaxpr, Jaxpr
 
 from .registry import Implementation, kernel_registry
-from .selection import Selection
+from .selection import announce, Selection
 
 _PREFIX = "ejkernel_eqx."
 _LABEL = re.compile(
@@ -48,9 +49,35 @@ def label_of(selection: Selection) -> str:
     return f"{head}={_values(selection.config)}={_checksum(selection.config)}={problem.digest()}"
 
 
+class _Label(str):
+    """A label as it stands in a traced program: it carries the choice itself."""
+
+    selection: Selection
+
+
 def kernel_scope(selection: Selection) -> contextlib.AbstractContextManager:
-    """The name scope in which the kernels of a choice are called. Names do not enter the key of JAX's compilation cache."""
-    return jax.named_scope(label_of(selection))
+    """The name scope in which the kernels of a choice are called: what was chosen stands in the traced program, and is read from there
+    (`choices_in`). Names do not enter the key of JAX's compilation cache."""
+    announce(selection)
+    label = _Label(label_of(selection))
+    label.selection = selection
+    return jax.named_scope(label)
+
+
+def choices_in(jaxpr: Any) -> Iterator[Selection]:
+    """The choices whose kernels a traced program launches, in order; one may come often. What JAX has replaced (the unmapped call under
+    `vmap`, the undifferentiated one under `grad`) does not stand in a program any more."""
+    for equation in getattr(jaxpr, "jaxpr", jaxpr).eqns:
+        for scope in equation.source_info.name_stack.stack:
+            if isinstance(scope.name, _Label):
+                yield scope.name.selection
+        for inner in jax.tree.leaves(list(equation.params.values()), is_leaf=_is_jaxpr):
+            if _is_jaxpr(inner):
+                yield from choices_in(inner)
+
+
+def _is_jaxpr(value: Any) -> bool:
+    return isinstance(value, Jaxpr | ClosedJaxpr)
 
 
 def find_labels_in_lowered(lowered: Any) -> list[str]:
@@ -142,7 +169,7 @@ def _read(label: str) -> LabelledConfig:
 
 
 def _config(values: str, checksum: str, implementation: Implementation) -> Any:
-    config_type = implementation.load().config_type
+    config_type = implementation.hooks.config_type
     tree = _parse(f"[{values}]")
     config = _build([config_type], tree if dataclasses.is_dataclass(config_type) else tree[0])
     if (_values(config), _checksum(config)) != (values, checksum):

@@ -123,7 +123,7 @@ def _override(snapshot: Snapshot, implementation: Implementation, problem: Probl
 def _overlay(snapshot: Snapshot, implementation: Implementation, problem: Problem) -> Known | None:
     if not snapshot.overlay:
         return None
-    config_type = implementation.load().config_type
+    config_type = implementation.hooks.config_type
     for wanted in (problem.key(), problem.operation):
         for key, config in snapshot.overlay:
             if key == wanted and isinstance(config, config_type):
@@ -166,7 +166,7 @@ def _transfer(snapshot: Snapshot, implementation: Implementation, problem: Probl
 
 
 def _heuristic(snapshot: Snapshot, implementation: Implementation, problem: Problem) -> Known | None:
-    config = implementation.load().default_config(problem, snapshot.device)
+    config = implementation.hooks.default_config(problem, snapshot.device)
     return None if config is None else Known(config)
 
 
@@ -216,11 +216,10 @@ _LISTENERS: ContextVar[tuple[tuple[Listener, Listener | None], ...]] = ContextVa
 )
 
 
-def announce(selection: Selection) -> Selection:
-    """Tells every listener of a choice that is about to be used, and returns it."""
+def announce(selection: Selection) -> None:
+    """Tells every listener of a choice whose kernel is being traced."""
     for listener, _ in _LISTENERS.get():
         listener(selection)
-    return selection
 
 
 def somebody_listens() -> bool:
@@ -228,29 +227,42 @@ def somebody_listens() -> bool:
     return bool(_LISTENERS.get())
 
 
-def withdraw(selection: Selection) -> None:
-    """Takes back an announced choice (this very object): `vmap` has made another call of the one that it was for."""
-    for _, withdrawn in _LISTENERS.get():
-        if withdrawn is not None:
-            withdrawn(selection)
-
-
-# Part of the key of every cache of traces: a function that JAX has traced before would make no choice.
+# Part of the key of every cache of traces.
 _asking = jax.make_user_context(0)
 _questions = itertools.count(1)
+
+
+def traced_anew() -> contextlib.AbstractContextManager:
+    """While it is open every function is traced anew: JAX knows traces of equal plans, whose choices came from elsewhere."""
+    return _asking(next(_questions))
 
 
 @contextlib.contextmanager
 def on_selection(listener: Listener, withdrawn: Listener | None = None) -> Iterator[None]:
     """While it is open, `listener` is told of every choice made, with the tier that answered, and `withdrawn` of those that turn
-    out not to be used: the same objects. Every function is traced anew: no choice stays unheard because JAX knows a trace."""
-    with listening(listener, withdrawn), _asking(next(_questions)):
+    out not to be used: the same objects. No choice stays unheard because JAX knows a trace."""
+    with _listening(listener, withdrawn), traced_anew():
         yield
 
 
 @contextlib.contextmanager
-def listening(listener: Listener, withdrawn: Listener | None = None) -> Iterator[None]:
-    """As `on_selection`, around code that is being traced, whose caches stay as they are."""
+def replaceable() -> Iterator[Callable[[], None]]:
+    """Around code that is traced, but that JAX may replace before anything is launched: gives a function that takes back, for who listens,
+    the choices made inside."""
+    heard: list[Selection] = []
+
+    def take_back() -> None:
+        for selection in heard:
+            for _, withdrawn in _LISTENERS.get():
+                if withdrawn is not None:
+                    withdrawn(selection)
+
+    with _listening(heard.append):
+        yield take_back
+
+
+@contextlib.contextmanager
+def _listening(listener: Listener, withdrawn: Listener | None = None) -> Iterator[None]:
     token = _LISTENERS.set((*_LISTENERS.get(), (listener, withdrawn)))
     try:
         yield

@@ -80,7 +80,7 @@ def attend(plan: Plan, operation: str, arrays: PagedArrays, spec: PagedSpec) -> 
 
 def writer(plan: Plan, operation: str, arrays: PagedArrays, spec: PagedSpec) -> Writer:
     """How the platform that the plan chooses for this call writes new tokens into its pages."""
-    selection = plan.select(problem_of(operation, arrays, spec), quiet=True)
+    selection = plan.select(problem_of(operation, arrays, spec))
     platform = selection.implementation.load()
     if not is_opaque(platform):
         return write

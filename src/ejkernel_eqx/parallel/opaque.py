@@ -8,7 +8,7 @@ import jax.numpy as jnp
 from jax import Array
 from jax.custom_batching import custom_vmap
 
-from ..dispatch import listening, Selection, withdraw
+from ..dispatch import replaceable
 from .layout import Axes
 from .mesh import explicit_mesh, over_explicit_mesh
 from .partition import partitioned, Split
@@ -71,18 +71,19 @@ def _batched(function: Function, axes: Mapping[str, tuple[str, ...]], shared: fr
         return x if alone or is_mapped else jnp.broadcast_to(x, (size, *x.shape))
 
     def call(arrays: Arrays) -> Arrays:
-        chosen: list[Selection] = []
+        replaced: list[Callable[[], None]] = []
 
         @custom_vmap
         def one(arrays: Arrays) -> Arrays:
-            with listening(chosen.append):
+            with replaceable() as take_back:
+                replaced.append(take_back)
                 return function(arrays)
 
         @one.def_vmap
         def rule(size: int, in_batched: list[Any], arrays: Arrays) -> tuple[Arrays, Any]:
             # The unmapped call was traced, but is never launched.
-            for selection in chosen:
-                withdraw(selection)
+            for take_back in replaced:
+                take_back()
             (mapped,) = in_batched
             first = next(name for name in arrays if name not in shared)
             lead = arrays[first].shape[mapped[first] : arrays[first].ndim - len(axes[first])]

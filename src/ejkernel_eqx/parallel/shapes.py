@@ -5,7 +5,7 @@ from typing import Any
 
 import jax
 
-from ..dispatch import listening, Selection, withdraw
+from ..dispatch import replaceable
 
 
 def inside_manual_mesh() -> bool:
@@ -19,12 +19,10 @@ def no_mesh() -> Any:
 
 
 def output_shapes(function: Callable[..., Any], *args: Any) -> Any:
-    """The shapes of the outputs of a function whose body knows no mesh. The choices that it makes are not announced: nothing is launched."""
-    asked: list[Selection] = []
-    with no_mesh(), listening(asked.append):
+    """The shapes of the outputs of a function whose body knows no mesh. The choices that it makes are taken back: nothing is launched."""
+    with no_mesh(), replaceable() as take_back:
         shapes = jax.eval_shape(
             function, *jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype), args)
         )
-    for selection in asked:
-        withdraw(selection)
+    take_back()
     return shapes

@@ -265,7 +265,7 @@ def _now(call: Invocation) -> Invocation:
     """A choice as it is made now."""
     if call.tier in _GIVEN:
         return call
-    return Invocation.of(make_plan(call.operation, platform=call.platform).select(call.problem, quiet=True))
+    return Invocation.of(make_plan(call.operation, platform=call.platform).select(call.problem))
 
 
 def _statement(calls: Iterable[Invocation]) -> str:

@@ -5,9 +5,8 @@ import dataclasses
 from collections.abc import Callable, Iterator
 from typing import Any
 
-import equinox as eqx
-
 from .._inputs import Inputs
+from .._kernel import choices_of
 from ..dispatch import Implementation, on_selection, Platform, Problem, Selection, Tier
 
 
@@ -83,6 +82,4 @@ def recording() -> Iterator[list[Invocation]]:
 
 def invocations_of(function: Callable[..., Any], call: Inputs) -> list[Invocation]:
     """The distinct choices of one call. Traces with shapes only; computes nothing."""
-    with recording() as calls:
-        eqx.filter_eval_shape(function, *call.args, **call.kwargs)
-    return calls
+    return list(dict.fromkeys(map(Invocation.of, choices_of(function, call))))
