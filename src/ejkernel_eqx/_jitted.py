@@ -7,17 +7,17 @@ from typing import Any
 import jax
 
 from ._kernel import Plan
-from .dispatch import somebody_listens
+from .dispatch import is_traced_anew
 
 
 def jitted(function: Callable[..., Any], plan: Plan, *static: Hashable) -> Callable[..., Any]:
     """`jax.jit` of `function(*static)`, `plan` the first of them, as a function of the other arguments: the same object for equal plans.
 
     Derivatives, loops and kernels are closures, made anew by every call: outside `jit` JAX would compile each, and keep it. As the body of
-    one compiled function they are traced once for the shapes they are called with. While choices are recorded every call is traced by itself: a trace
-    that JAX knows makes none.
+    one compiled function they are traced once for the shapes they are called with. Where somebody asks for the choices that are made, every call is
+    traced by itself, with its own plan.
     """
-    if somebody_listens():
+    if is_traced_anew():
         return functools.partial(function, plan, *static)
     # Of two equal plans one may know more.
     return compiled_once(function, plan, *static, known=plan.answers)

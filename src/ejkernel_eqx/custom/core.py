@@ -16,7 +16,7 @@ from jax.ad_checkpoint import checkpoint_name
 from .._jitted import compiled_once
 from .._kernel import Plan
 from .._reverse_only import reverse_only
-from ..dispatch import Implementation, Platform, Selection, somebody_listens
+from ..dispatch import Implementation, is_traced_anew, Platform, Selection
 from ..dispatch.labels import kernel_scope
 from ..parallel import how_split, match_sharding, match_varying, Split
 from . import folding
@@ -62,7 +62,7 @@ def evaluate(kernel: Any, fields: Fields, arrays: Arrays) -> Arrays:
     declaration: Declaration = kernel.declaration
     selection = kernel.plan.select(declaration.problem(arrays, fields))
     call = Call(type(kernel), fields, kernel.plan, kernel.plan.here.answers, selection.implementation)
-    evaluate = functools.partial(_evaluate, call) if somebody_listens() else compiled_once(_evaluate, call)
+    evaluate = functools.partial(_evaluate, call) if is_traced_anew() else compiled_once(_evaluate, call)
     return evaluate(arrays)
 
 

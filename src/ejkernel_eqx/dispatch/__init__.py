@@ -39,12 +39,12 @@ from .records import Timed as Timed
 from .registry import Implementation as Implementation
 from .registry import kernel_registry as kernel_registry
 from .registry import KernelRegistry as KernelRegistry
+from .selection import is_traced_anew as is_traced_anew
 from .selection import on_selection as on_selection
 from .selection import replaceable as replaceable
 from .selection import select as select
 from .selection import Selection as Selection
 from .selection import set_autotuner as set_autotuner
-from .selection import somebody_listens as somebody_listens
 from .selection import traced_anew as traced_anew
 from .snapshot import Snapshot as Snapshot
 from .snapshot import take_snapshot as take_snapshot

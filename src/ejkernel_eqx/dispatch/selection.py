@@ -222,11 +222,6 @@ def announce(selection: Selection) -> None:
         listener(selection)
 
 
-def somebody_listens() -> bool:
-    """Whether there is anybody to be told of choices."""
-    return bool(_LISTENERS.get())
-
-
 # Part of the key of every cache of traces.
 _asking = jax.make_user_context(0)
 _questions = itertools.count(1)
@@ -235,6 +230,10 @@ _questions = itertools.count(1)
 def traced_anew() -> contextlib.AbstractContextManager:
     """While it is open every function is traced anew: JAX knows traces of equal plans, whose choices came from elsewhere."""
     return _asking(next(_questions))
+
+
+def is_traced_anew() -> bool:
+    return _asking.value != 0
 
 
 @contextlib.contextmanager
