@@ -12,7 +12,6 @@ from ..dispatch import DeviceFacts, Problem
 from .spec import AttentionArrays, AttentionSpec
 
 OPAQUE = True
-VERSION = 1
 NOTE = "the backward is not guaranteed bitwise repeatable; deterministic=True avoids this platform"
 
 

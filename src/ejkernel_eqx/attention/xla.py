@@ -50,7 +50,6 @@ class XlaConfig:
 
 
 config_type = XlaConfig
-VERSION = 1
 _TILES_IN_MEMORY = 48  # a GPU's memory holds so many times the scores of one tile
 _TILES = (
     XlaTile(256, 512),

@@ -147,7 +147,7 @@ def _checked_record(entry: Any) -> Record:
                 f"is of version {record.version} of the kernels, this package has {implementation.version}"
             )
         if record.config is not None:
-            from_dict(record.config, implementation.load().config_type)
+            from_dict(record.config, implementation.hooks.config_type)
     return record
 
 

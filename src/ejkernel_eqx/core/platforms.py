@@ -9,7 +9,7 @@ from typing import Any
 import jax
 from jax import Array
 
-from ..dispatch import Backend, DeviceFacts, Implementation, kernel_registry, Platform, Problem
+from ..dispatch import Backend, DeviceFacts, hooks_of, Implementation, kernel_registry, Platform, Problem
 from ..launch import interpreter_unavailable, run, triton_unavailable
 
 Named = dict[str, Array]
@@ -55,7 +55,6 @@ class NoChoice:
 class Plain:
     """Platform `xla` of a family: a function `(arrays, spec) -> results` that XLA fuses. Nothing but the arrays is kept for its gradient."""
 
-    VERSION = 1
     config_type = NoChoice
 
     def __init__(self, function: Callable[[Any, Any], Named]):
@@ -80,10 +79,7 @@ class Interpreted:
     checking. What its kernels cannot do, save and are tuned by is as there."""
 
     OPAQUE = True
-    VERSION = 1
     NOTE = "interpreted on the host: for checking, not for speed"
-    config_type: Any
-    unsupported: Callable[[Problem, DeviceFacts], str | None]
     forward: Callable[..., Any]
     backward: Callable[..., Any]
     step: Callable[..., Any]
@@ -92,10 +88,10 @@ class Interpreted:
         """`triton` is the module of the Triton platform, `config` one of its configurations, with small tiles; fields of any are changed to
         the `portable` ones, of what no host can do."""
         self._config, self._portable = config, portable
-        self.PARTS = getattr(triton, "PARTS", {})
-        for name in ("config_type", "unsupported", "saved_axes"):
-            if hasattr(triton, name):
-                setattr(self, name, getattr(triton, name))
+        hooks = hooks_of(triton)
+        self.PARTS, self.config_type, self.unsupported = hooks.PARTS, hooks.config_type, hooks.unsupported
+        if hasattr(triton, "saved_axes"):
+            self.saved_axes = triton.saved_axes
         for name in ("forward", "backward", "step"):
             if hasattr(triton, name):
                 setattr(self, name, self._interpreted(getattr(triton, name)))

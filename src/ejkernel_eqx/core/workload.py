@@ -11,7 +11,7 @@ from jax import Array
 
 from .._exact import exactly
 from .._tolerances import TOLERANCES
-from ..dispatch import BOTH, Cost, FORWARD, Implementation, Part, Platform, Problem, Workload
+from ..dispatch import BOTH, Cost, FORWARD, hooks_of, Implementation, Part, Platform, Problem, Workload
 from .kind import is_opaque, Kind, like, Named
 
 
@@ -50,7 +50,7 @@ def workload_of(
         # The fields of a configuration that are tuned one after the other, and whether the forward pass alone decides.
         parts=tuple(
             Part(field, kind.results if direction == FORWARD else learned)
-            for field, direction in getattr(platform, "PARTS", {}).items()
+            for field, direction in hooks_of(platform).PARTS.items()
         ),
         costs={
             FORWARD: Cost(flops, moved),

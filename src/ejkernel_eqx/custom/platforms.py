@@ -11,8 +11,9 @@ from typing import Any
 import jax
 from jax import Array
 
+from ..core.platforms import Interpreted, kernels_unavailable
 from ..dispatch import Backend, DeviceFacts, Platform, Problem
-from ..launch import interpreter_unavailable, Launch, run, triton_unavailable
+from ..launch import interpreter_unavailable, Launch, run
 
 Execute = Callable[[Launch, dict[str, Array]], dict[str, Array]]
 
@@ -24,7 +25,6 @@ PLATFORMS = {
     Platform.XLA: (Backend.ANY, 10),
     Platform.TRITON_INTERPRET: (Backend.ANY, -10),
 }
-_INTERPRETED = "interpreted on the host: for checking, not for speed"
 
 
 @dataclasses.dataclass(frozen=True)
@@ -72,7 +72,7 @@ class TritonLauncher:
 
 @dataclasses.dataclass(frozen=True)
 class CustomPlatform:
-    """One platform of one kernel class, as `dispatch.Implementation` asks for it."""
+    """One platform of one kernel class, with the `dispatch.PlatformHooks`."""
 
     kernel: Any
     platform: Platform
@@ -87,7 +87,7 @@ class CustomPlatform:
         return config_type(self.kernel, self.written_as)
 
     @property
-    def opaque(self) -> bool:
+    def OPAQUE(self) -> bool:
         """Whether the compiler cannot look into it."""
         return self.platform is not Platform.XLA
 
@@ -100,8 +100,8 @@ class CustomPlatform:
         return source_digest(self.kernel)
 
     @property
-    def NOTE(self) -> str | None:
-        return _INTERPRETED if self.platform is Platform.TRITON_INTERPRET else None
+    def NOTE(self) -> str:
+        return Interpreted.NOTE if self.platform is Platform.TRITON_INTERPRET else ""
 
     def method(self, kind: str) -> Callable[..., Any] | None:
         """The class's function for this platform: `run` or `grad`."""
@@ -110,13 +110,7 @@ class CustomPlatform:
     def unavailable(self, device: DeviceFacts) -> str | None:
         if self.platform is Platform.TRITON_INTERPRET:
             return interpreter_unavailable()
-        if self.platform is not Platform.TRITON:
-            return None
-        if device.vendor == "nvidia" and device.capability < (8, 0):
-            return (
-                f"needs compute capability 8.0 or newer, the device has {device.compute_capability or 'none'}"
-            )
-        return triton_unavailable()
+        return kernels_unavailable(device) if self.platform is Platform.TRITON else None
 
     def unsupported(self, problem: Problem, device: DeviceFacts) -> str | None:
         return self._instance(problem).unsupported(self.written_as, problem, device)

@@ -15,7 +15,7 @@ def config_of(record: Record, implementation: Implementation) -> Any | None:
     if record.config is None:
         return None
     try:
-        config = from_dict(record.config, implementation.load().config_type)
+        config = from_dict(record.config, implementation.hooks.config_type)
         hash(config)
     except TypeError as error:  # a value of a kind that the class did not expect
         raise ValueError(f"config: {error}") from None

@@ -77,7 +77,7 @@ def _versions() -> tuple[tuple[str, str], ...]:
 def made_with(implementation: Implementation) -> dict[str, str]:
     """`software()`, and where an implementation names its `SOURCE` (a digest of the text of its kernels) that too."""
     try:
-        source = getattr(implementation.load(), "SOURCE", None)
+        source = implementation.hooks.SOURCE
     except ModuleNotFoundError:  # its platform is not installed: it will not answer anyway
         source = None
     return software() | ({"source": source} if source else {})

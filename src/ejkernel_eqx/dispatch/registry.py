@@ -9,28 +9,20 @@ from types import ModuleType
 from typing import Any, TypeVar
 
 from .device import device_facts, DeviceFacts
+from .hooks import hooks_of, PlatformHooks, REQUIRED
 from .platform import Backend, parse_platform, Platform
 from .problem import Problem
 from .workload import Workload
 
 T = TypeVar("T")
-_HOOKS = ("unsupported", "default_config", "candidates", "config_type")
 
 
 @dataclasses.dataclass(frozen=True)
 class Implementation:
     """One platform's answer to one operation.
 
-    `target` is a module or object (or its name, `"package.module"` or `"package.module:object"`, imported on first use; of a module that has
-    one, its `platform`)
-    that answers, as pure functions of a `Problem` and `DeviceFacts`:
-    `unsupported(problem, device) -> str | None`, `default_config(problem, device)`, `candidates(problem, device)`, and
-    names its configuration class in `config_type`. It may also have `unavailable(device) -> str | None` (why nothing runs there),
-    `config_unsupported(config, problem, device) -> str | None` (why a configuration cannot run, found without compiling it),
-    `adapted(config, problem, device)` (a configuration that was measured at a near shape or on a near device, made fit for this one), `NOTE`
-    (a sentence for `explain`), `VERSION` (an int, raised when a change of the kernels makes known configurations
-    worthless) and `SOURCE` (a digest of the kernels' text: what the user's table says of another text is not asked). What it needs
-    besides to run is between it and its operation.
+    `target` is a module, class or object with the `PlatformHooks` (or its name, `"package.module"` or `"package.module:object"`, imported on
+    first use; of a module that has one, its `platform`).
 
     `workload` is a function (or its name), called with this implementation and a problem, that gives the `Workload` to tune it
     by; an implementation without one has nothing to tune.
@@ -49,8 +41,13 @@ class Implementation:
         return _load(self.target) if isinstance(self.target, str) else self.target
 
     @property
+    def hooks(self) -> PlatformHooks:
+        """What is asked of it, whatever it may run by."""
+        return hooks_of(self.load())
+
+    @property
     def version(self) -> int:
-        return getattr(self.load(), "VERSION", 1)
+        return self.hooks.VERSION
 
     def make_workload(self, problem: Problem) -> Workload | None:
         """The work to tune this implementation by; `None` if there is nothing to tune it by."""
@@ -59,13 +56,11 @@ class Implementation:
 
     def config_unsupported(self, config: Any, problem: Problem, device: DeviceFacts) -> str | None:
         """Why a configuration cannot run, as far as that is known without compiling it; `None` if nothing speaks against it."""
-        ask = getattr(self.load(), "config_unsupported", None)
-        return ask(config, problem, device) if ask else None
+        return self.hooks.config_unsupported(config, problem, device)
 
     def adapted(self, config: Any, problem: Problem, device: DeviceFacts) -> Any:
         """A configuration that was measured at another shape or on another device, with what depends on these made anew."""
-        adapt = getattr(self.load(), "adapted", None)
-        return adapt(config, problem, device) if adapt else config
+        return self.hooks.adapted(config, problem, device)
 
     def unusable(self, device: DeviceFacts) -> str | None:
         """Why nothing of this platform can run on the device; `None` if it can."""
@@ -74,18 +69,17 @@ class Implementation:
                 f"needs a {self.backend.value.upper()}, the device is {device.kind} ({device.backend.value})"
             )
         try:
-            target = self.load()
+            hooks = self.hooks
         except ModuleNotFoundError as error:
             return f"{error.name} is not installed"
-        probe = getattr(target, "unavailable", None)
-        return probe(device) if probe else None
+        return hooks.unavailable(device)
 
     def unsupported(self, problem: Problem, device: DeviceFacts) -> str | None:
         """Why this problem cannot run here; `None` if it can. Only plain JAX takes sizes that are symbols."""
         reason = self.unusable(device)
         if reason is None and problem.symbolic and self.platform is not Platform.XLA:
             return f"takes sizes that are known when the call is traced, not symbols for {', '.join(sorted(problem.symbolic))}"
-        return reason or self.load().unsupported(problem, device)
+        return reason or self.hooks.unsupported(problem, device)
 
 
 @functools.cache
@@ -95,7 +89,7 @@ def _load(target: str) -> Any:
     if name:
         return getattr(loaded, name)
     inside = getattr(loaded, "platform", None)
-    return inside if all(hasattr(inside, hook) for hook in _HOOKS) else loaded
+    return inside if all(hasattr(inside, hook) for hook in REQUIRED) else loaded
 
 
 class KernelRegistry:
@@ -124,11 +118,11 @@ class KernelRegistry:
         """Decorator: the class or object below it implements `operation` on `platform`."""
 
         def decorate(target: T) -> T:
-            missing = [hook for hook in _HOOKS if not hasattr(target, hook)]
+            missing = [hook for hook in REQUIRED if not hasattr(target, hook)]
             if missing:
                 raise ValueError(
-                    f"register({operation!r}, {str(platform)!r}): expected an object with {', '.join(_HOOKS)}, received {target!r} without "
-                    f"{', '.join(missing)}; see the documentation of Implementation."
+                    f"register({operation!r}, {str(platform)!r}): expected an object with {', '.join(REQUIRED)}, received {target!r} without "
+                    f"{', '.join(missing)}; see the documentation of PlatformHooks."
                 )
             self.add(
                 Implementation(

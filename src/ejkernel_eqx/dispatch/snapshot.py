@@ -236,9 +236,9 @@ def _candidates(
     if config is None:
         return tuple(known)
     usable = [i for i in known if any(i.unusable(device) is None for device in devices)]
-    matching = [i for i in usable if isinstance(config, i.load().config_type)]
+    matching = [i for i in usable if isinstance(config, i.hooks.config_type)]
     if not matching:
-        kinds = sorted({i.load().config_type.__name__ for i in usable})
+        kinds = sorted({i.hooks.config_type.__name__ for i in usable})
         raise ValueError(
             f"config: expected an instance of {' or '.join(kinds)} for {operation} on {devices[0].kind}, received {config!r}."
         )
@@ -250,7 +250,7 @@ def _explicit(operation: str, devices: Sequence[DeviceFacts], platform: Any, con
     reasons = [wanted.unusable(device) for device in devices]
     if None not in reasons:
         raise UnsupportedError(operation, {wanted.platform.value: reasons[0] or ""})
-    config_type = wanted.load().config_type
+    config_type = wanted.hooks.config_type
     if config is not None and not isinstance(config, config_type):
         raise ValueError(
             f"config: expected an instance of {config_type.__name__} for platform {wanted.platform.value!r} of {operation}, received {config!r}."

@@ -35,7 +35,6 @@ class XlaConfig:
 class XlaPlatform:
     """Platform `xla` of the family."""
 
-    VERSION = 1
     config_type = XlaConfig
 
     def unsupported(self, problem: Any, device: Any) -> str | None:

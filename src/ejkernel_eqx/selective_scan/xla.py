@@ -33,7 +33,6 @@ class XlaConfig:
 
 
 config_type = XlaConfig
-VERSION = 1
 
 
 def unsupported(problem: Any, device: Any) -> str | None:

@@ -231,7 +231,7 @@ def decode(text: str) -> Table:
         platform, key, config = parse_platform(row["platform"]), row["problem"], row["config"]
         if config is not None:
             operation = json.loads(key)["operation"]
-            config_type = kernel_registry.get(operation, platform).load().config_type
+            config_type = kernel_registry.get(operation, platform).hooks.config_type
             config = from_dict(config, config_type)
         ms = tuple((direction, value) for direction, value in row["ms"])
         table[(platform, key)] = Known(config, ms, row["origin"], row["denied"])

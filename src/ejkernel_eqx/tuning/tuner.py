@@ -75,7 +75,7 @@ def tune_problem(
     device, options = device or device_facts(), options or current_options()
     workload = _workload_of(problem, implementation, device)
     stages = _stages(problem, implementation, device, workload, configs, options.max_candidates)
-    heuristic = implementation.load().default_config(problem, device)
+    heuristic = implementation.hooks.default_config(problem, device)
     if all(len(stage.options) == 1 for stage in stages):
         return TuningResult(problem, implementation, heuristic, heuristic, {}, {}, (), 0.0, cached=True)
 
@@ -110,7 +110,7 @@ def _stages(
     configs: Sequence[Any] | None,
     most: int,
 ) -> tuple[Stage, ...]:
-    platform = implementation.load()
+    platform = implementation.hooks
     found = list(platform.candidates(problem, device) if configs is None else configs)
     for config in found:
         if not isinstance(config, platform.config_type):

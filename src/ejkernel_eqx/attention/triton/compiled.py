@@ -23,7 +23,6 @@ _LOG2E = 1.4426950408889634
 MAX_HEAD_DIM = 256
 _CACHED_BYTES = 24 * 2**20
 _MOST_CANDIDATES = 12  # of each kernel
-VERSION = 1
 Sizes = Callable[[str, Problem, DeviceFacts], list[tuple[int, ...]]]
 
 

@@ -17,7 +17,6 @@ from ..xla import entering, final_state, take_rows, valid
 from . import kernels
 
 OPAQUE = True
-VERSION = 1
 PARTS = {"forward": FORWARD, "backward": BOTH}
 """The fields of a configuration that are tuned one after the other, and whether the forward pass alone decides."""
 MAX_WIDTH = 8

@@ -16,7 +16,6 @@ from ..spec import NormArrays, NormSpec
 from . import kernels
 
 OPAQUE = True
-VERSION = 1
 PARTS = {"forward": FORWARD, "backward": BOTH}
 """The fields of a configuration that are tuned one after the other, and whether the forward pass alone decides."""
 MAX_FEATURES = 16384

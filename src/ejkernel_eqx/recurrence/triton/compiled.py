@@ -16,7 +16,6 @@ from .tile_sizes import TritonConfig
 
 OPAQUE = True
 MAX_HEAD_DIM = 256
-VERSION = 1
 PARTS = {
     "chunk_size": BOTH,
     "scores": FORWARD,

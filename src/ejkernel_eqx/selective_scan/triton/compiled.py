@@ -17,7 +17,6 @@ from ..spec import PART, parts_of, ScanArrays, ScanSpec, StepArrays
 from . import backward_kernels, forward_kernels, step_kernel
 
 OPAQUE = True
-VERSION = 1
 PARTS = {"forward": "forward", "backward": "forward+backward"}
 MAX_STATE = 256
 _LOG2E = 1.4426950408889634

@@ -115,7 +115,7 @@ def entry_of_result(result: TuningResult) -> Entry:
 def entry_of_record(record: Record) -> Entry:
     """From a table's entry. Of an operation that is not registered here, neither heuristic nor cost is known."""
     implementation, problem = _registered(record), Problem.from_dict(record.exact)
-    heuristic = implementation.load().default_config(problem, device_facts()) if implementation else None
+    heuristic = implementation.hooks.default_config(problem, device_facts()) if implementation else None
     timed = [Candidate(t.part, t.config, Status.TIMED.value, t.ms, t.spread) for t in record.timed]
     denied = [Candidate(d.part, d.config, Status.DENIED.value, reason=d.reason) for d in record.denied]
     return _entry(record, implementation, heuristic, timed + denied, {})
