@@ -1,0 +1,190 @@
+"""Every registered implementation of every operation is what dispatch, the tuner and `explain` take it for, and has the kernels that its
+family's call asks for."""
+
+import dataclasses
+import inspect
+
+import jax
+import pytest
+
+from ejkernel_eqx._explain import example_problem_of
+from ejkernel_eqx.dispatch import (
+    Backend,
+    device_facts,
+    DeviceFacts,
+    from_json,
+    Implementation,
+    kernel_registry,
+    Platform,
+    PlatformHooks,
+    Problem,
+    Selection,
+    Tier,
+    to_json,
+)
+from ejkernel_eqx.dispatch.config import check_config
+from ejkernel_eqx.dispatch.hooks import REQUIRED
+from ejkernel_eqx.dispatch.labels import label_of, labels_to_configs
+from tests.compiled import DEVICES
+from tests.custom import kernels
+
+TPU = DeviceFacts(Backend.TPU, "TPU v5p")
+TOKENS, CHANNELS = {"B": 2, "T": 512, "H": 4, "D": 64}, {"B": 2, "T": 512, "I": 256}
+PAGES = {"S": 1024, "H": 8, "K": 2, "D": 64}
+
+# By core: sizes and flags of representative problems.
+PROBLEMS: dict[str, list[tuple[dict[str, int], dict[str, object]]]] = {
+    "attention": [(TOKENS, {}), (TOKENS | {"K": 2}, {"window": "255,0"})],
+    "recurrence": [(TOKENS, {}), (TOKENS, {"packed": "offsets"}), (TOKENS, {"step": True})],
+    "selective_scan": [(CHANNELS, {}), (CHANNELS, {"step": True})],
+    "convolution": [({"B": 2, "T": 512, "C": 256, "W": 4}, {})],
+    "normalization": [({"B": 2, "M": 512, "F": 128}, {})],
+    "paged": [(PAGES, {})],
+    kernels.Square.operation: [({"B": 64, "D": 32}, {})],
+    kernels.Opaque.operation: [({"B": 64, "D": 32}, {})],
+}
+DECODES = ("paged_attention", "ragged_decode_attention")
+
+# By core: what a call of the family asks of a platform that JAX looks into, and of an opaque one; kernels of Triton also take `execute`.
+CALL, SAVED = ("arrays", "spec", "config"), ("saved", "cotangents")
+APPLY = {"apply": CALL}
+LAUNCH = {"forward": (*CALL, "save"), "backward": (*CALL, *SAVED)}
+ATTENTION = {"forward": CALL, "backward": (*CALL, "out", "lse", "dout", "dlse")}
+STEP = {"step": CALL}
+KERNELS: dict[str, tuple[dict[str, tuple[str, ...]], dict[str, tuple[str, ...]]]] = {
+    "attention": (ATTENTION, ATTENTION),
+    "recurrence": (APPLY | STEP, LAUNCH | STEP | {"saved_axes": ("arrays", "spec")}),
+    "selective_scan": (APPLY | STEP, LAUNCH | STEP),
+    "convolution": (APPLY, LAUNCH),
+    "normalization": (APPLY, LAUNCH),
+    "paged": ({"forward": CALL}, {"forward": CALL, "write": ("arrays",)}),
+}
+
+OURS = [
+    i
+    for operation in kernel_registry.list_operations()
+    for i in kernel_registry.ordered(operation)
+    if isinstance(i.target, str) and i.target.startswith("ejkernel_eqx.")
+]
+CUSTOM = [i for kernel in (kernels.Square, kernels.Opaque) for i in kernel_registry.ordered(kernel.operation)]
+
+
+def each(implementations: list[Implementation]) -> pytest.MarkDecorator:
+    name = lambda i: f"{i.operation}-{i.platform.value}-{i.backend.value}"
+    return pytest.mark.parametrize("implementation", implementations, ids=name)
+
+
+def loaded(implementation: Implementation) -> PlatformHooks:
+    if implementation.platform in (Platform.TRITON, Platform.TRITON_INTERPRET):
+        pytest.importorskip("triton")
+    return implementation.hooks
+
+
+def problems(implementation: Implementation, dtype: str = "bfloat16") -> list[Problem]:
+    operation = implementation.operation
+    # The one operation without a workload takes the problems of its family.
+    make = example_problem_of("flash_attention" if operation == "attention" else operation)
+    more = {"T": 8} if implementation.core == "paged" and operation not in DECODES else {}
+    return [make(operation, dims | more, dtype, flags) for dims, flags in PROBLEMS[implementation.core]]
+
+
+def devices(implementation: Implementation) -> list[DeviceFacts]:
+    """Those that it runs on."""
+    gpus = [DEVICES["sm_80"], DEVICES["sm_90"], DEVICES["sm_100"]]
+    if implementation.platform is not Platform.CUDA:
+        gpus.append(DEVICES["gfx942"])
+    everywhere = {Backend.GPU: gpus, Backend.TPU: [TPU], Backend.ANY: [*gpus, TPU, device_facts()]}
+    return everywhere[implementation.backend]
+
+
+def test_nothing_is_left_out():
+    assert len(OURS) >= 50 and {i.core for i in OURS} == set(KERNELS)
+    assert {i.platform for i in CUSTOM} >= {Platform.PALLAS, Platform.TRITON, Platform.XLA}
+
+
+@each(OURS + CUSTOM)
+def test_it_answers_with_the_parameters_of_the_protocol(implementation):
+    hooks, asked = loaded(implementation), inspect.getmembers(PlatformHooks, inspect.isfunction)
+    asked = {name: function for name, function in asked if not name.startswith("_")}
+    assert {"unsupported", "default_config", "candidates", "unavailable", "adapted"} <= set(asked)
+    for name, function in asked.items():
+        _, *parameters = inspect.signature(function).parameters
+        assert list(inspect.signature(getattr(hooks, name)).parameters) == parameters, name
+    assert set(REQUIRED) <= set(dir(implementation.load()))
+    assert type(hooks.OPAQUE) is bool and type(hooks.NOTE) is str
+    assert type(hooks.VERSION) is int and implementation.version == hooks.VERSION >= 1
+    assert set(hooks.PARTS) <= {field.name for field in dataclasses.fields(hooks.config_type)}  # pyright: ignore[reportArgumentType]
+    # What only XLA itself fuses, it can look into.
+    assert hooks.OPAQUE == (implementation.platform is not Platform.XLA)
+
+
+@each(OURS + CUSTOM)
+def test_its_configurations_can_be_kept_and_run(implementation):
+    hooks = loaded(implementation)
+    for device in devices(implementation):
+        for problem in problems(implementation):
+            default, candidates = (
+                hooks.default_config(problem, device),
+                hooks.candidates(problem, device),
+            )
+            assert candidates[0] == default and len(set(candidates)) == len(candidates)
+            for config in candidates:
+                check_config(config)
+                assert type(config) is hooks.config_type
+                assert hooks.config_unsupported(config, problem, device) is None
+                assert from_json(to_json(config), hooks.config_type) == config
+                label = label_of(Selection(problem, implementation, config, Tier.HEURISTIC, ()))
+                (read,) = labels_to_configs([label])
+                assert read.config == config and read.platform == implementation.platform.value, read.reason
+            adapted = hooks.adapted(default, problem, device)
+            assert type(adapted) is hooks.config_type
+            assert hooks.config_unsupported(adapted, problem, device) is None
+
+
+@each(OURS + CUSTOM)
+def test_it_says_what_it_cannot_do_without_doing_anything(implementation):
+    hooks = loaded(implementation)
+
+    def reasons(dtype: str) -> list[str | None]:
+        found = []
+        ask = lambda: found.extend(
+            hooks.unsupported(problem, device)
+            for device in devices(implementation)
+            for problem in problems(implementation, dtype)
+        )
+        assert not jax.make_jaxpr(ask)().eqns
+        return found
+
+    assert set(reasons("bfloat16")) == {None}
+    if implementation in OURS and implementation.platform is not Platform.XLA:
+        assert all(
+            reason and reason.startswith("takes ") and "float64" in reason for reason in reasons("float64")
+        )
+    else:
+        assert set(reasons("float64")) == {None}
+
+
+@each(OURS + CUSTOM)
+def test_it_says_where_it_does_not_run(implementation):
+    loaded(implementation)
+    for device in (TPU, device_facts(), DeviceFacts(Backend.GPU, "Old", "nvidia", "7.5")):
+        reason = implementation.unusable(device)
+        if implementation.backend not in (Backend.ANY, device.backend):
+            needs = implementation.backend.value.upper()
+            assert reason == f"needs a {needs}, the device is {device.kind} ({device.backend.value})"
+        elif implementation.backend is Backend.GPU:
+            assert reason == "needs compute capability 8.0 or newer, the device has 7.5"
+        else:
+            assert reason is None
+
+
+@each(OURS)
+def test_it_has_the_kernels_of_its_family(implementation):
+    opaque, platform = loaded(implementation).OPAQUE, implementation.load()
+    wanted = KERNELS[implementation.core][opaque]
+    if implementation.platform is Platform.CUDA:  # a vendor's call with a derivative of its own
+        wanted = {"attend": ("arrays", "spec")}
+    for name, parameters in wanted.items():
+        found = tuple(inspect.signature(getattr(platform, name)).parameters)
+        execute = ("execute",) if implementation.platform is Platform.TRITON and name != "saved_axes" else ()
+        assert found == (*parameters, *execute), name
