@@ -14,6 +14,7 @@ reading go leaf by leaf: neither needs the model a second time in memory.
 
 import hashlib
 import inspect
+import itertools
 import json
 import os
 import struct
@@ -80,12 +81,14 @@ def save(path: str | os.PathLike[str], model: Any, hyperparameters: Mapping[str,
     """
     hyperparameters = {} if hyperparameters is None else dict(hyperparameters)
     _check_hyperparameters(hyperparameters)
-    leaves = [leaf for leaf, _ in _saved_leaves(model)]
     header = {
         "format": _FORMAT,
         "schema": _SCHEMA,
         "hyperparameters": hyperparameters,
-        "leaves": [{k: v for k, v in leaf._asdict().items() if v is not None} for leaf in leaves],
+        "leaves": [
+            {k: v for k, v in leaf._asdict().items() if v is not None}
+            for leaf in _leaves_of(model, check=True)
+        ],
     }
     line = json.dumps(header, allow_nan=False).encode() + b"\n"
     assert line.startswith(_PREFIX)
@@ -129,8 +132,11 @@ def load(path: str | os.PathLike[str], like: Any, *, dtype: Any = None) -> Any:
         _verify(file, path)
         if callable(like) and not isinstance(like, eqx.Module):
             like = _build(path, like, header["hyperparameters"])
-        saved = [_Leaf(e["path"], e["kind"], e.get("dtype"), _shape(e)) for e in header["leaves"]]
-        _compare(path, saved, [leaf for leaf, _ in _saved_leaves(like, abstract=True)], dtype)
+        saved = [
+            _Leaf(e["path"], e["kind"], e.get("dtype"), tuple(e["shape"]) if "shape" in e else None)
+            for e in header["leaves"]
+        ]
+        _compare(path, saved, list(_leaves_of(like, check=False)), dtype)
         file.seek(start)
         table = iter(saved)
         paths_and_leaves, treedef = jtu.tree_flatten_with_path(like)
@@ -171,9 +177,12 @@ def _describe(path, x) -> _Leaf | None:
     """The table's entry for one leaf, or None if it is of a kind that is not saved."""
     name = jtu.keystr(path)
     if isinstance(x, (jax.Array, np.ndarray, jax.ShapeDtypeStruct)):
-        if isinstance(x, jax.Array | jax.ShapeDtypeStruct) and jnp.issubdtype(x.dtype, jax.dtypes.prng_key):
-            return _Leaf(name, "key", _key_impl(x.dtype), tuple(x.shape))
-        if not _is_number(x.dtype):
+        if not isinstance(x, np.ndarray) and jnp.issubdtype(x.dtype, jax.dtypes.prng_key):
+            # There is no public way from a key's dtype, all that an abstract key has, to the name of its implementation,
+            # but to make such a key.
+            return _Leaf(name, "key", str(jax.random.key_impl(jnp.empty((), x.dtype))), tuple(x.shape))
+        # `issubdtype` of JAX knows the extension types of ml_dtypes as well as NumPy's own.
+        if not (x.dtype == np.bool_ or jnp.issubdtype(x.dtype, jnp.number)):
             raise ValueError(
                 f"The leaf {name!r} is an array of dtype {x.dtype}; only booleans and numbers can be saved. "
                 "Make it a static field, or leave it out of the model."
@@ -188,14 +197,14 @@ def _describe(path, x) -> _Leaf | None:
     return None
 
 
-def _saved_leaves(tree, abstract: bool = False) -> Iterator[tuple[_Leaf, Any]]:
+def _leaves_of(tree, check: bool) -> Iterator[_Leaf]:
+    """The leaves that a file has; with `check`, `ValueError` for one that cannot be saved."""
     for path, x in jtu.tree_flatten_with_path(tree)[0]:
         leaf = _describe(path, x)
-        if leaf is None:
-            continue
-        if not abstract:
-            _check_savable(leaf, x)
-        yield leaf, x
+        if leaf is not None:
+            if check:
+                _check_savable(leaf, x)
+            yield leaf
 
 
 def _check_savable(leaf: _Leaf, x) -> None:
@@ -213,23 +222,6 @@ def _check_savable(leaf: _Leaf, x) -> None:
         raise ValueError(f"The leaf {leaf.path!r} has been deleted (donated to a jitted function, perhaps).")
     if leaf.kind == "int" and not -(2**63) <= x < 2**63:
         raise ValueError(f"The leaf {leaf.path!r} is the integer {x}, which does not fit 64 bits.")
-
-
-def _is_number(dtype) -> bool:
-    # `issubdtype` of JAX knows the extension types of ml_dtypes as well as NumPy's own.
-    return dtype == np.bool_ or any(
-        jnp.issubdtype(dtype, kind) for kind in (jnp.integer, jnp.floating, jnp.complexfloating)
-    )
-
-
-def _key_impl(dtype) -> str:
-    # There is no public way from a key's dtype, all that an abstract key has, to the name of its implementation,
-    # but to make such a key.
-    return str(jax.random.key_impl(jnp.empty((), dtype)))
-
-
-def _shape(entry: Mapping[str, Any]) -> tuple[int, ...] | None:
-    return tuple(entry["shape"]) if "shape" in entry else None
 
 
 # Writing
@@ -354,20 +346,17 @@ def _verify(file: BinaryIO, path: str) -> None:
 
 def _build(path: str, make: Callable[..., Any], hyperparameters: Mapping[str, Any]):
     name = getattr(make, "__qualname__", repr(make))
-    arguments = dict(hyperparameters)
+    needs_key = False
     try:
         signature = inspect.signature(make)
     except (TypeError, ValueError):  # some callables written in C have none
-        signature = None
+        pass
     else:
-        takes_key = "key" in signature.parameters and signature.parameters["key"].kind in (
-            inspect.Parameter.KEYWORD_ONLY,
-            inspect.Parameter.POSITIONAL_OR_KEYWORD,
-        )
-        if takes_key and "key" not in arguments:
-            arguments["key"] = None  # made inside, below
+        key = signature.parameters.get("key")
+        by_name = (inspect.Parameter.KEYWORD_ONLY, inspect.Parameter.POSITIONAL_OR_KEYWORD)
+        needs_key = key is not None and key.kind in by_name and "key" not in hyperparameters
         try:
-            signature.bind(**arguments)
+            signature.bind(**hyperparameters, **({"key": None} if needs_key else {}))
         except TypeError as error:
             raise CheckpointError(
                 f"{path!r} was saved with the hyperparameters {dict(hyperparameters)}, which do not fit "
@@ -375,9 +364,7 @@ def _build(path: str, make: Callable[..., Any], hyperparameters: Mapping[str, An
             ) from error
 
     def build():
-        if "key" in arguments and "key" not in hyperparameters:
-            return make(**{**arguments, "key": jax.random.key(0)})
-        return make(**arguments)
+        return make(**hyperparameters, **({"key": jax.random.key(0)} if needs_key else {}))
 
     with no_tuning():  # its kernels are planned from what is known: a model is not tuned by being read
         return eqx.filter_eval_shape(build)
@@ -394,45 +381,31 @@ def _override(dtype) -> np.dtype:
     return dtype
 
 
-def _compare(path: str, saved: list[_Leaf], expected: list[_Leaf], dtype: np.dtype | None) -> None:
-    """Raise for the first leaf in which the file and `like` differ."""
-    for old, new in zip(saved, expected):
-        if old.path != new.path:
-            here, there = {leaf.path for leaf in saved}, {leaf.path for leaf in expected}
-            if new.path not in here:
-                problem = f"`like` has {new.path!r} ({new}), which the file does not"
-            elif old.path not in there:
-                problem = f"the file has {old.path!r} ({old}), which `like` does not"
-            else:
-                problem = f"the file has {old.path!r} where `like` has {new.path!r}"
-            raise CheckpointError(f"{path!r} does not fit `like`: {problem}. {_BUILD}")
-        if str(old) == str(new):
-            continue
-        remedy = _BUILD
-        if old.shape == new.shape:
-            if dtype is not None and _is_floating(old) and _is_floating(new):
-                continue
-            if _is_floating(old) and _is_floating(new):
-                remedy = f"Pass dtype={new.dtype!r} to convert the floating-point leaves, or change `like`."
-        raise CheckpointError(
-            f"{path!r} does not fit `like`: {old.path!r} should be {new}, got {old}. {remedy}"
-        )
-    if len(saved) > len(expected):
-        extra = saved[len(expected)]
-        raise CheckpointError(
-            f"{path!r} does not fit `like`: the file has {extra.path!r} ({extra}), which `like` does not. {_BUILD}"
-        )
-    if len(saved) < len(expected):
-        missing = expected[len(saved)]
-        raise CheckpointError(
-            f"{path!r} does not fit `like`: `like` has {missing.path!r} ({missing}), which the file does not. {_BUILD}"
-        )
-
-
 _BUILD = (
     "Build `like` with the hyperparameters of the saved model; ejkernel_eqx.serialisation.info(path) shows them and "
     "all leaves."
 )
+
+
+def _compare(path: str, saved: list[_Leaf], expected: list[_Leaf], dtype: np.dtype | None) -> None:
+    """Raise for the first leaf in which the file and `like` differ."""
+
+    def differ(problem: str, remedy: str = _BUILD) -> CheckpointError:
+        return CheckpointError(f"{path!r} does not fit `like`: {problem}. {remedy}")
+
+    here, there = ({leaf.path for leaf in leaves} for leaves in (saved, expected))
+    for old, new in itertools.zip_longest(saved, expected):
+        if new is not None and new.path not in here:
+            raise differ(f"`like` has {new.path!r} ({new}), which the file does not")
+        if old is not None and old.path not in there:
+            raise differ(f"the file has {old.path!r} ({old}), which `like` does not")
+        assert old is not None and new is not None
+        if old.path != new.path:
+            raise differ(f"the file has {old.path!r} where `like` has {new.path!r}")
+        floats = old.shape == new.shape and _is_floating(old) and _is_floating(new)
+        if str(old) != str(new) and not (floats and dtype is not None):
+            convert = f"Pass dtype={new.dtype!r} to convert the floating-point leaves, or change `like`."
+            raise differ(f"{old.path!r} should be {new}, got {old}", convert if floats else _BUILD)
 
 
 def _is_floating(leaf: _Leaf) -> bool:
