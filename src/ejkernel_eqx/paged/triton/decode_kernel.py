@@ -10,19 +10,22 @@ import triton
 import triton.language as tl
 from jax import Array
 
+from ...attention.triton.tile import LN2, LOG2E
 from ...launch import Launch
 from .call import Call, count, padded
-from .pairs import attend_pairs, LEAST_PEAK, RAISED, split_queries
+from .pairs import attend_pairs, RAISED, split_queries
 from .tile import (
     attend_tile,
     fill_rest,
     FILLED,
     head_factors,
+    LEAST_PEAK,
     load_pages,
     load_queries,
     locate,
     query_rows,
     sequence,
+    TOKEN,
 )
 from .tile_sizes import MOST_PAIR_ROWS, pairs_fit
 
@@ -40,30 +43,33 @@ def splits_of(first, end, BK: tl.constexpr, SPLITS: tl.constexpr, LEAST: tl.cons
 
 @triton.jit
 def decode_kernel(
-    q_ptr, k_ptr, v_ptr, rope_ptr, table_ptr, q_start_ptr, q_len_ptr, kv_len_ptr, kv_start_ptr, k_scale_ptr, v_scale_ptr,
-    rope_scale_ptr, sinks_ptr, slopes_ptr, qq_bias_ptr, P, M, N, Q, ROW, T, LONGEST,
-    out_ptr, lse_ptr,
-    H: tl.constexpr, K: tl.constexpr, D: tl.constexpr, V: tl.constexpr, R: tl.constexpr, PAGE: tl.constexpr, FAR: tl.constexpr, MOST: tl.constexpr,
-    BLOCK_D: tl.constexpr, BLOCK_V: tl.constexpr, BLOCK_R: tl.constexpr, BM: tl.constexpr, BK: tl.constexpr, LATENT: tl.constexpr,
-    SCALES: tl.constexpr, SCALE: tl.constexpr, CAP: tl.constexpr, FAST_TANH: tl.constexpr, LEFT: tl.constexpr,
-    RANGED: tl.constexpr, SINKS: tl.constexpr, ALIBI: tl.constexpr, QQ: tl.constexpr, PRECISION: tl.constexpr,
-    WIDE: tl.constexpr, QUERIES: tl.constexpr, ALONE: tl.constexpr, SPLITS: tl.constexpr, LEAST: tl.constexpr, PAIRS: tl.constexpr,
-    FAST_BYTES: tl.constexpr,
+    q_ptr, k_ptr, v_ptr, rope_ptr,  # [T, H, D + R], [P, PAGE, K, D], [P, PAGE, K, V], [P, PAGE, K, R]
+    table_ptr, q_start_ptr, q_len_ptr, kv_len_ptr, kv_start_ptr,  # [N, M], [N] each
+    k_scale_ptr, v_scale_ptr, rope_scale_ptr,  # [P, PAGE, K] or, as all that follow, of a row of sequences: [K]
+    sinks_ptr, slopes_ptr, qq_bias_ptr,  # [H], [H], [Q, Q]
+    P, M, N, Q, ROW, T, LONGEST,
+    out_ptr, lse_ptr,  # [T, H, V], [T, H] or, of splits, [N, QUERIES, H, SPLITS, V], [N, QUERIES, H, SPLITS]
+    H: tl.constexpr, K: tl.constexpr, D: tl.constexpr, V: tl.constexpr, R: tl.constexpr, PAGE: tl.constexpr, FAR: tl.constexpr,
+    MOST: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_V: tl.constexpr, BLOCK_R: tl.constexpr, BM: tl.constexpr, BK: tl.constexpr,
+    LATENT: tl.constexpr, SCALES: tl.constexpr, SCALE: tl.constexpr, CAP: tl.constexpr, FAST_TANH: tl.constexpr, LEFT: tl.constexpr,
+    RANGED: tl.constexpr, SINKS: tl.constexpr, ALIBI: tl.constexpr, QQ: tl.constexpr, PRECISION: tl.constexpr, WIDE: tl.constexpr,
+    QUERIES: tl.constexpr, ALONE: tl.constexpr, SPLITS: tl.constexpr, LEAST: tl.constexpr, PAIRS: tl.constexpr, FAST_BYTES: tl.constexpr,
 ):  # fmt: skip
     blocks: tl.constexpr = (QUERIES * (H // K) + BM - 1) // BM
     raised: tl.constexpr = RAISED if PAIRS else 0  # pyright: ignore[reportAssignmentType]
     program = tl.program_id(0)
+    # Without splits nothing is merged: the last programs fill in what the merge would.
     if SPLITS == 1:
         if program >= N * (blocks * K):
-            fill_rest(
-                program - N * (blocks * K), q_start_ptr, q_len_ptr, out_ptr, lse_ptr, N, T, LONGEST, H, V
-            )
+            fill_rest(program - N * (blocks * K), q_start_ptr, q_len_ptr, out_ptr, lse_ptr, N, T, LONGEST, H, V)  # fmt: skip
             return
+    # A program takes `BM` rows of one sequence and key head, and one split of its keys.
     row = program % blocks * BM
     kv_head = program // blocks % K
     split = program // (blocks * K) % SPLITS
     n = (program // (blocks * K * SPLITS)).to(tl.int64)
 
+    # Which keys its queries see, and which tiles of those are this split's.
     queries, chunk, first, end = sequence(  # pyright: ignore[reportGeneralTypeIssues]
         n, q_len_ptr, kv_len_ptr, kv_start_ptr, M, PAGE, MOST, LEFT, RANGED)  # fmt: skip
     if not ALONE:
@@ -78,34 +84,35 @@ def decode_kernel(
         lo += split * size
         hi = tl.minimum(lo + size, hi)
 
-    t, h = query_rows(row, kv_head, H, K, BM)
-    token = tl.load(q_start_ptr + n) + t
-    inside = (t < queries) & (token >= 0) & (token < T)
+    t, h = query_rows(row, kv_head, H, K, BM)  # [BM] each
+    token = tl.load(q_start_ptr + n) + t  # [BM]
+    inside = (t < queries) & (token >= 0) & (token < T)  # [BM]
     q = load_queries(q_ptr, token, h, inside, 0, D, BLOCK_D, D + R, H, WIDE)  # [BM, BLOCK_D]
     q_rope = q
     if R > 0:
-        q_rope = load_queries(q_ptr, token, h, inside, D, R, BLOCK_R, D + R, H, WIDE)
-    i = (chunk + t)[:, None]
+        q_rope = load_queries(q_ptr, token, h, inside, D, R, BLOCK_R, D + R, H, WIDE)  # [BM, BLOCK_R]
+    i = (chunk + t)[:, None]  # [BM, 1]
     shared = n // ROW
     slope = 0.0
     if ALIBI:
-        slope = tl.load(slopes_ptr + shared * H + h)[:, None] * 1.4426950408889634
+        slope = tl.load(slopes_ptr + shared * H + h)[:, None] * LOG2E  # [BM, 1]
     k_factor, v_factor, rope_factor = head_factors(
         k_scale_ptr, v_scale_ptr, rope_scale_ptr, shared, kv_head, K, R, LATENT, SCALES)  # fmt: skip
 
     if PAIRS:
-        q_even, q_odd, q_factor = split_queries(q, BM, BLOCK_D)
-        acc = tl.zeros([BM, BLOCK_V // 2], tl.float32)
-        acc_odd = tl.zeros([BM, BLOCK_V // 2], tl.float32)
+        q_even, q_odd, q_factor = split_queries(q, BM, BLOCK_D)  # [BM, BLOCK_D / 2] twice, [BM]
+        acc = tl.zeros([BM, BLOCK_V // 2], tl.float32)  # [BM, BLOCK_V / 2]
+        acc_odd = tl.zeros([BM, BLOCK_V // 2], tl.float32)  # [BM, BLOCK_V / 2]
         peak = tl.full([], LEAST_PEAK, tl.float32)
     else:
-        acc = tl.zeros([BM, BLOCK_V], tl.float32)
+        acc = tl.zeros([BM, BLOCK_V], tl.float32)  # [BM, BLOCK_V]
+    # A sink is a key without a value, of weight 1 relative to its own score; of splits the merge adds it, once.
     if SINKS and SPLITS == 1:
-        top = tl.load(sinks_ptr + shared * H + h) * 1.4426950408889634
-        total = tl.exp2(tl.full([BM], raised, tl.float32))
+        top = tl.load(sinks_ptr + shared * H + h) * LOG2E  # [BM]
+        total = tl.exp2(tl.full([BM], raised, tl.float32))  # [BM]
     else:
-        top = tl.full([BM], float("-inf"), tl.float32)
-        total = tl.zeros([BM], tl.float32)
+        top = tl.full([BM], float("-inf"), tl.float32)  # [BM]
+        total = tl.zeros([BM], tl.float32)  # [BM]
 
     # Page numbers come one tile ahead: loads of keys do not wait for them.
     table = table_ptr + n * M
@@ -124,37 +131,37 @@ def decode_kernel(
                 qq_bias_ptr + shared * Q * Q, Q, k_ptr, v_ptr, rope_ptr, k_scale_ptr, v_scale_ptr, rope_scale_ptr, K, D, V, R, BLOCK_D,
                 BLOCK_V, BLOCK_R, LATENT, SCALES, SCALE, CAP, FAST_TANH, LEFT, ALIBI, QQ, PRECISION, True)  # fmt: skip
 
+    # out = acc / total, lse = top + log2(total): of the sequence, or of the split, for the merge and in its units of log2.
     if PAIRS:
-        acc = tl.interleave(acc, acc_odd)
-        if SCALES == 1:
+        acc = tl.interleave(acc, acc_odd)  # [BM, BLOCK_V]
+        if SCALES == TOKEN:
             v_factor = peak
-    some = total != 0
-    acc = acc * (v_factor / tl.where(some, total, 1.0))[:, None]
-    lse = tl.where(some, top + tl.log2(tl.where(some, total, 1.0)), float("-inf"))
+    some = total != 0  # [BM]
+    acc = acc * (v_factor / tl.where(some, total, 1.0))[:, None]  # [BM, BLOCK_V]
+    lse = tl.where(some, top + tl.log2(tl.where(some, total, 1.0)), float("-inf"))  # [BM]
     if raised:
         lse -= raised
     if SPLITS == 1:
-        target = token.to(tl.int64) * H + h
-        lse = lse * 0.6931471805599453
+        target = token.to(tl.int64) * H + h  # [BM]
+        lse = lse * LN2
     else:
-        target = ((n * QUERIES + t) * H + h) * SPLITS + split
-    c = tl.arange(0, BLOCK_V)
-    tl.store(
-        out_ptr + (target * V)[:, None] + c[None, :],
-        acc.to(out_ptr.dtype.element_ty),
-        mask=inside[:, None] & (c < V)[None, :],
-    )
+        target = ((n * QUERIES + t) * H + h) * SPLITS + split  # [BM]
+    c = tl.arange(0, BLOCK_V)  # [BLOCK_V]
+    tl.store(out_ptr + (target * V)[:, None] + c[None, :], acc.to(out_ptr.dtype.element_ty),
+             mask=inside[:, None] & (c < V)[None, :])  # [BM, BLOCK_V]  # fmt: skip
     tl.store(lse_ptr + target, lse, mask=inside)
 
 
 @triton.jit
 def merge_kernel(
-    q_start_ptr, q_len_ptr, kv_len_ptr, kv_start_ptr, sinks_ptr, parts_ptr, part_lse_ptr, M, N, ROW, T, LONGEST,
-    out_ptr, lse_ptr,
+    q_start_ptr, q_len_ptr, kv_len_ptr, kv_start_ptr, sinks_ptr, parts_ptr, part_lse_ptr,  # the last two: out and lse of the splits
+    M, N, ROW, T, LONGEST,
+    out_ptr, lse_ptr,  # [T, H, V], [T, H]
     H: tl.constexpr, V: tl.constexpr, BLOCK_V: tl.constexpr, PAGE: tl.constexpr, MOST: tl.constexpr, BK: tl.constexpr,
     LEFT: tl.constexpr, RANGED: tl.constexpr, SINKS: tl.constexpr, QUERIES: tl.constexpr, ALONE: tl.constexpr,
     SPLITS: tl.constexpr, BLOCK_S: tl.constexpr, STEP: tl.constexpr, LEAST: tl.constexpr,
 ):  # fmt: skip
+    # One program for each sequence, query and head, and some for the tokens of no sequence.
     program = tl.program_id(0)
     if program >= N * (H * QUERIES):
         fill_rest(program - N * (H * QUERIES), q_start_ptr, q_len_ptr, out_ptr, lse_ptr, N, T, LONGEST, H, V)
@@ -170,34 +177,34 @@ def merge_kernel(
     token = tl.load(q_start_ptr + n) + t
     if (t >= queries) | (token < 0) | (token >= T):
         return
+    # The splits that have keys: the others have stored nothing.
     _, _, _, used = splits_of(first, end, BK, SPLITS, LEAST)
 
+    # Their weights, exp(lse - top), and the sum of them all, with the sink's.
     at = ((n * QUERIES + t) * H + h) * SPLITS
-    s = tl.arange(0, BLOCK_S)
-    lse = tl.load(part_lse_ptr + at + s, mask=s < used, other=float("-inf"))
-    top = tl.max(lse, axis=0)
+    s = tl.arange(0, BLOCK_S)  # [BLOCK_S]
+    lse = tl.load(part_lse_ptr + at + s, mask=s < used, other=float("-inf"))  # [BLOCK_S]
+    top = tl.max(lse, axis=0)  # []
     sink = float("-inf")
     if SINKS:
-        sink = tl.load(sinks_ptr + n // ROW * H + h) * 1.4426950408889634
+        sink = tl.load(sinks_ptr + n // ROW * H + h) * LOG2E
         top = tl.maximum(top, sink)
     top = tl.where(top == float("-inf"), 0.0, top)
-    total = tl.sum(tl.exp2(lse - top), axis=0)
+    total = tl.sum(tl.exp2(lse - top), axis=0)  # []
     if SINKS:
         total += tl.exp2(sink - top)
-    c = tl.arange(0, BLOCK_V)
-    acc = tl.zeros([BLOCK_V], tl.float32)
+    c = tl.arange(0, BLOCK_V)  # [BLOCK_V]
+    acc = tl.zeros([BLOCK_V], tl.float32)  # [BLOCK_V]
+    # out = sum of weight * part, `STEP` splits at a time.
     for begin in tl.range(0, used, STEP):
-        r = begin + tl.arange(0, STEP)
-        weight = tl.exp2(tl.load(part_lse_ptr + at + r, mask=r < used, other=float("-inf")) - top)
-        part = tl.load(
-            parts_ptr + ((at + r) * V)[:, None] + c[None, :],
-            mask=(r < used)[:, None] & (c < V)[None, :],
-            other=0.0,
-        )
-        acc += tl.sum(weight[:, None] * part, axis=0)
+        r = begin + tl.arange(0, STEP)  # [STEP]
+        weight = tl.exp2(tl.load(part_lse_ptr + at + r, mask=r < used, other=float("-inf")) - top)  # [STEP]
+        part = tl.load(parts_ptr + ((at + r) * V)[:, None] + c[None, :],
+                       mask=(r < used)[:, None] & (c < V)[None, :], other=0.0)  # [STEP, BLOCK_V]  # fmt: skip
+        acc += tl.sum(weight[:, None] * part, axis=0)  # [BLOCK_V]
     some = total != 0
     acc = acc / tl.where(some, total, 1.0)
-    lse = tl.where(some, (top + tl.log2(tl.where(some, total, 1.0))) * 0.6931471805599453, float("-inf"))
+    lse = tl.where(some, (top + tl.log2(tl.where(some, total, 1.0))) * LN2, float("-inf"))
     target = token.to(tl.int64) * H + h
     tl.store(out_ptr + target * V + c, acc.to(out_ptr.dtype.element_ty), mask=c < V)
     tl.store(lse_ptr + target, lse)

@@ -8,11 +8,15 @@ float8 number and takes fewer instructions to convert to than bfloat16. For that
 import triton
 import triton.language as tl
 
-from .tile import load_keys, load_scales, weights
+from .tile import load_keys, load_scales, TOKEN, weights
 
 BIASED = tl.constexpr(1152)  # what `integers` puts on top of an int8 number
-LEAST_PEAK = tl.constexpr(1e-30)
+INT8 = tl.constexpr(1)  # PAIRS: of int8; 2: of float8
 RAISED = tl.constexpr(15)  # weights up to 2^15: those far below the largest are still numbers in float16
+BYTE, LOW_BYTE = tl.constexpr(8), tl.constexpr(255)
+# Of a float32: bits of the mantissa, the exponent's bits behind them, and the largest that has an inverse.
+MANTISSA, EXPONENT, LARGEST_EXPONENT = tl.constexpr(23), tl.constexpr(255), tl.constexpr(253)
+# 0x6480 is `BIASED` in float16; `lop3` with 0x6a is `(a & b) ^ c`.
 _INTEGERS = tl.constexpr("""{
 .reg .b32 high;
 lop3.b32 $0, $2, 0x00ff00ff, 0x64806480, 0x6a;
@@ -28,6 +32,7 @@ mov.b32 bias, 0x64806480;
 sub.f16x2 $0, low, bias;
 sub.f16x2 $1, high, bias;
 }""")
+# Both low bytes to the front, both high ones behind them, as the conversion takes two neighbours.
 _FLOATS = tl.constexpr("""{
 .reg .b32 sorted;
 .reg .b16 low, high;
@@ -41,25 +46,20 @@ cvt.rn.f16x2.e4m3x2 $1, high;
 @triton.jit
 def split_queries(q, BM: tl.constexpr, BLOCK_D: tl.constexpr):
     """Rows `[BM, BLOCK_D]` as even and odd channels in float16, at most 2 each, and what to multiply products with them by, `[BM]`."""
-    q = q.to(tl.float32)
-    exponent = (tl.max(tl.abs(q), axis=1).to(tl.int32, bitcast=True) >> 23) & 255
-    exponent = tl.minimum(exponent, 253)
-    down = ((254 - exponent) << 23).to(tl.float32, bitcast=True)
-    even, odd = tl.split(tl.reshape((q * down[:, None]).to(tl.float16), (BM, BLOCK_D // 2, 2)))
-    return even, odd, (exponent << 23).to(tl.float32, bitcast=True)
+    q = q.to(tl.float32)  # [BM, BLOCK_D]
+    # By which power of two each row is divided: the bits 0 to 254 stand for 2^-127 to 2^127, so those of the inverse are 254 less them.
+    exponent = (tl.max(tl.abs(q), axis=1).to(tl.int32, bitcast=True) >> MANTISSA) & EXPONENT  # [BM]
+    exponent = tl.minimum(exponent, LARGEST_EXPONENT)
+    down = ((254 - exponent) << MANTISSA).to(tl.float32, bitcast=True)  # [BM]
+    even, odd = tl.split(tl.reshape((q * down[:, None]).to(tl.float16), (BM, BLOCK_D // 2, 2)))  # [BM, BLOCK_D / 2] each  # fmt: skip
+    return even, odd, (exponent << MANTISSA).to(tl.float32, bitcast=True)  # [BM]
 
 
 @triton.jit
 def _halves(pair, CODE: tl.constexpr):
     """What instructions make of 16-bit numbers, two at once: float16 of the low and of the high bytes."""
     return tl.inline_asm_elementwise(
-        CODE,  # pyright: ignore[reportArgumentType]
-        "=&r,=&r,r",
-        [pair],
-        dtype=(tl.float16, tl.float16),
-        is_pure=True,
-        pack=2,
-    )
+        CODE, "=&r,=&r,r", [pair], dtype=(tl.float16, tl.float16), is_pure=True, pack=2)  # pyright: ignore[reportArgumentType]  # fmt: skip
 
 
 @triton.jit
@@ -70,7 +70,8 @@ def integers(pair, EXACT: tl.constexpr, FAST: tl.constexpr):
         return _halves(pair, _EXACT_INTEGERS if EXACT else _INTEGERS)
     else:
         rest: tl.constexpr = 0 if EXACT else BIASED  # pyright: ignore[reportAssignmentType]
-        return (((pair << 8) >> 8) + rest).to(tl.float16), ((pair >> 8) + rest).to(tl.float16)
+        # Shifts of an int16 keep its sign.
+        return (((pair << BYTE) >> BYTE) + rest).to(tl.float16), ((pair >> BYTE) + rest).to(tl.float16)  # both of the shape of pair  # fmt: skip
 
 
 @triton.jit
@@ -79,8 +80,8 @@ def floats(pair, FAST: tl.constexpr):
     if FAST:
         return _halves(pair, _FLOATS)
     else:
-        low = (pair & 255).to(tl.uint8).to(tl.float8e4nv, bitcast=True)
-        high = ((pair >> 8) & 255).to(tl.uint8).to(tl.float8e4nv, bitcast=True)
+        low = (pair & LOW_BYTE).to(tl.uint8).to(tl.float8e4nv, bitcast=True)  # of the shape of pair
+        high = ((pair >> BYTE) & LOW_BYTE).to(tl.uint8).to(tl.float8e4nv, bitcast=True)  # of the shape of pair  # fmt: skip
         return low.to(tl.float16), high.to(tl.float16)
 
 
@@ -93,8 +94,9 @@ def _load_pairs(ptr, slot, ok, kv_head, K: tl.constexpr, WIDTH: tl.constexpr, BL
 
 @triton.jit
 def attend_pairs(
-    even, odd, total, top, peak, q_even, q_odd, q_factor, j, slot, ok, i, t, slope, chunk, kv_head, k_factor, qq_bias_ptr, Q,
-    k_ptr, v_ptr, k_scale_ptr, v_scale_ptr,
+    even, odd, total, top, peak, q_even, q_odd, q_factor,  # [BM, BLOCK_V / 2] twice, [BM], [BM], [], [BM, BLOCK_D / 2] twice, [BM]
+    j, slot, ok, i, t, slope, chunk, kv_head, k_factor, qq_bias_ptr, Q,
+    k_ptr, v_ptr, k_scale_ptr, v_scale_ptr,  # [P, PAGE, K, D or V], [P, PAGE, K]
     K: tl.constexpr, D: tl.constexpr, V: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_V: tl.constexpr,
     BM: tl.constexpr, BK: tl.constexpr, SCALES: tl.constexpr, SCALE: tl.constexpr, CAP: tl.constexpr, FAST_TANH: tl.constexpr,
     LEFT: tl.constexpr, ALIBI: tl.constexpr, QQ: tl.constexpr, PAIRS: tl.constexpr, FAST: tl.constexpr,
@@ -103,36 +105,37 @@ def attend_pairs(
 
     Sums and denominators are `2**RAISED` times as large. With a scale for each token the sums are in units of `peak`, from
     `LEAST_PEAK` on."""
-    k_pair = tl.trans(_load_pairs(k_ptr, slot, ok, kv_head, K, D, BLOCK_D))
-    v_pair = _load_pairs(v_ptr, slot, ok, kv_head, K, V, BLOCK_V)
-    if PAIRS == 1:
+    k_pair = tl.trans(_load_pairs(k_ptr, slot, ok, kv_head, K, D, BLOCK_D))  # [BLOCK_D / 2, BK]
+    v_pair = _load_pairs(v_ptr, slot, ok, kv_head, K, V, BLOCK_V)  # [BK, BLOCK_V / 2]
+    # q k^T, even channels and odd ones one after the other into the same sums.
+    if PAIRS == INT8:
         # Sums of products with what is too large are the same for every key.
-        rest = tl.sum(q_even.to(tl.float32), axis=1) + tl.sum(q_odd.to(tl.float32), axis=1)
-        k_even, k_odd = integers(k_pair, False, FAST)
-        qk = tl.zeros([BM, BK], tl.float32) - (rest * BIASED)[:, None]
-        qk = tl.dot(q_odd, k_odd, tl.dot(q_even, k_even, qk))
+        rest = tl.sum(q_even.to(tl.float32), axis=1) + tl.sum(q_odd.to(tl.float32), axis=1)  # [BM]
+        k_even, k_odd = integers(k_pair, False, FAST)  # [BLOCK_D / 2, BK] each
+        qk = tl.zeros([BM, BK], tl.float32) - (rest * BIASED)[:, None]  # [BM, BK]
+        qk = tl.dot(q_odd, k_odd, tl.dot(q_even, k_even, qk))  # [BM, BK]
     else:
-        k_even, k_odd = floats(k_pair, FAST)
-        qk = tl.dot(q_odd, k_odd, tl.dot(q_even, k_even))
-    if SCALES == 1:
-        k_scale = load_scales(k_scale_ptr, slot, ok, kv_head, K, True)
-        v_scale = load_scales(v_scale_ptr, slot, ok, kv_head, K, True)
+        k_even, k_odd = floats(k_pair, FAST)  # [BLOCK_D / 2, BK] each
+        qk = tl.dot(q_odd, k_odd, tl.dot(q_even, k_even))  # [BM, BK]
+    if SCALES == TOKEN:
+        k_scale = load_scales(k_scale_ptr, slot, ok, kv_head, K, True)  # [BK]
+        v_scale = load_scales(v_scale_ptr, slot, ok, kv_head, K, True)  # [BK]
         qk *= k_scale[None, :]
     qk *= (q_factor * k_factor)[:, None]
     p, alpha, total, top = weights(
-        qk, total, top, j, ok, i, t, slope, chunk, qq_bias_ptr, Q, SCALE, CAP, FAST_TANH, LEFT, ALIBI, QQ, True, RAISED)  # fmt: skip
-    if PAIRS == 1:
-        v_even, v_odd = integers(v_pair, True, FAST)
+        qk, total, top, j, ok, i, t, slope, chunk, qq_bias_ptr, Q, SCALE, CAP, FAST_TANH, LEFT, ALIBI, QQ, True, RAISED)  # p [BM, BK]  # fmt: skip
+    if PAIRS == INT8:
+        v_even, v_odd = integers(v_pair, True, FAST)  # [BK, BLOCK_V / 2] each
     else:
-        v_even, v_odd = floats(v_pair, FAST)
-    if SCALES == 1:
+        v_even, v_odd = floats(v_pair, FAST)  # [BK, BLOCK_V / 2] each
+    if SCALES == TOKEN:
         # The sums are in units of the largest scale so far: float16 could not hold small scales beside small probabilities.
-        new_peak = tl.maximum(peak, tl.max(tl.abs(v_scale), axis=0))
-        part = 1.0 / new_peak
+        new_peak = tl.maximum(peak, tl.max(tl.abs(v_scale), axis=0))  # []
+        part = 1.0 / new_peak  # []
         alpha *= peak * part
-        p *= (v_scale * part)[None, :]
+        p *= (v_scale * part)[None, :]  # [BM, BK]
         peak = new_peak
     p = p.to(tl.float16)
-    even = tl.dot(p, v_even, even * alpha[:, None])
-    odd = tl.dot(p, v_odd, odd * alpha[:, None])
+    even = tl.dot(p, v_even, even * alpha[:, None])  # [BM, BLOCK_V / 2]
+    odd = tl.dot(p, v_odd, odd * alpha[:, None])  # [BM, BLOCK_V / 2]
     return even, odd, total, top, peak

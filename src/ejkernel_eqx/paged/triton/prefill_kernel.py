@@ -5,6 +5,7 @@ import triton
 import triton.language as tl
 from jax import Array
 
+from ...attention.triton.tile import LN2, LOG2E
 from .call import Call
 from .tile import attend_tile, head_factors, load_pages, load_queries, locate, query_rows
 
@@ -21,6 +22,7 @@ def _first_tile(q_start_ptr, n, GROUP: tl.constexpr, BM: tl.constexpr):
 @triton.jit
 def _sequence_of(q_start_ptr, m, N, GROUP: tl.constexpr, BM: tl.constexpr):
     """The sequence that has tile `m`: the last one whose tiles begin at or before it."""
+    # By bisection: low <= the sequence < high.
     low = m * 0
     high = low + N
     while high - low > 1:
@@ -34,26 +36,29 @@ def _sequence_of(q_start_ptr, m, N, GROUP: tl.constexpr, BM: tl.constexpr):
 @triton.jit
 def _has_holes(table_ptr, first, end, P, PAGE: tl.constexpr, BLOCK: tl.constexpr):
     """Whether a page of the keys `first .. end` is missing."""
-    missing = tl.zeros([BLOCK], tl.int32)
+    missing = tl.zeros([BLOCK], tl.int32)  # [BLOCK]
     last = tl.where(end > first, (end + PAGE - 1) // PAGE, 0)
     for start in tl.range(first // PAGE, last, BLOCK):
-        index = start + tl.arange(0, BLOCK)
-        page = tl.load(table_ptr + index, mask=index < last, other=0)
+        index = start + tl.arange(0, BLOCK)  # [BLOCK]
+        page = tl.load(table_ptr + index, mask=index < last, other=0)  # [BLOCK]
         missing |= ((page < 0) | (page >= P)).to(tl.int32)
     return tl.max(missing, axis=0) > 0
 
 
 @triton.jit
 def prefill_kernel(
-    q_ptr, k_ptr, v_ptr, rope_ptr, table_ptr, q_start_ptr, q_len_ptr, kv_len_ptr, kv_start_ptr, k_scale_ptr, v_scale_ptr,
-    rope_scale_ptr, sinks_ptr, slopes_ptr, qq_bias_ptr, out_before_ptr, lse_before_ptr, P, M, N, Q, ROW, T, LEAST, MOST,
-    out_ptr, lse_ptr,
+    q_ptr, k_ptr, v_ptr, rope_ptr,  # [T, H, D + R], [P, PAGE, K, D], [P, PAGE, K, V], [P, PAGE, K, R]
+    table_ptr, q_start_ptr, q_len_ptr, kv_len_ptr, kv_start_ptr,  # [N, M], [N] each
+    k_scale_ptr, v_scale_ptr, rope_scale_ptr,  # [P, PAGE, K] or, as all that follow, of a row of sequences: [K]
+    sinks_ptr, slopes_ptr, qq_bias_ptr, out_before_ptr, lse_before_ptr,  # [H], [H], [Q, Q]; see out and lse
+    P, M, N, Q, ROW, T, LEAST, MOST,
+    out_ptr, lse_ptr,  # [T, H, V], [T, H]
     H: tl.constexpr, K: tl.constexpr, D: tl.constexpr, V: tl.constexpr, R: tl.constexpr, PAGE: tl.constexpr, FAR: tl.constexpr,
-    BLOCK_D: tl.constexpr,
-    BLOCK_V: tl.constexpr, BLOCK_R: tl.constexpr, BM: tl.constexpr, BK: tl.constexpr, LATENT: tl.constexpr, SCALES: tl.constexpr,
-    SCALE: tl.constexpr, CAP: tl.constexpr, FAST_TANH: tl.constexpr, LEFT: tl.constexpr, RANGED: tl.constexpr, SINKS: tl.constexpr,
-    ALIBI: tl.constexpr, QQ: tl.constexpr, PRECISION: tl.constexpr, WIDE: tl.constexpr, SCANNED: tl.constexpr,
+    BLOCK_D: tl.constexpr, BLOCK_V: tl.constexpr, BLOCK_R: tl.constexpr, BM: tl.constexpr, BK: tl.constexpr, LATENT: tl.constexpr,
+    SCALES: tl.constexpr, SCALE: tl.constexpr, CAP: tl.constexpr, FAST_TANH: tl.constexpr, LEFT: tl.constexpr, RANGED: tl.constexpr,
+    SINKS: tl.constexpr, ALIBI: tl.constexpr, QQ: tl.constexpr, PRECISION: tl.constexpr, WIDE: tl.constexpr, SCANNED: tl.constexpr,
 ):  # fmt: skip
+    # Which tile of which sequence; grids have programs for more tiles than there are.
     group: tl.constexpr = H // K
     m = tl.num_programs(0) // K - 1 - tl.program_id(0) // K  # the tiles with the most keys first
     kv_head = tl.program_id(0) % K
@@ -67,14 +72,14 @@ def prefill_kernel(
     queries = tl.minimum(tl.minimum(q_len, MOST), T - q_start)
     if (row < 0) | (row >= queries * group):
         return
-    t, h = query_rows(row, kv_head, H, K, BM)
-    inside = t < queries
-    token = (q_start + t).to(tl.int64)
+    t, h = query_rows(row, kv_head, H, K, BM)  # [BM] each
+    inside = t < queries  # [BM]
+    token = (q_start + t).to(tl.int64)  # [BM]
 
-    q = load_queries(q_ptr, token, h, inside, 0, D, BLOCK_D, D + R, H, WIDE)
+    q = load_queries(q_ptr, token, h, inside, 0, D, BLOCK_D, D + R, H, WIDE)  # [BM, BLOCK_D]
     q_rope = q
     if R > 0:
-        q_rope = load_queries(q_ptr, token, h, inside, D, R, BLOCK_R, D + R, H, WIDE)
+        q_rope = load_queries(q_ptr, token, h, inside, D, R, BLOCK_R, D + R, H, WIDE)  # [BM, BLOCK_R]
 
     # What the tile's first and last query see: tiles of keys from `full_lo` to `full_hi` all, those around them in part.
     i_first = chunk + row // group
@@ -89,33 +94,37 @@ def prefill_kernel(
         full_first = tl.maximum(full_first, i_last - LEFT)
     end = tl.maximum(tl.minimum(i_last + 1, room), 0)
     full_end = tl.maximum(tl.minimum(i_first + 1, room), 0)
+    # A bias between queries is for the loop with masks.
     if QQ:
         full_end = tl.maximum(tl.minimum(full_end, chunk), 0)
     lo = first // BK
     hi = tl.maximum((end + BK - 1) // BK, lo)
     full_lo = tl.minimum((full_first + BK - 1) // BK, hi)
     full_hi = tl.maximum(full_end // BK, full_lo)
+    # A missing page is masked: with one, no tile is seen whole.
     table_ptr += n.to(tl.int64) * M
     holes = _has_holes(table_ptr, full_lo * BK, full_hi * BK, P, PAGE, SCANNED)
     full_lo = tl.where(holes, lo, full_lo)
     full_hi = tl.where(holes, lo, full_hi)
 
+    # What a row of sequences has by head.
     small = n // ROW
     k_factor, v_factor, rope_factor = head_factors(
         k_scale_ptr, v_scale_ptr, rope_scale_ptr, small, kv_head, K, R, LATENT, SCALES)  # fmt: skip
     slope = 0.0
     if ALIBI:
-        slope = (tl.load(slopes_ptr + small * H + h) * 1.4426950408889634)[:, None]
+        slope = (tl.load(slopes_ptr + small * H + h) * LOG2E)[:, None]  # [BM, 1]
     qq_bias_ptr += small.to(tl.int64) * Q * Q
-    acc = tl.zeros([BM, BLOCK_V], tl.float32)
+    acc = tl.zeros([BM, BLOCK_V], tl.float32)  # [BM, BLOCK_V]
+    # A sink is a key without a value: its score is the first maximum, its weight relative to that is 1.
     if SINKS:
-        top = tl.load(sinks_ptr + small * H + h) * 1.4426950408889634
-        total = tl.full([BM], 1.0, tl.float32)
+        top = tl.load(sinks_ptr + small * H + h) * LOG2E  # [BM]
+        total = tl.full([BM], 1.0, tl.float32)  # [BM]
     else:
-        top = tl.full([BM], float("-inf"), tl.float32)
-        total = tl.zeros([BM], tl.float32)
-    t = t[:, None]
-    i = chunk + t
+        top = tl.full([BM], float("-inf"), tl.float32)  # [BM]
+        total = tl.zeros([BM], tl.float32)  # [BM]
+    t = t[:, None]  # [BM, 1]
+    i = chunk + t  # [BM, 1]
 
     # Page numbers come one tile ahead: loads of keys do not wait for them. From 0: with a first index out of a reduction, the compiler
     # does not pipeline the loop.
@@ -127,6 +136,7 @@ def prefill_kernel(
             acc, total, top, q, q_rope, j, slot, ok, i, t, slope, chunk, kv_head, k_factor, rope_factor, qq_bias_ptr, Q,
             k_ptr, v_ptr, rope_ptr, k_scale_ptr, v_scale_ptr, rope_scale_ptr, K, D, V, R, BLOCK_D, BLOCK_V, BLOCK_R, LATENT, SCALES,
             SCALE, CAP, FAST_TANH, LEFT, ALIBI, False, PRECISION, False)  # fmt: skip
+    # The tiles around those, `lo .. full_lo` and `full_hi .. hi`, in one loop with masks.
     tile = tl.where(lo < full_lo, lo, full_hi)
     page = load_pages(table_ptr, tile, end, PAGE, BK)
     for _ in tl.range(0, full_lo - lo + hi - full_hi):
@@ -138,12 +148,13 @@ def prefill_kernel(
             k_ptr, v_ptr, rope_ptr, k_scale_ptr, v_scale_ptr, rope_scale_ptr, K, D, V, R, BLOCK_D, BLOCK_V, BLOCK_R, LATENT, SCALES,
             SCALE, CAP, FAST_TANH, LEFT, ALIBI, QQ, PRECISION, True)  # fmt: skip
 
-    some = total != 0  # NaN of a key that is seen shows in both results
-    acc = acc * (v_factor / tl.where(some, total, 1.0))[:, None]
-    lse = tl.where(some, (top + tl.log2(tl.where(some, total, 1.0))) * 0.6931471805599453, float("-inf"))
+    # out = acc / total, lse = top + log(total); 0 and minus infinity for a row that saw nothing.
+    some = total != 0  # [BM]; NaN of a key that is seen shows in both results
+    acc = acc * (v_factor / tl.where(some, total, 1.0))[:, None]  # [BM, BLOCK_V]
+    lse = tl.where(some, (top + tl.log2(tl.where(some, total, 1.0))) * LN2, float("-inf"))  # [BM]
     tl.store(lse_ptr + token * H + h, lse, mask=inside)
-    c = tl.arange(0, BLOCK_V)
-    stored = inside[:, None]
+    c = tl.arange(0, BLOCK_V)  # [BLOCK_V]
+    stored = inside[:, None]  # [BM, 1], and then [BM, BLOCK_V]
     if V != BLOCK_V:
         stored = stored & (c < V)[None, :]
     out = acc.to(out_ptr.dtype.element_ty)

@@ -8,11 +8,13 @@ multiplication.
 import triton
 import triton.language as tl
 
-from ...attention.triton.tile import tanh
+from ...attention.triton.tile import LOG2E, tanh
 
 FILLED = tl.constexpr(16)  # tokens that one program looks at
 MOST_PAGES = 4  # of a tile of keys, whose numbers are loaded one by one
-TOKEN, HEAD = 1, 2  # SCALES: one for each token and head, one for each head; 0: plain pages
+# SCALES: one for each token and head, one for each head; 0: plain pages
+TOKEN, HEAD = tl.constexpr(1), tl.constexpr(2)
+LEAST_PEAK = tl.constexpr(1e-30)  # what scales are relative to is no less, and can be divided by
 
 
 @triton.jit
@@ -20,50 +22,49 @@ def sequence(n, q_len_ptr, kv_len_ptr, kv_start_ptr, M, PAGE: tl.constexpr, MOST
              RANGED: tl.constexpr):  # fmt: skip
     """Of sequence `n` the number of queries (those past `MOST` are left out), the position of query 0, and the first and the end of the
     keys that one of its queries sees."""
-    q_len = tl.load(q_len_ptr + n)
+    q_len = tl.load(q_len_ptr + n)  # [], as all here
     chunk = tl.load(kv_len_ptr + n) - q_len
     queries = tl.minimum(q_len, MOST)
     first = q_len * 0
     if RANGED:
         first = tl.maximum(tl.load(kv_start_ptr + n), 0)
+    # Query 0 is the one that sees furthest back.
     if LEFT >= 0:
         first = tl.maximum(first, chunk - LEFT)
     return queries, chunk, first, tl.maximum(tl.minimum(chunk + queries, M * PAGE), 0)
 
 
 @triton.jit
-def fill_rest(
-    block, q_start_ptr, q_len_ptr, out_ptr, lse_ptr, N, T, LONGEST, H: tl.constexpr, V: tl.constexpr
-):
+def fill_rest(block, q_start_ptr, q_len_ptr, out_ptr, lse_ptr, N, T, LONGEST, H: tl.constexpr, V: tl.constexpr):  # fmt: skip
     """Of `FILLED` tokens those that are none of the first `LONGEST` queries of a sequence: 0 and minus infinity."""
     SEQUENCES: tl.constexpr = 64  # pyright: ignore[reportAssignmentType]
     NUMBERS: tl.constexpr = 512  # pyright: ignore[reportAssignmentType]
-    token = block * FILLED + tl.arange(0, FILLED)
-    taken = tl.zeros([FILLED], tl.int32)
+    token = block * FILLED + tl.arange(0, FILLED)  # [FILLED]
+    taken = tl.zeros([FILLED], tl.int32)  # [FILLED]
+    # Which tokens some sequence has: every sequence is looked at, `SEQUENCES` at a time.
     for begin in tl.range(0, N, SEQUENCES):
-        n = begin + tl.arange(0, SEQUENCES)
-        first = tl.load(q_start_ptr + n, mask=n < N, other=0)[None, :]
-        queries = tl.minimum(tl.load(q_len_ptr + n, mask=n < N, other=0), LONGEST)[None, :]
-        own = (token[:, None] >= first) & (token[:, None] < first + queries)
-        taken |= tl.max(own.to(tl.int32), axis=1)
-    rest = (taken == 0) & (token < T)
+        n = begin + tl.arange(0, SEQUENCES)  # [SEQUENCES]
+        first = tl.load(q_start_ptr + n, mask=n < N, other=0)[None, :]  # [1, SEQUENCES]
+        queries = tl.minimum(tl.load(q_len_ptr + n, mask=n < N, other=0), LONGEST)[None, :]  # [1, SEQUENCES]
+        own = (token[:, None] >= first) & (token[:, None] < first + queries)  # [FILLED, SEQUENCES]
+        taken |= tl.max(own.to(tl.int32), axis=1)  # [FILLED]
+    rest = (taken == 0) & (token < T)  # [FILLED]
+    # Mostly there is no such token, and nothing to store.
     if tl.max(rest.to(tl.int32), axis=0) > 0:
-        row = token.to(tl.int64)[:, None]
+        row = token.to(tl.int64)[:, None]  # [FILLED, 1]
         for begin in tl.range(0, H * V, NUMBERS):
-            c = (begin + tl.arange(0, NUMBERS))[None, :]
-            nothing = tl.zeros([FILLED, NUMBERS], out_ptr.dtype.element_ty)
+            c = (begin + tl.arange(0, NUMBERS))[None, :]  # [1, NUMBERS]
+            nothing = tl.zeros([FILLED, NUMBERS], out_ptr.dtype.element_ty)  # [FILLED, NUMBERS]
             tl.store(out_ptr + row * (H * V) + c, nothing, mask=rest[:, None] & (c < H * V))
         for h in tl.range(0, H):
-            tl.store(
-                lse_ptr + token.to(tl.int64) * H + h, tl.full([FILLED], float("-inf"), tl.float32), mask=rest
-            )
+            tl.store(lse_ptr + token.to(tl.int64) * H + h, tl.full([FILLED], float("-inf"), tl.float32), mask=rest)  # fmt: skip
 
 
 @triton.jit
 def query_rows(row, kv_head, H: tl.constexpr, K: tl.constexpr, BM: tl.constexpr):
     """Query and query head of the rows from `row` on, `[BM]` each."""
     group: tl.constexpr = H // K
-    r = row + tl.arange(0, BM)
+    r = row + tl.arange(0, BM)  # [BM]
     return r // group, kv_head * group + r % group
 
 
@@ -71,12 +72,12 @@ def query_rows(row, kv_head, H: tl.constexpr, K: tl.constexpr, BM: tl.constexpr)
 def load_queries(q_ptr, token, h, inside, C0: tl.constexpr, WIDTH: tl.constexpr, BLOCK: tl.constexpr, DQ: tl.constexpr,
                  H: tl.constexpr, WIDE: tl.constexpr):  # fmt: skip
     """Channels `C0 .. C0 + WIDTH` of the queries at `token`, head `h`, as `[BM, BLOCK]`, zero where not `inside`."""
-    c = tl.arange(0, BLOCK)
-    pointers = q_ptr + (token.to(tl.int64) * (H * DQ) + h * DQ)[:, None] + (C0 + c)[None, :]
+    c = tl.arange(0, BLOCK)  # [BLOCK]
+    pointers = q_ptr + (token.to(tl.int64) * (H * DQ) + h * DQ)[:, None] + (C0 + c)[None, :]  # [BM, BLOCK]
     if WIDTH == BLOCK:
-        q = tl.load(pointers, mask=inside[:, None], other=0.0)
+        q = tl.load(pointers, mask=inside[:, None], other=0.0)  # [BM, BLOCK]
     else:
-        q = tl.load(pointers, mask=inside[:, None] & (c < WIDTH)[None, :], other=0.0)
+        q = tl.load(pointers, mask=inside[:, None] & (c < WIDTH)[None, :], other=0.0)  # [BM, BLOCK]
     if WIDE:
         q = q.to(tl.float32)
     return q
@@ -100,11 +101,11 @@ def load_pages(table_ptr, tile, end, PAGE: tl.constexpr, BK: tl.constexpr):
     if count:
         page = ()
         for n in tl.static_range(count):  # pyright: ignore[reportGeneralTypeIssues]
-            j = tile * BK + n * PAGE
+            j = tile * BK + n * PAGE  # []
             page = page + (tl.load(table_ptr + j // PAGE, mask=j < end, other=-1),)
     else:
-        j = tile * BK + tl.arange(0, BK)
-        page = tl.load(table_ptr + j // PAGE, mask=j < end, other=-1)
+        j = tile * BK + tl.arange(0, BK)  # [BK]
+        page = tl.load(table_ptr + j // PAGE, mask=j < end, other=-1)  # [BK]
     return page
 
 
@@ -114,35 +115,33 @@ def locate(pages, tile, first, end, P, PAGE: tl.constexpr, BK: tl.constexpr, FAR
     sum of two numbers: one of 64 bits, the same for all keys of a page where pages are apart, and one that does not depend on the page
     (`FAR`: of 64 bits too)."""
     count: tl.constexpr = pages_apart(PAGE, BK)
-    column = tl.arange(0, BK)
-    j = tile * BK + column
+    column = tl.arange(0, BK)  # [BK]
+    j = tile * BK + column  # [BK]
     if count:
-        page = pages[0]
+        page = pages[0]  # []; [BK] where there are several
         for n in tl.static_range(1, count):  # pyright: ignore[reportGeneralTypeIssues]
             page = tl.where(column < n * PAGE, page, pages[n])
-        within = tile * BK % PAGE + column % PAGE
+        within = tile * BK % PAGE + column % PAGE  # [BK]
         if FAR:
             within = within.to(tl.int64)
-        start = page.to(tl.int64) * PAGE
+        start = page.to(tl.int64) * PAGE  # of the shape of page
     else:
         page = pages
-        within = tl.zeros([BK], tl.int32)
-        start = ((page.to(tl.int64) if FAR else page) * PAGE + j % PAGE).to(tl.int64)
-    ok = (page >= 0) & (page < P) & (j >= first) & (j < end)
+        within = tl.zeros([BK], tl.int32)  # [BK]
+        start = ((page.to(tl.int64) if FAR else page) * PAGE + j % PAGE).to(tl.int64)  # [BK]
+    ok = (page >= 0) & (page < P) & (j >= first) & (j < end)  # [BK]
     return j, (start, within), ok
 
 
 @triton.jit
-def load_keys(
-    ptr, slot, ok, kv_head, K: tl.constexpr, WIDTH: tl.constexpr, BLOCK: tl.constexpr, CHECK: tl.constexpr
-):
+def load_keys(ptr, slot, ok, kv_head, K: tl.constexpr, WIDTH: tl.constexpr, BLOCK: tl.constexpr, CHECK: tl.constexpr):  # fmt: skip
     """Rows `slot` of pages `[P, p, K, WIDTH]` at a head as `[BK, BLOCK]`; with `CHECK` zero, and not read, where not `ok`."""
-    c = tl.arange(0, BLOCK)
+    c = tl.arange(0, BLOCK)  # [BLOCK]
     start, within = slot
-    rows = ptr + start * (K * WIDTH)
+    rows = ptr + start * (K * WIDTH)  # [] or [BK]
     if start.type.is_block():
         rows = rows[:, None]
-    pointers = (rows + kv_head * WIDTH + c[None, :]) + (within * (K * WIDTH))[:, None]
+    pointers = (rows + kv_head * WIDTH + c[None, :]) + (within * (K * WIDTH))[:, None]  # [BK, BLOCK]
     if CHECK and WIDTH == BLOCK:
         return tl.load(pointers, mask=ok[:, None], other=0.0)
     if CHECK:
@@ -156,7 +155,7 @@ def load_keys(
 def load_scales(ptr, slot, ok, kv_head, K: tl.constexpr, CHECK: tl.constexpr):
     """Scales `[P, p, K]` of the slots at a head, `[BK]`."""
     start, within = slot
-    pointers = ptr + start * K + (within * K + kv_head)
+    pointers = ptr + start * K + (within * K + kv_head)  # [BK]
     if CHECK:
         return tl.load(pointers, mask=ok, other=0.0)
     return tl.load(pointers)
@@ -168,15 +167,16 @@ def scores(qk, i, j, t, slope, chunk, qq_bias_ptr, Q, SCALE: tl.constexpr, CAP: 
     """Scores in log2 units of queries `t` at positions `i` (columns) and keys `j` (a row); `slope` in log2 units; `chunk` is the
     position of query 0."""
     if CAP > 0:
-        s = tanh(qk * (SCALE / CAP), FAST_TANH) * (CAP * 1.4426950408889634)
+        s = tanh(qk * (SCALE / CAP), FAST_TANH) * (CAP * LOG2E)  # [BM, BK]
     else:
-        s = qk * (SCALE * 1.4426950408889634)
+        s = qk * (SCALE * LOG2E)  # [BM, BK]
     if ALIBI:
-        s += slope * (j - i).to(tl.float32)
+        s += slope * (j - i).to(tl.float32)  # [BM, BK]
     if QQ:
-        u = j - chunk
-        inside = (u >= 0) & (u <= t) & (t < Q)
-        s += tl.load(qq_bias_ptr + t.to(tl.int64) * Q + u, mask=inside, other=0.0) * 1.4426950408889634
+        # Key `u` and query `t` of the sequence's own queries have a bias.
+        u = j - chunk  # [1, BK]
+        inside = (u >= 0) & (u <= t) & (t < Q)  # [BM, BK]
+        s += tl.load(qq_bias_ptr + t.to(tl.int64) * Q + u, mask=inside, other=0.0) * LOG2E
     return s
 
 
@@ -189,29 +189,30 @@ def weights(
     maxima `[BM]` with this tile. Weights and denominators are `2**RAISED` times as large."""
     # Where nothing stands between the product and the softmax, the scale goes into the subtraction of the maximum: one instruction.
     folded: tl.constexpr = CAP == 0 and not ALIBI and not QQ and SCALE > 0  # pyright: ignore[reportAssignmentType]
-    multiplier: tl.constexpr = SCALE * 1.4426950408889634 if folded else 1.0  # pyright: ignore[reportAssignmentType]
+    multiplier: tl.constexpr = SCALE * LOG2E if folded else 1.0  # pyright: ignore[reportAssignmentType]
     s = qk
     if not folded:
         s = scores(qk, i, j[None, :], t, slope, chunk, qq_bias_ptr, Q, SCALE, CAP, FAST_TANH, ALIBI, QQ)
     if MASKED:
-        seen = ok[None, :] & (j[None, :] <= i)
+        seen = ok[None, :] & (j[None, :] <= i)  # [BM, BK]
         if LEFT >= 0:
             seen = seen & (j[None, :] >= i - LEFT)
         s = tl.where(seen, s, float("-inf"))
-    new_top = tl.maximum(top, tl.max(s, axis=1) * multiplier)
-    shift = tl.where(new_top == float("-inf"), 0.0, new_top)
+    # Online softmax; a row that has seen nothing yet is shifted by 0, as minus infinity from minus infinity is NaN.
+    new_top = tl.maximum(top, tl.max(s, axis=1) * multiplier)  # [BM]
+    shift = tl.where(new_top == float("-inf"), 0.0, new_top)  # [BM]
     if RAISED:
-        p = tl.exp2(s * multiplier - (shift - RAISED)[:, None])
+        p = tl.exp2(s * multiplier - (shift - RAISED)[:, None])  # [BM, BK]
     else:
-        p = tl.exp2(s * multiplier - shift[:, None])
-    alpha = tl.exp2(top - shift)
+        p = tl.exp2(s * multiplier - shift[:, None])  # [BM, BK]
+    alpha = tl.exp2(top - shift)  # [BM]
     return p, alpha, total * alpha + tl.sum(p, axis=1), new_top
 
 
 @triton.jit
 def attend_tile(
     acc, total, top, q, q_rope, j, slot, ok, i, t, slope, chunk, kv_head, k_factor, rope_factor, qq_bias_ptr, Q,
-    k_ptr, v_ptr, rope_ptr, k_scale_ptr, v_scale_ptr, rope_scale_ptr,
+    k_ptr, v_ptr, rope_ptr, k_scale_ptr, v_scale_ptr, rope_scale_ptr,  # [P, PAGE, K, D, V or R], [P, PAGE, K]
     K: tl.constexpr, D: tl.constexpr, V: tl.constexpr, R: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_V: tl.constexpr,
     BLOCK_R: tl.constexpr, LATENT: tl.constexpr, SCALES: tl.constexpr, SCALE: tl.constexpr, CAP: tl.constexpr,
     FAST_TANH: tl.constexpr, LEFT: tl.constexpr, ALIBI: tl.constexpr, QQ: tl.constexpr, PRECISION: tl.constexpr,
@@ -223,52 +224,55 @@ def attend_tile(
     Without `MASKED` the caller knows that every row sees every key of the tile and that all are `ok`. Scales of a head are scalars:
     `k_factor` and `rope_factor` are applied here, that of the values by the caller to `acc` in the end.
     """
-    k = load_keys(k_ptr, slot, ok, kv_head, K, D, BLOCK_D, MASKED).to(q.dtype)
+    k = load_keys(k_ptr, slot, ok, kv_head, K, D, BLOCK_D, MASKED).to(q.dtype)  # [BK, BLOCK_D]
     if not LATENT:
-        v = load_keys(v_ptr, slot, ok, kv_head, K, V, BLOCK_V, MASKED).to(q.dtype)
+        v = load_keys(v_ptr, slot, ok, kv_head, K, V, BLOCK_V, MASKED).to(q.dtype)  # [BK, BLOCK_V]
     qk = tl.dot(q, tl.trans(k), input_precision=PRECISION)  # [BM, BK]
-    if SCALES == 1:
-        k_scale = load_scales(k_scale_ptr, slot, ok, kv_head, K, MASKED)
+    # Scales multiply the products, not the keys: one number of each column, not D.
+    if SCALES == TOKEN:
+        k_scale = load_scales(k_scale_ptr, slot, ok, kv_head, K, MASKED)  # [BK]
         qk *= k_scale[None, :]
-    if SCALES == 2:
+    if SCALES == HEAD:
         qk *= k_factor
+    # Rotated channels are more of the same sums; with scales of their own they are multiplied before.
     if R > 0:
-        rope = load_keys(rope_ptr, slot, ok, kv_head, K, R, BLOCK_R, MASKED).to(q.dtype)
+        rope = load_keys(rope_ptr, slot, ok, kv_head, K, R, BLOCK_R, MASKED).to(q.dtype)  # [BK, BLOCK_R]
         if SCALES == 0:
-            qk = tl.dot(q_rope, tl.trans(rope), qk, input_precision=PRECISION)
+            qk = tl.dot(q_rope, tl.trans(rope), qk, input_precision=PRECISION)  # [BM, BK]
         else:
-            more = tl.dot(q_rope, tl.trans(rope), input_precision=PRECISION)
-            if SCALES == 1:
+            more = tl.dot(q_rope, tl.trans(rope), input_precision=PRECISION)  # [BM, BK]
+            if SCALES == TOKEN:
                 qk += more * load_scales(rope_scale_ptr, slot, ok, kv_head, K, MASKED)[None, :]
             else:
                 qk += more * rope_factor
     p, alpha, total, top = weights(
-        qk, total, top, j, ok, i, t, slope, chunk, qq_bias_ptr, Q, SCALE, CAP, FAST_TANH, LEFT, ALIBI, QQ, MASKED, 0)  # fmt: skip
-    acc = acc * alpha[:, None]
-    if SCALES == 1:
+        qk, total, top, j, ok, i, t, slope, chunk, qq_bias_ptr, Q, SCALE, CAP, FAST_TANH, LEFT, ALIBI, QQ, MASKED, 0)  # p [BM, BK]  # fmt: skip
+    acc = acc * alpha[:, None]  # [BM, BLOCK_V]
+    # acc += p v, with the scales of values on the weights; latent pages are keys and values in one.
+    if SCALES == TOKEN:
         if LATENT:
             v_scale = k_scale
         else:
-            v_scale = load_scales(v_scale_ptr, slot, ok, kv_head, K, MASKED)
+            v_scale = load_scales(v_scale_ptr, slot, ok, kv_head, K, MASKED)  # [BK]
         if q.dtype == tl.float16:
             # Scales are taken relative to the tile's largest: float16 could not hold small ones beside small probabilities.
-            peak = tl.maximum(tl.max(v_scale, axis=0), 1e-30)
-            p = (p * (v_scale / peak)[None, :]).to(q.dtype)
+            peak = tl.maximum(tl.max(v_scale, axis=0), LEAST_PEAK)  # []
+            p = (p * (v_scale / peak)[None, :]).to(q.dtype)  # [BM, BK]
             if LATENT:
-                acc += tl.dot(p, k, input_precision=PRECISION) * peak
+                acc += tl.dot(p, k, input_precision=PRECISION) * peak  # [BM, BLOCK_V]
             else:
-                acc += tl.dot(p, v, input_precision=PRECISION) * peak
+                acc += tl.dot(p, v, input_precision=PRECISION) * peak  # [BM, BLOCK_V]
         else:
-            p = (p * v_scale[None, :]).to(q.dtype)
+            p = (p * v_scale[None, :]).to(q.dtype)  # [BM, BK]
             if LATENT:
-                acc = tl.dot(p, k, acc, input_precision=PRECISION)
+                acc = tl.dot(p, k, acc, input_precision=PRECISION)  # [BM, BLOCK_V]
             else:
-                acc = tl.dot(p, v, acc, input_precision=PRECISION)
+                acc = tl.dot(p, v, acc, input_precision=PRECISION)  # [BM, BLOCK_V]
     else:
         if LATENT:
-            acc = tl.dot(p.to(q.dtype), k, acc, input_precision=PRECISION)
+            acc = tl.dot(p.to(q.dtype), k, acc, input_precision=PRECISION)  # [BM, BLOCK_V]
         else:
-            acc = tl.dot(p.to(q.dtype), v, acc, input_precision=PRECISION)
+            acc = tl.dot(p.to(q.dtype), v, acc, input_precision=PRECISION)  # [BM, BLOCK_V]
     return acc, total, top
 
 
@@ -276,10 +280,10 @@ def attend_tile(
 def head_factors(k_scale_ptr, v_scale_ptr, rope_scale_ptr, row, kv_head, K: tl.constexpr, R: tl.constexpr, LATENT: tl.constexpr,
                  SCALES: tl.constexpr):  # fmt: skip
     """Scales of a head, for keys, values and rope; 1 where there are none. `row`: of the small arrays, see `Call`."""
-    k_factor = 1.0
+    k_factor = 1.0  # [], as all three
     v_factor = 1.0
     rope_factor = 1.0
-    if SCALES == 2:
+    if SCALES == HEAD:
         k_factor = tl.load(k_scale_ptr + row * K + kv_head)
         v_factor = k_factor
         if not LATENT:

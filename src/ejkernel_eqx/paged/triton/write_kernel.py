@@ -14,48 +14,53 @@ from jax import Array
 from ...launch import Launch, run
 from ..cache.quantise import LARGEST
 from ..spec import WriteArrays
+from .tile import HEAD, TOKEN
 
 _PLAIN, _TOKEN, _HEAD = 0, 1, 2
 _FEW, _MANY = 1024, 4096  # elements of a program; many where there are more than `_PROGRAMS` of few
 _PROGRAMS = 1024
+_LEAST_NORMAL = tl.constexpr(1.1754943508222875e-38)  # of float32
+_ROUNDING = tl.constexpr(12582912.0)  # 1.5 * 2^23: a float32 of that size has no digits behind the point
 
 
 @triton.jit
 def _load_rows(new_ptr, source, written, D: tl.constexpr, BLOCK_D: tl.constexpr):
     """Rows `source` of the new ones, `[BLOCK, BLOCK_D]`, zero where not `written`."""
-    c = tl.arange(0, BLOCK_D)
-    inside = written[:, None]
+    c = tl.arange(0, BLOCK_D)  # [BLOCK_D]
+    inside = written[:, None]  # [BLOCK, 1], and then [BLOCK, BLOCK_D]
     if D != BLOCK_D:
         inside = inside & (c < D)[None, :]
-    return tl.load(new_ptr + (source * D)[:, None] + c[None, :], mask=inside, other=0.0)
+    return tl.load(new_ptr + (source * D)[:, None] + c[None, :], mask=inside, other=0.0)  # [BLOCK, BLOCK_D]
 
 
 @triton.jit
 def _store_rows(
-    x, pages_ptr, given_scale_ptr, scale_ptr, target, scale_at, written,
+    x, pages_ptr, given_scale_ptr, scale_ptr, target, scale_at, written,  # [BLOCK, BLOCK_D]; [BLOCK]
     D: tl.constexpr, BLOCK_D: tl.constexpr, SCALES: tl.constexpr, LARGEST: tl.constexpr,
 ):  # fmt: skip
     """Stores rows `x` as rows `target` of the pages, where `written`, and their own scales."""
-    c = tl.arange(0, BLOCK_D)
-    inside = written[:, None]
+    c = tl.arange(0, BLOCK_D)  # [BLOCK_D]
+    inside = written[:, None]  # [BLOCK, 1], and then [BLOCK, BLOCK_D]
     if D != BLOCK_D:
         inside = inside & (c < D)[None, :]
     stored = pages_ptr.dtype.element_ty
+    # Quantised: stored is x / scale, with the row's own scale or the head's given one.
     if SCALES != 0:
-        x = x.to(tl.float32)
-        if SCALES == 1:
+        x = x.to(tl.float32)  # [BLOCK, BLOCK_D]
+        if SCALES == TOKEN:
             # As whole numbers, so that NaN is the largest magnitude of all and stays.
-            largest = tl.max(tl.abs(x).to(tl.int32, bitcast=True), axis=1).to(tl.float32, bitcast=True)
-            scale = tl.div_rn(largest, LARGEST)
-            scale = tl.where(scale < 1.1754943508222875e-38, 1.0, scale)  # nor too small to divide by
+            largest = tl.max(tl.abs(x).to(tl.int32, bitcast=True), axis=1).to(tl.float32, bitcast=True)  # [BLOCK]  # fmt: skip
+            scale = tl.div_rn(largest, LARGEST)  # [BLOCK]
+            scale = tl.where(scale < _LEAST_NORMAL, 1.0, scale)  # nor too small to divide by
             tl.store(scale_ptr + scale_at, scale, mask=written)
         else:
-            scale = tl.load(given_scale_ptr + scale_at, mask=written, other=1.0)
-        x = tl.div_rn(x, tl.where(scale > 0, scale, 1.0)[:, None])
-        nan = x != x
+            scale = tl.load(given_scale_ptr + scale_at, mask=written, other=1.0)  # [BLOCK]
+        x = tl.div_rn(x, tl.where(scale > 0, scale, 1.0)[:, None])  # [BLOCK, BLOCK_D]
+        # What a given scale cannot hold is clipped; NaN stays one where the numbers have it.
+        nan = x != x  # [BLOCK, BLOCK_D]
         x = tl.minimum(tl.maximum(x, -LARGEST), LARGEST)
         if stored == tl.int8:
-            x = (x + 12582912.0) - 12582912.0  # to the nearest whole number, ties to even
+            x = (x + _ROUNDING) - _ROUNDING  # to the nearest whole number, ties to even
             x = tl.where(nan, 0.0, x)
         else:
             x = tl.where(nan, float("nan"), x)
@@ -64,21 +69,25 @@ def _store_rows(
 
 @triton.jit
 def write_kernel(
-    a_new_ptr, b_new_ptr, slots_ptr, a_ptr, b_ptr, a_scale_ptr, b_scale_ptr, ROWS, T, SLOTS,
-    new_a_ptr, new_b_ptr, new_a_scale_ptr, new_b_scale_ptr,
+    a_new_ptr, b_new_ptr, slots_ptr,  # [tokens, K, A], [tokens, K, B], [tokens]
+    a_ptr, b_ptr, a_scale_ptr, b_scale_ptr, ROWS, T, SLOTS,  # pages [SLOTS, K, A or B], scales [SLOTS, K] or [K]
+    new_a_ptr, new_b_ptr, new_a_scale_ptr, new_b_scale_ptr,  # the same, in place
     K: tl.constexpr, A: tl.constexpr, B: tl.constexpr, BLOCK_A: tl.constexpr, BLOCK_B: tl.constexpr, BLOCK: tl.constexpr,
     SCALES: tl.constexpr, A_LARGEST: tl.constexpr, B_LARGEST: tl.constexpr, MAPPED: tl.constexpr, HEADS_MAPPED: tl.constexpr,
 ):  # fmt: skip
-    row = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)  # one for each token and head
+    row = tl.program_id(0) * BLOCK + tl.arange(
+        0, BLOCK
+    )  # [BLOCK], one for each token and head; so are all numbers from here on
     token, head = row // K, row % K
     slot = tl.load(slots_ptr + token, mask=row < ROWS, other=-1)
     written = (slot >= 0) & (slot < SLOTS)
     source = row.to(tl.int64)
+    # Where a row goes, and where its scale stands: with it, or with its head.
     target = slot.to(tl.int64) * K + head
     if MAPPED:
         target += (token // T).to(tl.int64) * SLOTS * K
     scale_at = target
-    if SCALES == 2:
+    if SCALES == HEAD:
         scale_at = head
         if HEADS_MAPPED:
             scale_at += token // T * K
