@@ -84,7 +84,7 @@ def gradients_kernel(
         ds_all = tl.zeros([CHUNK, CHUNK], tl.float32)  # [C, C], summed over the heads
         for n in tl.range(0, HEADS):
             h = h0 + n
-            high, low, _rest, whole = decays_of(g_ptr, logs_ptr, first, count, seq, h, TOKENS, HS, HG, CHUNK, DECAY, EVEN, EXACT)  # [C]
+            high, low, _rest, whole = decays_of(g_ptr, logs_ptr, first, count, seq, h, TOKENS, HS, HG, CHUNK, DECAY, EVEN, EXACT)  # [C], [C], [C], []
             part = (tile.to(tl.int64) * TOKENS + first + r) * HS + h  # [C]
             states = states_ptr + (index.to(tl.int64) * HS + h) * (D * V)
             dstates = dstates_ptr + (index.to(tl.int64) * HS + h) * (D * V)
@@ -155,7 +155,7 @@ def gradients_kernel(
         ds_all = tl.zeros([CHUNK, CHUNK], tl.float32)  # [C, C], summed over the heads
         for n in tl.range(0, HEADS):
             h = h0 + n
-            high, low, rest, _whole = decays_of(g_ptr, logs_ptr, first, count, seq, h, TOKENS, HS, HG, CHUNK, DECAY, EVEN, EXACT)  # [C]
+            high, low, rest, _whole = decays_of(g_ptr, logs_ptr, first, count, seq, h, TOKENS, HS, HG, CHUNK, DECAY, EVEN, EXACT)  # [C], [C], [C], []
             part = ((tiles + tile).to(tl.int64) * TOKENS + first + r) * HS + h  # [C]
             leave = tl.where(leaves, tl.exp2(rest), 0.0)  # [C], e^{G_C - G_j}
             decay = between_transposed(high, low, visible, DECAY, EXACT) * SCALE  # [C, C]

@@ -63,7 +63,7 @@ def _about_halves(high, low, g_ptr, low_ptr, stride, count, column, level, D: tl
     second = ((r >> (level - 1)) & 1)[:, None] == 1  # [C, 1]
     rows = tl.exp2(tl.where(second | whole, exponent, float("-inf")))  # [C, BK]
     columns = tl.exp2(tl.where(second & (whole == 0), float("-inf"), -exponent))  # [C, BK]
-    return rows, columns, whole, (r >> level)[:, None] == (r >> level)[None, :]  # .., [C, C]
+    return rows, columns, whole, (r >> level)[:, None] == (r >> level)[None, :]  # [C, BK], [C, BK], [], [C, C]
 
 
 @triton.jit

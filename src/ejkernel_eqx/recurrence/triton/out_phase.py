@@ -68,7 +68,8 @@ def out_kernel(
             state = load_tile(states + d0 * V, V, D - d0, v0, V, BLOCK_K, BLOCK_V, D % BLOCK_K == 0)  # [BK, BV]
             out = tl.dot(q, state, out, input_precision=PRECISION)  # [C, BV]
         if DECAY != KEY:
-            high, low, _rest, _whole = decays_of(g_ptr, logs_ptr, first, count, seq, h, TOKENS, HS, HG, CHUNK, DECAY, EVEN, EXACT)  # [C]
+            high, low, _rest, _whole = decays_of(  # [C], [C], [C], []
+                g_ptr, logs_ptr, first, count, seq, h, TOKENS, HS, HG, CHUNK, DECAY, EVEN, EXACT)
             out *= (from_start(high, low, DECAY, EXACT) * sees)[:, None]
         # A v, A_ij = scale q_i k_j^T e^{G_i - G_j} b_j for j <= i.
         if SCORES:

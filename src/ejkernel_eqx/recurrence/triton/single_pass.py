@@ -50,7 +50,7 @@ def single_kernel(
     # Where it is the same for all chunks.
     fixed: tl.constexpr = DECAY < SCALAR and EVEN and not SEGMENTS
     if fixed:
-        high, low, rest, whole = decays_of(  # [C]
+        high, low, rest, whole = decays_of(  # [C], [C], [C], []
             g_ptr, logs_ptr, first, seq * 0 + CHUNK, seq, h, TOKENS, HS, HG, CHUNK, DECAY, EVEN, EXACT)
         pairs = between(high, low, r[:, None] >= r[None, :], DECAY, EXACT) * SCALE  # [C, C]
         enter = from_start(high, low, DECAY, EXACT) * SCALE  # [C]
@@ -65,7 +65,7 @@ def single_kernel(
         k = load_tile(k_ptr + row * (HK * D) + h // (HS // HK) * D, HK * D, count, 0, D, CHUNK, BLOCK_K, EVEN)  # [C, BK]
         v = load_tile(v_ptr + row * (HV * V) + h // (HS // HV) * V, HV * V, count, v0, V, CHUNK, BLOCK_V, EVEN)  # [C, BV]
         if not fixed:
-            high, low, rest, whole = decays_of(g_ptr, logs_ptr, row, count, seq, h, TOKENS, HS, HG, CHUNK, DECAY, EVEN, EXACT)  # [C]
+            high, low, rest, whole = decays_of(g_ptr, logs_ptr, row, count, seq, h, TOKENS, HS, HG, CHUNK, DECAY, EVEN, EXACT)  # [C], [C], [C], []
             visible = r[:, None] >= r[None, :]  # [C, C]
             if not EVEN:
                 visible = visible & (r < count)[:, None]  # [C, C]

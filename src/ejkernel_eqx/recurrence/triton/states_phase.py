@@ -77,7 +77,7 @@ def states_kernel(
         if DECAY == KEY:
             state *= _load_carry(carry_ptr + ((chunk + c) * HS + h) * D, d0, D, BLOCK_K)[:, None]
         else:
-            _high, _low, rest, whole = decays_of(g_ptr, logs_ptr, row, count, seq, h, TOKENS, HS, HG, CHUNK, DECAY, EVEN, EXACT)  # [C]
+            _high, _low, rest, whole = decays_of(g_ptr, logs_ptr, row, count, seq, h, TOKENS, HS, HG, CHUNK, DECAY, EVEN, EXACT)  # [C], [C], [C], []
             weight = tl.exp2(rest)  # [C]
             if BETA:
                 weight *= load_vector(beta_ptr + row * HB + h // (HS // HB), HB, count, CHUNK, EVEN)
@@ -134,7 +134,7 @@ def dstates_kernel(
         if DECAY == KEY:
             factor = _load_carry(carry_ptr + ((chunk + c) * HS + h) * D, d0, D, BLOCK_K)[:, None]  # [BK, 1]
         else:
-            high, low, _rest, whole = decays_of(g_ptr, logs_ptr, row, count, seq, h, TOKENS, HS, HG, CHUNK, DECAY, EVEN, EXACT)  # [C]
+            high, low, _rest, whole = decays_of(g_ptr, logs_ptr, row, count, seq, h, TOKENS, HS, HG, CHUNK, DECAY, EVEN, EXACT)  # [C], [C], [C], []
             read = from_start(high, low, DECAY, EXACT) * sees  # [C]
             do = operand_of(do.to(tl.float32) * read[:, None], q.dtype, PRECISION)  # [C, BV]
             factor = tl.exp2(whole + 0.0) * carried  # []
