@@ -3,6 +3,8 @@
 import argparse
 import dataclasses
 import hashlib
+import itertools
+import operator
 import sys
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -86,14 +88,10 @@ def _add_filters(parser: argparse.ArgumentParser) -> None:
 def rows(operation: str | None = None, device: str | None = None) -> list[Row]:
     """Every record in the cache folder that passes the filters."""
     found = [Row(cache, record) for cache in user_caches() for record in cache.records()]
-    kept = [
-        row
-        for row in found
-        if row.record.operation == (operation or row.record.operation) and row.device.startswith(device or "")
-    ]
-    return sorted(
-        kept, key=lambda row: (row.device, row.record.operation, row.record.platform, row.record.problem)
-    )
+    of_operation = [row for row in found if not operation or row.record.operation == operation]
+    kept = [row for row in of_operation if row.device.startswith(device or "")]
+    order = operator.attrgetter("device", "record.operation", "record.platform", "record.problem")
+    return sorted(kept, key=order)
 
 
 def run_list(options: argparse.Namespace) -> Outcome:
@@ -107,14 +105,10 @@ def run_list(options: argparse.Namespace) -> Outcome:
 def _list_text(found: Sequence[Row], asked: str) -> str:
     if not found:
         return f"nothing that was tuned is in {cache_dir()}{f' for {asked}' if asked else ''}"
+    header = ("key", "operation", "platform", "problem", "config", "ms", "tuned")
     tables = []
-    for device in dict.fromkeys(row.device for row in found):
-        body = table(
-            ("key", "operation", "platform", "problem", "config", "ms", "tuned"),
-            [_list_row(row) for row in found if row.device == device],
-            right=("ms",),
-        )
-        tables.append(section(device, body))
+    for device, of_device in itertools.groupby(found, key=operator.attrgetter("device")):
+        tables.append(section(device, table(header, list(map(_list_row, of_device)), right=("ms",))))
     return "\n\n".join(tables)
 
 
@@ -156,19 +150,18 @@ def _show_text(row: Row) -> str:
         "key": row.digest,
     }
     lines = "\n".join(f"{name:<9} {value}" for name, value in facts.items() if value)
-    timed = table(
-        ("part", "config", "ms", "spread", ""),
-        [
-            (c.part, describe(c.config), number(c.ms), percent(c.spread), "winner" if c.is_winner else "")
-            for c in entry.ranked()
-            if c.ms is not None
-        ],
-        right=("ms", "spread"),
-    )
-    denied = table(
-        ("part", "config", "reason"), [(d.part, describe(d.config), d.reason) for d in record.denied]
-    )
-    parts = [lines, section("timed", timed)] + ([section("denied", denied)] if record.denied else [])
+    timed = [
+        (c.part, describe(c.config), number(c.ms), percent(c.spread), "winner" if c.is_winner else "")
+        for c in entry.ranked()
+        if c.ms is not None
+    ]
+    denied = [(d.part, describe(d.config), d.reason) for d in record.denied]
+    parts = [
+        lines,
+        section("timed", table(("part", "config", "ms", "spread", ""), timed, right=("ms", "spread"))),
+    ]
+    if denied:
+        parts.append(section("denied", table(("part", "config", "reason"), denied)))
     return "\n\n".join(parts)
 
 
@@ -180,22 +173,15 @@ def run_export(options: argparse.Namespace) -> Outcome:
 
 
 def run_import(options: argparse.Namespace) -> Outcome:
-    result = exchange.take(options.file, cache_dir())
-    refused = [{"record": name, "reason": reason} for name, reason in result.refused]
-    document = {
-        "file": options.file,
-        "new": result.new,
-        "replaced": result.replaced,
-        "kept": result.kept,
-        "refused": refused,
-    }
+    counts, refused = exchange.take(options.file, cache_dir())
+    named = [{"record": name, "reason": reason} for name, reason in refused]
+    head = "{new} new, {replaced} replaced by newer ones, {kept} kept, ".format(**counts)
+    head += f"{len(refused)} refused"
 
     def text() -> str:
-        head = f"{result.new} new, {result.replaced} replaced by newer ones, {result.kept} kept, {len(refused)} refused"
-        body = table(("record", "why it was refused"), result.refused)
-        return f"{head}\n\n{body}" if refused else head
+        return f"{head}\n\n{table(('record', 'why it was refused'), refused)}" if refused else head
 
-    return Outcome(document, text, FAILED if refused else OK)
+    return Outcome({"file": options.file, **counts, "refused": named}, text, FAILED if refused else OK)
 
 
 def run_clear(options: argparse.Namespace) -> Outcome:

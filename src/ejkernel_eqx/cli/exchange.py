@@ -1,7 +1,6 @@
 """The file by which tuned records pass from one machine to another."""
 
 import contextlib
-import dataclasses
 import datetime
 import json
 import pathlib
@@ -20,16 +19,6 @@ from .output import UsageError
 FORMAT = "ejkernel_eqx exported tuning records"
 SCHEMA = 1
 _NAME = re.compile(r"\w[\w.-]*", re.ASCII)
-
-
-@dataclasses.dataclass(frozen=True)
-class Taken:
-    """How many records were new, replaced older ones, or were here already; and why each of the others was refused."""
-
-    new: int
-    replaced: int
-    kept: int
-    refused: tuple[tuple[str, str], ...]
 
 
 def write(path: str, records: Sequence[tuple[PersistentCache, Record]]) -> None:
@@ -58,27 +47,34 @@ def write(path: str, records: Sequence[tuple[PersistentCache, Record]]) -> None:
         ) from error
 
 
-def take(path: str, folder: pathlib.Path) -> Taken:
-    """Merges a file's records into the tables below `folder`. `UsageError` if the file is none of ours."""
-    new = replaced = kept = 0
+def take(path: str, folder: pathlib.Path) -> tuple[dict[str, int], list[tuple[str, str]]]:
+    """Merges a file's records into the tables below `folder`. How many were new, replaced older ones, or were kept as they are here; and why
+    each of the others was refused. `UsageError` if the file is none of ours."""
+    counts = {"new": 0, "replaced": 0, "kept": 0}
     refused: list[tuple[str, str]] = []
     for n, table in enumerate(_read(path)):
-        place, records = _checked_table(n, table, refused)
-        if place is None:
+        try:
+            device, core = _place_of(table)
+        except ValueError as error:
+            refused.append((f"table {n}", str(error)))
             continue
-        cache = PersistentCache(folder / place[0] / f"{place[1]}.json", table.get("header"))
+        cache = PersistentCache(folder / device / f"{core}.json", table.get("header"))
         added: list[Record] = []
-        for record in records:
-            known = cache.get(record.key)
-            if known is not None and known.date >= record.date:
-                kept += 1
+        for i, entry in enumerate(table["entries"]):
+            try:
+                record = _checked_record(entry)
+            except ValueError as error:
+                refused.append((f"{device}/{core} entry {i}", str(error)))
                 continue
-            new, replaced = new + (known is None), replaced + (known is not None)
-            added.append(record)
+            known = cache.get(record.key)
+            fate = "new" if known is None else "kept" if known.date >= record.date else "replaced"
+            counts[fate] += 1
+            if fate != "kept":
+                added.append(record)
         if added:
             cache.update(added)
             check_written(cache, [record.key for record in added], there=True)
-    return Taken(new, replaced, kept, tuple(refused))
+    return counts, refused
 
 
 def check_written(cache: PersistentCache, keys: Sequence[str], there: bool) -> None:
@@ -111,25 +107,15 @@ def _read(path: str) -> list[Any]:
     return content["tables"]
 
 
-def _checked_table(
-    n: int, table: Any, refused: list[tuple[str, str]]
-) -> tuple[tuple[str, str] | None, list[Record]]:
-    """Where a table belongs (device and core) and its valid records; what is not valid is added to `refused`."""
+def _place_of(table: Any) -> tuple[str, str]:
+    """The device and the core that a table belongs to; `ValueError` if it is none."""
     is_table = isinstance(table, Mapping) and isinstance(table.get("entries"), list)
     place = (str(table.get("device")), str(table.get("core"))) if is_table else ("", "")
-    if not is_table or not all(_NAME.fullmatch(name) for name in place):
-        refused.append((f"table {n}", f"is no table with entries, of a device and a core: {place!r}"))
-        return None, []
+    if not all(_NAME.fullmatch(name) for name in place):
+        raise ValueError(f"is no table with entries, of a device and a core: {place!r}")
     if not isinstance(table.get("header", {}), Mapping):
-        refused.append((f"table {n}", "has a header that is not an object"))
-        return None, []
-    records = []
-    for i, entry in enumerate(table["entries"]):
-        try:
-            records.append(_checked_record(entry))
-        except ValueError as error:
-            refused.append((f"{place[0]}/{place[1]} entry {i}", str(error)))
-    return place, records
+        raise ValueError("has a header that is not an object")
+    return place
 
 
 def _checked_record(entry: Any) -> Record:
@@ -141,18 +127,29 @@ def _checked_record(entry: Any) -> Record:
         raise ValueError(f"its problem cannot be read: {error!r}") from None
     if problem.key() != record.problem or problem.operation != record.operation:
         raise ValueError("its key is not that of its problem")
+    refused = []
     for implementation in _importable(record.operation, record.platform):
-        if implementation.version != record.version:
-            raise ValueError(
-                f"is of version {record.version} of the kernels, this package has {implementation.version}"
-            )
-        if record.config is not None:
-            from_dict(record.config, implementation.hooks.config_type)
+        try:
+            return _of_implementation(record, implementation)
+        except ValueError as error:
+            refused.append(error)
+    if refused:
+        raise refused[0]
+    return record
+
+
+def _of_implementation(record: Record, implementation: Implementation) -> Record:
+    if implementation.version != record.version:
+        raise ValueError(
+            f"is of version {record.version} of the kernels, this package has {implementation.version}"
+        )
+    if record.config is not None:
+        from_dict(record.config, implementation.hooks.config_type)
     return record
 
 
 def _importable(operation: str, platform: str) -> list[Implementation]:
-    """The implementation that a record is of, if it is registered and what it needs is installed: it may be for another machine."""
+    """The implementations that a record may be of, registered and with what they need installed: it may be for another machine."""
     if operation not in kernel_registry.list_operations():
         return []
     found = []

@@ -98,10 +98,6 @@ def describe(config: Any) -> str:
     return " ".join(parts) or "(no fields)"
 
 
-def entries_of(found: Iterable[TuningResult | Record]) -> list[Entry]:
-    return [entry_of_record(x) if isinstance(x, Record) else entry_of_result(x) for x in found]
-
-
 def entry_of_result(result: TuningResult) -> Entry:
     """From what was tuned in this process."""
     found = [

@@ -15,7 +15,7 @@ from ...dispatch.persistent import software, user_caches
 from ...dispatch.records import Record
 from ..result import TuningResult
 from ..tuner import tuned_results
-from .data import Candidate, describe, entries_of, Entry
+from .data import Candidate, describe, Entry, entry_of_record, entry_of_result
 from .plot import png
 from .roofline import roofline
 
@@ -47,14 +47,13 @@ def tuning_report(
             f"path: expected a file name that ends in .html or .png, received {os.fspath(path)!r}."
         )
     require_matplotlib("tuning_report")
-    found = list(_known() if results is None else results)
+    found = list((tuned_results() or cached_records()) if results is None else results)
     if not found:
         raise ValueError(
             "results: expected at least one tuned problem, received none; tune first: ejx.tune(model, x), or python -m ejkernel_eqx tune."
         )
-    entries = sorted(
-        entries_of(found), key=lambda entry: (entry.problem.operation, entry.platform, entry.title)
-    )
+    entries = [entry_of_record(x) if isinstance(x, Record) else entry_of_result(x) for x in found]
+    entries.sort(key=lambda entry: (entry.problem.operation, entry.platform, entry.title))
     if target.suffix.lower() == ".png":
         if len(entries) > _MOST_IN_ONE_PICTURE:
             raise ValueError(
@@ -63,24 +62,15 @@ def tuning_report(
         content = png(entries, header="\n".join(_header()))
     else:
         content = _page(entries).encode()
-    _write(target, content)
+    target.parent.mkdir(parents=True, exist_ok=True)
+    with replacing(target) as file:
+        file.write(content)
     return target
-
-
-def _known() -> Sequence[TuningResult | Record]:
-    return tuned_results() or cached_records()
 
 
 def cached_records() -> list[Record]:
     """What the user's cache knows of this device."""
     return [record for cache in user_caches(device_facts()) for record in cache.records()]
-
-
-def _write(path: pathlib.Path, content: bytes) -> None:
-    """All of it or nothing, whenever the process stops."""
-    path.parent.mkdir(parents=True, exist_ok=True)
-    with replacing(path) as file:
-        file.write(content)
 
 
 def _header() -> list[str]:
@@ -89,7 +79,7 @@ def _header() -> list[str]:
     now = datetime.datetime.now(datetime.UTC).strftime("%Y-%m-%d %H:%M UTC")
     return [
         f"Tuning on {device.kind} ({device_fingerprint(device)})",
-        f"{device.runtime}",
+        device.runtime,
         f"{versions}; written {now}",
     ]
 
@@ -137,34 +127,26 @@ def _of_roofline(entry: Entry, direction: str) -> str:
 
 def _section(n: int, entry: Entry) -> str:
     picture = base64.b64encode(png([entry])).decode()
-    parts = [(part, entry.heuristic_of(part), _winner(entry, part)) for part in entry.parts]
-    rows = [
-        (
-            html.escape(part or "whole"),
-            _code(describe(winner.config)) if winner else "none",
-            _number(before.ms if before else None),
-            _number(winner.ms if winner else None),
-            _times(before.ms / winner.ms if before and winner and before.ms and winner.ms else None),
-        )
-        for part, before, winner in parts
-    ]
-    untimed = [c for c in entry.candidates if c.ms is None]
-    errors = ", ".join(f"{html.escape(name)} {error:.2g}" for name, error in entry.errors.items())
+    rows = []
+    for part in entry.parts:
+        timed = [c for c in entry.candidates if c.part == part and c.ms is not None]
+        winner = next((c for c in timed if c.is_winner), None)
+        before, after = (c.ms if c else None for c in (entry.heuristic_of(part), winner))
+        config = _code(describe(winner.config)) if winner else "none"
+        faster = before / after if before and after else None
+        rows.append((html.escape(part or "whole"), config, _number(before), _number(after), _times(faster)))
+    software = ", ".join(f"{name} {version}" for name, version in entry.software.items())
+    errors = ", ".join(f"{name} {error:.2g}" for name, error in entry.errors.items())
+    facts = f"{entry.date} {software}" + (f"; relative error of the winner: {errors}" if errors else "")
     return "\n".join(
         (
             f'<h2 id="p{n}">{html.escape(entry.title)}</h2>',
-            f"<p>{html.escape(entry.date)} {html.escape(', '.join(f'{k} {v}' for k, v in entry.software.items()))}"
-            + (f"; relative error of the winner: {errors}" if errors else "")
-            + "</p>",
+            f"<p>{html.escape(facts)}</p>",
             _table(("part", "winner", "heuristic ms", "winner ms", "speed-up"), rows, numeric=3),
             f'<img alt="times of the candidates" src="data:image/png;base64,{picture}">',
-            _untimed(untimed),
+            _untimed([c for c in entry.candidates if c.ms is None]),
         )
     )
-
-
-def _winner(entry: Entry, part: str) -> Candidate | None:
-    return next((c for c in entry.candidates if c.part == part and c.is_winner and c.ms is not None), None)
 
 
 def _untimed(candidates: Sequence[Candidate]) -> str:
