@@ -3,6 +3,7 @@
 import triton
 import triton.language as tl
 
+from ...launch.constants import LN2
 from .tile import (
     channels_from,
     channels_of,
@@ -10,7 +11,6 @@ from .tile import (
     fresh_penalty,
     join_rows,
     keep_touched,
-    LN2,
     load_rates,
     load_tile,
     NO_TIME,
@@ -29,76 +29,50 @@ from .tile import (
 def _retreat(g, dt, dy, rate, c, fresh, BI: tl.constexpr, LEVELS: tl.constexpr, SEGMENTS: tl.constexpr):
     """The gradient of one state of every channel before a chunk, `[BI]`, from that of the one after it."""
     L: tl.constexpr = 1 << LEVELS
-    decay = decays_of(dt, rate, fresh, BI, LEVELS, SEGMENTS)
-    read = split_rows(dy * c[:, None], BI, LEVELS)
+    # f = e^(dt A) (C dy + f), from the chunk's last token back.
+    decay = decays_of(dt, rate, fresh, BI, LEVELS, SEGMENTS)  # L rows [BI]
+    read = split_rows(dy * c[:, None], BI, LEVELS)  # L rows [BI]
     for r in tl.static_range(L):
-        g = decay[L - 1 - r] * (read[L - 1 - r] + g)
+        g = decay[L - 1 - r] * (read[L - 1 - r] + g)  # [BI]
     return g
 
 
 @triton.jit
 def backward_summary_kernel(
-    dt_ptr,
-    a_ptr,
-    c_ptr,
-    z_ptr,
-    bias_ptr,
-    dout_ptr,
-    starts_ptr,
-    bounds_ptr,
-    T,
-    SPLITS,
-    CHUNKS,
-    SEQUENCES,
-    zero,
-    local_ptr,
-    total_ptr,
-    I: tl.constexpr,
-    N: tl.constexpr,
-    GROUP: tl.constexpr,
-    GROUP_BLOCKS: tl.constexpr,
-    BLOCKS: tl.constexpr,
-    BI: tl.constexpr,
-    LEVELS: tl.constexpr,
-    UNROLL: tl.constexpr,
-    STATE_LEVELS: tl.constexpr,
-    A_STRIDE: tl.constexpr,
-    BIAS_STRIDE: tl.constexpr,
-    BIAS: tl.constexpr,
-    SOFTPLUS: tl.constexpr,
-    GATE: tl.constexpr,
-    SEGMENTS: tl.constexpr,
-    TABLE: tl.constexpr,
-    EVEN: tl.constexpr,
-    PREFETCH: tl.constexpr,
-):
+    dt_ptr, a_ptr, c_ptr, z_ptr, bias_ptr, dout_ptr, starts_ptr, bounds_ptr,  # as in the forward kernel, dout as out
+    T, SPLITS, CHUNKS, SEQUENCES, zero,
+    local_ptr, total_ptr,  # [sequences, SPLITS, N, I], [sequences, SPLITS, I]
+    I: tl.constexpr, N: tl.constexpr, GROUP: tl.constexpr, GROUP_BLOCKS: tl.constexpr, BLOCKS: tl.constexpr,
+    BI: tl.constexpr, LEVELS: tl.constexpr, UNROLL: tl.constexpr, STATE_LEVELS: tl.constexpr,
+    A_STRIDE: tl.constexpr, BIAS_STRIDE: tl.constexpr, BIAS: tl.constexpr, SOFTPLUS: tl.constexpr, GATE: tl.constexpr,
+    SEGMENTS: tl.constexpr, TABLE: tl.constexpr, EVEN: tl.constexpr, PREFETCH: tl.constexpr,
+):  # fmt: skip
     """Of every split but the first: the gradient of the state before it from none behind it, and the sum of its time steps.
 
     Where all states are worked on side by side (`UNROLL`), theirs stay in registers; else they are in `local` from chunk to chunk."""
     L: tl.constexpr = 1 << LEVELS
-    KEPT: tl.constexpr = 1 << STATE_LEVELS <= UNROLL
+    KEPT: tl.constexpr = 1 << STATE_LEVELS <= UNROLL  # [NS, BI] are all states, NS = 2**STATE_LEVELS
     # Splits are told in reverse: the one that no program takes is the first.
     block, sequence, missing, row, length, chunk, _, _, size = place(
-        tl.program_id(0), bounds_ptr, T, SPLITS, SPLITS - 1, L, BLOCKS, TABLE
-    )
+        tl.program_id(0), bounds_ptr, T, SPLITS, SPLITS - 1, L, BLOCKS, TABLE)  # fmt: skip
     split = missing + 1
     first = split * size
     last = tl.minimum(first + size, (length + L - 1) // L)
-    group, i, inside = channels_of(block, GROUP, GROUP_BLOCKS, BI)
+    group, i, inside = channels_of(block, GROUP, GROUP_BLOCKS, BI)  # [BI]
     channel, width = channels_from(block, GROUP, GROUP_BLOCKS, BI)
-    seen = tl.zeros([BI], tl.float32)
-    l = tl.arange(0, L)
+    seen = tl.zeros([BI], tl.float32)  # [BI]
+    l = tl.arange(0, L)  # [L]
     batch = (sequence // SEQUENCES).to(tl.int64)
-    bias = tl.zeros([BI], tl.float32)
+    bias = tl.zeros([BI], tl.float32)  # [BI]
     if BIAS:
-        bias = tl.load(bias_ptr + batch * BIAS_STRIDE + i, mask=inside, other=0.0)
+        bias = tl.load(bias_ptr + batch * BIAS_STRIDE + i, mask=inside, other=0.0)  # [BI]
     a_ptr += batch * A_STRIDE
     at = (sequence * SPLITS + split).to(tl.int64)
     local_ptr += at * (N * I)
     c_ptr += (group.to(tl.int64) * CHUNKS + chunk) * (N * L)
-    total = tl.zeros([BI], tl.float32)
-    known_states = (tl.arange(0, 1 << STATE_LEVELS) < N)[:, None] & inside[None, :]
-    states = tl.zeros([1 << STATE_LEVELS, BI], tl.float32)
+    total = tl.zeros([BI], tl.float32)  # [BI]
+    known_states = (tl.arange(0, 1 << STATE_LEVELS) < N)[:, None] & inside[None, :]  # [NS, BI]
+    states = tl.zeros([1 << STATE_LEVELS, BI], tl.float32)  # [NS, BI], gradients
     if not KEPT:
         for n in range(N):
             tl.store(local_ptr + n * I + i, total, mask=inside)
@@ -107,8 +81,9 @@ def backward_summary_kernel(
         token = j * L
         count = length - token
         here = (row + token) * I + zero
-        raw = load_tile(dt_ptr + here, count, l, i, inside, float("-inf"), I, EVEN)
-        dy = load_tile(dout_ptr + here, count, l, i, inside, 0.0, I, EVEN)
+        raw = load_tile(dt_ptr + here, count, l, i, inside, float("-inf"), I, EVEN)  # [L, BI]; past the end a time step of 0  # fmt: skip
+        dy = load_tile(dout_ptr + here, count, l, i, inside, 0.0, I, EVEN)  # [L, BI]
+        # The chunk before is on its way while this one is worked on.
         if PREFETCH:
             ahead = tl.where(j > first, L, 0)
             there = here - L * I + channel
@@ -119,30 +94,32 @@ def backward_summary_kernel(
             if PREFETCH > 1:
                 seen += touch(c_ptr + (j - 1).to(tl.int64) * (N * L), ahead, N * L, 1, N * L, 0, BI)
         if GATE:
-            z = load_tile(z_ptr + here, count, l, i, inside, 0.0, I, EVEN)
-            dy *= z * sigmoid(z)
-        dt = time_step(raw, bias, SOFTPLUS)
-        total += tl.sum(dt, axis=0)
-        fresh = fresh_penalty(starts_ptr, row, token, length, l, SEGMENTS)
+            z = load_tile(z_ptr + here, count, l, i, inside, 0.0, I, EVEN)  # [L, BI]
+            dy *= z * sigmoid(z)  # [L, BI]
+        dt = time_step(raw, bias, SOFTPLUS)  # [L, BI]
+        total += tl.sum(dt, axis=0)  # [BI], as decays multiply, their exponents add
+        fresh = fresh_penalty(starts_ptr, row, token, length, l, SEGMENTS)  # [L]
         c_chunk = c_ptr + j.to(tl.int64) * (N * L)
         if KEPT:
-            rates = load_rates(a_ptr + zero, i, known_states, BI, N, I, STATE_LEVELS)
-            behind = split_rows(states, BI, STATE_LEVELS)
+            rates = load_rates(a_ptr + zero, i, known_states, BI, N, I, STATE_LEVELS)  # NS rows [BI]
+            behind = split_rows(states, BI, STATE_LEVELS)  # NS rows [BI]
             before = ()
+            # The gradient of every state over the tokens of the chunk, all in registers.
             for n in tl.static_range(1 << STATE_LEVELS):
                 if n < N:
-                    c = tl.load(c_chunk + n * L + l)
-                    g = _retreat(behind[n], dt, dy, rates[n], c, fresh, BI, LEVELS, SEGMENTS)
+                    c = tl.load(c_chunk + n * L + l)  # [L]
+                    g = _retreat(behind[n], dt, dy, rates[n], c, fresh, BI, LEVELS, SEGMENTS)  # [BI]
                     before = before + (g,)
                 else:
                     before = before + (behind[n],)
-            states = join_rows(before, BI, STATE_LEVELS)
+            states = join_rows(before, BI, STATE_LEVELS)  # [NS, BI]
         else:
+            # The same one state after the other, from memory and back.
             for n in range(N):
-                a = tl.load(a_ptr + n * I + i, mask=inside, other=0.0)
-                g = tl.load(local_ptr + n * I + i, mask=inside, other=0.0)
-                c = tl.load(c_chunk + n * L + l)
-                g = _retreat(g, dt, dy, a, c, fresh, BI, LEVELS, SEGMENTS)
+                a = tl.load(a_ptr + n * I + i, mask=inside, other=0.0)  # [BI]
+                g = tl.load(local_ptr + n * I + i, mask=inside, other=0.0)  # [BI]
+                c = tl.load(c_chunk + n * L + l)  # [L]
+                g = _retreat(g, dt, dy, a, c, fresh, BI, LEVELS, SEGMENTS)  # [BI]
                 tl.store(local_ptr + n * I + i, g, mask=inside)
     if KEPT:
         tl.store(states_at(local_ptr + zero, i, N, I, STATE_LEVELS), states, mask=known_states)
@@ -154,7 +131,7 @@ def backward_summary_kernel(
 @triton.jit
 def _load_state(a_ptr, state_ptr, carry_ptr, da_ptr, n, i, inside, I: tl.constexpr):
     """What the loop over the states has of each: its rates, the states before the chunk, `f`, the gradient of the rates."""
-    a = tl.load(a_ptr + n * I + i, mask=inside, other=0.0)
+    a = tl.load(a_ptr + n * I + i, mask=inside, other=0.0)  # [BI], as all here
     h = tl.load(state_ptr + n * I + i, mask=inside, other=0.0)
     f = tl.load(carry_ptr + n * I + i, mask=inside, other=0.0)
     return a, h, f, tl.load(da_ptr + n * I + i, mask=inside, other=0.0)
@@ -162,72 +139,33 @@ def _load_state(a_ptr, state_ptr, carry_ptr, da_ptr, n, i, inside, I: tl.constex
 
 @triton.jit
 def backward_kernel(
-    x_ptr,
-    dt_ptr,
-    a_ptr,
-    b_ptr,
-    c_ptr,
-    d_ptr,
-    z_ptr,
-    bias_ptr,
-    states_ptr,
-    dout_ptr,
-    entering_ptr,
-    starts_ptr,
-    bounds_ptr,
-    T,
-    SPLITS,
-    CHUNKS,
-    SEQUENCES,
-    zero,
-    dx_ptr,
-    ddt_ptr,
-    dz_ptr,
-    dprojection_ptr,
-    da_ptr,
-    dd_ptr,
-    dbias_ptr,
-    dinitial_ptr,
-    carry_ptr,
-    I: tl.constexpr,
-    N: tl.constexpr,
-    GROUP: tl.constexpr,
-    GROUP_BLOCKS: tl.constexpr,
-    BLOCKS: tl.constexpr,
-    BI: tl.constexpr,
-    LEVELS: tl.constexpr,
-    A_STRIDE: tl.constexpr,
-    BIAS_STRIDE: tl.constexpr,
-    D_STRIDE: tl.constexpr,
-    LANE_LEVELS: tl.constexpr,
-    BIAS: tl.constexpr,
-    SOFTPLUS: tl.constexpr,
-    SKIP: tl.constexpr,
-    GATE: tl.constexpr,
-    SEGMENTS: tl.constexpr,
-    TABLE: tl.constexpr,
-    EVEN: tl.constexpr,
-    PREFETCH: tl.constexpr,
-):
+    x_ptr, dt_ptr, a_ptr, b_ptr, c_ptr, d_ptr, z_ptr, bias_ptr, states_ptr, dout_ptr, entering_ptr, starts_ptr, bounds_ptr,
+    T, SPLITS, CHUNKS, SEQUENCES, zero,
+    dx_ptr, ddt_ptr, dz_ptr, dprojection_ptr,  # [rows, I] each, [GROUP_BLOCKS, G, CHUNKS, N, 2 L]: dB before dC
+    da_ptr, dd_ptr, dbias_ptr, dinitial_ptr, carry_ptr,  # [sequences, SPLITS, N, I], without N, without N, [sequences, N, I], as da
+    I: tl.constexpr, N: tl.constexpr, GROUP: tl.constexpr, GROUP_BLOCKS: tl.constexpr, BLOCKS: tl.constexpr,
+    BI: tl.constexpr, LEVELS: tl.constexpr, A_STRIDE: tl.constexpr, BIAS_STRIDE: tl.constexpr, D_STRIDE: tl.constexpr,
+    LANE_LEVELS: tl.constexpr, BIAS: tl.constexpr, SOFTPLUS: tl.constexpr, SKIP: tl.constexpr, GATE: tl.constexpr,
+    SEGMENTS: tl.constexpr, TABLE: tl.constexpr, EVEN: tl.constexpr, PREFETCH: tl.constexpr,
+):  # fmt: skip
     """All gradients of a split, chunk after chunk from its last; those that channels or splits share as the part of this program.
 
     With `g` the gradient of the state after a token and `f` that of the state before it: `g = C dy + f'`, `f = decay g`, where `f'` is that of
     the token after. `carry` holds `f`, of every state of the split, from chunk to chunk."""
     L: tl.constexpr = 1 << LEVELS
     block, sequence, split, row, length, chunk, first, last, _ = place(
-        tl.program_id(0), bounds_ptr, T, SPLITS, SPLITS, L, BLOCKS, TABLE
-    )
-    group, i, inside = channels_of(block, GROUP, GROUP_BLOCKS, BI)
+        tl.program_id(0), bounds_ptr, T, SPLITS, SPLITS, L, BLOCKS, TABLE)  # fmt: skip
+    group, i, inside = channels_of(block, GROUP, GROUP_BLOCKS, BI)  # [BI]
     channel, width = channels_from(block, GROUP, GROUP_BLOCKS, BI)
-    seen = tl.zeros([BI], tl.float32)
-    l = tl.arange(0, L)
+    seen = tl.zeros([BI], tl.float32)  # [BI]
+    l = tl.arange(0, L)  # [L]
     batch = (sequence // SEQUENCES).to(tl.int64)
-    bias = tl.zeros([BI], tl.float32)
-    skip = tl.zeros([BI], tl.float32)
+    bias = tl.zeros([BI], tl.float32)  # [BI]
+    skip = tl.zeros([BI], tl.float32)  # [BI]
     if BIAS:
-        bias = tl.load(bias_ptr + batch * BIAS_STRIDE + i, mask=inside, other=0.0)
+        bias = tl.load(bias_ptr + batch * BIAS_STRIDE + i, mask=inside, other=0.0)  # [BI]
     if SKIP:
-        skip = tl.load(d_ptr + batch * D_STRIDE + i, mask=inside, other=0.0)
+        skip = tl.load(d_ptr + batch * D_STRIDE + i, mask=inside, other=0.0)  # [BI]
     a_ptr += batch * A_STRIDE
     mine = (sequence * SPLITS + split).to(tl.int64)
     entering_ptr += mine * (N * I)
@@ -242,9 +180,10 @@ def backward_kernel(
     states_ptr += chunk * (N * I)
     chunks = (length + L - 1) // L
 
-    nothing = tl.zeros([BI], tl.float32)
+    # The gradients of the states after the split; a sequence without tokens passes them on to its initial ones.
+    nothing = tl.zeros([BI], tl.float32)  # [BI]
     for n in range(N):
-        f = tl.load(entering_ptr + n * I + i, mask=inside, other=0.0)
+        f = tl.load(entering_ptr + n * I + i, mask=inside, other=0.0)  # [BI]
         tl.store(carry_ptr + n * I + i, f, mask=inside)
         tl.store(da_ptr + n * I + i, nothing, mask=inside)
         tl.store(dinitial_ptr + n * I + i, f, mask=inside & (chunks == 0) & (split == 0))
@@ -256,61 +195,63 @@ def backward_kernel(
         token = j * L
         count = length - token
         here = (row + token) * I + zero
-        x = load_tile(x_ptr + here, count, l, i, inside, 0.0, I, EVEN)
-        raw = load_tile(dt_ptr + here, count, l, i, inside, float("-inf"), I, EVEN)
-        dy = load_tile(dout_ptr + here, count, l, i, inside, 0.0, I, EVEN)
+        x = load_tile(x_ptr + here, count, l, i, inside, 0.0, I, EVEN)  # [L, BI]
+        raw = load_tile(dt_ptr + here, count, l, i, inside, float("-inf"), I, EVEN)  # [L, BI]; past the end a time step of 0  # fmt: skip
+        dy = load_tile(dout_ptr + here, count, l, i, inside, 0.0, I, EVEN)  # [L, BI]
         if GATE:
-            z = load_tile(z_ptr + here, count, l, i, inside, 0.0, I, EVEN)
-            dy *= z * sigmoid(z)
-        dt = time_step(raw, bias, SOFTPLUS)
-        dskip += tl.sum(dy * x, axis=0)
-        y = x * skip[None, :]
-        x *= dt
-        dx = tl.zeros([L, BI], tl.float32)
-        ddt = tl.zeros([L, BI], tl.float32)
-        fresh = fresh_penalty(starts_ptr, row, token, length, l, SEGMENTS)
+            z = load_tile(z_ptr + here, count, l, i, inside, 0.0, I, EVEN)  # [L, BI]
+            dy *= z * sigmoid(z)  # [L, BI], dout silu(z)
+        dt = time_step(raw, bias, SOFTPLUS)  # [L, BI]
+        dskip += tl.sum(dy * x, axis=0)  # [BI]
+        y = x * skip[None, :]  # [L, BI], for dz
+        x *= dt  # dt x, [L, BI]
+        dx = tl.zeros([L, BI], tl.float32)  # [L, BI], until the end without dt and D
+        ddt = tl.zeros([L, BI], tl.float32)  # [L, BI], until the end in log2 units and without dx
+        fresh = fresh_penalty(starts_ptr, row, token, length, l, SEGMENTS)  # [L]
         at_chunk = j.to(tl.int64) * (N * L)
         state = states_ptr + j.to(tl.int64) * (N * I)
         a, h, f, da = _load_state(a_ptr, state, carry_ptr, da_ptr, 0, i, inside, I)
+        # One state after the other: forward over the tokens once more, then back, in the same registers.
         for n in range(N):
             if not PREFETCH:
                 a, h, f, da = _load_state(a_ptr, state, carry_ptr, da_ptr, n, i, inside, I)
-            b = tl.load(b_ptr + at_chunk + n * L + l)
-            c = tl.load(c_ptr + at_chunk + n * L + l)
-            decays = decays_of(dt, a, fresh, BI, LEVELS, SEGMENTS)
-            write = split_rows(x * b[:, None], BI, LEVELS)
-            read = split_rows(dy * c[:, None], BI, LEVELS)
+            b = tl.load(b_ptr + at_chunk + n * L + l)  # [L]
+            c = tl.load(c_ptr + at_chunk + n * L + l)  # [L]
+            decays = decays_of(dt, a, fresh, BI, LEVELS, SEGMENTS)  # L rows [BI]
+            write = split_rows(x * b[:, None], BI, LEVELS)  # L rows [BI]
+            read = split_rows(dy * c[:, None], BI, LEVELS)  # L rows [BI]
             passed_rows = ()
             h_rows = ()
             for r in tl.static_range(L):
-                passed = decays[r] * h
-                h = passed + write[r]
+                passed = decays[r] * h  # e^(dt A) h, [BI]
+                h = passed + write[r]  # [BI]
                 passed_rows = passed_rows + (passed,)
                 h_rows = h_rows + (h,)
-            passed = join_rows(passed_rows, BI, LEVELS)
-            states = join_rows(h_rows, BI, LEVELS)
+            passed = join_rows(passed_rows, BI, LEVELS)  # [L, BI]
+            states = join_rows(h_rows, BI, LEVELS)  # [L, BI]
             if GATE:
-                y += states * c[:, None]
+                y += states * c[:, None]  # [L, BI]
             g_rows = ()
             for r in tl.static_range(L):
-                g = read[L - 1 - r] + f
-                f = decays[L - 1 - r] * g
+                g = read[L - 1 - r] + f  # [BI]
+                f = decays[L - 1 - r] * g  # [BI]
                 g_rows = (g,) + g_rows
             tl.store(carry_ptr + n * I + i, f, mask=inside)
-            g = join_rows(g_rows, BI, LEVELS)
-            dx += g * b[:, None]
-            dexponent = g * passed
-            ddt += dexponent * a[None, :]
-            da += tl.sum(dexponent * dt, axis=0)
+            g = join_rows(g_rows, BI, LEVELS)  # [L, BI]
+            # dx = sum g B, the exponent's gradient is g e^(dt A) h: of dt times A, of A times dt.
+            dx += g * b[:, None]  # [L, BI]
+            dexponent = g * passed  # [L, BI]
+            ddt += dexponent * a[None, :]  # [L, BI]
+            da += tl.sum(dexponent * dt, axis=0)  # [BI]
             tl.store(da_ptr + n * I + i, da, mask=inside)
-            both = tl.reshape(tl.permute(tl.join(g * x, states * dy), (2, 0, 1)), (2 * L, BI))
+            # dB = sum g dt x and dC = sum h dy, over channels: both at once, one above the other.
+            both = tl.reshape(tl.permute(tl.join(g * x, states * dy), (2, 0, 1)), (2 * L, BI))  # [2 L, BI]
             if PREFETCH:  # on their way while lanes exchange their rows
-                a, h, f, da = _load_state(
-                    a_ptr, state, carry_ptr, da_ptr, tl.minimum(n + 1, N - 1), i, inside, I
-                )
-            shares = sum_channels(both, 2 * L, BI, LEVELS + 1, LANE_LEVELS)
+                a, h, f, da = _load_state(a_ptr, state, carry_ptr, da_ptr, tl.minimum(n + 1, N - 1), i, inside, I)  # fmt: skip
+            shares = sum_channels(both, 2 * L, BI, LEVELS + 1, LANE_LEVELS)  # [2 L]
             tl.store(dprojection_ptr + 2 * (at_chunk + n * L) + tl.arange(0, 2 * L), shares)
 
+        # The chunk before is on its way while this one is finished.
         if PREFETCH:
             ahead = tl.where(j > first, L, 0)
             there = here - L * I + channel
@@ -325,21 +266,23 @@ def backward_kernel(
                 seen += touch(c_ptr + at_next, ahead, N * L, 1, N * L, 0, BI)
             state_there = states_ptr + (j - 1).to(tl.int64) * (N * I) + channel
             seen += touch(state_there, tl.where(j > first, N, 0), width, N, BI, I, BI)
-        x = load_tile(x_ptr + here, count, l, i, inside, 0.0, I, EVEN)
-        raw = load_tile(dt_ptr + here, count, l, i, inside, float("-inf"), I, EVEN)
+        # Loaded again, rather than kept in registers over all states.
+        x = load_tile(x_ptr + here, count, l, i, inside, 0.0, I, EVEN)  # [L, BI]
+        raw = load_tile(dt_ptr + here, count, l, i, inside, float("-inf"), I, EVEN)  # [L, BI]
         if GATE:
-            z = load_tile(z_ptr + here, count, l, i, inside, 0.0, I, EVEN)
-            dout = load_tile(dout_ptr + here, count, l, i, inside, 0.0, I, EVEN)
-            gate = sigmoid(z)
-            dz = dout * y * gate * (1.0 + z * (1.0 - gate))
+            z = load_tile(z_ptr + here, count, l, i, inside, 0.0, I, EVEN)  # [L, BI]
+            dout = load_tile(dout_ptr + here, count, l, i, inside, 0.0, I, EVEN)  # [L, BI]
+            gate = sigmoid(z)  # [L, BI]
+            dz = dout * y * gate * (1.0 + z * (1.0 - gate))  # [L, BI]
             store_tile(dz_ptr + here, dz, count, l, i, inside, I, EVEN)
-        ddt = ddt * LN2 + dx * x
-        dx = dx * dt + dy * skip[None, :]
+        ddt = ddt * LN2 + dx * x  # [L, BI]; A has log2 e inside
+        dx = dx * dt + dy * skip[None, :]  # [L, BI]
+        # Of the time step before the softplus, whose derivative is the sigmoid; none where it was held at 0.
         if SOFTPLUS:
             ddt *= sigmoid(raw + bias[None, :])
         else:
             ddt = tl.where(raw <= NO_TIME, 0.0, ddt)
-        dbias += tl.sum(ddt, axis=0)
+        dbias += tl.sum(ddt, axis=0)  # [BI]
         store_tile(dx_ptr + here, dx, count, l, i, inside, I, EVEN)
         store_tile(ddt_ptr + here, ddt, count, l, i, inside, I, EVEN)
 

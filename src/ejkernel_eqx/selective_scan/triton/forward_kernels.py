@@ -26,98 +26,63 @@ from .tile import (
 @triton.jit
 def _advance(h, dt, x, rate, b, fresh, BI: tl.constexpr, LEVELS: tl.constexpr, SEGMENTS: tl.constexpr):
     """One state of every channel after each token of a chunk, `[BI]` each, from the one before the chunk; `x` has its time steps inside."""
-    decay = decays_of(dt, rate, fresh, BI, LEVELS, SEGMENTS)
-    write = split_rows(x * b[:, None], BI, LEVELS)
+    # h = e^(dt A) h + dt x B, token by token: an instruction for each.
+    decay = decays_of(dt, rate, fresh, BI, LEVELS, SEGMENTS)  # L rows [BI]
+    write = split_rows(x * b[:, None], BI, LEVELS)  # L rows [BI]
     rows = ()
     for r in tl.static_range(1 << LEVELS):
-        h = tl.fma(decay[r], h, write[r])
+        h = tl.fma(decay[r], h, write[r])  # [BI]
         rows = rows + (h,)
     return rows
 
 
 @triton.jit
-def _load_turn(
-    a_ptr,
-    state_ptr,
-    b_ptr,
-    n0,
-    l,
-    i,
-    inside,
-    N: tl.constexpr,
-    I: tl.constexpr,
-    L: tl.constexpr,
-    UNROLL: tl.constexpr,
-):
+def _load_turn(a_ptr, state_ptr, b_ptr, n0, l, i, inside,
+               N: tl.constexpr, I: tl.constexpr, L: tl.constexpr, UNROLL: tl.constexpr):  # fmt: skip
     """Of `UNROLL` states from `n0` on the rates, the states themselves and `B` over a chunk: all loads before what is made of them."""
     rates = ()
     before = ()
     b_rows = ()
     for u in tl.static_range(UNROLL):
-        known = inside & (n0 + u < N) if N % UNROLL else inside
-        rates = rates + (tl.load(a_ptr + (n0 + u) * I + i, mask=known, other=0.0),)
-        before = before + (tl.load(state_ptr + (n0 + u) * I + i, mask=known, other=0.0),)
-        b_rows = b_rows + (load_projection(b_ptr, n0 + u, l, N, L, UNROLL),)
+        known = inside & (n0 + u < N) if N % UNROLL else inside  # [BI]
+        rates = rates + (tl.load(a_ptr + (n0 + u) * I + i, mask=known, other=0.0),)  # [BI]
+        before = before + (tl.load(state_ptr + (n0 + u) * I + i, mask=known, other=0.0),)  # [BI]
+        b_rows = b_rows + (load_projection(b_ptr, n0 + u, l, N, L, UNROLL),)  # [L]
     return rates, before, b_rows
 
 
 @triton.jit
 def summary_kernel(
-    x_ptr,
-    dt_ptr,
-    a_ptr,
-    b_ptr,
-    bias_ptr,
-    starts_ptr,
-    bounds_ptr,
-    T,
-    SPLITS,
-    CHUNKS,
-    SEQUENCES,
-    zero,
-    local_ptr,
-    total_ptr,
-    I: tl.constexpr,
-    N: tl.constexpr,
-    GROUP: tl.constexpr,
-    GROUP_BLOCKS: tl.constexpr,
-    BLOCKS: tl.constexpr,
-    BI: tl.constexpr,
-    LEVELS: tl.constexpr,
-    UNROLL: tl.constexpr,
-    STATE_LEVELS: tl.constexpr,
-    A_STRIDE: tl.constexpr,
-    BIAS_STRIDE: tl.constexpr,
-    BIAS: tl.constexpr,
-    SOFTPLUS: tl.constexpr,
-    SEGMENTS: tl.constexpr,
-    TABLE: tl.constexpr,
-    EVEN: tl.constexpr,
-    PREFETCH: tl.constexpr,
-):
+    x_ptr, dt_ptr, a_ptr, b_ptr, bias_ptr, starts_ptr, bounds_ptr,  # [rows, I] twice, [N, I], [G, CHUNKS, N, L], [I], [rows], [sequences, 3]
+    T, SPLITS, CHUNKS, SEQUENCES, zero,
+    local_ptr, total_ptr,  # [sequences, SPLITS, N, I], [sequences, SPLITS, I]
+    I: tl.constexpr, N: tl.constexpr, GROUP: tl.constexpr, GROUP_BLOCKS: tl.constexpr, BLOCKS: tl.constexpr,
+    BI: tl.constexpr, LEVELS: tl.constexpr, UNROLL: tl.constexpr, STATE_LEVELS: tl.constexpr,
+    A_STRIDE: tl.constexpr, BIAS_STRIDE: tl.constexpr,
+    BIAS: tl.constexpr, SOFTPLUS: tl.constexpr, SEGMENTS: tl.constexpr, TABLE: tl.constexpr, EVEN: tl.constexpr, PREFETCH: tl.constexpr,
+):  # fmt: skip
     """Of every split but the last: the state after it from a state of zeros before it, and the sum of its time steps.
 
     Where all states are worked on side by side (`UNROLL`), they stay in registers; else they are in `local` from chunk to chunk."""
     L: tl.constexpr = 1 << LEVELS
-    KEPT: tl.constexpr = 1 << STATE_LEVELS <= UNROLL
+    KEPT: tl.constexpr = 1 << STATE_LEVELS <= UNROLL  # [NS, BI] are all states, NS = 2**STATE_LEVELS
     block, sequence, split, row, length, chunk, first, last, _ = place(
-        tl.program_id(0), bounds_ptr, T, SPLITS, SPLITS - 1, L, BLOCKS, TABLE
-    )
-    group, i, inside = channels_of(block, GROUP, GROUP_BLOCKS, BI)
+        tl.program_id(0), bounds_ptr, T, SPLITS, SPLITS - 1, L, BLOCKS, TABLE)  # fmt: skip
+    group, i, inside = channels_of(block, GROUP, GROUP_BLOCKS, BI)  # [BI]
     channel, width = channels_from(block, GROUP, GROUP_BLOCKS, BI)
-    seen = tl.zeros([BI], tl.float32)
-    l = tl.arange(0, L)
+    seen = tl.zeros([BI], tl.float32)  # [BI]
+    l = tl.arange(0, L)  # [L]
     batch = (sequence // SEQUENCES).to(tl.int64)
-    bias = tl.zeros([BI], tl.float32)
+    bias = tl.zeros([BI], tl.float32)  # [BI]
     if BIAS:
-        bias = tl.load(bias_ptr + batch * BIAS_STRIDE + i, mask=inside, other=0.0)
+        bias = tl.load(bias_ptr + batch * BIAS_STRIDE + i, mask=inside, other=0.0)  # [BI]
     a_ptr += batch * A_STRIDE
     at = (sequence * SPLITS + split).to(tl.int64)
     local_ptr += at * (N * I)
     b_ptr += (group.to(tl.int64) * CHUNKS + chunk) * (N * L)
-    total = tl.zeros([BI], tl.float32)
-    known_states = (tl.arange(0, 1 << STATE_LEVELS) < N)[:, None] & inside[None, :]
-    states = tl.zeros([1 << STATE_LEVELS, BI], tl.float32)
+    total = tl.zeros([BI], tl.float32)  # [BI]
+    known_states = (tl.arange(0, 1 << STATE_LEVELS) < N)[:, None] & inside[None, :]  # [NS, BI]
+    states = tl.zeros([1 << STATE_LEVELS, BI], tl.float32)  # [NS, BI]
     if not KEPT:
         for n in range(N):
             tl.store(local_ptr + n * I + i, total, mask=inside)
@@ -125,8 +90,9 @@ def summary_kernel(
         token = j * L
         count = length - token
         here = (row + token) * I + zero
-        x = load_tile(x_ptr + here, count, l, i, inside, 0.0, I, EVEN)
-        raw = load_tile(dt_ptr + here, count, l, i, inside, float("-inf"), I, EVEN)
+        x = load_tile(x_ptr + here, count, l, i, inside, 0.0, I, EVEN)  # [L, BI]
+        raw = load_tile(dt_ptr + here, count, l, i, inside, float("-inf"), I, EVEN)  # [L, BI]; past the end a time step of 0  # fmt: skip
+        # The next chunk is on its way while this one is worked on.
         if PREFETCH:
             ahead = tl.where(j + 1 < last, count - L, 0)
             there = here + L * I + channel
@@ -134,31 +100,31 @@ def summary_kernel(
             seen += touch(dt_ptr + there, ahead, width, L, BI, I, BI)
             if PREFETCH > 1:
                 seen += touch(b_ptr + (j + 1).to(tl.int64) * (N * L), ahead, N * L, 1, N * L, 0, BI)
-        dt = time_step(raw, bias, SOFTPLUS)
-        total += tl.sum(dt, axis=0)
-        x *= dt
-        fresh = fresh_penalty(starts_ptr, row, token, length, l, SEGMENTS)
+        dt = time_step(raw, bias, SOFTPLUS)  # [L, BI]
+        total += tl.sum(dt, axis=0)  # [BI], as decays multiply, their exponents add
+        x *= dt  # dt x, [L, BI]
+        fresh = fresh_penalty(starts_ptr, row, token, length, l, SEGMENTS)  # [L]
         b_chunk = b_ptr + j.to(tl.int64) * (N * L)
         if KEPT:
-            rates = load_rates(a_ptr + zero, i, known_states, BI, N, I, STATE_LEVELS)
-            before = split_rows(states, BI, STATE_LEVELS)
+            rates = load_rates(a_ptr + zero, i, known_states, BI, N, I, STATE_LEVELS)  # NS rows [BI]
+            before = split_rows(states, BI, STATE_LEVELS)  # NS rows [BI]
             after = ()
+            # Every state over the tokens of the chunk, all in registers.
             for n in tl.static_range(1 << STATE_LEVELS):
                 if n < N:
-                    b = load_projection(b_chunk, n, l, N, L, 1)
-                    rows = _advance(before[n], dt, x, rates[n], b, fresh, BI, LEVELS, SEGMENTS)
+                    b = load_projection(b_chunk, n, l, N, L, 1)  # [L]
+                    rows = _advance(before[n], dt, x, rates[n], b, fresh, BI, LEVELS, SEGMENTS)  # L rows [BI]
                     after = after + (rows[L - 1],)
                 else:
                     after = after + (before[n],)
-            states = join_rows(after, BI, STATE_LEVELS)
+            states = join_rows(after, BI, STATE_LEVELS)  # [NS, BI]
         else:
+            # `UNROLL` states at a time over the tokens of the chunk, from memory and back.
             for n0 in range(0, N, UNROLL):
-                rates, before, b_rows = _load_turn(
-                    a_ptr, local_ptr, b_chunk, n0, l, i, inside, N, I, L, UNROLL
-                )
+                rates, before, b_rows = _load_turn(a_ptr, local_ptr, b_chunk, n0, l, i, inside, N, I, L, UNROLL)  # fmt: skip
                 for u in tl.static_range(UNROLL):
                     known = inside & (n0 + u < N) if N % UNROLL else inside
-                    rows = _advance(before[u], dt, x, rates[u], b_rows[u], fresh, BI, LEVELS, SEGMENTS)
+                    rows = _advance(before[u], dt, x, rates[u], b_rows[u], fresh, BI, LEVELS, SEGMENTS)  # L rows [BI]  # fmt: skip
                     tl.store(local_ptr + (n0 + u) * I + i, rows[L - 1], mask=known)
     if KEPT:
         tl.store(states_at(local_ptr + zero, i, N, I, STATE_LEVELS), states, mask=known_states)
@@ -169,115 +135,71 @@ def summary_kernel(
 
 @triton.jit
 def combine_kernel(
-    a_ptr,
-    first_ptr,
-    local_ptr,
-    total_ptr,
-    starts_ptr,
-    bounds_ptr,
-    T,
-    SPLITS,
-    SEQUENCES,
-    entering_ptr,
-    I: tl.constexpr,
-    N: tl.constexpr,
-    L: tl.constexpr,
-    BLOCK: tl.constexpr,
-    A_STRIDE: tl.constexpr,
-    FIRST: tl.constexpr,
-    REVERSE: tl.constexpr,
-    SEGMENTS: tl.constexpr,
-    TABLE: tl.constexpr,
-):
+    a_ptr, first_ptr, local_ptr, total_ptr, starts_ptr, bounds_ptr,  # first [sequences, N, I], local and total of the summary
+    T, SPLITS, SEQUENCES,
+    entering_ptr,  # [sequences, SPLITS, N, I]
+    I: tl.constexpr, N: tl.constexpr, L: tl.constexpr, BLOCK: tl.constexpr, A_STRIDE: tl.constexpr,
+    FIRST: tl.constexpr, REVERSE: tl.constexpr, SEGMENTS: tl.constexpr, TABLE: tl.constexpr,
+):  # fmt: skip
     """The state that enters each split, from the first and what every split does to one; with `REVERSE` from the last split to the first."""
+    # A program has one state of `BLOCK` channels of a sequence.
     blocks: tl.constexpr = (I + BLOCK - 1) // BLOCK
     pid = tl.program_id(0)
     n = pid // blocks % N
     sequence = pid // (blocks * N)
-    i = pid % blocks * BLOCK + tl.arange(0, BLOCK)
-    inside = i < I
+    i = pid % blocks * BLOCK + tl.arange(0, BLOCK)  # [BLOCK]
+    inside = i < I  # [BLOCK]
     _, _, _, row, length, _, _, _, size = place(sequence, bounds_ptr, T, SPLITS, 1, L, 1, TABLE)
     at = (sequence * SPLITS).to(tl.int64)
-    a = tl.load(a_ptr + (sequence // SEQUENCES).to(tl.int64) * A_STRIDE + n * I + i, mask=inside, other=0.0)
-    h = tl.zeros([BLOCK], tl.float32)
+    a = tl.load(a_ptr + (sequence // SEQUENCES).to(tl.int64) * A_STRIDE + n * I + i, mask=inside, other=0.0)  # [BLOCK]  # fmt: skip
+    h = tl.zeros([BLOCK], tl.float32)  # [BLOCK]
     if FIRST:
-        h = tl.load(first_ptr + (sequence.to(tl.int64) * N + n) * I + i, mask=inside, other=0.0)
+        h = tl.load(first_ptr + (sequence.to(tl.int64) * N + n) * I + i, mask=inside, other=0.0)  # [BLOCK]
+    # h = e^(A sum dt) h + local: a split is one decay and what it adds.
     for k in range(SPLITS):
         s = SPLITS - 1 - k if REVERSE else k
-        here = ((at + s) * N + n) * I + i
+        here = ((at + s) * N + n) * I + i  # [BLOCK]
         tl.store(entering_ptr + here, h, mask=inside)
         # Nothing is behind the last one that is reached, of which nothing is known.
-        known = inside & (k + 1 < SPLITS)
+        known = inside & (k + 1 < SPLITS)  # [BLOCK]
         begin = s * size * L
-        decay = tl.exp2(a * tl.load(total_ptr + (at + s) * I + i, mask=known, other=0.0))
+        decay = tl.exp2(a * tl.load(total_ptr + (at + s) * I + i, mask=known, other=0.0))  # [BLOCK]
+        # Where a segment has started within the split, nothing of what was before passes.
         if SEGMENTS:
             end = tl.minimum(begin + size * L, length)
-            decay = tl.where(tl.load(starts_ptr + row + end - 1) < begin, decay, 0.0)
-        h = decay * h + tl.load(local_ptr + here, mask=known, other=0.0)
+            decay = tl.where(tl.load(starts_ptr + row + end - 1) < begin, decay, 0.0)  # [BLOCK]
+        h = decay * h + tl.load(local_ptr + here, mask=known, other=0.0)  # [BLOCK]
 
 
 @triton.jit
 def forward_kernel(
-    x_ptr,
-    dt_ptr,
-    a_ptr,
-    b_ptr,
-    c_ptr,
-    d_ptr,
-    z_ptr,
-    bias_ptr,
-    entering_ptr,
-    starts_ptr,
-    bounds_ptr,
-    T,
-    SPLITS,
-    CHUNKS,
-    SEQUENCES,
-    zero,
-    out_ptr,
-    final_ptr,
-    states_ptr,
-    I: tl.constexpr,
-    N: tl.constexpr,
-    GROUP: tl.constexpr,
-    GROUP_BLOCKS: tl.constexpr,
-    BLOCKS: tl.constexpr,
-    BI: tl.constexpr,
-    LEVELS: tl.constexpr,
-    UNROLL: tl.constexpr,
-    STATE_LEVELS: tl.constexpr,
-    A_STRIDE: tl.constexpr,
-    BIAS_STRIDE: tl.constexpr,
-    D_STRIDE: tl.constexpr,
-    BIAS: tl.constexpr,
-    SOFTPLUS: tl.constexpr,
-    SKIP: tl.constexpr,
-    GATE: tl.constexpr,
-    ENTERS: tl.constexpr,
-    SEGMENTS: tl.constexpr,
-    TABLE: tl.constexpr,
-    EVEN: tl.constexpr,
-    SAVE: tl.constexpr,
-    PREFETCH: tl.constexpr,
-):
+    x_ptr, dt_ptr, a_ptr, b_ptr, c_ptr, d_ptr, z_ptr, bias_ptr,  # z as x, c as b, d as bias; else as in the summary
+    entering_ptr, starts_ptr, bounds_ptr,  # [sequences, SPLITS, N, I]
+    T, SPLITS, CHUNKS, SEQUENCES, zero,
+    out_ptr, final_ptr, states_ptr,  # [rows, I], [sequences, N, I], [chunks, N, I] or [sequences, SPLITS, N, I]
+    I: tl.constexpr, N: tl.constexpr, GROUP: tl.constexpr, GROUP_BLOCKS: tl.constexpr, BLOCKS: tl.constexpr,
+    BI: tl.constexpr, LEVELS: tl.constexpr, UNROLL: tl.constexpr, STATE_LEVELS: tl.constexpr,
+    A_STRIDE: tl.constexpr, BIAS_STRIDE: tl.constexpr, D_STRIDE: tl.constexpr,
+    BIAS: tl.constexpr, SOFTPLUS: tl.constexpr, SKIP: tl.constexpr, GATE: tl.constexpr, ENTERS: tl.constexpr,
+    SEGMENTS: tl.constexpr, TABLE: tl.constexpr, EVEN: tl.constexpr, SAVE: tl.constexpr, PREFETCH: tl.constexpr,
+):  # fmt: skip
     """The outputs of a split, and the state before every chunk if they are saved; else `states` holds the running state of a split,
     unless it stays in registers (as in the summary)."""
     L: tl.constexpr = 1 << LEVELS
-    KEPT: tl.constexpr = 1 << STATE_LEVELS <= UNROLL
+    KEPT: tl.constexpr = 1 << STATE_LEVELS <= UNROLL  # [NS, BI] are all states, NS = 2**STATE_LEVELS
     block, sequence, split, row, length, chunk, first, last, _ = place(
-        tl.program_id(0), bounds_ptr, T, SPLITS, SPLITS, L, BLOCKS, TABLE
-    )
-    group, i, inside = channels_of(block, GROUP, GROUP_BLOCKS, BI)
+        tl.program_id(0), bounds_ptr, T, SPLITS, SPLITS, L, BLOCKS, TABLE)  # fmt: skip
+    group, i, inside = channels_of(block, GROUP, GROUP_BLOCKS, BI)  # [BI]
     channel, width = channels_from(block, GROUP, GROUP_BLOCKS, BI)
-    seen = tl.zeros([BI], tl.float32)
-    l = tl.arange(0, L)
+    seen = tl.zeros([BI], tl.float32)  # [BI]
+    l = tl.arange(0, L)  # [L]
     batch = (sequence // SEQUENCES).to(tl.int64)
-    bias = tl.zeros([BI], tl.float32)
-    skip = tl.zeros([BI], tl.float32)
+    bias = tl.zeros([BI], tl.float32)  # [BI]
+    skip = tl.zeros([BI], tl.float32)  # [BI]
     if BIAS:
-        bias = tl.load(bias_ptr + batch * BIAS_STRIDE + i, mask=inside, other=0.0)
+        bias = tl.load(bias_ptr + batch * BIAS_STRIDE + i, mask=inside, other=0.0)  # [BI]
     if SKIP:
-        skip = tl.load(d_ptr + batch * D_STRIDE + i, mask=inside, other=0.0)
+        skip = tl.load(d_ptr + batch * D_STRIDE + i, mask=inside, other=0.0)  # [BI]
     a_ptr += batch * A_STRIDE
     final_ptr += sequence.to(tl.int64) * (N * I)
     at = (sequence * SPLITS + split).to(tl.int64)
@@ -288,18 +210,17 @@ def forward_kernel(
     states_ptr += (chunk + first if SAVE else at) * (N * I)
     chunks = (length + L - 1) // L
 
-    known_states = (tl.arange(0, 1 << STATE_LEVELS) < N)[:, None] & inside[None, :]
-    states = tl.zeros([1 << STATE_LEVELS, BI], tl.float32)
+    # The states before the first chunk, to registers or to memory. A sequence without tokens has them as its final ones.
+    known_states = (tl.arange(0, 1 << STATE_LEVELS) < N)[:, None] & inside[None, :]  # [NS, BI]
+    states = tl.zeros([1 << STATE_LEVELS, BI], tl.float32)  # [NS, BI]
     if KEPT:
         if ENTERS:
-            states = tl.load(
-                states_at(entering_ptr + zero, i, N, I, STATE_LEVELS), mask=known_states, other=0.0
-            )
+            states = tl.load(states_at(entering_ptr + zero, i, N, I, STATE_LEVELS), mask=known_states, other=0.0)  # [NS, BI]  # fmt: skip
     else:
         for n in range(N):
             h = tl.zeros([BI], tl.float32)
             if ENTERS:
-                h = tl.load(entering_ptr + n * I + i, mask=inside, other=0.0)
+                h = tl.load(entering_ptr + n * I + i, mask=inside, other=0.0)  # [BI]
             tl.store(states_ptr + n * I + i, h, mask=inside & (first < last))
             tl.store(final_ptr + n * I + i, h, mask=inside & (chunks == 0) & (split == 0))
 
@@ -307,8 +228,10 @@ def forward_kernel(
         token = j * L
         count = length - token
         here = (row + token) * I + zero
-        x = load_tile(x_ptr + here, count, l, i, inside, 0.0, I, EVEN)
-        raw = load_tile(dt_ptr + here, count, l, i, inside, float("-inf"), I, EVEN)
+        # y = h C + D x, gated in the end.
+        x = load_tile(x_ptr + here, count, l, i, inside, 0.0, I, EVEN)  # [L, BI]
+        raw = load_tile(dt_ptr + here, count, l, i, inside, float("-inf"), I, EVEN)  # [L, BI]; past the end a time step of 0  # fmt: skip
+        # The next chunk is on its way while this one is worked on.
         if PREFETCH:
             ahead = tl.where(j + 1 < last, count - L, 0)
             there = here + L * I + channel
@@ -320,10 +243,10 @@ def forward_kernel(
                 at_next = (j + 1).to(tl.int64) * (N * L)
                 seen += touch(b_ptr + at_next, ahead, N * L, 1, N * L, 0, BI)
                 seen += touch(c_ptr + at_next, ahead, N * L, 1, N * L, 0, BI)
-        dt = time_step(raw, bias, SOFTPLUS)
-        y = x * skip[None, :]
-        x *= dt
-        fresh = fresh_penalty(starts_ptr, row, token, length, l, SEGMENTS)
+        dt = time_step(raw, bias, SOFTPLUS)  # [L, BI]
+        y = x * skip[None, :]  # [L, BI]
+        x *= dt  # dt x, [L, BI]
+        fresh = fresh_penalty(starts_ptr, row, token, length, l, SEGMENTS)  # [L]
         b_chunk = b_ptr + j.to(tl.int64) * (N * L)
         c_chunk = c_ptr + j.to(tl.int64) * (N * L)
         state = states_ptr
@@ -332,35 +255,37 @@ def forward_kernel(
         if KEPT:
             if SAVE:
                 tl.store(states_at(state + zero, i, N, I, STATE_LEVELS), states, mask=known_states)
-            rates = load_rates(a_ptr + zero, i, known_states, BI, N, I, STATE_LEVELS)
-            before = split_rows(states, BI, STATE_LEVELS)
+            rates = load_rates(a_ptr + zero, i, known_states, BI, N, I, STATE_LEVELS)  # NS rows [BI]
+            before = split_rows(states, BI, STATE_LEVELS)  # NS rows [BI]
             after = ()
+            # Every state over the tokens of the chunk, all in registers.
             for n in tl.static_range(1 << STATE_LEVELS):
                 if n < N:
-                    b = load_projection(b_chunk, n, l, N, L, 1)
-                    c = load_projection(c_chunk, n, l, N, L, 1)
-                    rows = _advance(before[n], dt, x, rates[n], b, fresh, BI, LEVELS, SEGMENTS)
-                    y += join_rows(rows, BI, LEVELS) * c[:, None]
+                    b = load_projection(b_chunk, n, l, N, L, 1)  # [L]
+                    c = load_projection(c_chunk, n, l, N, L, 1)  # [L]
+                    rows = _advance(before[n], dt, x, rates[n], b, fresh, BI, LEVELS, SEGMENTS)  # L rows [BI]
+                    y += join_rows(rows, BI, LEVELS) * c[:, None]  # [L, BI]
                     after = after + (rows[L - 1],)
                 else:
                     after = after + (before[n],)
-            states = join_rows(after, BI, STATE_LEVELS)
+            states = join_rows(after, BI, STATE_LEVELS)  # [NS, BI]
         else:
+            # `UNROLL` states at a time over the tokens of the chunk, from memory and back.
             for n0 in range(0, N, UNROLL):
                 rates, before, b_rows = _load_turn(a_ptr, state, b_chunk, n0, l, i, inside, N, I, L, UNROLL)
                 c_rows = ()
                 for u in tl.static_range(UNROLL):
-                    c_rows = c_rows + (load_projection(c_chunk, n0 + u, l, N, L, UNROLL),)
+                    c_rows = c_rows + (load_projection(c_chunk, n0 + u, l, N, L, UNROLL),)  # [L]
                 for u in tl.static_range(UNROLL):
                     known = inside & (n0 + u < N) if N % UNROLL else inside
-                    rows = _advance(before[u], dt, x, rates[u], b_rows[u], fresh, BI, LEVELS, SEGMENTS)
-                    y += join_rows(rows, BI, LEVELS) * c_rows[u][:, None]
+                    rows = _advance(before[u], dt, x, rates[u], b_rows[u], fresh, BI, LEVELS, SEGMENTS)  # L rows [BI]  # fmt: skip
+                    y += join_rows(rows, BI, LEVELS) * c_rows[u][:, None]  # [L, BI]
                     next_state = state + (n0 + u + (N if SAVE else 0)) * I + i
                     tl.store(next_state, rows[L - 1], mask=known & (j + 1 < last))
                     tl.store(final_ptr + (n0 + u) * I + i, rows[L - 1], mask=known & (j + 1 == chunks))
         if GATE:
-            z = load_tile(z_ptr + here, count, l, i, inside, 0.0, I, EVEN)
-            y *= z * sigmoid(z)
+            z = load_tile(z_ptr + here, count, l, i, inside, 0.0, I, EVEN)  # [L, BI]
+            y *= z * sigmoid(z)  # [L, BI]
         store_tile(out_ptr + here, y, count, l, i, inside, I, EVEN)
     if KEPT:
         ends = (last == chunks) & ((first < last) | (split == 0))

@@ -2,158 +2,128 @@
 
 import dataclasses
 import math
-from collections.abc import Callable
 
-import jax
 import triton
 import triton.language as tl
 from jax import Array
 
-from ...launch import Launch, run
+from ...launch import Execute, given, Launcher, result_like, run
+from ...launch.constants import LOG2E
+from ...launch.fields import check_fields, Power, Warps
+from ...launch.sizes import cdiv, padded
 from ..spec import ScanSpec, StepArrays
-from .tile import LOG2E, sigmoid, time_step
+from .tile import sigmoid, time_step
 
 
 @dataclasses.dataclass(frozen=True)
 class StepTile:
     """A program takes `block_i` channels (a power of two) of one row."""
 
-    block_i: int
-    num_warps: int
+    block_i: Power
+    num_warps: Warps
 
-    def __post_init__(self):
-        if self.block_i < 1 or self.block_i & (self.block_i - 1) or self.num_warps not in (1, 2, 4, 8, 16):
-            raise ValueError(
-                f"StepTile: expected block_i a power of two and num_warps 1, 2, 4, 8 or 16, received {self.block_i!r} and {self.num_warps!r}."
-            )
+    __post_init__ = check_fields
 
 
 @triton.jit
 def step_kernel(
-    x_ptr,
-    dt_ptr,
-    a_ptr,
-    b_ptr,
-    c_ptr,
-    d_ptr,
-    z_ptr,
-    bias_ptr,
-    indices_ptr,
-    state_ptr,
-    ROWS,
-    SLOTS,
-    new_state_ptr,
-    out_ptr,
-    I: tl.constexpr,
-    N: tl.constexpr,
-    GROUPS: tl.constexpr,
-    BI: tl.constexpr,
-    BLOCK_N: tl.constexpr,
-    A_STRIDE: tl.constexpr,
-    BIAS_STRIDE: tl.constexpr,
-    D_STRIDE: tl.constexpr,
-    BIAS: tl.constexpr,
-    SOFTPLUS: tl.constexpr,
-    SKIP: tl.constexpr,
-    GATE: tl.constexpr,
-    POOL: tl.constexpr,
-):
+    x_ptr, dt_ptr, a_ptr, b_ptr, c_ptr, d_ptr, z_ptr, bias_ptr,  # x, dt, z [rows, I], a [I, N], b, c [rows, GROUPS, N], d, bias [I]
+    indices_ptr, state_ptr, ROWS, SLOTS,  # [rows]; [slots, I, N], which the new one is from the start
+    new_state_ptr, out_ptr,  # [slots, I, N], [rows, I]
+    I: tl.constexpr, N: tl.constexpr, GROUPS: tl.constexpr, BI: tl.constexpr, BLOCK_N: tl.constexpr,
+    A_STRIDE: tl.constexpr, BIAS_STRIDE: tl.constexpr, D_STRIDE: tl.constexpr,
+    BIAS: tl.constexpr, SOFTPLUS: tl.constexpr, SKIP: tl.constexpr, GATE: tl.constexpr, POOL: tl.constexpr,
+):  # fmt: skip
     blocks: tl.constexpr = (I + BI - 1) // BI
     pid = tl.program_id(0)
     row = (pid // blocks).to(tl.int64)
     batch = row // ROWS
-    i = pid % blocks * BI + tl.arange(0, BI)
-    n = tl.arange(0, BLOCK_N)
-    inside = i < I
+    i = pid % blocks * BI + tl.arange(0, BI)  # [BI]
+    n = tl.arange(0, BLOCK_N)  # [BLOCK_N]
+    inside = i < I  # [BI]
     slot, used = row, True
+    # A row without a slot gives 0 and writes nothing.
     if POOL:
         index = tl.load(indices_ptr + row)
         slot, used = batch * SLOTS + index, (index >= 0) & (index < SLOTS)
     if used:
-        whole = inside[:, None] & (n[None, :] < N)
-        x = tl.load(x_ptr + row * I + i, mask=inside, other=0.0).to(tl.float32)
-        raw = tl.load(dt_ptr + row * I + i, mask=inside, other=0.0).to(tl.float32)
-        bias = tl.zeros([BI], tl.float32)
+        whole = inside[:, None] & (n[None, :] < N)  # [BI, BLOCK_N]
+        x = tl.load(x_ptr + row * I + i, mask=inside, other=0.0).to(tl.float32)  # [BI]
+        raw = tl.load(dt_ptr + row * I + i, mask=inside, other=0.0).to(tl.float32)  # [BI]
+        bias = tl.zeros([BI], tl.float32)  # [BI]
         if BIAS:
-            bias = tl.load(bias_ptr + batch * BIAS_STRIDE + i, mask=inside, other=0.0).to(tl.float32)
-        dt = tl.sum(time_step(raw[None, :], bias, SOFTPLUS), axis=0)
-        a = tl.load(a_ptr + batch * A_STRIDE + i[:, None] * N + n[None, :], mask=whole, other=0.0).to(
-            tl.float32
-        )
-        at = (slot * I + i[:, None]) * N + n[None, :]
-        state = tl.load(new_state_ptr + at, mask=whole, other=0.0).to(tl.float32)  # [BI, N]
+            bias = tl.load(bias_ptr + batch * BIAS_STRIDE + i, mask=inside, other=0.0).to(tl.float32)  # [BI]
+        dt = tl.sum(time_step(raw[None, :], bias, SOFTPLUS), axis=0)  # [BI]
+        a = tl.load(a_ptr + batch * A_STRIDE + i[:, None] * N + n[None, :], mask=whole, other=0.0).to(tl.float32)  # [BI, BLOCK_N]  # fmt: skip
+        at = (slot * I + i[:, None]) * N + n[None, :]  # [BI, BLOCK_N]
+        state = tl.load(new_state_ptr + at, mask=whole, other=0.0).to(tl.float32)  # [BI, BLOCK_N]
         # Of one group all channels read one row; of several each reads its own.
         if GROUPS == 1:
-            b = tl.load(b_ptr + row * N + n, mask=n < N, other=0.0).to(tl.float32)[None, :]
-            c = tl.load(c_ptr + row * N + n, mask=n < N, other=0.0).to(tl.float32)[None, :]
+            b = tl.load(b_ptr + row * N + n, mask=n < N, other=0.0).to(tl.float32)[None, :]  # [1, BLOCK_N]
+            c = tl.load(c_ptr + row * N + n, mask=n < N, other=0.0).to(tl.float32)[None, :]  # [1, BLOCK_N]
         else:
-            own = (row * GROUPS + i[:, None] // (I // GROUPS)) * N + n[None, :]
-            b = tl.load(b_ptr + own, mask=whole, other=0.0).to(tl.float32)
-            c = tl.load(c_ptr + own, mask=whole, other=0.0).to(tl.float32)
-        state = tl.exp2(dt[:, None] * (a * LOG2E)) * state + (dt * x)[:, None] * b
+            own = (row * GROUPS + i[:, None] // (I // GROUPS)) * N + n[None, :]  # [BI, BLOCK_N]
+            b = tl.load(b_ptr + own, mask=whole, other=0.0).to(tl.float32)  # [BI, BLOCK_N]
+            c = tl.load(c_ptr + own, mask=whole, other=0.0).to(tl.float32)  # [BI, BLOCK_N]
+        # h = e^(dt A) h + dt x B, y = (h C + D x) silu(z).
+        state = tl.exp2(dt[:, None] * (a * LOG2E)) * state + (dt * x)[:, None] * b  # [BI, BLOCK_N]
         tl.store(new_state_ptr + at, state.to(new_state_ptr.dtype.element_ty), mask=whole)
-        y = tl.sum(state * c, axis=1)
+        y = tl.sum(state * c, axis=1)  # [BI]
         if SKIP:
             y += x * tl.load(d_ptr + batch * D_STRIDE + i, mask=inside, other=0.0).to(tl.float32)
         if GATE:
-            z = tl.load(z_ptr + row * I + i, mask=inside, other=0.0).to(tl.float32)
-            y *= z * sigmoid(z)
+            z = tl.load(z_ptr + row * I + i, mask=inside, other=0.0).to(tl.float32)  # [BI]
+            y *= z * sigmoid(z)  # [BI]
         tl.store(out_ptr + row * I + i, y.to(out_ptr.dtype.element_ty), mask=inside)
     else:
         tl.store(out_ptr + row * I + i, tl.zeros([BI], out_ptr.dtype.element_ty), mask=inside)
 
 
+def strides(**parameters: Array | None) -> dict[str, int]:
+    """Between the rows of the batch, by the names of parameters; 0 where these share one."""
+    ranks = {"A": 2}
+    return {
+        f"{name}_STRIDE": 0 if x is None or x.ndim == ranks.get(name, 1) else math.prod(x.shape[1:])
+        for name, x in parameters.items()
+    }
+
+
 def step(
-    arrays: StepArrays,
-    spec: ScanSpec,
-    tile: StepTile,
-    *,
-    execute: Callable[[Launch, dict[str, Array]], dict[str, Array]] = run,
+    arrays: StepArrays, spec: ScanSpec, tile: StepTile, *, execute: Execute = run
 ) -> tuple[Array, Array]:
     """`out [*, B, I]` in the dtype of `x` and the states (the whole pool), from arrays with exactly one leading axis."""
     x, state = arrays.x, arrays.state
     lead, rows, channels = x.shape
-    stride = lambda p, rank: 0 if p is None or p.ndim == rank else math.prod(p.shape[1:])
-    given = {
-        "x_ptr": x,
-        "dt_ptr": arrays.dt,
-        "a_ptr": arrays.A,
-        "b_ptr": arrays.B,
-        "c_ptr": arrays.C,
-        "d_ptr": arrays.D,
-        "z_ptr": arrays.z,
-        "bias_ptr": arrays.dt_bias,
-        "indices_ptr": arrays.indices,
-        "state_ptr": state,
+    named = {
+        "x": x,
+        "dt": arrays.dt,
+        "a": arrays.A,
+        "b": arrays.B,
+        "c": arrays.C,
+        "d": arrays.D,
+        "z": arrays.z,
+        "bias": arrays.dt_bias,
+        "indices": arrays.indices,
+        "state": state,
     }
-    inputs = {name: x if array is None else array for name, array in given.items()}
-    launch = Launch(
+    numbers = {
+        "ROWS": rows,
+        "SLOTS": state.shape[1],
+        "I": channels,
+        "N": state.shape[-1],
+        "GROUPS": arrays.B.shape[-2],
+        "BI": tile.block_i,
+        "BLOCK_N": padded(state.shape[-1], 1),
+        "SOFTPLUS": spec.softplus,
+        **strides(A=arrays.A, BIAS=arrays.dt_bias, D=arrays.D),
+        **given(BIAS=arrays.dt_bias, SKIP=arrays.D, GATE=arrays.z, POOL=arrays.indices),
+    }
+    results = Launcher("selective_scan", named, numbers, x, execute)(
         step_kernel,
-        inputs={name: jax.ShapeDtypeStruct(x.shape, x.dtype) for name, x in inputs.items()},
-        outputs={
-            "new_state_ptr": jax.ShapeDtypeStruct(state.shape, state.dtype),
-            "out_ptr": jax.ShapeDtypeStruct(x.shape, x.dtype),
-        },
-        scalars={"ROWS": rows, "SLOTS": state.shape[1]},
-        constants={
-            "I": channels,
-            "N": state.shape[-1],
-            "GROUPS": arrays.B.shape[-2],
-            "BI": tile.block_i,
-            "BLOCK_N": triton.next_power_of_2(state.shape[-1]),
-            "A_STRIDE": stride(arrays.A, 2),
-            "BIAS_STRIDE": stride(arrays.dt_bias, 1),
-            "D_STRIDE": stride(arrays.D, 1),
-            "BIAS": arrays.dt_bias is not None,
-            "SOFTPLUS": spec.softplus,
-            "SKIP": arrays.D is not None,
-            "GATE": arrays.z is not None,
-            "POOL": arrays.indices is not None,
-        },
-        grid=(-(-channels // tile.block_i) * rows * lead,),
-        num_warps=tile.num_warps,
-        name="ejkernel_eqx.selective_scan.step",
-        aliases={"state_ptr": "new_state_ptr"},
+        tile,
+        {"new_state": result_like(state), "out": result_like(x)},
+        cdiv(channels, tile.block_i) * rows * lead,
+        aliases={"state": "new_state"},
+        name="step",
     )
-    results = execute(launch, inputs)
-    return results["out_ptr"], results["new_state_ptr"]
+    return results["out"], results["new_state"]

@@ -7,10 +7,9 @@ is split to rows at no cost, and a recurrence over the tokens of a chunk is plai
 import triton
 import triton.language as tl
 
+from ...launch.constants import LOG2E
 from .. import spec
 
-LOG2E = tl.constexpr(1.4426950408889634)
-LN2 = tl.constexpr(0.6931471805599453)
 NO_TIME = tl.constexpr(spec.NO_TIME)
 SECTOR = tl.constexpr(32)  # bytes that a cache takes at once
 
@@ -19,6 +18,7 @@ SECTOR = tl.constexpr(32)  # bytes that a cache takes at once
 def _join_halves(rows, HALF: tl.constexpr):
     joined = ()
     for r in tl.static_range(HALF):
+        # [BI, 2, .., 2], with one dimension more than its halves: the digit of the token that tells them apart.
         joined = joined + (tl.join(rows[r], rows[r + HALF]),)
     return joined
 
@@ -28,7 +28,7 @@ def join_rows(rows, BI: tl.constexpr, LEVELS: tl.constexpr):
     """`2**LEVELS` rows `[BI]`, one a token, as a tile `[L, BI]`."""
     for level in tl.static_range(LEVELS):
         rows = _join_halves(rows, 1 << (LEVELS - 1 - level))
-    return tl.permute(tl.reshape(rows[0], (BI, 1 << LEVELS)), (1, 0))
+    return tl.permute(tl.reshape(rows[0], (BI, 1 << LEVELS)), (1, 0))  # [L, BI]
 
 
 @triton.jit
@@ -39,7 +39,7 @@ def split_rows(tile, BI: tl.constexpr, LEVELS: tl.constexpr):
         low = ()
         high = ()
         for r in tl.static_range(1 << level):
-            both = tl.split(rows[r])
+            both = tl.split(rows[r])  # [BI, 2, .., 2] each, with one dimension fewer
             low = low + (both[0],)
             high = high + (both[1],)
         rows = low + high
@@ -49,17 +49,17 @@ def split_rows(tile, BI: tl.constexpr, LEVELS: tl.constexpr):
 @triton.jit
 def _other_lane(x, SPAN: tl.constexpr, R: tl.constexpr, LANES: tl.constexpr):
     """`[R, LANES]` with channels exchanged by pairs `SPAN` apart: the exclusive or of both is that of one with the other."""
-    bits = tl.reshape(x.to(tl.int32, bitcast=True), (R, LANES // (2 * SPAN), 2, SPAN))
-    both = tl.xor_sum(bits, axis=2, keep_dims=True)
-    return tl.reshape(bits ^ both, (R, LANES)).to(tl.float32, bitcast=True)
+    bits = tl.reshape(x.to(tl.int32, bitcast=True), (R, LANES // (2 * SPAN), 2, SPAN))  # [R, pairs of spans, 2, SPAN]  # fmt: skip
+    both = tl.xor_sum(bits, axis=2, keep_dims=True)  # [R, pairs of spans, 1, SPAN]
+    return tl.reshape(bits ^ both, (R, LANES)).to(tl.float32, bitcast=True)  # [R, LANES]
 
 
 @triton.jit
 def _halve_rows(x, SPAN: tl.constexpr, R: tl.constexpr, LANES: tl.constexpr):
     """`[R, LANES]` to `[R / 2, LANES]`: of a pair of channels `SPAN` apart each adds the other's half of its rows to its own."""
-    low, high = tl.split(tl.permute(tl.reshape(x, (2, R // 2, LANES)), (1, 2, 0)))
-    upper = (tl.arange(0, LANES) // SPAN % 2 == 1)[None, :]
-    return tl.where(upper, high, low) + _other_lane(tl.where(upper, low, high), SPAN, R // 2, LANES)
+    low, high = tl.split(tl.permute(tl.reshape(x, (2, R // 2, LANES)), (1, 2, 0)))  # [R / 2, LANES] each
+    upper = (tl.arange(0, LANES) // SPAN % 2 == 1)[None, :]  # [1, LANES]
+    return tl.where(upper, high, low) + _other_lane(tl.where(upper, low, high), SPAN, R // 2, LANES)  # [R / 2, LANES]  # fmt: skip
 
 
 @triton.jit
@@ -67,29 +67,30 @@ def sum_channels(x, R: tl.constexpr, BI: tl.constexpr, LEVELS: tl.constexpr, LAN
     """`[R, BI]` summed to `[R]`, `R = 2**LEVELS`: the lanes of a warp share the rows among them, which takes one exchange a row, not five."""
     LANES: tl.constexpr = 1 << LANE_LEVELS
     STAGES: tl.constexpr = min(LEVELS, LANE_LEVELS)
+    # First over the channels beyond one for each lane; then lanes halve their rows among them as long as there are rows.
     if BI > LANES:
-        x = tl.sum(tl.reshape(x, (R, BI // LANES, LANES)), axis=1)
+        x = tl.sum(tl.reshape(x, (R, BI // LANES, LANES)), axis=1)  # [R, LANES]
     for stage in tl.static_range(STAGES):
-        x = _halve_rows(x, 1 << (LANE_LEVELS - 1 - stage), R >> stage, LANES)
+        x = _halve_rows(x, 1 << (LANE_LEVELS - 1 - stage), R >> stage, LANES)  # [R >> stage + 1, LANES]
     if LEVELS >= LANE_LEVELS:
-        return tl.reshape(tl.permute(x, (1, 0)), (R,))
+        return tl.reshape(tl.permute(x, (1, 0)), (R,))  # of [R / LANES, LANES]: each lane has rows of its own
     else:
-        return tl.sum(tl.reshape(x, (R, LANES // R)), axis=1)
+        return tl.sum(tl.reshape(x, (R, LANES // R)), axis=1)  # of [1, LANES]: several lanes have parts of a row  # fmt: skip
 
 
 @triton.jit
 def load_tile(ptr, count, l, i, inside, OTHER: tl.constexpr, I: tl.constexpr, EVEN: tl.constexpr):
     """Tokens `0 .. count` of `[T, I]` as a float32 tile `[L, BI]`, `OTHER` past them; `EVEN`: there are tokens and channels for all of it."""
-    at = ptr + l[:, None] * I + i[None, :]
+    at = ptr + l[:, None] * I + i[None, :]  # [L, BI]
     if EVEN:
-        return tl.load(at).to(tl.float32)
+        return tl.load(at).to(tl.float32)  # [L, BI]
     else:
-        return tl.load(at, mask=(l[:, None] < count) & inside[None, :], other=OTHER).to(tl.float32)
+        return tl.load(at, mask=(l[:, None] < count) & inside[None, :], other=OTHER).to(tl.float32)  # [L, BI]
 
 
 @triton.jit
 def store_tile(ptr, tile, count, l, i, inside, I: tl.constexpr, EVEN: tl.constexpr):
-    at = ptr + l[:, None] * I + i[None, :]
+    at = ptr + l[:, None] * I + i[None, :]  # [L, BI]
     if EVEN:
         tl.store(at, tile.to(ptr.dtype.element_ty))
     else:
@@ -100,22 +101,23 @@ def store_tile(ptr, tile, count, l, i, inside, I: tl.constexpr, EVEN: tl.constex
 def touch(ptr, rows, width, ROWS: tl.constexpr, WIDTH: tl.constexpr, STRIDE: tl.constexpr, BI: tl.constexpr):
     """Loads a number of every sector of the first `rows` of `ROWS` rows of `width`, at most `WIDTH`, numbers, which are `STRIDE` apart: what is
     loaded from there later is near by then, and has taken no registers. Returns sums `[BI]` that are of no use: see `keep_touched`."""
-    EVERY: tl.constexpr = SECTOR * 8 // ptr.dtype.element_ty.primitive_bitwidth
-    OF_ROW: tl.constexpr = (WIDTH + EVERY - 1) // EVERY
-    sums = tl.zeros([BI], tl.float32)
+    EVERY: tl.constexpr = SECTOR * 8 // ptr.dtype.element_ty.primitive_bitwidth  # numbers of a sector
+    OF_ROW: tl.constexpr = (WIDTH + EVERY - 1) // EVERY  # sectors of a row
+    sums = tl.zeros([BI], tl.float32)  # [BI]
+    # Each lane takes a sector.
     for first in tl.static_range(0, ROWS * OF_ROW, BI):
-        sector = first + tl.arange(0, BI)
+        sector = first + tl.arange(0, BI)  # [BI]
         row = sector // OF_ROW
         column = sector % OF_ROW * EVERY
         known = (row < tl.minimum(rows, ROWS)) & (column < width)
-        sums += tl.load(ptr + row * STRIDE + column, mask=known, other=0.0).to(tl.float32)
+        sums += tl.load(ptr + row * STRIDE + column, mask=known, other=0.0).to(tl.float32)  # [BI]
     return sums
 
 
 @triton.jit
 def keep_touched(ptr, sums, zero, BI: tl.constexpr):
     """Keeps a compiler from leaving out the loads of `touch`: it does not know that nothing is stored here."""
-    lane = tl.arange(0, BI)
+    lane = tl.arange(0, BI)  # [BI]
     tl.store(ptr + lane, sums, mask=lane < zero)
 
 
@@ -123,11 +125,11 @@ def keep_touched(ptr, sums, zero, BI: tl.constexpr):
 def channels_of(block, GROUP: tl.constexpr, GROUP_BLOCKS: tl.constexpr, BI: tl.constexpr):
     """The group of a block of channels, its channels, and which of them there are."""
     group = block // GROUP_BLOCKS
-    inner = block % GROUP_BLOCKS * BI + tl.arange(0, BI)
+    inner = block % GROUP_BLOCKS * BI + tl.arange(0, BI)  # [BI]
     if GROUP % BI == 0:
-        inside = tl.full([BI], True, tl.int1)
+        inside = tl.full([BI], True, tl.int1)  # [BI]
     else:
-        inside = inner < GROUP
+        inside = inner < GROUP  # [BI]
     return group, group * GROUP + inner, inside
 
 
@@ -140,19 +142,19 @@ def channels_from(block, GROUP: tl.constexpr, GROUP_BLOCKS: tl.constexpr, BI: tl
 
 @triton.jit
 def sigmoid(x):
-    e = tl.exp2(-tl.abs(x) * LOG2E)
+    e = tl.exp2(-tl.abs(x) * LOG2E)  # e^-|x|, which does not overflow
     return tl.where(x >= 0, 1.0, e) / (1.0 + e)
 
 
 @triton.jit
 def time_step(raw, bias, SOFTPLUS: tl.constexpr):
     """The time step of a tile `[L, BI]`; 0 where `raw` is at most `NO_TIME`."""
-    x = raw + bias[None, :]
+    x = raw + bias[None, :]  # [L, BI]
     if SOFTPLUS:
         # log(1 + e) / e for e up to 1, the polynomial of least relative error (5e-9 for an exact e); the logarithm of 1 + e would lose
         # what a small e has.
-        e = tl.exp2(-tl.abs(x) * LOG2E)
-        p = -0.0032440228387713432 * e + 0.019851455464959145
+        e = tl.exp2(-tl.abs(x) * LOG2E)  # [L, BI]
+        p = -0.0032440228387713432 * e + 0.019851455464959145  # [L, BI]
         p = p * e - 0.056959524750709534
         p = p * e + 0.10603655129671097
         p = p * e - 0.15305593609809875
@@ -161,20 +163,20 @@ def time_step(raw, bias, SOFTPLUS: tl.constexpr):
         p = p * e + 0.3332996368408203
         p = p * e - 0.4999990165233612
         p = p * e + 1.0
-        return p * e + tl.maximum(x, 0.0)
+        # softplus(x) = max(x, 0) + log(1 + e^-|x|).
+        return p * e + tl.maximum(x, 0.0)  # [L, BI]
     else:
-        return tl.where(raw <= NO_TIME, 0.0, x)
+        return tl.where(raw <= NO_TIME, 0.0, x)  # [L, BI]
 
 
 @triton.jit
-def place(
-    pid, bounds_ptr, T, SPLITS, SPLIT_COUNT, L: tl.constexpr, BLOCKS: tl.constexpr, TABLE: tl.constexpr
-):
+def place(pid, bounds_ptr, T, SPLITS, SPLIT_COUNT, L: tl.constexpr, BLOCKS: tl.constexpr, TABLE: tl.constexpr):  # fmt: skip
     """Of a program: its block of channels, its sequence, its split of it; the sequence's first row, length and first chunk; the split's
     first chunk and the one after its last. The last of `SPLITS` splits may be left out of the grid."""
     block = pid % BLOCKS
     split = pid // BLOCKS % SPLIT_COUNT
     sequence = pid // BLOCKS // SPLIT_COUNT
+    # Where the sequence is: three numbers of a table, or all of one length.
     if TABLE:
         row = tl.load(bounds_ptr + sequence * 3)
         length = tl.load(bounds_ptr + sequence * 3 + 1) - row
@@ -183,6 +185,7 @@ def place(
         row = sequence * T
         length = sequence * 0 + T  # a tensor, also of a length that is a constant
         chunk = sequence * ((T + L - 1) // L)
+    # Splits of whole chunks, all of `size` but the last ones, which may be shorter or have none.
     chunks = (length + L - 1) // L
     size = (chunks + SPLITS - 1) // SPLITS
     first = split * size
@@ -194,8 +197,8 @@ def place(
 def fresh_penalty(starts_ptr, row, token, length, l, SEGMENTS: tl.constexpr):
     """What is added to the exponent of a decay: minus infinity where a segment starts."""
     if SEGMENTS:
-        start = tl.load(starts_ptr + row + token + l, mask=token + l < length, other=-1)
-        return tl.where(start == token + l, float("-inf"), 0.0)
+        start = tl.load(starts_ptr + row + token + l, mask=token + l < length, other=-1)  # [L]
+        return tl.where(start == token + l, float("-inf"), 0.0)  # [L]
     else:
         return tl.zeros(l.shape, tl.float32)
 
@@ -203,29 +206,30 @@ def fresh_penalty(starts_ptr, row, token, length, l, SEGMENTS: tl.constexpr):
 @triton.jit
 def states_at(ptr, i, N: tl.constexpr, I: tl.constexpr, STATE_LEVELS: tl.constexpr):
     """Pointers to all states of channels `i` in `[N, I]`, a tile `[2**STATE_LEVELS, BI]`."""
-    n = tl.arange(0, 1 << STATE_LEVELS)
-    return (ptr + i)[None, :] + n[:, None] * I
+    n = tl.arange(0, 1 << STATE_LEVELS)  # [NS], NS = 2**STATE_LEVELS
+    return (ptr + i)[None, :] + n[:, None] * I  # [NS, BI]
 
 
 @triton.jit
 def load_rates(ptr, i, known, BI: tl.constexpr, N: tl.constexpr, I: tl.constexpr, STATE_LEVELS: tl.constexpr):
     """The rates of all states of channels `i`, as rows. Loaded again for every chunk: kept, they would cost registers."""
-    return split_rows(tl.load(states_at(ptr, i, N, I, STATE_LEVELS), mask=known, other=0.0), BI, STATE_LEVELS)
+    return split_rows(tl.load(states_at(ptr, i, N, I, STATE_LEVELS), mask=known, other=0.0), BI, STATE_LEVELS)  # [BI] each  # fmt: skip
 
 
 @triton.jit
 def decays_of(dt, rate, fresh, BI: tl.constexpr, LEVELS: tl.constexpr, SEGMENTS: tl.constexpr):
     """The decays of one state at each token of a chunk, as rows."""
-    exponent = dt * rate[None, :]
+    # e^(dt A), with log2 e in A; where a segment starts, the state before it is multiplied by 2^-inf = 0.
+    exponent = dt * rate[None, :]  # [L, BI]
     if SEGMENTS:
         exponent += fresh[:, None]
-    return split_rows(tl.exp2(exponent), BI, LEVELS)
+    return split_rows(tl.exp2(exponent), BI, LEVELS)  # [BI] each
 
 
 @triton.jit
 def load_projection(ptr, n, l, N: tl.constexpr, L: tl.constexpr, UNROLL: tl.constexpr):
     """`B` or `C` of one state over the tokens of a chunk `[N, L]`; 0 of a state past the last."""
     if N % UNROLL:
-        return tl.load(ptr + n * L + l, mask=(l < L) & (n < N), other=0.0)
+        return tl.load(ptr + n * L + l, mask=(l < L) & (n < N), other=0.0)  # [L]
     else:
-        return tl.load(ptr + n * L + l)
+        return tl.load(ptr + n * L + l)  # [L]
