@@ -3,7 +3,7 @@ from .cache.allocator import PageTable as PageTable
 from .cache.batch import RaggedBatch as RaggedBatch
 from .cache.buckets import Buckets as Buckets
 from .cache.cache import PagedKVCache as PagedKVCache
-from .cache.latent_cache import PagedLatentCache as PagedLatentCache
+from .cache.cache import PagedLatentCache as PagedLatentCache
 from .paged import PagedAttention as PagedAttention
 from .prefill import PrefillPagedAttention as PrefillPagedAttention
 from .ragged import RaggedPagedAttention as RaggedPagedAttention

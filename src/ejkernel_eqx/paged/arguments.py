@@ -17,8 +17,8 @@ from ..attention.arguments import parse_window, ScoreOptions
 from ..recurrence.arguments import array
 from ..sequences.packing import ended
 from .cache.batch import positions_of, slots_of, to_int32
-from .cache.cache import PagedKVCache
-from .cache.latent_cache import PagedLatentCache
+from .cache.cache import PagedKVCache, PagedLatentCache
+from .cache.pages import operands_of
 from .spec import PagedArrays, PagedSpec
 
 Cache = PagedKVCache | PagedLatentCache
@@ -68,7 +68,7 @@ def resolve(
         table = jnp.full((*table.shape[:-1], 1), -1, table.dtype)
     arrays = PagedArrays(
         q=q,
-        **pages_of(cache),
+        **{"v": None, **operands_of(cache)},
         page_table=jnp.broadcast_to(table, (*lead, *table.shape[-2:])),
         q_start=tokens.q_start,
         q_len=tokens.q_len,
@@ -146,14 +146,6 @@ def _sizes(cache: Cache) -> tuple[int, int]:
     if isinstance(cache, PagedLatentCache):
         return 1, cache.latent_dim + cache.rope_dim
     return cache.num_kv_heads, cache.head_dim
-
-
-def pages_of(cache: Cache) -> dict[str, Any]:
-    if isinstance(cache, PagedKVCache):
-        return {"k": cache.k, "v": cache.v, "k_scale": cache.k_scale, "v_scale": cache.v_scale}
-    scales = {"k_scale": cache.latent_scale, "rope_scale": cache.rope_scale}
-    one_head = {name: None if x is None else x[..., None] for name, x in scales.items()}
-    return {"k": cache.latent[..., None, :], "v": None, "rope": cache.rope[..., None, :], **one_head}
 
 
 def one_each(q: Array, cache: Cache) -> Tokens:

@@ -7,7 +7,9 @@ from jax import Array
 
 from .._kernel import Plan
 from ..recurrence.operation import plan_of as plan_of
-from .arguments import Cache, PagedOptions, pages_of, resolve, Scoring, Tokens, write_slots
+from .arguments import Cache, PagedOptions, resolve, Scoring, Tokens, write_slots
+from .cache.pages import holding, write_arrays
+from .cache.write import write
 from .core import attend, writer
 from .spec import PagedArrays, PagedSpec
 
@@ -31,12 +33,9 @@ def append(
 ) -> tuple[PagedArrays, Cache]:
     """The call and the cache with the new tokens' keys and values (or latents and rotary keys) in their pages, written by the platform that
     will read them."""
-    slots = write_slots(arrays)
-    if _is_empty(arrays):
-        cache = cache.append(*new, slots)
-    else:
-        cache = cache.append_by(writer(plan, plan.operation, arrays, spec), *new, slots)
-    return arrays._replace(**pages_of(cache)), cache
+    writes = write_arrays(cache, new, write_slots(arrays))
+    written = (write if _is_empty(arrays) else writer(plan, plan.operation, arrays, spec))(writes)
+    return arrays._replace(**written), holding(cache, written)
 
 
 def finish(plan: Plan, arrays: PagedArrays, spec: PagedSpec, squeeze: int | None = None) -> Any:

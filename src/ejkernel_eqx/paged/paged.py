@@ -10,8 +10,7 @@ from jaxtyping import Float
 from .._kernel import Kernel, Plan
 from ..core.platforms import register
 from .arguments import one_each, PagedOptions, read_queries, Scoring
-from .cache.cache import PagedKVCache
-from .cache.latent_cache import PagedLatentCache
+from .cache.cache import PagedKVCache, PagedLatentCache
 from .operation import plan_of, run
 
 register("paged_attention", __package__)

@@ -10,8 +10,7 @@ from jaxtyping import Float, Int
 from .._kernel import Kernel, Plan
 from ..core.platforms import register
 from .arguments import packed, PagedOptions, read_queries, Scoring
-from .cache.cache import PagedKVCache
-from .cache.latent_cache import PagedLatentCache
+from .cache.cache import PagedKVCache, PagedLatentCache
 from .operation import plan_of, run
 
 register("prefill_paged_attention", __package__)

@@ -1,25 +1,239 @@
-"""What the two kinds of cache share: checks of their arguments, reading and copying of pages."""
+"""What the two kinds of cache share: their value of pages, checks of their arguments, reading and copying of pages."""
 
+import dataclasses
 import math
-from typing import Any
+from typing import Any, ClassVar, TypeVar
 
+import equinox as eqx
 import jax
 import jax.numpy as jnp
 import numpy as np
 from jax import Array
 from jax.typing import DTypeLike
+from jaxtyping import Float
 
 from ..._broadcast import like
 from ..._sizes import is_symbolic
 from ..._values import check_between, check_distinct, checked
 from ...sequences.packing import read_count
-from .batch import RaggedBatch
-from .batch import to_int32 as to_int32
+from ..spec import WriteArrays
+from .batch import RaggedBatch, to_int32
 from .quantise import dequantise, LARGEST
+from .write import Writer
 
+C = TypeVar("C", bound="Pages")
 Tables = tuple[Array, Array]
 TOKEN, HEAD = "token", "head"
 _PLAIN = ("bfloat16", "float16", "float32", "float64")
+
+
+class Pages(eqx.Module):
+    """Two arrays of pages that hold the same tokens, each with its scales or none, and the tables that they are read by.
+
+    A cache names them, the pages first and then their scales, and says by which names kernels know them. Kernels take pages with an axis
+    of heads, `[.., P, p, K, D]`; those of a cache without one (its `_rank` is 3, not 4) are shown to them as of one head.
+    """
+
+    page_table: eqx.AbstractVar[Array | None]
+    lengths: eqx.AbstractVar[Array | None]
+    _names: ClassVar[tuple[str, str, str, str]]
+    _kernel_names: ClassVar[tuple[str, str, str, str]]
+    _rank: ClassVar[int]
+
+    def __check_init__(self):
+        if not all(hasattr(x, "shape") for x in jax.tree.leaves(self)):
+            return  # something else in the places of arrays, such as axes to map over
+        (name, x, _), (other, y, other_scale) = self._pairs
+        letters = "P, p, K, D" if self._rank == 4 else "P, p, R"
+        if x.ndim < self._rank or not x.size:
+            raise ValueError(
+                f"{name}: expected pages [.., {letters}], received shape {x.shape}; see the method init."
+            )
+        if y.ndim != x.ndim or y.shape[:-1] != x.shape[:-1] or not y.size:
+            raise ValueError(
+                f"{other}: expected the axes of {name} before the last, {x.shape[:-1]}, received shape {y.shape}; "
+                "both hold the same tokens."
+            )
+        check_room(self.num_pages, self.page_size)
+        kind, other_kind = self.scales, kind_of_scale(f"{other}_scale", y, other_scale, self._rank)
+        if kind != other_kind:
+            raise ValueError(
+                f"{other}_scale: expected the kind of {name}_scale, {kind!r}, received {other_kind!r}; scale both."
+            )
+        if (self.page_table is None) != (self.lengths is None):
+            raise ValueError(
+                "lengths: expected with page_table and only with it, received one of the two; see the method bind."
+            )
+        if self.page_table is not None and self.lengths is not None:
+            check_tables(self.page_table, self.lengths)
+
+    @classmethod
+    def _empty(
+        cls: type[C],
+        room: tuple[int, int],
+        widths: Any,
+        batch_shape: Any,
+        dtype: DTypeLike,
+        scales: str | None,
+    ) -> C:
+        """`room`: pages and tokens a page; `widths`: of both arrays the axes of a token."""
+        dtype, scales = read_page_dtype(dtype, scales)
+        check_room(*room)
+        lead = read_batch_shape(batch_shape)
+        shapes = [(*lead, *room, *width) for width in widths]
+        if scales is not None:
+            shapes += [(*lead, *(room if scales == TOKEN else ()), *width[:-1]) for width in widths]
+        # Arrays of their own, not one twice: all may be donated.
+        arrays = [jnp.zeros(shape, dtype) for shape in shapes[:2]]
+        arrays += [jnp.ones(shape, jnp.float32) for shape in shapes[2:]]
+        return cls(**dict(zip(cls._names, arrays, strict=False)))
+
+    @property
+    def _arrays(self) -> list[Any]:
+        return [getattr(self, name) for name in self._names]
+
+    @property
+    def _pairs(self) -> list[tuple[str, Any, Any]]:
+        """The name of each array of pages, the pages, and their scales."""
+        return list(zip(self._names[:2], self._arrays[:2], self._arrays[2:], strict=True))
+
+    @property
+    def batch_shape(self) -> tuple[int, ...]:
+        """The leading axes of the pages."""
+        return self._arrays[0].shape[: -self._rank]
+
+    @property
+    def num_pages(self) -> int:
+        """Pages of all sequences together, `P`."""
+        return self._arrays[0].shape[-self._rank]
+
+    @property
+    def page_size(self) -> int:
+        """Tokens a page, `p`."""
+        return self._arrays[0].shape[1 - self._rank]
+
+    @property
+    def scales(self) -> str | None:
+        """`"token"`, `"head"` (one for the cache, if its tokens have no heads), or `None` for pages that are not quantised."""
+        name, pages, scale = self._pairs[0]
+        return kind_of_scale(f"{name}_scale", pages, scale, self._rank)
+
+    @property
+    def is_bound(self) -> bool:
+        """Whether there are tables to read the pages by."""
+        return self.page_table is not None
+
+    def bind(self: C, page_table: Any, lengths: Any | None = None) -> C:
+        """The same pages, with tables that say whose they are.
+
+        **Arguments:** `page_table`, ints `[.., N, M]`, and `lengths`, ints `[.., N]`; or a
+        [`RaggedBatch`][ejkernel_eqx.paged.cache.batch.RaggedBatch] alone, which has both.
+
+        **Raises:** `ValueError` for shapes that do not fit each other, or a batch of another page size.
+        """
+        table, lengths = read_tables(page_table, lengths, self.page_size)
+        return dataclasses.replace(self, page_table=table, lengths=lengths)
+
+    def unbind(self: C) -> C:
+        """The same pages without tables."""
+        return dataclasses.replace(self, page_table=None, lengths=None)
+
+    def _with_scales(self: C, *given: Any) -> C:
+        if self.scales != HEAD:
+            raise ValueError(
+                f"with_scales: expected a cache with scales='head', received one with {self.scales!r}; see the method init."
+            )
+        lead, old = len(self.batch_shape), zip(self._names[2:], self._arrays[2:], given, strict=True)
+        return dataclasses.replace(
+            self, **{name: read_head_scale(name, x, scale, lead) for name, scale, x in old}
+        )
+
+    def append_by(self: C, writer: Writer, first: Any, second: Any, slots: Any) -> C:
+        """`append` by a function that writes; operations give that of their platform."""
+        return holding(self, writer(write_arrays(self, (first, second), slots)))
+
+    def gather(
+        self, max_length: int | None = None, *, dtype: DTypeLike | None = None
+    ) -> tuple[Float[Array, "..."], Float[Array, "..."]]:
+        """The tokens of each sequence side by side: what dense attention takes. It is differentiable.
+
+        **Arguments:**
+
+        - `max_length`: `S`, how many tokens of each sequence to give; static, by default all that its row of pages may hold, `M * p`.
+        - `dtype`: of the results, by default the pages', or float32 for quantised ones.
+
+        **Returns:** keys `[.., N, S, K, D]` and values `[.., N, S, K, V]`, of a latent cache latents `[.., N, S, R]` and rotary keys
+        `[.., N, S, Dr]`: zero where there is no token or no page. With leading axes, the pages' come first; those of tables without leading
+        axes are shared.
+
+        **Raises:** `ValueError` for a cache that is not bound to tables.
+        """
+        with jax.named_scope(f"ejx.{type(self).__name__}.gather"):
+            tables, size, dtype = self._read_gather(max_length, dtype)
+            lead = len(self.batch_shape)
+            first, second = (gather(x, scale, tables, size, dtype, lead) for _, x, scale in self._pairs)
+            return first, second
+
+    def _read_gather(self, max_length: Any, dtype: Any) -> tuple[Tables, int, Any]:
+        """The tables, the tokens a sequence and the dtype of what `gather` gives."""
+        table, lengths, lead = self.page_table, self.lengths, self.batch_shape
+        name, x, _ = self._pairs[0]
+        if table is None or lengths is None:
+            raise ValueError(
+                "gather: expected a cache bound to tables, received one without; call cache.bind(page_table, lengths)."
+            )
+        if table.ndim > 2 and table.shape[: len(lead)] != lead:
+            raise ValueError(
+                f"page_table: expected shape [N, M] or the leading axes {lead} of {name} in front, received {table.shape}; jax.vmap over more."
+            )
+        if dtype is None:
+            dtype = jnp.float32 if x.dtype.name in LARGEST else x.dtype
+        dtype = jnp.dtype(dtype)
+        if dtype.name not in _PLAIN:
+            raise ValueError(f"dtype: expected one of {', '.join(_PLAIN)}, received {dtype.name}.")
+        _check_enabled(dtype)
+        size = table.shape[-1] * self.page_size if max_length is None else max_length
+        return (table, lengths), read_count("max_length", size), dtype
+
+    def copy_pages(self: C, source: Any, target: Any) -> C:
+        """The cache with whole pages copied, as `PageTable.allocate` asks for before a shared page is written; in place where donated.
+
+        **Arguments:** `source`, `target`: ints `[C]`, the same for all leading axes. All are read before any is written; no target
+        may be given twice. A copy with a number outside `0 .. P - 1` on either side, such as -1, is left out.
+
+        **Raises:** `ValueError` for shapes that do not fit.
+        """
+        with jax.named_scope(f"ejx.{type(self).__name__}.copy_pages"):
+            source, target = read_copies(source, target)
+            lead, names = len(self.batch_shape), self._names[: 4 if self.scales == TOKEN else 2]
+            paged = {name: copy(getattr(self, name), source, target, lead) for name in names}
+            return dataclasses.replace(self, **paged)
+
+
+def operands_of(pages: Pages) -> dict[str, Array]:
+    """The pages and scales that there are, as kernels know them."""
+    named, at = zip(pages._kernel_names, pages._arrays, strict=True), len(pages.batch_shape) + 2
+    # An axis of one head stands behind pages and places or, of a scale for the cache, in their stead.
+    with_head = lambda x: x if pages._rank == 4 else jnp.expand_dims(x, min(x.ndim, at))
+    return {name: with_head(x) for name, x in named if x is not None}
+
+
+def holding(pages: C, operands: dict[str, Array]) -> C:
+    """The cache with these pages and scales, which are as kernels know them."""
+    names, at = dict(zip(pages._kernel_names, pages._names, strict=True)), len(pages.batch_shape) + 2
+    without_head = lambda x: x if pages._rank == 4 else jnp.squeeze(x, min(x.ndim - 1, at))
+    return dataclasses.replace(pages, **{names[name]: without_head(x) for name, x in operands.items()})
+
+
+def write_arrays(pages: Pages, given: tuple[Any, Any], slots: Any) -> WriteArrays:
+    """What a platform is to write: the new tokens of both arrays, each to its slot."""
+    lead, new, tokens = pages.batch_shape, {}, None
+    for kernel_name, (name, old, _), x in zip(pages._kernel_names, pages._pairs, given):
+        x = read_new(name, x, lead, old.shape[len(lead) + 2 :], tokens)
+        tokens = x.shape[len(lead)]
+        new[kernel_name] = x if pages._rank == 4 else x[..., None, :]
+    slots = read_slots(slots, lead, tokens, pages.num_pages * pages.page_size)
+    return WriteArrays(operands_of(pages), new, slots)
 
 
 def read_page_dtype(dtype: DTypeLike, scales: str | None) -> tuple[Any, str | None]:
@@ -62,22 +276,6 @@ def check_room(num_pages: int, page_size: int) -> None:
             f"num_pages: expected at most 2**30 tokens in all pages, received {num_pages} pages of {page_size}; "
             "split them over several caches."
         )
-
-
-def check_pages(first: tuple[str, Array], second: tuple[str, Array], rank: int) -> None:
-    """Two arrays `[.., P, p, ...]` of one cache, which agree in all axes but the last."""
-    (name, x), (other, y) = first, second
-    letters = "P, p, K, D" if rank == 4 else "P, p, R"
-    if x.ndim < rank or not x.size:
-        raise ValueError(
-            f"{name}: expected pages [.., {letters}], received shape {x.shape}; see the method init."
-        )
-    if y.ndim != x.ndim or y.shape[:-1] != x.shape[:-1] or not y.size:
-        raise ValueError(
-            f"{other}: expected the axes of {name} before the last, {x.shape[:-1]}, received shape {y.shape}; "
-            "both hold the same tokens."
-        )
-    check_room(*x.shape[x.ndim - rank : x.ndim - rank + 2])
 
 
 def kind_of_scale(name: str, pages: Array, scale: Array | None, rank: int) -> str | None:
@@ -141,15 +339,6 @@ def read_tables(page_table: Any, lengths: Any, page_size: int) -> tuple[Array, A
     )
 
 
-def check_bound(table: Array | None, lengths: Array | None) -> None:
-    if (table is None) != (lengths is None):
-        raise ValueError(
-            "lengths: expected with page_table and only with it, received one of the two; see the method bind."
-        )
-    if table is not None and lengths is not None:
-        check_tables(table, lengths)
-
-
 def check_tables(table: Array, lengths: Array) -> tuple[Array, Array]:
     if table.ndim < 2 or not jnp.issubdtype(table.dtype, jnp.integer):
         raise ValueError(
@@ -178,7 +367,7 @@ def read_new(name: str, new: Any, lead: tuple[int, ...], inner: tuple[int, ...],
     return new
 
 
-def read_slots(given: Any, lead: tuple[int, ...], tokens: int, room: int) -> Array:
+def read_slots(given: Any, lead: tuple[int, ...], tokens: int | None, room: int) -> Array:
     """Slots for every one of the leading axes, int32 `[*lead, T]`, `room` in all."""
     slots = jnp.asarray(given)
     if not jnp.issubdtype(slots.dtype, jnp.integer) or slots.shape not in ((tokens,), (*lead, tokens)):
@@ -214,35 +403,6 @@ def copy(pages: Array, source: Array, target: Array, lead: int) -> Array:
     nowhere = count + jnp.arange(target.shape[0], dtype=jnp.int32)
     taken = pages[jnp.clip(source, 0, count - 1)]
     return pages.at[jnp.where(known, target, nowhere)].set(taken, mode="drop", unique_indices=True)
-
-
-def read_gather(
-    pages: tuple[str, Array],
-    tables: tuple[Array | None, Array | None],
-    lead: tuple[int, ...],
-    max_length: Any,
-    dtype: Any,
-) -> tuple[Tables, int, Any]:
-    """The tables, the tokens a sequence and the dtype of what `gather` gives."""
-    name, x = pages
-    table, lengths = tables
-    if table is None or lengths is None:
-        raise ValueError(
-            "gather: expected a cache bound to tables, received one without; call cache.bind(page_table, lengths)."
-        )
-    if table.ndim > 2 and table.shape[: len(lead)] != lead:
-        raise ValueError(
-            f"page_table: expected shape [N, M] or the leading axes {lead} of {name} in front, received {table.shape}; jax.vmap over more."
-        )
-    if dtype is None:
-        dtype = jnp.float32 if x.dtype.name in LARGEST else x.dtype
-    dtype = jnp.dtype(dtype)
-    if dtype.name not in _PLAIN:
-        raise ValueError(f"dtype: expected one of {', '.join(_PLAIN)}, received {dtype.name}.")
-    _check_enabled(dtype)
-    if max_length is None:
-        max_length = table.shape[-1] * x.shape[len(lead) + 1]
-    return (table, lengths), read_count("max_length", max_length), dtype
 
 
 def gather(pages: Array, scale: Array | None, tables: Tables, size: int, dtype: Any, lead: int) -> Array:
