@@ -2,16 +2,50 @@
 
 from typing import Any
 
+import equinox as eqx
 import jax.numpy as jnp
 from jax import Array
 
-from .._kernel import Plan
+from .._kernel import Kernel, Plan
 from ..recurrence.operation import plan_of as plan_of
 from .arguments import Cache, PagedOptions, resolve, Scoring, Tokens, write_slots
 from .cache.pages import holding, write_arrays
 from .cache.write import write
 from .core import attend, writer
 from .spec import PagedArrays, PagedSpec
+
+
+class PagedOperation(Kernel):
+    """An operation of this family with the options that all of them have."""
+
+    options: PagedOptions = eqx.field(static=True)
+    plan: Plan = eqx.field(static=True)
+
+    def __init__(
+        self,
+        sliding_window: int | tuple[int | None, int | None] | None = None,
+        logits_soft_cap: float | None = None,
+        softmax_scale: float | None = None,
+        *,
+        platform: str | None = None,
+        config: Any | None = None,
+        tune_for: Any | None = None,
+    ):
+        """**Arguments:**
+
+        - `sliding_window`: an int $w$: the last $w$ keys, the query's own included; a pair `(left, right)`: `left` keys before its own (`None`: all;
+            there are none behind).
+        - `logits_soft_cap`: the bound $c$ of the tanh soft cap.
+        - `softmax_scale`: default `D**-0.5`; required with a `PagedLatentCache`.
+        - `platform`: use this platform or raise; `None` chooses by device and request.
+        - `config`: use this kernel configuration; it implies its platform.
+        - `tune_for`: [`ejkernel_eqx.inputs`][] of a call, such as `inputs(q, cache, query_start_loc=..., max_query_len=...)`, arrays or
+            `jax.ShapeDtypeStruct`s: settle the choice for these now.
+
+        Raises `ValueError` for options that mean nothing.
+        """
+        self.options = PagedOptions.read(sliding_window, logits_soft_cap, softmax_scale)
+        self.plan = plan_of(type(self), self, platform, config, tune_for)
 
 
 def run(

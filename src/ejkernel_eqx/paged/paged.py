@@ -2,21 +2,19 @@
 
 from typing import Any, ClassVar
 
-import equinox as eqx
 import jax
 from jax import Array
 from jaxtyping import Float
 
-from .._kernel import Kernel, Plan
 from ..core.platforms import register
-from .arguments import one_each, PagedOptions, read_queries, Scoring
+from .arguments import one_each, read_queries, Scoring
 from .cache.cache import PagedKVCache, PagedLatentCache
-from .operation import plan_of, run
+from .operation import PagedOperation, run
 
 register("paged_attention", __package__)
 
 
-class PagedAttention(Kernel):
+class PagedAttention(PagedOperation):
     r"""Attention of one query of each sequence, its last token, on the keys and values in the pages of a cache.
 
     $$s_{nj} = \mathrm{cap}\!\left(\mathrm{scale}\; q_n \cdot k_{nj}\right), \qquad
@@ -32,34 +30,6 @@ class PagedAttention(Kernel):
     """
 
     operation: ClassVar[str] = "paged_attention"
-
-    options: PagedOptions = eqx.field(static=True)
-    plan: Plan = eqx.field(static=True)
-
-    def __init__(
-        self,
-        sliding_window: int | tuple[int | None, int | None] | None = None,
-        logits_soft_cap: float | None = None,
-        softmax_scale: float | None = None,
-        *,
-        platform: str | None = None,
-        config: Any | None = None,
-        tune_for: Any | None = None,
-    ):
-        """**Arguments:**
-
-        - `sliding_window`: an int $w$: the last $w$ keys, the query's own included; a pair `(left, right)`: `left` keys before its own (`None`: all;
-            there are none behind).
-        - `logits_soft_cap`: the bound $c$ of the tanh soft cap.
-        - `softmax_scale`: default `D**-0.5`; required with a `PagedLatentCache`.
-        - `platform`: use this platform or raise; `None` chooses by device and request.
-        - `config`: use this kernel configuration; it implies its platform.
-        - `tune_for`: [`ejkernel_eqx.inputs`][]`(q, cache)`, arrays or `jax.ShapeDtypeStruct`s: settle the choice for these now.
-
-        Raises `ValueError` for options that mean nothing.
-        """
-        self.options = PagedOptions.read(sliding_window, logits_soft_cap, softmax_scale)
-        self.plan = plan_of(PagedAttention, self, platform, config, tune_for)
 
     @jax.named_scope("ejkernel_eqx.PagedAttention")
     def __call__(

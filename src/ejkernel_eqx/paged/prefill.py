@@ -2,21 +2,19 @@
 
 from typing import Any, ClassVar
 
-import equinox as eqx
 import jax
 from jax import Array
 from jaxtyping import Float, Int
 
-from .._kernel import Kernel, Plan
 from ..core.platforms import register
-from .arguments import packed, PagedOptions, read_queries, Scoring
+from .arguments import packed, read_queries, Scoring
 from .cache.cache import PagedKVCache, PagedLatentCache
-from .operation import plan_of, run
+from .operation import PagedOperation, run
 
 register("prefill_paged_attention", __package__)
 
 
-class PrefillPagedAttention(Kernel):
+class PrefillPagedAttention(PagedOperation):
     r"""Attention of a chunk of a prompt of each sequence, its last tokens, on the keys and values in the pages of a cache.
 
     Query $t$ of a sequence of $L$ tokens, $n_q$ of which are new, sits at position $i = L - n_q + t$ and sees the keys up to its own:
@@ -32,35 +30,6 @@ class PrefillPagedAttention(Kernel):
     """
 
     operation: ClassVar[str] = "prefill_paged_attention"
-
-    options: PagedOptions = eqx.field(static=True)
-    plan: Plan = eqx.field(static=True)
-
-    def __init__(
-        self,
-        sliding_window: int | tuple[int | None, int | None] | None = None,
-        logits_soft_cap: float | None = None,
-        softmax_scale: float | None = None,
-        *,
-        platform: str | None = None,
-        config: Any | None = None,
-        tune_for: Any | None = None,
-    ):
-        """**Arguments:**
-
-        - `sliding_window`: an int $w$: the last $w$ keys, the query's own included; a pair `(left, right)`: `left` keys before its own (`None`: all;
-            there are none behind).
-        - `logits_soft_cap`: the bound $c$ of the tanh soft cap.
-        - `softmax_scale`: default `D**-0.5`; required with a `PagedLatentCache`.
-        - `platform`: use this platform or raise; `None` chooses by device and request.
-        - `config`: use this kernel configuration; it implies its platform.
-        - `tune_for`: [`ejkernel_eqx.inputs`][]`(q, cache, query_start_loc=..., max_query_len=...)`, arrays or
-            `jax.ShapeDtypeStruct`s: settle the choice for these now.
-
-        Raises `ValueError` for options that mean nothing.
-        """
-        self.options = PagedOptions.read(sliding_window, logits_soft_cap, softmax_scale)
-        self.plan = plan_of(PrefillPagedAttention, self, platform, config, tune_for)
 
     @jax.named_scope("ejkernel_eqx.PrefillPagedAttention")
     def __call__(
@@ -82,8 +51,7 @@ class PrefillPagedAttention(Kernel):
             last sequence with queries, where zeros are as good.
         - `max_query_len`: the most queries of one sequence, static; those past it are left out. Default `T`. Give it where it is small: with 1, only
             decoding is compiled.
-        - `sinks`: logits `[H]` or `[H, n]` that join the denominator and carry no value.
-        - `return_lse`: also return the log-sum-exp of the scores, as [`ejkernel_eqx.merge_attention`][] takes it (without sinks).
+        - `sinks`, `return_lse`: as in [`ejkernel_eqx.PagedAttention`][].
 
         **Returns:**
 

@@ -52,15 +52,8 @@ class RaggedPagedAttention(Kernel):
     ):
         """**Arguments:**
 
-        - `sliding_window`: an int $w$: the last $w$ keys, the query's own included; a pair `(left, right)`: `left` keys before its own (`None`: all;
-            there are none behind).
-        - `logits_soft_cap`: the bound $c$ of the tanh soft cap.
-        - `softmax_scale`: default `D**-0.5`; required with a `PagedLatentCache`.
+        - `sliding_window`, `logits_soft_cap`, `softmax_scale`, `platform`, `config`, `tune_for`: as in [`ejkernel_eqx.PagedAttention`][].
         - `append`: a call also takes the keys and values of the new tokens, writes them, and returns the cache.
-        - `platform`: use this platform or raise; `None` chooses by device and request.
-        - `config`: use this kernel configuration; it implies its platform.
-        - `tune_for`: [`ejkernel_eqx.inputs`][]`(q, cache, query_start_loc=..., max_query_len=...)`, arrays or
-            `jax.ShapeDtypeStruct`s: settle the choice for these now.
 
         Raises `ValueError` for options that mean nothing.
         """
@@ -83,25 +76,16 @@ class RaggedPagedAttention(Kernel):
     ) -> Any:  # one array to three, as `return_lse` and `append` say
         """**Arguments:**
 
-        - `q`: `[..., T, H, D]`, the queries of all sequences side by side; `[..., T, H, R + Dr]` for a latent cache. bf16, f16, f32 (f64 on XLA).
-            Without leading axes if `append`.
-        - `cache`: bound to tables `[N, M]`, or with the leading axes of `q`; its pages without leading axes or with these. `lengths` count the new
-            tokens, which have been written unless `append`.
+        - `q` `[..., T, H, D]`, `cache`, `query_start_loc` `[N + 1]`, `max_query_len`, `sinks` `[H]` or `[H, n]`, `return_lse`: as in
+            [`ejkernel_eqx.PrefillPagedAttention`][]. With `append` there are no leading axes, and the new tokens have not been written.
         - `k`, `v`: with `append`, and only then, `[T, K, D]` and `[T, K, V]`; for a latent cache the latents `[T, R]` and the rotary keys `[T, Dr]`.
             They go where the tables say; a token without a page, or of no sequence, goes nowhere.
-        - `query_start_loc`: ints `[N + 1]`, where the queries of each sequence begin and end; none lower than the one before but behind the
-            last sequence with queries, where zeros are as good.
-        - `max_query_len`: the most queries of one sequence, static; those past it are left out. Default `T`. Give it where it is small: with 1, only
-            decoding is compiled.
-        - `sinks`: logits `[H]` or `[H, n]` that join the denominator and carry no value.
-        - `return_lse`: also return the log-sum-exp of the scores, as [`ejkernel_eqx.merge_attention`][] takes it (without sinks).
 
         **Returns:**
 
-        `[..., T, H, V]` (`[..., T, H, R]` for a latent cache) in the dtype of `q`; with `return_lse` also `[..., T, H]` in float32: natural
-        logarithm, sinks included, `-inf` for a query that sees nothing. Tokens of no sequence give 0 and `-inf`. With `append` the new cache
-        comes last, bound to the same tables; donate the old one to `jit` to have it written in place. Raises `ValueError` for arguments that
-        do not fit, `UnsupportedError` if no platform (or not the given one) supports the call.
+        `[..., T, H, V]` in the dtype of `q`, with `return_lse` also `[..., T, H]`; results and errors are those of
+        [`ejkernel_eqx.PrefillPagedAttention`][]. With `append` the new cache comes last, bound to the same tables; donate the old one to `jit` to
+        have it written in place.
         """
         q = read_queries(q, cache, "T H D")
         tokens = packed(q, cache, query_start_loc, max_query_len)

@@ -2,20 +2,18 @@
 
 from typing import Any, ClassVar
 
-import equinox as eqx
 import jax
 from jax import Array
 from jaxtyping import Float, Int
 
-from .._kernel import Kernel, Plan
 from ..core.platforms import register
-from .arguments import PagedOptions, resolve_dense, Scoring
-from .operation import finish, plan_of
+from .arguments import resolve_dense, Scoring
+from .operation import finish, PagedOperation
 
 register("ragged_decode_attention", __package__)
 
 
-class RaggedDecodeAttention(Kernel):
+class RaggedDecodeAttention(PagedOperation):
     r"""Attention of one query of each row on dense, padded keys and values, of which the row has those from `start` to `end`.
 
     $$s_{bj} = \mathrm{cap}\!\left(\mathrm{scale}\; q_b \cdot k_{bj}\right), \qquad
@@ -29,34 +27,6 @@ class RaggedDecodeAttention(Kernel):
     """
 
     operation: ClassVar[str] = "ragged_decode_attention"
-
-    options: PagedOptions = eqx.field(static=True)
-    plan: Plan = eqx.field(static=True)
-
-    def __init__(
-        self,
-        sliding_window: int | tuple[int | None, int | None] | None = None,
-        logits_soft_cap: float | None = None,
-        softmax_scale: float | None = None,
-        *,
-        platform: str | None = None,
-        config: Any | None = None,
-        tune_for: Any | None = None,
-    ):
-        """**Arguments:**
-
-        - `sliding_window`: an int $w$: the last $w$ keys, the query's own included; a pair `(left, right)`: `left` keys before its own (`None`: all;
-            there are none behind).
-        - `logits_soft_cap`: the bound $c$ of the tanh soft cap.
-        - `softmax_scale`: default `D**-0.5`; required with a `PagedLatentCache`.
-        - `platform`: use this platform or raise; `None` chooses by device and request.
-        - `config`: use this kernel configuration; it implies its platform.
-        - `tune_for`: [`ejkernel_eqx.inputs`][]`(q, k, v, start, end)`, arrays or `jax.ShapeDtypeStruct`s: settle the choice for these now.
-
-        Raises `ValueError` for options that mean nothing.
-        """
-        self.options = PagedOptions.read(sliding_window, logits_soft_cap, softmax_scale)
-        self.plan = plan_of(RaggedDecodeAttention, self, platform, config, tune_for)
 
     @jax.named_scope("ejkernel_eqx.RaggedDecodeAttention")
     def __call__(
@@ -76,8 +46,7 @@ class RaggedDecodeAttention(Kernel):
         - `k`, `v`: `[..., S, K, D]` and `[..., S, K, V]`, the leading axes of `q`.
         - `start`, `end`: ints, one for each row or one for all: the row's keys are `start .. end - 1`; at most `S` of them. The query sits at
             `end - 1`.
-        - `sinks`: logits `[H]` or `[H, n]` that join the denominator and carry no value.
-        - `return_lse`: also return the log-sum-exp of the scores, as [`ejkernel_eqx.merge_attention`][] takes it (without sinks).
+        - `sinks`, `return_lse`: as in [`ejkernel_eqx.PagedAttention`][].
 
         **Returns:**
 

@@ -2,21 +2,19 @@
 
 from typing import Any, ClassVar
 
-import equinox as eqx
 import jax
 from jax import Array
 from jaxtyping import Float, Int
 
-from .._kernel import Kernel, Plan
 from ..core.platforms import register
-from .arguments import packed, PagedOptions, read_queries, Scoring
+from .arguments import packed, read_queries, Scoring
 from .cache.cache import PagedKVCache, PagedLatentCache
-from .operation import plan_of, run
+from .operation import PagedOperation, run
 
 register("unified_attention", __package__)
 
 
-class UnifiedAttention(Kernel):
+class UnifiedAttention(PagedOperation):
     r"""Attention of the new tokens of each sequence, few or many, on the keys and values in the pages of a cache, with all that may change scores.
 
     Query $t$ of a sequence of $L$ tokens, $n_q$ of which are new, sits at position $i = L - n_q + t$ and sees the keys $j \le i$ of the window:
@@ -34,35 +32,6 @@ class UnifiedAttention(Kernel):
 
     operation: ClassVar[str] = "unified_attention"
 
-    options: PagedOptions = eqx.field(static=True)
-    plan: Plan = eqx.field(static=True)
-
-    def __init__(
-        self,
-        sliding_window: int | tuple[int | None, int | None] | None = None,
-        logits_soft_cap: float | None = None,
-        softmax_scale: float | None = None,
-        *,
-        platform: str | None = None,
-        config: Any | None = None,
-        tune_for: Any | None = None,
-    ):
-        """**Arguments:**
-
-        - `sliding_window`: an int $w$: the last $w$ keys, the query's own included; a pair `(left, right)`: `left` keys before its own (`None`: all;
-            there are none behind).
-        - `logits_soft_cap`: the bound $c$ of the tanh soft cap.
-        - `softmax_scale`: default `D**-0.5`; required with a `PagedLatentCache`.
-        - `platform`: use this platform or raise; `None` chooses by device and request.
-        - `config`: use this kernel configuration; it implies its platform.
-        - `tune_for`: [`ejkernel_eqx.inputs`][]`(q, cache, query_start_loc=..., max_query_len=...)`, arrays or
-            `jax.ShapeDtypeStruct`s: settle the choice for these now.
-
-        Raises `ValueError` for options that mean nothing.
-        """
-        self.options = PagedOptions.read(sliding_window, logits_soft_cap, softmax_scale)
-        self.plan = plan_of(UnifiedAttention, self, platform, config, tune_for)
-
     @jax.named_scope("ejkernel_eqx.UnifiedAttention")
     def __call__(
         self,
@@ -78,24 +47,16 @@ class UnifiedAttention(Kernel):
     ) -> Any:  # one array or two, as `return_lse` says
         """**Arguments:**
 
-        - `q`: `[..., T, H, D]`, the queries of all sequences side by side; `[..., T, H, R + Dr]` for a latent cache. bf16, f16, f32 (f64 on XLA).
-        - `cache`: bound to tables `[N, M]`, or with the leading axes of `q`; its pages without leading axes or with these. `lengths` count the new
-            tokens, which have been written.
-        - `query_start_loc`: ints `[N + 1]`, where the queries of each sequence begin and end; none lower than the one before but behind the
-            last sequence with queries, where zeros are as good.
-        - `max_query_len`: the most queries of one sequence, static; those past it are left out. Default `T`. Give it where it is small: with 1, only
-            decoding is compiled.
+        - `q` `[..., T, H, D]`, `cache`, `query_start_loc` `[N + 1]`, `max_query_len`, `sinks` `[H]` or `[H, n]`, `return_lse`: as in
+            [`ejkernel_eqx.PrefillPagedAttention`][].
         - `alibi_slopes`: `[H]`.
         - `qq_bias`: `[Q, Q]`, `Q` at least `max_query_len`, the same for all sequences and heads; entries may be minus infinity. What lies above
             its diagonal is not seen.
-        - `sinks`: logits `[H]` or `[H, n]` that join the denominator and carry no value.
-        - `return_lse`: also return the log-sum-exp of the scores, as [`ejkernel_eqx.merge_attention`][] takes it (without sinks).
 
         **Returns:**
 
-        `[..., T, H, V]` (`[..., T, H, R]` for a latent cache) in the dtype of `q`; with `return_lse` also `[..., T, H]` in float32: natural
-        logarithm, sinks included, `-inf` for a query that sees nothing. Tokens of no sequence give 0 and `-inf`. Raises `ValueError` for
-        arguments that do not fit, `UnsupportedError` if no platform (or not the given one) supports the call.
+        `[..., T, H, V]` in the dtype of `q`, with `return_lse` also `[..., T, H]`; results and errors are those of
+        [`ejkernel_eqx.PrefillPagedAttention`][].
         """
         q = read_queries(q, cache, "T H D")
         tokens = packed(q, cache, query_start_loc, max_query_len)
