@@ -10,7 +10,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from ejkernel_eqx import nn
-from ejkernel_eqx.recurrence.arguments import accumulator
+from ejkernel_eqx.core.arguments import accumulator
 from tests.nn import published_recurrent as published
 
 EMBED = 24

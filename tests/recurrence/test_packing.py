@@ -9,7 +9,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from ejkernel_eqx.recurrence import packing as subject
+from ejkernel_eqx.sequences import rows as subject
 
 read_packing: Any = subject.read_packing
 ids_of_rows = st.lists(st.integers(-2, 2), min_size=7, max_size=7)

@@ -7,9 +7,9 @@ import jax
 import jax.numpy as jnp
 from jax import Array
 
-from .._values import check_slots
-from ..recurrence.arguments import array, fitting
-from ..recurrence.packing import Packing, read_packing
+from ..core.arguments import array, fitting
+from ..core.frame import frame_of, step_frame_of
+from ..sequences.rows import Packing
 from .spec import ACTIVATIONS, ConvArrays, Places
 
 
@@ -45,25 +45,19 @@ class Call:
 
 
 def resolve(x: Any, weight: Any, bias: Any, initial_state: Any, cu_seqlens: Any, segment_ids: Any) -> Call:
-    x = array("x", x, "T C")
+    frame = frame_of(x, "x", "C", cu_seqlens, segment_ids, reverse=False)
+    x, packing = jnp.asarray(x), frame.packing
     weight, bias = parameters(x, weight, bias)
-    lead, (length, channels) = x.shape[:-2], x.shape[-2:]
-    packing = read_packing(cu_seqlens, segment_ids, lead, length, reverse=False)
-    count = packing.num_sequences
     held = weight.shape[-1] - 1
     arrays = ConvArrays(x, weight, bias)
     if packing.real is not None:
-        places = places_of(packing, held)
-        arrays = arrays._replace(**places._asdict())
-    state_dtype = x.dtype
-    if initial_state is not None:
-        packed = () if count is None else (count,)
-        letters = "N W-1 C" if packed else "W-1 C"
-        state = fitting("initial_state", initial_state, (*lead, *packed, held, channels), letters)
-        state_dtype = state.dtype
-        state = state.astype(x.dtype)
-        arrays = arrays._replace(initial_state=state if packed else jnp.expand_dims(state, -3))
-    return Call(arrays, state_dtype, packing)
+        arrays = arrays._replace(**places_of(packing, held)._asdict())
+    state = frame.states(initial_state, (held, x.shape[-1]), "W-1 C").entering
+    if state is None:
+        return Call(arrays, x.dtype, packing)
+    entering = state.astype(x.dtype)
+    entering = entering if packing.offsets is not None else jnp.expand_dims(entering, -3)
+    return Call(arrays._replace(initial_state=entering), state.dtype, packing)
 
 
 def places_of(packing: Packing, held: int) -> Places:
@@ -117,18 +111,7 @@ def _scatter(index: Array, values: Array) -> Array:
 def resolve_step(
     x: Any, weight: Any, bias: Any, state: Any, state_indices: Any
 ) -> tuple[Array, Array, Array | None, Array, Array | None]:
-    x = array("x", x, "C")
+    frame = step_frame_of(x, "x", "C", state_indices)
+    x = jnp.asarray(x)
     weight, bias = parameters(x, weight, bias)
-    held, channels = weight.shape[-1] - 1, x.shape[-1]
-    if state_indices is None:
-        shape = (*x.shape[:-1], held, channels)
-        return x, weight, bias, fitting("state", state, shape, "W-1 C"), None
-    indices = jnp.asarray(state_indices)
-    if x.ndim != 2 or indices.shape != x.shape[:1] or not jnp.issubdtype(indices.dtype, jnp.integer):
-        raise ValueError(
-            f"state_indices: expected an integer for each row of x [B, C], received {indices.dtype} of shape {indices.shape} for x of shape "
-            f"{x.shape}; jax.vmap over more axes."
-        )
-    slots = array("state", state, "slots K C").shape[0]
-    indices = check_slots("state_indices", indices.astype(jnp.int32), state_indices, slots)
-    return x, weight, bias, fitting("state", state, (slots, held, channels), "slots W-1 C"), indices
+    return x, weight, bias, *frame.row_states(state, (weight.shape[-1] - 1, x.shape[-1]), "W-1 C")

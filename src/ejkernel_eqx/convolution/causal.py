@@ -7,8 +7,8 @@ import jax
 from jax import Array
 from jaxtyping import Float, Int
 
-from .._inputs import as_inputs
-from .._kernel import Kernel, make_plan, Plan, settle
+from .._kernel import Kernel, Plan
+from ..core.plans import plan_of
 from ..core.platforms import register
 from .arguments import check_activation, resolve, resolve_step
 from .core import CONVOLVE
@@ -54,10 +54,7 @@ class CausalConv1d(Kernel):
         - `tune_for`: `(x, weight)` or [`ejkernel_eqx.inputs`][]`(...)`, arrays or `jax.ShapeDtypeStruct`s: settle the choice for these now.
         """
         self.activation = check_activation(activation)
-        self.plan = make_plan(self.operation, platform=platform, config=config)
-        if tune_for is not None:
-            probe = CausalConv1d(activation, platform=platform, config=config)
-            self.plan = settle(probe, as_inputs(tune_for))
+        self.plan = plan_of(CausalConv1d, self, platform, config, tune_for)
 
     @jax.named_scope("ejkernel_eqx.CausalConv1d")
     def __call__(

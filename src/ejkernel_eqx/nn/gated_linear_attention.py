@@ -9,7 +9,7 @@ from jax import Array
 from jax.typing import DTypeLike
 
 from ..recurrence import GatedLinearAttention as Operation
-from ..recurrence.arguments import accumulator
+from ..core.arguments import accumulator
 from .arguments import check_eps, check_flags, check_key, check_numbers, check_sizes, read_dtype
 from .compute import read_compute_dtype
 from .gated_rms_norm import GatedRMSNorm

@@ -11,7 +11,7 @@ from jax.typing import DTypeLike
 
 from ..recurrence import lightning_slopes
 from ..recurrence import LightningAttention as Operation
-from ..recurrence.arguments import accumulator
+from ..core.arguments import accumulator
 from .arguments import check_eps, check_key, check_sizes, is_known, read_array, read_dtype
 from .attention_inputs import head_dim_of
 from .compute import read_compute_dtype

@@ -9,7 +9,7 @@ import jax.numpy as jnp
 from jax import Array, lax
 from jax.typing import DTypeLike
 
-from ..recurrence.arguments import accumulator
+from ..core.arguments import accumulator
 from ..selective_scan import StateSpaceV1
 from .arguments import check_eps, check_flags, check_key, check_sizes, read_dtype
 from .compute import read_compute_dtype

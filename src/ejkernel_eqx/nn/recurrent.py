@@ -12,7 +12,7 @@ from jax import Array
 from jax.typing import DTypeLike
 
 from ..paged import RaggedBatch
-from ..recurrence.arguments import accumulator
+from ..core.arguments import accumulator
 from ..sequences.packing import read_offsets
 from .arguments import (
     check_numbers,

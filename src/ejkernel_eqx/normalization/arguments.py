@@ -5,7 +5,7 @@ from typing import Any
 
 import jax.numpy as jnp
 
-from ..recurrence.arguments import array, fitting
+from ..core.arguments import array, fitting
 from .spec import ACTIVATIONS, NormArrays
 
 

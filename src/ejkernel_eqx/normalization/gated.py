@@ -7,8 +7,8 @@ import jax
 from jax import Array
 from jaxtyping import Float
 
-from .._inputs import as_inputs
-from .._kernel import Kernel, make_plan, Plan, settle
+from .._kernel import Kernel, Plan
+from ..core.plans import plan_of
 from ..core.platforms import register
 from .arguments import check_options, resolve
 from .core import NORMALIZE
@@ -62,10 +62,7 @@ class GatedRMSNorm(Kernel):
         check_options(activation, group_size, eps)
         self.spec = NormSpec(activation, bool(norm_before_gate), float(eps))
         self.group_size = group_size
-        self.plan = make_plan(self.operation, platform=platform, config=config)
-        if tune_for is not None:
-            options = (activation, norm_before_gate, group_size, eps)
-            self.plan = settle(GatedRMSNorm(*options, platform=platform, config=config), as_inputs(tune_for))
+        self.plan = plan_of(GatedRMSNorm, self, platform, config, tune_for)
 
     @jax.named_scope("ejkernel_eqx.GatedRMSNorm")
     def __call__(

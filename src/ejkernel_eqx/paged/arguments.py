@@ -14,7 +14,7 @@ from jax import Array
 from .._broadcast import like
 from .._values import check_between, check_offsets
 from ..attention.arguments import parse_window, ScoreOptions
-from ..recurrence.arguments import array
+from ..core.arguments import array
 from ..sequences.packing import ended
 from .cache.batch import positions_of, slots_of, to_int32
 from .cache.cache import PagedKVCache, PagedLatentCache

@@ -7,7 +7,7 @@ import jax.numpy as jnp
 from jax import Array
 
 from .._kernel import Kernel, Plan
-from ..recurrence.operation import plan_of as plan_of
+from ..core.plans import plan_of as plan_of
 from .arguments import Cache, PagedOptions, resolve, Scoring, Tokens, write_slots
 from .cache.pages import holding, write_arrays
 from .cache.write import write

@@ -5,7 +5,8 @@ from typing import Any
 
 from jax import Array
 
-from .arguments import fitting, Frame, Operands
+from ..core.arguments import fitting
+from .arguments import Frame, Operands
 from .gates import check_gate, l2norm, LOG, log_decay, write_strength
 from .spec import KEY, NONE, SCALAR
 

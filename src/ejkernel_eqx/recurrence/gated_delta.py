@@ -9,7 +9,8 @@ from jax.typing import DTypeLike
 from jaxtyping import Float, Int
 
 from .._kernel import Kernel, Plan
-from .arguments import check_scale, check_state_dtype, Frame, frame_of, Operands, step_frame_of
+from ..core.arguments import check_state_dtype
+from .arguments import check_scale, Frame, frame_of, Operands, step_frame_of
 from .delta import delta_operands, DeltaOptions, GateInputs, with_gate
 from .operation import plan_of, register, run, run_step
 from .spec import SCALAR
@@ -89,9 +90,9 @@ class GatedDeltaRule(Kernel):
         `(out, final_state)`: `[..., T, R, V]` in the dtype of `v`, and `[..., H, D, V]` (`[N, H, D, V]` with `cu_seqlens`). Raises `ValueError` for
         arguments that do not fit, `UnsupportedError` if no platform (or not the given one) supports the call.
         """
-        frame = frame_of(q, "q", "H D", cu_seqlens, segment_ids, self.reverse)
+        frame = frame_of(q, "q", "H D", cu_seqlens, segment_ids, self.reverse, state_indices)
         operands = self._operands(frame, (q, k, v), beta, GateInputs(g, A_log, dt_bias))
-        return run(self.plan, frame, operands, initial_state, self.state_dtype, state_indices=state_indices)
+        return run(self.plan, frame, operands, initial_state, self.state_dtype)
 
     @jax.named_scope("ejkernel_eqx.GatedDeltaRule.step")
     def step(
@@ -118,9 +119,9 @@ class GatedDeltaRule(Kernel):
 
         `(out, state)`: `[..., R, V]` and the new states (the whole pool). Raises as a call does.
         """
-        frame = step_frame_of(q, "q", "H D")
+        frame = step_frame_of(q, "q", "H D", state_indices)
         operands = self._operands(frame, (q, k, v), beta, GateInputs(g, A_log, dt_bias))
-        return run_step(self.plan, frame, operands, state, state_indices)
+        return run_step(self.plan, frame, operands, state)
 
     def _operands(
         self, frame: Frame, qkv: tuple[Array, Array, Array], beta: Array, gate: GateInputs
@@ -184,9 +185,9 @@ class DeltaRule(Kernel):
 
         **Returns:** as there. Raises as it does.
         """
-        frame = frame_of(q, "q", "H D", cu_seqlens, segment_ids, self.reverse)
+        frame = frame_of(q, "q", "H D", cu_seqlens, segment_ids, self.reverse, state_indices)
         operands = delta_operands(frame, self.options, self.scale, (q, k, v), beta)
-        return run(self.plan, frame, operands, initial_state, self.state_dtype, state_indices=state_indices)
+        return run(self.plan, frame, operands, initial_state, self.state_dtype)
 
     @jax.named_scope("ejkernel_eqx.DeltaRule.step")
     def step(
@@ -200,6 +201,6 @@ class DeltaRule(Kernel):
         state_indices: Int[Array, "..."] | None = None,
     ) -> tuple[Array, Array]:
         """One token of every row, for decoding. Arguments and results as in [`ejkernel_eqx.GatedDeltaRule.step`][]."""
-        frame = step_frame_of(q, "q", "H D")
+        frame = step_frame_of(q, "q", "H D", state_indices)
         operands = delta_operands(frame, self.options, self.scale, (q, k, v), beta)
-        return run_step(self.plan, frame, operands, state, state_indices)
+        return run_step(self.plan, frame, operands, state)

@@ -9,7 +9,8 @@ from jax.typing import DTypeLike
 from jaxtyping import Float, Int
 
 from .._kernel import Kernel, Plan
-from .arguments import check_scale, check_state_dtype, Frame, frame_of, Operands, step_frame_of
+from ..core.arguments import check_state_dtype
+from .arguments import check_scale, Frame, frame_of, Operands, step_frame_of
 from .operation import plan_of, register, run, run_step
 from .spec import KEY
 
@@ -91,15 +92,8 @@ class GatedLinearAttention(Kernel):
         `(out, final_state)`: `[..., T, R, V]` in the dtype of `v`, and the state after the last token, as `initial_state`. Raises `ValueError` for
         arguments that do not fit, `UnsupportedError` if no platform (or not the given one) supports the call.
         """
-        frame = frame_of(q, "q", "H D", cu_seqlens, segment_ids, self.reverse)
-        return run(
-            self.plan,
-            frame,
-            self._operands(frame, q, k, v, g),
-            initial_state,
-            self.state_dtype,
-            state_indices=state_indices,
-        )
+        frame = frame_of(q, "q", "H D", cu_seqlens, segment_ids, self.reverse, state_indices)
+        return run(self.plan, frame, self._operands(frame, q, k, v, g), initial_state, self.state_dtype)
 
     @jax.named_scope("ejkernel_eqx.GatedLinearAttention.step")
     def step(
@@ -124,8 +118,8 @@ class GatedLinearAttention(Kernel):
 
         `(out, state)`: `[..., R, V]` and the new states (the whole pool). Raises as a call does.
         """
-        frame = step_frame_of(q, "q", "H D")
-        return run_step(self.plan, frame, self._operands(frame, q, k, v, g), state, state_indices)
+        frame = step_frame_of(q, "q", "H D", state_indices)
+        return run_step(self.plan, frame, self._operands(frame, q, k, v, g), state)
 
     def _operands(self, frame: Frame, q: Array, k: Array, v: Array, g: Array) -> Operands:
         g = frame.operand("g", g, (None, q.shape[-1]), "H D")

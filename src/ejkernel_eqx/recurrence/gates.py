@@ -12,15 +12,11 @@ import jax.numpy as jnp
 from jax import Array, lax
 
 from .._broadcast import aligned, like
-from .arguments import accumulator
+from ..core.arguments import wide
 
 LOG, SOFTPLUS, BOUNDED = "log", "softplus", "bounded"
 GATES = (LOG, SOFTPLUS, BOUNDED)
 """What a gate is given as: the log-decay itself, or a raw number that one of two formulas makes into it."""
-
-
-def wide(x: Array) -> Array:
-    return x.astype(accumulator(x.dtype))
 
 
 def softplus(x: Array) -> Array:
@@ -97,11 +93,6 @@ def time_step(
     low, high = (jnp.asarray(bound, x.dtype) for bound in dt_limit)
     # Unlike `jnp.clip`, whose gradient is halved on a bound itself.
     return jnp.where(x < low, low, jnp.where(x > high, high, x))
-
-
-def finite_rate(A: Array) -> Array:
-    """Minus infinity as a rate so fast that any time step above 0 leaves nothing, and a time step of 0 everything."""
-    return jnp.maximum(A, jnp.asarray(jnp.finfo(A.dtype).min / 4, A.dtype))
 
 
 def silu_gated(y: Array, z: Array) -> Array:

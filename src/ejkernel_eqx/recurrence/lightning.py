@@ -11,16 +11,8 @@ from jax.typing import DTypeLike
 from jaxtyping import Float, Int
 
 from .._kernel import Kernel, Plan
-from .arguments import (
-    accumulator,
-    check_scale,
-    check_state_dtype,
-    fitting,
-    Frame,
-    frame_of,
-    Operands,
-    step_frame_of,
-)
+from ..core.arguments import accumulator, check_state_dtype, fitting
+from .arguments import check_scale, Frame, frame_of, Operands, step_frame_of
 from .operation import plan_of, register, run, run_step
 from .spec import CONSTANT
 
@@ -139,15 +131,8 @@ class LightningAttention(Kernel):
         `(out, final_state)`: `[..., T, R, V]` in the dtype of `v`, and `[..., H, D, V]` (`[N, H, D, V]` with `cu_seqlens`). Raises `ValueError` for
         arguments that do not fit, `UnsupportedError` if no platform (or not the given one) supports the call.
         """
-        frame = frame_of(q, "q", "H D", cu_seqlens, segment_ids, self.reverse)
-        return run(
-            self.plan,
-            frame,
-            self._operands(frame, q, k, v, slopes),
-            initial_state,
-            self.state_dtype,
-            state_indices=state_indices,
-        )
+        frame = frame_of(q, "q", "H D", cu_seqlens, segment_ids, self.reverse, state_indices)
+        return run(self.plan, frame, self._operands(frame, q, k, v, slopes), initial_state, self.state_dtype)
 
     @jax.named_scope("ejkernel_eqx.LightningAttention.step")
     def step(
@@ -171,8 +156,8 @@ class LightningAttention(Kernel):
 
         `(out, state)`: `[..., R, V]` and the new states (the whole pool). Raises as a call does.
         """
-        frame = step_frame_of(q, "q", "H D")
-        return run_step(self.plan, frame, self._operands(frame, q, k, v, slopes), state, state_indices)
+        frame = step_frame_of(q, "q", "H D", state_indices)
+        return run_step(self.plan, frame, self._operands(frame, q, k, v, slopes), state)
 
     def _operands(self, frame: Frame, q: Array, k: Array, v: Array, slopes: Array | None) -> Operands:
         q, k, v = frame.qkv(q, k, v)

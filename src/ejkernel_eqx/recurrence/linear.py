@@ -10,17 +10,8 @@ from jax.typing import DTypeLike
 from jaxtyping import Float, Int
 
 from .._kernel import Kernel, Plan
-from .arguments import (
-    array,
-    check_scale,
-    check_state_dtype,
-    fitting,
-    Frame,
-    frame_of,
-    Operands,
-    step_frame_of,
-)
-from .gates import wide
+from ..core.arguments import array, check_state_dtype, fitting, wide
+from .arguments import check_scale, Frame, frame_of, Operands, step_frame_of
 from .heads import repeat_heads
 from .operation import plan_of, register, run, run_step
 from .spec import CONSTANT, KEY, NONE, SCALAR, VALUE
@@ -109,23 +100,9 @@ class LinearAttention(Kernel):
         `(out, final_state)`: `[..., T, R, V]` in the dtype of `v`, and the state after the last token, as `initial_state`. Raises `ValueError` for
         arguments that do not fit, `UnsupportedError` if no platform (or not the given one) supports the call.
         """
-        frame = frame_of(q, "q", "H D", cu_seqlens, segment_ids, self.reverse)
+        frame = frame_of(q, "q", "H D", cu_seqlens, segment_ids, self.reverse, state_indices)
         operands = self._operands(frame, q, k, v, _decay(frame, q, v, g, gk, gv, g_gamma))
-        if not self.normalize:
-            return run(
-                self.plan, frame, operands, initial_state, self.state_dtype, state_indices=state_indices
-            )
-        values, weights = _pair("initial_state", initial_state, k)
-        out, values = run(self.plan, frame, operands, values, self.state_dtype, state_indices=state_indices)
-        weight, weights = run(
-            self.plan,
-            frame,
-            _weights(frame, operands),
-            weights,
-            self.state_dtype,
-            state_indices=state_indices,
-        )
-        return _divide(out, weight).astype(frame.dtype), (values, weights[..., 0])
+        return self._run(frame, operands, k, "initial_state", initial_state)
 
     @jax.named_scope("ejkernel_eqx.LinearAttention.step")
     def step(
@@ -153,13 +130,21 @@ class LinearAttention(Kernel):
 
         `(out, state)`: `[..., R, V]` and the new states (the whole pool). Raises as a call does.
         """
-        frame = step_frame_of(q, "q", "H D")
+        frame = step_frame_of(q, "q", "H D", state_indices)
         operands = self._operands(frame, q, k, v, _decay(frame, q, v, g, gk, gv, g_gamma))
+        return self._run(frame, operands, k, "state", state)
+
+    def _run(self, frame: Frame, operands: Operands, k: Array, name: str, state: Any) -> tuple[Array, Any]:
+        def launch(operands: Operands, state: Any) -> tuple[Array, Array]:
+            if frame.length is None:
+                return run_step(self.plan, frame, operands, state)
+            return run(self.plan, frame, operands, state, self.state_dtype)
+
         if not self.normalize:
-            return run_step(self.plan, frame, operands, state, state_indices)
-        values, weights = _pair("state", state, k)
-        out, values = run_step(self.plan, frame, operands, values, state_indices)
-        weight, weights = run_step(self.plan, frame, _weights(frame, operands), weights, state_indices)
+            return launch(operands, state)
+        values, weights = _pair(name, state, k)
+        out, values = launch(operands, values)
+        weight, weights = launch(_weights(frame, operands), weights)
         return _divide(out, weight).astype(frame.dtype), (values, weights[..., 0])
 
     def _operands(

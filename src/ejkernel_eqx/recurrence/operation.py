@@ -6,10 +6,11 @@ from typing import Any
 import jax.numpy as jnp
 from jax import Array
 
-from .._inputs import as_inputs
-from .._kernel import Kernel, make_plan, Plan, settle
+from .._kernel import Plan
 from ..core import platforms
-from .arguments import build, build_step, check_heads, Frame, Operands, read_pool
+from ..core.frame import Frame
+from ..core.plans import plan_of as plan_of
+from .arguments import build, build_step, Operands
 from .core import recur, step
 from .spec import heads_of
 
@@ -19,19 +20,6 @@ def register(operation: str) -> None:
     platforms.register(operation, __package__)
 
 
-def plan_of(
-    cls: type[Kernel], module: Kernel, platform: str | None, config: Any | None, tune_for: Any | None
-) -> Plan:
-    """The plan of a module of class `cls` whose `__init__` has set every other field."""
-    plan = make_plan(cls.operation, platform=platform, config=config)
-    if tune_for is None:
-        return plan
-    probe = object.__new__(cls)
-    for name, value in {**vars(module), "plan": plan}.items():
-        object.__setattr__(probe, name, value)
-    return settle(probe, as_inputs(tune_for))
-
-
 def run(
     plan: Plan,
     frame: Frame,
@@ -39,17 +27,10 @@ def run(
     initial_state: Any,
     state_dtype: str | None,
     epilogue: Callable[[Array], Array] | None = None,
-    state_indices: Any = None,
 ) -> tuple[Array, Array]:
-    """A sequence. `epilogue` sees the outputs in the kernels' order, zero where there is padding, and leaves zeros there. With
-    `state_indices` the initial state is a pool, and so is what comes back."""
-    pool = None
-    if state_indices is not None:
-        sizes, letters = operands.state_sizes()
-        pool = read_pool(frame, initial_state, state_indices, (check_heads(operands), *sizes), letters)
-        initial_state = pool.read()
-    arrays, spec = build(frame, operands, initial_state, state_dtype)
-    if frame.length == 0 or 0 in frame.lead:
+    """A sequence. `epilogue` sees the outputs in the kernels' order, zero where there is padding, and leaves zeros there."""
+    arrays, spec, states = build(frame, operands, initial_state, state_dtype)
+    if frame.is_empty:
         out, state = _empty(arrays, spec)
     else:
         out, state = recur(plan, plan.operation, arrays, spec)
@@ -57,10 +38,7 @@ def run(
     if epilogue is not None:
         # Again, so that the cotangents of padding, which may be NaN, stay out of its parameters.
         out = frame.mask(epilogue(out))
-    out = frame.packing.flip(out)
-    state = frame.packing.states(state)
-    state = jnp.swapaxes(state, -1, -2) if operands.transposed else state
-    return out, state if pool is None else pool.written(state)
+    return frame.packing.flip(out), states.leaving(operands.flipped(state))
 
 
 def run_step(
@@ -68,19 +46,16 @@ def run_step(
     frame: Frame,
     operands: Operands,
     state: Any,
-    state_indices: Any,
     epilogue: Callable[[Array], Array] | None = None,
 ) -> tuple[Array, Array]:
     """One token of every row."""
-    arrays, spec = build_step(frame, operands, state, state_indices)
-    if 0 in frame.lead:
+    arrays, spec = build_step(frame, operands, state)
+    if frame.is_empty:
         rows, heads = arrays.q.shape[:-2], max(arrays.state.shape[-3], arrays.q.shape[-2])
         out, state = jnp.zeros((*rows, heads, arrays.v.shape[-1]), arrays.v.dtype), arrays.state
     else:
         out, state = step(plan, plan.operation, arrays, spec)
-    if state_indices is None:
-        at = len(frame.lead)
-        out, state = jnp.squeeze(out, at), jnp.squeeze(state, at)
+    out, state = frame.from_rows((out, state))
     return out if epilogue is None else epilogue(out), state
 
 

@@ -11,8 +11,9 @@ from jaxtyping import Float, Int
 
 from .._broadcast import like
 from .._kernel import Kernel, Plan
-from .arguments import check_state_dtype, fitting, Frame, frame_of, Operands, step_frame_of
-from .gates import check_limit, finite_rate, rms_norm, silu_gated, time_step, wide
+from ..core.arguments import check_state_dtype, finite_rate, fitting, wide
+from .arguments import Frame, frame_of, Operands, step_frame_of
+from .gates import check_limit, rms_norm, silu_gated, time_step
 from .operation import plan_of, register, run, run_step
 from .spec import SCALAR
 
@@ -124,10 +125,10 @@ class StateSpaceV2(Kernel):
         `(y, final_state)`: `[..., T, H, P]` in the dtype of `x`, and the state after the last token, as `initial_state`. Raises `ValueError` for
         arguments that do not fit, `UnsupportedError` if no platform (or not the given one) supports the call.
         """
-        frame = frame_of(x, "x", "H P", cu_seqlens, segment_ids, self.reverse)
+        frame = frame_of(x, "x", "H P", cu_seqlens, segment_ids, self.reverse, state_indices)
         inputs = _Inputs(x, dt, A, B, C, D, z, dt_bias, norm_weight)
         operands, epilogue = self._operands(frame, inputs)
-        return run(self.plan, frame, operands, initial_state, self.state_dtype, epilogue, state_indices)
+        return run(self.plan, frame, operands, initial_state, self.state_dtype, epilogue)
 
     @jax.named_scope("ejkernel_eqx.StateSpaceV2.step")
     def step(
@@ -157,9 +158,9 @@ class StateSpaceV2(Kernel):
 
         `(y, state)`: `[..., H, P]` and the new states (the whole pool). Raises as a call does.
         """
-        frame = step_frame_of(x, "x", "H P")
+        frame = step_frame_of(x, "x", "H P", state_indices)
         operands, epilogue = self._operands(frame, _Inputs(x, dt, A, B, C, D, z, dt_bias, norm_weight))
-        return run_step(self.plan, frame, operands, state, state_indices, epilogue)
+        return run_step(self.plan, frame, operands, state, epilogue)
 
     def _operands(self, frame: Frame, inputs: _Inputs) -> tuple[Operands, Any]:
         """The operands of the recurrence, whose key is `B` and whose value is `x`; and what is done with its output."""

@@ -10,20 +10,10 @@ from jax.typing import DTypeLike
 from jaxtyping import Float, Int
 
 from .._kernel import Kernel, Plan
-from .._values import check_slots
+from ..core.arguments import accumulator, check_state_dtype, finite_rate, fitting
+from ..core.frame import Frame, frame_of, step_frame_of
+from ..core.plans import plan_of
 from ..core.platforms import register
-from ..recurrence.arguments import (
-    accumulator,
-    check_state_dtype,
-    fitting,
-    Frame,
-    frame_of,
-    read_pool,
-    read_slots,
-    step_frame_of,
-)
-from ..recurrence.gates import finite_rate
-from ..recurrence.operation import plan_of
 from .core import scan, step
 from .spec import NO_TIME, ScanArrays, ScanSpec, SHARED, StepArrays
 
@@ -124,30 +114,22 @@ class StateSpaceV1(Kernel):
         `(y, final_state)`: `[..., T, I]` in the dtype of `x`, and the state after the last token, as `initial_state`. Raises `ValueError` for
         arguments that do not fit, `UnsupportedError` if no platform (or not the given one) supports the call.
         """
-        frame = frame_of(x, "x", "I", cu_seqlens, segment_ids, self.reverse)
-        operands = self._operands(frame, _Inputs(x, dt, A, B, C, D, z, dt_bias))
-        packing = frame.packing
+        frame = frame_of(x, "x", "I", cu_seqlens, segment_ids, self.reverse, state_indices)
+        operands, packing = self._operands(frame, _Inputs(x, dt, A, B, C, D, z, dt_bias)), frame.packing
         if packing.real is not None:
             padding = jnp.asarray(NO_TIME, operands["dt"].dtype)
             operands["dt"] = jnp.where(packing.real[..., None], operands["dt"], padding)
-        spec = ScanSpec(self.dt_softplus, self.state_dtype or jnp.dtype(accumulator(frame.dtype)).name)
-        count = () if packing.num_sequences is None else (packing.num_sequences,)
-        sizes, letters = operands["A"].shape, "S I N" if count else "I N"
-        shape = (*frame.lead, *count, *sizes)
-        state = pool = None
-        if state_indices is not None:
-            pool = read_pool(frame, initial_state, state_indices, sizes, "I N", "I")
-            initial_state = pool.read()
-        if initial_state is not None:
-            state = fitting("initial_state", initial_state, shape, letters).astype(spec.state_dtype)
-            state = packing.states(state)
-        if frame.length == 0 or 0 in frame.lead:
-            final = jnp.zeros(shape, spec.state_dtype) if state is None else packing.states(state)
-            return frame.take(operands["x"]), final if pool is None else pool.written(final)
-        arrays = ScanArrays(**operands, initial_state=state, starts=packing.starts, offsets=packing.offsets)
-        out, final = scan(self.plan, self.operation, arrays, spec)
-        final = packing.states(final)
-        return packing.give(out), final if pool is None else pool.written(final)
+        spec = ScanSpec(self.dt_softplus, frame.state_dtype(self.state_dtype))
+        states = frame.states(initial_state, operands["A"].shape, "I N", spec.state_dtype)
+        out, final = operands["x"], states.entering
+        if not frame.is_empty:
+            arrays = ScanArrays(
+                **operands, initial_state=final, starts=packing.starts, offsets=packing.offsets
+            )
+            out, final = scan(self.plan, self.operation, arrays, spec)
+        elif final is None:
+            final = jnp.zeros(states.shape, spec.state_dtype)
+        return packing.give(out), states.leaving(final)
 
     @jax.named_scope("ejkernel_eqx.StateSpaceV1.step")
     def step(
@@ -176,28 +158,15 @@ class StateSpaceV1(Kernel):
 
         `(y, state)`: `[..., I]` and the new states (the whole pool). Raises as a call does.
         """
-        frame = step_frame_of(x, "x", "I")
+        frame = step_frame_of(x, "x", "I", state_indices)
         operands = self._operands(frame, _Inputs(x, dt, A, B, C, D, z, dt_bias))
-        sizes, at = operands["A"].shape, len(frame.lead)
-        spec = ScanSpec(self.dt_softplus)
-        if state_indices is not None:
-            indices = read_slots(frame, state_indices, "I")
-            state = fitting("state", state, (None, *sizes), "slots I N")
-            indices = check_slots("state_indices", indices, state_indices, state.shape[0])
-            if 0 in frame.lead:
-                return operands["x"], state
-            arrays = StepArrays(**operands, state=state, indices=indices)
-            return step(self.plan, self.operation, arrays, spec)
-        # One row a batch of its own: leading axes may be sharded.
-        state = fitting("state", state, (*frame.lead, *sizes), "I N")
-        if 0 in frame.lead:
+        state, indices = frame.row_states(state, operands["A"].shape, "I N")
+        if frame.is_empty:
             return operands["x"], state
-        rows: dict[str, Any] = {
-            name: x if x is None or name in SHARED else jnp.expand_dims(x, at) for name, x in operands.items()
-        }
-        arrays = StepArrays(**rows, state=jnp.expand_dims(state, at))
-        out, state = step(self.plan, self.operation, arrays, spec)
-        return jnp.squeeze(out, at), jnp.squeeze(state, at)
+        own = {name: x for name, x in operands.items() if name not in SHARED}
+        rows = operands | frame.as_rows(own | {"state": state})
+        arrays = StepArrays(**rows, indices=indices)
+        return frame.from_rows(step(self.plan, self.operation, arrays, ScanSpec(self.dt_softplus)))
 
     def _operands(self, frame: Frame, inputs: _Inputs) -> dict[str, Any]:
         """All operands, checked, their padding zero, `B` and `C` with an axis of groups."""

@@ -7,7 +7,7 @@ import jax.numpy as jnp
 from jax import Array, lax
 
 from .._broadcast import like
-from ..sequences.packing import read_ids, read_offsets
+from .packing import read_ids, read_offsets
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
@@ -18,7 +18,7 @@ class Packing:
     length: int
     reverse: bool
     real: Array | None = None  # bool [*, T]; None: all are
-    starts: Array | None = None  # as in `RecurrenceArrays`
+    starts: Array | None = None  # as in `recurrence.spec.RecurrenceArrays`
     offsets: Array | None = None
 
     @property

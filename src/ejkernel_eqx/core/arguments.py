@@ -1,0 +1,67 @@
+"""Checks of what a user passes to an operation, one array at a time.
+
+Every error names the argument, what was expected, what came, and what to do, before anything is computed.
+"""
+
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import Array
+
+_DTYPES = ("bfloat16", "float16", "float32", "float64")
+STATE_DTYPES = ("float32", "bfloat16", "float64")
+
+
+def check_state_dtype(dtype: Any) -> str | None:
+    """The name of a state dtype; `None` stays: float32, or float64 for float64 operands."""
+    if dtype is None:
+        return None
+    try:
+        name = jnp.dtype(dtype).name
+    except TypeError:
+        name = repr(dtype)
+    if name not in STATE_DTYPES:
+        raise ValueError(f"state_dtype: expected one of {', '.join(STATE_DTYPES)}, received {name}.")
+    return name
+
+
+def array(name: str, x: Any, letters: str, rank: int | None = None) -> Array:
+    """`x` as a floating-point array of at least this rank, by default that of `letters` (`"T H D"`)."""
+    rank = len(letters.split()) if rank is None else rank
+    if not isinstance(x, jax.Array | np.ndarray):
+        raise ValueError(f"{name}: expected an array [..., {letters}], received {type(x).__name__}.")
+    if x.ndim < rank:
+        raise ValueError(
+            f"{name}: expected rank {rank} or more, [..., {letters}], received shape {x.shape}; add the missing axes."
+        )
+    if str(x.dtype) not in _DTYPES:
+        raise ValueError(f"{name}: expected dtype {', '.join(_DTYPES)}, received {x.dtype}; cast it first.")
+    return jnp.asarray(x)
+
+
+def fitting(name: str, x: Any, shape: tuple[int | None, ...], letters: str) -> Array:
+    """`x` as an array of exactly this shape; `None` for a free size."""
+    x = array(name, x, letters, rank=0)
+    if x.ndim != len(shape) or any(w is not None and w != s for s, w in zip(x.shape, shape, strict=True)):
+        own = letters.split()
+        names = ["."] * (len(shape) - len(own)) + own
+        expected = ", ".join(n if w is None else str(w) for w, n in zip(shape, names, strict=True))
+        layout = f"[..., {letters}]" if len(shape) > len(own) else f"[{letters}]"
+        raise ValueError(f"{name}: expected shape [{expected}], received {x.shape}; the layout is {layout}.")
+    return x
+
+
+def accumulator(dtype: Any) -> Any:
+    """The dtype that sums are taken in."""
+    return jnp.float64 if dtype == jnp.float64 else jnp.float32
+
+
+def wide(x: Array) -> Array:
+    return x.astype(accumulator(x.dtype))
+
+
+def finite_rate(A: Array) -> Array:
+    """Minus infinity as a rate so fast that any time step above 0 leaves nothing, and a time step of 0 everything."""
+    return jnp.maximum(A, jnp.asarray(jnp.finfo(A.dtype).min / 4, A.dtype))

@@ -1,0 +1,193 @@
+"""What all operands of a call over tokens share: their sizes, how the tokens are packed, and the states that go in and out."""
+
+import dataclasses
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+from jax import Array
+
+from .._values import check_slots
+from ..sequences.rows import Packing, read_packing
+from .arguments import accumulator, array, fitting
+
+
+@dataclasses.dataclass(frozen=True, eq=False)
+class Frame:
+    """The sizes that all operands of one call share, and how its tokens are packed. For a step `length` is `None` and
+    `lead` ends with the rows."""
+
+    lead: tuple[int, ...]
+    length: int | None
+    dtype: Any
+    packing: Packing
+    letters: str
+    """Of the main operand, behind its leading axes."""
+    state_indices: Any = None
+
+    @property
+    def over_tokens(self) -> tuple[int, ...]:
+        """The axes of an operand before its heads."""
+        return self.lead if self.length is None else (*self.lead, self.length)
+
+    @property
+    def is_empty(self) -> bool:
+        """No token or no row at all: there is nothing to launch."""
+        return 0 in self.over_tokens
+
+    def take(self, x: Array) -> Array:
+        return x if self.length is None else self.packing.take(x)
+
+    def mask(self, x: Array) -> Array:
+        return x if self.length is None else self.packing.mask(x)
+
+    def operand(self, name: str, x: Any, sizes: tuple[int | None, ...], letters: str) -> Array:
+        """An operand over tokens: checked, its padding zero, in the kernels' order. `letters` are those behind the tokens."""
+        letters = letters if self.length is None else f"T {letters}"
+        return self.take(fitting(name, x, (*self.over_tokens, *sizes), letters))
+
+    def main(self, name: str, x: Any, sizes: tuple[int | None, ...], letters: str) -> Array:
+        """An operand that takes part in products, all of one dtype."""
+        x = self.operand(name, x, sizes, letters)
+        if x.dtype != self.dtype:
+            raise ValueError(
+                f"{name}: expected the dtype of the first operand, {self.dtype}, received {x.dtype}; cast them to the same."
+            )
+        return x
+
+    def qkv(self, q: Any, k: Any, v: Any) -> tuple[Array, Array, Array]:
+        dim = q.shape[-1]
+        return (
+            self.main("q", q, (None, dim), "H D"),
+            self.main("k", k, (None, dim), "H D"),
+            self.main("v", v, (None, None), "H V"),
+        )
+
+    def shared(self, x: Array) -> Array:
+        """A parameter that all tokens share, for every leading axis."""
+        return jnp.broadcast_to(x, (*self.lead, *x.shape))
+
+    def state_dtype(self, name: str | None) -> str:
+        """Of the states that go in and out, as the user has named it."""
+        return name or jnp.dtype(accumulator(self.dtype)).name
+
+    def states(self, given: Any, sizes: tuple[int, ...], letters: str, dtype: Any = None) -> "States":
+        """The states of a sequence call, of these `sizes` each and, unless as given, of this dtype. With `state_indices` what is given is a
+        pool of them."""
+        count = self.packing.num_sequences
+        # `N` counts the packed sequences, but where it is the size of a state.
+        letters_of_all = letters if count is None else f"{'S' if 'N' in letters.split() else 'N'} {letters}"
+        shape = (*self.lead, *(() if count is None else (count,)), *sizes)
+        pool = None
+        if self.state_indices is not None:
+            pool = self._pool(given, sizes, letters)
+            given = pool.read()
+        if given is not None:
+            given = fitting("initial_state", given, shape, letters_of_all)
+            given = self.packing.states(given if dtype is None else given.astype(dtype))
+        return States(given, shape, self.packing, pool)
+
+    def _pool(self, states: Any, sizes: tuple[int, ...], letters: str) -> "Pool":
+        indices = self._slots()
+        if states is None:
+            raise ValueError(
+                f"initial_state: expected a pool [slots, {letters.replace(' ', ', ')}] with state_indices, received None; zeros make an "
+                "empty one."
+            )
+        pool = fitting("initial_state", states, (None, *sizes), f"slots {letters}")
+        return Pool(pool, check_slots("state_indices", indices, self.state_indices, pool.shape[0]))
+
+    def row_states(self, state: Any, sizes: tuple[int, ...], letters: str) -> tuple[Array, Array | None]:
+        """The state of every row of a step; or a pool that one axis of rows shares, and the slot of each."""
+        if self.state_indices is None:
+            return fitting("state", state, (*self.lead, *sizes), letters), None
+        indices = self._slots()
+        state = fitting("state", state, (None, *sizes), f"slots {letters}")
+        return state, check_slots("state_indices", indices, self.state_indices, state.shape[0])
+
+    def _slots(self) -> Array:
+        """The slot of each row, or of each packed sequence, int32 `[B]` or `[N]`."""
+        count, what = self.packing.num_sequences, "packed sequence"
+        if count is None:
+            if len(self.lead) != 1:
+                raise ValueError(
+                    f"state_indices: expected operands with one axis of rows, [B, {self.letters}], received leading axes {self.lead}; "
+                    "jax.vmap over more."
+                )
+            count, what = self.lead[0], "row"
+        indices = jnp.asarray(self.state_indices)
+        if indices.shape != (count,) or not jnp.issubdtype(indices.dtype, jnp.integer):
+            raise ValueError(
+                f"state_indices: expected {count} integers, received {indices.dtype} of shape {indices.shape}; an integer for each {what}."
+            )
+        return indices.astype(jnp.int32)
+
+    def as_rows(self, arrays: Any) -> Any:
+        """Arrays of a step, each row with a state of its own a batch of its own: leading axes may be sharded."""
+        if self.state_indices is not None:
+            return arrays
+        return jax.tree.map(lambda x: jnp.expand_dims(x, len(self.lead)), arrays)
+
+    def from_rows(self, arrays: Any) -> Any:
+        if self.state_indices is not None:
+            return arrays
+        return jax.tree.map(lambda x: jnp.squeeze(x, len(self.lead)), arrays)
+
+
+def frame_of(
+    main: Any,
+    names: str,
+    letters: str,
+    cu_seqlens: Any,
+    segment_ids: Any,
+    reverse: bool,
+    state_indices: Any = None,
+) -> Frame:
+    """The frame of a sequence call, from its main operand `[..., T, *letters]`."""
+    letters = f"T {letters}"
+    main = array(names, main, letters)
+    at = main.ndim - len(letters.split())
+    lead, length = main.shape[:at], main.shape[at]
+    packing = read_packing(cu_seqlens, segment_ids, lead, length, reverse)
+    return Frame(lead, length, main.dtype, packing, letters, state_indices)
+
+
+def step_frame_of(main: Any, names: str, letters: str, state_indices: Any = None) -> Frame:
+    """The frame of a step, from its main operand `[..., *letters]`."""
+    main = array(names, main, letters)
+    lead = main.shape[: main.ndim - len(letters.split())]
+    return Frame(lead, None, main.dtype, Packing(lead, 1, False), letters, state_indices)
+
+
+class Pool(NamedTuple):
+    """States in slots, of which each row or packed sequence of a call has one, or none: -1."""
+
+    states: Array  # [slots, *sizes]
+    indices: Array  # int32 [N]
+
+    @property
+    def _slots(self) -> Array:
+        """Past the end where there is none: read as zeros, and not written."""
+        return jnp.where(self.indices < 0, self.states.shape[0], self.indices)
+
+    def read(self) -> Array:
+        return self.states.at[self._slots].get(mode="fill", fill_value=0)
+
+    def written(self, states: Array) -> Array:
+        """The whole pool, with these new states."""
+        return self.states.at[self._slots].set(states.astype(self.states.dtype), mode="drop")
+
+
+class States(NamedTuple):
+    """The states of a sequence call."""
+
+    entering: Array | None
+    """In the kernels' order; `None`: zeros."""
+    shape: tuple[int, ...]
+    packing: Packing
+    pool: Pool | None
+
+    def leaving(self, states: Array) -> Array:
+        """What the caller gets for the states that are left, in the kernels' order; of a pool the whole."""
+        states = self.packing.states(states)
+        return states if self.pool is None else self.pool.written(states)

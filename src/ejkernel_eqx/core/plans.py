@@ -1,0 +1,19 @@
+"""The plan that a module makes of itself when it is built."""
+
+from typing import Any
+
+from .._inputs import as_inputs
+from .._kernel import Kernel, make_plan, Plan, settle
+
+
+def plan_of(
+    cls: type[Kernel], module: Kernel, platform: str | None, config: Any | None, tune_for: Any | None
+) -> Plan:
+    """The plan of a module of class `cls` whose `__init__` has set every other field."""
+    plan = make_plan(cls.operation, platform=platform, config=config)
+    if tune_for is None:
+        return plan
+    probe = object.__new__(cls)
+    for name, value in {**vars(module), "plan": plan}.items():
+        object.__setattr__(probe, name, value)
+    return settle(probe, as_inputs(tune_for))
