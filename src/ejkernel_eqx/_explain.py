@@ -20,6 +20,7 @@ from .dispatch import (
     DeviceFacts,
     Implementation,
     kernel_registry,
+    names_of,
     Platform,
     Problem,
     select,
@@ -148,8 +149,9 @@ def _of_operation(operation: str, args: tuple[Any, ...], words: Mapping[str, Any
         )
     device = device_facts()
     if not words:
-        rows = [_of_implementation(*pair) for pair in kernel_registry.list_implementations(operation, device)]
-        return _explanation(device, rows)
+        known = kernel_registry.list_implementations(operation, device)
+        names = names_of([implementation for implementation, _ in known])
+        return _explanation(device, [_of_implementation(*row) for row in zip(names, *zip(*known))])
     flags = dict(words)
     platform, dtype = flags.pop("platform", None), flags.pop("dtype", _DTYPE)
     dims = {name: flags.pop(name) for name in words if name.isupper()}
@@ -187,21 +189,21 @@ def example_problem_of(operation: str) -> ExampleProblem:
     )
 
 
-def _of_implementation(implementation: Implementation, reason: str | None) -> Choice:
-    platform = implementation.platform.value
+def _of_implementation(name: str, implementation: Implementation, reason: str | None) -> Choice:
     if reason is None:
         return Choice(
-            operation=implementation.operation, platform=f"{platform} (usable)", notes=_notes(implementation)
+            operation=implementation.operation, platform=f"{name} (usable)", notes=_notes(implementation)
         )
     return Choice(
-        operation=implementation.operation, platform=f"{platform} (unusable)", rejected=((platform, reason),)
+        operation=implementation.operation, platform=f"{name} (unusable)", rejected=((name, reason),)
     )
 
 
 def _of_plan(path: str, plan: Plan) -> list[Choice]:
     """A row for every problem that the kernel was built for; one with the order of its platforms if there is none."""
     here = plan.device
-    reasons = {i.platform.value: i.unusable(here) for i in plan.snapshot.implementations}
+    asked = plan.here.asked
+    reasons = {name: i.unusable(here) for name, i in zip(names_of(asked), asked)}
     order = " then ".join(platform for platform, reason in reasons.items() if reason is None)
     unusable = tuple((platform, reason) for platform, reason in reasons.items() if reason is not None)
     if not order:
@@ -255,7 +257,7 @@ def _of_selection(path: str, selection: Selection) -> Choice:
         repr(selection.config),
         selection.tier.value,
         _notes(selection.implementation),
-        tuple((platform.value, reason) for platform, reason in selection.rejected),
+        tuple((str(name), reason) for name, reason in selection.rejected),
         key=problem.key(),
         label=label_of(selection),
         origin=selection.origin,

@@ -121,7 +121,7 @@ class Plan:
     @property
     def platforms(self) -> tuple[Platform, ...]:
         """The platforms in the order in which they are asked."""
-        return tuple(i.platform for i in self.snapshot.implementations)
+        return tuple(dict.fromkeys(i.platform for i in self.snapshot.implementations))
 
     @property
     def pinned(self) -> tuple[tuple[Platform, str, Known], ...]:

@@ -16,6 +16,7 @@ from ..dispatch import (
     device_fingerprint,
     DeviceFacts,
     kernel_registry,
+    names_of,
     Platform,
     Policy,
     policy_override,
@@ -79,14 +80,14 @@ def _operations(device: DeviceFacts, problems: list[str]) -> dict[str, list[dict
         tables = _known_problems(operation)
         found[operation] = [
             {
-                "platform": i.platform.value,
+                "platform": name,
                 "usable": reason is None,
                 "reason": reason,
                 "by_name_only": i.priority < 0,
                 "tunable": i.workload is not None,
                 **{table: platforms.count(i.platform) for table, platforms in tables.items()},
             }
-            for i, reason in known
+            for name, (i, reason) in zip(names_of([i for i, _ in known]), known)
         ]
         problems.extend(
             f"{operation}: triton is installed and the device is a GPU, but the platform cannot be used: {reason}"

@@ -14,6 +14,7 @@ from ..dispatch import (
     DeviceFacts,
     Implementation,
     kernel_registry,
+    of_device,
     Problem,
     select,
     take_snapshot,
@@ -128,6 +129,5 @@ def implementations(operation: str, platforms: Sequence[str]) -> list[Implementa
     with user_input():
         if platforms:
             return [kernel_registry.get(operation, platform) for platform in dict.fromkeys(platforms)]
-        return [
-            i for i, _ in kernel_registry.list_implementations(operation, device_facts()) if i.priority >= 0
-        ]
+        known = tuple(i for i in kernel_registry.ordered(operation) if i.priority >= 0)
+        return list(of_device(known, device_facts()))

@@ -167,6 +167,10 @@ def _define(cls: type[CustomKernel]) -> None:
         cls.declaration = declaration
     if problems:
         raise ValueError(f"{cls.__qualname__}, a CustomKernel:\n" + "\n".join(f"- {p}" for p in problems))
+    if cls.operation in kernel_registry.list_operations():  # the same class as it was before
+        for known in kernel_registry.ordered(cls.operation):
+            if isinstance(known.target, CustomPlatform):
+                kernel_registry.remove(known)
     for platform, backend, priority in _platforms(cls):
         target = CustomPlatform(cls, platform)
         kernel_registry.add(

@@ -39,6 +39,8 @@ from .records import Timed as Timed
 from .registry import Implementation as Implementation
 from .registry import kernel_registry as kernel_registry
 from .registry import KernelRegistry as KernelRegistry
+from .registry import names_of as names_of
+from .registry import of_device as of_device
 from .selection import is_traced_anew as is_traced_anew
 from .selection import on_selection as on_selection
 from .selection import replaceable as replaceable

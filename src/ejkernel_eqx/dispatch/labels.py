@@ -157,15 +157,17 @@ def _read(label: str) -> LabelledConfig:
 
     if operation not in kernel_registry.list_operations():
         return record(None, f"the operation {operation!r} is not registered")
-    known = [i for i in kernel_registry.ordered(operation) if i.platform.value == platform]
-    if not known:
+    if platform not in [i.platform for i in kernel_registry.ordered(operation)]:
         return record(None, f"{operation} has no platform {platform!r}")
-    try:
-        return record(_config(values, checksum, known[0]))
-    except ModuleNotFoundError as error:
-        return record(None, f"{error.name} is not installed")
-    except (ValueError, TypeError, NameError) as error:  # from the class itself or its annotations
-        return record(None, f"does not fit the configuration class as it is now: {error}")
+    reasons = []
+    for implementation in kernel_registry.of_platform(operation, platform):
+        try:
+            return record(_config(values, checksum, implementation))
+        except ModuleNotFoundError as error:
+            reasons.append(f"{error.name} is not installed")
+        except (ValueError, TypeError, NameError) as error:  # from the class itself or its annotations
+            reasons.append(f"does not fit the configuration class as it is now: {error}")
+    return record(None, reasons[0])
 
 
 def _config(values: str, checksum: str, implementation: Implementation) -> Any:

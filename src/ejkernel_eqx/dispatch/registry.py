@@ -4,7 +4,7 @@ import dataclasses
 import functools
 import importlib
 import inspect
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from types import ModuleType
 from typing import Any, TypeVar
 
@@ -92,18 +92,42 @@ def _load(target: str) -> Any:
     return inside if all(hasattr(inside, hook) for hook in REQUIRED) else loaded
 
 
+def names_of(implementations: Sequence[Implementation]) -> list[str]:
+    """What each is called among the others: its platform, and where two are of one platform its backend too (`"pallas on gpu"`)."""
+    platforms = [i.platform for i in implementations]
+    return [
+        f"{i.platform.value} on {i.backend.value}" if platforms.count(i.platform) > 1 else i.platform
+        for i in implementations
+    ]
+
+
+def of_device(
+    implementations: tuple[Implementation, ...], device: DeviceFacts
+) -> tuple[Implementation, ...]:
+    """Those that count on a device: of several of one platform the first that is usable; all of them, each with its reason, if none is."""
+    if len({i.platform for i in implementations}) == len(implementations):
+        return implementations
+    usable = {i.platform: i for i in reversed(implementations) if i.unusable(device) is None}
+    return tuple(i for i in implementations if usable.get(i.platform, i) is i)
+
+
 class KernelRegistry:
-    """Operation -> platform -> `Implementation`, the best first."""
+    """Operation -> platform and backend -> `Implementation`, the best first."""
 
     def __init__(self) -> None:
-        self._table: dict[str, dict[Platform, Implementation]] = {}
+        self._table: dict[str, dict[tuple[Platform, Backend], Implementation]] = {}
 
     def add(self, implementation: Implementation) -> None:
-        """Adds an implementation; one of the same operation and platform is replaced only by an equal or higher priority."""
-        platforms = self._table.setdefault(implementation.operation, {})
-        known = platforms.get(implementation.platform)
-        if known is None or implementation.priority >= known.priority:
-            platforms[implementation.platform] = implementation
+        """Adds an implementation; one of the same operation, platform and backend is replaced only by an equal or higher priority."""
+        places = self._table.setdefault(implementation.operation, {})
+        place = implementation.platform, implementation.backend
+        if place not in places or implementation.priority >= places[place].priority:
+            places.pop(place, None)
+            places[place] = implementation
+
+    def remove(self, implementation: Implementation) -> None:
+        """Forgets an implementation that is there."""
+        del self._table[implementation.operation][implementation.platform, implementation.backend]
 
     def register(
         self,
@@ -143,10 +167,24 @@ class KernelRegistry:
         return sorted(self._table)
 
     def ordered(self, operation: str) -> list[Implementation]:
-        """Every implementation of the operation, highest priority first."""
+        """Every implementation of the operation, highest priority first; of equal ones of a platform the latest."""
         if operation not in self._table:
             raise ValueError(f"operation: expected one of {self.list_operations()}, received {operation!r}.")
-        return sorted(self._table[operation].values(), key=lambda i: (-i.priority, i.platform.value))
+        latest = reversed(self._table[operation].values())
+        return sorted(latest, key=lambda i: (-i.priority, i.platform.value))
+
+    def of_platform(self, operation: str, platform: Platform | str) -> list[Implementation]:
+        """Those on one platform, the usable ones on the default device first; `ValueError` if the operation does not have it."""
+        known = [i for i in self.ordered(operation) if i.platform is parse_platform(platform)]
+        if not known:
+            raise self._unknown(operation, platform, None)
+        return sorted(known, key=lambda i: len(known) > 1 and i.unusable(device_facts()) is not None)
+
+    def _unknown(self, operation: str, platform: Any, backend: Any) -> ValueError:
+        names = [name.value for name in dict.fromkeys(i.platform for i in self.ordered(operation))]
+        return ValueError(
+            f"platform: expected one of {names} for {operation}, received {platform!r} on backend {backend!r}; leave both out to choose."
+        )
 
     def list_implementations(
         self, operation: str, device: DeviceFacts | None = None
@@ -158,26 +196,20 @@ class KernelRegistry:
     def get(
         self, operation: str, platform: Platform | str | None = None, backend: Backend | str | None = None
     ) -> Implementation:
-        """The implementation on `platform`; without one, the best that is usable on the default device.
+        """The implementation on `platform` (of several the one that is usable on the default device, else the first); without one, the best
+        that is usable there.
 
         An explicit platform is never replaced: `ValueError` if the operation does not have it.
         """
-        known = self.ordered(operation)
         if platform is not None:
-            known = [i for i in known if i.platform is parse_platform(platform)]
+            known = self.of_platform(operation, platform)
+        else:
+            known = [i for i in self.ordered(operation) if i.priority >= 0 and i.unusable(device_facts()) is None]
         if backend is not None:
             known = [i for i in known if i.backend in (Backend(backend), Backend.ANY)]
-        usable = (
-            known
-            if platform is not None
-            else [i for i in known if i.priority >= 0 and i.unusable(device_facts()) is None]
-        )
-        if not usable:
-            names = [i.platform.value for i in self.ordered(operation)]
-            raise ValueError(
-                f"platform: expected one of {names} for {operation}, received {platform!r} on backend {backend!r}; leave both out to choose."
-            )
-        return usable[0]
+        if not known:
+            raise self._unknown(operation, platform, backend)
+        return known[0]
 
     def validate_signatures(self, operation: str, functions: Iterable[str]) -> None:
         """Asserts that the named functions of all implementations of an operation take the same parameters."""

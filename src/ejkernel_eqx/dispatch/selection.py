@@ -19,7 +19,7 @@ from .device import DeviceFacts
 from .overlay import Policy
 from .platform import Platform
 from .problem import Problem
-from .registry import Implementation
+from .registry import Implementation, names_of
 from .snapshot import Snapshot, Tier
 from .transfer import nearest
 
@@ -32,14 +32,14 @@ class Selection:
     """What was chosen for one problem, and why the platforms before it were not.
 
     `origin` says more of where the configuration came from than `tier`, and `ms` what it was measured to take, by direction;
-    `device` is what it was chosen for.
+    `device` is what it was chosen for. What was rejected goes by the names that `registry.names_of` gives.
     """
 
     problem: Problem
     implementation: Implementation
     config: Any
     tier: Tier
-    rejected: tuple[tuple[Platform, str], ...]
+    rejected: tuple[tuple[str, str], ...]
     origin: str = ""
     ms: tuple[tuple[str, float], ...] = ()
     device: DeviceFacts | None = None
@@ -63,8 +63,8 @@ def select(
     platform in question. `denials` is given what was known of platforms whose every configuration was denied. `UnsupportedError` with
     every platform's reason if none supports the problem.
     """
-    rejected: list[tuple[Platform, str]] = []
-    for implementation in snapshot.implementations:
+    rejected: list[tuple[str, str]] = []
+    for name, implementation in zip(names_of(snapshot.asked), snapshot.asked, strict=True):
         if platform not in (None, implementation.platform):
             continue
         reason = implementation.unsupported(problem, snapshot.device)
@@ -84,10 +84,10 @@ def select(
             reason = known.denied
             if denials is not None:
                 denials.append((implementation.platform, problem.key(), known))
-        rejected.append((implementation.platform, reason))
+        rejected.append((name, reason))
     if not rejected and platform is not None:
         rejected.append((platform, "is not among the platforms that the module was built for"))
-    raise UnsupportedError(problem.operation, {platform.value: reason for platform, reason in rejected})
+    raise UnsupportedError(problem.operation, dict(rejected))
 
 
 def _first_answer(

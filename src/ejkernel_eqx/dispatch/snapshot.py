@@ -15,7 +15,7 @@ from .device import device_facts, DeviceFacts, other_device_facts, place_of
 from .overlay import current_policy, overlay_entries, Policy
 from .persistent import user_entries
 from .platform import Platform
-from .registry import Implementation, kernel_registry
+from .registry import Implementation, kernel_registry, names_of, of_device
 from .shipped import borrowed_entries, shipped_entries
 from .transfer import Index, make_index
 
@@ -77,6 +77,11 @@ class Snapshot:
         if self.override is not None:
             return (self.operation, self.implementations, self.override)
         return (self.operation, self.implementations, self.overlay, self.policy is Policy.HEURISTIC)
+
+    @functools.cached_property
+    def asked(self) -> tuple[Implementation, ...]:
+        """The implementations that count on the device, in order: one a platform, if one of them is usable here."""
+        return of_device(self.implementations, self.device)
 
     @functools.cached_property
     def pins(self) -> frozenset[Any]:
@@ -200,7 +205,7 @@ def _take(
     config: Any | None,
 ) -> Snapshot:
     policy = current_policy()
-    asked = implementations if policy is not Policy.HEURISTIC and config is None else ()
+    asked = of_device(implementations, device) if policy is not Policy.HEURISTIC and config is None else ()
     alone = asked and jax.process_count() == 1
     return _shared(
         Snapshot(
@@ -231,7 +236,7 @@ def _candidates(
     operation: str, devices: Sequence[DeviceFacts], platform: Any, config: Any
 ) -> tuple[Implementation, ...]:
     if platform is not None:
-        return (_explicit(operation, devices, platform, config),)
+        return _explicit(operation, devices, platform, config)
     known = [i for i in kernel_registry.ordered(operation) if i.priority >= 0]
     if config is None:
         return tuple(known)
@@ -242,17 +247,24 @@ def _candidates(
         raise ValueError(
             f"config: expected an instance of {' or '.join(kinds)} for {operation} on {devices[0].kind}, received {config!r}."
         )
-    return (matching[0],)
+    return tuple(i for i in matching if i.platform is matching[0].platform)
 
 
-def _explicit(operation: str, devices: Sequence[DeviceFacts], platform: Any, config: Any) -> Implementation:
-    wanted = kernel_registry.get(operation, platform)
-    reasons = [wanted.unusable(device) for device in devices]
-    if None not in reasons:
-        raise UnsupportedError(operation, {wanted.platform.value: reasons[0] or ""})
-    config_type = wanted.hooks.config_type
-    if config is not None and not isinstance(config, config_type):
+def _explicit(
+    operation: str, devices: Sequence[DeviceFacts], platform: Any, config: Any
+) -> tuple[Implementation, ...]:
+    """All of the platform: which of several counts is decided by the device."""
+    wanted = sorted(kernel_registry.of_platform(operation, platform), key=kernel_registry.ordered(operation).index)
+    usable = [i for i in wanted if any(i.unusable(device) is None for device in devices)]
+    if not usable:
+        reasons = (i.unusable(devices[0]) or "" for i in wanted)
+        raise UnsupportedError(operation, dict(zip(names_of(wanted), reasons)))
+    if config is None:
+        return tuple(wanted)
+    matching = tuple(i for i in usable if isinstance(config, i.hooks.config_type))
+    if not matching:
+        kinds = " or ".join(dict.fromkeys(i.hooks.config_type.__name__ for i in usable))
         raise ValueError(
-            f"config: expected an instance of {config_type.__name__} for platform {wanted.platform.value!r} of {operation}, received {config!r}."
+            f"config: expected an instance of {kinds} for platform {usable[0].platform.value!r} of {operation}, received {config!r}."
         )
-    return wanted
+    return matching
