@@ -1,24 +1,25 @@
 """The one bridge to Triton: launching a kernel, interpreting it on a CPU, compiling it ahead of time.
 
+Beside what is named here: `fields`, of configurations that check themselves; `sizes`, of tiles and grids; and `activations` and `constants`
+for the bodies of kernels.
+
 Importing this package needs neither Triton nor jax-triton."""
 
 from ._collector import collector_paused as collector_paused
 from ._run import run as run
-from .compile import (
-    compile_ahead as compile_ahead,
-)
-from .compile import (
-    CompileReport as CompileReport,
-)
-from .compile import (
-    Target as Target,
-)
-from .compile import (
-    target_for as target_for,
-)
-from .compile import (
-    TARGETS as TARGETS,
-)
+from .by_name import Execute as Execute
+from .by_name import given as given
+from .by_name import Launcher as Launcher
+from .by_name import LOG2E as LOG2E
+from .by_name import NOTHING as NOTHING
+from .by_name import Options as Options
+from .by_name import result as result
+from .by_name import result_like as result_like
+from .compile import compile_ahead as compile_ahead
+from .compile import CompileReport as CompileReport
+from .compile import Target as Target
+from .compile import target_for as target_for
+from .compile import TARGETS as TARGETS
 from .interpret import interpreter_unavailable as interpreter_unavailable
 from .interpret import InterpretError as InterpretError
 from .interpret import poison as poison

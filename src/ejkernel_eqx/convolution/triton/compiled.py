@@ -1,9 +1,6 @@
 """Platform `triton`: the host side. Configurations, support, and the launches of forward and backward."""
 
 import dataclasses
-import math
-from collections.abc import Callable
-from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -11,7 +8,9 @@ from jax import Array
 
 from ...core.platforms import kernels_unavailable
 from ...dispatch import BOTH, DeviceFacts, FORWARD, Problem
-from ...launch import Launch, run
+from ...launch import Execute, given, Launcher, result, result_like, run
+from ...launch.fields import check_fields, Power, Warps
+from ...launch.sizes import cdiv, padded
 from ..spec import ConvArrays, ConvSpec
 from ..xla import entering, final_state, take_rows, valid
 from . import kernels
@@ -26,21 +25,16 @@ MAX_WIDTH = 8
 class ConvTile:
     """A program's tile: `lanes` runs of `steps` tokens, `unroll` of which are loaded together, by `block_c` channels; all powers of two."""
 
-    steps: int
-    unroll: int
-    lanes: int
-    block_c: int
-    num_warps: int
+    steps: Power
+    unroll: Power
+    lanes: Power
+    block_c: Power
+    num_warps: Warps
 
     def __post_init__(self):
-        for name in ("steps", "unroll", "lanes", "block_c", "num_warps"):
-            size = getattr(self, name)
-            if not isinstance(size, int) or size < 1 or size & (size - 1):
-                raise ValueError(f"ConvTile.{name}: expected a power of two, received {size!r}.")
-        if self.unroll > self.steps or self.num_warps > 16:
-            raise ValueError(
-                f"ConvTile: expected unroll <= steps and num_warps <= 16, received {self.unroll} > {self.steps} or {self.num_warps}."
-            )
+        check_fields(self)
+        if self.unroll > self.steps:
+            raise ValueError(f"ConvTile: expected unroll <= steps, received {self.unroll} > {self.steps}.")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -85,13 +79,12 @@ def candidates(problem: Problem, device: DeviceFacts) -> list[TritonConfig]:
 
 def _fitted(tile: ConvTile, problem: Problem, device: DeviceFacts) -> ConvTile:
     """No more channels than there are: lanes instead. Runs no longer than leave four programs a multiprocessor."""
-    channels = max(16, 1 << (problem.dim("C") - 1).bit_length())
-    spare = max(1, tile.block_c // channels)
+    spare = max(1, tile.block_c // padded(problem.dim("C")))
     tile = dataclasses.replace(tile, block_c=tile.block_c // spare, lanes=tile.lanes * spare)
 
     def programs(steps: int) -> int:
-        runs = math.ceil(problem.dim("T") / (steps * tile.lanes))
-        return problem.dim("B") * runs * math.ceil(problem.dim("C") / tile.block_c)
+        runs = cdiv(problem.dim("T"), steps * tile.lanes)
+        return problem.dim("B") * runs * cdiv(problem.dim("C"), tile.block_c)
 
     steps = tile.steps
     while steps > max(tile.unroll, 8) and programs(steps) < 4 * device.num_multiprocessors:
@@ -99,17 +92,13 @@ def _fitted(tile: ConvTile, problem: Problem, device: DeviceFacts) -> ConvTile:
     return dataclasses.replace(tile, steps=steps)
 
 
-Execute = Callable[[Launch, dict[str, Array]], dict[str, Array]]
-
-
 def forward(
     arrays: ConvArrays, spec: ConvSpec, config: TritonConfig, *, save: bool = True, execute: Execute = run
 ) -> dict[str, Array]:
     """The results; nothing is saved."""
-    call = _Call(_alike(arrays), spec, config.forward, config.fast_sigmoid, execute)
-    outputs = {"out_ptr": jax.ShapeDtypeStruct(arrays.x.shape, arrays.x.dtype)}
-    results = call(kernels.forward_kernel, call.inputs(), outputs)
-    return {"out": results["out_ptr"], "final_state": final_state(arrays)}
+    launch, programs = _launcher(_alike(arrays), spec, config.forward, config.fast_sigmoid, execute)
+    results = launch(kernels.forward_kernel, config.forward, {"out": result_like(arrays.x)}, programs)
+    return results | {"final_state": final_state(arrays)}
 
 
 def backward(
@@ -122,19 +111,16 @@ def backward(
     execute: Execute = run,
 ) -> dict[str, Array]:
     """All gradients; those of weight and bias of each batch row, summed in one order."""
-    arrays = _alike(arrays)
-    call = _Call(arrays, spec, config.backward, config.fast_sigmoid, execute)
-    batch, _, channels = arrays.x.shape
+    arrays, tile = _alike(arrays), config.backward
+    launch, programs = _launcher(arrays, spec, tile, config.fast_sigmoid, execute)
+    batch, length, channels = arrays.x.shape
     width = arrays.weight.shape[-1]
     dout, dfinal = cotangents["out"], cotangents["final_state"]
-    inputs = call.inputs() | {"leave_ptr": call.given("leave"), "dout_ptr": dout, "dfinal_ptr": dfinal}
-    outputs = {
-        "dx_ptr": jax.ShapeDtypeStruct(arrays.x.shape, arrays.x.dtype),
-        "partial_ptr": jax.ShapeDtypeStruct((batch, call.runs, width + 1, channels), jnp.float32),
-    }
-    results = call(kernels.backward_kernel, inputs, outputs)
-    sums = results["partial_ptr"].sum(1)  # [B, W + 1, C]
-    grads = {"x": results["dx_ptr"], "weight": jnp.swapaxes(sums[:, :width], 1, 2)}
+    runs = cdiv(length, tile.lanes * tile.steps)
+    outputs = {"dx": result_like(arrays.x), "partial": result(batch, runs, width + 1, channels)}
+    results = launch(kernels.backward_kernel, tile, outputs, programs, {"dout": dout, "dfinal": dfinal})
+    sums = results["partial"].sum(1)  # [B, W + 1, C]
+    grads = {"x": results["dx"], "weight": jnp.swapaxes(sums[:, :width], 1, 2)}
     if arrays.bias is not None:
         grads["bias"] = sums[:, width]
     if arrays.initial_state is not None:
@@ -192,56 +178,23 @@ def _alike(arrays: ConvArrays) -> ConvArrays:
     return arrays._replace(weight=jnp.broadcast_to(weight, (batch, *weight.shape)))
 
 
-@dataclasses.dataclass(frozen=True)
-class _Call:
-    """Launches the kernels of one call: fills in what they share."""
-
-    arrays: ConvArrays
-    spec: ConvSpec
-    tile: ConvTile
-    fast: bool
-    execute: Execute
-
-    @property
-    def runs(self) -> int:
-        return math.ceil(self.arrays.x.shape[1] / (self.tile.lanes * self.tile.steps))
-
-    def given(self, name: str) -> Array:
-        """What a call does not have is never read: the tokens stand in for it."""
-        x = getattr(self.arrays, name)
-        return self.arrays.x if x is None else x
-
-    def inputs(self) -> dict[str, Array]:
-        names = {"initial_ptr": "initial_state"}
-        names |= {f"{name}_ptr": name for name in ("x", "weight", "bias", "order", "first", "enter")}
-        return {name: self.given(field) for name, field in names.items()}
-
-    def __call__(
-        self, kernel: Any, inputs: dict[str, Array], outputs: dict[str, jax.ShapeDtypeStruct]
-    ) -> dict[str, Array]:
-        arrays, tile = self.arrays, self.tile
-        batch, length, channels = arrays.x.shape
-        launch = Launch(
-            kernel=kernel,
-            inputs={name: jax.ShapeDtypeStruct(x.shape, x.dtype) for name, x in inputs.items()},
-            outputs=outputs,
-            scalars={"T": length, "N": 1 if arrays.spans is None else arrays.spans.shape[1]},
-            constants={
-                "C": channels,
-                "WIDTH": arrays.weight.shape[-1],
-                "BIAS": arrays.bias is not None,
-                "SILU": self.spec.activation == "silu",
-                "INITIAL": arrays.initial_state is not None,
-                "PACKED": arrays.order is not None,
-                "MAPPED": arrays.weight.ndim == 3,
-                "FAST": self.fast,
-                "LANES": tile.lanes,
-                "STEPS": tile.steps,
-                "UNROLL": tile.unroll,
-                "BLOCK_C": tile.block_c,
-            },
-            grid=(math.ceil(channels / tile.block_c) * self.runs * batch,),
-            num_warps=tile.num_warps,
-            name=f"ejkernel_eqx.convolution.{kernel.fn.__name__}",
-        )
-        return self.execute(launch, inputs)
+def _launcher(
+    arrays: ConvArrays, spec: ConvSpec, tile: ConvTile, fast: bool, execute: Execute
+) -> tuple[Launcher, int]:
+    """What the kernels of one call share, and how many programs each has."""
+    batch, length, channels = arrays.x.shape
+    numbers = {
+        "T": length,
+        "N": 1 if arrays.spans is None else arrays.spans.shape[1],
+        "C": channels,
+        "WIDTH": arrays.weight.shape[-1],
+        "SILU": spec.activation == "silu",
+        "MAPPED": arrays.weight.ndim == 3,
+        "FAST": fast,
+        **given(BIAS=arrays.bias, INITIAL=arrays.initial_state, PACKED=arrays.order),
+    }
+    launcher = Launcher(
+        "convolution", arrays._asdict() | {"initial": arrays.initial_state}, numbers, arrays.x, execute
+    )
+    programs = cdiv(channels, tile.block_c) * cdiv(length, tile.lanes * tile.steps) * batch
+    return launcher, programs

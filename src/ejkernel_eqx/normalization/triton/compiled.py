@@ -1,17 +1,14 @@
 """Platform `triton`: the host side. Configurations, support, and the launches of forward and backward."""
 
 import dataclasses
-import math
-from collections.abc import Callable
-from typing import Any
 
-import jax
-import jax.numpy as jnp
 from jax import Array
 
 from ...core.platforms import kernels_unavailable
 from ...dispatch import BOTH, DeviceFacts, FORWARD, Problem
-from ...launch import Launch, run
+from ...launch import Execute, Launcher, NOTHING, Options, result, result_like, run
+from ...launch.fields import check_fields, Count, Power, Warps
+from ...launch.sizes import cdiv, padded, shared_memory_of
 from ..spec import NormArrays, NormSpec
 from . import kernels
 
@@ -26,19 +23,12 @@ _GATES = {"silu": 1, "sigmoid": 2}
 class NormTile:
     """A program takes `block_m` rows (a power of two); the backward `turns` times, of which it loads `num_stages` at once."""
 
-    block_m: int
-    num_warps: int
-    turns: int = 1
-    num_stages: int = 1
+    block_m: Power
+    num_warps: Warps
+    turns: Count = 1
+    num_stages: Count = 1
 
-    def __post_init__(self):
-        if not isinstance(self.block_m, int) or self.block_m < 1 or self.block_m & (self.block_m - 1):
-            raise ValueError(f"NormTile.block_m: expected a power of two, received {self.block_m!r}.")
-        counts = (self.turns, self.num_stages)
-        if self.num_warps not in (1, 2, 4, 8, 16) or any(not isinstance(n, int) or n < 1 for n in counts):
-            raise ValueError(
-                f"NormTile: expected num_warps 1, 2, 4, 8 or 16 and turns and num_stages from 1, received {self.num_warps!r} and {counts}."
-            )
+    __post_init__ = check_fields
 
 
 @dataclasses.dataclass(frozen=True)
@@ -83,7 +73,7 @@ _WIDE = (
 
 def candidates(problem: Problem, device: DeviceFacts) -> list[TritonConfig]:
     """Configurations worth timing, the heuristic first."""
-    sizes = _NARROW if _padded(problem.dim("F")) <= 1024 else _WIDE
+    sizes = _NARROW if problem.dim("F") <= 1024 else _WIDE
     return list(dict.fromkeys(_config(problem, device, *size) for size in sizes))
 
 
@@ -97,14 +87,14 @@ def _config(
     stages: int,
     programs: int,
 ) -> TritonConfig:
-    width = _padded(problem.dim("F"))
+    width = padded(problem.dim("F"), 1)
     first, second = (max(1, elements // width) for elements in (forward, backward))
     rows = problem.dim("B") * problem.dim("M") * problem.dim("G")
     turns = rows // (second * programs * max(device.num_multiprocessors, 1))
-    turns = max(1, min(turns, math.ceil(problem.dim("M") / second)))
+    turns = max(1, min(turns, cdiv(problem.dim("M"), second)))
     # What is loaded ahead of its turn waits in shared memory: at most two fifths of it.
     loads = 3 * second * width * (4 if problem.dtype("x") == "float32" else 2)
-    ahead_of = min(stages, turns, 1 + 2 * (device.shared_memory or 49_152) // (5 * loads))
+    ahead_of = min(stages, turns, 1 + 2 * shared_memory_of(device) // (5 * loads))
     return TritonConfig(
         NormTile(first, _warps(first * width, ahead)),
         NormTile(second, _warps(second * width, each), turns, max(1, ahead_of)),
@@ -116,33 +106,17 @@ def _warps(elements: int, each: int) -> int:
     return max(1, min(16, elements // (32 * each)))
 
 
-def _padded(features: int) -> int:
-    return 1 << max(features - 1, 0).bit_length()
-
-
-Execute = Callable[[Launch, dict[str, Array]], dict[str, Array]]
-
-
 def forward(
     arrays: NormArrays, spec: NormSpec, config: TritonConfig, *, save: bool = True, execute: Execute = run
 ) -> dict[str, Array]:
     """The results; nothing is saved."""
     tile, (batch, rows, groups, _) = config.forward, arrays.x.shape
     total = batch * rows * groups
-    results = execute(
-        *_launch(
-            kernels.forward_kernel,
-            arrays,
-            spec,
-            config,
-            tile,
-            inputs=_inputs(arrays),
-            outputs={"out_ptr": jax.ShapeDtypeStruct(arrays.x.shape, arrays.x.dtype)},
-            scalars={"rows": total, "M": rows},
-            programs=math.ceil(total / tile.block_m),
-        )
+    launch = _launcher(arrays, spec, config, tile, execute)
+    programs = cdiv(total, tile.block_m)
+    return launch(
+        kernels.forward_kernel, Options(tile.num_warps), {"out": result_like(arrays.x)}, programs, rows=total
     )
-    return {"out": results["out_ptr"]}
 
 
 def backward(
@@ -156,81 +130,44 @@ def backward(
 ) -> dict[str, Array]:
     """All gradients; that of the weight of each batch row, summed in one order."""
     tile, (batch, rows, groups, features) = config.backward, arrays.x.shape
-    chunks = math.ceil(rows / (tile.block_m * tile.turns))
+    chunks = cdiv(rows, tile.block_m * tile.turns)
     z, weight = arrays.z, arrays.weight
-    nothing = jax.ShapeDtypeStruct((1,), jnp.float32)
-    shares = jax.ShapeDtypeStruct((batch, chunks, groups, features), jnp.float32)
-    results = execute(
-        *_launch(
-            kernels.backward_kernel,
-            arrays,
-            spec,
-            config,
-            tile,
-            inputs=_inputs(arrays) | {"dout_ptr": cotangents["out"]},
-            outputs={
-                "dx_ptr": jax.ShapeDtypeStruct(arrays.x.shape, arrays.x.dtype),
-                "dz_ptr": nothing if z is None else jax.ShapeDtypeStruct(z.shape, z.dtype),
-                "partial_ptr": nothing if weight is None else shares,
-            },
-            scalars={"M": rows},
-            programs=groups * chunks * batch,
-            TURNS=tile.turns,
-            STAGES=tile.num_stages,
-        )
+    results = _launcher(arrays, spec, config, tile, execute)(
+        kernels.backward_kernel,
+        Options(tile.num_warps),
+        {
+            "dx": result_like(arrays.x),
+            "dz": NOTHING if z is None else result_like(z),
+            "partial": NOTHING if weight is None else result(batch, chunks, groups, features),
+        },
+        groups * chunks * batch,
+        {"dout": cotangents["out"]},
+        TURNS=tile.turns,
+        STAGES=tile.num_stages,
     )
-    grads = {"x": results["dx_ptr"]}
+    grads = {"x": results["dx"]}
     if z is not None:
-        grads["z"] = results["dz_ptr"]
+        grads["z"] = results["dz"]
     if weight is not None:
-        grads["weight"] = results["partial_ptr"].sum(1)
+        grads["weight"] = results["partial"].sum(1)
     return grads
 
 
-def _inputs(arrays: NormArrays) -> dict[str, Array]:
-    """What a call does not have is never read: the rows stand in for it."""
-    x = arrays.x
-    return {
-        "x_ptr": x,
-        "z_ptr": x if arrays.z is None else arrays.z,
-        "weight_ptr": x if arrays.weight is None else arrays.weight,
+def _launcher(
+    arrays: NormArrays, spec: NormSpec, config: TritonConfig, tile: NormTile, execute: Execute
+) -> Launcher:
+    rows, groups, features = arrays.x.shape[1:]
+    numbers = {
+        "M": rows,
+        "G": groups,
+        "F": features,
+        "EPS": spec.eps,
+        "GATE": 0 if arrays.z is None else _GATES[spec.activation],
+        "NORM_FIRST": spec.norm_before_gate,
+        "WEIGHT": arrays.weight is not None,
+        "MAPPED": arrays.weight is not None and arrays.weight.ndim == 3,
+        "FAST": config.fast_sigmoid,
+        "BM": tile.block_m,
+        "BF": padded(features, 1),
     }
-
-
-def _launch(
-    kernel: Any,
-    arrays: NormArrays,
-    spec: NormSpec,
-    config: TritonConfig,
-    tile: NormTile,
-    *,
-    inputs: dict[str, Array],
-    outputs: dict[str, jax.ShapeDtypeStruct],
-    scalars: dict[str, int],
-    programs: int,
-    **constants: Any,
-) -> tuple[Launch, dict[str, Array]]:
-    groups, features = arrays.x.shape[-2:]
-    launch = Launch(
-        kernel=kernel,
-        inputs={name: jax.ShapeDtypeStruct(x.shape, x.dtype) for name, x in inputs.items()},
-        outputs=outputs,
-        scalars=scalars,
-        constants={
-            "G": groups,
-            "F": features,
-            "EPS": spec.eps,
-            "GATE": 0 if arrays.z is None else _GATES[spec.activation],
-            "NORM_FIRST": spec.norm_before_gate,
-            "WEIGHT": arrays.weight is not None,
-            "MAPPED": arrays.weight is not None and arrays.weight.ndim == 3,
-            "FAST": config.fast_sigmoid,
-            "BM": tile.block_m,
-            "BF": _padded(features),
-            **constants,
-        },
-        grid=(programs,),
-        num_warps=tile.num_warps,
-        name=f"ejkernel_eqx.normalization.{kernel.fn.__name__}",
-    )
-    return launch, inputs
+    return Launcher("normalization", arrays._asdict(), numbers, arrays.x, execute)

@@ -1,9 +1,8 @@
 """Platform `triton`: the host side. Configurations, support, and the launches of forward, backward and step."""
 
 import dataclasses
-import math
-from collections.abc import Callable, Iterator
-from typing import Any, NamedTuple
+from collections.abc import Iterator
+from typing import Annotated, Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -11,7 +10,20 @@ from jax import Array
 
 from ...core.platforms import kernels_unavailable
 from ...dispatch import DeviceFacts, Problem
-from ...launch import Launch, limits_registers, register_limits_measured, run
+from ...launch import (
+    Execute,
+    given,
+    Launcher,
+    limits_registers,
+    LOG2E,
+    Options,
+    register_limits_measured,
+    result,
+    result_like,
+    run,
+)
+from ...launch.fields import check_fields, Count, power_of_two, Registers, Warps, whole
+from ...launch.sizes import cdiv, padded
 from ..chunks import chunk_table
 from ..spec import PART, parts_of, ScanArrays, ScanSpec, StepArrays
 from . import backward_kernels, forward_kernels, step_kernel
@@ -19,7 +31,6 @@ from . import backward_kernels, forward_kernels, step_kernel
 OPAQUE = True
 PARTS = {"forward": "forward", "backward": "forward+backward"}
 MAX_STATE = 256
-_LOG2E = 1.4426950408889634
 _MOST_SPLITS = 32
 _LANES = 32  # of a warp
 _STEP = step_kernel.StepTile(128, 4)
@@ -28,65 +39,39 @@ _COMBINED = 128  # channels of a program that combines what splits do
 _MULTIPROCESSORS = 132  # of a device that does not say
 
 
-def _is_power(x: Any, low: int, high: int) -> bool:
-    return isinstance(x, int) and low <= x <= high and not x & (x - 1)
-
-
 @dataclasses.dataclass(frozen=True)
 class ScanTile:
     """One direction's programs: `block_i` channels each (a power of two), a sequence split into as many parts as keep them within `programs`."""
 
-    block_i: int
-    num_warps: int
-    programs: int
-    unroll: int = 1
+    block_i: Annotated[int, power_of_two(most=PART)]
+    num_warps: Warps
+    programs: Count
+    unroll: Annotated[int, whole(1, 256)] = 1
     """States of a channel that are worked on side by side (by the backward's main kernel one after another). All of them, counted up to a
     power of two, stay in registers from chunk to chunk."""
-    max_registers: int = 0
-    """Registers a thread may have, 0 for the compiler's choice; without effect on jax-triton before 0.4."""
-    summary_registers: int = 0
+    max_registers: Registers = 0
+    summary_registers: Registers = 0
     """The same for the kernel that finds what each split does to a state, 0 for `max_registers`."""
-    prefetch: int = 0
+    prefetch: Annotated[int, whole(0, 2)] = 0
     """What a program, at the start of a chunk, has brought near to it before it is needed: 1 what comes from far, which is all that channels
     have at each token, and the states before a chunk; 2 also `B` and `C`, which programs share."""
 
-    def __post_init__(self):
-        if not _is_power(self.block_i, 1, PART):
-            raise ValueError(
-                f"ScanTile.block_i: expected a power of two up to {PART}, received {self.block_i!r}."
-            )
-        if not _is_power(self.num_warps, 1, 16) or not isinstance(self.programs, int) or self.programs < 1:
-            raise ValueError(
-                f"ScanTile: expected num_warps 1, 2, 4, 8 or 16 and programs >= 1, received {self.num_warps!r} and {self.programs!r}."
-            )
-        for name in ("unroll", "max_registers", "summary_registers", "prefetch"):
-            least, most = int(name == "unroll"), {"prefetch": 2, "unroll": 256}.get(name, 255)
-            value = getattr(self, name)
-            if not isinstance(value, int) or not least <= value <= most:
-                raise ValueError(
-                    f"ScanTile.{name}: expected an int from {least} to {most}, received {value!r}."
-                )
+    __post_init__ = check_fields
 
 
 @dataclasses.dataclass(frozen=True)
 class TritonConfig:
     """`chunk_size` tokens (a power of two) are in the registers at once; the gradient keeps the state before each chunk."""
 
-    chunk_size: int
+    chunk_size: Annotated[int, power_of_two(most=64)]
     forward: ScanTile
     backward: ScanTile
     step: step_kernel.StepTile
 
-    def __post_init__(self):
-        if not _is_power(self.chunk_size, 1, 64):
-            raise ValueError(
-                f"TritonConfig.chunk_size: expected a power of two up to 64, received {self.chunk_size!r}."
-            )
+    __post_init__ = check_fields
 
 
 config_type = TritonConfig
-
-
 unavailable = kernels_unavailable
 
 
@@ -184,7 +169,6 @@ def _in_turns(block: int, base: int, turn: int) -> Iterator[tuple[ScanTile, Scan
     return zip(forward, backward, strict=True)
 
 
-Execute = Callable[[Launch, dict[str, Array]], dict[str, Array]]
 Arrays = dict[str, Array]
 
 
@@ -206,7 +190,7 @@ class _Chunks(NamedTuple):
 def _chunks_of(arrays: ScanArrays, size: int) -> _Chunks:
     batch, length = arrays.x.shape[:2]
     if arrays.offsets is None:
-        return _Chunks(size, batch, math.ceil(length / size), batch)
+        return _Chunks(size, batch, cdiv(length, size), batch)
     table = jax.vmap(lambda offsets: chunk_table(offsets, length, size))(arrays.offsets)
     rows, count = jnp.arange(batch, dtype=jnp.int32)[:, None], table.rows.shape[1]
     tokens = arrays.offsets + length * rows
@@ -246,27 +230,21 @@ def forward(
 ) -> Arrays:
     """`out`, `final_state`, and with `save` the `states [B, chunks, N, I]` before every chunk."""
     call = _Call(arrays, spec, config.chunk_size, config.forward, execute)
-    x, shape = arrays.x, call.state_shape
+    x, shape, initial = arrays.x, call.state_shape, call.launch.arrays["initial"]
     slots = call.chunks.batch * call.chunks.count if save else shape[0] * call.splits
-    call.enter("summary", ("x", "dt", "a", "b"), call.inputs["initial"], **call.turns)
-    results = call(
+    entering = call.entering(forward_kernels.summary_kernel, initial)
+    results = call.launch(
         forward_kernels.forward_kernel,
-        ("x", "dt", "a", "b", "c", "d", "z", "bias", "entering"),
-        {
-            "out_ptr": jax.ShapeDtypeStruct(x.shape, x.dtype),
-            "final_ptr": jax.ShapeDtypeStruct(shape, jnp.float32),
-            "states_ptr": jax.ShapeDtypeStruct((slots, *shape[1:]), jnp.float32),
-        },
-        SKIP=arrays.D is not None,
-        GATE=arrays.z is not None,
-        ENTERS=call.inputs["entering"] is not None,
-        **call.turns,
-        D_STRIDE=call.stride(arrays.D, 1),
+        call.options,
+        {"out": result_like(x), "final": result(*shape), "states": result(slots, *shape[1:])},
+        call.programs(call.splits),
+        {"entering": entering},
+        ENTERS=entering is not None,
         SAVE=save,
     )
-    out = {"out": results["out_ptr"], "final_state": call.state(results["final_ptr"], spec.state_dtype)}
+    out = {"out": results["out"], "final_state": call.state(results["final"], spec.state_dtype)}
     if save:
-        out["states"] = results["states_ptr"].reshape((x.shape[0], -1, *shape[1:]))
+        out["states"] = results["states"].reshape((x.shape[0], -1, *shape[1:]))
     return out
 
 
@@ -283,89 +261,73 @@ def backward(
     call = _Call(arrays, spec, config.chunk_size, config.backward, execute)
     x, shape, chunks = arrays.x, call.state_shape, call.chunks
     (batch, length, channels), groups = x.shape, arrays.B.shape[-2]
-    call.inputs |= {
-        "dout": cotangents["out"],
-        "states": saved["states"].reshape((-1, *shape[1:])),
-    }
-    call.enter(
-        "backward_summary",
-        ("dt", "a", "c", "z", "dout"),
-        call.states_in(cotangents["final_state"]),
-        GATE=arrays.z is not None,
-        **call.turns,
-    )
+    dout = {"dout": cotangents["out"]}
+    final = call.states_in(cotangents["final_state"])
+    entering = call.entering(backward_kernels.backward_summary_kernel, final, dout, reverse=True)
     rows, blocks = shape[0] * call.splits, call.blocks // groups
-    n_chunks, states, size = chunks.batch * chunks.count, shape[1], chunks.size
-    per_channel = jax.ShapeDtypeStruct((rows, channels), jnp.float32)
-    per_state = jax.ShapeDtypeStruct((rows, *shape[1:]), jnp.float32)
-    results = call(
+    per_channel, per_state = result(rows, channels), result(rows, *shape[1:])
+    projection = (groups, chunks.batch * chunks.count, shape[1], 2 * chunks.size)
+    results = call.launch(
         backward_kernels.backward_kernel,
-        ("x", "dt", "a", "b", "c", "d", "z", "bias", "states", "dout", "entering"),
+        call.options,
         {
-            "dx_ptr": jax.ShapeDtypeStruct(x.shape, x.dtype),
-            "ddt_ptr": jax.ShapeDtypeStruct(x.shape, arrays.dt.dtype),
-            "dz_ptr": jax.ShapeDtypeStruct((1,), x.dtype)
-            if arrays.z is None
-            else jax.ShapeDtypeStruct(x.shape, arrays.z.dtype),
-            "dprojection_ptr": jax.ShapeDtypeStruct(
-                (blocks, groups, n_chunks, states, 2 * size), jnp.float32
-            ),
-            "da_ptr": per_state,
-            "dd_ptr": per_channel,
-            "dbias_ptr": per_channel,
-            "dinitial_ptr": jax.ShapeDtypeStruct(shape, jnp.float32),
-            "carry_ptr": per_state,
+            "dx": result_like(x),
+            "ddt": result_like(arrays.dt),
+            "dz": result(1, dtype=x.dtype) if arrays.z is None else result_like(arrays.z),
+            "dprojection": result(blocks, *projection),
+            "da": per_state,
+            "dd": per_channel,
+            "dbias": per_channel,
+            "dinitial": result(*shape),
+            "carry": per_state,
         },
-        SKIP=arrays.D is not None,
-        GATE=arrays.z is not None,
-        D_STRIDE=call.stride(arrays.D, 1),
-        LANE_LEVELS=min(call.tile.block_i, _LANES).bit_length() - 1,
+        call.programs(call.splits),
+        dout | {"states": saved["states"].reshape((-1, *shape[1:])), "entering": entering},
     )
     parts = parts_of(channels, groups)
-
-    projections = results["dprojection_ptr"]
-    projections = projections.reshape((parts, blocks // parts, *projections.shape[1:])).sum(1)
+    projections = results["dprojection"].reshape((parts, blocks // parts, *projection)).sum(1)
+    size = chunks.size
 
     def over_splits(partial: Array) -> Array:
         return partial.reshape((batch, -1, *partial.shape[1:])).sum(1)
 
     grads = {
-        "x": results["dx_ptr"],
-        "dt": results["ddt_ptr"],
-        "A": jnp.swapaxes(over_splits(results["da_ptr"]), -1, -2),
+        "x": results["dx"],
+        "dt": results["ddt"],
+        "A": jnp.swapaxes(over_splits(results["da"]), -1, -2),
         # What each block of channels gives to the projections that it shares.
         "B": _from_chunks(projections[..., :size], chunks, length).sum(1),
         "C": _from_chunks(projections[..., size:], chunks, length).sum(1),
     }
     if arrays.D is not None:
-        grads["D"] = over_splits(results["dd_ptr"])
+        grads["D"] = over_splits(results["dd"])
     if arrays.z is not None:
-        grads["z"] = results["dz_ptr"]
+        grads["z"] = results["dz"]
     if arrays.dt_bias is not None:
-        grads["dt_bias"] = over_splits(results["dbias_ptr"])
+        grads["dt_bias"] = over_splits(results["dbias"])
     if arrays.initial_state is not None:
-        grads["initial_state"] = call.state(results["dinitial_ptr"], "float32")
+        grads["initial_state"] = call.state(results["dinitial"], "float32")
     return grads
 
 
 class _Call:
-    """Launches kernels of one call: makes the operands, scalars and constants that all of them share."""
+    """One call: how its channels and tokens are shared out, its states as the kernels have them, and what all kernels are given."""
 
     def __init__(self, arrays: ScanArrays, spec: ScanSpec, size: int, tile: ScanTile, execute: Execute):
-        self.arrays, self.spec, self.tile, self.execute = arrays, spec, tile, execute
+        self.arrays, self.tile = arrays, tile
+        self.options = Options(tile.num_warps, 1, tile.max_registers)
         self.chunks = chunks = _chunks_of(arrays, size)
-        channels, groups = arrays.x.shape[-1], arrays.B.shape[-2]
-        self.group = channels // groups
-        self.blocks = groups * math.ceil(self.group / tile.block_i)
-        self.states = arrays.A.shape[-1]
-        longest = math.ceil(arrays.x.shape[1] / size)
+        (batch, length, channels), groups, states = arrays.x.shape, arrays.B.shape[-2], arrays.A.shape[-1]
+        group = channels // groups
+        self.blocks = groups * cdiv(group, tile.block_i)
+        self.state_shape = chunks.sequences, states, channels
         wanted = tile.programs // (chunks.sequences * self.blocks)
-        self.splits = max(1, min(wanted, longest, _MOST_SPLITS))
+        self.splits = max(1, min(wanted, cdiv(length, size), _MOST_SPLITS))
         f32 = lambda x: None if x is None else x.astype(jnp.float32)
-        self.inputs: dict[str, Array | None] = {
+        named = {
             "x": arrays.x,
             "dt": arrays.dt,
-            "a": jnp.swapaxes(arrays.A.astype(jnp.float32) * _LOG2E, -1, -2),
+            "a": jnp.swapaxes(arrays.A.astype(jnp.float32) * LOG2E, -1, -2),
             "b": _to_chunks(arrays.B, chunks),
             "c": _to_chunks(arrays.C, chunks),
             "d": f32(arrays.D),
@@ -375,10 +337,32 @@ class _Call:
             "starts": arrays.starts,
             "bounds": chunks.bounds,
         }
-
-    @property
-    def state_shape(self) -> tuple[int, int, int]:
-        return self.chunks.sequences, self.states, self.arrays.x.shape[-1]
+        numbers = {
+            "T": length,
+            "SPLITS": self.splits,
+            "CHUNKS": batch * chunks.count,
+            "SEQUENCES": chunks.sequences // batch,
+            "zero": 0,
+            "I": channels,
+            "N": states,
+            "L": size,
+            "LEVELS": size.bit_length() - 1,
+            "GROUP": group,
+            "GROUP_BLOCKS": self.blocks // groups,
+            "BLOCKS": self.blocks,
+            "BI": tile.block_i,
+            "LANE_LEVELS": min(tile.block_i, _LANES).bit_length() - 1,
+            "UNROLL": tile.unroll,
+            "STATE_LEVELS": (states - 1).bit_length(),
+            "PREFETCH": tile.prefetch,
+            "SOFTPLUS": spec.softplus,
+            "EVEN": chunks.bounds is None and length % size == 0 and group % tile.block_i == 0,
+            **step_kernel.strides(A=arrays.A, BIAS=arrays.dt_bias, D=arrays.D),
+            **given(
+                BIAS=arrays.dt_bias, SKIP=arrays.D, GATE=arrays.z, SEGMENTS=arrays.starts, TABLE=chunks.bounds
+            ),
+        }
+        self.launch = Launcher("selective_scan", named, numbers, arrays.x, execute)
 
     def states_in(self, x: Array) -> Array:
         """States `[..., I, N]` as the kernels have them."""
@@ -391,118 +375,39 @@ class _Call:
             return x
         return x.reshape((self.chunks.batch, -1, *x.shape[1:]))
 
-    @property
-    def turns(self) -> dict[str, int]:
-        """How the states of a channel are gone through."""
-        return {"UNROLL": self.tile.unroll, "STATE_LEVELS": (self.states - 1).bit_length()}
+    def programs(self, splits: int) -> int:
+        return self.chunks.sequences * splits * self.blocks
 
-    @staticmethod
-    def stride(x: Array | None, rank: int) -> int:
-        """Between the rows of the batch, of a parameter of this rank."""
-        return 0 if x is None or x.ndim == rank else math.prod(x.shape[1:])
-
-    def enter(self, name: str, operands: tuple[str, ...], first: Array | None, **constants: Any) -> None:
-        """Adds the state that enters each split, or the gradient of the one that leaves it, to the inputs; `None` for none."""
-        self.inputs["entering"] = first
+    def entering(
+        self, summary: Any, first: Array | None, arrays: Arrays | None = None, *, reverse: bool = False
+    ) -> Array | None:
+        """The state that enters each split, or the gradient of the one that leaves it; `None` for none."""
         if self.splits == 1:
-            return
+            return first
         sequences, states, channels = self.state_shape
-        rows, is_forward = sequences * self.splits, name == "summary"
-        kernel = forward_kernels.summary_kernel if is_forward else backward_kernels.backward_summary_kernel
-        summaries = self(
-            kernel,
-            (*operands, "bias"),
-            {
-                "local_ptr": jax.ShapeDtypeStruct((rows, states, channels), jnp.float32),
-                "total_ptr": jax.ShapeDtypeStruct((rows, channels), jnp.float32),
-            },
-            fewer=1,
-            max_registers=self.tile.summary_registers or self.tile.max_registers,
-            **constants,
+        per_channel, per_state = (
+            (sequences * self.splits, *sizes) for sizes in ((channels,), (states, channels))
         )
-        given = {"a_ptr": self.inputs["a"], "first_ptr": first, **summaries}
-        given |= {"starts_ptr": self.inputs["starts"], "bounds_ptr": self.inputs["bounds"]}
-        inputs = {name: self.arrays.x if x is None else x for name, x in given.items()}
-        block = min(_COMBINED, 1 << (channels - 1).bit_length())
-        launch = Launch(
-            kernel=forward_kernels.combine_kernel,
-            inputs={name: jax.ShapeDtypeStruct(x.shape, x.dtype) for name, x in inputs.items()},
-            outputs={"entering_ptr": jax.ShapeDtypeStruct((rows, states, channels), jnp.float32)},
-            scalars={
-                "T": self.arrays.x.shape[1],
-                "SPLITS": self.splits,
-                "SEQUENCES": sequences // self.chunks.batch,
-            },
-            constants={
-                "I": channels,
-                "N": states,
-                "L": self.chunks.size,
-                "BLOCK": block,
-                "A_STRIDE": self.stride(self.arrays.A, 2),
-                "FIRST": first is not None,
-                "REVERSE": not is_forward,
-                "SEGMENTS": self.arrays.starts is not None,
-                "TABLE": self.chunks.bounds is not None,
-            },
-            grid=(sequences * states * math.ceil(channels / block),),
-            num_warps=4,
-            name=f"ejkernel_eqx.selective_scan.{'' if is_forward else 'backward_'}combine_kernel",
+        registers = self.tile.summary_registers or self.tile.max_registers
+        summaries = self.launch(
+            summary,
+            dataclasses.replace(self.options, max_registers=registers),
+            {"local": result(*per_state), "total": result(*per_channel)},
+            self.programs(self.splits - 1),
+            arrays,
         )
-        self.inputs["entering"] = self.execute(launch, inputs)["entering_ptr"]
-
-    def __call__(
-        self,
-        kernel: Any,
-        operands: tuple[str, ...],
-        outputs: dict[str, jax.ShapeDtypeStruct],
-        *,
-        fewer: int = 0,
-        max_registers: int | None = None,
-        **constants: Any,
-    ) -> Arrays:
-        """What a call does not have is never read: `x` stands in for it."""
-        given = {f"{name}_ptr": self.inputs[name] for name in (*operands, "starts", "bounds")}
-        inputs = {name: self.arrays.x if x is None else x for name, x in given.items()}
-        arrays, chunks, tile = self.arrays, self.chunks, self.tile
-        batch, length, channels = arrays.x.shape
-        launch = Launch(
-            kernel=kernel,
-            inputs={name: jax.ShapeDtypeStruct(x.shape, x.dtype) for name, x in inputs.items()},
-            outputs=outputs,
-            scalars={
-                "T": length,
-                "SPLITS": self.splits,
-                "CHUNKS": batch * chunks.count,
-                "SEQUENCES": chunks.sequences // batch,
-                "zero": 0,
-            },
-            constants={
-                "I": channels,
-                "N": self.states,
-                "GROUP": self.group,
-                "GROUP_BLOCKS": self.blocks // arrays.B.shape[-2],
-                "BLOCKS": self.blocks,
-                "BI": tile.block_i,
-                "LEVELS": chunks.size.bit_length() - 1,
-                "A_STRIDE": self.stride(arrays.A, 2),
-                "BIAS_STRIDE": self.stride(arrays.dt_bias, 1),
-                "BIAS": arrays.dt_bias is not None,
-                "SOFTPLUS": self.spec.softplus,
-                "SEGMENTS": arrays.starts is not None,
-                "TABLE": chunks.bounds is not None,
-                "EVEN": chunks.bounds is None
-                and length % chunks.size == 0
-                and self.group % tile.block_i == 0,
-                "PREFETCH": tile.prefetch,
-                **constants,
-            },
-            grid=(chunks.sequences * (self.splits - fewer) * self.blocks,),
-            num_warps=tile.num_warps,
-            num_stages=1,
-            max_registers=tile.max_registers if max_registers is None else max_registers,
-            name=f"ejkernel_eqx.selective_scan.{kernel.fn.__name__}",
-        )
-        return self.execute(launch, inputs)
+        block = min(_COMBINED, padded(channels, 1))
+        return self.launch(
+            forward_kernels.combine_kernel,
+            Options(4),
+            {"entering": result(*per_state)},
+            sequences * states * cdiv(channels, block),
+            {"first": first, **summaries},
+            name="backward_combine_kernel" if reverse else "",
+            BLOCK=block,
+            FIRST=first is not None,
+            REVERSE=reverse,
+        )["entering"]
 
 
 def step(

@@ -1,0 +1,126 @@
+"""Launches of a family's kernels, each with what its parameters name."""
+
+import dataclasses
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax import Array
+
+from .launch import Launch
+
+LOG2E = 1.4426950408889634
+"""Kernels take powers of two: what an exponent of `e` is multiplied by."""
+
+Execute = Callable[[Launch, dict[str, Array]], dict[str, Array]]
+"""`run`, or what interprets or records launches."""
+
+
+def result(*shape: int, dtype: Any = jnp.float32) -> jax.ShapeDtypeStruct:
+    """An output of a kernel, float32 unless said."""
+    return jax.ShapeDtypeStruct(shape, dtype)
+
+
+def result_like(x: Any) -> jax.ShapeDtypeStruct:
+    """An output of an array's shape and dtype."""
+    return jax.ShapeDtypeStruct(x.shape, x.dtype)
+
+
+NOTHING = result(1)
+"""An output that a kernel does not write."""
+
+
+def given(**arrays: Array | None) -> dict[str, bool]:
+    """Constants that say which arrays a call has."""
+    return {name: x is not None for name, x in arrays.items()}
+
+
+@dataclasses.dataclass(frozen=True)
+class Options:
+    """The compiler's options, where a tile does not name them itself."""
+
+    num_warps: int
+    num_stages: int = 2
+    max_registers: int = 0
+
+
+_OPTIONS = Options.__annotations__.keys()
+
+
+@dataclasses.dataclass(frozen=True, eq=False)
+class Launcher:
+    """Launches the kernels of one call. A kernel's parameter `x_ptr` is the array `x`; any other one is a number (a compile-time
+    constant where the kernel says so), and `BLOCK_K` the tile's field `block_k`.
+
+    - `family`: the part of the package that the kernels' labels name.
+    - `arrays`, `numbers`: what every kernel may name. An array that the call does not have is `None`; it is never read, and `absent`
+        stands in for it.
+    """
+
+    family: str
+    arrays: Mapping[str, Array | None]
+    numbers: Mapping[str, Any]
+    absent: Array
+    execute: Execute
+
+    def __call__(
+        self,
+        kernel: Any,
+        tile: Any,
+        outputs: Mapping[str, jax.ShapeDtypeStruct],
+        programs: int,
+        arrays: Mapping[str, Array | None] | None = None,
+        **more: Any,
+    ) -> dict[str, Array]:
+        """Launches `kernel` and returns its outputs by name.
+
+        **Arguments:**
+
+        - `tile`: a dataclass that has `num_warps`, and may have the other `Options`.
+        - `outputs`: without `_ptr`, as all names of arrays here.
+        - `programs`: how many there are, along one axis: the others of a GPU's grid end at 65,535.
+        - `arrays`: those of this launch alone.
+        - `more`: numbers of this launch alone; and `aliases`, input to output, and `name`, where the label is not to be the kernel's.
+        """
+        launch, inputs = self.launch(kernel, tile, outputs, programs, arrays, **more)
+        return {name.removesuffix("_ptr"): x for name, x in self.execute(launch, inputs).items()}
+
+    def launch(
+        self,
+        kernel: Any,
+        tile: Any,
+        outputs: Mapping[str, jax.ShapeDtypeStruct],
+        programs: int,
+        arrays: Mapping[str, Array | None] | None = None,
+        *,
+        aliases: Mapping[str, str] | None = None,
+        name: str = "",
+        **numbers: Any,
+    ) -> tuple[Launch, dict[str, Array]]:
+        """The launch that a call makes, and its inputs."""
+        arrays = {**self.arrays, **(arrays or {})}
+        known = {**self.numbers, **{name.upper(): value for name, value in vars(tile).items()}, **numbers}
+        inputs: dict[str, Array] = {}
+        scalars, constants = {}, {}
+        for parameter in kernel.params:
+            array, pointer, _ = parameter.name.rpartition("_ptr")
+            if parameter.name in known:
+                (constants if parameter.is_constexpr else scalars)[parameter.name] = known[parameter.name]
+            elif pointer and array in arrays and array not in outputs:
+                x = arrays[array]
+                inputs[parameter.name] = self.absent if x is None else x
+        unnamed = numbers.keys() - scalars.keys() - constants.keys()
+        assert not unnamed, f"{kernel.fn.__name__} has no parameters {sorted(unnamed)}"
+        launch = Launch(
+            kernel=kernel,
+            inputs={name: result_like(x) for name, x in inputs.items()},
+            outputs={f"{name}_ptr": x for name, x in outputs.items()},
+            scalars=scalars,
+            constants=constants,
+            grid=(programs,),
+            **{name: value for name, value in vars(tile).items() if name in _OPTIONS},
+            name=f"ejkernel_eqx.{self.family}.{name or kernel.fn.__name__}",
+            aliases={f"{x}_ptr": f"{y}_ptr" for x, y in (aliases or {}).items()},
+        )
+        return launch, inputs

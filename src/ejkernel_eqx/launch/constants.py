@@ -1,0 +1,8 @@
+"""Numbers that the bodies of kernels name."""
+
+import triton.language as tl
+
+from . import by_name
+
+LOG2E = tl.constexpr(by_name.LOG2E)
+LN2 = tl.constexpr(0.6931471805599453)

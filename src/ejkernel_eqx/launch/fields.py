@@ -1,0 +1,61 @@
+"""Fields of configurations that say what they may be: `block_q: Block`, and `__post_init__ = check_fields` in the class."""
+
+import functools
+import typing
+from collections.abc import Callable
+from typing import Annotated, Any, NamedTuple
+
+
+class Rule(NamedTuple):
+    """What a field may be: in words, and as a test."""
+
+    words: str
+    holds: Callable[[Any], bool]
+
+
+def power_of_two(least: int = 1, most: int | None = None) -> Rule:
+    words = "a power of two" + (f" from {least}" if least > 1 else "") + (f" up to {most}" if most else "")
+    return Rule(words, lambda x: isinstance(x, int) and least <= x <= (most or x) and not x & (x - 1))
+
+
+def whole(least: int, most: int | None = None) -> Rule:
+    words = (
+        f"an int from {least} to {most}"
+        if most
+        else "a positive int"
+        if least == 1
+        else f"an int from {least}"
+    )
+    return Rule(words, lambda x: isinstance(x, int) and least <= x <= (most or x))
+
+
+def one_of(*values: Any) -> Rule:
+    *others, last = map(repr, values)
+    return Rule(f"{', '.join(others)} or {last}", lambda x: x in values)
+
+
+Power = Annotated[int, power_of_two()]
+Block = Annotated[int, power_of_two(16)]
+"""A side of a tile that is multiplied."""
+Warps = Annotated[int, one_of(1, 2, 4, 8, 16)]
+Count = Annotated[int, whole(1)]
+Registers = Annotated[int, whole(0, 255)]
+"""Registers a thread may have, 0 for the compiler's choice; without effect on jax-triton before 0.4."""
+Float32Dot = Annotated[str, one_of("tf32x3", "ieee", "tf32")]
+"""How float32 matrices are multiplied: `"tf32x3"` (three passes, float32's accuracy), `"ieee"`, or on request `"tf32"`."""
+
+
+@functools.cache
+def _rules(kind: type) -> dict[str, Rule]:
+    hints = typing.get_type_hints(kind, include_extras=True)
+    marks = {name: getattr(hint, "__metadata__", (None,))[0] for name, hint in hints.items()}
+    return {name: mark for name, mark in marks.items() if isinstance(mark, Rule)}
+
+
+def check_fields(config: Any) -> None:
+    """`ValueError` for the first field that is not what its annotation says."""
+    kind = type(config)
+    for name, rule in _rules(kind).items():
+        value = getattr(config, name)
+        if not rule.holds(value):
+            raise ValueError(f"{kind.__name__}.{name}: expected {rule.words}, received {value!r}.")

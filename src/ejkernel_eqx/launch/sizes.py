@@ -1,0 +1,37 @@
+"""Sizes of tiles and grids, and which tiles a device has shared memory for."""
+
+from collections.abc import Callable, Iterable
+from typing import TypeVar
+
+from ..dispatch import DeviceFacts
+
+T = TypeVar("T")
+_LEAST_SHARED = 49_152  # bytes, of a device that does not say
+
+
+def cdiv(length: int, block: int) -> int:
+    """How many blocks hold so many."""
+    return -(-length // block)
+
+
+def padded(size: int, least: int = 16) -> int:
+    """The power of two, `least` or more, that holds so many: by default the channels of a tile that is multiplied."""
+    return max(least, 1 << max(size - 1, 0).bit_length())
+
+
+def shared_memory_of(device: DeviceFacts) -> int:
+    """Bytes that a program may have."""
+    return device.shared_memory or _LEAST_SHARED
+
+
+def fitting(tiles: Iterable[T], needed: Callable[[T], int], device: DeviceFacts) -> list[T]:
+    """Those that need no more shared memory than there is."""
+    return [tile for tile in tiles if needed(tile) <= shared_memory_of(device)]
+
+
+def rows_of(columns: list[list[T]]) -> list[tuple[T, ...]]:
+    """The first of every column, the second of every column, ...; short columns stay at their last."""
+    return [
+        tuple(column[min(row, len(column) - 1)] for column in columns)
+        for row in range(max(map(len, columns)))
+    ]
