@@ -24,6 +24,26 @@ def check_sizes(**sizes: Any) -> None:
             )
 
 
+def check_divides(name: str, part: int, whole_name: str, whole: int) -> None:
+    check_sizes(**{whole_name: whole, name: part})
+    if whole % part:
+        raise ValueError(
+            f"{name}: expected a divisor of {whole_name}={whole}, received {part}; each has the same number of the other."
+        )
+
+
+def width_of(name: str, factor: Any, of: int, heads: int, what: str) -> int:
+    """A width that is given as a factor of another, a head's share of it."""
+    check_numbers(**{name: factor})
+    value = 0 if factor is None else factor * of / heads
+    if value != round(value) or value < 1:
+        raise ValueError(
+            f"{name}: expected a factor that gives a whole number of {what}, received one that gives {value}; it is multiplied with "
+            f"{of}{f' and shared by {heads} heads' if heads > 1 else ''}."
+        )
+    return round(value)
+
+
 def check_flags(**flags: Any) -> None:
     for name, flag in flags.items():
         if not isinstance(flag, bool | np.bool_):
@@ -74,6 +94,11 @@ def read_dtype(name: str, dtype: Any) -> Any:
             f"{name}: expected 64-bit types to be enabled for float64; call jax.config.update('jax_enable_x64', True), or take float32."
         )
     return found
+
+
+def read_weight_dtype(dtype: Any) -> Any:
+    """A dtype of parameters, by default float32 (float64 in JAX's 64-bit mode)."""
+    return jnp.result_type(float) if dtype is None else read_dtype("dtype", dtype)
 
 
 def named_dtype(dtype: Any) -> Any:

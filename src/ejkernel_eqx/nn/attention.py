@@ -1,22 +1,45 @@
 """Multi-head attention with weights, as the published decoder models have it."""
 
-from typing import Any, overload
+from typing import Any, overload, TypedDict, Unpack
 
 import equinox as eqx
 import jax
 import jax.numpy as jnp
 from jax import Array
-from jax.typing import DTypeLike
+from jax.typing import ArrayLike, DTypeLike
 
 from ..attention import FlashAttention, Mask
 from ..paged import PagedKVCache, RaggedBatch, RaggedPagedAttention
-from .arguments import check_eps, check_flags, check_key, check_numbers, check_sizes, read_dtype
-from .attention_inputs import check_call, check_heads, check_pages, head_dim_of, locate, locate_cross
-from .compute import compute_dtype_of, read_compute_dtype, stored_dtype_of
+from .arguments import check_eps, check_flags, check_numbers, check_sizes
+from .attention_inputs import (
+    CallInputs,
+    check_call,
+    check_heads,
+    check_pages,
+    head_dim_of,
+    locate,
+    locate_cross,
+)
+from .compute import compute_dtype_of, stored_dtype_of
 from .kv_cache import KVCache
+from .parts import Parts
 from .projection import project
 from .rotary import RotaryEmbedding
-from .tokens import check_ragged, clear
+from .tokens import clear, merge_heads, split_heads
+
+
+class _Given(TypedDict, total=False):
+    """What a call takes beside `x` and the cache."""
+
+    kv_input: Array | None
+    positions: Array | None
+    padding_mask: Array | None
+    kv_padding_mask: Array | None
+    segment_ids: Array | None
+    mask: Array | Mask | None
+    bias: Array | None
+    key: Array | None
+    inference: bool | None
 
 
 class MultiHeadAttention(eqx.Module):
@@ -118,17 +141,15 @@ class MultiHeadAttention(eqx.Module):
         check_flags(sinks=sinks, output_gate=output_gate, deterministic=deterministic)
         check_numbers(logits_soft_cap=logits_soft_cap, softmax_scale=softmax_scale, dropout_rate=dropout_rate)
         check_eps(qk_norm_eps=qk_norm_eps)
-        check_key(key)
-        dtype, compute_dtype = read_dtype("dtype", dtype), read_compute_dtype(compute_dtype)
-        q_key, k_key, v_key, o_key = jax.random.split(key, 4)
         q_dim = num_heads * (head_dim + v_head_dim if output_gate else head_dim)
-        self.q_proj = eqx.nn.Linear(embed_dim, q_dim, use_qkv_bias, dtype, key=q_key)
-        self.k_proj = eqx.nn.Linear(kv_embed_dim, num_kv_heads * head_dim, use_qkv_bias, dtype, key=k_key)
-        self.v_proj = eqx.nn.Linear(kv_embed_dim, num_kv_heads * v_head_dim, use_qkv_bias, dtype, key=v_key)
-        self.o_proj = eqx.nn.Linear(num_heads * v_head_dim, embed_dim, use_output_bias, dtype, key=o_key)
-        self.q_norm = eqx.nn.RMSNorm(head_dim, qk_norm_eps, use_bias=False, dtype=dtype) if qk_norm else None
-        self.k_norm = eqx.nn.RMSNorm(head_dim, qk_norm_eps, use_bias=False, dtype=dtype) if qk_norm else None
-        self.sinks = jnp.zeros(num_heads, self.q_proj.weight.dtype) if sinks else None
+        parts = Parts(key, 4, dtype, compute_dtype)
+        self.q_proj = parts.linear(embed_dim, q_dim, use_qkv_bias)
+        self.k_proj = parts.linear(kv_embed_dim, num_kv_heads * head_dim, use_qkv_bias)
+        self.v_proj = parts.linear(kv_embed_dim, num_kv_heads * v_head_dim, use_qkv_bias)
+        self.o_proj = parts.linear(num_heads * v_head_dim, embed_dim, use_output_bias)
+        norm = lambda: eqx.nn.RMSNorm(head_dim, qk_norm_eps, use_bias=False, dtype=parts.dtype)
+        self.q_norm, self.k_norm = (norm(), norm()) if qk_norm else (None, None)
+        self.sinks = jnp.zeros(num_heads, parts.dtype) if sinks else None
         self.rope = rope
         self.attention = FlashAttention(
             causal,
@@ -147,14 +168,10 @@ class MultiHeadAttention(eqx.Module):
             append=True,
             platform=None if platform == "cuda" else platform,
         )
-        self.embed_dim = embed_dim
-        self.num_heads = num_heads
-        self.num_kv_heads = num_kv_heads
-        self.kv_embed_dim = kv_embed_dim
-        self.head_dim = head_dim
-        self.v_head_dim = v_head_dim
-        self.output_gate = output_gate
-        self.compute_dtype = compute_dtype
+        self.embed_dim, self.kv_embed_dim = embed_dim, kv_embed_dim
+        self.num_heads, self.num_kv_heads = num_heads, num_kv_heads
+        self.head_dim, self.v_head_dim = head_dim, v_head_dim
+        self.output_gate, self.compute_dtype = output_gate, parts.compute_dtype
 
     def init_cache(
         self, batch_shape: tuple[int, ...] | int, max_length: int, dtype: DTypeLike | None = None
@@ -185,38 +202,10 @@ class MultiHeadAttention(eqx.Module):
         return stored_dtype_of(self.compute_dtype, (self.k_proj, self.v_proj))
 
     @overload
-    def __call__(
-        self,
-        x: Array,
-        cache: None = None,
-        *,
-        kv_input: Array | None = None,
-        positions: Array | None = None,
-        padding_mask: Array | None = None,
-        kv_padding_mask: Array | None = None,
-        segment_ids: Array | None = None,
-        mask: Array | Mask | None = None,
-        bias: Array | None = None,
-        key: Array | None = None,
-        inference: bool | None = None,
-    ) -> Array: ...
+    def __call__(self, x: Array, cache: None = None, **given: Unpack[_Given]) -> Array: ...
 
     @overload
-    def __call__(
-        self,
-        x: Array,
-        cache: KVCache,
-        *,
-        kv_input: Array | None = None,
-        positions: Array | None = None,
-        padding_mask: Array | None = None,
-        kv_padding_mask: Array | None = None,
-        segment_ids: Array | None = None,
-        mask: Array | Mask | None = None,
-        bias: Array | None = None,
-        key: Array | None = None,
-        inference: bool | None = None,
-    ) -> tuple[Array, KVCache]: ...
+    def __call__(self, x: Array, cache: KVCache, **given: Unpack[_Given]) -> tuple[Array, KVCache]: ...
 
     @overload
     def __call__(
@@ -266,40 +255,22 @@ class MultiHeadAttention(eqx.Module):
         **Returns:** `y`, an array of the shape of `x` in the dtype that the layer computes in; with a cache, the tuple
         `(y, cache)`. Raises `ValueError` for arguments that do not fit, as far as their values are known.
         """
-        if batch is not None:
-            rows = {
-                "padding_mask": padding_mask,
-                "kv_padding_mask": kv_padding_mask,
-                "segment_ids": segment_ids,
-            }
-            given = {"kv_input": kv_input, "positions": positions, "mask": mask, "bias": bias, **rows}
-            x = check_ragged(x, batch, self.embed_dim, given)
-            return self._over_pages(x, check_pages(self, cache, inference), batch)
-        if isinstance(cache, PagedKVCache):
-            raise ValueError(
-                "batch: expected a RaggedBatch with a PagedKVCache, received None; it says which pages belong to which tokens."
-            )
-        rows_of = {
-            "padding_mask": padding_mask,
-            "kv_padding_mask": kv_padding_mask,
-            "segment_ids": segment_ids,
-        }
-        scores = {"mask": mask, "bias": bias, "positions": positions, "key": key, "inference": inference}
-        x, kv_input = check_call(self, x, cache, kv_input, rows_of, scores)
-        dtype = compute_dtype_of(
-            self.compute_dtype, self._projections(), x, *([] if kv_input is None else [kv_input])
+        given = CallInputs(
+            kv_input, positions, padding_mask, kv_padding_mask, segment_ids, mask, bias, key, inference
         )
+        if batch is not None:
+            return self._over_pages(*check_pages(self, x, cache, batch, given), batch)
+        x, kv_input = check_call(self, x, cache, given)
+        assert not isinstance(cache, PagedKVCache)  # goes with a batch alone
+        inputs = [x] if kv_input is None else [x, kv_input]
+        dtype = compute_dtype_of(self.compute_dtype, self._projections(), *inputs)
         x = clear(x.astype(dtype), padding_mask)
         if kv_input is None:
             source, rows = x, locate(cache, padding_mask, segment_ids)
         else:
             source = clear(kv_input.astype(dtype), kv_padding_mask)
             rows = locate_cross(x, source, padding_mask, kv_padding_mask)
-        q, gate = self._queries(x)
-        k, v = self._keys_values(source)
-        if self.rope is not None:
-            offset = 0 if rows.offset is None else rows.offset
-            q, k = self.rope(q, positions, offset=offset), self.rope(k, positions, offset=offset)
+        q, k, v, gate = self._heads(x, source, positions, 0 if rows.offset is None else rows.offset)
         if cache is not None:
             cache = cache.append(k, v, mask=padding_mask)
             k, v = cache.k, cache.v
@@ -329,49 +300,29 @@ class MultiHeadAttention(eqx.Module):
         if 0 in (x.shape[0], batch.lengths.shape[0]):
             return jnp.zeros_like(x), bound if cache.is_bound else cache
         x = clear(x, batch.is_real)
-        q, gate = self._queries(x)
-        k, v = self._keys_values(x)
-        if self.rope is not None:
-            q, k = self.rope(q, batch.positions), self.rope(k, batch.positions)
-        out, new = self.paged_attention(
-            q,
-            bound,
-            k,
-            v,
-            query_start_loc=batch.query_start_loc,
-            max_query_len=batch.max_query_len,
-            sinks=self.sinks,
-        )
+        q, k, v, gate = self._heads(x, x, batch.positions)
+        starts = {"query_start_loc": batch.query_start_loc, "max_query_len": batch.max_query_len}
+        out, new = self.paged_attention(q, bound, k, v, **starts, sinks=self.sinks)
         return self._finish(out, gate), new if cache.is_bound else new.unbind()
 
-    def _finish(self, out: Array, gate: Array | None) -> Array:
-        out = out.reshape(*out.shape[:-2], self.num_heads * self.v_head_dim)
-        return project(
-            "o_proj", self.o_proj, out if gate is None else out * jax.nn.sigmoid(gate), self.embed_dim
-        )
-
-    def _queries(self, x: Array) -> tuple[Array, Array | None]:
+    def _heads(
+        self, x: Array, source: Array, positions: Array | None, offset: ArrayLike = 0
+    ) -> tuple[Array, Array, Array, Array | None]:
+        """Queries, keys and values, `[..., H or K, D or V]`, and the gate `[..., H * V]`."""
         width = self.head_dim + self.v_head_dim if self.output_gate else self.head_dim
-        q, gate = self._heads("q_proj", self.q_proj, x, self.num_heads, width), None
-        if self.output_gate:
-            q, gate = jnp.split(q, [self.head_dim], axis=-1)
-            gate = gate.reshape(*x.shape[:-1], self.num_heads * self.v_head_dim)
-        return _normalise(self.q_norm, q), gate
+        q = split_heads(project("q_proj", self.q_proj, x, self.num_heads * width), self.num_heads)
+        q, gate = jnp.split(q, [self.head_dim], axis=-1) if self.output_gate else (q, None)
+        k = project("k_proj", self.k_proj, source, self.num_kv_heads * self.head_dim)
+        v = project("v_proj", self.v_proj, source, self.num_kv_heads * self.v_head_dim)
+        k, v = split_heads(k, self.num_kv_heads), split_heads(v, self.num_kv_heads)
+        if self.q_norm is not None:
+            q = project("q_norm", self.q_norm, q, self.head_dim)
+        if self.k_norm is not None:
+            k = project("k_norm", self.k_norm, k, self.head_dim)
+        if self.rope is not None:
+            q, k = self.rope(q, positions, offset=offset), self.rope(k, positions, offset=offset)
+        return q, k, v, None if gate is None else merge_heads(gate)
 
-    def _keys_values(self, x: Array) -> tuple[Array, Array]:
-        k = self._heads("k_proj", self.k_proj, x, self.num_kv_heads, self.head_dim)
-        v = self._heads("v_proj", self.v_proj, x, self.num_kv_heads, self.v_head_dim)
-        return _normalise(self.k_norm, k), v
-
-    def _heads(self, name: str, layer: Any, x: Array, heads: int, width: int) -> Array:
-        return project(name, layer, x, heads * width).reshape(*x.shape[:-1], heads, width)
-
-
-def _normalise(norm: eqx.nn.RMSNorm | None, x: Array) -> Array:
-    """`equinox.nn.RMSNorm` (which reduces in float32) over the last axis of any number."""
-    if norm is None:
-        return x
-    over_last = norm
-    for _ in x.shape[:-1]:
-        over_last = jax.vmap(over_last)
-    return over_last(x)
+    def _finish(self, out: Array, gate: Array | None) -> Array:
+        y = merge_heads(out) if gate is None else merge_heads(out) * jax.nn.sigmoid(gate)
+        return project("o_proj", self.o_proj, y, self.embed_dim)

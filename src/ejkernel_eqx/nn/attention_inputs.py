@@ -11,6 +11,21 @@ from ..paged import PagedKVCache
 from .arguments import check_flags, check_key, check_tokens, is_known, read_array, read_features
 from .kv_cache import KVCache
 from .rotary import check_positions, RotaryEmbedding
+from .tokens import check_ragged
+
+
+class CallInputs(NamedTuple):
+    """The arguments of a call beside `x` and `cache`."""
+
+    kv_input: Any = None
+    positions: Any = None
+    padding_mask: Any = None
+    kv_padding_mask: Any = None
+    segment_ids: Any = None
+    mask: Any = None
+    bias: Any = None
+    key: Any = None
+    inference: Any = None
 
 
 class Rows(NamedTuple):
@@ -50,32 +65,33 @@ def check_heads(num_heads: int, num_kv_heads: int, head_dim: int, rope: Any) -> 
         )
 
 
-def check_call(
-    layer: Any, x: Any, cache: Any, kv_input: Any, rows: dict[str, Any], scores: dict[str, Any]
-) -> tuple[Array, Array | None]:
-    """The arguments of a call without a batch: `x` and `kv_input` as arrays, if all fit. `rows` and `scores` are the other arguments by
-    name."""
+def check_call(layer: Any, x: Any, cache: Any, given: CallInputs) -> tuple[Array, Array | None]:
+    """The arguments of a call without a batch: `x` and `kv_input` as arrays, if all fit."""
+    if isinstance(cache, PagedKVCache):
+        raise ValueError(
+            "batch: expected a RaggedBatch with a PagedKVCache, received None; it says which pages belong to which tokens."
+        )
     x = read_features("x", x, "[..., T, E]", "E", layer.embed_dim)
-    check_tokens("padding_mask", rows["padding_mask"], "booleans", "x", x)
-    check_tokens("segment_ids", rows["segment_ids"], "integers", "x", x)
-    if scores["positions"] is not None:
-        check_positions(scores["positions"], x.shape[:-1])
-    for name, kind in (("mask", "booleans"), ("bias", "floats")):
-        _check_scores(name, scores[name], kind, x.shape[:-2], layer.num_heads)
-    if scores["key"] is not None:
-        check_key(scores["key"])
-    if scores["inference"] is not None:
-        check_flags(inference=scores["inference"])
+    check_tokens("padding_mask", given.padding_mask, "booleans", "x", x)
+    check_tokens("segment_ids", given.segment_ids, "integers", "x", x)
+    if given.positions is not None:
+        check_positions(given.positions, x.shape[:-1])
+    _check_scores("mask", given.mask, "booleans", x.shape[:-2], layer.num_heads)
+    _check_scores("bias", given.bias, "floats", x.shape[:-2], layer.num_heads)
+    if given.key is not None:
+        check_key(given.key)
+    if given.inference is not None:
+        check_flags(inference=given.inference)
     if cache is not None and not isinstance(cache, KVCache):
         raise ValueError(
             f"cache: expected a KVCache or None, received {type(cache).__name__}; build it with init_cache."
         )
-    if kv_input is not None:
-        kv_input = read_features("kv_input", kv_input, "[..., S, C]", "C", layer.kv_embed_dim)
-        check_tokens("kv_padding_mask", rows["kv_padding_mask"], "booleans", "kv_input", kv_input)
-        _check_cross(layer, x, kv_input, cache, rows["segment_ids"])
+    if given.kv_input is not None:
+        kv_input = read_features("kv_input", given.kv_input, "[..., S, C]", "C", layer.kv_embed_dim)
+        check_tokens("kv_padding_mask", given.kv_padding_mask, "booleans", "kv_input", kv_input)
+        _check_cross(layer, x, kv_input, cache, given.segment_ids)
         return x, kv_input
-    if rows["kv_padding_mask"] is not None:
+    if given.kv_padding_mask is not None:
         raise ValueError(
             "kv_padding_mask: expected only together with kv_input, received it alone; "
             "pass padding_mask= for the padding of x."
@@ -85,9 +101,9 @@ def check_call(
             f"kv_input: expected [..., S, {layer.kv_embed_dim}], received None; this layer was built "
             "for cross attention with kv_embed_dim=."
         )
-    _check_side_by_side(rows["padding_mask"])
+    _check_side_by_side(given.padding_mask)
     if cache is not None:
-        _check_cache(layer, x, cache, rows["segment_ids"])
+        _check_cache(layer, x, cache, given.segment_ids)
     return x, None
 
 
@@ -181,8 +197,9 @@ def locate_cross(
     return Rows(None, *ids)
 
 
-def check_pages(layer: Any, cache: Any, inference: bool | None) -> PagedKVCache:
-    """The pages of a call with a batch, on which this layer can go."""
+def check_pages(layer: Any, x: Any, cache: Any, batch: Any, given: CallInputs) -> tuple[Array, PagedKVCache]:
+    """The packed tokens of a call with a batch, and its pages, on which this layer can go."""
+    x = check_ragged(x, batch, layer.embed_dim, given._replace(key=None, inference=None)._asdict())
     if not isinstance(cache, PagedKVCache):
         raise ValueError(
             f"cache: expected a PagedKVCache with batch, received {type(cache).__name__}; build it with init_paged_cache."
@@ -194,16 +211,16 @@ def check_pages(layer: Any, cache: Any, inference: bool | None) -> PagedKVCache:
             f"cache: expected pages of one layer with heads (K, D, V) = {heads}, received {found} and batch_shape "
             f"{cache.batch_shape}; build it with init_paged_cache, and jax.lax.scan over stacked layers."
         )
-    if inference is not None:
-        check_flags(inference=inference)
+    if given.inference is not None:
+        check_flags(inference=given.inference)
     if not layer.attention.causal or layer.kv_embed_dim != layer.embed_dim:
         raise ValueError(
             "batch: expected a causal layer that attends to its own input, received one with causal=False or kv_embed_dim=; "
             "only such a layer decodes from pages."
         )
     drops = layer.attention.options.dropout_rate > 0
-    if drops and not (layer.attention.inference if inference is None else inference):
+    if drops and not (layer.attention.inference if given.inference is None else given.inference):
         raise ValueError(
             "inference: expected True with batch in a layer with dropout, received False; use equinox.nn.inference_mode."
         )
-    return cache
+    return x, cache

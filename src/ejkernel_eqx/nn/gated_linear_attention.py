@@ -8,24 +8,15 @@ import jax.numpy as jnp
 from jax import Array
 from jax.typing import DTypeLike
 
-from ..recurrence import GatedLinearAttention as Operation
 from ..core.arguments import accumulator
-from .arguments import check_eps, check_flags, check_key, check_numbers, check_sizes, read_dtype
-from .compute import read_compute_dtype
+from ..recurrence import GatedLinearAttention as Operation
+from .arguments import check_divides, check_eps, check_flags, check_numbers, check_sizes, width_of
 from .gated_rms_norm import GatedRMSNorm
+from .parts import Parts
 from .projection import project
-from .recurrent import (
-    check_divides,
-    conv_shapes,
-    merge_heads,
-    RecurrentLayer,
-    RecurrentState,
-    Rows,
-    split_heads,
-    StateForm,
-    width_of,
-)
+from .recurrent import RecurrentLayer, Rows
 from .short_convolution import ShortConvolution
+from .tokens import merge_heads, split_heads
 
 
 class GatedLinearAttention(RecurrentLayer):
@@ -37,8 +28,7 @@ class GatedLinearAttention(RecurrentLayer):
     $$o = \mathrm{GLA}(q, k, v, g), \qquad y = \big(\mathrm{norm}(o) \odot \mathrm{silu}(x W_g^\top)\big) W_o^\top$$
 
     where short convolutions go over $q$, $k$, $v$ if asked for. The operation inside is
-    [`ejkernel_eqx.GatedLinearAttention`][]. The parameters have the names and shapes of the published model code; the guide
-    "Recurrent layers" has the calls and the table of names.
+    [`ejkernel_eqx.GatedLinearAttention`][].
 
     Source: Yang et al., *Gated Linear Attention Transformers with Hardware-Efficient Training* (2023), section 4.4.
     """
@@ -87,9 +77,8 @@ class GatedLinearAttention(RecurrentLayer):
         compute_dtype: DTypeLike | None = None,
         key: Array,
     ):
-        r"""**Arguments:**
+        r"""**Arguments:** those of every [`RecurrentLayer`][ejkernel_eqx.nn.RecurrentLayer], and
 
-        - `embed_dim`: features of the input and the output, `E`.
         - `num_heads`, `num_kv_heads`: query heads `H`; key and value heads `K`, a divisor of it, default `H`.
         - `expand_k`, `expand_v`: all query heads have `expand_k * embed_dim` features, `D` each; the outputs of all
             `expand_v * embed_dim`, `V` each.
@@ -99,13 +88,6 @@ class GatedLinearAttention(RecurrentLayer):
         - `gate_low_rank_dim`: features between the two projections of the decay, `R`.
         - `gate_logit_normalizer`: what the log-sigmoid is divided by.
         - `gate_min`: the least log-decay; `None` for none.
-        - `norm_eps`: what is added to the mean square.
-        - `state_dtype`, `platform`, `config`: as in [`ejkernel_eqx.GatedLinearAttention`][]; the platform is that of the
-            convolutions and the norm as well.
-        - `dtype`: of the parameters; default float32 (float64 in JAX's 64-bit mode).
-        - `compute_dtype`: what the layer computes in and gives: its input and the weights of its projections are cast to it. Default:
-            what the two promote to.
-        - `key`: a PRNG key for the initial weights.
         """
         check_sizes(num_heads=num_heads)
         kv_heads = num_heads if num_kv_heads is None else num_kv_heads
@@ -120,38 +102,25 @@ class GatedLinearAttention(RecurrentLayer):
             raise ValueError(
                 f"gate_logit_normalizer: expected a positive number, received {gate_logit_normalizer!r}; log-decays are at most 0."
             )
-        check_key(key)
-        dtype, compute_dtype = read_dtype("dtype", dtype), read_compute_dtype(compute_dtype)
-        keys = jax.random.split(key, 10)
         widths = (num_heads * head_dim, kv_heads * head_dim, kv_heads * v_head_dim)
-        self.q_proj, self.k_proj, self.v_proj = (
-            eqx.nn.Linear(embed_dim, width, False, dtype, key=k) for width, k in zip(widths, keys[:3])
-        )
-        self.g_proj = (
-            eqx.nn.Linear(embed_dim, num_heads * v_head_dim, False, dtype, key=keys[3])
-            if output_gate
-            else None
-        )
-        self.gk_proj = (
-            eqx.nn.Linear(embed_dim, gate_low_rank_dim, False, dtype, key=keys[4]),
-            eqx.nn.Linear(gate_low_rank_dim, kv_heads * head_dim, True, dtype, key=keys[5]),
-        )
+        value_dim = num_heads * v_head_dim
+        parts = Parts(key, 10, dtype, compute_dtype, platform)
+        self.q_proj, self.k_proj, self.v_proj = (parts.linear(embed_dim, width) for width in widths)
+        self.g_proj = parts.linear(embed_dim, value_dim) if output_gate else parts.left_out()
+        down = parts.linear(embed_dim, gate_low_rank_dim)
+        self.gk_proj = down, parts.linear(gate_low_rank_dim, kv_heads * head_dim, True)
         self.q_conv1d, self.k_conv1d, self.v_conv1d = (
-            ShortConvolution(width, conv_width, use_bias=use_conv_bias, platform=platform, dtype=dtype, key=k)
-            if use_short_conv
-            else None
-            for width, k in zip(widths, keys[6:9])
+            parts.convolution(width, conv_width, use_conv_bias) if use_short_conv else parts.left_out()
+            for width in widths
         )
-        self.g_norm = GatedRMSNorm(
-            v_head_dim, norm_before_gate=True, eps=norm_eps, platform=platform, dtype=dtype
-        )
-        self.o_proj = eqx.nn.Linear(num_heads * v_head_dim, embed_dim, False, dtype, key=keys[9])
+        self.g_norm = parts.norm(v_head_dim, norm_before_gate=True, eps=norm_eps)
+        self.o_proj = parts.linear(value_dim, embed_dim)
         self.recurrence = Operation(state_dtype=state_dtype, platform=platform, config=config)
         self.embed_dim, self.num_heads, self.num_kv_heads = embed_dim, num_heads, kv_heads
         self.head_dim, self.v_head_dim = head_dim, v_head_dim
         self.gate_low_rank_dim = gate_low_rank_dim
         self.gate_logit_normalizer, self.gate_min = float(gate_logit_normalizer), gate_min
-        self.compute_dtype = compute_dtype
+        self.compute_dtype = parts.compute_dtype
 
     def _projections(self) -> tuple[Any, ...]:
         return self.q_proj, self.k_proj, self.v_proj, self.g_proj, self.gk_proj, self.o_proj
@@ -159,34 +128,25 @@ class GatedLinearAttention(RecurrentLayer):
     def _convolutions(self) -> tuple[ShortConvolution, ...]:
         return tuple(conv for conv in (self.q_conv1d, self.k_conv1d, self.v_conv1d) if conv is not None)
 
-    def _state_form(self) -> StateForm:
-        recurrent = (self.num_kv_heads, self.head_dim, self.v_head_dim)
-        return StateForm(conv_shapes(*self._convolutions()), recurrent)
+    def _kept(self) -> tuple[tuple[ShortConvolution, ...], tuple[int, ...]]:
+        return self._convolutions(), (self.num_kv_heads, self.head_dim, self.v_head_dim)
 
-    def _mix(self, x: Array, rows: Rows) -> tuple[Array, RecurrentState]:
+    def _mix(self, x: Array, rows: Rows) -> Array:
         key_dim, value_dim = self.num_kv_heads * self.head_dim, self.num_kv_heads * self.v_head_dim
         q = project("q_proj", self.q_proj, x, self.num_heads * self.head_dim)
         k = project("k_proj", self.k_proj, x, key_dim)
         v = project("v_proj", self.v_proj, x, value_dim)
-        conv: tuple[Array, ...] = ()
         if convolutions := self._convolutions():
-            pairs = [rows.convolve(c, a, i) for i, (c, a) in enumerate(zip(convolutions, (q, k, v)))]
-            (q, k, v), conv = zip(*pairs)
+            q, k, v = map(rows.convolve, convolutions, (q, k, v))
         down, up = self.gk_proj
         logits = project("gk_proj[1]", up, project("gk_proj[0]", down, x, self.gate_low_rank_dim), key_dim)
-        tokens = {
-            "q": split_heads(q, self.num_heads),
-            "k": split_heads(k, self.num_kv_heads),
-            "v": split_heads(v, self.num_kv_heads),
-            "g": split_heads(self._log_decay(logits), self.num_kv_heads),
-        }
-        out, recurrent = rows.recur(self.recurrence, tokens)
+        k, v, g = (split_heads(y, self.num_kv_heads) for y in (k, v, self._log_decay(logits)))
+        out = rows.run(self.recurrence, {"q": split_heads(q, self.num_heads), "k": k, "v": v, "g": g})
         gate = None
         if self.g_proj is not None:
             gate = project("g_proj", self.g_proj, x, self.num_heads * self.v_head_dim)
             gate = split_heads(gate, self.num_heads)
-        y = project("o_proj", self.o_proj, merge_heads(self.g_norm(out, gate)), self.embed_dim)
-        return y, RecurrentState(conv, recurrent)
+        return project("o_proj", self.o_proj, merge_heads(self.g_norm(out, gate)), self.embed_dim)
 
     def _log_decay(self, logits: Array) -> Array:
         g = jax.nn.log_sigmoid(logits.astype(accumulator(logits.dtype))) / self.gate_logit_normalizer

@@ -3,30 +3,18 @@
 from typing import Any
 
 import equinox as eqx
-import jax
 import jax.numpy as jnp
 from jax import Array
 from jax.typing import DTypeLike
 
 from ..recurrence import KernelDeltaAttention
-from ..core.arguments import accumulator
-from .arguments import check_eps, check_flags, check_key, check_numbers, check_sizes, read_dtype
-from .compute import read_compute_dtype
+from .arguments import check_divides, check_eps, check_flags, check_numbers, check_sizes
 from .gated_rms_norm import GatedRMSNorm
+from .parts import Parts
 from .projection import project
-from .recurrent import (
-    check_divides,
-    conv_shapes,
-    merge_heads,
-    RecurrentLayer,
-    RecurrentState,
-    Rows,
-    split_heads,
-    StateForm,
-    time_step_bias,
-    uniform_log,
-)
+from .recurrent import RecurrentLayer, Rows
 from .short_convolution import ShortConvolution
+from .tokens import merge_heads, split_heads
 
 
 class KimiDeltaAttention(RecurrentLayer):
@@ -38,8 +26,7 @@ class KimiDeltaAttention(RecurrentLayer):
     $$o = \mathrm{KDA}(q / \lVert q \rVert, k / \lVert k \rVert, v, g, \beta), \qquad
       y = \big(\mathrm{norm}(o) \odot \sigma(x W_{ga}^\top W_{gb}^\top)\big) W_o^\top$$
 
-    The operation inside is [`ejkernel_eqx.KernelDeltaAttention`][]. The parameters have the names and shapes of the published
-    model code; the guide "Recurrent layers" has the calls and the table of names.
+    The operation inside is [`ejkernel_eqx.KernelDeltaAttention`][].
 
     Source: Kimi Team, *Kimi Linear: An Expressive, Efficient Attention Architecture* (2025), section 4.
     """
@@ -88,23 +75,14 @@ class KimiDeltaAttention(RecurrentLayer):
         compute_dtype: DTypeLike | None = None,
         key: Array,
     ):
-        r"""**Arguments:**
+        r"""**Arguments:** those of every [`RecurrentLayer`][ejkernel_eqx.nn.RecurrentLayer], and
 
-        - `embed_dim`: features of the input and the output, `E`.
         - `num_heads`, `head_dim`: query and key heads `K` of `D` features.
         - `num_v_heads`, `v_head_dim`: value heads `H`, a multiple of `K` (default `K`), of `V` features (default `D`).
         - `conv_width`, `use_conv_bias`: inputs that the convolutions see, `W`, and whether they have biases.
         - `use_gate_bias`: whether `g_b_proj` has a bias.
         - `allow_neg_eigval`: $\beta$ is doubled.
         - `lower_bound`: negative; the log-decays are $\mathrm{lower\_bound} \cdot \sigma(e^{A} (f + b_{dt}))$ instead.
-        - `norm_eps`: what is added to the mean square.
-        - `state_dtype`, `platform`, `config`: as in [`ejkernel_eqx.KernelDeltaAttention`][]; the platform is that of the
-            convolutions and the norm as well.
-        - `dtype`: of the parameters, but that `A_log` and `dt_bias` are at least float32; default float32 (float64 in JAX's
-            64-bit mode).
-        - `compute_dtype`: what the layer computes in and gives: its input and the weights of its projections are cast to it. Default:
-            what the two promote to.
-        - `key`: a PRNG key for the initial weights.
         """
         check_sizes(num_heads=num_heads)
         v_heads = num_heads if num_v_heads is None else num_v_heads
@@ -116,35 +94,23 @@ class KimiDeltaAttention(RecurrentLayer):
         )
         check_eps(norm_eps=norm_eps)
         check_numbers(lower_bound=lower_bound)
-        check_key(key)
-        dtype, compute_dtype = read_dtype("dtype", dtype), read_compute_dtype(compute_dtype)
-        keys = jax.random.split(key, 14)
-        widths = (num_heads * head_dim, num_heads * head_dim, v_heads * v_head_dim)
-        self.q_proj, self.k_proj, self.v_proj = (
-            eqx.nn.Linear(embed_dim, width, False, dtype, key=k) for width, k in zip(widths, keys[:3])
-        )
+        key_dim, value_dim, bounded = num_heads * head_dim, v_heads * v_head_dim, lower_bound is not None
+        widths = (key_dim, key_dim, value_dim)
+        parts = Parts(key, 14, dtype, compute_dtype, platform)
+        self.q_proj, self.k_proj, self.v_proj = (parts.linear(embed_dim, width) for width in widths)
         self.q_conv1d, self.k_conv1d, self.v_conv1d = (
-            ShortConvolution(width, conv_width, use_bias=use_conv_bias, platform=platform, dtype=dtype, key=k)
-            for width, k in zip(widths, keys[3:6])
+            parts.convolution(width, conv_width, use_conv_bias) for width in widths
         )
-        wide = accumulator(self.q_proj.weight.dtype)
-        bounded = lower_bound is not None
-        self.A_log = jnp.zeros(v_heads, wide) if bounded else uniform_log(keys[6], v_heads, 1.0, 16.0, wide)
-        self.dt_bias = time_step_bias(keys[7], v_heads * head_dim, wide)
-        self.f_a_proj = eqx.nn.Linear(embed_dim, v_head_dim, False, dtype, key=keys[8])
-        self.f_b_proj = eqx.nn.Linear(v_head_dim, v_heads * head_dim, False, dtype, key=keys[9])
-        self.b_proj = eqx.nn.Linear(embed_dim, v_heads, False, dtype, key=keys[10])
-        self.g_a_proj = eqx.nn.Linear(embed_dim, v_head_dim, False, dtype, key=keys[11])
-        self.g_b_proj = eqx.nn.Linear(v_head_dim, v_heads * v_head_dim, use_gate_bias, dtype, key=keys[12])
-        self.o_norm = GatedRMSNorm(
-            v_head_dim,
-            activation="sigmoid",
-            norm_before_gate=True,
-            eps=norm_eps,
-            platform=platform,
-            dtype=dtype,
-        )
-        self.o_proj = eqx.nn.Linear(v_heads * v_head_dim, embed_dim, False, dtype, key=keys[13])
+        rates = parts.log_rates(v_heads)
+        self.A_log = jnp.zeros_like(rates) if bounded else rates
+        self.dt_bias = parts.time_step_bias(v_heads * head_dim)
+        self.f_a_proj = parts.linear(embed_dim, v_head_dim)
+        self.f_b_proj = parts.linear(v_head_dim, v_heads * head_dim)
+        self.b_proj = parts.linear(embed_dim, v_heads)
+        self.g_a_proj = parts.linear(embed_dim, v_head_dim)
+        self.g_b_proj = parts.linear(v_head_dim, value_dim, use_gate_bias)
+        self.o_norm = parts.norm(v_head_dim, activation="sigmoid", norm_before_gate=True, eps=norm_eps)
+        self.o_proj = parts.linear(value_dim, embed_dim)
         self.recurrence = KernelDeltaAttention(
             use_qk_l2norm=True,
             gate="bounded" if bounded else "softplus",
@@ -157,40 +123,28 @@ class KimiDeltaAttention(RecurrentLayer):
         )
         self.embed_dim, self.num_heads, self.num_v_heads = embed_dim, num_heads, v_heads
         self.head_dim, self.v_head_dim = head_dim, v_head_dim
-        self.compute_dtype = compute_dtype
+        self.compute_dtype = parts.compute_dtype
 
     def _projections(self) -> tuple[Any, ...]:
         decay, gate = (self.f_a_proj, self.f_b_proj), (self.g_a_proj, self.g_b_proj)
         return self.q_proj, self.k_proj, self.v_proj, *decay, self.b_proj, *gate, self.o_proj
 
-    def _convolutions(self) -> tuple[ShortConvolution, ...]:
-        return self.q_conv1d, self.k_conv1d, self.v_conv1d
+    def _kept(self) -> tuple[tuple[ShortConvolution, ...], tuple[int, ...]]:
+        state = (self.num_v_heads, self.head_dim, self.v_head_dim)
+        return (self.q_conv1d, self.k_conv1d, self.v_conv1d), state
 
-    def _state_form(self) -> StateForm:
-        recurrent = (self.num_v_heads, self.head_dim, self.v_head_dim)
-        return StateForm(conv_shapes(*self._convolutions()), recurrent)
-
-    def _mix(self, x: Array, rows: Rows) -> tuple[Array, RecurrentState]:
-        key_dim, value_dim = self.num_heads * self.head_dim, self.num_v_heads * self.v_head_dim
-        projected = (
-            project("q_proj", self.q_proj, x, key_dim),
-            project("k_proj", self.k_proj, x, key_dim),
-            project("v_proj", self.v_proj, x, value_dim),
-        )
-        mixed = [rows.convolve(c, y, i) for i, (c, y) in enumerate(zip(self._convolutions(), projected))]
-        (q, k, v), conv = zip(*mixed)
+    def _mix(self, x: Array, rows: Rows) -> Array:
+        heads, v_heads = self.num_heads, self.num_v_heads
+        key_dim, value_dim = heads * self.head_dim, v_heads * self.v_head_dim
+        q = rows.convolve(self.q_conv1d, project("q_proj", self.q_proj, x, key_dim))
+        k = rows.convolve(self.k_conv1d, project("k_proj", self.k_proj, x, key_dim))
+        v = rows.convolve(self.v_conv1d, project("v_proj", self.v_proj, x, value_dim))
         low = project("f_a_proj", self.f_a_proj, x, self.v_head_dim)
-        decay = project("f_b_proj", self.f_b_proj, low, self.num_v_heads * self.head_dim)
-        tokens = {
-            "q": split_heads(q, self.num_heads),
-            "k": split_heads(k, self.num_heads),
-            "v": split_heads(v, self.num_v_heads),
-            "g": split_heads(decay, self.num_v_heads),
-            "beta": project("b_proj", self.b_proj, x, self.num_v_heads),
-        }
-        dt_bias = self.dt_bias.reshape(self.num_v_heads, self.head_dim)
-        out, recurrent = rows.recur(self.recurrence, tokens, {"A_log": self.A_log, "dt_bias": dt_bias})
+        decay = project("f_b_proj", self.f_b_proj, low, v_heads * self.head_dim)
+        tokens = {"q": split_heads(q, heads), "k": split_heads(k, heads), "v": split_heads(v, v_heads)}
+        tokens |= {"g": split_heads(decay, v_heads), "beta": project("b_proj", self.b_proj, x, v_heads)}
+        parameters = {"A_log": self.A_log, "dt_bias": self.dt_bias.reshape(v_heads, self.head_dim)}
+        out = rows.run(self.recurrence, tokens, parameters)
         low = project("g_a_proj", self.g_a_proj, x, self.v_head_dim)
-        gate = split_heads(project("g_b_proj", self.g_b_proj, low, value_dim), self.num_v_heads)
-        y = project("o_proj", self.o_proj, merge_heads(self.o_norm(out, gate)), self.embed_dim)
-        return y, RecurrentState(conv, recurrent)
+        gate = split_heads(project("g_b_proj", self.g_b_proj, low, value_dim), v_heads)
+        return project("o_proj", self.o_proj, merge_heads(self.o_norm(out, gate)), self.embed_dim)

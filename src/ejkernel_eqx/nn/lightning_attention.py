@@ -9,15 +9,16 @@ import numpy as np
 from jax import Array
 from jax.typing import DTypeLike
 
+from ..core.arguments import accumulator
 from ..recurrence import lightning_slopes
 from ..recurrence import LightningAttention as Operation
-from ..core.arguments import accumulator
-from .arguments import check_eps, check_key, check_sizes, is_known, read_array, read_dtype
+from .arguments import check_eps, check_sizes, is_known, read_array
 from .attention_inputs import head_dim_of
-from .compute import read_compute_dtype
 from .gated_rms_norm import GatedRMSNorm
+from .parts import Parts
 from .projection import project
-from .recurrent import merge_heads, RecurrentLayer, RecurrentState, Rows, split_heads, StateForm
+from .recurrent import RecurrentLayer, Rows
+from .tokens import merge_heads, split_heads
 
 
 class LightningAttention(RecurrentLayer):
@@ -29,8 +30,7 @@ class LightningAttention(RecurrentLayer):
 
     with the slopes `"minimax"` of [`ejkernel_eqx.lightning_slopes`][], which depend on the layer's place in its model. The
     place is an array, not a parameter: stacked layers have each their own. The operation inside is
-    [`ejkernel_eqx.LightningAttention`][]. The parameters have the names and shapes of the published model code; the guide
-    "Recurrent layers" has the calls and the table of names.
+    [`ejkernel_eqx.LightningAttention`][].
 
     Source: MiniMax, *MiniMax-01: Scaling Foundation Models with Lightning Attention* (2025), section 2.2.
     """
@@ -63,41 +63,29 @@ class LightningAttention(RecurrentLayer):
         compute_dtype: DTypeLike | None = None,
         key: Array,
     ):
-        """**Arguments:**
+        """**Arguments:** those of every [`RecurrentLayer`][ejkernel_eqx.nn.RecurrentLayer], and
 
-        - `embed_dim`: features of the input and the output, `E`.
         - `num_heads`, `head_dim`: `H` and `D`; default of the latter `embed_dim // num_heads`.
         - `layer_index`, `num_layers`: the place of the layer in its model, from 0, and how many layers of any kind that has.
             The place may be a traced integer, under `equinox.filter_vmap`.
-        - `norm_eps`: what is added to the mean square.
-        - `state_dtype`, `platform`, `config`: as in [`ejkernel_eqx.LightningAttention`][]; the platform is the norm's as well.
-        - `dtype`: of the parameters; default float32 (float64 in JAX's 64-bit mode).
-        - `compute_dtype`: what the layer computes in and gives: its input and the weights of its projections are cast to it. Default:
-            what the two promote to.
-        - `key`: a PRNG key for the initial weights.
         """
         check_sizes(embed_dim=embed_dim, num_heads=num_heads, num_layers=num_layers)
         head_dim = head_dim_of(embed_dim, num_heads, head_dim)
         check_sizes(head_dim=head_dim)
         check_eps(norm_eps=norm_eps)
-        check_key(key)
-        dtype, compute_dtype = read_dtype("dtype", dtype), read_compute_dtype(compute_dtype)
         _check_place(layer_index, num_heads, num_layers)
         width = num_heads * head_dim
-        qkv_key, gate_key, out_key = jax.random.split(key, 3)
-        self.qkv_proj = eqx.nn.Linear(embed_dim, 3 * width, False, dtype, key=qkv_key)
-        self.norm = GatedRMSNorm(
-            width, activation="sigmoid", norm_before_gate=True, eps=norm_eps, platform=platform, dtype=dtype
-        )
-        self.output_gate = eqx.nn.Linear(embed_dim, width, False, dtype, key=gate_key)
-        self.out_proj = eqx.nn.Linear(width, embed_dim, False, dtype, key=out_key)
+        parts = Parts(key, 3, dtype, compute_dtype, platform)
+        self.qkv_proj = parts.linear(embed_dim, 3 * width)
+        self.norm = parts.norm(width, activation="sigmoid", norm_before_gate=True, eps=norm_eps)
+        self.output_gate = parts.linear(embed_dim, width)
+        self.out_proj = parts.linear(width, embed_dim)
         self.layer_index = jnp.asarray(layer_index, jnp.int32)
         self.recurrence = Operation(
             slopes=None, scale=1.0, state_dtype=state_dtype, platform=platform, config=config
         )
         self.embed_dim, self.num_heads, self.head_dim = embed_dim, num_heads, head_dim
-        self.num_layers = num_layers
-        self.compute_dtype = compute_dtype
+        self.num_layers, self.compute_dtype = num_layers, parts.compute_dtype
 
     def _projections(self) -> tuple[Any, ...]:
         return self.qkv_proj, self.output_gate, self.out_proj
@@ -109,16 +97,16 @@ class LightningAttention(RecurrentLayer):
         table = [lightning_slopes("minimax", self.num_heads, i, self.num_layers) for i in layers]
         return jnp.asarray(np.stack(table), accumulator(self._stored_dtype()))[self.layer_index]
 
-    def _state_form(self) -> StateForm:
-        return StateForm((), (self.num_heads, self.head_dim, self.head_dim))
+    def _kept(self) -> tuple[tuple[()], tuple[int, ...]]:
+        return (), (self.num_heads, self.head_dim, self.head_dim)
 
-    def _mix(self, x: Array, rows: Rows) -> tuple[Array, RecurrentState]:
+    def _mix(self, x: Array, rows: Rows) -> Array:
         width = self.num_heads * self.head_dim
         qkv = split_heads(jax.nn.silu(project("qkv_proj", self.qkv_proj, x, 3 * width)), self.num_heads)
         q, k, v = jnp.split(qkv, 3, axis=-1)
-        out, recurrent = rows.recur(self.recurrence, {"q": q, "k": k, "v": v}, {"slopes": self.slopes()})
-        y = self.norm(merge_heads(out), project("output_gate", self.output_gate, x, width))
-        return project("out_proj", self.out_proj, y, self.embed_dim), RecurrentState((), recurrent)
+        out = merge_heads(rows.run(self.recurrence, {"q": q, "k": k, "v": v}, {"slopes": self.slopes()}))
+        y = self.norm(out, project("output_gate", self.output_gate, x, width))
+        return project("out_proj", self.out_proj, y, self.embed_dim)
 
 
 def _check_place(layer_index: Any, num_heads: int, num_layers: int) -> None:

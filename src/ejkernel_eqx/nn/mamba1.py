@@ -4,26 +4,16 @@ import math
 from typing import Any
 
 import equinox as eqx
-import jax
 import jax.numpy as jnp
 from jax import Array, lax
 from jax.typing import DTypeLike
 
 from ..core.arguments import accumulator
 from ..selective_scan import StateSpaceV1
-from .arguments import check_eps, check_flags, check_key, check_sizes, read_dtype
-from .compute import read_compute_dtype
+from .arguments import check_eps, check_flags, check_sizes, width_of
+from .parts import negative_exp, Parts
 from .projection import project, project_apart
-from .recurrent import (
-    conv_shapes,
-    negative_exp,
-    RecurrentLayer,
-    RecurrentState,
-    Rows,
-    StateForm,
-    time_step_bias,
-    width_of,
-)
+from .recurrent import RecurrentLayer, Rows
 from .short_convolution import ShortConvolution
 
 
@@ -35,8 +25,8 @@ class Mamba1Mixer(RecurrentLayer):
       \Delta = \mathrm{softplus}(\delta W_{dt}^\top + b_{dt})$$
     $$y = \mathrm{SSM}(x, \Delta, -e^{A}, B, C, D) \odot \mathrm{silu}(z), \qquad \mathrm{out} = y W_{out}^\top$$
 
-    With `inner_norms`, $\delta$, $B$ and $C$ pass RMS norms without weights (Falcon-Mamba). The parameters have
-    the names and shapes of the published model code; the guide "Recurrent layers" has the calls and the table of names.
+    With `inner_norms`, $\delta$, $B$ and $C$ pass RMS norms without weights (Falcon-Mamba). The operation inside is
+    [`ejkernel_eqx.StateSpaceV1`][].
 
     Sources: Gu & Dao, *Mamba: Linear-Time Sequence Modeling with Selective State Spaces* (2023), figure 3 and
     section 3.6; Zuo et al., *Falcon Mamba* (2024).
@@ -77,22 +67,14 @@ class Mamba1Mixer(RecurrentLayer):
         compute_dtype: DTypeLike | None = None,
         key: Array,
     ):
-        r"""**Arguments:**
+        r"""**Arguments:** those of every [`RecurrentLayer`][ejkernel_eqx.nn.RecurrentLayer], and
 
-        - `embed_dim`: features of the input and the output, `E`.
         - `state_size`: numbers kept for each channel, `N`.
         - `conv_width`: inputs that the convolution sees, `W`.
         - `expand`, `inner_dim`: channels $I$, `inner_dim` or else `expand * embed_dim`.
         - `dt_rank`: features $\Delta$ is made from, `R`; default $\lceil E / 16 \rceil$.
         - `use_conv_bias`, `use_bias`: whether the convolution, and `in_proj` and `out_proj`, have biases.
         - `inner_norms`, `inner_norm_eps`: whether $\delta$, $B$, $C$ are normalised, and what is added to the mean square.
-        - `state_dtype`, `platform`, `config`: as in [`ejkernel_eqx.StateSpaceV1`][]; the platform is the convolution's
-            as well.
-        - `dtype`: of the parameters, but that `A_log` and `D` are at least float32; default float32 (float64 in JAX's
-            64-bit mode).
-        - `compute_dtype`: what the layer computes in and gives: its input and the weights of its projections are cast to it. Default:
-            what the two promote to.
-        - `key`: a PRNG key for the initial weights.
         """
         check_sizes(embed_dim=embed_dim, state_size=state_size, conv_width=conv_width)
         inner = width_of("expand", expand, embed_dim, 1, "channels") if inner_dim is None else inner_dim
@@ -100,49 +82,44 @@ class Mamba1Mixer(RecurrentLayer):
         check_sizes(inner_dim=inner, dt_rank=rank)
         check_flags(use_conv_bias=use_conv_bias, use_bias=use_bias, inner_norms=inner_norms)
         check_eps(inner_norm_eps=inner_norm_eps)
-        check_key(key)
-        dtype, compute_dtype = read_dtype("dtype", dtype), read_compute_dtype(compute_dtype)
-        in_key, conv_key, x_key, dt_key, bias_key, out_key = jax.random.split(key, 6)
-        self.in_proj = eqx.nn.Linear(embed_dim, 2 * inner, use_bias, dtype, key=in_key)
-        self.conv1d = ShortConvolution(
-            inner, conv_width, use_bias=use_conv_bias, platform=platform, dtype=dtype, key=conv_key
-        )
-        self.x_proj = eqx.nn.Linear(inner, rank + 2 * state_size, False, dtype, key=x_key)
+        parts = Parts(key, 6, dtype, compute_dtype, platform)
+        self.in_proj = parts.linear(embed_dim, 2 * inner, use_bias)
+        self.conv1d = parts.convolution(inner, conv_width, use_conv_bias)
+        self.x_proj = parts.linear(inner, rank + 2 * state_size)
         # Its weights start between -R^-1/2 and R^-1/2, which is what `Linear` does.
-        dt_proj = eqx.nn.Linear(rank, inner, True, dtype, key=dt_key)
-        dtype = dt_proj.weight.dtype
-        wide = accumulator(dtype)
-        bias = time_step_bias(bias_key, inner, wide).astype(dtype)
+        dt_proj = parts.linear(rank, inner, True)
+        bias = parts.time_step_bias(inner).astype(parts.dtype)
         self.dt_proj = eqx.tree_at(lambda linear: linear.bias, dt_proj, bias)
-        self.A_log = jnp.broadcast_to(jnp.log(jnp.arange(1, state_size + 1, dtype=wide)), (inner, state_size))
-        self.D = jnp.ones(inner, wide)
-        self.out_proj = eqx.nn.Linear(inner, embed_dim, use_bias, dtype, key=out_key)
+        rates = jnp.log(jnp.arange(1, state_size + 1, dtype=parts.wide))
+        self.A_log = jnp.broadcast_to(rates, (inner, state_size))
+        self.D = jnp.ones(inner, parts.wide)
+        self.out_proj = parts.linear(inner, embed_dim, use_bias)
         self.recurrence = StateSpaceV1(
             dt_softplus=True, state_dtype=state_dtype, platform=platform, config=config
         )
         self.embed_dim, self.inner_dim = embed_dim, inner
         self.state_size, self.dt_rank = state_size, rank
         self.inner_norm_eps = inner_norm_eps if inner_norms else None
-        self.compute_dtype = compute_dtype
+        self.compute_dtype = parts.compute_dtype
 
     def _projections(self) -> tuple[Any, ...]:
         return self.in_proj, self.x_proj, self.dt_proj, self.out_proj
 
-    def _state_form(self) -> StateForm:
-        recurrent = (self.inner_dim, self.state_size)
-        return StateForm(conv_shapes(self.conv1d), recurrent)
+    def _kept(self) -> tuple[tuple[ShortConvolution, ...], tuple[int, ...]]:
+        return (self.conv1d,), (self.inner_dim, self.state_size)
 
-    def _mix(self, x: Array, rows: Rows) -> tuple[Array, RecurrentState]:
+    def _mix(self, x: Array, rows: Rows) -> Array:
         x, z = jnp.split(project("in_proj", self.in_proj, x, 2 * self.inner_dim), 2, axis=-1)
-        x, conv = rows.convolve(self.conv1d, x)
+        x = rows.convolve(self.conv1d, x)
         mixed = project("x_proj", self.x_proj, x, self.dt_rank + 2 * self.state_size)
         parts = jnp.split(mixed, [self.dt_rank, self.dt_rank + self.state_size], axis=-1)
         dt, B, C = (self._normalised(part) for part in parts)
         dt, dt_bias = project_apart("dt_proj", self.dt_proj, dt, self.inner_dim)
         tokens = {"x": x, "dt": dt, "B": B, "C": C, "z": z}
-        parameters = {"A": negative_exp(self.A_log), "D": self.D, "dt_bias": dt_bias}
-        y, recurrent = rows.recur(self.recurrence, tokens, parameters)
-        return project("out_proj", self.out_proj, y, self.embed_dim), RecurrentState((conv,), recurrent)
+        y = rows.run(
+            self.recurrence, tokens, {"A": negative_exp(self.A_log), "D": self.D, "dt_bias": dt_bias}
+        )
+        return project("out_proj", self.out_proj, y, self.embed_dim)
 
     def _normalised(self, x: Array) -> Array:
         if self.inner_norm_eps is None:

@@ -2,8 +2,8 @@
 
 import abc
 import dataclasses
-import math
-from typing import Any, NamedTuple, overload
+from collections.abc import Sequence
+from typing import Any, NamedTuple, overload, TypedDict, Unpack
 
 import equinox as eqx
 import jax
@@ -11,19 +11,10 @@ import jax.numpy as jnp
 from jax import Array
 from jax.typing import DTypeLike
 
-from ..paged import RaggedBatch
 from ..core.arguments import accumulator
+from ..paged import RaggedBatch
 from ..sequences.packing import read_offsets
-from .arguments import (
-    check_numbers,
-    check_sizes,
-    check_slots,
-    check_tokens,
-    read_array,
-    read_batch_shape,
-    read_dtype,
-    read_features,
-)
+from .arguments import check_slots, check_tokens, read_array, read_batch_shape, read_dtype, read_features
 from .compute import compute_dtype_of, stored_dtype_of
 from .short_convolution import ShortConvolution
 from .tokens import check_ragged, clear
@@ -44,17 +35,10 @@ class RecurrentState(eqx.Module):
     recurrent: Array
 
 
-@dataclasses.dataclass(frozen=True)
-class StateForm:
-    """The shapes of a `RecurrentState`, without the leading dimensions."""
-
-    conv: tuple[tuple[int, ...], ...]
-    recurrent: tuple[int, ...]
-
-
-@dataclasses.dataclass(frozen=True, eq=False)
+@dataclasses.dataclass(eq=False)
 class Rows:
-    """Where the tokens of a call sit, what was before them, and how the parts of a layer run over them."""
+    """Where the tokens of a call sit, what was before them, and how the parts of a layer run over them: each short convolution once, in the
+    order of their states, then the recurrence."""
 
     tokens_axis: int
     state: RecurrentState | None = None
@@ -65,41 +49,61 @@ class Rows:
     """One token a row, after a state."""
     slots: Array | None = None
     """Int32 `[rows]`, of a step: where each row's state is in the pool that `state` is then, -1 for nowhere."""
+    _left: list[Array] = dataclasses.field(default_factory=list)
 
-    def convolve(self, layer: ShortConvolution, x: Array, index: int = 0) -> tuple[Array, Array]:
-        """A short convolution of the layer, whose state is the one at `index`."""
-        state = None if self.state is None else self.state.conv[index]
-        if not self.step:
-            packing = {"segment_ids": self.segment_ids, "cu_seqlens": self.cu_seqlens}
-            return layer.convolution(x, layer.weight[:, 0], layer.bias, initial_state=state, **packing)
-        assert state is not None
-        y, new = layer.step(jnp.squeeze(x, self.tokens_axis), state, state_indices=self.slots)
-        return jnp.expand_dims(y, self.tokens_axis), self._kept(new, state)
+    def convolve(self, layer: ShortConvolution, x: Array) -> Array:
+        """The next short convolution of the layer."""
+        return self.run(layer.convolution, {"x": x}, {"weight": layer.weight[:, 0], "bias": layer.bias})
 
-    def recur(
+    def run(
         self, operation: Any, tokens: dict[str, Array], parameters: dict[str, Any] | None = None
-    ) -> tuple[Array, Array]:
-        """The layer's recurrence over `tokens` (arrays with an axis of time), with `parameters` that have none."""
-        state = None if self.state is None else self.state.recurrent
+    ) -> Array:
+        """`operation` over `tokens` (arrays with an axis of time), with `parameters` that have none, from the next state."""
+        old = None if self.state is None else (*self.state.conv, self.state.recurrent)[len(self._left)]
         parameters = parameters or {}
-        if not self.step:
+        if self.step:
+            now = {name: jnp.squeeze(x, self.tokens_axis) for name, x in tokens.items()}
+            out, new = operation.step(**now, **parameters, state=old, state_indices=self.slots)
+            out = jnp.expand_dims(out, self.tokens_axis)
+            if self.real is not None:  # rows whose token is padding stand still
+                assert old is not None
+                real = self.real.reshape(*self.real.shape[:-1], *(1,) * (new.ndim - self.tokens_axis))
+                new = jnp.where(real, new, old)
+        else:
             packing = {"segment_ids": self.segment_ids, "cu_seqlens": self.cu_seqlens}
-            return operation(**tokens, **parameters, initial_state=state, **packing)
-        now = {name: jnp.squeeze(x, self.tokens_axis) for name, x in tokens.items()}
-        out, new = operation.step(**now, **parameters, state=state, state_indices=self.slots)
-        return jnp.expand_dims(out, self.tokens_axis), self._kept(new, state)
+            out, new = operation(**tokens, **parameters, initial_state=old, **packing)
+        self._left.append(new)
+        return out
 
-    def _kept(self, new: Array, old: Array | None) -> Array:
-        """The new state, but for rows whose token is padding: they stand still."""
-        if self.real is None:
-            return new
-        assert old is not None
-        real = self.real.reshape(*self.real.shape[:-1], *(1,) * (new.ndim - self.tokens_axis))
-        return jnp.where(real, new, old)
+    @property
+    def left(self) -> RecurrentState:
+        """What the parts have left behind."""
+        return RecurrentState(tuple(self._left[:-1]), self._left[-1])
+
+
+class _Tokens(TypedDict, total=False):
+    """What a call may say of its tokens."""
+
+    padding_mask: Array | None
+    segment_ids: Array | None
+    cu_seqlens: Array | None
 
 
 class RecurrentLayer(eqx.Module):
-    """A layer that mixes tokens in time linear in their number, and decodes from a state that never grows."""
+    """A layer that mixes tokens in time linear in their number, and decodes from a state that never grows.
+
+    The parameters of each have the names and shapes of the published model code; the guide "Recurrent layers" has the calls and the table of
+    names. All are built with these arguments, besides those that they say themselves:
+
+    - `embed_dim`: features of the input and the output, `E`.
+    - `norm_eps`: what is added to the mean square, where there is a norm.
+    - `state_dtype`, `platform`, `config`: as in the operation inside; the platform is that of the short convolutions and the norm as well.
+    - `dtype`: of the parameters, but that those that say how fast things are forgotten (`A_log`, `D`, and `dt_bias` where it is a parameter of
+        its own) are at least float32; default float32 (float64 in JAX's 64-bit mode).
+    - `compute_dtype`: what the layer computes in and gives: its input and the weights of its projections are cast to it. Default:
+        what the two promote to.
+    - `key`: a PRNG key for the initial weights.
+    """
 
     recurrence: eqx.AbstractVar[Any]
     """The operation, one of `ejkernel_eqx.recurrence` or `ejkernel_eqx.selective_scan`."""
@@ -109,11 +113,12 @@ class RecurrentLayer(eqx.Module):
     compute_dtype: eqx.AbstractVar[str | None]
 
     @abc.abstractmethod
-    def _mix(self, x: Array, rows: Rows) -> tuple[Array, RecurrentState]:
+    def _mix(self, x: Array, rows: Rows) -> Array:
         """The layer itself, over tokens whose padding is zero."""
 
     @abc.abstractmethod
-    def _state_form(self) -> StateForm: ...
+    def _kept(self) -> tuple[Sequence[ShortConvolution], tuple[int, ...]]:
+        """What has a state: the short convolutions, and the shape of the recurrence's own, without leading dimensions."""
 
     @abc.abstractmethod
     def _projections(self) -> tuple[Any, ...]:
@@ -121,6 +126,11 @@ class RecurrentLayer(eqx.Module):
 
     def _stored_dtype(self) -> Any:
         return stored_dtype_of(self.compute_dtype, self._projections())
+
+    def _state_shapes(self, batch: tuple[int, ...]) -> list[tuple[int, ...]]:
+        convolutions, recurrent = self._kept()
+        shapes = [*((layer.width - 1, layer.channels) for layer in convolutions), recurrent]
+        return [(*batch, *shape) for shape in shapes]
 
     def init_state(
         self, batch_shape: tuple[int, ...] | int, dtype: DTypeLike | None = None
@@ -133,36 +143,20 @@ class RecurrentLayer(eqx.Module):
         - `dtype`: of the convolutions' inputs, by default what the layer computes in, or else that of its weights. The recurrent
             state is float32 (float64 for float64), or what `state_dtype` said at construction.
         """
-        batch = read_batch_shape(batch_shape)
-        form, stored = self._state_form(), self._stored_dtype()
+        *conv, recurrent = self._state_shapes(read_batch_shape(batch_shape))
+        stored = self._stored_dtype()
         dtype = stored if dtype is None else read_dtype("dtype", dtype)
         return RecurrentState(
-            conv=tuple(jnp.zeros((*batch, *shape), dtype) for shape in form.conv),
-            recurrent=jnp.zeros(
-                (*batch, *form.recurrent), self.recurrence.state_dtype or accumulator(stored)
-            ),
+            conv=tuple(jnp.zeros(shape, dtype) for shape in conv),
+            recurrent=jnp.zeros(recurrent, self.recurrence.state_dtype or accumulator(stored)),
         )
 
     @overload
-    def __call__(
-        self,
-        x: Array,
-        state: None = None,
-        *,
-        padding_mask: Array | None = None,
-        segment_ids: Array | None = None,
-        cu_seqlens: Array | None = None,
-    ) -> Array: ...
+    def __call__(self, x: Array, state: None = None, **tokens: Unpack[_Tokens]) -> Array: ...
 
     @overload
     def __call__(
-        self,
-        x: Array,
-        state: RecurrentState,
-        *,
-        padding_mask: Array | None = None,
-        segment_ids: Array | None = None,
-        cu_seqlens: Array | None = None,
+        self, x: Array, state: RecurrentState, **tokens: Unpack[_Tokens]
     ) -> tuple[Array, RecurrentState]: ...
 
     @overload
@@ -201,22 +195,20 @@ class RecurrentLayer(eqx.Module):
         **Returns:** `y`, an array of the shape of `x` in the dtype that the layer computes in; with a state, the tuple
         `(y, state)`. Raises `ValueError` for arguments that do not fit, as far as their values are known.
         """
-        if batch is not None:
-            x = self._check_ragged(x, state, batch, padding_mask, segment_ids, cu_seqlens)
-            assert state is not None
-            with jax.named_scope(f"ejx.nn.{type(self).__name__}"):
-                return self._mix_ragged(self._cast(x), state, batch)
-        x = self._check(x, state, padding_mask, segment_ids, cu_seqlens)
+        tokens: _Tokens = {"padding_mask": padding_mask, "segment_ids": segment_ids, "cu_seqlens": cu_seqlens}
         with jax.named_scope(f"ejx.nn.{type(self).__name__}"):
-            x = self._cast(x)
-            rows = _rows_of(x, state, padding_mask, segment_ids, cu_seqlens)
-            y, new = self._mix(clear(x, rows.real), rows)
-        return y if state is None else (y, new)
+            if batch is not None:
+                x, state = self._check_ragged(x, state, batch, tokens)
+                return self._mix_ragged(self._cast(x), state, batch)
+            x = self._cast(self._check(x, state, **tokens))
+            rows = _rows_of(x, state, **tokens)
+            y = self._mix(clear(x, rows.real), rows)
+            return y if state is None else (y, rows.left)
 
     def _cast(self, x: Array) -> Array:
         return x.astype(compute_dtype_of(self.compute_dtype, self._projections(), x))
 
-    def _check(self, x, state, padding_mask, segment_ids, cu_seqlens) -> Array:
+    def _check(self, x: Any, state: Any, padding_mask: Any, segment_ids: Any, cu_seqlens: Any) -> Array:
         x = read_features("x", x, "[..., T, E]", "E", self.embed_dim)
         check_tokens("padding_mask", padding_mask, "booleans", "x", x)
         check_tokens("segment_ids", segment_ids, "integers", "x", x)
@@ -243,36 +235,18 @@ class RecurrentLayer(eqx.Module):
             raise ValueError(
                 f"state: expected a RecurrentState or None, received {type(state).__name__}; build it with init_state."
             )
-        for part in (*state.conv, state.recurrent):
-            read_array("state", part, "floats", "as init_state makes them")
-        form = self._state_form()
-        found = tuple(a.shape for a in (*state.conv, state.recurrent))
-        expected = tuple((*batch, *shape) for shape in (*form.conv, form.recurrent))
+        arrays = (*state.conv, state.recurrent)
+        found = tuple(read_array("state", a, "floats", "as init_state makes them").shape for a in arrays)
+        expected = tuple(self._state_shapes(batch))
         if found != expected:
             raise ValueError(
                 f"state: expected arrays of shapes {expected}, received {found}; build it with init_state({batch})."
             )
 
-    def _mix_ragged(self, x: Array, pool: RecurrentState, batch: RaggedBatch) -> tuple[Array, RecurrentState]:
-        """The tokens of a batch, from the states in the pool and back to them."""
-        if 0 in (x.shape[0], batch.lengths.shape[0]):
-            return jnp.zeros_like(x), pool
-        x = clear(x, batch.is_real)
-        places = _places_of(batch, pool.recurrent.shape[0])
-        if batch.is_decode:
-            # On the pool itself, in which only those that start must be made empty first.
-            pool = jax.tree.map(lambda x: _put(x, places.starting, jnp.zeros((), x.dtype)), pool)
-            ids = batch.sequence_ids
-            slots = jnp.where(ids >= 0, places.slots[jnp.maximum(ids, 0)], -1)
-            y, pool = self._mix(x[:, None], Rows(1, pool, step=True, slots=slots))
-            return y[:, 0], pool
-        states = jax.tree.map(lambda x: _take(x, places.entering), pool)
-        y, states = self._mix(x, Rows(0, states, cu_seqlens=batch.query_start_loc))
-        return y, jax.tree.map(lambda x, new: _put(x, places.slots, new), pool, states)
-
-    def _check_ragged(self, x, state, batch, padding_mask, segment_ids, cu_seqlens) -> Array:
-        others = {"padding_mask": padding_mask, "segment_ids": segment_ids, "cu_seqlens": cu_seqlens}
-        x = check_ragged(x, batch, self.embed_dim, others)
+    def _check_ragged(
+        self, x: Any, state: Any, batch: RaggedBatch, tokens: _Tokens
+    ) -> tuple[Array, RecurrentState]:
+        x = check_ragged(x, batch, self.embed_dim, tokens)
         if not isinstance(state, RecurrentState):
             raise ValueError(
                 f"state: expected a RecurrentState with batch, a slot for each sequence, received {type(state).__name__}; build it with "
@@ -288,22 +262,43 @@ class RecurrentLayer(eqx.Module):
                 "batch: expected state_indices, the slot of each sequence's state, received None; pass state_indices= to RaggedBatch.build."
             )
         check_slots("batch.state_indices", batch.state_indices, state.recurrent.shape[0])
-        return x
+        return x, state
+
+    def _mix_ragged(self, x: Array, pool: RecurrentState, batch: RaggedBatch) -> tuple[Array, RecurrentState]:
+        """The tokens of a batch, from the states in the pool and back to them."""
+        if 0 in (x.shape[0], batch.lengths.shape[0]):
+            return jnp.zeros_like(x), pool
+        x = clear(x, batch.is_real)
+        places = _places_of(batch, pool.recurrent.shape[0])
+        if batch.is_decode:
+            # On the pool itself, in which only those that start must be made empty first.
+            pool = jax.tree.map(lambda x: _put(x, places.starting, jnp.zeros((), x.dtype)), pool)
+            ids = batch.sequence_ids
+            rows = Rows(1, pool, step=True, slots=jnp.where(ids >= 0, places.slots[jnp.maximum(ids, 0)], -1))
+            return self._mix(x[:, None], rows)[:, 0], rows.left
+        states = jax.tree.map(lambda x: _take(x, places.entering), pool)
+        rows = Rows(0, states, cu_seqlens=batch.query_start_loc)
+        y = self._mix(x, rows)
+        return y, jax.tree.map(lambda x, new: _put(x, places.slots, new), pool, rows.left)
 
 
-def _rows_of(x, state, padding_mask, segment_ids, cu_seqlens) -> Rows:
-    real = padding_mask
-    if segment_ids is not None:
-        real = segment_ids >= 0 if real is None else real & (segment_ids >= 0)
+def _rows_of(
+    x: Array,
+    state: RecurrentState | None,
+    padding_mask: Array | None,
+    segment_ids: Array | None,
+    cu_seqlens: Array | None,
+) -> Rows:
+    axis = x.ndim - 2
     if cu_seqlens is not None:
         cu_seqlens = read_offsets(cu_seqlens, x.shape[-2])
         tokens = jnp.arange(x.shape[-2], dtype=jnp.int32)
         real = (tokens >= cu_seqlens[0]) & (tokens < cu_seqlens[-1])
-        return Rows(x.ndim - 2, state, real, cu_seqlens=cu_seqlens)
+        return Rows(axis, state, real, cu_seqlens=cu_seqlens)
     if padding_mask is not None:
         segment_ids = jnp.where(padding_mask, jnp.int32(0) if segment_ids is None else segment_ids, -1)
-    step = state is not None and x.shape[-2] == 1
-    return Rows(x.ndim - 2, state, real, segment_ids, step=step)
+    real = None if segment_ids is None else segment_ids >= 0
+    return Rows(axis, state, real, segment_ids, step=state is not None and x.shape[-2] == 1)
 
 
 class _Places(NamedTuple):
@@ -336,52 +331,3 @@ def _put(pool: Array, slots: Array, rows: Array) -> Array:
     nowhere = pool.shape[0] + jnp.arange(slots.shape[0], dtype=jnp.int32)
     where = jnp.where(slots >= 0, slots, nowhere)
     return pool.at[where].set(rows.astype(pool.dtype), mode="drop", unique_indices=True)
-
-
-def conv_shapes(*layers: ShortConvolution) -> tuple[tuple[int, ...], ...]:
-    """The shapes of the states of short convolutions."""
-    return tuple((layer.width - 1, layer.channels) for layer in layers)
-
-
-def split_heads(x: Array, heads: int) -> Array:
-    return x.reshape(*x.shape[:-1], heads, x.shape[-1] // heads)
-
-
-def merge_heads(x: Array) -> Array:
-    return x.reshape(*x.shape[:-2], x.shape[-2] * x.shape[-1])
-
-
-def negative_exp(A_log: Array) -> Array:
-    """The decay rates $-e^{A}$, at least in float32."""
-    return -jnp.exp(A_log.astype(accumulator(A_log.dtype)))
-
-
-def uniform_log(key: Array, heads: int, low: float, high: float, dtype: Any) -> Array:
-    """The logarithms of numbers drawn evenly between two."""
-    return jnp.log(jax.random.uniform(key, (heads,), dtype, low, high))
-
-
-def time_step_bias(key: Array, size: int, dtype: Any) -> Array:
-    """What a softplus makes into time steps whose logarithms are spread evenly from 1e-3 to 1e-1, as in Mamba."""
-    steps = jnp.exp(jax.random.uniform(key, (size,), dtype, math.log(1e-3), math.log(1e-1)))
-    return steps + jnp.log(-jnp.expm1(-steps))
-
-
-def check_divides(name: str, part: int, whole_name: str, whole: int) -> None:
-    check_sizes(**{whole_name: whole, name: part})
-    if whole % part:
-        raise ValueError(
-            f"{name}: expected a divisor of {whole_name}={whole}, received {part}; each has the same number of the other."
-        )
-
-
-def width_of(name: str, factor: Any, of: int, heads: int, what: str) -> int:
-    """A width that is given as a factor of another, a head's share of it."""
-    check_numbers(**{name: factor})
-    value = 0 if factor is None else factor * of / heads
-    if value != round(value) or value < 1:
-        raise ValueError(
-            f"{name}: expected a factor that gives a whole number of {what}, received one that gives {value}; it is multiplied with "
-            f"{of}{f' and shared by {heads} heads' if heads > 1 else ''}."
-        )
-    return round(value)

@@ -1,6 +1,6 @@
 """A short causal convolution with weights, as the published linear-time models have it before their mixers."""
 
-from typing import Any, overload
+from typing import Any, overload, TypedDict, Unpack
 
 import equinox as eqx
 import jax
@@ -19,7 +19,13 @@ from .arguments import (
     read_batch_shape,
     read_dtype,
     read_features,
+    read_weight_dtype,
 )
+
+
+class _Packing(TypedDict, total=False):
+    segment_ids: Array | None
+    cu_seqlens: Array | None
 
 
 class ShortConvolution(eqx.Module):
@@ -62,7 +68,7 @@ class ShortConvolution(eqx.Module):
         check_sizes(channels=channels, width=width)
         check_flags(use_bias=use_bias)
         check_key(key)
-        dtype = jnp.result_type(float) if dtype is None else read_dtype("dtype", dtype)
+        dtype = read_weight_dtype(dtype)
         weight_key, bias_key = jax.random.split(key)
         bound = width**-0.5
         self.weight = jax.random.uniform(weight_key, (channels, 1, width), dtype, -bound, bound)
@@ -78,19 +84,10 @@ class ShortConvolution(eqx.Module):
         return jnp.zeros((*read_batch_shape(batch_shape), self.width - 1, self.channels), dtype)
 
     @overload
-    def __call__(
-        self,
-        x: Array,
-        state: None = None,
-        *,
-        segment_ids: Array | None = None,
-        cu_seqlens: Array | None = None,
-    ) -> Array: ...
+    def __call__(self, x: Array, state: None = None, **packing: Unpack[_Packing]) -> Array: ...
 
     @overload
-    def __call__(
-        self, x: Array, state: Array, *, segment_ids: Array | None = None, cu_seqlens: Array | None = None
-    ) -> tuple[Array, Array]: ...
+    def __call__(self, x: Array, state: Array, **packing: Unpack[_Packing]) -> tuple[Array, Array]: ...
 
     @jax.named_scope("ejx.nn.ShortConvolution")
     def __call__(

@@ -1,5 +1,6 @@
-"""What all layers do with their tokens: check those of a batch, keep padding out."""
+"""What all layers do with their tokens: check those of a batch, keep padding out, split heads."""
 
+from collections.abc import Mapping
 from typing import Any
 
 import jax.numpy as jnp
@@ -15,7 +16,17 @@ def clear(x: Array, real: Array | None) -> Array:
     return x if real is None else jnp.where(like(real[..., None], x), x, jnp.zeros_like(x))
 
 
-def check_ragged(x: Any, batch: Any, features: int, others: dict[str, Any]) -> Array:
+def split_heads(x: Array, heads: int) -> Array:
+    """`[..., H * D]` to `[..., H, D]`."""
+    return x.reshape(*x.shape[:-1], heads, x.shape[-1] // heads)
+
+
+def merge_heads(x: Array) -> Array:
+    """Undoes `split_heads`."""
+    return x.reshape(*x.shape[:-2], x.shape[-2] * x.shape[-1])
+
+
+def check_ragged(x: Any, batch: Any, features: int, others: Mapping[str, Any]) -> Array:
     """The packed tokens of a `RaggedBatch`; `others` are the arguments that mean nothing beside one."""
     if not isinstance(batch, RaggedBatch):
         raise ValueError(
