@@ -41,7 +41,7 @@ def nothing_known(monkeypatch, tmp_path):
 @pytest.fixture
 def h200(monkeypatch):
     """The device is taken for an H200, whatever the kernels run on."""
-    clocks = roofline_module._Clocks(1.98e9, 4.916736e12)
+    clocks = (1.98e9, 4.916736e12)
     monkeypatch.setattr(roofline_module, "_read_clocks", lambda *_: clocks)
     taken_for(monkeypatch, H200)
 

@@ -11,20 +11,16 @@ from .processes import replan_together
 
 def map_plans(function: Callable[[str, Plan], Plan], tree: Any) -> Any:
     """A copy of a pytree in which every kernel, also one inside another kernel, has the plan `function(path, its plan)`."""
-    return _map_plans(function, tree, ())
 
+    def visit(path: tuple[Any, ...], node: Any) -> Any:
+        inside = lambda child: isinstance(child, Kernel) and child is not node
+        below = lambda rest, child: visit((*path, *rest), child) if inside(child) else child
+        copy = jax.tree_util.tree_map_with_path(below, node, is_leaf=inside)
+        if not isinstance(node, Kernel):
+            return copy
+        return with_plan(copy, function(jax.tree_util.keystr(path), node.plan))
 
-def _map_plans(function: Callable[[str, Plan], Plan], node: Any, path: tuple[Any, ...]) -> Any:
-    def visit(below: tuple[Any, ...], child: Any) -> Any:
-        return _map_plans(function, child, (*path, *below)) if isinstance(child, Kernel) else child
-
-    def is_leaf(child: Any) -> bool:
-        return isinstance(child, Kernel) and child is not node
-
-    copy = jax.tree_util.tree_map_with_path(visit, node, is_leaf=is_leaf)
-    if not isinstance(node, Kernel):
-        return copy
-    return with_plan(copy, function(jax.tree_util.keystr(path), node.plan))
+    return visit((), tree)
 
 
 def plans_of(tree: Any) -> dict[str, Plan]:

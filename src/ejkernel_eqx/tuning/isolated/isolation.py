@@ -43,14 +43,6 @@ class _Pickler(pickle.Pickler):
         return NotImplemented
 
 
-def portable(job: Job) -> Job:
-    """The job with modules by their names, which can be pickled."""
-    implementation = job.implementation
-    if isinstance(implementation.target, ModuleType):
-        implementation = dataclasses.replace(implementation, target=implementation.target.__name__)
-    return dataclasses.replace(job, implementation=implementation)
-
-
 def not_isolatable(job: Job) -> str | None:
     """Why another process cannot make this search, found without starting one; `None` if it may."""
     if not sys.executable:
@@ -63,8 +55,11 @@ def not_isolatable(job: Job) -> str | None:
 
 
 def _pickled(job: Job) -> bytes:
-    stream = io.BytesIO()
-    _Pickler(stream).dump(portable(job))
+    """The job with a module by its name, which can be pickled."""
+    implementation, stream = job.implementation, io.BytesIO()
+    if isinstance(implementation.target, ModuleType):
+        implementation = dataclasses.replace(implementation, target=implementation.target.__name__)
+    _Pickler(stream).dump(dataclasses.replace(job, implementation=implementation))
     return stream.getvalue()
 
 
@@ -79,9 +74,8 @@ def search_isolated(job: Job, ledger: Ledger) -> None:
         options = dataclasses.replace(job.options, jobs=1) if one_by_one else job.options
         left = max(0.0, end - time.monotonic())
         ledger.stopped()
-        with _Child(
-            dataclasses.replace(job, known=ledger.measurements, seconds=left, options=options)
-        ) as child:
+        rest = dataclasses.replace(job, known=ledger.measurements, seconds=left, options=options)
+        with _Child(rest) as child:
             late = child.follow(ledger, job.options.candidate_timeout)
             if isinstance(ledger.outcome, Failed):
                 raise SetUpFailed(f"The search in another process failed: {ledger.outcome.reason}")
@@ -154,9 +148,7 @@ class _Child:
                 if self._process.poll() is not None:  # the pipe is held open by what it has started
                     return False
                 running = ledger.running()
-                if running and running[0][1] > limit:
-                    return True
-                if not running and time.monotonic() - silent_since > START_LIMIT:
+                if running[0][1] > limit if running else time.monotonic() - silent_since > START_LIMIT:
                     return True
                 continue
             if event is None:
@@ -186,7 +178,9 @@ class _Child:
         return self
 
     def __exit__(self, *_: object) -> None:
-        self._end_group()
+        if os.name == "posix":  # what its candidates have started holds its pipes open
+            with contextlib.suppress(ProcessLookupError, PermissionError):
+                os.killpg(self._process.pid, signal.SIGKILL)
         self._process.kill()
         self._process.wait()
         self._reader.join(_FAREWELL)
@@ -196,12 +190,6 @@ class _Child:
             if stream is not None:
                 with contextlib.suppress(BrokenPipeError):
                     stream.close()
-
-    def _end_group(self) -> None:
-        """Ends the process and what its candidates have started: they hold its pipes open."""
-        if os.name == "posix":
-            with contextlib.suppress(ProcessLookupError, PermissionError):
-                os.killpg(self._process.pid, signal.SIGKILL)
 
 
 def _environment() -> dict[str, str]:

@@ -2,6 +2,7 @@
 
 import io
 import textwrap
+from collections import Counter
 from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
@@ -16,45 +17,48 @@ _BAR_INCHES, _COLUMN_INCHES = 0.2, 4.0
 _MOST_BARS, _MOST_DENIED = 30, 5
 
 
-def height_of(entry: Entry) -> float:
+_STYLE = {
+    "font.size": 6.5,
+    "xtick.labelsize": 6.5,
+    "ytick.labelsize": 6.5,
+    "axes.labelsize": 7,
+    "axes.titlesize": 7.5,
+    "figure.titlesize": 9,
+    "figure.titleweight": "bold",
+    "legend.fontsize": 6,
+}
+
+
+def _height_of(entry: Entry) -> float:
     """Inches."""
-    bars = [
-        min(_MOST_BARS, sum(c.part == part and c.ms is not None for c in entry.candidates))
-        for part in entry.parts
-    ]
+    bars = Counter(candidate.part for candidate in entry.candidates if candidate.ms is not None)
     denied = any(c.reason and c.ms is None for c in entry.candidates)
-    return max(2.6, 1.3 + _BAR_INCHES * max(bars, default=0)) + 0.9 * denied
-
-
-def width_of(entries: Sequence[Entry]) -> float:
-    """Inches; as many columns as the entry with the most parts needs."""
-    return _COLUMN_INCHES * max(len(entry.parts) + bool(_points(entry)) for entry in entries)
+    return max(2.6, 1.3 + _BAR_INCHES * min(_MOST_BARS, max(bars.values(), default=0))) + 0.9 * denied
 
 
 def png(entries: Sequence[Entry], header: str = "") -> bytes:
     """All entries below each other, as one picture."""
-    require_matplotlib("tuning_report")
-    from matplotlib.figure import Figure
-
-    heights = [height_of(entry) for entry in entries]
-    top = 0.22 * header.count("\n") + 0.45 if header else 0.0
-    figure = Figure(figsize=(max(8.0, width_of(entries)), top + sum(heights)), layout="constrained")
-    bands = figure.subfigures(
-        len(entries) + bool(header), 1, squeeze=False, height_ratios=[top] * bool(header) + heights
-    )[:, 0]
+    matplotlib = require_matplotlib("tuning_report")
+    heights = [_height_of(entry) for entry in entries]
+    width = _COLUMN_INCHES * max(len(entry.parts) + bool(_points(entry)) for entry in entries)
     if header:
-        bands[0].text(0.01, 0.5, header, va="center", fontsize=9, family="monospace")
-    for band, entry in zip(bands[bool(header) :], entries, strict=True):
-        _draw(band, entry)
+        heights.insert(0, 0.22 * header.count("\n") + 0.45)
     buffer = io.BytesIO()
-    figure.savefig(buffer, format="png", dpi=100)
+    with matplotlib.rc_context(_STYLE):
+        figure = matplotlib.figure.Figure((max(8.0, width), sum(heights)), layout="constrained")
+        bands = list(figure.subfigures(len(heights), 1, squeeze=False, height_ratios=heights)[:, 0])
+        if header:
+            bands.pop(0).text(0.01, 0.5, header, va="center", fontsize=9, family="monospace")
+        for band, entry in zip(bands, entries, strict=True):
+            _draw(band, entry)
+        figure.savefig(buffer, format="png", dpi=100)
     return buffer.getvalue()
 
 
 def _draw(band: Any, entry: Entry) -> None:
     points = _points(entry)
     columns = len(entry.parts) + bool(points)
-    band.suptitle("\n".join(textwrap.wrap(entry.title, 45 * max(columns, 2))), fontsize=9, fontweight="bold")
+    band.suptitle("\n".join(textwrap.wrap(entry.title, 45 * max(columns, 2))))
     axes = band.subplots(1, max(columns, 1), squeeze=False)[0]
     for axis, part in zip(axes, entry.parts):
         _bars(axis, part, [c for c in entry.candidates if c.part == part])
@@ -82,12 +86,11 @@ def _bars(axis: Any, part: str, candidates: Sequence[Candidate]) -> None:
             error_kw={"elinewidth": 0.8, "ecolor": "#444444"},
         )
         marks = (*candidate.marks, "(cut)") if ms > longest else candidate.marks
-        axis.text(0.02 * longest / 4, row, " ".join((f"{ms:.4g}", *marks)), va="center", fontsize=6.5)
-    axis.set_yticks(range(len(shown)), [_label(c, fields) for c in shown], fontsize=6.5)
+        axis.text(0.02 * longest / 4, row, " ".join((f"{ms:.4g}", *marks)), va="center")
+    axis.set_yticks(range(len(shown)), [_label(c, fields) for c in shown])
     axis.invert_yaxis()
-    axis.tick_params(axis="x", labelsize=6.5)
-    axis.set_xlabel("ms", fontsize=7)
-    axis.set_title(" ".join(filter(None, (part, f"({', '.join(fields)})" if fields else ""))), fontsize=7.5)
+    axis.set_xlabel("ms")
+    axis.set_title(" ".join(filter(None, (part, f"({', '.join(fields)})" if fields else ""))))
     _denied(axis, [c for c in candidates if c.ms is None and c.reason], fields)
 
 
@@ -100,15 +103,7 @@ def _denied(axis: Any, denied: Sequence[Candidate], fields: Sequence[str]) -> No
         lines.append(f"and {len(denied) - _MOST_DENIED} more")
     if lines:
         text = "\n".join([f"{len(denied)} not timed:", *lines])
-        axis.annotate(
-            text,
-            (0, 0),
-            (0, -30),
-            xycoords="axes fraction",
-            textcoords="offset points",
-            va="top",
-            fontsize=6.5,
-        )
+        axis.annotate(text, (0, 0), (0, -30), "axes fraction", textcoords="offset points", va="top")
 
 
 def _flat(config: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
@@ -171,10 +166,7 @@ def _roofline(axis: Any, points: Sequence[_Point], peaks: Peaks) -> None:
             fillstyle="full" if point.name == "winner" else "none",
             label=f"{point.direction}, {point.name}: {point.speed / 1e12:.3g}",
         )
-    axis.set_xlabel("operations per byte", fontsize=7)
-    axis.set_title(
-        f"roofline, TFLOP/s (at most {peaks.flops / 1e12:.4g}, {peaks.bytes / 1e12:.3g} TB/s)", fontsize=7.5
-    )
-    axis.tick_params(which="both", labelsize=6.5)
+    axis.set_xlabel("operations per byte")
+    axis.set_title(f"roofline, TFLOP/s (at most {peaks.flops / 1e12:.4g}, {peaks.bytes / 1e12:.3g} TB/s)")
     axis.grid(alpha=0.3, which="both", linewidth=0.4)
-    axis.legend(fontsize=6, loc="lower right")
+    axis.legend(loc="lower right")

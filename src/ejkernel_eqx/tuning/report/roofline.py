@@ -109,29 +109,17 @@ def _nvidia_peaks(device: DeviceFacts, dtype: str) -> Peaks | None:
     clocks = _read_clocks(device.compute_capability, device.num_multiprocessors) if per_clock else None
     if per_clock is None or clocks is None:
         return None
-    flops = per_clock * device.num_multiprocessors * clocks.core_hz
-    source = (
-        f"{device.num_multiprocessors} multiprocessors at {clocks.core_hz / 1e6:.0f} MHz, the highest clock"
-    )
-    return Peaks(flops, clocks.memory_bytes, source)
+    core_hz, memory_bytes = clocks
+    source = f"{device.num_multiprocessors} multiprocessors at {core_hz / 1e6:.0f} MHz, the highest clock"
+    return Peaks(per_clock * device.num_multiprocessors * core_hz, memory_bytes, source)
 
 
 def _flops_per_clock(device: DeviceFacts, dtype: str) -> float | None:
     tensor, plain = _TENSOR_FLOPS.get(device.compute_capability, (0, 0))
-    rates = {
-        "bfloat16": float(tensor),
-        "float16": float(tensor),
-        "float32": max(tensor / 2 / 3, float(plain)),
-    }
+    rates = {"bfloat16": tensor, "float16": tensor, "float32": max(tensor / 2 / 3, plain)}
     if dtype.startswith("float8_") and device.capability >= _FIRST_WITH_FLOAT8:
-        return 2.0 * tensor or None
+        return 2 * tensor or None
     return rates.get(dtype) or None
-
-
-@dataclasses.dataclass(frozen=True)
-class _Clocks:
-    core_hz: float
-    memory_bytes: float  # per second
 
 
 # Attributes of cuDeviceGetAttribute; clocks are in kHz, the bus width in bits.
@@ -139,18 +127,13 @@ _CLOCK, _MULTIPROCESSORS, _MEMORY_CLOCK, _BUS_WIDTH, _MAJOR, _MINOR = 13, 16, 36
 
 
 @functools.cache
-def _read_clocks(compute_capability: str, num_multiprocessors: int) -> _Clocks | None:
-    """The clocks of the first device of this architecture and size that the driver knows; `None` if there is none."""
+def _read_clocks(compute_capability: str, num_multiprocessors: int) -> tuple[float, float] | None:
+    """Hertz, and bytes of memory per second, of the first such device that the driver knows; `None` if there is none."""
     for ask in _driver_devices():
-        if (f"{ask(_MAJOR)}.{ask(_MINOR)}", ask(_MULTIPROCESSORS)) != (
-            compute_capability,
-            num_multiprocessors,
-        ):
-            continue
+        found = f"{ask(_MAJOR)}.{ask(_MINOR)}", ask(_MULTIPROCESSORS)
         core, memory, bus = ask(_CLOCK), ask(_MEMORY_CLOCK), ask(_BUS_WIDTH)
-        if min(core, memory, bus) > 0:
-            # Two transfers a clock, eight bits a byte.
-            return _Clocks(core * 1e3, memory * 1e3 * 2 * bus / 8)
+        if found == (compute_capability, num_multiprocessors) and min(core, memory, bus) > 0:
+            return core * 1e3, memory * 1e3 * 2 * bus / 8  # two transfers a clock, eight bits a byte
     return None
 
 
