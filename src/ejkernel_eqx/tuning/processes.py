@@ -8,7 +8,6 @@ import contextlib
 import hashlib
 import itertools
 import json
-import sys
 import time
 from collections.abc import Callable, Iterable, Iterator
 from typing import Any
@@ -43,7 +42,7 @@ class Round:
 
     def __init__(self, name: str) -> None:
         self.name = name
-        self._store = _store() if jax.process_count() > 1 else None
+        self._store: Any = _store() if jax.process_count() > 1 else None
         self._rank = jax.process_index()
         self._prefix = f"ejkernel_eqx/{next(_rounds)}"
         self._steps = itertools.count(1)
@@ -78,58 +77,45 @@ class Round:
         self._get(f"{step}/compared")
 
     def _put(self, key: str, value: str) -> None:
-        assert self._store is not None
         try:
             self._store.key_value_set(f"{self._prefix}/{key}", value)
         except jax.errors.JaxRuntimeError as error:
-            raise TuningError(f"{self.name}: cannot reach the other processes: {error}") from error
+            raise self._unreachable(error) from error
 
     def _get(self, key: str, patience: float = 0.0) -> str:
         """The value of a key as soon as it is there; `TuningError` if a process has failed, or none puts it in time."""
         end = time.monotonic() + PATIENCE + patience
         while True:
-            value = self._try_get(key)
-            if value is not None:
-                return value
-            self._raise_failure_of_others()
+            try:
+                return self._store.blocking_key_value_get(f"{self._prefix}/{key}", int(_POLL * 1000))
+            except jax.errors.JaxRuntimeError as error:
+                if "DEADLINE_EXCEEDED" not in str(error):
+                    raise self._unreachable(error) from error
+            for failed, reason in self._store.key_value_dir_get(f"{self._prefix}/failed/"):
+                raise TuningError(f"{self.name}: process {failed.rsplit('/', 1)[-1]} failed: {reason}")
             if time.monotonic() > end:
                 raise TuningError(
                     f"{self.name}: process {self._rank} has waited {PATIENCE + patience:.0f} s for the others; every process must make this call."
                 )
 
-    def _try_get(self, key: str) -> str | None:
-        assert self._store is not None
-        try:
-            return self._store.blocking_key_value_get(f"{self._prefix}/{key}", int(_POLL * 1000))
-        except jax.errors.JaxRuntimeError as error:
-            if "DEADLINE_EXCEEDED" not in str(error):
-                raise TuningError(f"{self.name}: cannot reach the other processes: {error}") from error
-            return None
+    def _unreachable(self, error: Exception) -> TuningError:
+        return TuningError(f"{self.name}: cannot reach the other processes: {error}")
 
-    def _raise_failure_of_others(self) -> None:
-        assert self._store is not None
-        failures = self._store.key_value_dir_get(f"{self._prefix}/failed/")
-        for key, reason in failures:
-            raise TuningError(f"{self.name}: process {key.rsplit('/', 1)[-1]} failed: {reason}")
-
-    def report_failure(self) -> None:
-        """Tells the other processes of the exception that is being handled."""
-        kind, error, _ = sys.exc_info()
-        if self._store is not None and kind is not None:
-            self._put(f"failed/{self._rank}", f"{kind.__name__}: {error}")
+    def report(self, error: BaseException) -> None:
+        """Tells the other processes why this one fails."""
+        if self._store is not None:
+            self._put(f"failed/{self._rank}", f"{type(error).__name__}: {error}")
 
 
 @contextlib.contextmanager
 def taking_part(name: str) -> Iterator[Round]:
     """A `Round` in which what one process raises is raised in all."""
     together = Round(name)
-    finished = False
     try:
         yield together
-        finished = True
-    finally:
-        if not finished:
-            together.report_failure()
+    except BaseException as error:
+        together.report(error)
+        raise
 
 
 def _store() -> Any:
@@ -162,8 +148,12 @@ def share(
     if jax.process_count() == 1:
         return make()
     names = sorted(operations)
-    text = together.decide(question, lambda: _encode_pair(make(), names), patience)
-    answers, known = (decode(rows) for rows in json.loads(text))
+
+    def encoded() -> str:
+        answers = make()
+        return json.dumps([encode(answers), encode(_in_files(names) | _in_memory(names))])
+
+    answers, known = map(decode, json.loads(together.decide(question, encoded, patience)))
     _install(known | answers, names)
     together.agree(digest_of(_in_memory(names)))
     return answers
@@ -177,26 +167,17 @@ def replan_together(operations: Iterable[str]) -> None:
             share(together, names, json.dumps(names), dict)
 
 
-def _encode_pair(answers: Table, operations: Iterable[str]) -> str:
-    return json.dumps([encode(answers), encode(_in_files(operations) | _in_memory(operations))])
-
-
 def _in_files(operations: Iterable[str]) -> Table:
     """What this process's user's files know of some operations; they are not read when a module is built here."""
     device = device_facts()
-    table: Table = {}
-    for operation in operations:
-        for implementation in kernel_registry.ordered(operation):
-            table |= {(platform, key): known for platform, key, known in user_entries(implementation, device)}
-    return table
+    implementations = (i for operation in operations for i in kernel_registry.ordered(operation))
+    found = (entry for implementation in implementations for entry in user_entries(implementation, device))
+    return {(platform, key): known for platform, key, known in found}
 
 
 def _in_memory(operations: Iterable[str]) -> Table:
-    return {
-        (platform, key): known
-        for operation in operations
-        for platform, key, known in memory_cache.entries(operation, tuple(Platform))
-    }
+    found = (entry for operation in operations for entry in memory_cache.entries(operation, tuple(Platform)))
+    return {(platform, key): known for platform, key, known in found}
 
 
 def _install(table: Table, operations: Iterable[str]) -> None:
@@ -210,41 +191,34 @@ def _install(table: Table, operations: Iterable[str]) -> None:
 
 def encode(table: Table) -> str:
     """Canonical JSON of a table."""
-    rows = [
-        {
-            "platform": platform.value,
-            "problem": key,
-            "config": None if known.config is None else to_dict(known.config),
-            "ms": [list(entry) for entry in known.ms],
-            "origin": known.origin,
-            "denied": known.denied,
-        }
-        for (platform, key), known in sorted(table.items())
-    ]
+    rows = [(*row, known.ms, known.origin, known.denied) for row, known in _rows(table)]
     return json.dumps(rows, sort_keys=True)
 
 
 def decode(text: str) -> Table:
     """Undoes `encode`."""
     table: Table = {}
-    for row in json.loads(text):
-        platform, key, config = parse_platform(row["platform"]), row["problem"], row["config"]
+    for name, key, config, ms, origin, denied in json.loads(text):
+        platform = parse_platform(name)
         if config is not None:
             operation = json.loads(key)["operation"]
             config_type = kernel_registry.get(operation, platform).hooks.config_type
             config = from_dict(config, config_type)
-        ms = tuple((direction, value) for direction, value in row["ms"])
-        table[(platform, key)] = Known(config, ms, row["origin"], row["denied"])
+        table[platform, key] = Known(config, tuple(map(tuple, ms)), origin, denied)
     return table
 
 
 def digest_of(table: Table) -> str:
     """Differs between tables that choose differently. Times and origins take no part."""
-    rows = [
-        (platform.value, key, None if known.config is None else to_dict(known.config))
-        for (platform, key), known in sorted(table.items())
+    return _digest(json.dumps([row for row, _ in _rows(table)], sort_keys=True))
+
+
+def _rows(table: Table) -> list[tuple[tuple[str, str, dict[str, Any] | None], Known]]:
+    """What chooses, as JSON can hold it, and the rest that is known."""
+    return [
+        ((platform.value, key, None if known.config is None else to_dict(known.config)), known)
+        for (platform, key), known in sorted(table.items(), key=lambda entry: entry[0])
     ]
-    return _digest(json.dumps(rows, sort_keys=True))
 
 
 def _digest(text: str) -> str:
