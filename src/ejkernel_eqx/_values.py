@@ -154,8 +154,7 @@ def check_offsets(
             "lengths become offsets by a cumulative sum after a 0."
         )
 
-    array = checked(array, given, falls, say)
-    array = checked(array, given, lambda x: x < 0, say)
+    array = checked(array, given, lambda x: falls(x).any(-1) | (x < 0).any(-1), say)
     if most is None:
         return array
     return checked(

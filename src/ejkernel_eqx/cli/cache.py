@@ -14,7 +14,7 @@ from ..dispatch.persistent import cache_dir, PersistentCache, user_caches
 from ..dispatch.records import Record
 from ..tuning.report.data import describe, entry_of_record
 from . import exchange
-from .output import count, FAILED, number, OK, Outcome, percent, progress, section, table, UsageError
+from .output import count, FAILED, number, OK, Outcome, pairs, percent, progress, section, table, UsageError
 
 _SHORT = 10
 
@@ -149,7 +149,6 @@ def _show_text(row: Row) -> str:
         "file": str(row.cache.path),
         "key": row.digest,
     }
-    lines = "\n".join(f"{name:<9} {value}" for name, value in facts.items() if value)
     timed = [
         (c.part, describe(c.config), number(c.ms), percent(c.spread), "winner" if c.is_winner else "")
         for c in entry.ranked()
@@ -157,7 +156,7 @@ def _show_text(row: Row) -> str:
     ]
     denied = [(d.part, describe(d.config), d.reason) for d in record.denied]
     parts = [
-        lines,
+        pairs(facts, 9),
         section("timed", table(("part", "config", "ms", "spread", ""), timed, right=("ms", "spread"))),
     ]
     if denied:

@@ -1,6 +1,7 @@
 """`doctor`: what there is, what is usable, what is known, and what is wrong."""
 
 import argparse
+import contextlib
 import dataclasses
 import importlib.metadata
 import os
@@ -24,7 +25,7 @@ from ..dispatch import (
     user_caches,
 )
 from ..dispatch.environment import env
-from .output import count, FAILED, OK, Outcome, section, table
+from .output import count, FAILED, OK, Outcome, pairs, section, table
 from .problems import this_device
 
 HELP = """It also tells whether something is broken: then the exit code is 1.
@@ -38,7 +39,11 @@ _TABLES = ("tuned", "shipped", "borrowed")
 
 def run(options: argparse.Namespace) -> Outcome:
     problems: list[str] = []
-    device = _device(problems)
+    device = None
+    try:
+        device = this_device()
+    except EjkernelError as error:
+        problems.append(str(error))
     environment = _environment(problems)
     document: dict[str, Any] = {
         "device": device and dataclasses.asdict(device) | {"fingerprint": device_fingerprint(device)},
@@ -61,14 +66,6 @@ def versions() -> dict[str, str | None]:
         except importlib.metadata.PackageNotFoundError:
             found[package] = None
     return found
-
-
-def _device(problems: list[str]) -> DeviceFacts | None:
-    try:
-        return this_device()
-    except EjkernelError as error:
-        problems.append(str(error))
-        return None
 
 
 def _operations(device: DeviceFacts, problems: list[str]) -> dict[str, list[dict[str, Any]]]:
@@ -131,45 +128,34 @@ def _writable(folder: pathlib.Path) -> bool:
 
 
 def _policy() -> str | None:
-    try:
+    with contextlib.suppress(ValueError):  # among the environment's problems already
         return current_policy().value
-    except ValueError:  # among the environment's problems already
-        return None
 
 
 def _environment(problems: list[str]) -> list[dict[str, Any]]:
     rows = []
     for variable in env():
+        row = {"name": variable.name, "text": variable.text, "description": variable.description}
+        found = {"value": None, "default": variable.default}
         try:
-            value = None if variable.read() is None else str(variable.read())
+            found["value"] = variable.read()
         except ValueError as error:
             problems.append(str(error))
-            value = None
-        rows.append(
-            {
-                "name": variable.name,
-                "text": variable.text,
-                "value": value,
-                "default": None if variable.default is None else str(variable.default),
-                "description": variable.description,
-            }
-        )
+        rows.append(row | {name: None if value is None else str(value) for name, value in found.items()})
     return rows
 
 
 def _text(document: dict[str, Any]) -> str:
-    environment = table(
-        ("variable", "set to", "in force", "meaning"),
-        [
-            (row["name"], row["text"] or "-", row["value"] or "-", row["description"])
-            for row in document["environment"]
-        ],
-    )
+    variables = [
+        (row["name"], row["text"] or "-", row["value"] or "-", row["description"])
+        for row in document["environment"]
+    ]
+    environment = table(("variable", "set to", "in force", "meaning"), variables)
     problems = document["problems"]
     return "\n\n".join(
         (
             section("device", _device_text(document["device"])),
-            section("versions", _pairs(document["versions"], "not installed")),
+            section("versions", pairs(document["versions"], 13, "not installed")),
             section("operations", _operations_text(document["operations"])),
             section("cache", _cache_text(document["cache"])),
             section(f"environment (policy in force: {document['policy'] or 'invalid'})", environment),
@@ -178,26 +164,21 @@ def _text(document: dict[str, Any]) -> str:
     )
 
 
-def _pairs(facts: dict[str, Any], missing: str = "") -> str:
-    return "\n".join(f"{name:<13} {value or missing}" for name, value in facts.items() if value or missing)
-
-
 def _device_text(device: dict[str, Any] | None) -> str:
     if device is None:
         return "none"
-    return _pairs(
-        {
-            "kind": device["kind"],
-            "backend": device["backend"].value,
-            "devices": device["count"],
-            "capability": device["compute_capability"],
-            "processors": device["num_multiprocessors"],
-            "shared memory": device["shared_memory"] and f"{device['shared_memory']} bytes",
-            "memory": device["memory"] and f"{device['memory'] / 2**30:.1f} GiB",
-            "runtime": device["runtime"],
-            "fingerprint": device["fingerprint"],
-        }
-    )
+    facts = {
+        "kind": device["kind"],
+        "backend": device["backend"].value,
+        "devices": device["count"],
+        "capability": device["compute_capability"],
+        "processors": device["num_multiprocessors"],
+        "shared memory": device["shared_memory"] and f"{device['shared_memory']} bytes",
+        "memory": device["memory"] and f"{device['memory'] / 2**30:.1f} GiB",
+        "runtime": device["runtime"],
+        "fingerprint": device["fingerprint"],
+    }
+    return pairs(facts, 13)
 
 
 def _operations_text(operations: dict[str, list[dict[str, Any]]]) -> str:

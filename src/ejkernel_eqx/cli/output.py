@@ -96,6 +96,11 @@ def width_of_output() -> int:
     return shutil.get_terminal_size((_PIPE_WIDTH, 24)).columns
 
 
+def pairs(facts: Mapping[str, Any], width: int, missing: str = "") -> str:
+    """A line for every fact that there is, or else is `missing`."""
+    return "\n".join(f"{name:<{width}} {fact or missing}" for name, fact in facts.items() if fact or missing)
+
+
 def section(title: str, body: str) -> str:
     return f"{title}\n{textwrap.indent(body, '  ')}"
 

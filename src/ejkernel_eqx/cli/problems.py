@@ -90,10 +90,8 @@ def this_device() -> DeviceFacts:
     """The device that JAX would use; `EjkernelError` if it finds none: a wrong JAX_PLATFORMS, a driver that does not answer."""
     try:
         return device_facts()
-    except (
-        RuntimeError,
-        AssertionError,
-    ) as error:  # an assertion of JAX's own fails where JAX_PLATFORMS names nothing there is
+    # An assertion of JAX's own fails where JAX_PLATFORMS names nothing there is.
+    except (RuntimeError, AssertionError) as error:
         why = (str(error).splitlines() or ["no platform could be started"])[0]
         asked = os.environ.get("JAX_PLATFORMS")
         raise EjkernelError(f"JAX has no device: {why} (JAX_PLATFORMS is {asked!r})") from error

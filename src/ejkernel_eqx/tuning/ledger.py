@@ -21,7 +21,7 @@ class Ledger:
 
     def __init__(self, job: Job):
         self._measurements: dict[tuple[str, str], Measurement] = {m.candidate.key(): m for m in job.known}
-        every = [Candidate(stage.part, value).key() for stage in job.stages for value in stage.options]
+        every = [candidate.key() for stage in job.stages for candidate in stage.candidates]
         self._order = {key: n for n, key in enumerate(every)}
         self._running: dict[tuple[str, str], list[tuple[Candidate, float]]] = {}
         self._lock = threading.Lock()

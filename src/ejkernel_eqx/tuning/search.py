@@ -58,11 +58,8 @@ class _Search:
         """Checks and times what is new of a stage: all of it in short samples, the best and the heuristic in full ones."""
         trials, options = self.trials, self.job.options
         names = stage.results or trials.bench.names
-        fresh = []
-        for value in stage.options:
-            candidate = Candidate(stage.part, value)
-            if candidate.key() not in trials.known:
-                fresh.append(Trial(candidate, with_part(best, stage.part, value), names))
+        unknown = (candidate for candidate in stage.candidates if candidate.key() not in trials.known)
+        fresh = [Trial(candidate, with_part(best, *candidate), names) for candidate in unknown]
         errors = {trial: trials.check([trial]) for trial in trials.compile(fresh, deadline)}
         passed = {trial: trial for trial, found in errors.items() if found is not None}
         coarse = trials.time(passed, 2, options.sample_ms / 3)
@@ -71,12 +68,9 @@ class _Search:
         finalists = {trial: trial for trial in (*order[:FINALISTS], *late)}
         fine = trials.time(finalists, options.samples, options.sample_ms)
         # The device may have become slower or faster since the short samples: what was slower in them stays so.
-        drift = max(
-            (fine[trial].ms / coarse[trial].ms for trial in order[:FINALISTS] if trial in fine), default=1.0
-        )
-        for trial in order:
-            if trial in finalists and trial not in fine:
-                continue  # it raised, and is settled
+        drifts = [fine[trial].ms / coarse[trial].ms for trial in order[:FINALISTS] if trial in fine]
+        drift = max(drifts, default=1.0)
+        for trial in (one for one in order if one in fine or one not in finalists):  # the others raised
             status = Status.TIMED if trial in fine else Status.PASSED
             ms, spread = (
                 fine[trial][:2] if trial in fine else (coarse[trial].ms * drift, coarse[trial].spread)
@@ -88,17 +82,11 @@ class _Search:
         """The values of a stage that may be used, the best first; the heuristic's gives way only to what is faster by the margin."""
         trials = self.trials
 
-        def time_of(value: Any) -> float:
-            candidate = Candidate(stage.part, value)
+        def time_of(candidate: Candidate) -> float:
             ms = trials.known[candidate.key()].ms or 0.0
             return ms if trials.is_heuristic(candidate) else ms * MARGIN
 
-        return sorted((v for v in stage.options if trials.usable(Candidate(stage.part, v))), key=time_of)
-
-    def _heuristic_usable(self) -> bool:
-        heuristic = self.job.heuristic
-        parts = [stage.part for stage in self.job.stages]
-        return all(self.trials.usable(Candidate(part, part_of(heuristic, part))) for part in parts)
+        return [candidate.value for candidate in sorted(filter(trials.usable, stage.candidates), key=time_of)]
 
     def _decide(self, ranking: Sequence[Any]) -> Finished:
         """The winner is checked on all results and other inputs, then timed with the heuristic in turn."""
@@ -109,18 +97,16 @@ class _Search:
                 break
         if job.previous is not None:
             self._admit(job.previous.config, contenders)
-        if self._heuristic_usable():
+        parts = [stage.part for stage in job.stages]
+        if all(trials.usable(Candidate(part, part_of(job.heuristic, part))) for part in parts):
             self._admit(job.heuristic, contenders)
         directions = trials.bench.directions
-        timings = trials.time(
-            {
-                (config, direction): Trial(Candidate("", config), config, names)
-                for config in contenders
-                for direction, names in directions.items()
-            },
-            job.options.samples,
-            job.options.sample_ms,
-        )
+        programs = {
+            (config, direction): Trial(Candidate("", config), config, names)
+            for config in contenders
+            for direction, names in directions.items()
+        }
+        timings = trials.time(programs, job.options.samples, job.options.sample_ms)
         decisive = BOTH if BOTH in directions else next(iter(directions))
         finished = [config for config in contenders if all((config, d) in timings for d in directions)]
         if not finished:

@@ -33,7 +33,7 @@ from .ledger import Ledger, listed
 from .lock import tuning_lock
 from .options import current_options, TuneOptions
 from .recall import recall
-from .result import Candidate, Measurement, part_of, Status, TuningResult
+from .result import Measurement, part_of, Status, TuningResult
 from .search import search
 from .tracing import refuse_trace
 
@@ -152,7 +152,7 @@ def _recalled(job: Job) -> Job:
 def _cached(job: Job) -> TuningResult | None:
     """The result where there is nothing to measure any more."""
     known = {measurement.candidate.key(): measurement for measurement in job.known}
-    found = [known.get(Candidate(stage.part, v).key()) for stage in job.stages for v in stage.options]
+    found = [known.get(candidate.key()) for stage in job.stages for candidate in stage.candidates]
     if None in found or (job.previous is None and any(m and m.usable for m in found)):
         return None
     if job.previous is None:

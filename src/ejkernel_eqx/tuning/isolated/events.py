@@ -20,6 +20,10 @@ class Stage:
     results: tuple[str, ...]
     options: tuple[Any, ...]
 
+    @property
+    def candidates(self) -> tuple[Candidate, ...]:
+        return tuple(Candidate(self.part, value) for value in self.options)
+
 
 @dataclasses.dataclass(frozen=True)
 class Finished:
