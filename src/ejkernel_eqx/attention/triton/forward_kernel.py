@@ -3,13 +3,12 @@
 import triton
 import triton.language as tl
 
+from ...launch.constants import LN2, LOG2E
 from .tile import (
     head_scalars,
     keep,
     key_tiles,
-    LN2,
     load_rows,
-    LOG2E,
     over_scores,
     program,
     query_rows,

@@ -7,10 +7,8 @@ broadcast either way, and comments say `[BQ, BK]` for both. Scores are kept in u
 import triton
 import triton.language as tl
 
+from ...launch.constants import LOG2E
 from .. import philox
-
-LOG2E = tl.constexpr(1.4426950408889634)
-LN2 = tl.constexpr(0.6931471805599453)
 
 # Bits of BIAS and MASK beside 1, present: which of batch, head, query and key axes are not broadcast, and whether batch rows share rows.
 OVER_BATCH, OVER_HEADS, OVER_QUERIES, OVER_KEYS, SHARED = (tl.constexpr(2 << axis) for axis in range(5))

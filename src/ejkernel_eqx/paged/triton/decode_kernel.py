@@ -10,8 +10,8 @@ import triton
 import triton.language as tl
 from jax import Array
 
-from ...attention.triton.tile import LN2, LOG2E
 from ...launch import Launch
+from ...launch.constants import LN2, LOG2E
 from .call import Call, count, padded
 from .pairs import attend_pairs, RAISED, split_queries
 from .tile import (

@@ -5,7 +5,7 @@ import triton
 import triton.language as tl
 from jax import Array
 
-from ...attention.triton.tile import LN2, LOG2E
+from ...launch.constants import LN2, LOG2E
 from .call import Call
 from .tile import attend_tile, head_factors, load_pages, load_queries, locate, query_rows
 

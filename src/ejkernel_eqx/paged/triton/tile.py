@@ -8,7 +8,8 @@ multiplication.
 import triton
 import triton.language as tl
 
-from ...attention.triton.tile import LOG2E, tanh
+from ...attention.triton.tile import tanh
+from ...launch.constants import LOG2E
 
 FILLED = tl.constexpr(16)  # tokens that one program looks at
 MOST_PAGES = 4  # of a tile of keys, whose numbers are loaded one by one
