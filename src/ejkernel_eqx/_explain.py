@@ -4,7 +4,7 @@ import dataclasses
 import importlib
 import json
 import sys
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 import jax.numpy as jnp
@@ -27,6 +27,7 @@ from .dispatch import (
     Selection,
     take_snapshot,
 )
+from .dispatch.caches import slow_words, slowness
 from .dispatch.labels import label_of
 from .tuning.replace import map_plans, plans_of
 from .tuning.report.roofline import device_peaks, matrix_dtype, Roofline, roofline
@@ -208,7 +209,7 @@ def _of_plan(path: str, plan: Plan) -> list[Choice]:
     unusable = tuple((platform, reason) for platform, reason in reasons.items() if reason is not None)
     if not order:
         raise UnsupportedError(plan.operation, dict(unusable))
-    denied = [(key, (platform.value, known.denied)) for platform, key, known in plan.pinned if known.denied]
+    passed = {(platform, key): reason for platform, key, reason in _passed_over(plan)}
     rows = [
         Choice(
             path,
@@ -218,13 +219,13 @@ def _of_plan(path: str, plan: Plan) -> list[Choice]:
             repr(known.config),
             tier.value,
             (f"other problems: {order}",),
-            unusable + tuple(reason for other, reason in denied if other == key),
+            unusable + tuple((other.value, reason) for (other, of), reason in passed.items() if of == key),
             key=key,
             origin=known.origin,
             ms=known.ms,
         )
         for (platform, key, known), tier in zip(plan.pinned, plan.tiers, strict=True)
-        if not known.denied
+        if (platform, key) not in passed
     ]
     override = plan.snapshot.override
     config, tier = ("", "") if override is None else (repr(override), "override")
@@ -233,6 +234,17 @@ def _of_plan(path: str, plan: Plan) -> list[Choice]:
     others = [other.kind for other in plan.devices if other != here and other.backend is not Backend.CPU]
     more = (f"called where {' or '.join(others)} is the default device, chosen for that",) if others else ()
     return [dataclasses.replace(row, device=_shown(here), notes=row.notes + more) for row in rows]
+
+
+def _passed_over(plan: Plan) -> Iterator[tuple[Platform, str, str]]:
+    """The pins of platforms that another one was taken for, and why."""
+    for platform, key, known in plan.pinned:
+        slower = ((other, slowness(known, it)) for other, at, it in plan.pinned if at == key)
+        found = next(((other, times) for other, times in slower if times), None)
+        if known.denied:
+            yield platform, key, known.denied
+        elif found:
+            yield platform, key, slow_words(*found)
 
 
 def shown_key(key: str) -> str:

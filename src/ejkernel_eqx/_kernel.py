@@ -153,11 +153,12 @@ class Plan:
 
     def pin(self, problem: Problem, tuning: bool = True) -> "Plan":
         """This plan with the choice for `problem` made now: tuned, where the policy asks for it and a tuner is there."""
-        denied: list[tuple[Platform, str, Known]] = []
-        chosen = select(self.here, problem, tuning=tuning, denials=denied)
-        pinned = (chosen.platform, problem.key(), Known(chosen.config, chosen.ms, chosen.origin))
-        tiers = (*self.tiers, *(Tier.AUTOTUNE for _ in denied), chosen.tier)
-        return self.with_pins((*self.pinned, *denied, pinned), tiers)
+        answers: list[tuple[tuple[Platform, str, Known], Tier]] = []
+        select(self.here, problem, tuning=tuning, answers=answers)
+        # What tables say of a platform that was passed over they say anyway.
+        new = [answer for answer in answers[:-1] if answer[1] is Tier.AUTOTUNE] + answers[-1:]
+        pins, tiers = zip(*new)
+        return self.with_pins((*self.pinned, *pins), (*self.tiers, *tiers))
 
     def with_pins(self, pinned: Sequence[tuple[Platform, str, Known]], tiers: Sequence[Tier]) -> "Plan":
         """This plan with these choices made, for the device that a call made here is compiled for."""

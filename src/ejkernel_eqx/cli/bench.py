@@ -2,6 +2,7 @@
 
 import argparse
 import dataclasses
+import datetime
 import functools
 from collections.abc import Mapping, Sequence
 from typing import Any
@@ -15,11 +16,17 @@ from ..dispatch import (
     FORWARD,
     Implementation,
     kernel_registry,
+    lookup,
     Problem,
+    Record,
     select,
+    Selection,
+    Snapshot,
+    store,
     take_snapshot,
     to_dict,
 )
+from ..dispatch.persistent import made_with
 from ..tuning.bench import Bench, failure
 from ..tuning.check import all_errors
 from ..tuning.measure import JaxWork, time_in_turn, time_runs, Timing
@@ -31,8 +38,12 @@ from .tune import positive
 
 HELP = """A platform whose results are not those of the plain mathematics is reported as wrong and never timed; the exit code is 1 then.
 
-example:
+With --keep the times are written into the cache: of platforms whose times it knows, modules that are built later take the fastest. Kept is what was
+timed of a platform that is tuned for this very problem, or that has nothing to tune.
+
+examples:
   python -m ejkernel_eqx bench flash_attention --shape B=4,T=4096,H=16,D=128 --flag causal
+  python -m ejkernel_eqx bench flash_attention --shape B=16,T=1024,H=32,D=64 --keep
 """
 
 TIMED, WRONG, BROKEN, UNSUPPORTED = "timed", "wrong", "failed", "unsupported"
@@ -40,7 +51,10 @@ TIMED, WRONG, BROKEN, UNSUPPORTED = "timed", "wrong", "failed", "unsupported"
 
 @dataclasses.dataclass
 class Contender:
-    """One platform: what it would run the problem with, whether that is right, and how fast it is."""
+    """One platform: what it would run the problem with, whether that is right, and how fast it is.
+
+    `settled`: it is tuned for this very problem, or has nothing to tune.
+    """
 
     platform: str
     state: str
@@ -48,6 +62,8 @@ class Contender:
     config: Any = None
     origin: str = ""
     work: Bench | None = None
+    implementation: Implementation | None = None
+    settled: bool = False
     errors: Mapping[str, float] = dataclasses.field(default_factory=dict)
     timings: dict[str, Timing] = dataclasses.field(default_factory=dict)
 
@@ -69,6 +85,11 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         metavar="MS",
         help="how long a sample lasts, default %(default)g",
     )
+    parser.add_argument(
+        "--keep",
+        action="store_true",
+        help="write the times into the cache: the fastest platform is taken then",
+    )
 
 
 def run(options: argparse.Namespace) -> Outcome:
@@ -79,6 +100,7 @@ def run(options: argparse.Namespace) -> Outcome:
         {
             "problem": problem.to_dict(),
             "platforms": [_to_dict(problem, one, all_of_them) for one in all_of_them],
+            **(_kept(problem, all_of_them) if options.keep else {}),
         }
         for problem, all_of_them in found
     ]
@@ -124,15 +146,67 @@ def _time(
 def _contender(problem: Problem, implementation: Implementation) -> Contender:
     platform = implementation.platform.value
     try:
-        selection = select(take_snapshot(problem.operation, platform=platform), problem)
+        snapshot = take_snapshot(problem.operation, platform=platform)
+        selection = select(snapshot, problem)
     except UnsupportedError as error:
         return Contender(platform, UNSUPPORTED, "; ".join(error.reasons.values()))
     workload = _measurable(implementation).make_workload(problem)
     if workload is None:
         return Contender(platform, UNSUPPORTED, "has no workload to be measured by")
-    origin = selection.origin or selection.tier.value
-    work = Bench(f"{problem} on {platform}", workload)
-    return Contender(platform, TIMED, config=selection.config, origin=origin, work=work)
+    return Contender(
+        platform,
+        TIMED,
+        config=selection.config,
+        origin=selection.origin or selection.tier.value,
+        work=Bench(f"{problem} on {platform}", workload),
+        implementation=implementation,
+        settled=_is_settled(snapshot, selection),
+    )
+
+
+def _is_settled(snapshot: Snapshot, selection: Selection) -> bool:
+    problem, hooks = selection.problem, selection.implementation.hooks
+    known = snapshot.known_exactly(selection.platform, problem.key())
+    is_known = known is not None and known[0].config == selection.config
+    return is_known or set(hooks.candidates(problem, snapshot.device)) == {selection.config}
+
+
+def record_of(problem: Problem, contender: Contender, known: Record | None = None) -> Record:
+    """What a table is to know of a platform that was timed; `known` is what it knows."""
+    assert contender.implementation is not None
+    timings = contender.timings
+    now = datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds")
+    record = Record(
+        operation=problem.operation,
+        platform=contender.platform,
+        version=contender.implementation.version,
+        problem=problem.key(),
+        exact=problem.to_dict(),
+        software=made_with(contender.implementation),
+        config=to_dict(contender.config),
+        ms={direction: timing.ms for direction, timing in timings.items()},
+        spread={direction: timing.spread for direction, timing in timings.items()},
+        samples=min(len(timing.samples) for timing in timings.values()),
+        errors=dict(contender.errors),
+        date=now,
+    )
+    if known is None or known.config != record.config:
+        return record
+    return dataclasses.replace(record, timed=known.timed, denied=known.denied)
+
+
+def _kept(problem: Problem, contenders: Sequence[Contender]) -> dict[str, Any]:
+    """Writes the times into the cache: whose were written, and what is taken by them."""
+    device, kept = device_facts(), []
+    for contender in contenders:
+        implementation = contender.implementation
+        if contender.state == TIMED and contender.settled and implementation is not None:
+            store(
+                implementation, record_of(problem, contender, lookup(implementation, problem, device)), device
+            )
+            kept.append(contender.platform)
+    taken = select(take_snapshot(problem.operation), problem)
+    return {"kept": kept, "taken": taken.platform.value, "why": dict(taken.rejected)}
 
 
 def _measurable(implementation: Implementation) -> Implementation:
@@ -181,8 +255,17 @@ def _to_dict(problem: Problem, contender: Contender, others: Sequence[Contender]
 
 def _text(titles: Sequence[str], results: Sequence[Mapping[str, Any]]) -> str:
     return "\n\n".join(
-        section(title, _table_of(result["platforms"])) for title, result in zip(titles, results)
+        section(title, "\n".join([_table_of(result["platforms"]), *_taken(result)]))
+        for title, result in zip(titles, results)
     )
+
+
+def _taken(result: Mapping[str, Any]) -> list[str]:
+    if "kept" not in result:
+        return []
+    kept = ", ".join(result["kept"]) or "none; tune them first"
+    why = [f"not {platform}: {reason}" for platform, reason in result["why"].items()]
+    return [f"times kept: {kept}", f"taken from now on: {result['taken']}", *why]
 
 
 _NUMERIC = ("ms", "spread", "TFLOP/s", "GB/s", "of roofline", "to best")

@@ -6,6 +6,7 @@ from typing import Any
 
 from .platform import Platform
 from .records import Record
+from .workload import BOTH, FORWARD
 
 Key = tuple[Platform, str]
 
@@ -18,18 +19,41 @@ class Known:
     - `ms`: the measured milliseconds by direction (`FORWARD`, `BOTH`).
     - `origin`: where it comes from, for readers.
     - `denied`: why every configuration was denied.
+    - `sizes`: those of the problem that was timed: a key stands for a range of lengths.
     """
 
     config: Any
     ms: tuple[tuple[str, float], ...] = ()
     origin: str = ""
     denied: str = ""
+    sizes: tuple[tuple[str, int], ...] = ()
 
     def __post_init__(self) -> None:
         if (self.config is None) != bool(self.denied):
             raise ValueError(
                 f"Known: expected either a config or the reason why all were denied, received {self.config!r} and {self.denied!r}."
             )
+
+
+NOISE = 1.01
+"""What was measured to be less than this many times as slow may as well be as fast."""
+
+
+def slowness(known: Known, other: Known) -> tuple[float, str] | None:
+    """How many times as long as the other's work it takes, and by which direction, if the same work of both was measured, and it is slower.
+
+    Forward and backward together decide where both know that time.
+    """
+    mine, theirs = dict(known.ms), dict(other.ms)
+    direction = next((d for d in (BOTH, FORWARD) if d in mine and d in theirs), None)
+    if direction is None or not known.sizes or known.sizes != other.sizes:
+        return None
+    times = mine[direction] / theirs[direction]
+    return (times, direction) if times > NOISE else None
+
+
+def slow_words(other: str, slowness: tuple[float, str]) -> str:
+    return f"measured {slowness[0]:.2f} times as slow as {other}, {slowness[1]}"
 
 
 Entry = tuple[Platform, str, Known]
@@ -92,7 +116,8 @@ memory_cache = ConfigCache()
 def known_of(record: Record, config: Any | None, origin: str) -> Known:
     """What a record says, its configuration already made."""
     if config is not None:
-        return Known(config, tuple(sorted(record.ms.items())), origin)
+        sizes = tuple(sorted(record.exact.get("dims", {}).items()))
+        return Known(config, tuple(sorted(record.ms.items())), origin, sizes=sizes)
     reasons = [denied.reason for denied in record.denied]
     more = f" (and {len(reasons) - 1} more)" if len(reasons) > 1 else ""
     return Known(

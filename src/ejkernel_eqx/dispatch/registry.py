@@ -101,9 +101,7 @@ def names_of(implementations: Sequence[Implementation]) -> list[str]:
     ]
 
 
-def of_device(
-    implementations: tuple[Implementation, ...], device: DeviceFacts
-) -> tuple[Implementation, ...]:
+def of_device(implementations: tuple[Implementation, ...], device: DeviceFacts) -> tuple[Implementation, ...]:
     """Those that count on a device: of several of one platform the first that is usable; all of them, each with its reason, if none is."""
     if len({i.platform for i in implementations}) == len(implementations):
         return implementations
@@ -204,7 +202,9 @@ class KernelRegistry:
         if platform is not None:
             known = self.of_platform(operation, platform)
         else:
-            known = [i for i in self.ordered(operation) if i.priority >= 0 and i.unusable(device_facts()) is None]
+            known = [
+                i for i in self.ordered(operation) if i.priority >= 0 and i.unusable(device_facts()) is None
+            ]
         if backend is not None:
             known = [i for i in known if i.backend in (Backend(backend), Backend.ANY)]
         if not known:

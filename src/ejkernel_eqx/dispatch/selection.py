@@ -7,14 +7,14 @@ snapshot and a problem, and is what happens while a call is traced.
 import contextlib
 import dataclasses
 import itertools
-from collections.abc import Callable, Collection, Iterator
+from collections.abc import Callable, Collection, Iterable, Iterator
 from contextvars import ContextVar
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 
 from .._errors import UnsupportedError
-from .caches import Entry, Known, memory_cache
+from .caches import Entry, Known, memory_cache, slow_words, slowness
 from .device import DeviceFacts
 from .overlay import Policy
 from .platform import Platform
@@ -55,39 +55,75 @@ def select(
     *,
     tuning: bool = False,
     platform: Platform | None = None,
-    denials: list[Entry] | None = None,
+    answers: list[tuple[Entry, Tier]] | None = None,
 ) -> Selection:
-    """The first platform that supports the problem, with its configuration.
+    """The first platform that supports the problem, with its configuration; another one if tables know it to be faster at this very problem.
 
     Pure unless `tuning`, which lets the autotune tier run where the policy finds the tables insufficient. `platform` leaves only that
-    platform in question. `denials` is given what was known of platforms whose every configuration was denied. `UnsupportedError` with
-    every platform's reason if none supports the problem.
+    platform in question. `answers` is given what was known of the platforms that support it, and whence: of those passed over, as every
+    configuration was denied or another is faster, and last of the chosen one. `UnsupportedError` with every platform's reason if none supports
+    the problem.
     """
     rejected: list[tuple[str, str]] = []
-    for name, implementation in zip(names_of(snapshot.asked), snapshot.asked, strict=True):
-        if platform not in (None, implementation.platform):
-            continue
+    named = zip(names_of(snapshot.asked), snapshot.asked, strict=True)
+    asked = [(name, i) for name, i in named if platform in (None, i.platform)]
+    for n, (name, implementation) in enumerate(asked):
         reason = implementation.unsupported(problem, snapshot.device)
         if reason is None:
             known, tier = _first_answer(snapshot, implementation, problem, tuning)
             if known.config is not None:
+                first = _Answer(name, implementation, known, tier)
+                chosen, slower = _fastest(snapshot, problem, first, asked[n + 1 :])
+                rejected.extend((answer.name, reason) for answer, reason in slower)
+                if answers is not None:
+                    answers.extend(answer.entry(problem) for answer in (*(a for a, _ in slower), chosen))
                 return Selection(
                     problem=problem,
-                    implementation=implementation,
-                    config=known.config,
-                    tier=tier,
+                    implementation=chosen.implementation,
+                    config=chosen.known.config,
+                    tier=chosen.tier,
                     rejected=tuple(rejected),
-                    origin=known.origin,
-                    ms=known.ms,
+                    origin=chosen.known.origin,
+                    ms=chosen.known.ms,
                     device=snapshot.device,
                 )
             reason = known.denied
-            if denials is not None:
-                denials.append((implementation.platform, problem.key(), known))
+            if answers is not None:
+                answers.append(_Answer(name, implementation, known, Tier.AUTOTUNE).entry(problem))
         rejected.append((name, reason))
     if not rejected and platform is not None:
         rejected.append((platform, "is not among the platforms that the module was built for"))
     raise UnsupportedError(problem.operation, dict(rejected))
+
+
+class _Answer(NamedTuple):
+    """What a platform would run a problem with."""
+
+    name: str
+    implementation: Implementation
+    known: Known
+    tier: Tier
+
+    def entry(self, problem: Problem) -> tuple[Entry, Tier]:
+        return (self.implementation.platform, problem.key(), self.known), self.tier
+
+
+def _fastest(
+    snapshot: Snapshot, problem: Problem, first: _Answer, later: Iterable[tuple[str, Implementation]]
+) -> tuple[_Answer, list[tuple[_Answer, str]]]:
+    """The first answer, or in its place that of a later platform which was measured to be faster at this very problem; and those that are
+    slower, each with the reason."""
+    best, slower = first, []
+    for name, implementation in later if first.known.ms else ():
+        if snapshot.known_exactly(implementation.platform, problem.key()) is None:
+            continue
+        if implementation.unsupported(problem, snapshot.device) is None:
+            answer = _Answer(name, implementation, *_first_answer(snapshot, implementation, problem, False))
+            found = slowness(best.known, answer.known)
+            if found is not None:
+                slower.append((best, slow_words(name, found)))
+                best = answer
+    return best, slower
 
 
 def _first_answer(

@@ -4,13 +4,14 @@ import dataclasses
 import enum
 import functools
 import hashlib
+import itertools
 from collections.abc import Iterable, Sequence
 from typing import Any
 
 import jax
 
 from .._errors import UnsupportedError
-from .caches import Entry, Known, memory_cache
+from .caches import Entry, Known, memory_cache, slowness
 from .device import device_facts, DeviceFacts, other_device_facts, place_of
 from .overlay import current_policy, overlay_entries, Policy
 from .persistent import user_entries
@@ -102,7 +103,16 @@ class Snapshot:
             sorted((platform.value, key, repr(known.config)) for (platform, key), known in table)
             for table in tables
         ]
-        return hashlib.sha256(repr((self.device, known)).encode()).hexdigest()[:16]
+        return hashlib.sha256(repr((self.device, known, self._order)).encode()).hexdigest()[:16]
+
+    @property
+    def _order(self) -> list[tuple[str, str, str]]:
+        """Which platform tables know to be slower than which other one, and at what: all by which times decide."""
+        by_key: dict[str, list[tuple[Platform, Known]]] = {}
+        for (platform, key), known in self._all.items():
+            by_key.setdefault(key, []).append((platform, known))
+        pairs = ((key, a, b) for key, known in by_key.items() for a, b in itertools.permutations(known, 2))
+        return sorted((key, a[0].value, b[0].value) for key, a, b in pairs if slowness(a[1], b[1]))
 
     def known_exactly(self, platform: Platform, key: str) -> tuple[Known, Tier] | None:
         """What is known of this very problem, and which tier says it."""
@@ -254,7 +264,9 @@ def _explicit(
     operation: str, devices: Sequence[DeviceFacts], platform: Any, config: Any
 ) -> tuple[Implementation, ...]:
     """All of the platform: which of several counts is decided by the device."""
-    wanted = sorted(kernel_registry.of_platform(operation, platform), key=kernel_registry.ordered(operation).index)
+    wanted = sorted(
+        kernel_registry.of_platform(operation, platform), key=kernel_registry.ordered(operation).index
+    )
     usable = [i for i in wanted if any(i.unusable(device) is None for device in devices)]
     if not usable:
         reasons = (i.unusable(devices[0]) or "" for i in wanted)

@@ -1,0 +1,151 @@
+"""Which platform is taken where tables know how long several take."""
+
+import dataclasses
+import pickle
+
+import pytest
+
+import ejkernel_eqx as ejx
+from ejkernel_eqx._kernel import make_plan
+from ejkernel_eqx.dispatch import (
+    BOTH,
+    FORWARD,
+    Known,
+    memory_cache,
+    overlay_cache,
+    Platform,
+    policy_override,
+    select,
+    Selection,
+    set_autotuner,
+    take_snapshot,
+    Tier,
+)
+from ejkernel_eqx.dispatch.caches import known_of
+from ejkernel_eqx.dispatch.records import Record
+from tests.dispatch.toy import Fast, FastConfig, OPERATION, problem, SlowConfig
+
+KEY, SIZES = problem().key(), problem().dims
+CONFIGS = {Platform.PALLAS: FastConfig(3), Platform.XLA: SlowConfig(4)}
+
+
+def known(platform: Platform, sizes=SIZES, **ms: float) -> Known:
+    times = tuple((BOTH if name == "both" else FORWARD, value) for name, value in ms.items())
+    return Known(CONFIGS[platform], times, "measured", sizes=sizes)
+
+
+def learn(**of: Known) -> None:
+    for name, what in of.items():
+        memory_cache.put(Platform(name), KEY, what)
+
+
+def chosen(p=None, **how) -> Selection:
+    return select(take_snapshot(OPERATION, **how), problem() if p is None else p)
+
+
+def test_the_fastest_measured_one_goes_first():
+    assert chosen().platform is Platform.PALLAS
+    learn(pallas=known(Platform.PALLAS, both=1.19))
+    assert chosen().platform is Platform.PALLAS
+    learn(xla=known(Platform.XLA, both=1.0))
+    taken = chosen()
+    assert (taken.platform, taken.config, taken.tier) == (Platform.XLA, SlowConfig(4), Tier.MEMORY)
+    assert dict(taken.rejected)["pallas"] == "measured 1.19 times as slow as xla, forward+backward"
+    assert taken.ms == ((BOTH, 1.0),) and taken.origin == "measured"
+    # Another problem, of which nothing is known; one platform alone in question; a platform, a configuration that was asked for.
+    assert chosen(problem(16)).platform is Platform.PALLAS
+    assert select(take_snapshot(OPERATION), problem(), platform=Platform.PALLAS).config == FastConfig(3)
+    assert chosen(platform="pallas").config == FastConfig(3)
+    assert chosen(config=FastConfig(9)).config == FastConfig(9)
+
+
+@pytest.mark.parametrize(
+    "pallas, xla, wins",
+    [
+        ({"both": 2.0, "forward": 1.0}, {"both": 1.0, "forward": 2.0}, Platform.XLA),  # both decide
+        ({"both": 1.0, "forward": 2.0}, {"both": 2.0, "forward": 1.0}, Platform.PALLAS),
+        ({"forward": 2.0}, {"both": 9.0, "forward": 1.0}, Platform.XLA),
+        ({"both": 2.0}, {"forward": 1.0}, Platform.PALLAS),  # nothing to compare by
+        ({"both": 2.0}, {}, Platform.PALLAS),
+        ({}, {"both": 1.0}, Platform.PALLAS),  # it may be faster still
+        ({"both": 1.005}, {"both": 1.0}, Platform.PALLAS),  # noise
+    ],
+)
+def test_what_is_compared(pallas, xla, wins):
+    learn(pallas=known(Platform.PALLAS, **pallas), xla=known(Platform.XLA, **xla))
+    assert chosen().platform is wins
+
+
+def test_only_the_same_work_is_compared():
+    """A key stands for a range of lengths: a time of 33 tokens says nothing about one of 64."""
+    near = (("D", 8), ("T", 33))
+    for pallas, xla in ((SIZES, near), (near, SIZES), ((), ())):
+        learn(pallas=known(Platform.PALLAS, pallas, both=2.0), xla=known(Platform.XLA, xla, both=1.0))
+        assert chosen().platform is Platform.PALLAS
+    learn(pallas=known(Platform.PALLAS, near, both=2.0), xla=known(Platform.XLA, near, both=1.0))
+    assert chosen().platform is Platform.XLA
+
+
+def test_a_record_tells_at_which_sizes_it_was_measured():
+    record = Record(OPERATION, "xla", 1, KEY, problem().to_dict(), {}, {"block": 4}, {BOTH: 1.0})
+    assert known_of(record, SlowConfig(4), "here").sizes == SIZES
+    assert known_of(dataclasses.replace(record, exact={}), SlowConfig(4), "here").sizes == ()
+
+
+def test_times_of_what_would_not_run_decide_nothing(monkeypatch):
+    learn(pallas=known(Platform.PALLAS, both=2.0), xla=known(Platform.XLA, both=1.0))
+    assert chosen().platform is Platform.XLA
+    with policy_override("heuristic"):
+        assert chosen().platform is Platform.PALLAS
+    for mine in (FastConfig(7), SlowConfig(7)):  # of which nothing was measured
+        with overlay_cache({OPERATION: mine}):
+            assert chosen().platform is Platform.PALLAS
+    # Measured at a near shape, or denied.
+    assert chosen(problem(40)).platform is Platform.XLA and chosen(problem(100)).platform is Platform.PALLAS
+    learn(xla=Known(None, denied="wrong"))
+    assert chosen().platform is Platform.PALLAS
+    learn(xla=known(Platform.XLA, both=1.0))
+    monkeypatch.setattr(Fast, "unsupported", staticmethod(lambda problem, device: "is not for this"))
+    assert dict(chosen().rejected)["pallas"] == "is not for this"
+
+
+def test_an_order_is_part_of_what_a_plan_knows():
+    """Plans stay equal, as configurations that are known keep them; an edition differs if another platform would be taken."""
+    learn(pallas=known(Platform.PALLAS, both=1.0), xla=known(Platform.XLA, both=2.0))
+    before = make_plan(OPERATION)
+    learn(pallas=known(Platform.PALLAS, both=1.1))  # measured again, to the same effect
+    again = make_plan(OPERATION)
+    learn(pallas=known(Platform.PALLAS, both=4.0))
+    after = make_plan(OPERATION)
+    assert before == again == after
+    assert before.as_edition() == again.as_edition() != after.as_edition()
+    platforms = [plan.select(problem()).platform for plan in (before, again, after)]
+    assert platforms == [Platform.PALLAS, Platform.PALLAS, Platform.XLA]
+    assert pickle.loads(pickle.dumps(after)).select(problem()).platform is Platform.XLA
+
+
+def test_what_is_measured_for_a_module_itself_counts_in_it():
+    learn(xla=known(Platform.XLA, both=1.0))
+    plan = make_plan(OPERATION)
+    set_autotuner(lambda problem, implementation, device: known(implementation.platform, both=1.5))
+    tuned = plan.pin(problem())
+    assert (
+        tuned.select(problem()).platform is Platform.XLA
+        and plan.select(problem()).platform is Platform.PALLAS
+    )
+    (row,) = ejx._explain._of_plan("", tuned)
+    assert (row.platform, row.config) == ("xla", "SlowConfig(block=4)")
+    assert ("pallas", "measured 1.50 times as slow as xla, forward+backward") in row.rejected
+    set_autotuner(lambda problem, implementation, device: known(implementation.platform, both=0.5))
+    assert plan.pin(problem()).select(problem()).platform is Platform.PALLAS
+
+
+def test_explain_says_why(monkeypatch):
+    learn(pallas=known(Platform.PALLAS, both=1.5), xla=known(Platform.XLA, both=1.0))
+    monkeypatch.setattr(
+        "ejkernel_eqx._explain.example_problem_of", lambda operation: lambda *words: problem()
+    )
+    text = str(ejx.explain(OPERATION, T=64))
+    assert (
+        "platform  xla" in text and "not pallas: measured 1.50 times as slow as xla, forward+backward" in text
+    )
