@@ -78,10 +78,8 @@ class CausalConv1d(Kernel):
             left, right or between: as if it were not there; the output there is 0. The initial state enters the row's first segment; the
             final state is the last one's.
 
-        **Returns:**
-
-        `(out, final_state)`: `[..., T, C]` in the dtype of `x`, and the last `W - 1` inputs, as `initial_state` and in its dtype. Raises
-        `ValueError` for arguments that do not fit, `UnsupportedError` if no platform (or not the given one) supports the call.
+        **Returns:** `(out, final_state)`: `[..., T, C]` in the dtype of `x`, and the last `W - 1` inputs, as `initial_state` and in its dtype.
+        Raises `ValueError` for arguments that do not fit, `UnsupportedError` if no platform (or not the given one) supports the call.
         """
         call = resolve(x, weight, bias, initial_state, cu_seqlens, segment_ids)
         if not call.arrays.x.size:  # nothing to launch, and states as they came

@@ -26,8 +26,7 @@ class GatedRMSNorm(Kernel):
     with $\sigma$ the activation and the mean over all features or over each group of them. Sums in float32 (float64 for float64). The backward keeps
     nothing but the inputs.
 
-    Platforms: Triton (`"triton"`, `"triton-interpret"`), XLA (`"xla"`). Differentiable in reverse mode in `x`, `z`, `weight`; `platform="xla"` in
-    forward mode and twice as well.
+    Platforms and derivatives: as [`ejkernel_eqx.CausalConv1d`][].
 
     Source: Dao & Gu, *Transformers are SSMs* (2024), section 7.
     """
@@ -55,8 +54,7 @@ class GatedRMSNorm(Kernel):
         - `norm_before_gate`: whether the gate comes last; by default it is applied to what is normalised.
         - `group_size`: features of a group, which are normalised by themselves; default all.
         - `eps`: added to the mean square.
-        - `platform`: use this platform or raise; `None` chooses by device and request.
-        - `config`: use this kernel configuration; it implies its platform.
+        - `platform`, `config`: as in [`ejkernel_eqx.CausalConv1d`][].
         - `tune_for`: `(x, z, weight)` or [`ejkernel_eqx.inputs`][]`(...)`, arrays or `jax.ShapeDtypeStruct`s: settle the choice for these now.
         """
         check_options(activation, group_size, eps)
@@ -77,8 +75,7 @@ class GatedRMSNorm(Kernel):
         - `z`: the gate, the shape of `x`, any float dtype; without it nothing is gated.
         - `weight`: `[features]`, or `[group_size]` for all groups, any float dtype; default ones.
 
-        **Returns:** `[..., features]` in the dtype of `x`. Raises `ValueError` for arguments that do not fit, `UnsupportedError` if no platform (or
-        not the given one) supports the call.
+        **Returns:** `[..., features]` in the dtype of `x`. Raises as [`ejkernel_eqx.CausalConv1d`][].
         """
         arrays = resolve(x, z, weight, self.group_size)
         if not arrays.x.size:  # nothing to launch

@@ -1,14 +1,20 @@
-"""What the delta rules share: their options, and their operands before the gate."""
+"""What the delta rules share: their options, their operands, and all of those that forget."""
 
 import dataclasses
-from typing import Any
+from typing import Any, ClassVar, Literal
 
+import equinox as eqx
+import jax
 from jax import Array
+from jax.typing import DTypeLike
+from jaxtyping import Float, Int
 
-from ..core.arguments import fitting
-from .arguments import Frame, Operands
+from .._kernel import Kernel, Plan
+from ..core.arguments import check_state_dtype, fitting
+from .arguments import check_scale, Frame, frame_of, Operands, step_frame_of
 from .gates import check_gate, l2norm, LOG, log_decay, write_strength
-from .spec import KEY, NONE, SCALAR
+from .operation import plan_of, run, run_step
+from .spec import KEY
 
 
 @dataclasses.dataclass(frozen=True)
@@ -46,12 +52,9 @@ def delta_operands(
     return Operands(q, k, v, scale, beta=beta, delta=True)
 
 
-def with_gate(
-    frame: Frame, options: DeltaOptions, operands: Operands, inputs: GateInputs, kind: str
-) -> Operands:
-    """The same with a decay of this kind, a number a head or a key channel."""
-    assert operands.decay == NONE and kind in (SCALAR, KEY)
-    channels, letters = ((), "H") if kind == SCALAR else ((operands.q.shape[-1],), "H D")
+def log_decays(frame: Frame, options: DeltaOptions, inputs: GateInputs, channels: tuple[int, ...]) -> Array:
+    """The log-decays of every token and head, and of every key channel where there are `channels`."""
+    letters = "H D" if channels else "H"
     raw = frame.operand("g", inputs.g, (None, *channels), letters)
     heads = raw.shape[-1 - len(channels)]
     A_log, dt_bias = inputs.A_log, inputs.dt_bias
@@ -66,11 +69,109 @@ def with_gate(
     else:
         A_log = fitting("A_log", A_log, (heads,), "H").reshape(heads, *(1 for _ in channels))
         dt_bias = None if dt_bias is None else fitting("dt_bias", dt_bias, (heads, *channels), letters)
-    g = _masked_decay(frame, options, raw, A_log, dt_bias)
-    return dataclasses.replace(operands, g=g, decay=kind)
-
-
-def _masked_decay(
-    frame: Frame, options: DeltaOptions, raw: Array, A_log: Array | None, dt_bias: Array | None
-) -> Array:
     return frame.mask(log_decay(options.gate, options.lower_bound, raw, A_log, dt_bias))
+
+
+class GatedDelta(Kernel):
+    """A delta rule that forgets: all of [`ejkernel_eqx.KernelDeltaAttention`][] and [`ejkernel_eqx.GatedDeltaRule`][] but what a rate is of."""
+
+    decay: ClassVar[str]
+    """`KEY`: a rate for every key channel; `SCALAR`: one for every head."""
+
+    scale: float | None = eqx.field(static=True)
+    options: DeltaOptions = eqx.field(static=True)
+    reverse: bool = eqx.field(static=True)
+    state_dtype: str | None = eqx.field(static=True)
+    plan: Plan = eqx.field(static=True)
+
+    def __init__(
+        self,
+        scale: float | None = None,
+        *,
+        use_qk_l2norm: bool = False,
+        gate: Literal["log", "softplus", "bounded"] = "log",
+        lower_bound: float | None = None,
+        beta_sigmoid: bool = False,
+        allow_neg_eigval: bool = False,
+        reverse: bool = False,
+        state_dtype: DTypeLike | None = None,
+        platform: str | None = None,
+        config: Any | None = None,
+        tune_for: Any | None = None,
+    ):
+        """**Arguments:**
+
+        - `scale`: of the outputs; default `D**-0.5`.
+        - `use_qk_l2norm`: normalise `q` and `k` here.
+        - `gate`: what `g` is: log-decays, or raw numbers for one of two formulas.
+        - `lower_bound`: the least log-decay, negative; with `gate="bounded"` only, and needed there.
+        - `beta_sigmoid`: `beta` is raw, its sigmoid is taken.
+        - `allow_neg_eigval`: `beta` is doubled, after the sigmoid.
+        - `reverse`, `state_dtype`, `platform`, `config`: as in [`ejkernel_eqx.GatedLinearAttention`][].
+        - `tune_for`: `(q, k, v, g, beta)` or [`ejkernel_eqx.inputs`][]`(q, k, v, g, beta, A_log=...)`: settle the choice for these now.
+        """
+        self.scale, self.reverse = check_scale(scale), reverse
+        self.options = DeltaOptions(use_qk_l2norm, beta_sigmoid, allow_neg_eigval, gate, lower_bound).check()
+        self.state_dtype = check_state_dtype(state_dtype)
+        self.plan = plan_of(type(self), self, platform, config, tune_for)
+
+    def __call__(
+        self,
+        q: Float[Array, "..."],
+        k: Float[Array, "..."],
+        v: Float[Array, "..."],
+        g: Float[Array, "..."],
+        beta: Float[Array, "..."],
+        *,
+        A_log: Float[Array, "..."] | None = None,
+        dt_bias: Float[Array, "..."] | None = None,
+        initial_state: Float[Array, "..."] | None = None,
+        cu_seqlens: Int[Array, "..."] | None = None,
+        segment_ids: Int[Array, "..."] | None = None,
+        state_indices: Int[Array, "..."] | None = None,
+    ) -> tuple[Array, Array]:
+        """**Arguments:**
+
+        - `q`, `k`: `[..., T, H, D]`; `v`: `[..., T, H, V]`; one of bf16, f16, f32 (f64 on XLA). Heads as in [`ejkernel_eqx.GatedLinearAttention`][].
+        - `g`: `[..., T, H, D]`, of `GatedDeltaRule` `[..., T, H]`: log-decays of at most 0, or raw as `gate` says; any float dtype.
+        - `beta`: write strengths `[..., T, H]`, or raw; any float dtype.
+        - `A_log`: `[H]`; `dt_bias`: `[H, D]`, of `GatedDeltaRule` `[H]`, or `None` for 0; the heads of `g`. For the gates that use them.
+        - `initial_state`, `cu_seqlens`, `segment_ids`, `state_indices`: as in [`ejkernel_eqx.GatedLinearAttention`][].
+
+        **Returns:** `(out, final_state)`: `[..., T, R, V]` in the dtype of `v`, and `[..., H, D, V]` (`[N, H, D, V]` with `cu_seqlens`). Raises as
+        [`ejkernel_eqx.GatedLinearAttention`][].
+        """
+        with self._scope():
+            frame = frame_of(q, "q", "H D", cu_seqlens, segment_ids, self.reverse, state_indices)
+            operands = self._operands(frame, (q, k, v), beta, GateInputs(g, A_log, dt_bias))
+            return run(self.plan, frame, operands, initial_state, self.state_dtype)
+
+    def step(
+        self,
+        q: Float[Array, "..."],
+        k: Float[Array, "..."],
+        v: Float[Array, "..."],
+        g: Float[Array, "..."],
+        beta: Float[Array, "..."],
+        state: Float[Array, "..."],
+        *,
+        A_log: Float[Array, "..."] | None = None,
+        dt_bias: Float[Array, "..."] | None = None,
+        state_indices: Int[Array, "..."] | None = None,
+    ) -> tuple[Array, Array]:
+        """One token of every row, for decoding: arguments as in a call, without the axis of tokens; `state`, `state_indices` and results as in
+        [`ejkernel_eqx.GatedLinearAttention.step`][]."""
+        with self._scope(".step"):
+            frame = step_frame_of(q, "q", "H D", state_indices)
+            operands = self._operands(frame, (q, k, v), beta, GateInputs(g, A_log, dt_bias))
+            return run_step(self.plan, frame, operands, state)
+
+    def _scope(self, method: str = "") -> Any:
+        return jax.named_scope(f"ejkernel_eqx.{type(self).__name__}{method}")
+
+    def _operands(
+        self, frame: Frame, qkv: tuple[Array, Array, Array], beta: Array, gate: GateInputs
+    ) -> Operands:
+        operands = delta_operands(frame, self.options, self.scale, qkv, beta)
+        g = log_decays(frame, self.options, gate, operands.q.shape[-1:] if self.decay == KEY else ())
+        return dataclasses.replace(operands, g=g, decay=self.decay)

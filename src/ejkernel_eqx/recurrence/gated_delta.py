@@ -1,6 +1,6 @@
 """`GatedDeltaRule` and `DeltaRule`: what is written replaces what a key held before."""
 
-from typing import Any, ClassVar, Literal
+from typing import Any, ClassVar
 
 import equinox as eqx
 import jax
@@ -10,8 +10,8 @@ from jaxtyping import Float, Int
 
 from .._kernel import Kernel, Plan
 from ..core.arguments import check_state_dtype
-from .arguments import check_scale, Frame, frame_of, Operands, step_frame_of
-from .delta import delta_operands, DeltaOptions, GateInputs, with_gate
+from .arguments import check_scale, frame_of, step_frame_of
+from .delta import delta_operands, DeltaOptions, GatedDelta
 from .operation import plan_of, register, run, run_step
 from .spec import SCALAR
 
@@ -19,7 +19,7 @@ register("gated_delta_rule")
 register("delta_rule")
 
 
-class GatedDeltaRule(Kernel):
+class GatedDeltaRule(GatedDelta):
     r"""The gated delta rule (Gated DeltaNet, Qwen3-Next): a delta rule whose heads forget.
 
     $$\bar S_t = e^{g_t} S_{t-1}, \qquad S_t = \bar S_t + \beta_t k_t (v_t - \bar S_t^\top k_t)^\top, \qquad
@@ -32,102 +32,7 @@ class GatedDeltaRule(Kernel):
     """
 
     operation: ClassVar[str] = "gated_delta_rule"
-
-    scale: float | None = eqx.field(static=True)
-    options: DeltaOptions = eqx.field(static=True)
-    reverse: bool = eqx.field(static=True)
-    state_dtype: str | None = eqx.field(static=True)
-    plan: Plan = eqx.field(static=True)
-
-    def __init__(
-        self,
-        scale: float | None = None,
-        *,
-        use_qk_l2norm: bool = False,
-        gate: Literal["log", "softplus", "bounded"] = "log",
-        lower_bound: float | None = None,
-        beta_sigmoid: bool = False,
-        allow_neg_eigval: bool = False,
-        reverse: bool = False,
-        state_dtype: DTypeLike | None = None,
-        platform: str | None = None,
-        config: Any | None = None,
-        tune_for: Any | None = None,
-    ):
-        """**Arguments:** as [`ejkernel_eqx.KernelDeltaAttention`][]."""
-        self.scale, self.reverse = check_scale(scale), reverse
-        self.options = DeltaOptions(use_qk_l2norm, beta_sigmoid, allow_neg_eigval, gate, lower_bound).check()
-        self.state_dtype = check_state_dtype(state_dtype)
-        self.plan = plan_of(GatedDeltaRule, self, platform, config, tune_for)
-
-    @jax.named_scope("ejkernel_eqx.GatedDeltaRule")
-    def __call__(
-        self,
-        q: Float[Array, "..."],
-        k: Float[Array, "..."],
-        v: Float[Array, "..."],
-        g: Float[Array, "..."],
-        beta: Float[Array, "..."],
-        *,
-        A_log: Float[Array, "..."] | None = None,
-        dt_bias: Float[Array, "..."] | None = None,
-        initial_state: Float[Array, "..."] | None = None,
-        cu_seqlens: Int[Array, "..."] | None = None,
-        segment_ids: Int[Array, "..."] | None = None,
-        state_indices: Int[Array, "..."] | None = None,
-    ) -> tuple[Array, Array]:
-        """**Arguments:**
-
-        - `q`, `k`: `[..., T, H, D]`, any number of leading axes, any head counts of which each divides the largest. bf16, f16, f32 (f64 on XLA).
-        - `v`: `[..., T, H, V]`, the dtype of `q`.
-        - `g`: `[..., T, H]`, log-decays of at most 0, or raw as `gate` says; any float dtype.
-        - `beta`: write strengths `[..., T, H]`, or raw; any float dtype.
-        - `A_log`: `[H]`; `dt_bias`: `[H]` or `None` for 0; the heads of `g`. For the gates that use them.
-        - `initial_state`, `cu_seqlens`, `segment_ids`, `state_indices`: as in [`ejkernel_eqx.GatedLinearAttention`][].
-
-        **Returns:**
-
-        `(out, final_state)`: `[..., T, R, V]` in the dtype of `v`, and `[..., H, D, V]` (`[N, H, D, V]` with `cu_seqlens`). Raises `ValueError` for
-        arguments that do not fit, `UnsupportedError` if no platform (or not the given one) supports the call.
-        """
-        frame = frame_of(q, "q", "H D", cu_seqlens, segment_ids, self.reverse, state_indices)
-        operands = self._operands(frame, (q, k, v), beta, GateInputs(g, A_log, dt_bias))
-        return run(self.plan, frame, operands, initial_state, self.state_dtype)
-
-    @jax.named_scope("ejkernel_eqx.GatedDeltaRule.step")
-    def step(
-        self,
-        q: Float[Array, "..."],
-        k: Float[Array, "..."],
-        v: Float[Array, "..."],
-        g: Float[Array, "..."],
-        beta: Float[Array, "..."],
-        state: Float[Array, "..."],
-        *,
-        A_log: Float[Array, "..."] | None = None,
-        dt_bias: Float[Array, "..."] | None = None,
-        state_indices: Int[Array, "..."] | None = None,
-    ) -> tuple[Array, Array]:
-        """One token of every row, for decoding.
-
-        **Arguments:**
-
-        - `q`, `k`: `[..., H, D]`; `v`: `[..., H, V]`; `g`, `beta`: `[..., H]`; `A_log`, `dt_bias` as in a call.
-        - `state`, `state_indices`: as in [`ejkernel_eqx.GatedLinearAttention.step`][].
-
-        **Returns:**
-
-        `(out, state)`: `[..., R, V]` and the new states (the whole pool). Raises as a call does.
-        """
-        frame = step_frame_of(q, "q", "H D", state_indices)
-        operands = self._operands(frame, (q, k, v), beta, GateInputs(g, A_log, dt_bias))
-        return run_step(self.plan, frame, operands, state)
-
-    def _operands(
-        self, frame: Frame, qkv: tuple[Array, Array, Array], beta: Array, gate: GateInputs
-    ) -> Operands:
-        operands = delta_operands(frame, self.options, self.scale, qkv, beta)
-        return with_gate(frame, self.options, operands, gate, SCALAR)
+    decay: ClassVar[str] = SCALAR
 
 
 class DeltaRule(Kernel):
@@ -181,10 +86,7 @@ class DeltaRule(Kernel):
         segment_ids: Int[Array, "..."] | None = None,
         state_indices: Int[Array, "..."] | None = None,
     ) -> tuple[Array, Array]:
-        """**Arguments:** as those of [`ejkernel_eqx.GatedDeltaRule`][] of the same name.
-
-        **Returns:** as there. Raises as it does.
-        """
+        """**Arguments**, **returns**, **raises:** as [`ejkernel_eqx.KernelDeltaAttention`][], without `g`, `A_log` and `dt_bias`."""
         frame = frame_of(q, "q", "H D", cu_seqlens, segment_ids, self.reverse, state_indices)
         operands = delta_operands(frame, self.options, self.scale, (q, k, v), beta)
         return run(self.plan, frame, operands, initial_state, self.state_dtype)
@@ -200,7 +102,8 @@ class DeltaRule(Kernel):
         *,
         state_indices: Int[Array, "..."] | None = None,
     ) -> tuple[Array, Array]:
-        """One token of every row, for decoding. Arguments and results as in [`ejkernel_eqx.GatedDeltaRule.step`][]."""
+        """One token of every row, for decoding: arguments as in a call, without the axis of tokens; `state`, `state_indices` and results as in
+        [`ejkernel_eqx.GatedLinearAttention.step`][]."""
         frame = step_frame_of(q, "q", "H D", state_indices)
         operands = delta_operands(frame, self.options, self.scale, (q, k, v), beta)
         return run_step(self.plan, frame, operands, state)

@@ -62,8 +62,7 @@ class LightningAttention(Kernel):
     `q`, `k`, `v`; or with slopes given at each call. Heads are shared as in [`ejkernel_eqx.GatedLinearAttention`][]; the state has
     as many heads as there are slopes, or as `k` or `v` if these have more.
 
-    Platforms: Triton (`"triton"`, `"triton-interpret"`), XLA (`"xla"`). Differentiable in reverse mode in every float argument and through both
-    results; `platform="xla"` in forward mode and twice as well.
+    Platforms and derivatives: as [`ejkernel_eqx.GatedLinearAttention`][].
 
     Sources: Qin et al., *Lightning Attention-2* (2024); MiniMax, *MiniMax-01* (2025).
     """
@@ -121,15 +120,12 @@ class LightningAttention(Kernel):
     ) -> tuple[Array, Array]:
         """**Arguments:**
 
-        - `q`, `k`: `[..., T, H, D]`, any number of leading axes, any head counts of which each divides the largest. bf16, f16, f32 (f64 on XLA).
-        - `v`: `[..., T, H, V]`, the dtype of `q`.
+        - `q`, `k`: `[..., T, H, D]`; `v`: `[..., T, H, V]`; one of bf16, f16, f32 (f64 on XLA). Heads as in [`ejkernel_eqx.GatedLinearAttention`][].
         - `slopes`: `[H]`, at least 0, any float dtype; where the module was built with `slopes=None`. Differentiable.
         - `initial_state`, `cu_seqlens`, `segment_ids`, `state_indices`: as in [`ejkernel_eqx.GatedLinearAttention`][].
 
-        **Returns:**
-
-        `(out, final_state)`: `[..., T, R, V]` in the dtype of `v`, and `[..., H, D, V]` (`[N, H, D, V]` with `cu_seqlens`). Raises `ValueError` for
-        arguments that do not fit, `UnsupportedError` if no platform (or not the given one) supports the call.
+        **Returns:** `(out, final_state)`: `[..., T, R, V]` in the dtype of `v`, and `[..., H, D, V]` (`[N, H, D, V]` with `cu_seqlens`). Raises as
+        [`ejkernel_eqx.GatedLinearAttention`][].
         """
         frame = frame_of(q, "q", "H D", cu_seqlens, segment_ids, self.reverse, state_indices)
         return run(self.plan, frame, self._operands(frame, q, k, v, slopes), initial_state, self.state_dtype)
@@ -145,17 +141,8 @@ class LightningAttention(Kernel):
         slopes: Float[Array, "..."] | None = None,
         state_indices: Int[Array, "..."] | None = None,
     ) -> tuple[Array, Array]:
-        """One token of every row, for decoding.
-
-        **Arguments:**
-
-        - `q`, `k`: `[..., H, D]`; `v`: `[..., H, V]`; `slopes`: `[H]`.
-        - `state`, `state_indices`: as in [`ejkernel_eqx.GatedLinearAttention.step`][].
-
-        **Returns:**
-
-        `(out, state)`: `[..., R, V]` and the new states (the whole pool). Raises as a call does.
-        """
+        """One token of every row, for decoding: arguments as in a call, without the axis of tokens; `state`, `state_indices` and results as in
+        [`ejkernel_eqx.GatedLinearAttention.step`][]."""
         frame = step_frame_of(q, "q", "H D", state_indices)
         return run_step(self.plan, frame, self._operands(frame, q, k, v, slopes), state)
 

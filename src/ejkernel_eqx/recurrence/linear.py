@@ -32,8 +32,7 @@ class LinearAttention(Kernel):
     without a decay, and every state is a pair `(S, z)`. Output head $r$ reads head $\lfloor r / (R / n) \rfloor$ of an operand with $n$
     heads, $R$ being the largest count; the state has as many heads as the largest of `k`, `v` and the decay, $z$ as many as `k`.
 
-    Platforms: Triton (`"triton"`, `"triton-interpret"`; no `gv`), XLA (`"xla"`). Differentiable in reverse mode in every float argument
-    and through all results; `platform="xla"` in forward mode and twice as well.
+    Platforms and derivatives: as [`ejkernel_eqx.GatedLinearAttention`][]; Triton has no `gv`.
 
     Sources: Katharopoulos et al., *Transformers are RNNs* (2020); with decay: Sun et al., *Retentive Network* (2023), and Yang et al.,
     *Gated Linear Attention Transformers with Hardware-Efficient Training* (2023).
@@ -87,18 +86,15 @@ class LinearAttention(Kernel):
     ) -> tuple[Array, Any]:
         """**Arguments:**
 
-        - `q`, `k`: `[..., T, H, D]`, any number of leading axes, any head counts of which each divides the largest. bf16, f16, f32 (f64 on XLA).
-        - `v`: `[..., T, H, V]`, the dtype of `q`.
+        - `q`, `k`: `[..., T, H, D]`; `v`: `[..., T, H, V]`; one of bf16, f16, f32 (f64 on XLA). Heads as in [`ejkernel_eqx.GatedLinearAttention`][].
         - `g`: `[..., T, H]`; `gk`: `[..., T, H, D]`; `gv`: `[..., T, H, V]`; `g_gamma`: `[H]`. Log-decays, at most 0, any float dtype.
         - `initial_state`: `[..., H, D, V]`, or `[N, H, D, V]` with `cu_seqlens`; default zero. With `normalize` a pair, with $z$
             `[..., H, D]` or `[N, H, D]`.
         - `cu_seqlens`, `segment_ids`, `state_indices`: packed sequences, padding, and a pool of states (with `normalize` a pair of them), as in
             [`ejkernel_eqx.GatedLinearAttention`][].
 
-        **Returns:**
-
-        `(out, final_state)`: `[..., T, R, V]` in the dtype of `v`, and the state after the last token, as `initial_state`. Raises `ValueError` for
-        arguments that do not fit, `UnsupportedError` if no platform (or not the given one) supports the call.
+        **Returns:** `(out, final_state)`: `[..., T, R, V]` in the dtype of `v`, and the state after the last token, as `initial_state`. Raises as
+        [`ejkernel_eqx.GatedLinearAttention`][].
         """
         frame = frame_of(q, "q", "H D", cu_seqlens, segment_ids, self.reverse, state_indices)
         operands = self._operands(frame, q, k, v, _decay(frame, q, v, g, gk, gv, g_gamma))
@@ -118,18 +114,8 @@ class LinearAttention(Kernel):
         g_gamma: Float[Array, "..."] | None = None,
         state_indices: Int[Array, "..."] | None = None,
     ) -> tuple[Array, Any]:
-        """One token of every row, for decoding.
-
-        **Arguments:**
-
-        - `q`, `k`, `v`, `g`, `gk`, `gv`, `g_gamma`: as in a call, without the axis of tokens.
-        - `state`: `[..., H, D, V]`, with `state_indices` a pool `[slots, H, D, V]`; with `normalize` a pair, with $z$ `[..., H, D]`.
-        - `state_indices`: as in [`ejkernel_eqx.GatedLinearAttention.step`][].
-
-        **Returns:**
-
-        `(out, state)`: `[..., R, V]` and the new states (the whole pool). Raises as a call does.
-        """
+        """One token of every row, for decoding: arguments as in a call, without the axis of tokens; `state`, `state_indices` and results as in
+        [`ejkernel_eqx.GatedLinearAttention.step`][]. With `normalize` a state, or a pool of them, is a pair, with $z$ `[..., H, D]`."""
         frame = step_frame_of(q, "q", "H D", state_indices)
         operands = self._operands(frame, q, k, v, _decay(frame, q, v, g, gk, gv, g_gamma))
         return self._run(frame, operands, k, "state", state)

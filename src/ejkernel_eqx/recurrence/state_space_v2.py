@@ -43,8 +43,7 @@ class StateSpaceV2(Kernel):
     gradient outside). A gate makes $y_t \odot \mathrm{silu}(z_t)$ of it, and `norm` the RMS norm of that. Head $h$ reads group
     $\lfloor h / (H / G) \rfloor$ of $B$ and $C$.
 
-    Platforms: Triton (`"triton"`, `"triton-interpret"`), XLA (`"xla"`). Differentiable in reverse mode in every float argument and through both
-    results; `platform="xla"` in forward mode and twice as well.
+    Platforms and derivatives: as [`ejkernel_eqx.GatedLinearAttention`][].
 
     Source: Dao & Gu, *Transformers are SSMs* (2024), sections 5 to 7.
     """
@@ -120,10 +119,8 @@ class StateSpaceV2(Kernel):
         - `cu_seqlens`, `segment_ids`, `state_indices`: packed sequences, padding, and a pool of states `[slots, H, P, N]`, as in
             [`ejkernel_eqx.GatedLinearAttention`][].
 
-        **Returns:**
-
-        `(y, final_state)`: `[..., T, H, P]` in the dtype of `x`, and the state after the last token, as `initial_state`. Raises `ValueError` for
-        arguments that do not fit, `UnsupportedError` if no platform (or not the given one) supports the call.
+        **Returns:** `(y, final_state)`: `[..., T, H, P]` in the dtype of `x`, and the state after the last token, as `initial_state`. Raises as
+        [`ejkernel_eqx.GatedLinearAttention`][].
         """
         frame = frame_of(x, "x", "H P", cu_seqlens, segment_ids, self.reverse, state_indices)
         inputs = _Inputs(x, dt, A, B, C, D, z, dt_bias, norm_weight)
@@ -146,18 +143,8 @@ class StateSpaceV2(Kernel):
         norm_weight: Float[Array, "..."] | None = None,
         state_indices: Int[Array, "..."] | None = None,
     ) -> tuple[Array, Array]:
-        """One token of every row, for decoding.
-
-        **Arguments:**
-
-        - as in a call, without the axis of tokens.
-        - `state`: `[..., H, P, N]`; with `state_indices` a pool `[slots, H, P, N]`. Written in place where it is donated.
-        - `state_indices`: int `[B]`, the slot of each row; -1: output 0 and nothing written. No slot may be given twice.
-
-        **Returns:**
-
-        `(y, state)`: `[..., H, P]` and the new states (the whole pool). Raises as a call does.
-        """
+        """One token of every row, for decoding: arguments as in a call, without the axis of tokens; `state` `[..., H, P, N]`, `state_indices` and
+        results as in [`ejkernel_eqx.GatedLinearAttention.step`][]."""
         frame = step_frame_of(x, "x", "H P", state_indices)
         operands, epilogue = self._operands(frame, _Inputs(x, dt, A, B, C, D, z, dt_bias, norm_weight))
         return run_step(self.plan, frame, operands, state, epilogue)

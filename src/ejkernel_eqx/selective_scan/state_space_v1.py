@@ -42,8 +42,7 @@ class StateSpaceV1(Kernel):
     The $I$ channels are in `num_groups` groups, of which each has its own $B$ and $C$. Memory is linear in `T I`, also of the gradient: the states
     are made again, not stored.
 
-    Platforms: Triton (`"triton"`, `"triton-interpret"`), XLA (`"xla"`). Differentiable in reverse mode in every float argument and through both
-    results; `platform="xla"` in forward mode and twice as well.
+    Platforms and derivatives: as [`ejkernel_eqx.GatedLinearAttention`][].
 
     Source: Gu & Dao, *Mamba: Linear-Time Sequence Modeling with Selective State Spaces* (2023), section 3.
     """
@@ -104,15 +103,11 @@ class StateSpaceV1(Kernel):
         - `A`: `[I, N]`, negative; `D`, `dt_bias`: `[I]`; any float dtype.
         - `B`, `C`: `[..., T, N]`, or `[..., T, G, N]` with `num_groups` above one; any float dtype.
         - `initial_state`: `[..., I, N]`, or `[S, I, N]` with `cu_seqlens`; default zero.
-        - `cu_seqlens`: offsets `[S + 1]` of packed sequences (no leading axes then); tokens past the last give 0.
-        - `segment_ids`: `[..., T]`; a new segment starts where the id changes. Negative ids are padding: the state passes, the output is 0. The
-            initial state enters the row's first segment; the final state is the last one's.
-        - `state_indices`: a slot of a pool `[slots, I, N]` for each packed sequence or row, as in [`ejkernel_eqx.GatedLinearAttention`][].
+        - `cu_seqlens` `[S + 1]`, `segment_ids`, `state_indices`: packed sequences, padding, and a pool of states `[slots, I, N]`, as in
+            [`ejkernel_eqx.GatedLinearAttention`][].
 
-        **Returns:**
-
-        `(y, final_state)`: `[..., T, I]` in the dtype of `x`, and the state after the last token, as `initial_state`. Raises `ValueError` for
-        arguments that do not fit, `UnsupportedError` if no platform (or not the given one) supports the call.
+        **Returns:** `(y, final_state)`: `[..., T, I]` in the dtype of `x`, and the state after the last token, as `initial_state`. Raises as
+        [`ejkernel_eqx.GatedLinearAttention`][].
         """
         frame = frame_of(x, "x", "I", cu_seqlens, segment_ids, self.reverse, state_indices)
         operands, packing = self._operands(frame, _Inputs(x, dt, A, B, C, D, z, dt_bias)), frame.packing
@@ -146,18 +141,8 @@ class StateSpaceV1(Kernel):
         dt_bias: Float[Array, "..."] | None = None,
         state_indices: Int[Array, "..."] | None = None,
     ) -> tuple[Array, Array]:
-        """One token of every row, for decoding.
-
-        **Arguments:**
-
-        - as in a call, without the axis of tokens.
-        - `state`: `[..., I, N]`; with `state_indices` a pool `[slots, I, N]`. Written in place where it is donated.
-        - `state_indices`: int `[B]`, the slot of each row; -1: output 0 and nothing written. No slot may be given twice.
-
-        **Returns:**
-
-        `(y, state)`: `[..., I]` and the new states (the whole pool). Raises as a call does.
-        """
+        """One token of every row, for decoding: arguments as in a call, without the axis of tokens; `state` `[..., I, N]`, `state_indices` and
+        results as in [`ejkernel_eqx.GatedLinearAttention.step`][]."""
         frame = step_frame_of(x, "x", "I", state_indices)
         operands = self._operands(frame, _Inputs(x, dt, A, B, C, D, z, dt_bias))
         state, indices = frame.row_states(state, operands["A"].shape, "I N")
