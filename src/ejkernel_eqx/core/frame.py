@@ -36,10 +36,10 @@ class Frame:
         return 0 in self.over_tokens
 
     def take(self, x: Array) -> Array:
-        return x if self.length is None else self.packing.take(x)
+        return self.packing.take(x)
 
     def mask(self, x: Array) -> Array:
-        return x if self.length is None else self.packing.mask(x)
+        return self.packing.mask(x)
 
     def operand(self, name: str, x: Any, sizes: tuple[int | None, ...], letters: str) -> Array:
         """An operand over tokens: checked, its padding zero, in the kernels' order. `letters` are those behind the tokens."""
@@ -74,36 +74,37 @@ class Frame:
     def states(self, given: Any, sizes: tuple[int, ...], letters: str, dtype: Any = None) -> "States":
         """The states of a sequence call, of these `sizes` each and, unless as given, of this dtype. With `state_indices` what is given is a
         pool of them."""
-        count = self.packing.num_sequences
-        # `N` counts the packed sequences, but where it is the size of a state.
-        letters_of_all = letters if count is None else f"{'S' if 'N' in letters.split() else 'N'} {letters}"
-        shape = (*self.lead, *(() if count is None else (count,)), *sizes)
-        pool = None
+        count, shape = self.packing.num_sequences, (*self.lead, *sizes)
+        if count is not None:
+            shape = (count, *sizes)  # there are no leading axes
+        pool = slots = None
         if self.state_indices is not None:
-            pool = self._pool(given, sizes, letters)
-            given = pool.read()
+            pool, slots = self._pool("initial_state", given, sizes, letters)
+            # Past the end where there is none: read as zeros, and not written.
+            slots = jnp.where(slots < 0, pool.shape[0], slots)
+            given = pool.at[slots].get(mode="fill", fill_value=0)
         if given is not None:
-            given = fitting("initial_state", given, shape, letters_of_all)
+            # `N` counts the packed sequences, but where it is the size of a state.
+            number = "" if count is None else "S " if "N" in letters.split() else "N "
+            given = fitting("initial_state", given, shape, f"{number}{letters}")
             given = self.packing.states(given if dtype is None else given.astype(dtype))
-        return States(given, shape, self.packing, pool)
-
-    def _pool(self, states: Any, sizes: tuple[int, ...], letters: str) -> "Pool":
-        indices = self._slots()
-        if states is None:
-            raise ValueError(
-                f"initial_state: expected a pool [slots, {letters.replace(' ', ', ')}] with state_indices, received None; zeros make an "
-                "empty one."
-            )
-        pool = fitting("initial_state", states, (None, *sizes), f"slots {letters}")
-        return Pool(pool, check_slots("state_indices", indices, self.state_indices, pool.shape[0]))
+        return States(given, shape, self.packing, pool, slots)
 
     def row_states(self, state: Any, sizes: tuple[int, ...], letters: str) -> tuple[Array, Array | None]:
         """The state of every row of a step; or a pool that one axis of rows shares, and the slot of each."""
         if self.state_indices is None:
             return fitting("state", state, (*self.lead, *sizes), letters), None
+        return self._pool("state", state, sizes, letters)
+
+    def _pool(self, name: str, states: Any, sizes: tuple[int, ...], letters: str) -> tuple[Array, Array]:
+        """States in slots `[slots, *sizes]`, of which each row or packed sequence has one, or none: -1."""
         indices = self._slots()
-        state = fitting("state", state, (None, *sizes), f"slots {letters}")
-        return state, check_slots("state_indices", indices, self.state_indices, state.shape[0])
+        if states is None:
+            raise ValueError(
+                f"{name}: expected a pool [slots, {letters.replace(' ', ', ')}] with state_indices, received None; zeros make an empty one."
+            )
+        pool = fitting(name, states, (None, *sizes), f"slots {letters}")
+        return pool, check_slots("state_indices", indices, self.state_indices, pool.shape[0])
 
     def _slots(self) -> Array:
         """The slot of each row, or of each packed sequence, int32 `[B]` or `[N]`."""
@@ -159,25 +160,6 @@ def step_frame_of(main: Any, names: str, letters: str, state_indices: Any = None
     return Frame(lead, None, main.dtype, Packing(lead, 1, False), letters, state_indices)
 
 
-class Pool(NamedTuple):
-    """States in slots, of which each row or packed sequence of a call has one, or none: -1."""
-
-    states: Array  # [slots, *sizes]
-    indices: Array  # int32 [N]
-
-    @property
-    def _slots(self) -> Array:
-        """Past the end where there is none: read as zeros, and not written."""
-        return jnp.where(self.indices < 0, self.states.shape[0], self.indices)
-
-    def read(self) -> Array:
-        return self.states.at[self._slots].get(mode="fill", fill_value=0)
-
-    def written(self, states: Array) -> Array:
-        """The whole pool, with these new states."""
-        return self.states.at[self._slots].set(states.astype(self.states.dtype), mode="drop")
-
-
 class States(NamedTuple):
     """The states of a sequence call."""
 
@@ -185,9 +167,12 @@ class States(NamedTuple):
     """In the kernels' order; `None`: zeros."""
     shape: tuple[int, ...]
     packing: Packing
-    pool: Pool | None
+    pool: Array | None
+    slots: Array | None
 
     def leaving(self, states: Array) -> Array:
         """What the caller gets for the states that are left, in the kernels' order; of a pool the whole."""
         states = self.packing.states(states)
-        return states if self.pool is None else self.pool.written(states)
+        if self.pool is None:
+            return states
+        return self.pool.at[self.slots].set(states.astype(self.pool.dtype), mode="drop")
