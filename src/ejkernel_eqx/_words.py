@@ -14,8 +14,7 @@ def read_sizes(dims: Mapping[str, int], defaults: Mapping[str, int | None]) -> d
         raise ValueError(
             f"dims: expected sizes for some of {', '.join(defaults)}, received unknown {unknown} and missing {missing}."
         )
-    sizes = {name: dims.get(name, default) for name, default in defaults.items()}
-    found = {name: size for name, size in sizes.items() if size is not None}
+    found = {name: size for name, size in {**defaults, **dims}.items() if size is not None}
     if any(size < 1 for size in found.values()):
         raise ValueError(
             f"dims: expected positive sizes, received {', '.join(f'{n}={s}' for n, s in dims.items())}."

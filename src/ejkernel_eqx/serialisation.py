@@ -70,10 +70,6 @@ def save(path: str | os.PathLike[str], model: Any, hyperparameters: Mapping[str,
     - `hyperparameters`: what is needed to build the model again; must survive a round trip through JSON, where
         tuples come back as lists. [`ejkernel_eqx.load`][] passes them to `like` as keyword arguments.
 
-    **Returns:**
-
-    Nothing.
-
     **Raises:**
 
     `ValueError` naming the hyperparameter that JSON cannot hold, or the leaf that cannot be saved. Nothing is

@@ -9,7 +9,7 @@ from typing import Any
 from .._errors import TuningError
 from .._inputs import Inputs
 from .._kernel import make_plan, Plan
-from ..dispatch import current_policy, device_fingerprint, Known, Platform, Policy, stable_json, Tier
+from ..dispatch import current_policy, device_fingerprint, Platform, Policy, stable_json, Tier
 from ..dispatch.overlay import POLICY_VARIABLE
 from .options import current_options, TuneOptions
 from .processes import Round, share, Table, taking_part
@@ -149,12 +149,11 @@ class Tuning:
         self, trees: tuple[Any, ...], invocations: Callable[[Any], list[Invocation]]
     ) -> tuple[Any, ...]:
         """The trees with every problem tuned that the first one asks for. `invocations(tree)` traces it."""
-        name = self._together.name
         if not plans_of(trees[0]):
             _LOG.warning(
                 "%s: there is no kernel in the model, which is returned unchanged; a kernel that a function captures or that stands in a "
                 "static field is no part of it.",
-                name,
+                self._together.name,
             )
         new = renew_plans(trees, self._renew)
         calls = invocations(new[0])
@@ -169,13 +168,11 @@ class Tuning:
 
     def answer(self, calls: Iterable[Invocation]) -> bool:
         """Tunes what these calls ask for and no calls before did; whether there was anything."""
-        questions: dict[Question, Invocation] = {}
+        tunable: dict[Question, Invocation] = {}
         for call in calls:
-            if call.tier not in _GIVEN and _question(call) not in self._asked:
-                questions.setdefault(_question(call), call)
-        tunable = {
-            q: call for q, call in questions.items() if call.implementation.make_workload(call.problem)
-        }
+            is_new = call.tier not in _GIVEN and _question(call) not in self._asked | tunable
+            if is_new and call.implementation.make_workload(call.problem):
+                tunable[_question(call)] = call
         self._asked |= tunable
         if not tunable:
             return False
@@ -189,17 +186,10 @@ class Tuning:
         return True
 
     def _tune_all(self, calls: Iterable[Invocation]) -> Table:
-        found = ((_question(call), self._tune_one(call)) for call in calls)
-        return {question: known for question, known in found if known is not None}
-
-    def _tune_one(self, call: Invocation) -> Known | None:
-        """What the tuner says; `None` where the tables suffice."""
-        if self._configs is None and self._suffices(call):
-            return None
-        force = self._policy is Policy.FORCE
-        return answer(
-            call.problem, call.implementation, configs=self._configs, options=self._options, force=force
-        )
+        """What the tuner says, where the tables do not suffice."""
+        how = {"configs": self._configs, "options": self._options, "force": self._policy is Policy.FORCE}
+        open_calls = [call for call in calls if self._configs is not None or not self._suffices(call)]
+        return {_question(call): answer(call.problem, call.implementation, **how) for call in open_calls}
 
     def _suffices(self, call: Invocation) -> bool:
         """Whether the tables that the policy trusts know exactly this problem."""
@@ -276,10 +266,10 @@ def _statement(calls: Iterable[Invocation]) -> str:
 
 
 def _call_of(model: Any, call: Callable[..., Any] | None) -> Callable[..., Any]:
-    if call is not None and not callable(call):
-        raise ValueError(f"call: expected a function call(model, *args, **kwargs), received {call!r}.")
     if call is not None:
-        return call
+        if callable(call):
+            return call
+        raise ValueError(f"call: expected a function call(model, *args, **kwargs), received {call!r}.")
     if not callable(model):
         raise ValueError(
             f"model: expected a callable module, received {type(model).__name__}; say by call= how it is called: "
