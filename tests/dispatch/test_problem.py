@@ -4,15 +4,17 @@ import os
 import pathlib
 import subprocess
 import sys
+import types
 from typing import Any
 
+import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
 
 import ejkernel_eqx
 from ejkernel_eqx.dispatch import Backend, device_facts, device_fingerprint, DeviceFacts, Problem
-from ejkernel_eqx.dispatch.device import shared_memory_limit
+from ejkernel_eqx.dispatch.device import _facts, _VMEM_MIB, shared_memory_limit, vmem_capacity
 
 BASE: dict[str, Any] = dict(
     dims={"B": 2, "T": 1000, "D": 64},
@@ -137,3 +139,28 @@ def test_an_unknown_architecture_gets_the_smallest_limit():
         shared_memory_limit("nvidia", c) for c in ("8.0", "8.6", "9.0", "12.0")
     )
     assert shared_memory_limit("amd", "gfx942") == 65_536
+
+
+@pytest.mark.parametrize("kind", sorted(_VMEM_MIB))
+def test_vector_memory_is_as_jax_knows_it(kind):
+    info = pytest.importorskip("jax._src.pallas.mosaic.tpu_info")
+    version = info.chip_version_from_device_kind(kind)
+    if version is None:
+        pytest.skip("a kind that this JAX does not know yet")
+    assert vmem_capacity(kind) == info.get_tpu_info_for_chip(version, 1).vmem_capacity_bytes
+
+
+def test_the_facts_of_a_tpu(monkeypatch):
+    monkeypatch.setattr(jax, "device_count", lambda platform: 4)
+    client = types.SimpleNamespace(platform_version="libtpu")
+    device: Any = types.SimpleNamespace(
+        platform="tpu", device_kind="TPU v6 lite", client=client, memory_stats=lambda: {"bytes_limit": 7}
+    )
+    facts = _facts.__wrapped__(device)
+    assert (facts.backend, facts.vmem, facts.memory, facts.shared_memory) == (Backend.TPU, 128 * 2**20, 7, 0)
+    assert vmem_capacity("TPU v99") == 16 * 2**20
+    # Folders of users' tables and the headers of tables stay what they were.
+    assert device_fingerprint(facts) == device_fingerprint(dataclasses.replace(facts, vmem=0))
+    assert "vmem" not in facts.to_dict() and DeviceFacts.from_dict(facts.to_dict()).vmem == 0
+    h200 = DeviceFacts(Backend.GPU, "NVIDIA H200", "nvidia", "9.0", 132, 232_448)
+    assert device_fingerprint(h200) == "nvidia_h200-ab9d6707"

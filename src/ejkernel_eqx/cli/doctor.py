@@ -174,6 +174,7 @@ def _device_text(device: dict[str, Any] | None) -> str:
         "capability": device["compute_capability"],
         "processors": device["num_multiprocessors"],
         "shared memory": device["shared_memory"] and f"{device['shared_memory']} bytes",
+        "vmem": device["vmem"] and f"{device['vmem']} bytes",
         "memory": device["memory"] and f"{device['memory'] / 2**30:.1f} GiB",
         "runtime": device["runtime"],
         "fingerprint": device["fingerprint"],

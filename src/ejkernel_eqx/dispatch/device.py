@@ -12,8 +12,18 @@ from .platform import Backend
 
 Device = Any  # `jax.Device`, which is a variable to type checkers
 
-# What one thread block may take when the runtime does not say: the smallest limit among supported GPUs of a vendor.
+# What one thread block may take, by compute capability, where the runtime does not say (CUDA programming guide, "Technical
+# specifications per compute capability"); of others the smallest limit among supported GPUs of a vendor.
+_SHARED_MEMORY = {"8.0": 166_912, "8.7": 166_912, "9.0": 232_448, "10.0": 232_448, "10.3": 232_448}
 _SAFE_SHARED_MEMORY = {"nvidia": 101_376, "amd": 65_536}
+
+# By the device kind that JAX gives, which has no attribute for it; as JAX's own `pallas.tpu.get_tpu_info`, which knows only the default device.
+_VMEM_MIB = {
+    **dict.fromkeys(("TPU v2", "TPU v3", "TPU v4", "TPU v4 lite"), 16),
+    **dict.fromkeys(("TPU v5", "TPU v5p", "TPU7", "TPU7x"), 64),
+    **dict.fromkeys(("TPU v5e", "TPU v5 lite", "TPU v6e", "TPU v6 lite"), 128),
+    "TPU8i": 192,
+}
 
 _OF_THE_DEVICE = (
     "kind",
@@ -29,7 +39,8 @@ _OF_THE_DEVICE = (
 class DeviceFacts:
     """What dispatch may know of a device. Frozen into every plan, so that nothing is asked again after construction.
 
-    `shared_memory` is the largest block of shared memory one program may use, in bytes; `count` the devices that JAX sees.
+    `shared_memory` is the largest block of shared memory one program of a GPU may use, and `vmem` the vector memory of a TPU's core, in
+    bytes, 0 where there is none or it is not known; `count` the devices that JAX sees.
     """
 
     backend: Backend
@@ -41,6 +52,7 @@ class DeviceFacts:
     memory: int = 0
     runtime: str = ""
     count: int = 1
+    vmem: int = 0
 
     @property
     def capability(self) -> tuple[int, int]:
@@ -121,9 +133,9 @@ def _facts(device: Device) -> DeviceFacts:
     if backend is Backend.GPU:
         return _gpu_facts(device)
     count = jax.device_count(device.platform)
-    return DeviceFacts(
-        backend, device.device_kind, memory=_memory(device), runtime=_runtime(device), count=count
-    )
+    vmem = vmem_capacity(device.device_kind) if backend is Backend.TPU else 0
+    facts = {"memory": _memory(device), "runtime": _runtime(device), "count": count, "vmem": vmem}
+    return DeviceFacts(backend, device.device_kind, **facts)
 
 
 def _gpu_facts(device: Device) -> DeviceFacts:
@@ -146,14 +158,12 @@ def _gpu_facts(device: Device) -> DeviceFacts:
 
 def shared_memory_limit(vendor: str, capability: str) -> int:
     """The vendor's documented limit per program for an architecture; the smallest known one for an unknown architecture."""
-    documented: Mapping[str, int] = {
-        "8.0": 166_912,
-        "8.7": 166_912,
-        "9.0": 232_448,
-        "10.0": 232_448,
-        "10.3": 232_448,
-    }
-    return documented.get(capability, _SAFE_SHARED_MEMORY.get(vendor, 49_152))
+    return _SHARED_MEMORY.get(capability, _SAFE_SHARED_MEMORY.get(vendor, 49_152))
+
+
+def vmem_capacity(kind: str) -> int:
+    """Bytes of vector memory of one core of a TPU; the smallest known for an unknown kind."""
+    return _VMEM_MIB.get(kind, min(_VMEM_MIB.values())) * 2**20
 
 
 def _memory(device: Device) -> int:

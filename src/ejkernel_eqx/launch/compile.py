@@ -14,6 +14,7 @@ from typing import Any
 import numpy as np
 
 from ..dispatch import Backend, DeviceFacts
+from ..dispatch.device import shared_memory_limit
 from ._collector import collector_paused
 from ._language_lock import language_lock
 from .interpret import interpreter_unavailable
@@ -34,10 +35,10 @@ class Target:
 TARGETS = {
     target.name: target
     for target in (
-        Target("sm_80", "cuda", 80, 32, 166912),
-        Target("sm_90", "cuda", 90, 32, 232448),
-        Target("sm_100", "cuda", 100, 32, 232448),
-        Target("gfx942", "hip", "gfx942", 64, 65536),
+        Target("sm_80", "cuda", 80, 32, shared_memory_limit("nvidia", "8.0")),
+        Target("sm_90", "cuda", 90, 32, shared_memory_limit("nvidia", "9.0")),
+        Target("sm_100", "cuda", 100, 32, shared_memory_limit("nvidia", "10.0")),
+        Target("gfx942", "hip", "gfx942", 64, shared_memory_limit("amd", "gfx942")),
     )
 }
 
