@@ -64,6 +64,12 @@ class Launcher:
     absent: Array
     execute: Execute
 
+    def knowing(self, arrays: Mapping[str, Array | None], **numbers: Any) -> "Launcher":
+        """The same with these, too, for every kernel."""
+        return dataclasses.replace(
+            self, arrays={**self.arrays, **arrays}, numbers={**self.numbers, **numbers}
+        )
+
     def __call__(
         self,
         kernel: Any,

@@ -29,6 +29,14 @@ def fitting(tiles: Iterable[T], needed: Callable[[T], int], device: DeviceFacts)
     return [tile for tile in tiles if needed(tile) <= shared_memory_of(device)]
 
 
+def too_large(kernel: str, sizes: str, stages: int, needed: int, device: DeviceFacts) -> str | None:
+    """Why tiles of these sizes do not fit, by an estimate of the bytes that they need."""
+    limit = shared_memory_of(device)
+    if needed <= limit:
+        return None
+    return f"{kernel} with {sizes} tiles and {stages} stages takes about {needed} bytes of shared memory, the device has {limit}"
+
+
 def rows_of(columns: list[list[T]]) -> list[tuple[T, ...]]:
     """The first of every column, the second of every column, ...; short columns stay at their last."""
     return [

@@ -2,6 +2,7 @@
 
 from ...dispatch import DeviceFacts, Problem
 from ...launch import limits_registers, register_limits_measured
+from ...launch.sizes import padded
 
 KERNELS = ("forward", "key_gradient", "query_gradient")
 Sizes = tuple[
@@ -211,4 +212,4 @@ def _ragged(problem: Problem) -> bool:
 
 def _width(problem: Problem) -> int:
     """The head dims padded to a power of two, as a kernel holds them."""
-    return max(64, 1 << (max(problem.dim("D"), problem.dim("V")) - 1).bit_length())
+    return padded(max(problem.dim("D"), problem.dim("V")), 64)
