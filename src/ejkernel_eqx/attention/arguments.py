@@ -13,6 +13,7 @@ import numpy as np
 from jax import Array
 
 from .._values import check_between, check_int32, check_offsets, FAR
+from ..core.arguments import accumulator
 from .masks.lower import Lowered
 from .masks.mask import Mask, Window
 from .spec import AttentionArrays, AttentionSpec, RowRanges
@@ -121,21 +122,21 @@ def resolve(
         return_lse=return_lse,
         same_segments=_sees_itself(lowered, queries, keys),
     )
-    segments = lowered.segments
     slopes, sinks = (
-        _head_array("alibi_slopes", scoring.alibi_slopes, heads, lead),
-        _sinks(scoring.sinks, heads, lead),
+        None if x is None else _pad_lead(x, lead, 1).astype(accumulator(q.dtype))
+        for x in (_slopes(scoring.alibi_slopes, heads), _sinks(scoring.sinks, heads))
     )
+    q_segments, kv_segments = lowered.segments or (None, None)
     arrays = AttentionArrays(
         q=q,
         k=k,
         v=v,
-        bias=_over_scores("bias", scoring.bias, lead, (heads, queries, keys)),
-        alibi_slopes=None if slopes is None else slopes.astype(_accumulator(q)),
-        sinks=None if sinks is None else sinks.astype(_accumulator(q)),
-        mask=_over_scores("mask", lowered.dense, lead, (heads, queries, keys)),
-        q_segments=None if segments is None else _over_row("segment_ids", segments[0], lead, queries),
-        kv_segments=None if segments is None else _over_row("kv_segment_ids", segments[1], lead, keys),
+        bias=_spread("bias", _bias(scoring.bias), lead, heads, queries, keys),
+        alibi_slopes=slopes,
+        sinks=sinks,
+        mask=_spread("mask", lowered.dense, lead, heads, queries, keys),
+        q_segments=_spread("segment_ids", q_segments, lead, queries),
+        kv_segments=_spread("kv_segment_ids", kv_segments, lead, keys),
         rows=None if lowered.rows is None else RowRanges(*(_pad_lead(x, lead, 1) for x in lowered.rows)),
         seeds=_seeds(scoring.key, lead, heads) if dropout > 0 else None,
     )
@@ -146,10 +147,6 @@ def _sees_itself(lowered: Lowered, queries: int, keys: int) -> bool:
     if lowered.segments is None or lowered.rows is not None:
         return False
     return lowered.segments[0] is lowered.segments[1] and queries == keys and lowered.offset == 0
-
-
-def _accumulator(q: Array) -> Any:
-    return jnp.float64 if q.dtype == jnp.float64 else jnp.float32
 
 
 def _check_qkv(q: Any, k: Any, v: Any) -> tuple[Array, Array, Array]:
@@ -246,12 +243,10 @@ def _check_mask(mask: Mask, lead: tuple[int, ...], queries: int, keys: int) -> M
                 "give Mask.from_segments both."
             )
     sizes = [side for window in mask.windows for side in window]
-    for name, x in (
-        ("prefix_lengths", mask.prefix_lengths),
-        *(("windows", x) for x in sizes),
-        *(("chunks", x) for x in mask.chunks),
-    ):
-        _row_scalar(f"mask.{name}", x, lead)
+    counts = {"prefix_lengths": (mask.prefix_lengths,), "windows": sizes, "chunks": mask.chunks}
+    for name, given in counts.items():
+        for x in given:
+            _row_scalar(f"mask.{name}", x, lead)
     cu_seqlens = mask.cu_seqlens
     if cu_seqlens is not None:
         sides = (("mask.cu_seqlens", queries), ("mask.kv_cu_seqlens", keys))
@@ -339,44 +334,41 @@ def _pad_lead(array: Array, lead: tuple[int, ...], rank: int) -> Array:
     return array.reshape((1,) * (len(lead) + rank - array.ndim) + array.shape)
 
 
-def _over_scores(name: str, value: Any, lead: tuple[int, ...], core: tuple[int, int, int]) -> Array | None:
-    if value is None:
+def _spread(name: str, array: Array | None, lead: tuple[int, ...], *core: int) -> Array | None:
+    """An array that broadcasts to `[*lead, *core]`, with all leading axes of the queries."""
+    if array is None:
         return None
-    array = jnp.asarray(value)
-    if name == "bias" and not jnp.issubdtype(array.dtype, jnp.floating):
+    return _pad_lead(_broadcastable(name, array, (*lead, *core)), lead, len(core))
+
+
+def _bias(value: Any) -> Array | None:
+    array = None if value is None else jnp.asarray(value)
+    if array is not None and not jnp.issubdtype(array.dtype, jnp.floating):
         raise ValueError(
             f"bias: expected floats, received dtype {array.dtype}; a boolean array is given as mask=."
         )
-    return _pad_lead(_broadcastable(name, array, (*lead, *core)), lead, 3)
+    return array
 
 
-def _over_row(name: str, ids: Array, lead: tuple[int, ...], length: int) -> Array:
-    return _pad_lead(_broadcastable(name, ids, (*lead, length)), lead, 1)
+def _slopes(value: Any, heads: int) -> Array | None:
+    return _per_head("alibi_slopes", value, heads, f"floats [{heads}], one per query head", (1,))
 
 
-def _head_array(name: str, value: Any, heads: int, lead: tuple[int, ...]) -> Array | None:
-    if value is None:
-        return None
-    array = jnp.asarray(value)
-    if array.ndim != 1 or array.shape[0] != heads or not jnp.issubdtype(array.dtype, jnp.floating):
-        raise ValueError(
-            f"{name}: expected floats [{heads}], one per query head, received {array.dtype} {array.shape}."
-        )
-    return _pad_lead(array, lead, 1)
-
-
-def _sinks(value: Any, heads: int, lead: tuple[int, ...]) -> Array | None:
+def _sinks(value: Any, heads: int) -> Array | None:
     """One logit a head: several sinks of a head join the denominator as their log-sum-exp."""
-    if value is None:
-        return None
-    array = jnp.asarray(value)
-    if array.ndim not in (1, 2) or array.shape[0] != heads or not jnp.issubdtype(array.dtype, jnp.floating):
-        raise ValueError(
-            f"sinks: expected floats [{heads}] or [{heads}, n], received {array.dtype} {array.shape}."
-        )
-    if array.ndim == 2:
-        array = jax.nn.logsumexp(array.astype(jnp.promote_types(array.dtype, jnp.float32)), axis=1)
-    return _pad_lead(array, lead, 1)
+    array = _per_head("sinks", value, heads, f"floats [{heads}] or [{heads}, n]", (1, 2))
+    if array is None or array.ndim == 1:
+        return array
+    return jax.nn.logsumexp(array.astype(jnp.promote_types(array.dtype, jnp.float32)), axis=1)
+
+
+def _per_head(name: str, value: Any, heads: int, form: str, ranks: tuple[int, ...]) -> Array | None:
+    array = None if value is None else jnp.asarray(value)
+    if array is not None and (
+        array.ndim not in ranks or array.shape[0] != heads or not jnp.issubdtype(array.dtype, jnp.floating)
+    ):
+        raise ValueError(f"{name}: expected {form}, received {array.dtype} {array.shape}.")
+    return array
 
 
 def _seeds(key: Any, lead: tuple[int, ...], heads: int) -> Array:

@@ -14,7 +14,6 @@ from ..core.platforms import EVERY, register
 from .arguments import MaskInputs, parse_window, resolve, ScoreInputs, ScoreOptions
 from .core import attend
 from .masks.mask import Mask, Window
-from .spec import AttentionArrays, AttentionSpec
 
 register("flash_attention", __package__, EVERY)
 
@@ -130,18 +129,12 @@ class FlashAttention(Kernel):
         masking = MaskInputs(
             mask, segment_ids, kv_segment_ids, cu_seqlens, kv_cu_seqlens, q_lengths, kv_lengths, q_offset
         )
-        scoring = ScoreInputs(
-            bias, sinks, alibi_slopes, key, self.inference if inference is None else inference
-        )
-        arrays, spec = self._resolve(q, k, v, masking, scoring, return_lse)
+        inference = self.inference if inference is None else inference
+        scoring = ScoreInputs(bias, sinks, alibi_slopes, key, inference)
+        own = Mask(is_causal=self.causal, window=self.window)
+        arrays, spec = resolve(q, k, v, self.options, own, masking, scoring, return_lse=return_lse)
         out, lse = attend(self.plan, self.operation, arrays, spec)
         if not return_lse:
             return out
         assert lse is not None, "only platforms that give the lse take a call that wants it"
         return out, jnp.swapaxes(lse, -1, -2)
-
-    def _resolve(
-        self, q: Array, k: Array, v: Array, masking: MaskInputs, scoring: ScoreInputs, return_lse: bool
-    ) -> tuple[AttentionArrays, AttentionSpec]:
-        own = Mask(is_causal=self.causal, window=self.window)
-        return resolve(q, k, v, self.options, own, masking, scoring, return_lse=return_lse)

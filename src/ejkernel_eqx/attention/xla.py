@@ -8,7 +8,9 @@ and `dv` transposed.
 """
 
 import dataclasses
+import functools
 import math
+import operator
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
@@ -51,19 +53,12 @@ class XlaConfig:
 
 config_type = XlaConfig
 _TILES_IN_MEMORY = 48  # a GPU's memory holds so many times the scores of one tile
-_TILES = (
-    XlaTile(256, 512),
-    XlaTile(128, 512),
-    XlaTile(256, 256),
-    XlaTile(512, 512),
-    XlaTile(128, 256),
-    XlaTile(512, 256),
-    XlaTile(128, 128),
-    XlaTile(256, 1024),
-    XlaTile(512, 1024),
-    XlaTile(1024, 512),
-    XlaTile(1024, 1024),
-    XlaTile(512, 128),
+_TILES = tuple(
+    XlaTile(*sides)
+    for sides in (
+        *((256, 512), (128, 512), (256, 256), (512, 512), (128, 256), (512, 256)),
+        *((128, 128), (256, 1024), (512, 1024), (1024, 512), (1024, 1024), (512, 128)),
+    )
 )
 
 
@@ -135,32 +130,32 @@ class _Tiles(NamedTuple):
         ]
         if is_symbolic(t) or is_symbolic(s):
             return cls(block_q, block_k, xla_symbols.pairs(q_start, q_fresh, k_start, k_fresh), *overlap)
-        lowest = (
-            q_fresh + spec.offset - spec.left if spec.left is not None else np.full(q_fresh.shape, -np.inf)
-        )
-        highest = q_start + block_q - 1 + spec.offset
-        highest = highest + spec.right if spec.right is not None else np.full(q_fresh.shape, np.inf)
+        lowest = q_fresh + spec.offset - (np.inf if spec.left is None else spec.left)
+        highest = q_start + block_q - 1 + spec.offset + (np.inf if spec.right is None else spec.right)
         seen = (k_start + block_k - 1 >= lowest[:, None]) & (k_fresh <= highest[:, None])
         a, b = np.nonzero(seen)
         pairs = np.stack([q_start[a], k_start[b], q_fresh[a], k_fresh[b]], axis=1).astype(np.int32)
         return cls(block_q, block_k, pairs, *overlap)
 
 
+def _every(terms: list[Array]) -> Array | None:
+    """Where all hold; `None` for everywhere."""
+    return functools.reduce(operator.and_, terms) if terms else None
+
+
 class _Call:
     """One call during its trace: its arrays in tile layout, and the score of a tile."""
 
-    def __init__(
-        self, arrays: AttentionArrays, spec: AttentionSpec, tile: XlaTile, lengths: xla_symbols.Lengths | None
-    ):
+    def __init__(self, arrays: AttentionArrays, spec: AttentionSpec, tile: XlaTile):
         self.spec, self.offset = spec, as_value(spec.offset)
-        self.lengths = lengths  # without padding, where there is some
+        self.lengths = xla_symbols.lengths_of(arrays)  # without padding, where there is some
+        self.arrays = arrays = xla_symbols.whole(arrays, tile)
         self.batch, self.t, self.heads, self.dim = arrays.q.shape
         self.s, self.kv_heads, self.value_dim = arrays.v.shape[1:]
         self.groups = self.heads // self.kv_heads
         self.accum = jnp.float64 if arrays.q.dtype == jnp.float64 else jnp.float32
         self.precision = lax.Precision.HIGHEST if arrays.q.dtype == jnp.float32 else None
         self.tiles = _Tiles.make(self.t, self.s, spec, tile)
-        self.arrays = arrays
         self.bias, self.mask = self.full(arrays.bias), self.full(arrays.mask)
         self.slopes, self.sinks = self.per_head(arrays.alibi_slopes), self.per_head(arrays.sinks)
         self.seeds: Any = None if arrays.seeds is None else self.per_head(arrays.seeds)[:, :, :, None, None]
@@ -217,10 +212,7 @@ class _Call:
         if self.mask is not None:
             # A constant mask would be reduced while compiling, which takes seconds where running takes microseconds.
             terms.append(lax.optimization_barrier(self.mask).any((2, 3)).swapaxes(1, 2))
-        seen = None
-        for term in terms:
-            seen = term if seen is None else seen & term
-        return seen
+        return _every(terms)
 
     def _keys_in_window(self) -> list[Array]:
         """`[1, S, 1]`, if not all."""
@@ -250,9 +242,8 @@ class _Call:
         j = jnp.arange(self.s, dtype=jnp.int32)[None]
 
         def body(seen, first):
-            start, end = (
-                lax.dynamic_slice_in_dim(x, first, self.tiles.block_q, 1)[..., None] for x in rows[:2]
-            )
+            tile = lambda x: lax.dynamic_slice_in_dim(x, first, self.tiles.block_q, 1)[..., None]
+            start, end = tile(rows.start), tile(rows.end)
             return seen | ((start <= j[None]) & (j[None] < end)).any(1), None
 
         nowhere = jnp.zeros_like(rows.start[:, :1]) > j
@@ -321,10 +312,7 @@ class _Call:
             terms.append((ours == theirs) & (ours >= 0))
         if self.mask is not None:
             terms.append(self.columns(self.rows(self.mask, pair, 3), pair, 4))
-        seen = None
-        for term in terms:
-            seen = term if seen is None else seen & term
-        return seen
+        return _every(terms)
 
     def scores(self, q: Array, k: Array, pair: Array) -> tuple[Array, Array | None]:
         """Masked scores `[B, K, G, Q, K]` of a tile, and `tanh` of the capped ones."""
@@ -364,11 +352,9 @@ class _Call:
 
         def inside(carry: Any, pair: Array) -> Any:
             seen = xla_symbols.in_window(pair, self.tiles.block_q, self.tiles.block_k, self.spec)
-            return (
-                body(carry, pair)
-                if seen is None
-                else lax.cond(seen, body, lambda carry, _: carry, carry, pair)
-            )
+            if seen is None:
+                return body(carry, pair)
+            return lax.cond(seen, body, lambda carry, _: carry, carry, pair)
 
         return inside
 
@@ -383,19 +369,7 @@ def _add(x: Array, tile: Array, start: Array, axis: int) -> Array:
 
 def forward(arrays: AttentionArrays, spec: AttentionSpec, config: XlaConfig) -> tuple[Array, Array]:
     """Output `[B, T, H, V]` and log-sum-exp `[B, H, T]`."""
-    if xla_symbols.has_symbols(arrays):
-        return xla_symbols.forward(_forward, arrays, spec, config)
-    return _forward(arrays, spec, config)
-
-
-def _forward(
-    arrays: AttentionArrays,
-    spec: AttentionSpec,
-    config: XlaConfig,
-    lengths: xla_symbols.Lengths | None = None,
-) -> tuple[Array, Array]:
-    """`lengths`: those without the padding of symbols."""
-    call = _Call(arrays, spec, config.forward, lengths)
+    call = _Call(arrays, spec, config.forward)
     rows = call.q.shape[:-1]
     total = call.zeros(rows)
     largest = total - jnp.inf
@@ -425,10 +399,11 @@ def _forward(
     total = jnp.where(empty, 1, total)
     lse = jnp.where(empty, -jnp.inf, largest + jnp.log(total))
     out = (acc / total[..., None]).astype(arrays.q.dtype).transpose(0, 3, 1, 2, 4)
-    return (
-        out.reshape(call.batch, call.t, call.heads, call.value_dim),
-        lse.reshape(call.batch, call.heads, call.t),
-    )
+    out = out.reshape(call.batch, call.t, call.heads, call.value_dim)
+    lse = lse.reshape(call.batch, call.heads, call.t)
+    if call.lengths is None:
+        return out, lse
+    return out[:, : call.lengths[0]], lse[..., : call.lengths[0]]
 
 
 def backward(
@@ -441,22 +416,9 @@ def backward(
     dlse: Array | None,
 ) -> AttentionGrads:
     """Cotangents of the differentiable arrays, from the results of `forward` and their cotangents."""
-    if xla_symbols.has_symbols(arrays):
-        return xla_symbols.backward(_backward, arrays, spec, config, (out, lse, dout, dlse))
-    return _backward(arrays, spec, config, out, lse, dout, dlse)
-
-
-def _backward(
-    arrays: AttentionArrays,
-    spec: AttentionSpec,
-    config: XlaConfig,
-    out: Array,
-    lse: Array,
-    dout: Array,
-    dlse: Array | None,
-    lengths: xla_symbols.Lengths | None = None,
-) -> AttentionGrads:
-    call = _Call(arrays, spec, config.backward, lengths)
+    call = _Call(arrays, spec, config.backward)
+    given, arrays = arrays, call.arrays
+    out, lse, dout, dlse = xla_symbols.whole_rows(out, lse, dout, dlse, config.backward)
     given_lse, (by_row, empty) = lse, row_terms(arrays, out, lse, dout, dlse)
     q, do = _cleaned(call, empty, dout)
     lse, delta = call.per_head(lse), call.per_head(by_row)
@@ -494,11 +456,9 @@ def _backward(
     dk, dv = (call.zeros((*heads[:2], 1, dim, call.s), (2,))[:, :, 0] for dim in (call.dim, call.value_dim))
     dslopes = None if slopes is None else call.zeros(heads)
     dq, dk, dv, dbias, dslopes = call.scan(body, (dq, dk, dv, bias.zeros(), dslopes))
-    dsinks = None
-    if arrays.sinks is not None:
-        dsinks = sinks_gradient(arrays, given_lse, by_row)
+    dsinks = None if arrays.sinks is None else sinks_gradient(arrays, given_lse, by_row)
     dq = (dq * spec.scale).astype(arrays.q.dtype).transpose(0, 3, 1, 2, 4)
-    return AttentionGrads(
+    grads = AttentionGrads(
         q=dq.reshape(arrays.q.shape),
         k=(dk * spec.scale).astype(arrays.k.dtype).transpose(0, 3, 1, 2),
         v=dv.astype(arrays.v.dtype).transpose(0, 3, 1, 2),
@@ -506,6 +466,7 @@ def _backward(
         alibi_slopes=_per_head_gradient(dslopes, arrays.alibi_slopes),
         sinks=_per_head_gradient(dsinks, arrays.sinks),
     )
+    return grads if call.lengths is None else xla_symbols.cut(grads, given)
 
 
 def _cleaned(call: _Call, empty: Array, dout: Array) -> tuple[Array, Array]:
@@ -545,9 +506,9 @@ class _BiasGradient:
         self.shape = tuple(lengths[a] if a in late else self.bias.shape[a] for a in range(5))
 
     def zeros(self) -> Array | None:
-        return (
-            None if self.bias is None else self.call.zeros(self.shape, tuple(a for a in self.early if a < 3))
-        )
+        if self.bias is None:
+            return None
+        return self.call.zeros(self.shape, tuple(a for a in self.early if a < 3))
 
     def add(self, total: Array | None, dscores: Array, pair: Array) -> Array | None:
         if total is None:
@@ -555,13 +516,7 @@ class _BiasGradient:
         tile = dscores.sum(self.early, keepdims=True)
         tile = tile if self.small else self._over_mapped(tile)
         zero = jnp.zeros((), pair.dtype)
-        start = (
-            zero,
-            zero,
-            zero,
-            zero if 3 in self.summed else pair[0],
-            zero if 4 in self.summed else pair[1],
-        )
+        start = (zero, zero, zero, *(zero if axis in self.summed else pair[axis - 3] for axis in (3, 4)))
         return lax.dynamic_update_slice(total, lax.dynamic_slice(total, start, tile.shape) + tile, start)
 
     def finish(self, total: Array | None) -> Array | None:

@@ -1,7 +1,6 @@
 """Lengths that are symbols (`jax.export`): padded to whole tiles, with a list of tiles that is made when the exported function runs."""
 
-from collections.abc import Callable
-from typing import Any, cast
+from typing import Any
 
 import jax.numpy as jnp
 import numpy as np
@@ -11,71 +10,48 @@ from .._sizes import as_value, is_symbolic
 from .spec import AttentionArrays, AttentionGrads, AttentionSpec
 
 Lengths = tuple[Any, Any]
-_FILL = {"q_segments": -1, "kv_segments": -1}
 
 
-def lengths_of(arrays: AttentionArrays) -> Lengths:
-    return arrays.q.shape[1], arrays.k.shape[1]
+def lengths_of(arrays: AttentionArrays) -> Lengths | None:
+    """How many queries and keys there are, where either is a symbol."""
+    lengths = arrays.q.shape[1], arrays.k.shape[1]
+    return lengths if any(map(is_symbolic, lengths)) else None
 
 
-def has_symbols(arrays: AttentionArrays) -> bool:
-    return any(map(is_symbolic, lengths_of(arrays)))
+def whole(arrays: AttentionArrays, tile: Any) -> AttentionArrays:
+    """The arrays of whole tiles. What they are padded with is seen by nobody."""
+    if lengths_of(arrays) is None:
+        return arrays
+    q, s = tile.block_q, tile.block_k
+    scores = ((2, q), (3, s))
+    sides = {"q": ((1, q),), "k": ((1, s),), "v": ((1, s),), "bias": scores, "mask": scores}
+    sides |= {"q_segments": ((1, q),), "kv_segments": ((1, s),)}
+    padded: dict[str, Any] = {}
+    for name, own in sides.items():
+        x: Any = getattr(arrays, name)
+        for axis, block in own if x is not None else ():
+            x = _to_tiles(x, axis, block, -1 if name.endswith("segments") else 0)
+        padded[name] = x
+    if arrays.rows is not None:
+        padded["rows"] = arrays.rows._make(_to_tiles(x, 1, q) for x in arrays.rows)
+    return arrays._replace(**padded)
 
 
-def forward(
-    function: Callable[..., Any], arrays: AttentionArrays, spec: AttentionSpec, config: Any
-) -> tuple[Array, Array]:
-    """The forward of whole tiles, for any lengths."""
-    queries = arrays.q.shape[1]
-    whole, lengths = _whole(arrays, config.forward), lengths_of(arrays)
-    out, lse = function(whole, spec, config, lengths)
-    return out[:, :queries], lse[..., :queries]
+def whole_rows(
+    out: Array, lse: Array, dout: Array, dlse: Array | None, tile: Any
+) -> tuple[Array, Array, Array, Array | None]:
+    """Results and their cotangents, of whole tiles; a row of padding has no weights."""
+    q = tile.block_q
+    dlse = None if dlse is None else _to_tiles(dlse, 2, q)
+    return _to_tiles(out, 1, q), _to_tiles(lse, 2, q, jnp.inf), _to_tiles(dout, 1, q), dlse
 
 
-def backward(
-    function: Callable[..., Any],
-    arrays: AttentionArrays,
-    spec: AttentionSpec,
-    config: Any,
-    rows: tuple[Array, Array, Array, Array | None],
-) -> AttentionGrads:
-    """The backward of whole tiles, for any lengths. `rows` are `out, lse, dout, dlse`; a row of padding has no weights."""
-    (out, lse, dout, dlse), tile = rows, config.backward
-    queries, keys = lengths_of(arrays)
-    whole = _whole(arrays, tile)
-    rest = (
-        _to_tiles(out, 1, tile.block_q),
-        _to_tiles(lse, 2, tile.block_q, jnp.inf),
-        _to_tiles(dout, 1, tile.block_q),
-        None if dlse is None else _to_tiles(dlse, 2, tile.block_q),
-    )
-    grads = function(whole, spec, config, *rest, (queries, keys))
-    bias = grads.bias
+def cut(grads: AttentionGrads, arrays: AttentionArrays) -> AttentionGrads:
+    """Of whole tiles, those of the arrays as they were given."""
+    queries, keys, bias = arrays.q.shape[1], arrays.k.shape[1], grads.bias
     if bias is not None and arrays.bias is not None:
         bias = bias[:, :, : arrays.bias.shape[2], : arrays.bias.shape[3]]
     return grads._replace(q=grads.q[:, :queries], k=grads.k[:, :keys], v=grads.v[:, :keys], bias=bias)
-
-
-def _whole(arrays: AttentionArrays, tile: Any) -> AttentionArrays:
-    q, s = tile.block_q, tile.block_k
-    axes: dict[str, tuple[tuple[int, int], ...]] = {
-        "q": ((1, q),),
-        "k": ((1, s),),
-        "v": ((1, s),),
-        "bias": ((2, q), (3, s)),
-        "mask": ((2, q), (3, s)),
-        "q_segments": ((1, q),),
-        "kv_segments": ((1, s),),
-    }
-    fields: dict[str, Any] = {}
-    for name, sides in axes.items():
-        x: Any = getattr(arrays, name)
-        for axis, block in sides if x is not None else ():
-            x = _to_tiles(cast(Array, x), axis, block, _FILL.get(name, 0))
-        fields[name] = x
-    if arrays.rows is not None:
-        fields["rows"] = arrays.rows._make(_to_tiles(x, 1, q) for x in arrays.rows)
-    return arrays._replace(**fields)
 
 
 def _to_tiles(x: Array, axis: int, block: int, fill: Any = 0) -> Array:

@@ -176,3 +176,7 @@ def check_slots(name: str, slots: Any, count: int) -> None:
 
 def is_known(x: Any) -> bool:
     return not isinstance(x, Tracer) and (not isinstance(x, Array) or x.is_fully_addressable)
+
+
+def broadcasts(shape: tuple[int, ...], to: tuple[int, ...]) -> bool:
+    return len(shape) <= len(to) and all(n in (1, m) for n, m in zip(shape[::-1], to[::-1]))

@@ -12,7 +12,7 @@ from jax.typing import DTypeLike
 
 from .._broadcast import like
 from ..parallel import over_mesh
-from .arguments import check_sizes, is_known, named_dtype, read_array, read_batch_shape
+from .arguments import broadcasts, check_sizes, is_known, named_dtype, read_array, read_batch_shape
 
 
 class KVCache(eqx.Module):
@@ -99,11 +99,8 @@ class KVCache(eqx.Module):
         mask = _read_rows("mask", mask, "booleans", "[..., T]", rows)
         if new_lengths is not None:
             _check_lengths(new_lengths, rows[-1])
-        if new_lengths is not None:
-            mask = (
-                jax.lax.broadcasted_iota(jnp.int32, rows, len(rows) - 1)
-                < new_lengths.astype(jnp.int32)[..., None]
-            )
+            token = jax.lax.broadcasted_iota(jnp.int32, rows, len(rows) - 1)
+            mask = token < new_lengths.astype(jnp.int32)[..., None]
         count = k_new.shape[-3] if mask is None else jnp.sum(mask, axis=-1, dtype=jnp.int32)
         lengths = eqx.error_if(
             self.lengths + count,
@@ -130,14 +127,14 @@ class KVCache(eqx.Module):
         new = new.astype(store.dtype)
         if start.ndim == 0 and mask is None:
             return jax.lax.dynamic_update_slice_in_dim(store, new, start, axis=0)
-        tokens = new.shape[-3]
-        if mask is None:
-            slots = start[..., None] + like(jnp.arange(tokens, dtype=jnp.int32), start[..., None])
-        else:
+        tokens, start = new.shape[-3], start[..., None]
+        token = like(jnp.arange(tokens, dtype=jnp.int32), start)
+        slots = start + token
+        if mask is not None:
             # A dynamic slice would be clamped where padding hangs over the end; a scatter drops exactly the
             # padding.
-            place = start[..., None] + jnp.cumsum(mask, axis=-1, dtype=jnp.int32) - 1
-            slots = jnp.where(mask, place, self.max_length + like(jnp.arange(tokens, dtype=jnp.int32), place))
+            place = start + jnp.cumsum(mask, axis=-1, dtype=jnp.int32) - 1
+            slots = jnp.where(mask, place, self.max_length + token)
         rows = math.prod(self.batch_shape)
         flat = store.reshape(rows, *store.shape[-3:])
         flat = flat.at[jnp.arange(rows)[:, None], slots.reshape(rows, tokens)].set(
@@ -182,7 +179,7 @@ def _read_rows(name: str, value: Any, kind: str, form: str, shape: tuple[int, ..
     if value is None:
         return None
     value = read_array(name, value, kind, form)
-    if value.ndim > len(shape) or any(n not in (1, m) for n, m in zip(value.shape[::-1], shape[::-1])):
+    if not broadcasts(value.shape, shape):
         raise ValueError(
             f"{name}: expected {form} that broadcasts to {shape}, received shape {value.shape}; the rows are those of k_new."
         )

@@ -2,7 +2,7 @@
 
 import dataclasses
 import math
-from typing import Any
+from typing import Any, ClassVar
 
 import equinox as eqx
 import jax
@@ -11,7 +11,7 @@ import numpy as np
 from jax import Array, lax
 from jax.typing import ArrayLike
 
-from .arguments import check_flags, check_numbers, check_sizes, read_array
+from .arguments import broadcasts, check_flags, check_numbers, check_sizes, read_array
 
 
 def _check_positive(**numbers: Any) -> None:
@@ -32,14 +32,12 @@ class LinearScaling:
     - `factor`: $s$, the new context length over the trained one.
     """
 
+    magnitude: ClassVar[float] = 1.0
+
     factor: float
 
     def __post_init__(self):
         _check_positive(factor=self.factor)
-
-    @property
-    def magnitude(self) -> float:
-        return 1.0
 
     def frequencies(self, base: np.ndarray, theta: float) -> np.ndarray:
         return base / self.factor
@@ -60,23 +58,20 @@ class Llama3Scaling:
     - `original_max_position`: $L$, in tokens.
     """
 
+    magnitude: ClassVar[float] = 1.0
+
     factor: float = 8.0
     low_freq_factor: float = 1.0
     high_freq_factor: float = 4.0
     original_max_position: int = 8192
 
     def __post_init__(self):
-        _check_positive(factor=self.factor, original_max_position=self.original_max_position)
-        _check_positive(low_freq_factor=self.low_freq_factor, high_freq_factor=self.high_freq_factor)
+        _check_positive(**dataclasses.asdict(self))
         if self.high_freq_factor <= self.low_freq_factor:
             raise ValueError(
                 f"high_freq_factor: expected more than low_freq_factor={self.low_freq_factor}, received {self.high_freq_factor}; the "
                 "wavelengths between the two are blended."
             )
-
-    @property
-    def magnitude(self) -> float:
-        return 1.0
 
     def frequencies(self, base: np.ndarray, theta: float) -> np.ndarray:
         turns = self.original_max_position * base / (2 * math.pi)
@@ -200,11 +195,8 @@ class RotaryEmbedding(eqx.Module):
                 f"scaling: expected LinearScaling, Llama3Scaling, YarnScaling or None, received {scaling!r}; "
                 "build one of these from the numbers of the model's configuration."
             )
-        self.head_dim = head_dim
-        self.theta = float(theta)
-        self.rotary_dim = rotary_dim
-        self.interleaved = interleaved
-        self.scaling = scaling
+        self.head_dim, self.rotary_dim = head_dim, rotary_dim
+        self.theta, self.interleaved, self.scaling = float(theta), interleaved, scaling
 
     def frequencies(self) -> np.ndarray:
         """The angle per position of each pair, float64 `[rotary_dim / 2]`."""
@@ -252,7 +244,7 @@ class RotaryEmbedding(eqx.Module):
 def check_positions(positions: Any, shape: tuple[int, ...]) -> Array:
     """Integers that broadcast to the tokens' `shape`, `[..., T]`."""
     positions = read_array("positions", positions, "integers", "[..., T]")
-    if positions.ndim == 0 or not _broadcasts(positions.shape, shape):
+    if positions.ndim == 0 or not broadcasts(positions.shape, shape):
         raise ValueError(
             f"positions: expected [..., T] that broadcasts to {shape}, received shape {positions.shape}; pass offset= for the position of "
             "the first token."
@@ -263,16 +255,12 @@ def check_positions(positions: Any, shape: tuple[int, ...]) -> Array:
 def _read_offset(offset: Any, lead: tuple[int, ...]) -> Array:
     is_number = isinstance(offset, int | np.integer) and not isinstance(offset, bool)
     found = jnp.asarray(offset, jnp.int32) if is_number else read_array("offset", offset, "integers", "[...]")
-    if not _broadcasts(found.shape, lead):
+    if not broadcasts(found.shape, lead):
         raise ValueError(
             f"offset: expected an integer or integers of shape {lead}, one for each row, received shape {found.shape}; pass positions= for "
             "one for each token."
         )
     return found.astype(jnp.int32)
-
-
-def _broadcasts(shape: tuple[int, ...], to: tuple[int, ...]) -> bool:
-    return len(shape) <= len(to) and all(n in (1, m) for n, m in zip(shape[::-1], to[::-1]))
 
 
 def _turn_halves(x: Array, cos: Array, sin: Array) -> Array:

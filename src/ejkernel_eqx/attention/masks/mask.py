@@ -152,7 +152,7 @@ class Mask(eqx.Module):
             )
         return Mask(
             is_causal=self.is_causal or other.is_causal,
-            window=(_least(self.window[0], other.window[0]), _least(self.window[1], other.window[1])),
+            window=(_both(min, self.window[0], other.window[0]), _both(min, self.window[1], other.window[1])),
             chunk_sizes=tuple(sorted({*self.chunk_sizes, *other.chunk_sizes})),
             prefix_lengths=_both(jnp.minimum, self.prefix_lengths, other.prefix_lengths),
             segments=self.segments + other.segments,
@@ -328,9 +328,5 @@ def _counts(name: str, value: Any | None) -> Array | None:
     )
 
 
-def _least(a: int | None, b: int | None) -> int | None:
-    return b if a is None else a if b is None else min(a, b)
-
-
-def _both(combine: Any, a: Array | None, b: Array | None) -> Array | None:
+def _both(combine: Any, a: Any | None, b: Any | None) -> Any:
     return b if a is None else a if b is None else combine(a, b)
