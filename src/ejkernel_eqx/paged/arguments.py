@@ -14,11 +14,11 @@ from jax import Array
 from .._broadcast import like
 from .._values import check_between, check_offsets
 from ..attention.arguments import parse_window, ScoreOptions
-from ..core.arguments import array
+from ..core.arguments import accumulator, array
 from ..sequences.packing import ended
 from .cache.batch import positions_of, slots_of, to_int32
 from .cache.cache import PagedKVCache, PagedLatentCache
-from .cache.pages import operands_of
+from .cache.pages import operands_of, read_array
 from .spec import PagedArrays, PagedSpec
 
 Cache = PagedKVCache | PagedLatentCache
@@ -74,25 +74,20 @@ def resolve(
         q_len=tokens.q_len,
         kv_len=jnp.broadcast_to(lengths, (*lead, lengths.shape[-1])),
     )
-    spec = _spec(q, options, tokens.max_query_len, return_lse)
     latent = isinstance(cache, PagedLatentCache)
     if latent and options.softmax_scale is None:
         raise ValueError(
             "softmax_scale: expected a number with a PagedLatentCache, received None; it is that of the expanded heads, such as "
             "(nope_dim + rope_dim) ** -0.5, which the latent does not tell."
         )
-    spec = dataclasses.replace(spec, latent=latent, scales=cache.scales)
-    return _with_scoring(arrays, scoring, tokens.max_query_len), spec
+    most = tokens.max_query_len
+    spec = _spec(q, options, max_query_len=most, latent=latent, scales=cache.scales, return_lse=return_lse)
+    return _with_scoring(arrays, scoring, most), spec
 
 
-def _spec(q: Array, options: PagedOptions, max_query_len: int, return_lse: bool) -> PagedSpec:
-    return PagedSpec(
-        scale=float(q.shape[-1] ** -0.5 if options.softmax_scale is None else options.softmax_scale),
-        logits_soft_cap=options.logits_soft_cap,
-        left=options.left,
-        max_query_len=max_query_len,
-        return_lse=return_lse,
-    )
+def _spec(q: Array, options: PagedOptions, **more: Any) -> PagedSpec:
+    scale = q.shape[-1] ** -0.5 if options.softmax_scale is None else options.softmax_scale
+    return PagedSpec(float(scale), options.logits_soft_cap, options.left, **more)
 
 
 def read_queries(q: Any, cache: Any, letters: str) -> Array:
@@ -118,9 +113,11 @@ def read_queries(q: Any, cache: Any, letters: str) -> Array:
             f"page_table: expected [N, M]{f' or the leading axes of q, {lead}' if lead else ''}, received shape {table.shape}; bind tables "
             "that fit q, or jax.vmap over both."
         )
-    heads, dim = _sizes(cache)
+    if isinstance(cache, PagedLatentCache):
+        what, heads, dim = "latent_dim + rope_dim", 1, cache.latent_dim + cache.rope_dim
+    else:
+        what, heads, dim = "head_dim", cache.num_kv_heads, cache.head_dim
     if q.shape[-1] != dim:
-        what = "latent_dim + rope_dim" if isinstance(cache, PagedLatentCache) else "head_dim"
         raise ValueError(
             f"q: expected the {what} of the cache, {dim}, received {q.shape[-1]} in shape {q.shape}."
         )
@@ -141,13 +138,6 @@ def tables(cache: Cache) -> tuple[Array, Array]:
     return cache.page_table, cache.lengths
 
 
-def _sizes(cache: Cache) -> tuple[int, int]:
-    """Key heads and key channels."""
-    if isinstance(cache, PagedLatentCache):
-        return 1, cache.latent_dim + cache.rope_dim
-    return cache.num_kv_heads, cache.head_dim
-
-
 def one_each(q: Array, cache: Cache) -> Tokens:
     """One query of each sequence, in order."""
     count = tables(cache)[1].shape[-1]
@@ -164,43 +154,30 @@ def one_each(q: Array, cache: Cache) -> Tokens:
 def packed(q: Array, cache: Cache, query_start_loc: Any, max_query_len: Any) -> Tokens:
     """The queries of all sequences side by side."""
     count, lead = tables(cache)[1].shape[-1], q.shape[:-3]
-    offsets = jnp.asarray(query_start_loc)
-    if not jnp.issubdtype(offsets.dtype, jnp.integer) or offsets.shape not in (
-        (count + 1,),
-        (*lead, count + 1),
-    ):
-        raise ValueError(
-            f"query_start_loc: expected ints [{count + 1}], the offsets of the {count} sequences of the cache, received {offsets.dtype} of "
-            f"shape {offsets.shape}; RaggedBatch.query_start_loc is one."
-        )
+    shapes = ((count + 1,), (*lead, count + 1))
+    expected = f"ints [{count + 1}], the offsets of the {count} sequences of the cache"
+    remedy = "; RaggedBatch.query_start_loc is one"
+    offsets = read_array("query_start_loc", query_start_loc, shapes, expected, remedy)
     tokens = q.shape[-3]
-    if max_query_len is None:
-        max_query_len = tokens
-    elif (
-        isinstance(max_query_len, bool)
-        or not isinstance(max_query_len, int | np.integer)
-        or max_query_len < 1
-    ):
+    is_int = isinstance(max_query_len, int | np.integer) and not isinstance(max_query_len, bool)
+    if max_query_len is not None and (not is_int or max_query_len < 1):
         raise ValueError(
             f"max_query_len: expected a static int of at least 1, the most queries of one sequence, or None, received {max_query_len!r}."
         )
     offsets = check_offsets("query_start_loc", to_int32(offsets), query_start_loc, tokens, zeros_behind=True)
-    offsets = jnp.broadcast_to(_read_offsets(offsets, tokens), (*lead, count + 1))
+    # What follows the last sequence may be anything, such as zeros.
+    offsets = jnp.broadcast_to(_highest_so_far(jnp.clip(offsets, 0, tokens)), (*lead, count + 1))
     length = offsets[..., 1:] - offsets[..., :-1]
-    return Tokens(offsets[..., :-1], length, max(min(int(max_query_len), tokens), 1))
+    most = tokens if max_query_len is None else max_query_len
+    return Tokens(offsets[..., :-1], length, max(min(int(most), tokens), 1))
 
 
-def _read_offsets(offsets: Any, tokens: int) -> Array:
-    """Each the highest so far, and no higher than there are tokens: what follows the last sequence may be anything, such as zeros."""
-    offsets = jnp.clip(to_int32(jnp.asarray(offsets)), 0, tokens)
-    count = offsets.shape[-1]
-    if count > 512:
+def _highest_so_far(offsets: Array) -> Array:
+    if offsets.shape[-1] > 512:
         return jax.lax.cummax(offsets, axis=offsets.ndim - 1)
-    index = jnp.arange(count)
-    return jnp.max(
-        jnp.where(like(index[None] <= index[:, None], offsets[..., None, :]), offsets[..., None, :], 0),
-        axis=-1,
-    )  # one kernel
+    index, others = jnp.arange(offsets.shape[-1]), offsets[..., None, :]
+    # One kernel, which a cumulative maximum is not.
+    return jnp.max(jnp.where(like(index[None] <= index[:, None], others), others, 0), axis=-1)
 
 
 def write_slots(arrays: PagedArrays) -> Array:
@@ -220,34 +197,24 @@ def write_slots(arrays: PagedArrays) -> Array:
 
 def _with_scoring(arrays: PagedArrays, scoring: Scoring, max_query_len: int) -> PagedArrays:
     heads = arrays.q.shape[-2]
-    wide = jnp.float64 if arrays.q.dtype == jnp.float64 else jnp.float32
-    sinks = _floats("sinks", scoring.sinks, ((heads,), (heads, None)), f"[{heads}] or [{heads}, n]")
-    if sinks is not None:
+
+    def floats(name: str, *shapes: Any, expected: str) -> Array | None:
+        value = getattr(scoring, name)
+        x = None if value is None else read_array(name, value, shapes, f"floats {expected}")
+        return None if x is None else x.astype(accumulator(arrays.q.dtype))
+
+    sinks = floats("sinks", (heads,), (heads, None), expected=f"[{heads}] or [{heads}, n]")
+    if sinks is not None and sinks.ndim == 2:
         # Several sinks of a head join the denominator as their log-sum-exp.
-        sinks = sinks.astype(wide)
-        sinks = jax.nn.logsumexp(sinks, axis=1) if sinks.ndim == 2 else sinks
-    slopes = _floats("alibi_slopes", scoring.alibi_slopes, ((heads,),), f"[{heads}], one per query head")
-    bias = _floats("qq_bias", scoring.qq_bias, ((None, None),), "[Q, Q]")
+        sinks = jax.nn.logsumexp(sinks, axis=1)
+    slopes = floats("alibi_slopes", (heads,), expected=f"[{heads}], one per query head")
+    bias = floats("qq_bias", (None, None), expected="[Q, Q]")
     if bias is not None and (bias.shape[0] != bias.shape[1] or bias.shape[0] < max_query_len):
         raise ValueError(
             f"qq_bias: expected [Q, Q] with Q at least max_query_len={max_query_len}, received shape {bias.shape}; give max_query_len, or "
             "pad the bias."
         )
-    slopes, bias = (None if x is None else x.astype(wide) for x in (slopes, bias))
     return arrays._replace(sinks=sinks, slopes=slopes, qq_bias=bias)
-
-
-def _floats(name: str, value: Any, shapes: Any, expected: str) -> Array | None:
-    if value is None:
-        return None
-    x = jnp.asarray(value)
-    fits = any(
-        len(shape) == x.ndim and all(want in (None, size) for want, size in zip(shape, x.shape))
-        for shape in shapes
-    )
-    if not fits or not jnp.issubdtype(x.dtype, jnp.floating):
-        raise ValueError(f"{name}: expected floats {expected}, received {x.dtype} of shape {x.shape}.")
-    return x
 
 
 def resolve_dense(
@@ -268,11 +235,7 @@ def resolve_dense(
     _check_heads(q, k.shape[-2])
     ranges = {}
     for name, value in (("start", start), ("end", end)):
-        x = jnp.asarray(value)
-        if not jnp.issubdtype(x.dtype, jnp.integer) or x.shape not in ((), lead):
-            raise ValueError(
-                f"{name}: expected ints {lead}, one for each row of q, received {x.dtype} of shape {x.shape}."
-            )
+        x = read_array(name, value, ((), lead), f"ints {lead}, one for each row of q")
         x = check_between(name, x.astype(jnp.int32), value, 0, k.shape[-3], "it counts the row's keys")
         ranges[name] = jnp.broadcast_to(x, lead)[..., None]
     zeros = jnp.zeros((*lead, 1), jnp.int32)
@@ -286,4 +249,4 @@ def resolve_dense(
         kv_len=ranges["end"],
         kv_start=ranges["start"],
     )
-    return _with_scoring(arrays, scoring, 1), _spec(q, options, 1, return_lse)
+    return _with_scoring(arrays, scoring, 1), _spec(q, options, return_lse=return_lse)

@@ -3,13 +3,10 @@
 from collections.abc import Mapping
 from typing import Any
 
-import jax
-import jax.numpy as jnp
-
 from .._words import read_flags, read_sizes, SWITCH
 from ..dispatch import Problem
 from .core import problem_of
-from .spec import PagedArrays, PagedSpec
+from .samples import shapes_from, spec_from
 
 _DECODES = ("paged_attention", "ragged_decode_attention")
 _DENSE = "ragged_decode_attention"
@@ -48,16 +45,8 @@ def example_problem(operation: str, dims: Mapping[str, int], dtype: str, flags: 
     kv = given["kv"] or ("int8" if given["scales"] else dtype)
     if (kv in _QUANTISED) != (given["scales"] is not None):
         raise ValueError(f"flags: expected scales with kv int8 or float8_e4m3fn alone, received {kv}.")
-    spec = PagedSpec(
-        scale=size["D"] ** -0.5,
-        logits_soft_cap=1.0 if given["soft_cap"] else None,
-        left=0 if given["window"] else None,
-        max_query_len=size["Q"],
-        latent=given["latent"],
-        scales=given["scales"],
-        return_lse=given["lse"],
-    )
-    return problem_of(operation, _arrays(operation, size, dtype, kv, given), spec)
+    given["ranged"] = operation == _DENSE
+    return problem_of(operation, shapes_from(size, dtype, kv, given), spec_from(size, given))
 
 
 def _sizes(operation: str, dims: Mapping[str, int]) -> dict[str, int]:
@@ -89,27 +78,3 @@ def _flags(operation: str, flags: Mapping[str, Any]) -> dict[str, Any]:
     if operation == "unified_attention":
         choices |= dict.fromkeys(_SCORES, SWITCH)
     return {"latent": False, "scales": None, **dict.fromkeys(_SCORES, False), **read_flags(flags, choices)}
-
-
-def _arrays(operation: str, size: dict[str, int], dtype: str, kv: str, given: dict[str, Any]) -> PagedArrays:
-    size = {**size, "P": 1, "R": size["D"] - size["V"]}
-    wide = "float64" if dtype == "float64" else "float32"
-
-    def shape(axes: str, dtype: str) -> Any:
-        return jax.ShapeDtypeStruct(tuple(size[axis] for axis in axes), jnp.dtype(dtype))
-
-    latent, each = given["latent"], shape("N", "int32")
-    return PagedArrays(
-        q=shape("THD", dtype),
-        k=shape("PpKV" if latent else "PpKD", kv),
-        v=None if latent else shape("PpKV", kv),
-        page_table=shape("NM", "int32"),
-        q_start=each,
-        q_len=each,
-        kv_len=each,
-        kv_start=each if operation == _DENSE else None,
-        rope=shape("PpKR", kv) if latent else None,
-        sinks=shape("H", wide) if given["sinks"] else None,
-        slopes=shape("H", wide) if given["alibi_slopes"] else None,
-        qq_bias=shape("QQ", wide) if given["qq_bias"] else None,
-    )

@@ -7,8 +7,7 @@ import jax
 import jax.numpy as jnp
 from jax import Array
 
-from .leading import unmapped
-from .spec import PagedArrays, PagedSpec, SHARED
+from .spec import PagedArrays, PagedSpec, SHARED, unmapped
 
 Named = dict[str, Array]
 
@@ -25,10 +24,9 @@ def flatten_rows(attend: Callable[[PagedArrays], Named], arrays: PagedArrays, sp
         axes = {name: None if name in alone else 0 for name in given}
         return jax.vmap(lambda given: attend(PagedArrays.of(given)), in_axes=(axes,))(given)
     given["q_start"] += jnp.arange(rows, dtype=jnp.int32)[:, None] * tokens
-    flat = {
-        name: x if name in alone else x.reshape(rows * x.shape[1], *x.shape[2:]) for name, x in given.items()
-    }
-    return {name: x.reshape(rows, tokens, *x.shape[1:]) for name, x in attend(PagedArrays.of(flat)).items()}
+    merged = lambda x: x.reshape(rows * x.shape[1], *x.shape[2:])
+    results = attend(PagedArrays.of({name: x if name in alone else merged(x) for name, x in given.items()}))
+    return {name: x.reshape(rows, tokens, *x.shape[1:]) for name, x in results.items()}
 
 
 def split_pages(page_size: int, block_k: int) -> tuple[int, int]:

@@ -7,6 +7,7 @@ import jax.numpy as jnp
 from jax import Array
 
 from .._kernel import Kernel, Plan
+from ..core.arguments import accumulator
 from ..core.plans import plan_of as plan_of
 from .arguments import Cache, PagedOptions, resolve, Scoring, Tokens, write_slots
 from .cache.pages import holding, write_arrays
@@ -47,19 +48,10 @@ class PagedOperation(Kernel):
         self.options = PagedOptions.read(sliding_window, logits_soft_cap, softmax_scale)
         self.plan = plan_of(type(self), self, platform, config, tune_for)
 
-
-def run(
-    plan: Plan,
-    options: PagedOptions,
-    q: Array,
-    cache: Cache,
-    tokens: Tokens,
-    scoring: Scoring,
-    return_lse: bool,
-) -> Any:
-    """`out`, or `(out, lse)`."""
-    arrays, spec = resolve(q, cache, options, tokens, scoring, return_lse=return_lse)
-    return finish(plan, arrays, spec)
+    def _run(self, q: Array, cache: Cache, tokens: Tokens, scoring: Scoring, return_lse: bool) -> Any:
+        """`out`, or `(out, lse)`."""
+        arrays, spec = resolve(q, cache, self.options, tokens, scoring, return_lse=return_lse)
+        return finish(self.plan, arrays, spec)
 
 
 def append(
@@ -75,7 +67,7 @@ def append(
 def finish(plan: Plan, arrays: PagedArrays, spec: PagedSpec, squeeze: int | None = None) -> Any:
     """The results of the resolved call; `squeeze` is the axis of `out`, one that the operation has added."""
     if _is_empty(arrays):
-        results = _empty(arrays, spec)
+        results = _empty(arrays)
     else:
         results = attend(plan, plan.operation, arrays, spec)
     out = results["out"] if squeeze is None else jnp.squeeze(results["out"], squeeze)
@@ -89,10 +81,9 @@ def _is_empty(arrays: PagedArrays) -> bool:
     return 0 in (arrays.q.size, arrays.kv_len.size)
 
 
-def _empty(arrays: PagedArrays, spec: PagedSpec) -> dict[str, Array]:
+def _empty(arrays: PagedArrays) -> dict[str, Array]:
     """No token, or none of a sequence."""
     values = arrays.k if arrays.v is None else arrays.v
-    wide = jnp.float64 if arrays.q.dtype == jnp.float64 else jnp.float32
     shape = arrays.q.shape[:-1]
-    results = {"out": jnp.zeros((*shape, values.shape[-1]), arrays.q.dtype)}
-    return results | {"lse": jnp.full(shape, -jnp.inf, wide)} if spec.return_lse else results
+    lse = jnp.full(shape, -jnp.inf, accumulator(arrays.q.dtype))
+    return {"out": jnp.zeros((*shape, values.shape[-1]), arrays.q.dtype), "lse": lse}

@@ -9,7 +9,7 @@ from jaxtyping import Float
 from ..core.platforms import register
 from .arguments import one_each, read_queries, Scoring
 from .cache.cache import PagedKVCache, PagedLatentCache
-from .operation import PagedOperation, run
+from .operation import PagedOperation
 
 register("paged_attention", __package__)
 
@@ -56,4 +56,4 @@ class PagedAttention(PagedOperation):
         """
         q = read_queries(q, cache, "N H D")
         tokens = one_each(q, cache)
-        return run(self.plan, self.options, q, cache, tokens, Scoring(sinks), return_lse)
+        return self._run(q, cache, tokens, Scoring(sinks), return_lse)

@@ -2,21 +2,25 @@
 
 from typing import Any
 
+import jax
 import jax.numpy as jnp
 from jax import Array, lax
 
-from .leading import over_leading_axes
-from .spec import PagedArrays, PagedSpec
+from ..core.arguments import accumulator
+from .spec import PagedArrays, PagedSpec, unmapped
 
 
 def attend(arrays: PagedArrays, spec: PagedSpec) -> dict[str, Array]:
     """`out [*, T, H, V]` and `lse [*, T, H]` in float64 if the queries are float64, and in float32 otherwise."""
-    return over_leading_axes(_row, arrays, spec)
+    alone, call = unmapped(arrays, spec), lambda given: _row(PagedArrays.of(given), spec)
+    for _ in arrays.q.shape[:-3]:
+        call = jax.vmap(call, in_axes=({name: None if name in alone else 0 for name in arrays.given},))
+    return call(arrays.given)
 
 
 def _row(arrays: PagedArrays, spec: PagedSpec) -> dict[str, Array]:
     """Without leading axes, one sequence and one key head after the other."""
-    dtype = jnp.float64 if arrays.q.dtype == jnp.float64 else jnp.float32
+    dtype = accumulator(arrays.q.dtype)
     (tokens, heads, _), kv_heads = arrays.q.shape, arrays.k.shape[-2]
     width = arrays.k.shape[-1] if arrays.v is None else arrays.v.shape[-1]
     groups, longest = heads // kv_heads, spec.max_query_len
@@ -33,25 +37,12 @@ def _row(arrays: PagedArrays, spec: PagedSpec) -> dict[str, Array]:
         seen, chunk = _visible(arrays, spec, n)
 
         def head(kv_head: Array) -> tuple[Array, Array]:
-            k, v = _keys(arrays, n, kv_head, dtype)
             hidden = ~seen.any(0)[:, None]
-            return _dense(
-                arrays,
-                spec,
-                q[:, kv_head],
-                jnp.where(hidden, 0, k),
-                jnp.where(hidden, 0, v),
-                seen,
-                chunk,
-                kv_head,
-            )
+            k, v = (jnp.where(hidden, 0, x) for x in _keys(arrays, n, kv_head, dtype))
+            return _dense(arrays, spec, q[:, kv_head], (k, v), (seen, chunk), kv_head)
 
-        o, l = lax.map(head, jnp.arange(kv_heads, dtype=jnp.int32))  # [K, Q, G, V], [K, Q, G]
-        return (
-            token,
-            jnp.moveaxis(o, 0, 1).reshape(longest, heads, width),
-            jnp.moveaxis(l, 0, 1).reshape(longest, heads),
-        )
+        o, l = (jnp.moveaxis(x, 0, 1) for x in lax.map(head, jnp.arange(kv_heads, dtype=jnp.int32)))
+        return token, o.reshape(longest, heads, width), l.reshape(longest, heads)
 
     token, o, l = lax.map(sequence, jnp.arange(arrays.page_table.shape[0], dtype=jnp.int32))
     return {"out": out.at[token].set(o, mode="drop"), "lse": lse.at[token].set(l, mode="drop")}
@@ -90,17 +81,10 @@ def _keys(arrays: PagedArrays, n: Array, kv_head: Array, dtype: Any) -> tuple[Ar
 
 
 def _dense(
-    arrays: PagedArrays,
-    spec: PagedSpec,
-    q: Array,
-    k: Array,
-    v: Array,
-    seen: Array,
-    chunk: Array,
-    kv_head: Array,
+    arrays: PagedArrays, spec: PagedSpec, q: Array, kv: Any, visible: Any, kv_head: Array
 ) -> tuple[Array, Array]:
     """`[Q, G, V]` and `[Q, G]` of one key head and the G query heads that read it."""
-    (longest, groups, _), dtype = q.shape, q.dtype
+    (longest, groups, _), dtype, (k, v), (seen, chunk) = q.shape, q.dtype, kv, visible
     of_head = lambda x: x.reshape(-1, groups)[kv_head].astype(dtype)[:, None]
     t, j = jnp.arange(longest, dtype=jnp.int32)[:, None], jnp.arange(k.shape[0], dtype=jnp.int32)[None]
     scores = spec.scale * jnp.einsum("qgd,sd->qgs", q, k, precision="highest")
@@ -113,9 +97,8 @@ def _dense(
         scores += jnp.where(j >= chunk, arrays.qq_bias[t, own].astype(dtype), 0)[:, None, :]
     scores = jnp.where(seen[:, None, :], scores, -jnp.inf)
     sinks = jnp.full((groups, 1), -jnp.inf, dtype) if arrays.sinks is None else of_head(arrays.sinks)
-    scores = jnp.concatenate(
-        [scores, jnp.broadcast_to(sinks, (longest, groups, 1))], 2
-    )  # a key whose value is 0
+    sinks = jnp.broadcast_to(sinks, (longest, groups, 1))  # a key whose value is 0
+    scores = jnp.concatenate([scores, sinks], 2)
     top = scores.max(2, keepdims=True)
     weights = jnp.exp(scores - jnp.where(top > -jnp.inf, top, 0))
     total = weights.sum(2, keepdims=True)

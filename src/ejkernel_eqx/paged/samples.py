@@ -2,6 +2,7 @@
 
 import functools
 import math
+from collections.abc import Mapping
 from typing import Any, NamedTuple
 
 import jax
@@ -9,9 +10,10 @@ import jax.numpy as jnp
 import numpy as np
 from jax import Array
 
+from ..core.arguments import accumulator
 from ..core.workload import bytes_of
 from ..dispatch import Problem
-from .spec import PagedArrays, PagedSpec
+from .spec import PagedArrays, PagedSpec, PAGES, SCALES
 
 SOFT_CAP = 30.0
 WINDOW = 4  # a window holds such a part of the longest sequence
@@ -43,16 +45,19 @@ class Batch(NamedTuple):
 
 def spec_of(problem: Problem) -> PagedSpec:
     """The static half of a call of this problem."""
-    scales = problem.flag("scales")
-    keys = problem.dim("M") * problem.dim("p")
+    return spec_from(dict(problem.dims), dict(problem.flags))
+
+
+def spec_from(size: Mapping[str, int], flags: Mapping[str, Any]) -> PagedSpec:
+    """The same from sizes by letter and the flags of a problem."""
     return PagedSpec(
-        scale=problem.dim("D") ** -0.5,
-        logits_soft_cap=SOFT_CAP if problem.flag("soft_cap") else None,
-        left=max(keys // WINDOW, 1) - 1 if problem.flag("window") else None,
-        max_query_len=problem.dim("Q"),
-        latent=bool(problem.flag("latent")),
-        scales=None if scales is None else str(scales),
-        return_lse=bool(problem.flag("lse")),
+        scale=size["D"] ** -0.5,
+        logits_soft_cap=SOFT_CAP if flags.get("soft_cap") else None,
+        left=max(size["M"] * size["p"] // WINDOW, 1) - 1 if flags.get("window") else None,
+        max_query_len=size["Q"],
+        latent=bool(flags.get("latent")),
+        scales=flags.get("scales"),
+        return_lse=bool(flags.get("lse")),
     )
 
 
@@ -102,37 +107,45 @@ def make_arrays(problem: Problem, seed: int) -> PagedArrays:
     return PagedArrays.of(values | {name: jnp.asarray(x)[None] for name, x in tables.items()})
 
 
+def shapes_from(
+    size: Mapping[str, int], dtype: Any, kv: Any, flags: Mapping[str, Any], pages: int = 1
+) -> PagedArrays:
+    """The arrays of a call without leading axes, from sizes by letter, the dtypes of queries and pages, and the flags of a problem."""
+    size, wide = {**size, "P": pages, "R": size["D"] - size["V"]}, accumulator(jnp.dtype(dtype))
+    stored = {"k": "PpKV", "rope": "PpKR"} if flags.get("latent") else {"k": "PpKD", "v": "PpKV"}
+    scale = {None: None, "token": "PpK", "head": "K"}[flags.get("scales")]
+    axes = {
+        "q": ("THD", dtype),
+        **{name: (letters, kv) for name, letters in stored.items()},
+        **{f"{name}_scale": (scale, "float32") for name in stored},
+        "page_table": ("NM", "int32"),
+        **dict.fromkeys(("q_start", "q_len", "kv_len"), ("N", "int32")),
+        "kv_start": ("N" if flags.get("ranged") else None, "int32"),
+        "sinks": ("H" if flags.get("sinks") else None, wide),
+        "slopes": ("H" if flags.get("alibi_slopes") else None, wide),
+        "qq_bias": ("QQ" if flags.get("qq_bias") else None, wide),
+    }
+    shape = lambda letters, dtype: jax.ShapeDtypeStruct([size[axis] for axis in letters], jnp.dtype(dtype))
+    return PagedArrays.of({name: shape(*which) for name, which in axes.items() if which[0] is not None})
+
+
 @functools.partial(jax.jit, static_argnums=(0, 1))
 def _random(problem: Problem, pages: int, key: Array) -> dict[str, Array]:
-    keys = iter(jax.random.split(key, 12))
-    size = {**dict(problem.dims), "P": pages, "1": 1}
-    size["R"] = size["D"] - size["V"]
-    stored, dtype = jnp.dtype(problem.dtype("kv")), jnp.dtype(problem.dtype("q"))
-    wide = jnp.float64 if dtype == jnp.float64 else jnp.float32
+    dtype, kv = problem.dtype("q"), problem.dtype("kv")
+    shapes = shapes_from(dict(problem.dims), dtype, kv, dict(problem.flags), pages).given
+    unit, keys = 1 / 64 if kv == "int8" else 1.0, iter(jax.random.split(key, len(shapes)))
 
-    def normal(axes: str, dtype: Any = wide) -> Array:
-        return jax.random.normal(next(keys), tuple(size[axis] for axis in axes), dtype)
+    def value(name: str, x: Any) -> Array:
+        if x.dtype == jnp.int8:
+            return jax.random.randint(next(keys), x.shape, -127, 128, jnp.int32).astype(jnp.int8)
+        if name == "slopes":
+            return 2.0 ** (-8.0 * jnp.arange(1, x.size + 1, dtype=x.dtype) / x.size)
+        if name in SCALES:
+            return unit * jnp.exp(0.2 * jax.random.normal(next(keys), x.shape, x.dtype))
+        return jax.random.normal(next(keys), x.shape, accumulator(jnp.dtype(dtype))).astype(x.dtype)
 
-    latent = bool(problem.flag("latent"))
-    widths = {"k": "V", "rope": "R"} if latent else {"k": "D", "v": "V"}
-    arrays = {"q": normal("1THD", dtype)}
-    for name, width in widths.items():
-        if stored == jnp.int8:
-            shape = tuple(size[axis] for axis in f"PpK{width}")
-            arrays[name] = jax.random.randint(next(keys), shape, -127, 128, jnp.int32).astype(jnp.int8)
-        else:
-            arrays[name] = normal(f"PpK{width}").astype(stored)
-        if problem.flag("scales"):
-            axes = "PpK" if problem.flag("scales") == "token" else "K"
-            unit = 1 / 64 if stored == jnp.int8 else 1.0
-            arrays[f"{name}_scale"] = unit * jnp.exp(0.2 * normal(axes, jnp.float32))
-    if problem.flag("sinks"):
-        arrays["sinks"] = normal("H")
-    if problem.flag("alibi_slopes"):
-        arrays["slopes"] = 2.0 ** (-8.0 * jnp.arange(1, size["H"] + 1, dtype=wide) / size["H"])
-    if problem.flag("qq_bias"):
-        arrays["qq_bias"] = normal("QQ")
-    return arrays
+    arrays = {name: value(name, x) for name, x in shapes.items() if x.dtype != jnp.int32}
+    return arrays | {"q": arrays["q"][None]}
 
 
 def moved_bytes(problem: Problem, spec: PagedSpec) -> float:
@@ -148,5 +161,4 @@ def moved_bytes(problem: Problem, spec: PagedSpec) -> float:
 
 
 def _over_keys(arrays: PagedArrays) -> list[Any]:
-    names = ("k", "v", "rope", "k_scale", "v_scale", "rope_scale")
-    return [x for x in (getattr(arrays, name) for name in names) if x is not None and x.ndim > 1]
+    return [x for name, x in arrays.given.items() if name in (*PAGES, *SCALES) and x.ndim > 1]

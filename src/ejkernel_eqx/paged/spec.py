@@ -51,9 +51,7 @@ class PagedArrays(NamedTuple):
     kv_len: Array  # int32 [*, N]: its number of keys, those of the queries included
     kv_start: Array | None = None  # int32 [*, N]: its first key
     rope: Array | None = None  # [P, p, K, Dr]: more key channels, which are no values
-    k_scale: Array | None = (
-        None  # float32 [P, p, K] or [K]: what a stored number stands for is `scale * number`
-    )
+    k_scale: Array | None = None  # float32 [P, p, K] or [K]: a stored number stands for `scale * number`
     v_scale: Array | None = None  # the same, for v
     rope_scale: Array | None = None  # the same, for rope
     sinks: Array | None = None  # float32 [H], natural log units
@@ -74,10 +72,8 @@ class PagedArrays(NamedTuple):
 PAGES = ("k", "v", "rope")
 SCALES = ("k_scale", "v_scale", "rope_scale")
 SHARED = frozenset({*PAGES, *SCALES, "sinks", "slopes", "qq_bias"})
-RESULTS = (
-    "out",
-    "lse",
-)  # [*, T, H, V] in the dtype of q; [*, T, H] float32 (float64 for float64), natural log, sinks included
+# [*, T, H, V] in the dtype of q; [*, T, H] float32 (float64 for float64), natural log, sinks included
+RESULTS = ("out", "lse")
 
 
 def axes_of(arrays: PagedArrays, spec: PagedSpec) -> dict[str, tuple[str, ...]]:
@@ -91,13 +87,19 @@ def axes_of(arrays: PagedArrays, spec: PagedSpec) -> dict[str, tuple[str, ...]]:
         "rope": ("P", "p", kv_heads, "Dr"),
         "page_table": ("N", "M"),
         **dict.fromkeys(("q_start", "q_len", "kv_len", "kv_start"), ("N",)),
-        **dict.fromkeys(("k_scale", "v_scale", "rope_scale"), scale),
+        **dict.fromkeys(SCALES, scale),
         "sinks": (heads,),
         "slopes": (heads,),
         "qq_bias": ("Q", "Q2"),
         "out": ("T", heads, "V"),
         "lse": ("T", heads),
     }
+
+
+def unmapped(arrays: PagedArrays, spec: PagedSpec) -> frozenset[str]:
+    """What comes without leading axes, the same for all of them."""
+    axes, given = axes_of(arrays, spec), arrays.given
+    return frozenset(name for name in SHARED.intersection(given) if given[name].ndim == len(axes[name]))
 
 
 class WriteArrays(NamedTuple):

@@ -9,7 +9,7 @@ from jaxtyping import Float, Int
 from ..core.platforms import register
 from .arguments import packed, read_queries, Scoring
 from .cache.cache import PagedKVCache, PagedLatentCache
-from .operation import PagedOperation, run
+from .operation import PagedOperation
 
 register("unified_attention", __package__)
 
@@ -61,4 +61,4 @@ class UnifiedAttention(PagedOperation):
         q = read_queries(q, cache, "T H D")
         tokens = packed(q, cache, query_start_loc, max_query_len)
         scoring = Scoring(sinks, alibi_slopes, qq_bias)
-        return run(self.plan, self.options, q, cache, tokens, scoring, return_lse)
+        return self._run(q, cache, tokens, scoring, return_lse)

@@ -229,20 +229,16 @@ class PageTable:
         table without a window.
         """
         own = self._known(sequence)
-        if self.window is None:
-            latest, which = own.length, "the length"
-        else:
-            latest, which = (
-                max(0, own.length - self.window + 1),
-                f"the first that a window of {self.window} reaches from the end",
-            )
-        if first_visible_position is None and self.window is None:
+        latest, which = own.length, "the length"
+        if self.window is not None:
+            latest = max(0, own.length - self.window + 1)
+            which = f"the first that a window of {self.window} reaches from the end"
+        elif first_visible_position is None:
             raise ValueError(
                 "first_visible_position: expected a position, received None; give it, or build the PageTable with a window."
             )
-        position = latest
-        if first_visible_position is not None:
-            position = read_count("first_visible_position", first_visible_position)
+        given = latest if first_visible_position is None else first_visible_position
+        position = read_count("first_visible_position", given)
         if position > latest:
             raise ValueError(
                 f"first_visible_position: expected at most {latest}, {which} of sequence {sequence!r}, received {position}; what is freed "

@@ -226,10 +226,9 @@ def _host(name: str, values: Any, least: int, rank: int = 1) -> np.ndarray:
             f"{name}: expected ints {['[N]', '[N, M]'][rank - 1]}, received {array.dtype} of shape {array.shape}; one entry for each "
             "sequence."
         )
-    if (array < least).any() or (array >= 2**31).any():
-        raise ValueError(
-            f"{name}: expected ints from {least} to 2**31 - 1, received {array[(array < least) | (array >= 2**31)].tolist()}."
-        )
+    wrong = array[(array < least) | (array >= 2**31)]
+    if wrong.size:
+        raise ValueError(f"{name}: expected ints from {least} to 2**31 - 1, received {wrong.tolist()}.")
     return array.astype(np.int64)
 
 

@@ -165,8 +165,7 @@ class PagedLatentCache(Pages):
 
         - `num_pages`, `page_size`: `P` and `p`; there is room for `P * p` tokens.
         - `latent_dim`, `rope_dim`: `R` and `Dr`.
-        - `batch_shape`: leading axes, such as `(layers,)`.
-        - `dtype`: how both are stored: bfloat16, float16, float32, float64 (on XLA), or int8 and float8_e4m3fn with scales.
+        - `batch_shape`, `dtype`: as in [`ejkernel_eqx.PagedKVCache.init`][].
         - `scales`: of 8-bit pages, `"token"` (the default), one for each token; or `"head"`, one for all tokens (the latent is the one
             head), 1 until `with_scales` sets it.
 
@@ -204,11 +203,6 @@ class PagedLatentCache(Pages):
         **Arguments:**
 
         - `latent`, `rope`: floats `[.., T, R]` and `[.., T, Dr]`, cast to the pages' dtype or quantised; leading axes as the pages have.
-        - `slots`: ints `[T]`, or with the leading axes: `page * page_size + place` for each token; one outside `0 .. P * p - 1`,
-            such as -1, writes nowhere. No slot may be given twice.
-
-        **Returns:** the new cache, with the same tables: `lengths` count new tokens from the start.
-
-        **Raises:** `ValueError` for shapes that do not fit.
+        - `slots`: ints `[T]`, or with the leading axes, as in [`ejkernel_eqx.PagedKVCache.append`][], and so are result and errors.
         """
         return self.append_by(write, latent, rope, slots)

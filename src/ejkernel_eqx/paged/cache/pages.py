@@ -43,7 +43,7 @@ class Pages(eqx.Module):
     def __check_init__(self):
         if not all(hasattr(x, "shape") for x in jax.tree.leaves(self)):
             return  # something else in the places of arrays, such as axes to map over
-        (name, x, _), (other, y, other_scale) = self._pairs
+        (name, x, scale), (other, y, other_scale) = self._pairs
         letters = "P, p, K, D" if self._rank == 4 else "P, p, R"
         if x.ndim < self._rank or not x.size:
             raise ValueError(
@@ -54,8 +54,9 @@ class Pages(eqx.Module):
                 f"{other}: expected the axes of {name} before the last, {x.shape[:-1]}, received shape {y.shape}; "
                 "both hold the same tokens."
             )
-        check_room(self.num_pages, self.page_size)
-        kind, other_kind = self.scales, kind_of_scale(f"{other}_scale", y, other_scale, self._rank)
+        check_room(*x.shape[x.ndim - self._rank :][:2])
+        kind = kind_of_scale(f"{name}_scale", x, scale, self._rank)
+        other_kind = kind_of_scale(f"{other}_scale", y, other_scale, self._rank)
         if kind != other_kind:
             raise ValueError(
                 f"{other}_scale: expected the kind of {name}_scale, {kind!r}, received {other_kind!r}; scale both."
@@ -95,22 +96,23 @@ class Pages(eqx.Module):
     @property
     def _pairs(self) -> list[tuple[str, Any, Any]]:
         """The name of each array of pages, the pages, and their scales."""
-        return list(zip(self._names[:2], self._arrays[:2], self._arrays[2:], strict=True))
+        first, second, first_scale, second_scale = self._arrays
+        return [(self._names[0], first, first_scale), (self._names[1], second, second_scale)]
 
     @property
     def batch_shape(self) -> tuple[int, ...]:
         """The leading axes of the pages."""
-        return self._arrays[0].shape[: -self._rank]
+        return getattr(self, self._names[0]).shape[: -self._rank]
 
     @property
     def num_pages(self) -> int:
         """Pages of all sequences together, `P`."""
-        return self._arrays[0].shape[-self._rank]
+        return getattr(self, self._names[0]).shape[-self._rank]
 
     @property
     def page_size(self) -> int:
         """Tokens a page, `p`."""
-        return self._arrays[0].shape[1 - self._rank]
+        return getattr(self, self._names[0]).shape[1 - self._rank]
 
     @property
     def scales(self) -> str | None:
@@ -300,13 +302,9 @@ def kind_of_scale(name: str, pages: Array, scale: Array | None, rank: int) -> st
 
 def read_head_scale(name: str, given: Any, scale: Array | None, lead: int) -> Array:
     """New scales in place of `scale`, one for each head; those without its leading axes are for all of them."""
-    values = jnp.asarray(given)
     assert scale is not None
     shapes = (scale.shape, scale.shape[lead:])
-    if not jnp.issubdtype(values.dtype, jnp.floating) or values.shape not in shapes:
-        raise ValueError(
-            f"{name}: expected floats {scale.shape}, received {values.dtype} of shape {values.shape}; one number for each head."
-        )
+    values = read_array(name, given, shapes, f"floats {scale.shape}", "; one number for each head")
     numbers = checked(
         values.astype(jnp.float32),
         given,
@@ -353,28 +351,33 @@ def check_tables(table: Array, lengths: Array) -> tuple[Array, Array]:
     return to_int32(table), to_int32(lengths)
 
 
+def read_array(name: str, given: Any, shapes: Any, expected: str, remedy: str = "") -> Array:
+    """`given` as an array of the numbers that are `expected`, words that begin with `ints` or `floats`, and of one of `shapes`, in which
+    `None` is any size."""
+    x, kind = jnp.asarray(given), jnp.integer if expected.startswith("ints") else jnp.floating
+    fits = any(
+        len(shape) == x.ndim and all(want is None or want == size for want, size in zip(shape, x.shape))
+        for shape in shapes
+    )
+    if not fits or not jnp.issubdtype(x.dtype, kind):
+        raise ValueError(f"{name}: expected {expected}, received {x.dtype} of shape {x.shape}{remedy}.")
+    return x
+
+
 def read_new(name: str, new: Any, lead: tuple[int, ...], inner: tuple[int, ...], tokens: int | None) -> Array:
     """New tokens `[*lead, T, *inner]`; `tokens` is `T` where it is known."""
-    new = jnp.asarray(new)
-    shape = (*lead, "T" if tokens is None else tokens, *inner)
-    if tokens is None and new.ndim > len(lead):
-        tokens = new.shape[len(lead)]
-    if new.shape != (*lead, tokens, *inner) or not jnp.issubdtype(new.dtype, jnp.floating):
-        raise ValueError(
-            f"{name}: expected floats [{', '.join(map(str, shape))}] as the cache holds it, received {new.dtype} of shape {new.shape}; "
-            "pack the tokens of all sequences along one axis."
-        )
-    return new
+    words = ", ".join(map(str, (*lead, "T" if tokens is None else tokens, *inner)))
+    remedy = "; pack the tokens of all sequences along one axis"
+    return read_array(
+        name, new, ((*lead, tokens, *inner),), f"floats [{words}] as the cache holds it", remedy
+    )
 
 
 def read_slots(given: Any, lead: tuple[int, ...], tokens: int | None, room: int) -> Array:
     """Slots for every one of the leading axes, int32 `[*lead, T]`, `room` in all."""
-    slots = jnp.asarray(given)
-    if not jnp.issubdtype(slots.dtype, jnp.integer) or slots.shape not in ((tokens,), (*lead, tokens)):
-        raise ValueError(
-            f"slots: expected ints [{tokens}], page * page_size + place for each token and -1 for nowhere, received {slots.dtype} of "
-            f"shape {slots.shape}; RaggedBatch.slots has them."
-        )
+    expected = f"ints [{tokens}], page * page_size + place for each token and -1 for nowhere"
+    shapes = ((tokens,), (*lead, tokens))
+    slots = read_array("slots", given, shapes, expected, "; RaggedBatch.slots has them")
     array = check_distinct("slots", to_int32(slots), given, room, "each token has a slot of its own, or -1")
     return jnp.broadcast_to(array, (*lead, tokens))
 
@@ -417,9 +420,8 @@ def gather(pages: Array, scale: Array | None, tables: Tables, size: int, dtype: 
     table = table[..., : math.ceil(size / page_size)]
     index = jnp.clip(table, 0, count - 1)
     places = jnp.arange(table.shape[-1] * page_size, dtype=jnp.int32)
-    seen = jnp.repeat((table >= 0) & (table < count), page_size, -1) & (
-        like(places, table) < lengths[..., None]
-    )
+    seen = jnp.repeat((table >= 0) & (table < count), page_size, -1)
+    seen &= like(places, table) < lengths[..., None]
 
     def take(x: Array) -> Array:
         """Zero before anything is computed with it, so that what lies in unused slots reaches no gradient either."""
