@@ -2,7 +2,6 @@
 
 import argparse
 import dataclasses
-import datetime
 import functools
 from collections.abc import Mapping, Sequence
 from typing import Any
@@ -26,12 +25,12 @@ from ..dispatch import (
     take_snapshot,
     to_dict,
 )
-from ..dispatch.persistent import made_with
 from ..tuning.bench import Bench, failure
 from ..tuning.check import all_errors
 from ..tuning.measure import JaxWork, time_in_turn, time_runs, Timing
 from ..tuning.report.data import describe
 from ..tuning.report.roofline import device_peaks, matrix_dtype, roofline
+from ..tuning.result import record_for
 from . import problems
 from .output import FAILED, number, OK, Outcome, percent, progress, ratio, section, table
 from .tune import positive
@@ -175,20 +174,14 @@ def record_of(problem: Problem, contender: Contender, known: Record | None = Non
     """What a table is to know of a platform that was timed; `known` is what it knows."""
     assert contender.implementation is not None
     timings = contender.timings
-    now = datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds")
-    record = Record(
-        operation=problem.operation,
-        platform=contender.platform,
-        version=contender.implementation.version,
-        problem=problem.key(),
-        exact=problem.to_dict(),
-        software=made_with(contender.implementation),
+    record = record_for(
+        problem,
+        contender.implementation,
         config=to_dict(contender.config),
         ms={direction: timing.ms for direction, timing in timings.items()},
         spread={direction: timing.spread for direction, timing in timings.items()},
         samples=min(len(timing.samples) for timing in timings.values()),
         errors=dict(contender.errors),
-        date=now,
     )
     if known is None or known.config != record.config:
         return record
@@ -201,9 +194,8 @@ def _kept(problem: Problem, contenders: Sequence[Contender]) -> dict[str, Any]:
     for contender in contenders:
         implementation = contender.implementation
         if contender.state == TIMED and contender.settled and implementation is not None:
-            store(
-                implementation, record_of(problem, contender, lookup(implementation, problem, device)), device
-            )
+            record = record_of(problem, contender, lookup(implementation, problem, device))
+            store(implementation, record, device)
             kept.append(contender.platform)
     taken = select(take_snapshot(problem.operation), problem)
     return {"kept": kept, "taken": taken.platform.value, "why": dict(taken.rejected)}

@@ -1,6 +1,5 @@
 """The file by which tuned records pass from one machine to another."""
 
-import contextlib
 import datetime
 import json
 import pathlib
@@ -127,10 +126,15 @@ def _checked_record(entry: Any) -> Record:
         raise ValueError(f"its problem cannot be read: {error!r}") from None
     if problem.key() != record.problem or problem.operation != record.operation:
         raise ValueError("its key is not that of its problem")
+    known = kernel_registry.list_operations()
+    same = kernel_registry.ordered(record.operation) if record.operation in known else ()
     refused = []
-    for implementation in _importable(record.operation, record.platform):
+    for implementation in (i for i in same if i.platform.value == record.platform):
         try:
-            return _of_implementation(record, implementation)
+            _check_fits(record, implementation)
+            return record
+        except ModuleNotFoundError:  # what it needs is not installed: the record may be for another machine
+            continue
         except ValueError as error:
             refused.append(error)
     if refused:
@@ -138,23 +142,10 @@ def _checked_record(entry: Any) -> Record:
     return record
 
 
-def _of_implementation(record: Record, implementation: Implementation) -> Record:
+def _check_fits(record: Record, implementation: Implementation) -> None:
     if implementation.version != record.version:
         raise ValueError(
             f"is of version {record.version} of the kernels, this package has {implementation.version}"
         )
     if record.config is not None:
         from_dict(record.config, implementation.hooks.config_type)
-    return record
-
-
-def _importable(operation: str, platform: str) -> list[Implementation]:
-    """The implementations that a record may be of, registered and with what they need installed: it may be for another machine."""
-    if operation not in kernel_registry.list_operations():
-        return []
-    found = []
-    for implementation in kernel_registry.ordered(operation):
-        with contextlib.suppress(ModuleNotFoundError):
-            implementation.load()
-            found.append(implementation)
-    return [implementation for implementation in found if implementation.platform.value == platform]

@@ -1,7 +1,7 @@
 """The work of one problem on this device: inputs, reference results and compiled programs, and how a candidate fails."""
 
 import functools
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import jax
@@ -103,12 +103,3 @@ def device_works() -> bool:
         return int(jax.numpy.arange(4).sum()) == 6
     except jax.errors.JaxRuntimeError:
         return False
-
-
-def worst_first(errors: Sequence[Mapping[str, float]]) -> dict[str, float]:
-    """The largest error of each result over several checks."""
-    merged: dict[str, float] = {}
-    for found in errors:
-        for name, error in found.items():
-            merged[name] = max(error, merged.get(name, 0.0))
-    return merged

@@ -4,7 +4,6 @@ import logging
 import sys
 import threading
 import time
-from collections.abc import Iterable
 from typing import Any
 
 from .isolated.events import Begun, Ended, Event, Failed, Finished, Job, Measured, Unsound
@@ -96,8 +95,3 @@ class Ledger:
             _LOG.info("%s: %s", self._job.name, line)
             if not self._bar.disable:
                 self._bar.write(f"  {line}", file=sys.stderr)
-
-
-def listed(measurements: Iterable[Measurement]) -> str:
-    """One line for each."""
-    return "\n".join(f"  {m.candidate}: {m.reason or m.status.value}" for m in measurements)

@@ -21,6 +21,7 @@ from ..dispatch import (
     kernel_registry,
     Known,
     memory_cache,
+    of_device,
     parse_platform,
     Platform,
     to_dict,
@@ -170,7 +171,8 @@ def replan_together(operations: Iterable[str]) -> None:
 def _in_files(operations: Iterable[str]) -> Table:
     """What this process's user's files know of some operations; they are not read when a module is built here."""
     device = device_facts()
-    implementations = (i for operation in operations for i in kernel_registry.ordered(operation))
+    known = (tuple(kernel_registry.ordered(operation)) for operation in operations)
+    implementations = (i for several in known for i in of_device(several, device))
     found = (entry for implementation in implementations for entry in user_entries(implementation, device))
     return {(platform, key): known for platform, key, known in found}
 
@@ -191,20 +193,21 @@ def _install(table: Table, operations: Iterable[str]) -> None:
 
 def encode(table: Table) -> str:
     """Canonical JSON of a table."""
-    rows = [(*row, known.ms, known.origin, known.denied) for row, known in _rows(table)]
+    rows = [(*row, known.ms, known.origin, known.denied, known.sizes) for row, known in _rows(table)]
     return json.dumps(rows, sort_keys=True)
 
 
 def decode(text: str) -> Table:
     """Undoes `encode`."""
     table: Table = {}
-    for name, key, config, ms, origin, denied in json.loads(text):
+    for name, key, config, ms, origin, denied, sizes in json.loads(text):
         platform = parse_platform(name)
         if config is not None:
             operation = json.loads(key)["operation"]
             config_type = kernel_registry.get(operation, platform).hooks.config_type
             config = from_dict(config, config_type)
-        table[platform, key] = Known(config, tuple(map(tuple, ms)), origin, denied)
+        times, sizes = tuple(map(tuple, ms)), tuple(map(tuple, sizes))
+        table[platform, key] = Known(config, times, origin, denied, sizes)
     return table
 
 

@@ -115,17 +115,9 @@ class TuningResult:
 
     def to_record(self, device: DeviceFacts) -> Record:
         """The entry for a table; it holds for the device whose folder it is put into."""
-        now = datetime.datetime.now(datetime.UTC)
-        remembered = [
-            m for m in self.measurements if m.status is Status.DENIED or m.reason.startswith(SPILLS)
-        ]
-        return Record(
-            operation=self.operation,
-            platform=self.platform.value,
-            version=self.implementation.version,
-            problem=self.problem.key(),
-            exact=self.problem.to_dict(),
-            software=made_with(self.implementation),
+        return record_for(
+            self.problem,
+            self.implementation,
             config=to_dict(self.config) if self.config is not None else None,
             ms=dict(self.ms),
             spread=dict(self.spread),
@@ -136,8 +128,11 @@ class TuningResult:
                 for m in self.measurements
                 if m.usable and m.ms is not None
             ),
-            denied=tuple(Denied(m.part, m.candidate.to_dict(), m.reason) for m in remembered),
-            date=now.isoformat(timespec="seconds"),
+            denied=tuple(
+                Denied(m.part, m.candidate.to_dict(), m.reason)
+                for m in self.measurements
+                if m.status is Status.DENIED or m.reason.startswith(SPILLS)
+            ),
         )
 
     def __str__(self) -> str:
@@ -147,3 +142,17 @@ class TuningResult:
             for direction, ms in self.ms.items()
         )
         return f"{self.problem} on {self.platform.value}: {self.config}" + (f"; {times}" if times else "")
+
+
+def record_for(problem: Problem, implementation: Implementation, **found: Any) -> Record:
+    """What was found now of a problem, by these kernels and this software."""
+    return Record(
+        operation=problem.operation,
+        platform=implementation.platform.value,
+        version=implementation.version,
+        problem=problem.key(),
+        exact=problem.to_dict(),
+        software=made_with(implementation),
+        date=datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"),
+        **found,
+    )

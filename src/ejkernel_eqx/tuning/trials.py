@@ -7,7 +7,7 @@ from typing import Any, NamedTuple, TypeVar
 
 from ..launch import collector_paused
 from . import measure
-from .bench import Bench, device_works, failure, Names, Refusal, worst_first
+from .bench import Bench, device_works, failure, Names, Refusal
 from .filters import refusal
 from .isolated.events import Begun, Ended, Event, Job, Measured
 from .isolated.settings import applied, thread_settings, undisturbed
@@ -119,8 +119,8 @@ class Trials:
 
     def check(self, trials: Iterable[Trial], seeds: Iterable[int] = (0,)) -> dict[str, float] | None:
         """The largest error of each result over programs of one candidate and input seeds; `None` if it may not be used."""
-        found: list[Mapping[str, float]] = []
-        candidate, seeds = None, tuple(seeds)
+        largest: dict[str, float] = {}
+        seeds = tuple(seeds)
         for seed in seeds:  # what fails here is no candidate's fault
             self.bench.expected(seed)
         for trial in trials:
@@ -130,7 +130,8 @@ class Trials:
                 for seed in seeds:
                     program = self.bench.program(trial.config, trial.names)
                     errors, reason = self.bench.verify(program, seed)
-                    found.append(errors)
+                    for name, error in errors.items():
+                        largest[name] = max(error, largest.get(name, 0.0))
                     if reason is not None:
                         self.settle(candidate, Status.DENIED, reason, errors=tuple(errors.items()))
                         return None
@@ -138,7 +139,7 @@ class Trials:
                 self._fail(candidate, error)
                 return None
             self.emit(Ended(candidate))
-        return worst_first(found)
+        return largest
 
     def _fail(self, candidate: Candidate, error: BaseException | None) -> None:
         status, reason = failure(error)

@@ -25,11 +25,12 @@ from ..dispatch import (
     tuning_allowed,
     Workload,
 )
+from ..dispatch.caches import known_of
 from ..dispatch.persistent import lookup, store
 from .bench import MEMORY
 from .isolated.events import Finished, Job, Stage, Unsound
 from .isolated.isolation import not_isolatable, search_isolated, SetUpFailed
-from .ledger import Ledger, listed
+from .ledger import Ledger
 from .lock import tuning_lock
 from .options import current_options, TuneOptions
 from .recall import recall
@@ -198,7 +199,8 @@ def _tune(job: Job) -> TuningResult:
 
 
 def _nothing_left(job: Job, measurements: Sequence[Measurement]) -> TuningError:
-    message = f"{job.name}: no candidate may be used.\n{listed(m for m in measurements if not m.usable)}"
+    reasons = [f"  {m.candidate}: {m.reason or m.status.value}" for m in measurements if not m.usable]
+    message = "\n".join([f"{job.name}: no candidate may be used.", *reasons])
     if any(measurement.reason == MEMORY for measurement in measurements):
         message += (
             "\nThis process may hold most of the device's memory: set XLA_PYTHON_CLIENT_PREALLOCATE=false before it starts, or "
@@ -266,7 +268,9 @@ def answer(
         return denied
     known = memory_cache.known(*place)
     if known is None or known.config != result.config:
-        origin = "tuned before" if result.measurements else "the only candidate"
-        known = Known(result.config, tuple(sorted(result.ms.items())), origin)
+        record = lookup(implementation, problem, device or device_facts()) if result.measurements else None
+        known = Known(result.config, origin="the only candidate")
+        if record is not None:
+            known = known_of(record, result.config, "tuned before")
         memory_cache.put(*place, known)
     return known
