@@ -84,7 +84,7 @@ def masked(case: Case, arrays: RecurrenceArrays, result: Result) -> Result:
     if arrays.offsets is None:
         return result
     tokens = jnp.arange(case.T)
-    real = (tokens >= arrays.offsets[:, :1]) & (tokens < arrays.offsets[:, -1:])
+    real = (tokens[None] >= arrays.offsets[:, :1]) & (tokens[None] < arrays.offsets[:, -1:])
 
     def clean(name: str, x: Array) -> Array:
         if name in ("skip", "initial_state") or (name == "g" and case.decay == "constant"):

@@ -11,12 +11,12 @@ import pytest
 from jax.sharding import AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
 
-from ejkernel_eqx.parallel import opaque, Split
+from ejkernel_eqx.parallel import Leading, opaque, Split
 
 AXES = {"x": ("T", "H4"), "scale": ("H4",), "offset": ("H4",), "out": ("T", "H4"), "total": ("H4",)}
 
 
-def kernel(seen: list[Any], arrays: dict[str, Any]) -> dict[str, Any]:
+def kernel(seen: list[Any], arrays: dict[str, Any], runs: Any) -> dict[str, Any]:
     """`out = x scale + offset` and the sum of each row of the leading axis; `scale` and `offset` perhaps for each."""
     x, scale, offset = arrays["x"], arrays["scale"], arrays["offset"]
     seen.append((x.shape, scale.shape, offset.shape))
@@ -26,9 +26,8 @@ def kernel(seen: list[Any], arrays: dict[str, Any]) -> dict[str, Any]:
 
 
 def call(seen: list[Any], split: Split = Split.NOWHERE) -> Any:
-    return opaque(
-        functools.partial(kernel, seen), AXES, AXES, split=split, shared=frozenset({"scale", "offset"})
-    )
+    leading = Leading(axes=AXES, shared=frozenset({"scale", "offset"}))
+    return opaque(functools.partial(kernel, seen), leading, split=split)
 
 
 def arrays(*lead: int) -> dict[str, Any]:

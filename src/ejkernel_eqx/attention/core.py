@@ -1,77 +1,24 @@
-"""One attention call, from resolved arrays to a platform and back: choice and differentiation.
-
-`attend` is the only way from an operation of this family to a kernel, and holds its only `custom_vjp`. Platforms see one batch
-axis; here arrays have any number of leading axes, added by the caller, by `jax.vmap`, or by both.
-"""
+"""The family's one kind of call, for `core/`: its problem and its axes."""
 
 import dataclasses
-import functools
 import math
-from collections.abc import Callable
-from typing import Any, NamedTuple
+from collections.abc import Mapping
+from typing import Any
 
-import jax
-import jax.numpy as jnp
 from jax import Array
-from jax.ad_checkpoint import checkpoint_name
 
-from .._jitted import jitted
 from .._kernel import Plan
-from .._reverse_only import reverse_only
 from .._sizes import is_symbolic
-from ..core import is_opaque
-from ..dispatch import Problem, Selection
-from ..dispatch.labels import kernel_scope
-from ..parallel import how_split, match_varying
-from .fold_first import fold_first
-from .leading import (
-    LEARNED,
-    like,
-    opaque_over_leading_axes,
-    over_leading_axes,
-    over_mesh,
-    per_row,
-)
+from ..core import Kind, Named
+from ..dispatch import Problem
+from . import reference
 from .masks.tile_table import window_covers
-from .spec import AttentionArrays, AttentionGrads, AttentionSpec
+from .spec import AttentionArrays, AttentionSpec, LEARNED, RowRanges
 
 OUT_NAME, LSE_NAME = "attention_out", "attention_lse"
 """Names of the two residuals that only the kernel can make again, for `jax.checkpoint_policies.save_only_these_names`."""
 
-_FORWARD_MODE = "Take ejkernel_eqx.Attention for forward mode and second derivatives: the same mathematics, at the size of the scores."
-
-
-class _Residuals(NamedTuple):
-    arrays: AttentionArrays
-    out: Array
-    lse: Array
-
-
-def attend(
-    plan: Plan, operation: str, arrays: AttentionArrays, spec: AttentionSpec
-) -> tuple[Array, Array | None]:
-    """`out [..., T, H, V]` and `lse [..., H, T]` on the platform that the plan chooses for these shapes.
-
-    `lse` is `None` where it was not asked for.
-    """
-    finite = bool(getattr(jax.config, "jax_debug_infs"))  # noqa: B009, its type names no settings
-    return jitted(_attend, plan, operation, spec, finite)(arrays)
-
-
-def _attend(
-    plan: Plan, operation: str, spec: AttentionSpec, finite: bool, arrays: AttentionArrays
-) -> tuple[Array, Array | None]:
-    selection = plan.select(problem_of(operation, arrays, spec))
-    platform = selection.implementation.load()
-    if hasattr(platform, "attend"):
-        with kernel_scope(selection):
-            return over_mesh(lambda arrays: platform.attend(arrays, spec), arrays), None
-    call = _differentiable(plan, selection, spec, finite)
-    # Inside `shard_map` a gradient varies over every axis that any array does: so must the arrays that it belongs to.
-    arrays = reverse_only(match_varying(arrays, arrays), operation, selection.platform, _FORWARD_MODE)
-    run = call if is_opaque(platform) else functools.partial(over_mesh, call)
-    out, lse = run(arrays) if arrays.bias is None else fold_first(run, arrays)
-    return out, lse if spec.return_lse else None
+_ROWS = tuple(f"rows.{name}" for name in RowRanges._fields)
 
 
 def problem_of(operation: str, arrays: AttentionArrays, spec: AttentionSpec) -> Problem:
@@ -123,61 +70,92 @@ def _pattern(x: Any) -> str | None:
     return "".join(letter if size != 1 else "1" for letter, size in zip("HTS", x.shape[-3:], strict=True))
 
 
-def _differentiable(
-    plan: Plan, selection: Selection, spec: AttentionSpec, finite: bool
-) -> Callable[..., Any]:
-    """The call as a function of its arrays, with the core's own backward.
+def axes_of(arrays: AttentionArrays, spec: AttentionSpec | None = None) -> dict[str, tuple[str, ...]]:
+    """The axes behind the leading ones of every array that there may be and of the results."""
+    heads, kv_heads = f"H{arrays.q.shape[-2]}", f"H{arrays.k.shape[-2]}"
+    scores, queries = (heads, "T", "S"), ("T",)
+    return {
+        "q": ("T", heads, "D"),
+        "k": ("S", kv_heads, "D"),
+        "v": ("S", kv_heads, "V"),
+        "bias": scores,
+        "alibi_slopes": (heads,),
+        "sinks": (heads,),
+        "mask": scores,
+        "q_segments": queries,
+        "kv_segments": ("S",),
+        **dict.fromkeys(_ROWS, queries),
+        "seeds": (heads, "two"),
+        "out": ("T", heads, "V"),
+        "lse": (heads, "T"),
+    }
 
-    `finite`: what is kept for the backward has no infinities. Outside of `jit` the setting `jax_debug_infs` sees them there.
+
+def arrays_of(**given: Array) -> AttentionArrays:
+    """The arrays of a call from those by name."""
+    rows = RowRanges(*(given.pop(name) for name in _ROWS)) if _ROWS[0] in given else None
+    return AttentionArrays(**given, rows=rows)
+
+
+class _AttentionKind(Kind):
+    def given_of(self, arrays: AttentionArrays) -> Named:
+        given = {name: x for name, x in arrays._asdict().items() if x is not None and name != "rows"}
+        return given if arrays.rows is None else given | dict(zip(_ROWS, arrays.rows, strict=True))
+
+    def differentiates(self, platform: Any) -> bool:
+        """Whether the platform brings its own derivative, as a vendor's library does; it gives no lse."""
+        return hasattr(platform, "attend")
+
+    def plainly(self, platform: Any, arrays: Any, spec: Any, config: Any) -> Named:
+        return {"out": platform.attend(arrays, spec)}
+
+    def forward(
+        self, platform: Any, arrays: Any, spec: Any, config: Any, save: bool, **execute: Any
+    ) -> Named:
+        return dict(zip(self.results, platform.forward(arrays, spec, config, **execute), strict=True))
+
+    def backward(
+        self,
+        platform: Any,
+        arrays: Any,
+        spec: Any,
+        config: Any,
+        saved: Named,
+        cotangents: Named,
+        **execute: Any,
+    ) -> Named:
+        results = (saved["out"], saved["lse"], cotangents["out"], cotangents["lse"])
+        grads = platform.backward(arrays, spec, config, *results, **execute)
+        return {name: x for name, x in grads._asdict().items() if x is not None}
+
+    def told(self, spec: AttentionSpec, runs: Mapping[str, int], over: tuple[str, ...]) -> AttentionSpec:
+        own = {f"{name}_run": run for name, run in runs.items()}
+        return dataclasses.replace(spec, **own, bias_over=over) if own or over else spec
+
+
+ATTEND = _AttentionKind(
+    make=arrays_of,
+    problem_of=problem_of,
+    axes_of=axes_of,
+    reference=reference.attend,
+    results=("out", "lse"),
+    learned=LEARNED,
+    broadcast=frozenset(AttentionArrays._fields) - {"q", "k", "v", "seeds"} | frozenset(_ROWS),
+    kept=frozenset(("bias", "mask")),
+    read=("out", "lse"),
+    unbounded=("lse",),
+    wanted=lambda spec: ("out", "lse") if spec.return_lse else ("out",),
+    names={"out": OUT_NAME, "lse": LSE_NAME},
+    remedy="Take ejkernel_eqx.Attention for forward mode and second derivatives: the same mathematics, at the size of the scores.",
+)
+
+
+def attend(
+    plan: Plan, operation: str, arrays: AttentionArrays, spec: AttentionSpec
+) -> tuple[Array, Array | None]:
+    """`out [..., T, H, V]` and `lse [..., H, T]` on the platform that the plan chooses for these shapes.
+
+    `lse` is `None` where it was not asked for.
     """
-    platform, implementation = selection.platform, selection.implementation.load()
-    opaque = is_opaque(implementation)
-
-    def choose(arrays: AttentionArrays) -> Selection:
-        """For an opaque kernel by the shapes of the launch: all leading axes are merged by now."""
-        if not opaque:
-            return selection
-        return plan.select(problem_of(selection.problem.operation, arrays, spec), platform=platform)
-
-    def forward(arrays: AttentionArrays, **how: Any) -> tuple[Array, Array]:
-        chosen = choose(arrays)
-        with kernel_scope(chosen):
-            return implementation.forward(arrays, dataclasses.replace(spec, **how), chosen.config)
-
-    def backward(arrays: AttentionArrays, *results: Array, **how: Any) -> AttentionGrads:
-        """`results`: out, lse, and their cotangents."""
-        chosen = choose(arrays)
-        with kernel_scope(chosen):
-            return implementation.backward(arrays, dataclasses.replace(spec, **how), chosen.config, *results)
-
-    if opaque:
-        split = how_split(platform, plan.device)
-        forward = opaque_over_leading_axes(forward, split)
-        backward = opaque_over_leading_axes(backward, split, per_example=LEARNED, summed=True)
-    else:
-        forward, backward = over_leading_axes(forward), over_leading_axes(backward, gradients=True)
-
-    @jax.custom_vjp
-    def call(arrays: AttentionArrays) -> tuple[Array, Array]:
-        return forward(arrays)
-
-    def call_forward(arrays: AttentionArrays) -> tuple[tuple[Array, Array], _Residuals]:
-        out, lse = forward(arrays)
-        out, lse = checkpoint_name(out, OUT_NAME), checkpoint_name(lse, LSE_NAME)
-        return (out, lse), _Residuals(
-            arrays, out, jnp.maximum(lse, jnp.finfo(lse.dtype).min) if finite else lse
-        )
-
-    def call_backward(residuals: _Residuals, cotangents: tuple[Array, Array]) -> tuple[AttentionArrays]:
-        arrays = residuals.arrays
-        lse = residuals.lse
-        if finite:
-            lse = jnp.where(lse == jnp.finfo(lse.dtype).min, -jnp.inf, lse)
-        grads = backward(per_row(arrays) if opaque else arrays, residuals.out, lse, *cotangents)
-        fields: dict[str, Any] = {
-            n: like(g, getattr(arrays, n)) for n, g in zip(grads._fields, grads, strict=True) if g is not None
-        }
-        return (AttentionArrays(**fields),)
-
-    call.defvjp(call_forward, call_backward)
-    return call
+    results = ATTEND.call(plan, operation, arrays, spec)
+    return results["out"], results.get("lse")

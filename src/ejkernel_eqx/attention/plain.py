@@ -9,12 +9,13 @@ from jaxtyping import Bool, Float, Int, PRNGKeyArray
 
 from .._jitted import compiled_once
 from .._kernel import Kernel, make_plan, Plan
+from ..core import Named
 from ..core.platforms import register
 from ..dispatch import Platform
 from ..dispatch.labels import kernel_scope
+from ..parallel import mapped
 from .arguments import MaskInputs, parse_window, resolve, ScoreInputs, ScoreOptions
-from .core import problem_of
-from .leading import over_leading_axes
+from .core import arrays_of, ATTEND, axes_of, problem_of
 from .masks.mask import Mask, Window
 from .reference import attend_with_weights
 from .spec import AttentionArrays, AttentionSpec
@@ -87,9 +88,8 @@ class Attention(Kernel):
         masking = MaskInputs(
             mask, segment_ids, kv_segment_ids, cu_seqlens, kv_cu_seqlens, q_lengths, kv_lengths, q_offset
         )
-        scoring = ScoreInputs(
-            bias, sinks, alibi_slopes, key, self.inference if inference is None else inference
-        )
+        inference = self.inference if inference is None else inference
+        scoring = ScoreInputs(bias, sinks, alibi_slopes, key, inference)
         own = Mask(is_causal=self.causal, window=self.window)
         arrays, spec = resolve(q, k, v, self.options, own, masking, scoring, return_lse=False)
         with kernel_scope(self.plan.select(problem_of(self.operation, arrays, spec))):
@@ -98,8 +98,9 @@ class Attention(Kernel):
 
 
 def _dense(spec: AttentionSpec, arrays: AttentionArrays) -> tuple[Array, Array]:
-    def attend(arrays: AttentionArrays) -> tuple[Array, Array]:
-        out, _, weights = attend_with_weights(arrays, spec)
-        return out, weights
+    def attend(given: Named, over: tuple[str, ...]) -> Named:
+        out, _, weights = attend_with_weights(arrays_of(**given), spec)
+        return {"out": out, "weights": weights}
 
-    return over_leading_axes(attend)(arrays)
+    results = mapped(attend, ATTEND.leading(axes_of(arrays)))(ATTEND.given_of(arrays))
+    return results["out"], results["weights"]

@@ -71,6 +71,10 @@ class AttentionArrays(NamedTuple):
     seeds: Array | None = None  # uint32 [B, H, 2]; given iff dropout_rate > 0
 
 
+LEARNED = ("q", "k", "v", "bias", "alibi_slopes", "sinks")
+"""The arrays that gradients are taken in."""
+
+
 class AttentionGrads(NamedTuple):
     """Cotangents of the differentiable arrays, each in its array's shape and dtype; `None` where none was given."""
 

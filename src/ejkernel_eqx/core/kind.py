@@ -1,12 +1,13 @@
 """The one way from an operation to a kernel: choose, differentiate, fold mapped and leading axes, split over a mesh, launch.
 
-A family declares its kinds of calls. A platform whose kernels JAX differentiates itself (XLA) has `apply(arrays, spec, config)`, with any leading
-axes. An opaque one has, with exactly one leading axis on all arrays but shared ones,
+A family declares its kinds of calls. A platform has one of
 
-- `forward(arrays, spec, config, *, save)`, which gives the results by name, and where asked to `save` what its backward needs of them beside;
-- `backward(arrays, spec, config, saved, cotangents)`, which gives the gradient of every float array that there is, by name.
+- `apply(arrays, spec, config)`, with any leading axes: JAX differentiates it;
+- `forward(arrays, spec, config, *, save)`, which gives the results by name, and where asked to `save` what its backward needs of them beside,
+  and `backward(arrays, spec, config, saved, cotangents)`, which gives the gradient of every float array that there is, by name. Both get
+  exactly one leading axis on all arrays but shared ones, and on broadcast ones one that may have size one;
 
-Both have `step(arrays, spec, config)` for a family with steps. Results of `apply` and `step` come by name, or in order.
+and `step(arrays, spec, config)` for a family with steps. Results of `apply` and `step` come by name, or in order.
 """
 
 import dataclasses
@@ -23,12 +24,24 @@ from .._errors import UnsupportedError
 from .._jitted import jitted
 from .._kernel import Plan
 from .._reverse_only import FORWARD_MODE, reverse_only
-from ..dispatch import hooks_of, Platform, Problem, Selection
+from ..dispatch import Platform, Problem, Selection
 from ..dispatch.labels import kernel_scope
-from ..parallel import given_of, how_split, match_sharding, match_varying, opaque, over_mesh
+from ..parallel import (
+    given_of,
+    how_split,
+    Leading,
+    mapped,
+    match_sharding,
+    match_varying,
+    opaque,
+    over_mesh,
+    wide,
+)
+from .fold_first import fold_first
 
 Named = dict[str, Array]
 Letters = dict[str, tuple[str, ...]]
+Call = Callable[[Named], Named]
 
 # What stands before the names of arrays that are neither given nor results.
 _SAVED, _COTANGENT, _GRADIENT = "saved ", "cotangent ", "gradient "
@@ -42,17 +55,21 @@ def _nothing(platform: Any, arrays: Any, spec: Any) -> Letters:
 class Kind:
     """What all calls of one kind have in common.
 
-    - `make`: the NamedTuple class of a call's arrays; what a call does not have is `None`.
+    - `make`: from a call's arrays by name what its platforms are given, such as a NamedTuple class; what a call does not have is not named.
     - `problem_of(operation, arrays, spec)`: the problem of a call of these shapes.
     - `axes_of(arrays, spec)`: the axes behind the leading ones of every array that there may be and of every result, as `parallel.opaque` has
       them.
     - `reference(arrays, spec)`: the results by the plain mathematics, in float32 or wider.
     - `results`: their names, the first `out`.
-    - `learned`: the arrays that gradients are taken in.
-    - `shared`: those without leading axes.
+    - `learned`: the arrays that gradients are taken in, where they are float.
+    - `shared`, `broadcast`, `kept`, `one_by_one`: of leading axes, as `parallel.Leading` has them. Where a kept array is learned, `vmap` folds
+      the whole call before anything differentiates it.
     - `saved_of(platform, arrays, spec)`: the axes behind the leading ones of what a forward kernel saves for the backward.
+    - `read`: the results that the backward reads as well. Those that are `unbounded` may be infinite.
+    - `wanted(spec)`: the results that leave a call.
     - `names`: what policies of `jax.checkpoint` know a result by, and, as `"saved"`, what is saved; by default operation and result.
     - `sliced`: whether a mesh may take heads out of whole arrays, as `parallel.partitioned` has it.
+    - `remedy`: what a call says in forward mode whose kernels have reverse mode only.
     """
 
     make: Callable[..., Any]
@@ -62,30 +79,102 @@ class Kind:
     results: tuple[str, ...]
     learned: tuple[str, ...]
     shared: frozenset[str] = frozenset()
+    broadcast: frozenset[str] = frozenset()
+    kept: frozenset[str] = frozenset()
+    one_by_one: bool = False
     saved_of: Callable[[Any, Any, Any], Letters] = _nothing
+    read: tuple[str, ...] = ()
+    unbounded: tuple[str, ...] = ()
+    wanted: Callable[[Any], tuple[str, ...]] | None = None
     names: Mapping[str, str] = dataclasses.field(default_factory=dict)
     sliced: bool = True
+    remedy: str = FORWARD_MODE
 
     def call(self, plan: Plan, operation: str, arrays: Any, spec: Any) -> Named:
         """The results on the platform that the plan chooses."""
-        return jitted(self._call, plan, operation, spec)(arrays)
+        # Outside of `jit` the setting sees what is kept for the backward.
+        finite = bool(self.unbounded) and bool(getattr(jax.config, "jax_debug_infs"))  # noqa: B009, its type names no settings
+        return jitted(self._call, plan, operation, spec, finite)(self.given_of(arrays))
 
-    def _call(self, plan: Plan, operation: str, spec: Any, arrays: Any) -> Named:
-        selection = plan.select(self.problem_of(operation, arrays, spec))
-        platform, given = selection.implementation.load(), given_of(arrays)
-        if is_opaque(platform):
-            given = reverse_only(match_varying(given, given), operation, selection.platform, FORWARD_MODE)
-            return self._opaque(plan, selection, spec)(given)
+    def _call(self, plan: Plan, operation: str, spec: Any, finite: bool, given: Named) -> Named:
+        selection = plan.select(self.problem_of(operation, self.make(**given), spec))
+        results = self._on(plan, selection, spec, finite, given)
+        return {name: results[name] for name in (self.wanted(spec) if self.wanted else self.results)}
 
-        def transparent(given: Named) -> Named:
-            return self.by_name(self.plainly(platform, self.make(**given), spec, selection.config))
+    def _on(self, plan: Plan, selection: Selection, spec: Any, finite: bool, given: Named) -> Named:
+        """The results on the platform that was selected."""
+        platform, operation = selection.implementation.load(), selection.problem.operation
+        leading = self.leading(self.axes_of(self.make(**given), spec))
+        if self.differentiates(platform):
+            with kernel_scope(selection):
+                results = over_mesh(
+                    functools.partial(self._plainly, platform, spec, selection.config), given, leading
+                )
+            return {name: checkpoint_name(x, self._name(operation, name)) for name, x in results.items()}
+        # Inside `shard_map` a gradient varies over every axis that any array does: so must the arrays that it belongs to.
+        given = reverse_only(match_varying(given, given), operation, selection.platform, self.remedy)
+        call = self._reversible(plan, selection, spec, finite)
+        if not is_opaque(platform):
+            call = functools.partial(over_mesh, call, leading=leading)
+        return (
+            fold_first(call, given, leading) if self.kept & set(self.learned) & given.keys() else call(given)
+        )
 
-        with kernel_scope(selection):
-            return over_mesh(transparent, given, self.axes_of(arrays, spec))
+    # What a family may say otherwise
+
+    def given_of(self, arrays: Any) -> Named:
+        """The arrays of a call by name."""
+        return given_of(arrays)
+
+    def differentiates(self, platform: Any) -> bool:
+        """Whether JAX does, because it sees what the platform computes."""
+        return hasattr(platform, "apply") or (not is_opaque(platform) and not hasattr(platform, "backward"))
+
+    def has_backward(self, platform: Any) -> bool:
+        """Whether the platform brings a backward; without one the gradient is that of the reference."""
+        return True
 
     def plainly(self, platform: Any, arrays: Any, spec: Any, config: Any) -> Any:
         """The results on a platform that JAX differentiates."""
         return platform.apply(arrays, spec, config)
+
+    def forward(
+        self, platform: Any, arrays: Any, spec: Any, config: Any, save: bool, **execute: Any
+    ) -> Named:
+        """The results, and what is saved beside, on one that it does not."""
+        return dict(platform.forward(arrays, spec, config, save=save, **execute))
+
+    def backward(
+        self,
+        platform: Any,
+        arrays: Any,
+        spec: Any,
+        config: Any,
+        saved: Named,
+        cotangents: Named,
+        **execute: Any,
+    ) -> Named:
+        return platform.backward(arrays, spec, config, saved, cotangents, **execute)
+
+    def told(self, spec: Any, runs: Mapping[str, int], over: tuple[str, ...]) -> Any:
+        """The spec of one launch: how many rows read each row of a kept array; or over which mapped axes its gradient is summed."""
+        return spec
+
+    # How it is done
+
+    def leading(self, axes: Letters) -> Leading:
+        like = {f"{_GRADIENT}{name}": name for name in self.learned}
+        return Leading(
+            axes=axes,
+            shared=self.shared,
+            broadcast=self.broadcast,
+            kept=self.kept,
+            like=like,
+            one_by_one=self.one_by_one,
+        )
+
+    def _plainly(self, platform: Any, spec: Any, config: Any, given: Named) -> Named:
+        return self.by_name(self.plainly(platform, self.make(**given), spec, config))
 
     def by_name(self, results: Any) -> Named:
         return (
@@ -96,114 +185,129 @@ class Kind:
         """Those of a call among others that ride along."""
         return self.make(**{name: x for name, x in given.items() if " " not in name})
 
-    def _opaque(self, plan: Plan, selection: Selection, spec: Any) -> Callable[[Named], Named]:
-        """The call of an opaque platform as a function of its arrays."""
-        operation, implementation = selection.problem.operation, selection.implementation.load()
+    def _reversible(self, plan: Plan, selection: Selection, spec: Any, finite: bool) -> Call:
+        """The call of a platform that JAX cannot differentiate, as a function of its arrays."""
+        operation, platform = selection.problem.operation, selection.implementation.load()
+        launch = self._launcher(plan, selection, spec)
 
-        def forward(save: bool, arrays: Any, config: Any, rest: Named) -> Named:
-            results = dict(implementation.forward(arrays, spec, config, save=save))
+        def forward(save: bool, arrays: Any, spec: Any, config: Any, rest: Named) -> Named:
+            results = self.forward(platform, arrays, spec, config, save)
             named = {name: results.pop(name) for name in self.results}
             return named | {f"{_SAVED}{name}": x for name, x in results.items() if save}
 
-        def backward(arrays: Any, config: Any, rest: Named) -> Named:
+        def backward(arrays: Any, spec: Any, config: Any, rest: Named) -> Named:
             saved, cotangents = _with(_SAVED, rest), _with(_COTANGENT, rest)
-            grads = implementation.backward(arrays, spec, config, saved, cotangents)
+            grads = self.backward(platform, arrays, spec, config, saved, cotangents)
             return {f"{_GRADIENT}{name}": x for name, x in grads.items()}
 
-        launch = self._launcher(plan, selection, spec)
-
-        @jax.custom_vjp
-        def call(given: Named) -> Named:
-            return launch(functools.partial(forward, False), given)
-
-        def call_forward(given: Named) -> tuple[Named, tuple[Named, Named]]:
+        def call_forward(given: Named) -> tuple[Named, Named]:
             results = {
                 name: checkpoint_name(x, self._name(operation, name))
-                for name, x in launch(functools.partial(forward, True), given).items()
+                for name, x in launch(functools.partial(forward, self.has_backward(platform)), given).items()
             }
             saved = {name: results.pop(name) for name in list(results) if name not in self.results}
-            return results, (given, saved)
+            kept = {name: results[name] for name in self.read}
+            if finite:
+                kept |= {name: jnp.maximum(kept[name], _least(kept[name])) for name in self.unbounded}
+            return results, saved | {f"{_SAVED}{name}": x for name, x in kept.items()}
 
-        def call_backward(
-            residuals: tuple[Named, Named], cotangents: Named
-        ) -> tuple[dict[str, Array | None]]:
-            given, saved = residuals
+        def call_backward(given: Named, saved: Named, cotangents: Named) -> Named:
+            cotangents = {name: x for name, x in cotangents.items() if is_float(x)}
+            if not self.has_backward(platform):
+                return self._of_reference(spec, given, cotangents)
+            for name in self.unbounded if finite else ():
+                x = saved[f"{_SAVED}{name}"]
+                saved = saved | {f"{_SAVED}{name}": jnp.where(x == _least(x), -jnp.inf, x)}
             named = {f"{_COTANGENT}{name}": x for name, x in cotangents.items()}
-            grads = _with(_GRADIENT, launch(backward, given | saved | named, summed=True))
-            return (
-                {name: like(grads[name], x) if name in self.learned else None for name, x in given.items()},
-            )
+            return _with(_GRADIENT, launch(backward, given | saved | named, summed=True))
 
-        call.defvjp(call_forward, call_backward)
-        return call
+        learned = frozenset(self.learned)
+        return reversible(
+            functools.partial(launch, functools.partial(forward, False)), call_forward, call_backward, learned
+        )
+
+    def _of_reference(self, spec: Any, given: Named, cotangents: Named) -> Named:
+        """Gradients of the plain mathematics."""
+        floats = {name: x for name, x in given.items() if name in self.learned and is_float(x)}
+
+        def reference(floats: Named) -> Named:
+            results = self.by_name(self.reference(self.make(**given | floats), spec))
+            return {name: results[name] for name in cotangents}
+
+        results, pull = jax.vjp(reference, floats)
+        return pull({name: x.astype(results[name].dtype) for name, x in cotangents.items()})[0]
 
     def _name(self, operation: str, name: str) -> str:
         key = "saved" if name.startswith(_SAVED) else name
         return self.names.get(key, f"{operation}_{name}")
 
     def _launcher(self, plan: Plan, selection: Selection, spec: Any) -> Callable[..., Named]:
-        """`launch(compute, given)`: `compute(arrays, config, rest)` as one launch, folded and split; the configuration is chosen for its shapes."""
+        """`launch(compute, given)`: `compute(arrays, spec, config, rest)` of all leading axes; as one launch, folded and split, where the
+        platform is opaque. The configuration is chosen for the shapes of the launch."""
         platform, implementation = selection.platform, selection.implementation.load()
-        split = how_split(platform, plan.device)
+        split, is_launched = how_split(platform, plan.device), is_opaque(implementation)
+        rows = self.broadcast & set(self.learned)
+
+        def choose(arrays: Any) -> Selection:
+            """By the shapes of the launch: all leading axes are merged by now."""
+            problem = self.problem_of(selection.problem.operation, arrays, spec)
+            return selection if problem == selection.problem else plan.select(problem, platform=platform)
 
         def launch(compute: Callable[..., Named], given: Named, summed: bool = False) -> Named:
-            def merged(given: Named) -> Named:
-                """By the shapes of the launch: all leading axes are merged by now."""
+            def of_rows(given: Named, told: Any) -> Named:
                 arrays = self.arrays_of(given)
-                problem = self.problem_of(selection.problem.operation, arrays, spec)
-                chosen = plan.select(problem, platform=platform)
+                chosen = choose(arrays) if is_launched else selection
+                own = (
+                    self.told(spec, told, ()) if is_launched else self.told(spec, {}, told if summed else ())
+                )
                 with kernel_scope(chosen):
-                    return compute(arrays, chosen.config, given)
+                    return compute(arrays, own, chosen.config, given)
 
-            axes = self._letters(implementation, self.arrays_of(given), spec)
-            function = opaque(
-                merged, axes, axes, split=split, shared=self.shared, summed=summed, sliced=self.sliced
-            )
-            return function(given)
+            leading = self.leading(self._letters(implementation, self.arrays_of(given), spec))
+            if not is_launched:
+                return mapped(of_rows, leading, self.kept & set(self.learned))(given)
+            if summed:
+                # Written out for every row, so that a kernel that is split over rows need not sum their gradients.
+                lead = leading.lead(given)
+                given = given | {
+                    name: jnp.broadcast_to(given[name], (*lead, *given[name].shape[len(lead) :]))
+                    for name in rows - self.kept & given.keys()
+                }
+            return opaque(
+                of_rows,
+                leading,
+                split=split,
+                whole=rows if summed else frozenset(),
+                summed=summed,
+                sliced=self.sliced,
+            )(given)
 
         return launch
 
     def _letters(self, implementation: Any, arrays: Any, spec: Any) -> Letters:
         """The axes of whatever a launch takes or gives."""
         axes = self.axes_of(arrays, spec)
-        saved = {f"{_SAVED}{name}": x for name, x in self.saved_of(implementation, arrays, spec).items()}
+        saved = axes | self.saved_of(implementation, arrays, spec)
         moved = {f"{what}{name}": x for what in (_COTANGENT, _GRADIENT) for name, x in axes.items()}
-        return axes | saved | moved
+        return axes | {f"{_SAVED}{name}": x for name, x in saved.items()} | moved
 
 
 class StepKind(Kind):
     """A kind whose kernels have no backward: one token of every row. Its gradient is that of the plain mathematics."""
 
+    def differentiates(self, platform: Any) -> bool:
+        return not is_opaque(platform)
+
+    def has_backward(self, platform: Any) -> bool:
+        return False
+
     def plainly(self, platform: Any, arrays: Any, spec: Any, config: Any) -> Any:
         return platform.step(arrays, spec, config)
 
-    def _opaque(self, plan: Plan, selection: Selection, spec: Any) -> Callable[[Named], Named]:
-        implementation, launch = selection.implementation.load(), self._launcher(plan, selection, spec)
-
-        def step(arrays: Any, config: Any, rest: Named) -> Named:
-            return self.by_name(implementation.step(arrays, spec, config))
-
-        def reference(floats: Named, others: Named) -> Named:
-            arrays = self.make(**floats, **others)
-            results = self.by_name(self.reference(arrays, spec))
-            return results | {"out": results["out"].astype(getattr(arrays, self.learned[0]).dtype)}
-
-        @jax.custom_vjp
-        def call(given: Named) -> Named:
-            return launch(step, given)
-
-        def call_forward(given: Named) -> tuple[Named, Named]:
-            return call(given), given
-
-        def call_backward(given: Named, cotangents: Named) -> tuple[dict[str, Array | None]]:
-            floats = {name: x for name, x in given.items() if name in self.learned}
-            others = {name: x for name, x in given.items() if name not in self.learned}
-            _, pull = jax.vjp(lambda floats: reference(floats, others), floats)
-            (grads,) = pull(cotangents)
-            return ({name: grads.get(name) for name in given},)
-
-        call.defvjp(call_forward, call_backward)
-        return call
+    def forward(
+        self, platform: Any, arrays: Any, spec: Any, config: Any, save: bool, **execute: Any
+    ) -> Named:
+        return self.by_name(platform.step(arrays, spec, config, **execute))
 
 
 @dataclasses.dataclass(frozen=True, eq=False, kw_only=True)
@@ -211,31 +315,27 @@ class ForwardKind(Kind):
     """A kind without a gradient, for inference: `forward(arrays, spec, config)` on every platform.
 
     - `refusal`: why there is none, and what to do.
-    - `wanted(spec)`: the results that leave a call; others may be infinite, which the setting `jax_debug_infs` would see.
     """
 
     refusal: tuple[str, str]
-    wanted: Callable[[Any], tuple[str, ...]]
 
-    def _call(self, plan: Plan, operation: str, spec: Any, arrays: Any) -> Named:
-        selection = plan.select(self.problem_of(operation, arrays, spec))
-        implementation, given = selection.implementation.load(), given_of(arrays)
+    def _on(self, plan: Plan, selection: Selection, spec: Any, finite: bool, given: Named) -> Named:
+        implementation = selection.implementation.load()
+
+        def forward(arrays: Any, spec: Any, config: Any, rest: Named) -> Named:
+            return self.by_name(implementation.forward(arrays, spec, config))
+
+        def plainly(given: Named) -> Named:
+            with kernel_scope(selection):
+                return forward(self.make(**given), spec, selection.config, {})
+
+        call, operation = plainly, selection.problem.operation
         if is_opaque(implementation):
-            launch = self._launcher(plan, selection, spec)
-            forward = lambda arrays, config, rest: self.by_name(implementation.forward(arrays, spec, config))
-            function, given = functools.partial(launch, forward), match_varying(given, given)
-        else:
+            call = functools.partial(self._launcher(plan, selection, spec), forward)
+            given = match_varying(given, given)
+        return self.refused(operation, selection.platform, call)(given)
 
-            def function(given: Named) -> Named:
-                with kernel_scope(selection):
-                    return implementation.forward(self.make(**given), spec, selection.config)
-
-        results = self.refused(operation, selection.platform, function)(given)
-        return {name: results[name] for name in self.wanted(spec)}
-
-    def refused(
-        self, operation: str, platform: Platform, function: Callable[[Named], Named]
-    ) -> Callable[[Named], Named]:
+    def refused(self, operation: str, platform: Platform, function: Call) -> Call:
         """The function, with a clear error where it would be differentiated."""
         call, (reason, remedy) = jax.custom_jvp(function), self.refusal
 
@@ -248,7 +348,46 @@ class ForwardKind(Kind):
 
 def is_opaque(platform: Any) -> bool:
     """Whether JAX cannot look into its kernels."""
-    return hooks_of(platform).OPAQUE
+    return getattr(platform, "OPAQUE", False)
+
+
+def is_float(x: Any) -> bool:
+    return jnp.issubdtype(x.dtype, jnp.floating)
+
+
+def reversible(
+    function: Call,
+    forward: Callable[[Named], tuple[Named, Named]],
+    backward: Callable[[Named, Named, Named], Named],
+    learned: frozenset[str],
+) -> Call:
+    """`function`, differentiated in reverse by the two others: `forward(given)` gives the results and what `backward(given, saved,
+    cotangents)` needs of them for the gradients of the `learned` arrays by name."""
+
+    @jax.custom_vjp
+    def call(given: Named) -> Named:
+        return function(given)
+
+    def call_forward(given: Named) -> tuple[Named, tuple[Named, Named]]:
+        results, saved = forward(given)
+        return results, (given, saved)
+
+    def call_backward(residuals: tuple[Named, Named], cotangents: Named) -> tuple[dict[str, Array | None]]:
+        given, saved = residuals
+        grads = backward(given, saved, cotangents)
+        return (
+            {
+                name: like(grads[name], x) if name in learned and is_float(x) else None
+                for name, x in given.items()
+            },
+        )
+
+    call.defvjp(call_forward, call_backward)
+    return call
+
+
+def _least(x: Array) -> Any:
+    return jnp.finfo(x.dtype).min
 
 
 def _with(prefix: str, given: Named) -> Named:
@@ -256,7 +395,11 @@ def _with(prefix: str, given: Named) -> Named:
 
 
 def like(grad: Array, x: Array) -> Array:
-    """A gradient in its array's dtype and shape: what a shared array got from each leading axis is summed, in float32."""
-    if grad.ndim > x.ndim:
-        grad = jnp.sum(grad, tuple(range(grad.ndim - x.ndim)))
+    """A gradient in its array's dtype and shape: what an array got from each leading axis that it shares or broadcasts is summed, in float32."""
+    rows = tuple(range(grad.ndim - x.ndim))
+    if rows:
+        grad = jnp.sum(wide(grad), rows)
+    ones = tuple(i for i, (size, own) in enumerate(zip(grad.shape, x.shape, strict=True)) if size != own)
+    if ones:
+        grad = jnp.sum(wide(grad), ones, keepdims=True)
     return match_sharding(grad.astype(x.dtype), x)

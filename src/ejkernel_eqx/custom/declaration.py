@@ -85,11 +85,6 @@ def is_float(dtype: Any) -> bool:
     return jnp.issubdtype(dtype, jnp.floating)
 
 
-def widened(x: Array) -> Array:
-    """A float array in float32 or wider; any other as it is."""
-    return x.astype(jnp.float32) if is_float(x.dtype) and x.dtype.itemsize < 4 else x
-
-
 def floats(arrays: Mapping[str, Any]) -> tuple[str, ...]:
     """The names of the arrays that have a gradient."""
     return tuple(name for name, x in arrays.items() if is_float(x.dtype))

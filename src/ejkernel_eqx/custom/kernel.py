@@ -51,6 +51,7 @@ class CustomKernel(Kernel):
     version: ClassVar[int] = 1
     """Raise it when a change of the kernels makes tuned tables worthless."""
     declaration: ClassVar[Declaration]
+    kind: ClassVar[core.CustomKind]
 
     def __init_subclass__(cls, **kwargs: Any):
         super().__init_subclass__(**kwargs)
@@ -165,6 +166,7 @@ def _define(cls: type[CustomKernel]) -> None:
         declaration, wrong = _declaration(cls)
         problems += wrong
         cls.declaration = declaration
+        cls.kind = core.kind_of(cls)
     if problems:
         raise ValueError(f"{cls.__qualname__}, a CustomKernel:\n" + "\n".join(f"- {p}" for p in problems))
     if cls.operation in kernel_registry.list_operations():  # the same class as it was before

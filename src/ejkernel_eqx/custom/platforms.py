@@ -103,6 +103,11 @@ class CustomPlatform:
     def NOTE(self) -> str:
         return Interpreted.NOTE if self.platform is Platform.TRITON_INTERPRET else ""
 
+    @property
+    def execute(self) -> Execute:
+        """How launches of this platform are run."""
+        return functools.partial(run, interpret=self.platform is Platform.TRITON_INTERPRET)
+
     def method(self, kind: str) -> Callable[..., Any] | None:
         """The class's function for this platform: `run` or `grad`."""
         return getattr(self.kernel, f"{kind}_{self.written_as.value}", None)
@@ -155,12 +160,3 @@ def source_digest(kernel: type) -> str | None:
 def config_type(kernel: Any, platform: Platform) -> type:
     """The configuration class that a kernel class names for a platform; `NoConfig` where it names none."""
     return {Platform(name): cls for name, cls in kernel.config_types.items()}.get(platform, NoConfig)
-
-
-def launcher(operation: str, platform: Platform) -> TritonLauncher:
-    interpret = platform is Platform.TRITON_INTERPRET
-
-    def execute(launch: Launch, arrays: dict[str, Array]) -> dict[str, Array]:
-        return run(launch, arrays, interpret=interpret)
-
-    return TritonLauncher(operation, execute)

@@ -3,7 +3,6 @@
 import dataclasses
 import functools
 import inspect
-import math
 import zlib
 from collections.abc import Mapping
 from typing import Any
@@ -15,9 +14,11 @@ from jax import Array
 from .._errors import TuningError
 from .._kernel import make_plan
 from .._tolerances import Tolerance, TOLERANCES
+from ..core.workload import bytes_of, launches_of
 from ..dispatch import BOTH, Cost, FORWARD, Implementation, kernel_registry, Part, Platform, Problem, Workload
-from .core import evaluate, fixed_plan, record, reference
-from .declaration import Arrays, check_arrays, Declaration, Declared, Fields, is_float, widened
+from ..parallel import wide
+from .core import evaluate, fixed_plan, reference
+from .declaration import Arrays, check_arrays, Declaration, Declared, Fields, is_float
 
 Inputs = dict[str, Arrays]
 """`arrays` and the `cotangents` of the float outputs."""
@@ -88,8 +89,7 @@ class Work:
 
     def reference(self, inputs: Inputs) -> dict[str, Array]:
         kernel = self.kernel._of_fields(self.problem.flags)
-        wide = {group: {n: widened(x) for n, x in arrays.items()} for group, arrays in inputs.items()}
-        return self._results(functools.partial(reference, kernel), wide)
+        return self._results(functools.partial(reference, kernel), jax.tree.map(wide, inputs))
 
     def _results(self, function: Any, inputs: Inputs) -> dict[str, Array]:
         """Outputs, and the gradients of the sum of all outputs, each weighed by its cotangent."""
@@ -116,9 +116,9 @@ class Work:
             return {FORWARD: told}
         if told is not None:
             return dict(zip((FORWARD, BOTH), told, strict=True))
-        read, written = _bytes(self.input_shapes), _bytes(self.output_shapes)
-        gradients = _bytes({name: self.input_shapes[name] for name in self.learned})
-        cotangents = _bytes({name: x for name, x in self.output_shapes.items() if is_float(x.dtype)})
+        read, written = bytes_of(self.input_shapes), bytes_of(self.output_shapes)
+        gradients = bytes_of({name: self.input_shapes[name] for name in self.learned})
+        cotangents = bytes_of({name: x for name, x in self.output_shapes.items() if is_float(x.dtype)})
         # The backward reads inputs, outputs and the outputs' cotangents.
         both = 2 * (read + written) + cotangents + gradients
         return {FORWARD: Cost(0.0, read + written), BOTH: Cost(0.0, both)}
@@ -132,24 +132,19 @@ class Work:
         gradients = tuple(map(gradient_name, self.learned))
         return Part("forward", tuple(self.output_shapes)), Part("backward", gradients)
 
-    def launches(self, config: Any) -> list[Any]:
-        """What forward and backward launch; nothing is run."""
-        found: list[Any] = []
+    def record(self, groups: tuple[Arrays, Arrays, Arrays], config: Any, execute: Any) -> None:
+        """Forward and backward of inputs, outputs and cotangents, with another `execute`."""
+        (arrays, outputs, cotangents), platform = groups, self.implementation.load()
+        kind, fields = self.kernel.kind, self.problem.flags
+        kind.forward(platform, arrays, fields, config, False, execute=execute)
+        if kind.has_backward(platform):
+            kind.backward(platform, arrays, fields, config, outputs, cotangents, execute=execute)
 
-        def execute(launch: Any, inputs: Mapping[str, Array]) -> dict[str, Array]:
-            if not launch.is_empty:
-                found.append(launch)
-            return {name: jnp.zeros(out.shape, out.dtype) for name, out in launch.outputs.items()}
-
+    def zeros(self, seed: int) -> tuple[Arrays, Arrays, Arrays]:
         cotangents = {name: x for name, x in self.output_shapes.items() if is_float(x.dtype)}
-        fields, platform = self.problem.flags, self.implementation.load()
-        jax.eval_shape(
-            lambda *args: record(platform, fields, config, execute, args),
-            self.input_shapes,
-            self.output_shapes,
-            cotangents,
+        return jax.tree.map(
+            lambda x: jnp.zeros(x.shape, x.dtype), (self.input_shapes, self.output_shapes, cotangents)
         )
-        return found
 
 
 def make_workload(implementation: Implementation, problem: Problem) -> Workload:
@@ -163,7 +158,9 @@ def make_workload(implementation: Implementation, problem: Problem) -> Workload:
         forward=tuple(work.output_shapes),
         parts=work.parts(),
         costs=work.costs(),
-        launches=work.launches if implementation.platform is Platform.TRITON else None,
+        launches=functools.partial(launches_of, work.record, work.zeros)
+        if implementation.platform is Platform.TRITON
+        else None,
     )
 
 
@@ -237,7 +234,3 @@ def _tolerance(kind: str, dtype: Any, inputs: list[Any]) -> Tolerance:
     return max(
         (TOLERANCES[name][kind] for name in known if name in TOLERANCES), default=TOLERANCES["bfloat16"][kind]
     )
-
-
-def _bytes(shapes: Mapping[str, jax.ShapeDtypeStruct]) -> float:
-    return float(sum(math.prod(x.shape) * x.dtype.itemsize for x in shapes.values()))

@@ -9,7 +9,7 @@ from .._jitted import compiled_once
 from .._kernel import Plan
 from ..core import ForwardKind, is_opaque
 from ..dispatch import Implementation, Problem
-from ..parallel import how_split, match_varying, opaque, Split
+from ..parallel import how_split, Leading, match_varying, opaque, Split
 from . import reference
 from .cache.write import write, Writer
 from .spec import axes_of, PagedArrays, PagedSpec, PAGES, RESULTS, SHARED, WriteArrays
@@ -92,7 +92,7 @@ def _write(implementation: Implementation, split: Split, names: Any, arrays: Wri
     axes = dict(names)
     axes |= {"slots": ("T",)} | {f"{_NEW}{name}": ("T", *axes[name][2:]) for name in PAGES}
 
-    def launch(given: Named) -> Named:
+    def launch(given: Named, runs: Any) -> Named:
         """With one leading axis on everything."""
         new = {name.removeprefix(_NEW): x for name, x in given.items() if name.startswith(_NEW)}
         pages = {name: x for name, x in given.items() if name in arrays.pages}
@@ -100,6 +100,6 @@ def _write(implementation: Implementation, split: Split, names: Any, arrays: Wri
 
     given = {**arrays.pages, "slots": arrays.slots}
     given |= {f"{_NEW}{name}": x for name, x in arrays.new.items()}
-    over_leading_axes = opaque(launch, axes, axes, split=split, sliced=False)
+    over_leading_axes = opaque(launch, Leading(axes=axes), split=split, sliced=False)
     call = ATTEND.refused(implementation.operation, implementation.platform, over_leading_axes)
     return call(match_varying(given, given))

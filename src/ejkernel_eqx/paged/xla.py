@@ -10,7 +10,7 @@ from typing import Any, NamedTuple
 import jax.numpy as jnp
 from jax import Array, lax
 
-from ..parallel import match_varying, opaque, Split
+from ..parallel import Leading, match_varying, opaque, Split
 from .flat import flatten_rows, gather_chunks, split_pages
 from .spec import axes_of, PagedArrays, PagedSpec, SHARED
 
@@ -68,14 +68,15 @@ class XlaPlatform:
     def forward(self, arrays: PagedArrays, spec: PagedSpec, config: XlaConfig) -> Named:
         """`out [*, T, H, V]` and `lse [*, T, H]`; `jax.vmap` becomes more leading axes, and these more sequences."""
 
-        def folded(given: Named) -> Named:
+        def folded(given: Named, runs: Any) -> Named:
             return flatten_rows(lambda flat: _attend(_Call(flat, spec, config)), PagedArrays.of(given), spec)  # pyright: ignore[reportArgumentType]
 
         axes = axes_of(arrays, spec)
         given = arrays.given
         shared = SHARED.intersection(given)
         # Where types say how arrays are spread, indices into what is spread must be those of one device.
-        return opaque(folded, axes, axes, split=Split.EXPLICIT, shared=shared, sliced=False)(given)
+        leading = Leading(axes=axes, shared=shared)
+        return opaque(folded, leading, split=Split.EXPLICIT, sliced=False)(given)
 
 
 class _Call:

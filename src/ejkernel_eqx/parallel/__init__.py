@@ -1,4 +1,8 @@
 from .layout import Axes as Axes
+from .leading import Leading as Leading
+from .leading import mapped as mapped
+from .leading import wide as wide
+from .leading import widened as widened
 from .mesh import explicit_mesh as explicit_mesh
 from .mesh import match_sharding as match_sharding
 from .mesh import over_explicit_mesh as over_explicit_mesh

@@ -1,8 +1,8 @@
 """A call that `jax.vmap` folds into its leading axes before it is differentiated, also in `grad(vmap(f))`.
 
-JAX maps the two halves of a `custom_vjp` each by itself, and adds up the gradients of what was not mapped afterwards: for a bias
-that all examples share, one of its size for every example. So the call is a primitive of its own. `vmap` gives the whole call one more
-axis, and the bias keeps its size; differentiation puts the `custom_vjp` into its place, as it is by then.
+JAX maps the two halves of a function with its own derivative each by itself, and adds up the gradients of what was not mapped afterwards:
+for a bias that all examples share, one of its size for every example. So the call is a primitive of its own. `vmap` gives the whole call
+one more axis, and the bias keeps its size; differentiation puts the derivative into its place, as it is by then.
 """
 
 import dataclasses
@@ -16,30 +16,29 @@ from jax.extend.core import jaxpr_as_fun, Primitive
 from jax.interpreters import ad, batching, mlir
 
 from ..dispatch import replaceable
-from .leading import widen
-from .spec import AttentionArrays
+from ..parallel import Leading, widened
 
-_call_p = Primitive("ejkernel_attention")
+Arrays = dict[str, Array]
+_call_p = Primitive("ejkernel_call")
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class _Call:
     """What it takes to trace a call again."""
 
-    function: Callable[[AttentionArrays], tuple[Array, Array]]
+    function: Callable[[Arrays], Arrays]
+    leading: Leading
     structure: Any
     take_back: Callable[[], None]
 
 
-def fold_first(
-    function: Callable[[AttentionArrays], tuple[Array, Array]], arrays: AttentionArrays
-) -> tuple[Array, Array]:
+def fold_first(function: Callable[[Arrays], Arrays], arrays: Arrays, leading: Leading) -> Arrays:
     """`function(arrays)`, of arrays with any number of leading axes."""
-    leaves, structure = jax.tree.flatten(arrays)
     with replaceable() as take_back:
-        jaxpr = jax.make_jaxpr(function)(arrays)
-    out, lse = _call_p.bind(*leaves, jaxpr=jaxpr, call=_Call(function, structure, take_back))
-    return out, lse
+        jaxpr, shapes = jax.make_jaxpr(function, return_shape=True)(arrays)
+    leaves, structure = jax.tree.flatten(arrays)
+    call = _Call(function, leading, structure, take_back)
+    return jax.tree.unflatten(jax.tree.structure(shapes), _call_p.bind(*leaves, jaxpr=jaxpr, call=call))
 
 
 def _run(*leaves: Array, jaxpr: Any, call: _Call) -> list[Array]:
@@ -50,10 +49,10 @@ def _map(leaves: Any, axes: Any, *, jaxpr: Any, call: _Call) -> tuple[Any, Any]:
     call.take_back()
     size = next(x.shape[axis] for x, axis in zip(leaves, axes, strict=True) if axis is not None)
     front = [x if axis is None else jnp.moveaxis(x, axis, 0) for x, axis in zip(leaves, axes, strict=True)]
-    arrays, mapped = (
-        jax.tree.unflatten(call.structure, x) for x in (front, [axis is not None for axis in axes])
-    )
-    return fold_first(call.function, *widen(size, [mapped], arrays)), (0, 0)
+    is_mapped = jax.tree.unflatten(call.structure, [axis is not None for axis in axes])
+    arrays = widened(jax.tree.unflatten(call.structure, front), is_mapped, size, call.leading)
+    results = jax.tree.leaves(fold_first(call.function, arrays, call.leading))
+    return results, [0] * len(results)
 
 
 def _differentiate(leaves: Any, tangents: Any, *, jaxpr: Any, call: _Call) -> tuple[Any, Any]:
