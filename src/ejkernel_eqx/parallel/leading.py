@@ -1,0 +1,199 @@
+"""The leading axes of a call's arrays: which array has which, how they become the one that a kernel sees, and how JAX maps over them."""
+
+import dataclasses
+import math
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax import Array
+
+Arrays = dict[str, Array]
+Letters = Mapping[str, tuple[str, ...]]
+
+
+@dataclasses.dataclass(frozen=True, eq=False, kw_only=True)
+class Leading:
+    """What is known of the arrays of a call, by name.
+
+    - `axes`: the axes behind the leading ones, of every array and of every result that there may be.
+    - `shared`: arrays that have no leading axes.
+    - `broadcast`: arrays any of whose leading axes may have size one in place of a larger one. Of those named `x.y` and `x.z` all have the
+      same.
+    - `kept`: the broadcast arrays that a kernel reads at their own size. It is told how many rows of the batch in a row read one of theirs.
+    - `like`: results that have the axes of an array: gradients.
+    - `one_by_one`: whether calls are made one after the other where a shared array is mapped; else the kernel takes it with a leading axis.
+    """
+
+    axes: Letters
+    shared: frozenset[str] = frozenset()
+    broadcast: frozenset[str] = frozenset()
+    kept: frozenset[str] = frozenset()
+    like: Mapping[str, str] = dataclasses.field(default_factory=dict)
+    one_by_one: bool = False
+
+    def is_alone(self, name: str, x: Any) -> bool:
+        """Whether an array comes without leading axes: there are none, or it is shared."""
+        return self.like.get(name, name) in self.shared and x.ndim == len(self.axes[name])
+
+    def shape(self, name: str, x: Any) -> tuple[int, ...]:
+        return x.shape[: len(x.shape) - len(self.axes[name])]
+
+    def lead(self, arrays: Mapping[str, Any]) -> tuple[int, ...]:
+        """The leading axes of the call."""
+        name, lead = "", ()
+        for other, x in arrays.items():
+            if other in self.broadcast or self.is_alone(other, x):
+                continue
+            if not name:
+                name, lead = other, self.shape(other, x)
+            assert lead == self.shape(other, x), f"leading axes differ: {name} {lead}, {other} {x.shape}"
+        return lead
+
+    def broadcasts_first(self, name: str, x: Any, lead: tuple[int, ...]) -> bool:
+        return name in self.broadcast and x.shape[0] == 1 != lead[0]
+
+
+def merged(function: Callable[..., Arrays], arrays: Arrays, leading: Leading) -> Arrays:
+    """`function(arrays, runs)` of arrays with all leading axes merged into one; its results have them all again.
+
+    `runs`: of each kept array, how many rows of the batch in a row read one of its rows.
+    """
+    lead = leading.lead(arrays)
+    kept = {name: _long_axes(arrays[name], lead) for name in sorted(leading.kept & arrays.keys())}
+    order = _order(lead, *kept.values())
+
+    def merge(name: str, x: Array) -> Array:
+        if leading.is_alone(name, x):
+            return x
+        own = leading.shape(name, x)
+        core = x.shape[len(own) :]
+        if name not in kept and own != lead and any(size != 1 for size in own):
+            own, x = lead, jnp.broadcast_to(x, (*lead, *core))
+        return _ordered(x, order).reshape((math.prod(own), *core))
+
+    def split(name: str, x: Array) -> Array:
+        source = arrays.get(leading.like.get(name, ""))
+        if leading.is_alone(name, x):
+            return x
+        own = (
+            lead
+            if source is None or leading.is_alone(leading.like[name], source)
+            else source.shape[: len(lead)]
+        )
+        own = own if x.shape[0] == math.prod(own) else lead
+        x = x.reshape((*(own[axis] for axis in order), *x.shape[1:]))
+        return _ordered(x, tuple(order.index(axis) for axis in range(len(order))))
+
+    runs = {name: _run(lead, order, own) for name, own in kept.items()}
+    results = function({name: merge(name, x) for name, x in arrays.items()}, runs)
+    return {name: split(name, x) for name, x in results.items()}
+
+
+def _long_axes(x: Array, lead: tuple[int, ...]) -> frozenset[int]:
+    """The leading axes that an array does not broadcast."""
+    return frozenset(i for i, size in enumerate(lead) if x.shape[i] == size != 1)
+
+
+def _order(lead: tuple[int, ...], *kept: frozenset[int]) -> tuple[int, ...]:
+    """The leading axes in an order in which those of either kept array follow one another."""
+    axes = tuple(range(len(lead)))
+    long = [i for i in axes if lead[i] != 1]
+    if all(_follow(long, own) for own in kept):
+        return axes
+    first, second = (*kept, frozenset[int]())[:2]
+    key = lambda i: (i not in first | second, i not in first, (i in first) == (i in second))
+    return tuple(sorted(axes, key=key))
+
+
+def _follow(axes: Sequence[int], own: frozenset[int]) -> bool:
+    places = [place for place, axis in enumerate(axes) if axis in own]
+    return not places or places[-1] - places[0] == len(places) - 1
+
+
+def _run(lead: tuple[int, ...], order: tuple[int, ...], own: frozenset[int]) -> int:
+    """How many merged rows in a row differ only in axes behind those of an array."""
+    last = max((place for place, axis in enumerate(order) if axis in own), default=len(order))
+    return math.prod(lead[axis] for axis in order[last + 1 :])
+
+
+def _ordered(x: Array, order: tuple[int, ...]) -> Array:
+    """The first axes in another order."""
+    if order == tuple(range(len(order))):
+        return x
+    return jnp.transpose(x, (*order, *range(len(order), x.ndim)))
+
+
+def widened(
+    arrays: Arrays,
+    is_mapped: Mapping[str, bool],
+    size: int,
+    leading: Leading,
+    whole: frozenset[str] = frozenset(),
+) -> Arrays:
+    """The arrays with a mapped axis of `size` in front. Broadcast arrays that are not mapped get one of size one, but for the `whole` ones."""
+    groups = {name.partition(".")[0] for name in arrays if is_mapped[name]}
+    first = next(name for name in arrays if name not in leading.shared | leading.broadcast)
+    lead = leading.shape(first, arrays[first])[is_mapped[first] :]
+
+    def widen(name: str, x: Array) -> Array:
+        own = x.shape[1:] if is_mapped[name] else x.shape
+        if name in leading.shared and len(own) == len(leading.axes[name]):
+            ones = (1,) * len(lead)
+            return (
+                jnp.broadcast_to(x.reshape((size, *ones, *own)), (size, *lead, *own))
+                if is_mapped[name]
+                else x
+            )
+        if is_mapped[name]:
+            return x
+        some = name in leading.broadcast - whole and name.partition(".")[0] not in groups
+        return jnp.broadcast_to(x, (1 if some else size, *x.shape))
+
+    return {name: widen(name, x) for name, x in arrays.items()}
+
+
+def mapped(
+    function: Callable[..., Arrays], leading: Leading, inside: frozenset[str] = frozenset()
+) -> Callable[[Arrays], Arrays]:
+    """A function of arrays with one leading axis as one of any number, for operations that the compiler sees into: JAX maps it over all
+    but the last, and merges none, as they may be sharded.
+
+    `function(arrays, over)` sums the gradients of the arrays `inside` over the mapped axes that `over` names, where these arrays broadcast them.
+    """
+
+    def call(arrays: Arrays, over: tuple[str, ...] = ()) -> Arrays:
+        lead = leading.lead(arrays)
+        if not lead:
+            rows = {name: x if leading.is_alone(name, x) else x[None] for name, x in arrays.items()}
+            return {
+                name: x if leading.is_alone(name, x) else x[0] for name, x in function(rows, over).items()
+            }
+        if len(lead) == 1:
+            return function(arrays, over)
+        alone = {name for name, x in arrays.items() if leading.is_alone(name, x)}
+        first = {n for n, x in arrays.items() if n not in alone and leading.broadcasts_first(n, x, lead)}
+        axes = {name: None if name in alone | first else 0 for name in arrays}
+        axis, summed = f"ejkernel_eqx.leading_{len(lead)}", inside & first
+
+        def one(arrays: Arrays) -> tuple[Arrays, Arrays]:
+            results = call(arrays, (*over, axis) if summed else over)
+            sums = {name: results.pop(name) for name in list(results) if leading.like.get(name) in summed}
+            return results, sums
+
+        given = {name: x[0] if name in first else x for name, x in arrays.items()}
+        results, sums = jax.vmap(one, in_axes=(axes,), out_axes=(0, None), axis_name=axis)(given)
+        for name in results:
+            source = leading.like.get(name)
+            if source in alone | first:
+                results[name] = jnp.sum(wide(results[name]), axis=0, keepdims=source in first)
+        return results | {name: x[None] for name, x in sums.items()}
+
+    return call
+
+
+def wide(x: Array) -> Array:
+    """A float array in float32 or wider; any other as it is."""
+    narrow = jnp.issubdtype(x.dtype, jnp.floating) and x.dtype.itemsize < 4
+    return x.astype(jnp.float32) if narrow else x
