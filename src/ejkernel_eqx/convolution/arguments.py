@@ -9,6 +9,7 @@ from jax import Array
 
 from ..core.arguments import array, fitting
 from ..core.frame import frame_of, step_frame_of
+from ..sequences.packing import ended
 from ..sequences.rows import Packing
 from .spec import ACTIVATIONS, ConvArrays, Places
 
@@ -76,8 +77,7 @@ def places_of(packing: Packing, held: int) -> Places:
     if packing.offsets is not None:
         offsets = packing.offsets.astype(jnp.int32) - packing.offsets[:1].astype(jnp.int32)
         ends = offsets[1:]
-        number = jnp.cumsum(jnp.zeros(length, jnp.int32).at[ends].add(1, mode="drop"), dtype=jnp.int32)
-        number = jnp.minimum(number, ends.shape[0] - 1)
+        number = jnp.minimum(ended(ends, length), ends.shape[0] - 1)
         spans = jnp.stack([offsets[:-1], ends] * 2, -1)
         first, end = offsets[number], ends[number]
         enter = leave = number

@@ -170,6 +170,10 @@ class States(NamedTuple):
     pool: Array | None
     slots: Array | None
 
+    def unchanged(self, dtype: Any) -> Array:
+        """What is left where no token came."""
+        return jnp.zeros(self.shape, dtype) if self.entering is None else self.entering
+
     def leaving(self, states: Array) -> Array:
         """What the caller gets for the states that are left, in the kernels' order; of a pool the whole."""
         states = self.packing.states(states)

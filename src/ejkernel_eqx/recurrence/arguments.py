@@ -68,17 +68,8 @@ def build(
     spec = RecurrenceSpec(operands.resolved_scale, decay, operands.delta, frame.state_dtype(state_dtype))
     states = frame.states(initial_state, *operands.of_states(), spec.state_dtype)
     entering = None if states.entering is None else operands.flipped(states.entering)
-    arrays = RecurrenceArrays(
-        operands.q,
-        operands.k,
-        operands.v,
-        g,
-        operands.beta,
-        operands.skip,
-        entering,
-        packing.starts,
-        packing.offsets,
-    )
+    q, k, v, beta, skip = operands.q, operands.k, operands.v, operands.beta, operands.skip
+    arrays = RecurrenceArrays(q, k, v, g, beta, skip, entering, packing.starts, packing.offsets)
     return arrays, spec, states
 
 

@@ -10,9 +10,8 @@ from .._kernel import Plan
 from ..core import platforms
 from ..core.frame import Frame
 from ..core.plans import plan_of as plan_of
-from .arguments import build, build_step, Operands
+from .arguments import build, build_step, check_heads, Operands
 from .core import recur, step
-from .spec import heads_of
 
 
 def register(operation: str) -> None:
@@ -31,7 +30,7 @@ def run(
     """A sequence. `epilogue` sees the outputs in the kernels' order, zero where there is padding, and leaves zeros there."""
     arrays, spec, states = build(frame, operands, initial_state, state_dtype)
     if frame.is_empty:
-        out, state = _empty(arrays, spec)
+        out, state = _no_output(arrays, operands), operands.flipped(states.unchanged(spec.state_dtype))
     else:
         out, state = recur(plan, plan.operation, arrays, spec)
     out = frame.mask(out)
@@ -51,20 +50,14 @@ def run_step(
     """One token of every row."""
     arrays, spec = build_step(frame, operands, state)
     if frame.is_empty:
-        rows, heads = arrays.q.shape[:-2], max(arrays.state.shape[-3], arrays.q.shape[-2])
-        out, state = jnp.zeros((*rows, heads, arrays.v.shape[-1]), arrays.v.dtype), arrays.state
+        out, state = _no_output(arrays, operands), arrays.state
     else:
         out, state = step(plan, plan.operation, arrays, spec)
     out, state = frame.from_rows((out, state))
     return out if epilogue is None else epilogue(out), state
 
 
-def _empty(arrays: Any, spec: Any) -> tuple[Array, Array]:
-    """No token or no row at all: no output, and the state as it came."""
-    heads = heads_of(arrays, spec)
-    lead, dim, values = arrays.q.shape[:-2], arrays.q.shape[-1], arrays.v.shape[-1]
-    count = () if arrays.offsets is None else (arrays.offsets.shape[-1] - 1,)
-    state = arrays.initial_state
-    if state is None:
-        state = jnp.zeros((*lead[:-1], *count, heads.state, dim, values), spec.state_dtype)
-    return jnp.zeros((*lead, heads.out, values), arrays.v.dtype), state
+def _no_output(arrays: Any, operands: Operands) -> Array:
+    """Of no token, or of no row at all."""
+    heads = max(check_heads(operands), arrays.q.shape[-2])
+    return jnp.zeros((*arrays.q.shape[:-2], heads, arrays.v.shape[-1]), arrays.v.dtype)

@@ -116,14 +116,13 @@ class StateSpaceV1(Kernel):
             operands["dt"] = jnp.where(packing.real[..., None], operands["dt"], padding)
         spec = ScanSpec(self.dt_softplus, frame.state_dtype(self.state_dtype))
         states = frame.states(initial_state, operands["A"].shape, "I N", spec.state_dtype)
-        out, final = operands["x"], states.entering
-        if not frame.is_empty:
+        if frame.is_empty:
+            out, final = operands["x"], states.unchanged(spec.state_dtype)
+        else:
             arrays = ScanArrays(
-                **operands, initial_state=final, starts=packing.starts, offsets=packing.offsets
+                **operands, initial_state=states.entering, starts=packing.starts, offsets=packing.offsets
             )
             out, final = scan(self.plan, self.operation, arrays, spec)
-        elif final is None:
-            final = jnp.zeros(states.shape, spec.state_dtype)
         return packing.give(out), states.leaving(final)
 
     @jax.named_scope("ejkernel_eqx.StateSpaceV1.step")
