@@ -10,9 +10,10 @@ from typing import Any, NamedTuple
 import jax.numpy as jnp
 from jax import Array, lax
 
+from ..core.arguments import accumulator
 from ..parallel import Leading, match_varying, opaque, Split
 from .flat import flatten_rows, gather_chunks, split_pages
-from .spec import axes_of, PagedArrays, PagedSpec, SHARED
+from .spec import axes_of, PagedArrays, PagedSpec, PAGES, SCALES, SHARED
 
 Named = dict[str, Array]
 
@@ -89,17 +90,14 @@ class _Call:
         self.groups = self.heads // self.kv_heads
         self.q = arrays.q.reshape(self.tokens, self.kv_heads, self.groups, -1)
         self.operand = _operand_dtype(arrays, spec)
-        self.accum = jnp.float64 if self.operand == jnp.float64 else jnp.float32
-        self.lse_dtype = jnp.float64 if arrays.q.dtype == jnp.float64 else jnp.float32
+        self.accum, self.lse_dtype = accumulator(self.operand), accumulator(arrays.q.dtype)
         keys = max(arrays.page_table.shape[-1], 1) * self.page_size
         self.block_k, self.chunk = split_pages(self.page_size, min(config.block_k, keys))
         self.block_q = min(config.block_q, spec.max_query_len, self.tokens)
         self.few = min(config.decode_queries, spec.max_query_len)
-        pages = {name: getattr(arrays, name) for name in ("k", "v", "rope")}
-        scales = {name: getattr(arrays, name) for name in ("k_scale", "v_scale", "rope_scale")}
-        self.per_head = {name: x for name, x in scales.items() if x is not None and x.ndim == 1}
-        pages |= {name: x for name, x in scales.items() if x is not None and x.ndim > 1}
-        self.pages = {name: x for name, x in pages.items() if x is not None}
+        stored = {name: x for name, x in arrays.given.items() if name in (*PAGES, *SCALES)}
+        self.per_head = {name: x for name, x in stored.items() if x.ndim == 1}
+        self.pages = {name: x for name, x in stored.items() if x.ndim > 1}
 
     def dot(self, pattern: str, x: Array, y: Array) -> Array:
         precision = lax.Precision.HIGHEST if self.operand == jnp.float32 else None
@@ -145,10 +143,9 @@ def _attend(call: _Call) -> Named:
 def _decodes(call: _Call, out: Array, lse: Array) -> tuple[Array, Array]:
     """All sequences with few queries."""
     arrays, index = call.arrays, jnp.arange(call.few, dtype=jnp.int32)
-    is_few = (
-        arrays.q_len <= call.few if call.spec.max_query_len > call.few else jnp.ones_like(arrays.q_len, bool)
-    )
-    real = (index[None] < arrays.q_len[:, None]) & is_few[:, None]
+    real = index[None] < arrays.q_len[:, None]
+    if call.spec.max_query_len > call.few:
+        real &= (arrays.q_len <= call.few)[:, None]
     token = jnp.where(real, arrays.q_start[:, None] + index[None], call.tokens)
     q = call.q.at[token].get(mode="fill", fill_value=0)
     sequence = jnp.arange(real.shape[0], dtype=jnp.int32)
