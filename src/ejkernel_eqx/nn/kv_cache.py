@@ -11,7 +11,7 @@ from jax import Array
 from jax.typing import DTypeLike
 
 from .._broadcast import like
-from ..parallel import over_mesh
+from ..parallel import Leading, over_mesh
 from .arguments import broadcasts, check_sizes, is_known, named_dtype, read_array, read_batch_shape
 
 
@@ -118,12 +118,10 @@ class KVCache(eqx.Module):
         given = {"store": store, "new": new, "start": start} | ({} if mask is None else {"mask": mask})
         heads = f"H{store.shape[-2]}"
         axes = {"store": ("S", heads, "D"), "new": ("T", heads, "D"), "start": (), "mask": ("T",)}
-        put = lambda given: {
-            "store": self._put(given["store"], given["new"], given["start"], given.get("mask"))
-        }
-        return over_mesh(put, given, axes)["store"]
+        put = lambda given: {"store": self._put(**given)}
+        return over_mesh(put, given, Leading(axes=axes))["store"]
 
-    def _put(self, store: Array, new: Array, start: Array, mask: Array | None) -> Array:
+    def _put(self, store: Array, new: Array, start: Array, mask: Array | None = None) -> Array:
         new = new.astype(store.dtype)
         if start.ndim == 0 and mask is None:
             return jax.lax.dynamic_update_slice_in_dim(store, new, start, axis=0)
