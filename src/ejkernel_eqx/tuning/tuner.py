@@ -75,8 +75,12 @@ def tune_problem(
     refuse_trace("tuning")
     device, options = device or device_facts(), options or current_options()
     workload = _workload_of(problem, implementation, device)
-    stages = _stages(problem, implementation, device, workload, configs, options.max_candidates)
-    heuristic = implementation.hooks.default_config(problem, device)
+    heuristic, *_ = tried = _tried(problem, implementation, device, configs)
+    parts = [(part.field, part.results) for part in workload.parts] or [("", ())]
+    values = [tuple(dict.fromkeys(part_of(config, part) for config in tried)) for part, _ in parts]
+    stages = tuple(
+        Stage(*part, options=found[: options.max_candidates]) for part, found in zip(parts, values)
+    )
     if all(len(stage.options) == 1 for stage in stages):
         return TuningResult(problem, implementation, heuristic, heuristic, {}, {}, (), 0.0, cached=True)
 
@@ -103,28 +107,22 @@ def _workload_of(problem: Problem, implementation: Implementation, device: Devic
     return workload
 
 
-def _stages(
-    problem: Problem,
-    implementation: Implementation,
-    device: DeviceFacts,
-    workload: Workload,
-    configs: Sequence[Any] | None,
-    most: int,
-) -> tuple[Stage, ...]:
-    platform = implementation.hooks
-    found = list(platform.candidates(problem, device) if configs is None else configs)
+def _tried(
+    problem: Problem, implementation: Implementation, device: DeviceFacts, configs: Sequence[Any] | None
+) -> list[Any]:
+    """The configurations to try, the heuristic first."""
+    hooks = implementation.hooks
+    found = list(hooks.candidates(problem, device) if configs is None else configs)
     for config in found:
-        if not isinstance(config, platform.config_type):
+        if not isinstance(config, hooks.config_type):
             raise ValueError(
-                f"configs: expected instances of {platform.config_type.__name__} for {implementation.platform.value!r}, received {config!r}."
+                f"configs: expected instances of {hooks.config_type.__name__} for {implementation.platform.value!r}, received {config!r}."
             )
-    found = list(dict.fromkeys((platform.default_config(problem, device), *found)))
+    found = list(dict.fromkeys((hooks.default_config(problem, device), *found)))
     if len(found) > 1:  # else nothing is stored
         for config in found:
             _check_storable(config)
-    parts = [(part.field, part.results) for part in workload.parts] or [("", ())]
-    values = [tuple(dict.fromkeys(part_of(config, field) for config in found)) for field, _ in parts]
-    return tuple(Stage(*part, options[:most]) for part, options in zip(parts, values))
+    return found
 
 
 def _check_storable(config: Any) -> None:
