@@ -8,10 +8,9 @@ from jax import Array
 
 from ...core.platforms import kernels_unavailable
 from ...dispatch import BOTH, DeviceFacts, FORWARD, Problem
-from ...launch import run
+from ...launch import Execute, run
 from ..spec import KEY, RecurrenceArrays, RecurrenceSpec, StepArrays, StepSpec, VALUE
 from . import delta_host, delta_tile_sizes, key_host, linear_host, step_kernel, tile_sizes
-from .call import Execute
 from .tile_sizes import TritonConfig
 
 OPAQUE = True

@@ -6,6 +6,7 @@ Chosen by measurements on an H200; elsewhere the first that fits the shared memo
 import dataclasses
 
 from ...dispatch import DeviceFacts, Problem
+from ...launch.sizes import fitting, padded
 from ..spec import KEY
 from .tile_sizes import Tile, TritonConfig
 
@@ -55,18 +56,9 @@ def default_config(problem: Problem, device: DeviceFacts) -> TritonConfig:
         rows = rows | dict.fromkeys(("states", "out", "dstates"), _SERIAL[2:])
     if problem.dim("D") > 128:
         chunk = 32
-    tile = lambda name: _fitting(name, rows[name], chunk, problem, device)[0]
+    tiles = {name: _fitting(name, rows[name], chunk, problem, device)[0] for name in rows}
     precision = "tf32x3" if device.vendor == "nvidia" else "ieee"
-    return TritonConfig(
-        chunk,
-        scores=tile("scores"),
-        wy=tile("wy"),
-        states=tile("states"),
-        out=tile("out"),
-        dstates=tile("dstates"),
-        gradients=tile("gradients"),
-        float32_dot=precision,
-    )
+    return TritonConfig(chunk, **tiles, float32_dot=precision, single=False)
 
 
 def candidates(problem: Problem, device: DeviceFacts) -> list[TritonConfig]:
@@ -86,15 +78,14 @@ def _fitting(
     name: str, rows: tuple[_Row, ...], chunk: int, problem: Problem, device: DeviceFacts
 ) -> list[Tile]:
     """Those that fit the shared memory, else the last; no tile is wider than the channels are."""
-    dim, values = (_padded(problem.dim(letter)) for letter in "DV")
+    dim, values = (padded(problem.dim(letter)) for letter in "DV")
     tiles = [Tile(min(k, dim), min(v, values), warps, stages) for k, v, warps, stages in rows]
-    room = device.shared_memory or 48 * 1024
-    return [tile for tile in tiles if _shared_memory(name, tile, chunk, problem) <= room] or tiles[-1:]
+    return fitting(tiles, lambda tile: _shared_memory(name, tile, chunk, problem), device) or tiles[-1:]
 
 
 def _shared_memory(name: str, tile: Tile, chunk: int, problem: Problem) -> int:
     """Bytes that a program takes at most: what a step of its loop loads, for each stage, and what it keeps."""
-    dim, keyed = _padded(problem.dim("D")), problem.flag("decay") == KEY
+    dim, keyed = padded(problem.dim("D")), problem.flag("decay") == KEY
     narrow, square = chunk * tile.block_v, chunk * chunk
     loaded, kept = {
         "scores": (0, 2 * chunk * tile.block_k + 3 * square),
@@ -106,7 +97,3 @@ def _shared_memory(name: str, tile: Tile, chunk: int, problem: Problem) -> int:
     }[name]
     size = 2 if problem.dtype("qkv") == "bfloat16" else 4
     return size * (tile.num_stages * loaded + kept) + 10 * 1024
-
-
-def _padded(size: int) -> int:
-    return max(16, 1 << (size - 1).bit_length())

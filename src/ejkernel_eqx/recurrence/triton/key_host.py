@@ -4,17 +4,18 @@ import jax
 import jax.numpy as jnp
 from jax import Array
 
-from ...launch import run
+from ...launch import Execute, run
+from ...launch.sizes import cdiv
 from ..spec import heads_of, RecurrenceArrays, RecurrenceSpec
 from . import key_gradients
 from .call import (
     Call,
-    Execute,
     first_copies,
     in_first_copies,
     make_call,
     precision_of,
     repeated,
+    sum_copies,
     sum_heads,
     wide,
 )
@@ -60,18 +61,18 @@ def backward(
     dout = dout.astype(call.arrays.q.dtype)
     dstates, dinitial = folded.dstates(dout, in_first_copies(dfinal_state, copies))
     given = {
-        "folded_k_ptr": folded.pool["k_ptr"],
-        "gates_ptr": high,
-        "low_ptr": high if low is None else low,
-        "do_ptr": dout,
-        "scores_ptr": saved["scores"],
-        "states_ptr": states,
-        "dstates_ptr": dstates,
+        "folded_k": folded.launch.arrays["k"],
+        "gates": high,
+        "low": high if low is None else low,
+        "do": dout,
+        "scores": saved["scores"],
+        "states": states,
+        "dstates": dstates,
     }
     dv, dscores = _value_gradients(call, given)
     grads = _key_gradients(call, given | dscores)
     if arrays.initial_state is not None:
-        grads["initial_state"] = sum_heads(dinitial, dinitial.shape[-3] // copies, axis=dinitial.ndim - 3)
+        grads["initial_state"] = sum_copies(dinitial, copies)
     if arrays.beta is not None:
         wide = dv.astype(jnp.float32)
         heads = dv.shape[2]
@@ -109,19 +110,19 @@ def _value_gradients(call: Call, given: dict[str, Array]) -> tuple[Array, dict[s
     """Of the values, over the heads of the call, and of the scores, below the diagonal and on it."""
     heads, _, values = call.sizes
     tile = call.config.wy
-    shape = given["scores_ptr"].shape[2:]
+    shape = given["scores"].shape[2:]
     results = call.launch(
         key_gradients.key_values_kernel,
         tile,
         {
-            "dv_ptr": _rows(call, call.arrays.v),
-            "dscores_ptr": call.rows(*shape),
-            "down_ptr": call.rows(heads, dtype=jnp.float32),
+            "dv": call.gradient(call.arrays.v),
+            "dscores": call.rows(*shape),
+            "down": call.rows(heads, dtype=jnp.float32),
         },
-        call.chunks * heads * -(-values // tile.block_v),
+        call.chunks * heads * cdiv(values, tile.block_v),
         given,
     )
-    return results.pop("dv_ptr"), results
+    return results.pop("dv"), results
 
 
 def _key_gradients(call: Call, given: dict[str, Array]) -> dict[str, Array]:
@@ -132,21 +133,17 @@ def _key_gradients(call: Call, given: dict[str, Array]) -> dict[str, Array]:
     results = call.launch(
         key_gradients.key_gradients_kernel,
         tile,
-        {f"d{name}_ptr": _rows(call, x) for name, x in operands.items()},
-        call.chunks * heads * -(-dim // tile.block_k),
+        {f"d{name}": call.gradient(x) for name, x in operands.items()},
+        call.chunks * heads * cdiv(dim, tile.block_k),
         given,
         SUMS=_sums_precision(call),
     )
-    return {name: sum_heads(results[f"d{name}_ptr"], x.shape[2]) for name, x in operands.items()}
-
-
-def _rows(call: Call, x: Array) -> jax.ShapeDtypeStruct:
-    """A gradient over the heads of the call, in float32 where the operand's heads are fewer: then it is summed."""
-    heads = call.sizes[0]
-    return call.rows(heads, x.shape[3], dtype=x.dtype if x.shape[2] == heads else jnp.float32)
+    return {name: sum_heads(results[f"d{name}"], x.shape[2]) for name, x in operands.items()}
 
 
 def _sums_precision(call: Call) -> str:
     """How the gradients of the gates are summed; one pass will do for bfloat16."""
-    precise = call.config.float32_dot if call.arrays.q.dtype == jnp.bfloat16 else call.constants["PRECISION"]
-    return "tf32" if call.arrays.q.dtype == jnp.bfloat16 and precise == "tf32x3" else precise
+    dot = call.config.float32_dot
+    if call.arrays.q.dtype == jnp.bfloat16:
+        return "tf32" if dot == "tf32x3" else dot
+    return call.launch.numbers["PRECISION"]

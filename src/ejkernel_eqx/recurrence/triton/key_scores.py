@@ -8,14 +8,13 @@ its queries and keys, what its segments hide zero, and `carry_ptr [chunks, HS, D
 asked for) `[B, T, HS, chunk]`: `scale * sum_d q_id k_jd 2^(G_id - G_jd)` on and below the diagonal and within a segment, else zero.
 """
 
-import dataclasses
-
-import jax
 import jax.numpy as jnp
 import triton
 import triton.language as tl
 from jax import Array
 
+from ...launch import NOTHING, result
+from ...launch.sizes import cdiv
 from .call import Call
 from .key_tile import add_scores_by_halves, between_rows, edge_gates, is_usual, load_gates
 from .tile import add_pairs, chunk_of, closed, last_start, load_tile, operand_of, segment_starts, store_tile
@@ -124,14 +123,14 @@ _GATES = Tile(128, 16, 4, 1)
 def gates(call: Call) -> tuple[Array, Array | None]:
     assert call.arrays.g is not None
     shape = call.arrays.g.shape[2:]
-    exact = call.constants["EXACT"]
+    exact = call.launch.numbers["EXACT"]
     outputs = {
-        "gates_ptr": call.rows(*shape, dtype=jnp.float32),
-        "low_ptr": call.rows(*shape, dtype=jnp.float32) if exact else _nothing(),
+        "gates": call.rows(*shape, dtype=jnp.float32),
+        "low": call.rows(*shape, dtype=jnp.float32) if exact else NOTHING,
     }
-    programs = call.chunks * -(-shape[0] * shape[1] // _GATES.block_k)
+    programs = call.chunks * cdiv(shape[0] * shape[1], _GATES.block_k)
     results = call.launch(gates_kernel, _GATES, outputs, programs)
-    return results["gates_ptr"], results["low_ptr"] if exact else None
+    return results["gates"], results["low"] if exact else None
 
 
 def fold(call: Call, gates: Array, low: Array | None, *, scores: bool) -> tuple[Call, Array | None]:
@@ -140,25 +139,15 @@ def fold(call: Call, gates: Array, low: Array | None, *, scores: bool) -> tuple[
         key_fold_kernel,
         call.config.scores,
         {
-            "folded_q_ptr": call.rows(heads, dim),
-            "folded_k_ptr": call.rows(heads, dim),
-            "carry_ptr": jax.ShapeDtypeStruct((call.chunks, heads, dim), jnp.float32),
-            "scores_ptr": call.rows(heads, chunk) if scores else _nothing(),
+            "folded_q": call.rows(heads, dim),
+            "folded_k": call.rows(heads, dim),
+            "carry": result(call.chunks, heads, dim),
+            "scores": call.rows(heads, chunk) if scores else NOTHING,
         },
         call.chunks * heads,
-        {"gates_ptr": gates, "low_ptr": gates if low is None else low},
+        {"gates": gates, "low": gates if low is None else low},
         SCORES=scores,
     )
-    operands = {
-        "q_ptr": results["folded_q_ptr"],
-        "k_ptr": results["folded_k_ptr"],
-        "carry_ptr": results["carry_ptr"],
-    }
-    constants = {"HQ": heads, "HK": heads, "SCALE": 1.0, "SEGMENTS": False}
-    folded = dataclasses.replace(call, pool=call.pool | operands, constants=call.constants | constants)
-    return folded, results["scores_ptr"] if scores else None
-
-
-def _nothing() -> jax.ShapeDtypeStruct:
-    """An output that a kernel does not write."""
-    return jax.ShapeDtypeStruct((1,), jnp.float32)
+    operands = {"q": results["folded_q"], "k": results["folded_k"], "carry": results["carry"]}
+    folded = call.knowing(operands, HQ=heads, HK=heads, SCALE=1.0, SEGMENTS=False)
+    return folded, results["scores"] if scores else None

@@ -6,10 +6,11 @@ import jax
 import jax.numpy as jnp
 from jax import Array
 
-from ...launch import run
+from ...launch import Execute, NOTHING, result, run
+from ...launch.sizes import cdiv
 from ..spec import CONSTANT, heads_of, NONE, RecurrenceArrays, RecurrenceSpec
 from . import gradients
-from .call import Call, Execute, first_copies, in_first_copies, make_call, repeated, sum_heads
+from .call import Call, first_copies, in_first_copies, make_call, repeated, sum_copies, sum_heads
 from .tile_sizes import TritonConfig
 
 _PARTS = 8  # as many partial sums of the gradient of a shared head, at most
@@ -51,7 +52,7 @@ def backward(
     grads = _gradients(call, states, dstates, dout)
     grads["v"] = sum_heads(grads["v"], arrays.v.shape[2])
     if arrays.initial_state is not None:
-        grads["initial_state"] = sum_heads(dinitial, dinitial.shape[-3] // copies, axis=dinitial.ndim - 3)
+        grads["initial_state"] = sum_copies(dinitial, copies)
     return grads
 
 
@@ -61,53 +62,49 @@ def _gradients(call: Call, states: Array, dstates: Array, dout: Array) -> dict[s
     heads, dim, values = call.sizes
     each = _heads_each(call)
     batch, length = arrays.q.shape[:2]
-    tiles = math.ceil(dim / tile.block_k)
+    tiles = cdiv(dim, tile.block_k)
 
     def shared(x: Array) -> jax.ShapeDtypeStruct:
         parts = heads // x.shape[2] // each
-        return jax.ShapeDtypeStruct((parts, *x.shape), x.dtype if parts == 1 else jnp.float32)
+        return result(parts, *x.shape, dtype=x.dtype if parts == 1 else jnp.float32)
 
-    nothing = jax.ShapeDtypeStruct((1,), jnp.float32)
-    scalars = jax.ShapeDtypeStruct((2 * tiles, batch, length, heads), jnp.float32)
-    sums = jax.ShapeDtypeStruct((2 * tiles, call.chunks, heads), jnp.float32)
-    skips = jax.ShapeDtypeStruct((call.chunks, heads, values), jnp.float32)
+    scalars = result(2 * tiles, batch, length, heads)
+    sums = result(2 * tiles, call.chunks, heads)
     results = call.launch(
         gradients.gradients_kernel,
         tile,
         {
-            "dq_ptr": shared(arrays.q),
-            "dk_ptr": shared(arrays.k),
-            "dv_ptr": call.rows(
-                heads, values, dtype=arrays.v.dtype if arrays.v.shape[2] == heads else jnp.float32
-            ),
-            "dg_ptr": nothing if decay == NONE else sums if decay == CONSTANT else scalars,
-            "dbeta_ptr": nothing if arrays.beta is None else scalars,
-            "dskip_ptr": nothing if arrays.skip is None else skips,
+            "dq": shared(arrays.q),
+            "dk": shared(arrays.k),
+            "dv": call.gradient(arrays.v),
+            "dg": NOTHING if decay == NONE else sums if decay == CONSTANT else scalars,
+            "dbeta": NOTHING if arrays.beta is None else scalars,
+            "dskip": NOTHING if arrays.skip is None else result(call.chunks, heads, values),
         },
         2 * tiles * call.chunks * (heads // each),
-        {"states_ptr": states, "dstates_ptr": dstates, "do_ptr": dout},
+        {"states": states, "dstates": dstates, "do": dout},
         HEADS=each,
     )
     grads = {
-        "q": _sum_parts(results["dq_ptr"]),
-        "k": _sum_parts(results["dk_ptr"]),
-        "v": sum_heads(results["dv_ptr"], arrays.v.shape[2]),
+        "q": _sum_parts(results["dq"]),
+        "k": _sum_parts(results["dk"]),
+        "v": sum_heads(results["dv"], arrays.v.shape[2]),
     }
     if decay == CONSTANT:
-        dg = _sum_parts(results["dg_ptr"]).reshape(batch, call.chunks // batch, heads).sum(1)
-        grads["g"] = sum_heads(dg, call.constants["HG"], axis=1)
+        dg = _sum_parts(results["dg"]).reshape(batch, call.chunks // batch, heads).sum(1)
+        grads["g"] = sum_heads(dg, call.launch.numbers["HG"], axis=1)
     elif decay != NONE:
-        grads["g"] = sum_heads(_sum_parts(results["dg_ptr"]), call.constants["HG"])
+        grads["g"] = sum_heads(_sum_parts(results["dg"]), call.launch.numbers["HG"])
     if arrays.beta is not None:
-        grads["beta"] = sum_heads(_sum_parts(results["dbeta_ptr"]), call.constants["HB"])
+        grads["beta"] = sum_heads(_sum_parts(results["dbeta"]), call.launch.numbers["HB"])
     if arrays.skip is not None:
-        grads["skip"] = results["dskip_ptr"].reshape(batch, call.chunks // batch, heads, values).sum(1)
+        grads["skip"] = results["dskip"].reshape(batch, call.chunks // batch, heads, values).sum(1)
     return grads
 
 
 def _heads_each(call: Call) -> int:
     """How many state heads one program takes, of those that share a query and a key head."""
-    shared = math.gcd(*(call.constants["HS"] // call.constants[name] for name in ("HQ", "HK")))
+    shared = math.gcd(*(call.launch.numbers["HS"] // call.launch.numbers[name] for name in ("HQ", "HK")))
     each = 1
     while shared % (2 * each) == 0 and shared // each > _PARTS:
         each *= 2

@@ -2,14 +2,15 @@
 
 import dataclasses
 import math
-from collections.abc import Callable
 from typing import Any
 
-import jax
 import triton
 import triton.language as tl
+from jax import Array
 
-from ...launch import Launch, run
+from ...launch import Execute, given, Launcher, result, result_like, run
+from ...launch.fields import check_fields, Power, Warps
+from ...launch.sizes import cdiv, padded
 from ..spec import KEY, NONE, SCALAR, StepArrays, StepSpec, VALUE
 
 _KINDS = {NONE: 0, SCALAR: 1, KEY: 2, VALUE: 3}
@@ -20,25 +21,17 @@ _SCALAR, _KEY, _VALUE = tl.constexpr(1), tl.constexpr(2), tl.constexpr(3)
 class StepTile:
     """A program takes all key channels and `block_v` value channels (a power of two) of one state."""
 
-    block_v: int
-    num_warps: int
+    block_v: Power
+    num_warps: Warps
 
-    def __post_init__(self):
-        if self.block_v < 1 or self.block_v & (self.block_v - 1) or self.num_warps not in (1, 2, 4, 8, 16):
-            raise ValueError(
-                f"StepTile: expected block_v a power of two and num_warps 1, 2, 4, 8 or 16, received {self.block_v!r} and {self.num_warps!r}."
-            )
+    __post_init__ = check_fields
 
 
 def default_tile(dim: int, values: int, state_bytes: int = 4) -> StepTile:
     """64 elements a thread, with as many warps as keep a program's state at about 32 KiB in float32 and 8 KiB in 16 bits."""
     num_warps = 4 if state_bytes == 4 else 2
-    block_v = min(_padded(values), num_warps * 32 * 64 // _padded(dim))
+    block_v = min(padded(values, 1), num_warps * 32 * 64 // padded(dim, 1))
     return StepTile(max(block_v, 8), num_warps)
-
-
-def _padded(size: int) -> int:
-    return 1 << max(size - 1, 0).bit_length()
 
 
 # fmt: off
@@ -101,13 +94,7 @@ def step_kernel(
 # fmt: on
 
 
-def step(
-    arrays: StepArrays,
-    spec: StepSpec,
-    config: Any,
-    *,
-    execute: Callable[[Launch, dict[str, jax.Array]], dict[str, jax.Array]] = run,
-) -> tuple[jax.Array, jax.Array]:
+def step(arrays: StepArrays, spec: StepSpec, config: Any, *, execute: Execute = run) -> tuple[Array, Array]:
     """`out [*, B, R, V]` in the dtype of `v`, and the states (the whole pool), with any leading axes. The tile is
     `config.step`, where there is one."""
     q, k, v, state = arrays.q, arrays.k, arrays.v, arrays.state
@@ -118,49 +105,32 @@ def step(
     gate_heads = 1
     if arrays.g is not None:
         gate_heads = arrays.g.shape[-1 if spec.decay == SCALAR else -2]
-    inputs = {
-        "q_ptr": q,
-        "k_ptr": k,
-        "v_ptr": v,
-        "g_ptr": q if arrays.g is None else arrays.g,
-        "beta_ptr": q if arrays.beta is None else arrays.beta,
-        "skip_ptr": q if arrays.skip is None else arrays.skip,
-        "indices_ptr": q if arrays.indices is None else arrays.indices,
-        "state_ptr": state,
+    numbers = {
+        "B": rows,
+        "S": state.shape[-4],
+        "HQ": q_heads,
+        "HK": k.shape[-2],
+        "HV": v.shape[-2],
+        "HG": gate_heads,
+        "HB": 1 if arrays.beta is None else arrays.beta.shape[-1],
+        "HS": heads,
+        "GROUP": out_heads // heads,
+        "D": dim,
+        "V": values,
+        "BLOCK_D": padded(dim, 1),
+        "SCALE": spec.scale,
+        "DECAY": _KINDS[spec.decay],
+        "DELTA": spec.delta,
+        **given(BETA=arrays.beta, SKIP=arrays.skip, SLOTS=arrays.indices),
+        "STRIDE_D": 1 if spec.transposed else values,
+        "STRIDE_V": dim if spec.transposed else 1,
     }
-    launch = Launch(
+    results = Launcher("recurrence", arrays._asdict(), numbers, q, execute)(
         step_kernel,
-        inputs={name: jax.ShapeDtypeStruct(x.shape, x.dtype) for name, x in inputs.items()},
-        outputs={
-            "new_state_ptr": jax.ShapeDtypeStruct(state.shape, state.dtype),
-            "out_ptr": jax.ShapeDtypeStruct((*lead, rows, out_heads, values), v.dtype),
-        },
-        scalars={"B": rows, "S": state.shape[-4]},
-        constants={
-            "HQ": q_heads,
-            "HK": k.shape[-2],
-            "HV": v.shape[-2],
-            "HG": gate_heads,
-            "HB": 1 if arrays.beta is None else arrays.beta.shape[-1],
-            "HS": heads,
-            "GROUP": out_heads // heads,
-            "D": dim,
-            "V": values,
-            "BLOCK_D": _padded(dim),
-            "BLOCK_V": tile.block_v,
-            "SCALE": spec.scale,
-            "DECAY": _KINDS[spec.decay],
-            "DELTA": spec.delta,
-            "BETA": arrays.beta is not None,
-            "SKIP": arrays.skip is not None,
-            "SLOTS": arrays.indices is not None,
-            "STRIDE_D": 1 if spec.transposed else values,
-            "STRIDE_V": dim if spec.transposed else 1,
-        },
-        grid=(math.ceil(values / tile.block_v) * heads * rows * math.prod(lead),),
-        num_warps=tile.num_warps,
-        name="ejkernel_eqx.recurrence.step",
-        aliases={"state_ptr": "new_state_ptr"},
+        tile,
+        {"new_state": result_like(state), "out": result(*lead, rows, out_heads, values, dtype=v.dtype)},
+        cdiv(values, tile.block_v) * heads * rows * math.prod(lead),
+        aliases={"state": "new_state"},
+        name="step",
     )
-    results = execute(launch, inputs)
-    return results["out_ptr"], results["new_state_ptr"]
+    return results["out"], results["new_state"]

@@ -9,10 +9,11 @@ Shapes of tiles in all kernels here: `C` is `CHUNK`, `BK` is `BLOCK_K` key chann
 import triton
 import triton.language as tl
 
+from ...launch.constants import LOG2E
+
 # Values of DECAY.
 NONE, CONSTANT, SCALAR, KEY = tl.constexpr(0), tl.constexpr(1), tl.constexpr(2), tl.constexpr(3)
 
-LOG2E = tl.constexpr(1.4426950408889634)
 NOTHING_LEFT = tl.constexpr(-150.5)  # 2 to this is zero in float32
 TF32_HALF = tl.constexpr(0x1000)  # half of the last bit of a float32 that tf32 keeps
 TF32_KEPT = tl.constexpr(-0x2000)  # the bits that it keeps

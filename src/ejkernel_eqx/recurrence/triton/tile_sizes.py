@@ -1,63 +1,43 @@
 """Configurations of the Triton recurrences: what may be chosen, what is chosen by itself, what is worth timing."""
 
 import dataclasses
+from typing import Annotated
 
 from ...dispatch import DeviceFacts, Problem
+from ...launch.fields import Block, check_fields, Count, Float32Dot, one_of, Warps
+from ...launch.sizes import cdiv, padded
 from ..spec import CONSTANT, KEY, NONE
-
-_PRECISIONS = ("tf32x3", "ieee", "tf32")
 
 
 @dataclasses.dataclass(frozen=True)
 class Tile:
     """One kernel's tile of key channels (`block_k`) by value channels (`block_v`), powers of two from 16, and compiler options."""
 
-    block_k: int
-    block_v: int
-    num_warps: int
-    num_stages: int
+    block_k: Block
+    block_v: Block
+    num_warps: Warps
+    num_stages: Count
 
-    def __post_init__(self):
-        for name in ("block_k", "block_v"):
-            size = getattr(self, name)
-            if not isinstance(size, int) or size < 16 or size & (size - 1):
-                raise ValueError(f"Tile.{name}: expected a power of two from 16, received {size!r}.")
-        if (
-            self.num_warps not in (1, 2, 4, 8, 16)
-            or not isinstance(self.num_stages, int)
-            or self.num_stages < 1
-        ):
-            raise ValueError(
-                f"Tile: expected num_warps 1, 2, 4, 8 or 16 and num_stages >= 1, received {self.num_warps!r} and {self.num_stages!r}."
-            )
+    __post_init__ = check_fields
 
 
 @dataclasses.dataclass(frozen=True)
 class TritonConfig:
     """The chunk and the tile of every phase. A member without a phase ignores its tile."""
 
-    chunk_size: int
-    """Tokens whose scores are one matrix, and between two stored states: 16, 32, 64, 128 or 256."""
+    chunk_size: Annotated[int, one_of(16, 32, 64, 128, 256)]
+    """Tokens whose scores are one matrix, and between two stored states."""
     scores: Tile
     wy: Tile
     states: Tile
     out: Tile
     dstates: Tile
     gradients: Tile
-    float32_dot: str = "tf32x3"
-    """How float32 matrices are multiplied: `"tf32x3"` (three passes, float32's accuracy), `"ieee"`, or on request `"tf32"`."""
+    float32_dot: Float32Dot = "tf32x3"
     single: bool = False
     """Whether the forward pass of a linear member without a decay per key is one kernel, with `out`'s value channels."""
 
-    def __post_init__(self):
-        if self.chunk_size not in (16, 32, 64, 128, 256):
-            raise ValueError(
-                f"TritonConfig.chunk_size: expected 16, 32, 64, 128 or 256, received {self.chunk_size!r}."
-            )
-        if self.float32_dot not in _PRECISIONS:
-            raise ValueError(
-                f"TritonConfig.float32_dot: expected 'tf32x3', 'ieee' or 'tf32', received {self.float32_dot!r}."
-            )
+    __post_init__ = check_fields
 
 
 _LARGE, _SOME = 160 * 1024, 96 * 1024  # shared memory of one program, in bytes
@@ -148,7 +128,7 @@ def _is_single(problem: Problem, device: DeviceFacts) -> bool:
 
 def _single_programs(problem: Problem) -> int:
     sequences = problem.dim("B") * (problem.dim("N") if problem.flag("packed") == "offsets" else 1)
-    return sequences * problem.dim("R") * -(-problem.dim("V") // 64)
+    return sequences * problem.dim("R") * cdiv(problem.dim("V"), 64)
 
 
 def _multiprocessors(device: DeviceFacts) -> int:
@@ -163,5 +143,5 @@ def _shared(problem: Problem) -> bool:
 def _narrowed(row: _Row, problem: Problem) -> Tile:
     """The tile, no wider than the channels are."""
     block_k, block_v, num_warps, num_stages = row
-    dim, values = (max(16, 1 << (problem.dim(name) - 1).bit_length()) for name in "DV")
+    dim, values = padded(problem.dim("D")), padded(problem.dim("V"))
     return Tile(min(block_k, dim), min(block_v, values), num_warps, num_stages)
