@@ -2,50 +2,32 @@
 
 import dataclasses
 import math
-from collections.abc import Callable
-from typing import Any
 
 import jax
 import jax.numpy as jnp
 from jax import Array
 
-from ...launch import Launch
+from ...launch import Execute, given, Launcher, result
+from ...launch.fields import Block, check_fields, Count, Float32Dot, Registers, Warps
+from ...launch.sizes import padded
 from ..spec import PagedArrays, PagedSpec, PAGES, SCALES
 
-Execute = Callable[[Launch, dict[str, Array]], dict[str, Array]]
 _SCALES = {None: 0, "token": 1, "head": 2}
-_ROWS = ("sinks", "slopes", "qq_bias")
 _LARGEST_PART = 256
 
 
 @dataclasses.dataclass(frozen=True)
 class PagedTile:
     """A tile of scores: at most `block_m` rows (queries times the heads that read one key head) by `block_k` keys, powers of two
-    from 16, and compiler options. `max_registers` of a thread: 0 for the compiler's choice; without effect on jax-triton before 0.4."""
+    from 16, and compiler options."""
 
-    block_m: int
-    block_k: int
-    num_warps: int
-    num_stages: int
-    max_registers: int = 0
+    block_m: Block
+    block_k: Block
+    num_warps: Warps
+    num_stages: Count
+    max_registers: Registers = 0
 
-    def __post_init__(self):
-        for name in ("block_m", "block_k"):
-            size = getattr(self, name)
-            if not isinstance(size, int) or size < 16 or size & (size - 1):
-                raise ValueError(f"PagedTile.{name}: expected a power of two from 16, received {size!r}.")
-        if (
-            self.num_warps not in (1, 2, 4, 8, 16)
-            or not isinstance(self.num_stages, int)
-            or self.num_stages < 1
-        ):
-            raise ValueError(
-                f"PagedTile: expected num_warps 1, 2, 4, 8 or 16 and num_stages >= 1, received {self.num_warps!r} and {self.num_stages!r}."
-            )
-        if not isinstance(self.max_registers, int) or not 0 <= self.max_registers <= 255:
-            raise ValueError(
-                f"PagedTile.max_registers: expected an int from 0 to 255, received {self.max_registers!r}."
-            )
+    __post_init__ = check_fields
 
 
 @dataclasses.dataclass(frozen=True)
@@ -55,24 +37,15 @@ class TritonConfig:
 
     decode: PagedTile
     prefill: PagedTile
-    split_k: int = 1
-    chunk_size: int = 256
+    split_k: Count = 1
+    chunk_size: Count = 256
     fast_tanh: bool = True
     """The soft cap of 16-bit inputs by NVIDIA's `tanh.approx` (error 5e-4 of the cap)."""
     fast_bytes: bool = True
     """8-bit pages become numbers by NVIDIA's instructions, four at once."""
-    float32_dot: str = "tf32x3"
-    """How float32 matrices are multiplied: `"tf32x3"` (three passes, float32's accuracy), `"ieee"`, or on request `"tf32"`."""
+    float32_dot: Float32Dot = "tf32x3"
 
-    def __post_init__(self):
-        for name in ("split_k", "chunk_size"):
-            number = getattr(self, name)
-            if not isinstance(number, int) or number < 1:
-                raise ValueError(f"TritonConfig.{name}: expected a positive int, received {number!r}.")
-        if self.float32_dot not in ("tf32x3", "ieee", "tf32"):
-            raise ValueError(
-                f"TritonConfig.float32_dot: expected 'tf32x3', 'ieee' or 'tf32', received {self.float32_dot!r}."
-            )
+    __post_init__ = check_fields
 
 
 @dataclasses.dataclass(frozen=True)
@@ -109,11 +82,11 @@ class Call:
 
     @property
     def result_types(self) -> dict[str, jax.ShapeDtypeStruct]:
-        """Of `out_ptr` and `lse_ptr`, as the last kernel has them."""
+        """Of `out` and `lse`, as the last kernel has them."""
         tokens, heads = self.arrays.q.shape[:2]
         return {
-            "out_ptr": jax.ShapeDtypeStruct((tokens, heads, self.values), self.arrays.q.dtype),
-            "lse_ptr": jax.ShapeDtypeStruct((tokens, heads), jnp.float32),
+            "out": result(tokens, heads, self.values, dtype=self.arrays.q.dtype),
+            "lse": result(tokens, heads),
         }
 
     @property
@@ -122,95 +95,45 @@ class Call:
         q, k = self.arrays.q.dtype, self.arrays.k.dtype
         return q if self.spec.scales is not None or q == k else jnp.dtype(jnp.float32)
 
-    def launch(
-        self,
-        kernel: Any,
-        tile: PagedTile,
-        grid: tuple[int, ...],
-        outputs: dict[str, jax.ShapeDtypeStruct],
-        *,
-        before: dict[str, Array] | None = None,
-        scalars: dict[str, int] | None = None,
-        **constants: Any,
-    ) -> dict[str, Array]:
-        """Launches an attention kernel. Its parameters: `q_ptr, k_ptr, v_ptr, rope_ptr, table_ptr, q_start_ptr, q_len_ptr,
-        kv_len_ptr, kv_start_ptr, k_scale_ptr, v_scale_ptr, rope_scale_ptr, sinks_ptr, slopes_ptr, qq_bias_ptr, P, M, N, Q, ROW, T`, the
-        arrays of `before` and the numbers of `scalars` anywhere among them, then the outputs `out_ptr, lse_ptr`, then the constants below
-        and `constants`.
-
-        With `before`, `out` and `lse` as they are so far (`out_before_ptr, lse_before_ptr`), the outputs start as these (and are in place).
-        """
-        inputs = {f"{name}_ptr": self._given(field) for name, field in _INPUTS.items()}
-        inputs |= {f"{name}_before_ptr": x for name, x in (before or {}).items()}
-        qq_bias = self.arrays.qq_bias
-        launch = Launch(
-            kernel=kernel,
-            inputs={name: jax.ShapeDtypeStruct(x.shape, x.dtype) for name, x in inputs.items()},
-            outputs=outputs,
-            scalars={
-                "P": self.arrays.k.shape[0],
-                "M": self.arrays.page_table.shape[-1],
-                "N": self.num_sequences,
-                "Q": 0 if qq_bias is None else qq_bias.shape[-1],
-                "ROW": self.row_sequences,
-                "T": self.arrays.q.shape[0],
-                **(scalars or {}),
-            },
-            constants=self.constants(tile) | constants,
-            grid=grid,
-            num_warps=tile.num_warps,
-            num_stages=tile.num_stages,
-            max_registers=tile.max_registers,
-            name=f"ejkernel_eqx.paged.{kernel.fn.__name__}",
-            aliases={f"{name}_before_ptr": f"{name}_ptr" for name in before or {}},
-        )
-        return self.execute(launch, inputs)
-
-    def constants(self, tile: PagedTile) -> dict[str, Any]:
-        """The constants of every attention kernel."""
+    @property
+    def launch(self) -> Launcher:
+        """Launches an attention kernel. It names, beside what is said at its launch, the tile `BM`, `BK`."""
         arrays, spec = self.arrays, self.spec
-        dim, rope = arrays.k.shape[-1], 0 if arrays.rope is None else arrays.rope.shape[-1]
+        (pages, page, _, dim), (heads, kv_heads) = arrays.k.shape, self.heads
+        rope = 0 if arrays.rope is None else arrays.rope.shape[-1]
         is_float32 = self.dot_dtype == jnp.float32
-        return {
-            "H": self.heads[0],
-            "K": self.heads[1],
+        numbers = {
+            "P": pages,
+            "M": arrays.page_table.shape[-1],
+            "N": self.num_sequences,
+            "Q": 0 if arrays.qq_bias is None else arrays.qq_bias.shape[-1],
+            "ROW": self.row_sequences,
+            "T": arrays.q.shape[0],
+            "LONGEST": spec.max_query_len,
+            "H": heads,
+            "K": kv_heads,
             "D": dim,
             "V": self.values,
             "R": rope,
-            "PAGE": arrays.k.shape[1],
+            "PAGE": page,
             # More slots in all, or numbers in a page, than 32 bits can count.
-            "FAR": max(arrays.k.shape[0], self.heads[1] * max(dim, self.values, rope)) * arrays.k.shape[1]
-            >= 2**31,
+            "FAR": max(pages, kv_heads * max(dim, self.values, rope)) * page >= 2**31,
             "BLOCK_D": padded(dim),
             "BLOCK_V": padded(self.values),
             "BLOCK_R": padded(rope),
-            "BM": tile.block_m,
-            "BK": tile.block_k,
             "LATENT": arrays.v is None,
             "SCALES": _SCALES[spec.scales],
             "SCALE": spec.scale,
             "CAP": spec.logits_soft_cap or 0.0,
             "FAST_TANH": self.config.fast_tanh and not is_float32,
+            "FAST_BYTES": self.config.fast_bytes,
             "LEFT": -1 if spec.left is None else min(spec.left, 2**30),
-            "RANGED": arrays.kv_start is not None,
-            "SINKS": arrays.sinks is not None,
-            "ALIBI": arrays.slopes is not None,
-            "QQ": arrays.qq_bias is not None,
+            **given(RANGED=arrays.kv_start, SINKS=arrays.sinks, ALIBI=arrays.slopes, QQ=arrays.qq_bias),
             "PRECISION": self.config.float32_dot if is_float32 else "ieee",
             "WIDE": is_float32,
         }
-
-    def _given(self, field: str) -> Array:
-        """What a call does not have is never read: the queries stand in for it."""
-        x = getattr(self.arrays, field)
-        return self.arrays.q if x is None else x
-
-
-_INPUTS = {
-    **{name: name for name in ("q", "k", "v", "rope", "q_start", "q_len", "kv_len", "kv_start")},
-    **{name: name for name in (*SCALES, *_ROWS)},
-    "table": "page_table",
-}
+        named = arrays._asdict() | {"table": arrays.page_table}
+        return Launcher("paged", named, numbers, arrays.q, self.execute)
 
 
 def folded(arrays: PagedArrays, spec: PagedSpec, config: TritonConfig, execute: Execute) -> Call:
@@ -269,12 +192,3 @@ def _in_parts(given: dict[str, Array]) -> dict[str, Array]:
     cut = {name: x.reshape((count * parts, part, *x.shape[2:])) for name, x in given.items()}
     numbers = table * parts + jnp.arange(parts, dtype=jnp.int32)[None]
     return cut | {"page_table": jnp.where((table >= 0) & (table < count), numbers, -1)}
-
-
-def padded(size: int) -> int:
-    """The channels of a tile: a power of two, at least 16."""
-    return max(16, 1 << (size - 1).bit_length()) if size else 16
-
-
-def count(length: int, block: int) -> int:
-    return math.ceil(length / block)

@@ -11,10 +11,11 @@ from jax import Array
 
 from ...core.platforms import kernels_unavailable
 from ...dispatch import DeviceFacts, Problem
-from ...launch import run
+from ...launch import Execute, run
+from ...launch.sizes import cdiv, rows_of, too_large
 from ..spec import PagedArrays, PagedSpec, WriteArrays
 from . import decode_kernel, prefill_kernel, tile_sizes, write_kernel
-from .call import Execute, folded
+from .call import folded
 from .call import PagedTile as PagedTile
 from .call import TritonConfig as TritonConfig
 
@@ -79,15 +80,14 @@ def candidates(problem: Problem, device: DeviceFacts) -> list[TritonConfig]:
 
     def spread(split_k: int) -> dict[str, int]:
         """So many splits, each of no more keys than they leave to it."""
-        chunk_size = min(heuristic.chunk_size, max(tile_sizes.CHUNK, -(-keys // split_k)))
-        return {"split_k": min(split_k, max(1, -(-keys // chunk_size))), "chunk_size": chunk_size}
+        chunk_size = min(heuristic.chunk_size, max(tile_sizes.CHUNK, cdiv(keys, split_k)))
+        return {"split_k": min(split_k, max(1, cdiv(keys, chunk_size))), "chunk_size": chunk_size}
 
     ways = [spread(n) for n in (heuristic.split_k, 2 * heuristic.split_k, heuristic.split_k // 2) if n]
     found = [heuristic, *(dataclasses.replace(heuristic, **way) for way in ways)]
-    for row in range(1, max(len(decode), len(prefill))):
-        tiles = decode[min(row, len(decode) - 1)], prefill[min(row, len(prefill) - 1)]
+    for row, (few, many) in enumerate(rows_of([decode, prefill])[1:], 1):
         found += [
-            dataclasses.replace(heuristic, decode=tiles[0], prefill=tiles[1], **way)
+            dataclasses.replace(heuristic, decode=few, prefill=many, **way)
             for way in (ways[:2] if row < 3 else ways[:1])
         ]
     return list(dict.fromkeys(found))[:_MOST_CANDIDATES]
@@ -98,18 +98,15 @@ def config_unsupported(config: TritonConfig, problem: Problem, device: DeviceFac
     is_bytes = problem.dtype("kv") in ("int8", "float8_e4m3fn")
     if config.fast_bytes and is_bytes and device.vendor != "nvidia":
         return "fast_bytes is made of NVIDIA's instructions"
-    limit = device.shared_memory or 49_152
     queries = decode_queries(problem.dim("Q"), problem.dim("H") // problem.dim("K"))
     tiles = {"decode": config.decode}
     if problem.dim("Q") > queries:
         tiles["prefill"] = config.prefill
     for kernel, tile in tiles.items():
-        needed = tile_sizes.shared_memory(problem, tile, device)
-        if needed > limit and tile != tile_sizes.SMALLEST:
-            return (
-                f"{kernel} with {tile.block_m}x{tile.block_k} tiles and {tile.num_stages} stages takes about {needed} bytes of "
-                f"shared memory, the device has {limit}"
-            )
+        needed, sizes = tile_sizes.shared_memory(problem, tile, device), f"{tile.block_m}x{tile.block_k}"
+        reason = too_large(kernel, sizes, tile.num_stages, needed, device)
+        if reason is not None and tile != tile_sizes.SMALLEST:
+            return reason
     return None
 
 
@@ -127,7 +124,7 @@ def forward(
     call = folded(arrays, spec, config, execute)
     if call.num_sequences == 0 or call.arrays.q.shape[0] == 0:
         types = call.result_types
-        results = {"out": jnp.zeros_like(types["out_ptr"]), "lse": jnp.full_like(types["lse_ptr"], -jnp.inf)}
+        results = {"out": jnp.zeros_like(types["out"]), "lse": jnp.full_like(types["lse"], -jnp.inf)}
     else:
         most = decode_queries(spec.max_query_len, call.group)
         results = decode_kernel.decode(call, most)

@@ -4,15 +4,17 @@ Which keys a program takes follows from its own sequence and static numbers alon
 others.
 """
 
-import jax
+import dataclasses
+
 import jax.numpy as jnp
 import triton
 import triton.language as tl
 from jax import Array
 
-from ...launch import Launch
+from ...launch import Options, result
 from ...launch.constants import LN2, LOG2E
-from .call import Call, count, padded
+from ...launch.sizes import cdiv, padded
+from .call import Call
 from .pairs import attend_pairs, RAISED, split_queries
 from .tile import (
     attend_tile,
@@ -220,29 +222,33 @@ def decode(call: Call, queries: int) -> dict[str, Array]:
     splits, alone = num_splits(call, queries), call.spec.max_query_len <= queries
     static = {
         "BM": tile_rows,
+        "BK": tile.block_k,
         "QUERIES": queries,
         "ALONE": alone,
         # Whoever has more queries than this kernel takes has one more than it takes: buckets of queries share one compiled kernel.
         "MOST": queries if alone else queries + 1,
         "SPLITS": splits,
-        "LEAST": count(call.config.chunk_size, tile.block_k),
+        "LEAST": cdiv(call.config.chunk_size, tile.block_k),
+        "PAIRS": _pairs(call, tile_rows),
     }
-    pairs = {"PAIRS": _pairs(call, tile_rows), "FAST_BYTES": call.config.fast_bytes}
-    longest = {"LONGEST": call.spec.max_query_len}
-    programs = count(rows, tile_rows) * kv_heads * splits * call.num_sequences
+    launch = call.launch.knowing({}, **static)
+    programs = cdiv(rows, tile_rows) * kv_heads * splits * call.num_sequences
     if splits == 1:
-        grid = (programs + _fills(call),)
-        results = call.launch(
-            decode_kernel, tile, grid, call.result_types, scalars=longest, **static, **pairs
-        )
-        return {name.removesuffix("_ptr"): x for name, x in results.items()}
+        return launch(decode_kernel, tile, call.result_types, programs + _fills(call))
     shape = (call.num_sequences, queries, heads, splits)
-    parts = {
-        "out_ptr": jax.ShapeDtypeStruct((*shape, values), jnp.float32),
-        "lse_ptr": jax.ShapeDtypeStruct(shape, jnp.float32),
-    }
-    results = call.launch(decode_kernel, tile, (programs,), parts, scalars=longest, **static, **pairs)
-    return _merge(call, results, static, longest)
+    parts = launch(decode_kernel, tile, {"out": result(*shape, values), "lse": result(*shape)}, programs)
+    # What a call does not have is never read; the lengths stand in for it.
+    merge, block_s = dataclasses.replace(launch, absent=call.arrays.q_len), padded(splits, 1)
+    step = min(block_s, max(2, _MERGED // padded(values)))
+    return merge(
+        merge_kernel,
+        Options(4 if step * padded(values) >= _MERGED else 2),
+        call.result_types,
+        heads * queries * call.num_sequences + _fills(call),
+        {"parts": parts["out"], "part_lse": parts["lse"]},
+        BLOCK_S=block_s,
+        STEP=step,
+    )
 
 
 def _pairs(call: Call, rows: int) -> int:
@@ -258,7 +264,7 @@ def _pairs(call: Call, rows: int) -> int:
 
 def _fills(call: Call) -> int:
     """Programs that look for tokens of no sequence."""
-    return count(call.arrays.q.shape[0], FILLED.value)
+    return cdiv(call.arrays.q.shape[0], FILLED.value)
 
 
 def num_splits(call: Call, queries: int) -> int:
@@ -267,36 +273,4 @@ def num_splits(call: Call, queries: int) -> int:
     if call.spec.left is not None:
         keys = min(keys, call.spec.left + queries + call.config.decode.block_k)
     least = max(call.config.chunk_size, call.config.decode.block_k)
-    return max(1, min(call.config.split_k, count(keys, least)))
-
-
-def _merge(
-    call: Call, parts: dict[str, Array], static: dict[str, int], longest: dict[str, int]
-) -> dict[str, Array]:
-    arrays, constants = call.arrays, call.constants(call.config.decode) | static
-    names = ("q_start", "q_len", "kv_len", "kv_start", "sinks")
-    given = {f"{name}_ptr": getattr(arrays, name) for name in names}
-    inputs = {name: arrays.q_len if x is None else x for name, x in given.items()}
-    inputs |= {"parts_ptr": parts["out_ptr"], "part_lse_ptr": parts["lse_ptr"]}
-    heads, splits = call.heads[0], static["SPLITS"]
-    block_s = 1 << (splits - 1).bit_length()
-    step = min(block_s, max(2, _MERGED // padded(call.values)))
-    shared = ("H", "V", "BLOCK_V", "PAGE", "MOST", "BK", "LEFT", "RANGED", "SINKS", "QUERIES", "ALONE", "SPLITS", "LEAST")  # fmt: skip
-    launch = Launch(
-        merge_kernel,
-        inputs={name: jax.ShapeDtypeStruct(x.shape, x.dtype) for name, x in inputs.items()},
-        outputs=call.result_types,
-        scalars={
-            "M": arrays.page_table.shape[-1],
-            "N": call.num_sequences,
-            "ROW": call.row_sequences,
-            "T": arrays.q.shape[0],
-            **longest,
-        },
-        constants={name: constants[name] for name in shared} | {"BLOCK_S": block_s, "STEP": step},
-        grid=(heads * static["QUERIES"] * call.num_sequences + _fills(call),),
-        num_warps=4 if step * padded(call.values) >= _MERGED else 2,
-        num_stages=2,
-        name="ejkernel_eqx.paged.merge_kernel",
-    )
-    return {name.removesuffix("_ptr"): x for name, x in call.execute(launch, inputs).items()}
+    return max(1, min(call.config.split_k, cdiv(keys, least)))

@@ -165,17 +165,20 @@ def prefill(call: Call, results: dict[str, Array], least: int) -> dict[str, Arra
     """`results` with the tokens of the sequences that have more than `least` queries written into them, in place."""
     tile = call.config.prefill
     tiles = most_tiles(call.arrays.q.shape[0], call.num_sequences, call.group, tile.block_m)
-    written = call.launch(
+    return call.launch(
         prefill_kernel,
         tile,
-        (tiles * call.heads[1],),
         call.result_types,
-        before=results,
+        tiles * call.heads[1],
+        {f"{name}_before": x for name, x in results.items()},
+        aliases={f"{name}_before": name for name in results},
         # Numbers at run time: buckets of tokens share one compiled kernel.
-        scalars={"LEAST": least, "MOST": call.spec.max_query_len},
+        LEAST=least,
+        MOST=call.spec.max_query_len,
         SCANNED=_SCANNED,
+        BM=tile.block_m,
+        BK=tile.block_k,
     )
-    return {name: written[f"{name}_ptr"] for name in results}
 
 
 def most_tiles(tokens: int, sequences: int, group: int, rows: int) -> int:

@@ -1,10 +1,9 @@
 """Which tiles the Triton kernels prefer, how many programs share a sequence's keys, and what shared memory a program takes."""
 
-import math
-
 from ...dispatch import DeviceFacts, Problem
 from ...launch import limits_registers, register_limits_measured
-from .call import padded, PagedTile
+from ...launch.sizes import cdiv, fitting, padded
+from .call import PagedTile
 
 _BYTES = {"int8": 1, "float8_e4m3fn": 1, "bfloat16": 2, "float16": 2, "float32": 4}
 # block_m, block_k, num_warps, num_stages, and where the compiler is limited max_registers
@@ -69,7 +68,7 @@ def prefill_tiles(problem: Problem, device: DeviceFacts) -> list[PagedTile]:
         return _fitting(_PREFILL_LATENT, problem, device)
     if dot_bytes(problem) == 4:
         return _fitting(_PREFILL_FLOAT32, problem, device)
-    width = max(64, padded(max(problem.dim("D"), problem.dim("V"))))
+    width = padded(max(problem.dim("D"), problem.dim("V")), 64)
     sizes = _PREFILL[width]
     if width == 128 and limits_registers(device):
         sizes = (_SIDE_BY_SIDE, *sizes)
@@ -85,7 +84,7 @@ def splits(problem: Problem, device: DeviceFacts, queries: int, block_m: int) ->
     `queries` of each sequence are computed in blocks of at most `block_m` rows.
     """
     heads, kv_heads = problem.dim("H"), problem.dim("K")
-    blocks = math.ceil(queries * (heads // kv_heads) / block_m)
+    blocks = cdiv(queries * (heads // kv_heads), block_m)
     programs = max(1, problem.dim("N") * kv_heads * blocks)
     full = (1 if problem.flag("latent") else 2) * (device.num_multiprocessors or 108)
     keys = problem.dim("M") * problem.dim("p")
@@ -95,10 +94,10 @@ def splits(problem: Problem, device: DeviceFacts, queries: int, block_m: int) ->
     if programs <= full:
         count, chunk, long = _in_waves(programs, full), CHUNK, 2 * _LONG
     else:
-        count, long = math.ceil(4 * full / programs), _LONG
+        count, long = cdiv(4 * full, programs), _LONG
         chunk = _MEDIUM if count > 1 else _LONG
-    count = min(count, math.ceil(keys / chunk))
-    return max(1, count, min(math.ceil(keys / long), room)), chunk
+    count = min(count, cdiv(keys, chunk))
+    return max(1, count, min(cdiv(keys, long), room)), chunk
 
 
 def _in_waves(programs: int, full: int) -> int:
@@ -157,8 +156,7 @@ def _fitting(
         PagedTile(min(m, rows), min(k, keys), w, min(stages, most), *(limit if is_nvidia else ()))
         for m, k, w, stages, *limit in sizes
     ]
-    limit = device.shared_memory or 49_152
-    fitting = [tile for tile in tiles if shared_memory(problem, tile, device) <= limit]
+    fit = fitting(tiles, lambda tile: shared_memory(problem, tile, device), device)
     if not register_limits_measured(device):  # what they do there is for the tuner to find out
-        fitting = [tile for tile in fitting if not tile.max_registers][:1] + fitting
-    return list(dict.fromkeys(fitting)) or [SMALLEST]
+        fit = [tile for tile in fit if not tile.max_registers][:1] + fit
+    return list(dict.fromkeys(fit)) or [SMALLEST]

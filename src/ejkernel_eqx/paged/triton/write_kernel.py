@@ -2,16 +2,15 @@
 
 import itertools
 import math
-from collections.abc import Callable
 from typing import Any
 
-import jax
 import jax.numpy as jnp
 import triton
 import triton.language as tl
 from jax import Array
 
-from ...launch import Launch, run
+from ...launch import Execute, Launch, Launcher, Options, result, result_like, run
+from ...launch.sizes import cdiv, padded
 from ..cache.quantise import LARGEST
 from ..spec import WriteArrays
 from .tile import HEAD, TOKEN
@@ -99,9 +98,6 @@ def write_kernel(
         _store_rows(b, new_b_ptr, b_scale_ptr, new_b_scale_ptr, target, scale_at, written, B, BLOCK_B, SCALES, B_LARGEST)  # fmt: skip
 
 
-Execute = Callable[[Launch, dict[str, Array]], dict[str, Array]]
-
-
 def write(arrays: WriteArrays, *, execute: Execute = run) -> dict[str, Array]:
     """As `write.write`: pages with leading axes are written each with its own tokens and slots, which then have these axes too."""
     results, names = dict(arrays.pages), list(arrays.new)
@@ -125,45 +121,38 @@ def write_launch(arrays: WriteArrays, names: list[str]) -> tuple[Launch, dict[st
     # Where a call has no second kind, or no scales, neither is read or written.
     absent = slots if len(names) == 2 else jnp.zeros((1,), slots.dtype)
 
-    inputs: dict[str, Array] = {"slots_ptr": slots}
-    constants: dict[str, Any] = {
+    inputs: dict[str, Array] = {"slots": slots}
+    numbers: dict[str, Any] = {
+        "T": slots.size // max(1, math.prod(kept.shape[:-4])),
+        "SLOTS": math.prod(kept.shape[-4:-2]),
         "K": kv_heads,
         "SCALES": scales,
         "MAPPED": kept.ndim > 4,
         "HEADS_MAPPED": scales == _HEAD and scale is not None and scale.ndim > 1,
     }
     for letter, name in itertools.zip_longest("ab", names, fillvalue=""):
-        inputs[f"{letter}_new_ptr"] = new = arrays.new.get(name, absent)
-        inputs[f"{letter}_ptr"] = pages = given.get(name, absent)
-        inputs[f"{letter}_scale_ptr"] = given.get(f"{name}_scale", absent)
+        inputs[f"{letter}_new"] = new = arrays.new.get(name, absent)
+        inputs[letter] = pages = given.get(name, absent)
+        inputs[f"{letter}_scale"] = given.get(f"{name}_scale", absent)
         width, letter = new.shape[-1] if name else 0, letter.upper()
-        constants |= {letter: width, f"BLOCK_{letter}": triton.next_power_of_2(max(width, 1))}
-        constants[f"{letter}_LARGEST"] = LARGEST.get(pages.dtype.name, 0.0)
+        numbers |= {letter: width, f"BLOCK_{letter}": padded(width, 1)}
+        numbers[f"{letter}_LARGEST"] = LARGEST.get(pages.dtype.name, 0.0)
     rows = slots.size * kv_heads
     assert rows < 2**31 - _MANY, rows
-    widest = max(constants["BLOCK_A"], constants["BLOCK_B"])
+    widest = max(numbers["BLOCK_A"], numbers["BLOCK_B"])
     elements = _FEW if rows * widest <= _FEW * _PROGRAMS else _MANY
-    block = min(max(1, elements // widest), triton.next_power_of_2(max(rows, 1)))
-
-    shapes = {name: jax.ShapeDtypeStruct(x.shape, x.dtype) for name, x in inputs.items()}
-    launch = Launch(
+    block = min(max(1, elements // widest), padded(rows, 1))
+    nothing = result(1, dtype=slots.dtype)
+    outputs = {
+        f"new_{name}": result_like(inputs[name]) if name in aliased else nothing
+        for name in ("a", "b", "a_scale", "b_scale")
+    }
+    numbers |= {"ROWS": rows, "BLOCK": block}
+    return Launcher("paged.cache", inputs, numbers, slots, run).launch(
         write_kernel,
-        inputs=shapes,
-        outputs={
-            f"new_{name}_ptr": shapes[f"{name}_ptr"]
-            if name in aliased
-            else jax.ShapeDtypeStruct((1,), slots.dtype)
-            for name in ("a", "b", "a_scale", "b_scale")
-        },
-        scalars={
-            "ROWS": rows,
-            "T": slots.size // max(1, math.prod(kept.shape[:-4])),
-            "SLOTS": math.prod(kept.shape[-4:-2]),
-        },
-        constants=constants | {"BLOCK": block},
-        grid=(math.ceil(rows / block),),
-        num_warps=4,
-        name="ejkernel_eqx.paged.cache.write",
-        aliases={f"{name}_ptr": f"new_{name}_ptr" for name in aliased},
+        Options(4),
+        outputs,
+        cdiv(rows, block),
+        aliases={name: f"new_{name}" for name in aliased},
+        name="write",
     )
-    return launch, inputs
