@@ -289,3 +289,16 @@ def rows_kernel(x, rows, out, scattered, R: tl.constexpr, C: tl.constexpr, N: tl
     found = source.gather(row, 0)
     tl.store(out + at[:, None] * C + tl.arange(0, C)[None, :], found)
     target.scatter(found, row, 0)
+
+
+@triton.jit
+def mixed_kernel(x_ptr, bias_ptr, state_ptr, n, new_state_ptr, out_ptr, BLOCK: tl.constexpr, BIAS: tl.constexpr, SCALE: tl.constexpr):  # fmt: skip
+    """state += x, and out = SCALE * x + bias."""
+    at = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)  # [BLOCK]
+    inside = at < n
+    x = tl.load(x_ptr + at, mask=inside, other=0.0)  # [BLOCK]
+    tl.store(new_state_ptr + at, tl.load(new_state_ptr + at, mask=inside, other=0.0) + x, mask=inside)
+    out = SCALE * x
+    if BIAS:
+        out += tl.load(bias_ptr + at, mask=inside, other=0.0)
+    tl.store(out_ptr + at, out, mask=inside)

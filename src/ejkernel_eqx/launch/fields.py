@@ -19,13 +19,7 @@ def power_of_two(least: int = 1, most: int | None = None) -> Rule:
 
 
 def whole(least: int, most: int | None = None) -> Rule:
-    words = (
-        f"an int from {least} to {most}"
-        if most
-        else "a positive int"
-        if least == 1
-        else f"an int from {least}"
-    )
+    words = f"an int from {least}" + (f" to {most}" if most else "")
     return Rule(words, lambda x: isinstance(x, int) and least <= x <= (most or x))
 
 
@@ -38,7 +32,7 @@ Power = Annotated[int, power_of_two()]
 Block = Annotated[int, power_of_two(16)]
 """A side of a tile that is multiplied."""
 Warps = Annotated[int, one_of(1, 2, 4, 8, 16)]
-Count = Annotated[int, whole(1)]
+Count = Annotated[int, whole(1)._replace(words="a positive int")]
 Registers = Annotated[int, whole(0, 255)]
 """Registers a thread may have, 0 for the compiler's choice; without effect on jax-triton before 0.4."""
 Float32Dot = Annotated[str, one_of("tf32x3", "ieee", "tf32")]
