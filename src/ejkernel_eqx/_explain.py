@@ -203,8 +203,7 @@ def _of_implementation(name: str, implementation: Implementation, reason: str | 
 def _of_plan(path: str, plan: Plan) -> list[Choice]:
     """A row for every problem that the kernel was built for; one with the order of its platforms if there is none."""
     here = plan.device
-    asked = plan.here.asked
-    reasons = {name: i.unusable(here) for name, i in zip(names_of(asked), asked)}
+    reasons = {name: i.unusable(here) for name, i in plan.here.asked}
     order = " then ".join(platform for platform, reason in reasons.items() if reason is None)
     unusable = tuple((platform, reason) for platform, reason in reasons.items() if reason is not None)
     if not order:

@@ -82,7 +82,8 @@ class _Completed:
         self._platform = platform
 
     def __getattr__(self, name: str) -> Any:
-        return getattr(self._platform if hasattr(self._platform, name) else _DEFAULTS, name)
+        found = getattr(self._platform, name, _DEFAULTS)
+        return getattr(_DEFAULTS, name) if found is _DEFAULTS else found
 
 
 _DEFAULTS = cast(Any, _Defaults)()

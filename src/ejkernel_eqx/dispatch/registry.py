@@ -43,7 +43,7 @@ class Implementation:
     @property
     def hooks(self) -> PlatformHooks:
         """What is asked of it, whatever it may run by."""
-        return hooks_of(self.load())
+        return _hooks(self.target) if isinstance(self.target, str) else hooks_of(self.target)
 
     @property
     def version(self) -> int:
@@ -107,6 +107,11 @@ def of_device(implementations: tuple[Implementation, ...], device: DeviceFacts) 
         return implementations
     usable = {i.platform: i for i in reversed(implementations) if i.unusable(device) is None}
     return tuple(i for i in implementations if usable.get(i.platform, i) is i)
+
+
+@functools.cache
+def _hooks(target: str) -> PlatformHooks:
+    return hooks_of(_load(target))
 
 
 class KernelRegistry:

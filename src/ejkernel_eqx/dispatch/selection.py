@@ -19,7 +19,7 @@ from .device import DeviceFacts
 from .overlay import Policy
 from .platform import Platform
 from .problem import Problem
-from .registry import Implementation, names_of
+from .registry import Implementation
 from .snapshot import Snapshot, Tier
 from .transfer import nearest
 
@@ -65,8 +65,7 @@ def select(
     the problem.
     """
     rejected: list[tuple[str, str]] = []
-    named = zip(names_of(snapshot.asked), snapshot.asked, strict=True)
-    asked = [(name, i) for name, i in named if platform in (None, i.platform)]
+    asked = [(name, i) for name, i in snapshot.asked if platform in (None, i.platform)]
     for n, (name, implementation) in enumerate(asked):
         reason = implementation.unsupported(problem, snapshot.device)
         if reason is None:
@@ -114,7 +113,7 @@ def _fastest(
     """The first answer, or in its place that of a later platform which was measured to be faster at this very problem; and those that are
     slower, each with the reason."""
     best, slower = first, []
-    for name, implementation in later if first.known.ms else ():
+    for name, implementation in later if first.known.sizes else ():
         if snapshot.known_exactly(implementation.platform, problem.key()) is None:
             continue
         if implementation.unsupported(problem, snapshot.device) is None:

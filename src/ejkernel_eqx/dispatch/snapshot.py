@@ -80,9 +80,10 @@ class Snapshot:
         return (self.operation, self.implementations, self.overlay, self.policy is Policy.HEURISTIC)
 
     @functools.cached_property
-    def asked(self) -> tuple[Implementation, ...]:
-        """The implementations that count on the device, in order: one a platform, if one of them is usable here."""
-        return of_device(self.implementations, self.device)
+    def asked(self) -> tuple[tuple[str, Implementation], ...]:
+        """The implementations that count on the device, in order, by name: one a platform, if one of them is usable here."""
+        known = of_device(self.implementations, self.device)
+        return tuple(zip(names_of(known), known, strict=True))
 
     @functools.cached_property
     def pins(self) -> frozenset[Any]:
