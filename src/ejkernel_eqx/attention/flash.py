@@ -8,8 +8,8 @@ import jax.numpy as jnp
 from jax import Array
 from jaxtyping import Bool, Float, Int, PRNGKeyArray
 
-from .._inputs import as_inputs
-from .._kernel import Kernel, make_plan, Plan, settle
+from .._kernel import Kernel, Plan
+from ..core.plans import plan_of
 from ..core.platforms import EVERY, register
 from .arguments import MaskInputs, parse_window, resolve, ScoreInputs, ScoreOptions
 from .core import attend
@@ -77,11 +77,7 @@ class FlashAttention(Kernel):
         self.causal = causal
         self.window = parse_window(sliding_window, causal)
         self.inference = False
-        self.plan = make_plan(self.operation, platform=platform, config=config)
-        if tune_for is not None:
-            options = (causal, sliding_window, logits_soft_cap, softmax_scale, dropout_rate)
-            probe = FlashAttention(*options, deterministic=deterministic, platform=platform, config=config)
-            self.plan = settle(probe, as_inputs(tune_for))
+        self.plan = plan_of(FlashAttention, self, platform, config, tune_for)
 
     @jax.named_scope("ejkernel_eqx.FlashAttention")
     def __call__(

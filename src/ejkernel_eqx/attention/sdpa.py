@@ -9,8 +9,8 @@ import numpy as np
 from jax import Array
 from jaxtyping import Bool, Float, Int
 
-from .._inputs import as_inputs
-from .._kernel import Kernel, make_plan, Plan, settle
+from .._kernel import Kernel, Plan
+from ..core.plans import plan_of
 from ..core.platforms import EVERY, register
 from .arguments import MaskInputs, parse_window, resolve, ScoreInputs, ScoreOptions
 from .core import attend
@@ -42,10 +42,7 @@ class ScaledDotProductAttention(Kernel):
     ):
         """**Arguments:** as for [`ejkernel_eqx.FlashAttention`][]."""
         self.deterministic = deterministic
-        self.plan = make_plan(self.operation, platform=platform, config=config)
-        if tune_for is not None:
-            probe = ScaledDotProductAttention(deterministic=deterministic, platform=platform, config=config)
-            self.plan = settle(probe, as_inputs(tune_for))
+        self.plan = plan_of(ScaledDotProductAttention, self, platform, config, tune_for)
 
     @jax.named_scope("ejkernel_eqx.ScaledDotProductAttention")
     def __call__(

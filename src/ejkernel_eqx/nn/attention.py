@@ -20,10 +20,9 @@ from .attention_inputs import (
     locate,
     locate_cross,
 )
-from .compute import compute_dtype_of, stored_dtype_of
 from .kv_cache import KVCache
 from .parts import Parts
-from .projection import project
+from .projection import compute_dtype_of, project, stored_dtype_of
 from .rotary import RotaryEmbedding
 from .tokens import clear, merge_heads, split_heads
 
@@ -274,7 +273,6 @@ class MultiHeadAttention(eqx.Module):
         if cache is not None:
             cache = cache.append(k, v, mask=padding_mask)
             k, v = cache.k, cache.v
-            rows = rows._replace(kv_lengths=cache.lengths)
         out = self.attention(
             q,
             k.astype(q.dtype),
@@ -283,7 +281,7 @@ class MultiHeadAttention(eqx.Module):
             mask=mask,
             segment_ids=rows.segment_ids,
             kv_segment_ids=rows.kv_segment_ids,
-            kv_lengths=rows.kv_lengths,
+            kv_lengths=None if cache is None else cache.lengths,
             sinks=self.sinks,
             q_offset=None if cache is None else rows.offset,
             key=key,

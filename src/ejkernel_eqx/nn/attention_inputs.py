@@ -34,7 +34,6 @@ class Rows(NamedTuple):
     offset: Array | None = None  # int32 [...]: the place of `x[..., 0, :]` in its row's history
     segment_ids: Array | None = None
     kv_segment_ids: Array | None = None
-    kv_lengths: Array | None = None
 
 
 def head_dim_of(embed_dim: int, num_heads: int, head_dim: int | None) -> int:

@@ -99,8 +99,7 @@ class GatedDeltaNet(RecurrentLayer):
             config=config,
         )
         self.embed_dim, self.num_k_heads, self.num_v_heads = embed_dim, num_k_heads, v_heads
-        self.head_dim, self.v_head_dim = head_dim, v_head_dim
-        self.compute_dtype = parts.compute_dtype
+        self.head_dim, self.v_head_dim, self.compute_dtype = head_dim, v_head_dim, parts.compute_dtype
 
     def _projections(self) -> tuple[Any, ...]:
         return self.in_proj_qkvz, self.in_proj_ba, self.out_proj

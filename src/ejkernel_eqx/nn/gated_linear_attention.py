@@ -118,9 +118,8 @@ class GatedLinearAttention(RecurrentLayer):
         self.recurrence = Operation(state_dtype=state_dtype, platform=platform, config=config)
         self.embed_dim, self.num_heads, self.num_kv_heads = embed_dim, num_heads, kv_heads
         self.head_dim, self.v_head_dim = head_dim, v_head_dim
-        self.gate_low_rank_dim = gate_low_rank_dim
+        self.gate_low_rank_dim, self.compute_dtype = gate_low_rank_dim, parts.compute_dtype
         self.gate_logit_normalizer, self.gate_min = float(gate_logit_normalizer), gate_min
-        self.compute_dtype = parts.compute_dtype
 
     def _projections(self) -> tuple[Any, ...]:
         return self.q_proj, self.k_proj, self.v_proj, self.g_proj, self.gk_proj, self.o_proj

@@ -122,8 +122,7 @@ class KimiDeltaAttention(RecurrentLayer):
             config=config,
         )
         self.embed_dim, self.num_heads, self.num_v_heads = embed_dim, num_heads, v_heads
-        self.head_dim, self.v_head_dim = head_dim, v_head_dim
-        self.compute_dtype = parts.compute_dtype
+        self.head_dim, self.v_head_dim, self.compute_dtype = head_dim, v_head_dim, parts.compute_dtype
 
     def _projections(self) -> tuple[Any, ...]:
         decay, gate = (self.f_a_proj, self.f_b_proj), (self.g_a_proj, self.g_b_proj)

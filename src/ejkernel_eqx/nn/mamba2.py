@@ -105,9 +105,8 @@ class Mamba2Mixer(RecurrentLayer):
         self.recurrence = StateSpaceV2(
             dt_softplus=True, dt_limit=dt_limit, state_dtype=state_dtype, platform=platform, config=config
         )
-        self.embed_dim, self.inner_dim = embed_dim, inner
+        self.embed_dim, self.inner_dim, self.compute_dtype = embed_dim, inner, parts.compute_dtype
         self.num_heads, self.num_groups, self.state_size = heads, num_groups, state_size
-        self.compute_dtype = parts.compute_dtype
 
     def _projections(self) -> tuple[Any, ...]:
         return self.in_proj, self.out_proj

@@ -9,8 +9,7 @@ import jax.numpy as jnp
 from jax import Array
 
 from ..core.arguments import accumulator
-from .arguments import check_key, read_weight_dtype
-from .compute import read_compute_dtype
+from .arguments import check_key, read_dtype, read_weight_dtype
 from .gated_rms_norm import GatedRMSNorm
 from .short_convolution import ShortConvolution
 
@@ -20,7 +19,8 @@ class Parts:
 
     def __init__(self, key: Array, count: int, dtype: Any, compute_dtype: Any, platform: str | None = None):
         check_key(key)
-        self.dtype, self.compute_dtype = read_weight_dtype(dtype), read_compute_dtype(compute_dtype)
+        self.dtype, computed = read_weight_dtype(dtype), read_dtype("compute_dtype", compute_dtype)
+        self.compute_dtype = None if computed is None else computed.name
         self.wide = accumulator(self.dtype)  # of what says how fast things are forgotten
         self.platform = platform
         self._keys = iter(jax.random.split(key, count))

@@ -1,10 +1,11 @@
-"""The one place where a layer multiplies by weights: any projection over any number of leading axes, on any mesh."""
+"""The one place where a layer multiplies by weights: any projection over any number of leading axes, on any mesh, and in which dtype."""
 
 import functools
 from typing import Any
 
 import equinox as eqx
 import jax
+import jax.numpy as jnp
 from jax import Array, lax
 from jax.sharding import NamedSharding, PartitionSpec
 
@@ -83,3 +84,32 @@ def _reshard(x: Array, mesh: Any, spec: tuple[Any, ...]) -> Array:
 
 def _mesh_axes(entry: Any) -> tuple[str, ...]:
     return () if entry is None else entry if isinstance(entry, tuple) else (entry,)
+
+
+def compute_dtype_of(chosen: str | None, projections: Any, *inputs: Any) -> Any:
+    """The chosen dtype; without one, what the inputs and the weights of the `equinox.nn.Linear`s in `projections` promote to."""
+    if chosen is not None:
+        return jnp.dtype(chosen)
+    is_linear = lambda node: isinstance(node, eqx.nn.Linear)
+    found = jax.tree.leaves(projections, is_leaf=is_linear)
+    weights = [w for node in found if is_linear(node) if _is_wide(w := node.weight)]
+    return _promoted(weights, inputs)
+
+
+def stored_dtype_of(chosen: str | None, projections: Any) -> Any:
+    """What a layer keeps between calls: the chosen dtype; without one, what its projections' weights promote to."""
+    if chosen is not None:
+        return jnp.dtype(chosen)
+    return _promoted([leaf for leaf in jax.tree.leaves(projections) if _is_wide(leaf)], ())
+
+
+def _is_wide(leaf: Any) -> bool:
+    """Whether an array is one of numbers to compute with, neither quantised nor a key."""
+    return hasattr(leaf, "dtype") and jnp.issubdtype(leaf.dtype, jnp.floating) and leaf.dtype.itemsize > 1
+
+
+def _promoted(weights: Any, inputs: Any) -> Any:
+    dtypes = [x.dtype for x in (*weights, *inputs)] or [jnp.float32]
+    # The rule holds whatever JAX is told to do with operands of two dtypes.
+    with jax.numpy_dtype_promotion("standard"):
+        return jnp.result_type(*dtypes)

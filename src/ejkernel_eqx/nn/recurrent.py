@@ -3,7 +3,7 @@
 import abc
 import dataclasses
 from collections.abc import Sequence
-from typing import Any, NamedTuple, overload, TypedDict, Unpack
+from typing import Any, overload, TypedDict, Unpack
 
 import equinox as eqx
 import jax
@@ -15,7 +15,7 @@ from ..core.arguments import accumulator
 from ..paged import RaggedBatch
 from ..sequences.packing import read_offsets
 from .arguments import check_slots, check_tokens, read_array, read_batch_shape, read_dtype, read_features
-from .compute import compute_dtype_of, stored_dtype_of
+from .projection import compute_dtype_of, stored_dtype_of
 from .short_convolution import ShortConvolution
 from .tokens import check_ragged, clear
 
@@ -268,18 +268,26 @@ class RecurrentLayer(eqx.Module):
         """The tokens of a batch, from the states in the pool and back to them."""
         if 0 in (x.shape[0], batch.lengths.shape[0]):
             return jnp.zeros_like(x), pool
-        x = clear(x, batch.is_real)
-        places = _places_of(batch, pool.recurrent.shape[0])
+        assert batch.state_indices is not None
+        x, slots = clear(x, batch.is_real), batch.state_indices
+        new = batch.query_start_loc[1:] - batch.query_start_loc[:-1]
+        there = (new > 0) & (slots >= 0) & (slots < pool.recurrent.shape[0])
+        starts = batch.lengths <= new
+        # Each sequence's slot, the one to read from and the one to make empty first; -1 for none.
+        kept, entering, starting = (
+            jnp.where(which, slots, -1).astype(jnp.int32)
+            for which in (there, there & ~starts, there & starts)
+        )
         if batch.is_decode:
             # On the pool itself, in which only those that start must be made empty first.
-            pool = jax.tree.map(lambda x: _put(x, places.starting, jnp.zeros((), x.dtype)), pool)
+            pool = jax.tree.map(lambda x: _put(x, starting, jnp.zeros((), x.dtype)), pool)
             ids = batch.sequence_ids
-            rows = Rows(1, pool, step=True, slots=jnp.where(ids >= 0, places.slots[jnp.maximum(ids, 0)], -1))
+            rows = Rows(1, pool, step=True, slots=jnp.where(ids >= 0, kept[jnp.maximum(ids, 0)], -1))
             return self._mix(x[:, None], rows)[:, 0], rows.left
-        states = jax.tree.map(lambda x: _take(x, places.entering), pool)
+        states = jax.tree.map(lambda x: _take(x, entering), pool)
         rows = Rows(0, states, cu_seqlens=batch.query_start_loc)
         y = self._mix(x, rows)
-        return y, jax.tree.map(lambda x, new: _put(x, places.slots, new), pool, rows.left)
+        return y, jax.tree.map(lambda x, new: _put(x, kept, new), pool, rows.left)
 
 
 def _rows_of(
@@ -299,24 +307,6 @@ def _rows_of(
         segment_ids = jnp.where(padding_mask, jnp.int32(0) if segment_ids is None else segment_ids, -1)
     real = None if segment_ids is None else segment_ids >= 0
     return Rows(axis, state, real, segment_ids, step=state is not None and x.shape[-2] == 1)
-
-
-class _Places(NamedTuple):
-    """Slots of a pool, int32 `[N]` each, one for each sequence of a batch; -1 for none."""
-
-    slots: Array  # where the state is kept after the call
-    entering: Array  # where it comes from
-    starting: Array  # what must be empty before the call
-
-
-def _places_of(batch: RaggedBatch, count: int) -> _Places:
-    assert batch.state_indices is not None
-    new = batch.query_start_loc[1:] - batch.query_start_loc[:-1]
-    slots = batch.state_indices
-    there = (new > 0) & (slots >= 0) & (slots < count)
-    starts = batch.lengths <= new
-    which = (there, there & ~starts, there & starts)
-    return _Places(*(jnp.where(kept, slots, -1).astype(jnp.int32) for kept in which))
 
 
 def _take(pool: Array, slots: Array) -> Array:
