@@ -11,8 +11,10 @@ def read_sizes(dims: Mapping[str, int], defaults: Mapping[str, int | None]) -> d
     unknown = sorted(set(dims) - set(defaults))
     missing = [name for name, default in defaults.items() if default is None and name not in dims]
     if unknown or missing:
+        needed = ", ".join(name for name, default in defaults.items() if default is None)
+        others = ", ".join(name for name, default in defaults.items() if default is not None)
         raise ValueError(
-            f"dims: expected sizes for some of {', '.join(defaults)}, received unknown {unknown} and missing {missing}."
+            f"dims: expected sizes for {needed} and optionally {others}, received unknown {unknown} and missing {missing}."
         )
     found = {name: size for name, size in {**defaults, **dims}.items() if size is not None}
     if any(size < 1 for size in found.values()):
@@ -34,6 +36,8 @@ def read_flags(flags: Mapping[str, Any], choices: Mapping[str, Sequence[Any]]) -
         if not any(
             value is choice or (isinstance(choice, str) and value == choice) for choice in choices[name]
         ):
-            words = ", ".join(str(choice).lower() for choice in choices[name])
-            raise ValueError(f"flags: expected {name} to be one of {words}, received {value!r}.")
+            if set(choices[name]) == set(SWITCH):
+                raise ValueError(f"flags: expected true or false for {name}, received {value!r}.")
+            words = " or ".join(f"{name}={str(choice).lower()}" for choice in choices[name])
+            raise ValueError(f"flags: expected {words}, received {value!r}.")
     return {name: flags.get(name, values[0]) for name, values in choices.items()}

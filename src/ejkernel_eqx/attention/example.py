@@ -6,24 +6,18 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
+from .._words import read_flags, read_sizes, SWITCH
 from ..dispatch import Problem
 from .arguments import parse_window
 from .core import problem_of
 from .spec import AttentionArrays, AttentionSpec, RowRanges
 
-_DIMS = ("B", "T", "S", "H", "K", "D", "V")
-_SWITCHES = (
-    "alibi_slopes",
-    "causal",
-    "deterministic",
-    "dropout",
-    "lse",
-    "rows",
-    "segments",
-    "sinks",
-    "soft_cap",
-)
-_FLAGS = (*_SWITCHES, "bias", "mask", "top_left", "window")
+_CHOICES = {
+    "causal": SWITCH[::-1],
+    **dict.fromkeys(
+        ("alibi_slopes", "deterministic", "dropout", "lse", "rows", "segments", "sinks", "soft_cap"), SWITCH
+    ),
+}
 
 
 def example_problem(operation: str, dims: Mapping[str, int], dtype: str, flags: Mapping[str, Any]) -> Problem:
@@ -39,48 +33,28 @@ def example_problem(operation: str, dims: Mapping[str, int], dtype: str, flags: 
 
     Raises `ValueError` for a name that is none of these, a missing size, or sizes that do not fit.
     """
-    size, given = _sizes(dims), _checked(flags)
-    top_left = given.get("top_left", operation == "scaled_dot_product_attention")
-    causal, rows = given.get("causal", True), given.get("rows", False)
+    top_left = operation == "scaled_dot_product_attention"
+    free = {name: (flags.get(name),) for name in ("bias", "mask", "window")}
+    choices = _CHOICES | free | {"top_left": (top_left, not top_left)}
+    given = read_flags(flags, choices)
+    same = {"S": dims.get("T", 1), "K": dims.get("H", 1), "V": dims.get("D", 1)}
+    size = read_sizes(dims, {"T": None, "H": None, "D": None, "B": 1, **same})
+    if size["H"] % size["K"]:
+        raise ValueError(f"dims: expected H a multiple of K, received H={size['H']}, K={size['K']}.")
+    causal, rows = given["causal"], given["rows"]
     left, right = parse_window(_window(given.get("window")), causal)
     spec = AttentionSpec(
         scale=size["D"] ** -0.5,
-        logits_soft_cap=1.0 if given.get("soft_cap") else None,
+        logits_soft_cap=1.0 if given["soft_cap"] else None,
         left=None if rows else left,
         right=None if rows else 0 if causal else right,
-        offset=0 if top_left or rows else size["S"] - size["T"],
-        dropout_rate=0.5 if given.get("dropout") else 0.0,
-        deterministic=given.get("deterministic", False),
-        return_lse=given.get("lse", False),
-        same_segments=bool(given.get("segments")) and size["T"] == size["S"],
+        offset=0 if given["top_left"] or rows else size["S"] - size["T"],
+        dropout_rate=0.5 if given["dropout"] else 0.0,
+        deterministic=given["deterministic"],
+        return_lse=given["lse"],
+        same_segments=given["segments"] and size["T"] == size["S"],
     )
     return problem_of(operation, _arrays(size, dtype, given), spec)
-
-
-def _sizes(dims: Mapping[str, int]) -> dict[str, int]:
-    unknown, missing = sorted(set(dims) - set(_DIMS)), [name for name in "THD" if name not in dims]
-    if unknown or missing:
-        raise ValueError(
-            f"dims: expected sizes for T, H, D and optionally B, K, S, V, received unknown {unknown} and missing {missing}."
-        )
-    size = {"B": 1, "S": dims["T"], "K": dims["H"], "V": dims["D"], **dims}
-    if any(n < 1 for n in size.values()) or size["H"] % size["K"]:
-        raise ValueError(
-            f"dims: expected positive sizes with H a multiple of K, received {', '.join(f'{n}={size[n]}' for n in _DIMS)}."
-        )
-    return size
-
-
-def _checked(flags: Mapping[str, Any]) -> dict[str, Any]:
-    unknown = sorted(set(flags) - set(_FLAGS))
-    if unknown:
-        raise ValueError(
-            f"flags: expected some of {', '.join(sorted(_FLAGS))}, received {', '.join(unknown)}."
-        )
-    for name, value in flags.items():
-        if name in (*_SWITCHES, "top_left") and not isinstance(value, bool):
-            raise ValueError(f"flags: expected true or false for {name}, received {value!r}.")
-    return dict(flags)
 
 
 def _window(value: Any) -> Any:

@@ -9,6 +9,8 @@ from typing import NamedTuple
 
 from jax import Array
 
+from ..core.letters import Letters
+
 ACTIVATIONS = (None, "silu")
 
 
@@ -53,6 +55,19 @@ class ConvArrays(NamedTuple):
         return Places(self.order, self.first, self.enter, self.leave, self.spans)
 
 
+PLACES = dict.fromkeys(("order", "first", "enter", "leave"), "T") | {"spans": "N four"}
+LETTERS = Letters.of(
+    {
+        "x": "T C",
+        "weight": "C W",
+        "bias": "C",
+        "initial_state": "N K C",
+        **PLACES,
+        "out": "T C",
+        "final_state": "N K C",
+    },
+    heads="C",
+)
 LEARNED = ("x", "weight", "bias", "initial_state")
 SHARED = frozenset({"weight", "bias"})
 RESULTS = ("out", "final_state")  # [*, T, C] and [*, N, K, C], the dtype of x

@@ -9,11 +9,12 @@ import jax.numpy as jnp
 import numpy as np
 
 from .._words import read_flags, read_sizes, SWITCH
+from ..core.letters import wide_dtype
 from ..core.workload import Inputs, random_cotangents, workload_of
 from ..dispatch import Implementation, Problem, Workload
 from .arguments import resolve
 from .core import CONVOLVE, problem_of
-from .spec import ACTIVATIONS, ConvArrays, ConvSpec
+from .spec import ACTIVATIONS, ConvArrays, ConvSpec, LETTERS, PLACES, SHARED
 
 
 def workload(implementation: Implementation, problem: Problem) -> Workload:
@@ -92,16 +93,9 @@ def example_problem(operation: str, dims: Mapping[str, int], dtype: str, flags: 
         "packed": SWITCH,
     }
     given = read_flags(flags, choices)
-    size["K"] = size["W"] - 1
-
-    def shape(axes: str, dtype: str = dtype) -> Any:
-        return jax.ShapeDtypeStruct(tuple(size.get(a, 4) for a in axes), jnp.dtype(dtype))
-
-    wide = "float64" if dtype == "float64" else "float32"
-    arrays = ConvArrays(shape("BTC"), shape("CW", wide), shape("C", wide) if given["bias"] else None)
-    if given["initial_state"]:
-        arrays = arrays._replace(initial_state=shape("BNKC"))
-    if given["packed"]:
-        along = dict.fromkeys(("order", "first", "enter", "leave"), shape("BT", "int32"))
-        arrays = arrays._replace(**along, spans=shape("BN4", "int32"))
+    wide = wide_dtype(dtype)
+    dtypes = {"x": dtype, "weight": wide} | ({"bias": wide} if given["bias"] else {})
+    dtypes |= {"initial_state": dtype} if given["initial_state"] else {}
+    dtypes |= dict.fromkeys(PLACES, "int32") if given["packed"] else {}
+    arrays = ConvArrays(**LETTERS.shapes({**size, "K": size["W"] - 1, "four": 4}, dtypes, SHARED))
     return problem_of(operation, arrays, ConvSpec(given["activation"]))

@@ -9,6 +9,8 @@ from typing import NamedTuple
 
 from jax import Array
 
+from ..core.letters import Letters
+
 ACTIVATIONS = ("silu", "sigmoid")
 
 
@@ -29,6 +31,7 @@ class NormArrays(NamedTuple):
     weight: Array | None = None  # [G, F], any float dtype
 
 
+LETTERS = Letters.of({"x": "M G F", "z": "M G F", "weight": "G F", "out": "M G F"}, heads="G")
 LEARNED = ("x", "z", "weight")
 SHARED = frozenset({"weight"})
 RESULTS = ("out",)  # [*, M, G, F], the dtype of x

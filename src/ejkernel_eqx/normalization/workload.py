@@ -8,10 +8,11 @@ import jax
 import jax.numpy as jnp
 
 from .._words import read_flags, read_sizes, SWITCH
+from ..core.letters import wide_dtype
 from ..core.workload import Inputs, random_cotangents, workload_of
 from ..dispatch import Implementation, Problem, Workload
 from .core import NORMALIZE, problem_of
-from .spec import ACTIVATIONS, NormArrays, NormSpec
+from .spec import ACTIVATIONS, LETTERS, NormArrays, NormSpec, SHARED
 
 
 def workload(implementation: Implementation, problem: Problem) -> Workload:
@@ -36,12 +37,8 @@ def make_arrays(problem: Problem, seed: int) -> NormArrays:
     return NormArrays(
         jax.random.normal(keys[0], shape, jnp.dtype(dtypes["x"])),
         jax.random.normal(keys[1], shape, jnp.dtype(dtypes["z"])) if "z" in dtypes else None,
-        jax.random.normal(keys[2], shape[2:], _wide(dtypes["x"])) if problem.flag("weight") else None,
+        jax.random.normal(keys[2], shape[2:], wide_dtype(dtypes["x"])) if problem.flag("weight") else None,
     )
-
-
-def _wide(dtype: str) -> Any:
-    return jnp.dtype("float64" if dtype == "float64" else "float32")
 
 
 def example_problem(operation: str, dims: Mapping[str, int], dtype: str, flags: Mapping[str, Any]) -> Problem:
@@ -58,12 +55,8 @@ def example_problem(operation: str, dims: Mapping[str, int], dtype: str, flags: 
     size = read_sizes(dims, {"B": 1, "M": None, "G": 1, "F": None})
     choices = {"activation": (*ACTIVATIONS, None), "norm_before_gate": SWITCH, "weight": SWITCH[::-1]}
     given = read_flags(flags, choices)
-    shape: Any = jax.ShapeDtypeStruct
-    rows = shape(tuple(size[a] for a in "BMGF"), jnp.dtype(dtype))
-    arrays = NormArrays(
-        rows,
-        rows if given["activation"] else None,
-        shape((size["G"], size["F"]), _wide(dtype)) if given["weight"] else None,
-    )
+    dtypes = {"x": dtype} | ({"z": dtype} if given["activation"] else {})
+    dtypes |= {"weight": wide_dtype(dtype)} if given["weight"] else {}
+    arrays = NormArrays(**LETTERS.shapes(size, dtypes, SHARED))
     spec = NormSpec(given["activation"] or ACTIVATIONS[0], given["norm_before_gate"])
     return problem_of(operation, arrays, spec)

@@ -1,6 +1,5 @@
 """The family's two kinds of calls, a sequence and a token of every row: their problems and their axes."""
 
-import math
 from typing import Any
 
 import jax.numpy as jnp
@@ -11,17 +10,16 @@ from ..core import Kind, StepKind
 from ..dispatch import Problem
 from . import reference
 from .spec import (
-    CONSTANT,
     FLOATS,
-    heads_of,
-    KEY,
+    letters_of,
     RecurrenceArrays,
     RecurrenceSpec,
-    SCALAR,
+    sizes_of,
     STEP_FLOATS,
+    step_letters_of,
+    step_sizes_of,
     StepArrays,
     StepSpec,
-    VALUE,
 )
 
 OUT_NAME, STATE_NAME, SAVED_NAME = "recurrence_out", "recurrence_state", "recurrence_saved"
@@ -30,33 +28,12 @@ OUT_NAME, STATE_NAME, SAVED_NAME = "recurrence_out", "recurrence_state", "recurr
 
 def problem_of(operation: str, arrays: RecurrenceArrays, spec: RecurrenceSpec) -> Problem:
     """The host metadata of a call; shapes are those seen here, so the local ones inside a partitioned body."""
-    heads = heads_of(arrays, spec)
     packed = "offsets" if arrays.offsets is not None else "segments" if arrays.starts is not None else None
-    dims = {
-        "B": math.prod(arrays.q.shape[:-3]),
-        "T": arrays.q.shape[-3],
-        "D": arrays.q.shape[-1],
-        "V": arrays.v.shape[-1],
-        "R": heads.out,
-        "HS": heads.state,
-        "Hq": arrays.q.shape[-2],
-        "Hk": arrays.k.shape[-2],
-        "Hv": arrays.v.shape[-2],
-    }
-    lengths = {"B", "T"}
-    counts = {"R", "HS", "Hq", "Hk", "Hv"}
-    if arrays.g is not None:
-        dims["Hg"] = arrays.g.shape[-1] if spec.decay in (CONSTANT, SCALAR) else arrays.g.shape[-2]
-        counts.add("Hg")
-    if arrays.beta is not None:
-        dims["Hb"] = arrays.beta.shape[-1]
-        counts.add("Hb")
-    if arrays.offsets is not None:
-        dims["N"] = arrays.offsets.shape[-1] - 1
-        lengths.add("N")
+    size, lengths = sizes_of(arrays, spec), {"B", "T", *("N" if packed == "offsets" else "")}
+    counts = {"R", "HS", "Hq", "Hk", "Hv", "Hg", "Hb"} & size.keys()
     return Problem.make(
         operation,
-        dims=dims,
+        dims={name: size[name] for name in (*lengths, *counts, "D", "V")},
         dtypes=_dtypes(arrays.q, arrays.g, spec.state_dtype),
         flags={
             "decay": spec.decay,
@@ -75,20 +52,11 @@ def problem_of(operation: str, arrays: RecurrenceArrays, spec: RecurrenceSpec) -
 
 
 def step_problem_of(operation: str, arrays: StepArrays, spec: StepSpec) -> Problem:
-    state_heads = arrays.state.shape[-3]
-    dims = {
-        "B": math.prod(arrays.q.shape[:-2]),
-        "T": 1,
-        "D": arrays.q.shape[-1],
-        "V": arrays.v.shape[-1],
-        "R": max(state_heads, arrays.q.shape[-2]),
-        "HS": state_heads,
-        "Hq": arrays.q.shape[-2],
-        "Hk": arrays.k.shape[-2],
-        "Hv": arrays.v.shape[-2],
-    }
+    size, counts = step_sizes_of(arrays, spec), {"R", "HS", "Hq", "Hk", "Hv"}
+    dims = {name: size[name] for name in (*counts, "D", "V")}
+    dims |= {"B": size["B"] * arrays.q.shape[-3], "T": 1}
     if arrays.indices is not None:
-        dims["slots"] = arrays.state.shape[-4]
+        dims["slots"] = size["slots"]
     return Problem.make(
         operation,
         dims=dims,
@@ -103,7 +71,7 @@ def step_problem_of(operation: str, arrays: StepArrays, spec: StepSpec) -> Probl
             "step": True,
         },
         lengths={"B", "slots"},
-        counts={"R", "HS", "Hq", "Hk", "Hv"},
+        counts=counts,
     )
 
 
@@ -112,62 +80,10 @@ def _dtypes(q: Any, g: Any, state: Any) -> dict[str, Any]:
     return dtypes if g is None else dtypes | {"g": g.dtype}
 
 
-def axes_of(arrays: RecurrenceArrays, spec: RecurrenceSpec) -> dict[str, tuple[str, ...]]:
-    """The axes behind the leading ones of every array of a call and of its results."""
-    heads = heads_of(arrays, spec)
-    h = lambda x: f"H{x.shape[-2]}"
-    state = (*(("N",) if arrays.offsets is not None else ()), f"H{heads.state}", "D", "V")
-    axes: dict[str, tuple[str, ...]] = {
-        "q": ("T", h(arrays.q), "D"),
-        "k": ("T", h(arrays.k), "D"),
-        "v": ("T", h(arrays.v), "V"),
-        "skip": (f"H{heads.state}", "V"),
-        "initial_state": state,
-        "starts": ("T",),
-        "offsets": ("offsets",),
-        "out": ("T", f"H{heads.out}", "V"),
-        "final_state": state,
-    }
-    if arrays.g is not None:
-        if spec.decay == CONSTANT:
-            axes["g"] = (f"H{arrays.g.shape[-1]}",)
-        elif spec.decay in (KEY, VALUE):
-            axes["g"] = ("T", h(arrays.g), "D" if spec.decay == KEY else "V")
-        else:
-            axes["g"] = ("T", f"H{arrays.g.shape[-1]}")
-    if arrays.beta is not None:
-        axes["beta"] = ("T", f"H{arrays.beta.shape[-1]}")
-    return axes
-
-
-def step_axes_of(arrays: StepArrays, spec: StepSpec) -> dict[str, tuple[str, ...]]:
-    h = lambda x: f"H{x.shape[-2]}"
-    state_heads = arrays.state.shape[-3]
-    out_heads = max(state_heads, arrays.q.shape[-2])
-    channels = ("V", "D") if spec.transposed else ("D", "V")
-    # Rows with a state each are split over devices as leading axes are; a pool of states is everyone's.
-    rows, slots = ("b", "b") if arrays.indices is None else ("B", "slots")
-    axes: dict[str, tuple[str, ...]] = {
-        "q": (rows, h(arrays.q), "D"),
-        "k": (rows, h(arrays.k), "D"),
-        "v": (rows, h(arrays.v), "V"),
-        "state": (slots, f"H{state_heads}", *channels),
-        "skip": (f"H{state_heads}", "V"),
-        "indices": (rows,),
-        "out": (rows, f"H{out_heads}", "V"),
-    }
-    if arrays.g is not None:
-        channel = {KEY: ("D",), VALUE: ("V",)}.get(spec.decay)
-        axes["g"] = (rows, h(arrays.g), *channel) if channel else (rows, f"H{arrays.g.shape[-1]}")
-    if arrays.beta is not None:
-        axes["beta"] = (rows, f"H{arrays.beta.shape[-1]}")
-    return axes
-
-
 RECUR = Kind(
     make=RecurrenceArrays,
     problem_of=problem_of,
-    axes_of=axes_of,
+    axes_of=lambda arrays, spec: letters_of(arrays, spec).named(sizes_of(arrays, spec)),
     reference=reference.recur,
     results=("out", "final_state"),
     learned=FLOATS,
@@ -177,7 +93,7 @@ RECUR = Kind(
 STEP = StepKind(
     make=StepArrays,
     problem_of=step_problem_of,
-    axes_of=step_axes_of,
+    axes_of=lambda arrays, spec: step_letters_of(arrays, spec).named(step_sizes_of(arrays, spec)),
     reference=reference.step,
     results=("out", "state"),
     learned=STEP_FLOATS,

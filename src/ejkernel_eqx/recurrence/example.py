@@ -3,17 +3,30 @@
 from collections.abc import Mapping
 from typing import Any
 
-import jax
-import jax.numpy as jnp
-
+from .._words import read_flags, read_sizes, SWITCH
+from ..core.letters import wide_dtype
 from ..dispatch import Problem
 from .core import problem_of, step_problem_of
-from .spec import CONSTANT, KEY, NONE, RecurrenceArrays, RecurrenceSpec, SCALAR, StepArrays, StepSpec, VALUE
+from .spec import (
+    CONSTANT,
+    KEY,
+    letters,
+    NONE,
+    RecurrenceArrays,
+    RecurrenceSpec,
+    SCALAR,
+    step_letters,
+    StepArrays,
+    StepSpec,
+    VALUE,
+)
 
-_DIMS = ("B", "T", "H", "D", "V", "Hq", "Hk", "Hv", "N")
-_SWITCHES = ("beta", "delta", "initial_state", "skip", "step", "slots", "transposed")
-_FLAGS = (*_SWITCHES, "decay", "packed")
-_KINDS = (NONE, CONSTANT, SCALAR, KEY, VALUE)
+_HEADS = ("H", "Hq", "Hk", "Hv")
+_CHOICES = {
+    **dict.fromkeys(("beta", "delta", "initial_state", "skip", "step", "slots", "transposed"), SWITCH),
+    "decay": (NONE, CONSTANT, SCALAR, KEY, VALUE),
+    "packed": (None, "offsets", "segments"),
+}
 
 # What each operation is, where the flags do not say otherwise.
 _OPERATIONS: dict[str, dict[str, Any]] = {
@@ -41,92 +54,28 @@ def example_problem(operation: str, dims: Mapping[str, int], dtype: str, flags: 
     Raises `ValueError` for a name that is none of these, a missing size, or sizes that do not fit.
     """
     known = dict(_OPERATIONS.get(operation, {}))
-    given = known | _checked(flags)
-    size = _sizes({name: known.pop(name) for name in ("Hq", "Hk") if name in known} | dict(dims), given)
-    kind = str(given.get("decay", NONE))
-    if kind not in _KINDS:
-        raise ValueError(f"flags: expected decay {', '.join(_KINDS)}, received {kind!r}.")
-    if given.get("step"):
-        return _step_problem(operation, size, dtype, given, SCALAR if kind == CONSTANT else kind)
-
-    def shape(*axes: str, dtype: str = dtype) -> Any:
-        return jax.ShapeDtypeStruct(tuple(size[a] for a in axes), jnp.dtype(dtype))
-
-    packed = given.get("packed")
-    if packed not in (None, "offsets", "segments"):
-        raise ValueError(f"flags: expected packed=offsets or packed=segments, received {packed!r}.")
-    state = ("B", "N", "H", "D", "V") if packed == "offsets" else ("B", "H", "D", "V")
-    size["N+1"] = size["N"] + 1
-    wide = "float64" if dtype == "float64" else "float32"
-    axes = {
-        CONSTANT: ("B", "H"),
-        SCALAR: ("B", "T", "H"),
-        KEY: ("B", "T", "H", "D"),
-        VALUE: ("B", "T", "H", "V"),
-    }
-    arrays = RecurrenceArrays(
-        q=shape("B", "T", "Hq", "D"),
-        k=shape("B", "T", "Hk", "D"),
-        v=shape("B", "T", "Hv", "V"),
-        g=shape(*axes[kind], dtype=wide) if kind != NONE else None,
-        beta=shape("B", "T", "H") if given.get("beta") else None,
-        skip=shape("B", "H", "V") if given.get("skip") else None,
-        initial_state=shape(*state, dtype=wide) if given.get("initial_state") else None,
-        starts=shape("B", "T", dtype="int32") if packed == "segments" else None,
-        offsets=shape("B", "N+1", dtype="int32") if packed == "offsets" else None,
-    )
-    spec = RecurrenceSpec(size["D"] ** -0.5, kind, bool(given.get("delta")), wide)
-    return problem_of(operation, arrays, spec)
-
-
-def _step_problem(
-    operation: str, size: dict[str, int], dtype: str, given: dict[str, Any], kind: str
-) -> Problem:
-    def shape(*axes: str, dtype: str = dtype) -> Any:
-        return jax.ShapeDtypeStruct(tuple(size[a] for a in axes), jnp.dtype(dtype))
-
-    wide = "float64" if dtype == "float64" else "float32"
-    transposed = bool(given.get("transposed"))
-    axes = {SCALAR: ("B", "H"), KEY: ("B", "H", "D"), VALUE: ("B", "H", "V")}
-    arrays = StepArrays(
-        q=shape("B", "Hq", "D"),
-        k=shape("B", "Hk", "D"),
-        v=shape("B", "Hv", "V"),
-        state=shape("B", "H", *(("V", "D") if transposed else ("D", "V")), dtype=wide),
-        g=shape(*axes[kind], dtype=wide) if kind != NONE else None,
-        beta=shape("B", "H") if given.get("beta") else None,
-        skip=shape("H", "V") if given.get("skip") else None,
-        indices=shape("B", dtype="int32") if given.get("slots") else None,
-    )
-    spec = StepSpec(size["D"] ** -0.5, kind, bool(given.get("delta")), transposed)
-    return step_problem_of(operation, arrays, spec)
-
-
-def _sizes(dims: Mapping[str, int], flags: Mapping[str, Any]) -> dict[str, int]:
-    needed = "HD" if flags.get("step") else "THD"
-    unknown, missing = sorted(set(dims) - set(_DIMS)), [name for name in needed if name not in dims]
-    if unknown or missing:
+    few = {name: known.pop(name) for name in ("Hq", "Hk") if name in known}
+    given = read_flags(known | dict(flags), _CHOICES)
+    heads, step = dims.get("H", 1), given["step"]
+    defaults = {"T": 1 if step else None, "H": None, "D": None, "V": dims.get("D", 1), "N": 1, "B": 1}
+    size = read_sizes(few | dict(dims), defaults | dict.fromkeys(("Hq", "Hk", "Hv"), heads))
+    if any(heads % size[name] for name in ("Hk", "Hv")) or max(size["Hq"], heads) % min(size["Hq"], heads):
         raise ValueError(
-            f"dims: expected sizes for {', '.join(needed)} and optionally {', '.join(n for n in _DIMS if n not in needed)}, "
-            f"received unknown {unknown} and missing {missing}."
+            f"dims: expected head counts that divide H, received {', '.join(f'{n}={size[n]}' for n in _HEADS)}."
         )
-    heads = dims["H"]
-    size = {"B": 1, "T": 1, "N": 1, "V": dims["D"], "Hq": heads, "Hk": heads, "Hv": heads, **dims}
-    shared = [name for name in ("Hk", "Hv") if size[name] < 1 or heads % size[name]]
-    if any(n < 1 for n in size.values()) or shared or max(size["Hq"], heads) % min(size["Hq"], heads):
-        raise ValueError(
-            f"dims: expected positive sizes with head counts that divide H, received {', '.join(f'{n}={size[n]}' for n in _DIMS)}."
-        )
-    return size
-
-
-def _checked(flags: Mapping[str, Any]) -> dict[str, Any]:
-    unknown = sorted(set(flags) - set(_FLAGS))
-    if unknown:
-        raise ValueError(
-            f"flags: expected some of {', '.join(sorted(_FLAGS))}, received {', '.join(unknown)}."
-        )
-    for name, value in flags.items():
-        if name in _SWITCHES and not isinstance(value, bool):
-            raise ValueError(f"flags: expected true or false for {name}, received {value!r}.")
-    return dict(flags)
+    size |= dict.fromkeys(("HS", "Hg", "Hb"), heads)
+    wide, decay = wide_dtype(dtype), given["decay"]
+    dtypes = dict.fromkeys(("q", "k", "v", *(name for name in ("beta", "skip") if given[name])), dtype)
+    dtypes |= {} if decay == NONE else {"g": wide}
+    if step:
+        decay = SCALAR if decay == CONSTANT else decay
+        dtypes |= {"state": wide} | ({"indices": "int32"} if given["slots"] else {})
+        sizes = {**size, "rows": size["B"], "slots": size["B"]}
+        shapes = step_letters("rows", "slots", decay, given["transposed"]).shapes(sizes, dtypes, lead="")
+        spec = StepSpec(size["D"] ** -0.5, decay, given["delta"], given["transposed"])
+        return step_problem_of(operation, StepArrays(**shapes), spec)
+    packed = given["packed"]
+    dtypes |= {"initial_state": wide} if given["initial_state"] else {}
+    dtypes |= {"starts" if packed == "segments" else packed: "int32"} if packed else {}
+    spec = RecurrenceSpec(size["D"] ** -0.5, decay, given["delta"], wide)
+    return problem_of(operation, RecurrenceArrays(**letters(decay, packed).shapes(size, dtypes)), spec)

@@ -7,9 +7,12 @@ each divide `R` (all but `Hq` divide `HS`); output head `r` reads head `r // (R 
 """
 
 import dataclasses
+import functools
 from typing import NamedTuple
 
 from jax import Array
+
+from ..core.letters import Letters
 
 NONE, CONSTANT, SCALAR, KEY, VALUE = "none", "constant", "scalar", "key", "value"
 """Kinds of decay: none; one number a head; one a head and token; one a key channel and token; one a value channel and token."""
@@ -63,6 +66,40 @@ FLOATS = ("q", "k", "v", "g", "beta", "skip", "initial_state")
 """The arrays that gradients are taken in."""
 
 
+_TOKENS = {"q": "{} Hq D", "k": "{} Hk D", "v": "{} Hv V", "beta": "{} Hb", "skip": "HS V", "out": "{} R V"}
+_DECAYS = {CONSTANT: "Hg", SCALAR: "{} Hg", KEY: "{} Hg D", VALUE: "{} Hg V"}
+_HEADS = "Hq Hk Hv Hg Hb HS R"
+
+
+@functools.cache
+def letters(decay: str, packed: str | None = None) -> Letters:
+    """Of a sequence."""
+    state = "N HS D V" if packed == "offsets" else "HS D V"
+    more = {"initial_state": state, "final_state": state, "starts": "T", "offsets": "N+1"}
+    return Letters.of(_of_tokens("T", decay) | more, heads=_HEADS)
+
+
+@functools.cache
+def step_letters(rows: str, slots: str, decay: str, transposed: bool) -> Letters:
+    """Of one token of every row."""
+    more = {"state": f"{slots} HS V D" if transposed else f"{slots} HS D V", "indices": rows}
+    return Letters.of(_of_tokens(rows, decay) | more, heads=_HEADS)
+
+
+def _of_tokens(rows: str, decay: str) -> dict[str, str]:
+    axes = _TOKENS | ({} if decay == NONE else {"g": _DECAYS[decay]})
+    return {name: letters.format(rows) for name, letters in axes.items()}
+
+
+def letters_of(arrays: RecurrenceArrays, spec: RecurrenceSpec) -> Letters:
+    return letters(spec.decay, "offsets" if arrays.offsets is not None else None)
+
+
+def sizes_of(arrays: RecurrenceArrays, spec: RecurrenceSpec) -> dict[str, int]:
+    heads = heads_of(arrays, spec)
+    return letters_of(arrays, spec).sizes(arrays) | {"R": heads.out, "HS": heads.state}
+
+
 class Heads(NamedTuple):
     """Head counts of a call."""
 
@@ -103,6 +140,17 @@ class StepSpec:
     decay: str = NONE
     delta: bool = False
     transposed: bool = False
+
+
+def step_letters_of(arrays: StepArrays, spec: StepSpec) -> Letters:
+    """Rows with a state each are split over devices as leading axes are; a pool of states is everyone's."""
+    rows, slots = ("b", "b") if arrays.indices is None else ("rows", "slots")
+    return step_letters(rows, slots, spec.decay, spec.transposed)
+
+
+def step_sizes_of(arrays: StepArrays, spec: StepSpec) -> dict[str, int]:
+    size = step_letters_of(arrays, spec).sizes(arrays)
+    return size | {"R": max(size["HS"], size["Hq"])}
 
 
 STEP_FLOATS = ("q", "k", "v", "state", "g", "beta", "skip")

@@ -3,16 +3,17 @@
 from collections.abc import Mapping
 from typing import Any
 
-import jax
-import jax.numpy as jnp
-
+from .._words import read_flags, read_sizes, SWITCH
+from ..core.letters import wide_dtype
 from ..dispatch import Problem
 from .core import problem_of, step_problem_of
-from .spec import ScanArrays, ScanSpec, StepArrays
+from .spec import letters, ScanArrays, ScanSpec, SHARED, step_letters, StepArrays
 
-_DIMS = ("B", "T", "I", "N", "G", "S")
-_SWITCHES = ("softplus", "D", "z", "dt_bias", "initial_state", "step", "slots")
-_DEFAULTS = {"softplus": True, "D": True, "z": True, "dt_bias": True}
+_CHOICES = {
+    **dict.fromkeys(("softplus", "D", "z", "dt_bias"), SWITCH[::-1]),
+    **dict.fromkeys(("initial_state", "step", "slots"), SWITCH),
+    "packed": (None, "offsets", "segments"),
+}
 
 
 def example_problem(operation: str, dims: Mapping[str, int], dtype: str, flags: Mapping[str, Any]) -> Problem:
@@ -27,66 +28,23 @@ def example_problem(operation: str, dims: Mapping[str, int], dtype: str, flags: 
 
     Raises `ValueError` for a name that is none of these, a missing size, or sizes that do not fit.
     """
-    given = _DEFAULTS | _checked(flags)
-    size = _sizes(dims, bool(given.get("step")))
-    wide = "float64" if dtype == "float64" else "float32"
-    spec = ScanSpec(bool(given["softplus"]), wide)
-
-    def shape(*axes: str, dtype: str = dtype) -> Any:
-        return jax.ShapeDtypeStruct(tuple(size[a] for a in axes), jnp.dtype(dtype))
-
-    rows = ("B",) if given.get("step") else ("B", "T")
-    operands = {
-        "x": shape(*rows, "I"),
-        "dt": shape(*rows, "I"),
-        "A": shape("I", "N", dtype=wide),
-        "B": shape(*rows, "G", "N"),
-        "C": shape(*rows, "G", "N"),
-        "D": shape("I", dtype=wide) if given["D"] else None,
-        "z": shape(*rows, "I") if given["z"] else None,
-        "dt_bias": shape("I", dtype=wide) if given["dt_bias"] else None,
-    }
-    if given.get("step"):
-        indices = shape("B", dtype="int32") if given.get("slots") else None
-        step = StepArrays(**operands, state=shape("B", "I", "N", dtype=wide), indices=indices)
-        return step_problem_of(operation, step, spec)
-    packed = given.get("packed")
-    size["S+1"] = size["S"] + 1
-    state = ("B", "S", "I", "N") if packed == "offsets" else ("B", "I", "N")
-    arrays = ScanArrays(
-        **operands,
-        initial_state=shape(*state, dtype=wide) if given.get("initial_state") else None,
-        starts=shape("B", "T", dtype="int32") if packed == "segments" else None,
-        offsets=shape("B", "S+1", dtype="int32") if packed == "offsets" else None,
-    )
-    return problem_of(operation, arrays, spec)
-
-
-def _sizes(dims: Mapping[str, int], is_step: bool) -> dict[str, int]:
-    needed = ("I",) if is_step else ("T", "I")
-    unknown, missing = sorted(set(dims) - set(_DIMS)), [name for name in needed if name not in dims]
-    if unknown or missing:
-        raise ValueError(
-            f"dims: expected sizes for {', '.join(needed)} and optionally {', '.join(n for n in _DIMS if n not in needed)}, "
-            f"received unknown {unknown} and missing {missing}."
+    given = read_flags(flags, _CHOICES)
+    size = read_sizes(dims, {"T": 1 if given["step"] else None, "I": None, "B": 1, "N": 16, "G": 1, "S": 1})
+    if size["I"] % size["G"]:
+        raise ValueError(f"dims: expected G a divisor of I, received I={size['I']}, G={size['G']}.")
+    wide = wide_dtype(dtype)
+    dtypes = {"x": dtype, "dt": dtype, "A": wide, "B": dtype, "C": dtype}
+    dtypes |= {name: dtype if name == "z" else wide for name in ("D", "z", "dt_bias") if given[name]}
+    spec = ScanSpec(given["softplus"], wide)
+    if given["step"]:
+        dtypes |= {"state": wide} | ({"indices": "int32"} if given["slots"] else {})
+        sizes = {**size, "B": 1, "rows": size["B"], "slots": size["B"]}
+        return step_problem_of(
+            operation,
+            StepArrays(**step_letters("rows", "slots").shapes(sizes, dtypes, SHARED, lead="")),
+            spec,
         )
-    size = {"B": 1, "T": 1, "N": 16, "G": 1, "S": 1, **dims}
-    if any(n < 1 for n in size.values()) or size["I"] % size["G"]:
-        raise ValueError(
-            f"dims: expected positive sizes with G a divisor of I, received {', '.join(f'{n}={size[n]}' for n in _DIMS)}."
-        )
-    return size
-
-
-def _checked(flags: Mapping[str, Any]) -> dict[str, Any]:
-    unknown = sorted(set(flags) - {*_SWITCHES, "packed"})
-    if unknown:
-        raise ValueError(
-            f"flags: expected some of {', '.join(sorted((*_SWITCHES, 'packed')))}, received {', '.join(unknown)}."
-        )
-    for name, value in flags.items():
-        if name in _SWITCHES and not isinstance(value, bool):
-            raise ValueError(f"flags: expected true or false for {name}, received {value!r}.")
-    if flags.get("packed") not in (None, "offsets", "segments"):
-        raise ValueError(f"flags: expected packed=offsets or packed=segments, received {flags['packed']!r}.")
-    return dict(flags)
+    packed = given["packed"]
+    dtypes |= {"initial_state": wide} if given["initial_state"] else {}
+    dtypes |= {"starts" if packed == "segments" else packed: "int32"} if packed else {}
+    return problem_of(operation, ScanArrays(**letters("T", packed).shapes(size, dtypes, SHARED)), spec)

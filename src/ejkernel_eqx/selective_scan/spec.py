@@ -5,9 +5,12 @@ Everything below the public operation (the reference, XLA, Triton) speaks these 
 """
 
 import dataclasses
+import functools
 from typing import NamedTuple
 
 from jax import Array
+
+from ..core.letters import Letters
 
 
 @dataclasses.dataclass(frozen=True)
@@ -42,6 +45,43 @@ class ScanArrays(NamedTuple):
     initial_state: Array | None = None  # [*, I, N]; with offsets [*, S, I, N]; the state dtype
     starts: Array | None = None  # int32 [*, T], as in `recurrence.spec.RecurrenceArrays`
     offsets: Array | None = None  # int32 [*, S + 1], as there
+
+
+_TOKEN_LETTERS = {
+    "x": "{} I",
+    "dt": "{} I",
+    "A": "I N",
+    "B": "{} G N",
+    "C": "{} G N",
+    "D": "I",
+    "z": "{} I",
+    "dt_bias": "I",
+    "out": "{} I",
+}
+
+
+@functools.cache
+def letters(rows: str, packed: str | None = None) -> Letters:
+    """Of a sequence. Channels do not mix: they may be split as heads are."""
+    state = "S I N" if packed == "offsets" else "I N"
+    more = {"initial_state": state, "final_state": state, "starts": rows, "offsets": "S+1"}
+    return Letters.of({name: axes.format(rows) for name, axes in _TOKEN_LETTERS.items()} | more, heads="I G")
+
+
+@functools.cache
+def step_letters(rows: str, slots: str) -> Letters:
+    """Of one token of every row."""
+    more = {"state": f"{slots} I N", "indices": rows}
+    return Letters.of({name: axes.format(rows) for name, axes in _TOKEN_LETTERS.items()} | more, heads="I G")
+
+
+def letters_of(arrays: "ScanArrays") -> Letters:
+    return letters("T", "offsets" if arrays.offsets is not None else None)
+
+
+def step_letters_of(arrays: "StepArrays") -> Letters:
+    """Rows with a state each are split over devices as leading axes are; a pool of states is everyone's."""
+    return step_letters("b", "b") if arrays.indices is None else step_letters("rows", "slots")
 
 
 NO_TIME = -65504.0
