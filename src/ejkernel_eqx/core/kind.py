@@ -24,7 +24,7 @@ from .._errors import UnsupportedError
 from .._jitted import jitted
 from .._kernel import Plan
 from .._reverse_only import FORWARD_MODE, reverse_only
-from ..dispatch import Platform, Problem, Selection
+from ..dispatch import hooks_of, Platform, Problem, Selection
 from ..dispatch.labels import kernel_scope
 from ..parallel import (
     given_of,
@@ -348,7 +348,7 @@ class ForwardKind(Kind):
 
 def is_opaque(platform: Any) -> bool:
     """Whether JAX cannot look into its kernels."""
-    return getattr(platform, "OPAQUE", False)
+    return hooks_of(platform).OPAQUE
 
 
 def is_float(x: Any) -> bool:
