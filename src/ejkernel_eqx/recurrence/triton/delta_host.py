@@ -105,7 +105,7 @@ def backward(
     )
     given |= {name: results[name] for name in ("dstates", "derrors")}
     dinitial = results["dinitial"]
-    grads = _key_gradients(call, given | key_gates) if spec.decay == KEY else _gradients(call, given)
+    grads = _gradients(call, given | key_gates)
     if spec.decay == CONSTANT:
         grads["dg"] = _sum_tokens(grads["dg"], arrays.offsets)
     # Which axis of an array are its heads.
@@ -203,46 +203,26 @@ def _pairs(call: Call, given: Arrays) -> Arrays:
 def _gradients(call: Call, given: Arrays) -> Arrays:
     """Over state heads; those of queries and keys summed over the heads that share them."""
     heads, dim, _ = call.sizes
-    each = _heads_each(call)
+    keyed, gated = call.spec.decay == KEY, call.arrays.g is not None
+    each = 1 if keyed else _heads_each(call)
     pairs = _pairs(call, given)
     tiles = cdiv(dim, call.config.gradients.block_k)
     parts = call.rows(tiles, heads, dtype=jnp.float32)
-    results = call.launch(
-        delta_gradients_kernel,
+    results = call.knowing({}, HEADS=each).launch(
+        delta_key_gradients_kernel if keyed else delta_gradients_kernel,
         call.config.gradients,
         {
             "dq": _shared(call, heads // each, dim, "HQ"),
             "dk": _shared(call, heads // each, dim, "HK"),
-            "dg": parts if call.arrays.g is not None else NOTHING,
+            "dg": call.rows(heads, dim, dtype=jnp.float32) if keyed else parts if gated else NOTHING,
             "dbeta": parts,
         },
         call.chunks * (heads // each) * tiles,
         given | {name: pairs[name] for name in ("dscores", "dreads", "diagonal")},
-        HEADS=each,
     )
     results["dbeta"] = pairs["dbeta"] + results["dbeta"].sum(2)
-    if call.arrays.g is not None:
+    if gated and not keyed:
         results["dg"] = results["dg"].sum(2)
-    return results | {"dv": pairs["dv"]}
-
-
-def _key_gradients(call: Call, given: Arrays) -> Arrays:
-    heads, dim, _ = call.sizes
-    pairs = _pairs(call, given)
-    tiles = cdiv(dim, call.config.gradients.block_k)
-    results = call.launch(
-        delta_key_gradients_kernel,
-        call.config.gradients,
-        {
-            "dq": _shared(call, heads, dim, "HQ"),
-            "dk": _shared(call, heads, dim, "HK"),
-            "dg": call.rows(heads, dim, dtype=jnp.float32),
-            "dbeta": call.rows(tiles, heads, dtype=jnp.float32),
-        },
-        call.chunks * heads * tiles,
-        given | {name: pairs[name] for name in ("dscores", "dreads", "diagonal")},
-    )
-    results["dbeta"] = pairs["dbeta"] + results["dbeta"].sum(2)
     return results | {"dv": pairs["dv"]}
 
 
