@@ -6,7 +6,7 @@ that a call with these inputs is of that very problem.
 
 import functools
 import math
-from typing import Any, NamedTuple
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -14,23 +14,12 @@ import numpy as np
 from jax import Array
 
 from .._broadcast import like
+from ..core.workload import Inputs
 from ..dispatch import Problem
 from .masks.tile_table import window_covers
 from .spec import AttentionArrays, AttentionSpec, RowRanges
 
 SOFT_CAP, DROPOUT_RATE, VISIBLE = 30.0, 0.1, 0.7
-
-
-class Inputs(NamedTuple):
-    """The arrays of a call and the cotangents of its results.
-
-    The log-sum-exp has one even where it is not asked for: without it the gradient of a bias or slope is a difference of equal
-    sums, in which 16-bit outputs leave nothing to compare.
-    """
-
-    arrays: AttentionArrays
-    dout: Array
-    dlse: Array
 
 
 def spec_of(problem: Problem) -> AttentionSpec:
@@ -74,17 +63,18 @@ def _offset(problem: Problem, left: int | None, right: int | None) -> int:
 
 
 def make_inputs(problem: Problem, seed: int) -> Inputs:
-    """Fresh for every seed."""
+    """Fresh for every seed. The log-sum-exp has a cotangent even where it is not asked for: without it the gradient of a bias or slope is a
+    difference of equal sums, in which 16-bit outputs leave nothing to compare."""
     rng = np.random.default_rng(seed)
     ids, ranges = _segment_ids(problem, rng), _row_ranges(problem, rng)
-    arrays, dout, dlse = _random(problem, seed)
+    arrays, cotangents = _random(problem, seed)
     if ids is not None:
         queries = jnp.asarray(ids[:, ids.shape[1] - problem.dim("T") :], jnp.int32)
         keys = jnp.asarray(ids[:, ids.shape[1] - problem.dim("S") :], jnp.int32)
         arrays = arrays._replace(q_segments=queries, kv_segments=keys)
     if ranges is not None:
         arrays = arrays._replace(rows=RowRanges(*(jnp.asarray(x, jnp.int32) for x in ranges)))
-    return Inputs(arrays, dout, dlse)
+    return Inputs(arrays, cotangents)
 
 
 @functools.partial(jax.jit, static_argnums=0)
@@ -114,7 +104,7 @@ def _random(problem: Problem, seed: Any) -> Inputs:
         extra["mask"] = _mask(next(keys), str(problem.flag("mask")), shape(f"1{problem.flag('mask')}"))
     if problem.flag("dropout"):
         extra["seeds"] = jax.random.bits(next(keys), (*shape("BH"), 2), jnp.uint32)
-    return Inputs(AttentionArrays(q, k, v, **extra), dout, dlse)
+    return Inputs(AttentionArrays(q, k, v, **extra), {"out": dout, "lse": dlse})
 
 
 def _mask(key: Array, pattern: str, shape: tuple[int, ...]) -> Array:

@@ -1,106 +1,43 @@
 """What the tuner needs of attention: representative work, the plain mathematics to check it by, and its cost."""
 
+import dataclasses
 import functools
-from collections.abc import Mapping, Sequence
-from typing import Any
 
 import jax
 import jax.numpy as jnp
 from jax import Array, lax
 
 from .._exact import compiled
-from .._tolerances import Tolerance, TOLERANCES
-from ..core.workload import bytes_of, launches_of
-from ..dispatch import BOTH, Cost, FORWARD, Implementation, Part, Platform, Problem, Workload
+from ..core.workload import bytes_of, Inputs, workload_of
+from ..dispatch import BOTH, Cost, FORWARD, Implementation, Problem, Workload
 from . import reference
+from .core import ATTEND
 from .example import example_problem as example_problem
-from .samples import Inputs, make_inputs, spec_of, visible_scores
-from .spec import AttentionArrays, AttentionSpec
-
-LEARNED = ("q", "k", "v", "bias", "alibi_slopes", "sinks")
-"""The arrays that gradients are taken in, which are named after them."""
-
-_TRITON = (
-    ("forward", ("out", "lse")),
-    ("key_gradient", ("k", "v")),
-    ("query_gradient", ("q", "bias", "alibi_slopes", "sinks")),
-)
-_PARTS = {
-    Platform.XLA: (("forward", ("out", "lse")), ("backward", LEARNED)),
-    Platform.TRITON: _TRITON,
-    Platform.TRITON_INTERPRET: _TRITON,
-}
+from .samples import make_inputs, spec_of, visible_scores
+from .spec import AttentionArrays, AttentionSpec, LEARNED
 
 
 def workload(implementation: Implementation, problem: Problem) -> Workload:
     """The work of one problem on one of the platforms of this core."""
-    spec, platform = spec_of(problem), implementation.load()
-    forward, learned = _result_names(problem)
-    present = {*forward, *learned}
-    parts = (
-        Part(field, tuple(name for name in names if name in present))
-        for field, names in _PARTS.get(implementation.platform, ())
-    )
-    whole = hasattr(platform, "attend")  # it brings its own derivative, and no lse
-    make = functools.partial(_make_whole_inputs if whole else make_inputs, problem)
-    return Workload(
-        make_inputs=make,
-        run=functools.partial(_run_whole if whole else _run, platform, spec),
-        reference=functools.partial(_reference, spec),
-        tolerances=_tolerances(problem, forward, learned),
-        forward=forward,
-        parts=tuple(parts),
+    spec, make = spec_of(problem), functools.partial(make_inputs, problem)
+    if ATTEND.differentiates(implementation.load()):  # it gives no lse
+        make = functools.partial(_without_lse, problem)
+    return dataclasses.replace(
+        workload_of(ATTEND, implementation, spec, make, flops=0.0),
+        reference=functools.partial(compiled, _by_row_and_head, spec),
         costs=costs(problem),
-        launches=functools.partial(launches_of, functools.partial(_run, platform, spec), make)
-        if implementation.platform is Platform.TRITON
-        else None,
     )
 
 
-def _result_names(problem: Problem) -> tuple[tuple[str, ...], tuple[str, ...]]:
-    """The forward results, and the arrays whose gradients are results too."""
-    forward = ("out", "lse") if problem.flag("lse") else ("out",)
-    return forward, tuple(name for name in LEARNED if name in "qkv" or problem.flag(name))
-
-
-def _tolerances(problem: Problem, forward: Sequence[str], learned: Sequence[str]) -> Mapping[str, Tolerance]:
-    table = TOLERANCES[problem.dtype("qkv")]
-    return {name: table["forward"] for name in forward} | {name: table["gradient"] for name in learned}
-
-
-def _run(platform: Any, spec: AttentionSpec, inputs: Inputs, config: Any, **execute: Any) -> dict[str, Array]:
-    """Forward and backward by the platform's own functions."""
-    arrays, dout, dlse = inputs
-    out, lse = platform.forward(arrays, spec, config, **execute)
-    grads = platform.backward(arrays, spec, config, out, lse, dout, dlse, **execute)
-    results = {"out": out, "lse": lse} if spec.return_lse else {"out": out}
-    return results | {name: x for name, x in grads._asdict().items() if x is not None}
-
-
-def _make_whole_inputs(problem: Problem, seed: int) -> Inputs:
+def _without_lse(problem: Problem, seed: int) -> Inputs:
     inputs = make_inputs(problem, seed)
-    return inputs._replace(dlse=jnp.zeros_like(inputs.dlse))
-
-
-def _run_whole(platform: Any, spec: AttentionSpec, inputs: Inputs, config: Any) -> dict[str, Array]:
-    """Forward and backward of a platform that brings its own derivative."""
-    arrays, dout, _ = inputs
-
-    def attend(q: Array, k: Array, v: Array) -> Array:
-        return platform.attend(arrays._replace(q=q, k=k, v=v), spec)
-
-    out, pull = jax.vjp(attend, arrays.q, arrays.k, arrays.v)
-    return {"out": out, **dict(zip("qkv", pull(dout), strict=True))}
-
-
-def _reference(spec: AttentionSpec, inputs: Inputs) -> dict[str, Array]:
-    """All results by the plain mathematics in float32 (float64 if given it)."""
-    return compiled(_by_row_and_head, spec, inputs)
+    return Inputs(inputs.arrays, {**inputs.cotangents, "lse": jnp.zeros_like(inputs.cotangents["lse"])})
 
 
 def _by_row_and_head(spec: AttentionSpec, inputs: Inputs) -> dict[str, Array]:
-    """One batch row and key head after the other, so that the scores of a whole call are never there."""
-    arrays, dout, dlse = inputs
+    """All results by the plain mathematics in float32 (float64 if given it): one batch row and key head after the other, so that the scores
+    of a whole call are never there."""
+    arrays, dout, dlse = inputs.arrays, inputs.cotangents["out"], inputs.cotangents["lse"]
     wide = jnp.float64 if arrays.q.dtype == jnp.float64 else jnp.float32
     batch, heads, kv_heads = arrays.q.shape[0], arrays.q.shape[2], arrays.k.shape[2]
     learned = {name: x.astype(wide) for name in LEARNED if (x := getattr(arrays, name)) is not None}
@@ -170,12 +107,12 @@ def costs(problem: Problem) -> dict[str, Cost]:
     """Operations of the matrix products over what is visible; every array read or written once."""
     heads, dims = problem.dim("H"), problem.dim("D") + problem.dim("V")
     flops = 2.0 * visible_scores(problem) * heads * dims
-    arrays, dout, dlse = jax.eval_shape(lambda: make_inputs(problem, 0))
+    arrays, cotangents = jax.eval_shape(lambda: make_inputs(problem, 0))
     lse = 4 * problem.dim("B") * heads * problem.dim("T")
-    forward = bytes_of(arrays) + bytes_of(dout) + lse
+    forward = bytes_of(arrays) + bytes_of(cotangents["out"]) + lse
     gradients = sum(bytes_of(getattr(arrays, name)) for name in LEARNED)
     return {
         FORWARD: Cost(flops, forward),
         # The backward makes the scores again: five products for the forward's two.
-        BOTH: Cost(3.5 * flops, forward + bytes_of((dout, dlse)) + gradients),
+        BOTH: Cost(3.5 * flops, forward + bytes_of(cotangents) + gradients),
     }

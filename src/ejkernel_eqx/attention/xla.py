@@ -19,13 +19,14 @@ import numpy as np
 from jax import Array, lax
 
 from .._sizes import as_value, is_symbolic
-from ..dispatch import Backend
+from ..dispatch import Backend, BOTH, FORWARD
 from ..parallel import match_varying
 from . import xla_symbols
 from .cotangents import clean_cotangent, row_terms, sinks_gradient
 from .philox import philox_keep
 from .spec import AttentionArrays, AttentionGrads, AttentionSpec, RowRanges
 
+PARTS = {"forward": FORWARD, "backward": BOTH}
 _ALIGNMENT = 16  # tile lengths are multiples of this, unless the whole axis is shorter
 
 

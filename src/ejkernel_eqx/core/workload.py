@@ -2,7 +2,7 @@
 
 import functools
 import math
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import jax
@@ -38,19 +38,25 @@ def workload_of(
     platform, shapes = implementation.load(), jax.eval_shape(lambda: make_inputs(0))
     learned = tuple(_learned(kind, shapes.arrays))
     table = TOLERANCES[jnp.dtype(shapes.cotangents["out"].dtype).name]
-    run = functools.partial(_run_kernels if is_opaque(platform) else _run_plainly, kind, platform, spec)
+    named = {FORWARD: kind.results, BOTH: learned}
+    results = kind.wanted(spec) if kind.wanted else kind.results
+    run = functools.partial(
+        _run_plainly if kind.differentiates(platform) else _run_kernels, kind, platform, spec, results
+    )
     moved = bytes_of(shapes.arrays) + bytes_of(shapes.cotangents)
     gradients = bytes_of([getattr(shapes.arrays, name) for name in learned])
     return Workload(
         make_inputs=make_inputs,
         run=run,
         reference=functools.partial(_reference, kind, spec),
-        tolerances=dict.fromkeys(kind.results, table["forward"]) | dict.fromkeys(learned, table["gradient"]),
-        forward=kind.results,
-        # The fields of a configuration that are tuned one after the other, and whether the forward pass alone decides.
+        tolerances=dict.fromkeys(results, table["forward"]) | dict.fromkeys(learned, table["gradient"]),
+        forward=results,
+        # The fields of a configuration that are tuned one after the other, and by which results.
         parts=tuple(
-            Part(field, kind.results if direction == FORWARD else learned)
-            for field, direction in hooks_of(platform).PARTS.items()
+            Part(
+                field, tuple(name for name in named.get(names, names.split()) if name in {*results, *learned})
+            )
+            for field, names in hooks_of(platform).PARTS.items()
         ),
         costs={
             FORWARD: Cost(flops, moved),
@@ -110,18 +116,24 @@ def _learned(kind: Kind, arrays: Any) -> dict[str, Any]:
     return {name: x for name in kind.learned if (x := getattr(arrays, name)) is not None}
 
 
-def _run_kernels(kind: Kind, platform: Any, spec: Any, inputs: Inputs, config: Any, **execute: Any) -> Named:
+def _run_kernels(
+    kind: Kind, platform: Any, spec: Any, wanted: Sequence[str], inputs: Inputs, config: Any, **execute: Any
+) -> Named:
     """Forward and backward by the platform's own functions."""
     arrays, cotangents = inputs
-    saved = dict(platform.forward(arrays, spec, config, **execute))
+    saved = kind.forward(platform, arrays, spec, config, True, **execute)
     results = {name: saved.pop(name) for name in kind.results}
-    grads = platform.backward(arrays, spec, config, saved, cotangents, **execute)
-    return results | {name: like(x, getattr(arrays, name)) for name, x in grads.items()}
+    saved |= {name: results[name] for name in kind.read}
+    grads = kind.backward(platform, arrays, spec, config, saved, dict(cotangents), **execute)
+    gradients = {name: like(x, getattr(arrays, name)) for name, x in grads.items()}
+    return {name: results[name] for name in wanted} | gradients
 
 
-def _run_plainly(kind: Kind, platform: Any, spec: Any, inputs: Inputs, config: Any) -> Named:
+def _run_plainly(
+    kind: Kind, platform: Any, spec: Any, wanted: Sequence[str], inputs: Inputs, config: Any
+) -> Named:
     """Forward and backward of a platform that JAX differentiates."""
-    return _differentiated(kind, lambda arrays: platform.apply(arrays, spec, config), inputs)
+    return _differentiated(kind, lambda arrays: kind.plainly(platform, arrays, spec, config), inputs)
 
 
 def _differentiated(kind: Kind, function: Callable[[Any], Any], inputs: Inputs) -> Named:

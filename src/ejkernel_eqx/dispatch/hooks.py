@@ -67,7 +67,8 @@ class PlatformHooks(Protocol):
 
     @property
     def PARTS(self) -> Mapping[str, str]:
-        """The fields of a configuration that are tuned one after the other, and the direction whose time decides; none: it is tuned whole."""
+        """The fields of a configuration that are tuned one after the other, and what decides: a direction, or results by their names; none:
+        it is tuned whole."""
         return {}
 
 

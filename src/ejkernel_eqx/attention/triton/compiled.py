@@ -8,7 +8,7 @@ import jax.numpy as jnp
 from jax import Array
 
 from ...core.platforms import kernels_unavailable
-from ...dispatch import DeviceFacts, Problem
+from ...dispatch import DeviceFacts, FORWARD, Problem
 from ...launch import Execute, given, Launcher, LOG2E, NOTHING, result, result_like, run
 from ...launch.fields import Block, check_fields, Count, Float32Dot, Registers, Warps
 from ...launch.sizes import cdiv, fitting, padded, rows_of, too_large
@@ -19,6 +19,7 @@ from ..spec import AttentionArrays, AttentionGrads, AttentionSpec, RowRanges
 from . import backward_kernels, forward_kernel, tile_sizes
 
 OPAQUE = True
+PARTS = {"forward": FORWARD, "key_gradient": "k v", "query_gradient": "q bias alibi_slopes sinks"}
 MAX_HEAD_DIM = 256
 _CACHED_BYTES = 24 * 2**20
 _MOST_CANDIDATES = 12  # of each kernel
