@@ -1,8 +1,6 @@
 """A family that the package does not know, with residuals, a shared array, a step and interpreted Triton kernels: `h_t = a h_{t-1} + x_t`."""
 
-import dataclasses
 import functools
-import math
 from typing import Any, ClassVar, NamedTuple
 
 import equinox as eqx
@@ -13,11 +11,11 @@ from jax import Array
 import ejkernel_eqx as ejx
 from ejkernel_eqx._kernel import make_plan
 from ejkernel_eqx.core import Kind, StepKind
+from ejkernel_eqx.core.letters import Letters
 from ejkernel_eqx.core.platforms import Interpreted, Plain
 from ejkernel_eqx.core.workload import Inputs, random_cotangents, workload_of
 from ejkernel_eqx.dispatch import Backend, Implementation, kernel_registry, Platform, Problem
-from ejkernel_eqx.launch import Launch, run
-from tests.core import leaky_kernels
+from tests.core.leaky_kernels import Triton, TritonConfig
 
 OPERATION = "tests.leaky_integrator"
 
@@ -52,29 +50,23 @@ def step(arrays: StepArrays, spec: None = None) -> tuple[Array, Array]:
     return new, new
 
 
+SEQUENCE = Letters.of({"x": "T C", "out": "T C", "decay": "C", "initial": "C", "final": "C"}, heads="C")
+TOKEN = Letters.of({"x": "b C", "out": "b C", "decay": "C", "state": "b C"}, heads="C")
+
+
 def problem_of(operation: str, arrays: Any, spec: None) -> Problem:
-    is_step = isinstance(arrays, StepArrays)
-    *lead, length, channels = arrays.x.shape
-    dims = {"B": math.prod(lead) * (length if is_step else 1), "T": 1 if is_step else length, "C": channels}
-    return Problem.make(
-        operation, dims=dims, dtypes={"x": arrays.x.dtype}, flags={"step": is_step}, lengths={"B", "T"}
+    size, dtypes = (
+        (TOKEN if isinstance(arrays, StepArrays) else SEQUENCE).sizes(arrays),
+        {"x": arrays.x.dtype},
     )
-
-
-def axes_of(arrays: Any, spec: None) -> dict[str, tuple[str, ...]]:
-    channels, rows = f"H{arrays.x.shape[-1]}", "b" if isinstance(arrays, StepArrays) else "T"
-    state = ("b", channels) if rows == "b" else (channels,)
-    return {
-        **dict.fromkeys(("x", "out"), (rows, channels)),
-        **dict.fromkeys(("initial", "final", "state"), state),
-        "decay": (channels,),
-    }
+    dims = {"B": size["B"] * size.get("b", 1), "T": size.get("T", 1), "C": size["C"]}
+    return Problem.make(operation, dims=dims, dtypes=dtypes, flags={"step": "b" in size}, lengths={"B", "T"})
 
 
 CALL = Kind(
     make=Arrays,
     problem_of=problem_of,
-    axes_of=axes_of,
+    axes_of=SEQUENCE.axes_of,
     reference=reference,
     results=("out", "final"),
     learned=Arrays._fields,
@@ -84,64 +76,12 @@ CALL = Kind(
 STEP = StepKind(
     make=StepArrays,
     problem_of=problem_of,
-    axes_of=axes_of,
+    axes_of=TOKEN.axes_of,
     reference=step,
     results=("out", "state"),
     learned=StepArrays._fields,
     shared=frozenset({"decay"}),
 )
-
-
-@dataclasses.dataclass(frozen=True)
-class TritonConfig:
-    block: int = 4
-
-
-class _Triton:
-    config_type = TritonConfig
-
-    def unsupported(self, problem: Problem, device: Any) -> str | None:
-        return "takes no float64" if problem.dtype("x") == "float64" else None
-
-    def forward(
-        self, arrays: Arrays, spec: None, config: TritonConfig, *, save: bool = True, execute: Any = run
-    ) -> dict[str, Array]:
-        shape = lambda x, dtype: jax.ShapeDtypeStruct(x.shape, dtype)
-        states = shape(arrays.x if save else arrays.initial, jnp.float32)
-        outputs = {
-            "out": shape(arrays.x, arrays.x.dtype),
-            "states": states,
-            "final": shape(arrays.initial, jnp.float32),
-        }
-        results = self._launch(
-            leaky_kernels.forward_kernel, arrays._asdict(), outputs, config, execute, SAVE=save
-        )
-        return results if save else {name: results[name] for name in ("out", "final")}
-
-    def backward(self, arrays: Arrays, spec: None, config: Any, saved: Any, cotangents: Any, *, execute: Any):
-        inputs = {"decay": arrays.decay, "states": saved["states"], "dout": cotangents["out"]}
-        rows = jax.ShapeDtypeStruct(arrays.initial.shape, jnp.float32)
-        outputs = {
-            "dx": jax.ShapeDtypeStruct(arrays.x.shape, arrays.x.dtype),
-            "ddecay": rows,
-            "dinitial": rows,
-        }
-        inputs["dfinal"] = cotangents["final"]
-        grads = self._launch(leaky_kernels.backward_kernel, inputs, outputs, config, execute)
-        return {name.removeprefix("d"): x for name, x in grads.items()}
-
-    def step(self, arrays: StepArrays, spec: None, config: Any, *, execute: Any = run) -> Any:
-        flat = lambda x: x.reshape((-1, x.shape[-1]))
-        sequence = Arrays(flat(arrays.x)[:, None], arrays.decay, flat(arrays.state))
-        results = self.forward(sequence, spec, config, save=False, execute=execute)
-        return results["out"].reshape(arrays.x.shape), results["final"].reshape(arrays.state.shape)
-
-    def _launch(self, kernel: Any, inputs: Any, outputs: Any, config: Any, execute: Any, **constants: Any):
-        batch, length, channels = outputs["out" if "out" in outputs else "dx"].shape
-        shapes = {name: jax.ShapeDtypeStruct(x.shape, x.dtype) for name, x in inputs.items()}
-        constants |= {"C": channels, "BLOCK": config.block}
-        grid = (batch, -(-channels // config.block))
-        return execute(Launch(kernel, shapes, outputs, {"T": length}, constants, grid), inputs)
 
 
 def workload(implementation: Implementation, problem: Problem) -> Any:
@@ -171,7 +111,7 @@ def _apply(arrays: Arrays, spec: None) -> dict[str, Array]:
 
 for platform, priority, target in (
     (Platform.XLA, 10, _Xla(_apply)),
-    (Platform.TRITON_INTERPRET, -10, Interpreted(_Triton(), TritonConfig())),
+    (Platform.TRITON_INTERPRET, -10, Interpreted(Triton(), TritonConfig())),
 ):
     kernel_registry.add(Implementation(OPERATION, platform, Backend.ANY, priority, "tests", target, workload))
 

@@ -28,7 +28,7 @@ def problem_of(operation: str, arrays: ConvArrays, spec: ConvSpec) -> Problem:
 CONVOLVE = Kind(
     make=ConvArrays,
     problem_of=problem_of,
-    axes_of=lambda arrays, spec: LETTERS.named(LETTERS.sizes(arrays)),
+    axes_of=LETTERS.axes_of,
     reference=reference.convolve,
     results=RESULTS,
     learned=LEARNED,

@@ -54,6 +54,10 @@ class Letters:
             if not self.heads.intersection(letters) - sizes.keys()
         }
 
+    def axes_of(self, arrays: Any, spec: Any = None) -> dict[str, tuple[str, ...]]:
+        """Of a call with these arrays, as a kind names them."""
+        return self.named(self.sizes(arrays))
+
     def shapes(
         self, sizes: Sizes, dtypes: Mapping[str, Any], shared: frozenset[str] = frozenset(), lead: str = "B"
     ) -> dict[str, Any]:

@@ -25,7 +25,7 @@ def problem_of(operation: str, arrays: NormArrays, spec: NormSpec) -> Problem:
 NORMALIZE = Kind(
     make=NormArrays,
     problem_of=problem_of,
-    axes_of=lambda arrays, spec: LETTERS.named(LETTERS.sizes(arrays)),
+    axes_of=LETTERS.axes_of,
     reference=reference.normalise,
     results=RESULTS,
     learned=LEARNED,

@@ -63,7 +63,7 @@ def _flags(arrays: ScanArrays | StepArrays, spec: ScanSpec) -> dict[str, bool]:
 SCAN = Kind(
     make=ScanArrays,
     problem_of=problem_of,
-    axes_of=lambda arrays, spec: letters_of(arrays).named(letters_of(arrays).sizes(arrays)),
+    axes_of=lambda arrays, spec: letters_of(arrays).axes_of(arrays),
     reference=reference.scan,
     results=("out", "final_state"),
     learned=FLOATS,
@@ -74,7 +74,7 @@ SCAN = Kind(
 STEP = StepKind(
     make=StepArrays,
     problem_of=step_problem_of,
-    axes_of=lambda arrays, spec: step_letters_of(arrays).named(step_letters_of(arrays).sizes(arrays)),
+    axes_of=lambda arrays, spec: step_letters_of(arrays).axes_of(arrays),
     reference=reference.step,
     results=("out", "state"),
     learned=STEP_FLOATS,
