@@ -16,6 +16,9 @@ LOG2E = 1.4426950408889634
 Execute = Callable[[Launch, dict[str, Array]], dict[str, Array]]
 """`run`, or what interprets or records launches."""
 
+Arrays = Mapping[str, Any]
+"""By name, without `_ptr`; `None` for one that a call does not have."""
+
 
 def result(*shape: int, dtype: Any = jnp.float32) -> jax.ShapeDtypeStruct:
     """An output of a kernel, float32 unless said."""
@@ -59,12 +62,12 @@ class Launcher:
     """
 
     family: str
-    arrays: Mapping[str, Array | None]
+    arrays: Arrays
     numbers: Mapping[str, Any]
-    absent: Array
+    absent: Any
     execute: Execute
 
-    def knowing(self, arrays: Mapping[str, Array | None], **numbers: Any) -> "Launcher":
+    def knowing(self, arrays: Arrays, **numbers: Any) -> "Launcher":
         """The same with these, too, for every kernel."""
         return dataclasses.replace(
             self, arrays={**self.arrays, **arrays}, numbers={**self.numbers, **numbers}
@@ -76,7 +79,7 @@ class Launcher:
         tile: Any,
         outputs: Mapping[str, jax.ShapeDtypeStruct],
         programs: int,
-        arrays: Mapping[str, Array | None] | None = None,
+        arrays: Arrays | None = None,
         **more: Any,
     ) -> dict[str, Array]:
         """Launches `kernel` and returns its outputs by name.
@@ -98,16 +101,16 @@ class Launcher:
         tile: Any,
         outputs: Mapping[str, jax.ShapeDtypeStruct],
         programs: int,
-        arrays: Mapping[str, Array | None] | None = None,
+        arrays: Arrays | None = None,
         *,
         aliases: Mapping[str, str] | None = None,
         name: str = "",
         **numbers: Any,
-    ) -> tuple[Launch, dict[str, Array]]:
-        """The launch that a call makes, and its inputs."""
+    ) -> tuple[Launch, dict[str, Any]]:
+        """The launch that a call makes, and its inputs. Shapes may stand for arrays."""
         arrays = {**self.arrays, **(arrays or {})}
         known = {**self.numbers, **{name.upper(): value for name, value in vars(tile).items()}, **numbers}
-        inputs: dict[str, Array] = {}
+        inputs: dict[str, Any] = {}
         scalars, constants = {}, {}
         for parameter in kernel.params:
             array, pointer, _ = parameter.name.rpartition("_ptr")

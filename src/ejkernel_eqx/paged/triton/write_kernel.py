@@ -112,7 +112,7 @@ def write(arrays: WriteArrays, *, execute: Execute = run) -> dict[str, Array]:
     return results
 
 
-def write_launch(arrays: WriteArrays, names: list[str]) -> tuple[Launch, dict[str, Array]]:
+def write_launch(arrays: WriteArrays, names: list[str]) -> tuple[Launch, dict[str, Any]]:
     """The launch for one or two kinds of pages, of one kind of scales."""
     given, slots, kept = arrays.pages, arrays.slots, arrays.pages[names[0]]
     scale, kv_heads = given.get(f"{names[0]}_scale"), kept.shape[-2]
