@@ -11,10 +11,18 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from ejkernel_eqx.parallel import opaque, Split
+from ejkernel_eqx.parallel import Leading, opaque, Split
 from ejkernel_eqx.recurrence import reference
-from ejkernel_eqx.recurrence.core import step_axes_of
-from ejkernel_eqx.recurrence.spec import KEY, NONE, SCALAR, StepArrays, StepSpec, VALUE
+from ejkernel_eqx.recurrence.spec import (
+    KEY,
+    NONE,
+    SCALAR,
+    step_letters_of,
+    step_sizes_of,
+    StepArrays,
+    StepSpec,
+    VALUE,
+)
 from tests.tolerances import assert_close
 
 pytest.importorskip("triton")
@@ -187,13 +195,13 @@ def test_vmap_folds_into_one_launch(launches):
     case = dataclasses.replace(CASES["kda"], lead=2)
     arrays = make(case)
     given = {name: x for name, x in arrays._asdict().items() if x is not None}
-    axes = step_axes_of(arrays, case.spec)
+    axes = step_letters_of(arrays, case.spec).named(step_sizes_of(arrays, case.spec))
 
-    def launch(given: dict[str, Any]) -> dict[str, Any]:
+    def launch(given: dict[str, Any], runs: Any) -> dict[str, Any]:
         out, state = interpreted(StepArrays(**given), case.spec, case.config)
         return {"out": out, "state": state}
 
-    call = opaque(launch, axes, axes, split=Split.NOWHERE)
+    call = opaque(launch, Leading(axes=axes), split=Split.NOWHERE)
     results = jax.vmap(call)(given)
     expected, expected_state = exact(arrays, case.spec)
     assert_close(results["out"], expected)

@@ -30,6 +30,7 @@ class PagedAttention(PagedOperation):
     """
 
     operation: ClassVar[str] = "paged_attention"
+    __init__ = PagedOperation.__init__
 
     @jax.named_scope("ejkernel_eqx.PagedAttention")
     def __call__(

@@ -30,6 +30,7 @@ class PrefillPagedAttention(PagedOperation):
     """
 
     operation: ClassVar[str] = "prefill_paged_attention"
+    __init__ = PagedOperation.__init__
 
     @jax.named_scope("ejkernel_eqx.PrefillPagedAttention")
     def __call__(

@@ -27,6 +27,7 @@ class RaggedDecodeAttention(PagedOperation):
     """
 
     operation: ClassVar[str] = "ragged_decode_attention"
+    __init__ = PagedOperation.__init__
 
     @jax.named_scope("ejkernel_eqx.RaggedDecodeAttention")
     def __call__(

@@ -31,6 +31,7 @@ class UnifiedAttention(PagedOperation):
     """
 
     operation: ClassVar[str] = "unified_attention"
+    __init__ = PagedOperation.__init__
 
     @jax.named_scope("ejkernel_eqx.UnifiedAttention")
     def __call__(

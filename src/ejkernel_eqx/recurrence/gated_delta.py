@@ -32,6 +32,7 @@ class GatedDeltaRule(GatedDelta):
     """
 
     operation: ClassVar[str] = "gated_delta_rule"
+    __init__ = GatedDelta.__init__
     decay: ClassVar[str] = SCALAR
 
 

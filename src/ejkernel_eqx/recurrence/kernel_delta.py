@@ -33,4 +33,5 @@ class KernelDeltaAttention(GatedDelta):
     """
 
     operation: ClassVar[str] = "kernel_delta_attention"
+    __init__ = GatedDelta.__init__
     decay: ClassVar[str] = KEY
