@@ -28,10 +28,9 @@ def whole(arrays: AttentionArrays, tile: Any) -> AttentionArrays:
     sides |= {"q_segments": ((1, q),), "kv_segments": ((1, s),)}
     padded: dict[str, Any] = {}
     for name, own in sides.items():
-        x: Any = getattr(arrays, name)
-        for axis, block in own if x is not None else ():
-            x = _to_tiles(x, axis, block, -1 if name.endswith("segments") else 0)
-        padded[name] = x
+        padded[name] = getattr(arrays, name)
+        for axis, block in own if padded[name] is not None else ():
+            padded[name] = _to_tiles(padded[name], axis, block, -1 if name.endswith("segments") else 0)
     if arrays.rows is not None:
         padded["rows"] = arrays.rows._make(_to_tiles(x, 1, q) for x in arrays.rows)
     return arrays._replace(**padded)

@@ -1,7 +1,7 @@
 """`PlatformHooks`: what dispatch, the tuner and `explain` ask of a platform, and what an absent answer means."""
 
 from collections.abc import Mapping
-from typing import Any, cast, Protocol
+from typing import Any, cast, Protocol, runtime_checkable
 
 from .device import DeviceFacts
 from .problem import Problem
@@ -9,6 +9,7 @@ from .problem import Problem
 REQUIRED = ("unsupported", "default_config", "candidates", "config_type")
 
 
+@runtime_checkable
 class PlatformHooks(Protocol):
     """What a platform of an operation answers, as pure functions of a problem and the facts of a device.
 

@@ -2,7 +2,7 @@
 
 import dataclasses
 import math
-from typing import Any, ClassVar, TypeVar
+from typing import Any, ClassVar, TYPE_CHECKING, TypeVar
 
 import equinox as eqx
 import jax
@@ -34,8 +34,12 @@ class Pages(eqx.Module):
     of heads, `[.., P, p, K, D]`; those of a cache without one (its `_rank` is 3, not 4) are shown to them as of one head.
     """
 
-    page_table: eqx.AbstractVar[Array | None]
-    lengths: eqx.AbstractVar[Array | None]
+    if TYPE_CHECKING:  # fields named here would be a cache's first arguments to a checker
+        page_table: ClassVar[Any]
+        lengths: ClassVar[Any]
+    else:
+        page_table: eqx.AbstractVar[Array | None]
+        lengths: eqx.AbstractVar[Array | None]
     _names: ClassVar[tuple[str, str, str, str]]
     _kernel_names: ClassVar[tuple[str, str, str, str]]
     _rank: ClassVar[int]
