@@ -226,6 +226,7 @@ def attend_tile(
     `k_factor` and `rope_factor` are applied here, that of the values by the caller to `acc` in the end.
     """
     k = load_keys(k_ptr, slot, ok, kv_head, K, D, BLOCK_D, MASKED).to(q.dtype)  # [BK, BLOCK_D]
+    v = k  # latent pages are keys and values in one
     if not LATENT:
         v = load_keys(v_ptr, slot, ok, kv_head, K, V, BLOCK_V, MASKED).to(q.dtype)  # [BK, BLOCK_V]
     qk = tl.dot(q, tl.trans(k), input_precision=PRECISION)  # [BM, BK]
@@ -249,31 +250,21 @@ def attend_tile(
     p, alpha, total, top = weights(
         qk, total, top, j, ok, i, t, slope, chunk, qq_bias_ptr, Q, SCALE, CAP, FAST_TANH, LEFT, ALIBI, QQ, MASKED, 0)  # p [BM, BK]  # fmt: skip
     acc = acc * alpha[:, None]  # [BM, BLOCK_V]
-    # acc += p v, with the scales of values on the weights; latent pages are keys and values in one.
+    # acc += p v, with the scales of values on the weights.
     if SCALES == TOKEN:
-        if LATENT:
-            v_scale = k_scale
-        else:
+        v_scale = k_scale  # [BK]
+        if not LATENT:
             v_scale = load_scales(v_scale_ptr, slot, ok, kv_head, K, MASKED)  # [BK]
         if q.dtype == tl.float16:
             # Scales are taken relative to the tile's largest: float16 could not hold small ones beside small probabilities.
             peak = tl.maximum(tl.max(v_scale, axis=0), LEAST_PEAK)  # []
             p = (p * (v_scale / peak)[None, :]).to(q.dtype)  # [BM, BK]
-            if LATENT:
-                acc += tl.dot(p, k, input_precision=PRECISION) * peak  # [BM, BLOCK_V]
-            else:
-                acc += tl.dot(p, v, input_precision=PRECISION) * peak  # [BM, BLOCK_V]
+            acc += tl.dot(p, v, input_precision=PRECISION) * peak  # [BM, BLOCK_V]
         else:
             p = (p * v_scale[None, :]).to(q.dtype)  # [BM, BK]
-            if LATENT:
-                acc = tl.dot(p, k, acc, input_precision=PRECISION)  # [BM, BLOCK_V]
-            else:
-                acc = tl.dot(p, v, acc, input_precision=PRECISION)  # [BM, BLOCK_V]
+            acc = tl.dot(p, v, acc, input_precision=PRECISION)  # [BM, BLOCK_V]
     else:
-        if LATENT:
-            acc = tl.dot(p.to(q.dtype), k, acc, input_precision=PRECISION)  # [BM, BLOCK_V]
-        else:
-            acc = tl.dot(p.to(q.dtype), v, acc, input_precision=PRECISION)  # [BM, BLOCK_V]
+        acc = tl.dot(p.to(q.dtype), v, acc, input_precision=PRECISION)  # [BM, BLOCK_V]
     return acc, total, top
 
 
