@@ -8,18 +8,6 @@ from ...launch.activations import sigmoid
 
 
 @triton.jit
-def _locate(T, C: tl.constexpr, LANES: tl.constexpr, STEPS: tl.constexpr, BLOCK_C: tl.constexpr):
-    """Batch row, number of the run of tokens, the first place of each lane, channels."""
-    blocks: tl.constexpr = (C + BLOCK_C - 1) // BLOCK_C
-    pid = tl.program_id(0)
-    runs = tl.cdiv(T, LANES * STEPS)
-    run = pid // blocks % runs
-    c = pid % blocks * BLOCK_C + tl.arange(0, BLOCK_C)  # [BLOCK_C]
-    start = (run * LANES + tl.arange(0, LANES)) * STEPS  # [LANES]
-    return (pid // (blocks * runs)).to(tl.int64), run, start, c
-
-
-@triton.jit
 def _mask(lanes, c, C: tl.constexpr):
     """`[LANES, BLOCK_C]`: these lanes, and channels that there are."""
     if ((c.shape[0] - 1) & C) == 0:  # whole blocks: `BLOCK_C` is a power of two
@@ -34,14 +22,6 @@ def _offsets(order_ptr, b, place, c, T, inside, C: tl.constexpr, PACKED: tl.cons
     if PACKED:
         row = b * T + tl.load(order_ptr + row, mask=inside, other=0)  # [LANES]
     return row[:, None] * C + c[None, :]  # [LANES, BLOCK_C]
-
-
-@triton.jit
-def _firsts(first_ptr, b, place, T, PACKED: tl.constexpr):
-    """Where the sequences at these places begin; -1 for padding and behind the end."""
-    if PACKED:
-        return tl.load(first_ptr + b * T + place, mask=place < T, other=-1)  # [LANES]
-    return tl.where(place < T, 0, -1)  # [LANES]
 
 
 @triton.jit
@@ -87,9 +67,14 @@ def _behind(items, FIRST: tl.constexpr, COUNT: tl.constexpr):
 
 
 @triton.jit
-def _taps(window, i: tl.constexpr, place, first, initial_ptr, enter_ptr, b, c, T, N,
+def _taps(window, i: tl.constexpr, place, initial_ptr, first_ptr, enter_ptr, b, c, T, N,
           C: tl.constexpr, WIDTH: tl.constexpr, INITIAL: tl.constexpr, PACKED: tl.constexpr):  # fmt: skip
-    """What the token at `place`, number `i` behind those held, sees: `WIDTH` tiles in float32, the oldest first."""
+    """Where the sequence at `place` begins, `[LANES]`, -1 for padding and behind the end; what the token there, number `i` behind those held, sees:
+    `WIDTH` tiles in float32, the oldest first."""
+    if PACKED:
+        first = tl.load(first_ptr + b * T + place, mask=place < T, other=-1)  # [LANES]
+    else:
+        first = tl.where(place < T, 0, -1)  # [LANES]
     taps = ()
     if PACKED and INITIAL:
         enter = tl.load(enter_ptr + b * T + place, mask=place < T, other=-1)  # [LANES], the sequence whose state a token may see  # fmt: skip
@@ -106,7 +91,7 @@ def _taps(window, i: tl.constexpr, place, first, initial_ptr, enter_ptr, b, c, T
                 at = row[:, None] * C + c[None, :]  # [LANES, BLOCK_C]
                 tap += tl.load(initial_ptr + at, mask=_mask(entered, c, C), other=0.0).to(tl.float32)  # [LANES, BLOCK_C]  # fmt: skip
         taps = taps + (tap,)
-    return taps
+    return first, taps
 
 
 @triton.jit
@@ -121,6 +106,23 @@ def _weights(weight_ptr, bias_ptr, b, c, C: tl.constexpr, WIDTH: tl.constexpr, B
     if BIAS:
         bias = tl.load(bias_ptr + base, mask=c < C, other=0.0).to(tl.float32)[None, :]
     return weights, bias
+
+
+@triton.jit
+def _begin(x_ptr, weight_ptr, bias_ptr, initial_ptr, order_ptr, T, C: tl.constexpr, WIDTH: tl.constexpr, BIAS: tl.constexpr,
+           INITIAL: tl.constexpr, PACKED: tl.constexpr, MAPPED: tl.constexpr, LANES: tl.constexpr, STEPS: tl.constexpr,
+           BLOCK_C: tl.constexpr):  # fmt: skip
+    """Batch row, number of the run of tokens, the first place of each lane, channels; weights, bias, the inputs before the run."""
+    blocks: tl.constexpr = (C + BLOCK_C - 1) // BLOCK_C
+    pid = tl.program_id(0)
+    runs = tl.cdiv(T, LANES * STEPS)
+    run = pid // blocks % runs
+    c = pid % blocks * BLOCK_C + tl.arange(0, BLOCK_C)  # [BLOCK_C]
+    start = (run * LANES + tl.arange(0, LANES)) * STEPS  # [LANES]
+    b = (pid // (blocks * runs)).to(tl.int64)
+    weights, bias = _weights(weight_ptr, bias_ptr, b, c, C, WIDTH, BIAS, MAPPED)
+    kept = _inputs_before(x_ptr, initial_ptr, order_ptr, b, start, c, T, C, WIDTH - 1, INITIAL, PACKED)  # W - 1 tiles [LANES, BLOCK_C]  # fmt: skip
+    return b, run, start, c, weights, bias, kept
 
 
 @triton.jit
@@ -141,18 +143,16 @@ def forward_kernel(
     MAPPED: tl.constexpr, FAST: tl.constexpr, LANES: tl.constexpr, STEPS: tl.constexpr, UNROLL: tl.constexpr, BLOCK_C: tl.constexpr,
 ):  # fmt: skip
     # Each lane begins with the inputs before its run, and takes those that the next turn needs along.
-    b, _, start, c = _locate(T, C, LANES, STEPS, BLOCK_C)
     held: tl.constexpr = WIDTH - 1
-    weights, bias = _weights(weight_ptr, bias_ptr, b, c, C, WIDTH, BIAS, MAPPED)
-    kept = _inputs_before(x_ptr, initial_ptr, order_ptr, b, start, c, T, C, held, INITIAL, PACKED)  # W - 1 tiles [LANES, BLOCK_C]  # fmt: skip
+    b, _, start, c, weights, bias, kept = _begin(
+        x_ptr, weight_ptr, bias_ptr, initial_ptr, order_ptr, T, C, WIDTH, BIAS, INITIAL, PACKED, MAPPED, LANES, STEPS, BLOCK_C)  # fmt: skip
     for turn in range(STEPS // UNROLL):
         begin = start + turn * UNROLL  # [LANES]
         window = kept + _inputs(x_ptr, order_ptr, b, begin, c, T, C, UNROLL, PACKED)  # W - 1 + UNROLL tiles [LANES, BLOCK_C]  # fmt: skip
         at = _offsets(order_ptr, b, begin, c, T, begin < T, C, False)  # [LANES, BLOCK_C]
         for i in tl.static_range(UNROLL):
             place = begin + i  # [LANES]
-            first = _firsts(first_ptr, b, place, T, PACKED)  # [LANES]
-            taps = _taps(window, i, place, first, initial_ptr, enter_ptr, b, c, T, N, C, WIDTH, INITIAL, PACKED)  # W tiles  # fmt: skip
+            first, taps = _taps(window, i, place, initial_ptr, first_ptr, enter_ptr, b, c, T, N, C, WIDTH, INITIAL, PACKED)  # W tiles  # fmt: skip
             y = _weighted(taps, weights, bias, WIDTH)  # [LANES, BLOCK_C]
             if SILU:
                 y *= sigmoid(y, FAST)
@@ -168,7 +168,8 @@ def forward_kernel(
 @triton.jit
 def _store_dx(dx_ptr, dfinal_ptr, order_ptr, leave_ptr, inner, firsts, weights, b, place, start, c, T, N,
               C: tl.constexpr, WIDTH: tl.constexpr, PACKED: tl.constexpr):  # fmt: skip
-    """The gradient of the input at `place`, which the tokens `place .. place + HELD` see: `inner` are their gradients before the activation."""
+    """The gradient of the input at `place`, which the tokens `place .. place + held` see: `inner` are their gradients before the activation,
+    `firsts` where their sequences begin. Returns both without the first."""
     held: tl.constexpr = WIDTH - 1
     # dx_t = sum over w of weight_w d_{t + (W - 1) - w}, of the tokens of its own sequence.
     dx = weights[held] * inner[0]  # [LANES, BLOCK_C]
@@ -187,6 +188,7 @@ def _store_dx(dx_ptr, dfinal_ptr, order_ptr, leave_ptr, inner, firsts, weights, 
     dx += tl.load(dfinal_ptr + at, mask=_mask(inside & (leave >= 0), c, C), other=0.0).to(tl.float32)  # [LANES, BLOCK_C]  # fmt: skip
     at = _offsets(order_ptr, b, place, c, T, inside, C, PACKED)  # [LANES, BLOCK_C]
     tl.store(dx_ptr + at, dx.to(dx_ptr.dtype.element_ty), mask=_mask(inside, c, C))
+    return _behind(inner, 1, held), _behind(firsts, 1, held)
 
 
 @triton.jit
@@ -198,10 +200,9 @@ def backward_kernel(
     MAPPED: tl.constexpr, FAST: tl.constexpr, LANES: tl.constexpr, STEPS: tl.constexpr, UNROLL: tl.constexpr, BLOCK_C: tl.constexpr,
 ):  # fmt: skip
     """`dx`, and this run's share of the gradients of weight and bias, `partial [B, runs, W + 1, C]`."""
-    b, run, start, c = _locate(T, C, LANES, STEPS, BLOCK_C)
     held: tl.constexpr = WIDTH - 1
-    weights, bias = _weights(weight_ptr, bias_ptr, b, c, C, WIDTH, BIAS, MAPPED)
-    kept = _inputs_before(x_ptr, initial_ptr, order_ptr, b, start, c, T, C, held, INITIAL, PACKED)  # W - 1 tiles [LANES, BLOCK_C]  # fmt: skip
+    b, run, start, c, weights, bias, kept = _begin(
+        x_ptr, weight_ptr, bias_ptr, initial_ptr, order_ptr, T, C, WIDTH, BIAS, INITIAL, PACKED, MAPPED, LANES, STEPS, BLOCK_C)  # fmt: skip
     # Gradients of the weights, by age, and of the bias, of each lane.
     shares = ()
     for _ in tl.static_range(WIDTH + 1):
@@ -219,20 +220,15 @@ def backward_kernel(
         # A token's gradient d before the activation goes to the weights at once; with it all is known of the input `held` places before.
         for i in tl.static_range(UNROLL):
             place = begin + i  # [LANES]
-            first = _firsts(first_ptr, b, place, T, PACKED)  # [LANES]
-            taps = _taps(window, i, place, first, initial_ptr, enter_ptr, b, c, T, N, C, WIDTH, INITIAL, PACKED)  # W tiles  # fmt: skip
+            first, taps = _taps(window, i, place, initial_ptr, first_ptr, enter_ptr, b, c, T, N, C, WIDTH, INITIAL, PACKED)  # W tiles  # fmt: skip
             d = _inner(douts[i], taps, weights, bias, first, WIDTH, SILU, PACKED, FAST)  # [LANES, BLOCK_C]
             summed = ()
             for w in tl.static_range(WIDTH):
                 summed = summed + (shares[w] + d * taps[w],)  # [LANES, BLOCK_C]
             shares = summed + (shares[WIDTH] + d,)
-            inner = inner + (d,)  # W tiles, of `place - held` to `place`
-            firsts = firsts + (first,)
-            _store_dx(
-                dx_ptr, dfinal_ptr, order_ptr, leave_ptr, inner, firsts, weights, b, place - held, start, c, T, N, C, WIDTH, PACKED
-            )  # fmt: skip
-            inner = _behind(inner, 1, held)
-            firsts = _behind(firsts, 1, held)
+            inner, firsts = _store_dx(
+                dx_ptr, dfinal_ptr, order_ptr, leave_ptr, inner + (d,), firsts + (first,), weights, b, place - held, start, c, T, N,
+                C, WIDTH, PACKED)  # fmt: skip
         kept = _behind(window, UNROLL, held)
     # Tokens behind the lane's own see its last ones.
     begin = start + STEPS  # [LANES]
@@ -240,15 +236,11 @@ def backward_kernel(
     douts = _inputs(dout_ptr, order_ptr, b, begin, c, T, C, held, PACKED)  # W - 1 tiles [LANES, BLOCK_C]
     for i in tl.static_range(held):
         place = begin + i  # [LANES]
-        first = _firsts(first_ptr, b, place, T, PACKED)  # [LANES]
-        taps = _taps(window, i, place, first, initial_ptr, enter_ptr, b, c, T, N, C, WIDTH, INITIAL, PACKED)  # W tiles  # fmt: skip
-        inner = inner + (_inner(douts[i], taps, weights, bias, first, WIDTH, SILU, PACKED, FAST),)
-        firsts = firsts + (first,)
-        _store_dx(
-            dx_ptr, dfinal_ptr, order_ptr, leave_ptr, inner, firsts, weights, b, place - held, start, c, T, N, C, WIDTH, PACKED
-        )  # fmt: skip
-        inner = _behind(inner, 1, held)
-        firsts = _behind(firsts, 1, held)
+        first, taps = _taps(window, i, place, initial_ptr, first_ptr, enter_ptr, b, c, T, N, C, WIDTH, INITIAL, PACKED)  # W tiles  # fmt: skip
+        d = _inner(douts[i], taps, weights, bias, first, WIDTH, SILU, PACKED, FAST)  # [LANES, BLOCK_C]
+        inner, firsts = _store_dx(
+            dx_ptr, dfinal_ptr, order_ptr, leave_ptr, inner + (d,), firsts + (first,), weights, b, place - held, start, c, T, N,
+            C, WIDTH, PACKED)  # fmt: skip
     base = (b * tl.cdiv(T, LANES * STEPS) + run) * (WIDTH + 1)
     for w in tl.static_range(WIDTH + 1):
         tl.store(partial_ptr + (base + w) * C + c, tl.sum(shares[w], 0), mask=c < C)  # [BLOCK_C]
