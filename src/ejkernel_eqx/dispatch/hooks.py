@@ -73,24 +73,20 @@ class PlatformHooks(Protocol):
         return {}
 
 
-class _Defaults(PlatformHooks):
-    """The answers of a platform that has the required ones alone."""
-
-
-class _Completed:
-    """A platform with the defaults of what it lacks."""
+class _Completed(PlatformHooks):
+    """A platform, with the defaults of what it lacks."""
 
     def __init__(self, platform: Any):
         self._platform = platform
 
-    def __getattr__(self, name: str) -> Any:
-        found = getattr(self._platform, name, _DEFAULTS)
-        return getattr(_DEFAULTS, name) if found is _DEFAULTS else found
-
-
-_DEFAULTS = cast(Any, _Defaults)()
+    def __getattribute__(self, name: str) -> Any:
+        own = super().__getattribute__
+        if name.startswith("_"):
+            return own(name)
+        platform = own("_platform")
+        return getattr(platform, name) if hasattr(platform, name) else own(name)
 
 
 def hooks_of(platform: Any) -> PlatformHooks:
     """All that is asked of a platform that may lack what is not required."""
-    return cast(PlatformHooks, _Completed(platform))
+    return cast(Any, _Completed)(platform)

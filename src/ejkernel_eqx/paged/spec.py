@@ -64,8 +64,8 @@ class PagedArrays(NamedTuple):
         return cls(**{"v": None, **given})
 
     @property
-    def given(self) -> dict[str, Array]:
-        """Those that there are, by name."""
+    def given(self) -> dict[str, Any]:
+        """Those that there are, or shapes in their place, by name."""
         return {name: x for name, x in self._asdict().items() if x is not None}
 
 
