@@ -6,6 +6,7 @@ import numpy as np
 import pytest
 
 import ejkernel_eqx as ejx
+from ejkernel_eqx.dispatch import device_facts
 from ejkernel_eqx.tuning.recording import invocations_of
 from tests.core.leaky import Arrays, LeakyIntegrator, reference, step, StepArrays
 from tests.meshes import context, HEADS, mesh_of, place, ROWS
@@ -117,7 +118,7 @@ def test_it_is_tuned_and_explained(platform):
     (choice,) = {call.problem for call in invocations_of(op, ejx.inputs(*given))}
     work = implementation.make_workload(choice)
     assert work is not None
-    inputs, config = work.make_inputs(0), implementation.load().default_config(choice, None)
+    inputs, config = work.make_inputs(0), implementation.load().default_config(choice, device_facts())
     found, wanted = jax.jit(work.run, static_argnums=1)(inputs, config), work.reference(inputs)
     assert found.keys() == wanted.keys() == work.tolerances.keys()
     for name, x in found.items():

@@ -98,7 +98,7 @@ def arrays_of(**given: Array) -> AttentionArrays:
 
 
 class _AttentionKind(Kind):
-    def given_of(self, arrays: AttentionArrays) -> Named:
+    def given_of(self, arrays: AttentionArrays) -> dict[str, Any]:
         given = {name: x for name, x in arrays._asdict().items() if x is not None and name != "rows"}
         return given if arrays.rows is None else given | dict(zip(_ROWS, arrays.rows, strict=True))
 

@@ -122,7 +122,7 @@ class Kind:
 
     # What a family may say otherwise
 
-    def given_of(self, arrays: Any) -> Named:
+    def given_of(self, arrays: Any) -> dict[str, Any]:
         """The arrays of a call by name."""
         return given_of(arrays)
 

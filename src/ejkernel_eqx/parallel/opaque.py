@@ -98,7 +98,7 @@ def _one_by_one(call: Function, arrays: Arrays, is_mapped: Mapping[str, bool]) -
     return jax.lax.map(lambda mapped: call(in_order(mapped)), over)
 
 
-def given_of(arrays: Any) -> Arrays:
+def given_of(arrays: Any) -> dict[str, Any]:
     """The arrays that a NamedTuple of arrays has, by name."""
     return {name: x for name, x in arrays._asdict().items() if x is not None}
 
