@@ -1,6 +1,6 @@
 """What a call says in forward mode whose kernels have a reverse-mode derivative only.
 
-JAX gives a `custom_vjp` function no say in its error. So the arrays of such a call first pass here: in reverse mode nothing
+JAX gives a function with its own reverse derivative no say in its error. So the arrays of such a call first pass here: in reverse mode nothing
 happens, in forward mode their tangents would have to be computed, and that raises.
 """
 

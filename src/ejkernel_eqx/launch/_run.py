@@ -25,7 +25,7 @@ def run(launch: Launch, arrays: Mapping[str, jax.Array], *, interpret: bool = Fa
     **Returns:** output name to array. An empty launch gives zeros, or what is aliased as it came. Inside `jax.shard_map` the outputs vary over all
     mesh axes that an input varies over.
 
-    There is no `vmap` or autodiff rule here: callers fold batches and define their own `custom_vjp`.
+    There is no `vmap` or autodiff rule here: callers fold batches and say how it is differentiated (`core/kind.py`).
     """
     checked = _checked_arrays(launch, arrays)
     if launch.is_empty:
