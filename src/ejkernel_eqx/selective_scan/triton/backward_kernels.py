@@ -5,7 +5,6 @@ import triton.language as tl
 
 from ...launch.constants import LN2
 from .tile import (
-    channels_from,
     channels_of,
     decays_of,
     fresh_penalty,
@@ -13,7 +12,9 @@ from .tile import (
     keep_touched,
     load_rates,
     load_tile,
+    no_states,
     NO_TIME,
+    of_channels,
     place,
     sigmoid,
     split_rows,
@@ -58,21 +59,15 @@ def backward_summary_kernel(
     split = missing + 1
     first = split * size
     last = tl.minimum(first + size, (length + L - 1) // L)
-    group, i, inside = channels_of(block, GROUP, GROUP_BLOCKS, BI)  # [BI]
-    channel, width = channels_from(block, GROUP, GROUP_BLOCKS, BI)
+    group, i, inside, channel, width, l, batch, bias = channels_of(
+        block, sequence, bias_ptr, SEQUENCES, GROUP, GROUP_BLOCKS, BI, L, BIAS_STRIDE, BIAS)  # [BI], as i and inside  # fmt: skip
     seen = tl.zeros([BI], tl.float32)  # [BI]
-    l = tl.arange(0, L)  # [L]
-    batch = (sequence // SEQUENCES).to(tl.int64)
-    bias = tl.zeros([BI], tl.float32)  # [BI]
-    if BIAS:
-        bias = tl.load(bias_ptr + batch * BIAS_STRIDE + i, mask=inside, other=0.0)  # [BI]
     a_ptr += batch * A_STRIDE
     at = (sequence * SPLITS + split).to(tl.int64)
     local_ptr += at * (N * I)
     c_ptr += (group.to(tl.int64) * CHUNKS + chunk) * (N * L)
     total = tl.zeros([BI], tl.float32)  # [BI]
-    known_states = (tl.arange(0, 1 << STATE_LEVELS) < N)[:, None] & inside[None, :]  # [NS, BI]
-    states = tl.zeros([1 << STATE_LEVELS, BI], tl.float32)  # [NS, BI], gradients
+    known_states, states = no_states(inside, BI, N, STATE_LEVELS)  # [NS, BI] each, gradients
     if not KEPT:
         for n in range(N):
             tl.store(local_ptr + n * I + i, total, mask=inside)
@@ -155,17 +150,10 @@ def backward_kernel(
     L: tl.constexpr = 1 << LEVELS
     block, sequence, split, row, length, chunk, first, last, _ = place(
         tl.program_id(0), bounds_ptr, T, SPLITS, SPLITS, L, BLOCKS, TABLE)  # fmt: skip
-    group, i, inside = channels_of(block, GROUP, GROUP_BLOCKS, BI)  # [BI]
-    channel, width = channels_from(block, GROUP, GROUP_BLOCKS, BI)
+    group, i, inside, channel, width, l, batch, bias = channels_of(
+        block, sequence, bias_ptr, SEQUENCES, GROUP, GROUP_BLOCKS, BI, L, BIAS_STRIDE, BIAS)  # [BI], as i and inside  # fmt: skip
     seen = tl.zeros([BI], tl.float32)  # [BI]
-    l = tl.arange(0, L)  # [L]
-    batch = (sequence // SEQUENCES).to(tl.int64)
-    bias = tl.zeros([BI], tl.float32)  # [BI]
-    skip = tl.zeros([BI], tl.float32)  # [BI]
-    if BIAS:
-        bias = tl.load(bias_ptr + batch * BIAS_STRIDE + i, mask=inside, other=0.0)  # [BI]
-    if SKIP:
-        skip = tl.load(d_ptr + batch * D_STRIDE + i, mask=inside, other=0.0)  # [BI]
+    skip = of_channels(d_ptr + batch * D_STRIDE, i, inside, SKIP)  # [BI]
     a_ptr += batch * A_STRIDE
     mine = (sequence * SPLITS + split).to(tl.int64)
     entering_ptr += mine * (N * I)

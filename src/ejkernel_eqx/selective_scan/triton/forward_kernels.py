@@ -4,7 +4,6 @@ import triton
 import triton.language as tl
 
 from .tile import (
-    channels_from,
     channels_of,
     decays_of,
     fresh_penalty,
@@ -13,6 +12,8 @@ from .tile import (
     load_projection,
     load_rates,
     load_tile,
+    no_states,
+    of_channels,
     place,
     sigmoid,
     split_rows,
@@ -21,6 +22,26 @@ from .tile import (
     time_step,
     touch,
 )
+
+
+@triton.jit
+def _load_inputs(x_ptr, dt_ptr, seen, j, row, length, last, channel, width, l, i, inside, zero,
+                 I: tl.constexpr, L: tl.constexpr, BI: tl.constexpr, EVEN: tl.constexpr, PREFETCH: tl.constexpr):  # fmt: skip
+    """Chunk `j`: its first token, how many there are from it on, where it is; `x` and the raw time steps; how many tokens come behind it."""
+    token = j * L
+    count = length - token
+    here = (row + token) * I + zero
+    x = load_tile(x_ptr + here, count, l, i, inside, 0.0, I, EVEN)  # [L, BI]
+    raw = load_tile(
+        dt_ptr + here, count, l, i, inside, float("-inf"), I, EVEN
+    )  # [L, BI]; past the end a time step of 0
+    # The next chunk is on its way while this one is worked on.
+    ahead = tl.where(j + 1 < last, count - L, 0)
+    if PREFETCH:
+        there = here + L * I + channel
+        seen += touch(x_ptr + there, ahead, width, L, BI, I, BI)
+        seen += touch(dt_ptr + there, ahead, width, L, BI, I, BI)
+    return token, count, here, x, raw, ahead, seen
 
 
 @triton.jit
@@ -34,6 +55,28 @@ def _advance(h, dt, x, rate, b, fresh, BI: tl.constexpr, LEVELS: tl.constexpr, S
         h = tl.fma(decay[r], h, write[r])  # [BI]
         rows = rows + (h,)
     return rows
+
+
+@triton.jit
+def _advance_all(states, y, dt, x, a_ptr, b_ptr, c_ptr, fresh, l, i, known, BI: tl.constexpr, LEVELS: tl.constexpr, N: tl.constexpr,
+                 I: tl.constexpr, STATE_LEVELS: tl.constexpr, SEGMENTS: tl.constexpr, READ: tl.constexpr):  # fmt: skip
+    """Every state `[NS, BI]` over the tokens of a chunk, all in registers; with `READ` what `C` reads of them is added to `y` `[L, BI]`."""
+    L: tl.constexpr = 1 << LEVELS
+    rates = load_rates(a_ptr, i, known, BI, N, I, STATE_LEVELS)  # NS rows [BI]
+    before = split_rows(states, BI, STATE_LEVELS)  # NS rows [BI]
+    after = ()
+    for n in tl.static_range(1 << STATE_LEVELS):
+        if n < N:
+            b = load_projection(b_ptr, n, l, N, L, 1)  # [L]
+            if READ:
+                c = load_projection(c_ptr, n, l, N, L, 1)  # [L]
+            rows = _advance(before[n], dt, x, rates[n], b, fresh, BI, LEVELS, SEGMENTS)  # L rows [BI]
+            if READ:
+                y += join_rows(rows, BI, LEVELS) * c[:, None]  # [L, BI]
+            after = after + (rows[L - 1],)
+        else:
+            after = after + (before[n],)
+    return join_rows(after, BI, STATE_LEVELS), y
 
 
 @triton.jit
@@ -68,56 +111,32 @@ def summary_kernel(
     KEPT: tl.constexpr = 1 << STATE_LEVELS <= UNROLL  # [NS, BI] are all states, NS = 2**STATE_LEVELS
     block, sequence, split, row, length, chunk, first, last, _ = place(
         tl.program_id(0), bounds_ptr, T, SPLITS, SPLITS - 1, L, BLOCKS, TABLE)  # fmt: skip
-    group, i, inside = channels_of(block, GROUP, GROUP_BLOCKS, BI)  # [BI]
-    channel, width = channels_from(block, GROUP, GROUP_BLOCKS, BI)
+    group, i, inside, channel, width, l, batch, bias = channels_of(
+        block, sequence, bias_ptr, SEQUENCES, GROUP, GROUP_BLOCKS, BI, L, BIAS_STRIDE, BIAS)  # [BI], as i and inside  # fmt: skip
     seen = tl.zeros([BI], tl.float32)  # [BI]
-    l = tl.arange(0, L)  # [L]
-    batch = (sequence // SEQUENCES).to(tl.int64)
-    bias = tl.zeros([BI], tl.float32)  # [BI]
-    if BIAS:
-        bias = tl.load(bias_ptr + batch * BIAS_STRIDE + i, mask=inside, other=0.0)  # [BI]
     a_ptr += batch * A_STRIDE
     at = (sequence * SPLITS + split).to(tl.int64)
     local_ptr += at * (N * I)
     b_ptr += (group.to(tl.int64) * CHUNKS + chunk) * (N * L)
     total = tl.zeros([BI], tl.float32)  # [BI]
-    known_states = (tl.arange(0, 1 << STATE_LEVELS) < N)[:, None] & inside[None, :]  # [NS, BI]
-    states = tl.zeros([1 << STATE_LEVELS, BI], tl.float32)  # [NS, BI]
+    known_states, states = no_states(inside, BI, N, STATE_LEVELS)  # [NS, BI] each
     if not KEPT:
         for n in range(N):
             tl.store(local_ptr + n * I + i, total, mask=inside)
     for j in range(first, last):
-        token = j * L
-        count = length - token
-        here = (row + token) * I + zero
-        x = load_tile(x_ptr + here, count, l, i, inside, 0.0, I, EVEN)  # [L, BI]
-        raw = load_tile(dt_ptr + here, count, l, i, inside, float("-inf"), I, EVEN)  # [L, BI]; past the end a time step of 0  # fmt: skip
-        # The next chunk is on its way while this one is worked on.
-        if PREFETCH:
-            ahead = tl.where(j + 1 < last, count - L, 0)
-            there = here + L * I + channel
-            seen += touch(x_ptr + there, ahead, width, L, BI, I, BI)
-            seen += touch(dt_ptr + there, ahead, width, L, BI, I, BI)
-            if PREFETCH > 1:
-                seen += touch(b_ptr + (j + 1).to(tl.int64) * (N * L), ahead, N * L, 1, N * L, 0, BI)
+        token, _count, _here, x, raw, ahead, seen = _load_inputs(
+            x_ptr, dt_ptr, seen, j, row, length, last, channel, width, l, i, inside, zero, I, L, BI, EVEN, PREFETCH)  # fmt: skip
+        if PREFETCH > 1:
+            seen += touch(b_ptr + (j + 1).to(tl.int64) * (N * L), ahead, N * L, 1, N * L, 0, BI)
         dt = time_step(raw, bias, SOFTPLUS)  # [L, BI]
         total += tl.sum(dt, axis=0)  # [BI], as decays multiply, their exponents add
         x *= dt  # dt x, [L, BI]
         fresh = fresh_penalty(starts_ptr, row, token, length, l, SEGMENTS)  # [L]
         b_chunk = b_ptr + j.to(tl.int64) * (N * L)
         if KEPT:
-            rates = load_rates(a_ptr + zero, i, known_states, BI, N, I, STATE_LEVELS)  # NS rows [BI]
-            before = split_rows(states, BI, STATE_LEVELS)  # NS rows [BI]
-            after = ()
-            # Every state over the tokens of the chunk, all in registers.
-            for n in tl.static_range(1 << STATE_LEVELS):
-                if n < N:
-                    b = load_projection(b_chunk, n, l, N, L, 1)  # [L]
-                    rows = _advance(before[n], dt, x, rates[n], b, fresh, BI, LEVELS, SEGMENTS)  # L rows [BI]
-                    after = after + (rows[L - 1],)
-                else:
-                    after = after + (before[n],)
-            states = join_rows(after, BI, STATE_LEVELS)  # [NS, BI]
+            states = _advance_all(
+                states, x, dt, x, a_ptr + zero, b_chunk, b_chunk, fresh, l, i, known_states,
+                BI, LEVELS, N, I, STATE_LEVELS, SEGMENTS, False)[0]  # [NS, BI]  # fmt: skip
         else:
             # `UNROLL` states at a time over the tokens of the chunk, from memory and back.
             for n0 in range(0, N, UNROLL):
@@ -189,17 +208,10 @@ def forward_kernel(
     KEPT: tl.constexpr = 1 << STATE_LEVELS <= UNROLL  # [NS, BI] are all states, NS = 2**STATE_LEVELS
     block, sequence, split, row, length, chunk, first, last, _ = place(
         tl.program_id(0), bounds_ptr, T, SPLITS, SPLITS, L, BLOCKS, TABLE)  # fmt: skip
-    group, i, inside = channels_of(block, GROUP, GROUP_BLOCKS, BI)  # [BI]
-    channel, width = channels_from(block, GROUP, GROUP_BLOCKS, BI)
+    group, i, inside, channel, width, l, batch, bias = channels_of(
+        block, sequence, bias_ptr, SEQUENCES, GROUP, GROUP_BLOCKS, BI, L, BIAS_STRIDE, BIAS)  # [BI], as i and inside  # fmt: skip
     seen = tl.zeros([BI], tl.float32)  # [BI]
-    l = tl.arange(0, L)  # [L]
-    batch = (sequence // SEQUENCES).to(tl.int64)
-    bias = tl.zeros([BI], tl.float32)  # [BI]
-    skip = tl.zeros([BI], tl.float32)  # [BI]
-    if BIAS:
-        bias = tl.load(bias_ptr + batch * BIAS_STRIDE + i, mask=inside, other=0.0)  # [BI]
-    if SKIP:
-        skip = tl.load(d_ptr + batch * D_STRIDE + i, mask=inside, other=0.0)  # [BI]
+    skip = of_channels(d_ptr + batch * D_STRIDE, i, inside, SKIP)  # [BI]
     a_ptr += batch * A_STRIDE
     final_ptr += sequence.to(tl.int64) * (N * I)
     at = (sequence * SPLITS + split).to(tl.int64)
@@ -211,8 +223,7 @@ def forward_kernel(
     chunks = (length + L - 1) // L
 
     # The states before the first chunk, to registers or to memory. A sequence without tokens has them as its final ones.
-    known_states = (tl.arange(0, 1 << STATE_LEVELS) < N)[:, None] & inside[None, :]  # [NS, BI]
-    states = tl.zeros([1 << STATE_LEVELS, BI], tl.float32)  # [NS, BI]
+    known_states, states = no_states(inside, BI, N, STATE_LEVELS)  # [NS, BI] each
     if KEPT:
         if ENTERS:
             states = tl.load(states_at(entering_ptr + zero, i, N, I, STATE_LEVELS), mask=known_states, other=0.0)  # [NS, BI]  # fmt: skip
@@ -225,18 +236,9 @@ def forward_kernel(
             tl.store(final_ptr + n * I + i, h, mask=inside & (chunks == 0) & (split == 0))
 
     for j in range(first, last):
-        token = j * L
-        count = length - token
-        here = (row + token) * I + zero
-        # y = h C + D x, gated in the end.
-        x = load_tile(x_ptr + here, count, l, i, inside, 0.0, I, EVEN)  # [L, BI]
-        raw = load_tile(dt_ptr + here, count, l, i, inside, float("-inf"), I, EVEN)  # [L, BI]; past the end a time step of 0  # fmt: skip
-        # The next chunk is on its way while this one is worked on.
+        token, count, here, x, raw, ahead, seen = _load_inputs(
+            x_ptr, dt_ptr, seen, j, row, length, last, channel, width, l, i, inside, zero, I, L, BI, EVEN, PREFETCH)  # fmt: skip
         if PREFETCH:
-            ahead = tl.where(j + 1 < last, count - L, 0)
-            there = here + L * I + channel
-            seen += touch(x_ptr + there, ahead, width, L, BI, I, BI)
-            seen += touch(dt_ptr + there, ahead, width, L, BI, I, BI)
             if GATE:  # at the end of this chunk
                 seen += touch(z_ptr + here + channel, count, width, L, BI, I, BI)
             if PREFETCH > 1:
@@ -244,7 +246,7 @@ def forward_kernel(
                 seen += touch(b_ptr + at_next, ahead, N * L, 1, N * L, 0, BI)
                 seen += touch(c_ptr + at_next, ahead, N * L, 1, N * L, 0, BI)
         dt = time_step(raw, bias, SOFTPLUS)  # [L, BI]
-        y = x * skip[None, :]  # [L, BI]
+        y = x * skip[None, :]  # [L, BI]; h C + D x, gated in the end
         x *= dt  # dt x, [L, BI]
         fresh = fresh_penalty(starts_ptr, row, token, length, l, SEGMENTS)  # [L]
         b_chunk = b_ptr + j.to(tl.int64) * (N * L)
@@ -255,20 +257,9 @@ def forward_kernel(
         if KEPT:
             if SAVE:
                 tl.store(states_at(state + zero, i, N, I, STATE_LEVELS), states, mask=known_states)
-            rates = load_rates(a_ptr + zero, i, known_states, BI, N, I, STATE_LEVELS)  # NS rows [BI]
-            before = split_rows(states, BI, STATE_LEVELS)  # NS rows [BI]
-            after = ()
-            # Every state over the tokens of the chunk, all in registers.
-            for n in tl.static_range(1 << STATE_LEVELS):
-                if n < N:
-                    b = load_projection(b_chunk, n, l, N, L, 1)  # [L]
-                    c = load_projection(c_chunk, n, l, N, L, 1)  # [L]
-                    rows = _advance(before[n], dt, x, rates[n], b, fresh, BI, LEVELS, SEGMENTS)  # L rows [BI]
-                    y += join_rows(rows, BI, LEVELS) * c[:, None]  # [L, BI]
-                    after = after + (rows[L - 1],)
-                else:
-                    after = after + (before[n],)
-            states = join_rows(after, BI, STATE_LEVELS)  # [NS, BI]
+            states, y = _advance_all(
+                states, y, dt, x, a_ptr + zero, b_chunk, c_chunk, fresh, l, i, known_states,
+                BI, LEVELS, N, I, STATE_LEVELS, SEGMENTS, True)  # [NS, BI], [L, BI]  # fmt: skip
         else:
             # `UNROLL` states at a time over the tokens of the chunk, from memory and back.
             for n0 in range(0, N, UNROLL):

@@ -122,22 +122,40 @@ def keep_touched(ptr, sums, zero, BI: tl.constexpr):
 
 
 @triton.jit
-def channels_of(block, GROUP: tl.constexpr, GROUP_BLOCKS: tl.constexpr, BI: tl.constexpr):
-    """The group of a block of channels, its channels, and which of them there are."""
+def channels_of(block, sequence, bias_ptr, SEQUENCES, GROUP: tl.constexpr, GROUP_BLOCKS: tl.constexpr, BI: tl.constexpr, L: tl.constexpr,
+                BIAS_STRIDE: tl.constexpr, BIAS: tl.constexpr):  # fmt: skip
+    """Of a block of channels the group, the channels, which of them there are, the first, and how many from it on are of the group; the tokens
+    of a chunk; the batch row of the sequence, and of this the bias."""
     group = block // GROUP_BLOCKS
-    inner = block % GROUP_BLOCKS * BI + tl.arange(0, BI)  # [BI]
+    inner = block % GROUP_BLOCKS * BI
+    each = inner + tl.arange(0, BI)  # [BI]
     if GROUP % BI == 0:
         inside = tl.full([BI], True, tl.int1)  # [BI]
     else:
-        inside = inner < GROUP  # [BI]
-    return group, group * GROUP + inner, inside
+        inside = each < GROUP  # [BI]
+    i = group * GROUP + each  # [BI]
+    channel = group * GROUP + inner
+    width = GROUP - inner
+    l = tl.arange(0, L)  # [L]
+    batch = (sequence // SEQUENCES).to(tl.int64)
+    bias = of_channels(bias_ptr + batch * BIAS_STRIDE, i, inside, BIAS)  # [BI]
+    return group, i, inside, channel, width, l, batch, bias
 
 
 @triton.jit
-def channels_from(block, GROUP: tl.constexpr, GROUP_BLOCKS: tl.constexpr, BI: tl.constexpr):
-    """The first of a block of channels, and how many there are from it on in its group."""
-    inner = block % GROUP_BLOCKS * BI
-    return block // GROUP_BLOCKS * GROUP + inner, GROUP - inner
+def of_channels(ptr, i, inside, GIVEN: tl.constexpr):
+    """A number of each channel; 0 where the call has none."""
+    if GIVEN:
+        return tl.load(ptr + i, mask=inside, other=0.0)  # [BI]
+    else:
+        return tl.zeros(i.shape, tl.float32)  # [BI]
+
+
+@triton.jit
+def no_states(inside, BI: tl.constexpr, N: tl.constexpr, STATE_LEVELS: tl.constexpr):
+    """Which states of the channels there are, and as many zeros: tiles `[NS, BI]`."""
+    known = (tl.arange(0, 1 << STATE_LEVELS) < N)[:, None] & inside[None, :]  # [NS, BI]
+    return known, tl.zeros([1 << STATE_LEVELS, BI], tl.float32)
 
 
 @triton.jit
