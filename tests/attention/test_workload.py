@@ -173,7 +173,7 @@ def test_defaults_and_words():
     windowed = example_problem(
         OPERATION, dict(T=64, H=8, D=32), "bfloat16", dict(window="9,4", causal=False, bias=True)
     )
-    assert windowed.flag("window") == "9,4" and windowed.flag("bias") == "HTS"
+    assert windowed.flag("window") == (9, 4) and windowed.flag("bias") == "HTS"
     assert example_problem(OPERATION, dict(T=8, S=64, H=8, D=32), "float32", {}).flag("top_left") is False
     aligned = example_problem("scaled_dot_product_attention", dict(T=8, S=64, H=8, D=32), "float32", {})
     assert aligned.flag("top_left") is True and aligned.flag("unseen") is True

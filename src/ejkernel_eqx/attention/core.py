@@ -41,7 +41,7 @@ def problem_of(operation: str, arrays: AttentionArrays, spec: AttentionSpec) -> 
         "segments": segments,
         "same_segments": segments and spec.same_segments,
         "causal": spec.right == 0,
-        "window": None if not spec.ranged else f"{spec.left},{spec.right}",
+        "window": (spec.left, spec.right) if spec.ranged else None,
         "unseen": spec.ranged and (symbolic or not window_covers(dims["T"], dims["S"], spec)),
         "top_left": spec.offset == 0,
         "soft_cap": spec.logits_soft_cap is not None,

@@ -24,7 +24,8 @@ SOFT_CAP, DROPOUT_RATE, VISIBLE = 30.0, 0.1, 0.7
 
 def spec_of(problem: Problem) -> AttentionSpec:
     """The static half of a call of this problem."""
-    left, right = _window(problem)
+    window: Any = problem.flag("window")
+    left, right = window or (None, None)
     scale = problem.dim("D") ** -0.5
     return AttentionSpec(
         scale=-scale if problem.flag("negative_scale") else scale,
@@ -37,14 +38,6 @@ def spec_of(problem: Problem) -> AttentionSpec:
         return_lse=bool(problem.flag("lse")),
         same_segments=bool(problem.flag("same_segments")),
     )
-
-
-def _window(problem: Problem) -> tuple[int | None, int | None]:
-    window = problem.flag("window")
-    if window is None:
-        return None, None
-    left, right = (None if side == "None" else int(side) for side in str(window).split(","))
-    return left, right
 
 
 def _offset(problem: Problem, left: int | None, right: int | None) -> int:

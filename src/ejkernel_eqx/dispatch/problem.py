@@ -10,7 +10,8 @@ from .._sizes import is_symbolic
 REPRESENTATIVE = 4096
 """What stands for a size that is a symbol when a function is exported for any size: configurations are chosen as for this one."""
 
-Flag = bool | int | float | str | None
+Number = int | float | None
+Flag = bool | Number | str | tuple[Number, ...]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -53,7 +54,7 @@ class Problem:
             operation,
             tuple(sorted(dims.items())),
             tuple(sorted((name, str(dtype)) for name, dtype in dtypes.items())),
-            tuple(sorted(flags.items())),
+            tuple(sorted((name, _flag(value)) for name, value in flags.items())),
             frozenset(lengths),
             frozenset(counts),
             frozenset(requirements),
@@ -117,11 +118,20 @@ class Problem:
         sizes = " ".join(f"{name}{'*' if name in self.symbolic else size}" for name, size in self.dims)
         dtypes = "/".join(dict.fromkeys(dtype for _, dtype in self.dtypes))
         flags = " ".join(
-            name if value is True else f"{name}={value}"
+            name if value is True else f"{name}={_shown(value)}"
             for name, value in self.flags
             if value not in (False, None)
         )
         return " ".join(part for part in (self.operation, sizes, dtypes, flags) if part)
+
+
+def _flag(value: Any) -> Flag:
+    """JSON knows a tuple as a list."""
+    return tuple(value) if isinstance(value, list) else value
+
+
+def _shown(value: Flag) -> str:
+    return ",".join(map(str, value)) if isinstance(value, tuple) else str(value)
 
 
 def _bucket(size: int) -> int:

@@ -1,5 +1,7 @@
 """Which tiles the Triton kernels prefer, and what shared memory they take: measured on an H200 (see `benchmarks/LOG.md`)."""
 
+from typing import Any
+
 from ...dispatch import DeviceFacts, Problem
 from ...launch import limits_registers, register_limits_measured
 from ...launch.sizes import padded
@@ -184,8 +186,8 @@ def _favourite_128(kernel: str, problem: Problem, device: DeviceFacts) -> tuple[
 
 def _windowed(problem: Problem) -> bool:
     """Whether the static window hides keys on the left."""
-    window = problem.flag("window")
-    return window is not None and not str(window).startswith("None")
+    window: Any = problem.flag("window")
+    return window is not None and window[0] is not None
 
 
 def shared_memory(kernel: str, problem: Problem, block_q: int, block_k: int, num_stages: int) -> int:
