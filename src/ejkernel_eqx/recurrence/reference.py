@@ -1,16 +1,14 @@
 """The recurrence as it is written, token by token: the oracle of every test, in float64 if given float64."""
 
-from collections.abc import Callable
 from typing import Any
 
 import jax
 import jax.numpy as jnp
-from jax import Array, lax
+from jax import Array
 
+from ..sequences.tokens import begins, masked, over, put, scan_tokens
 from .heads import repeat_heads
 from .spec import CONSTANT, heads_of, KEY, RecurrenceArrays, RecurrenceSpec, SCALAR, StepArrays, StepSpec
-
-_BLOCK = 64
 
 
 def recur(arrays: RecurrenceArrays, spec: RecurrenceSpec) -> tuple[Array, Array]:
@@ -34,11 +32,7 @@ def _row(arrays: RecurrenceArrays, spec: RecurrenceSpec) -> tuple[Array, Array]:
     beta = repeat_heads(beta, 1, state_heads)
     first = jnp.zeros((state_heads, dim, values), wide)
     state = first if arrays.initial_state is None else arrays.initial_state.astype(wide)
-    fresh = (
-        jnp.zeros(length, bool)
-        if arrays.starts is None
-        else arrays.starts == jnp.arange(length, dtype=jnp.int32)
-    )
+    fresh = begins(arrays.starts, length)
 
     def token(state: Array, x: tuple[Array, ...]) -> tuple[Array, Array]:
         q, k, v, decay, beta, fresh = x
@@ -48,20 +42,10 @@ def _row(arrays: RecurrenceArrays, spec: RecurrenceSpec) -> tuple[Array, Array]:
         state = state + jnp.einsum("h,hd,hv->hdv", beta, k, v)
         return state, spec.scale * jnp.einsum("hdv,hd->hv", repeat_heads(state, 0, out_heads), q)
 
-    state, out = _scan(token, state, (q, k, v, decay, beta, fresh), length)
+    state, out = scan_tokens(token, state, (q, k, v, decay, beta, fresh), length)
     if arrays.skip is not None:
         out = out + arrays.skip.astype(wide)[None] * v
     return out, state
-
-
-def _scan(token: Callable[..., Any], state: Array, xs: tuple[Array, ...], length: int) -> tuple[Array, Array]:
-    """`lax.scan`, of which the gradient keeps one state a block of tokens."""
-    blocks = length // _BLOCK
-    head = tuple(x[: blocks * _BLOCK].reshape((blocks, _BLOCK, *x.shape[1:])) for x in xs)
-    tail = tuple(x[blocks * _BLOCK :] for x in xs)
-    state, out = lax.scan(jax.checkpoint(lambda state, block: lax.scan(token, state, block)), state, head)
-    state, rest = lax.scan(token, state, tail)
-    return state, jnp.concatenate([out.reshape((blocks * _BLOCK, *out.shape[2:])), rest])
 
 
 def _packed(arrays: RecurrenceArrays, spec: RecurrenceSpec) -> tuple[Array, Array]:
@@ -93,9 +77,7 @@ def _packed(arrays: RecurrenceArrays, spec: RecurrenceSpec) -> tuple[Array, Arra
 
 
 def _keep(x: Array | None, mine: Array) -> Array | None:
-    return (
-        None if x is None else jnp.where(mine.reshape((-1,) + (1,) * (x.ndim - 1)), x, jnp.zeros((), x.dtype))
-    )
+    return None if x is None else masked(x, mine)
 
 
 def _decay(arrays: RecurrenceArrays, spec: RecurrenceSpec, length: int, heads: int, wide: Any) -> Array:
@@ -116,7 +98,7 @@ def step(arrays: StepArrays, spec: StepSpec) -> tuple[Array, Array]:
     state = arrays.state
     lead = state.ndim - 4
     count = arrays.q.shape[-3]
-    rows = state if arrays.indices is None else _take(state, jnp.maximum(arrays.indices, 0), lead)
+    rows = state if arrays.indices is None else over(lead, _take)(state, jnp.maximum(arrays.indices, 0))
     rows = jnp.swapaxes(rows, -1, -2) if spec.transposed else rows
     initial = rows.astype(jnp.float64 if arrays.q.dtype == jnp.float64 else jnp.float32)
     token: Any = lambda x: None if x is None else jnp.expand_dims(x, lead + 1)
@@ -135,14 +117,8 @@ def step(arrays: StepArrays, spec: StepSpec) -> tuple[Array, Array]:
     used = arrays.indices >= 0
     out = jnp.where(used[..., None, None], out, 0.0)
     where = jnp.where(used, arrays.indices, state.shape[lead])  # past the end: dropped
-    put = lambda pool, rows, where: pool.at[where].set(rows, mode="drop")
-    for _ in range(lead):
-        put = jax.vmap(put)
-    return out, put(state, new, where)
+    return out, over(lead, put)(state, new, where)
 
 
-def _take(pool: Array, indices: Array, lead: int) -> Array:
-    take = lambda pool, indices: pool[indices]
-    for _ in range(lead):
-        take = jax.vmap(take)
-    return take(pool, indices)
+def _take(pool: Array, indices: Array) -> Array:
+    return pool[indices]

@@ -15,6 +15,7 @@ from jax import Array, lax
 
 from .._sizes import is_symbolic
 from ..parallel import match_varying
+from ..sequences.tokens import over, put
 from .heads import repeat_heads
 from .spec import (
     CONSTANT,
@@ -78,9 +79,7 @@ def apply(arrays: RecurrenceArrays, spec: RecurrenceSpec, config: XlaConfig) -> 
     if lead == 0:
         out, state = call(jax.tree.map(lambda x: x[None], arrays))
         return out[0], state[0]
-    for _ in range(lead - 1):
-        call = jax.vmap(call)
-    return call(arrays)
+    return over(lead - 1, call)(arrays)
 
 
 def _apply(arrays: RecurrenceArrays, spec: RecurrenceSpec, config: XlaConfig) -> tuple[Array, Array]:
@@ -355,7 +354,7 @@ def step(arrays: StepArrays, spec: StepSpec, config: XlaConfig) -> tuple[Array, 
     if indices is None:
         state = pool
     else:
-        state = _over(lead, lambda pool, i: pool.at[i].get(mode="fill", fill_value=0))(
+        state = over(lead, lambda pool, i: pool.at[i].get(mode="fill", fill_value=0))(
             pool, jnp.where(indices < 0, pool.shape[lead], indices)
         )
     # The state's channels of keys and of values, wherever they stand.
@@ -386,11 +385,4 @@ def step(arrays: StepArrays, spec: StepSpec, config: XlaConfig) -> tuple[Array, 
     if indices is None:
         return out, state
     out = jnp.where((indices >= 0)[..., None, None], out, jnp.zeros((), out.dtype))
-    put = _over(lead, lambda pool, i, rows: pool.at[i].set(rows, mode="drop"))
-    return out, put(pool, jnp.where(indices < 0, pool.shape[lead], indices), state)
-
-
-def _over(lead: int, function: Callable[..., Array]) -> Callable[..., Array]:
-    for _ in range(lead):
-        function = jax.vmap(function)
-    return function
+    return out, over(lead, put)(pool, state, jnp.where(indices < 0, pool.shape[lead], indices))

@@ -4,17 +4,12 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
-from jax import Array, lax
+from jax import Array
 
 from .._broadcast import like
+from ..core.arguments import accumulator
+from ..sequences.tokens import begins, masked, over, put, scan_tokens
 from .spec import NO_TIME, ScanArrays, ScanSpec, SHARED, StepArrays
-
-_BLOCK = 64
-
-
-def wide_dtype(x: Array) -> Any:
-    """What sums of `x` are kept in."""
-    return jnp.float64 if x.dtype == jnp.float64 else jnp.float32
 
 
 def time_step(dt: Array, bias: Array | None, softplus: bool, wide: Any) -> Array:
@@ -44,18 +39,14 @@ def _mapped(name: str, x: Array, level: int) -> bool:
 
 def _row(arrays: ScanArrays, spec: ScanSpec) -> tuple[Array, Array]:
     """One row without leading axes."""
-    wide = wide_dtype(arrays.x)
+    wide = accumulator(arrays.x.dtype)
     (length, channels), states = arrays.x.shape, arrays.A.shape[-1]
     x, A = arrays.x.astype(wide), arrays.A.astype(wide)
     dt = time_step(arrays.dt, arrays.dt_bias, spec.softplus, wide)
     B, C = (x.astype(wide) for x in (arrays.B, arrays.C))
     state = jnp.zeros((channels, states), wide)
     state = state if arrays.initial_state is None else arrays.initial_state.astype(wide)
-    fresh = (
-        jnp.zeros(length, bool)
-        if arrays.starts is None
-        else arrays.starts == jnp.arange(length, dtype=jnp.int32)
-    )
+    fresh = begins(arrays.starts, length)
 
     def token(state: Array, at: tuple[Array, ...]) -> tuple[Array, Array]:
         x, dt, B, C, fresh = at
@@ -64,19 +55,9 @@ def _row(arrays: ScanArrays, spec: ScanSpec) -> tuple[Array, Array]:
         state = decay * state + (dt * x)[:, None] * B
         return state, jnp.sum(state * C, axis=-1)
 
-    state, y = _scan(token, state, (x, dt, B, C, fresh), length)
+    state, y = scan_tokens(token, state, (x, dt, B, C, fresh), length)
     y = y if arrays.D is None else y + arrays.D.astype(wide)[None] * x
     return y if arrays.z is None else y * jax.nn.silu(arrays.z.astype(wide)), state
-
-
-def _scan(token: Any, state: Array, xs: tuple[Array, ...], length: int) -> tuple[Array, Array]:
-    """`lax.scan`, of which the gradient keeps one state a block of tokens."""
-    blocks = length // _BLOCK
-    head = tuple(x[: blocks * _BLOCK].reshape((blocks, _BLOCK, *x.shape[1:])) for x in xs)
-    tail = tuple(x[blocks * _BLOCK :] for x in xs)
-    state, out = lax.scan(jax.checkpoint(lambda state, block: lax.scan(token, state, block)), state, head)
-    state, rest = lax.scan(token, state, tail)
-    return state, jnp.concatenate([out.reshape((blocks * _BLOCK, *out.shape[2:])), rest])
 
 
 def _packed(arrays: ScanArrays, spec: ScanSpec) -> tuple[Array, Array]:
@@ -87,25 +68,21 @@ def _packed(arrays: ScanArrays, spec: ScanSpec) -> tuple[Array, Array]:
 
     def one(n: Array, initial: Array | None) -> tuple[Array, Array]:
         mine = (tokens >= offsets[n]) & (tokens < offsets[n + 1])
-        keep = lambda x: None if x is None else jnp.where(_as_deep(mine, x), x, jnp.zeros((), x.dtype))
+        keep = lambda x: None if x is None else masked(x, mine)
         kept = {name: keep(getattr(arrays, name)) for name in ("x", "B", "C", "z")}
         dt = jnp.where(mine[:, None], arrays.dt, jnp.asarray(NO_TIME, arrays.dt.dtype))
         out, state = _row(arrays._replace(**kept, dt=dt, initial_state=initial, offsets=None), spec)
-        return jnp.where(mine[:, None], out, jnp.zeros((), out.dtype)), state
+        return masked(out, mine), state
 
     outs, states = jax.vmap(one)(jnp.arange(offsets.shape[0] - 1), arrays.initial_state)
     return outs.sum(0), states
 
 
-def _as_deep(mine: Array, x: Array) -> Array:
-    return mine.reshape((-1,) + (1,) * (x.ndim - 1))
-
-
 def step(arrays: StepArrays, spec: ScanSpec) -> tuple[Array, Array]:
     """`out [*, B, I]` and the new states, by the recurrence of one token."""
-    wide, pool, indices = wide_dtype(arrays.x), arrays.state, arrays.indices
+    wide, pool, indices = accumulator(arrays.x.dtype), arrays.state, arrays.indices
     lead = pool.ndim - 3
-    state = pool if indices is None else _over(lead, _take)(pool, jnp.maximum(indices, 0))
+    state = pool if indices is None else over(lead, _take)(pool, jnp.maximum(indices, 0))
     x, A = arrays.x.astype(wide), arrays.A.astype(wide)
     B, C = (jnp.repeat(x.astype(wide), A.shape[-2] // x.shape[-2], axis=-2) for x in (arrays.B, arrays.C))
     parameter = lambda p: None if p is None else jnp.expand_dims(p.astype(wide), p.ndim - 1)
@@ -121,18 +98,8 @@ def step(arrays: StepArrays, spec: ScanSpec) -> tuple[Array, Array]:
         return y, new
     used = (indices >= 0) & (indices < pool.shape[lead])
     where = jnp.where(used, indices, pool.shape[lead])  # past the end: dropped
-    return jnp.where(used[..., None], y, jnp.zeros((), wide)), _over(lead, _put)(pool, new, where)
-
-
-def _over(lead: int, function: Any) -> Any:
-    for _ in range(lead):
-        function = jax.vmap(function)
-    return function
+    return jnp.where(used[..., None], y, jnp.zeros((), wide)), over(lead, put)(pool, new, where)
 
 
 def _take(pool: Array, indices: Array) -> Array:
     return pool[jnp.minimum(indices, pool.shape[0] - 1)]
-
-
-def _put(pool: Array, rows: Array, where: Array) -> Array:
-    return pool.at[where].set(rows, mode="drop")

@@ -15,6 +15,7 @@ from jax import Array, lax
 
 from .._broadcast import like
 from .._sizes import least
+from ..core.arguments import accumulator
 from ..parallel import match_varying
 from . import reference
 from .chunks import chunk_table
@@ -74,7 +75,7 @@ def _over_leading(call: Callable[[ScanArrays], Any], arrays: ScanArrays, lead: i
 
 def _row(arrays: ScanArrays, spec: ScanSpec, size: int) -> tuple[Array, Array]:
     """One row without leading axes."""
-    wide = reference.wide_dtype(arrays.x)
+    wide = accumulator(arrays.x.dtype)
     (length, channels), (_, groups, states) = arrays.x.shape, arrays.B.shape
     x = arrays.x.astype(wide)
     dt = reference.time_step(arrays.dt, arrays.dt_bias, spec.softplus, wide)

@@ -8,6 +8,7 @@ from jax import Array, lax
 
 from .._broadcast import like
 from .packing import read_ids, read_offsets
+from .tokens import masked
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
@@ -33,7 +34,7 @@ class Packing:
         """Zero where there is padding; for what was computed from operands that were taken."""
         if self.real is None:
             return x
-        return jnp.where(_as_deep(self.real, x), x, jnp.zeros((), x.dtype))
+        return masked(x, self.real)
 
     def give(self, out: Array) -> Array:
         """A result over tokens, back in the caller's order, zero where there is padding."""
@@ -94,7 +95,3 @@ def _starts(ids: Array) -> Array:
     other = jnp.take_along_axis(ids, jnp.maximum(before, 0), axis) != ids
     begins = (ids >= 0) & (before >= 0) & other
     return lax.cummax(jnp.where(begins, tokens, -1), axis)
-
-
-def _as_deep(real: Array, x: Array) -> Array:
-    return real.reshape(real.shape + (1,) * (x.ndim - real.ndim))

@@ -1,0 +1,46 @@
+"""What recurrences share that are written token by token."""
+
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax import Array, lax
+
+_BLOCK = 64
+
+
+def scan_tokens(
+    token: Callable[..., Any], state: Array, xs: tuple[Array, ...], length: int
+) -> tuple[Array, Array]:
+    """`lax.scan`, of which the gradient keeps one state a block of tokens."""
+    blocks = length // _BLOCK
+    head = tuple(x[: blocks * _BLOCK].reshape((blocks, _BLOCK, *x.shape[1:])) for x in xs)
+    tail = tuple(x[blocks * _BLOCK :] for x in xs)
+    state, out = lax.scan(jax.checkpoint(lambda state, block: lax.scan(token, state, block)), state, head)
+    state, rest = lax.scan(token, state, tail)
+    return state, jnp.concatenate([out.reshape((blocks * _BLOCK, *out.shape[2:])), rest])
+
+
+def begins(starts: Array | None, length: int) -> Array:
+    """Whether a segment starts at each token of a row; `starts` as in `recurrence.spec.RecurrenceArrays`."""
+    if starts is None:
+        return jnp.zeros(length, bool)
+    return starts == jnp.arange(length, dtype=jnp.int32)
+
+
+def masked(x: Array, real: Array) -> Array:
+    """Zero where a token is not `real`."""
+    return jnp.where(real.reshape(real.shape + (1,) * (x.ndim - real.ndim)), x, jnp.zeros((), x.dtype))
+
+
+def over(lead: int, function: Callable[..., Any]) -> Callable[..., Any]:
+    """`function` over so many leading axes."""
+    for _ in range(lead):
+        function = jax.vmap(function)
+    return function
+
+
+def put(pool: Array, rows: Array, where: Array) -> Array:
+    """The pool of states with such rows in these slots; what is past the end is dropped."""
+    return pool.at[where].set(rows, mode="drop")
