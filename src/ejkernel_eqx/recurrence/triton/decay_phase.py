@@ -3,7 +3,7 @@
 import triton
 import triton.language as tl
 
-from .tile import add_pairs, chunk_of, closed, load_tile
+from .tile import add_pairs, chunk_tile, closed, load_tile
 
 
 # fmt: off
@@ -15,11 +15,8 @@ def decays_kernel(
 ):
     """`logs [HG, 2 or 3, tokens]`, of one chunk and `BLOCK_V` heads: the log2 decay from before the chunk to each of its tokens, that
     token's own included; from the token to the chunk's end; and with `EXACT` what rounding took from the first."""
-    # A program: a chunk, `BLOCK_V` heads (fastest).
     planes: tl.constexpr = 3 if EXACT else 2
-    tiles: tl.constexpr = (HG + BLOCK_V - 1) // BLOCK_V
-    start = tl.program_id(0) % tiles * BLOCK_V
-    first, count, _ = chunk_of(tl.program_id(0) // tiles, chunks_ptr, T, CHUNK, TABLE)
+    _chunk, _, _tile, start, first, count, _seq = chunk_tile(chunks_ptr, T, 1, HG, BLOCK_V, CHUNK, TABLE)
     g = closed(load_tile(g_ptr + first * HG, HG, count, start, HG, CHUNK, BLOCK_V, EVEN).to(tl.float32))  # [C, BV]
     r = tl.arange(0, CHUNK)[:, None]  # [C, 1]
     head = start + tl.arange(0, BLOCK_V)[None, :]  # [1, BV]

@@ -10,8 +10,9 @@ import triton.language as tl
 from .delta_states import factors_at, factors_of
 from .tile import (
     between,
-    chunk_of,
+    chunk_tile,
     KEY,
+    load_state,
     load_tile,
     load_vector,
     log_decays,
@@ -24,6 +25,32 @@ from .tile import (
 
 # fmt: off
 @triton.jit
+def from_states(
+    do_ptr, written_ptr, derrors_ptr, states_ptr, dstates_ptr, place, own, count, column,
+    HS: tl.constexpr, D: tl.constexpr, V: tl.constexpr, CHUNK: tl.constexpr, BLOCK_K: tl.constexpr, BLOCK_V: tl.constexpr,
+    CARRY: tl.constexpr, EVEN: tl.constexpr, PRECISION: tl.constexpr,
+):
+    """What a slice of key channels has from the states, decays still missing: do S^T, x S^T, v' dS^T, and with `CARRY` what passes
+    through the chunk, sum_v S o dS. `place`: of the chunk's first row; `own`: of its state."""
+    dq = tl.zeros([CHUNK, BLOCK_K], tl.float32)  # [C, BK]
+    dread = tl.zeros([CHUNK, BLOCK_K], tl.float32)  # [C, BK]
+    dk = tl.zeros([CHUNK, BLOCK_K], tl.float32)  # [C, BK]
+    dcarry = tl.zeros([BLOCK_K], tl.float32)  # [BK]
+    for v0 in tl.range(0, V, BLOCK_V):
+        do = load_tile(do_ptr + place, HS * V, count, v0, V, CHUNK, BLOCK_V, EVEN)  # [C, BV]
+        written = load_tile(written_ptr + place, HS * V, count, v0, V, CHUNK, BLOCK_V, EVEN)  # [C, BV]
+        derror = load_tile(derrors_ptr + place, HS * V, count, v0, V, CHUNK, BLOCK_V, EVEN)  # [C, BV]
+        state = load_state(states_ptr + own, v0, column, V, D, BLOCK_V, BLOCK_K)  # [BV, BK]
+        dstate = load_state(dstates_ptr + own, v0, column, V, D, BLOCK_V, BLOCK_K)  # [BV, BK]
+        dq = tl.dot(do, state, dq, input_precision=PRECISION)  # [C, BK]
+        dread = tl.dot(derror, state, dread, input_precision=PRECISION)  # [C, BK]
+        dk = tl.dot(written, dstate, dk, input_precision=PRECISION)  # [C, BK]
+        if CARRY:
+            dcarry += tl.sum(state.to(tl.float32) * dstate.to(tl.float32), axis=0)
+    return dq, dread, dk, dcarry
+
+
+@triton.jit
 def delta_pairs_kernel(
     v_ptr, g_ptr, starts_ptr, chunks_ptr, factors_ptr, do_ptr, written_ptr, derrors_ptr, T,
     dscores_ptr, dreads_ptr, diagonal_ptr, dv_ptr, dbeta_ptr,
@@ -33,10 +60,7 @@ def delta_pairs_kernel(
     """Of one chunk and state head, over values: what `q_i` gets of `k_j`, and what `k_i` gets of it but for beta, both `[.., CHUNK]` and with
     their decays (those of key channels are left out) without the diagonal, which is the third result; `dv`; of `dbeta` the part from v.
     """
-    # A program: a chunk, a state head (fastest).
-    index = tl.program_id(0)
-    h = index % HS
-    row, count, seq = chunk_of(index // HS, chunks_ptr, T, CHUNK, TABLE)
+    _chunk, h, _tile, _start, row, count, seq = chunk_tile(chunks_ptr, T, HS, 1, 1, CHUNK, TABLE)
     r = tl.arange(0, CHUNK)  # [C]
     place = (row * HS + h) * V
     beta = load_vector(factors_at(factors_ptr, row, h, T, HS) + T * 2, 1, count, CHUNK, EVEN)  # [C]
@@ -85,37 +109,18 @@ def delta_gradients_kernel(
 ):
     """Of one chunk, a slice of key channels and `HEADS` state heads with the same queries and keys, over which `dq` and `dk` are summed; of
     `dg` (natural logarithm) and of `dbeta`, `[B, T, slices, HS]`, the parts from this slice."""
-    # A program: a chunk, `HEADS` heads, a slice of key channels (fastest).
     groups: tl.constexpr = HS // HEADS
     tiles: tl.constexpr = (D + BLOCK_K - 1) // BLOCK_K
-    tile = tl.program_id(0) % tiles
-    column = tile * BLOCK_K
-    index = tl.program_id(0) // tiles
-    group = index % groups
-    chunk = index // groups
-    row, count, _ = chunk_of(chunk, chunks_ptr, T, CHUNK, TABLE)
+    chunk, group, tile, column, row, count, _seq = chunk_tile(chunks_ptr, T, groups, D, BLOCK_K, CHUNK, TABLE)
     r = tl.arange(0, CHUNK)  # [C]
     dq_sum = tl.zeros([CHUNK, BLOCK_K], tl.float32)  # [C, BK]
     dk_sum = tl.zeros([CHUNK, BLOCK_K], tl.float32)  # [C, BK]
     for h in range(group * HEADS, group * HEADS + HEADS):
         place = (row * HS + h) * V
         own = (chunk.to(tl.int64) * HS + h) * (D * V)
-        dq = tl.zeros([CHUNK, BLOCK_K], tl.float32)  # [C, BK]
-        dread = tl.zeros([CHUNK, BLOCK_K], tl.float32)  # [C, BK]
-        dk = tl.zeros([CHUNK, BLOCK_K], tl.float32)  # [C, BK]
-        dcarry = tl.zeros([BLOCK_K], tl.float32)  # [BK]
-        # From the states, decays still missing: do S^T, x S^T, v' dS^T, and what passes through the chunk, sum_v S o dS.
-        for v0 in tl.range(0, V, BLOCK_V):
-            do = load_tile(do_ptr + place, HS * V, count, v0, V, CHUNK, BLOCK_V, EVEN)  # [C, BV]
-            written = load_tile(written_ptr + place, HS * V, count, v0, V, CHUNK, BLOCK_V, EVEN)  # [C, BV]
-            derror = load_tile(derrors_ptr + place, HS * V, count, v0, V, CHUNK, BLOCK_V, EVEN)  # [C, BV]
-            state = load_tile(states_ptr + own + v0 * D, D, V - v0, column, D, BLOCK_V, BLOCK_K, V % BLOCK_V == 0)  # [BV, BK]
-            dstate = load_tile(dstates_ptr + own + v0 * D, D, V - v0, column, D, BLOCK_V, BLOCK_K, V % BLOCK_V == 0)  # [BV, BK]
-            dq = tl.dot(do, state, dq, input_precision=PRECISION)  # [C, BK]
-            dread = tl.dot(derror, state, dread, input_precision=PRECISION)  # [C, BK]
-            dk = tl.dot(written, dstate, dk, input_precision=PRECISION)  # [C, BK]
-            if DECAY != NONE:
-                dcarry += tl.sum(state.to(tl.float32) * dstate.to(tl.float32), axis=0)
+        dq, dread, dk, dcarry = from_states(  # [C, BK] thrice, [BK]
+            do_ptr, written_ptr, derrors_ptr, states_ptr, dstates_ptr, place, own, count, column, HS, D, V, CHUNK, BLOCK_K, BLOCK_V,
+            DECAY != NONE, EVEN, PRECISION)
         factors = factors_at(factors_ptr, row, h, T, HS)
         before, after, carry = factors_of(factors, count, T, CHUNK, EVEN)  # [C], [C], []
         beta = load_vector(factors + T * 2, 1, count, CHUNK, EVEN)  # [C]

@@ -3,6 +3,7 @@
 import triton
 import triton.language as tl
 
+from .delta_gradients import from_states
 from .delta_states import factors_at
 from .key_tile import _about_halves, _about_middle, _scale, load_gates
 from .tile import chunk_of, last_start, load_tile, load_vector, segment_starts, store_tile
@@ -86,21 +87,9 @@ def delta_key_gradients_kernel(
         r = tl.arange(0, CHUNK)  # [C]
         own = index.to(tl.int64) * (D * V)
         place = (row * HS + h) * V
-        dq = tl.zeros([CHUNK, BLOCK_K], tl.float32)  # [C, BK]
-        dread = tl.zeros([CHUNK, BLOCK_K], tl.float32)  # [C, BK]
-        dk = tl.zeros([CHUNK, BLOCK_K], tl.float32)  # [C, BK]
-        dcarry = tl.zeros([BLOCK_K], tl.float32)  # [BK]
-        # From the states, decays still missing: do S^T, x S^T, v' dS^T, and what passes through the chunk, sum_v S o dS.
-        for v0 in tl.range(0, V, BLOCK_V):
-            do = load_tile(do_ptr + place, HS * V, count, v0, V, CHUNK, BLOCK_V, EVEN)  # [C, BV]
-            written = load_tile(written_ptr + place, HS * V, count, v0, V, CHUNK, BLOCK_V, EVEN)  # [C, BV]
-            derror = load_tile(derrors_ptr + place, HS * V, count, v0, V, CHUNK, BLOCK_V, EVEN)  # [C, BV]
-            state = load_tile(states_ptr + own + v0 * D, D, V - v0, column, D, BLOCK_V, BLOCK_K, V % BLOCK_V == 0)  # [BV, BK]
-            dstate = load_tile(dstates_ptr + own + v0 * D, D, V - v0, column, D, BLOCK_V, BLOCK_K, V % BLOCK_V == 0)  # [BV, BK]
-            dq = tl.dot(do, state, dq, input_precision=PRECISION)  # [C, BK]
-            dread = tl.dot(derror, state, dread, input_precision=PRECISION)  # [C, BK]
-            dk = tl.dot(written, dstate, dk, input_precision=PRECISION)  # [C, BK]
-            dcarry += tl.sum(state.to(tl.float32) * dstate.to(tl.float32), axis=0)
+        dq, dread, dk, dcarry = from_states(  # [C, BK] thrice, [BK]
+            do_ptr, written_ptr, derrors_ptr, states_ptr, dstates_ptr, place, own, count, column, HS, D, V, CHUNK, BLOCK_K, BLOCK_V, True,
+            EVEN, PRECISION)
         beta = load_vector(factors_at(factors_ptr, row, h, T, HS) + T * 2, 1, count, CHUNK, EVEN)  # [C]
         q = load_tile(q_ptr + row * (HQ * D) + h // (HS // HQ) * D, HQ * D, count, column, D, CHUNK, BLOCK_K, EVEN)  # [C, BK]
         k = load_tile(k_ptr + row * (HK * D) + h // (HS // HK) * D, HK * D, count, column, D, CHUNK, BLOCK_K, EVEN)  # [C, BK]

@@ -8,7 +8,7 @@ stays in the registers of the threads that made it. With a decay per key, `q`, `
 import triton
 import triton.language as tl
 
-from .tile import load_tile, load_vector, operand_of, sequence_of, store_tile
+from .tile import load_carry, load_tile, load_vector, operand_of, state_tile, store_tile
 
 
 # fmt: off
@@ -51,13 +51,7 @@ def delta_states_kernel(
     EVEN: tl.constexpr, OUT: tl.constexpr, PRECISION: tl.constexpr,
 ):
     """`OUT`: the outputs and the final state; else the state before each chunk, `[chunks, HS, V, D]`, and the rows written to it."""
-    # A program: a sequence, a state head, a tile of value channels (fastest).
-    tiles: tl.constexpr = (V + BLOCK_V - 1) // BLOCK_V
-    start = tl.program_id(0) % tiles * BLOCK_V
-    index = tl.program_id(0) // tiles
-    h = index % HS
-    first, length, chunk = sequence_of(index // HS, bounds_ptr, T, CHUNK, TABLE)
-    own = index.to(tl.int64) * (D * V)  # the state's [D, V] among those of sequences and heads
+    _seq, h, _d0, start, first, length, chunk, own = state_tile(bounds_ptr, T, HS, D, V, CHUNK, BLOCK_K, BLOCK_V, TABLE)
     offsets, mask = transposed(start, D, V, BLOCK_K, BLOCK_V)  # [BV, BK] each
     state = tl.zeros([BLOCK_V, BLOCK_K], tl.float32)  # [BV, BK], all key channels
     if INITIAL:
@@ -85,8 +79,7 @@ def delta_states_kernel(
         written = operand_of(write, k.dtype, PRECISION)  # [BV, C]
         # S <- e^{G_C} S + (e^{G_C - G} k)^T v'.
         if DECAYED:
-            d = tl.arange(0, BLOCK_K)  # [BK]
-            carried = tl.load(carry_ptr + ((chunk + n) * HS + h) * D + d, mask=d < D, other=0.0)  # [BK]
+            carried = load_carry(carry_ptr + ((chunk + n) * HS + h) * D, 0, D, BLOCK_K)  # [BK]
             k_end = load_tile(k_end_ptr + (row * HS + h) * D, HS * D, count, 0, D, CHUNK, BLOCK_K, EVEN)  # [C, BK]
             state = tl.dot(written, k_end, state * carried[None, :], input_precision=PRECISION)  # [BV, BK]
         else:
@@ -117,13 +110,7 @@ def delta_dstates_kernel(
     BLOCK_V: tl.constexpr, SCALE: tl.constexpr, DECAYED: tl.constexpr, TABLE: tl.constexpr, EVEN: tl.constexpr, PRECISION: tl.constexpr,
 ):
     """Gradients in the state after each chunk, `[chunks, HS, V, D]`, in `beta (v - e^G k S)`, and in the initial state."""
-    # A program: as of `delta_states_kernel`.
-    tiles: tl.constexpr = (V + BLOCK_V - 1) // BLOCK_V
-    start = tl.program_id(0) % tiles * BLOCK_V
-    index = tl.program_id(0) // tiles
-    h = index % HS
-    first, length, chunk = sequence_of(index // HS, bounds_ptr, T, CHUNK, TABLE)
-    own = index.to(tl.int64) * (D * V)  # the state's [D, V] among those of sequences and heads
+    _seq, h, _d0, start, first, length, chunk, own = state_tile(bounds_ptr, T, HS, D, V, CHUNK, BLOCK_K, BLOCK_V, TABLE)
     offsets, mask = transposed(start, D, V, BLOCK_K, BLOCK_V)  # [BV, BK] each
     dstate = tl.load(dfinal_ptr + own + offsets, mask=mask, other=0.0).to(tl.float32)  # [BV, BK], all key channels
     chunks = tl.cdiv(length, CHUNK)
@@ -160,8 +147,7 @@ def delta_dstates_kernel(
         store_tile(derrors_ptr + (row * HS + h) * V, tl.trans(stored), HS * V, count, start, V, CHUNK, BLOCK_V)
         # dS <- e^{G_C} dS + (scale e^G q)^T do - (beta e^G k)^T derror.
         if DECAYED:
-            d = tl.arange(0, BLOCK_K)  # [BK]
-            carried = tl.load(carry_ptr + ((chunk + n) * HS + h) * D + d, mask=d < D, other=0.0)  # [BK]
+            carried = load_carry(carry_ptr + ((chunk + n) * HS + h) * D, 0, D, BLOCK_K)  # [BK]
             dstate = tl.dot(do, q, dstate * carried[None, :], input_precision=PRECISION)  # [BV, BK]
             dread = operand_of(derror * -beta[None, :], k.dtype, PRECISION)  # [BV, C]
         else:

@@ -12,34 +12,24 @@ import triton.language as tl
 
 from .tile import (
     between,
-    between_transposed,
     chunk_of,
     CONSTANT,
     decays_of,
     from_start,
     last_start,
+    load_state,
     load_tile,
     load_vector,
     NONE,
     operand_of,
+    products_of,
     segment_starts,
     store_tile,
+    visible_to,
 )
 
 
 # fmt: off
-@triton.jit
-def _products(a_ptr, b_ptr, a_stride, b_stride, count, D: tl.constexpr, CHUNK: tl.constexpr, BLOCK_K: tl.constexpr, EVEN: tl.constexpr,
-              PRECISION: tl.constexpr):
-    """The products of a chunk's rows of two operands, over all key channels."""
-    products = tl.zeros([CHUNK, CHUNK], tl.float32)  # [C, C]
-    for d in tl.static_range(0, D, BLOCK_K):
-        a = load_tile(a_ptr, a_stride, count, d, D, CHUNK, BLOCK_K, EVEN)  # [C, BK]
-        b = load_tile(b_ptr, b_stride, count, d, D, CHUNK, BLOCK_K, EVEN)  # [C, BK]
-        products = tl.dot(a, tl.trans(b), products, input_precision=PRECISION)  # [C, C]
-    return products
-
-
 @triton.jit
 def gradients_kernel(
     q_ptr, k_ptr, v_ptr, do_ptr, g_ptr, logs_ptr, beta_ptr, skip_ptr, states_ptr, dstates_ptr, starts_ptr, chunks_ptr, T, TOKENS,
@@ -72,13 +62,9 @@ def gradients_kernel(
 
     # The side of the queries: rows of pairs are tokens i that read, columns are tokens j <= i that were written.
     if side == 0:
-        visible = (r[:, None] >= r[None, :]) & (r < count)[:, None]  # [C, C]
-        sees = tl.zeros([CHUNK], tl.float32) + SCALE  # [C]
+        visible, sees = visible_to(starts_ptr, first, count, seq, T, CHUNK, SCALE, SEGMENTS)  # [C, C], [C]
         carried = 1.0
         if SEGMENTS:
-            starts = segment_starts(starts_ptr, first, count, seq, T, CHUNK)  # [C]
-            visible = visible & (r[None, :] >= starts[:, None])  # [C, C]
-            sees = tl.where(starts < 0, sees, 0.0)  # [C]
             carried = tl.where(last_start(starts_ptr, first, count, seq, T) < 0, 1.0, 0.0)
         dq = tl.zeros([CHUNK, BLOCK_K], tl.float32)  # [C, BK]
         ds_all = tl.zeros([CHUNK, CHUNK], tl.float32)  # [C, C], summed over the heads
@@ -99,7 +85,7 @@ def gradients_kernel(
             for v0 in tl.range(0, V, BLOCK_V):
                 v = load_tile(v_ptr + first * (HV * V) + h // (HS // HV) * V, HV * V, count, v0, V, CHUNK, BLOCK_V, EVEN)  # [C, BV]
                 do = load_tile(do_ptr + first * (HS * V) + h * V, HS * V, count, v0, V, CHUNK, BLOCK_V, EVEN)  # [C, BV]
-                state = load_tile(states + d0 * V, V, D - d0, v0, V, BLOCK_K, BLOCK_V, D % BLOCK_K == 0)  # [BK, BV]
+                state = load_state(states, d0, v0, D, V, BLOCK_K, BLOCK_V)  # [BK, BV]
                 ds = tl.dot(do, tl.trans(v), ds, input_precision=PRECISION)  # [C, C]
                 if HEADS == 1:
                     dq_state = tl.dot(do, tl.trans(state), dq_state, input_precision=PRECISION)  # [C, BK]
@@ -110,7 +96,7 @@ def gradients_kernel(
                         out = tl.dot(q, state, input_precision=PRECISION)  # [C, BV]
                         read += tl.sum(do.to(tl.float32) * out, axis=1)
                 if DECAY != NONE:
-                    dstate = load_tile(dstates + d0 * V, V, D - d0, v0, V, BLOCK_K, BLOCK_V, D % BLOCK_K == 0)  # [BK, BV]
+                    dstate = load_state(dstates, d0, v0, D, V, BLOCK_K, BLOCK_V)  # [BK, BV]
                     through += tl.sum(tl.sum(state.to(tl.float32) * dstate.to(tl.float32), axis=1), axis=0)
             if HEADS == 1:
                 dq_state *= enter[:, None]
@@ -119,7 +105,7 @@ def gradients_kernel(
 
             # The gradient in q_i k_j^T, and from it those in beta and in the decays between j and i.
             ds *= between(high, low, visible, DECAY, EXACT) * SCALE
-            products = _products(q_base, k_base, HQ * D, HK * D, count, D, CHUNK, BLOCK_K, EVEN, PRECISION)  # [C, C]
+            products = products_of(q_base, k_base, HQ * D, HK * D, count, D, CHUNK, BLOCK_K, EVEN, PRECISION)  # [C, C]
             if BETA:
                 beta = load_vector(beta_ptr + first * HB + h // (HS // HB), HB, count, CHUNK, EVEN)  # [C]
                 dbeta = tl.where(tile == 0, tl.sum(ds * products, axis=0), 0.0)  # [C]; `products` are of all channels: one tile counts
@@ -158,13 +144,13 @@ def gradients_kernel(
             high, low, rest, _whole = decays_of(g_ptr, logs_ptr, first, count, seq, h, TOKENS, HS, HG, CHUNK, DECAY, EVEN, EXACT)  # [C], [C], [C], []
             part = ((tiles + tile).to(tl.int64) * TOKENS + first + r) * HS + h  # [C]
             leave = tl.where(leaves, tl.exp2(rest), 0.0)  # [C], e^{G_C - G_j}
-            decay = between_transposed(high, low, visible, DECAY, EXACT) * SCALE  # [C, C]
+            decay = between(high, low, visible, DECAY, EXACT, True) * SCALE  # [C, C]
             kept = leave  # [C], with beta
             if BETA:
                 beta = load_vector(beta_ptr + first * HB + h // (HS // HB), HB, count, CHUNK, EVEN)  # [C]
                 decay *= beta[:, None]
                 kept *= beta
-            products = _products(k_base, q_base, HK * D, HQ * D, count, D, CHUNK, BLOCK_K, EVEN, PRECISION)  # [C, C]
+            products = products_of(k_base, q_base, HK * D, HQ * D, count, D, CHUNK, BLOCK_K, EVEN, PRECISION)  # [C, C]
             weights = operand_of(products * decay, k_ptr.dtype.element_ty, PRECISION)  # [C, C], A^T
             k = load_tile(k_base, HK * D, count, d0, D, CHUNK, BLOCK_K, EVEN)  # [C, BK]
             dstates = dstates_ptr + (index.to(tl.int64) * HS + h) * (D * V)
@@ -176,7 +162,7 @@ def gradients_kernel(
             for v0 in tl.range(0, V, BLOCK_V):
                 v = load_tile(v_ptr + first * (HV * V) + h // (HS // HV) * V, HV * V, count, v0, V, CHUNK, BLOCK_V, EVEN)  # [C, BV]
                 do = load_tile(do_ptr + first * (HS * V) + h * V, HS * V, count, v0, V, CHUNK, BLOCK_V, EVEN)  # [C, BV]
-                dstate = load_tile(dstates + d0 * V, V, D - d0, v0, V, BLOCK_K, BLOCK_V, D % BLOCK_K == 0)  # [BK, BV]
+                dstate = load_state(dstates, d0, v0, D, V, BLOCK_K, BLOCK_V)  # [BK, BV]
                 ds = tl.dot(v, tl.trans(do), ds, input_precision=PRECISION)  # [C, C]
                 if HEADS == 1:
                     dk_state = tl.dot(v, tl.trans(dstate), dk_state, input_precision=PRECISION)  # [C, BK]
@@ -191,7 +177,7 @@ def gradients_kernel(
                     else:
                         for d in tl.static_range(0, D, BLOCK_K):
                             keys = load_tile(k_base, HK * D, count, d, D, CHUNK, BLOCK_K, EVEN)  # [C, BK]
-                            tail = load_tile(dstates + d * V, V, D - d, v0, V, BLOCK_K, BLOCK_V, D % BLOCK_K == 0)  # [BK, BV]
+                            tail = load_state(dstates, d, v0, D, V, BLOCK_K, BLOCK_V)  # [BK, BV]
                             dv = tl.dot(keys, tail, dv, input_precision=PRECISION)  # [C, BV]
                     if HEADS > 1:
                         written += tl.sum(v.to(tl.float32) * dv, axis=1)

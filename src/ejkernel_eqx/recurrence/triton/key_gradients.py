@@ -12,15 +12,19 @@ from .key_tile import (
     load_gates,
     load_transposed,
 )
-from .tile import chunk_of, last_start, load_tile, load_vector, operand_of, segment_starts, store_tile
+from .tile import (
+    chunk_tile,
+    last_start,
+    load_state,
+    load_tile,
+    load_vector,
+    operand_of,
+    segment_starts,
+    store_tile,
+)
 
 
 # fmt: off
-@triton.jit
-def _load_state(ptr, d0, v0, D: tl.constexpr, V: tl.constexpr, BLOCK_K: tl.constexpr, BLOCK_V: tl.constexpr):
-    return load_tile(ptr + d0 * V, V, D - d0, v0, V, BLOCK_K, BLOCK_V, D % BLOCK_K == 0)  # [BK, BV]
-
-
 @triton.jit
 def key_values_kernel(
     folded_k_ptr, v_ptr, scores_ptr, do_ptr, dstates_ptr, starts_ptr, chunks_ptr, T,
@@ -30,12 +34,7 @@ def key_values_kernel(
 ):
     """Of one chunk and state head and some value channels the gradient of the values; with the first channels goes that of the
     scores, below the diagonal and, apart, on it (`down`): the decays have no part in that."""
-    # A program: a chunk, a state head, a tile of value channels (fastest).
-    tiles: tl.constexpr = (V + BLOCK_V - 1) // BLOCK_V
-    v0 = (tl.program_id(0) % tiles) * BLOCK_V
-    h = tl.program_id(0) // tiles % HS
-    chunk = tl.program_id(0) // (tiles * HS)
-    first, count, seq = chunk_of(chunk, chunks_ptr, T, CHUNK, TABLE)
+    chunk, h, _tile, v0, first, count, seq = chunk_tile(chunks_ptr, T, HS, V, BLOCK_V, CHUNK, TABLE)
     if count > 0:
         r = tl.arange(0, CHUNK)  # [C]
         v_base = v_ptr + first * (HV * V) + h // (HS // HV) * V
@@ -48,7 +47,7 @@ def key_values_kernel(
         dv = tl.dot(transposed, do, input_precision=PRECISION)  # [C, BV]
         for d0 in tl.range(0, D, BLOCK_K):
             k = load_tile(folded_k_ptr + first * (HS * D) + h * D, HS * D, count, d0, D, CHUNK, BLOCK_K, EVEN)  # [C, BK]
-            dstate = _load_state(dstate_base, d0, v0, D, V, BLOCK_K, BLOCK_V)  # [BK, BV]
+            dstate = load_state(dstate_base, d0, v0, D, V, BLOCK_K, BLOCK_V)  # [BK, BV]
             dv = tl.dot(k, dstate, dv, input_precision=PRECISION)  # [C, BV]
         store_tile(dv_ptr + first * (HS * V) + h * V, dv, HS * V, count, v0, V, CHUNK, BLOCK_V)
         # dA = scale do v^T over all value channels, by one program of each head.
@@ -79,13 +78,8 @@ def key_gradients_kernel(
     EVEN: tl.constexpr, EXACT: tl.constexpr, PRECISION: tl.constexpr, SUMS: tl.constexpr,
 ):
     """Of one chunk and state head and some key channels the gradients of queries, keys and gates."""
-    # A program: a chunk, a state head, a tile of key channels (fastest).
     operand: tl.constexpr = q_ptr.dtype.element_ty
-    tiles: tl.constexpr = (D + BLOCK_K - 1) // BLOCK_K
-    d0 = (tl.program_id(0) % tiles) * BLOCK_K
-    h = tl.program_id(0) // tiles % HS
-    chunk = tl.program_id(0) // (tiles * HS)
-    first, count, seq = chunk_of(chunk, chunks_ptr, T, CHUNK, TABLE)
+    chunk, h, _tile, d0, first, count, seq = chunk_tile(chunks_ptr, T, HS, D, BLOCK_K, CHUNK, TABLE)
     if count > 0:
         q_base = q_ptr + first * (HQ * D) + h // (HS // HQ) * D
         k_base = k_ptr + first * (HK * D) + h // (HS // HK) * D
@@ -110,8 +104,8 @@ def key_gradients_kernel(
         for v0 in tl.range(0, V, BLOCK_V):
             do = load_tile(do_base, HS * V, count, v0, V, CHUNK, BLOCK_V, EVEN)  # [C, BV]
             v = load_tile(v_base, HV * V, count, v0, V, CHUNK, BLOCK_V, EVEN)  # [C, BV]
-            s = _load_state(states_ptr + state, d0, v0, D, V, BLOCK_K, BLOCK_V)  # [BK, BV]
-            ds = _load_state(dstates_ptr + state, d0, v0, D, V, BLOCK_K, BLOCK_V)  # [BK, BV]
+            s = load_state(states_ptr + state, d0, v0, D, V, BLOCK_K, BLOCK_V)  # [BK, BV]
+            ds = load_state(dstates_ptr + state, d0, v0, D, V, BLOCK_K, BLOCK_V)  # [BK, BV]
             dq = tl.dot(do, tl.trans(s), dq, input_precision=PRECISION)  # [C, BK]
             dk = tl.dot(v, tl.trans(ds), dk, input_precision=PRECISION)  # [C, BK]
             passed += tl.sum(s.to(tl.float32) * ds.to(tl.float32), axis=1)

@@ -36,14 +36,21 @@ def load_gates(ptr, low_ptr, rows, stride, column, WIDTH: tl.constexpr, COLUMNS:
 
 
 @triton.jit
+def between_rows(high, low, high2, low2, EXACT: tl.constexpr):
+    """The difference of gates."""
+    exponent = high - high2
+    if EXACT:
+        exponent += low - low2
+    return exponent
+
+
+@triton.jit
 def _about_middle(high, low, g_ptr, low_ptr, stride, count, column, D: tl.constexpr, CHUNK: tl.constexpr, BLOCK_K: tl.constexpr,
                   EXACT: tl.constexpr):
     """The exponents of a chunk's rows about its middle row, and whether that will do for the whole chunk."""
     middle = tl.zeros([1], tl.int32) + tl.minimum(CHUNK // 2, count - 1)  # [1]
     reference, reference_low = load_gates(g_ptr, low_ptr, middle, stride, column, D, BLOCK_K, EXACT)  # [1, BK] each
-    exponent = high - reference  # [C, BK]
-    if EXACT:
-        exponent += low - reference_low
+    exponent = between_rows(high, low, reference, reference_low, EXACT)  # [C, BK]
     return exponent, tl.max(tl.abs(exponent)) <= MOST_EXPONENT
 
 
@@ -55,9 +62,7 @@ def _about_halves(high, low, g_ptr, low_ptr, stride, count, column, level, D: tl
     r = tl.arange(0, CHUNK)  # [C]
     middle = tl.minimum((r >> level << level) + (1 << level >> 1), count - 1)  # [C], where the second half of a row's block starts
     reference, reference_low = load_gates(g_ptr, low_ptr, middle, stride, column, D, BLOCK_K, EXACT)  # [C, BK] each
-    exponent = high - reference  # [C, BK]
-    if EXACT:
-        exponent += low - reference_low
+    exponent = between_rows(high, low, reference, reference_low, EXACT)  # [C, BK]
     whole = tl.max(tl.abs(exponent)) <= MOST_EXPONENT  # []
     # The second half reads, the first one is read: what has no part in it gets the factor zero.
     second = ((r >> (level - 1)) & 1)[:, None] == 1  # [C, 1]
@@ -78,15 +83,6 @@ def edge_gates(g_ptr, low_ptr, stride, count, column, D: tl.constexpr, CHUNK: tl
     middle, middle_low = load_gates(g_ptr, low_ptr, one + tl.minimum(CHUNK // 2, count - 1), stride, column, D, BLOCK_K, EXACT)  # [1, BK]
     last, last_low = load_gates(g_ptr, low_ptr, one + (count - 1), stride, column, D, BLOCK_K, EXACT)  # [1, BK]
     return middle, middle_low, last, last_low
-
-
-@triton.jit
-def between_rows(high, low, high2, low2, EXACT: tl.constexpr):
-    """The difference of gates."""
-    exponent = high - high2
-    if EXACT:
-        exponent += low - low2
-    return exponent
 
 
 @triton.jit

@@ -5,15 +5,17 @@ import triton.language as tl
 
 from .tile import (
     between,
-    chunk_of,
+    chunk_tile,
     decays_of,
     from_start,
     KEY,
+    load_state,
     load_tile,
     load_vector,
     operand_of,
-    segment_starts,
+    products_of,
     store_tile,
+    visible_to,
 )
 
 
@@ -32,30 +34,14 @@ def out_kernel(
     `SCORES`: `A [.., HS, CHUNK]` is read, all of its columns, with scale, decay, mask and write strength in it; else made here. With a
     decay per key channel queries come with it, mask and scale inside.
     """
-    # A program: a chunk, `HEADS` heads, a tile of value channels (fastest).
-    tiles_v: tl.constexpr = (V + BLOCK_V - 1) // BLOCK_V
-    index = tl.program_id(0)
-    v0 = (index % tiles_v) * BLOCK_V
-    index = index // tiles_v
-    h0 = (index % (HS // HEADS)) * HEADS
-    index = index // (HS // HEADS)
-    first, count, seq = chunk_of(index, chunks_ptr, T, CHUNK, TABLE)
+    index, group, _tile, v0, first, count, seq = chunk_tile(chunks_ptr, T, HS // HEADS, V, BLOCK_V, CHUNK, TABLE)
+    h0 = group * HEADS
     q_base = q_ptr + first * (HQ * D) + h0 // (HS // HQ) * D
     k_base = k_ptr + first * (HK * D) + h0 // (HS // HK) * D
-    r = tl.arange(0, CHUNK)  # [C]
-    visible = (r[:, None] >= r[None, :]) & (r < count)[:, None]  # [C, C]
-    sees = tl.zeros([CHUNK], tl.float32) + SCALE  # [C]
-    if SEGMENTS:
-        starts = segment_starts(starts_ptr, first, count, seq, T, CHUNK)  # [C]
-        visible = visible & (r[None, :] >= starts[:, None])  # [C, C]
-        sees = tl.where(starts < 0, sees, 0.0)  # [C]
+    visible, sees = visible_to(starts_ptr, first, count, seq, T, CHUNK, SCALE, SEGMENTS)  # [C, C], [C]
     # q k^T, once for all the heads that share them.
     if not SCORES:
-        products = tl.zeros([CHUNK, CHUNK], tl.float32)  # [C, C]
-        for d0 in tl.static_range(0, D, BLOCK_K):
-            q = load_tile(q_base, HQ * D, count, d0, D, CHUNK, BLOCK_K, EVEN)  # [C, BK]
-            k = load_tile(k_base, HK * D, count, d0, D, CHUNK, BLOCK_K, EVEN)  # [C, BK]
-            products = tl.dot(q, tl.trans(k), products, input_precision=PRECISION)  # [C, C]
+        products = products_of(q_base, k_base, HQ * D, HK * D, count, D, CHUNK, BLOCK_K, EVEN, PRECISION)  # [C, C]
 
     for n in tl.range(0, HEADS):
         h = h0 + n
@@ -65,7 +51,7 @@ def out_kernel(
         out = tl.zeros([CHUNK, BLOCK_V], tl.float32)  # [C, BV]
         for d0 in tl.static_range(0, D, BLOCK_K):
             q = load_tile(q_base, HQ * D, count, d0, D, CHUNK, BLOCK_K, EVEN)  # [C, BK]
-            state = load_tile(states + d0 * V, V, D - d0, v0, V, BLOCK_K, BLOCK_V, D % BLOCK_K == 0)  # [BK, BV]
+            state = load_state(states, d0, v0, D, V, BLOCK_K, BLOCK_V)  # [BK, BV]
             out = tl.dot(q, state, out, input_precision=PRECISION)  # [C, BV]
         if DECAY != KEY:
             high, low, _rest, _whole = decays_of(  # [C], [C], [C], []

@@ -8,13 +8,14 @@ from .tile import (
     decays_of,
     from_start,
     last_start,
+    load_state,
     load_tile,
     load_vector,
     NONE,
     operand_of,
     SCALAR,
     segment_starts,
-    sequence_of,
+    state_tile,
     store_tile,
 )
 
@@ -30,18 +31,10 @@ def single_kernel(
     EXACT: tl.constexpr, PRECISION: tl.constexpr,
 ):
     """The outputs and the final state of one sequence and head, some value channels (`BLOCK_K >= D`)."""
-    # A program: a sequence, a state head, a tile of value channels (fastest).
-    tiles: tl.constexpr = (V + BLOCK_V - 1) // BLOCK_V
-    index = tl.program_id(0)
-    v0 = (index % tiles) * BLOCK_V
-    index = index // tiles
-    h = index % HS
-    seq = index // HS
-    first, length, _ = sequence_of(seq, bounds_ptr, T, CHUNK, TABLE)
-    own = index.to(tl.int64) * (D * V)  # the state's [D, V] among those of sequences and heads
+    seq, h, _d0, v0, first, length, _chunk, own = state_tile(bounds_ptr, T, HS, D, V, CHUNK, BLOCK_K, BLOCK_V, TABLE)
     state = tl.zeros([BLOCK_K, BLOCK_V], tl.float32)  # [BK, BV]
     if INITIAL:
-        state = load_tile(initial_ptr + own, V, D, v0, V, BLOCK_K, BLOCK_V, D == BLOCK_K).to(tl.float32)  # [BK, BV]
+        state = load_state(initial_ptr + own, 0, v0, D, V, BLOCK_K, BLOCK_V).to(tl.float32)  # [BK, BV]
     r = tl.arange(0, CHUNK)  # [C]
     c = v0 + tl.arange(0, BLOCK_V)  # [BV]
     if SKIP:

@@ -12,28 +12,19 @@ from .tile import (
     from_start,
     KEY,
     last_start,
+    load_carry,
+    load_state,
     load_tile,
     load_vector,
     NONE,
     operand_of,
-    sequence_of,
+    segment_starts,
+    state_tile,
     store_tile,
 )
 
 
 # fmt: off
-@triton.jit
-def _load_state(ptr, d0, v0, D: tl.constexpr, V: tl.constexpr, BLOCK_K: tl.constexpr, BLOCK_V: tl.constexpr):
-    return load_tile(ptr + d0 * V, V, D - d0, v0, V, BLOCK_K, BLOCK_V, D % BLOCK_K == 0)  # [BK, BV]
-
-
-@triton.jit
-def _load_carry(ptr, d0, D: tl.constexpr, BLOCK_K: tl.constexpr):
-    """What of each key channel is left after a chunk."""
-    d = d0 + tl.arange(0, BLOCK_K)  # [BK]
-    return tl.load(ptr + d, mask=d < D, other=0.0)  # [BK]
-
-
 @triton.jit
 def states_kernel(
     k_ptr, v_ptr, g_ptr, logs_ptr, carry_ptr, beta_ptr, initial_ptr, starts_ptr, bounds_ptr, T, TOKENS,
@@ -43,21 +34,10 @@ def states_kernel(
     INITIAL: tl.constexpr, SEGMENTS: tl.constexpr, TABLE: tl.constexpr, EVEN: tl.constexpr, EXACT: tl.constexpr, PRECISION: tl.constexpr,
 ):
     """The state at the start of each chunk and the final one."""
-    # A program: a sequence, a state head, a tile of key channels, one of value channels (fastest).
-    tiles_v: tl.constexpr = (V + BLOCK_V - 1) // BLOCK_V
-    tiles_k: tl.constexpr = (D + BLOCK_K - 1) // BLOCK_K
-    index = tl.program_id(0)
-    v0 = (index % tiles_v) * BLOCK_V
-    index = index // tiles_v
-    d0 = (index % tiles_k) * BLOCK_K
-    index = index // tiles_k
-    h = index % HS
-    seq = index // HS
-    first, length, chunk = sequence_of(seq, bounds_ptr, T, CHUNK, TABLE)
-    own = index.to(tl.int64) * (D * V)  # the state's [D, V] among those of sequences and heads
+    seq, h, d0, v0, first, length, chunk, own = state_tile(bounds_ptr, T, HS, D, V, CHUNK, BLOCK_K, BLOCK_V, TABLE)
     state = tl.zeros([BLOCK_K, BLOCK_V], tl.float32)  # [BK, BV]
     if INITIAL:
-        state = _load_state(initial_ptr + own, d0, v0, D, V, BLOCK_K, BLOCK_V).to(tl.float32)  # [BK, BV]
+        state = load_state(initial_ptr + own, d0, v0, D, V, BLOCK_K, BLOCK_V).to(tl.float32)  # [BK, BV]
 
     # S <- e^{G_C} S + sum_j k_j (e^{G_C - G_j} b_j v_j)^T, chunk by chunk.
     for c in tl.range(0, tl.cdiv(length, CHUNK)):
@@ -75,7 +55,7 @@ def states_kernel(
             carried = tl.where(start < 0, 1.0, 0.0)
         # With a decay per key channel the keys have theirs to the chunk's end inside; the chunk's is one a row of the state.
         if DECAY == KEY:
-            state *= _load_carry(carry_ptr + ((chunk + c) * HS + h) * D, d0, D, BLOCK_K)[:, None]
+            state *= load_carry(carry_ptr + ((chunk + c) * HS + h) * D, d0, D, BLOCK_K)[:, None]
         else:
             _high, _low, rest, whole = decays_of(g_ptr, logs_ptr, row, count, seq, h, TOKENS, HS, HG, CHUNK, DECAY, EVEN, EXACT)  # [C], [C], [C], []
             weight = tl.exp2(rest)  # [C]
@@ -98,19 +78,8 @@ def dstates_kernel(
     TABLE: tl.constexpr, EVEN: tl.constexpr, EXACT: tl.constexpr, PRECISION: tl.constexpr,
 ):
     """The gradient in the state at the end of each chunk and in the initial one."""
-    # A program: as of `states_kernel`.
-    tiles_v: tl.constexpr = (V + BLOCK_V - 1) // BLOCK_V
-    tiles_k: tl.constexpr = (D + BLOCK_K - 1) // BLOCK_K
-    index = tl.program_id(0)
-    v0 = (index % tiles_v) * BLOCK_V
-    index = index // tiles_v
-    d0 = (index % tiles_k) * BLOCK_K
-    index = index // tiles_k
-    h = index % HS
-    seq = index // HS
-    first, length, chunk = sequence_of(seq, bounds_ptr, T, CHUNK, TABLE)
-    own = index.to(tl.int64) * (D * V)  # the state's [D, V] among those of sequences and heads
-    state = _load_state(dfinal_ptr + own, d0, v0, D, V, BLOCK_K, BLOCK_V).to(tl.float32)  # [BK, BV]
+    seq, h, d0, v0, first, length, chunk, own = state_tile(bounds_ptr, T, HS, D, V, CHUNK, BLOCK_K, BLOCK_V, TABLE)
+    state = load_state(dfinal_ptr + own, d0, v0, D, V, BLOCK_K, BLOCK_V).to(tl.float32)  # [BK, BV]
 
     chunks = tl.cdiv(length, CHUNK)
     # dS <- e^{G_C} dS + sum_i scale e^{G_i} q_i do_i^T, from the last chunk to the first.
@@ -127,12 +96,11 @@ def dstates_kernel(
         # Only the segment open at the chunk's start reads the old state, which goes on only if that segment does.
         if SEGMENTS:
             start = last_start(starts_ptr, row, count, seq, T)
-            token = (row - seq.to(tl.int64) * T).to(tl.int32)  # the chunk's first, within its row of the batch
-            starts = tl.load(starts_ptr + row + tl.arange(0, CHUNK), mask=tl.arange(0, CHUNK) < count, other=0) - token  # [C]
+            starts = segment_starts(starts_ptr, row, count, seq, T, CHUNK)  # [C]
             sees = tl.where(starts < 0, sees, 0.0)  # [C]
             carried = tl.where(start < 0, 1.0, 0.0)
         if DECAY == KEY:
-            factor = _load_carry(carry_ptr + ((chunk + c) * HS + h) * D, d0, D, BLOCK_K)[:, None]  # [BK, 1]
+            factor = load_carry(carry_ptr + ((chunk + c) * HS + h) * D, d0, D, BLOCK_K)[:, None]  # [BK, 1]
         else:
             high, low, _rest, whole = decays_of(g_ptr, logs_ptr, row, count, seq, h, TOKENS, HS, HG, CHUNK, DECAY, EVEN, EXACT)  # [C], [C], [C], []
             read = from_start(high, low, DECAY, EXACT) * sees  # [C]

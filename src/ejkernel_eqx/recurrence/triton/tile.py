@@ -56,6 +56,34 @@ def sequence_of(seq, bounds_ptr, T, CHUNK: tl.constexpr, TABLE: tl.constexpr):
 
 
 @triton.jit
+def state_tile(bounds_ptr, T, HS: tl.constexpr, D: tl.constexpr, V: tl.constexpr, CHUNK: tl.constexpr, BLOCK_K: tl.constexpr,
+               BLOCK_V: tl.constexpr, TABLE: tl.constexpr):
+    """Of a program for each sequence, state head, tile of key channels and tile of value channels (fastest): the first two, the channels
+    where the tiles begin, what `sequence_of` gives, and where the state `[D, V]` begins among all."""
+    tiles_v: tl.constexpr = (V + BLOCK_V - 1) // BLOCK_V
+    tiles_k: tl.constexpr = (D + BLOCK_K - 1) // BLOCK_K
+    index = tl.program_id(0)
+    v0, index = index % tiles_v * BLOCK_V, index // tiles_v
+    d0, index = index % tiles_k * BLOCK_K, index // tiles_k
+    h, seq = index % HS, index // HS
+    first, length, chunk = sequence_of(seq, bounds_ptr, T, CHUNK, TABLE)
+    return seq, h, d0, v0, first, length, chunk, index.to(tl.int64) * (D * V)
+
+
+@triton.jit
+def chunk_tile(chunks_ptr, T, HEADS: tl.constexpr, WIDTH: tl.constexpr, BLOCK: tl.constexpr, CHUNK: tl.constexpr, TABLE: tl.constexpr):
+    """Of a program for each chunk, one of `HEADS` heads or groups of them and tile of `WIDTH` channels (fastest): the index of each, the
+    channel where the tile begins, and what `chunk_of` gives."""
+    tiles: tl.constexpr = (WIDTH + BLOCK - 1) // BLOCK
+    index = tl.program_id(0)
+    tile = index % tiles
+    start, index = tile * BLOCK, index // tiles
+    head, chunk = index % HEADS, index // HEADS
+    first, count, seq = chunk_of(chunk, chunks_ptr, T, CHUNK, TABLE)
+    return chunk, head, tile, start, first, count, seq
+
+
+@triton.jit
 def load_tile(ptr, stride, count, column, WIDTH: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr, EVEN: tl.constexpr):
     """`[ROWS, COLUMNS]` from `column` on of the rows at `ptr`, zero past `count` rows and `WIDTH` columns. `EVEN`: no row is past."""
     r = tl.arange(0, ROWS)[:, None]  # [ROWS, 1]
@@ -80,6 +108,19 @@ def store_tile(ptr, tile, stride, count, column, WIDTH: tl.constexpr, ROWS: tl.c
 
 
 @triton.jit
+def load_state(ptr, d0, v0, D: tl.constexpr, V: tl.constexpr, BLOCK_K: tl.constexpr, BLOCK_V: tl.constexpr):
+    """A tile of a state `[D, V]`, zero past its channels."""
+    return load_tile(ptr + d0 * V, V, D - d0, v0, V, BLOCK_K, BLOCK_V, D % BLOCK_K == 0)  # [BK, BV]
+
+
+@triton.jit
+def load_carry(ptr, d0, D: tl.constexpr, BLOCK_K: tl.constexpr):
+    """What of each key channel is left after a chunk."""
+    d = d0 + tl.arange(0, BLOCK_K)  # [BK]
+    return tl.load(ptr + d, mask=d < D, other=0.0)  # [BK]
+
+
+@triton.jit
 def operand_of(x, DTYPE: tl.constexpr, PRECISION: tl.constexpr):
     """What is computed in float32 as an operand of products. Float32 numbers that meet in one pass of `"tf32"` are rounded to its 11
     bits here: the hardware cuts them off, all towards zero, and sums over many tokens would show it."""
@@ -89,6 +130,18 @@ def operand_of(x, DTYPE: tl.constexpr, PRECISION: tl.constexpr):
         # The sum would turn the NaN of NVIDIA's devices, 0x7fffffff, into a zero.
         return tl.where(x == x, rounded.to(tl.float32, bitcast=True), x)
     return x.to(DTYPE)
+
+
+@triton.jit
+def products_of(a_ptr, b_ptr, a_stride, b_stride, count, D: tl.constexpr, CHUNK: tl.constexpr, BLOCK_K: tl.constexpr, EVEN: tl.constexpr,
+                PRECISION: tl.constexpr):
+    """The products of a chunk's rows of two operands, over all key channels."""
+    products = tl.zeros([CHUNK, CHUNK], tl.float32)  # [C, C]
+    for d in tl.static_range(0, D, BLOCK_K):
+        a = load_tile(a_ptr, a_stride, count, d, D, CHUNK, BLOCK_K, EVEN)  # [C, BK]
+        b = load_tile(b_ptr, b_stride, count, d, D, CHUNK, BLOCK_K, EVEN)  # [C, BK]
+        products = tl.dot(a, tl.trans(b), products, input_precision=PRECISION)  # [C, C]
+    return products
 
 
 @triton.jit
@@ -213,24 +266,20 @@ def to_end(high, low, CHUNK: tl.constexpr, DECAY: tl.constexpr, EXACT: tl.conste
 
 
 @triton.jit
-def between(high, low, visible, DECAY: tl.constexpr, EXACT: tl.constexpr):
-    """The factors from token j (column) to token i (row), zero where not `visible`."""
-    if DECAY == NONE:
-        return tl.where(visible, 1.0, 0.0)  # [C, C]
-    exponent = high[:, None] - high[None, :]  # [C, C]
-    if EXACT:
-        exponent += low[:, None] - low[None, :]
-    return tl.exp2(tl.where(visible, exponent, float("-inf")))  # [C, C]
+def _differences(x, TRANSPOSED: tl.constexpr):
+    if TRANSPOSED:
+        return x[None, :] - x[:, None]  # [C, C]
+    return x[:, None] - x[None, :]  # [C, C]
 
 
 @triton.jit
-def between_transposed(high, low, visible, DECAY: tl.constexpr, EXACT: tl.constexpr):
-    """The factors from token j (row) to token i (column), zero where not `visible`."""
+def between(high, low, visible, DECAY: tl.constexpr, EXACT: tl.constexpr, TRANSPOSED: tl.constexpr = False):
+    """The factors from token j (column, `TRANSPOSED` row) to token i (row, `TRANSPOSED` column), zero where not `visible`."""
     if DECAY == NONE:
         return tl.where(visible, 1.0, 0.0)  # [C, C]
-    exponent = high[None, :] - high[:, None]  # [C, C]
+    exponent = _differences(high, TRANSPOSED)  # [C, C]
     if EXACT:
-        exponent += low[None, :] - low[:, None]
+        exponent += _differences(low, TRANSPOSED)
     return tl.exp2(tl.where(visible, exponent, float("-inf")))  # [C, C]
 
 
@@ -241,6 +290,19 @@ def segment_starts(starts_ptr, first, count, seq, T, CHUNK: tl.constexpr):
     r = tl.arange(0, CHUNK)  # [C]
     token = (first - seq.to(tl.int64) * T).to(tl.int32)  # the chunk's first, within its row of the batch
     return tl.load(starts_ptr + first + r, mask=r < count, other=0) - token  # [C]
+
+
+@triton.jit
+def visible_to(starts_ptr, first, count, seq, T, CHUNK: tl.constexpr, SCALE: tl.constexpr, SEGMENTS: tl.constexpr):
+    """Which tokens j (columns) the tokens i (rows) of a chunk see, and `SCALE` for those that see the state that comes in, else zero."""
+    r = tl.arange(0, CHUNK)  # [C]
+    visible = (r[:, None] >= r[None, :]) & (r < count)[:, None]  # [C, C]
+    sees = tl.zeros([CHUNK], tl.float32) + SCALE  # [C]
+    if SEGMENTS:
+        starts = segment_starts(starts_ptr, first, count, seq, T, CHUNK)  # [C]
+        visible = visible & (r[None, :] >= starts[:, None])  # [C, C]
+        sees = tl.where(starts < 0, sees, 0.0)  # [C]
+    return visible, sees
 
 
 @triton.jit
