@@ -7,54 +7,50 @@ import triton
 import triton.language as tl
 
 from .tile import (
-    head_of,
+    head_scalars,
     keep,
     key_tiles,
-    Kind,
-    load_keys,
     load_rows,
-    load_values,
     OVER_HEADS,
     OVER_KEYS,
     OVER_QUERIES,
+    over_scores,
     program,
-    program_queries,
-    Queries,
     query_rows,
     query_tiles,
     scores,
-    Sizes,
     store_rows,
     visible,
 )
 
 
 @triton.jit
-def _weights(qk, lse, j, k_segment, queries, head, kind, size, MASKED: tl.constexpr, BOUND: tl.constexpr):
-    """The softmax weights of a tile, its tanh, and which of its entries are visible and which survive dropout."""
-    s, t = scores(qk, j, queries, head, kind, size)  # [BQ, BK] or [BK, BQ], all
+def _weights(qk, lse, i, j, position, start, end, q_segment, k_segment, slope, bias_ptr, mask_ptr, T, S,
+             SCALE: tl.constexpr, CAP: tl.constexpr, FAST_TANH: tl.constexpr, LEFT: tl.constexpr, RIGHT: tl.constexpr,
+             BIAS: tl.constexpr, ALIBI: tl.constexpr, MASK: tl.constexpr, ROWS: tl.constexpr, SEGMENTS: tl.constexpr,
+             FOLDED: tl.constexpr, MULTIPLIER: tl.constexpr, MASKED: tl.constexpr, BOUND: tl.constexpr):  # fmt: skip
+    """The softmax weights of a tile, its tanh, and which of its entries are visible."""
+    s, t = scores(qk, i, j, position, slope, bias_ptr, T, S, SCALE, CAP, FAST_TANH, BIAS, ALIBI, FOLDED)  # [BQ, BK] or [BK, BQ], both  # fmt: skip
     seen = True
     if MASKED:
-        seen = visible(j, k_segment, queries, head, kind, size, BOUND)
+        seen = visible(i, j, position, start, end, q_segment, k_segment, mask_ptr, T, S,
+                       LEFT, RIGHT, ROWS, SEGMENTS, MASK, BOUND)  # of the shape of qk  # fmt: skip
         s = tl.where(seen, s, float("-inf"))
-    p = tl.exp2(s * kind.MULTIPLIER - lse)
-    kept = True
-    if kind.DROPOUT > 0:
-        kept = keep(head, queries.position, j, kind.DROPOUT)
-    return p, t, seen, kept
+    return tl.exp2(s * MULTIPLIER - lse), t, seen  # of the shape of qk
 
 
 @triton.jit
-def _score_gradient(p, dp, delta, t, seen, kept, kind, MASKED: tl.constexpr):
+def _score_gradient(p, dp, delta, t, seen, kept,
+                    CAP: tl.constexpr, DROPOUT: tl.constexpr, KEEP_SCALE: tl.constexpr, MASKED: tl.constexpr):  # fmt: skip
     """Gradients of a tile's scores before (with respect to `scale * q . k`) and after the soft cap."""
-    if kind.DROPOUT > 0:
-        dp = tl.where(kept, dp * kind.KEEP_SCALE, 0.0)
+    if DROPOUT > 0:
+        dp = tl.where(kept, dp * KEEP_SCALE, 0.0)
     after = p * (dp - delta)  # ds = w (dp - delta), of the shape of p
     # What is not seen may hold NaN, which p = 0 does not stop.
     if MASKED:
         after = tl.where(seen, after, 0.0)
     before = after
-    if kind.CAP > 0:
+    if CAP > 0:
         before = after * (1.0 - t * t)  # d tanh = 1 - tanh^2
         if MASKED:
             before = tl.where(seen, before, 0.0)
@@ -64,24 +60,44 @@ def _score_gradient(p, dp, delta, t, seen, kept, kind, MASKED: tl.constexpr):
 @triton.jit
 def _query_gradient_tiles(
     dq, dslope, q, do, lse, delta, lo, hi, k_base, v_base,  # [BQ, BLOCK_D], [], [BQ, BLOCK_D], [BQ, BLOCK_V], [BQ], [BQ]
-    kv_segments_ptr, key_seen_ptr, queries, head, kind, size, MASKED: tl.constexpr,
+    bias_ptr, mask_ptr, kv_segments_ptr, key_seen_ptr, seed0, seed1, slope,
+    i, position, start, end, q_segment, T, S,  # the queries' numbers, [BQ, 1] each
+    K: tl.constexpr, D: tl.constexpr, V: tl.constexpr, BK: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_V: tl.constexpr,
+    SCALE: tl.constexpr, CAP: tl.constexpr, FAST_TANH: tl.constexpr, LEFT: tl.constexpr, RIGHT: tl.constexpr,
+    BIAS: tl.constexpr, ALIBI: tl.constexpr, MASK: tl.constexpr, ROWS: tl.constexpr, SEGMENTS: tl.constexpr,
+    DROPOUT: tl.constexpr, KEEP_SCALE: tl.constexpr, PRECISION: tl.constexpr, FOLDED: tl.constexpr, MULTIPLIER: tl.constexpr,
+    EVEN_Q: tl.constexpr, EVEN_K: tl.constexpr, MASKED: tl.constexpr,
 ):  # fmt: skip
     # Adds key tiles `lo .. hi` to the gradients of a query tile.
+    guarded: tl.constexpr = ROWS or SEGMENTS
     for n in tl.range(lo, hi):
-        j, k_segment, ok, k = load_keys(n, k_base, kv_segments_ptr, key_seen_ptr, kind, size, MASKED)
-        v = load_values(n, v_base, ok, kind, size, MASKED)  # [BK, BLOCK_V]
-        qk = tl.dot(q, tl.trans(k), input_precision=kind.PRECISION)  # [BQ, BK]
-        dp = tl.dot(do, tl.trans(v), input_precision=kind.PRECISION)  # [BQ, BK]
-        p, t, seen, kept = _weights(
-            qk, lse[:, None], j, k_segment, queries, head, kind, size, MASKED, not size.EVEN_K
-        )  # [BQ, BK]
-        ds, after = _score_gradient(p, dp, delta[:, None], t, seen, kept, kind, MASKED)  # [BQ, BK]
-        if kind.ALIBI:
-            dslope += tl.sum(tl.sum(after * (j - queries.position).to(tl.float32), axis=1), axis=0)
+        first = n * BK
+        columns = first + tl.arange(0, BK)  # [BK]
+        j = columns[None, :]  # [1, BK]
+        ok = columns < S  # [BK]
+        k_segment = j
+        # Keys that no query may see hold anything: they are not read.
+        if MASKED and guarded:
+            ok = ok & (tl.load(key_seen_ptr + columns, mask=ok, other=0) != 0)
+            if SEGMENTS:
+                k_segment = tl.load(kv_segments_ptr + columns, mask=columns < S, other=-1)[None, :]  # [1, BK]
+        k = load_rows(k_base, first, K * D, ok, S, D, BK, BLOCK_D, MASKED and not EVEN_K, MASKED and guarded)  # [BK, BLOCK_D]  # fmt: skip
+        v = load_rows(v_base, first, K * V, ok, S, V, BK, BLOCK_V, MASKED and not EVEN_K, MASKED and guarded)  # [BK, BLOCK_V]  # fmt: skip
+        qk = tl.dot(q, tl.trans(k), input_precision=PRECISION)  # [BQ, BK]
+        dp = tl.dot(do, tl.trans(v), input_precision=PRECISION)  # [BQ, BK]
+        p, t, seen = _weights(
+            qk, lse[:, None], i, j, position, start, end, q_segment, k_segment, slope, bias_ptr, mask_ptr, T, S, SCALE, CAP, FAST_TANH,
+            LEFT, RIGHT, BIAS, ALIBI, MASK, ROWS, SEGMENTS, FOLDED, MULTIPLIER, MASKED, not EVEN_K)  # [BQ, BK]  # fmt: skip
+        kept = True
+        if DROPOUT > 0:
+            kept = keep(seed0, seed1, position, j, DROPOUT)  # [BQ, BK]
+        ds, after = _score_gradient(p, dp, delta[:, None], t, seen, kept, CAP, DROPOUT, KEEP_SCALE, MASKED)  # [BQ, BK]  # fmt: skip
+        if ALIBI:
+            dslope += tl.sum(tl.sum(after * (j - position).to(tl.float32), axis=1), axis=0)
         # A key that no row of the tile sees may hold NaN, and 0 * NaN is NaN.
-        if MASKED and kind.MASK:
+        if MASKED and MASK:
             k = tl.where((tl.max(seen.to(tl.int32), axis=0) > 0)[:, None], k, 0.0)
-        dq = tl.dot(ds.to(k.dtype), k, dq, input_precision=kind.PRECISION)  # [BQ, BLOCK_D]
+        dq = tl.dot(ds.to(k.dtype), k, dq, input_precision=PRECISION)  # [BQ, BLOCK_D]
     return dq, dslope
 
 
@@ -99,11 +115,22 @@ def query_gradient_kernel(
     EVEN_Q: tl.constexpr, EVEN_K: tl.constexpr, GUARD: tl.constexpr, CLEAN: tl.constexpr, GROUP: tl.constexpr,
 ):  # fmt: skip
     """`dq` of one query tile and head, and the tile's share of the slope's gradient."""
-    m, count, b, h, rows, inside, queries = program_queries(
-        T, offset, position_ptr, start_ptr, end_ptr, q_segments_ptr, H, BQ, GROUP, ROWS, SEGMENTS)  # fmt: skip
-    head = head_of(slopes_ptr, seeds_ptr, bias_ptr, mask_ptr, b, h, bias_run, bias_rows, mask_run, mask_rows, T, S,
-                   H, ALIBI, DROPOUT, BIAS, MASK)  # fmt: skip
+    m, bh, count = program(T, BQ, GROUP)
+    m = count - 1 - m  # causal rows with the most keys first
+    b = (bh // H).to(tl.int64)
+    h = bh % H
     first = m * BQ
+    rows = first + tl.arange(0, BQ)  # [BQ]
+    i = rows[:, None]  # [BQ, 1]
+    inside = rows < T  # [BQ]
+
+    position, start, end, q_segment = query_rows(
+        rows, inside, offset, b, T, position_ptr, start_ptr, end_ptr, q_segments_ptr, ROWS, SEGMENTS)  # fmt: skip
+    position, start, end, q_segment = position[:, None], start[:, None], end[:, None], q_segment[:, None]  # [BQ, 1]  # fmt: skip
+    slope, seed0, seed1 = head_scalars(slopes_ptr, seeds_ptr, b, h, H, ALIBI, DROPOUT)
+    bias_row = over_scores(bias_ptr, b, h, bias_run, bias_rows, T, S, H, BIAS)
+    mask_row = over_scores(mask_ptr, b, h, mask_run, mask_rows, T, S, H, MASK)
+
     # What stays for all keys: the tile's queries, their cotangents and their terms of the softmax.
     q = load_rows(q_ptr + b * T * (H * D) + h * D, first, H * D, inside, T, D, BQ, BLOCK_D, not EVEN_Q, False)  # [BQ, BLOCK_D]  # fmt: skip
     do = load_rows(do_ptr + b * T * (H * V) + h * V, first, H * V, inside, T, V, BQ, BLOCK_V, not EVEN_Q, False)  # [BQ, BLOCK_V]  # fmt: skip
@@ -116,14 +143,21 @@ def query_gradient_kernel(
 
     # dq = scale * sum over keys of dx k: tiles in part seen, whole, in part seen, as in the forward kernel.
     table: tl.constexpr = ROWS or SEGMENTS
-    borders = key_tiles(tiles_ptr, b, m, offset, T, S, BQ, BK, LEFT, RIGHT, table, MASK)
-    for part in tl.static_range(3):
-        if (table or LEFT >= 0 or MASK, not MASK, not MASK)[part]:
-            dq, dslope = _query_gradient_tiles(
-                dq, dslope, q, do, lse, delta, borders[part], borders[part + 1], k_base, v_base, kv_segments_ptr + b * S, key_seen_ptr + b * S,
-                queries, head,
-                Kind(SCALE, CAP, FAST_TANH, LEFT, RIGHT, BIAS, ALIBI, MASK, ROWS, SEGMENTS, DROPOUT, KEEP_SCALE, PRECISION, FOLDED, MULTIPLIER),
-                Sizes(T, S, H, K, D, V, BLOCK_D, BLOCK_V, BQ, BK, EVEN_Q, EVEN_K), part != 1)  # fmt: skip
+    lo, full_lo, full_hi, hi = key_tiles(tiles_ptr, b, m, offset, T, S, BQ, BK, LEFT, RIGHT, table, MASK)
+    if table or LEFT >= 0 or MASK:
+        dq, dslope = _query_gradient_tiles(
+            dq, dslope, q, do, lse, delta, lo, full_lo, k_base, v_base, bias_row, mask_row, kv_segments_ptr + b * S, key_seen_ptr + b * S,
+            seed0, seed1, slope, i, position, start, end, q_segment, T, S, K, D, V, BK, BLOCK_D, BLOCK_V, SCALE, CAP, FAST_TANH,
+            LEFT, RIGHT, BIAS, ALIBI, MASK, ROWS, SEGMENTS, DROPOUT, KEEP_SCALE, PRECISION, FOLDED, MULTIPLIER, EVEN_Q, EVEN_K, True)  # fmt: skip
+    if not MASK:
+        dq, dslope = _query_gradient_tiles(
+            dq, dslope, q, do, lse, delta, full_lo, full_hi, k_base, v_base, bias_row, mask_row, kv_segments_ptr, key_seen_ptr,
+            seed0, seed1, slope, i, position, start, end, q_segment, T, S, K, D, V, BK, BLOCK_D, BLOCK_V, SCALE, CAP, FAST_TANH,
+            LEFT, RIGHT, BIAS, ALIBI, MASK, ROWS, SEGMENTS, DROPOUT, KEEP_SCALE, PRECISION, FOLDED, MULTIPLIER, EVEN_Q, EVEN_K, False)  # fmt: skip
+        dq, dslope = _query_gradient_tiles(
+            dq, dslope, q, do, lse, delta, full_hi, hi, k_base, v_base, bias_row, mask_row, kv_segments_ptr + b * S, key_seen_ptr + b * S,
+            seed0, seed1, slope, i, position, start, end, q_segment, T, S, K, D, V, BK, BLOCK_D, BLOCK_V, SCALE, CAP, FAST_TANH,
+            LEFT, RIGHT, BIAS, ALIBI, MASK, ROWS, SEGMENTS, DROPOUT, KEEP_SCALE, PRECISION, FOLDED, MULTIPLIER, EVEN_Q, EVEN_K, True)  # fmt: skip
 
     store_rows(dq_ptr + b * T * (H * D) + h * D, (dq * SCALE).to(dq_ptr.dtype.element_ty), first, H * D, T, D, BQ, BLOCK_D)  # fmt: skip
     if ALIBI:
@@ -133,55 +167,60 @@ def query_gradient_kernel(
 @triton.jit
 def _key_gradient_tiles(
     dk, dv, k, v, lo, hi, q_base, do_base, lse_base, delta_base,  # [BK, BLOCK_D], [BK, BLOCK_V], twice; where a head's rows begin
-    q_segments_ptr, start_ptr, end_ptr, position_ptr, query_seen_ptr, offset, j, k_segment,  # the keys' numbers, [BK, 1] each
-    head, kind, size, CLEAN: tl.constexpr, MASKED: tl.constexpr,
+    bias_ptr, mask_ptr, q_segments_ptr, start_ptr, end_ptr, position_ptr, query_seen_ptr, seed0, seed1, slope,
+    offset, j, k_segment, T, S,  # the keys' numbers, [BK, 1] each
+    H: tl.constexpr, D: tl.constexpr, V: tl.constexpr, BQ: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_V: tl.constexpr,
+    SCALE: tl.constexpr, CAP: tl.constexpr, FAST_TANH: tl.constexpr, LEFT: tl.constexpr, RIGHT: tl.constexpr,
+    BIAS: tl.constexpr, ALIBI: tl.constexpr, MASK: tl.constexpr, ROWS: tl.constexpr, SEGMENTS: tl.constexpr,
+    DROPOUT: tl.constexpr, KEEP_SCALE: tl.constexpr, PRECISION: tl.constexpr, FOLDED: tl.constexpr, MULTIPLIER: tl.constexpr,
+    EVEN_Q: tl.constexpr, EVEN_K: tl.constexpr, CLEAN: tl.constexpr, MASKED: tl.constexpr,
 ):  # fmt: skip
     # Adds query tiles `lo .. hi` of one head to the gradients of a key tile. Keys are the rows: dk and dv need no transposed weights.
-    guarded: tl.constexpr = MASKED and (kind.ROWS or kind.SEGMENTS)
+    guarded: tl.constexpr = ROWS or SEGMENTS
     for m in tl.range(lo, hi):
-        first = m * size.BQ
-        rows = first + tl.arange(0, size.BQ)  # [BQ]
+        first = m * BQ
+        rows = first + tl.arange(0, BQ)  # [BQ]
         i = rows[None, :]  # [1, BQ]
-        inside = rows < size.T  # [BQ]
+        inside = rows < T  # [BQ]
         ok = inside
         # Each [1, BQ]; as in `query_rows`, but read only where looked at.
         position = i + offset
         start = i
         end = i
         q_segment = i
-        if kind.ROWS:
-            if MASKED or kind.ALIBI or kind.DROPOUT > 0:
+        if ROWS:
+            if MASKED or ALIBI or DROPOUT > 0:
                 position = tl.load(position_ptr + rows, mask=inside, other=0)[None, :]
         # Queries that see nothing hold anything: they are not read.
-        if guarded:
+        if MASKED and guarded:
             ok = ok & (tl.load(query_seen_ptr + rows, mask=inside, other=0) != 0)
-            if kind.ROWS:
+            if ROWS:
                 start = tl.load(start_ptr + rows, mask=inside, other=0)[None, :]
                 end = tl.load(end_ptr + rows, mask=inside, other=0)[None, :]
-            if kind.SEGMENTS:
+            if SEGMENTS:
                 q_segment = tl.load(q_segments_ptr + rows, mask=inside, other=-1)[None, :]
-        queries = Queries(i, position, start, end, q_segment)
-        bound: tl.constexpr = not size.EVEN_Q
-        q = load_rows(q_base, first, size.H * size.D, ok, size.T, size.D, size.BQ, size.BLOCK_D, bound, guarded)  # [BQ, BLOCK_D]  # fmt: skip
-        do = load_rows(do_base, first, size.H * size.V, ok, size.T, size.V, size.BQ, size.BLOCK_V, bound, guarded)  # [BQ, BLOCK_V]  # fmt: skip
+        q = load_rows(q_base, first, H * D, ok, T, D, BQ, BLOCK_D, not EVEN_Q, MASKED and guarded)  # [BQ, BLOCK_D]  # fmt: skip
+        do = load_rows(do_base, first, H * V, ok, T, V, BQ, BLOCK_V, not EVEN_Q, MASKED and guarded)  # [BQ, BLOCK_V]  # fmt: skip
         lse = tl.load(lse_base + rows, mask=inside, other=float("inf"))  # [BQ]
         delta = tl.load(delta_base + rows, mask=inside, other=0.0)  # [BQ]
-        qk = tl.dot(k, tl.trans(q), input_precision=kind.PRECISION)  # [BK, BQ]
-        dp = tl.dot(v, tl.trans(do), input_precision=kind.PRECISION)  # [BK, BQ]
-        p, t, seen, kept = _weights(
-            qk, lse[None, :], j, k_segment, queries, head, kind, size, MASKED, False
-        )  # [BK, BQ]
+        qk = tl.dot(k, tl.trans(q), input_precision=PRECISION)  # [BK, BQ]
+        dp = tl.dot(v, tl.trans(do), input_precision=PRECISION)  # [BK, BQ]
+        p, t, seen = _weights(
+            qk, lse[None, :], i, j, position, start, end, q_segment, k_segment, slope, bias_ptr, mask_ptr, T, S, SCALE, CAP, FAST_TANH,
+            LEFT, RIGHT, BIAS, ALIBI, MASK, ROWS, SEGMENTS, FOLDED, MULTIPLIER, MASKED, False)  # [BK, BQ]  # fmt: skip
+        kept = True
         dropped = p
-        if kind.DROPOUT > 0:
-            dropped = tl.where(kept, p * kind.KEEP_SCALE, 0.0)  # [BK, BQ]
+        if DROPOUT > 0:
+            kept = keep(seed0, seed1, position, j, DROPOUT)  # [BK, BQ]
+            dropped = tl.where(kept, p * KEEP_SCALE, 0.0)  # [BK, BQ]
         # A query that sees no key of the tile may hold NaN, and 0 * NaN is NaN.
         if MASKED and CLEAN:
             row_seen = tl.max(seen.to(tl.int32), axis=0) > 0  # [BQ]
             q = tl.where(row_seen[:, None], q, 0.0)
             do = tl.where(row_seen[:, None], do, 0.0)
-        dv = tl.dot(dropped.to(do.dtype), do, dv, input_precision=kind.PRECISION)  # [BK, BLOCK_V]
-        ds, _ = _score_gradient(p, dp, delta[None, :], t, seen, kept, kind, MASKED)  # [BK, BQ]
-        dk = tl.dot(ds.to(q.dtype), q, dk, input_precision=kind.PRECISION)  # [BK, BLOCK_D]
+        dv = tl.dot(dropped.to(do.dtype), do, dv, input_precision=PRECISION)  # [BK, BLOCK_V]
+        ds, _ = _score_gradient(p, dp, delta[None, :], t, seen, kept, CAP, DROPOUT, KEEP_SCALE, MASKED)  # [BK, BQ]  # fmt: skip
+        dk = tl.dot(ds.to(q.dtype), q, dk, input_precision=PRECISION)  # [BK, BLOCK_D]
     return dk, dv
 
 
@@ -215,33 +254,36 @@ def key_gradient_kernel(
 
     # dv = sum of drop(w) do, dk = scale * sum of dx q: over the heads of the group, and of each over the query tiles that see this one.
     table: tl.constexpr = ROWS or SEGMENTS
-    borders = query_tiles(tiles_ptr, b, n, offset, T, S, BQ, BK, LEFT, RIGHT, table, MASK)
+    lo, full_lo, full_hi, hi = query_tiles(tiles_ptr, b, n, offset, T, S, BQ, BK, LEFT, RIGHT, table, MASK)
     for h in range(kh * (H // K), (kh + 1) * (H // K)):
-        head = head_of(slopes_ptr, seeds_ptr, bias_ptr, mask_ptr, b, h, bias_run, bias_rows, mask_run, mask_rows, T, S,
-                       H, ALIBI, DROPOUT, BIAS, MASK)  # fmt: skip
+        slope, seed0, seed1 = head_scalars(slopes_ptr, seeds_ptr, b, h, H, ALIBI, DROPOUT)
+        bias_row = over_scores(bias_ptr, b, h, bias_run, bias_rows, T, S, H, BIAS)
+        mask_row = over_scores(mask_ptr, b, h, mask_run, mask_rows, T, S, H, MASK)
         q_base = q_ptr + b * T * (H * D) + h * D
         do_base = do_ptr + b * T * (H * V) + h * V
         lse_base = lse_ptr + (b * H + h) * T
         delta_base = delta_ptr + (b * H + h) * T
-        for part in tl.static_range(3):
-            if (table or RIGHT >= 0 or MASK, not MASK, not MASK and (table or LEFT >= 0))[part]:
+        if table or RIGHT >= 0 or MASK:
+            dk, dv = _key_gradient_tiles(
+                dk, dv, k, v, lo, full_lo, q_base, do_base, lse_base, delta_base, bias_row, mask_row, q_segments_ptr + b * T,
+                start_ptr + b * T, end_ptr + b * T, position_ptr + b * T, query_seen_ptr + b * T, seed0, seed1, slope, offset, j, k_segment,
+                T, S, H, D, V, BQ, BLOCK_D, BLOCK_V, SCALE, CAP, FAST_TANH, LEFT, RIGHT, BIAS, ALIBI, MASK, ROWS, SEGMENTS, DROPOUT,
+                KEEP_SCALE, PRECISION, FOLDED, MULTIPLIER, EVEN_Q, EVEN_K, CLEAN, True)  # fmt: skip
+        if not MASK:
+            dk, dv = _key_gradient_tiles(
+                dk, dv, k, v, full_lo, full_hi, q_base, do_base, lse_base, delta_base, bias_row, mask_row, q_segments_ptr + b * T,
+                start_ptr + b * T, end_ptr + b * T, position_ptr + b * T, query_seen_ptr + b * T, seed0, seed1, slope, offset, j, k_segment,
+                T, S, H, D, V, BQ, BLOCK_D, BLOCK_V, SCALE, CAP, FAST_TANH, LEFT, RIGHT, BIAS, ALIBI, MASK, ROWS, SEGMENTS, DROPOUT,
+                KEEP_SCALE, PRECISION, FOLDED, MULTIPLIER, EVEN_Q, EVEN_K, CLEAN, False)  # fmt: skip
+            if table or LEFT >= 0:
                 dk, dv = _key_gradient_tiles(
-                    dk, dv, k, v, borders[part], borders[part + 1], q_base, do_base, lse_base, delta_base, q_segments_ptr + b * T,
-                    start_ptr + b * T, end_ptr + b * T, position_ptr + b * T, query_seen_ptr + b * T, offset, j, k_segment, head,
-                    Kind(SCALE, CAP, FAST_TANH, LEFT, RIGHT, BIAS, ALIBI, MASK, ROWS, SEGMENTS, DROPOUT, KEEP_SCALE, PRECISION, FOLDED, MULTIPLIER),
-                    Sizes(T, S, H, K, D, V, BLOCK_D, BLOCK_V, BQ, BK, EVEN_Q, EVEN_K), CLEAN, part != 1)  # fmt: skip
+                    dk, dv, k, v, full_hi, hi, q_base, do_base, lse_base, delta_base, bias_row, mask_row, q_segments_ptr + b * T,
+                    start_ptr + b * T, end_ptr + b * T, position_ptr + b * T, query_seen_ptr + b * T, seed0, seed1, slope, offset, j,
+                    k_segment, T, S, H, D, V, BQ, BLOCK_D, BLOCK_V, SCALE, CAP, FAST_TANH, LEFT, RIGHT, BIAS, ALIBI, MASK, ROWS,
+                    SEGMENTS, DROPOUT, KEEP_SCALE, PRECISION, FOLDED, MULTIPLIER, EVEN_Q, EVEN_K, CLEAN, True)  # fmt: skip
 
     store_rows(dk_ptr + b * S * (K * D) + kh * D, (dk * SCALE).to(dk_ptr.dtype.element_ty), first, K * D, S, D, BK, BLOCK_D)  # fmt: skip
     store_rows(dv_ptr + b * S * (K * V) + kh * V, dv.to(dv_ptr.dtype.element_ty), first, K * V, S, V, BK, BLOCK_V)  # fmt: skip
-
-
-@triton.jit
-def _add_score_gradient(total, qk, dp, lse, delta, j, k_segment, queries, head, kind, size):
-    p, t, seen, kept = _weights(
-        qk, lse[:, None], j, k_segment, queries, head, kind, size, True, True
-    )  # [BQ, BK]
-    _, after = _score_gradient(p, dp, delta[:, None], t, seen, kept, kind, True)  # [BQ, BK]
-    return total + after
 
 
 @triton.jit
@@ -287,12 +329,16 @@ def bias_gradient_kernel(
         batch = (reader // bias_run * bias_rows + bias_row) * bias_run + reader % bias_run
         b = (tl.zeros([], tl.int32) + batch).to(tl.int64)
         for h in range(head_lo, head_hi):
-            head = head_of(slopes_ptr, seeds_ptr, bias_ptr, mask_ptr, b, h, bias_run, bias_rows, mask_run, mask_rows, T, S,
-                           H, ALIBI, DROPOUT, BIAS, MASK)  # fmt: skip
+            slope, seed0, seed1 = head_scalars(slopes_ptr, seeds_ptr, b, h, H, ALIBI, DROPOUT)
+            bias = over_scores(bias_ptr, b, h, bias_run, bias_rows, T, S, H, BIAS)
+            mask = over_scores(mask_ptr, b, h, mask_run, mask_rows, T, S, H, MASK)
             for query_tile in range(m_lo, m_hi):
                 rows = query_tile * BQ + tl.arange(0, BQ)  # [BQ]
-                inside, queries = query_rows(
-                    rows, offset, b, T, position_ptr, start_ptr, end_ptr, q_segments_ptr, ROWS, SEGMENTS)  # [BQ], [BQ, 1] each  # fmt: skip
+                i = rows[:, None]  # [BQ, 1]
+                inside = rows < T  # [BQ]
+                position, start, end, q_segment = query_rows(
+                    rows, inside, offset, b, T, position_ptr, start_ptr, end_ptr, q_segments_ptr, ROWS, SEGMENTS)  # fmt: skip
+                position, start, end, q_segment = position[:, None], start[:, None], end[:, None], q_segment[:, None]  # [BQ, 1]  # fmt: skip
                 q = load_rows(
                     q_ptr + b * T * (H * D) + h * D, query_tile * BQ, H * D, inside, T, D, BQ, BLOCK_D, True, False)  # [BQ, BLOCK_D]  # fmt: skip
                 do = load_rows(
@@ -312,10 +358,14 @@ def bias_gradient_kernel(
                         v_ptr + b * S * (K * V) + kh * V, key_tile * BK, K * V, inside, S, V, BK, BLOCK_V, True, False)  # [BK, BLOCK_V]  # fmt: skip
                     qk = tl.dot(q, tl.trans(k), input_precision=PRECISION)  # [BQ, BK]
                     dp = tl.dot(do, tl.trans(v), input_precision=PRECISION)  # [BQ, BK]
-                    total = _add_score_gradient(
-                        total, qk, dp, lse, delta, j, k_segment, queries, head,
-                        Kind(SCALE, CAP, FAST_TANH, LEFT, RIGHT, BIAS, ALIBI, MASK, ROWS, SEGMENTS, DROPOUT, KEEP_SCALE, PRECISION, FOLDED, MULTIPLIER),
-                        Sizes(T, S, H, K, D, V, BLOCK_D, BLOCK_V, BQ, BK, EVEN_Q, EVEN_K))  # [BQ, BK]  # fmt: skip
+                    p, t, seen = _weights(
+                        qk, lse[:, None], i, j, position, start, end, q_segment, k_segment, slope, bias, mask, T, S, SCALE, CAP, FAST_TANH,
+                        LEFT, RIGHT, BIAS, ALIBI, MASK, ROWS, SEGMENTS, FOLDED, MULTIPLIER, True, True)  # [BQ, BK]  # fmt: skip
+                    kept = True
+                    if DROPOUT > 0:
+                        kept = keep(seed0, seed1, position, j, DROPOUT)  # [BQ, BK]
+                    _, after = _score_gradient(p, dp, delta[:, None], t, seen, kept, CAP, DROPOUT, KEEP_SCALE, True)  # fmt: skip
+                    total += after  # [BQ, BK]
 
     # Stored once, by its one owner; what the bias lacks is summed last.
     rows = m * BQ + tl.arange(0, BQ)

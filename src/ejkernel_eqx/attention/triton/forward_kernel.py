@@ -5,16 +5,14 @@ import triton.language as tl
 
 from ...launch.constants import LN2, LOG2E
 from .tile import (
-    head_of,
+    head_scalars,
     keep,
     key_tiles,
-    Kind,
-    load_keys,
     load_rows,
-    load_values,
-    program_queries,
+    over_scores,
+    program,
+    query_rows,
     scores,
-    Sizes,
     store_rows,
     visible,
 )
@@ -23,34 +21,52 @@ from .tile import (
 @triton.jit
 def _attend_tiles(
     acc, total, top, q, lo, hi, k_base, v_base,  # [BQ, BLOCK_V], [BQ], [BQ], [BQ, BLOCK_D]; where a head's rows begin
-    kv_segments_ptr, key_seen_ptr, queries, head, kind, size, GUARD: tl.constexpr, MASKED: tl.constexpr,
+    bias_ptr, mask_ptr, kv_segments_ptr, key_seen_ptr, seed0, seed1, slope,
+    i, position, start, end, q_segment, T, S,  # the queries' numbers, [BQ, 1] each
+    K: tl.constexpr, D: tl.constexpr, V: tl.constexpr, BK: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_V: tl.constexpr,
+    SCALE: tl.constexpr, CAP: tl.constexpr, FAST_TANH: tl.constexpr, LEFT: tl.constexpr, RIGHT: tl.constexpr,
+    BIAS: tl.constexpr, ALIBI: tl.constexpr, MASK: tl.constexpr, ROWS: tl.constexpr, SEGMENTS: tl.constexpr,
+    DROPOUT: tl.constexpr, KEEP_SCALE: tl.constexpr, PRECISION: tl.constexpr, FOLDED: tl.constexpr, MULTIPLIER: tl.constexpr,
+    EVEN_K: tl.constexpr, GUARD: tl.constexpr, MASKED: tl.constexpr,
 ):  # fmt: skip
     """Adds key tiles `lo .. hi` to the running sum, denominator and maximum of a query tile."""
+    guarded: tl.constexpr = ROWS or SEGMENTS
     for n in tl.range(lo, hi):
-        j, k_segment, ok, k = load_keys(n, k_base, kv_segments_ptr, key_seen_ptr, kind, size, MASKED)
-        qk = tl.dot(q, tl.trans(k), input_precision=kind.PRECISION)  # [BQ, BK]
-        s, _ = scores(qk, j, queries, head, kind, size)  # [BQ, BK]
-        v = load_values(n, v_base, ok, kind, size, MASKED)  # [BK, BLOCK_V]
+        first = n * BK
+        columns = first + tl.arange(0, BK)  # [BK]
+        j = columns[None, :]  # [1, BK]
+        ok = columns < S  # [BK]
+        k_segment = j
+        # Keys that no query may see hold anything: they are not read.
+        if MASKED and guarded:
+            ok = ok & (tl.load(key_seen_ptr + columns, mask=ok, other=0) != 0)
+            if SEGMENTS:
+                k_segment = tl.load(kv_segments_ptr + columns, mask=columns < S, other=-1)[None, :]  # [1, BK]
+        k = load_rows(k_base, first, K * D, ok, S, D, BK, BLOCK_D, MASKED and not EVEN_K, MASKED and guarded)  # [BK, BLOCK_D]  # fmt: skip
+        qk = tl.dot(q, tl.trans(k), input_precision=PRECISION)  # [BQ, BK]
+        s, _ = scores(qk, i, j, position, slope, bias_ptr, T, S, SCALE, CAP, FAST_TANH, BIAS, ALIBI, FOLDED)  # [BQ, BK]  # fmt: skip
+        v = load_rows(v_base, first, K * V, ok, S, V, BK, BLOCK_V, MASKED and not EVEN_K, MASKED and guarded)  # [BK, BLOCK_V]  # fmt: skip
         if MASKED:
-            seen = visible(j, k_segment, queries, head, kind, size, not size.EVEN_K)  # [BQ, BK]
+            seen = visible(i, j, position, start, end, q_segment, k_segment, mask_ptr, T, S, LEFT, RIGHT, ROWS, SEGMENTS, MASK,
+                           not EVEN_K)  # [BQ, BK]  # fmt: skip
             s = tl.where(seen, s, float("-inf"))
-            if kind.MASK:
+            if MASK:
                 # A key that no row of the tile sees may hold NaN, and 0 * NaN is NaN.
                 v = tl.where((tl.max(seen.to(tl.int32), axis=0) > 0)[:, None], v, 0.0)
         # Online softmax: the weights are relative to the new maximum, sums of before shrink by `alpha`.
-        new_top = tl.maximum(top, tl.max(s, axis=1) * kind.MULTIPLIER)  # [BQ]
+        new_top = tl.maximum(top, tl.max(s, axis=1) * MULTIPLIER)  # [BQ]
         shift = new_top
         if GUARD:
             # Rows that have seen nothing yet: minus infinity from minus infinity is NaN.
             shift = tl.where(new_top == float("-inf"), 0.0, new_top)  # [BQ]
-        p = tl.exp2(s * kind.MULTIPLIER - shift[:, None])  # [BQ, BK]
+        p = tl.exp2(s * MULTIPLIER - shift[:, None])  # [BQ, BK]
         alpha = tl.exp2(top - shift)  # [BQ]
         total = total * alpha + tl.sum(p, axis=1)  # [BQ]
         # Dropout thins out the weights of values, not the denominator.
-        if kind.DROPOUT > 0:
-            p = tl.where(keep(head, queries.position, j, kind.DROPOUT), p * kind.KEEP_SCALE, 0.0)  # [BQ, BK]
+        if DROPOUT > 0:
+            p = tl.where(keep(seed0, seed1, position, j, DROPOUT), p * KEEP_SCALE, 0.0)  # [BQ, BK]
         acc = acc * alpha[:, None]
-        acc = tl.dot(p.to(v.dtype), v, acc, input_precision=kind.PRECISION)  # [BQ, BLOCK_V]
+        acc = tl.dot(p.to(v.dtype), v, acc, input_precision=PRECISION)  # [BQ, BLOCK_V]
         top = new_top
     return acc, total, top
 
@@ -69,11 +85,23 @@ def forward_kernel(
     DROPOUT: tl.constexpr, KEEP_SCALE: tl.constexpr, PRECISION: tl.constexpr, FOLDED: tl.constexpr, MULTIPLIER: tl.constexpr,
     EVEN_Q: tl.constexpr, EVEN_K: tl.constexpr, GUARD: tl.constexpr, CLEAN: tl.constexpr, GROUP: tl.constexpr,
 ):  # fmt: skip
-    m, _, b, h, rows, inside, queries = program_queries(
-        T, offset, position_ptr, start_ptr, end_ptr, q_segments_ptr, H, BQ, GROUP, ROWS, SEGMENTS)  # fmt: skip
-    head = head_of(slopes_ptr, seeds_ptr, bias_ptr, mask_ptr, b, h, bias_run, bias_rows, mask_run, mask_rows, T, S,
-                   H, ALIBI, DROPOUT, BIAS, MASK)  # fmt: skip
+    m, bh, count = program(T, BQ, GROUP)
+    m = count - 1 - m  # causal rows with the most keys first
+    b = (bh // H).to(tl.int64)
+    h = bh % H
     first = m * BQ
+    rows = first + tl.arange(0, BQ)  # [BQ]
+    i = rows[:, None]  # [BQ, 1]
+    inside = rows < T  # [BQ]
+
+    # What decides what these queries see, and what their scores have besides q . k.
+    position, start, end, q_segment = query_rows(
+        rows, inside, offset, b, T, position_ptr, start_ptr, end_ptr, q_segments_ptr, ROWS, SEGMENTS)  # fmt: skip
+    position, start, end, q_segment = position[:, None], start[:, None], end[:, None], q_segment[:, None]  # [BQ, 1]  # fmt: skip
+    slope, seed0, seed1 = head_scalars(slopes_ptr, seeds_ptr, b, h, H, ALIBI, DROPOUT)
+    bias_row = over_scores(bias_ptr, b, h, bias_run, bias_rows, T, S, H, BIAS)
+    mask_row = over_scores(mask_ptr, b, h, mask_run, mask_rows, T, S, H, MASK)
+
     q = load_rows(q_ptr + b * T * (H * D) + h * D, first, H * D, inside, T, D, BQ, BLOCK_D, not EVEN_Q, False)  # [BQ, BLOCK_D]  # fmt: skip
     k_base = k_ptr + b * S * (K * D) + (h // (H // K)) * D
     v_base = v_ptr + b * S * (K * V) + (h // (H // K)) * V
@@ -88,13 +116,22 @@ def forward_kernel(
 
     # Most tiles are seen whole and take no mask: three loops, as masking is compiled in or out.
     table: tl.constexpr = ROWS or SEGMENTS
-    borders = key_tiles(tiles_ptr, b, m, offset, T, S, BQ, BK, LEFT, RIGHT, table, MASK)
-    for part in tl.static_range(3):
-        if (table or LEFT >= 0 or MASK, not MASK, not MASK and (table or RIGHT >= 0 or not EVEN_K))[part]:
+    lo, full_lo, full_hi, hi = key_tiles(tiles_ptr, b, m, offset, T, S, BQ, BK, LEFT, RIGHT, table, MASK)
+    if table or LEFT >= 0 or MASK:
+        acc, total, top = _attend_tiles(
+            acc, total, top, q, lo, full_lo, k_base, v_base, bias_row, mask_row, kv_segments_ptr + b * S, key_seen_ptr + b * S,
+            seed0, seed1, slope, i, position, start, end, q_segment, T, S, K, D, V, BK, BLOCK_D, BLOCK_V, SCALE, CAP, FAST_TANH, LEFT, RIGHT,
+            BIAS, ALIBI, MASK, ROWS, SEGMENTS, DROPOUT, KEEP_SCALE, PRECISION, FOLDED, MULTIPLIER, EVEN_K, GUARD, True)  # fmt: skip
+    if not MASK:
+        acc, total, top = _attend_tiles(
+            acc, total, top, q, full_lo, full_hi, k_base, v_base, bias_row, mask_row, kv_segments_ptr, key_seen_ptr,
+            seed0, seed1, slope, i, position, start, end, q_segment, T, S, K, D, V, BK, BLOCK_D, BLOCK_V, SCALE, CAP, FAST_TANH, LEFT, RIGHT,
+            BIAS, ALIBI, MASK, ROWS, SEGMENTS, DROPOUT, KEEP_SCALE, PRECISION, FOLDED, MULTIPLIER, EVEN_K, GUARD, False)  # fmt: skip
+        if table or RIGHT >= 0 or not EVEN_K:
             acc, total, top = _attend_tiles(
-                acc, total, top, q, borders[part], borders[part + 1], k_base, v_base, kv_segments_ptr + b * S, key_seen_ptr + b * S, queries, head,
-                Kind(SCALE, CAP, FAST_TANH, LEFT, RIGHT, BIAS, ALIBI, MASK, ROWS, SEGMENTS, DROPOUT, KEEP_SCALE, PRECISION, FOLDED, MULTIPLIER),
-                Sizes(T, S, H, K, D, V, BLOCK_D, BLOCK_V, BQ, BK, EVEN_Q, EVEN_K), GUARD, part != 1)  # fmt: skip
+                acc, total, top, q, full_hi, hi, k_base, v_base, bias_row, mask_row, kv_segments_ptr + b * S, key_seen_ptr + b * S,
+                seed0, seed1, slope, i, position, start, end, q_segment, T, S, K, D, V, BK, BLOCK_D, BLOCK_V, SCALE, CAP, FAST_TANH, LEFT, RIGHT,
+                BIAS, ALIBI, MASK, ROWS, SEGMENTS, DROPOUT, KEEP_SCALE, PRECISION, FOLDED, MULTIPLIER, EVEN_K, GUARD, True)  # fmt: skip
 
     # out = acc / total, lse = top + log(total); 0 and minus infinity for a row that saw nothing.
     some = total > 0  # [BQ]

@@ -4,8 +4,6 @@ A tile is `[BQ, BK]` or, where keys are the rows, `[BK, BQ]`: the functions belo
 broadcast either way, and comments say `[BQ, BK]` for both. Scores are kept in units of log2, so that `exp2` needs no further multiplication.
 """
 
-from collections import namedtuple
-
 import triton
 import triton.language as tl
 
@@ -18,17 +16,6 @@ OVER_BATCH, OVER_HEADS, OVER_QUERIES, OVER_KEYS, SHARED = (tl.constexpr(2 << axi
 PHILOX_ROUNDS = tl.constexpr(philox.ROUNDS)
 PHILOX_M0, PHILOX_M1 = (tl.constexpr(word) for word in philox.MULTIPLIERS)
 PHILOX_W0, PHILOX_W1 = (tl.constexpr(word) for word in philox.WEYL)
-
-# What travels together. A `Kind` are the kernels' constants of these names, `Sizes` too but for `T` and `S`.
-Kind = namedtuple(
-    "Kind",
-    "SCALE CAP FAST_TANH LEFT RIGHT BIAS ALIBI MASK ROWS SEGMENTS DROPOUT KEEP_SCALE PRECISION FOLDED MULTIPLIER",
-)
-Sizes = namedtuple("Sizes", "T S H K D V BLOCK_D BLOCK_V BQ BK EVEN_Q EVEN_K")
-# Row, position, key range and segment of a tile's queries, each shaped to broadcast to the tile.
-Queries = namedtuple("Queries", "i position start end segment")
-# Of a head: its ALiBi slope, the two words of its seed, where its bias and its mask begin.
-Head = namedtuple("Head", "slope seed0 seed1 bias_ptr mask_ptr")
 
 
 @triton.jit
@@ -43,11 +30,9 @@ def tanh(x, APPROXIMATE: tl.constexpr):
 
 
 @triton.jit
-def query_rows(rows, offset, b, T, position_ptr, start_ptr, end_ptr, q_segments_ptr,  # rows [BQ]
+def query_rows(rows, inside, offset, b, T, position_ptr, start_ptr, end_ptr, q_segments_ptr,  # rows [BQ]
                ROWS: tl.constexpr, SEGMENTS: tl.constexpr):  # fmt: skip
-    """Which of a vector of queries there are, `[BQ]`, and their numbers, as columns; what a call does not have is never read."""
-    i = rows[:, None]  # [BQ, 1]
-    inside = rows < T  # [BQ]
+    """Position, key range and segment of a vector of queries; what a call does not have is never read."""
     # Numbers that nothing looks at stand for what a call does not have.
     position = rows + offset  # [BQ], as all four
     start = rows
@@ -59,26 +44,12 @@ def query_rows(rows, offset, b, T, position_ptr, start_ptr, end_ptr, q_segments_
         end = tl.load(end_ptr + b * T + rows, mask=inside, other=0)
     if SEGMENTS:
         segment = tl.load(q_segments_ptr + b * T + rows, mask=inside, other=-1)  # -1, as padding has
-    return inside, Queries(i, position[:, None], start[:, None], end[:, None], segment[:, None])  # [BQ], [BQ, 1] each  # fmt: skip
+    return position, start, end, segment
 
 
 @triton.jit
-def program_queries(T, offset, position_ptr, start_ptr, end_ptr, q_segments_ptr,
-                    H: tl.constexpr, BQ: tl.constexpr, GROUP: tl.constexpr, ROWS: tl.constexpr, SEGMENTS: tl.constexpr):  # fmt: skip
-    """This program's tile of queries and the number of tiles, its batch row and head, its rows, and of these what `query_rows` tells."""
-    m, bh, count = program(T, BQ, GROUP)
-    m = count - 1 - m  # causal rows with the most keys first
-    b = (bh // H).to(tl.int64)
-    h = bh % H
-    rows = m * BQ + tl.arange(0, BQ)  # [BQ]
-    inside, queries = query_rows(
-        rows, offset, b, T, position_ptr, start_ptr, end_ptr, q_segments_ptr, ROWS, SEGMENTS)  # [BQ], [BQ, 1] each  # fmt: skip
-    return m, count, b, h, rows, inside, queries
-
-
-@triton.jit
-def head_of(slopes_ptr, seeds_ptr, bias_ptr, mask_ptr, b, h, bias_run, bias_rows, mask_run, mask_rows, T, S,
-            H: tl.constexpr, ALIBI: tl.constexpr, DROPOUT: tl.constexpr, BIAS: tl.constexpr, MASK: tl.constexpr):  # fmt: skip
+def head_scalars(slopes_ptr, seeds_ptr, b, h, H: tl.constexpr, ALIBI: tl.constexpr, DROPOUT: tl.constexpr):
+    """The ALiBi slope and the two seed words of a head."""
     slope = 0.0  # [] each
     if ALIBI:
         slope = tl.load(slopes_ptr + b * H + h)
@@ -87,9 +58,7 @@ def head_of(slopes_ptr, seeds_ptr, bias_ptr, mask_ptr, b, h, bias_run, bias_rows
     if DROPOUT > 0:
         seed0 = tl.load(seeds_ptr + (b * H + h) * 2)
         seed1 = tl.load(seeds_ptr + (b * H + h) * 2 + 1)
-    bias = over_scores(bias_ptr, b, h, bias_run, bias_rows, T, S, H, BIAS)
-    mask = over_scores(mask_ptr, b, h, mask_run, mask_rows, T, S, H, MASK)
-    return Head(slope, seed0, seed1, bias, mask)
+    return slope, seed0, seed1
 
 
 @triton.jit
@@ -130,60 +99,62 @@ def load_over_scores(ptr, i, j, T, S, BITS: tl.constexpr):
 
 
 @triton.jit
-def scores(qk, j, queries, head, kind, size):
-    """Scores in log2 units, and the tanh whose square the backward needs. `FOLDED`: all but their last constant factor, `MULTIPLIER`, which
-    the caller multiplies in beside a subtraction, as one instruction."""
+def scores(qk, i, j, position, slope, bias_ptr, T, S, SCALE: tl.constexpr, CAP: tl.constexpr,
+           FAST_TANH: tl.constexpr, BIAS: tl.constexpr, ALIBI: tl.constexpr, FOLDED: tl.constexpr):  # fmt: skip
+    """Scores in log2 units, and the tanh whose square the backward needs. `FOLDED`: all but their last constant factor, which the
+    caller multiplies in beside a subtraction, as one instruction."""
     t = qk  # [BQ, BK], of what it has until the end
-    if kind.CAP > 0:
-        t = tanh(qk * (kind.SCALE / kind.CAP), kind.FAST_TANH)
+    if CAP > 0:
+        t = tanh(qk * (SCALE / CAP), FAST_TANH)
     s = t
-    if not kind.FOLDED:
-        if kind.CAP > 0:
-            s = t * (kind.CAP * LOG2E)
+    if not FOLDED:
+        if CAP > 0:
+            s = t * (CAP * LOG2E)
         else:
-            s = qk * (kind.SCALE * LOG2E)
+            s = qk * (SCALE * LOG2E)
         # Bias and ALiBi come after the soft cap, in natural units.
-        if kind.BIAS:
-            bias = load_over_scores(head.bias_ptr, queries.i, j, size.T, size.S, kind.BIAS)  # [BQ, BK]
-            s += bias.to(tl.float32) * LOG2E
-        if kind.ALIBI:
-            s += (head.slope * LOG2E) * (j - queries.position).to(tl.float32)  # [BQ, BK]
+        if BIAS:
+            s += load_over_scores(bias_ptr, i, j, T, S, BIAS).to(tl.float32) * LOG2E
+        if ALIBI:
+            s += (slope * LOG2E) * (j - position).to(tl.float32)  # [BQ, BK]
     return s, t
 
 
 @triton.jit
-def visible(j, k_segment, queries, head, kind, size, BOUND: tl.constexpr):
+def visible(i, j, position, start, end, q_segment, k_segment, mask_ptr, T, S,
+            LEFT: tl.constexpr, RIGHT: tl.constexpr, ROWS: tl.constexpr, SEGMENTS: tl.constexpr, MASK: tl.constexpr,
+            BOUND: tl.constexpr):  # fmt: skip
     """Which entries of the tile count; keys past the end are only excluded with `BOUND`, queries past the end never."""
     # The range: of the row's own, or moving by one key a query.
-    if kind.ROWS:
-        seen = (j >= queries.start) & (j < queries.end)  # [BQ, BK]
-    elif kind.RIGHT >= 0:
-        seen = j <= queries.position + kind.RIGHT  # [BQ, BK]
-        if kind.LEFT >= 0:
-            seen = seen & (j >= queries.position - kind.LEFT)
-    elif kind.LEFT >= 0:
-        seen = j >= queries.position - kind.LEFT  # [BQ, BK]
+    if ROWS:
+        seen = (j >= start) & (j < end)  # [BQ, BK]
+    elif RIGHT >= 0:
+        seen = j <= position + RIGHT  # [BQ, BK]
+        if LEFT >= 0:
+            seen = seen & (j >= position - LEFT)
+    elif LEFT >= 0:
+        seen = j >= position - LEFT  # [BQ, BK]
     else:
-        seen = (queries.i >= 0) & (j >= 0)  # [BQ, BK], all
-    if BOUND and not kind.ROWS:
-        seen = seen & (j < size.S)
-    if kind.SEGMENTS:
-        seen = seen & (queries.segment == k_segment) & (queries.segment >= 0)  # -1 is padding
-    if kind.MASK:
-        seen = seen & (load_over_scores(head.mask_ptr, queries.i, j, size.T, size.S, kind.MASK) != 0)
+        seen = (i >= 0) & (j >= 0)  # [BQ, BK], all
+    if BOUND and not ROWS:
+        seen = seen & (j < S)
+    if SEGMENTS:
+        seen = seen & (q_segment == k_segment) & (q_segment >= 0)  # -1 is padding
+    if MASK:
+        seen = seen & (load_over_scores(mask_ptr, i, j, T, S, MASK) != 0)
     return seen
 
 
 @triton.jit
-def keep(head, position, j, THRESHOLD: tl.constexpr):
+def keep(seed0, seed1, position, j, THRESHOLD: tl.constexpr):
     """Philox4x32-7 of (seed, query position, key position): which entries survive dropout."""
     # The counter: query position, key position, 0, 0. Adding a zero vector makes each word a tile.
     c0 = position.to(tl.uint32) + (j * 0).to(tl.uint32)  # [BQ, BK]
     c1 = j.to(tl.uint32) + (position * 0).to(tl.uint32)  # [BQ, BK]
     c2 = c0 * 0  # [BQ, BK]
     c3 = c0 * 0  # [BQ, BK]
-    k0 = head.seed0  # []
-    k1 = head.seed1  # []
+    k0 = seed0  # []
+    k1 = seed1  # []
     for _ in tl.static_range(PHILOX_ROUNDS):
         # A round: two products of 64 bits, whose words are exchanged and mixed with the key; then the next round's key.
         hi0 = tl.umulhi(c0, PHILOX_M0)
@@ -217,47 +188,58 @@ def program(length, BLOCK: tl.constexpr, GROUP: tl.constexpr):
 @triton.jit
 def key_tiles(tiles_ptr, b, m, offset, T, S, BQ: tl.constexpr, BK: tl.constexpr, LEFT: tl.constexpr, RIGHT: tl.constexpr,
               TABLE: tl.constexpr, MASK: tl.constexpr):  # fmt: skip
-    """Borders between key tiles of query tile `m`: those from the first to the second and from the third to the fourth need the mask,
-    those from the second to the third do not."""
-    # Positions of the tile's first and last query. Some query sees each key from the first one's start to the last one's end, and all
-    # see those from the last one's start to the first one's end.
-    first = m * BQ + offset
-    last = tl.minimum(m * BQ + BQ, T) - 1 + offset
-    row = b * tl.cdiv(T, BQ) + m
-    return _borders(tiles_ptr, row, first, last, tl.cdiv(S, BK), S // BK, BK, LEFT, RIGHT, TABLE, MASK)
+    """Key tiles of query tile `m`: `[lo, a)` and `[b, hi)` need the mask, `[a, b)` do not."""
+    if TABLE:
+        # Four borders for each query tile, from `tile_table`.
+        row = tiles_ptr + (b * tl.cdiv(T, BQ) + m) * 4
+        lo, full_lo, full_hi, hi = tl.load(row), tl.load(row + 1), tl.load(row + 2), tl.load(row + 3)
+    else:
+        # Positions of the tile's first and last query. Some query sees each key from the first one's start to the last one's end, and all
+        # see those from the last one's start to the first one's end.
+        first = m * BQ + offset
+        last = tl.minimum(m * BQ + BQ, T) - 1 + offset
+        lo, hi = 0, tl.cdiv(S, BK)
+        full_lo, full_hi = 0, S // BK
+        if LEFT >= 0:
+            lo = tl.minimum(tl.maximum(first - LEFT, 0) // BK, hi)
+            full_lo = tl.cdiv(tl.maximum(last - LEFT, 0), BK)
+        if RIGHT >= 0:
+            hi = tl.minimum(hi, tl.cdiv(tl.maximum(last + RIGHT + 1, 0), BK))
+            full_hi = tl.minimum(full_hi, tl.maximum(first + RIGHT + 1, 0) // BK)
+    # In this order, also where the window leaves nothing.
+    hi = tl.maximum(hi, lo)
+    full_lo = tl.minimum(tl.maximum(full_lo, lo), hi)
+    full_hi = tl.minimum(tl.maximum(full_hi, full_lo), hi)
+    if MASK:  # may hide any key
+        full_lo = hi
+        full_hi = hi
+    return lo, full_lo, full_hi, hi
 
 
 @triton.jit
 def query_tiles(tiles_ptr, b, n, offset, T, S, BQ: tl.constexpr, BK: tl.constexpr, LEFT: tl.constexpr, RIGHT: tl.constexpr,
                 TABLE: tl.constexpr, MASK: tl.constexpr):  # fmt: skip
     """Query tiles of key tile `n`, as `key_tiles`. Queries past the end need no mask: their weights come out zero."""
-    # The rows of the queries at the tile's first and last key; then as in `key_tiles`.
-    first = n * BK - offset
-    last = n * BK + BK - 1 - offset
-    row = b * tl.cdiv(S, BK) + n
-    return _borders(tiles_ptr, row, first, last, tl.cdiv(T, BQ), tl.cdiv(T, BQ), BQ, RIGHT, LEFT, TABLE, MASK)
-
-
-@triton.jit
-def _borders(tiles_ptr, row, first, last, hi, full_hi, BLOCK: tl.constexpr, BEFORE: tl.constexpr, AFTER: tl.constexpr,
-             TABLE: tl.constexpr, MASK: tl.constexpr):  # fmt: skip
     if TABLE:
-        # Four borders for each tile, from `tile_table`.
-        row = tiles_ptr + row * 4
+        # Four borders for each key tile, from `tile_table`.
+        row = tiles_ptr + (b * tl.cdiv(S, BK) + n) * 4
         lo, full_lo, full_hi, hi = tl.load(row), tl.load(row + 1), tl.load(row + 2), tl.load(row + 3)
     else:
-        lo, full_lo = 0, 0
-        if BEFORE >= 0:
-            lo = tl.minimum(tl.maximum(first - BEFORE, 0) // BLOCK, hi)
-            full_lo = tl.cdiv(tl.maximum(last - BEFORE, 0), BLOCK)
-        if AFTER >= 0:
-            hi = tl.minimum(hi, tl.cdiv(tl.maximum(last + AFTER + 1, 0), BLOCK))
-            full_hi = tl.minimum(full_hi, tl.maximum(first + AFTER + 1, 0) // BLOCK)
-    # In this order, also where the window leaves nothing.
+        # The rows of the queries at the tile's first and last key; then as in `key_tiles`.
+        first = n * BK - offset
+        last = n * BK + BK - 1 - offset
+        lo, hi = 0, tl.cdiv(T, BQ)
+        full_lo, full_hi = 0, hi
+        if RIGHT >= 0:
+            lo = tl.minimum(tl.maximum(first - RIGHT, 0) // BQ, hi)
+            full_lo = tl.cdiv(tl.maximum(last - RIGHT, 0), BQ)
+        if LEFT >= 0:
+            hi = tl.minimum(hi, tl.cdiv(tl.maximum(last + LEFT + 1, 0), BQ))
+            full_hi = tl.minimum(full_hi, tl.maximum(first + LEFT + 1, 0) // BQ)
     hi = tl.maximum(hi, lo)
     full_lo = tl.minimum(tl.maximum(full_lo, lo), hi)
     full_hi = tl.minimum(tl.maximum(full_hi, full_lo), hi)
-    if MASK:  # may hide any key
+    if MASK:
         full_lo = hi
         full_hi = hi
     return lo, full_lo, full_hi, hi
@@ -284,35 +266,6 @@ def load_rows(ptr, start, row_stride, ok, length, WIDTH: tl.constexpr, ROWS: tl.
     if WIDTH == COLUMNS:
         return tl.load(pointers)
     return tl.load(pointers, mask=(c < WIDTH)[None, :], other=0.0)
-
-
-@triton.jit
-def load_keys(n, k_base, segments_ptr, seen_ptr, kind, size, MASKED: tl.constexpr):
-    """Of key tile `n`: numbers and segments, `[1, BK]`, which keys to read, `[BK]`, and the keys, `[BK, BLOCK_D]`."""
-    first = n * size.BK
-    columns = first + tl.arange(0, size.BK)  # [BK]
-    j = columns[None, :]  # [1, BK]
-    ok = columns < size.S  # [BK]
-    segment = j
-    # Keys that no query may see hold anything: they are not read.
-    guarded: tl.constexpr = MASKED and (kind.ROWS or kind.SEGMENTS)
-    if guarded:
-        ok = ok & (tl.load(seen_ptr + columns, mask=ok, other=0) != 0)
-        if kind.SEGMENTS:
-            segment = tl.load(segments_ptr + columns, mask=columns < size.S, other=-1)[None, :]  # [1, BK]
-    bound: tl.constexpr = MASKED and not size.EVEN_K
-    k = load_rows(k_base, first, size.K * size.D, ok, size.S, size.D, size.BK, size.BLOCK_D, bound, guarded)
-    return j, segment, ok, k
-
-
-@triton.jit
-def load_values(n, v_base, ok, kind, size, MASKED: tl.constexpr):
-    """The values of key tile `n`, `[BK, BLOCK_V]`."""
-    guarded: tl.constexpr = MASKED and (kind.ROWS or kind.SEGMENTS)
-    bound: tl.constexpr = MASKED and not size.EVEN_K
-    return load_rows(
-        v_base, n * size.BK, size.K * size.V, ok, size.S, size.V, size.BK, size.BLOCK_V, bound, guarded
-    )
 
 
 @triton.jit
