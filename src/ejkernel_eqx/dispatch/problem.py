@@ -81,7 +81,7 @@ class Problem:
             "operation": self.operation,
             "dims": dict(self.dims),
             "dtypes": dict(self.dtypes),
-            "flags": dict(self.flags),
+            "flags": {name: list(v) if isinstance(v, tuple) else v for name, v in self.flags},
             "lengths": sorted(self.lengths),
             "counts": sorted(self.counts),
             "requirements": sorted(self.requirements),
