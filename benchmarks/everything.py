@@ -62,6 +62,7 @@ def parts(options: argparse.Namespace, gpu: bool) -> dict[str, Part]:
     for name in ("decode", "linear", "attention"):
         found[name] = _script(options, f"{name}.py", ("json", f"{name}.json"), is_limited=True)
     found["tuned-model"] = _script(options, "tuned_model.py", ("json", "tuned-model.json"), skipped=small)
+    found["host-cost"] = _script(options, "host_cost.py", ("json", "host-cost.json"))
     found["train-step"] = _script(options, "train_step.py", ("json", "train-step.json"), skipped=small)
     for family in FAMILIES:
         more = ["--family", family]
@@ -212,7 +213,7 @@ def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
     )
     add = parser.add_argument
     add("--output", type=pathlib.Path, required=True, metavar="FOLDER")
-    names = "tests, decode, linear, attention, tuned-model, train-step, tune-FAMILY"
+    names = "tests, decode, linear, attention, tuned-model, host-cost, train-step, tune-FAMILY"
     add("--parts", help=f"by comma, of {names} (default: all)")
     limit = "of all parts together"
     add("--time-limit", type=float, default=float("inf"), metavar="SECONDS", help=limit)

@@ -86,11 +86,12 @@ def main() -> int:
     default = "triton,xla" if jax.default_backend() == "gpu" else "xla"
     parser.add_argument("--platforms", default=default, help="by comma (default: %(default)s)")
     parser.add_argument("--samples", type=int, default=5)
+    parser.add_argument("--quick", action="store_true", help="one sample")
     parser.add_argument("--commit")
     parser.add_argument("--json", metavar="PATH")
     options = parser.parse_args()
     content = {"schema": 1, "benchmark": "host cost", "environment": report.environment(options.commit)}
-    content["rows"] = rows(options.platforms.split(","), options.samples)
+    content["rows"] = rows(options.platforms.split(","), 1 if options.quick else options.samples)
     if options.json:
         report.write_json(options.json, content)
     return 0
