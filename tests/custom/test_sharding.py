@@ -1,13 +1,15 @@
 """Users' kernels on a mesh: batch axes stay where they are, whether the compiler sees into the kernel or not."""
 
-from typing import Any
+from typing import Any, ClassVar
 
+import equinox as eqx
 import jax
 import jax.numpy as jnp
 import pytest
 from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 
+import ejkernel_eqx as ejx
 from ejkernel_eqx._kernel import Plan
 from tests.attention.dense import normal, quick
 from tests.attention.test_sharding import collectives, gathered, mesh_of, MESHES
@@ -115,3 +117,34 @@ def test_what_is_chosen_for_is_the_part_of_one_device(monkeypatch):
     monkeypatch.setattr(Plan, "select", watch)
     quick(lambda *a: kernel(*a)).lower(*arrays).compile()
     assert seen[0] == 16 and seen[-1] == 4
+
+
+class Decayed(ejx.CustomKernel):
+    """`h_t = h_{t-1} / 2 + x_t` from `h = w`, which all rows share: a loop that carries what comes of a shared array."""
+
+    operation: ClassVar[str] = "tests.decayed"
+    inputs: ClassVar[Any] = {"x": "... T D", "w": "D"}
+    outputs: ClassVar[Any] = {"out": "... D"}
+
+    plan: ejx.Plan = eqx.field(static=True)
+
+    def __init__(self, *, platform: str | None = None):
+        self.plan = self.make_plan(platform=platform)
+
+    def __call__(self, x: Any, w: Any) -> Any:
+        return self.launch(x=x, w=w)
+
+    def reference(self, x: Any, w: Any) -> Any:
+        start = jnp.broadcast_to(w[None], (x.shape[0], x.shape[-1]))
+        return jax.lax.scan(lambda h, y: (h / 2 + y, None), start, jnp.moveaxis(x, 1, 0))[0]
+
+
+def test_a_loop_inside_shard_map_starts_from_a_shared_array():
+    x, w, mesh = normal(0, 4, 3, 5), normal(1, 5), mesh_of("auto", (2, 4))
+    kernel = Decayed(platform="xla")
+    call = jax.shard_map(lambda x, w: kernel(x, w), mesh=mesh, in_specs=(P("dp"), P()), out_specs=P("dp"))
+    loss = lambda function: lambda x, w: jnp.sum(jnp.sin(function(x, w)))
+    close(
+        (jax.jit(call)(x, w), jax.jit(jax.grad(loss(call), (0, 1)))(x, w)),
+        (kernel.reference(x, w), jax.grad(loss(kernel.reference), (0, 1))(x, w)),
+    )

@@ -1,6 +1,6 @@
 """What every user's kernel can do without having been told how: batch axes, `vmap`, gradients, `scan`, `checkpoint`."""
 
-from typing import Any
+from typing import Any, ClassVar
 
 import equinox as eqx
 import jax
@@ -191,3 +191,36 @@ def test_equal_modules_share_one_compilation():
         close(run(Square(scale), X), plain(X, WEIGHT, scale))
     assert traces == [2.0, 3.0]
     assert jax.tree.leaves(Square()) == [] and ejx.Kernel in Square.__mro__
+
+
+class Reversal(ejx.CustomKernel):
+    """The identity, whose gradient is turned round: nothing is computed forwards."""
+
+    operation: ClassVar[str] = "tests.reversal"
+    inputs: ClassVar[Any] = {"x": "... D"}
+    outputs: ClassVar[Any] = {"out": "... D"}
+
+    plan: ejx.Plan = eqx.field(static=True)
+
+    def __init__(self, *, platform: str | None = None):
+        self.plan = self.make_plan(platform=platform)
+
+    def __call__(self, x: Any) -> Any:
+        return self.launch(x=x)
+
+    def reference(self, x: Any) -> Any:
+        return x
+
+    def run_xla(self, arrays: Any, config: Any) -> Any:
+        return arrays["x"]
+
+    def grad_xla(self, arrays: Any, outputs: Any, cotangents: Any, config: Any) -> Any:
+        return {"x": -cotangents["out"]}
+
+
+def test_a_kernel_that_computes_nothing_is_seen():
+    kernel, x = Reversal(), jnp.ones((3, 5))
+    np.testing.assert_array_equal(jax.grad(lambda x: (2 * kernel(x)).sum())(x), jnp.full((3, 5), -2.0))
+    for function in (kernel, jax.grad(lambda x: kernel(x).sum()), jax.vmap(kernel)):
+        (choice,) = selections_of(function, ejx.inputs(x))
+        assert choice.problem.operation == "tests.reversal"

@@ -110,7 +110,8 @@ class Kind:
                 results = over_mesh(
                     functools.partial(self._plainly, platform, spec, selection.config), given, leading
                 )
-            return {name: checkpoint_name(x, self._name(operation, name)) for name, x in results.items()}
+                # In the scope, so that the program names the choice even where nothing is computed.
+                return {name: checkpoint_name(x, self._name(operation, name)) for name, x in results.items()}
         # Inside `shard_map` a gradient varies over every axis that any array does: so must the arrays that it belongs to.
         given = reverse_only(match_varying(given, given), operation, selection.platform, self.remedy)
         call = self._reversible(plan, selection, spec, finite)
@@ -246,6 +247,7 @@ class Kind:
         platform is opaque. The configuration is chosen for the shapes of the launch."""
         platform, implementation = selection.platform, selection.implementation.load()
         split, is_launched = how_split(platform, plan.device), is_opaque(implementation)
+        operation = selection.problem.operation
         rows = self.broadcast & set(self.learned)
 
         def choose(arrays: Any) -> Selection:
@@ -261,7 +263,12 @@ class Kind:
                     self.told(spec, told, ()) if is_launched else self.told(spec, {}, told if summed else ())
                 )
                 with kernel_scope(chosen):
-                    return compute(arrays, own, chosen.config, given)
+                    results = compute(arrays, own, chosen.config, given)
+                    return (
+                        results
+                        if is_launched
+                        else {n: checkpoint_name(x, operation) for n, x in results.items()}
+                    )
 
             leading = self.leading(self._letters(implementation, self.arrays_of(given), spec))
             if not is_launched:

@@ -8,7 +8,7 @@ import jax.numpy as jnp
 from .._kernel import Plan
 from ..core import Kind
 from ..dispatch import Implementation, Platform
-from ..parallel import mapped, wide
+from ..parallel import mapped, match_varying, wide
 from .declaration import Arrays, check_gradients, check_outputs, Declaration, Fields, named_outputs
 from .platforms import CustomPlatform, Execute, TritonLauncher
 
@@ -31,6 +31,8 @@ class CustomKind(Kind):
         return platform.method("grad") is not None
 
     def plainly(self, platform: CustomPlatform, arrays: Arrays, fields: Fields, config: Any) -> Arrays:
+        # Inside `shard_map` a loop may carry what comes of any of the arrays.
+        arrays = match_varying(arrays, arrays)
         of_rows = lambda arrays, over: self.forward(platform, arrays, fields, config, False)
         return mapped(of_rows, self.leading(self.axes_of(arrays, fields)))(arrays)
 
