@@ -62,7 +62,7 @@ def parts(options: argparse.Namespace, gpu: bool) -> dict[str, Part]:
     for name in ("decode", "linear", "attention"):
         found[name] = _script(options, f"{name}.py", ("json", f"{name}.json"), is_limited=True)
     found["tuned-model"] = _script(options, "tuned_model.py", ("json", "tuned-model.json"), skipped=small)
-    found["host-cost"] = _script(options, "host_cost.py", ("json", "host-cost.json"))
+    found["host-cost"] = _script(options, "host_cost.py", ("json", "host-cost.json"), skipped=small)
     found["train-step"] = _script(options, "train_step.py", ("json", "train-step.json"), skipped=small)
     for family in FAMILIES:
         more = ["--family", family]

@@ -11,7 +11,7 @@ import pathlib
 import statistics
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax
@@ -79,7 +79,7 @@ def rows(platforms: list[str], samples: int) -> list[dict[str, Any]]:
     return found
 
 
-def main() -> int:
+def parse(arguments: Sequence[str] | None = None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
@@ -89,7 +89,11 @@ def main() -> int:
     parser.add_argument("--quick", action="store_true", help="one sample")
     parser.add_argument("--commit")
     parser.add_argument("--json", metavar="PATH")
-    options = parser.parse_args()
+    return parser.parse_args(arguments)
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    options = parse(arguments)
     content = {"schema": 1, "benchmark": "host cost", "environment": report.environment(options.commit)}
     content["rows"] = rows(options.platforms.split(","), 1 if options.quick else options.samples)
     if options.json:

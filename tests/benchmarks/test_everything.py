@@ -7,11 +7,12 @@ import sys
 
 import pytest
 
-from benchmarks import attention, decode, everything, linear, report, train_step, tune, tuned_model
+from benchmarks import attention, decode, everything, host_cost, linear, report, train_step, tune, tuned_model
 
 _SCRIPTS = {
     "attention.py": attention,
     "decode.py": decode,
+    "host_cost.py": host_cost,
     "linear.py": linear,
     "train_step.py": train_step,
     "tune.py": tune,
