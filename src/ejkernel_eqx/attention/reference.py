@@ -4,6 +4,7 @@ import jax
 import jax.numpy as jnp
 from jax import Array
 
+from ..core.arguments import accumulator
 from .philox import philox_keep
 from .spec import AttentionArrays, AttentionSpec
 
@@ -50,7 +51,7 @@ def attend(arrays: AttentionArrays, spec: AttentionSpec) -> tuple[Array, Array]:
 
 def attend_with_weights(arrays: AttentionArrays, spec: AttentionSpec) -> tuple[Array, Array, Array]:
     """As `attend`, and the weights `[B, H, T, S]` that the values were summed with."""
-    dtype = jnp.float64 if arrays.q.dtype == jnp.float64 else jnp.float32
+    dtype = accumulator(arrays.q.dtype)
     heads, groups = arrays.q.shape[2], arrays.q.shape[2] // arrays.k.shape[2]
     seen = visibility(arrays, spec)
     key_seen = jnp.swapaxes(seen.any(2), 1, 2)[..., None]  # [B, S, H, 1]

@@ -14,6 +14,7 @@ import numpy as np
 from jax import Array
 
 from .._broadcast import like
+from ..core.arguments import accumulator
 from ..core.workload import Inputs
 from ..dispatch import Problem
 from .masks.tile_table import window_covers
@@ -75,7 +76,7 @@ def _random(problem: Problem, seed: Any) -> Inputs:
     # A generator that compiles and runs fast: what it gives on another kind of device is of no account here.
     keys = iter(jax.random.split(jax.random.key(seed, impl="rbg"), 9))
     dtype = jnp.dtype(problem.dtype("qkv"))
-    wide = jnp.float64 if dtype == jnp.float64 else jnp.float32
+    wide = accumulator(dtype)
     size = dict(problem.dims)
 
     def shape(pattern: str) -> tuple[int, ...]:

@@ -8,6 +8,7 @@ import jax.numpy as jnp
 from jax import Array, lax
 
 from .._exact import compiled
+from ..core.arguments import accumulator
 from ..core.workload import bytes_of, Inputs, workload_of
 from ..dispatch import BOTH, Cost, FORWARD, Implementation, Problem, Workload
 from . import reference
@@ -38,7 +39,7 @@ def _by_row_and_head(spec: AttentionSpec, inputs: Inputs) -> dict[str, Array]:
     """All results by the plain mathematics in float32 (float64 if given it): one batch row and key head after the other, so that the scores
     of a whole call are never there."""
     arrays, dout, dlse = inputs.arrays, inputs.cotangents["out"], inputs.cotangents["lse"]
-    wide = jnp.float64 if arrays.q.dtype == jnp.float64 else jnp.float32
+    wide = accumulator(arrays.q.dtype)
     batch, heads, kv_heads = arrays.q.shape[0], arrays.q.shape[2], arrays.k.shape[2]
     learned = {name: x.astype(wide) for name in LEARNED if (x := getattr(arrays, name)) is not None}
     fixed = {name: x for name, x in arrays._asdict().items() if name not in learned and x is not None}

@@ -19,6 +19,7 @@ import numpy as np
 from jax import Array, lax
 
 from .._sizes import as_value, is_symbolic
+from ..core.arguments import accumulator
 from ..dispatch import Backend, BOTH, FORWARD
 from ..parallel import match_varying
 from . import xla_symbols
@@ -154,7 +155,7 @@ class _Call:
         self.batch, self.t, self.heads, self.dim = arrays.q.shape
         self.s, self.kv_heads, self.value_dim = arrays.v.shape[1:]
         self.groups = self.heads // self.kv_heads
-        self.accum = jnp.float64 if arrays.q.dtype == jnp.float64 else jnp.float32
+        self.accum = accumulator(arrays.q.dtype)
         self.precision = lax.Precision.HIGHEST if arrays.q.dtype == jnp.float32 else None
         self.tiles = _Tiles.make(self.t, self.s, spec, tile)
         self.bias, self.mask = self.full(arrays.bias), self.full(arrays.mask)

@@ -4,6 +4,7 @@ import jax
 import jax.numpy as jnp
 from jax import Array, lax
 
+from ..core.arguments import accumulator
 from .spec import ConvArrays, ConvSpec, Places
 
 
@@ -21,7 +22,7 @@ def _row(
     x: Array, initial: Array | None, places: Places | None, weight: Array, bias: Array | None, spec: ConvSpec
 ) -> tuple[Array, Array]:
     """One row without leading axes."""
-    wide = jnp.float64 if x.dtype == jnp.float64 else jnp.float32
+    wide = accumulator(x.dtype)
     (length, channels), width = x.shape, weight.shape[-1]
     weight = weight.astype(wide).T  # [W, C]
     offset = jnp.zeros(channels, wide) if bias is None else bias.astype(wide)

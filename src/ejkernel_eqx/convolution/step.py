@@ -3,6 +3,7 @@
 import jax.numpy as jnp
 from jax import Array
 
+from ..core.arguments import accumulator
 from .spec import ConvSpec
 from .xla import valid
 
@@ -11,7 +12,7 @@ def advance(
     x: Array, weight: Array, bias: Array | None, state: Array, indices: Array | None, spec: ConvSpec
 ) -> tuple[Array, Array]:
     """`out [..., C]` and the new states, from the rows' own `state [..., K, C]` or from a pool of them."""
-    wide = jnp.float64 if x.dtype == jnp.float64 else jnp.float32
+    wide = accumulator(x.dtype)
     rows = state if indices is None else state[jnp.maximum(indices, 0)]
     window = jnp.concatenate([rows.astype(x.dtype), x[..., None, :]], -2)
     out = valid(window, weight.astype(wide), None if bias is None else bias.astype(wide), spec)

@@ -6,13 +6,14 @@ from jax import Array
 
 from .._broadcast import like
 from .._sizes import least
+from ..core.arguments import accumulator
 from ..core.platforms import Plain
 from .spec import ConvArrays, ConvSpec, Places
 
 
 def apply(arrays: ConvArrays, spec: ConvSpec) -> dict[str, Array]:
     """`out [*, T, C]` and `final_state [*, N, K, C]` in the dtype of `x`."""
-    x, wide = arrays.x, jnp.float64 if arrays.x.dtype == jnp.float64 else jnp.float32
+    x, wide = arrays.x, accumulator(arrays.x.dtype)
     weight = arrays.weight.astype(wide)
     bias = None if arrays.bias is None else arrays.bias.astype(wide)
     places = arrays.places

@@ -252,7 +252,7 @@ class Kind:
 
         def choose(arrays: Any) -> Selection:
             """By the shapes of the launch: all leading axes are merged by now."""
-            problem = self.problem_of(selection.problem.operation, arrays, spec)
+            problem = self.problem_of(operation, arrays, spec)
             return selection if problem == selection.problem else plan.select(problem, platform=platform)
 
         def launch(compute: Callable[..., Named], given: Named, summed: bool = False) -> Named:

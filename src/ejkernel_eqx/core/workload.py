@@ -12,6 +12,7 @@ from jax import Array
 from .._exact import exactly
 from .._tolerances import TOLERANCES
 from ..dispatch import BOTH, Cost, FORWARD, hooks_of, Implementation, Part, Platform, Problem, Workload
+from .arguments import accumulator
 from .kind import is_opaque, Kind, like, Named
 
 
@@ -107,7 +108,7 @@ def random_cotangents(kind: Kind, arrays: Any, spec: Any, seed: int) -> Named:
 def exact_results(kind: Kind, spec: Any, inputs: Inputs) -> Named:
     """Results and gradients by the reference in float32, or in float64 where the operands are."""
     main = getattr(inputs.arrays, kind.learned[0])
-    wide = jnp.float64 if main.dtype == jnp.float64 else jnp.float32
+    wide = accumulator(main.dtype)
     widen = lambda x: x.astype(wide) if jnp.issubdtype(x.dtype, jnp.floating) else x
     return _differentiated(kind, lambda arrays: kind.reference(arrays, spec), jax.tree.map(widen, inputs))
 

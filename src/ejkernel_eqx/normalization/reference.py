@@ -5,12 +5,13 @@ import jax.numpy as jnp
 from jax import Array
 
 from .._broadcast import like
+from ..core.arguments import accumulator
 from .spec import NormArrays, NormSpec
 
 
 def normalise(arrays: NormArrays, spec: NormSpec) -> dict[str, Array]:
     """`out [*, M, G, F]` in float32, or float64 for float64 inputs."""
-    wide = jnp.float64 if arrays.x.dtype == jnp.float64 else jnp.float32
+    wide = accumulator(arrays.x.dtype)
     x, gate = arrays.x.astype(wide), None
     if arrays.z is not None:
         gate = {"silu": jax.nn.silu, "sigmoid": jax.nn.sigmoid}[spec.activation](arrays.z.astype(wide))

@@ -5,6 +5,7 @@ import jax.numpy as jnp
 from jax import Array, lax
 
 from .._broadcast import like
+from ..core.arguments import accumulator
 from ..core.platforms import Plain
 from .spec import NormArrays, NormSpec
 
@@ -12,7 +13,7 @@ from .spec import NormArrays, NormSpec
 def apply(arrays: NormArrays, spec: NormSpec) -> dict[str, Array]:
     """`out [*, M, G, F]` in the dtype of `x`."""
     dtype = arrays.x.dtype
-    wide = jnp.float64 if dtype == jnp.float64 else jnp.float32
+    wide = accumulator(dtype)
     x, gate = arrays.x.astype(wide), None
     if arrays.z is not None:
         z = arrays.z.astype(wide)

@@ -6,6 +6,7 @@ import jax
 import jax.numpy as jnp
 from jax import Array
 
+from ..core.arguments import accumulator
 from ..sequences.tokens import begins, masked, over, put, scan_tokens
 from .heads import repeat_heads
 from .spec import CONSTANT, heads_of, KEY, RecurrenceArrays, RecurrenceSpec, SCALAR, StepArrays, StepSpec
@@ -21,7 +22,7 @@ def recur(arrays: RecurrenceArrays, spec: RecurrenceSpec) -> tuple[Array, Array]
 
 def _row(arrays: RecurrenceArrays, spec: RecurrenceSpec) -> tuple[Array, Array]:
     """One row without leading axes."""
-    wide = jnp.float64 if arrays.q.dtype == jnp.float64 else jnp.float32
+    wide = accumulator(arrays.q.dtype)
     out_heads, state_heads = heads_of(arrays, spec)
     length, dim, values = arrays.q.shape[0], arrays.q.shape[-1], arrays.v.shape[-1]
     q = repeat_heads(arrays.q.astype(wide), 1, out_heads)
@@ -100,7 +101,7 @@ def step(arrays: StepArrays, spec: StepSpec) -> tuple[Array, Array]:
     count = arrays.q.shape[-3]
     rows = state if arrays.indices is None else over(lead, _take)(state, jnp.maximum(arrays.indices, 0))
     rows = jnp.swapaxes(rows, -1, -2) if spec.transposed else rows
-    initial = rows.astype(jnp.float64 if arrays.q.dtype == jnp.float64 else jnp.float32)
+    initial = rows.astype(accumulator(arrays.q.dtype))
     token: Any = lambda x: None if x is None else jnp.expand_dims(x, lead + 1)
     skip = None
     if arrays.skip is not None:

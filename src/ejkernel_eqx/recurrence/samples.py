@@ -10,6 +10,7 @@ import numpy as np
 from jax import Array
 
 from .._broadcast import like
+from ..core.arguments import accumulator
 from ..core.workload import Inputs
 from ..dispatch import Problem
 from .spec import CONSTANT, KEY, NONE, RecurrenceArrays, RecurrenceSpec, SCALAR, StepArrays, StepSpec, VALUE
@@ -68,7 +69,7 @@ def _random(problem: Problem, seed: Any) -> Inputs:
     # A generator that compiles and runs fast: what it gives on another kind of device is of no account here.
     keys = iter(jax.random.split(jax.random.key(seed, impl="rbg"), 10))
     size, dtype = dict(problem.dims), jnp.dtype(problem.dtype("qkv"))
-    wide = jnp.float64 if dtype == jnp.float64 else jnp.float32
+    wide = accumulator(dtype)
     batch, length, delta = size["B"], size["T"], bool(problem.flag("delta"))
 
     def normal(*shape: int, dtype: Any = dtype) -> Array:

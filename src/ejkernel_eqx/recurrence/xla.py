@@ -14,6 +14,7 @@ import jax.numpy as jnp
 from jax import Array, lax
 
 from .._sizes import is_symbolic
+from ..core.arguments import accumulator
 from ..parallel import match_varying
 from ..sequences.tokens import over, put
 from .heads import repeat_heads
@@ -165,7 +166,7 @@ class _Call:
 
     def __init__(self, arrays: RecurrenceArrays, spec: RecurrenceSpec, config: XlaConfig):
         self.arrays, self.spec = arrays, spec
-        self.wide = jnp.float64 if arrays.q.dtype == jnp.float64 else jnp.float32
+        self.wide = accumulator(arrays.q.dtype)
         # Float32 means float32 everywhere; 16-bit operands leave a device its faster products.
         self.precision = lax.Precision.HIGHEST if arrays.q.dtype.itemsize >= 4 else None
         self.chunks = Chunks(arrays, spec, min(config.chunk_size, _power_of_two(arrays.q.shape[1])))
@@ -348,7 +349,7 @@ class _Call:
 
 def step(arrays: StepArrays, spec: StepSpec, config: XlaConfig) -> tuple[Array, Array]:
     """`out [*, B, R, V]` in v's dtype and the new states, the whole pool; a state is read once and written once."""
-    wide = jnp.float64 if arrays.q.dtype == jnp.float64 else jnp.float32
+    wide = accumulator(arrays.q.dtype)
     pool, indices = arrays.state, arrays.indices
     lead = pool.ndim - 4
     if indices is None:
