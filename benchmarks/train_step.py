@@ -30,6 +30,7 @@ from jax import Array
 
 from benchmarks import report
 from benchmarks.tuned_model import GRADIENT_BOUND, LOSS_BOUND, make_optimiser, SIZES
+from ejkernel_eqx.models import Decoder
 from examples import train_lm
 
 VARIANTS: dict[str, dict[str, Any]] = {
@@ -69,10 +70,10 @@ class Variant:
         }
 
 
-def make_model(name: str, options: argparse.Namespace) -> train_lm.Decoder:
+def make_model(name: str, options: argparse.Namespace) -> Decoder:
     sizes = (options.embed_dim, options.num_layers, options.num_heads, options.num_kv_heads)
     arch = train_lm.Architecture(*sizes)
-    return train_lm.Decoder(arch, options.platform, **VARIANTS[name], key=jax.random.key(0))
+    return train_lm.make_model(arch, options.platform, **VARIANTS[name], key=jax.random.key(0))
 
 
 def make_state(options: argparse.Namespace) -> Any:

@@ -79,7 +79,7 @@ def make_variant(name: str, options: argparse.Namespace, platform: str | None, p
         options.embed_dim, options.num_layers, options.num_heads, options.num_kv_heads
     )
     with ejx.policy_override(policy):
-        model = train_lm.Decoder(architecture, platform, key=jax.random.key(0))
+        model = train_lm.make_model(architecture, platform, key=jax.random.key(0))
     return Variant(name, model, make_optimiser().init(eqx.filter(model, eqx.is_inexact_array)))
 
 

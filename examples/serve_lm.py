@@ -1,10 +1,12 @@
-"""Serve the language model that `train_lm.py` saved: many prompts at once, each of its own length, new ones while others are written.
+"""Serve a language model, one that `train_lm.py` saved or a published one: many prompts at once, each of its own length, new ones while
+others are written.
 
     python examples/train_lm.py                                  # once: makes runs/train_lm/checkpoint.ejx
     printf 'def \\nimport \\nclass ' | python examples/serve_lm.py  # a prompt per line, from standard input
     python examples/serve_lm.py --prompts prompts.txt --out texts.jsonl
     python examples/serve_lm.py --kv-dtype int8                  # keys and values in half the memory of bfloat16
     python examples/serve_lm.py --temperature 0.7 --top-p 0.9 --seed 1
+    python examples/serve_lm.py --model Qwen3-0.6B               # a published model in this folder
 
 Texts appear on standard output in the order of their prompts, as they are written; progress and numbers on standard error. The engine,
 with its scheduler and sampling, is `serving.py` beside this file.
@@ -27,14 +29,17 @@ from typing import Any, TextIO
 
 import jax
 import numpy as np
-from serving import Engine, RequestError, Sampling
+from lora import merge_lora
+from serving import Engine, RequestError
 from tqdm import tqdm
 from train_lm import cast, interruptible, make_state, SIZES, UsageError
 from train_lm import parse as parse_train
+from vocabulary import Bytes, Vocabulary, vocabulary_of
 
 import ejkernel_eqx as ejx
+from ejkernel_eqx.models import Sampling
 
-KV_DTYPES = ["auto", "float32", "bfloat16", "float16", "int8", "float8_e4m3fn"]
+KV_DTYPES = ["auto", "float32", "bfloat16", "float16", "int8", "float8_e4m3fn", "float8_e5m2"]
 ESCAPES = {"\\n": 10, "\\r": 13, "\\t": 9, "\\0": 0, "\\\\": 92}
 NOT_FINITE = "the model's logits are not finite; check the checkpoint, or take --dtype float32"
 
@@ -100,8 +105,8 @@ class Prompts:
 class Texts:
     """Writes each prompt and what follows it, in the order of the prompts: the first one as it grows, those after it when it has ended."""
 
-    def __init__(self, out: TextIO | None):
-        self._out = out
+    def __init__(self, out: TextIO | None, vocabulary: Vocabulary | None = None):
+        self._out, self._vocabulary = out, vocabulary or Bytes()
         self._entries: dict[int, dict[str, Any]] = {}
         self._first = 0
         self._shown = 0  # how many bytes of the first one
@@ -111,10 +116,15 @@ class Texts:
         self._line = ""
 
     def begin(self, index: int, prompt: bytes) -> None:
-        self._entries[index] = {"prompt": prompt, "text": bytearray(), "finish": None, "message": None}
+        entry = {"prompt": prompt, "begin": self._vocabulary.encode(prompt), "tokens": [], "finish": None}
+        self._entries[index] = entry | {"message": None}
+
+    def tokens_of(self, index: int) -> list[int]:
+        """Those of a prompt."""
+        return self._entries[index]["begin"]
 
     def extend(self, index: int, *tokens: int) -> None:
-        self._entries[index]["text"] += bytes(tokens)
+        self._entries[index]["tokens"] += tokens
         if index == self._first:
             self._show()
 
@@ -122,18 +132,24 @@ class Texts:
         entry = self._entries[index]
         entry |= {"finish": finish, "message": message}
         if self._out is not None:
-            texts = {name: entry[name].decode(errors="replace") for name in ("prompt", "text")}
-            record = {"request": index, **texts, "tokens": len(entry["text"]), "finish": finish}
+            parts = {"prompt": entry["prompt"], "text": self._text(entry)}
+            texts = {name: part.decode(errors="replace") for name, part in parts.items()}
+            record = {"request": index, **texts, "tokens": len(entry["tokens"]), "finish": finish}
             self._out.write(json.dumps(record | ({} if message is None else {"message": message})) + "\n")
             self._out.flush()
         self._show()
+
+    def _text(self, entry: dict[str, Any]) -> bytes:
+        """What was written after the prompt. A tokenizer may join the first token to what is before it, so both are decoded together."""
+        before = len(self._vocabulary.decode(entry["begin"]))
+        return self._vocabulary.decode([*entry["begin"], *entry["tokens"]])[before:]
 
     def _show(self) -> None:
         while (entry := self._entries.get(self._first)) is not None:
             if self._shown == 0:
                 self._write(f"--- request {self._first} ---\n")
             refused = entry["finish"] == "refused"
-            content = f"[{entry['message']}]".encode() if refused else entry["prompt"] + bytes(entry["text"])
+            content = f"[{entry['message']}]".encode() if refused else entry["prompt"] + self._text(entry)
             self._write(self._decoder.decode(content[self._shown :]))
             self._shown = max(len(content), 1)
             if entry["finish"] is None:
@@ -161,14 +177,32 @@ def _decoder() -> codecs.IncrementalDecoder:
 # Serving
 
 
+def read_vocabulary(args: argparse.Namespace) -> Vocabulary:
+    """That of the model; `--stop` becomes a token of it."""
+    try:
+        vocabulary = vocabulary_of(args.checkpoint.parent if args.model is None else args.model)
+    except ValueError as error:
+        raise UsageError(f"--model: {error}") from error
+    if args.stop is not None:
+        tokens = vocabulary.encode(bytes([args.stop]))
+        if len(tokens) != 1:
+            raise UsageError(
+                f"--stop: expected a byte that is one token of this model, received one that is {len(tokens)}; leave it out."
+            )
+        args.stop = tokens[0]
+    return vocabulary
+
+
 def load_model(args: argparse.Namespace) -> Any:
+    if args.model is not None:
+        return ejx.models.from_pretrained(args.model, dtype=args.dtype, platform=args.platform)
     # The optimiser's state is part of the file; its settings do not matter here.
     train_args = parse_train([] if args.platform is None else ["--platform", args.platform])
     try:
         state = ejx.load(args.checkpoint, lambda architecture: make_state(train_args, architecture))
     except (ValueError, TypeError) as error:
         raise UsageError(f"--checkpoint: {error}") from error
-    return cast(state.model, args.dtype)
+    return cast(merge_lora(state.model), args.dtype)
 
 
 def make_engine(args: argparse.Namespace, model: Any) -> Engine:
@@ -204,7 +238,9 @@ class Server:
             seed = int(np.random.SeedSequence((args.seed, index)).generate_state(1)[0])
             sampling = Sampling(args.temperature, args.top_k, args.top_p, seed)
             try:
-                number = self.engine.submit(prompt, args.max_new_tokens, sampling=sampling, stop=args.stop)
+                number = self.engine.submit(
+                    self.texts.tokens_of(index), args.max_new_tokens, sampling=sampling, stop=args.stop
+                )
             except RequestError as error:
                 self.refused += 1
                 self.texts.end(index, "refused", str(error))
@@ -263,11 +299,11 @@ class Server:
         return "; ".join(lines) + "."
 
 
-def serve(args: argparse.Namespace, engine: Engine, prompts: Prompts, out: TextIO | None) -> bool:
+def serve(args: argparse.Namespace, engine: Engine, prompts: Prompts, texts: Texts) -> bool:
     """False if interrupted."""
     bar = tqdm(total=0, unit="request", desc="serving", dynamic_ncols=True, miniters=0, mininterval=0.2)
     with interruptible() as interrupts, bar:
-        server = Server(args, engine, Texts(out), bar)
+        server = Server(args, engine, texts, bar)
         while not interrupts:
             server.admit(prompts.take(wait=not server.indices))
             if server.indices:
@@ -302,11 +338,26 @@ def parse(argv: list[str] | None) -> argparse.Namespace:
     )
     add = parser.add_argument
     add("--checkpoint", type=pathlib.Path, default=pathlib.Path("runs/train_lm/checkpoint.ejx"))
+    add(
+        "--model",
+        type=pathlib.Path,
+        metavar="FOLDER",
+        help="a published model instead (config.json, safetensors, tokenizer.json)",
+    )
     add("--prompts", default="-", help="a file with a prompt per line; - is standard input (the default)")
     add("--out", type=pathlib.Path, help="also write JSON lines here, one for each request as it ends")
-    add("--max-new-tokens", type=int, default=100, help="bytes to write for each prompt")
-    add("--stop", type=one_byte, help="end a text with this byte, e.g. '\\n'")
-    add("--temperature", type=float, default=0.0, help="0, the default, takes the likeliest byte")
+    add(
+        "--max-new-tokens",
+        type=int,
+        default=100,
+        help="tokens to write for each prompt; bytes, if the model is of bytes",
+    )
+    add(
+        "--stop",
+        type=one_byte,
+        help="end a text with this byte, e.g. '\\n', or its token; default: the model's own",
+    )
+    add("--temperature", type=float, default=0.0, help="0, the default, takes the likeliest token")
     add("--top-k", type=int, default=0, help="draw from the so many likeliest; 0 for all")
     add("--top-p", type=float, default=1.0, help="draw from the likeliest that together reach this")
     add("--seed", type=int, default=0)
@@ -333,7 +384,7 @@ def parse(argv: list[str] | None) -> argparse.Namespace:
         raise UsageError(f"--seed: expected at least 0, received {args.seed}.")
     try:
         Sampling(args.temperature, args.top_k, args.top_p)
-    except RequestError as error:
+    except ValueError as error:
         raise UsageError(str(error)) from error
     return args
 
@@ -350,14 +401,19 @@ def open_out(path: pathlib.Path, *inputs: pathlib.Path) -> TextIO:
 def run(args: argparse.Namespace) -> int:
     if sys.stdout is None:
         raise UsageError("standard output is closed; send it to a file, or to /dev/null beside --out.")
-    if not args.checkpoint.is_file():
+    if args.model is not None and not (args.model / "tokenizer.json").is_file():
+        raise UsageError(
+            f"--model: expected the folder of a published model, but {str(args.model)!r} has no tokenizer.json; download all files of the model."
+        )
+    if args.model is None and not args.checkpoint.is_file():
         raise UsageError(
             f"--checkpoint: there is no file {str(args.checkpoint)!r}; make one with examples/train_lm.py, or give the one it made."
         )
     prompts = Prompts(args.prompts)
     inputs = (args.checkpoint, pathlib.Path(args.prompts))
     with contextlib.nullcontext() if args.out is None else open_out(args.out, *inputs) as out:
-        interrupted = not serve(args, start(args), prompts, out)
+        texts = Texts(out, read_vocabulary(args))
+        interrupted = not serve(args, start(args), prompts, texts)
     if prompts.failure is not None and not interrupted:
         raise UsageError(prompts.failure)
     return 130 if interrupted else 0

@@ -24,6 +24,8 @@ import numpy as np
 from jax import Array
 
 import ejkernel_eqx as ejx
+from ejkernel_eqx.models import Decoder, Sampling, ServingCache
+from ejkernel_eqx.models.sampling import sample, SamplingArrays
 
 
 class RequestError(ValueError):
@@ -49,110 +51,15 @@ def _integer(
     return number
 
 
-def _is_number(value: Any, least: float, most: float) -> bool:
-    known = isinstance(value, int | float | np.integer | np.floating) and not isinstance(value, bool)
-    return known and bool(least <= value <= most)
-
-
-# Sampling
-
-
-@dataclasses.dataclass(frozen=True)
-class Sampling:
-    """How the tokens of a request are chosen. The same request with the same seed gives the same tokens whatever runs beside it."""
-
-    temperature: float = 0.0
-    """0 takes the likeliest token, whatever the others say."""
-    top_k: int = 0
-    """Only the so many likeliest; 0 for all."""
-    top_p: float = 1.0
-    """Of these, the smallest set of the likeliest whose probability reaches this."""
-    seed: int = 0
-
-    def __post_init__(self):
-        if not _is_number(self.temperature, 0, float(np.finfo(np.float32).max)):
-            raise RequestError(
-                f"temperature: expected a number from 0 to 3.4e38, received {self.temperature!r}; 0 takes the likeliest."
-            )
-        _integer("top_k", self.top_k, 0, remedy="; 0 stands for all")
-        if not _is_number(self.top_p, 0, 1) or self.top_p == 0:
-            raise RequestError(
-                f"top_p: expected a number above 0 and up to 1, received {self.top_p!r}; 1 stands for all."
-            )
-        _integer("seed", self.seed, 0, 2**32 - 1)
-
-
-class SamplingArrays(NamedTuple):
-    """`Sampling`, and the position of the token that is chosen, for each row of a batch."""
-
-    temperature: Any  # float32 [N]
-    top_k: Any  # int32 [N]
-    top_p: Any  # float32 [N]
-    seed: Any  # uint32 [N]
-    position: Any  # int32 [N]
-
-    @classmethod
-    def of(cls, rows: Sequence[tuple[Sampling, int]], size: int) -> "SamplingArrays":
-        """`rows` and, up to `size`, more that are greedy."""
-        rows = [*rows, *[(Sampling(), 0)] * (size - len(rows))]
-        kinds = {"temperature": np.float32, "top_p": np.float32, "seed": np.uint32}
-        columns = {name: np.array([getattr(s, name) for s, _ in rows], kind) for name, kind in kinds.items()}
-        # No vocabulary is larger than this: it stands for all.
-        top_k = np.array([min(s.top_k, 2**31 - 1) for s, _ in rows], np.int32)
-        return cls(**columns, top_k=top_k, position=np.array([position for _, position in rows], np.int32))
-
-
-def sample(logits: Array, sampling: SamplingArrays) -> Array:
-    """A token for each row of the float32 `logits [N, V]`, int32 `[N]`. A row's choice depends on nothing but the row."""
-    return jax.vmap(_sample_row)(logits, sampling)
-
-
-def _sample_row(logits: Array, sampling: SamplingArrays) -> Array:
-    order, ranked, kept = candidates(logits, sampling.temperature, sampling.top_k, sampling.top_p)
-    key = jax.random.fold_in(jax.random.key(sampling.seed), sampling.position)
-    drawn = jax.random.categorical(key, jnp.where(kept, ranked, -jnp.inf))
-    return order[jnp.where(sampling.temperature > 0, drawn, 0)].astype(jnp.int32)
-
-
-def candidates(logits: Array, temperature: Array, top_k: Array, top_p: Array) -> tuple[Array, Array, Array]:
-    """The tokens from the likeliest on, their logits over the temperature, and whether each may be drawn; `[V]` each."""
-    order = jnp.argsort(-logits)  # stable: the first of equals comes first, as with argmax
-    ranked = logits[order]
-    ranked = (ranked - ranked[0]) / jnp.maximum(temperature, 1e-6)
-    rank = jnp.arange(logits.shape[0], dtype=jnp.int32)
-    kept = (top_k <= 0) | (rank < top_k)
-    mass = jax.nn.softmax(jnp.where(kept, ranked, -jnp.inf))
-    before = jnp.cumsum(mass) - mass
-    # What is in front has not reached top_p yet. Sums are rounded, so that 1 needs words of its own.
-    return order, ranked, kept & ((before < top_p) | (rank == 0) | (top_p >= 1))
-
-
 # The model over pages and slots
 
 
 def last_logits(
-    model: Any, tokens: Array, state: ejx.nn.CacheState, batch: ejx.RaggedBatch
-) -> tuple[Array, ejx.nn.CacheState]:
-    """The model of `train_lm.py` on packed `tokens [T]`: float32 logits `[N, vocabulary]` after each sequence's last new token.
-
-    The caches are carried through the scan and written in place; as part of what is scanned over they would be copied.
-    """
-    arrays, static = eqx.partition(model.layers, eqx.is_array)
-
-    def period(carry, index_and_layers):
-        x, state = carry
-        index, arrays = index_and_layers
-        caches, numbered = state.of_layer(index, batch)
-        new = []
-        for layer, cache in zip(eqx.combine(arrays, static), caches):
-            x, cache = layer(x, cache, numbered)
-            new.append(cache)
-        return (x, state.with_layers(new)), None
-
-    indices = jnp.arange(model.num_periods, dtype=jnp.int32)
-    (x, state), _ = jax.lax.scan(period, (model.embedding[tokens], state), (indices, arrays))
-    last = x[jnp.maximum(batch.last_tokens, 0)]
-    return jax.vmap(model.head)(jax.vmap(model.norm)(last)).astype(jnp.float32), state
+    model: Decoder, tokens: Array, cache: ServingCache, batch: ejx.RaggedBatch
+) -> tuple[Array, ServingCache]:
+    """The model on packed `tokens [T]`: float32 logits `[N, vocabulary]` after each sequence's last new token."""
+    x, cache = model.features(tokens, cache, batch=batch)
+    return model.logits(x[jnp.maximum(batch.last_tokens, 0)]), cache
 
 
 # The engine
@@ -173,7 +80,7 @@ class _Request:
     tokens: list[int]  # the prompt and what was written after it
     last_length: int
     sampling: Sampling
-    stop: int | None
+    stop: frozenset[int]
     computed: int = 0  # how many of its tokens the model has seen
     slot: int = -1
 
@@ -197,7 +104,7 @@ class Engine:
 
     **Arguments:**
 
-    - `model`: a `Decoder` of `train_lm.py`, in the dtype to compute in.
+    - `model`: an `ejx.models.Decoder`, in the dtype to compute in.
     - `num_pages`, `page_size`: pages of each attention layer and tokens a page.
     - `max_batch`: sequences at once; recurrent layers have as many slots for their states.
     - `step_tokens`: the most tokens of a step; at least `max_batch`.
@@ -210,7 +117,7 @@ class Engine:
 
     def __init__(
         self,
-        model: Any,
+        model: Decoder,
         *,
         num_pages: int = 512,
         page_size: int = 16,
@@ -227,17 +134,15 @@ class Engine:
                 f"step_tokens: expected at least max_batch={max_batch}, received {step_tokens}; every sequence decodes in every step."
             )
         self.model, self.max_batch, self.step_tokens = model, max_batch, step_tokens
-        mixers = [layer.mixer for layer in model.layers]
+        mixers = [layer.mixer for stack in model.stacks for layer in stack]
         attention = [mixer for mixer in mixers if isinstance(mixer, ejx.nn.MultiHeadAttention)]
         self.table = ejx.PageTable(num_pages, page_size) if attention else None
         self.window = _window(attention)
         self._new_state = functools.partial(
-            ejx.nn.CacheState.init,
-            mixers,
+            model.init_serving_cache,
             num_pages=num_pages,
             page_size=page_size,
             num_slots=max_batch,
-            batch_shape=(model.num_periods,),
             dtype=kv_dtype,
         )
         self.state = self._new_state()
@@ -286,9 +191,10 @@ class Engine:
         max_new_tokens: int,
         *,
         sampling: Sampling | None = None,
-        stop: int | None = None,
+        stop: int | Sequence[int] | None = None,
     ) -> int:
-        """Puts a request into the queue. It ends after `max_new_tokens`, or with the token `stop`.
+        """Puts a request into the queue. It ends after `max_new_tokens`, or with the token `stop` or one of several, by default the
+        model's own.
 
         **Returns:** the request's number, by which events name it.
 
@@ -298,12 +204,15 @@ class Engine:
             raise RequestError(
                 f"prompt: expected bytes or the numbers of tokens, received {type(prompt).__name__}; encode it for this model."
             )
-        last, remedy = self.model.embedding.shape[0] - 1, "; encode it for this model"
+        last, remedy = self.model.config.vocab_size - 1, "; encode it for this model"
         tokens = [_integer(f"prompt[{i}]", token, 0, last, remedy) for i, token in enumerate(prompt)]
         if not tokens:
             raise RequestError("prompt: expected at least one token, received none; give it some text.")
         max_new_tokens = _integer("max_new_tokens", max_new_tokens, 1)
-        stop = None if stop is None else _integer("stop", stop, 0, last, "; None for no such token")
+        stops = (
+            self.model.config.stop_tokens if stop is None else stop if isinstance(stop, Sequence) else (stop,)
+        )
+        ends = frozenset(_integer("stop", token, 0, last, "; () for no such token") for token in stops)
         sampling = Sampling() if sampling is None else sampling
         if not isinstance(sampling, Sampling):
             raise RequestError(f"sampling: expected a Sampling, received {type(sampling).__name__}.")
@@ -319,7 +228,7 @@ class Engine:
                 f"written, which need {self._most_pages(length)}; shorten it, ask for fewer, or serve with more pages."
             )
         self._count += 1
-        request = _Request(self._count - 1, tokens, length, sampling, stop)
+        request = _Request(self._count - 1, tokens, length, sampling, ends)
         self._waiting.append(request)
         return request.number
 
@@ -377,7 +286,7 @@ class Engine:
             return "error"
         request.tokens.append(token)
         self.tokens_written += 1
-        if request.tokens[-1] == request.stop:
+        if request.tokens[-1] in request.stop:
             return "stop"
         return "length" if len(request.tokens) == request.last_length else None
 

@@ -1,4 +1,4 @@
-"""Train a small language model on text, byte by byte; then load the checkpoint from disk and let it write.
+"""Train a small language model on text, byte by byte, or fine-tune a published one; then sample from the checkpoint.
 
     python examples/train_lm.py                       # the source text of Python's own standard library
     python examples/train_lm.py --data my_texts/      # a file or a folder
@@ -7,8 +7,9 @@
     python examples/train_lm.py --mixer mamba2,mamba2,attention  # a hybrid: this pattern, repeated
     python examples/train_lm.py --tune                # first find the fastest kernel configurations here
     python examples/train_lm.py --remat kernels       # less memory: make again what is cheap to make
+    python examples/train_lm.py --model Qwen3-0.6B --lora 16  # fine-tune the published model in this folder
 
-The model is a pre-norm decoder: RMSNorm, a sequence mixer (attention with RoPE and grouped heads, or one of the
+The model is an `ejx.models.Decoder`: a pre-norm decoder: RMSNorm, a sequence mixer (attention with RoPE and grouped heads, or one of the
 recurrent layers, or several in turn), RMSNorm, a SwiGLU. Its layers are stacked: traced once, and written out one
 after the other in the program, which is faster than a loop over them (`--scan-layers`). Everything it writes is in
 `--out-dir`: `checkpoint.ejx`, `metrics.csv`, `loss.png`, `sample.txt`.
@@ -18,7 +19,9 @@ import argparse
 import contextlib
 import csv
 import dataclasses
+import json
 import pathlib
+import shutil
 import signal
 import sys
 import sysconfig
@@ -35,6 +38,11 @@ from jax import Array
 from tqdm import tqdm
 
 import ejkernel_eqx as ejx
+from ejkernel_eqx.models import Decoder
+
+sys.path.insert(0, str(pathlib.Path(__file__).resolve().parent))
+from lora import add_lora, merge_lora, trained
+from vocabulary import Bytes, Vocabulary, vocabulary_of
 
 VOCABULARY = 256  # bytes
 VALIDATION_BATCHES = 4
@@ -66,177 +74,58 @@ class Architecture:
         """The mixers of the first layers; those of the next ones are the same, and so on."""
         return self.mixer.split(",")
 
+    def layer(self, mixer: str, **options: Any) -> ejx.models.LayerConfig:
+        """A mixer and a SwiGLU, each after a norm."""
+        hidden = -(-8 * self.embed_dim // 3 // 32) * 32
+        return ejx.models.LayerConfig(mixer, options, ejx.models.MLPConfig(hidden))
 
-# A mixer is made from the architecture, the layer's place in the model, and `platform` and `key`. It is called
-# `mixer(x) -> y` in training, `mixer(x, state) -> (y, state)` in decoding, and in serving `mixer(x, cache, batch=batch)`.
+    def config(self) -> ejx.models.DecoderConfig:
+        layers = [MIXERS[name](self) for name in self.pattern]
+        repeats = self.num_layers // len(layers)
+        return ejx.models.DecoderConfig(VOCABULARY, self.embed_dim, (*layers,) * repeats, norm_eps=1e-5)
 
 
-def attention(arch: Architecture, index: Array, **options) -> ejx.nn.MultiHeadAttention:
+# What the layers of `ejx.nn` are built with, by the name of the mixer.
+
+
+def attention(arch: Architecture) -> ejx.models.LayerConfig:
     rope = ejx.nn.RotaryEmbedding(arch.head_dim)
-    heads = {"num_heads": arch.num_heads, "num_kv_heads": arch.num_kv_heads}
-    return ejx.nn.MultiHeadAttention(arch.embed_dim, **heads, rope=rope, **options)
+    return arch.layer("attention", num_heads=arch.num_heads, num_kv_heads=arch.num_kv_heads, rope=rope)
 
 
-def mamba1(arch: Architecture, index: Array, **options) -> ejx.nn.Mamba1Mixer:
-    return ejx.nn.Mamba1Mixer(arch.embed_dim, **options)
+def mamba1(arch: Architecture) -> ejx.models.LayerConfig:
+    return arch.layer("mamba1")
 
 
-def mamba2(arch: Architecture, index: Array, **options) -> ejx.nn.Mamba2Mixer:
-    return ejx.nn.Mamba2Mixer(arch.embed_dim, head_dim=arch.head_dim, state_size=2 * arch.head_dim, **options)
+def mamba2(arch: Architecture) -> ejx.models.LayerConfig:
+    return arch.layer("mamba2", head_dim=arch.head_dim, state_size=2 * arch.head_dim)
 
 
-def gla(arch: Architecture, index: Array, **options) -> ejx.nn.GatedLinearAttention:
-    heads = {"num_heads": arch.num_heads, "num_kv_heads": arch.num_kv_heads}
-    return ejx.nn.GatedLinearAttention(arch.embed_dim, **heads, **options)
+def gla(arch: Architecture) -> ejx.models.LayerConfig:
+    return arch.layer("gated_linear_attention", num_heads=arch.num_heads, num_kv_heads=arch.num_kv_heads)
 
 
-def lightning(arch: Architecture, index: Array, **options) -> ejx.nn.LightningAttention:
-    place = {"layer_index": index, "num_layers": arch.num_layers}
-    return ejx.nn.LightningAttention(arch.embed_dim, num_heads=arch.num_heads, **place, **options)
+def lightning(arch: Architecture) -> ejx.models.LayerConfig:
+    return arch.layer("lightning_attention", num_heads=arch.num_heads)
 
 
-def kda(arch: Architecture, index: Array, **options) -> ejx.nn.KimiDeltaAttention:
-    heads = {"num_heads": arch.num_heads, "head_dim": arch.head_dim}
-    return ejx.nn.KimiDeltaAttention(arch.embed_dim, **heads, **options)
+def kda(arch: Architecture) -> ejx.models.LayerConfig:
+    return arch.layer("kimi_delta_attention", num_heads=arch.num_heads, head_dim=arch.head_dim)
 
 
-def gated_deltanet(arch: Architecture, index: Array, **options) -> ejx.nn.GatedDeltaNet:
+def gated_deltanet(arch: Architecture) -> ejx.models.LayerConfig:
     heads = {"num_k_heads": arch.num_kv_heads, "num_v_heads": arch.num_heads, "head_dim": arch.head_dim}
-    return ejx.nn.GatedDeltaNet(arch.embed_dim, **heads, **options)
+    return arch.layer("gated_delta_net", **heads)
 
 
-MIXERS: dict[str, Callable[..., Any]] = {
+MIXERS: dict[str, Callable[[Architecture], ejx.models.LayerConfig]] = {
     mixer.__name__: mixer for mixer in (attention, mamba1, mamba2, gla, lightning, kda, gated_deltanet)
 }
 
 
-def empty_state(mixer, batch_shape: tuple[int, ...], max_length: int):
-    """The state of a mixer before the first token: only attention's grows with the tokens."""
-    if isinstance(mixer, ejx.nn.MultiHeadAttention):
-        return mixer.init_cache(batch_shape, max_length)
-    return mixer.init_state(batch_shape)
-
-
-def tokenwise(layer, x: Array) -> Array:
-    """An Equinox layer, which takes one vector, over `[B, T, E]` or `[T, E]`."""
-    for _ in range(x.ndim - 1):
-        layer = jax.vmap(layer)
-    return layer(x)
-
-
-class SwiGLU(eqx.Module):
-    gate: eqx.nn.Linear
-    up: eqx.nn.Linear
-    down: eqx.nn.Linear
-
-    def __init__(self, embed_dim: int, *, key: Array):
-        gate_key, up_key, down_key = jax.random.split(key, 3)
-        hidden = -(-8 * embed_dim // 3 // 32) * 32
-        self.gate = eqx.nn.Linear(embed_dim, hidden, use_bias=False, key=gate_key)
-        self.up = eqx.nn.Linear(embed_dim, hidden, use_bias=False, key=up_key)
-        self.down = eqx.nn.Linear(hidden, embed_dim, use_bias=False, key=down_key)
-
-    def __call__(self, x: Array) -> Array:
-        return self.down(jax.nn.silu(self.gate(x)) * self.up(x))
-
-
-class DecoderLayer(eqx.Module):
-    mixer_norm: eqx.nn.RMSNorm
-    mixer: Any
-    mlp_norm: eqx.nn.RMSNorm
-    mlp: SwiGLU
-
-    def __init__(self, arch: Architecture, mixer: str, index: Array, platform: str | None, *, key: Array):
-        mixer_key, mlp_key = jax.random.split(key)
-        self.mixer_norm = eqx.nn.RMSNorm(arch.embed_dim, use_bias=False)
-        self.mixer = MIXERS[mixer](arch, index, platform=platform, key=mixer_key)
-        self.mlp_norm = eqx.nn.RMSNorm(arch.embed_dim, use_bias=False)
-        self.mlp = SwiGLU(arch.embed_dim, key=mlp_key)
-
-    def __call__(self, x: Array, state=None, batch: ejx.RaggedBatch | None = None) -> tuple[Array, Any]:
-        """`x` is `[B, T, E]`; with a batch of sequences packed side by side, as `serve_lm.py` makes them, `[T, E]`."""
-        h = tokenwise(self.mixer_norm, x)
-        packed = {} if batch is None else {"batch": batch}
-        h, state = (self.mixer(h), None) if state is None else self.mixer(h, state, **packed)
-        x = x + h
-        return x + tokenwise(self.mlp, tokenwise(self.mlp_norm, x)), state
-
-
-KERNELS = jax.checkpoint_policies.save_only_these_names(
-    *("attention_out", "attention_lse", "recurrence_out", "recurrence_state", "recurrence_saved"),
-    *("selective_scan_out", "selective_scan_state", "selective_scan_saved"),
-)
-MATMULS = jax.checkpoint_policies.dots_with_no_batch_dims_saveable
-
-REMAT = {
-    "matmuls": jax.checkpoint_policies.save_from_both_policies(MATMULS, KERNELS),
-    "kernels": KERNELS,
-}
-"""What the forward pass keeps for the gradient instead of everything; the rest is computed again, layer by layer."""
-
-
-class Decoder(eqx.Module):
-    embedding: Array  # [vocabulary, E]
-    layers: tuple[
-        DecoderLayer, ...
-    ]  # one for each place in the pattern, its arrays with a leading axis of periods
-    norm: eqx.nn.RMSNorm
-    head: eqx.nn.Linear
-    num_periods: int = eqx.field(static=True)
-    scan_layers: bool = eqx.field(static=True)
-    remat: str = eqx.field(static=True)
-
-    def __init__(
-        self,
-        arch: Architecture,
-        platform: str | None = None,
-        *,
-        scan_layers: bool = False,
-        remat: str = "none",
-        key: Array,
-    ):
-        embed_key, layers_key, head_key = jax.random.split(key, 3)
-        self.embedding = jax.random.normal(embed_key, (VOCABULARY, arch.embed_dim))
-        places = len(arch.pattern)
-        self.num_periods = arch.num_layers // places
-        self.scan_layers, self.remat = scan_layers, remat
-        keys = jax.random.split(layers_key, (self.num_periods, places))
-        indices = jnp.arange(arch.num_layers).reshape(self.num_periods, places)
-
-        def stack(place: int, mixer: str) -> DecoderLayer:
-            make = lambda key, index: DecoderLayer(arch, mixer, index, platform, key=key)
-            return eqx.filter_vmap(make)(keys[:, place], indices[:, place])
-
-        self.layers = tuple(stack(place, mixer) for place, mixer in enumerate(arch.pattern))
-        self.norm = eqx.nn.RMSNorm(arch.embed_dim, use_bias=False)
-        self.head = eqx.nn.Linear(arch.embed_dim, VOCABULARY, use_bias=False, key=head_key)
-
-    def init_state(self, batch: int, max_length: int):
-        """The empty state of all mixers, for decoding."""
-        return tuple(empty_state(layer.mixer, (self.num_periods, batch), max_length) for layer in self.layers)
-
-    def __call__(self, tokens: Array, state=None) -> tuple[Array, Any]:
-        """`tokens` is `[B, T]`; gives float32 logits `[B, T, vocabulary]` and the new state."""
-        arrays, static = eqx.partition(self.layers, eqx.is_array)
-
-        def period(x, layers_and_states):
-            arrays, states = layers_and_states
-            new = []
-            for layer, state in zip(eqx.combine(arrays, static), states):
-                x, state = layer(x, state)
-                new.append(state)
-            return x, tuple(new)
-
-        # A loop keeps what the gradient needs in stacks, which every layer copies into and out of; written out, each
-        # layer's stays where it is. Decoding has no gradient, and its states are stacks in any case.
-        written_out = state is None and not self.scan_layers
-        if state is None and self.remat != "none":
-            # In a loop the compiler cannot merge what is computed again with what was; written out, it needs a barrier.
-            period = jax.checkpoint(period, policy=REMAT[self.remat], prevent_cse=written_out)
-        states = (None,) * len(self.layers) if state is None else state
-        unroll = self.num_periods if written_out else 1
-        x, state = jax.lax.scan(period, self.embedding[tokens], (arrays, states), unroll=unroll)
-        return tokenwise(self.head, tokenwise(self.norm, x)).astype(jnp.float32), state
+def make_model(arch: Architecture, platform: str | None = None, *, key: Array, **options) -> Decoder:
+    """The decoder, with random weights; `options` are `scan_layers` and `remat`."""
+    return Decoder(arch.config(), platform=platform, key=key, **options)
 
 
 def cast(model: Decoder, dtype) -> Decoder:
@@ -270,9 +159,11 @@ def find_texts(path: pathlib.Path | None) -> list[pathlib.Path]:
     return sorted(files, key=lambda f: f.relative_to(root).as_posix())
 
 
-def load_data(path: pathlib.Path | None, seq_len: int) -> tuple[np.ndarray, np.ndarray]:
-    """Bytes to train on and bytes to validate on: every 20th file, or the last 5% where there are fewer
-    files."""
+def load_data(
+    path: pathlib.Path | None, seq_len: int, vocabulary: Vocabulary | None = None
+) -> tuple[np.ndarray, np.ndarray]:
+    """Tokens to train on and tokens to validate on: every 20th file, or the last 5% where there are fewer
+    files. By default a token is a byte."""
     texts = [f.read_bytes() for f in find_texts(path)]
     if len(texts) >= 20:
         held_out = texts[10::20]
@@ -282,9 +173,15 @@ def load_data(path: pathlib.Path | None, seq_len: int) -> tuple[np.ndarray, np.n
         cut = len(everything) - len(everything) // 20
         texts, held_out = [everything[:cut]], [everything[cut:]]
     train, validation = (np.frombuffer(b"\n".join(part), np.uint8) for part in (texts, held_out))
+    kind = "bytes"
+    if not isinstance(vocabulary or Bytes(), Bytes):
+        kind = "tokens"
+        train, validation = (
+            np.array(vocabulary.encode(part.tobytes()), np.int32) for part in (train, validation)
+        )
     if min(len(train), len(validation)) < seq_len + 1:
         raise UsageError(
-            f"--data: expected more than {20 * (seq_len + 1)} bytes for sequences of {seq_len}, found "
+            f"--data: expected more than {20 * (seq_len + 1)} {kind} for sequences of {seq_len}, found "
             f"{len(train) + len(validation)} in {str(path or 'the standard library')!r}; give more text or a smaller "
             "--seq-len."
         )
@@ -317,14 +214,32 @@ def make_optimiser(args: argparse.Namespace) -> optax.GradientTransformation:
 
 
 def make_state(args: argparse.Namespace, architecture: dict[str, Any]) -> TrainState:
-    layers = {"scan_layers": args.scan_layers, "remat": args.remat}
-    model = Decoder(Architecture(**architecture), args.platform, **layers, key=jax.random.key(args.seed))
-    return TrainState(model, make_optimiser(args).init(eqx.filter(model, eqx.is_inexact_array)), 0)
+    """A model of this architecture with random weights, and the state of its optimiser."""
+    key = jax.random.key(args.seed)
+    options = {"scan_layers": args.scan_layers, "remat": args.remat, "platform": args.platform}
+    if "published" in architecture:
+        model = ejx.models.from_config(architecture["published"], **options, key=key)
+    else:
+        model = make_model(Architecture(**architecture), **options, key=key)
+    return with_optimiser(args, model, architecture)
+
+
+def published_state(args: argparse.Namespace, architecture: dict[str, Any]) -> TrainState:
+    """The published model in `--model`, in float32 for the optimiser."""
+    options = {"scan_layers": args.scan_layers, "remat": args.remat, "platform": args.platform}
+    model = ejx.models.from_pretrained(args.model, dtype="float32", **options)
+    return with_optimiser(args, model, architecture)
+
+
+def with_optimiser(args: argparse.Namespace, model: Decoder, architecture: dict[str, Any]) -> TrainState:
+    if rank := architecture.get("lora"):
+        model = add_lora(model, rank, key=jax.random.key(args.seed + 1))
+    return TrainState(model, make_optimiser(args).init(eqx.filter(model, trained(model))), 0)
 
 
 def mean_loss(model: Decoder, tokens: Array, dtype) -> Array:
-    """Cross entropy of the next byte, in nats."""
-    logits, _ = cast(model, dtype)(tokens[:, :-1])
+    """Cross entropy of the next token, in nats."""
+    logits = cast(model, dtype)(tokens[:, :-1])
     return jnp.mean(optax.softmax_cross_entropy_with_integer_labels(logits, tokens[:, 1:]))
 
 
@@ -333,10 +248,11 @@ def make_steps(args: argparse.Namespace):
 
     @eqx.filter_jit(donate="all")
     def train_step(model, optimiser_state, tokens):
-        loss, grads = eqx.filter_value_and_grad(mean_loss)(model, tokens, args.dtype)
-        parameters = eqx.filter(model, eqx.is_inexact_array)
+        parameters, frozen = eqx.partition(model, trained(model))
+        loss_of = lambda parameters: mean_loss(eqx.combine(parameters, frozen), tokens, args.dtype)
+        loss, grads = eqx.filter_value_and_grad(loss_of)(parameters)
         updates, optimiser_state = optimiser.update(grads, optimiser_state, parameters)
-        return eqx.apply_updates(model, updates), optimiser_state, loss
+        return eqx.combine(eqx.apply_updates(parameters, updates), frozen), optimiser_state, loss
 
     @eqx.filter_jit
     def validation_loss(model, batches):
@@ -346,7 +262,20 @@ def make_steps(args: argparse.Namespace):
 
 
 def architecture_of(args: argparse.Namespace) -> dict[str, Any]:
+    """What a checkpoint must agree on: goes into its header."""
+    if args.model is not None:
+        return {"published": read_config(args.model), "lora": args.lora}
     return {field.name: getattr(args, field.name) for field in dataclasses.fields(Architecture)}
+
+
+def read_config(folder: pathlib.Path) -> dict[str, Any]:
+    try:
+        return json.loads((folder / "config.json").read_text(encoding="utf-8"))
+    except (OSError, ValueError) as error:
+        raise UsageError(
+            f"--model: expected the folder of a published model with a config.json, received {str(folder)!r} ({error}); "
+            "huggingface_hub.snapshot_download(name) downloads one."
+        ) from error
 
 
 def tune(args: argparse.Namespace, state: TrainState) -> TrainState:
@@ -365,6 +294,11 @@ def save_checkpoint(path: pathlib.Path, state: TrainState, args: argparse.Namesp
     ejx.save(path, state, {"architecture": architecture_of(args)})
 
 
+def short(value: Any) -> str:
+    """What a message says of a value; a whole configuration is too long for one."""
+    return f"a configuration of {value.get('model_type')}" if isinstance(value, dict) else repr(value)
+
+
 def load_checkpoint(path: pathlib.Path, args: argparse.Namespace) -> TrainState:
     """The state in a checkpoint, if it is one of the architecture that is asked for."""
     if not path.exists():
@@ -373,7 +307,7 @@ def load_checkpoint(path: pathlib.Path, args: argparse.Namespace) -> TrainState:
     def like(architecture):
         asked = architecture_of(args)
         different = [
-            f"{k}={architecture.get(k)!r} (asked for: {v!r})"
+            f"{k}={short(architecture.get(k))} (asked for: {short(v)})"
             for k, v in asked.items()
             if architecture.get(k) != v
         ]
@@ -432,7 +366,7 @@ class Metrics:
         figure, axes = plt.subplots(figsize=(7, 4), layout="constrained")
         axes.plot(steps, losses, linewidth=1, label="training")
         axes.plot(*zip(*held_out), marker="o", label="validation")
-        axes.set(xlabel="step", ylabel="loss (nats per byte)", title="Byte-level language model")
+        axes.set(xlabel="step", ylabel="loss (nats per token)", title="Language model")
         axes.grid(alpha=0.3)
         axes.legend()
         figure.savefig(path, dpi=120)
@@ -487,43 +421,22 @@ def train(
 # Writing
 
 
-@eqx.filter_jit
-def generate(model: Decoder, prompt: Array, key: Array, length: int, temperature: float, top_k: int) -> Array:
-    """`length` more bytes after `prompt [T]`: the prompt in one pass, then byte by byte on the state."""
-    state = model.init_state(1, prompt.shape[0] + length)
-    logits, state = model(prompt[None], state)
-
-    def step(carry, key):
-        logits, state = carry
-        best, indices = jax.lax.top_k(logits[0], top_k)
-        token = jnp.argmax(best) if temperature == 0 else jax.random.categorical(key, best / temperature)
-        token = indices[token]
-        logits, state = model(token[None, None], state)
-        return (logits[:, -1], state), token
-
-    _, tokens = jax.lax.scan(step, (logits[:, -1], state), jax.random.split(key, length))
-    return tokens
-
-
 def write_sample(args: argparse.Namespace) -> None:
     """Generate from the checkpoint as it is on disk."""
     state = load_checkpoint(args.out_dir / "checkpoint.ejx", args)
-    model = cast(state.model, args.dtype)
-    prompt = jnp.asarray(np.frombuffer(args.prompt.encode() or b"\n", np.uint8).astype(np.int32))
+    model, vocabulary = cast(merge_lora(state.model), args.dtype), vocabulary_of(args.out_dir)
+    prompt = vocabulary.encode(args.prompt.encode() or b"\n")
+    top_k = min(args.top_k, model.config.vocab_size)
+    sampling = ejx.models.Sampling(args.temperature, top_k, seed=args.seed)
     start = time.perf_counter()
-    tokens = generate(
-        model,
-        prompt,
-        jax.random.key(args.seed),
-        args.sample_length,
-        args.temperature,
-        min(args.top_k, VOCABULARY),
-    )
-    text = args.prompt + np.asarray(tokens).astype(np.uint8).tobytes().decode(errors="replace")
+    found = ejx.models.generate(model, [prompt], max_new_tokens=args.sample_length, sampling=sampling)
+    tokens = found.texts()[0]
+    text = vocabulary.decode([*prompt, *tokens]).decode(errors="replace")
     seconds = time.perf_counter() - start
     (args.out_dir / "sample.txt").write_text(text, encoding="utf-8")
+    kind = "bytes" if isinstance(vocabulary, Bytes) else "tokens"
     print(
-        f"--- {args.sample_length} bytes from the checkpoint of step {state.step} ({seconds:.1f} s) ---\n{text}\n---"
+        f"--- {len(tokens)} {kind} from the checkpoint of step {state.step} ({seconds:.1f} s) ---\n{text}\n---"
     )
 
 
@@ -564,7 +477,20 @@ def parse(argv: list[str] | None) -> argparse.Namespace:
     loop = "run the layers in a loop instead of writing them out: a smaller program, a slower step"
     add("--scan-layers", action="store_true", help=loop)
     keep = "what the forward pass keeps for the gradient: all, or only products of matrices and kernels' results, or these alone"
-    add("--remat", choices=["none", *REMAT], default="none", help=keep)
+    add("--remat", choices=["none", "matmuls", "kernels"], default="none", help=keep)
+    add(
+        "--model",
+        type=pathlib.Path,
+        metavar="FOLDER",
+        help="fine-tune this published model (config.json, safetensors)",
+    )
+    add(
+        "--lora",
+        type=int,
+        default=0,
+        metavar="RANK",
+        help="with --model: train low-rank updates alone; 0 trains all",
+    )
     add("--tune", action="store_true", help="find the fastest kernel configurations before training")
     add("--seed", type=int, default=0)
     add("--validate-every", type=int, default=50, help="steps")
@@ -575,6 +501,10 @@ def parse(argv: list[str] | None) -> argparse.Namespace:
     add("--top-k", type=int, default=40)
     args = parser.parse_args(argv)
     args.dtype = None if args.dtype == "auto" else args.dtype
+    if args.lora < 0 or (args.lora and args.model is None):
+        raise UsageError(
+            f"--lora: expected a rank of at least 1 beside --model, received {args.lora}; 0 trains all weights."
+        )
     sizes = dict(SIZES["cpu" if jax.default_backend() == "cpu" else "accelerator"])
     places = len(args.mixer.split(","))
     # By default as many whole periods as fit, or one.
@@ -596,17 +526,33 @@ def parse(argv: list[str] | None) -> argparse.Namespace:
     return args
 
 
+def keep_vocabulary(args: argparse.Namespace) -> Vocabulary:
+    """The tokenizer of the published model, copied beside the checkpoint; without a model, bytes."""
+    kept = args.out_dir / "tokenizer.json"
+    if args.model is None:
+        kept.unlink(missing_ok=True)
+        return Bytes()
+    if not (args.model / "tokenizer.json").is_file():
+        raise UsageError(
+            f"--model: {str(args.model)!r} has no tokenizer.json; download all files of the model."
+        )
+    shutil.copyfile(args.model / "tokenizer.json", kept)
+    return vocabulary_of(args.out_dir)
+
+
 def run(args: argparse.Namespace) -> int:
     checkpoint = args.out_dir / "checkpoint.ejx"
     try:
-        state = load_checkpoint(checkpoint, args) if args.resume else make_state(args, architecture_of(args))
+        new_state = make_state if args.model is None else published_state
+        state = load_checkpoint(checkpoint, args) if args.resume else new_state(args, architecture_of(args))
     except ValueError as error:  # our own checks of heads and sizes, and of the file
         raise UsageError(str(error)) from error
-    train_data, validation_data = load_data(args.data, args.seq_len)
     args.out_dir.mkdir(parents=True, exist_ok=True)
-    count = sum(x.size for x in jax.tree.leaves(eqx.filter(state.model, eqx.is_inexact_array)))
+    vocabulary = keep_vocabulary(args)
+    train_data, validation_data = load_data(args.data, args.seq_len, vocabulary)
+    count = sum(x.size for x in jax.tree.leaves(eqx.filter(state.model, trained(state.model))))
     print(
-        f"{count:,} parameters, {len(train_data):,} bytes to train on, {len(validation_data):,} held out, "
+        f"{count:,} parameters to train, {len(train_data):,} {'bytes' if isinstance(vocabulary, Bytes) else 'tokens'} to train on, {len(validation_data):,} held out, "
         f"{args.dtype} on {jax.devices()[0].device_kind}, step {state.step} of {args.steps}"
     )
     if args.tune:

@@ -1,4 +1,5 @@
 from . import launch as launch
+from . import models as models
 from . import nn as nn
 from . import sequences as sequences
 from ._errors import CheckpointError as CheckpointError

@@ -186,7 +186,7 @@ def test_data_is_split_by_file_and_in_a_fixed_order(train_lm, tmp_path):
 def _gradient(train_lm, mixer, tokens, **layers):
     """The loss's gradient, the program's temporary memory, and how many of its periods a loop takes at once, forward and backward."""
     arch = train_lm.Architecture(32, 2 * (mixer.count(",") + 1), 4, 2, mixer)
-    model = train_lm.Decoder(arch, "xla", **layers, key=jax.random.key(0))
+    model = train_lm.make_model(arch, "xla", **layers, key=jax.random.key(0))
     arrays, static = eqx.partition(model, eqx.is_inexact_array)
     loss = jax.jit(
         jax.grad(lambda arrays: train_lm.mean_loss(eqx.combine(arrays, static), tokens, "float32"))
@@ -196,7 +196,7 @@ def _gradient(train_lm, mixer, tokens, **layers):
     program = traced.lower().compile()
     memory = program.memory_analysis()
     assert memory is not None
-    unrolled = [scan["unroll"] for scan in scans if scan["length"] == model.num_periods]
+    unrolled = [scan["unroll"] for scan in scans if scan["length"] == 2]
     return program(arrays), memory.temp_size_in_bytes, unrolled
 
 
@@ -238,11 +238,11 @@ SLOW_MIXERS = ["mamba1,gla,attention", "kda,gated_deltanet,mamba2"]
 def test_steps_on_the_states_give_the_logits_of_one_pass(train_lm, mixer):
     places = mixer.count(",") + 1
     arch = train_lm.Architecture(32, 2 * places, 4, 2, mixer)
-    model = train_lm.Decoder(arch, key=jax.random.key(0))
+    model = train_lm.make_model(arch, key=jax.random.key(0))
     tokens = jax.random.randint(jax.random.key(1), (2, 9), 0, 256)
     call = eqx.filter_jit(lambda model, tokens, state: model(tokens, state))
-    expected, _ = call(model, tokens, None)
-    logits, state = call(model, tokens[:, :7], model.init_state(2, 9))
+    expected = call(model, tokens, None)
+    logits, state = call(model, tokens[:, :7], model.init_cache(2, 9))
     pieces = [logits]
     for t in (7, 8):
         logits, state = call(model, tokens[:, t : t + 1], state)
@@ -253,7 +253,7 @@ def test_steps_on_the_states_give_the_logits_of_one_pass(train_lm, mixer):
 def test_rates_stay_float32(train_lm):
     """`cast` takes all else to the dtype of the computation, in every mixer that has rates."""
     arch = train_lm.Architecture(32, 4, 4, 2, "mamba1,mamba2,kda,gated_deltanet")
-    make = lambda: train_lm.cast(train_lm.Decoder(arch, key=jax.random.key(0)), jnp.bfloat16)
+    make = lambda: train_lm.cast(train_lm.make_model(arch, key=jax.random.key(0)), jnp.bfloat16)
     model = eqx.filter_eval_shape(make)
     kept = set()
     for path, leaf in jax.tree_util.tree_leaves_with_path(model):

@@ -20,18 +20,22 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
+from ejkernel_eqx.models import Sampling
+from ejkernel_eqx.models.sampling import candidates, sample, SamplingArrays
 from tests.compilations import compilations
 from tests.recurrence.quick import quick
 
 from .test_examples import _environment, _run, ROOT, SMALL
 
-MODULES = ("train_lm", "serving", "serve_lm")
+MODULES = ("lora", "vocabulary", "train_lm", "serving", "serve_lm")
 HYBRID = "mamba2,attention"
 
 
 class Examples(NamedTuple):
     """The modules, as they import one another beside each other."""
 
+    lora: Any
+    vocabulary: Any
     train_lm: Any
     serving: Any
     serve_lm: Any
@@ -85,11 +89,11 @@ CHOICES += [(0.0, 3, 0.2), (1.0, 0, 1e-4), (1.0, 1000, 0.999)]
 def test_candidates_are_those_of_the_definition(examples):
     """The smallest set whose probability reaches top_p, of the top_k; of equals the first."""
     rng = np.random.default_rng(0)
-    candidates = quick(jax.vmap(examples.serving.candidates))
+    chosen = quick(jax.vmap(candidates))
     for logits in (rng.normal(size=40) * 2, np.zeros(40), rng.integers(0, 3, 40)):
         logits = logits.astype(np.float32)
         columns = (np.array(x, t) for x, t in zip(zip(*CHOICES), (np.float32, np.int32, np.float32)))
-        results = candidates(np.tile(logits, (len(CHOICES), 1)), *columns)
+        results = chosen(np.tile(logits, (len(CHOICES), 1)), *columns)
         for choice, order, ranked, kept in zip(CHOICES, *map(np.asarray, results)):
             expected = _probabilities(logits, *choice)
             if choice[0] == 0:
@@ -105,24 +109,20 @@ def test_samples_have_the_probabilities(examples):
     """Chi squared over many positions, and repeatable; a row's choice does not depend on the others."""
     count, rng = 1000, np.random.default_rng(1)
     logits = (rng.normal(size=12) * 1.5).astype(np.float32)
-    sample = quick(examples.serving.sample)
+    draw = quick(sample)
     for temperature, top_k, top_p in ((1.0, 0, 1.0), (0.7, 6, 0.9), (0.0, 0, 1.0)):
-        choice = examples.serving.Sampling(temperature, top_k, top_p, seed=3)
-        rows = examples.serving.SamplingArrays.of([(choice, n) for n in range(count)], count)
-        drawn = np.asarray(sample(np.tile(logits, (count, 1)), rows))
+        choice = Sampling(temperature, top_k, top_p, seed=3)
+        rows = SamplingArrays.of([(choice, n) for n in range(count)], count)
+        drawn = np.asarray(draw(np.tile(logits, (count, 1)), rows))
         expected = _probabilities(logits, temperature, top_k, top_p) * count
         found = np.bincount(drawn, minlength=12)
         assert (found[expected == 0] == 0).all()
         seen = expected > 0
         squares = ((found[seen] - expected[seen]) ** 2 / expected[seen]).sum()
         assert squares < seen.sum() - 1 + 5 * np.sqrt(2 * seen.sum())
-    some = [(examples.serving.Sampling(1.0, seed=9), 5), (examples.serving.Sampling(1.0, seed=2), 5)]
-    both = examples.serving.sample(
-        jnp.tile(logits, (3, 1)), examples.serving.SamplingArrays.of([some[0], some[1], some[0]], 3)
-    )
-    alone = examples.serving.sample(
-        jnp.asarray(logits)[None], examples.serving.SamplingArrays.of(some[:1], 1)
-    )
+    some = [(Sampling(1.0, seed=9), 5), (Sampling(1.0, seed=2), 5)]
+    both = sample(jnp.tile(logits, (3, 1)), SamplingArrays.of([some[0], some[1], some[0]], 3))
+    alone = sample(jnp.asarray(logits)[None], SamplingArrays.of(some[:1], 1))
     assert both[0] == both[2] == alone[0]
 
 
@@ -131,15 +131,15 @@ WRONG += [(1.0, 0, 1.5), (1.0, 0, None), (1.0, 0, 1.0, -1), (1.0, 0, 1.0, 2**32)
 
 
 @pytest.mark.parametrize("wrong", WRONG)
-def test_sampling_is_checked(examples, wrong):
-    with pytest.raises(examples.serving.RequestError, match=r"expected .* received"):
-        examples.serving.Sampling(*wrong)
+def test_sampling_is_checked(wrong):
+    with pytest.raises(ValueError, match=r"expected .* received"):
+        Sampling(*wrong)
 
 
 def test_the_largest_that_sampling_takes(examples):
     """A `top_k` above every vocabulary stands for all."""
-    sampling = examples.serving.Sampling(3e38, 10**20, 1e-300, np.uint32(2**32 - 1))
-    arrays = examples.serving.SamplingArrays.of([(sampling, 0)], 1)
+    sampling = Sampling(3e38, 10**20, 1e-300, np.uint32(2**32 - 1))
+    arrays = SamplingArrays.of([(sampling, 0)], 1)
     assert arrays.top_k == 2**31 - 1 and np.isfinite(arrays.temperature).all()
 
 
@@ -149,7 +149,7 @@ def test_the_largest_that_sampling_takes(examples):
 @functools.cache
 def _model(examples, mixer, layers=None, platform=None):
     arch = examples.train_lm.Architecture(32, layers or 2 * (mixer.count(",") + 1), 4, 2, mixer)
-    return examples.train_lm.Decoder(arch, platform, key=jax.random.key(0))
+    return examples.train_lm.make_model(arch, platform, key=jax.random.key(0))
 
 
 def _engine(examples, mixer, layers=None, platform=None, **options):
@@ -215,7 +215,7 @@ def _alone(engine, requests, **options):
 def _whole(examples, mixer, requests, layers=None):
     """Greedy tokens from the whole sequence at once, without any cache, given the tokens that were written."""
     model = _model(examples, mixer, layers)
-    call = quick(lambda tokens: jnp.argmax(model(tokens)[0], axis=-1))
+    call = quick(lambda tokens: jnp.argmax(model(tokens), axis=-1))
     for (prompt, _), text in requests:
         tokens = np.zeros((1, 64), np.int32)
         tokens[0, : len(prompt) + len(text)] = [*prompt, *text]
@@ -248,10 +248,10 @@ def test_nothing_is_compiled_once_the_engine_is_warm(engine):
 @pytest.mark.few(1)
 def test_samples_do_not_depend_on_neighbours(examples, engine):
     requests = _requests(1, 6)
-    options = {"sampling": examples.serving.Sampling(1.0, 50, 0.95, seed=7)}
+    options = {"sampling": Sampling(1.0, 50, 0.95, seed=7)}
     texts = _serve(engine, requests, seed=1, **options)
     assert texts == _serve(engine, requests, seed=2, **options) == _alone(engine, requests, **options)
-    other = {"sampling": examples.serving.Sampling(1.0, 50, 0.95, seed=8)}
+    other = {"sampling": Sampling(1.0, 50, 0.95, seed=8)}
     assert _alone(engine, requests[:1], **other) != texts[:1]
     _check_empty(engine)
 

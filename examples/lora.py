@@ -1,0 +1,72 @@
+"""Low-rank updates beside frozen weights (Hu et al. 2021, arXiv:2106.09685): $W x + (\\alpha / r) B A x$."""
+
+from typing import Any
+
+import equinox as eqx
+import jax
+import jax.numpy as jnp
+from jax import Array
+
+import ejkernel_eqx as ejx
+
+PROJECTIONS = ("q_proj", "k_proj", "v_proj", "o_proj", "in_proj", "in_proj_qkvz", "out_proj", "qkv_proj")
+PROJECTIONS += ("gate_proj", "up_proj", "down_proj")
+
+
+class LoRA(eqx.Module):
+    """In the place of an `equinox.nn.Linear`. Only `a` and `b` are trained; at first it computes what `base` does."""
+
+    base: eqx.nn.Linear
+    a: Array  # [R, in]
+    b: Array  # [out, R]
+    scale: float = eqx.field(static=True)
+
+    def __init__(self, base: eqx.nn.Linear, rank: int, *, alpha: float = 16.0, key: Array):
+        # Leading axes are those of stacked layers.
+        *lead, out, features = base.weight.shape
+        self.base = base
+        self.a = jax.random.normal(key, (*lead, rank, features), base.weight.dtype) / rank
+        self.b = jnp.zeros((*lead, out, rank), base.weight.dtype)
+        self.scale = alpha / rank
+
+    def __call__(self, x: Array) -> Array:
+        base, a, b = jax.tree.map(lambda w: w.astype(x.dtype), (self.base, self.a, self.b))
+        return base(x) + self.scale * (b @ (a @ x))
+
+    def merged(self) -> eqx.nn.Linear:
+        """One projection again, for serving."""
+        return eqx.tree_at(lambda m: m.weight, self.base, self.base.weight + self.scale * self.b @ self.a)
+
+
+def _is_lora(node: Any) -> bool:
+    return isinstance(node, LoRA)
+
+
+def add_lora(model: ejx.models.Decoder, rank: int, *, key: Array) -> ejx.models.Decoder:
+    """The model with low-rank updates beside the projections of its mixers and MLPs."""
+    is_linear = lambda node: isinstance(node, eqx.nn.Linear)
+    found = jax.tree_util.tree_leaves_with_path(model.stacks, is_leaf=is_linear)
+    count = len(found)
+
+    def update(path: Any, node: Any) -> Any:
+        if not is_linear(node) or getattr(path[-1], "name", None) not in PROJECTIONS:
+            return node
+        return LoRA(node, rank, key=next(keys))
+
+    keys = iter(jax.random.split(key, count))
+    stacks = jax.tree_util.tree_map_with_path(update, model.stacks, is_leaf=is_linear)
+    return eqx.tree_at(lambda m: m.stacks, model, stacks)
+
+
+def merge_lora(model: ejx.models.Decoder) -> ejx.models.Decoder:
+    """The model as it was published, with the updates in its weights."""
+    return jax.tree.map(lambda node: node.merged() if _is_lora(node) else node, model, is_leaf=_is_lora)
+
+
+def trained(model: Any) -> Any:
+    """True for every array that is trained: the updates where there are any, otherwise all floats."""
+    if not any(map(_is_lora, jax.tree.leaves(model, is_leaf=_is_lora))):
+        return jax.tree.map(eqx.is_inexact_array, model)
+    nothing = lambda node: jax.tree.map(lambda _: False, node)
+    updates = lambda node: eqx.tree_at(lambda m: (m.a, m.b), nothing(node), (True, True))
+    return jax.tree.map(lambda node: updates(node) if _is_lora(node) else False, model, is_leaf=_is_lora)

@@ -1,0 +1,18 @@
+"""Whole language models on our layers: one decoder, described by data, published models read into it, and texts continued with it."""
+
+from .caches import DecoderCache as DecoderCache
+from .caches import ServingCache as ServingCache
+from .config import DecoderConfig as DecoderConfig
+from .config import LayerConfig as LayerConfig
+from .config import MLPConfig as MLPConfig
+from .decoder import Decoder as Decoder
+from .generate import generate as generate
+from .generate import Generated as Generated
+from .layer import DecoderLayer as DecoderLayer
+from .layer import MLP as MLP
+from .mixers import MIXERS as MIXERS
+from .pretrained import from_config as from_config
+from .pretrained import from_pretrained as from_pretrained
+from .published import decoder_config as decoder_config
+from .published import FAMILIES as FAMILIES
+from .sampling import Sampling as Sampling

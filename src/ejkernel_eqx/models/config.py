@@ -1,0 +1,136 @@
+"""A decoder-only language model as data: which mixer each layer has, with which norms and which MLP."""
+
+import dataclasses
+from collections.abc import Mapping
+from typing import Any, Literal
+
+from ..nn.arguments import check_eps, check_flags, check_numbers, check_sizes
+
+Norms = Literal["pre", "post", "around", "residual"]
+Activation = Literal["silu", "gelu", "gelu_tanh", "relu", "clamped_swiglu"]
+
+NORMS = ("pre", "post", "around", "residual")
+ACTIVATIONS = ("silu", "gelu", "gelu_tanh", "relu", "clamped_swiglu")
+
+
+def _check_one_of(name: str, value: Any, known: Any) -> None:
+    if value not in known:
+        raise ValueError(
+            f"{name}: expected one of {', '.join(sorted(known))}, received {value!r}; check the spelling."
+        )
+
+
+@dataclasses.dataclass(frozen=True)
+class MLPConfig:
+    r"""The feed-forward part of a layer: $W_{down}(f(W_{gate} x) \odot W_{up} x)$.
+
+    **Arguments:**
+
+    - `hidden_dim`: features between the projections.
+    - `activation`: $f$: `"silu"` (SwiGLU), `"gelu"`, `"gelu_tanh"` (GeGLU, Gemma), `"relu"`; or `"clamped_swiglu"`, GPT-OSS's
+        $(\mathrm{up} + 1) \odot \mathrm{gate} \odot \sigma(1.702\,\mathrm{gate})$, with both clamped at 7.
+    - `use_bias`: whether the projections have biases.
+    """
+
+    hidden_dim: int
+    activation: Activation = "silu"
+    use_bias: bool = False
+
+    def __post_init__(self):
+        check_sizes(hidden_dim=self.hidden_dim)
+        _check_one_of("activation", self.activation, ACTIVATIONS)
+        check_flags(use_bias=self.use_bias)
+
+
+@dataclasses.dataclass(frozen=True)
+class LayerConfig:
+    """One layer of a decoder.
+
+    **Arguments:**
+
+    - `mixer`: what mixes the tokens: a key of `ejx.models.MIXERS`: `"attention"`, `"mamba1"`, `"mamba2"`, `"gated_linear_attention"`,
+        `"lightning_attention"`, `"kimi_delta_attention"`, `"gated_delta_net"`.
+    - `options`: what the layer in `ejx.nn` is built with, besides the width, dtypes, platform and key. A mapping; kept sorted, so
+        that equal layers are equal.
+    - `mlp`: an `MLPConfig`; `None` for none, as in Mamba.
+    - `norms`: where the RMS norms are. `"pre"`: before the mixer and before the MLP (Llama). `"post"`: behind each (OLMo-2).
+        `"around"`: before and behind each (Gemma 2 and 3). `"residual"`: before each, and the residual is the normalised input
+        (MiniMax).
+    - `mixer_scales`, `mlp_scales`: what the residual and the branch are multiplied by (MiniMax's alpha and beta).
+    """
+
+    mixer: str
+    options: Any = ()
+    mlp: MLPConfig | None = None
+    norms: Norms = "pre"
+    mixer_scales: tuple[float, float] = (1.0, 1.0)
+    mlp_scales: tuple[float, float] = (1.0, 1.0)
+
+    def __post_init__(self):
+        from .mixers import MIXERS
+
+        _check_one_of("mixer", self.mixer, MIXERS)
+        _check_one_of("norms", self.norms, NORMS)
+        options = self.options.items() if isinstance(self.options, Mapping) else self.options
+        object.__setattr__(self, "options", tuple(sorted(options)))
+        for name in ("mixer_scales", "mlp_scales"):
+            scales = getattr(self, name)
+            if not isinstance(scales, tuple) or len(scales) != 2:
+                raise ValueError(
+                    f"{name}: expected two numbers, for the residual and the branch, received {scales!r}; (1.0, 1.0) adds them."
+                )
+            check_numbers(**{name: scales[0]})
+            check_numbers(**{name: scales[1]})
+
+
+@dataclasses.dataclass(frozen=True)
+class DecoderConfig:
+    """A whole decoder.
+
+    **Arguments:**
+
+    - `vocab_size`, `embed_dim`: rows and columns of the embedding.
+    - `layers`: a `LayerConfig` for each layer.
+    - `norm_eps`: what the RMS norms add to the mean square.
+    - `embedding_scale`: what embeddings are multiplied by ($\\sqrt{E}$ in Gemma).
+    - `tie_embeddings`: whether the head is the embedding.
+    - `logits_soft_cap`: $c$ of $c \\tanh(\\mathrm{logits} / c)$; default none.
+    - `unit_offset_norms`: whether the published norms are stored as `weight - 1` (Gemma, Qwen3-Next). For loading only.
+    - `stop_tokens`: the tokens with which a text ends; the default of `generate`.
+    """
+
+    vocab_size: int
+    embed_dim: int
+    layers: tuple[LayerConfig, ...]
+    norm_eps: float = 1e-6
+    embedding_scale: float = 1.0
+    tie_embeddings: bool = False
+    logits_soft_cap: float | None = None
+    unit_offset_norms: bool = False
+    stop_tokens: tuple[int, ...] = ()
+
+    def __post_init__(self):
+        check_sizes(vocab_size=self.vocab_size, embed_dim=self.embed_dim)
+        object.__setattr__(self, "layers", tuple(self.layers))
+        if not self.layers or not all(isinstance(layer, LayerConfig) for layer in self.layers):
+            raise ValueError(
+                f"layers: expected a LayerConfig for each layer, at least one, received {self.layers!r}."
+            )
+        check_eps(norm_eps=self.norm_eps)
+        check_numbers(embedding_scale=self.embedding_scale, logits_soft_cap=self.logits_soft_cap)
+        check_flags(tie_embeddings=self.tie_embeddings, unit_offset_norms=self.unit_offset_norms)
+
+    def stacks(self) -> tuple[tuple[int, int, int], ...]:
+        """The layers as stacks of a repeated pattern: `(first layer, layers of the pattern, how often it is repeated)` for each. One stack where
+        the pattern fits the number of layers; otherwise a second one holds what is left."""
+        count = len(self.layers)
+        period = next(
+            p
+            for p in range(1, count + 1)
+            if all(self.layers[i] == self.layers[i - p] for i in range(p, count))
+        )
+        whole = count // period
+        stacks = [(0, period, whole)]
+        if whole * period < count:
+            stacks.append((whole * period, count - whole * period, 1))
+        return tuple(stacks)

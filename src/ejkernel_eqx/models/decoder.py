@@ -1,0 +1,295 @@
+"""One decoder for all the published ones: described by data, its layers in stacks."""
+
+from typing import Any, overload
+
+import equinox as eqx
+import jax
+import jax.numpy as jnp
+from jax import Array
+from jax.typing import DTypeLike
+
+from ..nn import CacheState
+from ..nn.arguments import check_flags, check_key, read_array, read_dtype, read_weight_dtype
+from ..paged import RaggedBatch
+from .caches import DecoderCache, ServingCache
+from .config import DecoderConfig
+from .filling import filled_decoder
+from .layer import DecoderLayer, normed
+
+_KERNELS = (
+    *("attention_out", "attention_lse", "recurrence_out", "recurrence_state", "recurrence_saved"),
+    *("selective_scan_out", "selective_scan_state", "selective_scan_saved"),
+)
+
+
+def _policy(remat: str) -> Any:
+    kernels = jax.checkpoint_policies.save_only_these_names(*_KERNELS)
+    if remat == "kernels":
+        return kernels
+    products = jax.checkpoint_policies.dots_with_no_batch_dims_saveable
+    return jax.checkpoint_policies.save_from_both_policies(products, kernels)
+
+
+class Decoder(eqx.Module):
+    r"""A decoder-only language model: an embedding, layers of a mixer and an MLP each, a norm, a head.
+
+    $$x_0 = s\,E[\mathrm{tokens}], \qquad x_{l+1} = \mathrm{layer}_l(x_l), \qquad
+      \mathrm{logits} = c \tanh(W \mathrm{norm}(x_L) / c)$$
+
+    What the layers are is said by a [`DecoderConfig`][ejkernel_eqx.models.DecoderConfig]: Llama, Qwen, Mistral, Gemma, GPT-OSS, OLMo-2,
+    Mamba, Qwen3-Next and others differ in their data only. [`from_pretrained`][ejkernel_eqx.models.from_pretrained] reads a published
+    model, [`generate`][ejkernel_eqx.models.generate] continues texts.
+
+    Layers of the same kind are stacked: each array has a leading axis, and the layers are traced once. A pattern of layers (a local and
+    a global one, say) is a stack of that pattern.
+    """
+
+    embedding: Array  # [vocabulary, E]
+    stacks: tuple[
+        tuple[DecoderLayer, ...], ...
+    ]  # for each a pattern of layers, with a leading axis of repetitions
+    norm: eqx.nn.RMSNorm
+    head: eqx.nn.Linear | None  # None where it is the embedding
+    config: DecoderConfig = eqx.field(static=True)
+    scan_layers: bool = eqx.field(static=True)
+    remat: str = eqx.field(static=True)
+    compute_dtype: str | None = eqx.field(static=True)
+
+    def __init__(
+        self,
+        config: DecoderConfig,
+        *,
+        scan_layers: bool = False,
+        remat: str = "none",
+        platform: str | None = None,
+        dtype: DTypeLike | None = None,
+        compute_dtype: DTypeLike | None = None,
+        key: Array,
+    ):
+        """**Arguments:**
+
+        - `config`: what the model is made of.
+        - `scan_layers`: whether training runs a loop over stacked layers. By default the layers are written out, which is faster and
+            takes longer to compile; decoding always loops.
+        - `remat`: what the forward pass keeps for the gradient: `"none"`: everything; `"matmuls"`: products of matrices and the outputs
+            of kernels; `"kernels"`: the latter only.
+        - `platform`: of every kernel, as in [`ejkernel_eqx.FlashAttention`][].
+        - `dtype`: of the parameters; default float32. Norms, and what sets the decay of recurrent layers, are at least float32.
+        - `compute_dtype`: what is computed in; default: that of the parameters. Logits are float32.
+        - `key`: a PRNG key for the initial weights.
+        """
+        if not isinstance(config, DecoderConfig):
+            raise ValueError(
+                f"config: expected a DecoderConfig, received {type(config).__name__}; ejx.models.decoder_config(dict) reads a published one."
+            )
+        check_flags(scan_layers=scan_layers)
+        if remat not in ("none", "matmuls", "kernels"):
+            raise ValueError(
+                f"remat: expected none, matmuls or kernels, received {remat!r}; none keeps everything."
+            )
+        check_key(key)
+        dtype, computed = read_weight_dtype(dtype), read_dtype("compute_dtype", compute_dtype)
+        self.compute_dtype = None if computed is None else computed.name
+        embed_key, layers_key, head_key = jax.random.split(key, 3)
+        width, count = config.embed_dim, len(config.layers)
+        self.embedding = jax.random.normal(embed_key, (config.vocab_size, width), dtype)
+        keys = jax.random.split(layers_key, count)
+        options = {"norm_eps": config.norm_eps, "platform": platform, "compute_dtype": self.compute_dtype}
+
+        def stack(first: int, period: int, repeats: int, place: int) -> DecoderLayer:
+            def make(key: Array, index: Array) -> DecoderLayer:
+                layer = config.layers[first + place]
+                return DecoderLayer(
+                    width, layer, layer_index=index, num_layers=count, dtype=dtype, key=key, **options
+                )
+
+            mine = first + place + period * jnp.arange(repeats)
+            return eqx.filter_vmap(make)(keys[mine], mine)
+
+        self.stacks = tuple(
+            tuple(stack(*shape, place) for place in range(shape[1])) for shape in config.stacks()
+        )
+        wide = jnp.float32 if jnp.dtype(dtype).itemsize < 4 else dtype
+        self.norm = eqx.nn.RMSNorm(width, config.norm_eps, use_bias=False, dtype=wide)
+        self.head = (
+            None
+            if config.tie_embeddings
+            else eqx.nn.Linear(width, config.vocab_size, False, dtype, key=head_key)
+        )
+        self.config, self.scan_layers, self.remat = config, scan_layers, remat
+
+    @property
+    def num_layers(self) -> int:
+        return len(self.config.layers)
+
+    def layer(self, index: int) -> DecoderLayer:
+        """The layer at a place in the model, out of its stack."""
+        for (first, period, repeats), stack in zip(self.config.stacks(), self.stacks):
+            if first <= index < first + period * repeats:
+                at, place = divmod(index - first, period)
+                return jax.tree.map(lambda x, at=at: x[at] if eqx.is_array(x) else x, stack[place])
+        raise ValueError(
+            f"index: expected 0 to {self.num_layers - 1}, a layer of the model, received {index}; count from 0."
+        )
+
+    # Caches
+
+    def init_cache(
+        self, batch_shape: tuple[int, ...] | int, max_length: int, dtype: DTypeLike | None = None
+    ) -> DecoderCache:
+        """An empty cache for decoding: keys and values of up to `max_length` tokens for each row of its attention layers, by default in
+        the dtype the layers compute in, and the states of the recurrent ones."""
+        return DecoderCache.init(self.stacks, self._repeats(), batch_shape, max_length, dtype)
+
+    def init_serving_cache(
+        self,
+        *,
+        num_pages: int,
+        page_size: int,
+        num_slots: int,
+        dtype: DTypeLike | None = None,
+        scales: str | None = None,
+    ) -> ServingCache:
+        """Empty pages and slots for serving many sequences, for calls with `batch=`. The arguments are those of
+        [`ejkernel_eqx.nn.CacheState`][]`.init`; every layer has as many pages, or slots."""
+        sizes = {"num_pages": num_pages, "page_size": page_size, "num_slots": num_slots}
+        make = lambda stack, repeats: CacheState.init(
+            [layer.mixer for layer in stack], **sizes, batch_shape=(repeats,), dtype=dtype, scales=scales
+        )
+        return ServingCache(tuple(make(*both) for both in zip(self.stacks, self._repeats())))
+
+    def _repeats(self) -> tuple[int, ...]:
+        return tuple(repeats for _, _, repeats in self.config.stacks())
+
+    # Calls
+
+    @overload
+    def __call__(self, tokens: Array, cache: None = None, **rows: Any) -> Array: ...
+
+    @overload
+    def __call__(self, tokens: Array, cache: DecoderCache, **rows: Any) -> tuple[Array, DecoderCache]: ...
+
+    @overload
+    def __call__(
+        self, tokens: Array, cache: ServingCache, *, batch: RaggedBatch
+    ) -> tuple[Array, ServingCache]: ...
+
+    @jax.named_scope("ejx.models.Decoder")
+    def __call__(self, tokens: Array, cache: Any = None, **rows: Any) -> Any:
+        """**Arguments:**
+
+        - `tokens`: integers `[..., T]`; with `batch`, `[T]`.
+        - `cache`: a `DecoderCache` from `init_cache`: what was before `tokens`. A prompt at once and then token by token gives what the whole
+            sequence at once gives. With `batch`, a `ServingCache`.
+        - `padding_mask`, `segment_ids`: `[..., T]`, as in the layers: bool, True for real tokens; and integers, tokens of one row that do not see
+            those of other segments.
+        - `batch`: for serving, an `ejkernel_eqx.RaggedBatch` of packed tokens.
+
+        **Returns:** float32 logits `[..., T, vocabulary]`; with a cache, the tuple `(logits, cache)`.
+        """
+        x = self.features(tokens, cache, **rows)
+        if cache is None:
+            return self.logits(x)
+        x, cache = x
+        return self.logits(x), cache
+
+    def features(self, tokens: Array, cache: Any = None, **rows: Any) -> Any:
+        """What the head gets: `[..., T, E]`. The arguments are those of a call; where few tokens need logits, as in serving, give `logits`
+        those only."""
+        rows = self._check(tokens, cache, rows)
+        dtype = self.embedding.dtype if self.compute_dtype is None else jnp.dtype(self.compute_dtype)
+        x = self.embedding[tokens].astype(dtype)
+        if self.config.embedding_scale != 1:
+            x = x * jnp.asarray(self.config.embedding_scale, dtype)
+        if cache is None:
+            for stack, repeats in zip(self.stacks, self._repeats()):
+                x = self._train(stack, repeats, x, rows)
+            return normed(self.norm, x)
+        run = self._serve if "batch" in rows else self._decode
+        caches = []
+        for stack, repeats, own in zip(self.stacks, self._repeats(), cache.stacks):
+            x, own = run(stack, repeats, x, own, rows)
+            caches.append(own)
+        return normed(self.norm, x), type(cache)(tuple(caches))
+
+    def logits(self, x: Array) -> Array:
+        """Float32 logits `[..., vocabulary]` of features `[..., E]`."""
+        weight = self.embedding if self.head is None else self.head.weight
+        logits = jnp.einsum("...e,ve->...v", x, weight.astype(x.dtype), preferred_element_type=jnp.float32)
+        cap = self.config.logits_soft_cap
+        return logits if cap is None else cap * jnp.tanh(logits / cap)
+
+    def _check(self, tokens: Array, cache: Any, rows: dict[str, Any]) -> dict[str, Any]:
+        rows = {name: value for name, value in rows.items() if value is not None}
+        if unknown := sorted(set(rows) - {"padding_mask", "segment_ids", "batch"}):
+            raise ValueError(
+                f"{unknown[0]}: expected padding_mask, segment_ids or batch, received this; check the spelling."
+            )
+        if cache is not None and not isinstance(cache, ServingCache if "batch" in rows else DecoderCache):
+            kind, make = (
+                ("ServingCache", "init_serving_cache") if "batch" in rows else ("DecoderCache", "init_cache")
+            )
+            raise ValueError(f"cache: expected a {kind}, received {type(cache).__name__}; {make} makes one.")
+        if "batch" in rows and cache is None:
+            raise ValueError(
+                "cache: expected a ServingCache with batch, received None; init_serving_cache makes one."
+            )
+        tokens = read_array("tokens", tokens, "integers", "[..., T]")
+        if tokens.ndim < 1:
+            raise ValueError(
+                "tokens: expected integers [..., T], received a single one; give it an axis of time."
+            )
+        return rows
+
+    def _train(self, stack: Any, repeats: int, x: Array, rows: dict[str, Any]) -> Array:
+        arrays, static = eqx.partition(stack, eqx.is_array)
+
+        def period(x: Array, arrays: Any) -> tuple[Array, None]:
+            for layer in eqx.combine(arrays, static):
+                x, _ = layer(x, **rows)
+            return x, None
+
+        # A loop keeps what the gradient needs in stacks, which every layer copies into and out of; written out, each layer's stays
+        # where it is. Written out, the compiler would merge what is computed again with what was, but for a barrier.
+        if self.remat != "none":
+            period = jax.checkpoint(period, policy=_policy(self.remat), prevent_cse=not self.scan_layers)
+        x, _ = jax.lax.scan(period, x, arrays, unroll=1 if self.scan_layers else repeats)
+        return x
+
+    def _decode(
+        self, stack: Any, repeats: int, x: Array, caches: Any, rows: dict[str, Any]
+    ) -> tuple[Array, Any]:
+        arrays, static = eqx.partition(stack, eqx.is_array)
+
+        def period(x: Array, own: Any) -> tuple[Array, Any]:
+            arrays, caches = own
+            new = []
+            for layer, cache in zip(eqx.combine(arrays, static), caches):
+                x, cache = layer(x, cache, **rows)
+                new.append(cache)
+            return x, tuple(new)
+
+        return jax.lax.scan(period, x, (arrays, caches))
+
+    def _serve(
+        self, stack: Any, repeats: int, x: Array, state: Any, rows: dict[str, Any]
+    ) -> tuple[Array, Any]:
+        """The caches are part of the carry and written in place; as part of what is scanned over they would be copied."""
+        arrays, static = eqx.partition(stack, eqx.is_array)
+
+        def period(carry: Any, own: Any) -> tuple[Any, None]:
+            (x, state), (index, arrays) = carry, own
+            caches, numbered = state.of_layer(index, rows["batch"])
+            new = []
+            for layer, cache in zip(eqx.combine(arrays, static), caches):
+                x, cache = layer(x, cache, batch=numbered)
+                new.append(cache)
+            return (x, state.with_layers(new)), None
+
+        indices = jnp.arange(repeats, dtype=jnp.int32)
+        return jax.lax.scan(period, (x, state), (indices, arrays))[0]
+
+    # Published weights
+
+    def _published(self, weights: Any) -> "Decoder":
+        return filled_decoder(self, weights)

@@ -1,0 +1,188 @@
+"""Texts continued token by token, a batch of them at once."""
+
+from collections.abc import Sequence
+from typing import Any, NamedTuple
+
+import equinox as eqx
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import Array
+from jax.typing import DTypeLike
+
+from ..nn.arguments import check_key, check_sizes, check_tokens, read_array
+from .decoder import Decoder
+from .sampling import sample, Sampling, SamplingArrays
+
+_ROUNDING = 64  # lists of tokens are padded to a multiple, so that few lengths are compiled
+
+
+class Generated(NamedTuple):
+    """What [`generate`][ejkernel_eqx.models.generate] returns."""
+
+    tokens: Array
+    """Int32 `[..., max_new_tokens]`: the new tokens, a stop token included; -1 behind them."""
+    lengths: Array
+    """Int32 `[...]`: how many there are."""
+
+    def texts(self) -> list[list[int]]:
+        """The new tokens of each row, as lists."""
+        tokens, lengths = np.asarray(self.tokens), np.asarray(self.lengths).reshape(-1)
+        return [row[:n].tolist() for row, n in zip(tokens.reshape(lengths.size, -1), lengths)]
+
+
+def generate(
+    model: Decoder,
+    prompts: Array | np.ndarray | Sequence[Sequence[int]],
+    *,
+    max_new_tokens: int,
+    padding_mask: Array | None = None,
+    sampling: Sampling | None = None,
+    stop_tokens: Sequence[int] | None = None,
+    cache_dtype: DTypeLike | None = None,
+    key: Array | None = None,
+) -> Generated:
+    """Continues prompts: each is read in one pass, then written to token by token from the caches, until it gives a stop token or
+    `max_new_tokens` are reached. Compiled once for each shape of the prompts.
+
+    **Arguments:**
+
+    - `model`: a [`Decoder`][ejkernel_eqx.models.Decoder].
+    - `prompts`: integers `[..., T]`; or lists of tokens of any lengths, which are padded on the left.
+    - `max_new_tokens`: the most tokens that a row gets.
+    - `padding_mask`: bool `[..., T]`, True for real tokens, side by side in each row; for an array of prompts of unequal lengths.
+    - `sampling`: a [`Sampling`][ejkernel_eqx.models.Sampling]; default greedy. Each row draws by itself: row 0 with the seed of
+        `sampling`, and others with seeds that follow from it.
+    - `stop_tokens`: tokens that end a row; default those of `model.config`.
+    - `cache_dtype`: of keys and values, by default what the layers compute in.
+    - `key`: a PRNG key, in place of the seed.
+
+    **Returns:** a `Generated`, the tokens and how many there are in each row.
+
+    **Raises:** `ValueError` for an empty prompt, tokens that the model does not have, or arguments that do not fit.
+    """
+    if not isinstance(model, Decoder):
+        raise ValueError(
+            f"model: expected an ejx.models.Decoder, received {type(model).__name__}; from_pretrained reads one."
+        )
+    check_sizes(max_new_tokens=max_new_tokens)
+    tokens, mask = _read_prompts(prompts, padding_mask, model.config.vocab_size)
+    lead = tokens.shape[:-1]
+    tokens, mask = tokens.reshape(-1, tokens.shape[-1]), mask.reshape(-1, mask.shape[-1])
+    sampling = Sampling() if sampling is None else sampling
+    if not isinstance(sampling, Sampling):
+        raise ValueError(
+            f"sampling: expected a Sampling, received {type(sampling).__name__}; Sampling(temperature=1.0) draws."
+        )
+    rows = SamplingArrays.of([(sampling, 0)] * tokens.shape[0], tokens.shape[0])
+    rows = rows._replace(seed=_seeds(sampling.seed, key, tokens.shape[0]))
+    stop = _read_stop(
+        model.config.stop_tokens if stop_tokens is None else stop_tokens, model.config.vocab_size
+    )
+    new, lengths = _run(model, tokens, mask, rows, stop, max_new_tokens, cache_dtype)
+    return Generated(new.reshape(*lead, max_new_tokens), lengths.reshape(lead))
+
+
+def _seeds(seed: int, key: Array | None, count: int) -> Array:
+    if key is not None:
+        check_key(key)
+        return jax.random.bits(key, (count,), jnp.uint32)
+    return jnp.uint32(seed) + jnp.arange(count, dtype=jnp.uint32)
+
+
+def _read_stop(stop: Any, vocabulary: int) -> Array:
+    stop = tuple(stop)
+    for token in stop:
+        if isinstance(token, bool) or not isinstance(token, int | np.integer) or not 0 <= token < vocabulary:
+            raise ValueError(
+                f"stop_tokens: expected tokens from 0 to {vocabulary - 1}, received {token!r}; () stops at none."
+            )
+    return jnp.asarray(stop, jnp.int32).reshape(-1)
+
+
+def _read_prompts(prompts: Any, padding_mask: Any, vocabulary: int) -> tuple[Array, Array]:
+    """Tokens and whether each is real, `[..., T]`."""
+    if isinstance(prompts, Array | np.ndarray):
+        tokens = read_array("prompts", prompts, "integers", "[..., T]")
+        if tokens.ndim < 1 or tokens.shape[-1] == 0:
+            raise ValueError(
+                f"prompts: expected at least one token [..., T], received shape {tokens.shape}; give it some text."
+            )
+        check_tokens("padding_mask", padding_mask, "booleans", "prompts", tokens[..., None])
+        mask = jnp.ones(tokens.shape, bool) if padding_mask is None else jnp.asarray(padding_mask)
+    else:
+        if padding_mask is not None:
+            raise ValueError(
+                "padding_mask: expected None with lists of tokens, received one; their lengths say it."
+            )
+        tokens, mask = _padded(prompts)
+    if not isinstance(tokens, jax.core.Tracer) and not isinstance(mask, jax.core.Tracer):
+        _check_values(np.asarray(tokens), np.asarray(mask), vocabulary)
+    return tokens.astype(jnp.int32), mask
+
+
+def _padded(prompts: Any) -> tuple[Array, Array]:
+    rows = (
+        [list(prompt) for prompt in prompts]
+        if isinstance(prompts, Sequence) and not isinstance(prompts, str | bytes)
+        else None
+    )
+    if not rows or not all(
+        isinstance(t, int | np.integer) and not isinstance(t, bool) for row in rows for t in row
+    ):
+        raise ValueError(
+            f"prompts: expected integers [..., T] or lists of tokens, received {type(prompts).__name__}; a tokenizer makes them of texts."
+        )
+    width = -(-max(map(len, rows)) // _ROUNDING) * _ROUNDING or 1
+    tokens = np.zeros((len(rows), width), np.int64)
+    mask = np.zeros((len(rows), width), bool)
+    for i, row in enumerate(rows):
+        tokens[i, width - len(row) :], mask[i, width - len(row) :] = row, True
+    return jnp.asarray(tokens, jnp.int32), jnp.asarray(mask)
+
+
+def _check_values(tokens: np.ndarray, mask: np.ndarray, vocabulary: int) -> None:
+    if not np.all(mask.any(axis=-1)):
+        raise ValueError(
+            "prompts: expected at least one token in each, received an empty one; give it some text, or the model's first token."
+        )
+    wrong = tokens[mask & ((tokens < 0) | (tokens >= vocabulary))]
+    if wrong.size:
+        raise ValueError(
+            f"prompts: expected tokens from 0 to {vocabulary - 1}, received {int(wrong[0])}; use the tokenizer of this model."
+        )
+
+
+@eqx.filter_jit
+def _run(
+    model: Decoder,
+    tokens: Array,
+    mask: Array,
+    sampling: SamplingArrays,
+    stop: Array,
+    most: int,
+    cache_dtype: Any,
+) -> tuple[Array, Array]:
+    rows, width = tokens.shape
+    cache = model.init_cache(rows, width + most, cache_dtype)
+    x, cache = model.features(jnp.where(mask, tokens, 0), cache, padding_mask=mask)
+    last = width - 1 - jnp.argmax(mask[:, ::-1], axis=-1)
+    x = jnp.take_along_axis(x, last[:, None, None], axis=1)[:, 0]
+
+    def choose(step: Array, x: Array, done: Array, written: Array) -> tuple[Array, Array, Array]:
+        token = sample(model.logits(x), sampling._replace(position=jnp.full(rows, step)))
+        written = jax.lax.dynamic_update_index_in_dim(written, jnp.where(done, -1, token), step, 1)
+        return token, done | jnp.any(token[:, None] == stop[None], axis=-1), written
+
+    def body(carry: Any) -> Any:
+        step, token, cache, done, written = carry
+        # Rows that have ended stand still.
+        x, cache = model.features(token[:, None], cache, padding_mask=~done[:, None])
+        token, done, written = choose(step, x[:, 0], done, written)
+        return step + 1, token, cache, done, written
+
+    none, nothing = jnp.zeros(rows, bool), jnp.full((rows, most), -1, jnp.int32)
+    token, done, written = choose(jnp.int32(0), x, none, nothing)
+    goes_on = lambda carry: (carry[0] < most) & ~jnp.all(carry[3])
+    *_, written = jax.lax.while_loop(goes_on, body, (jnp.int32(1), token, cache, done, written))
+    return written, jnp.sum(written >= 0, axis=-1).astype(jnp.int32)

@@ -1,0 +1,123 @@
+"""One layer of a decoder: a mixer and an MLP between norms."""
+
+from typing import Any
+
+import equinox as eqx
+import jax
+import jax.numpy as jnp
+from jax import Array
+
+from ..nn.projection import project
+from .config import LayerConfig, MLPConfig
+from .filling import filled_mlp
+from .mixers import MIXERS
+
+_ALPHA, _LIMIT = 1.702, 7.0  # of GPT-OSS
+
+
+def _activate(name: str, gate: Array, up: Array) -> Array:
+    if name == "clamped_swiglu":
+        gate, up = jnp.minimum(gate, _LIMIT), jnp.clip(up, -_LIMIT, _LIMIT)
+        return (up + 1) * gate * jax.nn.sigmoid(_ALPHA * gate)
+    if name == "gelu_tanh":
+        return jax.nn.gelu(gate, approximate=True) * up
+    return {"silu": jax.nn.silu, "relu": jax.nn.relu}.get(name, lambda x: jax.nn.gelu(x, approximate=False))(
+        gate
+    ) * up
+
+
+class MLP(eqx.Module):
+    r"""A gated MLP, $W_{down}(f(W_{gate} x) \odot W_{up} x)$; see [`ejkernel_eqx.models.MLPConfig`][]. Its parameters are named as published."""
+
+    gate_proj: eqx.nn.Linear  # [F, E]
+    up_proj: eqx.nn.Linear  # [F, E]
+    down_proj: eqx.nn.Linear  # [E, F]
+    config: MLPConfig = eqx.field(static=True)
+
+    def __init__(self, embed_dim: int, config: MLPConfig, *, dtype: Any = None, key: Array):
+        keys = jax.random.split(key, 3)
+        linear = lambda i, o, k: eqx.nn.Linear(i, o, config.use_bias, dtype, key=k)
+        self.gate_proj = linear(embed_dim, config.hidden_dim, keys[0])
+        self.up_proj = linear(embed_dim, config.hidden_dim, keys[1])
+        self.down_proj = linear(config.hidden_dim, embed_dim, keys[2])
+        self.config = config
+
+    @jax.named_scope("ejx.models.MLP")
+    def __call__(self, x: Array) -> Array:
+        """`x`: `[..., E]`, any number of leading axes. **Returns:** an array of its shape and dtype."""
+        gate = project("gate_proj", self.gate_proj, x, self.config.hidden_dim)
+        up = project("up_proj", self.up_proj, x, self.config.hidden_dim)
+        return project("down_proj", self.down_proj, _activate(self.config.activation, gate, up), x.shape[-1])
+
+    def _published(self, weights: Any) -> "MLP":
+        return filled_mlp(self, weights)
+
+
+def normed(norm: eqx.nn.RMSNorm | None, x: Array) -> Array:
+    """The norm over the last axis, in the dtype of `x`; without one, `x`."""
+    if norm is None:
+        return x
+    over_last = norm
+    for _ in x.shape[:-1]:
+        over_last = jax.vmap(over_last)
+    return over_last(x)
+
+
+class DecoderLayer(eqx.Module):
+    """A mixer and an MLP, each with a residual; see [`ejkernel_eqx.models.LayerConfig`][]."""
+
+    mixer_norm: eqx.nn.RMSNorm | None
+    mixer: Any
+    mixer_out_norm: eqx.nn.RMSNorm | None
+    mlp_norm: eqx.nn.RMSNorm | None
+    mlp: MLP | None
+    mlp_out_norm: eqx.nn.RMSNorm | None
+    config: LayerConfig = eqx.field(static=True)
+
+    def __init__(
+        self,
+        embed_dim: int,
+        config: LayerConfig,
+        *,
+        layer_index: Any,
+        num_layers: int,
+        norm_eps: float,
+        dtype: Any = None,
+        key: Array,
+        **options: Any,
+    ):
+        mixer_key, mlp_key = jax.random.split(key)
+        # Norms keep float32 weights: they are few, and what they multiply is computed in float32.
+        wide = jnp.float32 if dtype is not None and jnp.dtype(dtype).itemsize < 4 else dtype
+        norm = lambda there: (
+            eqx.nn.RMSNorm(embed_dim, norm_eps, use_bias=False, dtype=wide) if there else None
+        )
+        before, behind = config.norms != "post", config.norms in ("post", "around")
+        place = {"layer_index": layer_index, "num_layers": num_layers}
+        self.mixer = MIXERS[config.mixer](
+            embed_dim, **place, **dict(config.options), **options, dtype=dtype, key=mixer_key
+        )
+        self.mixer_norm, self.mixer_out_norm = norm(before), norm(behind)
+        has_mlp = config.mlp is not None
+        self.mlp = MLP(embed_dim, config.mlp, dtype=dtype, key=mlp_key) if config.mlp is not None else None
+        self.mlp_norm, self.mlp_out_norm = norm(before and has_mlp), norm(behind and has_mlp)
+        self.config = config
+
+    def __call__(self, x: Array, cache: Any = None, **rows: Any) -> tuple[Array, Any]:
+        """`x`: `[..., T, E]`; with `batch=`, `[T, E]`. `rows` is what the mixer takes besides. **Returns:** the tokens and the new cache."""
+        h = normed(self.mixer_norm, x)
+        residual = h if self.config.norms == "residual" else x
+        out, cache = (self.mixer(h, **rows), None) if cache is None else self.mixer(h, cache, **rows)
+        x = _added(residual, normed(self.mixer_out_norm, out.astype(x.dtype)), self.config.mixer_scales)
+        if self.mlp is None:
+            return x, cache
+        h = normed(self.mlp_norm, x)
+        residual = h if self.config.norms == "residual" else x
+        return _added(residual, normed(self.mlp_out_norm, self.mlp(h)), self.config.mlp_scales), cache
+
+
+def _added(residual: Array, branch: Array, scales: tuple[float, float]) -> Array:
+    scaled = [
+        x if scale == 1 else x * jnp.asarray(scale, x.dtype) for x, scale in zip((residual, branch), scales)
+    ]
+    return scaled[0] + scaled[1]

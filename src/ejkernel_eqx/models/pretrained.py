@@ -1,0 +1,103 @@
+"""A published model from its folder."""
+
+import json
+import os
+import pathlib
+from collections.abc import Mapping
+from typing import Any
+
+import equinox as eqx
+import jax
+import jax.numpy as jnp
+from jax.typing import DTypeLike
+
+from .._errors import CheckpointError
+from ..weights import load_published
+from .decoder import Decoder
+from .published import decoder_config, stop_tokens
+
+
+def from_config(config: Mapping[str, Any], *, key: jax.Array, **options: Any) -> Decoder:
+    """A `Decoder` with the architecture of a published model and random weights.
+
+    **Arguments:**
+
+    - `config`: the content of its `config.json`.
+    - `key`: a PRNG key; `options`: those of [`Decoder`][ejkernel_eqx.models.Decoder].
+
+    **Raises:** as [`decoder_config`][ejkernel_eqx.models.decoder_config].
+    """
+    return Decoder(decoder_config(config), key=key, **options)
+
+
+def from_pretrained(
+    path: str | os.PathLike[str],
+    *,
+    dtype: DTypeLike | None = None,
+    ignore: tuple[str, ...] = (),
+    **options: Any,
+) -> Decoder:
+    """A published model, as `transformers` and the Hugging Face Hub have it on disk. Nothing is downloaded, and no code in the folder is run.
+
+    ```python
+    model = ejx.models.from_pretrained("Qwen3-0.6B")
+    texts = ejx.models.generate(model, [[1, 2, 3]], max_new_tokens=20)
+    ```
+
+    **Arguments:**
+
+    - `path`: a folder with `config.json` and safetensors, whole or sharded; `huggingface_hub.snapshot_download` makes one. Models:
+        those of `ejx.models.FAMILIES`.
+    - `dtype`: of the parameters; default that in which the model was published.
+    - `ignore`: names of weights that are not wanted, as patterns of `fnmatch`; those of other parts of a model of images and text, say.
+    - `options`: those of [`Decoder`][ejkernel_eqx.models.Decoder]: `compute_dtype`, `platform`, `scan_layers`, `remat`.
+
+    **Returns:** the `Decoder`. Its weights are read layer by layer, so that they need not be held twice.
+
+    **Raises:** `CheckpointError`, which is a `ValueError`, where the folder lacks a file, or weights are missing, left over or of other shapes;
+    `UnsupportedError` for a model that is not supported.
+    """
+    folder = pathlib.Path(path).expanduser()
+    config = _read_json(folder / "config.json")
+    described = decoder_config(config)
+    if not described.stop_tokens and (folder / "generation_config.json").is_file():
+        described = _with_stop(described, stop_tokens(_read_json(folder / "generation_config.json")))
+    dtype = published_dtype(config) if dtype is None else dtype
+    make = lambda: Decoder(described, dtype=dtype, **options, key=jax.random.key(0))
+    # Only shapes: none of the random weights is made. Integers (a layer's place in the model) are computed, as no file has them.
+    shapes = eqx.filter_eval_shape(make)
+    is_integer = lambda x: eqx.is_array(x) and not jnp.issubdtype(x.dtype, jnp.inexact)
+    integers = eqx.filter_jit(lambda: eqx.filter(make(), is_integer))()
+    return load_published(eqx.combine(integers, shapes), folder, ignore=ignore)
+
+
+def published_dtype(config: Mapping[str, Any]) -> Any:
+    """The dtype that a configuration names, by default float32."""
+    text = config.get("text_config", {})
+    names = (config.get("dtype"), config.get("torch_dtype"), text.get("dtype"), text.get("torch_dtype"))
+    found = next((name for name in names if name is not None), "float32")
+    return jnp.dtype(str(found).removeprefix("torch."))
+
+
+def _with_stop(config: Any, stop: tuple[int, ...]) -> Any:
+    import dataclasses
+
+    return dataclasses.replace(config, stop_tokens=stop)
+
+
+def _read_json(path: pathlib.Path) -> Mapping[str, Any]:
+    try:
+        found = json.loads(path.read_text(encoding="utf-8"))
+    except FileNotFoundError:
+        raise CheckpointError(
+            f"{str(path)!r} is not there. Give the folder of a published model; huggingface_hub.snapshot_download(name) downloads one."
+        ) from None
+    except (OSError, ValueError) as error:
+        raise CheckpointError(
+            f"{str(path)!r} is not readable as JSON ({error}). Download it again."
+        ) from error
+    if not isinstance(found, dict):
+        raise CheckpointError(
+            f"{str(path)!r} holds no JSON object, but {type(found).__name__}. Download it again."
+        )
+    return found

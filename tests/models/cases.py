@@ -1,0 +1,104 @@
+"""Small random models of every published kind: configurations as in `config.json`, weights drawn by name, tokens."""
+
+import zlib
+from collections.abc import Mapping
+from typing import Any
+
+import numpy as np
+
+_SMALL = {
+    "vocab_size": 61,
+    "hidden_size": 32,
+    "intermediate_size": 48,
+    "num_hidden_layers": 3,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "max_position_embeddings": 64,
+    "pad_token_id": 0,
+    "bos_token_id": 1,
+    "eos_token_id": 2,
+}
+_MAMBA = {
+    "vocab_size": 61,
+    "hidden_size": 32,
+    "num_hidden_layers": 2,
+    "state_size": 8,
+    "pad_token_id": 0,
+    "bos_token_id": 1,
+    "eos_token_id": 2,
+}
+_LLAMA3 = {"rope_type": "llama3", "factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0}
+_YARN = {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 16, "truncate": False}
+_LOCAL = {"rope_type": "default", "rope_theta": 100.0}
+_GLOBAL = {"rope_type": "linear", "factor": 8.0, "rope_theta": 10000.0}
+_TYPES = ["sliding_attention", "full_attention", "sliding_attention"]
+
+CONFIGS: dict[str, dict[str, Any]] = {
+    "llama": _SMALL
+    | {"rope_parameters": _LLAMA3 | {"original_max_position_embeddings": 16, "rope_theta": 500000.0}}
+    | {"attention_bias": True, "mlp_bias": True},
+    "mistral": _SMALL | {"sliding_window": 5, "head_dim": 16},
+    "qwen2": _SMALL | {"tie_word_embeddings": True},
+    "qwen3": _SMALL | {"head_dim": 12},
+    "phi3": _SMALL
+    | {"max_position_embeddings": 32, "original_max_position_embeddings": 8}
+    | {
+        "rope_parameters": {
+            "rope_type": "longrope",
+            "rope_theta": 10000.0,
+            "short_factor": [1.0, 1.1, 1.2, 1.3],
+            "long_factor": [1.0, 2.0, 4.0, 8.0],
+        }
+    },
+    "gemma": _SMALL | {"head_dim": 16, "hidden_activation": "gelu_pytorch_tanh"},
+    "gemma2": _SMALL
+    | {"head_dim": 16, "sliding_window": 5, "query_pre_attn_scalar": 24}
+    | {"attn_logit_softcapping": 5.0, "final_logit_softcapping": 3.0},
+    "gemma3_text": _SMALL
+    | {"head_dim": 16, "sliding_window": 5, "query_pre_attn_scalar": 24, "layer_types": _TYPES}
+    | {"rope_parameters": {"sliding_attention": _LOCAL, "full_attention": _GLOBAL}},
+    "gpt_oss": _SMALL
+    | {"head_dim": 16, "sliding_window": 5, "layer_types": _TYPES}
+    | {"num_local_experts": 1, "num_experts_per_tok": 1}
+    | {"rope_parameters": _YARN | {"beta_fast": 32.0, "beta_slow": 1.0, "rope_theta": 150000.0}},
+    "olmo2": _SMALL,
+    "mamba": _MAMBA | {"conv_kernel": 4, "expand": 2, "time_step_rank": 4},
+    "falcon_mamba": _MAMBA | {"conv_kernel": 4, "expand": 2, "time_step_rank": 4},
+    "mamba2": _MAMBA | {"num_heads": 8, "head_dim": 8, "expand": 2, "n_groups": 1, "chunk_size": 8},
+    "qwen3_next": _SMALL
+    | {"head_dim": 16, "num_hidden_layers": 4, "mlp_only_layers": [0, 1, 2, 3], "num_experts": 2}
+    | {
+        "linear_num_key_heads": 2,
+        "linear_num_value_heads": 4,
+        "linear_key_head_dim": 8,
+        "linear_value_head_dim": 8,
+    },
+    "minimax": _SMALL
+    | {"head_dim": 8, "block_size": 4, "num_local_experts": 1, "num_experts_per_tok": 1}
+    | {"layer_types": ["linear_attention", "full_attention", "linear_attention"]}
+    | {
+        "full_attn_alpha_factor": 1.5,
+        "linear_attn_alpha_factor": 2.0,
+        "mlp_alpha_factor": 1.25,
+        "mlp_beta_factor": 0.5,
+    },
+}
+
+
+def drawn(shapes: Mapping[str, Any]) -> dict[str, np.ndarray]:
+    """Float32 weights of these names and shapes, each from its own name."""
+
+    def one(name: str, shape: Any) -> np.ndarray:
+        random = np.random.default_rng(zlib.crc32(name.encode()))
+        value = random.standard_normal(tuple(shape)).astype(np.float32)
+        if "norm" in name:
+            return (0.2 * value + (0.0 if "bias" in name else 1.0)).astype(np.float32)
+        if name.endswith("A_log"):
+            return np.log(1 + np.abs(value)).astype(np.float32)
+        return (0.3 * value).astype(np.float32)
+
+    return {name: one(name, shape) for name, shape in shapes.items()}
+
+
+def tokens(rows: int = 2, length: int = 13) -> np.ndarray:
+    return np.random.default_rng(7).integers(3, 61, (rows, length)).astype(np.int32)

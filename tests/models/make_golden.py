@@ -1,0 +1,61 @@
+"""Makes `golden.json`: what `transformers` gives for the models of `cases.py`. Needs the extra `transformers`.
+
+python tests/models/make_golden.py
+"""
+
+import json
+import pathlib
+import sys
+
+sys.path.insert(0, str(pathlib.Path(__file__).resolve().parent.parent.parent))
+
+import torch
+import transformers
+
+from tests.models.cases import CONFIGS, drawn, tokens
+
+
+def published(kind: str):
+    """The model of `transformers`, with the weights drawn for it."""
+    config = transformers.CONFIG_MAPPING[kind](**CONFIGS[kind])
+    config._attn_implementation = "eager"
+    with torch.no_grad():
+        model = transformers.AutoModelForCausalLM.from_config(config, dtype=torch.float32).eval()
+        state = model.state_dict()
+        tied = set(getattr(model, "all_tied_weights_keys", {}) or {})
+        shapes = {name: list(value.shape) for name, value in state.items() if name not in tied}
+        buffers = ("slope_rate", "_decay", "inv_freq", "embed_scale")
+        shapes = {name: shape for name, shape in shapes.items() if not name.endswith(buffers)}
+        weights = drawn(shapes)
+        missing, unexpected = model.load_state_dict(
+            {k: torch.tensor(v) for k, v in weights.items()}, strict=False
+        )
+        assert not unexpected, unexpected
+        assert all(name in tied or name.endswith(buffers) for name in missing), missing
+        model.tie_weights()
+    return model, shapes
+
+
+def logits_of(model, ids) -> torch.Tensor:
+    with torch.no_grad():
+        return model(torch.tensor(ids, dtype=torch.long), use_cache=False).logits
+
+
+def main() -> None:
+    ids, golden = tokens(), {}
+    for kind in CONFIGS:
+        model, shapes = published(kind)
+        logits = logits_of(model, ids)
+        config = json.loads(model.config.to_json_string(use_diff=False))
+        keep = {k: v for k, v in config.items() if not k.startswith("_") and v is not None}
+        # Of the last tokens, every third one: enough to tell, small enough to keep.
+        rounded = [[round(float(x), 6) for x in row] for row in logits[:, -1, ::3]]
+        golden[kind] = {"config": keep, "shapes": shapes, "logits": rounded, "norm": float(logits.norm())}
+        print(kind, len(shapes), float(logits.abs().max()))
+    path = pathlib.Path(__file__).parent / "golden.json"
+    path.write_text(json.dumps(golden, indent=None, separators=(",", ":"), sort_keys=True) + "\n")
+    print(f"{path}: {path.stat().st_size} bytes, transformers {transformers.__version__}")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,191 @@
+"""The decoder: stacks, caches, pages and gradients give what its layers give one after the other."""
+
+import dataclasses
+
+import equinox as eqx
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+import ejkernel_eqx as ejx
+from ejkernel_eqx.models import Decoder, DecoderConfig, LayerConfig, MLPConfig
+
+ROPE = ejx.nn.RotaryEmbedding(8)
+FULL = LayerConfig("attention", {"num_heads": 4, "num_kv_heads": 2, "rope": ROPE}, MLPConfig(40))
+LOCAL = dataclasses.replace(FULL, options={**dict(FULL.options), "sliding_window": 3}, norms="around")
+DELTA = LayerConfig(
+    "gated_delta_net", {"num_k_heads": 2, "num_v_heads": 4, "head_dim": 8}, MLPConfig(40, "gelu"), "post"
+)
+LIGHTNING = LayerConfig(
+    "lightning_attention", {"num_heads": 4}, MLPConfig(24), "residual", (2.0, 0.5), (1.5, 1.0)
+)
+MAMBA = LayerConfig("mamba2", {"head_dim": 8, "state_size": 8})
+
+CONFIGS = {
+    "uniform": DecoderConfig(50, 32, (FULL,) * 3, embedding_scale=3.0, tie_embeddings=True),
+    "hybrid": DecoderConfig(50, 32, (LOCAL, DELTA, LOCAL, DELTA, LOCAL), logits_soft_cap=4.0),
+    "places": DecoderConfig(50, 32, (LIGHTNING, MAMBA, LIGHTNING, MAMBA)),
+}
+TOKENS = jnp.asarray(np.random.default_rng(0).integers(0, 50, (2, 9)))
+
+
+def model_of(name: str, **options) -> Decoder:
+    return Decoder(CONFIGS[name], **options, key=jax.random.key(3))
+
+
+def by_hand(model: Decoder, tokens) -> jax.Array:
+    """The layers taken out of their stacks and called in order."""
+    x = model.embedding[tokens] * model.config.embedding_scale
+    for index in range(model.num_layers):
+        x, _ = model.layer(index)(x)
+    x = jax.vmap(jax.vmap(model.norm))(x)
+    logits = x @ (model.embedding if model.head is None else model.head.weight).T
+    cap = model.config.logits_soft_cap
+    return logits if cap is None else cap * jnp.tanh(logits / cap)
+
+
+def close(a, b, scale: float = 1.0) -> None:
+    np.testing.assert_allclose(a, b, atol=2e-5 * scale * float(jnp.max(jnp.abs(b))))
+
+
+def test_stacks_follow_the_pattern():
+    assert CONFIGS["uniform"].stacks() == ((0, 1, 3),)
+    assert CONFIGS["hybrid"].stacks() == ((0, 2, 2), (4, 1, 1))
+    assert CONFIGS["places"].stacks() == ((0, 2, 2),)
+    assert DecoderConfig(8, 8, (FULL, MAMBA, MAMBA)).stacks() == ((0, 3, 1),)
+
+
+@pytest.mark.parametrize("name", CONFIGS)
+def test_a_call_is_its_layers_in_order(name):
+    model = model_of(name)
+    close(eqx.filter_jit(model)(TOKENS), eqx.filter_jit(by_hand)(model, TOKENS))
+
+
+def test_layers_of_a_stack_differ():
+    model = model_of("places")
+    slopes = [np.asarray(model.layer(index).mixer.slopes()) for index in (0, 2)]
+    expected = [ejx.lightning_slopes("minimax", 4, index, 4) for index in (0, 2)]
+    np.testing.assert_allclose(slopes, expected, rtol=1e-6)
+
+
+@pytest.mark.parametrize("name", CONFIGS)
+def test_token_by_token_is_the_whole(name):
+    model = model_of(name)
+    call = eqx.filter_jit(model)
+    cache = model.init_cache(2, 12)
+    logits, cache = call(TOKENS[:, :6], cache)
+    parts = [logits]
+    for index in range(6, 9):
+        logits, cache = call(TOKENS[:, index : index + 1], cache)
+        parts.append(logits)
+    close(jnp.concatenate(parts, axis=1), call(TOKENS))
+
+
+@pytest.mark.few(1)
+@pytest.mark.parametrize("name", CONFIGS)
+def test_pages_and_slots_are_the_whole(name):
+    model = model_of(name)
+    cache = model.init_serving_cache(num_pages=8, page_size=4, num_slots=2)
+    table, done, packed = ejx.PageTable(8, 4), [0, 0], [[], []]
+    serve = eqx.filter_jit(lambda model, tokens, cache, batch: model(tokens, cache, batch=batch))
+    buckets = ejx.Buckets((8,), (2,), (3,), (8,))
+    for counts in ((5, 3), (1, 1), (3, 5)):
+        for row, count in enumerate(counts):
+            table.allocate(row, count)
+        lengths = [before + count for before, count in zip(done, counts)]
+        batch = ejx.RaggedBatch.build(
+            counts, lengths, table.rows([0, 1]), page_size=4, buckets=buckets, state_indices=[1, 0]
+        )
+        new = np.zeros(batch.num_tokens, np.int32)
+        parts = [np.asarray(TOKENS[row, n : n + count]) for row, (n, count) in enumerate(zip(done, counts))]
+        new[: sum(counts)] = np.concatenate(parts)
+        logits, cache = serve(model, jnp.asarray(new), cache, batch)
+        packed[0].append(logits[: counts[0]])
+        packed[1].append(logits[counts[0] : sum(counts)])
+        done = lengths
+    close(jnp.stack([jnp.concatenate(row) for row in packed]), eqx.filter_jit(model)(TOKENS))
+
+
+def test_padding_reaches_nothing():
+    model = model_of("hybrid")
+    mask = jnp.asarray([[False] * 4 + [True] * 5, [True] * 9])
+    call = eqx.filter_jit(lambda model, tokens, mask: model(tokens, padding_mask=mask))
+    logits = call(model, TOKENS, mask)
+    close(logits[0, 4:], eqx.filter_jit(model)(TOKENS[:1, 4:])[0])
+
+
+def test_segments_do_not_see_each_other():
+    model = model_of("hybrid")
+    ids = jnp.asarray([[0] * 4 + [1] * 5, [0] * 9])
+    logits = eqx.filter_jit(lambda model: model(TOKENS, segment_ids=ids))(model)
+    whole = eqx.filter_jit(model)
+    close(logits[0, 4:], whole(TOKENS[:1, 4:])[0])
+    close(logits[1], whole(TOKENS)[1])
+
+
+@pytest.mark.few(1)
+@pytest.mark.parametrize(
+    "options",
+    [{"scan_layers": True}, {"remat": "kernels"}, {"remat": "matmuls", "scan_layers": True}],
+    ids=str,
+)
+@pytest.mark.parametrize("name", ["hybrid", "places"])
+def test_gradients_are_those_of_layers_by_hand(name, options):
+    expected = eqx.filter_jit(eqx.filter_grad(lambda model: jnp.sum(jnp.sin(by_hand(model, TOKENS)))))(
+        model_of(name)
+    )
+    found = eqx.filter_jit(eqx.filter_grad(lambda model: jnp.sum(jnp.sin(model(TOKENS)))))(
+        model_of(name, **options)
+    )
+    for a, b in zip(jax.tree.leaves(found), jax.tree.leaves(expected), strict=True):
+        close(a, b, 10)
+
+
+def test_mixed_precision():
+    model = model_of("uniform", compute_dtype="bfloat16")
+    assert model.embedding.dtype == jnp.float32
+    features = eqx.filter_jit(lambda model: model.features(TOKENS))(model)
+    assert features.dtype == jnp.bfloat16
+    logits = eqx.filter_jit(model)(TOKENS)
+    assert logits.dtype == jnp.float32
+    np.testing.assert_allclose(
+        logits, eqx.filter_jit(model_of("uniform"))(TOKENS), atol=0.1 * float(jnp.max(jnp.abs(logits)))
+    )
+
+
+def test_tuning_and_explaining_find_every_kernel():
+    paths = {choice.path for choice in ejx.explain(model_of("hybrid"), TOKENS).choices}
+    assert (
+        len([path for path in paths if path.endswith(".attention")]) == 2
+    )  # of the pattern, and of what is left
+    assert any(path.endswith(".recurrence") for path in paths)
+
+
+@pytest.mark.parametrize(
+    ("make", "message"),
+    [
+        (lambda: LayerConfig("attentoin"), "mixer: expected one of attention, .*received 'attentoin'"),
+        (lambda: LayerConfig("mamba2", norms="behind"), "norms: expected one of"),
+        (lambda: LayerConfig("mamba2", mixer_scales=(1.0,)), "mixer_scales: expected two numbers"),
+        (lambda: MLPConfig(0), "hidden_dim: expected a whole number"),
+        (lambda: MLPConfig(8, "swish"), "activation: expected one of"),
+        (lambda: DecoderConfig(8, 8, ()), "layers: expected a LayerConfig"),
+        (
+            lambda: Decoder({"model_type": "llama"}, key=jax.random.key(0)),
+            "config: expected a DecoderConfig, received dict",
+        ),
+        (
+            lambda: Decoder(CONFIGS["uniform"], remat="all", key=jax.random.key(0)),
+            "remat: expected none, matmuls or kernels",
+        ),
+        (lambda: model_of("uniform").layer(3), "index: expected 0 to 2"),
+        (lambda: model_of("uniform")(TOKENS.astype(float)), "tokens: expected integers"),
+        (lambda: model_of("uniform")(TOKENS, mask=None, maks=TOKENS), "maks: expected padding_mask"),
+        (lambda: model_of("uniform")(TOKENS, (1, 2)), "cache: expected a DecoderCache, received tuple"),
+        (lambda: model_of("uniform")(TOKENS[0], None, batch=1), "cache: expected a ServingCache with batch"),
+    ],
+)
+def test_what_does_not_fit_is_refused(make, message):
+    with pytest.raises(ValueError, match=message):
+        make()

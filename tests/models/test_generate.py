@@ -1,0 +1,129 @@
+"""Texts continued with caches are those of whole passes, and draws follow the probabilities."""
+
+import equinox as eqx
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+import ejkernel_eqx as ejx
+from ejkernel_eqx.models import Decoder, DecoderConfig, generate, LayerConfig, MLPConfig, Sampling
+
+ATTENTION = LayerConfig(
+    "attention", {"num_heads": 2, "rope": ejx.nn.RotaryEmbedding(8), "sliding_window": 6}, MLPConfig(24)
+)
+MAMBA = LayerConfig("mamba2", {"head_dim": 8, "state_size": 8})
+
+
+@pytest.fixture(scope="module")
+def model() -> Decoder:
+    return Decoder(DecoderConfig(20, 16, (ATTENTION, MAMBA)), key=jax.random.key(5))
+
+
+@eqx.filter_jit
+def _next(model, tokens, length):
+    return jnp.argmax(model(tokens)[0, length - 1])
+
+
+def greedy(model: Decoder, prompt: list[int], count: int) -> list[int]:
+    """By a whole pass for each token, padded to one shape."""
+    row = [*prompt, *[0] * (20 - len(prompt))]
+    for length in range(len(prompt), len(prompt) + count):
+        row[length] = int(_next(model, jnp.asarray([row]), length))
+    return row[len(prompt) : len(prompt) + count]
+
+
+def test_greedy_texts_of_prompts_of_any_length(model):
+    prompts = [[3, 1, 4, 1, 5], [9], [2, 6]]
+    found = generate(model, prompts, max_new_tokens=7)
+    assert found.texts() == [greedy(model, prompt, 7) for prompt in prompts]
+
+
+def test_an_array_of_prompts_padded_on_either_side(model):
+    tokens = jnp.asarray([[3, 1, 4, 0], [0, 0, 9, 2]])
+    mask = jnp.asarray([[True, True, True, False], [False, False, True, True]])
+    found = generate(model, tokens, padding_mask=mask, max_new_tokens=5)
+    assert found.texts() == [greedy(model, [3, 1, 4], 5), greedy(model, [9, 2], 5)]
+    assert generate(model, jnp.asarray([9, 2]), max_new_tokens=5).tokens.tolist() == greedy(model, [9, 2], 5)
+
+
+def test_rows_end_by_themselves(model):
+    prompts = [[3, 1, 4, 1, 5], [9], [2, 6]]
+    whole = [greedy(model, prompt, 7) for prompt in prompts]
+    stop = whole[1][2]
+    found = generate(model, prompts, max_new_tokens=7, stop_tokens=[stop, 19])
+    ended = [next((i + 1 for i, t in enumerate(row) if t in (stop, 19)), 7) for row in whole]
+    assert min(ended) < 7
+    assert found.texts() == [row[:n] for row, n in zip(whole, ended)]
+    assert np.all(np.asarray(found.tokens)[np.arange(7) >= np.asarray(found.lengths)[:, None]] == -1)
+
+
+def test_draws_have_the_probabilities(model):
+    prompt = jnp.tile(jnp.asarray([3, 1, 4]), (3000, 1))
+    found = generate(model, prompt, max_new_tokens=1, sampling=Sampling(temperature=2.0, top_k=4))
+    logits = model(prompt[:1])[0, -1] / 2
+    best = np.argsort(-np.asarray(logits))[:4]
+    expected = np.asarray(jax.nn.softmax(logits[best]))
+    counts = np.bincount(np.asarray(found.tokens)[:, 0], minlength=20)
+    assert counts.sum() == counts[best].sum()
+    np.testing.assert_allclose(counts[best] / 3000, expected, atol=0.04)
+
+
+def test_equal_seeds_draw_equally(model):
+    draw = lambda **more: generate(model, [[3, 1, 4]] * 2, max_new_tokens=12, **more).texts()
+    one = draw(sampling=Sampling(temperature=1.5, seed=1))
+    assert one == draw(sampling=Sampling(temperature=1.5, seed=1))
+    assert one[0] != one[1]  # rows draw by themselves
+    assert one != draw(sampling=Sampling(temperature=1.5, seed=9))
+    assert draw(sampling=Sampling(1.5), key=jax.random.key(0)) != draw(
+        sampling=Sampling(1.5), key=jax.random.key(1)
+    )
+
+
+def test_a_whole_generation_may_be_jitted(model):
+    prompt = jnp.asarray([[3, 1, 4]])
+    inside = eqx.filter_jit(lambda model, prompt: generate(model, prompt, max_new_tokens=4).tokens)
+    assert inside(model, prompt)[0].tolist() == greedy(model, [3, 1, 4], 4)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        ({"prompts": [[]]}, "prompts: expected at least one token in each"),
+        ({"prompts": [[20]]}, "prompts: expected tokens from 0 to 19, received 20"),
+        ({"prompts": "def"}, "prompts: expected integers .* received str; a tokenizer"),
+        ({"prompts": []}, "prompts: expected integers"),
+        ({"prompts": jnp.zeros((2, 0), int)}, "prompts: expected at least one token"),
+        (
+            {"prompts": [[1]], "padding_mask": jnp.ones((1, 1), bool)},
+            "padding_mask: expected None with lists",
+        ),
+        ({"prompts": [[1]], "max_new_tokens": 0}, "max_new_tokens: expected a whole number"),
+        ({"prompts": [[1]], "stop_tokens": [99]}, "stop_tokens: expected tokens from 0 to 19, received 99"),
+        ({"prompts": [[1]], "sampling": 0.7}, "sampling: expected a Sampling, received float"),
+    ],
+)
+def test_what_cannot_be_continued_is_refused(model, arguments, message):
+    with pytest.raises(ValueError, match=message):
+        generate(model, **({"max_new_tokens": 2} | arguments))
+
+
+def test_other_models_are_refused():
+    with pytest.raises(ValueError, match=r"model: expected an ejx\.models\.Decoder"):
+        generate(eqx.nn.Linear(2, 2, key=jax.random.key(0)), [[1]], max_new_tokens=1)  # pyright: ignore[reportArgumentType]
+
+
+@pytest.mark.parametrize(
+    "wrong",
+    [
+        {"temperature": -1.0},
+        {"temperature": float("nan")},
+        {"top_p": 0.0},
+        {"min_p": 1.5},
+        {"top_k": -1},
+        {"seed": 2**32},
+    ],
+)
+def test_sampling_is_checked(wrong):
+    with pytest.raises(ValueError, match=f"^{next(iter(wrong))}: expected"):
+        Sampling(**wrong)

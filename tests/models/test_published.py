@@ -1,0 +1,151 @@
+"""Published models: the logits of `transformers`, from its weights; and what cannot be loaded is refused."""
+
+import functools
+import json
+import pathlib
+
+import equinox as eqx
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from safetensors.numpy import save_file
+
+import ejkernel_eqx as ejx
+from tests.models.cases import CONFIGS, drawn, tokens
+
+GOLDEN = json.loads((pathlib.Path(__file__).parent / "golden.json").read_text())
+
+
+@functools.cache
+def weights_of(kind: str) -> dict[str, np.ndarray]:
+    return drawn(GOLDEN[kind]["shapes"])
+
+
+def folder_of(kind: str, folder: pathlib.Path, *, change: dict | None = None, **config) -> pathlib.Path:
+    (folder / "config.json").write_text(json.dumps(GOLDEN[kind]["config"] | config))
+    save_file(weights_of(kind) | (change or {}), folder / "model.safetensors")
+    return folder
+
+
+def error_of(logits, golden) -> float:
+    """The largest difference, relative to the size of the logits."""
+    return float(
+        np.max(np.abs(np.asarray(logits)[:, -1, ::3] - golden["logits"])) / np.max(np.abs(golden["logits"]))
+    )
+
+
+@pytest.mark.few(6)
+@pytest.mark.parametrize("kind", list(CONFIGS))
+def test_logits_are_those_of_transformers(kind, tmp_path):
+    model = ejx.models.from_pretrained(folder_of(kind, tmp_path), dtype="float32")
+    logits = eqx.filter_jit(model)(jnp.asarray(tokens()))
+    assert error_of(logits, GOLDEN[kind]) < 1e-5
+    assert abs(float(jnp.linalg.norm(logits)) / GOLDEN[kind]["norm"] - 1) < 1e-5  # of all tokens
+
+
+def test_every_family_has_a_case():
+    assert set(CONFIGS) == set(ejx.models.FAMILIES)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("kind", list(CONFIGS))
+def test_a_model_saved_by_transformers(kind, tmp_path):
+    """Live, where `transformers` is installed: another random model, its own files, in shards; logits and greedy texts."""
+    torch = pytest.importorskip("torch")
+    transformers = pytest.importorskip("transformers")
+    config = transformers.CONFIG_MAPPING[kind](**CONFIGS[kind])
+    config._attn_implementation = "eager"
+    torch.manual_seed(len(kind))
+    theirs = transformers.AutoModelForCausalLM.from_config(config, dtype=torch.float32).eval()
+    with torch.no_grad():
+        for name, parameter in theirs.named_parameters():
+            if "A_log" not in name and "dt" not in name:
+                parameter.add_(0.2 * torch.randn_like(parameter))
+    theirs.save_pretrained(tmp_path, max_shard_size="20KB")
+    assert (tmp_path / "model.safetensors.index.json").is_file()
+    ours = ejx.models.from_pretrained(tmp_path)
+    ids = tokens(2, 11)
+    with torch.no_grad():
+        expected = theirs(torch.tensor(ids, dtype=torch.long), use_cache=False).logits.numpy()
+    logits = np.asarray(eqx.filter_jit(ours)(jnp.asarray(ids)))
+    assert np.max(np.abs(logits - expected)) / np.max(np.abs(expected)) < 1e-5
+    texts = ejx.models.generate(ours, jnp.asarray(ids), max_new_tokens=5, stop_tokens=())
+    grown = ids
+    for _ in range(5):  # without its cache, whose rolling forms are not what is tested
+        with torch.no_grad():
+            last = theirs(torch.tensor(grown, dtype=torch.long), use_cache=False).logits[:, -1]
+        grown = np.concatenate([grown, last.argmax(-1).numpy()[:, None]], axis=1)
+    np.testing.assert_array_equal(texts.tokens, grown[:, -5:])
+
+
+def test_the_published_dtype_is_kept_but_for_norms(tmp_path):
+    model = ejx.models.from_pretrained(folder_of("gemma", tmp_path, dtype="bfloat16"))
+    assert model.embedding.dtype == jnp.bfloat16
+    layer = model.layer(1)
+    assert layer.mixer.q_proj.weight.dtype == jnp.bfloat16
+    expected = 1 + weights_of("gemma")["model.layers.1.input_layernorm.weight"]
+    np.testing.assert_array_equal(layer.mixer_norm.weight, expected)  # 1 + w has no room in bfloat16
+
+
+def test_nothing_is_loaded_in_part(tmp_path):
+    extra = {"model.layers.0.self_attn.q_norm.weight": np.ones(8, np.float32)}
+    folder = folder_of("mistral", tmp_path, change=extra)
+    with pytest.raises(ejx.CheckpointError, match="q_norm"):
+        ejx.models.from_pretrained(folder, dtype="float32")
+    model = ejx.models.from_pretrained(folder, dtype="float32", ignore=("*.q_norm.weight",))
+    assert error_of(model(jnp.asarray(tokens())), GOLDEN["mistral"]) < 1e-5
+
+
+def test_sizes_of_another_configuration(tmp_path):
+    with pytest.raises(ejx.CheckpointError, match=r"gate_proj.*\(52, 32\).*\(48, 32\)"):
+        ejx.models.from_pretrained(folder_of("mistral", tmp_path, intermediate_size=52), dtype="float32")
+
+
+@pytest.mark.parametrize(
+    ("kind", "change", "message"),
+    [
+        ("llama", {"model_type": "t5"}, "model_type: expected one of .*llama.*received 't5'"),
+        ("gpt_oss", {"num_local_experts": 4}, "4 experts in layer 0"),
+        ("qwen3_next", {"mlp_only_layers": [], "num_experts": 8}, "8 experts in layer 0"),
+        ("llama", {"quantization_config": {"quant_method": "fp8"}}, "quantization_config"),
+        ("gpt_oss", {"swiglu_limit": 5.0}, "swiglu_limit"),
+        ("llama", {"hidden_act": "xielu"}, "hidden_act: expected one of .*xielu"),
+    ],
+)
+def test_other_models_are_refused(kind, change, message):
+    with pytest.raises(ejx.UnsupportedError, match=message):
+        ejx.models.decoder_config(GOLDEN[kind]["config"] | change)
+
+
+def test_folders_that_are_none(tmp_path):
+    with pytest.raises(ejx.CheckpointError, match=r"config\.json.*is not there.*snapshot_download"):
+        ejx.models.from_pretrained(tmp_path)
+    (tmp_path / "config.json").write_text("{")
+    with pytest.raises(ejx.CheckpointError, match=r"config\.json.*JSON"):
+        ejx.models.from_pretrained(tmp_path)
+    (tmp_path / "config.json").write_text("[]")
+    with pytest.raises(ejx.CheckpointError, match="list"):
+        ejx.models.from_pretrained(tmp_path)
+
+
+def test_stop_tokens_stand_in_either_file(tmp_path):
+    folder = folder_of("mistral", tmp_path, eos_token_id=None)
+    assert ejx.models.from_pretrained(folder).config.stop_tokens == ()
+    (folder / "generation_config.json").write_text(json.dumps({"eos_token_id": [2, 5]}))
+    assert ejx.models.from_pretrained(folder).config.stop_tokens == (2, 5)
+
+
+def test_random_weights_of_a_published_architecture():
+    model = ejx.models.from_config(GOLDEN["gemma2"]["config"], key=jax.random.key(0))
+    logits = model(jnp.asarray(tokens()))
+    assert logits.shape == (2, 13, 61) and float(jnp.max(jnp.abs(logits))) <= 3.0  # its soft cap
+
+
+def test_a_model_is_saved_and_read_by_its_configuration(tmp_path):
+    config = GOLDEN["qwen2"]["config"]
+    model = ejx.models.from_config(config, key=jax.random.key(1))
+    ejx.save(tmp_path / "model.ejx", model, {"config": config})
+    again = ejx.load(tmp_path / "model.ejx", like=ejx.models.from_config)
+    ids = jnp.asarray(tokens())
+    np.testing.assert_array_equal(model(ids), again(ids))
