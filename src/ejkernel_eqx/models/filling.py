@@ -59,7 +59,7 @@ def _first(view: Any, names: tuple[str, ...]) -> str:
     return next((name for name in names if any(n.startswith(f"{name}.") for n in found)), names[0])
 
 
-def _stacked(layers: Any, views: list[Any]) -> MLayer:
+def _stacked(layers: Any, views: list[Any]) -> Any:
     """A stack of layers, filled one after the other into arrays that are written in place."""
     is_parameter = lambda x: (
         eqx.is_inexact_array(x)
@@ -82,7 +82,7 @@ def _put(layer_and_index: Any, buffers: Any) -> Any:
     return jax.tree.map(lambda buffer, x: buffer.at[index].set(x), buffers, layer)
 
 
-def _filled_layer(layer: Any, view: Any) -> MLayer:
+def _filled_layer(layer: Any, view: Any) -> Any:
     mamba = layer.mlp is None
     before, behind, mlp_before, mlp_behind = (
         ("norm", None, None, None) if mamba else _NORM_NAMES[layer.config.norms]

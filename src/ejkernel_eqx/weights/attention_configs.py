@@ -69,7 +69,7 @@ def attention_options(config: Config, layer_index: int = 0) -> dict[str, Any]:
     config = read_model(config, _DEFAULTS, _LAYER)
     kind = config["model_type"]
     heads, width = take(config, "num_attention_heads", "n_head"), take(config, "hidden_size", "n_embd")
-    found = layer_type(config, layer_index, lambda i: _default_type(config, i))
+    found = layer_type(config, layer_index, lambda i: default_type(config, i))
     check_type(config, layer_index, found, (_FULL, _SLIDING), _LAYER)
     options: dict[str, Any] = {
         "embed_dim": width,
@@ -88,7 +88,7 @@ def attention_options(config: Config, layer_index: int = 0) -> dict[str, Any]:
     return options
 
 
-def _default_type(config: Config, index: int) -> str:
+def default_type(config: Config, index: int) -> str:
     """The type of a layer in a configuration that lists none."""
     kind = config["model_type"]
     sliding = {

@@ -23,7 +23,14 @@ def read_model(config: Any, known: Mapping[str, Mapping[str, Any]], layer: str) 
             f"config: expected a model_type with a counterpart of {layer}, one of {', '.join(sorted(known))}, received {kind!r}; build the layer "
             "from its own arguments."
         )
-    return {**known[kind], **config}
+    return {**known[kind], **{name: _number(value) for name, value in config.items()}}
+
+
+def _number(value: Any) -> Any:
+    """`transformers` writes infinity, which JSON does not have, as `{"__float__": "Infinity"}`."""
+    if isinstance(value, Mapping) and set(value) == {"__float__"}:
+        return float(value["__float__"])
+    return [_number(item) for item in value] if isinstance(value, list | tuple) else value
 
 
 def take(config: Config, *names: str) -> Any:
