@@ -114,7 +114,7 @@ def test_sizes_of_another_configuration(tmp_path):
     ],
 )
 def test_other_models_are_refused(kind, change, message):
-    with pytest.raises(ejx.UnsupportedError, match=message):
+    with pytest.raises(ValueError, match=message):
         ejx.models.decoder_config(GOLDEN[kind]["config"] | change)
 
 

@@ -106,49 +106,36 @@ def _filled_layer(layer: Any, view: Any) -> Any:
 
 def filled_mlp(mlp: Any, weights: Any) -> Any:
     """Gate and up projection may be one array; a mixture of one expert is that expert."""
-    if weights.has("gate_up_proj.weight"):  # Phi-3
-        return _split(
-            mlp, weights, "gate_up_proj.weight", "down_proj.weight", lambda x: jnp.split(x, 2), lambda x: x
-        )
-    if weights.has("experts.gate_up_proj"):
+    experts = any(name.startswith("experts.") for name in weights.names())
+    if experts:
         weights.skip("gate.weight", "router.weight", "router.bias")  # which has one to choose from
-        if mlp.config.activation == "clamped_swiglu":  # GPT-OSS: [1, E, 2 F], rows of gate and up in turn
-            rows = lambda x: (x[0].T[::2], x[0].T[1::2]) if x.ndim == 3 else (x[0, ::2], x[0, 1::2])
-            return _split(
-                mlp,
-                weights,
-                "experts.gate_up_proj",
-                "experts.down_proj",
-                rows,
-                lambda x: x[0].T if x.ndim == 3 else x[0],
-            )
-        return _split(
-            mlp,
-            weights,
-            "experts.gate_up_proj",
-            "experts.down_proj",
-            lambda x: jnp.split(x[0], 2),
-            lambda x: x[0],
-        )
-    return eqx.tree_at(
-        lambda m: [m.gate_proj, m.up_proj, m.down_proj],
-        mlp,
-        [fill(getattr(mlp, name), weights.at(name)) for name in ("gate_proj", "up_proj", "down_proj")],
-    )
+    if weights.has("gate_up_proj.weight") or weights.has("experts.gate_up_proj"):
+        return _filled_fused(mlp, weights, experts)
+    names = {"gate_proj": "gate_proj", "up_proj": "up_proj", "down_proj": "down_proj"}
+    if experts:  # MiniMax, in files
+        names = {"gate_proj": "experts.0.w1", "up_proj": "experts.0.w3", "down_proj": "experts.0.w2"}
+    new = [fill(getattr(mlp, field), weights.at(name)) for field, name in names.items()]
+    return eqx.tree_at(lambda m: [getattr(m, field) for field in names], mlp, new)
 
 
-def _split(mlp: Any, weights: Any, both: str, down: str, split: Any, whole: Any) -> Any:
-    transposed = mlp.config.activation == "clamped_swiglu"
-    inner, outer = mlp.gate_proj.weight.shape
-    one = (1,) if both.startswith("experts") else ()
-    turned = lambda a, b: (*one, b, a) if transposed else (*one, a, b)
-    dtype = mlp.gate_proj.weight.dtype
-    gate, up = split(weights.take(both, turned(2 * inner, outer), dtype))
-    new = [gate, up, whole(weights.take(down, turned(outer, inner), dtype))]
-    places = lambda m: [m.gate_proj.weight, m.up_proj.weight, m.down_proj.weight]
-    mlp = eqx.tree_at(places, mlp, new)
-    if not mlp.config.use_bias:
-        return mlp
-    gate, up = split(weights.take(f"{both}_bias", (*one, 2 * inner), dtype))
-    new = [gate, up, whole(weights.take(f"{down}_bias", (*one, outer), dtype))]
-    return eqx.tree_at(lambda m: [m.gate_proj.bias, m.up_proj.bias, m.down_proj.bias], mlp, new)
+def _filled_fused(mlp: Any, weights: Any, experts: bool) -> Any:
+    # GPT-OSS keeps [in, out], with the features of gate and up in turn.
+    turned = mlp.config.activation == "clamped_swiglu"
+
+    def take(name: str, kind: str, shape: tuple[int, ...]) -> jax.Array:
+        dtype = getattr(mlp.down_proj, kind).dtype
+        if not experts:
+            return weights.take(f"{name}.{kind}", shape, dtype)
+        full = f"experts.{name}{'_bias' if kind == 'bias' else ''}"
+        x = weights.take(full, (1, *(shape[::-1] if turned else shape)), dtype)[0]
+        return x.T if turned else x
+
+    outer, inner = mlp.down_proj.weight.shape
+    for kind in ("weight", "bias") if mlp.config.use_bias else ("weight",):
+        columns = lambda size, kind=kind: (size,) if kind == "weight" else ()
+        both = take("gate_up_proj", kind, (2 * inner, *columns(outer)))
+        gate, up = (both[::2], both[1::2]) if turned else jnp.split(both, 2)
+        down = take("down_proj", kind, (outer, *columns(inner)))
+        where = lambda m, kind=kind: [getattr(p, kind) for p in (m.gate_proj, m.up_proj, m.down_proj)]
+        mlp = eqx.tree_at(where, mlp, [gate, up, down])
+    return mlp

@@ -55,7 +55,7 @@ def from_pretrained(
     **Returns:** the `Decoder`. Its weights are read layer by layer, so that they need not be held twice.
 
     **Raises:** `CheckpointError`, which is a `ValueError`, where the folder lacks a file, or weights are missing, left over or of other shapes;
-    `UnsupportedError` for a model that is not supported.
+    `ValueError` for a model that is not supported.
     """
     folder = pathlib.Path(path).expanduser()
     config = _read_json(folder / "config.json")

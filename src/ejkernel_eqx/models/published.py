@@ -4,7 +4,6 @@ import math
 from collections.abc import Callable, Mapping
 from typing import Any, NamedTuple
 
-from .._errors import UnsupportedError
 from ..weights.attention_configs import attention_options, default_type
 from ..weights.configs import layer_type, unit_offset_norms
 from ..weights.recurrent_configs import (
@@ -81,7 +80,7 @@ def decoder_config(config: Mapping[str, Any]) -> DecoderConfig:
     - `config`: the content of its `config.json`, or what `to_dict()` of a `transformers` configuration returns. Of a model with several parts
         the text model is read.
 
-    **Raises:** `UnsupportedError` for a model that a `Decoder` cannot be, with the reason; `ValueError` for a configuration that lacks
+    **Raises:** `ValueError` for a model that a `Decoder` cannot be, with the reason, or a configuration that lacks
     something.
     """
     if not isinstance(config, Mapping):
@@ -92,7 +91,7 @@ def decoder_config(config: Mapping[str, Any]) -> DecoderConfig:
     config = config.get("text_config") or config
     kind = config.get("model_type")
     if kind not in FAMILIES:
-        raise UnsupportedError(
+        raise ValueError(
             f"model_type: expected one of {', '.join(sorted(FAMILIES))}, received {kind!r}; build a DecoderConfig by hand."
         )
     config = {**FAMILIES[kind].defaults, **config}
@@ -101,7 +100,7 @@ def decoder_config(config: Mapping[str, Any]) -> DecoderConfig:
             f"config: expected an entry {absent[0]!r} for model_type {kind!r}, received none; pass the whole config.json."
         )
     if config.get("quantization_config"):
-        raise UnsupportedError(
+        raise ValueError(
             "quantization_config: expected a model in floats, received a quantised one; convert its weights to bfloat16 first."
         )
     family, width = FAMILIES[kind], config["hidden_size"]
@@ -171,19 +170,19 @@ def _layer(config: Mapping[str, Any], family: _Family, index: int) -> LayerConfi
 def _mlp(config: Mapping[str, Any], family: _Family, index: int) -> MLPConfig:
     experts = family.has_experts(config, index)
     if experts > 1:
-        raise UnsupportedError(
+        raise ValueError(
             f"num_experts: expected dense layers, or one expert, received {experts} experts in layer {index}; mixtures of experts are not supported."
         )
     if config["model_type"] == "gpt_oss":
         limit = config.get("swiglu_limit", 7.0), config.get("swiglu_alpha", 1.702)
         if limit != (7.0, 1.702):
-            raise UnsupportedError(
+            raise ValueError(
                 f"swiglu_limit, swiglu_alpha: expected 7.0 and 1.702, received {limit}; no other are supported."
             )
         return MLPConfig(config["intermediate_size"], "clamped_swiglu", use_bias=True)
     name = config.get("hidden_activation") or config.get("hidden_act") or "silu"
     if name not in _ACTIVATIONS:
-        raise UnsupportedError(
+        raise ValueError(
             f"hidden_act: expected one of {', '.join(_ACTIVATIONS)}, received {name!r}; build a DecoderConfig by hand."
         )
     return MLPConfig(config["intermediate_size"], _ACTIVATIONS[name], bool(config.get("mlp_bias", False)))  # pyright: ignore[reportArgumentType]
