@@ -551,8 +551,9 @@ def run(args: argparse.Namespace) -> int:
     vocabulary = keep_vocabulary(args)
     train_data, validation_data = load_data(args.data, args.seq_len, vocabulary)
     count = sum(x.size for x in jax.tree.leaves(eqx.filter(state.model, trained(state.model))))
+    kind = "bytes" if isinstance(vocabulary, Bytes) else "tokens"
     print(
-        f"{count:,} parameters to train, {len(train_data):,} {'bytes' if isinstance(vocabulary, Bytes) else 'tokens'} to train on, {len(validation_data):,} held out, "
+        f"{count:,} parameters, {len(train_data):,} {kind} to train on, {len(validation_data):,} held out, "
         f"{args.dtype} on {jax.devices()[0].device_kind}, step {state.step} of {args.steps}"
     )
     if args.tune:

@@ -138,7 +138,7 @@ def test_sampling_is_checked(wrong):
 
 def test_the_largest_that_sampling_takes(examples):
     """A `top_k` above every vocabulary stands for all."""
-    sampling = Sampling(3e38, 10**20, 1e-300, np.uint32(2**32 - 1))
+    sampling = Sampling(3e38, 10**20, 1e-300, np.uint32(2**32 - 1))  # pyright: ignore[reportArgumentType]
     arrays = SamplingArrays.of([(sampling, 0)], 1)
     assert arrays.top_k == 2**31 - 1 and np.isfinite(arrays.temperature).all()
 

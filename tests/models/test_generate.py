@@ -39,6 +39,7 @@ def test_greedy_texts_of_prompts_of_any_length(model):
     assert found.texts() == [greedy(model, prompt, 7) for prompt in prompts]
 
 
+@pytest.mark.slow
 def test_an_array_of_prompts_padded_on_either_side(model):
     tokens = jnp.asarray([[3, 1, 4, 0], [0, 0, 9, 2]])
     mask = jnp.asarray([[True, True, True, False], [False, False, True, True]])
@@ -58,6 +59,7 @@ def test_rows_end_by_themselves(model):
     assert np.all(np.asarray(found.tokens)[np.arange(7) >= np.asarray(found.lengths)[:, None]] == -1)
 
 
+@pytest.mark.slow
 def test_draws_have_the_probabilities(model):
     prompt = jnp.tile(jnp.asarray([3, 1, 4]), (3000, 1))
     found = generate(model, prompt, max_new_tokens=1, sampling=Sampling(temperature=2.0, top_k=4))
@@ -69,6 +71,7 @@ def test_draws_have_the_probabilities(model):
     np.testing.assert_allclose(counts[best] / 3000, expected, atol=0.04)
 
 
+@pytest.mark.slow
 def test_equal_seeds_draw_equally(model):
     draw = lambda **more: generate(model, [[3, 1, 4]] * 2, max_new_tokens=12, **more).texts()
     one = draw(sampling=Sampling(temperature=1.5, seed=1))
@@ -80,6 +83,7 @@ def test_equal_seeds_draw_equally(model):
     )
 
 
+@pytest.mark.slow
 def test_a_whole_generation_may_be_jitted(model):
     prompt = jnp.asarray([[3, 1, 4]])
     inside = eqx.filter_jit(lambda model, prompt: generate(model, prompt, max_new_tokens=4).tokens)

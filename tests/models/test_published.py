@@ -35,7 +35,7 @@ def error_of(logits, golden) -> float:
     )
 
 
-@pytest.mark.few(6)
+@pytest.mark.few(4)
 @pytest.mark.parametrize("kind", list(CONFIGS))
 def test_logits_are_those_of_transformers(kind, tmp_path):
     model = ejx.models.from_pretrained(folder_of(kind, tmp_path), dtype="float32")
@@ -84,6 +84,7 @@ def test_the_published_dtype_is_kept_but_for_norms(tmp_path):
     assert model.embedding.dtype == jnp.bfloat16
     layer = model.layer(1)
     assert layer.mixer.q_proj.weight.dtype == jnp.bfloat16
+    assert layer.mixer_norm is not None
     expected = 1 + weights_of("gemma")["model.layers.1.input_layernorm.weight"]
     np.testing.assert_array_equal(layer.mixer_norm.weight, expected)  # 1 + w has no room in bfloat16
 

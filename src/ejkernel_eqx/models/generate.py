@@ -10,7 +10,7 @@ import numpy as np
 from jax import Array
 from jax.typing import DTypeLike
 
-from ..nn.arguments import check_key, check_sizes, check_tokens, read_array
+from ..nn.arguments import check_key, check_sizes, check_tokens, is_known, read_array
 from .decoder import Decoder
 from .sampling import sample, Sampling, SamplingArrays
 
@@ -116,7 +116,7 @@ def _read_prompts(prompts: Any, padding_mask: Any, vocabulary: int) -> tuple[Arr
                 "padding_mask: expected None with lists of tokens, received one; their lengths say it."
             )
         tokens, mask = _padded(prompts)
-    if not isinstance(tokens, jax.core.Tracer) and not isinstance(mask, jax.core.Tracer):
+    if is_known(tokens) and is_known(mask):
         _check_values(np.asarray(tokens), np.asarray(mask), vocabulary)
     return tokens.astype(jnp.int32), mask
 

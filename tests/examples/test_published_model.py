@@ -1,0 +1,103 @@
+"""The examples on a published model: a folder with a configuration, weights and a tokenizer."""
+
+import json
+import pathlib
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from safetensors.numpy import save_file
+
+import ejkernel_eqx as ejx
+from tests.models.test_published import GOLDEN, weights_of
+
+from .test_serve import examples as examples
+
+tokenizers = pytest.importorskip("tokenizers")
+TEXT = "the quick brown fox jumps over the lazy dog é "
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory) -> pathlib.Path:
+    """A random Llama of 61 tokens: characters, and a few pairs of them."""
+    folder = tmp_path_factory.mktemp("published")
+    (folder / "config.json").write_text(json.dumps(GOLDEN["llama"]["config"] | {"eos_token_id": None}))
+    save_file(weights_of("llama"), folder / "model.safetensors")
+    tokenizer = tokenizers.Tokenizer(tokenizers.models.BPE())
+    tokenizer.decoder = tokenizers.decoders.Fuse()
+    trainer = tokenizers.trainers.BpeTrainer(vocab_size=61, show_progress=False)
+    tokenizer.train_from_iterator([TEXT] * 10, trainer)
+    tokenizer.save(str(folder / "tokenizer.json"))
+    return folder
+
+
+def run(examples, arguments) -> int:
+    with jax.numpy_dtype_promotion("standard"):  # optax counts in integers
+        return examples.train_lm.main([*map(str, arguments)])
+
+
+SMALL = "--batch-size 2 --seq-len 16 --steps 3 --sample-length 4 --temperature 0 --dtype float32".split()
+
+
+@pytest.mark.slow
+def test_lora_trains_updates_alone_and_merges(examples, folder, tmp_path, capsys):
+    text = tmp_path / "text.txt"
+    text.write_text(TEXT * 40, encoding="utf-8")
+    options = ["--data", text, "--out-dir", tmp_path / "run", "--model", folder, *SMALL, "--lora", 2]
+    assert run(examples, options) == 0
+    assert "tokens to train on" in capsys.readouterr().out
+    args = examples.train_lm.parse([*map(str, options)])
+    state = examples.train_lm.load_checkpoint(tmp_path / "run" / "checkpoint.ejx", args)
+    before = ejx.models.from_pretrained(folder, dtype="float32")
+    update = state.model.stacks[0][0].mixer.q_proj
+    np.testing.assert_array_equal(update.base.weight, before.stacks[0][0].mixer.q_proj.weight)
+    np.testing.assert_array_equal(state.model.embedding, before.embedding)
+    assert float(jnp.max(jnp.abs(update.b))) > 0
+    tokens = jnp.asarray([[5, 6, 7, 8]])
+    merged = examples.lora.merge_lora(state.model)
+    np.testing.assert_allclose(merged(tokens), state.model(tokens), atol=1e-4)
+    assert float(jnp.max(jnp.abs(merged(tokens) - before(tokens)))) > 1e-3
+    # The checkpoint goes on, and is served with its tokenizer beside it.
+    assert run(examples, [*options, "--steps", 4, "--resume"]) == 0
+    assert "step 3 of 4" in capsys.readouterr().out
+
+
+@pytest.mark.slow
+def test_a_published_model_is_served(examples, folder, tmp_path, capsys):
+    prompts, out = tmp_path / "prompts.txt", tmp_path / "out.jsonl"
+    prompts.write_text("the quick\nlazy dog é\n", encoding="utf-8")
+    sizes = "--max-new-tokens 6 --num-pages 24 --page-size 4 --max-batch 4 --step-tokens 16 --dtype float32"
+    options = ["--model", folder, "--prompts", prompts, "--out", out, *sizes.split()]
+    assert examples.serve_lm.main([*map(str, options)]) == 0
+    records = {r["request"]: r for r in map(json.loads, out.read_text().splitlines())}
+    vocabulary = examples.vocabulary.vocabulary_of(folder)
+    model = ejx.models.from_pretrained(folder, dtype="float32")
+    shown = capsys.readouterr().out
+    for index, prompt in enumerate(["the quick", "lazy dog é"]):
+        begin = vocabulary.encode(prompt.encode())
+        new = ejx.models.generate(model, [begin], max_new_tokens=6).texts()[0]
+        whole = vocabulary.decode([*begin, *new]).decode()
+        assert records[index]["prompt"] + records[index]["text"] == whole
+        assert records[index]["tokens"] == 6 and whole in shown
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        (["--lora", "2"], "--lora: expected a rank of at least 1 beside --model"),
+        (["--model", "nowhere"], "--model: expected the folder of a published model"),
+    ],
+)
+def test_what_does_not_fit_is_named(examples, tmp_path, capsys, options, message):
+    assert run(examples, ["--out-dir", tmp_path, *SMALL, *options]) == 2
+    assert message in capsys.readouterr().err
+
+
+def test_a_folder_without_a_tokenizer(examples, folder, tmp_path, capsys):
+    (tmp_path / "config.json").write_text((folder / "config.json").read_text())
+    assert examples.serve_lm.main(["--model", str(tmp_path), "--prompts", "-"]) == 2
+    assert "has no tokenizer.json" in capsys.readouterr().err
+    (tmp_path / "tokenizer.json").write_text("{")
+    assert examples.serve_lm.main(["--model", str(tmp_path), "--prompts", str(tmp_path / "config.json")]) == 2
+    assert "is not a tokenizer" in capsys.readouterr().err
