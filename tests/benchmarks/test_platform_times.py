@@ -73,6 +73,29 @@ def test_nothing_is_written_of_what_cannot_be_compared(contenders, tmp_path, cap
     assert reason in capsys.readouterr().out and not path.exists()
 
 
+def test_what_is_known_of_other_sizes_is_not_replaced(contenders, tmp_path, capsys):
+    """Sizes count, requirements do not: a table may be older than one of them."""
+    path = tmp_path / "table.json"
+    options = (*QUICK, "--problems", "KV2", "--force", "--output", str(path))
+    assert platform_times.main(options) == 0
+    first = path.read_text(encoding="utf-8")
+    older = json.loads(first)
+    for entry in older["entries"]:
+        exact = entry["exact"]
+        exact["flags"] = {n: v for n, v in exact["flags"].items() if n not in exact["requirements"]}
+        exact["requirements"] = []
+    path.write_text(json.dumps(older), encoding="utf-8")
+    assert platform_times.main(options) == 0 and "left out" not in capsys.readouterr().out
+    assert entries(path)["flash_attention", "xla"]["exact"]["requirements"]
+
+    shorter = json.loads(first)
+    for entry in shorter["entries"]:
+        entry["exact"]["dims"]["T"] -= 1
+    path.write_text(json.dumps(shorter), encoding="utf-8")
+    assert platform_times.main(options) == 0
+    assert "for another problem of this key" in capsys.readouterr().out
+
+
 def test_what_a_platform_does_not_run_is_left_out(tmp_path, capsys):
     path = tmp_path / "table.json"
     assert platform_times.main(("--quick", "--output", str(path))) == 0

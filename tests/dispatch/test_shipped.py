@@ -320,7 +320,7 @@ def test_the_tables_that_come_with_the_package_fit_it():
 @pytest.mark.parametrize(
     "family, platforms",
     (
-        ("attention", {"triton", "xla"}),
+        ("attention", {"cuda", "triton", "xla"}),
         ("convolution", {"triton"}),
         ("normalization", {"triton"}),
         ("paged", {"triton"}),

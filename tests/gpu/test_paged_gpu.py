@@ -361,7 +361,7 @@ def test_pages_past_two_to_the_31_elements(queries):
     table = arrays.page_table
     there = (table >= 0) & (table < count)
     for odd in (0, 1):
-        every = jnp.arange(table.shape[-1], dtype=jnp.int32) % 2 >= odd
+        every = jnp.broadcast_to(jnp.arange(table.shape[-1], dtype=jnp.int32) % 2 >= odd, table.shape)
         moved = jnp.where(there, table + last * every.astype(jnp.int32), -1)
         given = arrays._replace(k=large[0], v=large[1], page_table=moved)
         assert_same(expected, run_triton(given, spec, config))
