@@ -78,11 +78,14 @@ def test_layers_of_a_stack_differ():
 
 
 @pytest.mark.few(1)
+@pytest.mark.parametrize("rolling", [False, True])
 @pytest.mark.parametrize("name", CONFIGS)
-def test_token_by_token_is_the_whole(name):
+def test_token_by_token_is_the_whole(name, rolling):
     model = model_of(name)
     call = eqx.filter_jit(model)
-    cache = model.init_cache(2, 12)
+    cache = model.init_cache(2, 12, rolling=rolling)
+    if rolling and name == "hybrid":
+        assert cache.nbytes < model.init_cache(2, 12).nbytes
     logits, cache = call(TOKENS[:, :6], cache)
     parts = [logits]
     for index in range(6, 9):
@@ -114,6 +117,35 @@ def test_pages_and_slots_are_the_whole(name):
         packed[1].append(logits[counts[0] : sum(counts)])
         done = lengths
     close(jnp.stack([jnp.concatenate(row) for row in packed]), eqx.filter_jit(model)(TOKENS))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", ["hybrid", "places"])
+def test_drafts_are_taken_back(name):
+    """Four tokens in one step, of which one row keeps three and the other one; then as if only those had come."""
+    model = model_of(name)
+    call = eqx.filter_jit(lambda model, tokens, cache, batch: model(tokens, cache, batch=batch))
+    cache = model.init_serving_cache(num_pages=8, page_size=4, num_slots=2, num_draft_tokens=4)
+    table = ejx.PageTable(8, 4)
+    rows = {0: [int(t) for t in TOKENS[0]], 1: [int(t) for t in TOKENS[1]]}
+
+    def step(cache, counts, lengths, tokens):
+        for row in (0, 1):
+            table.truncate(row, lengths[row] - counts[row]) if lengths[row] > counts[row] else None
+            table.allocate(row, counts[row])
+        batch = ejx.RaggedBatch.build(counts, lengths, table.rows([0, 1]), page_size=4, state_indices=[0, 1])
+        packed = np.zeros(batch.num_tokens, np.int32)
+        packed[: sum(counts)] = np.concatenate(tokens)
+        logits, cache = call(model, jnp.asarray(packed), cache, batch)
+        return logits, cache, batch
+
+    _, cache, _ = step(cache, [2, 3], [2, 3], [rows[0][:2], rows[1][:3]])
+    drafts = [[*rows[0][2:5], 49], [rows[1][3], 48, 47, 46]]
+    _, cache, batch = step(cache, [4, 4], [6, 7], drafts)
+    cache = cache.accept(jnp.asarray([3, 1]), batch)
+    logits, cache, _ = step(cache, [1, 1], [6, 5], [rows[0][5:6], rows[1][4:5]])
+    whole = eqx.filter_jit(model)(TOKENS)
+    close(logits[:2], jnp.stack([whole[0, 5], whole[1, 4]]))
 
 
 @pytest.mark.slow

@@ -7,8 +7,9 @@ import jax
 from jax import Array
 from jax.typing import DTypeLike
 
-from ..nn import CacheState
+from ..nn import CacheState, MultiHeadAttention
 from ..nn.arguments import read_batch_shape
+from ..paged import RaggedBatch
 
 
 class DecoderCache(eqx.Module):
@@ -22,16 +23,22 @@ class DecoderCache(eqx.Module):
 
     @classmethod
     def init(
-        cls, stacks: Any, repeats: Any, batch_shape: Any, max_length: int, dtype: DTypeLike | None
+        cls,
+        stacks: Any,
+        repeats: Any,
+        batch_shape: Any,
+        max_length: int,
+        dtype: DTypeLike | None,
+        rolling: bool,
     ) -> "DecoderCache":
         rows = read_batch_shape(batch_shape)
 
         def empty(mixer: Any, count: int) -> Any:
-            return (
-                mixer.init_cache((count, *rows), max_length, dtype)
-                if hasattr(mixer, "init_cache")
-                else mixer.init_state((count, *rows))
+            sizes = ((count, *rows), max_length, dtype)
+            rolls = (
+                rolling and isinstance(mixer, MultiHeadAttention) and mixer.attention.window[0] is not None
             )
+            return mixer.init_cache(*sizes, rolling=True) if rolls else mixer.init_cache(*sizes)
 
         return cls(
             tuple(
@@ -65,3 +72,7 @@ class ServingCache(eqx.Module):
     def copy_states(self, source: Array, target: Array) -> "ServingCache":
         """As [`ejkernel_eqx.nn.CacheState`][]`.copy_states`, in all layers."""
         return ServingCache(tuple(stack.copy_states(source, target) for stack in self.stacks))
+
+    def accept(self, accepted: Array, batch: RaggedBatch) -> "ServingCache":
+        """As [`ejkernel_eqx.nn.CacheState`][]`.accept`, in all layers: of the tokens of a batch that were drafted, only the first are kept."""
+        return ServingCache(tuple(stack.accept(accepted, batch) for stack in self.stacks))

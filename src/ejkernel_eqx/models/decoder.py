@@ -135,11 +135,18 @@ class Decoder(eqx.Module):
     # Caches
 
     def init_cache(
-        self, batch_shape: tuple[int, ...] | int, max_length: int, dtype: DTypeLike | None = None
+        self,
+        batch_shape: tuple[int, ...] | int,
+        max_length: int,
+        dtype: DTypeLike | None = None,
+        *,
+        rolling: bool = False,
     ) -> DecoderCache:
         """An empty cache for decoding: keys and values of up to `max_length` tokens for each row of its attention layers, by default in
-        the dtype the layers compute in, and the states of the recurrent ones."""
-        return DecoderCache.init(self.stacks, self._repeats(), batch_shape, max_length, dtype)
+        the dtype the layers compute in, and the states of the recurrent ones. With `rolling`, layers with a sliding window keep no more
+        tokens than the window has ([`ejkernel_eqx.nn.RollingKVCache`][])."""
+        check_flags(rolling=rolling)
+        return DecoderCache.init(self.stacks, self._repeats(), batch_shape, max_length, dtype, rolling)
 
     def init_serving_cache(
         self,
@@ -147,14 +154,16 @@ class Decoder(eqx.Module):
         num_pages: int,
         page_size: int,
         num_slots: int,
-        dtype: DTypeLike | None = None,
+        dtype: Any = None,
         scales: str | None = None,
+        num_draft_tokens: int = 0,
     ) -> ServingCache:
         """Empty pages and slots for serving many sequences, for calls with `batch=`. The arguments are those of
         [`ejkernel_eqx.nn.CacheState`][]`.init`; every layer has as many pages, or slots."""
         sizes = {"num_pages": num_pages, "page_size": page_size, "num_slots": num_slots}
+        kept = {"dtype": dtype, "scales": scales, "num_draft_tokens": num_draft_tokens}
         make = lambda stack, repeats: CacheState.init(
-            [layer.mixer for layer in stack], **sizes, batch_shape=(repeats,), dtype=dtype, scales=scales
+            [layer.mixer for layer in stack], **sizes, **kept, batch_shape=(repeats,)
         )
         return ServingCache(tuple(make(*both) for both in zip(self.stacks, self._repeats())))
 

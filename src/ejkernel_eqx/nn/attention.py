@@ -13,6 +13,7 @@ from jax.typing import DTypeLike
 from ..attention import FlashAttention, Mask
 from ..core.arguments import accumulator
 from ..paged import PagedKVCache, RaggedBatch, RaggedPagedAttention, UnifiedAttention
+from ..paged.cache.pages import filled_dtype
 from ..weights.attention import multi_head_attention
 from ..weights.attention_configs import attention_options
 from ..weights.view import Weights
@@ -286,14 +287,32 @@ class MultiHeadAttention(eqx.Module):
         page_size: int,
         *,
         batch_shape: tuple[int, ...] | int = (),
-        dtype: DTypeLike | None = None,
+        dtype: DTypeLike | tuple[DTypeLike | None, DTypeLike | None] | None = None,
         scales: str | None = None,
     ) -> PagedKVCache:
-        """An empty `PagedKVCache` that fits this layer, by default in the dtype it computes in, or else that of its weights;
-        `batch_shape` is that of stacked layers. The other arguments are those of `PagedKVCache.init`."""
-        kept: DTypeLike = self._stored_dtype() if dtype is None else dtype
+        """An empty `PagedKVCache` that fits this layer, by default in the dtype it computes in, or else that of its weights, as is a `None`
+        in a pair for keys and values; `batch_shape` is that of stacked layers. The other arguments are those of `PagedKVCache.init`."""
+        kept = filled_dtype(dtype, self._stored_dtype())
         sizes = (num_pages, page_size, self.num_kv_heads, self.head_dim, self.v_head_dim)
         return PagedKVCache.init(*sizes, batch_shape=batch_shape, dtype=kept, scales=scales)
+
+    def init_pool(
+        self,
+        *,
+        num_pages: int,
+        page_size: int,
+        num_slots: int,
+        batch_shape: tuple[int, ...] | int = (),
+        dtype: Any = None,
+        scales: str | None = None,
+        num_draft_tokens: int = 0,
+    ) -> PagedKVCache:
+        """What a server keeps for this layer, by the name and arguments that recurrent layers have too: `init_paged_cache(num_pages, page_size,
+        batch_shape=..., dtype=..., scales=...)`. What is said of states (`num_slots`, `num_draft_tokens`) is not used: tokens in pages are
+        taken back by shorter lengths."""
+        return self.init_paged_cache(
+            num_pages, page_size, batch_shape=batch_shape, dtype=dtype, scales=scales
+        )
 
     def _projections(self) -> tuple[Any, ...]:
         return self.q_proj, self.k_proj, self.v_proj, self.o_proj

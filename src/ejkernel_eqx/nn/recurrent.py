@@ -1,4 +1,4 @@
-"""What the layers of linear time share: their state, where the tokens of a call sit, how a call runs."""
+"""What the layers of linear time share: their arguments, and where the tokens of a call sit."""
 
 import abc
 import dataclasses
@@ -13,74 +13,16 @@ from jax.typing import DTypeLike
 
 from ..core.arguments import accumulator
 from ..paged import RaggedBatch
-from ..sequences.packing import read_offsets
+from ..sequences.packing import read_count, read_offsets
 from .arguments import check_slots, check_tokens, read_array, read_batch_shape, read_dtype, read_features
-from .projection import compute_dtype_of, stored_dtype_of
+from .drafts import empty_drafts, new_tokens
+from .projection import compute_dtype_of, leading_axes_of, stored_dtype_of
+from .recurrent_state import RecurrentState as RecurrentState
+from .recurrent_state import Rows as Rows
 from .short_convolution import ShortConvolution
 from .tokens import check_ragged, clear
 
 L = TypeVar("L", bound="RecurrentLayer")
-
-
-class RecurrentState(eqx.Module):
-    """What a recurrent layer keeps of the tokens seen so far, a row for each sequence. Its size never grows.
-
-    A pure value: a call takes one and gives the next. All leaves share their leading dimensions, so a state
-    with batch shape `(layers, B)` may be scanned over together with stacked layers.
-
-    - `conv`: one array for each short convolution of the layer, the last $W - 1$ inputs `[..., W - 1, C]`, the
-        oldest first.
-    - `recurrent`: the state of the layer's recurrence, with the shape that the operation gives it.
-    """
-
-    conv: tuple[Array, ...]
-    recurrent: Array
-
-
-@dataclasses.dataclass(eq=False)
-class Rows:
-    """Where the tokens of a call sit, what was before them, and how the parts of a layer run over them: each short convolution once, in the
-    order of their states, then the recurrence."""
-
-    tokens_axis: int
-    state: RecurrentState | None = None
-    real: Array | None = None  # bool [..., T]
-    segment_ids: Array | None = None
-    cu_seqlens: Array | None = None
-    step: bool = False
-    """One token a row, after a state."""
-    slots: Array | None = None
-    """Int32 `[rows]`, of a step: where each row's state is in the pool that `state` is then, -1 for nowhere."""
-    _left: list[Array] = dataclasses.field(default_factory=list)
-
-    def convolve(self, layer: ShortConvolution, x: Array) -> Array:
-        """The next short convolution of the layer."""
-        return self.run(layer.convolution, {"x": x}, {"weight": layer.weight[:, 0], "bias": layer.bias})
-
-    def run(
-        self, operation: Any, tokens: dict[str, Array], parameters: dict[str, Any] | None = None
-    ) -> Array:
-        """`operation` over `tokens` (arrays with an axis of time), with `parameters` that have none, from the next state."""
-        old = None if self.state is None else (*self.state.conv, self.state.recurrent)[len(self._left)]
-        parameters = parameters or {}
-        if self.step:
-            now = {name: jnp.squeeze(x, self.tokens_axis) for name, x in tokens.items()}
-            out, new = operation.step(**now, **parameters, state=old, state_indices=self.slots)
-            out = jnp.expand_dims(out, self.tokens_axis)
-            if self.real is not None:  # rows whose token is padding stand still
-                assert old is not None
-                real = self.real.reshape(*self.real.shape[:-1], *(1,) * (new.ndim - self.tokens_axis))
-                new = jnp.where(real, new, old)
-        else:
-            packing = {"segment_ids": self.segment_ids, "cu_seqlens": self.cu_seqlens}
-            out, new = operation(**tokens, **parameters, initial_state=old, **packing)
-        self._left.append(new)
-        return out
-
-    @property
-    def left(self) -> RecurrentState:
-        """What the parts have left behind."""
-        return RecurrentState(tuple(self._left[:-1]), self._left[-1])
 
 
 class _Tokens(TypedDict, total=False):
@@ -161,7 +103,11 @@ class RecurrentLayer(eqx.Module):
         return [(*batch, *shape) for shape in shapes]
 
     def init_state(
-        self, batch_shape: tuple[int, ...] | int, dtype: DTypeLike | None = None
+        self,
+        batch_shape: tuple[int, ...] | int,
+        dtype: DTypeLike | None = None,
+        *,
+        num_draft_tokens: int = 0,
     ) -> RecurrentState:
         """The state before the first token: zeros.
 
@@ -170,14 +116,63 @@ class RecurrentLayer(eqx.Module):
         - `batch_shape`: the leading dimensions; `()` for one sequence, an integer `B` for `(B,)`.
         - `dtype`: of the convolutions' inputs, by default what the layer computes in, or else that of its weights. The recurrent
             state is float32 (float64 for float64), or what `state_dtype` said at construction.
+        - `num_draft_tokens`: of a pool of slots, how many new tokens of a sequence the method `accept` of the state can take back: at least
+            as many as one call verifies, the sure one before the drafts included.
         """
-        *conv, recurrent = self._state_shapes(read_batch_shape(batch_shape))
+        batch = read_batch_shape(batch_shape)
+        *conv, recurrent = self._state_shapes(batch)
         stored = self._stored_dtype()
         dtype = stored if dtype is None else read_dtype("dtype", dtype)
-        return RecurrentState(
+        state = RecurrentState(
             conv=tuple(jnp.zeros(shape, dtype) for shape in conv),
             recurrent=jnp.zeros(recurrent, self.recurrence.state_dtype or accumulator(stored)),
         )
+        count = read_count("num_draft_tokens", num_draft_tokens)
+        if not count:
+            return state
+        return dataclasses.replace(state, drafts=empty_drafts(self._parts(dtype), batch, count))
+
+    def init_cache(
+        self,
+        batch_shape: tuple[int, ...] | int,
+        max_length: int | None = None,
+        dtype: DTypeLike | None = None,
+    ) -> RecurrentState:
+        """`init_state` under the name that attention layers have, so that a model need not ask which of the two a layer is. A state holds
+        any number of tokens: `max_length` is not used."""
+        return self.init_state(batch_shape, dtype)
+
+    def init_pool(
+        self,
+        *,
+        num_pages: int,
+        page_size: int,
+        num_slots: int,
+        batch_shape: tuple[int, ...] | int = (),
+        dtype: Any = None,
+        scales: str | None = None,
+        num_draft_tokens: int = 0,
+    ) -> RecurrentState:
+        """What a server keeps for this layer, by the name and arguments that attention layers have too: a pool of states,
+        `init_state((*batch_shape, num_slots), num_draft_tokens=num_draft_tokens)`. What is said of pages (`num_pages`, `page_size`,
+        `dtype`, `scales`) is not used."""
+        slots = read_count("num_slots", num_slots, least=1)
+        return self.init_state((*read_batch_shape(batch_shape), slots), num_draft_tokens=num_draft_tokens)
+
+    def _parts(self, dtype: Any) -> list[dict[str, Any]]:
+        """What each part is given for one token, as shapes; convolutions' inputs in `dtype`."""
+
+        def given(layer: Any) -> list[dict[str, Array]]:
+            lead = leading_axes_of(layer._projections())
+            arrays, rest = eqx.partition(layer, eqx.is_array)
+            one = eqx.combine(jax.tree.map(lambda x: x[(0,) * lead], arrays), rest)
+            rows = Rows(0)
+            one._mix(jnp.zeros((1, self.embed_dim), self._stored_dtype()), rows)
+            return rows.given
+
+        *conv, recurrent = eqx.filter_eval_shape(given, self)
+        cast = lambda x: jax.ShapeDtypeStruct(x.shape, dtype)
+        return [*jax.tree.map(cast, conv), recurrent]
 
     @overload
     def __call__(self, x: Array, state: None = None, **tokens: Unpack[_Tokens]) -> Array: ...
@@ -218,7 +213,8 @@ class RecurrentLayer(eqx.Module):
             `state` a pool of slots `[slots, ...]`, in which `batch.state_indices` says where each sequence's state is (-1: it has
             none, nothing is kept, and what its tokens give is of no meaning). No slot may be given twice. A sequence whose tokens are
             all new starts from zeros, whatever its slot holds; slots of no sequence, or of one without new tokens, are not touched.
-            Donate the pool to have it written in place.
+            Donate the pool to have it written in place. With room for drafts (`num_draft_tokens`), its method `accept` then says how many of
+            the new tokens count.
 
         **Returns:** `y`, an array of the shape of `x` in the dtype that the layer computes in; with a state, the tuple
         `(y, state)`. Raises `ValueError` for arguments that do not fit, as far as their values are known.
@@ -256,6 +252,11 @@ class RecurrentLayer(eqx.Module):
             batch = (cu_seqlens.shape[0] - 1,)
         if state is not None:
             self._check_state(state, batch)
+            if state.drafts is not None:
+                raise ValueError(
+                    "batch: expected a RaggedBatch with a pool that keeps drafts, received None; build a state for other calls without "
+                    "num_draft_tokens."
+                )
         return x
 
     def _check_state(self, state: Any, batch: tuple[int, ...]) -> None:
@@ -298,7 +299,7 @@ class RecurrentLayer(eqx.Module):
             return jnp.zeros_like(x), pool
         assert batch.state_indices is not None
         x, slots = clear(x, batch.is_real), batch.state_indices
-        new = batch.query_start_loc[1:] - batch.query_start_loc[:-1]
+        new = new_tokens(batch)
         there = (new > 0) & (slots >= 0) & (slots < pool.recurrent.shape[0])
         starts = batch.lengths <= new
         # Each sequence's slot, the one to read from and the one to make empty first; -1 for none.
@@ -306,7 +307,7 @@ class RecurrentLayer(eqx.Module):
             jnp.where(which, slots, -1).astype(jnp.int32)
             for which in (there, there & ~starts, there & starts)
         )
-        if batch.is_decode:
+        if batch.is_decode and pool.drafts is None:
             # On the pool itself, in which only those that start must be made empty first.
             pool = jax.tree.map(lambda x: _put(x, starting, jnp.zeros((), x.dtype)), pool)
             ids = batch.sequence_ids
@@ -315,7 +316,7 @@ class RecurrentLayer(eqx.Module):
         states = jax.tree.map(lambda x: _take(x, entering), pool)
         rows = Rows(0, states, cu_seqlens=batch.query_start_loc)
         y = self._mix(x, rows)
-        return y, jax.tree.map(lambda x, new: _put(x, kept, new), pool, rows.left)
+        return y, jax.tree.map(lambda x, new: _put(x, kept, new), pool, rows.left_by(batch))
 
 
 def _rows_of(
