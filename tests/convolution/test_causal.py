@@ -249,7 +249,7 @@ def test_a_state_of_another_dtype_keeps_it():
     "change, words",
     [
         (dict(weight=jnp.ones((4, 3))), ["weight", "[C, W] with C = 5", "(4, 3)"]),
-        (dict(weight=jnp.ones((5, 1, 3))), ["weight", "(5, 1, 3)", "drops the axis"]),
+        (dict(weight=jnp.ones((5, 1, 3))), ["weight", "(5, 1, 3)", "drop the middle axis"]),
         (dict(bias=jnp.ones(4)), ["bias", "(4,)"]),
         (dict(x=jnp.ones(5)), ["x", "rank 2"]),
         (dict(x=jnp.ones((2, 3, 5), jnp.int32)), ["x", "int32"]),
