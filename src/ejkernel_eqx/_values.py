@@ -151,7 +151,7 @@ def check_offsets(
     def say(found: str) -> str:
         return (
             f"{name}: expected offsets that never decrease, from 0 on, received {found}; "
-            "lengths become offsets by a cumulative sum after a 0."
+            "offsets are the cumulative sum of the lengths after a leading 0."
         )
 
     array = checked(array, given, lambda x: falls(x).any(-1) | (x < 0).any(-1), say)
