@@ -273,5 +273,5 @@ def test_wrong_options_and_steps(unchecked):
     step = functools.partial(ejx.CausalConv1d().step, inputs["x"][:, 0], inputs["weight"], None)
     with pytest.raises(ValueError, match="state: expected shape"):
         step(inputs["initial_state"][:, :2])
-    with pytest.raises(ValueError, match="an integer for each row"):
+    with pytest.raises(ValueError, match="one integer per row"):
         step(inputs["initial_state"], state_indices=jnp.array([0]))
