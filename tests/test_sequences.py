@@ -333,7 +333,7 @@ WRONG = {
     ),
     "offsets leave the tokens": (
         lambda: sequences.positions_from_cu_seqlens([0, 5], 4),
-        "^cu_seqlens: expected offsets of at most total=4, received 5; give the padded length",
+        "^cu_seqlens: expected offsets of at most total=4, received 5; pass the padded length",
     ),
     "total": (
         lambda: sequences.cu_seqlens_to_segment_ids([0, 1], -1),
