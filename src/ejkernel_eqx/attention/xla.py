@@ -119,7 +119,7 @@ class _Tiles(NamedTuple):
 
     block_q: int
     block_k: int
-    pairs: Any  # int32 [pairs, 4]: query start, key start, fresh query, fresh key; traced where a length is a symbol
+    pairs: Any  # int32 [pairs, 4]: query start, key start, first new query, first new key; traced if a length is symbolic
     overlap_q: bool
     overlap_k: bool
 
@@ -472,7 +472,7 @@ def backward(
 
 
 def _cleaned(call: _Call, empty: Array, dout: Array) -> tuple[Array, Array]:
-    """`q` and `dout` in tile layout, finite where a query sees nothing, which is `empty`."""
+    """`q` and `dout` in tile layout, made finite for `empty` queries, which see no key."""
     q, do = call.q, dout
     if call.hides or call.bias is not None:
         # A row that sees a key may look empty through rounding, but then its query is finite: a NaN would have reached the lse.

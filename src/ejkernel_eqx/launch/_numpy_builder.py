@@ -1,7 +1,7 @@
 """The numpy side of the interpreter: virtual memory, and a builder that computes where Triton's would emit code.
 
 Used for the functions of a `@triton.jit` kernel; see `_interpreter.py`. Every value is held for all programs that run together: the first axis of
-its array counts the programs `P`, or is 1 where all of them have the same; a block's own axes follow, and a scalar has none.
+its array counts the programs `P`, or is 1 if they share one value; a block's own axes follow, and a scalar has none.
 """
 
 from typing import Any
@@ -100,7 +100,7 @@ class Memory:
         flat[index] = values
 
     def _locate(self, addresses, dtype, *, writing):
-        """The flat array behind `addresses`, and their places in it."""
+        """The flat array behind `addresses`, and their positions in it."""
         if addresses.size == 0:
             return np.empty(0, dtype), np.empty(addresses.shape, np.intp)
         number = int(addresses.flat[0]) >> self._WINDOW

@@ -176,7 +176,7 @@ def benchmark(
 
     `Timing`: `ms` (the median), `spread` ((largest - smallest) / median), `samples` and `launches` (per sample).
 
-    **Raises:** `TuningError` inside `jit` or another staged transformation, where there is nothing to time.
+    **Raises:** `TuningError` inside `jit` or another staged transformation, which executes nothing to time.
     """
     refuse_trace("benchmark")
     TuneOptions(samples=samples, sample_ms=sample_ms)  # checks them

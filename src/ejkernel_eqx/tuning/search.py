@@ -20,7 +20,7 @@ FINALISTS = 4
 
 
 def search(job: Job, emit: Callable[[Event], None]) -> None:
-    """Runs the search and emits what it finds, `Finished` or `Unsound` last."""
+    """Runs the search and emits its events, `Finished` or `Unsound` last."""
     try:
         with (
             undisturbed(),

@@ -103,7 +103,7 @@ def scores(qk, i, j, position, slope, bias_ptr, T, S, SCALE: tl.constexpr, CAP: 
            FAST_TANH: tl.constexpr, BIAS: tl.constexpr, ALIBI: tl.constexpr, FOLDED: tl.constexpr):  # fmt: skip
     """Scores in log2 units, and the tanh whose square the backward needs. `FOLDED`: without their last constant factor, which the
     caller fuses with a subtraction into one instruction."""
-    t = qk  # [BQ, BK], of what it has until the end
+    t = qk  # [BQ, BK], as all below; the tanh if there is a soft cap
     if CAP > 0:
         t = tanh(qk * (SCALE / CAP), FAST_TANH)
     s = t
