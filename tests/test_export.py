@@ -236,7 +236,8 @@ def test_kernels_that_need_sizes_refuse_symbols():
     pytest.importorskip("triton")
     module = ejx.FlashAttention(platform="triton-interpret")
     with pytest.raises(
-        ejx.UnsupportedError, match="sizes that are known when the call is traced, not symbols for B, S, T"
+        ejx.UnsupportedError,
+        match="sizes that are known when the call is traced, not symbolic sizes for B, S, T",
     ):
         exported(lambda q: module(q, q, q), "b,t,4,8")
     with ejx.recording() as calls:

@@ -320,12 +320,12 @@ IDS, X = np.array([0, 0, 1]), np.ones((2, 3), np.float32)
 WRONG = {
     "offsets are floats": (
         lambda: sequences.cu_seqlens_to_segment_ids(np.ones(3, np.float32), 3),
-        r"^cu_seqlens: expected int offsets \[\.\.\., N \+ 1\] such as \[0, 3, 5\], received float32 \(3,\); lengths",
+        r"^cu_seqlens: expected int offsets \[\.\.\., N \+ 1\] such as \[0, 3, 5\], received float32 \(3,\); offsets are the cumulative sum",
     ),
     "offsets are none": (lambda: sequences.sequence_lengths(np.zeros(0, int)), r"^cu_seqlens: .* \(0,\)"),
     "offsets decrease": (
         lambda: sequences.sequence_lengths([0, 3, 2]),
-        r"^cu_seqlens: expected offsets that never decrease, from 0 on, received \[0 3 2\]; lengths become",
+        r"^cu_seqlens: expected offsets that never decrease, from 0 on, received \[0 3 2\]; offsets are the cumulative sum",
     ),
     "offsets begin below 0": (
         lambda: sequences.chunk_indices([-1, 3], 2, 9),
@@ -333,7 +333,7 @@ WRONG = {
     ),
     "offsets leave the tokens": (
         lambda: sequences.positions_from_cu_seqlens([0, 5], 4),
-        "^cu_seqlens: expected offsets of at most total=4, received 5; give the padded length",
+        "^cu_seqlens: expected offsets of at most total=4, received 5; pass the padded length",
     ),
     "total": (
         lambda: sequences.cu_seqlens_to_segment_ids([0, 1], -1),
@@ -341,7 +341,7 @@ WRONG = {
     ),
     "total is traced": (
         lambda: jax.jit(lambda n: sequences.cu_seqlens_to_segment_ids(jnp.array([0, 1]), n))(3),
-        "^total: expected a static int >= 0, received .*mark what it comes from as static",
+        "^total: expected a static int >= 0, received .*pass it as a static argument",
     ),
     "ids are booleans": (
         lambda: sequences.segment_positions(np.ones(3, bool)),
@@ -349,7 +349,7 @@ WRONG = {
     ),
     "too many runs": (
         lambda: sequences.segment_ids_to_cu_seqlens([0, 1, 0], 2),
-        "^max_segments: expected at least the 3 runs of equal ids that there are, received 2; raise it",
+        "^max_segments: expected at least the number of runs of equal ids, 3, received 2; raise it",
     ),
     "padding in between": (
         lambda: sequences.segment_ids_to_cu_seqlens([0, -1, 0], 3),
@@ -357,7 +357,7 @@ WRONG = {
     ),
     "too many chunks": (
         lambda: sequences.chunk_indices([0, 3, 5], 2, 2),
-        "^max_chunks: expected at least the 3 chunks that there are, received 2; total // chunk_size",
+        "^max_chunks: expected at least the number of chunks, 3, received 2; total // chunk_size",
     ),
     "chunk size": (
         lambda: sequences.chunk_local_cumsum(X, 0, axis=1),
@@ -366,15 +366,15 @@ WRONG = {
     "ints": (lambda: sequences.chunk_global_cumsum(IDS, axis=0), "^x: expected floats, received dtype int"),
     "axis": (
         lambda: sequences.chunk_global_cumsum(X, axis=2),
-        "^axis: expected an axis of x, which has 2, received 2",
+        "^axis: expected an axis of x, which has 2 axes, received 2",
     ),
     "both": (
         lambda: sequences.chunk_global_cumsum(X, axis=1, cu_seqlens=[0, 3], segment_ids=IDS),
-        "^segment_ids: expected None with cu_seqlens, received both; give one of the two",
+        "^segment_ids: expected None with cu_seqlens, received both; pass one of the two",
     ),
     "offsets per row": (
         lambda: sequences.chunk_global_cumsum(X, axis=1, cu_seqlens=[[0, 3]]),
-        r"^cu_seqlens: expected offsets \[N \+ 1\] for all rows, received shape \(1, 2\); jax.vmap",
+        r"^cu_seqlens: expected offsets \[N \+ 1\] for all rows, received shape \(1, 2\); use jax.vmap",
     ),
     "ids of another length": (
         lambda: sequences.chunk_global_cumsum(X, axis=0, segment_ids=IDS),
@@ -382,7 +382,7 @@ WRONG = {
     ),
     "indivisible": (
         lambda: sequences.reorder_sequence(X, 2, axis=1),
-        "^x: expected a length along axis 1 that is divisible by 2 \\* num_shards = 4, received 3; pad it to 4",
+        "^x: expected a length along axis 1 divisible by 2 \\* num_shards = 4, received 3; pad it to 4",
     ),
     "shards": (
         lambda: sequences.restore_sequence(X, 0, axis=1),

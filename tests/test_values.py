@@ -152,7 +152,7 @@ TRACED = {
     "convolution": (PACKED["convolution"], [0, 4, 8, 17], [0, 4, 8, T], "cu_seqlens: expected offsets of at most"),
     "pages": (PACKED["pages"], [0, 4, 3, 16], [0, 4, 9, 0], "query_start_loc: expected offsets that never decrease"),
     "lengths": (NUMBERS["kv_lengths"][0], [S + 1], [S], f"kv_lengths: expected numbers from 0 to {S}"),
-    "slots": (append, [7, 3, 7], [7, 3, 6], "slots: expected no number twice"),
+    "slots": (append, [7, 3, 7], [7, 3, 6], "slots: expected distinct numbers"),
 }  # fmt: skip
 
 

@@ -1,4 +1,4 @@
-"""The exceptions of this package. A user's mistake is a `ValueError`; these cover the rest."""
+"""The exceptions of this package. Invalid arguments raise `ValueError`; these cover everything else."""
 
 from collections.abc import Mapping
 
@@ -8,15 +8,15 @@ class EjkernelError(Exception):
 
 
 class UnsupportedError(EjkernelError):
-    """No platform that may be used can run the request.
+    """No permitted platform can run the request.
 
     **Arguments:**
 
-    - `operation`: the name of the operation, for example `"FlashAttention"`.
-    - `reasons`: platform name (or enumeration member) to the sentence that says why it cannot run here.
-    - `remedy`: optionally, one sentence on what to change.
+    - `operation`: the name of the operation, such as `"FlashAttention"`.
+    - `reasons`: maps platform names (or enumeration members) to the reasons why they cannot run the request.
+    - `remedy`: optional sentence on what to change.
 
-    All are kept as attributes, `reasons` with plain strings as keys; the message lists every platform.
+    All are available as attributes, `reasons` with plain strings as keys; the message lists every platform.
     """
 
     operation: str
@@ -27,7 +27,7 @@ class UnsupportedError(EjkernelError):
         self.operation = operation
         self.reasons = {str(getattr(platform, "value", platform)): why for platform, why in reasons.items()}
         self.remedy = remedy
-        # The arguments, not the message, so that the exception survives pickling between processes.
+        # The arguments instead of the message, so that the exception can be pickled between processes.
         super().__init__(operation, self.reasons, remedy)
 
     def __str__(self) -> str:
@@ -43,9 +43,9 @@ class UnsupportedError(EjkernelError):
 
 
 class TuningError(EjkernelError):
-    """Tuning was asked for where it cannot be done, or ended without a configuration that may be used."""
+    """Tuning was requested where it is impossible, or ended without a usable configuration."""
 
 
 class CheckpointError(EjkernelError, ValueError):
-    """A checkpoint is foreign, damaged, newer than this package, or does not fit the model it is loaded into.
+    """A checkpoint is unrecognised, damaged, newer than this package, or does not fit the model it is loaded into.
     The message names the file."""

@@ -1,4 +1,4 @@
-"""The plain mathematics that results are checked by, on the device: compiled once, and of float32 operands computed in float64."""
+"""Reference computations on the device, against which results are checked: compiled once, and in float64 for float32 operands."""
 
 import functools
 from collections.abc import Callable
@@ -11,7 +11,7 @@ from jax.core import Tracer
 
 from .dispatch import Backend, device_facts
 
-# It runs once: to look for its fastest matrix products would take longer than to use any.
+# It runs once, so searching for its fastest matrix products would take longer than using any.
 _UNTUNED = {"xla_gpu_autotune_level": 0, "xla_gpu_enable_triton_gemm": False}
 _WITH_FLOAT64 = (Backend.CPU, Backend.GPU)
 
@@ -19,16 +19,17 @@ Plain = Callable[[Any, Any], dict[str, Array]]
 
 
 def compiled(plain: Plain, spec: Any, inputs: Any) -> dict[str, Array]:
-    """`plain(spec, inputs)`, compiled without a search for the fastest way."""
-    # Inside another function under `jit` there can be no compiler options.
+    """`plain(spec, inputs)`, compiled without XLA's autotuning."""
+    # Compiler options are not possible inside another function under `jit`.
     return (plain if _is_staged(inputs) else functools.partial(_compiled, plain))(spec, inputs)
 
 
 def exactly(plain: Plain, spec: Any, inputs: Any, dtype: Any) -> dict[str, Array]:
-    """`plain(spec, inputs)`, of operands of `dtype`. Those of float32 are widened to float64 where the device has it, and the results rounded:
-    a slow decay in float32 is off by up to 2^-25, the same at each of thousands of tokens, which is more than float32 results may be off.
+    """`plain(spec, inputs)` for operands of `dtype`. Float32 operands are widened to float64 if the device supports it, and the results
+    rounded: a slow decay in float32 is off by up to 2^-25 in the same direction at each of thousands of tokens, which exceeds the tolerance
+    of float32 results.
 
-    `plain` computes in float64 where the operands are. It and `spec` are hashable. Inside another function under `jit` nothing is widened.
+    `plain` computes in float64 for float64 operands. It and `spec` are hashable. Inside another function under `jit` nothing is widened.
     """
     if _is_staged(inputs) or dtype != jnp.float32 or device_facts().backend not in _WITH_FLOAT64:
         return compiled(plain, spec, inputs)

@@ -1,4 +1,4 @@
-"""Files that are replaced whole or not at all."""
+"""Atomic replacement of files."""
 
 import contextlib
 import os
@@ -9,10 +9,10 @@ from typing import BinaryIO
 
 @contextlib.contextmanager
 def replacing(path: str | os.PathLike[str], suffix: str | None = None) -> Iterator[BinaryIO]:
-    """A new file that takes the place of `path` when the block ends, and vanishes when the block fails.
+    """A new file that replaces `path` when the block ends, and is removed if the block fails.
 
-    Until then its name is that of `path` with `suffix`, for those who hold a lock: what a killed process left is written over. Without one
-    every writer has a name of its own.
+    Until then its name is `path` with `suffix`, for writers that hold a lock; leftovers of a killed process are overwritten. Without a
+    suffix every writer uses a unique name.
     """
     target = os.path.realpath(path)  # a link stays a link
     directory, name = os.path.split(target)
@@ -32,7 +32,7 @@ def replacing(path: str | os.PathLike[str], suffix: str | None = None) -> Iterat
 
 
 def _sync_directory(directory: str) -> None:
-    """Make the new name durable, where directories can be opened at all (not on Windows)."""
+    """Make the new name durable, if directories can be opened (not on Windows)."""
     if os.name != "posix":
         return
     descriptor = os.open(directory, os.O_RDONLY)

@@ -1,17 +1,17 @@
-"""`inputs`: the arguments of a call, as something that can be passed around before the call is made."""
+"""`inputs`: the arguments of a call as a value."""
 
 from typing import Any, NamedTuple
 
 
 class Inputs(NamedTuple):
-    """Positional and keyword arguments of a module's call; arrays or `jax.ShapeDtypeStruct`s."""
+    """Positional and keyword arguments of a module's call: arrays or `jax.ShapeDtypeStruct`s."""
 
     args: tuple[Any, ...]
     kwargs: dict[str, Any]
 
 
 def inputs(*args: Any, **kwargs: Any) -> Inputs:
-    """The arguments of a call, for `tune_for=`: `ejx.inputs(q, k, v, bias=bias)`. Arrays or `jax.ShapeDtypeStruct`s."""
+    """The arguments of a call for `tune_for=`, such as `ejx.inputs(q, k, v, bias=bias)`: arrays or `jax.ShapeDtypeStruct`s."""
     return Inputs(args, kwargs)
 
 

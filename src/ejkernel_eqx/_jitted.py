@@ -1,4 +1,4 @@
-"""Calls that are compiled once for their shapes, also where a user calls them outside `jax.jit`."""
+"""Calls that are compiled once for their shapes, even if they are made outside `jax.jit`."""
 
 import functools
 from collections.abc import Callable, Hashable
@@ -11,19 +11,19 @@ from .dispatch import is_traced_anew
 
 
 def jitted(function: Callable[..., Any], plan: Plan, *static: Hashable) -> Callable[..., Any]:
-    """`jax.jit` of `function(*static)`, `plan` the first of them, as a function of the other arguments: the same object for equal plans.
+    """`jax.jit` of `function(plan, *static, ...)` as a function of the remaining arguments; the same object for equal plans.
 
-    Derivatives, loops and kernels are closures, made anew by every call: outside `jit` JAX would compile each, and keep it. As the body of
-    one compiled function they are traced once for the shapes they are called with. Where somebody asks for the choices that are made, every call is
-    traced by itself, with its own plan.
+    Derivatives, loops and kernels are closures that every call creates anew; outside `jit` JAX would compile and cache each of them. As the
+    body of one compiled function they are traced once for their shapes. While choices are being recorded, every call is traced separately,
+    with its own plan.
     """
     if is_traced_anew():
         return functools.partial(function, plan, *static)
-    # Of two equal plans one may know more.
+    # One of two equal plans may know more.
     return compiled_once(function, plan, *static, known=plan.answers)
 
 
 @functools.lru_cache(maxsize=8192)
 def compiled_once(function: Callable[..., Any], *static: Hashable, known: str = "") -> Any:
-    """The same for what no plan decides."""
+    """The same for functions that do not depend on a plan."""
     return jax.jit(functools.partial(function, *static))

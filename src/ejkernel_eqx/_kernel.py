@@ -1,4 +1,4 @@
-"""`Kernel`, the module under every operation, and `Plan`, the one static field that carries its choices."""
+"""`Kernel`, the base module of every operation, and `Plan`, the static field that holds its choices."""
 
 import copy
 import dataclasses
@@ -36,15 +36,15 @@ _LOG = logging.getLogger("ejkernel_eqx")
 
 @dataclasses.dataclass(frozen=True, eq=False, repr=False)
 class Plan:
-    """What was decided when a module was built: an ordered list of platforms and their known configurations, for every kind of device
-    that the process has (`snapshot`: the one that was the default then; `elsewhere`: the others).
+    """The decisions made when a module was built: an ordered list of platforms and their known configurations, for every kind of device
+    in the process (`snapshot`: the default device at that time; `elsewhere`: the others).
 
-    Hashable and static. Two plans are equal if they were asked for alike and the same was tuned for them: neither what else is known nor the
-    device takes part, so that modules built before and after any tuning, or under another default device, can be stacked, and states of
-    optimisers fit. Of two equal plans JAX keeps the program that it compiled first: a plan that was put in place of one that would choose
-    otherwise is of another `edition`, a digest of all that it knows.
+    Plans are hashable and static. Two plans are equal if their requests and the tuning results pinned for them are equal; tables and
+    the device are not compared, so that modules built before and after tuning, or under another default device, can be stacked, and
+    optimiser states still match. For equal plans JAX reuses the program compiled first. A plan that replaces one that would choose
+    differently therefore gets another `edition`, a digest of everything it knows.
 
-    While a call is traced `select` picks, as a pure function of the plan, the device that is compiled for, and the local problem.
+    While a call is traced, `select` chooses as a pure function of the plan, the target device, and the local problem.
     """
 
     snapshot: Snapshot
@@ -76,11 +76,11 @@ class Plan:
         return f"Plan({', '.join(word for word in words if word)})"
 
     def __pdoc__(self, **_: Any) -> wadler_lindig.AbstractDoc:
-        """As `repr`: what a model that prints itself shows of each of its kernels."""
+        """As `repr`, so that printing a model shows it for each of its kernels."""
         return wadler_lindig.TextDoc(repr(self))
 
     def __getstate__(self) -> dict[str, Any]:
-        """Without what is cached: hashes of strings differ from process to process."""
+        """The state without cached values, because hashes of strings differ between processes."""
         return {field.name: getattr(self, field.name) for field in dataclasses.fields(self)}
 
     @property
@@ -89,17 +89,17 @@ class Plan:
 
     @property
     def request(self) -> tuple[Any, ...]:
-        """What was asked for, without what is known."""
+        """The request, without what is known."""
         return self.snapshot.request
 
     @property
     def answers(self) -> str:
-        """A digest of what decides a choice besides the request, on every device."""
+        """A digest of what determines choices besides the request, on every device."""
         return "-".join(sorted(known.answers for known in self._snapshots))
 
     @property
     def here(self) -> Snapshot:
-        """What is known of the device that a call made here is compiled for."""
+        """What is known about the device that a call made here is compiled for."""
         place = place_of_calls()
         same = next((known for known in self._snapshots if place_of(known.device) == place), None)
         return same or _nearest(self._snapshots, place)
@@ -120,12 +120,12 @@ class Plan:
 
     @property
     def platforms(self) -> tuple[Platform, ...]:
-        """The platforms in the order in which they are asked."""
+        """The platforms in the order in which they are considered."""
         return tuple(dict.fromkeys(i.platform for i in self.snapshot.implementations))
 
     @property
     def pinned(self) -> tuple[tuple[Platform, str, Known], ...]:
-        """The choices made for `tune_for=`, or by tuning, on this device: (platform, problem key, `Known`)."""
+        """The choices fixed by `tune_for=` or by tuning on this device: (platform, problem key, `Known`)."""
         return self.here.pinned
 
     @property
@@ -134,10 +134,9 @@ class Plan:
         return self.here.tiers
 
     def select(self, problem: Problem, platform: Platform | None = None) -> Selection:
-        """The platform and configuration for one problem; `UnsupportedError` naming every reason if there is none.
+        """The platform and configuration for a problem; `UnsupportedError` with every reason if there is none.
 
-        `platform` asks for the configuration of that platform alone, where it was chosen before: perhaps for the devices of a mesh that is not
-        in force any more.
+        `platform` restricts the choice to a platform that was chosen before, possibly for the devices of a mesh that is no longer active.
         """
         known = self.here if platform is None else self._usable(platform)
         return select(known, problem, platform=platform)
@@ -152,30 +151,30 @@ class Plan:
         return here
 
     def pin(self, problem: Problem, tuning: bool = True) -> "Plan":
-        """This plan with the choice for `problem` made now: tuned, where the policy asks for it and a tuner is there."""
+        """This plan with the choice for `problem` fixed now, tuned if the policy requests it and a tuner is registered."""
         answers: list[tuple[tuple[Platform, str, Known], Tier]] = []
         select(self.here, problem, tuning=tuning, answers=answers)
-        # What tables say of a platform that was passed over they say anyway.
+        # Answers of tables for platforms that were passed over need not be pinned.
         new = [answer for answer in answers[:-1] if answer[1] is Tier.AUTOTUNE] + answers[-1:]
         pins, tiers = zip(*new)
         return self.with_pins((*self.pinned, *pins), (*self.tiers, *tiers))
 
     def with_pins(self, pinned: Sequence[tuple[Platform, str, Known]], tiers: Sequence[Tier]) -> "Plan":
-        """This plan with these choices made, for the device that a call made here is compiled for."""
+        """This plan with these choices fixed for the device that a call made here is compiled for."""
         here = self.here
         return self.changed(lambda known: known.with_pins(pinned, tiers) if known is here else known)
 
     def changed(self, change: Callable[[Snapshot], Snapshot]) -> "Plan":
-        """This plan with what it knows changed, device by device."""
+        """This plan with `change` applied to the snapshot of every device."""
         first, *others = map(change, self._snapshots)
         return dataclasses.replace(self, snapshot=first, elsewhere=tuple(others))
 
     def renewed(self) -> "Plan":
-        """The same request (platform, configuration), with everything that is known now; the pins are dropped."""
+        """A plan with the same request (platform, configuration) and everything known now, without pins."""
         return make_plan(self.operation, platform=self.snapshot.requested, config=self.snapshot.override)
 
     def as_edition(self) -> "Plan":
-        """This plan, equal to those alone that know the same."""
+        """This plan, equal only to plans that know the same."""
         return dataclasses.replace(self, edition=hashlib.sha256(self.answers.encode()).hexdigest()[:8])
 
 
@@ -183,12 +182,12 @@ _warned: set[tuple[Place, Place]] = set()
 
 
 def _nearest(snapshots: Sequence[Snapshot], place: Place) -> Snapshot:
-    """What to take where nothing is known of a device: a plan of another machine. Said once."""
+    """The snapshot to use for an unknown device, if the plan comes from another machine. Warns once."""
     nearest = next((known for known in snapshots if known.device.backend is place[0]), snapshots[0])
     if (place, place_of(nearest.device)) not in _warned:
         _warned.add((place, place_of(nearest.device)))
         _LOG.warning(
-            "a kernel that was built for %s is called on %s, where it stays with what was known for the former; ejx.replan(model) chooses anew.",
+            "a kernel that was built for %s is called on %s and keeps the choices made for the former; call ejx.replan(model) to renew them.",
             " and ".join(known.device.kind for known in snapshots),
             place[1],
         )
@@ -196,16 +195,17 @@ def _nearest(snapshots: Sequence[Snapshot], place: Place) -> Snapshot:
 
 
 def make_plan(operation: str, *, platform: "str | Platform | None" = None, config: Any | None = None) -> Plan:
-    """The plan of an operation from everything known now, for every kind of device of this process."""
+    """The plan of an operation from everything known now, for every kind of device in this process."""
     here, *others = take_snapshots(operation, platform=platform, config=config)
     return Plan(here, tuple(others))
 
 
 class Kernel(eqx.Module):
-    """Base of every operation: an `eqx.Module` whose static `plan` carries the platform and the configuration.
+    """Base class of every operation: an `eqx.Module` whose static `plan` holds the choice of platform and configuration.
 
-    A subclass is final, names its `operation`, makes its `plan` in `__init__` (`make_plan`) and gives it to its family's call, which asks
-    it (`plan.select(problem)`) and computes in the scope of the answer (`dispatch.labels.kernel_scope`), where `explain` and `tune` find it.
+    A subclass is final, names its `operation`, creates its `plan` in `__init__` (`make_plan`) and passes it to its family's call, which
+    calls `plan.select(problem)` and computes within the scope of the choice (`dispatch.labels.kernel_scope`), where `explain` and `tune`
+    find it.
     """
 
     operation: ClassVar[str]
@@ -213,8 +213,8 @@ class Kernel(eqx.Module):
 
 
 def settle(kernel: "Kernel", call: Inputs) -> Plan:
-    """The kernel's plan with its choice for every problem of this call made now: tuned as `Plan.pin` says, but inside
-    `no_tuning`. Traces the call with shapes only."""
+    """The kernel's plan with its choices for every problem of this call fixed now, tuned as by `Plan.pin` except inside `no_tuning`.
+    Traces the call with shapes only."""
     plan = kernel.plan
     for problem in dict.fromkeys(selection.problem for selection in selections_of(cast(Any, kernel), call)):
         plan = plan.pin(problem, tuning_allowed())
@@ -222,7 +222,7 @@ def settle(kernel: "Kernel", call: Inputs) -> Plan:
 
 
 def selections_of(function: Callable[..., Any], call: Inputs) -> list[Selection]:
-    """The distinct choices that a call makes, in order. Traces with shapes only; computes nothing."""
+    """The distinct choices of a call, in order. Traces with shapes only; computes nothing."""
     distinct: dict[tuple[Problem, Platform], Selection] = {}
     for selection in choices_of(function, call):
         distinct.setdefault((selection.problem, selection.platform), selection)
@@ -230,14 +230,14 @@ def selections_of(function: Callable[..., Any], call: Inputs) -> list[Selection]
 
 
 def choices_of(function: Callable[..., Any], call: Inputs) -> Iterator[Selection]:
-    """Every choice that a call makes, in order, read from its traced program."""
+    """All choices of a call, in order, read from its traced program."""
     with traced_anew():
         program, _, _ = eqx.filter_make_jaxpr(function)(*call.args, **call.kwargs)
     return choices_in(program)
 
 
 def with_plan(kernel: K, plan: Plan) -> K:
-    """A copy of the kernel with another plan; the original is untouched."""
+    """A copy of the kernel with another plan; the original is unchanged."""
     new = copy.copy(kernel)
     object.__setattr__(new, "plan", plan)
     return new

@@ -1,10 +1,10 @@
-"""Packages that only some functions need: asked for here, with the remedy where they are missing."""
+"""Optional dependencies: imported here, with a remedy if they are missing."""
 
 from typing import Any
 
 
 def require_matplotlib(what: str) -> Any:
-    """`matplotlib`; `ImportError` that names `what` needs it and how to install it."""
+    """`matplotlib`, or an `ImportError` that says what needs it and how to install it."""
     try:
         import matplotlib
         import matplotlib.figure

@@ -1,7 +1,7 @@
-"""What a call says in forward mode whose kernels have a reverse-mode derivative only.
+"""Raises a clear error in forward mode for calls whose kernels have only a reverse-mode derivative.
 
-JAX gives a function with its own reverse derivative no say in its error. So the arrays of such a call first pass here: in reverse mode nothing
-happens, in forward mode their tangents would have to be computed, and that raises.
+A function with a custom reverse derivative cannot customise JAX's own error. So the arrays of such a call first pass through here: in reverse
+mode nothing happens; in forward mode their tangents would have to be computed, which raises.
 """
 
 from typing import Any, TypeVar
@@ -15,16 +15,16 @@ from ._errors import UnsupportedError
 T = TypeVar("T")
 
 FORWARD_MODE = "Build it with platform='xla' for forward mode and second derivatives."
-"""The remedy of operations whose XLA platform JAX differentiates itself."""
+"""The remedy for operations whose XLA platform JAX differentiates itself."""
 
 _mark_p = Primitive("ejkernel_reverse_only")
 _tangent_p = Primitive("ejkernel_reverse_only_tangent")
 
 
 def reverse_only(arrays: T, operation: str, platform: str, remedy: str) -> T:
-    """`arrays`, any pytree of them; `UnsupportedError` with this remedy where they are differentiated in forward mode.
+    """Returns `arrays` (any pytree); raises `UnsupportedError` with this remedy if they are differentiated in forward mode.
 
-    All arrays of a call go through together, so that what an outer derivative makes of an inner gradient stays as it is.
+    All arrays of a call pass through together, so that an outer derivative treats an inner gradient as before.
     """
     leaves, structure = jax.tree.flatten(arrays)
     marked = _mark_p.bind(*leaves, words=(operation, str(platform), remedy))
@@ -51,10 +51,10 @@ batching.primitive_batchers[_mark_p] = lambda leaves, axes, *, words: (
     axes,
 )
 
-# Where tangents are only passed back, nobody computes this one.
+# In reverse mode, where tangents are transposed, this is never computed.
 _tangent_p.def_impl(_refuse)
 _tangent_p.def_abstract_eval(lambda tangent, *, words: tangent)
 mlir.register_lowering(_tangent_p, _refuse)
 ad.deflinear2(_tangent_p, lambda cotangent, tangent, *, words: [cotangent])
-# Forward mode under `vmap`: JAX's own word at this place would come first.
+# Forward mode under `vmap`: otherwise JAX's own error would come first.
 batching.primitive_batchers[_tangent_p] = lambda leaves, axes, *, words: _refuse(words=words)

@@ -1,9 +1,9 @@
-"""The one tolerance table, of the test suite and of the tuner.
+"""The tolerance table shared by the test suite and the tuner.
 
 A result is measured against a reference of higher precision in two ways: the root mean square of the error,
 relative to that of the reference, and the largest single error, relative to the reference's largest entry.
-The numbers belong to the dtype in which the result was computed and are never relaxed for one test: a test that
-does not pass has found something.
+The numbers depend on the dtype in which the result was computed and are never relaxed for a test: a failing test
+has found a problem.
 """
 
 from typing import NamedTuple
@@ -29,7 +29,7 @@ TOLERANCES: dict[str, dict[str, Tolerance]] = {
 
 
 def errors(actual, reference, scale: float | None = None) -> Tolerance:
-    """The two measured errors of `actual`; NaN anywhere gives infinite errors."""
+    """The two measured errors of `actual`; infinite if there is any NaN."""
     actual, reference = (np.asarray(x).astype(np.float64) for x in (actual, reference))
     if actual.shape != reference.shape:
         raise ValueError(f"shape {actual.shape}, but the reference has {reference.shape}")
@@ -47,6 +47,6 @@ def errors(actual, reference, scale: float | None = None) -> Tolerance:
     rms_scale = np.sqrt(np.mean(reference**2)) if scale is None else scale
     peak_scale = np.max(np.abs(reference)) if scale is None else scale
     if rms_scale == 0.0:
-        # The reference is exactly zero everywhere (no visible key): so must the result be.
+        # If the reference is exactly zero everywhere (no visible key), the result must be too.
         return Tolerance(0.0, 0.0) if not error.any() else Tolerance(np.inf, np.inf)
     return Tolerance(float(np.sqrt(np.mean(error**2)) / rms_scale), float(np.max(error) / peak_scale))

@@ -1,8 +1,8 @@
-"""What depends on the values of an argument: checked where they are known, and where they are traced on request.
+"""Checks that depend on the values of arguments: always if they are known, and on request if they are traced.
 
-One policy for offsets, lengths, indices and ids of every family. Values are known outside of `jit`, `vmap` and the like; then a
-wrong one is a `ValueError` before anything is launched. Traced ones are checked while the program runs, if `check_values` or
-`EJKERNEL_EQX_CHECK_VALUES` asks for it.
+The same policy applies to offsets, lengths, indices and ids of every family. Outside `jit`, `vmap` and other transformations values are
+known, and a wrong one raises `ValueError` before anything is launched. Traced values are checked while the program runs if
+`check_values` or `EJKERNEL_EQX_CHECK_VALUES` requests it.
 """
 
 import contextlib
@@ -20,7 +20,7 @@ from jax.core import Tracer
 from .dispatch.environment import declare
 
 FAR = 2**29
-"""Positions stay within this many of 0, and so do lengths: sums of a position, a length and a window clipped to `2 * FAR` fit 32 bits."""
+"""Bound on positions and lengths: sums of a position, a length and a window clipped to `2 * FAR` fit in 32 bits."""
 
 _SWITCH = {"1": True, "true": True, "on": True, "0": False, "false": False, "off": False}
 
@@ -43,23 +43,22 @@ _REQUESTED: ContextVar[bool | None] = ContextVar("ejkernel_eqx_check_values", de
 
 @contextlib.contextmanager
 def check_values(enabled: bool = True) -> Iterator[None]:
-    """While it is open, calls that are traced check their offsets, lengths and indices each time that they run.
+    """Calls traced inside this context check their offsets, lengths and indices whenever they run.
 
-    Outside of `jit`, `vmap` and the like wrong values are a `ValueError` at once, asked or not. Inside, nobody knows them while
-    tracing, and without checks a wrong one gives wrong numbers. With them the program stops with an error that
-    `equinox.error_if` raises, of the same words. It costs a few operations and a callback for each argument, so it is for looking
-    for a fault.
+    Outside `jit`, `vmap` and other transformations, wrong values always raise `ValueError` immediately. Inside, values are unknown while
+    tracing, and without checks wrong values produce wrong results. With checks the program stops with the same message, raised by
+    `equinox.error_if`. This costs a few operations and a callback per argument, so use it for debugging.
 
     ```python
     with ejx.check_values():
         out = eqx.filter_jit(attend)(q, k, v, cu_seqlens=offsets)
     ```
 
-    A function that has been compiled keeps what it was traced with. The environment variable `EJKERNEL_EQX_CHECK_VALUES=1` asks
-    for the whole process; a context comes before it. It is a context variable: a thread started inside sees it if it runs in a
+    A compiled function keeps the setting it was traced with. The environment variable `EJKERNEL_EQX_CHECK_VALUES=1` enables checks
+    for the whole process; this context takes precedence. It is a context variable: a thread started inside sees it if it runs in a
     copy of the context.
 
-    **Arguments:** `enabled`: whether to check; `False` turns off what the variable or an outer context asks for.
+    **Arguments:** `enabled`: whether to check; `False` disables checks enabled by the variable or an outer context.
     """
     if not isinstance(enabled, bool):
         raise ValueError(f"enabled: expected True or False, received {enabled!r}.")
@@ -71,13 +70,13 @@ def check_values(enabled: bool = True) -> Iterator[None]:
 
 
 def checks_traced() -> bool:
-    """Whether traced values are to be checked here: the context's word, else the environment's."""
+    """Whether traced values are checked here, according to the context or else the environment."""
     requested = _REQUESTED.get()
     return CHECK_VALUES.read() if requested is None else requested
 
 
 def known(given: Any) -> np.ndarray | None:
-    """The values of an argument, a number, a list or an array; `None` where they are traced or on another host."""
+    """The values of an argument (a number, a list or an array); `None` if they are traced or on another host."""
     if any(
         isinstance(x, Tracer) or (isinstance(x, Array) and not x.is_fully_addressable)
         for x in jax.tree.leaves(given)
@@ -87,7 +86,7 @@ def known(given: Any) -> np.ndarray | None:
 
 
 def shown(values: np.ndarray) -> str:
-    """Values in a message: all of a few, else the first and the last."""
+    """Values for a message: all if they are few, else the first and the last."""
     return np.array2string(values, threshold=20) if values.ndim else str(values)
 
 
@@ -98,10 +97,10 @@ def checked(
     say: Callable[[str], str],
     show: Callable[[np.ndarray], str] = shown,
 ) -> Array:
-    """`array`, what an argument `given` was read to, unless any of its values is wrong.
+    """Returns `array`, the converted argument `given`, unless any of its values is wrong.
 
-    `wrong` marks the wrong ones of a numpy or JAX array; `say` makes the message from the words for what was received, which
-    `show` finds where the values are known.
+    `wrong` marks wrong values of a numpy or JAX array; `say` builds the message from a description of what was received, which
+    `show` creates if the values are known.
     """
     values = known(given)
     if values is not None:
@@ -123,8 +122,8 @@ def check_between(name: str, array: Array, given: Any, least: int, most: int, re
 
 
 def check_int32(name: str, array: Array, given: Any) -> Array:
-    """Ids of any size that 32 bits hold."""
-    return check_between(name, array, given, -(2**31), 2**31 - 1, "number them anew from 0 on")
+    """Arbitrary ids that fit in 32 bits."""
+    return check_between(name, array, given, -(2**31), 2**31 - 1, "renumber them from 0")
 
 
 def check_offsets(
@@ -136,7 +135,7 @@ def check_offsets(
     limit: str | None = None,
     zeros_behind: bool = False,
 ) -> Array:
-    """Offsets `[..., N + 1]` that never decrease, from 0 or more to at most `most`; tokens outside them are padding.
+    """Non-decreasing offsets `[..., N + 1]` from at least 0 to at most `most`; tokens outside them are padding.
 
     With `zeros_behind` the last ones may be 0 instead, as in a batch with room for more sequences.
     """
@@ -151,7 +150,7 @@ def check_offsets(
     def say(found: str) -> str:
         return (
             f"{name}: expected offsets that never decrease, from 0 on, received {found}; "
-            "lengths become offsets by a cumulative sum after a 0."
+            "offsets are the cumulative sum of the lengths after a leading 0."
         )
 
     array = checked(array, given, lambda x: falls(x).any(-1) | (x < 0).any(-1), say)
@@ -163,14 +162,14 @@ def check_offsets(
         lambda x: x > most,
         lambda found: (
             f"{name}: expected offsets of at most {limit or f'{most}, the number of tokens'}, received {found}; "
-            "give the padded length."
+            "pass the padded length."
         ),
         show=lambda values: str(values.max()),
     )
 
 
 def check_distinct(name: str, array: Array, given: Any, count: int, remedy: str) -> Array:
-    """Indices of which none from 0 to `count - 1` comes twice in one row, `[..., n]`."""
+    """Indices `[..., n]` in which none from 0 to `count - 1` occurs twice in one row."""
 
     def twice(x: Any) -> Any:
         xp = np if isinstance(x, np.ndarray) else jnp
@@ -182,11 +181,11 @@ def check_distinct(name: str, array: Array, given: Any, count: int, remedy: str)
         array,
         given,
         twice,
-        lambda found: f"{name}: expected no number twice, received {found}; {remedy}.",
+        lambda found: f"{name}: expected distinct numbers, received {found}; {remedy}.",
     )
 
 
 def check_slots(name: str, array: Array, given: Any, count: int) -> Array:
-    """Places in a pool of `count`, -1 for none, no place twice."""
-    array = check_between(name, array, given, -1, count - 1, "-1 has no slot")
-    return check_distinct(name, array, given, count, "each row has a slot of its own")
+    """Distinct slots in a pool of `count`, or -1 for none."""
+    array = check_between(name, array, given, -1, count - 1, "-1 means no slot")
+    return check_distinct(name, array, given, count, "each row needs its own slot")

@@ -1,4 +1,4 @@
-"""Checks of what is typed to name a problem: sizes by letter, option flags by name."""
+"""Checks of command-line descriptions of a problem: sizes by letter, option flags by name."""
 
 from collections.abc import Mapping, Sequence
 from typing import Any
@@ -7,7 +7,7 @@ SWITCH = (False, True)
 
 
 def read_sizes(dims: Mapping[str, int], defaults: Mapping[str, int | None]) -> dict[str, int]:
-    """All sizes; `None` for one that has to be given."""
+    """All sizes, completed by defaults; a default of `None` marks a required size."""
     unknown = sorted(set(dims) - set(defaults))
     missing = [name for name, default in defaults.items() if default is None and name not in dims]
     if unknown or missing:
@@ -25,14 +25,14 @@ def read_sizes(dims: Mapping[str, int], defaults: Mapping[str, int | None]) -> d
 
 
 def read_flags(flags: Mapping[str, Any], choices: Mapping[str, Sequence[Any]]) -> dict[str, Any]:
-    """All flags, each with one of its choices; the first of them is the default."""
+    """All flags, each with one of its choices, the first of which is the default."""
     unknown = sorted(set(flags) - set(choices))
     if unknown:
         raise ValueError(
             f"flags: expected some of {', '.join(sorted(choices))}, received {', '.join(unknown)}."
         )
     for name, value in flags.items():
-        # `1 in SWITCH` would hold.
+        # `1 in SWITCH` would be true.
         if not any(
             value is choice or (isinstance(choice, str) and value == choice) for choice in choices[name]
         ):

@@ -41,8 +41,8 @@ CALLS = {
     "integers": ((Q, K, x(2, 10, 2, 8, dtype=jnp.int32)), {}, ["v: expected dtype bfloat16", "received int32", "cast it"]),
     "two dtypes": ((Q, K.astype(jnp.bfloat16), K), {}, ["q, k, v: expected one dtype", "float32, bfloat16, float32"]),
     "head ratio": ((x(2, 6, 3, 8), K, K), {},
-        ["q: expected a number of query heads that is a multiple of the 2 key heads", "(2, 6, 3, 8)", "layout"]),
-    "heads of v": ((Q, K, x(2, 10, 1, 8)), {}, ["v: expected the shape of k up to the last axis, (2, 10, 2)", "(2, 10, 1)"]),
+        ["q: expected the number of query heads to be a multiple of the 2 key heads", "(2, 6, 3, 8)", "layout"]),
+    "heads of v": ((Q, K, x(2, 10, 1, 8)), {}, ["v: expected the shape of k except for the last axis, (2, 10, 2)", "(2, 10, 1)"]),
     "leading axes": ((Q, x(3, 10, 2, 8), x(3, 10, 2, 8)), {}, ["k: expected the leading axes of q, (2,)", "(3,)", "jax.vmap"]),
     "head dim": ((Q, x(2, 10, 2, 16), K), {}, ["k: expected the head_dim of q, 8", "received 16"]),
     # what masks
@@ -50,14 +50,14 @@ CALLS = {
     "mask shape": ((Q, K, K), dict(mask=np.ones((10, 6), bool)), ["mask: expected a shape broadcastable to (2, 4, 6, 10)", "(10, 6)"]),
     "mask rank": ((Q, K, K), dict(mask=np.ones((1, 2, 4, 6, 10), bool)), ["mask: expected a shape broadcastable to", "(1, 2, 4, 6, 10)"]),
     "mask segments": ((Q, K, K), dict(mask=Mask.from_segments(np.zeros((6,), int))),
-        ["mask: expected segment ids for 6 queries and 10 keys", "Mask.from_segments both"]),
+        ["mask: expected segment ids for 6 queries and 10 keys", "pass both to Mask.from_segments"]),
     "mask lengths": ((Q, K, K), dict(mask=Mask.from_lengths(kv_lengths=[1, 2, 3])),
         ["mask.kv_lengths: expected a shape broadcastable to (2,)", "(3,)"]),
     "segment length": ((Q, K, K), dict(segment_ids=np.zeros((2, 7), int)), ["segment_ids: expected ints [..., 6]", "(2, 7)"]),
     "segment dtype": ((Q, K, K), dict(segment_ids=x(2, 6)), ["segment_ids: expected ints [..., 6]", "float32"]),
     "segment rows": ((Q, Q, Q), dict(segment_ids=np.zeros((3, 6), int)), ["segment_ids: expected a shape broadcastable to (2, 6)", "(3, 6)"]),
     "key segments missing": ((Q, K, K), dict(segment_ids=np.zeros((2, 6), int)),
-        ["kv_segment_ids: expected ids for 10 keys, as there are 6 queries", "received None", "give both"]),
+        ["kv_segment_ids: expected ids for 10 keys, since their number differs from the 6 queries", "received None", "pass both"]),
     "query segments missing": ((Q, K, K), dict(kv_segment_ids=np.zeros((2, 10), int)),
         ["segment_ids: expected ids of the queries", "only kv_segment_ids"]),
     "segments and packing": (PACKED, dict(segment_ids=np.zeros((6,), int), cu_seqlens=CU),
@@ -68,10 +68,10 @@ CALLS = {
         ["segment_ids: expected None with cu_seqlens"]),
     "packing and batch": ((Q, K, K), dict(cu_seqlens=CU, kv_cu_seqlens=CU),
         ["cu_seqlens: expected q of shape [tokens, heads, head_dim]", "(2,)", "flatten"]),
-    "key packing missing": (PACKED, dict(cu_seqlens=CU), ["kv_cu_seqlens: expected offsets for 10 keys", "received None", "give both"]),
+    "key packing missing": (PACKED, dict(cu_seqlens=CU), ["kv_cu_seqlens: expected offsets for 10 keys", "received None", "pass both"]),
     "query packing missing": (PACKED, dict(kv_cu_seqlens=CU), ["cu_seqlens: expected the offsets of the queries", "only kv_cu_seqlens"]),
     "packings differ": (PACKED, dict(cu_seqlens=CU, kv_cu_seqlens=jnp.array([0, 10])),
-        ["kv_cu_seqlens: expected as many sequences as cu_seqlens, (3,)", "(2,)"]),
+        ["kv_cu_seqlens: expected the same number of sequences as cu_seqlens, (3,)", "(2,)"]),
     "packing dtype": (PACKED, dict(cu_seqlens=x(3), kv_cu_seqlens=x(3)), ["cu_seqlens: expected int offsets [N + 1]", "float32"]),
     "packing list": (PACKED, dict(cu_seqlens=[0]), ["cu_seqlens: expected int offsets [N + 1]", "(1,)"]),
     "packing rank": (PACKED, dict(cu_seqlens=CU[None], kv_cu_seqlens=CU[None]), ["cu_seqlens: expected int offsets [N + 1]", "(1, 3)"]),
@@ -106,19 +106,22 @@ def test_dropout_needs_a_key():
     with pytest.raises(ValueError) as caught:
         ejx.FlashAttention(dropout_rate=0.1)(Q, K, K)
     assert_says(
-        caught.value, "key: expected a JAX PRNG key, as dropout_rate > 0", "received None", "inference=True"
+        caught.value,
+        "key: expected a JAX PRNG key because dropout_rate > 0",
+        "received None",
+        "inference=True",
     )
     ejx.FlashAttention(dropout_rate=0.1)(Q, K, K, inference=True)
 
 
 OPTIONS = {
-    "int window": (dict(sliding_window=4), ["sliding_window: expected a pair (left, right) when causal=False", "the int 4", "needs causal=True"]),
+    "int window": (dict(sliding_window=4), ["sliding_window: expected a pair (left, right) when causal=False", "the int 4", "requires causal=True"]),
     "empty window": (dict(causal=True, sliding_window=0), ["sliding_window: expected at least 1 key", "received 0"]),
-    "negative side": (dict(sliding_window=(3, -1)), ["sliding_window: expected a pair of numbers of keys >= 0 or None", "(3, -1)"]),
+    "negative side": (dict(sliding_window=(3, -1)), ["sliding_window: expected a pair of key counts, each >= 0 or None", "(3, -1)"]),
     "three sides": (dict(sliding_window=(1, 2, 3)), ["sliding_window: expected a pair", "(1, 2, 3)"]),
     "window of a float": (dict(causal=True, sliding_window=4.0), ["sliding_window: expected an int, a pair (left, right) or None", "4.0"]),
     "window of a bool": (dict(causal=True, sliding_window=True), ["sliding_window: expected an int", "True"]),
-    "soft cap": (dict(logits_soft_cap=0.0), ["logits_soft_cap: expected a positive number or None", "0.0", "None turns it off"]),
+    "soft cap": (dict(logits_soft_cap=0.0), ["logits_soft_cap: expected a positive number or None", "0.0", "None disables it"]),
     "soft cap NaN": (dict(logits_soft_cap=float("nan")), ["logits_soft_cap: expected a positive number", "nan"]),
     "scale": (dict(softmax_scale=float("inf")), ["softmax_scale: expected a finite number or None", "inf", "D**-0.5"]),
     "dropout": (dict(dropout_rate=1.0), ["dropout_rate: expected a probability in [0, 1)", "1.0"]),
@@ -132,7 +135,7 @@ OPTIONS = {
         ["config: expected an instance of TritonConfig for platform 'triton-interpret'", "XlaConfig(forward=XlaTile(block_q=64, block_k=64)"]),
     "tune_for": (dict(tune_for=Q), ["tune_for: expected a tuple of the call's arguments or ejx.inputs(...)", "received ArrayImpl"]),
     "tune_for list": (dict(tune_for=[Q, K, K]), ["tune_for: expected a tuple", "received list"]),
-    "tune_for shapes": (dict(tune_for=(x(2, 6, 3, 8), K, K)), ["q: expected a number of query heads", "(2, 6, 3, 8)"]),
+    "tune_for shapes": (dict(tune_for=(x(2, 6, 3, 8), K, K)), ["q: expected the number of query heads", "(2, 6, 3, 8)"]),
 }  # fmt: skip
 
 
@@ -230,7 +233,7 @@ def test_windows(given, causal, expected):
         (
             [(x(6, 4, 8), x(4, 6))],
             None,
-            "parts: expected out [..., T, H, V] and lse [..., T, H] of one shape, received (6, 4, 8) and (4, 6).",
+            "parts: expected out [..., T, H, V] and lse [..., T, H] with matching axes, received (6, 4, 8) and (4, 6).",
         ),
         ([(x(6, 4, 8), x(6, 4)), (x(5, 4, 8), x(5, 4))], None, "parts: expected out"),
         ([(x(6, 4, 8), x(6, 4))], x(3), "sinks: expected [4] or [4, n], received (3,)."),
@@ -245,7 +248,7 @@ def test_merging(parts, sinks, message):
 def test_scaled_dot_product_attention():
     with pytest.raises(ValueError) as caught:
         ejx.ScaledDotProductAttention()(Q, K, K, local_window_size=-1)
-    assert_says(caught.value, "sliding_window: expected a pair of numbers of keys >= 0 or None", "(-1, -1)")
+    assert_says(caught.value, "sliding_window: expected a pair of key counts, each >= 0 or None", "(-1, -1)")
     with pytest.raises(ValueError) as caught:
         ejx.ScaledDotProductAttention()(Q, K, K, scale=float("nan"))
     assert_says(caught.value, "softmax_scale")

@@ -410,7 +410,8 @@ def test_the_rules_of_cudnn():
         "deterministic": [dict(module=ejx.FlashAttention(deterministic=True))],
         "soft_cap": [dict(module=ejx.FlashAttention(logits_soft_cap=3.0))],
         "dropout": [dict(module=ejx.FlashAttention(dropout_rate=0.3), key=jax.random.key(0))],
-        "none to the right": [dict(module=ejx.FlashAttention(sliding_window=(3, 3))), dict(module=ejx.FlashAttention(sliding_window=(None, 10)))],
+        "without keys to the right":
+            [dict(module=ejx.FlashAttention(sliding_window=(3, 3))), dict(module=ejx.FlashAttention(sliding_window=(None, 10)))],
         "mask": [dict(mask=jnp.ones((64, 64), bool))],
         "bias": [dict(bias=jnp.ones((64,)))],
         "sinks": [dict(sinks=jnp.ones((4,)))],

@@ -443,7 +443,7 @@ def test_random_is_as_dense_as_asked():
 def test_two_packings_do_not_combine():
     with pytest.raises(
         ValueError,
-        match=r"^cu_seqlens: expected in one of two combined masks, received in both; merge the packings first",
+        match=r"^cu_seqlens: expected in at most one of two combined masks, received in both; merge the packings first",
     ):
         Mask.from_cu_seqlens([0, 3]) & Mask.from_cu_seqlens([0, 2, 3])
     with pytest.raises(TypeError, match="unsupported operand"):
@@ -453,10 +453,10 @@ def test_two_packings_do_not_combine():
 @pytest.mark.parametrize(
     "build, message",
     [
-        (lambda: Mask.sliding_window(-1), "^left: expected a number of keys >= 0 or None, received -1"),
+        (lambda: Mask.sliding_window(-1), "^left: expected a key count >= 0 or None, received -1"),
         (
             lambda: Mask.sliding_window(None, -2),
-            "^right: expected a number of keys >= 0 or None, received -2",
+            "^right: expected a key count >= 0 or None, received -2",
         ),
         (
             lambda: Mask.token_types(np.ones(3, np.float32)),
@@ -468,7 +468,7 @@ def test_two_packings_do_not_combine():
         ),
         (
             lambda: Mask.token_types(np.ones(3, int)).as_array(3, 4),
-            r"^mask: expected token types for 3 queries and 4 keys, received \(3,\) and \(3,\); give Mask.token_types both",
+            r"^mask: expected token types for 3 queries and 4 keys, received \(3,\) and \(3,\); pass both to Mask.token_types",
         ),
         (
             lambda: Mask.from_segments(np.ones((2, 4, 3), int)).sharding_specs("x"),
@@ -476,16 +476,16 @@ def test_two_packings_do_not_combine():
         ),
         (
             lambda: Mask.causal().sharding_specs(("x", "y"), queries="x"),
-            "^sharding_specs: expected every mesh axis once, received 'x' twice",
+            "^sharding_specs: expected each mesh axis at most once, received 'x' twice",
         ),
         (
             lambda: Mask.causal().visualize(2, 2, path="mask.txt"),
-            r"^path: expected a name that ends in \.png",
+            r"^path: expected a file name ending in \.png",
         ),
         (lambda: Mask.chunked(0), "^size: expected a chunk of at least one position, received 0"),
         (
             lambda: Mask.from_dense(np.ones((2, 2), np.float32)),
-            "^mask: expected a boolean array, received dtype float32; an additive mask is given as bias=",
+            "^mask: expected a boolean array, received dtype float32; pass an additive mask as bias=",
         ),
     ],
 )

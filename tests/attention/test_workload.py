@@ -184,7 +184,7 @@ def test_defaults_and_words():
     [
         (dict(T=8, H=2), {}, ["T, H, D", "missing ['D']"]),
         (dict(T=8, H=2, D=16, X=3), {}, ["unknown ['X']"]),
-        (dict(T=8, H=3, K=2, D=16), {}, ["H a multiple of K", "K=2"]),
+        (dict(T=8, H=3, K=2, D=16), {}, ["H to be a multiple of K", "K=2"]),
         (dict(T=8, H=2, D=16), dict(casual=True), ["bias, causal", "received casual"]),
         (dict(T=8, H=2, D=16), dict(causal=1), ["true or false for causal", "received 1"]),
         (dict(T=8, H=2, D=16), dict(bias="TH"), ["'HTS'", "for bias", "'TH'"]),

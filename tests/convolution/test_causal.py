@@ -249,7 +249,7 @@ def test_a_state_of_another_dtype_keeps_it():
     "change, words",
     [
         (dict(weight=jnp.ones((4, 3))), ["weight", "[C, W] with C = 5", "(4, 3)"]),
-        (dict(weight=jnp.ones((5, 1, 3))), ["weight", "(5, 1, 3)", "drops the axis"]),
+        (dict(weight=jnp.ones((5, 1, 3))), ["weight", "(5, 1, 3)", "drop the middle axis"]),
         (dict(bias=jnp.ones(4)), ["bias", "(4,)"]),
         (dict(x=jnp.ones(5)), ["x", "rank 2"]),
         (dict(x=jnp.ones((2, 3, 5), jnp.int32)), ["x", "int32"]),
@@ -273,5 +273,5 @@ def test_wrong_options_and_steps(unchecked):
     step = functools.partial(ejx.CausalConv1d().step, inputs["x"][:, 0], inputs["weight"], None)
     with pytest.raises(ValueError, match="state: expected shape"):
         step(inputs["initial_state"][:, :2])
-    with pytest.raises(ValueError, match="an integer for each row"):
+    with pytest.raises(ValueError, match="one integer per row"):
         step(inputs["initial_state"], state_indices=jnp.array([0]))

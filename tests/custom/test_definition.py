@@ -82,8 +82,8 @@ WRONG: dict[str, tuple[Settings, str]] = {
     "no outputs": ({"outputs": {}}, "outputs: expected at least one"),
     "unknown lengths": ({"lengths": {"T"}}, r"lengths: no input has the axes \['T'\]"),
     "strange name": ({"operation": "a/b"}, "operation: expected letters"),
-    "taken by us": ({"operation": "flash_attention"}, "'flash_attention' is taken"),
-    "taken by another": ({"operation": "tests.square"}, "'tests.square' is taken by .*Square"),
+    "taken by us": ({"operation": "flash_attention"}, "'flash_attention' is already used"),
+    "taken by another": ({"operation": "tests.square"}, "'tests.square' is already used by .*Square"),
 }
 
 
@@ -126,7 +126,7 @@ CALLS: dict[str, tuple[Any, str]] = {
         r"index: expected \[...\] with batch axes \(2, 3\) as in x, received shape \(3, 2\)",
     ),
     "dtype": (lambda: Opaque()(X, WEIGHT, X[..., 0]), "index: expected dtype integer, received float32"),
-    "complex": (lambda: Square()(X.astype(jnp.complex64), WEIGHT), "x: complex arrays are not taken"),
+    "complex": (lambda: Square()(X.astype(jnp.complex64), WEIGHT), "x: complex arrays are not supported"),
     "not an array": (lambda: Square()([1.0], WEIGHT), "x: expected an array, received list"),
     "option": (
         lambda: Square(scale=(1, 2)),

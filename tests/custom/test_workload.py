@@ -106,7 +106,9 @@ def test_hooks_of_the_workload():
 def test_integer_inputs_have_to_be_given(monkeypatch):
     monkeypatch.delattr(Opaque, "example_inputs")
     problem = example_problem("tests.opaque", {"B": 4, "D": 8}, "float32", {})
-    with pytest.raises(TuningError, match=r"no representative index; give it in Opaque.example_inputs"):
+    with pytest.raises(
+        TuningError, match=r"not representative for index; return it from Opaque.example_inputs"
+    ):
         workload("xla", problem).make_inputs(0)
     monkeypatch.setattr(
         Opaque, "example_inputs", lambda *_: {"index": jnp.zeros(5, jnp.int32)}, raising=False

@@ -196,7 +196,7 @@ def test_a_write_that_fails_leaves_the_old_file(path, monkeypatch, warnings_of):
     PersistentCache(path).put(record("q"))
     assert path.read_bytes() == before
     (message,) = warnings_of()
-    assert "core.json cannot be written ([Errno 28] No space left on device); what is tuned" in message
+    assert "core.json cannot be written ([Errno 28] No space left on device); tuning results" in message
     assert {r.problem for r in PersistentCache(path).records()} == {"p", "q"}
     monkeypatch.undo()
     PersistentCache(path).put(record("r"))
@@ -207,8 +207,8 @@ TABLE = {"format": FORMAT, "schema": SCHEMA, "entries": []}
 BROKEN = {
     "empty": ("", "is empty"),
     "blank": (" \n", "is empty"),
-    "cut": (json.dumps(TABLE)[:-5], "is not whole"),
-    "deep": ("[" * 100_000, "is not whole"),
+    "cut": (json.dumps(TABLE)[:-5], "is not valid JSON"),
+    "deep": ("[" * 100_000, "is not valid JSON"),
     "no text": (b"\xff\xfe\x00", "is not text"),
     "foreign list": ("[1, 2]", "is not a table of ejkernel_eqx"),
     "foreign object": ('{"schema": 2, "entries": []}', "is not a table of ejkernel_eqx"),
@@ -232,7 +232,7 @@ def test_a_broken_file_is_set_aside_and_named(path, name, warnings_of):
     aside = path.with_name("core.json.broken-1")
     assert aside.read_bytes() == content
     (message,) = warnings_of()
-    assert message.startswith(f"{path} {why}") and message.endswith(f"; it is set aside as {aside}")
+    assert message.startswith(f"{path} {why}") and message.endswith(f"; it was renamed to {aside}")
     # The next one gets a name of its own, and is met while writing.
     path.write_bytes(content)
     cache.put(record())
@@ -317,7 +317,7 @@ def test_a_broken_file_that_cannot_be_moved_is_ignored(path, monkeypatch, warnin
     for _ in range(3):
         assert PersistentCache(path).records() == ()
     (message,) = warnings_of()
-    assert f"{path} is not whole" in message and "it is ignored" in message and path.read_text() == "{"
+    assert f"{path} is not valid JSON" in message and "it is ignored" in message and path.read_text() == "{"
 
 
 def test_a_file_that_is_replaced_while_it_is_judged_is_not_moved(path, monkeypatch, warnings_of):
@@ -394,7 +394,7 @@ def test_a_broken_file_that_was_ignored_is_set_aside_before_it_is_written(path, 
     path.write_text(newer)
     cache = PersistentCache(path, lock_timeout=0.05)
     with filelock.FileLock(f"{path}.lock"):
-        assert not cache.records() and "stays as it cannot be moved" in warnings_of()[-1]
+        assert not cache.records() and "but could not be renamed" in warnings_of()[-1]
     cache.put(record())
     assert path.with_name(f"{path.name}.broken-1").read_text() == newer
     assert len(reread(path)) == 1

@@ -69,7 +69,7 @@ def test_fields_with_defaults_may_be_left_out():
     [
         (
             lambda d: d.update(speed=9),
-            r"of Config, received unknown \['speed'\] and missing \[\]; it was written for another version",
+            r"of Config, received unknown \['speed'\] and missing \[\]; it was written by another version",
         ),
         (lambda d: d.pop("fast"), r"received unknown \[\] and missing \['fast'\]"),
         (lambda d: d["forward"].update(stages=2), r"of Tile, received unknown \['stages'\]"),

@@ -119,7 +119,7 @@ def test_what_cannot_be_read_says_why():
     assert "'no.such' is not registered" in reason("ejkernel_eqx.no.such.xla", values, checksum, digest)
     assert "no platform 'cuda'" in reason(head.replace(".xla", ".cuda"), values, checksum, digest)
     assert "its fields are now Config(" in reason(head, values, "00000000", digest)
-    fits = "does not fit the configuration class"
+    fits = "does not fit the current configuration class"
     for changed in (
         "",
         "1,2",

@@ -70,7 +70,7 @@ def test_a_launch_has_the_last_word():
     assert inputs["x_ptr"] is other and inputs["bias_ptr"] is other
     with pytest.raises(AssertionError, match=r"mixed_kernel has no parameters \['SCALES'\]"):
         make(Options(8), outputs, 1, BLOCK=8, SCALES=3.0)
-    with pytest.raises(ValueError, match=r"parameters \['BLOCK'\] are not given"):
+    with pytest.raises(ValueError, match=r"parameters \['BLOCK'\] are missing"):
         make(Options(8), outputs, 1)
 
 

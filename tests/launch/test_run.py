@@ -372,13 +372,13 @@ VECTOR = S((8,), jnp.float32)
     [
         (
             {"kernel": kernels.output_first_kernel, "scalars": {}},
-            "'out' .outputs. stands before 'x' .inputs.",
+            "'out' .outputs. comes before 'x' .inputs.",
         ),
         ({"scalars": {"n": 8.0}}, "'n' must be an int or a bool, got 8.0 of type float"),
-        ({"scalars": {}}, r"parameters \['n'\] are not given"),
-        ({"scalars": {"n": 8, "m": 1}}, r"\['m'\] are no parameters"),
+        ({"scalars": {}}, r"parameters \['n'\] are missing"),
+        ({"scalars": {"n": 8, "m": 1}}, r"\['m'\] are not parameters"),
         ({"inputs": {"x": VECTOR, "n": VECTOR}}, "'n' is given in both inputs and scalars"),
-        ({"scalars": {"n": 8, "BLOCK": 8}, "constants": {}}, "'out' .outputs. stands before 'BLOCK'"),
+        ({"scalars": {"n": 8, "BLOCK": 8}, "constants": {}}, "'out' .outputs. comes before 'BLOCK'"),
         ({"grid": ()}, "grid must be one to three"),
         ({"grid": (1, -1)}, "grid must be one to three"),
         ({"num_warps": 3}, "power of two"),

@@ -97,7 +97,7 @@ def test_float64(enable_x64):
     [
         (dict(z=jnp.ones((2, 5, 11))), ["z", "(2, 5, 11)"]),
         (dict(weight=jnp.ones(5)), ["weight", "(12,) or (4,)", "(5,)"]),
-        (dict(x=jnp.ones((2, 5, 13))), ["x", "multiple of group_size=4", "(2, 5, 13)"]),
+        (dict(x=jnp.ones((2, 5, 13))), ["x", "divisible by group_size=4", "(2, 5, 13)"]),
         (dict(x=jnp.ones((2, 5, 12), jnp.int32)), ["x", "int32"]),
     ],
 )

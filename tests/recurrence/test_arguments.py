@@ -60,7 +60,7 @@ CALLS = {
     "three decays": (lambda: linear(q, k, v, g=scalar, gk=key, gv=v), "gk: expected one kind of decay"),
     "heads of decays": (
         lambda: linear(q, k, v, g=scalar, gk=f32(2, T, 3, 6)),
-        "gk: expected a head count that divides that of g or the other way round, received 3 and 2",
+        "gk: expected a head count that divides that of g or vice versa, received 3 and 2",
     ),
     "decay of a token": (
         lambda: linear(q, k, v, g_gamma=scalar),
@@ -81,7 +81,7 @@ CALLS = {
     ),
     "z": (
         lambda: mean(q, k, v, initial_state=(state, f32(2, 2, 5))),
-        r"initial_state: expected z of shape \[..., 2, 6\], as k is, received \(2, 2, 5\)",
+        r"initial_state: expected z of shape \[..., 2, 6\], as k, received \(2, 2, 5\)",
     ),
     "state": (
         lambda: gla(q, k, v, key, initial_state=state[:1]),

@@ -178,7 +178,7 @@ def test_what_another_process_cannot_do_is_done_here_or_refused(children, caplog
         tune_problem(toy.problem(), triton, options=dataclasses.replace(QUICK, isolate=True))
     with caplog.at_level(logging.INFO, "ejkernel_eqx"):
         assert tune_problem(toy.problem(), triton, options=QUICK).config == toy.ToyConfig(2)
-    assert "is tuned in this process, which a crash would end" in caplog.text
+    assert "is tuned in this process, which a crash of a candidate would end" in caplog.text
 
 
 def test_what_is_defined_in_a_script_cannot_be_tuned_elsewhere(children, monkeypatch):

@@ -410,7 +410,7 @@ def test_a_reference_that_is_not_defined_says_nothing_against_candidates(timed, 
         return {"y": jnp.where(undefined, jnp.nan, 2 * given[0]), "dx": (2 * given[1],)}
 
     monkeypatch.setattr(toy, "reference", reference)
-    with pytest.raises(TuningError, match=rf"the reference gives NaN in y .*seed {seed}"):
+    with pytest.raises(TuningError, match=rf"the reference returns NaN in y .*seed {seed}"):
         tune()
     assert lookup(toy.PLANTED, toy.problem(), device_facts()) is None
 
@@ -450,7 +450,7 @@ class Tiles(toy.ToyConfig):
 
 @pytest.mark.parametrize("config", [toy.ToyConfig(np.int64(3)), Tiles(tiles=(toy.Tile(1),))])  # type: ignore[arg-type]
 def test_configurations_that_do_not_come_back_from_a_file_are_refused(no_clock, config):
-    with pytest.raises(ValueError, match="fields that come back from a file"):
+    with pytest.raises(ValueError, match="fields that can be stored in a file"):
         tune(configs=[config])
 
 

@@ -1,6 +1,6 @@
 """Checks what a user passes to an attention operation and resolves it to `AttentionArrays` and `AttentionSpec`.
 
-Every error names the argument, what was expected, what came, and what to do, before anything is computed.
+Errors are raised before anything is computed and name the argument, what was expected, what was received, and the remedy.
 """
 
 import dataclasses
@@ -23,7 +23,7 @@ _DTYPES = ("bfloat16", "float16", "float32", "float64")
 
 @dataclasses.dataclass(frozen=True)
 class ScoreOptions:
-    """The static options that every softmax attention shares."""
+    """The static options shared by every softmax attention."""
 
     logits_soft_cap: float | None = None
     softmax_scale: float | None = None
@@ -33,7 +33,7 @@ class ScoreOptions:
     def check(self) -> None:
         if self.logits_soft_cap is not None and not self.logits_soft_cap > 0:
             raise ValueError(
-                f"logits_soft_cap: expected a positive number or None, received {self.logits_soft_cap}; None turns it off."
+                f"logits_soft_cap: expected a positive number or None, received {self.logits_soft_cap}; None disables it."
             )
         if self.softmax_scale is not None and not math.isfinite(self.softmax_scale):
             raise ValueError(
@@ -44,7 +44,7 @@ class ScoreOptions:
 
 
 class MaskInputs(NamedTuple):
-    """The arguments of a call that say what is visible."""
+    """The arguments of a call that determine what is visible."""
 
     mask: Any = None
     segment_ids: Any = None
@@ -67,7 +67,7 @@ class ScoreInputs(NamedTuple):
 
 
 def parse_window(sliding_window: Any, causal: bool) -> Window:
-    """`(left, right)` key counts, own key excluded, from an int or a pair; `ValueError` for anything else."""
+    """`(left, right)` key counts, excluding the query's own key, from an int or a pair; `ValueError` for anything else."""
     if sliding_window is None:
         return (None, None)
     if isinstance(sliding_window, bool) or not isinstance(sliding_window, int | tuple | list | np.integer):
@@ -78,7 +78,7 @@ def parse_window(sliding_window: Any, causal: bool) -> Window:
         if not causal:
             raise ValueError(
                 f"sliding_window: expected a pair (left, right) when causal=False, received the int {sliding_window}; "
-                "an int counts the keys up to the query's own and needs causal=True."
+                "an int counts the keys up to and including the query's own and requires causal=True."
             )
         if sliding_window < 1:
             raise ValueError(
@@ -90,7 +90,7 @@ def parse_window(sliding_window: Any, causal: bool) -> Window:
         side is not None and (not isinstance(side, int | np.integer) or side < 0) for side in pair
     ):
         raise ValueError(
-            f"sliding_window: expected a pair of numbers of keys >= 0 or None, received {sliding_window!r}."
+            f"sliding_window: expected a pair of key counts, each >= 0 or None, received {sliding_window!r}."
         )
     return (None if pair[0] is None else int(pair[0]), None if pair[1] is None else int(pair[1]))
 
@@ -167,15 +167,15 @@ def _check_qkv(q: Any, k: Any, v: Any) -> tuple[Array, Array, Array]:
     q, k, v = jnp.asarray(q), jnp.asarray(k), jnp.asarray(v)
     if not q.dtype == k.dtype == v.dtype:
         raise ValueError(
-            f"q, k, v: expected one dtype, received {q.dtype}, {k.dtype}, {v.dtype}; cast them to the same."
+            f"q, k, v: expected one dtype, received {q.dtype}, {k.dtype}, {v.dtype}; cast them to the same dtype."
         )
     if k.shape[:-1] != v.shape[:-1]:
         raise ValueError(
-            f"v: expected the shape of k up to the last axis, {k.shape[:-1]}, received {v.shape[:-1]}."
+            f"v: expected the shape of k except for the last axis, {k.shape[:-1]}, received {v.shape[:-1]}."
         )
     if q.shape[:-3] != k.shape[:-3]:
         raise ValueError(
-            f"k: expected the leading axes of q, {q.shape[:-3]}, received {k.shape[:-3]}; broadcast or jax.vmap it."
+            f"k: expected the leading axes of q, {q.shape[:-3]}, received {k.shape[:-3]}; broadcast it or use jax.vmap."
         )
     if q.shape[-1] != k.shape[-1]:
         raise ValueError(
@@ -183,7 +183,7 @@ def _check_qkv(q: Any, k: Any, v: Any) -> tuple[Array, Array, Array]:
         )
     if q.shape[-1] == 0 or q.shape[-2] == 0 or k.shape[-2] == 0 or q.shape[-2] % k.shape[-2]:
         raise ValueError(
-            f"q: expected a number of query heads that is a multiple of the {k.shape[-2]} key heads, received {q.shape[-2]} in shape {q.shape}; "
+            f"q: expected the number of query heads to be a multiple of the {k.shape[-2]} key heads, received {q.shape[-2]} in shape {q.shape}; "
             "the layout is [..., seq, heads, head_dim]."
         )
     return q, k, v
@@ -202,7 +202,7 @@ def _visible(
         kv_ids = q_ids if given.kv_segment_ids is None else _ids("kv_segment_ids", given.kv_segment_ids, keys)
         if kv_ids.shape[-1] != keys:
             raise ValueError(
-                f"kv_segment_ids: expected ids for {keys} keys, as there are {queries} queries, received None; give both."
+                f"kv_segment_ids: expected ids for {keys} keys, since their number differs from the {queries} queries, received None; pass both."
             )
         mask = mask & Mask.from_segments(q_ids, kv_ids)
     if given.cu_seqlens is not None:
@@ -221,13 +221,13 @@ def _check_exclusive(given: MaskInputs, lead: tuple[int, ...]) -> None:
     for name in ("segment_ids", "q_lengths", "kv_lengths", "q_offset"):
         if packed and getattr(given, name) is not None:
             raise ValueError(
-                f"{name}: expected None with cu_seqlens, received both; cu_seqlens already says where sequences begin and end."
+                f"{name}: expected None with cu_seqlens, received both; cu_seqlens already defines where sequences begin and end."
             )
     if given.kv_segment_ids is not None and given.segment_ids is None:
-        raise ValueError("segment_ids: expected ids of the queries, received only kv_segment_ids; give both.")
+        raise ValueError("segment_ids: expected ids of the queries, received only kv_segment_ids; pass both.")
     if given.kv_cu_seqlens is not None and given.cu_seqlens is None:
         raise ValueError(
-            "cu_seqlens: expected the offsets of the queries, received only kv_cu_seqlens; give both."
+            "cu_seqlens: expected the offsets of the queries, received only kv_cu_seqlens; pass both."
         )
     if packed and lead:
         raise ValueError(
@@ -240,7 +240,7 @@ def _check_mask(mask: Mask, lead: tuple[int, ...], queries: int, keys: int) -> M
         if q_ids.shape[-1:] != (queries,) or kv_ids.shape[-1:] != (keys,):
             raise ValueError(
                 f"mask: expected segment ids for {queries} queries and {keys} keys, received {q_ids.shape} and {kv_ids.shape}; "
-                "give Mask.from_segments both."
+                "pass both to Mask.from_segments."
             )
     sizes = [side for window in mask.windows for side in window]
     counts = {"prefix_lengths": (mask.prefix_lengths,), "windows": sizes, "chunks": mask.chunks}
@@ -271,11 +271,11 @@ def _cu_seqlens(given: MaskInputs, queries: int, keys: int) -> Mask:
             )
     if q.shape != kv.shape:
         raise ValueError(
-            f"kv_cu_seqlens: expected as many sequences as cu_seqlens, {q.shape}, received {kv.shape}."
+            f"kv_cu_seqlens: expected the same number of sequences as cu_seqlens, {q.shape}, received {kv.shape}."
         )
     if given.kv_cu_seqlens is None and queries != keys:
         raise ValueError(
-            f"kv_cu_seqlens: expected offsets for {keys} keys, as there are {queries} queries, received None; give both."
+            f"kv_cu_seqlens: expected offsets for {keys} keys, since their number differs from the {queries} queries, received None; pass both."
         )
     q = check_offsets("cu_seqlens", q.astype(jnp.int32), given.cu_seqlens, queries)
     kv_given = given.cu_seqlens if given.kv_cu_seqlens is None else given.kv_cu_seqlens
@@ -294,7 +294,7 @@ def _lengths(name: str, value: Any, lead: tuple[int, ...], most: int) -> Array |
     array = _row_scalar(name, value, lead)
     if array is None:
         return None
-    return check_between(name, array, value, 0, most, f"there are {most}, padding included")
+    return check_between(name, array, value, 0, most, f"there are {most}, including padding")
 
 
 def _row_scalar(name: str, value: Any, lead: tuple[int, ...]) -> Array | None:
@@ -303,7 +303,7 @@ def _row_scalar(name: str, value: Any, lead: tuple[int, ...]) -> Array | None:
     array = jnp.asarray(value)
     if not jnp.issubdtype(array.dtype, jnp.integer):
         raise ValueError(
-            f"{name}: expected ints, one per batch row {lead} or one for all, received dtype {array.dtype}."
+            f"{name}: expected ints, one per batch row {lead} or a scalar, received dtype {array.dtype}."
         )
     return _broadcastable(name, array, lead).astype(jnp.int32)
 
@@ -314,9 +314,7 @@ def _offset(q_offset: Any, lead: tuple[int, ...]) -> Any:
     fixed = isinstance(q_offset, int | np.integer)
     array = jnp.zeros((), jnp.int32) if fixed else _row_scalar("q_offset", q_offset, lead)
     assert array is not None
-    array = check_between(
-        "q_offset", array, q_offset, -FAR, FAR, "positions of queries count from the first key"
-    )
+    array = check_between("q_offset", array, q_offset, -FAR, FAR, "query positions count from the first key")
     return int(q_offset) if fixed else array
 
 
@@ -330,12 +328,12 @@ def _broadcastable(name: str, array: Array, full: tuple[int, ...]) -> Array:
 
 
 def _pad_lead(array: Array, lead: tuple[int, ...], rank: int) -> Array:
-    """Leading axes of size one in front, so that the array has as many leading axes as the queries."""
+    """Prepends axes of size one, so that the array has as many leading axes as the queries."""
     return array.reshape((1,) * (len(lead) + rank - array.ndim) + array.shape)
 
 
 def _spread(name: str, array: Array | None, lead: tuple[int, ...], *core: int) -> Array | None:
-    """An array that broadcasts to `[*lead, *core]`, with all leading axes of the queries."""
+    """The array, broadcastable to `[*lead, *core]`, with all leading axes of the queries."""
     if array is None:
         return None
     return _pad_lead(_broadcastable(name, array, (*lead, *core)), lead, len(core))
@@ -345,7 +343,7 @@ def _bias(value: Any) -> Array | None:
     array = None if value is None else jnp.asarray(value)
     if array is not None and not jnp.issubdtype(array.dtype, jnp.floating):
         raise ValueError(
-            f"bias: expected floats, received dtype {array.dtype}; a boolean array is given as mask=."
+            f"bias: expected floats, received dtype {array.dtype}; pass a boolean array as mask=."
         )
     return array
 
@@ -355,7 +353,7 @@ def _slopes(value: Any, heads: int) -> Array | None:
 
 
 def _sinks(value: Any, heads: int) -> Array | None:
-    """One logit a head: several sinks of a head join the denominator as their log-sum-exp."""
+    """One logit per head: several sinks of one head join the denominator as their log-sum-exp."""
     array = _per_head("sinks", value, heads, f"floats [{heads}] or [{heads}, n]", (1, 2))
     if array is None or array.ndim == 1:
         return array
@@ -374,6 +372,6 @@ def _per_head(name: str, value: Any, heads: int, form: str, ranks: tuple[int, ..
 def _seeds(key: Any, lead: tuple[int, ...], heads: int) -> Array:
     if key is None:
         raise ValueError(
-            "key: expected a JAX PRNG key, as dropout_rate > 0, received None; pass key=, or inference=True to drop nothing."
+            "key: expected a JAX PRNG key because dropout_rate > 0, received None; pass key=, or inference=True to disable dropout."
         )
     return jax.random.bits(key, (*lead, heads, 2), jnp.uint32)

@@ -16,16 +16,17 @@ from .masks.tile_table import window_covers
 from .spec import AttentionArrays, AttentionSpec, LEARNED, RowRanges
 
 OUT_NAME, LSE_NAME = "attention_out", "attention_lse"
-"""Names of the two residuals that only the kernel can make again, for `jax.checkpoint_policies.save_only_these_names`."""
+"""Names of the two residuals that only the kernel can recompute, for `jax.checkpoint_policies.save_only_these_names`."""
 
 _ROWS = tuple(f"rows.{name}" for name in RowRanges._fields)
 
 
 def problem_of(operation: str, arrays: AttentionArrays, spec: AttentionSpec) -> Problem:
-    """The host metadata of a call; shapes are those seen here, so the local ones inside a partitioned body.
+    """The host metadata of a call. Shapes are those seen here: inside a partitioned body, the local ones.
 
-    Of a bias or mask the pattern of axes is named, but for the leading ones: those differ between the forward and the backward
-    of one call under `vmap`. `nested`: more than one leading axis. `unseen`: the static window leaves a query without keys or a key without queries.
+    A bias or mask is described by the pattern of its axes, except for the leading ones, which differ between the forward and the
+    backward of one call under `vmap`. `nested`: more than one leading axis. `unseen`: the static window leaves a query without keys
+    or a key without queries.
     """
     q, k, v, bias = arrays.q, arrays.k, arrays.v, arrays.bias
     dims = {"B": math.prod(q.shape[:-3]), "T": q.shape[-3], "H": q.shape[-2], "D": q.shape[-1]}
@@ -64,14 +65,14 @@ def problem_of(operation: str, arrays: AttentionArrays, spec: AttentionSpec) -> 
 
 
 def _pattern(x: Any) -> str | None:
-    """Which of the axes `H`, `T`, `S` an array over the scores has: `"1TS"`; `None` for no array."""
+    """Which of the axes `H`, `T`, `S` an array over the scores has, for example `"1TS"`; `None` without an array."""
     if x is None:
         return None
     return "".join(letter if size != 1 else "1" for letter, size in zip("HTS", x.shape[-3:], strict=True))
 
 
 def axes_of(arrays: AttentionArrays, spec: AttentionSpec | None = None) -> dict[str, tuple[str, ...]]:
-    """The axes behind the leading ones of every array that there may be and of the results."""
+    """The axes after the leading ones, for every possible array and for the results."""
     heads, kv_heads = f"H{arrays.q.shape[-2]}", f"H{arrays.k.shape[-2]}"
     scores, queries = (heads, "T", "S"), ("T",)
     return {
@@ -92,7 +93,7 @@ def axes_of(arrays: AttentionArrays, spec: AttentionSpec | None = None) -> dict[
 
 
 def arrays_of(**given: Array) -> AttentionArrays:
-    """The arrays of a call from those by name."""
+    """The arrays of a call from keyword arguments."""
     rows = RowRanges(*(given.pop(name) for name in _ROWS)) if _ROWS[0] in given else None
     return AttentionArrays(**given, rows=rows)
 
@@ -103,7 +104,7 @@ class _AttentionKind(Kind):
         return given if arrays.rows is None else given | dict(zip(_ROWS, arrays.rows, strict=True))
 
     def differentiates(self, platform: Any) -> bool:
-        """Whether the platform brings its own derivative, as a vendor's library does; it gives no lse."""
+        """Whether the platform has its own derivative, as a vendor's library does; it returns no lse."""
         return hasattr(platform, "attend")
 
     def plainly(self, platform: Any, arrays: Any, spec: Any, config: Any) -> Named:
@@ -146,7 +147,7 @@ ATTEND = _AttentionKind(
     unbounded=("lse",),
     wanted=lambda spec: ("out", "lse") if spec.return_lse else ("out",),
     names={"out": OUT_NAME, "lse": LSE_NAME},
-    remedy="Take ejkernel_eqx.Attention for forward mode and second derivatives: the same mathematics, at the size of the scores.",
+    remedy="Use ejkernel_eqx.Attention for forward mode and second derivatives: it computes the same, in memory of the size of the scores.",
 )
 
 
@@ -155,7 +156,7 @@ def attend(
 ) -> tuple[Array, Array | None]:
     """`out [..., T, H, V]` and `lse [..., H, T]` on the platform that the plan chooses for these shapes.
 
-    `lse` is `None` where it was not asked for.
+    `lse` is `None` unless it was requested.
     """
     results = ATTEND.call(plan, operation, arrays, spec)
     return results["out"], results.get("lse")

@@ -1,4 +1,4 @@
-"""What the cotangents of a call give to every backward: nothing of rows that see nothing, whatever they hold."""
+"""Terms of the backward that every platform derives from the cotangents; rows that see no key contribute nothing, even if they hold NaN."""
 
 from typing import NamedTuple
 
@@ -9,26 +9,26 @@ from .spec import AttentionArrays
 
 
 class RowTerms(NamedTuple):
-    """Of every query and head, `[B, H, T]`."""
+    """Per query and head, `[B, H, T]`."""
 
     delta: Array
     """`rowsum(dout * out) - dlse`, float32 (float64 for float64)."""
     empty: Array
-    """Whether the row sees nothing, as far as its results tell: output 0 and no more in the denominator than the sinks."""
+    """Whether the row sees no key, judged by its results: the output is 0 and the denominator holds the sinks only."""
 
 
 def row_terms(arrays: AttentionArrays, out: Array, lse: Array, dout: Array, dlse: Array | None) -> RowTerms:
-    """A row that sees nothing has output 0, a constant: its cotangent, which may be NaN, counts for nothing. Its lse is a constant
-    too, but for sinks, which get what is finite."""
+    """A row that sees no key outputs the constant 0, so its cotangent, which may be NaN, is ignored. Its lse is constant too,
+    except for sinks, which receive the finite part."""
     zero = out == 0
-    # An output of exactly 0 shares nothing with its cotangent, in rows that see something too.
+    # Where the output is exactly 0 the product is 0, also in rows that see a key.
     product = jnp.where(zero, 0, dout.astype(lse.dtype) * out.astype(lse.dtype)).sum(-1).swapaxes(1, 2)
     if arrays.sinks is None:
         empty = lse == -jnp.inf
         alone = empty
     else:
         sinks = arrays.sinks.astype(lse.dtype)[..., None]
-        # The kernels take the logarithm in other units, so that the sink comes back rounded.
+        # The kernels compute the logarithm in other units, so the sink comes back rounded.
         near = jnp.abs(lse - sinks) <= 1e-5 * (1 + jnp.abs(sinks))
         empty = zero.all(-1).swapaxes(1, 2) & ((lse == -jnp.inf) | near)
         alone = empty & ((lse == -jnp.inf) | (False if dlse is None else ~jnp.isfinite(dlse)))
@@ -44,7 +44,7 @@ def clean_cotangent(dout: Array, empty: Array) -> Array:
 
 
 def sinks_gradient(arrays: AttentionArrays, lse: Array, delta: Array) -> Array:
-    """`[B, H]`: of each head's sink, whose share of the denominator shrinks or grows as `delta` says."""
+    """`[B, H]`: the gradient of each head's sink, from its share of the denominator and `delta`."""
     assert arrays.sinks is not None
     nothing = lse == -jnp.inf
     share = jnp.exp(arrays.sinks.astype(lse.dtype)[..., None] - jnp.where(nothing, 0, lse))

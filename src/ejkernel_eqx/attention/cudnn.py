@@ -1,6 +1,6 @@
 """Platform `cuda`: cuDNN's fused attention through the public `jax.nn.dot_product_attention`.
 
-It brings its own derivative, batching and partitioning rules; what it cannot say exactly it refuses here.
+It has its own derivative, batching and partitioning rules. Whatever it cannot compute exactly is refused here.
 """
 
 import dataclasses
@@ -18,7 +18,7 @@ NOTE = "the backward is not guaranteed bitwise repeatable; deterministic=True av
 
 @dataclasses.dataclass(frozen=True)
 class CudnnConfig:
-    """cuDNN chooses its own tiles: there is nothing to set."""
+    """cuDNN chooses its own tiles, so there is nothing to configure."""
 
 
 config_type = CudnnConfig
@@ -41,14 +41,14 @@ def unsupported(problem: Problem, device: DeviceFacts) -> str | None:
         ("bias", "bias"),
         ("mask", "mask"),
         ("segments", "segment ids"),
-        ("rows", "lengths, packing or an offset per row"),
+        ("rows", "lengths, packed sequences or per-row offsets"),
         ("sinks", "sinks"),
         ("alibi_slopes", "ALiBi slopes"),
     ):
         if problem.flag(flag):
             return f"does not take {words}"
     if problem.flag("nested") and device.count > 1:
-        return "merges several leading axes into one, which gathers what a mesh splits along them; merge them before the call"
+        return "merges several leading axes into one, which gathers arrays that a mesh splits along them; merge them before the call"
     if problem.dtype("qkv") not in ("bfloat16", "float16"):
         return f"takes bfloat16 and float16, not {problem.dtype('qkv')}"
     return _unsupported_sizes(problem, device)
@@ -61,19 +61,17 @@ def _unsupported_sizes(problem: Problem, device: DeviceFacts) -> str | None:
     if head_dim % 8 or head_dim > most:
         return f"takes head dims that are multiples of 8 up to {most} on this device, not {head_dim}"
     if 0 in (problem.dim("B"), problem.dim("T"), problem.dim("S")):
-        return "takes no empty arrays"
+        return "does not take empty arrays"
     if problem.dim("T") % 2 or problem.dim("S") % 2:
-        return f"takes even sequence lengths (its backward does), not T {problem.dim('T')} and S {problem.dim('S')}"
+        return f"takes even sequence lengths only (because of its backward), not T {problem.dim('T')} and S {problem.dim('S')}"
     window: Any = problem.flag("window")
     if window is not None:
         if window[1] != 0:
-            return "takes a window only together with causal, and none to the right"
+            return "takes a window only with causal=True and without keys to the right"
         if not problem.flag("top_left"):
-            return (
-                "aligns causal masks and windows top-left: q_offset=0 only, which is the default where T = S"
-            )
+            return "aligns causal masks and windows top-left, so it takes q_offset=0 only, which is the default if T = S"
         if problem.flag("unseen") and problem.dim("T") > problem.dim("S"):
-            return "takes no window that leaves a query without keys: it would not give 0"
+            return "does not take a window that leaves a query without keys: its output there would not be 0"
     return None
 
 
@@ -89,12 +87,12 @@ def attend(arrays: AttentionArrays, spec: AttentionSpec) -> Array:
     """The output `[..., T, H, V]`, differentiable by cuDNN's own backward."""
     q, k, v = arrays.q, arrays.k, arrays.v
     if spec.right == 0 and k.shape[-3] > q.shape[-3]:
-        # Aligned top-left, no query sees a key past the last query. cuDNN would read those in its last tile, and multiply what
-        # they hold by 0.
+        # Aligned top-left, no query sees a key past the last query. cuDNN would read those keys in its last tile and multiply
+        # their values, which may be NaN, by 0.
         k, v = (jax.lax.slice_in_dim(x, 0, q.shape[-3], axis=x.ndim - 3) for x in (k, v))
     lead = q.shape[:-3]
     flat = [x.reshape((-1, *x.shape[-3:])) for x in (q, k, v)]
-    # JAX counts the query's own key out of the window, as `left` does. One that reaches the first key hides nothing.
+    # JAX does not count the query's own key, as `left` does not. A window that reaches the first key hides nothing.
     window = None if spec.left is None or spec.left >= q.shape[-3] - 1 else (spec.left, 0)
     out = jax.nn.dot_product_attention(
         *flat, scale=spec.scale, is_causal=spec.right == 0, local_window_size=window, implementation="cudnn"

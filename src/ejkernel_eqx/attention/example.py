@@ -1,4 +1,4 @@
-"""A problem from a few words, for the command line: sizes by letter and option flags by name."""
+"""Builds a problem for the command line from sizes by letter and option flags by name."""
 
 from collections.abc import Mapping
 from typing import Any
@@ -21,17 +21,17 @@ _CHOICES = {
 
 
 def example_problem(operation: str, dims: Mapping[str, int], dtype: str, flags: Mapping[str, Any]) -> Problem:
-    """The problem of self-attention, causal unless said otherwise.
+    """The problem of self-attention, causal by default.
 
     **Arguments:**
 
-    - `dims`: `T`, `H` and `D` at least; `S` defaults to `T`, `K` to `H`, `V` to `D` and `B` to 1.
-    - `dtype`: of queries, keys, values and bias.
+    - `dims`: at least `T`, `H` and `D`; `S` defaults to `T`, `K` to `H`, `V` to `D` and `B` to 1.
+    - `dtype`: the dtype of queries, keys, values and bias.
     - `flags`: `True` or `False` for `causal` (default true), `alibi_slopes`, `deterministic`, `dropout`, `lse`, `rows` (lengths or packed
-        sequences), `segments`, `sinks`, `soft_cap`, `top_left` (causality counts from the first key); `window`: an int or `(left, right)`;
-        `bias` and `mask`: their axes behind the batch, `1` where broadcast, as `"HTS"` or `"11S"`, or `True` for all.
+        sequences), `segments`, `sinks`, `soft_cap`, `top_left` (causal masks count from the first key); `window`: an int or `(left, right)`;
+        `bias` and `mask`: their axes after the batch axis, `1` where broadcast, such as `"HTS"` or `"11S"`, or `True` for all.
 
-    Raises `ValueError` for a name that is none of these, a missing size, or sizes that do not fit.
+    Raises `ValueError` for an unknown name, a missing size, or sizes that do not fit together.
     """
     top_left = operation == "scaled_dot_product_attention"
     free = {name: (flags.get(name),) for name in ("bias", "mask", "window")}
@@ -40,7 +40,7 @@ def example_problem(operation: str, dims: Mapping[str, int], dtype: str, flags: 
     same = {"S": dims.get("T", 1), "K": dims.get("H", 1), "V": dims.get("D", 1)}
     size = read_sizes(dims, {"T": None, "H": None, "D": None, "B": 1, **same})
     if size["H"] % size["K"]:
-        raise ValueError(f"dims: expected H a multiple of K, received H={size['H']}, K={size['K']}.")
+        raise ValueError(f"dims: expected H to be a multiple of K, received H={size['H']}, K={size['K']}.")
     causal, rows = given["causal"], given["rows"]
     left, right = parse_window(_window(given.get("window")), causal)
     spec = AttentionSpec(
@@ -58,7 +58,7 @@ def example_problem(operation: str, dims: Mapping[str, int], dtype: str, flags: 
 
 
 def _window(value: Any) -> Any:
-    """An int or a pair, also as the text `"left,right"`."""
+    """An int or a pair, which may be the text `"left,right"`."""
     if not isinstance(value, str):
         return value
     try:

@@ -24,11 +24,11 @@ class FlashAttention(Kernel):
     $$s_{ij} = \mathrm{cap}\!\left(\mathrm{scale}\; q_i \cdot k_j\right) + \mathrm{bias}_{ij} + m_h (j - p_i), \qquad
     o_i = \sum_{j \in \mathcal{V}_i} \frac{e^{s_{ij}}}{\sum_{l \in \mathcal{V}_i} e^{s_{il}} + \sum_n e^{\mathrm{sink}_{hn}}}\, v_j$$
 
-    with $\mathrm{cap}(s) = c \tanh(s / c)$ where `logits_soft_cap` $= c$ is given (else $s$), ALiBi slope $m_h$, query position
-    $p_i = \mathrm{offset} + i$, and $\mathcal{V}_i$ the keys visible to query $i$: the intersection of everything that masks. Query head
-    $h$ reads key head $\lfloor h / (H / K) \rfloor$. A query that sees no key gives 0, with zero gradients.
+    with $\mathrm{cap}(s) = c \tanh(s / c)$ if `logits_soft_cap` $= c$ is given (else $s$), ALiBi slope $m_h$, query position
+    $p_i = \mathrm{offset} + i$, and $\mathcal{V}_i$ the keys visible to query $i$: the intersection of all masks. Query head
+    $h$ reads key head $\lfloor h / (H / K) \rfloor$. The output of a query that sees no key is 0, with zero gradients.
 
-    Platforms: cuDNN (`"cuda"`), Triton (`"triton"`, `"triton-interpret"`), XLA (`"xla"`); `ejx.explain` tells which is chosen for given
+    Platforms: cuDNN (`"cuda"`), Triton (`"triton"`, `"triton-interpret"`), XLA (`"xla"`); `ejx.explain` shows which one is chosen for given
     shapes and why. Differentiable in reverse mode in `q, k, v, bias, alibi_slopes, sinks` and through `lse`; for
     forward mode or second derivatives use [`ejkernel_eqx.Attention`][].
 
@@ -58,19 +58,19 @@ class FlashAttention(Kernel):
     ):
         """**Arguments:**
 
-        - `causal`: query $i$ sees keys up to its own position $p_i$.
-        - `sliding_window`: an int $w$ (needs `causal=True`): the last $w$ keys, the query's own included. A pair `(left, right)`: so many keys on
-            either side besides the own; `None` is unbounded.
+        - `causal`: query $i$ sees keys up to its own position $p_i$ only.
+        - `sliding_window`: an int $w$ (requires `causal=True`): the last $w$ keys, including the query's own. A pair `(left, right)`: the number
+            of keys on either side, not counting the query's own; `None` is unbounded.
         - `logits_soft_cap`: the bound $c$ of the tanh soft cap.
         - `softmax_scale`: default `D**-0.5`.
         - `dropout_rate`: probability of dropping an attention weight; the others are scaled by `1 / (1 - rate)`.
-        - `deterministic`: only platforms whose two runs are bitwise equal (all of ours are; cuDNN's backward is not).
-        - `platform`: use this platform or raise; `None` chooses by device and request.
-        - `config`: use this kernel configuration; it implies its platform.
-        - `tune_for`: `(q, k, v)` or [`ejkernel_eqx.inputs`][]`(q, k, v, ...)`, arrays or `jax.ShapeDtypeStruct`s: settle the choice for these
-            now. What no table knows is tuned on this device, forward and backward, unless `ejkernel_eqx.policy_override` forbids it.
-            `UnsupportedError` if no platform takes the call; `TuningError` if there is something to tune and the module is built
-            inside `jit` or another staged function.
+        - `deterministic`: use only platforms that are bitwise repeatable (all of ours are; cuDNN's backward is not).
+        - `platform`: use this platform or raise; `None` chooses by device and call.
+        - `config`: use this kernel configuration, which implies its platform.
+        - `tune_for`: `(q, k, v)` or [`ejkernel_eqx.inputs`][]`(q, k, v, ...)`, arrays or `jax.ShapeDtypeStruct`s: fix the choice for these
+            inputs now. Configurations that no table holds are tuned on this device, forward and backward, unless
+            `ejkernel_eqx.policy_override` forbids it. Raises `UnsupportedError` if no platform supports the call, and `TuningError` if tuning is
+            needed while the module is built inside `jit` or another staged function.
         """
         self.options = ScoreOptions(logits_soft_cap, softmax_scale, dropout_rate, deterministic)
         self.options.check()
@@ -103,24 +103,25 @@ class FlashAttention(Kernel):
     ) -> Any:  # one array or two, as `return_lse` says
         """**Arguments:**
 
-        - `q`: `[..., T, H, D]`, any number of leading axes. bf16, f16, f32 (f64 on XLA).
-        - `k`, `v`: `[..., S, K, D]` and `[..., S, K, V]`, the leading axes and dtype of `q`; `K` divides `H`.
-        - `bias`: broadcastable to `[..., H, T, S]`, any float dtype; never materialised to full size (but under `vmap(grad)`). Differentiable.
+        - `q`: `[..., T, H, D]` with any number of leading axes; bf16, f16, f32 (f64 on XLA).
+        - `k`, `v`: `[..., S, K, D]` and `[..., S, K, V]`, with the leading axes and dtype of `q`; `K` divides `H`.
+        - `bias`: broadcastable to `[..., H, T, S]`, any float dtype; never materialised to full size (except under `vmap(grad)`). Differentiable.
         - `mask`: booleans broadcastable to `[..., H, T, S]` (true = visible) or an [`ejkernel_eqx.Mask`][].
-        - `segment_ids`, `kv_segment_ids`: `[..., T]`, `[..., S]`; equal and not negative ids see each other. Positions count along the row.
-        - `cu_seqlens`, `kv_cu_seqlens`: offsets `[N + 1]` of packed sequences (no leading axes then); positions are per sequence.
-        - `q_lengths`, `kv_lengths`: one per row: real queries and keys; the rest is padding and may hold NaN.
-        - `sinks`: logits `[H]` or `[H, n]` that join the denominator and carry no value. Differentiable.
+        - `segment_ids`, `kv_segment_ids`: `[..., T]`, `[..., S]`; tokens with equal, non-negative ids see each other. Positions count along the
+            row.
+        - `cu_seqlens`, `kv_cu_seqlens`: offsets `[N + 1]` of packed sequences (without leading axes); positions are per sequence.
+        - `q_lengths`, `kv_lengths`: number of real queries and keys, one per row; the rest is padding and may hold NaN.
+        - `sinks`: logits `[H]` or `[H, n]` that join the denominator but have no value. Differentiable.
         - `alibi_slopes`: `[H]`. Differentiable.
         - `q_offset`: position of the first query among the keys; an int or one per row. Default `S - T`: the last query is aligned with the last key.
-        - `key`: PRNG key for dropout. `inference`: drop nothing; default the module's `inference` field (`eqx.nn.inference_mode`).
+        - `key`: PRNG key for dropout. `inference`: disable dropout; defaults to the module's `inference` field (`eqx.nn.inference_mode`).
         - `return_lse`: also return the log-sum-exp of the scores.
 
         **Returns:**
 
-        `[..., T, H, V]` in the dtype of `q`; with `return_lse` also `[..., T, H]` in float32: natural logarithm, sinks included,
-        `-inf` for a query that sees nothing. Raises `ValueError` for arguments that do not fit, `UnsupportedError` if no
-        platform (or not the given one) supports the call.
+        `[..., T, H, V]` in the dtype of `q`; with `return_lse` also `[..., T, H]` in float32: the natural logarithm, including sinks,
+        and `-inf` for a query that sees no key. Raises `ValueError` for invalid arguments, and `UnsupportedError` if no
+        platform, or not the requested one, supports the call.
         """
         masking = MaskInputs(
             mask, segment_ids, kv_segment_ids, cu_seqlens, kv_cu_seqlens, q_lengths, kv_lengths, q_offset
@@ -132,5 +133,5 @@ class FlashAttention(Kernel):
         out, lse = attend(self.plan, self.operation, arrays, spec)
         if not return_lse:
             return out
-        assert lse is not None, "only platforms that give the lse take a call that wants it"
+        assert lse is not None, "only platforms that return the lse take a call that requests it"
         return out, jnp.swapaxes(lse, -1, -2)

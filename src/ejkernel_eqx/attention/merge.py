@@ -12,26 +12,26 @@ Part = tuple[Float[Array, "..."], Float[Array, "..."]]
 def merge_attention(
     *parts: Part, sinks: Float[Array, "..."] | None = None, return_lse: bool = True
 ) -> Part | Float[Array, "..."]:
-    r"""Combines attention over disjoint sets of keys into attention over all of them.
+    r"""Combines attention over disjoint sets of keys into attention over their union.
 
     $$\mathrm{lse} = \log \sum_n e^{\mathrm{lse}_n}, \qquad o = \sum_n e^{\mathrm{lse}_n - \mathrm{lse}}\, o_n$$
 
     **Arguments:**
 
     - `parts`: pairs `(out [..., T, H, V], lse [..., T, H])`, each computed without sinks.
-    - `sinks`: logits `[H]` or `[H, n]`, added to the denominator once, here.
+    - `sinks`: logits `[H]` or `[H, n]`, added to the denominator here, once.
     - `return_lse`: whether to return `lse` as well.
 
     **Returns:**
 
-    `(out, lse)`, or `out` alone. Where no part sees a key the output is 0 and `lse` that of the sinks (`-inf` without). Differentiable.
+    `(out, lse)`, or `out` alone. If no part sees a key, the output is 0 and `lse` is that of the sinks (`-inf` without sinks). Differentiable.
     """
     if not parts:
         raise ValueError("parts: expected at least one pair (out, lse), received none.")
     for out, lse in parts:
         if out.shape[:-1] != lse.shape or out.shape != parts[0][0].shape:
             raise ValueError(
-                f"parts: expected out [..., T, H, V] and lse [..., T, H] of one shape, received {out.shape} and {lse.shape}."
+                f"parts: expected out [..., T, H, V] and lse [..., T, H] with matching axes, received {out.shape} and {lse.shape}."
             )
     lses = [lse for _, lse in parts]
     if sinks is not None:

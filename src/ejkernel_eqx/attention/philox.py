@@ -1,4 +1,4 @@
-"""Dropout decisions that depend on seed, query position and key position only.
+"""Dropout decisions that depend only on seed, query position and key position.
 
 Philox4x32 with seven rounds (Salmon et al., "Parallel random numbers: as easy as 1, 2, 3", SC 2011): any
 platform, tiling or sharding that evaluates the same counter drops the same entries, forward and backward.
@@ -15,7 +15,7 @@ WEYL = (0x9E3779B9, 0xBB67AE85)
 
 
 def threshold(rate: float) -> int:
-    """The 32-bit word below which an entry is dropped."""
+    """The 32-bit threshold below which an entry is dropped."""
     return min(round(rate * 2**32), 2**32 - 1)
 
 
@@ -29,7 +29,7 @@ def _mulhilo(constant: int, x: Array) -> tuple[Array, Array]:
 
 
 def philox(key: tuple[Array, Array], counter: tuple[Array, Array, Array, Array]) -> tuple[Array, ...]:
-    """Philox4x32-7: two key words and four counter words, all uint32 and broadcast together, to four words."""
+    """Philox4x32-7: maps two key words and four counter words, all uint32 and broadcast together, to four words."""
     (k0, k1), (c0, c1, c2, c3) = key, counter
     for _ in range(ROUNDS):
         hi0, lo0 = _mulhilo(MULTIPLIERS[0], c0)

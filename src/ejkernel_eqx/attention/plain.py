@@ -1,4 +1,4 @@
-"""`Attention`: plain attention that also gives its weights, differentiable in every mode."""
+"""`Attention`: plain attention that also returns its weights, differentiable in every mode."""
 
 from typing import ClassVar
 
@@ -24,10 +24,10 @@ register("attention", __package__, [Platform.XLA], tunable=False)
 
 
 class Attention(Kernel):
-    r"""Attention that computes the whole score matrix and returns the weights beside the output.
+    r"""Attention that computes the full score matrix and returns the weights along with the output.
 
-    The mathematics and the arguments of [`ejkernel_eqx.FlashAttention`][], in memory of order $T S$: for looking at weights, for
-    forward-mode and higher derivatives, and as the yardstick of the fast kernels. Accumulates in float32 (float64 for
+    Same equation and arguments as [`ejkernel_eqx.FlashAttention`][], in memory of order $T S$. Use it to inspect weights, for
+    forward-mode and higher derivatives, and as the reference for the fast kernels. Accumulates in float32 (float64 for
     float64 inputs). XLA only. Source: Vaswani et al., *Attention is all you need* (2017), section 3.2.1.
     """
 
@@ -82,8 +82,8 @@ class Attention(Kernel):
 
         **Returns:**
 
-        `(out [..., T, H, V], weights [..., H, T, S])` in the dtype of `q`. The weights are those the values were summed with: after
-        dropout, and with sinks they sum to less than one.
+        `(out [..., T, H, V], weights [..., H, T, S])` in the dtype of `q`. The weights are those that multiply the values: after
+        dropout, and summing to less than one if there are sinks.
         """
         masking = MaskInputs(
             mask, segment_ids, kv_segment_ids, cu_seqlens, kv_cu_seqlens, q_lengths, kv_lengths, q_offset

@@ -1,4 +1,4 @@
-"""The plain mathematics of attention, dense and differentiable by JAX: the oracle of every test."""
+"""A dense reference implementation of attention, differentiable by JAX: the oracle of every test."""
 
 import jax
 import jax.numpy as jnp
@@ -18,7 +18,7 @@ def _positions(arrays: AttentionArrays, spec: AttentionSpec) -> tuple[Array, Arr
 
 
 def visibility(arrays: AttentionArrays, spec: AttentionSpec) -> Array:
-    """Which key each query sees: bool `[B, H, T, S]`."""
+    """Which keys each query sees: bool `[B, H, T, S]`."""
     (batch, t, heads, _), s = arrays.q.shape, arrays.k.shape[1]
     i, j = _positions(arrays, spec)
     seen = jnp.ones((batch, heads, t, s), bool)
@@ -38,19 +38,19 @@ def visibility(arrays: AttentionArrays, spec: AttentionSpec) -> Array:
 
 
 def _every_row(x: Array, run: int, batch: int) -> Array:
-    """`[B or 1, ...]` of an array over the scores whose rows the batch shares."""
+    """`[B or 1, ...]` from an array over the scores whose rows are shared by the batch."""
     if x.shape[0] in (1, batch):
         return x
     return x[jnp.arange(batch) // run % x.shape[0]]
 
 
 def attend(arrays: AttentionArrays, spec: AttentionSpec) -> tuple[Array, Array]:
-    """Output `[B, T, H, V]` and log-sum-exp `[B, H, T]`, in float64 if given float64 and in float32 otherwise."""
+    """Output `[B, T, H, V]` and log-sum-exp `[B, H, T]`, in float64 for float64 inputs and in float32 otherwise."""
     return attend_with_weights(arrays, spec)[:2]
 
 
 def attend_with_weights(arrays: AttentionArrays, spec: AttentionSpec) -> tuple[Array, Array, Array]:
-    """As `attend`, and the weights `[B, H, T, S]` that the values were summed with."""
+    """As `attend`, plus the weights `[B, H, T, S]` that multiply the values."""
     dtype = accumulator(arrays.q.dtype)
     heads, groups = arrays.q.shape[2], arrays.q.shape[2] // arrays.k.shape[2]
     seen = visibility(arrays, spec)

@@ -1,7 +1,7 @@
-"""Representative inputs of an attention problem, made from its description alone.
+"""Representative inputs of an attention problem, generated from its description alone.
 
-Random values; documents, lengths and masks as training has them. What a problem says of its offset and its bias is met exactly, so
-that a call with these inputs is of that very problem.
+Values are random; documents, lengths and masks are as in training. Offset and bias match the problem exactly, so that a call with
+these inputs has the same problem.
 """
 
 import functools
@@ -42,7 +42,7 @@ def spec_of(problem: Problem) -> AttentionSpec:
 
 
 def _offset(problem: Problem, left: int | None, right: int | None) -> int:
-    """The first usual offset of which the flags `top_left` and `unseen` are true."""
+    """The first common offset that is consistent with the flags `top_left` and `unseen`."""
     queries, keys = problem.dim("T"), problem.dim("S")
     usual = keys - queries
     if problem.flag("rows") or (problem.flag("top_left") and usual == 0):
@@ -57,8 +57,8 @@ def _offset(problem: Problem, left: int | None, right: int | None) -> int:
 
 
 def make_inputs(problem: Problem, seed: int) -> Inputs:
-    """Fresh for every seed. The log-sum-exp has a cotangent even where it is not asked for: without it the gradient of a bias or slope is a
-    difference of equal sums, in which 16-bit outputs leave nothing to compare."""
+    """New inputs for every seed. The log-sum-exp has a cotangent even if it is not requested: without it the gradient of a bias or
+    slope is a difference of equal sums, in which 16-bit outputs leave nothing to compare."""
     rng = np.random.default_rng(seed)
     ids, ranges = _segment_ids(problem, rng), _row_ranges(problem, rng)
     arrays, cotangents = _random(problem, seed)
@@ -73,7 +73,7 @@ def make_inputs(problem: Problem, seed: int) -> Inputs:
 
 @functools.partial(jax.jit, static_argnums=0)
 def _random(problem: Problem, seed: Any) -> Inputs:
-    # A generator that compiles and runs fast: what it gives on another kind of device is of no account here.
+    # A generator that compiles and runs fast; its values need not be the same on every kind of device.
     keys = iter(jax.random.split(jax.random.key(seed, impl="rbg"), 9))
     dtype = jnp.dtype(problem.dtype("qkv"))
     wide = accumulator(dtype)
@@ -86,7 +86,7 @@ def _random(problem: Problem, seed: Any) -> Inputs:
         return jax.random.normal(next(keys), shape(pattern), dtype)
 
     q, k, v, dout = normal("BTHD"), normal("BSKD"), normal("BSKV"), normal("BTHV")
-    dlse = math.sqrt(size["V"]) * normal("BHT", wide)  # of the size of a row of `dout`
+    dlse = math.sqrt(size["V"]) * normal("BHT", wide)  # of the magnitude of a row of `dout`
     extra: dict[str, Any] = {}
     if problem.flag("bias"):
         extra["bias"] = normal(f"1{problem.flag('bias')}", jnp.dtype(problem.dtype("bias")))
@@ -102,7 +102,7 @@ def _random(problem: Problem, seed: Any) -> Inputs:
 
 
 def _mask(key: Array, pattern: str, shape: tuple[int, ...]) -> Array:
-    """Most entries visible; where there are queries and keys, causal from the last key on."""
+    """Most entries are visible; with both query and key axes, causal and aligned at the last key."""
     mask = jax.random.bernoulli(key, VISIBLE, shape)
     if pattern.endswith("TS"):
         queries, keys = shape[-2:]
@@ -111,7 +111,7 @@ def _mask(key: Array, pattern: str, shape: tuple[int, ...]) -> Array:
 
 
 def _segment_ids(problem: Problem, rng: np.random.Generator) -> np.ndarray | None:
-    """`[B, max(T, S)]`: documents of varied lengths, and padding where no whole one fits."""
+    """`[B, max(T, S)]`: documents of various lengths, with padding where no whole document fits."""
     if not problem.flag("segments"):
         return None
     batch, length = problem.dim("B"), max(problem.dim("T"), problem.dim("S"))
@@ -123,7 +123,7 @@ def _segment_ids(problem: Problem, rng: np.random.Generator) -> np.ndarray | Non
 
 
 def _documents(length: int, rng: np.random.Generator) -> np.ndarray:
-    """Where documents end in a row of tokens: from a sixteenth to half of it, short ones more often than long ones."""
+    """Where documents end in a row of tokens. Lengths are from a sixteenth to half of the row, short ones more often."""
     least = max(length // 16, 1)
     ends = [0]
     while ends[-1] + least <= length:
@@ -133,8 +133,8 @@ def _documents(length: int, rng: np.random.Generator) -> np.ndarray:
 
 
 def _row_ranges(problem: Problem, rng: np.random.Generator) -> tuple[np.ndarray, ...] | None:
-    """Start, end and position of every query, `[B, T]`, all causal. One row of tokens is packed with documents, as offsets of
-    sequences give it; of several rows each has its own number of keys, between half of them and all."""
+    """Start, end and position of every query, `[B, T]`, all causal. A single row is packed with documents, as with offsets of
+    sequences; of several rows, each has its own number of keys, between half of them and all."""
     if not problem.flag("rows"):
         return None
     batch, queries, keys = (problem.dim(name) for name in "BTS")
@@ -145,15 +145,15 @@ def _row_ranges(problem: Problem, rng: np.random.Generator) -> tuple[np.ndarray,
         start = np.concatenate([[0], ends])[number]
         return start, np.where(index < ends[-1], index + 1, start), index
     lengths = rng.integers(keys // 2, keys + 1, (batch, 1))
-    # Rows of a training batch are padded behind; new queries behind cached keys are the last of their row.
+    # Rows of a training batch are padded at the end; new queries after cached keys are the last of their row.
     position = index + np.zeros_like(lengths) if queries >= keys else index + lengths - queries
     end = np.where(position < lengths, np.clip(position + 1, 0, lengths), 0)
     return np.zeros_like(end), end, position
 
 
 def visible_scores(problem: Problem) -> int:
-    """Pairs of a query and a key it sees, of one head and all batch rows. A dense mask is not counted: no kernel can pass over
-    what it hides."""
+    """Visible (query, key) pairs of one head over all batch rows. Dense masks are ignored, because no kernel can skip what they
+    hide."""
     batch, queries, keys = (problem.dim(name) for name in "BTS")
     spec, rng = spec_of(problem), np.random.default_rng(0)
     ids, ranges = _segment_ids(problem, rng), _row_ranges(problem, rng)
@@ -173,7 +173,7 @@ def visible_scores(problem: Problem) -> int:
     total = 0
     for row, first, last in zip(ids, start, end, strict=True):
         ours, theirs = row[len(row) - queries :], row[len(row) - keys :]
-        # Ids rise along the row, with padding behind all: the keys of a document are one range.
+        # Ids increase along the row, with padding at the end, so the keys of a document form one range.
         real = np.where(theirs < 0, np.iinfo(np.int64).max, theirs)
         begin, stop = np.searchsorted(real, ours, "left"), np.searchsorted(real, ours, "right")
         seen = np.minimum(stop, last) - np.maximum(begin, first)

@@ -1,4 +1,4 @@
-"""`ScaledDotProductAttention`: the signature of `jax.nn.dot_product_attention` on our platforms and contract."""
+"""`ScaledDotProductAttention`: the signature of `jax.nn.dot_product_attention` on our platforms."""
 
 from typing import Any, ClassVar
 
@@ -20,11 +20,11 @@ register("scaled_dot_product_attention", __package__, EVERY)
 
 
 class ScaledDotProductAttention(Kernel):
-    r"""$\mathrm{softmax}(\mathrm{scale}\, q k^\top + \mathrm{bias})\, v$ with the call of `jax.nn.dot_product_attention`.
+    r"""$\mathrm{softmax}(\mathrm{scale}\, q k^\top + \mathrm{bias})\, v$ with the call signature of `jax.nn.dot_product_attention`.
 
-    As there, causal masks are aligned top-left (query $i$ sees keys up to $i$) and an int window $w$ is `(w, w)`. Unlike there,
-    a query that sees no key gives 0 (not the mean of the values), `V != D` is allowed, memory is linear in the sequence length on
-    every platform, and the log-sum-exp is float32 and differentiable. For more options see [`ejkernel_eqx.FlashAttention`][].
+    As in JAX, causal masks are aligned top-left (query $i$ sees keys up to $i$) and an int window $w$ means `(w, w)`. Unlike in JAX,
+    the output of a query that sees no key is 0 (not the mean of the values), `V != D` is allowed, memory is linear in the sequence
+    length on every platform, and the log-sum-exp is float32 and differentiable. For more options see [`ejkernel_eqx.FlashAttention`][].
     """
 
     operation: ClassVar[str] = "scaled_dot_product_attention"
@@ -66,11 +66,11 @@ class ScaledDotProductAttention(Kernel):
         - `bias`, `mask`: broadcastable to `[..., H, T, S]`.
         - `scale`: default `D**-0.5`.
         - `is_causal`: query `i` sees keys up to `i`.
-        - `query_seq_lengths`, `key_value_seq_lengths`: real tokens of each row.
-        - `local_window_size`: `w` or `(left, right)` keys on either side, own key excluded.
+        - `query_seq_lengths`, `key_value_seq_lengths`: number of real tokens per row.
+        - `local_window_size`: `w` or `(left, right)` keys on either side, not counting the query's own.
         - `return_residual`: also return the log-sum-exp `[..., T, H]`.
 
-        **Returns:** `[..., T, H, V]`, with `return_residual` also the log-sum-exp.
+        **Returns:** `[..., T, H, V]`, and the log-sum-exp if `return_residual`.
         """
         whole = isinstance(local_window_size, int | np.integer)
         window = (local_window_size, local_window_size) if whole else local_window_size
@@ -86,5 +86,5 @@ class ScaledDotProductAttention(Kernel):
         out, lse = attend(self.plan, self.operation, arrays, spec)
         if not return_residual:
             return out
-        assert lse is not None, "only platforms that give the lse take a call that wants it"
+        assert lse is not None, "only platforms that return the lse take a call that requests it"
         return out, jnp.swapaxes(lse, -1, -2)

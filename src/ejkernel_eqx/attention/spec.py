@@ -1,6 +1,6 @@
-"""What one attention call is, once every mask, layout and default has been resolved.
+"""The description of an attention call once every mask, layout and default has been resolved.
 
-Everything below the public operations (the reference, XLA, Triton, cuDNN) speaks these four types only. Letters:
+Everything below the public operations (the reference, XLA, Triton, cuDNN) uses only these four types. Letters:
 `B` batch, `T` queries, `S` keys, `H` query heads, `K` key/value heads, `D` key dim, `V` value dim.
 """
 
@@ -16,8 +16,8 @@ class AttentionSpec:
 
     The score of query `i` and key `j` is `s = scale * q_i . k_j`, then `cap * tanh(s / cap)`, then `+ bias`, then
     `+ slope * (j - position_i)`, then the mask. Without `AttentionArrays.rows`, `position_i = i + offset` and query `i`
-    sees `position_i - left <= j <= position_i + right` (`None`: unbounded). With `rows`, those arrays say all
-    of that and `left`, `right` are `None`, `offset` is 0.
+    sees `position_i - left <= j <= position_i + right` (`None`: unbounded). With `rows`, those arrays hold all
+    of that, `left` and `right` are `None`, and `offset` is 0.
     """
 
     scale: float
@@ -30,11 +30,11 @@ class AttentionSpec:
     return_lse: bool = False
     bias_run: int = 1
     mask_run: int = 1
-    """Batch row `b` reads row `b // run % n` of a bias or mask of `n` rows; other than 1 for opaque kernels only."""
+    """Batch row `b` reads row `b // run % n` of a bias or mask of `n` rows; other than 1 only for opaque kernels."""
     bias_over: tuple[str, ...] = ()
-    """Mapped axes, by name, that the gradient of the bias is summed over; for kernels of XLA only."""
+    """Names of mapped axes that the gradient of the bias is summed over; for XLA kernels only."""
     same_segments: bool = False
-    """The keys carry the queries' own segment ids: every query that is no padding sees at least the key at its own place."""
+    """Keys and queries share segment ids, so every query that is not padding sees at least the key at its own position."""
 
     @property
     def ranged(self) -> bool:
@@ -43,7 +43,7 @@ class AttentionSpec:
 
 
 class RowRanges(NamedTuple):
-    """Query `i` sees keys `start_i <= j < end_i` only (`start >= end`: none); `position_i` is its place among the keys,
+    """Query `i` sees only keys `start_i <= j < end_i` (none if `start >= end`); `position_i` is its position among the keys,
     for ALiBi and dropout. Each int32 `[B or 1, T]`."""
 
     start: Array
@@ -52,10 +52,10 @@ class RowRanges(NamedTuple):
 
 
 class AttentionArrays(NamedTuple):
-    """The arrays of a call. Where a size reads "or 1", that axis is broadcast and never materialised.
+    """The arrays of a call. An axis whose size is given as "or 1" may be broadcast and is never materialised.
 
-    A key that no query may see (`kv_segments < 0`, or outside every row's range) may hold NaN, so may a query that
-    sees nothing: neither may reach a result or a gradient.
+    A key that no query may see (`kv_segments < 0`, or outside every row's range) and a query that sees no key may hold
+    NaN, which must not reach a result or a gradient.
     """
 
     q: Array  # [B, T, H, D]
@@ -63,7 +63,7 @@ class AttentionArrays(NamedTuple):
     v: Array  # [B, S, K, V]
     bias: Array | None = None  # [B or its divisor, H or 1, T or 1, S or 1], any float dtype
     alibi_slopes: Array | None = None  # [B or 1, H] float32
-    sinks: Array | None = None  # [B or 1, H] float32: one logit a head that joins the denominator
+    sinks: Array | None = None  # [B or 1, H] float32: one logit per head that joins the denominator
     mask: Array | None = None  # bool [B or its divisor, H or 1, T or 1, S or 1], True = visible
     q_segments: Array | None = None  # int32 [B or 1, T]; visible iff equal and >= 0
     kv_segments: Array | None = None  # int32 [B or 1, S]; given iff q_segments is
@@ -72,11 +72,11 @@ class AttentionArrays(NamedTuple):
 
 
 LEARNED = ("q", "k", "v", "bias", "alibi_slopes", "sinks")
-"""The arrays that gradients are taken in."""
+"""The arrays that have gradients."""
 
 
 class AttentionGrads(NamedTuple):
-    """Cotangents of the differentiable arrays, each in its array's shape and dtype; `None` where none was given."""
+    """Cotangents of the differentiable arrays, each in its array's shape and dtype; `None` for absent arrays."""
 
     q: Array
     k: Array

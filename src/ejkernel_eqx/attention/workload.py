@@ -1,4 +1,4 @@
-"""What the tuner needs of attention: representative work, the plain mathematics to check it by, and its cost."""
+"""What the tuner needs from attention: representative work, a reference to check it against, and its cost."""
 
 import dataclasses
 import functools
@@ -19,9 +19,9 @@ from .spec import AttentionArrays, AttentionSpec, LEARNED
 
 
 def workload(implementation: Implementation, problem: Problem) -> Workload:
-    """The work of one problem on one of the platforms of this core."""
+    """The work of one problem on one of attention's platforms."""
     spec, make = spec_of(problem), functools.partial(make_inputs, problem)
-    if ATTEND.differentiates(implementation.load()):  # it gives no lse
+    if ATTEND.differentiates(implementation.load()):  # it returns no lse
         make = functools.partial(_without_lse, problem)
     return dataclasses.replace(
         workload_of(ATTEND, implementation, spec, make, flops=0.0),
@@ -36,8 +36,8 @@ def _without_lse(problem: Problem, seed: int) -> Inputs:
 
 
 def _by_row_and_head(spec: AttentionSpec, inputs: Inputs) -> dict[str, Array]:
-    """All results by the plain mathematics in float32 (float64 if given it): one batch row and key head after the other, so that the scores
-    of a whole call are never there."""
+    """All results of the reference in float32 (float64 for float64 inputs), one batch row and key head after the other, so that the
+    scores of a whole call are never in memory at once."""
     arrays, dout, dlse = inputs.arrays, inputs.cotangents["out"], inputs.cotangents["lse"]
     wide = accumulator(arrays.q.dtype)
     batch, heads, kv_heads = arrays.q.shape[0], arrays.q.shape[2], arrays.k.shape[2]
@@ -61,7 +61,7 @@ def _by_row_and_head(spec: AttentionSpec, inputs: Inputs) -> dict[str, Array]:
         return {"out": out, "lse": lse, **grads}
 
     def of_head(kv_head: Array) -> dict[str, Array]:
-        """Results of all batch rows, `[B, 1, ...]`; what the rows share is summed: `[1, ...]`."""
+        """Results of all batch rows, `[B, 1, ...]`; those of arrays that the rows share are summed: `[1, ...]`."""
 
         def step(total: dict[str, Array], row: Array) -> tuple[dict[str, Array], dict[str, Array]]:
             results = one((kv_head, row))
@@ -88,7 +88,7 @@ _HEAD_AXIS: dict[str, int | None] = {
 
 
 def _take(x: Array, axis: int | None, *, batch_row: Array, kv_head: Array, heads: tuple[int, int]) -> Array:
-    """Of an array its part of one batch row and of the heads that read one key head."""
+    """The part of an array for one batch row and the heads that read one key head."""
     x = lax.dynamic_slice_in_dim(x, batch_row, 1) if x.shape[0] > 1 else x
     if axis is None or x.shape[axis] == 1:
         return x
@@ -97,7 +97,7 @@ def _take(x: Array, axis: int | None, *, batch_row: Array, kv_head: Array, heads
 
 
 def _join(x: Array, axis: int | None, shape: tuple[int, ...]) -> Array:
-    """`[K, B or 1, ...]` to an array with all its heads; what the heads share is summed."""
+    """`[K, B or 1, ...]` to an array with all heads; results of arrays that the heads share are summed."""
     assert axis is not None
     if shape[axis] == 1:
         return x.sum(0).reshape(shape)
@@ -105,7 +105,7 @@ def _join(x: Array, axis: int | None, shape: tuple[int, ...]) -> Array:
 
 
 def costs(problem: Problem) -> dict[str, Cost]:
-    """Operations of the matrix products over what is visible; every array read or written once."""
+    """Operations of the matrix products over visible pairs; bytes of every array read or written once."""
     heads, dims = problem.dim("H"), problem.dim("D") + problem.dim("V")
     flops = 2.0 * visible_scores(problem) * heads * dims
     arrays, cotangents = jax.eval_shape(lambda: make_inputs(problem, 0))
@@ -114,6 +114,6 @@ def costs(problem: Problem) -> dict[str, Cost]:
     gradients = sum(bytes_of(getattr(arrays, name)) for name in LEARNED)
     return {
         FORWARD: Cost(flops, forward),
-        # The backward makes the scores again: five products for the forward's two.
+        # The backward recomputes the scores: five products to the forward's two.
         BOTH: Cost(3.5 * flops, forward + bytes_of(cotangents) + gradients),
     }

@@ -1,9 +1,9 @@
 """Attention in plain XLA: one scan over the visible (query tile, key tile) pairs, with its own backward.
 
-The list of pairs is built at trace time from the static window, so causal and windowed attention does only the
-tiles it needs and no loop bound depends on data. Tiles never pad: where a length is not a multiple, the last tile
-starts earlier and hides the part that the tile before it has done. No matmul contracts the rows of its left operand,
-which on a CPU costs three times as much: the backward takes `q` and `dout` transposed as well, and accumulates `dk`
+The list of pairs is built at trace time from the static window, so causal and windowed attention computes only the
+tiles it needs and no loop bound depends on data. Tiles are never padded: if a length is not a multiple of the tile, the last
+tile starts earlier and hides what the tile before it has done. No matmul contracts the rows of its left operand, which
+costs three times as much on a CPU: the backward also uses `q` and `dout` transposed, and accumulates `dk`
 and `dv` transposed.
 """
 
@@ -33,7 +33,7 @@ _ALIGNMENT = 16  # tile lengths are multiples of this, unless the whole axis is 
 
 @dataclasses.dataclass(frozen=True)
 class XlaTile:
-    """Tile lengths along the queries and along the keys; longer than the axis means the axis."""
+    """Tile lengths along queries and keys; a tile longer than the axis covers the whole axis."""
 
     block_q: int
     block_k: int
@@ -47,14 +47,14 @@ class XlaTile:
 
 @dataclasses.dataclass(frozen=True)
 class XlaConfig:
-    """The tiles of the forward, and those of the backward."""
+    """Tiles of the forward and of the backward."""
 
     forward: XlaTile
     backward: XlaTile
 
 
 config_type = XlaConfig
-_TILES_IN_MEMORY = 48  # a GPU's memory holds so many times the scores of one tile
+_TILES_IN_MEMORY = 48  # a GPU's memory holds this many times the scores of one tile
 _TILES = tuple(
     XlaTile(*sides)
     for sides in (
@@ -65,7 +65,7 @@ _TILES = tuple(
 
 
 def unsupported(problem: Any, device: Any) -> str | None:
-    """Why this platform cannot serve the problem: it serves all."""
+    """Why this platform cannot serve the problem: never, it supports all."""
     return None
 
 
@@ -75,8 +75,8 @@ def default_config(problem: Any, device: Any) -> XlaConfig:
 
 
 def _ordered(problem: Any, device: Any) -> list[XlaTile]:
-    """The heuristic first: on a GPU the largest square tile whose scores are a small part of its memory, as every tile is a round
-    of launches."""
+    """The heuristic first. On a GPU that is the largest square tile whose scores are a small part of its memory, since every tile
+    takes a round of launches."""
     if device.backend is not Backend.GPU:
         return list(_TILES)
     sides = (512, 256) if problem.dtype("qkv") == "float32" else (1024, 512, 256)
@@ -91,7 +91,7 @@ def _ordered(problem: Any, device: Any) -> list[XlaTile]:
 
 
 def candidates(problem: Any, device: Any) -> list[XlaConfig]:
-    """Configurations worth timing, the heuristic first. Tiles that cut the axes alike are given once."""
+    """Configurations worth timing, the heuristic first. Tiles that split the axes alike appear once."""
     distinct = {}
     for tile in _ordered(problem, device):
         cut = _split(problem.dim("T"), tile.block_q)[0], _split(problem.dim("S"), tile.block_k)[0]
@@ -104,7 +104,7 @@ def _ceil(x: int, multiple: int) -> int:
 
 
 def _split(length: int, block: int) -> tuple[int, Any, Any]:
-    """Tile length, where each tile starts, and the first index that belongs to it alone; tiles of even size."""
+    """Tile length, the start of each tile, and the first index that no earlier tile covers; tiles have equal size."""
     if is_symbolic(length):
         start = xla_symbols.starts(length, block)
         return block, start, start
@@ -115,11 +115,11 @@ def _split(length: int, block: int) -> tuple[int, Any, Any]:
 
 
 class _Tiles(NamedTuple):
-    """The visible pairs of tiles, in order: their starts and the first fresh query and key of each. All static."""
+    """The visible pairs of tiles in order: their starts and the first new query and key of each. All static."""
 
     block_q: int
     block_k: int
-    pairs: Any  # int32 [pairs, 4]: query start, key start, fresh query, fresh key; traced where a length is a symbol
+    pairs: Any  # int32 [pairs, 4]: query start, key start, first new query, first new key; traced if a length is symbolic
     overlap_q: bool
     overlap_k: bool
 
@@ -141,7 +141,7 @@ class _Tiles(NamedTuple):
 
 
 def _every(terms: list[Array]) -> Array | None:
-    """Where all hold; `None` for everywhere."""
+    """The conjunction of all terms; `None` for true everywhere."""
     return functools.reduce(operator.and_, terms) if terms else None
 
 
@@ -150,7 +150,7 @@ class _Call:
 
     def __init__(self, arrays: AttentionArrays, spec: AttentionSpec, tile: XlaTile):
         self.spec, self.offset = spec, as_value(spec.offset)
-        self.lengths = xla_symbols.lengths_of(arrays)  # without padding, where there is some
+        self.lengths = xla_symbols.lengths_of(arrays)  # without padding, if there is any
         self.arrays = arrays = xla_symbols.whole(arrays, tile)
         self.batch, self.t, self.heads, self.dim = arrays.q.shape
         self.s, self.kv_heads, self.value_dim = arrays.v.shape[1:]
@@ -170,7 +170,7 @@ class _Call:
     def zeros(self, shape: tuple[int, ...], summed: tuple[int, ...] = ()) -> Array:
         """Zeros `[B, K, G, ...]`, with 1 for the `summed` axes, to start a carry from.
 
-        Their type says what the loop's results will say: sharded alike (Explicit meshes), varying alike
+        Their type matches that of the loop's results: the same sharding (Explicit meshes), the same varying axes
         (`shard_map`).
         """
         start = jnp.zeros_like(self.q, self.accum).sum((3, 4)).sum(summed, keepdims=True)
@@ -179,7 +179,7 @@ class _Call:
         return jnp.broadcast_to(start, shape)
 
     def full(self, x: Array | None) -> Array | None:
-        """`[B, H, T, S]` to `[B, K, G, T, S]`, each axis possibly 1."""
+        """`[B, H, T, S]` to `[B, K, G, T, S]`; any axis may have size 1."""
         if x is None:
             return None
         heads = (1, 1) if x.shape[1] == 1 else (self.kv_heads, self.groups)
@@ -212,12 +212,12 @@ class _Call:
         if arrays.rows is not None:
             terms.append(self._in_some_range(arrays.rows)[..., None])
         if self.mask is not None:
-            # A constant mask would be reduced while compiling, which takes seconds where running takes microseconds.
+            # XLA would reduce a constant mask while compiling, which takes seconds instead of microseconds at run time.
             terms.append(lax.optimization_barrier(self.mask).any((2, 3)).swapaxes(1, 2))
         return _every(terms)
 
     def _keys_in_window(self) -> list[Array]:
-        """`[1, S, 1]`, if not all."""
+        """`[1, S, 1]`, or an empty list if the window covers all keys."""
         spec, queries = self.spec, self.t
         if self.lengths is not None:
             queries, j = as_value(self.lengths[0]), jnp.arange(self.s, dtype=jnp.int32)
@@ -231,9 +231,9 @@ class _Call:
         return [] if static.all() else [jnp.asarray(static)[None, :, None]]
 
     def _in_some_range(self, rows: RowRanges) -> Array:
-        """`[B or 1, S]`: whether some query's range holds the key.
+        """`[B or 1, S]`: whether any query's range contains the key.
 
-        A loop, as a compiler may write out the `T x S` mask.
+        A loop, because the compiler could materialise the `T x S` mask.
         """
         if self.t == 0:
             return jnp.zeros((rows.start.shape[0], self.s), bool)
@@ -252,13 +252,13 @@ class _Call:
         return lax.scan(body, nowhere, jnp.asarray(starts, jnp.int32))[0]
 
     def rows(self, x: Array | None, pair: Array, axis: int) -> Any:
-        """The query tile of `x` along `axis`; whole where that axis is broadcast."""
+        """The query tile of `x` along `axis`; all of it if that axis is broadcast."""
         if x is None or (x.shape[axis] == 1 != self.t):
             return x
         return lax.dynamic_slice_in_dim(x, pair[0], self.tiles.block_q, axis)
 
     def columns(self, x: Array | None, pair: Array, axis: int) -> Any:
-        """The key tile of `x` along `axis`; whole where that axis is broadcast."""
+        """The key tile of `x` along `axis`; all of it if that axis is broadcast."""
         if x is None or (x.shape[axis] == 1 != self.s):
             return x
         return lax.dynamic_slice_in_dim(x, pair[1], self.tiles.block_k, axis)
@@ -267,7 +267,7 @@ class _Call:
         return jnp.einsum(pattern, x, y, precision=self.precision, preferred_element_type=self.accum)
 
     def fold(self, x: Array) -> Array:
-        """`[.., G, Q, D]` to `[.., G * Q, D]`: the query heads of a key head are rows of one matmul."""
+        """`[.., G, Q, D]` to `[.., G * Q, D]`: the query heads of a key head become rows of one matmul."""
         return x.reshape(*x.shape[:-3], self.groups * self.tiles.block_q, x.shape[-1])
 
     def fold_last(self, x: Array) -> Array:
@@ -279,7 +279,7 @@ class _Call:
         return x.reshape(*x.shape[:-2], self.groups, self.tiles.block_q, x.shape[-1])
 
     def positions(self, pair: Array) -> tuple[Array, Array]:
-        """Of the queries `[B or 1, 1, 1, Q, 1]` and keys `[1, 1, 1, 1, K]` of a tile, among the keys."""
+        """Positions of the queries `[B or 1, 1, 1, Q, 1]` and keys `[1, 1, 1, 1, K]` of a tile, counted in keys."""
         j = (pair[1] + jnp.arange(self.tiles.block_k, dtype=jnp.int32))[None, None, None, None, :]
         if self.arrays.rows is not None:
             return self._tile_rows(self.arrays.rows.position, pair), j
@@ -290,7 +290,7 @@ class _Call:
         return self.rows(x, pair, 1)[:, None, None, :, None]
 
     def visible(self, pair: Array) -> Array | None:
-        """Which entries of a tile take part, broadcastable to `[B, K, G, Q, K]`; `None` for all."""
+        """Which entries of a tile are visible, broadcastable to `[B, K, G, Q, K]`; `None` for all."""
         spec, arrays, (i, j) = self.spec, self.arrays, self.positions(pair)
         terms = []
         if self.tiles.overlap_q:
@@ -317,7 +317,7 @@ class _Call:
         return _every(terms)
 
     def scores(self, q: Array, k: Array, pair: Array) -> tuple[Array, Array | None]:
-        """Masked scores `[B, K, G, Q, K]` of a tile, and `tanh` of the capped ones."""
+        """Masked scores `[B, K, G, Q, K]` of a tile, and the `tanh` of the soft cap."""
         scores, bent = self.unfold(self.dot("bkqd,bksd->bkqs", q, k)) * self.spec.scale, None
         if self.spec.logits_soft_cap is not None:
             bent = jnp.tanh(scores / self.spec.logits_soft_cap)
@@ -350,7 +350,7 @@ class _Call:
         return lax.scan(lambda c, pair: (body(c, pair), None), carry, jnp.asarray(self.tiles.pairs))[0]
 
     def _inside_window(self, body: Callable[[Any, Array], Any]) -> Callable[[Any, Array], Any]:
-        """`body` for the pairs of which the window leaves something: they are not known while this is traced."""
+        """Runs `body` only for pairs that the window leaves visible, which are not known while tracing."""
 
         def inside(carry: Any, pair: Array) -> Any:
             seen = xla_symbols.in_window(pair, self.tiles.block_q, self.tiles.block_k, self.spec)
@@ -375,7 +375,7 @@ def forward(arrays: AttentionArrays, spec: AttentionSpec, config: XlaConfig) -> 
     rows = call.q.shape[:-1]
     total = call.zeros(rows)
     largest = total - jnp.inf
-    if call.sinks is not None:  # A sink is a key seen first, whose value is 0.
+    if call.sinks is not None:  # A sink is a key that is seen first and whose value is 0.
         largest = total + call.sinks.astype(call.accum)[..., None]
         total = jnp.where(largest > -jnp.inf, total + 1, total)
     acc = call.zeros((*rows, call.value_dim))
@@ -472,10 +472,10 @@ def backward(
 
 
 def _cleaned(call: _Call, empty: Array, dout: Array) -> tuple[Array, Array]:
-    """`q` and `dout` in tile layout, finite where a query sees nothing, which is `empty`."""
+    """`q` and `dout` in tile layout, made finite for `empty` queries, which see no key."""
     q, do = call.q, dout
     if call.hides or call.bias is not None:
-        # A row that sees a key may look empty by rounding, but then its query is finite, as a NaN would have reached the lse.
+        # A row that sees a key may look empty through rounding, but then its query is finite: a NaN would have reached the lse.
         q = jnp.where(call.per_head(empty)[..., None] & ~jnp.isfinite(q), jnp.zeros((), q.dtype), q)
         do = clean_cotangent(do, empty)
     return q, call.queries(do).astype(call.arrays.v.dtype)
@@ -500,8 +500,8 @@ class _BiasGradient:
             return
         lengths = (call.batch, call.kv_heads, call.groups, call.t, call.s)
         self.summed = tuple(a for a in range(5) if self.bias.shape[a] == 1 != lengths[a])
-        # A bias over both queries and keys sums its batch and heads at once: what remains is the size of the bias. Any
-        # other is small, so its batch and heads are summed once, after the loop: one reduction between devices.
+        # For a bias over both queries and keys, batch and heads are summed at once, so that the carry has the size of the bias. Any
+        # other bias is small, so its batch and heads are summed once, after the loop, with one reduction between devices.
         self.small = bool({3, 4} & set(self.summed))
         late = tuple(a for a in self.summed if a < 3) if self.small else ()
         self.late, self.early = late, tuple(a for a in self.summed if a not in late)

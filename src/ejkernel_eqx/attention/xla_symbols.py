@@ -1,4 +1,4 @@
-"""Lengths that are symbols (`jax.export`): padded to whole tiles, with a list of tiles that is made when the exported function runs."""
+"""Symbolic lengths (`jax.export`): padded to whole tiles, with a list of tiles that is built when the exported function runs."""
 
 from typing import Any
 
@@ -13,13 +13,13 @@ Lengths = tuple[Any, Any]
 
 
 def lengths_of(arrays: AttentionArrays) -> Lengths | None:
-    """How many queries and keys there are, where either is a symbol."""
+    """The number of queries and keys, if either is symbolic."""
     lengths = arrays.q.shape[1], arrays.k.shape[1]
     return lengths if any(map(is_symbolic, lengths)) else None
 
 
 def whole(arrays: AttentionArrays, tile: Any) -> AttentionArrays:
-    """The arrays of whole tiles. What they are padded with is seen by nobody."""
+    """The arrays padded to whole tiles; no query sees the padding."""
     if lengths_of(arrays) is None:
         return arrays
     q, s = tile.block_q, tile.block_k
@@ -39,14 +39,14 @@ def whole(arrays: AttentionArrays, tile: Any) -> AttentionArrays:
 def whole_rows(
     out: Array, lse: Array, dout: Array, dlse: Array | None, tile: Any
 ) -> tuple[Array, Array, Array, Array | None]:
-    """Results and their cotangents, of whole tiles; a row of padding has no weights."""
+    """Results and their cotangents padded to whole tiles; padding rows have zero weights."""
     q = tile.block_q
     dlse = None if dlse is None else _to_tiles(dlse, 2, q)
     return _to_tiles(out, 1, q), _to_tiles(lse, 2, q, jnp.inf), _to_tiles(dout, 1, q), dlse
 
 
 def cut(grads: AttentionGrads, arrays: AttentionArrays) -> AttentionGrads:
-    """Of whole tiles, those of the arrays as they were given."""
+    """Gradients of whole tiles, cut to the original lengths of the arrays."""
     queries, keys, bias = arrays.q.shape[1], arrays.k.shape[1], grads.bias
     if bias is not None and arrays.bias is not None:
         bias = bias[:, :, : arrays.bias.shape[2], : arrays.bias.shape[3]]
@@ -54,7 +54,7 @@ def cut(grads: AttentionGrads, arrays: AttentionArrays) -> AttentionGrads:
 
 
 def _to_tiles(x: Array, axis: int, block: int, fill: Any = 0) -> Array:
-    """Padded behind to whole blocks where the length is a symbol."""
+    """Padded at the end to whole blocks if the length is symbolic."""
     length = x.shape[axis]
     if not is_symbolic(length):
         return x
@@ -77,7 +77,7 @@ def pairs(q_start: Any, q_fresh: Any, k_start: Any, k_fresh: Any) -> Array:
 
 
 def in_window(pair: Array, block_q: int, block_k: int, spec: AttentionSpec) -> Array | None:
-    """Whether the static window leaves anything of a pair of tiles; `None` where there is no window."""
+    """Whether the static window leaves anything of a pair of tiles visible; `None` without a window."""
     offset, seen = as_value(spec.offset), None
     if spec.left is not None:
         seen = pair[1] + block_k - 1 >= pair[2] + offset - spec.left

@@ -26,15 +26,15 @@ def parameters(x: Array, weight: Any, bias: Any) -> tuple[Array, Array | None]:
     weight = array("weight", weight, "C W")
     if weight.ndim != 2 or weight.shape[0] != channels or weight.shape[1] < 1:
         raise ValueError(
-            f"weight: expected [C, W] with C = {channels}, the last axis of x, received shape {weight.shape}; published code that "
-            "has [C, 1, W] drops the axis in the middle."
+            f"weight: expected [C, W] with C = {channels}, the last axis of x, received shape {weight.shape}; for published "
+            "weights of shape [C, 1, W], drop the middle axis."
         )
     return weight, None if bias is None else fitting("bias", bias, (channels,), "C")
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class Call:
-    """A resolved call, and how its results become the caller's."""
+    """A resolved call, and the conversion of its results to the caller's layout."""
 
     arrays: ConvArrays
     state_dtype: Any
@@ -62,7 +62,7 @@ def resolve(x: Any, weight: Any, bias: Any, initial_state: Any, cu_seqlens: Any,
 
 
 def places_of(packing: Packing, held: int) -> Places:
-    """Where real tokens go, so that each row has them side by side."""
+    """The positions of real tokens, contiguous within each row."""
     real = packing.real
     assert real is not None
     axis = real.ndim - 1
@@ -70,7 +70,7 @@ def places_of(packing: Packing, held: int) -> Places:
     tokens = jnp.broadcast_to(jnp.arange(length, dtype=jnp.int32), real.shape)
     rank = jnp.cumsum(real, axis, dtype=jnp.int32) - 1
     total = rank[..., -1:] + 1 if length else jnp.zeros((*real.shape[:-1], 1), jnp.int32)
-    # Padding goes behind, in its order: a permutation.
+    # Padding comes last, in its original order: a permutation.
     goes = jnp.where(real, rank, total + tokens - rank - 1)
     order = _scatter(goes, tokens)
     is_real = tokens < total
@@ -90,7 +90,7 @@ def places_of(packing: Packing, held: int) -> Places:
         enter, leave = jnp.where(first == 0, 0, -1), jnp.where(first == last, 0, -1)
         first_end = jnp.where(is_real & (first == 0), tokens + 1, 0).max(axis, keepdims=True, initial=0)
         spans = jnp.concatenate([jnp.zeros_like(total), first_end, last, total], -1)[..., None, :]
-    entry = held - (end - tokens)  # counted from the end: the last token is the newest
+    entry = held - (end - tokens)  # counted from the end, as the last token is the newest
     leaves = is_real & (leave >= 0) & (entry >= 0)
     return Places(
         order,

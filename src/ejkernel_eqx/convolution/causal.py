@@ -1,4 +1,4 @@
-"""`CausalConv1d`: a causal convolution of each channel with its own few weights."""
+"""`CausalConv1d`: a short causal depthwise convolution."""
 
 from typing import Any, ClassVar
 
@@ -20,15 +20,15 @@ register("causal_conv1d", __package__)
 
 
 class CausalConv1d(Kernel):
-    r"""A causal depthwise convolution over time, as the short convolutions of Mamba and of gated linear attention.
+    r"""A causal depthwise convolution over time, such as the short convolutions of Mamba and gated linear attention.
 
     $$y_{tc} = \mathrm{act}\Big(b_c + \sum_{w=0}^{W-1} \mathrm{weight}_{cw}\; x_{t-W+1+w,\,c}\Big)$$
 
-    where what lies before a sequence is its initial state: the $W - 1$ inputs before its first token, the oldest first, zeros by default. Sums in
-    float32 (float64 for float64). The backward keeps nothing but the inputs.
+    where the inputs before a sequence come from its initial state: the $W - 1$ inputs before its first token, oldest first, zero by default.
+    Accumulates in float32 (float64 for float64). The backward keeps only the inputs.
 
     Platforms: Triton (`"triton"`, `"triton-interpret"`), XLA (`"xla"`). Differentiable in reverse mode in every float argument and through both
-    results; `platform="xla"` in forward mode and twice as well.
+    results; `platform="xla"` also supports forward mode and second derivatives.
 
     Source: Gu & Dao, *Mamba* (2023), section 3.4.
     """
@@ -49,9 +49,9 @@ class CausalConv1d(Kernel):
         """**Arguments:**
 
         - `activation`: `None` or `"silu"`.
-        - `platform`: use this platform or raise; `None` chooses by device and request.
-        - `config`: use this kernel configuration; it implies its platform.
-        - `tune_for`: `(x, weight)` or [`ejkernel_eqx.inputs`][]`(...)`, arrays or `jax.ShapeDtypeStruct`s: settle the choice for these now.
+        - `platform`: use this platform or raise; `None` chooses by device and call.
+        - `config`: use this kernel configuration, which implies its platform.
+        - `tune_for`: `(x, weight)` or [`ejkernel_eqx.inputs`][]`(...)`, arrays or `jax.ShapeDtypeStruct`s: fix the choice for these inputs now.
         """
         self.activation = check_activation(activation)
         self.plan = plan_of(CausalConv1d, self, platform, config, tune_for)
@@ -69,20 +69,21 @@ class CausalConv1d(Kernel):
     ) -> tuple[Array, Array]:
         """**Arguments:**
 
-        - `x`: `[..., T, C]`, any number of leading axes. bf16, f16, f32 (f64 on XLA).
-        - `weight`: `[C, W]`, any float dtype, any `W` (Triton: up to 8). The last one meets the token itself.
+        - `x`: `[..., T, C]` with any number of leading axes; bf16, f16, f32 (f64 on XLA).
+        - `weight`: `[C, W]`, any float dtype, any `W` (Triton: up to 8). The last weight multiplies the current token.
         - `bias`: `[C]`.
         - `initial_state`: `[..., W - 1, C]`, or `[N, W - 1, C]` with `cu_seqlens`: the inputs before the first token, oldest first.
-        - `cu_seqlens`: offsets `[N + 1]` of packed sequences (no leading axes then); tokens past the last give 0.
-        - `segment_ids`: `[..., T]`; a new segment, which sees nothing of what is before it, starts where the id changes. Negative ids are padding,
-            left, right or between: as if it were not there; the output there is 0. The initial state enters the row's first segment; the
-            final state is the last one's.
+        - `cu_seqlens`: offsets `[N + 1]` of packed sequences (without leading axes); the output of tokens past the last offset is 0.
+        - `segment_ids`: `[..., T]`; a new segment, which sees no earlier tokens, starts where the id changes. Negative ids are padding, on
+            either side or in between: it is skipped, and its output is 0. The initial state enters the row's first segment; the final
+            state is that of the last segment.
 
-        **Returns:** `(out, final_state)`: `[..., T, C]` in the dtype of `x`, and the last `W - 1` inputs, as `initial_state` and in its dtype.
-        Raises `ValueError` for arguments that do not fit, `UnsupportedError` if no platform (or not the given one) supports the call.
+        **Returns:** `(out, final_state)`: `[..., T, C]` in the dtype of `x`, and the last `W - 1` inputs, in the shape and dtype of
+        `initial_state`. Raises `ValueError` for invalid arguments, and `UnsupportedError` if no platform, or not the requested one, supports
+        the call.
         """
         call = resolve(x, weight, bias, initial_state, cu_seqlens, segment_ids)
-        if not call.arrays.x.size:  # nothing to launch, and states as they came
+        if not call.arrays.x.size:  # nothing to launch; states are unchanged
             return call.finish({"out": call.arrays.x, "final_state": entering(call.arrays)})
         return call.finish(CONVOLVE.call(self.plan, self.operation, call.arrays, ConvSpec(self.activation)))
 
@@ -96,17 +97,17 @@ class CausalConv1d(Kernel):
         *,
         state_indices: Int[Array, "..."] | None = None,
     ) -> tuple[Array, Array]:
-        """One token of every row, for decoding; in XLA, whatever the platform.
+        """Processes one token per row, for decoding; always on XLA.
 
         **Arguments:**
 
         - `x`: `[..., C]`. `weight`, `bias`: as in a call.
-        - `state`: `[..., W - 1, C]`; with `state_indices` a pool `[slots, W - 1, C]`, written in place where it is donated.
-        - `state_indices`: int `[B]`, the slot of each row of `x [B, C]`; -1: output 0 and nothing written. No slot may be given twice.
+        - `state`: `[..., W - 1, C]`; with `state_indices` a pool `[slots, W - 1, C]`. Updated in place if donated.
+        - `state_indices`: int `[B]`, the slot of each row of `x [B, C]`; for -1 the output is 0 and nothing is written. Slots must be distinct.
 
         **Returns:**
 
-        `(out, state)`: `[..., C]` in the dtype of `x`, and the new states (the whole pool).
+        `(out, state)`: `[..., C]` in the dtype of `x`, and the new states (with `state_indices`, the whole pool).
         """
         arguments = resolve_step(x, weight, bias, state, state_indices)
         return advance(*arguments, ConvSpec(self.activation))

@@ -1,4 +1,4 @@
-"""The family's one kind of call: its problem and its axes."""
+"""The family's only kind of call: its problem and its axes."""
 
 from ..core import Kind
 from ..dispatch import Problem
@@ -7,7 +7,7 @@ from .spec import ConvArrays, ConvSpec, LEARNED, LETTERS, RESULTS, SHARED
 
 
 def problem_of(operation: str, arrays: ConvArrays, spec: ConvSpec) -> Problem:
-    """The host metadata of a call; shapes are those seen here, so the local ones inside a partitioned body."""
+    """The host metadata of a call. Shapes are those seen here: inside a partitioned body, the local ones."""
     size = LETTERS.sizes(arrays)
     dims = {name: size[name] for name in ("B", "T", "C", "W", *("N" if arrays.spans is not None else ""))}
     return Problem.make(

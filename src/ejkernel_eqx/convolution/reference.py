@@ -1,4 +1,4 @@
-"""The convolution as it is written, token by token with the state of its sequence: the oracle of every test."""
+"""The convolution token by token, as in its equation, with the state of its sequence: the oracle of every test."""
 
 import jax
 import jax.numpy as jnp
@@ -9,7 +9,7 @@ from .spec import ConvArrays, ConvSpec, Places
 
 
 def convolve(arrays: ConvArrays, spec: ConvSpec) -> dict[str, Array]:
-    """`out [*, T, C]` and `final_state [*, N, K, C]` in float32, or float64 for float64 inputs."""
+    """`out [*, T, C]` and `final_state [*, N, K, C]` in float32 (float64 for float64 inputs)."""
     weight = arrays.weight
     call = lambda x, initial, places: _row(x, initial, places, weight, arrays.bias, spec)
     for _ in range(arrays.x.ndim - 2):

@@ -1,7 +1,7 @@
-"""What one causal convolution is, once every option, default and layout has been resolved.
+"""The description of a causal convolution once every option, default and layout has been resolved.
 
-Everything below the public operation (the reference, XLA, Triton) speaks these types only. Letters: `B` leading axes as one, `T` tokens,
-`C` channels, `W` width, `K = W - 1` inputs a state holds, `N` packed sequences (1 without offsets).
+Everything below the public operation (the reference, XLA, Triton) uses only these types. Letters: `B` merged leading axes, `T` tokens,
+`C` channels, `W` width, `K = W - 1` inputs held by a state, `N` packed sequences (1 without offsets).
 """
 
 import dataclasses
@@ -22,24 +22,24 @@ class ConvSpec:
 
 
 class Places(NamedTuple):
-    """Where the tokens of packed or padded rows lie. Kernels see a row's real tokens side by side: place `p` of a row is its real
-    token number `p`; the places behind the last one are the padding. Each int32."""
+    """The locations of the tokens of packed or padded rows. Kernels see a row's real tokens contiguously: place `p` of a row is its
+    `p`-th real token, and the places after the last one are padding. All int32."""
 
-    order: Array  # [*, T]: the token at a place
+    order: Array  # [*, T]: the token at each place
     first: Array  # [*, T]: the place where its sequence begins; -1 for padding
-    enter: Array  # [*, T]: the initial state (0 to N) that its sequence begins with, -1: zeros
-    leave: Array  # [*, T]: the entry (0 to N K) of the final states that it is, -1: none
+    enter: Array  # [*, T]: the initial state (0 to N) that its sequence begins with; -1 for zeros
+    leave: Array  # [*, T]: its entry (0 to N K) in the final states; -1 for none
     spans: Array  # [*, N, 4]: places where the sequence that a state enters begins and ends, and the one that it leaves
 
 
 class ConvArrays(NamedTuple):
-    """The arrays of a call; `*` are the leading axes, the same for all but `weight` and `bias`, which have none (or, mapped by
-    `jax.vmap`, all of them). What padding holds is never read. The last five are given together."""
+    """The arrays of a call; `*` are the leading axes, the same for all except `weight` and `bias`, which have none (or, mapped by
+    `jax.vmap`, all of them). Values at padding are never read. The last five are given together."""
 
     x: Array  # [*, T, C]
     weight: Array  # [C, W], any float dtype
     bias: Array | None = None  # [C]
-    initial_state: Array | None = None  # [*, N, K, C], oldest first, the dtype of x
+    initial_state: Array | None = None  # [*, N, K, C], oldest first, in the dtype of x
     order: Array | None = None
     first: Array | None = None
     enter: Array | None = None
@@ -70,4 +70,4 @@ LETTERS = Letters.of(
 )
 LEARNED = ("x", "weight", "bias", "initial_state")
 SHARED = frozenset({"weight", "bias"})
-RESULTS = ("out", "final_state")  # [*, T, C] and [*, N, K, C], the dtype of x
+RESULTS = ("out", "final_state")  # [*, T, C] and [*, N, K, C], in the dtype of x

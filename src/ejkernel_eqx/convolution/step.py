@@ -1,4 +1,4 @@
-"""One token of every row: a handful of numbers a channel, which XLA fuses into one pass."""
+"""One token per row: a few numbers per channel, which XLA fuses into one pass."""
 
 import jax.numpy as jnp
 from jax import Array

@@ -1,4 +1,4 @@
-"""What the tuner needs of a causal convolution: representative work, and a problem from a few words."""
+"""What the tuner needs from a causal convolution: representative work, and problems for the command line."""
 
 import functools
 from collections.abc import Mapping
@@ -33,7 +33,7 @@ def make_inputs(problem: Problem, spec: ConvSpec, seed: int) -> Inputs:
 
 
 def make_arrays(problem: Problem, seed: int) -> ConvArrays:
-    """Random values; packed rows hold documents of varied lengths, and padding behind them."""
+    """Random values; packed rows hold documents of various lengths, followed by padding."""
     size = dict(problem.dims)
     size |= {"N": size.get("N", 1), "K": size["W"] - 1}
     arrays = _random(problem, size, seed)
@@ -79,11 +79,11 @@ def example_problem(operation: str, dims: Mapping[str, int], dtype: str, flags: 
 
     **Arguments:**
 
-    - `dims`: `T` tokens and `C` channels at least; `B` defaults to 1, the width `W` to 4, the packed sequences `N` to 1.
-    - `dtype`: of the inputs and the state; weight and bias are float32 (float64 with float64).
-    - `flags`: `activation` (`silu` by default, or none), `bias` (default true), `initial_state`, `packed`: segments, or with `N` above 1 offsets.
+    - `dims`: at least `T` tokens and `C` channels; `B` defaults to 1, the width `W` to 4, the packed sequences `N` to 1.
+    - `dtype`: the dtype of the inputs and the state; weight and bias are float32 (float64 with float64).
+    - `flags`: `activation` (`silu` by default, or none), `bias` (default true), `initial_state`, `packed`: segments, or offsets with `N` above 1.
 
-    Raises `ValueError` for a name that is none of these, a missing size, or sizes that do not fit.
+    Raises `ValueError` for an unknown name, a missing size, or sizes that do not fit together.
     """
     size = read_sizes(dims, {"B": 1, "T": None, "C": None, "W": 4, "N": 1})
     choices = {

@@ -42,7 +42,7 @@ def _activated(y: Array, bias: Array | None, spec: ConvSpec) -> Array:
 
 
 def _packed(arrays: ConvArrays, places: Places, weight: Array, bias: Array | None, spec: ConvSpec) -> Array:
-    """Real tokens are brought side by side, and their results back."""
+    """Makes real tokens contiguous, and moves their results back."""
     width, length = weight.shape[-1], arrays.x.shape[-2]
     real = (places.first >= 0)[..., None]
     x = jnp.where(real, take_rows(arrays.x, places.order), 0).astype(weight.dtype)
@@ -53,7 +53,7 @@ def _packed(arrays: ConvArrays, places: Places, weight: Array, bias: Array | Non
         visible = (like(place - back, places.first) >= places.first)[..., None]
         y += like(weight[:, -1 - back], x) * jnp.where(visible, moved, 0)
     if arrays.initial_state is not None and width > 1:
-        # What the states add to the first tokens of their sequences.
+        # The contribution of the states to the first tokens of their sequences.
         state = arrays.initial_state.astype(weight.dtype)
         added = _shifted_sum(jnp.concatenate([state, jnp.zeros_like(state)], -2)[..., :-1, :], weight[:, :-1])
         at = places.spans[..., :1] + like(jnp.arange(width - 1, dtype=jnp.int32), places.spans)
@@ -75,7 +75,7 @@ def entering(arrays: ConvArrays) -> Array:
 
 
 def final_state(arrays: ConvArrays) -> Array:
-    """The last inputs of each sequence, `[*, N, K, C]`: those of its initial state where it is short."""
+    """The last inputs of each sequence, `[*, N, K, C]`, including those of its initial state if it is short."""
     held, length = arrays.weight.shape[-1] - 1, arrays.x.shape[-2]
     before, places = entering(arrays), arrays.places
     if places is None:

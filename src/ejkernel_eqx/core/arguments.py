@@ -1,6 +1,6 @@
-"""Checks of what a user passes to an operation, one array at a time.
+"""Checks of the arrays that a user passes to an operation, one at a time.
 
-Every error names the argument, what was expected, what came, and what to do, before anything is computed.
+Errors are raised before anything is computed and name the argument, what was expected, what was received, and the remedy.
 """
 
 from typing import Any
@@ -15,7 +15,7 @@ STATE_DTYPES = ("float32", "bfloat16", "float64")
 
 
 def check_state_dtype(dtype: Any) -> str | None:
-    """The name of a state dtype; `None` stays: float32, or float64 for float64 operands."""
+    """The name of a state dtype. `None` is kept and means float32, or float64 for float64 operands."""
     if dtype is None:
         return None
     try:
@@ -54,7 +54,7 @@ def fitting(name: str, x: Any, shape: tuple[int | None, ...], letters: str) -> A
 
 
 def accumulator(dtype: Any) -> Any:
-    """The dtype that sums are taken in."""
+    """The dtype of accumulations."""
     return jnp.float64 if dtype == jnp.float64 else jnp.float32
 
 
@@ -63,5 +63,5 @@ def wide(x: Array) -> Array:
 
 
 def finite_rate(A: Array) -> Array:
-    """Minus infinity as a rate so fast that any time step above 0 leaves nothing, and a time step of 0 everything."""
+    """Replaces a rate of minus infinity by one so fast that any time step above 0 decays to zero, and a time step of 0 does not decay."""
     return jnp.maximum(A, jnp.asarray(jnp.finfo(A.dtype).min / 4, A.dtype))

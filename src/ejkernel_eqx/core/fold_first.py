@@ -1,8 +1,8 @@
 """A call that `jax.vmap` folds into its leading axes before it is differentiated, also in `grad(vmap(f))`.
 
-JAX maps the two halves of a function with its own derivative each by itself, and adds up the gradients of what was not mapped afterwards:
-for a bias that all examples share, one of its size for every example. So the call is a primitive of its own. `vmap` gives the whole call
-one more axis, and the bias keeps its size; differentiation puts the derivative into its place, as it is by then.
+JAX maps the two halves of a function with a custom derivative separately, and sums the gradients of unmapped arrays afterwards: for a
+bias that all examples share, one gradient of its size per example. So the call is a primitive of its own. `vmap` adds one axis to the
+whole call, and the bias keeps its size; differentiation then replaces the primitive by its derivative.
 """
 
 import dataclasses
@@ -24,7 +24,7 @@ _call_p = Primitive("ejkernel_call")
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class _Call:
-    """What it takes to trace a call again."""
+    """What is needed to trace a call again."""
 
     function: Callable[[Arrays], Arrays]
     leading: Leading
@@ -33,7 +33,7 @@ class _Call:
 
 
 def fold_first(function: Callable[[Arrays], Arrays], arrays: Arrays, leading: Leading) -> Arrays:
-    """`function(arrays)`, of arrays with any number of leading axes."""
+    """`function(arrays)` for arrays with any number of leading axes."""
     with replaceable() as take_back:
         jaxpr, shapes = jax.make_jaxpr(function, return_shape=True)(arrays)
     leaves, structure = jax.tree.flatten(arrays)

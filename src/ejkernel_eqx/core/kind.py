@@ -1,13 +1,13 @@
-"""The one way from an operation to a kernel: choose, differentiate, fold mapped and leading axes, split over a mesh, launch.
+"""The common path from an operation to a kernel: choose, differentiate, fold mapped and leading axes, split over a mesh, launch.
 
-A family declares its kinds of calls. A platform has one of
+A family declares its kinds of calls. A platform implements one of
 
 - `apply(arrays, spec, config)`, with any leading axes: JAX differentiates it;
-- `forward(arrays, spec, config, *, save)`, which gives the results by name, and where asked to `save` what its backward needs of them beside,
-  and `backward(arrays, spec, config, saved, cotangents)`, which gives the gradient of every float array that there is, by name. Both get
-  exactly one leading axis on all arrays but shared ones, and on broadcast ones one that may have size one;
+- `forward(arrays, spec, config, *, save)`, which returns the results by name and, with `save`, the residuals of its backward,
+  and `backward(arrays, spec, config, saved, cotangents)`, which returns the gradients of all float arrays of the call by name. Both receive
+  exactly one leading axis on all arrays except shared ones; on broadcast arrays it may have size one;
 
-and `step(arrays, spec, config)` for a family with steps. Results of `apply` and `step` come by name, or in order.
+and `step(arrays, spec, config)` for a family with steps. Results of `apply` and `step` are returned by name or in order.
 """
 
 import dataclasses
@@ -43,7 +43,7 @@ Named = dict[str, Array]
 Letters = dict[str, tuple[str, ...]]
 Call = Callable[[Named], Named]
 
-# What stands before the names of arrays that are neither given nor results.
+# Prefixes of the names of arrays that are neither arguments nor results.
 _SAVED, _COTANGENT, _GRADIENT = "saved ", "cotangent ", "gradient "
 
 
@@ -53,23 +53,22 @@ def _nothing(platform: Any, arrays: Any, spec: Any) -> Letters:
 
 @dataclasses.dataclass(frozen=True, eq=False, kw_only=True)
 class Kind:
-    """What all calls of one kind have in common.
+    """What all calls of a kind have in common.
 
-    - `make`: from a call's arrays by name what its platforms are given, such as a NamedTuple class; what a call does not have is not named.
-    - `problem_of(operation, arrays, spec)`: the problem of a call of these shapes.
-    - `axes_of(arrays, spec)`: the axes behind the leading ones of every array that there may be and of every result, as `parallel.opaque` has
-      them.
-    - `reference(arrays, spec)`: the results by the plain mathematics, in float32 or wider.
-    - `results`: their names, the first `out`.
-    - `learned`: the arrays that gradients are taken in, where they are float.
-    - `shared`, `broadcast`, `kept`, `one_by_one`: of leading axes, as `parallel.Leading` has them. Where a kept array is learned, `vmap` folds
+    - `make`: builds the argument of platforms, such as a NamedTuple, from a call's arrays by name; absent arrays are not passed.
+    - `problem_of(operation, arrays, spec)`: the problem of a call with these shapes.
+    - `axes_of(arrays, spec)`: the axes after the leading ones of every possible array and every result, in the format of `parallel.opaque`.
+    - `reference(arrays, spec)`: the reference results, in float32 or wider.
+    - `results`: their names, the first being `out`.
+    - `learned`: the arrays that have gradients if they are float.
+    - `shared`, `broadcast`, `kept`, `one_by_one`: for leading axes, as in `parallel.Leading`. If a kept array is learned, `vmap` folds
       the whole call before anything differentiates it.
-    - `saved_of(platform, arrays, spec)`: the axes behind the leading ones of what a forward kernel saves for the backward.
-    - `read`: the results that the backward reads as well. Those that are `unbounded` may be infinite.
-    - `wanted(spec)`: the results that leave a call.
-    - `names`: what policies of `jax.checkpoint` know a result by, and, as `"saved"`, what is saved; by default operation and result.
-    - `sliced`: whether a mesh may take heads out of whole arrays, as `parallel.partitioned` has it.
-    - `remedy`: what a call says in forward mode whose kernels have reverse mode only.
+    - `saved_of(platform, arrays, spec)`: the axes after the leading ones of what a forward kernel saves for the backward.
+    - `read`: the results that the backward also reads. Those in `unbounded` may be infinite.
+    - `wanted(spec)`: the results that a call returns.
+    - `names`: the names of results in policies of `jax.checkpoint` and, as `"saved"`, of residuals; by default operation and result.
+    - `sliced`: whether a mesh may slice heads out of whole arrays, as in `parallel.partitioned`.
+    - `remedy`: the remedy in the error that forward mode raises for kernels with reverse mode only.
     """
 
     make: Callable[..., Any]
@@ -92,8 +91,8 @@ class Kind:
 
     def call(self, plan: Plan, operation: str, arrays: Any, spec: Any) -> Named:
         """The results on the platform that the plan chooses."""
-        # Outside of `jit` the setting sees what is kept for the backward.
-        finite = bool(self.unbounded) and bool(getattr(jax.config, "jax_debug_infs"))  # noqa: B009, its type names no settings
+        # Outside `jit` this setting also checks the residuals.
+        finite = bool(self.unbounded) and bool(getattr(jax.config, "jax_debug_infs"))  # noqa: B009, its type does not declare settings
         return jitted(self._call, plan, operation, spec, finite)(self.given_of(arrays))
 
     def _call(self, plan: Plan, operation: str, spec: Any, finite: bool, given: Named) -> Named:
@@ -102,7 +101,7 @@ class Kind:
         return {name: results[name] for name in (self.wanted(spec) if self.wanted else self.results)}
 
     def _on(self, plan: Plan, selection: Selection, spec: Any, finite: bool, given: Named) -> Named:
-        """The results on the platform that was selected."""
+        """The results on the selected platform."""
         platform, operation = selection.implementation.load(), selection.problem.operation
         leading = self.leading(self.axes_of(self.make(**given), spec))
         if self.differentiates(platform):
@@ -110,9 +109,9 @@ class Kind:
                 results = over_mesh(
                     functools.partial(self._plainly, platform, spec, selection.config), given, leading
                 )
-                # In the scope, so that the program names the choice even where nothing is computed.
+                # In the scope, so that the program names the choice even if nothing is computed.
                 return {name: checkpoint_name(x, self._name(operation, name)) for name, x in results.items()}
-        # Inside `shard_map` a gradient varies over every axis that any array does: so must the arrays that it belongs to.
+        # Inside `shard_map` a gradient varies over every axis that any array varies over, so its array must too.
         given = reverse_only(match_varying(given, given), operation, selection.platform, self.remedy)
         call = self._reversible(plan, selection, spec, finite)
         if not is_opaque(platform):
@@ -121,18 +120,18 @@ class Kind:
             fold_first(call, given, leading) if self.kept & set(self.learned) & given.keys() else call(given)
         )
 
-    # What a family may say otherwise
+    # What a family may override
 
     def given_of(self, arrays: Any) -> dict[str, Any]:
         """The arrays of a call by name."""
         return given_of(arrays)
 
     def differentiates(self, platform: Any) -> bool:
-        """Whether JAX does, because it sees what the platform computes."""
+        """Whether JAX differentiates the platform, because it sees what is computed."""
         return hasattr(platform, "apply") or (not is_opaque(platform) and not hasattr(platform, "backward"))
 
     def has_backward(self, platform: Any) -> bool:
-        """Whether the platform brings a backward; without one the gradient is that of the reference."""
+        """Whether the platform has a backward; without one the gradient is that of the reference."""
         return True
 
     def plainly(self, platform: Any, arrays: Any, spec: Any, config: Any) -> Any:
@@ -142,7 +141,7 @@ class Kind:
     def forward(
         self, platform: Any, arrays: Any, spec: Any, config: Any, save: bool, **execute: Any
     ) -> Named:
-        """The results, and what is saved beside, on one that it does not."""
+        """The results and residuals on a platform that JAX does not differentiate."""
         return dict(platform.forward(arrays, spec, config, save=save, **execute))
 
     def backward(
@@ -158,10 +157,11 @@ class Kind:
         return platform.backward(arrays, spec, config, saved, cotangents, **execute)
 
     def told(self, spec: Any, runs: Mapping[str, int], over: tuple[str, ...]) -> Any:
-        """The spec of one launch: how many rows read each row of a kept array; or over which mapped axes its gradient is summed."""
+        """The spec of one launch, with the number of rows that read each row of a kept array, or the mapped axes that its gradient is summed
+        over."""
         return spec
 
-    # How it is done
+    # Implementation
 
     def leading(self, axes: Letters) -> Leading:
         like = {f"{_GRADIENT}{name}": name for name in self.learned}
@@ -183,7 +183,7 @@ class Kind:
         )
 
     def arrays_of(self, given: Named) -> Any:
-        """Those of a call among others that ride along."""
+        """The arrays of a call, without others that are passed along."""
         return self.make(**{name: x for name, x in given.items() if " " not in name})
 
     def _reversible(self, plan: Plan, selection: Selection, spec: Any, finite: bool) -> Call:
@@ -228,7 +228,7 @@ class Kind:
         )
 
     def _of_reference(self, spec: Any, given: Named, cotangents: Named) -> Named:
-        """Gradients of the plain mathematics."""
+        """The gradients of the reference."""
         floats = {name: x for name, x in given.items() if name in self.learned and is_float(x)}
 
         def reference(floats: Named) -> Named:
@@ -243,15 +243,15 @@ class Kind:
         return self.names.get(key, f"{operation}_{name}")
 
     def _launcher(self, plan: Plan, selection: Selection, spec: Any) -> Callable[..., Named]:
-        """`launch(compute, given)`: `compute(arrays, spec, config, rest)` of all leading axes; as one launch, folded and split, where the
-        platform is opaque. The configuration is chosen for the shapes of the launch."""
+        """`launch(compute, given)`: `compute(arrays, spec, config, rest)` over all leading axes; for an opaque platform as one launch, folded
+        and split. The configuration is chosen for the shapes of the launch."""
         platform, implementation = selection.platform, selection.implementation.load()
         split, is_launched = how_split(platform, plan.device), is_opaque(implementation)
         operation = selection.problem.operation
         rows = self.broadcast & set(self.learned)
 
         def choose(arrays: Any) -> Selection:
-            """By the shapes of the launch: all leading axes are merged by now."""
+            """The choice for the shapes of the launch, in which all leading axes are merged."""
             problem = self.problem_of(operation, arrays, spec)
             return selection if problem == selection.problem else plan.select(problem, platform=platform)
 
@@ -274,7 +274,7 @@ class Kind:
             if not is_launched:
                 return mapped(of_rows, leading, self.kept & set(self.learned))(given)
             if summed:
-                # Written out for every row, so that a kernel that is split over rows need not sum their gradients.
+                # Materialised for every row, so that a kernel split over rows need not sum their gradients.
                 lead = leading.lead(given)
                 given = given | {
                     name: jnp.broadcast_to(given[name], (*lead, *given[name].shape[len(lead) :]))
@@ -292,7 +292,7 @@ class Kind:
         return launch
 
     def _letters(self, implementation: Any, arrays: Any, spec: Any) -> Letters:
-        """The axes of whatever a launch takes or gives."""
+        """The axes of all arguments and results of a launch."""
         axes = self.axes_of(arrays, spec)
         saved = axes | self.saved_of(implementation, arrays, spec)
         moved = {f"{what}{name}": x for what in (_COTANGENT, _GRADIENT) for name, x in axes.items()}
@@ -300,7 +300,7 @@ class Kind:
 
 
 class StepKind(Kind):
-    """A kind whose kernels have no backward: one token of every row. Its gradient is that of the plain mathematics."""
+    """A kind whose kernels have no backward: one token per row. Its gradient is that of the reference."""
 
     def differentiates(self, platform: Any) -> bool:
         return not is_opaque(platform)
@@ -321,7 +321,7 @@ class StepKind(Kind):
 class ForwardKind(Kind):
     """A kind without a gradient, for inference: `forward(arrays, spec, config)` on every platform.
 
-    - `refusal`: why there is none, and what to do.
+    - `refusal`: why there is none, and the remedy.
     """
 
     refusal: tuple[str, str]
@@ -343,7 +343,7 @@ class ForwardKind(Kind):
         return self.refused(operation, selection.platform, call)(given)
 
     def refused(self, operation: str, platform: Platform, function: Call) -> Call:
-        """The function, with a clear error where it would be differentiated."""
+        """The function, with a clear error if it is differentiated."""
         call, (reason, remedy) = jax.custom_jvp(function), self.refusal
 
         @call.defjvp
@@ -354,7 +354,7 @@ class ForwardKind(Kind):
 
 
 def is_opaque(platform: Any) -> bool:
-    """Whether JAX cannot look into its kernels."""
+    """Whether JAX cannot see into its kernels."""
     return hooks_of(platform).OPAQUE
 
 
@@ -368,8 +368,8 @@ def reversible(
     backward: Callable[[Named, Named, Named], Named],
     learned: frozenset[str],
 ) -> Call:
-    """`function`, differentiated in reverse by the two others: `forward(given)` gives the results and what `backward(given, saved,
-    cotangents)` needs of them for the gradients of the `learned` arrays by name."""
+    """`function` with a custom reverse-mode derivative: `forward(given)` returns the results and the residuals, from which
+    `backward(given, saved, cotangents)` computes the gradients of the `learned` arrays by name."""
 
     @jax.custom_vjp
     def call(given: Named) -> Named:
@@ -402,7 +402,7 @@ def _with(prefix: str, given: Named) -> Named:
 
 
 def like(grad: Array, x: Array) -> Array:
-    """A gradient in its array's dtype and shape: what an array got from each leading axis that it shares or broadcasts is summed, in float32."""
+    """A gradient in its array's dtype and shape, summed in float32 over leading axes that the array shares or broadcasts."""
     rows = tuple(range(grad.ndim - x.ndim))
     if rows:
         grad = jnp.sum(wide(grad), rows)

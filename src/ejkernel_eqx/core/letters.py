@@ -1,4 +1,4 @@
-"""The arrays of a kind of call, declared by the letters of their axes: the sizes and the shapes that follow from that."""
+"""The arrays of a kind of call, declared by the letters of their axes, and the sizes and shapes that follow."""
 
 import dataclasses
 import functools
@@ -14,9 +14,9 @@ Sizes = Mapping[str, int]
 
 @dataclasses.dataclass(frozen=True)
 class Letters:
-    """Array or result to the letters of its axes behind the leading ones, as `"T Hq D"`.
+    """Maps arrays and results to the letters of their axes after the leading ones, such as `"T Hq D"`.
 
-    `N+1` is an axis of one more than `N`. The axes `heads` do not mix: a mesh may split them.
+    `N+1` is an axis one longer than `N`. The axes `heads` are independent, so a mesh may split them.
     """
 
     axes: tuple[tuple[str, str], ...]
@@ -31,8 +31,8 @@ class Letters:
         return {name: tuple(letters.split()) for name, letters in self.axes}
 
     def sizes(self, arrays: Any) -> dict[str, int]:
-        """The size of every letter of a NamedTuple of arrays, by the first that has it; `B` is that of all leading axes of the first array
-        together."""
+        """The size of every letter in a NamedTuple of arrays, from the first array that has it; `B` is the product of the first array's
+        leading axes."""
         first, *_ = arrays._fields
         shape = getattr(arrays, first).shape
         found = {"B": math.prod(shape[: len(shape) - len(self.by_name[first])])}
@@ -46,7 +46,7 @@ class Letters:
         return found
 
     def named(self, sizes: Sizes) -> dict[str, tuple[str, ...]]:
-        """The axes as `parallel.opaque` has them: `H<n>` are n heads."""
+        """The axes in the format of `parallel.opaque`, where `H<n>` are n heads."""
         name = lambda letter: f"H{sizes[letter]}" if letter in self.heads else letter.replace("+", "")
         return {
             array: tuple(map(name, letters))
@@ -55,13 +55,13 @@ class Letters:
         }
 
     def axes_of(self, arrays: Any, spec: Any = None) -> dict[str, tuple[str, ...]]:
-        """Of a call with these arrays, as a kind names them."""
+        """The axes of a call with these arrays."""
         return self.named(self.sizes(arrays))
 
     def shapes(
         self, sizes: Sizes, dtypes: Mapping[str, Any], shared: frozenset[str] = frozenset(), lead: str = "B"
     ) -> dict[str, Any]:
-        """Of the arrays that `dtypes` names, each with the leading axes `lead` but for the `shared` ones."""
+        """The shapes of the arrays in `dtypes`, with the leading axes `lead` except for the `shared` ones."""
 
         def size(letter: str) -> int:
             base, _, more = letter.partition("+")
@@ -77,5 +77,5 @@ class Letters:
 
 
 def wide_dtype(dtype: str) -> str:
-    """Of parameters and states beside operands of a dtype."""
+    """The dtype of parameters and states for operands of a dtype."""
     return "float64" if dtype == "float64" else "float32"

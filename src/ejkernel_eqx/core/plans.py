@@ -1,4 +1,4 @@
-"""The plan that a module makes of itself when it is built."""
+"""The plan that a module creates when it is built."""
 
 from typing import Any
 

@@ -1,4 +1,4 @@
-"""What the platforms of families have in common: plain XLA, interpreted Triton, and their registration."""
+"""Common parts of the families' platforms: plain XLA, interpreted Triton, and their registration."""
 
 import dataclasses
 import functools
@@ -14,7 +14,7 @@ from ..launch import interpreter_unavailable, run, triton_unavailable
 
 Named = dict[str, Array]
 
-# Highest priority first where it supports the request; below zero: only when asked for by name.
+# The highest priority that supports the request comes first; below zero only if requested by name.
 _PLATFORMS = (
     (Platform.CUDA, Backend.GPU, 40, "cudnn"),
     (Platform.TRITON, Backend.GPU, 30, "triton.compiled"),
@@ -28,7 +28,7 @@ USUAL = (Platform.TRITON, Platform.XLA, Platform.TRITON_INTERPRET)
 def register(
     operation: str, package: str | None, platforms: Collection[Platform] = USUAL, *, tunable: bool = True
 ) -> None:
-    """Registers an operation whose platforms are modules of its family's `package`, each imported when it is first looked up."""
+    """Registers an operation whose platforms are modules of its family's `package`, each imported on first use."""
     core = str(package).rpartition(".")[2]
     for platform, backend, priority, module in _PLATFORMS:
         if platform in platforms:
@@ -49,11 +49,11 @@ def kernels_unavailable(device: DeviceFacts) -> str | None:
 
 @dataclasses.dataclass(frozen=True)
 class NoChoice:
-    """The configuration of a platform that has nothing to choose."""
+    """The configuration of a platform without options."""
 
 
 class Plain:
-    """Platform `xla` of a family: a function `(arrays, spec) -> results` that XLA fuses. Nothing but the arrays is kept for its gradient."""
+    """Platform `xla` of a family: a function `(arrays, spec) -> results` that XLA fuses. Only the arrays are kept for its gradient."""
 
     config_type = NoChoice
 
@@ -61,7 +61,7 @@ class Plain:
         self._function = jax.checkpoint(function, static_argnums=1)
 
     def unsupported(self, problem: Problem, device: DeviceFacts) -> str | None:
-        """Why this platform cannot serve the problem: it serves all."""
+        """Why this platform cannot serve the problem: never, it supports all."""
         return None
 
     def default_config(self, problem: Problem, device: DeviceFacts) -> NoChoice:
@@ -76,17 +76,17 @@ class Plain:
 
 class Interpreted:
     """Platform `triton-interpret` of a family: `forward`, `backward` and `step` of its Triton platform, interpreted on the host. Slow; for
-    checking. What its kernels cannot do, save and are tuned by is as there."""
+    testing. Limits, residuals and tuning are those of the Triton platform."""
 
     OPAQUE = True
-    NOTE = "interpreted on the host: for checking, not for speed"
+    NOTE = "interpreted on the host: for testing, not for speed"
     forward: Callable[..., Any]
     backward: Callable[..., Any]
     step: Callable[..., Any]
 
     def __init__(self, triton: Any, config: Any, **portable: Any):
-        """`triton` is the module of the Triton platform, `config` one of its configurations, with small tiles; fields of any are changed to
-        the `portable` ones, of what no host can do."""
+        """`triton` is the module of the Triton platform, `config` one of its configurations with small tiles. In any configuration, fields that
+        a host cannot support are replaced by the `portable` ones."""
         self._config, self._portable = config, portable
         hooks = hooks_of(triton)
         self.PARTS, self.config_type, self.unsupported = hooks.PARTS, hooks.config_type, hooks.unsupported
@@ -97,7 +97,7 @@ class Interpreted:
                 setattr(self, name, self._interpreted(getattr(triton, name)))
 
     def _interpreted(self, function: Callable[..., Any]) -> Callable[..., Any]:
-        """The function, its launches interpreted: no caller of a platform says how they are executed."""
+        """The function with its launches interpreted; callers of a platform do not specify how they are executed."""
 
         @functools.wraps(function)
         def call(arrays: Any, spec: Any, config: Any, *rest: Any, **how: Any) -> Any:

@@ -1,4 +1,4 @@
-"""What the tuner needs of a kind of call: how to run it on a platform, the plain mathematics to check it by, its cost, its launches."""
+"""What the tuner needs from a kind of call: how to run it on a platform, a reference to check it against, its cost, and its launches."""
 
 import functools
 import math
@@ -17,7 +17,7 @@ from .kind import is_opaque, Kind, like, Named
 
 
 class Inputs(NamedTuple):
-    """The arrays of a call, and cotangents of its results."""
+    """The arrays of a call and cotangents of its results."""
 
     arrays: Any
     cotangents: Mapping[str, Any]
@@ -32,9 +32,9 @@ def workload_of(
     flops: float,
     backward: float = 2.0,
 ) -> Workload:
-    """The work of calls with this spec and inputs like those that `make_inputs(seed)` gives.
+    """The work of calls with this spec and inputs from `make_inputs(seed)`.
 
-    `flops` of a forward pass; the `backward` pass takes so many times as many.
+    `flops` are those of a forward pass; the backward pass takes `backward` times as many.
     """
     platform, shapes = implementation.load(), jax.eval_shape(lambda: make_inputs(0))
     learned = tuple(_learned(kind, shapes.arrays))
@@ -52,7 +52,7 @@ def workload_of(
         reference=functools.partial(_reference, kind, spec),
         tolerances=dict.fromkeys(results, table["forward"]) | dict.fromkeys(learned, table["gradient"]),
         forward=results,
-        # The fields of a configuration that are tuned one after the other, and by which results.
+        # The fields of a configuration that are tuned one after the other, and the results that decide.
         parts=tuple(
             Part(
                 field, tuple(name for name in named.get(names, names.split()) if name in {*results, *learned})
@@ -78,7 +78,7 @@ def step_workload_of(
     *,
     flops: float,
 ) -> Workload:
-    """The work of steps: one token of every row, and of a pool as many states as there are rows."""
+    """The work of steps: one token per row, with as many states in a pool as there are rows."""
     shapes = jax.eval_shape(lambda: make_inputs(0))
     main = getattr(shapes, kind.learned[0])
     out = jax.eval_shape(lambda: kind.by_name(kind.reference(make_inputs(0), spec)))["out"]
@@ -98,7 +98,7 @@ def step_workload_of(
 
 
 def random_cotangents(kind: Kind, arrays: Any, spec: Any, seed: int) -> Named:
-    """Of the results' shapes, in the dtype of the first array."""
+    """Random cotangents in the shapes of the results and the dtype of the first array."""
     results = jax.eval_shape(lambda: kind.by_name(kind.reference(arrays, spec)))
     keys = jax.random.split(jax.random.key(seed + 1, impl="rbg"), len(results))
     dtype = getattr(arrays, kind.learned[0]).dtype
@@ -106,7 +106,7 @@ def random_cotangents(kind: Kind, arrays: Any, spec: Any, seed: int) -> Named:
 
 
 def exact_results(kind: Kind, spec: Any, inputs: Inputs) -> Named:
-    """Results and gradients by the reference in float32, or in float64 where the operands are."""
+    """Results and gradients of the reference in float32, or in float64 for float64 operands."""
     main = getattr(inputs.arrays, kind.learned[0])
     wide = accumulator(main.dtype)
     widen = lambda x: x.astype(wide) if jnp.issubdtype(x.dtype, jnp.floating) else x
@@ -151,14 +151,14 @@ def _reference(kind: Kind, spec: Any, inputs: Inputs) -> Named:
 
 @functools.cache
 def _of_kind(kind: Kind) -> Callable[[Any, Inputs], Named]:
-    """The same function for the same kind, so that it is compiled once."""
+    """One function per kind, so that it is compiled once."""
     return functools.partial(exact_results, kind)
 
 
 def _run_step(kind: Kind, platform: Any, spec: Any, arrays: Any, config: Any) -> Named:
     if not is_opaque(platform):
         return kind.by_name(platform.step(arrays, spec, config))
-    # It takes exactly one leading axis.
+    # It requires exactly one leading axis.
     lead = {
         name: x[None] for name, x in arrays._asdict().items() if x is not None and name not in kind.shared
     }
@@ -167,7 +167,7 @@ def _run_step(kind: Kind, platform: Any, spec: Any, arrays: Any, config: Any) ->
 
 
 def launches_of(run: Callable[..., Any], make_inputs: Callable[[int], Any], config: Any) -> list[Any]:
-    """What `run(inputs, config, execute=)` launches; nothing is run."""
+    """The launches of `run(inputs, config, execute=)`; nothing is run."""
     found: list[Any] = []
 
     def record(launch: Any, arrays: Mapping[str, Array]) -> Named:

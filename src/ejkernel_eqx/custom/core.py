@@ -1,4 +1,4 @@
-"""The one kind of call of a user's kernel, for `core/`: what its declaration and its methods say."""
+"""The kind of call of a user's kernel, for `core/`, built from its declaration and methods."""
 
 import dataclasses
 from typing import Any
@@ -12,12 +12,12 @@ from ..parallel import mapped, match_varying, wide
 from .declaration import Arrays, check_gradients, check_outputs, Declaration, Fields, named_outputs
 from .platforms import CustomPlatform, Execute, TritonLauncher
 
-_REMEDY = "What run_xla does without grad_xla has forward mode, on platform='xla'."
+_REMEDY = "Forward mode is available on platform='xla', with run_xla and without grad_xla."
 
 
 @dataclasses.dataclass(frozen=True, eq=False, kw_only=True)
 class CustomKind(Kind):
-    """What all calls of one kernel class have in common. The spec of a call is its static fields."""
+    """What all calls of a kernel class have in common. The spec of a call is its static fields."""
 
     kernel: Any
 
@@ -31,7 +31,7 @@ class CustomKind(Kind):
         return platform.method("grad") is not None
 
     def plainly(self, platform: CustomPlatform, arrays: Arrays, fields: Fields, config: Any) -> Arrays:
-        # Inside `shard_map` a loop may carry what comes of any of the arrays.
+        # Inside `shard_map` a loop may carry values that depend on any of the arrays.
         arrays = match_varying(arrays, arrays)
         of_rows = lambda arrays, over: self.forward(platform, arrays, fields, config, False)
         return mapped(of_rows, self.leading(self.axes_of(arrays, fields)))(arrays)
@@ -73,17 +73,17 @@ class CustomKind(Kind):
         execute: Execute | None = None,
     ) -> Any:
         method = platform.method(kind)
-        assert method is not None, "only a method that is there is called"
+        assert method is not None, "only existing methods are called"
         operation, launch = self.kernel.operation, execute or platform.execute
         rest = (TritonLauncher(operation, launch),) if platform.written_as is Platform.TRITON else ()
         return method(self.kernel._of_fields(fields), *args, config, *rest)
 
 
 def kind_of(kernel: Any) -> CustomKind:
-    """The kind of a kernel class, from its declaration."""
+    """The kind of a kernel class, built from its declaration."""
     declaration: Declaration = kernel.declaration
     declared = (*declaration.inputs, *declaration.outputs)
-    # A user's letters may look like names of heads and rows.
+    # A user's letters may coincide with names of heads and rows.
     letters = {
         letter: f"L{i}" for i, letter in enumerate(dict.fromkeys(n for d in declared for n in d.letters))
     }
@@ -117,13 +117,13 @@ def evaluate(kernel: Any, fields: Fields, arrays: Arrays) -> Arrays:
 
 
 def reference(kernel: Any, arrays: Arrays) -> dict[str, Any]:
-    """The outputs of one batch axis by the plain mathematics, in float32 or wider."""
+    """The reference outputs for one batch axis, in float32 or wider."""
     results = kernel.reference(**{name: wide(x) for name, x in arrays.items()})
     return named_outputs(kernel.declaration, "reference", results)
 
 
 def reference_in_dtypes(kernel: Any, arrays: Arrays) -> Arrays:
-    """The same, in the dtypes that the outputs are declared to have."""
+    """The same, in the declared dtypes of the outputs."""
     declaration: Declaration = kernel.declaration
     dtypes = {name: x.dtype for name, x in arrays.items()}
     outputs = reference(kernel, arrays)

@@ -1,4 +1,4 @@
-"""What a user's kernel declares of its arrays: the letters of their axes, which are batched, which dtypes they take."""
+"""The array declarations of a user's kernel: the letters of their axes, which arrays are batched, and their dtypes."""
 
 import dataclasses
 import functools
@@ -20,7 +20,7 @@ Fields = tuple[tuple[str, Flag], ...]
 
 @dataclasses.dataclass(frozen=True)
 class Declared:
-    """One array: the letters behind its batch axes, whether it has any, and its dtype or kind of dtype (`None`: not said)."""
+    """One array: the letters after its batch axes, whether it has batch axes, and its dtype or kind of dtype (`None`: unspecified)."""
 
     name: str
     letters: tuple[str, ...]
@@ -37,7 +37,7 @@ class Declared:
 
 @dataclasses.dataclass(frozen=True)
 class Declaration:
-    """The arrays of an operation, and the axes whose sizes are rounded in the key of a problem."""
+    """The arrays of an operation, and the axes whose sizes are rounded in a problem's key."""
 
     operation: str
     inputs: tuple[Declared, ...]
@@ -91,7 +91,7 @@ def floats(arrays: Mapping[str, Any]) -> tuple[str, ...]:
 
 
 def parse(group: str, axes: Mapping[str, Any]) -> tuple[Declared, ...]:
-    """`{"x": "... D", "labels": ("...", jnp.integer)}` as declarations; `ValueError` for what cannot be read."""
+    """Parses `{"x": "... D", "labels": ("...", jnp.integer)}` into declarations; `ValueError` if invalid."""
     return tuple(_parse_one(f"{group}[{name!r}]", name, value) for name, value in axes.items())
 
 
@@ -107,18 +107,18 @@ def _parse_one(where: str, name: str, value: Any) -> Declared:
     wrong = [letter for letter in letters if not letter.isidentifier() or letter == "B"]
     if wrong or len(set(letters)) < len(letters):
         raise ValueError(
-            f'{where}: expected distinct letters behind at most one leading "...", none of them B (the number of rows), '
+            f'{where}: expected distinct letters after at most one leading "...", none of them B (the number of rows), '
             f"received {text!r}."
         )
     return Declared(name, letters, batched, dtype)
 
 
 def check_arrays(declaration: Declaration, given: Mapping[str, Any]) -> Arrays:
-    """The arrays of a call, in the declared order; `ValueError` naming the argument that does not fit."""
+    """The arrays of a call in the declared order; `ValueError` naming any argument that does not fit."""
     operation, names = declaration.operation, [declared.name for declared in declaration.inputs]
     if set(given) != set(names):
         raise ValueError(
-            f"{operation}: expected the inputs {names}, received {sorted(given)}; pass each by its name."
+            f"{operation}: expected the inputs {names}, received {sorted(given)}; pass each by name."
         )
     arrays = {name: _array(operation, name, given[name]) for name in names}
     dims: dict[str, tuple[str, int]] = {}
@@ -151,12 +151,12 @@ def _array(operation: str, name: str, value: Any) -> Array:
 def _check_dtype(operation: str, declared: Declared, x: Array) -> None:
     if jnp.issubdtype(x.dtype, jnp.complexfloating):
         raise ValueError(
-            f"{operation}: {declared.name}: complex arrays are not taken, received {x.dtype}; pass real and imaginary parts."
+            f"{operation}: {declared.name}: complex arrays are not supported, received {x.dtype}; pass real and imaginary parts."
         )
     if declared.dtype is not None and not jnp.issubdtype(x.dtype, declared.dtype):
         wanted = getattr(declared.dtype, "__name__", declared.dtype)
         raise ValueError(
-            f"{operation}: {declared.name}: expected dtype {wanted}, received {x.dtype}; convert it with .astype."
+            f"{operation}: {declared.name}: expected dtype {wanted}, received {x.dtype}; cast it with .astype."
         )
 
 
@@ -169,7 +169,7 @@ def _misfit(declaration: Declaration, declared: Declared, x: Array, wanted: str 
 
 
 def named_outputs(declaration: Declaration, method: str, value: Any) -> dict[str, Any]:
-    """What a method returned for the outputs (a mapping, a tuple in their order, or the only one) by name."""
+    """The outputs returned by a method (a mapping, a tuple in order, or a single output), by name."""
     names = [declared.name for declared in declaration.outputs]
     if isinstance(value, Mapping):
         found = dict(value)
@@ -187,7 +187,7 @@ def named_outputs(declaration: Declaration, method: str, value: Any) -> dict[str
 
 
 def check_outputs(declaration: Declaration, method: str, value: Any, arrays: Arrays) -> Arrays:
-    """The outputs of a platform by name, all of their declared shape and dtype."""
+    """The outputs of a platform by name, checked against their declared shapes and dtypes."""
     outputs = named_outputs(declaration, method, value)
     dims, batch = declaration.dims(arrays), declaration.batch_shape(arrays)
     dtypes = {name: x.dtype for name, x in arrays.items()}
@@ -200,7 +200,7 @@ def check_outputs(declaration: Declaration, method: str, value: Any, arrays: Arr
 
 
 def check_gradients(declaration: Declaration, method: str, value: Any, arrays: Arrays) -> Arrays:
-    """The gradients of all float inputs by name, in their dtypes. Those of shared inputs are whole, or a row per batch row."""
+    """The gradients of all float inputs by name, in the inputs' dtypes. Those of shared inputs are complete, or one per batch row."""
     names = floats(arrays)
     if not isinstance(value, Mapping) or set(value) != set(names):
         received = sorted(value) if isinstance(value, Mapping) else f"a {type(value).__name__}"

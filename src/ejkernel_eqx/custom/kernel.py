@@ -1,4 +1,4 @@
-"""`CustomKernel`: what a user subclasses to give his own kernel everything that ours have."""
+"""`CustomKernel`: the base class that gives users' kernels everything that built-in kernels have."""
 
 import dataclasses
 import inspect
@@ -21,35 +21,35 @@ _HERE = __package__
 
 
 class CustomKernel(Kernel):
-    """Base of an operation of your own: one class gives it a plan, tuning, caching, `vmap`, gradients, sharding and `explain`.
+    """Base class for your own operations: one subclass provides a plan, tuning, caching, `vmap`, gradients, sharding and `explain`.
 
     A subclass is final. It declares
 
-    - `operation`: its name in tables, explanations and errors, such as `"my_project.geglu"`;
-    - `inputs`, `outputs`: array name to axes, a letter each, as in `{"x": "... T D", "weight": "D"}`. `...` stands for any number of
-        batch axes, which the kernel sees merged into one; an input without it is shared by all rows. A pair names the
-        dtype as well, or its kind for an input: `("...", jnp.float32)`, `("...", jnp.integer)`. An output without a dtype has
+    - `operation`: the name used in tables, explanations and errors, such as `"my_project.geglu"`;
+    - `inputs`, `outputs`: array names and their axes, one letter each, as in `{"x": "... T D", "weight": "D"}`. `...` stands for any number
+        of batch axes, which the kernel sees merged into one; an input without it is shared by all rows. A pair also specifies the
+        dtype or, for an input, the kind of dtype: `("...", jnp.float32)`, `("...", jnp.integer)`. An output without a dtype has
         that of the first float input;
-    - options as static fields (`bool`, `int`, `float`, `str` or `None`), which enter the key of every table, and `plan`;
+    - options as static fields (`bool`, `int`, `float`, `str` or `None`), which are part of the key in tables, and `plan`;
     - `__init__`, which ends with `self.plan = self.make_plan(...)`, and `__call__`, which calls `self.launch(...)`;
-    - `reference`, the plain mathematics, of which everything else is checked to be a faster form.
+    - `reference`, the mathematical definition, against which all platforms are checked.
 
-    A method `run_triton`, `run_xla`, `run_pallas` or `run_cuda` adds that platform (and `run_triton` the interpreter);
-    without `run_xla` the reference runs there. `grad_triton` and so on give gradients; without one, JAX differentiates `run_xla`, and
-    the reference in place of any other. `config_types` names the frozen dataclass of a platform's choices. What is missing
-    or does not fit is said when the class is defined. The guide *Your own kernel* writes one step by step.
+    A method `run_triton`, `run_xla`, `run_pallas` or `run_cuda` adds that platform (`run_triton` also the interpreter). Without
+    `run_xla` the reference runs on XLA. `grad_triton` and so on return gradients. Without them JAX differentiates `run_xla`, and for
+    all other platforms the reference. `config_types` maps platforms to the frozen dataclasses of their configurations. Missing or
+    invalid declarations raise when the class is defined. The guide *Your own kernel* writes one step by step.
     """
 
     inputs: ClassVar[Mapping[str, Any]]
     outputs: ClassVar[Mapping[str, Any]]
     config_types: ClassVar[Mapping[Any, type]] = {}
-    """Platform to the class of its configurations. A platform that is not there has nothing to choose."""
+    """Maps platforms to the classes of their configurations. Platforms without an entry have nothing to configure."""
     lengths: ClassVar[frozenset[str]] = frozenset()
-    """Letters whose sizes vary from call to call: rounded up to a power of two in tables, as the number of rows `B` always is."""
+    """Letters whose sizes vary between calls. They are rounded up to a power of two in tables, as the number of rows `B` always is."""
     backends: ClassVar[Mapping[Any, Backend]] = {}
-    """The device a platform needs, where it is not the usual one: `{Platform.PALLAS: Backend.GPU}`."""
+    """The backend that a platform needs, if it is not the default: `{Platform.PALLAS: Backend.GPU}`."""
     version: ClassVar[int] = 1
-    """Raise it when a change of the kernels makes tuned tables worthless."""
+    """Increment it when a change of the kernels invalidates tuned tables."""
     declaration: ClassVar[Declaration]
     kind: ClassVar[core.CustomKind]
 
@@ -58,41 +58,41 @@ class CustomKernel(Kernel):
         _define(cls)
 
     def reference(self, **arrays: Array) -> Any:
-        """The outputs (one array, a tuple in their order, or a mapping) by plain JAX, differentiable. Arrays come in float32
-        or wider, with one batch axis."""
+        """The outputs (one array, a tuple in order, or a mapping) in plain, differentiable JAX. Arrays are in float32 or wider and have
+        one batch axis."""
         raise NotImplementedError
 
     def run_xla(self, arrays: dict[str, Array], config: Any) -> Any:
-        """The outputs on platform `"xla"`; by default the reference, in float32 or wider."""
+        """The outputs on platform `"xla"`; by default those of the reference, in float32 or wider."""
         return core.reference_in_dtypes(self, arrays)
 
     def default_config(self, platform: Platform, problem: Problem, device: DeviceFacts) -> Any:
-        """The configuration for a problem that no table knows; by default the first candidate."""
+        """The configuration for a problem that no table contains; by default the first candidate."""
         return self.candidates(platform, problem, device)[0]
 
     def candidates(self, platform: Platform, problem: Problem, device: DeviceFacts) -> list[Any]:
-        """The configurations worth timing, at most a dozen; by default only the default."""
+        """The configurations worth timing, at most a dozen; by default only the default configuration."""
         return [self.default_config(platform, problem, device)]
 
     def unsupported(self, platform: Platform, problem: Problem, device: DeviceFacts) -> str | None:
-        """Why a platform cannot run a problem, as `"takes D up to 1024"`; `None` if it can."""
+        """Why a platform cannot run a problem, such as `"takes D up to 1024"`; `None` if it can."""
         return None
 
     def config_unsupported(
         self, platform: Platform, config: Any, problem: Problem, device: DeviceFacts
     ) -> str | None:
-        """Why a configuration cannot run a problem, as far as that is known without compiling; `None` if nothing speaks against it."""
+        """Why a configuration cannot run a problem, as far as can be told without compiling; `None` if no reason is known."""
         return None
 
     def example_inputs(self, problem: Problem, key: Array) -> dict[str, Array]:
-        """Inputs to tune with, where normal random numbers would not do: those named here replace them. Integer inputs need it.
+        """Inputs for tuning. The arrays returned here replace the default, normal random numbers; integer inputs require it.
 
         `problem.dim("D")` is the size of an axis, `problem.dim("B")` the number of rows, `problem.dtype("x")` a dtype.
         """
         return {}
 
     def cost(self, problem: Problem) -> Cost | tuple[Cost, Cost] | None:
-        """What the forward (and the forward with the backward) must at least compute and move; by default every array once."""
+        """The least that the forward (and the forward with backward) must compute and move; by default every array once."""
         return None
 
     def make_plan(
@@ -102,13 +102,13 @@ class CustomKernel(Kernel):
         config: Any | None = None,
         tune_for: Any | None = None,
     ) -> Plan:
-        """The plan, to be made last in `__init__`: from everything known now, and with the choice for `tune_for` made now.
+        """Builds the plan; call it last in `__init__`. It uses everything known now, and fixes the choice for `tune_for`.
 
         **Arguments:**
 
-        - `platform`: use this platform or raise; `None` chooses by device and request.
-        - `config`: use this configuration; it implies its platform.
-        - `tune_for`: the arguments of the call (a tuple, or `ejx.inputs(...)`), arrays or `jax.ShapeDtypeStruct`s.
+        - `platform`: use this platform or raise; `None` chooses by device and call.
+        - `config`: use this configuration, which implies its platform.
+        - `tune_for`: arguments of the call (a tuple or `ejx.inputs(...)`), as arrays or `jax.ShapeDtypeStruct`s.
         """
         fields = _fields_of(self)
         plan = make_plan(self.operation, platform=platform, config=config)
@@ -117,9 +117,9 @@ class CustomKernel(Kernel):
         return settle(self._of_fields(fields, plan), as_inputs(tune_for))
 
     def launch(self, **arrays: Any) -> Any:
-        """Runs the kernel on arrays by name: the output, or a tuple of the outputs in their declared order.
+        """Runs the kernel on arrays passed by name. Returns the output, or a tuple of outputs in their declared order.
 
-        Raises `ValueError` for arrays that do not fit the declaration, `UnsupportedError` if no platform supports the call.
+        Raises `ValueError` for arrays that do not fit the declaration, and `UnsupportedError` if no platform supports the call.
         """
         with jax.named_scope(f"{_HERE}.{type(self).__name__}"):
             checked = check_arrays(self.declaration, arrays)
@@ -129,12 +129,12 @@ class CustomKernel(Kernel):
 
     @classmethod
     def _options(cls) -> list[str]:
-        """The names of the static fields, but for the plan."""
+        """The names of the static fields, except for the plan."""
         return sorted(field.name for field in dataclasses.fields(cls) if field.name != "plan")
 
     @classmethod
     def _of_fields(cls, fields: Fields, plan: Plan | None = None) -> Any:
-        """An instance with these static fields. `__init__` is not called; without a plan it only answers questions."""
+        """An instance with these static fields, without calling `__init__`; without a plan it can only be queried."""
         new = object.__new__(cls)
         for name, value in (*fields, ("plan", plan)):
             object.__setattr__(new, name, value)
@@ -142,7 +142,7 @@ class CustomKernel(Kernel):
 
 
 def _fields_of(kernel: CustomKernel) -> Fields:
-    """The options of a kernel, sorted by name; `ValueError` for one that is missing or cannot enter a key."""
+    """The options of a kernel, sorted by name; `ValueError` for one that is missing or cannot be part of a key."""
     values = []
     for name in type(kernel)._options():
         if not hasattr(kernel, name):
@@ -152,7 +152,7 @@ def _fields_of(kernel: CustomKernel) -> Fields:
         value = getattr(kernel, name)
         if type(value) not in _FLAGS:
             raise ValueError(
-                f"{type(kernel).__name__}.{name}: expected a bool, int, float, str or None, which the key of a tuned table can hold, "
+                f"{type(kernel).__name__}.{name}: expected a bool, int, float, str or None, which can be part of a key in tuned tables, "
                 f"received a {type(value).__name__}; split it into such fields, or pass arrays to the call."
             )
         values.append((name, value))
@@ -169,7 +169,7 @@ def _define(cls: type[CustomKernel]) -> None:
         cls.kind = core.kind_of(cls)
     if problems:
         raise ValueError(f"{cls.__qualname__}, a CustomKernel:\n" + "\n".join(f"- {p}" for p in problems))
-    if cls.operation in kernel_registry.list_operations():  # the same class as it was before
+    if cls.operation in kernel_registry.list_operations():  # the previous definition of the same class
         for known in kernel_registry.ordered(cls.operation):
             if isinstance(known.target, CustomPlatform):
                 kernel_registry.remove(known)
@@ -190,12 +190,12 @@ def _define(cls: type[CustomKernel]) -> None:
 
 def _missing(cls: type) -> list[str]:
     wanted = {
-        "operation": 'its name, as operation = "my_project.name"',
-        "inputs": 'its arrays and their axes, as inputs = {"x": "... D"}',
-        "outputs": 'its results and their axes, as outputs = {"out": "... D"}',
+        "operation": 'its name, such as operation = "my_project.name"',
+        "inputs": 'its arrays and their axes, such as inputs = {"x": "... D"}',
+        "outputs": 'its results and their axes, such as outputs = {"out": "... D"}',
         "__init__": "def __init__(self, ..., *, platform=None, config=None, tune_for=None), which ends with self.plan = self.make_plan(...)",
         "__call__": "def __call__(self, ...), which returns self.launch(...)",
-        "reference": "def reference(self, ...), the plain mathematics of the inputs by name",
+        "reference": "def reference(self, ...), its mathematical definition in terms of the named inputs",
     }
     found = [f"{name} is missing: {what}." for name, what in wanted.items() if name not in cls.__dict__]
     if "plan" not in inspect.get_annotations(cls):
@@ -230,7 +230,7 @@ def _wrong_configs(cls: Any) -> list[str]:
     asked = (cls.default_config is base.default_config) and (cls.candidates is base.candidates)
     if asked and any(kind is not NoConfig for kind in cls.config_types.values()):
         found.append(
-            "candidates (or default_config) is missing: config_types has choices that nothing makes."
+            "candidates (or default_config) is missing: config_types declares configurations that nothing creates."
         )
     return found
 
@@ -250,8 +250,8 @@ def _declaration(cls: Any) -> tuple[Declaration, list[str]]:
     for declared in outputs:
         if not declared.batched:
             found.append(
-                f'outputs[{declared.name!r}]: expected batch axes ("..."): a row of the output comes from a row of the inputs; '
-                "reduce over rows outside."
+                f'outputs[{declared.name!r}]: expected batch axes ("..."), as each row of an output is computed from one row of the inputs; '
+                "reduce over rows outside the kernel."
             )
         if unknown := [letter for letter in declared.letters if letter not in letters]:
             found.append(f"outputs[{declared.name!r}]: no input has the axes {unknown}.")
@@ -266,14 +266,14 @@ def _declaration(cls: Any) -> tuple[Declaration, list[str]]:
 
 
 def _taken(cls: Any) -> list[str]:
-    """Another class of this operation; the same class defined anew (a notebook's cell run again) replaces itself."""
+    """Whether another class has this operation's name; redefining the same class (rerunning a notebook cell) replaces it."""
     if cls.operation not in kernel_registry.list_operations():
         return []
     for implementation in kernel_registry.ordered(cls.operation):
         owner = getattr(implementation.target, "kernel", None)
         if owner is None or (owner.__module__, owner.__qualname__) != (cls.__module__, cls.__qualname__):
             return [
-                f"operation: {cls.operation!r} is taken by {owner or implementation.core}; choose another name."
+                f"operation: {cls.operation!r} is already used by {owner or implementation.core}; choose another name."
             ]
     return []
 

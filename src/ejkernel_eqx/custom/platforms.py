@@ -1,4 +1,4 @@
-"""What the registry holds of a user's kernel: for every platform it is written for, the answers of its class."""
+"""Registry entries of a user's kernel: for every platform it implements, the hooks answered by its class."""
 
 import dataclasses
 import functools
@@ -17,7 +17,7 @@ from ..launch import interpreter_unavailable, Launch, run
 
 Execute = Callable[[Launch, dict[str, Array]], dict[str, Array]]
 
-# Backend and priority of each platform: highest first where it supports the request; below zero only when asked for by name.
+# Backend and priority of each platform: the highest that supports the request comes first; below zero only if requested by name.
 PLATFORMS = {
     Platform.CUDA: (Backend.GPU, 40),
     Platform.TRITON: (Backend.GPU, 30),
@@ -29,14 +29,14 @@ PLATFORMS = {
 
 @dataclasses.dataclass(frozen=True)
 class NoConfig:
-    """The configuration of a platform that leaves nothing to choose."""
+    """The configuration of a platform without options."""
 
 
 @dataclasses.dataclass(frozen=True)
 class TritonLauncher:
-    """Launches the Triton kernels of one call: on the device, interpreted, or only written down for a compiler.
+    """Launches the Triton kernels of one call: on the device, interpreted, or only recorded for a compiler.
 
-    It is what `run_triton` and `grad_triton` are given as `launch`.
+    `run_triton` and `grad_triton` receive it as `launch`.
     """
 
     operation: str
@@ -56,9 +56,9 @@ class TritonLauncher:
         """**Arguments:**
 
         - `kernel`: a `@triton.jit` function that takes inputs and scalars first, then outputs, then `tl.constexpr` constants.
-        - `grid`: how many programs, along one to three axes; at most 65,535 along the second and the third.
-        - `inputs`, `outputs`: parameter name to array, and to the shape and dtype of a fresh array.
-        - `scalars`: run-time integers. `constants`: the `tl.constexpr` parameters, floats among them.
+        - `grid`: number of programs along one to three axes; at most 65,535 along the second and third.
+        - `inputs`, `outputs`: maps parameter names to arrays, and to the shapes and dtypes of newly allocated arrays.
+        - `scalars`: run-time integers. `constants`: the `tl.constexpr` parameters, including floats.
         - `options`: `num_warps` (4), `num_stages` (2), `max_registers` (0: the compiler's choice).
 
         **Returns:** the outputs by parameter name.
@@ -88,7 +88,7 @@ class CustomPlatform:
 
     @property
     def OPAQUE(self) -> bool:
-        """Whether the compiler cannot look into it."""
+        """Whether the compiler cannot see into it."""
         return self.platform is not Platform.XLA
 
     @property
@@ -105,7 +105,7 @@ class CustomPlatform:
 
     @property
     def execute(self) -> Execute:
-        """How launches of this platform are run."""
+        """The function that runs launches of this platform."""
         return functools.partial(run, interpret=self.platform is Platform.TRITON_INTERPRET)
 
     def method(self, kind: str) -> Callable[..., Any] | None:
@@ -149,7 +149,7 @@ class CustomPlatform:
 
 @functools.lru_cache(maxsize=256)
 def source_digest(kernel: type) -> str | None:
-    """Of the module that defines a kernel class, where its text can be found: what was tuned of other text is worth nothing."""
+    """A digest of the module that defines a kernel class, if its source is available; tuning results of other sources are invalid."""
     try:
         text = inspect.getsource(sys.modules[kernel.__module__])
     except (KeyError, OSError, TypeError):
@@ -158,5 +158,5 @@ def source_digest(kernel: type) -> str | None:
 
 
 def config_type(kernel: Any, platform: Platform) -> type:
-    """The configuration class that a kernel class names for a platform; `NoConfig` where it names none."""
+    """The configuration class that a kernel class declares for a platform, or `NoConfig`."""
     return {Platform(name): cls for name, cls in kernel.config_types.items()}.get(platform, NoConfig)

@@ -1,4 +1,4 @@
-"""What the tuner needs of a user's kernel, made from its declaration, its reference and its few hooks."""
+"""What the tuner needs from a user's kernel, derived from its declaration, reference and hooks."""
 
 import dataclasses
 import functools
@@ -63,15 +63,15 @@ class Work:
         return tuple(name for name, x in self.input_shapes.items() if is_float(x.dtype))
 
     def make_inputs(self, seed: int) -> Inputs:
-        """Normal random numbers, replaced by what the class's `example_inputs` gives."""
+        """Normal random numbers, replaced by those that the class's `example_inputs` returns."""
         key = jax.random.key(seed)
         kernel = self.kernel._of_fields(self.problem.flags)
         arrays = dict(kernel.example_inputs(self.problem, jax.random.fold_in(key, 0)))
         wanted = {name: x for name, x in self.input_shapes.items() if name not in arrays}
         if fixed := [name for name, x in wanted.items() if not is_float(x.dtype)]:
             raise TuningError(
-                f"{self.problem.operation}: random numbers are no representative {', '.join(fixed)}; give "
-                f"{'it' if len(fixed) == 1 else 'them'} in {self.kernel.__name__}.example_inputs(problem, key)."
+                f"{self.problem.operation}: random numbers are not representative for {', '.join(fixed)}; return "
+                f"{'it' if len(fixed) == 1 else 'them'} from {self.kernel.__name__}.example_inputs(problem, key)."
             )
         arrays = check_arrays(self.declaration, arrays | _normal(wanted, key))
         made = self.declaration.problem(arrays, self.problem.flags)
@@ -92,7 +92,7 @@ class Work:
         return self._results(functools.partial(reference, kernel), jax.tree.map(wide, inputs))
 
     def _results(self, function: Any, inputs: Inputs) -> dict[str, Array]:
-        """Outputs, and the gradients of the sum of all outputs, each weighed by its cotangent."""
+        """Outputs, and the gradients of the sum of all outputs weighted by their cotangents."""
         arrays, cotangents = inputs["arrays"], inputs["cotangents"]
 
         def differentiable(learned: Arrays) -> tuple[Arrays, Arrays]:
@@ -104,7 +104,7 @@ class Work:
         return outputs | {gradient_name(name): g for name, g in pull(matching)[0].items()}
 
     def tolerances(self) -> dict[str, Tolerance]:
-        """By the coarsest dtype among the result itself and the float inputs that it comes from."""
+        """Tolerances by the coarsest dtype among the result and the float inputs that it is computed from."""
         inputs = [self.input_shapes[name].dtype for name in self.learned]
         outputs = {name: _tolerance("forward", x.dtype, inputs) for name, x in self.output_shapes.items()}
         table = {name: _tolerance("gradient", self.input_shapes[name].dtype, inputs) for name in self.learned}
@@ -124,7 +124,7 @@ class Work:
         return {FORWARD: Cost(0.0, read + written), BOTH: Cost(0.0, both)}
 
     def parts(self) -> tuple[Part, ...]:
-        """A configuration with the fields `forward` and `backward` is tuned one after the other."""
+        """The fields `forward` and `backward` of a configuration are tuned one after the other."""
         platform = self.implementation.load()
         fields = {field.name for field in dataclasses.fields(platform.config_type)}
         if fields != {"forward", "backward"} or platform.method("grad") is None:
@@ -133,7 +133,7 @@ class Work:
         return Part("forward", tuple(self.output_shapes)), Part("backward", gradients)
 
     def record(self, groups: tuple[Arrays, Arrays, Arrays], config: Any, execute: Any) -> None:
-        """Forward and backward of inputs, outputs and cotangents, with another `execute`."""
+        """Runs forward and backward on inputs, outputs and cotangents, with another `execute`."""
         (arrays, outputs, cotangents), platform = groups, self.implementation.load()
         kind, fields = self.kernel.kind, self.problem.flags
         kind.forward(platform, arrays, fields, config, False, execute=execute)
@@ -165,15 +165,15 @@ def make_workload(implementation: Implementation, problem: Problem) -> Workload:
 
 
 def example_problem(operation: str, dims: Mapping[str, int], dtype: str, flags: Mapping[str, Any]) -> Problem:
-    """A problem from a few words, for `ejx.explain` and the command line.
+    """Builds a problem for `ejx.explain` and the command line.
 
     **Arguments:**
 
     - `dims`: a size for every letter of the inputs; `B`, the number of rows, defaults to 1.
-    - `dtype`: of the float inputs. Others have the dtype that they are declared with, `int32` where only its kind is said.
-    - `flags`: the static fields, by default those of `__init__`.
+    - `dtype`: the dtype of the float inputs. Others have their declared dtype, `int32` if only its kind is declared.
+    - `flags`: the static fields, with the defaults of `__init__`.
 
-    Raises `ValueError` for a name that is none of these, and for a missing size or field.
+    Raises `ValueError` for an unknown name, and for a missing size or field.
     """
     kernel = kernel_registry.ordered(operation)[0].load().kernel
     declaration: Declaration = kernel.declaration
@@ -218,7 +218,7 @@ def _example_fields(kernel: Any, flags: Mapping[str, Any]) -> Fields:
 
 
 def gradient_name(name: str) -> str:
-    """How a gradient is called among the results."""
+    """The name of a gradient among the results."""
     return f"d_{name}"
 
 

@@ -17,16 +17,16 @@ _LOG = logging.getLogger("ejkernel_eqx")
 SCHEMA = 2
 FORMAT = "ejkernel_eqx tuning records"
 
-_Stamp = tuple[int, int, int] | None  # None: there is no file
+_Stamp = tuple[int, int, int] | None  # None if there is no file
 
 
 class BrokenTable(Exception):
-    """The file is not one of ours, or not whole; the message says what it is."""
+    """The file is unrecognised or damaged; the message says how."""
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class Content:
-    """What a file held when it was read. The object is the same until the file changes."""
+    """The content of a file when it was read. The same object is returned until the file changes."""
 
     header: Mapping[str, Any]
     records: tuple[Record, ...]
@@ -41,24 +41,24 @@ def make_content(header: Mapping[str, Any], records: Iterable[Record]) -> Conten
 
 _EMPTY = make_content({}, ())
 _read: dict[str, tuple[_Stamp, Content]] = {}
-_unread: set[str] = set()  # files that are there, but of which `_read` does not hold the content
+_unread: set[str] = set()  # files that exist, but whose content `_read` does not hold
 _warned: set[tuple[str, str]] = set()
 
 
 def warn_once(path: "str | os.PathLike[str]", kind: str, message: str, *args: Any) -> None:
-    """One warning of a kind for each file, in a process."""
+    """Logs a warning of each kind once per file and process."""
     if (os.fspath(path), kind) not in _warned:
         _warned.add((os.fspath(path), kind))
         _LOG.warning(message, *args)
 
 
 def parse(text: str, name: str) -> Content:
-    """The content of a file. `ValueError` if it is not whole, not ours or of another schema; an entry that is not a record is
-    left out with one warning for the file."""
+    """The content of a file. Raises `BrokenTable` if it is damaged, unrecognised or of another schema; entries that are not records are
+    skipped with one warning per file."""
     try:
         data = json.loads(text)
     except (ValueError, RecursionError) as error:
-        raise BrokenTable("is empty" if not text.strip() else f"is not whole ({error})") from None
+        raise BrokenTable("is empty" if not text.strip() else f"is not valid JSON ({error})") from None
     if (
         not isinstance(data, dict)
         or data.get("format") != FORMAT
@@ -88,17 +88,17 @@ def render(header: Mapping[str, Any], records: Iterable[Record]) -> str:
 
 
 class PersistentCache:
-    """Records in one JSON file. Every process that uses the file may write at any time; none loses what another wrote.
+    """Records in one JSON file. Every process that uses the file may write at any time, without losing what others wrote.
 
-    Writing takes the lock file beside it, merges into what the file holds by then and replaces the file at once, so that a reader, or a
-    process that is killed, sees the old file or the new one, whole. A file that is empty, cut, foreign or of another schema is
-    moved to `<name>.broken-<n>` and named in a warning. Where nothing can be written one warning says so, and what is put is
-    known to this process alone.
+    A write takes the lock file next to it, merges with the current content and replaces the file atomically, so that readers see
+    either the old or the new file, even if a process is killed. Unrecognised files (empty, truncated, foreign or of another schema) are
+    renamed to `<name>.broken-<n>` and reported in a warning. If the file cannot be written, one warning says so, and new records are
+    known to this process only.
 
     **Arguments:**
 
-    - `path`: the file. It need not exist, nor its folder.
-    - `header`: what the file shall say besides its records, JSON: the facts of the device.
+    - `path`: the file. Neither it nor its folder need exist.
+    - `header`: JSON content of the file besides its records: the facts of the device.
     - `lock_timeout`: seconds to wait for another process before giving up writing.
     """
 
@@ -116,11 +116,11 @@ class PersistentCache:
         return f"PersistentCache({str(self.path)!r})"
 
     def content(self) -> Content:
-        """What the file holds now. Parsed once for each state of the file."""
+        """The current content of the file, parsed once for each of its states."""
         return self._load(locked=False)
 
     def header(self) -> Mapping[str, Any]:
-        """What the file says besides its records; of a file that is not there, what it would say."""
+        """The content of the file besides its records; if the file does not exist, what would be written."""
         return {**self._header, **self.content().header}
 
     def get(self, key: str) -> Record | None:
@@ -139,17 +139,17 @@ class PersistentCache:
         self.update((record,))
 
     def update(self, records: Iterable[Record]) -> None:
-        """Adds records; each replaces the one of its key."""
+        """Adds records; each replaces an existing one with the same key."""
         added = tuple(records)
         self._change(lambda known: (*known, *added))
 
     def remove(self, keys: Iterable[str]) -> None:
-        """Removes the records of these keys; one that is not there is no mistake."""
+        """Removes the records with these keys; missing keys are ignored."""
         gone = frozenset(keys)
         self._change(lambda known: tuple(record for record in known if record.key not in gone))
 
     def _change(self, change: Callable[[tuple[Record, ...]], tuple[Record, ...]]) -> None:
-        """Changes the file, or where it cannot be written what this process knows of it."""
+        """Changes the file or, if it cannot be written, this process's copy of it."""
 
         def write() -> None:
             before = self._load(locked=True)
@@ -187,11 +187,11 @@ class PersistentCache:
         except (BrokenTable, UnicodeDecodeError) as error:
             why = str(error) if isinstance(error, BrokenTable) else "is not text"
             return self._set_aside(why) if locked else self._look_again(why)
-        except FileNotFoundError:  # removed between the two looks
+        except FileNotFoundError:  # removed in the meantime
             stamp = None
             content = _EMPTY
         except OSError as error:
-            if locked:  # what cannot be read must not be replaced
+            if locked:  # a file that cannot be read must not be replaced
                 raise
             warn_once(name, "unreadable", "%s cannot be read (%s); it is ignored", name, error)
             return self._know(stamp, _EMPTY, unread=True)
@@ -204,7 +204,7 @@ class PersistentCache:
         return content
 
     def _look_again(self, why: str) -> Content:
-        """A broken file is moved only while it is locked, and only if it is still broken then."""
+        """Moves a broken file, but only under the lock and if it is still broken then."""
         try:
             with self._lock(min(1.0, self._lock_timeout)):
                 return self._load(locked=True)
@@ -219,14 +219,14 @@ class PersistentCache:
             os.rename(self.path, aside)
         except OSError as error:
             return self._ignore(why, error)
-        warn_once(aside, "broken", "%s %s; it is set aside as %s", self.path, why, aside)
+        warn_once(aside, "broken", "%s %s; it was renamed to %s", self.path, why, aside)
         return self._know(None, _EMPTY)
 
     def _ignore(self, why: str, error: OSError) -> Content:
         warn_once(
             self.path,
             "broken",
-            "%s %s; it is ignored, and stays as it cannot be moved (%s)",
+            "%s %s; it is ignored, but could not be renamed (%s)",
             self.path,
             why,
             error,
@@ -234,20 +234,20 @@ class PersistentCache:
         return self._know(self._stamp(), _EMPTY, unread=True)
 
     def _locked_and(self, action: Any) -> bool:
-        """Whether `action` was done under the lock; if not, one warning has said why."""
+        """Whether `action` was done under the lock; if not, a warning has been logged once."""
         try:
             self.path.parent.mkdir(parents=True, exist_ok=True)
             with self._lock(self._lock_timeout):
                 action()
         except OSError as error:
-            message = "%s cannot be written (%s); what is tuned is known to this process only"
+            message = "%s cannot be written (%s); tuning results are known to this process only"
             warn_once(self.path, "unwritable", message, self.path, error)
             return False
         return True
 
     @contextlib.contextmanager
     def _lock(self, timeout: float) -> Iterator[None]:
-        """`OSError` if it cannot be had: `TimeoutError` among them."""
+        """Holds the lock; `OSError` (including `TimeoutError`) if it cannot be acquired."""
         import filelock
 
         lock = filelock.FileLock(f"{os.path.realpath(self.path)}.lock", timeout=timeout)
@@ -261,6 +261,6 @@ class PersistentCache:
             lock.release()
 
     def _replace(self, text: str) -> None:
-        """Whole or not at all, also when the machine stops: the lock is held, so one name serves all that write."""
+        """Replaces the file atomically, even if the machine stops. The lock is held, so all writers can share one temporary name."""
         with replacing(self.path, ".tmp") as file:
             file.write(text.encode())

@@ -1,4 +1,4 @@
-"""What is known of a problem (`Known`), and the table of what this process knows (`ConfigCache`)."""
+"""What is known about a problem (`Known`), and the table of what this process knows (`ConfigCache`)."""
 
 import dataclasses
 from collections.abc import Collection, Iterator
@@ -13,13 +13,13 @@ Key = tuple[Platform, str]
 
 @dataclasses.dataclass(frozen=True)
 class Known:
-    """What a table says of one problem on one platform.
+    """What a table says about one problem on one platform.
 
-    - `config`: the configuration to use; `None` if every one was denied: the platform does not support the problem then.
+    - `config`: the configuration to use; `None` if all were denied, in which case the platform does not support the problem.
     - `ms`: the measured milliseconds by direction (`FORWARD`, `BOTH`).
-    - `origin`: where it comes from, for readers.
-    - `denied`: why every configuration was denied.
-    - `sizes`: those of the problem that was timed: a key stands for a range of lengths.
+    - `origin`: where it comes from, in words.
+    - `denied`: why all configurations were denied.
+    - `sizes`: those of the problem that was timed, since a key stands for a range of lengths.
     """
 
     config: Any
@@ -36,13 +36,13 @@ class Known:
 
 
 NOISE = 1.01
-"""What was measured to be less than this many times as slow may as well be as fast."""
+"""Measured ratios below this are within noise."""
 
 
 def slowness(known: Known, other: Known) -> tuple[float, str] | None:
-    """How many times as long as the other's work it takes, and by which direction, if the same work of both was measured, and it is slower.
+    """The ratio of `known`'s time to the other's, and the direction, if the same work was measured for both and `known` is slower.
 
-    Forward and backward together decide where both know that time.
+    Forward and backward together decide if both have that time.
     """
     mine, theirs = dict(known.ms), dict(other.ms)
     direction = next((d for d in (BOTH, FORWARD) if d in mine and d in theirs), None)
@@ -68,25 +68,25 @@ class ConfigCache:
         self._by_operation: dict[tuple[str, frozenset[Platform]], tuple[Entry, ...]] = {}
 
     def put(self, platform: Platform, problem_key: str, config: Any) -> None:
-        """Remembers a configuration, or what is `Known`."""
+        """Stores a configuration or a `Known`."""
         known = config if isinstance(config, Known) else Known(config, origin="put into the memory cache")
         self._entries[(platform, problem_key)] = (platform, problem_key, known)
         self._by_operation = {}
 
     def known(self, platform: Platform, problem_key: str) -> Known | None:
-        """All that is known of a problem."""
+        """Everything known about a problem."""
         entry = self._entries.get((platform, problem_key))
         return entry[2] if entry else None
 
     def get(self, platform: Platform, problem_key: str) -> Any | None:
-        """The configuration; `None` if none is known or all were denied."""
+        """The configuration, or `None` if none is known or all were denied."""
         known = self.known(platform, problem_key)
         return known.config if known else None
 
     def entries(self, operation: str, platforms: Collection[Platform]) -> tuple[Entry, ...]:
-        """What is known of an operation on some platforms."""
+        """What is known about an operation on some platforms."""
         wanted = (operation, frozenset(platforms))
-        # What another thread puts meanwhile replaces the dictionary: nothing is then remembered that lacks it.
+        # A concurrent `put` replaces the dictionary, so no result without it is remembered.
         by_operation = self._by_operation
         found = by_operation.get(wanted)
         if found is None:
@@ -114,7 +114,7 @@ memory_cache = ConfigCache()
 
 
 def known_of(record: Record, config: Any | None, origin: str) -> Known:
-    """What a record says, its configuration already made."""
+    """What a record says, with its configuration already built."""
     if config is not None:
         sizes = tuple(sorted(record.exact.get("dims", {}).items()))
         return Known(config, tuple(sorted(record.ms.items())), origin, sizes=sizes)

@@ -1,4 +1,4 @@
-"""Kernel configurations: frozen dataclasses that turn into JSON and back, refusing what they do not know."""
+"""Kernel configurations: frozen dataclasses that convert to JSON and back, strictly."""
 
 import dataclasses
 import json
@@ -15,7 +15,7 @@ def to_dict(config: Any) -> dict[str, Any]:
 
 
 def to_json(config: Any) -> str:
-    """Readable JSON of a configuration, fields in their order."""
+    """Readable JSON of a configuration, with its fields in order."""
     return json.dumps(to_dict(config))
 
 
@@ -27,7 +27,7 @@ def stable_json(value: Any) -> str:
 
 
 def from_json(text: str, cls: type[C]) -> C:
-    """The configuration of class `cls` written in `text`; `ValueError` for anything that is not exactly that."""
+    """The configuration of class `cls` in `text`; `ValueError` for anything else."""
     try:
         data = json.loads(text)
     except json.JSONDecodeError as error:
@@ -38,7 +38,7 @@ def from_json(text: str, cls: type[C]) -> C:
 
 
 def from_dict(data: Any, cls: type[C]) -> C:
-    """As `from_json`, from a dict. Unknown and missing fields and wrong types are refused, never guessed."""
+    """As `from_json`, from a dict. Unknown fields, missing fields and wrong types are errors."""
     if not isinstance(data, dict):
         raise ValueError(f"config: expected an object with the fields of {cls.__name__}, received {data!r}.")
     types = typing.get_type_hints(cls)
@@ -47,7 +47,7 @@ def from_dict(data: Any, cls: type[C]) -> C:
     if unknown or missing:
         raise ValueError(
             f"config: expected the fields {sorted(names)} of {cls.__name__}, received unknown {unknown} and missing {missing}; "
-            "it was written for another version."
+            "it was written by another version."
         )
     return cls(**{name: _convert(name, value, types[name]) for name, value in data.items()})
 
@@ -74,7 +74,7 @@ def _as_tuple(value: Any) -> Any:
 
 
 def check_config(config: Any) -> None:
-    """`ValueError` for what is no instance of a frozen dataclass."""
+    """`ValueError` for anything but an instance of a frozen dataclass."""
     params = None if isinstance(config, type) else getattr(config, "__dataclass_params__", None)
     if params is None or not params.frozen:
         raise ValueError(f"config: expected an instance of a frozen dataclass, received {config!r}.")

@@ -1,4 +1,4 @@
-"""Facts about the device that kernels are chosen for: asked of the runtime, never listed by name."""
+"""Facts about the device that kernels are chosen for, queried from the runtime."""
 
 import dataclasses
 import functools
@@ -12,12 +12,12 @@ from .platform import Backend
 
 Device = Any  # `jax.Device`, which is a variable to type checkers
 
-# What one thread block may take, by compute capability, where the runtime does not say (CUDA programming guide, "Technical
-# specifications per compute capability"); of others the smallest limit among supported GPUs of a vendor.
+# Limits per thread block by compute capability, if the runtime does not report them (CUDA programming guide, "Technical
+# specifications per compute capability"); for others, the smallest limit among a vendor's supported GPUs.
 _SHARED_MEMORY = {"8.0": 166_912, "8.7": 166_912, "9.0": 232_448, "10.0": 232_448, "10.3": 232_448}
 _SAFE_SHARED_MEMORY = {"nvidia": 101_376, "amd": 65_536}
 
-# By the device kind that JAX gives, which has no attribute for it; as JAX's own `pallas.tpu.get_tpu_info`, which knows only the default device.
+# By JAX's device kind, since devices have no attribute for it; as in JAX's own `pallas.tpu.get_tpu_info`, which covers only the default device.
 _VMEM_MIB = {
     **dict.fromkeys(("TPU v2", "TPU v3", "TPU v4", "TPU v4 lite"), 16),
     **dict.fromkeys(("TPU v5", "TPU v5p", "TPU7", "TPU7x"), 64),
@@ -37,10 +37,10 @@ _OF_THE_DEVICE = (
 
 @dataclasses.dataclass(frozen=True)
 class DeviceFacts:
-    """What dispatch may know of a device. Frozen into every plan, so that nothing is asked again after construction.
+    """The facts about a device that dispatch uses. They are stored in every plan, so nothing is queried after construction.
 
-    `shared_memory` is the largest block of shared memory one program of a GPU may use, and `vmem` the vector memory of a TPU's core, in
-    bytes, 0 where there is none or it is not known; `count` the devices that JAX sees.
+    `shared_memory` is the largest amount of shared memory that one program of a GPU may use, and `vmem` the vector memory of a TPU core, in
+    bytes, or 0 if there is none or it is unknown; `count` is the number of devices that JAX sees.
     """
 
     backend: Backend
@@ -56,7 +56,7 @@ class DeviceFacts:
 
     @property
     def capability(self) -> tuple[int, int]:
-        """`compute_capability` as numbers; `(0, 0)` where it has none or is not of that form."""
+        """`compute_capability` as numbers; `(0, 0)` if there is none or it has another form."""
         major, _, minor = self.compute_capability.partition(".")
         return (int(major), int(minor)) if major.isdigit() and minor.isdigit() else (0, 0)
 
@@ -66,23 +66,23 @@ class DeviceFacts:
         return "".join(c if c.isalnum() else "_" for c in self.kind.lower()).strip("_")
 
     def to_dict(self) -> dict[str, Any]:
-        """The facts of the device itself, as the header of its tables has them; not those of this machine or process."""
+        """The facts of the device itself, as stored in the header of its tables, without those of the machine or process."""
         return {name: getattr(self, name) for name in _OF_THE_DEVICE} | {"backend": self.backend.value}
 
     @classmethod
     def from_dict(cls, data: Mapping[str, Any]) -> "DeviceFacts":
-        """Undoes `to_dict`; what belongs to a machine or a process is left at its default."""
+        """The inverse of `to_dict`; facts of the machine or process have their defaults."""
         facts: dict[str, Any] = {name: data[name] for name in _OF_THE_DEVICE}
         return cls(**{**facts, "backend": Backend(data["backend"])})
 
 
 def device_facts(device: Device | None = None) -> DeviceFacts:
-    """The facts of `device`, by default of the device that JAX would place a computation on."""
+    """The facts of `device`, by default the one that JAX would place a computation on."""
     return _facts(_default_device() if device is None else device)
 
 
 def other_device_facts(device: DeviceFacts) -> tuple[DeviceFacts, ...]:
-    """The facts of one device of every other kind that this process has: what is built under `jax.default_device` of one may be
+    """The facts of one device of every other kind in this process, since a module built under `jax.default_device` of one kind may be
     called on another."""
     found = {place_of(device): device}
     for other in (*jax.local_devices(), *_local_devices("cpu")):
@@ -99,8 +99,8 @@ def place_of(device: DeviceFacts) -> Place:
 
 
 def place_of_calls() -> Place:
-    """What a call made here is compiled for, as far as that is known while it is traced: the devices of the mesh in force, else the
-    default device. Both are part of what JAX finds its traces by."""
+    """What a call made here is compiled for, as known while tracing: the devices of the current mesh, else the default device. Both are
+    part of the keys of JAX's trace caches."""
     of_mesh = getattr(jax.sharding.get_abstract_mesh(), "abstract_device", None)
     if of_mesh is not None:
         return _backend(of_mesh.platform), of_mesh.device_kind
@@ -114,7 +114,7 @@ def _default_device() -> Device:
 
 
 def _local_devices(backend: str) -> list[Device]:
-    """Those of a backend; none where JAX was started without it."""
+    """The devices of a backend; empty if JAX was started without it."""
     try:
         return jax.local_devices(backend=backend)
     except RuntimeError:
@@ -162,7 +162,7 @@ def shared_memory_limit(vendor: str, capability: str) -> int:
 
 
 def vmem_capacity(kind: str) -> int:
-    """Bytes of vector memory of one core of a TPU; the smallest known for an unknown kind."""
+    """Vector memory of one TPU core in bytes; the smallest known for an unknown kind."""
     return _VMEM_MIB.get(kind, min(_VMEM_MIB.values())) * 2**20
 
 
@@ -176,7 +176,7 @@ def _runtime(device: Device) -> str:
 
 
 def device_kind() -> str:
-    """The default device's name as its runtime gives it: `"NVIDIA H200"`."""
+    """The default device's name as reported by its runtime, such as `"NVIDIA H200"`."""
     return device_facts().kind
 
 
@@ -186,7 +186,7 @@ def device_platform() -> str:
 
 
 def device_fingerprint(facts: DeviceFacts | None = None) -> str:
-    """A short stable text that differs between devices on which a tuned table may not be shared."""
+    """A short stable string that differs between devices that must not share tuned tables."""
     facts = facts or device_facts()
     fields = (facts.kind, facts.compute_capability, str(facts.num_multiprocessors), str(facts.shared_memory))
     return f"{facts.slug}-{hashlib.sha256('|'.join(fields).encode()).hexdigest()[:8]}"

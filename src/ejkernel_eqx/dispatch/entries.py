@@ -1,4 +1,4 @@
-"""From records, as files hold them, to what is known of the problems of one implementation."""
+"""From records in files to what is known about the problems of an implementation."""
 
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any
@@ -11,13 +11,13 @@ from .registry import Implementation
 
 
 def config_of(record: Record, implementation: Implementation) -> Any | None:
-    """The record's configuration; `None` if all were denied; `ValueError` if it does not fit the implementation."""
+    """The record's configuration, or `None` if all were denied; `ValueError` if it does not fit the implementation."""
     if record.config is None:
         return None
     try:
         config = from_dict(record.config, implementation.hooks.config_type)
         hash(config)
-    except TypeError as error:  # a value of a kind that the class did not expect
+    except TypeError as error:  # a value of a type that the class does not accept
         raise ValueError(f"config: {error}") from None
     return config
 
@@ -28,9 +28,9 @@ def fitting(
     name: str,
     origin: Callable[[Record], str],
 ) -> tuple[Entry, ...]:
-    """What the records say of an implementation: those of its version alone, later ones in place of earlier.
+    """What the records of an implementation's version say; later records replace earlier ones.
 
-    Entries of older versions are silently left out; those that no version up to this one has written are too, with one warning
+    Entries of older versions are skipped silently; entries that no version up to this one can have written are skipped with one warning
     for the file `name`.
     """
     wanted = (implementation.operation, implementation.platform.value)
@@ -54,7 +54,7 @@ def fitting(
 
 
 def _loads(implementation: Implementation) -> bool:
-    """Whether what the implementation is written with is installed: its configurations cannot be made without."""
+    """Whether the software that the implementation is written with is installed, which its configurations need."""
     try:
         implementation.load()
     except ModuleNotFoundError:

@@ -1,4 +1,4 @@
-"""`PlatformHooks`: what dispatch, the tuner and `explain` ask of a platform, and what an absent answer means."""
+"""`PlatformHooks`: what dispatch, the tuner and `explain` ask a platform, and the defaults for missing answers."""
 
 from collections.abc import Mapping
 from typing import Any, cast, Protocol, runtime_checkable
@@ -11,10 +11,10 @@ REQUIRED = ("unsupported", "default_config", "candidates", "config_type")
 
 @runtime_checkable
 class PlatformHooks(Protocol):
-    """What a platform of an operation answers, as pure functions of a problem and the facts of a device.
+    """The hooks of an operation's platform, as pure functions of a problem and the facts of a device.
 
-    A platform is any module, class or object with the first four; the others have the answers that stand here where it lacks them. What it
-    needs besides to run, its kernels, is between it and its operation.
+    A platform is any module, class or object with the first four hooks; the others default to the answers given here. How it runs its
+    kernels is up to it and its operation.
     """
 
     @property
@@ -23,32 +23,32 @@ class PlatformHooks(Protocol):
         ...
 
     def unsupported(self, problem: Problem, device: DeviceFacts) -> str | None:
-        """Why it cannot run the problem on a device where it is available; `None` if it can."""
+        """Why the problem cannot run on a device where the platform is available; `None` if it can."""
         ...
 
     def default_config(self, problem: Problem, device: DeviceFacts) -> Any:
-        """The configuration for a problem of which no table knows."""
+        """The configuration for a problem that no table contains."""
         ...
 
     def candidates(self, problem: Problem, device: DeviceFacts) -> list[Any]:
-        """The configurations worth timing, the default one first."""
+        """The configurations worth timing, the default first."""
         ...
 
     def unavailable(self, device: DeviceFacts) -> str | None:
-        """Why nothing of it runs on the device; `None` if something does."""
+        """Why the platform cannot run anything on the device; `None` if it can."""
         return None
 
     def config_unsupported(self, config: Any, problem: Problem, device: DeviceFacts) -> str | None:
-        """Why a configuration cannot run the problem, as far as that is known without compiling it; `None` if nothing speaks against it."""
+        """Why a configuration cannot run the problem, as far as can be told without compiling; `None` if no reason is known."""
         return None
 
     def adapted(self, config: Any, problem: Problem, device: DeviceFacts) -> Any:
-        """A configuration that was measured at a near shape or on a near device, made fit for this one."""
+        """A configuration measured at a nearby shape or on a similar device, adapted to this one."""
         return config
 
     @property
     def OPAQUE(self) -> bool:
-        """Whether JAX cannot look into its kernels."""
+        """Whether JAX cannot see into its kernels."""
         return False
 
     @property
@@ -58,23 +58,23 @@ class PlatformHooks(Protocol):
 
     @property
     def VERSION(self) -> int:
-        """Raised when a change of the kernels makes known configurations worthless."""
+        """Incremented when a change of the kernels invalidates known configurations."""
         return 1
 
     @property
     def SOURCE(self) -> str | None:
-        """A digest of the kernels' text, where that may change under one version: what the user's table says of another text is not asked."""
+        """A digest of the kernels' source, if that may change within a version; records of another source in the user's table are ignored."""
         return None
 
     @property
     def PARTS(self) -> Mapping[str, str]:
-        """The fields of a configuration that are tuned one after the other, and what decides: a direction, or results by their names; none:
-        it is tuned whole."""
+        """The fields of a configuration that are tuned one after the other, and what decides: a direction or names of results. Empty if
+        configurations are tuned as a whole."""
         return {}
 
 
 class _Completed(PlatformHooks):
-    """A platform, with the defaults of what it lacks."""
+    """A platform with defaults for the hooks it lacks."""
 
     def __init__(self, platform: Any):
         self._platform = platform
@@ -88,5 +88,5 @@ class _Completed(PlatformHooks):
 
 
 def hooks_of(platform: Any) -> PlatformHooks:
-    """All that is asked of a platform that may lack what is not required."""
+    """All hooks of a platform, which may lack the optional ones."""
     return cast(Any, _Completed)(platform)

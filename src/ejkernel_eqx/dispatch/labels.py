@@ -1,8 +1,8 @@
-"""Labels: the name scope of every kernel call says what was chosen, and is found again in lowered and compiled text.
+"""Labels: the name scope of every kernel call records what was chosen, and can be found in lowered and compiled text.
 
 A label reads `ejkernel_eqx.flash_attention.xla=[256,512],[256,256]=5d1c03a7=0f3b...`: operation and platform, the values of the
-configuration in the order of its fields (nested ones in brackets), a checksum of the fields' names, the digest of the problem. It
-holds only characters that name scopes, MLIR locations and HLO metadata leave as they are; all others are written `%xx`.
+configuration in the order of its fields (nested ones in brackets), a checksum of the field names, and the digest of the problem. It
+contains only characters that name scopes, MLIR locations and HLO metadata preserve; all others are written as `%xx`.
 """
 
 import contextlib
@@ -32,7 +32,7 @@ _WORDS = {"none": None, "true": True, "false": False}
 
 @dataclasses.dataclass(frozen=True)
 class LabelledConfig:
-    """What a label says. `problem` is `Problem.digest()`; `config` is `None` where `reason` says why it cannot be read here."""
+    """The content of a label. `problem` is `Problem.digest()`; if `config` is `None`, `reason` says why it cannot be read."""
 
     label: str
     operation: str
@@ -43,21 +43,21 @@ class LabelledConfig:
 
 
 def label_of(selection: Selection) -> str:
-    """The label of a choice: the same text in every process."""
+    """The label of a choice, the same in every process."""
     problem = selection.problem
     head = f"{_PREFIX}{quote(problem.operation, safe='')}.{selection.platform.value}"
     return f"{head}={_values(selection.config)}={_checksum(selection.config)}={problem.digest()}"
 
 
 class _Label(str):
-    """A label as it stands in a traced program: it carries the choice itself."""
+    """A label in a traced program, which carries the choice itself."""
 
     selection: Selection
 
 
 def kernel_scope(selection: Selection) -> contextlib.AbstractContextManager:
-    """The name scope in which the kernels of a choice are called: what was chosen stands in the traced program, and is read from there
-    (`choices_in`). Names do not enter the key of JAX's compilation cache."""
+    """The name scope in which the kernels of a choice are called. It records the choice in the traced program, where `choices_in` reads it.
+    Names are not part of the key of JAX's compilation cache."""
     announce(selection)
     label = _Label(label_of(selection))
     label.selection = selection
@@ -65,8 +65,8 @@ def kernel_scope(selection: Selection) -> contextlib.AbstractContextManager:
 
 
 def choices_in(jaxpr: Any) -> Iterator[Selection]:
-    """The choices whose kernels a traced program launches, in order; one may come often. What JAX has replaced (the unmapped call under
-    `vmap`, the undifferentiated one under `grad`) does not stand in a program any more."""
+    """The choices whose kernels a traced program launches, in order, possibly with repetitions. Calls that JAX has replaced (the unmapped
+    call under `vmap`, the undifferentiated one under `grad`) are no longer in the program."""
     for equation in getattr(jaxpr, "jaxpr", jaxpr).eqns:
         for scope in equation.source_info.name_stack.stack:
             if isinstance(scope.name, _Label):
@@ -81,9 +81,9 @@ def _is_jaxpr(value: Any) -> bool:
 
 
 def find_labels_in_lowered(lowered: Any) -> list[str]:
-    """The distinct labels of a `jax.stages.Lowered` or `jax.stages.Compiled`, or of their text, in order.
+    """The distinct labels in a `jax.stages.Lowered` or `jax.stages.Compiled`, or in their text, in order.
 
-    Lowered text has names only with its debug information: `lowered.as_text(debug_info=True)`.
+    Lowered text contains names only with debug information: `lowered.as_text(debug_info=True)`.
     """
     if isinstance(lowered, str):
         return extract_labels_from_hlo_text(lowered)
@@ -92,7 +92,7 @@ def find_labels_in_lowered(lowered: Any) -> list[str]:
     text = lowered.as_text() if isinstance(lowered, jax.stages.Compiled) else None
     if text is None:
         raise ValueError(
-            f"lowered: expected a jax.stages.Lowered, a jax.stages.Compiled that has a text, or a text, received {lowered!r}; "
+            f"lowered: expected a jax.stages.Lowered, a jax.stages.Compiled that has text, or a string, received {lowered!r}; "
             "use jax.jit(f).lower(...)."
         )
     return extract_labels_from_hlo_text(text)
@@ -104,10 +104,10 @@ def extract_labels_from_hlo_text(text: str) -> list[str]:
 
 
 def labels_to_configs(labels: Iterable[str]) -> list[LabelledConfig]:
-    """What each label says, its configuration read with the class that the registered implementation has now.
+    """The content of each label, with its configuration read as the class of the currently registered implementation.
 
-    A label of an unknown operation or platform, of a configuration class that has changed since, or any other text, gives a
-    record without configuration that says why.
+    A label of an unknown operation or platform, one of a configuration class that has changed since, or any other text yields a
+    record without a configuration that says why.
     """
     return [_read(label) for label in labels]
 
@@ -128,7 +128,7 @@ def _write(value: Any) -> str:
         return str(value).lower()
     if isinstance(value, int | float):
         return repr(value)
-    # A string, or something that can be shown but not read again.
+    # A string, or a value that can be shown but not read back.
     return f"~{quote(value, safe='')}" if isinstance(value, str) else f"!{quote(repr(value), safe='')}"
 
 
@@ -166,7 +166,7 @@ def _read(label: str) -> LabelledConfig:
         except ModuleNotFoundError as error:
             reasons.append(f"{error.name} is not installed")
         except (ValueError, TypeError, NameError) as error:  # from the class itself or its annotations
-            reasons.append(f"does not fit the configuration class as it is now: {error}")
+            reasons.append(f"does not fit the current configuration class: {error}")
     return record(None, reasons[0])
 
 

@@ -1,4 +1,4 @@
-"""What a caller may say for a while, by context manager: configurations (`overlay_cache`) and the policy."""
+"""Context managers that set configurations (`overlay_cache`) and the policy temporarily."""
 
 import contextlib
 import enum
@@ -15,14 +15,14 @@ class Policy(enum.StrEnum):
     """How far the selection chain may go for a configuration."""
 
     HEURISTIC = "heuristic"
-    """Overrides, overlays and heuristics only: no table is consulted, nothing is timed."""
+    """Overrides, overlays and heuristics only: tables are not consulted, and nothing is timed."""
     CACHED = "cached"
-    """The default: also known configurations. Nothing is timed unless it is asked for, by `tune_for=` or by tuning; then
-    what no table knows exactly is."""
+    """The default: also configurations from tables. Nothing is timed unless requested by `tune_for=` or by tuning; then problems
+    that no table contains exactly are."""
     TUNE = "tune"
-    """As `CACHED`, but of what is asked for, shipped tables do not suffice: it is tuned unless it was tuned on this machine."""
+    """As `CACHED`, but shipped tables do not suffice for tuning requests: problems are tuned unless they were tuned on this machine."""
     FORCE = "force"
-    """What is asked for is tuned anew, known or not."""
+    """Requested problems are always tuned again."""
 
 
 def _parse_policy(value: "Policy | str") -> Policy:
@@ -35,7 +35,7 @@ def _parse_policy(value: "Policy | str") -> Policy:
 
 POLICY = declare(
     "EJKERNEL_EQX_POLICY",
-    "how far the choice of a configuration may go: " + ", ".join(Policy),
+    "where configurations may come from: " + ", ".join(Policy),
     _parse_policy,
     Policy.CACHED,
 )
@@ -48,18 +48,18 @@ _TUNING: ContextVar[bool] = ContextVar("ejkernel_eqx_tuning", default=True)
 
 @contextlib.contextmanager
 def overlay_cache(entries: Mapping[str, Any]) -> Iterator[None]:
-    """While it is open, modules built use these configurations before any table.
+    """Modules built inside this context use these configurations before any table.
 
     **Arguments:**
 
-    - `entries`: an operation's name (`"flash_attention"`, every problem of it) or a `Problem.key()` (that problem only) to a
-      configuration. The innermost overlay wins; a problem's own entry wins over its operation's.
+    - `entries`: maps the name of an operation (`"flash_attention"`, for all its problems) or a `Problem.key()` (that problem only) to a
+      configuration. The innermost overlay wins, and a problem's own entry wins over its operation's.
 
-    A module keeps what it was built with: leaving the context changes nothing in it, and what it was built with is part of what its
-    compiled calls are found by. The overlay is a context variable: a thread started inside sees it if it runs in a copy of the context
-    (`contextvars.copy_context().run`), as `asyncio` tasks do by themselves.
+    A module keeps the configurations it was built with after the context is left, and they are part of the key of its compiled calls.
+    The overlay is a context variable: a thread started inside sees it if it runs in a copy of the context
+    (`contextvars.copy_context().run`), as `asyncio` tasks do automatically.
 
-    **Raises:** `ValueError` for a name that is no operation and no key, or a value that is no configuration.
+    **Raises:** `ValueError` for a name that is neither an operation nor a key, or a value that is not a configuration.
     """
     _check(entries)
     token = _OVERLAY.set(tuple(entries.items()) + _OVERLAY.get())
@@ -84,13 +84,13 @@ def _check(entries: Any) -> None:
 
 
 def overlay_entries() -> tuple[tuple[str, Any], ...]:
-    """The open overlays' entries, innermost first."""
+    """The entries of the open overlays, innermost first."""
     return _OVERLAY.get()
 
 
 @contextlib.contextmanager
 def policy_override(policy: "Policy | str") -> Iterator[None]:
-    """While it is open, modules are built under `policy`: `"heuristic"`, `"cached"`, `"tune"` or `"force"`."""
+    """Modules built inside this context follow `policy`: `"heuristic"`, `"cached"`, `"tune"` or `"force"`."""
     try:
         parsed = _parse_policy(policy)
     except ValueError as error:
@@ -109,7 +109,7 @@ def current_policy() -> Policy:
 
 @contextlib.contextmanager
 def no_tuning() -> Iterator[None]:
-    """While it is open, `tune_for=` tunes nothing: modules are built to be filled or looked at, not to be used as they are."""
+    """Inside this context `tune_for=` tunes nothing, for modules that are built to be filled or inspected."""
     token = _TUNING.set(False)
     try:
         yield
@@ -118,5 +118,5 @@ def no_tuning() -> Iterator[None]:
 
 
 def tuning_allowed() -> bool:
-    """Whether what is asked for may be tuned here."""
+    """Whether tuning requests are honoured here."""
     return _TUNING.get()

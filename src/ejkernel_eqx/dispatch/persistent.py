@@ -1,4 +1,4 @@
-"""The user's own tables: one file for each device and core, below one folder."""
+"""The user's own tables: one file per device and core, in one folder."""
 
 import functools
 import importlib.metadata
@@ -21,7 +21,7 @@ from .registry import Implementation
 
 CACHE_DIR = declare(
     "EJKERNEL_EQX_CACHE_DIR",
-    "folder of the tables of tuned configurations",
+    "folder for tables of tuned configurations",
     lambda text: pathlib.Path(text).expanduser(),
     None,
 )
@@ -29,7 +29,7 @@ _PACKAGES = ("jaxlib", "triton", "jax-triton")
 
 
 def cache_dir() -> pathlib.Path:
-    """The folder of the user's tables: `EJKERNEL_EQX_CACHE_DIR`, else the platform's folder for caches. It need not exist."""
+    """The folder of the user's tables: `EJKERNEL_EQX_CACHE_DIR`, or else the operating system's cache folder. It need not exist."""
     return CACHE_DIR.read() or _default_folder(os.environ.get("HOME"), os.environ.get("XDG_CACHE_HOME"))
 
 
@@ -53,13 +53,13 @@ def _user_cache(folder: pathlib.Path, device: DeviceFacts, core: str) -> Persist
 
 
 def user_caches(device: DeviceFacts | None = None) -> list[PersistentCache]:
-    """Every table of the user for a device; without one, for every device."""
+    """The user's tables for a device, by default for all devices."""
     folder = device_fingerprint(device) if device else "*"
     return [PersistentCache(path) for path in sorted(cache_dir().glob(f"{folder}/*.json"))]
 
 
 def software() -> dict[str, str]:
-    """Versions of what compiles kernels; what is not installed is left out."""
+    """Versions of the software that compiles kernels; packages that are not installed are omitted."""
     return dict(_versions())
 
 
@@ -75,16 +75,16 @@ def _versions() -> tuple[tuple[str, str], ...]:
 
 
 def made_with(implementation: Implementation) -> dict[str, str]:
-    """`software()`, and where an implementation names its `SOURCE` (a digest of the text of its kernels) that too."""
+    """`software()` and, if an implementation has one, its `SOURCE` (a digest of its kernels' source)."""
     try:
         source = implementation.hooks.SOURCE
-    except ModuleNotFoundError:  # its platform is not installed: it will not answer anyway
+    except ModuleNotFoundError:  # its platform is not installed, so it cannot be chosen anyway
         source = None
     return software() | ({"source": source} if source else {})
 
 
 def lookup(implementation: Implementation, problem: Problem, device: DeviceFacts) -> Record | None:
-    """The user's own record of a problem, of this version of the kernels and this software."""
+    """The user's own record of a problem, for this version of the kernels and this software."""
     key = record_key(
         implementation.operation,
         implementation.platform.value,
@@ -96,7 +96,7 @@ def lookup(implementation: Implementation, problem: Problem, device: DeviceFacts
 
 
 def store(implementation: Implementation, record: Record, device: DeviceFacts) -> None:
-    """Makes a record known to this process, and writes it into the user's table."""
+    """Adds a record to this process's memory and to the user's table."""
     known = known_of(record, config_of(record, implementation), _origin(record))
     memory_cache.put(implementation.platform, record.problem, known)
     user_cache(device, implementation.core).put(record)
@@ -107,7 +107,7 @@ def _origin(record: Record) -> str:
 
 
 def user_entries(implementation: Implementation, device: DeviceFacts) -> tuple[Entry, ...]:
-    """What the user's table says for an implementation, this software and this device. Read again only when the file has changed."""
+    """What the user's table says for an implementation, this software and this device. Reread only when the file has changed."""
     cache = user_cache(device, implementation.core)
     content = cache.content()
     return _fitting(implementation, content, str(cache.path)) if content.records else ()

@@ -1,17 +1,17 @@
-"""The two words of dispatch: how a kernel is written (`Platform`) and what it runs on (`Backend`)."""
+"""How a kernel is written (`Platform`) and what it runs on (`Backend`)."""
 
 import enum
 
 
 class Platform(enum.StrEnum):
-    """How an implementation is written. Given by name (`platform="triton"`) at any operation."""
+    """How an implementation is written. Requested by name (`platform="triton"`) in any operation."""
 
     CUDA = "cuda"
     """The vendor's library (cuDNN)."""
     TRITON = "triton"
     """Triton, compiled for the GPU."""
     TRITON_INTERPRET = "triton-interpret"
-    """The same Triton kernels, interpreted on the host: slow, for checking."""
+    """The same Triton kernels, interpreted on the host: slow, for testing."""
     PALLAS = "pallas"
     """Pallas: Mosaic on TPU and on Hopper and newer GPUs."""
     XLA = "xla"

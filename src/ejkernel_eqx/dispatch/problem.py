@@ -1,4 +1,4 @@
-"""`Problem`: all that may influence the choice of a kernel, as host metadata."""
+"""`Problem`: everything that may influence the choice of a kernel, as host metadata."""
 
 import dataclasses
 import hashlib
@@ -8,7 +8,7 @@ from typing import Any
 from .._sizes import is_symbolic
 
 REPRESENTATIVE = 4096
-"""What stands for a size that is a symbol when a function is exported for any size: configurations are chosen as for this one."""
+"""Stands for a symbolic size when a function is exported: configurations are chosen as for this size."""
 
 Number = int | float | None
 Flag = bool | Number | str | tuple[Number, ...]
@@ -19,10 +19,9 @@ class Problem:
     """One call of one operation on one device: sizes, dtypes, option flags. Never an array, a tracer or a sharding.
 
     `dims` are the per-device sizes by letter; those named in `lengths` (tokens, batch) are rounded up to a power of two in the
-    key, so that neighbouring lengths share one tuned entry. Those named in `counts` (heads) only repeat the work: what was measured
-    for another count is a good guess. The flags named in `requirements` say what a platform must be able to do, and change nothing in
-    the kernels of those that can: they are left out of the key. Sizes that are symbols (`jax.export`) are named in `symbolic`, and
-    `REPRESENTATIVE` stands for each.
+    key, so that neighbouring lengths share one tuned entry. Those named in `counts` (heads) only repeat the work, so measurements
+    for another count are a good guess. The flags named in `requirements` describe what a platform must support; they do not affect
+    its kernels and are not part of the key. Symbolic sizes (`jax.export`) are named in `symbolic`, and `REPRESENTATIVE` stands for each.
     """
 
     operation: str
@@ -63,7 +62,7 @@ class Problem:
 
     @classmethod
     def from_dict(cls, data: dict[str, Any]) -> "Problem":
-        """Undoes `to_dict`."""
+        """The inverse of `to_dict`."""
         return cls.make(
             data["operation"],
             dims=data["dims"],
@@ -76,7 +75,7 @@ class Problem:
         )
 
     def to_dict(self) -> dict[str, Any]:
-        """Everything, as JSON can hold it; the sizes are not rounded."""
+        """Everything as JSON-compatible values; sizes are not rounded."""
         return self._symbols() | {
             "operation": self.operation,
             "dims": dict(self.dims),
@@ -94,11 +93,11 @@ class Problem:
         return dict(self.dtypes)[name]
 
     def flag(self, name: str) -> Flag:
-        """The flag's value; `None` where it was not given."""
+        """The flag's value, or `None` if it was not given."""
         return dict(self.flags).get(name)
 
     def key(self) -> str:
-        """Canonical JSON of the bucketed problem: the same text in every process."""
+        """Canonical JSON of the bucketed problem, the same in every process."""
         dims = {name: _bucket(size) if name in self.lengths else size for name, size in self.dims}
         body = self._symbols() | {
             "operation": self.operation,
@@ -126,7 +125,7 @@ class Problem:
 
 
 def _flag(value: Any) -> Flag:
-    """JSON knows a tuple as a list."""
+    """Converts lists to tuples, since JSON has no tuples."""
     return tuple(value) if isinstance(value, list) else value
 
 

@@ -1,4 +1,4 @@
-"""One entry of a table of tuned configurations, as a file holds it. Standard library only."""
+"""One entry of a table of tuned configurations, as stored in a file. Standard library only."""
 
 import dataclasses
 import functools
@@ -11,8 +11,8 @@ Json = dict[str, Any]
 
 @dataclasses.dataclass(frozen=True)
 class Timed:
-    """One configuration that was checked and timed. `part` is the field of the configuration that was varied, empty for the whole;
-    `config` is that part (or the whole) as a dict; `ms` the median and `spread` its relative spread."""
+    """A configuration that was checked and timed. `part` is the field of the configuration that was varied, empty for the whole;
+    `config` is that part (or the whole) as a dict; `ms` is the median and `spread` its relative spread."""
 
     part: str
     config: Json
@@ -22,7 +22,7 @@ class Timed:
 
 @dataclasses.dataclass(frozen=True)
 class Denied:
-    """One configuration that may not be used, and why."""
+    """A configuration that must not be used, and why."""
 
     part: str
     config: Json
@@ -31,10 +31,10 @@ class Denied:
 
 @dataclasses.dataclass(frozen=True)
 class Record:
-    """What is known of one problem on one platform, with all that it holds for.
+    """What is known about one problem on one platform, with everything it depends on.
 
-    `problem` is the `Problem.key()` and `exact` the `Problem.to_dict()` of what was timed. `config` is the winner as a dict; `None`: every
-    configuration was denied. `ms` and `spread` go by direction, `errors` (relative RMS) by the name of the result.
+    `problem` is the `Problem.key()` and `exact` the `Problem.to_dict()` of the timed problem. `config` is the winner as a dict, or `None` if
+    all configurations were denied. `ms` and `spread` are by direction, `errors` (relative RMS) by the name of the result.
     """
 
     operation: str
@@ -54,7 +54,7 @@ class Record:
 
     @functools.cached_property
     def key(self) -> str:
-        """The same text in every process; another one for every other problem, platform, kernel version and software."""
+        """A string that is the same in every process, and unique to the problem, platform, kernel version and software."""
         return record_key(self.operation, self.platform, self.version, self.problem, self.software)
 
     def to_dict(self) -> Json:
@@ -62,7 +62,7 @@ class Record:
 
     @classmethod
     def from_dict(cls, data: Any) -> "Record":
-        """Undoes `to_dict`; `ValueError` for anything else."""
+        """The inverse of `to_dict`; `ValueError` for anything else."""
         _check(data, cls, _RECORD)
         timed = tuple(_part(Timed, entry, _TIMED) for entry in data.get("timed", ()))
         denied = tuple(_part(Denied, entry, _DENIED) for entry in data.get("denied", ()))
@@ -70,7 +70,7 @@ class Record:
 
 
 def record_key(operation: str, platform: str, version: int, problem: str, software: Mapping[str, str]) -> str:
-    """Canonical JSON of what a record holds for. The device is not in it: each has its own folder."""
+    """Canonical JSON of what a record depends on. The device is not included, since each has its own folder."""
     body = {
         "operation": operation,
         "platform": str(platform),

@@ -1,4 +1,4 @@
-"""Which implementations each operation has. Nothing is imported before it is looked up."""
+"""The implementations of each operation. Nothing is imported before it is looked up."""
 
 import dataclasses
 import functools
@@ -19,13 +19,13 @@ T = TypeVar("T")
 
 @dataclasses.dataclass(frozen=True)
 class Implementation:
-    """One platform's answer to one operation.
+    """One platform's implementation of an operation.
 
-    `target` is a module, class or object with the `PlatformHooks` (or its name, `"package.module"` or `"package.module:object"`, imported on
-    first use; of a module that has one, its `platform`).
+    `target` is a module, class or object with the `PlatformHooks`, or its name, `"package.module"` or `"package.module:object"`, which is
+    imported on first use. If a module has an attribute `platform`, that is used.
 
-    `workload` is a function (or its name), called with this implementation and a problem, that gives the `Workload` to tune it
-    by; an implementation without one has nothing to tune.
+    `workload` is a function (or its name) that takes this implementation and a problem and returns the `Workload` to tune it
+    with; an implementation without one cannot be tuned.
     """
 
     operation: str
@@ -42,7 +42,7 @@ class Implementation:
 
     @property
     def hooks(self) -> PlatformHooks:
-        """What is asked of it, whatever it may run by."""
+        """The hooks of this implementation."""
         return _hooks(self.target) if isinstance(self.target, str) else hooks_of(self.target)
 
     @property
@@ -50,20 +50,20 @@ class Implementation:
         return self.hooks.VERSION
 
     def make_workload(self, problem: Problem) -> Workload | None:
-        """The work to tune this implementation by; `None` if there is nothing to tune it by."""
+        """The work to tune this implementation with, or `None`."""
         make = _load(self.workload) if isinstance(self.workload, str) else self.workload
         return make(self, problem) if make is not None else None
 
     def config_unsupported(self, config: Any, problem: Problem, device: DeviceFacts) -> str | None:
-        """Why a configuration cannot run, as far as that is known without compiling it; `None` if nothing speaks against it."""
+        """Why a configuration cannot run, as far as can be told without compiling; `None` if no reason is known."""
         return self.hooks.config_unsupported(config, problem, device)
 
     def adapted(self, config: Any, problem: Problem, device: DeviceFacts) -> Any:
-        """A configuration that was measured at another shape or on another device, with what depends on these made anew."""
+        """A configuration measured at another shape or on another device, adapted to this one."""
         return self.hooks.adapted(config, problem, device)
 
     def unusable(self, device: DeviceFacts) -> str | None:
-        """Why nothing of this platform can run on the device; `None` if it can."""
+        """Why this platform cannot run on the device; `None` if it can."""
         if self.backend is not Backend.ANY and self.backend is not device.backend:
             return (
                 f"needs a {self.backend.value.upper()}, the device is {device.kind} ({device.backend.value})"
@@ -75,10 +75,10 @@ class Implementation:
         return hooks.unavailable(device)
 
     def unsupported(self, problem: Problem, device: DeviceFacts) -> str | None:
-        """Why this problem cannot run here; `None` if it can. Only plain JAX takes sizes that are symbols."""
+        """Why this problem cannot run here; `None` if it can. Only plain JAX supports symbolic sizes."""
         reason = self.unusable(device)
         if reason is None and problem.symbolic and self.platform is not Platform.XLA:
-            return f"takes sizes that are known when the call is traced, not symbols for {', '.join(sorted(problem.symbolic))}"
+            return f"takes sizes that are known when the call is traced, not symbolic sizes for {', '.join(sorted(problem.symbolic))}"
         return reason or self.hooks.unsupported(problem, device)
 
 
@@ -93,7 +93,7 @@ def _load(target: str) -> Any:
 
 
 def names_of(implementations: Sequence[Implementation]) -> list[str]:
-    """What each is called among the others: its platform, and where two are of one platform its backend too (`"pallas on gpu"`)."""
+    """A unique name for each: its platform and, if two have the same platform, its backend (`"pallas on gpu"`)."""
     platforms = [i.platform for i in implementations]
     return [
         f"{i.platform.value} on {i.backend.value}" if platforms.count(i.platform) > 1 else i.platform
@@ -102,7 +102,7 @@ def names_of(implementations: Sequence[Implementation]) -> list[str]:
 
 
 def of_device(implementations: tuple[Implementation, ...], device: DeviceFacts) -> tuple[Implementation, ...]:
-    """Those that count on a device: of several of one platform the first that is usable; all of them, each with its reason, if none is."""
+    """The implementations that apply on a device: for each platform the first usable one, or all of them, each with its reason, if none is."""
     if len({i.platform for i in implementations}) == len(implementations):
         return implementations
     usable = {i.platform: i for i in reversed(implementations) if i.unusable(device) is None}
@@ -115,13 +115,13 @@ def _hooks(target: str) -> PlatformHooks:
 
 
 class KernelRegistry:
-    """Operation -> platform and backend -> `Implementation`, the best first."""
+    """Maps operations to their implementations, by platform and backend, best first."""
 
     def __init__(self) -> None:
         self._table: dict[str, dict[tuple[Platform, Backend], Implementation]] = {}
 
     def add(self, implementation: Implementation) -> None:
-        """Adds an implementation; one of the same operation, platform and backend is replaced only by an equal or higher priority."""
+        """Adds an implementation. It replaces one of the same operation, platform and backend only if its priority is equal or higher."""
         places = self._table.setdefault(implementation.operation, {})
         place = implementation.platform, implementation.backend
         if place not in places or implementation.priority >= places[place].priority:
@@ -129,7 +129,7 @@ class KernelRegistry:
             places[place] = implementation
 
     def remove(self, implementation: Implementation) -> None:
-        """Forgets an implementation that is there."""
+        """Removes a registered implementation."""
         del self._table[implementation.operation][implementation.platform, implementation.backend]
 
     def register(
@@ -142,7 +142,7 @@ class KernelRegistry:
         core: str = "",
         workload: Any = None,
     ) -> Callable[[T], T]:
-        """Decorator: the class or object below it implements `operation` on `platform`."""
+        """A decorator that registers a class or object as the implementation of `operation` on `platform`."""
 
         def decorate(target: T) -> T:
             missing = [hook for hook in REQUIRED if not hasattr(target, hook)]
@@ -170,14 +170,14 @@ class KernelRegistry:
         return sorted(self._table)
 
     def ordered(self, operation: str) -> list[Implementation]:
-        """Every implementation of the operation, highest priority first; of equal ones of a platform the latest."""
+        """All implementations of the operation, highest priority first; among equal ones of a platform, the latest first."""
         if operation not in self._table:
             raise ValueError(f"operation: expected one of {self.list_operations()}, received {operation!r}.")
         latest = reversed(self._table[operation].values())
         return sorted(latest, key=lambda i: (-i.priority, i.platform.value))
 
     def of_platform(self, operation: str, platform: Platform | str) -> list[Implementation]:
-        """Those on one platform, the usable ones on the default device first; `ValueError` if the operation does not have it."""
+        """The implementations on one platform, those usable on the default device first; `ValueError` if the operation does not have it."""
         known = [i for i in self.ordered(operation) if i.platform is parse_platform(platform)]
         if not known:
             raise self._unknown(operation, platform, None)
@@ -186,23 +186,23 @@ class KernelRegistry:
     def _unknown(self, operation: str, platform: Any, backend: Any) -> ValueError:
         names = [name.value for name in dict.fromkeys(i.platform for i in self.ordered(operation))]
         return ValueError(
-            f"platform: expected one of {names} for {operation}, received {platform!r} on backend {backend!r}; leave both out to choose."
+            f"platform: expected one of {names} for {operation}, received {platform!r} on backend {backend!r}; omit both to choose automatically."
         )
 
     def list_implementations(
         self, operation: str, device: DeviceFacts | None = None
     ) -> list[tuple[Implementation, str | None]]:
-        """Every implementation with the reason why it is unusable here (`None`: usable), highest priority first."""
+        """All implementations with the reason why each is unusable here (`None` if usable), highest priority first."""
         facts = device or device_facts()
         return [(i, i.unusable(facts)) for i in self.ordered(operation)]
 
     def get(
         self, operation: str, platform: Platform | str | None = None, backend: Backend | str | None = None
     ) -> Implementation:
-        """The implementation on `platform` (of several the one that is usable on the default device, else the first); without one, the best
-        that is usable there.
+        """The implementation on `platform` (among several, the one usable on the default device, else the first); without a platform, the
+        best usable one.
 
-        An explicit platform is never replaced: `ValueError` if the operation does not have it.
+        An explicit platform is never replaced; `ValueError` if the operation does not have it.
         """
         if platform is not None:
             known = self.of_platform(operation, platform)

@@ -1,7 +1,7 @@
-"""The selection chain: seven tiers, one ordered function, first answer wins.
+"""The selection chain: seven tiers in order, of which the first answer wins.
 
-Everything a tier reads is collected once in a `Snapshot`, when a module is built; choosing is then a pure function of the
-snapshot and a problem, and is what happens while a call is traced.
+Everything that tiers read is collected in a `Snapshot` when a module is built. Choosing is then a pure function of the
+snapshot and a problem, and happens while a call is traced.
 """
 
 import contextlib
@@ -29,10 +29,10 @@ Ask = Callable[[Snapshot, Implementation, Problem], Known | None]
 
 @dataclasses.dataclass(frozen=True)
 class Selection:
-    """What was chosen for one problem, and why the platforms before it were not.
+    """What was chosen for a problem, and why preceding platforms were not.
 
-    `origin` says more of where the configuration came from than `tier`, and `ms` what it was measured to take, by direction;
-    `device` is what it was chosen for. What was rejected goes by the names that `registry.names_of` gives.
+    `origin` describes where the configuration came from in more detail than `tier`, `ms` holds its measured times by direction, and
+    `device` is the device it was chosen for. Rejected implementations are named as by `registry.names_of`.
     """
 
     problem: Problem
@@ -57,12 +57,13 @@ def select(
     platform: Platform | None = None,
     answers: list[tuple[Entry, Tier]] | None = None,
 ) -> Selection:
-    """The first platform that supports the problem, with its configuration; another one if tables know it to be faster at this very problem.
+    """The first platform that supports the problem, with its configuration, or a later one that tables show to be faster for exactly this
+    problem.
 
-    Pure unless `tuning`, which lets the autotune tier run where the policy finds the tables insufficient. `platform` leaves only that
-    platform in question. `answers` is given what was known of the platforms that support it, and whence: of those passed over, as every
-    configuration was denied or another is faster, and last of the chosen one. `UnsupportedError` with every platform's reason if none supports
-    the problem.
+    Pure unless `tuning`, which lets the autotune tier run if the policy deems the tables insufficient. `platform` restricts the choice to
+    one platform. `answers` receives what was known about the supporting platforms, and from which tier: first those passed over, because all
+    configurations were denied or another platform is faster, and last the chosen one. `UnsupportedError` with every platform's reason if none
+    supports the problem.
     """
     rejected: list[tuple[str, str]] = []
     asked = [(name, i) for name, i in snapshot.asked if platform in (None, i.platform)]
@@ -96,7 +97,7 @@ def select(
 
 
 class _Answer(NamedTuple):
-    """What a platform would run a problem with."""
+    """How a platform would run a problem."""
 
     name: str
     implementation: Implementation
@@ -110,8 +111,8 @@ class _Answer(NamedTuple):
 def _fastest(
     snapshot: Snapshot, problem: Problem, first: _Answer, later: Iterable[tuple[str, Implementation]]
 ) -> tuple[_Answer, list[tuple[_Answer, str]]]:
-    """The first answer, or in its place that of a later platform which was measured to be faster at this very problem; and those that are
-    slower, each with the reason."""
+    """The first answer, or that of a later platform that was measured to be faster for exactly this problem; and the slower ones, each with
+    the reason."""
     best, slower = first, []
     for name, implementation in later if first.known.sizes else ():
         if snapshot.known_exactly(implementation.platform, problem.key()) is None:
@@ -145,7 +146,7 @@ def _first_answer(
 def _may_run(
     ask: Ask, known: Known, snapshot: Snapshot, implementation: Implementation, problem: Problem
 ) -> bool:
-    """Whether what a table says holds for this very problem: it was measured at another length of the same key, perhaps."""
+    """Whether a table's answer applies to exactly this problem, since it may have been measured at another length with the same key."""
     if ask not in _OF_TABLES or known.config is None:
         return True
     return implementation.config_unsupported(known.config, problem, snapshot.device) is None
@@ -216,8 +217,8 @@ TIERS: tuple[tuple[Tier, Ask], ...] = (
     (Tier.PERSISTENT, _transfer),
     (Tier.HEURISTIC, _heuristic),
 )
-"""What is asked, in order. The seventh tier is the error raised when none of these answers. `_tuned` is what an earlier run of
-the autotune tier found for the same module; `_autotune` is passed over where nothing may be timed."""
+"""The tiers in order. The seventh is the error raised if none of these answers. `_tuned` holds what an earlier run of the
+autotune tier found for the same module; `_autotune` is skipped if nothing may be timed."""
 
 
 _OF_TABLES = (_tuned, _memory, _user, _shipped, _autotune)
@@ -234,13 +235,13 @@ _SUFFICIENT: dict[Policy, Collection[tuple[Tier, Ask]]] = {
     Policy.TUNE: _without(_shipped),
     Policy.FORCE: _without(_tuned, _memory, _user, _shipped),
 }
-"""What is asked first, up to the tuner, when tuning is asked for."""
+"""The tiers that come first, up to the tuner, when tuning is requested."""
 
 _autotuner: Autotuner | None = None
 
 
 def set_autotuner(autotuner: Autotuner | None) -> None:
-    """Names the function behind the autotune tier: (problem, implementation, device) -> configuration (or `Known`), or `None`."""
+    """Sets the function behind the autotune tier: (problem, implementation, device) -> configuration (or `Known`), or `None`."""
     global _autotuner
     _autotuner = autotuner
 
@@ -252,7 +253,7 @@ _LISTENERS: ContextVar[tuple[tuple[Listener, Listener | None], ...]] = ContextVa
 
 
 def announce(selection: Selection) -> None:
-    """Tells every listener of a choice whose kernel is being traced."""
+    """Notifies every listener of a choice whose kernel is being traced."""
     for listener, _ in _LISTENERS.get():
         listener(selection)
 
@@ -263,7 +264,7 @@ _questions = itertools.count(1)
 
 
 def traced_anew() -> contextlib.AbstractContextManager:
-    """While it is open every function is traced anew: JAX knows traces of equal plans, whose choices came from elsewhere."""
+    """Inside this context every function is traced anew, because JAX caches traces by equal plans, whose choices may have other origins."""
     return _asking(next(_questions))
 
 
@@ -273,16 +274,16 @@ def is_traced_anew() -> bool:
 
 @contextlib.contextmanager
 def on_selection(listener: Listener, withdrawn: Listener | None = None) -> Iterator[None]:
-    """While it is open, `listener` is told of every choice made, with the tier that answered, and `withdrawn` of those that turn
-    out not to be used: the same objects. No choice stays unheard because JAX knows a trace."""
+    """Inside this context `listener` is called with every choice made, including the tier that answered, and `withdrawn` with those that
+    turn out not to be used (the same objects). Cached traces of JAX do not hide choices."""
     with _listening(listener, withdrawn), traced_anew():
         yield
 
 
 @contextlib.contextmanager
 def replaceable() -> Iterator[Callable[[], None]]:
-    """Around code that is traced, but that JAX may replace before anything is launched: gives a function that takes back, for who listens,
-    the choices made inside."""
+    """For code that is traced but that JAX may replace before anything is launched. Yields a function that withdraws the choices made inside
+    from listeners."""
     heard: list[Selection] = []
 
     def take_back() -> None:

@@ -1,4 +1,4 @@
-"""The tables that come with the package, `data/<device>/<core>.json`: those of this device, and those of its next of kin."""
+"""The tables that come with the package, `data/<device>/<core>.json`: those of this device and of the most similar device."""
 
 import functools
 import importlib.resources
@@ -17,7 +17,7 @@ from .registry import Implementation
 
 
 def shipped_entries(implementation: Implementation, device: DeviceFacts) -> tuple[Entry, ...]:
-    """What was measured on this kind of device, whatever the software; empty where there is no table."""
+    """What was measured on this kind of device, with any software; empty if there is no table."""
     content = _tables(implementation.core).get(device.slug)
     if content is None:
         return ()
@@ -25,7 +25,7 @@ def shipped_entries(implementation: Implementation, device: DeviceFacts) -> tupl
 
 
 def borrowed_entries(implementation: Implementation, device: DeviceFacts) -> tuple[Entry, ...]:
-    """What was measured on the nearest known device; empty where this device has a table of its own, or no kin."""
+    """What was measured on the most similar known device; empty if this device has its own table or no similar one exists."""
     tables = {} if device.backend is Backend.CPU else _tables(implementation.core)
     if not tables or device.slug in tables:
         return ()
@@ -39,7 +39,7 @@ def borrowed_entries(implementation: Implementation, device: DeviceFacts) -> tup
 
 
 def nearest_device(device: DeviceFacts, known: Mapping[str, DeviceFacts]) -> str | None:
-    """The name of the device whose configurations may do: of the same backend, vendor and generation, the nearest in size."""
+    """The name of the most similar device: of the same backend, vendor and generation, the nearest in size."""
 
     def distance(name: str) -> tuple[int, str]:
         return abs(known[name].num_multiprocessors - device.num_multiprocessors), name
@@ -62,14 +62,14 @@ def _entries(implementation: Implementation, content: Content, source: str) -> t
             return source
         return f"{source}, with {', '.join(' '.join(item) for item in sorted(record.software.items()))}"
 
-    # Of several records of one problem, that of this software comes last, and so decides.
+    # Among several records of one problem, that of this software comes last and thus decides.
     records = sorted(content.records, key=lambda record: (record.software == ours, record.date))
     return fitting(implementation, records, f"the table {source}", origin)
 
 
 @functools.cache
 def _tables(core: str) -> Mapping[str, Content]:
-    """The shipped tables of a core, by the device's folder."""
+    """The shipped tables of a core, by device folder."""
     folder = importlib.resources.files("ejkernel_eqx").joinpath("data")
     tables = {}
     for device in folder.iterdir() if folder.is_dir() else ():

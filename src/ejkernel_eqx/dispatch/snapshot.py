@@ -1,4 +1,4 @@
-"""`Snapshot`: all that the selection chain may answer with on one kind of device, collected once, when a module is built."""
+"""`Snapshot`: everything that the selection chain may answer with on one kind of device, collected when a module is built."""
 
 import dataclasses
 import enum
@@ -22,7 +22,7 @@ from .transfer import Index, make_index
 
 
 class Tier(enum.StrEnum):
-    """Where a configuration came from, in the order in which the tiers are asked."""
+    """Where a configuration came from, in the order of the tiers."""
 
     OVERRIDE = "override"
     OVERLAY = "overlay"
@@ -40,12 +40,12 @@ Table = dict[tuple[Platform, str], Known]
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class Snapshot:
-    """All that the tiers of one operation may answer with, as it stood when a module was built.
+    """Everything that the tiers of an operation may answer with, as of when a module was built.
 
-    `requested` is the platform that was asked for by name. `overlay` maps an operation's name or a problem key to a configuration.
-    The tables are tuples of (platform, problem key, `Known`): `memory` of this process, `user` of the user's files, `shipped` with
+    `requested` is the platform requested by name. `overlay` maps an operation's name or a problem key to a configuration.
+    The tables are tuples of (platform, problem key, `Known`): `memory` of this process, `user` from the user's files, `shipped` with
     the package for this kind of device, `borrowed` from another kind. `pinned` holds the choices made for the module itself, and `tiers`
-    where each came from; those that were tuned are `tuned`, and decide before any table: the others say what is chosen anyway.
+    where each came from. Tuned ones are `tuned` and take precedence over all tables; the others match what is chosen anyway.
     """
 
     operation: str
@@ -68,20 +68,20 @@ class Snapshot:
         return f"Snapshot({self.operation} on {self.device.kind}: {known} known, {len(self.pinned)} pinned)"
 
     def with_pins(self, pinned: Sequence[Entry], tiers: Sequence[Tier]) -> "Snapshot":
-        """The same with other choices made for the module itself."""
+        """The same snapshot with other choices made for the module itself."""
         tuned = tuple(pin for pin, tier in zip(pinned, tiers, strict=True) if tier is Tier.AUTOTUNE)
         return dataclasses.replace(self, pinned=tuple(pinned), tiers=tuple(tiers), tuned=tuned)
 
     @property
     def request(self) -> tuple[Any, ...]:
-        """What was asked for, whatever is known and on whichever device: plans of equal requests and pins are equal."""
+        """What was requested, independent of tables and device; plans with equal requests and pins are equal."""
         if self.override is not None:
             return (self.operation, self.implementations, self.override)
         return (self.operation, self.implementations, self.overlay, self.policy is Policy.HEURISTIC)
 
     @functools.cached_property
     def asked(self) -> tuple[tuple[str, Implementation], ...]:
-        """The implementations that count on the device, in order, by name: one a platform, if one of them is usable here."""
+        """The implementations that apply on the device, in order, by name: one per platform, if any of its implementations is usable."""
         known = of_device(self.implementations, self.device)
         return tuple(zip(names_of(known), known, strict=True))
 
@@ -98,7 +98,7 @@ class Snapshot:
 
     @functools.cached_property
     def answers(self) -> str:
-        """A digest of what decides a choice besides the request, without provenance: the same in every process."""
+        """A digest of what decides a choice besides the request, without provenance; the same in every process."""
         tables = () if self.override is not None else (self._all.items(), _table(self.borrowed).items())
         known = [
             sorted((platform.value, key, repr(known.config)) for (platform, key), known in table)
@@ -108,7 +108,7 @@ class Snapshot:
 
     @property
     def _order(self) -> list[tuple[str, str, str]]:
-        """Which platform tables know to be slower than which other one, and at what: all by which times decide."""
+        """Which platforms are slower than which others, and for what, according to tables: everything that decides by times."""
         by_key: dict[str, list[tuple[Platform, Known]]] = {}
         for (platform, key), known in self._all.items():
             by_key.setdefault(key, []).append((platform, known))
@@ -116,7 +116,7 @@ class Snapshot:
         return sorted((key, a[0].value, b[0].value) for key, a, b in pairs if slowness(a[1], b[1]))
 
     def known_exactly(self, platform: Platform, key: str) -> tuple[Known, Tier] | None:
-        """What is known of this very problem, and which tier says it."""
+        """What is known about exactly this problem, and from which tier."""
         tiers = (Tier.AUTOTUNE, Tier.MEMORY, Tier.PERSISTENT, Tier.PERSISTENT)
         tables = (self.tuned_table, self.memory_table, self.user_table, self.shipped_table)
         found = (
@@ -144,21 +144,21 @@ class Snapshot:
 
     @functools.cached_property
     def _all(self) -> Table:
-        """Every exact answer, the most trusted of each problem."""
+        """All exact answers, the most trusted one for each problem."""
         return self.shipped_table | self.user_table | self.memory_table | self.tuned_table
 
     @functools.cached_property
     def near(self) -> Index:
-        """What is known on this device, to guess from."""
+        """What is known on this device, for guesses at nearby shapes."""
         return make_index((platform, key, known) for (platform, key), known in self._all.items())
 
     @functools.cached_property
     def near_borrowed(self) -> Index:
-        """What is known on the nearest other device, to guess from."""
+        """What is known on the most similar other device, for guesses."""
         return make_index(self.borrowed)
 
     def __getstate__(self) -> dict[str, Any]:
-        """Without what is cached: hashes of strings differ from process to process."""
+        """The state without cached values, because hashes of strings differ between processes."""
         return {field.name: getattr(self, field.name) for field in dataclasses.fields(self)}
 
 
@@ -170,7 +170,7 @@ _latest: dict[Any, Snapshot] = {}
 
 
 def _shared(new: Snapshot) -> Snapshot:
-    """The latest snapshot of the operation there if nothing has changed since, so that what it has worked out is worked out once."""
+    """The latest snapshot of the operation on the device if nothing has changed since, so that its cached values are shared."""
     place = (new.operation, new.requested, place_of(new.device))
     old = _latest.get(place)
     if old is not None and all(
@@ -184,10 +184,10 @@ def _shared(new: Snapshot) -> Snapshot:
 def take_snapshot(
     operation: str, *, platform: "str | Platform | None" = None, config: Any | None = None
 ) -> Snapshot:
-    """Collects, for an operation on the default device, what every tier knows now.
+    """Collects everything that the tiers know now for an operation on the default device.
 
-    `platform` pins the platform (never replaced); `config` pins the configuration and implies its platform. With several processes
-    the user's files are not read: they may differ from machine to machine.
+    `platform` fixes the platform (which is never replaced); `config` fixes the configuration and implies its platform. With several
+    processes the user's files are not read, since they may differ between machines.
     """
     device = device_facts()
     implementations = _candidates(operation, (device,), platform, config)
@@ -197,9 +197,9 @@ def take_snapshot(
 def take_snapshots(
     operation: str, *, platform: "str | Platform | None" = None, config: Any | None = None
 ) -> tuple[Snapshot, ...]:
-    """As `take_snapshot`, for one device of every kind that this process has, the default device first.
+    """As `take_snapshot`, for one device of every kind in this process, the default device first.
 
-    What is asked for by name must be usable on one of them, and is asked for on all.
+    A platform requested by name must be usable on one of them, and applies to all.
     """
     here = device_facts()
     devices = (here, *other_device_facts(here))
@@ -264,7 +264,7 @@ def _candidates(
 def _explicit(
     operation: str, devices: Sequence[DeviceFacts], platform: Any, config: Any
 ) -> tuple[Implementation, ...]:
-    """All of the platform: which of several counts is decided by the device."""
+    """All implementations of the platform; the device decides which of several applies."""
     wanted = sorted(
         kernel_registry.of_platform(operation, platform), key=kernel_registry.ordered(operation).index
     )

@@ -1,4 +1,4 @@
-"""A guess from what was measured next to a problem: the nearest shape, or the nearest device."""
+"""Guesses from measurements close to a problem: at the nearest shape, or on the most similar device."""
 
 import functools
 import json
@@ -12,14 +12,14 @@ from .problem import Problem
 from .registry import Implementation
 
 MAX_DISTANCE = 2.0
-"""In factors of two: what was measured more than a factor of four away says nothing."""
+"""In factors of two: measurements more than a factor of four away are not used."""
 
 Index = Mapping[tuple[Platform, str], tuple[tuple[dict[str, int], Known], ...]]
-"""(platform, all of the key but its sizes) -> sizes and what is known there."""
+"""Maps (platform, the key without its sizes) to sizes and what is known for them."""
 
 
 def make_index(entries: Iterable[Entry]) -> Index:
-    """The entries that carry a configuration, by what must be equal for a guess."""
+    """The entries with a configuration, by what must be equal for a guess."""
     index: dict[tuple[Platform, str], list[tuple[dict[str, int], Known]]] = {}
     for platform, key, known in entries:
         if known.config is not None:
@@ -33,7 +33,7 @@ def _split(key: str) -> tuple[dict[str, int], str]:
     try:
         body = json.loads(key)
         dims = body.pop("dims")
-    except (ValueError, KeyError, AttributeError):  # not the key of a problem: near to nothing
+    except (ValueError, KeyError, AttributeError):  # not the key of a problem
         return {}, key
     return dims, json.dumps(body, sort_keys=True)
 
@@ -41,7 +41,7 @@ def _split(key: str) -> tuple[dict[str, int], str]:
 def nearest(
     index: Index, implementation: Implementation, problem: Problem, device: DeviceFacts
 ) -> Known | None:
-    """The configuration measured at the nearest shape, adapted to this one, if it may run here. A pure function, the same in every process."""
+    """The configuration measured at the nearest shape, adapted to this one, if it can run here. A pure function, the same in every process."""
     dims, rest = _split(problem.key())
     near = []
     for other, known in index.get((implementation.platform, rest), ()):
@@ -62,7 +62,7 @@ def _guess(known: Known, away: float, shape: str) -> str:
 
 
 def distance(problem: Problem, dims: Mapping[str, int], other: Mapping[str, int]) -> float:
-    """How far sizes are from those of a problem, in factors of two: lengths once, counts twice; infinite if another size differs."""
+    """The distance of sizes from those of a problem, in factors of two: lengths count once, counts twice; infinite if any other size differs."""
     if dims.keys() != other.keys():
         return math.inf
     return sum(_factor(dims[name], other[name], _weight(problem, name)) for name in dims)

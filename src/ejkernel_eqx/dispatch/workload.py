@@ -1,4 +1,4 @@
-"""What a tuner needs of an operation: representative work, what must come out of it, and what it costs."""
+"""What the tuner needs from an operation: representative work, its expected results, and its cost."""
 
 import dataclasses
 from collections.abc import Callable, Mapping, Sequence
@@ -7,14 +7,14 @@ from typing import Any
 from .._tolerances import Tolerance
 
 FORWARD, BOTH = "forward", "forward+backward"
-"""The two directions in which work is timed: the forward results alone, and all results."""
+"""The two directions in which work is timed: forward results only, and all results."""
 
 Results = dict[str, Any]
 
 
 @dataclasses.dataclass(frozen=True)
 class Cost:
-    """Arithmetic operations, and the bytes that must at least pass between the device's memory and its chip."""
+    """Arithmetic operations, and the minimum number of bytes transferred between the device's memory and its chip."""
 
     flops: float
     bytes: float
@@ -22,7 +22,7 @@ class Cost:
 
 @dataclasses.dataclass(frozen=True)
 class Part:
-    """A field of the configuration on which some results alone depend: it is tuned by itself, by the time that these take."""
+    """A field of the configuration that affects only some results; it is tuned separately, by the time of these results."""
 
     field: str
     results: tuple[str, ...]
@@ -32,15 +32,15 @@ class Part:
 class Workload:
     """Representative work of one problem on one implementation.
 
-    - `make_inputs(seed)`: a pytree of arrays, fresh for every seed: random values, valid tables, realistic lengths.
-    - `run(inputs, config)`: the results by name, forward results and gradients of a loss that weighs every output; may be traced.
-    - `reference(inputs)`: the same names, by the plain mathematics in float32 or better.
-    - `tolerances`: how far each result may be from the reference.
+    - `make_inputs(seed)`: a pytree of arrays, new for every seed: random values, valid tables, realistic lengths.
+    - `run(inputs, config)`: the results by name: forward results, and gradients of a loss that weights every output; may be traced.
+    - `reference(inputs)`: reference results under the same names, in float32 or better.
+    - `tolerances`: the allowed deviation of each result from the reference.
     - `forward`: the names of the forward results; all others are gradients.
-    - `parts`: the fields of the configuration that are tuned one after the other; none: configurations are tuned whole.
-    - `costs`: by direction (`FORWARD`, `BOTH`).
-    - `launches(config)`: the Triton launches of a configuration (`launch.Launch`), for compiling ahead of time; `None` if
-        there are none or only the run itself knows them.
+    - `parts`: the fields of the configuration that are tuned one after the other; empty if configurations are tuned as a whole.
+    - `costs`: costs by direction (`FORWARD`, `BOTH`).
+    - `launches(config)`: the Triton launches of a configuration (`launch.Launch`), for ahead-of-time compilation; `None` if
+        there are none or they are known only during the run.
     """
 
     make_inputs: Callable[[int], Any]

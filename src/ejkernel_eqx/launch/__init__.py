@@ -1,7 +1,7 @@
-"""The one bridge to Triton: launching a kernel, interpreting it on a CPU, compiling it ahead of time.
+"""The bridge to Triton: launching a kernel, interpreting it on a CPU, compiling it ahead of time.
 
-Beside what is named here: `fields`, of configurations that check themselves; `sizes`, of tiles and grids; and `activations` and `constants`
-for the bodies of kernels.
+Submodules beyond the names exported here: `fields` for configurations that validate themselves; `sizes` for tiles and grids; `activations`
+and `constants` for kernel bodies.
 
 Importing this package needs neither Triton nor jax-triton."""
 

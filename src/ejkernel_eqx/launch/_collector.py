@@ -1,5 +1,5 @@
-"""Python 3.11 loses count in `ast.parse` when the garbage collector, whose callbacks are Python code, lets another thread parse
-meanwhile: one of the two gets a `SystemError`. Every compilation of a Triton kernel parses its source."""
+"""Works around a bug of Python 3.11: `ast.parse` miscounts its recursion when the garbage collector, whose callbacks are Python code, lets
+another thread parse in the meantime, and one of the two gets a `SystemError`. Every compilation of a Triton kernel parses its source."""
 
 import contextlib
 import gc
@@ -13,7 +13,7 @@ _was_enabled = False
 
 @contextlib.contextmanager
 def collector_paused() -> Iterator[None]:
-    """While any thread is in this context, cycles of garbage are not looked for."""
+    """While any thread is in this context, cyclic garbage collection is paused."""
     global _users, _was_enabled
     with _lock:
         if _users == 0:

@@ -1,22 +1,22 @@
 """The interpreter: the body of a `@triton.jit` function run as Python, on numpy arrays, many programs at a time.
 
-Triton's own front end builds every operation through a builder object. Here that builder computes with numpy
-instead (`_numpy_builder.py`). Three things make a kernel's source run unchanged:
+Triton's own front end emits every operation through a builder object. Here that builder computes with numpy
+instead (`_numpy_builder.py`). Three mechanisms let a kernel's source run unchanged:
 
 - its body is rewritten once (cached): an assigned Python number becomes a tensor, `range` yields tensors, and a
-  test asks for a tensor's value, all as in compiled code;
+  test evaluates a tensor, all as in compiled code;
 - while a grid runs, the functions of `triton.language` are replaced by ones bound to the numpy builder, and calling a
-  `JITFunction` runs its rewritten body. Everything is put back at the end;
+  `JITFunction` runs its rewritten body. Everything is restored at the end;
 - reductions and scans are computed on whole arrays, in the compiler's tree order for a general combine function.
 
-Programs of a grid run together, every array with a first axis for them, as long as they take the same way: where
-a branch or the bounds of a loop differ (`Parted`), what they stored and printed is taken back, and those that agree
-start again together. If one fails, they start again one by one.
+Programs of a grid run together, with a leading axis for them on every array, as long as they take the same path. Where
+a branch or loop bounds differ (`Parted`), their stores and prints are undone, and those that agree
+restart together. If one fails, they restart one by one.
 
 Stricter than a device, on purpose: addresses are virtual and every access is checked, a masked load without `other`
-gives poison, inputs cannot be written, and a block of several elements has no truth value. More lenient:
-dots have no least size, and float32 products but for one pass of `"tf32"` are exact. Atomics, inline assembly
-and libdevice calls are not there.
+returns poison, inputs cannot be written, and a block of several elements has no truth value. More lenient:
+dots have no minimum size, and float32 products are exact except for a single pass of `"tf32"`. Atomics, inline assembly
+and libdevice calls are not supported.
 """
 
 import ast
@@ -47,7 +47,7 @@ def run_grid(function, inputs, outputs, scalars, constants, grid):
     body = _rewritten(function.fn)
     extents = tuple(grid) + (1,) * (3 - len(grid))
     programs = np.indices(extents).reshape(3, -1).T
-    # The next ones last. Each with how often it was parted from others.
+    # A stack, next group last. Each entry counts how often it was split from others.
     waiting = [(programs[i : i + _TOGETHER], 0) for i in range(0, len(programs), _TOGETHER)][::-1]
     with _interpreted_language(), np.errstate(all="ignore"):
         BUILDER.memory = memory
@@ -60,21 +60,21 @@ def run_grid(function, inputs, outputs, scalars, constants, grid):
             BUILDER.memory = BUILDER.programs = None
 
 
-# Many enough that Python's own time is small beside numpy's, few enough that blocks of all of them stay in the processor's caches.
+# Enough programs that Python's overhead is small relative to numpy's, few enough that their blocks stay in the processor's caches.
 _TOGETHER = 64
-# Programs that part this often have little in common: each runs by itself.
+# Programs that are split this often have little in common and run one by one.
 _PARTINGS = 8
 
 
 class Parted(BaseException):  # a kernel's body must not catch it
-    """The programs differ in what decides the way they go on."""
+    """The programs differ in a value that determines control flow."""
 
     def __init__(self, values):
         self.values = values  # [P, ...]
 
 
 def _run(body, arguments, programs, depth):
-    """Run the programs together; where they have to part, what is still to be run: nothing of theirs has happened then."""
+    """Run the programs together. If they have to be split, returns the groups still to be run; their effects are undone."""
     BUILDER.programs = programs
     alone = len(programs) == 1
     BUILDER.memory.begin(revocable=not alone)
@@ -82,7 +82,7 @@ def _run(body, arguments, programs, depth):
     try:
         body(**arguments)
     except Parted as parted:
-        assert not alone, "a program by itself agrees with itself"
+        assert not alone, "a single program cannot differ from itself"
         BUILDER.memory.take_back()
         values = parted.values.reshape(len(programs), -1)
         _, group = np.unique(values, axis=0, return_inverse=True)
@@ -90,11 +90,11 @@ def _run(body, arguments, programs, depth):
             group = np.arange(len(programs))
         return [programs[group.reshape(-1) == n] for n in range(group.max() + 1)]
     except Exception as error:
-        if not alone:  # by itself, the one that fails is known
+        if not alone:  # one by one, the failing program is known
             BUILDER.memory.take_back()
             return list(programs[:, None])
         BUILDER.print_lines()
-        # The caller tells it, once, with the kernel's name.
+        # The caller reports it, once, with the kernel's name.
         error.triton_program = tuple(map(int, programs[0]))  # pyright: ignore[reportAttributeAccessIssue]
         raise
     BUILDER.print_lines()
@@ -106,13 +106,13 @@ def _one(data, what):
     if data.size != data.shape[0]:
         raise ValueError(f"a block of shape {data.shape[1:]} {what}")
     data = data.reshape(-1)
-    if data.size > 1 and np.unique(data).size > 1:  # to it, NaN is one value
+    if data.size > 1 and np.unique(data).size > 1:  # NaN counts as a single value
         raise Parted(data)
     return data[0]
 
 
 def _tensor(data, dtype):
-    """A tensor of Triton's from numpy data, whose first axis is that of the programs."""
+    """A Triton tensor from numpy data whose first axis is that of the programs."""
     if data.ndim == 1:
         return tl.tensor(Handle(data, dtype), dtype)
     return tl.tensor(Handle(data, dtype), tl.block_type(dtype, list(data.shape[1:])))
@@ -129,7 +129,7 @@ def _scalar(value):
 
 
 class _Rewriter(ast.NodeTransformer):
-    """Assignments and loops as the compiler sees them."""
+    """Rewrites assignments and loops to the compiler's semantics."""
 
     def visit_Assign(self, node):
         self.generic_visit(node)
@@ -151,7 +151,7 @@ class _Rewriter(ast.NodeTransformer):
             loop.func.id = "_loop"
         return node
 
-    # A tensor is an object, hence always true in Python: every test has to ask for its value.
+    # A tensor is an object and hence always true in Python, so every test has to evaluate it.
 
     def visit_If(self, node):
         self.generic_visit(node)
@@ -222,7 +222,7 @@ def _loop(start, end=None, step=1, **_):
         bound_type = bound.dtype if isinstance(bound, tl.tensor) else SEMANTIC.to_tensor_type(bound)
         dtype = SEMANTIC.integer_promote_impl(dtype, bound_type)
     data_type = numpy_dtype(dtype)
-    # At once: programs that differ in two of them part once.
+    # All at once, so that programs that differ in two of them are split once.
     bounds = np.stack(np.broadcast_arrays(*(_numbers(bound) for bound in (start, end, step))), axis=1)
     if not (bounds == bounds[0]).all():
         raise Parted(bounds)
@@ -231,7 +231,7 @@ def _loop(start, end=None, step=1, **_):
 
 
 def _numbers(value):
-    """A number of each program [P], or one for all [1]."""
+    """One number per program [P], or one for all [1]."""
     if not isinstance(value, tl.tensor):
         return np.array([_plain(value)])
     if value.handle.data.size != value.handle.data.shape[0]:
@@ -245,7 +245,7 @@ def _static_range(start, end=None, step=1):
 
 @functools.cache
 def _rewritten(function):
-    """`function` with its body rewritten. It keeps its globals; what the rewriting adds is bound in a closure."""
+    """`function` with its body rewritten. It keeps its globals; names added by the rewriting are bound in a closure."""
     lines, first_line = inspect.getsourcelines(function)
     module = ast.parse(textwrap.dedent("".join(lines)))
     definition = module.body[0]
@@ -284,7 +284,7 @@ def _plain(value):
 
 @contextlib.contextmanager
 def _interpreted_language():
-    """Replace the language's functions; put back what was there, however the body ends."""
+    """Replace the language's functions, and restore them however the body ends."""
     saved = []
     try:
         for owner, name, replacement in _replacements():
@@ -327,14 +327,14 @@ def _replacements():
     found[tl.tensor, "__int__"] = _index
     found[tl.tensor, "__repr__"] = found[tl.tensor, "__str__"] = lambda self: repr(self.handle.data)
     found[tl.tensor, "T"] = property(lambda self: SEMANTIC.permute(self, (1, 0)))  # pyright: ignore[reportArgumentType]
-    # The builder speaks the language's own types, which know signed from unsigned; the compiler's do not.
+    # The builder uses the language's own types, which distinguish signed from unsigned; the compiler's do not.
     found[tl.dtype, "to_ir"] = lambda self, builder: self
     found[tl.block_type, "__init__"] = _block_type_init
     found[tl.tensor, "__init__"] = _tensor_init
     found[jit.JITFunction, "__call__"] = _call_device_function
     if hasattr(jit, "ConstexprFunction"):
         found[jit.ConstexprFunction, "__call__"] = _call_constexpr_function
-    # Inherited methods of Triton's builder look this up by name; bfloat16 is a real type here, not bits.
+    # Inherited methods of Triton's builder look this up by name; bfloat16 is a real type here, not raw bits.
     found[triton_interpreter, "_get_np_dtype"] = numpy_dtype
     return tuple((owner, name, replacement) for (owner, name), replacement in found.items())
 
@@ -342,7 +342,7 @@ def _replacements():
 _BUILTIN_WRAPPER = tl.core.builtin(lambda: None).__code__
 
 
-# Most of the time would go into building types, over and over the same few: their attributes are kept and copied.
+# Most of the time would be spent on building the same few types again and again, so their attributes are cached and copied.
 
 _original_block_type_init = tl.block_type.__init__
 _original_tensor_init = tl.tensor.__init__

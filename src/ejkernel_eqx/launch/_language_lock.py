@@ -9,7 +9,7 @@ from collections.abc import Iterator
 class LanguageLock:
     """Held by one interpretation (`with language_lock:`) or by any number of compilations (`with language_lock.shared():`).
 
-    An interpretation that waits goes before compilations that come later. The thread that interprets may take the lock again.
+    A waiting interpretation takes precedence over later compilations. The interpreting thread may reacquire the lock.
     """
 
     def __init__(self) -> None:
@@ -41,7 +41,7 @@ class LanguageLock:
 
     @contextlib.contextmanager
     def shared(self) -> Iterator[None]:
-        """For a compilation."""
+        """The lock for a compilation."""
         with self._changed:
             self._changed.wait_for(lambda: self._interpreter is None and self._waiting == 0)
             self._compilers += 1

@@ -1,7 +1,7 @@
-"""The numpy side of the interpreter: virtual memory, and the builder that computes where Triton's would emit code.
+"""The numpy side of the interpreter: virtual memory, and a builder that computes where Triton's would emit code.
 
 Used for the functions of a `@triton.jit` kernel; see `_interpreter.py`. Every value is held for all programs that run together: the first axis of
-its array counts the programs `P`, or is 1 where all of them have the same; a block's own axes follow, and a scalar has none.
+its array counts the programs `P`, or is 1 if they share one value; a block's own axes follow, and a scalar has none.
 """
 
 from typing import Any
@@ -60,8 +60,8 @@ class Handle(TensorHandle):
 
 
 class Memory:
-    """The arrays of one launch in a virtual address space: far apart, so that no wrong offset from one array can
-    reach another, and never a real address, so that it cannot reach the process either."""
+    """The arrays of one launch in a virtual address space. They are far apart, so that a wrong offset from one array cannot
+    reach another, and addresses are never real, so that it cannot reach the process either."""
 
     _WINDOW = 44  # each array owns 2^44 addresses, and starts in their middle
 
@@ -71,11 +71,11 @@ class Memory:
         self._overwritten = None
 
     def begin(self, *, revocable):
-        """Programs start. What they store can be taken back, if it is `revocable`."""
+        """Programs start. If `revocable`, their stores can be undone."""
         self._overwritten = [] if revocable else None
 
     def take_back(self):
-        """Everything is again as it was when the programs started."""
+        """Restores the state in which the programs started."""
         for flat, index, before in reversed(self._overwritten or ()):
             flat[index] = before
         self._overwritten = []
@@ -100,17 +100,19 @@ class Memory:
         flat[index] = values
 
     def _locate(self, addresses, dtype, *, writing):
-        """The flat array behind `addresses`, and their places in it."""
+        """The flat array behind `addresses`, and their positions in it."""
         if addresses.size == 0:
             return np.empty(0, dtype), np.empty(addresses.shape, np.intp)
         number = int(addresses.flat[0]) >> self._WINDOW
         action = "store to" if writing else "load from"
         if not 1 <= number <= len(self._arrays):
-            raise IndexError(f"{action} an address in no array (an offset of a null or wild pointer)")
+            raise IndexError(
+                f"{action} an address outside all arrays (an offset from a null or wild pointer)"
+            )
         name, array, writable = self._arrays[number - 1]
         if writing and not writable:
             raise IndexError(f"store to {name!r}, which is an input")
-        # Below the base this wraps around to a huge number, so one comparison checks both ends.
+        # Below the base this wraps around to a huge number, so one comparison checks both bounds.
         offset = addresses - np.uint64(self._base(number))
         if int(offset.max()) > array.nbytes - dtype.itemsize:
             signed = offset.view(np.int64) // dtype.itemsize
@@ -135,7 +137,7 @@ def _cast(builder, source, dtype, *_):
 
 
 def alike(*arrays):
-    """The arrays with the first axis, that of the programs, as long in all of them."""
+    """The arrays with first axes (those of the programs) of equal length."""
     count = max(array.shape[0] for array in arrays)
     return [
         array if array.shape[0] == count else np.broadcast_to(array, (count, *array.shape[1:]))
@@ -144,7 +146,7 @@ def alike(*arrays):
 
 
 def _beside(data, rank):
-    """A scalar's values with `rank` axes in all, to meet a block's."""
+    """A scalar's values with `rank` axes in total, to combine with a block."""
     return data.reshape(data.shape[0], *(1,) * (rank - 1))
 
 
@@ -196,7 +198,7 @@ class _Descriptor(TensorDescHandle):
         return _places(self.base, indices, self.strides, self.shape, shape, bounded=range(self.ndim))
 
     def rows(self, rows, offset):
-        """Addresses of the columns from an offset on of rows anywhere, and where they lie inside."""
+        """Addresses of the columns from an offset on, for arbitrary rows, and whether they are inside."""
         self._check_start(offset)
         shape = (rows.data.shape[-1], self.block_shape[-1])
         indices = [rows.data[..., None].astype(np.int64), _along(offset, 1, shape)]
@@ -253,19 +255,21 @@ def _matmul_operand(data, accumulator):
 
 
 def _one_pass_operand(data):
-    """A float32 operand of one tf32 product: the hardware cuts off what is behind 11 bits."""
+    """A float32 operand of a single-pass tf32 product: the hardware truncates it to 11 bits."""
     return (np.ascontiguousarray(data).view(np.uint32) & np.uint32(0xFFFFE000)).view(np.float32)
 
 
 def _missing(what):
     def create(self, *_, **__):
-        raise NotImplementedError(f"{what} cannot be interpreted; give the kernel a constexpr twin for it")
+        raise NotImplementedError(
+            f"{what} cannot be interpreted; select an alternative by a constexpr of the kernel"
+        )
 
     return create
 
 
 class NumpyBuilder(InterpreterBuilder):
-    """Triton's interpreting builder, with exact types, checked memory and right numbers for bfloat16."""
+    """Triton's interpreting builder with exact types, checked memory and correct bfloat16 arithmetic."""
 
     memory: Any  # a `Memory`, while a grid runs
     programs: Any  # their places in the grid [P, 3], while some run
@@ -274,7 +278,7 @@ class NumpyBuilder(InterpreterBuilder):
         super().__init__()
         self.memory = self.programs = None
         self.lines = []  # what these programs print
-        # Overflow checks triple every integer operation, and kernels rely on wrap-around.
+        # Overflow checks triple the cost of integer operations, and kernels rely on wrap-around.
         self.options = InterpreterOptions(
             sanitize_overflow=False,
             allowed_dot_input_precisions=("tf32", "tf32x3", "ieee", "bf16x3", "bf16x6"),
@@ -359,7 +363,7 @@ class NumpyBuilder(InterpreterBuilder):
         self._store(places, value, inside)
 
     def create_print(self, prefix, hex, values, isSigned):
-        """One line for each program and value, as on a device; shown when the programs have ended."""
+        """Prints one line per program and value, as on a device, once the programs have ended."""
         show = (lambda x: f"0x{x:02x}") if hex else None
         for n, index in enumerate(self.programs):
             for value in values:
@@ -490,7 +494,7 @@ class NumpyBuilder(InterpreterBuilder):
         real = np.ones((1, 1), bool) if mask is None else mask.data
         shape = np.broadcast_shapes(source.data.shape, real.shape)
         rows = zip(np.broadcast_to(source.data, shape), np.broadcast_to(real, shape))
-        # A number outside of the bins is counted nowhere.
+        # Numbers outside the bins are not counted.
         counts = [
             np.bincount(row[is_real & (row >= 0) & (row < bins)], minlength=bins) for row, is_real in rows
         ]

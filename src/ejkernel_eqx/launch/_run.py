@@ -1,4 +1,4 @@
-"""`run`, which performs a `Launch` on a GPU or interprets it, and makes the result at home in JAX."""
+"""`run`, which performs a `Launch` on a GPU or interprets it, as a JAX operation."""
 
 from collections.abc import Mapping
 
@@ -16,16 +16,16 @@ def run(launch: Launch, arrays: Mapping[str, jax.Array], *, interpret: bool = Fa
 
     **Arguments:**
 
-    - `launch`: the description.
-    - `arrays`: one array per entry of `launch.inputs`. For an optional input that the constants switch off, any
-        array will do that `launch.inputs` describes.
-    - `interpret`: run the same kernel on the CPU, slowly, with checked memory accesses. Outputs then start as
-        `poison` values, so what the kernel forgets to write is seen.
+    - `launch`: the description of the launch.
+    - `arrays`: one array per entry of `launch.inputs`. For an optional input that the constants disable, any array that
+        matches `launch.inputs` will do.
+    - `interpret`: run the same kernel on the CPU, slowly, with checked memory accesses. Outputs are then initialised with
+        `poison` values, which reveals elements that the kernel does not write.
 
-    **Returns:** output name to array. An empty launch gives zeros, or what is aliased as it came. Inside `jax.shard_map` the outputs vary over all
-    mesh axes that an input varies over.
+    **Returns:** a dictionary from output names to arrays. An empty launch returns zeros, and aliased arrays unchanged. Inside `jax.shard_map`
+    the outputs vary over all mesh axes that any input varies over.
 
-    There is no `vmap` or autodiff rule here: callers fold batches and say how it is differentiated (`core/kind.py`).
+    There is no `vmap` or autodiff rule here: callers fold batches and define derivatives (`core/kind.py`).
     """
     checked = _checked_arrays(launch, arrays)
     if launch.is_empty:

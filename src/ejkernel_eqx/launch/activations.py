@@ -1,4 +1,4 @@
-"""Functions for the bodies of kernels that the language has in a slower form only."""
+"""Functions for kernel bodies that `triton.language` has only in a slower form."""
 
 import triton
 import triton.language as tl
@@ -6,7 +6,7 @@ import triton.language as tl
 
 @triton.jit
 def sigmoid(x, FAST: tl.constexpr):
-    """`1 / (1 + exp(-x))` in float32. `FAST`: NVIDIA's instructions alone, without what is done for denormal numbers."""
+    """`1 / (1 + exp(-x))` in float32. `FAST`: NVIDIA's instructions alone, without the handling of denormal numbers."""
     if FAST:
         decay = tl.inline_asm_elementwise(
             "ex2.approx.ftz.f32 $0, $1;",

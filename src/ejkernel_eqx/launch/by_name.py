@@ -1,4 +1,4 @@
-"""Launches of a family's kernels, each with what its parameters name."""
+"""Launches of a family's kernels, with arguments matched to parameters by name."""
 
 import dataclasses
 from collections.abc import Callable, Mapping
@@ -11,22 +11,22 @@ from jax import Array
 from .launch import Launch
 
 LOG2E = 1.4426950408889634
-"""Kernels take powers of two: what an exponent of `e` is multiplied by."""
+"""Kernels use powers of two: the factor for exponents of `e`."""
 
 Execute = Callable[[Launch, dict[str, Array]], dict[str, Array]]
-"""`run`, or what interprets or records launches."""
+"""`run`, or a function that interprets or records launches."""
 
 Arrays = Mapping[str, Any]
-"""By name, without `_ptr`; `None` for one that a call does not have."""
+"""Arrays by name, without `_ptr`; `None` if a call does not have one."""
 
 
 def result(*shape: int, dtype: Any = jnp.float32) -> jax.ShapeDtypeStruct:
-    """An output of a kernel, float32 unless said."""
+    """The shape of a kernel's output, float32 by default."""
     return jax.ShapeDtypeStruct(shape, dtype)
 
 
 def result_like(x: Any) -> jax.ShapeDtypeStruct:
-    """An output of an array's shape and dtype."""
+    """The shape of an output like an array."""
     return jax.ShapeDtypeStruct(x.shape, x.dtype)
 
 
@@ -35,13 +35,13 @@ NOTHING = result(1)
 
 
 def given(**arrays: Array | None) -> dict[str, bool]:
-    """Constants that say which arrays a call has."""
+    """Constants that tell which arrays a call has."""
     return {name: x is not None for name, x in arrays.items()}
 
 
 @dataclasses.dataclass(frozen=True)
 class Options:
-    """The compiler's options, where a tile does not name them itself."""
+    """Compiler options, for tiles that do not specify them."""
 
     num_warps: int
     num_stages: int = 2
@@ -53,11 +53,11 @@ _OPTIONS = Options.__annotations__.keys()
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class Launcher:
-    """Launches the kernels of one call. A kernel's parameter `x_ptr` is the array `x`; any other one is a number (a compile-time
-    constant where the kernel says so), and `BLOCK_K` the tile's field `block_k`.
+    """Launches the kernels of one call. A kernel's parameter `x_ptr` is the array `x`, `BLOCK_K` is the tile's field `block_k`, and any
+    other parameter is a number (a compile-time constant if the kernel declares it so).
 
-    - `family`: the part of the package that the kernels' labels name.
-    - `arrays`, `numbers`: what every kernel may name. An array that the call does not have is `None`; it is never read, and `absent`
+    - `family`: the package part of the kernels' labels.
+    - `arrays`, `numbers`: available to every kernel. An array that the call does not have is `None`; it is never read, and `absent`
         stands in for it.
     """
 
@@ -68,7 +68,7 @@ class Launcher:
     execute: Execute
 
     def knowing(self, arrays: Arrays, **numbers: Any) -> "Launcher":
-        """The same with these, too, for every kernel."""
+        """The same launcher with more arrays and numbers for every kernel."""
         return dataclasses.replace(
             self, arrays={**self.arrays, **arrays}, numbers={**self.numbers, **numbers}
         )
@@ -86,11 +86,11 @@ class Launcher:
 
         **Arguments:**
 
-        - `tile`: a dataclass that has `num_warps`, and may have the other `Options`.
-        - `outputs`: without `_ptr`, as all names of arrays here.
-        - `programs`: how many there are, along one axis: the others of a GPU's grid end at 65,535.
-        - `arrays`: those of this launch alone.
-        - `more`: numbers of this launch alone; and `aliases`, input to output, and `name`, where the label is not to be the kernel's.
+        - `tile`: a dataclass with `num_warps` and optionally the other `Options`.
+        - `outputs`: names without `_ptr`, as all names of arrays here.
+        - `programs`: their number, along one axis, because the other axes of a GPU's grid end at 65,535.
+        - `arrays`: arrays for this launch only.
+        - `more`: numbers for this launch only; and `aliases`, input to output, and `name`, if the label is not the kernel's name.
         """
         launch, inputs = self.launch(kernel, tile, outputs, programs, arrays, **more)
         return {name.removesuffix("_ptr"): x for name, x in self.execute(launch, inputs).items()}
@@ -107,7 +107,7 @@ class Launcher:
         name: str = "",
         **numbers: Any,
     ) -> tuple[Launch, dict[str, Any]]:
-        """The launch that a call makes, and its inputs. Shapes may stand for arrays."""
+        """The launch that a call performs, and its inputs. Shapes may stand in for arrays."""
         arrays = {**self.arrays, **(arrays or {})}
         known = {**self.numbers, **{name.upper(): value for name, value in vars(tile).items()}, **numbers}
         inputs: dict[str, Any] = {}

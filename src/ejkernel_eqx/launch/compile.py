@@ -1,4 +1,4 @@
-"""Compiling a launch ahead of time, for a device that need not be there, to see whether it fits that device."""
+"""Compiling a launch ahead of time, for a device that need not be present, to check that it fits."""
 
 import contextlib
 import dataclasses
@@ -23,7 +23,7 @@ from .launch import Launch
 
 @dataclasses.dataclass(frozen=True)
 class Target:
-    """A GPU architecture to compile for; `shared_limit` is the shared memory in bytes that one block may have."""
+    """A GPU architecture to compile for; `shared_limit` is the shared memory per block in bytes."""
 
     name: str
     backend: str
@@ -42,7 +42,7 @@ TARGETS = {
     )
 }
 
-# By compute capability. Architectures that are not here are newer or older than those known to compile.
+# By compute capability. Architectures not listed are newer or older than those known to compile.
 _CUDA_ARCHITECTURES = {
     (8, 0): 80,
     (8, 6): 86,
@@ -54,12 +54,12 @@ _CUDA_ARCHITECTURES = {
     (12, 0): 120,
 }
 
-# Tensor memory columns of a Blackwell multiprocessor; jax-triton refuses a kernel that asks for more.
+# Tensor memory columns of a Blackwell multiprocessor; jax-triton refuses a kernel that needs more.
 _TENSOR_MEMORY_LIMIT = 512
 
 
 def target_for(device: DeviceFacts) -> Target | None:
-    """The architecture of a device, with the shared memory that it has; `None` for what is no GPU or not known to compile."""
+    """The architecture of a device, with its shared memory; `None` if it is not a GPU or not known to compile."""
     if device.backend is not Backend.GPU:
         return None
     if device.vendor == "nvidia" and device.capability in _CUDA_ARCHITECTURES:
@@ -73,13 +73,13 @@ def target_for(device: DeviceFacts) -> Target | None:
 
 @dataclasses.dataclass(frozen=True)
 class CompileReport:
-    """What one launch costs on one target.
+    """The resources that a launch needs on a target.
 
-    - `shared`: shared memory per block, bytes; `shared_limit`: what the target has.
+    - `shared`: shared memory per block in bytes; `shared_limit`: that of the target.
     - `registers`: per thread (vector registers on AMD).
-    - `spills`: 0 if all values stay in registers; else bytes of stack per thread (NVIDIA), or spilled registers
+    - `spills`: 0 if all values stay in registers, else bytes of stack per thread (NVIDIA) or spilled registers
         (AMD).
-    - `fits`: whether the target can run it at all. Spills make a kernel slow, not wrong.
+    - `fits`: whether the target can run it at all. Spills slow a kernel down but do not affect its results.
     """
 
     target: str
@@ -91,18 +91,20 @@ class CompileReport:
 
 
 def compile_ahead(launch: Launch, target: str | Target) -> CompileReport:
-    """Compile `launch` as jax-triton would at the launch: same types, alignment, constants and options.
+    """Compile `launch` as jax-triton would: with the same types, alignment, constants and options.
 
     **Arguments:**
 
-    - `launch`: the description; nothing is run, no arrays are needed.
+    - `launch`: the description of the launch; nothing is run, and no arrays are needed.
     - `target`: a `Target`, or the name of one of `TARGETS`.
 
-    **Raises:** `ValueError` for an unknown target; whatever Triton raises for a kernel that does not compile.
+    **Raises:** `ValueError` for an unknown target, and Triton's own exception for a kernel that does not compile.
     """
     if isinstance(target, str):
         if target not in TARGETS:
-            raise ValueError(f"compile_ahead: unknown target {target!r}; known are {sorted(TARGETS)}.")
+            raise ValueError(
+                f"compile_ahead: unknown target {target!r}; known targets are {sorted(TARGETS)}."
+            )
         target = TARGETS[target]
     reason = interpreter_unavailable()
     if reason is not None:
@@ -136,10 +138,10 @@ def compile_ahead(launch: Launch, target: str | Target) -> CompileReport:
 
 
 def _specialisation(launch: Launch) -> tuple[dict[str, str], dict[str, Any], dict[tuple[int], list]]:
-    """Signature, constants and attributes that jax-triton (0.3.1 and 0.4.1 alike) gives to the compiler.
+    """Signature, constants and attributes that jax-triton (0.3.1 and 0.4.1) passes to the compiler.
 
-    Every array is taken as aligned to 16 bytes. A scalar equal to 1 becomes a constant; beyond that nothing is
-    assumed of scalars, not even divisibility by 16: a stride that should vectorise belongs into the constants."""
+    Every array is assumed to be aligned to 16 bytes. A scalar equal to 1 becomes a constant; nothing else is
+    assumed of scalars, not even divisibility by 16, so a stride that should vectorise belongs in the constants."""
     arrays = {**launch.inputs, **launch.outputs}
     signature, constants, attributes = {}, dict(launch.constants), {}
     for index, name in enumerate(launch.function.arg_names):
@@ -186,9 +188,9 @@ _cache_scope = contextlib.ExitStack()
 
 @contextlib.contextmanager
 def _usable_cache() -> Iterator[None]:
-    """Triton's compile cache, where jax-triton 0.3 has switched it off by an empty directory name.
+    """Enables Triton's compile cache, which jax-triton 0.3 disables with an empty directory name.
 
-    The setting is one for the process: the first of several compilations makes it, the last takes it back."""
+    The setting is global to the process: the first of several compilations makes it, the last restores it."""
     global _cache_users
     from triton import knobs
 

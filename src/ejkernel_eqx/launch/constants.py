@@ -1,4 +1,4 @@
-"""Numbers that the bodies of kernels name."""
+"""Numbers used in kernel bodies."""
 
 import triton.language as tl
 

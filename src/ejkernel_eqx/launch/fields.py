@@ -1,4 +1,4 @@
-"""Fields of configurations that say what they may be: `block_q: Block`, and `__post_init__ = check_fields` in the class."""
+"""Annotations that validate fields of configurations: `block_q: Block`, with `__post_init__ = check_fields` in the class."""
 
 import functools
 import typing
@@ -7,7 +7,7 @@ from typing import Annotated, Any, NamedTuple
 
 
 class Rule(NamedTuple):
-    """What a field may be: in words, and as a test."""
+    """The values a field may have, in words and as a test."""
 
     words: str
     holds: Callable[[Any], bool]
@@ -30,13 +30,13 @@ def one_of(*values: Any) -> Rule:
 
 Power = Annotated[int, power_of_two()]
 Block = Annotated[int, power_of_two(16)]
-"""A side of a tile that is multiplied."""
+"""A side of a tile that is an operand of products."""
 Warps = Annotated[int, one_of(1, 2, 4, 8, 16)]
 Count = Annotated[int, whole(1)._replace(words="a positive int")]
 Registers = Annotated[int, whole(0, 255)]
-"""Registers a thread may have, 0 for the compiler's choice; without effect on jax-triton before 0.4."""
+"""Maximum number of registers per thread, 0 for the compiler's choice; no effect with jax-triton before 0.4."""
 Float32Dot = Annotated[str, one_of("tf32x3", "ieee", "tf32")]
-"""How float32 matrices are multiplied: `"tf32x3"` (three passes, float32's accuracy), `"ieee"`, or on request `"tf32"`."""
+"""The precision of float32 matrix products: `"tf32x3"` (three passes, float32 accuracy), `"ieee"`, or on request `"tf32"`."""
 
 
 @functools.cache
@@ -47,7 +47,7 @@ def _rules(kind: type) -> dict[str, Rule]:
 
 
 def check_fields(config: Any) -> None:
-    """`ValueError` for the first field that is not what its annotation says."""
+    """`ValueError` for the first field that violates its annotation."""
     kind = type(config)
     for name, rule in _rules(kind).items():
         value = getattr(config, name)

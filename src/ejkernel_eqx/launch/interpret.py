@@ -1,7 +1,7 @@
 """Running a Triton kernel on a CPU, by interpretation, from JAX.
 
-Nothing here needs a GPU, torch or `TRITON_INTERPRET`; kernels stay ordinary `JITFunction`s, which the same process
-can also compile. See `_interpreter.py` for how, and for what is checked on the way.
+This needs neither a GPU, torch nor `TRITON_INTERPRET`. Kernels remain ordinary `JITFunction`s, which the same process
+can also compile. See `_interpreter.py` for how it works and what it checks.
 """
 
 import functools
@@ -32,7 +32,7 @@ def interpreter_unavailable() -> str | None:
 
 
 def poison(dtype) -> np.generic:
-    """What an output holds before the kernel writes it: NaN, the largest integer, or True."""
+    """The initial value of outputs: NaN, the largest integer, or True."""
     dtype = np.dtype(dtype)
     if jnp.issubdtype(dtype, jnp.floating):
         return dtype.type("nan")
@@ -42,9 +42,9 @@ def poison(dtype) -> np.generic:
 
 
 def interpret(launch: Launch, arrays: Mapping[str, np.ndarray]) -> tuple[np.ndarray, ...]:
-    """Interpret the launch on numpy arrays; the outputs come in the kernel's order.
+    """Interpret the launch on numpy arrays; returns the outputs in the kernel's order.
 
-    Inputs are read-only to the kernel, and copied where an output is aliased to them. Memory accesses outside an array raise `InterpretError`.
+    Inputs are read-only to the kernel, and copied if an output is aliased to them. Out-of-bounds memory accesses raise `InterpretError`.
     """
     reason = interpreter_unavailable()
     if reason is not None:
@@ -53,7 +53,7 @@ def interpret(launch: Launch, arrays: Mapping[str, np.ndarray]) -> tuple[np.ndar
 
     inputs = {name: np.ascontiguousarray(np.asarray(array)) for name, array in arrays.items()}
     started = {result: np.array(inputs[source]) for source, result in launch.aliases.items()}
-    # Of an aliased input there is nothing but the output.
+    # An aliased input exists only as its output.
     inputs |= {name: np.empty(0, inputs[name].dtype) for name in launch.aliases}
     outputs = {}
     for name in launch.results:
@@ -62,7 +62,7 @@ def interpret(launch: Launch, arrays: Mapping[str, np.ndarray]) -> tuple[np.ndar
     with language_lock:
         try:
             run_grid(launch.function, inputs, outputs, launch.scalars, launch.constants, launch.grid)
-        # Whatever a kernel's body may raise: it is arbitrary code, and the place in the grid has to be told.
+        # A kernel body is arbitrary code and may raise anything; the error must report the location in the grid.
         except Exception as error:
             where = getattr(error, "triton_program", None)
             raise InterpretError(
@@ -71,14 +71,14 @@ def interpret(launch: Launch, arrays: Mapping[str, np.ndarray]) -> tuple[np.ndar
     return tuple(outputs.values())
 
 
-# `jax.pure_callback` would do, were it not that it hands the callback JAX arrays: reading a large one waits for a
-# copy on the very thread pool that the callbacks of several devices occupy, for ever. Plain numpy arrays do not.
+# `jax.pure_callback` would pass JAX arrays to the callback, and reading a large one waits for a copy on the same thread
+# pool that the callbacks of several devices occupy: a deadlock. Plain numpy arrays avoid it.
 interpret_p = Primitive("ejkernel_interpret")
 interpret_p.multiple_results = True
 
 
 def interpret_call(launch: Launch, arrays: dict[str, jax.Array]) -> list[jax.Array]:
-    """`interpret` as a JAX operation: at once on concrete arrays, else as a callback in the computation."""
+    """`interpret` as a JAX operation: immediate on concrete arrays, else a callback in the computation."""
 
     def host(*values):
         return interpret(launch, dict(zip(arrays, values)))
@@ -119,7 +119,7 @@ mlir.register_lowering(interpret_p, _interpret_lowering, cacheable=False)
 
 def _no_vmap(*_, **__):
     raise NotImplementedError(
-        "An interpreted launch has no vmap rule, as a real one has none: fold the batch before, by `custom_vmap`."
+        "An interpreted launch has no vmap rule, like a launch on a device; fold the batch beforehand with `custom_vmap`."
     )
 
 

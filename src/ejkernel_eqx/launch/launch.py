@@ -7,7 +7,7 @@ from typing import Any
 
 import jax
 
-# What `jax_triton.triton_call` takes itself; a kernel constant of the same name could not be passed through.
+# Parameters of `jax_triton.triton_call` itself; a kernel constant of the same name could not be passed.
 _RESERVED_NAMES = frozenset(
     "kernel out_shape out_type grid name custom_call_target_name num_warps num_stages num_ctas compute_capability "
     "enable_fp_fusion backend_options input_output_aliases zeroed_outputs debug serialized_metadata cost_estimate "
@@ -19,28 +19,28 @@ _MOST_PROGRAMS = (2**31 - 1, 65_535, 65_535)
 
 @dataclasses.dataclass(frozen=True)
 class Launch:
-    """One launch of a Triton kernel, described by host metadata only.
+    """The description of one launch of a Triton kernel, by host metadata only.
 
-    The kernel's parameters stand in this order: array inputs and run-time integers (mixed at will), then array
-    outputs, then compile-time constants. The dictionaries below name each of them exactly once.
+    The kernel's parameters have this order: array inputs and run-time integers (in any mix), then array
+    outputs, then compile-time constants. The dictionaries below contain each of them exactly once.
 
     **Arguments:**
 
-    - `kernel`: a Triton `JITFunction`, or an autotune or heuristics wrapper of one, which is taken off: the
+    - `kernel`: a Triton `JITFunction`, or an autotune or heuristics wrapper of one, which is removed, because the
         configuration comes from the launch.
-    - `inputs`, `outputs`: kernel parameter name to shape and dtype. Outputs are fresh buffers, but for those in `aliases`.
-    - `scalars`: run-time integers. A `bool` arrives as 0 or 1, and 1 itself arrives as a compile-time constant
-        (jax-triton does so). A float belongs into `constants`: jax-triton 0.3 would pass it as float64.
+    - `inputs`, `outputs`: maps kernel parameters to shapes and dtypes. Outputs are new buffers, except for those in `aliases`.
+    - `scalars`: run-time integers. A `bool` is passed as 0 or 1, and jax-triton passes 1 as a compile-time constant.
+        Floats belong in `constants`, because jax-triton 0.3 would pass them as float64.
     - `constants`: the `tl.constexpr` parameters.
-    - `grid`: one to three extents, of which a GPU takes at most 2**31 - 1, 65,535 and 65,535.
+    - `grid`: one to three extents; a GPU supports at most 2**31 - 1, 65,535 and 65,535.
     - `num_warps`, `num_stages`: compiler options.
-    - `max_registers`: how many registers a thread may have, so that more programs run side by side; 0 leaves it to the
-        compiler. Only where `limits_registers(device)`.
+    - `max_registers`: maximum number of registers per thread, so that more programs run concurrently; 0 leaves it to the
+        compiler. Only has an effect if `limits_registers(device)`.
     - `name`: the label in HLO and profilers; by default the kernel's own name.
-    - `aliases`: input name to output name, of equal shape and dtype: the output starts as the input's content, in the input's own
-        buffer where nothing else needs it (a donated argument, the carry of a loop), else in a copy; never in one that another input
-        has too, even where both are one array. The kernel loads and stores by the output's parameter, which stands before those of other
-        outputs; the input's stands in its list and must not be used.
+    - `aliases`: maps input names to output names of equal shape and dtype. The output starts with the input's content, in the input's own
+        buffer if nothing else needs it (a donated argument, the carry of a loop), else in a copy; it is never shared with another input,
+        even if both are the same array. The kernel loads and stores through the output's parameter, which comes before those of other
+        outputs; the input's parameter must exist but not be used.
 
     **Raises:** `ValueError` if names, order or types do not fit the kernel.
     """
@@ -63,7 +63,7 @@ class Launch:
         _check_names(self)
         _check_values(self)
         _check_aliases(self)
-        # jax-triton has a type for bools that Triton 3.7 does not know.
+        # jax-triton has a type for bools that Triton 3.7 does not support.
         object.__setattr__(self, "scalars", {name: int(value) for name, value in self.scalars.items()})
 
     @property
@@ -111,16 +111,16 @@ def _check_names(launch: Launch) -> None:
             owner[name] = group
     if unknown := [name for name in owner if name not in parameters]:
         raise ValueError(
-            f"Launch of {label}: {unknown} are no parameters of the kernel; these are {parameters}."
+            f"Launch of {label}: {unknown} are not parameters of the kernel; its parameters are {parameters}."
         )
     if missing := [name for name in parameters if name not in owner]:
-        raise ValueError(f"Launch of {label}: the kernel's parameters {missing} are not given.")
+        raise ValueError(f"Launch of {label}: the kernel's parameters {missing} are missing.")
     rank = {"inputs": 0, "scalars": 0, "outputs": 1, "constants": 2}
     for before, after in itertools.pairwise(parameters):
         if rank[owner[before]] > rank[owner[after]]:
             raise ValueError(
                 f"Launch of {label}: the kernel must take inputs and scalars first, then outputs, then constants, "
-                f"but {before!r} ({owner[before]}) stands before {after!r} ({owner[after]})."
+                f"but {before!r} ({owner[before]}) comes before {after!r} ({owner[after]})."
             )
     for parameter in launch.function.params:
         if parameter.is_constexpr != (owner[parameter.name] == "constants"):
@@ -148,8 +148,8 @@ def _check_values(launch: Launch) -> None:
         raise ValueError(f"Launch of {label}: grid must be one to three extents >= 0, got {launch.grid}.")
     if any(n > most for n, most in zip(launch.grid, _MOST_PROGRAMS, strict=False)):
         raise ValueError(
-            f"Launch of {label}: grid must be at most {_MOST_PROGRAMS}, which is what a GPU takes, got {launch.grid}; put what "
-            "may be long on the first axis."
+            f"Launch of {label}: grid must be at most {_MOST_PROGRAMS}, the limits of a GPU, got {launch.grid}; put long "
+            "extents on the first axis."
         )
     if launch.num_warps < 1 or launch.num_warps & (launch.num_warps - 1):
         raise ValueError(f"Launch of {label}: num_warps must be a power of two, got {launch.num_warps}.")

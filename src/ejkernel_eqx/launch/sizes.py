@@ -1,4 +1,4 @@
-"""Sizes of tiles and grids, and which tiles a device has shared memory for."""
+"""Sizes of tiles and grids, and which tiles fit in a device's shared memory."""
 
 from collections.abc import Callable, Iterable
 from typing import TypeVar
@@ -6,31 +6,31 @@ from typing import TypeVar
 from ..dispatch import DeviceFacts
 
 T = TypeVar("T")
-_LEAST_SHARED = 49_152  # bytes, of a device that does not say
+_LEAST_SHARED = 49_152  # bytes, for a device that does not report its size
 
 
 def cdiv(length: int, block: int) -> int:
-    """How many blocks hold so many."""
+    """The number of blocks that cover a length."""
     return -(-length // block)
 
 
 def padded(size: int, least: int = 16) -> int:
-    """The power of two, `least` or more, that holds so many: by default the channels of a tile that is multiplied."""
+    """The smallest power of two from `least` on that holds `size`; the default is for channels of a tile in products."""
     return max(least, 1 << max(size - 1, 0).bit_length())
 
 
 def shared_memory_of(device: DeviceFacts) -> int:
-    """Bytes that a program may have."""
+    """The shared memory available to a program, in bytes."""
     return device.shared_memory or _LEAST_SHARED
 
 
 def fitting(tiles: Iterable[T], needed: Callable[[T], int], device: DeviceFacts) -> list[T]:
-    """Those that need no more shared memory than there is."""
+    """The tiles that fit in the device's shared memory."""
     return [tile for tile in tiles if needed(tile) <= shared_memory_of(device)]
 
 
 def too_large(kernel: str, sizes: str, stages: int, needed: int, device: DeviceFacts) -> str | None:
-    """Why tiles of these sizes do not fit, by an estimate of the bytes that they need."""
+    """Why tiles of these sizes do not fit, by an estimate of the bytes they need."""
     limit = shared_memory_of(device)
     if needed <= limit:
         return None

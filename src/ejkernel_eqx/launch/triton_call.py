@@ -1,4 +1,4 @@
-"""The launch on a GPU through jax-triton. This file alone knows how its versions differ."""
+"""The launch on a GPU through jax-triton. Only this file deals with differences between its versions."""
 
 import contextlib
 import functools
@@ -17,9 +17,9 @@ from .launch import Launch
 
 @functools.cache
 def triton_unavailable() -> str | None:
-    """Why Triton kernels cannot be launched with the software installed here, as a sentence; `None` if they can.
+    """Why Triton kernels cannot be launched with the installed software, as a sentence; `None` if they can.
 
-    This says nothing about devices: whether there is a GPU is for the caller to know."""
+    Devices are not checked: callers must know whether there is a GPU."""
     for package in ("triton", "jax_triton"):
         reason = _import_problem(package)
         if reason is not None:
@@ -37,11 +37,11 @@ def _import_problem(package: str) -> str | None:
         if error.name == package:
             return f"{distribution} is not installed."
         return f"{distribution} cannot be imported: {error}."
-    # jax-triton asks for a GPU jaxlib by ImportError; with a Triton it does not know, attributes are missing.
+    # jax-triton raises ImportError without a GPU jaxlib; with an unknown version of Triton, attributes are missing.
     except (ImportError, AttributeError) as error:
         return f"{distribution} does not work with this JAX or Triton: {str(error).strip().split('. ')[0]}."
     finally:
-        # jax-triton overwrites or deletes this at import; it is not its to change.
+        # jax-triton overwrites or deletes this at import, which it should not.
         if cache_dir is None:
             os.environ.pop("TRITON_CACHE_DIR", None)
         else:
@@ -50,7 +50,7 @@ def _import_problem(package: str) -> str | None:
 
 
 def _fit_to_jax() -> None:
-    """JAX 0.12 hands a rule for dead code three arguments, the equation last; jax-triton 0.4's takes two and fails under every `jit`."""
+    """JAX 0.12 passes three arguments to dead-code rules, the equation last; jax-triton 0.4's takes two and fails under every `jit`."""
     from jax.interpreters import partial_eval
     from jax_triton import triton_lib
 
@@ -61,7 +61,7 @@ def _fit_to_jax() -> None:
 
 
 def triton_call(launch: Launch, arrays: dict[str, jax.Array]) -> list[jax.Array]:
-    """Stage the launch; the outputs come in the kernel's order."""
+    """Stage the launch; returns the outputs in the kernel's order."""
     reason = triton_unavailable()
     if reason is not None:
         raise RuntimeError(f"The Triton kernel {launch.label} cannot be launched: {reason}")
@@ -86,28 +86,28 @@ def triton_call(launch: Launch, arrays: dict[str, jax.Array]) -> list[jax.Array]
 
 
 def _kept_apart(arrays: dict[str, jax.Array]) -> dict[str, jax.Array]:
-    """The arrays behind one barrier, on either side of a call that aliases them, at no cost where their buffers are donated or carried.
+    """Puts a barrier around the arrays of a call that aliases them, at no cost if their buffers are donated or carried.
 
-    Before the call: XLA makes one value of equal ones (two empty caches), and copies it for the call only if they are different operands,
-    which the results of one barrier remain. On both sides: XLA on GPUs fuses a call with the slice that an operand is and the slice that
-    a result becomes (layers stacked in a scan), and then hands over the two as if there were no alias."""
+    Before the call: XLA merges equal values (two empty caches), and copies them for the call only if they are different operands,
+    which the results of a barrier are. On both sides: XLA on GPUs fuses a call with slices that produce an operand or consume
+    a result (layers stacked in a scan), and then passes both as if there were no alias."""
     return jax.lax.optimization_barrier(arrays) if arrays else {}
 
 
 @contextlib.contextmanager
 def _aliases_accepted() -> Iterator[None]:
-    """jax-triton 0.4 would rather be given `jax.Ref`s, which a function without effects has not."""
+    """Silences jax-triton 0.4's request for `jax.Ref`s, which a function without effects does not have."""
     with warnings.catch_warnings():
         warnings.filterwarnings("ignore", "input_output_aliases is deprecated", DeprecationWarning)
         yield
 
 
 Arguments = tuple[list[Any], dict[str, Any], list[str]]
-"""Operands, named arguments, and the order in which the outputs come."""
+"""Operands, named arguments, and the order of the outputs."""
 
 
 def _arguments_03(launch: Launch, arrays: dict[str, jax.Array]) -> Arguments:
-    """jax-triton 0.3 takes `out_shape` and `enable_fp_fusion`, counts arrays only, and hands an aliased buffer to the kernel twice:
+    """jax-triton 0.3 takes `out_shape` and `enable_fp_fusion`, counts arrays only, and passes an aliased buffer to the kernel twice:
     as the input and as the output."""
     operands = [arrays[name] if name in arrays else launch.scalars[name] for name in launch.arguments]
     counted = [name for name in launch.arguments if name in arrays]
@@ -118,9 +118,9 @@ def _arguments_03(launch: Launch, arrays: dict[str, jax.Array]) -> Arguments:
 
 
 def _arguments_04(launch: Launch, arrays: dict[str, jax.Array]) -> Arguments:
-    """jax-triton 0.4 takes `out_type` and options in a mapping, counts all operands, and has an output's parameter take an aliased array
-    itself; the input's, which no kernel uses, gets a number. The kernel is then handed the operands and after them the outputs, as many
-    as it still has parameters for: those that are aliased must be the last ones."""
+    """jax-triton 0.4 takes `out_type` and options in a mapping, counts all operands, and passes an aliased array as the output's
+    parameter; the input's parameter, which no kernel uses, gets a number. The kernel then receives the operands followed by as many
+    outputs as it has parameters left, so aliased outputs must be the last ones."""
     given = {**arrays, **launch.scalars, **dict.fromkeys(launch.aliases, 0)}
     operands = [given[name] for name in launch.arguments]
     sources = {result: source for source, result in launch.aliases.items()}
@@ -148,10 +148,10 @@ _LIMITS_MEASURED_FOR = (9, 0)  # on an H200
 
 
 def limits_registers(device: DeviceFacts) -> bool:
-    """Whether `Launch.max_registers` has an effect on `device`: one of NVIDIA's, with the jax-triton installed (0.4 and newer)."""
+    """Whether `Launch.max_registers` has an effect on `device`: an NVIDIA GPU, with jax-triton 0.4 or newer."""
     return device.vendor == "nvidia" and triton_unavailable() is None and _takes_options()
 
 
 def register_limits_measured(device: DeviceFacts) -> bool:
-    """Whether limits on registers were measured on the architecture of `device`. Elsewhere they may be tried, but are no default."""
+    """Whether register limits were measured on the architecture of `device`. Elsewhere they may be tried, but are not a default."""
     return device.vendor == "nvidia" and device.capability == _LIMITS_MEASURED_FOR

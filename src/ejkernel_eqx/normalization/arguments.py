@@ -17,7 +17,7 @@ def check_options(activation: str, group_size: int | None, eps: float) -> None:
             f"group_size: expected a positive number of features or None, received {group_size!r}."
         )
     if not (math.isfinite(eps) and eps >= 0):
-        raise ValueError(f"eps: expected a finite number from 0, received {eps!r}.")
+        raise ValueError(f"eps: expected a finite number >= 0, received {eps!r}.")
 
 
 def resolve(x: Any, z: Any, weight: Any, group_size: int | None) -> NormArrays:
@@ -26,7 +26,7 @@ def resolve(x: Any, z: Any, weight: Any, group_size: int | None) -> NormArrays:
     size = features if group_size is None else group_size
     if features == 0 or features % size:
         raise ValueError(
-            f"x: expected [..., features] with features a multiple of group_size={group_size}, received shape {x.shape}."
+            f"x: expected [..., features] with features divisible by group_size={group_size}, received shape {x.shape}."
         )
     groups = features // size
     if z is not None:

@@ -1,4 +1,4 @@
-"""The family's one kind of call: its problem and its axes."""
+"""The family's only kind of call: its problem and its axes."""
 
 from ..core import Kind
 from ..dispatch import Problem
@@ -7,7 +7,7 @@ from .spec import LEARNED, LETTERS, NormArrays, NormSpec, RESULTS, SHARED
 
 
 def problem_of(operation: str, arrays: NormArrays, spec: NormSpec) -> Problem:
-    """The host metadata of a call; shapes are those seen here, so the local ones inside a partitioned body."""
+    """The host metadata of a call. Shapes are those seen here: inside a partitioned body, the local ones."""
     return Problem.make(
         operation,
         dims=LETTERS.sizes(arrays),

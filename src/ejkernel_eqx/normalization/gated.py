@@ -1,4 +1,4 @@
-"""`GatedRMSNorm`: an RMS norm and a gate in one pass."""
+"""`GatedRMSNorm`: an RMS norm with a gate in one pass."""
 
 from typing import Any, ClassVar
 
@@ -23,10 +23,10 @@ class GatedRMSNorm(Kernel):
     $$y = \mathrm{norm}(x \odot \sigma(z)) \odot w \quad\text{or, with norm\_before\_gate,}\quad y = \mathrm{norm}(x) \odot w \odot \sigma(z), \qquad
       \mathrm{norm}(h) = \frac{h}{\sqrt{\mathrm{mean}(h^2) + \epsilon}}$$
 
-    with $\sigma$ the activation and the mean over all features or over each group of them. Sums in float32 (float64 for float64). The backward keeps
-    nothing but the inputs.
+    with $\sigma$ the activation and the mean over all features or over each group of them. Accumulates in float32 (float64 for float64). The
+    backward keeps only the inputs.
 
-    Platforms and derivatives: as [`ejkernel_eqx.CausalConv1d`][].
+    Platforms and derivatives: as for [`ejkernel_eqx.CausalConv1d`][].
 
     Source: Dao & Gu, *Transformers are SSMs* (2024), section 7.
     """
@@ -50,12 +50,12 @@ class GatedRMSNorm(Kernel):
     ):
         """**Arguments:**
 
-        - `activation`: of the gate, `"silu"` or `"sigmoid"`.
-        - `norm_before_gate`: whether the gate comes last; by default it is applied to what is normalised.
-        - `group_size`: features of a group, which are normalised by themselves; default all.
+        - `activation`: activation of the gate, `"silu"` or `"sigmoid"`.
+        - `norm_before_gate`: apply the gate after the norm; by default it is applied before.
+        - `group_size`: number of features per group; each group is normalised separately. Default all features.
         - `eps`: added to the mean square.
         - `platform`, `config`: as in [`ejkernel_eqx.CausalConv1d`][].
-        - `tune_for`: `(x, z, weight)` or [`ejkernel_eqx.inputs`][]`(...)`, arrays or `jax.ShapeDtypeStruct`s: settle the choice for these now.
+        - `tune_for`: `(x, z, weight)` or [`ejkernel_eqx.inputs`][]`(...)`, arrays or `jax.ShapeDtypeStruct`s: fix the choice for these inputs now.
         """
         check_options(activation, group_size, eps)
         self.spec = NormSpec(activation, bool(norm_before_gate), float(eps))
@@ -71,11 +71,11 @@ class GatedRMSNorm(Kernel):
     ) -> Array:
         """**Arguments:**
 
-        - `x`: `[..., features]`, any number of leading axes. bf16, f16, f32 (f64 on XLA).
-        - `z`: the gate, the shape of `x`, any float dtype; without it nothing is gated.
-        - `weight`: `[features]`, or `[group_size]` for all groups, any float dtype; default ones.
+        - `x`: `[..., features]` with any number of leading axes; bf16, f16, f32 (f64 on XLA).
+        - `z`: the gate, in the shape of `x`, any float dtype; `None` for no gate.
+        - `weight`: `[features]`, or `[group_size]` shared by all groups, any float dtype; default ones.
 
-        **Returns:** `[..., features]` in the dtype of `x`. Raises as [`ejkernel_eqx.CausalConv1d`][].
+        **Returns:** `[..., features]` in the dtype of `x`. Raises the errors of [`ejkernel_eqx.CausalConv1d`][].
         """
         arrays = resolve(x, z, weight, self.group_size)
         if not arrays.x.size:  # nothing to launch

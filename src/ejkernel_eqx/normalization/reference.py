@@ -1,4 +1,4 @@
-"""The norm as it is written: the oracle of every test, in float64 if given float64."""
+"""The norm as in its equation: the oracle of every test, in float64 for float64 inputs."""
 
 import jax
 import jax.numpy as jnp
@@ -10,7 +10,7 @@ from .spec import NormArrays, NormSpec
 
 
 def normalise(arrays: NormArrays, spec: NormSpec) -> dict[str, Array]:
-    """`out [*, M, G, F]` in float32, or float64 for float64 inputs."""
+    """`out [*, M, G, F]` in float32 (float64 for float64 inputs)."""
     wide = accumulator(arrays.x.dtype)
     x, gate = arrays.x.astype(wide), None
     if arrays.z is not None:

@@ -1,7 +1,7 @@
-"""What one gated RMS norm is, once every option, default and layout has been resolved.
+"""The description of a gated RMS norm once every option, default and layout has been resolved.
 
-Everything below the public operation (the reference, XLA, Triton) speaks these types only. Letters: `B` leading axes as one, `M` rows of
-each, `G` groups of a row, `F` features of a group.
+Everything below the public operation (the reference, XLA, Triton) uses only these types. Letters: `B` merged leading axes, `M` rows of
+each, `G` groups per row, `F` features per group.
 """
 
 import dataclasses
@@ -24,7 +24,7 @@ class NormSpec:
 
 
 class NormArrays(NamedTuple):
-    """The arrays of a call; `*` are the leading axes, the same for all but `weight`, which has none (or, mapped by `jax.vmap`, all)."""
+    """The arrays of a call; `*` are the leading axes, the same for all except `weight`, which has none (or, mapped by `jax.vmap`, all)."""
 
     x: Array  # [*, M, G, F]
     z: Array | None = None  # [*, M, G, F], any float dtype
@@ -34,4 +34,4 @@ class NormArrays(NamedTuple):
 LETTERS = Letters.of({"x": "M G F", "z": "M G F", "weight": "G F", "out": "M G F"}, heads="G")
 LEARNED = ("x", "z", "weight")
 SHARED = frozenset({"weight"})
-RESULTS = ("out",)  # [*, M, G, F], the dtype of x
+RESULTS = ("out",)  # [*, M, G, F], in the dtype of x

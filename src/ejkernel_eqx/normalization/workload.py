@@ -1,4 +1,4 @@
-"""What the tuner needs of a gated RMS norm: representative work, and a problem from a few words."""
+"""What the tuner needs from a gated RMS norm: representative work, and problems for the command line."""
 
 import functools
 from collections.abc import Mapping
@@ -46,11 +46,11 @@ def example_problem(operation: str, dims: Mapping[str, int], dtype: str, flags: 
 
     **Arguments:**
 
-    - `dims`: `M` rows and `F` features of a group at least; the groups `G` and the leading axes `B` default to 1.
-    - `dtype`: of the rows and the gate; the weight is float32 (float64 with float64).
+    - `dims`: at least `M` rows and `F` features per group; the groups `G` and the leading axes `B` default to 1.
+    - `dtype`: the dtype of the rows and the gate; the weight is float32 (float64 with float64).
     - `flags`: `activation` (`silu` by default, `sigmoid`, or `none` for no gate), `norm_before_gate`, `weight` (default true).
 
-    Raises `ValueError` for a name that is none of these, a missing size, or sizes that do not fit.
+    Raises `ValueError` for an unknown name, a missing size, or sizes that do not fit together.
     """
     size = read_sizes(dims, {"B": 1, "M": None, "G": 1, "F": None})
     choices = {"activation": (*ACTIVATIONS, None), "norm_before_gate": SWITCH, "weight": SWITCH[::-1]}

@@ -1,4 +1,4 @@
-"""How a call is split over a mesh, from the names of its axes: which arrays are cut where, and what a device adds up."""
+"""How a call is split over a mesh, by the names of its axes: which arrays are split where, and what is summed over devices."""
 
 import dataclasses
 import itertools
@@ -12,12 +12,12 @@ from jax.sharding import PartitionSpec
 
 Shape = tuple[int, ...]
 Assigned = Mapping[str, Any]
-"""Names of axes, those of a group under the group's first, and the mesh axes that each is split over."""
+"""Axis names (axes of a group under the group's first name) and the mesh axes that each is split over."""
 
 
 @dataclasses.dataclass(frozen=True)
 class Axes:
-    """The name of every axis of one array; `None` for an axis that is never split. Equal names are equal axes."""
+    """The name of every axis of one array; `None` for an axis that is never split. Equal names denote the same axis."""
 
     letters: tuple[str | None, ...]
 
@@ -26,10 +26,10 @@ class Axes:
 class Layout:
     """The axes of all arguments and outputs, and which of them may be split.
 
-    `group`: axes of which each is a multiple of the next: element `r` of the longest goes with element `r // (R / n)` of one of `n`. They are
-    split together. One that is shorter than the mesh axis stays whole, and each device takes the element that it needs if `sliced`, but
-    refuses the split of the group if not. `summed`: an output that lacks a split axis is the sum over it; else every output
-    must have the axis, or it is not split.
+    `group`: axes of which each is a multiple of the next, such that element `r` of the longest goes with element `r // (R / n)` of one of
+    length `n`. They are split together. One that is shorter than the mesh axis stays whole: if `sliced`, each device slices out the element
+    that it needs, else the group is not split. `summed`: an output that lacks a split axis is the sum over it; otherwise an axis is split
+    only if every output has it.
     """
 
     axes: tuple[tuple[str | None, ...], ...]
@@ -40,7 +40,7 @@ class Layout:
     sliced: bool = True
 
     def _canonical(self, name: Any) -> Any:
-        """The name under which an axis is split: those of the group go together."""
+        """The name under which an axis is split; the axes of the group share one."""
         return self.group[0] if name in self.group else name
 
     def _splittable(self, name: str | None) -> bool:
@@ -52,8 +52,8 @@ class Layout:
     def rule(self, shapes: Sequence[Shape]) -> tuple[str, tuple[str, ...]]:
         """The sharding rule for the compiler, and its factors that must not be split, in order of appearance."""
         fresh = (f"u{i}" for i in itertools.count())
-        # Heads of several counts as one factor: the compiler would split the few over a part of a mesh axis that is too large for them,
-        # which no `PartitionSpec` can say. As several, each comes as it is, and `assign` decides.
+        # With heads of several counts as one factor, the compiler would split the few over part of a mesh axis that is too large for them,
+        # which no `PartitionSpec` can express. As separate factors each keeps its sharding, and `assign` decides.
         apart = len({size for name, size in self._named(self.axes, shapes) if name in self.group}) > 1
         order: dict[str, bool] = {}
 
@@ -70,8 +70,8 @@ class Layout:
     def assign(
         self, mesh: Mapping[str, int], known: Sequence[Sequence[Any]], shapes: Sequence[Shape]
     ) -> dict[str, Any]:
-        """What is split over which mesh axes, given how the arguments come: the first that splits an axis decides. `shapes` are those of
-        the arguments and then of the outputs."""
+        """What is split over which mesh axes, given the shardings of the arguments; the first that splits an axis decides. `shapes` are those
+        of the arguments followed by those of the outputs."""
         assigned: dict[str, Any] = {}
         taken: set[str] = set()
         for axes, spec in zip(self.axes, known, strict=True):
@@ -106,7 +106,7 @@ class Layout:
         shapes: Sequence[Shape],
         out_shapes: Sequence[Shape],
     ) -> tuple[list[PartitionSpec], list[PartitionSpec]]:
-        """How every argument and every output is split."""
+        """The partition specs of every argument and output."""
 
         def entry(name: str | None, size: int) -> Any:
             entry = assigned.get(self._canonical(name))
@@ -127,7 +127,7 @@ class Layout:
         shapes: Sequence[Shape],
         out_shapes: Sequence[Shape],
     ) -> tuple[Callable[..., tuple[jax.Array, ...]], list[PartitionSpec], list[PartitionSpec]]:
-        """What each device runs, and how arguments and outputs are split, given how the arguments come."""
+        """The function that each device runs, and the specs of arguments and outputs, given the shardings of the arguments."""
         assigned = self.assign(mesh, known, [*shapes, *out_shapes])
         body = self._per_device(function, mesh, assigned, shapes, out_shapes)
         return body, *self.specs(mesh, assigned, shapes, out_shapes)
@@ -140,12 +140,12 @@ class Layout:
         shapes: Sequence[Shape],
         out_shapes: Sequence[Shape],
     ) -> Callable[..., tuple[jax.Array, ...]]:
-        """The function of one device's arrays: takes the heads that it needs of those that are whole, and adds up what is a sum."""
+        """The function of one device's arrays: slices the heads that it needs out of whole arrays, and sums outputs over devices."""
         entry = assigned.get(self.group[0]) if self.group else None
         parts = _parts(mesh, entry) if entry else 1
 
         def few(axes: tuple[str | None, ...], shape: Shape) -> int | None:
-            """The axis of the group that is whole although the group is split."""
+            """The axis of the group that stays whole although the group is split."""
             return next((i for i, name in enumerate(axes) if name in self.group and shape[i] % parts), None)
 
         def take(x: jax.Array, axes: tuple[str | None, ...], shape: Shape) -> jax.Array:
@@ -179,7 +179,7 @@ class Layout:
 
 
 def _device(entry: Any, mesh: Mapping[str, int]) -> jax.Array:
-    """The number of this device along the mesh axes of an entry, the first of them counting most."""
+    """The index of this device along the mesh axes of an entry, the first being most significant."""
     number = jnp.int32(0)
     for axis in _ordered(entry):
         number = number * mesh[axis] + jax.lax.axis_index(axis)

@@ -1,4 +1,4 @@
-"""The leading axes of a call's arrays: which array has which, how they become the one that a kernel sees, and how JAX maps over them."""
+"""The leading axes of a call's arrays: which array has which, how they are merged into the one that a kernel sees, and how JAX maps over them."""
 
 import dataclasses
 import math
@@ -15,15 +15,15 @@ Letters = Mapping[str, tuple[str, ...]]
 
 @dataclasses.dataclass(frozen=True, eq=False, kw_only=True)
 class Leading:
-    """What is known of the arrays of a call, by name.
+    """The leading axes of the arrays of a call, by name.
 
-    - `axes`: the axes behind the leading ones, of every array and of every result that there may be.
-    - `shared`: arrays that have no leading axes.
-    - `broadcast`: arrays any of whose leading axes may have size one in place of a larger one. Of those named `x.y` and `x.z` all have the
-      same.
-    - `kept`: the broadcast arrays that a kernel reads at their own size. It is told how many rows of the batch in a row read one of theirs.
-    - `like`: results that have the axes of an array: gradients.
-    - `one_by_one`: whether calls are made one after the other where a shared array is mapped; else the kernel takes it with a leading axis.
+    - `axes`: the axes after the leading ones of every possible array and result.
+    - `shared`: arrays without leading axes.
+    - `broadcast`: arrays whose leading axes may each have size one instead of the full size. Arrays named `x.y` and `x.z` have the same
+      leading axes.
+    - `kept`: the broadcast arrays that a kernel reads at their own size. It is told how many consecutive batch rows read each of their rows.
+    - `like`: results that have the axes of an array (gradients).
+    - `one_by_one`: whether calls are made one after the other if a shared array is mapped; else the kernel takes it with a leading axis.
     """
 
     axes: Letters
@@ -34,7 +34,7 @@ class Leading:
     one_by_one: bool = False
 
     def is_alone(self, name: str, x: Any) -> bool:
-        """Whether an array comes without leading axes: there are none, or it is shared."""
+        """Whether an array has no leading axes, because there are none or it is shared."""
         return self.like.get(name, name) in self.shared and x.ndim == len(self.axes[name])
 
     def shape(self, name: str, x: Any) -> tuple[int, ...]:
@@ -56,9 +56,9 @@ class Leading:
 
 
 def merged(function: Callable[..., Arrays], arrays: Arrays, leading: Leading) -> Arrays:
-    """`function(arrays, runs)` of arrays with all leading axes merged into one; its results have them all again.
+    """Calls `function(arrays, runs)` with all leading axes merged into one, and restores them in its results.
 
-    `runs`: of each kept array, how many rows of the batch in a row read one of its rows.
+    `runs`: for each kept array, how many consecutive batch rows read one of its rows.
     """
     lead = leading.lead(arrays)
     kept = {name: _long_axes(arrays[name], lead) for name in sorted(leading.kept & arrays.keys())}
@@ -97,7 +97,7 @@ def _long_axes(x: Array, lead: tuple[int, ...]) -> frozenset[int]:
 
 
 def _order(lead: tuple[int, ...], *kept: frozenset[int]) -> tuple[int, ...]:
-    """The leading axes in an order in which those of either kept array follow one another."""
+    """An order of the leading axes in which those of each kept array are contiguous."""
     axes = tuple(range(len(lead)))
     long = [i for i in axes if lead[i] != 1]
     if all(_follow(long, own) for own in kept):
@@ -113,7 +113,7 @@ def _follow(axes: Sequence[int], own: frozenset[int]) -> bool:
 
 
 def _run(lead: tuple[int, ...], order: tuple[int, ...], own: frozenset[int]) -> int:
-    """How many merged rows in a row differ only in axes behind those of an array."""
+    """How many consecutive merged rows differ only in axes after those of an array."""
     last = max((place for place, axis in enumerate(order) if axis in own), default=len(order))
     return math.prod(lead[axis] for axis in order[last + 1 :])
 
@@ -132,7 +132,7 @@ def widened(
     leading: Leading,
     whole: frozenset[str] = frozenset(),
 ) -> Arrays:
-    """The arrays with a mapped axis of `size` in front. Broadcast arrays that are not mapped get one of size one, but for the `whole` ones."""
+    """The arrays with a mapped axis of `size` in front. Unmapped broadcast arrays get one of size one, except for the `whole` ones."""
     groups = {name.partition(".")[0] for name in arrays if is_mapped[name]}
     first = next(name for name in arrays if name not in leading.shared | leading.broadcast)
     lead = leading.shape(first, arrays[first])[is_mapped[first] :]
@@ -157,10 +157,10 @@ def widened(
 def mapped(
     function: Callable[..., Arrays], leading: Leading, inside: frozenset[str] = frozenset()
 ) -> Callable[[Arrays], Arrays]:
-    """A function of arrays with one leading axis as one of any number, for operations that the compiler sees into: JAX maps it over all
-    but the last, and merges none, as they may be sharded.
+    """Extends a function of arrays with one leading axis to any number, for operations that the compiler sees into. JAX maps it over all
+    but the last; none are merged, as they may be sharded.
 
-    `function(arrays, over)` sums the gradients of the arrays `inside` over the mapped axes that `over` names, where these arrays broadcast them.
+    `function(arrays, over)` sums the gradients of the arrays `inside` over the mapped axes named in `over` that these arrays broadcast.
     """
 
     def call(arrays: Arrays, over: tuple[str, ...] = ()) -> Arrays:
@@ -194,6 +194,6 @@ def mapped(
 
 
 def wide(x: Array) -> Array:
-    """A float array in float32 or wider; any other as it is."""
+    """A float array in float32 or wider; any other array unchanged."""
     narrow = jnp.issubdtype(x.dtype, jnp.floating) and x.dtype.itemsize < 4
     return x.astype(jnp.float32) if narrow else x

@@ -1,4 +1,4 @@
-"""Meshes whose shardings are part of the types, as those of `jax.make_mesh` are: the arrays of a call carry theirs along."""
+"""Explicit meshes, whose shardings are part of array types, such as those of `jax.make_mesh`."""
 
 from collections.abc import Callable
 from typing import Any
@@ -12,8 +12,8 @@ from .shapes import inside_manual_mesh, output_shapes
 
 
 def explicit_mesh(tree: Any) -> Any:
-    """The mesh that the types of the arrays carry, with or without `jax.set_mesh` around them; else that of the context; `None` where
-    shardings are the compiler's business or the code runs per device already."""
+    """The mesh in the types of the arrays, with or without `jax.set_mesh` around them; else that of the context; `None` if the compiler
+    handles shardings or the code already runs per device."""
     if inside_manual_mesh():
         return None
     for leaf in jax.tree.leaves(tree):
@@ -32,9 +32,8 @@ def over_explicit_mesh(
     out_axes: Callable[[Any], Any],
     group: tuple[str, ...],
 ) -> Any:
-    """`function(args)` of operations that the compiler sees into, which splits them as on an automatic mesh; outputs are split
-    as the arguments say that share the names of their axes. `axes` has an `Axes` for every array; `out_axes(shapes)` gives the same for the
-    outputs."""
+    """`function(args)` for operations that the compiler sees into and splits as on an automatic mesh. Outputs are split like the arguments
+    that share the names of their axes. `axes` has an `Axes` for every array; `out_axes(shapes)` returns the same for the outputs."""
     flat, treedef = jax.tree.flatten(args)
     flat_outs, out_treedef = jax.tree.flatten(outs := output_shapes(function, args))
     letters = [tuple(a.letters for a in jax.tree.leaves(tree)) for tree in (axes, out_axes(outs))]
@@ -53,13 +52,13 @@ def over_explicit_mesh(
 
 
 def spec_of(x: Any) -> tuple[Any, ...]:
-    """How the type of an array says that it is split, an entry an axis."""
+    """The sharding in the type of an array, one entry per axis."""
     spec = tuple(getattr(getattr(jax.typeof(x), "sharding", None), "spec", ()))
     return (*spec, *(None,) * (jax.typeof(x).ndim - len(spec)))
 
 
 def resharded(x: Array, mesh: Any, spec: PartitionSpec) -> Array:
-    """`x` split as `spec` says; `x` itself where its type says so already."""
+    """`x` split according to `spec`; `x` itself if its type already says so."""
     padded = (*spec, *(None,) * (x.ndim - len(spec)))
     if spec_of(x) == padded and jax.typeof(x).sharding.mesh.explicit_axes:
         return x
@@ -67,6 +66,6 @@ def resharded(x: Array, mesh: Any, spec: PartitionSpec) -> Array:
 
 
 def match_sharding(x: Array, like: Array) -> Array:
-    """`x` with the sharding that the type of `like` says, on a mesh where types say it; `x` itself elsewhere."""
+    """`x` with the sharding in the type of `like` on an explicit mesh; `x` itself elsewhere."""
     mesh = explicit_mesh(like)
     return x if mesh is None else resharded(x, mesh, PartitionSpec(*spec_of(like)))

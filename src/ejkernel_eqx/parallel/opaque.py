@@ -25,12 +25,12 @@ def opaque(
     summed: bool = False,
     sliced: bool = True,
 ) -> Function:
-    """`function(arrays, runs)` takes and gives arrays by name, each with exactly one leading axis, the same for all but for what
-    `leading` says; the result takes any number of them (none too) and folds every `jax.vmap` into them.
+    """Extends `function(arrays, runs)`, which takes and returns arrays by name with exactly one leading axis (except as specified in
+    `leading`), to any number of leading axes, including none, and folds every `jax.vmap` into them.
 
-    Equal names of axes are equal axes. Names `H<n>` are heads, n of them: they are split over devices together, where every output has them
-    and all counts divide. `split` says on which meshes it is split over the devices; `summed` and `sliced` as `parallel.partitioned` has
-    them. The `whole` ones of the broadcast arrays are written out where `jax.vmap` maps others: a gradient is wanted of every example.
+    Equal names denote the same axis. Names `H<n>` are n heads; they are split over devices together if every output has them and all
+    counts divide. `split` determines the meshes on which it is split over devices; `summed` and `sliced` are as in `parallel.partitioned`.
+    The `whole` broadcast arrays are materialised when `jax.vmap` maps others, because a gradient is needed for every example.
     """
 
     def folded(arrays: Arrays) -> Arrays:
@@ -67,7 +67,7 @@ def _batched(function: Function, folded: Function, leading: Leading, whole: froz
 
         @one.def_vmap
         def rule(size: int, in_batched: list[Any], arrays: Arrays) -> tuple[Arrays, Any]:
-            # The unmapped call was traced, but is never launched.
+            # The unmapped call was traced but is never launched.
             for take_back in replaced:
                 take_back()
             (is_mapped,) = in_batched
@@ -99,13 +99,13 @@ def _one_by_one(call: Function, arrays: Arrays, is_mapped: Mapping[str, bool]) -
 
 
 def given_of(arrays: Any) -> dict[str, Any]:
-    """The arrays that a NamedTuple of arrays has, by name."""
+    """The arrays present in a NamedTuple of arrays, by name."""
     return {name: x for name, x in arrays._asdict().items() if x is not None}
 
 
 def over_mesh(function: Function, arrays: Arrays, leading: Leading) -> Arrays:
-    """`function(arrays)` of operations that the compiler sees into; by the axes that `leading` names outputs are split on a mesh whose
-    shardings are part of the types."""
+    """`function(arrays)` for operations that the compiler sees into; on an explicit mesh, outputs are split by the axes named in
+    `leading`."""
     mesh = explicit_mesh(arrays)
     if mesh is None:
         return function(arrays)
@@ -115,7 +115,7 @@ def over_mesh(function: Function, arrays: Arrays, leading: Leading) -> Arrays:
 
 
 def _heads(axes: Any) -> tuple[str, ...]:
-    """The names of heads, the most of them first. One head serves any split of the others: it is none of the axes to split."""
+    """The names of heads, largest count first. A single head serves any split of the others, so it is not an axis to split."""
     found = sorted({n for letters in axes for n in letters if _is_heads(n)}, key=lambda n: -int(n[1:]))
     return tuple(name for name in found if name != "H1" or len(found) == 1)
 
@@ -123,7 +123,7 @@ def _heads(axes: Any) -> tuple[str, ...]:
 def _labels(
     leading: Leading, arrays: Mapping[str, Any], heads: tuple[str, ...], lead: tuple[int, ...]
 ) -> dict[str, Axes]:
-    """The name of every axis; `None` where it has size one in place of a larger one."""
+    """The name of every axis; `None` if it is broadcast."""
 
     def label(name: str, x: Any) -> Axes:
         own, letters = leading.shape(name, x), leading.axes[name]

@@ -1,4 +1,4 @@
-"""Lets the compiler split an opaque kernel over a mesh along axes it names, with no collective on its operands."""
+"""Lets the compiler split an opaque kernel over a mesh along named axes, without collectives on its operands."""
 
 import enum
 from collections.abc import Callable
@@ -20,12 +20,12 @@ def _refuse_partly_manual() -> None:
     if left:
         raise ValueError(
             f"shard_map: expected all axes of the mesh to be manual around a kernel that the compiler cannot split, received {left} left to the "
-            "compiler, which would gather every operand; name them in axis_names too, or use platform='xla'."
+            "compiler, which would gather every operand; add them to axis_names, or use platform='xla'."
         )
 
 
 class Split(enum.Enum):
-    """On which meshes a call is split over the devices."""
+    """The meshes on which a call is split over devices."""
 
     NOWHERE = enum.auto()
     EXPLICIT = enum.auto()
@@ -33,8 +33,8 @@ class Split(enum.Enum):
 
 
 def how_split(platform: Platform, device: DeviceFacts) -> Split:
-    """One device needs nothing. An interpreted kernel runs on the host, by a callback that `custom_partitioning` loses: it is split where types
-    say how."""
+    """Nothing is needed for one device. An interpreted kernel runs on the host through a callback that `custom_partitioning` loses, so it is
+    split on explicit meshes only."""
     if device.count == 1:
         return Split.NOWHERE
     return Split.EXPLICIT if platform is Platform.TRITON_INTERPRET else Split.EVERYWHERE
@@ -53,11 +53,11 @@ def partitioned(
     summed: bool = False,
     sliced: bool = True,
 ) -> Any:
-    """`function(*args)`, on these `meshes` split over the devices along every axis for which `split(name)` holds and whose size divides.
+    """`function(*args)`, split over devices on these `meshes` along every axis for which `split(name)` holds and whose size divides.
 
-    `group` names axes of which each is a multiple of the next and is split with it: query heads, key heads. Of few key heads on many devices
-    each device takes the one that it reads, unless `sliced` says that taking one out costs too much. An output that
-    lacks a split axis keeps it whole, or, where outputs are `summed` (gradients), is added up over the devices.
+    `group` names axes of which each is a multiple of the next and split with it, such as query heads and key heads. With fewer key heads than
+    devices, each device slices out the one that it reads, if `sliced`. An output that lacks a split axis keeps it whole or, if outputs are
+    `summed` (gradients), is summed over the devices.
     """
     if inside_manual_mesh():
         _refuse_partly_manual()
@@ -93,7 +93,7 @@ Shapes = tuple[list[tuple[int, ...]], list[tuple[int, ...]]]
 
 
 def _by_the_compiler(layout: Layout, function: Call, shapes: Shapes) -> Call:
-    """Shardings are known when the program is partitioned, not while it is traced."""
+    """For automatic meshes: shardings are known when the program is partitioned, not while it is traced."""
 
     def local(*flat: jax.Array) -> tuple[jax.Array, ...]:
         with no_mesh():
@@ -114,7 +114,7 @@ def _by_the_compiler(layout: Layout, function: Call, shapes: Shapes) -> Call:
 def _by_types(
     layout: Layout, function: Call, shapes: Shapes, mesh: Any, flat: list[jax.Array]
 ) -> tuple[jax.Array, ...]:
-    """Shardings are known now, and `shard_map` says the same without the compiler."""
+    """For explicit meshes: shardings are known while tracing, and `shard_map` applies them without the compiler."""
     body, ins, outs = layout.divide(function, mesh.shape, [spec_of(x) for x in flat], *shapes)
     flat = [resharded(x, mesh, spec) for x, spec in zip(flat, ins, strict=True)]
     call = jax.shard_map(body, mesh=mesh, in_specs=tuple(ins), out_specs=tuple(outs), check_vma=False)

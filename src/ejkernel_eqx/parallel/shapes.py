@@ -1,4 +1,4 @@
-"""What is known of a call before it runs: where it stands, and the shapes of what it gives."""
+"""What is known of a call before it runs: its context and the shapes of its outputs."""
 
 from collections.abc import Callable
 from typing import Any
@@ -14,12 +14,12 @@ def inside_manual_mesh() -> bool:
 
 
 def no_mesh() -> Any:
-    """A context in which shardings are nobody's business, as inside the body of a kernel."""
+    """A context without a mesh, as inside the body of a kernel."""
     return jax.sharding.use_abstract_mesh(jax.sharding.AbstractMesh((), ()))
 
 
 def output_shapes(function: Callable[..., Any], *args: Any) -> Any:
-    """The shapes of the outputs of a function whose body knows no mesh. The choices that it makes are taken back: nothing is launched."""
+    """The shapes of a function's outputs, outside any mesh. Choices recorded by it are withdrawn, since nothing is launched."""
     with no_mesh(), replaceable() as take_back:
         shapes = jax.eval_shape(
             function, *jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype), args)

@@ -1,6 +1,6 @@
-"""What every operation of this family resolves its arguments to: `RecurrenceArrays` or `StepArrays`.
+"""Resolves the arguments of every operation of this family to `RecurrenceArrays` or `StepArrays`.
 
-Every error names the argument, what was expected, what came, and what to do, before anything is computed.
+Errors are raised before anything is computed and name the argument, what was expected, what was received, and the remedy.
 """
 
 import dataclasses
@@ -25,7 +25,7 @@ def check_scale(scale: float | None) -> float | None:
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class Operands:
-    """A call as the mathematics sees it. All arrays were checked one by one and taken: their padding is zero."""
+    """The mathematical operands of a call. Each array has been checked, and its padding is zero."""
 
     q: Array
     k: Array
@@ -38,14 +38,14 @@ class Operands:
     decay: str = NONE
     delta: bool = False
     transposed: bool = False
-    """The caller's states are `[V, D]`."""
+    """Whether the caller's states are `[V, D]`."""
 
     @property
     def resolved_scale(self) -> float:
         return float(self.q.shape[-1] ** -0.5) if self.scale is None else self.scale
 
     def of_states(self) -> tuple[tuple[int, ...], str]:
-        """The sizes of the caller's states, heads first, and their letters."""
+        """Sizes of the caller's states, heads first, and their letters."""
         sizes = (self.q.shape[-1], self.v.shape[-1])
         heads = check_heads(self)
         return ((heads, *sizes[::-1]), "H P N") if self.transposed else ((heads, *sizes), "H D V")
@@ -58,10 +58,10 @@ class Operands:
 def build(
     frame: Frame, operands: Operands, initial_state: Any, state_dtype: str | None
 ) -> tuple[RecurrenceArrays, RecurrenceSpec, States]:
-    """The resolved call, and its states as the caller has them."""
+    """The resolved call, with its states in the caller's layout."""
     g, decay, packing = operands.g, operands.decay, frame.packing
     if decay == CONSTANT and packing.starts is not None:
-        # One number a head knows no padding; one a token does.
+        # One number per head cannot express padding; one per token can.
         assert g is not None
         decay = SCALAR
         g = packing.mask(jnp.broadcast_to(g[..., None, :], (*frame.over_tokens, g.shape[-1])))
@@ -75,19 +75,19 @@ def build(
 
 def build_step(frame: Frame, operands: Operands, state: Any) -> tuple[StepArrays, StepSpec]:
     """The resolved step. Without `state_indices` every row has its own state; with them, one axis of rows shares a pool."""
-    # One number a head is given as one a row here.
+    # One number per head becomes one per row here.
     decay = SCALAR if operands.decay == CONSTANT else operands.decay
     spec = StepSpec(operands.resolved_scale, decay, operands.delta, operands.transposed)
     state, indices = frame.row_states(state, *operands.of_states())
     arrays = StepArrays(operands.q, operands.k, operands.v, state, operands.g, operands.beta)
     skip = operands.skip
     if indices is not None and skip is not None:
-        skip = skip[0]  # parameters are the same for all rows
+        skip = skip[0]  # parameters are shared by all rows
     return frame.as_rows(arrays)._replace(skip=skip, indices=indices), spec
 
 
 def check_heads(operands: Operands) -> int:
-    """The state's heads: every head count divides the largest; those of the state divide the state's."""
+    """The number of state heads. Every head count must divide the largest, and those of the state's operands the state's."""
     counts = {"q": operands.q.shape[-2], "k": operands.k.shape[-2], "v": operands.v.shape[-2]}
     if operands.g is not None:
         counts["g"] = operands.g.shape[-1 if operands.decay in (CONSTANT, SCALAR) else -2]

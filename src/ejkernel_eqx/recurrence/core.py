@@ -1,4 +1,4 @@
-"""The family's two kinds of calls, a sequence and a token of every row: their problems and their axes."""
+"""The family's two kinds of calls, sequences and single tokens of every row: their problems and axes."""
 
 from typing import Any
 
@@ -23,11 +23,11 @@ from .spec import (
 )
 
 OUT_NAME, STATE_NAME, SAVED_NAME = "recurrence_out", "recurrence_state", "recurrence_saved"
-"""Names for `jax.checkpoint_policies.save_only_these_names`: the results, and what only the forward kernels can make again."""
+"""Names for `jax.checkpoint_policies.save_only_these_names`: the results and what only the forward kernels can recompute."""
 
 
 def problem_of(operation: str, arrays: RecurrenceArrays, spec: RecurrenceSpec) -> Problem:
-    """The host metadata of a call; shapes are those seen here, so the local ones inside a partitioned body."""
+    """The host metadata of a call. Shapes are those seen here: inside a partitioned body, the local ones."""
     packed = "offsets" if arrays.offsets is not None else "segments" if arrays.starts is not None else None
     size, lengths = sizes_of(arrays, spec), {"B", "T", *("N" if packed == "offsets" else "")}
     counts = {"R", "HS", "Hq", "Hk", "Hv", "Hg", "Hb"} & size.keys()
@@ -46,7 +46,7 @@ def problem_of(operation: str, arrays: RecurrenceArrays, spec: RecurrenceSpec) -
         },
         lengths=lengths,
         counts=counts,
-        # It is read once a sequence: what is fastest without one is with one.
+        # It is read once per sequence, so the fastest choice is the same with and without it.
         requirements={"initial_state"},
     )
 

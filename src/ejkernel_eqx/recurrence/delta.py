@@ -1,4 +1,4 @@
-"""What the delta rules share: their options, their operands, and all of those that forget."""
+"""Shared by the delta rules: options, operands, and everything of the gated ones."""
 
 import dataclasses
 from typing import Any, ClassVar, Literal
@@ -19,7 +19,7 @@ from .spec import KEY
 
 @dataclasses.dataclass(frozen=True)
 class DeltaOptions:
-    """What a delta rule makes of its operands before it runs. `check` first."""
+    """How a delta rule transforms its operands before it runs. Call `check` first."""
 
     use_qk_l2norm: bool = False
     beta_sigmoid: bool = False
@@ -33,7 +33,7 @@ class DeltaOptions:
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class GateInputs:
-    """The arguments of a call that say what is forgotten."""
+    """The arguments of a call that determine the decay."""
 
     g: Any
     A_log: Any
@@ -43,7 +43,7 @@ class GateInputs:
 def delta_operands(
     frame: Frame, options: DeltaOptions, scale: float | None, qkv: tuple[Any, Any, Any], beta: Any
 ) -> Operands:
-    """The operands of a delta rule that forgets nothing."""
+    """The operands of a delta rule without decay."""
     q, k, v = frame.qkv(*qkv)
     if options.use_qk_l2norm:
         q, k = l2norm(q), l2norm(k)
@@ -53,7 +53,7 @@ def delta_operands(
 
 
 def log_decays(frame: Frame, options: DeltaOptions, inputs: GateInputs, channels: tuple[int, ...]) -> Array:
-    """The log-decays of every token and head, and of every key channel where there are `channels`."""
+    """The log-decays of every token and head, and of every key channel if there are `channels`."""
     letters = "H D" if channels else "H"
     raw = frame.operand("g", inputs.g, (None, *channels), letters)
     heads = raw.shape[-1 - len(channels)]
@@ -62,7 +62,7 @@ def log_decays(frame: Frame, options: DeltaOptions, inputs: GateInputs, channels
         for name, x in (("A_log", A_log), ("dt_bias", dt_bias)):
             if x is not None:
                 raise ValueError(
-                    f"{name}: expected None with gate='log', received an array; gate='softplus' or 'bounded' makes decays of it."
+                    f"{name}: expected None with gate='log', received an array; only gate='softplus' and 'bounded' use it."
                 )
     elif A_log is None:
         raise ValueError(f"A_log: expected an array [H] with gate={options.gate!r}, received None.")
@@ -73,10 +73,10 @@ def log_decays(frame: Frame, options: DeltaOptions, inputs: GateInputs, channels
 
 
 class GatedDelta(Kernel):
-    """A delta rule that forgets: all of [`ejkernel_eqx.KernelDeltaAttention`][] and [`ejkernel_eqx.GatedDeltaRule`][] but what a rate is of."""
+    """A gated delta rule: everything that [`ejkernel_eqx.KernelDeltaAttention`][] and [`ejkernel_eqx.GatedDeltaRule`][] share."""
 
     decay: ClassVar[str]
-    """`KEY`: a rate for every key channel; `SCALAR`: one for every head."""
+    """`KEY`: one decay per key channel; `SCALAR`: one per head."""
 
     scale: float | None = eqx.field(static=True)
     options: DeltaOptions = eqx.field(static=True)
@@ -101,14 +101,14 @@ class GatedDelta(Kernel):
     ):
         """**Arguments:**
 
-        - `scale`: of the outputs; default `D**-0.5`.
-        - `use_qk_l2norm`: normalise `q` and `k` here.
-        - `gate`: what `g` is: log-decays, or raw numbers for one of two formulas.
-        - `lower_bound`: the least log-decay, negative; with `gate="bounded"` only, and needed there.
-        - `beta_sigmoid`: `beta` is raw, its sigmoid is taken.
-        - `allow_neg_eigval`: `beta` is doubled, after the sigmoid.
+        - `scale`: scale of the outputs; default `D**-0.5`.
+        - `use_qk_l2norm`: normalise `q` and `k` inside the operation.
+        - `gate`: the form of `g`: log-decays, or raw gates for one of two formulas.
+        - `lower_bound`: the smallest log-decay, negative; required with `gate="bounded"`, else `None`.
+        - `beta_sigmoid`: `beta` is raw, and its sigmoid is used.
+        - `allow_neg_eigval`: double `beta`, after the sigmoid.
         - `reverse`, `state_dtype`, `platform`, `config`: as in [`ejkernel_eqx.GatedLinearAttention`][].
-        - `tune_for`: `(q, k, v, g, beta)` or [`ejkernel_eqx.inputs`][]`(q, k, v, g, beta, A_log=...)`: settle the choice for these now.
+        - `tune_for`: `(q, k, v, g, beta)` or [`ejkernel_eqx.inputs`][]`(q, k, v, g, beta, A_log=...)`: fix the choice for these inputs now.
         """
         self.scale, self.reverse = check_scale(scale), reverse
         self.options = DeltaOptions(use_qk_l2norm, beta_sigmoid, allow_neg_eigval, gate, lower_bound).check()
@@ -132,14 +132,14 @@ class GatedDelta(Kernel):
     ) -> tuple[Array, Array]:
         """**Arguments:**
 
-        - `q`, `k`: `[..., T, H, D]`; `v`: `[..., T, H, V]`; one of bf16, f16, f32 (f64 on XLA). Heads as in [`ejkernel_eqx.GatedLinearAttention`][].
-        - `g`: `[..., T, H, D]`, of `GatedDeltaRule` `[..., T, H]`: log-decays of at most 0, or raw as `gate` says; any float dtype.
-        - `beta`: write strengths `[..., T, H]`, or raw; any float dtype.
-        - `A_log`: `[H]`; `dt_bias`: `[H, D]`, of `GatedDeltaRule` `[H]`, or `None` for 0; the heads of `g`. For the gates that use them.
+        - `q`, `k`: `[..., T, H, D]`; `v`: `[..., T, H, V]`; bf16, f16, f32 (f64 on XLA). Heads as in [`ejkernel_eqx.GatedLinearAttention`][].
+        - `g`: `[..., T, H, D]`, for `GatedDeltaRule` `[..., T, H]`: log-decays of at most 0, or raw gates, depending on `gate`; any float dtype.
+        - `beta`: write strengths `[..., T, H]`, raw with `beta_sigmoid`; any float dtype.
+        - `A_log`: `[H]`; `dt_bias`: `[H, D]`, for `GatedDeltaRule` `[H]`, or `None` for 0; with the heads of `g`. Only for gates that use them.
         - `initial_state`, `cu_seqlens`, `segment_ids`, `state_indices`: as in [`ejkernel_eqx.GatedLinearAttention`][].
 
-        **Returns:** `(out, final_state)`: `[..., T, R, V]` in the dtype of `v`, and `[..., H, D, V]` (`[N, H, D, V]` with `cu_seqlens`). Raises as
-        [`ejkernel_eqx.GatedLinearAttention`][].
+        **Returns:** `(out, final_state)`: `[..., T, R, V]` in the dtype of `v`, and `[..., H, D, V]` (`[N, H, D, V]` with `cu_seqlens`). Raises the
+        errors of [`ejkernel_eqx.GatedLinearAttention`][].
         """
         with self._scope():
             frame = frame_of(q, "q", "H D", cu_seqlens, segment_ids, self.reverse, state_indices)
@@ -159,7 +159,7 @@ class GatedDelta(Kernel):
         dt_bias: Float[Array, "..."] | None = None,
         state_indices: Int[Array, "..."] | None = None,
     ) -> tuple[Array, Array]:
-        """One token of every row, for decoding: arguments as in a call, without the axis of tokens; `state`, `state_indices` and results as in
+        """Processes one token per row, for decoding. Arguments are those of a call without the token axis; `state`, `state_indices` and results as in
         [`ejkernel_eqx.GatedLinearAttention.step`][]."""
         with self._scope(".step"):
             frame = step_frame_of(q, "q", "H D", state_indices)

@@ -1,4 +1,4 @@
-"""A problem from a few words, for the command line: sizes by letter and option flags by name."""
+"""Builds a problem for the command line from sizes by letter and option flags by name."""
 
 from collections.abc import Mapping
 from typing import Any
@@ -28,7 +28,7 @@ _CHOICES = {
     "packed": (None, "offsets", "segments"),
 }
 
-# What each operation is, where the flags do not say otherwise.
+# The defaults of each operation, which flags override.
 _OPERATIONS: dict[str, dict[str, Any]] = {
     "linear_attention": {"decay": NONE},
     "gated_linear_attention": {"decay": KEY},
@@ -45,13 +45,13 @@ def example_problem(operation: str, dims: Mapping[str, int], dtype: str, flags: 
 
     **Arguments:**
 
-    - `dims`: `T` (but for a step), `H` and `D` at least; `V` defaults to `D`, `Hq`, `Hk`, `Hv` to `H` (of the state; 1 for the B and C of
-        `state_space_v2`, whose `D` is the state size and `V` the head dim), `B` to 1; `N` sequences, for `packed=offsets`.
-    - `dtype`: of queries, keys, values and beta; decays and states are float32.
-    - `flags`: `decay` (`none`, `constant`, `scalar`, `key`, `value`), `delta`, `beta`, `skip` where the operation has a choice;
+    - `dims`: at least `T` (except for a step), `H` and `D`; `V` defaults to `D`, `Hq`, `Hk`, `Hv` to `H` (the state heads; 1 for the B and C of
+        `state_space_v2`, whose `D` is the state size and `V` the head dim), `B` to 1; `N` is the number of sequences for `packed=offsets`.
+    - `dtype`: the dtype of queries, keys, values and beta; decays and states are float32.
+    - `flags`: `decay` (`none`, `constant`, `scalar`, `key`, `value`), `delta`, `beta`, `skip` if the operation has a choice;
         `initial_state`, `packed` (`offsets` or `segments`), `step`, `slots` (a step on a pool of states).
 
-    Raises `ValueError` for a name that is none of these, a missing size, or sizes that do not fit.
+    Raises `ValueError` for an unknown name, a missing size, or sizes that do not fit together.
     """
     known = dict(_OPERATIONS.get(operation, {}))
     few = {name: known.pop(name) for name in ("Hq", "Hk") if name in known}

@@ -1,4 +1,4 @@
-"""`GatedDeltaRule` and `DeltaRule`: what is written replaces what a key held before."""
+"""`GatedDeltaRule` and `DeltaRule`: writing a value replaces what its key held before."""
 
 from typing import Any, ClassVar
 
@@ -20,13 +20,13 @@ register("delta_rule")
 
 
 class GatedDeltaRule(GatedDelta):
-    r"""The gated delta rule (Gated DeltaNet, Qwen3-Next): a delta rule whose heads forget.
+    r"""The gated delta rule (Gated DeltaNet, Qwen3-Next): a delta rule with one decay per head.
 
     $$\bar S_t = e^{g_t} S_{t-1}, \qquad S_t = \bar S_t + \beta_t k_t (v_t - \bar S_t^\top k_t)^\top, \qquad
       o_t = \mathrm{scale}\; S_t^\top q_t$$
 
-    with one log-decay $g_t \le 0$ a head and token. Options, heads and platforms are those of [`ejkernel_eqx.KernelDeltaAttention`][]; `g` has
-    no channels here, nor has `dt_bias`. Qwen3-Next's layer is `GatedDeltaRule(use_qk_l2norm=True, gate="softplus", beta_sigmoid=True)`.
+    with one log-decay $g_t \le 0$ per head and token. Options, heads and platforms are those of [`ejkernel_eqx.KernelDeltaAttention`][], but
+    `g` and `dt_bias` have no channel axis. Qwen3-Next's layer is `GatedDeltaRule(use_qk_l2norm=True, gate="softplus", beta_sigmoid=True)`.
 
     Source: Yang et al., *Gated Delta Networks: Improving Mamba2 with Delta Rule* (2024), section 3.
     """
@@ -37,11 +37,11 @@ class GatedDeltaRule(GatedDelta):
 
 
 class DeltaRule(Kernel):
-    r"""The delta rule (DeltaNet): nothing is forgotten but what is overwritten.
+    r"""The delta rule (DeltaNet): a state without decay, in which new values overwrite old ones.
 
     $$S_t = S_{t-1} + \beta_t k_t (v_t - S_{t-1}^\top k_t)^\top, \qquad o_t = \mathrm{scale}\; S_t^\top q_t$$
 
-    Options, heads and platforms are those of [`ejkernel_eqx.KernelDeltaAttention`][], but for the gate.
+    Options, heads and platforms are those of [`ejkernel_eqx.KernelDeltaAttention`][], except for the gate.
 
     Sources: Schlag et al., *Linear Transformers Are Secretly Fast Weight Programmers* (2021); Yang et al., *Parallelizing Linear
     Transformers with the Delta Rule over Sequence Length* (2024).
@@ -68,7 +68,7 @@ class DeltaRule(Kernel):
         config: Any | None = None,
         tune_for: Any | None = None,
     ):
-        """**Arguments:** as [`ejkernel_eqx.KernelDeltaAttention`][], which calls of `tune_for` are without `g`."""
+        """**Arguments:** as for [`ejkernel_eqx.KernelDeltaAttention`][], without the gate's options; inputs of `tune_for` are without `g`."""
         self.scale, self.reverse = check_scale(scale), reverse
         self.options = DeltaOptions(use_qk_l2norm, beta_sigmoid, allow_neg_eigval)
         self.state_dtype = check_state_dtype(state_dtype)
@@ -87,7 +87,7 @@ class DeltaRule(Kernel):
         segment_ids: Int[Array, "..."] | None = None,
         state_indices: Int[Array, "..."] | None = None,
     ) -> tuple[Array, Array]:
-        """**Arguments**, **returns**, **raises:** as [`ejkernel_eqx.KernelDeltaAttention`][], without `g`, `A_log` and `dt_bias`."""
+        """**Arguments**, **returns**, **raises:** as for [`ejkernel_eqx.KernelDeltaAttention`][], without `g`, `A_log` and `dt_bias`."""
         frame = frame_of(q, "q", "H D", cu_seqlens, segment_ids, self.reverse, state_indices)
         operands = delta_operands(frame, self.options, self.scale, (q, k, v), beta)
         return run(self.plan, frame, operands, initial_state, self.state_dtype)
@@ -103,7 +103,7 @@ class DeltaRule(Kernel):
         *,
         state_indices: Int[Array, "..."] | None = None,
     ) -> tuple[Array, Array]:
-        """One token of every row, for decoding: arguments as in a call, without the axis of tokens; `state`, `state_indices` and results as in
+        """Processes one token per row, for decoding. Arguments are those of a call without the token axis; `state`, `state_indices` and results as in
         [`ejkernel_eqx.GatedLinearAttention.step`][]."""
         frame = step_frame_of(q, "q", "H D", state_indices)
         operands = delta_operands(frame, self.options, self.scale, (q, k, v), beta)

@@ -1,4 +1,4 @@
-"""`GatedLinearAttention`: linear attention that forgets each key channel at its own rate."""
+"""`GatedLinearAttention`: linear attention with a decay for every key channel."""
 
 from typing import Any, ClassVar
 
@@ -23,10 +23,10 @@ class GatedLinearAttention(Kernel):
     $$S_t = \mathrm{diag}(e^{g_t})\, S_{t-1} + k_t v_t^\top, \qquad o_t = \mathrm{scale}\; S_t^\top q_t$$
 
     with a log-decay $g_t \le 0$ for every key channel. Output head $r$ reads head $\lfloor r / (R / n) \rfloor$ of an operand with
-    $n$ heads, $R$ being the largest count; the state has as many heads as the largest of `k`, `v`, `g`.
+    $n$ heads, where $R$ is the largest head count; the state has the largest head count of `k`, `v`, `g`.
 
     Platforms: Triton (`"triton"`, `"triton-interpret"`), XLA (`"xla"`). Differentiable in reverse mode in every float argument and through both
-    results; `platform="xla"` in forward mode and twice as well.
+    results; `platform="xla"` also supports forward mode and second derivatives.
 
     Source: Yang et al., *Gated Linear Attention Transformers with Hardware-Efficient Training* (2023), section 4.
     """
@@ -50,12 +50,12 @@ class GatedLinearAttention(Kernel):
     ):
         """**Arguments:**
 
-        - `scale`: of the outputs; default `D**-0.5`.
-        - `reverse`: the recurrence runs from the last token to the first (of each sequence); the final state is the one after token 0.
-        - `state_dtype`: storage of the states, float32 (default) or bfloat16; sums are float32 either way (float64 for float64).
-        - `platform`: use this platform or raise; `None` chooses by device and request.
-        - `config`: use this kernel configuration; it implies its platform.
-        - `tune_for`: `(q, k, v, g)` or [`ejkernel_eqx.inputs`][]`(...)`, arrays or `jax.ShapeDtypeStruct`s: settle the choice for these now.
+        - `scale`: scale of the outputs; default `D**-0.5`.
+        - `reverse`: run from the last token to the first (of each sequence); the final state is then the one after token 0.
+        - `state_dtype`: storage dtype of the states, float32 (default) or bfloat16; accumulation is in float32 (float64 for float64).
+        - `platform`: use this platform or raise; `None` chooses by device and call.
+        - `config`: use this kernel configuration, which implies its platform.
+        - `tune_for`: `(q, k, v, g)` or [`ejkernel_eqx.inputs`][]`(...)`, arrays or `jax.ShapeDtypeStruct`s: fix the choice for these inputs now.
         """
         self.scale, self.reverse = check_scale(scale), reverse
         self.state_dtype = check_state_dtype(state_dtype)
@@ -76,21 +76,22 @@ class GatedLinearAttention(Kernel):
     ) -> tuple[Array, Array]:
         """**Arguments:**
 
-        - `q`, `k`: `[..., T, H, D]`, any number of leading axes, any head counts of which each divides the largest. bf16, f16, f32 (f64 on XLA).
-        - `v`: `[..., T, H, V]`, the dtype of `q`.
-        - `g`: log-decays `[..., T, H, D]`, at most 0, any float dtype.
+        - `q`, `k`: `[..., T, H, D]` with any number of leading axes; bf16, f16, f32 (f64 on XLA). Head counts may differ, but each must divide
+            the largest.
+        - `v`: `[..., T, H, V]` in the dtype of `q`.
+        - `g`: log-decays `[..., T, H, D]` of at most 0; any float dtype.
         - `initial_state`: `[..., H, D, V]`, or `[N, H, D, V]` with `cu_seqlens`; default zero.
-        - `cu_seqlens`: offsets `[N + 1]` of packed sequences (no leading axes then); tokens past the last give 0.
-        - `segment_ids`: `[..., T]`; a new segment starts where the id changes. Negative ids are padding: the state passes, the output is 0. The
-            initial state enters the row's first segment; the final state is the last one's.
-        - `state_indices`: int, one for each packed sequence, or row `[B]`: `initial_state` is a pool `[slots, H, D, V]` then, of which each takes
-            the state in its slot and leaves its final one there; the whole pool comes back. -1: from zero, and nothing is left. No slot
-            may be given twice.
+        - `cu_seqlens`: offsets `[N + 1]` of packed sequences (without leading axes); the output of tokens past the last offset is 0.
+        - `segment_ids`: `[..., T]`; a new segment starts where the id changes. Negative ids are padding: the state is unchanged and the output
+            is 0. The initial state enters the row's first segment; the final state is that of the last segment.
+        - `state_indices`: ints, one per packed sequence or per row `[B]`. `initial_state` is then a pool `[slots, H, D, V]`: each sequence reads
+            its initial state from its slot and writes its final state there, and the whole pool is returned. -1 starts from zero and
+            stores nothing. Slots must be distinct.
 
         **Returns:**
 
-        `(out, final_state)`: `[..., T, R, V]` in the dtype of `v`, and the state after the last token, as `initial_state`. Raises `ValueError` for
-        arguments that do not fit, `UnsupportedError` if no platform (or not the given one) supports the call.
+        `(out, final_state)`: `[..., T, R, V]` in the dtype of `v`, and the state after the last token, in the shape of `initial_state`. Raises
+        `ValueError` for invalid arguments, and `UnsupportedError` if no platform, or not the requested one, supports the call.
         """
         frame = frame_of(q, "q", "H D", cu_seqlens, segment_ids, self.reverse, state_indices)
         return run(self.plan, frame, self._operands(frame, q, k, v, g), initial_state, self.state_dtype)
@@ -106,17 +107,17 @@ class GatedLinearAttention(Kernel):
         *,
         state_indices: Int[Array, "..."] | None = None,
     ) -> tuple[Array, Array]:
-        """One token of every row, for decoding.
+        """Processes one token per row, for decoding.
 
         **Arguments:**
 
-        - `q`, `k`, `g`: `[..., H, D]`; `v`: `[..., H, V]`: as in a call, without the axis of tokens.
-        - `state`: `[..., H, D, V]`; with `state_indices` a pool `[slots, H, D, V]`. Written in place where it is donated.
-        - `state_indices`: int `[B]`, the slot of each row; -1: output 0 and nothing written. No slot may be given twice.
+        - `q`, `k`, `g`: `[..., H, D]`; `v`: `[..., H, V]`: as in a call, without the token axis.
+        - `state`: `[..., H, D, V]`; with `state_indices` a pool `[slots, H, D, V]`. Updated in place if donated.
+        - `state_indices`: int `[B]`, the slot of each row; for -1 the output is 0 and nothing is written. Slots must be distinct.
 
         **Returns:**
 
-        `(out, state)`: `[..., R, V]` and the new states (the whole pool). Raises as a call does.
+        `(out, state)`: `[..., R, V]` and the new states (with `state_indices`, the whole pool). Raises the errors of a call.
         """
         frame = step_frame_of(q, "q", "H D", state_indices)
         return run_step(self.plan, frame, self._operands(frame, q, k, v, g), state)

@@ -1,7 +1,7 @@
-"""The elementwise formulas around the recurrences: decays, write strengths, time steps, norms.
+"""Elementwise formulas around the recurrences: decays, write strengths, time steps, norms.
 
 All are computed in float32 (float64 for float64), in one chain that the compiler fuses into one pass over memory. They run on operands
-whose padding is zero already, and what they give is masked again by whoever calls them: a bias inside would leave something there.
+whose padding is already zero, and callers mask their results again, because a bias makes padding non-zero.
 """
 
 import math
@@ -16,11 +16,11 @@ from ..core.arguments import wide
 
 LOG, SOFTPLUS, BOUNDED = "log", "softplus", "bounded"
 GATES = (LOG, SOFTPLUS, BOUNDED)
-"""What a gate is given as: the log-decay itself, or a raw number that one of two formulas makes into it."""
+"""Forms of a gate: the log-decay itself, or a raw number that one of two formulas turns into it."""
 
 
 def softplus(x: Array) -> Array:
-    """`log(1 + e^x)`, without overflow."""
+    """`log(1 + e^x)` without overflow."""
     return jnp.logaddexp(x, jnp.zeros((), x.dtype))
 
 
@@ -31,18 +31,18 @@ def l2norm(x: Array) -> Array:
 
 
 def check_gate(gate: str, lower_bound: float | None) -> float | None:
-    """The bound as a float; `ValueError` for a gate that is not known or a bound that does not fit it."""
+    """The bound as a float; `ValueError` for an unknown gate or a bound that does not fit it."""
     if gate not in GATES:
         raise ValueError(f"gate: expected one of {', '.join(map(repr, GATES))}, received {gate!r}.")
     if gate != BOUNDED:
         if lower_bound is not None:
             raise ValueError(
-                f"lower_bound: expected None with gate={gate!r}, received {lower_bound}; it belongs to gate='bounded'."
+                f"lower_bound: expected None with gate={gate!r}, received {lower_bound}; only gate='bounded' uses it."
             )
         return None
     if lower_bound is None or not (math.isfinite(lower_bound) and lower_bound < 0):
         raise ValueError(
-            f"lower_bound: expected a negative number with gate='bounded', received {lower_bound}; -5.0 is usual."
+            f"lower_bound: expected a negative number with gate='bounded', received {lower_bound}; a common value is -5.0."
         )
     return float(lower_bound)
 
@@ -50,7 +50,7 @@ def check_gate(gate: str, lower_bound: float | None) -> float | None:
 def log_decay(
     gate: str, lower_bound: float | None, raw: Array, A_log: Array | None, dt_bias: Array | None
 ) -> Array:
-    """Log-decays of the shape of `raw`; `A_log` and `dt_bias` broadcast to it."""
+    """Log-decays in the shape of `raw`; `A_log` and `dt_bias` broadcast to it."""
     if gate == LOG:
         return raw
     assert A_log is not None
@@ -65,14 +65,14 @@ def log_decay(
 
 
 def write_strength(beta: Array, sigmoid: bool, doubled: bool) -> Array:
-    """`beta`, or its sigmoid, or twice that."""
+    """`beta` or its sigmoid, optionally doubled."""
     if sigmoid:
         beta = jax.nn.sigmoid(wide(beta))
     return 2.0 * wide(beta) if doubled else beta
 
 
 def check_limit(limit: Any) -> tuple[float, float] | None:
-    """The bounds of a time step; `ValueError` if they are none."""
+    """The bounds of a time step; `ValueError` if they are invalid."""
     if limit is None:
         return None
     pair = tuple(limit) if isinstance(limit, tuple | list) else ()
@@ -84,19 +84,19 @@ def check_limit(limit: Any) -> tuple[float, float] | None:
 def time_step(
     dt: Array, dt_bias: Array | None, dt_softplus: bool, dt_limit: tuple[float, float] | None
 ) -> Array:
-    """The time step that a state space takes, from what a projection gave."""
+    """The time step of a state space model from the output of a projection."""
     x = wide(dt)
     x = x if dt_bias is None else x + like(dt_bias.astype(x.dtype), x)
     x = softplus(x) if dt_softplus else x
     if dt_limit is None:
         return x
     low, high = (jnp.asarray(bound, x.dtype) for bound in dt_limit)
-    # Unlike `jnp.clip`, whose gradient is halved on a bound itself.
+    # Unlike `jnp.clip`, whose gradient is halved exactly at a bound.
     return jnp.where(x < low, low, jnp.where(x > high, high, x))
 
 
 def silu_gated(y: Array, z: Array) -> Array:
-    """`y silu(z)`, wide."""
+    """`y silu(z)` in the wide dtype."""
     return wide(y) * jax.nn.silu(wide(z).astype(wide(y).dtype))
 
 

@@ -1,11 +1,11 @@
-"""Heads that several heads share."""
+"""Heads shared by several heads."""
 
 import jax.numpy as jnp
 from jax import Array
 
 
 def repeat_heads(x: Array, axis: int, heads: int) -> Array:
-    """`jnp.repeat` to this many heads, also of an axis that is split over an explicit mesh."""
+    """`jnp.repeat` to this many heads, also along an axis that is split over an explicit mesh."""
     axis, count = axis % x.ndim, x.shape[axis]
     if count == heads:
         return x

@@ -10,12 +10,12 @@ register("kernel_delta_attention")
 
 
 class KernelDeltaAttention(GatedDelta):
-    r"""Kimi delta attention (KDA): a delta rule that forgets each key channel at its own rate.
+    r"""Kimi delta attention (KDA): a delta rule with a decay for every key channel.
 
     $$\bar S_t = \mathrm{diag}(e^{g_t})\, S_{t-1}, \qquad S_t = \bar S_t + \beta_t k_t (v_t - \bar S_t^\top k_t)^\top, \qquad
       o_t = \mathrm{scale}\; S_t^\top q_t$$
 
-    The options are applied first, in float32. With raw gates $r$ and write strengths $b$ as they are given:
+    The options are applied first, in float32, to the gates $r$ and write strengths $b$ that are passed in:
 
     - `gate="log"`: $g = r \le 0$; `"softplus"`: $g = -e^{A} \log(1 + e^{r + \mathrm{bias}})$; `"bounded"`:
       $g = \mathrm{lower\_bound} \cdot \sigma(e^{A} (r + \mathrm{bias}))$, with $A$ = `A_log` and bias = `dt_bias`;
@@ -23,10 +23,10 @@ class KernelDeltaAttention(GatedDelta):
     - `beta_sigmoid`: $\beta = \sigma(b)$; `allow_neg_eigval` doubles $\beta$, so that the eigenvalues of
       $I - \beta k k^\top$ lie in $[-1, 1]$ for keys of norm 1.
 
-    Output head $r$ reads head $\lfloor r / (R / n) \rfloor$ of an operand with $n$ heads, $R$ being the largest count; the state has as many
-    heads as the largest of `k`, `v`, `g`, `beta`.
+    Output head $r$ reads head $\lfloor r / (R / n) \rfloor$ of an operand with $n$ heads, where $R$ is the largest head count; the state has
+    the largest head count of `k`, `v`, `g`, `beta`.
 
-    Platforms and derivatives: as [`ejkernel_eqx.GatedLinearAttention`][].
+    Platforms and derivatives: as for [`ejkernel_eqx.GatedLinearAttention`][].
 
     Sources: Kimi Team, *Kimi Linear: An Expressive, Efficient Attention Architecture* (2025); Yang et al., *Gated Delta Networks* (2024);
     Grazzi et al., *Unlocking State-Tracking in Linear RNNs Through Negative Eigenvalues* (2024).

@@ -1,4 +1,4 @@
-"""`LightningAttention`: linear attention whose heads forget at constant rates."""
+"""`LightningAttention`: linear attention with a constant decay per head."""
 
 from typing import Any, ClassVar, Literal
 
@@ -24,27 +24,27 @@ _RULES = ("minimax", "fla")
 def lightning_slopes(
     rule: Literal["minimax", "fla"], num_heads: int, layer_index: int, num_layers: int
 ) -> np.ndarray:
-    r"""The slopes of a layer's heads, of which [`ejkernel_eqx.LightningAttention`][] makes log-decays $-\mathrm{slope}_h$:
+    r"""The slopes of a layer's heads, from which [`ejkernel_eqx.LightningAttention`][] takes the log-decays $-\mathrm{slope}_h$:
 
     $$\mathrm{minimax:}\; 2^{-8(h+1)/H}\left(1 - \frac{l}{L - 1 + 10^{-5}} + 10^{-5}\right), \qquad
       \mathrm{fla:}\; \frac{8}{H}\left(1 - \frac{l}{L}\right) h .$$
 
-    **Arguments:** `rule`; `num_heads` $H$, from which $h$ counts from 0; `layer_index` $l$, from 0; `num_layers` $L$.
+    **Arguments:** `rule`; `num_heads` $H$, where heads $h$ count from 0; `layer_index` $l$, from 0; `num_layers` $L$.
 
-    **Returns:** float64 `[H]`, at least 0. For a layer that is stacked with others, stack these and give them with the call.
+    **Returns:** float64 `[H]`, at least 0. For stacked layers, stack the slopes and pass them with each call.
 
-    **Raises:** `ValueError` for another rule, or an index that is no layer's.
+    **Raises:** `ValueError` for an unknown rule or an index outside the layers.
 
     Sources: MiniMax, *MiniMax-01: Scaling Foundation Models with Lightning Attention* (2025), and its published model;
     flash-linear-attention's `lightning_attn`.
     """
     if rule not in _RULES:
         raise ValueError(
-            f"slopes: expected 'minimax', 'fla' or None, received {rule!r}; None takes an array with the call."
+            f"slopes: expected 'minimax', 'fla' or None, received {rule!r}; with None the slopes are passed with each call."
         )
     if not 0 <= layer_index < num_layers:
         raise ValueError(
-            f"layer_index: expected 0 <= layer_index < num_layers, received {layer_index} of {num_layers}; it counts from 0."
+            f"layer_index: expected 0 <= layer_index < num_layers, received {layer_index} of {num_layers}; layers count from 0."
         )
     heads = np.arange(num_heads, dtype=np.float64)
     if rule == "minimax":
@@ -54,15 +54,15 @@ def lightning_slopes(
 
 
 class LightningAttention(Kernel):
-    r"""Lightning attention: each head forgets at a rate of its own that never changes.
+    r"""Lightning attention: linear attention with a constant decay per head.
 
     $$S_t = e^{-\mathrm{slope}_h} S_{t-1} + k_t v_t^\top, \qquad o_t = \mathrm{scale}\; S_t^\top q_t$$
 
-    with the slopes of [`ejkernel_eqx.lightning_slopes`][], one for each of the $H$ heads, $H$ being the largest head count of
-    `q`, `k`, `v`; or with slopes given at each call. Heads are shared as in [`ejkernel_eqx.GatedLinearAttention`][]; the state has
-    as many heads as there are slopes, or as `k` or `v` if these have more.
+    with the slopes of [`ejkernel_eqx.lightning_slopes`][], one for each of the $H$ heads, where $H$ is the largest head count of
+    `q`, `k`, `v`; or with slopes passed with each call. Heads are shared as in [`ejkernel_eqx.GatedLinearAttention`][]; the state has
+    the largest head count of the slopes, `k` and `v`.
 
-    Platforms and derivatives: as [`ejkernel_eqx.GatedLinearAttention`][].
+    Platforms and derivatives: as for [`ejkernel_eqx.GatedLinearAttention`][].
 
     Sources: Qin et al., *Lightning Attention-2* (2024); MiniMax, *MiniMax-01* (2025).
     """
@@ -92,14 +92,14 @@ class LightningAttention(Kernel):
     ):
         """**Arguments:**
 
-        - `slopes`: the rule that gives them, or `None`: they come with each call.
-        - `layer_index`, `num_layers`: the place of the layer in its model, from 0; for the rules.
-        - `scale`: of the outputs; default 1 for `"minimax"`, else `D**-0.5`.
+        - `slopes`: the rule for the slopes, or `None` to pass them with each call.
+        - `layer_index`, `num_layers`: the index of the layer, from 0, and the number of layers; used by the rules.
+        - `scale`: scale of the outputs; default 1 for `"minimax"`, else `D**-0.5`.
         - `reverse`, `state_dtype`, `platform`, `config`: as in [`ejkernel_eqx.GatedLinearAttention`][].
-        - `tune_for`: `(q, k, v)` or [`ejkernel_eqx.inputs`][]`(q, k, v, ...)`: settle the choice for these now.
+        - `tune_for`: `(q, k, v)` or [`ejkernel_eqx.inputs`][]`(q, k, v, ...)`: fix the choice for these inputs now.
         """
         if slopes is not None:
-            lightning_slopes(slopes, 1, layer_index, num_layers)  # refuses what it does not know
+            lightning_slopes(slopes, 1, layer_index, num_layers)  # raises for invalid arguments
         self.slopes, self.layer_index, self.num_layers = slopes, layer_index, num_layers
         self.scale = check_scale(1.0 if scale is None and slopes == "minimax" else scale)
         self.reverse, self.state_dtype = reverse, check_state_dtype(state_dtype)
@@ -120,12 +120,12 @@ class LightningAttention(Kernel):
     ) -> tuple[Array, Array]:
         """**Arguments:**
 
-        - `q`, `k`: `[..., T, H, D]`; `v`: `[..., T, H, V]`; one of bf16, f16, f32 (f64 on XLA). Heads as in [`ejkernel_eqx.GatedLinearAttention`][].
-        - `slopes`: `[H]`, at least 0, any float dtype; where the module was built with `slopes=None`. Differentiable.
+        - `q`, `k`: `[..., T, H, D]`; `v`: `[..., T, H, V]`; bf16, f16, f32 (f64 on XLA). Heads as in [`ejkernel_eqx.GatedLinearAttention`][].
+        - `slopes`: `[H]`, at least 0, any float dtype; only if the module was built with `slopes=None`. Differentiable.
         - `initial_state`, `cu_seqlens`, `segment_ids`, `state_indices`: as in [`ejkernel_eqx.GatedLinearAttention`][].
 
-        **Returns:** `(out, final_state)`: `[..., T, R, V]` in the dtype of `v`, and `[..., H, D, V]` (`[N, H, D, V]` with `cu_seqlens`). Raises as
-        [`ejkernel_eqx.GatedLinearAttention`][].
+        **Returns:** `(out, final_state)`: `[..., T, R, V]` in the dtype of `v`, and `[..., H, D, V]` (`[N, H, D, V]` with `cu_seqlens`). Raises the
+        errors of [`ejkernel_eqx.GatedLinearAttention`][].
         """
         frame = frame_of(q, "q", "H D", cu_seqlens, segment_ids, self.reverse, state_indices)
         return run(self.plan, frame, self._operands(frame, q, k, v, slopes), initial_state, self.state_dtype)
@@ -141,7 +141,7 @@ class LightningAttention(Kernel):
         slopes: Float[Array, "..."] | None = None,
         state_indices: Int[Array, "..."] | None = None,
     ) -> tuple[Array, Array]:
-        """One token of every row, for decoding: arguments as in a call, without the axis of tokens; `state`, `state_indices` and results as in
+        """Processes one token per row, for decoding. Arguments are those of a call without the token axis; `state`, `state_indices` and results as in
         [`ejkernel_eqx.GatedLinearAttention.step`][]."""
         frame = step_frame_of(q, "q", "H D", state_indices)
         return run_step(self.plan, frame, self._operands(frame, q, k, v, slopes), state)
@@ -152,7 +152,7 @@ class LightningAttention(Kernel):
             expected = "an array [H]" if self.slopes is None else "None"
             raise ValueError(
                 f"slopes: expected {expected} from a call of LightningAttention(slopes={self.slopes!r}), received "
-                f"{'None' if slopes is None else 'an array'}; slopes=None at construction takes them with each call."
+                f"{'None' if slopes is None else 'an array'}; build it with slopes=None to pass them with each call."
             )
         if self.slopes is not None:
             heads = max(x.shape[-2] for x in (q, k, v))

@@ -1,4 +1,4 @@
-"""`LinearAttention`: attention without a softmax, as a recurrence, with any one kind of decay."""
+"""`LinearAttention`: attention without a softmax, as a recurrence with one kind of decay or none."""
 
 from typing import Any, ClassVar
 
@@ -24,15 +24,15 @@ class LinearAttention(Kernel):
 
     $$S_t = \alpha_t \odot S_{t-1} + k_t v_t^\top, \qquad o_t = \mathrm{scale}\; S_t^\top q_t$$
 
-    where $\alpha_t$ is 1, or $e$ to the one log-decay that is given: `g_gamma` (one a head), `g` (one a head and token), `gk` (one a
-    key channel and token; `g` and `gk` together are added first), or `gv` (one a value channel and token). With `normalize`
+    where $\alpha_t$ is 1, or the exponential of the log-decay that is given: `g_gamma` (one per head), `g` (one per head and token), `gk`
+    (one per key channel and token; `g` and `gk` together are added first), or `gv` (one per value channel and token). With `normalize`
 
     $$z_t = z_{t-1} + k_t, \qquad o_t = \frac{\mathrm{scale}\; S_t^\top q_t}{\mathrm{scale}\; z_t \cdot q_t + 10^{-10}},$$
 
     without a decay, and every state is a pair `(S, z)`. Output head $r$ reads head $\lfloor r / (R / n) \rfloor$ of an operand with $n$
-    heads, $R$ being the largest count; the state has as many heads as the largest of `k`, `v` and the decay, $z$ as many as `k`.
+    heads, where $R$ is the largest head count; the state has the largest head count of `k`, `v` and the decay, $z$ that of `k`.
 
-    Platforms and derivatives: as [`ejkernel_eqx.GatedLinearAttention`][]; Triton has no `gv`.
+    Platforms and derivatives: as for [`ejkernel_eqx.GatedLinearAttention`][]; Triton does not support `gv`.
 
     Sources: Katharopoulos et al., *Transformers are RNNs* (2020); with decay: Sun et al., *Retentive Network* (2023), and Yang et al.,
     *Gated Linear Attention Transformers with Hardware-Efficient Training* (2023).
@@ -59,10 +59,10 @@ class LinearAttention(Kernel):
     ):
         """**Arguments:**
 
-        - `scale`: of the outputs; default `D**-0.5`.
-        - `normalize`: divide by the sum of the weights; no decay then.
+        - `scale`: scale of the outputs; default `D**-0.5`.
+        - `normalize`: divide by the sum of the weights; not with a decay.
         - `reverse`, `state_dtype`, `platform`, `config`: as in [`ejkernel_eqx.GatedLinearAttention`][].
-        - `tune_for`: `(q, k, v)` or [`ejkernel_eqx.inputs`][]`(q, k, v, g=g, ...)`: settle the choice for these now.
+        - `tune_for`: `(q, k, v)` or [`ejkernel_eqx.inputs`][]`(q, k, v, g=g, ...)`: fix the choice for these inputs now.
         """
         self.scale, self.normalize, self.reverse = check_scale(scale), normalize, reverse
         self.state_dtype = check_state_dtype(state_dtype)
@@ -86,15 +86,15 @@ class LinearAttention(Kernel):
     ) -> tuple[Array, Any]:
         """**Arguments:**
 
-        - `q`, `k`: `[..., T, H, D]`; `v`: `[..., T, H, V]`; one of bf16, f16, f32 (f64 on XLA). Heads as in [`ejkernel_eqx.GatedLinearAttention`][].
-        - `g`: `[..., T, H]`; `gk`: `[..., T, H, D]`; `gv`: `[..., T, H, V]`; `g_gamma`: `[H]`. Log-decays, at most 0, any float dtype.
+        - `q`, `k`: `[..., T, H, D]`; `v`: `[..., T, H, V]`; bf16, f16, f32 (f64 on XLA). Heads as in [`ejkernel_eqx.GatedLinearAttention`][].
+        - `g`: `[..., T, H]`; `gk`: `[..., T, H, D]`; `gv`: `[..., T, H, V]`; `g_gamma`: `[H]`. Log-decays of at most 0; any float dtype.
         - `initial_state`: `[..., H, D, V]`, or `[N, H, D, V]` with `cu_seqlens`; default zero. With `normalize` a pair, with $z$
             `[..., H, D]` or `[N, H, D]`.
         - `cu_seqlens`, `segment_ids`, `state_indices`: packed sequences, padding, and a pool of states (with `normalize` a pair of them), as in
             [`ejkernel_eqx.GatedLinearAttention`][].
 
-        **Returns:** `(out, final_state)`: `[..., T, R, V]` in the dtype of `v`, and the state after the last token, as `initial_state`. Raises as
-        [`ejkernel_eqx.GatedLinearAttention`][].
+        **Returns:** `(out, final_state)`: `[..., T, R, V]` in the dtype of `v`, and the state after the last token, in the shape of `initial_state`.
+        Raises the errors of [`ejkernel_eqx.GatedLinearAttention`][].
         """
         frame = frame_of(q, "q", "H D", cu_seqlens, segment_ids, self.reverse, state_indices)
         operands = self._operands(frame, q, k, v, _decay(frame, q, v, g, gk, gv, g_gamma))
@@ -114,8 +114,8 @@ class LinearAttention(Kernel):
         g_gamma: Float[Array, "..."] | None = None,
         state_indices: Int[Array, "..."] | None = None,
     ) -> tuple[Array, Any]:
-        """One token of every row, for decoding: arguments as in a call, without the axis of tokens; `state`, `state_indices` and results as in
-        [`ejkernel_eqx.GatedLinearAttention.step`][]. With `normalize` a state, or a pool of them, is a pair, with $z$ `[..., H, D]`."""
+        """Processes one token per row, for decoding. Arguments are those of a call without the token axis; `state`, `state_indices` and results as in
+        [`ejkernel_eqx.GatedLinearAttention.step`][]. With `normalize` a state, or a pool of states, is a pair, with $z$ `[..., H, D]`."""
         frame = step_frame_of(q, "q", "H D", state_indices)
         operands = self._operands(frame, q, k, v, _decay(frame, q, v, g, gk, gv, g_gamma))
         return self._run(frame, operands, k, "state", state)
@@ -140,10 +140,10 @@ class LinearAttention(Kernel):
         q, k, v = frame.qkv(q, k, v)
         if self.normalize and kind != NONE:
             raise ValueError(
-                "normalize: expected no decay with normalize=True, received one; a sum of weights that decays is no mean: drop either."
+                "normalize: expected no decay with normalize=True, received one; drop either, as decayed weights have no meaningful sum."
             )
         if self.normalize and frame.dtype == jnp.float16:
-            # Sums of thousands of tokens pass the largest float16 before they are divided.
+            # Sums over thousands of tokens exceed the largest float16 before the division.
             q, k, v = (x.astype(jnp.float32) for x in (q, k, v))
         return Operands(q, k, v, self.scale, g, decay=kind)
 
@@ -151,11 +151,11 @@ class LinearAttention(Kernel):
 def _decay(
     frame: Frame, q: Array, v: Array, g: Any, gk: Any, gv: Any, g_gamma: Any
 ) -> tuple[str, Array | None]:
-    """The kind of decay, and the log-decays of that kind."""
+    """The kind of decay and its log-decays."""
     given = [name for name, x in (("g", g), ("gk", gk), ("gv", gv), ("g_gamma", g_gamma)) if x is not None]
     if len(given) > 1 and given != ["g", "gk"]:
         raise ValueError(
-            f"{given[1]}: expected one kind of decay, or g and gk together, received {' and '.join(given)}; add what is of one kind."
+            f"{given[1]}: expected one kind of decay, or g and gk together, received {' and '.join(given)}; pass one of them."
         )
     if g_gamma is not None:
         return CONSTANT, frame.shared(fitting("g_gamma", g_gamma, (None,), "H"))
@@ -170,24 +170,24 @@ def _decay(
     few, many = sorted((scalar.shape[-1], key.shape[-2]))
     if few == 0 or many % few:
         raise ValueError(
-            f"gk: expected a head count that divides that of g or the other way round, received {key.shape[-2]} and {scalar.shape[-1]}."
+            f"gk: expected a head count that divides that of g or vice versa, received {key.shape[-2]} and {scalar.shape[-1]}."
         )
     scalar, key = repeat_heads(wide(scalar), -1, many), repeat_heads(wide(key), -2, many)
     return KEY, key + scalar[..., None].astype(key.dtype)
 
 
 def _pair(name: str, state: Any, k: Array) -> tuple[Array | None, Array | None]:
-    """`S`, and `z` with one value channel: it is the state of a recurrence whose values are ones."""
+    """`S`, and `z` with one value channel, as the state of a recurrence whose values are ones."""
     if state is None:
         return None, None
     if not isinstance(state, tuple | list) or len(state) != 2:
         raise ValueError(
-            f"{name}: expected a pair (S, z) with normalize=True, received {type(state).__name__}; both come with every result."
+            f"{name}: expected a pair (S, z) with normalize=True, received {type(state).__name__}; every call returns both."
         )
     values, weights = state[0], array(name, state[1], "H D")
     if weights.shape[-2:] != k.shape[-2:]:
         raise ValueError(
-            f"{name}: expected z of shape [..., {', '.join(map(str, k.shape[-2:]))}], as k is, received {weights.shape}; both come with every result."
+            f"{name}: expected z of shape [..., {', '.join(map(str, k.shape[-2:]))}], as k, received {weights.shape}; every call returns S and z."
         )
     return values, weights[..., None]
 

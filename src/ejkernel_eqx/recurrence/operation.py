@@ -1,4 +1,4 @@
-"""From checked operands to results: what every operation of this family does behind its signature."""
+"""From checked operands to results: the common part of every operation of this family."""
 
 from collections.abc import Callable
 from typing import Any
@@ -27,7 +27,7 @@ def run(
     state_dtype: str | None,
     epilogue: Callable[[Array], Array] | None = None,
 ) -> tuple[Array, Array]:
-    """A sequence. `epilogue` sees the outputs in the kernels' order, zero where there is padding, and leaves zeros there."""
+    """Runs sequences. `epilogue` receives the outputs in the kernels' order, zero at padding, and must keep those zeros."""
     arrays, spec, states = build(frame, operands, initial_state, state_dtype)
     if frame.is_empty:
         out, state = _no_output(arrays, operands), operands.flipped(states.unchanged(spec.state_dtype))
@@ -35,7 +35,7 @@ def run(
         out, state = recur(plan, plan.operation, arrays, spec)
     out = frame.mask(out)
     if epilogue is not None:
-        # Again, so that the cotangents of padding, which may be NaN, stay out of its parameters.
+        # Masked again, so that cotangents at padding, which may be NaN, do not reach its parameters.
         out = frame.mask(epilogue(out))
     return frame.packing.flip(out), states.leaving(operands.flipped(state))
 
@@ -47,7 +47,7 @@ def run_step(
     state: Any,
     epilogue: Callable[[Array], Array] | None = None,
 ) -> tuple[Array, Array]:
-    """One token of every row."""
+    """Runs one token per row."""
     arrays, spec = build_step(frame, operands, state)
     if frame.is_empty:
         out, state = _no_output(arrays, operands), arrays.state
@@ -58,6 +58,6 @@ def run_step(
 
 
 def _no_output(arrays: Any, operands: Operands) -> Array:
-    """Of no token, or of no row at all."""
+    """The output for zero tokens or zero rows."""
     heads = max(check_heads(operands), arrays.q.shape[-2])
     return jnp.zeros((*arrays.q.shape[:-2], heads, arrays.v.shape[-1]), arrays.v.dtype)

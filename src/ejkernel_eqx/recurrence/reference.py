@@ -1,4 +1,4 @@
-"""The recurrence as it is written, token by token: the oracle of every test, in float64 if given float64."""
+"""The recurrence token by token, as in its equation: the oracle of every test, in float64 for float64 inputs."""
 
 from typing import Any
 
@@ -13,7 +13,7 @@ from .spec import CONSTANT, heads_of, KEY, RecurrenceArrays, RecurrenceSpec, SCA
 
 
 def recur(arrays: RecurrenceArrays, spec: RecurrenceSpec) -> tuple[Array, Array]:
-    """`out [*, T, R, V]` and `final_state`, in float32, or float64 for float64 operands."""
+    """`out [*, T, R, V]` and `final_state`, in float32 (float64 for float64 operands)."""
     call = _packed if arrays.offsets is not None else _row
     for _ in range(arrays.q.ndim - 3):
         call = jax.vmap(call, in_axes=(0, None))
@@ -50,7 +50,7 @@ def _row(arrays: RecurrenceArrays, spec: RecurrenceSpec) -> tuple[Array, Array]:
 
 
 def _packed(arrays: RecurrenceArrays, spec: RecurrenceSpec) -> tuple[Array, Array]:
-    """One row of packed sequences: as segments of it, with states that enter and leave at each."""
+    """One row of packed sequences, as segments with their own initial and final states."""
     offsets = arrays.offsets
     assert offsets is not None
     length, count = arrays.q.shape[0], offsets.shape[0] - 1
@@ -64,7 +64,7 @@ def _packed(arrays: RecurrenceArrays, spec: RecurrenceSpec) -> tuple[Array, Arra
             initial_state=initial,
             offsets=None,
         )
-        if spec.decay == CONSTANT:  # it does not know padding: one number a head becomes one a token
+        if spec.decay == CONSTANT:  # one number per head cannot express padding, so it becomes one per token
             assert arrays.g is not None
             g = jnp.broadcast_to(arrays.g, (length, arrays.g.shape[-1]))
             return _row(
@@ -95,7 +95,7 @@ def _decay(arrays: RecurrenceArrays, spec: RecurrenceSpec, length: int, heads: i
 
 
 def step(arrays: StepArrays, spec: StepSpec) -> tuple[Array, Array]:
-    """`out [*, B, R, V]` and the new states, by the recurrence of one token."""
+    """`out [*, B, R, V]` and the new states, by the recurrence for one token."""
     state = arrays.state
     lead = state.ndim - 4
     count = arrays.q.shape[-3]

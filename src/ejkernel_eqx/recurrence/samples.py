@@ -1,4 +1,4 @@
-"""Representative inputs of a recurrence, made from a problem's description alone: a call with them is of that very problem."""
+"""Representative inputs of a recurrence, generated from a problem's description alone, such that a call with them has that problem."""
 
 import functools
 import math
@@ -16,7 +16,7 @@ from ..dispatch import Problem
 from .spec import CONSTANT, KEY, NONE, RecurrenceArrays, RecurrenceSpec, SCALAR, StepArrays, StepSpec, VALUE
 
 KEY_SIMILARITY = 0.3
-"""Of the keys of a delta rule, which a network makes alike: their common part."""
+"""The common part of the keys of a delta rule, which are similar in trained networks."""
 
 
 def spec_of(problem: Problem) -> RecurrenceSpec:
@@ -39,7 +39,7 @@ def step_spec_of(problem: Problem) -> StepSpec:
 
 
 def make_inputs(problem: Problem, seed: int) -> Inputs:
-    """Fresh for every seed: random values, documents of varied lengths."""
+    """New inputs for every seed: random values, documents of various lengths."""
     inputs = _random(problem, seed)
     rng = np.random.default_rng(seed)
     arrays = inputs.arrays
@@ -51,14 +51,14 @@ def make_inputs(problem: Problem, seed: int) -> Inputs:
 
 
 def _offsets(problem: Problem, rng: np.random.Generator) -> np.ndarray:
-    """Every row full of sequences."""
+    """Offsets that fill every row with sequences."""
     batch, length, count = problem.dim("B"), problem.dim("T"), problem.dim("N")
     inner = np.sort(rng.integers(0, length + 1, (batch, count - 1)), axis=1)
     return np.concatenate([np.zeros((batch, 1), int), inner, np.full((batch, 1), length)], axis=1)
 
 
 def _starts(problem: Problem, rng: np.random.Generator) -> np.ndarray:
-    """About four segments a row."""
+    """About four segments per row."""
     batch, length = problem.dim("B"), problem.dim("T")
     begins = rng.random((batch, length)) < 4 / max(length, 1)
     return np.maximum.accumulate(np.where(begins, np.arange(length), -1), axis=1)
@@ -66,7 +66,7 @@ def _starts(problem: Problem, rng: np.random.Generator) -> np.ndarray:
 
 @functools.partial(jax.jit, static_argnums=0)
 def _random(problem: Problem, seed: Any) -> Inputs:
-    # A generator that compiles and runs fast: what it gives on another kind of device is of no account here.
+    # A generator that compiles and runs fast; its values need not be the same on every kind of device.
     keys = iter(jax.random.split(jax.random.key(seed, impl="rbg"), 10))
     size, dtype = dict(problem.dims), jnp.dtype(problem.dtype("qkv"))
     wide = accumulator(dtype)
@@ -100,12 +100,12 @@ def _random(problem: Problem, seed: Any) -> Inputs:
 
 
 def _rows(x: Array, normalised: bool) -> Array:
-    """Of length one, as delta rules have their queries and keys."""
+    """Rows, optionally normalised to length one, as are the queries and keys of delta rules."""
     return x / jnp.linalg.norm(x, axis=-1, keepdims=True) if normalised else x
 
 
 def _decay(key: Array, problem: Problem, tokens: tuple[int, ...]) -> Array | None:
-    """Log-decays as layers make them: some channels or heads forget in a few tokens, some in thousands."""
+    """Log-decays as layers produce them: some channels or heads forget within a few tokens, others within thousands."""
     kind, size = problem.flag("decay"), dict(problem.dims)
     if kind == NONE:
         return None
@@ -116,7 +116,7 @@ def _decay(key: Array, problem: Problem, tokens: tuple[int, ...]) -> Array | Non
         KEY: (*tokens, heads, size["D"]),
         VALUE: (*tokens, heads, size["V"]),
     }[str(kind)]
-    # One rate a head (or channel), from 1/4 to 1/4096 a token, and tokens that vary about it.
+    # One rate per head (or channel), from 1/4 to 1/4096 per token, with variation between tokens.
     rates = 2.0 ** -jnp.linspace(2.0, 12.0, shape[-1] if kind in (KEY, VALUE) else heads)
     if kind == CONSTANT:
         return jnp.broadcast_to(-rates, shape).astype(problem.dtype("g"))
@@ -125,7 +125,7 @@ def _decay(key: Array, problem: Problem, tokens: tuple[int, ...]) -> Array | Non
 
 
 def make_step_inputs(problem: Problem, seed: int) -> StepArrays:
-    """One token of every row; with slots, every row has one of its own."""
+    """One token per row; with slots, every row has its own."""
     keys = iter(jax.random.split(jax.random.key(seed), 10))
     size, dtype = dict(problem.dims), jnp.dtype(problem.dtype("qkv"))
     batch, delta = size["B"], bool(problem.flag("delta"))

@@ -1,8 +1,8 @@
-"""What one call of a linear-time recurrence is, once every option, default and layout has been resolved.
+"""The description of a call of a linear-time recurrence once every option, default and layout has been resolved.
 
-Everything below the public operations (the reference, XLA, Triton) speaks these types only. Letters: `B` batch, `T` tokens,
+Everything below the public operations (the reference, XLA, Triton) uses only these types. Letters: `B` batch, `T` tokens,
 `R` output heads, `HS` state heads, `D` key dim, `V` value dim, `N` packed sequences. `Hq`, `Hk`, `Hv`, `Hg`, `Hb` are head counts that
-each divide `R` (all but `Hq` divide `HS`); output head `r` reads head `r // (R / n)` of an operand with `n` heads, state head
+each divide `R` (all except `Hq` divide `HS`); output head `r` reads head `r // (R / n)` of an operand with `n` heads, state head
 `s` reads `s // (HS / n)`, and output head `r` reads state head `r // (R / HS)`.
 """
 
@@ -15,14 +15,14 @@ from jax import Array
 from ..core.letters import Letters
 
 NONE, CONSTANT, SCALAR, KEY, VALUE = "none", "constant", "scalar", "key", "value"
-"""Kinds of decay: none; one number a head; one a head and token; one a key channel and token; one a value channel and token."""
+"""Kinds of decay: none; one number per head; per head and token; per key channel and token; per value channel and token."""
 
 
 @dataclasses.dataclass(frozen=True)
 class RecurrenceSpec:
     r"""The static half of a call.
 
-    With $\alpha_t = e^{g_t}$ over the kind's axes and $\beta_t = 1$ where `beta` is `None`,
+    With $\alpha_t = e^{g_t}$ over the axes of the kind of decay, and $\beta_t = 1$ if `beta` is `None`,
 
     $$\bar S_t = \alpha_t \odot S_{t-1}, \qquad
       S_t = \bar S_t + \beta_t k_t (v_t - \bar S_t^\top k_t)^\top \;\text{(delta)} \quad\text{or}\quad
@@ -34,36 +34,36 @@ class RecurrenceSpec:
     decay: str = NONE
     delta: bool = False
     state_dtype: str = "float32"
-    """Of the states that go in and out: float32, bfloat16 (storage only), float64 for float64 operands."""
+    """Dtype of initial and final states: float32, bfloat16 (storage only), or float64 for float64 operands."""
 
 
 class RecurrenceArrays(NamedTuple):
     """The arrays of a call; `*` are the leading axes, the same for all.
 
-    Tokens that are padding have been made harmless before: `q`, `k`, `v`, `beta` zero and `g` zero, so that the state passes.
-    `g` is a natural logarithm, never positive. `starts` and `offsets` exclude each other.
+    Padding tokens are already neutralised: `q`, `k`, `v`, `beta` and `g` are zero there, so that the state is unchanged.
+    `g` is a natural logarithm, never positive. `starts` and `offsets` are mutually exclusive.
     """
 
     q: Array  # [*, T, Hq, D]
-    k: Array  # [*, T, Hk, D], the dtype of q
-    v: Array  # [*, T, Hv, V], the dtype of q
+    k: Array  # [*, T, Hk, D], in the dtype of q
+    v: Array  # [*, T, Hv, V], in the dtype of q
     g: Array | None = (
         None  # constant [*, Hg], scalar [*, T, Hg], key [*, T, Hg, D], value [*, T, Hg, V]; any float dtype
     )
     beta: Array | None = None  # [*, T, Hb], any float dtype
-    skip: Array | None = None  # [*, HS, V]: `R == HS == Hv` then
-    initial_state: Array | None = None  # [*, HS, D, V]; with offsets [*, N, HS, D, V]; the state dtype
+    skip: Array | None = None  # [*, HS, V]: requires `R == HS == Hv`
+    initial_state: Array | None = None  # [*, HS, D, V]; with offsets [*, N, HS, D, V]; in the state dtype
     starts: Array | None = None
     """int32 `[*, T]`, for segments within a row: the token where this token's segment starts, -1 in the row's first segment,
-    which the initial state enters. Token `i` sees token `j <= i` iff `j >= starts[i]`, and the state that came into a chunk
-    which begins at token `c` iff `starts[i] < c`. It never falls along a row."""
+    which the initial state enters. Token `i` sees token `j <= i` iff `j >= starts[i]`, and the incoming state of a chunk
+    that begins at token `c` iff `starts[i] < c`. Non-decreasing along a row."""
     offsets: Array | None = None
-    """int32 `[*, N + 1]`, never falling, within `0 .. T`: sequence `n` is the tokens `offsets[n] .. offsets[n + 1]`. The first may be
-    above 0. Tokens of no sequence need neither be read nor written: what they give is masked afterwards."""
+    """int32 `[*, N + 1]`, non-decreasing, within `0 .. T`: sequence `n` is the tokens `offsets[n] .. offsets[n + 1]`. The first may be
+    greater than 0. Tokens outside all sequences need neither be read nor written, as their outputs are masked afterwards."""
 
 
 FLOATS = ("q", "k", "v", "g", "beta", "skip", "initial_state")
-"""The arrays that gradients are taken in."""
+"""The arrays that have gradients."""
 
 
 _TOKENS = {"q": "{} Hq D", "k": "{} Hk D", "v": "{} Hv V", "beta": "{} Hb", "skip": "HS V", "out": "{} R V"}
@@ -73,7 +73,7 @@ _HEADS = "Hq Hk Hv Hg Hb HS R"
 
 @functools.cache
 def letters(decay: str, packed: str | None = None) -> Letters:
-    """Of a sequence."""
+    """The axes of a call on sequences."""
     state = "N HS D V" if packed == "offsets" else "HS D V"
     more = {"initial_state": state, "final_state": state, "starts": "T", "offsets": "N+1"}
     return Letters.of(_of_tokens("T", decay) | more, heads=_HEADS)
@@ -81,7 +81,7 @@ def letters(decay: str, packed: str | None = None) -> Letters:
 
 @functools.cache
 def step_letters(rows: str, slots: str, decay: str, transposed: bool) -> Letters:
-    """Of one token of every row."""
+    """The axes of a call on one token per row."""
     more = {"state": f"{slots} HS V D" if transposed else f"{slots} HS D V", "indices": rows}
     return Letters.of(_of_tokens(rows, decay) | more, heads=_HEADS)
 
@@ -101,7 +101,7 @@ def sizes_of(arrays: RecurrenceArrays, spec: RecurrenceSpec) -> dict[str, int]:
 
 
 class Heads(NamedTuple):
-    """Head counts of a call."""
+    """The head counts of a call."""
 
     out: int  # R
     state: int  # HS
@@ -118,18 +118,18 @@ def heads_of(arrays: RecurrenceArrays, spec: RecurrenceSpec) -> Heads:
 
 
 class StepArrays(NamedTuple):
-    """One token of every row; `state` may be a pool of slots."""
+    """One token per row; `state` may be a pool of slots."""
 
     q: Array  # [*, B, Hq, D]
     k: Array  # [*, B, Hk, D]
     v: Array  # [*, B, Hv, V]
-    state: (
-        Array  # [*, S, HS, D, V], or [*, S, HS, V, D] where the spec says transposed; S == B without indices
-    )
+    state: Array  # [*, S, HS, D, V], or [*, S, HS, V, D] if the spec is transposed; S == B without indices
     g: Array | None = None  # scalar [*, B, Hg] (constant too), key [*, B, Hg, D], value [*, B, Hg, V]
     beta: Array | None = None  # [*, B, Hb]
     skip: Array | None = None  # [*, HS, V]
-    indices: Array | None = None  # int32 [*, B]: slot of each row; -1: output 0, nothing written
+    indices: Array | None = (
+        None  # int32 [*, B]: the slot of each row; for -1 the output is 0 and nothing is written
+    )
 
 
 @dataclasses.dataclass(frozen=True)
@@ -143,7 +143,7 @@ class StepSpec:
 
 
 def step_letters_of(arrays: StepArrays, spec: StepSpec) -> Letters:
-    """Rows with a state each are split over devices as leading axes are; a pool of states is everyone's."""
+    """Rows with their own states are split over devices like leading axes; a pool of states is replicated."""
     rows, slots = ("b", "b") if arrays.indices is None else ("rows", "slots")
     return step_letters(rows, slots, spec.decay, spec.transposed)
 

@@ -21,7 +21,7 @@ register("state_space_v2")
 
 
 class _Inputs(NamedTuple):
-    """The operands of a call, of a sequence or a step."""
+    """The operands of a call on sequences or of a step."""
 
     x: Any
     dt: Any
@@ -35,15 +35,15 @@ class _Inputs(NamedTuple):
 
 
 class StateSpaceV2(Kernel):
-    r"""The state space duality (SSD) of Mamba-2: a state of $P \times N$ a head, with one decay a head and token.
+    r"""The state space duality (SSD) of Mamba-2: a state of $P \times N$ per head, with one decay per head and token.
 
     $$h_t = e^{\Delta_t A} h_{t-1} + \Delta_t\, x_t B_t^\top, \qquad y_t = h_t C_t + D \odot x_t$$
 
-    with the time step $\Delta_t$ = `dt` `+ dt_bias`, through a softplus where `dt_softplus`, then clamped to `dt_limit` (with zero
-    gradient outside). A gate makes $y_t \odot \mathrm{silu}(z_t)$ of it, and `norm` the RMS norm of that. Head $h$ reads group
-    $\lfloor h / (H / G) \rfloor$ of $B$ and $C$.
+    with the time step $\Delta_t$ = `dt` `+ dt_bias`, passed through a softplus if `dt_softplus`, then clamped to `dt_limit` (with zero
+    gradient outside). With a gate the output is $y_t \odot \mathrm{silu}(z_t)$, and `norm` applies an RMS norm to it. Head $h$ reads
+    group $\lfloor h / (H / G) \rfloor$ of $B$ and $C$.
 
-    Platforms and derivatives: as [`ejkernel_eqx.GatedLinearAttention`][].
+    Platforms and derivatives: as for [`ejkernel_eqx.GatedLinearAttention`][].
 
     Source: Dao & Gu, *Transformers are SSMs* (2024), sections 5 to 7.
     """
@@ -73,12 +73,12 @@ class StateSpaceV2(Kernel):
     ):
         """**Arguments:**
 
-        - `dt_softplus`: the time step is the softplus of `dt + dt_bias`.
-        - `dt_limit`: `(low, high)`, the bounds of the time step; `None` for none.
-        - `norm`: divide the gated output by the root of its mean square, over the heads of each group or over all heads; `None`: do not.
-        - `norm_eps`: what is added to the mean square.
+        - `dt_softplus`: apply a softplus to `dt + dt_bias`.
+        - `dt_limit`: `(low, high)`, the bounds of the time step, or `None`.
+        - `norm`: RMS-normalise the gated output over the heads of each group (`"group"`) or over all heads (`"whole"`); `None` does not.
+        - `norm_eps`: added to the mean square.
         - `reverse`, `state_dtype`, `platform`, `config`: as in [`ejkernel_eqx.GatedLinearAttention`][].
-        - `tune_for`: `(x, dt, A, B, C)` or [`ejkernel_eqx.inputs`][]`(x, dt, A, B, C, D=D, ...)`: settle the choice for these now.
+        - `tune_for`: `(x, dt, A, B, C)` or [`ejkernel_eqx.inputs`][]`(x, dt, A, B, C, D=D, ...)`: fix the choice for these inputs now.
         """
         if norm not in (None, "group", "whole"):
             raise ValueError(f"norm: expected 'group', 'whole' or None, received {norm!r}.")
@@ -109,18 +109,18 @@ class StateSpaceV2(Kernel):
     ) -> tuple[Array, Array]:
         """**Arguments:**
 
-        - `x`: `[..., T, H, P]`, any number of leading axes. bf16, f16, f32 (f64 on XLA).
+        - `x`: `[..., T, H, P]` with any number of leading axes; bf16, f16, f32 (f64 on XLA).
         - `dt`: `[..., T, H]`, any float dtype.
         - `A`: `[H]`, negative, any float dtype.
-        - `B`, `C`: `[..., T, G, N]`, the dtype of `x`; `G` divides `H`.
+        - `B`, `C`: `[..., T, G, N]` in the dtype of `x`; `G` divides `H`.
         - `D`: `[H]` or `[H, P]`; `dt_bias`: `[H]`; any float dtype.
-        - `z`: the gate `[..., T, H, P]`, any float dtype. `norm_weight`: `[H, P]`, with `norm` only; default 1.
-        - `initial_state`: `[..., H, P, N]`, or one a sequence with `cu_seqlens`; default zero.
+        - `z`: the gate `[..., T, H, P]`, any float dtype. `norm_weight`: `[H, P]`, only with `norm`; default 1.
+        - `initial_state`: `[..., H, P, N]`, or one per sequence with `cu_seqlens`; default zero.
         - `cu_seqlens`, `segment_ids`, `state_indices`: packed sequences, padding, and a pool of states `[slots, H, P, N]`, as in
             [`ejkernel_eqx.GatedLinearAttention`][].
 
-        **Returns:** `(y, final_state)`: `[..., T, H, P]` in the dtype of `x`, and the state after the last token, as `initial_state`. Raises as
-        [`ejkernel_eqx.GatedLinearAttention`][].
+        **Returns:** `(y, final_state)`: `[..., T, H, P]` in the dtype of `x`, and the state after the last token, in the shape of `initial_state`.
+        Raises the errors of [`ejkernel_eqx.GatedLinearAttention`][].
         """
         frame = frame_of(x, "x", "H P", cu_seqlens, segment_ids, self.reverse, state_indices)
         inputs = _Inputs(x, dt, A, B, C, D, z, dt_bias, norm_weight)
@@ -143,14 +143,14 @@ class StateSpaceV2(Kernel):
         norm_weight: Float[Array, "..."] | None = None,
         state_indices: Int[Array, "..."] | None = None,
     ) -> tuple[Array, Array]:
-        """One token of every row, for decoding: arguments as in a call, without the axis of tokens; `state` `[..., H, P, N]`, `state_indices` and
-        results as in [`ejkernel_eqx.GatedLinearAttention.step`][]."""
+        """Processes one token per row, for decoding. Arguments are those of a call without the token axis; `state` is `[..., H, P, N]`,
+        `state_indices` and results as in [`ejkernel_eqx.GatedLinearAttention.step`][]."""
         frame = step_frame_of(x, "x", "H P", state_indices)
         operands, epilogue = self._operands(frame, _Inputs(x, dt, A, B, C, D, z, dt_bias, norm_weight))
         return run_step(self.plan, frame, operands, state, epilogue)
 
     def _operands(self, frame: Frame, inputs: _Inputs) -> tuple[Operands, Any]:
-        """The operands of the recurrence, whose key is `B` and whose value is `x`; and what is done with its output."""
+        """The operands of the recurrence, with `B` as key and `x` as value, and the function applied to its output."""
         x = frame.main("x", inputs.x, (None, None), "H P")
         heads, channels = x.shape[-2:]
         B = frame.main("B", inputs.B, (None, None), "G N")
@@ -163,7 +163,7 @@ class StateSpaceV2(Kernel):
         bias = None if inputs.dt_bias is None else fitting("dt_bias", inputs.dt_bias, (heads,), "H")
         raw = frame.operand("dt", inputs.dt, (heads,), "H")
         dt = frame.mask(time_step(raw, bias, self.dt_softplus, self.dt_limit))
-        # Masked by itself: what a kernel leaves at padding as the gradient must not reach `A`.
+        # Masked separately, because the gradient that a kernel leaves at padding must not reach `A`.
         rate = finite_rate(fitting("A", inputs.A, (heads,), "H").astype(dt.dtype))
         g = frame.mask(dt * like(rate, dt))
         operands = Operands(
@@ -191,7 +191,7 @@ class StateSpaceV2(Kernel):
         if weight is not None:
             if self.norm is None:
                 raise ValueError(
-                    "norm_weight: expected None with norm=None, received an array; norm='group' or 'whole' uses it."
+                    "norm_weight: expected None with norm=None, received an array; only norm='group' and 'whole' use it."
                 )
             weight = fitting("norm_weight", weight, x.shape[-2:], "H P")
         z = None if inputs.z is None else frame.operand("z", inputs.z, x.shape[-2:], "H P")

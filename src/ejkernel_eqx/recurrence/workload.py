@@ -1,4 +1,4 @@
-"""What the tuner needs of a recurrence: representative work and its cost."""
+"""What the tuner needs from a recurrence: representative work and its cost."""
 
 import functools
 
@@ -8,7 +8,7 @@ from .core import RECUR, STEP
 from .example import example_problem as example_problem
 from .samples import make_inputs, make_step_inputs, spec_of, step_spec_of
 
-_COST_CHUNK = 64  # the operations are counted in chunks of so many tokens
+_COST_CHUNK = 64  # operations are counted for chunks of this many tokens
 
 
 def workload(implementation: Implementation, problem: Problem) -> Workload:
@@ -22,11 +22,11 @@ def workload(implementation: Implementation, problem: Problem) -> Workload:
 
 
 def _flops(problem: Problem) -> float:
-    """Of the matrix products in chunks of 64 tokens."""
+    """Operations of the matrix products in chunks of 64 tokens."""
     tokens = problem.dim("B") * problem.dim("T")
     dim, values, heads = problem.dim("D"), problem.dim("V"), problem.dim("HS")
     inner = min(_COST_CHUNK, problem.dim("T"))
-    # Scores and their use, the state and its use; a delta rule also has its own scores, their inverse's use and a second use of the state.
+    # Scores and their use, the state and its use; a delta rule adds its own scores, the use of their inverse, and a second use of the state.
     products = inner * (dim + values) + 4 * dim * values
     if problem.flag("delta"):
         products += 2 * inner * (dim + values) + 2 * dim * values

@@ -1,7 +1,7 @@
 """The linear-time core in plain XLA: chunks of tokens, matrix products inside them, one scan over the states between them.
 
-What lies inside the chunks is done for all of them at once and recomputed in the backward, so that only operands and the states at the
-chunks' starts stay in memory. `xla_chunks` has the layout, `xla_decay` the decays within a chunk, `xla_solve` what the delta rule solves.
+Work inside the chunks is done for all of them at once and recomputed in the backward, so that only operands and the states at the
+starts of chunks stay in memory. `xla_chunks` has the layout, `xla_decay` the decays within a chunk, `xla_solve` the systems of the delta rule.
 """
 
 import dataclasses
@@ -38,7 +38,7 @@ _CHUNKS = (64, 32, 128, 16)
 
 @dataclasses.dataclass(frozen=True)
 class XlaConfig:
-    """Tokens a chunk, a power of two; short sequences take a smaller one."""
+    """Tokens per chunk, a power of two; short sequences use a smaller one."""
 
     chunk_size: int
 
@@ -52,7 +52,7 @@ config_type = XlaConfig
 
 
 def unsupported(problem: Any, device: Any) -> str | None:
-    """Why this platform cannot serve the problem: it serves all."""
+    """Why this platform cannot serve the problem: never, it supports all."""
     return None
 
 
@@ -61,20 +61,20 @@ def default_config(problem: Any, device: Any) -> XlaConfig:
 
 
 def candidates(problem: Any, device: Any) -> list[XlaConfig]:
-    """Configurations worth timing, the heuristic first. Chunks longer than the sequence are one chunk."""
+    """Configurations worth timing, the heuristic first. Chunk sizes longer than the sequence count as one."""
     longest = _power_of_two(problem.dim("T"))
     return [XlaConfig(size) for size in dict.fromkeys(min(size, longest) for size in _CHUNKS)]
 
 
 def _power_of_two(length: Any) -> int:
-    """The chunk that holds so many tokens; the longest where the length is a symbol."""
+    """The smallest chunk size that holds this many tokens; the largest if the length is symbolic."""
     if is_symbolic(length):
         return max(_CHUNKS)
     return 1 << max(length - 1, 0).bit_length()
 
 
 def apply(arrays: RecurrenceArrays, spec: RecurrenceSpec, config: XlaConfig) -> tuple[Array, Array]:
-    """`out [*, T, R, V]` in v's dtype and the final state in the spec's. No leading axes are merged, as they may be sharded."""
+    """`out [*, T, R, V]` in v's dtype and the final state in the spec's. Leading axes are not merged, as they may be sharded."""
     lead = arrays.q.ndim - 3
     call = lambda arrays: _apply(arrays, spec, config)
     if lead == 0:
@@ -84,7 +84,7 @@ def apply(arrays: RecurrenceArrays, spec: RecurrenceSpec, config: XlaConfig) -> 
 
 
 def _apply(arrays: RecurrenceArrays, spec: RecurrenceSpec, config: XlaConfig) -> tuple[Array, Array]:
-    """With one leading axis."""
+    """`apply` for one leading axis."""
     call = _Call(arrays, spec, config)
     if arrays.q.shape[1] == 0 or call.chunks.sequences == 0:
         out, state = call.nothing()
@@ -100,9 +100,9 @@ def _times(x: Array, factor: Array | None) -> Array:
 
 
 class _Local:
-    """What lies inside the chunks, all of them at once: products of keys, queries and values `[B, M, C, ...]` under their decays.
+    """Computations inside the chunks, for all chunks at once: products of keys, queries and values `[B, M, C, ...]` with their decays.
 
-    A factor is `None` where it is 1. Whatever segments hide is 0.
+    A factor of 1 is `None`. Entries hidden by segments are 0.
     """
 
     def __init__(self, call: "_Call", g: Array | None):
@@ -124,18 +124,18 @@ class _Local:
         return jnp.einsum(pattern, x, y, precision=self.precision)
 
     def scores(self, xs: tuple[Array, ...], y: Array) -> tuple[Array, ...]:
-        """Of each of `xs` `[B, M, C, C]`: `x_i . y_j` decayed from `j` to `i`, zero where `i` does not see `j`."""
+        """`[B, M, C, C]` for each of `xs`: `x_i . y_j` decayed from `j` to `i`, zero where `i` does not see `j`."""
         if self.kind == KEY:
             return tuple(map(self._seen, decayed_scores(xs, y, self.decays, self.precision)))
         pairs = None if self.decays is None else self.decays.pairs
         return tuple(self._seen(_times(self._products(x, y), pairs)) for x in xs)
 
     def mixed(self, q: Array, k: Array) -> Array:
-        """`[B, M, C, C]`: how queries weigh values, but for decays of values."""
+        """`[B, M, C, C]`: the weights of values for each query, without decays of values."""
         return self._seen(self._products(q, k)) if self.kind == VALUE else self.scores((q,), k)[0]
 
     def mix(self, scores: Array, v: Array) -> Array:
-        """`[B, M, C, V]`: the values of the tokens that each sees, by these scores."""
+        """`[B, M, C, V]`: the values of visible tokens, weighted by these scores."""
         if self.kind == VALUE:
             return decayed_mix(scores, v, self.decays, self.precision)
         return self.dot("...rs,...sv->...rv", scores, v)
@@ -147,13 +147,13 @@ class _Local:
         return jnp.where(self.chunks.visible(), scores, 0)
 
     def read(self, q: Array, states: Array) -> Array:
-        """`[B, M, C, V]`: what rows of keys find in the states `[B, M, D, V]` at their chunks' starts."""
+        """`[B, M, C, V]`: what queries read from the states `[B, M, D, V]` at the starts of their chunks."""
         if self.kind == KEY:
             return self.dot("...rd,...dv->...rv", _times(q, self.head), states)
         return _times(self.dot("...rd,...dv->...rv", q, states), self.head)
 
     def write(self, k: Array, v: Array) -> Array:
-        """`[B, M, D, V]`: what keys and values add to the states at their chunks' ends."""
+        """`[B, M, D, V]`: what keys and values add to the states at the ends of their chunks."""
         if self.kind == KEY:
             k = _times(k, self.tail)
         else:
@@ -167,13 +167,13 @@ class _Call:
     def __init__(self, arrays: RecurrenceArrays, spec: RecurrenceSpec, config: XlaConfig):
         self.arrays, self.spec = arrays, spec
         self.wide = accumulator(arrays.q.dtype)
-        # Float32 means float32 everywhere; 16-bit operands leave a device its faster products.
+        # Float32 means float32 everywhere; for 16-bit operands the device may use its faster products.
         self.precision = lax.Precision.HIGHEST if arrays.q.dtype.itemsize >= 4 else None
         self.chunks = Chunks(arrays, spec, min(config.chunk_size, _power_of_two(arrays.q.shape[1])))
         self.heads = heads_of(arrays, spec)
 
     def nothing(self) -> tuple[Array, Array]:
-        """The results without a token, or without a sequence."""
+        """The results for zero tokens or zero sequences."""
         batch, length, _, dim = self.arrays.q.shape
         values, state = self.arrays.v.shape[-1], self.arrays.initial_state
         out = jnp.zeros((batch, length, self.heads.out, values), self.wide)
@@ -183,9 +183,9 @@ class _Call:
         return match_varying((out, state), self.arrays)
 
     def operands(self) -> tuple[Array, Array, Array, Array | None, Array | None]:
-        """q, k, v, g and beta `[B, M, C, ...]`, but q `[B, R, P, D]`; the decay has become one a token at least."""
+        """q, k, v, g and beta `[B, M, C, ...]`, except q `[B, R, P, D]`; a constant decay has become one per token."""
         arrays, g = self.arrays, self.arrays.g
-        if g is not None and self.spec.decay == CONSTANT:  # places without a token do not decay
+        if g is not None and self.spec.decay == CONSTANT:  # positions without a token do not decay
             g = jnp.broadcast_to(g[:, None], (*arrays.q.shape[:2], g.shape[-1]))
         take = lambda x: self.chunks.cut(self.chunks.take(x.astype(self.wide)))
         q = self.chunks.take(arrays.q.astype(self.wide)) * self.spec.scale
@@ -193,7 +193,7 @@ class _Call:
         return q, take(arrays.k), take(arrays.v), None if g is None else closed(take(g)), beta
 
     def by_chunk(self) -> tuple[Array, Array]:
-        """All chunks at once, but for the scan over their states."""
+        """All chunks at once, except for the scan over their states."""
         q, k, v, g, beta = self.operands()
         dot = functools.partial(jnp.einsum, precision=self.precision)
         zeros = self._zeros(k, v)
@@ -229,29 +229,29 @@ class _Call:
         return self.chunks.give(self._over_groups(over_queries, q)), final
 
     def _over_groups(self, function: Callable[[Array], Array], q: Array) -> Array:
-        """`function` of queries `[B, HS, P, D]`, over all the `R / HS` that a state head has."""
+        """`function` of queries `[B, HS, P, D]`, for each of the `R / HS` query heads of a state head."""
         if self.heads.out == self.heads.state:
             return function(q)
         out = lax.map(function, jnp.moveaxis(split(q, 1, self.heads.state), 2, 0))
         return merge(jnp.moveaxis(out, 0, 2), 1)
 
     def _linear_writes(self, k: Array, v: Array, g: Array | None, beta: Array | None) -> Any:
-        """Of each chunk what it adds to the state, and the factor of the state that came in."""
+        """What each chunk adds to the state, and the factor of the incoming state."""
         local = _Local(self, g)
         return self._front(local.write(k, _times(v, beta)), local.total)
 
     def _delta_reads(
         self, q: Array | None, k: Array, g: Array | None, beta: Array | None
     ) -> tuple[Array, Array | None]:
-        """The scores of each key with those before it, and with the same decays those of the queries, if given."""
+        """The scores of each key with the keys before it and, with the same decays, those of the queries, if given."""
         keys, *queries = _Local(self, g).scores((_times(k, beta), *(() if q is None else (q,))), k)
         return jnp.tril(keys, -1), queries[0] if queries else None
 
     def _delta_writes(self, reads: Array, k: Array, v: Array, g: Array | None, beta: Array | None) -> Any:
-        """Each chunk writes the values `own - gained @ state`, by the keys `put`, and keeps the state by a factor.
+        """Each chunk writes the values `own - gained @ state` at the keys `put`, and scales the state by a factor.
 
-        With `a` the scores of each key with those before it: `own = (I + beta a)^-1 beta v`, and `gained` the same of the keys, decayed from
-        the chunk's start.
+        With `a` the scores of each key with the keys before it, `own = (I + beta a)^-1 beta v`, and `gained` is the same for the keys,
+        decayed from the start of the chunk.
         """
         local = _Local(self, g)
         known = _times(v, beta), _times(_times(k, local.head), beta)
@@ -279,7 +279,7 @@ class _Call:
         return self.chunks.join(out if states is None else local.read(q, states) + out)
 
     def by_token(self) -> tuple[Array, Array]:
-        """Token by token: the delta rule with a decay of values has no triangular system that its values share."""
+        """Token by token: with a decay per value channel, the delta rule has no triangular system that its values share."""
         q, k, v, g, beta = self.operands()
         # The queries of a state head side by side, [B, HS, P, R / HS * D].
         q = self.chunks.cut(merge(jnp.moveaxis(split(q, 1, self.heads.state), 2, 3), 3))
@@ -307,7 +307,7 @@ class _Call:
         return self.chunks.give(merge(jnp.moveaxis(merge(out, 0), 0, 3), 1)), final
 
     def _zeros(self, k: Array, v: Array) -> Array:
-        """A state `[B, HS, D, V]` of zeros that is sharded, and varies, as what will be added to it."""
+        """A zero state `[B, HS, D, V]` with the sharding and varying axes of what will be added to it."""
         first = lambda x: jnp.zeros_like(self.chunks.front(x)[0, :, :, 0])
         zeros = match_varying((first(k), first(v)), self.arrays)
         return zeros[0][..., None] + zeros[1][..., None, :]
@@ -315,9 +315,9 @@ class _Call:
     def _scan(
         self, chunk: Callable[[Any, Any], tuple[Array, Any]], xs: Any, zeros: Array
     ) -> tuple[Array | None, Any, Array]:
-        """States at the chunks' starts, what `chunk` gives beside the new state, and the final states `[B, HS, D, V]` or
-        `[B, N, HS, D, V]`. A single chunk without an initial state sees `None`, no state; JAX 0.10 would multiply by such constant zeros
-        wrongly on a CPU.
+        """States at the starts of chunks, what `chunk` returns besides the new state, and the final states `[B, HS, D, V]` or
+        `[B, N, HS, D, V]`. A single chunk without an initial state receives `None` instead of zeros, since JAX 0.10 multiplies by such
+        constant zeros wrongly on a CPU.
         """
         chunks, initial = self.chunks, self.arrays.initial_state
         if chunks.count == 1 and initial is None:
@@ -348,7 +348,7 @@ class _Call:
 
 
 def step(arrays: StepArrays, spec: StepSpec, config: XlaConfig) -> tuple[Array, Array]:
-    """`out [*, B, R, V]` in v's dtype and the new states, the whole pool; a state is read once and written once."""
+    """`out [*, B, R, V]` in v's dtype and the new states (the whole pool); each state is read once and written once."""
     wide = accumulator(arrays.q.dtype)
     pool, indices = arrays.state, arrays.indices
     lead = pool.ndim - 4
@@ -358,7 +358,7 @@ def step(arrays: StepArrays, spec: StepSpec, config: XlaConfig) -> tuple[Array, 
         state = over(lead, lambda pool, i: pool.at[i].get(mode="fill", fill_value=0))(
             pool, jnp.where(indices < 0, pool.shape[lead], indices)
         )
-    # The state's channels of keys and of values, wherever they stand.
+    # The state's key and value axes, in either layout.
     key = (lambda x: x[..., None, :]) if spec.transposed else (lambda x: x[..., :, None])
     value = (lambda x: x[..., :, None]) if spec.transposed else (lambda x: x[..., None, :])
     keys = -1 if spec.transposed else -2
@@ -376,7 +376,7 @@ def step(arrays: StepArrays, spec: StepSpec, config: XlaConfig) -> tuple[Array, 
         written = written * spread(arrays.beta, -1)[..., None]
     state = state + key(k) * value(written)
     q = arrays.q.astype(wide) * spec.scale
-    shared = max(q.shape[-2] // heads, 1)  # query heads of a state head
+    shared = max(q.shape[-2] // heads, 1)  # query heads per state head
     q = repeat_heads(q, -2, heads * shared)
     q = q.reshape(*q.shape[:-2], heads, shared, q.shape[-1])
     out = (state[..., None, :, :] * key(q)).sum(keys).reshape(*q.shape[:-3], heads * shared, v.shape[-1])

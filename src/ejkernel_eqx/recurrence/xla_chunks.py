@@ -1,7 +1,7 @@
-"""Tokens in chunks: the layout in which XLA runs the linear-time core.
+"""Tokens in chunks: the layout of the linear-time core in XLA.
 
-An operand `[B, T, n, ...]` becomes `[B, HS, P, ...]`: `P = NC * C` places in `NC` chunks, and a place may be without a token. Inside chunks
-heads and chunks are one axis, `[B, HS * NC, C, ...]`: arrays have few axes, as XLA's libraries on a CPU fail for more than six.
+An operand `[B, T, n, ...]` becomes `[B, HS, P, ...]`: `P = NC * C` positions in `NC` chunks, some possibly without a token. Inside chunks,
+heads and chunks are one axis, `[B, HS * NC, C, ...]`, to keep the rank low: XLA's libraries on a CPU fail for more than six axes.
 """
 
 from typing import Any
@@ -16,11 +16,11 @@ from ..sequences.packing import ended
 from .spec import heads_of, RecurrenceArrays, RecurrenceSpec
 
 BLOCK = 16
-"""Tokens within which one body serves all halves of blocks, of decays and of what the delta rule solves."""
+"""Block size up to which a single loop body serves all halves of blocks, for decays and for the systems of the delta rule."""
 
 
 class Chunks:
-    """Where the tokens of a call lie: rows cut into chunks, or, with `offsets`, each packed sequence cut into chunks of its own."""
+    """The locations of a call's tokens: rows split into chunks or, with `offsets`, each packed sequence split into its own chunks."""
 
     def __init__(self, arrays: RecurrenceArrays, spec: RecurrenceSpec, size: int):
         self.batch, self.length = arrays.q.shape[:2]
@@ -47,10 +47,10 @@ class Chunks:
         return self.sequences is not None
 
     def _pack(self, offsets: Array, sequences: int) -> None:
-        """Where the token of each place comes from, and to which place each token goes."""
+        """Which token each position holds, and the position of each token."""
         size = self.size
         lengths = jnp.diff(offsets, axis=-1)
-        ends = jnp.cumsum(-(-lengths // size), axis=-1)  # chunks of the sequences up to each
+        ends = jnp.cumsum(-(-lengths // size), axis=-1)  # number of chunks up to and including each sequence
         begins = ends - -(-lengths // size)
         pick = lambda x, index: jnp.take_along_axis(x, index, -1)
         row = lambda count: jnp.broadcast_to(jnp.arange(count, dtype=jnp.int32), (self.batch, count))
@@ -62,7 +62,7 @@ class Chunks:
         first = pick(offsets, sequence) + (chunks - pick(begins, sequence)) * size
         tokens = first[..., None] + jnp.arange(size, dtype=jnp.int32)[None, None]
         inside = used[..., None] & (tokens < pick(offsets, sequence + 1)[..., None])
-        tokens = jnp.where(inside, tokens, self.length)  # past the end where there is none
+        tokens = jnp.where(inside, tokens, self.length)  # past the end if there is none
         self.token_of_place = tokens.reshape(self.batch, self.places)
         self.sequence, self.fresh = sequence, used & (chunks == pick(begins, sequence))  # [B, NC]
         self.empty, self.last = (
@@ -78,7 +78,7 @@ class Chunks:
         self.place_of_token = jnp.where(inside, places, self.places)
 
     def take(self, x: Array) -> Array:
-        """`[B, T, n, ...]` to `[B, HS, P, ...]`, zero where there is no token; more heads than the state has stay as many."""
+        """`[B, T, n, ...]` to `[B, HS, P, ...]`, zero where there is no token; operands with more heads than the state keep them."""
         if self.packed:
             x = _gather(x, self.token_of_place)
         else:
@@ -117,13 +117,13 @@ class Chunks:
         return jnp.moveaxis(_gather(initial, self.sequence), 1, 0)
 
     def final_states(self, after: Array, initial: Array | None) -> Array:
-        """From the states behind the chunks `[NC, B, ...]`, those behind the sequences `[B, N, ...]`."""
+        """The states after the sequences `[B, N, ...]`, from those after the chunks `[NC, B, ...]`."""
         final = _gather(jnp.moveaxis(after, 0, 1), self.last)
         return jnp.where(self.empty[..., None, None, None], 0 if initial is None else initial, final)
 
     @property
     def positions(self) -> Any:
-        """`[P]`, of a row that is not packed."""
+        """`[P]`, for rows that are not packed."""
         return (jnp if is_symbolic(self.places) else np).arange(self.places, dtype=np.int32)
 
     def over_heads(self, x: Array) -> Array:
@@ -139,17 +139,17 @@ class Chunks:
         return causal & (positions >= self.cut(self.over_heads(self.starts))[..., None])
 
     def enters(self) -> Array:
-        """`[B, HS, P]`: whether the state that comes into its chunk reaches a token."""
+        """`[B, HS, P]`: whether the incoming state of its chunk reaches a token."""
         return self.over_heads(self.starts < (self.positions // self.size * self.size)[None])
 
     def leaves(self) -> Array:
-        """`[B, HS, P]`: whether a token reaches the state that goes out of its chunk."""
+        """`[B, HS, P]`: whether a token reaches the outgoing state of its chunk."""
         last = self.starts.reshape(self.batch, self.count, self.size)[..., -1:]
         positions = self.positions.reshape(1, self.count, self.size)
         return self.over_heads((positions >= last).reshape(self.batch, self.places))
 
     def passes(self) -> Array:
-        """`[B, HS * NC]`: whether the state that comes into a chunk reaches the one that goes out."""
+        """`[B, HS * NC]`: whether the incoming state of a chunk reaches the outgoing one."""
         return self.cut(self.enters())[..., -1]
 
     def begins(self) -> Array:
@@ -163,44 +163,45 @@ def _gather(x: Array, index: Array) -> Array:
 
 
 def split(x: Array, axis: int, count: int) -> Array:
-    """One axis as two, `count` the first. One axis at a time: an explicit mesh allows no other reshapes of what is split over it."""
+    """Splits one axis into two, the first of size `count`. One axis at a time, because an explicit mesh allows no other reshapes of split
+    arrays."""
     size = x.shape[axis] // count if count != 0 else 0
     return x.reshape(*x.shape[:axis], count, size, *x.shape[axis + 1 :])
 
 
 def merge(x: Array, axis: int) -> Array:
-    """An axis and the next as one."""
+    """Merges an axis with the next."""
     return x.reshape(*x.shape[:axis], x.shape[axis] * x.shape[axis + 1], *x.shape[axis + 2 :])
 
 
 def ends(x: Array, step: int) -> tuple[Array, Array]:
-    """`x [B, M, rows, X]` in blocks of `2 * step` rows: the earlier half of each and the later one, `[B, M * blocks, step, X]`."""
+    """The earlier and later halves of blocks of `2 * step` rows of `x [B, M, rows, X]`, each `[B, M * blocks, step, X]`."""
     blocks = merge(split(x, 2, x.shape[2] // (2 * step)), 1)
     early, late = lax.split(blocks, (step, step), 2)
     return early, late
 
 
 def blocks_of(x: Array) -> Array:
-    """`[B, M, C, X]` as `[B, M * blocks, BLOCK, X]`; chunks that are shorter as they are."""
+    """`[B, M, C, X]` as `[B, M * blocks, BLOCK, X]`; shorter chunks unchanged."""
     return merge(split(x, 2, max(x.shape[2] // BLOCK, 1)), 1)
 
 
 def squares(x: Array, size: int, below: bool = False) -> Array:
-    """Of matrices `[B, M, C, C]` the squares of so many rows along the diagonal, `[B, M * squares, size, size]`; or those `below`: the lower
-    left quarters of squares of twice the size."""
+    """The squares of `size` rows along the diagonal of matrices `[B, M, C, C]`, `[B, M * squares, size, size]`; with `below`, the lower left
+    quarters of squares of twice the size."""
     step, down = (2 * size, size) if below else (size, 0)
     at = range(0, x.shape[2], step)
     return merge(jnp.stack([x[..., i + down : i + down + size, i : i + size] for i in at], 2), 1)
 
 
 def halves(x: Array) -> tuple[Array, Array]:
-    """The earlier and the later of each two blocks `[B, blocks, r, c]`."""
+    """The earlier and the later block of each pair in `[B, blocks, r, c]`."""
     early, late = lax.split(merge(split(x, 1, x.shape[1] // 2), 2), (x.shape[2], x.shape[2]), 2)
     return early, late
 
 
 def joined(blocks: Array, below: Array) -> Array:
-    """Of square blocks along a diagonal `[B, blocks, s, s]`, and those below each first of two, blocks of twice the size."""
+    """Lower triangular blocks of twice the size, from square blocks along a diagonal `[B, blocks, s, s]` and those `below` each first one."""
     before, after = halves(blocks)
     above = jnp.concatenate([before, jnp.zeros_like(before)], -1)
     return jnp.concatenate([above, jnp.concatenate([below, after], -1)], 2)

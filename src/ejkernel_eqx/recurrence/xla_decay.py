@@ -1,12 +1,12 @@
-"""Decays within chunks, none of which is ever formed as a difference of two sums.
+"""Decays within chunks, computed without differences of sums.
 
-A chunk of `2s` tokens is two of `s` and the square between them, in which token `i` of the later half sees token `j` of the earlier one
-through (the decay from the middle to `i`) x (the decay from `j` to the middle), and so on down to single tokens. Log-decays are never
-positive and neither are their sums, so no exponential overflows; and the decay between two tokens is exact however strong those
-around them are. Here `M = HS * NC`, the chunks of all heads.
+A chunk of `2s` tokens consists of two of `s` tokens and the square between them, in which token `i` of the later half sees token `j` of the
+earlier one through (the decay from the middle to `i`) x (the decay from `j` to the middle), and so on down to single tokens. Log-decays and
+their sums are never positive, so no exponential overflows, and the decay between two tokens is exact however strong the decays around
+them are. `M = HS * NC` counts the chunks of all heads.
 
-Within blocks of `BLOCK` tokens all halves are of one form, masks apart: products of whole blocks, which one scan goes through, so that
-there is one body to compile, and to differentiate, which keeps nothing. Only the few halves above are cut out.
+Within blocks of `BLOCK` tokens all halves have one form except for their masks: products of whole blocks, processed by one scan, so that a
+single body is compiled and differentiated, without residuals. Only the few larger halves are sliced out.
 """
 
 from collections.abc import Callable
@@ -23,28 +23,28 @@ _EXACT = lax.Precision.HIGHEST
 
 
 class Decays(NamedTuple):
-    """Factors. A scalar decay counts as one of a single channel, `X = 1`."""
+    """Decay factors. A scalar decay counts as a single channel, `X = 1`."""
 
     pairs: Array | None
-    """Of a scalar decay: `[B, M, C, C]` from `j` to `i`; at most 1 where j >= i."""
+    """For a scalar decay: `[B, M, C, C]` from `j` to `i`; at most 1 where j >= i."""
     logs: Array | None
-    """Of channels: the log-decays themselves, `[B, blocks, BLOCK, X]`."""
+    """For channels: the log-decays themselves, `[B, blocks, BLOCK, X]`."""
     levels: list[tuple[Array, Array]]
-    """Of channels: for s = BLOCK, 2 BLOCK, .. C/2, over all blocks of `2s` tokens, `[B, blocks, s, X]` from the middle of a block up to each of
-    its later tokens, and from each of its earlier tokens to the middle."""
-    head: Array  # [B, M, C, X]: from the chunk's start up to each token
-    tail: Array  # [B, M, C, X]: from each token to the chunk's end
+    """For channels: for s = BLOCK, 2 BLOCK, .. C/2, over all blocks of `2s` tokens, `[B, blocks, s, X]` from the middle of a block up to each
+    of its later tokens, and from each of its earlier tokens to the middle."""
+    head: Array  # [B, M, C, X]: from the start of the chunk up to each token
+    tail: Array  # [B, M, C, X]: from each token to the end of the chunk
     total: Array  # [B, M, X]
 
 
 def closed(g: Array) -> Array:
-    """Log-decays of at least that of which nothing is left, so that no sum of them is infinite; the gradient of less is zero."""
+    """Log-decays, bounded below by one whose exponential is zero, so that no sum is infinite; the gradient below the bound is zero."""
     info = jnp.finfo(g.dtype)
     return jnp.maximum(g, jnp.asarray(np.log(float(info.smallest_subnormal)) - 1.0, g.dtype))
 
 
 def scalar_decays(g: Array) -> Decays:
-    """Of log-decays `g [B, M, C]`: every sum is a product with zeros and ones."""
+    """Decays from log-decays `g [B, M, C]`; every sum is a product with zeros and ones."""
     size = g.shape[-1]
     i, j, t = (lax.broadcasted_iota(jnp.int32, (size, size, size), axis) for axis in range(3))
     total = lambda pattern, chosen: jnp.einsum(pattern, g, chosen.astype(g.dtype), precision=_EXACT)
@@ -57,7 +57,7 @@ def scalar_decays(g: Array) -> Decays:
 
 
 def channel_decays(g: Array) -> Decays:
-    """Of log-decays `g [B, M, C, X]`."""
+    """Decays from log-decays `g [B, M, C, X]`."""
     logs = blocks_of(g)
     size = logs.shape[2]
     head, tail = _sums(np.tri(size, dtype=bool), logs), _sums(~np.tri(size, dtype=bool), logs)
@@ -75,15 +75,15 @@ def channel_decays(g: Array) -> Decays:
 
 
 def _sums(chosen: Any, logs: Array) -> Array:
-    """The sums of the log-decays that are `chosen [i, t]` for each token `i` of a block."""
-    # As many products as there are blocks: of one for all, the result would have to be transposed.
+    """For each token `i` of a block, the sum of the log-decays selected by `chosen [i, t]`."""
+    # One product per block: the result of a single product for all would have to be transposed.
     chosen = jnp.zeros_like(logs[:, :, :1, :1]) + jnp.asarray(chosen, logs.dtype)[None, None]
     return jnp.einsum("...it,...tx->...ix", chosen, logs, precision=_EXACT)
 
 
 def _over_halves(add: Callable[[Any, Array, Array], Any], first: Any, decays: Decays) -> Any:
-    """`first`, and what `add(sums, factors, pairs)` makes of it for each level within blocks; `factors [B, blocks, BLOCK, X]` are the decays
-    between the tokens and the middles of their blocks, `pairs [i, j]` the tokens of the later and of the earlier halves."""
+    """Applies `add(sums, factors, pairs)` to `first` for each level within blocks. `factors [B, blocks, BLOCK, X]` are the decays between the
+    tokens and the middles of their blocks; `pairs [i, j]` selects tokens of the later and the earlier halves."""
     logs = decays.logs
     assert logs is not None
     levels = [_halves_within(logs.shape[2], 1 << n) for n in range(logs.shape[2].bit_length() - 1)]
@@ -100,8 +100,8 @@ def _over_halves(add: Callable[[Any, Array, Array], Any], first: Any, decays: De
 
 
 def _halves_within(size: int, step: int) -> tuple[np.ndarray, np.ndarray]:
-    """Of blocks of `2 * step` tokens: whose log-decays lie between token `i` and the middle, `[i, t]`; and whether `i` is in the later half
-    of the block that has `j` in its earlier one, `[i, j]`."""
+    """For blocks of `2 * step` tokens: which log-decays lie between token `i` and the middle, `[i, t]`; and whether `i` is in the later half
+    of the block whose earlier half contains `j`, `[i, j]`."""
     i, t = np.arange(size)[:, None], np.arange(size)
     middle = i // (2 * step) * (2 * step) + step
     late = i >= middle
@@ -110,7 +110,7 @@ def _halves_within(size: int, step: int) -> tuple[np.ndarray, np.ndarray]:
 
 
 def decayed_scores(xs: tuple[Array, ...], y: Array, decays: Decays, precision: Any) -> tuple[Array, ...]:
-    """Of each of `xs` `[B, M, C, C]`: sums over channels of `x_i y_j` decayed from `j` to `i`, zero where j > i."""
+    """`[B, M, C, C]` for each of `xs`: sums over channels of `x_i y_j` decayed from `j` to `i`, zero where j > i."""
     dot = lambda x, y: jnp.einsum("...rd,...sd->...rs", x, y, precision=precision)
     x_blocks, y_blocks = [blocks_of(x) for x in xs], blocks_of(y)
     own = np.eye(y_blocks.shape[2], dtype=bool)[None, None]
@@ -133,7 +133,7 @@ def decayed_scores(xs: tuple[Array, ...], y: Array, decays: Decays, precision: A
 
 
 def decayed_mix(scores: Array, v: Array, decays: Decays, precision: Any) -> Array:
-    """`[B, M, C, V]`: sums over `j <= i` of `scores_ij v_j`, the channels of v decayed from `j` to `i`."""
+    """`[B, M, C, V]`: sums over `j <= i` of `scores_ij v_j`, with the channels of v decayed from `j` to `i`."""
     mix = lambda scores, v: jnp.einsum("...rs,...sv->...rv", scores, v, precision=precision)
     v_blocks = blocks_of(v)
     size = v_blocks.shape[2]

@@ -1,4 +1,4 @@
-"""What the delta rule solves in every chunk: systems of unit lower triangular matrices, by blocks that are substituted forward."""
+"""The systems that the delta rule solves in every chunk: unit lower triangular matrices, by blockwise forward substitution."""
 
 from typing import Any
 
@@ -31,7 +31,7 @@ def _apply(matrix: Array, x: Array) -> Array:
 
 
 def _inverse(below: Array) -> Array:
-    """From single tokens up: of two blocks that are inverted, and the square between them, the block of both."""
+    """From single tokens up: the inverse of two blocks together, from their inverses and the square between them."""
     size, block = below.shape[2], min(below.shape[2], BLOCK)
     inverse = _inverse_of_blocks(squares(below, block))
     for step in (block << n for n in range((size // block).bit_length() - 1)):
@@ -42,10 +42,10 @@ def _inverse(below: Array) -> Array:
 
 
 def _inverse_of_blocks(below: Array) -> Array:
-    """The same within `[B, blocks, s, s]`, all squares of a level at once, by one body that a scan repeats."""
+    """The same within `[B, blocks, s, s]`, all squares of a level at once, with one body that a scan repeats."""
     size = below.shape[2]
     i, j = np.arange(size)[:, None], np.arange(size)
-    # Sharded, and varying, as the matrices are.
+    # With the sharding and varying axes of the matrices.
     single = jnp.zeros_like(below) + np.eye(size, dtype=below.dtype)[None, None]
     steps = [1 << n for n in range(size.bit_length() - 1)]
     if not steps:

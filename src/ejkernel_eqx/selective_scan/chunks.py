@@ -1,4 +1,4 @@
-"""Packed sequences cut into chunks that no sequence shares with another."""
+"""Packed sequences split into chunks that belong to one sequence each."""
 
 from typing import NamedTuple
 
@@ -9,17 +9,17 @@ from ..sequences.packing import ended
 
 
 class ChunkTable(NamedTuple):
-    """The chunks of one row of packed sequences: as many as there may be, sequence after sequence, the unused ones last."""
+    """The chunks of one row of packed sequences: the maximum number, sequence by sequence, with unused ones last."""
 
     first: Array  # [S]: the first chunk of each sequence
-    count: Array  # [S]: how many it has
+    count: Array  # [S]: the number of chunks of each sequence
     sequence: Array  # [C]: the sequence of each chunk
     begins: Array  # [C]: whether it is the first of its sequence
-    rows: Array  # [C, L]: the row of each token, the row's length where there is none
+    rows: Array  # [C, L]: the row of each token; the length of the row if there is none
 
 
 def chunk_table(offsets: Array, length: int, size: int) -> ChunkTable:
-    """Of sequences `offsets[s] .. offsets[s + 1]` of a row, in chunks of `size` tokens."""
+    """The chunks of `size` tokens of the sequences `offsets[s] .. offsets[s + 1]` of a row."""
     sequences = offsets.shape[0] - 1
     begin, end = offsets[:-1], offsets[1:]
     count = (end - begin + size - 1) // size

@@ -1,4 +1,4 @@
-"""The family's two kinds of calls, a sequence and a token of every row: their problems and their axes."""
+"""The family's two kinds of calls, sequences and single tokens of every row: their problems and axes."""
 
 from typing import Any
 
@@ -12,11 +12,11 @@ from . import reference
 from .spec import FLOATS, letters_of, ScanArrays, ScanSpec, SHARED, STEP_FLOATS, step_letters_of, StepArrays
 
 OUT_NAME, STATE_NAME, SAVED_NAME = "selective_scan_out", "selective_scan_state", "selective_scan_saved"
-"""Names for `jax.checkpoint_policies.save_only_these_names`: the results, and what only the forward kernels can make again."""
+"""Names for `jax.checkpoint_policies.save_only_these_names`: the results and what only the forward kernels can recompute."""
 
 
 def problem_of(operation: str, arrays: ScanArrays, spec: ScanSpec) -> Problem:
-    """The host metadata of a call; shapes are those seen here, so the local ones inside a partitioned body."""
+    """The host metadata of a call. Shapes are those seen here: inside a partitioned body, the local ones."""
     packed = "offsets" if arrays.offsets is not None else "segments" if arrays.starts is not None else None
     lengths = {"B", "T", *("S" if packed == "offsets" else "")}
     size = letters_of(arrays).sizes(arrays)

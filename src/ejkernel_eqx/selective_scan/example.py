@@ -1,4 +1,4 @@
-"""A problem from a few words, for the command line: sizes by letter and option flags by name."""
+"""Builds a problem for the command line from sizes by letter and option flags by name."""
 
 from collections.abc import Mapping
 from typing import Any
@@ -21,17 +21,17 @@ def example_problem(operation: str, dims: Mapping[str, int], dtype: str, flags: 
 
     **Arguments:**
 
-    - `dims`: `T` (but for a step) and `I` at least; `N` defaults to 16, `B`, `G` and the number `S` of sequences to 1.
-    - `dtype`: of all that has tokens; parameters and states are float32.
-    - `flags`: `softplus`, `D`, `z`, `dt_bias` (all true unless said), `initial_state`, `packed` (`offsets` or `segments`), `step`, `slots` (a
+    - `dims`: at least `T` (except for a step) and `I`; `N` defaults to 16, `B`, `G` and the number `S` of sequences to 1.
+    - `dtype`: the dtype of all arrays over tokens; parameters and states are float32.
+    - `flags`: `softplus`, `D`, `z`, `dt_bias` (all true by default), `initial_state`, `packed` (`offsets` or `segments`), `step`, `slots` (a
         step on a pool of states).
 
-    Raises `ValueError` for a name that is none of these, a missing size, or sizes that do not fit.
+    Raises `ValueError` for an unknown name, a missing size, or sizes that do not fit together.
     """
     given = read_flags(flags, _CHOICES)
     size = read_sizes(dims, {"T": 1 if given["step"] else None, "I": None, "B": 1, "N": 16, "G": 1, "S": 1})
     if size["I"] % size["G"]:
-        raise ValueError(f"dims: expected G a divisor of I, received I={size['I']}, G={size['G']}.")
+        raise ValueError(f"dims: expected G to be a divisor of I, received I={size['I']}, G={size['G']}.")
     wide = wide_dtype(dtype)
     dtypes = {"x": dtype, "dt": dtype, "A": wide, "B": dtype, "C": dtype}
     dtypes |= {name: dtype if name == "z" else wide for name in ("D", "z", "dt_bias") if given[name]}

@@ -1,4 +1,4 @@
-"""The selective scan as it is written, token by token: the oracle of every test, in float64 if given float64."""
+"""The selective scan token by token, as in its equation: the oracle of every test, in float64 for float64 inputs."""
 
 from typing import Any
 
@@ -22,7 +22,7 @@ def time_step(dt: Array, bias: Array | None, softplus: bool, wide: Any) -> Array
 
 
 def scan(arrays: ScanArrays, spec: ScanSpec) -> tuple[Array, Array]:
-    """`out [*, T, I]` and `final_state`, in float32, or float64 for float64 operands."""
+    """`out [*, T, I]` and `final_state`, in float32 (float64 for float64 operands)."""
     call = _packed if arrays.offsets is not None else _row
     for level in range(arrays.x.ndim - 2):
         axes: dict[str, Any] = {
@@ -61,7 +61,7 @@ def _row(arrays: ScanArrays, spec: ScanSpec) -> tuple[Array, Array]:
 
 
 def _packed(arrays: ScanArrays, spec: ScanSpec) -> tuple[Array, Array]:
-    """One row of packed sequences, each as a row in which all other tokens are padding."""
+    """One row of packed sequences, each treated as a row in which all other tokens are padding."""
     offsets = arrays.offsets
     assert offsets is not None
     tokens = jnp.arange(arrays.x.shape[0], dtype=jnp.int32)
@@ -79,7 +79,7 @@ def _packed(arrays: ScanArrays, spec: ScanSpec) -> tuple[Array, Array]:
 
 
 def step(arrays: StepArrays, spec: ScanSpec) -> tuple[Array, Array]:
-    """`out [*, B, I]` and the new states, by the recurrence of one token."""
+    """`out [*, B, I]` and the new states, by the recurrence for one token."""
     wide, pool, indices = accumulator(arrays.x.dtype), arrays.state, arrays.indices
     lead = pool.ndim - 3
     state = pool if indices is None else over(lead, _take)(pool, jnp.maximum(indices, 0))

@@ -1,4 +1,4 @@
-"""Representative inputs of a selective scan, made from a problem's description alone: a call with them is of that very problem."""
+"""Representative inputs of a selective scan, generated from a problem's description alone, such that a call with them has that problem."""
 
 import functools
 from typing import Any
@@ -13,7 +13,7 @@ from ..dispatch import Problem
 from .spec import ScanArrays, ScanSpec, StepArrays
 
 TIME_STEP = 0.02
-"""About what a time step is in a layer."""
+"""A typical time step of a layer."""
 
 
 def spec_of(problem: Problem) -> ScanSpec:
@@ -22,7 +22,7 @@ def spec_of(problem: Problem) -> ScanSpec:
 
 
 def make_inputs(problem: Problem, seed: int) -> Inputs:
-    """Fresh for every seed: random values, documents of varied lengths."""
+    """New inputs for every seed: random values, documents of various lengths."""
     inputs = _random(problem, seed)
     rng = np.random.default_rng(seed)
     arrays, batch, length = inputs.arrays, problem.dim("B"), problem.dim("T")
@@ -52,7 +52,7 @@ def _random(problem: Problem, seed: Any) -> Inputs:
 
 
 def make_step_inputs(problem: Problem, seed: int) -> StepArrays:
-    """One token of every row; with slots, every row has one of its own."""
+    """One token per row; with slots, every row has its own."""
     draw, batch = _Draw(problem, seed), problem.dim("B")
     slots = problem.dim("slots") if problem.flag("slots") else batch
     indices = jax.random.permutation(draw.key(), slots)[:batch].astype(jnp.int32)
@@ -64,10 +64,10 @@ def make_step_inputs(problem: Problem, seed: int) -> StepArrays:
 
 
 class _Draw:
-    """Random arrays of a problem's sizes and dtypes."""
+    """Random arrays with the sizes and dtypes of a problem."""
 
     def __init__(self, problem: Problem, seed: Any):
-        # A generator that compiles and runs fast: what it gives on another kind of device is of no account here.
+        # A generator that compiles and runs fast; its values need not be the same on every kind of device.
         self._keys = iter(jax.random.split(jax.random.key(seed, impl="rbg"), 16))
         self._problem = problem
         is_double = problem.dtype("x") == "float64"
@@ -77,12 +77,12 @@ class _Draw:
         return next(self._keys)
 
     def normal(self, name: str, *shape: int) -> Array:
-        """In the dtype that the problem has for `name`, or float32."""
+        """Normal values in the problem's dtype for `name`, or float32."""
         dtypes = dict(self._problem.dtypes)
         return jax.random.normal(self.key(), shape, self._wide).astype(dtypes.get(name, self._wide))
 
     def operands(self, lead: tuple[int, ...]) -> dict[str, Any]:
-        """Time steps about `TIME_STEP`, rates of 1 to N: a state forgets in tens to hundreds of tokens."""
+        """Operands with time steps around `TIME_STEP` and rates from 1 to N, so that states decay within tens to hundreds of tokens."""
         problem, channels, states = self._problem, self._problem.dim("I"), self._problem.dim("N")
         projection = (*lead, problem.dim("G"), states)
         steps = TIME_STEP * jnp.exp(0.5 * jax.random.normal(self.key(), (*lead, channels), self._wide))

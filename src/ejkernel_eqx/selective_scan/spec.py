@@ -1,6 +1,6 @@
-"""What one call of a selective scan is, once every option, default and layout has been resolved.
+"""The description of a call of a selective scan once every option, default and layout has been resolved.
 
-Everything below the public operation (the reference, XLA, Triton) speaks these types only. Letters: `B` batch, `T` tokens,
+Everything below the public operation (the reference, XLA, Triton) uses only these types. Letters: `B` batch, `T` tokens,
 `I` channels, `G` groups of channels, `N` state size of a channel, `S` packed sequences. Channel `i` reads group `i // (I / G)`.
 """
 
@@ -17,21 +17,21 @@ from ..core.letters import Letters
 class ScanSpec:
     r"""The static half of a call.
 
-    With the time step $\Delta_t$ = `dt` `+ dt_bias`, through a softplus where asked for,
+    With the time step $\Delta_t$ = `dt` `+ dt_bias`, optionally passed through a softplus,
 
     $$h_t = e^{\Delta_t A} \odot h_{t-1} + \Delta_t x_t B_t^\top, \qquad y_t = (h_t C_t + D \odot x_t) \odot \mathrm{silu}(z_t) .$$
     """
 
     softplus: bool
     state_dtype: str = "float32"
-    """Of the states that go in and out: float32, bfloat16 (storage only), float64 for float64 operands."""
+    """Dtype of initial and final states: float32, bfloat16 (storage only), or float64 for float64 operands."""
 
 
 class ScanArrays(NamedTuple):
     """The arrays of a call; `*` are the leading axes, the same for all that have them.
 
-    Tokens that are padding have been made harmless before: `dt` is `NO_TIME`, whatever bias comes to it, which makes a time step of 0,
-    and all else is 0. `starts` and `offsets` exclude each other.
+    Padding tokens are already neutralised: `dt` is `NO_TIME`, which makes the time step 0 with any bias, and everything else is 0.
+    `starts` and `offsets` are mutually exclusive.
     """
 
     x: Array  # [*, T, I]
@@ -42,7 +42,7 @@ class ScanArrays(NamedTuple):
     D: Array | None = None  # [I]
     z: Array | None = None  # [*, T, I], any float dtype
     dt_bias: Array | None = None  # [I]
-    initial_state: Array | None = None  # [*, I, N]; with offsets [*, S, I, N]; the state dtype
+    initial_state: Array | None = None  # [*, I, N]; with offsets [*, S, I, N]; in the state dtype
     starts: Array | None = None  # int32 [*, T], as in `recurrence.spec.RecurrenceArrays`
     offsets: Array | None = None  # int32 [*, S + 1], as there
 
@@ -62,7 +62,7 @@ _TOKEN_LETTERS = {
 
 @functools.cache
 def letters(rows: str, packed: str | None = None) -> Letters:
-    """Of a sequence. Channels do not mix: they may be split as heads are."""
+    """The axes of a call on sequences. Channels are independent and may be split like heads."""
     state = "S I N" if packed == "offsets" else "I N"
     more = {"initial_state": state, "final_state": state, "starts": rows, "offsets": "S+1"}
     return Letters.of({name: axes.format(rows) for name, axes in _TOKEN_LETTERS.items()} | more, heads="I G")
@@ -70,7 +70,7 @@ def letters(rows: str, packed: str | None = None) -> Letters:
 
 @functools.cache
 def step_letters(rows: str, slots: str) -> Letters:
-    """Of one token of every row."""
+    """The axes of a call on one token per row."""
     more = {"state": f"{slots} I N", "indices": rows}
     return Letters.of({name: axes.format(rows) for name, axes in _TOKEN_LETTERS.items()} | more, heads="I G")
 
@@ -80,15 +80,15 @@ def letters_of(arrays: "ScanArrays") -> Letters:
 
 
 def step_letters_of(arrays: "StepArrays") -> Letters:
-    """Rows with a state each are split over devices as leading axes are; a pool of states is everyone's."""
+    """Rows with their own states are split over devices like leading axes; a pool of states is replicated."""
     return step_letters("b", "b") if arrays.indices is None else step_letters("rows", "slots")
 
 
 NO_TIME = -65504.0
-"""A `dt` of at most this is a time step of 0: the least that float16 holds, and finite, as `jax_debug_infs` wants what is kept for a gradient."""
+"""A `dt` of at most this means a time step of 0. It is the smallest float16 and finite, because `jax_debug_infs` checks residuals too."""
 
 FLOATS = ("x", "dt", "A", "B", "C", "D", "z", "dt_bias", "initial_state")
-"""The arrays that gradients are taken in."""
+"""The arrays that have gradients."""
 
 SHARED = frozenset({"A", "D", "dt_bias"})
 """The arrays without leading axes."""
@@ -98,12 +98,13 @@ PART = 256
 
 
 def parts_of(channels: int, groups: int) -> int:
-    """In how many parts of `PART` channels the gradients of `B` and `C` leave the kernels: a mesh that splits the channels adds them up."""
+    """The number of parts, of `PART` channels each, in which kernels return the gradients of `B` and `C`; a mesh that splits the channels
+    sums them."""
     return channels // PART if groups == 1 and channels % PART == 0 else 1
 
 
 class StepArrays(NamedTuple):
-    """One token of every row; `state` may be a pool of slots."""
+    """One token per row; `state` may be a pool of slots."""
 
     x: Array  # [*, B, I]
     dt: Array  # [*, B, I]
@@ -114,7 +115,9 @@ class StepArrays(NamedTuple):
     D: Array | None = None  # [I]
     z: Array | None = None  # [*, B, I]
     dt_bias: Array | None = None  # [I]
-    indices: Array | None = None  # int32 [*, B]: slot of each row; -1: output 0, nothing written
+    indices: Array | None = (
+        None  # int32 [*, B]: the slot of each row; for -1 the output is 0 and nothing is written
+    )
 
 
 STEP_FLOATS = ("x", "dt", "A", "B", "C", "state", "D", "z", "dt_bias")

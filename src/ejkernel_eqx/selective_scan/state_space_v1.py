@@ -21,7 +21,7 @@ register("state_space_v1", __package__)
 
 
 class _Inputs(NamedTuple):
-    """The operands of a call, of a sequence or a step."""
+    """The operands of a call on sequences or of a step."""
 
     x: Any
     dt: Any
@@ -34,15 +34,15 @@ class _Inputs(NamedTuple):
 
 
 class StateSpaceV1(Kernel):
-    r"""The selective scan of Mamba-1: a state of $N$ numbers a channel, each with its own decay.
+    r"""The selective scan of Mamba-1: a state of $N$ numbers per channel, each with its own decay.
 
     $$h_t = e^{\Delta_t A} \odot h_{t-1} + \Delta_t x_t B_t^\top, \qquad y_t = (h_t C_t + D \odot x_t) \odot \mathrm{silu}(z_t)$$
 
-    with the time step $\Delta_t$ = `dt` `+ dt_bias`, through a softplus where `dt_softplus`; without `D` or `z` their part is left out.
-    The $I$ channels are in `num_groups` groups, of which each has its own $B$ and $C$. Memory is linear in `T I`, also of the gradient: the states
-    are made again, not stored.
+    with the time step $\Delta_t$ = `dt` `+ dt_bias`, passed through a softplus if `dt_softplus`. `D` and `z` are optional; without them
+    their terms are omitted. The $I$ channels form `num_groups` groups, each with its own $B$ and $C$. Memory is linear in `T I`, including the
+    gradient's: states are recomputed, not stored.
 
-    Platforms and derivatives: as [`ejkernel_eqx.GatedLinearAttention`][].
+    Platforms and derivatives: as for [`ejkernel_eqx.GatedLinearAttention`][].
 
     Source: Gu & Dao, *Mamba: Linear-Time Sequence Modeling with Selective State Spaces* (2023), section 3.
     """
@@ -68,10 +68,10 @@ class StateSpaceV1(Kernel):
     ):
         """**Arguments:**
 
-        - `dt_softplus`: the time step is the softplus of `dt + dt_bias`.
-        - `num_groups`: groups of channels; with more than one, `B` and `C` have an axis of groups.
+        - `dt_softplus`: apply a softplus to `dt + dt_bias`.
+        - `num_groups`: number of channel groups; with more than one, `B` and `C` have a group axis.
         - `reverse`, `state_dtype`, `platform`, `config`: as in [`ejkernel_eqx.GatedLinearAttention`][].
-        - `tune_for`: `(x, dt, A, B, C)` or [`ejkernel_eqx.inputs`][]`(x, dt, A, B, C, D=D, ...)`: settle the choice for these now.
+        - `tune_for`: `(x, dt, A, B, C)` or [`ejkernel_eqx.inputs`][]`(x, dt, A, B, C, D=D, ...)`: fix the choice for these inputs now.
         """
         if num_groups < 1:
             raise ValueError(f"num_groups: expected a positive number, received {num_groups}.")
@@ -98,7 +98,7 @@ class StateSpaceV1(Kernel):
     ) -> tuple[Array, Array]:
         """**Arguments:**
 
-        - `x`: `[..., T, I]`, any number of leading axes. bf16, f16, f32 (f64 on XLA).
+        - `x`: `[..., T, I]` with any number of leading axes; bf16, f16, f32 (f64 on XLA).
         - `dt`, `z`: `[..., T, I]`, any float dtype.
         - `A`: `[I, N]`, negative; `D`, `dt_bias`: `[I]`; any float dtype.
         - `B`, `C`: `[..., T, N]`, or `[..., T, G, N]` with `num_groups` above one; any float dtype.
@@ -106,8 +106,8 @@ class StateSpaceV1(Kernel):
         - `cu_seqlens` `[S + 1]`, `segment_ids`, `state_indices`: packed sequences, padding, and a pool of states `[slots, I, N]`, as in
             [`ejkernel_eqx.GatedLinearAttention`][].
 
-        **Returns:** `(y, final_state)`: `[..., T, I]` in the dtype of `x`, and the state after the last token, as `initial_state`. Raises as
-        [`ejkernel_eqx.GatedLinearAttention`][].
+        **Returns:** `(y, final_state)`: `[..., T, I]` in the dtype of `x`, and the state after the last token, in the shape of `initial_state`.
+        Raises the errors of [`ejkernel_eqx.GatedLinearAttention`][].
         """
         frame = frame_of(x, "x", "I", cu_seqlens, segment_ids, self.reverse, state_indices)
         operands, packing = self._operands(frame, _Inputs(x, dt, A, B, C, D, z, dt_bias)), frame.packing
@@ -140,8 +140,8 @@ class StateSpaceV1(Kernel):
         dt_bias: Float[Array, "..."] | None = None,
         state_indices: Int[Array, "..."] | None = None,
     ) -> tuple[Array, Array]:
-        """One token of every row, for decoding: arguments as in a call, without the axis of tokens; `state` `[..., I, N]`, `state_indices` and
-        results as in [`ejkernel_eqx.GatedLinearAttention.step`][]."""
+        """Processes one token per row, for decoding. Arguments are those of a call without the token axis; `state` is `[..., I, N]`,
+        `state_indices` and results as in [`ejkernel_eqx.GatedLinearAttention.step`][]."""
         frame = step_frame_of(x, "x", "I", state_indices)
         operands = self._operands(frame, _Inputs(x, dt, A, B, C, D, z, dt_bias))
         state, indices = frame.row_states(state, operands["A"].shape, "I N")
@@ -153,7 +153,7 @@ class StateSpaceV1(Kernel):
         return frame.from_rows(step(self.plan, self.operation, arrays, ScanSpec(self.dt_softplus)))
 
     def _operands(self, frame: Frame, inputs: _Inputs) -> dict[str, Any]:
-        """All operands, checked, their padding zero, `B` and `C` with an axis of groups."""
+        """All operands, checked, with zero padding and a group axis in `B` and `C`."""
         x = frame.main("x", inputs.x, (None,), "I")
         channels = x.shape[-1]
         A = fitting("A", inputs.A, (channels, None), "I N")

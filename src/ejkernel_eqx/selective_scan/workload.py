@@ -1,4 +1,4 @@
-"""What the tuner needs of a selective scan: representative work and its cost."""
+"""What the tuner needs from a selective scan: representative work and its cost."""
 
 import functools
 import math
@@ -9,7 +9,7 @@ from .core import SCAN, STEP
 from .example import example_problem as example_problem
 from .samples import make_inputs, make_step_inputs, spec_of
 
-_FLOPS = 7.0  # of a state and token: an exponential (counted as two), the decay, the write and the read
+_FLOPS = 7.0  # per state and token: an exponential (counted as two), the decay, the write and the read
 
 
 def workload(implementation: Implementation, problem: Problem) -> Workload:

@@ -1,7 +1,7 @@
-"""The selective scan in plain XLA: a scan over chunks of a scan over tokens, of which the gradient keeps one state a chunk.
+"""The selective scan in plain XLA: a scan over chunks of a scan over tokens, whose gradient keeps one state per chunk.
 
-The state of a row lies as `[N, I]`, and what sums over states is a product of matrices: a sum fused with the exponentials would compute
-each of them many times.
+The state of a row is laid out as `[N, I]`, and sums over states are matrix products, because a sum fused with the exponentials would
+compute each of them many times.
 """
 
 import dataclasses
@@ -24,7 +24,7 @@ from .spec import ScanArrays, ScanSpec, SHARED, StepArrays
 
 @dataclasses.dataclass(frozen=True)
 class XlaConfig:
-    """The gradient keeps the state before every `chunk_size` tokens, and makes those of one chunk at a time again."""
+    """The gradient keeps the state before every `chunk_size` tokens, and recomputes those of one chunk at a time."""
 
     chunk_size: int = 32
 
@@ -37,7 +37,7 @@ config_type = XlaConfig
 
 
 def unsupported(problem: Any, device: Any) -> str | None:
-    """Why this platform cannot serve the problem: it serves all."""
+    """Why this platform cannot serve the problem: never, it supports all."""
     return None
 
 
@@ -57,7 +57,7 @@ def apply(arrays: ScanArrays, spec: ScanSpec, config: XlaConfig) -> tuple[Array,
 
 
 def _over_leading(call: Callable[[ScanArrays], Any], arrays: ScanArrays, lead: int) -> Any:
-    """A function of one row over any number of leading axes; an axis of one row costs no batched products."""
+    """Maps a function of one row over any number of leading axes; an axis of size one does not need batched products."""
     if lead == 0:
         return call(arrays)
     only = arrays.x.shape[0] == 1
@@ -114,12 +114,12 @@ def _chunked(tokens: Tokens, A: Array, state: Array, fresh: Array | None, size: 
 
 
 def _pad(x: Array, count: int) -> Array:
-    """With tokens of no time step at the end."""
+    """Pads the end with tokens whose time step is zero."""
     return jnp.pad(x, ((0, count), *((0, 0),) * (x.ndim - 1)))
 
 
 def _packed(tokens: Tokens, A: Array, states: Array, offsets: Array, size: int) -> tuple[Array, Array]:
-    """Of packed sequences with their first states `[S, G, N, I / G]`: chunks that no sequence shares, one after the other."""
+    """Packed sequences with initial states `[S, G, N, I / G]`, in chunks of one sequence each, one after the other."""
     length = tokens[0].shape[0]
     size = least(size, length)
     table = chunk_table(offsets, length, size)
@@ -152,7 +152,7 @@ def _token(A: Array, state: Array, at: Tokens) -> tuple[Array, Array]:
 def _group(
     fresh: Array | None, A: Array, state: Array, dt: Array, write: Array, B: Array, C: Array
 ) -> tuple[Array, Array]:
-    """One token of one group: state `[N, I]`."""
+    """One token of one group, with a state `[N, I]`."""
     decay = jnp.exp(like(dt, A) * A)
     decay = decay if fresh is None else jnp.where(fresh, jnp.zeros((), decay.dtype), decay)
     state = decay * state + like(write, state) * B[:, None]

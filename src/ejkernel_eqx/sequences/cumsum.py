@@ -1,4 +1,4 @@
-"""Cumulative sums that begin anew at every chunk or sequence: what gated recurrences make of their log-decays."""
+"""Cumulative sums that restart at every chunk or sequence, as gated recurrences compute from their log-decays."""
 
 import operator
 from typing import Any
@@ -21,23 +21,23 @@ def chunk_local_cumsum(
     cu_seqlens: Any | None = None,
     segment_ids: Any | None = None,
 ) -> Float[Array, "..."]:
-    r"""Sums from the beginning of each chunk: $y_t = \sum_{s = b(t)}^{t} x_s$, where $b(t)$ is the first token of $t$'s chunk.
+    r"""Cumulative sums from the beginning of each chunk: $y_t = \sum_{s = b(t)}^{t} x_s$, where $b(t)$ is the first token of $t$'s chunk.
 
-    With `reverse`, sums to its end: $y_t = \sum_{s=t}^{e(t)} x_s$, $e(t)$ the chunk's last token. Chunks are counted from the
-    beginning of each sequence either way and never cross into the next; the last chunk of a sequence may be short.
+    With `reverse`, sums to its end: $y_t = \sum_{s=t}^{e(t)} x_s$, where $e(t)$ is the chunk's last token. Either way, chunks are counted
+    from the beginning of each sequence and never extend into the next; the last chunk of a sequence may be short.
 
     **Arguments:**
 
-    - `x`: floats; `axis` is the one of tokens, of `T`.
-    - `chunk_size`: tokens a chunk; static.
-    - `cu_seqlens`: offsets of packed sequences, ints `[N + 1]`, for all rows alike; or
+    - `x`: floats; `axis` is the token axis, of length `T`.
+    - `chunk_size`: tokens per chunk; static.
+    - `cu_seqlens`: offsets of packed sequences, ints `[N + 1]`, the same for all rows; or
     - `segment_ids`: ints that broadcast to the axes of `x` up to `axis`, such as `[B, T]` or `[T]`; each run of equal ids is a
-        sequence, negative ids are padding. Give one of the two or none, which is one sequence.
+        sequence, negative ids are padding. Pass at most one of the two; without either, the row is one sequence.
 
-    **Returns:** the shape of `x`, float32 (float64 for float64), in which sums are taken too. Padding gives 0, whatever it holds,
-    and gets a gradient of 0.
+    **Returns:** an array in the shape of `x`, computed in float32 (float64 for float64). Outputs at padding are 0 even if it holds NaN, and
+    its gradient is 0.
 
-    **Raises:** `ValueError` for what does not fit.
+    **Raises:** `ValueError` for invalid arguments.
     """
     x, axis = _check(x, axis)
     size = min(read_count("chunk_size", chunk_size, least=1), max(x.shape[axis], 1))
@@ -56,12 +56,11 @@ def chunk_global_cumsum(
     cu_seqlens: Any | None = None,
     segment_ids: Any | None = None,
 ) -> Float[Array, "..."]:
-    r"""Sums from the beginning of each sequence: $y_t = \sum_{s = b(t)}^{t} x_s$, where $b(t)$ is its first token.
+    r"""Cumulative sums from the beginning of each sequence: $y_t = \sum_{s = b(t)}^{t} x_s$, where $b(t)$ is its first token.
 
-    With `reverse`, sums to its end. Nothing is summed across sequences, so that neither the size nor a NaN of one reaches
-    another.
+    With `reverse`, sums to its end. Nothing is summed across sequences, so neither large values nor NaNs of one affect another.
 
-    **Arguments**, **returns**, **raises:** as [`ejkernel_eqx.sequences.chunk_local_cumsum`][], without `chunk_size`.
+    **Arguments**, **returns**, **raises:** as for [`ejkernel_eqx.sequences.chunk_local_cumsum`][], without `chunk_size`.
     """
     x, axis = _check(x, axis)
     if cu_seqlens is None and segment_ids is None:
@@ -70,25 +69,25 @@ def chunk_global_cumsum(
 
 
 def _check(x: Any, axis: int) -> tuple[Array, int]:
-    """`x` in the dtype to sum in, and the axis from the front."""
+    """`x` in the dtype of the sums, and the axis counted from the front."""
     x = jnp.asarray(x)
     if not jnp.issubdtype(x.dtype, jnp.floating):
         raise ValueError(f"x: expected floats, received dtype {x.dtype}; cast it first.")
     axis = operator.index(axis)
     if not -x.ndim <= axis < x.ndim:
-        raise ValueError(f"axis: expected an axis of x, which has {x.ndim}, received {axis}.")
+        raise ValueError(f"axis: expected an axis of x, which has {x.ndim} axes, received {axis}.")
     return x.astype(jnp.float64 if x.dtype == jnp.float64 else jnp.float32), axis % x.ndim
 
 
 def _spans(x: Array, axis: int, cu_seqlens: Any | None, segment_ids: Any | None) -> Spans:
     length = x.shape[axis]
     if cu_seqlens is not None and segment_ids is not None:
-        raise ValueError("segment_ids: expected None with cu_seqlens, received both; give one of the two.")
+        raise ValueError("segment_ids: expected None with cu_seqlens, received both; pass one of the two.")
     if cu_seqlens is not None:
         offsets = read_offsets(cu_seqlens, length)
         if offsets.ndim != 1:
             raise ValueError(
-                f"cu_seqlens: expected offsets [N + 1] for all rows, received shape {offsets.shape}; jax.vmap over rows that differ."
+                f"cu_seqlens: expected offsets [N + 1] for all rows, received shape {offsets.shape}; use jax.vmap for rows with different offsets."
             )
         return spans_of_offsets(offsets, length)
     if segment_ids is None:
@@ -99,7 +98,7 @@ def _spans(x: Array, axis: int, cu_seqlens: Any | None, segment_ids: Any | None)
     if ids.shape[-1] != length or not _broadcasts(ids.shape, rows):
         raise ValueError(
             f"segment_ids: expected a shape that broadcasts to {rows}, the axes of x up to axis={axis}, received {ids.shape}; "
-            "move the axis of tokens behind those that have ids of their own."
+            "move the token axis after the axes that have their own ids."
         )
     return spans_of_ids(ids)
 
@@ -111,10 +110,10 @@ def _broadcasts(shape: tuple[int, ...], whole: tuple[int, ...]) -> bool:
 
 
 def _within(x: Array, axis: int, spans: Spans, longest: int, reverse: bool) -> Array:
-    """Sums within `spans`, of which none is longer than `longest`.
+    """Cumulative sums within `spans`, none longer than `longest`.
 
-    Each round adds the partial sum that ends (begins) where this one begins (ends), and doubles what they span. Unlike the
-    difference of two sums over everything, it never adds and takes away what is in other spans.
+    Each round adds the partial sum that ends (begins) where this one begins (ends), which doubles their span. Unlike a difference
+    of two global sums, this never adds and subtracts values of other spans.
     """
     length = x.shape[axis]
     index = like(jnp.arange(length, dtype=jnp.int32), spans.start)
@@ -129,7 +128,7 @@ def _within(x: Array, axis: int, spans: Spans, longest: int, reverse: bool) -> A
 
 
 def _shifted(x: Array, axis: int, shift: int, reverse: bool) -> Array:
-    """Token `t - shift` (`t + shift`) at place `t`, 0 where there is none."""
+    """Token `t - shift` (`t + shift`) at position `t`, 0 if there is none."""
     kept = x.shape[axis] - shift
     zeros = jnp.zeros_like(jax.lax.slice_in_dim(x, 0, shift, axis=axis))
     first = shift if reverse else 0

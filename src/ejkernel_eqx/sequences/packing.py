@@ -1,7 +1,7 @@
-"""Packed sequences said in two ways, offsets `cu_seqlens [..., N + 1]` and `segment_ids [..., T]`, and what follows from them.
+"""Conversions between the two descriptions of packed sequences, offsets `cu_seqlens [..., N + 1]` and `segment_ids [..., T]`.
 
-Sizes are static, so that all of it runs under `jit`. What depends on values is checked where the values are known, outside of
-transformations, and inside on request ([`ejkernel_eqx.check_values`][]); else a docstring says what comes out there.
+Sizes are static, so everything runs under `jit`. Values are checked when they are known (outside of transformations), and inside
+transformations on request ([`ejkernel_eqx.check_values`][]); otherwise the docstrings define the results.
 """
 
 from typing import Any, NamedTuple
@@ -17,7 +17,7 @@ from .._values import check_int32, check_offsets, known, shown
 
 
 class Spans(NamedTuple):
-    """Of every token: its sequence's first token, one past the last, and whether it is no padding. Each `[..., T]`."""
+    """For every token: its sequence's first token, one past its last, and whether the token is not padding. Each `[..., T]`."""
 
     start: Array
     end: Array
@@ -25,23 +25,24 @@ class Spans(NamedTuple):
 
 
 class ChunkIndices(NamedTuple):
-    """Chunk `m` is number `chunk[m]` of sequence `sequence[m]`; both are -1 where there is none. Each int32 `[..., max_chunks]`."""
+    """Chunk `m` is chunk `chunk[m]` of sequence `sequence[m]`; both are -1 for unused entries. Each int32 `[..., max_chunks]`."""
 
     sequence: Int[Array, "... chunks"]
     chunk: Int[Array, "... chunks"]
 
 
 def cu_seqlens_to_segment_ids(cu_seqlens: Any, total: int) -> Int[Array, "... total"]:
-    r"""The number of every token's sequence: $\text{id}_t = n$ where $c_n \le t < c_{n+1}$, and -1 before $c_0$ and from $c_N$ on.
+    r"""The index of every token's sequence: $\text{id}_t = n$ where $c_n \le t < c_{n+1}$, and -1 before $c_0$ and from $c_N$ on.
 
     **Arguments:**
 
-    - `cu_seqlens`: offsets $c$, ints `[..., N + 1]` that never decrease. A sequence without tokens takes a number and no token.
-    - `total`: how many tokens there are, padding included; static.
+    - `cu_seqlens`: offsets $c$, non-decreasing ints `[..., N + 1]`. An empty sequence has an index but no tokens.
+    - `total`: number of tokens, including padding; static.
 
     **Returns:** int32 `[..., total]`.
 
-    **Raises:** `ValueError` for another shape or dtype; for offsets that decrease or leave `0 .. total`, where their values are known.
+    **Raises:** `ValueError` for an invalid shape or dtype, and for offsets that decrease or are outside `0 .. total` when their values are
+    known (outside `jit`).
     """
     offsets = read_offsets(cu_seqlens, read_count("total", total))
     number, real = _numbers(offsets, total)
@@ -51,19 +52,19 @@ def cu_seqlens_to_segment_ids(cu_seqlens: Any, total: int) -> Int[Array, "... to
 def segment_ids_to_cu_seqlens(segment_ids: Any, max_segments: int) -> Int[Array, "... offsets"]:
     """Where each run of equal, non-negative ids begins, and where the last one ends.
 
-    Ids need not be consecutive nor sorted: every run is a sequence, also if its id was there before. Negative ids are padding,
-    which offsets can leave out only before the first sequence and after the last one.
+    Ids need not be consecutive or sorted: every run is a sequence, even if its id occurred before. Negative ids are padding,
+    which offsets can exclude only before the first sequence and after the last one.
 
     **Arguments:**
 
     - `segment_ids`: ints `[..., T]`.
-    - `max_segments`: how many sequences there may be; static.
+    - `max_segments`: maximum number of sequences; static.
 
-    **Returns:** int32 `[..., max_segments + 1]`; sequences that are not there repeat the last offset.
+    **Returns:** int32 `[..., max_segments + 1]`; unused entries repeat the last offset.
 
-    **Raises:** `ValueError` for another shape or dtype; for more than `max_segments` runs, or padding between two of them, where
-    the values are known. Inside `jit` they are not: runs past `max_segments` become padding, and padding between sequences is a
-    sequence of its own, so that no token ever joins another's sequence.
+    **Raises:** `ValueError` for an invalid shape or dtype, and for more than `max_segments` runs or padding between two of them when
+    the values are known (outside `jit`). Inside `jit`, runs past `max_segments` become padding, and padding between sequences becomes
+    a sequence of its own, so that tokens never join another sequence.
     """
     ids = read_ids(segment_ids)
     read_count("max_segments", max_segments)
@@ -73,58 +74,58 @@ def segment_ids_to_cu_seqlens(segment_ids: Any, max_segments: int) -> Int[Array,
 
 
 def segment_positions(segment_ids: Any) -> Int[Array, "... T"]:
-    """Each token's place within its run of equal ids, from 0; 0 for padding (negative ids).
+    """Each token's position within its run of equal ids, from 0; 0 for padding (negative ids).
 
     **Arguments:** `segment_ids`: ints `[..., T]`.
 
     **Returns:** int32 `[..., T]`.
 
-    **Raises:** `ValueError` for another shape or dtype.
+    **Raises:** `ValueError` for an invalid shape or dtype.
     """
     return _positions(spans_of_ids(read_ids(segment_ids)))
 
 
 def positions_from_cu_seqlens(cu_seqlens: Any, total: int) -> Int[Array, "... total"]:
-    r"""Each token's place within its sequence: $t - c_n$ where $c_n \le t < c_{n+1}$; 0 for padding.
+    r"""Each token's position within its sequence: $t - c_n$ where $c_n \le t < c_{n+1}$; 0 for padding.
 
-    **Arguments:** as [`ejkernel_eqx.sequences.cu_seqlens_to_segment_ids`][].
+    **Arguments:** as for [`ejkernel_eqx.sequences.cu_seqlens_to_segment_ids`][].
 
     **Returns:** int32 `[..., total]`.
 
-    **Raises:** as [`ejkernel_eqx.sequences.cu_seqlens_to_segment_ids`][].
+    **Raises:** as for [`ejkernel_eqx.sequences.cu_seqlens_to_segment_ids`][].
     """
     return _positions(spans_of_offsets(read_offsets(cu_seqlens, read_count("total", total)), total))
 
 
 def sequence_lengths(cu_seqlens: Any) -> Int[Array, "... sequences"]:
-    """How many tokens each sequence has: the differences of its offsets.
+    """The number of tokens of each sequence: the differences of its offsets.
 
-    **Arguments:** `cu_seqlens`: ints `[..., N + 1]`. Of segment ids: `sequence_lengths(segment_ids_to_cu_seqlens(ids, N))`.
+    **Arguments:** `cu_seqlens`: ints `[..., N + 1]`. For segment ids: `sequence_lengths(segment_ids_to_cu_seqlens(ids, N))`.
 
     **Returns:** int32 `[..., N]`.
 
-    **Raises:** `ValueError` for another shape or dtype; for offsets that decrease, where their values are known.
+    **Raises:** `ValueError` for an invalid shape or dtype, and for offsets that decrease when their values are known (outside `jit`).
     """
     offsets = read_offsets(cu_seqlens)
     return offsets[..., 1:] - offsets[..., :-1]
 
 
 def chunk_indices(cu_seqlens: Any, chunk_size: int, max_chunks: int) -> ChunkIndices:
-    r"""Which sequence each chunk belongs to, and its number there; chunks begin anew with every sequence.
+    r"""Which sequence each chunk belongs to, and its index there; chunks restart with every sequence.
 
-    Sequence $n$ has $\lceil (c_{n+1} - c_n) / \text{chunk\_size} \rceil$ chunks, of which the last may be short. So chunk $m$
+    Sequence $n$ has $\lceil (c_{n+1} - c_n) / \text{chunk\_size} \rceil$ chunks, the last of which may be short. So chunk $m$
     begins at token `cu_seqlens[sequence[m]] + chunk[m] * chunk_size`.
 
     **Arguments:**
 
     - `cu_seqlens`: offsets, ints `[..., N + 1]`.
-    - `chunk_size`: tokens a chunk; static.
-    - `max_chunks`: how many chunks there may be; static. `total // chunk_size + N` always suffices.
+    - `chunk_size`: tokens per chunk; static.
+    - `max_chunks`: maximum number of chunks; static. `total // chunk_size + N` always suffices.
 
-    **Returns:** `ChunkIndices(sequence, chunk)`, int32 `[..., max_chunks]` each, -1 where there is no chunk.
+    **Returns:** `ChunkIndices(sequence, chunk)`, int32 `[..., max_chunks]` each, -1 for unused entries.
 
-    **Raises:** `ValueError` for another shape or dtype; for more than `max_chunks` chunks, where the values are known. Inside
-    `jit` the surplus is left out.
+    **Raises:** `ValueError` for an invalid shape or dtype, and for more than `max_chunks` chunks when the values are known (outside
+    `jit`). Inside `jit`, surplus chunks are dropped.
     """
     offsets = read_offsets(cu_seqlens)
     size = min(read_count("chunk_size", chunk_size, least=1), 2**31 - 1)
@@ -135,7 +136,7 @@ def chunk_indices(cu_seqlens: Any, chunk_size: int, max_chunks: int) -> ChunkInd
     values = known(ends)
     if values is not None and (most := int(np.max(values[..., -1:], initial=0))) > max_chunks:
         raise ValueError(
-            f"max_chunks: expected at least the {most} chunks that there are, received {max_chunks}; "
+            f"max_chunks: expected at least the number of chunks, {most}, received {max_chunks}; "
             "total // chunk_size + number of sequences always suffices."
         )
     begins = jnp.concatenate([jnp.zeros_like(offsets[..., :1]), ends], axis=-1)
@@ -146,12 +147,12 @@ def chunk_indices(cu_seqlens: Any, chunk_size: int, max_chunks: int) -> ChunkInd
 
 
 def read_offsets(cu_seqlens: Any, total: int | None = None) -> Array:
-    """`cu_seqlens` as int32, checked as far as it is known."""
+    """`cu_seqlens` as int32, checked as far as its values are known."""
     offsets = jnp.asarray(cu_seqlens)
     if offsets.ndim < 1 or offsets.shape[-1] < 1 or not jnp.issubdtype(offsets.dtype, jnp.integer):
         raise ValueError(
             f"cu_seqlens: expected int offsets [..., N + 1] such as [0, 3, 5], received {offsets.dtype} {offsets.shape}; "
-            "lengths become offsets by a cumulative sum after a 0."
+            "offsets are the cumulative sum of the lengths after a leading 0."
         )
     return check_offsets("cu_seqlens", offsets.astype(jnp.int32), cu_seqlens, total, limit=f"total={total}")
 
@@ -170,21 +171,21 @@ def spans_of_offsets(offsets: Array, total: int) -> Spans:
     number, real = _numbers(offsets, total)
     following = jnp.minimum(number + 1, offsets.shape[-1] - 1)
     start, end = (jnp.take_along_axis(offsets, n, axis=-1) for n in (number, following))
-    # A token of padding is alone.
+    # Each padding token is a span of its own.
     return Spans(jnp.where(real, start, index), jnp.where(real, end, index + 1), real)
 
 
 def _numbers(offsets: Array, total: int) -> tuple[Array, Array]:
-    """How many sequences have ended at each place, at most `N`, and whether the place is in one."""
+    """How many sequences have ended at each position, at most `N`, and whether the position is in one."""
     index = like(jnp.arange(total, dtype=jnp.int32), offsets)
     return ended(offsets[..., 1:], total), (index >= offsets[..., :1]) & (index < offsets[..., -1:])
 
 
 def ended(ends: Array, total: int) -> Array:
-    """How many of `ends` `[..., N]`, none of them negative, lie at or before each of `total` places.
+    """How many of the non-negative `ends` `[..., N]` lie at or before each of `total` positions.
 
-    They are marked and summed up: linear in places and ends on any device. Comparing each place with each end would be one pass too, but
-    XLA stores the comparisons on a CPU; a search would loop, which some versions of JAX cannot map over an explicit mesh."""
+    Ends are marked and summed, which is linear in positions and ends on any device. Comparing each position with each end would also be one
+    pass, but XLA stores the comparisons on a CPU; a search would loop, which some versions of JAX cannot map over an explicit mesh."""
     count = lambda row: jnp.cumsum(_marks(row, total), dtype=jnp.int32)
     return jnp.vectorize(count, signature="(n)->(t)")(ends)
 
@@ -210,19 +211,19 @@ def _positions(spans: Spans) -> Array:
 
 
 def _begins(ids: Array) -> Array:
-    """Whether a token's id is not the one before it."""
+    """Whether a token's id differs from the one before it."""
     changes = ids[..., 1:] != ids[..., :-1]
     return jnp.concatenate([jnp.ones_like(ids[..., :1], bool), changes], axis=-1)
 
 
 def _offsets_of(ids: Array, max_segments: int) -> Array:
-    """Of one row `[T]`."""
+    """The offsets of one row `[T]`."""
     index = jnp.arange(ids.shape[0], dtype=jnp.int32)
     first = jnp.min(jnp.where(ids >= 0, index, ids.shape[0]), initial=ids.shape[0])
     end = jnp.max(jnp.where(ids >= 0, index + 1, 0), initial=0)
     new = _begins(ids) & (index >= first) & (index < end)
     number = jnp.cumsum(new, dtype=jnp.int32) - 1
-    # A start past `max_segments` is dropped; the first of these is where the last sequence that is kept ends.
+    # Starts past `max_segments` are dropped; the first of them is where the last kept sequence ends.
     slot = jnp.where(new, number, max_segments + 1)
     return jnp.full((max_segments + 1,), end, jnp.int32).at[slot].set(index, mode="drop")
 
@@ -235,19 +236,19 @@ def _check_runs(ids: Array, max_segments: int) -> None:
         if np.any(inner < 0):
             raise ValueError(
                 f"segment_ids: expected padding only before the first and after the last sequence, received {shown(row)}; "
-                "offsets cannot leave out tokens in between: move the padding to the end, or give it an id of its own."
+                "offsets cannot exclude tokens in between: move the padding to the end, or give it its own id."
             )
         runs = int(np.count_nonzero(np.diff(inner))) + bool(inner.size)
         if runs > max_segments:
             raise ValueError(
-                f"max_segments: expected at least the {runs} runs of equal ids that there are, received {max_segments}; "
-                "raise it to the most sequences that a row may hold."
+                f"max_segments: expected at least the number of runs of equal ids, {runs}, received {max_segments}; "
+                "raise it to the maximum number of sequences per row."
             )
 
 
 def read_count(name: str, value: Any, least: int = 0) -> int:
     if isinstance(value, bool) or not isinstance(value, int | np.integer) or value < least:
         raise ValueError(
-            f"{name}: expected a static int >= {least}, received {value!r}; inside jit, mark what it comes from as static."
+            f"{name}: expected a static int >= {least}, received {value!r}; inside jit, pass it as a static argument."
         )
     return int(value)

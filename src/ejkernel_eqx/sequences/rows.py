@@ -1,4 +1,4 @@
-"""Packed, padded and reversed sequences, brought to the one form that the kernels know: forward in time, padding harmless."""
+"""Converts packed, padded and reversed sequences to the form that kernels take: forward in time, with neutral padding."""
 
 import dataclasses
 from typing import Any
@@ -13,7 +13,7 @@ from .tokens import masked
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class Packing:
-    """How the tokens of a call lie in its rows, after a reversed call was flipped."""
+    """The layout of a call's tokens in its rows, after a reversed call has been flipped."""
 
     lead: tuple[int, ...]
     length: int
@@ -27,21 +27,21 @@ class Packing:
         return None if self.offsets is None else self.offsets.shape[-1] - 1
 
     def take(self, x: Array) -> Array:
-        """An operand over tokens as the kernels want it: in their order, zero where there is padding (NaN too)."""
+        """An operand over tokens in the kernels' order, zero at padding (even if that is NaN)."""
         return self.mask(self.flip(x))
 
     def mask(self, x: Array) -> Array:
-        """Zero where there is padding; for what was computed from operands that were taken."""
+        """Zeroes padding; for arrays computed from operands that `take` has converted."""
         if self.real is None:
             return x
         return masked(x, self.real)
 
     def give(self, out: Array) -> Array:
-        """A result over tokens, back in the caller's order, zero where there is padding."""
+        """A result over tokens in the caller's order, zero at padding."""
         return self.flip(self.mask(out))
 
     def flip(self, x: Array) -> Array:
-        """Something over tokens, from the caller's order to the kernels' or back."""
+        """An array over tokens, from the caller's order to the kernels' or back."""
         return jnp.flip(x, len(self.lead)) if self.reverse else x
 
     def states(self, states: Array) -> Array:
@@ -52,16 +52,16 @@ class Packing:
 def read_packing(
     cu_seqlens: Any, segment_ids: Any, lead: tuple[int, ...], length: int, reverse: bool
 ) -> Packing:
-    """Checks `cu_seqlens` and `segment_ids`; `ValueError` for what does not fit."""
+    """Checks `cu_seqlens` and `segment_ids`; `ValueError` if they are invalid."""
     if cu_seqlens is not None and segment_ids is not None:
         raise ValueError(
-            "cu_seqlens, segment_ids: expected at most one of them, received both; they say the same thing in two ways."
+            "cu_seqlens, segment_ids: expected at most one of them, received both; they are two descriptions of the same packing."
         )
     if cu_seqlens is not None:
         if lead:
             raise ValueError(
                 f"cu_seqlens: expected operands [T, heads, dim] without leading axes, received leading axes {lead}; pack all sequences into "
-                "one row, or use segment_ids, or jax.vmap over rows."
+                "one row, use segment_ids, or use jax.vmap over rows."
             )
         offsets = read_offsets(cu_seqlens, length).astype(jnp.int32)
         if offsets.ndim != 1:

@@ -1,4 +1,4 @@
-"""What recurrences share that are written token by token."""
+"""Shared by recurrences that are written token by token."""
 
 from collections.abc import Callable
 from typing import Any
@@ -13,7 +13,7 @@ _BLOCK = 64
 def scan_tokens(
     token: Callable[..., Any], state: Array, xs: tuple[Array, ...], length: int
 ) -> tuple[Array, Array]:
-    """`lax.scan`, of which the gradient keeps one state a block of tokens."""
+    """`lax.scan` whose gradient keeps one state per block of tokens."""
     blocks = length // _BLOCK
     head = tuple(x[: blocks * _BLOCK].reshape((blocks, _BLOCK, *x.shape[1:])) for x in xs)
     tail = tuple(x[blocks * _BLOCK :] for x in xs)
@@ -35,12 +35,12 @@ def masked(x: Array, real: Array) -> Array:
 
 
 def over(lead: int, function: Callable[..., Any]) -> Callable[..., Any]:
-    """`function` over so many leading axes."""
+    """`function` mapped over `lead` leading axes."""
     for _ in range(lead):
         function = jax.vmap(function)
     return function
 
 
 def put(pool: Array, rows: Array, where: Array) -> Array:
-    """The pool of states with such rows in these slots; what is past the end is dropped."""
+    """The pool of states with `rows` written to these slots; slots past the end are dropped."""
     return pool.at[where].set(rows, mode="drop")

@@ -1,4 +1,4 @@
-"""Zigzag order: a split of causal attention's sequence that gives every device the same work."""
+"""Zigzag order: splits the sequence of causal attention so that every device has the same work."""
 
 import operator
 from typing import Any
@@ -12,17 +12,17 @@ from .packing import read_count
 
 
 def reorder_sequence(x: Any, num_shards: int, *, axis: int) -> Shaped[Array, "..."]:
-    r"""The sequence in zigzag order: of $2n$ equal chunks, shard $i$ of $n$ gets chunks $i$ and $2n - 1 - i$.
+    r"""Reorders a sequence to zigzag order: of $2n$ equal chunks, shard $i$ of $n$ gets chunks $i$ and $2n - 1 - i$.
 
-    Under a causal mask later tokens see more keys. An early chunk and a late one together see $2n + 1$ chunks' worth, whatever
-    the shard (Llama 3, 2024, section 3.3.2). Reorder positions and segment ids alike.
+    Under a causal mask later tokens see more keys. An early and a late chunk together see $2n + 1$ chunks' worth in every
+    shard (Llama 3, 2024, section 3.3.2). Reorder positions and segment ids in the same way.
 
     **Arguments:**
 
     - `x`: any array whose length along `axis` is divisible by `2 * num_shards`.
-    - `num_shards`: into how many equal parts the result will be split, $n$; static.
+    - `num_shards`: the number $n$ of equal parts that the result will be split into; static.
 
-    **Returns:** the shape and dtype of `x`.
+    **Returns:** the reordered array, in the shape and dtype of `x`.
 
     **Raises:** `ValueError` for a length that is not divisible.
     """
@@ -33,9 +33,9 @@ def reorder_sequence(x: Any, num_shards: int, *, axis: int) -> Shaped[Array, "..
 
 
 def restore_sequence(x: Any, num_shards: int, *, axis: int) -> Shaped[Array, "..."]:
-    """The inverse of [`ejkernel_eqx.sequences.reorder_sequence`][]: from zigzag order to the order of time.
+    """The inverse of [`ejkernel_eqx.sequences.reorder_sequence`][]: from zigzag order to temporal order.
 
-    **Arguments**, **returns**, **raises:** as there.
+    **Arguments**, **returns**, **raises:** as for `reorder_sequence`.
     """
     x, axis, shape = _in_chunks(x, num_shards, axis)
     x = x.reshape((*shape[:axis], num_shards, 2, shape[axis] // (2 * num_shards), *shape[axis + 1 :]))
@@ -52,11 +52,11 @@ def _in_chunks(x: Any, num_shards: int, axis: int) -> tuple[Array, int, tuple[in
     read_count("num_shards", num_shards, least=1)
     axis = operator.index(axis)
     if not -x.ndim <= axis < x.ndim:
-        raise ValueError(f"axis: expected an axis of x, which has {x.ndim}, received {axis}.")
+        raise ValueError(f"axis: expected an axis of x, which has {x.ndim} axes, received {axis}.")
     length = x.shape[axis]
     if length % (2 * num_shards):
         raise ValueError(
-            f"x: expected a length along axis {axis} that is divisible by 2 * num_shards = {2 * num_shards}, received {length}; "
+            f"x: expected a length along axis {axis} divisible by 2 * num_shards = {2 * num_shards}, received {length}; "
             f"pad it to {-(-length // (2 * num_shards)) * 2 * num_shards}, with segment id -1 for the padding."
         )
     return x, axis % x.ndim, x.shape

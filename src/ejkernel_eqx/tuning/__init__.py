@@ -1,4 +1,4 @@
-"""Measuring, checking and choosing configurations. Importing this package fills the autotune tier."""
+"""Measuring, checking and choosing configurations. Importing this package registers the autotune tier."""
 
 from ..dispatch import set_autotuner
 from .measure import benchmark as benchmark

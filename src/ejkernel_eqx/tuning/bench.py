@@ -1,4 +1,4 @@
-"""The work of one problem on this device: inputs, reference results and compiled programs, and how a candidate fails."""
+"""The work of one problem on this device: inputs, reference results, compiled programs, and failures of candidates."""
 
 import functools
 from collections.abc import Callable, Mapping
@@ -18,7 +18,7 @@ MEMORY = "out of device memory"
 
 
 class Bench:
-    """Everything is made once: inputs and reference for each seed, programs for each configuration, results and number of runs."""
+    """Caches everything: inputs and reference results by seed, and programs by configuration, results and number of runs."""
 
     def __init__(self, name: str, workload: Workload):
         self._name, self.workload = name, workload
@@ -34,17 +34,17 @@ class Bench:
         inputs = self.inputs(seed)
         with jax.default_matmul_precision("highest"):
             expected = jax.block_until_ready(self.workload.reference(inputs))
-        # Nothing can agree with it: that says nothing against the candidates.
+        # No candidate can match a NaN, which is not the candidates' fault.
         if undefined := [name for name, result in expected.items() if check.has_nan(result)]:
             raise TuningError(
-                f"{self._name}: the reference gives NaN in {', '.join(undefined)} on the inputs to tune with (seed {seed}); give inputs "
+                f"{self._name}: the reference returns NaN in {', '.join(undefined)} for the tuning inputs (seed {seed}); provide inputs "
                 "for which it is defined."
             )
         return expected
 
     @functools.cached_property
     def directions(self) -> dict[str, Names]:
-        """The results that are timed together: the forward results alone, and all where there are gradients."""
+        """The results that are timed together: the forward results only, and all results if there are gradients."""
         forward = tuple(name for name in self.names if name in self.workload.forward)
         found = {FORWARD: forward, BOTH: self.names if len(forward) < len(self.names) else ()}
         return {direction: names for direction, names in found.items() if names}
@@ -55,7 +55,7 @@ class Bench:
         return [(self.inputs(seed),) for seed in range(measure.input_set_count(size))]
 
     def program(self, config: Any, names: Names, runs: int = 1) -> Program:
-        """What has to be computed for some of the results, compiled; the compiler removes the rest."""
+        """A compiled program for some of the results; the compiler removes everything else."""
         key = (config, names, runs)
         if key not in self._programs:
 
@@ -68,11 +68,11 @@ class Bench:
         return self._programs[key]
 
     def forget(self) -> None:
-        """Lets go of the programs."""
+        """Releases the programs."""
         self._programs.clear()
 
     def verify(self, program: Program, seed: int) -> tuple[dict[str, float], str | None]:
-        """The errors of a program's results by name, and why it may not be used."""
+        """The errors of a program's results by name, and why it must not be used."""
         first, second = (jax.block_until_ready(program(self.inputs(seed))) for _ in range(2))
         errors, reason = check.all_errors(first, self.expected(seed), self.workload.tolerances)
         if reason is None and not check.same_bits(first, second):
@@ -81,11 +81,11 @@ class Bench:
 
 
 def failure(error: BaseException | None) -> Refusal:
-    """How a candidate that raised counts. Too little device memory says nothing against it, too little shared memory does; nor does
-    what the machine lacks, as a disk that is full."""
+    """How to classify a candidate that raised. Lack of device memory, or of other machine resources such as disk space, does not count
+    against it; lack of shared memory does."""
     try:
         text = str(error).strip()
-    except Exception:  # of any kind, as the exception is the candidate's
+    except Exception:  # a candidate's exception may be of any kind
         text = ""
     line = (text.splitlines() or [""])[0][:200]
     lower = text.lower()
@@ -98,7 +98,7 @@ def failure(error: BaseException | None) -> Refusal:
 
 
 def device_works() -> bool:
-    """Whether the device still computes after a candidate failed: some failures end the whole process's use of it."""
+    """Whether the device still works after a candidate failed, since some failures make it unusable for the whole process."""
     try:
         return int(jax.numpy.arange(4).sum()) == 6
     except jax.errors.JaxRuntimeError:

@@ -1,4 +1,4 @@
-"""Whether the results of a candidate are right and repeatable, found on the device that computed them."""
+"""Checks on the device whether the results of a candidate are correct and repeatable."""
 
 import functools
 from collections.abc import Mapping
@@ -14,14 +14,14 @@ from .._tolerances import errors, Tolerance
 
 @functools.partial(jax.jit, static_argnames="dtype")
 def _leaf_errors(actual: Array, reference: Array, dtype: Any) -> tuple[Array, Array]:
-    """As `_tolerances.errors`, by what the device has: float64 if either side is, else float32."""
+    """As `_tolerances.errors`, computed on the device: in float64 if either side is, else in float32."""
     actual, reference = actual.astype(dtype), reference.astype(dtype)
     infinite = jnp.isinf(reference)
     odd = jnp.any(jnp.isnan(actual) | jnp.isnan(reference))
     odd |= jnp.any(infinite != jnp.isinf(actual)) | jnp.any(infinite & (actual != reference))
     error = jnp.where(infinite, 0, jnp.abs(actual - reference))
     size = jnp.where(infinite, 0, jnp.abs(reference))
-    # Divided before they are squared, so that the squares stay within the range of the dtype.
+    # Divided before squaring, so that the squares stay within the range of the dtype.
     peak = jnp.max(size)
     most = jnp.max(error)
     exact = most == 0
@@ -29,7 +29,7 @@ def _leaf_errors(actual: Array, reference: Array, dtype: Any) -> tuple[Array, Ar
     share = jnp.where(exact, 1, most)
     ratio = jnp.sqrt(jnp.sum((error / share) ** 2)) / jnp.sqrt(jnp.sum((size / unit) ** 2))
     largest = most / unit
-    # Where the reference is zero everywhere, so must the result be.
+    # If the reference is zero everywhere, the result must be too.
     wrong = odd | ((peak == 0) & ~exact)
 
     def final(value: Array) -> Array:
@@ -39,7 +39,7 @@ def _leaf_errors(actual: Array, reference: Array, dtype: Any) -> tuple[Array, Ar
 
 
 def result_errors(actual: Any, reference: Any) -> Tolerance:
-    """The two errors of one result, an array or a pytree of arrays whose worst leaf counts. NaN gives infinite errors.
+    """The two errors of one result, an array or a pytree of arrays, whose worst leaf counts. NaN means infinite errors.
 
     `ValueError` if the results have different structures or shapes.
     """
@@ -59,7 +59,7 @@ def result_errors(actual: Any, reference: Any) -> Tolerance:
 
 
 def _real_pairs(*both: Array) -> list[tuple[Array, Array]]:
-    """Complex arrays by their parts; others as they are."""
+    """Complex arrays as their real and imaginary parts; others unchanged."""
     if any(jnp.issubdtype(x.dtype, jnp.complexfloating) for x in both):
         (a, b), (c, d) = ((x.real, x.imag) for x in both)
         return [(a, c), (b, d)]
@@ -69,7 +69,7 @@ def _real_pairs(*both: Array) -> list[tuple[Array, Array]]:
 def _array_errors(actual: Array, reference: Array) -> tuple[Any, Any]:
     dtypes = (actual.dtype, reference.dtype)
     if all(jnp.issubdtype(dtype, jnp.integer) and dtype.itemsize > 2 for dtype in dtypes):
-        return errors(actual, reference)  # neighbours beyond 2^24 are one number in float32
+        return errors(actual, reference)  # neighbouring integers beyond 2^24 are equal in float32
     dtype = np.float64 if np.float64 in dtypes else np.float32
     return _leaf_errors(actual, reference, np.dtype(dtype))
 
@@ -77,7 +77,7 @@ def _array_errors(actual: Array, reference: Array) -> tuple[Any, Any]:
 def all_errors(
     results: Mapping[str, Any], reference: Mapping[str, Any], tolerances: Mapping[str, Tolerance]
 ) -> tuple[dict[str, float], str | None]:
-    """The relative RMS error of each result, and why the results may not be used (`None`: they may)."""
+    """The relative RMS error of each result, and why the results must not be used (`None` if they may)."""
     found: dict[str, float] = {}
     reasons: list[str] = []
     for name, result in results.items():
@@ -87,7 +87,7 @@ def all_errors(
             reasons.append(f"{name} {error}")
             continue
         found[name] = measured.rms
-        # Written so that NaN is not within.
+        # Written so that NaN fails.
         if not (measured.rms <= allowed.rms and measured.peak <= allowed.peak):
             reasons.append(
                 f"{name} is wrong: relative RMS error {measured.rms:.2g} (allowed {allowed.rms:.2g}), "
@@ -104,7 +104,7 @@ def has_nan(result: Any) -> bool:
 
 
 def same_bits(first: Any, second: Any) -> bool:
-    """Whether two pytrees of arrays are equal bit for bit: zeros of either sign differ, equal NaNs do not."""
+    """Whether two pytrees of arrays are bitwise equal: zeros of different sign differ, identical NaNs do not."""
     pairs = zip(jax.tree.leaves(first), jax.tree.leaves(second), strict=True)
     return all(bool(_equal_bits(jnp.asarray(one), jnp.asarray(other))) for one, other in pairs)
 

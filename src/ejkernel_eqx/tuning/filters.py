@@ -1,4 +1,4 @@
-"""What can be said of a candidate before anything of it runs."""
+"""Filters that reject candidates before they run."""
 
 import logging
 from typing import Any
@@ -9,16 +9,16 @@ from .isolated.events import Job
 from .result import Candidate, SPILLS, Status
 
 MOST_SPILLS = 256
-"""Bytes a thread may spill: so few can cost less than another tile would (measured); many never paid."""
+"""Bytes that a thread may spill: a few can cost less than another tile would (measured); many never paid off."""
 
 _LOG = logging.getLogger("ejkernel_eqx")
 
 
 def refusal(candidate: Candidate, config: Any, job: Job, workload: Any) -> Refusal | None:
-    """Why a candidate, with the whole configuration that stands for it, is not tried, and as what it counts; `None` if it may be.
+    """Why a candidate, with its whole configuration, is not tried, and its status; `None` if it may be tried.
 
-    Its Triton launches are compiled for the device's architecture: none may take more shared memory than there is, and many
-    values that do not fit the registers mean a slow kernel. What the heuristic launches too says nothing about a candidate.
+    Its Triton launches are compiled for the device's architecture. None may take more shared memory than is available, and many
+    register spills mean a slow kernel. Launches that the heuristic also makes do not count against a candidate.
     """
     reason = job.implementation.config_unsupported(config, job.problem, job.device)
     if reason is not None:
@@ -31,7 +31,7 @@ def refusal(candidate: Candidate, config: Any, job: Job, workload: Any) -> Refus
         common = () if is_heuristic else workload.launches(job.heuristic) or ()
         launches = [launch for launch in workload.launches(config) or () if launch not in common]
         reports = [(launch.label, compile_ahead(launch, target)) for launch in launches]
-    # Of any kind, as a kernel is arbitrary code. The compilation proper, which comes next, has the last word.
+    # A kernel is arbitrary code and may raise anything. The actual compilation, which comes next, decides.
     except Exception as error:
         _LOG.debug("%s could not be compiled ahead of time: %s", config, error)
         return None

@@ -1,4 +1,4 @@
-"""What has become known of a problem's candidates while a search goes on, shown as it comes."""
+"""Collects and shows what becomes known about a problem's candidates during a search."""
 
 import logging
 import sys
@@ -13,7 +13,7 @@ _LOG = logging.getLogger("ejkernel_eqx")
 
 
 class Ledger:
-    """Collects the events of one or several searches of the same job. Used as a context: the progress bar is open within.
+    """Collects the events of one or several searches of the same job. As a context manager, it shows a progress bar.
 
     `outcome` is the last event of a search.
     """
@@ -42,20 +42,20 @@ class Ledger:
 
     @property
     def measurements(self) -> tuple[Measurement, ...]:
-        """What is known by now, in the order of the candidates."""
+        """What is known so far, in the order of the candidates."""
         last = len(self._order)
         order = sorted(self._measurements, key=lambda key: self._order.get(key, last))
         return tuple(self._measurements[key] for key in order)
 
     def running(self) -> list[tuple[Candidate, float]]:
-        """The candidates that have begun something and not ended it, with the seconds since, the longest first."""
+        """The candidates that have begun but not ended a step, with the seconds since, longest first."""
         now = time.monotonic()
         with self._lock:
             found = [(candidate, now - began) for (candidate, began), *_ in self._running.values()]
         return sorted(found, key=lambda entry: -entry[1])
 
     def stopped(self) -> None:
-        """Whatever was running no longer does."""
+        """Marks all running candidates as stopped."""
         with self._lock:
             self._running.clear()
             self.outcome = None
@@ -64,7 +64,7 @@ class Ledger:
         self.take(Measured(Measurement(candidate.part, candidate.value, Status.DENIED, reason)))
 
     def take(self, event: Event) -> None:
-        """Enters an event; from any thread."""
+        """Records an event; may be called from any thread."""
         with self._lock:
             if isinstance(event, Begun):
                 self._running.setdefault(event.candidate.key(), []).append(

@@ -1,4 +1,4 @@
-"""One process at a time tunes on a device: two would spoil each other's times."""
+"""Lets one process at a time tune on a device, because several would distort each other's times."""
 
 import contextlib
 import logging
@@ -12,7 +12,7 @@ _LOG = logging.getLogger("ejkernel_eqx")
 
 @contextlib.contextmanager
 def tuning_lock(device: DeviceFacts) -> Iterator[bool]:
-    """Held while tuning on a device; gives whether it had to be waited for. Where no file can be written there is no lock."""
+    """Held while tuning on a device; yields whether there was a wait. There is no lock if no file can be written."""
     import filelock
 
     path = cache_dir() / device_fingerprint(device) / "tuning.lock"

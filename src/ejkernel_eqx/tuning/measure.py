@@ -1,4 +1,4 @@
-"""Device time of asynchronous work, taken so that competitors meet the same conditions."""
+"""Device times of asynchronous work, measured so that competitors have the same conditions."""
 
 import functools
 import itertools
@@ -19,9 +19,9 @@ from .tracing import refuse_trace
 K = TypeVar("K", bound=Hashable)
 
 CACHE_BYTES = 64 * 2**20
-"""At least the last-level cache of the GPUs measured so far (60 MB on an H200)."""
+"""At least the size of the last-level cache of the GPUs measured so far (60 MB on an H200)."""
 
-_BOUND = 4.0  # a launch shorter than so many empty ones is timed in a program that runs it several times
+_BOUND = 4.0  # a launch shorter than this many empty ones is timed in a program that runs it several times
 _MOST_RUNS = 16
 
 
@@ -39,14 +39,14 @@ class Work(Protocol):
     """Something that can be launched many times."""
 
     def sample(self, launches: int) -> float:
-        """Seconds that so many launches take, from an idle device to an idle device."""
+        """Seconds for this many launches, from an idle device to an idle device."""
         ...
 
 
 class JaxWork:
-    """A compiled JAX function: launches are enqueued without waiting, then the last one is waited for.
+    """A compiled JAX function: launches are enqueued without waiting, followed by a wait for the last one.
 
-    A GPU works them off in order. A CPU may overlap them, so there each launch is waited for.
+    A GPU processes them in order. A CPU may overlap them, so there each launch is awaited.
     """
 
     def __init__(self, function: Callable[..., Any], input_sets: Sequence[tuple[Any, ...]]):
@@ -65,14 +65,14 @@ class JaxWork:
 
 
 def input_set_count(input_bytes: int) -> int:
-    """How many sets of inputs to rotate so that a launch does not find its inputs in the cache."""
+    """The number of input sets to rotate so that a launch does not find its inputs in the cache."""
     if jax.default_backend() == "cpu":
         return 1
     return min(8, max(1, math.ceil(2 * CACHE_BYTES / max(input_bytes, 1))))
 
 
 def time_in_turn(works: Mapping[K, Work], samples: int = 5, sample_ms: int | float = 30.0) -> dict[K, Timing]:
-    """The timing of each; samples are taken in turn, so that a drift of the clocks meets all alike."""
+    """The timing of each work; samples are taken in turn, so that clock drift affects all alike."""
     launches = {name: _launches(work, sample_ms / 1e3) for name, work in works.items()}
     taken: dict[K, list[float]] = {name: [] for name in works}
     for _ in range(samples):
@@ -82,7 +82,7 @@ def time_in_turn(works: Mapping[K, Work], samples: int = 5, sample_ms: int | flo
 
 
 def _launches(work: Work, seconds: float) -> int:
-    """So many that a sample lasts `seconds`; what it launches to find out is the warm-up."""
+    """The number of launches for a sample to last `seconds`; the launches made to determine it serve as warm-up."""
     work.sample(1)
     count, took = 2, work.sample(2)
     while took < seconds / 3 and count < 1024:
@@ -97,19 +97,19 @@ def _summary(samples: list[float], launches: int) -> Timing:
 
 
 def launch_floor(inputs: Any) -> float:
-    """Milliseconds that a launch with these inputs takes if it has nothing to do: what is shorter cannot be seen in launches."""
+    """Milliseconds of an empty launch with these inputs; shorter work cannot be measured by single launches."""
     empty = jax.jit(lambda inputs: jnp.zeros(()), keep_unused=True).lower(inputs).compile()
     return time_in_turn({"floor": JaxWork(empty, [(inputs,)])}, samples=3, sample_ms=2.0)["floor"].ms
 
 
 def runs_needed(ms: float, floor: float) -> int:
-    """How often a program must run what takes `ms`, so that the launch of the program does not decide its time; 1: once.
+    """How often a program must repeat work of `ms` milliseconds so that its own launch does not dominate the time; 1 for no repetition.
 
-    On a CPU always once: each launch is waited for, and XLA takes the barriers between runs away before it merges what is equal.
+    Always 1 on a CPU, where each launch is awaited and XLA removes the barriers between runs before it merges equal ones.
     """
     if ms >= _BOUND * floor or jax.default_backend() == "cpu":
         return 1
-    # What is no longer than an empty launch may be much shorter.
+    # Work that takes no longer than an empty launch may be much shorter.
     own = max(ms - floor, 0.1 * floor)
     return min(_MOST_RUNS, max(2, math.ceil(2 * _BOUND * floor / own)))
 
@@ -117,7 +117,8 @@ def runs_needed(ms: float, floor: float) -> int:
 def time_runs(
     take: Callable[[Mapping[K, int]], dict[K, Timing]], keys: Iterable[K], floor: Callable[[K], float]
 ) -> dict[K, Timing]:
-    """The timings of one run each. `take` times programs of so many runs; `floor` are the milliseconds of an empty launch."""
+    """The timing of one run of each. `take` times programs with the given number of runs; `floor` is the time of an empty launch in
+    milliseconds."""
     timings = take(dict.fromkeys(keys, 1))
     runs = {key: runs_needed(timing.ms, floor(key)) for key, timing in timings.items()}
     if all(count == 1 for count in runs.values()):
@@ -126,10 +127,10 @@ def time_runs(
 
 
 def repeated(function: Callable[[Any], Any], runs: int) -> Callable[[Any], Any]:
-    """A function that computes `function(inputs)` so many times, one after the other.
+    """A function that computes `function(inputs)` `runs` times in sequence.
 
-    Between two runs stands a barrier over inputs and results: the compiler may neither merge the runs nor reorder them. The
-    results of all are returned, as it removes a run of which nothing is used, from under the barrier too.
+    A barrier over inputs and results separates the runs, so that the compiler can neither merge nor reorder them. The results of all
+    runs are returned, because the compiler removes unused runs even across a barrier.
     """
 
     def run(inputs: Any) -> Any:
@@ -143,7 +144,7 @@ def repeated(function: Callable[[Any], Any], runs: int) -> Callable[[Any], Any]:
 
 
 def per_run(timing: Timing, runs: int) -> Timing:
-    """The timing of one run, from that of a program of several."""
+    """The timing of one run, from that of a program with several."""
     return timing._replace(ms=timing.ms / runs, samples=tuple(ms / runs for ms in timing.samples))
 
 
@@ -158,24 +159,24 @@ def benchmark(
 ) -> Timing:
     """The device time of `fn(*args, **kwargs)` in milliseconds.
 
-    The call is compiled once. Each sample enqueues as many launches as last `sample_ms` and waits once; a launch that is shorter
-    than the work of launching it is run several times in one program.
+    The call is compiled once. Each sample enqueues enough launches to last `sample_ms` and waits once. A function that takes less time
+    than its launch is run several times in one program.
 
     **Arguments:**
 
     - `fn`: any function or module; its result may be any pytree.
-    - `args`, `kwargs`: arrays, or anything else: what is not an array is static.
-    - `samples`: how many samples to take.
-    - `sample_ms`: how long a sample lasts.
-    - `jit`: whether to compile the call; `False` times it as it is, with the time that Python takes.
-    - `input_sets`: further tuples in place of `args`, of the same shapes, that the launches rotate through, so that none finds its
+    - `args`, `kwargs`: arguments of the call; anything that is not an array is static.
+    - `samples`: number of samples.
+    - `sample_ms`: duration of a sample in milliseconds.
+    - `jit`: whether to compile the call; `False` times it as is, including Python's overhead.
+    - `input_sets`: further tuples to use instead of `args`, of the same shapes, which launches rotate through so that none finds its
         inputs in the cache.
 
     **Returns:**
 
     `Timing`: `ms` (the median), `spread` ((largest - smallest) / median), `samples` and `launches` (per sample).
 
-    **Raises:** `TuningError` inside `jit` or another staged transformation, where there is nothing to time.
+    **Raises:** `TuningError` inside `jit` or another staged transformation, which executes nothing to time.
     """
     refuse_trace("benchmark")
     TuneOptions(samples=samples, sample_ms=sample_ms)  # checks them
@@ -194,11 +195,11 @@ def benchmark(
         compiled = jax.jit(repeated(call, runs[""])).lower(*inputs[0]).compile()
         return time_in_turn({"": JaxWork(compiled, inputs)}, samples, sample_ms)
 
-    # Without inputs nothing ties one run to the next.
+    # Without inputs nothing orders the runs.
     floor = lambda _: launch_floor(inputs[0]) if jax.tree.leaves(inputs[0]) else 0.0
     return time_runs(take, [""], floor)[""]
 
 
 def _arrays(tree: Any) -> Any:
-    """NumPy arrays are inputs too, not constants of the program."""
+    """Converts NumPy arrays, so that they are inputs instead of constants of the program."""
     return jax.tree.map(lambda x: jnp.asarray(x) if isinstance(x, np.ndarray | np.generic) else x, tree)

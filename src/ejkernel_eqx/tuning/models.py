@@ -32,7 +32,7 @@ def tune(
     force: bool = False,
     **kwargs: Any,
 ) -> Any:
-    """Tunes every kernel that one call of a model uses, and gives the model with the winners in place.
+    """Tunes every kernel that a call of a model uses, and returns the model with the winning configurations.
 
     ```python
     model = ejx.tune(model, x)
@@ -40,30 +40,30 @@ def tune(
     model = ejx.tune(model, batch, call=lambda model, batch: loss(model, *batch))
     ```
 
-    The call is traced with shapes only. Every distinct problem in it is tuned once, forward and backward together, unless a table knows it
-    already: each candidate is checked against the reference before it may win, and the winner is written into the user's table, where
-    the next process finds it. Choices that were given (`config=`, an overlay) are left alone. A line for each problem that was tuned, and
-    one for the whole, are logged at the level INFO.
+    The call is traced with shapes only. Every distinct problem in it is tuned once, forward and backward together, unless a table already
+    contains it. Each candidate is checked against the reference, forward and backward, and the winner is written to the user's table,
+    where later processes find it. Explicit choices (`config=`, an overlay) are left unchanged. One line per tuned problem and a summary
+    are logged at level INFO.
 
     **Arguments:**
 
-    - `model`: a pytree that holds kernels anywhere: in modules, dicts, lists, stacked layers.
-    - `args`, `kwargs`: what `call` is given besides the model: arrays or `jax.ShapeDtypeStruct`s, or pytrees with any of them. On several
-        devices, kernels see the shapes that one device holds: give those, or a call that uses `jax.shard_map`.
-    - `call`: `call(model, *args, **kwargs)`; default `model(*args, **kwargs)`. Give it where the model is called in another way, for example
-        one example at a time under `jax.vmap`.
-    - `others`: a pytree with copies of the model's kernels in it, such as the state of an optimiser, that must go on matching the model.
-    - `options`: [`ejkernel_eqx.TuneOptions`][]: the seconds for each problem and the like.
-    - `force`: tune anew what is known, too.
+    - `model`: a pytree with kernels anywhere in it: in modules, dicts, lists, stacked layers.
+    - `args`, `kwargs`: arguments of `call` besides the model: arrays, `jax.ShapeDtypeStruct`s, or pytrees of them. On several
+        devices, kernels see the shapes that one device holds: pass those, or a call that uses `jax.shard_map`.
+    - `call`: called as `call(model, *args, **kwargs)`; default `model(*args, **kwargs)`. Pass it if the model is called in another way, for
+        example one example at a time under `jax.vmap`.
+    - `others`: a pytree with copies of the model's kernels, such as the state of an optimiser, that must keep matching the model.
+    - `options`: [`ejkernel_eqx.TuneOptions`][], such as the time budget per problem.
+    - `force`: also tune problems that tables already contain.
 
     **Returns:**
 
-    The model; with `others`, the tuple `(model, others)`. Arrays are untouched. With several processes (`jax.process_count() > 1`) every process must
-    make this call: process 0 tunes, all get its table, and all make sure that they will run the same.
+    The model; with `others`, the tuple `(model, others)`. Arrays are unchanged. With several processes (`jax.process_count() > 1`) every
+    process must make this call: process 0 tunes, all receive its table, and all verify that they will run the same configurations.
 
-    `TuningError` under the policy `"heuristic"`, inside `jit` or another staged transformation, if no configuration of a kernel
-    survives its check, or if another process fails. `ValueError` for a `model` that cannot be called without `call`. What the call itself
-    raises is passed on.
+    Raises `TuningError` under the policy `"heuristic"`, inside `jit` or another staged transformation, if no configuration of a kernel
+    passes its check, or if another process fails; and `ValueError` for a `model` that is not callable, without `call`. Exceptions of the
+    call itself propagate.
     """
     with taking_part("ejx.tune") as together:
         function = _call_of(model, call)
@@ -82,19 +82,19 @@ def autotune(
     force: bool = False,
     **kwargs: Any,
 ) -> Any:
-    """One module with the fastest correct configuration for one call. [`ejkernel_eqx.tune`][] does so for a whole model.
+    """Tunes one module for one call. [`ejkernel_eqx.tune`][] does the same for a whole model.
 
     **Arguments:**
 
     - `kernel`: an operation, such as `ejx.FlashAttention()`.
-    - `args`, `kwargs`: its call: arrays or `jax.ShapeDtypeStruct`s.
-    - `configs`: the configurations to try, in place of the platform's own candidates. The heuristic, and what has won before, compete with
+    - `args`, `kwargs`: the arguments of its call: arrays or `jax.ShapeDtypeStruct`s.
+    - `configs`: configurations to try instead of the platform's own candidates. The heuristic and any previous winner compete with
         them.
     - `options`, `force`: as for `ejx.tune`.
 
     **Returns:**
 
-    The module. Errors as for `ejx.tune`; `ValueError` for `configs` of another kernel.
+    The module with the fastest correct configuration. Raises the errors of `ejx.tune`, and `ValueError` for `configs` of another kernel.
     """
     with taking_part("ejx.autotune") as together:
         _check_open(kernel)
@@ -106,7 +106,7 @@ def autotune(
 def tune_invocations(
     invocations: Iterable[Invocation], *, options: TuneOptions | None = None, force: bool = False
 ) -> tuple[Invocation, ...]:
-    """Tunes what was recorded, each distinct problem once, and gives it with what is chosen from now on."""
+    """Tunes recorded invocations, each distinct problem once, and returns them with the choices made from now on."""
     asked = tuple(invocations)
     with taking_part("ejx.autotune_recorded") as together:
         tuning = Tuning(together, options, force)
@@ -118,7 +118,7 @@ def tune_invocations(
 
 
 class Tuning:
-    """One request to tune: what it asks for, and what it has found so far (`table`)."""
+    """One tuning request, and what it has found so far (`table`)."""
 
     def __init__(
         self,
@@ -130,12 +130,12 @@ class Tuning:
         refuse_trace(together.name)
         if not isinstance(options, TuneOptions | None):
             raise ValueError(
-                f"options: expected an ejx.TuneOptions, received {options!r}; write options=ejx.TuneOptions(time_budget=20)."
+                f"options: expected an ejx.TuneOptions, received {options!r}; pass for example options=ejx.TuneOptions(time_budget=20)."
             )
         self._policy = Policy.FORCE if force else current_policy()
         if current_policy() is Policy.HEURISTIC:
             raise TuningError(
-                f"{together.name}: the policy 'heuristic' forbids tuning; leave policy_override(\"heuristic\") or unset the "
+                f"{together.name}: the policy 'heuristic' forbids tuning; exit policy_override(\"heuristic\") or unset the "
                 f"environment variable {POLICY_VARIABLE}."
             )
         self.table: Table = {}
@@ -148,16 +148,16 @@ class Tuning:
     def tune_trees(
         self, trees: tuple[Any, ...], invocations: Callable[[Any], list[Invocation]]
     ) -> tuple[Any, ...]:
-        """The trees with every problem tuned that the first one asks for. `invocations(tree)` traces it."""
+        """The trees with every problem of the first one tuned. `invocations(tree)` traces a tree."""
         if not plans_of(trees[0]):
             _LOG.warning(
-                "%s: there is no kernel in the model, which is returned unchanged; a kernel that a function captures or that stands in a "
-                "static field is no part of it.",
+                "%s: the model contains no kernel and is returned unchanged; kernels captured by a function or held in a "
+                "static field are not part of it.",
                 self._together.name,
             )
         new = renew_plans(trees, self._renew)
         calls = invocations(new[0])
-        # A problem whose every configuration is denied goes to the next platform, and is tuned there.
+        # A problem whose configurations are all denied goes to the next platform and is tuned there.
         while self.answer(calls):
             new = renew_plans(trees, self._renew)
             calls = invocations(new[0])
@@ -167,7 +167,7 @@ class Tuning:
         return new
 
     def answer(self, calls: Iterable[Invocation]) -> bool:
-        """Tunes what these calls ask for and no calls before did; whether there was anything."""
+        """Tunes the new problems of these calls; returns whether there were any."""
         tunable: dict[Question, Invocation] = {}
         for call in calls:
             is_new = call.tier not in _GIVEN and _question(call) not in self._asked | tunable
@@ -186,20 +186,20 @@ class Tuning:
         return True
 
     def _tune_all(self, calls: Iterable[Invocation]) -> Table:
-        """What the tuner says, where the tables do not suffice."""
+        """The tuner's results for calls that tables do not cover."""
         how = {"configs": self._configs, "options": self._options, "force": self._policy is Policy.FORCE}
         open_calls = [call for call in calls if self._configs is not None or not self._suffices(call)]
         return {_question(call): answer(call.problem, call.implementation, **how) for call in open_calls}
 
     def _suffices(self, call: Invocation) -> bool:
-        """Whether the tables that the policy trusts know exactly this problem."""
+        """Whether the tables that the policy trusts contain exactly this problem."""
         snapshot = make_plan(call.operation, platform=call.platform).here
         own = snapshot.memory_table | snapshot.user_table
         trusted = {Policy.CACHED: snapshot.shipped_table | own, Policy.TUNE: own}
         return _question(call) in trusted.get(self._policy, {})
 
     def _renew(self, plans: list[Plan]) -> Plan | None:
-        """The plan with all that is known now and what was asked for pinned, tuned or known before; what the user gave stays."""
+        """The plan with everything known now, and the choices for the requested problems pinned; the user's choices are kept."""
         plan = plans[0]
         if plan.snapshot.override is not None:
             return None
@@ -219,8 +219,8 @@ class Tuning:
             tuned = self.table.get(_question(call))
             if call.tier not in _GIVEN and tuned is not None and tuned.config not in (None, call.config):
                 _LOG.warning(
-                    "%s: %s was tuned for %s, but is asked by a kernel that is no part of the model's pytree (a function captures it, or it "
-                    "stands in a static field), whose plan stays as it is; it gets %r when it is built anew.",
+                    "%s: %s was tuned for %s, but belongs to a kernel outside the model's pytree (captured by a function or held in a "
+                    "static field), whose plan is unchanged; it will use %r when it is rebuilt.",
                     self._together.name,
                     call.operation,
                     call.problem,
@@ -228,7 +228,7 @@ class Tuning:
                 )
 
     def log(self) -> None:
-        """One line on what was done."""
+        """Logs a one-line summary."""
         _LOG.info(
             "%s: %d distinct problems: %d tuned, %d known from tables, in %.1f s",
             self._together.name,
@@ -240,7 +240,7 @@ class Tuning:
 
 
 def _keep_overlay(new: Plan, old: Plan) -> Plan:
-    """The new plan with the overlays that the old one was built under, which may be closed by now."""
+    """The new plan with the overlays under which the old one was built, which may be closed by now."""
     overlay = tuple(dict.fromkeys((*new.snapshot.overlay, *old.snapshot.overlay)))
     if overlay == new.snapshot.overlay:
         return new
@@ -252,14 +252,14 @@ def _question(call: Invocation) -> Question:
 
 
 def _now(call: Invocation) -> Invocation:
-    """A choice as it is made now."""
+    """The invocation with the choice that is made now."""
     if call.tier in _GIVEN:
         return call
     return Invocation.of(make_plan(call.operation, platform=call.platform).select(call.problem))
 
 
 def _statement(calls: Iterable[Invocation]) -> str:
-    """What calls will run, in a form that processes can compare."""
+    """What calls will run, in a form that can be compared between processes."""
     return stable_json(
         sorted([stable_json(c.problem.to_dict()), c.platform.value, stable_json(c.config)] for c in calls)
     )
@@ -272,7 +272,7 @@ def _call_of(model: Any, call: Callable[..., Any] | None) -> Callable[..., Any]:
         raise ValueError(f"call: expected a function call(model, *args, **kwargs), received {call!r}.")
     if not callable(model):
         raise ValueError(
-            f"model: expected a callable module, received {type(model).__name__}; say by call= how it is called: "
+            f"model: expected a callable module, received {type(model).__name__}; specify how it is called with call=: "
             "ejx.tune(model, x, call=lambda model, x: ...)."
         )
     return lambda model, *args, **kwargs: model(*args, **kwargs)
@@ -282,6 +282,6 @@ def _check_open(kernel: Any) -> None:
     for plan in plans_of(kernel).values():
         if plan.snapshot.override is not None:
             raise ValueError(
-                f"kernel: expected a module whose configuration is open, received a {plan.operation} built with config={plan.snapshot.override!r}; "
-                f"ejx.with_config(kernel, {{{plan.operation!r}: None}}) takes that away."
+                f"kernel: expected a module without a fixed configuration, received a {plan.operation} built with config={plan.snapshot.override!r}; "
+                f"ejx.with_config(kernel, {{{plan.operation!r}: None}}) removes it."
             )

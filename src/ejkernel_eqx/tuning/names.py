@@ -1,4 +1,4 @@
-"""Names that users of ejKernel know, over recording, tuning and JAX's own transformations."""
+"""Functions known to users of ejKernel, implemented by recording, tuning and JAX's own transformations."""
 
 from collections.abc import Callable
 from typing import Any
@@ -16,16 +16,16 @@ _recorded: dict[Invocation, None] = {}
 
 
 def record_invocation(model: Any, *args: Any, **kwargs: Any) -> tuple[Invocation, ...]:
-    """Traces `model(*args, **kwargs)`, with shapes only, and remembers the choices it makes for `autotune_recorded`.
+    """Traces `model(*args, **kwargs)` with shapes only, and records its choices for `autotune_recorded`.
 
     **Arguments:**
 
     - `model`: a module, a model or a function.
-    - `args`, `kwargs`: its call: arrays or `jax.ShapeDtypeStruct`s.
+    - `args`, `kwargs`: the arguments of its call: arrays or `jax.ShapeDtypeStruct`s.
 
     **Returns:**
 
-    The choices of this call, distinct, in order. What the call itself raises is passed on.
+    The distinct choices of this call, in order. Exceptions of the call itself propagate.
     """
     calls = invocations_of(model, Inputs(args, kwargs))
     _recorded.update(dict.fromkeys(calls))
@@ -33,20 +33,20 @@ def record_invocation(model: Any, *args: Any, **kwargs: Any) -> tuple[Invocation
 
 
 def get_invocations() -> tuple[Invocation, ...]:
-    """What `record_invocation` has remembered in this process, distinct, in order."""
+    """The distinct choices that `record_invocation` has recorded in this process, in order."""
     return tuple(_recorded)
 
 
 def clear_invocations() -> None:
-    """Forgets what `record_invocation` has remembered."""
+    """Clears the choices recorded by `record_invocation`."""
     _recorded.clear()
 
 
 def autotune_recorded(*, options: TuneOptions | None = None, force: bool = False) -> tuple[Invocation, ...]:
-    """Tunes all that `record_invocation` has remembered, each distinct problem once.
+    """Tunes everything that `record_invocation` has recorded, each distinct problem once.
 
-    Modules that exist keep what they have (`ejx.replan(model)` gives them the winners); those built from now on get the winners. For a
-    model, [`ejkernel_eqx.tune`][] does all of it at once.
+    Modules built from now on use the winners; existing modules are unchanged until `ejx.replan(model)`. For a model,
+    [`ejkernel_eqx.tune`][] does all of this at once.
 
     **Arguments:**
 
@@ -54,7 +54,7 @@ def autotune_recorded(*, options: TuneOptions | None = None, force: bool = False
 
     **Returns:**
 
-    The recorded choices as they are made now. `TuningError` as for `ejx.tune`.
+    The recorded choices as they are made now. Raises `TuningError` as `ejx.tune` does.
     """
     return tune_invocations(get_invocations(), options=options, force=force)
 
@@ -62,17 +62,17 @@ def autotune_recorded(*, options: TuneOptions | None = None, force: bool = False
 def vmap_with_config(kernel: Any, config: Any | None = None, **options: Any) -> Callable[..., Any]:
     """`eqx.filter_vmap(kernel, **options)` with one configuration for the whole batch.
 
-    A mapped kernel is one launch and makes one choice as it is; `config` says which (as if the kernel had been built with `config=`).
+    A mapped kernel is a single launch with a single choice anyway; `config` fixes it, as if the kernel had been built with `config=`.
 
     **Arguments:**
 
     - `kernel`: an operation.
-    - `config`: the configuration; default what the kernel chooses.
+    - `config`: the configuration; by default the kernel's choice.
     - `options`: `in_axes`, `out_axes`, `axis_name`, `axis_size` of `eqx.filter_vmap`.
 
     **Returns:**
 
-    The mapped function. `ValueError` for a configuration of another kernel.
+    The mapped function. Raises `ValueError` for a configuration of another kernel.
     """
     return eqx.filter_vmap(with_kernel_config(kernel, config), **options)
 
@@ -82,17 +82,17 @@ def pmap_with_config(
 ) -> Callable[..., Any]:
     """`jax.shard_map` of a kernel with one configuration on all devices.
 
-    Every device runs the kernel on its part of the arrays and makes the same choice; `config` says which.
+    Every device runs the kernel on its part of the arrays and makes the same choice; `config` fixes it.
 
     **Arguments:**
 
     - `kernel`: an operation.
-    - `config`: the configuration; default what the kernel chooses.
-    - `mesh`, `in_specs`, `out_specs`: as for `jax.shard_map`, one specification for each positional argument.
+    - `config`: the configuration; by default the kernel's choice.
+    - `mesh`, `in_specs`, `out_specs`: as for `jax.shard_map`, with one specification per positional argument.
 
     **Returns:**
 
-    The function over the whole arrays. `ValueError` for a configuration of another kernel.
+    A function of the whole arrays. Raises `ValueError` for a configuration of another kernel.
     """
     chosen = with_kernel_config(kernel, config)
     return jax.shard_map(lambda *args: chosen(*args), mesh=mesh, in_specs=in_specs, out_specs=out_specs)

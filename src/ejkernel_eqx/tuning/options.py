@@ -14,16 +14,16 @@ from ..launch import Target, TARGETS
 class TuneOptions:
     """How much effort tuning one problem may take.
 
-    - `time_budget`: seconds for each problem. The heuristic, and what is begun, is finished; the rest is left out.
-    - `max_candidates`: how many candidates of each part to try, the heuristic included.
-    - `samples`, `sample_ms`: how many samples decide between the best candidates, and how many milliseconds each lasts.
-    - `isolate`: whether candidates run in another process, which a crash ends in place of this one. `None`: where the kernels are
-        compiled outside XLA (Triton, Pallas, vendor libraries) and another process can import what it needs.
-    - `candidate_timeout`: seconds that a candidate may take to compile, and to run once, before its process is ended. Without effect in this
-        process.
-    - `jobs`: compilations at once; `None`: one for each processor, up to 8.
+    - `time_budget`: seconds per problem. The heuristic and candidates already begun are finished; the rest are skipped.
+    - `max_candidates`: maximum number of candidates per part, including the heuristic.
+    - `samples`, `sample_ms`: number of samples that decide between the best candidates, and their duration in milliseconds.
+    - `isolate`: whether candidates run in another process, so that a crash does not end this one. `None` isolates kernels that are
+        compiled outside XLA (Triton, Pallas, vendor libraries), if another process can import what it needs.
+    - `candidate_timeout`: seconds that a candidate may take to compile, and to run once, before its process is ended. No effect without
+        isolation.
+    - `jobs`: number of parallel compilations; `None` for one per processor, up to 8.
     - `progress`: whether to show a progress bar.
-    - `target`: a `launch.Target`, or the name of one, that candidates must fit; `None`: the device itself.
+    - `target`: a `launch.Target`, or the name of one, that candidates must fit; `None` for the device itself.
     """
 
     time_budget: int | float = 60.0
@@ -75,7 +75,7 @@ def current_options() -> TuneOptions:
 
 @contextlib.contextmanager
 def tuning_options(**changes: Any) -> Iterator[TuneOptions]:
-    """While it is open, tuning uses the current options with these changes: `with tuning_options(time_budget=10): ...`"""
+    """Inside this context, tuning uses the current options with these changes: `with tuning_options(time_budget=10): ...`"""
     options = dataclasses.replace(current_options(), **changes)
     token = _OPTIONS.set(options)
     try:

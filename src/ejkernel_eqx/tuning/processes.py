@@ -1,7 +1,7 @@
-"""Several processes: process 0 decides, all take what it decided, and nobody waits for ever.
+"""Several processes: process 0 decides, all use its decision, and none waits forever.
 
-What is exchanged is a few kilobytes of text, through the key-value store of JAX's distributed runtime: collectives on devices give up
-after tens of seconds, tuning takes longer.
+They exchange a few kilobytes of text through the key-value store of JAX's distributed runtime, because collectives on devices time out
+after tens of seconds and tuning takes longer.
 """
 
 import contextlib
@@ -29,17 +29,17 @@ from ..dispatch import (
 from ..dispatch.persistent import user_entries
 
 Table = dict[tuple[Platform, str], Known]
-"""(platform, problem key) -> what is known of it."""
+"""Maps (platform, problem key) to what is known about it."""
 
 PATIENCE = 300.0
-"""How long, in seconds, a process waits for the others to arrive where it is; what tuning may take comes on top."""
+"""Seconds that a process waits for the others to reach the same point, not counting the time for tuning."""
 
 _POLL = 1.0
 _rounds = itertools.count(1)
 
 
 class Round:
-    """One call that every process makes, in the same order. The steps inside it have the same order in every process too."""
+    """One call that every process makes, in the same order, with its steps in the same order too."""
 
     def __init__(self, name: str) -> None:
         self.name = name
@@ -49,7 +49,7 @@ class Round:
         self._steps = itertools.count(1)
 
     def decide(self, question: str, make: Callable[[], str], patience: float = 0.0) -> str:
-        """Process 0's `make()`, in every process; `TuningError` in all if they do not ask the same question."""
+        """The result of process 0's `make()` in every process; `TuningError` in all if their questions differ."""
         if self._store is None:
             return make()
         step = next(self._steps)
@@ -59,7 +59,7 @@ class Round:
         return self._get(f"{step}/answer", patience)
 
     def agree(self, statement: str) -> None:
-        """`TuningError` in all processes if what they state differs."""
+        """`TuningError` in all processes if their statements differ."""
         if self._store is not None:
             self._compare(next(self._steps), statement)
 
@@ -84,7 +84,7 @@ class Round:
             raise self._unreachable(error) from error
 
     def _get(self, key: str, patience: float = 0.0) -> str:
-        """The value of a key as soon as it is there; `TuningError` if a process has failed, or none puts it in time."""
+        """The value of a key as soon as it exists; `TuningError` if a process has failed, or none sets it in time."""
         end = time.monotonic() + PATIENCE + patience
         while True:
             try:
@@ -103,14 +103,14 @@ class Round:
         return TuningError(f"{self.name}: cannot reach the other processes: {error}")
 
     def report(self, error: BaseException) -> None:
-        """Tells the other processes why this one fails."""
+        """Reports to the other processes why this one fails."""
         if self._store is not None:
             self._put(f"failed/{self._rank}", f"{type(error).__name__}: {error}")
 
 
 @contextlib.contextmanager
 def taking_part(name: str) -> Iterator[Round]:
-    """A `Round` in which what one process raises is raised in all."""
+    """A `Round` in which an exception in one process is raised in all."""
     together = Round(name)
     try:
         yield together
@@ -120,7 +120,7 @@ def taking_part(name: str) -> Iterator[Round]:
 
 
 def _store() -> Any:
-    """The key-value store of the distributed runtime; the one place that knows where JAX keeps it."""
+    """The key-value store of the distributed runtime; the only place that accesses JAX's internals for it."""
     try:
         from jax._src.distributed import global_state
     except ImportError as error:
@@ -133,7 +133,7 @@ def _store() -> Any:
 
 
 _NO_STORE = (
-    f"tuning with several processes needs the key-value store of JAX's distributed runtime, which JAX {jax.__version__} does not have here; "
+    f"tuning with several processes needs the key-value store of JAX's distributed runtime, which is not available here with JAX {jax.__version__}; "
     "call jax.distributed.initialize(), or tune in one process and let the others read its table (`python -m ejkernel_eqx cache export`)."
 )
 
@@ -145,7 +145,7 @@ def share(
     make: Callable[[], Table],
     patience: float = 0.0,
 ) -> Table:
-    """`make()` of process 0, in every process, which from then on know of these operations what process 0 knows, and no more."""
+    """The result of process 0's `make()` in every process. From then on, all know exactly what process 0 knows about these operations."""
     if jax.process_count() == 1:
         return make()
     names = sorted(operations)
@@ -161,7 +161,7 @@ def share(
 
 
 def replan_together(operations: Iterable[str]) -> None:
-    """Lets all processes know what process 0 knows of some operations. One process alone reads its own tables."""
+    """Shares what process 0 knows about some operations with all processes. A single process reads its own tables."""
     if jax.process_count() > 1:
         names = sorted(operations)
         with taking_part("ejx.replan") as together:
@@ -169,7 +169,7 @@ def replan_together(operations: Iterable[str]) -> None:
 
 
 def _in_files(operations: Iterable[str]) -> Table:
-    """What this process's user's files know of some operations; they are not read when a module is built here."""
+    """What the user's files contain about some operations; with several processes they are not read when modules are built."""
     device = device_facts()
     known = (tuple(kernel_registry.ordered(operation)) for operation in operations)
     implementations = (i for several in known for i in of_device(several, device))
@@ -183,7 +183,7 @@ def _in_memory(operations: Iterable[str]) -> Table:
 
 
 def _install(table: Table, operations: Iterable[str]) -> None:
-    """Puts a table in place of what memory holds of some operations."""
+    """Replaces what memory holds about some operations by a table."""
     replaced = _in_memory(operations)
     kept = [(key, known) for key, known in memory_cache.items() if key not in replaced]
     memory_cache.clear()
@@ -198,7 +198,7 @@ def encode(table: Table) -> str:
 
 
 def decode(text: str) -> Table:
-    """Undoes `encode`."""
+    """The inverse of `encode`."""
     table: Table = {}
     for name, key, config, ms, origin, denied, sizes in json.loads(text):
         platform = parse_platform(name)
@@ -212,12 +212,12 @@ def decode(text: str) -> Table:
 
 
 def digest_of(table: Table) -> str:
-    """Differs between tables that choose differently. Times and origins take no part."""
+    """A digest that differs between tables that choose differently; times and origins are ignored."""
     return _digest(json.dumps([row for row, _ in _rows(table)], sort_keys=True))
 
 
 def _rows(table: Table) -> list[tuple[tuple[str, str, dict[str, Any] | None], Known]]:
-    """What chooses, as JSON can hold it, and the rest that is known."""
+    """What determines choices, as JSON-compatible values, and everything else that is known."""
     return [
         ((platform.value, key, None if known.config is None else to_dict(known.config)), known)
         for (platform, key), known in sorted(table.items(), key=lambda entry: entry[0])

@@ -1,4 +1,4 @@
-"""What a record says of today's candidates."""
+"""Applies a record to the current candidates."""
 
 import dataclasses
 from typing import Any
@@ -10,9 +10,9 @@ from .result import Measurement, part_of, SPILLS, Status
 
 
 def recall(job: Job, record: Record) -> Job:
-    """The job with the record's measurements, and with its winner (none, if every configuration was denied).
+    """The job with the record's measurements and winner (`None` if all configurations were denied).
 
-    `ValueError` if the record's configuration is not one of the implementation. A single candidate that is none any more is left out.
+    `ValueError` if the record's configuration does not belong to the implementation. Entries that are no longer candidates are omitted.
     """
     config, previous = config_of(record, job.implementation), None
     if config is not None:
@@ -28,14 +28,14 @@ def recall(job: Job, record: Record) -> Job:
         spills = denied.reason.startswith(SPILLS)
         status = Status.SKIPPED if spills else Status.DENIED
         for value in _value(job, denied):
-            # Spilling is no fault in the heuristic, which may have become so since.
+            # Spilling is accepted for the heuristic, which this candidate may have become since.
             if not (spills and value == part_of(job.heuristic, denied.part)):
                 found.append(Measurement(denied.part, value, status, denied.reason, known=True))
     return dataclasses.replace(job, known=tuple(found), previous=previous)
 
 
 def _value(job: Job, entry: Timed | Denied) -> tuple[Any, ...]:
-    """The value that an entry was written of: none, if there is no such part or class any more."""
+    """The value that an entry describes; empty if its part or class no longer exists."""
     part, data = entry.part, entry.config
     if part and not any(stage.part == part for stage in job.stages):
         return ()

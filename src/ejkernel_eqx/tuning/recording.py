@@ -1,4 +1,4 @@
-"""`recording`: which choices calls make, in order."""
+"""`recording`: the choices that calls make, in order."""
 
 import contextlib
 import dataclasses
@@ -12,9 +12,9 @@ from ..dispatch import Implementation, on_selection, Platform, Problem, Selectio
 
 @dataclasses.dataclass(frozen=True)
 class Invocation:
-    """One choice that a call made: which problem, on which platform, with which configuration, and who answered.
+    """One choice made by a call: its problem, platform, configuration, and the tier that answered.
 
-    `origin` says more about the tier: where a known configuration was measured, for example.
+    `origin` gives details about the tier, for example where a known configuration was measured.
     """
 
     problem: Problem
@@ -47,17 +47,17 @@ class Invocation:
 
 @contextlib.contextmanager
 def recording() -> Iterator[list[Invocation]]:
-    """Collects the distinct choices of every call made while it is open, in order.
+    """Collects the distinct choices of all calls made inside this context, in order.
 
     ```python
     with ejx.recording() as calls:
-        model(x)                            # or, computing nothing: eqx.filter_eval_shape(model, x)
+        model(x)                            # or, without computing: eqx.filter_eval_shape(model, x)
     ```
 
     **Returns:**
 
     A list of `Invocation`s (`operation`, `problem`, `platform`, `config`, `tier`, `origin`), filled while the context is open. Functions
-    under `jit` are traced (and, if they are run, compiled) anew inside, so that nothing stays unseen.
+    under `jit` are traced again inside (and compiled again, if they are run), so that no choice is missed.
     """
     calls: list[Invocation] = []
     heard: dict[Invocation, list[Selection]] = {}
@@ -81,5 +81,5 @@ def recording() -> Iterator[list[Invocation]]:
 
 
 def invocations_of(function: Callable[..., Any], call: Inputs) -> list[Invocation]:
-    """The distinct choices of one call. Traces with shapes only; computes nothing."""
+    """The distinct choices of one call, traced with shapes only."""
     return list(dict.fromkeys(map(Invocation.of, choices_of(function, call))))

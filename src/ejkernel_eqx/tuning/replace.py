@@ -10,7 +10,7 @@ from .processes import replan_together
 
 
 def map_plans(function: Callable[[str, Plan], Plan], tree: Any) -> Any:
-    """A copy of a pytree in which every kernel, also one inside another kernel, has the plan `function(path, its plan)`."""
+    """A copy of a pytree in which every kernel, including kernels inside kernels, has the plan `function(path, its plan)`."""
 
     def visit(path: tuple[Any, ...], node: Any) -> Any:
         inside = lambda child: isinstance(child, Kernel) and child is not node
@@ -24,7 +24,7 @@ def map_plans(function: Callable[[str, Plan], Plan], tree: Any) -> Any:
 
 
 def plans_of(tree: Any) -> dict[str, Plan]:
-    """The plan of every kernel in a pytree, by path; kernels inside kernels included."""
+    """The plan of every kernel in a pytree, including kernels inside kernels, by path."""
     plans: dict[str, Plan] = {}
 
     def note(path: str, plan: Plan) -> Plan:
@@ -36,8 +36,8 @@ def plans_of(tree: Any) -> dict[str, Plan]:
 
 
 def renew_plans(trees: tuple[Any, ...], renew: Callable[[list[Plan]], Plan | None]) -> tuple[Any, ...]:
-    """Copies of the pytrees in which `renew` has a plan for all that were asked for alike, so that what matched before still does;
-    `None` leaves them as they are."""
+    """Copies of the pytrees in which `renew` replaces the plans with equal requests by one plan, so that trees that matched before still do;
+    `None` leaves them unchanged."""
     alike: dict[Any, list[Plan]] = {}
     for tree in trees:
         for plan in plans_of(tree).values():
@@ -47,26 +47,26 @@ def renew_plans(trees: tuple[Any, ...], renew: Callable[[list[Plan]], Plan | Non
 
 
 def _replanned(plans: list[Plan]) -> Plan | None:
-    """Everything known now; nothing where every plan would choose so already: what is compiled then stays."""
+    """A plan with everything known now, or `None` if every plan would already choose the same, so that compiled functions are kept."""
     new = plans[0].renewed()
     same = new.request == plans[0].request and all(plan.answers == new.answers for plan in plans)
     return None if same and len(set(plans)) == 1 else new.as_edition()
 
 
 def replan(model: Any, *others: Any) -> Any:
-    """The model with every kernel's choices made anew: for this device, from the tables as they now stand.
+    """Returns the model with every kernel's choices renewed, for this device and from the current tables.
 
-    After loading a model on another device, or after another process has tuned. What a kernel was built with (`platform=`,
-    `config=`) stays; nothing is timed.
+    Use it after loading a model on another device, or after another process has tuned. Explicit choices (`platform=`,
+    `config=`) are kept, and nothing is timed.
 
     **Arguments:**
 
-    - `model`: any pytree that holds kernels.
-    - `others`: pytrees that must go on matching it, such as the state of an optimiser.
+    - `model`: any pytree that contains kernels.
+    - `others`: pytrees that must keep matching it, such as the state of an optimiser.
 
     **Returns:**
 
-    The model; with `others`, the tuple `(model, *others)`. With several processes all must call it: all take the tables of process 0.
+    The model; with `others`, the tuple `(model, *others)`. With several processes, all must call it, and all use the tables of process 0.
     """
     trees = (model, *others)
     replan_together({plan.operation for tree in trees for plan in plans_of(tree).values()})
@@ -75,7 +75,7 @@ def replan(model: Any, *others: Any) -> Any:
 
 
 def with_config(model: Any, configs: Mapping[str, Any], *others: Any) -> Any:
-    """The model with some kernels as if they had been built with `config=`.
+    """Returns the model with some kernels changed as if they had been built with `config=`.
 
     ```python
     model = ejx.with_config(model, {".layers[0].attention": config})
@@ -84,14 +84,14 @@ def with_config(model: Any, configs: Mapping[str, Any], *others: Any) -> Any:
 
     **Arguments:**
 
-    - `model`: any pytree that holds kernels.
-    - `configs`: a kernel's path, as `ejx.explain(model)` shows it, or the name of an operation (every kernel of it that is not named by
-        its path) to a configuration; `None` takes a configuration given before away.
-    - `others`: pytrees with copies of the model in them, such as the state of an optimiser, to be changed alike.
+    - `model`: any pytree that contains kernels.
+    - `configs`: maps kernel paths, as shown by `ejx.explain(model)`, or names of operations (for all their kernels that are not listed by
+        path) to configurations; `None` removes a fixed configuration.
+    - `others`: pytrees with copies of the model, such as the state of an optimiser, to be changed in the same way.
 
     **Returns:**
 
-    The model; with `others`, the tuple `(model, *others)`. `ValueError` for a path or operation that is not there and for a configuration of
+    The model; with `others`, the tuple `(model, *others)`. Raises `ValueError` for an unknown path or operation, and for a configuration of
     another kernel.
     """
     plans = plans_of(model)
@@ -104,7 +104,7 @@ def with_config(model: Any, configs: Mapping[str, Any], *others: Any) -> Any:
 
 
 def _assign(configs: Mapping[str, Any], plans: Mapping[str, Plan]) -> dict[str, Plan]:
-    """The plan of every path after `configs`."""
+    """The plan of every path with `configs` applied."""
     operations = {plan.operation for plan in plans.values()}
     unknown = [name for name in configs if name not in plans and name not in operations]
     if unknown:
@@ -128,7 +128,7 @@ def _configured(path: str, plan: Plan, config: Any) -> Plan:
 
 
 def _like_model(tree: Any, index: int, plans: Mapping[str, Plan], chosen: Mapping[str, Plan]) -> Any:
-    """`tree` with the parts that have the model's kernels changed as the model is."""
+    """`tree` with the parts that contain the model's kernels changed like the model."""
     found = False
 
     def is_copy(node: Any) -> bool:
@@ -145,13 +145,13 @@ def _like_model(tree: Any, index: int, plans: Mapping[str, Plan], chosen: Mappin
     if plans and plans_of(tree) and not found:
         raise ValueError(
             f"others[{index}]: expected a pytree with a copy of the model's kernels {sorted(plans)} in it, received one with the kernels "
-            f"{sorted(plans_of(tree))}; give it as it was made from this model."
+            f"{sorted(plans_of(tree))}; pass it as it was created from this model."
         )
     return changed
 
 
 def with_kernel_config(kernel: Any, config: Any | None) -> Any:
-    """A kernel as if it had been built with `config=`; itself where there is none."""
+    """A kernel as if it had been built with `config=`; the kernel itself if that is `None`."""
     if config is None:
         return kernel
     return with_plan(kernel, _configured(kernel.operation, kernel.plan, config))

@@ -1,4 +1,4 @@
-"""What tuning one problem found."""
+"""The result of tuning one problem."""
 
 import dataclasses
 import datetime
@@ -12,18 +12,18 @@ from ..dispatch.persistent import made_with
 from ..dispatch.records import Denied, Record, Timed
 
 SPILLS = "spills "
-"""How the reason begins of a candidate that is skipped for its spills: the one skipping that every further look repeats."""
+"""The beginning of the reason for skipping a candidate because of spills, the only reason for skipping that always recurs."""
 
 
 class Status(enum.StrEnum):
     TIMED = "timed"
     """Checked, and timed with full samples."""
     PASSED = "passed"
-    """Checked, and too slow in short samples to be timed with full ones; its time is what these show."""
+    """Checked, but too slow in short samples to be timed with full ones; its time is from the short samples."""
     DENIED = "denied"
-    """May not be used; the reason is remembered."""
+    """Must not be used; the reason is stored."""
     SKIPPED = "skipped"
-    """Not tried, or not to the end, for a reason that says nothing against it."""
+    """Not tried, or not completely, for a reason that does not count against it."""
 
 
 class Candidate(NamedTuple):
@@ -37,7 +37,7 @@ class Candidate(NamedTuple):
         return to_dict(self.value) if dataclasses.is_dataclass(self.value) else {self.part: self.value}
 
     def key(self) -> tuple[str, str]:
-        """Equal for equal candidates, also if one of them has been to a file and back."""
+        """Equal for equal candidates, even if one of them was read from a file."""
         return self.part, stable_json(self.to_dict())
 
     def __str__(self) -> str:
@@ -57,9 +57,9 @@ def with_part(config: Any, part: str, value: Any) -> Any:
 
 @dataclasses.dataclass(frozen=True)
 class Measurement:
-    """What is known of one candidate: `config` is the part's value, or the whole configuration where `part` is empty.
+    """What is known about a candidate. `config` is the part's value, or the whole configuration if `part` is empty.
 
-    `errors` are relative RMS errors by result. `known`: taken from the record, not found now.
+    `errors` are relative RMS errors by result. `known`: taken from the record instead of measured now.
     """
 
     part: str
@@ -86,10 +86,10 @@ def _nothing() -> Mapping[str, float]:
 
 @dataclasses.dataclass(frozen=True)
 class TuningResult:
-    """The configuration that won for a problem, and every measurement on the way.
+    """The winning configuration for a problem, and all measurements.
 
-    `ms` and `heuristic_ms` are medians by direction (`FORWARD`, `BOTH`), taken in turn; `spread` that of the winner; `errors` its
-    relative RMS errors by result. `cached`: nothing was timed, all of it was known.
+    `ms` and `heuristic_ms` are medians by direction (`FORWARD`, `BOTH`), measured in turn; `spread` and `errors` (relative RMS errors by
+    result) are those of the winner. `cached`: nothing was timed because everything was known.
     """
 
     problem: Problem
@@ -114,7 +114,7 @@ class TuningResult:
         return self.implementation.platform
 
     def to_record(self, device: DeviceFacts) -> Record:
-        """The entry for a table; it holds for the device whose folder it is put into."""
+        """The entry for a table; it applies to the device in whose folder it is stored."""
         return record_for(
             self.problem,
             self.implementation,
@@ -145,7 +145,7 @@ class TuningResult:
 
 
 def record_for(problem: Problem, implementation: Implementation, **found: Any) -> Record:
-    """What was found now of a problem, by these kernels and this software."""
+    """A record of what was found now for a problem, with these kernels and this software."""
     return Record(
         operation=problem.operation,
         platform=implementation.platform.value,

@@ -1,6 +1,6 @@
-"""The search over the candidates of one problem: part by part coarse then fine, and at last against the heuristic.
+"""The search over the candidates of one problem: part by part, coarse then fine, and finally against the heuristic.
 
-It tells everything it finds as events, and may run in this process or in another one. Nothing here writes or logs.
+It reports everything it finds as events, and may run in this process or in another one. Nothing here writes or logs.
 """
 
 import time
@@ -14,15 +14,18 @@ from .result import Candidate, part_of, Status, with_part
 from .trials import Trial, Trials, UnsoundDevice
 
 MARGIN = 1.01
-"""A candidate must be this much faster than the heuristic: less is noise."""
+"""A candidate must be faster than the heuristic by this margin; less is noise."""
 FINALISTS = 4
-"""So many of a stage, and the heuristic, are timed with full samples."""
+"""The number of candidates per stage, besides the heuristic, that are timed with full samples."""
 
 
 def search(job: Job, emit: Callable[[Event], None]) -> None:
-    """Runs the search and emits what it finds, `Finished` or `Unsound` last."""
+    """Runs the search and emits its events, `Finished` or `Unsound` last."""
     try:
-        with undisturbed(), no_tuning():  # what inputs ask to be tuned would wait for the lock that is held
+        with (
+            undisturbed(),
+            no_tuning(),
+        ):  # tuning requested while making inputs would wait for the lock that is held
             emit(_Search(job, emit).run())
     except UnsoundDevice as error:
         emit(Unsound(str(error)))
@@ -50,12 +53,12 @@ class _Search:
         return self._decide(ranking)
 
     def _deadline(self, stages_left: int) -> float:
-        """When a stage has to stop beginning what is new: each gets its share of what is left."""
+        """When a stage must stop starting new candidates: each stage gets its share of the remaining time."""
         now = time.monotonic()
         return now + max(0.0, self.end - now) / stages_left
 
     def _measure(self, stage: Stage, best: Any, deadline: float) -> None:
-        """Checks and times what is new of a stage: all of it in short samples, the best and the heuristic in full ones."""
+        """Checks and times the new candidates of a stage: all in short samples, the best and the heuristic in full ones."""
         trials, options = self.trials, self.job.options
         names = stage.results or trials.bench.names
         unknown = (candidate for candidate in stage.candidates if candidate.key() not in trials.known)
@@ -67,7 +70,7 @@ class _Search:
         late = [trial for trial in order[FINALISTS:] if trials.is_heuristic(trial.candidate)]
         finalists = {trial: trial for trial in (*order[:FINALISTS], *late)}
         fine = trials.time(finalists, options.samples, options.sample_ms)
-        # The device may have become slower or faster since the short samples: what was slower in them stays so.
+        # The device may have become slower or faster since the short samples; candidates that were slower there stay behind.
         drifts = [fine[trial].ms / coarse[trial].ms for trial in order[:FINALISTS] if trial in fine]
         drift = max(drifts, default=1.0)
         for trial in (one for one in order if one in fine or one not in finalists):  # the others raised
@@ -79,7 +82,7 @@ class _Search:
             trials.settle(trial.candidate, status, ms=ms, spread=spread, errors=found)
 
     def _ranking(self, stage: Stage) -> list[Any]:
-        """The values of a stage that may be used, the best first; the heuristic's gives way only to what is faster by the margin."""
+        """The usable values of a stage, best first; the heuristic's yields only to values that are faster by the margin."""
         trials = self.trials
 
         def time_of(candidate: Candidate) -> float:
@@ -89,7 +92,7 @@ class _Search:
         return [candidate.value for candidate in sorted(filter(trials.usable, stage.candidates), key=time_of)]
 
     def _decide(self, ranking: Sequence[Any]) -> Finished:
-        """The winner is checked on all results and other inputs, then timed with the heuristic in turn."""
+        """Checks the winner on all results and other inputs, then times it and the heuristic in turn."""
         job, trials = self.job, self.trials
         contenders: dict[Any, dict[str, float]] = {}
         for config in ranking:
@@ -121,7 +124,7 @@ class _Search:
         return Finished(winner, ms[winner], spread, ms.get(job.heuristic, {}), contenders[winner])
 
     def _admit(self, config: Any, contenders: dict[Any, dict[str, float]]) -> bool:
-        """Adds a configuration to the contenders if it is right in every direction and on two seeds."""
+        """Adds a configuration to the contenders if it is correct in every direction and for two seeds."""
         candidate, trials = Candidate("", config), self.trials
         if config in contenders:
             return True

@@ -1,4 +1,4 @@
-"""Tuning needs a device that really computes: it is refused while a function is being staged."""
+"""Tuning needs actual computation and is refused while a function is being staged."""
 
 import jax
 import jax.core
@@ -8,16 +8,16 @@ from .._errors import TuningError
 
 
 def inside_trace() -> bool:
-    """Whether computations are staged rather than done: under `jit`, `eval_shape`, `scan` and the like.
+    """Whether computations are staged rather than executed, as under `jit`, `eval_shape` and `scan`.
 
-    Under `vmap` or `grad` alone they are done, so that is no trace in this sense.
+    Under `vmap` or `grad` alone they are executed, which does not count.
     """
     with jax.transfer_guard("allow"):
         return isinstance(jnp.zeros(()), jax.core.Tracer)
 
 
 def refuse_trace(what: str) -> None:
-    """`TuningError` naming the remedy, where `inside_trace()`."""
+    """Raises `TuningError` with the remedy if `inside_trace()`."""
     if inside_trace():
         raise TuningError(
             f"{what}: nothing can be timed inside jit, eval_shape or another staged transformation; "

@@ -1,4 +1,4 @@
-"""One candidate after the other: compiled, checked, timed, and settled with what was found."""
+"""Compiles, checks and times candidates, and records the outcome of each."""
 
 import concurrent.futures
 import time
@@ -21,11 +21,11 @@ R = TypeVar("R")
 
 
 class UnsoundDevice(Exception):
-    """The device no longer computes for this process."""
+    """The device is no longer usable for this process."""
 
 
 class _TimingFailed(Exception):
-    """A candidate raised while it was timed; the cause is what it raised."""
+    """A candidate raised while it was timed; the cause is its exception."""
 
     def __init__(self, candidate: Candidate):
         super().__init__(str(candidate))
@@ -33,7 +33,7 @@ class _TimingFailed(Exception):
 
 
 class Trial(NamedTuple):
-    """A whole configuration, and the results for which it is run on behalf of a candidate."""
+    """A whole configuration that is run for a candidate, and the results that are computed."""
 
     candidate: Candidate
     config: Any
@@ -41,7 +41,7 @@ class Trial(NamedTuple):
 
 
 class _Watched:
-    """Work that says when it begins: if the process ends in it, the candidate is known."""
+    """Work that announces its beginning, so that the candidate is known if the process dies."""
 
     def __init__(self, work: measure.JaxWork, candidate: Candidate, emit: Callable[[Event], None]):
         self.work, self.candidate, self.emit = work, candidate, emit
@@ -57,7 +57,7 @@ class _Watched:
 
 
 class Trials:
-    """Compiles, checks and times candidates. Who fails is settled, left out of what is returned, and never tried again."""
+    """Compiles, checks and times candidates. Failed candidates are recorded, omitted from results, and never tried again."""
 
     def __init__(self, job: Job, emit: Callable[[Event], None]):
         workload = job.implementation.make_workload(job.problem)
@@ -71,7 +71,7 @@ class Trials:
         self.emit(Measured(measurement))
 
     def usable(self, candidate: Candidate) -> bool:
-        """Whether it was checked and timed, now or before."""
+        """Whether the candidate was checked and timed, now or before."""
         measurement = self.known.get(candidate.key())
         return measurement is not None and measurement.usable and measurement.ms is not None
 
@@ -79,7 +79,7 @@ class Trials:
         return candidate.value == part_of(self.job.heuristic, candidate.part)
 
     def compile(self, trials: Sequence[Trial], deadline: float) -> list[Trial]:
-        """Those that compile. After the deadline only what has begun is finished, and the heuristic."""
+        """The trials that compile. After the deadline only compilations in progress and the heuristic are finished."""
 
         def one(trial: Trial) -> Refusal | None:
             if time.monotonic() > deadline and not self.is_heuristic(trial.candidate):
@@ -95,7 +95,7 @@ class Trials:
         return compiled
 
     def _in_threads(self, function: Callable[[T], R], items: Sequence[T]) -> list[R]:
-        """The first alone: what is loaded at the first compilation is loaded once."""
+        """Runs the first item alone, since the first compilation loads shared libraries."""
         settings = thread_settings()
 
         def one(item: T) -> R:
@@ -118,10 +118,10 @@ class Trials:
         return refused
 
     def check(self, trials: Iterable[Trial], seeds: Iterable[int] = (0,)) -> dict[str, float] | None:
-        """The largest error of each result over programs of one candidate and input seeds; `None` if it may not be used."""
+        """The largest error of each result over the programs of one candidate and input seeds; `None` if it must not be used."""
         largest: dict[str, float] = {}
         seeds = tuple(seeds)
-        for seed in seeds:  # what fails here is no candidate's fault
+        for seed in seeds:  # failures here are not the candidate's fault
             self.bench.expected(seed)
         for trial in trials:
             candidate = trial.candidate
@@ -148,7 +148,7 @@ class Trials:
             raise UnsoundDevice(f"{candidate}: {reason}")
 
     def time(self, trials: Mapping[K, Trial], samples: int, sample_ms: int | float) -> dict[K, Timing]:
-        """Timings taken in turn. What is as short as a launch itself is run several times in one launch."""
+        """Timings measured in turn. Work as short as its launch is run several times per launch."""
 
         def taken(runs: Mapping[K, int]) -> dict[K, Timing]:
             works = self._works(trials, runs)

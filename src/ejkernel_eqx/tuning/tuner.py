@@ -53,24 +53,24 @@ def tune_problem(
     options: TuneOptions | None = None,
     force: bool = False,
 ) -> TuningResult:
-    """The best configuration of an implementation for a problem, found by running it on this device.
+    """Finds the best configuration of an implementation for a problem by running it on this device.
 
-    Every candidate is checked before its time counts: forward results and gradients against the reference, two runs bit for
-    bit. A candidate that fails is denied, and the reason remembered. What the user's table knows of the problem is not measured again.
+    Every candidate is checked before it is timed: forward results and gradients against the reference, and two runs for bitwise
+    equality. A candidate that fails is denied, and the reason is stored. Measurements in the user's table are not repeated.
 
     **Arguments:**
 
-    - `problem`, `implementation`: what to tune. `device` are the facts of JAX's default device, on which everything runs.
-    - `configs`: the candidates in place of the implementation's own. The heuristic, and what has won before, compete with them.
+    - `problem`, `implementation`: what to tune. `device` holds the facts of JAX's default device, on which everything runs.
+    - `configs`: candidates to use instead of the implementation's own. The heuristic and any previous winner compete with them.
     - `options`: the effort; by default `current_options()`.
-    - `force`: measure everything anew, known or not.
+    - `force`: repeat all measurements, even known ones.
 
     **Returns:**
 
     A `TuningResult`, which is also stored in the user's table.
 
-    **Raises:** `TuningError` inside a staged trace, for an implementation that has nothing to tune it by, and if no candidate may be
-    used. `ValueError` for `configs` of another class.
+    **Raises:** `TuningError` inside a staged trace, for an implementation without a workload, and if no candidate may be
+    used; `ValueError` for `configs` of another class.
     """
     refuse_trace("tuning")
     device, options = device or device_facts(), options or current_options()
@@ -103,7 +103,7 @@ def _workload_of(problem: Problem, implementation: Implementation, device: Devic
         raise TuningError(f"{name} cannot be tuned here: {reason}.")
     workload = implementation.make_workload(problem)
     if workload is None:
-        raise TuningError(f"{name} has no workload to tune it by: give its registration one (`workload=`).")
+        raise TuningError(f"{name} has no workload to tune with; register it with workload=.")
     return workload
 
 
@@ -128,18 +128,19 @@ def _tried(
 def _check_storable(config: Any) -> None:
     try:
         same = from_json(to_json(config), type(config)) == config
-        reason = "it is another one when it is read again"
+        reason = "it differs after a round trip"
     except (TypeError, ValueError, NameError) as error:
         same, reason = False, str(error)
     if not same:
         raise ValueError(
-            "configs: expected fields that come back from a file (bool, int, float, str, None, tuples of them, frozen dataclasses), received "
+            "configs: expected fields that can be stored in a file (bool, int, float, str, None, tuples of them, frozen dataclasses), received "
             f"{config!r}: {reason}."
         )
 
 
 def _recalled(job: Job) -> Job:
-    """The job with what the user's table knows of it. Its winner competes, candidate or not: the record must not become worse."""
+    """The job with what the user's table knows about it. Its winner competes even if it is not a candidate, so that the record never gets
+    worse."""
     record = lookup(job.implementation, job.problem, job.device)
     try:
         return job if record is None else recall(job, record)
@@ -149,7 +150,7 @@ def _recalled(job: Job) -> Job:
 
 
 def _cached(job: Job) -> TuningResult | None:
-    """The result where there is nothing to measure any more."""
+    """The result, if there is nothing left to measure."""
     known = {measurement.candidate.key(): measurement for measurement in job.known}
     found = [known.get(candidate.key()) for stage in job.stages for candidate in stage.candidates]
     if None in found or (job.previous is None and any(m and m.usable for m in found)):
@@ -181,7 +182,7 @@ def _tune(job: Job) -> TuningResult:
     outcome = ledger.outcome
     if isinstance(outcome, Unsound):
         raise TuningError(
-            f"{job.name}: a candidate has left the device unusable for this process ({outcome.reason}); restart it, and tune "
+            f"{job.name}: a candidate has left the device unusable for this process ({outcome.reason}); restart it and tune "
             "with isolate=True."
         )
     assert isinstance(outcome, Finished)
@@ -208,7 +209,7 @@ def _nothing_left(job: Job, measurements: Sequence[Measurement]) -> TuningError:
 
 
 def _search(job: Job, ledger: Ledger) -> None:
-    """In another process where that is wanted and possible, else in this one."""
+    """Searches in another process if that is requested and possible, else in this one."""
     wanted = job.options.isolate
     if wanted or (wanted is None and job.implementation.platform in _COMPILED_OUTSIDE_XLA):
         reason = not_isolatable(job)
@@ -220,9 +221,9 @@ def _search(job: Job, ledger: Ledger) -> None:
         if wanted:
             raise TuningError(f"{job.name} cannot be tuned in another process (isolate=True): {reason}")
         operation = job.implementation.operation
-        _say_once(f"{operation} is tuned in this process, which a crash would end: {reason}")
+        _say_once(f"{operation} is tuned in this process, which a crash of a candidate would end: {reason}")
     ledger.stopped()
-    # In an empty context: what the caller has opened (listeners, overlays, a policy) is not meant for the candidates.
+    # In an empty context, because the caller's contexts (listeners, overlays, a policy) are not meant for candidates.
     contextvars.Context().run(search, dataclasses.replace(job, known=ledger.measurements), ledger.take)
 
 
@@ -233,20 +234,20 @@ def _say_once(message: str, level: int = logging.INFO) -> None:
 
 
 def tuned_results() -> tuple[TuningResult, ...]:
-    """Every result of `tune_problem` in this process, in order."""
+    """All results of `tune_problem` in this process, in order."""
     return tuple(_results)
 
 
 def autotune_tier(problem: Problem, implementation: Implementation, device: DeviceFacts) -> Any | None:
-    """The tier of the selection chain: a tuned configuration, or `None` where there is nothing to tune it by.
+    """The autotune tier of the selection chain: a tuned configuration, or `None` if there is no workload.
 
-    `TuningError` inside a staged trace. With several processes it never tunes: they could end with different configurations, so that is
-    done by `ejx.tune` alone, which they call together.
+    `TuningError` inside a staged trace. With several processes it never tunes, since they could end up with different configurations;
+    only `ejx.tune` does, which they call together.
     """
     if not tuning_allowed() or implementation.make_workload(problem) is None:
         return None
     if jax.process_count() > 1:
-        several = "nothing is tuned by single modules where there are several processes; use ejx.tune on all of them"
+        several = "single modules are not tuned with several processes; call ejx.tune in all of them"
         _say_once(several, logging.WARNING)
         return None
     return answer(problem, implementation, device, force=current_policy() is Policy.FORCE)
@@ -255,7 +256,7 @@ def autotune_tier(problem: Problem, implementation: Implementation, device: Devi
 def answer(
     problem: Problem, implementation: Implementation, device: DeviceFacts | None = None, **how: Any
 ) -> Known:
-    """What `tune_problem(..., **how)` finds, as tables say it; also that every configuration was denied."""
+    """What `tune_problem(..., **how)` finds, in the form of tables, including that all configurations were denied."""
     place = implementation.platform, problem.key()
     try:
         result = tune_problem(problem, implementation, device, **how)

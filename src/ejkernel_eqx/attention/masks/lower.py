@@ -1,4 +1,4 @@
-"""What a `Mask` is lowered to, exactly: static window, key ranges, segments, dense remainder; and the parts that it is made of."""
+"""The exact lowering of a `Mask` to a static window, key ranges, segments and a dense remainder, and the helpers for its parts."""
 
 from typing import Any, NamedTuple
 
@@ -13,7 +13,7 @@ Pair = tuple[Array, Array]
 
 
 class Lowered(NamedTuple):
-    """A mask in the terms of `AttentionSpec` and `AttentionArrays`; arrays keep their own leading axes."""
+    """A mask in terms of `AttentionSpec` and `AttentionArrays`; arrays keep their own leading axes."""
 
     left: int | None
     right: int | None
@@ -38,15 +38,15 @@ class Lowered(NamedTuple):
 
 
 def window_ends(position: Array, left: Any, right: Any, num_keys: int) -> tuple[Array, Array]:
-    """First and one-past-last visible key of a query at `position`, within the keys there are. A side is an int, an array that
-    broadcasts with `position`, or `None`."""
+    """First and one-past-last visible key of a query at `position`, clipped to the existing keys. A side is an int, an array
+    broadcastable with `position`, or `None`."""
     start = jnp.zeros_like(position) if left is None else jnp.clip(position - left, 0, num_keys)
     end = jnp.full_like(position, num_keys) if right is None else jnp.clip(position + right + 1, 0, num_keys)
     return start, end
 
 
 def with_types(pairs: tuple[Pair, ...], dense: Array | None, position: Array, num_keys: int) -> Array | None:
-    """`dense` and, for every pair of types, causal or of the same one: a union, which key ranges cannot say. `[..., 1, T, S]`."""
+    """`dense` intersected, for every pair of types, with causal-or-same-type, a union that key ranges cannot express. `[..., 1, T, S]`."""
     for q_ids, kv_ids in pairs:
         at, q_ids, kv_ids = aligned(position[..., None], q_ids[..., :, None], kv_ids[..., None, :])
         behind = like(jnp.arange(num_keys, dtype=jnp.int32), at) <= at
@@ -56,7 +56,7 @@ def with_types(pairs: tuple[Pair, ...], dense: Array | None, position: Array, nu
 
 
 def type_run_ends(q_ids: Array, kv_ids: Array, position: Array) -> Array:
-    """One past the last key that causality or the run of the query's own type lets it see."""
+    """One past the last key that is visible causally or through the run of the query's own type."""
     num_keys = kv_ids.shape[-1]
     if num_keys == 0:
         return jnp.zeros_like(position)
@@ -66,7 +66,7 @@ def type_run_ends(q_ids: Array, kv_ids: Array, position: Array) -> Array:
     changes = jnp.concatenate([kv_ids[..., 1:] != kv_ids[..., :-1], jnp.ones_like(kv_ids[..., :1], bool)], -1)
     ends = jax.lax.cummin(jnp.where(changes, index + 1, num_keys), axis=kv_ids.ndim - 1, reverse=True)
     lead = jnp.broadcast_shapes(q_ids.shape[:-1], kv_ids.shape[:-1], position.shape[:-1])
-    # The run ahead of a query begins at the key behind its own place.
+    # The run ahead of a query begins at the key after its own position.
     following = jnp.broadcast_to(jnp.clip(position + 1, 0, num_keys - 1), (*lead, position.shape[-1]))
     at = lambda keys: jnp.take_along_axis(jnp.broadcast_to(keys, (*lead, num_keys)), following, axis=-1)
     ahead = (position + 1 < num_keys) & (q_ids != 0) & (at(kv_ids) == q_ids)
@@ -74,7 +74,7 @@ def type_run_ends(q_ids: Array, kv_ids: Array, position: Array) -> Array:
 
 
 def both(seen: Array, other: Array | None) -> Array:
-    """What both show; `None` shows everything."""
+    """The intersection; `None` hides nothing."""
     if other is None:
         return seen
     seen, other = aligned(seen, other)
@@ -88,7 +88,7 @@ def same_segment(q_ids: Array, kv_ids: Array) -> Array:
 
 
 def ranked(*arrays: Any) -> list[Any]:
-    """All arrays with as many axes as the one that has most; numbers and what is absent as they are."""
+    """All arrays expanded to the highest rank among them; numbers and `None` unchanged."""
     rank = max(jnp.ndim(x) for x in arrays if x is not None)
     return [
         x if x is None or isinstance(x, int) or x.ndim == 0 else x.reshape((1,) * (rank - x.ndim) + x.shape)
@@ -98,7 +98,7 @@ def ranked(*arrays: Any) -> list[Any]:
 
 def packed_rows(q_starts: Array, kv_starts: Array, index: Array) -> tuple[Array, Array, Array, Array]:
     """For every packed query: its sequence's first and one-past-last key, its position in packed keys, and whether it is real."""
-    # Counting the sequences that have ended needs one pass over [T, N] on any device; a search would loop there.
+    # Counting the sequences that have ended takes one pass over [T, N] on any device; a search would loop.
     ended = jnp.sum(index[:, None] >= q_starts[None, 1:], axis=1)
     number = jnp.minimum(ended, q_starts.shape[0] - 2)
     first, last = kv_starts[number], kv_starts[number + 1]

@@ -1,4 +1,4 @@
-"""`Mask`: which query may see which key, said exactly and never weakened."""
+"""`Mask`: which query may see which key, represented exactly."""
 
 from typing import Any
 
@@ -22,18 +22,18 @@ Window = tuple[int | None, int | None]
 
 
 class Mask(eqx.Module):
-    r"""A set of visible (query, key) pairs: the intersection of everything it was given.
+    r"""A set of visible (query, key) pairs: the intersection of all given conditions.
 
-    Query $i$ sits at position $p_i = \text{offset} + i$ among the keys. Key $j$ is visible to it iff all of these hold, as far as
-    they were given: $j \le p_i$ (causal); $p_i - \text{left} \le j \le p_i + \text{right}$ (window);
+    Query $i$ is at position $p_i = \text{offset} + i$ among the keys. Key $j$ is visible to it iff all given conditions
+    hold: $j \le p_i$ (causal); $p_i - \text{left} \le j \le p_i + \text{right}$ (window);
     $\lfloor j / c \rfloor = \lfloor p_i / c \rfloor$ (chunked); $j \le p_i$ or $j < \text{prefix}$ (prefix);
     $j \le p_i$ or both have the same non-zero type (token types);
-    both have the same segment id, and it is not negative; both lie within their row's lengths; both belong to the
+    both have the same, non-negative segment id; both lie within their row's lengths; both belong to the
     same sequence of `cu_seqlens`; `dense` is true.
 
-    Masks combine with `&`. They are immutable and usable inside `jit`; what is static (causal, window, chunks) lets kernels skip
-    whole tiles. Sizes of windows and chunks may also be arrays, traced or one for each batch row, as where one scan runs over
-    layers with local and global windows: they become a range of keys for each query. Build one from the class methods, or from several with `&`:
+    Masks are immutable, usable inside `jit`, and combine with `&`. Static conditions (causal, window, chunks) let kernels skip
+    whole tiles. Window and chunk sizes may also be arrays, traced or one per batch row, for example to scan over layers with local
+    and global windows; they become a range of keys for each query. Build masks with the class methods and combine them:
 
     ```python
     mask = ejx.Mask.causal() & ejx.Mask.from_segments(ids)
@@ -62,10 +62,10 @@ class Mask(eqx.Module):
 
     @classmethod
     def sliding_window(cls, left: Any | None, right: Any | None = 0) -> "Mask":
-        """`left` keys before and `right` keys after the query's position, its own besides; `None` is unbounded.
+        """`left` keys before and `right` keys after the query's position, plus its own; `None` is unbounded.
 
-        Ints, or integer arrays: one number, traced or not, or one for each batch row `[...]`. A number of any size is right; one
-        that no sequence reaches hides nothing.
+        Ints or integer arrays: one number, traced or not, or one per batch row `[...]`. Any size is valid; a window longer than
+        the sequence hides nothing.
         """
         sides = {"left": _size("left", left, 0), "right": _size("right", right, 0)}
         if all(side is None or isinstance(side, int) for side in sides.values()):
@@ -77,24 +77,24 @@ class Mask(eqx.Module):
     def chunked(cls, size: Any) -> "Mask":
         """Only keys in the query's own chunk of `size` positions (Llama 4's local layers, with `& Mask.causal()`).
 
-        An int, or an integer array as in `sliding_window`.
+        An int or an integer array, as in `sliding_window`.
         """
         read = _size("size", size, 1)
         return cls(chunk_sizes=(read,)) if isinstance(read, int) else cls(chunks=(read,))  # pyright: ignore[reportArgumentType]
 
     @classmethod
     def prefix(cls, lengths: Any) -> "Mask":
-        """Prefix-LM: causal, but the first `lengths` keys (int, or one per batch row) are visible to all."""
+        """Prefix-LM: causal, but the first `lengths` keys (an int or one per batch row) are visible to all queries."""
         return cls(prefix_lengths=jnp.asarray(lengths, jnp.int32))
 
     @classmethod
     def token_types(cls, type_ids: Any, kv_type_ids: Any | None = None, *, runs: bool = False) -> "Mask":
-        """Causal, but tokens of the same non-zero type, `[..., T]` and `[..., S]`, see each other also ahead (images in text).
+        """Causal, but tokens of the same non-zero type, `[..., T]` and `[..., S]`, also see each other ahead (images in text).
 
-        Type 0 is causal only. Any other id is a type, negative ones too: padding is left out by `& Mask.from_segments(...)`.
-        With `runs`, a query sees ahead only as far as every key in between has its type, as in Gemma 3, where two images of one
-        type do not see each other ahead. That is a range of keys and costs no more than causal; without `runs`, types may come
-        back later, which takes a dense mask.
+        Type 0 is causal only. Any other id is a type, including negative ones: mask padding with `& Mask.from_segments(...)`.
+        With `runs`, a query sees ahead only while every key in between has its type, as in Gemma 3, where two separate images
+        do not see each other ahead. That is a range of keys and costs no more than a causal mask. Without `runs`, a type may
+        recur later, which requires a dense mask.
         """
         q_ids = jnp.asarray(type_ids)
         kv_ids = q_ids if kv_type_ids is None else jnp.asarray(kv_type_ids)
@@ -108,20 +108,20 @@ class Mask(eqx.Module):
 
     @classmethod
     def from_segments(cls, segment_ids: Any, kv_segment_ids: Any | None = None) -> "Mask":
-        """Equal, non-negative ids `[..., T]` and `[..., S]` see each other; negative ids are padding."""
+        """Tokens with equal, non-negative ids `[..., T]` and `[..., S]` see each other; negative ids are padding."""
         q_ids = jnp.asarray(segment_ids, jnp.int32)
         same = kv_segment_ids is None or kv_segment_ids is segment_ids
         return cls(segments=((q_ids, q_ids if same else jnp.asarray(kv_segment_ids, jnp.int32)),))
 
     @classmethod
     def from_lengths(cls, q_lengths: Any | None = None, kv_lengths: Any | None = None) -> "Mask":
-        """The first `q_lengths` queries and `kv_lengths` keys of each row `[...]` are real, the others padding."""
+        """The first `q_lengths` queries and `kv_lengths` keys of each row `[...]` are real, the rest is padding."""
         return cls(q_lengths=_counts("q_lengths", q_lengths), kv_lengths=_counts("kv_lengths", kv_lengths))
 
     @classmethod
     def from_cu_seqlens(cls, cu_seqlens: Any, kv_cu_seqlens: Any | None = None) -> "Mask":
-        """Packed sequences: number `n` holds tokens `cu_seqlens[n]` to `cu_seqlens[n + 1]`; positions are per sequence,
-        the last query of each aligned with its last key. Tokens past the last offset are padding."""
+        """Packed sequences: sequence `n` holds the tokens from `cu_seqlens[n]` up to `cu_seqlens[n + 1]`. Positions are per
+        sequence, with its last query aligned with its last key. Tokens past the last offset are padding."""
         q = check_offsets("cu_seqlens", jnp.asarray(cu_seqlens, jnp.int32), cu_seqlens, None)
         if kv_cu_seqlens is None:
             return cls(cu_seqlens=(q, q))
@@ -134,13 +134,13 @@ class Mask(eqx.Module):
         array = jnp.asarray(mask)
         if array.dtype != jnp.bool_:
             raise ValueError(
-                f"mask: expected a boolean array, received dtype {array.dtype}; an additive mask is given as bias=."
+                f"mask: expected a boolean array, received dtype {array.dtype}; pass an additive mask as bias=."
             )
         return cls(dense=array)
 
     @classmethod
     def random(cls, num_queries: int, num_keys: int, *, visible: float = 0.5, key: PRNGKeyArray) -> "Mask":
-        """Each pair visible with probability `visible`, independently: for tests."""
+        """Each pair is visible independently with probability `visible`; for tests."""
         return cls(dense=jax.random.bernoulli(key, visible, (1, num_queries, num_keys)))
 
     def __and__(self, other: "Mask") -> "Mask":
@@ -148,7 +148,7 @@ class Mask(eqx.Module):
             return NotImplemented
         if self.cu_seqlens is not None and other.cu_seqlens is not None:
             raise ValueError(
-                "cu_seqlens: expected in one of two combined masks, received in both; merge the packings first."
+                "cu_seqlens: expected in at most one of two combined masks, received in both; merge the packings first."
             )
         return Mask(
             is_causal=self.is_causal or other.is_causal,
@@ -167,25 +167,25 @@ class Mask(eqx.Module):
         )
 
     def lower(self, num_queries: int, num_keys: int, *, q_offset: Any | None = None) -> Lowered:
-        """The mask as kernels take it: a static window, else key ranges per query, with one segment pair and the dense remainder.
+        """The mask in the form that kernels take: a static window or key ranges per query, one pair of segment ids, and a dense remainder.
 
-        Exact: the intersection of what is returned is this mask. `q_offset` defaults to `num_keys - num_queries`.
+        The lowering is exact: the intersection of the parts is this mask. `q_offset` defaults to `num_keys - num_queries`.
         """
         return _lower(self, num_queries, num_keys, q_offset)
 
     def as_array(
         self, num_queries: int, num_keys: int, *, q_offset: Any | None = None
     ) -> Bool[Array, "... T S"]:
-        """The mask as booleans `[..., H or 1, T, S]`; for looking and testing, as it is as large as the scores."""
+        """The mask as booleans `[..., H or 1, T, S]`, as large as the scores; for inspection and tests."""
         return self.lower(num_queries, num_keys, q_offset=q_offset).as_array(num_queries, num_keys)
 
     def visualize(
         self, num_queries: int, num_keys: int, *, q_offset: Any | None = None, path: Any | None = None
     ) -> str:
-        """The first row's and head's mask as text, a line per query: `#` visible, `.` hidden.
+        """The mask of the first row and head as text, one line per query: `#` visible, `.` hidden.
 
-        With `path`, ending in `.png`, `.svg` or `.pdf`, also as a picture there. Raises `ValueError` for another ending,
-        `ImportError` without matplotlib (extra `report`).
+        With `path`, which must end in `.png`, `.svg` or `.pdf`, it is also saved as a picture. Raises `ValueError` for any other
+        ending, and `ImportError` without matplotlib (extra `report`).
         """
         array = np.asarray(self.as_array(num_queries, num_keys, q_offset=q_offset))
         grid = array[(0,) * (array.ndim - 2)]
@@ -200,31 +200,31 @@ class Mask(eqx.Module):
         queries: AxisNames = None,
         keys: AxisNames = None,
     ) -> "Mask":
-        """How to split this mask over the axes of a mesh: its own structure, a `jax.sharding.PartitionSpec` for every array.
+        """How to split this mask over the axes of a mesh: the same structure with a `jax.sharding.PartitionSpec` for every array.
 
-        What `jax.shard_map` takes in `in_specs`, and, each made a `NamedSharding`, `jax.device_put` and `jax.jit`:
+        Pass it to `jax.shard_map` as `in_specs` or, with each spec in a `NamedSharding`, to `jax.device_put` and `jax.jit`:
 
         ```python
         specs = mask.sharding_specs(batch="data", heads="model")
         mask = jax.device_put(mask, jax.tree.map(lambda spec: NamedSharding(mesh, spec), specs))
         ```
 
-        An axis of size one, broadcast, stays whole, and so do `cu_seqlens`, which have none of these axes. What is split keeps
-        its meaning under `jit`. Inside `shard_map` each device has its part only, while positions, lengths and offsets still
-        count from the row's beginning: where `queries` or `keys` are split, give each device its own `q_offset`.
+        Broadcast axes of size one stay whole, as do `cu_seqlens`, which have none of these axes. Under `jit` a split mask keeps
+        its meaning. Inside `shard_map` each device has only its part, while positions, lengths and offsets still count from the
+        beginning of the row: if `queries` or `keys` are split, pass each device its own `q_offset`.
 
-        **Arguments:** a mesh axis, a tuple of them or `None` (whole) for each; several leading axes take a `PartitionSpec` for
-        `batch`.
+        **Arguments:** each is a mesh axis, a tuple of mesh axes or `None` (whole). With several leading axes, `batch` is a
+        `PartitionSpec`.
 
-        **Returns:** a `Mask` with specs in the place of arrays.
+        **Returns:** a `Mask` with specs in place of arrays.
 
-        **Raises:** `ValueError` if one name is given for several leading axes, or one mesh axis to two of the four.
+        **Raises:** `ValueError` if one name is given for several leading axes, or if a mesh axis is used for two of the four.
         """
         return mask_specs(self, batch, heads, queries, keys)
 
 
 def _lower(mask: Mask, num_queries: int, num_keys: int, q_offset: Any | None) -> Lowered:
-    # Longer than any sequence is as good as unbounded, and sums with positions fit 32 bits.
+    # A window longer than any sequence is equivalent to an unbounded one, and sums with positions fit 32 bits.
     left, right = (None if side is None else min(side, 2 * FAR) for side in mask.window)
     right = 0 if mask.is_causal and (right is None or right > 0) else right
     if q_offset is None:
@@ -252,7 +252,7 @@ def _check_types(mask: Mask, num_queries: int, num_keys: int) -> None:
         if q_ids.shape[-1] != num_queries or kv_ids.shape[-1] != num_keys:
             raise ValueError(
                 f"mask: expected token types for {num_queries} queries and {num_keys} keys, received {q_ids.shape} and "
-                f"{kv_ids.shape}; give Mask.token_types both."
+                f"{kv_ids.shape}; pass both to Mask.token_types."
             )
 
 
@@ -299,7 +299,7 @@ def _row_ranges(
 
 
 def _size(name: str, value: Any | None, least: int) -> int | Array | None:
-    """An int that is known now, else an int32 array."""
+    """An int if the value is known now, else an int32 array."""
     if value is None:
         return None
     if isinstance(value, bool) or not jnp.issubdtype(jnp.result_type(value), jnp.integer):
@@ -309,14 +309,16 @@ def _size(name: str, value: Any | None, least: int) -> int | Array | None:
     values = known(value)
     if values is not None and values.ndim == 0:
         if values < least:
-            expected = "a number of keys >= 0 or None" if least == 0 else "a chunk of at least one position"
+            expected = "a key count >= 0 or None" if least == 0 else "a chunk of at least one position"
             raise ValueError(f"{name}: expected {expected}, received {values}.")
         return min(int(values), 2 * FAR)
-    # Numbers past what 32 bits hold must not wrap.
+    # Numbers that exceed 32 bits must not wrap around.
     clipped, info = jnp.asarray(value) if values is None else values, jnp.iinfo(jnp.result_type(value))
     if info.max > 2 * FAR:
         clipped = clipped.clip(max(-1, int(info.min)), 2 * FAR)
-    array = check_between(name, jnp.asarray(clipped, jnp.int32), clipped, least, 2 * FAR, "it counts keys")
+    array = check_between(
+        name, jnp.asarray(clipped, jnp.int32), clipped, least, 2 * FAR, "it is a number of keys"
+    )
     return jnp.maximum(array, least)
 
 
@@ -324,7 +326,7 @@ def _counts(name: str, value: Any | None) -> Array | None:
     if value is None:
         return None
     return check_between(
-        name, jnp.asarray(value, jnp.int32), value, 0, FAR, "it counts from the row's beginning"
+        name, jnp.asarray(value, jnp.int32), value, 0, FAR, "it counts from the beginning of the row"
     )
 
 

@@ -1,4 +1,4 @@
-"""A picture of a mask. matplotlib is imported here only, and only when a picture is made."""
+"""A picture of a mask. matplotlib is imported only here, and only when a picture is drawn."""
 
 import pathlib
 from typing import Any
@@ -14,11 +14,11 @@ _MOST_WITH_LINES = 64
 
 
 def save_picture(grid: np.ndarray, path: Any) -> None:
-    """`grid` `[T, S]` to a file, a square per pair, visible ones dark."""
+    """Saves `grid` `[T, S]` to a file, one square per pair, visible pairs dark."""
     path = pathlib.Path(path)
     if path.suffix.lower() not in _SUFFIXES:
         raise ValueError(
-            f"path: expected a name that ends in {', '.join(_SUFFIXES)}, received {str(path)!r}."
+            f"path: expected a file name ending in {', '.join(_SUFFIXES)}, received {str(path)!r}."
         )
     require_matplotlib("Mask.visualize(path=...)")
     from matplotlib.colors import ListedColormap

@@ -8,7 +8,7 @@ from jax.sharding import PartitionSpec
 M = TypeVar("M")  # `Mask`
 AxisNames = str | tuple[str, ...] | None
 
-# Axes behind the leading ones, by field; a pair of arrays is of the queries and of the keys.
+# Axes after the leading ones, by field; of a pair of arrays, the first is for queries and the second for keys.
 _PAIRS = ("segments", "types", "type_runs")
 
 
@@ -36,9 +36,9 @@ def _spec(
     if leading > len(lead) and (several or lead != (None,)):
         raise ValueError(
             f"batch: expected a name for each of the {leading} leading axes of {field}, received {lead} for shape {shape}; "
-            "give jax.sharding.PartitionSpec(name, ...), None for an axis that stays whole."
+            "pass jax.sharding.PartitionSpec(name, ...), with None for an axis that stays whole."
         )
-    # Arrays broadcast from the right, so that is where axes are named from.
+    # Arrays broadcast from the right, so axes are named from there.
     names = (*(None,) * (leading - len(lead)), *lead, *own)
     names = names[len(names) - len(shape) :] if shape else ()
     return PartitionSpec(*(None if size == 1 else name for size, name in zip(shape, names, strict=True)))
@@ -49,5 +49,5 @@ def _check_distinct(names: tuple[Any, ...]) -> None:
     for name in flat:
         if flat.count(name) > 1:
             raise ValueError(
-                f"sharding_specs: expected every mesh axis once, received {name!r} twice among batch, heads, queries and keys."
+                f"sharding_specs: expected each mesh axis at most once, received {name!r} twice among batch, heads, queries and keys."
             )

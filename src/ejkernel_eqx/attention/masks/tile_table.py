@@ -1,7 +1,7 @@
-"""Which tiles a ragged mask touches: tables that let an opaque kernel load nothing invisible.
+"""Which tiles a ragged mask touches: tables that let an opaque kernel skip everything invisible.
 
-Plain JAX on small integer arrays, computed beside the kernel. A row of a table is `(lo, a, b, hi)`: tiles outside `lo .. hi` see
-nothing, tiles `a .. b` are wholly visible, the others need their mask.
+Plain JAX on small integer arrays, computed before the kernel. A row of a table is `(lo, a, b, hi)`: tiles outside `lo .. hi` are
+invisible, tiles `a .. b` are fully visible, and the others need their mask.
 """
 
 from typing import NamedTuple
@@ -16,14 +16,14 @@ _FAR = jnp.iinfo(jnp.int32).max
 
 
 class Seen(NamedTuple):
-    """int8 flags: which queries `[B or 1, T]` see something and which keys `[B or 1, S]` something sees."""
+    """int8 flags: which queries `[B or 1, T]` see any key and which keys `[B or 1, S]` are seen by any query."""
 
     queries: Array
     keys: Array
 
 
 def row_ranges(arrays: AttentionArrays, spec: AttentionSpec) -> tuple[Array, Array]:
-    """First and one-past-last visible key of every query, `[B or 1, T]`, as far as ranges decide it."""
+    """First and one-past-last visible key of every query, `[B or 1, T]`, by ranges alone."""
     if arrays.rows is not None:
         return arrays.rows.start, arrays.rows.end
     position = jnp.arange(arrays.q.shape[1], dtype=jnp.int32) + spec.offset
@@ -32,7 +32,7 @@ def row_ranges(arrays: AttentionArrays, spec: AttentionSpec) -> tuple[Array, Arr
 
 
 def window_covers(queries: int, keys: int, spec: AttentionSpec) -> bool:
-    """Whether under the static window every query sees a key and every key is seen. The ranges move by one key a query, so the
+    """Whether every query sees a key and every key is seen under the static window. The ranges move by one key per query, so the
     first and the last query decide."""
     left = keys + queries if spec.left is None else spec.left
     right = keys + queries if spec.right is None else spec.right
@@ -42,7 +42,7 @@ def window_covers(queries: int, keys: int, spec: AttentionSpec) -> bool:
 
 
 def seen(arrays: AttentionArrays, spec: AttentionSpec) -> Seen:
-    """Queries and keys that are padding by ranges or segments are the ones not marked."""
+    """Marks the queries and keys that are not padding by ranges or segments."""
     start, end = row_ranges(arrays, spec)
     queries, keys = start < end, _covered(start, end, arrays.k.shape[1])
     if arrays.q_segments is not None and arrays.kv_segments is not None:
@@ -51,7 +51,7 @@ def seen(arrays: AttentionArrays, spec: AttentionSpec) -> Seen:
 
 
 def _covered(start: Array, end: Array, keys: int) -> Array:
-    """Keys within any query's range: +1 where a range starts, -1 where it ends, summed up."""
+    """Keys within any query's range: the cumulative sum of +1 where a range starts and -1 where it ends."""
     rows, real = jnp.arange(start.shape[0])[:, None], (start < end).astype(jnp.int32)
     steps = jnp.zeros((start.shape[0], keys + 1), jnp.int32)
     steps = steps.at[rows, jnp.clip(start, 0, keys)].add(real).at[rows, jnp.clip(end, 0, keys)].add(-real)
@@ -59,13 +59,13 @@ def _covered(start: Array, end: Array, keys: int) -> Array:
 
 
 def key_tile_table(arrays: AttentionArrays, spec: AttentionSpec, block_q: int, block_k: int) -> Array:
-    """For every query tile, its key tiles: int32 `[B, query tiles, 4]`."""
+    """The key tiles of every query tile: int32 `[B, query tiles, 4]`."""
     touched, whole = _overlap(arrays, spec, block_q, block_k)
     return _runs(touched, whole, arrays.q.shape[0])
 
 
 def query_tile_table(arrays: AttentionArrays, spec: AttentionSpec, block_q: int, block_k: int) -> Array:
-    """For every key tile, its query tiles: int32 `[B, key tiles, 4]`."""
+    """The query tiles of every key tile: int32 `[B, key tiles, 4]`."""
     touched, whole = _overlap(arrays, spec, block_q, block_k)
     return _runs(touched.mT, whole.mT, arrays.q.shape[0])
 
@@ -100,13 +100,13 @@ def _tiles(x: Array, block: int, fill: int) -> Array:
 
 
 def _extent(ids: Array, block: int) -> tuple[Array, Array]:
-    """Least and greatest id of each tile that is not padding; an empty interval where all are."""
+    """Smallest and largest non-padding id of each tile; an empty interval if all are padding."""
     low = _tiles(jnp.where(ids >= 0, ids, _FAR), block, _FAR).min(-1)
     return low, _tiles(ids, block, -1).max(-1)
 
 
 def _whole(ids: Array, block: int) -> Array:
-    """Whether a tile's entries all carry one id that is not padding; what lies past the end does not count."""
+    """Whether all entries of a tile have the same non-padding id; entries past the end are ignored."""
     low, high = _tiles(ids, block, _FAR).min(-1), _tiles(ids, block, -1).max(-1)
     return (low == high) & (low >= 0)
 

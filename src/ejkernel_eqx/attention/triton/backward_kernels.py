@@ -1,6 +1,6 @@
 """The Triton backward: three kernels, each recomputing the weights from `lse`, none with atomics.
 
-`lse` comes in log2 units with `+inf` for a query that sees nothing, so that its weights are zero without a test.
+`lse` is in log2 units, with `+inf` for a query that sees no key, so that its weights are zero without a branch.
 """
 
 import triton
@@ -46,7 +46,7 @@ def _score_gradient(p, dp, delta, t, seen, kept,
     if DROPOUT > 0:
         dp = tl.where(kept, dp * KEEP_SCALE, 0.0)
     after = p * (dp - delta)  # ds = w (dp - delta), of the shape of p
-    # What is not seen may hold NaN, which p = 0 does not stop.
+    # Invisible entries may hold NaN, which multiplying by p = 0 does not remove.
     if MASKED:
         after = tl.where(seen, after, 0.0)
     before = after
@@ -76,7 +76,7 @@ def _query_gradient_tiles(
         j = columns[None, :]  # [1, BK]
         ok = columns < S  # [BK]
         k_segment = j
-        # Keys that no query may see hold anything: they are not read.
+        # Keys that no query may see can hold anything, so they are not read.
         if MASKED and guarded:
             ok = ok & (tl.load(key_seen_ptr + columns, mask=ok, other=0) != 0)
             if SEGMENTS:
@@ -131,7 +131,7 @@ def query_gradient_kernel(
     bias_row = over_scores(bias_ptr, b, h, bias_run, bias_rows, T, S, H, BIAS)
     mask_row = over_scores(mask_ptr, b, h, mask_run, mask_rows, T, S, H, MASK)
 
-    # What stays for all keys: the tile's queries, their cotangents and their terms of the softmax.
+    # Loaded once for all keys: the tile's queries, their cotangents and their softmax terms.
     q = load_rows(q_ptr + b * T * (H * D) + h * D, first, H * D, inside, T, D, BQ, BLOCK_D, not EVEN_Q, False)  # [BQ, BLOCK_D]  # fmt: skip
     do = load_rows(do_ptr + b * T * (H * V) + h * V, first, H * V, inside, T, V, BQ, BLOCK_V, not EVEN_Q, False)  # [BQ, BLOCK_V]  # fmt: skip
     lse = tl.load(lse_ptr + (b * H + h) * T + rows, mask=inside, other=float("inf"))  # [BQ]
@@ -141,7 +141,7 @@ def query_gradient_kernel(
     dq = tl.zeros([BQ, BLOCK_D], tl.float32)  # [BQ, BLOCK_D]
     dslope = 0.0
 
-    # dq = scale * sum over keys of dx k: tiles in part seen, whole, in part seen, as in the forward kernel.
+    # dq = scale * sum over keys of dx k: partly visible tiles, fully visible ones, partly visible ones, as in the forward kernel.
     table: tl.constexpr = ROWS or SEGMENTS
     lo, full_lo, full_hi, hi = key_tiles(tiles_ptr, b, m, offset, T, S, BQ, BK, LEFT, RIGHT, table, MASK)
     if table or LEFT >= 0 or MASK:
@@ -183,7 +183,7 @@ def _key_gradient_tiles(
         i = rows[None, :]  # [1, BQ]
         inside = rows < T  # [BQ]
         ok = inside
-        # Each [1, BQ]; as in `query_rows`, but read only where looked at.
+        # Each [1, BQ]; as in `query_rows`, but read only where used.
         position = i + offset
         start = i
         end = i
@@ -191,7 +191,7 @@ def _key_gradient_tiles(
         if ROWS:
             if MASKED or ALIBI or DROPOUT > 0:
                 position = tl.load(position_ptr + rows, mask=inside, other=0)[None, :]
-        # Queries that see nothing hold anything: they are not read.
+        # Queries that see no key can hold anything, so they are not read.
         if MASKED and guarded:
             ok = ok & (tl.load(query_seen_ptr + rows, mask=inside, other=0) != 0)
             if ROWS:
@@ -299,11 +299,11 @@ def bias_gradient_kernel(
     DROPOUT: tl.constexpr, KEEP_SCALE: tl.constexpr, PRECISION: tl.constexpr, FOLDED: tl.constexpr, MULTIPLIER: tl.constexpr,
     EVEN_Q: tl.constexpr, EVEN_K: tl.constexpr, GUARD: tl.constexpr, CLEAN: tl.constexpr, GROUP: tl.constexpr,
 ):  # fmt: skip
-    """One tile of the bias gradient `[rows, H or 1, T or 1, S or 1]`, summed in a fixed order over what the bias broadcasts:
-    over the `readers` of its row, batch rows."""
+    """One tile of the bias gradient `[rows, H or 1, T or 1, S or 1]`, summed in a fixed order over the axes that the bias broadcasts
+    and over the `readers` of its row (batch rows)."""
     over_queries: tl.constexpr = (OVER_QUERIES & BIAS) != 0
     over_keys: tl.constexpr = (OVER_KEYS & BIAS) != 0
-    # The program's tile `m, n`, of row `bias_row` and head of the bias; where the bias lacks an axis there is one tile, for all along it.
+    # The program's tile `m, n` of row `bias_row` and head of the bias. Where the bias lacks an axis, one tile covers all of it.
     count_m, count_n = 1, 1
     if over_queries:
         count_m = tl.cdiv(T, BQ)
@@ -325,7 +325,7 @@ def bias_gradient_kernel(
 
     total = tl.zeros([BQ, BK], tl.float32)  # [BQ, BK]
     for reader in range(0, readers):
-        # Batch rows that share a row of the bias: `bias_run` in turn, then again after all rows had theirs.
+        # Batch rows that share a row of the bias: `bias_run` consecutive ones, repeated after every `bias_rows` such runs.
         batch = (reader // bias_run * bias_rows + bias_row) * bias_run + reader % bias_run
         b = (tl.zeros([], tl.int32) + batch).to(tl.int64)
         for h in range(head_lo, head_hi):
@@ -367,7 +367,7 @@ def bias_gradient_kernel(
                     _, after = _score_gradient(p, dp, delta[:, None], t, seen, kept, CAP, DROPOUT, KEEP_SCALE, True)  # fmt: skip
                     total += after  # [BQ, BK]
 
-    # Stored once, by its one owner; what the bias lacks is summed last.
+    # Stored once, by its only owner; axes that the bias lacks are summed last.
     rows = m * BQ + tl.arange(0, BQ)
     columns = n * BK + tl.arange(0, BK)
     start_of = dbias_ptr + owner.to(tl.int64) * (T if over_queries else 1) * (S if over_keys else 1)

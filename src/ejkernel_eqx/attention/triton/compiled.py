@@ -41,13 +41,13 @@ class TileConfig:
 
 @dataclasses.dataclass(frozen=True)
 class TritonConfig:
-    """`forward`, and of the backward the kernels of the key side (`dk`, `dv`) and the query side (`dq`, bias)."""
+    """`forward`, and the backward kernels of the key side (`dk`, `dv`) and the query side (`dq`, bias)."""
 
     forward: TileConfig
     key_gradient: TileConfig
     query_gradient: TileConfig
     fast_tanh: bool = True
-    """The soft cap of 16-bit inputs by NVIDIA's `tanh.approx` (error 5e-4 of the cap)."""
+    """Whether the soft cap of 16-bit inputs uses NVIDIA's `tanh.approx` (error 5e-4 of the cap)."""
     float32_dot: Float32Dot = "tf32x3"
 
     __post_init__ = check_fields
@@ -77,7 +77,7 @@ def default_config(problem: Problem, device: DeviceFacts) -> TritonConfig:
 
 
 def candidates(problem: Problem, device: DeviceFacts) -> list[TritonConfig]:
-    """Configurations worth timing, the heuristic first: the next tiles of all kernels together, a row after a row."""
+    """Configurations worth timing, the heuristic first. Each takes the next tile of every kernel."""
     heuristic = default_config(problem, device)
     columns = []
     for kernel in tile_sizes.KERNELS:
@@ -87,7 +87,7 @@ def candidates(problem: Problem, device: DeviceFacts) -> list[TritonConfig]:
 
 
 def config_unsupported(config: TritonConfig, problem: Problem, device: DeviceFacts) -> str | None:
-    """Tiles that cannot fit the device's shared memory, by an estimate from above; of the smallest the compiler must tell."""
+    """Why tiles cannot fit the device's shared memory, by an upper estimate; the smallest tiles are left to the compiler."""
     for kernel in tile_sizes.KERNELS:
         tile = getattr(config, kernel)
         needed, sizes = _needed_memory(kernel, problem, tile), f"{tile.block_q}x{tile.block_k}"
@@ -147,7 +147,7 @@ def backward(
     arrays, spec = _explicit_ranges(arrays, spec)
     delta, empty = row_terms(arrays, out, lse, dout, dlse)
     if arrays.bias is not None:
-        # A bias of minus infinity hides as well, where the kernels see no mask.
+        # A bias of minus infinity also hides entries, though the kernels see no mask.
         dout = clean_cotangent(dout, empty)
     own = {
         "do": dout.astype(arrays.q.dtype),
@@ -200,7 +200,7 @@ def _query_gradient(
 
 
 def _bias_gradient(launch: Launcher, bias: Array, arrays: AttentionArrays, tile: TileConfig) -> Array:
-    """Where an axis of the bias has size one, a program sums over that axis itself."""
+    """Along an axis where the bias has size one, each program sums over that axis itself."""
     rows, heads, queries, keys = bias.shape
     results = launch(
         backward_kernels.bias_gradient_kernel,
@@ -216,7 +216,7 @@ def _bias_gradient(launch: Launcher, bias: Array, arrays: AttentionArrays, tile:
 def _launcher(
     arrays: AttentionArrays, spec: AttentionSpec, config: TritonConfig, execute: Execute
 ) -> Launcher:
-    """What all kernels of a call are given, but for their tiles."""
+    """The arguments that all kernels of a call share, without their tiles."""
     (_, queries, heads, dim), (_, keys, kv_heads, values) = arrays.q.shape, arrays.v.shape
     is_float32, rate, rows, ragged = (
         arrays.q.dtype == jnp.float32,
@@ -274,10 +274,10 @@ def _launcher(
         "KEEP_SCALE": 1.0 / (1.0 - rate),
         "FOLDED": folded,
         "MULTIPLIER": (spec.logits_soft_cap or spec.scale) * LOG2E if folded else 1.0,
-        # Whether the first tile may show a row nothing at all: not where every row sees key 0. A window bounded on the right alone
-        # that lets a row see nothing has become ranges before.
+        # Whether a row may see nothing in its first tile: impossible if every row sees key 0. A window bounded only on the right
+        # that leaves a row without keys has already become ranges.
         "GUARD": ragged or arrays.mask is not None or not folded or spec.left is not None,
-        # Whether a query that is no padding may still see nothing: then what it holds must be cleaned away.
+        # Whether a query that is not padding may still see no key: then its contents must be zeroed.
         "CLEAN": arrays.mask is not None or (arrays.q_segments is not None and not spec.same_segments),
         "GROUP": _group(arrays, spec),
     }
@@ -291,12 +291,12 @@ def _tiled(arrays: AttentionArrays, tile: TileConfig) -> dict[str, Any]:
 
 
 def _shared_rows(x: Array | None, arrays: AttentionArrays) -> int:
-    """How many rows of an array over the scores take turns; 1, a constant to the compiler, where each batch row has its own."""
+    """How many rows of an array over the scores are shared in turn; 1, a compile-time constant, if each batch row has its own."""
     return 1 if x is None or x.shape[0] == arrays.q.shape[0] else x.shape[0]
 
 
 def _axes(x: Array | None, arrays: AttentionArrays) -> int:
-    """The bits that tell a kernel which axes of an array over the scores are there, and whether batch rows share its rows."""
+    """Bits that tell a kernel which axes an array over the scores has, and whether batch rows share its rows."""
     if x is None:
         return 0
     present = 1 + sum(2 << axis for axis, size in enumerate(x.shape) if size != 1)
@@ -304,7 +304,7 @@ def _axes(x: Array | None, arrays: AttentionArrays) -> int:
 
 
 def _group(arrays: AttentionArrays, spec: AttentionSpec) -> int:
-    """How many rows of batch times heads run together: one where all tiles are alike, else what the second-level cache holds."""
+    """How many rows of batch times heads run together: one if all tiles are alike, else as many as fit the L2 cache."""
     if _ragged(arrays) or spec.right is None or spec.left is not None:
         return 1
     heads, keys = arrays.q.shape[2] // arrays.k.shape[2], arrays.k.shape[1]
@@ -314,7 +314,8 @@ def _group(arrays: AttentionArrays, spec: AttentionSpec) -> int:
 
 
 def _explicit_ranges(arrays: AttentionArrays, spec: AttentionSpec) -> tuple[AttentionArrays, AttentionSpec]:
-    """The same call, its static window turned into ranges where that leaves a query or a key unseen: kernels then know which."""
+    """The same call with its static window turned into ranges if it leaves a query without keys or a key unseen, so that kernels
+    know which."""
     if (
         arrays.rows is not None
         or not spec.ranged
@@ -329,7 +330,7 @@ def _explicit_ranges(arrays: AttentionArrays, spec: AttentionSpec) -> tuple[Atte
 
 
 def _ragged(arrays: AttentionArrays) -> bool:
-    """Whether the visible range differs from row to row by more than the static window."""
+    """Whether the visible range varies between rows beyond the static window."""
     return arrays.rows is not None or arrays.q_segments is not None
 
 
@@ -338,7 +339,7 @@ def _key_tiles(arrays: AttentionArrays, spec: AttentionSpec, tile: TileConfig) -
 
 
 def _every_row(x: Array | None, arrays: AttentionArrays) -> Array | None:
-    """`x`, which is small, repeated for every batch row."""
+    """`x` repeated for every batch row; it is small."""
     return None if x is None else jnp.broadcast_to(x, (arrays.q.shape[0], *x.shape[1:]))
 
 

@@ -37,7 +37,7 @@ def _attend_tiles(
         j = columns[None, :]  # [1, BK]
         ok = columns < S  # [BK]
         k_segment = j
-        # Keys that no query may see hold anything: they are not read.
+        # Keys that no query may see can hold anything, so they are not read.
         if MASKED and guarded:
             ok = ok & (tl.load(key_seen_ptr + columns, mask=ok, other=0) != 0)
             if SEGMENTS:
@@ -53,16 +53,16 @@ def _attend_tiles(
             if MASK:
                 # A key that no row of the tile sees may hold NaN, and 0 * NaN is NaN.
                 v = tl.where((tl.max(seen.to(tl.int32), axis=0) > 0)[:, None], v, 0.0)
-        # Online softmax: the weights are relative to the new maximum, sums of before shrink by `alpha`.
+        # Online softmax: weights are relative to the new maximum, and earlier sums are scaled by `alpha`.
         new_top = tl.maximum(top, tl.max(s, axis=1) * MULTIPLIER)  # [BQ]
         shift = new_top
         if GUARD:
-            # Rows that have seen nothing yet: minus infinity from minus infinity is NaN.
+            # Rows that have seen no key yet: subtracting minus infinity from itself would be NaN.
             shift = tl.where(new_top == float("-inf"), 0.0, new_top)  # [BQ]
         p = tl.exp2(s * MULTIPLIER - shift[:, None])  # [BQ, BK]
         alpha = tl.exp2(top - shift)  # [BQ]
         total = total * alpha + tl.sum(p, axis=1)  # [BQ]
-        # Dropout thins out the weights of values, not the denominator.
+        # Dropout applies to the weights of the values, not to the denominator.
         if DROPOUT > 0:
             p = tl.where(keep(seed0, seed1, position, j, DROPOUT), p * KEEP_SCALE, 0.0)  # [BQ, BK]
         acc = acc * alpha[:, None]
@@ -94,7 +94,7 @@ def forward_kernel(
     i = rows[:, None]  # [BQ, 1]
     inside = rows < T  # [BQ]
 
-    # What decides what these queries see, and what their scores have besides q . k.
+    # What determines the visibility of these queries, and the terms of their scores besides q . k.
     position, start, end, q_segment = query_rows(
         rows, inside, offset, b, T, position_ptr, start_ptr, end_ptr, q_segments_ptr, ROWS, SEGMENTS)  # fmt: skip
     position, start, end, q_segment = position[:, None], start[:, None], end[:, None], q_segment[:, None]  # [BQ, 1]  # fmt: skip
@@ -114,7 +114,7 @@ def forward_kernel(
         top = tl.full([BQ], float("-inf"), tl.float32)  # [BQ]
         total = tl.zeros([BQ], tl.float32)  # [BQ]
 
-    # Most tiles are seen whole and take no mask: three loops, as masking is compiled in or out.
+    # Most tiles are fully visible and need no mask: three loops, since masking is compiled in or out.
     table: tl.constexpr = ROWS or SEGMENTS
     lo, full_lo, full_hi, hi = key_tiles(tiles_ptr, b, m, offset, T, S, BQ, BK, LEFT, RIGHT, table, MASK)
     if table or LEFT >= 0 or MASK:
@@ -133,7 +133,7 @@ def forward_kernel(
                 seed0, seed1, slope, i, position, start, end, q_segment, T, S, K, D, V, BK, BLOCK_D, BLOCK_V, SCALE, CAP, FAST_TANH, LEFT, RIGHT,
                 BIAS, ALIBI, MASK, ROWS, SEGMENTS, DROPOUT, KEEP_SCALE, PRECISION, FOLDED, MULTIPLIER, EVEN_K, GUARD, True)  # fmt: skip
 
-    # out = acc / total, lse = top + log(total); 0 and minus infinity for a row that saw nothing.
+    # out = acc / total, lse = top + log(total); 0 and minus infinity for a row that saw no key.
     some = total > 0  # [BQ]
     acc = acc * (1.0 / tl.where(some, total, 1.0))[:, None]  # [BQ, BLOCK_V]
     lse = tl.where(some, (top + tl.log2(tl.where(some, total, 1.0))) * LN2, float("-inf"))  # [BQ]

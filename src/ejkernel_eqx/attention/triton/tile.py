@@ -1,4 +1,4 @@
-"""What happens to one tile of scores, shared by every Triton kernel of the core.
+"""Operations on one tile of scores, shared by all Triton kernels of attention.
 
 A tile is `[BQ, BK]` or, where keys are the rows, `[BK, BQ]`: the functions below take query and key vectors already shaped to
 broadcast either way, and comments say `[BQ, BK]` for both. Scores are kept in units of log2, so that `exp2` needs no further multiplication.
@@ -10,7 +10,7 @@ import triton.language as tl
 from ...launch.constants import LOG2E
 from .. import philox
 
-# Bits of BIAS and MASK beside 1, present: which of batch, head, query and key axes are not broadcast, and whether batch rows share rows.
+# Bits of BIAS and MASK besides 1 (present): which of the batch, head, query and key axes are not broadcast, and whether batch rows share rows.
 OVER_BATCH, OVER_HEADS, OVER_QUERIES, OVER_KEYS, SHARED = (tl.constexpr(2 << axis) for axis in range(5))
 
 PHILOX_ROUNDS = tl.constexpr(philox.ROUNDS)
@@ -32,8 +32,8 @@ def tanh(x, APPROXIMATE: tl.constexpr):
 @triton.jit
 def query_rows(rows, inside, offset, b, T, position_ptr, start_ptr, end_ptr, q_segments_ptr,  # rows [BQ]
                ROWS: tl.constexpr, SEGMENTS: tl.constexpr):  # fmt: skip
-    """Position, key range and segment of a vector of queries; what a call does not have is never read."""
-    # Numbers that nothing looks at stand for what a call does not have.
+    """Position, key range and segment of a vector of queries; absent arrays are never read."""
+    # Unused numbers stand in for absent arrays.
     position = rows + offset  # [BQ], as all four
     start = rows
     end = rows
@@ -65,7 +65,7 @@ def head_scalars(slopes_ptr, seeds_ptr, b, h, H: tl.constexpr, ALIBI: tl.constex
 def over_scores(ptr, b, h, run, rows, T, S, H: tl.constexpr, BITS: tl.constexpr):
     """Where the scores of batch row `b` and head `h` begin in an array broadcastable to `[B, H, T, S]`.
 
-    Where rows are shared, each of its `rows` serves `run` batch rows that follow one another, and all of them in turn.
+    If rows are shared, each of its `rows` serves `run` consecutive batch rows, and the rows repeat cyclically.
     """
     start = tl.zeros([], tl.int64)
     if SHARED & BITS:  # in turn
@@ -83,7 +83,7 @@ def over_scores(ptr, b, h, run, rows, T, S, H: tl.constexpr, BITS: tl.constexpr)
 
 @triton.jit
 def load_over_scores(ptr, i, j, T, S, BITS: tl.constexpr):
-    """The tile at queries `i`, keys `j` of what begins at `over_scores`."""
+    """The tile at queries `i` and keys `j` of the array that begins at `over_scores`."""
     rows: tl.constexpr = (OVER_QUERIES & BITS) != 0
     columns: tl.constexpr = (OVER_KEYS & BITS) != 0
     inside = (i < T) & (j < S)  # [BQ, BK]
@@ -101,9 +101,9 @@ def load_over_scores(ptr, i, j, T, S, BITS: tl.constexpr):
 @triton.jit
 def scores(qk, i, j, position, slope, bias_ptr, T, S, SCALE: tl.constexpr, CAP: tl.constexpr,
            FAST_TANH: tl.constexpr, BIAS: tl.constexpr, ALIBI: tl.constexpr, FOLDED: tl.constexpr):  # fmt: skip
-    """Scores in log2 units, and the tanh whose square the backward needs. `FOLDED`: all but their last constant factor, which the
-    caller multiplies in beside a subtraction, as one instruction."""
-    t = qk  # [BQ, BK], of what it has until the end
+    """Scores in log2 units, and the tanh whose square the backward needs. `FOLDED`: without their last constant factor, which the
+    caller fuses with a subtraction into one instruction."""
+    t = qk  # [BQ, BK], as all below; the tanh if there is a soft cap
     if CAP > 0:
         t = tanh(qk * (SCALE / CAP), FAST_TANH)
     s = t
@@ -124,8 +124,8 @@ def scores(qk, i, j, position, slope, bias_ptr, T, S, SCALE: tl.constexpr, CAP: 
 def visible(i, j, position, start, end, q_segment, k_segment, mask_ptr, T, S,
             LEFT: tl.constexpr, RIGHT: tl.constexpr, ROWS: tl.constexpr, SEGMENTS: tl.constexpr, MASK: tl.constexpr,
             BOUND: tl.constexpr):  # fmt: skip
-    """Which entries of the tile count; keys past the end are only excluded with `BOUND`, queries past the end never."""
-    # The range: of the row's own, or moving by one key a query.
+    """Which entries of the tile are visible; keys past the end are excluded only with `BOUND`, queries past the end never."""
+    # The range: the row's own, or one that moves by one key per query.
     if ROWS:
         seen = (j >= start) & (j < end)  # [BQ, BK]
     elif RIGHT >= 0:
@@ -156,7 +156,7 @@ def keep(seed0, seed1, position, j, THRESHOLD: tl.constexpr):
     k0 = seed0  # []
     k1 = seed1  # []
     for _ in tl.static_range(PHILOX_ROUNDS):
-        # A round: two products of 64 bits, whose words are exchanged and mixed with the key; then the next round's key.
+        # A round: two 64-bit products, whose words are swapped and mixed with the key; then the next round's key.
         hi0 = tl.umulhi(c0, PHILOX_M0)
         lo0 = c0 * PHILOX_M0
         hi1 = tl.umulhi(c2, PHILOX_M1)
@@ -174,8 +174,8 @@ def keep(seed0, seed1, position, j, THRESHOLD: tl.constexpr):
 def program(length, BLOCK: tl.constexpr, GROUP: tl.constexpr):
     """This program's tile of `length`, its row of batch times heads, and the number of tiles.
 
-    Rows go in groups of `GROUP`, few enough for the cache; within a group all first tiles run first, so that where tiles
-    differ in work the long ones do not come last.
+    Rows run in groups of `GROUP`, few enough for the cache. Within a group all first tiles run first, so that long tiles
+    do not come last when the work per tile varies.
     """
     tiles = tl.cdiv(length, BLOCK)
     rows = tl.num_programs(0) // tiles
@@ -190,12 +190,12 @@ def key_tiles(tiles_ptr, b, m, offset, T, S, BQ: tl.constexpr, BK: tl.constexpr,
               TABLE: tl.constexpr, MASK: tl.constexpr):  # fmt: skip
     """Key tiles of query tile `m`: `[lo, a)` and `[b, hi)` need the mask, `[a, b)` do not."""
     if TABLE:
-        # Four borders for each query tile, from `tile_table`.
+        # Four bounds for each query tile, from `tile_table`.
         row = tiles_ptr + (b * tl.cdiv(T, BQ) + m) * 4
         lo, full_lo, full_hi, hi = tl.load(row), tl.load(row + 1), tl.load(row + 2), tl.load(row + 3)
     else:
-        # Positions of the tile's first and last query. Some query sees each key from the first one's start to the last one's end, and all
-        # see those from the last one's start to the first one's end.
+        # Positions of the tile's first and last query. Keys from the first query's start to the last one's end are seen by some query;
+        # keys from the last one's start to the first one's end are seen by all.
         first = m * BQ + offset
         last = tl.minimum(m * BQ + BQ, T) - 1 + offset
         lo, hi = 0, tl.cdiv(S, BK)
@@ -206,7 +206,7 @@ def key_tiles(tiles_ptr, b, m, offset, T, S, BQ: tl.constexpr, BK: tl.constexpr,
         if RIGHT >= 0:
             hi = tl.minimum(hi, tl.cdiv(tl.maximum(last + RIGHT + 1, 0), BK))
             full_hi = tl.minimum(full_hi, tl.maximum(first + RIGHT + 1, 0) // BK)
-    # In this order, also where the window leaves nothing.
+    # Ordered, even if the window leaves nothing.
     hi = tl.maximum(hi, lo)
     full_lo = tl.minimum(tl.maximum(full_lo, lo), hi)
     full_hi = tl.minimum(tl.maximum(full_hi, full_lo), hi)
@@ -219,9 +219,9 @@ def key_tiles(tiles_ptr, b, m, offset, T, S, BQ: tl.constexpr, BK: tl.constexpr,
 @triton.jit
 def query_tiles(tiles_ptr, b, n, offset, T, S, BQ: tl.constexpr, BK: tl.constexpr, LEFT: tl.constexpr, RIGHT: tl.constexpr,
                 TABLE: tl.constexpr, MASK: tl.constexpr):  # fmt: skip
-    """Query tiles of key tile `n`, as `key_tiles`. Queries past the end need no mask: their weights come out zero."""
+    """Query tiles of key tile `n`, as `key_tiles`. Queries past the end need no mask, because their weights are zero."""
     if TABLE:
-        # Four borders for each key tile, from `tile_table`.
+        # Four bounds for each key tile, from `tile_table`.
         row = tiles_ptr + (b * tl.cdiv(S, BK) + n) * 4
         lo, full_lo, full_hi, hi = tl.load(row), tl.load(row + 1), tl.load(row + 2), tl.load(row + 3)
     else:
@@ -250,11 +250,11 @@ def load_rows(ptr, start, row_stride, ok, length, WIDTH: tl.constexpr, ROWS: tl.
               BOUND: tl.constexpr, CHECK: tl.constexpr):  # fmt: skip
     """Rows `start .. start + ROWS` of a matrix of `length` rows as a `[ROWS, COLUMNS]` tile, zero outside and where not `ok`.
 
-    `BOUND`: rows may lie past the end; `CHECK`: `ok` is a vector to obey.
+    `BOUND`: rows may lie past the end; `CHECK`: apply the vector `ok`.
     """
     r = tl.arange(0, ROWS)  # [ROWS]
     c = tl.arange(0, COLUMNS)  # [COLUMNS]
-    # [ROWS, COLUMNS]. Only the tile's start takes 64 bits.
+    # [ROWS, COLUMNS]. Only the tile's start needs 64 bits.
     pointers = ptr + start.to(tl.int64) * row_stride + (r[:, None] * row_stride + c[None, :])
     if BOUND or CHECK:
         inside = start + r < length  # [ROWS]

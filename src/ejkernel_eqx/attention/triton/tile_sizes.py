@@ -1,4 +1,4 @@
-"""Which tiles the Triton kernels prefer, and what shared memory they take: measured on an H200 (see `benchmarks/LOG.md`)."""
+"""Preferred tiles of the Triton kernels and the shared memory they take, measured on an H200 (see `benchmarks/LOG.md`)."""
 
 from typing import Any
 
@@ -9,9 +9,9 @@ from ...launch.sizes import padded
 KERNELS = ("forward", "key_gradient", "query_gradient")
 Sizes = tuple[
     int, ...
-]  # block_q, block_k, num_warps, num_stages, and where the compiler is limited max_registers
+]  # block_q, block_k, num_warps, num_stages, and max_registers where the compiler is limited
 
-# By padded head dim, best first where nothing else decides; small ones last, for devices with little shared memory.
+# By padded head dim, best first by default; small ones last, for devices with little shared memory.
 _HALF: dict[str, dict[int, tuple[Sizes, ...]]] = {
     "forward": {
         64: ((64, 64, 4, 3), (128, 64, 8, 3), (128, 64, 4, 3), (64, 64, 4, 2), (64, 32, 4, 2)),
@@ -37,8 +37,8 @@ _HALF: dict[str, dict[int, tuple[Sizes, ...]]] = {
     },
 }
 _SIDE_BY_SIDE: Sizes = (128, 64, 8, 2, 128)
-# Of 16 bits, where the tiles above spill hundreds of bytes a thread (compiled, not measured): beside tiles of a mask, or in the forward
-# of a bias, and on Blackwell always. By the major compute capability, 0 for all others.
+# For 16-bit inputs where the tiles above spill hundreds of bytes per thread (compiled, not measured): with a mask, in the forward with a
+# bias, and always on Blackwell. By major compute capability, 0 for all others.
 _Sparing = dict[int, dict[tuple[str, int], Sizes]]
 _SPARING_BESIDE_MASKS: _Sparing = {
     0: {
@@ -81,7 +81,7 @@ _FLOAT32: dict[str, dict[int, tuple[Sizes, ...]]] = {
 }
 
 
-# What else is worth timing, best first; most of these keep all their values in registers.
+# Other tiles worth timing, best first; most keep all their values in registers.
 _HALF_MORE: dict[str, dict[int, tuple[Sizes, ...]]] = {
     "forward": {
         64: ((128, 128, 8, 3), (64, 128, 4, 3), (128, 64, 4, 2), (64, 64, 4, 4), (128, 64, 8, 2), (128, 32, 4, 3), (64, 128, 4, 2)),
@@ -143,13 +143,13 @@ def preferred(kernel: str, problem: Problem, device: DeviceFacts) -> list[Sizes]
 
 
 def _sparing(kernel: str, problem: Problem, device: DeviceFacts) -> tuple[Sizes, ...]:
-    """What leaves registers free where the usual tiles take more than there are."""
+    """Tiles that need fewer registers, for problems where the usual ones exceed what is available."""
     if device.vendor != "nvidia":
         return ()
     major, key = device.capability[0], (kernel, _width(problem))
     if kernel == "forward":
         beside_masks = problem.flag("mask") or problem.flag("bias")
-    else:  # on an H200 the usual tiles are faster for all that they spill, but with a bias, too
+    else:  # on an H200 the usual tiles are faster although they spill, except with a bias
         beside_masks = problem.flag("mask") and (major != 9 or problem.flag("bias"))
     tables = [_SPARING_BESIDE_MASKS] if beside_masks else []
     found = (table.get(of, {}).get(key) for table in (*tables, _SPARING) for of in (major, 0))
@@ -169,7 +169,7 @@ def _favourite_128(kernel: str, problem: Problem, device: DeviceFacts) -> tuple[
     packed, queries = problem.flag("rows") or problem.flag("segments"), problem.dim("T")
     if kernel == "forward":
         if not _ragged(problem):
-            # All tiles alike: wide ones pay, best two programs a multiprocessor, which takes a limit on registers.
+            # All tiles alike: wide ones pay off, best with two programs per multiprocessor, which requires a register limit.
             limited = limits_registers(device) and register_limits_measured(device)
             widest = (128, 64, 8, 3) if device.capability[0] == 10 else (128, 128, 8, 3)
             return (*((_SIDE_BY_SIDE,) if limited else ()), widest)
@@ -191,7 +191,7 @@ def _windowed(problem: Problem) -> bool:
 
 
 def shared_memory(kernel: str, problem: Problem, block_q: int, block_k: int, num_stages: int) -> int:
-    """An upper estimate of what one program takes, in bytes: the tiles it keeps, and the streamed ones once a stage."""
+    """An upper estimate for one program, in bytes: the tiles it keeps, and the streamed ones once per stage."""
     is_float32 = problem.dtype("qkv") == "float32"
     size = 4 if is_float32 else 2
     over_scores = 4 * bool(problem.flag("bias")) + bool(problem.flag("mask"))
@@ -201,14 +201,14 @@ def shared_memory(kernel: str, problem: Problem, block_q: int, block_k: int, num
         "query_gradient": (2 * block_q, block_k),
     }[kernel]
     matrices = _width(problem) * size * (resident + 2 * num_stages * streamed)
-    if is_float32:  # kept in two halves for the passes of a product, once more for each kind of loop
+    if is_float32:  # kept in two halves for the passes of a product, and once more for each kind of loop
         matrices *= 3 if _ragged(problem) else 2
     gradient = size if kernel != "forward" else 0
     return matrices + block_q * block_k * (gradient + num_stages * over_scores)
 
 
 def _ragged(problem: Problem) -> bool:
-    """Whether rows differ in what they see, so that kernels have loops with and without a mask on either side."""
+    """Whether visibility differs between rows, so that kernels have loops with and without a mask on either side."""
     return any(problem.flag(name) for name in ("rows", "segments", "window"))
 
 

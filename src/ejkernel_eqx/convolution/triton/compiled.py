@@ -17,7 +17,7 @@ from . import kernels
 
 OPAQUE = True
 PARTS = {"forward": FORWARD, "backward": BOTH}
-"""The fields of a configuration that are tuned one after the other, and whether the forward pass alone decides."""
+"""The fields of a configuration that are tuned one after the other, and whether only the forward pass is timed."""
 MAX_WIDTH = 8
 
 
@@ -42,7 +42,7 @@ class TritonConfig:
     forward: ConvTile
     backward: ConvTile
     fast_sigmoid: bool = True
-    """The activation by NVIDIA's approximate instructions (error 2e-7)."""
+    """Whether the activation uses NVIDIA's approximate instructions (error 2e-7)."""
 
 
 config_type = TritonConfig
@@ -78,7 +78,7 @@ def candidates(problem: Problem, device: DeviceFacts) -> list[TritonConfig]:
 
 
 def _fitted(tile: ConvTile, problem: Problem, device: DeviceFacts) -> ConvTile:
-    """No more channels than there are: lanes instead. Runs no longer than leave four programs a multiprocessor."""
+    """The tile with at most the existing channels, using more lanes instead, and with runs short enough for four programs per multiprocessor."""
     spare = max(1, tile.block_c // padded(problem.dim("C")))
     tile = dataclasses.replace(tile, block_c=tile.block_c // spare, lanes=tile.lanes * spare)
 
@@ -110,7 +110,7 @@ def backward(
     *,
     execute: Execute = run,
 ) -> dict[str, Array]:
-    """All gradients; those of weight and bias of each batch row, summed in one order."""
+    """All gradients; those of weight and bias are per batch row and summed in a fixed order."""
     arrays, tile = _alike(arrays), config.backward
     launch, programs = _launcher(arrays, spec, tile, config.fast_sigmoid, execute)
     batch, length, channels = arrays.x.shape
@@ -129,7 +129,7 @@ def backward(
 
 
 def _initial_gradient(arrays: ConvArrays, spec: ConvSpec, dout: Array, dfinal: Array) -> Array:
-    """From the first `W - 1` tokens of each sequence, and from its final state where it has fewer: a few rows, in XLA."""
+    """From the first `W - 1` tokens of each sequence, and from its final state if it has fewer: a few rows, in XLA."""
     initial, places = entering(arrays), arrays.places
     held, length = initial.shape[-2], arrays.x.shape[-2]
     if held == 0:
@@ -161,7 +161,7 @@ def _initial_gradient(arrays: ConvArrays, spec: ConvSpec, dout: Array, dfinal: A
         return jax.vmap(of_row, in_axes=(0, 0, *mapped))(initial, behind, weight, bias)
 
     (grad,) = jax.vjp(outputs, initial.astype(jnp.float32))[1](head(dout))
-    # What is left of the state in the final one has moved up by the length.
+    # The part of the initial state that remains in the final one has moved up by the length.
     size = enter_end - enter_first
     stays = (enter_first == first) & (enter_end == end) & (near >= size)
     moved = jnp.take_along_axis(dfinal, jnp.maximum(near - size, 0)[..., None], -2).astype(jnp.float32)
@@ -169,7 +169,7 @@ def _initial_gradient(arrays: ConvArrays, spec: ConvSpec, dout: Array, dfinal: A
 
 
 def _alike(arrays: ConvArrays) -> ConvArrays:
-    """Weight and bias both with a leading axis, or both without."""
+    """Weight and bias, both with a leading axis or both without."""
     weight, bias, batch = arrays.weight, arrays.bias, arrays.x.shape[0]
     if bias is None or weight.ndim == bias.ndim + 1:
         return arrays
@@ -181,7 +181,7 @@ def _alike(arrays: ConvArrays) -> ConvArrays:
 def _launcher(
     arrays: ConvArrays, spec: ConvSpec, tile: ConvTile, fast: bool, execute: Execute
 ) -> tuple[Launcher, int]:
-    """What the kernels of one call share, and how many programs each has."""
+    """The arguments that the kernels of one call share, and the number of programs of each."""
     batch, length, channels = arrays.x.shape
     numbers = {
         "T": length,

@@ -1,5 +1,5 @@
-"""The Triton kernels of the causal convolution. A program has `LANES` runs of `STEPS` tokens, `UNROLL` of which are loaded together; each
-thread walks along its run with what it has loaded in registers, so that nothing is loaded or computed twice but where runs meet."""
+"""The Triton kernels of the causal convolution. A program has `LANES` runs of `STEPS` tokens, `UNROLL` of which are loaded together. Each
+thread walks along its run and keeps what it has loaded in registers, so nothing is loaded or computed twice except where runs meet."""
 
 import triton
 import triton.language as tl
@@ -9,7 +9,7 @@ from ...launch.activations import sigmoid
 
 @triton.jit
 def _mask(lanes, c, C: tl.constexpr):
-    """`[LANES, BLOCK_C]`: these lanes, and channels that there are."""
+    """`[LANES, BLOCK_C]`: these lanes, and channels that exist."""
     if ((c.shape[0] - 1) & C) == 0:  # whole blocks: `BLOCK_C` is a power of two
         return lanes[:, None] & tl.full([1, c.shape[0]], 1, tl.int1)
     return lanes[:, None] & (c < C)[None, :]
@@ -17,7 +17,7 @@ def _mask(lanes, c, C: tl.constexpr):
 
 @triton.jit
 def _offsets(order_ptr, b, place, c, T, inside, C: tl.constexpr, PACKED: tl.constexpr):
-    """Where in memory the tokens at these places are, `[LANES, BLOCK_C]`."""
+    """Memory offsets of the tokens at these places, `[LANES, BLOCK_C]`."""
     row = b * T + place  # [LANES]
     if PACKED:
         row = b * T + tl.load(order_ptr + row, mask=inside, other=0)  # [LANES]
@@ -27,7 +27,7 @@ def _offsets(order_ptr, b, place, c, T, inside, C: tl.constexpr, PACKED: tl.cons
 @triton.jit
 def _inputs_before(x_ptr, initial_ptr, order_ptr, b, start, c, T,
                    C: tl.constexpr, HELD: tl.constexpr, INITIAL: tl.constexpr, PACKED: tl.constexpr):  # fmt: skip
-    """The `HELD` inputs before these places, the oldest first; those before a row that is one sequence are its state's."""
+    """The `HELD` inputs before these places, oldest first; for a row that is one sequence, those before it come from its state."""
     held = ()
     for i in tl.static_range(HELD):
         place = start + (i - HELD)  # [LANES]
@@ -45,7 +45,7 @@ def _inputs_before(x_ptr, initial_ptr, order_ptr, b, start, c, T,
 
 @triton.jit
 def _inputs(x_ptr, order_ptr, b, start, c, T, C: tl.constexpr, COUNT: tl.constexpr, PACKED: tl.constexpr):
-    """The inputs at `COUNT` places from `start` on."""
+    """The inputs at `COUNT` places starting at `start`."""
     inputs = ()
     for i in tl.static_range(COUNT):
         inside = start + i < T  # [LANES]
@@ -59,7 +59,7 @@ def _inputs(x_ptr, order_ptr, b, start, c, T, C: tl.constexpr, COUNT: tl.constex
 
 @triton.jit
 def _behind(items, FIRST: tl.constexpr, COUNT: tl.constexpr):
-    """`COUNT` items from `FIRST` on."""
+    """`COUNT` items starting at `FIRST`."""
     kept = ()
     for i in tl.static_range(COUNT):
         kept = kept + (items[FIRST + i],)
@@ -69,8 +69,8 @@ def _behind(items, FIRST: tl.constexpr, COUNT: tl.constexpr):
 @triton.jit
 def _taps(window, i: tl.constexpr, place, initial_ptr, first_ptr, enter_ptr, b, c, T, N,
           C: tl.constexpr, WIDTH: tl.constexpr, INITIAL: tl.constexpr, PACKED: tl.constexpr):  # fmt: skip
-    """Where the sequence at `place` begins, `[LANES]`, -1 for padding and behind the end; what the token there, number `i` behind those held, sees:
-    `WIDTH` tiles in float32, the oldest first."""
+    """Where the sequence at `place` begins, `[LANES]`, -1 for padding and past the end; and the inputs that the token there, the `i`-th after
+    those held, sees: `WIDTH` tiles in float32, oldest first."""
     if PACKED:
         first = tl.load(first_ptr + b * T + place, mask=place < T, other=-1)  # [LANES]
     else:
@@ -81,10 +81,10 @@ def _taps(window, i: tl.constexpr, place, initial_ptr, first_ptr, enter_ptr, b, 
     for w in tl.static_range(WIDTH):
         tap = window[i + w].to(tl.float32)  # [LANES, BLOCK_C]
         if PACKED:
-            # Padding sees nothing, not even itself: it may be NaN.
+            # Padding sees nothing, not even itself, since it may be NaN.
             seen = (first >= 0) & (place - (WIDTH - 1 - w) >= first)  # [LANES]
             tap = tl.where(seen[:, None], tap, 0.0)  # [LANES, BLOCK_C]
-            # What lies before the sequence is of its initial state; at most one of both is not 0.
+            # Inputs before the sequence come from its initial state; at most one of the two is non-zero.
             if INITIAL and w < WIDTH - 1:
                 row = (b * N + enter) * (WIDTH - 1) + (place + w - first)  # [LANES]
                 entered = (enter >= 0) & (first >= 0) & (place + w - first < WIDTH - 1)  # [LANES]
@@ -96,7 +96,7 @@ def _taps(window, i: tl.constexpr, place, initial_ptr, first_ptr, enter_ptr, b, 
 
 @triton.jit
 def _weights(weight_ptr, bias_ptr, b, c, C: tl.constexpr, WIDTH: tl.constexpr, BIAS: tl.constexpr, MAPPED: tl.constexpr):  # fmt: skip
-    """The weights by age of what they meet, the oldest first, and the bias, of one batch row: tiles `[1, BLOCK_C]`."""
+    """The weights of one batch row by the age of the input they multiply, oldest first, and the bias: tiles `[1, BLOCK_C]`."""
     base = tl.where(MAPPED, b * C, 0) + c  # [BLOCK_C]
     weights = ()
     for w in tl.static_range(WIDTH):
@@ -112,7 +112,7 @@ def _weights(weight_ptr, bias_ptr, b, c, C: tl.constexpr, WIDTH: tl.constexpr, B
 def _begin(x_ptr, weight_ptr, bias_ptr, initial_ptr, order_ptr, T, C: tl.constexpr, WIDTH: tl.constexpr, BIAS: tl.constexpr,
            INITIAL: tl.constexpr, PACKED: tl.constexpr, MAPPED: tl.constexpr, LANES: tl.constexpr, STEPS: tl.constexpr,
            BLOCK_C: tl.constexpr):  # fmt: skip
-    """Batch row, number of the run of tokens, the first place of each lane, channels; weights, bias, the inputs before the run."""
+    """Batch row, index of the run of tokens, first place of each lane, channels; weights, bias, the inputs before the run."""
     blocks: tl.constexpr = (C + BLOCK_C - 1) // BLOCK_C
     pid = tl.program_id(0)
     runs = tl.cdiv(T, LANES * STEPS)
@@ -142,7 +142,7 @@ def forward_kernel(
     C: tl.constexpr, WIDTH: tl.constexpr, BIAS: tl.constexpr, SILU: tl.constexpr, INITIAL: tl.constexpr, PACKED: tl.constexpr,
     MAPPED: tl.constexpr, FAST: tl.constexpr, LANES: tl.constexpr, STEPS: tl.constexpr, UNROLL: tl.constexpr, BLOCK_C: tl.constexpr,
 ):  # fmt: skip
-    # Each lane begins with the inputs before its run, and takes those that the next turn needs along.
+    # Each lane begins with the inputs before its run, and carries along those that the next turn needs.
     held: tl.constexpr = WIDTH - 1
     b, _, start, c, weights, bias, kept = _begin(
         x_ptr, weight_ptr, bias_ptr, initial_ptr, order_ptr, T, C, WIDTH, BIAS, INITIAL, PACKED, MAPPED, LANES, STEPS, BLOCK_C)  # fmt: skip
@@ -179,7 +179,7 @@ def _store_dx(dx_ptr, dfinal_ptr, order_ptr, leave_ptr, inner, firsts, weights, 
             d = tl.where((place >= firsts[ahead])[:, None], d, 0.0)
         dx += weights[held - ahead] * d
     inside = (place >= start) & (place < T)  # [LANES]; the lane before stores what is before its start
-    # The last inputs of a sequence are its final state too, whose gradient comes on top.
+    # The last inputs of a sequence are also its final state, whose gradient is added.
     if PACKED:
         leave = tl.load(leave_ptr + b * T + place, mask=inside, other=-1)  # [LANES]
     else:
@@ -203,11 +203,11 @@ def backward_kernel(
     held: tl.constexpr = WIDTH - 1
     b, run, start, c, weights, bias, kept = _begin(
         x_ptr, weight_ptr, bias_ptr, initial_ptr, order_ptr, T, C, WIDTH, BIAS, INITIAL, PACKED, MAPPED, LANES, STEPS, BLOCK_C)  # fmt: skip
-    # Gradients of the weights, by age, and of the bias, of each lane.
+    # Gradients of the weights, by age, and of the bias, per lane.
     shares = ()
     for _ in tl.static_range(WIDTH + 1):
         shares = shares + (tl.zeros([LANES, BLOCK_C], tl.float32),)  # [LANES, BLOCK_C]
-    # Gradients before the activation, of the last tokens that were passed; those before the lane's own have none here.
+    # Gradients before the activation of the last tokens passed; zero here for those before the lane's own.
     inner = ()
     firsts = ()
     for _ in tl.static_range(held):
@@ -217,7 +217,7 @@ def backward_kernel(
         begin = start + turn * UNROLL  # [LANES]
         window = kept + _inputs(x_ptr, order_ptr, b, begin, c, T, C, UNROLL, PACKED)  # W - 1 + UNROLL tiles [LANES, BLOCK_C]  # fmt: skip
         douts = _inputs(dout_ptr, order_ptr, b, begin, c, T, C, UNROLL, PACKED)  # UNROLL tiles [LANES, BLOCK_C]  # fmt: skip
-        # A token's gradient d before the activation goes to the weights at once; with it all is known of the input `held` places before.
+        # A token's gradient d before the activation is added to the weights at once; it completes that of the input `held` places before.
         for i in tl.static_range(UNROLL):
             place = begin + i  # [LANES]
             first, taps = _taps(window, i, place, initial_ptr, first_ptr, enter_ptr, b, c, T, N, C, WIDTH, INITIAL, PACKED)  # W tiles  # fmt: skip
@@ -230,7 +230,7 @@ def backward_kernel(
                 dx_ptr, dfinal_ptr, order_ptr, leave_ptr, inner + (d,), firsts + (first,), weights, b, place - held, start, c, T, N,
                 C, WIDTH, PACKED)  # fmt: skip
         kept = _behind(window, UNROLL, held)
-    # Tokens behind the lane's own see its last ones.
+    # Tokens after the lane's own see its last ones.
     begin = start + STEPS  # [LANES]
     window = kept + _inputs(x_ptr, order_ptr, b, begin, c, T, C, held, PACKED)  # 2 (W - 1) tiles [LANES, BLOCK_C]  # fmt: skip
     douts = _inputs(dout_ptr, order_ptr, b, begin, c, T, C, held, PACKED)  # W - 1 tiles [LANES, BLOCK_C]
@@ -249,7 +249,7 @@ def backward_kernel(
 @triton.jit
 def _inner(dout, taps, weights, bias, first,
            WIDTH: tl.constexpr, SILU: tl.constexpr, PACKED: tl.constexpr, FAST: tl.constexpr):  # fmt: skip
-    """The gradient before the activation; none for padding."""
+    """The gradient before the activation; zero for padding."""
     d = dout.to(tl.float32)  # [LANES, BLOCK_C]
     if PACKED:
         d = tl.where((first >= 0)[:, None], d, 0.0)  # [LANES, BLOCK_C]

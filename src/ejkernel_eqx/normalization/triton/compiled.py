@@ -14,14 +14,14 @@ from . import kernels
 
 OPAQUE = True
 PARTS = {"forward": FORWARD, "backward": BOTH}
-"""The fields of a configuration that are tuned one after the other, and whether the forward pass alone decides."""
+"""The fields of a configuration that are tuned one after the other, and whether only the forward pass is timed."""
 MAX_FEATURES = 16384
 _GATES = {"silu": 1, "sigmoid": 2}
 
 
 @dataclasses.dataclass(frozen=True)
 class NormTile:
-    """A program takes `block_m` rows (a power of two); the backward `turns` times, of which it loads `num_stages` at once."""
+    """A program processes `block_m` rows (a power of two); in the backward, `turns` times, with `num_stages` turns loaded at once."""
 
     block_m: Power
     num_warps: Warps
@@ -36,7 +36,7 @@ class TritonConfig:
     forward: NormTile
     backward: NormTile
     fast_sigmoid: bool = True
-    """The gate by NVIDIA's approximate instructions (error 2e-7)."""
+    """Whether the gate uses NVIDIA's approximate instructions (error 2e-7)."""
 
 
 config_type = TritonConfig
@@ -55,8 +55,8 @@ def default_config(problem: Problem, device: DeviceFacts) -> TritonConfig:
     return candidates(problem, device)[0]
 
 
-# Elements of a forward program and of one of its threads; of the backward the elements of a thread (and of a program, where a row is
-# narrow), how many turns' loads are under way, and programs a multiprocessor. Best first, as measured on an H200.
+# Forward: elements per program and per thread. Backward: elements per thread (and per program, if rows are narrow), the number of turns
+# loaded ahead, and programs per multiprocessor. Best first, as measured on an H200.
 _NARROW = (
     (4096, 32, 512, 16, 2, 16),
     (2048, 16, 512, 16, 3, 16),
@@ -92,7 +92,7 @@ def _config(
     rows = problem.dim("B") * problem.dim("M") * problem.dim("G")
     turns = rows // (second * programs * max(device.num_multiprocessors, 1))
     turns = max(1, min(turns, cdiv(problem.dim("M"), second)))
-    # What is loaded ahead of its turn waits in shared memory: at most two fifths of it.
+    # Data loaded ahead of its turn waits in shared memory, in at most two fifths of it.
     loads = 3 * second * width * (4 if problem.dtype("x") == "float32" else 2)
     ahead_of = min(stages, turns, 1 + 2 * shared_memory_of(device) // (5 * loads))
     return TritonConfig(
@@ -128,7 +128,7 @@ def backward(
     *,
     execute: Execute = run,
 ) -> dict[str, Array]:
-    """All gradients; that of the weight of each batch row, summed in one order."""
+    """All gradients; that of the weight is per batch row and summed in a fixed order."""
     tile, (batch, rows, groups, features) = config.backward, arrays.x.shape
     chunks = cdiv(rows, tile.block_m * tile.turns)
     z, weight = arrays.z, arrays.weight

@@ -1,4 +1,4 @@
-"""The Triton kernels of the gated RMS norm: rows `[BM, BF]` of one group's features, whole, in registers."""
+"""The Triton kernels of the gated RMS norm: rows `[BM, BF]` hold all features of one group in registers."""
 
 import triton
 import triton.language as tl
@@ -20,7 +20,7 @@ def _gate(z, GATE: tl.constexpr, FAST: tl.constexpr):
 
 @triton.jit
 def _weight(weight_ptr, row, f, M, G: tl.constexpr, F: tl.constexpr, MAPPED: tl.constexpr):
-    """The weights of these rows, `[1, BF]` where all have the same."""
+    """The weights of these rows, `[1, BF]` if all rows share them."""
     if MAPPED:
         at = (row // (M * G) * G + row % G)[:, None] * F + f[None, :]  # [BM, BF]
     elif G > 1:
@@ -49,7 +49,7 @@ def forward_kernel(
             x *= gate  # [BM, BF]
     out = x * tl.rsqrt(tl.sum(x * x, 1) / F + EPS)[:, None]  # [BM, BF]
     if WEIGHT:
-        # A row behind the end reads the weights of one that is there.
+        # A row past the end reads the weights of an existing one.
         out *= _weight(weight_ptr, tl.minimum(row, rows - 1), f, M, G, F, MAPPED)  # [BM, BF]
     if GATE and NORM_FIRST:
         out *= gate  # [BM, BF]
@@ -63,7 +63,7 @@ def backward_kernel(
     G: tl.constexpr, F: tl.constexpr, EPS: tl.constexpr, GATE: tl.constexpr, NORM_FIRST: tl.constexpr, WEIGHT: tl.constexpr,
     MAPPED: tl.constexpr, FAST: tl.constexpr, BM: tl.constexpr, BF: tl.constexpr, TURNS: tl.constexpr, STAGES: tl.constexpr,
 ):  # fmt: skip
-    """`dx`, `dz`, and these rows' share of the gradient of the weight, `partial [B, chunks, G, F]`. A program has one group of `BM`
+    """`dx`, `dz`, and these rows' share of the gradient of the weight, `partial [B, chunks, G, F]`. A program processes one group of `BM`
     rows, `TURNS` times."""
     pid = tl.program_id(0)
     chunks = tl.cdiv(M, BM * TURNS)
@@ -84,7 +84,7 @@ def backward_kernel(
         dout = tl.load(dout_ptr + at, mask=inside, other=0.0).to(tl.float32)  # [BM, BF]
         if GATE:
             gate, slope = _gate(tl.load(z_ptr + at, mask=inside, other=0.0).to(tl.float32), GATE, FAST)  # [BM, BF]  # fmt: skip
-        # What is normed, h, and the gradient of the norm, dn.
+        # The input of the norm, h, and the gradient of its output, dn.
         h = x
         dn = dout * weight  # [BM, BF]
         if GATE:
@@ -93,18 +93,18 @@ def backward_kernel(
             else:
                 h = x * gate  # [BM, BF]
         # With n = scale h: dh = scale (dn - n mean(dn n)).
-        # Both sums at once, that of `dn` and the norm without its scale.
+        # Both sums at once: that of `dn` and that of the unscaled norm.
         scale = tl.rsqrt(tl.sum(h * h, 1) / F + EPS)  # [BM]
         common = scale * scale * (tl.sum(dn * h, 1) / F)  # [BM]
         dx = scale[:, None] * (dn - h * common[:, None])  # [BM, BF], of h
         normed = h * scale[:, None]  # [BM, BF]
-        # dweight = sum over rows of what the weight multiplies.
+        # dweight = the sum over rows of the products that the weight multiplies.
         if WEIGHT:
             if GATE and NORM_FIRST:
                 share += dout * gate * normed  # [BM, BF]
             else:
                 share += dout * normed  # [BM, BF]
-        # Through the gate, which stands behind the norm or before it.
+        # Through the gate, which comes after or before the norm.
         if GATE:
             if NORM_FIRST:
                 dz = dout * weight * normed * slope  # [BM, BF]

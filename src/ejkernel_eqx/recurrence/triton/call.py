@@ -1,4 +1,4 @@
-"""Launches the kernels of one call: what all phases of all members share on the host."""
+"""Launches the kernels of one call: host code shared by all phases of all members."""
 
 import dataclasses
 from typing import Any
@@ -19,9 +19,9 @@ DECAYS = {NONE: 0, CONSTANT: 1, SCALAR: 2, KEY: 3}
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class Call:
-    """One call, its arrays with one leading axis and no more query heads than state heads (`repeated`).
+    """One call, whose arrays have one leading axis and no more query heads than state heads (`repeated`).
 
-    `launch` takes what a kernel's parameters name from a pool: operands, scalars, constants.
+    `launch` fills a kernel's parameters by name from a pool of operands, scalars and constants.
     """
 
     arrays: RecurrenceArrays
@@ -31,7 +31,7 @@ class Call:
 
     @property
     def chunks(self) -> int:
-        """How many chunks there are, or entries for them."""
+        """The number of chunks, or of table entries for them."""
         table = self.launch.arrays["chunks"]
         batch, length = self.arrays.q.shape[:2]
         return batch * cdiv(length, self.config.chunk_size) if table is None else table.shape[0]
@@ -43,26 +43,26 @@ class Call:
 
     @property
     def sizes(self) -> tuple[int, int, int]:
-        """State heads, key channels, value channels."""
+        """The numbers of state heads, key channels and value channels."""
         numbers = self.launch.numbers
         return numbers["HS"], numbers["D"], numbers["V"]
 
     def rows(self, *sizes: int, dtype: Any = None) -> jax.ShapeDtypeStruct:
-        """An output over tokens, by default in the operands' dtype."""
+        """The shape of an output over tokens, by default in the operands' dtype."""
         batch, length = self.arrays.q.shape[:2]
         return result(batch, length, *sizes, dtype=dtype or self.arrays.q.dtype)
 
     def gradient(self, x: Array) -> jax.ShapeDtypeStruct:
-        """A gradient over the heads of the call, in float32 where the operand's heads are fewer: then it is summed."""
+        """The shape of a gradient over the heads of the call; in float32 if the operand has fewer heads, since it is then summed."""
         heads = self.sizes[0]
         return self.rows(heads, x.shape[3], dtype=x.dtype if x.shape[2] == heads else jnp.float32)
 
     def knowing(self, arrays: dict[str, Array], **numbers: Any) -> "Call":
-        """The same call, its kernels given these, too."""
+        """The same call with more arguments for its kernels."""
         return dataclasses.replace(self, launch=self.launch.knowing(arrays, **numbers))
 
     def with_decays(self) -> "Call":
-        """The same call with the summed decays of its tokens, for kinds of one number a token."""
+        """The same call with the cumulative decays of its tokens, for kinds with one number per token."""
         if self.spec.decay != SCALAR:
             return self
         batch, length = self.arrays.q.shape[:2]
@@ -84,7 +84,7 @@ class Call:
         return results["states"], results["final"]
 
     def dstates(self, dout: Array, dfinal: Array) -> tuple[Array, Array]:
-        """Gradients in the state at the end of every chunk and, float32, in the initial state."""
+        """Gradients with respect to the state at the end of every chunk and, in float32, to the initial state."""
         tile = self.config.dstates
         results = self.launch(
             states_phase.dstates_kernel,
@@ -96,8 +96,8 @@ class Call:
         return results["dstates"], results["dinitial"]
 
     def out(self, states: Array, *, scores: Array | None = None, heads_each: int = 1) -> Array:
-        """The outputs. `scores [B, T, HS, chunk]`: what is given instead of being made in the kernel; `heads_each`: heads of one program,
-        which share their query and key heads."""
+        """The outputs. `scores [B, T, HS, chunk]`: passed in instead of being computed in the kernel; `heads_each`: heads per program, which
+        share their query and key heads."""
         heads, _, values = self.sizes
         tile = self.config.out
         results = self.launch(
@@ -113,7 +113,7 @@ class Call:
         return results["out"]
 
     def single(self) -> tuple[Array, Array]:
-        """Outputs and final state by the one kernel that has all key channels."""
+        """Outputs and final state from the single kernel that holds all key channels."""
         heads, dim, values = self.sizes
         tile = dataclasses.replace(self.config.out, block_k=padded(dim))
         results = self.launch(
@@ -140,10 +140,10 @@ class Call:
 
 
 def make_call(arrays: RecurrenceArrays, spec: RecurrenceSpec, config: TritonConfig, execute: Execute) -> Call:
-    """A call of arrays with one leading axis, their heads as the kernels want them.
+    """A call from arrays with one leading axis, with heads in the form that the kernels expect.
 
-    Float16 operands become float32: states, scores and what goes into products may pass the largest float16. One pass of products rounds
-    to as many digits as float16 has; only the inverses of the delta rules are still made in several.
+    Float16 operands become float32, since states, scores and operands of products may exceed the largest float16. Single-pass products
+    round to as many digits as float16 has; only the inverses of the delta rules still take several passes.
     """
     precision = precision_of(arrays, config)
     arrays = arrays._replace(**{name: (x := getattr(arrays, name)).astype(wide(x.dtype)) for name in "qkv"})
@@ -168,7 +168,7 @@ def make_call(arrays: RecurrenceArrays, spec: RecurrenceSpec, config: TritonConf
         "starts": arrays.starts,
         "chunks": tables[0],
         "bounds": tables[1],
-        # What only some members have.
+        # Arguments of some members only.
         **dict.fromkeys(("logs", "carry", "scores", "k_end")),
     }
     numbers = counts | {
@@ -190,12 +190,12 @@ def make_call(arrays: RecurrenceArrays, spec: RecurrenceSpec, config: TritonConf
 
 
 def wide(dtype: Any) -> Any:
-    """The dtype of operands on their way."""
+    """The dtype that operands are computed in."""
     return jnp.dtype(jnp.float32) if dtype == jnp.float16 else dtype
 
 
 def precision_of(arrays: RecurrenceArrays, config: TritonConfig) -> str:
-    """How operands are multiplied."""
+    """The precision in which operands are multiplied."""
     if arrays.q.dtype == jnp.bfloat16:
         return "ieee"
     single = arrays.q.dtype == jnp.float16
@@ -203,7 +203,7 @@ def precision_of(arrays: RecurrenceArrays, config: TritonConfig) -> str:
 
 
 def repeated(arrays: RecurrenceArrays, spec: RecurrenceSpec) -> RecurrenceArrays:
-    """The same call with a state head for every query head, where there are more of those."""
+    """The same call with a state head for every query head, if there are more query heads."""
     heads = arrays.q.shape[2]
     counts = [arrays.k.shape[2], arrays.v.shape[2]]
     if arrays.g is not None:
@@ -222,7 +222,7 @@ def repeated(arrays: RecurrenceArrays, spec: RecurrenceSpec) -> RecurrenceArrays
 
 
 def sum_heads(x: Array, heads: int, *, axis: int = 2) -> Array:
-    """The sums over the heads that share one."""
+    """Sums over the heads that share one head."""
     count = x.shape[axis]
     if count == heads:
         return x
@@ -230,17 +230,17 @@ def sum_heads(x: Array, heads: int, *, axis: int = 2) -> Array:
 
 
 def first_copies(states: Array, copies: int) -> Array:
-    """Of states `[.., heads, D, V]` of which so many neighbours are equal, one each."""
+    """From states `[.., heads, D, V]` with `copies` equal neighbours each, the first ones."""
     return states if copies == 1 else states[..., ::copies, :, :]
 
 
 def sum_copies(states: Array, copies: int) -> Array:
-    """Of states `[.., heads, D, V]` the sums over so many neighbours."""
+    """Sums of states `[.., heads, D, V]` over `copies` neighbours each."""
     return sum_heads(states, states.shape[-3] // copies, axis=states.ndim - 3)
 
 
 def in_first_copies(states: Array, copies: int) -> Array:
-    """The transpose of `first_copies`: zero for the other copies."""
+    """The transpose of `first_copies`: the other copies are zero."""
     if copies == 1:
         return states
     wide = jnp.pad(

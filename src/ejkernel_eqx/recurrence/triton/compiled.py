@@ -1,4 +1,4 @@
-"""Platform `triton`: which kernels a call takes, which it cannot, and with which configuration."""
+"""Platform `triton`: support, configurations, and the choice of kernels for a call."""
 
 import dataclasses
 from types import ModuleType
@@ -24,7 +24,7 @@ PARTS = {
     "dstates": BOTH,
     "gradients": BOTH,
 }
-"""The fields of a configuration that are tuned one after the other, and whether the forward pass alone decides."""
+"""The fields of a configuration that are tuned one after the other, and whether only the forward pass is timed."""
 config_type = TritonConfig
 config_unsupported = tile_sizes.config_unsupported
 
@@ -38,8 +38,8 @@ def candidates(problem: Problem, device: DeviceFacts) -> list[TritonConfig]:
 
 
 def adapted(config: TritonConfig, problem: Problem, device: DeviceFacts) -> TritonConfig:
-    """The tiles stay, but for those of one kernel that makes the outputs: whether it is enough, and with which, depends on how many programs
-    there are."""
+    """Keeps the tiles, except for the single kernel that computes the outputs: whether it is used, and with which tile, depends on the
+    number of programs."""
     fit = default_config(problem, device)
     if config.single or fit.single:
         config = dataclasses.replace(config, single=fit.single, out=fit.out)
@@ -59,9 +59,9 @@ def unsupported(problem: Problem, device: DeviceFacts) -> str | None:
     if problem.flag("step"):
         return None
     if problem.flag("decay") == VALUE:
-        return "has no decay of value channels"
+        return "does not support a decay per value channel"
     if problem.flag("delta") and problem.flag("skip"):
-        return "has no skip for delta rules"
+        return "does not support a skip with delta rules"
     if problem.dim("D") > MAX_HEAD_DIM:
         return f"takes key dims up to {MAX_HEAD_DIM}, not D {problem.dim('D')}"
     return None
@@ -72,7 +72,7 @@ def _member(spec: RecurrenceSpec) -> ModuleType:
 
 
 def saved_axes(arrays: RecurrenceArrays, spec: RecurrenceSpec) -> dict[str, tuple[str, ...]]:
-    """The axes, behind the leading one, of what the forward pass keeps for the backward pass."""
+    """The axes, after the leading one, of the residuals that the forward pass keeps for the backward pass."""
     return _member(spec).saved_axes(arrays, spec)
 
 
@@ -84,7 +84,8 @@ def forward(
     save: bool = True,
     execute: Execute = run,
 ) -> dict[str, Array]:
-    """`out`, `final_state` and what `saved_axes` names, from arrays with one leading axis. It takes no time to save: the kernels hand it on."""
+    """`out`, `final_state` and the residuals of `saved_axes`, from arrays with one leading axis. Saving costs no time, since one kernel
+    passes the residuals to the next anyway."""
     return _member(spec).forward(arrays, spec, config, execute=execute)
 
 
@@ -97,11 +98,11 @@ def backward(
     *,
     execute: Execute = run,
 ) -> dict[str, Array]:
-    """The gradients of the float arrays that are given; bitwise repeatable, as every sum has one fixed order."""
+    """Gradients of all float arrays of the call; bitwise repeatable, as every sum has a fixed order."""
     dout, dfinal_state = cotangents["out"], cotangents["final_state"]
     return _member(spec).backward(arrays, spec, config, saved, dout, dfinal_state, execute=execute)
 
 
 def step(arrays: StepArrays, spec: StepSpec, config: Any, *, execute: Execute = run) -> tuple[Array, Array]:
-    """One token of every row."""
+    """Processes one token per row."""
     return step_kernel.step(arrays, spec, config, execute=execute)

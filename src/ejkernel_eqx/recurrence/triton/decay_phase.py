@@ -1,4 +1,4 @@
-"""The summed decays of tokens, made once for all the kernels of a call."""
+"""Cumulative decays of tokens, computed once for all kernels of a call."""
 
 import triton
 import triton.language as tl
@@ -13,8 +13,8 @@ def decays_kernel(
     logs_ptr,
     HG: tl.constexpr, CHUNK: tl.constexpr, BLOCK_V: tl.constexpr, TABLE: tl.constexpr, EVEN: tl.constexpr, EXACT: tl.constexpr,
 ):
-    """`logs [HG, 2 or 3, tokens]`, of one chunk and `BLOCK_V` heads: the log2 decay from before the chunk to each of its tokens, that
-    token's own included; from the token to the chunk's end; and with `EXACT` what rounding took from the first."""
+    """`logs [HG, 2 or 3, tokens]` of one chunk and `BLOCK_V` heads: the log2 decay from before the chunk up to and including each of its
+    tokens; from the token to the end of the chunk; and with `EXACT` the rounding error of the first."""
     planes: tl.constexpr = 3 if EXACT else 2
     _chunk, _, _tile, start, first, count, _seq = chunk_tile(chunks_ptr, T, 1, HG, BLOCK_V, CHUNK, TABLE)
     g = closed(load_tile(g_ptr + first * HG, HG, count, start, HG, CHUNK, BLOCK_V, EVEN).to(tl.float32))  # [C, BV]
@@ -22,7 +22,7 @@ def decays_kernel(
     head = start + tl.arange(0, BLOCK_V)[None, :]  # [1, BV]
     mask = (r < count) & (head < HG)  # [C, BV]
     logs = logs_ptr + head.to(tl.int64) * (planes * TOKENS) + (first + r)  # [C, BV]
-    # Rows past the last token decay nothing, so that the last row is the whole chunk's.
+    # Rows past the last token do not decay, so the last row holds the decay of the whole chunk.
     if EXACT:
         high, low = tl.associative_scan((g, tl.zeros_like(g)), 0, add_pairs)  # [C, BV] each
         end = tl.sum(tl.where(r == CHUNK - 1, high, 0.0), axis=0)[None, :]  # [1, BV]

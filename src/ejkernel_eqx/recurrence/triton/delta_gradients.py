@@ -1,7 +1,7 @@
-"""Triton: the gradients of a delta rule within one chunk, given the state before it and the gradient in the state after it.
+"""Triton: the gradients of a delta rule within one chunk, given the state before it and the gradient with respect to the state after it.
 
-With e = beta (v - e^G k S), v' = (I + L)^-1 e and the gradient x in e, the gradient in L is -tril(x v'^T, -1), and the one in
-beta e^G k is -x S^T.
+With e = beta (v - e^G k S), v' = (I + L)^-1 e and x the gradient with respect to e, the gradient with respect to L is
+-tril(x v'^T, -1), and the one with respect to beta e^G k is -x S^T.
 """
 
 import triton
@@ -30,8 +30,8 @@ def from_states(
     HS: tl.constexpr, D: tl.constexpr, V: tl.constexpr, CHUNK: tl.constexpr, BLOCK_K: tl.constexpr, BLOCK_V: tl.constexpr,
     CARRY: tl.constexpr, EVEN: tl.constexpr, PRECISION: tl.constexpr,
 ):
-    """What a slice of key channels has from the states, decays still missing: do S^T, x S^T, v' dS^T, and with `CARRY` what passes
-    through the chunk, sum_v S o dS. `place`: of the chunk's first row; `own`: of its state."""
+    """Contributions of the states to a slice of key channels, without decays: do S^T, x S^T, v' dS^T, and with `CARRY` that of the
+    state passing through the chunk, sum_v S o dS. `place`: offset of the chunk's first row; `own`: offset of its state."""
     dq = tl.zeros([CHUNK, BLOCK_K], tl.float32)  # [C, BK]
     dread = tl.zeros([CHUNK, BLOCK_K], tl.float32)  # [C, BK]
     dk = tl.zeros([CHUNK, BLOCK_K], tl.float32)  # [C, BK]
@@ -57,8 +57,8 @@ def delta_pairs_kernel(
     HS: tl.constexpr, HV: tl.constexpr, HG: tl.constexpr, V: tl.constexpr, CHUNK: tl.constexpr, BLOCK_V: tl.constexpr, DECAY: tl.constexpr,
     SEGMENTS: tl.constexpr, TABLE: tl.constexpr, EVEN: tl.constexpr, EXACT: tl.constexpr, SCALE: tl.constexpr, PRECISION: tl.constexpr,
 ):
-    """Of one chunk and state head, over values: what `q_i` gets of `k_j`, and what `k_i` gets of it but for beta, both `[.., CHUNK]` and with
-    their decays (those of key channels are left out) without the diagonal, which is the third result; `dv`; of `dbeta` the part from v.
+    """For one chunk and state head, over values: the gradients of `q_i k_j` and, without beta, of `k_i k_j`, both `[.., CHUNK]` with their
+    decays (except those of key channels) and without the diagonal, which is the third result; `dv`; and the part of `dbeta` from v.
     """
     _chunk, h, _tile, _start, row, count, seq = chunk_tile(chunks_ptr, T, HS, 1, 1, CHUNK, TABLE)
     r = tl.arange(0, CHUNK)  # [C]
@@ -67,7 +67,7 @@ def delta_pairs_kernel(
     dscores = tl.zeros([CHUNK, CHUNK], tl.float32)  # [C, C]
     dreads = tl.zeros([CHUNK, CHUNK], tl.float32)  # [C, C]
     dbeta = tl.zeros([CHUNK], tl.float32)  # [C]
-    # Sums over values: do v'^T, x v'^T, and of dbeta x . v; dv = beta x.
+    # Sums over values: do v'^T, x v'^T, and x . v for dbeta; dv = beta x.
     for v0 in tl.range(0, V, BLOCK_V):
         do = load_tile(do_ptr + place, HS * V, count, v0, V, CHUNK, BLOCK_V, EVEN)  # [C, BV]
         written = load_tile(written_ptr + place, HS * V, count, v0, V, CHUNK, BLOCK_V, EVEN)  # [C, BV], v'
@@ -78,7 +78,7 @@ def delta_pairs_kernel(
         derror = derror.to(tl.float32)  # [C, BV]
         dbeta += tl.sum(derror * v.to(tl.float32), axis=1)
         store_tile(dv_ptr + place, derror * beta[:, None], HS * V, count, v0, V, CHUNK, BLOCK_V)
-    # Pairs below the diagonal get the decays between them; those on it have none and go apart.
+    # Pairs below the diagonal include the decays between them; those on it have none and are kept apart.
     diagonal = tl.sum(tl.where(r[:, None] == r[None, :], dscores, 0.0), axis=1)  # [C]
     below = r[:, None] > r[None, :]  # [C, C]
     if SEGMENTS:
@@ -107,8 +107,8 @@ def delta_gradients_kernel(
     BLOCK_V: tl.constexpr, HEADS: tl.constexpr, DECAY: tl.constexpr, TABLE: tl.constexpr, EVEN: tl.constexpr, SCALE: tl.constexpr,
     PRECISION: tl.constexpr,
 ):
-    """Of one chunk, a slice of key channels and `HEADS` state heads with the same queries and keys, over which `dq` and `dk` are summed; of
-    `dg` (natural logarithm) and of `dbeta`, `[B, T, slices, HS]`, the parts from this slice."""
+    """For one chunk, a slice of key channels and `HEADS` state heads with the same queries and keys, over which `dq` and `dk` are summed;
+    and this slice's parts of `dg` (natural logarithm) and `dbeta`, `[B, T, slices, HS]`."""
     groups: tl.constexpr = HS // HEADS
     tiles: tl.constexpr = (D + BLOCK_K - 1) // BLOCK_K
     chunk, group, tile, column, row, count, _seq = chunk_tile(chunks_ptr, T, groups, D, BLOCK_K, CHUNK, TABLE)
@@ -132,20 +132,20 @@ def delta_gradients_kernel(
         diagonal = load_vector(diagonal_ptr + row * HS + h, HS, count, CHUNK, EVEN)  # [C]
         q_wide = q.to(tl.float32)  # [C, BK]
         k_wide = k.to(tl.float32)  # [C, BK]
-        reader = k_wide * beta[:, None]  # [C, BK], what reads the state for the error: beta k
+        reader = k_wide * beta[:, None]  # [C, BK], the rows that read the state for the error: beta k
 
-        # With the decays, and from the pairs of tokens; `dread` is the gradient in `reader`.
+        # With decays, and from pairs of tokens; `dread` is the gradient with respect to `reader`.
         dq = tl.dot(dscores, k, dq * (before * SCALE)[:, None], input_precision=PRECISION)  # [C, BK]
         dread = tl.dot(dreads, k, dread * -before[:, None], input_precision=PRECISION)  # [C, BK]
         dk *= after[:, None]
-        # No decay lies between the last token and the chunk's end.
+        # There is no decay between the last token and the end of the chunk.
         dend = tl.sum(tl.where((r == count - 1)[:, None], 0.0, dk * k_wide))  # []
         dk = tl.dot(tl.trans(dscores), q, dk, input_precision=PRECISION)  # [C, BK]
         dk = tl.dot(tl.trans(dreads), operand_of(reader, k.dtype, PRECISION), dk, input_precision=PRECISION)  # [C, BK]
         dbeta = tl.sum(dread * k_wide, axis=1)  # [C]
         sums = ((row + r) * tiles + tile) * HS + h  # [C]
         tl.store(dbeta_ptr + sums, dbeta, mask=r < count)
-        # G_i rises with what row i reads and falls with what it wrote; the sum from the end gives each token its own.
+        # G_i increases what row i reads and decreases what it wrote; the sum from the end yields each token's own gradient.
         if DECAY != NONE:
             dlog = tl.where(r == count - 1, 0.0, -tl.sum(dk * k_wide, axis=1))  # [C]
             dlog += beta * dbeta + tl.sum(dq * q_wide, axis=1)

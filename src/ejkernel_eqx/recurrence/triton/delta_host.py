@@ -1,6 +1,6 @@
-"""Triton: delta rules, host side. Two kernels forward, three backward; with a decay per key channel three and five.
+"""Triton: host side of the delta rules. Two kernels forward and three backward; three and five with a decay per key channel.
 
-Of the forward pass are kept: the scores, the inverse of every chunk's own matrix, and three factors a token. States are made again.
+The forward pass keeps the scores, the inverse of every chunk's matrix, and three factors per token. States are recomputed.
 """
 
 import jax
@@ -31,7 +31,7 @@ def saved_axes(arrays: RecurrenceArrays, spec: RecurrenceSpec) -> dict[str, tupl
 def forward(
     arrays: RecurrenceArrays, spec: RecurrenceSpec, config: TritonConfig, *, execute: Execute = run
 ) -> Arrays:
-    """`out`, `final_state`, and what the backward pass needs."""
+    """`out`, `final_state`, and the residuals of the backward pass."""
     call = make_call(repeated(arrays, spec), spec, config, execute)
     heads, _, values = call.sizes
     if spec.decay == KEY:
@@ -69,7 +69,7 @@ def backward(
     *,
     execute: Execute = run,
 ) -> Arrays:
-    """The gradients of every float array that is given."""
+    """The gradients of every float array of the call."""
     call = make_call(repeated(arrays, spec), spec, config, execute)
     heads, _, values = call.sizes
     copies = _copies(call, arrays)
@@ -108,7 +108,7 @@ def backward(
     grads = _gradients(call, given | key_gates)
     if spec.decay == CONSTANT:
         grads["dg"] = _sum_tokens(grads["dg"], arrays.offsets)
-    # Which axis of an array are its heads.
+    # The head axis of each array.
     axes = {"q": 2, "k": 2, "v": 2, "g": 1 if spec.decay == CONSTANT else 2, "beta": 2}
     found = {
         name: sum_heads(grads[f"d{name}"], x.shape[axis], axis=axis)
@@ -121,7 +121,7 @@ def backward(
 
 
 def _copies(call: Call, arrays: RecurrenceArrays) -> int:
-    """How often a state head of the call's own is repeated."""
+    """How often a state head is repeated."""
     return call.sizes[0] // heads_of(arrays, call.spec).state
 
 
@@ -144,7 +144,7 @@ def _gates(call: Call) -> Arrays:
 
 
 def _key_scores(call: Call, key_gates: Arrays, *, solving: bool) -> Arrays:
-    """The scores and inverses if `solving`; queries and keys with their decays inside in place of the plain ones."""
+    """Queries and keys with their decays included instead of the plain ones; with `solving` also the scores and inverses."""
     heads, dim, _ = call.sizes
     wide = call.rows(heads, dim)
     solutions = _solutions(call) if solving else dict.fromkeys(_solutions(call), NOTHING)
@@ -182,7 +182,7 @@ def _solutions(call: Call) -> dict[str, jax.ShapeDtypeStruct]:
 
 
 def _pairs(call: Call, given: Arrays) -> Arrays:
-    """What the gradients have from pairs of tokens, `dv`, and of `dbeta` a part."""
+    """The contributions of pairs of tokens to the gradients, `dv`, and a part of `dbeta`."""
     heads, chunk, values = call.sizes[0], call.config.chunk_size, call.sizes[2]
     a_head = call.rows(heads, dtype=jnp.float32)
     return call.launch(
@@ -201,7 +201,7 @@ def _pairs(call: Call, given: Arrays) -> Arrays:
 
 
 def _gradients(call: Call, given: Arrays) -> Arrays:
-    """Over state heads; those of queries and keys summed over the heads that share them."""
+    """Gradients over state heads; those of queries and keys are summed over the heads that share them."""
     heads, dim, _ = call.sizes
     keyed, gated = call.spec.decay == KEY, call.arrays.g is not None
     each = 1 if keyed else _heads_each(call)
@@ -227,19 +227,19 @@ def _gradients(call: Call, given: Arrays) -> Arrays:
 
 
 def _shared(call: Call, count: int, width: int, owner: str) -> jax.ShapeDtypeStruct:
-    """Gradients of `count` heads: float32 where they are still to be summed."""
+    """The shape of gradients of `count` heads; in float32 if they are still to be summed."""
     return call.rows(count, width, dtype=None if count == call.launch.numbers[owner] else jnp.float32)
 
 
 def _heads_each(call: Call) -> int:
-    """State heads that share a query head and a key head."""
+    """The number of state heads that share a query head and a key head."""
     queries, keys = call.launch.numbers["HQ"], call.launch.numbers["HK"]
     return call.sizes[0] // keys if queries == keys else 1
 
 
 def _solving(call: Call) -> str:
-    """How blocks of the inverses are multiplied: as float32, for bfloat16 operands in one pass where that is faster. One pass cuts numbers
-    off at 11 bits, no more than float16 has, and an inverse passes the error on."""
+    """The precision in which blocks of the inverses are multiplied: float32, but a single pass for bfloat16 operands where that is faster.
+    A single pass truncates numbers to 11 bits, no more than float16 has, and an inverse propagates the error."""
     if call.arrays.q.dtype == jnp.bfloat16 and call.config.float32_dot == "tf32x3":
         return "tf32"
     return call.config.float32_dot
@@ -263,7 +263,7 @@ def _states(call: Call) -> jax.ShapeDtypeStruct:
 
 
 def _sum_tokens(x: Array, offsets: Array | None) -> Array:
-    """`[B, T, HS]` summed over tokens, of packed sequences over theirs."""
+    """`[B, T, HS]` summed over tokens, for packed sequences over those of each."""
     if offsets is not None:
         token = jnp.arange(x.shape[1])[None]
         inside = (token >= offsets[:, :1]) & (token < offsets[:, -1:])

@@ -12,7 +12,7 @@ from .tile import chunk_of, last_start, load_tile, load_vector, segment_starts, 
 # fmt: off
 @triton.jit
 def _add_products(dq, dread, dk, rise, q, reader, k, dscores, dreads, rows, columns, OPERAND: tl.constexpr, PRECISION: tl.constexpr):
-    # The decay from j to i is `rows` of i times `columns` of j. What `rise` has of a pair at i it has at j with the other sign.
+    # The decay from j to i is `rows` of i times `columns` of j. A pair contributes to `rise` at i and, with the opposite sign, at j.
     dscores = dscores.to(OPERAND)  # [C, C]
     dreads = dreads.to(OPERAND)  # [C, C]
     queries = _scale(q, rows, OPERAND, PRECISION)  # [C, BK]
@@ -36,24 +36,24 @@ def _add_pairs(
     dq, dread, dk, rise, q, reader, k, dscores_ptr, dreads_ptr, pair_stride, gates, low, stride, count, column,
     D: tl.constexpr, CHUNK: tl.constexpr, BLOCK_K: tl.constexpr, EVEN: tl.constexpr, EXACT: tl.constexpr, PRECISION: tl.constexpr,
 ):
-    """Adds what a slice of channels gets from pairs of tokens: row i of `q` and of `reader` (beta k) has met row j of `k`, with gradients
-    at `dscores_ptr` and `dreads_ptr`, `[i, j]`. `rise` is the gradient in the summed log decays."""
+    """Adds the contributions of pairs of tokens to a slice of channels: row i of `q` and of `reader` (beta k) was multiplied by row j of
+    `k`, with gradients at `dscores_ptr` and `dreads_ptr`, `[i, j]`. `rise` is the gradient with respect to the summed log decays."""
     operand: tl.constexpr = tl.bfloat16 if q.dtype == tl.bfloat16 else tl.float32
     levels: tl.constexpr = CHUNK.bit_length() - 1
     high, rest = load_gates(gates, low, tl.minimum(tl.arange(0, CHUNK), count - 1), stride, column, D, BLOCK_K, EXACT)  # [C, BK] each
     exponent, whole = _about_middle(high, rest, gates, low, stride, count, column, D, CHUNK, BLOCK_K, EXACT)  # [C, BK], []
-    # Usual decays: one middle row for the whole chunk.
+    # Typical decays: one middle row for the whole chunk.
     if whole:
         dscores = load_tile(dscores_ptr, pair_stride, count, 0, CHUNK, CHUNK, CHUNK, EVEN)  # [C, C]
         dreads = load_tile(dreads_ptr, pair_stride, count, 0, CHUNK, CHUNK, CHUNK, EVEN)  # [C, C]
         dq, dread, dk, rise = _add_products(
             dq, dread, dk, rise, q, reader, k, dscores, dreads, tl.exp2(exponent), tl.exp2(-exponent), operand, PRECISION)
     else:
-        # Strong ones: by halves, level for level.
+        # Strong ones: by halves, level by level.
         r = tl.arange(0, CHUNK)  # [C]
         level = count * 0 + levels  # a tensor, as the loop changes it
         while level > 0:
-            # All but the sums is loaded anew for each level: registers are short here.
+            # Everything except the sums is reloaded for each level, because registers are scarce.
             high, rest = load_gates(gates, low, tl.minimum(r, count - 1), stride, column, D, BLOCK_K, EXACT)  # [C, BK] each
             rows, columns, whole, together = _about_halves(  # [C, BK], [C, BK], [], [C, C]
                 high, rest, gates, low, stride, count, column, level, D, CHUNK, BLOCK_K, EXACT)
@@ -75,7 +75,7 @@ def delta_key_gradients_kernel(
     BLOCK_K: tl.constexpr, BLOCK_V: tl.constexpr, SEGMENTS: tl.constexpr, TABLE: tl.constexpr, EVEN: tl.constexpr, EXACT: tl.constexpr,
     SCALE: tl.constexpr, PRECISION: tl.constexpr,
 ):
-    """Of one chunk, state head and slice of key channels; of `dbeta`, `[B, T, slices, HS]`, the part from this slice."""
+    """Gradients of one chunk, state head and slice of key channels; `dbeta`, `[B, T, slices, HS]`, holds this slice's part."""
     # A program: a chunk, a state head, a slice of key channels (fastest).
     tiles: tl.constexpr = (D + BLOCK_K - 1) // BLOCK_K
     tile = tl.program_id(0) % tiles
@@ -111,19 +111,19 @@ def delta_key_gradients_kernel(
             before = tl.where((starts < 0)[:, None], before, 0.0)  # [C, BK]
             after = tl.where((r >= last)[:, None], after, 0.0)  # [C, BK]
             carry = tl.where(last < 0, carry, 0.0)  # [BK]
-        # With their decays; `dread` is the gradient in `reader`, `rise` that in the summed log decays.
+        # With decays; `dread` is the gradient with respect to `reader`, `rise` that with respect to the summed log decays.
         dq *= before * SCALE
         dread *= -before
         dk *= after
         k_wide = k.to(tl.float32)  # [C, BK]
         reader = k_wide * beta[:, None]  # [C, BK]
-        # No decay lies between the last token and the chunk's end.
+        # There is no decay between the last token and the end of the chunk.
         at_end = (r == count - 1)[:, None]  # [C, 1]
         rise = tl.where(at_end, 0.0, dk * k_wide)  # [C, BK]
         dend = dcarry * carry + tl.sum(rise, axis=0)  # [BK]
         rise = dq * q.to(tl.float32) + dread * reader + tl.where(at_end, dend[None, :], -rise)  # [C, BK]
 
-        # From the pairs of tokens, those on the diagonal apart: no decay lies between them.
+        # From pairs of tokens; those on the diagonal separately, as there is no decay between them.
         pairs = (row * HS + h) * CHUNK
         dq, dread, dk, rise = _add_pairs(
             dq, dread, dk, rise, q, reader, k, dscores_ptr + pairs, dreads_ptr + pairs, HS * CHUNK, gates, low, HG * D, count, column,
@@ -134,6 +134,6 @@ def delta_key_gradients_kernel(
         dk += dread * beta[:, None] + diagonal * q.to(tl.float32)
         store_tile(dk_ptr + wide, dk, HS * D, count, column, D, CHUNK, BLOCK_K)
         tl.store(dbeta_ptr + ((row + r) * tiles + tile) * HS + h, tl.sum(dread * k_wide, axis=1), mask=r < count)
-        # A token's decay has what rises at it and after it.
+        # The gradient of a token's decay is the sum of `rise` from it to the end.
         rise = tl.cumsum(tl.where((r < count)[:, None], rise, 0.0), axis=0, reverse=True)  # [C, BK]
         store_tile(dg_ptr + wide, rise, HS * D, count, column, D, CHUNK, BLOCK_K)

@@ -1,7 +1,7 @@
-"""Triton: the two serial passes of a delta rule over the chunks of a sequence, a program for each state head and tile of values.
+"""Triton: the two serial passes of a delta rule over the chunks of a sequence, one program per state head and tile of values.
 
-A state is held transposed, `[BV, BK]`. So every matrix of the chain from a state to the next is the left operand of a product, and
-stays in the registers of the threads that made it. With a decay per key, `q`, `k` and `k_end` come with their decays inside
+A state is held transposed, `[BV, BK]`, so that every matrix in the chain from one state to the next is the left operand of a product
+and stays in the registers of the threads that computed it. With a decay per key, `q`, `k` and `k_end` already include their decays
 (`DECAYED`), over tokens and state heads, and `carry [chunks, HS, D]` is the decay of a whole chunk.
 """
 
@@ -14,7 +14,7 @@ from .tile import load_carry, load_tile, load_vector, operand_of, state_tile, st
 # fmt: off
 @triton.jit
 def transposed(start, D: tl.constexpr, V: tl.constexpr, BLOCK_K: tl.constexpr, BLOCK_V: tl.constexpr):
-    """Offsets in `[D, V]`, and the mask, of a `[BLOCK_V, BLOCK_K]` tile from value `start` on."""
+    """Offsets in `[D, V]` and mask of a `[BLOCK_V, BLOCK_K]` tile that begins at value `start`."""
     v = start + tl.arange(0, BLOCK_V)[:, None]  # [BV, 1]
     d = tl.arange(0, BLOCK_K)[None, :]  # [1, BK]
     return d * V + v, (v < V) & (d < D)  # [BV, BK] each
@@ -22,7 +22,7 @@ def transposed(start, D: tl.constexpr, V: tl.constexpr, BLOCK_K: tl.constexpr, B
 
 @triton.jit
 def factors_at(factors_ptr, row, h, T, HS: tl.constexpr):
-    """Where the factors `[B, HS, 3, T]` of a row and head lie."""
+    """Pointer to the factors `[B, HS, 3, T]` of a row and head."""
     b = row // T
     return factors_ptr + (b * HS + h) * 3 * T + (row - b * T)
 
@@ -37,7 +37,7 @@ def factors_of(factors, count, T, CHUNK: tl.constexpr, EVEN: tl.constexpr):
 
 @triton.jit
 def identity(CHUNK: tl.constexpr, DTYPE: tl.constexpr):
-    """The product with it brings a tile from memory to where accumulators are, sooner than Triton's own change of layout."""
+    """Multiplying by it moves a tile from memory to where accumulators are, faster than Triton's own layout conversion."""
     r = tl.arange(0, CHUNK)  # [C]
     return tl.where(r[:, None] == r[None, :], 1.0, 0.0).to(DTYPE)  # [C, C]
 
@@ -50,7 +50,7 @@ def delta_states_kernel(
     BLOCK_K: tl.constexpr, BLOCK_V: tl.constexpr, SCALE: tl.constexpr, DECAYED: tl.constexpr, INITIAL: tl.constexpr, TABLE: tl.constexpr,
     EVEN: tl.constexpr, OUT: tl.constexpr, PRECISION: tl.constexpr,
 ):
-    """`OUT`: the outputs and the final state; else the state before each chunk, `[chunks, HS, V, D]`, and the rows written to it."""
+    """With `OUT` the outputs and the final state; else the state before each chunk, `[chunks, HS, V, D]`, and the rows written to it."""
     _seq, h, _d0, start, first, length, chunk, own = state_tile(bounds_ptr, T, HS, D, V, CHUNK, BLOCK_K, BLOCK_V, TABLE)
     offsets, mask = transposed(start, D, V, BLOCK_K, BLOCK_V)  # [BV, BK] each
     state = tl.zeros([BLOCK_V, BLOCK_K], tl.float32)  # [BV, BK], all key channels
@@ -68,7 +68,7 @@ def delta_states_kernel(
         beta = load_vector(factors + n * CHUNK + T * 2, 1, count, CHUNK, EVEN)  # [C]
         if not DECAYED:
             before, after, carry = factors_of(factors + n * CHUNK, count, T, CHUNK, EVEN)  # [C], [C], []
-        # What is written: v' = (I + L)^-1 beta (v - e^G k S), here all transposed.
+        # The written rows: v' = (I + L)^-1 beta (v - e^G k S), all transposed here.
         old = operand_of(state, k.dtype, PRECISION)  # [BV, BK]
         read = tl.dot(old, tl.trans(k), input_precision=PRECISION)  # [BV, C]
         if not DECAYED:
@@ -109,14 +109,14 @@ def delta_dstates_kernel(
     HS: tl.constexpr, HQ: tl.constexpr, HK: tl.constexpr, D: tl.constexpr, V: tl.constexpr, CHUNK: tl.constexpr, BLOCK_K: tl.constexpr,
     BLOCK_V: tl.constexpr, SCALE: tl.constexpr, DECAYED: tl.constexpr, TABLE: tl.constexpr, EVEN: tl.constexpr, PRECISION: tl.constexpr,
 ):
-    """Gradients in the state after each chunk, `[chunks, HS, V, D]`, in `beta (v - e^G k S)`, and in the initial state."""
+    """Gradients with respect to the state after each chunk, `[chunks, HS, V, D]`, to `beta (v - e^G k S)`, and to the initial state."""
     _seq, h, _d0, start, first, length, chunk, own = state_tile(bounds_ptr, T, HS, D, V, CHUNK, BLOCK_K, BLOCK_V, TABLE)
     offsets, mask = transposed(start, D, V, BLOCK_K, BLOCK_V)  # [BV, BK] each
     dstate = tl.load(dfinal_ptr + own + offsets, mask=mask, other=0.0).to(tl.float32)  # [BV, BK], all key channels
     chunks = tl.cdiv(length, CHUNK)
     factors = factors_at(factors_ptr, first, h, T, HS)
     one = identity(CHUNK, k_ptr.dtype.element_ty)  # [C, C]
-    # From the last chunk to the first; `dstate` is the gradient in the state after it.
+    # From the last chunk to the first; `dstate` is the gradient with respect to the state after it.
     for step in tl.range(0, chunks):
         n = chunks - 1 - step
         row = first + n * CHUNK
@@ -133,7 +133,7 @@ def delta_dstates_kernel(
         old = operand_of(dstate, k.dtype, PRECISION)  # [BV, BK]
         stored = dstates_ptr + ((chunk + n) * HS + h) * (D * V) + start * D
         store_tile(stored, old, D, V - start, 0, D, BLOCK_V, BLOCK_K)
-        # dv' = A^T do + e^{G_C - G} k dS, and dv'^T (I + L)^-1 is the gradient in beta (v - e^G k S); all transposed.
+        # dv' = A^T do + e^{G_C - G} k dS, and dv'^T (I + L)^-1 is the gradient of beta (v - e^G k S); all transposed.
         do = tl.trans(do)  # [BV, C]
         if DECAYED:
             k_end = load_tile(k_end_ptr + (row * HS + h) * D, HS * D, count, 0, D, CHUNK, BLOCK_K, EVEN)  # [C, BK]

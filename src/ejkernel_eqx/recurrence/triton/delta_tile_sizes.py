@@ -1,6 +1,6 @@
-"""Configurations of the delta rules on Triton: what is chosen by itself, what is worth timing.
+"""Configurations of the delta rules on Triton: the heuristic choice and those worth timing.
 
-Chosen by measurements on an H200; elsewhere the first that fits the shared memory.
+Chosen by measurements on an H200; on other devices the first that fits in shared memory.
 """
 
 import dataclasses
@@ -11,8 +11,8 @@ from ..spec import KEY
 from .tile_sizes import Tile, TritonConfig
 
 _Row = tuple[int, int, int, int]
-# Of a state, 64 rows (values) to a program of 4 warps, where products are of 64 rows: then they stay in the registers of a warp from one
-# to the next. Before Hopper so many registers are not there.
+# 64 rows (values) of a state per program of 4 warps, where products have 64 rows, so that they stay in a warp's registers from one product
+# to the next. Devices before Hopper do not have that many registers.
 _SERIAL: tuple[_Row, ...] = (
     (128, 64, 4, 3),
     (128, 64, 4, 2),
@@ -62,7 +62,7 @@ def default_config(problem: Problem, device: DeviceFacts) -> TritonConfig:
 
 
 def candidates(problem: Problem, device: DeviceFacts) -> list[TritonConfig]:
-    """Configurations worth timing, the heuristic first; each differs from it by one tile."""
+    """Configurations worth timing, the heuristic first; each differs from it in one tile."""
     first = default_config(problem, device)
     if problem.dtype("qkv") != "bfloat16":
         return [first]
@@ -77,14 +77,14 @@ def candidates(problem: Problem, device: DeviceFacts) -> list[TritonConfig]:
 def _fitting(
     name: str, rows: tuple[_Row, ...], chunk: int, problem: Problem, device: DeviceFacts
 ) -> list[Tile]:
-    """Those that fit the shared memory, else the last; no tile is wider than the channels are."""
+    """Those that fit in shared memory, else the last; no tile is wider than the channels."""
     dim, values = (padded(problem.dim(letter)) for letter in "DV")
     tiles = [Tile(min(k, dim), min(v, values), warps, stages) for k, v, warps, stages in rows]
     return fitting(tiles, lambda tile: _shared_memory(name, tile, chunk, problem), device) or tiles[-1:]
 
 
 def _shared_memory(name: str, tile: Tile, chunk: int, problem: Problem) -> int:
-    """Bytes that a program takes at most: what a step of its loop loads, for each stage, and what it keeps."""
+    """An upper bound for one program, in bytes: what a step of its loop loads, per stage, plus what it keeps."""
     dim, keyed = padded(problem.dim("D")), problem.flag("decay") == KEY
     narrow, square = chunk * tile.block_v, chunk * chunk
     loaded, kept = {

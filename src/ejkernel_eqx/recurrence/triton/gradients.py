@@ -1,10 +1,10 @@
-"""The gradients of a chunk's operands, from the state at its start and the gradient in the state at its end.
+"""The gradients of a chunk's operands, from the state at its start and the gradient with respect to the state at its end.
 
-Kinds of decay without key channels. A decay's gradient is made of terms that all hold that decay as a factor, each exactly once:
-pairs of tokens on either side of it, what comes in and is read behind it, what is written before it and goes out, and what passes
-through. So no large terms cancel where decays are strong, and no error goes from chunk to chunk.
+For kinds of decay without key channels. A decay's gradient is a sum of terms that each contain that decay as a factor exactly once:
+pairs of tokens on either side of it, the incoming state read after it, tokens written before it that reach the outgoing state, and the
+state that passes through. So no large terms cancel when decays are strong, and no error carries over from chunk to chunk.
 
-One program takes either the side of the queries or that of the keys; both run together and find their operands in the cache.
+A program computes either the query side or the key side; both run side by side and find their operands in the cache.
 """
 
 import triton
@@ -39,11 +39,11 @@ def gradients_kernel(
     DECAY: tl.constexpr, BETA: tl.constexpr, SKIP: tl.constexpr, SEGMENTS: tl.constexpr, TABLE: tl.constexpr, EVEN: tl.constexpr,
     EXACT: tl.constexpr, PRECISION: tl.constexpr,
 ):
-    """Of one chunk, `HEADS` heads that share a query and a key head, `BLOCK_K` key channels and one side.
+    """Gradients of one chunk, `HEADS` heads that share a query and a key head, `BLOCK_K` key channels and one side.
 
-    `dq [parts, .., HQ, D]` and `dk [parts, .., HK, D]`: a part for each program that has the head. `dg`, `dbeta [2 tiles, .., HS]`: a part
-    for each side and tile of key channels; `dg` of a constant is `[2 tiles, chunks, HS]`. `dv [.., HS, V]`, `dskip [chunks, HS, V]`.
-    Several heads add to one accumulator of `dq` or `dk`, their decays folded into the other operand.
+    `dq [parts, .., HQ, D]` and `dk [parts, .., HK, D]`: one part per program that has the head. `dg`, `dbeta [2 tiles, .., HS]`: one
+    part per side and tile of key channels; `dg` of a constant is `[2 tiles, chunks, HS]`. `dv [.., HS, V]`, `dskip [chunks, HS, V]`.
+    Several heads add to one accumulator of `dq` or `dk`, with their decays folded into the other operand.
     """
     # A program: a chunk, `HEADS` heads, a tile of key channels, a side (fastest).
     tiles: tl.constexpr = (D + BLOCK_K - 1) // BLOCK_K
@@ -60,7 +60,7 @@ def gradients_kernel(
     k_base = k_ptr + first * (HK * D) + h0 // (HS // HK) * D
     r = tl.arange(0, CHUNK)  # [C]
 
-    # The side of the queries: rows of pairs are tokens i that read, columns are tokens j <= i that were written.
+    # The query side: rows of pairs are tokens i that read, columns are tokens j <= i that were written.
     if side == 0:
         visible, sees = visible_to(starts_ptr, first, count, seq, T, CHUNK, SCALE, SEGMENTS)  # [C, C], [C]
         carried = 1.0
@@ -76,12 +76,12 @@ def gradients_kernel(
             dstates = dstates_ptr + (index.to(tl.int64) * HS + h) * (D * V)
             enter = from_start(high, low, DECAY, EXACT) * sees  # [C], scale e^{G_i}
             q = load_tile(q_base, HQ * D, count, d0, D, CHUNK, BLOCK_K, EVEN)  # [C, BK]
-            read = tl.zeros([CHUNK], tl.float32)  # [C], the gradient in G_i
+            read = tl.zeros([CHUNK], tl.float32)  # [C], the gradient of G_i
             ds = tl.zeros([CHUNK, CHUNK], tl.float32)  # [C, C]
             if HEADS == 1:
                 dq_state = tl.zeros([CHUNK, BLOCK_K], tl.float32)  # [C, BK]
             through = 0.0  # []
-            # do v^T, what q_i gets of the state it reads, scale e^{G_i} S do_i, and what passes through the chunk, sum (S o dS).
+            # do v^T, the contribution of the state to q_i, scale e^{G_i} S do_i, and that of the state passing through, sum (S o dS).
             for v0 in tl.range(0, V, BLOCK_V):
                 v = load_tile(v_ptr + first * (HV * V) + h // (HS // HV) * V, HV * V, count, v0, V, CHUNK, BLOCK_V, EVEN)  # [C, BV]
                 do = load_tile(do_ptr + first * (HS * V) + h * V, HS * V, count, v0, V, CHUNK, BLOCK_V, EVEN)  # [C, BV]
@@ -103,17 +103,17 @@ def gradients_kernel(
                 dq += dq_state
                 read += tl.sum(q.to(tl.float32) * dq_state, axis=1)
 
-            # The gradient in q_i k_j^T, and from it those in beta and in the decays between j and i.
+            # The gradient of q_i k_j^T, and from it those of beta and of the decays between j and i.
             ds *= between(high, low, visible, DECAY, EXACT) * SCALE
             products = products_of(q_base, k_base, HQ * D, HK * D, count, D, CHUNK, BLOCK_K, EVEN, PRECISION)  # [C, C]
             if BETA:
                 beta = load_vector(beta_ptr + first * HB + h // (HS // HB), HB, count, CHUNK, EVEN)  # [C]
-                dbeta = tl.where(tile == 0, tl.sum(ds * products, axis=0), 0.0)  # [C]; `products` are of all channels: one tile counts
+                dbeta = tl.where(tile == 0, tl.sum(ds * products, axis=0), 0.0)  # [C]; `products` cover all channels, so only one tile counts
                 tl.store(dbeta_ptr + part, dbeta, mask=r < count)
                 ds *= beta[None, :]
             ds_all += ds
             if DECAY != NONE:
-                # A pair has the decays behind j up to i: a plus in G_i, a minus in G_j. The sum from the end gives each its own.
+                # A pair has the decays after j up to i: plus in G_i, minus in G_j. The sum from the end yields each token's own gradient.
                 strict = tl.where((r[:, None] > r[None, :]) & (tile == 0), ds * products, 0.0)  # [C, C]
                 read += tl.sum(strict, axis=1) - tl.sum(strict, axis=0)
                 dg = tl.cumsum(read, axis=0, reverse=True)  # [C]
@@ -130,7 +130,7 @@ def gradients_kernel(
         store_tile(dq_ptr + row, dq, HQ * D, count, d0, D, CHUNK, BLOCK_K)
 
     else:
-        # The side of the keys: rows of pairs are tokens j that were written, columns are tokens i >= j that read.
+        # The key side: rows of pairs are tokens j that were written, columns are tokens i >= j that read.
         visible = (r[:, None] <= r[None, :]) & (r < count)[None, :]  # [C, C]
         leaves = r < count  # [C]
         if SEGMENTS:
@@ -155,10 +155,10 @@ def gradients_kernel(
             k = load_tile(k_base, HK * D, count, d0, D, CHUNK, BLOCK_K, EVEN)  # [C, BK]
             dstates = dstates_ptr + (index.to(tl.int64) * HS + h) * (D * V)
             ds = tl.zeros([CHUNK, CHUNK], tl.float32)  # [C, C]
-            written = tl.zeros([CHUNK], tl.float32)  # [C], of k_j^T dS v_j this tile's part
+            written = tl.zeros([CHUNK], tl.float32)  # [C], this tile's part of k_j^T dS v_j
             if HEADS == 1:
                 dk_state = tl.zeros([CHUNK, BLOCK_K], tl.float32)  # [C, BK]
-            # v do^T, and what k_j gets of the state it is written to, e^{G_C - G_j} b_j dS v_j.
+            # v do^T, and the contribution to k_j of the state it is written to, e^{G_C - G_j} b_j dS v_j.
             for v0 in tl.range(0, V, BLOCK_V):
                 v = load_tile(v_ptr + first * (HV * V) + h // (HS // HV) * V, HV * V, count, v0, V, CHUNK, BLOCK_V, EVEN)  # [C, BV]
                 do = load_tile(do_ptr + first * (HS * V) + h * V, HS * V, count, v0, V, CHUNK, BLOCK_V, EVEN)  # [C, BV]
@@ -169,7 +169,7 @@ def gradients_kernel(
                 else:
                     kept_v = operand_of(v.to(tl.float32) * kept[:, None], k.dtype, PRECISION)  # [C, BV]
                     dk = tl.dot(kept_v, tl.trans(dstate), dk, input_precision=PRECISION)  # [C, BK]
-                # dv = A^T do + e^{G_C - G} b k dS, over all key channels: the programs of a chunk share the value channels among them.
+                # dv = A^T do + e^{G_C - G} b k dS, over all key channels: the programs of a chunk divide the value channels among themselves.
                 if (v0 // BLOCK_V) % tiles == tile:
                     dv = tl.zeros([CHUNK, BLOCK_V], tl.float32)  # [C, BV]
                     if tiles == 1:
@@ -196,7 +196,7 @@ def gradients_kernel(
                 if BETA:
                     tl.store(dbeta_ptr + part, written * leave, mask=r < count)
                 if DECAY != NONE:
-                    # A token's decay acts on what was written before it: row t takes the columns before t.
+                    # A token's decay applies to what was written before it: row t takes the columns before t.
                     written = tl.where(r[:, None] > r[None, :], (written * kept)[None, :], 0.0)  # [C, C]
                     dg = tl.sum(written, axis=1)  # [C]
                     if DECAY == CONSTANT:

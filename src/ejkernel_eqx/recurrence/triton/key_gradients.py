@@ -1,4 +1,4 @@
-"""Decay per key channel, linear members: the gradients of a chunk, the states and their gradients at its ends given."""
+"""Decay per key channel, linear members: the gradients of a chunk, given the states and their gradients at its ends."""
 
 import triton
 import triton.language as tl
@@ -32,8 +32,8 @@ def key_values_kernel(
     HS: tl.constexpr, HV: tl.constexpr, D: tl.constexpr, V: tl.constexpr, CHUNK: tl.constexpr, BLOCK_K: tl.constexpr,
     BLOCK_V: tl.constexpr, SCALE: tl.constexpr, SEGMENTS: tl.constexpr, TABLE: tl.constexpr, EVEN: tl.constexpr, PRECISION: tl.constexpr,
 ):
-    """Of one chunk and state head and some value channels the gradient of the values; with the first channels goes that of the
-    scores, below the diagonal and, apart, on it (`down`): the decays have no part in that."""
+    """The gradient of the values for one chunk, state head and tile of value channels; the program of the first tile also computes that of
+    the scores, below the diagonal and, separately, on it (`down`), where decays play no part."""
     chunk, h, _tile, v0, first, count, seq = chunk_tile(chunks_ptr, T, HS, V, BLOCK_V, CHUNK, TABLE)
     if count > 0:
         r = tl.arange(0, CHUNK)  # [C]
@@ -77,7 +77,7 @@ def key_gradients_kernel(
     CHUNK: tl.constexpr, BLOCK_K: tl.constexpr, BLOCK_V: tl.constexpr, SCALE: tl.constexpr, SEGMENTS: tl.constexpr, TABLE: tl.constexpr,
     EVEN: tl.constexpr, EXACT: tl.constexpr, PRECISION: tl.constexpr, SUMS: tl.constexpr,
 ):
-    """Of one chunk and state head and some key channels the gradients of queries, keys and gates."""
+    """The gradients of queries, keys and gates for one chunk, state head and tile of key channels."""
     operand: tl.constexpr = q_ptr.dtype.element_ty
     chunk, h, _tile, d0, first, count, seq = chunk_tile(chunks_ptr, T, HS, D, BLOCK_K, CHUNK, TABLE)
     if count > 0:
@@ -97,7 +97,7 @@ def key_gradients_kernel(
         high, low = load_gates(gates, low_gates, tl.minimum(r, count - 1), HG * D, d0, D, BLOCK_K, EXACT)  # [C, BK] each
         middle, middle_low, last, last_low = edge_gates(gates, low_gates, HG * D, count, d0, D, CHUNK, BLOCK_K, EXACT)  # [1, BK] each
 
-        # From the states, still without their decays.
+        # From the states, without their decays yet.
         dq = tl.zeros([CHUNK, BLOCK_K], tl.float32)  # [C, BK]
         dk = tl.zeros([CHUNK, BLOCK_K], tl.float32)  # [C, BK]
         passed = tl.zeros([BLOCK_K], tl.float32)  # [BK]
@@ -117,10 +117,10 @@ def key_gradients_kernel(
             dk = tl.where((r >= start)[:, None], dk, 0.0)  # [C, BK]
             passed = tl.where(start < 0, passed, 0.0)
 
-        # `rise`: the gradient in the gates, but for `kept`, what the chunk's end has of a row.
+        # `rise`: the gradient of the gates, except for `kept`, a row's share in the state at the end of the chunk.
         exponent = between_rows(high, low, middle, middle_low, EXACT)  # [C, BK]
         usual = is_usual(exponent, middle)  # []
-        # About the middle row m: q^ = q e^{G - G_m} and k^ = k e^{G_m - G} make all the products.
+        # About the middle row m: q^ = q e^{G - G_m} and k^ = k e^{G_m - G} are the operands of all products.
         if usual:
             rows = tl.exp2(exponent)  # [C, BK]
             columns = tl.exp2(-exponent)  # [C, BK]
@@ -136,7 +136,7 @@ def key_gradients_kernel(
             rise -= part * keys.to(tl.float32)
             dk = (dk + part) * columns  # [C, BK]
         else:
-            # The states' part with its decays here, the pairs by halves.
+            # The states' part with its decays here; the pairs by halves.
             dq *= tl.exp2(high)
             dk *= tl.exp2(between_rows(last, last_low, high, low, EXACT))
             rise = dq * q.to(tl.float32)  # [C, BK]
@@ -144,7 +144,7 @@ def key_gradients_kernel(
             dq, dk, rise = add_gradients_by_halves(
                 dq, dk, rise, q_base, HQ * D, k_base, HK * D, gates, low_gates, HG * D, dscores, HS * CHUNK, count, d0, D, CHUNK, BLOCK_K,
                 EXACT, PRECISION)
-        # A token and itself have no decay between them: the diagonal's part comes last.
+        # There is no decay between a token and itself, so the diagonal is added last.
         down = load_vector(down_ptr + first * HS + h, HS, count, CHUNK, EVEN)[:, None]  # [C, 1]
         dq += down * k.to(tl.float32)
         dk += down * q.to(tl.float32)
@@ -153,7 +153,7 @@ def key_gradients_kernel(
         if operand == tl.float32:
             rise = operand_of(rise, operand, SUMS)  # [C, BK]
             kept = operand_of(kept, operand, SUMS)  # [C, BK]
-        # A token's gate decays what later tokens have of earlier ones, and what the chunk's end has of those before it.
+        # A token's gate decays what later tokens read of earlier ones, and what the end of the chunk holds of those before it.
         dg = tl.dot(tl.where(r[:, None] <= r[None, :], 1.0, 0.0), rise, input_precision=SUMS)  # [C, BK]
         dg = tl.dot(tl.where(r[:, None] > r[None, :], 1.0, 0.0), kept, dg, input_precision=SUMS)  # [C, BK]
         store_tile(dg_ptr + own, dg + passed, HS * D, count, d0, D, CHUNK, BLOCK_K)

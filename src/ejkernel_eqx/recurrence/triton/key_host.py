@@ -1,4 +1,4 @@
-"""Triton: linear members whose decay is one number a key channel and token (gated linear attention)."""
+"""Triton: linear members with one decay per key channel and token (gated linear attention)."""
 
 import jax
 import jax.numpy as jnp
@@ -24,14 +24,14 @@ from .tile_sizes import TritonConfig
 
 
 def saved_axes(arrays: RecurrenceArrays, spec: RecurrenceSpec) -> dict[str, tuple[str, ...]]:
-    """The scores; states and gates are made again."""
+    """The scores; states and gates are recomputed."""
     return {"scores": ("T", f"H{heads_of(arrays, spec).out}", "chunk")}
 
 
 def forward(
     arrays: RecurrenceArrays, spec: RecurrenceSpec, config: TritonConfig, *, execute: Execute = run
 ) -> dict[str, Array]:
-    """`out`, `final_state`, and what the backward pass needs."""
+    """`out`, `final_state`, and the residuals of the backward pass."""
     call, copies = _call(arrays, spec, config, execute)
     folded, scores = fold(call, *gates(call), scores=True)
     assert scores is not None
@@ -53,7 +53,7 @@ def backward(
     *,
     execute: Execute = run,
 ) -> dict[str, Array]:
-    """The gradients of the float arrays that are given, most in their dtype."""
+    """The gradients of all float arrays of the call, most in the array's dtype."""
     call, copies = _call(arrays, spec, config, execute)
     high, low = gates(call)
     folded, _ = fold(call, high, low, scores=False)
@@ -90,7 +90,7 @@ def backward(
 def _call(
     arrays: RecurrenceArrays, spec: RecurrenceSpec, config: TritonConfig, execute: Execute
 ) -> tuple[Call, int]:
-    """The call that the kernels know, without write strength and skip, and how many copies of a state head it has."""
+    """The call in the kernels' form, without write strength and skip, and its number of copies of each state head."""
     heads = heads_of(arrays, spec)
     v = arrays.v
     if arrays.beta is not None:
@@ -102,12 +102,12 @@ def _call(
 
 
 def _per_head(x: Array, heads: int) -> Array:
-    """Float32, each head repeated to be so many."""
+    """`x` in float32, with heads repeated to this number."""
     return jnp.repeat(x.astype(jnp.float32), heads // x.shape[2], axis=2)
 
 
 def _value_gradients(call: Call, given: dict[str, Array]) -> tuple[Array, dict[str, Array]]:
-    """Of the values, over the heads of the call, and of the scores, below the diagonal and on it."""
+    """Gradients of the values, over the heads of the call, and of the scores, below the diagonal and on it."""
     heads, _, values = call.sizes
     tile = call.config.wy
     shape = given["scores"].shape[2:]
@@ -126,7 +126,7 @@ def _value_gradients(call: Call, given: dict[str, Array]) -> tuple[Array, dict[s
 
 
 def _key_gradients(call: Call, given: dict[str, Array]) -> dict[str, Array]:
-    """Of `q`, `k`, `g`."""
+    """Gradients of `q`, `k`, `g`."""
     arrays, tile = call.arrays, call.config.gradients
     heads, dim, _ = call.sizes
     operands = {name: getattr(arrays, name) for name in "qkg"}
@@ -142,7 +142,7 @@ def _key_gradients(call: Call, given: dict[str, Array]) -> dict[str, Array]:
 
 
 def _sums_precision(call: Call) -> str:
-    """How the gradients of the gates are summed; one pass will do for bfloat16."""
+    """The precision in which gradients of the gates are summed; a single pass suffices for bfloat16."""
     dot = call.config.float32_dot
     if call.arrays.q.dtype == jnp.bfloat16:
         return "tf32" if dot == "tf32x3" else dot

@@ -1,11 +1,11 @@
-"""Decay per key channel: its sums over a chunk, the scores of a chunk, and the operands with their decays inside.
+"""Decay per key channel: its sums over a chunk, the scores of a chunk, and operands that include their decays.
 
-`gates(call) -> (gates, low)`: `[B, T, Hg, D]` float32, log2 units, summed from the chunk's first token on; `low` is what rounding
-took from them, for float32 operands only (else `None`), and goes wherever a difference of gates is taken.
+`gates(call) -> (gates, low)`: `[B, T, Hg, D]` float32 in log2 units, summed from the chunk's first token on; `low` is their rounding
+error, for float32 operands only (else `None`), and is used wherever a difference of gates is taken.
 
 `fold(call, gates, low, scores=...) -> (folded, scores)`: the call with `q 2^G scale` and `k 2^(G_last - G)` over state heads in place of
-its queries and keys, what its segments hide zero, and `carry_ptr [chunks, HS, D]`, what is left after a chunk. `scores` (`None` if not
-asked for) `[B, T, HS, chunk]`: `scale * sum_d q_id k_jd 2^(G_id - G_jd)` on and below the diagonal and within a segment, else zero.
+its queries and keys, zero where segments hide them, and `carry_ptr [chunks, HS, D]`, the decay of a whole chunk. `scores` (`None` unless
+requested) `[B, T, HS, chunk]`: `scale * sum_d q_id k_jd 2^(G_id - G_jd)` on and below the diagonal and within a segment, else zero.
 """
 
 import jax.numpy as jnp
@@ -29,7 +29,7 @@ def gates_kernel(
     HG: tl.constexpr, D: tl.constexpr, CHUNK: tl.constexpr, BLOCK_K: tl.constexpr, TABLE: tl.constexpr, EVEN: tl.constexpr,
     EXACT: tl.constexpr,
 ):
-    """Of one chunk and some of all heads' channels."""
+    """Gates of one chunk and a tile of the channels of all heads."""
     # A program: a chunk, a tile of the channels of all heads (fastest).
     tiles: tl.constexpr = (HG * D + BLOCK_K - 1) // BLOCK_K
     column = (tl.program_id(0) % tiles) * BLOCK_K
@@ -52,7 +52,7 @@ def key_fold_kernel(
     SCALE: tl.constexpr, SCORES: tl.constexpr, SEGMENTS: tl.constexpr, TABLE: tl.constexpr, EVEN: tl.constexpr, EXACT: tl.constexpr,
     PRECISION: tl.constexpr,
 ):
-    """Of one chunk and state head."""
+    """Folded operands and scores of one chunk and state head."""
     operand: tl.constexpr = q_ptr.dtype.element_ty
     # A program: a chunk, a state head (fastest).
     index = tl.program_id(0)
@@ -73,7 +73,7 @@ def key_fold_kernel(
             carried = tl.where(start < 0, 1.0, 0.0)
         a = tl.zeros([CHUNK, CHUNK], tl.float32)  # [C, C]
         diagonal = tl.zeros([CHUNK], tl.float32)  # [C]
-        # Sums over slices of channels, as each channel has its own decays; the operands of a slice are written with it.
+        # Sums over slices of channels, as each channel has its own decays; each slice also writes its operands.
         for column in tl.range(0, D, BLOCK_K):
             q = load_tile(q_ptr + first * (HQ * D) + h // (HS // HQ) * D, HQ * D, count, column, D, CHUNK, BLOCK_K, EVEN)  # [C, BK]
             k = load_tile(k_ptr + first * (HK * D) + h // (HS // HK) * D, HK * D, count, column, D, CHUNK, BLOCK_K, EVEN)  # [C, BK]
@@ -83,7 +83,7 @@ def key_fold_kernel(
                 diagonal += tl.sum(q.to(tl.float32) * k.to(tl.float32), axis=1)
                 exponent = between_rows(high, low, middle, middle_low, EXACT)  # [C, BK]
                 usual = is_usual(exponent, middle)  # []
-                # About the middle row m: e^{G - G_m} to q, e^{G_m - G} to k; the rest to the chunk's ends is one number a channel.
+                # About the middle row m: e^{G - G_m} to q, e^{G_m - G} to k; the rest, up to the ends of the chunk, is one number per channel.
                 if usual:
                     queries = q.to(tl.float32) * tl.exp2(exponent)  # [C, BK]
                     keys = k.to(tl.float32) * tl.exp2(-exponent)  # [C, BK]
@@ -99,7 +99,7 @@ def key_fold_kernel(
             else:
                 queries = q.to(tl.float32) * tl.exp2(high)  # [C, BK]
                 keys = k.to(tl.float32) * tl.exp2(between_rows(last, last_low, high, low, EXACT))  # [C, BK]
-            # What does not see the incoming state, and what the outgoing one does not hold, is zero.
+            # Rows that do not see the incoming state, or that the outgoing one does not hold, are zero.
             if SEGMENTS:
                 queries = tl.where((starts < 0)[:, None], queries, 0.0)  # [C, BK]
                 keys = tl.where((r >= start)[:, None], keys, 0.0)  # [C, BK]
@@ -108,7 +108,7 @@ def key_fold_kernel(
             keys = operand_of(keys, operand, PRECISION)  # [C, BK]
             store_tile(folded_k_ptr + own, keys, HS * D, count, column, D, CHUNK, BLOCK_K)
             store_tile(carry_ptr + index.to(tl.int64) * D, tl.exp2(last) * carried, 0, 1, column, D, 1, BLOCK_K)
-        # What the products gave on the diagonal and above means nothing; on it there is no decay.
+        # The products are undefined on and above the diagonal; on it there is no decay.
         if SCORES:
             a = tl.where(before, a, 0.0)  # [C, C]
             a = tl.where(r[:, None] == r[None, :], diagonal[:, None], a) * SCALE  # [C, C]

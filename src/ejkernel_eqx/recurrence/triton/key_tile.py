@@ -1,9 +1,9 @@
-"""Decay per key channel within a chunk: scores `sum_d q_id k_jd 2^(G_id - G_jd)` and their gradients, by products of matrices.
+"""Decay per key channel within a chunk: scores `sum_d q_id k_jd 2^(G_id - G_jd)` and their gradients, by matrix products.
 
-`2^(G_i - G_j)` is split as `2^(G_i - G_m) 2^(G_m - G_j)` about a row `m`, one factor going to the queries, the other to the keys.
-Where no factor passes `2^80` one middle row serves the whole chunk. Where one would, `m` is the first row of the chunk's second half,
-queries are taken from the second half and keys from the first, so that both exponents are negative, and the halves go on by
-themselves in the same way, down to pairs of rows. Any decay is exact so, and no pair of rows is computed alone.
+`2^(G_i - G_j)` is split into `2^(G_i - G_m) 2^(G_m - G_j)` about a row `m`, with one factor for the queries and the other for the keys.
+If no factor exceeds `2^80`, one middle row serves the whole chunk. Otherwise `m` is the first row of the chunk's second half, queries are
+taken from the second half and keys from the first, so that both exponents are negative, and each half is split in the same way, down to
+pairs of rows. So any decay is exact, and no pair of rows is computed alone.
 """
 
 import triton
@@ -11,8 +11,8 @@ import triton.language as tl
 
 from .tile import load_tile, operand_of
 
-MOST_EXPONENT = tl.constexpr(80.0)  # of a factor about a row, either way
-LEAST_MIDDLE = tl.constexpr(-100.0)  # log2 of what is left of the incoming state at the middle row
+MOST_EXPONENT = tl.constexpr(80.0)  # the largest exponent of a factor about a row, in either direction
+LEAST_MIDDLE = tl.constexpr(-100.0)  # log2 of the decay of the incoming state at the middle row
 
 
 # fmt: off
@@ -47,7 +47,7 @@ def between_rows(high, low, high2, low2, EXACT: tl.constexpr):
 @triton.jit
 def _about_middle(high, low, g_ptr, low_ptr, stride, count, column, D: tl.constexpr, CHUNK: tl.constexpr, BLOCK_K: tl.constexpr,
                   EXACT: tl.constexpr):
-    """The exponents of a chunk's rows about its middle row, and whether that will do for the whole chunk."""
+    """The exponents of a chunk's rows about its middle row, and whether that row suffices for the whole chunk."""
     middle = tl.zeros([1], tl.int32) + tl.minimum(CHUNK // 2, count - 1)  # [1]
     reference, reference_low = load_gates(g_ptr, low_ptr, middle, stride, column, D, BLOCK_K, EXACT)  # [1, BK] each
     exponent = between_rows(high, low, reference, reference_low, EXACT)  # [C, BK]
@@ -57,14 +57,14 @@ def _about_middle(high, low, g_ptr, low_ptr, stride, count, column, D: tl.conste
 @triton.jit
 def _about_halves(high, low, g_ptr, low_ptr, stride, count, column, level, D: tl.constexpr, CHUNK: tl.constexpr, BLOCK_K: tl.constexpr,
                   EXACT: tl.constexpr):
-    """Of blocks of `2^level` rows: the factors of queries and of keys, whether the middle row did for all pairs of a block, and which
-    pairs are in one block."""
+    """For blocks of `2^level` rows: the factors of queries and keys, whether the middle row suffices for all pairs of a block, and which
+    pairs are in the same block."""
     r = tl.arange(0, CHUNK)  # [C]
     middle = tl.minimum((r >> level << level) + (1 << level >> 1), count - 1)  # [C], where the second half of a row's block starts
     reference, reference_low = load_gates(g_ptr, low_ptr, middle, stride, column, D, BLOCK_K, EXACT)  # [C, BK] each
     exponent = between_rows(high, low, reference, reference_low, EXACT)  # [C, BK]
     whole = tl.max(tl.abs(exponent)) <= MOST_EXPONENT  # []
-    # The second half reads, the first one is read: what has no part in it gets the factor zero.
+    # The second half reads the first; all other rows get the factor zero.
     second = ((r >> (level - 1)) & 1)[:, None] == 1  # [C, 1]
     rows = tl.exp2(tl.where(second | whole, exponent, float("-inf")))  # [C, BK]
     columns = tl.exp2(tl.where(second & (whole == 0), float("-inf"), -exponent))  # [C, BK]
@@ -87,7 +87,7 @@ def edge_gates(g_ptr, low_ptr, stride, count, column, D: tl.constexpr, CHUNK: tl
 
 @triton.jit
 def is_usual(exponent, middle):
-    """Whether the middle row will do for the whole chunk: no factor about it, and of what comes in, is out of range."""
+    """Whether the middle row suffices for the whole chunk: no factor about it, nor that of the incoming state, is out of range."""
     return (tl.max(tl.abs(exponent)) <= MOST_EXPONENT) & (tl.min(middle) >= LEAST_MIDDLE)
 
 
@@ -96,15 +96,15 @@ def add_scores_by_halves(
     a, kk, q, k, high, low, g_ptr, low_ptr, stride, count, column,
     D: tl.constexpr, CHUNK: tl.constexpr, BLOCK_K: tl.constexpr, EXACT: tl.constexpr, KK: tl.constexpr, PRECISION: tl.constexpr,
 ):
-    """`add_key_scores` for any gates."""
+    """`add_key_scores` for arbitrary gates."""
     operand: tl.constexpr = tl.bfloat16 if q.dtype == tl.bfloat16 else tl.float32
     level = count * 0 + (CHUNK.bit_length() - 1)  # a tensor, as the loop changes it
-    # From the whole chunk down to pairs of rows; a level that a middle row does for is the last.
+    # From the whole chunk down to pairs of rows; a level at which the middle row suffices is the last.
     while level > 0:
         rows, columns, whole, together = _about_halves(  # [C, BK], [C, BK], [], [C, C]
             high, low, g_ptr, low_ptr, stride, count, column, level, D, CHUNK, BLOCK_K, EXACT)
         keys = tl.trans(_scale(k, columns, operand, PRECISION))  # [BK, C]
-        # Products of rows of different blocks belong to a level above and are left out.
+        # Products of rows in different blocks belong to a higher level and are left out.
         a += tl.where(together, tl.dot(_scale(q, rows, operand, PRECISION), keys, input_precision=PRECISION), 0.0)  # [C, C]
         if KK:
             kk += tl.where(together, tl.dot(_scale(k, rows, operand, PRECISION), keys, input_precision=PRECISION), 0.0)  # [C, C]
@@ -117,13 +117,13 @@ def add_key_scores(
     a, kk, q, k, g_ptr, low_ptr, stride, count, column,
     D: tl.constexpr, CHUNK: tl.constexpr, BLOCK_K: tl.constexpr, EXACT: tl.constexpr, KK: tl.constexpr, PRECISION: tl.constexpr,
 ):
-    """Adds to `a` the scores of a slice of channels, and with `KK` to `kk` those of keys with keys: below the diagonal only, what
-    comes on it and above means nothing. `g_ptr`, `low_ptr`: the chunk's first row; `count > 0`."""
+    """Adds to `a` the scores of a slice of channels, and with `KK` to `kk` those of keys with keys. Valid only below the
+    diagonal. `g_ptr`, `low_ptr`: the chunk's first row; `count > 0`."""
     operand: tl.constexpr = tl.bfloat16 if q.dtype == tl.bfloat16 else tl.float32
     last = tl.minimum(tl.arange(0, CHUNK), count - 1)  # [C]; rows past the chunk's last repeat it
     high, low = load_gates(g_ptr, low_ptr, last, stride, column, D, BLOCK_K, EXACT)  # [C, BK] each
     exponent, whole = _about_middle(high, low, g_ptr, low_ptr, stride, count, column, D, CHUNK, BLOCK_K, EXACT)  # [C, BK], []
-    # About one middle row for all pairs, or by halves where a factor would be too large.
+    # About one middle row for all pairs, or by halves if a factor would be too large.
     if whole:
         rows = tl.exp2(exponent)  # [C, BK]
         keys = tl.trans(_scale(k, tl.exp2(-exponent), operand, PRECISION))  # [BK, C]
@@ -144,7 +144,7 @@ def load_transposed(ptr, stride, count, CHUNK: tl.constexpr):
 
 @triton.jit
 def load_both(ptr, stride, count, CHUNK: tl.constexpr):
-    """A matrix `[count, CHUNK]` as it is and transposed, zero past its rows."""
+    """A matrix `[count, CHUNK]` and its transpose, zero past its rows."""
     return load_tile(ptr, stride, count, 0, CHUNK, CHUNK, CHUNK, False), load_transposed(ptr, stride, count, CHUNK)  # [C, C] each
 
 
@@ -153,15 +153,15 @@ def add_gradients_by_halves(
     dq, dk, rise, q_ptr, q_stride, k_ptr, k_stride, g_ptr, low_ptr, g_stride, da_ptr, da_stride, count, column,
     D: tl.constexpr, CHUNK: tl.constexpr, BLOCK_K: tl.constexpr, EXACT: tl.constexpr, PRECISION: tl.constexpr,
 ):
-    """Adds what a slice of channels gets from the gradient `da [i, j]` of the scores, which is zero on and above the diagonal and has the
-    operands' dtype. All pointers are to the chunk's first row; `count > 0`. `rise` is the gradient in the
-    summed log decays: what a row of it has from a pair of tokens, the pair's other row has with the other sign to the last digit."""
+    """Adds the contributions to a slice of channels of the scores' gradient `da [i, j]`, which is zero on and above the diagonal and has the
+    operands' dtype. All pointers are to the chunk's first row; `count > 0`. `rise` is the gradient with respect to the summed log decays:
+    a pair of tokens contributes to its two rows with opposite signs, equal to the last digit."""
     operand: tl.constexpr = q_ptr.dtype.element_ty
     last = tl.minimum(tl.arange(0, CHUNK), count - 1)  # [C]
     level = count * 0 + (CHUNK.bit_length() - 1)  # a tensor, as the loop changes it
     # As `add_scores_by_halves`.
     while level > 0:
-        # All is loaded again and again: what the usual case does not need must not take its registers.
+        # Everything is reloaded each time, so that this case does not take registers from the typical one.
         high, low = load_gates(g_ptr, low_ptr, last, g_stride, column, D, BLOCK_K, EXACT)  # [C, BK] each
         rows, columns, whole, together = _about_halves(  # [C, BK], [C, BK], [], [C, C]
             high, low, g_ptr, low_ptr, g_stride, count, column, level, D, CHUNK, BLOCK_K, EXACT)
@@ -170,12 +170,12 @@ def add_gradients_by_halves(
         queries = _scale(q, rows, operand, PRECISION)  # [C, BK]
         keys = _scale(k, columns, operand, PRECISION)  # [C, BK]
         da = load_tile(da_ptr, da_stride, count, 0, CHUNK, CHUNK, CHUNK, False)  # [C, C]
-        # dq_i = sum_j da_ij k_j e^{G_i - G_j}; G_i rises with q_i dq_i.
+        # dq_i = sum_j da_ij k_j e^{G_i - G_j}; G_i receives q_i dq_i.
         part = tl.dot(tl.where(together, da, 0.0), keys, input_precision=PRECISION)  # [C, BK]
         dq += part * rows
         rise += part * queries.to(tl.float32)
         dat = load_transposed(da_ptr, da_stride, count, CHUNK)  # [C, C]
-        # dk_j = sum_i da_ij q_i e^{G_i - G_j}; G_j falls with k_j dk_j.
+        # dk_j = sum_i da_ij q_i e^{G_i - G_j}; G_j receives -k_j dk_j.
         part = tl.dot(tl.where(together, dat, 0.0), queries, input_precision=PRECISION)  # [C, BK]
         dk += part * columns
         rise -= part * keys.to(tl.float32)

@@ -1,4 +1,4 @@
-"""The linear members without decay, with a constant one and with one a token, on Triton: phases forward and backward."""
+"""Linear members without decay, with a constant one, or with one per token, on Triton: phases of forward and backward."""
 
 import math
 
@@ -13,11 +13,11 @@ from . import gradients
 from .call import Call, first_copies, in_first_copies, make_call, repeated, sum_copies, sum_heads
 from .tile_sizes import TritonConfig
 
-_PARTS = 8  # as many partial sums of the gradient of a shared head, at most
+_PARTS = 8  # at most this many partial sums of the gradient of a shared head
 
 
 def saved_axes(arrays: RecurrenceArrays, spec: RecurrenceSpec) -> dict[str, tuple[str, ...]]:
-    """Nothing: the backward makes the states again."""
+    """Nothing: the backward recomputes the states."""
     return {}
 
 
@@ -57,7 +57,7 @@ def backward(
 
 
 def _gradients(call: Call, states: Array, dstates: Array, dout: Array) -> dict[str, Array]:
-    """Of all operands over tokens and of `skip`, as far as they are given."""
+    """Gradients of all given operands over tokens and of `skip`."""
     arrays, tile, decay = call.arrays, call.config.gradients, call.spec.decay
     heads, dim, values = call.sizes
     each = _heads_each(call)
@@ -103,7 +103,7 @@ def _gradients(call: Call, states: Array, dstates: Array, dout: Array) -> dict[s
 
 
 def _heads_each(call: Call) -> int:
-    """How many state heads one program takes, of those that share a query and a key head."""
+    """How many of the state heads that share a query and a key head are processed by one program."""
     shared = math.gcd(*(call.launch.numbers["HS"] // call.launch.numbers[name] for name in ("HQ", "HK")))
     each = 1
     while shared % (2 * each) == 0 and shared // each > _PARTS:

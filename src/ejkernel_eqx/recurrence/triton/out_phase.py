@@ -1,4 +1,4 @@
-"""The outputs of a chunk, from the state at its start, its scores and its values."""
+"""The outputs of a chunk from the state at its start, its scores and its values."""
 
 import triton
 import triton.language as tl
@@ -29,17 +29,17 @@ def out_kernel(
     DECAY: tl.constexpr, SCORES: tl.constexpr, BETA: tl.constexpr, SKIP: tl.constexpr, SEGMENTS: tl.constexpr, TABLE: tl.constexpr,
     EVEN: tl.constexpr, EXACT: tl.constexpr, PRECISION: tl.constexpr,
 ):
-    """`scale (q e^G) S + A v + skip v` of one chunk, some value channels and `HEADS` heads that share a query and a key head.
+    """`scale (q e^G) S + A v + skip v` for one chunk, a tile of value channels and `HEADS` heads that share a query and a key head.
 
-    `SCORES`: `A [.., HS, CHUNK]` is read, all of its columns, with scale, decay, mask and write strength in it; else made here. With a
-    decay per key channel queries come with it, mask and scale inside.
+    `SCORES`: `A [.., HS, CHUNK]` is read, all of its columns, and includes scale, decay, mask and write strength; else it is computed here.
+    With a decay per key channel, queries already include decay, mask and scale.
     """
     index, group, _tile, v0, first, count, seq = chunk_tile(chunks_ptr, T, HS // HEADS, V, BLOCK_V, CHUNK, TABLE)
     h0 = group * HEADS
     q_base = q_ptr + first * (HQ * D) + h0 // (HS // HQ) * D
     k_base = k_ptr + first * (HK * D) + h0 // (HS // HK) * D
     visible, sees = visible_to(starts_ptr, first, count, seq, T, CHUNK, SCALE, SEGMENTS)  # [C, C], [C]
-    # q k^T, once for all the heads that share them.
+    # q k^T, once for all heads that share them.
     if not SCORES:
         products = products_of(q_base, k_base, HQ * D, HK * D, count, D, CHUNK, BLOCK_K, EVEN, PRECISION)  # [C, C]
 
@@ -47,7 +47,7 @@ def out_kernel(
         h = h0 + n
         v = load_tile(v_ptr + first * (HV * V) + h // (HS // HV) * V, HV * V, count, v0, V, CHUNK, BLOCK_V, EVEN)  # [C, BV]
         states = states_ptr + (index.to(tl.int64) * HS + h) * (D * V)
-        # scale (q e^G) S: the decay of a token is a factor of its row, so it comes after the product.
+        # scale (q e^G) S: the decay of a token is a factor of its row, so it is applied after the product.
         out = tl.zeros([CHUNK, BLOCK_V], tl.float32)  # [C, BV]
         for d0 in tl.static_range(0, D, BLOCK_K):
             q = load_tile(q_base, HQ * D, count, d0, D, CHUNK, BLOCK_K, EVEN)  # [C, BK]

@@ -1,4 +1,4 @@
-"""The forward pass of a linear member in one kernel, the state in registers: where heads and value channels are enough programs."""
+"""The forward pass of a linear member in one kernel, with the state in registers; used if heads and value channels yield enough programs."""
 
 import triton
 import triton.language as tl
@@ -30,7 +30,7 @@ def single_kernel(
     BETA: tl.constexpr, SKIP: tl.constexpr, INITIAL: tl.constexpr, SEGMENTS: tl.constexpr, TABLE: tl.constexpr, EVEN: tl.constexpr,
     EXACT: tl.constexpr, PRECISION: tl.constexpr,
 ):
-    """The outputs and the final state of one sequence and head, some value channels (`BLOCK_K >= D`)."""
+    """The outputs and the final state for one sequence, head and tile of value channels (`BLOCK_K >= D`)."""
     seq, h, _d0, v0, first, length, _chunk, own = state_tile(bounds_ptr, T, HS, D, V, CHUNK, BLOCK_K, BLOCK_V, TABLE)
     state = tl.zeros([BLOCK_K, BLOCK_V], tl.float32)  # [BK, BV]
     if INITIAL:
@@ -40,7 +40,7 @@ def single_kernel(
     if SKIP:
         skip = tl.load(skip_ptr + (seq.to(tl.int64) * HS + h) * V + c, mask=c < V, other=0.0).to(tl.float32)  # [BV]
 
-    # Where it is the same for all chunks.
+    # If it is the same for all chunks.
     fixed: tl.constexpr = DECAY < SCALAR and EVEN and not SEGMENTS
     if fixed:
         high, low, rest, whole = decays_of(  # [C], [C], [C], []
@@ -65,10 +65,10 @@ def single_kernel(
             enter = from_start(high, low, DECAY, EXACT) * SCALE  # [C]
             leave = tl.exp2(rest)  # [C]
             total = tl.exp2(whole + 0.0)  # []
-            # Nothing goes from a segment to the next, neither between tokens nor through the state.
+            # Nothing passes from one segment to the next, neither between tokens nor through the state.
             if SEGMENTS:
                 starts = segment_starts(starts_ptr, row, count, seq, T, CHUNK)  # [C]
-                start = last_start(starts_ptr, row, count, seq, T)  # where the segment open at the chunk's end begins
+                start = last_start(starts_ptr, row, count, seq, T)  # where the segment that is open at the end of the chunk begins
                 visible = visible & (r[None, :] >= starts[:, None])  # [C, C]
                 enter = tl.where(starts < 0, enter, 0.0)
                 leave = tl.where(r >= start, leave, 0.0)

@@ -1,7 +1,7 @@
-"""The serial phase: the states from chunk to chunk, forward, and their gradients, backward. One kernel each for all kinds of decay.
+"""The serial phase: states from chunk to chunk (forward) and their gradients (backward), with one kernel each for all kinds of decay.
 
-Each program has a tile of the state of a linear member, whose channels know nothing of each other. With a decay per key channel,
-queries and keys come with their decays, masks and the scale inside.
+Each program has a tile of the state of a linear member, whose channels are independent. With a decay per key channel, queries and keys
+already include their decays, masks and the scale.
 """
 
 import triton
@@ -33,7 +33,7 @@ def states_kernel(
     CHUNK: tl.constexpr, BLOCK_K: tl.constexpr, BLOCK_V: tl.constexpr, DECAY: tl.constexpr, BETA: tl.constexpr,
     INITIAL: tl.constexpr, SEGMENTS: tl.constexpr, TABLE: tl.constexpr, EVEN: tl.constexpr, EXACT: tl.constexpr, PRECISION: tl.constexpr,
 ):
-    """The state at the start of each chunk and the final one."""
+    """The state at the start of each chunk and the final state."""
     seq, h, d0, v0, first, length, chunk, own = state_tile(bounds_ptr, T, HS, D, V, CHUNK, BLOCK_K, BLOCK_V, TABLE)
     state = tl.zeros([BLOCK_K, BLOCK_V], tl.float32)  # [BK, BV]
     if INITIAL:
@@ -43,17 +43,17 @@ def states_kernel(
     for c in tl.range(0, tl.cdiv(length, CHUNK)):
         row = first + c * CHUNK
         count = tl.minimum(length - c * CHUNK, CHUNK)
-        stored = operand_of(state, states_ptr.dtype.element_ty, PRECISION)  # [BK, BV], as it comes into the chunk
+        stored = operand_of(state, states_ptr.dtype.element_ty, PRECISION)  # [BK, BV], on entering the chunk
         store_tile(states_ptr + ((chunk + c) * HS + h) * (D * V) + d0 * V, stored, V, D - d0, v0, V, BLOCK_K, BLOCK_V)
         k = load_tile(k_ptr + row * (HK * D) + h // (HS // HK) * D, HK * D, count, d0, D, CHUNK, BLOCK_K, EVEN)  # [C, BK]
         v = load_tile(v_ptr + row * (HV * V) + h // (HS // HV) * V, HV * V, count, v0, V, CHUNK, BLOCK_V, EVEN)  # [C, BV]
         carried = 1.0
-        # Only what the segment open at the chunk's end writes goes on, and the old state if that segment began before the chunk.
+        # Only what the segment open at the end of the chunk writes is carried on, and the old state if that segment began before the chunk.
         if SEGMENTS:
-            start = last_start(starts_ptr, row, count, seq, T)  # its first token, counted from the chunk's
+            start = last_start(starts_ptr, row, count, seq, T)  # its first token, relative to the chunk's
             v = tl.where((tl.arange(0, CHUNK) >= start)[:, None], v, 0.0)  # [C, BV]
             carried = tl.where(start < 0, 1.0, 0.0)
-        # With a decay per key channel the keys have theirs to the chunk's end inside; the chunk's is one a row of the state.
+        # With a decay per key channel, keys include theirs up to the end of the chunk; the chunk's own decay is one number per row of the state.
         if DECAY == KEY:
             state *= load_carry(carry_ptr + ((chunk + c) * HS + h) * D, d0, D, BLOCK_K)[:, None]
         else:
@@ -77,7 +77,7 @@ def dstates_kernel(
     BLOCK_K: tl.constexpr, BLOCK_V: tl.constexpr, SCALE: tl.constexpr, DECAY: tl.constexpr, SEGMENTS: tl.constexpr,
     TABLE: tl.constexpr, EVEN: tl.constexpr, EXACT: tl.constexpr, PRECISION: tl.constexpr,
 ):
-    """The gradient in the state at the end of each chunk and in the initial one."""
+    """The gradient with respect to the state at the end of each chunk and to the initial state."""
     seq, h, d0, v0, first, length, chunk, own = state_tile(bounds_ptr, T, HS, D, V, CHUNK, BLOCK_K, BLOCK_V, TABLE)
     state = load_state(dfinal_ptr + own, d0, v0, D, V, BLOCK_K, BLOCK_V).to(tl.float32)  # [BK, BV]
 
@@ -87,13 +87,13 @@ def dstates_kernel(
         c = chunks - 1 - n
         row = first + c * CHUNK
         count = tl.minimum(length - c * CHUNK, CHUNK)
-        stored = operand_of(state, dstates_ptr.dtype.element_ty, PRECISION)  # [BK, BV], as of the chunk's end
+        stored = operand_of(state, dstates_ptr.dtype.element_ty, PRECISION)  # [BK, BV], at the end of the chunk
         store_tile(dstates_ptr + ((chunk + c) * HS + h) * (D * V) + d0 * V, stored, V, D - d0, v0, V, BLOCK_K, BLOCK_V)
         q = load_tile(q_ptr + row * (HQ * D) + h // (HS // HQ) * D, HQ * D, count, d0, D, CHUNK, BLOCK_K, EVEN)  # [C, BK]
         do = load_tile(do_ptr + row * (HS * V) + h * V, HS * V, count, v0, V, CHUNK, BLOCK_V, EVEN)  # [C, BV]
         sees = tl.zeros([CHUNK], tl.float32) + SCALE  # [C]
         carried = 1.0
-        # Only the segment open at the chunk's start reads the old state, which goes on only if that segment does.
+        # Only the segment open at the start of the chunk reads the old state, which is carried on only if that segment continues.
         if SEGMENTS:
             start = last_start(starts_ptr, row, count, seq, T)
             starts = segment_starts(starts_ptr, row, count, seq, T, CHUNK)  # [C]

@@ -1,4 +1,4 @@
-"""One token of every row in Triton: each state is read once and written once, in place where it is donated."""
+"""One token per row in Triton: each state is read once and written once, in place if donated."""
 
 import dataclasses
 import math
@@ -19,7 +19,7 @@ _SCALAR, _KEY, _VALUE = tl.constexpr(1), tl.constexpr(2), tl.constexpr(3)
 
 @dataclasses.dataclass(frozen=True)
 class StepTile:
-    """A program takes all key channels and `block_v` value channels (a power of two) of one state."""
+    """A program processes all key channels and `block_v` value channels (a power of two) of one state."""
 
     block_v: Power
     num_warps: Warps
@@ -28,7 +28,7 @@ class StepTile:
 
 
 def default_tile(dim: int, values: int, state_bytes: int = 4) -> StepTile:
-    """64 elements a thread, with as many warps as keep a program's state at about 32 KiB in float32 and 8 KiB in 16 bits."""
+    """64 elements per thread, with as many warps as keep a program's state at about 32 KiB in float32 and 8 KiB in 16 bits."""
     num_warps = 4 if state_bytes == 4 else 2
     block_v = min(padded(values, 1), num_warps * 32 * 64 // padded(dim, 1))
     return StepTile(max(block_v, 8), num_warps)
@@ -53,13 +53,13 @@ def step_kernel(
     in_d, in_v = d < D, c < V  # [BD], [BV]
     out_at = out_ptr + (row * (HS * GROUP) + head * GROUP) * V + c  # [BV]
 
-    # A row's state is its own, or in the slot of a pool; a row of no slot gives zeros.
+    # A row's state is its own or in a slot of a pool; the output of a row without a slot is zero.
     slot, used = row, True
     if SLOTS:
         index = tl.load(indices_ptr + row)
         slot, used = row // B * S + index, (index >= 0) & (index < S)
     if used:
-        at = (slot * HS + head) * (D * V) + d[:, None] * STRIDE_D + c[None, :] * STRIDE_V  # [BD, BV], of a state that may be stored transposed
+        at = (slot * HS + head) * (D * V) + d[:, None] * STRIDE_D + c[None, :] * STRIDE_V  # [BD, BV]; the state may be stored transposed
         inside = in_d[:, None] & in_v[None, :]  # [BD, BV]
         state = tl.load(new_state_ptr + at, mask=inside, other=0.0).to(tl.float32)  # [BD, BV]
         k = tl.load(k_ptr + (row * HK + head * HK // HS) * D + d, mask=in_d, other=0.0).to(tl.float32)  # [BD]
@@ -96,7 +96,7 @@ def step_kernel(
 
 def step(arrays: StepArrays, spec: StepSpec, config: Any, *, execute: Execute = run) -> tuple[Array, Array]:
     """`out [*, B, R, V]` in the dtype of `v`, and the states (the whole pool), with any leading axes. The tile is
-    `config.step`, where there is one."""
+    `config.step`, if set."""
     q, k, v, state = arrays.q, arrays.k, arrays.v, arrays.state
     lead, (rows, q_heads, dim), values = q.shape[:-3], q.shape[-3:], v.shape[-1]
     heads = state.shape[-3]

@@ -1,12 +1,12 @@
-"""Where the chunks of packed sequences lie: tables made on the device, of a size known before."""
+"""Locations of the chunks of packed sequences: tables computed on the device, of statically known size."""
 
 import jax.numpy as jnp
 from jax import Array
 
 
 def tables_of(offsets: Array, length: int, chunk: int) -> tuple[Array, Array]:
-    """Of offsets `[B, N + 1]` into rows of `length` tokens: `chunks [B * (length // chunk + N), 3]`, first row, end row and sequence,
-    both rows 0 where there is no such chunk; `bounds [B * N, 3]`, first row, end row and first chunk of each sequence. Rows and
+    """From offsets `[B, N + 1]` into rows of `length` tokens: `chunks [B * (length // chunk + N), 3]`, first row, end row and sequence,
+    with both rows 0 for unused entries; `bounds [B * N, 3]`, first row, end row and first chunk of each sequence. Rows and
     sequences are counted over the whole batch."""
     batch, count = offsets.shape[0], offsets.shape[1] - 1
     most = length // chunk + count

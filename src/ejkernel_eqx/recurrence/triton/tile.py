@@ -1,7 +1,7 @@
-"""What the Triton kernels of all recurrences share: where a chunk lies, its tiles, its decay, what in it sees what.
+"""Shared by the Triton kernels of all recurrences: the location of a chunk, its tiles, its decay, and visibility within it.
 
-Rows are flat: tokens of all batch rows one after the other. Decays are kept as logarithms of two, summed from the first token
-of their chunk on (`log_decays`), and as a pair of numbers for float32 operands: differences of large sums must be exact.
+Rows are flat: the tokens of all batch rows one after the other. Decays are kept as base-2 logarithms, summed from the first token
+of their chunk on (`log_decays`), and as a pair of numbers for float32 operands, because differences of large sums must be exact.
 
 Shapes of tiles in all kernels here: `C` is `CHUNK`, `BK` is `BLOCK_K` key channels, `BV` is `BLOCK_V` value channels; rows come first.
 """
@@ -14,16 +14,16 @@ from ...launch.constants import LOG2E
 # Values of DECAY.
 NONE, CONSTANT, SCALAR, KEY = tl.constexpr(0), tl.constexpr(1), tl.constexpr(2), tl.constexpr(3)
 
-NOTHING_LEFT = tl.constexpr(-150.5)  # 2 to this is zero in float32
+NOTHING_LEFT = tl.constexpr(-150.5)  # 2 to this power is zero in float32
 TF32_HALF = tl.constexpr(0x1000)  # half of the last bit of a float32 that tf32 keeps
 TF32_KEPT = tl.constexpr(-0x2000)  # the bits that it keeps
-SHORT = tl.constexpr(-256)  # the bits of a float32 but for the last 8
+SHORT = tl.constexpr(-256)  # the bits of a float32 without the last 8
 
 
 # fmt: off
 @triton.jit
 def chunk_of(index, chunks_ptr, T, CHUNK: tl.constexpr, TABLE: tl.constexpr):
-    """The first row of a chunk (64 bits), its number of rows and its sequence; 0 rows for an entry that is not used."""
+    """The first row of a chunk (64 bits), its number of rows and its sequence; 0 rows for an unused entry."""
     if TABLE:
         entry = chunks_ptr + index.to(tl.int64) * 3  # a row of [chunks, 3]: first row, end row, sequence
         start = tl.load(entry)
@@ -58,8 +58,8 @@ def sequence_of(seq, bounds_ptr, T, CHUNK: tl.constexpr, TABLE: tl.constexpr):
 @triton.jit
 def state_tile(bounds_ptr, T, HS: tl.constexpr, D: tl.constexpr, V: tl.constexpr, CHUNK: tl.constexpr, BLOCK_K: tl.constexpr,
                BLOCK_V: tl.constexpr, TABLE: tl.constexpr):
-    """Of a program for each sequence, state head, tile of key channels and tile of value channels (fastest): the first two, the channels
-    where the tiles begin, what `sequence_of` gives, and where the state `[D, V]` begins among all."""
+    """For programs over sequences, state heads, tiles of key channels and tiles of value channels (fastest): the first two, the channels
+    where the tiles begin, the results of `sequence_of`, and the offset of the state `[D, V]`."""
     tiles_v: tl.constexpr = (V + BLOCK_V - 1) // BLOCK_V
     tiles_k: tl.constexpr = (D + BLOCK_K - 1) // BLOCK_K
     index = tl.program_id(0)
@@ -72,8 +72,8 @@ def state_tile(bounds_ptr, T, HS: tl.constexpr, D: tl.constexpr, V: tl.constexpr
 
 @triton.jit
 def chunk_tile(chunks_ptr, T, HEADS: tl.constexpr, WIDTH: tl.constexpr, BLOCK: tl.constexpr, CHUNK: tl.constexpr, TABLE: tl.constexpr):
-    """Of a program for each chunk, one of `HEADS` heads or groups of them and tile of `WIDTH` channels (fastest): the index of each, the
-    channel where the tile begins, and what `chunk_of` gives."""
+    """For programs over chunks, `HEADS` heads or groups of heads, and tiles of `WIDTH` channels (fastest): the index of each, the channel
+    where the tile begins, and the results of `chunk_of`."""
     tiles: tl.constexpr = (WIDTH + BLOCK - 1) // BLOCK
     index = tl.program_id(0)
     tile = index % tiles
@@ -85,11 +85,11 @@ def chunk_tile(chunks_ptr, T, HEADS: tl.constexpr, WIDTH: tl.constexpr, BLOCK: t
 
 @triton.jit
 def load_tile(ptr, stride, count, column, WIDTH: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr, EVEN: tl.constexpr):
-    """`[ROWS, COLUMNS]` from `column` on of the rows at `ptr`, zero past `count` rows and `WIDTH` columns. `EVEN`: no row is past."""
+    """The `[ROWS, COLUMNS]` tile at `column` of the rows at `ptr`, zero past `count` rows and `WIDTH` columns. `EVEN`: all rows are inside."""
     r = tl.arange(0, ROWS)[:, None]  # [ROWS, 1]
     c = column + tl.arange(0, COLUMNS)[None, :]  # [1, COLUMNS]
     pointers = ptr + (r * stride + c)  # [ROWS, COLUMNS]
-    # As little of a mask as will do; what is always true (`r >= 0`, `c >= 0`) makes it a tile.
+    # The smallest mask that suffices; conditions that are always true (`r >= 0`, `c >= 0`) give it the shape of the tile.
     if EVEN:
         if WIDTH % COLUMNS == 0:
             return tl.load(pointers)
@@ -101,7 +101,7 @@ def load_tile(ptr, stride, count, column, WIDTH: tl.constexpr, ROWS: tl.constexp
 
 @triton.jit
 def store_tile(ptr, tile, stride, count, column, WIDTH: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr):
-    """The counterpart of `load_tile`, in the dtype of the memory."""
+    """The counterpart of `load_tile`; stores in the dtype of the memory."""
     r = tl.arange(0, ROWS)[:, None]  # [ROWS, 1]
     c = column + tl.arange(0, COLUMNS)[None, :]  # [1, COLUMNS]
     tl.store(ptr + (r * stride + c), tile.to(ptr.dtype.element_ty), mask=(r < count) & (c < WIDTH))
@@ -115,19 +115,19 @@ def load_state(ptr, d0, v0, D: tl.constexpr, V: tl.constexpr, BLOCK_K: tl.conste
 
 @triton.jit
 def load_carry(ptr, d0, D: tl.constexpr, BLOCK_K: tl.constexpr):
-    """What of each key channel is left after a chunk."""
+    """The decay of each key channel over a whole chunk."""
     d = d0 + tl.arange(0, BLOCK_K)  # [BK]
     return tl.load(ptr + d, mask=d < D, other=0.0)  # [BK]
 
 
 @triton.jit
 def operand_of(x, DTYPE: tl.constexpr, PRECISION: tl.constexpr):
-    """What is computed in float32 as an operand of products. Float32 numbers that meet in one pass of `"tf32"` are rounded to its 11
-    bits here: the hardware cuts them off, all towards zero, and sums over many tokens would show it."""
+    """A float32 result as an operand of products. Numbers for a single pass of `"tf32"` are rounded to its 11 bits here, because the
+    hardware truncates towards zero, which would be visible in sums over many tokens."""
     if DTYPE == tl.float32 and PRECISION == "tf32":
         x = x.to(tl.float32)
         rounded = (x.to(tl.int32, bitcast=True) + TF32_HALF) & TF32_KEPT  # of x's shape
-        # The sum would turn the NaN of NVIDIA's devices, 0x7fffffff, into a zero.
+        # The addition would turn NVIDIA's NaN, 0x7fffffff, into a zero.
         return tl.where(x == x, rounded.to(tl.float32, bitcast=True), x)
     return x.to(DTYPE)
 
@@ -135,7 +135,7 @@ def operand_of(x, DTYPE: tl.constexpr, PRECISION: tl.constexpr):
 @triton.jit
 def products_of(a_ptr, b_ptr, a_stride, b_stride, count, D: tl.constexpr, CHUNK: tl.constexpr, BLOCK_K: tl.constexpr, EVEN: tl.constexpr,
                 PRECISION: tl.constexpr):
-    """The products of a chunk's rows of two operands, over all key channels."""
+    """The products of a chunk's rows of two operands, summed over all key channels."""
     products = tl.zeros([CHUNK, CHUNK], tl.float32)  # [C, C]
     for d in tl.static_range(0, D, BLOCK_K):
         a = load_tile(a_ptr, a_stride, count, d, D, CHUNK, BLOCK_K, EVEN)  # [C, BK]
@@ -146,7 +146,7 @@ def products_of(a_ptr, b_ptr, a_stride, b_stride, count, D: tl.constexpr, CHUNK:
 
 @triton.jit
 def load_vector(ptr, stride, count, ROWS: tl.constexpr, EVEN: tl.constexpr):
-    """One number of each row, float32, zero past `count`."""
+    """One number per row, in float32, zero past `count`."""
     r = tl.arange(0, ROWS)  # [ROWS]
     if EVEN:
         return tl.load(ptr + r * stride).to(tl.float32)
@@ -155,15 +155,15 @@ def load_vector(ptr, stride, count, ROWS: tl.constexpr, EVEN: tl.constexpr):
 
 @triton.jit
 def closed(g):
-    """Log decays in units of two; what is less than one of which nothing is left is that one: no sum of them is infinite, none a NaN."""
+    """Log2 decays, bounded below by one whose power is zero, so that no sum of them is infinite or NaN."""
     g = g * LOG2E
     return tl.where(g < NOTHING_LEFT, NOTHING_LEFT, g)
 
 
 @triton.jit
 def add_pairs(high, low, high2, low2):
-    """The sum of two pairs; what rounding takes from the high part goes to the low one."""
-    # Knuth's sum of two: `rest` is what of `high2` came into the total, `error` what of both did not.
+    """The sum of two pairs; the rounding error of the high part goes to the low one."""
+    # Knuth's two-sum: `rest` is the part of `high2` that entered the total, `error` the part of both that did not.
     total = high + high2
     rest = total - high
     error = (high - (total - rest)) + (high2 - rest)
@@ -173,8 +173,8 @@ def add_pairs(high, low, high2, low2):
 @triton.jit
 def log_decays(g_ptr, first, count, seq, h, HS: tl.constexpr, HG: tl.constexpr, CHUNK: tl.constexpr, DECAY: tl.constexpr,
                EVEN: tl.constexpr, EXACT: tl.constexpr):
-    """The log2 decay from before the chunk to each of its tokens, that token's own included, `[CHUNK]`, and what rounding took from it
-    (zero if not `EXACT`). Kinds without key channels; of a constant `g_ptr` holds one number for every sequence and head."""
+    """The log2 decay from before the chunk up to and including each of its tokens, `[CHUNK]`, and its rounding error (zero if not
+    `EXACT`). For kinds without key channels; for a constant decay, `g_ptr` holds one number per sequence and head."""
     r = tl.arange(0, CHUNK)  # [C]
     low = tl.zeros([CHUNK], tl.float32)  # [C]
     if DECAY == SCALAR:
@@ -206,14 +206,14 @@ def log_decays(g_ptr, first, count, seq, h, HS: tl.constexpr, HG: tl.constexpr, 
 @triton.jit
 def decays_of(g_ptr, logs_ptr, first, count, seq, h, TOKENS, HS: tl.constexpr, HG: tl.constexpr, CHUNK: tl.constexpr,
               DECAY: tl.constexpr, EVEN: tl.constexpr, EXACT: tl.constexpr):
-    """Log2 decays of a chunk without key channels: `high`, `low` as of `log_decays`, from each token to the end, and of the whole
-    chunk; those of tokens from `logs_ptr` (`decays_kernel`). Rows past `count` hold nothing that may be used."""
+    """Log2 decays of a chunk without key channels: `high`, `low` as in `log_decays`, from each token to the end, and of the whole
+    chunk; per-token ones are read from `logs_ptr` (`decays_kernel`). Rows past `count` are undefined."""
     low = tl.zeros([CHUNK], tl.float32)  # [C]
     if DECAY == SCALAR:
-        # A number a token: the sums are read, [planes, TOKENS] for each head with decays of its own.
+        # One number per token: the sums are read, [planes, TOKENS] for each head that has its own decays.
         planes: tl.constexpr = 3 if EXACT else 2
         logs = logs_ptr + (h // (HS // HG)).to(tl.int64) * (planes * TOKENS) + first
-        end = tl.maximum(count, 1) - 1  # the chunk's last token, also where the entry is not used
+        end = tl.maximum(count, 1) - 1  # the chunk's last token, also for an unused entry
         whole = tl.load(logs + end)  # []
         high = load_vector(logs, 1, count, CHUNK, EVEN)  # [C]
         rest = load_vector(logs + TOKENS, 1, count, CHUNK, EVEN)  # [C]
@@ -243,7 +243,7 @@ def decays_of(g_ptr, logs_ptr, first, count, seq, h, TOKENS, HS: tl.constexpr, H
 
 @triton.jit
 def last(x, CHUNK: tl.constexpr):
-    """The last entry of a vector: of log decays that of the whole chunk, also of a short one."""
+    """The last entry of a vector: for log decays, that of the whole chunk, even if it is short."""
     return tl.sum(tl.where(tl.arange(0, CHUNK) == CHUNK - 1, x, 0.0), axis=0)
 
 
@@ -285,8 +285,8 @@ def between(high, low, visible, DECAY: tl.constexpr, EXACT: tl.constexpr, TRANSP
 
 @triton.jit
 def segment_starts(starts_ptr, first, count, seq, T, CHUNK: tl.constexpr):
-    """Where each token's segment starts, counted from the chunk's first token: below 0 where it sees the state that comes in. Token
-    i sees token j <= i iff j is not below."""
+    """Where each token's segment starts, relative to the chunk's first token; negative if the token sees the incoming state. Token
+    i sees token j <= i iff j is not less than this."""
     r = tl.arange(0, CHUNK)  # [C]
     token = (first - seq.to(tl.int64) * T).to(tl.int32)  # the chunk's first, within its row of the batch
     return tl.load(starts_ptr + first + r, mask=r < count, other=0) - token  # [C]
@@ -294,7 +294,7 @@ def segment_starts(starts_ptr, first, count, seq, T, CHUNK: tl.constexpr):
 
 @triton.jit
 def visible_to(starts_ptr, first, count, seq, T, CHUNK: tl.constexpr, SCALE: tl.constexpr, SEGMENTS: tl.constexpr):
-    """Which tokens j (columns) the tokens i (rows) of a chunk see, and `SCALE` for those that see the state that comes in, else zero."""
+    """Which tokens j (columns) the tokens i (rows) of a chunk see, and `SCALE` for those that see the incoming state, else zero."""
     r = tl.arange(0, CHUNK)  # [C]
     visible = (r[:, None] >= r[None, :]) & (r < count)[:, None]  # [C, C]
     sees = tl.zeros([CHUNK], tl.float32) + SCALE  # [C]
@@ -307,7 +307,7 @@ def visible_to(starts_ptr, first, count, seq, T, CHUNK: tl.constexpr, SCALE: tl.
 
 @triton.jit
 def last_start(starts_ptr, first, count, seq, T):
-    """The same of the chunk's last token: the state that goes out holds token j iff j is not below, and the one that came in iff it
-    is below 0."""
+    """The same for the chunk's last token: the outgoing state holds token j iff j is not less than this, and the incoming state iff it
+    is negative."""
     token = (first - seq.to(tl.int64) * T).to(tl.int32)  # the chunk's first, within its row of the batch
     return tl.load(starts_ptr + first + count - 1) - token

@@ -1,4 +1,4 @@
-"""Configurations of the Triton recurrences: what may be chosen, what is chosen by itself, what is worth timing."""
+"""Configurations of the Triton recurrences: their fields, the heuristic choice, and those worth timing."""
 
 import dataclasses
 from typing import Annotated
@@ -23,10 +23,10 @@ class Tile:
 
 @dataclasses.dataclass(frozen=True)
 class TritonConfig:
-    """The chunk and the tile of every phase. A member without a phase ignores its tile."""
+    """The chunk size and the tile of every phase. A member without a phase ignores its tile."""
 
     chunk_size: Annotated[int, one_of(16, 32, 64, 128, 256)]
-    """Tokens whose scores are one matrix, and between two stored states."""
+    """Number of tokens whose scores form one matrix, and between two stored states."""
     scores: Tile
     wy: Tile
     states: Tile
@@ -35,7 +35,7 @@ class TritonConfig:
     gradients: Tile
     float32_dot: Float32Dot = "tf32x3"
     single: bool = False
-    """Whether the forward pass of a linear member without a decay per key is one kernel, with `out`'s value channels."""
+    """Whether the forward pass of a linear member without a decay per key is a single kernel, with the value channels of `out`."""
 
     __post_init__ = check_fields
 
@@ -43,7 +43,7 @@ class TritonConfig:
 _LARGE, _SOME = 160 * 1024, 96 * 1024  # shared memory of one program, in bytes
 _KERNELS = ("scores", "wy", "states", "out", "dstates", "gradients")
 _Row = tuple[int, int, int, int]
-# Of each kernel in turn: where there is all the shared memory, some of it, little of it.
+# For each kernel in turn: tiles for devices with a lot of shared memory, with some, and with little.
 _HALF: tuple[tuple[_Row, ...], ...] = (
     ((64, 64, 4, 1), (32, 128, 4, 3), (64, 64, 4, 3), (128, 64, 4, 2), (64, 64, 4, 3), (128, 64, 4, 1)),
     ((64, 64, 4, 1), (32, 64, 4, 2), (64, 64, 4, 2), (64, 64, 4, 2), (64, 64, 4, 2), (64, 64, 4, 1)),
@@ -54,7 +54,7 @@ _FLOAT32: tuple[tuple[_Row, ...], ...] = (
     ((32, 32, 4, 1), (32, 32, 4, 1), (32, 32, 4, 1), (32, 32, 4, 1), (32, 32, 4, 1), (32, 32, 8, 1)),
     ((16, 16, 4, 1),) * 6,
 )
-# Of linear members with a decay per key channel, where there is all the shared memory.
+# For linear members with a decay per key channel, with a lot of shared memory.
 _KEY: dict[str, _Row] = {"wy": (64, 128, 4, 1), "out": (64, 128, 4, 2), "gradients": (32, 128, 4, 1)}
 
 
@@ -66,14 +66,14 @@ def default_config(problem: Problem, device: DeviceFacts) -> TritonConfig:
     single = half and room == 0 and _is_single(problem, device)
     programs = _single_programs(problem)
     if single and programs <= _multiprocessors(device) and problem.flag("decay") == CONSTANT:
-        # Two programs a multiprocessor for one; measured for constant decays alone.
+        # Two programs per multiprocessor instead of one; measured for constant decays only.
         rows["out"] = (128, 32, 4, 3)
     elif single:
         rows["out"] = (128, 64, 4, 2 if 2 * programs >= 3 * _multiprocessors(device) else 3)
     if half and room == 0 and _shared(problem):
         rows["gradients"] = (128, 64, 8, 2)
     if half and room == 0 and device.capability < (9, 0):
-        # Larger tiles spill by up to 5 KiB a thread (compiled, not measured).
+        # Larger tiles spill up to 5 KiB per thread (compiled, not measured).
         rows["gradients"] = (64, 32, 8 if _shared(problem) else 4, 1)
     if half and room == 0 and key:
         rows |= _KEY
@@ -81,7 +81,7 @@ def default_config(problem: Problem, device: DeviceFacts) -> TritonConfig:
         rows["gradients"] = rows["scores"]
     chunk_size = 64 if room < 2 else 32
     if not half and device.capability >= (10, 0) and _shared(problem) and problem.dim("D") > 128:
-        # Three passes over chunks of 64 take more tensor memory than Blackwell has.
+        # Three passes over chunks of 64 would take more tensor memory than Blackwell has.
         chunk_size, rows["gradients"] = 32, (32, 32, 8, 1)
     tiles = {name: _narrowed(row, problem) for name, row in rows.items()}
     precision = "tf32x3" if device.vendor == "nvidia" else "ieee"
@@ -112,14 +112,14 @@ def candidates(problem: Problem, device: DeviceFacts) -> list[TritonConfig]:
 
 def config_unsupported(config: TritonConfig, problem: Problem, device: DeviceFacts) -> str | None:
     if config.single and (problem.flag("delta") or problem.flag("decay") == KEY):
-        return "single is for members without delta rule and without a decay per key"
+        return "single=True is for members without a delta rule and without a decay per key channel"
     return None
 
 
 def _is_single(problem: Problem, device: DeviceFacts) -> bool:
-    """Whether one kernel makes the outputs: for enough programs, and keys that fit beside the state."""
+    """Whether a single kernel computes the outputs: if there are enough programs, and keys fit along with the state."""
     plain = not problem.flag("step") and not problem.flag("delta") and problem.flag("decay") != KEY
-    # But on Hopper, where it was measured, the state of wide keys spills beside a decay a token.
+    # Except on Hopper, where it was measured, the state of wide keys spills with a decay per token.
     widest = 128 if device.capability[0] == 9 or problem.flag("decay") in (NONE, CONSTANT) else 64
     return (
         plain and problem.dim("D") <= widest and 4 * _single_programs(problem) >= 3 * _multiprocessors(device)
@@ -136,12 +136,12 @@ def _multiprocessors(device: DeviceFacts) -> int:
 
 
 def _shared(problem: Problem) -> bool:
-    """Whether so many state heads share a query and a key head that a program takes several."""
+    """Whether enough state heads share a query and a key head for a program to process several."""
     return problem.dim("R") // max(problem.dim("Hq"), problem.dim("Hk")) > 8
 
 
 def _narrowed(row: _Row, problem: Problem) -> Tile:
-    """The tile, no wider than the channels are."""
+    """The tile, limited to the width of the channels."""
     block_k, block_v, num_warps, num_stages = row
     dim, values = padded(problem.dim("D")), padded(problem.dim("V"))
     return Tile(min(block_k, dim), min(block_v, values), num_warps, num_stages)

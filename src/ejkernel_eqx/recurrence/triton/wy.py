@@ -1,4 +1,4 @@
-"""Triton: what a delta rule needs of a chunk before the states are known: scores, and the inverse that solves the chunk.
+"""Triton: what a delta rule computes for a chunk before the states are known: scores, and the inverse that solves the chunk.
 
 With the state S before a chunk, the rows v' that are written solve (I + L) v' = beta (v - e^G k S), L = tril(beta k k^T o decay, -1).
 """
@@ -22,21 +22,21 @@ from .tile import (
 )
 
 BLOCK = tl.constexpr(16)  # rows of the blocks that are solved row by row
-SCRATCH = tl.constexpr(32)  # numbers a row: the block's own, and behind them its inverse's
+SCRATCH = tl.constexpr(32)  # numbers per row: the block's own, followed by those of its inverse
 
 
 # fmt: off
 @triton.jit
 def unit_inverse(lower, scratch_ptr, CHUNK: tl.constexpr, PRECISION: tl.constexpr):
-    """`(I + lower)^-1` of a strictly lower tile: the diagonal blocks of 16 by forward substitution in float32, then, as long as there are
-    several, two neighbours become one by products. `scratch_ptr`: `[CHUNK, 32]` float32 that no other program uses.
+    """`(I + lower)^-1` of a strictly lower tile: diagonal blocks of 16 rows by forward substitution in float32, then neighbouring blocks are
+    joined by products until one is left. `scratch_ptr`: `[CHUNK, 32]` float32, private to the program.
     """
     r = tl.arange(0, CHUNK)  # [C]
     blocks = (r[:, None] // BLOCK) == (r[None, :] // BLOCK)  # [C, C]
-    corner = scratch_ptr + r[:, None] * SCRATCH + (r % BLOCK)[None, :]  # [C, C], each pair's place in its block
+    corner = scratch_ptr + r[:, None] * SCRATCH + (r % BLOCK)[None, :]  # [C, C], each pair's location in its block
     tl.store(corner, lower, mask=blocks)
     tl.debug_barrier()
-    # A thread has one column of an inverse, all its rows: nothing is exchanged from row to row.
+    # A thread holds one column of an inverse with all its rows, so nothing is exchanged between rows.
     column = r % BLOCK  # [C]
     block = scratch_ptr + r // BLOCK * (BLOCK * SCRATCH)  # [C], where the block begins
     rows = (tl.where(column == 0, 1.0, 0.0),)  # [C], row i of all inverses: x_i = e_i - sum_{j < i} L_ij x_j
@@ -58,7 +58,7 @@ def unit_inverse(lower, scratch_ptr, CHUNK: tl.constexpr, PRECISION: tl.constexp
 
 @triton.jit
 def _join(inverse, lower, CHUNK: tl.constexpr, SIZE: tl.constexpr, PRECISION: tl.constexpr):
-    """From the inverses of the diagonal blocks of `SIZE` those of twice the size."""
+    """The inverses of diagonal blocks of twice `SIZE`, from those of `SIZE`."""
     # [[A, 0], [B, D]]^-1 = [[A^-1, 0], [-D^-1 B A^-1, D^-1]].
     block = tl.arange(0, CHUNK) // SIZE  # [C]
     below = (block[:, None] == block[None, :] + 1) & (block[None, :] % 2 == 0)  # [C, C], where the B lie
@@ -74,8 +74,8 @@ def delta_scores_kernel(
     BLOCK_K: tl.constexpr, HEADS: tl.constexpr, DECAY: tl.constexpr, BETA: tl.constexpr, SEGMENTS: tl.constexpr, TABLE: tl.constexpr,
     EVEN: tl.constexpr, EXACT: tl.constexpr, SCALE: tl.constexpr, PRECISION: tl.constexpr, SOLVE: tl.constexpr,
 ):
-    """Of one chunk and `HEADS` state heads with the same queries and keys: the scores, the inverse of `I + L`, and three factors a token,
-    `[B, HS, 3, T]`: the decay from the chunk's start and to its end (zero across the start of a segment), and beta.
+    """For one chunk and `HEADS` state heads with the same queries and keys: the scores, the inverse of `I + L`, and three factors per token,
+    `[B, HS, 3, T]`: the decay from the start of the chunk and to its end (zero across the start of a segment), and beta.
     """
     # A program: a chunk, `HEADS` heads (fastest).
     index = tl.program_id(0)
@@ -91,7 +91,7 @@ def delta_scores_kernel(
     q = load_tile(q_ptr + row * (HQ * D) + head // (HS // HQ) * D, HQ * D, count, 0, D, CHUNK, BLOCK_K, EVEN)  # [C, BK]
     qk = tl.dot(q, tl.trans(k), input_precision=PRECISION)  # [C, C]
     kk = tl.dot(k, tl.trans(k), input_precision=PRECISION)  # [C, C]
-    # The products are the same for all the heads, decays and betas are not.
+    # The products are shared by all heads; decays and betas are not.
     for h in range(head, head + HEADS):
         high, low = log_decays(g_ptr, row, count, seq, h, HS, HG, CHUNK, DECAY, EVEN, EXACT)  # [C] each
         decay = between(high, low, seen, DECAY, EXACT)  # [C, C]

@@ -1,6 +1,6 @@
-"""Triton: as `wy`, with a decay per key channel. Queries and keys are also written with their decays inside.
+"""Triton: as `wy`, with a decay per key channel. Queries and keys are also written with their decays included.
 
-Summed log decays come as `gates_ptr` and, for float32 operands, what rounding took from them as `low_ptr`.
+`gates_ptr` holds the summed log decays and, for float32 operands, `low_ptr` their rounding errors.
 """
 
 import triton
@@ -19,7 +19,8 @@ def _fold(
     HS: tl.constexpr, D: tl.constexpr, CHUNK: tl.constexpr, BLOCK_K: tl.constexpr, SCALE: tl.constexpr, EXACT: tl.constexpr,
     PRECISION: tl.constexpr,
 ):
-    """Writes a slice of channels: queries and keys with the decay from the chunk's start, keys with the decay to its end, that of all."""
+    """Writes a slice of channels: queries and keys with the decay from the start of the chunk, keys with that to its end, and the decay of
+    the whole chunk."""
     high, rest = load_gates(gates, low, tl.minimum(tl.arange(0, CHUNK), count - 1), stride, column, D, BLOCK_K, EXACT)  # [C, BK] each
     end, end_rest = load_gates(gates, low, tl.zeros([CHUNK], tl.int32) + count - 1, stride, column, D, BLOCK_K, EXACT)  # [C, BK], the last row
     before = high  # [C, BK]
@@ -50,8 +51,8 @@ def delta_key_scores_kernel(
     BLOCK_K: tl.constexpr, BETA: tl.constexpr, SEGMENTS: tl.constexpr, TABLE: tl.constexpr, EVEN: tl.constexpr, EXACT: tl.constexpr,
     SCALE: tl.constexpr, PRECISION: tl.constexpr, SOLVE: tl.constexpr, SOLVING: tl.constexpr,
 ):
-    """Of one chunk and state head: what `delta_scores_kernel` gives (only with `SOLVING`; the factors are without decays), and the operands with
-    their decays inside, over tokens and state heads, the decay of the chunk `[chunks, HS, D]`."""
+    """For one chunk and state head: the results of `delta_scores_kernel` (only with `SOLVING`; the factors are without decays), the operands
+    with their decays included, over tokens and state heads, and the decay of the chunk `[chunks, HS, D]`."""
     # A program: a chunk, a state head (fastest).
     index = tl.program_id(0)
     h = index % HS
@@ -59,9 +60,9 @@ def delta_key_scores_kernel(
     if count > 0:
         r = tl.arange(0, CHUNK)  # [C]
         below = r[:, None] > r[None, :]  # [C, C]
-        visible = tl.full([CHUNK], 1.0, tl.float32)  # [C], 1 where the state that comes in is seen
-        kept = visible  # [C], 1 where the state that goes out holds the token
-        carried = 1.0  # [], 1 where it holds what came in
+        visible = tl.full([CHUNK], 1.0, tl.float32)  # [C], 1 where the incoming state is seen
+        kept = visible  # [C], 1 where the outgoing state holds the token
+        carried = 1.0  # [], 1 if it holds the incoming state
         if SEGMENTS:
             starts = segment_starts(starts_ptr, row, count, row // T, T, CHUNK)  # [C]
             below = below & (r[None, :] >= starts[:, None])  # [C, C]
@@ -85,7 +86,7 @@ def delta_key_scores_kernel(
                 own += tl.sum(q.to(tl.float32) * k.to(tl.float32), axis=1)
                 scores, lower = add_key_scores(  # [C, C] each
                     scores, lower, q, k, gates, low, HG * D, count, column, D, CHUNK, BLOCK_K, EXACT, True, PRECISION)
-        # What the products gave on the diagonal and above means nothing: put right here, before L is inverted.
+        # The products are undefined on and above the diagonal: corrected here, before L is inverted.
         if SOLVING:
             beta = tl.where(r < count, 1.0, 0.0)  # [C]
             if BETA:

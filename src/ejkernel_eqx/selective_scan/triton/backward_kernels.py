@@ -1,4 +1,4 @@
-"""The backward kernels of the scan: what each split of a sequence does to the gradient of a state, and all gradients."""
+"""The backward kernels of the scan: the effect of each split of a sequence on a state's gradient, and all gradients."""
 
 import triton
 import triton.language as tl
@@ -48,12 +48,12 @@ def backward_summary_kernel(
     A_STRIDE: tl.constexpr, BIAS_STRIDE: tl.constexpr, BIAS: tl.constexpr, SOFTPLUS: tl.constexpr, GATE: tl.constexpr,
     SEGMENTS: tl.constexpr, TABLE: tl.constexpr, EVEN: tl.constexpr, PREFETCH: tl.constexpr,
 ):  # fmt: skip
-    """Of every split but the first: the gradient of the state before it from none behind it, and the sum of its time steps.
+    """For every split except the first: the gradient of the state before it given a zero gradient after it, and the sum of its time steps.
 
-    Where all states are worked on side by side (`UNROLL`), theirs stay in registers; else they are in `local` from chunk to chunk."""
+    If all states are processed side by side (`UNROLL`), gradients stay in registers; else they are in `local` between chunks."""
     L: tl.constexpr = 1 << LEVELS
     KEPT: tl.constexpr = 1 << STATE_LEVELS <= UNROLL  # [NS, BI] are all states, NS = 2**STATE_LEVELS
-    # Splits are told in reverse: the one that no program takes is the first.
+    # Splits are numbered in reverse, so the one without a program is the first.
     block, sequence, missing, row, length, chunk, _, _, size = place(
         tl.program_id(0), bounds_ptr, T, SPLITS, SPLITS - 1, L, BLOCKS, TABLE)  # fmt: skip
     split = missing + 1
@@ -78,7 +78,7 @@ def backward_summary_kernel(
         here = (row + token) * I + zero
         raw = load_tile(dt_ptr + here, count, l, i, inside, float("-inf"), I, EVEN)  # [L, BI]; past the end a time step of 0  # fmt: skip
         dy = load_tile(dout_ptr + here, count, l, i, inside, 0.0, I, EVEN)  # [L, BI]
-        # The chunk before is on its way while this one is worked on.
+        # The previous chunk is loaded while this one is processed.
         if PREFETCH:
             ahead = tl.where(j > first, L, 0)
             there = here - L * I + channel
@@ -92,7 +92,7 @@ def backward_summary_kernel(
             z = load_tile(z_ptr + here, count, l, i, inside, 0.0, I, EVEN)  # [L, BI]
             dy *= z * sigmoid(z)  # [L, BI]
         dt = time_step(raw, bias, SOFTPLUS)  # [L, BI]
-        total += tl.sum(dt, axis=0)  # [BI], as decays multiply, their exponents add
+        total += tl.sum(dt, axis=0)  # [BI]; decays multiply, so their exponents add
         fresh = fresh_penalty(starts_ptr, row, token, length, l, SEGMENTS)  # [L]
         c_chunk = c_ptr + j.to(tl.int64) * (N * L)
         if KEPT:
@@ -109,7 +109,7 @@ def backward_summary_kernel(
                     before = before + (behind[n],)
             states = join_rows(before, BI, STATE_LEVELS)  # [NS, BI]
         else:
-            # The same one state after the other, from memory and back.
+            # The same for one state after the other, through memory.
             for n in range(N):
                 a = tl.load(a_ptr + n * I + i, mask=inside, other=0.0)  # [BI]
                 g = tl.load(local_ptr + n * I + i, mask=inside, other=0.0)  # [BI]
@@ -125,7 +125,7 @@ def backward_summary_kernel(
 
 @triton.jit
 def _load_state(a_ptr, state_ptr, carry_ptr, da_ptr, n, i, inside, I: tl.constexpr):
-    """What the loop over the states has of each: its rates, the states before the chunk, `f`, the gradient of the rates."""
+    """What the loop over states loads for each: rates, the states before the chunk, `f`, and the gradient of the rates."""
     a = tl.load(a_ptr + n * I + i, mask=inside, other=0.0)  # [BI], as all here
     h = tl.load(state_ptr + n * I + i, mask=inside, other=0.0)
     f = tl.load(carry_ptr + n * I + i, mask=inside, other=0.0)
@@ -143,10 +143,10 @@ def backward_kernel(
     LANE_LEVELS: tl.constexpr, BIAS: tl.constexpr, SOFTPLUS: tl.constexpr, SKIP: tl.constexpr, GATE: tl.constexpr,
     SEGMENTS: tl.constexpr, TABLE: tl.constexpr, EVEN: tl.constexpr, PREFETCH: tl.constexpr,
 ):  # fmt: skip
-    """All gradients of a split, chunk after chunk from its last; those that channels or splits share as the part of this program.
+    """All gradients of a split, chunk by chunk from its last; for those that channels or splits share, this program's part.
 
-    With `g` the gradient of the state after a token and `f` that of the state before it: `g = C dy + f'`, `f = decay g`, where `f'` is that of
-    the token after. `carry` holds `f`, of every state of the split, from chunk to chunk."""
+    With `g` the gradient of the state after a token and `f` that of the state before it: `g = C dy + f'`, `f = decay g`, where `f'` belongs
+    to the next token. `carry` holds `f` of every state of the split between chunks."""
     L: tl.constexpr = 1 << LEVELS
     block, sequence, split, row, length, chunk, first, last, _ = place(
         tl.program_id(0), bounds_ptr, T, SPLITS, SPLITS, L, BLOCKS, TABLE)  # fmt: skip
@@ -168,7 +168,7 @@ def backward_kernel(
     states_ptr += chunk * (N * I)
     chunks = (length + L - 1) // L
 
-    # The gradients of the states after the split; a sequence without tokens passes them on to its initial ones.
+    # The gradients of the states after the split; a sequence without tokens passes them on to its initial states.
     nothing = tl.zeros([BI], tl.float32)  # [BI]
     for n in range(N):
         f = tl.load(entering_ptr + n * I + i, mask=inside, other=0.0)  # [BI]
@@ -193,13 +193,13 @@ def backward_kernel(
         dskip += tl.sum(dy * x, axis=0)  # [BI]
         y = x * skip[None, :]  # [L, BI], for dz
         x *= dt  # dt x, [L, BI]
-        dx = tl.zeros([L, BI], tl.float32)  # [L, BI], until the end without dt and D
-        ddt = tl.zeros([L, BI], tl.float32)  # [L, BI], until the end in log2 units and without dx
+        dx = tl.zeros([L, BI], tl.float32)  # [L, BI], without dt and D until the end
+        ddt = tl.zeros([L, BI], tl.float32)  # [L, BI], in log2 units and without dx until the end
         fresh = fresh_penalty(starts_ptr, row, token, length, l, SEGMENTS)  # [L]
         at_chunk = j.to(tl.int64) * (N * L)
         state = states_ptr + j.to(tl.int64) * (N * I)
         a, h, f, da = _load_state(a_ptr, state, carry_ptr, da_ptr, 0, i, inside, I)
-        # One state after the other: forward over the tokens once more, then back, in the same registers.
+        # One state after the other: forward over the tokens again, then back, in the same registers.
         for n in range(N):
             if not PREFETCH:
                 a, h, f, da = _load_state(a_ptr, state, carry_ptr, da_ptr, n, i, inside, I)
@@ -232,14 +232,14 @@ def backward_kernel(
             ddt += dexponent * a[None, :]  # [L, BI]
             da += tl.sum(dexponent * dt, axis=0)  # [BI]
             tl.store(da_ptr + n * I + i, da, mask=inside)
-            # dB = sum g dt x and dC = sum h dy, over channels: both at once, one above the other.
+            # dB = sum g dt x and dC = sum h dy, over channels: both at once, stacked.
             both = tl.reshape(tl.permute(tl.join(g * x, states * dy), (2, 0, 1)), (2 * L, BI))  # [2 L, BI]
-            if PREFETCH:  # on their way while lanes exchange their rows
+            if PREFETCH:  # loaded while lanes exchange their rows
                 a, h, f, da = _load_state(a_ptr, state, carry_ptr, da_ptr, tl.minimum(n + 1, N - 1), i, inside, I)  # fmt: skip
             shares = sum_channels(both, 2 * L, BI, LEVELS + 1, LANE_LEVELS)  # [2 L]
             tl.store(dprojection_ptr + 2 * (at_chunk + n * L) + tl.arange(0, 2 * L), shares)
 
-        # The chunk before is on its way while this one is finished.
+        # The previous chunk is loaded while this one is finished.
         if PREFETCH:
             ahead = tl.where(j > first, L, 0)
             there = here - L * I + channel
@@ -254,7 +254,7 @@ def backward_kernel(
                 seen += touch(c_ptr + at_next, ahead, N * L, 1, N * L, 0, BI)
             state_there = states_ptr + (j - 1).to(tl.int64) * (N * I) + channel
             seen += touch(state_there, tl.where(j > first, N, 0), width, N, BI, I, BI)
-        # Loaded again, rather than kept in registers over all states.
+        # Reloaded rather than kept in registers over all states.
         x = load_tile(x_ptr + here, count, l, i, inside, 0.0, I, EVEN)  # [L, BI]
         raw = load_tile(dt_ptr + here, count, l, i, inside, float("-inf"), I, EVEN)  # [L, BI]
         if GATE:
@@ -265,7 +265,7 @@ def backward_kernel(
             store_tile(dz_ptr + here, dz, count, l, i, inside, I, EVEN)
         ddt = ddt * LN2 + dx * x  # [L, BI]; A has log2 e inside
         dx = dx * dt + dy * skip[None, :]  # [L, BI]
-        # Of the time step before the softplus, whose derivative is the sigmoid; none where it was held at 0.
+        # The gradient before the softplus, whose derivative is the sigmoid; zero where the time step was fixed at 0.
         if SOFTPLUS:
             ddt *= sigmoid(raw + bias[None, :])
         else:

@@ -35,8 +35,8 @@ _MOST_SPLITS = 32
 _LANES = 32  # of a warp
 _STEP = step_kernel.StepTile(128, 4)
 _KEPT = 16  # states of a channel that stay in registers
-_COMBINED = 128  # channels of a program that combines what splits do
-_MULTIPROCESSORS = 132  # of a device that does not say
+_COMBINED = 128  # channels of a program that combines splits
+_MULTIPROCESSORS = 132  # for a device that does not report its number
 
 
 @dataclasses.dataclass(frozen=True)
@@ -47,21 +47,21 @@ class ScanTile:
     num_warps: Warps
     programs: Count
     unroll: Annotated[int, whole(1, 256)] = 1
-    """States of a channel that are worked on side by side (by the backward's main kernel one after another). All of them, counted up to a
-    power of two, stay in registers from chunk to chunk."""
+    """Number of states of a channel that are processed side by side (one after another in the backward's main kernel). If it covers all of
+    them, rounded up to a power of two, they stay in registers between chunks."""
     max_registers: Registers = 0
     summary_registers: Registers = 0
-    """The same for the kernel that finds what each split does to a state, 0 for `max_registers`."""
+    """The same for the kernel that computes the effect of each split on a state; 0 for `max_registers`."""
     prefetch: Annotated[int, whole(0, 2)] = 0
-    """What a program, at the start of a chunk, has brought near to it before it is needed: 1 what comes from far, which is all that channels
-    have at each token, and the states before a chunk; 2 also `B` and `C`, which programs share."""
+    """What a program prefetches at the start of a chunk: 1 everything that comes from global memory, which is all per-channel inputs of each
+    token and the states before a chunk; 2 also `B` and `C`, which programs share."""
 
     __post_init__ = check_fields
 
 
 @dataclasses.dataclass(frozen=True)
 class TritonConfig:
-    """`chunk_size` tokens (a power of two) are in the registers at once; the gradient keeps the state before each chunk."""
+    """`chunk_size` tokens (a power of two) are in registers at once; the gradient keeps the state before each chunk."""
 
     chunk_size: Annotated[int, power_of_two(most=64)]
     forward: ScanTile
@@ -79,7 +79,7 @@ def unsupported(problem: Problem, device: DeviceFacts) -> str | None:
     if "float64" in dict(problem.dtypes).values():
         return "takes float32, float16 and bfloat16, not float64"
     if problem.dim("N") > MAX_STATE:
-        return f"takes up to {MAX_STATE} states a channel, not N {problem.dim('N')}"
+        return f"takes up to {MAX_STATE} states per channel, not N {problem.dim('N')}"
     return None
 
 
@@ -94,12 +94,12 @@ def default_config(problem: Problem, device: DeviceFacts) -> TritonConfig:
 
 
 def _block(device: DeviceFacts) -> int:
-    """Channels of a warp, one a lane."""
+    """Channels of a warp, one per lane."""
     return 64 if device.vendor == "amd" else 32
 
 
 def candidates(problem: Problem, device: DeviceFacts) -> list[TritonConfig]:
-    """Configurations worth timing, the heuristic first: what changes how many warps run side by side, and how long each waits for memory."""
+    """Configurations worth timing, the heuristic first. They vary how many warps run side by side, and how long each waits for memory."""
     heuristic, block = default_config(problem, device), _block(device)
     base = device.num_multiprocessors or _MULTIPROCESSORS
     if problem.dim("N") <= _KEPT:
@@ -112,7 +112,8 @@ def candidates(problem: Problem, device: DeviceFacts) -> list[TritonConfig]:
     return [dataclasses.replace(heuristic, forward=first, backward=second) for first, second in tiles]
 
 
-# Where all states of a channel fit its registers, best first. Limits of 128, 144 and 168 let 16, 14 and 12 warps run on a multiprocessor.
+# For problems whose states of a channel all fit in registers, best first. Limits of 128, 144 and 168 let 16, 14 and 12 warps run on a
+# multiprocessor.
 
 
 def _unlimited(tile: ScanTile) -> ScanTile:
@@ -120,11 +121,12 @@ def _unlimited(tile: ScanTile) -> ScanTile:
 
 
 def _forward_tiles(block: int, base: int, device: DeviceFacts) -> list[ScanTile]:
-    """With all states in registers the compiler, left alone, takes few more and loads just before use: a limit makes it take as many."""
+    """With all states in registers, the compiler by default uses few more registers and loads just before use; a limit makes it use as many
+    as allowed."""
     limited = [
         *(ScanTile(block, 1, 12 * base, _KEPT, 168, 0, near) for near in (0, 2, 1)),
         *(ScanTile(block, 1, 16 * base, _KEPT, 128, 0, near) for near in (2, 0, 1)),
-        # The warps of a program share what they load of `B` and `C`.
+        # The warps of a program share their loads of `B` and `C`.
         ScanTile(2 * block, 2, 8 * base, _KEPT, 128),
     ]
     plain = [
@@ -150,7 +152,7 @@ def _backward_tiles(block: int, base: int) -> list[ScanTile]:
 
 
 def _in_turns(block: int, base: int, turn: int) -> Iterator[tuple[ScanTile, ScanTile]]:
-    """Where the states of a channel are worked on a few at a time."""
+    """For problems whose states of a channel are processed a few at a time."""
     forward = [
         *(ScanTile(block, 1, n * base, turn) for n in (8, 32)),
         *(ScanTile(block, 1, n * base, 3 - turn) for n in (16, 20, 62)),
@@ -173,10 +175,10 @@ Arrays = dict[str, Array]
 
 
 class _Chunks(NamedTuple):
-    """How the sequences of a call lie in chunks, of which every row of the batch has `count`.
+    """How the sequences of a call are split into chunks, of which every row of the batch has `count`.
 
     `bounds` `[sequences, 3]`: first row of tokens, the row after the last, first chunk. `rows` `[chunks, L]`: the row of each token of a
-    chunk, past the end where there is none. Both `None` without packed sequences: the rows of the batch are cut alike.
+    chunk, past the end if there is none. Both are `None` without packed sequences, when all rows of the batch are split alike.
     """
 
     size: int
@@ -257,7 +259,7 @@ def backward(
     *,
     execute: Execute = run,
 ) -> Arrays:
-    """The gradient of every float array; bitwise repeatable, as every sum has one fixed order."""
+    """The gradient of every float array; bitwise repeatable, as every sum has a fixed order."""
     call = _Call(arrays, spec, config.chunk_size, config.backward, execute)
     x, shape, chunks = arrays.x, call.state_shape, call.chunks
     (batch, length, channels), groups = x.shape, arrays.B.shape[-2]
@@ -295,7 +297,7 @@ def backward(
         "x": results["dx"],
         "dt": results["ddt"],
         "A": jnp.swapaxes(over_splits(results["da"]), -1, -2),
-        # What each block of channels gives to the projections that it shares.
+        # The contribution of each block of channels to the projections that it shares.
         "B": _from_chunks(projections[..., :size], chunks, length).sum(1),
         "C": _from_chunks(projections[..., size:], chunks, length).sum(1),
     }
@@ -311,7 +313,7 @@ def backward(
 
 
 class _Call:
-    """One call: how its channels and tokens are shared out, its states as the kernels have them, and what all kernels are given."""
+    """One call: how its channels and tokens are distributed, its states in the kernels' layout, and the arguments of all kernels."""
 
     def __init__(self, arrays: ScanArrays, spec: ScanSpec, size: int, tile: ScanTile, execute: Execute):
         self.arrays, self.tile = arrays, tile
@@ -365,11 +367,11 @@ class _Call:
         self.launch = Launcher("selective_scan", named, numbers, arrays.x, execute)
 
     def states_in(self, x: Array) -> Array:
-        """States `[..., I, N]` as the kernels have them."""
+        """States `[..., I, N]` in the kernels' layout."""
         return jnp.swapaxes(x.astype(jnp.float32), -1, -2).reshape(self.state_shape)
 
     def state(self, x: Array, dtype: str) -> Array:
-        """States of the kernels as the call has them."""
+        """States of the kernels in the caller's layout."""
         x = jnp.swapaxes(x, -1, -2).astype(dtype)
         if self.arrays.offsets is None:
             return x
@@ -381,7 +383,7 @@ class _Call:
     def entering(
         self, summary: Any, first: Array | None, arrays: Arrays | None = None, *, reverse: bool = False
     ) -> Array | None:
-        """The state that enters each split, or the gradient of the one that leaves it; `None` for none."""
+        """The state that enters each split, or the gradient of the one that leaves it; `None` if there is none."""
         if self.splits == 1:
             return first
         sequences, states, channels = self.state_shape

@@ -1,4 +1,4 @@
-"""The forward kernels of the scan: what each split of a sequence does to a state, and the scan itself."""
+"""The forward kernels of the scan: the effect of each split of a sequence on a state, and the scan itself."""
 
 import triton
 import triton.language as tl
@@ -27,15 +27,15 @@ from .tile import (
 @triton.jit
 def _load_inputs(x_ptr, dt_ptr, seen, j, row, length, last, channel, width, l, i, inside, zero,
                  I: tl.constexpr, L: tl.constexpr, BI: tl.constexpr, EVEN: tl.constexpr, PREFETCH: tl.constexpr):  # fmt: skip
-    """Chunk `j`: its first token, how many there are from it on, where it is; `x` and the raw time steps; how many tokens come behind it."""
+    """Chunk `j`: its first token, the number of tokens from it on, its location; `x` and the raw time steps; the number of tokens after it."""
     token = j * L
     count = length - token
     here = (row + token) * I + zero
     x = load_tile(x_ptr + here, count, l, i, inside, 0.0, I, EVEN)  # [L, BI]
     raw = load_tile(
         dt_ptr + here, count, l, i, inside, float("-inf"), I, EVEN
-    )  # [L, BI]; past the end a time step of 0
-    # The next chunk is on its way while this one is worked on.
+    )  # [L, BI]; the time step is 0 past the end
+    # The next chunk is loaded while this one is processed.
     ahead = tl.where(j + 1 < last, count - L, 0)
     if PREFETCH:
         there = here + L * I + channel
@@ -46,8 +46,8 @@ def _load_inputs(x_ptr, dt_ptr, seen, j, row, length, last, channel, width, l, i
 
 @triton.jit
 def _advance(h, dt, x, rate, b, fresh, BI: tl.constexpr, LEVELS: tl.constexpr, SEGMENTS: tl.constexpr):
-    """One state of every channel after each token of a chunk, `[BI]` each, from the one before the chunk; `x` has its time steps inside."""
-    # h = e^(dt A) h + dt x B, token by token: an instruction for each.
+    """One state of every channel after each token of a chunk, `[BI]` each, from the one before the chunk; `x` includes its time steps."""
+    # h = e^(dt A) h + dt x B, token by token: one instruction each.
     decay = decays_of(dt, rate, fresh, BI, LEVELS, SEGMENTS)  # L rows [BI]
     write = split_rows(x * b[:, None], BI, LEVELS)  # L rows [BI]
     rows = ()
@@ -60,7 +60,7 @@ def _advance(h, dt, x, rate, b, fresh, BI: tl.constexpr, LEVELS: tl.constexpr, S
 @triton.jit
 def _advance_all(states, y, dt, x, a_ptr, b_ptr, c_ptr, fresh, l, i, known, BI: tl.constexpr, LEVELS: tl.constexpr, N: tl.constexpr,
                  I: tl.constexpr, STATE_LEVELS: tl.constexpr, SEGMENTS: tl.constexpr, READ: tl.constexpr):  # fmt: skip
-    """Every state `[NS, BI]` over the tokens of a chunk, all in registers; with `READ` what `C` reads of them is added to `y` `[L, BI]`."""
+    """Every state `[NS, BI]` over the tokens of a chunk, all in registers; with `READ` their product with `C` is added to `y` `[L, BI]`."""
     L: tl.constexpr = 1 << LEVELS
     rates = load_rates(a_ptr, i, known, BI, N, I, STATE_LEVELS)  # NS rows [BI]
     before = split_rows(states, BI, STATE_LEVELS)  # NS rows [BI]
@@ -82,7 +82,7 @@ def _advance_all(states, y, dt, x, a_ptr, b_ptr, c_ptr, fresh, l, i, known, BI: 
 @triton.jit
 def _load_turn(a_ptr, state_ptr, b_ptr, n0, l, i, inside,
                N: tl.constexpr, I: tl.constexpr, L: tl.constexpr, UNROLL: tl.constexpr):  # fmt: skip
-    """Of `UNROLL` states from `n0` on the rates, the states themselves and `B` over a chunk: all loads before what is made of them."""
+    """The rates, the states and `B` over a chunk, for `UNROLL` states from `n0` on: all loads come before the computation."""
     rates = ()
     before = ()
     b_rows = ()
@@ -104,9 +104,9 @@ def summary_kernel(
     A_STRIDE: tl.constexpr, BIAS_STRIDE: tl.constexpr,
     BIAS: tl.constexpr, SOFTPLUS: tl.constexpr, SEGMENTS: tl.constexpr, TABLE: tl.constexpr, EVEN: tl.constexpr, PREFETCH: tl.constexpr,
 ):  # fmt: skip
-    """Of every split but the last: the state after it from a state of zeros before it, and the sum of its time steps.
+    """For every split except the last: the state after it given a zero state before it, and the sum of its time steps.
 
-    Where all states are worked on side by side (`UNROLL`), they stay in registers; else they are in `local` from chunk to chunk."""
+    If all states are processed side by side (`UNROLL`), they stay in registers; else they are in `local` between chunks."""
     L: tl.constexpr = 1 << LEVELS
     KEPT: tl.constexpr = 1 << STATE_LEVELS <= UNROLL  # [NS, BI] are all states, NS = 2**STATE_LEVELS
     block, sequence, split, row, length, chunk, first, last, _ = place(
@@ -129,7 +129,7 @@ def summary_kernel(
         if PREFETCH > 1:
             seen += touch(b_ptr + (j + 1).to(tl.int64) * (N * L), ahead, N * L, 1, N * L, 0, BI)
         dt = time_step(raw, bias, SOFTPLUS)  # [L, BI]
-        total += tl.sum(dt, axis=0)  # [BI], as decays multiply, their exponents add
+        total += tl.sum(dt, axis=0)  # [BI]; decays multiply, so their exponents add
         x *= dt  # dt x, [L, BI]
         fresh = fresh_penalty(starts_ptr, row, token, length, l, SEGMENTS)  # [L]
         b_chunk = b_ptr + j.to(tl.int64) * (N * L)
@@ -160,7 +160,7 @@ def combine_kernel(
     I: tl.constexpr, N: tl.constexpr, L: tl.constexpr, BLOCK: tl.constexpr, A_STRIDE: tl.constexpr,
     FIRST: tl.constexpr, REVERSE: tl.constexpr, SEGMENTS: tl.constexpr, TABLE: tl.constexpr,
 ):  # fmt: skip
-    """The state that enters each split, from the first and what every split does to one; with `REVERSE` from the last split to the first."""
+    """The state that enters each split, from the initial one and the effect of every split; with `REVERSE` from the last split to the first."""
     # A program has one state of `BLOCK` channels of a sequence.
     blocks: tl.constexpr = (I + BLOCK - 1) // BLOCK
     pid = tl.program_id(0)
@@ -174,16 +174,16 @@ def combine_kernel(
     h = tl.zeros([BLOCK], tl.float32)  # [BLOCK]
     if FIRST:
         h = tl.load(first_ptr + (sequence.to(tl.int64) * N + n) * I + i, mask=inside, other=0.0)  # [BLOCK]
-    # h = e^(A sum dt) h + local: a split is one decay and what it adds.
+    # h = e^(A sum dt) h + local: a split is one decay and one addition.
     for k in range(SPLITS):
         s = SPLITS - 1 - k if REVERSE else k
         here = ((at + s) * N + n) * I + i  # [BLOCK]
         tl.store(entering_ptr + here, h, mask=inside)
-        # Nothing is behind the last one that is reached, of which nothing is known.
+        # Nothing comes after the last split, whose effect is not computed.
         known = inside & (k + 1 < SPLITS)  # [BLOCK]
         begin = s * size * L
         decay = tl.exp2(a * tl.load(total_ptr + (at + s) * I + i, mask=known, other=0.0))  # [BLOCK]
-        # Where a segment has started within the split, nothing of what was before passes.
+        # If a segment starts within the split, nothing from before passes through.
         if SEGMENTS:
             end = tl.minimum(begin + size * L, length)
             decay = tl.where(tl.load(starts_ptr + row + end - 1) < begin, decay, 0.0)  # [BLOCK]
@@ -202,7 +202,7 @@ def forward_kernel(
     BIAS: tl.constexpr, SOFTPLUS: tl.constexpr, SKIP: tl.constexpr, GATE: tl.constexpr, ENTERS: tl.constexpr,
     SEGMENTS: tl.constexpr, TABLE: tl.constexpr, EVEN: tl.constexpr, SAVE: tl.constexpr, PREFETCH: tl.constexpr,
 ):  # fmt: skip
-    """The outputs of a split, and the state before every chunk if they are saved; else `states` holds the running state of a split,
+    """The outputs of a split, and the state before every chunk if states are saved; else `states` holds the running state of a split,
     unless it stays in registers (as in the summary)."""
     L: tl.constexpr = 1 << LEVELS
     KEPT: tl.constexpr = 1 << STATE_LEVELS <= UNROLL  # [NS, BI] are all states, NS = 2**STATE_LEVELS
@@ -222,7 +222,7 @@ def forward_kernel(
     states_ptr += (chunk + first if SAVE else at) * (N * I)
     chunks = (length + L - 1) // L
 
-    # The states before the first chunk, to registers or to memory. A sequence without tokens has them as its final ones.
+    # The states before the first chunk, to registers or to memory. For a sequence without tokens they are the final ones.
     known_states, states = no_states(inside, BI, N, STATE_LEVELS)  # [NS, BI] each
     if KEPT:
         if ENTERS:
@@ -246,7 +246,7 @@ def forward_kernel(
                 seen += touch(b_ptr + at_next, ahead, N * L, 1, N * L, 0, BI)
                 seen += touch(c_ptr + at_next, ahead, N * L, 1, N * L, 0, BI)
         dt = time_step(raw, bias, SOFTPLUS)  # [L, BI]
-        y = x * skip[None, :]  # [L, BI]; h C + D x, gated in the end
+        y = x * skip[None, :]  # [L, BI]; h C + D x, gated at the end
         x *= dt  # dt x, [L, BI]
         fresh = fresh_penalty(starts_ptr, row, token, length, l, SEGMENTS)  # [L]
         b_chunk = b_ptr + j.to(tl.int64) * (N * L)

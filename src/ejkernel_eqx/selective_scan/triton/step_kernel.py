@@ -1,4 +1,4 @@
-"""One token of every row in Triton: each state is read once and written once, in place where it is donated."""
+"""One token per row in Triton: each state is read once and written once, in place if donated."""
 
 import dataclasses
 import math
@@ -17,7 +17,7 @@ from .tile import sigmoid, time_step
 
 @dataclasses.dataclass(frozen=True)
 class StepTile:
-    """A program takes `block_i` channels (a power of two) of one row."""
+    """A program processes `block_i` channels (a power of two) of one row."""
 
     block_i: Power
     num_warps: Warps
@@ -28,7 +28,7 @@ class StepTile:
 @triton.jit
 def step_kernel(
     x_ptr, dt_ptr, a_ptr, b_ptr, c_ptr, d_ptr, z_ptr, bias_ptr,  # x, dt, z [rows, I], a [I, N], b, c [rows, GROUPS, N], d, bias [I]
-    indices_ptr, state_ptr, ROWS, SLOTS,  # [rows]; [slots, I, N], which the new one is from the start
+    indices_ptr, state_ptr, ROWS, SLOTS,  # [rows]; [slots, I, N], aliased with the new state
     new_state_ptr, out_ptr,  # [slots, I, N], [rows, I]
     I: tl.constexpr, N: tl.constexpr, GROUPS: tl.constexpr, BI: tl.constexpr, BLOCK_N: tl.constexpr,
     A_STRIDE: tl.constexpr, BIAS_STRIDE: tl.constexpr, D_STRIDE: tl.constexpr,
@@ -42,7 +42,7 @@ def step_kernel(
     n = tl.arange(0, BLOCK_N)  # [BLOCK_N]
     inside = i < I  # [BI]
     slot, used = row, True
-    # A row without a slot gives 0 and writes nothing.
+    # The output of a row without a slot is 0, and nothing is written.
     if POOL:
         index = tl.load(indices_ptr + row)
         slot, used = batch * SLOTS + index, (index >= 0) & (index < SLOTS)
@@ -57,7 +57,7 @@ def step_kernel(
         a = tl.load(a_ptr + batch * A_STRIDE + i[:, None] * N + n[None, :], mask=whole, other=0.0).to(tl.float32)  # [BI, BLOCK_N]  # fmt: skip
         at = (slot * I + i[:, None]) * N + n[None, :]  # [BI, BLOCK_N]
         state = tl.load(new_state_ptr + at, mask=whole, other=0.0).to(tl.float32)  # [BI, BLOCK_N]
-        # Of one group all channels read one row; of several each reads its own.
+        # With one group all channels read the same row; with several, each reads its own.
         if GROUPS == 1:
             b = tl.load(b_ptr + row * N + n, mask=n < N, other=0.0).to(tl.float32)[None, :]  # [1, BLOCK_N]
             c = tl.load(c_ptr + row * N + n, mask=n < N, other=0.0).to(tl.float32)[None, :]  # [1, BLOCK_N]
@@ -80,7 +80,7 @@ def step_kernel(
 
 
 def strides(**parameters: Array | None) -> dict[str, int]:
-    """Between the rows of the batch, by the names of parameters; 0 where these share one."""
+    """Strides between the rows of the batch, by parameter name; 0 for arrays that the rows share."""
     ranks = {"A": 2}
     return {
         f"{name}_STRIDE": 0 if x is None or x.ndim == ranks.get(name, 1) else math.prod(x.shape[1:])

@@ -1,4 +1,4 @@
-"""What a search is given, and what it tells on its way: plain data, so that both can pass between processes."""
+"""The input of a search and the events it emits: plain data, so that both can pass between processes."""
 
 import dataclasses
 from collections.abc import Mapping
@@ -11,9 +11,9 @@ from ..result import Candidate, Measurement
 
 @dataclasses.dataclass(frozen=True)
 class Stage:
-    """One part (a field) of the configuration, or the whole of it (`part` empty), and the values to try: the heuristic's first.
+    """One part (a field) of the configuration, or the whole (if `part` is empty), and the values to try, the heuristic's first.
 
-    `results` are those that depend on the part; empty: all.
+    `results` are those that depend on the part; empty for all.
     """
 
     part: str
@@ -27,7 +27,7 @@ class Stage:
 
 @dataclasses.dataclass(frozen=True)
 class Finished:
-    """The search is over. `config` is `None` if no candidate may be used."""
+    """The search has finished. `config` is `None` if no candidate may be used."""
 
     config: Any | None
     ms: Mapping[str, float] = dataclasses.field(default_factory=dict)
@@ -38,8 +38,8 @@ class Finished:
 
 @dataclasses.dataclass(frozen=True)
 class Job:
-    """All that a search needs. `known` is what needs no measuring any more, `previous` how the search before it ended; `seconds` what is
-    left of the time budget."""
+    """Everything that a search needs. `known` holds previous measurements, `previous` the outcome of the previous search, and `seconds` the
+    remaining time budget."""
 
     problem: Problem
     implementation: Implementation
@@ -58,7 +58,7 @@ class Job:
 
 @dataclasses.dataclass(frozen=True)
 class Begun:
-    """A candidate is being compiled, run or timed from now on. If the process does not survive this, it was the candidate."""
+    """A candidate begins to be compiled, run or timed. If the process dies, the candidate is to blame."""
 
     candidate: Candidate
     phase: str
@@ -73,21 +73,21 @@ class Ended:
 
 @dataclasses.dataclass(frozen=True)
 class Measured:
-    """A candidate is settled."""
+    """A candidate is decided."""
 
     measurement: Measurement
 
 
 @dataclasses.dataclass(frozen=True)
 class Unsound:
-    """A candidate has left the device unusable for its process; the search cannot go on there."""
+    """A candidate has left the device unusable for its process, so the search cannot continue there."""
 
     reason: str
 
 
 @dataclasses.dataclass(frozen=True)
 class Failed:
-    """The search could not be made, through no fault of a candidate."""
+    """The search failed, through no fault of a candidate."""
 
     reason: str
 

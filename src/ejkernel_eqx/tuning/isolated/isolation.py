@@ -1,4 +1,4 @@
-"""Searching in another process: what a candidate may do to its process, it does not do to this one."""
+"""Searching in another process, which protects this one from crashes of candidates."""
 
 import contextlib
 import dataclasses
@@ -24,14 +24,14 @@ from .settings import process_settings
 _LOG = logging.getLogger("ejkernel_eqx")
 WORKER = "ejkernel_eqx.tuning.isolated.worker"
 START_LIMIT = 600.0
-"""Seconds for what belongs to no candidate: imports, inputs and reference."""
+"""Seconds for steps outside candidates: imports, inputs and reference."""
 _FAREWELL = 5.0
-"""Seconds to wait for the end of what a dead process has said."""
+"""Seconds to wait for the remaining output of a dead process."""
 _LAST_WORDS = 2000
 
 
 class SetUpFailed(TuningError):
-    """The search could not be made in another process, which is none the worse for it."""
+    """The search could not be run in another process; this process is unaffected."""
 
 
 class _Pickler(pickle.Pickler):
@@ -44,18 +44,18 @@ class _Pickler(pickle.Pickler):
 
 
 def not_isolatable(job: Job) -> str | None:
-    """Why another process cannot make this search, found without starting one; `None` if it may."""
+    """Why another process cannot run this search, determined without starting one; `None` if it can."""
     if not sys.executable:
         return "there is no Python interpreter to start"
     try:
         _pickled(job)
-    except Exception as error:  # of any kind: objects say as they like that they cannot be pickled
+    except Exception as error:  # of any kind: pickling errors are not uniform
         return f"{type(error).__name__}: {error}"
     return None
 
 
 def _pickled(job: Job) -> bytes:
-    """The job with a module by its name, which can be pickled."""
+    """The pickled job, with modules replaced by their names."""
     implementation, stream = job.implementation, io.BytesIO()
     if isinstance(implementation.target, ModuleType):
         implementation = dataclasses.replace(implementation, target=implementation.target.__name__)
@@ -64,9 +64,9 @@ def _pickled(job: Job) -> bytes:
 
 
 def search_isolated(job: Job, ledger: Ledger) -> None:
-    """Makes the search in other processes, a new one whenever one has died, until it is finished.
+    """Runs the search in other processes, starting a new one whenever one dies, until it finishes.
 
-    A candidate in which a process dies, or that takes too long, is denied. `SetUpFailed` if it is no candidate's fault.
+    A candidate that kills its process or takes too long is denied. `SetUpFailed` if no candidate is to blame.
     """
     end = time.monotonic() + job.seconds
     one_by_one = False
@@ -86,12 +86,12 @@ def search_isolated(job: Job, ledger: Ledger) -> None:
 
 
 def _blame(ledger: Ledger, child: "_Child", late: bool, limit: float) -> bool:
-    """Denies the candidate that ended the process; `True` if it could be one of several, which must then run one by one."""
+    """Denies the candidate that ended the process; `True` if it may be one of several, which must then run one by one."""
     running = ledger.running()
     if not running:
         ending = f"did not begin within {START_LIMIT:g} s" if late else child.death()
         raise TuningError(
-            f"The process that tunes {ending}, outside any candidate. {child.last_words()}".rstrip()
+            f"The tuning process {ending}, outside any candidate. {child.last_words()}".rstrip()
         )
     if late:
         for candidate, seconds in running:
@@ -105,25 +105,25 @@ def _blame(ledger: Ledger, child: "_Child", late: bool, limit: float) -> bool:
 
 
 class _Child:
-    """A process that searches, and what it says."""
+    """A searching process and its output."""
 
     def __init__(self, job: Job):
         self._stderr = tempfile.TemporaryFile()
-        # -P: the working directory comes before the package only if it does so here.
+        # -P: the working directory precedes the package only if it does so here.
         self._process = subprocess.Popen(
             [sys.executable, "-P", "-m", WORKER],
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             stderr=self._stderr,
             env=_environment(),
-            process_group=0,  # a group of its own, so that what a candidate starts ends with it
+            process_group=0,  # its own process group, so that children of candidates end with it
         )
         self._events: queue.SimpleQueue[Any] = queue.SimpleQueue()
         self._reader = threading.Thread(target=self._read, daemon=True)
         self._reader.start()
         assert self._process.stdin is not None
-        with contextlib.suppress(BrokenPipeError):  # it is dead already: `follow` will see
-            # The pipe stays open: its end tells the process that this one is gone.
+        with contextlib.suppress(BrokenPipeError):  # it is already dead, which `follow` will notice
+            # The pipe stays open; its end tells the process that this one is gone.
             pickle.dump((process_settings(), _pickled(job)), self._process.stdin)
             self._process.stdin.flush()
 
@@ -132,20 +132,20 @@ class _Child:
         try:
             while True:
                 self._events.put(pickle.load(self._process.stdout))
-        except Exception as error:  # of any kind: killed while it wrote, mostly
+        except Exception as error:  # of any kind: usually it was killed while writing
             if not isinstance(error, EOFError | OSError):
-                _LOG.debug("the process that tunes says what cannot be read: %s", error)
+                _LOG.debug("unreadable output of the tuning process: %s", error)
         finally:
             self._events.put(None)
 
     def follow(self, ledger: Ledger, limit: float) -> bool:
-        """Enters what the process says until it has finished or died (`False`), or something takes too long (`True`)."""
+        """Records the process's events until it has finished or died (`False`), or something takes too long (`True`)."""
         silent_since = time.monotonic()
         while ledger.outcome is None:
             try:
                 event = self._events.get(timeout=min(1.0, limit / 4))
             except queue.Empty:
-                if self._process.poll() is not None:  # the pipe is held open by what it has started
+                if self._process.poll() is not None:  # its children hold the pipe open
                     return False
                 running = ledger.running()
                 if running[0][1] > limit if running else time.monotonic() - silent_since > START_LIMIT:
@@ -154,7 +154,7 @@ class _Child:
             if event is None:
                 try:
                     self._process.wait(_FAREWELL)
-                except subprocess.TimeoutExpired:  # it lives, but nobody hears it any more
+                except subprocess.TimeoutExpired:  # it is alive, but cannot be heard any more
                     self._process.kill()
                     self._process.wait()
                 return False
@@ -178,13 +178,13 @@ class _Child:
         return self
 
     def __exit__(self, *_: object) -> None:
-        if os.name == "posix":  # what its candidates have started holds its pipes open
+        if os.name == "posix":  # its candidates' children hold its pipes open
             with contextlib.suppress(ProcessLookupError, PermissionError):
                 os.killpg(self._process.pid, signal.SIGKILL)
         self._process.kill()
         self._process.wait()
         self._reader.join(_FAREWELL)
-        if self._reader.is_alive():  # what the candidate started has left the group, and holds the pipe open
+        if self._reader.is_alive():  # a child of the candidate has left the group and holds the pipe open
             return
         for stream in (self._process.stdin, self._process.stdout, self._stderr):
             if stream is not None:
@@ -193,7 +193,8 @@ class _Child:
 
 
 def _environment() -> dict[str, str]:
-    """This process's, with its import path, its platforms and no claim on the memory of a device that this process uses too."""
+    """This process's environment with its import path and platforms, and without preallocation of device memory, which this process uses
+    too."""
     environment = dict(os.environ)
     environment["PYTHONPATH"] = os.pathsep.join(os.path.abspath(entry) for entry in sys.path)
     environment["XLA_PYTHON_CLIENT_PREALLOCATE"] = "false"

@@ -1,4 +1,4 @@
-"""The settings of JAX under which a program means the same elsewhere: in another thread, in another process."""
+"""The JAX settings under which a program means the same in another thread or process."""
 
 import contextlib
 from collections.abc import Callable, Iterator, Mapping
@@ -6,7 +6,7 @@ from typing import Any
 
 import jax
 
-# What a `with` statement may have set for one thread alone.
+# Settings that a `with` statement may have changed for one thread only.
 _OF_THREAD: dict[str, Callable[[Any], Any]] = {
     "jax_enable_x64": jax.enable_x64,
     "jax_default_device": jax.default_device,
@@ -25,13 +25,13 @@ _DEVICE = "jax_default_device"
 
 
 def thread_settings() -> dict[str, Any]:
-    """What holds in this thread, for `applied` in another one."""
+    """The settings of this thread, for `applied` in another one."""
     return {name: getattr(jax.config, name) for name in _OF_THREAD}
 
 
 @contextlib.contextmanager
 def applied(settings: Mapping[str, Any]) -> Iterator[None]:
-    """While it is open, the settings hold in this thread."""
+    """Inside this context the settings apply in this thread."""
     with contextlib.ExitStack() as stack:
         for name, value in settings.items():
             if getattr(jax.config, name) != value:
@@ -41,13 +41,13 @@ def applied(settings: Mapping[str, Any]) -> Iterator[None]:
 
 @contextlib.contextmanager
 def undisturbed() -> Iterator[None]:
-    """While it is open, nothing holds in this thread that helps to debug a program: it would stop candidates that are right."""
+    """Inside this context debug settings are off in this thread, because they would stop correct candidates."""
     with jax.disable_jit(False), jax.debug_nans(False), jax.debug_infs(False), jax.transfer_guard("allow"):
         yield
 
 
 def process_settings() -> dict[str, Any]:
-    """What holds in this thread and process, as plain data for another process."""
+    """The settings of this thread and process, as plain data for another process."""
     settings = {name: getattr(jax.config, name, None) for name in (*_OF_THREAD, *_OF_PROCESS)}
     device = settings[_DEVICE]
     if device is not None and not isinstance(device, str):
@@ -56,7 +56,7 @@ def process_settings() -> dict[str, Any]:
 
 
 def apply_to_process(settings: Mapping[str, Any]) -> None:
-    """Undoes `process_settings` in another process, before JAX has looked for devices."""
+    """Applies `process_settings` in another process, before JAX initialises its devices."""
     for name, value in settings.items():
         if name != _DEVICE and getattr(jax.config, name, value) != value:
             jax.config.update(name, value)

@@ -1,6 +1,6 @@
-"""The process that `isolation` starts: makes one search and writes its events to standard output.
+"""The process that `isolation` starts: runs one search and writes its events to standard output.
 
-Not for use by hand. What candidates print goes to standard error.
+Not for direct use. Output of candidates goes to standard error.
 """
 
 import contextlib
@@ -33,7 +33,7 @@ def main() -> None:
         apply_to_process(settings)
         with no_tuning():  # the lock is held by the parent
             search(pickle.loads(payload), emit)
-    # Of any kind: imports, inputs and reference are arbitrary code, and the reason has to be told.
+    # Of any kind: imports, inputs and reference are arbitrary code, and the reason must be reported.
     except Exception as error:
         with contextlib.suppress(BrokenPipeError):
             emit(Failed(f"{type(error).__name__}: {error}"))
@@ -41,7 +41,7 @@ def main() -> None:
 
 
 def _end_with_parent() -> None:
-    """Nobody would stop a candidate that hangs after its tuner is gone."""
+    """Ends this process with its parent; otherwise a hanging candidate would outlive its tuner."""
     sys.stdin.buffer.read()
     os._exit(1)
 
