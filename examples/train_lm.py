@@ -110,13 +110,6 @@ MIXERS: dict[str, Callable[..., Any]] = {
 }
 
 
-def empty_state(mixer, batch_shape: tuple[int, ...], max_length: int):
-    """The state of a mixer before the first token: only attention's grows with the tokens."""
-    if isinstance(mixer, ejx.nn.MultiHeadAttention):
-        return mixer.init_cache(batch_shape, max_length)
-    return mixer.init_state(batch_shape)
-
-
 def tokenwise(layer, x: Array) -> Array:
     """An Equinox layer, which takes one vector, over `[B, T, E]` or `[T, E]`."""
     for _ in range(x.ndim - 1):
@@ -213,7 +206,7 @@ class Decoder(eqx.Module):
 
     def init_state(self, batch: int, max_length: int):
         """The empty state of all mixers, for decoding."""
-        return tuple(empty_state(layer.mixer, (self.num_periods, batch), max_length) for layer in self.layers)
+        return tuple(layer.mixer.init_cache((self.num_periods, batch), max_length) for layer in self.layers)
 
     def __call__(self, tokens: Array, state=None) -> tuple[Array, Any]:
         """`tokens` is `[B, T]`; gives float32 logits `[B, T, vocabulary]` and the new state."""

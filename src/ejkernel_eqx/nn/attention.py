@@ -194,6 +194,24 @@ class MultiHeadAttention(eqx.Module):
         sizes = (num_pages, page_size, self.num_kv_heads, self.head_dim, self.v_head_dim)
         return PagedKVCache.init(*sizes, batch_shape=batch_shape, dtype=kept, scales=scales)
 
+    def init_pool(
+        self,
+        *,
+        num_pages: int,
+        page_size: int,
+        num_slots: int,
+        batch_shape: tuple[int, ...] | int = (),
+        dtype: Any = None,
+        scales: str | None = None,
+        num_draft_tokens: int = 0,
+    ) -> PagedKVCache:
+        """What a server keeps for this layer, by the name and arguments that recurrent layers have too: `init_paged_cache(num_pages, page_size,
+        batch_shape=..., dtype=..., scales=...)`. What is said of states (`num_slots`, `num_draft_tokens`) is not used: tokens in pages are
+        taken back by shorter lengths."""
+        return self.init_paged_cache(
+            num_pages, page_size, batch_shape=batch_shape, dtype=dtype, scales=scales
+        )
+
     def _projections(self) -> tuple[Any, ...]:
         return self.q_proj, self.k_proj, self.v_proj, self.o_proj
 

@@ -14,7 +14,6 @@ from jax.typing import DTypeLike
 from ..paged import RaggedBatch
 from ..paged.cache.pages import copy, read_batch_shape, read_copies
 from ..sequences.packing import read_count
-from .recurrent import RecurrentLayer
 
 
 class CacheState(eqx.Module):
@@ -52,6 +51,7 @@ class CacheState(eqx.Module):
         batch_shape: tuple[int, ...] | int = (),
         dtype: DTypeLike | None = None,
         scales: str | None = None,
+        num_draft_tokens: int = 0,
     ) -> "CacheState":
         """Empty caches.
 
@@ -63,6 +63,8 @@ class CacheState(eqx.Module):
         - `batch_shape`: leading axes of all arrays, such as `(layers,)` where each of `mixers` is a stack of as many.
         - `dtype`, `scales`: of the pages, by default the dtype of the layer's weights; as in `PagedKVCache.init`. Recurrent states are
             as `init_state` makes them.
+        - `num_draft_tokens`: of each recurrent layer, how many new tokens of a sequence `accept` can take back: at least as many as one call
+            verifies, the sure one before the drafts included. They take little room.
 
         **Raises:** `ValueError` for sizes below 1, or a mixer of another kind.
         """
@@ -74,17 +76,19 @@ class CacheState(eqx.Module):
             raise ValueError(
                 f"mixers: expected a tuple or a list of layers, received {type(mixers).__name__}; in the order in which the model calls them."
             )
+        drafts = read_count("num_draft_tokens", num_draft_tokens)
+        options = {"batch_shape": lead, "dtype": dtype, "scales": scales}
         layers = []
         for index, mixer in enumerate(mixers):
-            if isinstance(mixer, RecurrentLayer):
-                layers.append(mixer.init_state((*lead, slots)))
-            elif hasattr(mixer, "init_paged_cache"):
-                options = {"batch_shape": lead, "dtype": dtype, "scales": scales}
+            if hasattr(mixer, "init_pool"):
+                sizes = {"num_pages": num_pages, "page_size": page_size, "num_slots": slots}
+                layers.append(mixer.init_pool(**sizes, **options, num_draft_tokens=drafts))
+            elif hasattr(mixer, "init_paged_cache"):  # a layer of the user's own that has pages alone
                 layers.append(mixer.init_paged_cache(num_pages, page_size, **options))
             else:
                 raise ValueError(
                     f"mixers[{index}]: expected an attention layer with init_paged_cache or a RecurrentLayer, received "
-                    f"{type(mixer).__name__}; give the layers that keep something of the tokens."
+                    f"{type(mixer).__name__}; give the layers that keep something of the tokens, each with a method init_pool."
                 )
         return cls(tuple(layers), len(lead))
 
@@ -204,6 +208,26 @@ class CacheState(eqx.Module):
         read_copies(source, target)
         pages = lambda layer: layer.copy_pages(source, target) if hasattr(layer, "copy_pages") else layer
         return self.with_layers([pages(layer) for layer in self.layers])
+
+    def accept(self, accepted: Any, batch: RaggedBatch) -> "CacheState":
+        """The caches after only the first `accepted` new tokens of each sequence, as if the others had never been there: for speculative
+        decoding, after the call that verified them and before the next one. Without it all of them count.
+
+        Recurrent layers take the others back; for attention layers shorter lengths in the next batch (`PageTable.truncate`) are all that is
+        needed.
+
+        **Arguments:**
+
+        - `accepted`: ints `[N]`, traced or not, from 0 to each sequence's new tokens; of padded sequences anything. A sequence with more
+            new tokens than `num_draft_tokens` keeps all of them.
+        - `batch`: that of the call, with the numbers of one layer, not those of `of_layer`.
+
+        **Raises:** `ValueError` for recurrent layers without `num_draft_tokens`, another shape or, where they are known, numbers out of range.
+        """
+        layers = [
+            layer if hasattr(layer, "copy_pages") else layer.accept(accepted, batch) for layer in self.layers
+        ]
+        return self.with_layers(layers)
 
     def copy_states(self, source: Any, target: Any) -> "CacheState":
         """With slots copied in every recurrent layer: where a sequence is forked, its state is needed twice.

@@ -96,6 +96,13 @@ def compute_dtype_of(chosen: str | None, projections: Any, *inputs: Any) -> Any:
     return _promoted(weights, inputs)
 
 
+def leading_axes_of(projections: Any) -> int:
+    """How many axes stacked layers have in front of those of one."""
+    is_linear = lambda node: isinstance(node, eqx.nn.Linear)
+    found = jax.tree.leaves(projections, is_leaf=is_linear)
+    return next((node.weight.ndim - 2 for node in found if is_linear(node)), 0)
+
+
 def stored_dtype_of(chosen: str | None, projections: Any) -> Any:
     """What a layer keeps between calls: the chosen dtype; without one, what its projections' weights promote to."""
     if chosen is not None:

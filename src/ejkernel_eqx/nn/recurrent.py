@@ -13,9 +13,10 @@ from jax.typing import DTypeLike
 
 from ..core.arguments import accumulator
 from ..paged import RaggedBatch
-from ..sequences.packing import read_offsets
+from ..sequences.packing import read_count, read_offsets
 from .arguments import check_slots, check_tokens, read_array, read_batch_shape, read_dtype, read_features
-from .projection import compute_dtype_of, stored_dtype_of
+from .drafts import Drafts, empty_drafts, like_rows, new_tokens
+from .projection import compute_dtype_of, leading_axes_of, stored_dtype_of
 from .short_convolution import ShortConvolution
 from .tokens import check_ragged, clear
 
@@ -29,10 +30,32 @@ class RecurrentState(eqx.Module):
     - `conv`: one array for each short convolution of the layer, the last $W - 1$ inputs `[..., W - 1, C]`, the
         oldest first.
     - `recurrent`: the state of the layer's recurrence, with the shape that the operation gives it.
+    - `drafts`: of a pool whose new tokens may be taken back (`num_draft_tokens`), the last of them, which the other two do not contain
+        yet; else `None`.
     """
 
     conv: tuple[Array, ...]
     recurrent: Array
+    drafts: Drafts | None = None
+
+    def accept(self, accepted: Any, batch: RaggedBatch) -> "RecurrentState":
+        """The pool after only the first `accepted` new tokens of each sequence, as if the others had never been there: for speculative
+        decoding, after the call that verified them and before the next one. Without it all of them count.
+
+        **Arguments:**
+
+        - `accepted`: ints `[N]`, traced or not, from 0 to each sequence's new tokens; of padded sequences anything. A sequence with more
+            new tokens than `num_draft_tokens` keeps all of them.
+        - `batch`: that of the call.
+
+        **Raises:** `ValueError` for a pool without `num_draft_tokens`, another shape or, where they are known, numbers out of range.
+        """
+        if self.drafts is None:
+            raise ValueError(
+                "accept: expected a pool that keeps drafts, received one that does not; build it with num_draft_tokens, the most new tokens of a "
+                "sequence that may be taken back."
+            )
+        return dataclasses.replace(self, drafts=self.drafts.accept(accepted, batch))
 
 
 @dataclasses.dataclass(eq=False)
@@ -49,6 +72,9 @@ class Rows:
     """One token a row, after a state."""
     slots: Array | None = None
     """Int32 `[rows]`, of a step: where each row's state is in the pool that `state` is then, -1 for nowhere."""
+    given: list[dict[str, Array]] = dataclasses.field(default_factory=list)
+    """The tokens of each part so far."""
+    _before: list[Array | None] = dataclasses.field(default_factory=list)
     _left: list[Array] = dataclasses.field(default_factory=list)
 
     def convolve(self, layer: ShortConvolution, x: Array) -> Array:
@@ -59,8 +85,12 @@ class Rows:
         self, operation: Any, tokens: dict[str, Array], parameters: dict[str, Any] | None = None
     ) -> Array:
         """`operation` over `tokens` (arrays with an axis of time), with `parameters` that have none, from the next state."""
-        old = None if self.state is None else (*self.state.conv, self.state.recurrent)[len(self._left)]
-        parameters = parameters or {}
+        part, parameters = len(self._left), parameters or {}
+        old = None if self.state is None else (*self.state.conv, self.state.recurrent)[part]
+        if old is not None and self.state is not None and self.state.drafts is not None:
+            old = self.state.drafts.replay(part, operation, parameters, old)
+        self._before.append(old)
+        self.given.append(tokens)
         if self.step:
             now = {name: jnp.squeeze(x, self.tokens_axis) for name, x in tokens.items()}
             out, new = operation.step(**now, **parameters, state=old, state_indices=self.slots)
@@ -79,6 +109,19 @@ class Rows:
     def left(self) -> RecurrentState:
         """What the parts have left behind."""
         return RecurrentState(tuple(self._left[:-1]), self._left[-1])
+
+    def left_by(self, batch: RaggedBatch) -> RecurrentState:
+        """What is kept of the sequences of a batch: `left`, but of new tokens that may be taken back the state before them, and they."""
+        if self.state is None or self.state.drafts is None:
+            return self.left
+        few = new_tokens(batch) <= self.state.drafts.num_tokens
+        pairs = zip(self._before, self._left, strict=True)
+        parts = [
+            jnp.where(like_rows(few, new), old, new.astype(old.dtype))
+            for old, new in pairs
+            if old is not None
+        ]
+        return RecurrentState(tuple(parts[:-1]), parts[-1], self.state.drafts.renewed(self.given, batch))
 
 
 class _Tokens(TypedDict, total=False):
@@ -133,7 +176,11 @@ class RecurrentLayer(eqx.Module):
         return [(*batch, *shape) for shape in shapes]
 
     def init_state(
-        self, batch_shape: tuple[int, ...] | int, dtype: DTypeLike | None = None
+        self,
+        batch_shape: tuple[int, ...] | int,
+        dtype: DTypeLike | None = None,
+        *,
+        num_draft_tokens: int = 0,
     ) -> RecurrentState:
         """The state before the first token: zeros.
 
@@ -142,14 +189,63 @@ class RecurrentLayer(eqx.Module):
         - `batch_shape`: the leading dimensions; `()` for one sequence, an integer `B` for `(B,)`.
         - `dtype`: of the convolutions' inputs, by default what the layer computes in, or else that of its weights. The recurrent
             state is float32 (float64 for float64), or what `state_dtype` said at construction.
+        - `num_draft_tokens`: of a pool of slots, how many new tokens of a sequence the method `accept` of the state can take back: at least
+            as many as one call verifies, the sure one before the drafts included.
         """
-        *conv, recurrent = self._state_shapes(read_batch_shape(batch_shape))
+        batch = read_batch_shape(batch_shape)
+        *conv, recurrent = self._state_shapes(batch)
         stored = self._stored_dtype()
         dtype = stored if dtype is None else read_dtype("dtype", dtype)
-        return RecurrentState(
+        state = RecurrentState(
             conv=tuple(jnp.zeros(shape, dtype) for shape in conv),
             recurrent=jnp.zeros(recurrent, self.recurrence.state_dtype or accumulator(stored)),
         )
+        count = read_count("num_draft_tokens", num_draft_tokens)
+        if not count:
+            return state
+        return dataclasses.replace(state, drafts=empty_drafts(self._parts(dtype), batch, count))
+
+    def init_cache(
+        self,
+        batch_shape: tuple[int, ...] | int,
+        max_length: int | None = None,
+        dtype: DTypeLike | None = None,
+    ) -> RecurrentState:
+        """`init_state` under the name that attention layers have, so that a model need not ask which of the two a layer is. A state holds
+        any number of tokens: `max_length` is not used."""
+        return self.init_state(batch_shape, dtype)
+
+    def init_pool(
+        self,
+        *,
+        num_pages: int,
+        page_size: int,
+        num_slots: int,
+        batch_shape: tuple[int, ...] | int = (),
+        dtype: Any = None,
+        scales: str | None = None,
+        num_draft_tokens: int = 0,
+    ) -> RecurrentState:
+        """What a server keeps for this layer, by the name and arguments that attention layers have too: a pool of states,
+        `init_state((*batch_shape, num_slots), num_draft_tokens=num_draft_tokens)`. What is said of pages (`num_pages`, `page_size`,
+        `dtype`, `scales`) is not used."""
+        slots = read_count("num_slots", num_slots, least=1)
+        return self.init_state((*read_batch_shape(batch_shape), slots), num_draft_tokens=num_draft_tokens)
+
+    def _parts(self, dtype: Any) -> list[dict[str, Any]]:
+        """What each part is given for one token, as shapes; convolutions' inputs in `dtype`."""
+
+        def given(layer: Any) -> list[dict[str, Array]]:
+            lead = leading_axes_of(layer._projections())
+            arrays, rest = eqx.partition(layer, eqx.is_array)
+            one = eqx.combine(jax.tree.map(lambda x: x[(0,) * lead], arrays), rest)
+            rows = Rows(0)
+            one._mix(jnp.zeros((1, self.embed_dim), self._stored_dtype()), rows)
+            return rows.given
+
+        *conv, recurrent = eqx.filter_eval_shape(given, self)
+        cast = lambda x: jax.ShapeDtypeStruct(x.shape, dtype)
+        return [*jax.tree.map(cast, conv), recurrent]
 
     @overload
     def __call__(self, x: Array, state: None = None, **tokens: Unpack[_Tokens]) -> Array: ...
@@ -228,6 +324,11 @@ class RecurrentLayer(eqx.Module):
             batch = (cu_seqlens.shape[0] - 1,)
         if state is not None:
             self._check_state(state, batch)
+            if state.drafts is not None:
+                raise ValueError(
+                    "batch: expected a RaggedBatch with a pool that keeps drafts, received None; build a state for other calls without "
+                    "num_draft_tokens."
+                )
         return x
 
     def _check_state(self, state: Any, batch: tuple[int, ...]) -> None:
@@ -270,7 +371,7 @@ class RecurrentLayer(eqx.Module):
             return jnp.zeros_like(x), pool
         assert batch.state_indices is not None
         x, slots = clear(x, batch.is_real), batch.state_indices
-        new = batch.query_start_loc[1:] - batch.query_start_loc[:-1]
+        new = new_tokens(batch)
         there = (new > 0) & (slots >= 0) & (slots < pool.recurrent.shape[0])
         starts = batch.lengths <= new
         # Each sequence's slot, the one to read from and the one to make empty first; -1 for none.
@@ -278,7 +379,7 @@ class RecurrentLayer(eqx.Module):
             jnp.where(which, slots, -1).astype(jnp.int32)
             for which in (there, there & ~starts, there & starts)
         )
-        if batch.is_decode:
+        if batch.is_decode and pool.drafts is None:
             # On the pool itself, in which only those that start must be made empty first.
             pool = jax.tree.map(lambda x: _put(x, starting, jnp.zeros((), x.dtype)), pool)
             ids = batch.sequence_ids
@@ -287,7 +388,7 @@ class RecurrentLayer(eqx.Module):
         states = jax.tree.map(lambda x: _take(x, entering), pool)
         rows = Rows(0, states, cu_seqlens=batch.query_start_loc)
         y = self._mix(x, rows)
-        return y, jax.tree.map(lambda x, new: _put(x, kept, new), pool, rows.left)
+        return y, jax.tree.map(lambda x, new: _put(x, kept, new), pool, rows.left_by(batch))
 
 
 def _rows_of(

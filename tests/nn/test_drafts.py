@@ -1,0 +1,206 @@
+"""New tokens that are taken back: after any number of accepted ones every sequence goes on as if the others had never been there. Pools hold
+NaN where nobody has written."""
+
+import functools
+from typing import Any
+
+import equinox as eqx
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from ejkernel_eqx import Buckets, PageTable, RaggedBatch
+from ejkernel_eqx.nn import CacheState
+from tests.nn import recurrent_layers
+from tests.nn.paged_layers import (
+    attention,
+    dense_model,
+    in_place,
+    inputs,
+    new_caches,
+    PAGE,
+    PAGES,
+    SEQUENCES,
+    TOKENS,
+)
+from tests.recurrence.quick import quick
+from tests.tolerances import assert_close
+
+SLOTS = (3, 0, 6, 1, 5)
+ROOM, PROMPTS = 4, (1, 5, 2, 7, 4)  # of these some have more tokens than there is room for
+BUCKETS = Buckets((20,), (5,), (1,), (4, 8))
+accept = quick(lambda caches, accepted, batch: caches.accept(accepted, batch))
+
+
+def poisoned(pool):
+    return jax.tree.map(lambda x: jnp.full_like(x, True if x.dtype == bool else jnp.nan), pool)
+
+
+def batch_of(counts, lengths):
+    table = [[0]] * len(lengths)
+    return RaggedBatch.build(counts, lengths, table, page_size=64, state_indices=SLOTS, buckets=BUCKETS)
+
+
+def packed(rows, size):
+    rows = np.concatenate(rows)
+    return jnp.asarray(np.pad(rows, ((0, size - len(rows)), (0, 0)), constant_values=np.nan))
+
+
+@pytest.mark.parametrize(
+    "name",
+    [
+        name if name == "lightning" else pytest.param(name, marks=pytest.mark.slow)
+        for name in recurrent_layers.LAYERS
+    ],
+)
+def test_accepted_tokens(name):
+    layer = recurrent_layers.build(name)
+    rows, wrong = np.asarray(recurrent_layers.inputs(5, 16)), np.float32(3) * inputs(1)[0]
+    expected = quick(lambda x: layer(x))(rows)
+    step = quick(lambda x, pool, batch: layer(x, pool, batch=batch))
+    pool = poisoned(layer.init_state(8, num_draft_tokens=ROOM))
+    batch = batch_of(PROMPTS, PROMPTS)
+    y, pool = step(packed([x[:n] for x, n in zip(rows, PROMPTS)], 20), pool, batch)
+    assert_close(y[:19], np.concatenate([x[:n] for x, n in zip(np.asarray(expected), PROMPTS)]))
+    done = np.array(PROMPTS)
+    for turn in range(5):
+        counts = (np.arange(5) + turn) % 5  # each sequence accepts 0 to 4 in turn
+        counts = np.minimum(counts, 16 - done)
+        drafts = [np.concatenate([x[n : n + a], wrong[: ROOM - a]]) for x, n, a in zip(rows, done, counts)]
+        batch = batch_of([ROOM] * 5, done + ROOM)
+        y, pool = step(packed(drafts, 20), pool, batch)
+        for n, a in enumerate(counts):
+            assert_close(
+                y[ROOM * n : ROOM * n + a], expected[n, done[n] : done[n] + a], name=f"{name}, {turn}"
+            )
+        pool = accept(pool, jnp.asarray(counts), batch)
+        done += counts
+    others = [n for n in range(8) if n not in SLOTS]
+    assert all(jnp.isnan(x[jnp.array(others)]).all() for x in jax.tree.leaves(pool) if x.dtype != bool)
+
+
+def hybrid(caches, step, lengths, drafts, accepted, table):
+    """One round of a batch whose sequences bring `drafts`; what they give, and the caches after those that are accepted."""
+    for n, tokens in enumerate(drafts):
+        for source, target in table.allocate(n, len(tokens)):
+            raise AssertionError((source, target))
+    options = {"page_size": PAGE, "state_indices": [3, 0, 4], "buckets": Buckets((12,), (4,), (5,), (4,))}
+    batch = RaggedBatch.build(
+        [len(tokens) for tokens in drafts],
+        [table.length(n) for n in range(SEQUENCES)],
+        table.rows(range(SEQUENCES)),
+        **options,
+    )
+    y, caches = step(packed(drafts, 12), caches, batch)
+    caches = accept(caches, jnp.asarray([*accepted, 77]), batch)  # of the padded sequence anything
+    for n, a in enumerate(accepted):
+        table.truncate(n, lengths[n] + a)
+    return y, caches
+
+
+@pytest.mark.slow
+def test_a_hybrid_model_takes_drafts_back():
+    """Stacked attention and recurrent layers, scanned over in place."""
+    rows, (expected, _) = inputs(), dense_model()
+    step, table = quick(in_place, donate_argnums=1), PageTable(PAGES, PAGE)
+    caches, done = new_caches(num_draft_tokens=4), [0] * SEQUENCES
+    for accepted in ([2, 4, 0], [3, 0, 4], [1, 1, 2], [4, 4, 4]):
+        accepted = [min(a, TOKENS - n) for a, n in zip(accepted, done)]
+        drafts = [np.concatenate([x[n : n + a], -x[:4]])[:4] for x, n, a in zip(rows, done, accepted)]
+        y, caches = hybrid(caches, step, done, drafts, accepted, table)
+        for n, a in enumerate(accepted):
+            assert_close(
+                y[4 * n : 4 * n + a], expected[n, done[n] : done[n] + a], name=f"sequence {n} from {done[n]}"
+            )
+        done = [n + a for n, a in zip(done, accepted)]
+
+
+def test_tokens_that_nobody_takes_back_count_and_go_with_their_slot():
+    layer = recurrent_layers.build("lightning")
+    x, step = jnp.asarray(inputs()[0]), quick(lambda x, pool, batch: layer(x, pool, batch=batch))
+    expected = quick(lambda x: layer(x))(x)
+    caches = CacheState.init([layer], num_pages=1, page_size=64, num_slots=3, num_draft_tokens=3)
+
+    options: dict[str, Any] = {"page_size": 64, "buckets": Buckets((3,), (1,), (1,), (3,))}
+
+    def one(caches, tokens, length, slot):
+        batch = RaggedBatch.build([len(tokens)], [length], [[0]], **options, state_indices=[slot])
+        y, pool = step(packed([tokens], 3), caches.layers[0], batch)
+        return y[: len(tokens)], caches.with_layers([pool]), batch
+
+    _, caches, batch = one(caches, x[:3], 3, 1)
+    caches = caches.accept([2], batch).copy_states([1], [2])
+    y, caches, _ = one(caches, x[2:3], 3, 2)
+    assert_close(y, expected[2:3])
+    y, caches, _ = one(caches, x[3:6], 6, 2)  # nothing was said: all count
+    assert_close(y, expected[3:6])
+    y, caches, batch = one(caches, x[6:8], 8, 2)
+    y, caches, _ = one(caches.accept([2], batch).accept([0], batch), x[6:8], 8, 2)
+    assert_close(y, expected[6:8])
+    y, _, _ = one(caches, x[:2], 2, 2)  # another sequence in the slot
+    assert_close(y, expected[:2])
+
+
+@pytest.mark.parametrize("name", ["mamba", pytest.param("kimi", marks=pytest.mark.slow)])
+def test_room_for_drafts(name):
+    """Of stacked layers as of one, also of those whose arrays are shapes; in the dtypes that the parts of a layer take."""
+    layer = recurrent_layers.build(name, jnp.bfloat16)
+    state = layer.init_state((5,), jnp.float32, num_draft_tokens=2)
+    assert state.drafts.pending.shape == (5, 2) and state.drafts.num_tokens == 2
+    *convolutions, recurrent = state.drafts.tokens
+    assert all(x.shape[:2] == (5, 2) for x in jax.tree.leaves(state.drafts))
+    assert [part["x"].dtype for part in convolutions] == [x.dtype for x in state.conv]
+    assert [part["x"].shape[2:] for part in convolutions] == [x.shape[2:] for x in state.conv]
+    assert {x.dtype for x in recurrent.values()} == {jnp.dtype("bfloat16")}
+    stack = jax.tree.map(lambda x: jnp.stack([x] * 3) if eqx.is_array(x) else x, layer)
+    stacked = eqx.filter_eval_shape(
+        lambda m: m.init_pool(num_pages=1, page_size=1, num_slots=5, batch_shape=3, num_draft_tokens=2), stack
+    )
+    shapes = lambda tree: [x.shape for x in jax.tree.leaves(tree)]
+    assert shapes(stacked) == [(3, *shape) for shape in shapes(state)]
+
+
+def test_one_name_for_both_kinds():
+    mixers = attention(), recurrent_layers.build("mamba2")
+    caches = [mixer.init_cache((2,), 8, jnp.bfloat16) for mixer in mixers]
+    assert eqx.tree_equal(caches[0], mixers[0].init_cache((2,), max_length=8, dtype=jnp.bfloat16))
+    assert eqx.tree_equal(caches[1], mixers[1].init_state(2, jnp.bfloat16))
+    sizes: dict[str, Any] = {"num_pages": 6, "page_size": 4, "num_slots": 3, "batch_shape": (2,)}
+    pools = [mixer.init_pool(**sizes, dtype=jnp.int8, scales="head", num_draft_tokens=0) for mixer in mixers]
+    assert eqx.tree_equal(
+        pools[0], mixers[0].init_paged_cache(6, 4, batch_shape=(2,), dtype=jnp.int8, scales="head")
+    )
+    assert eqx.tree_equal(pools[1], mixers[1].init_state((2, 3)))
+    assert eqx.tree_equal(
+        tuple(pools), CacheState.init(mixers, **sizes, dtype=jnp.int8, scales="head").layers
+    )
+
+
+def test_mistakes(unchecked):
+    layer = recurrent_layers.build("lightning")
+    pool, plain = layer.init_state(3, num_draft_tokens=2), layer.init_state(3)
+    batch = RaggedBatch.build([2, 3, 0], [2, 3, 0], [[0], [0], []], page_size=4, state_indices=[0, 2, -1])
+    cases = {
+        "accept: expected a pool that keeps drafts": functools.partial(plain.accept, [1, 3, 0], batch),
+        "num_draft_tokens: expected a static int >= 0": functools.partial(
+            layer.init_state, 2, num_draft_tokens=-1
+        ),
+        "batch: expected the RaggedBatch of the call": functools.partial(pool.accept, [1], None),
+        r"accepted: expected shape \[N\] = \[3\]": functools.partial(pool.accept, [1, 3], batch),
+        r"accepted: expected integers \[N\]": functools.partial(pool.accept, [1.0, 3.0, 0.0], batch),
+        r"accepted: expected 0 to .* received \[3 3 0\]": functools.partial(pool.accept, [3, 3, 0], batch),
+        r"num_draft_tokens=2, received \[1 2 0\]": functools.partial(pool.accept, np.array([1, 2, 0]), batch),
+        "received \\[-1  3  0\\]": functools.partial(pool.accept, [-1, 3, 0], batch),
+        "batch: expected a RaggedBatch with a pool that keeps drafts": functools.partial(
+            layer, jnp.ones((3, 2, recurrent_layers.EMBED)), pool
+        ),
+        "batch: expected state_indices": functools.partial(
+            pool.accept, [1], RaggedBatch.build([1], [1], [[0]], page_size=4)
+        ),
+        "num_slots: expected": functools.partial(layer.init_pool, num_pages=1, page_size=1, num_slots=0),
+    }
+    for words, call in cases.items():
+        with pytest.raises(ValueError, match=words):
+            call()
+    assert pool.accept([1, 3, 99], batch).drafts.pending.shape == (3, 2)
