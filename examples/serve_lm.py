@@ -34,7 +34,7 @@ from train_lm import parse as parse_train
 
 import ejkernel_eqx as ejx
 
-KV_DTYPES = ["auto", "float32", "bfloat16", "float16", "int8", "float8_e4m3fn"]
+KV_DTYPES = ["auto", "float32", "bfloat16", "float16", "int8", "float8_e4m3fn", "float8_e5m2"]
 ESCAPES = {"\\n": 10, "\\r": 13, "\\t": 9, "\\0": 0, "\\\\": 92}
 NOT_FINITE = "the model's logits are not finite; check the checkpoint, or take --dtype float32"
 

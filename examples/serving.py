@@ -203,7 +203,7 @@ class Engine:
     - `step_tokens`: the most tokens of a step; at least `max_batch`.
     - `max_length`: the most tokens of a request, prompt included; by default, and at most, what all pages hold. With sliding windows
         alone it may be more, up to 2**20 pages.
-    - `kv_dtype`: of the pages, by default that of the model; int8 and float8_e4m3fn are quantised by token and head.
+    - `kv_dtype`: of the pages, by default that of the model; int8, float8_e4m3fn and float8_e5m2 are quantised by token and head.
 
     **Raises:** `ValueError` for sizes that are no integers or below 1, or `step_tokens` below `max_batch`.
     """

@@ -34,6 +34,9 @@ KINDS = {
     "int8 head": {"dtype": jnp.int8, "scales": "head"},
     "float8 token": {"dtype": jnp.float8_e4m3fn},
     "float8 head": {"dtype": jnp.float8_e4m3fn, "scales": "head"},
+    "float8_e5m2 token": {"dtype": jnp.float8_e5m2},
+    "int8 values": {"dtype": (None, jnp.int8)},
+    "int8 keys, bfloat16 values": {"dtype": (jnp.int8, jnp.bfloat16)},
 }
 
 
@@ -86,7 +89,8 @@ def test_attention_to_what_is_held(kind, dtype):
     assert_close(y, expected, dtype, name=kind)
     dense = quick(lambda x: wide(x, wide.init_cache(SEQUENCES, TOKENS)))(x.astype(jnp.float32))[1]
     for ours, theirs in zip(held, (dense.k, dense.v), strict=True):
-        assert_close(ours, theirs, "bfloat16" if kind == "bfloat16" else "float8_e4m3fn", name=kind)
+        kept = {"bfloat16": "bfloat16", "float8_e5m2 token": "float8_e5m2"}.get(kind, "float8_e4m3fn")
+        assert_close(ours, theirs, kept, name=kind)
 
 
 def test_attention_in_bfloat16():

@@ -83,11 +83,11 @@ def assert_placed_alike(got, given):
 
 @pytest.mark.slow
 @batches
-@pytest.mark.parametrize("pages", ["float32", "int8"])
+@pytest.mark.parametrize("pages", ["float32", "int8", ("float32", "int8")])
 def test_heads_of_pages_stay_where_they_are(pages, name):
     """Weights and pages by heads: the one sum over heads, at the end, is all that is sent."""
     layer, batch = attention("norm, sinks, window"), batch_of(name)
-    cache, x = filled(layer.init_paged_cache(PAGES, PAGE, dtype=jnp.dtype(pages))), tokens_of(batch)
+    cache, x = filled(layer.init_paged_cache(PAGES, PAGE, dtype=pages)), tokens_of(batch)
     mesh = mesh_of(heads=2)
     weights = lambda p: [p.q_proj, p.k_proj, p.v_proj]
     sharded = place(mesh, layer, P())

@@ -2,7 +2,6 @@
 
 from typing import Any
 
-import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
@@ -23,9 +22,15 @@ CASES = [
     (PagedLatentCache, "float16", None),
     (PagedLatentCache, "int8", "head"),
     (PagedLatentCache, "float8_e4m3fn", "token"),
+    (PagedKVCache, "float8_e5m2", "token"),
+    (PagedKVCache, "float8_e5m2", "head"),
+    (PagedKVCache, ("bfloat16", "int8"), "token"),
+    (PagedKVCache, ("int8", "float32"), "head"),
+    (PagedLatentCache, ("float8_e5m2", "bfloat16"), "token"),
+    (PagedLatentCache, ("float16", "int8"), "head"),
 ]
 cases = pytest.mark.parametrize("kind, dtype, scales", CASES)
-few = pytest.mark.parametrize("kind, dtype, scales", [CASES[0], CASES[3], CASES[8]])
+few = pytest.mark.parametrize("kind, dtype, scales", [CASES[0], CASES[3], CASES[8], CASES[12]])
 
 append = quick(lambda cache, x, y, slots: cache.append(x, y, slots))
 gather = quick(lambda cache, size=None, dtype=None: cache.gather(size, dtype=dtype), static_argnums=(1, 2))
@@ -41,8 +46,9 @@ def scaled(cache, scale=1 / 32):
     """Scales a head that reach far enough for `tokens` in int8."""
     if cache.scales != "head":
         return cache
-    head = jax.tree.leaves(cache)[-1]
-    return cache.with_scales(jnp.full(head.shape, scale), jnp.full(head.shape, scale * 2))
+    full = lambda head, scale: None if head is None else jnp.full(head.shape, scale)
+    first, second = arrays(cache)[2:]
+    return cache.with_scales(full(first, scale), full(second, scale * 2))
 
 
 def tokens(cache, count, seed=0, lead=()):

@@ -10,6 +10,7 @@ import ml_dtypes  # noqa: F401  (numpy learns the names of the narrow dtypes)
 import numpy as np
 
 from ejkernel_eqx.paged import reference
+from ejkernel_eqx.paged.cache.quantise import LARGEST
 from ejkernel_eqx.paged.spec import PagedArrays, PagedSpec, SHARED
 from tests.recurrence.quick import quick
 from tests.tolerances import assert_close
@@ -29,6 +30,7 @@ class Case:
     rope: int | None = None  # latent pages of D channels, with so many more for the scores
     dtype: str = "float32"
     kv_dtype: str | None = None  # of the pages, where it is not that of the queries
+    v_dtype: str | None = None  # of the values, or of a latent's rotary keys, where it is another
     scales: str | None = None
     left: int | None = None
     cap: float | None = None
@@ -50,8 +52,13 @@ class Case:
     @property
     def checked_dtype(self) -> str:
         """The dtype whose tolerance holds: the coarser of those that are multiplied; quantised pages count as the queries."""
-        pages = self.dtype if self.scales or self.kv_dtype is None else self.kv_dtype
-        return max((self.dtype, pages), key=("float64", "float32", "float16", "bfloat16").index)
+        pages = (self.dtype if dtype in LARGEST else dtype for dtype in self.page_dtypes)
+        return max((self.dtype, *pages), key=("float64", "float32", "float16", "bfloat16").index)
+
+    @property
+    def page_dtypes(self) -> tuple[str, str]:
+        keys = self.kv_dtype or self.dtype
+        return keys, self.v_dtype or keys
 
 
 def make(case: Case) -> tuple[PagedArrays, PagedSpec]:
@@ -125,8 +132,8 @@ def _arrays(case: Case) -> dict[str, np.ndarray]:
     real: Any = (((ends - q_len)[:, None] <= index) & (index < ends[:, None])).any(-1)
     arrays: Named = {"q": np.where(real[:, :, None, None], q, np.nan).astype(case.dtype)}
     widths = {"k": case.D, "v": case.V} if case.rope is None else {"k": case.D, "rope": case.rope}
-    for name, width in widths.items():
-        arrays |= _pages(case, name, width, seen, rng)
+    for (name, width), dtype in zip(widths.items(), case.page_dtypes, strict=True):
+        arrays |= _pages(case, name, (width, dtype), seen, rng)
     arrays |= {"page_table": table, "q_start": ends - q_len, "q_len": q_len, "kv_len": kv_len}
     if kv_start is not None:
         arrays["kv_start"] = kv_start
@@ -184,14 +191,15 @@ def _seen(
     return seen
 
 
-def _pages(case: Case, name: str, width: int, seen: np.ndarray, rng: np.random.Generator) -> Named:
-    shape, dtype = (*seen.shape, case.K, width), case.kv_dtype or case.dtype
+def _pages(case: Case, name: str, kind: tuple[int, str], seen: np.ndarray, rng: np.random.Generator) -> Named:
+    width, dtype = kind
+    shape = (*seen.shape, case.K, width)
     if dtype == "int8":
         values = np.where(seen[..., None, None], rng.integers(-127, 128, shape), 77)
     else:
         values = np.where(seen[..., None, None], rng.standard_normal(shape), np.nan)
     arrays = {name: values.astype(dtype)}
-    if case.scales is None:
+    if dtype not in LARGEST:
         return arrays
     unit = 1 / 64 if dtype == "int8" else 1.0
     scale = unit * rng.uniform(0.5, 1.5, shape[:-1] if case.scales == "token" else (case.K,))
@@ -239,6 +247,40 @@ CASES = {
     "int8, head scales": Case((1, 6), (9, 13), kv_dtype="int8", scales="head", left=7),
     "float8": Case((1, 6), (9, 13), kv_dtype="float8_e4m3fn", scales="token", dtype="bfloat16"),
     "float8, head scales": Case((1, 6), (9, 6), kv_dtype="float8_e4m3fn", scales="head", missing=((0, 0),)),
+    "float8 with infinities": Case((1, 6), (9, 13), kv_dtype="float8_e5m2", scales="token", dtype="float16"),
+    "float8 with infinities, head scales": Case(
+        (1, 6), (9, 13), kv_dtype="float8_e5m2", scales="head", cap=2.0
+    ),
+    "bfloat16 keys, int8 values": Case(
+        (1, 6, 0), (9, 6, 4), kv_dtype="bfloat16", v_dtype="int8", scales="token", dtype="bfloat16", tail=1
+    ),
+    "int8 keys, float32 values, head scales": Case(
+        (1, 6), (9, 13), kv_dtype="int8", v_dtype="float32", scales="head", left=7, sinks=True
+    ),
+    "float16 keys, int8 values": Case((1, 5), (6, 9), v_dtype="int8", scales="token", dtype="float16"),
+    "int8 keys, float8 values": Case(
+        (1, 6), (9, 13), kv_dtype="int8", v_dtype="float8_e4m3fn", scales="token"
+    ),
+    "float32 queries, bfloat16 keys, int8 values": Case(
+        (1, 5), (6, 9), kv_dtype="bfloat16", v_dtype="int8", scales="head"
+    ),
+    "float32 keys, bfloat16 values": Case(
+        (1, 5), (6, 9), kv_dtype="float32", v_dtype="bfloat16", dtype="bfloat16"
+    ),
+    "latent float8, bfloat16 rope": Case(
+        (1, 4),
+        (5, 11),
+        K=1,
+        D=32,
+        rope=16,
+        kv_dtype="float8_e4m3fn",
+        v_dtype="bfloat16",
+        scales="token",
+        dtype="bfloat16",
+    ),
+    "latent float32, int8 rope, head scales": Case(
+        (1, 4), (5, 11), K=1, D=16, rope=8, v_dtype="int8", scales="head", cap=3.0
+    ),
     "bfloat16": Case(**MIXED, dtype="bfloat16", sinks=True),
     "float16": Case(**MIXED, dtype="float16", left=4),
     "bfloat16 pages": Case((1, 5), (6, 9), kv_dtype="bfloat16"),

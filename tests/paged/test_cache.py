@@ -8,6 +8,7 @@ import pytest
 
 from ejkernel_eqx.paged.cache.allocator import PageTable
 from ejkernel_eqx.paged.cache.cache import PagedKVCache, PagedLatentCache
+from ejkernel_eqx.paged.cache.quantise import LARGEST
 from tests.paged.caches import (
     append,
     arrays,
@@ -23,6 +24,7 @@ from tests.paged.caches import (
     SIZE,
     tokens,
 )
+from tests.paged.test_quantise import ABSOLUTE, RELATIVE
 
 
 def poisoned(cache):
@@ -47,16 +49,16 @@ def as_bytes(x):
 
 def error(cache, x, which):
     """Half a step of what is stored for `x`."""
-    dtype = arrays(cache)[0].dtype.name
+    dtype = arrays(cache)[which].dtype.name
     x = np.abs(np.asarray(x, np.float32))
-    if dtype in ("float32", "bfloat16"):
+    if dtype not in LARGEST:  # what is drawn is exact in bfloat16
         return np.zeros_like(x)
     scale = arrays(cache)[2 + which]
     if cache.scales == "head":
         step = np.asarray(scale)[..., None]
     else:
-        step = x.max(-1, keepdims=True) / (127 if dtype == "int8" else 448)
-    return 1.01 * (step / 2 if dtype == "int8" else np.maximum(x / 16, step / 1024))
+        step = x.max(-1, keepdims=True) / LARGEST[dtype]
+    return 1.01 * np.maximum(x * RELATIVE[dtype], step * ABSOLUTE[dtype])
 
 
 @pytest.mark.few(3)
@@ -151,14 +153,14 @@ def test_no_tokens(kind, dtype, scales):
 
 @pytest.mark.few(3)
 @pytest.mark.parametrize("kind", KINDS)
-@pytest.mark.parametrize("dtype, scales", [("int8", "head"), ("float8_e4m3fn", "head")])
+@pytest.mark.parametrize("dtype, scales", [(dtype, "head") for dtype in LARGEST])
 def test_scales_a_head_clip(kind, dtype, scales):
     """Nothing overflows and nothing becomes NaN, whatever is written."""
     cache = scaled(make(kind, dtype, scales))
     x, y = (jnp.full_like(x, 1e30).at[..., 0].set(-jnp.inf) for x in tokens(cache, 1))
     dense = gather(append(cache, x, y, np.asarray([0])).bind(np.asarray([[0]]), np.asarray([1])))
     for found, scale in zip(dense, (1 / 32, 1 / 16), strict=True):
-        largest = scale * (127 if dtype == "int8" else 448)
+        largest = scale * LARGEST[dtype]
         np.testing.assert_array_equal(found[0, 0, ..., 0], np.full(found.shape[2:-1], -largest))
         np.testing.assert_array_equal(found[0, 0, ..., 1:], np.full(found[0, 0, ..., 1:].shape, largest))
 
@@ -177,6 +179,26 @@ def test_sizes():
     latent = PagedLatentCache.init(5, 4, 8, 2, batch_shape=(2, 3), dtype="int8", scales="head")
     assert (latent.num_pages, latent.page_size, latent.latent_dim, latent.rope_dim) == (5, 4, 8, 2)
     assert latent.rope_scale is not None and latent.rope_scale.shape == (2, 3) and latent.scales == "head"
+
+
+def test_keys_and_values_of_two_dtypes():
+    """Only what is in 8 bits has scales; dense tokens are of one dtype."""
+    values = PagedKVCache.init(5, 4, 3, 8, dtype=("bfloat16", "int8"))
+    assert values.k_scale is None and values.v_scale is not None and values.v_scale.shape == (5, 4, 3)
+    assert values.scales == "token" and len(jax.tree.leaves(values)) == 3
+    keys = PagedKVCache.init(5, 4, 3, 8, dtype=("float8_e5m2", "float32"), scales="head").with_scales(
+        jnp.ones(3) / 4, None
+    )
+    assert keys.scales == "head" and keys.v_scale is None
+    np.testing.assert_array_equal(keys.k_scale, np.full(3, 0.25))
+    plain = PagedKVCache.init(5, 4, 3, 8, dtype=("bfloat16", "float32"))
+    assert plain.scales is None
+    for cache in (values, keys, plain):
+        assert {x.dtype.name for x in cache.bind(jnp.array([[1]]), jnp.array([3])).gather()} == {"float32"}
+    both = PagedKVCache.init(5, 4, 3, 8, dtype=("bfloat16", "bfloat16")).bind(
+        jnp.array([[1]]), jnp.array([3])
+    )
+    assert {x.dtype.name for x in both.gather()} == {"bfloat16"}
 
 
 def test_float64(enable_x64):

@@ -23,6 +23,7 @@ def latent_of(**arrays_):
 
 
 PLAIN, HEAD = cache_of(), PagedKVCache.init(5, 4, 3, 8, dtype="int8", scales="head")
+VALUES = PagedKVCache.init(5, 4, 3, 8, dtype=("bfloat16", "int8"), scales="head")
 LAYERS = PagedKVCache.init(5, 4, 3, 8, batch_shape=(2,))
 BATCH = RaggedBatch.build([1], [1], [[0]], page_size=3)
 
@@ -43,6 +44,31 @@ BATCH = RaggedBatch.build([1], [1], [[0]], page_size=3)
         (
             lambda: PagedKVCache.init(5, 4, 3, 8, dtype="int8", scales="page"),
             "scales: expected 'token', 'head' or None",
+        ),
+        (
+            lambda: PagedKVCache.init(5, 4, 3, 8, dtype=("int8",)),
+            "dtype: expected one dtype .* or a pair, received 1",
+        ),
+        (
+            lambda: PagedKVCache.init(5, 4, 3, 8, dtype=("int8", "int32")),
+            "dtype: expected one of .*received int32",
+        ),
+        (
+            lambda: PagedKVCache.init(5, 4, 3, 8, dtype=("bfloat16", "float32"), scales="head"),
+            "scales: expected None for pages of bfloat16 and float32, received 'head'; take dtype int8, float8_e4m3fn, float8_e5m2",
+        ),
+        (
+            lambda: VALUES.with_scales(numbers(3), numbers(3)),
+            "k_scale: expected None, as these pages are not in 8 bits",
+        ),
+        (lambda: VALUES.with_scales(None, None), "v_scale: expected floats"),
+        (
+            lambda: cache_of(v=numbers(5, 4, 3, 2, dtype="int8")),
+            "v_scale: expected scales for pages of int8, received None",
+        ),
+        (
+            lambda: PagedKVCache(VALUES.k, VALUES.v, None, None, numbers(3), numbers(3)),
+            "k_scale: expected None for pages of bfloat16",
         ),
         (lambda: PagedLatentCache.init(5, 4, 0, 8), "latent_dim: expected"),
         (lambda: PagedLatentCache.init(5, 4, 8, 0), "rope_dim: expected"),

@@ -76,7 +76,9 @@ def test_donated_pages_are_written_in_place(kind, dtype, scales, lead):
     for lowered in (step.lower(cache, x, y), copy.lower(cache)):
         memory = lowered.compile().memory_analysis()
         assert memory is not None and memory.alias_size_in_bytes >= size
-        if dtype not in ("bfloat16", "float8_e4m3fn"):  # which XLA on a CPU widens
+        if not {"bfloat16", "float8_e4m3fn", "float8_e5m2"} & {
+            x.dtype.name for x in arrays(cache)[:2]
+        }:  # which XLA on a CPU widens
             assert memory.temp_size_in_bytes < arrays(cache)[0].nbytes / 2
     pointers = [x.unsafe_buffer_pointer() for x in jax.tree.leaves(cache)]
     new = step(cache, x, y)
@@ -91,7 +93,7 @@ def test_serialisation(kind, dtype, scales, tmp_path):
     like = jax.tree.map(jnp.zeros_like, cache)
     ejx.save(tmp_path / "cache.eqx", cache)
     assert eqx.tree_equal(ejx.load(tmp_path / "cache.eqx", like), cache)
-    if dtype != "float8_e4m3fn":  # which Equinox writes and does not read
+    if "float8" not in str(dtype):  # which Equinox writes and does not read
         file = io.BytesIO()
         eqx.tree_serialise_leaves(file, cache)
         file.seek(0)

@@ -103,7 +103,27 @@ def test_nan_that_is_seen_shows_in_both_results(platform):
     assert np.isnan(out).all() and np.isnan(lse).all()
 
 
-@pytest.mark.parametrize("dtype", ["int8", "float8_e4m3fn"])
+@pytest.mark.parametrize("platform", PLATFORMS)
+def test_a_value_that_is_infinite_shows_where_it_is_seen(platform):
+    """Its scale is infinite as well, and all of its vector NaN; scores are as they were, and so are other heads."""
+    if platform != "xla":
+        pytest.importorskip("triton")
+    cache = ejx.PagedKVCache.init(2, 5, 2, 32, dtype="int8")
+    k, v, q = normal(0, 7, 2, 32), normal(1, 7, 2, 32), normal(2, 1, 4, 32).astype(jnp.bfloat16)
+    op = quick(functools.partial(ejx.PagedAttention(platform=platform), return_lse=True))
+    tables = jnp.array([[1, 0]]), jnp.array([7])
+    slots = jnp.array([5, 6, 7, 8, 9, 0, 1])
+    out, lse = op(q, cache.append(k, v, slots).bind(*tables))
+    found, found_lse = op(q, cache.append(k, v.at[3, 1, 4].set(jnp.inf), slots).bind(*tables))
+    np.testing.assert_array_equal(found_lse, lse)
+    np.testing.assert_array_equal(found[:, :2], out[:, :2])
+    assert (
+        np.isfinite(np.asarray(out, np.float32)).all()
+        and np.isnan(np.asarray(found[:, 2:], np.float32)).all()
+    )
+
+
+@pytest.mark.parametrize("dtype", ["int8", "float8_e4m3fn", "float8_e5m2"])
 @pytest.mark.parametrize("scales", ["token", "head"])
 def test_nan_is_stored_alike_by_all_who_write(dtype, scales):
     pytest.importorskip("triton")

@@ -21,7 +21,7 @@ def by_query(case: Case) -> tuple[np.ndarray, np.ndarray]:
 
     def stored(name, page, place, head):
         x = given[name][page, place, head].astype(np.float64)
-        if case.scales is None:
+        if f"{name}_scale" not in given:
             return x
         scale = given[f"{name}_scale"]
         return x * (scale[head] if case.scales == "head" else scale[page, place, head])

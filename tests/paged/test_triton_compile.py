@@ -8,6 +8,7 @@ import jax.numpy as jnp
 import pytest
 
 from ejkernel_eqx.launch import compile_ahead, Launch
+from ejkernel_eqx.paged.cache.quantise import LARGEST
 from ejkernel_eqx.paged.core import problem_of
 from ejkernel_eqx.paged.spec import PagedArrays, PagedSpec
 from tests.compiled import DEVICES, launches_of
@@ -34,11 +35,24 @@ KINDS: dict[str, dict[str, Any]] = {
     "int8, 8 queries": {"pages": "int8", "scales": "token", "Q": 8},
     "latent int8": {"H": 128, "K": 1, "D": 512, "rope": 64, "p": 64, "pages": "int8", "scales": "token"},
     "float8": {"pages": "float8_e4m3fn", "scales": "token"},
+    "float8 with infinities": {"pages": "float8_e5m2", "scales": "token"},
+    "bfloat16 keys, int8 values": {"values": "int8", "scales": "token"},
+    "latent int8, bfloat16 rope": {
+        "H": 128,
+        "K": 1,
+        "D": 512,
+        "rope": 64,
+        "p": 64,
+        "pages": "int8",
+        "values": "bfloat16",
+        "scales": "token",
+    },
     "float32": {"dtype": "float32"},
     "float32 queries": {"dtype": "float32", "pages": "bfloat16", "Q": 8},
 }
 QUICK = {
     ("gfx942", "latent, 16 heads"),  # more partial results than are merged in one step
+    ("sm_80", "float8 with infinities"),
     ("sm_80", "speculative"),
     ("sm_90", "float8"),
     ("sm_90", "grouped"),
@@ -57,17 +71,21 @@ def request(kind: str, **dims: int) -> tuple[PagedArrays, PagedSpec]:
     def shape(*size: int, dtype: str = "float32") -> Any:
         return jax.ShapeDtypeStruct(size, jnp.dtype(dtype))
 
-    def pages(width: int) -> Any:
-        return shape(1000, page, kv_heads, width, dtype=given.get("pages", dtype))
+    first = given.get("pages", dtype)
+    second = given.get("values", first)  # of values or rotary keys
 
-    names = ("k_scale", "rope_scale" if rope else "v_scale") if scales else ()
+    def pages(width: int, dtype: str) -> Any:
+        return shape(1000, page, kv_heads, width, dtype=dtype)
+
+    dtypes = {"k_scale": first, "rope_scale" if rope else "v_scale": second}
+    names = [name for name, dtype in dtypes.items() if dtype in LARGEST]
     arrays = PagedArrays(
         q=shape(1, count * queries, heads, dim + rope, dtype=dtype),
-        k=pages(dim),
-        v=None if rope else pages(dim),
+        k=pages(dim, first),
+        v=None if rope else pages(dim, second),
         page_table=shape(1, count, tables, dtype="int32"),
         **{name: shape(1, count, dtype="int32") for name in ("q_start", "q_len", "kv_len")},
-        **({"rope": pages(rope)} if rope else {}),
+        **({"rope": pages(rope, second)} if rope else {}),
         **{name: shape(*((1000, page) if scales == "token" else ()), kv_heads) for name in names},
     )
     spec = PagedSpec(dim**-0.5, max_query_len=queries, latent=rope > 0, scales=scales)

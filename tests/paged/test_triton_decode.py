@@ -163,7 +163,7 @@ BYTES = Case((1, 4, 2), (33, 50, 17), p=16, H=4, K=2, D=32, V=34, tail=1)
 OPTIONS = dict(FEATURES, left=40, missing=((1, 1),))
 
 
-@pytest.mark.few(1)
+@pytest.mark.few(2)
 @pytest.mark.parametrize(
     "case",
     (
@@ -171,18 +171,80 @@ OPTIONS = dict(FEATURES, left=40, missing=((1, 1),))
         dataclasses.replace(BYTES, kv_dtype="int8", scales="head", dtype="float16"),
         dataclasses.replace(BYTES, kv_dtype="float8_e4m3fn", scales="token", dtype="float16", D=80, V=48),
         dataclasses.replace(BYTES, kv_dtype="float8_e4m3fn", scales="head", dtype="bfloat16", **OPTIONS),
+        dataclasses.replace(BYTES, kv_dtype="float8_e5m2", scales="token", dtype="bfloat16", **OPTIONS),
+        dataclasses.replace(BYTES, kv_dtype="float8_e5m2", scales="head", dtype="float16", D=80, V=48),
     ),
     ids=lambda case: f"{case.kv_dtype}, scales of a {case.scales}, {case.dtype}",
 )
 def test_bytes_in_pairs(case):
     results, constants = attend_by(case)
-    assert constants["PAIRS"] == (1 if case.kv_dtype == "int8" else 2)
+    assert constants["PAIRS"] == {"int8": 1, "float8_e4m3fn": 2, "float8_e5m2": 3}[case.kv_dtype]
     assert_agrees(case, results)
+
+
+@pytest.mark.few(2)
+@pytest.mark.parametrize("scales", ("token", "head"))
+@pytest.mark.parametrize(
+    "keys, values",
+    [("bfloat16", "int8"), ("int8", "bfloat16"), ("int8", "float8_e5m2"), ("float8_e5m2", "float32")],
+)
+def test_keys_and_values_of_two_dtypes(keys, values, scales):
+    """Neither goes in pairs; each has its scales or none."""
+    case = dataclasses.replace(
+        BYTES, kv_dtype=keys, v_dtype=values, scales=scales, dtype="bfloat16", **OPTIONS
+    )
+    results, constants = attend_by(case)
+    kind = {"token": 1, "head": 2}[scales]
+    assert [constants[name] for name in ("PAIRS", "K_SCALES", "V_SCALES", "R_SCALES")] == [
+        0, kind * (keys != "bfloat16"), kind * (values not in ("bfloat16", "float32")), 0
+    ]  # fmt: skip
+    assert_agrees(case, results)
+
+
+@pytest.mark.few(2)
+@pytest.mark.parametrize("rope", ("int8", "bfloat16"))
+@pytest.mark.parametrize("latent", ("float8_e5m2", "bfloat16"))
+@pytest.mark.parametrize("scales", ("token", "head"))
+def test_latents_and_rotary_keys_of_two_dtypes(latent, rope, scales):
+    if latent == rope:
+        scales = None
+    case = Case(
+        (1, 4),
+        (33, 50),
+        p=16,
+        H=4,
+        K=1,
+        D=32,
+        rope=16,
+        kv_dtype=latent,
+        v_dtype=rope,
+        scales=scales,
+        dtype="bfloat16",
+    )
+    assert_agrees(case, attend(case))
+
+
+def test_pages_of_infinities_are_not_read_where_nobody_sees_them():
+    """Pages of float8_e5m2 hold infinities and NaN, which its instructions keep."""
+    case = dataclasses.replace(
+        BYTES, kv_dtype="float8_e5m2", scales="head", dtype="bfloat16", missing=((1, 1),)
+    )
+    arrays, spec = with_axis(case)
+    unseen = jnp.isnan(arrays.k.astype(jnp.float32))
+    spoilt = arrays._replace(
+        k=jnp.where(unseen, jnp.inf, arrays.k.astype(jnp.float32)).astype(arrays.k.dtype)
+    )
+    assert jnp.isinf(spoilt.k.astype(jnp.float32)).any()
+    assert_agrees(case, compiled.forward(spoilt, spec, CONFIG, execute=interpret))
+    assert arrays.v is not None
+    first = arrays._replace(v=arrays.v.at[0].set(jnp.inf), page_table=jnp.zeros_like(arrays.page_table))
+    seen = compiled.forward(first, spec, CONFIG, execute=interpret)["out"]
+    assert not np.isfinite(np.asarray(seen, np.float32)[0, : sum(case.q_lens)]).all()
 
 
 @pytest.mark.few(1)
 @pytest.mark.parametrize("size", (2.0**-100, 2.0**-20, 1.0, 2.0**100))
-@pytest.mark.parametrize("kv_dtype", ("int8", "float8_e4m3fn"))
+@pytest.mark.parametrize("kv_dtype", ("int8", "float8_e4m3fn", "float8_e5m2"))
 def test_bytes_of_any_size(kv_dtype, size):
     """Float16 holds neither such queries nor such scales: rows are divided by a power of two, sums kept in units of the largest scale."""
     case = dataclasses.replace(BYTES, kv_dtype=kv_dtype, scales="token", dtype="bfloat16")
@@ -363,6 +425,12 @@ def test_unsupported():
     assert "513" in str(compiled.unsupported(problem(dataclasses.replace(CASES["latent"], D=513)), sm_90))
     float8 = problem(CASES["float8"])
     assert "8.9" in str(compiled.unsupported(float8, sm_80)) and compiled.unsupported(float8, sm_90) is None
+    values = problem(CASES["int8 keys, float8 values"])
+    assert (
+        "float8_e4m3fn" in str(compiled.unsupported(values, sm_80))
+        and compiled.unsupported(values, sm_90) is None
+    )
+    assert compiled.unsupported(problem(CASES["float8 with infinities"]), sm_80) is None
     table = jax.ShapeDtypeStruct((3, 2**29), jnp.int32)
     asked = core.problem_of("paged_attention", arrays._replace(page_table=table), spec)  # pyright: ignore[reportArgumentType]
     assert "2**31" in str(compiled.unsupported(asked, sm_90))

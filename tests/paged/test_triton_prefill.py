@@ -24,11 +24,15 @@ from ejkernel_eqx.paged.triton import prefill_kernel as triton_prefill
 from ejkernel_eqx.paged.triton.call import folded, PagedTile, TritonConfig
 
 interpret = functools.partial(run, interpret=True)
+SIDES = (
+    "float8 with infinities", "bfloat16 keys, int8 values", "int8 keys, float32 values, head scales", "float16 keys, int8 values",
+    "float32 queries, bfloat16 keys, int8 values", "latent float8, bfloat16 rope", "latent float32, int8 rope, head scales",
+)  # fmt: skip
 # What is not held by others too.
 NAMES = (
     "prefill", "prefill behind keys", "mixed, all options", "speculative", "empty sequences", "no keys", "nobody", "left out",
     "page of 1", "page of 16", "missing pages", "freed behind a window", "D 40, V 24", "latent, options", "latent int8",
-    "float8", "float8, head scales", "bfloat16", "bfloat16 pages", "two rows, all options",
+    "float8", "float8, head scales", "bfloat16", "bfloat16 pages", "two rows, all options", *SIDES,
 )  # fmt: skip
 LONG = Case((21, 1, 14), (75, 20, 46), p=8, first=1, tail=2)
 OPTIONS: dict[str, Any] = dict(cap=2.0, sinks=True, slopes=True)

@@ -10,6 +10,7 @@ import pytest
 
 from ejkernel_eqx.launch import compile_ahead, interpreter_unavailable, run
 from ejkernel_eqx.paged.cache import write as xla
+from ejkernel_eqx.paged.cache.quantise import LARGEST
 from ejkernel_eqx.paged.spec import WriteArrays
 from tests.recurrence.quick import quick
 
@@ -32,7 +33,8 @@ def make(dtype, *, new="float32", scales=None, kinds=KINDS, lead=(), pages_lead=
         slots = np.where(np.arange(slots.size).reshape(slots.shape) < T, slots, -1)
     nowhere = (slots < 0) | (slots >= P * p)
     pages, tokens = {}, {}
-    for name, width in kinds.items():
+    dtypes = dtype if isinstance(dtype, tuple) else (dtype,) * len(kinds)
+    for (name, width), dtype in zip(kinds.items(), dtypes, strict=True):
         values = rng.standard_normal((*lead, T, heads, width)) * rng.choice(
             [1e-3, 1, 50], (*lead, T, heads, 1)
         )
@@ -40,7 +42,7 @@ def make(dtype, *, new="float32", scales=None, kinds=KINDS, lead=(), pages_lead=
         held = rng.integers(-100, 100, (*pages_lead, P, p, heads, width))
         pages[name] = jnp.asarray(held.astype("float32").astype(dtype))
         shape = {"token": (*pages_lead, P, p, heads), "head": (*pages_lead, heads)}.get(scales or "")
-        if shape is not None:
+        if shape is not None and dtype in LARGEST:
             pages[f"{name}_scale"] = jnp.asarray(rng.uniform(0.05, 0.2, shape).astype("float32"))
     return WriteArrays(pages, tokens, jnp.asarray(slots.astype(np.int32)))
 
@@ -59,7 +61,8 @@ def assert_same(arrays):
             np.testing.assert_array_equal(bits(got), bits(want), name)
         else:
             number, other = got.astype(np.float32), want.astype(np.float32)
-            step = 1 if got.dtype == np.int8 else np.maximum(2.0**-3 * np.abs(other), 2.0**-9)
+            relative, absolute = (2.0**-2, 2.0**-16) if got.dtype == jnp.float8_e5m2 else (2.0**-3, 2.0**-9)
+            step = 1 if got.dtype == np.int8 else np.maximum(relative * np.abs(other), absolute)
             assert (np.abs(number - other) <= step).all(), name
             assert (number != other).mean() < 0.01, name
             assert_untouched(arrays, name, got)
@@ -90,7 +93,14 @@ def test_plain_pages(dtype, new):
 @pytest.mark.few(4)
 @pytest.mark.parametrize("scales", ["token", "head"])
 @pytest.mark.parametrize(
-    "dtype, new", [("int8", "float32"), ("float8_e4m3fn", "float32"), ("int8", "bfloat16")]
+    "dtype, new",
+    [
+        ("int8", "float32"),
+        ("float8_e4m3fn", "float32"),
+        ("int8", "bfloat16"),
+        ("float8_e5m2", "float32"),
+        ("float8_e5m2", "bfloat16"),
+    ],
 )
 def test_quantised_pages(dtype, new, scales):
     arrays = make(dtype, new=new, scales=scales)
@@ -121,6 +131,25 @@ def test_leading_axes(scales):
     if scales == "head":  # one set of scales for all
         pages = {name: x[0] if name.endswith("_scale") else x for name, x in mapped.pages.items()}
         assert_same(mapped._replace(pages=pages))
+
+
+@pytest.mark.few(2)
+@pytest.mark.parametrize("scales", ["token", "head"])
+@pytest.mark.parametrize("dtypes", [("bfloat16", "int8"), ("int8", "float32"), ("float8_e5m2", "int8")])
+def test_each_kind_of_pages_has_its_own_dtype(dtypes, scales):
+    assert_same(make(dtypes, scales=scales))
+    assert_same(make(dtypes, scales=scales, kinds=LATENT, heads=1))
+    assert_same(make(dtypes, scales=scales, lead=(2,), pages_lead=(2,)))
+
+
+@pytest.mark.parametrize("scales", ["token", "head"])
+def test_nothing_becomes_infinite(scales):
+    """Float8_e5m2 has infinities; what is beyond its largest number is clipped, as in the other dtypes."""
+    arrays = make("float8_e5m2", scales=scales)
+    arrays.new["k"] = jnp.where(jnp.isnan(arrays.new["k"]), jnp.nan, 3e38 * jnp.sign(arrays.new["k"]))
+    assert_same(arrays)
+    written = np.asarray(write(arrays)["k"]).astype(np.float32)
+    assert np.isfinite(written).all() and np.abs(written).max() == LARGEST["float8_e5m2"]
 
 
 def test_programs_of_other_sizes():
@@ -160,7 +189,7 @@ def test_compiles(target):
         arrays = WriteArrays(pages, new, struct((4096,), jnp.int32))  # pyright: ignore[reportArgumentType]
         return write_kernel.write_launch(arrays, list(kinds))[0]
 
-    eight_bits = [jnp.int8] if target == "sm_80" else [jnp.int8, jnp.float8_e4m3fn]
+    eight_bits = [jnp.int8, jnp.float8_e5m2] + ([] if target == "sm_80" else [jnp.float8_e4m3fn])
     launches = [launch(jnp.bfloat16, None, {"k": 128, "v": 128}, 8)]
     launches += [launch(dtype, "token", {"k": 128, "v": 128}, 8) for dtype in eight_bits]
     launches += [launch(jnp.bfloat16, None, {"k": 512, "rope": 64}, 1)]

@@ -29,6 +29,18 @@ KINDS = {
     "float8": example_problem(
         "paged_attention", dict(N=2, **SIZES), "bfloat16", dict(scales="head", kv="float8_e4m3fn")
     ),
+    "int8 values": example_problem(
+        "ragged_paged_attention",
+        dict(N=2, T=8, **SIZES),
+        "bfloat16",
+        dict(scales="token", kv="bfloat16", v="int8"),
+    ),
+    "latent float8, bfloat16 rope": example_problem(
+        "paged_attention",
+        dict(N=2, S=20, H=4, D=24, V=16),
+        "bfloat16",
+        dict(latent=True, scales="head", kv="float8_e5m2", v="bfloat16"),
+    ),
     "dense": example_problem("ragged_decode_attention", dict(B=3, **SIZES), "float32", {}),
 }
 
@@ -50,6 +62,14 @@ def test_inputs_are_of_their_problem(name):
     assert sorted(table[table >= 0]) == list(range(arrays.k.shape[0]))
     if arrays.k.shape[0] > 4:
         assert (np.diff(table[table >= 0]) != 1).any()
+
+
+def test_dtypes_of_pages_are_named_apart_where_they_differ():
+    """What was tuned for pages of one dtype is found by the same key as ever."""
+    names = lambda name: dict(KINDS[name].dtypes)
+    assert names("float8") == {"q": "bfloat16", "kv": "float8_e4m3fn"}
+    assert names("int8 values") == {"q": "bfloat16", "kv": "bfloat16", "v": "int8"}
+    assert names("latent float8, bfloat16 rope") == {"q": "bfloat16", "kv": "float8_e5m2", "rope": "bfloat16"}
 
 
 def test_batches_are_like_what_a_server_has():
@@ -112,6 +132,7 @@ def test_explain_knows_the_words():
         ("paged_attention", SIZES, dict(latent=True), "V < D"),
         ("paged_attention", SIZES, dict(scales="row"), "row"),
         ("paged_attention", SIZES, dict(kv="int8"), "scales"),
+        ("paged_attention", SIZES, dict(v="int8"), "scales with pages of .*, received float32 and int8"),
         ("paged_attention", SIZES, dict(alibi_slopes=True), "alibi_slopes"),
         ("ragged_decode_attention", dict(N=2, **SIZES), {}, "N"),
     ],

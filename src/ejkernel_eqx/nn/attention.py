@@ -10,6 +10,7 @@ from jax.typing import ArrayLike, DTypeLike
 
 from ..attention import FlashAttention, Mask
 from ..paged import PagedKVCache, RaggedBatch, RaggedPagedAttention
+from ..paged.cache.pages import filled_dtype
 from .arguments import check_eps, check_flags, check_numbers, check_sizes
 from .attention_inputs import (
     CallInputs,
@@ -185,12 +186,12 @@ class MultiHeadAttention(eqx.Module):
         page_size: int,
         *,
         batch_shape: tuple[int, ...] | int = (),
-        dtype: DTypeLike | None = None,
+        dtype: DTypeLike | tuple[DTypeLike | None, DTypeLike | None] | None = None,
         scales: str | None = None,
     ) -> PagedKVCache:
-        """An empty `PagedKVCache` that fits this layer, by default in the dtype it computes in, or else that of its weights;
-        `batch_shape` is that of stacked layers. The other arguments are those of `PagedKVCache.init`."""
-        kept: DTypeLike = self._stored_dtype() if dtype is None else dtype
+        """An empty `PagedKVCache` that fits this layer, by default in the dtype it computes in, or else that of its weights, as is a `None`
+        in a pair for keys and values; `batch_shape` is that of stacked layers. The other arguments are those of `PagedKVCache.init`."""
+        kept = filled_dtype(dtype, self._stored_dtype())
         sizes = (num_pages, page_size, self.num_kv_heads, self.head_dim, self.v_head_dim)
         return PagedKVCache.init(*sizes, batch_shape=batch_shape, dtype=kept, scales=scales)
 

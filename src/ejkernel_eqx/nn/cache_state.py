@@ -49,7 +49,7 @@ class CacheState(eqx.Module):
         page_size: int,
         num_slots: int,
         batch_shape: tuple[int, ...] | int = (),
-        dtype: DTypeLike | None = None,
+        dtype: DTypeLike | tuple[DTypeLike | None, DTypeLike | None] | None = None,
         scales: str | None = None,
         num_draft_tokens: int = 0,
     ) -> "CacheState":
@@ -61,8 +61,8 @@ class CacheState(eqx.Module):
         - `num_pages`, `page_size`: of each attention layer, as in `PagedKVCache.init`.
         - `num_slots`: of each recurrent layer, how many sequences have a state at once.
         - `batch_shape`: leading axes of all arrays, such as `(layers,)` where each of `mixers` is a stack of as many.
-        - `dtype`, `scales`: of the pages, by default the dtype of the layer's weights; as in `PagedKVCache.init`. Recurrent states are
-            as `init_state` makes them.
+        - `dtype`, `scales`: of the pages, by default the dtype of the layer's weights; as in `PagedKVCache.init`, also a pair for keys and
+            values. Recurrent states are as `init_state` makes them.
         - `num_draft_tokens`: of each recurrent layer, how many new tokens of a sequence `accept` can take back: at least as many as one call
             verifies, the sure one before the drafts included. They take little room.
 

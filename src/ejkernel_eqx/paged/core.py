@@ -44,10 +44,17 @@ def problem_of(operation: str, arrays: PagedArrays, spec: PagedSpec) -> Problem:
         "qq_bias": arrays.qq_bias is not None,
         "lse": spec.return_lse,
     }
+    dtypes = {"q": q.dtype, "kv": k.dtype}
+    # Of both kinds of pages, unless they differ.
+    dtypes |= {
+        name: x.dtype
+        for name in ("v", "rope")
+        if (x := getattr(arrays, name)) is not None and x.dtype != k.dtype
+    }
     return Problem.make(
         operation,
         dims=dims,
-        dtypes={"q": q.dtype, "kv": k.dtype},
+        dtypes=dtypes,
         flags=flags,
         lengths={"N", "T", "M", "Q"},
         counts={"H", "K"},

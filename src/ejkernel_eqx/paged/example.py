@@ -5,13 +5,14 @@ from typing import Any
 
 from .._words import read_flags, read_sizes, SWITCH
 from ..dispatch import Problem
+from .cache.quantise import LARGEST
 from .core import problem_of
 from .samples import shapes_from, spec_from
 
 _DECODES = ("paged_attention", "ragged_decode_attention")
 _DENSE = "ragged_decode_attention"
 _SCORES = ("alibi_slopes", "qq_bias")
-_QUANTISED = ("int8", "float8_e4m3fn")
+_QUANTISED = tuple(LARGEST)
 
 
 def example_problem(operation: str, dims: Mapping[str, int], dtype: str, flags: Mapping[str, Any]) -> Problem:
@@ -25,7 +26,8 @@ def example_problem(operation: str, dims: Mapping[str, int], dtype: str, flags: 
         keys has rows `B` and neither `N` nor `p`.
     - `dtype`: of the queries.
     - `flags`: `True` or `False` for `window`, `soft_cap`, `sinks`, `lse`, `latent`, and for unified attention `alibi_slopes` and `qq_bias`;
-        `scales`: `token` or `head`; `kv`: the dtype of the pages where it is not that of the queries (int8 with scales).
+        `scales`: `token` or `head`; `kv`: the dtype of the pages where it is not that of the queries (int8 with scales); `v`: that of the
+        values (of a latent: the rotary keys) where it is another.
 
     Raises `ValueError` for a name that is none of these, a missing size, or sizes that do not fit.
     """
@@ -43,10 +45,14 @@ def example_problem(operation: str, dims: Mapping[str, int], dtype: str, flags: 
     if size["H"] % size["K"]:
         raise ValueError(f"dims: expected H to be a multiple of K, received H={size['H']}, K={size['K']}.")
     kv = given["kv"] or ("int8" if given["scales"] else dtype)
-    if (kv in _QUANTISED) != (given["scales"] is not None):
-        raise ValueError(f"flags: expected scales with kv int8 or float8_e4m3fn alone, received {kv}.")
+    v = given["v"] or kv
+    if (kv in _QUANTISED or v in _QUANTISED) != (given["scales"] is not None):
+        names = kv if kv == v else f"{kv} and {v}"
+        raise ValueError(
+            f"flags: expected scales with pages of {', '.join(_QUANTISED)} alone, received {names}."
+        )
     given["ranged"] = operation == _DENSE
-    return problem_of(operation, shapes_from(size, dtype, kv, given), spec_from(size, given))
+    return problem_of(operation, shapes_from(size, dtype, (kv, v), given), spec_from(size, given))
 
 
 def _sizes(operation: str, dims: Mapping[str, int]) -> dict[str, int]:
@@ -74,7 +80,14 @@ def _flags(operation: str, flags: Mapping[str, Any]) -> dict[str, Any]:
     if operation == _DENSE:
         choices["kv"] = kinds
     else:
-        choices |= {"latent": SWITCH, "scales": (None, "token", "head"), "kv": (*kinds, *_QUANTISED)}
+        kinds = (*kinds, *_QUANTISED)
+        choices |= {"latent": SWITCH, "scales": (None, "token", "head"), "kv": kinds, "v": kinds}
     if operation == "unified_attention":
         choices |= dict.fromkeys(_SCORES, SWITCH)
-    return {"latent": False, "scales": None, **dict.fromkeys(_SCORES, False), **read_flags(flags, choices)}
+    return {
+        "latent": False,
+        "scales": None,
+        "v": None,
+        **dict.fromkeys(_SCORES, False),
+        **read_flags(flags, choices),
+    }

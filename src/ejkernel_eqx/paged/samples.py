@@ -13,7 +13,8 @@ from jax import Array
 from ..core.arguments import accumulator
 from ..core.workload import bytes_of
 from ..dispatch import Problem
-from .spec import PagedArrays, PagedSpec, PAGES, SCALES
+from .cache.quantise import LARGEST
+from .spec import page_dtypes, PagedArrays, PagedSpec, PAGES, SCALES
 
 SOFT_CAP = 30.0
 WINDOW = 4  # a window holds such a part of the longest sequence
@@ -108,16 +109,21 @@ def make_arrays(problem: Problem, seed: int) -> PagedArrays:
 
 
 def shapes_from(
-    size: Mapping[str, int], dtype: Any, kv: Any, flags: Mapping[str, Any], pages: int = 1
+    size: Mapping[str, int], dtype: Any, kv: tuple[Any, Any], flags: Mapping[str, Any], pages: int = 1
 ) -> PagedArrays:
-    """The arrays of a call without leading axes, from sizes by letter, the dtypes of queries and pages, and the flags of a problem."""
+    """The arrays of a call without leading axes, from sizes by letter, the dtypes of queries and of both kinds of pages, and the flags of a
+    problem."""
     size, wide = {**size, "P": pages, "R": size["D"] - size["V"]}, accumulator(jnp.dtype(dtype))
     stored = {"k": "PpKV", "rope": "PpKR"} if flags.get("latent") else {"k": "PpKD", "v": "PpKV"}
     scale = {None: None, "token": "PpK", "head": "K"}[flags.get("scales")]
     axes = {
         "q": ("THD", dtype),
-        **{name: (letters, kv) for name, letters in stored.items()},
-        **{f"{name}_scale": (scale, "float32") for name in stored},
+        **{name: (letters, of_pages) for (name, letters), of_pages in zip(stored.items(), kv, strict=True)},
+        **{
+            f"{name}_scale": (scale, "float32")
+            for name, of_pages in zip(stored, kv)
+            if str(of_pages) in LARGEST
+        },
         "page_table": ("NM", "int32"),
         **dict.fromkeys(("q_start", "q_len", "kv_len"), ("N", "int32")),
         "kv_start": ("N" if flags.get("ranged") else None, "int32"),
@@ -131,9 +137,9 @@ def shapes_from(
 
 @functools.partial(jax.jit, static_argnums=(0, 1))
 def _random(problem: Problem, pages: int, key: Array) -> dict[str, Array]:
-    dtype, kv = problem.dtype("q"), problem.dtype("kv")
+    dtype, kv = problem.dtype("q"), page_dtypes(problem)
     shapes = shapes_from(dict(problem.dims), dtype, kv, dict(problem.flags), pages).given
-    unit, keys = 1 / 64 if kv == "int8" else 1.0, iter(jax.random.split(key, len(shapes)))
+    keys = iter(jax.random.split(key, len(shapes)))
 
     def value(name: str, x: Any) -> Array:
         if x.dtype == jnp.int8:
@@ -141,6 +147,7 @@ def _random(problem: Problem, pages: int, key: Array) -> dict[str, Array]:
         if name == "slopes":
             return 2.0 ** (-8.0 * jnp.arange(1, x.size + 1, dtype=x.dtype) / x.size)
         if name in SCALES:
+            unit = 1 / 64 if shapes[name.removesuffix("_scale")].dtype == jnp.int8 else 1.0
             return unit * jnp.exp(0.2 * jax.random.normal(next(keys), x.shape, x.dtype))
         return jax.random.normal(next(keys), x.shape, accumulator(jnp.dtype(dtype))).astype(x.dtype)
 

@@ -29,7 +29,7 @@ class PagedSpec:
     latent: bool = False
     """The values are the keys (without `rope`): `PagedArrays.v` is `None`."""
     scales: str | None = None
-    """Of quantised pages: `"token"`, one for each token and head, or `"head"`, one for each head; `None`: plain pages."""
+    """Of those pages that are quantised: `"token"`, one for each token and head, or `"head"`, one for each head; `None`: none are."""
     return_lse: bool = False
     """Whether the caller wants `lse`; every platform gives it."""
 
@@ -43,7 +43,7 @@ class PagedArrays(NamedTuple):
     """
 
     q: Array  # [*, T, H, D]; latent: [*, T, H, D + Dr], the part for `rope` behind
-    k: Array  # [P, p, K, D], bf16, f16, f32 (f64 on XLA), or int8, float8_e4m3fn with scales
+    k: Array  # [P, p, K, D], bf16, f16, f32 (f64 on XLA), or int8, float8_e4m3fn, float8_e5m2 with scales
     v: Array | None  # [P, p, K, V]; None: the keys
     page_table: Array  # int32 [*, N, M]
     q_start: Array  # int32 [*, N]: the sequence's first query among the T; never decreasing
@@ -51,7 +51,9 @@ class PagedArrays(NamedTuple):
     kv_len: Array  # int32 [*, N]: its number of keys, those of the queries included
     kv_start: Array | None = None  # int32 [*, N]: its first key
     rope: Array | None = None  # [P, p, K, Dr]: more key channels, which are no values
-    k_scale: Array | None = None  # float32 [P, p, K] or [K]: a stored number stands for `scale * number`
+    k_scale: Array | None = (
+        None  # float32 [P, p, K] or [K]: a stored number stands for `scale * number`; None: for itself
+    )
     v_scale: Array | None = None  # the same, for v
     rope_scale: Array | None = None  # the same, for rope
     sinks: Array | None = None  # float32 [H], natural log units
@@ -94,6 +96,12 @@ def axes_of(arrays: PagedArrays, spec: PagedSpec) -> dict[str, tuple[str, ...]]:
         "out": ("T", heads, "V"),
         "lse": ("T", heads),
     }
+
+
+def page_dtypes(problem: Any) -> tuple[str, str]:
+    """Of a problem the dtypes of keys and of values or, of latent pages, of latents and of rotary keys."""
+    dtypes = dict(problem.dtypes)
+    return dtypes["kv"], dtypes.get("rope" if problem.flag("latent") else "v", dtypes["kv"])
 
 
 def unmapped(arrays: PagedArrays, spec: PagedSpec) -> frozenset[str]:

@@ -12,7 +12,7 @@ from ..dispatch import Cost, FORWARD, Implementation, Platform, Problem, Workloa
 from . import reference
 from .example import example_problem as example_problem
 from .samples import make_arrays, make_batch, moved_bytes, spec_of
-from .spec import PagedArrays, PagedSpec, RESULTS
+from .spec import page_dtypes, PagedArrays, PagedSpec, RESULTS
 
 _COARSER = ("float64", "float32", "float16", "bfloat16")
 
@@ -35,10 +35,8 @@ def workload(implementation: Implementation, problem: Problem) -> Workload:
 
 def checked_dtype(problem: Problem) -> str:
     """The coarser dtype of those that are multiplied; quantised pages count as the queries."""
-    dtypes = {problem.dtype("q")}
-    if problem.flag("scales") is None:
-        dtypes.add(problem.dtype("kv"))
-    return max(dtypes, key=_COARSER.index)
+    dtypes = {problem.dtype("q"), *page_dtypes(problem)}
+    return max(dtypes.intersection(_COARSER), key=_COARSER.index)
 
 
 def costs(problem: Problem) -> dict[str, Cost]:

@@ -110,14 +110,15 @@ class _Call:
 
 
 def _operand_dtype(arrays: PagedArrays, spec: PagedSpec) -> Any:
-    """What is multiplied: quantised numbers are exact in the dtype of the queries. A probability times a scale needs the range of
-    float32."""
-    if spec.scales is not None:
-        return jnp.dtype(jnp.float32) if arrays.q.dtype == jnp.float16 else arrays.q.dtype
-    ours, theirs = arrays.q.dtype, arrays.k.dtype
-    if ours.itemsize == theirs.itemsize:
-        return ours if ours == theirs else jnp.dtype(jnp.float32)
-    return max(ours, theirs, key=lambda dtype: dtype.itemsize)
+    """What is multiplied: quantised numbers are exact in every other dtype. A probability times a scale needs the range of float32."""
+    pages = {
+        x.dtype for name, x in arrays.given.items() if name in PAGES and f"{name}_scale" not in arrays.given
+    }
+    size = max(dtype.itemsize for dtype in {arrays.q.dtype, *pages})
+    widest = {dtype for dtype in {arrays.q.dtype, *pages} if dtype.itemsize == size}
+    if len(widest) > 1 or (spec.scales is not None and jnp.dtype(jnp.float16) in widest):
+        return jnp.dtype(jnp.float32)
+    return widest.pop()
 
 
 class _Queries(NamedTuple):

@@ -6,11 +6,10 @@ import equinox as eqx
 import jax
 import jax.numpy as jnp
 from jax import Array
-from jax.typing import DTypeLike
 from jaxtyping import Float, Int, Shaped
 
 from .batch import to_int32
-from .pages import Pages, read_sizes
+from .pages import PageDType, Pages, read_sizes
 from .write import write
 
 
@@ -32,7 +31,8 @@ class PagedKVCache(Pages):
     - `k`, `v`: pages `[.., P, p, K, D]` and `[.., P, p, K, V]`.
     - `page_table`: int32 `[.., N, M]`, a row of pages for each sequence, -1 (or any number outside `0 .. P - 1`) for none; or `None`.
     - `lengths`: int32 `[.., N]`, each sequence's tokens, new ones included; or `None`.
-    - `k_scale`, `v_scale`: float32 `[.., P, p, K]`, one for each token and head, or `[.., K]`, one for each head; or `None`.
+    - `k_scale`, `v_scale`: float32 `[.., P, p, K]`, one for each token and head, or `[.., K]`, one for each head; or `None` for pages
+        that are not in 8 bits.
 
     What lies in pages of no sequence and in slots past a sequence's length may be anything, also NaN.
     """
@@ -58,7 +58,7 @@ class PagedKVCache(Pages):
         v_head_dim: int | None = None,
         *,
         batch_shape: Any = (),
-        dtype: DTypeLike = jnp.float32,
+        dtype: PageDType = jnp.float32,
         scales: str | None = None,
     ) -> "PagedKVCache":
         """An empty cache, bound to no tables.
@@ -68,7 +68,8 @@ class PagedKVCache(Pages):
         - `num_pages`, `page_size`: `P` and `p`; there is room for `P * p` tokens.
         - `num_kv_heads`, `head_dim`, `v_head_dim`: `K`, `D` and `V` (default `D`).
         - `batch_shape`: leading axes, such as `(layers,)`.
-        - `dtype`: how keys and values are stored: bfloat16, float16, float32, float64 (on XLA), or int8 and float8_e4m3fn with scales.
+        - `dtype`: how keys and values are stored: bfloat16, float16, float32, float64 (on XLA), or int8, float8_e4m3fn and float8_e5m2 with
+            scales. A pair is that of keys and that of values, such as `("bfloat16", "int8")` for values in 8 bits alone.
         - `scales`: of 8-bit pages, `"token"` (the default), one for each token and head, found as it is written; or `"head"`, one
             for each head, ones until `with_scales` sets them.
 
@@ -99,7 +100,8 @@ class PagedKVCache(Pages):
     def with_scales(self, k_scale: Any, v_scale: Any) -> "PagedKVCache":
         """The same pages with other scales a head, such as (largest magnitude of a sample) / 127: set them before anything is written.
 
-        **Arguments:** `k_scale`, `v_scale`: positive floats `[.., K]`; new numbers beyond what they reach are clipped.
+        **Arguments:** `k_scale`, `v_scale`: positive floats `[.., K]`, `None` for pages that are not in 8 bits; new numbers beyond what they
+        reach are clipped.
 
         **Raises:** `ValueError` for a cache without scales a head, another shape, or numbers that are not positive, where they are known.
         """
@@ -133,7 +135,8 @@ class PagedLatentCache(Pages):
     - `latent`, `rope`: pages `[.., P, p, R]` and `[.., P, p, Dr]`.
     - `page_table`: int32 `[.., N, M]`, -1 for no page; or `None`.
     - `lengths`: int32 `[.., N]`, new tokens included; or `None`.
-    - `latent_scale`, `rope_scale`: float32 `[.., P, p]`, one for each token, or `[..]`, one for the cache; or `None`.
+    - `latent_scale`, `rope_scale`: float32 `[.., P, p]`, one for each token, or `[..]`, one for the cache; or `None` for pages that are not
+        in 8 bits.
     """
 
     latent: Shaped[Array, "... P p R"]
@@ -156,7 +159,7 @@ class PagedLatentCache(Pages):
         rope_dim: int,
         *,
         batch_shape: Any = (),
-        dtype: DTypeLike = jnp.float32,
+        dtype: PageDType = jnp.float32,
         scales: str | None = None,
     ) -> "PagedLatentCache":
         """An empty cache, bound to no tables.
@@ -165,7 +168,7 @@ class PagedLatentCache(Pages):
 
         - `num_pages`, `page_size`: `P` and `p`; there is room for `P * p` tokens.
         - `latent_dim`, `rope_dim`: `R` and `Dr`.
-        - `batch_shape`, `dtype`: as in [`ejkernel_eqx.PagedKVCache.init`][].
+        - `batch_shape`, `dtype`: as in [`ejkernel_eqx.PagedKVCache.init`][]; a pair is that of latents and that of rotary keys.
         - `scales`: of 8-bit pages, `"token"` (the default), one for each token; or `"head"`, one for all tokens (the latent is the one
             head), 1 until `with_scales` sets it.
 
@@ -190,7 +193,8 @@ class PagedLatentCache(Pages):
     def with_scales(self, latent_scale: Any, rope_scale: Any) -> "PagedLatentCache":
         """The same pages with another scale for the whole cache: set it before anything is written.
 
-        **Arguments:** `latent_scale`, `rope_scale`: positive floats `[..]`; new numbers beyond what they reach are clipped.
+        **Arguments:** `latent_scale`, `rope_scale`: positive floats `[..]`, `None` for pages that are not in 8 bits; new numbers beyond what
+        they reach are clipped.
 
         **Raises:** `ValueError` for a cache without such scales, another shape, or numbers that are not positive, where they are known.
         """

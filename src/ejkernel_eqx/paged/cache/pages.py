@@ -23,6 +23,8 @@ from .write import Writer
 
 C = TypeVar("C", bound="Pages")
 Tables = tuple[Array, Array]
+PageDType = DTypeLike | tuple[DTypeLike, DTypeLike]
+"""Of both kinds of pages, or of each: keys and values, or latents and rotary keys."""
 TOKEN, HEAD = "token", "head"
 _PLAIN = ("bfloat16", "float16", "float32", "float64")
 
@@ -61,9 +63,9 @@ class Pages(eqx.Module):
         check_room(*x.shape[x.ndim - self._rank :][:2])
         kind = kind_of_scale(f"{name}_scale", x, scale, self._rank)
         other_kind = kind_of_scale(f"{other}_scale", y, other_scale, self._rank)
-        if kind != other_kind:
+        if kind != other_kind and None not in (kind, other_kind):
             raise ValueError(
-                f"{other}_scale: expected the kind of {name}_scale, {kind!r}, received {other_kind!r}; scale both."
+                f"{other}_scale: expected the kind of {name}_scale, {kind!r}, received {other_kind!r}; scale both alike."
             )
         if (self.page_table is None) != (self.lengths is None):
             raise ValueError(
@@ -78,20 +80,24 @@ class Pages(eqx.Module):
         room: tuple[int, int],
         widths: Any,
         batch_shape: Any,
-        dtype: DTypeLike,
+        dtype: PageDType,
         scales: str | None,
     ) -> C:
         """`room`: pages and tokens a page; `widths`: of both arrays the axes of a token."""
-        dtype, scales = read_page_dtype(dtype, scales)
+        dtypes, scales = read_page_dtypes(dtype, scales)
         check_room(*room)
         lead = read_batch_shape(batch_shape)
-        shapes = [(*lead, *room, *width) for width in widths]
-        if scales is not None:
-            shapes += [(*lead, *(room if scales == TOKEN else ()), *width[:-1]) for width in widths]
         # Arrays of their own, not one twice: all may be donated.
-        arrays = [jnp.zeros(shape, dtype) for shape in shapes[:2]]
-        arrays += [jnp.ones(shape, jnp.float32) for shape in shapes[2:]]
-        return cls(**dict(zip(cls._names, arrays, strict=False)))
+        arrays = [
+            jnp.zeros((*lead, *room, *width), dtype) for width, dtype in zip(widths, dtypes, strict=True)
+        ]
+        arrays += [
+            jnp.ones((*lead, *(room if scales == TOKEN else ()), *width[:-1]), jnp.float32)
+            if dtype.name in LARGEST
+            else None
+            for width, dtype in zip(widths, dtypes, strict=True)
+        ]
+        return cls(**dict(zip(cls._names, arrays, strict=True)))
 
     @property
     def _arrays(self) -> list[Any]:
@@ -120,9 +126,9 @@ class Pages(eqx.Module):
 
     @property
     def scales(self) -> str | None:
-        """`"token"`, `"head"` (one for the cache, if its tokens have no heads), or `None` for pages that are not quantised."""
-        name, pages, scale = self._pairs[0]
-        return kind_of_scale(f"{name}_scale", pages, scale, self._rank)
+        """`"token"`, `"head"` (one for the cache, if its tokens have no heads), or `None` where neither of the pages is quantised."""
+        kinds = (kind_of_scale(f"{name}_scale", x, scale, self._rank) for name, x, scale in self._pairs)
+        return next((kind for kind in kinds if kind is not None), None)
 
     @property
     def is_bound(self) -> bool:
@@ -151,7 +157,8 @@ class Pages(eqx.Module):
             )
         lead, old = len(self.batch_shape), zip(self._names[2:], self._arrays[2:], given, strict=True)
         return dataclasses.replace(
-            self, **{name: read_head_scale(name, x, scale, lead) for name, scale, x in old}
+            self,
+            **{name: read_head_scale(name, x, scale, lead) for name, scale, x in old},  # pyright: ignore
         )
 
     def append_by(self: C, writer: Writer, first: Any, second: Any, slots: Any) -> C:
@@ -166,7 +173,7 @@ class Pages(eqx.Module):
         **Arguments:**
 
         - `max_length`: `S`, how many tokens of each sequence to give; static, by default all that its row of pages may hold, `M * p`.
-        - `dtype`: of the results, by default the pages', or float32 for quantised ones.
+        - `dtype`: of the results, by default the pages', or float32 where they are quantised or of two dtypes.
 
         **Returns:** keys `[.., N, S, K, D]` and values `[.., N, S, K, V]`, of a latent cache latents `[.., N, S, R]` and rotary keys
         `[.., N, S, Dr]`: zero where there is no token or no page. With leading axes, the pages' come first; those of tables without leading
@@ -183,7 +190,7 @@ class Pages(eqx.Module):
     def _read_gather(self, max_length: Any, dtype: Any) -> tuple[Tables, int, Any]:
         """The tables, the tokens a sequence and the dtype of what `gather` gives."""
         table, lengths, lead = self.page_table, self.lengths, self.batch_shape
-        name, x, _ = self._pairs[0]
+        name = self._names[0]
         if table is None or lengths is None:
             raise ValueError(
                 "gather: expected a cache bound to tables, received one without; call cache.bind(page_table, lengths)."
@@ -193,7 +200,10 @@ class Pages(eqx.Module):
                 f"page_table: expected shape [N, M] or the leading axes {lead} of {name} in front, received {table.shape}; jax.vmap over more."
             )
         if dtype is None:
-            dtype = jnp.float32 if x.dtype.name in LARGEST else x.dtype
+            kept = {x.dtype for x in self._arrays[:2]}
+            dtype = kept.pop() if len(kept) == 1 else jnp.dtype(jnp.float32)
+            if dtype.name in LARGEST:
+                dtype = jnp.float32
         dtype = jnp.dtype(dtype)
         if dtype.name not in _PLAIN:
             raise ValueError(f"dtype: expected one of {', '.join(_PLAIN)}, received {dtype.name}.")
@@ -212,7 +222,8 @@ class Pages(eqx.Module):
         with jax.named_scope(f"ejx.{type(self).__name__}.copy_pages"):
             source, target = read_copies(source, target)
             lead, names = len(self.batch_shape), self._names[: 4 if self.scales == TOKEN else 2]
-            paged = {name: copy(getattr(self, name), source, target, lead) for name in names}
+            there = {name: x for name in names if (x := getattr(self, name)) is not None}
+            paged = {name: copy(x, source, target, lead) for name, x in there.items()}
             return dataclasses.replace(self, **paged)
 
 
@@ -242,21 +253,36 @@ def write_arrays(pages: Pages, given: tuple[Any, Any], slots: Any) -> WriteArray
     return WriteArrays(operands_of(pages), new, slots)
 
 
-def read_page_dtype(dtype: DTypeLike, scales: str | None) -> tuple[Any, str | None]:
-    """The pages' dtype and the kind of their scales."""
-    dtype = jnp.dtype(dtype)
-    if dtype.name not in (*_PLAIN, *LARGEST):
+def read_page_dtypes(dtype: PageDType, scales: str | None) -> tuple[tuple[Any, Any], str | None]:
+    """The dtypes of both kinds of pages, and the kind of the scales of those in 8 bits."""
+    pair = tuple(dtype) if isinstance(dtype, tuple | list) else (dtype, dtype)
+    if len(pair) != 2:
         raise ValueError(
-            f"dtype: expected one of {', '.join((*_PLAIN, *LARGEST))}, received {dtype.name}; cast it."
+            f"dtype: expected one dtype for all pages or a pair, received {len(pair)}; the pair (bfloat16, int8), say, is that of keys and "
+            "values."
         )
-    _check_enabled(dtype)
+    first, second = (jnp.dtype(one) for one in pair)
+    for one in (first, second):
+        if one.name not in (*_PLAIN, *LARGEST):
+            raise ValueError(
+                f"dtype: expected one of {', '.join((*_PLAIN, *LARGEST))}, received {one.name}; cast it."
+            )
+        _check_enabled(one)
     if scales not in (None, TOKEN, HEAD):
         raise ValueError(f"scales: expected 'token', 'head' or None, received {scales!r}.")
-    if dtype.name in _PLAIN and scales is not None:
+    plain = first.name in _PLAIN and second.name in _PLAIN
+    if plain and scales is not None:
+        names = first.name if first == second else f"{first.name} and {second.name}"
         raise ValueError(
-            f"scales: expected None for pages of {dtype.name}, received {scales!r}; take dtype int8 or float8_e4m3fn to quantise."
+            f"scales: expected None for pages of {names}, received {scales!r}; take dtype {', '.join(LARGEST)} to quantise."
         )
-    return dtype, scales or (None if dtype.name in _PLAIN else TOKEN)
+    return (first, second), scales or (None if plain else TOKEN)
+
+
+def filled_dtype(dtype: Any, default: Any) -> Any:
+    """A dtype of pages, or a pair, with `default` wherever it says nothing."""
+    pick = lambda one: default if one is None else one
+    return tuple(map(pick, dtype)) if isinstance(dtype, tuple | list) else pick(dtype)
 
 
 def _check_enabled(dtype: Any) -> None:
@@ -304,9 +330,16 @@ def kind_of_scale(name: str, pages: Array, scale: Array | None, rank: int) -> st
     )
 
 
-def read_head_scale(name: str, given: Any, scale: Array | None, lead: int) -> Array:
+def read_head_scale(name: str, given: Any, scale: Array | None, lead: int) -> Array | None:
     """New scales in place of `scale`, one for each head; those without its leading axes are for all of them."""
-    assert scale is not None
+    if scale is None:
+        if given is not None:
+            raise ValueError(
+                f"{name}: expected None, as these pages are not in 8 bits, received {type(given).__name__}; scale the others alone."
+            )
+        return None
+    if given is None:
+        raise ValueError(f"{name}: expected floats {scale.shape}, received None; one number for each head.")
     shapes = (scale.shape, scale.shape[lead:])
     values = read_array(name, given, shapes, f"floats {scale.shape}", "; one number for each head")
     numbers = checked(

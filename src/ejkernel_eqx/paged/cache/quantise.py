@@ -7,8 +7,9 @@ from jax import Array
 from jax.typing import DTypeLike
 from jaxtyping import Float, Shaped
 
-LARGEST = {"int8": 127.0, "float8_e4m3fn": 448.0}
-"""The largest number that each dtype stores; int8 leaves out -128, so that both signs reach as far."""
+LARGEST = {"int8": 127.0, "float8_e4m3fn": 448.0, "float8_e5m2": 57344.0}
+"""The largest finite number that each dtype stores; int8 leaves out -128, so that both signs reach as far."""
+_NAMES = "int8, float8_e4m3fn or float8_e5m2"
 
 
 def quantise(
@@ -17,15 +18,16 @@ def quantise(
     r"""`x` as 8-bit numbers and what they are to be multiplied with: $x_d \approx s \cdot n_d$.
 
     $s = \max_d |x_d| / n_\text{max}$ for each vector along the last axis, and 1 where that is zero;
-    $n_d = \text{round}(x_d / s)$, with halves to the even number. $n_\text{max}$ is 127 for int8 and 448 for float8_e4m3fn. So
-    $|x_d - s n_d| \le s / 2$ for int8; float8 rounds to 4 significant bits, $|x_d - s n_d| \le \max(|x_d| 2^{-4}, s 2^{-10})$.
-    Nothing overflows: what is beyond $n_\text{max}$ becomes $n_\text{max}$, with its sign.
+    $n_d = \text{round}(x_d / s)$, with halves to the even number. $n_\text{max}$ is 127 for int8, 448 for float8_e4m3fn and 57344 for
+    float8_e5m2. So $|x_d - s n_d| \le s / 2$ for int8; float8_e4m3fn rounds to 4 significant bits,
+    $|x_d - s n_d| \le \max(|x_d| 2^{-4}, s 2^{-10})$, and float8_e5m2 to 3, $|x_d - s n_d| \le \max(|x_d| 2^{-3}, s 2^{-17})$.
+    Nothing overflows: what is beyond $n_\text{max}$ becomes $n_\text{max}$, with its sign, also in float8_e5m2, which has infinities.
 
     **Arguments:**
 
     - `x`: floats `[..., D]`, such as keys `[T, K, D]`, computed with in float32. A vector with a NaN or an infinity gets a scale that
-        is not finite and so stays visible.
-    - `dtype`: `int8` or `float8_e4m3fn`.
+        is not finite and so stays visible: all of it reads as NaN.
+    - `dtype`: `int8`, `float8_e4m3fn` or `float8_e5m2`.
     - `scale`: floats that broadcast to `x.shape[:-1]`, such as `[K]`, to store by instead. They must be positive.
 
     **Returns:** the stored numbers `[..., D]` in `dtype`, and the scale, float32 `x.shape[:-1]`.
@@ -34,9 +36,7 @@ def quantise(
     """
     dtype = jnp.dtype(dtype)
     if dtype.name not in LARGEST:
-        raise ValueError(
-            f"dtype: expected {' or '.join(LARGEST)}, received {dtype.name}; others need no scale."
-        )
+        raise ValueError(f"dtype: expected {_NAMES}, received {dtype.name}; others need no scale.")
     x = jnp.asarray(x)
     if x.ndim < 1 or not jnp.issubdtype(x.dtype, jnp.floating):
         raise ValueError(
@@ -68,7 +68,7 @@ def dequantise(stored: Any, scale: Any, dtype: DTypeLike = jnp.float32) -> Float
     stored = jnp.asarray(stored)
     if stored.dtype.name not in LARGEST or stored.ndim < 1:
         raise ValueError(
-            f"stored: expected {' or '.join(LARGEST)} [..., D], received {stored.dtype} of shape {stored.shape}; other numbers stand for "
+            f"stored: expected {_NAMES} [..., D], received {stored.dtype} of shape {stored.shape}; other numbers stand for "
             "themselves."
         )
     scale = _given(scale, stored.shape[:-1])

@@ -92,8 +92,9 @@ class Call:
     @property
     def dot_dtype(self) -> jnp.dtype:
         """What matrices are multiplied in: quantised pages in the dtype of the queries, others in the wider one."""
-        q, k = self.arrays.q.dtype, self.arrays.k.dtype
-        return q if self.spec.scales is not None or q == k else jnp.dtype(jnp.float32)
+        q, given = self.arrays.q.dtype, self.arrays.given
+        pages = (given[name].dtype for name in PAGES if name in given and f"{name}_scale" not in given)
+        return q if all(dtype == q for dtype in pages) else jnp.dtype(jnp.float32)
 
     @property
     def launch(self) -> Launcher:
@@ -102,6 +103,7 @@ class Call:
         (pages, page, _, dim), (heads, kv_heads) = arrays.k.shape, self.heads
         rope = 0 if arrays.rope is None else arrays.rope.shape[-1]
         is_float32 = self.dot_dtype == jnp.float32
+        scales = {name: _SCALES[spec.scales if f"{name}_scale" in arrays.given else None] for name in PAGES}
         numbers = {
             "P": pages,
             "M": arrays.page_table.shape[-1],
@@ -122,7 +124,9 @@ class Call:
             "BLOCK_V": padded(self.values),
             "BLOCK_R": padded(rope),
             "LATENT": arrays.v is None,
-            "SCALES": _SCALES[spec.scales],
+            "K_SCALES": scales["k"],
+            "V_SCALES": scales["k" if arrays.v is None else "v"],
+            "R_SCALES": scales["rope"],
             "SCALE": spec.scale,
             "CAP": spec.logits_soft_cap or 0.0,
             "FAST_TANH": self.config.fast_tanh and not is_float32,

@@ -13,7 +13,8 @@ from ...core.platforms import kernels_unavailable
 from ...dispatch import DeviceFacts, Problem
 from ...launch import Execute, run
 from ...launch.sizes import cdiv, rows_of, too_large
-from ..spec import PagedArrays, PagedSpec, WriteArrays
+from ..cache.quantise import LARGEST
+from ..spec import page_dtypes, PagedArrays, PagedSpec, WriteArrays
 from . import decode_kernel, prefill_kernel, tile_sizes, write_kernel
 from .call import folded
 from .call import PagedTile as PagedTile
@@ -34,8 +35,9 @@ unavailable = kernels_unavailable
 
 
 def unsupported(problem: Problem, device: DeviceFacts) -> str | None:
-    q, kv, dim, values = problem.dtype("q"), problem.dtype("kv"), problem.dim("D"), problem.dim("V")
-    if "float64" in (q, kv):
+    q, dim, values = problem.dtype("q"), problem.dim("D"), problem.dim("V")
+    pages = page_dtypes(problem)
+    if "float64" in (q, *pages):
         return "takes float32, float16 and bfloat16, not float64"
     if problem.flag("latent"):
         if values > MAX_LATENT_DIM or dim - values > MAX_HEAD_DIM:
@@ -46,8 +48,11 @@ def unsupported(problem: Problem, device: DeviceFacts) -> str | None:
             )
     elif max(dim, values) > MAX_HEAD_DIM:
         return f"takes head dims up to {MAX_HEAD_DIM}, not D {dim} and V {values}"
-    if kv == "float8_e4m3fn" and device.vendor == "nvidia" and device.capability < (8, 9):
-        return f"takes float8 pages from compute capability 8.9 on, the device has {device.compute_capability or 'none'}"
+    if "float8_e4m3fn" in pages and device.vendor == "nvidia" and device.capability < (8, 9):
+        return (
+            f"takes float8_e4m3fn pages from compute capability 8.9 on, the device has {device.compute_capability or 'none'}; float8_e5m2 and int8 "
+            "it has"
+        )
     if problem.dim("M") * problem.dim("p") >= 2**31:
         return (
             f"takes page tables of fewer than 2**31 keys, not {problem.dim('M')} pages of {problem.dim('p')}"
@@ -95,7 +100,7 @@ def candidates(problem: Problem, device: DeviceFacts) -> list[TritonConfig]:
 
 def config_unsupported(config: TritonConfig, problem: Problem, device: DeviceFacts) -> str | None:
     """Tiles that cannot fit the device's shared memory, by an estimate from above; of the smallest the compiler must tell."""
-    is_bytes = problem.dtype("kv") in ("int8", "float8_e4m3fn")
+    is_bytes = not LARGEST.keys().isdisjoint(page_dtypes(problem))
     if config.fast_bytes and is_bytes and device.vendor != "nvidia":
         return "fast_bytes is made of NVIDIA's instructions"
     queries = decode_queries(problem.dim("Q"), problem.dim("H") // problem.dim("K"))

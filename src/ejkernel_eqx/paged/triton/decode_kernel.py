@@ -15,7 +15,7 @@ from ...launch import Options, result
 from ...launch.constants import LN2, LOG2E
 from ...launch.sizes import cdiv, padded
 from .call import Call
-from .pairs import attend_pairs, RAISED, split_queries
+from .pairs import attend_pairs, PAIRS_OF, RAISED, split_queries
 from .tile import (
     attend_tile,
     fill_rest,
@@ -53,9 +53,10 @@ def decode_kernel(
     out_ptr, lse_ptr,  # [T, H, V], [T, H] or, of splits, [N, QUERIES, H, SPLITS, V], [N, QUERIES, H, SPLITS]
     H: tl.constexpr, K: tl.constexpr, D: tl.constexpr, V: tl.constexpr, R: tl.constexpr, PAGE: tl.constexpr, FAR: tl.constexpr,
     MOST: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_V: tl.constexpr, BLOCK_R: tl.constexpr, BM: tl.constexpr, BK: tl.constexpr,
-    LATENT: tl.constexpr, SCALES: tl.constexpr, SCALE: tl.constexpr, CAP: tl.constexpr, FAST_TANH: tl.constexpr, LEFT: tl.constexpr,
-    RANGED: tl.constexpr, SINKS: tl.constexpr, ALIBI: tl.constexpr, QQ: tl.constexpr, PRECISION: tl.constexpr, WIDE: tl.constexpr,
-    QUERIES: tl.constexpr, ALONE: tl.constexpr, SPLITS: tl.constexpr, LEAST: tl.constexpr, PAIRS: tl.constexpr, FAST_BYTES: tl.constexpr,
+    LATENT: tl.constexpr, K_SCALES: tl.constexpr, V_SCALES: tl.constexpr, R_SCALES: tl.constexpr, SCALE: tl.constexpr,
+    CAP: tl.constexpr, FAST_TANH: tl.constexpr, LEFT: tl.constexpr, RANGED: tl.constexpr, SINKS: tl.constexpr, ALIBI: tl.constexpr,
+    QQ: tl.constexpr, PRECISION: tl.constexpr, WIDE: tl.constexpr, QUERIES: tl.constexpr, ALONE: tl.constexpr, SPLITS: tl.constexpr,
+    LEAST: tl.constexpr, PAIRS: tl.constexpr, FAST_BYTES: tl.constexpr,
 ):  # fmt: skip
     blocks: tl.constexpr = (QUERIES * (H // K) + BM - 1) // BM
     raised: tl.constexpr = RAISED if PAIRS else 0  # pyright: ignore[reportAssignmentType]
@@ -99,7 +100,7 @@ def decode_kernel(
     if ALIBI:
         slope = tl.load(slopes_ptr + shared * H + h)[:, None] * LOG2E  # [BM, 1]
     k_factor, v_factor, rope_factor = head_factors(
-        k_scale_ptr, v_scale_ptr, rope_scale_ptr, shared, kv_head, K, R, LATENT, SCALES)  # fmt: skip
+        k_scale_ptr, v_scale_ptr, rope_scale_ptr, shared, kv_head, K, R, LATENT, K_SCALES, V_SCALES, R_SCALES)  # fmt: skip
 
     if PAIRS:
         q_even, q_odd, q_factor = split_queries(q, BM, BLOCK_D)  # [BM, BLOCK_D / 2] twice, [BM]
@@ -126,17 +127,17 @@ def decode_kernel(
             acc, acc_odd, total, top, peak = attend_pairs(
                 acc, acc_odd, total, top, peak, q_even, q_odd, q_factor, j, slot, ok, i, t[:, None], slope, chunk, kv_head, k_factor,
                 qq_bias_ptr + shared * Q * Q, Q, k_ptr, v_ptr, k_scale_ptr, v_scale_ptr, K, D, V, BLOCK_D, BLOCK_V, BM, BK,
-                SCALES, SCALE, CAP, FAST_TANH, LEFT, ALIBI, QQ, PAIRS, FAST_BYTES)  # fmt: skip
+                V_SCALES, SCALE, CAP, FAST_TANH, LEFT, ALIBI, QQ, PAIRS, FAST_BYTES)  # fmt: skip
         else:
             acc, total, top = attend_tile(
                 acc, total, top, q, q_rope, j, slot, ok, i, t[:, None], slope, chunk, kv_head, k_factor, rope_factor,
                 qq_bias_ptr + shared * Q * Q, Q, k_ptr, v_ptr, rope_ptr, k_scale_ptr, v_scale_ptr, rope_scale_ptr, K, D, V, R, BLOCK_D,
-                BLOCK_V, BLOCK_R, LATENT, SCALES, SCALE, CAP, FAST_TANH, LEFT, ALIBI, QQ, PRECISION, True)  # fmt: skip
+                BLOCK_V, BLOCK_R, LATENT, K_SCALES, V_SCALES, R_SCALES, SCALE, CAP, FAST_TANH, LEFT, ALIBI, QQ, PRECISION, True)  # fmt: skip
 
     # out = acc / total, lse = top + log2(total): of the sequence, or of the split, for the merge and in its units of log2.
     if PAIRS:
         acc = tl.interleave(acc, acc_odd)  # [BM, BLOCK_V]
-        if SCALES == TOKEN:
+        if V_SCALES == TOKEN:
             v_factor = peak
     some = total != 0  # [BM]
     acc = acc * (v_factor / tl.where(some, total, 1.0))[:, None]  # [BM, BLOCK_V]
@@ -254,12 +255,10 @@ def decode(call: Call, queries: int) -> dict[str, Array]:
 def _pairs(call: Call, rows: int) -> int:
     """How `attend_pairs` takes the pages, 0 where they are not for it."""
     arrays = call.arrays
-    fits = (
-        pairs_fit(arrays.k.shape[-1], call.values) and arrays.v is not None and call.dot_dtype != jnp.float32
-    )
-    return (
-        {"int8": 1, "float8_e4m3fn": 2}.get(arrays.k.dtype.name, 0) if fits and rows <= MOST_PAIR_ROWS else 0
-    )
+    if arrays.v is None or arrays.v.dtype != arrays.k.dtype or call.dot_dtype == jnp.float32:
+        return 0
+    fits = pairs_fit(arrays.k.shape[-1], call.values) and rows <= MOST_PAIR_ROWS
+    return PAIRS_OF.get(arrays.k.dtype.name, 0) if fits else 0
 
 
 def _fills(call: Call) -> int:

@@ -11,7 +11,9 @@ import triton.language as tl
 from .tile import load_keys, load_scales, TOKEN, weights
 
 BIASED = tl.constexpr(1152)  # what `integers` puts on top of an int8 number
-INT8 = tl.constexpr(1)  # PAIRS: of int8; 2: of float8
+PAIRS_OF = {"int8": 1, "float8_e4m3fn": 2, "float8_e5m2": 3}
+"""`PAIRS` of pages."""
+INT8, E5M2 = tl.constexpr(1), tl.constexpr(3)
 RAISED = tl.constexpr(15)  # weights up to 2^15: those far below the largest are still numbers in float16
 BYTE, LOW_BYTE = tl.constexpr(8), tl.constexpr(255)
 # Of a float32: bits of the mantissa, the exponent's bits behind them, and the largest that has an inverse.
@@ -40,6 +42,14 @@ prmt.b32 sorted, $2, $2, 0x3120;
 mov.b32 {low, high}, sorted;
 cvt.rn.f16x2.e4m3x2 $0, low;
 cvt.rn.f16x2.e4m3x2 $1, high;
+}""")
+
+
+# A number of e5m2 is the upper half of one in float16.
+_UPPER_HALVES = tl.constexpr("""{
+shl.b32 $0, $2, 8;
+and.b32 $0, $0, 0xff00ff00;
+and.b32 $1, $2, 0xff00ff00;
 }""")
 
 
@@ -75,9 +85,15 @@ def integers(pair, EXACT: tl.constexpr, FAST: tl.constexpr):
 
 
 @triton.jit
-def floats(pair, FAST: tl.constexpr):
-    """The low and the high bytes of 16-bit numbers, float8 (e4m3) each, in float16."""
-    if FAST:
+def floats(pair, PAIRS: tl.constexpr, FAST: tl.constexpr):
+    """The low and the high bytes of 16-bit numbers, float8 each, in float16."""
+    if PAIRS == E5M2:
+        if FAST:
+            return _halves(pair, _UPPER_HALVES)
+        else:
+            high = (pair >> BYTE) << BYTE  # of the shape of pair
+            return (pair << BYTE).to(tl.float16, bitcast=True), high.to(tl.float16, bitcast=True)
+    elif FAST:
         return _halves(pair, _FLOATS)
     else:
         low = (pair & LOW_BYTE).to(tl.uint8).to(tl.float8e4nv, bitcast=True)  # of the shape of pair
@@ -101,7 +117,7 @@ def attend_pairs(
     BM: tl.constexpr, BK: tl.constexpr, SCALES: tl.constexpr, SCALE: tl.constexpr, CAP: tl.constexpr, FAST_TANH: tl.constexpr,
     LEFT: tl.constexpr, ALIBI: tl.constexpr, QQ: tl.constexpr, PAIRS: tl.constexpr, FAST: tl.constexpr,
 ):  # fmt: skip
-    """As `attend_tile`, with the sums of even and of odd channels apart, `[BM, BLOCK_V / 2]` each. `PAIRS`: 1 of int8, 2 of float8.
+    """As `attend_tile`, with the sums of even and of odd channels apart, `[BM, BLOCK_V / 2]` each. `PAIRS`: of `PAIRS_OF`.
 
     Sums and denominators are `2**RAISED` times as large. With a scale for each token the sums are in units of `peak`, from
     `LEAST_PEAK` on."""
@@ -115,7 +131,7 @@ def attend_pairs(
         qk = tl.zeros([BM, BK], tl.float32) - (rest * BIASED)[:, None]  # [BM, BK]
         qk = tl.dot(q_odd, k_odd, tl.dot(q_even, k_even, qk))  # [BM, BK]
     else:
-        k_even, k_odd = floats(k_pair, FAST)  # [BLOCK_D / 2, BK] each
+        k_even, k_odd = floats(k_pair, PAIRS, FAST)  # [BLOCK_D / 2, BK] each
         qk = tl.dot(q_odd, k_odd, tl.dot(q_even, k_even))  # [BM, BK]
     if SCALES == TOKEN:
         k_scale = load_scales(k_scale_ptr, slot, ok, kv_head, K, True)  # [BK]
@@ -127,7 +143,7 @@ def attend_pairs(
     if PAIRS == INT8:
         v_even, v_odd = integers(v_pair, True, FAST)  # [BK, BLOCK_V / 2] each
     else:
-        v_even, v_odd = floats(v_pair, FAST)  # [BK, BLOCK_V / 2] each
+        v_even, v_odd = floats(v_pair, PAIRS, FAST)  # [BK, BLOCK_V / 2] each
     if SCALES == TOKEN:
         # The sums are in units of the largest scale so far: float16 could not hold small scales beside small probabilities.
         new_peak = tl.maximum(peak, tl.max(tl.abs(v_scale), axis=0))  # []

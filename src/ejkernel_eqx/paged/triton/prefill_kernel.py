@@ -55,8 +55,9 @@ def prefill_kernel(
     out_ptr, lse_ptr,  # [T, H, V], [T, H]
     H: tl.constexpr, K: tl.constexpr, D: tl.constexpr, V: tl.constexpr, R: tl.constexpr, PAGE: tl.constexpr, FAR: tl.constexpr,
     BLOCK_D: tl.constexpr, BLOCK_V: tl.constexpr, BLOCK_R: tl.constexpr, BM: tl.constexpr, BK: tl.constexpr, LATENT: tl.constexpr,
-    SCALES: tl.constexpr, SCALE: tl.constexpr, CAP: tl.constexpr, FAST_TANH: tl.constexpr, LEFT: tl.constexpr, RANGED: tl.constexpr,
-    SINKS: tl.constexpr, ALIBI: tl.constexpr, QQ: tl.constexpr, PRECISION: tl.constexpr, WIDE: tl.constexpr, SCANNED: tl.constexpr,
+    K_SCALES: tl.constexpr, V_SCALES: tl.constexpr, R_SCALES: tl.constexpr, SCALE: tl.constexpr, CAP: tl.constexpr,
+    FAST_TANH: tl.constexpr, LEFT: tl.constexpr, RANGED: tl.constexpr, SINKS: tl.constexpr, ALIBI: tl.constexpr, QQ: tl.constexpr,
+    PRECISION: tl.constexpr, WIDE: tl.constexpr, SCANNED: tl.constexpr,
 ):  # fmt: skip
     # Which tile of which sequence; grids have programs for more tiles than there are.
     group: tl.constexpr = H // K
@@ -110,7 +111,7 @@ def prefill_kernel(
     # What a row of sequences has by head.
     small = n // ROW
     k_factor, v_factor, rope_factor = head_factors(
-        k_scale_ptr, v_scale_ptr, rope_scale_ptr, small, kv_head, K, R, LATENT, SCALES)  # fmt: skip
+        k_scale_ptr, v_scale_ptr, rope_scale_ptr, small, kv_head, K, R, LATENT, K_SCALES, V_SCALES, R_SCALES)  # fmt: skip
     slope = 0.0
     if ALIBI:
         slope = (tl.load(slopes_ptr + small * H + h) * LOG2E)[:, None]  # [BM, 1]
@@ -134,8 +135,8 @@ def prefill_kernel(
         page = load_pages(table_ptr, full_lo + index + 1, room, PAGE, BK)
         acc, total, top = attend_tile(
             acc, total, top, q, q_rope, j, slot, ok, i, t, slope, chunk, kv_head, k_factor, rope_factor, qq_bias_ptr, Q,
-            k_ptr, v_ptr, rope_ptr, k_scale_ptr, v_scale_ptr, rope_scale_ptr, K, D, V, R, BLOCK_D, BLOCK_V, BLOCK_R, LATENT, SCALES,
-            SCALE, CAP, FAST_TANH, LEFT, ALIBI, False, PRECISION, False)  # fmt: skip
+            k_ptr, v_ptr, rope_ptr, k_scale_ptr, v_scale_ptr, rope_scale_ptr, K, D, V, R, BLOCK_D, BLOCK_V, BLOCK_R, LATENT, K_SCALES,
+            V_SCALES, R_SCALES, SCALE, CAP, FAST_TANH, LEFT, ALIBI, False, PRECISION, False)  # fmt: skip
     # The tiles around those, `lo .. full_lo` and `full_hi .. hi`, in one loop with masks.
     tile = tl.where(lo < full_lo, lo, full_hi)
     page = load_pages(table_ptr, tile, end, PAGE, BK)
@@ -145,8 +146,8 @@ def prefill_kernel(
         page = load_pages(table_ptr, tile, end, PAGE, BK)
         acc, total, top = attend_tile(
             acc, total, top, q, q_rope, j, slot, ok, i, t, slope, chunk, kv_head, k_factor, rope_factor, qq_bias_ptr, Q,
-            k_ptr, v_ptr, rope_ptr, k_scale_ptr, v_scale_ptr, rope_scale_ptr, K, D, V, R, BLOCK_D, BLOCK_V, BLOCK_R, LATENT, SCALES,
-            SCALE, CAP, FAST_TANH, LEFT, ALIBI, QQ, PRECISION, True)  # fmt: skip
+            k_ptr, v_ptr, rope_ptr, k_scale_ptr, v_scale_ptr, rope_scale_ptr, K, D, V, R, BLOCK_D, BLOCK_V, BLOCK_R, LATENT, K_SCALES,
+            V_SCALES, R_SCALES, SCALE, CAP, FAST_TANH, LEFT, ALIBI, QQ, PRECISION, True)  # fmt: skip
 
     # out = acc / total, lse = top + log(total); 0 and minus infinity for a row that saw nothing.
     some = total != 0  # [BM]; NaN of a key that is seen shows in both results

@@ -13,7 +13,7 @@ from ...launch.constants import LOG2E
 
 FILLED = tl.constexpr(16)  # tokens that one program looks at
 MOST_PAGES = 4  # of a tile of keys, whose numbers are loaded one by one
-# SCALES: one for each token and head, one for each head; 0: plain pages
+# K_SCALES, V_SCALES, R_SCALES: one for each token and head, one for each head; 0: plain pages
 TOKEN, HEAD = tl.constexpr(1), tl.constexpr(2)
 LEAST_PEAK = tl.constexpr(1e-30)  # what scales are relative to is no less, and can be divided by
 
@@ -215,9 +215,9 @@ def attend_tile(
     acc, total, top, q, q_rope, j, slot, ok, i, t, slope, chunk, kv_head, k_factor, rope_factor, qq_bias_ptr, Q,
     k_ptr, v_ptr, rope_ptr, k_scale_ptr, v_scale_ptr, rope_scale_ptr,  # [P, PAGE, K, D, V or R], [P, PAGE, K]
     K: tl.constexpr, D: tl.constexpr, V: tl.constexpr, R: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_V: tl.constexpr,
-    BLOCK_R: tl.constexpr, LATENT: tl.constexpr, SCALES: tl.constexpr, SCALE: tl.constexpr, CAP: tl.constexpr,
-    FAST_TANH: tl.constexpr, LEFT: tl.constexpr, ALIBI: tl.constexpr, QQ: tl.constexpr, PRECISION: tl.constexpr,
-    MASKED: tl.constexpr,
+    BLOCK_R: tl.constexpr, LATENT: tl.constexpr, K_SCALES: tl.constexpr, V_SCALES: tl.constexpr, R_SCALES: tl.constexpr,
+    SCALE: tl.constexpr, CAP: tl.constexpr, FAST_TANH: tl.constexpr, LEFT: tl.constexpr, ALIBI: tl.constexpr, QQ: tl.constexpr,
+    PRECISION: tl.constexpr, MASKED: tl.constexpr,
 ):  # fmt: skip
     """Adds one tile of keys (`j, slot, ok`, from `locate`) to the sum `[BM, BLOCK_V]`, the denominator and the maximum `[BM]` of rows
     `t` at positions `i` (both `[BM, 1]`).
@@ -231,19 +231,19 @@ def attend_tile(
         v = load_keys(v_ptr, slot, ok, kv_head, K, V, BLOCK_V, MASKED).to(q.dtype)  # [BK, BLOCK_V]
     qk = tl.dot(q, tl.trans(k), input_precision=PRECISION)  # [BM, BK]
     # Scales multiply the products, not the keys: one number of each column, not D.
-    if SCALES == TOKEN:
+    if K_SCALES == TOKEN:
         k_scale = load_scales(k_scale_ptr, slot, ok, kv_head, K, MASKED)  # [BK]
         qk *= k_scale[None, :]
-    if SCALES == HEAD:
+    if K_SCALES == HEAD:
         qk *= k_factor
     # Rotated channels are more of the same sums; with scales of their own they are multiplied before.
     if R > 0:
         rope = load_keys(rope_ptr, slot, ok, kv_head, K, R, BLOCK_R, MASKED).to(q.dtype)  # [BK, BLOCK_R]
-        if SCALES == 0:
+        if R_SCALES == 0:
             qk = tl.dot(q_rope, tl.trans(rope), qk, input_precision=PRECISION)  # [BM, BK]
         else:
             more = tl.dot(q_rope, tl.trans(rope), input_precision=PRECISION)  # [BM, BK]
-            if SCALES == TOKEN:
+            if R_SCALES == TOKEN:
                 qk += more * load_scales(rope_scale_ptr, slot, ok, kv_head, K, MASKED)[None, :]
             else:
                 qk += more * rope_factor
@@ -251,9 +251,10 @@ def attend_tile(
         qk, total, top, j, ok, i, t, slope, chunk, qq_bias_ptr, Q, SCALE, CAP, FAST_TANH, LEFT, ALIBI, QQ, MASKED, 0)  # p [BM, BK]  # fmt: skip
     acc = acc * alpha[:, None]  # [BM, BLOCK_V]
     # acc += p v, with the scales of values on the weights.
-    if SCALES == TOKEN:
-        v_scale = k_scale  # [BK]
-        if not LATENT:
+    if V_SCALES == TOKEN:
+        if LATENT:
+            v_scale = k_scale  # [BK]
+        else:
             v_scale = load_scales(v_scale_ptr, slot, ok, kv_head, K, MASKED)  # [BK]
         if q.dtype == tl.float16:
             # Scales are taken relative to the tile's largest: float16 could not hold small ones beside small probabilities.
@@ -270,16 +271,18 @@ def attend_tile(
 
 @triton.jit
 def head_factors(k_scale_ptr, v_scale_ptr, rope_scale_ptr, row, kv_head, K: tl.constexpr, R: tl.constexpr, LATENT: tl.constexpr,
-                 SCALES: tl.constexpr):  # fmt: skip
+                 K_SCALES: tl.constexpr, V_SCALES: tl.constexpr, R_SCALES: tl.constexpr):  # fmt: skip
     """Scales of a head, for keys, values and rope; 1 where there are none. `row`: of the small arrays, see `Call`."""
     k_factor = 1.0  # [], as all three
     v_factor = 1.0
     rope_factor = 1.0
-    if SCALES == HEAD:
+    if K_SCALES == HEAD:
         k_factor = tl.load(k_scale_ptr + row * K + kv_head)
-        v_factor = k_factor
-        if not LATENT:
+    if V_SCALES == HEAD:
+        if LATENT:
+            v_factor = k_factor
+        else:
             v_factor = tl.load(v_scale_ptr + row * K + kv_head)
-        if R > 0:
-            rope_factor = tl.load(rope_scale_ptr + row * K + kv_head)
+    if R > 0 and R_SCALES == HEAD:
+        rope_factor = tl.load(rope_scale_ptr + row * K + kv_head)
     return k_factor, v_factor, rope_factor

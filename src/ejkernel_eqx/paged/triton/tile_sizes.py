@@ -3,9 +3,11 @@
 from ...dispatch import DeviceFacts, Problem
 from ...launch import limits_registers, register_limits_measured
 from ...launch.sizes import cdiv, fitting, padded
+from ..cache.quantise import LARGEST
+from ..spec import page_dtypes
 from .call import PagedTile
 
-_BYTES = {"int8": 1, "float8_e4m3fn": 1, "bfloat16": 2, "float16": 2, "float32": 4}
+_BYTES = {**dict.fromkeys(LARGEST, 1), "bfloat16": 2, "float16": 2, "float32": 4}
 # block_m, block_k, num_warps, num_stages, and where the compiler is limited max_registers
 Sizes = tuple[int, ...]
 CHUNK, _MEDIUM, _LONG = 256, 1024, 4096  # keys of a program at least: where programs are few, more, many
@@ -54,7 +56,8 @@ def decode_tiles(problem: Problem, device: DeviceFacts, queries: int) -> list[Pa
     rows = padded(queries * (problem.dim("H") // problem.dim("K")))
     if problem.flag("latent"):
         return _fitting(_LATENT if rows > 32 else _LATENT_FEW, problem, device, rows)
-    row = (problem.dim("D") + problem.dim("V")) * _BYTES[problem.dtype("kv")]
+    keys, values = (_BYTES[name] for name in page_dtypes(problem))
+    row = problem.dim("D") * keys + problem.dim("V") * values
     table = _PAIRS if _pairs(problem, rows) else _DECODE
     sizes = next((tiles for most, tiles in table if row <= most), table[-1][1])
     if rows > 16:  # there is no shared memory for a third program
@@ -114,7 +117,8 @@ def shared_memory(problem: Problem, tile: PagedTile, device: DeviceFacts) -> int
     values = padded(problem.dim("V"))
     width = padded(problem.dim("D") - problem.dim("V")) if latent else padded(problem.dim("D"))
     queries = tile.block_m * (width + values * bool(latent)) * dot
-    streamed = tile.block_k * (width + values) * _BYTES[problem.dtype("kv")]
+    first, second = (_BYTES[name] for name in page_dtypes(problem))
+    streamed = tile.block_k * (width * (second if latent else first) + values * (first if latent else second))
     # Narrow tiles are multiplied from registers, wide ones from the shared memory itself, where other dtypes are converted into.
     stages = max(1, tile.num_stages - (tile.block_m < 64))
     scores = tile.block_m * tile.block_k * dot
@@ -136,14 +140,15 @@ def pairs_fit(dim: int, values: int) -> bool:
 
 
 def _pairs(problem: Problem, rows: int) -> bool:
-    is_byte = _BYTES[problem.dtype("kv")] == 1 and dot_bytes(problem) == 2
+    keys, values = page_dtypes(problem)
+    is_byte = keys == values and keys in LARGEST and dot_bytes(problem) == 2
     return is_byte and rows <= MOST_PAIR_ROWS and pairs_fit(problem.dim("D"), problem.dim("V"))
 
 
 def dot_bytes(problem: Problem) -> int:
     """Of a number as it is multiplied."""
-    q, kv = problem.dtype("q"), problem.dtype("kv")
-    return 2 if q != "float32" and (problem.flag("scales") or q == kv) else 4
+    q = problem.dtype("q")
+    return 2 if q != "float32" and all(name == q or name in LARGEST for name in page_dtypes(problem)) else 4
 
 
 def _fitting(

@@ -67,12 +67,24 @@ def _store_rows(
 
 
 @triton.jit
+def _scale_at(target, head, group, SCALES: tl.constexpr, MAPPED: tl.constexpr):
+    """Where the scales of rows stand, `[BLOCK]`: with a row, or with its head, which may be one of a group's."""
+    at = target
+    if SCALES == HEAD:
+        at = head
+        if MAPPED:
+            at += group
+    return at
+
+
+@triton.jit
 def write_kernel(
     a_new_ptr, b_new_ptr, slots_ptr,  # [tokens, K, A], [tokens, K, B], [tokens]
     a_ptr, b_ptr, a_scale_ptr, b_scale_ptr, ROWS, T, SLOTS,  # pages [SLOTS, K, A or B], scales [SLOTS, K] or [K]
     new_a_ptr, new_b_ptr, new_a_scale_ptr, new_b_scale_ptr,  # the same, in place
     K: tl.constexpr, A: tl.constexpr, B: tl.constexpr, BLOCK_A: tl.constexpr, BLOCK_B: tl.constexpr, BLOCK: tl.constexpr,
-    SCALES: tl.constexpr, A_LARGEST: tl.constexpr, B_LARGEST: tl.constexpr, MAPPED: tl.constexpr, HEADS_MAPPED: tl.constexpr,
+    A_SCALES: tl.constexpr, B_SCALES: tl.constexpr, A_LARGEST: tl.constexpr, B_LARGEST: tl.constexpr, MAPPED: tl.constexpr,
+    A_MAPPED: tl.constexpr, B_MAPPED: tl.constexpr,
 ):  # fmt: skip
     row = tl.program_id(0) * BLOCK + tl.arange(
         0, BLOCK
@@ -81,43 +93,46 @@ def write_kernel(
     slot = tl.load(slots_ptr + token, mask=row < ROWS, other=-1)
     written = (slot >= 0) & (slot < SLOTS)
     source = row.to(tl.int64)
-    # Where a row goes, and where its scale stands: with it, or with its head.
+    # Where a row goes.
     target = slot.to(tl.int64) * K + head
     if MAPPED:
         target += (token // T).to(tl.int64) * SLOTS * K
-    scale_at = target
-    if SCALES == HEAD:
-        scale_at = head
-        if HEADS_MAPPED:
-            scale_at += token // T * K
+    group = token // T * K  # the heads of the row's own pages
+    a_scale_at = _scale_at(target, head, group, A_SCALES, A_MAPPED)
+    b_scale_at = _scale_at(target, head, group, B_SCALES, B_MAPPED)
     a = _load_rows(a_new_ptr, source, written, A, BLOCK_A)
     if B > 0:  # before anything is stored: no load waits for it
         b = _load_rows(b_new_ptr, source, written, B, BLOCK_B)
-    _store_rows(a, new_a_ptr, a_scale_ptr, new_a_scale_ptr, target, scale_at, written, A, BLOCK_A, SCALES, A_LARGEST)  # fmt: skip
+    _store_rows(a, new_a_ptr, a_scale_ptr, new_a_scale_ptr, target, a_scale_at, written, A, BLOCK_A, A_SCALES, A_LARGEST)  # fmt: skip
     if B > 0:
-        _store_rows(b, new_b_ptr, b_scale_ptr, new_b_scale_ptr, target, scale_at, written, B, BLOCK_B, SCALES, B_LARGEST)  # fmt: skip
+        _store_rows(b, new_b_ptr, b_scale_ptr, new_b_scale_ptr, target, b_scale_at, written, B, BLOCK_B, B_SCALES, B_LARGEST)  # fmt: skip
 
 
 def write(arrays: WriteArrays, *, execute: Execute = run) -> dict[str, Array]:
     """As `write.write`: pages with leading axes are written each with its own tokens and slots, which then have these axes too."""
-    results, names = dict(arrays.pages), list(arrays.new)
+    results = dict(arrays.pages)
+    # What is written in place comes first in a launch, and so do pages whose scales are.
+    names = sorted(arrays.new, key=lambda name: _scales_of(arrays, name) != _TOKEN)
     # Two kinds of pages a launch: keys and values, or latents and their rotated channels.
     for first in range(0, len(names), 2):
         launch, inputs = write_launch(arrays, names[first : first + 2])
         written = execute(launch, inputs)
         for letter, name in zip("ab", names[first : first + 2]):
             results[name] = written[f"new_{letter}_ptr"]
-            if launch.constants["SCALES"] == _TOKEN:
+            if launch.constants[f"{letter.upper()}_SCALES"] == _TOKEN:
                 results[f"{name}_scale"] = written[f"new_{letter}_scale_ptr"]
     return results
 
 
+def _scales_of(arrays: WriteArrays, name: str) -> int:
+    scale = arrays.pages.get(f"{name}_scale")
+    return _PLAIN if scale is None else _TOKEN if scale.ndim == arrays.pages[name].ndim - 1 else _HEAD
+
+
 def write_launch(arrays: WriteArrays, names: list[str]) -> tuple[Launch, dict[str, Any]]:
-    """The launch for one or two kinds of pages, of one kind of scales."""
+    """The launch for one or two kinds of pages, each with scales or without."""
     given, slots, kept = arrays.pages, arrays.slots, arrays.pages[names[0]]
-    scale, kv_heads = given.get(f"{names[0]}_scale"), kept.shape[-2]
-    scales = _PLAIN if scale is None else _TOKEN if scale.ndim == kept.ndim - 1 else _HEAD
-    aliased = ["a", "b", "a_scale", "b_scale"][: 4 if scales == _TOKEN else 2]
+    kv_heads, aliased = kept.shape[-2], ["a", "b"]
     # Where a call has no second kind, or no scales, neither is read or written.
     absent = slots if len(names) == 2 else jnp.zeros((1,), slots.dtype)
 
@@ -126,15 +141,18 @@ def write_launch(arrays: WriteArrays, names: list[str]) -> tuple[Launch, dict[st
         "T": slots.size // max(1, math.prod(kept.shape[:-4])),
         "SLOTS": math.prod(kept.shape[-4:-2]),
         "K": kv_heads,
-        "SCALES": scales,
         "MAPPED": kept.ndim > 4,
-        "HEADS_MAPPED": scales == _HEAD and scale is not None and scale.ndim > 1,
     }
     for letter, name in itertools.zip_longest("ab", names, fillvalue=""):
         inputs[f"{letter}_new"] = new = arrays.new.get(name, absent)
         inputs[letter] = pages = given.get(name, absent)
-        inputs[f"{letter}_scale"] = given.get(f"{name}_scale", absent)
+        scale = given.get(f"{name}_scale")
+        inputs[f"{letter}_scale"] = absent if scale is None else scale
+        scales = _scales_of(arrays, name)
+        aliased += [f"{letter}_scale"] if scales == _TOKEN else []
         width, letter = new.shape[-1] if name else 0, letter.upper()
+        numbers[f"{letter}_SCALES"] = scales
+        numbers[f"{letter}_MAPPED"] = scales == _HEAD and scale is not None and scale.ndim > 1
         numbers |= {letter: width, f"BLOCK_{letter}": padded(width, 1)}
         numbers[f"{letter}_LARGEST"] = LARGEST.get(pages.dtype.name, 0.0)
     rows = slots.size * kv_heads
