@@ -17,6 +17,7 @@ import pytest
 import ejkernel_eqx as ejx
 from ejkernel_eqx.dispatch import device_facts, kernel_registry
 from ejkernel_eqx.paged.cache import write as xla_write
+from ejkernel_eqx.paged.cache.quantise import LARGEST
 from ejkernel_eqx.paged.core import problem_of
 from ejkernel_eqx.paged.example import example_problem
 from ejkernel_eqx.paged.spec import PagedArrays, PagedSpec, PAGES, SCALES, WriteArrays
@@ -95,6 +96,21 @@ LONG = {
     "float8": Case(
         (1, 70, 1), (700, 130, 33), p=16, H=8, K=2, D=64, V=64, kv_dtype="float8_e4m3fn", scales="head"
     ),
+    "float8_e5m2": Case(
+        (1, 70, 1), (700, 130, 33), p=16, H=8, K=2, D=64, V=64, kv_dtype="float8_e5m2", scales="token"
+    ),
+    "bfloat16 keys, int8 values": Case(
+        (1, 70, 1),
+        (700, 130, 33),
+        p=16,
+        H=8,
+        K=2,
+        D=64,
+        V=64,
+        kv_dtype="bfloat16",
+        v_dtype="int8",
+        scales="token",
+    ),
     "latent": Case((1, 70, 1), (700, 130, 33), p=64, H=16, K=1, D=128, rope=64),
 }
 
@@ -131,6 +147,16 @@ LAYERS: dict[str, tuple[str, dict[str, int], dict[str, Any]]] = {
         "paged_attention",
         dict(N=16, S=4096, H=32, K=8, D=128, p=64),
         {"scales": "head", "kv": "float8_e4m3fn"},
+    ),
+    "float8_e5m2": (
+        "paged_attention",
+        dict(N=16, S=4096, H=32, K=8, D=128, p=16),
+        {"scales": "token", "kv": "float8_e5m2"},
+    ),
+    "int8 values": (
+        "paged_attention",
+        dict(N=16, S=4096, H=32, K=8, D=128, p=16),
+        {"scales": "token", "kv": "bfloat16", "v": "int8"},
     ),
     "dense": ("ragged_decode_attention", dict(B=16, S=2048, H=32, K=8, D=128), {}),
     "latent": ("paged_attention", dict(N=16, S=2048, H=128, D=576, V=512, p=64), {"latent": True}),
@@ -254,10 +280,10 @@ def writing(dtype: str, scales: str | None, pages: int = 512, tokens: int = 700)
 
 
 @pytest.mark.parametrize("scales", [None, "token", "head"])
-@pytest.mark.parametrize("dtype", ["bfloat16", "float32", "int8", "float8_e4m3fn"])
+@pytest.mark.parametrize("dtype", ["bfloat16", "float32", "int8", "float8_e4m3fn", "float8_e5m2"])
 def test_writing_in_place(dtype, scales):
     """As XLA's scatter, in the memory of donated pages."""
-    if (dtype in ("int8", "float8_e4m3fn")) != (scales is not None):
+    if (dtype in LARGEST) != (scales is not None):
         pytest.skip("scales are for 8-bit pages")
     if dtype == "float8_e4m3fn" and device_facts().capability < (8, 9):
         pytest.skip("float8 needs compute capability 8.9")
@@ -282,7 +308,8 @@ def test_writing_in_place(dtype, scales):
             np.testing.assert_allclose(written[name], x, rtol=3e-7)
         else:  # a quotient may be rounded to the next number
             got, want = np.asarray(written[name], np.float32), np.asarray(x, np.float32)
-            step = 1 if dtype == "int8" else np.maximum(2.0**-3 * np.abs(want), 2.0**-9)
+            relative, absolute = (2.0**-2, 2.0**-16) if dtype == "float8_e5m2" else (2.0**-3, 2.0**-9)
+            step = 1 if dtype == "int8" else np.maximum(relative * np.abs(want), absolute)
             assert (np.abs(got - want) <= step).all() and (got != want).mean() < 0.01
 
 

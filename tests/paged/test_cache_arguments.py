@@ -24,6 +24,7 @@ def latent_of(**arrays_):
 
 PLAIN, HEAD = cache_of(), PagedKVCache.init(5, 4, 3, 8, dtype="int8", scales="head")
 VALUES = PagedKVCache.init(5, 4, 3, 8, dtype=("bfloat16", "int8"), scales="head")
+ALONE: Any = ("int8",)
 LAYERS = PagedKVCache.init(5, 4, 3, 8, batch_shape=(2,))
 BATCH = RaggedBatch.build([1], [1], [[0]], page_size=3)
 
@@ -46,7 +47,7 @@ BATCH = RaggedBatch.build([1], [1], [[0]], page_size=3)
             "scales: expected 'token', 'head' or None",
         ),
         (
-            lambda: PagedKVCache.init(5, 4, 3, 8, dtype=("int8",)),
+            lambda: PagedKVCache.init(5, 4, 3, 8, dtype=ALONE),
             "dtype: expected one dtype .* or a pair, received 1",
         ),
         (
