@@ -6,7 +6,7 @@ import equinox as eqx
 import jax
 import jax.numpy as jnp
 from jax import Array
-from jax.typing import ArrayLike, DTypeLike
+from jax.typing import DTypeLike
 
 from ..attention import FlashAttention, Mask
 from ..paged import PagedKVCache, RaggedBatch, RaggedPagedAttention
@@ -17,9 +17,8 @@ from .attention_inputs import (
     check_heads,
     check_pages,
     head_dim_of,
-    locate,
-    locate_cross,
 )
+from .attention_places import locate, locate_cross, Places, places_of, places_over_pages
 from .kv_cache import KVCache
 from .parts import Parts
 from .projection import compute_dtype_of, project, stored_dtype_of
@@ -235,7 +234,7 @@ class MultiHeadAttention(eqx.Module):
             by token, rows at different positions: all give what the whole sequence at once gives. For causal layers.
         - `kv_input`: `[..., S, C]`, what keys and values are made from instead of `x` (cross attention).
         - `positions`: integers that broadcast to `[..., T]`, for the rotation; by default tokens are counted from the
-            row's first real token, the cached ones included. They do not move the mask.
+            row's first real token, the cached ones included. They do not move the mask. A rotation with `mrope_section` takes `[axes, ..., T]`.
         - `padding_mask`: bool `[..., T]`, True for real tokens, which in each row are side by side (padding
             left, right or both). Padding is neither read (it may hold NaN) nor cached; the output there is of
             no meaning.
@@ -269,7 +268,7 @@ class MultiHeadAttention(eqx.Module):
         else:
             source = clear(kv_input.astype(dtype), kv_padding_mask)
             rows = locate_cross(x, source, padding_mask, kv_padding_mask)
-        q, k, v, gate = self._heads(x, source, positions, 0 if rows.offset is None else rows.offset)
+        q, k, v, gate = self._heads(x, source, places_of(self.rope, positions, padding_mask, rows.offset))
         if cache is not None:
             cache = cache.append(k, v, mask=padding_mask)
             k, v = cache.k, cache.v
@@ -298,14 +297,12 @@ class MultiHeadAttention(eqx.Module):
         if 0 in (x.shape[0], batch.lengths.shape[0]):
             return jnp.zeros_like(x), bound if cache.is_bound else cache
         x = clear(x, batch.is_real)
-        q, k, v, gate = self._heads(x, x, batch.positions)
+        q, k, v, gate = self._heads(x, x, places_over_pages(self.rope, batch))
         starts = {"query_start_loc": batch.query_start_loc, "max_query_len": batch.max_query_len}
         out, new = self.paged_attention(q, bound, k, v, **starts, sinks=self.sinks)
         return self._finish(out, gate), new if cache.is_bound else new.unbind()
 
-    def _heads(
-        self, x: Array, source: Array, positions: Array | None, offset: ArrayLike = 0
-    ) -> tuple[Array, Array, Array, Array | None]:
+    def _heads(self, x: Array, source: Array, places: Places) -> tuple[Array, Array, Array, Array | None]:
         """Queries, keys and values, `[..., H or K, D or V]`, and the gate `[..., H * V]`."""
         width = self.head_dim + self.v_head_dim if self.output_gate else self.head_dim
         q = split_heads(project("q_proj", self.q_proj, x, self.num_heads * width), self.num_heads)
@@ -317,8 +314,7 @@ class MultiHeadAttention(eqx.Module):
             q = project("q_norm", self.q_norm, q, self.head_dim)
         if self.k_norm is not None:
             k = project("k_norm", self.k_norm, k, self.head_dim)
-        if self.rope is not None:
-            q, k = self.rope(q, positions, offset=offset), self.rope(k, positions, offset=offset)
+        q, k = places.turn(self.rope, q), places.turn(self.rope, k)
         return q, k, v, None if gate is None else merge_heads(gate)
 
     def _finish(self, out: Array, gate: Array | None) -> Array:

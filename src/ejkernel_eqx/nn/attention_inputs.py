@@ -1,8 +1,7 @@
-"""What multi-head attention makes of its arguments: which it refuses, and where the tokens of a call sit."""
+"""Which arguments multi-head attention refuses."""
 
 from typing import Any, NamedTuple
 
-import jax.numpy as jnp
 import numpy as np
 from jax import Array
 
@@ -26,14 +25,6 @@ class CallInputs(NamedTuple):
     bias: Any = None
     key: Any = None
     inference: Any = None
-
-
-class Rows(NamedTuple):
-    """Where the tokens of a call sit. Each `None`: nothing beyond the default."""
-
-    offset: Array | None = None  # int32 [...]: the place of `x[..., 0, :]` in its row's history
-    segment_ids: Array | None = None
-    kv_segment_ids: Array | None = None
 
 
 def head_dim_of(embed_dim: int, num_heads: int, head_dim: int | None) -> int:
@@ -74,7 +65,8 @@ def check_call(layer: Any, x: Any, cache: Any, given: CallInputs) -> tuple[Array
     check_tokens("padding_mask", given.padding_mask, "booleans", "x", x)
     check_tokens("segment_ids", given.segment_ids, "integers", "x", x)
     if given.positions is not None:
-        check_positions(given.positions, x.shape[:-1])
+        axes = None if layer.rope is None else layer.rope.num_axes
+        check_positions(given.positions, x.shape[:-1], axes)
     _check_scores("mask", given.mask, "booleans", x.shape[:-2], layer.num_heads)
     _check_scores("bias", given.bias, "floats", x.shape[:-2], layer.num_heads)
     if given.key is not None:
@@ -163,37 +155,6 @@ def _check_cross(layer: Any, x: Array, kv_input: Array, cache: Any, segment_ids:
         raise ValueError(
             f"kv_input: expected the leading axes {x.shape[:-2]} of x, received shape {kv_input.shape}; broadcast it first."
         )
-
-
-def locate(cache: KVCache | None, padding_mask: Array | None, segment_ids: Array | None) -> Rows:
-    """The places of a call's tokens. Left padding moves the first token before the row's start: its offset
-    shrinks."""
-    left = None if padding_mask is None else _first_real(padding_mask)
-    if cache is not None:
-        return Rows(offset=cache.lengths if left is None else cache.lengths - left)
-    offset = None if left is None else -left
-    if padding_mask is not None:
-        segment_ids = jnp.where(padding_mask, jnp.int32(0) if segment_ids is None else segment_ids, -1)
-    return Rows(offset, segment_ids, segment_ids)
-
-
-def _first_real(padding_mask: Array) -> Array:
-    """The place of each row's first real token, int32 `[...]`; 0 without one."""
-    if padding_mask.shape[-1] == 0:
-        return jnp.zeros(padding_mask.shape[:-1], jnp.int32)
-    return jnp.argmax(padding_mask, axis=-1).astype(jnp.int32)
-
-
-def locate_cross(
-    x: Array, kv_input: Array, padding_mask: Array | None, kv_padding_mask: Array | None
-) -> Rows:
-    if padding_mask is None and kv_padding_mask is None:
-        return Rows()
-    ids = [
-        jnp.zeros(a.shape[:-1], jnp.int32) if real is None else jnp.where(real, jnp.int32(0), -1)
-        for a, real in ((x, padding_mask), (kv_input, kv_padding_mask))
-    ]
-    return Rows(None, *ids)
 
 
 def check_pages(layer: Any, x: Any, cache: Any, batch: Any, given: CallInputs) -> tuple[Array, PagedKVCache]:

@@ -1,0 +1,10 @@
+"""Rotary position embeddings and the published ways of stretching them to longer contexts."""
+
+from .by_length import DynamicScaling as DynamicScaling
+from .by_length import LongRopeScaling as LongRopeScaling
+from .embedding import RotaryEmbedding as RotaryEmbedding
+from .positions import check_positions as check_positions
+from .scaling import LinearScaling as LinearScaling
+from .scaling import Llama3Scaling as Llama3Scaling
+from .scaling import ProportionalScaling as ProportionalScaling
+from .scaling import YarnScaling as YarnScaling
