@@ -147,6 +147,16 @@ def qwen3(w, x, *, num_heads, num_kv_heads, theta=1000000.0, eps=1e-6):
     return output(w, attend(q, k, v, q.shape[-1] ** -0.5))
 
 
+def olmo2(w, x, *, num_heads, num_kv_heads, theta=10000.0, eps=1e-6):
+    """The norms are over all heads' features together."""
+    q, k = (heads(w, name, x, 1) for name in ("q_proj", "k_proj"))
+    q, k = rms_norm(q, w["q_norm.weight"], eps), rms_norm(k, w["k_norm.weight"], eps)
+    q, k = q.reshape(len(x), num_heads, -1), k.reshape(len(x), num_kv_heads, -1)
+    frequencies, p = inverse_frequencies(q.shape[-1], theta), np.arange(len(x))
+    q, k = rotate_halves(q, frequencies, p), rotate_halves(k, frequencies, p)
+    return output(w, attend(q, k, heads(w, "v_proj", x, num_kv_heads), q.shape[-1] ** -0.5))
+
+
 def gpt_oss(w, x, *, num_heads, num_kv_heads, window, theta=150000.0, factor=32.0, original=4096):
     """`window` is 128 in every second layer, `None` in the others."""
     q, k, v = (

@@ -24,6 +24,7 @@ OPTIONS = {
         "rope": RotaryEmbedding(8, scaling=YarnScaling(32.0, 4096, truncate=False)),
     },
     "gate, V != D": {"output_gate": True, "v_head_dim": 6},
+    "norm of all heads": {"qk_norm": "all", "num_kv_heads": 1},
 }
 
 

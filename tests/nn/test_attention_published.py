@@ -88,6 +88,12 @@ CASES = {
     ),
     "gemma2, global": Case(GEMMA2, functools.partial(_gemma, window=None), 48, 13),
     "qwen3": Case(QWEN3, functools.partial(published.qwen3, **_h42), 24, 13),
+    "olmo2": Case(
+        functools.partial(LLAMA, rope=RotaryEmbedding(8), qk_norm="all"),
+        functools.partial(published.olmo2, **_h42),
+        32,
+        13,
+    ),
     "gpt-oss, local": Case(
         functools.partial(GPT_OSS, sliding_window=7),
         functools.partial(published.gpt_oss, **_h42, window=7),

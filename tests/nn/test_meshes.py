@@ -14,12 +14,16 @@ from tests.meshes import HEADS, ROWS
 from tests.nn.recurrent_layers import build, EMBED, inputs, LAYERS
 
 
-def attention(_: str) -> Any:
+def attention(name: str) -> Any:
     rope = ejx.nn.RotaryEmbedding(EMBED // 4)
-    return ejx.nn.MultiHeadAttention(EMBED, num_heads=4, num_kv_heads=2, rope=rope, key=jax.random.key(0))
+    options: Any = {"num_kv_heads": 2, "qk_norm": "all" if "norm" in name else False}
+    layer = ejx.nn.MultiHeadAttention(EMBED, num_heads=4, rope=rope, **options, key=jax.random.key(0))
+    if layer.q_norm is None:
+        return layer
+    return eqx.tree_at(lambda m: m.q_norm.weight, layer, jnp.linspace(0.5, 2.0, EMBED))
 
 
-BUILDS = {"attention": attention, **dict.fromkeys(LAYERS, build)}
+BUILDS = {"attention": attention, "attention, a norm of all heads": attention, **dict.fromkeys(LAYERS, build)}
 
 
 def weights(layer: Any, layout: str) -> Any:

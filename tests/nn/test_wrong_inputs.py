@@ -307,7 +307,7 @@ OPTIONS: dict[str, dict[str, tuple[Any, ...]]] = {
         "kv_embed_dim": (0, 2.0, "24"),
         "rope": (True, 10000.0, "yarn", nn.RotaryEmbedding(8), {"theta": 1e4}),
         "causal": ("no", None, 1),
-        "qk_norm": ("no", None, 1),
+        "qk_norm": ("no", None, 1, "each", ("all",)),
         "qk_norm_eps": (-1.0, float("nan"), "small", None),
         "use_qkv_bias": ("yes", None),
         "use_output_bias": ("yes", None),

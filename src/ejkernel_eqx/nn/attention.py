@@ -1,6 +1,6 @@
 """Multi-head attention with weights, as the published decoder models have it."""
 
-from typing import Any, overload, TypedDict, Unpack
+from typing import Any, Literal, overload, TypedDict, Unpack
 
 import equinox as eqx
 import jax
@@ -15,6 +15,7 @@ from .attention_inputs import (
     CallInputs,
     check_call,
     check_heads,
+    check_norm,
     check_pages,
     head_dim_of,
 )
@@ -23,7 +24,7 @@ from .kv_cache import KVCache
 from .parts import Parts
 from .projection import compute_dtype_of, project, stored_dtype_of
 from .rotary import RotaryEmbedding
-from .tokens import clear, merge_heads, split_heads
+from .tokens import clear, merge_heads, normed, split_heads
 
 
 class _Given(TypedDict, total=False):
@@ -58,8 +59,8 @@ class MultiHeadAttention(eqx.Module):
     k_proj: eqx.nn.Linear  # [K * D, C]
     v_proj: eqx.nn.Linear  # [K * V, C]
     o_proj: eqx.nn.Linear  # [E, H * V]
-    q_norm: eqx.nn.RMSNorm | None  # [D]
-    k_norm: eqx.nn.RMSNorm | None  # [D]
+    q_norm: eqx.nn.RMSNorm | None  # [D]; of all heads together [H * D]
+    k_norm: eqx.nn.RMSNorm | None  # [D]; of all heads together [K * D]
     sinks: Array | None  # [H]
     rope: RotaryEmbedding | None
     attention: FlashAttention
@@ -70,6 +71,7 @@ class MultiHeadAttention(eqx.Module):
     kv_embed_dim: int = eqx.field(static=True)
     head_dim: int = eqx.field(static=True)
     v_head_dim: int = eqx.field(static=True)
+    norm_over_all: bool = eqx.field(static=True)
     output_gate: bool = eqx.field(static=True)
     compute_dtype: str | None = eqx.field(static=True)
 
@@ -83,7 +85,7 @@ class MultiHeadAttention(eqx.Module):
         v_head_dim: int | None = None,
         kv_embed_dim: int | None = None,
         rope: RotaryEmbedding | None = None,
-        qk_norm: bool = False,
+        qk_norm: bool | Literal["heads", "all"] = False,
         qk_norm_eps: float = 1e-6,
         use_qkv_bias: bool = False,
         use_output_bias: bool = False,
@@ -110,8 +112,8 @@ class MultiHeadAttention(eqx.Module):
         - `head_dim`, `v_head_dim`: `D` (default `embed_dim // num_heads`) and `V` (default `D`).
         - `kv_embed_dim`: features `C` of `kv_input`, for cross attention; default `E`.
         - `rope`: the rotation of queries and keys; default none.
-        - `qk_norm`, `qk_norm_eps`: whether each head's query and key pass an RMS norm with a learned weight
-            `[D]` before the rotation (Qwen3).
+        - `qk_norm`, `qk_norm_eps`: an RMS norm of queries and of keys before the rotation. `True` or `"heads"`: of each head, with a
+            learned weight `[D]` (Qwen3). `"all"`: of the features of all heads together, with weights `[H * D]` and `[K * D]` (OLMo-2).
         - `use_qkv_bias`, `use_output_bias`: whether the projections have biases.
         - `causal`, `sliding_window`, `logits_soft_cap`, `softmax_scale`, `dropout_rate`, `deterministic`,
             `platform`, `config`: as in [`ejkernel_eqx.FlashAttention`][]. The scale's default is $D^{-1/2}$. The
@@ -133,9 +135,8 @@ class MultiHeadAttention(eqx.Module):
             num_kv_heads=num_kv_heads, head_dim=head_dim, v_head_dim=v_head_dim, kv_embed_dim=kv_embed_dim
         )
         check_heads(num_heads, num_kv_heads, head_dim, rope)
-        check_flags(
-            qk_norm=qk_norm, use_qkv_bias=use_qkv_bias, use_output_bias=use_output_bias, causal=causal
-        )
+        self.norm_over_all = check_norm(qk_norm)
+        check_flags(use_qkv_bias=use_qkv_bias, use_output_bias=use_output_bias, causal=causal)
         check_flags(sinks=sinks, output_gate=output_gate, deterministic=deterministic)
         check_numbers(logits_soft_cap=logits_soft_cap, softmax_scale=softmax_scale, dropout_rate=dropout_rate)
         check_eps(qk_norm_eps=qk_norm_eps)
@@ -145,8 +146,10 @@ class MultiHeadAttention(eqx.Module):
         self.k_proj = parts.linear(kv_embed_dim, num_kv_heads * head_dim, use_qkv_bias)
         self.v_proj = parts.linear(kv_embed_dim, num_kv_heads * v_head_dim, use_qkv_bias)
         self.o_proj = parts.linear(num_heads * v_head_dim, embed_dim, use_output_bias)
-        norm = lambda: eqx.nn.RMSNorm(head_dim, qk_norm_eps, use_bias=False, dtype=parts.dtype)
-        self.q_norm, self.k_norm = (norm(), norm()) if qk_norm else (None, None)
+        norm = lambda heads: eqx.nn.RMSNorm(
+            (heads if self.norm_over_all else 1) * head_dim, qk_norm_eps, use_bias=False, dtype=parts.dtype
+        )
+        self.q_norm, self.k_norm = (norm(num_heads), norm(num_kv_heads)) if qk_norm else (None, None)
         self.sinks = jnp.zeros(num_heads, parts.dtype) if sinks else None
         self.rope = rope
         self.attention = FlashAttention(
@@ -310,10 +313,10 @@ class MultiHeadAttention(eqx.Module):
         k = project("k_proj", self.k_proj, source, self.num_kv_heads * self.head_dim)
         v = project("v_proj", self.v_proj, source, self.num_kv_heads * self.v_head_dim)
         k, v = split_heads(k, self.num_kv_heads), split_heads(v, self.num_kv_heads)
-        if self.q_norm is not None:
-            q = project("q_norm", self.q_norm, q, self.head_dim)
-        if self.k_norm is not None:
-            k = project("k_norm", self.k_norm, k, self.head_dim)
+        q, k = (
+            normed(f"{name}_norm", norm, x, self.norm_over_all)
+            for name, norm, x in (("q", self.q_norm, q), ("k", self.k_norm, k))
+        )
         q, k = places.turn(self.rope, q), places.turn(self.rope, k)
         return q, k, v, None if gate is None else merge_heads(gate)
 

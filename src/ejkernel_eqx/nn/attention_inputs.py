@@ -55,6 +55,16 @@ def check_heads(num_heads: int, num_kv_heads: int, head_dim: int, rope: Any) -> 
         )
 
 
+def check_norm(qk_norm: Any) -> bool:
+    """Whether the norm is over all heads together."""
+    if not isinstance(qk_norm, bool | np.bool_) and qk_norm not in ("heads", "all"):
+        raise ValueError(
+            f"qk_norm: expected True or False, 'heads' or 'all', received {qk_norm!r}; 'heads' is True, 'all' normalises all heads "
+            "together."
+        )
+    return isinstance(qk_norm, str) and qk_norm == "all"
+
+
 def check_call(layer: Any, x: Any, cache: Any, given: CallInputs) -> tuple[Array, Array | None]:
     """The arguments of a call without a batch: `x` and `kv_input` as arrays, if all fit."""
     if isinstance(cache, PagedKVCache):

@@ -9,6 +9,7 @@ from jax import Array
 from .._broadcast import like
 from ..paged import RaggedBatch
 from .arguments import read_array
+from .projection import project
 
 
 def clear(x: Array, real: Array | None) -> Array:
@@ -24,6 +25,16 @@ def split_heads(x: Array, heads: int) -> Array:
 def merge_heads(x: Array) -> Array:
     """Undoes `split_heads`."""
     return x.reshape(*x.shape[:-2], x.shape[-2] * x.shape[-1])
+
+
+def normed(name: str, norm: Any, x: Array, over_all: bool) -> Array:
+    """`x [..., H, D]` through a norm, of each head or of the features of all heads together; `None` is none."""
+    if norm is None:
+        return x
+    heads, features = x.shape[-2:]
+    if not over_all:
+        return project(name, norm, x, features)
+    return split_heads(project(name, norm, merge_heads(x), heads * features), heads)
 
 
 def check_ragged(x: Any, batch: Any, features: int, others: Mapping[str, Any]) -> Array:
