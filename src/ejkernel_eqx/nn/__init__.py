@@ -1,5 +1,6 @@
 """Layers with weights, built from the operations."""
 
+from .alibi import alibi_slopes as alibi_slopes
 from .attention import MultiHeadAttention as MultiHeadAttention
 from .cache_state import CacheState as CacheState
 from .gated_delta_net import GatedDeltaNet as GatedDeltaNet

@@ -17,10 +17,12 @@ class CallInputs(NamedTuple):
     """The arguments of a call beside `x` and `cache`."""
 
     kv_input: Any = None
+    v_input: Any = None
     positions: Any = None
     padding_mask: Any = None
     kv_padding_mask: Any = None
     segment_ids: Any = None
+    cu_seqlens: Any = None
     mask: Any = None
     bias: Any = None
     key: Any = None
@@ -65,8 +67,19 @@ def check_norm(qk_norm: Any) -> bool:
     return isinstance(qk_norm, str) and qk_norm == "all"
 
 
-def check_call(layer: Any, x: Any, cache: Any, given: CallInputs) -> tuple[Array, Array | None]:
-    """The arguments of a call without a batch: `x` and `kv_input` as arrays, if all fit."""
+def read_biases(use_qkv_bias: Any) -> tuple[bool, bool, bool]:
+    """Those of queries, keys and values."""
+    flags = use_qkv_bias if isinstance(use_qkv_bias, tuple) else (use_qkv_bias,) * 3
+    if len(flags) != 3 or not all(isinstance(flag, bool | np.bool_) for flag in flags):
+        raise ValueError(
+            f"use_qkv_bias: expected True or False, or three of them for queries, keys and values, received {use_qkv_bias!r}; they are "
+            "static switches."
+        )
+    return flags
+
+
+def check_call(layer: Any, x: Any, cache: Any, given: CallInputs) -> tuple[CallInputs, Array]:
+    """The arguments of a call without a batch, with what tokens are made from as arrays, if all fit."""
     if isinstance(cache, PagedKVCache):
         raise ValueError(
             "batch: expected a RaggedBatch with a PagedKVCache, received None; it says which pages belong to which tokens."
@@ -87,25 +100,63 @@ def check_call(layer: Any, x: Any, cache: Any, given: CallInputs) -> tuple[Array
         raise ValueError(
             f"cache: expected a KVCache or None, received {type(cache).__name__}; build it with init_cache."
         )
+    if given.cu_seqlens is not None:
+        _check_packed(x, cache, given)
     if given.kv_input is not None:
         kv_input = read_features("kv_input", given.kv_input, "[..., S, C]", "C", layer.kv_embed_dim)
         check_tokens("kv_padding_mask", given.kv_padding_mask, "booleans", "kv_input", kv_input)
         _check_cross(layer, x, kv_input, cache, given.segment_ids)
-        return x, kv_input
-    if given.kv_padding_mask is not None:
-        raise ValueError(
-            "kv_padding_mask: expected only together with kv_input, received it alone; "
-            "pass padding_mask= for the padding of x."
-        )
-    if layer.kv_embed_dim != layer.embed_dim:
-        raise ValueError(
-            f"kv_input: expected [..., S, {layer.kv_embed_dim}], received None; this layer was built "
-            "for cross attention with kv_embed_dim=."
-        )
+        return given._replace(kv_input=kv_input, v_input=_read_values(layer, given.v_input, kv_input)), x
+    for name in ("kv_padding_mask", "v_input"):
+        if getattr(given, name) is not None:
+            remedy = (
+                "padding_mask= for the padding of x" if name == "kv_padding_mask" else "kv_input= as well"
+            )
+            raise ValueError(
+                f"{name}: expected only together with kv_input, received it alone; pass {remedy}."
+            )
+    for name in ("kv_embed_dim", "v_embed_dim"):
+        if (size := getattr(layer, name)) != layer.embed_dim:
+            raise ValueError(
+                f"kv_input: expected [..., S, {layer.kv_embed_dim}], received None; this layer was built for cross attention with {name}="
+                f"{size}."
+            )
     _check_side_by_side(given.padding_mask)
     if cache is not None:
         _check_cache(layer, x, cache, given.segment_ids)
-    return x, None
+    return given, x
+
+
+def _read_values(layer: Any, v_input: Any, kv_input: Array) -> Array | None:
+    if v_input is None:
+        if layer.v_embed_dim != layer.kv_embed_dim:
+            raise ValueError(
+                f"v_input: expected [..., S, {layer.v_embed_dim}], received None; this layer was built with v_embed_dim=, so values have "
+                "an input of their own."
+            )
+        return None
+    v_input = read_features("v_input", v_input, "[..., S, Cv]", "Cv", layer.v_embed_dim)
+    if v_input.shape[:-1] != kv_input.shape[:-1]:
+        raise ValueError(
+            f"v_input: expected the tokens of kv_input, {kv_input.shape[:-1]}, received shape {v_input.shape}; each key has one value."
+        )
+    return v_input
+
+
+def _check_packed(x: Array, cache: Any, given: CallInputs) -> None:
+    offsets = read_array("cu_seqlens", given.cu_seqlens, "integers", "[N + 1]")
+    others = ("padding_mask", "segment_ids", "kv_input")
+    other = next((name for name in others if getattr(given, name) is not None), None)
+    if cache is not None or other is not None:
+        raise ValueError(
+            f"cu_seqlens: expected None with {other or 'cache'}, received both; packed sequences are whole, and tokens past the last offset "
+            "are padding."
+        )
+    if x.ndim != 2 or offsets.ndim != 1 or not offsets.size:
+        raise ValueError(
+            f"cu_seqlens: expected offsets [N + 1] and x of shape [T, E], received {offsets.shape} and {x.shape}; pack all sequences into "
+            "one row."
+        )
 
 
 def _check_scores(name: str, value: Any, kind: str, lead: tuple[int, ...], heads: int) -> None:

@@ -6,7 +6,11 @@ import jax
 import jax.numpy as jnp
 from jax import Array
 
+from .._broadcast import like
 from ..paged import RaggedBatch
+from ..sequences import cu_seqlens_to_segment_ids, positions_from_cu_seqlens
+from ..sequences.packing import read_offsets
+from .attention_inputs import CallInputs
 from .kv_cache import KVCache
 from .rotary import RotaryEmbedding
 
@@ -14,9 +18,11 @@ from .rotary import RotaryEmbedding
 class Rows(NamedTuple):
     """Where the tokens of a call sit. Each `None`: nothing beyond the default."""
 
+    real: Array | None = None  # bool [..., T]
     offset: Array | None = None  # int32 [...]: the place of `x[..., 0, :]` in its row's history
     segment_ids: Array | None = None
     kv_segment_ids: Array | None = None
+    cu_seqlens: Array | None = None
 
 
 class Places(NamedTuple):
@@ -32,26 +38,45 @@ class Places(NamedTuple):
         return rope(x, self.positions, offset=self.offset, lengths=self.lengths)
 
 
-def places_of(
-    rope: RotaryEmbedding | None, positions: Array | None, padding_mask: Array | None, offset: Array | None
-) -> Places:
-    """Those of a call without pages. Where the rotation depends on how long a row is, padding does not count."""
+def places_of(rope: RotaryEmbedding | None, positions: Array | None, rows: Rows) -> Places:
+    """Those of a call without pages. Where the rotation depends on how long a sequence is, padding does not count."""
+    if rows.cu_seqlens is not None:
+        return _places_in_packed(rope, positions, rows)
     lengths = None
-    if rope is not None and rope.by_length and padding_mask is not None and padding_mask.shape[-1]:
-        lengths = _real_lengths(rope, positions, padding_mask, offset)
-    return Places(positions, 0 if offset is None else offset, lengths)
+    if rope is not None and rope.by_length and rows.real is not None and rows.real.shape[-1]:
+        along = None if positions is None else _along_one_axis(rope, positions)
+        lengths = _real_lengths(along, rows.real, rows.offset)
+    return Places(positions, 0 if rows.offset is None else rows.offset, lengths)
 
 
-def _real_lengths(
-    rope: RotaryEmbedding, positions: Array | None, padding_mask: Array, offset: Array | None
-) -> Array:
+def _places_in_packed(rope: RotaryEmbedding | None, positions: Array | None, rows: Rows) -> Places:
+    assert rows.cu_seqlens is not None and rows.real is not None
+    tokens, count = rows.real.shape[0], rows.cu_seqlens.shape[0] - 1
+    counted = positions_from_cu_seqlens(rows.cu_seqlens, tokens)
+    lengths = None
+    if rope is not None and rope.by_length and count:
+        along = (
+            counted if positions is None else jnp.broadcast_to(_along_one_axis(rope, positions), (tokens,))
+        )
+        ids = cu_seqlens_to_segment_ids(rows.cu_seqlens, tokens)
+        number = jnp.where(ids < 0, count, ids)
+        lengths = jax.ops.segment_max(jnp.broadcast_to(along, (tokens,)), number, count + 1)[number] + 1
+    return Places(counted if positions is None else positions, lengths=lengths)
+
+
+def _along_one_axis(rope: RotaryEmbedding, positions: Array) -> Array:
+    """The largest position of each token."""
+    if rope.num_axes is None or positions.ndim == 1:
+        return positions
+    return jnp.max(positions, axis=0)
+
+
+def _real_lengths(positions: Array | None, real: Array, offset: Array | None) -> Array:
     """One more than the last position of a real token of each row, int32 `[..., 1]`."""
     if positions is None:
-        tokens = jax.lax.broadcasted_iota(jnp.int32, padding_mask.shape, padding_mask.ndim - 1)
+        tokens = jax.lax.broadcasted_iota(jnp.int32, real.shape, real.ndim - 1)
         positions = tokens if offset is None else tokens + offset[..., None]
-    elif rope.num_axes is not None and positions.ndim > 1:
-        positions = jnp.max(positions, axis=0)
-    return jnp.max(jnp.where(padding_mask, positions, -1), axis=-1, keepdims=True) + 1
+    return jnp.max(jnp.where(real, like(positions, real), -1), axis=-1, keepdims=True) + 1
 
 
 def places_over_pages(rope: RotaryEmbedding | None, batch: RaggedBatch) -> Places:
@@ -60,16 +85,24 @@ def places_over_pages(rope: RotaryEmbedding | None, batch: RaggedBatch) -> Place
     return Places(batch.positions, lengths=batch.lengths[jnp.maximum(batch.sequence_ids, 0)])
 
 
-def locate(cache: KVCache | None, padding_mask: Array | None, segment_ids: Array | None) -> Rows:
-    """The places of a call's tokens. Left padding moves the first token before the row's start: its offset
-    shrinks."""
+def locate(x: Array, cache: KVCache | None, given: CallInputs) -> Rows:
+    """The places of a call's tokens. Left padding moves the first token before the row's start: its offset shrinks."""
+    padding_mask, segment_ids = given.padding_mask, given.segment_ids
+    if given.kv_input is not None:
+        return _locate_cross(x, given.kv_input, padding_mask, given.kv_padding_mask)
+    if given.cu_seqlens is not None:
+        offsets, tokens = (
+            read_offsets(given.cu_seqlens, x.shape[-2]),
+            jnp.arange(x.shape[-2], dtype=jnp.int32),
+        )
+        return Rows((tokens >= offsets[0]) & (tokens < offsets[-1]), cu_seqlens=offsets)
     left = None if padding_mask is None else _first_real(padding_mask)
     if cache is not None:
-        return Rows(offset=cache.lengths if left is None else cache.lengths - left)
+        return Rows(padding_mask, cache.lengths if left is None else cache.lengths - left)
     offset = None if left is None else -left
     if padding_mask is not None:
         segment_ids = jnp.where(padding_mask, jnp.int32(0) if segment_ids is None else segment_ids, -1)
-    return Rows(offset, segment_ids, segment_ids)
+    return Rows(padding_mask, offset, segment_ids, segment_ids)
 
 
 def _first_real(padding_mask: Array) -> Array:
@@ -79,7 +112,7 @@ def _first_real(padding_mask: Array) -> Array:
     return jnp.argmax(padding_mask, axis=-1).astype(jnp.int32)
 
 
-def locate_cross(
+def _locate_cross(
     x: Array, kv_input: Array, padding_mask: Array | None, kv_padding_mask: Array | None
 ) -> Rows:
     if padding_mask is None and kv_padding_mask is None:
@@ -88,4 +121,4 @@ def locate_cross(
         jnp.zeros(a.shape[:-1], jnp.int32) if real is None else jnp.where(real, jnp.int32(0), -1)
         for a, real in ((x, padding_mask), (kv_input, kv_padding_mask))
     ]
-    return Rows(None, *ids)
+    return Rows(padding_mask, None, *ids)

@@ -1,0 +1,114 @@
+"""Linear biases, and the log-sum-exp of the scores."""
+
+import math
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from ejkernel_eqx import RaggedBatch
+from ejkernel_eqx.nn import alibi_slopes, MultiHeadAttention
+from tests.nn import published
+from tests.tolerances import assert_close
+
+EMBED, TOKENS = 24, 11
+
+
+def _layer(heads=3, **changes):
+    options = {"num_heads": heads, "head_dim": 8, "alibi": True}
+    return MultiHeadAttention(EMBED, **(options | changes), key=jax.random.key(0))
+
+
+def _x(*shape, dtype=jnp.float32):
+    return jax.random.normal(jax.random.key(1), shape, dtype)
+
+
+def _expected(layer, x, slopes):
+    """One row, dense: `(y, lse [T, H])`."""
+    weights = {
+        f"{name}.weight": getattr(layer, name).weight for name in ("q_proj", "k_proj", "v_proj", "o_proj")
+    }
+    q, k, v = (published.heads(weights, f"{name}_proj", x, layer.num_heads) for name in "qkv")
+    distance = jnp.asarray(np.arange(len(x))[None] - np.arange(len(x))[:, None], x.dtype)
+    scores = (
+        jnp.einsum("ihd,jhd->hij", q, k) / math.sqrt(8)
+        + jnp.asarray(slopes, x.dtype)[:, None, None] * distance[None]
+    )
+    scores = jnp.where(distance[None] > 0, -jnp.inf, scores)
+    out = jnp.einsum("hij,jhd->ihd", jax.nn.softmax(scores), v).reshape(len(x), -1)
+    return published.output(weights, out), jax.nn.logsumexp(scores, axis=-1).T
+
+
+def test_slopes_are_the_published_ones():
+    # `build_alibi_tensor` of `transformers` 5.23 (BLOOM) for the same numbers of heads.
+    np.testing.assert_allclose(alibi_slopes(8), [2.0**-h for h in range(1, 9)], rtol=1e-12)
+    np.testing.assert_allclose(alibi_slopes(1), [2.0**-8], rtol=1e-12)
+    np.testing.assert_allclose(alibi_slopes(3), [2.0**-4, 2.0**-8, 2.0**-2], rtol=1e-12)
+    twelve = [*(2.0**-h for h in range(1, 9)), *(2.0**-h for h in (0.5, 1.5, 2.5, 3.5))]
+    np.testing.assert_allclose(alibi_slopes(12), twelve, rtol=1e-12)
+
+
+@pytest.mark.parametrize("slopes", [None, (0.5, 0.25, -1.0)])
+def test_scores_and_lse(enable_x64, slopes):
+    layer = _layer(alibi=True if slopes is None else slopes, dtype=jnp.float64)
+    x = _x(2, TOKENS, EMBED, dtype=jnp.float64)
+    slopes = alibi_slopes(3) if slopes is None else slopes
+    expected, expected_lse = jax.vmap(lambda x: _expected(layer, x, slopes))(x)
+    y, lse = jax.jit(lambda x: layer(x, return_lse=True))(x)
+    assert_close(y, expected)
+    assert_close(lse, expected_lse)
+    assert_close(jax.vmap(layer)(x), expected)
+    loss = lambda f: jax.grad(lambda x: jnp.sum(jnp.sin(f(x))))(x)
+    assert_close(loss(layer), loss(jax.vmap(lambda x: _expected(layer, x, slopes)[0])), kind="gradient")
+
+
+def test_caches_and_padding():
+    layer, x = _layer(), _x(2, TOKENS, EMBED)
+    expected, expected_lse = layer(x, return_lse=True)
+    first, cache, lse = layer(x[:, :4], layer.init_cache(2, 16), return_lse=True)
+    assert_close(lse, expected_lse[:, :4])
+    second, cache = layer(x[:, 4:9], cache)
+    last, _, lse = layer(x[:, 9:], cache, return_lse=True)
+    assert_close(jnp.concatenate([first, second, last], 1), expected)
+    assert_close(lse, expected_lse[:, 9:])
+    real = jnp.asarray([[0] * 3 + [1] * 8, [0] * 2 + [1] * 7 + [0] * 2], bool)
+    padded, cache = layer(jnp.where(real[..., None], x, jnp.nan), layer.init_cache(2, 16), padding_mask=real)
+    token, _ = layer(x[:, :1], cache)
+    for row in range(2):
+        alone, filled = layer(x[row][real[row]], layer.init_cache((), 16))
+        assert_close(padded[row][real[row]], alone)
+        assert_close(token[row], layer(x[row, :1], filled)[0])
+
+
+@pytest.mark.few(1)
+@pytest.mark.parametrize("alibi", [True, False])
+@pytest.mark.parametrize("platform", ["xla", pytest.param("triton-interpret", marks=pytest.mark.slow)])
+def test_pages(alibi, platform):
+    layer, x = _layer(alibi=alibi, platform=platform), _x(TOKENS, EMBED)
+    lens = [7, 3]
+    batch = RaggedBatch.build(lens, lens, [[5, 2], [0]], page_size=4)
+    packed = jnp.concatenate([x[:7], x[:3]])
+    y, cache, lse = layer(packed, layer.init_paged_cache(8, 4), batch=batch, return_lse=True)
+    expected, expected_lse = layer(x, return_lse=True)
+    assert_close(y, jnp.concatenate([expected[:7], expected[:3]]))
+    assert_close(lse, jnp.concatenate([expected_lse[:7], expected_lse[:3]]))
+    decode = RaggedBatch.build([1, 1], [8, 4], [[5, 2], [0]], page_size=4)
+    y, cache = layer(x[jnp.asarray([7, 3])], cache, batch=decode)
+    assert_close(y, expected[jnp.asarray([7, 3])])
+    none = RaggedBatch.build([], [], [], page_size=4)
+    y, cache, lse = layer(x[:0], cache, batch=none, return_lse=True)
+    assert y.shape == (0, EMBED) and lse.shape == (0, 3)
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"causal": False}, "alibi: expected False in a layer with causal=False"),
+        ({"alibi": (0.5, 0.5)}, "alibi: expected True, False or 3 slopes"),
+        ({"alibi": (0.5, math.nan, 0.5)}, r"alibi\[1\]: expected a finite number"),
+    ],
+)
+def test_errors(changes, message):
+    with pytest.raises(ValueError, match=message):
+        _layer(**changes)
