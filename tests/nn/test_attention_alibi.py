@@ -2,6 +2,7 @@
 
 import math
 
+import equinox as eqx
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -18,6 +19,11 @@ EMBED, TOKENS = 24, 11
 def _layer(heads=3, **changes):
     options = {"num_heads": heads, "head_dim": 8, "alibi": True}
     return MultiHeadAttention(EMBED, **(options | changes), key=jax.random.key(0))
+
+
+@eqx.filter_jit
+def _call(layer, x, cache=None, **given):
+    return layer(x, cache, **given)
 
 
 def _x(*shape, dtype=jnp.float32):
@@ -65,20 +71,22 @@ def test_scores_and_lse(enable_x64, slopes):
 
 def test_caches_and_padding():
     layer, x = _layer(), _x(2, TOKENS, EMBED)
-    expected, expected_lse = layer(x, return_lse=True)
-    first, cache, lse = layer(x[:, :4], layer.init_cache(2, 16), return_lse=True)
+    expected, expected_lse = _call(layer, x, return_lse=True)
+    first, cache, lse = _call(layer, x[:, :4], layer.init_cache(2, 16), return_lse=True)
     assert_close(lse, expected_lse[:, :4])
-    second, cache = layer(x[:, 4:9], cache)
-    last, _, lse = layer(x[:, 9:], cache, return_lse=True)
+    second, cache = _call(layer, x[:, 4:9], cache)
+    last, _, lse = _call(layer, x[:, 9:], cache, return_lse=True)
     assert_close(jnp.concatenate([first, second, last], 1), expected)
     assert_close(lse, expected_lse[:, 9:])
     real = jnp.asarray([[0] * 3 + [1] * 8, [0] * 2 + [1] * 7 + [0] * 2], bool)
-    padded, cache = layer(jnp.where(real[..., None], x, jnp.nan), layer.init_cache(2, 16), padding_mask=real)
-    token, _ = layer(x[:, :1], cache)
+    padded, cache = _call(
+        layer, jnp.where(real[..., None], x, jnp.nan), layer.init_cache(2, 16), padding_mask=real
+    )
+    token, _ = _call(layer, x[:, :1], cache)
     for row in range(2):
-        alone, filled = layer(x[row][real[row]], layer.init_cache((), 16))
+        alone, filled = _call(layer, x[row][real[row]], layer.init_cache((), 16))
         assert_close(padded[row][real[row]], alone)
-        assert_close(token[row], layer(x[row, :1], filled)[0])
+        assert_close(token[row], _call(layer, x[row, :1], filled)[0])
 
 
 @pytest.mark.few(1)
@@ -89,15 +97,15 @@ def test_pages(alibi, platform):
     lens = [7, 3]
     batch = RaggedBatch.build(lens, lens, [[5, 2], [0]], page_size=4)
     packed = jnp.concatenate([x[:7], x[:3]])
-    y, cache, lse = layer(packed, layer.init_paged_cache(8, 4), batch=batch, return_lse=True)
-    expected, expected_lse = layer(x, return_lse=True)
+    y, cache, lse = _call(layer, packed, layer.init_paged_cache(8, 4), batch=batch, return_lse=True)
+    expected, expected_lse = _call(layer, x, return_lse=True)
     assert_close(y, jnp.concatenate([expected[:7], expected[:3]]))
     assert_close(lse, jnp.concatenate([expected_lse[:7], expected_lse[:3]]))
     decode = RaggedBatch.build([1, 1], [8, 4], [[5, 2], [0]], page_size=4)
-    y, cache = layer(x[jnp.asarray([7, 3])], cache, batch=decode)
+    y, cache = _call(layer, x[jnp.asarray([7, 3])], cache, batch=decode)
     assert_close(y, expected[jnp.asarray([7, 3])])
     none = RaggedBatch.build([], [], [], page_size=4)
-    y, cache, lse = layer(x[:0], cache, batch=none, return_lse=True)
+    y, cache, lse = _call(layer, x[:0], cache, batch=none, return_lse=True)
     assert y.shape == (0, EMBED) and lse.shape == (0, 3)
 
 

@@ -29,9 +29,7 @@ SIZES = {
 
 
 def _pair(name, **changes):
-    theirs = eqx.nn.MultiheadAttention(
-        HEADS, **SIZES[name], **changes, key=jax.random.key(0)
-    )
+    theirs = eqx.nn.MultiheadAttention(HEADS, **SIZES[name], **changes, key=jax.random.key(0))
     return theirs, MultiHeadAttention.from_equinox(theirs)
 
 

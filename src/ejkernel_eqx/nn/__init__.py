@@ -13,11 +13,13 @@ from .mamba1 import Mamba1Mixer as Mamba1Mixer
 from .mamba2 import Mamba2Mixer as Mamba2Mixer
 from .recurrent import RecurrentLayer as RecurrentLayer
 from .recurrent import RecurrentState as RecurrentState
+from .rolling_cache import RollingKVCache as RollingKVCache
 from .rotary import DynamicScaling as DynamicScaling
 from .rotary import LinearScaling as LinearScaling
 from .rotary import Llama3Scaling as Llama3Scaling
 from .rotary import LongRopeScaling as LongRopeScaling
 from .rotary import ProportionalScaling as ProportionalScaling
+from .rotary import RotaryChoice as RotaryChoice
 from .rotary import RotaryEmbedding as RotaryEmbedding
 from .rotary import YarnScaling as YarnScaling
 from .short_convolution import ShortConvolution as ShortConvolution

@@ -6,6 +6,7 @@ from typing import Any, Literal, overload, TypedDict, Unpack
 import equinox as eqx
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jax import Array
 from jax.typing import DTypeLike
 
@@ -22,14 +23,17 @@ from .attention_inputs import (
     check_pages,
     head_dim_of,
     read_biases,
+    window_of,
 )
-from .attention_places import locate, Places, places_of, places_over_pages
+from .attention_places import keys_of, locate, Places, places_of, places_over_pages
 from .equinox_attention import options_of
 from .kv_cache import KVCache
 from .parts import Parts
 from .projection import compute_dtype_of, project, stored_dtype_of
-from .rotary import RotaryEmbedding
+from .rolling_cache import RollingKVCache
+from .rotary import RotaryChoice, RotaryEmbedding
 from .tokens import clear, merge_heads, normed, split_heads
+from .windows import check_scalar, read_window, with_window
 
 
 class _Given(TypedDict, total=False):
@@ -69,7 +73,8 @@ class MultiHeadAttention(eqx.Module):
     q_norm: eqx.nn.RMSNorm | None  # [D]; of all heads together [H * D]
     k_norm: eqx.nn.RMSNorm | None  # [D]; of all heads together [K * D]
     sinks: Array | None  # [H]
-    rope: RotaryEmbedding | None
+    sliding_window: Array | None  # int32 []: a window that is a value; a static one is in `attention`
+    rope: RotaryEmbedding | RotaryChoice | None
     attention: FlashAttention
     paged_attention: RaggedPagedAttention | UnifiedAttention
     embed_dim: int = eqx.field(static=True)
@@ -96,14 +101,14 @@ class MultiHeadAttention(eqx.Module):
         kv_embed_dim: int | None = None,
         v_embed_dim: int | None = None,
         output_size: int | None = None,
-        rope: RotaryEmbedding | None = None,
+        rope: RotaryEmbedding | RotaryChoice | None = None,
         qk_norm: bool | Literal["heads", "all"] = False,
         qk_norm_eps: float = 1e-6,
         use_qkv_bias: bool | tuple[bool, bool, bool] = False,
         use_output_bias: bool = False,
         alibi: bool | Sequence[float] = False,
         causal: bool = True,
-        sliding_window: int | tuple[int | None, int | None] | None = None,
+        sliding_window: int | tuple[int | None, int | None] | Array | None = None,
         logits_soft_cap: float | None = None,
         softmax_scale: float | None = None,
         sinks: bool = False,
@@ -134,7 +139,9 @@ class MultiHeadAttention(eqx.Module):
             ([`ejkernel_eqx.nn.alibi_slopes`][]), or one slope for each head. They are no parameters.
         - `causal`, `sliding_window`, `logits_soft_cap`, `softmax_scale`, `dropout_rate`, `deterministic`,
             `platform`, `config`: as in [`ejkernel_eqx.FlashAttention`][]. The scale's default is $D^{-1/2}$. The
-            platform is that of attention over pages as well (`"cuda"` has none: there the device decides).
+            platform is that of attention over pages as well (`"cuda"` has none: there the device decides). A `sliding_window` may also be
+            an integer array `[]`, negative for no window: a leaf of the layer that is not trained, so that layers with different windows,
+            built under `equinox.filter_vmap`, are scanned over.
         - `sinks`: whether each head has a learned logit that joins the softmax's denominator (GPT-OSS).
         - `output_gate`: whether the heads' outputs are multiplied by $\sigma$ of a projection of the input,
             an entry for each of the `H * V` (Qwen3-Next); the gate's rows are part of `q_proj`, head by head.
@@ -172,6 +179,8 @@ class MultiHeadAttention(eqx.Module):
         self.q_norm, self.k_norm = (norm(num_heads), norm(num_kv_heads)) if qk_norm else (None, None)
         self.sinks = jnp.zeros(num_heads, parts.dtype) if sinks else None
         self.rope = rope
+        self.sliding_window = read_window(sliding_window, causal)
+        sliding_window = None if isinstance(sliding_window, Array | np.ndarray) else sliding_window
         self.attention = FlashAttention(
             causal,
             sliding_window,
@@ -206,12 +215,45 @@ class MultiHeadAttention(eqx.Module):
         layer = eqx.tree_at(lambda m: [m.q_proj, m.k_proj, m.v_proj, m.o_proj], layer, parts)
         return eqx.nn.inference_mode(layer, attention.dropout.inference)
 
+    @overload
     def init_cache(
-        self, batch_shape: tuple[int, ...] | int, max_length: int, dtype: DTypeLike | None = None
-    ) -> KVCache:
-        """An empty `KVCache` that fits this layer, by default in the dtype it computes in, or else that of its weights."""
+        self,
+        batch_shape: tuple[int, ...] | int,
+        max_length: int,
+        dtype: DTypeLike | None = None,
+        *,
+        rolling: Literal[False] = False,
+    ) -> KVCache: ...
+
+    @overload
+    def init_cache(
+        self,
+        batch_shape: tuple[int, ...] | int,
+        max_length: int | None = None,
+        dtype: DTypeLike | None = None,
+        *,
+        rolling: Literal[True],
+    ) -> RollingKVCache: ...
+
+    def init_cache(
+        self,
+        batch_shape: tuple[int, ...] | int,
+        max_length: int | None = None,
+        dtype: DTypeLike | None = None,
+        *,
+        rolling: bool = False,
+    ) -> KVCache | RollingKVCache:
+        """An empty `KVCache` that fits this layer, by default in the dtype it computes in, or else that of its weights. With `rolling`, in a
+        layer with a static sliding window, a `RollingKVCache`: it keeps as many tokens as the window has and is never full, so `max_length`
+        does not matter."""
+        check_flags(rolling=rolling)
         kept: DTypeLike = self._stored_dtype() if dtype is None else dtype
-        return KVCache.init(batch_shape, max_length, self.num_kv_heads, self.head_dim, self.v_head_dim, kept)
+        sizes = (self.num_kv_heads, self.head_dim, self.v_head_dim, kept)
+        if rolling:
+            return RollingKVCache.init(batch_shape, window_of(self), *sizes)
+        check_sizes(max_length=max_length)
+        assert max_length is not None
+        return KVCache.init(batch_shape, max_length, *sizes)
 
     def init_paged_cache(
         self,
@@ -246,6 +288,11 @@ class MultiHeadAttention(eqx.Module):
 
     @overload
     def __call__(
+        self, x: Array, cache: RollingKVCache, *, return_lse: Literal[False] = False, **given: Unpack[_Given]
+    ) -> tuple[Array, RollingKVCache]: ...
+
+    @overload
+    def __call__(
         self,
         x: Array,
         cache: PagedKVCache,
@@ -270,7 +317,7 @@ class MultiHeadAttention(eqx.Module):
     def __call__(
         self,
         x: Array,
-        cache: KVCache | PagedKVCache | None = None,
+        cache: KVCache | RollingKVCache | PagedKVCache | None = None,
         *,
         kv_input: Array | None = None,
         v_input: Array | None = None,
@@ -290,7 +337,8 @@ class MultiHeadAttention(eqx.Module):
 
         - `x`: `[..., T, E]`, any number of leading batch dimensions.
         - `cache`: the keys and values before `x`; those of `x` are appended. A prompt at once and then token
-            by token, rows at different positions: all give what the whole sequence at once gives. For causal layers.
+            by token, rows at different positions: all give what the whole sequence at once gives. For causal layers. A
+            `RollingKVCache` keeps the window alone.
         - `kv_input`: `[..., S, C]`, what keys and values are made from instead of `x` (cross attention).
         - `v_input`: `[..., S, Cv]`, together with `kv_input`: what values are made from, which then makes keys alone.
         - `positions`: integers that broadcast to `[..., T]`, for the rotation; by default tokens are counted from the
@@ -333,6 +381,7 @@ class MultiHeadAttention(eqx.Module):
             inference,
         )
         check_flags(return_lse=return_lse)
+        check_scalar(self.sliding_window)
         if batch is not None:
             return self._over_pages(*check_pages(self, x, cache, batch, given), batch, return_lse)
         given, x = check_call(self, x, cache, given)
@@ -344,22 +393,16 @@ class MultiHeadAttention(eqx.Module):
         source = x if given.kv_input is None else clear(given.kv_input.astype(dtype), kv_padding_mask)
         values = source if given.v_input is None else clear(given.v_input.astype(dtype), kv_padding_mask)
         q, k, v, gate = self._heads(x, source, values, places_of(self.rope, positions, rows))
-        if cache is not None:
-            cache = cache.append(k, v, mask=padding_mask)
-            k, v = cache.k, cache.v
+        cache, keys = keys_of(cache, k, v, rows)
         out: Any = self.attention(
             q,
-            k.astype(q.dtype),
-            v.astype(q.dtype),
+            keys.k.astype(q.dtype),
+            keys.v.astype(q.dtype),
             bias=bias,
-            mask=mask,
-            segment_ids=rows.segment_ids,
-            kv_segment_ids=rows.kv_segment_ids,
-            cu_seqlens=rows.cu_seqlens,
-            kv_lengths=None if cache is None else cache.lengths,
+            mask=with_window(self.sliding_window, mask),
+            **keys.how,
             sinks=self.sinks,
             alibi_slopes=self._slopes(q),
-            q_offset=None if cache is None else rows.offset,
             key=key,
             inference=inference,
             return_lse=return_lse,
@@ -381,6 +424,7 @@ class MultiHeadAttention(eqx.Module):
             "query_start_loc": batch.query_start_loc,
             "max_query_len": batch.max_query_len,
             "sinks": self.sinks,
+            "sliding_window": self.sliding_window,
             "return_lse": return_lse,
         }
         if isinstance(self.paged_attention, UnifiedAttention):

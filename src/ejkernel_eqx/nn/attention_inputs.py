@@ -9,7 +9,8 @@ from ..attention import Mask
 from ..paged import PagedKVCache
 from .arguments import check_flags, check_key, check_tokens, is_known, read_array, read_features
 from .kv_cache import KVCache
-from .rotary import check_positions, RotaryEmbedding
+from .rolling_cache import RollingKVCache
+from .rotary import check_positions, RotaryChoice, RotaryEmbedding
 from .tokens import check_ragged
 
 
@@ -46,7 +47,7 @@ def check_heads(num_heads: int, num_kv_heads: int, head_dim: int, rope: Any) -> 
             f"num_kv_heads: expected a divisor of num_heads={num_heads}, received {num_kv_heads}; "
             "every key/value head serves the same number of query heads."
         )
-    if rope is not None and not isinstance(rope, RotaryEmbedding):
+    if rope is not None and not isinstance(rope, RotaryEmbedding | RotaryChoice):
         raise ValueError(
             f"rope: expected a RotaryEmbedding or None, received {rope!r}; RotaryEmbedding({head_dim}) is the plain one."
         )
@@ -96,9 +97,9 @@ def check_call(layer: Any, x: Any, cache: Any, given: CallInputs) -> tuple[CallI
         check_key(given.key)
     if given.inference is not None:
         check_flags(inference=given.inference)
-    if cache is not None and not isinstance(cache, KVCache):
+    if cache is not None and not isinstance(cache, KVCache | RollingKVCache):
         raise ValueError(
-            f"cache: expected a KVCache or None, received {type(cache).__name__}; build it with init_cache."
+            f"cache: expected a KVCache, a RollingKVCache or None, received {type(cache).__name__}; build it with init_cache."
         )
     if given.cu_seqlens is not None:
         _check_packed(x, cache, given)
@@ -124,6 +125,8 @@ def check_call(layer: Any, x: Any, cache: Any, given: CallInputs) -> tuple[CallI
     _check_side_by_side(given.padding_mask)
     if cache is not None:
         _check_cache(layer, x, cache, given.segment_ids)
+    if isinstance(cache, RollingKVCache):
+        _check_rolling(layer, cache, given)
     return given, x
 
 
@@ -185,7 +188,36 @@ def _check_side_by_side(padding_mask: Array | None) -> None:
         )
 
 
-def _check_cache(layer: Any, x: Array, cache: KVCache, segment_ids: Array | None) -> None:
+def window_of(layer: Any) -> int:
+    """How many keys a rolling cache of this layer has to hold."""
+    left, right = layer.attention.window
+    if layer.sliding_window is not None or left is None or not (layer.attention.causal or right == 0):
+        found = (
+            "an array"
+            if layer.sliding_window is not None
+            else f"causal={layer.attention.causal} and {(left, right)}"
+        )
+        raise ValueError(
+            f"rolling: expected a causal layer with a static sliding_window, received one with {found}; other layers see keys that a window "
+            "has left behind: use a KVCache."
+        )
+    return left + 1
+
+
+def _check_rolling(layer: Any, cache: RollingKVCache, given: CallInputs) -> None:
+    if cache.window < (window := window_of(layer)):
+        raise ValueError(
+            f"cache: expected a RollingKVCache of at least {window} slots, the layer's window, received {cache.window}; build it with "
+            "init_cache(batch_shape, rolling=True)."
+        )
+    for name in ("mask", "bias"):
+        if getattr(given, name) is not None:
+            raise ValueError(
+                f"{name}: expected None with a RollingKVCache, received an array; its keys are those of the whole sequence: use a KVCache."
+            )
+
+
+def _check_cache(layer: Any, x: Array, cache: KVCache | RollingKVCache, segment_ids: Array | None) -> None:
     if segment_ids is not None:
         raise ValueError(
             "segment_ids: expected None with a cache, received an array; give each sequence a row of its own."

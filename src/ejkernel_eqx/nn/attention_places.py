@@ -12,7 +12,10 @@ from ..sequences import cu_seqlens_to_segment_ids, positions_from_cu_seqlens
 from ..sequences.packing import read_offsets
 from .attention_inputs import CallInputs
 from .kv_cache import KVCache
-from .rotary import RotaryEmbedding
+from .rolling_cache import RollingKVCache
+from .rotary import RotaryChoice, RotaryEmbedding
+
+Rope = RotaryEmbedding | RotaryChoice
 
 
 class Rows(NamedTuple):
@@ -32,13 +35,13 @@ class Places(NamedTuple):
     offset: Array | int = 0
     lengths: Array | None = None
 
-    def turn(self, rope: RotaryEmbedding | None, x: Array) -> Array:
+    def turn(self, rope: Rope | None, x: Array) -> Array:
         if rope is None:
             return x
         return rope(x, self.positions, offset=self.offset, lengths=self.lengths)
 
 
-def places_of(rope: RotaryEmbedding | None, positions: Array | None, rows: Rows) -> Places:
+def places_of(rope: Rope | None, positions: Array | None, rows: Rows) -> Places:
     """Those of a call without pages. Where the rotation depends on how long a sequence is, padding does not count."""
     if rows.cu_seqlens is not None:
         return _places_in_packed(rope, positions, rows)
@@ -49,7 +52,7 @@ def places_of(rope: RotaryEmbedding | None, positions: Array | None, rows: Rows)
     return Places(positions, 0 if rows.offset is None else rows.offset, lengths)
 
 
-def _places_in_packed(rope: RotaryEmbedding | None, positions: Array | None, rows: Rows) -> Places:
+def _places_in_packed(rope: Rope | None, positions: Array | None, rows: Rows) -> Places:
     assert rows.cu_seqlens is not None and rows.real is not None
     tokens, count = rows.real.shape[0], rows.cu_seqlens.shape[0] - 1
     counted = positions_from_cu_seqlens(rows.cu_seqlens, tokens)
@@ -64,7 +67,7 @@ def _places_in_packed(rope: RotaryEmbedding | None, positions: Array | None, row
     return Places(counted if positions is None else positions, lengths=lengths)
 
 
-def _along_one_axis(rope: RotaryEmbedding, positions: Array) -> Array:
+def _along_one_axis(rope: Rope, positions: Array) -> Array:
     """The largest position of each token."""
     if rope.num_axes is None or positions.ndim == 1:
         return positions
@@ -79,13 +82,13 @@ def _real_lengths(positions: Array | None, real: Array, offset: Array | None) ->
     return jnp.max(jnp.where(real, like(positions, real), -1), axis=-1, keepdims=True) + 1
 
 
-def places_over_pages(rope: RotaryEmbedding | None, batch: RaggedBatch) -> Places:
+def places_over_pages(rope: Rope | None, batch: RaggedBatch) -> Places:
     if rope is None or not rope.by_length:
         return Places(batch.positions)
     return Places(batch.positions, lengths=batch.lengths[jnp.maximum(batch.sequence_ids, 0)])
 
 
-def locate(x: Array, cache: KVCache | None, given: CallInputs) -> Rows:
+def locate(x: Array, cache: KVCache | RollingKVCache | None, given: CallInputs) -> Rows:
     """The places of a call's tokens. Left padding moves the first token before the row's start: its offset shrinks."""
     padding_mask, segment_ids = given.padding_mask, given.segment_ids
     if given.kv_input is not None:
@@ -122,3 +125,27 @@ def _locate_cross(
         for a, real in ((x, padding_mask), (kv_input, kv_padding_mask))
     ]
     return Rows(padding_mask, None, *ids)
+
+
+class Keys(NamedTuple):
+    """What the queries of a call may see, as the arguments of `FlashAttention`."""
+
+    k: Array
+    v: Array
+    how: dict[str, Array | None]
+
+
+def keys_of(
+    cache: KVCache | RollingKVCache | None, k: Array, v: Array, rows: Rows
+) -> tuple[KVCache | RollingKVCache | None, Keys]:
+    """The cache with the new keys and values in it, and all that may be seen."""
+    if cache is None:
+        ids = {"segment_ids": rows.segment_ids, "kv_segment_ids": rows.kv_segment_ids}
+        return None, Keys(k, v, {**ids, "cu_seqlens": rows.cu_seqlens})
+    if isinstance(cache, RollingKVCache):
+        cache, seen = cache.append(k, v, mask=rows.real)
+        ids = jnp.where(seen.real, jnp.int32(0), -1)
+        own = ids[..., cache.window :]
+        return cache, Keys(seen.k, seen.v, {"segment_ids": own, "kv_segment_ids": ids})
+    cache = cache.append(k, v, mask=rows.real)
+    return cache, Keys(cache.k, cache.v, {"kv_lengths": cache.lengths, "q_offset": rows.offset})

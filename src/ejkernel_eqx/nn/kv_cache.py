@@ -55,7 +55,7 @@ class KVCache(eqx.Module):
         check_sizes(
             max_length=max_length, num_kv_heads=num_kv_heads, head_dim=head_dim, v_head_dim=v_head_dim
         )
-        _check_stored(dtype)
+        check_stored(dtype)
         return cls(
             k=jnp.zeros((*batch, max_length, num_kv_heads, head_dim), dtype),
             v=jnp.zeros((*batch, max_length, num_kv_heads, v_head_dim), dtype),
@@ -141,21 +141,7 @@ class KVCache(eqx.Module):
         return flat.reshape(store.shape)
 
     def _check(self, k_new: Any, v_new: Any, padded: bool) -> None:
-        for name, new, store in (("k_new", k_new, self.k), ("v_new", v_new, self.v)):
-            _check_stored(store.dtype)
-            new = read_array(name, new, "floats", "[..., T, K, D]")
-            expected = (*store.shape[:-3], "T", *store.shape[-2:])
-            if new.ndim != store.ndim or (*new.shape[:-3], "T", *new.shape[-2:]) != expected:
-                shown = "[" + ", ".join(map(str, expected)) + "]"
-                raise ValueError(
-                    f"{name}: expected {shown} as the cache holds it, received shape {new.shape}; "
-                    "build the cache with the batch shape, heads and head dims of this layer."
-                )
-        if k_new.shape[-3] != v_new.shape[-3]:
-            raise ValueError(
-                f"v_new: expected as many tokens as k_new, {k_new.shape[-3]}, received {v_new.shape[-3]}; "
-                "append the keys and values of the same tokens."
-            )
+        check_new(self, k_new, v_new)
         if not padded and k_new.shape[-3] > self.max_length:
             raise ValueError(
                 f"k_new: expected at most max_length={self.max_length} tokens, received {k_new.shape[-3]}; "
@@ -163,7 +149,26 @@ class KVCache(eqx.Module):
             )
 
 
-def _check_stored(dtype: Any) -> None:
+def check_new(cache: Any, k_new: Any, v_new: Any) -> None:
+    """Whether new keys and values are of the rows, heads and channels that a cache has."""
+    for name, new, store in (("k_new", k_new, cache.k), ("v_new", v_new, cache.v)):
+        check_stored(store.dtype)
+        new = read_array(name, new, "floats", "[..., T, K, D]")
+        expected = (*store.shape[:-3], "T", *store.shape[-2:])
+        if new.ndim != store.ndim or (*new.shape[:-3], "T", *new.shape[-2:]) != expected:
+            shown = "[" + ", ".join(map(str, expected)) + "]"
+            raise ValueError(
+                f"{name}: expected {shown} as the cache holds it, received shape {new.shape}; "
+                "build the cache with the batch shape, heads and head dims of this layer."
+            )
+    if k_new.shape[-3] != v_new.shape[-3]:
+        raise ValueError(
+            f"v_new: expected as many tokens as k_new, {k_new.shape[-3]}, received {v_new.shape[-3]}; "
+            "append the keys and values of the same tokens."
+        )
+
+
+def check_stored(dtype: Any) -> None:
     found = named_dtype(dtype)
     if found is None or not jnp.issubdtype(found, jnp.floating):
         raise ValueError(

@@ -11,7 +11,8 @@ from .._kernel import Kernel, Plan
 from ..core.platforms import register
 from .arguments import packed, PagedOptions, read_queries, resolve, Scoring
 from .cache.cache import PagedKVCache, PagedLatentCache
-from .operation import append, finish, plan_of
+from .operation import append, plan_of
+from .windows import finish_within
 
 register("ragged_paged_attention", __package__)
 
@@ -72,6 +73,7 @@ class RaggedPagedAttention(Kernel):
         query_start_loc: Int[Array, "..."],
         max_query_len: int | None = None,
         sinks: Float[Array, "..."] | None = None,
+        sliding_window: Int[Array, "..."] | None = None,
         return_lse: bool = False,
     ) -> Any:  # one array to three, as `return_lse` and `append` say
         """**Arguments:**
@@ -80,6 +82,8 @@ class RaggedPagedAttention(Kernel):
             [`ejkernel_eqx.PrefillPagedAttention`][]. With `append` there are no leading axes, and the new tokens have not been written.
         - `k`, `v`: with `append`, and only then, `[T, K, D]` and `[T, K, V]`; for a latent cache the latents `[T, R]` and the rotary keys `[T, Dr]`.
             They go where the tables say; a token without a page, or of no sequence, goes nowhere.
+        - `sliding_window`: a window as a value, in the place of the constructor's: an integer, negative for none. Inside `jit` a chunk of
+            several new tokens then reads the keys of each of them anew; one new token a sequence costs nothing more.
 
         **Returns:**
 
@@ -99,7 +103,7 @@ class RaggedPagedAttention(Kernel):
             )
         arrays, spec = resolve(q, cache, self.options, tokens, Scoring(sinks), return_lse=return_lse)
         if not self.append:
-            return finish(self.plan, arrays, spec)
+            return finish_within(self.plan, arrays, spec, sliding_window)
         arrays, cache = append(self.plan, arrays, spec, cache, (k, v))
-        results = finish(self.plan, arrays, spec)
+        results = finish_within(self.plan, arrays, spec, sliding_window)
         return (*results, cache) if return_lse else (results, cache)

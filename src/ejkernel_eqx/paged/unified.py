@@ -7,9 +7,10 @@ from jax import Array
 from jaxtyping import Float, Int
 
 from ..core.platforms import register
-from .arguments import packed, read_queries, Scoring
+from .arguments import packed, read_queries, resolve, Scoring
 from .cache.cache import PagedKVCache, PagedLatentCache
 from .operation import PagedOperation
+from .windows import finish_within
 
 register("unified_attention", __package__)
 
@@ -44,6 +45,7 @@ class UnifiedAttention(PagedOperation):
         alibi_slopes: Float[Array, "..."] | None = None,
         qq_bias: Float[Array, "..."] | None = None,
         sinks: Float[Array, "..."] | None = None,
+        sliding_window: Int[Array, "..."] | None = None,
         return_lse: bool = False,
     ) -> Any:  # one array or two, as `return_lse` says
         """**Arguments:**
@@ -53,6 +55,7 @@ class UnifiedAttention(PagedOperation):
         - `alibi_slopes`: `[H]`.
         - `qq_bias`: `[Q, Q]`, `Q` at least `max_query_len`, the same for all sequences and heads; entries may be minus infinity. What lies above
             its diagonal is not seen.
+        - `sliding_window`: as in [`ejkernel_eqx.RaggedPagedAttention`][]; without `qq_bias`.
 
         **Returns:**
 
@@ -62,4 +65,5 @@ class UnifiedAttention(PagedOperation):
         q = read_queries(q, cache, "T H D")
         tokens = packed(q, cache, query_start_loc, max_query_len)
         scoring = Scoring(sinks, alibi_slopes, qq_bias)
-        return self._run(q, cache, tokens, scoring, return_lse)
+        arrays, spec = resolve(q, cache, self.options, tokens, scoring, return_lse=return_lse)
+        return finish_within(self.plan, arrays, spec, sliding_window)

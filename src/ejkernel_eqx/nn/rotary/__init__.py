@@ -2,6 +2,7 @@
 
 from .by_length import DynamicScaling as DynamicScaling
 from .by_length import LongRopeScaling as LongRopeScaling
+from .choice import RotaryChoice as RotaryChoice
 from .embedding import RotaryEmbedding as RotaryEmbedding
 from .positions import check_positions as check_positions
 from .scaling import LinearScaling as LinearScaling

@@ -1,0 +1,129 @@
+"""A key/value cache of as many tokens as a window holds: decoding without end in bounded memory."""
+
+import math
+from typing import NamedTuple
+
+import equinox as eqx
+import jax
+import jax.numpy as jnp
+from jax import Array
+from jax.typing import DTypeLike
+
+from ..parallel import Leading, over_mesh
+from .arguments import check_sizes, read_batch_shape
+from .kv_cache import check_new, check_stored
+
+
+class Seen(NamedTuple):
+    """Keys and values in the order of their positions: the last ones held, then the new ones. The first new one is key `W`."""
+
+    k: Array  # [..., W + T, K, D]
+    v: Array  # [..., W + T, K, V]
+    real: Array  # bool [..., W + T]: those that are there
+
+
+class RollingKVCache(eqx.Module):
+    """Keys and values of the last `W` tokens of each row, for a layer with a static sliding window of `W` keys.
+
+    The token at position $p$ is kept in slot $p \\bmod W$, so the cache is never full. New tokens are attended to before they replace old
+    ones: prompts and chunks may be longer than `W`. What the layer gives is what it gives with a `KVCache` of any length; each call copies
+    the `W` keys and values it holds once, to bring them into order. A pure value, as `KVCache` is.
+
+    - `k`: `[..., W, K, D]`, `v`: `[..., W, K, V]`.
+    - `lengths`: int32 `[...]`, how many tokens each row has had, all of them counted.
+    """
+
+    k: Array
+    v: Array
+    lengths: Array
+
+    @classmethod
+    def init(
+        cls,
+        batch_shape: tuple[int, ...] | int,
+        window: int,
+        num_kv_heads: int,
+        head_dim: int,
+        v_head_dim: int | None = None,
+        dtype: DTypeLike = jnp.float32,
+    ) -> "RollingKVCache":
+        """An empty cache of `window` slots `W` a row; the other arguments are those of `KVCache.init`."""
+        batch = read_batch_shape(batch_shape)
+        v_head_dim = head_dim if v_head_dim is None else v_head_dim
+        check_sizes(window=window, num_kv_heads=num_kv_heads, head_dim=head_dim, v_head_dim=v_head_dim)
+        check_stored(dtype)
+        return cls(
+            k=jnp.zeros((*batch, window, num_kv_heads, head_dim), dtype),
+            v=jnp.zeros((*batch, window, num_kv_heads, v_head_dim), dtype),
+            lengths=jnp.zeros(batch, jnp.int32),
+        )
+
+    @property
+    def window(self) -> int:
+        """How many tokens each row holds at most."""
+        return self.k.shape[-3]
+
+    @property
+    def batch_shape(self) -> tuple[int, ...]:
+        return self.k.shape[:-3]
+
+    @jax.named_scope("ejx.nn.RollingKVCache.append")
+    def append(
+        self, k_new: Array, v_new: Array, *, mask: Array | None = None
+    ) -> tuple["RollingKVCache", Seen]:
+        """The cache with `T` more tokens in each row, and the keys and values that these tokens may see.
+
+        **Arguments:**
+
+        - `k_new`, `v_new`: `[..., T, K, D]` and `[..., T, K, V]`.
+        - `mask`: bool `[..., T]`, True for the real tokens, which in each row are side by side.
+
+        **Returns:** the new cache and a tuple `(k [..., W + T, K, D], v [..., W + T, K, V], real [..., W + T])`, in which key `W + t` is
+        new token `t`, and those before it are the tokens before it. Raises `ValueError` for shapes that do not fit.
+        """
+        check_new(self, k_new, v_new)
+        tokens = k_new.shape[-3]
+        real = jnp.ones((*self.batch_shape, tokens), bool) if mask is None else mask
+        left = (
+            jnp.argmax(real, axis=-1).astype(jnp.int32) if tokens else jnp.zeros(self.batch_shape, jnp.int32)
+        )
+        count = jnp.sum(real, axis=-1, dtype=jnp.int32)
+        # Where the tokens that are seen come from: slots, and behind them the new ones.
+        place = jax.lax.broadcasted_iota(
+            jnp.int32, (*self.batch_shape, self.window + tokens), len(self.batch_shape)
+        )
+        position = self.lengths[..., None] + place - self.window - left[..., None]
+        is_new = place >= self.window + left[..., None]
+        source = jnp.where(is_new, place, position % self.window)
+        held = (place >= left[..., None]) & (position >= 0)
+        there = jnp.where(is_new, position < (self.lengths + count)[..., None], held)
+        # Where the new ones go: only the last of them, those that no later one replaces.
+        rank = jax.lax.broadcasted_iota(jnp.int32, real.shape, real.ndim - 1) - left[..., None]
+        kept = real & (rank >= (count - self.window)[..., None])
+        outside = self.window + rank + left[..., None]
+        target = jnp.where(kept, (self.lengths[..., None] + rank) % self.window, outside)
+        (k, k_seen), (v, v_seen) = (
+            self._roll(store, new, source, target) for store, new in ((self.k, k_new), (self.v, v_new))
+        )
+        return RollingKVCache(k, v, self.lengths + count), Seen(k_seen, v_seen, there)
+
+    def _roll(self, store: Array, new: Array, source: Array, target: Array) -> tuple[Array, Array]:
+        """The store with the new tokens at `target`, and what stood in it and the new ones, in the order of `source`."""
+        heads = f"H{store.shape[-2]}"
+        axes = {"store": ("W", heads, "D"), "new": ("T", heads, "D"), "seen": ("S", heads, "D")}
+        axes |= {"source": ("S",), "target": ("T",)}
+        given = {"store": store, "new": new.astype(store.dtype), "source": source, "target": target}
+        found = over_mesh(lambda given: _rolled(**given), given, Leading(axes=axes))
+        return found["store"], found["seen"]
+
+
+def _rolled(store: Array, new: Array, source: Array, target: Array) -> dict[str, Array]:
+    lead = store.shape[:-3]
+    rows = math.prod(lead)
+    store, new = (x.reshape(rows, *x.shape[-3:]) for x in (store, new))
+    source, target = (x.reshape(rows, x.shape[-1]) for x in (source, target))
+    row = jnp.arange(rows, dtype=jnp.int32)[:, None]
+    both = jnp.concatenate([store, new], axis=1)
+    seen = both.at[row, source].get(mode="promise_in_bounds")
+    store = store.at[row, target].set(new, mode="drop", unique_indices=True)
+    return {name: x.reshape(*lead, *x.shape[1:]) for name, x in (("store", store), ("seen", seen))}

@@ -1,0 +1,81 @@
+"""A window of keys that is known at run time only."""
+
+import dataclasses
+from typing import Any
+
+import jax.numpy as jnp
+from jax import Array, lax
+
+from .._kernel import Plan
+from .._values import known
+from .cache.batch import positions_of
+from .operation import finish
+from .spec import PagedArrays, PagedSpec
+
+
+def finish_within(plan: Plan, arrays: PagedArrays, spec: PagedSpec, window: Any) -> Any:
+    """The results of the resolved call in a window of so many keys, the query's own included; all for `None` and for a negative number.
+
+    Kernels know the first key of each sequence. So with one query a sequence nothing else is needed; otherwise every query becomes a
+    sequence of its own, unless no sequence is longer than the window.
+    """
+    if window is None:
+        return finish(plan, arrays, spec)
+    window = _read(window, arrays, spec)
+    value = known(window)
+    if value is not None:
+        left = None if value < 0 else min(int(value), 2**30) - 1
+        return finish(plan, arrays, dataclasses.replace(spec, left=left))
+    if 0 in (arrays.q.size, arrays.kv_len.size):
+        return finish(plan, arrays, spec)
+    if spec.max_query_len == 1:
+        return finish(plan, _from(arrays, window), spec)
+    alone = _from(_alone(arrays), window)
+    return lax.cond(
+        (window < 0) | (window >= arrays.kv_len.max()),
+        lambda: finish(plan, arrays, spec),
+        lambda: finish(plan, alone, dataclasses.replace(spec, max_query_len=1)),
+    )
+
+
+def _read(window: Any, arrays: PagedArrays, spec: PagedSpec) -> Array:
+    given = jnp.asarray(window)
+    if given.ndim or not jnp.issubdtype(given.dtype, jnp.integer):
+        raise ValueError(
+            f"sliding_window: expected one integer, received {given.dtype} of shape {given.shape}; jax.vmap over several."
+        )
+    if spec.left is not None:
+        raise ValueError(
+            "sliding_window: expected None in a call of an operation that was built with one, received another; build it without."
+        )
+    if arrays.q.ndim != 3 or arrays.qq_bias is not None:
+        what = "leading axes" if arrays.q.ndim != 3 else "qq_bias"
+        raise ValueError(
+            f"sliding_window: expected None in a call with {what}, received an integer; build the operation with it."
+        )
+    if known(given) == 0:
+        raise ValueError(
+            "sliding_window: expected at least 1 key (the query's own), or a negative number, received 0."
+        )
+    return given.astype(jnp.int32)
+
+
+def _from(arrays: PagedArrays, window: Array) -> PagedArrays:
+    """With one query for each sequence, from the first key of its window on."""
+    first = jnp.where(window < 0, 0, arrays.kv_len - jnp.maximum(window, 1))
+    return arrays._replace(kv_start=jnp.maximum(first, 0))
+
+
+def _alone(arrays: PagedArrays) -> PagedArrays:
+    """Every query as a sequence of its own, on the pages of the one that it belongs to."""
+    tokens, ends = jnp.arange(arrays.q.shape[0], dtype=jnp.int32), arrays.q_start + arrays.q_len
+    count = ends.shape[0]
+    number = jnp.minimum(jnp.sum(ends[None] <= tokens[:, None], axis=1, dtype=jnp.int32), count - 1)
+    real = (tokens >= arrays.q_start[number]) & (tokens < ends[number])
+    positions = positions_of(jnp.where(real, number, -1), ends, arrays.kv_len)
+    return arrays._replace(
+        page_table=arrays.page_table[number],
+        q_start=tokens,
+        q_len=real.astype(jnp.int32),
+        kv_len=jnp.where(real, positions + 1, 0),
+    )
