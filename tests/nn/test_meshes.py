@@ -17,13 +17,19 @@ from tests.nn.recurrent_layers import build, EMBED, inputs, LAYERS
 def attention(name: str) -> Any:
     rope = ejx.nn.RotaryEmbedding(EMBED // 4)
     options: Any = {"num_kv_heads": 2, "qk_norm": "all" if "norm" in name else False}
+    options |= {"sliding_window": 2} if "rolling" in name else {}
     layer = ejx.nn.MultiHeadAttention(EMBED, num_heads=4, rope=rope, **options, key=jax.random.key(0))
     if layer.q_norm is None:
         return layer
     return eqx.tree_at(lambda m: m.q_norm.weight, layer, jnp.linspace(0.5, 2.0, EMBED))
 
 
-BUILDS = {"attention": attention, "attention, a norm of all heads": attention, **dict.fromkeys(LAYERS, build)}
+BUILDS = {
+    "attention": attention,
+    "attention, a norm of all heads": attention,
+    "attention, a rolling cache": attention,
+    **dict.fromkeys(LAYERS, build),
+}
 
 
 def weights(layer: Any, layout: str) -> Any:
@@ -53,7 +59,8 @@ def test_training_and_decoding(name, kind, layout):
         loss = lambda learned, x: jnp.sum(jnp.sin(eqx.combine(learned, rest, static)(x)))
         gradients = jax.grad(loss, (0, 1))(learned, x)
         attends = isinstance(layer, ejx.nn.MultiHeadAttention)
-        state = layer.init_cache(4, max_length=5) if attends else layer.init_state(4)
+        rolling: Any = {"rolling": True} if "rolling" in name else {"max_length": 5}
+        state = layer.init_cache(4, **rolling) if attends else layer.init_state(4)
         first, state = layer(x[:, :2], state)
         last, _ = layer(x[:, 2:], state)
         return (whole, first, last), gradients

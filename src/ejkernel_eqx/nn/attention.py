@@ -298,6 +298,7 @@ class MultiHeadAttention(eqx.Module):
         cache: PagedKVCache,
         *,
         batch: RaggedBatch,
+        positions: Array | None = None,
         return_lse: Literal[False] = False,
         inference: bool | None = None,
     ) -> tuple[Array, PagedKVCache]: ...
@@ -357,9 +358,8 @@ class MultiHeadAttention(eqx.Module):
         - `inference`: overrides the flag that `equinox.nn.inference_mode` sets.
         - `batch`: for serving, an `ejkernel_eqx.RaggedBatch`: `x` is `[T, E]`, the new tokens of its sequences, and `cache` a
             `PagedKVCache`, into whose pages their keys and values are written before all is read. It need not be bound to
-            the batch's tables; only one that was comes back bound. Padding may hold NaN; the output there is of no
-            meaning. Donate the cache to have it written in place.
-
+            the batch's tables; only one that was comes back bound. Padding may hold NaN; outputs there are undefined.
+            Donate the cache to have it written in place. `positions` go with it only where the rotation has `mrope_section`.
         - `return_lse`: also return the log-sum-exp of the scores, `[..., T, H]`, as in [`ejkernel_eqx.FlashAttention`][].
 
         **Returns:** `y`, `[..., T, E]` (or `O` features) in the dtype that the layer computes in; with a cache, the tuple `(y, cache)`;
@@ -383,7 +383,8 @@ class MultiHeadAttention(eqx.Module):
         check_flags(return_lse=return_lse)
         check_scalar(self.sliding_window)
         if batch is not None:
-            return self._over_pages(*check_pages(self, x, cache, batch, given), batch, return_lse)
+            x, cache = check_pages(self, x, cache, batch, given)
+            return self._over_pages(x, cache, batch, positions, return_lse)
         given, x = check_call(self, x, cache, given)
         assert not isinstance(cache, PagedKVCache)  # goes with a batch alone
         rows = locate(x, cache, given)
@@ -409,7 +410,9 @@ class MultiHeadAttention(eqx.Module):
         )
         return self._results(out, gate, cache, return_lse)
 
-    def _over_pages(self, x: Array, cache: PagedKVCache, batch: RaggedBatch, return_lse: bool) -> Any:
+    def _over_pages(
+        self, x: Array, cache: PagedKVCache, batch: RaggedBatch, positions: Array | None, return_lse: bool
+    ) -> Any:
         """The tokens of a batch, whose keys and values go to their pages first."""
         bound = cache.bind(batch)
         x = x.astype(compute_dtype_of(self.compute_dtype, self._projections(), x))
@@ -419,7 +422,7 @@ class MultiHeadAttention(eqx.Module):
             new = bound if cache.is_bound else cache
             return (y, new, lse) if return_lse else (y, new)
         x = clear(x, batch.is_real)
-        q, k, v, gate = self._heads(x, x, x, places_over_pages(self.rope, batch))
+        q, k, v, gate = self._heads(x, x, x, places_over_pages(self.rope, batch, positions))
         given: Any = {
             "query_start_loc": batch.query_start_loc,
             "max_query_len": batch.max_query_len,

@@ -252,7 +252,11 @@ def _check_cross(layer: Any, x: Array, kv_input: Array, cache: Any, segment_ids:
 
 def check_pages(layer: Any, x: Any, cache: Any, batch: Any, given: CallInputs) -> tuple[Array, PagedKVCache]:
     """The packed tokens of a call with a batch, and its pages, on which this layer can go."""
-    x = check_ragged(x, batch, layer.embed_dim, given._replace(key=None, inference=None)._asdict())
+    axes = None if layer.rope is None else layer.rope.num_axes
+    others = given._replace(key=None, inference=None, **({} if axes is None else {"positions": None}))
+    x = check_ragged(x, batch, layer.embed_dim, others._asdict())
+    if axes is not None and given.positions is not None:
+        check_positions(given.positions, x.shape[:-1], axes)
     if not isinstance(cache, PagedKVCache):
         raise ValueError(
             f"cache: expected a PagedKVCache with batch, received {type(cache).__name__}; build it with init_paged_cache."

@@ -82,10 +82,12 @@ def _real_lengths(positions: Array | None, real: Array, offset: Array | None) ->
     return jnp.max(jnp.where(real, like(positions, real), -1), axis=-1, keepdims=True) + 1
 
 
-def places_over_pages(rope: Rope | None, batch: RaggedBatch) -> Places:
+def places_over_pages(rope: Rope | None, batch: RaggedBatch, positions: Array | None) -> Places:
+    """Positions are given only where the rotation has several axes; the others are those of the batch."""
+    positions = batch.positions if positions is None else positions
     if rope is None or not rope.by_length:
-        return Places(batch.positions)
-    return Places(batch.positions, lengths=batch.lengths[jnp.maximum(batch.sequence_ids, 0)])
+        return Places(positions)
+    return Places(positions, lengths=batch.lengths[jnp.maximum(batch.sequence_ids, 0)])
 
 
 def locate(x: Array, cache: KVCache | RollingKVCache | None, given: CallInputs) -> Rows:
