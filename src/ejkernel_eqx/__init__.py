@@ -83,3 +83,4 @@ from .tuning.recording import recording as recording
 from .tuning.replace import replan as replan
 from .tuning.replace import with_config as with_config
 from .tuning.report.document import tuning_report as tuning_report
+from .weights import load_published as load_published

@@ -1,0 +1,87 @@
+"""A module filled with published arrays: by the names of its fields, or as its own method `_published` says."""
+
+import dataclasses
+from typing import Any
+
+import equinox as eqx
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from .view import Weights
+
+
+def fill(module: Any, weights: Weights) -> Any:
+    """`module` with every array of floats in it taken from `weights`, of the dtype and in the place of its counterpart.
+
+    A module with a method `_published(self, weights)` says itself how. Otherwise fields are taken by name and items of tuples, lists and
+    dictionaries by index or key. Static fields, integers and functions stay.
+    """
+    return _placed(_filled(module, weights), module)
+
+
+def _filled(module: Any, weights: Weights) -> Any:
+    if hasattr(module, "_published"):
+        return module._published(weights)
+    if isinstance(module, eqx.Module):
+        return fill_fields(module, weights)
+    if isinstance(module, dict):
+        return {key: _entry(value, str(key), weights) for key, value in module.items()}
+    if isinstance(module, tuple | list):
+        items = [_entry(value, str(i), weights) for i, value in enumerate(module)]
+        return type(module)(*items) if hasattr(module, "_fields") else type(module)(items)
+    return module
+
+
+def fill_fields(
+    module: Any, weights: Weights, renamed: dict[str, str] | None = None, skip: tuple[str, ...] = ()
+) -> Any:
+    """Every field by its name, or by that in `renamed`; those in `skip` stay."""
+    renamed = renamed or {}
+    new: dict[str, Any] = {}
+    for field in dataclasses.fields(module):
+        if field.metadata.get("static", False) or field.name in skip:
+            continue
+        name, value = renamed.get(field.name, field.name), getattr(module, field.name)
+        if isinstance(module, eqx.nn.RMSNorm) and field.name == "weight" and value is not None:
+            new[field.name] = weights.take_norm(name, value.shape, value.dtype)
+        else:
+            new[field.name] = _entry(value, name, weights)
+    return replaced(module, new)
+
+
+def _entry(value: Any, name: str, weights: Weights) -> Any:
+    if is_parameter(value):
+        return weights.take(name, value.shape, value.dtype)
+    return fill(value, weights.at(name))
+
+
+def is_parameter(leaf: Any) -> bool:
+    """An array of floats, or the shape of one."""
+    return isinstance(leaf, jax.Array | np.ndarray | jax.ShapeDtypeStruct) and jnp.issubdtype(
+        leaf.dtype, jnp.inexact
+    )
+
+
+def replaced(module: Any, new: dict[str, Any]) -> Any:
+    """The module with other values of the fields named, in one step."""
+    names = [name for name, value in new.items() if value is not getattr(module, name)]
+    if not names:
+        return module
+    return eqx.tree_at(
+        lambda m: [getattr(m, name) for name in names],
+        module,
+        [new[name] for name in names],
+        is_leaf=lambda leaf: leaf is None,
+    )
+
+
+def _placed(filled: Any, module: Any) -> Any:
+    """Arrays whose counterpart was placed explicitly, sharded say, placed likewise."""
+
+    def place(new: Any, old: Any) -> Any:
+        is_shape = isinstance(old, jax.ShapeDtypeStruct)
+        sharding = getattr(old, "sharding", None) if is_shape or getattr(old, "committed", False) else None
+        return new if sharding is None or not isinstance(new, jax.Array) else jax.device_put(new, sharding)
+
+    return jax.tree.map(place, filled, module)

@@ -1,0 +1,181 @@
+"""Where published arrays come from: a dictionary, or safetensors files, which are read one array at a time."""
+
+import abc
+import json
+import os
+import pathlib
+from collections.abc import Iterable, Mapping
+from typing import Any
+
+import jax
+import ml_dtypes  # noqa: F401  registers bfloat16 with NumPy, by which safetensors names it
+import numpy as np
+import safetensors
+
+from .._errors import CheckpointError
+
+StateDict = Mapping[str, Any] | str | os.PathLike[str]
+_INDEX = "model.safetensors.index.json"
+_SINGLE = "model.safetensors"
+
+
+class Source(abc.ABC):
+    """Arrays by name."""
+
+    label: str
+    """How messages call it."""
+
+    @abc.abstractmethod
+    def names(self) -> Iterable[str]:
+        raise NotImplementedError
+
+    @abc.abstractmethod
+    def shape(self, name: str) -> tuple[int, ...]:
+        raise NotImplementedError
+
+    @abc.abstractmethod
+    def read(self, name: str) -> jax.Array | np.ndarray:
+        raise NotImplementedError
+
+
+class ArraySource(Source):
+    """A mapping of arrays of NumPy, JAX or PyTorch."""
+
+    def __init__(self, arrays: Mapping[str, Any]):
+        wrong = [name for name in arrays if not isinstance(name, str)]
+        if wrong:
+            raise ValueError(
+                f"state_dict: expected names as keys, received {wrong[0]!r}; a PyTorch model's state_dict() has them."
+            )
+        self.label, self._arrays = "the given arrays", arrays
+
+    def names(self) -> Iterable[str]:
+        return self._arrays.keys()
+
+    def shape(self, name: str) -> tuple[int, ...]:
+        found = self._arrays[name]
+        if not hasattr(found, "shape"):
+            raise ValueError(
+                f"state_dict[{name!r}]: expected an array of NumPy, JAX or PyTorch, received {type(found).__name__}; convert it first."
+            )
+        return tuple(int(size) for size in found.shape)
+
+    def read(self, name: str) -> jax.Array | np.ndarray:
+        self.shape(name)
+        found = self._arrays[name]
+        if isinstance(found, jax.Array):
+            return found
+        return _from_torch(found) if hasattr(found, "detach") else np.asarray(found)
+
+
+def _from_torch(tensor: Any) -> np.ndarray:
+    host = tensor.detach().cpu()
+    try:
+        return host.numpy()
+    except TypeError:  # bfloat16 and float8, which NumPy does not have and float32 holds
+        return host.float().numpy()
+
+
+class FileSource(Source):
+    """Safetensors files, opened when something is read from them."""
+
+    def __init__(self, label: str, files: Mapping[str, pathlib.Path]):
+        """`files`: where each array is; each file is opened once."""
+        self.label, self._files = label, files
+        self._opened: dict[pathlib.Path, Any] = {}
+
+    def names(self) -> Iterable[str]:
+        return self._files.keys()
+
+    def shape(self, name: str) -> tuple[int, ...]:
+        return tuple(self._slice(name).get_shape())
+
+    def read(self, name: str) -> np.ndarray:
+        path, kind = self._files[name], self._slice(name).get_dtype()
+        if kind[0] == "F" and kind not in ("F64", "F32", "F16"):
+            raise CheckpointError(
+                f"{str(path)!r} holds {name!r} as {kind}: numbers of 8 bits and less have scales of their own, which are not applied here. "
+                "Convert the checkpoint to bfloat16 first."
+            )
+        try:
+            return self._open(path).get_tensor(name)
+        except safetensors.SafetensorError as error:
+            raise _damaged(path, error) from error
+
+    def _slice(self, name: str) -> Any:
+        path = self._files[name]
+        try:
+            return self._open(path).get_slice(name)
+        except safetensors.SafetensorError as error:
+            raise CheckpointError(
+                f"{self.label} says that {name!r} is in {str(path)!r}, which does not hold it. Download the folder again."
+            ) from error
+
+    def _open(self, path: pathlib.Path) -> Any:
+        if path not in self._opened:
+            self._opened[path] = open_file(path)
+        return self._opened[path]
+
+
+def open_file(path: pathlib.Path) -> Any:
+    if not path.is_file():
+        raise CheckpointError(
+            f"{str(path)!r} is not there. Download all files of the model, or correct the path."
+        )
+    try:
+        return safetensors.safe_open(path, framework="numpy")
+    except (safetensors.SafetensorError, OSError) as error:
+        raise _damaged(path, error) from error
+
+
+def _damaged(path: pathlib.Path, error: Exception) -> CheckpointError:
+    return CheckpointError(
+        f"{str(path)!r} is not a safetensors file, or is cut or damaged ({error}). Download it again; other formats have to be converted to "
+        "safetensors first."
+    )
+
+
+def open_source(state_dict: Any) -> Source:
+    """A mapping of arrays, a `.safetensors` file, the index of a sharded one, or a folder that holds either."""
+    if isinstance(state_dict, Mapping):
+        return ArraySource(state_dict)
+    if not isinstance(state_dict, str | os.PathLike):
+        raise ValueError(
+            "state_dict: expected a dictionary of arrays or the path of a safetensors file or folder, received "
+            f"{type(state_dict).__name__}; a PyTorch model gives its own by model.state_dict()."
+        )
+    path = pathlib.Path(state_dict).expanduser()
+    if path.is_dir():
+        path = _in_folder(path)
+    if path.suffix == ".json":
+        return _sharded(path)
+    names = open_file(path).keys()
+    return FileSource(repr(str(path)), dict.fromkeys(names, path))
+
+
+def _in_folder(folder: pathlib.Path) -> pathlib.Path:
+    """The one file that says all."""
+    for name in (_SINGLE, _INDEX):
+        if (folder / name).is_file():
+            return folder / name
+    found = sorted(folder.glob("*.safetensors.index.json")) or sorted(folder.glob("*.safetensors"))
+    if len(found) != 1:
+        held = ", ".join(path.name for path in found[:4]) or "none"
+        raise CheckpointError(
+            f"{str(folder)!r}: expected {_SINGLE}, {_INDEX} or one file *.safetensors, found {held}. Name the file itself; "
+            "other formats have to be converted to safetensors first."
+        )
+    return found[0]
+
+
+def _sharded(index: pathlib.Path) -> Source:
+    try:
+        table = json.loads(index.read_text(encoding="utf-8"))["weight_map"]
+        files = {str(name): index.parent / file for name, file in table.items()}
+    except FileNotFoundError:
+        raise CheckpointError(f"{str(index)!r} is not there. Correct the path.") from None
+    except (ValueError, KeyError, TypeError, AttributeError) as error:
+        raise CheckpointError(
+            f"{str(index)!r} is not the index of a sharded safetensors checkpoint: it has no table 'weight_map' of names and files ({error})."
+        ) from error
+    return FileSource(repr(str(index)), files)

@@ -1,0 +1,147 @@
+"""A view of published arrays under a prefix, which notes what has been read."""
+
+import difflib
+import fnmatch
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from .._errors import CheckpointError
+from ..core.arguments import accumulator
+from .source import open_source, Source, StateDict
+
+_SHOWN = 6  # names in a message
+
+
+class _Ledger:
+    """What the views of one source share."""
+
+    def __init__(self, source: Source, prefix: str):
+        self.source, self.prefix = source, prefix
+        self.names = dict.fromkeys(source.names())  # in order
+        self.used: set[str] = set()
+        self.missing: list[str] = []
+
+
+class Weights:
+    """Published arrays by name, seen from a layer: names are relative to `prefix`.
+
+    A module that publishes its weights under other names than its fields has a method `_published(self, weights)`, which takes what it needs and
+    returns the module filled.
+
+    - `prefix`: what stands before the names, empty or with a dot at the end.
+    - `unit_offset_norms`: whether RMS norms are published as `weight - 1` (Gemma, Qwen3-Next).
+    """
+
+    prefix: str
+    unit_offset_norms: bool
+
+    def __init__(self, ledger: _Ledger, prefix: str, unit_offset_norms: bool):
+        self._ledger, self.prefix, self.unit_offset_norms = ledger, prefix, unit_offset_norms
+
+    @classmethod
+    def open(cls, state_dict: StateDict, prefix: str = "", *, unit_offset_norms: bool = False) -> "Weights":
+        """Arguments as for [`ejkernel_eqx.load_published`][]."""
+        prefix = f"{prefix.removesuffix('.')}." if prefix else ""
+        return cls(_Ledger(open_source(state_dict), prefix), prefix, unit_offset_norms)
+
+    def at(self, name: str) -> "Weights":
+        """The arrays whose names begin with `name` and a dot."""
+        return Weights(self._ledger, f"{self.prefix}{name}.", self.unit_offset_norms)
+
+    def has(self, name: str) -> bool:
+        return self.prefix + name in self._ledger.names
+
+    def names(self) -> list[str]:
+        """All below the prefix, relative to it."""
+        start = len(self.prefix)
+        return [name[start:] for name in self._ledger.names if name.startswith(self.prefix)]
+
+    def shape(self, name: str) -> tuple[int, ...]:
+        return self._ledger.source.shape(self.prefix + name)
+
+    def take(self, name: str, shape: tuple[int, ...], dtype: Any) -> jax.Array:
+        """The array of exactly this shape, as `dtype`. One that is not there is noted, for `check` to name, and zeros stand for it; one of another
+        shape, or not of floats, is refused."""
+        full = self.prefix + name
+        if full not in self._ledger.names:
+            self._note_missing(full)
+            return jnp.zeros(shape, dtype)
+        found = self.shape(name)
+        if found != tuple(shape):
+            raise CheckpointError(self._shape_differs(full, tuple(shape), found))
+        value = self._ledger.source.read(full)
+        if not jnp.issubdtype(value.dtype, jnp.floating):
+            raise CheckpointError(
+                f"{full!r}: expected floats, received {value.dtype}; quantised weights have to be converted to floats first. {self._read_from()}"
+            )
+        self._ledger.used.add(full)
+        if isinstance(value, jax.Array):
+            return value.astype(dtype)
+        # Cast by the host, so that the device never holds it twice; and copied, since the caller may change its own array later.
+        return jnp.array(np.asarray(value).astype(dtype), dtype)
+
+    def take_norm(self, name: str, shape: tuple[int, ...], dtype: Any) -> jax.Array:
+        """The weight of an RMS norm: `take`, and one added to it where the norms are published so. The sum is in float32 at least."""
+        if not self.unit_offset_norms:
+            return self.take(name, shape, dtype)
+        return (1 + self.take(name, shape, accumulator(dtype))).astype(dtype)
+
+    def skip(self, *patterns: str) -> None:
+        """Names below the prefix that are known and not needed, as patterns of `fnmatch`: buffers."""
+        for name in self.names():
+            if any(fnmatch.fnmatchcase(name, pattern) for pattern in patterns):
+                self._ledger.used.add(self.prefix + name)
+
+    def check(self) -> None:
+        """Raise `CheckpointError` if anything was missing, or is left over, in all views of the source."""
+        prefix, used = self._ledger.prefix, self._ledger.used
+        unused = [name for name in self._ledger.names if name.startswith(prefix) and name not in used]
+        if self._ledger.missing or unused:
+            raise CheckpointError(self._differs(self._ledger.missing, unused))
+
+    def _note_missing(self, full: str) -> None:
+        missing, prefix = self._ledger.missing, self._ledger.prefix
+        missing.append(full)
+        # A wrong prefix misses everything: no need to make a model of zeros for that.
+        if len(missing) > _SHOWN or not any(name.startswith(prefix) for name in self._ledger.names):
+            raise CheckpointError(self._differs(missing, []))
+
+    def _differs(self, missing: list[str], unused: list[str]) -> str:
+        parts = []
+        if missing:
+            parts.append(f"it has no {_listed(missing, self._near)}")
+        if unused:
+            parts.append(f"nothing takes its {_listed(unused)}")
+        return (
+            f"{self._where()} does not fit what is loaded under the prefix {self._ledger.prefix!r}: {'; and '.join(parts)}. Build the layer with "
+            "the options of the published one (from_config does), correct prefix=, or name what is not wanted in ignore=."
+        )
+
+    def _near(self, missing: str) -> str:
+        """A name that may be meant: the most similar of those that are left over."""
+        left = [name for name in self._ledger.names if name not in self._ledger.used]
+        near = difflib.get_close_matches(missing, left, n=1, cutoff=0.7)
+        return f" (similar: {near[0]!r})" if near else ""
+
+    def _shape_differs(self, full: str, expected: tuple[int, ...], found: tuple[int, ...]) -> str:
+        remedy = "Build the layer with the sizes of the published one (from_config does)."
+        if len(found) == 2 and found[::-1] == expected:
+            remedy = (
+                "It is the transpose: this layer takes [out, in], as PyTorch's Linear; transpose it, array.T."
+            )
+        return f"{full!r}: expected shape {expected}, received {found}. {remedy} {self._read_from()}"
+
+    def _read_from(self) -> str:
+        return f"It was read from {self._ledger.source.label}."
+
+    def _where(self) -> str:
+        return f"The checkpoint ({self._ledger.source.label})"
+
+
+def _listed(names: list[str], note: Any = lambda name: "") -> str:
+    shown = [f"{name!r}{note(name)}" for name in names[:_SHOWN]]
+    more = len(names) - len(shown)
+    return ", ".join(shown) + (f" and {more} more" if more else "")
