@@ -1,6 +1,6 @@
 """Multi-head attention with weights, as the published decoder models have it."""
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any, Literal, overload, TypedDict, Unpack
 
 import equinox as eqx
@@ -13,6 +13,9 @@ from jax.typing import DTypeLike
 from ..attention import FlashAttention, Mask
 from ..core.arguments import accumulator
 from ..paged import PagedKVCache, RaggedBatch, RaggedPagedAttention, UnifiedAttention
+from ..weights.attention import multi_head_attention
+from ..weights.attention_configs import attention_options
+from ..weights.view import Weights
 from .alibi import read_alibi
 from .arguments import check_eps, check_flags, check_numbers, check_sizes
 from .attention_inputs import (
@@ -214,6 +217,28 @@ class MultiHeadAttention(eqx.Module):
         parts = [getattr(attention, f"{name}_proj") for name in ("query", "key", "value", "output")]
         layer = eqx.tree_at(lambda m: [m.q_proj, m.k_proj, m.v_proj, m.o_proj], layer, parts)
         return eqx.nn.inference_mode(layer, attention.dropout.inference)
+
+    @classmethod
+    def from_config(
+        cls, config: Mapping[str, Any], /, *, layer_index: int = 0, key: Array, **options: Any
+    ) -> "MultiHeadAttention":
+        """The layer of a published model, with initial weights: `ejkernel_eqx.load_published` fills it. Known are Llama, Mistral, Qwen2, Qwen3,
+        Gemma, Gemma 2 and 3, GPT-OSS, OLMo-2, Phi-3, GPT-NeoX, GPT-2, and the softmax layers of Qwen3-Next and MiniMax.
+
+        **Arguments:**
+
+        - `config`: the dictionary of the model's `config.json`, or `config.to_dict()` of `transformers`.
+        - `layer_index`: which layer of the model, from 0.
+        - `key`: a PRNG key for the initial weights.
+        - `options`: more arguments of the constructor, `dtype` say; they take precedence over what the configuration says.
+
+        Raises `ValueError` for a model or an option that is not known here.
+        """
+        found: dict[str, Any] = {**attention_options(config, layer_index), **options}
+        return cls(**found, key=key)
+
+    def _published(self, weights: Weights) -> "MultiHeadAttention":
+        return multi_head_attention(self, weights)
 
     @overload
     def init_cache(

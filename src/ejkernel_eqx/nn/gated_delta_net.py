@@ -8,6 +8,9 @@ from jax import Array
 from jax.typing import DTypeLike
 
 from ..recurrence import GatedDeltaRule
+from ..weights.recurrent import gated_delta_net
+from ..weights.recurrent_configs import gated_delta_net_options
+from ..weights.view import Weights
 from .arguments import check_divides, check_eps, check_flags, check_sizes
 from .gated_rms_norm import GatedRMSNorm
 from .parts import Parts
@@ -46,6 +49,8 @@ class GatedDeltaNet(RecurrentLayer):
     head_dim: int = eqx.field(static=True)
     v_head_dim: int = eqx.field(static=True)
     compute_dtype: str | None = eqx.field(static=True)
+
+    _options_of = staticmethod(gated_delta_net_options)
 
     def __init__(
         self,
@@ -100,6 +105,9 @@ class GatedDeltaNet(RecurrentLayer):
         )
         self.embed_dim, self.num_k_heads, self.num_v_heads = embed_dim, num_k_heads, v_heads
         self.head_dim, self.v_head_dim, self.compute_dtype = head_dim, v_head_dim, parts.compute_dtype
+
+    def _published(self, weights: Weights) -> "GatedDeltaNet":
+        return gated_delta_net(self, weights)
 
     def _projections(self) -> tuple[Any, ...]:
         return self.in_proj_qkvz, self.in_proj_ba, self.out_proj

@@ -10,6 +10,9 @@ from jax.typing import DTypeLike
 
 from ..core.arguments import accumulator
 from ..recurrence import GatedLinearAttention as Operation
+from ..weights.recurrent import gated_linear_attention
+from ..weights.recurrent_configs import gated_linear_attention_options
+from ..weights.view import Weights
 from .arguments import check_divides, check_eps, check_flags, check_numbers, check_sizes, width_of
 from .gated_rms_norm import GatedRMSNorm
 from .parts import Parts
@@ -53,6 +56,8 @@ class GatedLinearAttention(RecurrentLayer):
     gate_logit_normalizer: float = eqx.field(static=True)
     gate_min: float | None = eqx.field(static=True)
     compute_dtype: str | None = eqx.field(static=True)
+
+    _options_of = staticmethod(gated_linear_attention_options)
 
     def __init__(
         self,
@@ -120,6 +125,9 @@ class GatedLinearAttention(RecurrentLayer):
         self.head_dim, self.v_head_dim = head_dim, v_head_dim
         self.gate_low_rank_dim, self.compute_dtype = gate_low_rank_dim, parts.compute_dtype
         self.gate_logit_normalizer, self.gate_min = float(gate_logit_normalizer), gate_min
+
+    def _published(self, weights: Weights) -> "GatedLinearAttention":
+        return gated_linear_attention(self, weights)
 
     def _projections(self) -> tuple[Any, ...]:
         return self.q_proj, self.k_proj, self.v_proj, self.g_proj, self.gk_proj, self.o_proj

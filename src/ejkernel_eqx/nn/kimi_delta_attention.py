@@ -8,6 +8,9 @@ from jax import Array
 from jax.typing import DTypeLike
 
 from ..recurrence import KernelDeltaAttention
+from ..weights.recurrent import kimi_delta_attention
+from ..weights.recurrent_configs import kimi_delta_attention_options
+from ..weights.view import Weights
 from .arguments import check_divides, check_eps, check_flags, check_numbers, check_sizes
 from .gated_rms_norm import GatedRMSNorm
 from .parts import Parts
@@ -53,6 +56,8 @@ class KimiDeltaAttention(RecurrentLayer):
     head_dim: int = eqx.field(static=True)
     v_head_dim: int = eqx.field(static=True)
     compute_dtype: str | None = eqx.field(static=True)
+
+    _options_of = staticmethod(kimi_delta_attention_options)
 
     def __init__(
         self,
@@ -123,6 +128,9 @@ class KimiDeltaAttention(RecurrentLayer):
         )
         self.embed_dim, self.num_heads, self.num_v_heads = embed_dim, num_heads, v_heads
         self.head_dim, self.v_head_dim, self.compute_dtype = head_dim, v_head_dim, parts.compute_dtype
+
+    def _published(self, weights: Weights) -> "KimiDeltaAttention":
+        return kimi_delta_attention(self, weights)
 
     def _projections(self) -> tuple[Any, ...]:
         decay, gate = (self.f_a_proj, self.f_b_proj), (self.g_a_proj, self.g_b_proj)

@@ -12,6 +12,9 @@ from jax.typing import DTypeLike
 from ..core.arguments import accumulator
 from ..recurrence import lightning_slopes
 from ..recurrence import LightningAttention as Operation
+from ..weights.recurrent import lightning_attention
+from ..weights.recurrent_configs import lightning_attention_options
+from ..weights.view import Weights
 from .arguments import check_eps, check_sizes, is_known, read_array
 from .attention_inputs import head_dim_of
 from .gated_rms_norm import GatedRMSNorm
@@ -46,6 +49,8 @@ class LightningAttention(RecurrentLayer):
     head_dim: int = eqx.field(static=True)
     num_layers: int = eqx.field(static=True)
     compute_dtype: str | None = eqx.field(static=True)
+
+    _options_of = staticmethod(lightning_attention_options)
 
     def __init__(
         self,
@@ -86,6 +91,9 @@ class LightningAttention(RecurrentLayer):
         )
         self.embed_dim, self.num_heads, self.head_dim = embed_dim, num_heads, head_dim
         self.num_layers, self.compute_dtype = num_layers, parts.compute_dtype
+
+    def _published(self, weights: Weights) -> "LightningAttention":
+        return lightning_attention(self, weights)
 
     def _projections(self) -> tuple[Any, ...]:
         return self.qkv_proj, self.output_gate, self.out_proj

@@ -10,6 +10,7 @@ from jax.typing import DTypeLike
 
 from ..core.arguments import accumulator
 from ..selective_scan import StateSpaceV1
+from ..weights.recurrent_configs import mamba1_options
 from .arguments import check_eps, check_flags, check_sizes, width_of
 from .parts import negative_exp, Parts
 from .projection import project, project_apart
@@ -46,6 +47,8 @@ class Mamba1Mixer(RecurrentLayer):
     dt_rank: int = eqx.field(static=True)
     inner_norm_eps: float | None = eqx.field(static=True)
     compute_dtype: str | None = eqx.field(static=True)
+
+    _options_of = staticmethod(mamba1_options)
 
     def __init__(
         self,

@@ -8,6 +8,7 @@ from jax import Array
 from jax.typing import DTypeLike
 
 from ..recurrence import StateSpaceV2
+from ..weights.recurrent_configs import mamba2_options
 from .arguments import check_divides, check_eps, check_flags, check_sizes, width_of
 from .gated_rms_norm import GatedRMSNorm
 from .parts import negative_exp, Parts
@@ -44,6 +45,8 @@ class Mamba2Mixer(RecurrentLayer):
     num_groups: int = eqx.field(static=True)
     state_size: int = eqx.field(static=True)
     compute_dtype: str | None = eqx.field(static=True)
+
+    _options_of = staticmethod(mamba2_options)
 
     def __init__(
         self,

@@ -2,8 +2,8 @@
 
 import abc
 import dataclasses
-from collections.abc import Sequence
-from typing import Any, overload, TypedDict, Unpack
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, ClassVar, overload, Self, TypedDict, Unpack
 
 import equinox as eqx
 import jax
@@ -112,6 +112,9 @@ class RecurrentLayer(eqx.Module):
 
     compute_dtype: eqx.AbstractVar[str | None]
 
+    _options_of: ClassVar[Callable[..., dict[str, Any]] | None] = None
+    """The arguments of the layer from a published configuration and a layer's place."""
+
     @abc.abstractmethod
     def _mix(self, x: Array, rows: Rows) -> Array:
         """The layer itself, over tokens whose padding is zero."""
@@ -123,6 +126,29 @@ class RecurrentLayer(eqx.Module):
     @abc.abstractmethod
     def _projections(self) -> tuple[Any, ...]:
         """What the layer multiplies by."""
+
+    @classmethod
+    def from_config(
+        cls, config: Mapping[str, Any], /, *, layer_index: int = 0, key: Array, **options: Any
+    ) -> Self:
+        """The layer of a published model, with initial weights: `ejkernel_eqx.load_published` fills it. The guide "Recurrent layers" has the
+        table of models.
+
+        **Arguments:**
+
+        - `config`: the dictionary of the model's `config.json`, or `config.to_dict()` of `transformers`.
+        - `layer_index`: which layer of the model, from 0.
+        - `key`: a PRNG key for the initial weights.
+        - `options`: more arguments of the constructor, `dtype` say; they take precedence over what the configuration says.
+
+        Raises `ValueError` for a model or an option that is not known here.
+        """
+        if cls._options_of is None:
+            raise ValueError(
+                f"from_config: expected a layer with a published counterpart, received {cls.__name__}; build it from its own arguments."
+            )
+        given: dict[str, Any] = {**cls._options_of(config, layer_index), **options}
+        return cls(**given, key=key)  # pyright: ignore[reportCallIssue]
 
     def _stored_dtype(self) -> Any:
         return stored_dtype_of(self.compute_dtype, self._projections())

@@ -1,0 +1,123 @@
+"""The forms that attention layers are published in, by the names that are there.
+
+| form | query, key, value | output |
+|---|---|---|
+| Llama and most | `q_proj`, `k_proj`, `v_proj` | `o_proj`, or `dense` (Phi), `out_proj` (OPT) |
+| Phi-3 | `qkv_proj`: all queries, all keys, all values | `o_proj` |
+| GPT-NeoX | `query_key_value`: each head's query, key, value | `dense` |
+| GPT-2 | `c_attn` `[in, out]`: all queries, all keys, all values | `c_proj` `[in, out]` |
+| `torch.nn.MultiheadAttention` | `in_proj_weight`, or `q_proj_weight` ...; `in_proj_bias` | `out_proj` |
+| `equinox.nn.MultiheadAttention` | `query_proj`, `key_proj`, `value_proj` | `output_proj` |
+"""
+
+from collections.abc import Callable
+from typing import Any
+
+import equinox as eqx
+import jax.numpy as jnp
+from jax import Array
+
+from .._errors import CheckpointError
+from .fill import fill_fields, replaced
+from .view import Weights
+
+_PARTS = ("q_proj", "k_proj", "v_proj")
+_EQUINOX = {"q_proj": "query_proj", "k_proj": "key_proj", "v_proj": "value_proj"}
+_OUTPUTS = ("o_proj", "out_proj", "dense", "output_proj")
+_MASKS = ("bias", "masked_bias")  # buffers beside the parameters
+_Split = Callable[[Array], list[Array]]
+
+
+def multi_head_attention(layer: Any, weights: Weights) -> Any:
+    """A `MultiHeadAttention` filled from any of the forms above."""
+    taken, renamed = _query_key_value(layer, weights)
+    if weights.has("c_proj.weight"):
+        taken["o_proj"] = _transposed(layer.o_proj, weights, "c_proj")
+    else:
+        renamed["o_proj"] = next((name for name in _OUTPUTS if weights.has(f"{name}.weight")), "o_proj")
+    weights.skip("rotary_emb.inv_freq")
+    return fill_fields(replaced(layer, taken), weights, renamed, skip=tuple(taken))
+
+
+def _query_key_value(layer: Any, weights: Weights) -> tuple[dict[str, Any], dict[str, str]]:
+    """The projections as far as they are published in one, and the names of others."""
+    if weights.has("qkv_proj.weight"):
+        return _fused(layer, weights, "qkv_proj.weight", "qkv_proj.bias", _one_after_another(layer)), {}
+    if weights.has("query_key_value.weight"):
+        weights.skip(*_MASKS)
+        split = _head_by_head(layer, weights)
+        return _fused(layer, weights, "query_key_value.weight", "query_key_value.bias", split), {}
+    if weights.has("c_attn.weight"):
+        weights.skip(*_MASKS)
+        split = _one_after_another(layer)
+        return _fused(layer, weights, "c_attn.weight", "c_attn.bias", split, transposed=True), {}
+    if weights.has("in_proj_weight"):
+        return _fused(layer, weights, "in_proj_weight", "in_proj_bias", _one_after_another(layer)), {}
+    if weights.has("q_proj_weight"):  # of PyTorch, where keys or values have a width of their own
+        return _with_one_bias(layer, weights), {}
+    return {}, dict(_EQUINOX) if weights.has("query_proj.weight") else {}
+
+
+def _linears(layer: Any, weights: Weights, name: str) -> list[eqx.nn.Linear]:
+    found = [getattr(layer, part) for part in _PARTS]
+    if not all(type(linear) is eqx.nn.Linear for linear in found):
+        raise CheckpointError(
+            f"{weights.prefix + name!r} holds queries, keys and values in one: expected an equinox.nn.Linear for each of "
+            f"{', '.join(_PARTS)}, received {', '.join(type(linear).__name__ for linear in found)}; load first, then replace them."
+        )
+    return found
+
+
+def _fused(
+    layer: Any, weights: Weights, weight: str, bias: str, split: _Split, transposed: bool = False
+) -> dict[str, Any]:
+    linears = _linears(layer, weights, weight)
+    rows, columns = sum(linear.weight.shape[0] for linear in linears), linears[0].weight.shape[1]
+    shape = (columns, rows) if transposed else (rows, columns)
+    found = weights.take(weight, shape, linears[0].weight.dtype)
+    new = [{"weight": part} for part in split(found.T if transposed else found)]
+    if linears[0].bias is not None:
+        biases = split(weights.take(bias, (rows,), linears[0].bias.dtype))
+        new = [part | {"bias": b} for part, b in zip(new, biases)]
+    return {name: replaced(linear, part) for name, linear, part in zip(_PARTS, linears, new)}
+
+
+def _with_one_bias(layer: Any, weights: Weights) -> dict[str, Any]:
+    linears = _linears(layer, weights, "q_proj_weight")
+    new = [
+        {"weight": weights.take(f"{name}_weight", linear.weight.shape, linear.weight.dtype)}
+        for name, linear in zip(_PARTS, linears)
+    ]
+    if (first := linears[0].bias) is not None:
+        rows = sum(linear.weight.shape[0] for linear in linears)
+        biases = _one_after_another(layer)(weights.take("in_proj_bias", (rows,), first.dtype))
+        new = [part | {"bias": b} for part, b in zip(new, biases)]
+    return {name: replaced(linear, part) for name, linear, part in zip(_PARTS, linears, new)}
+
+
+def _one_after_another(layer: Any) -> _Split:
+    q, k = layer.q_proj.weight.shape[0], layer.k_proj.weight.shape[0]
+    return lambda rows: jnp.split(rows, [q, q + k])
+
+
+def _head_by_head(layer: Any, weights: Weights) -> _Split:
+    heads, dim = layer.num_heads, layer.head_dim
+    if layer.num_kv_heads != heads or layer.output_gate:
+        raise CheckpointError(
+            f"{weights.prefix + 'query_key_value.weight'!r}: expected a layer with as many key and value heads as query heads and without an "
+            f"output gate, as GPT-NeoX, received num_heads={heads}, num_kv_heads={layer.num_kv_heads}; models that share keys under this "
+            "name (Falcon) order the rows otherwise: give them as q_proj, k_proj and v_proj."
+        )
+
+    def split(rows: Array) -> list[Array]:
+        parts = jnp.split(rows.reshape(heads, -1, *rows.shape[1:]), [dim, 2 * dim], axis=1)
+        return [part.reshape(-1, *rows.shape[1:]) for part in parts]
+
+    return split
+
+
+def _transposed(linear: Any, weights: Weights, name: str) -> Any:
+    new = {"weight": weights.take(f"{name}.weight", linear.weight.shape[::-1], linear.weight.dtype).T}
+    if linear.bias is not None:
+        new["bias"] = weights.take(f"{name}.bias", linear.bias.shape, linear.bias.dtype)
+    return replaced(linear, new)

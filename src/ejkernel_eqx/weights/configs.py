@@ -1,0 +1,79 @@
+"""What all readers of published configurations (`config.json`) share."""
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+Config = Mapping[str, Any]
+_UNIT_OFFSET = ("gemma", "gemma2", "gemma3_text", "qwen3_next")
+
+
+def read_model(config: Any, known: Mapping[str, Mapping[str, Any]], layer: str) -> dict[str, Any]:
+    """The configuration of the language model alone, with what `transformers` takes where it says nothing; refused if `layer` has no counterpart
+    in it. `known`: these defaults by `model_type`."""
+    if not isinstance(config, Mapping):
+        raise ValueError(
+            f"config: expected the dictionary of a config.json, received {type(config).__name__}; json.load reads it, and a configuration of "
+            "transformers gives it by to_dict()."
+        )
+    if isinstance(text := config.get("text_config"), Mapping):
+        config = text
+    kind = str(config.get("model_type"))
+    if kind not in known:
+        raise ValueError(
+            f"config: expected a model_type with a counterpart of {layer}, one of {', '.join(sorted(known))}, received {kind!r}; build the layer "
+            "from its own arguments."
+        )
+    return {**known[kind], **config}
+
+
+def take(config: Config, *names: str) -> Any:
+    """The first of the names that is there."""
+    for name in names:
+        if config.get(name) is not None:
+            return config[name]
+    raise ValueError(
+        f"config: expected an entry {' or '.join(map(repr, names))} for model_type {config.get('model_type')!r}, received none; pass the whole "
+        "config.json."
+    )
+
+
+def refuse(config: Config, **unknown: Any) -> None:
+    """Entries that are known to change the result, and are only known to have these values (or none) here."""
+    for name, values in unknown.items():
+        found = config.get(name)
+        allowed = values if isinstance(values, tuple) else (values,)
+        if found is not None and found not in allowed:
+            raise ValueError(
+                f"config: expected {name} to be {' or '.join(map(repr, allowed))} for model_type {config.get('model_type')!r}, received {found!r}; "
+                "this layer has no such option."
+            )
+
+
+def layer_type(config: Config, layer_index: Any, default: Any) -> str:
+    """The type of a layer as the configuration lists it, else `default(layer_index)`."""
+    count = config.get("num_hidden_layers", config.get("n_layer"))
+    if isinstance(layer_index, bool) or not isinstance(layer_index, int) or layer_index < 0:
+        raise ValueError(
+            f"layer_index: expected a whole number from 0 on, received {layer_index!r}; layers are counted from 0."
+        )
+    types: Sequence[str] | None = config.get("layer_types")
+    count = len(types) if types is not None else count
+    if count is not None and layer_index >= count:
+        raise ValueError(
+            f"layer_index: expected a layer of the {count} that the model has, received {layer_index}; they are counted from 0."
+        )
+    return default(layer_index) if types is None else types[layer_index]
+
+
+def check_type(config: Config, layer_index: int, found: str, expected: Sequence[str], layer: str) -> None:
+    if found not in expected:
+        raise ValueError(
+            f"layer_index: expected a layer of type {' or '.join(map(repr, expected))} for {layer}, received {layer_index}, which is of type "
+            f"{found!r} in this {config.get('model_type')} model; another layer of ejkernel_eqx.nn is its counterpart."
+        )
+
+
+def unit_offset_norms(config: Config) -> bool:
+    """Whether a model multiplies by `1 + weight` in its RMS norms, as [`ejkernel_eqx.load_published`][] has to know."""
+    text = config.get("text_config")
+    return (text if isinstance(text, Mapping) else config).get("model_type") in _UNIT_OFFSET

@@ -1,0 +1,95 @@
+"""The forms that recurrent layers are published in beside the names of their fields.
+
+| layer | form |
+|---|---|
+| `GatedLinearAttention` | `g_norm_swish_gate` for `g_norm` (flash-linear-attention, with an output gate) |
+| `LightningAttention` | buffers beside the parameters: `slope_rate`, `*_decay` |
+| `KimiDeltaAttention` | `A_log` `[1, 1, H, 1]`; `f_proj.0`, `f_proj.1`, `g_proj.0`, `g_proj.1` (flash-linear-attention) |
+| | `forget_gate` around the decay's parameters and one `conv1d` (transformers, once loaded) |
+| `GatedDeltaNet` | `in_proj_qkv`, `in_proj_z`, `in_proj_b`, `in_proj_a`, not grouped by key head (Qwen3.5) |
+
+`Mamba1Mixer` and `Mamba2Mixer` are published by the names of their fields.
+"""
+
+import math
+from typing import Any
+
+import jax.numpy as jnp
+from jax import Array
+
+from .fill import fill, fill_fields, replaced
+from .view import Weights
+
+
+def gated_linear_attention(layer: Any, weights: Weights) -> Any:
+    fused = weights.has("g_norm_swish_gate.weight")
+    return fill_fields(layer, weights, {"g_norm": "g_norm_swish_gate"} if fused else {})
+
+
+def lightning_attention(layer: Any, weights: Weights) -> Any:
+    weights.skip("slope_rate", "*_decay")
+    return fill_fields(layer, weights)
+
+
+def kimi_delta_attention(layer: Any, weights: Weights) -> Any:
+    gate = weights.at("forget_gate") if weights.has("forget_gate.A_log") else weights
+    sequential = weights.has("f_proj.0.weight")
+    a, b = ("f_proj.0", "f_proj.1") if sequential else ("f_a_proj", "f_b_proj")
+    new = {
+        "A_log": _take_rates(layer.A_log, gate),
+        "dt_bias": gate.take("dt_bias", layer.dt_bias.shape, layer.dt_bias.dtype),
+        "f_a_proj": fill(layer.f_a_proj, gate.at(a)),
+        "f_b_proj": fill(layer.f_b_proj, gate.at(b)),
+    }
+    if weights.has("conv1d.weight"):
+        new |= _split_convolution(layer, weights)
+    renamed = {"g_a_proj": "g_proj.0", "g_b_proj": "g_proj.1"} if sequential else {}
+    return fill_fields(replaced(layer, new), weights, renamed, skip=tuple(new))
+
+
+def _take_rates(rates: Any, weights: Weights) -> Array:
+    """`A_log` `[H]`, also where it is published with axes to broadcast by."""
+    shape = weights.shape("A_log") if weights.has("A_log") else rates.shape
+    spread = math.prod(shape) == max(shape, default=0) == rates.shape[0]
+    return weights.take("A_log", shape if spread else rates.shape, rates.dtype).reshape(rates.shape)
+
+
+def _split_convolution(layer: Any, weights: Weights) -> dict[str, Any]:
+    names = ("q_conv1d", "k_conv1d", "v_conv1d")
+    parts = [getattr(layer, name) for name in names]
+    channels, first = [part.channels for part in parts], parts[0]
+    ends = [channels[0], channels[0] + channels[1]]
+    arrays = ["weight"] if first.bias is None else ["weight", "bias"]
+    new: list[dict[str, Array]] = [{}, {}, {}]
+    for array in arrays:
+        like = getattr(first, array)
+        found = weights.take(f"conv1d.{array}", (sum(channels), *like.shape[1:]), like.dtype)
+        for part, split in zip(new, jnp.split(found, ends)):
+            part[array] = split
+    return {name: replaced(part, values) for name, part, values in zip(names, parts, new)}
+
+
+def gated_delta_net(layer: Any, weights: Weights) -> Any:
+    if not weights.has("in_proj_qkv.weight"):
+        return fill_fields(layer, weights)
+    heads, features = layer.num_k_heads, layer.embed_dim
+    key_dim, value_dim = heads * layer.head_dim, layer.num_v_heads * layer.v_head_dim
+
+    def take(name: str, rows: int, like: Any) -> Array:
+        return weights.take(f"{name}.weight", (rows, features), like.weight.dtype)
+
+    def grouped(*parts: Array) -> Array:
+        """Each key head's rows of all parts, one part after the other."""
+        rows = jnp.concatenate([part.reshape(heads, -1, features) for part in parts], axis=1)
+        return rows.reshape(-1, features)
+
+    qkv = take("in_proj_qkv", 2 * key_dim + value_dim, layer.in_proj_qkvz)
+    z = take("in_proj_z", value_dim, layer.in_proj_qkvz)
+    b, a = (take(name, layer.num_v_heads, layer.in_proj_ba) for name in ("in_proj_b", "in_proj_a"))
+    new = {
+        "in_proj_qkvz": replaced(
+            layer.in_proj_qkvz, {"weight": grouped(*jnp.split(qkv, [key_dim, 2 * key_dim]), z)}
+        ),
+        "in_proj_ba": replaced(layer.in_proj_ba, {"weight": grouped(b, a)}),
+    }
+    return fill_fields(replaced(layer, new), weights, skip=tuple(new))
