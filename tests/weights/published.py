@@ -2,6 +2,7 @@
 
 import dataclasses
 import functools
+import importlib
 import zlib
 from typing import Any
 
@@ -158,12 +159,11 @@ class Published:
 @functools.cache
 def live(name: str) -> Published:
     """The layer built and run by `transformers`, in float32."""
-    import torch
-    from transformers import AutoConfig, AutoModel
-
+    torch: Any = importlib.import_module("torch")
+    transformers: Any = importlib.import_module("transformers")
     case = CASES[name]
-    config = AutoConfig.for_model(case.model_type, **case.options)
-    model = AutoModel.from_config(config, attn_implementation="eager").eval().to(torch.float32)
+    config = transformers.AutoConfig.for_model(case.model_type, **case.options)
+    model = transformers.AutoModel.from_config(config, attn_implementation="eager").eval().to(torch.float32)
     prefix, module = _layer(model, case.layer_index)
     with torch.no_grad():
         for full, value in model.named_parameters():

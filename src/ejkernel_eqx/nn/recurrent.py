@@ -3,7 +3,7 @@
 import abc
 import dataclasses
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any, ClassVar, overload, Self, TypedDict, Unpack
+from typing import Any, ClassVar, overload, TypedDict, TypeVar, Unpack
 
 import equinox as eqx
 import jax
@@ -18,6 +18,8 @@ from .arguments import check_slots, check_tokens, read_array, read_batch_shape, 
 from .projection import compute_dtype_of, stored_dtype_of
 from .short_convolution import ShortConvolution
 from .tokens import check_ragged, clear
+
+L = TypeVar("L", bound="RecurrentLayer")
 
 
 class RecurrentState(eqx.Module):
@@ -129,8 +131,8 @@ class RecurrentLayer(eqx.Module):
 
     @classmethod
     def from_config(
-        cls, config: Mapping[str, Any], /, *, layer_index: int = 0, key: Array, **options: Any
-    ) -> Self:
+        cls: type[L], config: Mapping[str, Any], /, *, layer_index: int = 0, key: Array, **options: Any
+    ) -> L:
         """The layer of a published model, with initial weights: `ejkernel_eqx.load_published` fills it. The guide "Recurrent layers" has the
         table of models.
 
