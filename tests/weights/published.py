@@ -130,6 +130,8 @@ CASES = {
     "falcon_mamba": Case(nn.Mamba1Mixer, "falcon_mamba", {**_MAMBA, "intermediate_size": 24}),
     "mamba2": Case(nn.Mamba2Mixer, "mamba2", {**_MAMBA, "num_heads": 4, "head_dim": 8, "n_groups": 2}),
     "qwen3_next": Case(nn.GatedDeltaNet, "qwen3_next", _NEXT),
+    "qwen3_5": Case(nn.GatedDeltaNet, "qwen3_5_text", _NEXT),
+    "qwen3_5_attention": Case(nn.MultiHeadAttention, "qwen3_5_text", _NEXT, 3),
     "minimax": Case(nn.LightningAttention, "minimax", {**_WIDE, **_EXPERTS, "block_size": 8}, 1),
     "kimi_linear": Case(nn.KimiDeltaAttention, "kimi_linear", _KIMI),
 }

@@ -9,6 +9,7 @@ import pytest
 
 import ejkernel_eqx as ejx
 from ejkernel_eqx.weights import unit_offset_norms
+from tests.tolerances import assert_close
 from tests.weights.make_golden import read
 from tests.weights.published import CASES, live, Published
 
@@ -33,7 +34,7 @@ def layer_of(name: str, published: Published, abstract: bool = False):
 def check(name: str, published: Published, **options):
     run = eqx.filter_jit(lambda layer, x: layer(x))  # one program is compiled sooner than its parts
     y = np.asarray(run(layer_of(name, published, **options), jax.numpy.asarray(published.x)))
-    assert np.abs(y - published.y).max() < 1e-5 * np.abs(published.y).max()
+    assert_close(y, published.y)
 
 
 @pytest.mark.parametrize("name", NAMES)
@@ -56,4 +57,4 @@ def test_live(name):
 def test_golden_files_are_of_today(name):
     new, kept = live(name), read(name)
     assert new.shapes == kept.shapes
-    assert np.abs(new.y - kept.y).max() < 1e-5 * np.abs(kept.y).max()
+    assert_close(new.y, kept.y)

@@ -223,7 +223,7 @@ class MultiHeadAttention(eqx.Module):
         cls, config: Mapping[str, Any], /, *, layer_index: int = 0, key: Array, **options: Any
     ) -> "MultiHeadAttention":
         """The layer of a published model, with initial weights: `ejkernel_eqx.load_published` fills it. Known are Llama, Mistral, Qwen2, Qwen3,
-        Gemma, Gemma 2 and 3, GPT-OSS, OLMo-2, Phi-3, GPT-NeoX, GPT-2, and the softmax layers of Qwen3-Next and MiniMax.
+        Gemma, Gemma 2 and 3, GPT-OSS, OLMo-2, Phi-3, GPT-NeoX, GPT-2, and the softmax layers of Qwen3-Next, Qwen3.5 and MiniMax.
 
         **Arguments:**
 

@@ -96,8 +96,11 @@ def _with_one_bias(layer: Any, weights: Weights) -> dict[str, Any]:
 
 
 def _one_after_another(layer: Any) -> _Split:
-    q, k = layer.q_proj.weight.shape[0], layer.k_proj.weight.shape[0]
-    return lambda rows: jnp.split(rows, [q, q + k])
+    def split(rows: Array) -> list[Array]:
+        q, k = layer.q_proj.weight.shape[0], layer.k_proj.weight.shape[0]
+        return jnp.split(rows, [q, q + k])
+
+    return split
 
 
 def _head_by_head(layer: Any, weights: Weights) -> _Split:

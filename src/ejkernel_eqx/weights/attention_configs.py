@@ -7,6 +7,7 @@ from ..nn.rotary import RotaryEmbedding
 from .configs import check_type, Config, layer_type, read_model, refuse, take
 
 _FULL, _SLIDING = "full_attention", "sliding_attention"
+_QWEN3_NEXT = {"head_dim": 256, "attention_bias": False, "rms_norm_eps": 1e-6, "full_attention_interval": 4}
 # What `transformers` takes where the configuration says nothing.
 _DEFAULTS: dict[str, dict[str, Any]] = {
     "gemma": {"num_key_value_heads": 16, "head_dim": 256, "attention_bias": False},
@@ -46,13 +47,8 @@ _DEFAULTS: dict[str, dict[str, Any]] = {
         "sliding_window": 4096,
         "max_window_layers": 28,
     },
-    "qwen3_next": {
-        "num_key_value_heads": 2,
-        "head_dim": 256,
-        "attention_bias": False,
-        "rms_norm_eps": 1e-6,
-        "full_attention_interval": 4,
-    },
+    "qwen3_next": {**_QWEN3_NEXT, "num_key_value_heads": 2},
+    "qwen3_5_text": {**_QWEN3_NEXT, "num_key_value_heads": 4},
 }
 _LAYER = "MultiHeadAttention"
 
@@ -104,6 +100,7 @@ def _default_type(config: Config, index: int) -> str:
     }
     linear = {
         "qwen3_next": (index + 1) % config.get("full_attention_interval", 1) != 0,
+        "qwen3_5_text": (index + 1) % config.get("full_attention_interval", 1) != 0,
         "minimax": index % 2 == 1,
     }
     if linear.get(kind, False):
@@ -187,4 +184,5 @@ _OTHERS: dict[str, Callable[[Config, int], dict[str, Any]]] = {
     "qwen2": _qwen2,
     "qwen3": _qk_norm,
     "qwen3_next": _qwen3_next,
+    "qwen3_5_text": _qwen3_next,
 }

@@ -4,7 +4,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 Config = Mapping[str, Any]
-_UNIT_OFFSET = ("gemma", "gemma2", "gemma3_text", "qwen3_next")
+_UNIT_OFFSET = ("gemma", "gemma2", "gemma3_text", "qwen3_next", "qwen3_5_text")
 
 
 def read_model(config: Any, known: Mapping[str, Mapping[str, Any]], layer: str) -> dict[str, Any]:

@@ -69,7 +69,7 @@ def mamba2_options(config: Config, layer_index: int = 0) -> dict[str, Any]:
 
 
 def gated_delta_net_options(config: Config, layer_index: int = 0) -> dict[str, Any]:
-    """The arguments of `GatedDeltaNet` (`qwen3_next`)."""
+    """The arguments of `GatedDeltaNet` (`qwen3_next`, `qwen3_5_text`)."""
     defaults = {
         "linear_num_key_heads": 16,
         "linear_num_value_heads": 32,
@@ -79,7 +79,7 @@ def gated_delta_net_options(config: Config, layer_index: int = 0) -> dict[str, A
         "rms_norm_eps": 1e-6,
         "full_attention_interval": 4,
     }
-    config = read_model(config, {"qwen3_next": defaults}, "GatedDeltaNet")
+    config = read_model(config, {"qwen3_next": defaults, "qwen3_5_text": defaults}, "GatedDeltaNet")
     by_default = lambda index: (
         _LINEAR if (index + 1) % config["full_attention_interval"] else "full_attention"
     )

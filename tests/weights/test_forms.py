@@ -1,0 +1,208 @@
+"""The forms that one layer is published in: each, written down from the same weights, gives the same layer."""
+
+import equinox as eqx
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+import ejkernel_eqx as ejx
+from tests.tolerances import assert_close
+from tests.weights.published import array
+from tests.weights.test_strict import published, refused
+
+KEY = jax.random.key(0)
+
+
+def abstract(layer, *args, **options):
+    """A layer that has only shapes, which is all that loading looks at."""
+    return eqx.filter_eval_shape(lambda: layer(*args, **options, platform="xla", key=KEY))
+
+
+def attention(**options):
+    return abstract(ejx.nn.MultiHeadAttention, 8, **{"num_heads": 2, "head_dim": 4} | options)
+
+
+def same(layer, named, **forms):
+    """Every form loads as the names of the fields do."""
+    expected = ejx.load_published(layer, named)
+    for name, given in forms.items():
+        assert eqx.tree_equal(ejx.load_published(layer, given, "a"), expected), name
+
+
+def under(given):
+    return {f"a.{name}": x for name, x in given.items()}
+
+
+def renamed(given, **names):
+    """With the first parts of names replaced."""
+    heads = {name: name.partition(".") for name in given}
+    return under(
+        {names.get(head, head) + dot + tail: given[name] for name, (head, dot, tail) in heads.items()}
+    )
+
+
+def rows(given, kind):
+    return [given[f"{name}_proj.{kind}"] for name in "qkv"]
+
+
+@pytest.mark.parametrize("use_bias", [False, True])
+def test_attention(use_bias):
+    layer = attention(use_qkv_bias=use_bias, use_output_bias=use_bias)
+    named = published(layer)
+    kinds = ["weight", "bias"] if use_bias else ["weight"]
+    output = {f"o_proj.{kind}": named[f"o_proj.{kind}"] for kind in kinds}
+    stacked = {kind: np.concatenate(rows(named, kind)) for kind in kinds}
+    by_head = {
+        kind: np.stack([x.reshape(2, 4, *x.shape[1:]) for x in rows(named, kind)], 1) for kind in kinds
+    }
+    masks = {"bias": np.ones((1, 1, 4, 4), bool), "masked_bias": np.zeros(())}
+    out = lambda name: {f"{name}.{kind}": named[f"o_proj.{kind}"] for kind in kinds}
+    same(
+        layer,
+        named,
+        opt=renamed(named, o_proj="out_proj"),
+        phi=renamed(named, o_proj="dense"),
+        equinox=renamed(
+            named, q_proj="query_proj", k_proj="key_proj", v_proj="value_proj", o_proj="output_proj"
+        ),
+        phi3=under({f"qkv_proj.{kind}": stacked[kind] for kind in kinds} | output),
+        gpt_neox=under(
+            {f"query_key_value.{kind}": by_head[kind].reshape(24, *by_head[kind].shape[3:]) for kind in kinds}
+            | out("dense")
+            | masks
+        ),
+        gpt2=under(
+            {f"c_attn.{kind}": stacked[kind].T for kind in kinds}
+            | {f"c_proj.{kind}": named[f"o_proj.{kind}"].T for kind in kinds}
+            | masks
+        ),
+        torch=under({f"in_proj_{kind}": stacked[kind] for kind in kinds} | out("out_proj")),
+        torch_separate=under(
+            {f"{name}_proj_weight": named[f"{name}_proj.weight"] for name in "qkv"}
+            | ({"in_proj_bias": stacked["bias"]} if use_bias else {})
+            | out("out_proj")
+        ),
+    )
+
+
+def test_grouped_heads_in_one_projection():
+    layer = attention(num_kv_heads=1, qk_norm=True)
+    named = published(layer)
+    kept = {name: x for name, x in named.items() if name[0] in "o" or "norm" in name}
+    same(layer, named, phi3=under({"qkv_proj.weight": np.concatenate(rows(named, "weight"))} | kept))
+
+
+def test_equinox_attention():
+    theirs = eqx.nn.MultiheadAttention(
+        2, 8, use_query_bias=True, use_output_bias=True, use_key_bias=True, use_value_bias=True, key=KEY
+    )
+    leaves = jax.tree_util.tree_leaves_with_path(eqx.filter(theirs, eqx.is_array))
+    given = {".".join(part.name for part in path): x for path, x in leaves}
+    layer = attention(use_qkv_bias=True, use_output_bias=True, causal=False)
+    x = jnp.asarray(array("x", (5, 8)))
+    ours = ejx.load_published(layer, given)
+    assert_close(*eqx.filter_jit(lambda ours, theirs, x: (ours(x), theirs(x, x, x)))(ours, theirs, x))
+
+
+@pytest.mark.parametrize("options", [{}, {"kdim": 6, "vdim": 6}])
+def test_torch_attention(options):
+    torch = pytest.importorskip("torch")
+    theirs = torch.nn.MultiheadAttention(8, 2, batch_first=True, **options)
+    layer = attention(use_qkv_bias=True, use_output_bias=True, causal=False, kv_embed_dim=options.get("kdim"))
+    x, y = array("x", (1, 5, 8)), array("y", (1, 7, options.get("kdim", 8)))
+    expected = theirs(*map(torch.from_numpy, (x, y, y)))[0].detach().numpy()
+    assert_close(ejx.load_published(layer, theirs.state_dict())(x, kv_input=y), expected)
+
+
+def test_one_projection_of_another_layer():
+    named = published(attention(use_qkv_bias=True))
+    one = {f"qkv_proj.{kind}": np.concatenate(rows(named, kind)) for kind in ("weight", "bias")}
+    one["o_proj.weight"] = named["o_proj.weight"]
+    refused("nothing takes its 'qkv_proj.bias'", like=attention(), given=one)
+    refused(
+        "'qkv_proj.weight'",
+        "expected shape (16, 8), received (24, 8)",
+        like=attention(num_kv_heads=1),
+        given=one,
+    )
+    refused(
+        "it has no 'qkv_proj.bias'",
+        like=attention(use_qkv_bias=True),
+        given={k: x for k, x in one.items() if k[-4:] != "bias"},
+    )
+    turned = {"c_attn.weight": one["qkv_proj.weight"], "c_proj.weight": named["o_proj.weight"]}
+    refused("'c_attn.weight'", "expected shape (8, 24), received (24, 8)", like=attention(), given=turned)
+
+
+def test_rows_of_falcon():
+    layer = attention(num_kv_heads=1)
+    refused(
+        "num_kv_heads=1",
+        "Falcon",
+        like=layer,
+        given={"query_key_value.weight": np.zeros((16, 8), np.float32)},
+    )
+
+
+def test_one_projection_into_another_module():
+    layer = eqx.tree_at(lambda m: m.q_proj, attention(), eqx.nn.Sequential([eqx.nn.Linear(8, 8, key=KEY)]))
+    refused(
+        "'qkv_proj.weight'",
+        "received Sequential, Linear, Linear",
+        like=layer,
+        given={"qkv_proj.weight": np.zeros((24, 8))},
+    )
+
+
+@pytest.mark.parametrize("output_gate", [False, True])
+def test_gated_linear_attention(output_gate):
+    options = {"num_heads": 2, "use_short_conv": True, "use_conv_bias": True, "output_gate": output_gate}
+    layer = abstract(ejx.nn.GatedLinearAttention, 16, **options)
+    named = published(layer)
+    name = "g_norm_swish_gate" if output_gate else "g_norm"
+    same(layer, named, fla=renamed(named, g_norm=name))
+
+
+@pytest.mark.parametrize("use_bias", [False, True])
+def test_kimi_delta_attention(use_bias):
+    layer = abstract(
+        ejx.nn.KimiDeltaAttention, 8, num_heads=2, head_dim=4, use_gate_bias=use_bias, use_conv_bias=use_bias
+    )
+    named = published(layer)
+    fla = {"f_a_proj": "f_proj.0", "f_b_proj": "f_proj.1", "g_a_proj": "g_proj.0", "g_b_proj": "g_proj.1"}
+    spread = named | {"A_log": named["A_log"].reshape(1, 1, 2, 1)}
+    gate = {
+        name: f"forget_gate.{name}"
+        for name in named
+        if name.split(".")[0] in ("A_log", "dt_bias", "f_a_proj", "f_b_proj")
+    }
+    kinds = ["weight", "bias"] if use_bias else ["weight"]
+    loaded = {gate.get(name, name): x for name, x in spread.items() if "conv1d" not in name}
+    for kind in kinds:
+        loaded[f"conv1d.{kind}"] = np.concatenate([named[f"{name}_conv1d.{kind}"] for name in "qkv"])
+    same(layer, named, moonshot=under(spread), fla=renamed(named, **fla), transformers=under(loaded))
+    wrong = named | {"A_log": np.zeros((1, 1, 4, 1), np.float32)}
+    refused("'A_log'", "expected shape (2,), received (1, 1, 4, 1)", like=layer, given=wrong)
+
+
+def test_gated_delta_net():
+    layer = abstract(ejx.nn.GatedDeltaNet, 8, num_k_heads=2, num_v_heads=4, head_dim=4, v_head_dim=6)
+    named = published(layer)
+    widths = [4, 4, 12, 12]  # of one key head
+    q, k, v, z = (
+        part.reshape(-1, 8)
+        for part in np.split(named["in_proj_qkvz.weight"].reshape(2, -1, 8), np.cumsum(widths)[:-1], axis=1)
+    )
+    b, a = (part.reshape(-1, 8) for part in np.split(named["in_proj_ba.weight"].reshape(2, -1, 8), 2, axis=1))
+    apart = {name: x for name, x in named.items() if not name.startswith("in_proj")}
+    apart |= {"in_proj_qkv.weight": np.concatenate([q, k, v]), "in_proj_z.weight": z}
+    apart |= {"in_proj_b.weight": b, "in_proj_a.weight": a}
+    same(layer, named, qwen3_5=under(apart))
+
+
+def test_buffers_of_lightning_attention():
+    layer = ejx.nn.LightningAttention(8, num_heads=2, num_layers=3, platform="xla", key=KEY)
+    named = published(layer)
+    buffers = {name: np.zeros(2) for name in ("slope_rate", "query_decay", "key_decay", "diagonal_decay")}
+    same(layer, named, transformers=under(named | buffers))
