@@ -112,7 +112,9 @@ def test_torch_attention(options):
     layer = attention(use_qkv_bias=True, use_output_bias=True, causal=False, kv_embed_dim=options.get("kdim"))
     x, y = array("x", (1, 5, 8)), array("y", (1, 7, options.get("kdim", 8)))
     expected = theirs(*map(torch.from_numpy, (x, y, y)))[0].detach().numpy()
-    assert_close(ejx.load_published(layer, theirs.state_dict())(x, kv_input=y), expected)
+    assert_close(
+        ejx.load_published(layer, theirs.state_dict())(jnp.asarray(x), kv_input=jnp.asarray(y)), expected
+    )
 
 
 def test_one_projection_of_another_layer():

@@ -163,6 +163,6 @@ def test_numbers_of_eight_bits(tmp_path):
         ),
     ],
 )
-def test_no_arrays(given, message):
+def test_no_arrays(given, message, unchecked):
     with pytest.raises(ValueError, match=message):
         ejx.load_published(linear(), given)

@@ -191,6 +191,6 @@ def test_values_that_are_not_published_and_have_only_a_shape():
         ({"unit_offset_norms": 1}, "unit_offset_norms: expected True or False"),
     ],
 )
-def test_wrong_arguments(options, message):
+def test_wrong_arguments(options, message, unchecked):
     with pytest.raises(ValueError, match=message):
         ejx.load_published(attention(), published(attention()), **options)
