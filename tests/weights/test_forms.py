@@ -208,3 +208,8 @@ def test_buffers_of_lightning_attention():
     named = published(layer)
     buffers = {name: np.zeros(2) for name in ("slope_rate", "query_decay", "key_decay", "diagonal_decay")}
     same(layer, named, transformers=under(named | buffers))
+
+
+def test_one_projection_of_two_inputs():
+    layer = attention(kv_embed_dim=6)
+    refused("[8, 6, 6] features", like=layer, given={"in_proj_weight": np.zeros((24, 8), np.float32)})

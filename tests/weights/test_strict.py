@@ -194,3 +194,28 @@ def test_values_that_are_not_published_and_have_only_a_shape():
 def test_wrong_arguments(options, message, unchecked):
     with pytest.raises(ValueError, match=message):
         ejx.load_published(attention(), published(attention()), **options)
+
+
+class Own(eqx.Module):
+    """Fills itself, and not well."""
+
+    a: jax.Array
+    wrong: str = eqx.field(static=True)
+
+    def _published(self, weights):
+        found = weights.take("a", self.a.shape, self.a.dtype)
+        arrays = {"left": self.a, "shape": found[:1], "dtype": found.astype("bfloat16"), "fields": found}
+        return Own(arrays[self.wrong], "" if self.wrong == "fields" else self.wrong)
+
+
+@pytest.mark.parametrize(
+    "wrong, message",
+    [
+        ("left", "received the one of like"),
+        ("shape", "expected float32 of shape (2,), received float32 of shape (1,)"),
+        ("dtype", "expected float32 of shape (2,), received bfloat16"),
+        ("fields", "_published of Own"),
+    ],
+)
+def test_what_a_module_makes_of_its_weights(wrong, message):
+    refused(message, like=Own(jnp.zeros(2), wrong), given={"a": np.ones(2, np.float32)})

@@ -72,7 +72,13 @@ def _fused(
     layer: Any, weights: Weights, weight: str, bias: str, split: _Split, transposed: bool = False
 ) -> dict[str, Any]:
     linears = _linears(layer, weights, weight)
-    rows, columns = sum(linear.weight.shape[0] for linear in linears), linears[0].weight.shape[1]
+    inputs = [linear.weight.shape[1] for linear in linears]
+    if len(set(inputs)) > 1:
+        raise CheckpointError(
+            f"{weights.prefix + weight!r} holds queries, keys and values in one: expected projections of the same input, received inputs of "
+            f"{inputs} features; build the layer without kv_embed_dim."
+        )
+    rows, columns = sum(linear.weight.shape[0] for linear in linears), inputs[0]
     shape = (columns, rows) if transposed else (rows, columns)
     found = weights.take(weight, shape, linears[0].weight.dtype)
     new = [{"weight": part} for part in split(found.T if transposed else found)]

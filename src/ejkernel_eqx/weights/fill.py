@@ -8,6 +8,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from .._errors import CheckpointError
 from .view import Weights
 
 
@@ -84,4 +85,9 @@ def _placed(filled: Any, module: Any) -> Any:
         sharding = getattr(old, "sharding", None) if is_shape or getattr(old, "committed", False) else None
         return new if sharding is None or not isinstance(new, jax.Array) else jax.device_put(new, sharding)
 
+    if jax.tree.structure(filled) != jax.tree.structure(module):
+        raise CheckpointError(
+            f"_published of {type(module).__name__}: expected the module with other arrays, received one that differs in its fields or static "
+            "values; equinox.tree_at replaces arrays alone."
+        )
     return jax.tree.map(place, filled, module)

@@ -94,10 +94,20 @@ def _as_dtype(like: Any, dtype: Any) -> Any:
 
 
 def _check_filled(filled: Any, like: Any) -> None:
-    """Every parameter is new, and every other array is one."""
+    """Every parameter is new and of the form of its counterpart, and every other array is one."""
     for (path, new), old in zip(jax.tree_util.tree_leaves_with_path(filled), jax.tree.leaves(like)):
-        if isinstance(new, jax.ShapeDtypeStruct) or (is_parameter(new) and new is old):
+        name = f"like{jax.tree_util.keystr(path)}"
+        if isinstance(new, jax.ShapeDtypeStruct):
             raise CheckpointError(
-                f"like{jax.tree_util.keystr(path)}: expected an array, received only the shape of one, and no published array gives its values; "
-                "build the layer outside of equinox.filter_eval_shape."
+                f"{name}: expected an array, received only the shape of one, and no published array gives its values; build the layer outside of "
+                "equinox.filter_eval_shape."
+            )
+        if is_parameter(new) and new is old:
+            raise CheckpointError(
+                f"{name}: expected a published array, received the one of like; the method _published of its module has to take it."
+            )
+        if is_parameter(new) and (new.shape, new.dtype) != (old.shape, old.dtype):
+            raise CheckpointError(
+                f"{name}: expected {old.dtype} of shape {old.shape}, received {new.dtype} of shape {new.shape} from the method _published of its "
+                "module; build the layer with the sizes of the published one (from_config does)."
             )
