@@ -9,6 +9,7 @@ from jax import Array
 from jax.typing import ArrayLike, DTypeLike
 
 from ..attention import FlashAttention, Mask
+from ..dispatch import PlatformLike
 from ..paged import PagedKVCache, RaggedBatch, RaggedPagedAttention
 from .arguments import check_eps, check_flags, check_numbers, check_sizes
 from .attention_inputs import (
@@ -96,7 +97,7 @@ class MultiHeadAttention(eqx.Module):
         output_gate: bool = False,
         dropout_rate: float = 0.0,
         deterministic: bool = False,
-        platform: str | None = None,
+        platform: PlatformLike | None = None,
         config: Any = None,
         dtype: DTypeLike | None = None,
         compute_dtype: DTypeLike | None = None,

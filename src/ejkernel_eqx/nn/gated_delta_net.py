@@ -7,6 +7,7 @@ import jax.numpy as jnp
 from jax import Array
 from jax.typing import DTypeLike
 
+from ..dispatch import PlatformLike
 from ..recurrence import GatedDeltaRule
 from .arguments import check_divides, check_eps, check_flags, check_sizes
 from .gated_rms_norm import GatedRMSNorm
@@ -59,7 +60,7 @@ class GatedDeltaNet(RecurrentLayer):
         allow_neg_eigval: bool = False,
         norm_eps: float = 1e-6,
         state_dtype: DTypeLike | None = None,
-        platform: str | None = None,
+        platform: PlatformLike | None = None,
         config: Any = None,
         dtype: DTypeLike | None = None,
         compute_dtype: DTypeLike | None = None,

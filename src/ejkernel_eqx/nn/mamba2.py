@@ -7,6 +7,7 @@ import jax.numpy as jnp
 from jax import Array
 from jax.typing import DTypeLike
 
+from ..dispatch import PlatformLike
 from ..recurrence import StateSpaceV2
 from .arguments import check_divides, check_eps, check_flags, check_sizes, width_of
 from .gated_rms_norm import GatedRMSNorm
@@ -63,7 +64,7 @@ class Mamba2Mixer(RecurrentLayer):
         use_conv_bias: bool = True,
         use_bias: bool = False,
         state_dtype: DTypeLike | None = None,
-        platform: str | None = None,
+        platform: PlatformLike | None = None,
         config: Any = None,
         dtype: DTypeLike | None = None,
         compute_dtype: DTypeLike | None = None,

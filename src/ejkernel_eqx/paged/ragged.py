@@ -1,19 +1,22 @@
 """`RaggedPagedAttention`: decodes and chunks of prompts in one call, with the writing of their keys."""
 
-from typing import Any, ClassVar
+from typing import Any, ClassVar, Literal, overload, TYPE_CHECKING, TypeVar
 
 import equinox as eqx
 import jax
 from jax import Array
-from jaxtyping import Float, Int
 
 from .._kernel import Kernel, Plan
+from .._shapes import AnyArray, Float, Int, Numbers
 from ..core.platforms import register
+from ..dispatch import PlatformLike
 from .arguments import packed, PagedOptions, read_queries, resolve, Scoring
 from .cache.cache import PagedKVCache, PagedLatentCache
 from .operation import append, finish, plan_of
 
 register("ragged_paged_attention", __package__)
+
+C = TypeVar("C", PagedKVCache, PagedLatentCache)
 
 
 class RaggedPagedAttention(Kernel):
@@ -46,7 +49,7 @@ class RaggedPagedAttention(Kernel):
         softmax_scale: float | None = None,
         *,
         append: bool = False,
-        platform: str | None = None,
+        platform: PlatformLike | None = None,
         config: Any | None = None,
         tune_for: Any | None = None,
     ):
@@ -61,19 +64,77 @@ class RaggedPagedAttention(Kernel):
         self.append = append
         self.plan = plan_of(RaggedPagedAttention, self, platform, config, tune_for)
 
+    if TYPE_CHECKING:
+
+        @overload
+        def __call__(
+            self,
+            q: Float[AnyArray, "*B T H D"],
+            cache: PagedKVCache | PagedLatentCache,
+            k: None = None,
+            v: None = None,
+            *,
+            query_start_loc: Int[Numbers, "N+1"],
+            max_query_len: int | None = None,
+            sinks: Float[Numbers, "H *n"] | None = None,
+            return_lse: Literal[False] = False,
+        ) -> Float[Array, "*B T H V"]: ...
+
+        @overload
+        def __call__(
+            self,
+            q: Float[AnyArray, "*B T H D"],
+            cache: PagedKVCache | PagedLatentCache,
+            k: None = None,
+            v: None = None,
+            *,
+            query_start_loc: Int[Numbers, "N+1"],
+            max_query_len: int | None = None,
+            sinks: Float[Numbers, "H *n"] | None = None,
+            return_lse: Literal[True],
+        ) -> tuple[Float[Array, "*B T H V"], Float[Array, "*B T H"]]: ...
+
+        @overload
+        def __call__(
+            self,
+            q: Float[AnyArray, "*B T H D"],
+            cache: C,
+            k: Float[AnyArray, "T *K D"],
+            v: Float[AnyArray, "T *K V"],
+            *,
+            query_start_loc: Int[Numbers, "N+1"],
+            max_query_len: int | None = None,
+            sinks: Float[Numbers, "H *n"] | None = None,
+            return_lse: Literal[False] = False,
+        ) -> tuple[Float[Array, "*B T H V"], C]: ...
+
+        @overload
+        def __call__(
+            self,
+            q: Float[AnyArray, "*B T H D"],
+            cache: C,
+            k: Float[AnyArray, "T *K D"],
+            v: Float[AnyArray, "T *K V"],
+            *,
+            query_start_loc: Int[Numbers, "N+1"],
+            max_query_len: int | None = None,
+            sinks: Float[Numbers, "H *n"] | None = None,
+            return_lse: Literal[True],
+        ) -> tuple[Float[Array, "*B T H V"], Float[Array, "*B T H"], C]: ...
+
     @jax.named_scope("ejkernel_eqx.RaggedPagedAttention")
     def __call__(
         self,
-        q: Float[Array, "..."],
+        q: Float[AnyArray, "*B T H D"],
         cache: PagedKVCache | PagedLatentCache,
-        k: Float[Array, "..."] | None = None,
-        v: Float[Array, "..."] | None = None,
+        k: Float[AnyArray, "T *K D"] | None = None,
+        v: Float[AnyArray, "T *K V"] | None = None,
         *,
-        query_start_loc: Int[Array, "..."],
+        query_start_loc: Int[Numbers, "N+1"],
         max_query_len: int | None = None,
-        sinks: Float[Array, "..."] | None = None,
+        sinks: Float[Numbers, "H *n"] | None = None,
         return_lse: bool = False,
-    ) -> Any:  # one array to three, as `return_lse` and `append` say
+    ) -> Float[Array, "*B T H V"] | tuple[Any, ...]:  # with the `lse`, the cache or both
         """**Arguments:**
 
         - `q` `[..., T, H, D]`, `cache`, `query_start_loc` `[N + 1]`, `max_query_len`, `sinks` `[H]` or `[H, n]`, `return_lse`: as in

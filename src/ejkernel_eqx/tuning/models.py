@@ -9,7 +9,15 @@ from typing import Any
 from .._errors import TuningError
 from .._inputs import Inputs
 from .._kernel import make_plan, Plan
-from ..dispatch import current_policy, device_fingerprint, Platform, Policy, stable_json, Tier
+from ..dispatch import (
+    current_policy,
+    device_fingerprint,
+    kernel_registry,
+    Platform,
+    Policy,
+    stable_json,
+    Tier,
+)
 from ..dispatch.overlay import POLICY_VARIABLE
 from .options import current_options, TuneOptions
 from .processes import Round, share, Table, taking_part
@@ -149,7 +157,7 @@ class Tuning:
         self, trees: tuple[Any, ...], invocations: Callable[[Any], list[Invocation]]
     ) -> tuple[Any, ...]:
         """The trees with every problem tuned that the first one asks for. `invocations(tree)` traces it."""
-        if not plans_of(trees[0]):
+        if not plans_of(trees[0]) and not _builds_its_own(trees[0]):
             _LOG.warning(
                 "%s: there is no kernel in the model, which is returned unchanged; a kernel that a function captures or that stands in a "
                 "static field is no part of it.",
@@ -276,6 +284,11 @@ def _call_of(model: Any, call: Callable[..., Any] | None) -> Callable[..., Any]:
             "ejx.tune(model, x, call=lambda model, x: ...)."
         )
     return lambda model, *args, **kwargs: model(*args, **kwargs)
+
+
+def _builds_its_own(model: Any) -> bool:
+    """Whether it is an operation's function, which makes its kernel at each call and finds what was tuned."""
+    return getattr(model, "operation", None) in kernel_registry.list_operations()
 
 
 def _check_open(kernel: Any) -> None:
