@@ -105,5 +105,10 @@ from .tuning.replace import replan as replan
 from .tuning.replace import with_config as with_config
 from .tuning.report.document import tuning_report as tuning_report
 
-if TYPE_CHECKING:  # the package of this name is called as the function
+if TYPE_CHECKING:
+    # The package of this name is called as the function.
     from .functional import attention as attention
+
+    __version__: str
+else:
+    from ._version import __getattr__ as __getattr__

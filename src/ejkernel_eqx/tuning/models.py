@@ -23,8 +23,9 @@ from .options import current_options, TuneOptions
 from .processes import Round, share, Table, taking_part
 from .recording import Invocation, invocations_of
 from .replace import plans_of, renew_plans
+from .summary import Summary
 from .tracing import refuse_trace
-from .tuner import answer
+from .tuner import answer, tuned_results
 
 _LOG = logging.getLogger("ejkernel_eqx")
 _GIVEN = (Tier.OVERRIDE, Tier.OVERLAY)  # the user's own choices
@@ -50,8 +51,8 @@ def tune(
 
     The call is traced with shapes only. Every distinct problem in it is tuned once, forward and backward together, unless a table knows it
     already: each candidate is checked against the reference before it may win, and the winner is written into the user's table, where
-    the next process finds it. Choices that were given (`config=`, an overlay) are left alone. A line for each problem that was tuned, and
-    one for the whole, are logged at the level INFO.
+    the next process finds it. Choices that were given (`config=`, an overlay) are left alone. A line for each problem that was tuned is
+    logged at the level INFO, and at the end a summary; where that level is off, the summary goes to standard error beside the progress bar.
 
     **Arguments:**
 
@@ -151,7 +152,7 @@ class Tuning:
         self._together = together
         self._options = options or current_options()
         self._configs = configs
-        self._start = time.monotonic()
+        self._start, self._before = time.monotonic(), len(tuned_results())
 
     def tune_trees(
         self, trees: tuple[Any, ...], invocations: Callable[[Any], list[Invocation]]
@@ -236,15 +237,14 @@ class Tuning:
                 )
 
     def log(self) -> None:
-        """One line on what was done."""
-        _LOG.info(
-            "%s: %d distinct problems: %d tuned, %d known from tables, in %.1f s",
-            self._together.name,
-            len(self._asked),
-            len(self.table),
-            len(self._asked) - len(self.table),
-            time.monotonic() - self._start,
+        """What was done."""
+        summary = Summary.of(
+            tuned_results()[self._before :],
+            problems=len(self._asked),
+            failed=sum(known.config is None for known in self.table.values()),
+            seconds=time.monotonic() - self._start,
         )
+        summary.tell(self._together.name, self._options.progress)
 
 
 def _keep_overlay(new: Plan, old: Plan) -> Plan:
