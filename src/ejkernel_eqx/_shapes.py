@@ -13,7 +13,7 @@
 | `Q` | the most new tokens of a sequence |
 | `n` | sinks of a head |
 
-A `#` marks an axis that may be 1 and is broadcast; `...` stands for axes that the argument's documentation names. For a type checker the words
+What reads as an expression of Python's begins with a space (`" N+1"`), as in jaxtyping, so that no tool takes it for one. A `#` marks an axis that may be 1 and is broadcast; `...` stands for axes that the argument's documentation names. For a type checker the words
 are jaxtyping's. At run time they check what kind of numbers an array holds and leave its shape to the operation, whose error names the
 argument, both shapes and the remedy."""
 
@@ -47,6 +47,6 @@ else:
             kinds = get_args(given) or (given,)
             arrays = {Array, np.ndarray}
             types = tuple(self._word[kind, "..."] if kind in arrays else kind for kind in kinds)
-            return Annotated[Union[types], letters]  # noqa: UP007  a tuple
+            return Annotated[Union[types], letters.strip()]  # noqa: UP007  a tuple
 
     Bool, Float, Int = map(_Kind, (jaxtyping.Bool, jaxtyping.Float, jaxtyping.Int))

@@ -19,12 +19,12 @@ class AttentionInputs(TypedDict, total=False):
     mask: Bool[Numbers, "#*B #H #T #S"] | Mask | None
     segment_ids: Int[Numbers, "*B T"] | None
     kv_segment_ids: Int[Numbers, "*B S"] | None
-    cu_seqlens: Int[Numbers, "N+1"] | None
-    kv_cu_seqlens: Int[Numbers, "N+1"] | None
+    cu_seqlens: Int[Numbers, " N+1"] | None
+    kv_cu_seqlens: Int[Numbers, " N+1"] | None
     q_lengths: int | Int[Numbers, "*B"] | None
     kv_lengths: int | Int[Numbers, "*B"] | None
-    sinks: Float[Numbers, "H *n"] | None
-    alibi_slopes: Float[Numbers, "H"] | None
+    sinks: Float[Numbers, " H *n"] | None
+    alibi_slopes: Float[Numbers, " H"] | None
     q_offset: int | Int[Numbers, "*B"] | None
     key: PRNGKeyArray | None
     inference: bool | None

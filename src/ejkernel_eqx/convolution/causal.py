@@ -62,10 +62,10 @@ class CausalConv1d(Kernel):
         self,
         x: Float[AnyArray, "*B T C"],
         weight: Float[AnyArray, "C W"],
-        bias: Float[AnyArray, "C"] | None = None,
+        bias: Float[AnyArray, " C"] | None = None,
         *,
         initial_state: Float[AnyArray, "... W-1 C"] | None = None,
-        cu_seqlens: Int[Numbers, "N+1"] | None = None,
+        cu_seqlens: Int[Numbers, " N+1"] | None = None,
         segment_ids: Int[Numbers, "*B T"] | None = None,
     ) -> tuple[Float[Array, "*B T C"], Float[Array, "... W-1 C"]]:
         """**Arguments:**
@@ -92,10 +92,10 @@ class CausalConv1d(Kernel):
         self,
         x: Float[AnyArray, "*B C"],
         weight: Float[AnyArray, "C W"],
-        bias: Float[AnyArray, "C"] | None,
+        bias: Float[AnyArray, " C"] | None,
         state: Float[AnyArray, "... W-1 C"],
         *,
-        state_indices: Int[Numbers, "B"] | None = None,
+        state_indices: Int[Numbers, " B"] | None = None,
     ) -> tuple[Float[Array, "*B C"], Float[Array, "... W-1 C"]]:
         """One token of every row, for decoding; in XLA, whatever the platform.
 

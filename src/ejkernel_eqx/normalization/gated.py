@@ -68,7 +68,7 @@ class GatedRMSNorm(Kernel):
         self,
         x: Float[AnyArray, "*B C"],
         z: Float[AnyArray, "*B C"] | None = None,
-        weight: Float[AnyArray, "C"] | None = None,
+        weight: Float[AnyArray, " C"] | None = None,
     ) -> Float[Array, "*B C"]:
         """**Arguments:**
 

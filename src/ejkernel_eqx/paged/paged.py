@@ -40,7 +40,7 @@ class PagedAttention(PagedOperation):
             q: Float[AnyArray, "*B N H D"],
             cache: PagedKVCache | PagedLatentCache,
             *,
-            sinks: Float[Numbers, "H *n"] | None = None,
+            sinks: Float[Numbers, " H *n"] | None = None,
             return_lse: Literal[False] = False,
         ) -> Float[Array, "*B N H V"]: ...
 
@@ -50,7 +50,7 @@ class PagedAttention(PagedOperation):
             q: Float[AnyArray, "*B N H D"],
             cache: PagedKVCache | PagedLatentCache,
             *,
-            sinks: Float[Numbers, "H *n"] | None = None,
+            sinks: Float[Numbers, " H *n"] | None = None,
             return_lse: Literal[True],
         ) -> tuple[Float[Array, "*B N H V"], Float[Array, "*B N H"]]: ...
 
@@ -60,7 +60,7 @@ class PagedAttention(PagedOperation):
             q: Float[AnyArray, "*B N H D"],
             cache: PagedKVCache | PagedLatentCache,
             *,
-            sinks: Float[Numbers, "H *n"] | None = None,
+            sinks: Float[Numbers, " H *n"] | None = None,
             return_lse: bool,
         ) -> Float[Array, "*B N H V"] | tuple[Float[Array, "*B N H V"], Float[Array, "*B N H"]]: ...
 
@@ -70,7 +70,7 @@ class PagedAttention(PagedOperation):
         q: Float[AnyArray, "*B N H D"],
         cache: PagedKVCache | PagedLatentCache,
         *,
-        sinks: Float[Numbers, "H *n"] | None = None,
+        sinks: Float[Numbers, " H *n"] | None = None,
         return_lse: bool = False,
     ) -> Float[Array, "*B N H V"] | tuple[Float[Array, "*B N H V"], Float[Array, "*B N H"]]:
         """**Arguments:**

@@ -40,9 +40,9 @@ class PrefillPagedAttention(PagedOperation):
             q: Float[AnyArray, "*B T H D"],
             cache: PagedKVCache | PagedLatentCache,
             *,
-            query_start_loc: Int[Numbers, "N+1"],
+            query_start_loc: Int[Numbers, " N+1"],
             max_query_len: int | None = None,
-            sinks: Float[Numbers, "H *n"] | None = None,
+            sinks: Float[Numbers, " H *n"] | None = None,
             return_lse: Literal[False] = False,
         ) -> Float[Array, "*B T H V"]: ...
 
@@ -52,9 +52,9 @@ class PrefillPagedAttention(PagedOperation):
             q: Float[AnyArray, "*B T H D"],
             cache: PagedKVCache | PagedLatentCache,
             *,
-            query_start_loc: Int[Numbers, "N+1"],
+            query_start_loc: Int[Numbers, " N+1"],
             max_query_len: int | None = None,
-            sinks: Float[Numbers, "H *n"] | None = None,
+            sinks: Float[Numbers, " H *n"] | None = None,
             return_lse: Literal[True],
         ) -> tuple[Float[Array, "*B T H V"], Float[Array, "*B T H"]]: ...
 
@@ -64,9 +64,9 @@ class PrefillPagedAttention(PagedOperation):
             q: Float[AnyArray, "*B T H D"],
             cache: PagedKVCache | PagedLatentCache,
             *,
-            query_start_loc: Int[Numbers, "N+1"],
+            query_start_loc: Int[Numbers, " N+1"],
             max_query_len: int | None = None,
-            sinks: Float[Numbers, "H *n"] | None = None,
+            sinks: Float[Numbers, " H *n"] | None = None,
             return_lse: bool,
         ) -> Float[Array, "*B T H V"] | tuple[Float[Array, "*B T H V"], Float[Array, "*B T H"]]: ...
 
@@ -76,9 +76,9 @@ class PrefillPagedAttention(PagedOperation):
         q: Float[AnyArray, "*B T H D"],
         cache: PagedKVCache | PagedLatentCache,
         *,
-        query_start_loc: Int[Numbers, "N+1"],
+        query_start_loc: Int[Numbers, " N+1"],
         max_query_len: int | None = None,
-        sinks: Float[Numbers, "H *n"] | None = None,
+        sinks: Float[Numbers, " H *n"] | None = None,
         return_lse: bool = False,
     ) -> Float[Array, "*B T H V"] | tuple[Float[Array, "*B T H V"], Float[Array, "*B T H"]]:
         """**Arguments:**

@@ -74,9 +74,9 @@ class RaggedPagedAttention(Kernel):
             k: None = None,
             v: None = None,
             *,
-            query_start_loc: Int[Numbers, "N+1"],
+            query_start_loc: Int[Numbers, " N+1"],
             max_query_len: int | None = None,
-            sinks: Float[Numbers, "H *n"] | None = None,
+            sinks: Float[Numbers, " H *n"] | None = None,
             return_lse: Literal[False] = False,
         ) -> Float[Array, "*B T H V"]: ...
 
@@ -88,9 +88,9 @@ class RaggedPagedAttention(Kernel):
             k: None = None,
             v: None = None,
             *,
-            query_start_loc: Int[Numbers, "N+1"],
+            query_start_loc: Int[Numbers, " N+1"],
             max_query_len: int | None = None,
-            sinks: Float[Numbers, "H *n"] | None = None,
+            sinks: Float[Numbers, " H *n"] | None = None,
             return_lse: Literal[True],
         ) -> tuple[Float[Array, "*B T H V"], Float[Array, "*B T H"]]: ...
 
@@ -102,9 +102,9 @@ class RaggedPagedAttention(Kernel):
             k: Float[AnyArray, "T *K D"],
             v: Float[AnyArray, "T *K V"],
             *,
-            query_start_loc: Int[Numbers, "N+1"],
+            query_start_loc: Int[Numbers, " N+1"],
             max_query_len: int | None = None,
-            sinks: Float[Numbers, "H *n"] | None = None,
+            sinks: Float[Numbers, " H *n"] | None = None,
             return_lse: Literal[False] = False,
         ) -> tuple[Float[Array, "*B T H V"], C]: ...
 
@@ -116,9 +116,9 @@ class RaggedPagedAttention(Kernel):
             k: Float[AnyArray, "T *K D"],
             v: Float[AnyArray, "T *K V"],
             *,
-            query_start_loc: Int[Numbers, "N+1"],
+            query_start_loc: Int[Numbers, " N+1"],
             max_query_len: int | None = None,
-            sinks: Float[Numbers, "H *n"] | None = None,
+            sinks: Float[Numbers, " H *n"] | None = None,
             return_lse: Literal[True],
         ) -> tuple[Float[Array, "*B T H V"], Float[Array, "*B T H"], C]: ...
 
@@ -130,9 +130,9 @@ class RaggedPagedAttention(Kernel):
         k: Float[AnyArray, "T *K D"] | None = None,
         v: Float[AnyArray, "T *K V"] | None = None,
         *,
-        query_start_loc: Int[Numbers, "N+1"],
+        query_start_loc: Int[Numbers, " N+1"],
         max_query_len: int | None = None,
-        sinks: Float[Numbers, "H *n"] | None = None,
+        sinks: Float[Numbers, " H *n"] | None = None,
         return_lse: bool = False,
     ) -> Float[Array, "*B T H V"] | tuple[Any, ...]:  # with the `lse`, the cache or both
         """**Arguments:**

@@ -40,7 +40,7 @@ class RaggedDecodeAttention(PagedOperation):
             start: int | Int[Numbers, "*B"],
             end: int | Int[Numbers, "*B"],
             *,
-            sinks: Float[Numbers, "H *n"] | None = None,
+            sinks: Float[Numbers, " H *n"] | None = None,
             return_lse: Literal[False] = False,
         ) -> Float[Array, "*B H V"]: ...
 
@@ -53,7 +53,7 @@ class RaggedDecodeAttention(PagedOperation):
             start: int | Int[Numbers, "*B"],
             end: int | Int[Numbers, "*B"],
             *,
-            sinks: Float[Numbers, "H *n"] | None = None,
+            sinks: Float[Numbers, " H *n"] | None = None,
             return_lse: Literal[True],
         ) -> tuple[Float[Array, "*B H V"], Float[Array, "*B H"]]: ...
 
@@ -66,7 +66,7 @@ class RaggedDecodeAttention(PagedOperation):
             start: int | Int[Numbers, "*B"],
             end: int | Int[Numbers, "*B"],
             *,
-            sinks: Float[Numbers, "H *n"] | None = None,
+            sinks: Float[Numbers, " H *n"] | None = None,
             return_lse: bool,
         ) -> Float[Array, "*B H V"] | tuple[Float[Array, "*B H V"], Float[Array, "*B H"]]: ...
 
@@ -79,7 +79,7 @@ class RaggedDecodeAttention(PagedOperation):
         start: int | Int[Numbers, "*B"],
         end: int | Int[Numbers, "*B"],
         *,
-        sinks: Float[Numbers, "H *n"] | None = None,
+        sinks: Float[Numbers, " H *n"] | None = None,
         return_lse: bool = False,
     ) -> Float[Array, "*B H V"] | tuple[Float[Array, "*B H V"], Float[Array, "*B H"]]:
         """**Arguments:**

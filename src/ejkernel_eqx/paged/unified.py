@@ -41,11 +41,11 @@ class UnifiedAttention(PagedOperation):
             q: Float[AnyArray, "*B T H D"],
             cache: PagedKVCache | PagedLatentCache,
             *,
-            query_start_loc: Int[Numbers, "N+1"],
+            query_start_loc: Int[Numbers, " N+1"],
             max_query_len: int | None = None,
-            alibi_slopes: Float[Numbers, "H"] | None = None,
+            alibi_slopes: Float[Numbers, " H"] | None = None,
             qq_bias: Float[AnyArray, "Q Q"] | None = None,
-            sinks: Float[Numbers, "H *n"] | None = None,
+            sinks: Float[Numbers, " H *n"] | None = None,
             return_lse: Literal[False] = False,
         ) -> Float[Array, "*B T H V"]: ...
 
@@ -55,11 +55,11 @@ class UnifiedAttention(PagedOperation):
             q: Float[AnyArray, "*B T H D"],
             cache: PagedKVCache | PagedLatentCache,
             *,
-            query_start_loc: Int[Numbers, "N+1"],
+            query_start_loc: Int[Numbers, " N+1"],
             max_query_len: int | None = None,
-            alibi_slopes: Float[Numbers, "H"] | None = None,
+            alibi_slopes: Float[Numbers, " H"] | None = None,
             qq_bias: Float[AnyArray, "Q Q"] | None = None,
-            sinks: Float[Numbers, "H *n"] | None = None,
+            sinks: Float[Numbers, " H *n"] | None = None,
             return_lse: Literal[True],
         ) -> tuple[Float[Array, "*B T H V"], Float[Array, "*B T H"]]: ...
 
@@ -69,11 +69,11 @@ class UnifiedAttention(PagedOperation):
             q: Float[AnyArray, "*B T H D"],
             cache: PagedKVCache | PagedLatentCache,
             *,
-            query_start_loc: Int[Numbers, "N+1"],
+            query_start_loc: Int[Numbers, " N+1"],
             max_query_len: int | None = None,
-            alibi_slopes: Float[Numbers, "H"] | None = None,
+            alibi_slopes: Float[Numbers, " H"] | None = None,
             qq_bias: Float[AnyArray, "Q Q"] | None = None,
-            sinks: Float[Numbers, "H *n"] | None = None,
+            sinks: Float[Numbers, " H *n"] | None = None,
             return_lse: bool,
         ) -> Float[Array, "*B T H V"] | tuple[Float[Array, "*B T H V"], Float[Array, "*B T H"]]: ...
 
@@ -83,11 +83,11 @@ class UnifiedAttention(PagedOperation):
         q: Float[AnyArray, "*B T H D"],
         cache: PagedKVCache | PagedLatentCache,
         *,
-        query_start_loc: Int[Numbers, "N+1"],
+        query_start_loc: Int[Numbers, " N+1"],
         max_query_len: int | None = None,
-        alibi_slopes: Float[Numbers, "H"] | None = None,
+        alibi_slopes: Float[Numbers, " H"] | None = None,
         qq_bias: Float[AnyArray, "Q Q"] | None = None,
-        sinks: Float[Numbers, "H *n"] | None = None,
+        sinks: Float[Numbers, " H *n"] | None = None,
         return_lse: bool = False,
     ) -> Float[Array, "*B T H V"] | tuple[Float[Array, "*B T H V"], Float[Array, "*B T H"]]:
         """**Arguments:**

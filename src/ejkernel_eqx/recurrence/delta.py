@@ -124,12 +124,12 @@ class GatedDelta(Kernel):
         g: Float[AnyArray, "*B T H *D"],
         beta: Float[AnyArray, "*B T H"],
         *,
-        A_log: Float[AnyArray, "H"] | None = None,
-        dt_bias: Float[AnyArray, "H *D"] | None = None,
+        A_log: Float[AnyArray, " H"] | None = None,
+        dt_bias: Float[AnyArray, " H *D"] | None = None,
         initial_state: Float[AnyArray, "... H D V"] | None = None,
-        cu_seqlens: Int[Numbers, "N+1"] | None = None,
+        cu_seqlens: Int[Numbers, " N+1"] | None = None,
         segment_ids: Int[Numbers, "*B T"] | None = None,
-        state_indices: Int[Numbers, "B"] | None = None,
+        state_indices: Int[Numbers, " B"] | None = None,
     ) -> tuple[Float[Array, "*B T R V"], Float[Array, "... H D V"]]:
         """**Arguments:**
 
@@ -156,9 +156,9 @@ class GatedDelta(Kernel):
         beta: Float[AnyArray, "*B H"],
         state: Float[AnyArray, "... H D V"],
         *,
-        A_log: Float[AnyArray, "H"] | None = None,
-        dt_bias: Float[AnyArray, "H *D"] | None = None,
-        state_indices: Int[Numbers, "B"] | None = None,
+        A_log: Float[AnyArray, " H"] | None = None,
+        dt_bias: Float[AnyArray, " H *D"] | None = None,
+        state_indices: Int[Numbers, " B"] | None = None,
     ) -> tuple[Float[Array, "*B R V"], Float[Array, "... H D V"]]:
         """One token of every row, for decoding: arguments as in a call, without the axis of tokens; `state`, `state_indices` and results as in
         [`ejkernel_eqx.GatedLinearAttention.step`][]."""

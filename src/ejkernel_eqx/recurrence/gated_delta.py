@@ -84,9 +84,9 @@ class DeltaRule(Kernel):
         beta: Float[AnyArray, "*B T H"],
         *,
         initial_state: Float[AnyArray, "... H D V"] | None = None,
-        cu_seqlens: Int[Numbers, "N+1"] | None = None,
+        cu_seqlens: Int[Numbers, " N+1"] | None = None,
         segment_ids: Int[Numbers, "*B T"] | None = None,
-        state_indices: Int[Numbers, "B"] | None = None,
+        state_indices: Int[Numbers, " B"] | None = None,
     ) -> tuple[Float[Array, "*B T R V"], Float[Array, "... H D V"]]:
         """**Arguments**, **returns**, **raises:** as [`ejkernel_eqx.KernelDeltaAttention`][], without `g`, `A_log` and `dt_bias`."""
         frame = frame_of(q, "q", "H D", cu_seqlens, segment_ids, self.reverse, state_indices)
@@ -102,7 +102,7 @@ class DeltaRule(Kernel):
         beta: Float[AnyArray, "*B H"],
         state: Float[AnyArray, "... H D V"],
         *,
-        state_indices: Int[Numbers, "B"] | None = None,
+        state_indices: Int[Numbers, " B"] | None = None,
     ) -> tuple[Float[Array, "*B R V"], Float[Array, "... H D V"]]:
         """One token of every row, for decoding: arguments as in a call, without the axis of tokens; `state`, `state_indices` and results as in
         [`ejkernel_eqx.GatedLinearAttention.step`][]."""

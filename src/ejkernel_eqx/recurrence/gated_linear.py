@@ -71,9 +71,9 @@ class GatedLinearAttention(Kernel):
         g: Float[AnyArray, "*B T H D"],
         *,
         initial_state: Float[AnyArray, "... H D V"] | None = None,
-        cu_seqlens: Int[Numbers, "N+1"] | None = None,
+        cu_seqlens: Int[Numbers, " N+1"] | None = None,
         segment_ids: Int[Numbers, "*B T"] | None = None,
-        state_indices: Int[Numbers, "B"] | None = None,
+        state_indices: Int[Numbers, " B"] | None = None,
     ) -> tuple[Float[Array, "*B T R V"], Float[Array, "... H D V"]]:
         """**Arguments:**
 
@@ -105,7 +105,7 @@ class GatedLinearAttention(Kernel):
         g: Float[AnyArray, "*B H D"],
         state: Float[AnyArray, "... H D V"],
         *,
-        state_indices: Int[Numbers, "B"] | None = None,
+        state_indices: Int[Numbers, " B"] | None = None,
     ) -> tuple[Float[Array, "*B R V"], Float[Array, "... H D V"]]:
         """One token of every row, for decoding.
 

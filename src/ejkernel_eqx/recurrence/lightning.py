@@ -113,11 +113,11 @@ class LightningAttention(Kernel):
         k: Float[AnyArray, "*B T H D"],
         v: Float[AnyArray, "*B T H V"],
         *,
-        slopes: Float[AnyArray, "H"] | None = None,
+        slopes: Float[AnyArray, " H"] | None = None,
         initial_state: Float[AnyArray, "... H D V"] | None = None,
-        cu_seqlens: Int[Numbers, "N+1"] | None = None,
+        cu_seqlens: Int[Numbers, " N+1"] | None = None,
         segment_ids: Int[Numbers, "*B T"] | None = None,
-        state_indices: Int[Numbers, "B"] | None = None,
+        state_indices: Int[Numbers, " B"] | None = None,
     ) -> tuple[Float[Array, "*B T R V"], Float[Array, "... H D V"]]:
         """**Arguments:**
 
@@ -139,8 +139,8 @@ class LightningAttention(Kernel):
         v: Float[AnyArray, "*B H V"],
         state: Float[AnyArray, "... H D V"],
         *,
-        slopes: Float[AnyArray, "H"] | None = None,
-        state_indices: Int[Numbers, "B"] | None = None,
+        slopes: Float[AnyArray, " H"] | None = None,
+        state_indices: Int[Numbers, " B"] | None = None,
     ) -> tuple[Float[Array, "*B R V"], Float[Array, "... H D V"]]:
         """One token of every row, for decoding: arguments as in a call, without the axis of tokens; `state`, `state_indices` and results as in
         [`ejkernel_eqx.GatedLinearAttention.step`][]."""

@@ -83,11 +83,11 @@ class LinearAttention(Kernel):
         g: Float[AnyArray, "*B T H"] | None = None,
         gk: Float[AnyArray, "*B T H D"] | None = None,
         gv: Float[AnyArray, "*B T H V"] | None = None,
-        g_gamma: Float[AnyArray, "H"] | None = None,
+        g_gamma: Float[AnyArray, " H"] | None = None,
         initial_state: State | None = None,
-        cu_seqlens: Int[Numbers, "N+1"] | None = None,
+        cu_seqlens: Int[Numbers, " N+1"] | None = None,
         segment_ids: Int[Numbers, "*B T"] | None = None,
-        state_indices: Int[Numbers, "B"] | None = None,
+        state_indices: Int[Numbers, " B"] | None = None,
     ) -> tuple[Float[Array, "*B T R V"], FinalState]:
         """**Arguments:**
 
@@ -116,8 +116,8 @@ class LinearAttention(Kernel):
         g: Float[AnyArray, "*B H"] | None = None,
         gk: Float[AnyArray, "*B H D"] | None = None,
         gv: Float[AnyArray, "*B H V"] | None = None,
-        g_gamma: Float[AnyArray, "H"] | None = None,
-        state_indices: Int[Numbers, "B"] | None = None,
+        g_gamma: Float[AnyArray, " H"] | None = None,
+        state_indices: Int[Numbers, " B"] | None = None,
     ) -> tuple[Float[Array, "*B R V"], FinalState]:
         """One token of every row, for decoding: arguments as in a call, without the axis of tokens; `state`, `state_indices` and results as in
         [`ejkernel_eqx.GatedLinearAttention.step`][]. With `normalize` a state, or a pool of them, is a pair, with $z$ `[..., H, D]`."""

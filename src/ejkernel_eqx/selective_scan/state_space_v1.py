@@ -89,13 +89,13 @@ class StateSpaceV1(Kernel):
         B: Float[AnyArray, "*B T *G N"],
         C: Float[AnyArray, "*B T *G N"],
         *,
-        D: Float[AnyArray, "I"] | None = None,
+        D: Float[AnyArray, " I"] | None = None,
         z: Float[AnyArray, "*B T I"] | None = None,
-        dt_bias: Float[AnyArray, "I"] | None = None,
+        dt_bias: Float[AnyArray, " I"] | None = None,
         initial_state: Float[AnyArray, "... I N"] | None = None,
-        cu_seqlens: Int[Numbers, "S+1"] | None = None,
+        cu_seqlens: Int[Numbers, " S+1"] | None = None,
         segment_ids: Int[Numbers, "*B T"] | None = None,
-        state_indices: Int[Numbers, "B"] | None = None,
+        state_indices: Int[Numbers, " B"] | None = None,
     ) -> tuple[Float[Array, "*B T I"], Float[Array, "... I N"]]:
         """**Arguments:**
 
@@ -136,10 +136,10 @@ class StateSpaceV1(Kernel):
         C: Float[AnyArray, "*B *G N"],
         state: Float[AnyArray, "... I N"],
         *,
-        D: Float[AnyArray, "I"] | None = None,
+        D: Float[AnyArray, " I"] | None = None,
         z: Float[AnyArray, "*B I"] | None = None,
-        dt_bias: Float[AnyArray, "I"] | None = None,
-        state_indices: Int[Numbers, "B"] | None = None,
+        dt_bias: Float[AnyArray, " I"] | None = None,
+        state_indices: Int[Numbers, " B"] | None = None,
     ) -> tuple[Float[Array, "*B I"], Float[Array, "... I N"]]:
         """One token of every row, for decoding: arguments as in a call, without the axis of tokens; `state` `[..., I, N]`, `state_indices` and
         results as in [`ejkernel_eqx.GatedLinearAttention.step`][]."""
