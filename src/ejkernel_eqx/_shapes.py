@@ -13,8 +13,9 @@
 | `Q` | the most new tokens of a sequence |
 | `n` | sinks of a head |
 
-What reads as an expression of Python's begins with a space (`" N+1"`), as in jaxtyping, so that no tool takes it for one. A `#` marks an axis that may be 1 and is broadcast; `...` stands for axes that the argument's documentation names. For a type checker the words
-are jaxtyping's. At run time they check what kind of numbers an array holds and leave its shape to the operation, whose error names the
+What reads as an expression of Python's begins with a space (`" N+1"`), as in jaxtyping, so that no tool takes it for one. A `#` marks an
+axis that may be 1 and is broadcast; `...` stands for axes that the argument's documentation names. For a type checker the words are
+jaxtyping's. At run time they check what kind of numbers an array holds and leave its shape to the operation, whose error names the
 argument, both shapes and the remedy."""
 
 from collections.abc import Sequence
