@@ -243,3 +243,17 @@ def test_errors_of_operations_by_name():
         ejx.explain("flash_attention", B=1, T=8, H=1, D=8, colour=True)
     with pytest.raises(ejx.UnsupportedError, match="needs a GPU"):
         ejx.explain("flash_attention", B=1, T=8, H=1, D=8, platform="cuda")
+
+
+def test_nothing_to_explain_says_why():
+    def double(x):
+        return 2 * x
+
+    attend = lambda x: ejx.FlashAttention()(x, x, x)
+    text = str(ejx.explain(attend))
+    assert "a function has none until it is called" in text and "ejx.explain(function, x)" in text
+    assert "ejx.explain(double, x)" in str(ejx.explain(double))
+    assert "launches none" in str(ejx.explain(double, jnp.ones(3)))
+    assert "in this dict there is no module of this package" in str(ejx.explain({"a": jnp.ones(3)}))
+    some = ejx.explain(attend, jnp.ones((4, 2, 8)))
+    assert some.choices and not some.remark and not some.to_dict()["remark"]

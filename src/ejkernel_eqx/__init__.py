@@ -1,3 +1,6 @@
+from typing import TYPE_CHECKING
+
+from . import functional as functional
 from . import launch as launch
 from . import models as models
 from . import nn as nn
@@ -35,6 +38,7 @@ from .dispatch import kernel_registry as kernel_registry
 from .dispatch import overlay_cache as overlay_cache
 from .dispatch import PersistentCache as PersistentCache
 from .dispatch import Platform as Platform
+from .dispatch import PlatformLike as PlatformLike
 from .dispatch import policy_override as policy_override
 from .dispatch import Problem as Problem
 from .dispatch import stable_json as stable_json
@@ -43,6 +47,23 @@ from .dispatch.environment import env as env
 from .dispatch.labels import extract_labels_from_hlo_text as extract_labels_from_hlo_text
 from .dispatch.labels import find_labels_in_lowered as find_labels_in_lowered
 from .dispatch.labels import labels_to_configs as labels_to_configs
+from .functional import causal_conv1d as causal_conv1d
+from .functional import delta_rule as delta_rule
+from .functional import flash_attention as flash_attention
+from .functional import gated_delta_rule as gated_delta_rule
+from .functional import gated_linear_attention as gated_linear_attention
+from .functional import gated_rms_norm as gated_rms_norm
+from .functional import kernel_delta_attention as kernel_delta_attention
+from .functional import lightning_attention as lightning_attention
+from .functional import linear_attention as linear_attention
+from .functional import paged_attention as paged_attention
+from .functional import prefill_paged_attention as prefill_paged_attention
+from .functional import ragged_decode_attention as ragged_decode_attention
+from .functional import ragged_paged_attention as ragged_paged_attention
+from .functional import scaled_dot_product_attention as scaled_dot_product_attention
+from .functional import state_space_v1 as state_space_v1
+from .functional import state_space_v2 as state_space_v2
+from .functional import unified_attention as unified_attention
 from .normalization import GatedRMSNorm as GatedRMSNorm
 from .paged import Buckets as Buckets
 from .paged import OutOfPagesError as OutOfPagesError
@@ -85,3 +106,11 @@ from .tuning.replace import replan as replan
 from .tuning.replace import with_config as with_config
 from .tuning.report.document import tuning_report as tuning_report
 from .weights import load_published as load_published
+
+if TYPE_CHECKING:
+    # The package of this name is called as the function.
+    from .functional import attention as attention
+
+    __version__: str
+else:
+    from ._version import __getattr__ as __getattr__

@@ -7,6 +7,7 @@ import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
+import equinox as eqx
 import jax.numpy as jnp
 
 from ._errors import UnsupportedError
@@ -62,9 +63,32 @@ def explain(target: Any, *args: Any, **kwargs: Any) -> Explanation:
         return _of_operation(target, args, kwargs)
     if args or kwargs:
         found = placed_selections(target, Inputs(args, kwargs))
-        return _explanation(device_facts(), [_of_selection(path, selection) for path, selection in found])
+        return _explanation(
+            device_facts(), [_of_selection(path, selection) for path, selection in found], _NO_LAUNCH
+        )
     rows = [row for path, plan in plans_of(target).items() for row in _of_plan(path, plan)]
-    return _explanation(device_facts(), rows)
+    return _explanation(device_facts(), rows, _nothing_in(target))
+
+
+_NO_LAUNCH = (
+    "the call was traced and launches none; operations of JAX alone (jnp, jax.nn, eqx.nn) are not shown, and neither is what was "
+    "traced before and is only replayed, such as a compiled or exported program"
+)
+
+
+def _nothing_in(target: Any) -> str:
+    """Why a target shows no kernels by itself, and what to give."""
+    if callable(target) and not isinstance(target, eqx.Module):
+        name = getattr(target, "__name__", type(target).__name__)
+        name = "function" if name == "<lambda>" else name
+        return (
+            f"a function has none until it is called; give its arguments too, arrays or jax.ShapeDtypeStructs: ejx.explain({name}, x), "
+            "or give the module that it calls"
+        )
+    return (
+        f"in this {type(target).__name__} there is no module of this package (one that a function captures, or that stands in a static field, "
+        "is no part of a pytree); give the arguments of a call too, ejx.explain(model, x), to see what the call launches"
+    )
 
 
 @dataclasses.dataclass(frozen=True)
@@ -124,12 +148,15 @@ def _traced(function: Any, call: Inputs) -> list[tuple[str, Selection]]:
     return list(distinct.values())
 
 
-def _explanation(device: DeviceFacts, choices: Sequence[Choice]) -> Explanation:
+def _explanation(device: DeviceFacts, choices: Sequence[Choice], if_none: str = "") -> Explanation:
     shown = _shown(device)
     dtypes = dict.fromkeys(choice.dtype for choice in choices if choice.dtype)
     peaks = ((dtype, device_peaks(device, dtype)) for dtype in dtypes)
     return Explanation(
-        shown, tuple(choices), tuple((dtype, known) for dtype, known in peaks if known is not None)
+        shown,
+        tuple(choices),
+        tuple((dtype, known) for dtype, known in peaks if known is not None),
+        "" if choices else if_none,
     )
 
 

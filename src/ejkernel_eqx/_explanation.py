@@ -111,6 +111,8 @@ class Explanation:
     device: str
     choices: tuple[Choice, ...]
     peaks: tuple[tuple[str, Peaks], ...] = ()
+    remark: str = ""
+    """Why there are no choices, and what to give."""
 
     def to_dict(self) -> dict[str, Any]:
         """Everything, as JSON can hold it."""
@@ -118,6 +120,7 @@ class Explanation:
             "device": self.device,
             "peaks": {dtype: dataclasses.asdict(known) for dtype, known in self.peaks},
             "choices": [choice.to_dict() for choice in self.choices],
+            "remark": self.remark,
         }
 
     def __str__(self) -> str:
@@ -126,7 +129,9 @@ class Explanation:
             rates = f"{known.flops / 1e12:.4g} TFLOP/s, {known.bytes / 1e12:.4g} TB/s"
             lines.append(f"peak of {dtype}: {rates} ({known.source})")
         if not self.choices:
-            lines.append("no kernel of this package is in what was given")
+            lines.append(
+                "no kernel of this package is in what was given" + (f": {self.remark}" if self.remark else "")
+            )
         # Layers built alike are one row.
         groups: dict[Choice, list[str]] = {}
         for choice in self.choices:

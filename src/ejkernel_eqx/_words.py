@@ -14,7 +14,8 @@ def read_sizes(dims: Mapping[str, int], defaults: Mapping[str, int | None]) -> d
         needed = ", ".join(name for name, default in defaults.items() if default is None)
         others = ", ".join(name for name, default in defaults.items() if default is not None)
         raise ValueError(
-            f"dims: expected sizes for {needed} and optionally {others}, received unknown {unknown} and missing {missing}."
+            f"dims: expected sizes for {needed} and optionally {others}, received unknown {unknown} and missing {missing}; "
+            f"for example {_example(dims, defaults)}."
         )
     found = {name: size for name, size in {**defaults, **dims}.items() if size is not None}
     if any(size < 1 for size in found.values()):
@@ -22,6 +23,30 @@ def read_sizes(dims: Mapping[str, int], defaults: Mapping[str, int | None]) -> d
             f"dims: expected positive sizes, received {', '.join(f'{n}={s}' for n, s in dims.items())}."
         )
     return found
+
+
+_USUAL = {
+    "B": 1,
+    "T": 4096,
+    "H": 16,
+    "D": 128,
+    "C": 2048,
+    "I": 2048,
+    "F": 2048,
+    "M": 4096,
+    "N": 8,
+    "P": 64,
+    "V": 128,
+}
+
+
+def _example(dims: Mapping[str, int], defaults: Mapping[str, int | None]) -> str:
+    """What was given and can be used, completed."""
+    sizes = {name: size for name, size in dims.items() if name in defaults}
+    needed = [name for name, default in defaults.items() if default is None]
+    return ",".join(
+        f"{name}={size}" for name, size in ({n: _USUAL.get(n, 64) for n in needed} | sizes).items()
+    )
 
 
 def read_flags(flags: Mapping[str, Any], choices: Mapping[str, Sequence[Any]]) -> dict[str, Any]:

@@ -2,7 +2,8 @@
 
 A file is, in this order:
 
-1. one line of JSON: format, schema, hyperparameters, and a table of the leaves (path, kind, dtype, shape);
+1. one line of JSON: format, schema, hyperparameters, a table of the leaves (path, kind, dtype, shape) and, where they were asked for,
+   the tuned choices of the model's kernels;
 2. the leaves as `equinox.tree_serialise_leaves` writes them, so that after reading one line of the file
    `equinox.tree_deserialise_leaves` can take over. Dtypes that NumPy's format does not know are written as unsigned
    integers of the same width, and random keys as their key data; the table says what they are;
@@ -32,6 +33,7 @@ import numpy as np
 from ._errors import CheckpointError
 from ._files import replacing
 from .dispatch import no_tuning
+from .tuning.carried import choices_of_model, with_choices
 
 _FORMAT = "ejkernel_eqx"
 _SCHEMA = 1
@@ -55,7 +57,13 @@ class _Leaf(NamedTuple):
         return f"{noun} {self.dtype}[{','.join(map(str, self.shape))}]"
 
 
-def save(path: str | os.PathLike[str], model: Any, hyperparameters: Mapping[str, Any] | None = None) -> None:
+def save(
+    path: str | os.PathLike[str],
+    model: Any,
+    hyperparameters: Mapping[str, Any] | None = None,
+    *,
+    configs: bool = False,
+) -> None:
     """Write `model` to `path`, all or nothing.
 
     The file is written beside `path` under a temporary name, flushed to the disk and then put in place in one step:
@@ -66,9 +74,11 @@ def save(path: str | os.PathLike[str], model: Any, hyperparameters: Mapping[str,
     - `path`: the file; its name is taken as given, no suffix is added.
     - `model`: any pytree. Arrays (of any dtype, also bfloat16, float8 and int4; sharded ones are gathered one at a
         time), random keys, and Python or NumPy scalars are saved. Everything else, static fields and functions,
-        comes from `like` when loading; kernel plans are such static fields and never enter a file.
+        comes from `like` when loading; kernel plans are such static fields.
     - `hyperparameters`: what is needed to build the model again; must survive a round trip through JSON, where
         tuples come back as lists. [`ejkernel_eqx.load`][] passes them to `like` as keyword arguments.
+    - `configs`: also save what was tuned for the model's kernels (`ejx.tune`, `tune_for=`), with the devices that it holds for: the file
+        then carries it to other machines. What was given to a kernel (`config=`, an overlay) is not in it.
 
     **Raises:**
 
@@ -86,6 +96,8 @@ def save(path: str | os.PathLike[str], model: Any, hyperparameters: Mapping[str,
             for leaf in _leaves_of(model, check=True)
         ],
     }
+    if configs:
+        header["configs"] = choices_of_model(model)
     line = json.dumps(header, allow_nan=False).encode() + b"\n"
     assert line.startswith(_PREFIX)
     with replacing(path) as file:
@@ -95,7 +107,7 @@ def save(path: str | os.PathLike[str], model: Any, hyperparameters: Mapping[str,
         file.write(_FOOTER.pack(_MAGIC, writer.count, writer.hash.digest()))
 
 
-def load(path: str | os.PathLike[str], like: Any, *, dtype: Any = None) -> Any:
+def load(path: str | os.PathLike[str], like: Any, *, dtype: Any = None, configs: bool = True) -> Any:
     """Read a model written by [`ejkernel_eqx.save`][].
 
     The file says what the leaves are and `like` says what they belong to; nothing is imported by a name that stands
@@ -110,6 +122,9 @@ def load(path: str | os.PathLike[str], like: Any, *, dtype: Any = None) -> Any:
         its arrays are never allocated. An instance of an `eqx.Module` counts as a pytree even if it can be called.
     - `dtype`: if given, every floating-point array (but no Python float) is converted to it while loading. Without
         it, dtypes must agree.
+    - `configs`: whether the tuned choices in the file, if it has any, are put in place for the devices that they were tuned for. A warning says
+        so if the default device is another, and the model is then as one that was not tuned; another warning names what does not fit
+        (another version of the kernels, a kernel that is not there). A kernel that was built with `config=` stays as it is.
 
     **Returns:**
 
@@ -140,7 +155,10 @@ def load(path: str | os.PathLike[str], like: Any, *, dtype: Any = None) -> Any:
         for key_path, x in paths_and_leaves:
             here = _describe(key_path, x)
             loaded.append(x if here is None else _read_leaf(file, next(table), here, x, dtype))
-    return jtu.tree_unflatten(treedef, loaded)
+    model = jtu.tree_unflatten(treedef, loaded)
+    if not configs or "configs" not in header:
+        return model
+    return with_choices(model, header["configs"], repr(path))
 
 
 def info(path: str | os.PathLike[str]) -> dict[str, Any]:
@@ -153,7 +171,7 @@ def info(path: str | os.PathLike[str]) -> dict[str, Any]:
     **Returns:**
 
     A dictionary with the entries `format`, `schema`, `hyperparameters` and `leaves`, the last a list of dictionaries
-    with `path`, `kind` and, for arrays, `dtype` and `shape`.
+    with `path`, `kind` and, for arrays, `dtype` and `shape`; and `configs` in a file that was saved with them.
 
     **Raises:**
 

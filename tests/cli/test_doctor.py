@@ -150,3 +150,29 @@ def test_triton_that_fails_on_a_gpu_is_wrong(monkeypatch):
 class Old:
     def unavailable(self, device):
         return "is too old"
+
+
+def test_a_gpu_without_triton_is_told(monkeypatch):
+    monkeypatch.setattr(doctor.importlib.util, "find_spec", lambda name: None)
+    monkeypatch.setattr(doctor, "versions", lambda: {"triton": None})
+    remedy = "triton is not installed (pip install 'ejkernel-eqx[triton]')"
+    for backend, expected in ((Backend.GPU, [remedy]), (Backend.CPU, [])):
+        found: list[str] = []
+        doctor._operations(DeviceFacts(backend, "device"), found)
+        assert [problem for problem in found if remedy in problem] == found
+        assert len(found) == len(expected)
+    assert doctor._versions_text({"jax-triton": None, "optax": "1"}) == {
+        "jax-triton": "not installed (pip install 'ejkernel-eqx[triton]')",
+        "optax": "1",
+    }
+
+
+def test_variables_are_shown_as_text(monkeypatch):
+    monkeypatch.setenv(POLICY_VARIABLE, "heuristic")
+    monkeypatch.setenv(CACHE_DIR.name, "")
+    shown = repr(env())
+    assert f"{POLICY_VARIABLE}: set to 'heuristic', read as heuristic\n" in shown
+    assert f"{CACHE_DIR.name}: not set\n" in shown and str(env()) == shown
+    monkeypatch.setenv(POLICY_VARIABLE, "sometimes")
+    assert "set to 'sometimes', WRONG: environment variable" in repr(env())
+    assert isinstance(env(), tuple) and all(isinstance(one, EnvironmentVariable) for one in env())

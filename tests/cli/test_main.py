@@ -1,16 +1,20 @@
 """Arguments, help, exit codes; one real process."""
 
+import importlib
 import json
 import os
 import pathlib
+import re
 import subprocess
 import sys
+import tomllib
 
 import jax
 import pytest
 
 import ejkernel_eqx
 from ejkernel_eqx.cli import output
+from ejkernel_eqx.cli.main import main
 from tests.cli.kernels import OPERATION
 
 SOURCE = str(pathlib.Path(ejkernel_eqx.__file__).parents[1])
@@ -129,3 +133,27 @@ def test_json_holds_no_infinity():
         "a": [None, 1.5],
         "2": [True, "x"],
     }
+
+
+def test_missing_sizes_are_named_with_an_example(run):
+    code, _, err = run("tune", "flash_attention", "--shape", "B=1,T=2")
+    assert code == output.USAGE
+    assert "--shape B=1,T=2: dims: expected sizes for T, H, D" in err and "missing ['H', 'D']" in err
+    assert "for example T=2,H=16,D=128,B=1" in err
+
+
+@pytest.mark.parametrize("program", ["-m", "/somewhere/bin/ejkernel-eqx"])
+def test_version(run, monkeypatch, program):
+    monkeypatch.setattr(sys, "argv", [program])
+    code, out, _ = run("--version")
+    assert code == output.OK and out == f"ejkernel-eqx {ejkernel_eqx.__version__}\n"
+    assert re.fullmatch(r"\d+(\.\d+)+\S*|0\+unknown", ejkernel_eqx.__version__)
+    name = "ejkernel-eqx" if "/" in program else "python -m ejkernel_eqx"
+    assert f"usage: {name} [-h]" in run("--help")[1]
+
+
+def test_the_script_starts_the_command_line():
+    text = (pathlib.Path(__file__).parents[2] / "pyproject.toml").read_text(encoding="utf-8")
+    target = tomllib.loads(text)["project"]["scripts"]["ejkernel-eqx"]
+    module, _, name = target.partition(":")
+    assert getattr(importlib.import_module(module), name) is main

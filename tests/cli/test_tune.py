@@ -7,10 +7,11 @@ import pytest
 
 from ejkernel_eqx.attention import reference
 from ejkernel_eqx.attention.example import example_problem as attention_problem
-from ejkernel_eqx.cli import output
+from ejkernel_eqx.cli import bench, output
 from ejkernel_eqx.cli.bench import _measurable
 from ejkernel_eqx.dispatch import BOTH, device_facts, FORWARD, kernel_registry
 from ejkernel_eqx.dispatch.persistent import user_cache
+from ejkernel_eqx.tuning import ledger
 from ejkernel_eqx.tuning.check import all_errors
 from ejkernel_eqx.tuning.options import tuning_options
 from tests.cli.kernels import OPERATION, Square
@@ -176,3 +177,50 @@ def test_the_policy_heuristic_forbids_it(run, monkeypatch):
     monkeypatch.setenv("EJKERNEL_EQX_POLICY", "heuristic")
     code, _, err = run("tune", OPERATION, *TINY)
     assert code == output.FAILED and "policy 'heuristic' forbids tuning" in err
+
+
+def test_a_summary_comes_last(run, run_json, folder):
+    shapes = ("--shape", "N=64", "--shape", "N=128")
+    options = ("--dtype", "float32", "--max-candidates", "2", "--no-isolate")
+    code, out, _ = run("tune", OPERATION, *shapes, *options)
+    summary = out[out.index("\nsummary\n") :]
+    assert code == output.OK and "2 distinct problems: 2 tuned, 0 known from tables, 0 failed, in " in summary
+    assert f"kept in {folder}" in summary
+    assert (
+        "times as fast as the heuristic: " in summary or "the heuristic was the fastest of 2 tuned" in summary
+    )
+    _, document = run_json("tune", OPERATION, *shapes, *options)
+    counts = {name: document["summary"][name] for name in ("problems", "tuned", "known", "failed")}
+    assert counts == {"problems": 2, "tuned": 0, "known": 2, "failed": 0}
+    code, document = run_json("tune", OPERATION, *TINY, "--platform", "cuda")
+    assert code == output.FAILED and document["summary"]["failed"] == 1
+
+
+def test_times_that_are_not_steady_are_warned_of(run, run_json, monkeypatch):
+    real = bench.time_in_turn
+
+    def unsteady(*args):
+        return {name: t._replace(spread=0.35) for name, t in real(*args).items()}
+
+    monkeypatch.setattr(bench, "time_in_turn", unsteady)
+    command = ("bench", OPERATION, *TINY, *QUICK, "--platform", "xla")
+    _, out, _ = run(*command)
+    assert "warning: spread above 20% (xla forward 35.0%, xla forward+backward 35.0%)" in out
+    assert "--samples" in out
+    monkeypatch.setattr(bench, "UNSTEADY", 0.36)
+    assert run_json(*command)[1]["results"][0]["warnings"] == []
+
+
+@pytest.mark.parametrize("columns", [60, 80, 300])
+def test_a_bar_of_progress_fits(columns, monkeypatch, capsys):
+    from tqdm import tqdm
+
+    monkeypatch.setenv("COLUMNS", str(columns))
+    name = "flash_attention B4 T4096 H16 K4 D128 bfloat16 causal window (1023, 0) on triton"
+    with tqdm(total=12, desc=ledger.shortened(name), ncols=ledger._width()) as bar:
+        bar.update(5)
+        bar.refresh()
+    lines = [line for line in capsys.readouterr().err.replace("\r", "\n").splitlines() if line]
+    assert lines and max(map(len, lines)) <= min(columns, 80)
+    assert "5/12" in lines[-1] and lines[-1].startswith("flash_attention")
+    assert ledger.shortened("short") == "short" and len(ledger.shortened(name)) <= 32

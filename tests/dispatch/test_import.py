@@ -58,6 +58,6 @@ except ejx.UnsupportedError as error:
     print(error)
 print(ejx.explain("flash_attention"))
 """)
-    assert "on platform 'triton-interpret': triton is not installed" in text.split("\n")[0]
+    assert "on platform 'triton-interpret': triton is not installed (pip install" in text.split("\n")[0]
     assert "triton-interpret (unusable)" in text and "xla (usable)" in text
-    assert text.count("triton is not installed") == 2
+    assert text.count("triton is not installed (pip install 'ejkernel-eqx[triton]')") == 2

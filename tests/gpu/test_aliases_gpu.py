@@ -22,7 +22,7 @@ from tests.nn.recurrent_layers import EMBED
 from tests.tolerances import assert_close
 
 pytestmark = pytest.mark.gpu
-PLATFORM = "triton"
+PLATFORM: ejx.PlatformLike = "triton"
 ROWS, TOKENS, LAYERS, PAGE = 3, 5, 2, 4
 COUNT = -(-TOKENS // PAGE)
 TABLE = np.random.default_rng(0).permutation(ROWS * COUNT).reshape(ROWS, COUNT).astype(np.int32)
@@ -309,7 +309,7 @@ def test_one_array_in_two_places(name):
         k, v = (jax.random.normal(jax.random.key(seed), (ROWS, 2, 32)) for seed in (0, 1))
         batch = batch_at(0)
 
-        def attend(same, k, v, platform=PLATFORM):
+        def attend(same, k, v, platform: ejx.PlatformLike = PLATFORM):
             operation = ejx.RaggedPagedAttention(append=True, platform=platform)
             cache = ejx.PagedKVCache(same, same).bind(batch)
             offsets = {"query_start_loc": batch.query_start_loc, "max_query_len": 1}
@@ -320,7 +320,7 @@ def test_one_array_in_two_places(name):
         rows, size = 3, 16
         q, k, v = (jax.random.normal(jax.random.key(seed), (rows, 1, size)) for seed in (0, 1, 2))
 
-        def steps(q, k, v, platform=PLATFORM):
+        def steps(q, k, v, platform: ejx.PlatformLike = PLATFORM):
             rule = ejx.DeltaRule(platform=platform)
             state = jnp.broadcast_to(v[..., None, :] * 0, (rows, 1, size, size))
             outs = []

@@ -27,7 +27,7 @@ class Model(eqx.Module):
     attention: ejx.FlashAttention
     rule: ejx.GatedDeltaRule
 
-    def __init__(self, platform: str | None = None):
+    def __init__(self, platform: ejx.PlatformLike | None = None):
         self.weight = jax.random.normal(jax.random.key(0), (64, 64), jnp.bfloat16) / 8
         self.attention = ejx.FlashAttention(causal=True, platform=platform)
         self.rule = ejx.GatedDeltaRule(platform=platform)

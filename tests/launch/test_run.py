@@ -554,8 +554,9 @@ def test_import_needs_neither_triton_nor_jax_triton():
     code = (
         "import sys; sys.modules['triton'] = sys.modules['jax_triton'] = None\n"
         "from ejkernel_eqx.launch import compile_ahead, run, Launch, triton_unavailable, interpreter_unavailable\n"
-        "assert triton_unavailable() == 'triton is not installed.', triton_unavailable()\n"
-        "assert interpreter_unavailable() == 'triton is not installed.', interpreter_unavailable()\n"
+        "missing = 'triton is not installed (pip install \\'ejkernel-eqx[triton]\\').'\n"
+        "assert triton_unavailable() == missing, triton_unavailable()\n"
+        "assert interpreter_unavailable() == missing, interpreter_unavailable()\n"
     )
     path = os.pathsep.join(sys.path)
     subprocess.run([sys.executable, "-c", code], check=True, env={**os.environ, "PYTHONPATH": path})

@@ -168,17 +168,17 @@ def test_errors(call, message):
 def test_errors_over_pages(unchecked, operation):
     cache = PagedKVCache.init(2, 4, 1, 8).bind(jnp.zeros((1, 1), jnp.int32), jnp.asarray([2]))
     call = lambda operation, window, q=(2, 2, 8), **more: operation(
-        jnp.zeros(q), cache, query_start_loc=jnp.asarray([0, 2]), sliding_window=window, **more
+        jnp.zeros(q), cache, query_start_loc=jnp.asarray([0, 2]), window=window, **more
     )
     with pytest.raises(
-        ValueError, match="sliding_window: expected None in a call of an operation that was built with"
+        ValueError, match="window: expected None in a call of an operation that was built with"
     ):
         call(operation(4), jnp.int32(2))
-    with pytest.raises(ValueError, match="sliding_window: expected one integer, received float32"):
+    with pytest.raises(ValueError, match="window: expected one integer, received float32"):
         call(operation(), jnp.float32(2))
-    with pytest.raises(ValueError, match="sliding_window: expected at least 1 key"):
+    with pytest.raises(ValueError, match="window: expected at least 1 key"):
         call(operation(), jnp.int32(0))
     if operation is UnifiedAttention:
-        with pytest.raises(ValueError, match="sliding_window: expected None in a call with qq_bias"):
+        with pytest.raises(ValueError, match="window: expected None in a call with qq_bias"):
             call(operation(), jnp.int32(2), qq_bias=jnp.zeros((2, 2)))
     np.testing.assert_array_equal(call(operation(2), None), call(operation(), jnp.int32(2)))

@@ -32,7 +32,7 @@ class Case:
     def spec(self) -> NormSpec:
         return NormSpec(self.activation, self.norm_before_gate)
 
-    def operation(self, platform: str) -> ejx.GatedRMSNorm:
+    def operation(self, platform: ejx.PlatformLike) -> ejx.GatedRMSNorm:
         return ejx.GatedRMSNorm(self.activation, self.norm_before_gate, self.group_size, platform=platform)
 
 

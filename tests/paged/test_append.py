@@ -34,7 +34,7 @@ def new(kind: str, tokens: int, seed: int = 0) -> tuple[jax.Array, jax.Array]:
     return k, v
 
 
-def attend(platform: str, cache: Any, q: jax.Array, k: jax.Array, v: jax.Array) -> Any:
+def attend(platform: ejx.PlatformLike, cache: Any, q: jax.Array, k: jax.Array, v: jax.Array) -> Any:
     op = ejx.RaggedPagedAttention(softmax_scale=0.2, append=True, platform=platform)
     offsets = jnp.array([0, *np.cumsum(QUERIES)])
     return op(q, cache.bind(TABLE, jnp.array(LENGTHS)), k, v, query_start_loc=offsets, max_query_len=2)

@@ -16,7 +16,7 @@ from tests.attention.dense import normal
 from tests.recurrence.quick import quick
 from tests.tolerances import assert_close
 
-PLATFORMS = ["xla", "triton-interpret"]
+PLATFORMS: list[ejx.PlatformLike] = ["xla", "triton-interpret"]
 H200 = DeviceFacts(Backend.GPU, "NVIDIA H200", "nvidia", "9.0", 132, shared_memory_limit("nvidia", "9.0"))
 
 

@@ -23,14 +23,14 @@ IDS = jnp.array([0, 0, -1, 1, 1, 1])
 class Case:
     """A call `build(platform)(**arrays)`, and how its arrays lie: the axes of each that rows and heads are split along."""
 
-    build: Callable[[str], Callable[..., Any]]
+    build: Callable[[ejx.PlatformLike], Callable[..., Any]]
     arrays: dict[str, jax.Array]
     specs: Mapping[str, tuple[str | None, ...]]
     results: tuple[tuple[str | None, ...], ...]
     learned: tuple[str, ...] = ()
 
 
-def attention(**options: Any) -> Callable[[str], Callable[..., Any]]:
+def attention(**options: Any) -> Callable[[ejx.PlatformLike], Callable[..., Any]]:
     return lambda platform: (
         lambda **arrays: ejx.FlashAttention(causal=True, platform=platform)(
             **arrays, return_lse=True, **options
@@ -38,11 +38,11 @@ def attention(**options: Any) -> Callable[[str], Callable[..., Any]]:
     )
 
 
-def called(build: Callable[..., Any], **options: Any) -> Callable[[str], Callable[..., Any]]:
+def called(build: Callable[..., Any], **options: Any) -> Callable[[ejx.PlatformLike], Callable[..., Any]]:
     return lambda platform: lambda **arrays: build(platform=platform)(**arrays, **options)
 
 
-def stepped(build: Callable[..., Any]) -> Callable[[str], Callable[..., Any]]:
+def stepped(build: Callable[..., Any]) -> Callable[[ejx.PlatformLike], Callable[..., Any]]:
     return lambda platform: build(platform=platform).step
 
 

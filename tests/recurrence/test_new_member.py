@@ -26,7 +26,7 @@ class Retention(ejx.Kernel):
 
     plan: ejx.Plan = eqx.field(static=True)
 
-    def __init__(self, platform: str | None = None):
+    def __init__(self, platform: ejx.PlatformLike | None = None):
         self.plan = plan_of(Retention, self, platform, None, None)
 
     def __call__(self, q: Array, k: Array, v: Array, state: Any = None, cu_seqlens: Any = None) -> Any:

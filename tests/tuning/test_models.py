@@ -278,7 +278,7 @@ def test_one_line_says_what_was_done(caplog):
     with caplog.at_level(logging.INFO, "ejkernel_eqx"):
         tune(Scale(), shape(8), options=QUICK)
     (line,) = [r.getMessage() for r in caplog.records if r.getMessage().startswith("ejx.tune")]
-    assert "1 distinct problems: 1 tuned, 0 known" in line
+    assert "1 distinct problem: 1 tuned, 0 known" in line
 
 
 def test_where_tuning_is_refused():

@@ -1,19 +1,22 @@
 """`FlashAttention`: exact softmax attention in memory linear in the sequence length."""
 
-from typing import Any, ClassVar
+from typing import Any, ClassVar, Literal, overload, TYPE_CHECKING, Unpack
 
 import equinox as eqx
 import jax
 import jax.numpy as jnp
 from jax import Array
-from jaxtyping import Bool, Float, Int, PRNGKeyArray
+from jaxtyping import PRNGKeyArray
 
 from .._kernel import Kernel, Plan
+from .._shapes import AnyArray, Bool, Float, Int, Numbers
 from ..core.plans import plan_of
 from ..core.platforms import EVERY, register
+from ..dispatch import PlatformLike
 from .arguments import MaskInputs, parse_window, resolve, ScoreInputs, ScoreOptions
 from .core import attend
 from .masks.mask import Mask, Window
+from .signature import AttentionInputs, Output, WithLse
 
 register("flash_attention", __package__, EVERY)
 
@@ -52,7 +55,7 @@ class FlashAttention(Kernel):
         dropout_rate: float = 0.0,
         *,
         deterministic: bool = False,
-        platform: str | None = None,
+        platform: PlatformLike | None = None,
         config: Any | None = None,
         tune_for: Any | None = None,
     ):
@@ -79,28 +82,63 @@ class FlashAttention(Kernel):
         self.inference = False
         self.plan = plan_of(FlashAttention, self, platform, config, tune_for)
 
+    if TYPE_CHECKING:
+
+        @overload
+        def __call__(
+            self,
+            q: Float[AnyArray, "*B T H D"],
+            k: Float[AnyArray, "*B S K D"],
+            v: Float[AnyArray, "*B S K V"],
+            *,
+            return_lse: Literal[False] = False,
+            **others: Unpack[AttentionInputs],
+        ) -> Output: ...
+
+        @overload
+        def __call__(
+            self,
+            q: Float[AnyArray, "*B T H D"],
+            k: Float[AnyArray, "*B S K D"],
+            v: Float[AnyArray, "*B S K V"],
+            *,
+            return_lse: Literal[True],
+            **others: Unpack[AttentionInputs],
+        ) -> WithLse: ...
+
+        @overload
+        def __call__(
+            self,
+            q: Float[AnyArray, "*B T H D"],
+            k: Float[AnyArray, "*B S K D"],
+            v: Float[AnyArray, "*B S K V"],
+            *,
+            return_lse: bool,
+            **others: Unpack[AttentionInputs],
+        ) -> Output | WithLse: ...
+
     @jax.named_scope("ejkernel_eqx.FlashAttention")
     def __call__(
         self,
-        q: Float[Array, "..."],
-        k: Float[Array, "..."],
-        v: Float[Array, "..."],
+        q: Float[AnyArray, "*B T H D"],
+        k: Float[AnyArray, "*B S K D"],
+        v: Float[AnyArray, "*B S K V"],
         *,
-        bias: Float[Array, "..."] | None = None,
-        mask: Bool[Array, "..."] | Mask | None = None,
-        segment_ids: Int[Array, "..."] | None = None,
-        kv_segment_ids: Int[Array, "..."] | None = None,
-        cu_seqlens: Int[Array, "..."] | None = None,
-        kv_cu_seqlens: Int[Array, "..."] | None = None,
-        q_lengths: int | Int[Array, "..."] | None = None,
-        kv_lengths: int | Int[Array, "..."] | None = None,
-        sinks: Float[Array, "..."] | None = None,
-        alibi_slopes: Float[Array, "..."] | None = None,
-        q_offset: int | Int[Array, "..."] | None = None,
+        bias: Float[AnyArray, "#*B #H #T #S"] | None = None,
+        mask: Bool[Numbers, "#*B #H #T #S"] | Mask | None = None,
+        segment_ids: Int[Numbers, "*B T"] | None = None,
+        kv_segment_ids: Int[Numbers, "*B S"] | None = None,
+        cu_seqlens: Int[Numbers, " N+1"] | None = None,
+        kv_cu_seqlens: Int[Numbers, " N+1"] | None = None,
+        q_lengths: int | Int[Numbers, "*B"] | None = None,
+        kv_lengths: int | Int[Numbers, "*B"] | None = None,
+        sinks: Float[Numbers, " H *n"] | None = None,
+        alibi_slopes: Float[Numbers, " H"] | None = None,
+        q_offset: int | Int[Numbers, "*B"] | None = None,
         key: PRNGKeyArray | None = None,
         inference: bool | None = None,
         return_lse: bool = False,
-    ) -> Any:  # one array or two, as `return_lse` says
+    ) -> Float[Array, "*B T H V"] | tuple[Float[Array, "*B T H V"], Float[Array, "*B T H"]]:
         """**Arguments:**
 
         - `q`: `[..., T, H, D]` with any number of leading axes; bf16, f16, f32 (f64 on XLA).

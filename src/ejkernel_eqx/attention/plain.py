@@ -5,13 +5,14 @@ from typing import ClassVar
 import equinox as eqx
 import jax
 from jax import Array
-from jaxtyping import Bool, Float, Int, PRNGKeyArray
+from jaxtyping import PRNGKeyArray
 
 from .._jitted import compiled_once
 from .._kernel import Kernel, make_plan, Plan
+from .._shapes import AnyArray, Bool, Float, Int, Numbers
 from ..core import Named
 from ..core.platforms import register
-from ..dispatch import Platform
+from ..dispatch import Platform, PlatformLike
 from ..dispatch.labels import kernel_scope
 from ..parallel import mapped
 from .arguments import MaskInputs, parse_window, resolve, ScoreInputs, ScoreOptions
@@ -47,7 +48,7 @@ class Attention(Kernel):
         softmax_scale: float | None = None,
         dropout_rate: float = 0.0,
         *,
-        platform: str | None = None,
+        platform: PlatformLike | None = None,
     ):
         """**Arguments:** as for [`ejkernel_eqx.FlashAttention`][]; `platform` is `None` or `"xla"`."""
         self.options = ScoreOptions(logits_soft_cap, softmax_scale, dropout_rate)
@@ -60,24 +61,24 @@ class Attention(Kernel):
     @jax.named_scope("ejkernel_eqx.Attention")
     def __call__(
         self,
-        q: Float[Array, "..."],
-        k: Float[Array, "..."],
-        v: Float[Array, "..."],
+        q: Float[AnyArray, "*B T H D"],
+        k: Float[AnyArray, "*B S K D"],
+        v: Float[AnyArray, "*B S K V"],
         *,
-        bias: Float[Array, "..."] | None = None,
-        mask: Bool[Array, "..."] | Mask | None = None,
-        segment_ids: Int[Array, "..."] | None = None,
-        kv_segment_ids: Int[Array, "..."] | None = None,
-        cu_seqlens: Int[Array, "..."] | None = None,
-        kv_cu_seqlens: Int[Array, "..."] | None = None,
-        q_lengths: int | Int[Array, "..."] | None = None,
-        kv_lengths: int | Int[Array, "..."] | None = None,
-        sinks: Float[Array, "..."] | None = None,
-        alibi_slopes: Float[Array, "..."] | None = None,
-        q_offset: int | Int[Array, "..."] | None = None,
+        bias: Float[AnyArray, "#*B #H #T #S"] | None = None,
+        mask: Bool[Numbers, "#*B #H #T #S"] | Mask | None = None,
+        segment_ids: Int[Numbers, "*B T"] | None = None,
+        kv_segment_ids: Int[Numbers, "*B S"] | None = None,
+        cu_seqlens: Int[Numbers, " N+1"] | None = None,
+        kv_cu_seqlens: Int[Numbers, " N+1"] | None = None,
+        q_lengths: int | Int[Numbers, "*B"] | None = None,
+        kv_lengths: int | Int[Numbers, "*B"] | None = None,
+        sinks: Float[Numbers, " H *n"] | None = None,
+        alibi_slopes: Float[Numbers, " H"] | None = None,
+        q_offset: int | Int[Numbers, "*B"] | None = None,
         key: PRNGKeyArray | None = None,
         inference: bool | None = None,
-    ) -> tuple[Float[Array, "..."], Float[Array, "..."]]:
+    ) -> tuple[Float[Array, "*B T H V"], Float[Array, "*B H T S"]]:
         """**Arguments:** as for [`ejkernel_eqx.FlashAttention`][].
 
         **Returns:**

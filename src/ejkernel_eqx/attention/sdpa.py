@@ -1,20 +1,22 @@
 """`ScaledDotProductAttention`: the signature of `jax.nn.dot_product_attention` on our platforms."""
 
-from typing import Any, ClassVar
+from typing import Any, ClassVar, Literal, overload, TYPE_CHECKING, Unpack
 
 import equinox as eqx
 import jax
 import jax.numpy as jnp
 import numpy as np
 from jax import Array
-from jaxtyping import Bool, Float, Int
 
 from .._kernel import Kernel, Plan
+from .._shapes import AnyArray, Bool, Float, Int, Numbers
 from ..core.plans import plan_of
 from ..core.platforms import EVERY, register
+from ..dispatch import PlatformLike
 from .arguments import MaskInputs, parse_window, resolve, ScoreInputs, ScoreOptions
 from .core import attend
 from .masks.mask import Mask
+from .signature import DotProductInputs, Output, WithLse
 
 register("scaled_dot_product_attention", __package__, EVERY)
 
@@ -36,7 +38,7 @@ class ScaledDotProductAttention(Kernel):
         self,
         *,
         deterministic: bool = False,
-        platform: str | None = None,
+        platform: PlatformLike | None = None,
         config: Any | None = None,
         tune_for: Any | None = None,
     ):
@@ -44,22 +46,63 @@ class ScaledDotProductAttention(Kernel):
         self.deterministic = deterministic
         self.plan = plan_of(ScaledDotProductAttention, self, platform, config, tune_for)
 
+    if TYPE_CHECKING:
+
+        @overload
+        def __call__(
+            self,
+            query: Float[AnyArray, "*B T H D"],
+            key: Float[AnyArray, "*B S K D"],
+            value: Float[AnyArray, "*B S K V"],
+            bias: Float[AnyArray, "#*B #H #T #S"] | None = None,
+            mask: Bool[Numbers, "#*B #H #T #S"] | None = None,
+            *,
+            return_residual: Literal[False] = False,
+            **others: Unpack[DotProductInputs],
+        ) -> Output: ...
+
+        @overload
+        def __call__(
+            self,
+            query: Float[AnyArray, "*B T H D"],
+            key: Float[AnyArray, "*B S K D"],
+            value: Float[AnyArray, "*B S K V"],
+            bias: Float[AnyArray, "#*B #H #T #S"] | None = None,
+            mask: Bool[Numbers, "#*B #H #T #S"] | None = None,
+            *,
+            return_residual: Literal[True],
+            **others: Unpack[DotProductInputs],
+        ) -> WithLse: ...
+
+        @overload
+        def __call__(
+            self,
+            query: Float[AnyArray, "*B T H D"],
+            key: Float[AnyArray, "*B S K D"],
+            value: Float[AnyArray, "*B S K V"],
+            bias: Float[AnyArray, "#*B #H #T #S"] | None = None,
+            mask: Bool[Numbers, "#*B #H #T #S"] | None = None,
+            *,
+            return_residual: bool,
+            **others: Unpack[DotProductInputs],
+        ) -> Output | WithLse: ...
+
     @jax.named_scope("ejkernel_eqx.ScaledDotProductAttention")
     def __call__(
         self,
-        query: Float[Array, "..."],
-        key: Float[Array, "..."],
-        value: Float[Array, "..."],
-        bias: Float[Array, "..."] | None = None,
-        mask: Bool[Array, "..."] | None = None,
+        query: Float[AnyArray, "*B T H D"],
+        key: Float[AnyArray, "*B S K D"],
+        value: Float[AnyArray, "*B S K V"],
+        bias: Float[AnyArray, "#*B #H #T #S"] | None = None,
+        mask: Bool[Numbers, "#*B #H #T #S"] | None = None,
         *,
         scale: float | None = None,
         is_causal: bool = False,
-        query_seq_lengths: Int[Array, "..."] | None = None,
-        key_value_seq_lengths: Int[Array, "..."] | None = None,
+        query_seq_lengths: Int[Numbers, "*B"] | None = None,
+        key_value_seq_lengths: Int[Numbers, "*B"] | None = None,
         local_window_size: int | tuple[int, int] | None = None,
         return_residual: bool = False,
-    ) -> Any:  # one array or two, as `return_residual` says
+    ) -> Float[Array, "*B T H V"] | tuple[Float[Array, "*B T H V"], Float[Array, "*B T H"]]:
         """**Arguments:**
 
         - `query [..., T, H, D]`, `key [..., S, K, D]`, `value [..., S, K, V]`.

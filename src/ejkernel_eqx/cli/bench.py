@@ -45,6 +45,8 @@ examples:
   python -m ejkernel_eqx bench flash_attention --shape B=16,T=1024,H=32,D=64 --keep
 """
 
+UNSTEADY = 0.2
+"""A spread, (largest - smallest) / median, above which times are warned of."""
 TIMED, WRONG, BROKEN, UNSUPPORTED = "timed", "wrong", "failed", "unsupported"
 
 
@@ -99,6 +101,7 @@ def run(options: argparse.Namespace) -> Outcome:
         {
             "problem": problem.to_dict(),
             "platforms": [_to_dict(problem, one, all_of_them) for one in all_of_them],
+            "warnings": _unsteady(all_of_them),
             **(_kept(problem, all_of_them) if options.keep else {}),
         }
         for problem, all_of_them in found
@@ -247,9 +250,25 @@ def _to_dict(problem: Problem, contender: Contender, others: Sequence[Contender]
 
 def _text(titles: Sequence[str], results: Sequence[Mapping[str, Any]]) -> str:
     return "\n\n".join(
-        section(title, "\n".join([_table_of(result["platforms"]), *_taken(result)]))
+        section(title, "\n".join([_table_of(result["platforms"]), *result["warnings"], *_taken(result)]))
         for title, result in zip(titles, results)
     )
+
+
+def _unsteady(contenders: Sequence[Contender]) -> list[str]:
+    """A warning where times that differ that much decide little."""
+    found = [
+        f"{contender.platform} {direction} {percent(timing.spread)}"
+        for contender in contenders
+        for direction, timing in contender.timings.items()
+        if timing.spread > UNSTEADY
+    ]
+    if not found:
+        return []
+    return [
+        f"warning: spread above {UNSTEADY:.0%} ({', '.join(found)}): these times are not steady; leave the device to this command, or take more "
+        "samples (--samples 15) and longer ones (--sample-ms 200)"
+    ]
 
 
 def _taken(result: Mapping[str, Any]) -> list[str]:

@@ -4,12 +4,14 @@ import argparse
 import contextlib
 import dataclasses
 import importlib.metadata
+import importlib.util
 import os
 import pathlib
 import platform as python_platform
 from typing import Any
 
 from .._errors import EjkernelError
+from .._optional import not_installed
 from ..dispatch import (
     Backend,
     cache_dir,
@@ -68,9 +70,20 @@ def versions() -> dict[str, str | None]:
     return found
 
 
+def _versions_text(known: dict[str, str | None]) -> dict[str, str]:
+    """What is missing with its remedy."""
+    return {
+        name: version or not_installed(name).removeprefix(f"{name} is ") for name, version in known.items()
+    }
+
+
 def _operations(device: DeviceFacts, problems: list[str]) -> dict[str, list[dict[str, Any]]]:
     """By operation its platforms, in the order in which they are asked, with the number of problems that tables know of each."""
     found = {}
+    if device.backend is Backend.GPU and importlib.util.find_spec("triton") is None:
+        problems.append(
+            f"the device is a GPU, but {not_installed('triton')}: kernels in Triton, most of the fast ones, cannot be used"
+        )
     has_triton = versions()["triton"] is not None
     for operation in kernel_registry.list_operations():
         known = kernel_registry.list_implementations(operation, device)
@@ -155,7 +168,7 @@ def _text(document: dict[str, Any]) -> str:
     return "\n\n".join(
         (
             section("device", _device_text(document["device"])),
-            section("versions", pairs(document["versions"], 13, "not installed")),
+            section("versions", pairs(_versions_text(document["versions"]), 13)),
             section("operations", _operations_text(document["operations"])),
             section("cache", _cache_text(document["cache"])),
             section(f"environment (policy in force: {document['policy'] or 'invalid'})", environment),

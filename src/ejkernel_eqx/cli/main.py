@@ -3,6 +3,7 @@
 import argparse
 import contextlib
 import importlib
+import pathlib
 import sys
 from collections.abc import Callable, Sequence
 from typing import Any, NoReturn
@@ -10,6 +11,7 @@ from typing import Any, NoReturn
 import jax
 
 from .._errors import EjkernelError
+from .._version import version
 from . import bench, cache, doctor, report, tune
 from .output import FAILED, OK, Outcome, USAGE, UsageError, write_json
 
@@ -45,7 +47,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
             _import(options.imports)
             outcome = options.run(options)
             shown = write_json(outcome.document) if as_json else outcome.text()
-    except SystemExit as stop:  # `--help`
+    except SystemExit as stop:  # `--help`, `--version`
         return OK if stop.code in (None, 0) else USAGE
     except UsageError as error:
         return _fail(error, as_json, USAGE)
@@ -78,10 +80,11 @@ def _fail(error: Any, as_json: bool, code: int) -> int:
 def parser() -> argparse.ArgumentParser:
     """All commands with their arguments."""
     top = _Parser(
-        prog="python -m ejkernel_eqx",
+        prog=_program(),
         description=_DESCRIPTION,
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
+    top.add_argument("--version", action="version", version=f"ejkernel-eqx {version()}")
     commands = top.add_subparsers(metavar="COMMAND", required=True)
     add = _adder(commands)
     add("doctor", doctor.run, "devices, versions, usable platforms, tables, variables", doctor.HELP)
@@ -95,6 +98,12 @@ def parser() -> argparse.ArgumentParser:
     kept = commands.add_parser("cache", help="what has been tuned: list, show, export, import, clear")
     cache.add_commands(_adder(kept.add_subparsers(metavar="COMMAND", required=True)))
     return top
+
+
+def _program() -> str:
+    """As it was started: by its own name, or as a module of Python's."""
+    started = pathlib.Path(sys.argv[0]).stem
+    return started if started == "ejkernel-eqx" else "python -m ejkernel_eqx"
 
 
 def _adder(commands: Any) -> Callable[[str, Command, str, str], argparse.ArgumentParser]:

@@ -2,6 +2,8 @@
 
 import argparse
 import dataclasses
+import time
+from collections.abc import Sequence
 from typing import Any
 
 from .._errors import EjkernelError, TuningError
@@ -18,6 +20,7 @@ from ..dispatch import (
 from ..tuning.options import current_options, TuneOptions
 from ..tuning.report.data import describe, Entry, entry_of_result
 from ..tuning.result import TuningResult
+from ..tuning.summary import Summary
 from ..tuning.tuner import tune_problem
 from . import problems
 from .output import FAILED, number, OK, Outcome, percent, progress, ratio, section, table
@@ -90,14 +93,24 @@ def run(options: argparse.Namespace) -> Outcome:
         isolate=False if options.no_isolate else None,
     )
     force = options.force or policy is Policy.FORCE
+    start = time.monotonic()
     found = [_tune(problem, options.platform, tune_options, force) for problem in every]
-    document = {"results": [_to_dict(problem, outcome) for problem, outcome in zip(every, found)]}
-    failed = any(isinstance(outcome, EjkernelError) for outcome in found)
+    summary = _summary(found, time.monotonic() - start)
+    results = [_to_dict(problem, outcome) for problem, outcome in zip(every, found)]
+    document = {"results": results, "summary": summary.to_dict()}
 
     def text() -> str:
-        return "\n\n".join(_text(problem, outcome) for problem, outcome in zip(every, found))
+        sections = [_text(problem, outcome) for problem, outcome in zip(every, found)]
+        return "\n\n".join([*sections, section("summary", "\n".join(summary.lines()))])
 
-    return Outcome(document, text, FAILED if failed else OK)
+    return Outcome(document, text, FAILED if summary.failed else OK)
+
+
+def _summary(found: Sequence[Found], seconds: float) -> Summary:
+    """Of what could be tuned or could not; where there is nothing to tune there is nothing to count."""
+    results = [outcome for outcome in found if isinstance(outcome, TuningResult)]
+    failed = sum(isinstance(outcome, EjkernelError) for outcome in found)
+    return Summary.of(results, problems=len(results) + failed, failed=failed, seconds=seconds)
 
 
 def _tune(problem: Problem, platform: str | None, options: TuneOptions, force: bool) -> Found:

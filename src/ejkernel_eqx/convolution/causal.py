@@ -5,11 +5,12 @@ from typing import Any, ClassVar
 import equinox as eqx
 import jax
 from jax import Array
-from jaxtyping import Float, Int
 
 from .._kernel import Kernel, Plan
+from .._shapes import AnyArray, Float, Int, Numbers
 from ..core.plans import plan_of
 from ..core.platforms import register
+from ..dispatch import PlatformLike
 from .arguments import check_activation, resolve, resolve_step
 from .core import CONVOLVE
 from .spec import ConvSpec
@@ -42,7 +43,7 @@ class CausalConv1d(Kernel):
         self,
         activation: str | None = None,
         *,
-        platform: str | None = None,
+        platform: PlatformLike | None = None,
         config: Any | None = None,
         tune_for: Any | None = None,
     ):
@@ -59,14 +60,14 @@ class CausalConv1d(Kernel):
     @jax.named_scope("ejkernel_eqx.CausalConv1d")
     def __call__(
         self,
-        x: Float[Array, "..."],
-        weight: Float[Array, "..."],
-        bias: Float[Array, "..."] | None = None,
+        x: Float[AnyArray, "*B T C"],
+        weight: Float[AnyArray, "C W"],
+        bias: Float[AnyArray, " C"] | None = None,
         *,
-        initial_state: Float[Array, "..."] | None = None,
-        cu_seqlens: Int[Array, "..."] | None = None,
-        segment_ids: Int[Array, "..."] | None = None,
-    ) -> tuple[Array, Array]:
+        initial_state: Float[AnyArray, "... W-1 C"] | None = None,
+        cu_seqlens: Int[Numbers, " N+1"] | None = None,
+        segment_ids: Int[Numbers, "*B T"] | None = None,
+    ) -> tuple[Float[Array, "*B T C"], Float[Array, "... W-1 C"]]:
         """**Arguments:**
 
         - `x`: `[..., T, C]` with any number of leading axes; bf16, f16, f32 (f64 on XLA).
@@ -90,13 +91,13 @@ class CausalConv1d(Kernel):
     @jax.named_scope("ejkernel_eqx.CausalConv1d.step")
     def step(
         self,
-        x: Float[Array, "..."],
-        weight: Float[Array, "..."],
-        bias: Float[Array, "..."] | None,
-        state: Float[Array, "..."],
+        x: Float[AnyArray, "*B C"],
+        weight: Float[AnyArray, "C W"],
+        bias: Float[AnyArray, " C"] | None,
+        state: Float[AnyArray, "... W-1 C"],
         *,
-        state_indices: Int[Array, "..."] | None = None,
-    ) -> tuple[Array, Array]:
+        state_indices: Int[Numbers, " B"] | None = None,
+    ) -> tuple[Float[Array, "*B C"], Float[Array, "... W-1 C"]]:
         """Processes one token per row, for decoding; always on XLA.
 
         **Arguments:**

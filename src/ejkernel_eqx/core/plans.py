@@ -4,10 +4,11 @@ from typing import Any
 
 from .._inputs import as_inputs
 from .._kernel import Kernel, make_plan, Plan, settle
+from ..dispatch import PlatformLike
 
 
 def plan_of(
-    cls: type[Kernel], module: Kernel, platform: str | None, config: Any | None, tune_for: Any | None
+    cls: type[Kernel], module: Kernel, platform: PlatformLike | None, config: Any | None, tune_for: Any | None
 ) -> Plan:
     """The plan of a module of class `cls` whose `__init__` has set every other field."""
     plan = make_plan(cls.operation, platform=platform, config=config)

@@ -32,6 +32,8 @@ from .persistent import user_caches as user_caches
 from .platform import Backend as Backend
 from .platform import parse_platform as parse_platform
 from .platform import Platform as Platform
+from .platform import PlatformLike as PlatformLike
+from .platform import PlatformName as PlatformName
 from .problem import Problem as Problem
 from .records import Denied as Denied
 from .records import Record as Record

@@ -23,6 +23,17 @@ class EnvironmentVariable:
         """What the environment holds; `None` if it is unset or empty."""
         return os.environ.get(self.name) or None
 
+    @property
+    def state(self) -> str:
+        """What it is set to, or that it is not and what holds then, for readers."""
+        if self.text is None:
+            default = "" if self.default is None else f", so {self.default}"
+            return f"not set{default}"
+        try:
+            return f"set to {self.text!r}, read as {self.read()}"
+        except ValueError as error:
+            return f"set to {self.text!r}, WRONG: {error}"
+
     def read(self) -> Any:
         """The value in force; `ValueError` naming the variable if its text cannot be read."""
         text = self.text
@@ -44,6 +55,15 @@ def declare(name: str, description: str, parse: Callable[[str], Any], default: A
     return variable
 
 
-def env() -> tuple[EnvironmentVariable, ...]:
-    """Every environment variable that the package reads, by name."""
-    return tuple(_DECLARED[name] for name in sorted(_DECLARED))
+class Environment(tuple[EnvironmentVariable, ...]):
+    """The variables, which are read as text where they are shown."""
+
+    def __repr__(self) -> str:
+        return "\n".join(
+            f"{variable.name}: {variable.state}\n    {variable.description}" for variable in self
+        )
+
+
+def env() -> Environment:
+    """Every environment variable that the package reads, by name: a tuple that prints itself as text."""
+    return Environment(_DECLARED[name] for name in sorted(_DECLARED))

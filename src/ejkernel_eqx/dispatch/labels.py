@@ -19,6 +19,7 @@ from urllib.parse import quote, unquote
 import jax
 from jax.extend.core import ClosedJaxpr, Jaxpr
 
+from .._optional import not_installed
 from .registry import Implementation, kernel_registry
 from .selection import announce, Selection
 
@@ -164,7 +165,7 @@ def _read(label: str) -> LabelledConfig:
         try:
             return record(_config(values, checksum, implementation))
         except ModuleNotFoundError as error:
-            reasons.append(f"{error.name} is not installed")
+            reasons.append(not_installed(error.name))
         except (ValueError, TypeError, NameError) as error:  # from the class itself or its annotations
             reasons.append(f"does not fit the current configuration class: {error}")
     return record(None, reasons[0])

@@ -1,6 +1,7 @@
 """How a kernel is written (`Platform`) and what it runs on (`Backend`)."""
 
 import enum
+from typing import Literal, TYPE_CHECKING
 
 
 class Platform(enum.StrEnum):
@@ -16,6 +17,16 @@ class Platform(enum.StrEnum):
     """Pallas: Mosaic on TPU and on Hopper and newer GPUs."""
     XLA = "xla"
     """Plain JAX, everywhere."""
+
+
+PlatformName = Literal["cuda", "triton", "triton-interpret", "pallas", "xla"]
+"""The names of the platforms, for type checkers and editors."""
+
+if TYPE_CHECKING:
+    PlatformLike = PlatformName | Platform
+else:
+    PlatformLike = str  # any other name is refused by `parse_platform`, which lists those that there are
+"""What `platform=` takes."""
 
 
 class Backend(enum.StrEnum):

@@ -8,6 +8,7 @@ from collections.abc import Callable, Iterable, Sequence
 from types import ModuleType
 from typing import Any, TypeVar
 
+from .._optional import not_installed
 from .device import device_facts, DeviceFacts
 from .hooks import hooks_of, PlatformHooks, REQUIRED
 from .platform import Backend, parse_platform, Platform
@@ -71,7 +72,7 @@ class Implementation:
         try:
             hooks = self.hooks
         except ModuleNotFoundError as error:
-            return f"{error.name} is not installed"
+            return not_installed(error.name)
         return hooks.unavailable(device)
 
     def unsupported(self, problem: Problem, device: DeviceFacts) -> str | None:

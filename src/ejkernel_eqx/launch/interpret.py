@@ -15,6 +15,7 @@ import numpy as np
 from jax.extend.core import Primitive
 from jax.interpreters import batching, mlir
 
+from .._optional import not_installed
 from ._language_lock import language_lock
 from .launch import Launch
 
@@ -27,7 +28,7 @@ class InterpretError(RuntimeError):
 def interpreter_unavailable() -> str | None:
     """Why kernels cannot be interpreted here, as a sentence; `None` if they can. Only Triton is needed."""
     if importlib.util.find_spec("triton") is None:
-        return "triton is not installed."
+        return not_installed("triton") + "."
     return None
 
 

@@ -11,6 +11,7 @@ from typing import Any
 
 import jax
 
+from .._optional import not_installed
 from ..dispatch import DeviceFacts
 from .launch import Launch
 
@@ -35,7 +36,7 @@ def _import_problem(package: str) -> str | None:
         importlib.import_module(package)
     except ModuleNotFoundError as error:
         if error.name == package:
-            return f"{distribution} is not installed."
+            return not_installed(distribution) + "."
         return f"{distribution} cannot be imported: {error}."
     # jax-triton raises ImportError without a GPU jaxlib; with an unknown version of Triton, attributes are missing.
     except (ImportError, AttributeError) as error:

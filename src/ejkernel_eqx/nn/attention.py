@@ -12,6 +12,7 @@ from jax.typing import DTypeLike
 
 from ..attention import FlashAttention, Mask
 from ..core.arguments import accumulator
+from ..dispatch import PlatformLike
 from ..paged import PagedKVCache, RaggedBatch, RaggedPagedAttention, UnifiedAttention
 from ..paged.cache.pages import filled_dtype
 from ..weights.attention import multi_head_attention
@@ -119,7 +120,7 @@ class MultiHeadAttention(eqx.Module):
         output_gate: bool = False,
         dropout_rate: float = 0.0,
         deterministic: bool = False,
-        platform: str | None = None,
+        platform: PlatformLike | None = None,
         config: Any = None,
         dtype: DTypeLike | None = None,
         compute_dtype: DTypeLike | None = None,
@@ -471,7 +472,7 @@ class MultiHeadAttention(eqx.Module):
             "query_start_loc": batch.query_start_loc,
             "max_query_len": batch.max_query_len,
             "sinks": self.sinks,
-            "sliding_window": self.sliding_window,
+            "window": self.sliding_window,
             "return_lse": return_lse,
         }
         if isinstance(self.paged_attention, UnifiedAttention):

@@ -7,6 +7,7 @@ import jax.numpy as jnp
 from jax import Array
 from jax.typing import DTypeLike
 
+from ..dispatch import PlatformLike
 from ..recurrence import GatedDeltaRule
 from ..weights.recurrent import gated_delta_net
 from ..weights.recurrent_configs import gated_delta_net_options
@@ -64,7 +65,7 @@ class GatedDeltaNet(RecurrentLayer):
         allow_neg_eigval: bool = False,
         norm_eps: float = 1e-6,
         state_dtype: DTypeLike | None = None,
-        platform: str | None = None,
+        platform: PlatformLike | None = None,
         config: Any = None,
         dtype: DTypeLike | None = None,
         compute_dtype: DTypeLike | None = None,

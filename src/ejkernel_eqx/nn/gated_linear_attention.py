@@ -9,6 +9,7 @@ from jax import Array
 from jax.typing import DTypeLike
 
 from ..core.arguments import accumulator
+from ..dispatch import PlatformLike
 from ..recurrence import GatedLinearAttention as Operation
 from ..weights.recurrent import gated_linear_attention
 from ..weights.recurrent_configs import gated_linear_attention_options
@@ -76,7 +77,7 @@ class GatedLinearAttention(RecurrentLayer):
         gate_min: float | None = None,
         norm_eps: float = 1e-5,
         state_dtype: DTypeLike | None = None,
-        platform: str | None = None,
+        platform: PlatformLike | None = None,
         config: Any = None,
         dtype: DTypeLike | None = None,
         compute_dtype: DTypeLike | None = None,

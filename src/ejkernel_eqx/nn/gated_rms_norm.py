@@ -8,6 +8,7 @@ import jax.numpy as jnp
 from jax import Array
 from jax.typing import DTypeLike
 
+from ..dispatch import PlatformLike
 from ..normalization import GatedRMSNorm as _GatedRMSNorm
 from .arguments import check_eps, check_flags, check_sizes, read_array, read_dtype
 
@@ -40,7 +41,7 @@ class GatedRMSNorm(eqx.Module):
         group_size: int | None = None,
         eps: float = 1e-6,
         use_weight: bool = True,
-        platform: str | None = None,
+        platform: PlatformLike | None = None,
         config: Any = None,
         dtype: DTypeLike | None = None,
     ):

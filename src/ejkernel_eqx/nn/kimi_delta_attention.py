@@ -7,6 +7,7 @@ import jax.numpy as jnp
 from jax import Array
 from jax.typing import DTypeLike
 
+from ..dispatch import PlatformLike
 from ..recurrence import KernelDeltaAttention
 from ..weights.recurrent import kimi_delta_attention
 from ..weights.recurrent_configs import kimi_delta_attention_options
@@ -74,7 +75,7 @@ class KimiDeltaAttention(RecurrentLayer):
         lower_bound: float | None = None,
         norm_eps: float = 1e-5,
         state_dtype: DTypeLike | None = None,
-        platform: str | None = None,
+        platform: PlatformLike | None = None,
         config: Any = None,
         dtype: DTypeLike | None = None,
         compute_dtype: DTypeLike | None = None,

@@ -10,6 +10,7 @@ from jax import Array
 from jax.typing import DTypeLike
 
 from ..core.arguments import accumulator
+from ..dispatch import PlatformLike
 from ..recurrence import lightning_slopes
 from ..recurrence import LightningAttention as Operation
 from ..weights.recurrent import lightning_attention
@@ -62,7 +63,7 @@ class LightningAttention(RecurrentLayer):
         num_layers: int = 1,
         norm_eps: float = 1e-6,
         state_dtype: DTypeLike | None = None,
-        platform: str | None = None,
+        platform: PlatformLike | None = None,
         config: Any = None,
         dtype: DTypeLike | None = None,
         compute_dtype: DTypeLike | None = None,

@@ -9,6 +9,7 @@ from jax import Array, lax
 from jax.typing import DTypeLike
 
 from ..core.arguments import accumulator
+from ..dispatch import PlatformLike
 from ..selective_scan import StateSpaceV1
 from ..weights.recurrent_configs import mamba1_options
 from .arguments import check_eps, check_flags, check_sizes, width_of
@@ -64,7 +65,7 @@ class Mamba1Mixer(RecurrentLayer):
         inner_norms: bool = False,
         inner_norm_eps: float = 1e-6,
         state_dtype: DTypeLike | None = None,
-        platform: str | None = None,
+        platform: PlatformLike | None = None,
         config: Any = None,
         dtype: DTypeLike | None = None,
         compute_dtype: DTypeLike | None = None,

@@ -7,6 +7,7 @@ import jax.numpy as jnp
 from jax import Array
 from jax.typing import DTypeLike
 
+from ..dispatch import PlatformLike
 from ..recurrence import StateSpaceV2
 from ..weights.recurrent_configs import mamba2_options
 from .arguments import check_divides, check_eps, check_flags, check_sizes, width_of
@@ -66,7 +67,7 @@ class Mamba2Mixer(RecurrentLayer):
         use_conv_bias: bool = True,
         use_bias: bool = False,
         state_dtype: DTypeLike | None = None,
-        platform: str | None = None,
+        platform: PlatformLike | None = None,
         config: Any = None,
         dtype: DTypeLike | None = None,
         compute_dtype: DTypeLike | None = None,

@@ -9,6 +9,7 @@ import jax.numpy as jnp
 from jax import Array
 
 from ..core.arguments import accumulator
+from ..dispatch import PlatformLike
 from .arguments import check_key, read_dtype, read_weight_dtype
 from .gated_rms_norm import GatedRMSNorm
 from .short_convolution import ShortConvolution
@@ -17,12 +18,14 @@ from .short_convolution import ShortConvolution
 class Parts:
     """The parts of one layer while it is built: of one dtype, on one platform, each drawn from the next of the layer's `count` keys."""
 
-    def __init__(self, key: Array, count: int, dtype: Any, compute_dtype: Any, platform: str | None = None):
+    def __init__(
+        self, key: Array, count: int, dtype: Any, compute_dtype: Any, platform: PlatformLike | None = None
+    ):
         check_key(key)
         self.dtype, computed = read_weight_dtype(dtype), read_dtype("compute_dtype", compute_dtype)
         self.compute_dtype = None if computed is None else computed.name
         self.wide = accumulator(self.dtype)  # of what says how fast things are forgotten
-        self.platform = platform
+        self.platform: PlatformLike | None = platform
         self._keys = iter(jax.random.split(key, count))
 
     def left_out(self) -> None:

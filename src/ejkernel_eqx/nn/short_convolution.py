@@ -9,6 +9,7 @@ from jax import Array
 from jax.typing import DTypeLike
 
 from ..convolution import CausalConv1d
+from ..dispatch import PlatformLike
 from .arguments import (
     check_flags,
     check_key,
@@ -50,7 +51,7 @@ class ShortConvolution(eqx.Module):
         *,
         activation: str | None = "silu",
         use_bias: bool = False,
-        platform: str | None = None,
+        platform: PlatformLike | None = None,
         config: Any = None,
         dtype: DTypeLike | None = None,
         key: Array,

@@ -5,11 +5,12 @@ from typing import Any, ClassVar
 import equinox as eqx
 import jax
 from jax import Array
-from jaxtyping import Float
 
 from .._kernel import Kernel, Plan
+from .._shapes import AnyArray, Float
 from ..core.plans import plan_of
 from ..core.platforms import register
+from ..dispatch import PlatformLike
 from .arguments import check_options, resolve
 from .core import NORMALIZE
 from .spec import NormSpec
@@ -44,7 +45,7 @@ class GatedRMSNorm(Kernel):
         group_size: int | None = None,
         eps: float = 1e-6,
         *,
-        platform: str | None = None,
+        platform: PlatformLike | None = None,
         config: Any | None = None,
         tune_for: Any | None = None,
     ):
@@ -65,10 +66,10 @@ class GatedRMSNorm(Kernel):
     @jax.named_scope("ejkernel_eqx.GatedRMSNorm")
     def __call__(
         self,
-        x: Float[Array, "..."],
-        z: Float[Array, "..."] | None = None,
-        weight: Float[Array, "..."] | None = None,
-    ) -> Array:
+        x: Float[AnyArray, "*B C"],
+        z: Float[AnyArray, "*B C"] | None = None,
+        weight: Float[AnyArray, " C"] | None = None,
+    ) -> Float[Array, "*B C"]:
         """**Arguments:**
 
         - `x`: `[..., features]` with any number of leading axes; bf16, f16, f32 (f64 on XLA).

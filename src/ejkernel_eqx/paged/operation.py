@@ -9,6 +9,7 @@ from jax import Array
 from .._kernel import Kernel, Plan
 from ..core.arguments import accumulator
 from ..core.plans import plan_of as plan_of
+from ..dispatch import PlatformLike
 from .arguments import Cache, PagedOptions, resolve, Scoring, Tokens, write_slots
 from .cache.pages import holding, write_arrays
 from .cache.write import write
@@ -28,7 +29,7 @@ class PagedOperation(Kernel):
         logits_soft_cap: float | None = None,
         softmax_scale: float | None = None,
         *,
-        platform: str | None = None,
+        platform: PlatformLike | None = None,
         config: Any | None = None,
         tune_for: Any | None = None,
     ):
@@ -48,7 +49,9 @@ class PagedOperation(Kernel):
         self.options = PagedOptions.read(sliding_window, logits_soft_cap, softmax_scale)
         self.plan = plan_of(type(self), self, platform, config, tune_for)
 
-    def _run(self, q: Array, cache: Cache, tokens: Tokens, scoring: Scoring, return_lse: bool) -> Any:
+    def _run(
+        self, q: Array, cache: Cache, tokens: Tokens, scoring: Scoring, return_lse: bool
+    ) -> Array | tuple[Array, Array]:
         """`out`, or `(out, lse)`."""
         arrays, spec = resolve(q, cache, self.options, tokens, scoring, return_lse=return_lse)
         return finish(self.plan, arrays, spec)
@@ -64,7 +67,9 @@ def append(
     return arrays._replace(**written), holding(cache, written)
 
 
-def finish(plan: Plan, arrays: PagedArrays, spec: PagedSpec, squeeze: int | None = None) -> Any:
+def finish(
+    plan: Plan, arrays: PagedArrays, spec: PagedSpec, squeeze: int | None = None
+) -> Array | tuple[Array, Array]:
     """The results of the resolved call; `squeeze` is the axis of `out`, one that the operation has added."""
     if _is_empty(arrays):
         results = _empty(arrays)

@@ -1,11 +1,11 @@
 """`PagedAttention`: decoding, one query of each sequence on the pages of a cache."""
 
-from typing import Any, ClassVar
+from typing import ClassVar, Literal, overload, TYPE_CHECKING
 
 import jax
 from jax import Array
-from jaxtyping import Float
 
+from .._shapes import AnyArray, Float, Numbers
 from ..core.platforms import register
 from .arguments import one_each, read_queries, Scoring
 from .cache.cache import PagedKVCache, PagedLatentCache
@@ -32,15 +32,47 @@ class PagedAttention(PagedOperation):
     operation: ClassVar[str] = "paged_attention"
     __init__ = PagedOperation.__init__
 
+    if TYPE_CHECKING:
+
+        @overload
+        def __call__(
+            self,
+            q: Float[AnyArray, "*B N H D"],
+            cache: PagedKVCache | PagedLatentCache,
+            *,
+            sinks: Float[Numbers, " H *n"] | None = None,
+            return_lse: Literal[False] = False,
+        ) -> Float[Array, "*B N H V"]: ...
+
+        @overload
+        def __call__(
+            self,
+            q: Float[AnyArray, "*B N H D"],
+            cache: PagedKVCache | PagedLatentCache,
+            *,
+            sinks: Float[Numbers, " H *n"] | None = None,
+            return_lse: Literal[True],
+        ) -> tuple[Float[Array, "*B N H V"], Float[Array, "*B N H"]]: ...
+
+        @overload
+        def __call__(
+            self,
+            q: Float[AnyArray, "*B N H D"],
+            cache: PagedKVCache | PagedLatentCache,
+            *,
+            sinks: Float[Numbers, " H *n"] | None = None,
+            return_lse: bool,
+        ) -> Float[Array, "*B N H V"] | tuple[Float[Array, "*B N H V"], Float[Array, "*B N H"]]: ...
+
     @jax.named_scope("ejkernel_eqx.PagedAttention")
     def __call__(
         self,
-        q: Float[Array, "..."],
+        q: Float[AnyArray, "*B N H D"],
         cache: PagedKVCache | PagedLatentCache,
         *,
-        sinks: Float[Array, "..."] | None = None,
+        sinks: Float[Numbers, " H *n"] | None = None,
         return_lse: bool = False,
-    ) -> Any:  # one array or two, as `return_lse` says
+    ) -> Float[Array, "*B N H V"] | tuple[Float[Array, "*B N H V"], Float[Array, "*B N H"]]:
         """**Arguments:**
 
         - `q`: `[..., N, H, D]`, a query for each sequence of the cache; `[..., N, H, R + Dr]` for a latent cache. bf16, f16, f32 (f64 on XLA).

@@ -1,11 +1,11 @@
 """`PrefillPagedAttention`: a chunk of queries of each sequence on the pages of a cache."""
 
-from typing import Any, ClassVar
+from typing import ClassVar, Literal, overload, TYPE_CHECKING
 
 import jax
 from jax import Array
-from jaxtyping import Float, Int
 
+from .._shapes import AnyArray, Float, Int, Numbers
 from ..core.platforms import register
 from .arguments import packed, read_queries, Scoring
 from .cache.cache import PagedKVCache, PagedLatentCache
@@ -32,17 +32,55 @@ class PrefillPagedAttention(PagedOperation):
     operation: ClassVar[str] = "prefill_paged_attention"
     __init__ = PagedOperation.__init__
 
+    if TYPE_CHECKING:
+
+        @overload
+        def __call__(
+            self,
+            q: Float[AnyArray, "*B T H D"],
+            cache: PagedKVCache | PagedLatentCache,
+            *,
+            query_start_loc: Int[Numbers, " N+1"],
+            max_query_len: int | None = None,
+            sinks: Float[Numbers, " H *n"] | None = None,
+            return_lse: Literal[False] = False,
+        ) -> Float[Array, "*B T H V"]: ...
+
+        @overload
+        def __call__(
+            self,
+            q: Float[AnyArray, "*B T H D"],
+            cache: PagedKVCache | PagedLatentCache,
+            *,
+            query_start_loc: Int[Numbers, " N+1"],
+            max_query_len: int | None = None,
+            sinks: Float[Numbers, " H *n"] | None = None,
+            return_lse: Literal[True],
+        ) -> tuple[Float[Array, "*B T H V"], Float[Array, "*B T H"]]: ...
+
+        @overload
+        def __call__(
+            self,
+            q: Float[AnyArray, "*B T H D"],
+            cache: PagedKVCache | PagedLatentCache,
+            *,
+            query_start_loc: Int[Numbers, " N+1"],
+            max_query_len: int | None = None,
+            sinks: Float[Numbers, " H *n"] | None = None,
+            return_lse: bool,
+        ) -> Float[Array, "*B T H V"] | tuple[Float[Array, "*B T H V"], Float[Array, "*B T H"]]: ...
+
     @jax.named_scope("ejkernel_eqx.PrefillPagedAttention")
     def __call__(
         self,
-        q: Float[Array, "..."],
+        q: Float[AnyArray, "*B T H D"],
         cache: PagedKVCache | PagedLatentCache,
         *,
-        query_start_loc: Int[Array, "..."],
+        query_start_loc: Int[Numbers, " N+1"],
         max_query_len: int | None = None,
-        sinks: Float[Array, "..."] | None = None,
+        sinks: Float[Numbers, " H *n"] | None = None,
         return_lse: bool = False,
-    ) -> Any:  # one array or two, as `return_lse` says
+    ) -> Float[Array, "*B T H V"] | tuple[Float[Array, "*B T H V"], Float[Array, "*B T H"]]:
         """**Arguments:**
 
         - `q`: `[..., T, H, D]`, the queries of all sequences side by side; `[..., T, H, R + Dr]` for a latent cache. bf16, f16, f32 (f64 on XLA).

@@ -1,20 +1,23 @@
 """`RaggedPagedAttention`: decodes and chunks of prompts in one call, with the writing of their keys."""
 
-from typing import Any, ClassVar
+from typing import Any, ClassVar, Literal, overload, TYPE_CHECKING, TypeVar
 
 import equinox as eqx
 import jax
 from jax import Array
-from jaxtyping import Float, Int
 
 from .._kernel import Kernel, Plan
+from .._shapes import AnyArray, Float, Int, Numbers
 from ..core.platforms import register
+from ..dispatch import PlatformLike
 from .arguments import packed, PagedOptions, read_queries, resolve, Scoring
 from .cache.cache import PagedKVCache, PagedLatentCache
 from .operation import append, plan_of
 from .windows import finish_within
 
 register("ragged_paged_attention", __package__)
+
+C = TypeVar("C", PagedKVCache, PagedLatentCache)
 
 
 class RaggedPagedAttention(Kernel):
@@ -47,7 +50,7 @@ class RaggedPagedAttention(Kernel):
         softmax_scale: float | None = None,
         *,
         append: bool = False,
-        platform: str | None = None,
+        platform: PlatformLike | None = None,
         config: Any | None = None,
         tune_for: Any | None = None,
     ):
@@ -62,27 +65,85 @@ class RaggedPagedAttention(Kernel):
         self.append = append
         self.plan = plan_of(RaggedPagedAttention, self, platform, config, tune_for)
 
+    if TYPE_CHECKING:
+
+        @overload
+        def __call__(
+            self,
+            q: Float[AnyArray, "*B T H D"],
+            cache: PagedKVCache | PagedLatentCache,
+            k: None = None,
+            v: None = None,
+            *,
+            query_start_loc: Int[Numbers, " N+1"],
+            max_query_len: int | None = None,
+            sinks: Float[Numbers, " H *n"] | None = None,
+            return_lse: Literal[False] = False,
+        ) -> Float[Array, "*B T H V"]: ...
+
+        @overload
+        def __call__(
+            self,
+            q: Float[AnyArray, "*B T H D"],
+            cache: PagedKVCache | PagedLatentCache,
+            k: None = None,
+            v: None = None,
+            *,
+            query_start_loc: Int[Numbers, " N+1"],
+            max_query_len: int | None = None,
+            sinks: Float[Numbers, " H *n"] | None = None,
+            return_lse: Literal[True],
+        ) -> tuple[Float[Array, "*B T H V"], Float[Array, "*B T H"]]: ...
+
+        @overload
+        def __call__(
+            self,
+            q: Float[AnyArray, "*B T H D"],
+            cache: C,
+            k: Float[AnyArray, "T *K D"],
+            v: Float[AnyArray, "T *K V"],
+            *,
+            query_start_loc: Int[Numbers, " N+1"],
+            max_query_len: int | None = None,
+            sinks: Float[Numbers, " H *n"] | None = None,
+            return_lse: Literal[False] = False,
+        ) -> tuple[Float[Array, "*B T H V"], C]: ...
+
+        @overload
+        def __call__(
+            self,
+            q: Float[AnyArray, "*B T H D"],
+            cache: C,
+            k: Float[AnyArray, "T *K D"],
+            v: Float[AnyArray, "T *K V"],
+            *,
+            query_start_loc: Int[Numbers, " N+1"],
+            max_query_len: int | None = None,
+            sinks: Float[Numbers, " H *n"] | None = None,
+            return_lse: Literal[True],
+        ) -> tuple[Float[Array, "*B T H V"], Float[Array, "*B T H"], C]: ...
+
     @jax.named_scope("ejkernel_eqx.RaggedPagedAttention")
     def __call__(
         self,
-        q: Float[Array, "..."],
+        q: Float[AnyArray, "*B T H D"],
         cache: PagedKVCache | PagedLatentCache,
-        k: Float[Array, "..."] | None = None,
-        v: Float[Array, "..."] | None = None,
+        k: Float[AnyArray, "T *K D"] | None = None,
+        v: Float[AnyArray, "T *K V"] | None = None,
         *,
-        query_start_loc: Int[Array, "..."],
+        query_start_loc: Int[Numbers, " N+1"],
         max_query_len: int | None = None,
-        sinks: Float[Array, "..."] | None = None,
-        sliding_window: Int[Array, "..."] | None = None,
+        sinks: Float[Numbers, " H *n"] | None = None,
+        window: Int[Numbers, ""] | None = None,
         return_lse: bool = False,
-    ) -> Any:  # one array to three, as `return_lse` and `append` say
+    ) -> Float[Array, "*B T H V"] | tuple[Any, ...]:  # with the `lse`, the cache or both
         """**Arguments:**
 
         - `q` `[..., T, H, D]`, `cache`, `query_start_loc` `[N + 1]`, `max_query_len`, `sinks` `[H]` or `[H, n]`, `return_lse`: as in
             [`ejkernel_eqx.PrefillPagedAttention`][]. With `append` there are no leading axes, and the new tokens have not been written.
         - `k`, `v`: with `append`, and only then, `[T, K, D]` and `[T, K, V]`; for a latent cache the latents `[T, R]` and the rotary keys `[T, Dr]`.
             They go where the tables say; a token without a page, or of no sequence, goes nowhere.
-        - `sliding_window`: a window as a value, in the place of the constructor's: an integer, negative for none. Inside `jit` a chunk of
+        - `window`: a sliding window as a value, in the place of the constructor's `sliding_window`: an integer, negative for none. Inside `jit` a chunk of
             several new tokens then reads the keys of each of them anew; one new token a sequence costs nothing more.
 
         **Returns:**
@@ -103,7 +164,7 @@ class RaggedPagedAttention(Kernel):
             )
         arrays, spec = resolve(q, cache, self.options, tokens, Scoring(sinks), return_lse=return_lse)
         if not self.append:
-            return finish_within(self.plan, arrays, spec, sliding_window)
+            return finish_within(self.plan, arrays, spec, window)
         arrays, cache = append(self.plan, arrays, spec, cache, (k, v))
-        results = finish_within(self.plan, arrays, spec, sliding_window)
+        results = finish_within(self.plan, arrays, spec, window)
         return (*results, cache) if return_lse else (results, cache)

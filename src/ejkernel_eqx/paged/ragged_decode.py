@@ -1,11 +1,11 @@
 """`RaggedDecodeAttention`: decoding on dense keys of which each row has its own range."""
 
-from typing import Any, ClassVar
+from typing import ClassVar, Literal, overload, TYPE_CHECKING
 
 import jax
 from jax import Array
-from jaxtyping import Float, Int
 
+from .._shapes import AnyArray, Float, Int, Numbers
 from ..core.platforms import register
 from .arguments import resolve_dense, Scoring
 from .operation import finish, PagedOperation
@@ -29,18 +29,59 @@ class RaggedDecodeAttention(PagedOperation):
     operation: ClassVar[str] = "ragged_decode_attention"
     __init__ = PagedOperation.__init__
 
+    if TYPE_CHECKING:
+
+        @overload
+        def __call__(
+            self,
+            q: Float[AnyArray, "*B H D"],
+            k: Float[AnyArray, "*B S K D"],
+            v: Float[AnyArray, "*B S K V"],
+            start: int | Int[Numbers, "*B"],
+            end: int | Int[Numbers, "*B"],
+            *,
+            sinks: Float[Numbers, " H *n"] | None = None,
+            return_lse: Literal[False] = False,
+        ) -> Float[Array, "*B H V"]: ...
+
+        @overload
+        def __call__(
+            self,
+            q: Float[AnyArray, "*B H D"],
+            k: Float[AnyArray, "*B S K D"],
+            v: Float[AnyArray, "*B S K V"],
+            start: int | Int[Numbers, "*B"],
+            end: int | Int[Numbers, "*B"],
+            *,
+            sinks: Float[Numbers, " H *n"] | None = None,
+            return_lse: Literal[True],
+        ) -> tuple[Float[Array, "*B H V"], Float[Array, "*B H"]]: ...
+
+        @overload
+        def __call__(
+            self,
+            q: Float[AnyArray, "*B H D"],
+            k: Float[AnyArray, "*B S K D"],
+            v: Float[AnyArray, "*B S K V"],
+            start: int | Int[Numbers, "*B"],
+            end: int | Int[Numbers, "*B"],
+            *,
+            sinks: Float[Numbers, " H *n"] | None = None,
+            return_lse: bool,
+        ) -> Float[Array, "*B H V"] | tuple[Float[Array, "*B H V"], Float[Array, "*B H"]]: ...
+
     @jax.named_scope("ejkernel_eqx.RaggedDecodeAttention")
     def __call__(
         self,
-        q: Float[Array, "..."],
-        k: Float[Array, "..."],
-        v: Float[Array, "..."],
-        start: Int[Array, "..."],
-        end: Int[Array, "..."],
+        q: Float[AnyArray, "*B H D"],
+        k: Float[AnyArray, "*B S K D"],
+        v: Float[AnyArray, "*B S K V"],
+        start: int | Int[Numbers, "*B"],
+        end: int | Int[Numbers, "*B"],
         *,
-        sinks: Float[Array, "..."] | None = None,
+        sinks: Float[Numbers, " H *n"] | None = None,
         return_lse: bool = False,
-    ) -> Any:  # one array or two, as `return_lse` says
+    ) -> Float[Array, "*B H V"] | tuple[Float[Array, "*B H V"], Float[Array, "*B H"]]:
         """**Arguments:**
 
         - `q`: `[..., H, D]`, any number of leading axes, the rows. bf16, f16, f32 (f64 on XLA).

@@ -1,11 +1,11 @@
 """`UnifiedAttention`: decodes and chunks of prompts on pages, with biases and for trees of drafts."""
 
-from typing import Any, ClassVar
+from typing import ClassVar, Literal, overload, TYPE_CHECKING
 
 import jax
 from jax import Array
-from jaxtyping import Float, Int
 
+from .._shapes import AnyArray, Float, Int, Numbers
 from ..core.platforms import register
 from .arguments import packed, read_queries, resolve, Scoring
 from .cache.cache import PagedKVCache, PagedLatentCache
@@ -34,20 +34,64 @@ class UnifiedAttention(PagedOperation):
     operation: ClassVar[str] = "unified_attention"
     __init__ = PagedOperation.__init__
 
+    if TYPE_CHECKING:
+
+        @overload
+        def __call__(
+            self,
+            q: Float[AnyArray, "*B T H D"],
+            cache: PagedKVCache | PagedLatentCache,
+            *,
+            query_start_loc: Int[Numbers, " N+1"],
+            max_query_len: int | None = None,
+            alibi_slopes: Float[Numbers, " H"] | None = None,
+            qq_bias: Float[AnyArray, "Q Q"] | None = None,
+            sinks: Float[Numbers, " H *n"] | None = None,
+            return_lse: Literal[False] = False,
+        ) -> Float[Array, "*B T H V"]: ...
+
+        @overload
+        def __call__(
+            self,
+            q: Float[AnyArray, "*B T H D"],
+            cache: PagedKVCache | PagedLatentCache,
+            *,
+            query_start_loc: Int[Numbers, " N+1"],
+            max_query_len: int | None = None,
+            alibi_slopes: Float[Numbers, " H"] | None = None,
+            qq_bias: Float[AnyArray, "Q Q"] | None = None,
+            sinks: Float[Numbers, " H *n"] | None = None,
+            return_lse: Literal[True],
+        ) -> tuple[Float[Array, "*B T H V"], Float[Array, "*B T H"]]: ...
+
+        @overload
+        def __call__(
+            self,
+            q: Float[AnyArray, "*B T H D"],
+            cache: PagedKVCache | PagedLatentCache,
+            *,
+            query_start_loc: Int[Numbers, " N+1"],
+            max_query_len: int | None = None,
+            alibi_slopes: Float[Numbers, " H"] | None = None,
+            qq_bias: Float[AnyArray, "Q Q"] | None = None,
+            sinks: Float[Numbers, " H *n"] | None = None,
+            return_lse: bool,
+        ) -> Float[Array, "*B T H V"] | tuple[Float[Array, "*B T H V"], Float[Array, "*B T H"]]: ...
+
     @jax.named_scope("ejkernel_eqx.UnifiedAttention")
     def __call__(
         self,
-        q: Float[Array, "..."],
+        q: Float[AnyArray, "*B T H D"],
         cache: PagedKVCache | PagedLatentCache,
         *,
-        query_start_loc: Int[Array, "..."],
+        query_start_loc: Int[Numbers, " N+1"],
         max_query_len: int | None = None,
-        alibi_slopes: Float[Array, "..."] | None = None,
-        qq_bias: Float[Array, "..."] | None = None,
-        sinks: Float[Array, "..."] | None = None,
-        sliding_window: Int[Array, "..."] | None = None,
+        alibi_slopes: Float[Numbers, " H"] | None = None,
+        qq_bias: Float[AnyArray, "Q Q"] | None = None,
+        sinks: Float[Numbers, " H *n"] | None = None,
+        window: Int[Numbers, ""] | None = None,
         return_lse: bool = False,
-    ) -> Any:  # one array or two, as `return_lse` says
+    ) -> Float[Array, "*B T H V"] | tuple[Float[Array, "*B T H V"], Float[Array, "*B T H"]]:
         """**Arguments:**
 
         - `q` `[..., T, H, D]`, `cache`, `query_start_loc` `[N + 1]`, `max_query_len`, `sinks` `[H]` or `[H, n]`, `return_lse`: as in
@@ -66,4 +110,4 @@ class UnifiedAttention(PagedOperation):
         tokens = packed(q, cache, query_start_loc, max_query_len)
         scoring = Scoring(sinks, alibi_slopes, qq_bias)
         arrays, spec = resolve(q, cache, self.options, tokens, scoring, return_lse=return_lse)
-        return finish_within(self.plan, arrays, spec, sliding_window)
+        return finish_within(self.plan, arrays, spec, window)

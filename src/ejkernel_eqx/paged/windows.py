@@ -42,20 +42,20 @@ def _read(window: Any, arrays: PagedArrays, spec: PagedSpec) -> Array:
     given = jnp.asarray(window)
     if given.ndim or not jnp.issubdtype(given.dtype, jnp.integer):
         raise ValueError(
-            f"sliding_window: expected one integer, received {given.dtype} of shape {given.shape}; jax.vmap over several."
+            f"window: expected one integer, received {given.dtype} of shape {given.shape}; jax.vmap over several."
         )
     if spec.left is not None:
         raise ValueError(
-            "sliding_window: expected None in a call of an operation that was built with one, received another; build it without."
+            "window: expected None in a call of an operation that was built with one, received another; build it without."
         )
     if arrays.q.ndim != 3 or arrays.qq_bias is not None:
         what = "leading axes" if arrays.q.ndim != 3 else "qq_bias"
         raise ValueError(
-            f"sliding_window: expected None in a call with {what}, received an integer; build the operation with it."
+            f"window: expected None in a call with {what}, received an integer; build the operation with it."
         )
     if known(given) == 0:
         raise ValueError(
-            "sliding_window: expected at least 1 key (the query's own), or a negative number, received 0."
+            "window: expected at least 1 key (the query's own), or a negative number, received 0."
         )
     return given.astype(jnp.int32)
 

@@ -7,10 +7,11 @@ import equinox as eqx
 import jax
 from jax import Array
 from jax.typing import DTypeLike
-from jaxtyping import Float, Int
 
 from .._kernel import Kernel, Plan
+from .._shapes import AnyArray, Float, Int, Numbers
 from ..core.arguments import check_state_dtype, fitting
+from ..dispatch import PlatformLike
 from .arguments import check_scale, Frame, frame_of, Operands, step_frame_of
 from .gates import check_gate, l2norm, LOG, log_decay, write_strength
 from .operation import plan_of, run, run_step
@@ -95,7 +96,7 @@ class GatedDelta(Kernel):
         allow_neg_eigval: bool = False,
         reverse: bool = False,
         state_dtype: DTypeLike | None = None,
-        platform: str | None = None,
+        platform: PlatformLike | None = None,
         config: Any | None = None,
         tune_for: Any | None = None,
     ):
@@ -117,19 +118,19 @@ class GatedDelta(Kernel):
 
     def __call__(
         self,
-        q: Float[Array, "..."],
-        k: Float[Array, "..."],
-        v: Float[Array, "..."],
-        g: Float[Array, "..."],
-        beta: Float[Array, "..."],
+        q: Float[AnyArray, "*B T H D"],
+        k: Float[AnyArray, "*B T H D"],
+        v: Float[AnyArray, "*B T H V"],
+        g: Float[AnyArray, "*B T H *D"],
+        beta: Float[AnyArray, "*B T H"],
         *,
-        A_log: Float[Array, "..."] | None = None,
-        dt_bias: Float[Array, "..."] | None = None,
-        initial_state: Float[Array, "..."] | None = None,
-        cu_seqlens: Int[Array, "..."] | None = None,
-        segment_ids: Int[Array, "..."] | None = None,
-        state_indices: Int[Array, "..."] | None = None,
-    ) -> tuple[Array, Array]:
+        A_log: Float[AnyArray, " H"] | None = None,
+        dt_bias: Float[AnyArray, " H *D"] | None = None,
+        initial_state: Float[AnyArray, "... H D V"] | None = None,
+        cu_seqlens: Int[Numbers, " N+1"] | None = None,
+        segment_ids: Int[Numbers, "*B T"] | None = None,
+        state_indices: Int[Numbers, " B"] | None = None,
+    ) -> tuple[Float[Array, "*B T R V"], Float[Array, "... H D V"]]:
         """**Arguments:**
 
         - `q`, `k`: `[..., T, H, D]`; `v`: `[..., T, H, V]`; bf16, f16, f32 (f64 on XLA). Heads as in [`ejkernel_eqx.GatedLinearAttention`][].
@@ -148,17 +149,17 @@ class GatedDelta(Kernel):
 
     def step(
         self,
-        q: Float[Array, "..."],
-        k: Float[Array, "..."],
-        v: Float[Array, "..."],
-        g: Float[Array, "..."],
-        beta: Float[Array, "..."],
-        state: Float[Array, "..."],
+        q: Float[AnyArray, "*B H D"],
+        k: Float[AnyArray, "*B H D"],
+        v: Float[AnyArray, "*B H V"],
+        g: Float[AnyArray, "*B H *D"],
+        beta: Float[AnyArray, "*B H"],
+        state: Float[AnyArray, "... H D V"],
         *,
-        A_log: Float[Array, "..."] | None = None,
-        dt_bias: Float[Array, "..."] | None = None,
-        state_indices: Int[Array, "..."] | None = None,
-    ) -> tuple[Array, Array]:
+        A_log: Float[AnyArray, " H"] | None = None,
+        dt_bias: Float[AnyArray, " H *D"] | None = None,
+        state_indices: Int[Numbers, " B"] | None = None,
+    ) -> tuple[Float[Array, "*B R V"], Float[Array, "... H D V"]]:
         """Processes one token per row, for decoding. Arguments are those of a call without the token axis; `state`, `state_indices` and results as in
         [`ejkernel_eqx.GatedLinearAttention.step`][]."""
         with self._scope(".step"):
@@ -170,7 +171,7 @@ class GatedDelta(Kernel):
         return jax.named_scope(f"ejkernel_eqx.{type(self).__name__}{method}")
 
     def _operands(
-        self, frame: Frame, qkv: tuple[Array, Array, Array], beta: Array, gate: GateInputs
+        self, frame: Frame, qkv: tuple[AnyArray, AnyArray, AnyArray], beta: AnyArray, gate: GateInputs
     ) -> Operands:
         operands = delta_operands(frame, self.options, self.scale, qkv, beta)
         g = log_decays(frame, self.options, gate, operands.q.shape[-1:] if self.decay == KEY else ())

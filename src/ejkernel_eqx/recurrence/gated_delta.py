@@ -6,10 +6,11 @@ import equinox as eqx
 import jax
 from jax import Array
 from jax.typing import DTypeLike
-from jaxtyping import Float, Int
 
 from .._kernel import Kernel, Plan
+from .._shapes import AnyArray, Float, Int, Numbers
 from ..core.arguments import check_state_dtype
+from ..dispatch import PlatformLike
 from .arguments import check_scale, frame_of, step_frame_of
 from .delta import delta_operands, DeltaOptions, GatedDelta
 from .operation import plan_of, register, run, run_step
@@ -64,7 +65,7 @@ class DeltaRule(Kernel):
         allow_neg_eigval: bool = False,
         reverse: bool = False,
         state_dtype: DTypeLike | None = None,
-        platform: str | None = None,
+        platform: PlatformLike | None = None,
         config: Any | None = None,
         tune_for: Any | None = None,
     ):
@@ -77,16 +78,16 @@ class DeltaRule(Kernel):
     @jax.named_scope("ejkernel_eqx.DeltaRule")
     def __call__(
         self,
-        q: Float[Array, "..."],
-        k: Float[Array, "..."],
-        v: Float[Array, "..."],
-        beta: Float[Array, "..."],
+        q: Float[AnyArray, "*B T H D"],
+        k: Float[AnyArray, "*B T H D"],
+        v: Float[AnyArray, "*B T H V"],
+        beta: Float[AnyArray, "*B T H"],
         *,
-        initial_state: Float[Array, "..."] | None = None,
-        cu_seqlens: Int[Array, "..."] | None = None,
-        segment_ids: Int[Array, "..."] | None = None,
-        state_indices: Int[Array, "..."] | None = None,
-    ) -> tuple[Array, Array]:
+        initial_state: Float[AnyArray, "... H D V"] | None = None,
+        cu_seqlens: Int[Numbers, " N+1"] | None = None,
+        segment_ids: Int[Numbers, "*B T"] | None = None,
+        state_indices: Int[Numbers, " B"] | None = None,
+    ) -> tuple[Float[Array, "*B T R V"], Float[Array, "... H D V"]]:
         """**Arguments**, **returns**, **raises:** as for [`ejkernel_eqx.KernelDeltaAttention`][], without `g`, `A_log` and `dt_bias`."""
         frame = frame_of(q, "q", "H D", cu_seqlens, segment_ids, self.reverse, state_indices)
         operands = delta_operands(frame, self.options, self.scale, (q, k, v), beta)
@@ -95,14 +96,14 @@ class DeltaRule(Kernel):
     @jax.named_scope("ejkernel_eqx.DeltaRule.step")
     def step(
         self,
-        q: Float[Array, "..."],
-        k: Float[Array, "..."],
-        v: Float[Array, "..."],
-        beta: Float[Array, "..."],
-        state: Float[Array, "..."],
+        q: Float[AnyArray, "*B H D"],
+        k: Float[AnyArray, "*B H D"],
+        v: Float[AnyArray, "*B H V"],
+        beta: Float[AnyArray, "*B H"],
+        state: Float[AnyArray, "... H D V"],
         *,
-        state_indices: Int[Array, "..."] | None = None,
-    ) -> tuple[Array, Array]:
+        state_indices: Int[Numbers, " B"] | None = None,
+    ) -> tuple[Float[Array, "*B R V"], Float[Array, "... H D V"]]:
         """Processes one token per row, for decoding. Arguments are those of a call without the token axis; `state`, `state_indices` and results as in
         [`ejkernel_eqx.GatedLinearAttention.step`][]."""
         frame = step_frame_of(q, "q", "H D", state_indices)

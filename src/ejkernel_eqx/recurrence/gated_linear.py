@@ -6,10 +6,11 @@ import equinox as eqx
 import jax
 from jax import Array
 from jax.typing import DTypeLike
-from jaxtyping import Float, Int
 
 from .._kernel import Kernel, Plan
+from .._shapes import AnyArray, Float, Int, Numbers
 from ..core.arguments import check_state_dtype
+from ..dispatch import PlatformLike
 from .arguments import check_scale, Frame, frame_of, Operands, step_frame_of
 from .operation import plan_of, register, run, run_step
 from .spec import KEY
@@ -44,7 +45,7 @@ class GatedLinearAttention(Kernel):
         *,
         reverse: bool = False,
         state_dtype: DTypeLike | None = None,
-        platform: str | None = None,
+        platform: PlatformLike | None = None,
         config: Any | None = None,
         tune_for: Any | None = None,
     ):
@@ -64,16 +65,16 @@ class GatedLinearAttention(Kernel):
     @jax.named_scope("ejkernel_eqx.GatedLinearAttention")
     def __call__(
         self,
-        q: Float[Array, "..."],
-        k: Float[Array, "..."],
-        v: Float[Array, "..."],
-        g: Float[Array, "..."],
+        q: Float[AnyArray, "*B T H D"],
+        k: Float[AnyArray, "*B T H D"],
+        v: Float[AnyArray, "*B T H V"],
+        g: Float[AnyArray, "*B T H D"],
         *,
-        initial_state: Float[Array, "..."] | None = None,
-        cu_seqlens: Int[Array, "..."] | None = None,
-        segment_ids: Int[Array, "..."] | None = None,
-        state_indices: Int[Array, "..."] | None = None,
-    ) -> tuple[Array, Array]:
+        initial_state: Float[AnyArray, "... H D V"] | None = None,
+        cu_seqlens: Int[Numbers, " N+1"] | None = None,
+        segment_ids: Int[Numbers, "*B T"] | None = None,
+        state_indices: Int[Numbers, " B"] | None = None,
+    ) -> tuple[Float[Array, "*B T R V"], Float[Array, "... H D V"]]:
         """**Arguments:**
 
         - `q`, `k`: `[..., T, H, D]` with any number of leading axes; bf16, f16, f32 (f64 on XLA). Head counts may differ, but each must divide
@@ -99,14 +100,14 @@ class GatedLinearAttention(Kernel):
     @jax.named_scope("ejkernel_eqx.GatedLinearAttention.step")
     def step(
         self,
-        q: Float[Array, "..."],
-        k: Float[Array, "..."],
-        v: Float[Array, "..."],
-        g: Float[Array, "..."],
-        state: Float[Array, "..."],
+        q: Float[AnyArray, "*B H D"],
+        k: Float[AnyArray, "*B H D"],
+        v: Float[AnyArray, "*B H V"],
+        g: Float[AnyArray, "*B H D"],
+        state: Float[AnyArray, "... H D V"],
         *,
-        state_indices: Int[Array, "..."] | None = None,
-    ) -> tuple[Array, Array]:
+        state_indices: Int[Numbers, " B"] | None = None,
+    ) -> tuple[Float[Array, "*B R V"], Float[Array, "... H D V"]]:
         """Processes one token per row, for decoding.
 
         **Arguments:**
@@ -122,6 +123,6 @@ class GatedLinearAttention(Kernel):
         frame = step_frame_of(q, "q", "H D", state_indices)
         return run_step(self.plan, frame, self._operands(frame, q, k, v, g), state)
 
-    def _operands(self, frame: Frame, q: Array, k: Array, v: Array, g: Array) -> Operands:
+    def _operands(self, frame: Frame, q: AnyArray, k: AnyArray, v: AnyArray, g: AnyArray) -> Operands:
         g = frame.operand("g", g, (None, q.shape[-1]), "H D")
         return Operands(*frame.qkv(q, k, v), self.scale, g, decay=KEY)

@@ -8,10 +8,11 @@ import jax.numpy as jnp
 import numpy as np
 from jax import Array
 from jax.typing import DTypeLike
-from jaxtyping import Float, Int
 
 from .._kernel import Kernel, Plan
+from .._shapes import AnyArray, Float, Int, Numbers
 from ..core.arguments import accumulator, check_state_dtype, fitting
+from ..dispatch import PlatformLike
 from .arguments import check_scale, Frame, frame_of, Operands, step_frame_of
 from .operation import plan_of, register, run, run_step
 from .spec import CONSTANT
@@ -86,7 +87,7 @@ class LightningAttention(Kernel):
         *,
         reverse: bool = False,
         state_dtype: DTypeLike | None = None,
-        platform: str | None = None,
+        platform: PlatformLike | None = None,
         config: Any | None = None,
         tune_for: Any | None = None,
     ):
@@ -108,16 +109,16 @@ class LightningAttention(Kernel):
     @jax.named_scope("ejkernel_eqx.LightningAttention")
     def __call__(
         self,
-        q: Float[Array, "..."],
-        k: Float[Array, "..."],
-        v: Float[Array, "..."],
+        q: Float[AnyArray, "*B T H D"],
+        k: Float[AnyArray, "*B T H D"],
+        v: Float[AnyArray, "*B T H V"],
         *,
-        slopes: Float[Array, "..."] | None = None,
-        initial_state: Float[Array, "..."] | None = None,
-        cu_seqlens: Int[Array, "..."] | None = None,
-        segment_ids: Int[Array, "..."] | None = None,
-        state_indices: Int[Array, "..."] | None = None,
-    ) -> tuple[Array, Array]:
+        slopes: Float[AnyArray, " H"] | None = None,
+        initial_state: Float[AnyArray, "... H D V"] | None = None,
+        cu_seqlens: Int[Numbers, " N+1"] | None = None,
+        segment_ids: Int[Numbers, "*B T"] | None = None,
+        state_indices: Int[Numbers, " B"] | None = None,
+    ) -> tuple[Float[Array, "*B T R V"], Float[Array, "... H D V"]]:
         """**Arguments:**
 
         - `q`, `k`: `[..., T, H, D]`; `v`: `[..., T, H, V]`; bf16, f16, f32 (f64 on XLA). Heads as in [`ejkernel_eqx.GatedLinearAttention`][].
@@ -133,20 +134,22 @@ class LightningAttention(Kernel):
     @jax.named_scope("ejkernel_eqx.LightningAttention.step")
     def step(
         self,
-        q: Float[Array, "..."],
-        k: Float[Array, "..."],
-        v: Float[Array, "..."],
-        state: Float[Array, "..."],
+        q: Float[AnyArray, "*B H D"],
+        k: Float[AnyArray, "*B H D"],
+        v: Float[AnyArray, "*B H V"],
+        state: Float[AnyArray, "... H D V"],
         *,
-        slopes: Float[Array, "..."] | None = None,
-        state_indices: Int[Array, "..."] | None = None,
-    ) -> tuple[Array, Array]:
+        slopes: Float[AnyArray, " H"] | None = None,
+        state_indices: Int[Numbers, " B"] | None = None,
+    ) -> tuple[Float[Array, "*B R V"], Float[Array, "... H D V"]]:
         """Processes one token per row, for decoding. Arguments are those of a call without the token axis; `state`, `state_indices` and results as in
         [`ejkernel_eqx.GatedLinearAttention.step`][]."""
         frame = step_frame_of(q, "q", "H D", state_indices)
         return run_step(self.plan, frame, self._operands(frame, q, k, v, slopes), state)
 
-    def _operands(self, frame: Frame, q: Array, k: Array, v: Array, slopes: Array | None) -> Operands:
+    def _operands(
+        self, frame: Frame, q: AnyArray, k: AnyArray, v: AnyArray, slopes: AnyArray | None
+    ) -> Operands:
         q, k, v = frame.qkv(q, k, v)
         if (slopes is None) != (self.slopes is not None):
             expected = "an array [H]" if self.slopes is None else "None"

@@ -7,16 +7,21 @@ import jax
 import jax.numpy as jnp
 from jax import Array
 from jax.typing import DTypeLike
-from jaxtyping import Float, Int
 
 from .._kernel import Kernel, Plan
+from .._shapes import AnyArray, Float, Int, Numbers
 from ..core.arguments import array, check_state_dtype, fitting, wide
+from ..dispatch import PlatformLike
 from .arguments import check_scale, Frame, frame_of, Operands, step_frame_of
 from .heads import repeat_heads
 from .operation import plan_of, register, run, run_step
 from .spec import CONSTANT, KEY, NONE, SCALAR, VALUE
 
 register("linear_attention")
+
+# With `normalize` pairs.
+State = Float[AnyArray, "... H D V"] | tuple[Float[AnyArray, "... H D V"], Float[AnyArray, "... H D"]]
+FinalState = Float[Array, "... H D V"] | tuple[Float[Array, "... H D V"], Float[Array, "... H D"]]
 
 
 class LinearAttention(Kernel):
@@ -53,7 +58,7 @@ class LinearAttention(Kernel):
         normalize: bool = False,
         reverse: bool = False,
         state_dtype: DTypeLike | None = None,
-        platform: str | None = None,
+        platform: PlatformLike | None = None,
         config: Any | None = None,
         tune_for: Any | None = None,
     ):
@@ -71,19 +76,19 @@ class LinearAttention(Kernel):
     @jax.named_scope("ejkernel_eqx.LinearAttention")
     def __call__(
         self,
-        q: Float[Array, "..."],
-        k: Float[Array, "..."],
-        v: Float[Array, "..."],
+        q: Float[AnyArray, "*B T H D"],
+        k: Float[AnyArray, "*B T H D"],
+        v: Float[AnyArray, "*B T H V"],
         *,
-        g: Float[Array, "..."] | None = None,
-        gk: Float[Array, "..."] | None = None,
-        gv: Float[Array, "..."] | None = None,
-        g_gamma: Float[Array, "..."] | None = None,
-        initial_state: Any | None = None,
-        cu_seqlens: Int[Array, "..."] | None = None,
-        segment_ids: Int[Array, "..."] | None = None,
-        state_indices: Int[Array, "..."] | None = None,
-    ) -> tuple[Array, Any]:
+        g: Float[AnyArray, "*B T H"] | None = None,
+        gk: Float[AnyArray, "*B T H D"] | None = None,
+        gv: Float[AnyArray, "*B T H V"] | None = None,
+        g_gamma: Float[AnyArray, " H"] | None = None,
+        initial_state: State | None = None,
+        cu_seqlens: Int[Numbers, " N+1"] | None = None,
+        segment_ids: Int[Numbers, "*B T"] | None = None,
+        state_indices: Int[Numbers, " B"] | None = None,
+    ) -> tuple[Float[Array, "*B T R V"], FinalState]:
         """**Arguments:**
 
         - `q`, `k`: `[..., T, H, D]`; `v`: `[..., T, H, V]`; bf16, f16, f32 (f64 on XLA). Heads as in [`ejkernel_eqx.GatedLinearAttention`][].
@@ -103,24 +108,24 @@ class LinearAttention(Kernel):
     @jax.named_scope("ejkernel_eqx.LinearAttention.step")
     def step(
         self,
-        q: Float[Array, "..."],
-        k: Float[Array, "..."],
-        v: Float[Array, "..."],
-        state: Any,
+        q: Float[AnyArray, "*B H D"],
+        k: Float[AnyArray, "*B H D"],
+        v: Float[AnyArray, "*B H V"],
+        state: State,
         *,
-        g: Float[Array, "..."] | None = None,
-        gk: Float[Array, "..."] | None = None,
-        gv: Float[Array, "..."] | None = None,
-        g_gamma: Float[Array, "..."] | None = None,
-        state_indices: Int[Array, "..."] | None = None,
-    ) -> tuple[Array, Any]:
+        g: Float[AnyArray, "*B H"] | None = None,
+        gk: Float[AnyArray, "*B H D"] | None = None,
+        gv: Float[AnyArray, "*B H V"] | None = None,
+        g_gamma: Float[AnyArray, " H"] | None = None,
+        state_indices: Int[Numbers, " B"] | None = None,
+    ) -> tuple[Float[Array, "*B R V"], FinalState]:
         """Processes one token per row, for decoding. Arguments are those of a call without the token axis; `state`, `state_indices` and results as in
         [`ejkernel_eqx.GatedLinearAttention.step`][]. With `normalize` a state, or a pool of states, is a pair, with $z$ `[..., H, D]`."""
         frame = step_frame_of(q, "q", "H D", state_indices)
         operands = self._operands(frame, q, k, v, _decay(frame, q, v, g, gk, gv, g_gamma))
         return self._run(frame, operands, k, "state", state)
 
-    def _run(self, frame: Frame, operands: Operands, k: Array, name: str, state: Any) -> tuple[Array, Any]:
+    def _run(self, frame: Frame, operands: Operands, k: AnyArray, name: str, state: Any) -> tuple[Array, Any]:
         def launch(operands: Operands, state: Any) -> tuple[Array, Array]:
             if frame.length is None:
                 return run_step(self.plan, frame, operands, state)
@@ -134,7 +139,7 @@ class LinearAttention(Kernel):
         return _divide(out, weight).astype(frame.dtype), (values, weights[..., 0])
 
     def _operands(
-        self, frame: Frame, q: Array, k: Array, v: Array, decay: tuple[str, Array | None]
+        self, frame: Frame, q: AnyArray, k: AnyArray, v: AnyArray, decay: tuple[str, Array | None]
     ) -> Operands:
         kind, g = decay
         q, k, v = frame.qkv(q, k, v)
@@ -149,7 +154,7 @@ class LinearAttention(Kernel):
 
 
 def _decay(
-    frame: Frame, q: Array, v: Array, g: Any, gk: Any, gv: Any, g_gamma: Any
+    frame: Frame, q: AnyArray, v: AnyArray, g: Any, gk: Any, gv: Any, g_gamma: Any
 ) -> tuple[str, Array | None]:
     """The kind of decay and its log-decays."""
     given = [name for name, x in (("g", g), ("gk", gk), ("gv", gv), ("g_gamma", g_gamma)) if x is not None]
@@ -176,7 +181,7 @@ def _decay(
     return KEY, key + scalar[..., None].astype(key.dtype)
 
 
-def _pair(name: str, state: Any, k: Array) -> tuple[Array | None, Array | None]:
+def _pair(name: str, state: Any, k: AnyArray) -> tuple[Array | None, Array | None]:
     """`S`, and `z` with one value channel, as the state of a recurrence whose values are ones."""
     if state is None:
         return None, None

@@ -7,11 +7,12 @@ import jax
 import jax.numpy as jnp
 from jax import Array
 from jax.typing import DTypeLike
-from jaxtyping import Float, Int
 
 from .._broadcast import like
 from .._kernel import Kernel, Plan
+from .._shapes import AnyArray, Float, Int, Numbers
 from ..core.arguments import check_state_dtype, finite_rate, fitting, wide
+from ..dispatch import PlatformLike
 from .arguments import Frame, frame_of, Operands, step_frame_of
 from .gates import check_limit, rms_norm, silu_gated, time_step
 from .operation import plan_of, register, run, run_step
@@ -67,7 +68,7 @@ class StateSpaceV2(Kernel):
         norm_eps: float = 1e-5,
         reverse: bool = False,
         state_dtype: DTypeLike | None = None,
-        platform: str | None = None,
+        platform: PlatformLike | None = None,
         config: Any | None = None,
         tune_for: Any | None = None,
     ):
@@ -92,21 +93,21 @@ class StateSpaceV2(Kernel):
     @jax.named_scope("ejkernel_eqx.StateSpaceV2")
     def __call__(
         self,
-        x: Float[Array, "..."],
-        dt: Float[Array, "..."],
-        A: Float[Array, "..."],
-        B: Float[Array, "..."],
-        C: Float[Array, "..."],
+        x: Float[AnyArray, "*B T H P"],
+        dt: Float[AnyArray, "*B T H"],
+        A: Float[AnyArray, " H"],
+        B: Float[AnyArray, "*B T G N"],
+        C: Float[AnyArray, "*B T G N"],
         *,
-        D: Float[Array, "..."] | None = None,
-        z: Float[Array, "..."] | None = None,
-        dt_bias: Float[Array, "..."] | None = None,
-        norm_weight: Float[Array, "..."] | None = None,
-        initial_state: Float[Array, "..."] | None = None,
-        cu_seqlens: Int[Array, "..."] | None = None,
-        segment_ids: Int[Array, "..."] | None = None,
-        state_indices: Int[Array, "..."] | None = None,
-    ) -> tuple[Array, Array]:
+        D: Float[AnyArray, " H *P"] | None = None,
+        z: Float[AnyArray, "*B T H P"] | None = None,
+        dt_bias: Float[AnyArray, " H"] | None = None,
+        norm_weight: Float[AnyArray, "H P"] | None = None,
+        initial_state: Float[AnyArray, "... H P N"] | None = None,
+        cu_seqlens: Int[Numbers, " S+1"] | None = None,
+        segment_ids: Int[Numbers, "*B T"] | None = None,
+        state_indices: Int[Numbers, " B"] | None = None,
+    ) -> tuple[Float[Array, "*B T H P"], Float[Array, "... H P N"]]:
         """**Arguments:**
 
         - `x`: `[..., T, H, P]` with any number of leading axes; bf16, f16, f32 (f64 on XLA).
@@ -130,19 +131,19 @@ class StateSpaceV2(Kernel):
     @jax.named_scope("ejkernel_eqx.StateSpaceV2.step")
     def step(
         self,
-        x: Float[Array, "..."],
-        dt: Float[Array, "..."],
-        A: Float[Array, "..."],
-        B: Float[Array, "..."],
-        C: Float[Array, "..."],
-        state: Float[Array, "..."],
+        x: Float[AnyArray, "*B H P"],
+        dt: Float[AnyArray, "*B H"],
+        A: Float[AnyArray, " H"],
+        B: Float[AnyArray, "*B G N"],
+        C: Float[AnyArray, "*B G N"],
+        state: Float[AnyArray, "... H P N"],
         *,
-        D: Float[Array, "..."] | None = None,
-        z: Float[Array, "..."] | None = None,
-        dt_bias: Float[Array, "..."] | None = None,
-        norm_weight: Float[Array, "..."] | None = None,
-        state_indices: Int[Array, "..."] | None = None,
-    ) -> tuple[Array, Array]:
+        D: Float[AnyArray, " H *P"] | None = None,
+        z: Float[AnyArray, "*B H P"] | None = None,
+        dt_bias: Float[AnyArray, " H"] | None = None,
+        norm_weight: Float[AnyArray, "H P"] | None = None,
+        state_indices: Int[Numbers, " B"] | None = None,
+    ) -> tuple[Float[Array, "*B H P"], Float[Array, "... H P N"]]:
         """Processes one token per row, for decoding. Arguments are those of a call without the token axis; `state` is `[..., H, P, N]`,
         `state_indices` and results as in [`ejkernel_eqx.GatedLinearAttention.step`][]."""
         frame = step_frame_of(x, "x", "H P", state_indices)

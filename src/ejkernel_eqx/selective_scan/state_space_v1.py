@@ -7,13 +7,14 @@ import jax
 import jax.numpy as jnp
 from jax import Array
 from jax.typing import DTypeLike
-from jaxtyping import Float, Int
 
 from .._kernel import Kernel, Plan
+from .._shapes import AnyArray, Float, Int, Numbers
 from ..core.arguments import accumulator, check_state_dtype, finite_rate, fitting
 from ..core.frame import Frame, frame_of, step_frame_of
 from ..core.plans import plan_of
 from ..core.platforms import register
+from ..dispatch import PlatformLike
 from .core import scan, step
 from .spec import NO_TIME, ScanArrays, ScanSpec, SHARED, StepArrays
 
@@ -62,7 +63,7 @@ class StateSpaceV1(Kernel):
         num_groups: int = 1,
         reverse: bool = False,
         state_dtype: DTypeLike | None = None,
-        platform: str | None = None,
+        platform: PlatformLike | None = None,
         config: Any | None = None,
         tune_for: Any | None = None,
     ):
@@ -82,20 +83,20 @@ class StateSpaceV1(Kernel):
     @jax.named_scope("ejkernel_eqx.StateSpaceV1")
     def __call__(
         self,
-        x: Float[Array, "..."],
-        dt: Float[Array, "..."],
-        A: Float[Array, "..."],
-        B: Float[Array, "..."],
-        C: Float[Array, "..."],
+        x: Float[AnyArray, "*B T I"],
+        dt: Float[AnyArray, "*B T I"],
+        A: Float[AnyArray, "I N"],
+        B: Float[AnyArray, "*B T *G N"],
+        C: Float[AnyArray, "*B T *G N"],
         *,
-        D: Float[Array, "..."] | None = None,
-        z: Float[Array, "..."] | None = None,
-        dt_bias: Float[Array, "..."] | None = None,
-        initial_state: Float[Array, "..."] | None = None,
-        cu_seqlens: Int[Array, "..."] | None = None,
-        segment_ids: Int[Array, "..."] | None = None,
-        state_indices: Int[Array, "..."] | None = None,
-    ) -> tuple[Array, Array]:
+        D: Float[AnyArray, " I"] | None = None,
+        z: Float[AnyArray, "*B T I"] | None = None,
+        dt_bias: Float[AnyArray, " I"] | None = None,
+        initial_state: Float[AnyArray, "... I N"] | None = None,
+        cu_seqlens: Int[Numbers, " S+1"] | None = None,
+        segment_ids: Int[Numbers, "*B T"] | None = None,
+        state_indices: Int[Numbers, " B"] | None = None,
+    ) -> tuple[Float[Array, "*B T I"], Float[Array, "... I N"]]:
         """**Arguments:**
 
         - `x`: `[..., T, I]` with any number of leading axes; bf16, f16, f32 (f64 on XLA).
@@ -128,18 +129,18 @@ class StateSpaceV1(Kernel):
     @jax.named_scope("ejkernel_eqx.StateSpaceV1.step")
     def step(
         self,
-        x: Float[Array, "..."],
-        dt: Float[Array, "..."],
-        A: Float[Array, "..."],
-        B: Float[Array, "..."],
-        C: Float[Array, "..."],
-        state: Float[Array, "..."],
+        x: Float[AnyArray, "*B I"],
+        dt: Float[AnyArray, "*B I"],
+        A: Float[AnyArray, "I N"],
+        B: Float[AnyArray, "*B *G N"],
+        C: Float[AnyArray, "*B *G N"],
+        state: Float[AnyArray, "... I N"],
         *,
-        D: Float[Array, "..."] | None = None,
-        z: Float[Array, "..."] | None = None,
-        dt_bias: Float[Array, "..."] | None = None,
-        state_indices: Int[Array, "..."] | None = None,
-    ) -> tuple[Array, Array]:
+        D: Float[AnyArray, " I"] | None = None,
+        z: Float[AnyArray, "*B I"] | None = None,
+        dt_bias: Float[AnyArray, " I"] | None = None,
+        state_indices: Int[Numbers, " B"] | None = None,
+    ) -> tuple[Float[Array, "*B I"], Float[Array, "... I N"]]:
         """Processes one token per row, for decoding. Arguments are those of a call without the token axis; `state` is `[..., I, N]`,
         `state_indices` and results as in [`ejkernel_eqx.GatedLinearAttention.step`][]."""
         frame = step_frame_of(x, "x", "I", state_indices)

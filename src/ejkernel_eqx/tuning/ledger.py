@@ -1,6 +1,7 @@
 """Collects and shows what becomes known about a problem's candidates during a search."""
 
 import logging
+import shutil
 import sys
 import threading
 import time
@@ -10,6 +11,22 @@ from .isolated.events import Begun, Ended, Event, Failed, Finished, Job, Measure
 from .result import Candidate, Measurement, Status
 
 _LOG = logging.getLogger("ejkernel_eqx")
+
+
+_COLUMNS, _NAME = 80, 32
+
+
+def _width() -> int:
+    """A bar never takes more than `_COLUMNS`, which is what logs and windows have."""
+    return min(_COLUMNS, shutil.get_terminal_size((_COLUMNS, 24)).columns - 1)
+
+
+def shortened(name: str) -> str:
+    """A name that leaves room for the bar beside it: its beginning and its end."""
+    if len(name) <= _NAME:
+        return name
+    kept = _NAME - 3
+    return f"{name[: kept - kept // 3]}...{name[-(kept // 3) :]}"
 
 
 class Ledger:
@@ -34,7 +51,9 @@ class Ledger:
         slow = 0.1 if sys.stderr.isatty() else 10.0
         total = len(self._order.keys() - self._measurements.keys())
         off = not self._job.options.progress
-        self._bar = tqdm(total=total, desc=self._job.name, disable=off, mininterval=slow)
+        self._bar = tqdm(
+            total=total, desc=shortened(self._job.name), disable=off, mininterval=slow, ncols=_width()
+        )
         return self
 
     def __exit__(self, *_: object) -> None:

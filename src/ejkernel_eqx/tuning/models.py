@@ -9,14 +9,23 @@ from typing import Any
 from .._errors import TuningError
 from .._inputs import Inputs
 from .._kernel import make_plan, Plan
-from ..dispatch import current_policy, device_fingerprint, Platform, Policy, stable_json, Tier
+from ..dispatch import (
+    current_policy,
+    device_fingerprint,
+    kernel_registry,
+    Platform,
+    Policy,
+    stable_json,
+    Tier,
+)
 from ..dispatch.overlay import POLICY_VARIABLE
 from .options import current_options, TuneOptions
 from .processes import Round, share, Table, taking_part
 from .recording import Invocation, invocations_of
 from .replace import plans_of, renew_plans
+from .summary import Summary
 from .tracing import refuse_trace
-from .tuner import answer
+from .tuner import answer, tuned_results
 
 _LOG = logging.getLogger("ejkernel_eqx")
 _GIVEN = (Tier.OVERRIDE, Tier.OVERLAY)  # the user's own choices
@@ -43,7 +52,7 @@ def tune(
     The call is traced with shapes only. Every distinct problem in it is tuned once, forward and backward together, unless a table already
     contains it. Each candidate is checked against the reference, forward and backward, and the winner is written to the user's table,
     where later processes find it. Explicit choices (`config=`, an overlay) are left unchanged. One line per tuned problem and a summary
-    are logged at level INFO.
+    are logged at level INFO; where that level is off, the summary goes to standard error beside the progress bar.
 
     **Arguments:**
 
@@ -143,13 +152,13 @@ class Tuning:
         self._together = together
         self._options = options or current_options()
         self._configs = configs
-        self._start = time.monotonic()
+        self._start, self._before = time.monotonic(), len(tuned_results())
 
     def tune_trees(
         self, trees: tuple[Any, ...], invocations: Callable[[Any], list[Invocation]]
     ) -> tuple[Any, ...]:
         """The trees with every problem of the first one tuned. `invocations(tree)` traces a tree."""
-        if not plans_of(trees[0]):
+        if not plans_of(trees[0]) and not _builds_its_own(trees[0]):
             _LOG.warning(
                 "%s: the model contains no kernel and is returned unchanged; kernels captured by a function or held in a "
                 "static field are not part of it.",
@@ -228,15 +237,14 @@ class Tuning:
                 )
 
     def log(self) -> None:
-        """Logs a one-line summary."""
-        _LOG.info(
-            "%s: %d distinct problems: %d tuned, %d known from tables, in %.1f s",
-            self._together.name,
-            len(self._asked),
-            len(self.table),
-            len(self._asked) - len(self.table),
-            time.monotonic() - self._start,
+        """Reports a summary."""
+        summary = Summary.of(
+            tuned_results()[self._before :],
+            problems=len(self._asked),
+            failed=sum(known.config is None for known in self.table.values()),
+            seconds=time.monotonic() - self._start,
         )
+        summary.tell(self._together.name, self._options.progress)
 
 
 def _keep_overlay(new: Plan, old: Plan) -> Plan:
@@ -276,6 +284,11 @@ def _call_of(model: Any, call: Callable[..., Any] | None) -> Callable[..., Any]:
             "ejx.tune(model, x, call=lambda model, x: ...)."
         )
     return lambda model, *args, **kwargs: model(*args, **kwargs)
+
+
+def _builds_its_own(model: Any) -> bool:
+    """Whether it is an operation's function, which makes its kernel at each call and finds what was tuned."""
+    return getattr(model, "operation", None) in kernel_registry.list_operations()
 
 
 def _check_open(kernel: Any) -> None:

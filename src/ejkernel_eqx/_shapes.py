@@ -1,0 +1,53 @@
+"""Shapes in public signatures: `Float[AnyArray, "*B T H D"]`. One glossary of letters for all of them.
+
+| letters | size |
+|---|---|
+| `*B` | any number of leading axes, also none: the batch |
+| `T`, `S` | tokens; of attention the queries and the keys |
+| `H`, `K` | heads; of attention those of the queries and those of the keys and values |
+| `D`, `V` | channels of a query or key, and of a value |
+| `R` | output heads of a recurrence: the largest count of its operands' heads; of a latent cache its rank |
+| `I`, `P` | channels of a state space, and those of one of its heads |
+| `N`, `G` | state size, groups; in `N+1` the packed sequences (`S+1` where `N` is the size of a state); of pages the sequences |
+| `C`, `W` | channels and width of a convolution, channels of a norm |
+| `Q` | the most new tokens of a sequence |
+| `n` | sinks of a head |
+
+What reads as an expression of Python's begins with a space (`" N+1"`), as in jaxtyping, so that no tool takes it for one. A `#` marks an
+axis that may be 1 and is broadcast; `...` stands for axes that the argument's documentation names. For a type checker the words are
+jaxtyping's. At run time they check what kind of numbers an array holds and leave its shape to the operation, whose error names the
+argument, both shapes and the remedy."""
+
+from collections.abc import Sequence
+from typing import Annotated, Any, get_args, TYPE_CHECKING, Union
+
+import numpy as np
+from jax import Array
+
+AnyArray = Array | np.ndarray
+"""What an operand may be."""
+
+Numbers = Array | np.ndarray | np.number | np.bool_ | Sequence[Any]
+"""What offsets, lengths, ids and small parameters may be: arrays, and lists of numbers."""
+
+if TYPE_CHECKING:
+    from jaxtyping import Bool as Bool
+    from jaxtyping import Float as Float
+    from jaxtyping import Int as Int
+else:
+    import jaxtyping
+
+    class _Kind:
+        """A word of jaxtyping's that checks dtypes, and keeps the shape for readers."""
+
+        def __init__(self, word: Any) -> None:
+            self._word = word
+
+        def __getitem__(self, item: tuple[Any, str]) -> Any:
+            given, letters = item
+            kinds = get_args(given) or (given,)
+            arrays = {Array, np.ndarray}
+            types = tuple(self._word[kind, "..."] if kind in arrays else kind for kind in kinds)
+            return Annotated[Union[types], letters.strip()]  # noqa: UP007  a tuple
+
+    Bool, Float, Int = map(_Kind, (jaxtyping.Bool, jaxtyping.Float, jaxtyping.Int))

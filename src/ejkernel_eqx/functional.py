@@ -1,0 +1,185 @@
+"""The operations as functions: constructor options and call arguments in one call, `ejx.flash_attention(q, k, v, causal=True)`.
+
+Each is made from its class by `function_of`, which is all that stands here; `functional.pyi`, written from the classes too
+(`python -m tests.functional_stub`), tells editors and type checkers their signatures."""
+
+import functools
+import inspect
+import re
+import types
+from collections.abc import Callable, Mapping
+from typing import Any, cast, TypeVar
+
+import jax.core
+
+from . import attention as _attention
+from ._kernel import Kernel, make_plan, Plan, with_plan
+from .attention import Attention, FlashAttention, ScaledDotProductAttention
+from .convolution import CausalConv1d
+from .normalization import GatedRMSNorm
+from .paged import (
+    PagedAttention,
+    PrefillPagedAttention,
+    RaggedDecodeAttention,
+    RaggedPagedAttention,
+    UnifiedAttention,
+)
+from .recurrence import (
+    DeltaRule,
+    GatedDeltaRule,
+    GatedLinearAttention,
+    KernelDeltaAttention,
+    LightningAttention,
+    LinearAttention,
+    StateSpaceV2,
+)
+from .selective_scan import StateSpaceV1
+
+MODULES_KEPT = 256
+"""The most modules that functions keep; the one that was used the longest time ago is let go first."""
+
+K = TypeVar("K", bound=Kernel)
+_PARAMETER = inspect.Parameter
+_NOT_AN_OPTION = re.compile(r"^- `tune_for`.*\n?(^ .*\n?)*", re.M)
+
+
+def function_of(cls: type[Kernel]) -> Callable[..., Any]:
+    """An operation as a function: the arguments of a call, then the constructor's options by name.
+
+    ```python
+    my_operation = ejx.functional.function_of(MyOperation)
+    out = my_operation(x, weight, block_size=64)  # MyOperation(block_size=64)(x, weight)
+    ```
+
+    A module is built for each set of options and kept. Its choices are those of a module built at that moment: an open
+    `ejx.overlay_cache` or `ejx.policy_override` counts, and so does everything that has been tuned by then. Inside `jit` that moment is the
+    trace. `ejx.tune(function, *args, **kwargs)` tunes for a call.
+
+    **Arguments:** `cls`: an operation, whose options are hashable and static.
+
+    **Returns:** the function, named as the operation. It raises what the class and its call raise; `TypeError` for arguments that neither has;
+    `ValueError` for an option that is traced, an array, or otherwise not hashable.
+    """
+    call, options = _parameters(cls.__call__), _parameters(cls.__init__)
+    options.pop("tune_for", None)  # a module's: it settles a choice for all its calls
+    both = call.keys() & options.keys()
+    signature = _signature(cls, call, options)
+
+    def function(*args: Any, **kwargs: Any) -> Any:
+        try:
+            signature.bind(*args, **kwargs)
+        except TypeError as error:
+            raise TypeError(_refusal(cls, signature, kwargs, error)) from None
+        chosen = {name: kwargs.pop(name) for name in options.keys() & kwargs.keys()}
+        for name in both & chosen.keys():
+            if not isinstance(chosen[name], str | None):  # the call's; the option leaves it to the call
+                kwargs[name], chosen[name] = chosen[name], None
+        return cast(Callable[..., Any], _module(cls, chosen))(*args, **kwargs)
+
+    vars(function)["__signature__"] = signature
+    vars(function)["operation"] = function.__name__ = function.__qualname__ = cls.operation
+    function.__doc__ = _document(cls)
+    return function
+
+
+def _parameters(method: Callable[..., Any]) -> dict[str, inspect.Parameter]:
+    return dict(list(inspect.signature(method).parameters.items())[1:])
+
+
+def _signature(
+    cls: type[Kernel], call: Mapping[str, inspect.Parameter], options: Mapping[str, inspect.Parameter]
+) -> inspect.Signature:
+    both = {
+        name: call[name].replace(
+            default=options[name].default, annotation=options[name].annotation | call[name].annotation
+        )
+        for name in call.keys() & options.keys()
+    }
+    new = [p.replace(kind=_PARAMETER.KEYWORD_ONLY) for name, p in options.items() if name not in both]
+    parameters = sorted([both.get(name, p) for name, p in call.items()] + new, key=lambda p: p.kind)
+    return inspect.signature(cls.__call__).replace(parameters=parameters)
+
+
+def _refusal(
+    cls: type[Kernel], signature: inspect.Signature, given: Mapping[str, Any], error: TypeError
+) -> str:
+    name, known = cls.operation, signature.parameters
+    unknown = [f"{argument!r}" for argument in given if argument not in known]
+    if "tune_for" in given:
+        return f"{name}: expected a call, received tune_for=; ejx.tune({name}, ...) tunes for a call, {cls.__name__}(tune_for=...) a module."
+    if unknown:
+        return f"{name}: expected some of {', '.join(known)}, received {', '.join(unknown)}."
+    positional = ", ".join(p.name for p in known.values() if p.kind is _PARAMETER.POSITIONAL_OR_KEYWORD)
+    return f"{name}: {error}; expected {name}({positional}) with all else by name."
+
+
+def _document(cls: type[Kernel]) -> str:
+    """The class's, with its options and arguments."""
+    parts = (cls.__init__.__doc__, cls.__call__.__doc__)
+    options, call = (inspect.cleandoc(part or "").removeprefix("**Arguments:**").strip() for part in parts)
+    options = _NOT_AN_OPTION.sub("", options)
+    head = f"[`ejkernel_eqx.{cls.__name__}`][] as a function: its call's arguments, and its options by name."
+    return f"{head}\n\n{inspect.cleandoc(cls.__doc__ or '')}\n\n**Options:**\n\n{options}\n\n**Arguments:**\n\n{call}\n"
+
+
+def _module(cls: type[K], options: Mapping[str, Any]) -> K:
+    for name, value in options.items():
+        _check_option(cls, name, value)
+    platform, config = options.get("platform"), options.get("config")
+    # Of an edition: equal to those alone that would choose the same, so that what is tuned later is not hidden by what JAX has compiled.
+    plan = make_plan(cls.operation, platform=platform, config=config).as_edition()
+    return _kept(cls, plan, **options)
+
+
+@functools.lru_cache(maxsize=MODULES_KEPT, typed=True)
+def _kept(cls: type[K], plan: Plan, **options: Any) -> K:
+    return with_plan(cls(**options), plan)
+
+
+def _check_option(cls: type[Kernel], name: str, value: Any) -> None:
+    if isinstance(value, jax.core.Tracer):
+        raise ValueError(
+            f"{name}: expected a Python value, as it is an option of {cls.__name__} and decides what is compiled, received a traced array; "
+            "close over it, or mark it static (jax.jit's static_argnames)."
+        )
+    try:
+        hash(value)
+    except TypeError:
+        raise ValueError(
+            f"{name}: expected a hashable value, as modules are kept by their options, received {type(value).__name__}; give numbers, "
+            f"strings or tuples, or build {cls.__name__}({name}=...) yourself."
+        ) from None
+
+
+class _CallableRoom(types.ModuleType):
+    """A package of which the name is that of a function too: it stays what it is, and can be called."""
+
+    __signature__: inspect.Signature
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        return attention(*args, **kwargs)
+
+
+attention = function_of(Attention)
+flash_attention = function_of(FlashAttention)
+scaled_dot_product_attention = function_of(ScaledDotProductAttention)
+causal_conv1d = function_of(CausalConv1d)
+gated_rms_norm = function_of(GatedRMSNorm)
+paged_attention = function_of(PagedAttention)
+prefill_paged_attention = function_of(PrefillPagedAttention)
+ragged_decode_attention = function_of(RaggedDecodeAttention)
+ragged_paged_attention = function_of(RaggedPagedAttention)
+unified_attention = function_of(UnifiedAttention)
+delta_rule = function_of(DeltaRule)
+gated_delta_rule = function_of(GatedDeltaRule)
+gated_linear_attention = function_of(GatedLinearAttention)
+kernel_delta_attention = function_of(KernelDeltaAttention)
+lightning_attention = function_of(LightningAttention)
+linear_attention = function_of(LinearAttention)
+state_space_v1 = function_of(StateSpaceV1)
+state_space_v2 = function_of(StateSpaceV2)
+
+# `ejkernel_eqx.attention` is a package, which its operation shares the name with.
+_room: Any = _attention
+_room.__class__ = _CallableRoom
+_room.__doc__, _room.__signature__ = attention.__doc__, inspect.signature(attention)

@@ -1,0 +1,675 @@
+"""Written by `python -m tests.functional_stub` from the classes' own signatures: change these."""
+
+# fmt: off
+# ruff: noqa
+from collections.abc import Callable
+from typing import overload
+
+from ._kernel import Kernel
+from jax import Array
+from jax.typing import DTypeLike
+from jaxtyping import PRNGKeyArray
+from typing import Any
+from typing import Literal
+from ._shapes import AnyArray
+from ._shapes import Bool
+from ._shapes import Float
+from ._shapes import Int
+from ._shapes import Numbers
+from .attention.masks.mask import Mask
+from .attention.signature import Output
+from .attention.signature import WithLse
+from .dispatch import PlatformLike
+from .paged.cache.cache import PagedKVCache
+from .paged.cache.cache import PagedLatentCache
+from .paged.ragged import C
+from .recurrence.linear import FinalState
+from .recurrence.linear import State
+
+MODULES_KEPT: int
+
+def function_of(cls: type[Kernel]) -> Callable[..., Any]: ...
+
+def attention(
+    q: Float[AnyArray, '*B T H D'],
+    k: Float[AnyArray, '*B S K D'],
+    v: Float[AnyArray, '*B S K V'],
+    *,
+    bias: Float[AnyArray, '#*B #H #T #S'] | None = None,
+    mask: Bool[Numbers, '#*B #H #T #S'] | Mask | None = None,
+    segment_ids: Int[Numbers, '*B T'] | None = None,
+    kv_segment_ids: Int[Numbers, '*B S'] | None = None,
+    cu_seqlens: Int[Numbers, ' N+1'] | None = None,
+    kv_cu_seqlens: Int[Numbers, ' N+1'] | None = None,
+    q_lengths: int | Int[Numbers, '*B'] | None = None,
+    kv_lengths: int | Int[Numbers, '*B'] | None = None,
+    sinks: Float[Numbers, ' H *n'] | None = None,
+    alibi_slopes: Float[Numbers, ' H'] | None = None,
+    q_offset: int | Int[Numbers, '*B'] | None = None,
+    key: PRNGKeyArray | None = None,
+    inference: bool | None = None,
+    causal: bool = False,
+    sliding_window: int | tuple[int | None, int | None] | None = None,
+    logits_soft_cap: float | None = None,
+    softmax_scale: float | None = None,
+    dropout_rate: float = 0.0,
+    platform: PlatformLike | None = None,
+) -> tuple[Float[Array, '*B T H V'], Float[Array, '*B H T S']]: ...
+
+def causal_conv1d(
+    x: Float[AnyArray, '*B T C'],
+    weight: Float[AnyArray, 'C W'],
+    bias: Float[AnyArray, ' C'] | None = None,
+    *,
+    initial_state: Float[AnyArray, '... W-1 C'] | None = None,
+    cu_seqlens: Int[Numbers, ' N+1'] | None = None,
+    segment_ids: Int[Numbers, '*B T'] | None = None,
+    activation: str | None = None,
+    platform: PlatformLike | None = None,
+    config: Any | None = None,
+) -> tuple[Float[Array, '*B T C'], Float[Array, '... W-1 C']]: ...
+
+def delta_rule(
+    q: Float[AnyArray, '*B T H D'],
+    k: Float[AnyArray, '*B T H D'],
+    v: Float[AnyArray, '*B T H V'],
+    beta: Float[AnyArray, '*B T H'],
+    *,
+    initial_state: Float[AnyArray, '... H D V'] | None = None,
+    cu_seqlens: Int[Numbers, ' N+1'] | None = None,
+    segment_ids: Int[Numbers, '*B T'] | None = None,
+    state_indices: Int[Numbers, ' B'] | None = None,
+    scale: float | None = None,
+    use_qk_l2norm: bool = False,
+    beta_sigmoid: bool = False,
+    allow_neg_eigval: bool = False,
+    reverse: bool = False,
+    state_dtype: DTypeLike | None = None,
+    platform: PlatformLike | None = None,
+    config: Any | None = None,
+) -> tuple[Float[Array, '*B T R V'], Float[Array, '... H D V']]: ...
+
+@overload
+def flash_attention(
+    q: Float[AnyArray, '*B T H D'],
+    k: Float[AnyArray, '*B S K D'],
+    v: Float[AnyArray, '*B S K V'],
+    *,
+    return_lse: Literal[False] = False,
+    bias: Float[AnyArray, '#*B #H #T #S'] | None = None,
+    mask: Bool[Numbers, '#*B #H #T #S'] | Mask | None = None,
+    segment_ids: Int[Numbers, '*B T'] | None = None,
+    kv_segment_ids: Int[Numbers, '*B S'] | None = None,
+    cu_seqlens: Int[Numbers, ' N+1'] | None = None,
+    kv_cu_seqlens: Int[Numbers, ' N+1'] | None = None,
+    q_lengths: int | Int[Numbers, '*B'] | None = None,
+    kv_lengths: int | Int[Numbers, '*B'] | None = None,
+    sinks: Float[Numbers, ' H *n'] | None = None,
+    alibi_slopes: Float[Numbers, ' H'] | None = None,
+    q_offset: int | Int[Numbers, '*B'] | None = None,
+    key: PRNGKeyArray | None = None,
+    inference: bool | None = None,
+    causal: bool = False,
+    sliding_window: int | tuple[int | None, int | None] | None = None,
+    logits_soft_cap: float | None = None,
+    softmax_scale: float | None = None,
+    dropout_rate: float = 0.0,
+    deterministic: bool = False,
+    platform: PlatformLike | None = None,
+    config: Any | None = None,
+) -> Output: ...
+
+@overload
+def flash_attention(
+    q: Float[AnyArray, '*B T H D'],
+    k: Float[AnyArray, '*B S K D'],
+    v: Float[AnyArray, '*B S K V'],
+    *,
+    return_lse: Literal[True],
+    bias: Float[AnyArray, '#*B #H #T #S'] | None = None,
+    mask: Bool[Numbers, '#*B #H #T #S'] | Mask | None = None,
+    segment_ids: Int[Numbers, '*B T'] | None = None,
+    kv_segment_ids: Int[Numbers, '*B S'] | None = None,
+    cu_seqlens: Int[Numbers, ' N+1'] | None = None,
+    kv_cu_seqlens: Int[Numbers, ' N+1'] | None = None,
+    q_lengths: int | Int[Numbers, '*B'] | None = None,
+    kv_lengths: int | Int[Numbers, '*B'] | None = None,
+    sinks: Float[Numbers, ' H *n'] | None = None,
+    alibi_slopes: Float[Numbers, ' H'] | None = None,
+    q_offset: int | Int[Numbers, '*B'] | None = None,
+    key: PRNGKeyArray | None = None,
+    inference: bool | None = None,
+    causal: bool = False,
+    sliding_window: int | tuple[int | None, int | None] | None = None,
+    logits_soft_cap: float | None = None,
+    softmax_scale: float | None = None,
+    dropout_rate: float = 0.0,
+    deterministic: bool = False,
+    platform: PlatformLike | None = None,
+    config: Any | None = None,
+) -> WithLse: ...
+
+@overload
+def flash_attention(
+    q: Float[AnyArray, '*B T H D'],
+    k: Float[AnyArray, '*B S K D'],
+    v: Float[AnyArray, '*B S K V'],
+    *,
+    return_lse: bool,
+    bias: Float[AnyArray, '#*B #H #T #S'] | None = None,
+    mask: Bool[Numbers, '#*B #H #T #S'] | Mask | None = None,
+    segment_ids: Int[Numbers, '*B T'] | None = None,
+    kv_segment_ids: Int[Numbers, '*B S'] | None = None,
+    cu_seqlens: Int[Numbers, ' N+1'] | None = None,
+    kv_cu_seqlens: Int[Numbers, ' N+1'] | None = None,
+    q_lengths: int | Int[Numbers, '*B'] | None = None,
+    kv_lengths: int | Int[Numbers, '*B'] | None = None,
+    sinks: Float[Numbers, ' H *n'] | None = None,
+    alibi_slopes: Float[Numbers, ' H'] | None = None,
+    q_offset: int | Int[Numbers, '*B'] | None = None,
+    key: PRNGKeyArray | None = None,
+    inference: bool | None = None,
+    causal: bool = False,
+    sliding_window: int | tuple[int | None, int | None] | None = None,
+    logits_soft_cap: float | None = None,
+    softmax_scale: float | None = None,
+    dropout_rate: float = 0.0,
+    deterministic: bool = False,
+    platform: PlatformLike | None = None,
+    config: Any | None = None,
+) -> Output | WithLse: ...
+
+def gated_delta_rule(
+    q: Float[AnyArray, '*B T H D'],
+    k: Float[AnyArray, '*B T H D'],
+    v: Float[AnyArray, '*B T H V'],
+    g: Float[AnyArray, '*B T H *D'],
+    beta: Float[AnyArray, '*B T H'],
+    *,
+    A_log: Float[AnyArray, ' H'] | None = None,
+    dt_bias: Float[AnyArray, ' H *D'] | None = None,
+    initial_state: Float[AnyArray, '... H D V'] | None = None,
+    cu_seqlens: Int[Numbers, ' N+1'] | None = None,
+    segment_ids: Int[Numbers, '*B T'] | None = None,
+    state_indices: Int[Numbers, ' B'] | None = None,
+    scale: float | None = None,
+    use_qk_l2norm: bool = False,
+    gate: Literal['log', 'softplus', 'bounded'] = 'log',
+    lower_bound: float | None = None,
+    beta_sigmoid: bool = False,
+    allow_neg_eigval: bool = False,
+    reverse: bool = False,
+    state_dtype: DTypeLike | None = None,
+    platform: PlatformLike | None = None,
+    config: Any | None = None,
+) -> tuple[Float[Array, '*B T R V'], Float[Array, '... H D V']]: ...
+
+def gated_linear_attention(
+    q: Float[AnyArray, '*B T H D'],
+    k: Float[AnyArray, '*B T H D'],
+    v: Float[AnyArray, '*B T H V'],
+    g: Float[AnyArray, '*B T H D'],
+    *,
+    initial_state: Float[AnyArray, '... H D V'] | None = None,
+    cu_seqlens: Int[Numbers, ' N+1'] | None = None,
+    segment_ids: Int[Numbers, '*B T'] | None = None,
+    state_indices: Int[Numbers, ' B'] | None = None,
+    scale: float | None = None,
+    reverse: bool = False,
+    state_dtype: DTypeLike | None = None,
+    platform: PlatformLike | None = None,
+    config: Any | None = None,
+) -> tuple[Float[Array, '*B T R V'], Float[Array, '... H D V']]: ...
+
+def gated_rms_norm(
+    x: Float[AnyArray, '*B C'],
+    z: Float[AnyArray, '*B C'] | None = None,
+    weight: Float[AnyArray, ' C'] | None = None,
+    *,
+    activation: str = 'silu',
+    norm_before_gate: bool = False,
+    group_size: int | None = None,
+    eps: float = 1e-06,
+    platform: PlatformLike | None = None,
+    config: Any | None = None,
+) -> Float[Array, '*B C']: ...
+
+def kernel_delta_attention(
+    q: Float[AnyArray, '*B T H D'],
+    k: Float[AnyArray, '*B T H D'],
+    v: Float[AnyArray, '*B T H V'],
+    g: Float[AnyArray, '*B T H *D'],
+    beta: Float[AnyArray, '*B T H'],
+    *,
+    A_log: Float[AnyArray, ' H'] | None = None,
+    dt_bias: Float[AnyArray, ' H *D'] | None = None,
+    initial_state: Float[AnyArray, '... H D V'] | None = None,
+    cu_seqlens: Int[Numbers, ' N+1'] | None = None,
+    segment_ids: Int[Numbers, '*B T'] | None = None,
+    state_indices: Int[Numbers, ' B'] | None = None,
+    scale: float | None = None,
+    use_qk_l2norm: bool = False,
+    gate: Literal['log', 'softplus', 'bounded'] = 'log',
+    lower_bound: float | None = None,
+    beta_sigmoid: bool = False,
+    allow_neg_eigval: bool = False,
+    reverse: bool = False,
+    state_dtype: DTypeLike | None = None,
+    platform: PlatformLike | None = None,
+    config: Any | None = None,
+) -> tuple[Float[Array, '*B T R V'], Float[Array, '... H D V']]: ...
+
+def lightning_attention(
+    q: Float[AnyArray, '*B T H D'],
+    k: Float[AnyArray, '*B T H D'],
+    v: Float[AnyArray, '*B T H V'],
+    *,
+    initial_state: Float[AnyArray, '... H D V'] | None = None,
+    cu_seqlens: Int[Numbers, ' N+1'] | None = None,
+    segment_ids: Int[Numbers, '*B T'] | None = None,
+    state_indices: Int[Numbers, ' B'] | None = None,
+    layer_index: int = 0,
+    num_layers: int = 1,
+    scale: float | None = None,
+    reverse: bool = False,
+    state_dtype: DTypeLike | None = None,
+    platform: PlatformLike | None = None,
+    config: Any | None = None,
+    slopes: Literal['minimax', 'fla'] | None | Float[AnyArray, ' H'] = 'minimax',
+) -> tuple[Float[Array, '*B T R V'], Float[Array, '... H D V']]: ...
+
+def linear_attention(
+    q: Float[AnyArray, '*B T H D'],
+    k: Float[AnyArray, '*B T H D'],
+    v: Float[AnyArray, '*B T H V'],
+    *,
+    g: Float[AnyArray, '*B T H'] | None = None,
+    gk: Float[AnyArray, '*B T H D'] | None = None,
+    gv: Float[AnyArray, '*B T H V'] | None = None,
+    g_gamma: Float[AnyArray, ' H'] | None = None,
+    initial_state: State | None = None,
+    cu_seqlens: Int[Numbers, ' N+1'] | None = None,
+    segment_ids: Int[Numbers, '*B T'] | None = None,
+    state_indices: Int[Numbers, ' B'] | None = None,
+    scale: float | None = None,
+    normalize: bool = False,
+    reverse: bool = False,
+    state_dtype: DTypeLike | None = None,
+    platform: PlatformLike | None = None,
+    config: Any | None = None,
+) -> tuple[Float[Array, '*B T R V'], FinalState]: ...
+
+@overload
+def paged_attention(
+    q: Float[AnyArray, '*B N H D'],
+    cache: PagedKVCache | PagedLatentCache,
+    *,
+    sinks: Float[Numbers, ' H *n'] | None = None,
+    return_lse: Literal[False] = False,
+    sliding_window: int | tuple[int | None, int | None] | None = None,
+    logits_soft_cap: float | None = None,
+    softmax_scale: float | None = None,
+    platform: PlatformLike | None = None,
+    config: Any | None = None,
+) -> Float[Array, '*B N H V']: ...
+
+@overload
+def paged_attention(
+    q: Float[AnyArray, '*B N H D'],
+    cache: PagedKVCache | PagedLatentCache,
+    *,
+    sinks: Float[Numbers, ' H *n'] | None = None,
+    return_lse: Literal[True],
+    sliding_window: int | tuple[int | None, int | None] | None = None,
+    logits_soft_cap: float | None = None,
+    softmax_scale: float | None = None,
+    platform: PlatformLike | None = None,
+    config: Any | None = None,
+) -> tuple[Float[Array, '*B N H V'], Float[Array, '*B N H']]: ...
+
+@overload
+def paged_attention(
+    q: Float[AnyArray, '*B N H D'],
+    cache: PagedKVCache | PagedLatentCache,
+    *,
+    sinks: Float[Numbers, ' H *n'] | None = None,
+    return_lse: bool,
+    sliding_window: int | tuple[int | None, int | None] | None = None,
+    logits_soft_cap: float | None = None,
+    softmax_scale: float | None = None,
+    platform: PlatformLike | None = None,
+    config: Any | None = None,
+) -> Float[Array, '*B N H V'] | tuple[Float[Array, '*B N H V'], Float[Array, '*B N H']]: ...
+
+@overload
+def prefill_paged_attention(
+    q: Float[AnyArray, '*B T H D'],
+    cache: PagedKVCache | PagedLatentCache,
+    *,
+    query_start_loc: Int[Numbers, ' N+1'],
+    max_query_len: int | None = None,
+    sinks: Float[Numbers, ' H *n'] | None = None,
+    return_lse: Literal[False] = False,
+    sliding_window: int | tuple[int | None, int | None] | None = None,
+    logits_soft_cap: float | None = None,
+    softmax_scale: float | None = None,
+    platform: PlatformLike | None = None,
+    config: Any | None = None,
+) -> Float[Array, '*B T H V']: ...
+
+@overload
+def prefill_paged_attention(
+    q: Float[AnyArray, '*B T H D'],
+    cache: PagedKVCache | PagedLatentCache,
+    *,
+    query_start_loc: Int[Numbers, ' N+1'],
+    max_query_len: int | None = None,
+    sinks: Float[Numbers, ' H *n'] | None = None,
+    return_lse: Literal[True],
+    sliding_window: int | tuple[int | None, int | None] | None = None,
+    logits_soft_cap: float | None = None,
+    softmax_scale: float | None = None,
+    platform: PlatformLike | None = None,
+    config: Any | None = None,
+) -> tuple[Float[Array, '*B T H V'], Float[Array, '*B T H']]: ...
+
+@overload
+def prefill_paged_attention(
+    q: Float[AnyArray, '*B T H D'],
+    cache: PagedKVCache | PagedLatentCache,
+    *,
+    query_start_loc: Int[Numbers, ' N+1'],
+    max_query_len: int | None = None,
+    sinks: Float[Numbers, ' H *n'] | None = None,
+    return_lse: bool,
+    sliding_window: int | tuple[int | None, int | None] | None = None,
+    logits_soft_cap: float | None = None,
+    softmax_scale: float | None = None,
+    platform: PlatformLike | None = None,
+    config: Any | None = None,
+) -> Float[Array, '*B T H V'] | tuple[Float[Array, '*B T H V'], Float[Array, '*B T H']]: ...
+
+@overload
+def ragged_decode_attention(
+    q: Float[AnyArray, '*B H D'],
+    k: Float[AnyArray, '*B S K D'],
+    v: Float[AnyArray, '*B S K V'],
+    start: int | Int[Numbers, '*B'],
+    end: int | Int[Numbers, '*B'],
+    *,
+    sinks: Float[Numbers, ' H *n'] | None = None,
+    return_lse: Literal[False] = False,
+    sliding_window: int | tuple[int | None, int | None] | None = None,
+    logits_soft_cap: float | None = None,
+    softmax_scale: float | None = None,
+    platform: PlatformLike | None = None,
+    config: Any | None = None,
+) -> Float[Array, '*B H V']: ...
+
+@overload
+def ragged_decode_attention(
+    q: Float[AnyArray, '*B H D'],
+    k: Float[AnyArray, '*B S K D'],
+    v: Float[AnyArray, '*B S K V'],
+    start: int | Int[Numbers, '*B'],
+    end: int | Int[Numbers, '*B'],
+    *,
+    sinks: Float[Numbers, ' H *n'] | None = None,
+    return_lse: Literal[True],
+    sliding_window: int | tuple[int | None, int | None] | None = None,
+    logits_soft_cap: float | None = None,
+    softmax_scale: float | None = None,
+    platform: PlatformLike | None = None,
+    config: Any | None = None,
+) -> tuple[Float[Array, '*B H V'], Float[Array, '*B H']]: ...
+
+@overload
+def ragged_decode_attention(
+    q: Float[AnyArray, '*B H D'],
+    k: Float[AnyArray, '*B S K D'],
+    v: Float[AnyArray, '*B S K V'],
+    start: int | Int[Numbers, '*B'],
+    end: int | Int[Numbers, '*B'],
+    *,
+    sinks: Float[Numbers, ' H *n'] | None = None,
+    return_lse: bool,
+    sliding_window: int | tuple[int | None, int | None] | None = None,
+    logits_soft_cap: float | None = None,
+    softmax_scale: float | None = None,
+    platform: PlatformLike | None = None,
+    config: Any | None = None,
+) -> Float[Array, '*B H V'] | tuple[Float[Array, '*B H V'], Float[Array, '*B H']]: ...
+
+@overload
+def ragged_paged_attention(
+    q: Float[AnyArray, '*B T H D'],
+    cache: PagedKVCache | PagedLatentCache,
+    k: None = None,
+    v: None = None,
+    *,
+    query_start_loc: Int[Numbers, ' N+1'],
+    max_query_len: int | None = None,
+    sinks: Float[Numbers, ' H *n'] | None = None,
+    return_lse: Literal[False] = False,
+    sliding_window: int | tuple[int | None, int | None] | None = None,
+    logits_soft_cap: float | None = None,
+    softmax_scale: float | None = None,
+    append: bool = False,
+    platform: PlatformLike | None = None,
+    config: Any | None = None,
+) -> Float[Array, '*B T H V']: ...
+
+@overload
+def ragged_paged_attention(
+    q: Float[AnyArray, '*B T H D'],
+    cache: PagedKVCache | PagedLatentCache,
+    k: None = None,
+    v: None = None,
+    *,
+    query_start_loc: Int[Numbers, ' N+1'],
+    max_query_len: int | None = None,
+    sinks: Float[Numbers, ' H *n'] | None = None,
+    return_lse: Literal[True],
+    sliding_window: int | tuple[int | None, int | None] | None = None,
+    logits_soft_cap: float | None = None,
+    softmax_scale: float | None = None,
+    append: bool = False,
+    platform: PlatformLike | None = None,
+    config: Any | None = None,
+) -> tuple[Float[Array, '*B T H V'], Float[Array, '*B T H']]: ...
+
+@overload
+def ragged_paged_attention(
+    q: Float[AnyArray, '*B T H D'],
+    cache: C,
+    k: Float[AnyArray, 'T *K D'],
+    v: Float[AnyArray, 'T *K V'],
+    *,
+    query_start_loc: Int[Numbers, ' N+1'],
+    max_query_len: int | None = None,
+    sinks: Float[Numbers, ' H *n'] | None = None,
+    return_lse: Literal[False] = False,
+    sliding_window: int | tuple[int | None, int | None] | None = None,
+    logits_soft_cap: float | None = None,
+    softmax_scale: float | None = None,
+    append: bool = False,
+    platform: PlatformLike | None = None,
+    config: Any | None = None,
+) -> tuple[Float[Array, '*B T H V'], C]: ...
+
+@overload
+def ragged_paged_attention(
+    q: Float[AnyArray, '*B T H D'],
+    cache: C,
+    k: Float[AnyArray, 'T *K D'],
+    v: Float[AnyArray, 'T *K V'],
+    *,
+    query_start_loc: Int[Numbers, ' N+1'],
+    max_query_len: int | None = None,
+    sinks: Float[Numbers, ' H *n'] | None = None,
+    return_lse: Literal[True],
+    sliding_window: int | tuple[int | None, int | None] | None = None,
+    logits_soft_cap: float | None = None,
+    softmax_scale: float | None = None,
+    append: bool = False,
+    platform: PlatformLike | None = None,
+    config: Any | None = None,
+) -> tuple[Float[Array, '*B T H V'], Float[Array, '*B T H'], C]: ...
+
+@overload
+def scaled_dot_product_attention(
+    query: Float[AnyArray, '*B T H D'],
+    key: Float[AnyArray, '*B S K D'],
+    value: Float[AnyArray, '*B S K V'],
+    bias: Float[AnyArray, '#*B #H #T #S'] | None = None,
+    mask: Bool[Numbers, '#*B #H #T #S'] | None = None,
+    *,
+    return_residual: Literal[False] = False,
+    scale: float | None = None,
+    is_causal: bool = False,
+    query_seq_lengths: Int[Numbers, '*B'] | None = None,
+    key_value_seq_lengths: Int[Numbers, '*B'] | None = None,
+    local_window_size: int | tuple[int, int] | None = None,
+    deterministic: bool = False,
+    platform: PlatformLike | None = None,
+    config: Any | None = None,
+) -> Output: ...
+
+@overload
+def scaled_dot_product_attention(
+    query: Float[AnyArray, '*B T H D'],
+    key: Float[AnyArray, '*B S K D'],
+    value: Float[AnyArray, '*B S K V'],
+    bias: Float[AnyArray, '#*B #H #T #S'] | None = None,
+    mask: Bool[Numbers, '#*B #H #T #S'] | None = None,
+    *,
+    return_residual: Literal[True],
+    scale: float | None = None,
+    is_causal: bool = False,
+    query_seq_lengths: Int[Numbers, '*B'] | None = None,
+    key_value_seq_lengths: Int[Numbers, '*B'] | None = None,
+    local_window_size: int | tuple[int, int] | None = None,
+    deterministic: bool = False,
+    platform: PlatformLike | None = None,
+    config: Any | None = None,
+) -> WithLse: ...
+
+@overload
+def scaled_dot_product_attention(
+    query: Float[AnyArray, '*B T H D'],
+    key: Float[AnyArray, '*B S K D'],
+    value: Float[AnyArray, '*B S K V'],
+    bias: Float[AnyArray, '#*B #H #T #S'] | None = None,
+    mask: Bool[Numbers, '#*B #H #T #S'] | None = None,
+    *,
+    return_residual: bool,
+    scale: float | None = None,
+    is_causal: bool = False,
+    query_seq_lengths: Int[Numbers, '*B'] | None = None,
+    key_value_seq_lengths: Int[Numbers, '*B'] | None = None,
+    local_window_size: int | tuple[int, int] | None = None,
+    deterministic: bool = False,
+    platform: PlatformLike | None = None,
+    config: Any | None = None,
+) -> Output | WithLse: ...
+
+def state_space_v1(
+    x: Float[AnyArray, '*B T I'],
+    dt: Float[AnyArray, '*B T I'],
+    A: Float[AnyArray, 'I N'],
+    B: Float[AnyArray, '*B T *G N'],
+    C: Float[AnyArray, '*B T *G N'],
+    *,
+    D: Float[AnyArray, ' I'] | None = None,
+    z: Float[AnyArray, '*B T I'] | None = None,
+    dt_bias: Float[AnyArray, ' I'] | None = None,
+    initial_state: Float[AnyArray, '... I N'] | None = None,
+    cu_seqlens: Int[Numbers, ' S+1'] | None = None,
+    segment_ids: Int[Numbers, '*B T'] | None = None,
+    state_indices: Int[Numbers, ' B'] | None = None,
+    dt_softplus: bool = False,
+    num_groups: int = 1,
+    reverse: bool = False,
+    state_dtype: DTypeLike | None = None,
+    platform: PlatformLike | None = None,
+    config: Any | None = None,
+) -> tuple[Float[Array, '*B T I'], Float[Array, '... I N']]: ...
+
+def state_space_v2(
+    x: Float[AnyArray, '*B T H P'],
+    dt: Float[AnyArray, '*B T H'],
+    A: Float[AnyArray, ' H'],
+    B: Float[AnyArray, '*B T G N'],
+    C: Float[AnyArray, '*B T G N'],
+    *,
+    D: Float[AnyArray, ' H *P'] | None = None,
+    z: Float[AnyArray, '*B T H P'] | None = None,
+    dt_bias: Float[AnyArray, ' H'] | None = None,
+    norm_weight: Float[AnyArray, 'H P'] | None = None,
+    initial_state: Float[AnyArray, '... H P N'] | None = None,
+    cu_seqlens: Int[Numbers, ' S+1'] | None = None,
+    segment_ids: Int[Numbers, '*B T'] | None = None,
+    state_indices: Int[Numbers, ' B'] | None = None,
+    dt_softplus: bool = False,
+    dt_limit: tuple[float, float] | None = None,
+    norm: Literal['group', 'whole'] | None = None,
+    norm_eps: float = 1e-05,
+    reverse: bool = False,
+    state_dtype: DTypeLike | None = None,
+    platform: PlatformLike | None = None,
+    config: Any | None = None,
+) -> tuple[Float[Array, '*B T H P'], Float[Array, '... H P N']]: ...
+
+@overload
+def unified_attention(
+    q: Float[AnyArray, '*B T H D'],
+    cache: PagedKVCache | PagedLatentCache,
+    *,
+    query_start_loc: Int[Numbers, ' N+1'],
+    max_query_len: int | None = None,
+    alibi_slopes: Float[Numbers, ' H'] | None = None,
+    qq_bias: Float[AnyArray, 'Q Q'] | None = None,
+    sinks: Float[Numbers, ' H *n'] | None = None,
+    return_lse: Literal[False] = False,
+    sliding_window: int | tuple[int | None, int | None] | None = None,
+    logits_soft_cap: float | None = None,
+    softmax_scale: float | None = None,
+    platform: PlatformLike | None = None,
+    config: Any | None = None,
+) -> Float[Array, '*B T H V']: ...
+
+@overload
+def unified_attention(
+    q: Float[AnyArray, '*B T H D'],
+    cache: PagedKVCache | PagedLatentCache,
+    *,
+    query_start_loc: Int[Numbers, ' N+1'],
+    max_query_len: int | None = None,
+    alibi_slopes: Float[Numbers, ' H'] | None = None,
+    qq_bias: Float[AnyArray, 'Q Q'] | None = None,
+    sinks: Float[Numbers, ' H *n'] | None = None,
+    return_lse: Literal[True],
+    sliding_window: int | tuple[int | None, int | None] | None = None,
+    logits_soft_cap: float | None = None,
+    softmax_scale: float | None = None,
+    platform: PlatformLike | None = None,
+    config: Any | None = None,
+) -> tuple[Float[Array, '*B T H V'], Float[Array, '*B T H']]: ...
+
+@overload
+def unified_attention(
+    q: Float[AnyArray, '*B T H D'],
+    cache: PagedKVCache | PagedLatentCache,
+    *,
+    query_start_loc: Int[Numbers, ' N+1'],
+    max_query_len: int | None = None,
+    alibi_slopes: Float[Numbers, ' H'] | None = None,
+    qq_bias: Float[AnyArray, 'Q Q'] | None = None,
+    sinks: Float[Numbers, ' H *n'] | None = None,
+    return_lse: bool,
+    sliding_window: int | tuple[int | None, int | None] | None = None,
+    logits_soft_cap: float | None = None,
+    softmax_scale: float | None = None,
+    platform: PlatformLike | None = None,
+    config: Any | None = None,
+) -> Float[Array, '*B T H V'] | tuple[Float[Array, '*B T H V'], Float[Array, '*B T H']]: ...

@@ -1,0 +1,268 @@
+"""Operations as functions: what their modules give, whatever is around the call, and one mechanism for all of them."""
+
+import concurrent.futures
+import functools
+import importlib
+import inspect
+import sys
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+import ejkernel_eqx as ejx
+from ejkernel_eqx import functional
+from ejkernel_eqx.attention.xla import XlaConfig, XlaTile
+from ejkernel_eqx.dispatch import device_facts, kernel_registry, memory_cache, Platform, to_dict, user_caches
+from ejkernel_eqx.dispatch.persistent import store
+from ejkernel_eqx.tuning.result import record_for
+from tests import functional_stub
+from tests.compilations import compilations
+
+INTERNAL: Any = functional
+OPERATIONS = functional_stub.operations()
+by_operation = pytest.mark.parametrize("cls", OPERATIONS, ids=lambda cls: cls.operation)
+
+
+def normal(seed: int, *shape: int) -> jax.Array:
+    return jax.random.normal(jax.random.key(seed), shape)
+
+
+def cache() -> ejx.PagedKVCache:
+    pages = ejx.PagedKVCache.init(3, 4, 2, 8).append(normal(1, 9, 2, 8), normal(2, 9, 2, 8), jnp.arange(9))
+    return pages.bind(jnp.array([[0, 1, 2]]), jnp.array([9]))
+
+
+q, k, v = (normal(seed, 6, 2, 8) for seed in range(3))
+g, beta = -jnp.exp(normal(3, 6, 2, 8)), jax.nn.sigmoid(normal(4, 6, 2))
+x, dt, A = normal(5, 6, 4), jax.nn.softplus(normal(6, 6, 4)), -jnp.exp(normal(7, 4, 3))
+B, C = normal(8, 6, 3), normal(9, 6, 3)
+starts = {"query_start_loc": jnp.array([0, 6])}
+CALLS: dict[str, tuple[dict[str, Any], tuple[Any, ...], dict[str, Any]]] = {
+    "attention": (dict(causal=True), (q, k, v), {}),
+    "causal_conv1d": (dict(activation="silu"), (x, normal(1, 4, 3)), {}),
+    "delta_rule": (dict(use_qk_l2norm=True), (q, k, v, beta), {}),
+    "flash_attention": (dict(causal=True, sliding_window=3), (q, k, v), dict(return_lse=True)),
+    "gated_delta_rule": (dict(reverse=True), (q, k, v, g[..., 0], beta), {}),
+    "gated_linear_attention": (dict(scale=0.3), (q, k, v, g), {}),
+    "gated_rms_norm": (dict(activation="sigmoid", eps=1e-3), (x, dt), {}),
+    "kernel_delta_attention": (dict(use_qk_l2norm=True), (q, k, v, g, beta), {}),
+    "lightning_attention": (dict(slopes="fla"), (q, k, v), {}),
+    "linear_attention": (dict(normalize=True), (jnp.exp(q), jnp.exp(k), v), {}),
+    "paged_attention": (dict(softmax_scale=0.2), (q[:1], cache()), dict(return_lse=True)),
+    "prefill_paged_attention": (dict(sliding_window=4), (q, cache()), starts),
+    "ragged_decode_attention": (dict(softmax_scale=0.2), (q[0], k[None], v[None], 1, 5), {}),
+    "ragged_paged_attention": (dict(append=True), (q, cache(), k, v), starts),
+    "scaled_dot_product_attention": (dict(deterministic=True), (q, k, v), dict(is_causal=True)),
+    "state_space_v1": (dict(dt_softplus=True), (x, dt, A, B, C), {}),
+    "state_space_v2": (
+        dict(norm="whole"),
+        (q, dt[:, :2], A[:2, 0], B[:, None], C[:, None]),
+        dict(norm_weight=normal(1, 2, 8)),
+    ),
+    "unified_attention": (dict(logits_soft_cap=2.0), (q, cache()), starts | dict(alibi_slopes=jnp.ones(2))),
+}
+
+
+def same(a: Any, b: Any) -> None:
+    assert jax.tree.structure(a) == jax.tree.structure(b)
+    for one, other in zip(jax.tree.leaves(a), jax.tree.leaves(b), strict=True):
+        np.testing.assert_array_equal(one, other)
+
+
+def test_every_operation_has_its_function():
+    assert CALLS.keys() == {cls.operation for cls in OPERATIONS}
+    assert {name for name in kernel_registry.list_operations() if "." not in name} >= CALLS.keys()
+    for name in CALLS:
+        assert callable(getattr(ejx, name)) and getattr(functional, name).operation == name
+
+
+def test_operations_of_the_package_are_exported():
+    """One that is registered by the package, and not by a test, has a class there."""
+    ours = {
+        operation
+        for operation in kernel_registry.list_operations()
+        for i in kernel_registry.ordered(operation)
+        if str(i.target).startswith("ejkernel_eqx.")
+    }
+    assert {name for name in ours if not name.startswith("tests.")} == CALLS.keys()
+
+
+@pytest.mark.few(6)
+@by_operation
+def test_gives_what_the_module_gives(cls):
+    options, args, others = CALLS[cls.operation]
+    expected = cls(**options)(*args, **others)
+    same(getattr(ejx, cls.operation)(*args, **others, **options), expected)
+
+
+@by_operation
+def test_signature_and_documentation(cls):
+    function = getattr(functional, cls.operation)
+    parameters = inspect.signature(function).parameters
+    call, options = (list(inspect.signature(f).parameters)[1:] for f in (cls.__call__, cls.__init__))
+    assert set(parameters) == {*call, *options} - {"tune_for"}
+    positional = [n for n, p in parameters.items() if p.kind is p.POSITIONAL_OR_KEYWORD]
+    assert positional == call[: len(positional)]
+    assert function.__name__ == cls.operation and cls.__name__ in function.__doc__
+    assert "**Options:**" in function.__doc__ and "- `tune_for`" not in function.__doc__
+
+
+def test_the_stub_is_that_of_the_classes():
+    expected = functional_stub.stub()
+    assert functional_stub.STUB.read_text(encoding="utf-8") == expected, "run python -m tests.functional_stub"
+
+
+def test_the_package_of_attention_is_called_as_its_function():
+    package: Any = importlib.import_module("ejkernel_eqx.attention")
+
+    assert ejx.attention is package is sys.modules["ejkernel_eqx.attention"]
+    assert package.Mask is ejx.Mask
+    assert inspect.signature(package) == inspect.signature(functional.attention)
+    same(jax.jit(ejx.attention)(q, k, v), functional.attention(q, k, v))
+
+
+def test_transformations():
+    def loss(attend, q, k, v):
+        return (attend(q, k, v) ** 2).sum()
+
+    module = ejx.FlashAttention(causal=True)
+    function = functools.partial(ejx.flash_attention, causal=True)
+    batch = [jnp.stack([x, 2 * x]) for x in (q, k, v)]
+    for transformed in (
+        lambda attend: jax.jit(attend)(q, k, v),
+        lambda attend: jax.grad(functools.partial(loss, attend), (0, 1, 2))(q, k, v),
+        lambda attend: jax.vmap(attend)(*batch),
+    ):
+        same(transformed(function), transformed(module))
+
+
+def test_equal_options_are_compiled_once():
+    attend = lambda: ejx.flash_attention(q, k, v, causal=True, softmax_scale=0.125)
+    attend()
+    with compilations() as found:
+        attend()
+        ejx.flash_attention(q, k, v, softmax_scale=0.125, causal=True)
+    assert not found
+    with compilations() as found:
+        ejx.flash_attention(q, k, v, causal=True, softmax_scale=0.126)
+    assert found
+
+
+def test_modules_are_kept_up_to_a_number():
+    INTERNAL._kept.cache_clear()
+    for n in range(functional.MODULES_KEPT + 20):
+        INTERNAL._module(ejx.GatedRMSNorm, {"eps": 1e-6 * (n + 1)})
+    assert INTERNAL._kept.cache_info().currsize == functional.MODULES_KEPT
+    before = INTERNAL._kept.cache_info().hits
+    ejx.gated_rms_norm(x, eps=1e-6 * (functional.MODULES_KEPT + 20))
+    assert INTERNAL._kept.cache_info().hits == before + 1
+
+
+def test_threads():
+    def call(n: int) -> Any:
+        return ejx.flash_attention(q, k, v, causal=bool(n % 2), softmax_scale=0.1 + n % 3)
+
+    with concurrent.futures.ThreadPoolExecutor(8) as pool:
+        found = list(pool.map(call, range(12)))
+    for n, out in enumerate(found):
+        same(out, ejx.FlashAttention(bool(n % 2), softmax_scale=0.1 + n % 3)(q, k, v))
+
+
+def chosen(**options: Any) -> tuple[str, Any]:
+    """What a call runs with, from which tier."""
+    with ejx.recording() as found:
+        jax.eval_shape(lambda: ejx.flash_attention(q, k, v, platform="xla", **options))
+    (invocation,) = found
+    return invocation.tier.value, invocation.config
+
+
+TILES = XlaConfig(XlaTile(16, 32), XlaTile(32, 16))
+
+
+def test_what_is_open_around_a_call_counts():
+    assert chosen()[0] != "overlay"
+    with ejx.overlay_cache({"flash_attention": TILES}):
+        assert chosen() == ("overlay", TILES)
+    assert chosen()[0] != "overlay"
+    assert chosen(config=TILES) == ("override", TILES)
+
+
+def test_what_is_tuned_later_is_taken():
+    """By calls that JAX has compiled before, too."""
+    before = chosen()
+    implementation = kernel_registry.get("flash_attention", Platform.XLA)
+    with ejx.recording() as found:
+        jax.eval_shape(lambda: ejx.flash_attention(q, k, v, platform="xla"))
+    (invocation,) = found
+    record = record_for(invocation.problem, implementation, config=to_dict(TILES), ms={"forward": 1.0})
+    ejx.flash_attention(q, k, v, platform="xla")
+    with compilations() as unchanged:
+        ejx.flash_attention(q, k, v, platform="xla")
+    try:
+        store(implementation, record, device_facts())
+        with compilations() as compiled:
+            ejx.flash_attention(q, k, v, platform="xla")
+        assert before[1] != TILES and chosen() == ("memory", TILES)
+        assert compiled and not unchanged
+    finally:
+        memory_cache.clear()
+        for known in user_caches():
+            known.clear()
+
+
+def test_slopes_are_an_option_or_an_argument():
+    slopes = jnp.array([0.1, 0.4])
+    expected = ejx.LightningAttention(slopes=None, scale=0.5)(q, k, v, slopes=slopes)
+    same(ejx.lightning_attention(q, k, v, slopes=slopes, scale=0.5), expected)
+    gradient = jax.grad(lambda slopes: ejx.lightning_attention(q, k, v, slopes=slopes)[0].sum())(slopes)
+    assert jnp.all(gradient != 0)
+
+
+def test_explained_as_a_call():
+    (choice,) = ejx.explain(functools.partial(ejx.flash_attention, causal=True), q, k, v).choices
+    assert choice.operation == "flash_attention"
+
+
+WRONG: dict[str, tuple[dict[str, Any], type[Exception], list[str]]] = {
+    "unknown name": (dict(casual=True), TypeError, ["flash_attention: expected some of q, k, v", "'casual'"]),
+    "tune_for": (
+        dict(tune_for=(q, k, v)),
+        TypeError,
+        ["ejx.tune(flash_attention", "FlashAttention(tune_for="],
+    ),
+    "unhashable": (
+        dict(causal=True, sliding_window=[1, 0]),
+        ValueError,
+        ["sliding_window: expected a hashable", "received list", "FlashAttention(sliding_window="],
+    ),
+    "array": (dict(softmax_scale=jnp.ones(())), ValueError, ["softmax_scale: expected a hashable"]),
+    "platform": (
+        dict(platform="tritn"),
+        ValueError,
+        ["platform: expected one of 'cuda'", "received 'tritn'"],
+    ),
+    "option": (dict(dropout_rate=2.0), ValueError, ["dropout_rate: expected a probability", "2.0"]),
+}
+
+
+@pytest.mark.parametrize("case", WRONG)
+def test_wrong_calls(case, unchecked):
+    given, error, words = WRONG[case]
+    with pytest.raises(error) as raised:
+        ejx.flash_attention(q, k, v, **given)
+    assert all(word in str(raised.value) for word in words), raised.value
+
+
+def test_missing_and_positional_arguments():
+    with pytest.raises(TypeError, match=r"flash_attention: .*'v'.*expected flash_attention\(q, k, v\)"):
+        functional.flash_attention(q, k)  # pyright: ignore
+    with pytest.raises(TypeError, match="too many positional"):
+        functional.flash_attention(q, k, v, True)  # pyright: ignore
+
+
+def test_traced_options():
+    with pytest.raises(ValueError, match=r"softmax_scale: expected a Python value.*traced"):
+        jax.jit(lambda scale: ejx.flash_attention(q, k, v, softmax_scale=scale))(0.1)
