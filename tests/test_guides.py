@@ -2,6 +2,7 @@
 
 import pathlib
 import re
+import sys
 
 import jax
 import pytest
@@ -23,6 +24,9 @@ def test_pages_are_found():
 @pytest.mark.parametrize("page", PAGES)
 def test_snippets(page, monkeypatch, tmp_path):
     monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(sys, "path", [*sys.path])
+    (tmp_path / "examples").symlink_to(ROOT / "examples")  # as in a copy of the repository
+    loaded = set(sys.modules)
     monkeypatch.setenv("EJKERNEL_EQX_CACHE_DIR", str(tmp_path / "cache"))
     text = (ROOT / page).read_text(encoding="utf-8")
     # Blank lines for what stands between the blocks: an error names the line of the page.
@@ -32,3 +36,5 @@ def test_snippets(page, monkeypatch, tmp_path):
         end = block.end(1)
     with jax.numpy_rank_promotion("allow"), jax.numpy_dtype_promotion("standard"):  # as a reader has them
         exec(compile("".join(program), page, "exec"), {"__name__": "guide"})
+    for name in {path.stem for path in (ROOT / "examples").glob("*.py")} - loaded:
+        sys.modules.pop(name, None)
