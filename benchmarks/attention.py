@@ -354,7 +354,7 @@ def markdown(content: Mapping[str, Any], picture: str | None) -> str:
     if content["features"]:
         parts += ["Options relative to plain attention:", report.markdown_table(*_feature_table(content))]
     if picture is not None:
-        parts.append(f"![Attention, TFLOP/s and the price of the options]({picture})")
+        parts.insert(1, f"![Attention, TFLOP/s and the price of the options]({picture})")
     return "\n\n".join(parts) + "\n"
 
 

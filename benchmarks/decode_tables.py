@@ -60,5 +60,5 @@ def markdown(content: Mapping[str, Any], picture: str | None) -> str:
     parts = [report.environment_line(content["environment"]), card_line(content)]
     parts += _tables(content, report.markdown_table, lambda kind, table: f"{kind}:\n\n{table}")
     if picture is not None:
-        parts.append(f"![Decoding: achieved bandwidth over context and page size]({picture})")
+        parts.insert(1, f"![Decoding: achieved bandwidth over context and page size]({picture})")
     return "\n\n".join(parts) + "\n"

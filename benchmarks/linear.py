@@ -273,7 +273,7 @@ def markdown(content: Mapping[str, Any], picture: str | None) -> str:
         if rows := [_cells(row) for row in content["rows"] if row["direction"] == direction]:
             parts += [f"{direction}:", report.markdown_table(HEADER, rows)]
     if picture is not None:
-        parts.append(f"![Speed of the linear-time family over its peers]({picture})")
+        parts.insert(1, f"![Speed of the linear-time family over its peers]({picture})")
     return "\n\n".join(parts) + "\n"
 
 

@@ -1,20 +1,40 @@
-"""Pages whose snippets run as they stand, one behind the other. Those of paged attention and of recurrences have tests beside their families."""
+"""Every Python block of the README and of the pages runs as it stands, one behind the other, with nothing given to it."""
 
 import pathlib
 import re
+import sys
 
 import jax
 import pytest
 
-DOCS = pathlib.Path(__file__).parents[1] / "docs"
+ROOT = pathlib.Path(__file__).parents[1]
+BLOCK = re.compile(r"^```python\n(.*?)^```", re.DOTALL | re.MULTILINE)
+PAGES = [
+    path.relative_to(ROOT).as_posix()
+    for path in [ROOT / "README.md", *sorted((ROOT / "docs").rglob("*.md"))]
+    if BLOCK.search(path.read_text(encoding="utf-8"))
+]
+
+
+def test_pages_are_found():
+    assert {"README.md", "docs/index.md", "docs/guides/recurrence.md"} <= set(PAGES)
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("page", ["guides/attention", "guides/sequences", "guides/recurrent-layers"])
+@pytest.mark.parametrize("page", PAGES)
 def test_snippets(page, monkeypatch, tmp_path):
     monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(sys, "path", [*sys.path])
+    (tmp_path / "examples").symlink_to(ROOT / "examples")  # as in a copy of the repository
+    loaded = set(sys.modules)
     monkeypatch.setenv("EJKERNEL_EQX_CACHE_DIR", str(tmp_path / "cache"))
-    path = DOCS / f"{page}.md"
-    program = "\n".join(re.findall(r"```python\n(.*?)```", path.read_text(encoding="utf-8"), re.DOTALL))
-    with jax.numpy_rank_promotion("allow"):  # a reader's code may broadcast
-        exec(compile(program, path.name, "exec"), {"__name__": "guide"})
+    text = (ROOT / page).read_text(encoding="utf-8")
+    # Blank lines for what stands between the blocks: an error names the line of the page.
+    program, end = [], 0
+    for block in BLOCK.finditer(text):
+        program.append("\n" * text.count("\n", end, block.start(1)) + block[1])
+        end = block.end(1)
+    with jax.numpy_rank_promotion("allow"), jax.numpy_dtype_promotion("standard"):  # as a reader has them
+        exec(compile("".join(program), page, "exec"), {"__name__": "guide"})
+    for name in {path.stem for path in (ROOT / "examples").glob("*.py")} - loaded:
+        sys.modules.pop(name, None)

@@ -143,8 +143,9 @@ class RaggedPagedAttention(Kernel):
             [`ejkernel_eqx.PrefillPagedAttention`][]. With `append` there are no leading axes, and the new tokens have not been written.
         - `k`, `v`: with `append`, and only then, `[T, K, D]` and `[T, K, V]`; for a latent cache the latents `[T, R]` and the rotary keys `[T, Dr]`.
             They go where the tables say; a token without a page, or of no sequence, goes nowhere.
-        - `window`: a sliding window as a value, in the place of the constructor's `sliding_window`: an integer, negative for none. Inside `jit` a chunk of
-            several new tokens then reads the keys of each of them anew; one new token a sequence costs nothing more.
+        - `window`: a sliding window as a value, in the place of the constructor's `sliding_window`: an integer, negative for none.
+            Inside `jit` a chunk of several new tokens then reads the keys of each of them anew; one new token a sequence costs
+            nothing more.
 
         **Returns:**
 
