@@ -7,6 +7,8 @@ import sys
 import jax
 import pytest
 
+import ejkernel_eqx as ejx
+
 ROOT = pathlib.Path(__file__).parents[1]
 BLOCK = re.compile(r"^```python\n(.*?)^```", re.DOTALL | re.MULTILINE)
 PAGES = [
@@ -34,7 +36,9 @@ def test_snippets(page, monkeypatch, tmp_path):
     for block in BLOCK.finditer(text):
         program.append("\n" * text.count("\n", end, block.start(1)) + block[1])
         end = block.end(1)
-    with jax.numpy_rank_promotion("allow"), jax.numpy_dtype_promotion("standard"):  # as a reader has them
+    # A reader's settings, and less effort for each tuning than a reader's.
+    options = ejx.tuning_options(max_candidates=2, time_budget=5, samples=1)
+    with options, jax.numpy_rank_promotion("allow"), jax.numpy_dtype_promotion("standard"):
         exec(compile("".join(program), page, "exec"), {"__name__": "guide"})
     for name in {path.stem for path in (ROOT / "examples").glob("*.py")} - loaded:
         sys.modules.pop(name, None)
