@@ -12,17 +12,17 @@ ROOT = pathlib.Path(__file__).parents[1]
 PROGRAM = """
 import pathlib, sys
 import ejkernel_eqx as ejx
-from ejkernel_eqx.attention import triton
 from ejkernel_eqx.dispatch import Problem, select, snapshot, take_snapshot
 from ejkernel_eqx.dispatch.cache_file import parse
+from ejkernel_eqx.dispatch.registry import Implementation
 
 package = pathlib.Path(ejx.__file__).parent
 assert package.parent == pathlib.Path(sys.argv[1]), package
 file = package / "data" / "nvidia_h200" / "attention.json"
 table = parse(file.read_text(encoding="utf-8"), str(file))
 snapshot.device_facts = lambda: ejx.DeviceFacts.from_dict(table.header["device"])
-triton.unavailable = lambda device: None
-record = table.records[0]
+Implementation.unusable = lambda self, device: None  # whether or not jax-triton works on this machine
+record = next(record for record in table.records if record.platform == "triton")
 selection = select(take_snapshot(record.operation, platform="triton"), Problem.from_dict(record.exact))
 print(selection.tier.value, "|", selection.origin)
 """
