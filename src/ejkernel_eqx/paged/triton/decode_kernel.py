@@ -1,7 +1,6 @@
-"""Few queries of each sequence in Triton: the keys of a sequence split over several programs, then their results merged.
+"""Decoding in Triton, for sequences with few queries: splits the keys of a sequence over several programs and merges their results.
 
-Which keys a program takes follows from its own sequence and static numbers alone, so that what a sequence gets does not depend on the
-others.
+The keys of a program depend only on its own sequence and on static numbers, so the results of a sequence do not depend on the others.
 """
 
 import dataclasses
@@ -214,8 +213,8 @@ def merge_kernel(
 
 
 def decode(call: Call, queries: int) -> dict[str, Array]:
-    """`out` and `lse` of the sequences that have at most `queries` queries, and of tokens of no sequence. The other sequences' are left as
-    they come. If none may have more (`max_query_len`), no program looks whether one has."""
+    """`out` and `lse` of the sequences with at most `queries` queries, and of tokens of no sequence. Those of other sequences are not written.
+    If `max_query_len` rules out longer ones, programs skip the check."""
     tile = call.config.decode
     (heads, kv_heads), values = call.heads, call.values
     rows = queries * call.group
@@ -226,7 +225,7 @@ def decode(call: Call, queries: int) -> dict[str, Array]:
         "BK": tile.block_k,
         "QUERIES": queries,
         "ALONE": alone,
-        # Whoever has more queries than this kernel takes has one more than it takes: buckets of queries share one compiled kernel.
+        # More queries than this kernel takes count as one more than it takes, so that buckets of queries share one compiled kernel.
         "MOST": queries if alone else queries + 1,
         "SPLITS": splits,
         "LEAST": cdiv(call.config.chunk_size, tile.block_k),
@@ -238,7 +237,7 @@ def decode(call: Call, queries: int) -> dict[str, Array]:
         return launch(decode_kernel, tile, call.result_types, programs + _fills(call))
     shape = (call.num_sequences, queries, heads, splits)
     parts = launch(decode_kernel, tile, {"out": result(*shape, values), "lse": result(*shape)}, programs)
-    # What a call does not have is never read; the lengths stand in for it.
+    # Absent arguments are never read; the lengths take their place.
     merge, block_s = dataclasses.replace(launch, absent=call.arrays.q_len), padded(splits, 1)
     step = min(block_s, max(2, _MERGED // padded(values)))
     return merge(
@@ -253,7 +252,7 @@ def decode(call: Call, queries: int) -> dict[str, Array]:
 
 
 def _pairs(call: Call, rows: int) -> int:
-    """How `attend_pairs` takes the pages, 0 where they are not for it."""
+    """How `attend_pairs` reads the pages; 0 if it cannot."""
     arrays = call.arrays
     if arrays.v is None or arrays.v.dtype != arrays.k.dtype or call.dot_dtype == jnp.float32:
         return 0
@@ -262,12 +261,12 @@ def _pairs(call: Call, rows: int) -> int:
 
 
 def _fills(call: Call) -> int:
-    """Programs that look for tokens of no sequence."""
+    """The number of programs that look for tokens of no sequence."""
     return cdiv(call.arrays.q.shape[0], FILLED.value)
 
 
 def num_splits(call: Call, queries: int) -> int:
-    """Of a sequence's keys: no more than its table, or the window of so many queries, can make use of."""
+    """The number of splits of a sequence's keys, limited to what its table, or the window of so many queries, can use."""
     keys = call.arrays.page_table.shape[-1] * call.arrays.k.shape[1]
     if call.spec.left is not None:
         keys = min(keys, call.spec.left + queries + call.config.decode.block_k)

@@ -1,5 +1,5 @@
-"""The kernel for sequences with many queries: one program per tile of rows (queries times the heads that read one key head) of a
-sequence, over its pages."""
+"""The kernel for sequences with many queries: one program per tile of rows (queries times the heads that read one key head) loops over the
+pages of the sequence."""
 
 import triton
 import triton.language as tl
@@ -163,7 +163,7 @@ def prefill_kernel(
 
 
 def prefill(call: Call, results: dict[str, Array], least: int) -> dict[str, Array]:
-    """`results` with the tokens of the sequences that have more than `least` queries written into them, in place."""
+    """Writes the tokens of sequences with more than `least` queries into `results`, in place."""
     tile = call.config.prefill
     tiles = most_tiles(call.arrays.q.shape[0], call.num_sequences, call.group, tile.block_m)
     return call.launch(
@@ -173,7 +173,7 @@ def prefill(call: Call, results: dict[str, Array], least: int) -> dict[str, Arra
         tiles * call.heads[1],
         {f"{name}_before": x for name, x in results.items()},
         aliases={f"{name}_before": name for name in results},
-        # Numbers at run time: buckets of tokens share one compiled kernel.
+        # Run-time numbers, so that buckets of tokens share one compiled kernel.
         LEAST=least,
         MOST=call.spec.max_query_len,
         SCANNED=_SCANNED,

@@ -1,4 +1,4 @@
-"""What the kernels of this family share: what a sequence sees, where its keys lie, and what one tile of keys adds.
+"""Code shared by the kernels of this family: the visible keys of a sequence, their addresses, and the contribution of one tile of keys.
 
 A tile of scores is `[BM, BK]`: its rows are queries times the query heads that read one key head (row `r` is query `r // group`, head
 `r % group` of the group), its columns are consecutive keys. Scores are kept in units of log2, so that `exp2` needs no further

@@ -1,4 +1,4 @@
-"""New tokens written into pages in Triton: in place where the pages are donated, quantised on the way."""
+"""Writes new tokens into pages in Triton, in place if the pages are donated, and quantises them."""
 
 import itertools
 import math
@@ -16,7 +16,7 @@ from ..spec import WriteArrays
 from .tile import HEAD, TOKEN
 
 _PLAIN, _TOKEN, _HEAD = 0, 1, 2
-_FEW, _MANY = 1024, 4096  # elements of a program; many where there are more than `_PROGRAMS` of few
+_FEW, _MANY = 1024, 4096  # elements per program; `_MANY` if `_FEW` would need more than `_PROGRAMS` programs
 _PROGRAMS = 1024
 _LEAST_NORMAL = tl.constexpr(1.1754943508222875e-38)  # of float32
 _ROUNDING = tl.constexpr(12582912.0)  # 1.5 * 2^23: a float32 of that size has no digits behind the point
@@ -109,11 +109,11 @@ def write_kernel(
 
 
 def write(arrays: WriteArrays, *, execute: Execute = run) -> dict[str, Array]:
-    """As `write.write`: pages with leading axes are written each with its own tokens and slots, which then have these axes too."""
+    """As `write.write`: with leading axes on the pages, tokens and slots have these axes too."""
     results = dict(arrays.pages)
-    # What is written in place comes first in a launch, and so do pages whose scales are.
+    # Arrays written in place come first in a launch, and so do pages whose scales are written.
     names = sorted(arrays.new, key=lambda name: _scales_of(arrays, name) != _TOKEN)
-    # Two kinds of pages a launch: keys and values, or latents and their rotated channels.
+    # Two kinds of pages per launch: keys and values, or latents and rotary keys.
     for first in range(0, len(names), 2):
         launch, inputs = write_launch(arrays, names[first : first + 2])
         written = execute(launch, inputs)
@@ -130,10 +130,10 @@ def _scales_of(arrays: WriteArrays, name: str) -> int:
 
 
 def write_launch(arrays: WriteArrays, names: list[str]) -> tuple[Launch, dict[str, Any]]:
-    """The launch for one or two kinds of pages, each with scales or without."""
+    """The launch for one or two kinds of pages, each with or without scales."""
     given, slots, kept = arrays.pages, arrays.slots, arrays.pages[names[0]]
     kv_heads, aliased = kept.shape[-2], ["a", "b"]
-    # Where a call has no second kind, or no scales, neither is read or written.
+    # A missing second kind, or missing scales, are neither read nor written.
     absent = slots if len(names) == 2 else jnp.zeros((1,), slots.dtype)
 
     inputs: dict[str, Array] = {"slots": slots}
