@@ -106,7 +106,7 @@ def _refusal(
     name, known = cls.operation, signature.parameters
     unknown = [f"{argument!r}" for argument in given if argument not in known]
     if "tune_for" in given:
-        return f"{name}: expected the arguments of a call, received tune_for=; use ejx.tune({name}, ...) to tune for a call, or {cls.__name__}(tune_for=...)."
+        return f"{name}: expected the arguments of a call, received tune_for=; use ejx.tune({name}, ...), or {cls.__name__}(tune_for=...)."
     if unknown:
         return f"{name}: expected some of {', '.join(known)}, received {', '.join(unknown)}."
     positional = ", ".join(p.name for p in known.values() if p.kind is _PARAMETER.POSITIONAL_OR_KEYWORD)

@@ -43,9 +43,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
     as_json = "--json" in typed
     try:
         options = parser().parse_args(typed)
-        with contextlib.redirect_stdout(
-            sys.stderr
-        ):  # imported modules may print; only the result goes to standard output
+        # Imported modules may print; only the result goes to standard output.
+        with contextlib.redirect_stdout(sys.stderr):
             _import(options.imports)
             outcome = options.run(options)
             shown = write_json(outcome.document) if as_json else outcome.text()
