@@ -18,8 +18,8 @@ _LARGEST_PART = 256
 
 @dataclasses.dataclass(frozen=True)
 class PagedTile:
-    """A tile of scores: at most `block_m` rows (queries times the heads that read one key head) by `block_k` keys, powers of two
-    from 16, and compiler options."""
+    """A tile of scores, at most `block_m` rows (queries times the heads that read one key head) by `block_k` keys, both powers of two of at
+    least 16, and compiler options."""
 
     block_m: Block
     block_k: Block

@@ -30,12 +30,12 @@ from .tile import (
 )
 from .tile_sizes import MOST_PAIR_ROWS, pairs_fit
 
-_MERGED = 4096  # numbers of partial results that are added in one step
+_MERGED = 4096  # numbers of partial results added in one step
 
 
 @triton.jit
 def splits_of(first, end, BK: tl.constexpr, SPLITS: tl.constexpr, LEAST: tl.constexpr):
-    """First tile and end of those that hold keys `first .. end`, tiles of a split, and the number of splits that have some."""
+    """The first tile and the end of the tiles that hold keys `first .. end`, the tiles per split, and the number of nonempty splits."""
     lo = first // BK
     hi = tl.maximum(tl.cdiv(end, BK), lo)
     size = tl.maximum(tl.cdiv(hi - lo, SPLITS), LEAST)
@@ -60,7 +60,7 @@ def decode_kernel(
     blocks: tl.constexpr = (QUERIES * (H // K) + BM - 1) // BM
     raised: tl.constexpr = RAISED if PAIRS else 0  # pyright: ignore[reportAssignmentType]
     program = tl.program_id(0)
-    # Without splits nothing is merged: the last programs fill in what the merge would.
+    # Without splits there is no merge, so the last programs fill in the remaining tokens.
     if SPLITS == 1:
         if program >= N * (blocks * K):
             fill_rest(program - N * (blocks * K), q_start_ptr, q_len_ptr, out_ptr, lse_ptr, N, T, LONGEST, H, V)  # fmt: skip
@@ -71,7 +71,7 @@ def decode_kernel(
     split = program // (blocks * K) % SPLITS
     n = (program // (blocks * K * SPLITS)).to(tl.int64)
 
-    # Which keys its queries see, and which tiles of those are this split's.
+    # The keys that its queries see, and the tiles of this split among them.
     queries, chunk, first, end = sequence(  # pyright: ignore[reportGeneralTypeIssues]
         n, q_len_ptr, kv_len_ptr, kv_start_ptr, M, PAGE, MOST, LEFT, RANGED)  # fmt: skip
     if not ALONE:
@@ -108,7 +108,7 @@ def decode_kernel(
         peak = tl.full([], LEAST_PEAK, tl.float32)
     else:
         acc = tl.zeros([BM, BLOCK_V], tl.float32)  # [BM, BLOCK_V]
-    # A sink is a key without a value, of weight 1 relative to its own score; of splits the merge adds it, once.
+    # A sink is a key without a value, with weight 1 relative to its own score; with splits, the merge adds it once.
     if SINKS and SPLITS == 1:
         top = tl.load(sinks_ptr + shared * H + h) * LOG2E  # [BM]
         total = tl.exp2(tl.full([BM], raised, tl.float32))  # [BM]
@@ -116,7 +116,7 @@ def decode_kernel(
         top = tl.full([BM], float("-inf"), tl.float32)  # [BM]
         total = tl.zeros([BM], tl.float32)  # [BM]
 
-    # Page numbers come one tile ahead: loads of keys do not wait for them.
+    # Page numbers are loaded one tile ahead, so that loads of keys do not wait for them.
     table = table_ptr + n * M
     page = load_pages(table, lo, end, PAGE, BK)
     for tile in tl.range(lo, hi):
@@ -133,7 +133,7 @@ def decode_kernel(
                 qq_bias_ptr + shared * Q * Q, Q, k_ptr, v_ptr, rope_ptr, k_scale_ptr, v_scale_ptr, rope_scale_ptr, K, D, V, R, BLOCK_D,
                 BLOCK_V, BLOCK_R, LATENT, K_SCALES, V_SCALES, R_SCALES, SCALE, CAP, FAST_TANH, LEFT, ALIBI, QQ, PRECISION, True)  # fmt: skip
 
-    # out = acc / total, lse = top + log2(total): of the sequence, or of the split, for the merge and in its units of log2.
+    # out = acc / total, lse = top + log2(total): for the sequence or, in units of log2, for the split and its merge.
     if PAIRS:
         acc = tl.interleave(acc, acc_odd)  # [BM, BLOCK_V]
         if V_SCALES == TOKEN:
@@ -163,7 +163,7 @@ def merge_kernel(
     LEFT: tl.constexpr, RANGED: tl.constexpr, SINKS: tl.constexpr, QUERIES: tl.constexpr, ALONE: tl.constexpr,
     SPLITS: tl.constexpr, BLOCK_S: tl.constexpr, STEP: tl.constexpr, LEAST: tl.constexpr,
 ):  # fmt: skip
-    # One program for each sequence, query and head, and some for the tokens of no sequence.
+    # One program for each sequence, query and head, and further programs for tokens of no sequence.
     program = tl.program_id(0)
     if program >= N * (H * QUERIES):
         fill_rest(program - N * (H * QUERIES), q_start_ptr, q_len_ptr, out_ptr, lse_ptr, N, T, LONGEST, H, V)
@@ -179,10 +179,10 @@ def merge_kernel(
     token = tl.load(q_start_ptr + n) + t
     if (t >= queries) | (token < 0) | (token >= T):
         return
-    # The splits that have keys: the others have stored nothing.
+    # Only splits with keys have stored results.
     _, _, _, used = splits_of(first, end, BK, SPLITS, LEAST)
 
-    # Their weights, exp(lse - top), and the sum of them all, with the sink's.
+    # Their weights, exp(lse - top), and the sum of all weights including the sink's.
     at = ((n * QUERIES + t) * H + h) * SPLITS
     s = tl.arange(0, BLOCK_S)  # [BLOCK_S]
     lse = tl.load(part_lse_ptr + at + s, mask=s < used, other=float("-inf"))  # [BLOCK_S]
