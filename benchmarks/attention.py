@@ -1,11 +1,11 @@
-"""FlashAttention on each of its platforms against cuDNN called directly and against PyTorch's attention.
+"""FlashAttention on each of its platforms, compared with cuDNN called directly and with PyTorch's attention.
 
     python benchmarks/attention.py --json out.json --plot out.png --markdown out.md
-    python benchmarks/attention.py --quick                          # a few problems; on a CPU tiny ones
+    python benchmarks/attention.py --quick                          # a few problems; tiny ones on a CPU
     python benchmarks/attention.py --render out.json --plot out.png --markdown docs/performance.md
 
-Every implementation of every problem is first compared, on this device and at full size, with the plain
-mathematics in float32; a speed is reported only for what agrees. Times are device times.
+Every implementation of every problem is first compared with a float32 reference, on this device and at full size;
+speeds are reported only if the results agree. Times are device times.
 """
 
 import argparse
@@ -50,7 +50,7 @@ OURS = ("default", "cuda", "triton", "xla")
 
 @dataclasses.dataclass
 class Row(Measured):
-    """One implementation of one problem in one direction. `reason` says why there is no time."""
+    """One implementation of one problem in one direction. `reason` is set if there is no time."""
 
     problem: str
     plain: bool
@@ -112,7 +112,7 @@ def torch_sdpa(backend: str) -> Implementation:
 
         def tensors(inputs: Inputs) -> tuple[Any, ...]:
             arrays = (*(inputs.learned[name] for name in "qkv"), inputs.cotangent)
-            # The same data, in the same layout in memory; PyTorch names the heads before the tokens.
+            # The same data in the same memory layout; PyTorch's axes have heads before tokens.
             *qkv, cotangent = (torch.from_dlpack(x).clone() for x in arrays)
             return (*(x.requires_grad_(backward) for x in qkv), cotangent)
 
@@ -146,7 +146,7 @@ def torch_sdpa(backend: str) -> Implementation:
 def implementations(
     problem: AttentionProblem, options: argparse.Namespace
 ) -> Iterator[tuple[str, Implementation]]:
-    """Those that could run the problem, the peer that ratios are taken to first."""
+    """The implementations for the problem, starting with the peer that ratios are relative to."""
     gpu = jax.default_backend() == "gpu"
     expressible = problem.is_plain or (problem.window is not None and not problem.packed)
     if expressible:
@@ -177,7 +177,7 @@ def _default_platform(problem: AttentionProblem) -> str:
 
 
 def measure(problem: AttentionProblem, options: argparse.Namespace) -> Iterator[list[Row]]:
-    """The rows of a problem, direction by direction."""
+    """The rows of a problem, by direction."""
     sets = input_sets(functools.partial(problems.make_inputs, problem))
     expected = problems.expected_results(problem, sets[0])
     for direction in DIRECTIONS:
@@ -201,7 +201,7 @@ def measure(problem: AttentionProblem, options: argparse.Namespace) -> Iterator[
 def _check(
     problem: AttentionProblem, expected: dict[str, Array], row: Row, results: dict[str, Array]
 ) -> str | None:
-    """What is wrong with the results."""
+    """The error in the results, if any."""
     errors = {name: float(x) for name, x in problems.relative_errors(results, expected).items()}
     bound = TOLERANCES[problem.dtype]["forward" if row.direction == "forward" else "gradient"].rms
     row.errors, row.bound = finite(errors), bound
@@ -214,7 +214,7 @@ def unmeasured(problem: AttentionProblem, reason: str) -> list[Row]:
 
 
 def compare_features(rows: Sequence[Row], chosen: Sequence[AttentionProblem]) -> list[dict[str, Any]]:
-    """For each of our platforms, the time of an option over that of its plain baseline, over the ratio of visible
+    """For each of our platforms, the time of an option relative to its plain baseline, divided by the ratio of visible
     scores (`per_score`) and of visible tiles of 128 x 128 (`per_tile`)."""
     times = {(r.problem, r.direction, r.platform): r.ms for r in rows if r.platform and r.ms is not None}
     by_name = {problem.name: problem for problem in chosen}
@@ -246,7 +246,7 @@ def compare_features(rows: Sequence[Row], chosen: Sequence[AttentionProblem]) ->
 
 
 def summarise(rows: Sequence[Row], features: Sequence[dict[str, Any]]) -> dict[str, dict[str, Any]]:
-    """The worst of each kind: ratio to the peer of the default and of Triton, time of the options."""
+    """The worst case of each kind: the ratios of the default and of Triton to the peer, and the times of the options."""
     summary: dict[str, dict[str, Any]] = {}
     for direction in DIRECTIONS:
         groups = {
@@ -330,7 +330,7 @@ def _feature_table(content: Mapping[str, Any]) -> tuple[Sequence[str], list[Sequ
 
 
 def markdown(content: Mapping[str, Any], picture: str | None) -> str:
-    """TFLOP/s of all implementations, the ratios, the options; meant for a page of the documentation."""
+    """TFLOP/s of all implementations, ratios and options, as Markdown for the documentation."""
     rows = {(r["problem"], r["direction"], r["implementation"]): r for r in content["rows"]}
     by_platform = {(r["problem"], r["direction"], r["platform"]): r for r in content["rows"] if r["platform"]}
     names = list(dict.fromkeys(r["implementation"] for r in content["rows"] if r["plain"]))
@@ -362,14 +362,14 @@ def markdown(content: Mapping[str, Any], picture: str | None) -> str:
 
 
 def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
-    parser = command.parser(__doc__, quick="a few problems; on a CPU tiny ones")
+    parser = command.parser(__doc__, quick="a few problems; tiny ones on a CPU")
     command.add_platforms(parser, OURS, ",".join(OURS))
-    parser.add_argument("--no-torch", dest="torch", action="store_false", help="leave PyTorch out")
+    parser.add_argument("--no-torch", dest="torch", action="store_false", help="omit PyTorch")
     return command.parse(parser, arguments)
 
 
 def usable(platforms: Sequence[str]) -> tuple[list[str], dict[str, str]]:
-    """Those of our platforms that this machine can use, and why it cannot use the others."""
+    """The platforms that this machine can use, and why it cannot use the others."""
     known = kernel_registry.list_implementations(ejx.FlashAttention.operation, device_facts())
     reasons = {implementation.platform.value: reason for implementation, reason in known}
     unusable = {name: reason for name in platforms if (reason := reasons.get(name)) is not None}
@@ -377,7 +377,7 @@ def usable(platforms: Sequence[str]) -> tuple[list[str], dict[str, str]]:
 
 
 def choose(options: argparse.Namespace) -> list[AttentionProblem]:
-    """In the order of importance, so that a time limit cuts off the least."""
+    """The problems in order of importance, so that a time limit omits the least important ones."""
     if jax.default_backend() == "cpu":
         chosen = problems.TINY if options.quick else problems.CPU
     elif options.quick:
@@ -388,7 +388,7 @@ def choose(options: argparse.Namespace) -> list[AttentionProblem]:
 
 
 def about(options: argparse.Namespace, chosen: Sequence[AttentionProblem]) -> dict[str, Any]:
-    """Leaves out the platforms that this machine cannot use."""
+    """Omits the platforms that this machine cannot use."""
     options.platforms, unusable = usable(options.platforms)
     for platform, reason in unusable.items():
         print(f"platform {platform} is not usable here: {reason}")
@@ -412,6 +412,6 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 if __name__ == "__main__":
-    # Room for PyTorch on the same GPU; a pool made at the start keeps allocations out of the times.
+    # Leaves memory for PyTorch on the same GPU; a pool allocated at the start keeps allocations out of the times.
     os.environ.setdefault("XLA_PYTHON_CLIENT_MEM_FRACTION", "0.6")
     raise SystemExit(main())

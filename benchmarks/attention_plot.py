@@ -1,4 +1,4 @@
-"""The picture of an attention report: speed of every implementation, and the price of the options."""
+"""The plot of an attention report: the speed of every implementation, and the cost of the options."""
 
 from collections.abc import Mapping, Sequence
 from typing import Any
@@ -18,7 +18,7 @@ _COLOURS = {
 
 
 def plot(report: Mapping[str, Any], path: str) -> None:
-    """Writes the PNG. Needs matplotlib."""
+    """Writes the PNG. Requires matplotlib."""
     plt = pyplot()
 
     rows = [row for row in report["rows"] if row["ms"] is not None]

@@ -1,4 +1,4 @@
-"""The attention problems that are measured and tuned: their sizes, inputs, work and float32 result."""
+"""The attention problems that are measured and tuned: sizes, inputs, work and float32 results."""
 
 import dataclasses
 import functools
@@ -19,9 +19,9 @@ from ejkernel_eqx.attention.spec import AttentionArrays, AttentionSpec
 class AttentionProblem:
     """Self-attention over `B` rows of `S` tokens.
 
-    `packed` cuts every row into documents of `document` tokens that do not see each other, said by
-    `"segment_ids"` or by `"cu_seqlens"` (then all rows are one). `baselines` names the plain problems that a
-    problem with options is compared with. `every_platform`: slow ones are measured on a GPU too.
+    `packed` splits every row into documents of `document` tokens that do not see each other, given by
+    `"segment_ids"` or by `"cu_seqlens"` (then all rows form one). `baselines` names the plain problems that a
+    problem with options is compared with. `every_platform`: slow platforms are measured on a GPU too.
     """
 
     B: int
@@ -59,17 +59,17 @@ class AttentionProblem:
         return not (self.window or self.soft_cap or self.sinks or self.packed)
 
     def visible_scores(self) -> int:
-        """Pairs of a query and a key it sees, for one head and all rows."""
+        """The number of pairs of a query and a visible key, for one head and all rows."""
         start, end = self._ranges()
         return self.B * int((end - start).sum())
 
     def visible_tiles(self, size: int = 128) -> int:
-        """Tiles of `size` queries by `size` keys that hold a visible pair."""
+        """The number of tiles of `size` queries by `size` keys that contain a visible pair."""
         start, end = (x.reshape(-1, min(size, self.S)) for x in self._ranges())
         return self.B * int((-(-end.max(1) // size) - start.min(1) // size).sum())
 
     def flops(self, backward: bool) -> float:
-        """`4 B S S H D`, half if causal, the visible scores if fewer; 3.5 times that with the backward."""
+        """`4 B S S H D`, halved if causal, or the visible scores if fewer; 3.5 times that with the backward pass."""
         scores = self.B * self.S * self.S / (2 if self.causal else 1)
         if self.window or self.packed:
             scores = self.visible_scores()
@@ -89,7 +89,7 @@ class AttentionProblem:
 
 
 class Inputs(NamedTuple):
-    """`learned` (what gradients are taken in), what says which keys are visible, and the cotangent of the output."""
+    """`learned` (the inputs with gradients), the arguments that determine visible keys, and the cotangent of the output."""
 
     learned: dict[str, Array]
     masking: dict[str, Array]
@@ -97,7 +97,7 @@ class Inputs(NamedTuple):
 
 
 def make_inputs(problem: AttentionProblem, seed: int = 0) -> Inputs:
-    """Standard normal; fresh for every seed."""
+    """Standard normal inputs; different for every seed."""
     rows = (problem.B * problem.S,) if problem.packed == "cu_seqlens" else (problem.B, problem.S)
     keys = jax.random.split(jax.random.key(seed), 5)
     shapes = {"q": (problem.H,), "k": (problem.kv_heads,), "v": (problem.kv_heads,)}
@@ -130,7 +130,7 @@ def build(
 
 
 def direction_of(forward: Any, backward: bool) -> Any:
-    """From `forward(learned, masking)` to what is measured: the output, or the gradients of everything learned."""
+    """The measured function, from `forward(learned, masking)`: the output, or the gradients of everything learned."""
 
     def only_forward(learned, masking, cotangent):
         return {"out": forward(learned, masking)}
@@ -143,7 +143,7 @@ def direction_of(forward: Any, backward: bool) -> Any:
 
 @functools.partial(jax.jit, static_argnums=0, compiler_options=UNTUNED)
 def expected_results(problem: AttentionProblem, inputs: Inputs) -> dict[str, Array]:
-    """Output and gradients by the plain mathematics in float32, one batch row and key head after the other."""
+    """Output and gradients of the reference in float32, by batch row and key head."""
     rows, groups, kv_heads = problem.B, problem.H // problem.kv_heads, problem.kv_heads
     spec = AttentionSpec(
         scale=problem.D**-0.5,
@@ -188,7 +188,7 @@ def expected_results(problem: AttentionProblem, inputs: Inputs) -> dict[str, Arr
 
 @jax.jit
 def relative_errors(actual: dict[str, Array], expected: dict[str, Array]) -> dict[str, Array]:
-    """Root mean square of the error over that of the expected result, for each array."""
+    """The RMS error of each array, relative to the RMS of the expected result."""
 
     def one(x: Array, y: Array) -> Array:
         y = y.astype(jnp.float32)
@@ -212,7 +212,7 @@ ANCHORS = (
 )
 FEATURES = (
     P(4, 4096, 16, 128, window=1024, baselines=(_D128,)),
-    # Documents of 1024 tokens touch the very tiles of rows of 1024 tokens.
+    # Documents of 1024 tokens touch the same tiles as rows of 1024 tokens.
     P(4, 4096, 16, 128, packed="segment_ids", baselines=(_D128, _SHORT)),
     P(4, 4096, 16, 128, packed="cu_seqlens", baselines=(_D128, _SHORT)),
     P(4, 4096, 16, 128, sinks=True, baselines=(_D128,)),
@@ -226,7 +226,7 @@ _GRID = tuple(
     for length in (1024, 2048, 4096, 8192, 16384)
 )
 GRID = tuple(p for p in _GRID if p.name not in {anchor.name for anchor in ANCHORS})
-# Shapes of models, and dtypes and head dims that stand nowhere above: for the shipped table.
+# Shapes of models, and dtypes and head dims not covered above, for the shipped table.
 MODELS = (
     P(8, 2048, 16, 64),
     P(32, 1024, 12, 64, K=4),
@@ -238,7 +238,7 @@ MODELS = (
     P(4, 2048, 16, 64, dtype="float32"),
     P(4, 2048, 16, 128, dtype="float32"),
 )
-# Not looked at when heuristics were written: they show whether these hold elsewhere.
+# Not used when the heuristics were written; they show whether these generalise.
 HELD_OUT = (
     P(2, 3072, 24, 64, K=8),
     P(6, 1536, 16, 128, window=256),

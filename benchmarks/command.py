@@ -1,4 +1,4 @@
-"""The command of a benchmark that compares implementations: its options, the run over its problems, what it writes and shows."""
+"""The command line of a benchmark that compares implementations: its options, the run over its problems, and its output."""
 
 import argparse
 import dataclasses
@@ -21,14 +21,14 @@ UNMEASURED = "not measured: "
 
 
 class Benchmark(NamedTuple):
-    """What is particular to a benchmark.
+    """The specifics of a benchmark.
 
-    - `name`: in the JSON, and in the marks of a Markdown page.
-    - `about(options, chosen)`: what the JSON says before any row, beside the environment. It may print lines and set options.
+    - `name`: in the JSON, and in the markers of a Markdown page.
+    - `about(options, chosen)`: entries of the JSON before any rows, besides the environment. It may print lines and set options.
     - `measure(problem, options)`: the rows of a problem, part by part.
-    - `unmeasured(problem, reason)`: its rows where not even the inputs could be made.
-    - `sum_up(rows, chosen)`: what the JSON says of all rows so far.
-    - `text(content)`, `markdown(content, picture)`, `plot(content, path)`: a run, shown.
+    - `unmeasured(problem, reason)`: the rows of a problem whose inputs could not be made.
+    - `sum_up(rows, chosen)`: entries of the JSON about all rows so far.
+    - `text(content)`, `markdown(content, picture)`, `plot(content, path)`: the output of a run.
     """
 
     name: str
@@ -45,7 +45,7 @@ class Benchmark(NamedTuple):
 
 
 def parser(description: str | None, quick: str = "tiny problems") -> argparse.ArgumentParser:
-    """With the options that every benchmark has."""
+    """A parser with the options of every benchmark."""
     made = argparse.ArgumentParser(
         description=description, formatter_class=argparse.RawDescriptionHelpFormatter
     )
@@ -54,10 +54,10 @@ def parser(description: str | None, quick: str = "tiny problems") -> argparse.Ar
     add("--problems", default="", metavar="REGEX", help="only problems whose name matches")
     add("--samples", type=int, default=5, help="samples of each time (default: %(default)s)")
     add("--sample-ms", type=float, default=None, help="length of a sample (default: 30; quick on a CPU 2)")
-    limit = "start no problem after this"
+    limit = "start no problem after this time"
     add("--time-limit", type=float, default=float("inf"), metavar="SECONDS", help=limit)
-    add("--commit", help="name of the code's version (default: asked of git)")
-    add("--render", metavar="JSON", help="measure nothing; show an earlier run")
+    add("--commit", help="version of the code (default: from git)")
+    add("--render", metavar="JSON", help="show an earlier run instead of measuring")
     for name in ("json", "plot", "markdown"):
         add(f"--{name}", metavar="PATH")
     return made
@@ -65,7 +65,7 @@ def parser(description: str | None, quick: str = "tiny problems") -> argparse.Ar
 
 def add_platforms(made: argparse.ArgumentParser, ours: Sequence[str], default: str) -> None:
     made.add_argument(
-        "--platforms", default=default, help=f"of {', '.join(ours)}, by comma (default: %(default)s)"
+        "--platforms", default=default, help=f"comma-separated, of {', '.join(ours)} (default: %(default)s)"
     )
     made.set_defaults(known_platforms=ours)
 
@@ -89,7 +89,7 @@ def matching(problems: Sequence[Any], options: argparse.Namespace) -> list[Any]:
 
 
 def run(benchmark: Benchmark, chosen: Sequence[Any], options: argparse.Namespace) -> int:
-    """Measures one problem after the other, writes after each, shows them all. Not zero: something of ours is wrong, or not measured."""
+    """Measures the problems, writes results after each, and shows all of them. Nonzero if one of ours is wrong or was not measured."""
     start = time.monotonic()
     if not chosen:
         print(f"no problem matches {options.problems!r}", file=sys.stderr)
@@ -101,7 +101,7 @@ def run(benchmark: Benchmark, chosen: Sequence[Any], options: argparse.Namespace
     rows: list[Any] = []
     for n, problem in enumerate(chosen):
         if time.monotonic() - start > options.time_limit:
-            print(f"time limit: {len(chosen) - n} of {len(chosen)} problems left out")
+            print(f"time limit: {len(chosen) - n} of {len(chosen)} problems omitted")
             break
         for found in _measured(benchmark, problem, options):
             rows += found
@@ -120,13 +120,13 @@ def run(benchmark: Benchmark, chosen: Sequence[Any], options: argparse.Namespace
 
 
 def _measured(benchmark: Benchmark, problem: Any, options: argparse.Namespace) -> Iterator[list[Any]]:
-    """The rows of a problem. Where its inputs or its reference cannot be made, the others can still be measured."""
+    """The rows of a problem. If its inputs or its reference cannot be made, other problems can still be measured."""
     known = set()
     try:
         for rows in benchmark.measure(problem, options):
             known |= {row.label for row in rows}
             yield rows
-    except Exception as error:  # of whatever kind: out of memory has many
+    except Exception as error:  # of any type, as running out of memory raises several
         traceback.print_exc()
         rows = benchmark.unmeasured(problem, UNMEASURED + reason_of(error))
         yield [row for row in rows if row.label not in known]
@@ -151,7 +151,7 @@ def _verdict(rows: Sequence[Row]) -> int:
 
 
 def render(benchmark: Benchmark, options: argparse.Namespace) -> int:
-    """Shows an earlier run again."""
+    """Shows an earlier run."""
     show(benchmark, json.loads(pathlib.Path(options.render).read_text(encoding="utf-8")), options)
     return 0
 

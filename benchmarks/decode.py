@@ -1,15 +1,15 @@
-"""Attention over pages: decoding against the memory's speed, latents and prefills against arithmetic, and peers where they are installed.
+"""Attention over pages: decoding relative to memory bandwidth, latents and prefills relative to arithmetic, and installed peers.
 
     python benchmarks/decode.py --json decode.json --plot decode.png --markdown decode.md
     python benchmarks/decode.py --problems 'N64 S4096|prefill' --time-limit 300
     python benchmarks/decode.py --quick                             # tiny problems
     python benchmarks/decode.py --render decode.json --plot decode.png --markdown decode.md
 
-Every result is first compared, on this device and at full size, with the plain mathematics in float32; a speed is reported only for what
-agrees (peers, in arithmetic of their own, within ten percent). Bytes are those of visible keys and values, queries, results and tables,
-whatever an implementation moves beside them; the memory's speed is that of a copy in the same run.
-Ours, peers and baselines (our FlashAttention on dense keys, our 16-bit pages beside 8-bit ones)
-are timed in turn, on a GPU on inputs that do not fit the cache.
+Every result is first compared with a float32 reference, on this device and at full size; speeds are reported only if the results agree
+(within ten percent for peers, which use arithmetic of their own). Bytes are those of visible keys and values, queries, results and tables,
+regardless of what else an implementation moves; the memory bandwidth is that of a copy in the same run.
+Our implementations, peers and baselines (our FlashAttention on dense keys, and our 16-bit pages for 8-bit ones)
+are timed in turn; on a GPU, with inputs that do not fit the cache.
 """
 
 import argparse
@@ -52,14 +52,14 @@ from benchmarks.prepare import (
 
 OURS = ("default", "triton", "xla")
 MINE, PEER, BASELINE = "ours", "peer", "baseline"
-_SAME_MATHEMATICS = 0.1  # what a peer rounds is its own affair, and so is what it raises
+_SAME_MATHEMATICS = 0.1  # peers may round differently, and may raise errors
 _RAISED = {MINE: FAILURES, BASELINE: FAILURES, PEER: (Exception,)}
 
 
 @dataclasses.dataclass
 class Row(Measured):
-    """One implementation of one problem. `reason` says why there is no time; `of_card`: of the speed of a copy; `ratio` and
-    `over_baseline` are the times of the fastest peer and of the baseline over this one's."""
+    """One implementation of one problem. `reason` is set if there is no time; `of_card`: fraction of the speed of a copy; `ratio` and
+    `over_baseline` are the times of the fastest peer and of the baseline, divided by this one's."""
 
     problem: str
     kind: str
@@ -104,9 +104,9 @@ def prepare(run: Callable[[Any], Array], sets: Sequence[Any]) -> Prepared:
 
 
 def in_turn(run: Callable[[Any], Array], runs: int) -> Callable[[Sequence[Any]], list[Array]]:
-    """A function that runs so many times, one set of inputs after the other, so that a short run too finds none of them in the cache.
+    """A function that runs this many times, with one set of inputs after another, so that none of them are in the cache even in short runs.
 
-    As in `repeated` of the tuner, barriers keep the runs apart and in order, and all results are returned.
+    As in the tuner's `repeated`, barriers separate and order the runs, and all results are returned.
     """
 
     def several(sets: Sequence[Any]) -> list[Array]:
@@ -122,7 +122,7 @@ def in_turn(run: Callable[[Any], Array], runs: int) -> Callable[[Sequence[Any]],
 
 
 def implementations(problem: DecodeProblem, options: argparse.Namespace) -> Iterator[tuple[str, Peer]]:
-    """The role of each, and how it is run."""
+    """The role of each implementation, and how to run it."""
     resolved = None
     for name in options.platforms:
         platform = None if name == "default" else name
@@ -195,14 +195,14 @@ def _converted(peer: Peer, sets: Sequence[Inputs]) -> list[Any]:
 def _check(
     problem: DecodeProblem, expected: dict[str, Array], row: Row, results: dict[str, Array]
 ) -> str | None:
-    """What is wrong with the result."""
+    """The error in the result, if any."""
     error, wrong = problems.error_of(problem, results["out"], dict(expected))
     row.error = finite({"out": error})["out"]
     return None if row.role == PEER and error <= _SAME_MATHEMATICS else wrong
 
 
 def summarise(rows: Sequence[Row]) -> dict[str, Any]:
-    """The worst of each bar's problems, by the fastest of ours, and the lowest ratio of each kind of problem."""
+    """The worst problem for each target, by our fastest implementation, and the lowest ratio for each kind of problem."""
     best: dict[str, Row] = {}
     for row in rows:
         known = best.get(row.problem)
@@ -236,14 +236,14 @@ def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
 
 
 def choose(options: argparse.Namespace) -> list[DecodeProblem]:
-    """In the order of importance, so that a time limit cuts off the least."""
+    """The problems in order of importance, so that a time limit omits the least important ones."""
     full = problems.CPU if jax.default_backend() == "cpu" else problems.EVERY
     chosen = problems.TINY if options.quick else full
     return command.matching(chosen, options)
 
 
 def about(options: argparse.Namespace, chosen: Sequence[DecodeProblem]) -> dict[str, Any]:
-    """Measures the card, too, which the problems are compared with."""
+    """Also measures the bandwidth of the device, with which the problems are compared."""
     found: dict[str, Any] = {
         "missing": peers.missing() if options.peers and jax.default_backend() == "gpu" else []
     }
@@ -251,7 +251,7 @@ def about(options: argparse.Namespace, chosen: Sequence[DecodeProblem]) -> dict[
     found["sizes"] = {problem.name: dataclasses.asdict(problem) for problem in chosen}
     print(card_line(found))
     for package in found["missing"]:
-        print(f"peer left out: {package} is not installed")
+        print(f"peer omitted: {package} is not installed")
     return found
 
 
@@ -279,6 +279,6 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 if __name__ == "__main__":
-    # Peers and XLA's temporaries take memory too; a pool made at the start keeps allocations out of the times.
+    # Peers and XLA's temporaries need memory too; a pool allocated at the start keeps allocations out of the times.
     os.environ.setdefault("XLA_PYTHON_CLIENT_MEM_FRACTION", "0.8")
     raise SystemExit(main())

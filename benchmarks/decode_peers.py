@@ -1,4 +1,4 @@
-"""Other ways to attend over pages: JAX's Pallas kernel and ejKernel, where they are there, and dense attention on gathered keys."""
+"""Other implementations of attention over pages: JAX's Pallas kernel and ejKernel, if available, and dense attention on gathered keys."""
 
 import importlib.util
 import warnings
@@ -16,7 +16,7 @@ _SPLITS = 16  # Pallas' default
 
 
 class Peer(NamedTuple):
-    """`convert` lays the inputs out as `run` takes them, and is not timed. A baseline is our own, on other inputs."""
+    """`convert` converts the inputs to the layout of `run`, and is not timed. A baseline is our own implementation on other inputs."""
 
     name: str
     convert: Callable[[Inputs], Any]
@@ -25,12 +25,12 @@ class Peer(NamedTuple):
 
 
 def missing() -> list[str]:
-    """Of the packages that peers need, those that are not there."""
+    """The packages required by peers that are not installed."""
     return [name for name in ("ejkernel",) if importlib.util.find_spec(name) is None]
 
 
 def peers_of(problem: DecodeProblem, gpu: bool) -> Iterator[Peer]:
-    """Those that have a form for this problem; on a GPU those that need one too."""
+    """The peers that support this problem, on a GPU including those that need one."""
     yield from baselines_of(problem, gpu)
     yield gather_and_attend(problem, "xla")
     if not gpu:
@@ -62,15 +62,15 @@ def baselines_of(problem: DecodeProblem, gpu: bool) -> Iterator[Peer]:
 
 
 def rows(problem: DecodeProblem, q: Array) -> Array:
-    """Queries as dense attention takes them, `[N, queries, H, D]`."""
+    """Queries in the layout of dense attention, `[N, queries, H, D]`."""
     return q.reshape(problem.N, -1, *q.shape[1:])
 
 
-# The keys are gathered in every call, as whoever has no attention over pages must.
+# Keys are gathered in every call, as is necessary without attention over pages.
 
 
 def gather_and_attend(problem: DecodeProblem, implementation: str) -> Peer:
-    """`jax.nn`, which has no form for values of other channels than keys: there the plain mathematics."""
+    """`jax.nn`, or plain JAX if values and keys have different channels, which `jax.nn` does not support."""
 
     def attend(inputs: Inputs) -> Array:
         k, v = gathered(problem, inputs)
@@ -95,12 +95,12 @@ def _plain(problem: DecodeProblem, q: Array, k: Array, v: Array, lengths: Any) -
     return jnp.einsum("nhs,nsd->nhd", weights.astype(v.dtype), v)
 
 
-# Kernels of others
+# Third-party kernels
 
 
 def pallas(problem: DecodeProblem, fitted: bool = False, interpret: bool = False) -> Peer:
-    """JAX's sample kernel, by its defaults or with as many splits as fill the device and blocks of 128 keys. It does not scale the
-    scores; pages of a head lie together."""
+    """JAX's sample kernel, with its defaults or with enough splits to fill the device and blocks of 128 keys. It does not scale the
+    scores; the pages of a head are contiguous."""
 
     def convert(inputs: Inputs) -> tuple[Any, ...]:
         cache = inputs.cache
@@ -109,7 +109,7 @@ def pallas(problem: DecodeProblem, fitted: bool = False, interpret: bool = False
         scales = [None if x is None else jnp.moveaxis(x, 2, 0) for x in (cache.k_scale, cache.v_scale)]
         count = cache.page_table.shape[1]
         splits = pallas_splits(problem, count) if fitted else _SPLITS
-        # A whole number of blocks in each split; what is added is never read.
+        # Pads to a whole number of blocks per split; the padding is never read.
         block = pallas_block(problem.p) if fitted else 8
         width = -count % (splits * min(block, max(1, -(-count // splits))))
         table = jnp.pad(jnp.maximum(cache.page_table, 0), ((0, 0), (0, width)))
@@ -133,12 +133,12 @@ def pallas(problem: DecodeProblem, fitted: bool = False, interpret: bool = False
 
 
 def pallas_block(page: int) -> int:
-    """Pages of a block of at most 128 keys; a power of two."""
+    """The number of pages in a block of at most 128 keys; a power of two."""
     return max(1, 128 // page)
 
 
 def pallas_splits(problem: DecodeProblem, pages: int) -> int:
-    """A power of two: about a thousand programs, each with a block at least."""
+    """The number of splits, a power of two, for about a thousand programs with at least one block each."""
     splits, programs = 1, problem.N * problem.K
     while splits * programs < 1024 and 2 * splits * pallas_block(problem.p) <= pages:
         splits *= 2

@@ -1,4 +1,4 @@
-"""The picture of a report on attention over pages: bandwidth over context and page size, and what else was measured."""
+"""The plot of a report on attention over pages: bandwidth over context and page size, and the other measurements."""
 
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
@@ -10,7 +10,7 @@ Rows = Sequence[Mapping[str, Any]]
 
 
 def plot(report: Mapping[str, Any], path: str) -> None:
-    """Writes the PNG. Needs matplotlib."""
+    """Writes the PNG. Requires matplotlib."""
     plt = pyplot()
 
     rows = [{**row, **report["sizes"][row["problem"]]} for row in report["rows"] if row["ms"] is not None]
@@ -51,14 +51,14 @@ def plot(report: Mapping[str, Any], path: str) -> None:
 
 
 def _usual(rows: Rows) -> Rows:
-    """Of the batch and context that were measured with most page sizes."""
+    """The rows of the batch and context that were measured with the most page sizes."""
     sizes = [(row["N"], row["S"], row["H"], row["K"], row["D"], row["ragged"]) for row in rows]
     most = max(sizes, key=lambda size: len({row["p"] for row, own in zip(rows, sizes) if own == size}))
     return sorted((row for row, own in zip(rows, sizes) if own == most), key=lambda row: row["p"])
 
 
 def _contexts(axis: Any, rows: Rows, copy: float) -> None:
-    """Ours (solid) and the fastest peer (dashed) of each batch, at the page size and heads of the first problem."""
+    """Ours (solid) and the fastest peer (dashed) for each batch, at the page size and heads of the first problem."""
     first = rows[0]
     same = [
         row

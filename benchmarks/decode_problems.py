@@ -1,4 +1,4 @@
-"""The problems of attention over pages that are measured: their sizes, inputs, work, float32 results and bars."""
+"""The problems of attention over pages that are measured: sizes, inputs, work, float32 results and targets."""
 
 import dataclasses
 import functools
@@ -25,9 +25,9 @@ DECODE, LATENT, QUANTISED, PREFILL = KINDS = ("decode", "latent", "8-bit pages",
 class DecodeProblem:
     """`N` sequences of `S` keys in pages of `p`, with one query each or, to `prefill`, a query at every key.
 
-    `H` query heads on `K` key heads of `D` channels. With `rope` the pages hold a latent of `D` channels, one head, and so many more
-    channels for the scores. `pages`: their dtype where it is not that of the queries, with a scale for each `"token"` and head, or for each
-    `"head"`. `ragged`: from a quarter of `S` keys to `S`.
+    `H` query heads on `K` key heads of `D` channels. With `rope`, the pages hold a latent of `D` channels, one head, and `rope` more
+    channels for the scores. `pages`: their dtype if it differs from that of the queries, with a scale for each `"token"` and head, or for
+    each `"head"`. `ragged`: lengths from a quarter of `S` keys to `S`.
     """
 
     N: int
@@ -75,7 +75,7 @@ class DecodeProblem:
 
     @property
     def tokens(self) -> int:
-        """Queries of all sequences."""
+        """The number of queries of all sequences."""
         return self.N * (self.S if self.prefill else 1)
 
     def lengths(self) -> np.ndarray:
@@ -87,13 +87,13 @@ class DecodeProblem:
         return found.astype(np.int32)
 
     def flops(self) -> float:
-        """Of both products, over the pairs of a query and a key that it sees."""
+        """The operations of both products, over pairs of a query and a visible key."""
         lengths = self.lengths().astype(np.int64)
         pairs = int((lengths * (lengths + 1) // 2 if self.prefill else lengths).sum())
         return 2.0 * pairs * self.H * (2 * self.D + self.rope)
 
     def bytes(self) -> int:
-        """What must at least be read and written: visible keys and values with their scales, queries, results and tables."""
+        """The minimum bytes read and written: visible keys and values with their scales, queries, results and tables."""
         size, keys = jnp.dtype(self.dtype).itemsize, int(self.lengths().sum())
         a_key = (self.D + self.rope if self.rope else 2 * self.K * self.D) * self.stored.itemsize
         a_key += 8 * self.K if self.scales == "token" else 0
@@ -110,7 +110,7 @@ class Inputs(NamedTuple):
 
 
 def make_inputs(problem: DecodeProblem, seed: int = 0) -> Inputs:
-    """Standard normal numbers in pages in any order; fresh for every seed."""
+    """Standard normal inputs, with pages in random order; different for every seed."""
     lengths = problem.lengths()
     need = -(-lengths // problem.p)
     numbers = np.random.default_rng(seed).permutation(int(need.sum())).astype(np.int32)
@@ -149,7 +149,7 @@ def _stored(problem: DecodeProblem, x: Array) -> tuple[Array, Array | None]:
 
 
 def ours(problem: DecodeProblem, platform: str | None) -> Callable[[Inputs], Array]:
-    """Our operation on such inputs; it is built by the call, which raises where the platform is not for this device."""
+    """Our operation on such inputs. The call builds it, and raises if the platform does not support this device."""
     options: dict[str, Any] = {"softmax_scale": problem.scale, "platform": platform}
 
     def decode(inputs: Inputs) -> Array:
@@ -164,7 +164,7 @@ def ours(problem: DecodeProblem, platform: str | None) -> Callable[[Inputs], Arr
 
 
 def gathered(problem: DecodeProblem, inputs: Inputs) -> tuple[Array, Array]:
-    """Each sequence's keys and values side by side, `[N, S, K, D]` (a latent's with its rotary part, and alone), in the queries' dtype."""
+    """Each sequence's dense keys and values, `[N, S, K, D]` (for a latent: with its rotary part, and alone), in the queries' dtype."""
     first, second = inputs.cache.gather(problem.S, dtype=inputs.q.dtype)
     if problem.rope:
         first, second = jnp.concatenate([first, second], -1)[:, :, None], first[:, :, None]
@@ -172,7 +172,7 @@ def gathered(problem: DecodeProblem, inputs: Inputs) -> tuple[Array, Array]:
 
 
 def plain_pages(inputs: Inputs) -> Inputs:
-    """The same numbers in pages of the queries' dtype."""
+    """The same inputs with pages in the queries' dtype."""
     cache, dtype = inputs.cache, inputs.q.dtype
     tables = (cache.page_table, cache.lengths)
     if isinstance(cache, ejx.PagedLatentCache):
@@ -184,7 +184,7 @@ def plain_pages(inputs: Inputs) -> Inputs:
 
 
 def expected_results(problem: DecodeProblem, inputs: Inputs) -> dict[str, Array]:
-    """By the plain mathematics, in float32."""
+    """The result of the reference, in float32."""
     with jax.default_matmul_precision("highest"):
         return _expected_results(problem, inputs)
 
@@ -215,13 +215,13 @@ def _expected_results(problem: DecodeProblem, inputs: Inputs) -> dict[str, Array
 
 
 def error_of(problem: DecodeProblem, out: Array, expected: dict[str, Array]) -> tuple[float, str | None]:
-    """The relative RMS error, and what is wrong with the result (`None`: nothing)."""
+    """The relative RMS error, and the reason if the result is wrong (otherwise `None`)."""
     errors, wrong = all_errors({"out": out}, expected, {"out": TOLERANCES[problem.dtype]["forward"]})
     return errors["out"], wrong
 
 
 class Bar(NamedTuple):
-    """What `field` of our rows has to be at least, or with `at_most` at most, on one H200."""
+    """The target for `field` of our rows on one H200: a minimum or, with `at_most`, a maximum."""
 
     what: str
     problems: tuple[DecodeProblem, ...]
@@ -250,7 +250,7 @@ BARS = (
     Bar("prefill of 8192 tokens: speed over FlashAttention's", PREFILLS[:2], "over_baseline", 0.85),
     Bar("decode, 8-bit pages: speed over 16-bit pages", EIGHT_BITS, "over_baseline", 1.5),
 )
-# Batch x context, as far as a cache of a million tokens goes; small and large pages; other heads; sequences of any length.
+# Batch x context, up to a cache of a million tokens; small and large pages; other heads; sequences of different lengths.
 GRID = tuple(
     P(N, S)
     for N in (1, 8, 64, 256)

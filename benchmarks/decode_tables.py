@@ -56,7 +56,7 @@ def text_tables(content: Mapping[str, Any]) -> str:
 
 
 def markdown(content: Mapping[str, Any], picture: str | None) -> str:
-    """A table for each kind of problem; meant for a page of the documentation."""
+    """A table for each kind of problem, as Markdown for the documentation."""
     parts = [report.environment_line(content["environment"]), card_line(content)]
     parts += _tables(content, report.markdown_table, lambda kind, table: f"{kind}:\n\n{table}")
     if picture is not None:

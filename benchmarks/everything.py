@@ -1,13 +1,13 @@
-"""Every number of the documentation again, by one command on a machine with a GPU: its tests, its benchmarks, its tuned tables.
+"""Reproduces every number of the documentation with one command on a machine with a GPU: tests, benchmarks and tuned tables.
 
     python benchmarks/everything.py --output out                        # hours
     python benchmarks/everything.py --output out --parts decode,linear --time-limit 1500
     python benchmarks/everything.py --output out --quick                # tiny problems; also without a GPU
 
-Each part runs as a process of its own. The time limit is shared among the parts still to run: what one leaves, the next ones have. A part
-that overruns its share is stopped, and what it had written stays. `OUT/everything.log` has what they print, `OUT/everything.json` how they
-ended, `OUT/PART.json` what a benchmark measured, for its `--render`; `OUT/tune-FAMILY.json` is the report of a tuning and
-`OUT/table-FAMILY.json` the table. In the same folder a tuning goes on where it stopped. No part sees the tables in your cache folder.
+Each part runs in its own process. The remaining time is shared among the parts still to run. A part that exceeds its share is stopped, and
+keeps what it has written. `OUT/everything.log` holds the output, `OUT/everything.json` how the parts ended, and `OUT/PART.json` the
+measurements of a benchmark, for its `--render`; `OUT/tune-FAMILY.json` is the report of a tuning run and `OUT/table-FAMILY.json` its table.
+With the same folder, tuning continues where it stopped. No part uses the tables in your cache folder.
 """
 
 import argparse
@@ -32,17 +32,17 @@ from benchmarks.tune_problems import FAMILIES
 from ejkernel_eqx.dispatch.persistent import CACHE_DIR
 
 HEAVY = "past_two or very_many or memory"
-"""Tests that take tens of gigabytes of the device, one at a time."""
+"""Tests that need tens of gigabytes of device memory; run one at a time."""
 
 GRACE = 15.0
-"""Seconds that a process has to end, after each of the signals that ask it to."""
+"""Seconds that a process has to end after each signal."""
 
-_OWN_SHARE = 0.8  # of a part's time, after which a script begins no problem any more
-_NO_TESTS = 5  # pytest's exit code where none is selected
+_OWN_SHARE = 0.8  # fraction of a part's time after which a script starts no further problem
+_NO_TESTS = 5  # pytest's exit code if no test is selected
 
 
 class Part(NamedTuple):
-    """Commands that run one after the other. `skipped` says why not here; a command that `is_limited` is told its time limit."""
+    """Commands that run in sequence. `skipped`: why they cannot run here; a command that `is_limited` receives its time limit."""
 
     commands: Sequence[Sequence[str]]
     files: Sequence[str] = ()
@@ -55,7 +55,7 @@ class Part(NamedTuple):
 
 
 def parts(options: argparse.Namespace, gpu: bool) -> dict[str, Part]:
-    """By name, in the order in which they run: what takes long comes last."""
+    """The parts by name, in the order in which they run; long ones come last."""
     skipped = None if gpu else "needs a GPU"
     small = None if options.quick else skipped
     found = {"tests": Part(_tests(), skipped=skipped, ends_well=(0, _NO_TESTS))}
@@ -76,9 +76,9 @@ def parts(options: argparse.Namespace, gpu: bool) -> dict[str, Part]:
 
 
 def _tests() -> list[list[str]]:
-    """Each file of tests that need a GPU, in several processes; then what is heavy, in one."""
+    """Each file of tests that need a GPU, in several processes; then the heavy tests, in one."""
     files = sorted((report.ROOT / "tests" / "gpu").glob("test_*_gpu.py"))
-    # A plugin that some images have warns of several processes, and warnings are errors.
+    # A plugin in some images warns about several processes, and warnings are errors.
     usual = [sys.executable, "-m", "pytest", "--tb=short", "-p", "no:cacheprovider", "-p", "no:benchmark"]
 
     def run(file: pathlib.Path, count: int, chosen: str) -> list[str]:
@@ -107,7 +107,7 @@ def _script(
 
 
 class Ended(NamedTuple):
-    """How a command ended; `was_stopped`: it overran its time."""
+    """How a command ended; `was_stopped`: it exceeded its time."""
 
     exit_code: int
     was_stopped: bool
@@ -115,7 +115,7 @@ class Ended(NamedTuple):
 
 
 def run_command(command: Sequence[str], log: pathlib.Path, seconds: float, env: Mapping[str, str]) -> Ended:
-    """In a group of processes of its own, stopped together; what it prints is added to the log."""
+    """Runs a command in its own process group, which is stopped as a whole; its output is appended to the log."""
     with log.open("ab") as output:
         output.write(f"\n$ {' '.join(command)}\n".encode())
         output.flush()
@@ -141,7 +141,7 @@ def run_command(command: Sequence[str], log: pathlib.Path, seconds: float, env: 
 
 
 def stop(process: subprocess.Popen) -> None:
-    """Asks a running process and its children to end, as from a keyboard at first, so that pytest still says what it knows."""
+    """Stops a running process and its children, first as from a keyboard, so that pytest can still report."""
     if process.poll() is not None:
         return
     for number in (signal.SIGINT, signal.SIGTERM, signal.SIGKILL):
@@ -150,7 +150,7 @@ def stop(process: subprocess.Popen) -> None:
             process.wait(GRACE)
             break
     with contextlib.suppress(ProcessLookupError):
-        os.killpg(process.pid, signal.SIGKILL)  # children that are left
+        os.killpg(process.pid, signal.SIGKILL)  # remaining children
 
 
 def _since(log: pathlib.Path, start: int) -> str:
@@ -160,7 +160,7 @@ def _since(log: pathlib.Path, start: int) -> str:
 
 
 def run_part(part: Part, log: pathlib.Path, seconds: float, env: Mapping[str, str]) -> dict[str, Any]:
-    """How it ended: the first exit code that is not one of success, and why there is none."""
+    """How the part ended: the first unsuccessful exit code, or the reason if there is none."""
     start, ended = time.monotonic(), []
     for n, command in enumerate(part.commands):
         left = seconds - (time.monotonic() - start)
@@ -169,7 +169,7 @@ def run_part(part: Part, log: pathlib.Path, seconds: float, env: Mapping[str, st
             break
         limit = ["--time-limit", f"{_OWN_SHARE * left:.0f}"] if part.is_limited and left < math.inf else []
         ended.append(run_command([*command, *limit], log, left, env))
-        # What ends well all the same was as good as done.
+        # A command that still ended successfully had finished its work.
         if ended[-1].was_stopped and ended[-1].exit_code not in part.ends_well:
             reason = f"stopped after {time.monotonic() - start:.0f} s"
             break
@@ -187,7 +187,7 @@ def run_part(part: Part, log: pathlib.Path, seconds: float, env: Mapping[str, st
 
 
 def environment(commit: str | None) -> dict[str, Any]:
-    """Asked of a process that ends, as one that has seen a GPU holds on to its memory."""
+    """Runs in a separate process, because a process that has used a GPU holds its memory."""
     code = (
         "import json, sys; from benchmarks import report; print(json.dumps(report.environment(sys.argv[1])))"
     )
@@ -200,7 +200,7 @@ def environment(commit: str | None) -> dict[str, Any]:
         check=False,
     )
     if found.returncode:
-        raise SystemExit(f"the device cannot be asked for:\n{found.stderr}")
+        raise SystemExit(f"the device cannot be queried:\n{found.stderr}")
     return json.loads(found.stdout.splitlines()[-1])
 
 
@@ -214,10 +214,10 @@ def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
     add = parser.add_argument
     add("--output", type=pathlib.Path, required=True, metavar="FOLDER")
     names = "tests, decode, linear, attention, tuned-model, host-cost, train-step, tune-FAMILY"
-    add("--parts", help=f"by comma, of {names} (default: all)")
+    add("--parts", help=f"comma-separated, of {names} (default: all)")
     limit = "of all parts together"
     add("--time-limit", type=float, default=float("inf"), metavar="SECONDS", help=limit)
-    add("--commit", help="name of the code's version (default: asked of git)")
+    add("--commit", help="version of the code (default: from git)")
     add("--quick", action="store_true", help="tiny problems")
     options = parser.parse_args(arguments)
     options.output = options.output.resolve()
@@ -290,5 +290,5 @@ def _interrupt(number: int, frame: Any) -> None:
 
 
 if __name__ == "__main__":
-    signal.signal(signal.SIGTERM, _interrupt)  # so that the part that runs is stopped too
+    signal.signal(signal.SIGTERM, _interrupt)  # so that the running part is stopped too
     raise SystemExit(main())

@@ -1,9 +1,9 @@
-"""What a call costs the host: tracing the gradient of one more layer, of 24 layers, and an eager call; beside `jax.nn`'s attention.
+"""The host cost of a call: tracing the gradient of one more layer, of 24 layers, and an eager call, compared with `jax.nn`'s attention.
 
     python benchmarks/host_cost.py --json host-cost.json
 
-Each number is the median of `--samples` in this process; nothing but tracing runs for the first two. Layers are equal: what JAX and the
-package remember of the one before counts.
+Each number is the median of `--samples` in this process; the first two only trace. Layers are equal, so caches of JAX and of the package
+from earlier layers apply.
 """
 
 import argparse
@@ -36,7 +36,7 @@ def layers(attend: Callable[..., Array], count: int) -> Callable[[Array], Array]
 
 
 def tracing_ms(attend: Callable[..., Array], count: int, x: Any, samples: int) -> float:
-    """Of a gradient of so many layers, with nothing known from the sample before."""
+    """The time to trace a gradient of so many layers, without caches from the previous sample."""
     found = []
     for _ in range(samples):
         jax.clear_caches()
@@ -47,7 +47,7 @@ def tracing_ms(attend: Callable[..., Array], count: int, x: Any, samples: int) -
 
 
 def eager_us(attend: Callable[..., Array], x: Array, samples: int, calls: int = 50) -> float:
-    """Of a call whose result nobody waits for but the last."""
+    """The time of a call, waiting only for the last result."""
     jax.block_until_ready(attend(x, x, x))
     found = []
     for _ in range(samples):
@@ -84,7 +84,7 @@ def parse(arguments: Sequence[str] | None = None) -> argparse.Namespace:
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     default = "triton,xla" if jax.default_backend() == "gpu" else "xla"
-    parser.add_argument("--platforms", default=default, help="by comma (default: %(default)s)")
+    parser.add_argument("--platforms", default=default, help="comma-separated (default: %(default)s)")
     parser.add_argument("--samples", type=int, default=5)
     parser.add_argument("--quick", action="store_true", help="one sample")
     parser.add_argument("--commit")

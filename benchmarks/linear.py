@@ -1,14 +1,14 @@
-"""The linear-time family against flash-linear-attention and mamba_ssm, where these are installed, and its decoding steps.
+"""The linear-time family compared with flash-linear-attention and mamba_ssm, if installed, and its decoding steps.
 
     python benchmarks/linear.py --json linear.json --plot linear.png
     python benchmarks/linear.py --problems 'KDA|gated' --time-limit 300
     python benchmarks/linear.py --quick                             # tiny problems
     python benchmarks/linear.py --render linear.json --plot linear.png --markdown linear.md
 
-Every result of ours is first compared, on this device and at full size, with the recurrence in float32, token by token; a speed is
-reported only for what agrees. Peers are given the same data and are timed as CUDA graphs, without the time that Python takes to launch
-them. Steps write their state in place and are compared with a pass of XLA that reads and writes a state of that size in place; without
-a GPU the peer is a `lax.scan` over time.
+Every result of ours is first compared with the float32 recurrence, token by token, on this device and at full size; speeds are reported
+only if the results agree. Peers receive the same data and are timed as CUDA graphs, without Python's launch overhead. Steps update their
+state in place and are compared with an XLA pass that reads and writes a state of that size in place; without a GPU, the peer is a
+`lax.scan` over time.
 """
 
 import argparse
@@ -50,13 +50,13 @@ from benchmarks.prepare import (
 
 STEP = "step"
 OURS = ("default", "triton", "xla")
-_SAME_MATHEMATICS = 0.1  # what a peer rounds is its own affair
+_SAME_MATHEMATICS = 0.1  # peers may round differently
 
 
 @dataclasses.dataclass
 class Row(Measured):
-    """One implementation of one problem in one direction. `reason` says why there is no time; `ratio` is the time of the fastest peer
-    over this one's. `bytes`: what must at least be read and written."""
+    """One implementation of one problem in one direction. `reason` is set if there is no time; `ratio` is the time of the fastest peer
+    divided by this one's. `bytes`: the minimum that must be read and written."""
 
     problem: str
     direction: str
@@ -85,14 +85,14 @@ Implementation = Callable[[LinearProblem, Sequence[Inputs], str], Prepared]
 
 
 def _prepare(forward: Callable[..., Any], sets: Sequence[Inputs], direction: str) -> Prepared:
-    """Of a function of many tokens."""
+    """Prepares a function of many tokens."""
     return prepare(problems.direction_of(forward, direction != "forward"), sets)
 
 
 def _prepare_step(
     function: Callable[[Arrays, Array], tuple[Array, Arrays]], sets: Sequence[Inputs]
 ) -> Prepared:
-    """Of `(learned, state) -> (state, results)`, which writes its state in place."""
+    """Prepares `(learned, state) -> (state, results)`, which updates its state in place."""
     state = sets[0].state
     assert state is not None, "a step starts from a state"
 
@@ -140,7 +140,7 @@ def over_time(problem: LinearProblem, sets: Sequence[Inputs], direction: str) ->
 
 
 def in_place(problem: LinearProblem, sets: Sequence[Inputs], direction: str) -> Prepared:
-    """Reads and writes the state, and does nothing else."""
+    """Only reads and writes the state."""
     prepared = _prepare_step(lambda learned, state: (0.999 * state, {}), sets)
     return prepared._replace(results={})
 
@@ -155,7 +155,7 @@ def in_torch(peer: peers.Peer) -> Implementation:
 def implementations(
     problem: LinearProblem, options: argparse.Namespace
 ) -> Iterator[tuple[str, bool, Implementation]]:
-    """Name, whether it is a peer, and how to prepare it."""
+    """The name of each implementation, whether it is a peer, and how to prepare it."""
     for platform in options.platforms:
         yield platform, False, ours(None if platform == "default" else platform)
     if problem.is_step:
@@ -171,7 +171,7 @@ def implementations(
 
 
 def least_bytes(inputs: Inputs, direction: str) -> int:
-    """Every input read once, every result written once."""
+    """The bytes of reading every input once and writing every result once."""
     learned, out = nbytes(inputs.learned), nbytes(inputs.cotangent)
     if direction == "forward+backward":
         return 2 * learned + out
@@ -179,7 +179,7 @@ def least_bytes(inputs: Inputs, direction: str) -> int:
 
 
 def measure(problem: LinearProblem, options: argparse.Namespace) -> Iterator[list[Row]]:
-    """The rows of a problem, direction by direction."""
+    """The rows of a problem, by direction."""
     sets = input_sets(functools.partial(problems.make_inputs, problem))
     expected, floor = problems.expected_results(problem, sets[0]), launch_floor(sets[0])
     for direction in directions_of(problem):
@@ -200,7 +200,7 @@ def measure(problem: LinearProblem, options: argparse.Namespace) -> Iterator[lis
 
 
 def _check(problem: LinearProblem, expected: Mapping[str, Arrays], row: Row, results: Arrays) -> str | None:
-    """What is wrong with the results."""
+    """The error in the results, if any."""
     errors, wrong = problems.errors_of(problem, row.direction, results, expected)
     row.errors = finite(errors)
     allowed = row.is_peer and all(error <= _SAME_MATHEMATICS for error in errors.values())
@@ -229,7 +229,7 @@ def summarise(rows: Sequence[Row]) -> dict[str, dict[str, Any]]:
 
 
 def _memory(row: Row) -> float:
-    """Temporary memory over that of inputs and results."""
+    """Temporary memory divided by that of inputs and results."""
     return (row.temporary_bytes or 0) / (row.bytes or 1)
 
 
@@ -267,7 +267,7 @@ def text_tables(content: Mapping[str, Any]) -> str:
 
 
 def markdown(content: Mapping[str, Any], picture: str | None) -> str:
-    """A table for each direction; meant for a page of the documentation."""
+    """A table for each direction, as Markdown for the documentation."""
     parts = [report.environment_line(content["environment"])]
     for direction in (*DIRECTIONS, STEP):
         if rows := [_cells(row) for row in content["rows"] if row["direction"] == direction]:
@@ -283,14 +283,12 @@ def markdown(content: Mapping[str, Any], picture: str | None) -> str:
 def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
     parser = command.parser(__doc__)
     command.add_platforms(parser, OURS, "default")
-    parser.add_argument(
-        "--no-torch", dest="torch", action="store_false", help="leave the peers in PyTorch out"
-    )
+    parser.add_argument("--no-torch", dest="torch", action="store_false", help="omit the PyTorch peers")
     return command.parse(parser, arguments)
 
 
 def choose(options: argparse.Namespace) -> list[LinearProblem]:
-    """In the order of importance, so that a time limit cuts off the least."""
+    """The problems in order of importance, so that a time limit omits the least important ones."""
     on_cpu = jax.default_backend() == "cpu"
     chosen = problems.TINY if options.quick else problems.CPU if on_cpu else problems.ANCHORS + problems.STEPS
     return command.matching(chosen, options)
@@ -299,7 +297,7 @@ def choose(options: argparse.Namespace) -> list[LinearProblem]:
 def about(options: argparse.Namespace, chosen: Sequence[LinearProblem]) -> dict[str, Any]:
     missing = peers.missing() if jax.default_backend() != "cpu" else []
     for package in missing:
-        print(f"peer left out: {package} is not installed")
+        print(f"peer omitted: {package} is not installed")
     return {"missing": missing}
 
 
@@ -319,6 +317,6 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 if __name__ == "__main__":
-    # Room for PyTorch on the same GPU; a pool made at the start keeps allocations out of the times.
+    # Leaves memory for PyTorch on the same GPU; a pool allocated at the start keeps allocations out of the times.
     os.environ.setdefault("XLA_PYTHON_CLIENT_MEM_FRACTION", "0.6")
     raise SystemExit(main())

@@ -1,4 +1,4 @@
-"""The linear-time family in PyTorch: flash-linear-attention and mamba_ssm, where they are installed."""
+"""The linear-time family in PyTorch: flash-linear-attention and mamba_ssm, if installed."""
 
 import importlib.util
 from collections.abc import Callable, Iterator, Sequence
@@ -14,7 +14,7 @@ Tensors = dict[str, Any]
 
 
 class Peer(NamedTuple):
-    """A way to compute a member: from the tensors by name to the output."""
+    """An implementation of a member: a function of the tensors by name that returns the output."""
 
     name: str
     package: str
@@ -80,12 +80,12 @@ PEERS: dict[str, tuple[Peer, ...]] = {
 
 
 def missing() -> list[str]:
-    """Of what the peers need, the packages that are not there."""
+    """The packages required by peers that are not installed."""
     return [name for name in ("torch", "fla", "mamba_ssm") if importlib.util.find_spec(name) is None]
 
 
 def peers_of(problem: LinearProblem) -> Iterator[Peer]:
-    """Those that are installed and have a form for many tokens of this member."""
+    """The installed peers that support many tokens of this member."""
     absent = missing()
     for peer in () if problem.is_step or "torch" in absent else PEERS.get(problem.member, ()):
         if peer.package not in absent:
@@ -112,7 +112,7 @@ def prepare(peer: Peer, sets: Sequence[Inputs], backward: bool) -> Prepared:
         return torch.autograd.grad(out, learned, cotangent) if backward else (out,)
 
     torch_sets = [tensors(inputs) for inputs in sets]
-    run(*torch_sets[0])  # it tunes itself, for which it may take more memory
+    run(*torch_sets[0])  # it tunes itself, which may need more memory
     torch.cuda.synchronize()
     torch.cuda.reset_peak_memory_stats()
     before = torch.cuda.memory_allocated()

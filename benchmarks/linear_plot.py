@@ -1,4 +1,4 @@
-"""The picture of a report on the linear-time family: the speed of each implementation over that of the fastest peer."""
+"""The plot of a report on the linear-time family: the speed of each implementation relative to the fastest peer."""
 
 from collections.abc import Mapping
 from typing import Any
@@ -7,7 +7,7 @@ from benchmarks.report import pyplot, write_plot
 
 
 def plot(report: Mapping[str, Any], path: str) -> None:
-    """Writes the PNG: where there is a peer, bars from 1, its speed; otherwise the milliseconds alone. Needs matplotlib."""
+    """Writes the PNG. With a peer, bars start at 1, the speed of the peer; otherwise only milliseconds are shown. Requires matplotlib."""
     plt = pyplot()
     from matplotlib.patches import Patch
 

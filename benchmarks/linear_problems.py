@@ -1,4 +1,4 @@
-"""The problems of the linear-time family that are measured: their sizes, inputs, operations and float32 results."""
+"""The problems of the linear-time family that are measured: sizes, inputs, operations and float32 results."""
 
 import dataclasses
 import functools
@@ -20,7 +20,7 @@ Arrays = dict[str, Array]
 
 @dataclasses.dataclass(frozen=True)
 class LinearProblem:
-    """`B` rows of `T` tokens, or with `T` 0 one decoding step of `B` rows, of one member of the family.
+    """`B` rows of `T` tokens, or one decoding step of `B` rows if `T` is 0, for one member of the family.
 
     `H` heads of `D` key channels (state size of a state space) and `V` values. The selective scan has no heads: `V` counts its channels.
     """
@@ -51,7 +51,7 @@ class LinearProblem:
 
 
 class Inputs(NamedTuple):
-    """`learned` (what gradients are taken in), the state that a step starts from, and the cotangent of the output."""
+    """`learned` (the inputs with gradients), the initial state of a step, and the cotangent of the output."""
 
     learned: Arrays
     state: Array | None
@@ -59,11 +59,11 @@ class Inputs(NamedTuple):
 
 
 class Member(NamedTuple):
-    """One member of the family, all that is particular to it.
+    """The specifics of one member of the family.
 
     - `make(problem, lead, normal, uniform)`: its inputs, `lead` the axes before the heads; `normal(*shape)` and `uniform(*shape)` draw float32.
     - `build(platform)`: our operation.
-    - `positional`: the inputs that are given by position; the others are given by name.
+    - `positional`: the inputs passed by position; the others are passed by name.
     - `plain(learned, state, block)`: `(out, state)` of `[B, T, ...]` float32 arrays, by the recurrence, token by token.
     """
 
@@ -107,7 +107,7 @@ def _make_scalar(problem, lead, normal, uniform) -> Arrays:
 
 
 def _make_kda(problem, lead, normal, uniform) -> Arrays:
-    # Rates of 1 to 16 and steps around 0.03, as a fresh layer has them. A peer is faster where it is promised that g >= -5.
+    # Rates of 1 to 16 and steps around 0.03, as in a new layer. A peer is faster if g >= -5 is guaranteed.
     rate = 1 + 15 * uniform(*(1,) * len(lead), problem.H, 1)
     g = jnp.maximum(-rate * jax.nn.softplus(normal(*lead, problem.H, problem.D) - 3.5), -5.0)
     beta = jax.nn.sigmoid(normal(*lead, problem.H))
@@ -124,7 +124,7 @@ def _make_gated_delta(problem, lead, normal, uniform) -> Arrays:
 def _make_ssd(problem, lead, normal, uniform) -> Arrays:
     tokens = {"x": (problem.H, problem.V), "dt": (problem.H,), "B": (1, problem.D), "C": (1, problem.D)}
     learned = {name: normal(*lead, *shape).astype(problem.dtype) for name, shape in tokens.items()}
-    # Steps around 0.02, as a fresh layer has them.
+    # Steps around 0.02, as in a new layer.
     return learned | {
         "A": -1 - 15 * uniform(problem.H),
         "D": normal(problem.H),
@@ -140,14 +140,14 @@ def _make_scan(problem, lead, normal, uniform) -> Arrays:
     return learned | {"A": rates, "D": normal(channels), "dt_bias": normal(channels) - 4}
 
 
-# The plain mathematics
+# The reference
 
 
 def _over_tokens(
     token: Callable[[Array, Arrays], tuple[Array, Array]], state: Array, tokens: Arrays, block: int
 ) -> tuple[Array, Array]:
-    """`token(state, tokens) -> (state, out)` on one after the other of `[B, T, ...]`; a backward keeps all states, or with `block` those
-    between blocks of at most so many tokens."""
+    """Applies `token(state, tokens) -> (state, out)` along `[B, T, ...]`. The backward pass keeps all states or, with `block`, those between
+    blocks of at most so many tokens."""
     first = {name: jnp.moveaxis(x, 1, 0) for name, x in tokens.items()}
     length = next(iter(first.values())).shape[0]
     if block == 0:
@@ -162,8 +162,8 @@ def _over_tokens(
 def _recur(
     tokens: Arrays, state: Array, block: int, *, scale: float | None = None, delta: bool = False
 ) -> tuple[Array, Array]:
-    """`S = e^g S`; `S += beta k (v - S^T k)^T` (delta) or `S += beta k v^T`; `o = scale S^T q`. `g` has the axes of the state; `beta` may
-    be missing."""
+    """`S = e^g S`; `S += beta k (v - S^T k)^T` (delta) or `S += beta k v^T`; `o = scale S^T q`. `g` has the axes of the state; `beta` is
+    optional."""
     factor = tokens["q"].shape[-1] ** -0.5 if scale is None else scale
 
     def token(state: Array, at: Arrays) -> tuple[Array, Array]:
@@ -187,7 +187,7 @@ def _plain_gla(learned: Arrays, state: Array, block: int) -> tuple[Array, Array]
 
 def _plain_lightning(learned: Arrays, state: Array, block: int) -> tuple[Array, Array]:
     rows, length, heads = learned["q"].shape[:3]
-    # That of the first layer: 8 / H * (1 - 0 / L) * h.
+    # The slope of the first layer: 8 / H * (1 - 0 / L) * h.
     g = -8.0 / heads * jnp.arange(heads, dtype=jnp.float32)[:, None, None]
     return _recur(learned | {"g": jnp.broadcast_to(g, (rows, length, heads, 1, 1))}, state, block)
 
@@ -273,7 +273,7 @@ MEMBERS: Mapping[str, Member] = {
 
 
 def make_inputs(problem: LinearProblem, seed: int = 0) -> Inputs:
-    """Normal operands, decays and steps as layers make them; fresh for every seed."""
+    """Normal operands, with decays and steps as in layers; different for every seed."""
     keys = iter(jax.random.split(jax.random.key(seed), 16))
 
     def draw(kind: Callable[..., Array], *shape: int) -> Array:
@@ -288,7 +288,7 @@ def make_inputs(problem: LinearProblem, seed: int = 0) -> Inputs:
 
 
 def state_shape(problem: LinearProblem) -> tuple[int, ...]:
-    """Of all rows together."""
+    """The total of all rows."""
     if problem.member == "selective scan":
         return problem.B, problem.V, problem.D
     sizes = (problem.V, problem.D) if problem.member == "SSD" else (problem.D, problem.V)
@@ -302,7 +302,7 @@ def _no_state(problem: LinearProblem) -> Array:
 def direction_of(
     forward: Callable[[Arrays], tuple[Array, Array]], backward: bool
 ) -> Callable[[Inputs], Arrays]:
-    """From `forward(learned) -> (out, state)` to what is measured: both, or the gradients of everything learned."""
+    """The measured function, from `forward(learned) -> (out, state)`: both results, or the gradients of everything learned."""
 
     def only_forward(inputs: Inputs) -> Arrays:
         out, state = forward(inputs.learned)
@@ -316,7 +316,7 @@ def direction_of(
 
 
 def ours(problem: LinearProblem, platform: str | None) -> Callable[..., tuple[Array, Array]]:
-    """Our operation as a function of what is learned and, for a step, of the state."""
+    """Our operation as a function of the learned inputs and, for a step, of the state."""
     member = MEMBERS[problem.member]
     operation = member.build(platform)
     call = operation.step if problem.is_step else operation
@@ -338,7 +338,7 @@ def plain(problem: LinearProblem) -> Callable[[Arrays], tuple[Array, Array]]:
 
 
 def expected_results(problem: LinearProblem, inputs: Inputs) -> dict[str, Arrays]:
-    """By direction, by the plain mathematics in float32."""
+    """The results of the reference in float32, by direction."""
     with jax.default_matmul_precision("highest"):
         return _expected_results(problem, inputs)
 
@@ -362,7 +362,7 @@ def _expected_results(problem: LinearProblem, inputs: Inputs) -> dict[str, Array
 
 
 def tolerances(problem: LinearProblem, direction: str, results: Mapping[str, Any]) -> dict[str, Tolerance]:
-    """How far each result may be from the expected one, from the package's one table."""
+    """The tolerance of each result, from the package's table."""
     kind = "gradient" if direction == "forward+backward" else "forward"
     return dict.fromkeys(results, TOLERANCES[problem.dtype][kind])
 
@@ -370,7 +370,7 @@ def tolerances(problem: LinearProblem, direction: str, results: Mapping[str, Any
 def errors_of(
     problem: LinearProblem, direction: str, results: Mapping[str, Any], expected: Mapping[str, Arrays]
 ) -> tuple[dict[str, float], str | None]:
-    """As the tuner measures them: the relative RMS error of each result, and what is wrong with them (`None`: nothing)."""
+    """The relative RMS error of each result, measured as in the tuner, and the reason if one is wrong (otherwise `None`)."""
     return all_errors(results, expected[direction], tolerances(problem, direction, results))
 
 
@@ -384,7 +384,7 @@ ANCHORS = (
     P("SSD", 4, 4096, 64, 128, 64),
     P("selective scan", 4, 4096, 1, 16, 2048),
 )
-# States of 64 MiB and more, so that a launch does not find its own in the cache.
+# States of 64 MiB and more, so that a launch does not find its state in the cache.
 STEPS = (
     P("GLA", 64, 0, 16, 128, 128),
     P("scalar decay", 128, 0, 16, 128, 128),

@@ -1,4 +1,4 @@
-"""Device time of asynchronous work: as the package's tuner takes it, and of PyTorch beside it."""
+"""Device time of asynchronous work, measured as in the package's tuner, also for PyTorch."""
 
 import itertools
 from collections.abc import Callable, Hashable, Mapping, Sequence
@@ -22,9 +22,9 @@ K = TypeVar("K", bound=Hashable)
 def time_whole(
     makers: Mapping[K, Callable[[int], Work]], floor: float, samples: int = 5, sample_ms: float = 30.0
 ) -> dict[K, Timing]:
-    """As `time_in_turn`, of one run each; what is as short as a launch (`floor`, in milliseconds) is run several times in one.
+    """As `time_in_turn`, with one run each; work as short as a launch (`floor`, in milliseconds) runs several times per launch.
 
-    A maker gives from the number of runs in one launch what is timed.
+    A maker takes the number of runs per launch and returns the work to time.
     """
     works = {name: make(1) for name, make in makers.items()}
     timings = time_in_turn(works, samples, sample_ms)
@@ -37,7 +37,7 @@ def time_whole(
 
 
 class StateWork:
-    """A compiled step `(inputs, state) -> (state, results)` that may write where its state was: each launch takes what the last left."""
+    """A compiled step `(inputs, state) -> (state, results)` that may update its state in place: each launch takes the state of the previous one."""
 
     def __init__(self, function: Callable[..., Any], state: Any, input_sets: Sequence[Any]):
         self.function, self.state, self.input_sets = function, state, list(input_sets)
@@ -60,7 +60,7 @@ def torch_with_cuda() -> bool:
 
 
 class TorchWork:
-    """A PyTorch function between two CUDA events."""
+    """A PyTorch function, timed between two CUDA events."""
 
     def __init__(self, function: Callable[..., Any], input_sets: Sequence[tuple[Any, ...]]):
         self.function, self.input_sets = function, list(input_sets)
@@ -79,7 +79,7 @@ class TorchWork:
 
 
 class _GraphWork(TorchWork):
-    """A PyTorch function as a CUDA graph for each set of inputs: launched without Python's time."""
+    """A PyTorch function as one CUDA graph per set of inputs, launched without Python's overhead."""
 
     def __init__(self, function: Callable[..., Any], input_sets: Sequence[tuple[Any, ...]], runs: int):
         import torch
@@ -87,7 +87,7 @@ class _GraphWork(TorchWork):
         graphs = []
         side = torch.cuda.Stream()
         side.wait_stream(torch.cuda.current_stream())
-        with torch.cuda.stream(side):  # what is made at a first call is made before the capture
+        with torch.cuda.stream(side):  # initialise before the capture
             for inputs in input_sets:
                 function(*inputs)
         torch.cuda.current_stream().wait_stream(side)
@@ -102,7 +102,7 @@ class _GraphWork(TorchWork):
 def torch_work(
     function: Callable[..., Any], input_sets: Sequence[tuple[Any, ...]], runs: int = 1
 ) -> TorchWork:
-    """As a CUDA graph, or launched from Python where it cannot be captured."""
+    """A CUDA graph or, if the function cannot be captured, launches from Python."""
 
     def several(*inputs: Any) -> None:
         for _ in range(runs):

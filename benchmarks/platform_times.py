@@ -1,10 +1,10 @@
-"""Times the platforms that can run a problem, in turn, and writes the times into the table that ships: by them the fastest is taken.
+"""Times the platforms that can run a problem, in turn, and writes the times into the shipped table, by which the fastest is chosen.
 
-    python benchmarks/platform_times.py --time-limit 500                      # again, to go on where it stopped
+    python benchmarks/platform_times.py --time-limit 500                      # run again to continue
     python benchmarks/platform_times.py --problems 'D64' --force
     python benchmarks/platform_times.py --quick --platform xla --platform triton-interpret --output table.json
 
-Nothing is tuned: what a platform is timed with is what the table has for this very problem, or all that there is.
+Nothing is tuned: a platform is timed with the configuration in the table for exactly this problem, or with its only one.
 """
 
 import argparse
@@ -25,12 +25,12 @@ from ejkernel_eqx.dispatch import BOTH, device_facts, kernel_registry, Platform,
 
 
 def asked_of(problem: TuneProblem) -> Problem:
-    """What the platforms are asked for: the same of all, so that of the one that runs anything."""
+    """The problem for the platforms: the same for all, taken from the one that runs anything."""
     return problem.make(kernel_registry.get(problem.operation, Platform.XLA))
 
 
 def is_known(asked: Problem, table: Table, platforms: Sequence[str]) -> bool:
-    """Whether one run has timed all of them."""
+    """Whether a single run has timed all of them."""
     found = [
         r
         for r in table.records.values()
@@ -40,14 +40,14 @@ def is_known(asked: Problem, table: Table, platforms: Sequence[str]) -> bool:
 
 
 def measured(asked: Problem, table: Table, options: argparse.Namespace) -> list[Contender] | str:
-    """Those with a time to keep; or why there is nothing to compare."""
+    """The platforms with a time to keep, or why there is nothing to compare."""
     known = [kernel_registry.get(asked.operation, platform) for platform in options.platform]
     refused = {i.platform.value: i.unsupported(asked, device_facts()) for i in known}
     if any(refused.values()):
         return "; ".join(f"{platform} {reason}" for platform, reason in refused.items() if reason)
     for record in table.records.values():
         same = (record.operation, record.problem) == (asked.operation, asked.key())
-        # Of one key, only sizes can differ in what the kernels do.
+        # For one key, only sizes can change what the kernels do.
         if same and record.exact["dims"] != asked.to_dict()["dims"] and record.platform in options.platform:
             return f"the table has {record.platform} for another problem of this key"
     found = bench(asked, known, options.samples, options.sample_ms)
@@ -75,12 +75,12 @@ def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument("--platform", action="append", metavar="NAME", help="default: cuda and triton")
     parser.add_argument("--problems", default="", metavar="REGEX", help="part of a problem's name")
     parser.add_argument("--quick", action="store_true", help="tiny problems")
-    parser.add_argument("--force", action="store_true", help="also what is known")
+    parser.add_argument("--force", action="store_true", help="also measure known problems")
     parser.add_argument("--samples", type=int, default=9)
     parser.add_argument("--sample-ms", type=float, default=50.0)
     parser.add_argument("--time-limit", type=float, default=float("inf"), metavar="S")
-    parser.add_argument("--output", type=pathlib.Path, metavar="PATH", help="default: the table that ships")
-    parser.add_argument("--commit", help="of the code that runs, where git cannot say")
+    parser.add_argument("--output", type=pathlib.Path, metavar="PATH", help="default: the shipped table")
+    parser.add_argument("--commit", help="version of the code if git does not know it")
     options = parser.parse_args(arguments)
     options.platform = options.platform or ["cuda", "triton"]
     folder = report.ROOT / "src" / "ejkernel_eqx" / "data" / device_facts().slug
@@ -104,14 +104,14 @@ def main(arguments: Sequence[str] | None = None) -> int:
         ):
             continue
         if began - start + longest > options.time_limit:
-            print("time limit: the rest is left out; run it again")
+            print("time limit: the rest is omitted; run again to continue")
             break
         try:
             found = measured(asked, table, options)
         except FAILURES as error:
             found = reason_of(error)
         if isinstance(found, str):
-            print(f"{problem.name}: left out, {found}", flush=True)
+            print(f"{problem.name}: omitted, {found}", flush=True)
             continue
         keep(asked, found, table, family, environment)
         longest = max(longest, time.monotonic() - began)

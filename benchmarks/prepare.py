@@ -1,4 +1,4 @@
-"""The implementations of a problem: prepared, checked against the reference, timed in turn; where one raises, its row keeps the reason."""
+"""Prepares the implementations of a problem, checks them against the reference and times them in turn. A row keeps the reason of a failure."""
 
 import argparse
 import dataclasses
@@ -30,15 +30,15 @@ FAILURES = (
     ejx.EjkernelError,
     TritonError,
 )
-"""What an implementation or a candidate may raise on a problem that is not for it, from any of the libraries."""
+"""Errors that an implementation or a candidate of any of the libraries may raise for a problem that it does not support."""
 
 UNTUNED = {"xla_gpu_autotune_level": 0, "xla_gpu_enable_triton_gemm": False}
-"""Compiler options of a reference. It runs once: to look for its fastest matrix products would take longer than to use any."""
+"""Compiler options of a reference. It runs once, so searching for the fastest matrix products would take longer than it saves."""
 
 
 @dataclasses.dataclass(kw_only=True)
 class Measured:
-    """What is said of an implementation in every benchmark: a row of its JSON is one of these and more. `reason` says why there is no time."""
+    """The fields of an implementation that the JSON rows of all benchmarks have. `reason` is set if there is no time."""
 
     platform: str | None = None
     config: str | None = None
@@ -53,7 +53,7 @@ class Measured:
 
 
 class Row(Protocol):
-    """A row of a benchmark's JSON, by what `measure_rows` and the command ask of it."""
+    """The interface of a JSON row that `measure_rows` and the command need."""
 
     problem: str
     implementation: str
@@ -78,7 +78,7 @@ class Row(Protocol):
 
     @property
     def speed(self) -> str:
-        """What a line of progress says of the times."""
+        """The times as text, for a line of progress."""
         ...
 
 
@@ -86,7 +86,7 @@ I = TypeVar("I")
 
 
 class Prepared(NamedTuple):
-    """Ready to be checked and timed; `make` gives from the number of runs in one launch what is timed."""
+    """Work that is ready to be checked and timed; `make` takes the number of runs per launch and returns the work to time."""
 
     results: dict[str, Array]
     make: Callable[[int], Work]
@@ -95,7 +95,7 @@ class Prepared(NamedTuple):
 
 
 class Attempt(NamedTuple):
-    """A row and how what it is about is prepared. `failures` are kept as the row's reason; others are mistakes of ours."""
+    """A row and how to prepare its implementation. `failures` are kept as the row's reason; other errors are bugs."""
 
     row: Any
     prepare: Callable[[], Prepared]
@@ -110,13 +110,13 @@ def nbytes(tree: Any) -> int:
 
 
 def input_sets(make: Callable[[int], I]) -> list[I]:
-    """From a seed to inputs: so many that a launch does not find its own in the cache."""
+    """Several sets of inputs from a seed, so many that a launch does not find its inputs in the cache."""
     first = make(0)
     return [first, *(make(seed) for seed in range(1, input_set_count(nbytes(first))))]
 
 
 def compiled(program: Callable[[int], Any]) -> tuple[Any, Selection | None, int | None]:
-    """Of a function that compiles a program of so many runs: that of one, what was selected for it, its temporary memory."""
+    """For a function that compiles a program of so many runs: the program of one run, its selection, and its temporary memory."""
     found: list[Selection] = []
     with on_selection(found.append):
         once = program(1)
@@ -156,9 +156,9 @@ def measure_rows(
     options: argparse.Namespace,
     floor: float = 0.0,
 ) -> list[Any]:
-    """First every result is checked, then all that are right are timed in turn. Names of implementations are unique.
+    """Checks every result, then times all correct implementations in turn. Names of implementations are unique.
 
-    `check(row, results)` says what is wrong with them. What is as short as a launch (`floor`, in milliseconds) is run several times in one.
+    `check(row, results)` returns the error, if any. Work as short as a launch (`floor`, in milliseconds) runs several times per launch.
     """
     rows, makers = [], {}
     for attempt in attempts:
@@ -178,7 +178,7 @@ def measure_rows(
 
 
 def _checked(attempt: Attempt, check: Callable[[Any, dict[str, Array]], str | None]) -> Any:
-    """What is timed, by the number of runs in one launch; `None` where the row has a reason instead."""
+    """The work to time, by the number of runs per launch; `None` if the row has a reason instead."""
     row = attempt.row
     try:
         prepared = attempt.prepare()
@@ -195,7 +195,7 @@ def _checked(attempt: Attempt, check: Callable[[Any, dict[str, Array]], str | No
 
 
 def _note(row: Row, prepared: Prepared) -> None:
-    """What is known before any timing."""
+    """The facts that are known before timing."""
     if (chosen := prepared.selection) is not None:
         row.platform, row.config = chosen.platform.value, to_json(chosen.config)
         row.config_from = chosen.tier.value
@@ -203,24 +203,24 @@ def _note(row: Row, prepared: Prepared) -> None:
 
 
 def reason_of(error: BaseException) -> str:
-    """One line."""
+    """The error in one line."""
     if isinstance(error, ejx.UnsupportedError):
         return "; ".join(f"{platform} {reason}" for platform, reason in error.reasons.items())
     return f"{type(error).__name__}: {(str(error).strip().splitlines() or [''])[0]}"[:300]
 
 
 def finite(errors: Mapping[str, float]) -> dict[str, float | None]:
-    """As JSON takes them: what is no number is `None`."""
+    """The numbers as JSON values, with `None` for those that are not finite."""
     return {name: error if error < float("inf") else None for name, error in errors.items()}
 
 
 def fastest(rows: Iterable[Row]) -> float | None:
-    """Milliseconds of the fastest that was timed."""
+    """The milliseconds of the fastest row that was timed."""
     return min((row.ms for row in rows if row.ms), default=None)
 
 
 def ratio(ms: float | None, row: Row) -> float | None:
-    """The speed of a row over that of what takes `ms`."""
+    """The speed of a row relative to one that takes `ms`."""
     return ms / row.ms if ms and row.ms else None
 
 

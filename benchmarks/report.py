@@ -1,4 +1,4 @@
-"""What every benchmark writes: the machine it ran on, JSON, text tables, Markdown blocks."""
+"""Output shared by all benchmarks: the environment, JSON, text tables and Markdown blocks."""
 
 import datetime
 import importlib.metadata
@@ -17,7 +17,7 @@ _PACKAGES = ("jax", "jaxlib", "triton", "jax-triton", "torch", "fla-core", "mamb
 
 
 def environment(commit: str | None = None) -> dict[str, Any]:
-    """Device, driver, versions, commit and date. What is not to be found is `None`."""
+    """Device, driver, versions, commit and date; `None` for what cannot be determined."""
     device = jax.devices()[0]
     return {
         "device": device.device_kind,
@@ -31,7 +31,7 @@ def environment(commit: str | None = None) -> dict[str, Any]:
 
 
 def versions() -> dict[str, str | None]:
-    """Of every package that takes part."""
+    """The versions of all relevant packages."""
     found: dict[str, str | None] = {}
     for package in _PACKAGES:
         try:
@@ -60,7 +60,7 @@ def _output(*command: str) -> str | None:
 
 
 def write_atomic(path: str | os.PathLike, text: str) -> None:
-    """All of it or nothing, whenever the process stops."""
+    """Writes the file atomically."""
     path = pathlib.Path(path)
     path.parent.mkdir(parents=True, exist_ok=True)
     temporary = path.with_name(f".{path.name}.{os.getpid()}")
@@ -69,12 +69,12 @@ def write_atomic(path: str | os.PathLike, text: str) -> None:
 
 
 def write_json(path: str | os.PathLike, content: Any) -> None:
-    """NaN and infinity are refused: a result that is none is `None`."""
+    """JSON without NaN and infinity; a missing result is `None`."""
     write_atomic(path, json.dumps(content, indent=1, allow_nan=False) + "\n")
 
 
 def table(header: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
-    """Columns padded to their width; the first to the left, the others to the right."""
+    """Aligned columns, the first to the left, the others to the right."""
     widths = [max(len(row[i]) for row in (header, *rows)) for i in range(len(header))]
 
     def line(cells: Sequence[str]) -> str:
@@ -90,7 +90,7 @@ def markdown_table(header: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
 
 
 def write_markdown(path: str | os.PathLike, name: str, text: str) -> None:
-    """Into `path`: between its lines `<!-- NAME: begin -->` and `<!-- NAME: end -->`, or, without these, all of it."""
+    """Writes into `path` between its lines `<!-- NAME: begin -->` and `<!-- NAME: end -->` or, without these, replaces the whole file."""
     path = pathlib.Path(path)
     begin, end = f"<!-- {name}: begin -->", f"<!-- {name}: end -->"
     page = path.read_text(encoding="utf-8") if path.is_file() else ""
@@ -109,12 +109,12 @@ def percent(value: float | None) -> str:
 
 
 def summary_lines(summary: Mapping[str, Mapping[str, Any]]) -> str:
-    """One for each name: the value, and the problem it is of."""
+    """One line per name: the value, and its problem."""
     return "\n".join(f"{name}: {entry['value']:.3f} ({entry['problem']})" for name, entry in summary.items())
 
 
 def pyplot() -> Any:
-    """Matplotlib, without a screen."""
+    """Matplotlib without a display."""
     import matplotlib
 
     matplotlib.use("Agg")
@@ -124,14 +124,14 @@ def pyplot() -> Any:
 
 
 def write_plot(figure: Any, path: str | os.PathLike, **options: Any) -> None:
-    """As PNG, whatever the file is called, unless `options` say otherwise."""
+    """Saves a PNG, regardless of the file name, unless `options` say otherwise."""
     pathlib.Path(path).parent.mkdir(parents=True, exist_ok=True)
     figure.savefig(path, **{"format": "png", "dpi": 110} | options)
     pyplot().close(figure)
 
 
 def environment_line(env: Mapping[str, Any]) -> str:
-    """One sentence for a page."""
+    """The environment as one sentence for a page."""
     known = ", ".join(f"{name} {version}" for name, version in env["versions"].items() if version)
     driver = f", driver {env['driver']}" if env["driver"] else ""
     commit = f", commit {env['commit']}" if env["commit"] else ""

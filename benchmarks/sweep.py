@@ -1,12 +1,12 @@
-"""The configurations of a kernel side by side: every candidate of the tuner, checked, then timed in turn in one run.
+"""Compares the configurations of a kernel: checks every candidate of the tuner, then times them in turn in one run.
 
     python benchmarks/sweep.py --problems 'prefill N1|selective scan B4' --json sweep.json
     python benchmarks/sweep.py --problems 'latent H128' --candidates 6 --time-limit 120
     python benchmarks/sweep.py --quick                              # tiny problems, anywhere
     python benchmarks/sweep.py --render sweep.json
 
-Problems are those of `decode.py` and `linear.py`. A tuner times most candidates briefly and says which is best; this says how far all are from
-each other, and from the baselines of `decode.py`. Candidates are compiled several at a time.
+Problems are those of `decode.py` and `linear.py`. The tuner times most candidates only briefly and reports the best one; this shows how all
+of them compare with each other, and with the baselines of `decode.py`. Several candidates are compiled at a time.
 """
 
 import argparse
@@ -37,8 +37,8 @@ _AT_ONCE = max(1, (os.cpu_count() or 2) - 1)
 
 @dataclasses.dataclass
 class Row(Measured):
-    """One candidate or baseline of one problem; `implementation` has the fields in which candidates differ. `ratio`: speed over the
-    heuristic's."""
+    """One candidate or baseline of one problem; `implementation` has the fields that differ between candidates. `ratio`: speed relative to
+    the heuristic."""
 
     problem: str
     direction: str
@@ -63,7 +63,7 @@ class Row(Measured):
 
 
 def candidates(call: Callable[[Any], Any], inputs: Any) -> tuple[str, list[Any]]:
-    """The operation that a function calls, and what its tuner would try for such inputs."""
+    """The operation that a function calls, and the candidates of its tuner for such inputs."""
     found: list[Selection] = []
     with on_selection(found.append):
         jax.eval_shape(call, inputs)
@@ -73,7 +73,7 @@ def candidates(call: Callable[[Any], Any], inputs: Any) -> tuple[str, list[Any]]
 
 
 def names(configs: Sequence[Any]) -> list[str]:
-    """What tells each from the others; the first is the heuristic."""
+    """Labels with the fields that differ; the first is the heuristic."""
     flat = [_flat(to_dict(config)) for config in configs]
     differ = [key for key in flat[0] if len({str(fields.get(key)) for fields in flat}) > 1]
     said = [" ".join(f"{key}={fields.get(key)}" for key in differ) for fields in flat]
@@ -89,7 +89,7 @@ def _flat(fields: Mapping[str, Any], before: str = "") -> dict[str, Any]:
 
 
 def with_config(call: Callable[[Any], Any], operation: str, config: Any) -> Callable[[Any], Any]:
-    """The function, its operation built with a configuration."""
+    """The function with its operation built with a configuration."""
 
     def run(inputs: Any) -> Any:
         with ejx.overlay_cache({operation: config}):
@@ -98,7 +98,7 @@ def with_config(call: Callable[[Any], Any], operation: str, config: Any) -> Call
     return run
 
 
-# The two kinds of problems: inputs, the function of each direction, and what is wrong with results
+# The two kinds of problems: inputs, the function of each direction, and the check of results
 
 
 def _parts(problem: Problem, platform: str) -> tuple[list[Any], dict[str, Any], Callable[..., str | None]]:
@@ -127,7 +127,7 @@ def _parts(problem: Problem, platform: str) -> tuple[list[Any], dict[str, Any], 
 
 
 def baselines(problem: Problem) -> Iterator[tuple[str, Callable[[list[Any]], Prepared]]]:
-    """Of `decode.py`, with their own inputs."""
+    """The baselines of `decode.py`, with their own inputs."""
     if isinstance(problem, paged.DecodeProblem):
         for peer in decode_peers.baselines_of(problem, jax.default_backend() == "gpu"):
             yield peer.name, functools.partial(_prepare_peer, peer)
@@ -142,7 +142,7 @@ def _prepare_peer(peer: decode_peers.Peer, sets: list[Any]) -> Prepared:
 
 
 def measure(problem: Problem, options: argparse.Namespace) -> Iterator[list[Row]]:
-    """The rows of a problem, direction by direction. All candidates are compiled before any is timed."""
+    """The rows of a problem, by direction. All candidates are compiled before any is timed."""
     sets, calls, check = _parts(problem, options.platform)
     floor = launch_floor(sets[0])
     for direction, call in calls.items():
@@ -197,7 +197,7 @@ def markdown(content: Mapping[str, Any], picture: str | None) -> str:
 
 
 def plot(content: Mapping[str, Any], path: str) -> None:
-    """A bar for each candidate, problem by problem."""
+    """A bar for each candidate, by problem."""
     rows = [row for row in content["rows"] if row["ms"]]
     figure, axes = report.pyplot().subplots(figsize=(11, 1 + 0.25 * len(rows)), layout="constrained")
     colours = ["tab:blue" if row["is_candidate"] else "tab:gray" for row in rows]

@@ -1,12 +1,12 @@
-"""A training step of `examples/train_lm.py` with its layers in a loop, written out, and with less kept for the gradient.
+"""A training step of `examples/train_lm.py` with its layers in a loop, unrolled, and with less kept for the gradient.
 
     python benchmarks/train_step.py --json out.json                      # 350M parameters, T = 2048, bf16; needs a GPU
     python benchmarks/train_step.py --variants scan,unrolled             # a minute
     python benchmarks/train_step.py --quick                              # a tiny model, anywhere
 
-Every variant must first give the same loss and the same norm of the gradient for the same weights and tokens; then steps are
-timed in turn, so that a drift of the clocks meets all alike. Compilation is timed in the order of the variants and in one
-process: the first also pays for what the compiler times once, such as its matrix products.
+Every variant must first produce the same loss and gradient norm for the same weights and tokens. Then steps are timed in turn, so that
+drifting clocks affect all variants equally. Compilation is timed in the order of the variants and in one process, so the first one
+includes what the compiler times only once, such as matrix products.
 """
 
 import argparse
@@ -45,7 +45,7 @@ VARIANTS: dict[str, dict[str, Any]] = {
 
 @dataclasses.dataclass
 class Variant:
-    """A compiled step `(state, tokens) -> (state, (loss, norm))` and what is known of it."""
+    """A compiled step `(state, tokens) -> (state, (loss, norm))` and its measurements."""
 
     name: str
     program: Any
@@ -77,7 +77,7 @@ def make_model(name: str, options: argparse.Namespace) -> Decoder:
 
 
 def make_state(options: argparse.Namespace) -> Any:
-    """Weights, as the list that they are in every variant, and the optimiser's state."""
+    """The weights, as a list that all variants share, and the optimiser's state."""
     parameters = jax.tree.leaves(eqx.filter(make_model("scan", options), eqx.is_inexact_array))
     return parameters, make_optimiser().init(parameters)
 
@@ -105,7 +105,7 @@ def make_variant(name: str, options: argparse.Namespace, state: Any, tokens: Arr
 
 
 def check(variants: Sequence[Variant], state: Any, tokens: Array) -> None:
-    """Loss and norm of the gradient of every variant against the first one's."""
+    """Compares loss and gradient norm of every variant with those of the first one."""
     for variant in variants:
         _, (loss, norm) = variant.program(jax.tree.map(jnp.copy, state), tokens)
         variant.loss, variant.gradient_norm = float(loss), float(norm)
@@ -121,7 +121,7 @@ def check(variants: Sequence[Variant], state: Any, tokens: Array) -> None:
 def time_in_turn(
     variants: Sequence[Variant], state: Any, batches: Sequence[Array], options: argparse.Namespace
 ) -> None:
-    """Every variant goes on with the weights that the last one left."""
+    """Every variant continues with the weights of the previous one."""
 
     def run(variant: Variant, state: Any, count: int) -> tuple[Any, float]:
         jax.block_until_ready(state)
@@ -145,11 +145,11 @@ def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
     )
     add = parser.add_argument
     add("--quick", action="store_true", help="a tiny model")
-    add("--variants", default=",".join(VARIANTS), help="by comma (default: %(default)s)")
+    add("--variants", default=",".join(VARIANTS), help="comma-separated (default: %(default)s)")
     add("--platform", help="of the kernels (default: chosen by device)")
     add("--samples", type=int, default=5)
-    add("--steps", type=int, default=4, help="steps a sample")
-    add("--commit", help="what the result says of its source, outside a checkout")
+    add("--steps", type=int, default=4, help="steps per sample")
+    add("--commit", help="version of the code in the result, outside a checkout")
     add("--json", type=pathlib.Path, metavar="PATH")
     options = parser.parse_args(arguments)
     options.variants = options.variants.split(",")

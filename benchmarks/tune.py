@@ -1,12 +1,12 @@
 """Tunes the problems of the benchmarks on this device and writes the winners as a table to ship with the package.
 
-    python benchmarks/tune.py --time-limit 500 --json tuned.json            # again, to go on where it stopped
+    python benchmarks/tune.py --time-limit 500 --json tuned.json            # run again to continue
     python benchmarks/tune.py --problems 'S4096 .* D128' --budget 30
     python benchmarks/tune.py --family recurrence                            # also: selective_scan, convolution, normalization, attention
     python benchmarks/tune.py --quick --platform xla --output table.json     # tiny problems, on any machine
-    python benchmarks/tune.py --render tuned.json --plot tuned.png           # an earlier run again
+    python benchmarks/tune.py --render tuned.json --plot tuned.png           # show an earlier run
 
-It also says how far the heuristics are from the tuned configurations.
+It also reports how far the heuristics are from the tuned configurations.
 """
 
 import argparse
@@ -43,11 +43,11 @@ from ejkernel_eqx.dispatch.records import Record, record_key
 from ejkernel_eqx.tuning import Status, tune_problem, TuneOptions, TuningResult
 
 BAR = 1.10
-"""How far, in time, the heuristics may be from the tuned configurations."""
+"""The target for the time of the heuristics relative to the tuned configurations."""
 
 
 def twins(record: Record, implementation: Implementation, family: Family) -> list[Record]:
-    """The record for every operation that runs the very same kernels on such a problem, without what did not win."""
+    """The record for every operation that runs the same kernels on this problem, with only the winner."""
 
     def runs(other: Implementation) -> tuple[Any, ...]:
         return other.platform, other.target, other.workload
@@ -67,7 +67,7 @@ def twins(record: Record, implementation: Implementation, family: Family) -> lis
 
 
 class Table:
-    """The table to ship: read, added to, and written whole after every problem."""
+    """The table to ship: read, extended, and rewritten after every problem."""
 
     def __init__(self, path: pathlib.Path):
         self.path, self.records = path, {}
@@ -80,7 +80,7 @@ class Table:
         return record_key(*names, problem.key(), software()) in self.records
 
     def add(self, records: Sequence[Record], environment: Mapping[str, Any]) -> None:
-        """Replaces what is known of the same problems, with whatever software."""
+        """Replaces the records of the same problems, for any software versions."""
         new = {(r.operation, r.platform, r.problem) for r in records}
         kept = [r for r in self.records.values() if (r.operation, r.platform, r.problem) not in new]
         self.records = {record.key: record for record in (*kept, *records)}
@@ -90,7 +90,7 @@ class Table:
 
 
 def row_of(problem: TuneProblem, result: TuningResult, environment: Mapping[str, Any]) -> dict[str, Any]:
-    """What the report says of a problem."""
+    """The entry of a problem in the report."""
     counts = {status.value: sum(m.status is status for m in result.measurements) for status in Status}
     return {
         "problem": problem.name,
@@ -132,7 +132,7 @@ def text_table(rows: Sequence[Mapping[str, Any]]) -> str:
 
 
 def summary(rows: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
-    """How many problems have heuristics within the bar, and the worst."""
+    """The number of problems whose heuristics meet the target, and the worst one."""
     ratios = {row["problem"]: max(row["ratio"].values()) for row in rows if row["ratio"]}
     worst = max(ratios, key=lambda name: ratios[name], default=None)
     return {
@@ -144,7 +144,7 @@ def summary(rows: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
 
 
 def plot(rows: Sequence[Mapping[str, Any]], path: pathlib.Path, title: str) -> None:
-    """How far the heuristics are from the tuned configurations, problem by problem."""
+    """How far the heuristics are from the tuned configurations, by problem."""
     figure, axes = report.pyplot().subplots(figsize=(8, 1 + 0.28 * len(rows)), layout="constrained")
     for offset, direction, colour in ((-0.2, FORWARD, "tab:blue"), (0.2, BOTH, "tab:orange")):
         ratios = [row["ratio"].get(direction, 1.0) for row in rows]
@@ -159,7 +159,7 @@ def plot(rows: Sequence[Mapping[str, Any]], path: pathlib.Path, title: str) -> N
 
 
 def render_report(path: pathlib.Path, picture: pathlib.Path | None) -> int:
-    """Shows an earlier run again."""
+    """Shows an earlier run."""
     content = json.loads(path.read_text(encoding="utf-8"))
     print(text_table(content["rows"]))
     print(json.dumps(content["summary"]))
@@ -188,21 +188,25 @@ def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument(
         "--in-process",
         action="store_true",
-        help="candidates run in this process: seconds faster, but one that crashes ends it",
-    )
-    parser.add_argument("--jobs", type=int, help="compilations at once (default: one a processor, up to 8)")
-    parser.add_argument("--force", action="store_true", help="also what the table or the user's cache knows")
-    parser.add_argument(
-        "--output", type=pathlib.Path, metavar="PATH", help="added to (default: the table that ships)"
-    )
-    parser.add_argument("--json", type=pathlib.Path, metavar="PATH", help="report, added to")
-    parser.add_argument(
-        "--plot", type=pathlib.Path, metavar="PATH", help="picture of heuristics against tuned"
+        help="run candidates in this process: seconds faster, but a crash ends it",
     )
     parser.add_argument(
-        "--render", type=pathlib.Path, metavar="JSON", help="show an earlier report, tune nothing"
+        "--jobs", type=int, help="concurrent compilations (default: one per processor, up to 8)"
     )
-    parser.add_argument("--commit", help="of the code that runs, where git cannot say")
+    parser.add_argument(
+        "--force", action="store_true", help="also tune problems in the table or the user's cache"
+    )
+    parser.add_argument(
+        "--output", type=pathlib.Path, metavar="PATH", help="table to extend (default: the shipped table)"
+    )
+    parser.add_argument("--json", type=pathlib.Path, metavar="PATH", help="report to extend")
+    parser.add_argument(
+        "--plot", type=pathlib.Path, metavar="PATH", help="plot of heuristics against tuned configurations"
+    )
+    parser.add_argument(
+        "--render", type=pathlib.Path, metavar="JSON", help="show an earlier report instead of tuning"
+    )
+    parser.add_argument("--commit", help="version of the code if git does not know it")
     options = parser.parse_args(arguments)
     if options.output is None:
         folder = report.ROOT / "src" / "ejkernel_eqx" / "data" / device_facts().slug
@@ -240,9 +244,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
         done = table.knows(asked, implementation) and (options.json is None or problem.name in rows)
         if done and not options.force:
             continue
-        # A problem that is begun is finished: none is begun that would run past the limit.
+        # A problem that is started is finished, so none is started that would exceed the limit.
         if began - start + longest > options.time_limit:
-            print(f"time limit: {len(chosen) - n} of {len(chosen)} problems left out")
+            print(f"time limit: {len(chosen) - n} of {len(chosen)} problems omitted")
             break
         print(f"[{began - start:.0f} s, {n + 1}/{len(chosen)}] {problem.name}", flush=True)
         effort = TuneOptions(
@@ -255,7 +259,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         )
         try:
             result = tune_problem(asked, implementation, options=effort, force=options.force)
-        except FAILURES as error:  # also what a search could not make its inputs for
+        except FAILURES as error:  # also if the inputs of a search could not be made
             failed[problem.name] = reason_of(error)
             print(f"  not tuned: {failed[problem.name]}", flush=True)
             write()

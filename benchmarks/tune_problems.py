@@ -1,4 +1,4 @@
-"""The problems that configurations are tuned and shipped for, family by family."""
+"""The problems for which configurations are tuned and shipped, by family."""
 
 import functools
 from collections.abc import Callable, Mapping, Sequence
@@ -15,7 +15,7 @@ from ejkernel_eqx.dispatch import Implementation, Problem
 
 
 class TuneProblem(NamedTuple):
-    """One problem by a name; `make` gives what its operation asks an implementation for."""
+    """A named problem; `make` returns the problem that its operation passes to an implementation."""
 
     name: str
     operation: str
@@ -25,7 +25,7 @@ class TuneProblem(NamedTuple):
 class Family(NamedTuple):
     """The problems of one family of operations.
 
-    `also(operation, problem)`: another operation of the same kernels may ask for such a problem too.
+    `also(operation, problem)`: whether another operation of the same kernels may have this problem too.
     """
 
     problems: Callable[[], list[TuneProblem]]
@@ -51,11 +51,11 @@ def _every_attention() -> list[TuneProblem]:
     return _attention(p.ANCHORS + p.FEATURES + p.GRID + p.MODELS + p.HELD_OUT)
 
 
-# Families whose problems are sizes and flags
+# Families whose problems are given by sizes and flags
 
 
 def named(operation: str, dims: Mapping[str, int], dtype: str = "bfloat16", **flags: Any) -> TuneProblem:
-    """A problem that a few words say, as on the command line."""
+    """A problem from sizes and flags, as on the command line."""
     words = [operation, *(f"{name}{size}" for name, size in dims.items()), dtype]
     words += [name if value is True else f"{name}={value}" for name, value in flags.items()]
 
@@ -110,7 +110,7 @@ def _selective_scan() -> list[TuneProblem]:
 
 
 def _convolution() -> list[TuneProblem]:
-    """Of Mamba, of Mamba-2 with its keys, of the delta nets' queries, keys and values; packed; long; narrow."""
+    """Convolutions of Mamba, of Mamba-2 with its keys, of the delta nets' queries, keys and values; packed; long; narrow."""
     sizes = (
         dict(B=4, T=4096, C=4096),
         dict(B=4, T=4096, C=4352),
@@ -170,7 +170,7 @@ def _paged() -> list[TuneProblem]:
         named("paged_attention", dict(N=64, S=4096, H=128) | latent, latent=True, scales="token", kv=kv)
         for kv in ("int8", "float8_e4m3fn")
     ]
-    # Prompts: whole, several, a chunk behind many keys.
+    # Prompts: whole, several, a chunk after many keys.
     prompt = dict(N=1, T=8192, S=8192, H=32, K=8, D=128)
     problems += [named("prefill_paged_attention", prompt | {"p": p}) for p in (16, 64)]
     problems += [
@@ -180,7 +180,7 @@ def _paged() -> list[TuneProblem]:
         named("prefill_paged_attention", prompt | {"p": 16}, scales="token", kv="int8"),
         named("prefill_paged_attention", dict(N=1, T=2048, S=8192, H=128) | latent, latent=True),
     ]
-    # Decodes beside chunks of prompts; drafts of a few tokens, checked as a tree.
+    # Decodes mixed with chunks of prompts; drafts of a few tokens, verified as a tree.
     problems += [named("ragged_paged_attention", usual | {"T": 2048, "p": p}) for p in (16, 64)]
     problems += [
         named("ragged_paged_attention", usual | {"T": 512, "Q": 512, "N": 16, "p": 16}),
@@ -198,7 +198,7 @@ def _paged() -> list[TuneProblem]:
 
 
 def _asks_for(operation: str, problem: Problem) -> bool:
-    """Whether an operation of attention over pages may ask for a problem of another's."""
+    """Whether an operation of attention over pages may have a problem of another one."""
     if (operation == "ragged_decode_attention") != bool(problem.flag("ranged")):
         return False
     if problem.flag("alibi_slopes") or problem.flag("qq_bias"):

@@ -1,10 +1,10 @@
-"""A training step of `examples/train_lm.py` on the heuristics' and on the tuned kernel configurations, in one run.
+"""A training step of `examples/train_lm.py` with heuristic and with tuned kernel configurations, in one run.
 
     python benchmarks/tuned_model.py --json out.json        # 350M parameters, T = 2048, bf16; needs a GPU
     python benchmarks/tuned_model.py --quick                # a tiny model, anywhere
 
-Every variant starts from the same weights and must first give the same loss and the same gradients on the same tokens; then
-steps are timed in turn, so that a drift of the clocks meets all alike.
+Every variant starts from the same weights and must first produce the same loss and gradients on the same tokens. Then steps are timed in
+turn, so that drifting clocks affect all variants equally.
 """
 
 import argparse
@@ -47,7 +47,7 @@ GRADIENT_BOUND = 3e-2  # relative root mean square over all parameters
 
 @dataclasses.dataclass
 class Variant:
-    """A model with its optimiser state, and what was measured of it."""
+    """A model with its optimiser state and measurements."""
 
     name: str
     model: Any
@@ -84,7 +84,7 @@ def make_variant(name: str, options: argparse.Namespace, platform: str | None, p
 
 
 def tuned(variant: Variant, options: argparse.Namespace) -> tuple[Variant, float]:
-    """The variant on the configurations that tuning finds, and the seconds it took."""
+    """The variant with tuned configurations, and the seconds that tuning took."""
     tokens = jax.ShapeDtypeStruct((options.batch, options.seq), jnp.int32)
     start = time.perf_counter()
     model, state = ejx.tune(
@@ -99,7 +99,7 @@ def tuned(variant: Variant, options: argparse.Namespace) -> tuple[Variant, float
 
 
 def check(variants: Sequence[Variant], tokens: Array, dtype: str) -> None:
-    """Loss and gradients of every variant against the first one's."""
+    """Compares loss and gradients of every variant with those of the first one."""
     value_and_grad = eqx.filter_jit(eqx.filter_value_and_grad(train_lm.mean_loss))
     expected = None
     for variant in variants:
@@ -153,12 +153,12 @@ def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
     )
     parser.add_argument("--quick", action="store_true", help="a tiny model")
     parser.add_argument(
-        "--platforms", help="by comma, `default` being the device's choice; triton too on a GPU"
+        "--platforms", help="comma-separated; `default` is the device's choice; triton too on a GPU"
     )
     parser.add_argument("--budget", type=float, default=120.0, help="seconds of tuning per problem")
     parser.add_argument("--samples", type=int, default=5)
-    parser.add_argument("--steps", type=int, default=4, help="steps a sample")
-    parser.add_argument("--commit", help="what the result says of its source, outside a checkout")
+    parser.add_argument("--steps", type=int, default=4, help="steps per sample")
+    parser.add_argument("--commit", help="version of the code in the result, outside a checkout")
     parser.add_argument("--json", type=pathlib.Path, metavar="PATH")
     options = parser.parse_args(arguments)
     vars(options).update(SIZES["quick" if options.quick else "full"])

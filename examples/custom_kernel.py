@@ -1,10 +1,10 @@
-"""A kernel of your own, from its declaration to training: the fused cross entropy of a language model.
+"""A custom kernel, from its declaration to training: the fused cross entropy of a language model.
 
-Why fused: for N tokens and a vocabulary of V, plain JAX writes float32 copies of the `[N, V]` logits and probabilities, the
-largest arrays of a training step. The kernels here read the logits once in the forward, keep a number a token, and in the backward
-read them once more and write their gradient, in the dtype of the logits.
+Plain JAX writes float32 copies of the `[N, V]` logits and probabilities for N tokens and a vocabulary of V, the largest arrays of a
+training step. These kernels read the logits once in the forward pass and keep one number per token. In the backward pass they read the
+logits once more and write the gradient, in the dtype of the logits.
 
-Run it on any machine: it checks, tunes, explains, trains and times. `docs/guides/custom-kernels.md` goes through it.
+It runs on any machine, where it checks, tunes, explains, trains and times the kernel. `docs/guides/custom-kernels.md` explains it.
 """
 
 import dataclasses
@@ -20,7 +20,7 @@ import ejkernel_eqx as ejx
 try:
     import triton
     import triton.language as tl
-except ModuleNotFoundError:  # it is published for Linux only; elsewhere this runs on XLA
+except ModuleNotFoundError:  # Triton is published for Linux only; elsewhere, this runs on XLA
     triton = None
 
 if triton is not None:
@@ -36,7 +36,7 @@ if triton is not None:
         Z_LOSS: tl.constexpr,
         BLOCK: tl.constexpr,
     ):
-        """One program, one token: the log-sum-exp of its logits in a single pass, and the loss."""
+        """One program per token: computes the log-sum-exp of its logits in a single pass, and the loss."""
         row = tl.program_id(0).to(tl.int64)
         label = tl.load(labels_ptr + row).to(tl.int64)
         logits_ptr += row * V
@@ -53,7 +53,7 @@ if triton is not None:
             if SMOOTHING > 0:
                 total += tl.where(inside, logits, 0.0)
         lse = top + tl.log(tl.sum(weights, axis=0))
-        # A label past the vocabulary gives NaN, as in plain JAX.
+        # A label outside the vocabulary returns NaN, as in plain JAX.
         picked = tl.load(logits_ptr + label, mask=(label >= 0) & (label < V), other=float("nan"))
         loss = lse - (1.0 - SMOOTHING) * picked.to(tl.float32) + Z_LOSS * lse * lse
         if SMOOTHING > 0:
@@ -74,7 +74,7 @@ if triton is not None:
         Z_LOSS: tl.constexpr,
         BLOCK: tl.constexpr,
     ):
-        """One program, one block of one token's logits: each gradient is written once, so that two runs are equal bit by bit."""
+        """One program per block of a token's logits. Each gradient is written once, so runs are bitwise repeatable."""
         row = tl.program_id(0).to(tl.int64)
         columns = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
         inside = columns < V
@@ -90,7 +90,7 @@ if triton is not None:
 
 @dataclasses.dataclass(frozen=True)
 class Block:
-    """How many logits a program has in hand at a time (a power of two), and how many warps work on them."""
+    """The number of logits that a program processes at a time (a power of two), and its number of warps."""
 
     block_n: int
     num_warps: int
@@ -102,14 +102,14 @@ class Block:
 
 @dataclasses.dataclass(frozen=True)
 class Blocks:
-    """Platform `"triton"`. The two kernels have fields of their own, so that each is tuned by the time it takes itself."""
+    """Platform `"triton"`. Each kernel has its own field, so that each is tuned by its own time."""
 
     forward: Block
     backward: Block
 
 
 class CrossEntropy(ejx.CustomKernel):
-    r"""Cross entropy of integer labels, with label smoothing $\varepsilon$ and z-loss $\zeta$, of each token:
+    r"""Cross entropy of integer labels per token, with label smoothing $\varepsilon$ and z-loss $\zeta$:
 
     $$\mathrm{lse} = \log \sum_v e^{z_v}, \qquad
     \ell = \mathrm{lse} - (1 - \varepsilon)\, z_y - \tfrac{\varepsilon}{V} \sum_v z_v + \zeta\, \mathrm{lse}^2$$
@@ -135,7 +135,7 @@ class CrossEntropy(ejx.CustomKernel):
         loss, _ = self.launch(logits=logits, labels=labels)
         return loss
 
-    # The plain mathematics: what everything else is checked against, and platform "xla".
+    # The reference: everything else is checked against it, and platform "xla" runs it.
 
     def reference(self, logits, labels):
         lse = jax.nn.logsumexp(logits, axis=-1)
@@ -145,7 +145,7 @@ class CrossEntropy(ejx.CustomKernel):
             loss = loss - self.label_smoothing * jnp.mean(logits, axis=-1)
         return jnp.where(labels >= 0, loss, 0), lse
 
-    # Triton: the launches. Arrays have one batch axis here, however many the caller has.
+    # Triton launches. Arrays have one batch axis here, however many the caller has.
 
     def run_triton(self, arrays, config, launch):
         rows, _ = arrays["logits"].shape
@@ -183,10 +183,10 @@ class CrossEntropy(ejx.CustomKernel):
         options = {"SMOOTHING": self.label_smoothing, "Z_LOSS": self.z_loss}
         return {"V": vocabulary, "BLOCK": block.block_n, **options}
 
-    # What the tuner asks.
+    # For the tuner.
 
     def candidates(self, platform, problem, device):
-        """The first is what runs untuned."""
+        """The first one is used without tuning."""
         most = 1 << (problem.dim("V") - 1).bit_length()  # a block past the end of a row would only idle
         sizes = [(4096, 8), (2048, 4), (8192, 16), (1024, 4), (8192, 8), (4096, 4), (2048, 8), (16384, 16)]
         blocks = dict.fromkeys(Block(min(block_n, most), num_warps) for block_n, num_warps in sizes)
@@ -198,7 +198,7 @@ class CrossEntropy(ejx.CustomKernel):
         return None
 
     def example_inputs(self, problem, key):
-        """Random numbers serve for the logits; labels have to be labels, some of them ignored."""
+        """Logits are random numbers by default. Labels must be valid, and some of them are ignored."""
         label_key, ignored_key = jax.random.split(key)
         rows = (problem.dim("B"),)
         labels = jax.random.randint(label_key, rows, 0, problem.dim("V"))
@@ -218,7 +218,7 @@ def example(shape=(64, 1003), dtype=jnp.float32):
 
 
 def difference(kernel, logits, labels):
-    """The largest error of loss and gradient against the reference differentiated by JAX."""
+    """The largest error of loss and gradient, compared with the reference differentiated by JAX."""
 
     def plain(logits, labels):
         return kernel.reference(logits, labels)[0]
@@ -233,7 +233,7 @@ def difference(kernel, logits, labels):
 def check():
     options = {"label_smoothing": 0.1, "z_loss": 1e-3}
     print(f"chosen platform: largest error {difference(CrossEntropy(**options), *example()):.1e}")
-    if triton is not None:  # the kernels themselves, on any machine: slow, so a small problem
+    if triton is not None:  # the same kernels on any machine; slow, so the problem is small
         interpreted = CrossEntropy(**options, platform="triton-interpret")
         print(f"Triton, interpreted: largest error {difference(interpreted, *example((3, 100))):.1e}")
     logits, labels = example((4, 16, 1003))
@@ -244,14 +244,14 @@ def check():
 
 
 def tune(shape, dtype, platform):
-    """Times the candidates for these shapes, unless a table has the answer, and keeps the best."""
+    """Times the candidates for these shapes, unless a table has a result, and keeps the fastest."""
     arrays = jax.ShapeDtypeStruct(shape, dtype), jax.ShapeDtypeStruct(shape[:-1], jnp.int32)
     kernel = CrossEntropy(z_loss=1e-4, platform=platform, tune_for=arrays)
     print(ejx.explain(kernel, *arrays))
 
 
 class Model(eqx.Module):
-    """Predicts the next character from the last one. A kernel is a field like any other."""
+    """Predicts the next character from the previous one. The kernel is an ordinary field."""
 
     embedding: eqx.nn.Embedding
     head: eqx.nn.Linear
@@ -308,9 +308,8 @@ def main():
         tune((8192, 50257), jnp.bfloat16, platform=None)
         compare((8192, 50257), jnp.bfloat16)
     else:
-        if (
-            triton is not None
-        ):  # XLA leaves nothing to choose; the kernels' candidates can be tried on any machine
+        # Only Triton has candidates to choose from; they can be interpreted on any machine.
+        if triton is not None:
             tune((4, 2000), jnp.float32, platform="triton-interpret")
         compare((256, 8191), jnp.float32)
     train()

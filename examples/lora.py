@@ -1,4 +1,4 @@
-"""Low-rank updates beside frozen weights (Hu et al. 2021, arXiv:2106.09685): $W x + (\\alpha / r) B A x$."""
+"""LoRA: low-rank updates of frozen weights (Hu et al. 2021, arXiv:2106.09685): $W x + (\\alpha / r) B A x$."""
 
 from typing import Any
 
@@ -14,7 +14,7 @@ PROJECTIONS += ("gate_proj", "up_proj", "down_proj")
 
 
 class LoRA(eqx.Module):
-    """In the place of an `equinox.nn.Linear`. Only `a` and `b` are trained; at first it computes what `base` does."""
+    """Replaces an `equinox.nn.Linear`. Only `a` and `b` are trained; initially the output equals that of `base`."""
 
     base: eqx.nn.Linear
     a: Array  # [R, in]
@@ -22,7 +22,7 @@ class LoRA(eqx.Module):
     scale: float = eqx.field(static=True)
 
     def __init__(self, base: eqx.nn.Linear, rank: int, *, alpha: float = 16.0, key: Array):
-        # Leading axes are those of stacked layers.
+        # Stacked layers have leading axes.
         *lead, out, features = base.weight.shape
         self.base = base
         self.a = jax.random.normal(key, (*lead, rank, features), base.weight.dtype) / rank
@@ -34,7 +34,7 @@ class LoRA(eqx.Module):
         return base(x) + self.scale * (b @ (a @ x))
 
     def merged(self) -> eqx.nn.Linear:
-        """One projection again, for serving."""
+        """Merges the update into a single projection, for serving."""
         return eqx.tree_at(lambda m: m.weight, self.base, self.base.weight + self.scale * self.b @ self.a)
 
 
@@ -43,7 +43,7 @@ def _is_lora(node: Any) -> bool:
 
 
 def add_lora(model: ejx.models.Decoder, rank: int, *, key: Array) -> ejx.models.Decoder:
-    """The model with low-rank updates beside the projections of its mixers and MLPs."""
+    """Returns the model with low-rank updates added to the projections of its mixers and MLPs."""
     is_linear = lambda node: isinstance(node, eqx.nn.Linear)
     found = jax.tree_util.tree_leaves_with_path(model.stacks, is_leaf=is_linear)
     count = len(found)
@@ -59,12 +59,12 @@ def add_lora(model: ejx.models.Decoder, rank: int, *, key: Array) -> ejx.models.
 
 
 def merge_lora(model: ejx.models.Decoder) -> ejx.models.Decoder:
-    """The model as it was published, with the updates in its weights."""
+    """Returns the model in its published form, with the updates merged into its weights."""
     return jax.tree.map(lambda node: node.merged() if _is_lora(node) else node, model, is_leaf=_is_lora)
 
 
 def trained(model: Any) -> Any:
-    """True for every array that is trained: the updates where there are any, otherwise all floats."""
+    """True for every array that is trained: the updates if there are any, otherwise all floating-point arrays."""
     if not any(map(_is_lora, jax.tree.leaves(model, is_leaf=_is_lora))):
         return jax.tree.map(eqx.is_inexact_array, model)
     nothing = lambda node: jax.tree.map(lambda _: False, node)

@@ -1,5 +1,4 @@
-"""The package in five snippets. Runs in seconds on a CPU; the same lines use the kernels of a GPU where there
-is one."""
+"""The package in five snippets. They run in seconds on a CPU, and the same code uses the GPU kernels on a GPU."""
 
 import pathlib
 import tempfile
@@ -13,7 +12,7 @@ import ejkernel_eqx as ejx
 
 
 def attend() -> None:
-    """One operation: `[..., sequence, heads, head_dim]`, eight query heads on two key/value heads."""
+    """Runs one operation on `[..., sequence, heads, head_dim]`, with eight query heads and two key/value heads."""
     q_key, k_key, v_key = jax.random.split(jax.random.key(0), 3)
     q = jax.random.normal(q_key, (2, 256, 8, 64))
     k, v = (jax.random.normal(key, (2, 256, 2, 64)) for key in (k_key, v_key))
@@ -22,7 +21,7 @@ def attend() -> None:
     out, lse = jax.jit(lambda q, k, v: attn(q, k, v, return_lse=True))(q, k, v)
     print(f"FlashAttention: out {out.shape}, lse {lse.shape}, mean |out| {jnp.mean(jnp.abs(out)):.4f}")
 
-    # Any leading axes, or none; differentiable; vmap is folded into one kernel.
+    # Any number of leading axes works, and gradients; vmap runs as one kernel.
     one = attn(q[0], k[0], v[0])
     mapped = jax.vmap(attn)(q, k, v)
     print(f"largest difference alone/batched: {jnp.max(jnp.abs(one - mapped[0])):.1e}")
@@ -33,17 +32,17 @@ def attend() -> None:
 
 
 def choose() -> None:
-    """Which kernel runs is settled when the module is built, and can be looked at; tuning is one call, for a whole model too."""
+    """The kernel is chosen when the module is built, and `explain` shows it. One call tunes it, or a whole model."""
     x = jax.ShapeDtypeStruct((2, 128, 8, 64), jnp.float32)  # arrays or shapes
     attn = ejx.FlashAttention(causal=True)
     print(ejx.explain(attn, x, x, x))
-    # Checked against the reference, timed, and remembered for the next process. A real search would have no limits.
+    # Candidates are checked against the reference, then timed; the result is kept for later processes. Omit the limits in practice.
     attn = ejx.tune(attn, x, x, x, options=ejx.TuneOptions(max_candidates=3, time_budget=10))
     print(ejx.explain(attn, x, x, x))
 
 
 class Classifier(eqx.Module):
-    """A layer with weights in an ordinary Equinox model."""
+    """An ordinary Equinox model with a layer of this package."""
 
     attention: ejx.nn.MultiHeadAttention
     head: eqx.nn.Linear
@@ -60,7 +59,7 @@ class Classifier(eqx.Module):
 
 
 def train() -> Classifier:
-    """Does the sequence hold the same token twice in a row? Trained with optax."""
+    """Trains the model with optax to detect sequences in which every token appears twice in a row."""
     model = Classifier(key=jax.random.key(0))
     tokens = jax.random.randint(jax.random.key(1), (64, 32), 0, 100)
     repeats = jax.random.bernoulli(jax.random.key(2), shape=(64,))
@@ -90,7 +89,7 @@ def train() -> Classifier:
 
 
 def decode(layer: ejx.nn.MultiHeadAttention) -> None:
-    """The same layer token by token: the state is a value that goes in and comes out."""
+    """Runs the same layer token by token, passing the cache from call to call."""
     x = jax.random.normal(jax.random.key(4), (2, 10, 64))
     step = eqx.filter_jit(lambda x, cache: layer(x, cache))
     y, cache = step(x[:, :8], layer.init_cache(batch_shape=2, max_length=10))
@@ -100,7 +99,7 @@ def decode(layer: ejx.nn.MultiHeadAttention) -> None:
 
 
 def save(model: Classifier) -> None:
-    """Weights and hyperparameters in one file. `equinox.tree_serialise_leaves` works as well."""
+    """Saves weights and hyperparameters to one file. `equinox.tree_serialise_leaves` works too."""
     with tempfile.TemporaryDirectory() as folder:
         path = pathlib.Path(folder) / "model.eqx"
         ejx.save(path, model, {"width": 64})

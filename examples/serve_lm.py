@@ -1,15 +1,14 @@
-"""Serve a language model, one that `train_lm.py` saved or a published one: many prompts at once, each of its own length, new ones while
-others are written.
+"""Serve a language model, saved by `train_lm.py` or published, with continuous batching: prompts of different lengths join at any time.
 
-    python examples/train_lm.py                                  # once: makes runs/train_lm/checkpoint.ejx
-    printf 'def \\nimport \\nclass ' | python examples/serve_lm.py  # a prompt per line, from standard input
+    python examples/train_lm.py                                  # once: writes runs/train_lm/checkpoint.ejx
+    printf 'def \\nimport \\nclass ' | python examples/serve_lm.py  # one prompt per line, from standard input
     python examples/serve_lm.py --prompts prompts.txt --out texts.jsonl
-    python examples/serve_lm.py --kv-dtype int8                  # keys and values in half the memory of bfloat16
+    python examples/serve_lm.py --kv-dtype int8                  # keys and values take half the memory of bfloat16
     python examples/serve_lm.py --temperature 0.7 --top-p 0.9 --seed 1
-    python examples/serve_lm.py --model Qwen3-0.6B               # a published model in this folder
+    python examples/serve_lm.py --model Qwen3-0.6B               # the published model in this folder
 
-Texts appear on standard output in the order of their prompts, as they are written; progress and numbers on standard error. The engine,
-with its scheduler and sampling, is `serving.py` beside this file.
+Texts are streamed to standard output in the order of their prompts; progress and statistics go to standard error. The engine, with its
+scheduler and sampling, is in `serving.py` next to this file.
 """
 
 import argparse
@@ -41,14 +40,14 @@ from ejkernel_eqx.models import Sampling
 
 KV_DTYPES = ["auto", "float32", "bfloat16", "float16", "int8", "float8_e4m3fn", "float8_e5m2"]
 ESCAPES = {"\\n": 10, "\\r": 13, "\\t": 9, "\\0": 0, "\\\\": 92}
-NOT_FINITE = "the model's logits are not finite; check the checkpoint, or take --dtype float32"
+NOT_FINITE = "the model's logits are not finite; check the checkpoint, or use --dtype float32"
 
 
 # Prompts and texts
 
 
 def split_lines(pieces: Iterable[bytes]) -> Iterator[bytes]:
-    """What stands before each \\n or \\r\\n, and after the last one if anything does."""
+    """The lines, without \\n or \\r\\n; text after the last line break counts as a line."""
     rest = b""
     for piece in pieces:
         *lines, rest = (rest + piece).split(b"\n")
@@ -59,38 +58,38 @@ def split_lines(pieces: Iterable[bytes]) -> Iterator[bytes]:
 
 
 class Prompts:
-    """The lines of a file, or of standard input as they come."""
+    """The lines of a file, or of standard input as they arrive."""
 
     def __init__(self, path: str):
         self._lines: queue.SimpleQueue[bytes | None] = queue.SimpleQueue()
         self.ended = False
-        self.failure: str | None = None  # why standard input ended too early
+        self.failure: str | None = None  # the error if standard input ended early
         if path == "-":
             if sys.stdin is None:
-                raise UsageError("--prompts: standard input is closed; give a file with a prompt per line.")
+                raise UsageError("--prompts: standard input is closed; pass a file with one prompt per line.")
             threading.Thread(target=self._follow, daemon=True).start()
             return
         try:
             content = pathlib.Path(path).read_bytes()
         except OSError as error:
             raise UsageError(
-                f"--prompts: cannot read {path!r} ({error.strerror}); give a file with a prompt per line, or - for standard input."
+                f"--prompts: cannot read {path!r} ({error.strerror}); pass a file with one prompt per line, or - for standard input."
             ) from error
         for line in (*split_lines([content]), None):
             self._lines.put(line)
 
     def _follow(self) -> None:
-        # Not through sys.stdin, whose lock a thread that waits for a line would still hold when the process ends.
+        # Avoid sys.stdin, whose lock a waiting thread would still hold when the process ends.
         try:
             for line in split_lines(iter(lambda: os.read(0, 2**16), b"")):
                 self._lines.put(line)
         except OSError as error:
-            self.failure = f"--prompts: cannot read standard input ({error.strerror}); give a file with a prompt per line."
+            self.failure = f"--prompts: cannot read standard input ({error.strerror}); pass a file with one prompt per line."
         finally:
             self._lines.put(None)
 
     def take(self, wait: bool) -> list[bytes]:
-        """What has come; with `wait`, after a moment for something to come."""
+        """The lines received so far; with `wait`, waits briefly for one."""
         lines = []
         try:
             while not self.ended:
@@ -103,15 +102,15 @@ class Prompts:
 
 
 class Texts:
-    """Writes each prompt and what follows it, in the order of the prompts: the first one as it grows, those after it when it has ended."""
+    """Writes each prompt with its continuation, in the order of the prompts. The first one is streamed; the next ones follow when it ends."""
 
     def __init__(self, out: TextIO | None, vocabulary: Vocabulary | None = None):
         self._out, self._vocabulary = out, vocabulary or Bytes()
         self._entries: dict[int, dict[str, Any]] = {}
         self._first = 0
-        self._shown = 0  # how many bytes of the first one
+        self._shown = 0  # the number of bytes written of the first one
         self._decoder = _decoder()
-        # The bar would be drawn over the beginning of a line, so beside one only whole lines are written.
+        # A progress bar would overwrite the beginning of a line, so only whole lines are written next to one.
         self._whole_lines = sys.stdout.isatty() and sys.stderr.isatty()
         self._line = ""
 
@@ -120,7 +119,7 @@ class Texts:
         self._entries[index] = entry | {"message": None}
 
     def tokens_of(self, index: int) -> list[int]:
-        """Those of a prompt."""
+        """The tokens of a prompt."""
         return self._entries[index]["begin"]
 
     def extend(self, index: int, *tokens: int) -> None:
@@ -140,7 +139,7 @@ class Texts:
         self._show()
 
     def _text(self, entry: dict[str, Any]) -> bytes:
-        """What was written after the prompt. A tokenizer may join the first token to what is before it, so both are decoded together."""
+        """The text after the prompt. A tokenizer may merge the first token with the text before it, so both are decoded together."""
         before = len(self._vocabulary.decode(entry["begin"]))
         return self._vocabulary.decode([*entry["begin"], *entry["tokens"]])[before:]
 
@@ -178,7 +177,7 @@ def _decoder() -> codecs.IncrementalDecoder:
 
 
 def read_vocabulary(args: argparse.Namespace) -> Vocabulary:
-    """That of the model; `--stop` becomes a token of it."""
+    """The vocabulary of the model; converts `--stop` to a token."""
     try:
         vocabulary = vocabulary_of(args.checkpoint.parent if args.model is None else args.model)
     except ValueError as error:
@@ -187,7 +186,7 @@ def read_vocabulary(args: argparse.Namespace) -> Vocabulary:
         tokens = vocabulary.encode(bytes([args.stop]))
         if len(tokens) != 1:
             raise UsageError(
-                f"--stop: expected a byte that is one token of this model, received one that is {len(tokens)}; leave it out."
+                f"--stop: expected a byte that is one token of this model, received one that is {len(tokens)} tokens; omit it."
             )
         args.stop = tokens[0]
     return vocabulary
@@ -196,7 +195,7 @@ def read_vocabulary(args: argparse.Namespace) -> Vocabulary:
 def load_model(args: argparse.Namespace) -> Any:
     if args.model is not None:
         return ejx.models.from_pretrained(args.model, dtype=args.dtype, platform=args.platform)
-    # The optimiser's state is part of the file; its settings do not matter here.
+    # The file contains the optimiser's state; its settings do not matter here.
     train_args = parse_train([] if args.platform is None else ["--platform", args.platform])
     try:
         state = ejx.load(args.checkpoint, lambda architecture: make_state(train_args, architecture))
@@ -214,19 +213,19 @@ def make_engine(args: argparse.Namespace, model: Any) -> Engine:
         raise UsageError(str(error)) from error
     except jax.errors.JaxRuntimeError as error:
         raise UsageError(
-            f"--num-pages: {args.num_pages} pages do not fit into memory; take fewer, or --kv-dtype int8. ({str(error).splitlines()[0]})"
+            f"--num-pages: {args.num_pages} pages do not fit in memory; use fewer, or --kv-dtype int8. ({str(error).splitlines()[0]})"
         ) from error
 
 
 class Server:
-    """Takes prompts to the engine and its tokens to the texts."""
+    """Passes prompts to the engine and its tokens to the texts."""
 
     def __init__(self, args: argparse.Namespace, engine: Engine, texts: Texts, bar: Any):
         self.args, self.engine, self.texts, self.bar = args, engine, texts, bar
-        self.indices: dict[int, int] = {}  # of requests that go on, by their number in the engine
+        self.indices: dict[int, int] = {}  # of active requests, by their number in the engine
         self.received = self.refused = self.failed = 0
         self.computing = self.compiling = 0.0  # seconds
-        self.computed = 0  # tokens of the steps that compiled nothing
+        self.computed = 0  # tokens of steps that did not compile
 
     def admit(self, prompts: list[bytes]) -> None:
         args = self.args
@@ -234,7 +233,7 @@ class Server:
             index, self.received = self.received, self.received + 1
             self.bar.total = self.received
             self.texts.begin(index, prompt)
-            # A seed of its own for each, so that equal prompts need not give equal texts.
+            # Each request has its own seed, so that equal prompts can have different continuations.
             seed = int(np.random.SeedSequence((args.seed, index)).generate_state(1)[0])
             sampling = Sampling(args.temperature, args.top_k, args.top_p, seed)
             try:
@@ -286,7 +285,7 @@ class Server:
         engine = self.engine
         lines = [
             f"{self.received} requests, {self.refused} refused, {engine.tokens_written:,} tokens in {engine.steps:,} steps: "
-            f"{self.speed} tokens/s, and {self.compiling:.1f} s of compiling {len(engine.compiled)} programs"
+            f"{self.speed} tokens/s, and {self.compiling:.1f} s to compile {len(engine.compiled)} programs"
         ]
         if self.failed:
             lines += [f"{self.failed} ended with an error"]
@@ -295,12 +294,12 @@ class Server:
                 f"pages: at most {engine.peak_pages} of {engine.num_pages} in use, {engine.pages_used} now"
             ]
         if engine.preemptions:
-            lines += [f"{engine.preemptions} times a request had to wait for pages and was computed again"]
+            lines += [f"{engine.preemptions} preemptions: requests waited for pages and were recomputed"]
         return "; ".join(lines) + "."
 
 
 def serve(args: argparse.Namespace, engine: Engine, prompts: Prompts, texts: Texts) -> bool:
-    """False if interrupted."""
+    """Serves all prompts; returns False if interrupted."""
     bar = tqdm(total=0, unit="request", desc="serving", dynamic_ncols=True, miniters=0, mininterval=0.2)
     with interruptible() as interrupts, bar:
         server = Server(args, engine, texts, bar)
@@ -319,7 +318,7 @@ def serve(args: argparse.Namespace, engine: Engine, prompts: Prompts, texts: Tex
 
 
 def one_byte(text: str) -> int:
-    """`--stop`: a character, or an escape such as \\n."""
+    """Parses `--stop`: a character, or an escape such as \\n."""
     if text in ESCAPES:
         return ESCAPES[text]
     if match := re.fullmatch(r"\\x([0-9a-fA-F]{2})", text):
@@ -342,31 +341,46 @@ def parse(argv: list[str] | None) -> argparse.Namespace:
         "--model",
         type=pathlib.Path,
         metavar="FOLDER",
-        help="a published model instead (config.json, safetensors, tokenizer.json)",
+        help="folder of a published model to serve instead (config.json, safetensors, tokenizer.json)",
     )
-    add("--prompts", default="-", help="a file with a prompt per line; - is standard input (the default)")
-    add("--out", type=pathlib.Path, help="also write JSON lines here, one for each request as it ends")
+    add("--prompts", default="-", help="a file with one prompt per line; - is standard input (the default)")
+    add(
+        "--out",
+        type=pathlib.Path,
+        help="also write JSON lines to this file, one for each request when it ends",
+    )
     add(
         "--max-new-tokens",
         type=int,
         default=100,
-        help="tokens to write for each prompt; bytes, if the model is of bytes",
+        help="tokens to generate for each prompt (bytes for a byte-level model)",
     )
     add(
         "--stop",
         type=one_byte,
-        help="end a text with this byte, e.g. '\\n', or its token; default: the model's own",
+        help="end a text at this byte, e.g. '\\n', or its token; default: the model's stop tokens",
     )
-    add("--temperature", type=float, default=0.0, help="0, the default, takes the likeliest token")
-    add("--top-k", type=int, default=0, help="draw from the so many likeliest; 0 for all")
-    add("--top-p", type=float, default=1.0, help="draw from the likeliest that together reach this")
+    add("--temperature", type=float, default=0.0, help="0 (the default) takes the most likely token")
+    add("--top-k", type=int, default=0, help="sample from this many most likely tokens; 0 for all")
+    add(
+        "--top-p",
+        type=float,
+        default=1.0,
+        help="sample from the most likely tokens whose probabilities sum to this",
+    )
     add("--seed", type=int, default=0)
-    add("--max-batch", type=int, default=8, help="sequences at once")
-    add("--step-tokens", type=int, default=128, help="tokens a step, of decodes and prompts together")
-    add("--page-size", type=int, default=16, help="tokens a page")
+    add("--max-batch", type=int, default=8, help="maximum number of concurrent sequences")
+    add("--step-tokens", type=int, default=128, help="tokens per step, of decodes and prompts together")
+    add("--page-size", type=int, default=16, help="tokens per page")
     add("--num-pages", type=int, default=512)
-    add("--max-length", type=int, help="tokens of one request with its prompt (default: what all pages hold)")
-    add("--kv-dtype", choices=KV_DTYPES, default="auto", help="of keys and values; 8 bits are quantised")
+    add(
+        "--max-length",
+        type=int,
+        help="maximum tokens of a request with its prompt (default: what all pages hold)",
+    )
+    add(
+        "--kv-dtype", choices=KV_DTYPES, default="auto", help="of keys and values; 8-bit dtypes are quantised"
+    )
     add("--dtype", choices=["auto", "float32", "bfloat16"], default="auto", help="of the computation")
     add("--platform", help="kernel platform, e.g. triton or xla (default: chosen by device)")
     args = parser.parse_args(argv)
@@ -391,7 +405,9 @@ def parse(argv: list[str] | None) -> argparse.Namespace:
 
 def open_out(path: pathlib.Path, *inputs: pathlib.Path) -> TextIO:
     if any(path.exists() and other.exists() and path.samefile(other) for other in inputs):
-        raise UsageError(f"--out: expected a file that is not read, received {str(path)!r}; give another.")
+        raise UsageError(
+            f"--out: expected a file other than the inputs, received {str(path)!r}; pass another."
+        )
     try:
         return path.open("w", encoding="utf-8")
     except OSError as error:
@@ -400,14 +416,14 @@ def open_out(path: pathlib.Path, *inputs: pathlib.Path) -> TextIO:
 
 def run(args: argparse.Namespace) -> int:
     if sys.stdout is None:
-        raise UsageError("standard output is closed; send it to a file, or to /dev/null beside --out.")
+        raise UsageError("standard output is closed; redirect it to a file, or to /dev/null with --out.")
     if args.model is not None and not (args.model / "tokenizer.json").is_file():
         raise UsageError(
             f"--model: expected the folder of a published model, but {str(args.model)!r} has no tokenizer.json; download all files of the model."
         )
     if args.model is None and not args.checkpoint.is_file():
         raise UsageError(
-            f"--checkpoint: there is no file {str(args.checkpoint)!r}; make one with examples/train_lm.py, or give the one it made."
+            f"--checkpoint: there is no file {str(args.checkpoint)!r}; make one with examples/train_lm.py, or pass the path of an existing one."
         )
     prompts = Prompts(args.prompts)
     inputs = (args.checkpoint, pathlib.Path(args.prompts))
@@ -423,16 +439,16 @@ def start(args: argparse.Namespace) -> Engine:
     engine = make_engine(args, load_model(args))
     size = engine.state.nbytes / 2**20
     print(
-        f"{args.dtype} on {jax.devices()[0].device_kind}, {size:,.1f} MiB of pages and states, up to {args.max_batch} sequences at once",
+        f"{args.dtype} on {jax.devices()[0].device_kind}, {size:,.1f} MiB of pages and states, up to {args.max_batch} concurrent sequences",
         file=sys.stderr,
     )
     if args.prompts == "-" and sys.stdin.isatty():
-        print("Type a prompt per line; Ctrl-D ends.", file=sys.stderr)
+        print("Type one prompt per line; Ctrl-D ends.", file=sys.stderr)
     return engine
 
 
 def main(argv: list[str] | None = None) -> int:
-    # What the encoding of standard output does not have becomes a question mark.
+    # Characters that standard output cannot encode become question marks.
     if isinstance(sys.stdout, io.TextIOWrapper):
         sys.stdout.reconfigure(errors="replace")
     try:
@@ -440,9 +456,9 @@ def main(argv: list[str] | None = None) -> int:
     except (UsageError, ejx.EjkernelError) as error:
         print(f"serve_lm: {error}", file=sys.stderr)
         return 2
-    except KeyboardInterrupt:  # before serving began, or the second one
+    except KeyboardInterrupt:  # before serving started, or the second time
         return 130
-    except BrokenPipeError:  # nobody reads the texts any more
+    except BrokenPipeError:  # the reader of the texts has gone
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return 1
 

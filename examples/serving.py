@@ -1,4 +1,4 @@
-"""Continuous batching: prompts of unequal lengths join and leave a batch that never stops decoding.
+"""Continuous batching: prompts of different lengths join and leave a batch that keeps decoding.
 
     engine = Engine(model, num_pages=512, max_batch=8)
     engine.submit(b"def ", max_new_tokens=50)
@@ -6,8 +6,8 @@
     for event in engine.run():
         ...
 
-Each step is one call of the model on a `RaggedBatch`: one token of every sequence that decodes, and pieces of the prompts that came
-after. `examples/serve_lm.py` is the command line over it.
+Each step is one call of the model on a `RaggedBatch`: one token of every decoding sequence, and chunks of newer prompts.
+`examples/serve_lm.py` is its command line.
 """
 
 import collections
@@ -29,7 +29,7 @@ from ejkernel_eqx.models.sampling import sample, SamplingArrays
 
 
 class RequestError(ValueError):
-    """A request that cannot be served; the message says why and what to do. Nothing else is touched by it."""
+    """A request that cannot be served. The message gives the reason and the remedy; other requests are not affected."""
 
 
 def _integer(
@@ -40,7 +40,7 @@ def _integer(
     remedy: str = "",
     error: type[ValueError] = RequestError,
 ) -> int:
-    """`value` as an int, if it is an integer within these, of whatever library; `error` otherwise."""
+    """`value` as an int, if it is an integer of any library in this range; otherwise raises `error`."""
     try:
         number = None if isinstance(value, bool) else operator.index(value)
     except TypeError:
@@ -57,7 +57,7 @@ def _integer(
 def last_logits(
     model: Decoder, tokens: Array, cache: ServingCache, batch: ejx.RaggedBatch
 ) -> tuple[Array, ServingCache]:
-    """The model on packed `tokens [T]`: float32 logits `[N, vocabulary]` after each sequence's last new token."""
+    """Runs the model on packed `tokens [T]`. Returns float32 logits `[N, vocabulary]` after each sequence's last new token."""
     x, cache = model.features(tokens, cache, batch=batch)
     return model.logits(x[jnp.maximum(batch.last_tokens, 0)]), cache
 
@@ -66,22 +66,22 @@ def last_logits(
 
 
 class Event(NamedTuple):
-    """A token of a request, the last one if `finish` says why: "length" or "stop"; or "error", without a token, where the model's
-    logits are not finite."""
+    """A generated token. If `finish` is set, it is the last one: "length", "stop", or "error", without a token, if the model's logits are
+    not finite."""
 
     request: int
-    token: int  # -1 for none
+    token: int  # -1: no token
     finish: str | None = None
 
 
 @dataclasses.dataclass(eq=False)
 class _Request:
     number: int
-    tokens: list[int]  # the prompt and what was written after it
+    tokens: list[int]  # the prompt and the generated tokens
     last_length: int
     sampling: Sampling
     stop: frozenset[int]
-    computed: int = 0  # how many of its tokens the model has seen
+    computed: int = 0  # the number of tokens that the model has processed
     slot: int = -1
 
     @property
@@ -90,29 +90,29 @@ class _Request:
 
 
 class Engine:
-    """Serves requests on one model and one pool of pages.
+    """Serves requests with one model and one pool of pages.
 
-    Every `step` takes first a token of each sequence that decodes, then pieces of prompts in the order of their arrival, `step_tokens` in all.
-    A request is admitted when there are pages for all the tokens it has. Where decoding runs out of them, the youngest request goes back
-    to the front of the queue; its tokens are kept and computed again later, which changes nothing in what it writes. Pages and slots of a
-    request that ends are free at once.
+    Every `step` processes one token of each decoding sequence, then chunks of prompts in order of arrival, `step_tokens` in total. A
+    request is admitted when there are pages for all of its tokens. If pages run out while decoding, the newest request returns to the
+    front of the queue. Its tokens are kept and recomputed later, which does not change its output. When a request ends, its pages and
+    slots are freed immediately.
 
-    Batches are padded to a few sizes, `buckets`, each of which is compiled once, when it is first met; `compiled` counts them.
+    Batches are padded to a few sizes, `buckets`. Each is compiled once, on first use; `compiled` counts the compilations.
 
-    A step that raises leaves the engine as it was before: the next one tries the same again. If the caches were lost with it, which are
-    donated, there are new ones, and all that was in the batch is computed again.
+    A step that raises leaves the engine in its previous state, so that the next one retries it. If the caches, which are donated, were
+    lost with it, they are replaced, and the requests of the batch are recomputed.
 
     **Arguments:**
 
     - `model`: an `ejx.models.Decoder`, in the dtype to compute in.
-    - `num_pages`, `page_size`: pages of each attention layer and tokens a page.
-    - `max_batch`: sequences at once; recurrent layers have as many slots for their states.
-    - `step_tokens`: the most tokens of a step; at least `max_batch`.
-    - `max_length`: the most tokens of a request, prompt included; by default, and at most, what all pages hold. With sliding windows
-        alone it may be more, up to 2**20 pages.
-    - `kv_dtype`: of the pages, by default that of the model; int8, float8_e4m3fn and float8_e5m2 are quantised by token and head.
+    - `num_pages`, `page_size`: the pages of each attention layer, and tokens per page.
+    - `max_batch`: the maximum number of concurrent sequences, and of slots for the states of recurrent layers.
+    - `step_tokens`: the maximum number of tokens per step; at least `max_batch`.
+    - `max_length`: the maximum number of tokens of a request, including the prompt; by default, and at most, what all pages hold. If all
+        layers have sliding windows, it may be larger, up to 2**20 pages.
+    - `kv_dtype`: the dtype of the pages, by default that of the model; int8, float8_e4m3fn and float8_e5m2 are quantised by token and head.
 
-    **Raises:** `ValueError` for sizes that are no integers or below 1, or `step_tokens` below `max_batch`.
+    **Raises:** `ValueError` for sizes that are not integers of at least 1, or `step_tokens` below `max_batch`.
     """
 
     def __init__(
@@ -147,10 +147,10 @@ class Engine:
         )
         self.state = self._new_state()
         self.num_pages = num_pages if attention else 0
-        # Without attention nothing has pages; one page of any length, which is nowhere, says so.
+        # Without attention there are no pages; a single missing page of any length stands for that.
         self.page_size = page_size if attention else 2**30
         held = self.num_pages * self.page_size if attention else 2**30
-        # A row of the page table has all pages that there ever were, also those behind a window.
+        # A row of the page table has an entry for every page, including freed ones behind a window.
         room = held if self.window is None else max(held, min(2**20 * self.page_size, 2**30))
         self.max_length = (
             held if max_length is None else min(room, _integer("max_length", max_length, 1, error=ValueError))
@@ -158,15 +158,15 @@ class Engine:
         self.buckets = _buckets(max_batch, step_tokens, -(-self.max_length // self.page_size))
         self.compiled: collections.Counter[tuple[int, int, int, int]] = collections.Counter()
         self.steps = self.preemptions = self.tokens_written = self.peak_pages = 0
-        self._events: collections.deque[Event] = collections.deque()  # that nobody has taken yet
+        self._events: collections.deque[Event] = collections.deque()  # not yet returned to the caller
         self._waiting: collections.deque[_Request] = collections.deque()
-        self._running: list[_Request] = []  # in the order of their admission
+        self._running: list[_Request] = []  # in order of admission
         self._slots = list(range(max_batch))[::-1]
         self._count = 0
 
         def step(inputs, state):
             model, tokens, batch, sampling = inputs
-            # Only tracing comes here.
+            # Runs only while tracing.
             self.compiled[(batch.num_tokens, *batch.page_table.shape, batch.max_query_len)] += 1
             logits, state = last_logits(model, tokens, state, batch)
             return jnp.where(jnp.isfinite(logits).all(axis=-1), sample(logits, sampling), -1), state
@@ -193,39 +193,40 @@ class Engine:
         sampling: Sampling | None = None,
         stop: int | Sequence[int] | None = None,
     ) -> int:
-        """Puts a request into the queue. It ends after `max_new_tokens`, or with the token `stop` or one of several, by default the
-        model's own.
+        """Queues a request. It ends after `max_new_tokens`, or with the token `stop` or one of several, by default the model's stop tokens.
 
-        **Returns:** the request's number, by which events name it.
+        **Returns:** the request's number, which its events carry.
 
-        **Raises:** `RequestError` for a request that can never be served: empty, too long, or with tokens that the model does not have.
+        **Raises:** `RequestError` for a request that can never be served: empty, too long, or with tokens outside the vocabulary.
         """
         if isinstance(prompt, str) or not hasattr(prompt, "__iter__"):
             raise RequestError(
-                f"prompt: expected bytes or the numbers of tokens, received {type(prompt).__name__}; encode it for this model."
+                f"prompt: expected bytes or token ids, received {type(prompt).__name__}; encode it for this model."
             )
         last, remedy = self.model.config.vocab_size - 1, "; encode it for this model"
         tokens = [_integer(f"prompt[{i}]", token, 0, last, remedy) for i, token in enumerate(prompt)]
         if not tokens:
-            raise RequestError("prompt: expected at least one token, received none; give it some text.")
+            raise RequestError("prompt: expected at least one token, received none; pass some text.")
         max_new_tokens = _integer("max_new_tokens", max_new_tokens, 1)
         stops = (
             self.model.config.stop_tokens if stop is None else stop if isinstance(stop, Sequence) else (stop,)
         )
-        ends = frozenset(_integer("stop", token, 0, last, "; () for no such token") for token in stops)
+        ends = frozenset(_integer("stop", token, 0, last, "; pass () for no stop token") for token in stops)
         sampling = Sampling() if sampling is None else sampling
         if not isinstance(sampling, Sampling):
-            raise RequestError(f"sampling: expected a Sampling, received {type(sampling).__name__}.")
+            raise RequestError(
+                f"sampling: expected a Sampling, received {type(sampling).__name__}; pass Sampling(temperature=...)."
+            )
         length = len(tokens) + max_new_tokens
         if length > self.max_length:
             raise RequestError(
-                f"prompt: expected at most {self.max_length} tokens with those to be written, received {len(tokens)} + {max_new_tokens}; "
-                "shorten it, ask for fewer, or serve with more pages or a larger max_length."
+                f"prompt: expected at most {self.max_length} tokens including new ones, received {len(tokens)} + {max_new_tokens}; "
+                "shorten it, request fewer, or serve with more pages or a larger max_length."
             )
         if self._most_pages(length) > self.num_pages:
             raise RequestError(
-                f"prompt: expected to need at most the {self.num_pages} pages there are, received {len(tokens)} tokens and {max_new_tokens} to be "
-                f"written, which need {self._most_pages(length)}; shorten it, ask for fewer, or serve with more pages."
+                f"prompt: expected to need at most {self.num_pages} pages, received {len(tokens)} tokens and {max_new_tokens} new ones, "
+                f"which need {self._most_pages(length)}; shorten it, request fewer, or serve with more pages."
             )
         self._count += 1
         request = _Request(self._count - 1, tokens, length, sampling, ends)
@@ -233,7 +234,7 @@ class Engine:
         return request.number
 
     def cancel(self, number: int) -> bool:
-        """Ends a request now, its pages free at once; no event of it comes after this. False if the last one had come already."""
+        """Ends a request and frees its pages; it has no further events. Returns False if its last event was already returned."""
         known = len(self._events)
         self._events = collections.deque(event for event in self._events if event.request != number)
         for request in (*self._running, *self._waiting):
@@ -241,11 +242,13 @@ class Engine:
                 self._release(request)
                 return True
         if not 0 <= number < self._count:
-            raise ValueError(f"number: expected that of a request, received {number}; submit gives it.")
+            raise ValueError(
+                f"number: expected the number of a request, received {number}; submit returns it."
+            )
         return len(self._events) < known
 
     def run(self) -> Iterator[Event]:
-        """Steps until nothing is left to do. Events that were not taken, as after a `break`, come first the next time."""
+        """Runs steps until all requests have ended. Events not consumed, for instance after a `break`, come first in the next call."""
         while self._events or self._running or self._waiting:
             if self._events:
                 yield self._events.popleft()
@@ -253,7 +256,7 @@ class Engine:
                 self._step()
 
     def step(self) -> list[Event]:
-        """One call of the model, and the tokens that came of it."""
+        """Calls the model once and returns the generated tokens."""
         self._step()
         events = list(self._events)
         self._events.clear()
@@ -263,7 +266,7 @@ class Engine:
         try:
             plan = self._schedule()
             chosen = self._call(plan) if plan else np.zeros(0)
-        except BaseException:  # Ctrl-C as well
+        except BaseException:  # including Ctrl-C
             self._undo()
             raise
         if not plan:
@@ -274,14 +277,14 @@ class Engine:
             request.computed += count
             if self.table is not None and self.window is not None:
                 self.table.free_behind(request.number, max(0, request.computed - self.window + 1))
-            if request.remaining == 0:  # and not in the midst of its prompt
+            if request.remaining == 0:  # not in the middle of its prompt
                 finish = self._write(request, int(token))
                 self._events.append(Event(request.number, int(token), finish))
                 if finish is not None:
                     self._release(request)
 
     def _write(self, request: _Request, token: int) -> str | None:
-        """Gives the request its next token, and why it ends with it."""
+        """Appends a token to the request. Returns the reason if the request ends with it."""
         if token < 0:
             return "error"
         request.tokens.append(token)
@@ -291,7 +294,7 @@ class Engine:
         return "length" if len(request.tokens) == request.last_length else None
 
     def _call(self, plan: dict[_Request, int]) -> np.ndarray:
-        """The token after each request's part of the batch."""
+        """The next token after each request's part of the batch."""
         requests, counts = list(plan), list(plan.values())
         if self.table is None:
             rows = np.full((len(requests), 1), -1)
@@ -316,10 +319,10 @@ class Engine:
         return chosen
 
     def _undo(self) -> None:
-        """After a step that raised: as it was before, or all from the start where the caches are gone."""
+        """Restores the state before a step that raised, or restarts all requests if the caches are lost."""
         lost = any(array.is_deleted() for array in jax.tree.leaves(self.state))
         for request in self._running[::-1]:
-            if lost or request.computed == 0:  # which was admitted in this step
+            if lost or request.computed == 0:  # admitted in this step
                 self._put_back(request)
             elif self.table is not None:
                 self.table.truncate(request.number, request.computed)
@@ -331,7 +334,7 @@ class Engine:
         return next(b for b in fitting if len(counts) <= b.sequences[0])
 
     def _schedule(self) -> dict[_Request, int]:
-        """How many tokens of which requests the next step takes. Their pages are allocated."""
+        """The number of tokens of each request in the next step. Allocates their pages."""
         plan: dict[_Request, int] = {}
         before = self.preemptions
         for request in sorted(self._running, key=lambda request: request.remaining > 1):
@@ -351,7 +354,7 @@ class Engine:
         return plan
 
     def _allocate(self, request: _Request, count: int, plan: dict[_Request, int]) -> bool:
-        """Pages for more tokens, from the youngest requests if need be; False if it was the youngest itself."""
+        """Allocates pages for more tokens, preempting the newest requests if necessary; False if it preempted this one."""
         while self.table is not None:
             try:
                 self.table.allocate(request.number, count)
@@ -366,7 +369,7 @@ class Engine:
         return True
 
     def _fits(self, request: _Request) -> bool:
-        """Whether there are pages for all its tokens, beside those that the others' prompts still need and one more for each of them."""
+        """Whether there are pages for all its tokens, besides those that other prompts still need and one more for each of them."""
         if self.table is None:
             return True
         wanted = self._most_pages(len(request.tokens))
@@ -376,7 +379,7 @@ class Engine:
         return wanted <= self.table.num_free
 
     def _most_pages(self, length: int) -> int:
-        """The most pages that a sequence of so many tokens has at a time."""
+        """The maximum number of pages that a sequence of this length holds at a time."""
         if self.table is None:
             return 0
         pages = -(-length // self.page_size)
@@ -385,13 +388,13 @@ class Engine:
         return min(pages, -(-(self.window - 1 + self.step_tokens) // self.page_size) + 1)
 
     def _put_back(self, request: _Request) -> None:
-        """From the batch to the front of the queue, to be computed again."""
+        """Moves a request from the batch to the front of the queue, to be recomputed."""
         self._release(request)
         self._waiting.appendleft(request)
         request.computed = 0
 
     def _release(self, request: _Request) -> None:
-        """Takes the request out of queue and batch, and back what it has."""
+        """Removes the request from queue and batch, and frees its pages and slot."""
         if request.slot < 0:
             self._waiting.remove(request)
             return
@@ -403,14 +406,14 @@ class Engine:
 
 
 def _window(attention: list[Any]) -> int | None:
-    """The keys that the next query of a sequence may see, its own included; `None` if a layer sees all."""
+    """The number of keys that a query may see, including its own; `None` if a layer sees all."""
     lefts = [None if mixer.attention.window is None else mixer.attention.window[0] for mixer in attention]
     known = [left for left in lefts if left is not None]
     return max(known) + 1 if known and len(known) == len(lefts) else None
 
 
 def _buckets(max_batch: int, step_tokens: int, max_pages: int) -> list[ejx.Buckets]:
-    """The sizes of batches, smallest first: two for batches that only decode, two for those with pieces of prompts."""
+    """The sizes of batches, smallest first: two for batches that only decode, two for those with chunks of prompts."""
 
     def sizes(tokens: int, sequences: int, query_len: int) -> ejx.Buckets:
         return ejx.Buckets((tokens,), (sequences,), (max_pages,), (query_len,))

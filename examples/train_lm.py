@@ -1,18 +1,17 @@
-"""Train a small language model on text, byte by byte, or fine-tune a published one; then sample from the checkpoint.
+"""Train a small byte-level language model on text, or fine-tune a published one, and sample from the checkpoint.
 
     python examples/train_lm.py                       # the source text of Python's own standard library
     python examples/train_lm.py --data my_texts/      # a file or a folder
-    python examples/train_lm.py --steps 600 --resume  # go on where the last run, or Ctrl-C, stopped
+    python examples/train_lm.py --steps 600 --resume  # continue where the last run ended or was interrupted
     python examples/train_lm.py --mixer kda           # Kimi delta attention instead of attention
     python examples/train_lm.py --mixer mamba2,mamba2,attention  # a hybrid: this pattern, repeated
     python examples/train_lm.py --tune                # first find the fastest kernel configurations here
-    python examples/train_lm.py --remat kernels       # less memory: make again what is cheap to make
+    python examples/train_lm.py --remat kernels       # less memory: recompute what is cheap
     python examples/train_lm.py --model Qwen3-0.6B --lora 16  # fine-tune the published model in this folder
 
-The model is an `ejx.models.Decoder`: a pre-norm decoder: RMSNorm, a sequence mixer (attention with RoPE and grouped heads, or one of the
-recurrent layers, or several in turn), RMSNorm, a SwiGLU. Its layers are stacked: traced once, and written out one
-after the other in the program, which is faster than a loop over them (`--scan-layers`). Everything it writes is in
-`--out-dir`: `checkpoint.ejx`, `metrics.csv`, `loss.png`, `sample.txt`.
+The model is an `ejx.models.Decoder`, a pre-norm decoder: RMSNorm, a sequence mixer (attention with RoPE and grouped heads, one of the
+recurrent layers, or several in turn), RMSNorm, a SwiGLU. Its layers are stacked, traced once, and unrolled in the program, which is
+faster than a loop over them (`--scan-layers`). All output goes to `--out-dir`: `checkpoint.ejx`, `metrics.csv`, `loss.png`, `sample.txt`.
 """
 
 import argparse
@@ -49,7 +48,7 @@ VALIDATION_BATCHES = 4
 
 
 class UsageError(Exception):
-    """Something is wrong with what was asked for; the message says what to do."""
+    """Invalid arguments; the message gives the remedy."""
 
 
 # The model
@@ -57,7 +56,7 @@ class UsageError(Exception):
 
 @dataclasses.dataclass(frozen=True)
 class Architecture:
-    """What a checkpoint must agree on. Goes into its header."""
+    """What must match between a checkpoint and a run; stored in its header."""
 
     embed_dim: int
     num_layers: int
@@ -71,11 +70,11 @@ class Architecture:
 
     @property
     def pattern(self) -> list[str]:
-        """The mixers of the first layers; those of the next ones are the same, and so on."""
+        """The mixers of the first layers; the pattern repeats for the others."""
         return self.mixer.split(",")
 
     def layer(self, mixer: str, **options: Any) -> ejx.models.LayerConfig:
-        """A mixer and a SwiGLU, each after a norm."""
+        """A mixer and a SwiGLU, each preceded by a norm."""
         hidden = -(-8 * self.embed_dim // 3 // 32) * 32
         return ejx.models.LayerConfig(mixer, options, ejx.models.MLPConfig(hidden))
 
@@ -85,7 +84,7 @@ class Architecture:
         return ejx.models.DecoderConfig(VOCABULARY, self.embed_dim, (*layers,) * repeats, norm_eps=1e-5)
 
 
-# What the layers of `ejx.nn` are built with, by the name of the mixer.
+# The arguments for the layers of `ejx.nn`, by the name of the mixer.
 
 
 def attention(arch: Architecture) -> ejx.models.LayerConfig:
@@ -129,7 +128,7 @@ def make_model(arch: Architecture, platform: str | None = None, *, key: Array, *
 
 
 def cast(model: Decoder, dtype) -> Decoder:
-    """The model with its floating-point arrays in `dtype`, but for the rates of recurrent layers; the optimiser keeps the float32 ones."""
+    """The model with floating-point arrays in `dtype`, except the rates of recurrent layers; the optimiser keeps the float32 ones."""
 
     def one(path, x):
         stays = getattr(path[-1], "name", None) in ("A_log", "D", "dt_bias")
@@ -142,7 +141,7 @@ def cast(model: Decoder, dtype) -> Decoder:
 
 
 def find_texts(path: pathlib.Path | None) -> list[pathlib.Path]:
-    """The files to learn from, in an order that is the same everywhere."""
+    """The training files, in an order that is the same on every machine."""
     if path is None:
         root = pathlib.Path(sysconfig.get_paths()["stdlib"])
         foreign = {"site-packages", "dist-packages", "test", "tests", "__pycache__"}
@@ -162,8 +161,8 @@ def find_texts(path: pathlib.Path | None) -> list[pathlib.Path]:
 def load_data(
     path: pathlib.Path | None, seq_len: int, vocabulary: Vocabulary | None = None
 ) -> tuple[np.ndarray, np.ndarray]:
-    """Tokens to train on and tokens to validate on: every 20th file, or the last 5% where there are fewer
-    files. By default a token is a byte."""
+    """Tokens for training and tokens for validation: every 20th file, or the last 5% if there are fewer files. By default, a token is a
+    byte."""
     texts = [f.read_bytes() for f in find_texts(path)]
     if len(texts) >= 20:
         held_out = texts[10::20]
@@ -182,15 +181,14 @@ def load_data(
     if min(len(train), len(validation)) < seq_len + 1:
         raise UsageError(
             f"--data: expected more than {20 * (seq_len + 1)} {kind} for sequences of {seq_len}, found "
-            f"{len(train) + len(validation)} in {str(path or 'the standard library')!r}; give more text or a smaller "
+            f"{len(train) + len(validation)} in {str(path or 'the standard library')!r}; pass more text or a smaller "
             "--seq-len."
         )
     return train, validation
 
 
 def batch_at(data: np.ndarray, step: int, args: argparse.Namespace) -> np.ndarray:
-    """The batch of a step, `[B, T + 1]`: a function of seed and step alone, so a resumed run sees what it
-    would have."""
+    """The batch of a step, `[B, T + 1]`. It depends only on seed and step, so a resumed run sees the same batches."""
     random = np.random.default_rng((args.seed, step))
     starts = random.integers(0, len(data) - args.seq_len, args.batch_size)
     return data[starts[:, None] + np.arange(args.seq_len + 1)].astype(np.int32)
@@ -262,7 +260,7 @@ def make_steps(args: argparse.Namespace):
 
 
 def architecture_of(args: argparse.Namespace) -> dict[str, Any]:
-    """What a checkpoint must agree on: goes into its header."""
+    """What must match between a checkpoint and a run; stored in its header."""
     if args.model is not None:
         return {"published": read_config(args.model), "lora": args.lora}
     return {field.name: getattr(args, field.name) for field in dataclasses.fields(Architecture)}
@@ -279,10 +277,10 @@ def read_config(folder: pathlib.Path) -> dict[str, Any]:
 
 
 def tune(args: argparse.Namespace, state: TrainState) -> TrainState:
-    """The same state on the fastest kernel configurations of this device; what is known already is not timed again."""
+    """The same state with the fastest kernel configurations on this device; known ones are not timed again."""
     tokens = jax.ShapeDtypeStruct((args.batch_size, args.seq_len), jnp.int32)
     forward = lambda model, tokens: cast(model, args.dtype)(tokens)
-    # The optimiser's state has the model's structure, so it goes along.
+    # The optimiser's state has the structure of the model, so it changes too.
     model, optimiser_state = ejx.tune(
         state.model, tokens, call=forward, others=state.optimiser_state, options=ejx.TuneOptions()
     )
@@ -295,26 +293,26 @@ def save_checkpoint(path: pathlib.Path, state: TrainState, args: argparse.Namesp
 
 
 def short(value: Any) -> str:
-    """What a message says of a value; a whole configuration is too long for one."""
+    """A value as text in a message; a whole configuration would be too long."""
     return f"a configuration of {value.get('model_type')}" if isinstance(value, dict) else repr(value)
 
 
 def load_checkpoint(path: pathlib.Path, args: argparse.Namespace) -> TrainState:
-    """The state in a checkpoint, if it is one of the architecture that is asked for."""
+    """The state in a checkpoint, if its architecture is the requested one."""
     if not path.exists():
         raise UsageError(f"--resume: there is no checkpoint {str(path)!r}; run once without --resume.")
 
     def like(architecture):
         asked = architecture_of(args)
         different = [
-            f"{k}={short(architecture.get(k))} (asked for: {short(v)})"
+            f"{k}={short(architecture.get(k))} (requested: {short(v)})"
             for k, v in asked.items()
             if architecture.get(k) != v
         ]
         if different:
             raise UsageError(
                 f"--resume: {str(path)!r} holds another architecture, with {', '.join(different)}; "
-                "pass the options it was made with, or another --out-dir."
+                "pass the options that it was trained with, or another --out-dir."
             )
         return make_state(args, architecture)
 
@@ -323,8 +321,7 @@ def load_checkpoint(path: pathlib.Path, args: argparse.Namespace) -> TrainState:
 
 @contextlib.contextmanager
 def interruptible() -> Iterator[list[int]]:
-    """Collects the first Ctrl-C (or SIGTERM) for the loop to end in its own time; a second one ends at
-    once."""
+    """Catches the first Ctrl-C (or SIGTERM), so that the loop can end cleanly; a second one ends immediately."""
     received: list[int] = []
 
     def handle(number, frame):
@@ -341,7 +338,7 @@ def interruptible() -> Iterator[list[int]]:
 
 
 class Metrics:
-    """Rows of step, training loss and validation loss (or nothing), kept on disk."""
+    """Rows of step, training loss and, if computed, validation loss, stored on disk."""
 
     def __init__(self, path: pathlib.Path, first_step: int):
         self.path = path
@@ -376,12 +373,14 @@ class Metrics:
 def train(
     args: argparse.Namespace, state: TrainState, train_data: np.ndarray, validation_data: np.ndarray
 ) -> bool:
-    """Train to `args.steps` and write checkpoints; False if interrupted."""
+    """Trains until `args.steps` and writes checkpoints; returns False if interrupted."""
     train_step, validation_loss = make_steps(args)
     held_out = np.stack([batch_at(validation_data, i, args) for i in range(VALIDATION_BATCHES)])
     metrics = Metrics(args.out_dir / "metrics.csv", state.step)
     model, optimiser_state, step = state
-    waiting: list[tuple[int, Array]] = []  # losses not yet fetched: the device should not wait for the host
+    waiting: list[
+        tuple[int, Array]
+    ] = []  # losses not yet fetched, so that the device does not wait for the host
     bar = tqdm(total=args.steps, initial=step, unit="step", desc="training", dynamic_ncols=True)
     speed_from = (time.perf_counter(), step)
     with interruptible() as interrupts, bar:
@@ -422,7 +421,7 @@ def train(
 
 
 def write_sample(args: argparse.Namespace) -> None:
-    """Generate from the checkpoint as it is on disk."""
+    """Generates text from the checkpoint on disk."""
     state = load_checkpoint(args.out_dir / "checkpoint.ejx", args)
     model, vocabulary = cast(merge_lora(state.model), args.dtype), vocabulary_of(args.out_dir)
     prompt = vocabulary.encode(args.prompt.encode() or b"\n")
@@ -444,7 +443,7 @@ def write_sample(args: argparse.Namespace) -> None:
 
 
 def mixer_pattern(text: str) -> str:
-    """`--mixer`: names with commas between them."""
+    """Parses `--mixer`: names separated by commas."""
     names = [name.strip() for name in text.split(",")]
     for name in names:
         if name not in MIXERS:
@@ -467,29 +466,29 @@ def parse(argv: list[str] | None) -> argparse.Namespace:
     add = parser.add_argument
     add("--data", type=pathlib.Path, help="a file or folder of text (default: Python's standard library)")
     add("--out-dir", type=pathlib.Path, default=pathlib.Path("runs/train_lm"))
-    add("--resume", action="store_true", help="go on from the checkpoint in --out-dir")
+    add("--resume", action="store_true", help="continue from the checkpoint in --out-dir")
     for name in ("steps", "batch-size", "seq-len", "embed-dim", "num-layers", "num-heads", "num-kv-heads"):
         add(f"--{name}", type=int, help="default by device")
     add("--learning-rate", type=float, help="default by device")
     add("--mixer", type=mixer_pattern, default="attention", help=f"a pattern of {', '.join(MIXERS)}")
     add("--dtype", choices=["auto", "float32", "bfloat16"], default="auto", help="of the computation")
     add("--platform", help="kernel platform, e.g. triton or xla (default: chosen by device)")
-    loop = "run the layers in a loop instead of writing them out: a smaller program, a slower step"
+    loop = "run the layers in a loop instead of unrolling them: a smaller program, a slower step"
     add("--scan-layers", action="store_true", help=loop)
-    keep = "what the forward pass keeps for the gradient: all, or only products of matrices and kernels' results, or these alone"
+    keep = "what the forward pass keeps for the gradient: all, only matrix products and kernel results, or only kernel results"
     add("--remat", choices=["none", "matmuls", "kernels"], default="none", help=keep)
     add(
         "--model",
         type=pathlib.Path,
         metavar="FOLDER",
-        help="fine-tune this published model (config.json, safetensors)",
+        help="folder of a published model to fine-tune (config.json, safetensors)",
     )
     add(
         "--lora",
         type=int,
         default=0,
         metavar="RANK",
-        help="with --model: train low-rank updates alone; 0 trains all",
+        help="with --model: train only low-rank updates of this rank; 0 trains all weights",
     )
     add("--tune", action="store_true", help="find the fastest kernel configurations before training")
     add("--seed", type=int, default=0)
@@ -497,17 +496,17 @@ def parse(argv: list[str] | None) -> argparse.Namespace:
     add("--checkpoint-every", type=int, default=100, help="steps")
     add("--prompt", default="def ")
     add("--sample-length", type=int, default=300, help="bytes")
-    add("--temperature", type=float, default=0.7, help="0 takes the likeliest byte")
+    add("--temperature", type=float, default=0.7, help="0 takes the most likely byte")
     add("--top-k", type=int, default=40)
     args = parser.parse_args(argv)
     args.dtype = None if args.dtype == "auto" else args.dtype
     if args.lora < 0 or (args.lora and args.model is None):
         raise UsageError(
-            f"--lora: expected a rank of at least 1 beside --model, received {args.lora}; 0 trains all weights."
+            f"--lora: expected a rank of at least 1 with --model, received {args.lora}; 0 trains all weights."
         )
     sizes = dict(SIZES["cpu" if jax.default_backend() == "cpu" else "accelerator"])
     places = len(args.mixer.split(","))
-    # By default as many whole periods as fit, or one.
+    # By default, as many whole periods as fit, but at least one.
     sizes["num_layers"] = max(sizes["num_layers"] // places, 1) * places
     vars(args).update({name: value for name, value in sizes.items() if getattr(args, name) is None})
     small = [
@@ -521,7 +520,7 @@ def parse(argv: list[str] | None) -> argparse.Namespace:
     if args.num_layers % places:
         raise UsageError(
             f"--num-layers: expected a multiple of the {places} layers of --mixer {args.mixer}, received "
-            f"{args.num_layers}; the pattern is repeated whole."
+            f"{args.num_layers}; only whole patterns are repeated."
         )
     return args
 
@@ -545,7 +544,7 @@ def run(args: argparse.Namespace) -> int:
     try:
         new_state = make_state if args.model is None else published_state
         state = load_checkpoint(checkpoint, args) if args.resume else new_state(args, architecture_of(args))
-    except ValueError as error:  # our own checks of heads and sizes, and of the file
+    except ValueError as error:  # from our checks of heads, sizes and the file
         raise UsageError(str(error)) from error
     args.out_dir.mkdir(parents=True, exist_ok=True)
     vocabulary = keep_vocabulary(args)
@@ -559,7 +558,7 @@ def run(args: argparse.Namespace) -> int:
     if args.tune:
         state = tune(args, state)
     if state.step < args.steps and not train(args, state, train_data, validation_data):
-        print(f"Interrupted; {checkpoint} is saved. The same command with --resume goes on from there.")
+        print(f"Interrupted; {checkpoint} is saved. Run the same command with --resume to continue.")
         return 130
     write_sample(args)
     return 0

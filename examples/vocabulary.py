@@ -1,4 +1,4 @@
-"""Texts to tokens and back: bytes, or the tokenizer that a published model comes with."""
+"""Conversion between text and tokens: bytes, or the tokenizer of a published model."""
 
 import pathlib
 from collections.abc import Sequence
@@ -6,17 +6,17 @@ from typing import Protocol
 
 
 class Vocabulary(Protocol):
-    """What a model's tokens mean."""
+    """The vocabulary of a model."""
 
     def encode(self, text: bytes) -> list[int]: ...
 
     def decode(self, tokens: Sequence[int]) -> bytes:
-        """The text of tokens; without the last character while it is not complete."""
+        """The text of the tokens, without an incomplete last character."""
         ...
 
 
 class Bytes:
-    """A token for each byte."""
+    """One token per byte."""
 
     def encode(self, text: bytes) -> list[int]:
         return list(text)
@@ -26,25 +26,25 @@ class Bytes:
 
 
 class Published:
-    """The `tokenizer.json` of a published model, read by the library `tokenizers`."""
+    """The `tokenizer.json` of a published model, read with the library `tokenizers`."""
 
     def __init__(self, path: pathlib.Path):
         import tokenizers
 
         try:
             self.tokenizer = tokenizers.Tokenizer.from_file(str(path))
-        except Exception as error:  # the library raises no narrower one
+        except Exception as error:  # the library raises nothing more specific
             raise ValueError(f"{str(path)!r} is not a tokenizer ({error}); download it again.") from error
 
     def encode(self, text: bytes) -> list[int]:
         return self.tokenizer.encode(text.decode(errors="replace")).ids
 
     def decode(self, tokens: Sequence[int]) -> bytes:
-        # A character whose bytes are not all there yet ends in U+FFFD.
+        # A character with missing bytes ends in U+FFFD.
         return self.tokenizer.decode(list(tokens)).rstrip("\ufffd").encode()
 
 
 def vocabulary_of(folder: pathlib.Path) -> Vocabulary:
-    """That of a folder with a `tokenizer.json`, otherwise bytes."""
+    """The vocabulary of a folder with a `tokenizer.json`, otherwise bytes."""
     path = folder / "tokenizer.json"
     return Published(path) if path.is_file() else Bytes()

@@ -254,6 +254,6 @@ def test_nothing_to_explain_says_why():
     assert "a function has none until it is called" in text and "ejx.explain(function, x)" in text
     assert "ejx.explain(double, x)" in str(ejx.explain(double))
     assert "launches none" in str(ejx.explain(double, jnp.ones(3)))
-    assert "in this dict there is no module of this package" in str(ejx.explain({"a": jnp.ones(3)}))
+    assert "this dict contains no module of this package" in str(ejx.explain({"a": jnp.ones(3)}))
     some = ejx.explain(attend, jnp.ones((4, 2, 8)))
     assert some.choices and not some.remark and not some.to_dict()["remark"]

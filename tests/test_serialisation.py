@@ -178,7 +178,7 @@ def test_random_keys(path):
     assert same(load(path, like=tree), tree)
     assert same(load(path, like=lambda: jax.tree.map(lambda x: x, tree)), tree)
     with pytest.raises(
-        CheckpointError, match=r"\['new'\].*random keys rbg\[\], got random keys threefry2x32\[\]"
+        CheckpointError, match=r"\['new'\].*random keys rbg\[\], received random keys threefry2x32\[\]"
     ):
         load(path, like={**tree, "new": jr.key(1, impl="rbg")})
 
@@ -308,7 +308,7 @@ def test_dtype_override(path, block, dtype):
 
 def test_dtype_override_is_checked(path, block):
     save(path, block)
-    with pytest.raises(ValueError, match="dtype=int32: must be a floating-point dtype"):
+    with pytest.raises(ValueError, match="dtype: expected a floating-point dtype, received int32"):
         load(path, like=block, dtype=jnp.int32)
     with pytest.raises(ValueError, match="jax_enable_x64"):
         load(path, like=block, dtype=jnp.float64)
@@ -470,27 +470,27 @@ def test_wrong_shape_dtype_and_kind(path, block):
     save(path, block, {"width": 4})
     fails(
         path,
-        r"'\.linear\.weight' should be array float32\[5,5\], got array float32\[4,4\].*info",
+        r"'\.linear\.weight': expected array float32\[5,5\], received array float32\[4,4\].*info",
         like=Block(5, key=jr.key(0)),
     )
     fails(
         path,
-        r"'\.linear\.weight' should be array float16\[4,4\], got array float32\[4,4\].*dtype='float16'",
+        r"'\.linear\.weight': expected array float16\[4,4\], received array float32\[4,4\].*dtype='float16'",
         like=Block(4, dtype=jnp.float16, key=jr.key(0)),
     )
     scalar = eqx.tree_at(lambda b: b.scale, block, 1.0)
-    fails(path, r"'\.scale' should be a Python float, got array bfloat16\[\]", like=scalar)
+    fails(path, r"'\.scale': expected a Python float, received array bfloat16\[\]", like=scalar)
     array = eqx.tree_at(lambda b: b.rate, block, jnp.ones(()))
-    fails(path, r"'\.rate' should be array float32\[\], got a Python float", like=array)
+    fails(path, r"'\.rate': expected array float32\[\], received a Python float", like=array)
     integer = eqx.tree_at(lambda b: b.rate, block, 1)
-    fails(path, r"'\.rate' should be a Python int, got a Python float", like=integer)
+    fails(path, r"'\.rate': expected a Python int, received a Python float", like=integer)
 
 
 def test_integer_dtypes_are_not_overridden(path):
     save(path, {"x": jnp.ones(2, jnp.int32)})
     fails(
         path,
-        r"should be array float32\[2\], got array int32\[2\]",
+        r": expected array float32\[2\], received array int32\[2\]",
         like={"x": jnp.ones(2)},
         dtype=jnp.float32,
     )
@@ -499,10 +499,10 @@ def test_integer_dtypes_are_not_overridden(path):
 def test_wrong_structure(path):
     save(path, {"a": jnp.ones(2), "b": jnp.ones(2), "c": jnp.ones(2)})
     x = jnp.ones(2)
-    fails(path, r"`like` has \"\['d'\]\" .*which the file does not", like={"a": x, "b": x, "c": x, "d": x})
-    fails(path, r"`like` has \"\['aa'\]\" .*which the file does not", like={"a": x, "aa": x, "b": x, "c": x})
-    fails(path, r"the file has \"\['c'\]\" .*which `like` does not", like={"a": x, "b": x})
-    fails(path, r"the file has \"\['a'\]\" .*which `like` does not", like={"b": x, "c": x})
+    fails(path, r"`like` has \"\['d'\]\" .*which is not in the file", like={"a": x, "b": x, "c": x, "d": x})
+    fails(path, r"`like` has \"\['aa'\]\" .*which is not in the file", like={"a": x, "aa": x, "b": x, "c": x})
+    fails(path, r"the file has \"\['c'\]\" .*which is not in `like`", like={"a": x, "b": x})
+    fails(path, r"the file has \"\['a'\]\" .*which is not in `like`", like={"b": x, "c": x})
 
 
 def test_same_leaves_in_another_order(path):
@@ -539,7 +539,7 @@ def test_hyperparameters_must_be_json(path, value):
 
 
 def test_hyperparameters_need_string_keys(path, unchecked):
-    with pytest.raises(ValueError, match="keys must be strings, got 3"):
+    with pytest.raises(ValueError, match="hyperparameters: expected strings as keys, received 3"):
         save(path, jnp.ones(1), {3: 1})  # pyright: ignore[reportArgumentType]
     assert not path.exists()
 

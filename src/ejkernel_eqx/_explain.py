@@ -1,4 +1,4 @@
-"""`explain`: what was chosen, where it came from, how near it is to the device's bound, and why not the others."""
+"""`explain`: what was chosen, where it came from, how close it is to the device's bound, and why the others were not."""
 
 import dataclasses
 import importlib
@@ -38,26 +38,27 @@ _DTYPE = "bfloat16"
 
 
 def explain(target: Any, *args: Any, **kwargs: Any) -> Explanation:
-    """What each kernel of `target` runs on, with which configuration, from which tier, how fast, and why not on the others.
+    """Shows the platform and configuration of each kernel of `target`, where they come from, how fast they are, and why other platforms
+    were not chosen.
 
-    Measured times are those of the table that the configuration came from. Beside them stand the arithmetic and the memory traffic of the
-    call and the shortest time in which the device could do both; nothing is timed or computed here.
+    Measured times come from the table that holds the configuration. Beside them are the arithmetic and memory traffic of the call, and
+    the lower bound on its time on this device. Nothing is timed or computed here.
 
     **Arguments:**
 
-    - `target`: a module, a model holding modules anywhere, a function, or the name of an operation.
-    - `args`, `kwargs`: arguments of the call (arrays or `jax.ShapeDtypeStruct`s; models among them count). With them the call is
-        traced with shapes only and every choice that it makes is shown, in order, with the place of its kernel in the model; without
-        them, the order in which each kernel's platforms are asked and what was tuned for it. With an operation's
-        name, sizes by capital letters, `dtype` (default bfloat16), `platform` and the operation's flags: `ejx.explain("flash_attention",
-        B=4, T=4096, H=16, D=128, dtype="bfloat16", causal=True)`; with the name alone, every platform that it has.
+    - `target`: a module, a model that contains modules, a function, or the name of an operation.
+    - `args`, `kwargs`: the arguments of a call (arrays or `jax.ShapeDtypeStruct`s; they may contain models). The call is then traced
+        with shapes only, and every choice is shown in order, with the path of its kernel in the model. Without arguments, the order of
+        each kernel's platforms is shown, and its tuned configurations. With the name of an operation, pass sizes by capital letters,
+        `dtype` (default bfloat16), `platform` and the operation's flags: `ejx.explain("flash_attention", B=4, T=4096, H=16, D=128,
+        dtype="bfloat16", causal=True)`. With only the name, all its platforms are shown.
 
     **Returns:**
 
-    An `Explanation`: print it, read its `choices`, or take its `to_dict()`. Times are milliseconds.
+    An `Explanation`: print it, read its `choices`, or call `to_dict()`. Times are in milliseconds.
 
-    `ValueError` for an unknown operation, size or flag; `UnsupportedError` where no platform can run the call. What the call itself
-    raises is passed on.
+    Raises `ValueError` for an unknown operation, size or flag, and `UnsupportedError` if no platform can run the call. Errors of the call
+    itself are passed on.
     """
     if isinstance(target, str):
         return _of_operation(target, args, kwargs)
@@ -71,36 +72,36 @@ def explain(target: Any, *args: Any, **kwargs: Any) -> Explanation:
 
 
 _NO_LAUNCH = (
-    "the call was traced and launches none; operations of JAX alone (jnp, jax.nn, eqx.nn) are not shown, and neither is what was "
-    "traced before and is only replayed, such as a compiled or exported program"
+    "the call was traced and launches none; operations of JAX itself (jnp, jax.nn, eqx.nn) are not shown, and neither are programs that "
+    "were traced before, such as compiled or exported ones"
 )
 
 
 def _nothing_in(target: Any) -> str:
-    """Why a target shows no kernels by itself, and what to give."""
+    """Why a target without arguments shows no kernels, and what to pass."""
     if callable(target) and not isinstance(target, eqx.Module):
         name = getattr(target, "__name__", type(target).__name__)
         name = "function" if name == "<lambda>" else name
         return (
-            f"a function has none until it is called; give its arguments too, arrays or jax.ShapeDtypeStructs: ejx.explain({name}, x), "
-            "or give the module that it calls"
+            f"a function has none until it is called; pass its arguments too, arrays or jax.ShapeDtypeStructs: ejx.explain({name}, x), "
+            "or pass the module that it calls"
         )
     return (
-        f"in this {type(target).__name__} there is no module of this package (one that a function captures, or that stands in a static field, "
-        "is no part of a pytree); give the arguments of a call too, ejx.explain(model, x), to see what the call launches"
+        f"this {type(target).__name__} contains no module of this package (modules captured by a function or held in a static field "
+        "are not part of the pytree); pass the arguments of a call too, ejx.explain(model, x), to see what the call launches"
     )
 
 
 @dataclasses.dataclass(frozen=True)
 class _PlacedSelection(Selection):
-    """A choice that tells where its kernel stands."""
+    """A choice with the path of its kernel."""
 
     path: str = ""
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class _PlacedPlan(Plan):
-    """A plan whose choices tell where its kernel stands. Unequal to those of other places, so that no trace is shared."""
+    """A plan whose choices have the path of its kernel. Plans at different paths are unequal, so that they share no trace."""
 
     path: str = ""
 
@@ -115,7 +116,7 @@ class _PlacedPlan(Plan):
 
 
 def _placed(tree: Any, root: str = "") -> Any:
-    """The tree with every kernel's plan placed at its path."""
+    """The tree with the path of every kernel in its plan."""
 
     def place(path: str, plan: Plan) -> Plan:
         fields = {field.name: getattr(plan, field.name) for field in dataclasses.fields(Plan)}
@@ -125,17 +126,17 @@ def _placed(tree: Any, root: str = "") -> Any:
 
 
 def placed_selections(function: Any, call: Inputs) -> list[tuple[str, Selection]]:
-    """The distinct choices that a call makes, in order, each with the path of its kernel; empty where that is not known.
+    """The distinct choices of a call, in order, each with the path of its kernel; the path is empty if unknown.
 
-    Traces with shapes only. Kernels in positional arguments stand at `args[0]...`, in keyword arguments at their name.
+    Traces with shapes only. Paths begin with `args[0]...` for kernels in positional arguments, and with the name for keyword arguments.
     """
     args = tuple(_placed(arg, f"args[{i}]") for i, arg in enumerate(call.args))
     placed = Inputs(args, {name: _placed(value, name) for name, value in call.kwargs.items()})
     try:
         return _traced(_placed(function), placed)
     except (ValueError, TypeError):
-        # A call that compares or stacks its modules needs them equal, as they are without their places; if the call
-        # is itself wrong, this raises its error.
+        # A call that compares or stacks its modules needs them to be equal, which they are only without paths. If the
+        # call itself is wrong, the second trace raises its error.
         pass
     return _traced(function, call)
 
@@ -198,9 +199,9 @@ def _dtype_name(dtype: Any) -> str:
 
 
 def example_problem_of(operation: str) -> ExampleProblem:
-    """The function `example_problem(operation, dims, dtype, flags)` that stands beside an operation's workload.
+    """The function `example_problem(operation, dims, dtype, flags)` next to an operation's workload.
 
-    `ValueError` if none of the operation's implementations has one.
+    `ValueError` if no implementation of the operation has one.
     """
     for implementation in kernel_registry.ordered(operation):
         workload = implementation.workload
@@ -212,8 +213,8 @@ def example_problem_of(operation: str) -> ExampleProblem:
         if make is not None:
             return make
     raise ValueError(
-        f"operation: expected one that sizes and flags can name (by a function example_problem(operation, dims, dtype, flags) beside its "
-        f"workload), received {operation!r}, which has none; ejx.explain(module, *args) shows a call of any module."
+        f"operation: expected one that sizes and flags can describe (with a function example_problem(operation, dims, dtype, flags) next to "
+        f"its workload), received {operation!r}, which has none; ejx.explain(module, *args) shows a call of any module."
     )
 
 
@@ -228,7 +229,7 @@ def _of_implementation(name: str, implementation: Implementation, reason: str | 
 
 
 def _of_plan(path: str, plan: Plan) -> list[Choice]:
-    """A row for every problem that the kernel was built for; one with the order of its platforms if there is none."""
+    """A row for every problem with a tuned configuration, or one row with the order of platforms if there are none."""
     here = plan.device
     reasons = {name: i.unusable(here) for name, i in plan.here.asked}
     order = " then ".join(platform for platform, reason in reasons.items() if reason is None)
@@ -256,14 +257,14 @@ def _of_plan(path: str, plan: Plan) -> list[Choice]:
     override = plan.snapshot.override
     config, tier = ("", "") if override is None else (repr(override), "override")
     rows = rows or [Choice(path, plan.operation, "", order, config, tier, rejected=unusable)]
-    # What every process has besides is not worth a line.
+    # Every process also has a CPU, which is not worth a line.
     others = [other.kind for other in plan.devices if other != here and other.backend is not Backend.CPU]
-    more = (f"called where {' or '.join(others)} is the default device, chosen for that",) if others else ()
+    more = (f"if {' or '.join(others)} is the default device, the choice is made for it",) if others else ()
     return [dataclasses.replace(row, device=_shown(here), notes=row.notes + more) for row in rows]
 
 
 def _passed_over(plan: Plan) -> Iterator[tuple[Platform, str, str]]:
-    """The pins of platforms that another one was taken for, and why."""
+    """The tuned platforms that another one was preferred to, and why."""
     for platform, key, known in plan.pinned:
         slower = ((other, slowness(known, it)) for other, at, it in plan.pinned if at == key)
         found = next(((other, times) for other, times in slower if times), None)
@@ -274,7 +275,7 @@ def _passed_over(plan: Plan) -> Iterator[tuple[Platform, str, str]]:
 
 
 def shown_key(key: str) -> str:
-    """A `Problem.key()` as a reader wants it; lengths are those of its bucket."""
+    """A `Problem.key()` in readable form; lengths are those of its bucket."""
     return str(Problem.make(**json.loads(key), lengths=set()))
 
 
@@ -307,7 +308,7 @@ def _of_selection(path: str, selection: Selection) -> Choice:
 
 
 def _rooflines(selection: Selection, device: DeviceFacts) -> tuple[tuple[str, Roofline], ...]:
-    """By direction; with the measured time only where no length was rounded to find it."""
+    """The rooflines by direction; with the measured time only if it is for exactly these lengths."""
     peaks = device_peaks(device, matrix_dtype(selection.problem))
     costs = _costs(selection, device)
     sizes = json.loads(selection.problem.key())["dims"]
@@ -316,7 +317,7 @@ def _rooflines(selection: Selection, device: DeviceFacts) -> tuple[tuple[str, Ro
 
 
 def _costs(selection: Selection, device: DeviceFacts) -> Mapping[str, Cost]:
-    """What the problem costs, which does not depend on the platform: one with nothing to tune leaves it to the others to tell."""
+    """The cost of the problem. It does not depend on the platform, so a platform without a workload uses that of another."""
     known = kernel_registry.ordered(selection.problem.operation)
     others = (i for i in known if i != selection.implementation and i.unusable(device) is None)
     for implementation in (selection.implementation, *others):

@@ -1,4 +1,4 @@
-"""`Explanation`: the rows that `explain` gives, as text and as JSON."""
+"""`Explanation`: the result of `explain`, as text and as JSON."""
 
 import dataclasses
 from collections.abc import Sequence
@@ -14,13 +14,13 @@ _COLUMNS = ("", "ms", "bound ms", "of bound", "bound by", "GFLOP", "MB", "FLOP/b
 class Choice:
     """One row of an explanation.
 
-    - `path`: where the kernel stands in the model; `operation`, `problem`, `key`: what it is asked (`Problem.key()`).
-    - `device`: what the choice is made for: the device that the call is compiled for, as far as tracing knows.
-    - `platform`, `config`, `tier`, `origin`: what was chosen, by which tier, and where that had it from.
+    - `path`: the path of the kernel in the model; `operation`, `problem`, `key`: the problem (`Problem.key()`).
+    - `device`: the device that the choice is made for, which is the one that the call is compiled for if tracing knows it.
+    - `platform`, `config`, `tier`, `origin`: the choice, the tier that made it, and the origin of its configuration.
     - `label`: the name scope of the call in lowered and compiled text and in profiles.
-    - `ms`: the measured milliseconds by direction (`"forward"`, `"forward+backward"`); empty where nothing was measured.
-    - `rooflines`: by direction arithmetic, memory traffic and the device's bound; `dtype`: the type whose peak counts.
-    - `notes`; `rejected`: the platforms asked before, with their reasons.
+    - `ms`: the measured milliseconds by direction (`"forward"`, `"forward+backward"`); empty if nothing was measured.
+    - `rooflines`: arithmetic, memory traffic and the device's bound, by direction; `dtype`: the dtype whose peak applies.
+    - `notes`; `rejected`: the platforms considered before, with the reasons against them.
     """
 
     path: str = ""
@@ -40,11 +40,11 @@ class Choice:
     device: str = ""
 
     def roofline(self, direction: str = FORWARD) -> Roofline | None:
-        """The roofline of one direction; `None` where the operation does not tell its cost."""
+        """The roofline of one direction; `None` if the operation's cost is unknown."""
         return dict(self.rooflines).get(direction)
 
     def to_dict(self) -> dict[str, Any]:
-        """Everything, as JSON can hold it."""
+        """All fields as JSON values."""
         fields = {field.name: getattr(self, field.name) for field in dataclasses.fields(self)}
         return fields | {
             "notes": list(self.notes),
@@ -54,14 +54,14 @@ class Choice:
         }
 
     def title(self, paths: Sequence[str]) -> str:
-        """The head of the rows of one kernel, or of several alike."""
+        """The heading of one kernel, or of several identical ones."""
         if not paths[0]:
             return self.problem or self.operation
         more = f" (and {len(paths) - 1} more, to {paths[-1]})" if len(paths) > 1 else ""
         return f"{paths[0]}{more}: {self.problem or self.operation}"
 
     def lines(self, device: str = "") -> list[str]:
-        """What stands below the title; the device too, where it is another than the one that is named already."""
+        """The lines below the title; they include the device unless it is `device`."""
         lines = [f"device    {self.device}"] if self.device not in ("", device) else []
         lines.append(f"platform  {self.platform}")
         if self.config:
@@ -73,7 +73,7 @@ class Choice:
         return lines
 
     def _table(self) -> list[str]:
-        """Aligned columns, one row for each direction, without the columns of which nothing is known."""
+        """Aligned columns with one row per direction, without empty columns."""
         known, measured = dict(self.rooflines), dict(self.ms)
         rows = [_cells(name, measured.get(name), known.get(name)) for name in {**known, **measured}]
         kept = [i for i in range(len(_COLUMNS)) if any(row[i] for row in rows)]
@@ -106,16 +106,16 @@ def _cells(direction: str, ms: float | None, known: Roofline | None) -> tuple[st
 
 @dataclasses.dataclass(frozen=True)
 class Explanation:
-    """Rows of choices; `str()` of it is readable, `to_dict()` is JSON. `peaks`: what bounds the device, by dtype, where it is known."""
+    """The choices, as text (`str`) or JSON (`to_dict()`). `peaks`: the peaks of the device by dtype, if known."""
 
     device: str
     choices: tuple[Choice, ...]
     peaks: tuple[tuple[str, Peaks], ...] = ()
     remark: str = ""
-    """Why there are no choices, and what to give."""
+    """Why there are no choices, and what to pass."""
 
     def to_dict(self) -> dict[str, Any]:
-        """Everything, as JSON can hold it."""
+        """All fields as JSON values."""
         return {
             "device": self.device,
             "peaks": {dtype: dataclasses.asdict(known) for dtype, known in self.peaks},
@@ -129,10 +129,8 @@ class Explanation:
             rates = f"{known.flops / 1e12:.4g} TFLOP/s, {known.bytes / 1e12:.4g} TB/s"
             lines.append(f"peak of {dtype}: {rates} ({known.source})")
         if not self.choices:
-            lines.append(
-                "no kernel of this package is in what was given" + (f": {self.remark}" if self.remark else "")
-            )
-        # Layers built alike are one row.
+            lines.append("no kernel of this package was found" + (f": {self.remark}" if self.remark else ""))
+        # Identical layers share a row.
         groups: dict[Choice, list[str]] = {}
         for choice in self.choices:
             groups.setdefault(dataclasses.replace(choice, path=""), []).append(choice.path)

@@ -1,7 +1,7 @@
 """The operations as functions: constructor options and call arguments in one call, `ejx.flash_attention(q, k, v, causal=True)`.
 
-Each is made from its class by `function_of`, which is all that stands here; `functional.pyi`, written from the classes too
-(`python -m tests.functional_stub`), tells editors and type checkers their signatures."""
+`function_of` makes each function from its class. `functional.pyi`, which is generated from the classes too
+(`python -m tests.functional_stub`), gives editors and type checkers their signatures."""
 
 import functools
 import inspect
@@ -36,7 +36,7 @@ from .recurrence import (
 from .selective_scan import StateSpaceV1
 
 MODULES_KEPT = 256
-"""The most modules that functions keep; the one that was used the longest time ago is let go first."""
+"""The maximum number of modules that functions cache; the least recently used one is dropped first."""
 
 K = TypeVar("K", bound=Kernel)
 _PARAMETER = inspect.Parameter
@@ -44,24 +44,24 @@ _NOT_AN_OPTION = re.compile(r"^- `tune_for`.*\n?(^ .*\n?)*", re.M)
 
 
 def function_of(cls: type[Kernel]) -> Callable[..., Any]:
-    """An operation as a function: the arguments of a call, then the constructor's options by name.
+    """Makes a function from an operation. It takes the arguments of a call, then the constructor's options by name.
 
     ```python
     my_operation = ejx.functional.function_of(MyOperation)
     out = my_operation(x, weight, block_size=64)  # MyOperation(block_size=64)(x, weight)
     ```
 
-    A module is built for each set of options and kept. Its choices are those of a module built at that moment: an open
-    `ejx.overlay_cache` or `ejx.policy_override` counts, and so does everything that has been tuned by then. Inside `jit` that moment is the
-    trace. `ejx.tune(function, *args, **kwargs)` tunes for a call.
+    A module is built for each set of options and cached. A call chooses as a module built at the time of the call would: an active
+    `ejx.overlay_cache` or `ejx.policy_override` applies, and so do all tuning results so far. Inside `jit`, this is the time of tracing.
+    `ejx.tune(function, *args, **kwargs)` tunes for a call.
 
-    **Arguments:** `cls`: an operation, whose options are hashable and static.
+    **Arguments:** `cls`: an operation whose options are hashable and static.
 
-    **Returns:** the function, named as the operation. It raises what the class and its call raise; `TypeError` for arguments that neither has;
-    `ValueError` for an option that is traced, an array, or otherwise not hashable.
+    **Returns:** the function, named after the operation. It raises the errors of the class and its call, `TypeError` for unknown arguments,
+    and `ValueError` for an option that is traced, an array, or otherwise not hashable.
     """
     call, options = _parameters(cls.__call__), _parameters(cls.__init__)
-    options.pop("tune_for", None)  # a module's: it settles a choice for all its calls
+    options.pop("tune_for", None)  # only for modules, as it fixes the choice for all calls
     both = call.keys() & options.keys()
     signature = _signature(cls, call, options)
 
@@ -72,7 +72,7 @@ def function_of(cls: type[Kernel]) -> Callable[..., Any]:
             raise TypeError(_refusal(cls, signature, kwargs, error)) from None
         chosen = {name: kwargs.pop(name) for name in options.keys() & kwargs.keys()}
         for name in both & chosen.keys():
-            if not isinstance(chosen[name], str | None):  # the call's; the option leaves it to the call
+            if not isinstance(chosen[name], str | None):  # an argument of the call; the option stays unset
                 kwargs[name], chosen[name] = chosen[name], None
         return cast(Callable[..., Any], _module(cls, chosen))(*args, **kwargs)
 
@@ -106,19 +106,21 @@ def _refusal(
     name, known = cls.operation, signature.parameters
     unknown = [f"{argument!r}" for argument in given if argument not in known]
     if "tune_for" in given:
-        return f"{name}: expected a call, received tune_for=; ejx.tune({name}, ...) tunes for a call, {cls.__name__}(tune_for=...) a module."
+        return f"{name}: expected the arguments of a call, received tune_for=; use ejx.tune({name}, ...), or {cls.__name__}(tune_for=...)."
     if unknown:
         return f"{name}: expected some of {', '.join(known)}, received {', '.join(unknown)}."
     positional = ", ".join(p.name for p in known.values() if p.kind is _PARAMETER.POSITIONAL_OR_KEYWORD)
-    return f"{name}: {error}; expected {name}({positional}) with all else by name."
+    return f"{name}: {error}; expected {name}({positional}) and all other arguments by name."
 
 
 def _document(cls: type[Kernel]) -> str:
-    """The class's, with its options and arguments."""
+    """The docstring of the class, with its options and arguments."""
     parts = (cls.__init__.__doc__, cls.__call__.__doc__)
     options, call = (inspect.cleandoc(part or "").removeprefix("**Arguments:**").strip() for part in parts)
     options = _NOT_AN_OPTION.sub("", options)
-    head = f"[`ejkernel_eqx.{cls.__name__}`][] as a function: its call's arguments, and its options by name."
+    head = (
+        f"[`ejkernel_eqx.{cls.__name__}`][] as a function of its call's arguments, with its options by name."
+    )
     return f"{head}\n\n{inspect.cleandoc(cls.__doc__ or '')}\n\n**Options:**\n\n{options}\n\n**Arguments:**\n\n{call}\n"
 
 
@@ -126,7 +128,7 @@ def _module(cls: type[K], options: Mapping[str, Any]) -> K:
     for name, value in options.items():
         _check_option(cls, name, value)
     platform, config = options.get("platform"), options.get("config")
-    # Of an edition: equal to those alone that would choose the same, so that what is tuned later is not hidden by what JAX has compiled.
+    # As an edition, the plan equals only plans with the same choices, so that compiled programs do not hide later tuning results.
     plan = make_plan(cls.operation, platform=platform, config=config).as_edition()
     return _kept(cls, plan, **options)
 
@@ -139,20 +141,20 @@ def _kept(cls: type[K], plan: Plan, **options: Any) -> K:
 def _check_option(cls: type[Kernel], name: str, value: Any) -> None:
     if isinstance(value, jax.core.Tracer):
         raise ValueError(
-            f"{name}: expected a Python value, as it is an option of {cls.__name__} and decides what is compiled, received a traced array; "
+            f"{name}: expected a Python value, as this option of {cls.__name__} determines what is compiled, received a traced array; "
             "close over it, or mark it static (jax.jit's static_argnames)."
         )
     try:
         hash(value)
     except TypeError:
         raise ValueError(
-            f"{name}: expected a hashable value, as modules are kept by their options, received {type(value).__name__}; give numbers, "
+            f"{name}: expected a hashable value, as modules are cached by their options, received {type(value).__name__}; pass numbers, "
             f"strings or tuples, or build {cls.__name__}({name}=...) yourself."
         ) from None
 
 
 class _CallableRoom(types.ModuleType):
-    """A package of which the name is that of a function too: it stays what it is, and can be called."""
+    """A package whose name is also that of a function, made callable."""
 
     __signature__: inspect.Signature
 
@@ -179,7 +181,7 @@ linear_attention = function_of(LinearAttention)
 state_space_v1 = function_of(StateSpaceV1)
 state_space_v2 = function_of(StateSpaceV2)
 
-# `ejkernel_eqx.attention` is a package, which its operation shares the name with.
+# The operation `attention` shares its name with the package `ejkernel_eqx.attention`.
 _room: Any = _attention
 _room.__class__ = _CallableRoom
 _room.__doc__, _room.__signature__ = attention.__doc__, inspect.signature(attention)

@@ -1,16 +1,16 @@
-"""Models on disk: a JSON header, then the leaves.
+"""Saving and loading models: a JSON header, then the leaves.
 
-A file is, in this order:
+A file consists of:
 
-1. one line of JSON: format, schema, hyperparameters, a table of the leaves (path, kind, dtype, shape) and, where they were asked for,
-   the tuned choices of the model's kernels;
-2. the leaves as `equinox.tree_serialise_leaves` writes them, so that after reading one line of the file
-   `equinox.tree_deserialise_leaves` can take over. Dtypes that NumPy's format does not know are written as unsigned
-   integers of the same width, and random keys as their key data; the table says what they are;
-3. a footer of fixed size: a magic word, the number of bytes before it, and their SHA-256.
+1. one line of JSON: format, schema, hyperparameters, a table of the leaves (path, kind, dtype, shape) and, if requested, the tuned
+   configurations of the model's kernels;
+2. the leaves as `equinox.tree_serialise_leaves` writes them, so that `equinox.tree_deserialise_leaves` can read the rest of the file
+   after its first line. Dtypes that NumPy's format does not support are written as unsigned integers of the same width, and random
+   keys as their key data; the table records what they are;
+3. a footer of fixed size: a magic number, the number of bytes before it, and their SHA-256.
 
-The footer is what makes a cut, lengthened or altered file visible before anything is built from it. Writing and
-reading go leaf by leaf: neither needs the model a second time in memory.
+With the footer, truncated, extended or altered files are detected before anything is built from them. Leaves are written and read
+one at a time, so neither needs a second copy of the model in memory.
 """
 
 import hashlib
@@ -52,7 +52,7 @@ class _Leaf(NamedTuple):
     def __str__(self) -> str:
         if self.shape is None:
             return f"a Python {self.kind}"
-        # NumPy's arrays and scalars and JAX' arrays may stand for each other, so they read alike.
+        # Arrays and scalars of NumPy and arrays of JAX can replace each other, so they are described alike.
         noun = "random keys" if self.kind == "key" else "array"
         return f"{noun} {self.dtype}[{','.join(map(str, self.shape))}]"
 
@@ -64,26 +64,25 @@ def save(
     *,
     configs: bool = False,
 ) -> None:
-    """Write `model` to `path`, all or nothing.
+    """Saves `model` to `path` atomically.
 
-    The file is written beside `path` under a temporary name, flushed to the disk and then put in place in one step:
-    whatever interrupts this, `path` holds either the old file or the new one, whole.
+    The file is written next to `path` under a temporary name, flushed to disk and then renamed. If this is interrupted, `path` holds
+    either the complete old file or the complete new one.
 
     **Arguments:**
 
-    - `path`: the file; its name is taken as given, no suffix is added.
-    - `model`: any pytree. Arrays (of any dtype, also bfloat16, float8 and int4; sharded ones are gathered one at a
-        time), random keys, and Python or NumPy scalars are saved. Everything else, static fields and functions,
-        comes from `like` when loading; kernel plans are such static fields.
-    - `hyperparameters`: what is needed to build the model again; must survive a round trip through JSON, where
-        tuples come back as lists. [`ejkernel_eqx.load`][] passes them to `like` as keyword arguments.
-    - `configs`: also save what was tuned for the model's kernels (`ejx.tune`, `tune_for=`), with the devices that it holds for: the file
-        then carries it to other machines. What was given to a kernel (`config=`, an overlay) is not in it.
+    - `path`: the file; no suffix is added.
+    - `model`: any pytree. Arrays (of any dtype, including bfloat16, float8 and int4; sharded ones are gathered one at a time), random
+        keys, and Python or NumPy scalars are saved. Everything else, such as static fields and functions, comes from `like` when
+        loading. Kernel plans are static fields.
+    - `hyperparameters`: the arguments needed to rebuild the model. They must survive a round trip through JSON, in which tuples become
+        lists. [`ejkernel_eqx.load`][] passes them to `like` as keyword arguments.
+    - `configs`: also save the tuned configurations of the model's kernels (`ejx.tune`, `tune_for=`) with the devices they are valid for,
+        so that the file carries them to other machines. Configurations given explicitly (`config=`, an overlay) are not saved.
 
     **Raises:**
 
-    `ValueError` naming the hyperparameter that JSON cannot hold, or the leaf that cannot be saved. Nothing is
-    written then.
+    `ValueError` naming the hyperparameter that JSON cannot represent, or the leaf that cannot be saved. Nothing is written then.
     """
     hyperparameters = {} if hyperparameters is None else dict(hyperparameters)
     _check_hyperparameters(hyperparameters)
@@ -108,32 +107,31 @@ def save(
 
 
 def load(path: str | os.PathLike[str], like: Any, *, dtype: Any = None, configs: bool = True) -> Any:
-    """Read a model written by [`ejkernel_eqx.save`][].
+    """Loads a model saved by [`ejkernel_eqx.save`][].
 
-    The file says what the leaves are and `like` says what they belong to; nothing is imported by a name that stands
-    in a file. The whole file is checked against its checksum before anything is built from it.
+    The file provides the leaves, and `like` the structure; nothing is imported by a name in the file. The whole file is checked
+    against its checksum before anything is built from it.
 
     **Arguments:**
 
     - `path`: the file.
-    - `like`: a pytree of the same structure, as for `equinox.tree_deserialise_leaves`; or a callable (a class, a
-        function) that builds one. The callable receives the saved hyperparameters as keyword arguments and, if it
-        has a parameter `key` that is not among them, some random key. It runs under `equinox.filter_eval_shape`, so
-        its arrays are never allocated. An instance of an `eqx.Module` counts as a pytree even if it can be called.
-    - `dtype`: if given, every floating-point array (but no Python float) is converted to it while loading. Without
-        it, dtypes must agree.
-    - `configs`: whether the tuned choices in the file, if it has any, are put in place for the devices that they were tuned for. A warning says
-        so if the default device is another, and the model is then as one that was not tuned; another warning names what does not fit
-        (another version of the kernels, a kernel that is not there). A kernel that was built with `config=` stays as it is.
+    - `like`: a pytree of the same structure, as for `equinox.tree_deserialise_leaves`; or a callable (a class, a function) that builds
+        one. The callable receives the saved hyperparameters as keyword arguments and, if it has a parameter `key` that is not among
+        them, an arbitrary random key. It runs under `equinox.filter_eval_shape`, so its arrays are never allocated. An instance of an
+        `eqx.Module` counts as a pytree even if it is callable.
+    - `dtype`: if given, every floating-point array (but not Python floats) is converted to it while loading. Otherwise dtypes must match.
+    - `configs`: whether to apply the tuned configurations in the file, if any, on the devices they were tuned for. If the default device
+        is another one, a warning says so, and the model behaves as if it had not been tuned. Another warning names configurations that do
+        not apply (another version of the kernels, a missing kernel). Kernels built with `config=` are unchanged.
 
     **Returns:**
 
-    The model. An array whose counterpart in `like` was placed explicitly (sharded, say) is placed the same way.
+    The model. An array whose counterpart in `like` was placed explicitly, for instance sharded, is placed the same way.
 
     **Raises:**
 
-    `CheckpointError`, which is a `ValueError`, naming the file if it is not one of ours, was cut or altered, comes
-    from a newer version, or does not fit `like`; in that last case it names the first leaf that differs.
+    `CheckpointError`, a `ValueError` that names the file, if `save` did not write it, it is truncated or altered, it comes from a newer
+    version, or it does not fit `like`; in the last case it names the first leaf that differs.
     """
     path = os.fspath(path)
     dtype = None if dtype is None else _override(dtype)
@@ -162,7 +160,7 @@ def load(path: str | os.PathLike[str], like: Any, *, dtype: Any = None, configs:
 
 
 def info(path: str | os.PathLike[str]) -> dict[str, Any]:
-    """The header of a file written by [`ejkernel_eqx.save`][], without reading the leaves.
+    """Returns the header of a file saved by [`ejkernel_eqx.save`][], without reading the leaves.
 
     **Arguments:**
 
@@ -175,7 +173,7 @@ def info(path: str | os.PathLike[str]) -> dict[str, Any]:
 
     **Raises:**
 
-    `CheckpointError` naming the file if it is not one of ours, was cut, or comes from a newer version.
+    `CheckpointError` naming the file if `save` did not write it, it is truncated, or it comes from a newer version.
     """
     path = os.fspath(path)
     with open(path, "rb") as file:
@@ -188,14 +186,13 @@ def info(path: str | os.PathLike[str]) -> dict[str, Any]:
 
 
 def _describe(path, x) -> _Leaf | None:
-    """The table's entry for one leaf, or None if it is of a kind that is not saved."""
+    """The entry of one leaf in the table, or `None` if its kind is not saved."""
     name = jtu.keystr(path)
     if isinstance(x, (jax.Array, np.ndarray, jax.ShapeDtypeStruct)):
         if not isinstance(x, np.ndarray) and jnp.issubdtype(x.dtype, jax.dtypes.prng_key):
-            # There is no public way from a key's dtype, all that an abstract key has, to the name of its implementation,
-            # but to make such a key.
+            # An abstract key has only a dtype. The only public way to the name of its implementation is to make such a key.
             return _Leaf(name, "key", str(jax.random.key_impl(jnp.empty((), x.dtype))), tuple(x.shape))
-        # `issubdtype` of JAX knows the extension types of ml_dtypes as well as NumPy's own.
+        # JAX's `issubdtype` supports the extension types of ml_dtypes as well as NumPy's own.
         if not (x.dtype == np.bool_ or jnp.issubdtype(x.dtype, jnp.number)):
             raise ValueError(
                 f"The leaf {name!r} is an array of dtype {x.dtype}; only booleans and numbers can be saved. "
@@ -212,7 +209,7 @@ def _describe(path, x) -> _Leaf | None:
 
 
 def _leaves_of(tree, check: bool) -> Iterator[_Leaf]:
-    """The leaves that a file has; with `check`, `ValueError` for one that cannot be saved."""
+    """The leaves that are saved; with `check`, raises `ValueError` for one that cannot be."""
     for path, x in jtu.tree_flatten_with_path(tree)[0]:
         leaf = _describe(path, x)
         if leaf is not None:
@@ -225,11 +222,11 @@ def _check_savable(leaf: _Leaf, x) -> None:
     if isinstance(x, jax.ShapeDtypeStruct | jax.core.Tracer):
         raise ValueError(
             f"The leaf {leaf.path!r} is a {type(x).__name__}, which holds no values; save a concrete model, "
-            "outside of jit and eval_shape."
+            "outside jit and eval_shape."
         )
     if isinstance(x, jax.Array) and not x.is_fully_addressable:
         raise ValueError(
-            f"The leaf {leaf.path!r} is spread over several processes; gather the model first, for example "
+            f"The leaf {leaf.path!r} is sharded over several processes; gather the model first, for example "
             "with jax.experimental.multihost_utils.process_allgather, and save it from one process."
         )
     if isinstance(x, jax.Array) and x.is_deleted():
@@ -242,7 +239,7 @@ def _check_savable(leaf: _Leaf, x) -> None:
 
 
 def _write_leaf(file, x) -> None:
-    """As Equinox' default, but for the dtypes which that one cannot read back."""
+    """Equinox's default, except for dtypes that it cannot read back."""
     if isinstance(x, jax.Array) and jnp.issubdtype(x.dtype, jax.dtypes.prng_key):
         np.save(file, np.asarray(jax.random.key_data(x)))
     elif isinstance(x, jax.Array | np.ndarray):
@@ -261,7 +258,7 @@ def _npy_knows(dtype: np.dtype) -> bool:
 
 
 class _HashingWriter:
-    """Counts and hashes what passes on its way to the file."""
+    """Counts and hashes the bytes written to the file."""
 
     def __init__(self, file: BinaryIO):
         self._file = file
@@ -278,10 +275,12 @@ class _HashingWriter:
 def _check_hyperparameters(hyperparameters: Mapping[str, Any]) -> None:
     for key, value in hyperparameters.items():
         if not isinstance(key, str):
-            raise ValueError(f"hyperparameters: keys must be strings, got {key!r} ({type(key).__name__}).")
+            raise ValueError(
+                f"hyperparameters: expected strings as keys, received {key!r} ({type(key).__name__})."
+            )
         try:
             same = json.loads(json.dumps(value, allow_nan=False)) == _lists(value)
-            reason = "it would not come back the same (are all keys of dictionaries strings?)"
+            reason = "loading would return something else (are all keys of dictionaries strings?)"
         except (TypeError, ValueError, RecursionError) as error:
             same, reason = False, str(error)
         if not same:
@@ -310,7 +309,7 @@ def _read_header(file: BinaryIO, path: str) -> dict[str, Any]:
             raise CheckpointError(f"{path!r} is truncated: it ends after {len(start)} bytes.")
         hint = ""
         if start.startswith(b"\x93NUMPY"):
-            hint = " It looks like the work of equinox.tree_serialise_leaves: read it with tree_deserialise_leaves."
+            hint = " equinox.tree_serialise_leaves seems to have written it: read it with tree_deserialise_leaves."
         raise CheckpointError(f"{path!r} is not a checkpoint written by ejkernel_eqx.save.{hint}")
     line = start + file.readline()
     if not line.endswith(b"\n"):
@@ -348,7 +347,7 @@ def _verify(file: BinaryIO, path: str) -> None:
     while left:
         chunk = file.read(min(left, _CHUNK))
         if not chunk:
-            raise CheckpointError(f"{path!r} became shorter while it was being read.")
+            raise CheckpointError(f"{path!r} was truncated while it was being read.")
         digest.update(chunk)
         left -= len(chunk)
     if digest.digest() != expected:
@@ -374,13 +373,13 @@ def _build(path: str, make: Callable[..., Any], hyperparameters: Mapping[str, An
         except TypeError as error:
             raise CheckpointError(
                 f"{path!r} was saved with the hyperparameters {dict(hyperparameters)}, which do not fit "
-                f"`like={name}`: {error}. Pass a `like` that takes them, or a model instead of a callable."
+                f"`like={name}`: {error}. Pass a `like` that accepts them, or a model instead of a callable."
             ) from error
 
     def build():
         return make(**hyperparameters, **({"key": jax.random.key(0)} if needs_key else {}))
 
-    with no_tuning():  # its kernels are planned from what is known: a model is not tuned by being read
+    with no_tuning():  # loading a model must not tune it
         return eqx.filter_eval_shape(build)
 
 
@@ -388,21 +387,23 @@ def _override(dtype) -> np.dtype:
     dtype = jnp.dtype(dtype)
     if not jnp.issubdtype(dtype, jnp.floating):
         raise ValueError(
-            f"dtype={dtype.name}: must be a floating-point dtype, as only floating leaves are converted."
+            f"dtype: expected a floating-point dtype, received {dtype.name}; only floating-point leaves are converted."
         )
     if dtype == np.float64 and not jax.config.read("jax_enable_x64"):
-        raise ValueError("dtype=float64 needs 64-bit types: set jax_enable_x64, or pass another dtype.")
+        raise ValueError(
+            "dtype: expected 64-bit types to be enabled for float64; set jax_enable_x64, or pass another dtype."
+        )
     return dtype
 
 
 _BUILD = (
     "Build `like` with the hyperparameters of the saved model; ejkernel_eqx.serialisation.info(path) shows them and "
-    "all leaves."
+    "the leaves."
 )
 
 
 def _compare(path: str, saved: list[_Leaf], expected: list[_Leaf], dtype: np.dtype | None) -> None:
-    """Raise for the first leaf in which the file and `like` differ."""
+    """Raises for the first leaf that differs between the file and `like`."""
 
     def differ(problem: str, remedy: str = _BUILD) -> CheckpointError:
         return CheckpointError(f"{path!r} does not fit `like`: {problem}. {remedy}")
@@ -410,16 +411,16 @@ def _compare(path: str, saved: list[_Leaf], expected: list[_Leaf], dtype: np.dty
     here, there = ({leaf.path for leaf in leaves} for leaves in (saved, expected))
     for old, new in itertools.zip_longest(saved, expected):
         if new is not None and new.path not in here:
-            raise differ(f"`like` has {new.path!r} ({new}), which the file does not")
+            raise differ(f"`like` has {new.path!r} ({new}), which is not in the file")
         if old is not None and old.path not in there:
-            raise differ(f"the file has {old.path!r} ({old}), which `like` does not")
+            raise differ(f"the file has {old.path!r} ({old}), which is not in `like`")
         assert old is not None and new is not None
         if old.path != new.path:
             raise differ(f"the file has {old.path!r} where `like` has {new.path!r}")
         floats = old.shape == new.shape and _is_floating(old) and _is_floating(new)
         if str(old) != str(new) and not (floats and dtype is not None):
             convert = f"Pass dtype={new.dtype!r} to convert the floating-point leaves, or change `like`."
-            raise differ(f"{old.path!r} should be {new}, got {old}", convert if floats else _BUILD)
+            raise differ(f"{old.path!r}: expected {new}, received {old}", convert if floats else _BUILD)
 
 
 def _is_floating(leaf: _Leaf) -> bool:
@@ -429,7 +430,7 @@ def _is_floating(leaf: _Leaf) -> bool:
 
 
 def _read_leaf(file: BinaryIO, leaf: _Leaf, here: _Leaf, x, dtype: np.dtype | None):
-    """The leaf as the file has it, in the type and place of its counterpart `x`."""
+    """Reads a leaf, with the type and placement of its counterpart `x`."""
     value = np.load(file, allow_pickle=False)
     if leaf.shape is None:
         return type(x)(value.item())
@@ -438,7 +439,7 @@ def _read_leaf(file: BinaryIO, leaf: _Leaf, here: _Leaf, x, dtype: np.dtype | No
     value = value.view(jnp.dtype(leaf.dtype))
     if dtype is not None and _is_floating(leaf):
         value = value.astype(dtype)
-    # Under `filter_eval_shape` all kinds of arrays look the same; then the file decides.
+    # Under `filter_eval_shape`, all kinds of arrays look the same, so the file decides.
     kind = leaf.kind if isinstance(x, jax.ShapeDtypeStruct) else here.kind
     if kind == "array":
         return _place(value, x)

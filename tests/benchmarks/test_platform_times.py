@@ -85,7 +85,7 @@ def test_what_is_known_of_other_sizes_is_not_replaced(contenders, tmp_path, caps
         exact["flags"] = {n: v for n, v in exact["flags"].items() if n not in exact["requirements"]}
         exact["requirements"] = []
     path.write_text(json.dumps(older), encoding="utf-8")
-    assert platform_times.main(options) == 0 and "left out" not in capsys.readouterr().out
+    assert platform_times.main(options) == 0 and "omitted" not in capsys.readouterr().out
     assert entries(path)["flash_attention", "xla"]["exact"]["requirements"]
 
     shorter = json.loads(first)
@@ -100,7 +100,7 @@ def test_what_a_platform_does_not_run_is_left_out(tmp_path, capsys):
     path = tmp_path / "table.json"
     assert platform_times.main(("--quick", "--output", str(path))) == 0
     out = capsys.readouterr().out
-    assert out.count("left out, cuda needs a GPU") == len(platform_times.FAMILIES["attention"].tiny()) > 0
+    assert out.count("omitted, cuda needs a GPU") == len(platform_times.FAMILIES["attention"].tiny()) > 0
     assert not path.exists()
     assert (
         Table(path).records == {}

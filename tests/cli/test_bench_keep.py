@@ -44,14 +44,14 @@ def test_the_fastest_is_taken_then(run, run_json, monkeypatch):
     # Nothing is kept of what has choices and is not tuned, which may be faster yet.
     code, document = run_json("bench", OPERATION, *TINY, "--keep")
     assert code == output.OK and document["results"][0]["kept"] == [] and taken() == "xla"
-    assert "times kept: none; tune them first" in run("bench", OPERATION, *TINY, "--keep")[1]
+    assert "times kept: none; tune the platforms first" in run("bench", OPERATION, *TINY, "--keep")[1]
     for platform in ("xla", "cuda"):
         config = kernel_registry.get(OPERATION, platform).hooks.config_type(2)
         memory_cache.put(Platform(platform), PROBLEM.key(), config)
     assert "kept" not in run_json("bench", OPERATION, *TINY)[1]["results"][0] and taken() == "xla"
     code, out, _ = run("bench", OPERATION, *TINY, "--keep", "--samples", "3")
     assert code == output.OK and "times kept: xla, cuda" in out
-    assert "taken from now on: cuda" in out and "measured 2.00 times as slow as cuda" in out
+    assert "used from now on: cuda" in out and "measured 2.00 times as slow as cuda" in out
     assert taken() == "cuda"
     memory_cache.clear()  # another process
     assert taken() == "cuda"

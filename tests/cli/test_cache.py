@@ -73,7 +73,7 @@ def test_list(run, run_json, filled):
     _, document = run_json("cache", "list", "--device", "nvidia")
     assert document["records"] == []
     code, out, _ = run("cache", "list", "--device", "nvidia")
-    assert code == output.OK and "nothing" in out
+    assert code == output.OK and "no tuned configurations" in out
 
 
 def test_show_tells_everything(run, run_json, filled):
@@ -103,7 +103,7 @@ def test_show_tells_everything(run, run_json, filled):
 
 def test_show_wants_one(run, filled):
     code, _, err = run("cache", "show", "")
-    assert code == output.USAGE and "fits 3 of 3" in err
+    assert code == output.USAGE and "matches 3 of 3" in err
 
 
 def test_export_clear_import_is_a_round_trip(run, run_json, filled, tmp_path):
@@ -186,8 +186,8 @@ def exported(run_json, tmp_path):
     [
         ("", "is not JSON"),
         ('{"format": "ejk', "is not JSON"),
-        ("[1, 2]", "is something else"),
-        ('{"format": "torch"}', "is something else"),
+        ("[1, 2]", "is another kind of file"),
+        ('{"format": "torch"}', "is another kind of file"),
         (
             '{"format": "ejkernel_eqx exported tuning records", "schema": 9, "tables": []}',
             "has schema 9, this version reads 1",
@@ -212,7 +212,7 @@ def _set(**changes):
         (_set(version=7), "is of version 7 of the kernels, this package has 1"),
         (_set(config={"chunk": 2}), "unknown ['chunk']"),
         (_set(config={"chunks": "two"}), "expected int, received 'two'"),
-        (_set(problem="{}"), "its key is not that of its problem"),
+        (_set(problem="{}"), "its key does not match its problem"),
         (_set(exact={"operation": OPERATION}), "its problem cannot be read"),
         (_set(colour="red"), "unknown fields ['colour']"),
         (lambda entry: entry.pop("software"), "missing ['software']"),

@@ -38,7 +38,7 @@ def test_everything_is_listed(run_json, run):
     assert document["policy"] == "cached"
     assert document["device"]["fingerprint"] == device_fingerprint()
     code, text, _ = run("doctor")
-    assert code == output.OK and text.rstrip().endswith("nothing is wrong")
+    assert code == output.OK and text.rstrip().endswith("no problems found")
     for said in (
         "flash_attention",
         "needs a GPU",
@@ -57,7 +57,7 @@ def test_a_folder_that_takes_no_files_is_wrong(run, tmp_path, monkeypatch):
     assert code == output.FAILED
     assert (
         "NOT writable" in text
-        and "WRONG" in text
+        and "PROBLEMS" in text
         and f"{tmp_path / 'file' / 'cache'} cannot be written" in text
     )
 
@@ -174,5 +174,5 @@ def test_variables_are_shown_as_text(monkeypatch):
     assert f"{POLICY_VARIABLE}: set to 'heuristic', read as heuristic\n" in shown
     assert f"{CACHE_DIR.name}: not set\n" in shown and str(env()) == shown
     monkeypatch.setenv(POLICY_VARIABLE, "sometimes")
-    assert "set to 'sometimes', WRONG: environment variable" in repr(env())
+    assert "set to 'sometimes', INVALID: environment variable" in repr(env())
     assert isinstance(env(), tuple) and all(isinstance(one, EnvironmentVariable) for one in env())

@@ -67,7 +67,7 @@ def test_help_shows_what_to_type(run, command):
         (("tune", OPERATION, "--shape", "N=4", "--import", "no_such_kernels"), "received 'no_such_kernels'"),
         (("tune", "no_such_operation", "--shape", "N=4"), "received 'no_such_operation'"),
         (("bench", "no_such_operation", "--shape", "N=4"), "received 'no_such_operation'"),
-        (("cache", "show", "0123"), "received '0123', which fits none of 0"),
+        (("cache", "show", "0123"), "received '0123', which matches none of 0"),
         (("cache", "import", "no_such_file.json"), "received 'no_such_file.json'"),
         (("report", "page.txt"), "received 'page.txt'"),
     ],

@@ -47,7 +47,10 @@ def test_tune_list_show(run, run_json, folder):
     # What is known is not timed again, unless there is more to try or it is wished.
     code, out, err = run("tune", OPERATION, *TINY, "--max-candidates", "2")
     assert (
-        code == output.OK and "nothing was timed" in out and "winner" in out and f"tuning {OPERATION}" in err
+        code == output.OK
+        and "already known, not timed again" in out
+        and "winner" in out
+        and f"tuning {OPERATION}" in err
     )
     _, document = run_json("tune", OPERATION, *TINY, "--max-candidates", "3")
     assert not document["results"][0]["cached"] and len(document["results"][0]["candidates"]) == 3
@@ -93,7 +96,7 @@ def test_a_platform_that_tunes_itself_is_left_alone(run, run_json, monkeypatch):
     )
     code, document = run_json("tune", OPERATION, *TINY)
     assert code == output.OK
-    note = "cuda is used here, which has nothing to tune; --platform xla tunes another"
+    note = "the platform used here, cuda, has nothing to tune; use --platform xla to tune another"
     assert document["results"][0]["note"] == note and note in run("tune", OPERATION, *TINY)[1]
     code, out, _ = run("tune", OPERATION, *TINY, "--platform", "cuda")  # asked for by name
     assert code == output.FAILED and "has no workload" in out

@@ -166,9 +166,9 @@ def test_a_checkpoint_of_another_architecture_is_named(train_lm, tmp_path, capsy
     options = [*SMALL, "--num-layers", "3", "--out-dir", str(tmp_path), "--resume"]
     assert train_lm.main(options) == 2
     message = capsys.readouterr().err
-    assert "holds another architecture, with num_layers=2 (asked for: 3)" in message
+    assert "holds another architecture, with num_layers=2 (requested: 3)" in message
     assert train_lm.main([*SMALL, "--mixer", "lightning", "--out-dir", str(tmp_path), "--resume"]) == 2
-    assert "with mixer='attention' (asked for: 'lightning')" in capsys.readouterr().err
+    assert "with mixer='attention' (requested: 'lightning')" in capsys.readouterr().err
     path = tmp_path / "checkpoint.ejx"
     path.write_bytes(path.read_bytes()[:-100])
     assert train_lm.main([*SMALL, "--out-dir", str(tmp_path), "--resume"]) == 2

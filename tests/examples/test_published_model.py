@@ -85,7 +85,7 @@ def test_a_published_model_is_served(examples, folder, tmp_path, capsys):
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        (["--lora", "2"], "--lora: expected a rank of at least 1 beside --model"),
+        (["--lora", "2"], "--lora: expected a rank of at least 1 with --model"),
         (["--model", "nowhere"], "--model: expected the folder of a published model"),
     ],
 )

@@ -273,7 +273,7 @@ def test_cancelling_changes_nothing_for_the_others(engine):
     assert engine.num_running and engine.num_waiting
     assert all(engine.cancel(number) for number in numbers)
     assert not engine.cancel(numbers[0]) and engine.step() == []
-    with pytest.raises(ValueError, match="number: expected that of a request, received 1000000"):
+    with pytest.raises(ValueError, match="number: expected the number of a request, received 1000000"):
         engine.cancel(1000000)
     _check_empty(engine)
 
@@ -289,8 +289,8 @@ def test_what_cannot_be_served_is_refused(examples, engine):
         ([5, 256], 5, r"prompt\[1\]: expected an integer from 0 to 255, received 256; encode it"),
         ([-1], 5, r"prompt\[0\]: expected an integer from 0 to 255"),
         ([1.5], 5, r"prompt\[0\]: .* received 1.5"),
-        ("a", 5, "prompt: expected bytes or the numbers of tokens, received str"),
-        (5, 5, "prompt: expected bytes or the numbers of tokens, received int"),
+        ("a", 5, "prompt: expected bytes or token ids, received str"),
+        (5, 5, "prompt: expected bytes or token ids, received int"),
         (b"a", 0, "max_new_tokens: expected an integer of at least 1, received 0"),
         (b"a", 2.5, "max_new_tokens: expected an integer of at least 1, received 2.5"),
         (b"a", 5, "stop: expected an integer from 0 to 255, received 256", {"stop": 256}),

@@ -171,7 +171,7 @@ def test_errors_over_pages(unchecked, operation):
         jnp.zeros(q), cache, query_start_loc=jnp.asarray([0, 2]), window=window, **more
     )
     with pytest.raises(
-        ValueError, match="window: expected None in a call of an operation that was built with"
+        ValueError, match="window: expected None for an operation that was built with sliding_window"
     ):
         call(operation(4), jnp.int32(2))
     with pytest.raises(ValueError, match="window: expected one integer, received float32"):

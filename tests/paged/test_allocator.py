@@ -216,7 +216,7 @@ def test_a_draft_taken_back_does_not_see_what_was_freed(window):
     table.free_behind("a", 1)
     for call in (lambda: table.truncate("a", 2), lambda: table.fork("a", "c", 2)):
         with pytest.raises(
-            ValueError, match="expected 3 to 3 tokens of sequence 'a', received 2; from fewer"
+            ValueError, match="expected 3 to 3 tokens of sequence 'a', received 2; with fewer"
         ):
             call()
     table.truncate("a", 3)

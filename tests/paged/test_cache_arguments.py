@@ -56,11 +56,11 @@ BATCH = RaggedBatch.build([1], [1], [[0]], page_size=3)
         ),
         (
             lambda: PagedKVCache.init(5, 4, 3, 8, dtype=("bfloat16", "float32"), scales="head"),
-            "scales: expected None for pages of bfloat16 and float32, received 'head'; take dtype int8, float8_e4m3fn, float8_e5m2",
+            "scales: expected None for pages of bfloat16 and float32, received 'head'; use dtype int8, float8_e4m3fn, float8_e5m2",
         ),
         (
             lambda: VALUES.with_scales(numbers(3), numbers(3)),
-            "k_scale: expected None, as these pages are not in 8 bits",
+            "k_scale: expected None for pages that are not quantised to 8 bits",
         ),
         (lambda: VALUES.with_scales(None, None), "v_scale: expected floats"),
         (
@@ -85,14 +85,17 @@ BATCH = RaggedBatch.build([1], [1], [[0]], page_size=3)
             "v_scale: expected the kind of k_scale, 'head'",
         ),
         (lambda: PagedKVCache(HEAD.k, HEAD.v, None, None, numbers(2), numbers(3)), "k_scale: expected shape"),
-        (lambda: cache_of(lengths=numbers(2, dtype="int32")), "lengths: expected with page_table"),
+        (
+            lambda: cache_of(lengths=numbers(2, dtype="int32")),
+            "lengths: expected both page_table and lengths or neither",
+        ),
         (lambda: latent_of(rope=numbers(5, 3, 2)), "rope: expected the axes of latent"),
         (lambda: latent_of(latent_scale=numbers()), "latent_scale: expected None"),
         (lambda: PLAIN.bind(numbers(2, 3), [1, 1]), r"page_table: expected ints \[.., N, M\]"),
         (lambda: PLAIN.bind(numbers(2, dtype=int), [1, 1]), "page_table: expected ints"),
         (lambda: PLAIN.bind(numbers(2, 3, dtype=int), [1]), r"lengths: expected ints \(2,\)"),
         (lambda: PLAIN.bind(numbers(2, 3, dtype=int)), "lengths: expected ints .* received None"),
-        (lambda: PLAIN.bind(BATCH), "expected a RaggedBatch of this cache's page_size=4, received one of 3"),
+        (lambda: PLAIN.bind(BATCH), "expected a RaggedBatch of this cache's page_size=4, received one with 3"),
         (lambda: PLAIN.bind(BATCH, [1]), "lengths: expected None with a RaggedBatch"),
         (lambda: PLAIN.gather(), "gather: expected a cache bound to tables"),
         (lambda: PLAIN.bind([[1]], [1]).gather(-1), "max_length: expected"),

@@ -187,7 +187,7 @@ def test_instructions_of_another_vendor_are_refused():
     config = triton.default_config(problem, device)
     assert triton.config_unsupported(config, problem, device) is None and not config.fast_bytes
     reason = triton.config_unsupported(dataclasses.replace(config, fast_bytes=True), problem, device)
-    assert reason == "fast_bytes is made of NVIDIA's instructions"
+    assert reason == "fast_bytes uses NVIDIA's instructions"
 
 
 def test_a_configuration_for_other_sequences():

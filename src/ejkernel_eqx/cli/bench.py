@@ -1,4 +1,4 @@
-"""`bench OP`: every usable platform with the configuration it would use here, checked first and then timed."""
+"""`bench OP`: checks every usable platform with the configuration that it uses here, then times it."""
 
 import argparse
 import dataclasses
@@ -35,10 +35,10 @@ from . import problems
 from .output import FAILED, number, OK, Outcome, percent, progress, ratio, section, table
 from .tune import positive
 
-HELP = """A platform whose results are not those of the plain mathematics is reported as wrong and never timed; the exit code is 1 then.
+HELP = """A platform whose results differ from the reference is reported as wrong and not timed, and the exit code is 1.
 
-With --keep the times are written into the cache: of platforms whose times it knows, modules that are built later take the fastest. Kept is what was
-timed of a platform that is tuned for this very problem, or that has nothing to tune.
+With --keep, the times are written into the cache, and modules that are built later use the fastest platform with known times. The time of a
+platform is kept if it is tuned for exactly this problem, or has nothing to tune.
 
 examples:
   python -m ejkernel_eqx bench flash_attention --shape B=4,T=4096,H=16,D=128 --flag causal
@@ -46,15 +46,15 @@ examples:
 """
 
 UNSTEADY = 0.2
-"""A spread, (largest - smallest) / median, above which times are warned of."""
+"""The spread, (largest - smallest) / median, above which a warning is printed."""
 TIMED, WRONG, BROKEN, UNSUPPORTED = "timed", "wrong", "failed", "unsupported"
 
 
 @dataclasses.dataclass
 class Contender:
-    """One platform: what it would run the problem with, whether that is right, and how fast it is.
+    """One platform: its configuration for the problem, whether the results are correct, and how fast it is.
 
-    `settled`: it is tuned for this very problem, or has nothing to tune.
+    `settled`: whether it is tuned for exactly this problem, or has nothing to tune.
     """
 
     platform: str
@@ -76,7 +76,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         action="append",
         default=[],
         metavar="NAME",
-        help="this platform; may be given several times; default: all that the library may choose",
+        help="only this platform; may be repeated; default: all platforms that the library chooses from",
     )
     parser.add_argument("--samples", type=positive(int), default=5, metavar="N", help="default %(default)s")
     parser.add_argument(
@@ -84,12 +84,12 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         type=positive(float),
         default=30.0,
         metavar="MS",
-        help="how long a sample lasts, default %(default)g",
+        help="duration of a sample, default %(default)g",
     )
     parser.add_argument(
         "--keep",
         action="store_true",
-        help="write the times into the cache: the fastest platform is taken then",
+        help="write the times into the cache, so that the fastest platform is used",
     )
 
 
@@ -115,7 +115,7 @@ def run(options: argparse.Namespace) -> Outcome:
 def bench(
     problem: Problem, known: Sequence[Implementation], samples: int, sample_ms: float
 ) -> list[Contender]:
-    """One for each implementation; their samples are taken in turn, so that a drift of the clocks meets all alike."""
+    """One contender per implementation. Samples are taken in turn, so that drifting clocks affect all of them equally."""
     contenders = [_contender(problem, implementation) for implementation in known]
     for contender in contenders:
         if contender.work is not None:
@@ -154,7 +154,7 @@ def _contender(problem: Problem, implementation: Implementation) -> Contender:
         return Contender(platform, UNSUPPORTED, "; ".join(error.reasons.values()))
     workload = _measurable(implementation).make_workload(problem)
     if workload is None:
-        return Contender(platform, UNSUPPORTED, "has no workload to be measured by")
+        return Contender(platform, UNSUPPORTED, "has no workload to measure")
     return Contender(
         platform,
         TIMED,
@@ -174,7 +174,7 @@ def _is_settled(snapshot: Snapshot, selection: Selection) -> bool:
 
 
 def record_of(problem: Problem, contender: Contender, known: Record | None = None) -> Record:
-    """What a table is to know of a platform that was timed; `known` is what it knows."""
+    """The record to store for a timed platform; `known` is the existing record."""
     assert contender.implementation is not None
     timings = contender.timings
     record = record_for(
@@ -192,7 +192,7 @@ def record_of(problem: Problem, contender: Contender, known: Record | None = Non
 
 
 def _kept(problem: Problem, contenders: Sequence[Contender]) -> dict[str, Any]:
-    """Writes the times into the cache: whose were written, and what is taken by them."""
+    """Writes the times into the cache. Returns the platforms that were written and the platform now chosen."""
     device, kept = device_facts(), []
     for contender in contenders:
         implementation = contender.implementation
@@ -205,17 +205,17 @@ def _kept(problem: Problem, contenders: Sequence[Contender]) -> dict[str, Any]:
 
 
 def _measurable(implementation: Implementation) -> Implementation:
-    """One that is not tuned by us (a vendor's library tunes itself) is measured by the workload of its core's others."""
+    """Adds the workload of another implementation of the same core if it has none (a vendor's library tunes itself)."""
     core = [i for i in kernel_registry.ordered(implementation.operation) if i.core == implementation.core]
     shared = next((i.workload for i in core if i.workload is not None), None)
     return implementation if implementation.workload else dataclasses.replace(implementation, workload=shared)
 
 
 def _check(contender: Contender, work: Bench) -> None:
-    """Settles the state: what is wrong is never timed. Unlike a tuner's candidate it need not repeat itself bit for bit."""
+    """Sets the state; wrong results are never timed. Unlike the tuner's candidates, results need not be bitwise repeatable."""
     try:
         results = jax.block_until_ready(work.program(contender.config, work.names)(work.inputs(0)))
-    except Exception as error:  # of any kind, as it comes from the kernel: the others are still timed
+    except Exception as error:  # a kernel may raise anything; the others are still timed
         contender.state, contender.reason = BROKEN, failure(error)[1]
         return
     contender.errors, reason = all_errors(results, work.expected(0), work.workload.tolerances)
@@ -256,7 +256,7 @@ def _text(titles: Sequence[str], results: Sequence[Mapping[str, Any]]) -> str:
 
 
 def _unsteady(contenders: Sequence[Contender]) -> list[str]:
-    """A warning where times that differ that much decide little."""
+    """A warning if times vary too much to decide between platforms."""
     found = [
         f"{contender.platform} {direction} {percent(timing.spread)}"
         for contender in contenders
@@ -266,17 +266,17 @@ def _unsteady(contenders: Sequence[Contender]) -> list[str]:
     if not found:
         return []
     return [
-        f"warning: spread above {UNSTEADY:.0%} ({', '.join(found)}): these times are not steady; leave the device to this command, or take more "
-        "samples (--samples 15) and longer ones (--sample-ms 200)"
+        f"warning: spread above {UNSTEADY:.0%} ({', '.join(found)}): these times are not reliable; stop other work on the device, or take more "
+        "(--samples 15) and longer samples (--sample-ms 200)"
     ]
 
 
 def _taken(result: Mapping[str, Any]) -> list[str]:
     if "kept" not in result:
         return []
-    kept = ", ".join(result["kept"]) or "none; tune them first"
+    kept = ", ".join(result["kept"]) or "none; tune the platforms first"
     why = [f"not {platform}: {reason}" for platform, reason in result["why"].items()]
-    return [f"times kept: {kept}", f"taken from now on: {result['taken']}", *why]
+    return [f"times kept: {kept}", f"used from now on: {result['taken']}", *why]
 
 
 _NUMERIC = ("ms", "spread", "TFLOP/s", "GB/s", "of roofline", "to best")
@@ -299,4 +299,4 @@ def _table_of(platforms: Sequence[Mapping[str, Any]]) -> str:
             rows.append(
                 (row["platform"], direction, *numbers, f"{describe(row['config'])} ({row['origin']})")
             )
-    return table(("platform", "direction", *_NUMERIC, "config, or why not"), rows, right=_NUMERIC)
+    return table(("platform", "direction", *_NUMERIC, "config or reason"), rows, right=_NUMERIC)

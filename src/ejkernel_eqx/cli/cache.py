@@ -1,4 +1,4 @@
-"""`cache list|show|export|import|clear`: what has been tuned, on this device and on others."""
+"""`cache list|show|export|import|clear`: manages tuned configurations of this device and others."""
 
 import argparse
 import dataclasses
@@ -21,19 +21,19 @@ _SHORT = 10
 _LIST_HELP = """example:
   python -m ejkernel_eqx cache list --operation flash_attention
 """
-_SHOW_HELP = """KEY is what `cache list` prints in its first column, or as much of it as is unambiguous, or a record's whole key.
+_SHOW_HELP = """KEY is a key from the first column of `cache list`, an unambiguous prefix of one, or a record's full key.
 """
-_EXPORT_HELP = """The file holds records of every device, so that another machine can import those of its own.
+_EXPORT_HELP = """The file holds records of all devices, so that another machine can import those of its device.
 
 example:
   python -m ejkernel_eqx cache export tuned.json --device nvidia_h200
 """
-_IMPORT_HELP = """Every record is checked. One that is here already, and not older, is kept.
+_IMPORT_HELP = """Every record is checked. An existing record is replaced only by a newer one.
 
 example:
   python -m ejkernel_eqx cache import tuned.json
 """
-_CLEAR_HELP = """Without a filter, everything that was tuned on every device is removed.
+_CLEAR_HELP = """Without a filter, all tuned configurations of all devices are removed.
 
 example:
   python -m ejkernel_eqx cache clear --operation flash_attention --yes
@@ -42,7 +42,7 @@ example:
 
 @dataclasses.dataclass(frozen=True)
 class Row:
-    """A record and where it is."""
+    """A record and its file."""
 
     cache: PersistentCache
     record: Record
@@ -65,28 +65,28 @@ class Row:
 
 
 def add_commands(add: Callable[..., argparse.ArgumentParser]) -> None:
-    _add_filters(add("list", run_list, "what has been tuned", _LIST_HELP))
-    show = add("show", run_show, "everything about one tuned problem", _SHOW_HELP)
-    show.add_argument("key", metavar="KEY", help="as in the first column of `cache list`")
-    export = add("export", run_export, "write records into one file", _EXPORT_HELP)
+    _add_filters(add("list", run_list, "list tuned problems", _LIST_HELP))
+    show = add("show", run_show, "show the details of one tuned problem", _SHOW_HELP)
+    show.add_argument("key", metavar="KEY", help="a key from the first column of `cache list`")
+    export = add("export", run_export, "write records to a file", _EXPORT_HELP)
     export.add_argument("file", metavar="FILE", help="the JSON file to write")
     _add_filters(export)
-    take = add("import", run_import, "take over records of a file", _IMPORT_HELP)
+    take = add("import", run_import, "merge the records of a file", _IMPORT_HELP)
     take.add_argument("file", metavar="FILE", help="a JSON file written by `cache export`")
-    clear = add("clear", run_clear, "forget what was tuned", _CLEAR_HELP)
+    clear = add("clear", run_clear, "remove tuned configurations", _CLEAR_HELP)
     _add_filters(clear)
-    clear.add_argument("--yes", action="store_true", help="do not ask")
+    clear.add_argument("--yes", action="store_true", help="do not ask for confirmation")
 
 
 def _add_filters(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--operation", metavar="OP", help="only this operation")
     parser.add_argument(
-        "--device", metavar="NAME", help="only devices whose folder begins so, such as nvidia_h200"
+        "--device", metavar="NAME", help="only devices whose folder starts with NAME, such as nvidia_h200"
     )
 
 
 def rows(operation: str | None = None, device: str | None = None) -> list[Row]:
-    """Every record in the cache folder that passes the filters."""
+    """The records in the cache folder that pass the filters."""
     found = [Row(cache, record) for cache in user_caches() for record in cache.records()]
     of_operation = [row for row in found if not operation or row.record.operation == operation]
     kept = [row for row in of_operation if row.device.startswith(device or "")]
@@ -104,7 +104,7 @@ def run_list(options: argparse.Namespace) -> Outcome:
 
 def _list_text(found: Sequence[Row], asked: str) -> str:
     if not found:
-        return f"nothing that was tuned is in {cache_dir()}{f' for {asked}' if asked else ''}"
+        return f"no tuned configurations in {cache_dir()}{f' for {asked}' if asked else ''}"
     header = ("key", "operation", "platform", "problem", "config", "ms", "tuned")
     tables = []
     for device, of_device in itertools.groupby(found, key=operator.attrgetter("device")):
@@ -116,7 +116,7 @@ def _list_row(row: Row) -> tuple[str, ...]:
     record = row.record
     shown = str(Problem.from_dict(record.exact)).removeprefix(f"{record.operation} ")
     ms = " / ".join(number(value) for value in record.ms.values()) or "-"
-    config = describe(record.config) if record.config is not None else "all denied"
+    config = describe(record.config) if record.config is not None else "all rejected"
     return row.digest[:_SHORT], record.operation, record.platform, shown, config, ms, record.date[:10]
 
 
@@ -124,9 +124,9 @@ def run_show(options: argparse.Namespace) -> Outcome:
     every = rows()
     found = [row for row in every if options.key == row.record.key or row.digest.startswith(options.key)]
     if len(found) != 1:
-        received = f"received {options.key!r}, which fits {len(found) or 'none'} of {len(every)}"
+        received = f"received {options.key!r}, which matches {len(found) or 'none'} of {len(every)}"
         which = f": {', '.join(row.digest for row in found[:5])}" if found else ""
-        raise UsageError(f"KEY: expected the beginning of one key, {received}{which}; see `cache list`.")
+        raise UsageError(f"KEY: expected the prefix of exactly one key, {received}{which}; see `cache list`.")
     document = {**found[0].to_dict(), "key": found[0].record.key, "file": str(found[0].cache.path)}
     return Outcome(document, lambda: _show_text(found[0]))
 
@@ -137,7 +137,7 @@ def _show_text(row: Row) -> str:
         "problem": str(entry.problem),
         "platform": record.platform,
         "device": row.device,
-        "config": describe(record.config) if record.config is not None else "every candidate was denied",
+        "config": describe(record.config) if record.config is not None else "every candidate was rejected",
         "ms": ", ".join(
             f"{direction} {number(ms)} (spread {percent(record.spread.get(direction))})"
             for direction, ms in record.ms.items()
@@ -160,7 +160,7 @@ def _show_text(row: Row) -> str:
         section("timed", table(("part", "config", "ms", "spread", ""), timed, right=("ms", "spread"))),
     ]
     if denied:
-        parts.append(section("denied", table(("part", "config", "reason"), denied)))
+        parts.append(section("rejected", table(("part", "config", "reason"), denied)))
     return "\n\n".join(parts)
 
 
@@ -175,10 +175,10 @@ def run_import(options: argparse.Namespace) -> Outcome:
     counts, refused = exchange.take(options.file, cache_dir())
     named = [{"record": name, "reason": reason} for name, reason in refused]
     head = "{new} new, {replaced} replaced by newer ones, {kept} kept, ".format(**counts)
-    head += f"{len(refused)} refused"
+    head += f"{len(refused)} rejected"
 
     def text() -> str:
-        return f"{head}\n\n{table(('record', 'why it was refused'), refused)}" if refused else head
+        return f"{head}\n\n{table(('record', 'reason'), refused)}" if refused else head
 
     return Outcome({"file": options.file, **counts, "refused": named}, text, FAILED if refused else OK)
 
@@ -198,7 +198,9 @@ def run_clear(options: argparse.Namespace) -> Outcome:
 
 def _confirm(number_of: str, as_json: bool) -> None:
     if as_json or not sys.stdin.isatty():
-        raise UsageError(f"clear would remove {number_of}: expected --yes where nobody can be asked.")
+        raise UsageError(
+            f"clear would remove {number_of}: expected --yes, as standard input is not interactive; pass --yes to confirm."
+        )
     progress(f"remove {number_of} from {cache_dir()}? [y/N]")
     if sys.stdin.readline().strip().lower() not in ("y", "yes"):
         raise UsageError("nothing was removed.")

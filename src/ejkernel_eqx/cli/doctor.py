@@ -1,4 +1,4 @@
-"""`doctor`: what there is, what is usable, what is known, and what is wrong."""
+"""`doctor`: reports the device, usable platforms, known configurations, and problems."""
 
 import argparse
 import contextlib
@@ -30,7 +30,7 @@ from ..dispatch.environment import env
 from .output import count, FAILED, OK, Outcome, pairs, section, table
 from .problems import this_device
 
-HELP = """It also tells whether something is broken: then the exit code is 1.
+HELP = """If it finds a problem, the exit code is 1.
 
 example:
   python -m ejkernel_eqx doctor --json
@@ -60,7 +60,7 @@ def run(options: argparse.Namespace) -> Outcome:
 
 
 def versions() -> dict[str, str | None]:
-    """Python's and those of the packages that take part; `None` for what is not installed."""
+    """The versions of Python and of the relevant packages; `None` for packages that are not installed."""
     found: dict[str, str | None] = {"python": python_platform.python_version()}
     for package in _PACKAGES:
         try:
@@ -71,18 +71,18 @@ def versions() -> dict[str, str | None]:
 
 
 def _versions_text(known: dict[str, str | None]) -> dict[str, str]:
-    """What is missing with its remedy."""
+    """The versions as text; for missing packages, how to install them."""
     return {
         name: version or not_installed(name).removeprefix(f"{name} is ") for name, version in known.items()
     }
 
 
 def _operations(device: DeviceFacts, problems: list[str]) -> dict[str, list[dict[str, Any]]]:
-    """By operation its platforms, in the order in which they are asked, with the number of problems that tables know of each."""
+    """The platforms of each operation, in order of preference, with the number of problems in each kind of table."""
     found = {}
     if device.backend is Backend.GPU and importlib.util.find_spec("triton") is None:
         problems.append(
-            f"the device is a GPU, but {not_installed('triton')}: kernels in Triton, most of the fast ones, cannot be used"
+            f"the device is a GPU, but {not_installed('triton')}: Triton kernels, which include most of the fast ones, cannot be used"
         )
     has_triton = versions()["triton"] is not None
     for operation in kernel_registry.list_operations():
@@ -111,8 +111,8 @@ def _operations(device: DeviceFacts, problems: list[str]) -> dict[str, list[dict
 
 
 def _known_problems(operation: str) -> dict[str, list[Platform]]:
-    """The platform of every tuned problem that each kind of table knows for this device."""
-    with policy_override(Policy.CACHED):  # what there is, also where the policy would not look at it
+    """The platform of every tuned problem for this device, by kind of table."""
+    with policy_override(Policy.CACHED):  # also tables that the current policy ignores
         snapshot = take_snapshot(operation)
     tables = (snapshot.user, snapshot.shipped, snapshot.borrowed)
     return {name: [platform for platform, _, _ in entries] for name, entries in zip(_TABLES, tables)}
@@ -123,7 +123,7 @@ def _cache(problems: list[str]) -> dict[str, Any]:
     writable = _writable(folder)
     if not writable:
         problems.append(
-            f"cache folder {folder} cannot be written: what is tuned is known only as long as its process runs"
+            f"cache folder {folder} cannot be written: tuning results are known only to the process that tunes"
         )
     files = [
         {"path": str(cache.path), "device": cache.path.parent.name, "records": len(cache)}
@@ -134,14 +134,14 @@ def _cache(problems: list[str]) -> dict[str, Any]:
 
 
 def _writable(folder: pathlib.Path) -> bool:
-    """Whether the folder, or the nearest one above it that exists, takes files."""
+    """Whether files can be created in the folder or, if it does not exist, in its nearest existing parent."""
     while not folder.exists() and folder != folder.parent:
         folder = folder.parent
     return folder.is_dir() and os.access(folder, os.W_OK | os.X_OK)
 
 
 def _policy() -> str | None:
-    with contextlib.suppress(ValueError):  # among the environment's problems already
+    with contextlib.suppress(ValueError):  # already listed among the environment's problems
         return current_policy().value
 
 
@@ -172,7 +172,7 @@ def _text(document: dict[str, Any]) -> str:
             section("operations", _operations_text(document["operations"])),
             section("cache", _cache_text(document["cache"])),
             section(f"environment (policy in force: {document['policy'] or 'invalid'})", environment),
-            section("WRONG", "\n".join(problems)) if problems else "nothing is wrong",
+            section("PROBLEMS", "\n".join(problems)) if problems else "no problems found",
         )
     )
 
@@ -207,8 +207,8 @@ def _operations_text(operations: dict[str, list[dict[str, Any]]]) -> str:
         for operation, known in operations.items()
         for n, row in enumerate(known)
     ]
-    known = table(("operation", "platform", "state", *_TABLES, "why not"), rows, right=_TABLES)
-    return f"{known}\nhow many problems are known: tuned by the user, shipped for this device, borrowed from the nearest one"
+    known = table(("operation", "platform", "state", *_TABLES, "reason"), rows, right=_TABLES)
+    return f"{known}\nnumber of tuned problems: by the user, shipped for this device, borrowed from the nearest device"
 
 
 def _cache_text(cache: dict[str, Any]) -> str:
@@ -217,5 +217,5 @@ def _cache_text(cache: dict[str, Any]) -> str:
         f"{file['device']}/{pathlib.Path(file['path']).name}: {count(file['records'], 'record')}"
         for file in cache["files"]
     )
-    lines.extend(f"set aside, since it could not be read: {path}" for path in cache["set_aside"])
+    lines.extend(f"renamed, as it could not be read: {path}" for path in cache["set_aside"])
     return "\n".join(lines)

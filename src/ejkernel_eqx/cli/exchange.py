@@ -1,4 +1,4 @@
-"""The file by which tuned records pass from one machine to another."""
+"""The file format that transfers tuned records between machines."""
 
 import datetime
 import json
@@ -21,7 +21,7 @@ _NAME = re.compile(r"\w[\w.-]*", re.ASCII)
 
 
 def write(path: str, records: Sequence[tuple[PersistentCache, Record]]) -> None:
-    """Writes records with the device and core that they belong to; the file is replaced whole."""
+    """Writes records with their device and core; the file is replaced atomically."""
     tables: dict[pathlib.Path, dict[str, Any]] = {}
     for cache, record in records:
         empty = {
@@ -42,13 +42,13 @@ def write(path: str, records: Sequence[tuple[PersistentCache, Record]]) -> None:
             file.write((json.dumps(content, indent=1) + "\n").encode())
     except (FileNotFoundError, NotADirectoryError, IsADirectoryError) as error:
         raise UsageError(
-            f"FILE: expected a file name in a folder that exists, received {path!r} ({error.strerror})."
+            f"FILE: expected a file name in an existing folder, received {path!r} ({error.strerror})."
         ) from error
 
 
 def take(path: str, folder: pathlib.Path) -> tuple[dict[str, int], list[tuple[str, str]]]:
-    """Merges a file's records into the tables below `folder`. How many were new, replaced older ones, or were kept as they are here; and why
-    each of the others was refused. `UsageError` if the file is none of ours."""
+    """Merges a file's records into the tables below `folder`. Returns how many were new, replaced older ones, or were already known, and
+    the reason for each rejected record. Raises `UsageError` if `cache export` did not write the file."""
     counts = {"new": 0, "replaced": 0, "kept": 0}
     refused: list[tuple[str, str]] = []
     for n, table in enumerate(_read(path)):
@@ -77,7 +77,7 @@ def take(path: str, folder: pathlib.Path) -> tuple[dict[str, int], list[tuple[st
 
 
 def check_written(cache: PersistentCache, keys: Sequence[str], there: bool) -> None:
-    """`OSError` unless the file itself (not only this process) now has all of these keys, or none of them."""
+    """Raises `OSError` unless the file itself (not only this process) holds all of these keys, or none if `there` is false."""
     held = parse(cache.path.read_text(encoding="utf-8"), str(cache.path)).index if cache.path.exists() else {}
     if any((key in held) is not there for key in keys):
         raise OSError(f"{cache.path} could not be written; see the warning above.")
@@ -91,14 +91,14 @@ def _read(path: str) -> list[Any]:
         raise UsageError(f"{expected} cannot be read ({error.strerror}).") from error
     except ValueError as error:
         raise UsageError(
-            f"{expected} is not JSON ({error}); it may have been cut off: export it again."
+            f"{expected} is not JSON ({error}); it may be truncated: export it again."
         ) from error
     if (
         not isinstance(content, dict)
         or content.get("format") != FORMAT
         or not isinstance(content.get("tables"), list)
     ):
-        raise UsageError(f"{expected} is something else; on the other machine run `cache export`.")
+        raise UsageError(f"{expected} is another kind of file; run `cache export` on the other machine.")
     if content.get("schema") != SCHEMA:
         raise UsageError(
             f"{expected} has schema {content.get('schema')!r}, this version reads {SCHEMA}; use the same version of ejkernel_eqx on both machines."
@@ -107,25 +107,25 @@ def _read(path: str) -> list[Any]:
 
 
 def _place_of(table: Any) -> tuple[str, str]:
-    """The device and the core that a table belongs to; `ValueError` if it is none."""
+    """The device and the core of a table; `ValueError` if it is not a valid table."""
     is_table = isinstance(table, Mapping) and isinstance(table.get("entries"), list)
     place = (str(table.get("device")), str(table.get("core"))) if is_table else ("", "")
     if not all(_NAME.fullmatch(name) for name in place):
-        raise ValueError(f"is no table with entries, of a device and a core: {place!r}")
+        raise ValueError(f"is not a table with a device, a core and entries: {place!r}")
     if not isinstance(table.get("header", {}), Mapping):
         raise ValueError("has a header that is not an object")
     return place
 
 
 def _checked_record(entry: Any) -> Record:
-    """`ValueError` unless it is a record of a problem and, where its operation is known here, of these very kernels."""
+    """The record; `ValueError` if it is invalid or, for an operation that is known here, belongs to other kernels."""
     record = Record.from_dict(entry)
     try:
         problem = Problem.from_dict(record.exact)
     except (KeyError, TypeError, AttributeError) as error:
         raise ValueError(f"its problem cannot be read: {error!r}") from None
     if problem.key() != record.problem or problem.operation != record.operation:
-        raise ValueError("its key is not that of its problem")
+        raise ValueError("its key does not match its problem")
     known = kernel_registry.list_operations()
     same = kernel_registry.ordered(record.operation) if record.operation in known else ()
     refused = []
@@ -133,7 +133,9 @@ def _checked_record(entry: Any) -> Record:
         try:
             _check_fits(record, implementation)
             return record
-        except ModuleNotFoundError:  # what it needs is not installed: the record may be for another machine
+        except (
+            ModuleNotFoundError
+        ):  # a requirement is not installed here, but the record may be for another machine
             continue
         except ValueError as error:
             refused.append(error)

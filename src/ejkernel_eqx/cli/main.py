@@ -1,4 +1,4 @@
-"""The command line: arguments in, an exit code out."""
+"""The command line: parses arguments, runs a command and returns an exit code."""
 
 import argparse
 import contextlib
@@ -15,7 +15,7 @@ from .._version import version
 from . import bench, cache, doctor, report, tune
 from .output import FAILED, OK, Outcome, USAGE, UsageError, write_json
 
-_DESCRIPTION = """Kernels of this machine: what is usable, what has been tuned, and how fast it is.
+_DESCRIPTION = """Shows which kernels this machine supports, tunes them, and times them.
 
 examples:
   python -m ejkernel_eqx doctor
@@ -24,26 +24,27 @@ examples:
   python -m ejkernel_eqx cache list
   python -m ejkernel_eqx report tuning.html
 
-exit codes: 0 done, 1 something is wrong or failed, 2 the command line cannot be understood
+exit codes: 0 success, 1 something is wrong or failed, 2 invalid command line
 """
 
 Command = Callable[[argparse.Namespace], Outcome]
 
 
 class _Parser(argparse.ArgumentParser):
-    """Raises what it would print, so that `--json` can answer with a document."""
+    """Raises errors instead of printing them, so that `--json` can return a document."""
 
     def error(self, message: str) -> NoReturn:
         raise UsageError(f"{message}\n{self.format_usage().rstrip()}\nsee `{self.prog} --help`")
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Runs one command; prints its result on standard output and everything else on standard error."""
+    """Runs one command. Its result goes to standard output, everything else to standard error."""
     typed = list(sys.argv[1:] if arguments is None else arguments)
     as_json = "--json" in typed
     try:
         options = parser().parse_args(typed)
-        with contextlib.redirect_stdout(sys.stderr):  # whatever is imported and run: the result alone is ours
+        # Imported modules may print; only the result goes to standard output.
+        with contextlib.redirect_stdout(sys.stderr):
             _import(options.imports)
             outcome = options.run(options)
             shown = write_json(outcome.document) if as_json else outcome.text()
@@ -66,7 +67,7 @@ def _import(names: Sequence[str]) -> None:
         except ModuleNotFoundError as error:
             raise UsageError(
                 f"--import: expected a module that can be imported, received {name!r} ({error}); "
-                "install it, or start where it can be found."
+                "install it, or run the command from a folder where it can be found."
             ) from error
 
 
@@ -78,7 +79,7 @@ def _fail(error: Any, as_json: bool, code: int) -> int:
 
 
 def parser() -> argparse.ArgumentParser:
-    """All commands with their arguments."""
+    """The parser of all commands and their arguments."""
     top = _Parser(
         prog=_program(),
         description=_DESCRIPTION,
@@ -87,21 +88,24 @@ def parser() -> argparse.ArgumentParser:
     top.add_argument("--version", action="version", version=f"ejkernel-eqx {version()}")
     commands = top.add_subparsers(metavar="COMMAND", required=True)
     add = _adder(commands)
-    add("doctor", doctor.run, "devices, versions, usable platforms, tables, variables", doctor.HELP)
+    add(
+        "doctor",
+        doctor.run,
+        "show devices, versions, usable platforms, tables, environment variables and problems",
+        doctor.HELP,
+    )
     tune.add_arguments(
-        add("tune", tune.run, "find the fastest correct configurations of problems", tune.HELP)
+        add("tune", tune.run, "find the fastest correct configurations for problems", tune.HELP)
     )
     bench.add_arguments(add("bench", bench.run, "check and time every usable platform", bench.HELP))
-    report.add_arguments(
-        add("report", report.run, "write a page about everything that was tuned", report.HELP)
-    )
-    kept = commands.add_parser("cache", help="what has been tuned: list, show, export, import, clear")
+    report.add_arguments(add("report", report.run, "write a page about all tuned problems", report.HELP))
+    kept = commands.add_parser("cache", help="manage tuned configurations: list, show, export, import, clear")
     cache.add_commands(_adder(kept.add_subparsers(metavar="COMMAND", required=True)))
     return top
 
 
 def _program() -> str:
-    """As it was started: by its own name, or as a module of Python's."""
+    """The command as it was started: by its own name, or as a Python module."""
     started = pathlib.Path(sys.argv[0]).stem
     return started if started == "ejkernel-eqx" else "python -m ejkernel_eqx"
 
@@ -114,14 +118,14 @@ def _adder(commands: Any) -> Callable[[str, Command, str, str], argparse.Argumen
             description=f"{summary[0].upper()}{summary[1:]}.\n\n{description}",
             formatter_class=argparse.RawDescriptionHelpFormatter,
         )
-        made.add_argument("--json", action="store_true", help="one JSON document on standard output")
+        made.add_argument("--json", action="store_true", help="print one JSON document on standard output")
         made.add_argument(
             "--import",
             action="append",
             default=[],
             dest="imports",
             metavar="MODULE",
-            help="a module that registers kernels, such as my_package.kernels; may be given several times",
+            help="import a module that registers kernels, such as my_package.kernels; may be repeated",
         )
         made.set_defaults(run=run)
         return made

@@ -1,4 +1,4 @@
-"""What commands print: one table, one JSON document, one way to refuse what a user typed."""
+"""Output of the commands: tables, JSON documents, and errors for invalid input."""
 
 import contextlib
 import dataclasses
@@ -11,7 +11,7 @@ from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from typing import Any
 
 OK, FAILED, USAGE = 0, 1, 2
-"""The exit codes: done; something is wrong or was refused; the command line cannot be understood."""
+"""The exit codes: success; something is wrong or was rejected; invalid command line."""
 
 _PIPE_WIDTH = 160
 _NARROWEST = 12
@@ -19,12 +19,12 @@ _INDENT = 2  # of a section
 
 
 class UsageError(ValueError):
-    """What the user typed cannot be used. The message says what was expected, what was received and the remedy."""
+    """Invalid input on the command line. The message says what was expected, what was received and the remedy."""
 
 
 @dataclasses.dataclass(frozen=True)
 class Outcome:
-    """What a command found: a document for `--json`, and how it is written for people."""
+    """The result of a command: a document for `--json`, and its text form."""
 
     document: Mapping[str, Any]
     text: Callable[[], str]
@@ -33,7 +33,7 @@ class Outcome:
 
 @contextlib.contextmanager
 def user_input(argument: str = "") -> Iterator[None]:
-    """A `ValueError` below it is the user's mistake; `argument` names what held it, where the message does not."""
+    """Turns a `ValueError` into a `UsageError`; `argument` names the argument if the message does not."""
     try:
         yield
     except ValueError as error:
@@ -41,12 +41,12 @@ def user_input(argument: str = "") -> Iterator[None]:
 
 
 def progress(message: str) -> None:
-    """One line for whoever waits, kept off standard output."""
+    """Prints one line of progress to standard error."""
     print(message, file=sys.stderr, flush=True)
 
 
 def write_json(document: Any) -> str:
-    """JSON in which what is not a finite number is null."""
+    """JSON with null in place of numbers that are not finite."""
     return json.dumps(_plain(document), indent=1, allow_nan=False)
 
 
@@ -63,12 +63,12 @@ def _plain(value: Any) -> Any:
 
 
 def table(header: Sequence[str], rows: Sequence[Sequence[str]], right: Collection[str] = ()) -> str:
-    """Aligned columns; those named in `right` to the right. What is too wide for the terminal goes on in the next line."""
+    """Aligned columns, those named in `right` right-aligned. Cells too wide for the terminal are wrapped."""
     columns = [[row[i] for row in (header, *rows)] for i in range(len(header))]
     widths = [max(map(len, column)) for column in columns]
     words = [max((len(word) for cell in column for word in cell.split()), default=0) for column in columns]
     most = width_of_output() - _INDENT - 2 * (len(header) - 1)
-    # Lines are broken between words as long as that will do.
+    # Break lines between words while that suffices.
     for narrowest in (words, [min(_NARROWEST, word) for word in words]):
         while sum(widths) > most and any(w > n for w, n in zip(widths, narrowest)):
             spare = [w if w > n else 0 for w, n in zip(widths, narrowest)]
@@ -92,12 +92,12 @@ def _line(row: Sequence[str], header: Sequence[str], widths: Sequence[int], righ
 
 
 def width_of_output() -> int:
-    """Columns of the terminal (`COLUMNS` decides if it is set); wide where nobody reads along."""
+    """The width of the terminal (or `COLUMNS` if it is set); wide if output is not a terminal."""
     return shutil.get_terminal_size((_PIPE_WIDTH, 24)).columns
 
 
 def pairs(facts: Mapping[str, Any], width: int, missing: str = "") -> str:
-    """A line for every fact that there is, or else is `missing`."""
+    """One line per fact; absent facts show `missing`, or are omitted if that is empty."""
     return "\n".join(f"{name:<{width}} {fact or missing}" for name, fact in facts.items() if fact or missing)
 
 
@@ -110,7 +110,7 @@ def count(n: int, what: str) -> str:
 
 
 def number(value: float | None, digits: int = 4) -> str:
-    """So many significant digits, never in powers of ten; a dash for what is not known."""
+    """The number with `digits` significant digits, never in scientific notation; a dash if unknown."""
     if value is None or not math.isfinite(value):
         return "-"
     whole = len(str(int(abs(value))))

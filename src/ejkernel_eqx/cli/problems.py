@@ -1,4 +1,4 @@
-"""From what is typed (`--shape B=4,T=4096 --flag causal`) to problems, and to the implementations that they run on."""
+"""Parses arguments (`--shape B=4,T=4096 --flag causal`) into problems, and finds their implementations."""
 
 import argparse
 import os
@@ -26,14 +26,14 @@ _WORDS = {"true": True, "false": False, "none": None}
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """The arguments by which a problem is named."""
+    """Adds the arguments that specify a problem."""
     parser.add_argument("operation", metavar="OP", help="an operation, such as flash_attention (see doctor)")
     parser.add_argument(
         "--shape",
         action="append",
         required=True,
         metavar="SIZES",
-        help="sizes by letter, such as B=4,T=4096,H=16,D=128; may be given several times",
+        help="sizes by letter, such as B=4,T=4096,H=16,D=128; may be repeated",
     )
     parser.add_argument("--dtype", choices=DTYPES, default="bfloat16", help="default: %(default)s")
     parser.add_argument(
@@ -41,7 +41,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         action="append",
         default=[],
         metavar="NAME[=VALUE]",
-        help="an option of the operation, such as causal or window=1023,0; may be given several times",
+        help="an option of the operation, such as causal or window=1023,0; may be repeated",
     )
 
 
@@ -52,10 +52,10 @@ def parse_shape(text: str) -> dict[str, int]:
         name, equals, size = item.partition("=")
         if not (equals and name.isidentifier() and size.isdecimal() and int(size) > 0):
             raise UsageError(
-                f"--shape: expected sizes such as B=4,T=4096 (positive whole numbers), received {item!r}."
+                f"--shape: expected sizes such as B=4,T=4096 (positive integers), received {item!r}."
             )
         if name in sizes:
-            raise UsageError(f"--shape: expected every letter once, received {name} twice in {text!r}.")
+            raise UsageError(f"--shape: expected each letter once, received {name} twice in {text!r}.")
         sizes[name] = int(size)
     if not sizes:
         raise UsageError(f"--shape: expected sizes such as B=4,T=4096, received {text!r}.")
@@ -70,7 +70,7 @@ def parse_flags(texts: Sequence[str]) -> dict[str, Any]:
         if not name.isidentifier():
             raise UsageError(f"--flag: expected NAME or NAME=VALUE, received {text!r}.")
         if name in flags:
-            raise UsageError(f"--flag: expected every name once, received {name} twice.")
+            raise UsageError(f"--flag: expected each name once, received {name} twice.")
         flags[name] = _value(value) if equals else True
     return flags
 
@@ -87,10 +87,10 @@ def _value(text: str) -> Any:
 
 
 def this_device() -> DeviceFacts:
-    """The device that JAX would use; `EjkernelError` if it finds none: a wrong JAX_PLATFORMS, a driver that does not answer."""
+    """JAX's default device; `EjkernelError` if there is none, for instance with a wrong JAX_PLATFORMS or a failing driver."""
     try:
         return device_facts()
-    # An assertion of JAX's own fails where JAX_PLATFORMS names nothing there is.
+    # An internal assertion of JAX fails if JAX_PLATFORMS names an unknown platform.
     except (RuntimeError, AssertionError) as error:
         why = (str(error).splitlines() or ["no platform could be started"])[0]
         asked = os.environ.get("JAX_PLATFORMS")
@@ -98,7 +98,7 @@ def this_device() -> DeviceFacts:
 
 
 def make_problems(options: argparse.Namespace) -> list[Problem]:
-    """The distinct problems that the command line names, in its order."""
+    """The distinct problems on the command line, in order."""
     this_device()
     if options.dtype == "float64" and not jax.config.read("jax_enable_x64"):
         raise UsageError(
@@ -116,14 +116,14 @@ def make_problems(options: argparse.Namespace) -> list[Problem]:
 
 
 def chosen_implementation(problem: Problem, platform: str | None) -> Implementation:
-    """What the library would run the problem on here; `UnsupportedError` with every reason if there is nothing."""
+    """The implementation that the library chooses here; `UnsupportedError` with all reasons if there is none."""
     with user_input():
         snapshot = take_snapshot(problem.operation, platform=platform)
     return select(snapshot, problem).implementation
 
 
 def implementations(operation: str, platforms: Sequence[str]) -> list[Implementation]:
-    """Those of the named platforms; with none named, all that the library may choose by itself."""
+    """The implementations of the named platforms; by default, all that the library chooses from."""
     with user_input():
         if platforms:
             return [kernel_registry.get(operation, platform) for platform in dict.fromkeys(platforms)]

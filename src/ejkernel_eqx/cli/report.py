@@ -1,4 +1,4 @@
-"""`report FILE`: a page about everything in the user's cache for this device."""
+"""`report FILE`: writes a page about all problems in the user's cache for this device."""
 
 import argparse
 
@@ -6,7 +6,7 @@ from .._errors import EjkernelError
 from ..tuning.report.document import cached_records, tuning_report
 from .output import count, Outcome, user_input
 
-HELP = """The page shows every candidate's time, the winners, what was denied and why, and the roofline. It needs matplotlib:
+HELP = """The page shows the time of every candidate, the winners, rejected candidates with reasons, and the roofline. It requires matplotlib:
 pip install 'ejkernel-eqx[report]'
 
 example:
@@ -16,7 +16,7 @@ example:
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
-        "file", metavar="FILE", help="the page to write: .html, or .png for the pictures alone"
+        "file", metavar="FILE", help="the page to write: .html, or .png for the pictures only"
     )
     parser.add_argument("--operation", metavar="OP", help="only this operation")
 

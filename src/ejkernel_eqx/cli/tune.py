@@ -1,4 +1,4 @@
-"""`tune OP`: the fastest correct configuration of problems that are named by their sizes."""
+"""`tune OP`: finds the fastest correct configuration for problems given by their sizes."""
 
 import argparse
 import dataclasses
@@ -26,10 +26,10 @@ from . import problems
 from .output import FAILED, number, OK, Outcome, percent, progress, ratio, section, table
 
 Found = TuningResult | EjkernelError | str
-"""A string says why there was nothing to do."""
+"""A string gives the reason why there was nothing to tune."""
 
-HELP = """Every candidate is checked against the plain mathematics, forward and backward, before it may win. What was found is written into
-the cache, where modules that are built later find it.
+HELP = """Every candidate is checked against a float32 reference, forward and backward, before it is timed. Results are written into the
+cache, where modules that are built later find them.
 
 examples:
   python -m ejkernel_eqx tune flash_attention --shape B=4,T=4096,H=16,D=128 --flag causal
@@ -42,7 +42,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     problems.add_arguments(parser)
     defaults = TuneOptions()
     parser.add_argument(
-        "--platform", metavar="NAME", help="tune this platform; default: the one that the library would use"
+        "--platform", metavar="NAME", help="tune this platform; default: the one that the library chooses"
     )
     parser.add_argument(
         "--budget",
@@ -56,18 +56,18 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         type=positive(int),
         default=defaults.max_candidates,
         metavar="N",
-        help="for each part of the configuration, default %(default)s",
+        help="candidates for each part of the configuration, default %(default)s",
     )
-    parser.add_argument("--force", action="store_true", help="tune again what is known")
+    parser.add_argument("--force", action="store_true", help="tune known problems again")
     parser.add_argument(
         "--no-isolate",
         action="store_true",
-        help="try candidates in this process: faster, but one that crashes ends it",
+        help="run candidates in this process: faster, but a crash ends the command",
     )
 
 
 def positive(kind: Any) -> Any:
-    """A type for an argument: a positive number."""
+    """An argument type for positive numbers."""
 
     def parse(text: str) -> Any:
         value = kind(text)
@@ -75,7 +75,7 @@ def positive(kind: Any) -> Any:
             raise argparse.ArgumentTypeError(f"expected a positive number, received {text!r}")
         return value
 
-    parse.__name__ = f"positive {kind.__name__}"  # argparse names it in its message
+    parse.__name__ = f"positive {kind.__name__}"  # argparse includes the name in its message
     return parse
 
 
@@ -107,14 +107,14 @@ def run(options: argparse.Namespace) -> Outcome:
 
 
 def _summary(found: Sequence[Found], seconds: float) -> Summary:
-    """Of what could be tuned or could not; where there is nothing to tune there is nothing to count."""
+    """The summary, without problems that have nothing to tune."""
     results = [outcome for outcome in found if isinstance(outcome, TuningResult)]
     failed = sum(isinstance(outcome, EjkernelError) for outcome in found)
     return Summary.of(results, problems=len(results) + failed, failed=failed, seconds=seconds)
 
 
 def _tune(problem: Problem, platform: str | None, options: TuneOptions, force: bool) -> Found:
-    """What was found; one problem that cannot be tuned does not stop the others."""
+    """The result for one problem; one that cannot be tuned does not stop the others."""
     try:
         implementation = problems.chosen_implementation(problem, platform)
         if implementation.workload is None and platform is None:
@@ -131,8 +131,8 @@ def _nothing_to_tune(chosen: Implementation) -> str:
         for i, reason in kernel_registry.list_implementations(chosen.operation)
         if reason is None and i.priority >= 0 and i.workload is not None
     ]
-    advice = f"; --platform {others[0]} tunes another" if others else ""
-    return f"{chosen.platform.value} is used here, which has nothing to tune{advice}"
+    advice = f"; use --platform {others[0]} to tune another" if others else ""
+    return f"the platform used here, {chosen.platform.value}, has nothing to tune{advice}"
 
 
 def _to_dict(problem: Problem, found: Found) -> dict[str, Any]:
@@ -158,7 +158,7 @@ def _text(problem: Problem, found: Found) -> str:
     if not isinstance(found, TuningResult):
         return section(str(problem), f"FAILED: {found}" if isinstance(found, EjkernelError) else found)
     entry = entry_of_result(found)
-    source = "known before, nothing was timed" if found.cached else f"tuned in {found.seconds:.1f} s"
+    source = "already known, not timed again" if found.cached else f"tuned in {found.seconds:.1f} s"
     lines = [_candidates(entry)] if entry.candidates else ["there is only one configuration"]
     lines.append(f"winner: {describe(entry.config)}")
     for direction in (d for d in (FORWARD, BOTH) if d in entry.ms):

@@ -1,4 +1,4 @@
-"""The environment variables that the package reads: each declared once, beside its reader, and listed by `doctor`."""
+"""The environment variables that the package reads. Each is declared once, next to its reader, and listed by `doctor`."""
 
 import dataclasses
 import os
@@ -8,9 +8,9 @@ from typing import Any
 
 @dataclasses.dataclass(frozen=True)
 class EnvironmentVariable:
-    """One variable. Its text is turned into a value by `parse`, whose `ValueError` says what was expected.
+    """An environment variable. `parse` converts its text to a value, or raises a `ValueError` that says what was expected.
 
-    It is read when it is asked for, never at import; unset or empty, it has the value `default`.
+    It is read when it is needed, never at import. If it is unset or empty, its value is `default`.
     """
 
     name: str
@@ -20,22 +20,22 @@ class EnvironmentVariable:
 
     @property
     def text(self) -> str | None:
-        """What the environment holds; `None` if it is unset or empty."""
+        """The text in the environment; `None` if it is unset or empty."""
         return os.environ.get(self.name) or None
 
     @property
     def state(self) -> str:
-        """What it is set to, or that it is not and what holds then, for readers."""
+        """A description of its current value, or of its default if it is not set."""
         if self.text is None:
-            default = "" if self.default is None else f", so {self.default}"
+            default = "" if self.default is None else f", default {self.default}"
             return f"not set{default}"
         try:
             return f"set to {self.text!r}, read as {self.read()}"
         except ValueError as error:
-            return f"set to {self.text!r}, WRONG: {error}"
+            return f"set to {self.text!r}, INVALID: {error}"
 
     def read(self) -> Any:
-        """The value in force; `ValueError` naming the variable if its text cannot be read."""
+        """The current value; `ValueError` naming the variable if its text is invalid."""
         text = self.text
         if text is None:
             return self.default
@@ -49,14 +49,14 @@ _DECLARED: dict[str, EnvironmentVariable] = {}
 
 
 def declare(name: str, description: str, parse: Callable[[str], Any], default: Any) -> EnvironmentVariable:
-    """The variable, and its place in the list of all of them."""
+    """Declares a variable and adds it to the list of all variables."""
     variable = EnvironmentVariable(name, description, parse, default)
     _DECLARED[name] = variable
     return variable
 
 
 class Environment(tuple[EnvironmentVariable, ...]):
-    """The variables, which are read as text where they are shown."""
+    """A tuple of variables that prints as text."""
 
     def __repr__(self) -> str:
         return "\n".join(
@@ -65,5 +65,5 @@ class Environment(tuple[EnvironmentVariable, ...]):
 
 
 def env() -> Environment:
-    """Every environment variable that the package reads, by name: a tuple that prints itself as text."""
+    """Returns every environment variable that the package reads, sorted by name, as a tuple that prints as text."""
     return Environment(_DECLARED[name] for name in sorted(_DECLARED))

@@ -1,6 +1,6 @@
 """Checks what a user passes to attention over pages and resolves it to `PagedArrays` and `PagedSpec`.
 
-Every error names the argument, what was expected, what came, and what to do, before anything is computed.
+Errors are raised before anything is computed and name the argument, what was expected, what was received, and the remedy.
 """
 
 import dataclasses
@@ -26,16 +26,16 @@ Cache = PagedKVCache | PagedLatentCache
 
 @dataclasses.dataclass(frozen=True)
 class PagedOptions:
-    """The static options that every operation of this family has."""
+    """The static options shared by every operation of this family."""
 
     left: int | None
-    """Keys that a query sees before its own; `None`: all."""
+    """The number of keys before its own that a query sees; `None`: all."""
     logits_soft_cap: float | None
     softmax_scale: float | None
 
     @classmethod
     def read(cls, sliding_window: Any, logits_soft_cap: Any, softmax_scale: Any) -> "PagedOptions":
-        """From what a constructor is given. Of a window only its left side counts: no query sees past its own key."""
+        """From the constructor's arguments. Only the left side of a window matters, because no query sees past its own key."""
         ScoreOptions(logits_soft_cap, softmax_scale).check()
         cap, scale = (None if x is None else float(x) for x in (logits_soft_cap, softmax_scale))
         left = parse_window(sliding_window, True)[0]
@@ -51,7 +51,7 @@ class Scoring(NamedTuple):
 
 
 class Tokens(NamedTuple):
-    """Whose the queries are: int32 `[*, N]` each, and the most queries of one sequence."""
+    """Which queries belong to each sequence, int32 `[*, N]` each, and the maximum number of queries per sequence."""
 
     q_start: Array
     q_len: Array
@@ -61,10 +61,10 @@ class Tokens(NamedTuple):
 def resolve(
     q: Any, cache: Cache, options: PagedOptions, tokens: Tokens, scoring: Scoring, *, return_lse: bool
 ) -> tuple[PagedArrays, PagedSpec]:
-    """The resolved call on a cache that `read_queries` has found to fit."""
+    """The resolved call on a cache that `read_queries` has checked."""
     table, lengths = tables(cache)
     lead = q.shape[:-3]
-    if table.shape[-1] == 0:  # no page at all
+    if table.shape[-1] == 0:  # no pages at all
         table = jnp.full((*table.shape[:-1], 1), -1, table.dtype)
     arrays = PagedArrays(
         q=q,
@@ -77,8 +77,8 @@ def resolve(
     latent = isinstance(cache, PagedLatentCache)
     if latent and options.softmax_scale is None:
         raise ValueError(
-            "softmax_scale: expected a number with a PagedLatentCache, received None; it is that of the expanded heads, such as "
-            "(nope_dim + rope_dim) ** -0.5, which the latent does not tell."
+            "softmax_scale: expected a number with a PagedLatentCache, received None; pass the scale of the expanded heads, such as "
+            "(nope_dim + rope_dim) ** -0.5, which cannot be derived from the latent."
         )
     most = tokens.max_query_len
     spec = _spec(q, options, max_query_len=most, latent=latent, scales=cache.scales, return_lse=return_lse)
@@ -91,7 +91,7 @@ def _spec(q: Array, options: PagedOptions, **more: Any) -> PagedSpec:
 
 
 def read_queries(q: Any, cache: Any, letters: str) -> Array:
-    """The queries `[*, T, H, D]` on a bound cache of their heads, channels and leading axes."""
+    """The queries `[*, T, H, D]`, checked against a bound cache: heads, channels and leading axes must match."""
     q = array("q", q, letters)
     if not isinstance(cache, PagedKVCache | PagedLatentCache):
         raise ValueError(
@@ -99,19 +99,19 @@ def read_queries(q: Any, cache: Any, letters: str) -> Array:
         )
     if not cache.is_bound:
         raise ValueError(
-            "cache: expected one that is bound to tables, received one that is not; call cache.bind(page_table, lengths) or cache.bind(batch)."
+            "cache: expected a cache bound to page tables, received an unbound one; call cache.bind(page_table, lengths) or cache.bind(batch)."
         )
     lead = q.shape[:-3]
     if cache.batch_shape not in ((), lead):
         raise ValueError(
             f"cache: expected pages without leading axes{f' or with those of q, {lead}' if lead else ''}, received batch_shape "
-            f"{cache.batch_shape}; take one layer of it, or jax.lax.scan or jax.vmap over the layers."
+            f"{cache.batch_shape}; select one layer, or use jax.lax.scan or jax.vmap over the layers."
         )
     table = tables(cache)[0]
     if table.shape[:-2] not in ((), lead):
         raise ValueError(
             f"page_table: expected [N, M]{f' or the leading axes of q, {lead}' if lead else ''}, received shape {table.shape}; bind tables "
-            "that fit q, or jax.vmap over both."
+            "that match q, or use jax.vmap over both."
         )
     if isinstance(cache, PagedLatentCache):
         what, heads, dim = "latent_dim + rope_dim", 1, cache.latent_dim + cache.rope_dim
@@ -139,12 +139,12 @@ def tables(cache: Cache) -> tuple[Array, Array]:
 
 
 def one_each(q: Array, cache: Cache) -> Tokens:
-    """One query of each sequence, in order."""
+    """One query per sequence, in order."""
     count = tables(cache)[1].shape[-1]
     if q.shape[-3] != count:
         raise ValueError(
             f"q: expected one query for each of the {count} sequences of the cache, [..., {count}, H, D], received shape {q.shape}; "
-            "RaggedPagedAttention takes more."
+            "RaggedPagedAttention accepts more."
         )
     shape = (*q.shape[:-3], count)
     start = jnp.broadcast_to(jnp.arange(count, dtype=jnp.int32), shape)
@@ -152,20 +152,20 @@ def one_each(q: Array, cache: Cache) -> Tokens:
 
 
 def packed(q: Array, cache: Cache, query_start_loc: Any, max_query_len: Any) -> Tokens:
-    """The queries of all sequences side by side."""
+    """The queries of all sequences, packed."""
     count, lead = tables(cache)[1].shape[-1], q.shape[:-3]
     shapes = ((count + 1,), (*lead, count + 1))
     expected = f"ints [{count + 1}], the offsets of the {count} sequences of the cache"
-    remedy = "; RaggedBatch.query_start_loc is one"
+    remedy = "; RaggedBatch.query_start_loc holds them"
     offsets = read_array("query_start_loc", query_start_loc, shapes, expected, remedy)
     tokens = q.shape[-3]
     is_int = isinstance(max_query_len, int | np.integer) and not isinstance(max_query_len, bool)
     if max_query_len is not None and (not is_int or max_query_len < 1):
         raise ValueError(
-            f"max_query_len: expected a static int of at least 1, the most queries of one sequence, or None, received {max_query_len!r}."
+            f"max_query_len: expected a static int of at least 1, the maximum number of queries per sequence, or None, received {max_query_len!r}."
         )
     offsets = check_offsets("query_start_loc", to_int32(offsets), query_start_loc, tokens, zeros_behind=True)
-    # What follows the last sequence may be anything, such as zeros.
+    # Entries after the last sequence are arbitrary, such as zeros.
     offsets = jnp.broadcast_to(_highest_so_far(jnp.clip(offsets, 0, tokens)), (*lead, count + 1))
     length = offsets[..., 1:] - offsets[..., :-1]
     most = tokens if max_query_len is None else max_query_len
@@ -176,15 +176,15 @@ def _highest_so_far(offsets: Array) -> Array:
     if offsets.shape[-1] > 512:
         return jax.lax.cummax(offsets, axis=offsets.ndim - 1)
     index, others = jnp.arange(offsets.shape[-1]), offsets[..., None, :]
-    # One kernel, which a cumulative maximum is not.
+    # This compiles to one kernel; a cumulative maximum does not.
     return jnp.max(jnp.where(like(index[None] <= index[:, None], others), others, 0), axis=-1)
 
 
 def write_slots(arrays: PagedArrays) -> Array:
-    """Where the queries' own keys are kept, `[T]`."""
+    """The slots of the queries' own keys, `[T]`."""
     if arrays.q.ndim > 3:
         raise ValueError(
-            f"q: expected [tokens, heads, head_dim] with append=True, received shape {arrays.q.shape}; jax.vmap over the leading axes."
+            f"q: expected [tokens, heads, head_dim] with append=True, received shape {arrays.q.shape}; use jax.vmap over the leading axes."
         )
     tokens, ends = jnp.arange(arrays.q.shape[0], dtype=jnp.int32), arrays.q_start + arrays.q_len
     if ends.shape[0] == 0:
@@ -211,7 +211,7 @@ def _with_scoring(arrays: PagedArrays, scoring: Scoring, max_query_len: int) -> 
     bias = floats("qq_bias", (None, None), expected="[Q, Q]")
     if bias is not None and (bias.shape[0] != bias.shape[1] or bias.shape[0] < max_query_len):
         raise ValueError(
-            f"qq_bias: expected [Q, Q] with Q at least max_query_len={max_query_len}, received shape {bias.shape}; give max_query_len, or "
+            f"qq_bias: expected [Q, Q] with Q at least max_query_len={max_query_len}, received shape {bias.shape}; pass max_query_len, or "
             "pad the bias."
         )
     return arrays._replace(sinks=sinks, slopes=slopes, qq_bias=bias)
@@ -220,7 +220,7 @@ def _with_scoring(arrays: PagedArrays, scoring: Scoring, max_query_len: int) -> 
 def resolve_dense(
     q: Any, k: Any, v: Any, start: Any, end: Any, options: PagedOptions, scoring: Scoring, *, return_lse: bool
 ) -> tuple[PagedArrays, PagedSpec]:
-    """One query of each row on the row's own keys: they are one page, and the row one sequence."""
+    """One query per row on the row's own keys. Each row is a sequence, and its keys are a single page."""
     q, k, v = array("q", q, "H D"), array("k", k, "S K D"), array("v", v, "S K V")
     lead = q.shape[:-2]
     if k.shape[:-3] != lead or k.shape[-1] != q.shape[-1] or k.shape[-3] == 0:
@@ -236,7 +236,7 @@ def resolve_dense(
     ranges = {}
     for name, value in (("start", start), ("end", end)):
         x = read_array(name, value, ((), lead), f"ints {lead}, one for each row of q")
-        x = check_between(name, x.astype(jnp.int32), value, 0, k.shape[-3], "it counts the row's keys")
+        x = check_between(name, x.astype(jnp.int32), value, 0, k.shape[-3], "it indexes the row's keys")
         ranges[name] = jnp.broadcast_to(x, lead)[..., None]
     zeros = jnp.zeros((*lead, 1), jnp.int32)
     arrays = PagedArrays(

@@ -1,4 +1,4 @@
-"""The family's one kind of call, its problem and its axes; and how its platforms write new tokens into pages."""
+"""The kind of call shared by the family, its problem and its axes, and how platforms write new tokens into pages."""
 
 import math
 from typing import Any
@@ -19,7 +19,7 @@ _NEW = "new_"
 
 
 def problem_of(operation: str, arrays: PagedArrays, spec: PagedSpec) -> Problem:
-    """The host metadata of a call; shapes are those seen here, so the local ones inside a partitioned body."""
+    """The host metadata of a call. Shapes are those visible here, which inside a partitioned body are the local ones."""
     q, k = arrays.q, arrays.k
     v = k if arrays.v is None else arrays.v
     dims = {
@@ -45,7 +45,7 @@ def problem_of(operation: str, arrays: PagedArrays, spec: PagedSpec) -> Problem:
         "lse": spec.return_lse,
     }
     dtypes = {"q": q.dtype, "kv": k.dtype}
-    # Of both kinds of pages, unless they differ.
+    # "kv" is the dtype of both kinds of pages unless they differ.
     dtypes |= {
         name: x.dtype
         for name in ("v", "rope")
@@ -70,23 +70,23 @@ ATTEND = ForwardKind(
     results=RESULTS,
     learned=(),
     shared=SHARED,
-    sliced=False,  # to take a head out of pages is to copy all of them
+    sliced=False,  # slicing a head out of the pages would copy all of them
     wanted=lambda spec: RESULTS if spec.return_lse else RESULTS[:1],
     refusal=(
         "attention over pages is for inference and has no gradient",
-        "To differentiate, gather keys and values (`cache.gather()`) and call ejkernel_eqx.FlashAttention; to use the result as a "
-        "constant, put jax.lax.stop_gradient around the arguments.",
+        "To differentiate, gather the keys and values (`cache.gather()`) and call ejkernel_eqx.FlashAttention; to treat the result as a "
+        "constant, wrap the arguments in jax.lax.stop_gradient.",
     ),
 )
 
 
 def attend(plan: Plan, operation: str, arrays: PagedArrays, spec: PagedSpec) -> Named:
-    """`out`, and `lse` where it is asked for, on the platform that the plan chooses."""
+    """`out`, and `lse` if requested, on the platform that the plan chooses."""
     return ATTEND.call(plan, operation, arrays, spec)
 
 
 def writer(plan: Plan, operation: str, arrays: PagedArrays, spec: PagedSpec) -> Writer:
-    """How the platform that the plan chooses for this call writes new tokens into its pages."""
+    """The function by which the platform chosen for this call writes new tokens into pages."""
     selection = plan.select(problem_of(operation, arrays, spec))
     platform = selection.implementation.load()
     if not is_opaque(platform):
@@ -100,7 +100,7 @@ def _write(implementation: Implementation, split: Split, names: Any, arrays: Wri
     axes |= {"slots": ("T",)} | {f"{_NEW}{name}": ("T", *axes[name][2:]) for name in PAGES}
 
     def launch(given: Named, runs: Any) -> Named:
-        """With one leading axis on everything."""
+        """The arrays with exactly one leading axis."""
         new = {name.removeprefix(_NEW): x for name, x in given.items() if name.startswith(_NEW)}
         pages = {name: x for name, x in given.items() if name in arrays.pages}
         return implementation.load().write(WriteArrays(pages, new, given["slots"]))

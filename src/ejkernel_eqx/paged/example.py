@@ -1,4 +1,4 @@
-"""A problem from a few words, for the command line: sizes by letter and option flags by name."""
+"""A problem from sizes by letter and option flags by name, for the command line."""
 
 from collections.abc import Mapping
 from typing import Any
@@ -20,19 +20,19 @@ def example_problem(operation: str, dims: Mapping[str, int], dtype: str, flags: 
 
     **Arguments:**
 
-    - `dims`: `S` keys of the longest sequence, `H` query heads and `D` channels at least, and `T` tokens where a sequence may have
-        several; `N` sequences (default 1), `K` key heads (`H`), `V` value channels (`D`), `p` tokens a page (16), `Q` the most
-        queries of one sequence (`T`). A latent of `V` channels with a rotary key of `D - V` has one key head. Decoding on dense
-        keys has rows `B` and neither `N` nor `p`.
-    - `dtype`: of the queries.
+    - `dims`: required are `S`, the keys of the longest sequence, `H` query heads, `D` channels and, where a sequence may have several
+        queries, `T` tokens. Optional are `N` sequences (default 1), `K` key heads (`H`), `V` value channels (`D`), `p` tokens per page
+        (16), and `Q`, the maximum number of queries per sequence (`T`). A latent of `V` channels with a rotary key of `D - V` has one
+        key head. Decoding on dense keys takes `B` rows and neither `N` nor `p`.
+    - `dtype`: the dtype of the queries.
     - `flags`: `True` or `False` for `window`, `soft_cap`, `sinks`, `lse`, `latent`, and for unified attention `alibi_slopes` and `qq_bias`;
-        `scales`: `token` or `head`; `kv`: the dtype of the pages where it is not that of the queries (int8 with scales); `v`: that of the
-        values (of a latent: the rotary keys) where it is another.
+        `scales`: `token` or `head`; `kv`: the dtype of the pages if it differs from that of the queries (int8 with scales); `v`: the dtype
+        of the values (for a latent, of the rotary keys) if it differs from `kv`.
 
-    Raises `ValueError` for a name that is none of these, a missing size, or sizes that do not fit.
+    Raises `ValueError` for an unknown name, a missing size, or inconsistent sizes.
     """
     flags, dims = dict(flags), dict(dims)
-    if "p" in flags and "p" not in dims:  # `explain` takes capital letters alone for sizes
+    if "p" in flags and "p" not in dims:  # `explain` accepts only capital letters as sizes
         dims["p"] = flags.pop("p")
     size = _sizes(operation, dims)
     given = _flags(operation, flags)
@@ -49,7 +49,7 @@ def example_problem(operation: str, dims: Mapping[str, int], dtype: str, flags: 
     if (kv in _QUANTISED or v in _QUANTISED) != (given["scales"] is not None):
         names = kv if kv == v else f"{kv} and {v}"
         raise ValueError(
-            f"flags: expected scales with pages of {', '.join(_QUANTISED)} alone, received {names}."
+            f"flags: expected scales only with pages of {', '.join(_QUANTISED)}, received {names}."
         )
     given["ranged"] = operation == _DENSE
     return problem_of(operation, shapes_from(size, dtype, (kv, v), given), spec_from(size, given))
@@ -68,7 +68,7 @@ def _sizes(operation: str, dims: Mapping[str, int]) -> dict[str, int]:
         size |= {"T": size["N"], "Q": 1}
     if size["Q"] > size["T"]:
         raise ValueError(
-            f"dims: expected Q, the most queries of one sequence, to be at most T={size['T']}, received {size['Q']}."
+            f"dims: expected Q, the maximum number of queries per sequence, to be at most T={size['T']}, received {size['Q']}."
         )
     size["M"] = -(-size["S"] // size["p"])
     return size

@@ -1,4 +1,4 @@
-"""Rows as more sequences, and pages as chunks that a block of keys is gathered from."""
+"""Treats rows as additional sequences, and pages as chunks from which a block of keys is gathered."""
 
 import math
 from collections.abc import Callable
@@ -13,8 +13,8 @@ Named = dict[str, Array]
 
 
 def flatten_rows(attend: Callable[[PagedArrays], Named], arrays: PagedArrays, spec: PagedSpec) -> Named:
-    """`attend`, which takes arrays without leading axes, on arrays with one: the sequences of all rows at once, where the rows
-    share their pages; else row by row, which keeps pages that are spread over devices where they are."""
+    """`attend`, which takes arrays without leading axes, on arrays with one: the sequences of all rows at once if the rows share
+    their pages, else row by row, which leaves pages that are sharded over devices in place."""
     given, alone = arrays.given, unmapped(arrays, spec)
     rows, tokens = arrays.q.shape[:2]
     if rows == 1:
@@ -30,7 +30,7 @@ def flatten_rows(attend: Callable[[PagedArrays], Named], arrays: PagedArrays, sp
 
 
 def split_pages(page_size: int, block_k: int) -> tuple[int, int]:
-    """The keys of a block, and of the chunks it is gathered in: whole pages, or equal parts of one."""
+    """The number of keys in a block, and in the chunks from which it is gathered: whole pages, or equal parts of one."""
     if block_k >= page_size:
         return block_k // page_size * page_size, page_size
     chunk = math.gcd(page_size, block_k)
@@ -38,14 +38,14 @@ def split_pages(page_size: int, block_k: int) -> tuple[int, int]:
 
 
 def _even(page_size: int, block_k: int) -> tuple[int, int]:
-    """The largest part of a page that fits a block; single tokens where there is none worth it."""
+    """The largest part of a page that fits a block; a single token if no part is worthwhile."""
     part = max(size for size in range(1, block_k + 1) if page_size % size == 0)
     return (block_k // part * part, part) if part >= 8 else (block_k, 1)
 
 
 def gather_chunks(pages: Named, table: Array, start: Array, block_k: int, chunk: int) -> tuple[Named, Array]:
-    """Of every array `[P, p, ...]` the keys `start [n]` to `start + block_k`, `[n, block_k, ...]`, by a table `[n, M]`, and whether they
-    are there, `[n, block_k]`."""
+    """For every array `[P, p, ...]`, the keys `start [n]` to `start + block_k`, `[n, block_k, ...]`, by a table `[n, M]`, and whether they
+    exist, `[n, block_k]`."""
     count, page_size = next(iter(pages.values())).shape[:2]
     parts = page_size // chunk
     place = (start // chunk)[:, None] + jnp.arange(block_k // chunk, dtype=jnp.int32)[None]
@@ -55,7 +55,7 @@ def gather_chunks(pages: Named, table: Array, start: Array, block_k: int, chunk:
     page = jnp.where(there, page, 0)
 
     def load(x: Array) -> Array:
-        if parts == 1:  # no other shape: XLA may copy all pages for it
+        if parts == 1:  # no other shape, as XLA may copy all pages for it
             loaded = x.at[page].get(mode="promise_in_bounds")
         else:
             cut = x.reshape(count, parts, chunk, *x.shape[2:])

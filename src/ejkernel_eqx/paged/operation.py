@@ -1,4 +1,4 @@
-"""From checked arguments to results: what every operation of this family does behind its signature."""
+"""From checked arguments to results: the implementation shared by every operation of this family."""
 
 from typing import Any
 
@@ -18,7 +18,7 @@ from .spec import PagedArrays, PagedSpec
 
 
 class PagedOperation(Kernel):
-    """An operation of this family with the options that all of them have."""
+    """Base class of the operations, with the options that all of them share."""
 
     options: PagedOptions = eqx.field(static=True)
     plan: Plan = eqx.field(static=True)
@@ -35,16 +35,16 @@ class PagedOperation(Kernel):
     ):
         """**Arguments:**
 
-        - `sliding_window`: an int $w$: the last $w$ keys, the query's own included; a pair `(left, right)`: `left` keys before its own (`None`: all;
-            there are none behind).
+        - `sliding_window`: an int $w$: the last $w$ keys, including the query's own; a pair `(left, right)`: `left` keys before its own (`None`:
+            all). `right` has no effect, because no key follows the query's own.
         - `logits_soft_cap`: the bound $c$ of the tanh soft cap.
         - `softmax_scale`: default `D**-0.5`; required with a `PagedLatentCache`.
-        - `platform`: use this platform or raise; `None` chooses by device and request.
-        - `config`: use this kernel configuration; it implies its platform.
+        - `platform`: use this platform or raise; `None` chooses by device and call.
+        - `config`: use this kernel configuration, which implies its platform.
         - `tune_for`: [`ejkernel_eqx.inputs`][] of a call, such as `inputs(q, cache, query_start_loc=..., max_query_len=...)`, arrays or
-            `jax.ShapeDtypeStruct`s: settle the choice for these now.
+            `jax.ShapeDtypeStruct`s: fix the choice for these inputs now.
 
-        Raises `ValueError` for options that mean nothing.
+        Raises `ValueError` for invalid options.
         """
         self.options = PagedOptions.read(sliding_window, logits_soft_cap, softmax_scale)
         self.plan = plan_of(type(self), self, platform, config, tune_for)
@@ -60,8 +60,8 @@ class PagedOperation(Kernel):
 def append(
     plan: Plan, arrays: PagedArrays, spec: PagedSpec, cache: Cache, new: tuple[Any, Any]
 ) -> tuple[PagedArrays, Cache]:
-    """The call and the cache with the new tokens' keys and values (or latents and rotary keys) in their pages, written by the platform that
-    will read them."""
+    """The call and the cache after writing the keys and values (or latents and rotary keys) of the new tokens. The platform that will read
+    the pages also writes them."""
     writes = write_arrays(cache, new, write_slots(arrays))
     written = (write if _is_empty(arrays) else writer(plan, plan.operation, arrays, spec))(writes)
     return arrays._replace(**written), holding(cache, written)
@@ -70,7 +70,7 @@ def append(
 def finish(
     plan: Plan, arrays: PagedArrays, spec: PagedSpec, squeeze: int | None = None
 ) -> Array | tuple[Array, Array]:
-    """The results of the resolved call; `squeeze` is the axis of `out`, one that the operation has added."""
+    """The results of the resolved call; `squeeze` is the axis of `out` that the operation has added."""
     if _is_empty(arrays):
         results = _empty(arrays)
     else:
@@ -87,7 +87,7 @@ def _is_empty(arrays: PagedArrays) -> bool:
 
 
 def _empty(arrays: PagedArrays) -> dict[str, Array]:
-    """No token, or none of a sequence."""
+    """Whether there are no tokens, or none that belong to a sequence."""
     values = arrays.k if arrays.v is None else arrays.v
     shape = arrays.q.shape[:-1]
     lse = jnp.full(shape, -jnp.inf, accumulator(arrays.q.dtype))

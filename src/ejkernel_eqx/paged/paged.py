@@ -1,4 +1,4 @@
-"""`PagedAttention`: decoding, one query of each sequence on the pages of a cache."""
+"""`PagedAttention`: decoding, with one query per sequence on the pages of a cache."""
 
 from typing import ClassVar, Literal, overload, TYPE_CHECKING
 
@@ -15,16 +15,15 @@ register("paged_attention", __package__)
 
 
 class PagedAttention(PagedOperation):
-    r"""Attention of one query of each sequence, its last token, on the keys and values in the pages of a cache.
+    r"""Attention of one query per sequence, its last token, on the keys and values in the pages of a cache.
 
     $$s_{nj} = \mathrm{cap}\!\left(\mathrm{scale}\; q_n \cdot k_{nj}\right), \qquad
     o_n = \sum_{j = \max(0,\, L_n - w)}^{L_n - 1} \frac{e^{s_{nj}}}{\sum_l e^{s_{nl}} + \sum_m e^{\mathrm{sink}_{hm}}}\, v_{nj}$$
 
-    with $\mathrm{cap}(s) = c \tanh(s / c)$ where `logits_soft_cap` $= c$ is given (else $s$), $L_n$ tokens of sequence $n$ and a window of $w$ keys.
-    Keys whose page is not there (-1) are not seen; a query that sees no key gives 0. Query head $h$ reads key head
-    $\lfloor h / (H / K) \rfloor$.
+    with $\mathrm{cap}(s) = c \tanh(s / c)$ if `logits_soft_cap` $= c$ is given (else $s$), $L_n$ tokens of sequence $n$ and a window of $w$ keys.
+    Keys without a page (-1) are not visible. A query that sees no key returns 0. Query head $h$ reads key head $\lfloor h / (H / K) \rfloor$.
 
-    Platforms: Triton (`"triton"`, `"triton-interpret"`), XLA (`"xla"`). For inference: differentiating it raises `UnsupportedError`.
+    Platforms: Triton (`"triton"`, `"triton-interpret"`), XLA (`"xla"`). For inference only: differentiating it raises `UnsupportedError`.
 
     Source: Kwon et al., *Efficient Memory Management for Large Language Model Serving with PagedAttention* (2023), section 4.
     """
@@ -75,17 +74,17 @@ class PagedAttention(PagedOperation):
     ) -> Float[Array, "*B N H V"] | tuple[Float[Array, "*B N H V"], Float[Array, "*B N H"]]:
         """**Arguments:**
 
-        - `q`: `[..., N, H, D]`, a query for each sequence of the cache; `[..., N, H, R + Dr]` for a latent cache. bf16, f16, f32 (f64 on XLA).
-        - `cache`: bound to tables `[N, M]`, or with the leading axes of `q`; its pages without leading axes or with these. `lengths` count the
-            query's own token, which has been written.
-        - `sinks`: logits `[H]` or `[H, n]` that join the denominator and carry no value.
-        - `return_lse`: also return the log-sum-exp of the scores, as [`ejkernel_eqx.merge_attention`][] takes it (without sinks).
+        - `q`: `[..., N, H, D]`, one query for each sequence of the cache; `[..., N, H, R + Dr]` for a latent cache. bf16, f16, f32 (f64 on XLA).
+        - `cache`: bound to tables `[N, M]`, or tables with the leading axes of `q`. The pages have no leading axes, or those of `q`. `lengths`
+            include the query's own token, whose key and value must already be written.
+        - `sinks`: logits `[H]` or `[H, n]` that join the denominator but have no value.
+        - `return_lse`: also return the log-sum-exp of the scores; without sinks, [`ejkernel_eqx.merge_attention`][] accepts it.
 
         **Returns:**
 
-        `[..., N, H, V]` (`[..., N, H, R]` for a latent cache) in the dtype of `q`; with `return_lse` also `[..., N, H]` in float32: natural
-        logarithm, sinks included, `-inf` for a query that sees nothing. Raises `ValueError` for arguments that do not fit, `UnsupportedError`
-        if no platform (or not the given one) supports the call.
+        `[..., N, H, V]` (`[..., N, H, R]` for a latent cache) in the dtype of `q`; with `return_lse` also `[..., N, H]` in float32: the natural
+        logarithm, including sinks, and `-inf` for a query that sees no key. Raises `ValueError` for invalid arguments, and
+        `UnsupportedError` if no platform, or not the requested one, supports the call.
         """
         q = read_queries(q, cache, "N H D")
         tokens = one_each(q, cache)

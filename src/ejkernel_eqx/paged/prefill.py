@@ -1,4 +1,4 @@
-"""`PrefillPagedAttention`: a chunk of queries of each sequence on the pages of a cache."""
+"""`PrefillPagedAttention`: a chunk of queries per sequence on the pages of a cache."""
 
 from typing import ClassVar, Literal, overload, TYPE_CHECKING
 
@@ -15,16 +15,16 @@ register("prefill_paged_attention", __package__)
 
 
 class PrefillPagedAttention(PagedOperation):
-    r"""Attention of a chunk of a prompt of each sequence, its last tokens, on the keys and values in the pages of a cache.
+    r"""Attention of one chunk of prompt per sequence, its last tokens, on the keys and values in the pages of a cache.
 
     Query $t$ of a sequence of $L$ tokens, $n_q$ of which are new, sits at position $i = L - n_q + t$ and sees the keys up to its own:
 
     $$s_{tj} = \mathrm{cap}\!\left(\mathrm{scale}\; q_t \cdot k_j\right), \qquad
     o_t = \sum_{j = \max(0,\, i - w + 1)}^{i} \frac{e^{s_{tj}}}{\sum_l e^{s_{tl}} + \sum_m e^{\mathrm{sink}_{hm}}}\, v_j$$
 
-    Everything else is as in [`ejkernel_eqx.PagedAttention`][]. A prompt in chunks gives what it gives in one.
+    Everything else is as in [`ejkernel_eqx.PagedAttention`][]. Processing a prompt in chunks returns the same result as processing it at once.
 
-    Platforms: Triton (`"triton"`, `"triton-interpret"`), XLA (`"xla"`). For inference: differentiating it raises `UnsupportedError`.
+    Platforms: Triton (`"triton"`, `"triton-interpret"`), XLA (`"xla"`). For inference only: differentiating it raises `UnsupportedError`.
 
     Source: Agrawal et al., *Sarathi-Serve* (2024).
     """
@@ -83,20 +83,20 @@ class PrefillPagedAttention(PagedOperation):
     ) -> Float[Array, "*B T H V"] | tuple[Float[Array, "*B T H V"], Float[Array, "*B T H"]]:
         """**Arguments:**
 
-        - `q`: `[..., T, H, D]`, the queries of all sequences side by side; `[..., T, H, R + Dr]` for a latent cache. bf16, f16, f32 (f64 on XLA).
-        - `cache`: bound to tables `[N, M]`, or with the leading axes of `q`; its pages without leading axes or with these. `lengths` count the new
-            tokens, which have been written.
-        - `query_start_loc`: ints `[N + 1]`, where the queries of each sequence begin and end; none lower than the one before but behind the
-            last sequence with queries, where zeros are as good.
-        - `max_query_len`: the most queries of one sequence, static; those past it are left out. Default `T`. Give it where it is small: with 1, only
-            decoding is compiled.
+        - `q`: `[..., T, H, D]`, the packed queries of all sequences; `[..., T, H, R + Dr]` for a latent cache. bf16, f16, f32 (f64 on XLA).
+        - `cache`: bound to tables `[N, M]`, or tables with the leading axes of `q`. The pages have no leading axes, or those of `q`. `lengths`
+            include the new tokens, whose keys and values must already be written.
+        - `query_start_loc`: ints `[N + 1]`, where the queries of each sequence begin and end. They must not decrease, except after the last
+            sequence with queries, where zeros are allowed.
+        - `max_query_len`: the maximum number of queries per sequence, static; queries beyond it are ignored. Default `T`. Pass it if it is
+            small: with 1, only decoding is compiled.
         - `sinks`, `return_lse`: as in [`ejkernel_eqx.PagedAttention`][].
 
         **Returns:**
 
-        `[..., T, H, V]` (`[..., T, H, R]` for a latent cache) in the dtype of `q`; with `return_lse` also `[..., T, H]` in float32: natural
-        logarithm, sinks included, `-inf` for a query that sees nothing. Tokens of no sequence give 0 and `-inf`. Raises `ValueError` for
-        arguments that do not fit, `UnsupportedError` if no platform (or not the given one) supports the call.
+        `[..., T, H, V]` (`[..., T, H, R]` for a latent cache) in the dtype of `q`; with `return_lse` also `[..., T, H]` in float32: the natural
+        logarithm, including sinks, and `-inf` for a query that sees no key. Padding tokens, which belong to no sequence, return 0 and
+        `-inf`. Raises `ValueError` for invalid arguments, and `UnsupportedError` if no platform, or not the requested one, supports the call.
         """
         q = read_queries(q, cache, "T H D")
         tokens = packed(q, cache, query_start_loc, max_query_len)

@@ -1,4 +1,4 @@
-"""`RaggedPagedAttention`: decodes and chunks of prompts in one call, with the writing of their keys."""
+"""`RaggedPagedAttention`: decodes and chunks of prompts in one call, which can also write their keys and values."""
 
 from typing import Any, ClassVar, Literal, overload, TYPE_CHECKING, TypeVar
 
@@ -21,18 +21,18 @@ C = TypeVar("C", PagedKVCache, PagedLatentCache)
 
 
 class RaggedPagedAttention(Kernel):
-    r"""Attention of the new tokens of each sequence, one (a decode) or many (a chunk of a prompt), on the keys and values in the pages of a cache.
+    r"""Attention of each sequence's new tokens, one (decoding) or many (a chunk of a prompt), on the keys and values in the pages of a cache.
 
     Query $t$ of a sequence of $L$ tokens, $n_q$ of which are new, sits at position $i = L - n_q + t$ and sees the keys up to its own:
 
     $$s_{tj} = \mathrm{cap}\!\left(\mathrm{scale}\; q_t \cdot k_j\right), \qquad
     o_t = \sum_{j = \max(0,\, i - w + 1)}^{i} \frac{e^{s_{tj}}}{\sum_l e^{s_{tl}} + \sum_m e^{\mathrm{sink}_{hm}}}\, v_j$$
 
-    with $\mathrm{cap}(s) = c \tanh(s / c)$ where `logits_soft_cap` $= c$ is given (else $s$) and a window of $w$ keys. Keys whose page is not there
-    (-1) are not seen; a query that sees no key gives 0. Query head $h$ reads key head $\lfloor h / (H / K) \rfloor$. With `append=True` the
-    keys and values of the new tokens are written first. One compiled program serves all batches of the same sizes.
+    with $\mathrm{cap}(s) = c \tanh(s / c)$ if `logits_soft_cap` $= c$ is given (else $s$) and a window of $w$ keys. Keys without a page (-1) are
+    not visible. A query that sees no key returns 0. Query head $h$ reads key head $\lfloor h / (H / K) \rfloor$. With `append=True`, the keys
+    and values of the new tokens are written first. One compiled program serves all batches of the same sizes.
 
-    Platforms: Triton (`"triton"`, `"triton-interpret"`), XLA (`"xla"`). For inference: differentiating it raises `UnsupportedError`.
+    Platforms: Triton (`"triton"`, `"triton-interpret"`), XLA (`"xla"`). For inference only: differentiating it raises `UnsupportedError`.
 
     Source: Kwon et al., *Efficient Memory Management for Large Language Model Serving with PagedAttention* (2023), section 4.
     """
@@ -57,9 +57,9 @@ class RaggedPagedAttention(Kernel):
         """**Arguments:**
 
         - `sliding_window`, `logits_soft_cap`, `softmax_scale`, `platform`, `config`, `tune_for`: as in [`ejkernel_eqx.PagedAttention`][].
-        - `append`: a call also takes the keys and values of the new tokens, writes them, and returns the cache.
+        - `append`: calls also take the keys and values of the new tokens, write them, and return the updated cache.
 
-        Raises `ValueError` for options that mean nothing.
+        Raises `ValueError` for invalid options.
         """
         self.options = PagedOptions.read(sliding_window, logits_soft_cap, softmax_scale)
         self.append = append
@@ -140,28 +140,28 @@ class RaggedPagedAttention(Kernel):
         """**Arguments:**
 
         - `q` `[..., T, H, D]`, `cache`, `query_start_loc` `[N + 1]`, `max_query_len`, `sinks` `[H]` or `[H, n]`, `return_lse`: as in
-            [`ejkernel_eqx.PrefillPagedAttention`][]. With `append` there are no leading axes, and the new tokens have not been written.
-        - `k`, `v`: with `append`, and only then, `[T, K, D]` and `[T, K, V]`; for a latent cache the latents `[T, R]` and the rotary keys `[T, Dr]`.
-            They go where the tables say; a token without a page, or of no sequence, goes nowhere.
-        - `window`: a sliding window as a value, in the place of the constructor's `sliding_window`: an integer, negative for none.
-            Inside `jit` a chunk of several new tokens then reads the keys of each of them anew; one new token a sequence costs
-            nothing more.
+            [`ejkernel_eqx.PrefillPagedAttention`][]. With `append`, there are no leading axes, and the new tokens must not be written yet.
+        - `k`, `v`: only with `append`, `[T, K, D]` and `[T, K, V]`; for a latent cache the latents `[T, R]` and the rotary keys `[T, Dr]`.
+            They are written to the slots that the tables assign. Tokens without a page or a sequence are not written.
+        - `window`: a sliding window as a value instead of the constructor's `sliding_window`: an integer, negative for no window. It may be
+            traced. Inside `jit`, a chunk of several new tokens then reads the keys separately for each of them; there is no extra cost with
+            one new token per sequence.
 
         **Returns:**
 
         `[..., T, H, V]` in the dtype of `q`, with `return_lse` also `[..., T, H]`; results and errors are those of
-        [`ejkernel_eqx.PrefillPagedAttention`][]. With `append` the new cache comes last, bound to the same tables; donate the old one to `jit` to
-        have it written in place.
+        [`ejkernel_eqx.PrefillPagedAttention`][]. With `append`, the last result is the new cache, bound to the same tables; donate
+        the old one to `jit` to update it in place.
         """
         q = read_queries(q, cache, "T H D")
         tokens = packed(q, cache, query_start_loc, max_query_len)
         if not self.append and not (k is None and v is None):
             raise ValueError(
-                "k, v: expected None, as append=False, received arrays; build with append=True or write them by cache.append."
+                "k, v: expected None with append=False, received arrays; build with append=True, or write them with cache.append."
             )
         if self.append and (k is None or v is None):
             raise ValueError(
-                "k, v: expected the keys and values of the new tokens, as append=True, received None; build with append=False to read only."
+                "k, v: expected the keys and values of the new tokens with append=True, received None; build with append=False to read only."
             )
         arrays, spec = resolve(q, cache, self.options, tokens, Scoring(sinks), return_lse=return_lse)
         if not self.append:

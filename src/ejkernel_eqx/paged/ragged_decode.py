@@ -1,4 +1,4 @@
-"""`RaggedDecodeAttention`: decoding on dense keys of which each row has its own range."""
+"""`RaggedDecodeAttention`: decoding on dense keys, with a range of valid keys per row."""
 
 from typing import ClassVar, Literal, overload, TYPE_CHECKING
 
@@ -14,16 +14,17 @@ register("ragged_decode_attention", __package__)
 
 
 class RaggedDecodeAttention(PagedOperation):
-    r"""Attention of one query of each row on dense, padded keys and values, of which the row has those from `start` to `end`.
+    r"""Attention of one query per row on dense, padded keys and values, of which those from `start` to `end` are valid.
 
     $$s_{bj} = \mathrm{cap}\!\left(\mathrm{scale}\; q_b \cdot k_{bj}\right), \qquad
     o_b = \sum_{j = \max(\mathrm{start}_b,\, \mathrm{end}_b - w)}^{\mathrm{end}_b - 1}
     \frac{e^{s_{bj}}}{\sum_l e^{s_{bl}} + \sum_m e^{\mathrm{sink}_{hm}}}\, v_{bj}$$
 
-    with $\mathrm{cap}(s) = c \tanh(s / c)$ where `logits_soft_cap` $= c$ is given (else $s$) and a window of $w$ keys. A row with an empty range
-    gives 0. What lies outside the ranges is not read and may hold NaN. Query head $h$ reads key head $\lfloor h / (H / K) \rfloor$.
+    with $\mathrm{cap}(s) = c \tanh(s / c)$ if `logits_soft_cap` $= c$ is given (else $s$) and a window of $w$ keys. A row with an empty range
+    returns 0. Keys and values outside the ranges are not read and may hold NaN. Query head $h$ reads key head
+    $\lfloor h / (H / K) \rfloor$.
 
-    Platforms: Triton (`"triton"`, `"triton-interpret"`), XLA (`"xla"`). For inference: differentiating it raises `UnsupportedError`.
+    Platforms: Triton (`"triton"`, `"triton-interpret"`), XLA (`"xla"`). For inference only: differentiating it raises `UnsupportedError`.
     """
 
     operation: ClassVar[str] = "ragged_decode_attention"
@@ -84,17 +85,17 @@ class RaggedDecodeAttention(PagedOperation):
     ) -> Float[Array, "*B H V"] | tuple[Float[Array, "*B H V"], Float[Array, "*B H"]]:
         """**Arguments:**
 
-        - `q`: `[..., H, D]`, any number of leading axes, the rows. bf16, f16, f32 (f64 on XLA).
-        - `k`, `v`: `[..., S, K, D]` and `[..., S, K, V]`, the leading axes of `q`.
-        - `start`, `end`: ints, one for each row or one for all: the row's keys are `start .. end - 1`; at most `S` of them. The query sits at
+        - `q`: `[..., H, D]`, with any number of leading axes (the rows). bf16, f16, f32 (f64 on XLA).
+        - `k`, `v`: `[..., S, K, D]` and `[..., S, K, V]`, with the leading axes of `q`.
+        - `start`, `end`: ints from 0 to `S`, one per row or one for all: the row's keys are `start .. end - 1`. The query's position is
             `end - 1`.
         - `sinks`, `return_lse`: as in [`ejkernel_eqx.PagedAttention`][].
 
         **Returns:**
 
-        `[..., H, V]` in the dtype of `q`; with `return_lse` also `[..., H]` in float32: natural logarithm, sinks included, `-inf` for a row
-        that sees nothing. Raises `ValueError` for arguments that do not fit, `UnsupportedError` if no platform (or not the given one)
-        supports the call.
+        `[..., H, V]` in the dtype of `q`; with `return_lse` also `[..., H]` in float32: the natural logarithm, including sinks, and `-inf` for
+        a row that sees no key. Raises `ValueError` for invalid arguments, and `UnsupportedError` if no platform, or not the requested
+        one, supports the call.
         """
         arrays, spec = resolve_dense(q, k, v, start, end, self.options, Scoring(sinks), return_lse=return_lse)
         return finish(self.plan, arrays, spec, -3)

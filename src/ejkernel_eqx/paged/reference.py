@@ -1,4 +1,4 @@
-"""The plain mathematics of attention over pages: each sequence's keys side by side, then dense attention. The oracle of every test."""
+"""Reference implementation of attention over pages: gathers each sequence's keys, then computes dense attention. Every test uses it."""
 
 from typing import Any
 
@@ -11,7 +11,7 @@ from .spec import PagedArrays, PagedSpec, unmapped
 
 
 def attend(arrays: PagedArrays, spec: PagedSpec) -> dict[str, Array]:
-    """`out [*, T, H, V]` and `lse [*, T, H]` in float64 if the queries are float64, and in float32 otherwise."""
+    """`out [*, T, H, V]` and `lse [*, T, H]`, in float64 if the queries are float64, otherwise in float32."""
     alone, call = unmapped(arrays, spec), lambda given: _row(PagedArrays.of(given), spec)
     for _ in arrays.q.shape[:-3]:
         call = jax.vmap(call, in_axes=({name: None if name in alone else 0 for name in arrays.given},))
@@ -19,7 +19,7 @@ def attend(arrays: PagedArrays, spec: PagedSpec) -> dict[str, Array]:
 
 
 def _row(arrays: PagedArrays, spec: PagedSpec) -> dict[str, Array]:
-    """Without leading axes, one sequence and one key head after the other."""
+    """The computation without leading axes, by sequence and by key head."""
     dtype = accumulator(arrays.q.dtype)
     (tokens, heads, _), kv_heads = arrays.q.shape, arrays.k.shape[-2]
     width = arrays.k.shape[-1] if arrays.v is None else arrays.v.shape[-1]
@@ -49,7 +49,7 @@ def _row(arrays: PagedArrays, spec: PagedSpec) -> dict[str, Array]:
 
 
 def _visible(arrays: PagedArrays, spec: PagedSpec, n: Array) -> tuple[Array, Array]:
-    """Which key `j` each query of sequence `n` sees, `[Q, S]`, and where the keys of its own queries begin."""
+    """Which key `j` each query of sequence `n` sees, `[Q, S]`, and where the keys of its new tokens begin."""
     page_size, pages = arrays.k.shape[-3], arrays.page_table[n]
     j = jnp.arange(pages.shape[0] * page_size, dtype=jnp.int32)[None]
     chunk = arrays.kv_len[n] - arrays.q_len[n]
@@ -64,7 +64,7 @@ def _visible(arrays: PagedArrays, spec: PagedSpec, n: Array) -> tuple[Array, Arr
 
 
 def _keys(arrays: PagedArrays, n: Array, kv_head: Array, dtype: Any) -> tuple[Array, Array]:
-    """The keys `[S, D]` and values `[S, V]` of one head of sequence `n`, as the numbers that they stand for."""
+    """The dequantised keys `[S, D]` and values `[S, V]` of one head of sequence `n`."""
     pages = jnp.clip(arrays.page_table[n], 0, arrays.k.shape[-4] - 1)
 
     def gather(stored: Array, scale: Array | None) -> Array:
@@ -83,7 +83,7 @@ def _keys(arrays: PagedArrays, n: Array, kv_head: Array, dtype: Any) -> tuple[Ar
 def _dense(
     arrays: PagedArrays, spec: PagedSpec, q: Array, kv: Any, visible: Any, kv_head: Array
 ) -> tuple[Array, Array]:
-    """`[Q, G, V]` and `[Q, G]` of one key head and the G query heads that read it."""
+    """`[Q, G, V]` and `[Q, G]` for one key head and the G query heads that read it."""
     (longest, groups, _), dtype, (k, v), (seen, chunk) = q.shape, q.dtype, kv, visible
     of_head = lambda x: x.reshape(-1, groups)[kv_head].astype(dtype)[:, None]
     t, j = jnp.arange(longest, dtype=jnp.int32)[:, None], jnp.arange(k.shape[0], dtype=jnp.int32)[None]

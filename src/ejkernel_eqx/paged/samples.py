@@ -1,4 +1,4 @@
-"""Representative inputs of attention over pages, made from a problem's description alone: batches as a server has them, pages in any order."""
+"""Representative inputs of attention over pages, made from a problem's description: batches as on a server, with pages in random order."""
 
 import functools
 import math
@@ -17,7 +17,7 @@ from .cache.quantise import LARGEST
 from .spec import page_dtypes, PagedArrays, PagedSpec, PAGES, SCALES
 
 SOFT_CAP = 30.0
-WINDOW = 4  # a window holds such a part of the longest sequence
+WINDOW = 4  # the longest sequence spans this many windows
 
 
 class Batch(NamedTuple):
@@ -29,13 +29,13 @@ class Batch(NamedTuple):
     kv_start: np.ndarray
 
     def seen(self, spec: PagedSpec) -> np.ndarray:
-        """The keys that each sequence's queries see together."""
+        """The number of keys that each sequence's queries see in total."""
         first = self.kv_len - self.q_len if spec.left is None else self.kv_len - self.q_len - spec.left
         low = np.maximum(self.kv_start, 0 if spec.left is None else first)
         return np.where(self.q_len > 0, np.maximum(self.kv_len - low, 0), 0)
 
     def pairs(self, spec: PagedSpec) -> int:
-        """Pairs of a query and a key that it sees, of one head."""
+        """The number of pairs of a query and a visible key, per head."""
         total = 0
         for q_len, kv_len, start in zip(self.q_len, self.kv_len, self.kv_start, strict=True):
             i = kv_len - q_len + np.arange(q_len, dtype=np.int64)
@@ -45,12 +45,12 @@ class Batch(NamedTuple):
 
 
 def spec_of(problem: Problem) -> PagedSpec:
-    """The static half of a call of this problem."""
+    """The static half of a call, from its problem."""
     return spec_from(dict(problem.dims), dict(problem.flags))
 
 
 def spec_from(size: Mapping[str, int], flags: Mapping[str, Any]) -> PagedSpec:
-    """The same from sizes by letter and the flags of a problem."""
+    """The static half of a call, from sizes by letter and the flags of a problem."""
     return PagedSpec(
         scale=size["D"] ** -0.5,
         logits_soft_cap=SOFT_CAP if flags.get("soft_cap") else None,
@@ -63,8 +63,8 @@ def spec_from(size: Mapping[str, int], flags: Mapping[str, Any]) -> PagedSpec:
 
 
 def make_batch(problem: Problem, seed: int) -> Batch:
-    """Decodes alone where no sequence may have more queries. Else some padding behind, and for prefilling chunks of like lengths, for
-    the other operations as many whole chunks as there are tokens, and decodes."""
+    """Only decodes if sequences have at most one query. Otherwise some trailing padding and, for prefilling, chunks of similar lengths; for
+    the other operations, decodes and as many whole chunks as the tokens allow."""
     rng = np.random.default_rng(seed)
     count, tokens, longest = (problem.dim(name) for name in "NTQ")
     keys = problem.dim("M") * problem.dim("p")
@@ -93,8 +93,8 @@ def make_batch(problem: Problem, seed: int) -> Batch:
 
 
 def make_arrays(problem: Problem, seed: int) -> PagedArrays:
-    """The arrays of a call, with one leading axis of size one: lengths, and so shapes, are the same for every seed; tables and values are
-    fresh."""
+    """The arrays of a call, with one leading axis of size one. Lengths, and so shapes, are the same for every seed; tables and values depend
+    on it."""
     batch, rng = make_batch(problem, 0), np.random.default_rng(seed)
     need = -(-batch.kv_len // problem.dim("p"))
     table = np.full((problem.dim("N"), problem.dim("M")), -1, np.int32)
@@ -111,8 +111,8 @@ def make_arrays(problem: Problem, seed: int) -> PagedArrays:
 def shapes_from(
     size: Mapping[str, int], dtype: Any, kv: tuple[Any, Any], flags: Mapping[str, Any], pages: int = 1
 ) -> PagedArrays:
-    """The arrays of a call without leading axes, from sizes by letter, the dtypes of queries and of both kinds of pages, and the flags of a
-    problem."""
+    """The shapes of a call's arrays without leading axes, from sizes by letter, the dtypes of queries and of both kinds of pages, and the flags
+    of a problem."""
     size, wide = {**size, "P": pages, "R": size["D"] - size["V"]}, accumulator(jnp.dtype(dtype))
     stored = {"k": "PpKV", "rope": "PpKR"} if flags.get("latent") else {"k": "PpKD", "v": "PpKV"}
     scale = {None: None, "token": "PpK", "head": "K"}[flags.get("scales")]
@@ -156,7 +156,7 @@ def _random(problem: Problem, pages: int, key: Array) -> dict[str, Array]:
 
 
 def moved_bytes(problem: Problem, spec: PagedSpec) -> float:
-    """Queries, results and tables once, and each sequence's keys that are seen."""
+    """The bytes of queries, results and tables, once each, and of each sequence's visible keys."""
     shapes = jax.eval_shape(lambda: make_arrays(problem, 0))
     a_key = sum(bytes_of(x) / math.prod(x.shape[:2]) for x in _over_keys(shapes))
     seen = int(make_batch(problem, 0).seen(spec).astype(np.int64).sum())

@@ -1,7 +1,7 @@
-"""What one call of inference attention is, once every layout, option and default has been resolved.
+"""A call of inference attention after every layout, option and default has been resolved.
 
-Everything below the public operations (the reference, XLA, Triton) speaks these types only. Letters: `T` packed query tokens, `N`
-sequences, `H` query heads, `K` key/value heads, `D` key dim, `V` value dim, `P` pages, `p` tokens a page, `M` pages of the longest
+Everything below the public operations (the reference, XLA, Triton) uses only these types. Letters: `T` packed query tokens, `N`
+sequences, `H` query heads, `K` key/value heads, `D` key dim, `V` value dim, `P` pages, `p` tokens per page, `M` pages of the longest
 sequence, `*` leading axes.
 """
 
@@ -15,44 +15,45 @@ from jax import Array
 class PagedSpec:
     """The static half of a call.
 
-    Query `t` of a sequence (0 to `q_len - 1`) sits at position `i = kv_len - q_len + t` and sees the keys `j` with
-    `max(kv_start, i - left) <= j <= i` whose page is there. The score is `s = scale * q . k_j`, then `cap * tanh(s / cap)`, then
-    `+ slope * (j - i)`, then, for the keys of the sequence's own queries (`j >= kv_len - q_len`), `+ qq_bias[t, j - (kv_len - q_len)]`.
+    Query `t` of a sequence (0 to `q_len - 1`) has position `i = kv_len - q_len + t` and sees the keys `j` with
+    `max(kv_start, i - left) <= j <= i` that have a page. The score is `s = scale * q . k_j`, then `cap * tanh(s / cap)`, then
+    `+ slope * (j - i)`, then, for the keys of the sequence's new tokens (`j >= kv_len - q_len`), `+ qq_bias[t, j - (kv_len - q_len)]`.
     """
 
     scale: float
     logits_soft_cap: float | None = None
     left: int | None = None
-    """Keys that a query sees before its own; `None`: all."""
+    """The number of keys before its own that a query sees; `None`: all."""
     max_query_len: int = 1
-    """No sequence has more queries; those past it would be left out."""
+    """The maximum number of queries per sequence; queries beyond it are ignored."""
     latent: bool = False
     """The values are the keys (without `rope`): `PagedArrays.v` is `None`."""
     scales: str | None = None
-    """Of those pages that are quantised: `"token"`, one for each token and head, or `"head"`, one for each head; `None`: none are."""
+    """The scales of quantised pages: `"token"`, one per token and head, or `"head"`, one per head; `None`: no pages are quantised."""
     return_lse: bool = False
-    """Whether the caller wants `lse`; every platform gives it."""
+    """Whether the caller requests `lse`; every platform returns it."""
 
 
 class PagedArrays(NamedTuple):
-    """The arrays of a call. Pages and what heads or pairs of queries have (`SHARED`) come without leading axes or, mapped by `jax.vmap`,
-    with all of them; the others have all leading axes.
+    """The arrays of a call. Pages and the arrays per head or per pair of queries (`SHARED`) have no leading axes or, mapped by `jax.vmap`,
+    all of them; the others have all leading axes.
 
-    What no query sees may hold NaN: pages of no sequence, slots from `kv_len` on, queries of no sequence. A page number outside
-    `0 .. P - 1` is no page: its keys are not seen. Tokens of no sequence give `out` 0 and `lse` minus infinity.
+    Positions that no query sees may hold NaN: pages of no sequence, slots from `kv_len` on, queries of no sequence. A page number
+    outside `0 .. P - 1` stands for a missing page, whose keys are not visible. Tokens of no sequence return `out` 0 and `lse` minus
+    infinity.
     """
 
-    q: Array  # [*, T, H, D]; latent: [*, T, H, D + Dr], the part for `rope` behind
+    q: Array  # [*, T, H, D]; latent: [*, T, H, D + Dr], the part for `rope` last
     k: Array  # [P, p, K, D], bf16, f16, f32 (f64 on XLA), or int8, float8_e4m3fn, float8_e5m2 with scales
     v: Array | None  # [P, p, K, V]; None: the keys
     page_table: Array  # int32 [*, N, M]
-    q_start: Array  # int32 [*, N]: the sequence's first query among the T; never decreasing
+    q_start: Array  # int32 [*, N]: index of the sequence's first query; never decreasing
     q_len: Array  # int32 [*, N]: its number of queries, 0 for none
-    kv_len: Array  # int32 [*, N]: its number of keys, those of the queries included
+    kv_len: Array  # int32 [*, N]: its number of keys, including those of the queries
     kv_start: Array | None = None  # int32 [*, N]: its first key
-    rope: Array | None = None  # [P, p, K, Dr]: more key channels, which are no values
+    rope: Array | None = None  # [P, p, K, Dr]: further key channels, which are not values
     k_scale: Array | None = (
-        None  # float32 [P, p, K] or [K]: a stored number stands for `scale * number`; None: for itself
+        None  # float32 [P, p, K] or [K]: a stored number stands for `scale * number`; None: not quantised
     )
     v_scale: Array | None = None  # the same, for v
     rope_scale: Array | None = None  # the same, for rope
@@ -62,12 +63,12 @@ class PagedArrays(NamedTuple):
 
     @classmethod
     def of(cls, given: dict[str, Any]) -> "PagedArrays":
-        """From those that there are, by name."""
+        """From the arrays that are present, by name."""
         return cls(**{"v": None, **given})
 
     @property
     def given(self) -> dict[str, Any]:
-        """Those that there are, or shapes in their place, by name."""
+        """The arrays that are present, or shapes in their place, by name."""
         return {name: x for name, x in self._asdict().items() if x is not None}
 
 
@@ -79,7 +80,7 @@ RESULTS = ("out", "lse")
 
 
 def axes_of(arrays: PagedArrays, spec: PagedSpec) -> dict[str, tuple[str, ...]]:
-    """The axes behind the leading ones of every array that there may be and of both results; `H<n>` are n heads."""
+    """The axes after the leading ones of every possible array and of both results; `H<n>` stands for n heads."""
     heads, kv_heads = f"H{arrays.q.shape[-2]}", f"H{arrays.k.shape[-2]}"
     scale = ("P", "p", kv_heads) if spec.scales == "token" else (kv_heads,)
     return {
@@ -99,23 +100,23 @@ def axes_of(arrays: PagedArrays, spec: PagedSpec) -> dict[str, tuple[str, ...]]:
 
 
 def page_dtypes(problem: Any) -> tuple[str, str]:
-    """Of a problem the dtypes of keys and of values or, of latent pages, of latents and of rotary keys."""
+    """The dtypes of keys and values in a problem or, with latent pages, of latents and rotary keys."""
     dtypes = dict(problem.dtypes)
     return dtypes["kv"], dtypes.get("rope" if problem.flag("latent") else "v", dtypes["kv"])
 
 
 def unmapped(arrays: PagedArrays, spec: PagedSpec) -> frozenset[str]:
-    """What comes without leading axes, the same for all of them."""
+    """The arrays without leading axes, which all rows share."""
     axes, given = axes_of(arrays, spec), arrays.given
     return frozenset(name for name in SHARED.intersection(given) if given[name].ndim == len(axes[name]))
 
 
 class WriteArrays(NamedTuple):
-    """The arrays of one write into pages, which become the results of the same names.
+    """The arrays of one write into pages. The results have the same names.
 
-    Token `t` goes to slot `slots[t] = page * p + place`; a slot outside `0 .. P * p - 1` writes nowhere. No slot may be given twice.
-    With scales a token [P, p, K] each token and head is stored with its own (largest magnitude / largest stored number); with scales
-    a head [K] the given ones stay, and what they cannot hold is clipped.
+    Token `t` goes to slot `slots[t] = page * p + place`; a slot outside `0 .. P * p - 1` is not written. Slots must be distinct.
+    With a scale per token [P, p, K], each token and head is stored with its own (largest magnitude / largest stored number). With a
+    scale per head [K], the given scales are kept, and numbers outside their range are clipped.
     """
 
     pages: dict[str, Array]  # of PAGES and SCALES, as in PagedArrays

@@ -1,4 +1,4 @@
-"""`UnifiedAttention`: decodes and chunks of prompts on pages, with biases and for trees of drafts."""
+"""`UnifiedAttention`: decodes and chunks of prompts on pages, with biases and trees of draft tokens."""
 
 from typing import ClassVar, Literal, overload, TYPE_CHECKING
 
@@ -16,17 +16,18 @@ register("unified_attention", __package__)
 
 
 class UnifiedAttention(PagedOperation):
-    r"""Attention of the new tokens of each sequence, few or many, on the keys and values in the pages of a cache, with all that may change scores.
+    r"""Attention of each sequence's new tokens, few or many, on the keys and values in the pages of a cache, with ALiBi and a bias between new
+    tokens.
 
     Query $t$ of a sequence of $L$ tokens, $n_q$ of which are new, sits at position $i = L - n_q + t$ and sees the keys $j \le i$ of the window:
 
     $$s_{tj} = \mathrm{cap}\!\left(\mathrm{scale}\; q_t \cdot k_j\right) + m_h (j - i) + B_{t,\, j - (L - n_q)}$$
 
     with ALiBi slopes $m_h$, and a bias $B$ between the new tokens of a sequence (for keys $j \ge L - n_q$). With $B = -\infty$ between tokens
-    of different branches it decodes a tree of drafts, whose positions are those of the packed order. The softmax, sinks and everything else
-    are as in [`ejkernel_eqx.RaggedPagedAttention`][].
+    of different branches, it decodes a tree of draft tokens, whose positions follow the packed order. The softmax, sinks and everything
+    else are as in [`ejkernel_eqx.RaggedPagedAttention`][].
 
-    Platforms: Triton (`"triton"`, `"triton-interpret"`), XLA (`"xla"`). For inference: differentiating it raises `UnsupportedError`.
+    Platforms: Triton (`"triton"`, `"triton-interpret"`), XLA (`"xla"`). For inference only: differentiating it raises `UnsupportedError`.
 
     Sources: vLLM's unified attention kernel; Press et al., *ALiBi* (2022); Miao et al., *SpecInfer* (2024).
     """
@@ -97,8 +98,8 @@ class UnifiedAttention(PagedOperation):
         - `q` `[..., T, H, D]`, `cache`, `query_start_loc` `[N + 1]`, `max_query_len`, `sinks` `[H]` or `[H, n]`, `return_lse`: as in
             [`ejkernel_eqx.PrefillPagedAttention`][].
         - `alibi_slopes`: `[H]`.
-        - `qq_bias`: `[Q, Q]`, `Q` at least `max_query_len`, the same for all sequences and heads; entries may be minus infinity. What lies above
-            its diagonal is not seen.
+        - `qq_bias`: `[Q, Q]` with `Q` at least `max_query_len`, the same for all sequences and heads. Entries may be minus infinity; those above
+            the diagonal have no effect.
         - `sliding_window`: as in [`ejkernel_eqx.RaggedPagedAttention`][]; without `qq_bias`.
 
         **Returns:**

@@ -1,4 +1,4 @@
-"""A window of keys that is known at run time only."""
+"""Sliding windows that are known only at run time."""
 
 import dataclasses
 from typing import Any
@@ -14,10 +14,10 @@ from .spec import PagedArrays, PagedSpec
 
 
 def finish_within(plan: Plan, arrays: PagedArrays, spec: PagedSpec, window: Any) -> Any:
-    """The results of the resolved call in a window of so many keys, the query's own included; all for `None` and for a negative number.
+    """The results of the resolved call with a window of so many keys, including the query's own; all keys for `None` or a negative number.
 
-    Kernels know the first key of each sequence. So with one query a sequence nothing else is needed; otherwise every query becomes a
-    sequence of its own, unless no sequence is longer than the window.
+    Kernels take the first key of each sequence, which suffices with one query per sequence. Otherwise every query becomes a sequence of
+    its own, unless no sequence is longer than the window.
     """
     if window is None:
         return finish(plan, arrays, spec)
@@ -42,16 +42,16 @@ def _read(window: Any, arrays: PagedArrays, spec: PagedSpec) -> Array:
     given = jnp.asarray(window)
     if given.ndim or not jnp.issubdtype(given.dtype, jnp.integer):
         raise ValueError(
-            f"window: expected one integer, received {given.dtype} of shape {given.shape}; jax.vmap over several."
+            f"window: expected one integer, received {given.dtype} of shape {given.shape}; use jax.vmap for several."
         )
     if spec.left is not None:
         raise ValueError(
-            "window: expected None in a call of an operation that was built with one, received another; build it without."
+            "window: expected None for an operation that was built with sliding_window, received a value; build it without sliding_window."
         )
     if arrays.q.ndim != 3 or arrays.qq_bias is not None:
         what = "leading axes" if arrays.q.ndim != 3 else "qq_bias"
         raise ValueError(
-            f"window: expected None in a call with {what}, received an integer; build the operation with it."
+            f"window: expected None in a call with {what}, received an integer; build the operation with sliding_window instead."
         )
     if known(given) == 0:
         raise ValueError(
@@ -61,13 +61,13 @@ def _read(window: Any, arrays: PagedArrays, spec: PagedSpec) -> Array:
 
 
 def _from(arrays: PagedArrays, window: Array) -> PagedArrays:
-    """With one query for each sequence, from the first key of its window on."""
+    """The call with one query per sequence, each sequence starting at the first key of its window."""
     first = jnp.where(window < 0, 0, arrays.kv_len - jnp.maximum(window, 1))
     return arrays._replace(kv_start=jnp.maximum(first, 0))
 
 
 def _alone(arrays: PagedArrays) -> PagedArrays:
-    """Every query as a sequence of its own, on the pages of the one that it belongs to."""
+    """The call with every query as a sequence of its own, on the pages of its original sequence."""
     tokens, ends = jnp.arange(arrays.q.shape[0], dtype=jnp.int32), arrays.q_start + arrays.q_len
     count = ends.shape[0]
     number = jnp.minimum(jnp.sum(ends[None] <= tokens[:, None], axis=1, dtype=jnp.int32), count - 1)

@@ -1,4 +1,4 @@
-"""What the tuner needs of attention over pages: representative work, the plain mathematics to check it by, and its cost."""
+"""What the tuner needs for attention over pages: representative work, the reference to check it against, and its cost."""
 
 import functools
 from typing import Any
@@ -34,13 +34,13 @@ def workload(implementation: Implementation, problem: Problem) -> Workload:
 
 
 def checked_dtype(problem: Problem) -> str:
-    """The coarser dtype of those that are multiplied; quantised pages count as the queries."""
+    """The least precise dtype that is multiplied; quantised pages count as the dtype of the queries."""
     dtypes = {problem.dtype("q"), *page_dtypes(problem)}
     return max(dtypes.intersection(_COARSER), key=_COARSER.index)
 
 
 def costs(problem: Problem) -> dict[str, Cost]:
-    """Operations of the matrix products over what is visible; each sequence's visible keys read once."""
+    """The operations of the matrix products over visible pairs, and the bytes with each sequence's visible keys read once."""
     spec = spec_of(problem)
     pairs = make_batch(problem, 0).pairs(spec)
     flops = 2.0 * pairs * problem.dim("H") * (problem.dim("D") + problem.dim("V"))

@@ -1,7 +1,7 @@
 """Attention over pages in plain XLA: loops over blocks of keys with an online softmax, in two passes.
 
-Sequences with few queries (decodes) go together, a block of keys of each at a time; the others tile by tile of their queries, one tile
-after the other. Each begins at the first block that it sees, and the loops end at the last one: nothing else is gathered.
+Sequences with few queries (decodes) are processed together, one block of keys of each at a time. The others are processed in tiles of
+queries, one tile after another. Each starts at its first visible block, and the loops end at the last one, so nothing else is gathered.
 """
 
 import dataclasses
@@ -20,7 +20,7 @@ Named = dict[str, Array]
 
 @dataclasses.dataclass(frozen=True)
 class XlaConfig:
-    """Queries a tile and keys a block. Sequences with up to `decode_queries` queries are computed all at once."""
+    """Queries per tile and keys per block. Sequences with up to `decode_queries` queries are computed together."""
 
     block_q: int = 128
     block_k: int = 128
@@ -39,14 +39,14 @@ class XlaPlatform:
     config_type = XlaConfig
 
     def unsupported(self, problem: Any, device: Any) -> str | None:
-        """Why this platform cannot serve the problem: it serves all."""
+        """Why this platform cannot serve the problem; it serves every problem."""
         return None
 
     def default_config(self, problem: Any, device: Any) -> XlaConfig:
         return self.candidates(problem, device)[0]
 
     def candidates(self, problem: Any, device: Any) -> list[XlaConfig]:
-        """Configurations worth timing, the heuristic first; those that cut the problem alike are given once."""
+        """Configurations worth timing, the heuristic first, without those that split the problem in the same way."""
         keys, queries = problem.dim("M") * problem.dim("p"), problem.dim("Q")
         wanted = [
             (128, 128),
@@ -67,7 +67,7 @@ class XlaPlatform:
         return list(distinct.values())
 
     def forward(self, arrays: PagedArrays, spec: PagedSpec, config: XlaConfig) -> Named:
-        """`out [*, T, H, V]` and `lse [*, T, H]`; `jax.vmap` becomes more leading axes, and these more sequences."""
+        """`out [*, T, H, V]` and `lse [*, T, H]`. `jax.vmap` adds leading axes, which become additional sequences."""
 
         def folded(given: Named, runs: Any) -> Named:
             return flatten_rows(lambda flat: _attend(_Call(flat, spec, config)), PagedArrays.of(given), spec)  # pyright: ignore[reportArgumentType]
@@ -75,7 +75,7 @@ class XlaPlatform:
         axes = axes_of(arrays, spec)
         given = arrays.given
         shared = SHARED.intersection(given)
-        # Where types say how arrays are spread, indices into what is spread must be those of one device.
+        # Where types carry shardings, indices into a sharded array must be local to one device.
         leading = Leading(axes=axes, shared=shared)
         return opaque(folded, leading, split=Split.EXPLICIT, sliced=False)(given)
 
@@ -110,7 +110,7 @@ class _Call:
 
 
 def _operand_dtype(arrays: PagedArrays, spec: PagedSpec) -> Any:
-    """What is multiplied: quantised numbers are exact in every other dtype. A probability times a scale needs the range of float32."""
+    """The dtype of the products. Quantised numbers are exact in every other dtype; a probability times a scale needs the range of float32."""
     pages = {
         x.dtype for name, x in arrays.given.items() if name in PAGES and f"{name}_scale" not in arrays.given
     }
@@ -125,13 +125,13 @@ class _Queries(NamedTuple):
     """Up to `Q` queries of each of `n` sequences."""
 
     sequence: Array  # [n]
-    index: Array  # [n, Q]: of a query in its sequence
+    index: Array  # [n, Q]: index of the query in its sequence
     real: Array  # [n, Q]
     q: Array  # [n, Q, K, G, D]
 
 
 def _attend(call: _Call) -> Named:
-    # Made of the queries, so that their type says over which heads and devices they are spread.
+    # Made from the queries, so that their type carries the sharding over heads and devices.
     lse = match_varying(jnp.zeros_like(call.q[..., 0], call.lse_dtype) - jnp.inf, call.arrays)
     out = jnp.zeros_like(lse, call.q.dtype)[..., None]
     out = jnp.broadcast_to(out, (*lse.shape, call.value_dim))
@@ -155,7 +155,7 @@ def _decodes(call: _Call, out: Array, lse: Array) -> tuple[Array, Array]:
 
 
 def _tiles(call: _Call, out: Array, lse: Array) -> tuple[Array, Array]:
-    """The other sequences, in tiles of queries. The loop ends with the last tile that there is."""
+    """The other sequences, in tiles of queries. The loop ends at the last tile with queries."""
     arrays, size = call.arrays, call.block_q
     length = jnp.minimum(arrays.q_len, call.spec.max_query_len)
     tiles = jnp.where(length > call.few, (length + size - 1) // size, 0)
@@ -164,7 +164,7 @@ def _tiles(call: _Call, out: Array, lse: Array) -> tuple[Array, Array]:
     def tile(number: Array, results: tuple[Array, Array]) -> tuple[Array, Array]:
         n = jnp.sum(ends <= number, dtype=jnp.int32)
         start = arrays.q_start[n] + (number - ends[n] + tiles[n]) * size
-        begin = jnp.clip(start, 0, call.tokens - size)  # a last tile, moved back to where it fits
+        begin = jnp.clip(start, 0, call.tokens - size)  # the last tile, moved back so that it fits
         token = begin + jnp.arange(size, dtype=jnp.int32)
         index = token - arrays.q_start[n]
         real = (token >= start) & (index < length[n])
@@ -182,13 +182,13 @@ def _tiles(call: _Call, out: Array, lse: Array) -> tuple[Array, Array]:
 
 
 class _Span(NamedTuple):
-    """What queries see."""
+    """Which keys the queries see."""
 
-    own: Array  # [n]: the first key of the sequence's own queries
+    own: Array  # [n]: the first key of the sequence's new tokens
     i: Array  # [n, Q]: the positions of the queries, which are the last keys that they see
     lowest: Array  # [n, Q]: the first ones
     begin: Array  # [n]: where the sequence's first block begins
-    blocks: Array  # as many as the sequence that sees most has
+    blocks: Array  # the number of blocks of the sequence that sees most
 
 
 def _span(call: _Call, queries: _Queries) -> _Span:
@@ -233,7 +233,7 @@ def _softmax(call: _Call, queries: _Queries) -> tuple[Array, Array]:
 
 
 def _start(call: _Call, queries: _Queries) -> tuple[Array, Array, Array]:
-    """Before any key: a sink is a key seen first, whose value is 0."""
+    """The state before any key: a sink counts as a first key whose value is 0."""
     zeros = match_varying(jnp.zeros_like(queries.q[..., 0], call.accum), call.arrays)
     zeros = jnp.moveaxis(zeros, 1, 3)  # [n, K, G, Q]
     largest = zeros - jnp.inf
@@ -244,7 +244,7 @@ def _start(call: _Call, queries: _Queries) -> tuple[Array, Array, Array]:
 
 
 def _scores(call: _Call, queries: _Queries, loaded: Named, i: Array, j: Array, own: Array) -> Array:
-    """`[n, K, G, Q, S]`, hidden ones too."""
+    """`[n, K, G, Q, S]`, including hidden keys."""
     arrays, spec, width = call.arrays, call.spec, call.pages["k"].shape[-1]
     pattern = "nqkgd,nskd->nkgqs"
     scores = _scaled(call.dot(pattern, queries.q[..., :width], loaded["k"]), loaded.get("k_scale"))
@@ -266,7 +266,7 @@ def _scores(call: _Call, queries: _Queries, loaded: Named, i: Array, j: Array, o
 
 
 def _values(call: _Call, weights: Array, loaded: Named, seen: Array) -> Array:
-    """`[n, K, G, Q, V]`; a value that nobody sees is taken for 0."""
+    """`[n, K, G, Q, V]`; a value that no query sees counts as 0."""
     name = "k" if call.spec.latent else "v"
     scale = loaded.get(f"{name}_scale")
     if scale is not None and scale.ndim > 1:

@@ -1,4 +1,4 @@
-"""Which sequence has which pages: the bookkeeping of a paged cache, on the host."""
+"""The allocator of a paged cache, on the host: tracks which pages belong to which sequence."""
 
 import array
 import dataclasses
@@ -13,9 +13,9 @@ from .pages import check_room
 
 
 class OutOfPagesError(EjkernelError):
-    """There are not as many free pages as an allocation needs. Nothing was allocated.
+    """Too few pages are free for an allocation. Nothing was allocated.
 
-    `sequence`, `wanted` and `free` say whose allocation it was, how many pages it needs and how many there are.
+    `sequence` is the sequence to allocate for, `wanted` the number of pages it needs, and `free` the number of free pages.
     """
 
     sequence: Hashable
@@ -29,13 +29,13 @@ class OutOfPagesError(EjkernelError):
 
     def __str__(self) -> str:
         return (
-            f"num_pages: expected {self.wanted} free pages for sequence {self.sequence!r}, found {self.free}; free a sequence or what it "
-            "does not see any more (free_behind), let this one wait, or build the cache and its PageTable with more pages."
+            f"num_pages: expected {self.wanted} free pages for sequence {self.sequence!r}, found {self.free}; free a sequence or the "
+            "pages behind its window (free_behind), postpone this one, or build the cache and its PageTable with more pages."
         )
 
 
 class PageCopy(NamedTuple):
-    """Page `source` is to be copied to page `target`."""
+    """A request to copy page `source` to page `target`."""
 
     source: int
     target: int
@@ -43,20 +43,20 @@ class PageCopy(NamedTuple):
 
 @dataclasses.dataclass
 class _Sequence:
-    pages: array.array  # int32, one for every p tokens; -1 where it was freed
+    pages: array.array  # int32, one for every p tokens; -1 if freed
     length: int = 0
-    freed: int = 0  # how many of the first pages are -1
+    freed: int = 0  # the number of leading pages that are -1
     look_back: int | None = (
-        None  # how many keys before its own a query sees at most, as `free_behind` has been told
+        None  # the most keys before its own that a query sees, according to calls of `free_behind`
     )
 
 
 class PageTable:
-    r"""Gives the pages of a cache to sequences as they grow, shares them between forks, and takes them back.
+    r"""Allocates the pages of a cache to sequences as they grow, shares them between forks, and frees them.
 
-    Token $j$ of a sequence is kept at slot $\text{page}_{\lfloor j / p \rfloor} \cdot p + j \bmod p$. A page may belong to several
-    sequences (`fork`); before one of them writes into it, it gets a copy of its own, which `allocate` asks for (copy-on-write; Kwon et
-    al., 2023, arXiv:2309.06180, section 4.4). Nothing here holds an array of JAX.
+    Token $j$ of a sequence is stored at slot $\text{page}_{\lfloor j / p \rfloor} \cdot p + j \bmod p$. Several sequences may share a
+    page (`fork`). Before one of them writes into it, that sequence receives its own copy, which `allocate` requests (copy-on-write; Kwon
+    et al., 2023, arXiv:2309.06180, section 4.4). The table lives on the host and holds no JAX arrays.
 
     ```python
     table = PageTable(num_pages=1024, page_size=16)
@@ -67,9 +67,9 @@ class PageTable:
     **Arguments:**
 
     - `num_pages`, `page_size`: those of the cache.
-    - `max_pages`: the most pages of one sequence, which is how wide its row is; by default rows are as wide as they need to be.
-    - `window`: the most keys that a query sees, its own included, over all layers; by default all. `free_behind` frees nothing that it
-        reaches, and `truncate` and `fork` keep a sequence as long as what was freed behind it stays out of reach.
+    - `max_pages`: the maximum number of pages per sequence, and so the width of its row; by default rows are as wide as needed.
+    - `window`: the largest number of keys that a query sees in any layer, including its own; by default all. `free_behind` never frees
+        keys within the window, and `truncate` and `fork` keep sequences long enough that no query sees freed keys.
 
     **Raises:** `ValueError` for numbers below 1, or more than 2**30 tokens in all pages.
     """
@@ -88,36 +88,36 @@ class PageTable:
 
     @property
     def num_free(self) -> int:
-        """Pages of no sequence."""
+        """The number of pages that belong to no sequence."""
         return len(self._free)
 
     @property
     def num_used(self) -> int:
-        """Pages of at least one sequence."""
+        """The number of pages that belong to at least one sequence."""
         return self.num_pages - len(self._free)
 
     @property
     def sequences(self) -> tuple[Hashable, ...]:
-        """All sequences, in the order in which they came."""
+        """All sequences, in the order of their creation."""
         return tuple(self._sequences)
 
     def length(self, sequence: Hashable) -> int:
-        """How many tokens the sequence has, those of pages freed behind it included.
+        """The number of tokens in the sequence, including those in pages freed by `free_behind`.
 
-        **Raises:** `ValueError` for an unknown sequence, as every method but `allocate`.
+        **Raises:** `ValueError` for an unknown sequence, as does every method except `allocate`.
         """
         return self._known(sequence).length
 
     def allocate(self, sequence: Hashable, num_tokens: int) -> list[PageCopy]:
-        """Makes room for `num_tokens` more tokens, all of it or, with an error, none, and adds them to the sequence's length.
+        """Allocates pages for `num_tokens` more tokens and adds them to the sequence's length. On an error, the table is unchanged.
 
-        An unknown sequence begins with these.
+        A new sequence is created if `sequence` is unknown.
 
         **Returns:** pages to copy before anything is written (`cache.copy_pages`): none, or the partial last page if it is shared. Copy
-        after every call, or together for calls between which nothing was freed or forked.
+        after every call, or together for several calls if nothing was freed or forked between them.
 
-        **Raises:** [`ejkernel_eqx.paged.cache.allocator.OutOfPagesError`][] if there are too few free pages; `ValueError` for a negative
-        number, or more than `max_pages`. The table is as before.
+        **Raises:** [`ejkernel_eqx.paged.cache.allocator.OutOfPagesError`][] if too few pages are free; `ValueError` for a negative
+        number, or more than `max_pages`.
         """
         count = read_count("num_tokens", num_tokens)
         own = self._sequences.get(sequence)
@@ -144,18 +144,18 @@ class PageTable:
         return copies
 
     def slots(self, sequence: Hashable, start: int, stop: int) -> np.ndarray:
-        """Where tokens `start` to `stop - 1` are kept, int32 `[stop - start]`; -1 for those freed behind the sequence.
+        """The slots of tokens `start` to `stop - 1`, int32 `[stop - start]`; -1 for tokens in freed pages.
 
-        Only tokens that `allocate` added since the last `fork` may be written: before them a page may be shared.
+        Write only tokens that `allocate` added since the last `fork`; the pages of earlier ones may be shared.
 
-        **Raises:** `ValueError` for an unknown sequence, or a range that is not within its length.
+        **Raises:** `ValueError` for an unknown sequence, or a range outside its length.
         """
         own = self._known(sequence)
         start, stop = read_count("start", start), read_count("stop", stop)
         if not start <= stop <= own.length:
             raise ValueError(
                 f"stop: expected start <= stop <= {own.length}, the length of sequence {sequence!r}, received {start} to {stop}; allocate "
-                "its tokens first."
+                "the tokens first."
             )
         positions = np.arange(start, stop, dtype=np.int32)
         pages = np.array(own.pages, np.int32)[positions // self.page_size]
@@ -164,7 +164,7 @@ class PageTable:
         )
 
     def row(self, sequence: Hashable) -> np.ndarray:
-        """The sequence's row of the page table, int32 `[M]`, -1 behind its pages; `M` is `max_pages` or the number of its pages."""
+        """The sequence's row of the page table, int32 `[M]`, padded with -1; `M` is `max_pages` or the number of its pages."""
         return self.rows([sequence])[0]
 
     def rows(self, sequences: Iterable[Hashable]) -> np.ndarray:
@@ -177,24 +177,24 @@ class PageTable:
         return table
 
     def free(self, sequence: Hashable) -> None:
-        """Forgets the sequence. Its pages are free, but for those that it shares."""
+        """Removes the sequence and frees its pages, except those that other sequences share."""
         own = self._known(sequence)
         for page in own.pages[own.freed :]:
             self._release(page)
         del self._sequences[sequence]
 
     def fork(self, parent: Hashable, child: Hashable, num_tokens: int | None = None) -> None:
-        """A new sequence with the first tokens of another, by default all, in the same pages, where they must have been written.
-        Whoever writes first into a partial last page copies it.
+        """Creates a sequence from the first tokens of another, by default all, which share its pages and must already be written.
+        The first of them to write into a partial last page copies it.
 
-        **Raises:** `ValueError` for an unknown parent, a child that is there already, or more tokens than the parent has, or so few
-        that the next one would see keys that were freed behind it.
+        **Raises:** `ValueError` for an unknown parent, an existing child, more tokens than the parent has, or so few that the next
+        token would see freed keys.
         """
         own = self._known(parent)
         count = own.length if num_tokens is None else read_count("num_tokens", num_tokens)
         if child in self._sequences:
             raise ValueError(
-                f"child: expected a new sequence, received {child!r}, which is there already; free it first."
+                f"child: expected a new sequence, received {child!r}, which exists already; free it first."
             )
         self._check_kept("num_tokens", parent, own, count)
         pages = own.pages[: self._pages_of(count)]
@@ -203,10 +203,10 @@ class PageTable:
         self._sequences[child] = _Sequence(pages, count, own.freed, own.look_back)
 
     def truncate(self, sequence: Hashable, length: int) -> None:
-        """Keeps the first `length` tokens, as after speculative decoding some are rejected. Pages wholly behind them are free.
+        """Keeps only the first `length` tokens, for instance after speculative decoding rejects some, and frees the pages after them.
 
-        **Raises:** `ValueError` for an unknown sequence, or a length above its own, or one so low that the next token would see keys that
-        were freed behind it (see `free_behind`).
+        **Raises:** `ValueError` for an unknown sequence, a length greater than its own, or one so small that the next token would see freed
+        keys (see `free_behind`).
         """
         own = self._known(sequence)
         length = read_count("length", length)
@@ -218,15 +218,15 @@ class PageTable:
         own.length = length
 
     def free_behind(self, sequence: Hashable, first_visible_position: int | None = None) -> None:
-        """Frees the pages wholly before a position, as behind a sliding window; in the row they become -1.
+        """Frees the pages that lie entirely before a position, as behind a sliding window. Their entries in the row become -1.
 
-        With a window of `w` keys, the query's own included, the next query of a sequence sees from `max(0, length - w + 1)` on, the
-        default in a table with a `window`. Where `truncate` will take tokens back (rejected drafts), count from the length that is kept.
-        A table without a `window` takes the least that it has been told, length minus position, for how far any query of the sequence
-        looks back.
+        With a window of `w` keys, including the query's own, the first key visible to the next query is `max(0, length - w + 1)`; this is
+        the default in a table with a `window`. If `truncate` may remove tokens later (rejected drafts), compute the position from the length
+        that will be kept. A table without a `window` infers from these calls how far any query of the sequence looks back: the smallest
+        length minus position so far.
 
-        **Raises:** `ValueError` for an unknown sequence, or a position past its length or past what the next query sees, or none in a
-        table without a window.
+        **Raises:** `ValueError` for an unknown sequence, for a position past its length or past the first key that the next query sees,
+        or without a position in a table without a window.
         """
         own = self._known(sequence)
         latest, which = own.length, "the length"
@@ -235,14 +235,14 @@ class PageTable:
             which = f"the first that a window of {self.window} reaches from the end"
         elif first_visible_position is None:
             raise ValueError(
-                "first_visible_position: expected a position, received None; give it, or build the PageTable with a window."
+                "first_visible_position: expected a position, received None; pass it, or build the PageTable with a window."
             )
         given = latest if first_visible_position is None else first_visible_position
         position = read_count("first_visible_position", given)
         if position > latest:
             raise ValueError(
-                f"first_visible_position: expected at most {latest}, {which} of sequence {sequence!r}, received {position}; what is freed "
-                "must be out of sight."
+                f"first_visible_position: expected at most {latest}, {which} of sequence {sequence!r}, received {position}; freed "
+                "keys must not be visible."
             )
         look_back = own.length - position if self.window is None else self.window - 1
         own.look_back = look_back if own.look_back is None else min(own.look_back, look_back)
@@ -252,9 +252,9 @@ class PageTable:
         own.freed = max(own.freed, position // self.page_size)
 
     def check(self) -> None:
-        """Verifies that every page is free or counted once for each sequence that has it, and that rows cover lengths.
+        """Verifies that every page is free or counted once for each sequence that holds it, and that rows cover lengths.
 
-        **Raises:** `AssertionError` if not, which would be a mistake of this class, or of threads that share one without a lock.
+        **Raises:** `AssertionError` otherwise: a bug in this class, or threads that share a table without a lock.
         """
         users = [0] * self.num_pages
         for name, own in self._sequences.items():
@@ -273,13 +273,13 @@ class PageTable:
         if users != self._users:
             raise AssertionError(f"pages are counted {self._users} times and used {users} times")
         if sorted(self._free) != [page for page, count in enumerate(users) if count == 0]:
-            raise AssertionError(f"pages {self._free} are said to be free, and used {users} times")
+            raise AssertionError(f"pages {self._free} are listed as free, and used {users} times")
 
     def _known(self, sequence: Hashable) -> _Sequence:
         own = self._sequences.get(sequence)
         if own is None:
             raise ValueError(
-                f"sequence: expected one that was allocated or forked, received {sequence!r}; allocate it first."
+                f"sequence: expected a sequence that was allocated or forked, received {sequence!r}; allocate it first."
             )
         return own
 
@@ -287,13 +287,13 @@ class PageTable:
         least = self._least(own)
         if not least <= count <= own.length:
             raise ValueError(
-                f"{name}: expected {least} to {own.length} tokens of sequence {sequence!r}, received {count}; from fewer the next one would "
-                f"see keys among the {own.freed * self.page_size} that were freed behind it (free less, from the length that is kept, or "
-                "tell the PageTable the window), and more were never allocated."
+                f"{name}: expected {least} to {own.length} tokens of sequence {sequence!r}, received {count}; with fewer, the next token would "
+                f"see some of the {own.freed * self.page_size} freed keys (free fewer, based on the length to keep, or pass the window to "
+                "the PageTable), and more were never allocated."
             )
 
     def _least(self, own: _Sequence) -> int:
-        """The shortest that the sequence may become: its next query sees nothing that was freed."""
+        """The smallest length of the sequence at which its next query sees no freed keys."""
         return own.freed * self.page_size + (own.look_back or 0) if own.freed else 0
 
     def _pages_of(self, length: int) -> int:

@@ -1,4 +1,4 @@
-"""A batch of sequences of unequal numbers of new tokens, packed along one axis."""
+"""A batch of sequences with different numbers of new tokens, packed along one axis."""
 
 from collections.abc import Sequence
 from typing import Any
@@ -17,7 +17,7 @@ from .buckets import BucketSizes as BucketSizes
 
 
 def to_int32(x: Any) -> Any:
-    """Integers of any width as int32, such that numbers that do not fit stay out of every range; all else as it is."""
+    """Integers of any width as int32. Numbers that do not fit stay out of every range; other dtypes are unchanged."""
     if not isinstance(x, Array | np.ndarray) or not jnp.issubdtype(x.dtype, jnp.integer):
         return x
     if x.dtype.itemsize >= 4 and x.dtype != jnp.int32:
@@ -27,27 +27,27 @@ def to_int32(x: Any) -> Any:
 
 
 class RaggedBatch(eqx.Module):
-    r"""Sequences with new tokens packed side by side, `T` in all, decodes and chunks of prompts mixed.
+    r"""A packed batch of the new tokens of several sequences, `T` in total, which may mix decodes and chunks of prompts.
 
-    Sequence $n$ has `query_len` $= c_{n+1} - c_n$ new tokens, $c$ being `query_start_loc`; token $t$ of the batch sits at position
-    $\text{lengths}_n - (c_{n+1} - c_n) + (t - c_n)$ of its sequence and is kept at slot
+    Sequence $n$ has `query_len` $= c_{n+1} - c_n$ new tokens, where $c$ is `query_start_loc`. Token $t$ of the batch has position
+    $\text{lengths}_n - (c_{n+1} - c_n) + (t - c_n)$ in its sequence and is stored at slot
     $\text{page} \cdot p + \text{position} \bmod p$, where the page is entry $\lfloor \text{position} / p \rfloor$ of its row of
     `page_table`. Tokens from $c_N$ on are padding, as are sequences without tokens.
 
-    [`RaggedBatch.build`][ejkernel_eqx.paged.cache.batch.RaggedBatch.build] makes one from lists outside `jit`; the constructor takes
-    arrays of any integers, inside it too.
+    [`RaggedBatch.build`][ejkernel_eqx.paged.cache.batch.RaggedBatch.build] makes a batch from lists outside `jit`; the constructor takes
+    integer arrays, also inside `jit`.
 
     **Arguments:**
 
-    - `query_start_loc`: int32 `[N + 1]`, from 0 on, never decreasing.
-    - `lengths`: int32 `[N]`, the tokens of each sequence, new ones included.
+    - `query_start_loc`: int32 `[N + 1]`, starting at 0, never decreasing.
+    - `lengths`: int32 `[N]`, the number of tokens of each sequence, including new ones.
     - `page_table`: int32 `[N, M]`, -1 for no page.
-    - `state_indices`: int32 `[N]`, where each sequence's recurrent state is, -1 for none; or `None`.
-    - `page_size`: tokens a page, $p$; static.
-    - `max_query_len`: the most new tokens of one sequence; static.
-    - `num_tokens`: `T`, padding included; static.
+    - `state_indices`: int32 `[N]`, the slot of each sequence's recurrent state, -1 for none; or `None`.
+    - `page_size`: tokens per page, $p$; static.
+    - `max_query_len`: the maximum number of new tokens per sequence; static.
+    - `num_tokens`: `T`, including padding; static.
 
-    **Raises:** `ValueError` for shapes that do not fit.
+    **Raises:** `ValueError` for invalid shapes.
     """
 
     query_start_loc: Int[Array, "offsets"] = eqx.field(converter=to_int32)
@@ -64,7 +64,7 @@ class RaggedBatch(eqx.Module):
         names = ("lengths", "query_start_loc", "page_table", "state_indices")
         arrays = {name: x for name in names if (x := getattr(self, name)) is not None}
         if not all(hasattr(x, "shape") for x in arrays.values()):
-            return  # something else in the places of arrays, such as axes to map over
+            return  # leaves that are not arrays, such as the axes for jax.vmap
         count = self.lengths.size
         shapes = {"query_start_loc": (count + 1,), "page_table": (count, *self.page_table.shape[-1:])}
         letters = {"query_start_loc": "[N + 1]", "page_table": "[N, M]"}
@@ -88,22 +88,22 @@ class RaggedBatch(eqx.Module):
         buckets: Buckets | None = None,
         state_indices: Any | None = None,
     ) -> "RaggedBatch":
-        """A batch from lists or NumPy arrays, padded to `buckets`: for the host, outside of `jit`.
+        """Makes a batch from lists or NumPy arrays, padded to `buckets`. Runs on the host, outside `jit`.
 
         **Arguments:**
 
-        - `query_lens`: ints `[N]`, the new tokens of each sequence.
-        - `lengths`: ints `[N]`, its tokens, new ones included.
+        - `query_lens`: ints `[N]`, the number of new tokens of each sequence.
+        - `lengths`: ints `[N]`, the number of tokens of each sequence, including new ones.
         - `page_table`: a list of pages for each sequence, or ints `[N, M]`, -1 for none; enough for its length.
-        - `page_size`: tokens a page.
-        - `buckets`: what to pad to. Padded sequences have no tokens, no pages and state -1; padded tokens come last. By default
+        - `page_size`: tokens per page.
+        - `buckets`: the sizes to pad to. Padding sequences have no tokens, no pages and state -1; padding tokens come last. By default
             nothing is padded.
         - `state_indices`: ints `[N]`, or `None`.
 
-        **Returns:** the batch; its `num_tokens` is how long the packed tokens must be.
+        **Returns:** the batch; the packed tokens must have the length `num_tokens`.
 
-        **Raises:** `ValueError` for negative numbers, more new tokens than tokens, too few pages, one state for two sequences with new tokens,
-        or what no bucket holds.
+        **Raises:** `ValueError` for negative numbers, more new tokens than tokens, too few pages, a state shared by two sequences with new
+        tokens, or sizes that no bucket holds.
         """
         page_size = read_count("page_size", page_size, least=1)
         queries, totals = _host("query_lens", query_lens, least=0), _host("lengths", lengths, least=0)
@@ -118,19 +118,19 @@ class RaggedBatch(eqx.Module):
         for n, (query_len, length, row) in enumerate(zip(queries, totals, rows, strict=True)):
             if query_len > length:
                 raise ValueError(
-                    f"lengths: expected at least the {query_len} new tokens of sequence {n}, received {length}; new tokens count."
+                    f"lengths: expected at least the {query_len} new tokens of sequence {n}, received {length}; lengths include new tokens."
                 )
             if len(row) * page_size < length:
                 raise ValueError(
                     f"page_table: expected {-(-int(length) // page_size)} pages for the {length} tokens of sequence {n}, received "
-                    f"{len(row)}; -1 stands for a page that is not needed any more."
+                    f"{len(row)}; use -1 for pages that are no longer needed."
                 )
         if states is not None:
             given, times = np.unique(states[(states >= 0) & (queries > 0)], return_counts=True)
             if np.any(times > 1):
                 raise ValueError(
                     f"state_indices: expected a slot of its own for each sequence with new tokens, received {int(given[times > 1][0])} "
-                    f"{int(times.max())} times; copy the state of a sequence that goes two ways (CacheState.copy_states)."
+                    f"{int(times.max())} times; copy the state of a sequence that is forked (CacheState.copy_states)."
                 )
         if buckets is not None and not isinstance(buckets, Buckets):
             raise ValueError(
@@ -140,7 +140,7 @@ class RaggedBatch(eqx.Module):
         total, longest = int(queries.sum()), int(queries.max(initial=1))
         sizes = BucketSizes(total, count, max([1, *map(len, rows)]), longest)
         if buckets is not None:
-            # A row may be as wide as the longest sequence that could be; what counts is the longest that there is.
+            # A row may be as wide as the longest possible sequence; only the longest actual sequence matters.
             needed = -(-int(totals.max(initial=0)) // page_size)
             sizes = buckets.pick(total, count, needed, longest)
         table = np.full((sizes.sequences, sizes.pages), -1, np.int32)
@@ -165,7 +165,7 @@ class RaggedBatch(eqx.Module):
 
     @property
     def sequence_ids(self) -> Int[Array, "T"]:
-        """The number of each token's sequence, int32 `[T]`; -1 for padding."""
+        """The index of each token's sequence, int32 `[T]`; -1 for padding."""
         return cu_seqlens_to_segment_ids(self.query_start_loc, self.num_tokens)
 
     @property
@@ -180,13 +180,13 @@ class RaggedBatch(eqx.Module):
 
     @property
     def slots(self) -> Int[Array, "T"]:
-        """Where each token is kept, `page * page_size + place`, int32 `[T]`; -1 for padding and where there is no page."""
+        """The slot of each token, `page * page_size + place`, int32 `[T]`; -1 for padding and for tokens without a page."""
         ids = self.sequence_ids
         return slots_of(ids, self._positions(ids), self.page_table, self.page_size)
 
     @property
     def last_tokens(self) -> Int[Array, "N"]:
-        """The place of each sequence's last new token among the `T`, int32 `[N]`; -1 if it has none."""
+        """The index of each sequence's last new token among the `T`, int32 `[N]`; -1 if it has none."""
         starts = self.query_start_loc
         return jnp.where(starts[1:] > starts[:-1], starts[1:] - 1, -1)
 
@@ -195,21 +195,21 @@ class RaggedBatch(eqx.Module):
 
 
 def positions_of(ids: Array, ends: Array, lengths: Array) -> Array:
-    """The position `[T]` of each token in its sequence, of which `ids [T]` is the number; `ends [N]`: one past each one's last token."""
+    """The position `[T]` of each token in its sequence, given by `ids [T]`; `ends [N]`: one past the last token of each sequence."""
     if lengths.shape[0] == 0:
         return jnp.zeros_like(ids)
-    # A sequence's last token sits at lengths - 1 and comes right before the next one's first.
+    # A sequence's last token has position lengths - 1 and comes right before the next sequence's first token.
     tokens = jnp.arange(ids.shape[0], dtype=jnp.int32)
     return jnp.where(ids >= 0, tokens + (lengths - ends)[jnp.maximum(ids, 0)], 0)
 
 
 def slots_of(ids: Array, positions: Array, page_table: Array, page_size: int) -> Array:
-    """Where each token is kept, `[T]`; -1 for one of no sequence or without a page."""
+    """The slot of each token, `[T]`; -1 for tokens without a sequence or a page."""
     if 0 in page_table.shape:
         return jnp.full_like(ids, -1)
     column, width = positions // page_size, page_table.shape[1]
     page = page_table[jnp.maximum(ids, 0), jnp.clip(column, 0, width - 1)]
-    # A page number so large that its slots are no int32 is none of any cache.
+    # No cache has a page number so large that its slots exceed int32.
     largest = (2**31 - page_size) // page_size
     there = (ids >= 0) & (positions >= 0) & (column < width) & (page >= 0) & (page <= largest)
     return jnp.where(there, jnp.where(there, page, 0) * page_size + positions % page_size, -1)
@@ -218,7 +218,7 @@ def slots_of(ids: Array, positions: Array, page_table: Array, page_size: int) ->
 def _host(name: str, values: Any, least: int, rank: int = 1) -> np.ndarray:
     if isinstance(values, Tracer):
         raise ValueError(
-            f"{name}: expected a list or an array outside of jit, received a traced one; use RaggedBatch(...) inside."
+            f"{name}: expected a list or an array outside jit, received a traced array; use RaggedBatch(...) inside jit."
         )
     array = np.asarray(values)
     if array.ndim != rank or (array.size and not np.issubdtype(array.dtype, np.integer)):

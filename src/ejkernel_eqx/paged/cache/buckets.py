@@ -1,4 +1,4 @@
-"""The sizes that batches are padded to."""
+"""The sizes to which batches are padded."""
 
 import dataclasses
 from collections.abc import Iterable
@@ -8,7 +8,7 @@ from ...sequences.packing import read_count
 
 
 class BucketSizes(NamedTuple):
-    """The sizes of one padded batch."""
+    """The sizes of a padded batch."""
 
     tokens: int
     sequences: int
@@ -18,14 +18,14 @@ class BucketSizes(NamedTuple):
 
 @dataclasses.dataclass(frozen=True)
 class Buckets:
-    """The sizes that batches are padded to: each combination compiles once, whatever the batches that pass through it.
+    """The sizes to which batches are padded. Each combination of sizes is compiled once and serves every batch that it holds.
 
-    **Arguments:** ascending sizes `>= 1`, tuples of ints:
+    **Arguments:** tuples of ascending ints `>= 1`:
 
-    - `tokens`: of the packed tokens of all sequences, `T`.
-    - `sequences`: `N`.
-    - `pages`: of the longest sequence, `M`.
-    - `query_len`: of the new tokens of one sequence; the kernels choose by it, so have a 1 for decoding.
+    - `tokens`: the number of packed tokens of all sequences, `T`.
+    - `sequences`: the number of sequences, `N`.
+    - `pages`: the number of pages of the longest sequence, `M`.
+    - `query_len`: the number of new tokens per sequence. Kernels are chosen by it, so include 1 for decoding.
 
     **Raises:** `ValueError` for anything else.
     """
@@ -42,7 +42,7 @@ class Buckets:
             sizes = tuple(read_count(field.name, size, least=1) for size in given) if several else ()
             if not sizes or list(sizes) != sorted(set(sizes)):
                 raise ValueError(
-                    f"{field.name}: expected ascending sizes such as (1, 2, 4), received {given!r}; one size alone is a tuple too."
+                    f"{field.name}: expected a tuple of ascending sizes such as (1, 2, 4), received {given!r}; pass a single size as a tuple too."
                 )
             object.__setattr__(self, field.name, sizes)
 
@@ -50,9 +50,9 @@ class Buckets:
     def powers_of_two(
         cls, max_tokens: int, max_sequences: int, max_pages: int, max_query_len: int | None = None
     ) -> "Buckets":
-        """1, 2, 4 and so on up to each largest size, which is the last of them whether a power or not.
+        """Buckets of 1, 2, 4 and so on up to each maximum, which is always included.
 
-        **Arguments:** the largest number of packed tokens, of sequences, of pages a sequence, and of new tokens a sequence
+        **Arguments:** the maximum number of packed tokens, of sequences, of pages per sequence, and of new tokens per sequence
         (by default `max_tokens`).
 
         **Raises:** `ValueError` for a size below 1.
@@ -62,9 +62,9 @@ class Buckets:
         return cls(*(_powers(read_count(name, size, least=1)) for name, size in largest.items()))
 
     def pick(self, tokens: int, sequences: int, pages: int, query_len: int) -> BucketSizes:
-        """The smallest sizes that hold these.
+        """The smallest buckets that hold these sizes.
 
-        **Raises:** `ValueError`, which names the size that is too large for every bucket.
+        **Raises:** `ValueError` naming the size that exceeds every bucket.
         """
         wanted = BucketSizes(tokens, sequences, pages, query_len)
         found = []

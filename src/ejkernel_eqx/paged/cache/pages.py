@@ -1,4 +1,4 @@
-"""What the two kinds of cache share: their value of pages, checks of their arguments, reading and copying of pages."""
+"""Shared by both kinds of cache: their base class, checks of arguments, and reading and copying of pages."""
 
 import dataclasses
 import math
@@ -24,19 +24,19 @@ from .write import Writer
 C = TypeVar("C", bound="Pages")
 Tables = tuple[Array, Array]
 PageDType = DTypeLike | tuple[DTypeLike, DTypeLike]
-"""Of both kinds of pages, or of each: keys and values, or latents and rotary keys."""
+"""One dtype for both kinds of pages, or a pair: for keys and values, or for latents and rotary keys."""
 TOKEN, HEAD = "token", "head"
 _PLAIN = ("bfloat16", "float16", "float32", "float64")
 
 
 class Pages(eqx.Module):
-    """Two arrays of pages that hold the same tokens, each with its scales or none, and the tables that they are read by.
+    """Two arrays of pages that hold the same tokens, each with or without scales, and the page tables.
 
-    A cache names them, the pages first and then their scales, and says by which names kernels know them. Kernels take pages with an axis
-    of heads, `[.., P, p, K, D]`; those of a cache without one (its `_rank` is 3, not 4) are shown to them as of one head.
+    A subclass names them, first the pages and then their scales, and gives the names that kernels use. Kernels take pages with an axis
+    of heads, `[.., P, p, K, D]`. Pages of a cache without that axis (`_rank` 3 instead of 4) are passed as a single head.
     """
 
-    if TYPE_CHECKING:  # fields named here would be a cache's first arguments to a checker
+    if TYPE_CHECKING:  # type checkers would take fields declared here for the first arguments of a cache
         page_table: ClassVar[Any]
         lengths: ClassVar[Any]
     else:
@@ -48,12 +48,12 @@ class Pages(eqx.Module):
 
     def __check_init__(self):
         if not all(hasattr(x, "shape") for x in jax.tree.leaves(self)):
-            return  # something else in the places of arrays, such as axes to map over
+            return  # leaves that are not arrays, such as the axes for jax.vmap
         (name, x, scale), (other, y, other_scale) = self._pairs
         letters = "P, p, K, D" if self._rank == 4 else "P, p, R"
         if x.ndim < self._rank or not x.size:
             raise ValueError(
-                f"{name}: expected pages [.., {letters}], received shape {x.shape}; see the method init."
+                f"{name}: expected pages [.., {letters}], received shape {x.shape}; use init to build a cache."
             )
         if y.ndim != x.ndim or y.shape[:-1] != x.shape[:-1] or not y.size:
             raise ValueError(
@@ -65,11 +65,11 @@ class Pages(eqx.Module):
         other_kind = kind_of_scale(f"{other}_scale", y, other_scale, self._rank)
         if kind != other_kind and None not in (kind, other_kind):
             raise ValueError(
-                f"{other}_scale: expected the kind of {name}_scale, {kind!r}, received {other_kind!r}; scale both alike."
+                f"{other}_scale: expected the kind of {name}_scale, {kind!r}, received {other_kind!r}; use the same kind for both."
             )
         if (self.page_table is None) != (self.lengths is None):
             raise ValueError(
-                "lengths: expected with page_table and only with it, received one of the two; see the method bind."
+                "lengths: expected both page_table and lengths or neither, received one of the two; use bind to set both."
             )
         if self.page_table is not None and self.lengths is not None:
             check_tables(self.page_table, self.lengths)
@@ -83,11 +83,11 @@ class Pages(eqx.Module):
         dtype: PageDType,
         scales: str | None,
     ) -> C:
-        """`room`: pages and tokens a page; `widths`: of both arrays the axes of a token."""
+        """`room`: the number of pages and of tokens per page; `widths`: the axes of a token in both arrays."""
         dtypes, scales = read_page_dtypes(dtype, scales)
         check_room(*room)
         lead = read_batch_shape(batch_shape)
-        # Arrays of their own, not one twice: all may be donated.
+        # Each array is separate, because all may be donated.
         arrays = [
             jnp.zeros((*lead, *room, *width), dtype) for width, dtype in zip(widths, dtypes, strict=True)
         ]
@@ -116,44 +116,44 @@ class Pages(eqx.Module):
 
     @property
     def num_pages(self) -> int:
-        """Pages of all sequences together, `P`."""
+        """The number of pages of all sequences together, `P`."""
         return getattr(self, self._names[0]).shape[-self._rank]
 
     @property
     def page_size(self) -> int:
-        """Tokens a page, `p`."""
+        """The number of tokens per page, `p`."""
         return getattr(self, self._names[0]).shape[1 - self._rank]
 
     @property
     def scales(self) -> str | None:
-        """`"token"`, `"head"` (one for the cache, if its tokens have no heads), or `None` where neither of the pages is quantised."""
+        """`"token"`, `"head"` (one for the cache, if its tokens have no heads), or `None` if no pages are quantised."""
         kinds = (kind_of_scale(f"{name}_scale", x, scale, self._rank) for name, x, scale in self._pairs)
         return next((kind for kind in kinds if kind is not None), None)
 
     @property
     def is_bound(self) -> bool:
-        """Whether there are tables to read the pages by."""
+        """Whether the cache is bound to page tables."""
         return self.page_table is not None
 
     def bind(self: C, page_table: Any, lengths: Any | None = None) -> C:
-        """The same pages, with tables that say whose they are.
+        """Returns the same pages, bound to tables that assign them to sequences.
 
         **Arguments:** `page_table`, ints `[.., N, M]`, and `lengths`, ints `[.., N]`; or a
-        [`RaggedBatch`][ejkernel_eqx.paged.cache.batch.RaggedBatch] alone, which has both.
+        [`RaggedBatch`][ejkernel_eqx.paged.cache.batch.RaggedBatch] alone, which holds both.
 
-        **Raises:** `ValueError` for shapes that do not fit each other, or a batch of another page size.
+        **Raises:** `ValueError` for inconsistent shapes, or a batch with another page size.
         """
         table, lengths = read_tables(page_table, lengths, self.page_size)
         return dataclasses.replace(self, page_table=table, lengths=lengths)
 
     def unbind(self: C) -> C:
-        """The same pages without tables."""
+        """Returns the same pages without tables."""
         return dataclasses.replace(self, page_table=None, lengths=None)
 
     def _with_scales(self: C, *given: Any) -> C:
         if self.scales != HEAD:
             raise ValueError(
-                f"with_scales: expected a cache with scales='head', received one with {self.scales!r}; see the method init."
+                f"with_scales: expected a cache with scales='head', received one with {self.scales!r}; pass scales='head' to init."
             )
         lead, old = len(self.batch_shape), zip(self._names[2:], self._arrays[2:], given, strict=True)
         return dataclasses.replace(
@@ -162,21 +162,21 @@ class Pages(eqx.Module):
         )
 
     def append_by(self: C, writer: Writer, first: Any, second: Any, slots: Any) -> C:
-        """`append` by a function that writes; operations give that of their platform."""
+        """`append` with a given write function; operations pass that of their platform."""
         return holding(self, writer(write_arrays(self, (first, second), slots)))
 
     def gather(
         self, max_length: int | None = None, *, dtype: DTypeLike | None = None
     ) -> tuple[Float[Array, "..."], Float[Array, "..."]]:
-        """The tokens of each sequence side by side: what dense attention takes. It is differentiable.
+        """Returns the tokens of each sequence as dense arrays, as dense attention takes them. Differentiable.
 
         **Arguments:**
 
-        - `max_length`: `S`, how many tokens of each sequence to give; static, by default all that its row of pages may hold, `M * p`.
-        - `dtype`: of the results, by default the pages', or float32 where they are quantised or of two dtypes.
+        - `max_length`: `S`, the number of tokens to return per sequence; static, by default all that a row of pages can hold, `M * p`.
+        - `dtype`: the dtype of the results, by default that of the pages, or float32 if they are quantised or have different dtypes.
 
-        **Returns:** keys `[.., N, S, K, D]` and values `[.., N, S, K, V]`, of a latent cache latents `[.., N, S, R]` and rotary keys
-        `[.., N, S, Dr]`: zero where there is no token or no page. With leading axes, the pages' come first; those of tables without leading
+        **Returns:** keys `[.., N, S, K, D]` and values `[.., N, S, K, V]`; for a latent cache, latents `[.., N, S, R]` and rotary keys
+        `[.., N, S, Dr]`. Positions without a token or a page are zero. The leading axes of the pages come first; tables without leading
         axes are shared.
 
         **Raises:** `ValueError` for a cache that is not bound to tables.
@@ -188,7 +188,7 @@ class Pages(eqx.Module):
             return first, second
 
     def _read_gather(self, max_length: Any, dtype: Any) -> tuple[Tables, int, Any]:
-        """The tables, the tokens a sequence and the dtype of what `gather` gives."""
+        """The tables, the number of tokens per sequence and the dtype of the results of `gather`."""
         table, lengths, lead = self.page_table, self.lengths, self.batch_shape
         name = self._names[0]
         if table is None or lengths is None:
@@ -197,7 +197,7 @@ class Pages(eqx.Module):
             )
         if table.ndim > 2 and table.shape[: len(lead)] != lead:
             raise ValueError(
-                f"page_table: expected shape [N, M] or the leading axes {lead} of {name} in front, received {table.shape}; jax.vmap over more."
+                f"page_table: expected shape [N, M] or the leading axes {lead} of {name} in front, received {table.shape}; use jax.vmap over more."
             )
         if dtype is None:
             kept = {x.dtype for x in self._arrays[:2]}
@@ -212,12 +212,12 @@ class Pages(eqx.Module):
         return (table, lengths), read_count("max_length", size), dtype
 
     def copy_pages(self: C, source: Any, target: Any) -> C:
-        """The cache with whole pages copied, as `PageTable.allocate` asks for before a shared page is written; in place where donated.
+        """Returns the cache with whole pages copied, as `PageTable.allocate` requests before a shared page is written; in place if donated.
 
-        **Arguments:** `source`, `target`: ints `[C]`, the same for all leading axes. All are read before any is written; no target
-        may be given twice. A copy with a number outside `0 .. P - 1` on either side, such as -1, is left out.
+        **Arguments:** `source`, `target`: ints `[C]`, the same for all leading axes. All sources are read before any target is written;
+        targets must be distinct. A copy with a number outside `0 .. P - 1` on either side, such as -1, is skipped.
 
-        **Raises:** `ValueError` for shapes that do not fit.
+        **Raises:** `ValueError` for invalid shapes.
         """
         with jax.named_scope(f"ejx.{type(self).__name__}.copy_pages"):
             source, target = read_copies(source, target)
@@ -228,22 +228,22 @@ class Pages(eqx.Module):
 
 
 def operands_of(pages: Pages) -> dict[str, Array]:
-    """The pages and scales that there are, as kernels know them."""
+    """The pages and scales that are present, in the names and shapes of the kernels."""
     named, at = zip(pages._kernel_names, pages._arrays, strict=True), len(pages.batch_shape) + 2
-    # An axis of one head stands behind pages and places or, of a scale for the cache, in their stead.
+    # An axis of one head follows pages and places; in a scale for the whole cache it replaces them.
     with_head = lambda x: x if pages._rank == 4 else jnp.expand_dims(x, min(x.ndim, at))
     return {name: with_head(x) for name, x in named if x is not None}
 
 
 def holding(pages: C, operands: dict[str, Array]) -> C:
-    """The cache with these pages and scales, which are as kernels know them."""
+    """The cache with these pages and scales, given in the names and shapes of the kernels."""
     names, at = dict(zip(pages._kernel_names, pages._names, strict=True)), len(pages.batch_shape) + 2
     without_head = lambda x: x if pages._rank == 4 else jnp.squeeze(x, min(x.ndim - 1, at))
     return dataclasses.replace(pages, **{names[name]: without_head(x) for name, x in operands.items()})
 
 
 def write_arrays(pages: Pages, given: tuple[Any, Any], slots: Any) -> WriteArrays:
-    """What a platform is to write: the new tokens of both arrays, each to its slot."""
+    """The arguments of a platform's write: the new tokens of both arrays, with their slots."""
     lead, new, tokens = pages.batch_shape, {}, None
     for kernel_name, (name, old, _), x in zip(pages._kernel_names, pages._pairs, given):
         x = read_new(name, x, lead, old.shape[len(lead) + 2 :], tokens)
@@ -254,11 +254,11 @@ def write_arrays(pages: Pages, given: tuple[Any, Any], slots: Any) -> WriteArray
 
 
 def read_page_dtypes(dtype: PageDType, scales: str | None) -> tuple[tuple[Any, Any], str | None]:
-    """The dtypes of both kinds of pages, and the kind of the scales of those in 8 bits."""
+    """The dtypes of both kinds of pages, and the kind of scales of those quantised to 8 bits."""
     pair = tuple(dtype) if isinstance(dtype, tuple | list) else (dtype, dtype)
     if len(pair) != 2:
         raise ValueError(
-            f"dtype: expected one dtype for all pages or a pair, received {len(pair)}; the pair (bfloat16, int8), say, is that of keys and "
+            f"dtype: expected one dtype for all pages or a pair, received {len(pair)}; a pair such as (bfloat16, int8) is for keys and "
             "values."
         )
     first, second = (jnp.dtype(one) for one in pair)
@@ -274,13 +274,13 @@ def read_page_dtypes(dtype: PageDType, scales: str | None) -> tuple[tuple[Any, A
     if plain and scales is not None:
         names = first.name if first == second else f"{first.name} and {second.name}"
         raise ValueError(
-            f"scales: expected None for pages of {names}, received {scales!r}; take dtype {', '.join(LARGEST)} to quantise."
+            f"scales: expected None for pages of {names}, received {scales!r}; use dtype {', '.join(LARGEST)} to quantise."
         )
     return (first, second), scales or (None if plain else TOKEN)
 
 
 def filled_dtype(dtype: Any, default: Any) -> Any:
-    """A dtype of pages, or a pair, with `default` wherever it says nothing."""
+    """A dtype of pages, or a pair, with `default` in place of `None`."""
     pick = lambda one: default if one is None else one
     return tuple(map(pick, dtype)) if isinstance(dtype, tuple | list) else pick(dtype)
 
@@ -288,7 +288,7 @@ def filled_dtype(dtype: Any, default: Any) -> Any:
 def _check_enabled(dtype: Any) -> None:
     if dtype.name == "float64" and not jax.config.read("jax_enable_x64"):
         raise ValueError(
-            "dtype: expected 64-bit types to be enabled for float64; call jax.config.update('jax_enable_x64', True), or take float32."
+            "dtype: expected 64-bit types to be enabled for float64; call jax.config.update('jax_enable_x64', True), or use float32."
         )
 
 
@@ -302,21 +302,21 @@ def read_batch_shape(batch_shape: Any) -> tuple[int, ...]:
 
 
 def check_room(num_pages: int, page_size: int) -> None:
-    # A slot is an int32, and so is one past the end with the number of a token added.
+    # Slots are int32, including one past the end plus the index of a token.
     if not is_symbolic(num_pages) and num_pages * page_size > 2**30:
         raise ValueError(
             f"num_pages: expected at most 2**30 tokens in all pages, received {num_pages} pages of {page_size}; "
-            "split them over several caches."
+            "split them across several caches."
         )
 
 
 def kind_of_scale(name: str, pages: Array, scale: Array | None, rank: int) -> str | None:
-    """By the shape of `scale`; `rank` is that of one cache's pages, without leading axes."""
+    """The kind of scale, from its shape; `rank` is the rank of the pages without leading axes."""
     quantised = pages.dtype.name in LARGEST
     if scale is None:
         if quantised:
             raise ValueError(
-                f"{name}: expected scales for pages of {pages.dtype}, received None; see the method init."
+                f"{name}: expected scales for pages of {pages.dtype}, received None; use init to build a cache."
             )
         return None
     lead, place = pages.shape[: pages.ndim - rank], pages.shape[pages.ndim - rank + 2 : -1]
@@ -326,51 +326,51 @@ def kind_of_scale(name: str, pages: Array, scale: Array | None, rank: int) -> st
             return kind
     raise ValueError(
         f"{name}: expected {f'shape {kinds[TOKEN]} or {kinds[HEAD]}' if quantised else 'None'} for pages of {pages.dtype} "
-        f"{pages.shape}, received {scale.dtype} of shape {scale.shape}; see the method init."
+        f"{pages.shape}, received {scale.dtype} of shape {scale.shape}; use init to build a cache."
     )
 
 
 def read_head_scale(name: str, given: Any, scale: Array | None, lead: int) -> Array | None:
-    """New scales in place of `scale`, one for each head; those without its leading axes are for all of them."""
+    """New scales in place of `scale`, one per head; without the leading axes, they apply to all of them."""
     if scale is None:
         if given is not None:
             raise ValueError(
-                f"{name}: expected None, as these pages are not in 8 bits, received {type(given).__name__}; scale the others alone."
+                f"{name}: expected None for pages that are not quantised to 8 bits, received {type(given).__name__}; scale only the others."
             )
         return None
     if given is None:
-        raise ValueError(f"{name}: expected floats {scale.shape}, received None; one number for each head.")
+        raise ValueError(f"{name}: expected floats {scale.shape}, received None; pass one number per head.")
     shapes = (scale.shape, scale.shape[lead:])
-    values = read_array(name, given, shapes, f"floats {scale.shape}", "; one number for each head")
+    values = read_array(name, given, shapes, f"floats {scale.shape}", "; pass one number per head")
     numbers = checked(
         values.astype(jnp.float32),
         given,
         lambda x: ~((x > 0) & (x < jnp.inf)),
-        lambda found: f"{name}: expected positive numbers, received {found}; 1 where nothing is known.",
+        lambda found: f"{name}: expected positive numbers, received {found}; use 1 if no scale is known.",
     )
     return jnp.broadcast_to(numbers, scale.shape)
 
 
 def read_tables(page_table: Any, lengths: Any, page_size: int) -> tuple[Array, Array]:
-    """What `bind` is given, as int32 `[.., N, M]` and `[.., N]`."""
+    """The arguments of `bind` as int32 `[.., N, M]` and `[.., N]`."""
     if isinstance(page_table, RaggedBatch):
         if lengths is not None:
             raise ValueError(
-                "lengths: expected None with a RaggedBatch, which has its own, received another."
+                "lengths: expected None with a RaggedBatch, which has its own lengths, received a value; pass the batch alone."
             )
         if page_table.page_size != page_size:
             raise ValueError(
-                f"page_table: expected a RaggedBatch of this cache's page_size={page_size}, received one of {page_table.page_size}."
+                f"page_table: expected a RaggedBatch of this cache's page_size={page_size}, received one with {page_table.page_size}."
             )
         return page_table.page_table, page_table.lengths
     if lengths is None:
         raise ValueError(
-            "lengths: expected ints [.., N] with a page table, received None; or bind a RaggedBatch."
+            "lengths: expected ints [.., N] with a page table, received None; pass lengths, or bind a RaggedBatch."
         )
     table, counts = check_tables(jnp.asarray(page_table), jnp.asarray(lengths))
     most = table.shape[-1] * page_size
     return table, check_between(
-        "lengths", counts, lengths, 0, most, f"a row of the page table has room for {most} tokens"
+        "lengths", counts, lengths, 0, most, f"a row of the page table holds {most} tokens"
     )
 
 
@@ -378,19 +378,18 @@ def check_tables(table: Array, lengths: Array) -> tuple[Array, Array]:
     if table.ndim < 2 or not jnp.issubdtype(table.dtype, jnp.integer):
         raise ValueError(
             f"page_table: expected ints [.., N, M], -1 for no page, received {table.dtype} of shape {table.shape}; "
-            "PageTable.rows makes one."
+            "PageTable.rows returns one."
         )
     if lengths.shape != table.shape[:-1] or not jnp.issubdtype(lengths.dtype, jnp.integer):
         raise ValueError(
             f"lengths: expected ints {table.shape[:-1]}, one for each row of page_table, received {lengths.dtype} of shape "
-            f"{lengths.shape}; new tokens count."
+            f"{lengths.shape}; lengths include new tokens."
         )
     return to_int32(table), to_int32(lengths)
 
 
 def read_array(name: str, given: Any, shapes: Any, expected: str, remedy: str = "") -> Array:
-    """`given` as an array of the numbers that are `expected`, words that begin with `ints` or `floats`, and of one of `shapes`, in which
-    `None` is any size."""
+    """`given` as an array of integers or floats (the first word of `expected`) with one of `shapes`, in which `None` is any size."""
     x, kind = jnp.asarray(given), jnp.integer if expected.startswith("ints") else jnp.floating
     fits = any(
         len(shape) == x.ndim and all(want is None or want == size for want, size in zip(shape, x.shape))
@@ -402,20 +401,18 @@ def read_array(name: str, given: Any, shapes: Any, expected: str, remedy: str = 
 
 
 def read_new(name: str, new: Any, lead: tuple[int, ...], inner: tuple[int, ...], tokens: int | None) -> Array:
-    """New tokens `[*lead, T, *inner]`; `tokens` is `T` where it is known."""
+    """New tokens `[*lead, T, *inner]`; `tokens` is `T` if known."""
     words = ", ".join(map(str, (*lead, "T" if tokens is None else tokens, *inner)))
     remedy = "; pack the tokens of all sequences along one axis"
-    return read_array(
-        name, new, ((*lead, tokens, *inner),), f"floats [{words}] as the cache holds it", remedy
-    )
+    return read_array(name, new, ((*lead, tokens, *inner),), f"floats [{words}] as in the cache", remedy)
 
 
 def read_slots(given: Any, lead: tuple[int, ...], tokens: int | None, room: int) -> Array:
-    """Slots for every one of the leading axes, int32 `[*lead, T]`, `room` in all."""
-    expected = f"ints [{tokens}], page * page_size + place for each token and -1 for nowhere"
+    """Slots for all leading axes, int32 `[*lead, T]`; the cache has `room` slots."""
+    expected = f"ints [{tokens}], page * page_size + place for each token, or -1 to skip it"
     shapes = ((tokens,), (*lead, tokens))
     slots = read_array("slots", given, shapes, expected, "; RaggedBatch.slots has them")
-    array = check_distinct("slots", to_int32(slots), given, room, "each token has a slot of its own, or -1")
+    array = check_distinct("slots", to_int32(slots), given, room, "each token has its own slot, or -1")
     return jnp.broadcast_to(array, (*lead, tokens))
 
 
@@ -427,15 +424,15 @@ def read_copies(source: Any, target: Any) -> tuple[Array, Array]:
         ints = jnp.issubdtype(x.dtype, jnp.integer) or not x.size
         if x.ndim != 1 or x.shape != pages["source"].shape or not ints:
             raise ValueError(
-                f"{name}: expected ints [C], a page for each copy, received {x.dtype} of shape {x.shape} (source: shape "
+                f"{name}: expected ints [C], one page per copy, received {x.dtype} of shape {x.shape} (source: shape "
                 f"{pages['source'].shape}); -1 copies nothing."
             )
     source, target = (to_int32(x) if x.size else jnp.zeros(0, jnp.int32) for x in pages.values())
-    return source, check_distinct("target", target, given, 2**31, "each page is written once")
+    return source, check_distinct("target", target, given, 2**31, "each page is written at most once")
 
 
 def copy(pages: Array, source: Array, target: Array, lead: int) -> Array:
-    """`pages [.., P, ...]` with the pages `source` in the places `target`: all are read before any is written."""
+    """`pages [.., P, ...]` with pages `source` copied to `target`; all are read before any is written."""
     if lead:
         return jax.vmap(copy, in_axes=(0, None, None, None))(pages, source, target, lead - 1)
     count = pages.shape[0]
@@ -446,7 +443,7 @@ def copy(pages: Array, source: Array, target: Array, lead: int) -> Array:
 
 
 def gather(pages: Array, scale: Array | None, tables: Tables, size: int, dtype: Any, lead: int) -> Array:
-    """Dense `[.., N, size, ...]` from `pages [P, p, ...]`, by `table [.., N, M]`; 0 where there is no token."""
+    """Dense `[.., N, size, ...]` from `pages [P, p, ...]`, by `table [.., N, M]`; 0 at positions without a token."""
     if lead:
         own = None if scale is None else 0
         each = (0, 0) if tables[0].ndim > 2 else (None, None)
@@ -461,7 +458,7 @@ def gather(pages: Array, scale: Array | None, tables: Tables, size: int, dtype: 
     seen &= like(places, table) < lengths[..., None]
 
     def take(x: Array) -> Array:
-        """Zero before anything is computed with it, so that what lies in unused slots reaches no gradient either."""
+        """Zeroes unused slots before any computation, so that their contents do not reach gradients either."""
         taken = x[index].reshape(*seen.shape, *x.shape[2:])
         return jnp.where(seen.reshape(*seen.shape, *(1,) * (x.ndim - 2)), taken, jnp.zeros((), x.dtype))
 

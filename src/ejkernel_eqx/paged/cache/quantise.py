@@ -1,4 +1,4 @@
-"""Numbers stored in eight bits, with a scale for each vector."""
+"""Quantisation to 8 bits, with a scale for each vector."""
 
 from typing import Any
 
@@ -8,35 +8,35 @@ from jax.typing import DTypeLike
 from jaxtyping import Float, Shaped
 
 LARGEST = {"int8": 127.0, "float8_e4m3fn": 448.0, "float8_e5m2": 57344.0}
-"""The largest finite number that each dtype stores; int8 leaves out -128, so that both signs reach as far."""
+"""The largest finite number of each dtype; int8 excludes -128, so that the range is symmetric."""
 _NAMES = "int8, float8_e4m3fn or float8_e5m2"
 
 
 def quantise(
     x: Any, dtype: DTypeLike, scale: Any | None = None
 ) -> tuple[Shaped[Array, "... D"], Float[Array, "..."]]:
-    r"""`x` as 8-bit numbers and what they are to be multiplied with: $x_d \approx s \cdot n_d$.
+    r"""Quantises `x` to 8-bit numbers and a scale: $x_d \approx s \cdot n_d$.
 
-    $s = \max_d |x_d| / n_\text{max}$ for each vector along the last axis, and 1 where that is zero;
-    $n_d = \text{round}(x_d / s)$, with halves to the even number. $n_\text{max}$ is 127 for int8, 448 for float8_e4m3fn and 57344 for
+    $s = \max_d |x_d| / n_\text{max}$ for each vector along the last axis, and 1 if that is zero;
+    $n_d = \text{round}(x_d / s)$, with ties to even. $n_\text{max}$ is 127 for int8, 448 for float8_e4m3fn and 57344 for
     float8_e5m2. So $|x_d - s n_d| \le s / 2$ for int8; float8_e4m3fn rounds to 4 significant bits,
     $|x_d - s n_d| \le \max(|x_d| 2^{-4}, s 2^{-10})$, and float8_e5m2 to 3, $|x_d - s n_d| \le \max(|x_d| 2^{-3}, s 2^{-17})$.
-    Nothing overflows: what is beyond $n_\text{max}$ becomes $n_\text{max}$, with its sign, also in float8_e5m2, which has infinities.
+    Numbers never overflow: magnitudes beyond $n_\text{max}$ are clipped to $n_\text{max}$, also in float8_e5m2, which has infinities.
 
     **Arguments:**
 
-    - `x`: floats `[..., D]`, such as keys `[T, K, D]`, computed with in float32. A vector with a NaN or an infinity gets a scale that
-        is not finite and so stays visible: all of it reads as NaN.
+    - `x`: floats `[..., D]`, such as keys `[T, K, D]`; the computation is in float32. A vector with a NaN or an infinity gets a scale that
+        is not finite, so that all of it reads as NaN.
     - `dtype`: `int8`, `float8_e4m3fn` or `float8_e5m2`.
-    - `scale`: floats that broadcast to `x.shape[:-1]`, such as `[K]`, to store by instead. They must be positive.
+    - `scale`: positive floats that broadcast to `x.shape[:-1]`, such as `[K]`, to use instead of the computed scale.
 
     **Returns:** the stored numbers `[..., D]` in `dtype`, and the scale, float32 `x.shape[:-1]`.
 
-    **Raises:** `ValueError` for another dtype, or a scale that does not broadcast.
+    **Raises:** `ValueError` for an unsupported dtype, or a scale that does not broadcast.
     """
     dtype = jnp.dtype(dtype)
     if dtype.name not in LARGEST:
-        raise ValueError(f"dtype: expected {_NAMES}, received {dtype.name}; others need no scale.")
+        raise ValueError(f"dtype: expected {_NAMES}, received {dtype.name}; other dtypes need no scale.")
     x = jnp.asarray(x)
     if x.ndim < 1 or not jnp.issubdtype(x.dtype, jnp.floating):
         raise ValueError(
@@ -45,7 +45,7 @@ def quantise(
     x = x.astype(jnp.float32)
     largest = LARGEST[dtype.name]
     scale = _own(x, largest) if scale is None else _given(scale, x.shape[:-1])
-    # A scale of zero would make 0 / 0; whatever is stored then stands for zero.
+    # A scale of zero would compute 0 / 0. The result does not matter, since everything then reads as zero.
     ratio = x / jnp.where(scale > 0, scale, 1.0)[..., None]
     if dtype == jnp.int8:
         ratio = jnp.where(jnp.isnan(ratio), 0.0, jnp.round(ratio))
@@ -53,13 +53,13 @@ def quantise(
 
 
 def dequantise(stored: Any, scale: Any, dtype: DTypeLike = jnp.float32) -> Float[Array, "... D"]:
-    r"""What stored numbers stand for: $x_d = s \cdot n_d$.
+    r"""The numbers that quantised ones stand for: $x_d = s \cdot n_d$.
 
     **Arguments:**
 
-    - `stored`: 8-bit numbers `[..., D]`, as [`ejkernel_eqx.paged.cache.quantise.quantise`][] gives them.
+    - `stored`: 8-bit numbers `[..., D]`, as returned by [`ejkernel_eqx.paged.cache.quantise.quantise`][].
     - `scale`: floats that broadcast to `stored.shape[:-1]`.
-    - `dtype`: the result's; the product is taken in float32.
+    - `dtype`: the dtype of the result; the product is computed in float32.
 
     **Returns:** `[..., D]` in `dtype`.
 
@@ -68,8 +68,8 @@ def dequantise(stored: Any, scale: Any, dtype: DTypeLike = jnp.float32) -> Float
     stored = jnp.asarray(stored)
     if stored.dtype.name not in LARGEST or stored.ndim < 1:
         raise ValueError(
-            f"stored: expected {_NAMES} [..., D], received {stored.dtype} of shape {stored.shape}; other numbers stand for "
-            "themselves."
+            f"stored: expected {_NAMES} [..., D], received {stored.dtype} of shape {stored.shape}; other dtypes are not "
+            "quantised."
         )
     scale = _given(scale, stored.shape[:-1])
     return (stored.astype(jnp.float32) * scale[..., None]).astype(dtype)
@@ -77,7 +77,7 @@ def dequantise(stored: Any, scale: Any, dtype: DTypeLike = jnp.float32) -> Float
 
 def _own(x: Array, largest: float) -> Array:
     scale = jnp.max(jnp.abs(x), axis=-1, initial=0.0) / largest
-    # Also where the quotient is no normal number any more, which devices may take for zero; NaN stays.
+    # 1 also if the quotient is subnormal, which devices may flush to zero; NaN is kept.
     return jnp.where(scale < jnp.finfo(jnp.float32).tiny, 1.0, scale)
 
 
@@ -89,6 +89,6 @@ def _given(scale: Any, shape: tuple[int, ...]) -> Array:
     if not fits or not jnp.issubdtype(scale.dtype, jnp.floating):
         raise ValueError(
             f"scale: expected floats that broadcast to {shape}, one for each vector, received {scale.dtype} of shape {scale.shape}; "
-            "put axes of size 1 where it is shared."
+            "use axes of size 1 where it is shared."
         )
     return jnp.broadcast_to(scale.astype(jnp.float32), shape)

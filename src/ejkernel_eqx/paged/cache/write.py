@@ -1,6 +1,6 @@
-"""Writing new tokens into pages, on XLA: one scatter, in place where the pages are donated.
+"""Writes new tokens into pages on XLA with a single scatter, in place if the pages are donated.
 
-On a CPU, XLA widens bfloat16 and float8 to scatter and so copies the pages of these dtypes each time.
+On a CPU, XLA widens bfloat16 and float8 for the scatter, so pages of these dtypes are copied each time.
 """
 
 from collections.abc import Callable
@@ -19,10 +19,10 @@ Writer = Callable[[WriteArrays], dict[str, Array]]
 
 
 def write(arrays: WriteArrays) -> dict[str, Array]:
-    """The pages and scales with the new tokens in them.
+    """The pages and scales with the new tokens written.
 
-    Pages with leading axes are written each with its own tokens and slots, which then have these axes too; other axes in front of
-    the tokens are more tokens. Scales a head may come without the leading axes.
+    With leading axes on the pages, tokens and slots have these axes too, and each entry is written with its own. Other axes in front of
+    the tokens count as more tokens. Scales per head may omit the leading axes.
     """
     return compiled_once(_over_mesh)(arrays)
 
@@ -34,7 +34,7 @@ def _over_mesh(arrays: WriteArrays) -> dict[str, Array]:
     lead = _leading(arrays)
 
     def label(x: Any, heads: int | None, rows: int) -> Axes:
-        """The leading axes, and the heads as axis number `heads`."""
+        """The leading axes, and the axis `heads` of the heads."""
         names: list[str | None] = [f"b{i}" for i in range(rows)] + [None] * (len(x.shape) - rows)
         if heads is not None:
             names[heads] = "H"
@@ -89,7 +89,7 @@ def _write(arrays: WriteArrays) -> dict[str, Array]:
 def _put(pages: Array, new: Array, slots: Array) -> Array:
     """`pages [P, p, ...]` with `new [T, ...]` at `slots [T]`."""
     room = pages.shape[0] * pages.shape[1]
-    # A negative index would count from the end. Past the end nothing is written, and no two indices are the same.
+    # Negative indices would count from the end. Indices past the end are not written, and all indices are distinct.
     nowhere = room + jnp.arange(slots.shape[0], dtype=jnp.int32)
     slots = jnp.where((slots >= 0) & (slots < room), slots, nowhere)
     flat = pages.reshape(room, *pages.shape[2:])

@@ -1,4 +1,4 @@
-"""What the Triton kernels of this family are configured by, and what every launch of them is given."""
+"""The configurations of this family's Triton kernels, and the arguments shared by all their launches."""
 
 import dataclasses
 import math
@@ -18,8 +18,8 @@ _LARGEST_PART = 256
 
 @dataclasses.dataclass(frozen=True)
 class PagedTile:
-    """A tile of scores: at most `block_m` rows (queries times the heads that read one key head) by `block_k` keys, powers of two
-    from 16, and compiler options."""
+    """A tile of scores, at most `block_m` rows (queries times the heads that read one key head) by `block_k` keys, both powers of two of at
+    least 16, and compiler options."""
 
     block_m: Block
     block_k: Block
@@ -32,17 +32,17 @@ class PagedTile:
 
 @dataclasses.dataclass(frozen=True)
 class TritonConfig:
-    """`decode`: of sequences with few queries, whose keys are split over up to `split_k` programs, none with fewer than `chunk_size`
-    keys where there are more; `prefill`: of those with more queries."""
+    """`decode`: tiles for sequences with few queries, whose keys are split over up to `split_k` programs, each with at least `chunk_size`
+    keys if there are that many; `prefill`: tiles for sequences with more queries."""
 
     decode: PagedTile
     prefill: PagedTile
     split_k: Count = 1
     chunk_size: Count = 256
     fast_tanh: bool = True
-    """The soft cap of 16-bit inputs by NVIDIA's `tanh.approx` (error 5e-4 of the cap)."""
+    """Computes the soft cap of 16-bit inputs with NVIDIA's `tanh.approx` (error 5e-4 of the cap)."""
     fast_bytes: bool = True
-    """8-bit pages become numbers by NVIDIA's instructions, four at once."""
+    """Converts 8-bit pages with NVIDIA's instructions, four numbers at once."""
     float32_dot: Float32Dot = "tf32x3"
 
     __post_init__ = check_fields
@@ -52,8 +52,8 @@ class TritonConfig:
 class Call:
     """One call whose leading axis has been merged into tokens, sequences and pages.
 
-    `arrays` are those of `PagedArrays` without leading axes, but for the small ones (`sinks`, `slopes`, `qq_bias`, scales of a head),
-    which have one, of rows: sequence `n` reads row `n // row_sequences`.
+    `arrays` are those of `PagedArrays` without leading axes, except the small ones (`sinks`, `slopes`, `qq_bias`, scales per head), which
+    have an axis of rows: sequence `n` reads row `n // row_sequences`.
     """
 
     arrays: PagedArrays
@@ -68,7 +68,7 @@ class Call:
 
     @property
     def heads(self) -> tuple[int, int]:
-        """Query heads and key heads."""
+        """The numbers of query heads and key heads."""
         return self.arrays.q.shape[-2], self.arrays.k.shape[-2]
 
     @property
@@ -82,7 +82,7 @@ class Call:
 
     @property
     def result_types(self) -> dict[str, jax.ShapeDtypeStruct]:
-        """Of `out` and `lse`, as the last kernel has them."""
+        """The shapes of `out` and `lse`, as the last kernel writes them."""
         tokens, heads = self.arrays.q.shape[:2]
         return {
             "out": result(tokens, heads, self.values, dtype=self.arrays.q.dtype),
@@ -91,14 +91,14 @@ class Call:
 
     @property
     def dot_dtype(self) -> jnp.dtype:
-        """What matrices are multiplied in: quantised pages in the dtype of the queries, others in the wider one."""
+        """The dtype of matrix products: that of the queries for quantised pages, otherwise the wider one."""
         q, given = self.arrays.q.dtype, self.arrays.given
         pages = (given[name].dtype for name in PAGES if name in given and f"{name}_scale" not in given)
         return q if all(dtype == q for dtype in pages) else jnp.dtype(jnp.float32)
 
     @property
     def launch(self) -> Launcher:
-        """Launches an attention kernel. It names, beside what is said at its launch, the tile `BM`, `BK`."""
+        """Launches an attention kernel with the shared arguments and the tile `BM`, `BK`."""
         arrays, spec = self.arrays, self.spec
         (pages, page, _, dim), (heads, kv_heads) = arrays.k.shape, self.heads
         rope = 0 if arrays.rope is None else arrays.rope.shape[-1]
@@ -118,7 +118,7 @@ class Call:
             "V": self.values,
             "R": rope,
             "PAGE": page,
-            # More slots in all, or numbers in a page, than 32 bits can count.
+            # More slots in total, or numbers in a page, than 32 bits can count.
             "FAR": max(pages, kv_heads * max(dim, self.values, rope)) * page >= 2**31,
             "BLOCK_D": padded(dim),
             "BLOCK_V": padded(self.values),
@@ -141,7 +141,7 @@ class Call:
 
 
 def folded(arrays: PagedArrays, spec: PagedSpec, config: TritonConfig, execute: Execute) -> Call:
-    """The call with its leading axis merged: tokens, sequences and, where they are mapped, pages one after another."""
+    """The call with its leading axis merged into tokens, sequences and, if they are mapped, pages."""
     batch, tokens = arrays.q.shape[:2]
     per_row = arrays.q_len.shape[1]
     given = arrays.given
@@ -186,8 +186,8 @@ def folded(arrays: PagedArrays, spec: PagedSpec, config: TritonConfig, execute: 
 
 
 def _in_parts(given: dict[str, Array]) -> dict[str, Array]:
-    """The page table and pages of dense keys, one page a sequence, with parts of them as pages: kernels are compiled for a size of pages, and so
-    most numbers of keys share one. Their table is a constant, so nothing is computed on the device for it."""
+    """Splits dense keys, one page per sequence, into smaller pages, and returns their table and pages. Kernels are compiled for a page size, so
+    most numbers of keys share one kernel. The table is a constant, so the device computes nothing for it."""
     count, size = given["k"].shape[:2]
     part = math.gcd(size, _LARGEST_PART)
     if part < 16 or part == size:

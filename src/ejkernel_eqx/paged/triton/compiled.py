@@ -1,7 +1,8 @@
-"""Platform `triton`: the host side. Configurations, support, and which sequences which kernel takes.
+"""The host side of platform `triton`: configurations, support, and the assignment of sequences to kernels.
 
-Both attention kernels write into the same `out` and `lse`, each the tokens of its own sequences: the decode kernel of those with up to
-`decode_queries` queries, and of tokens of no sequence 0 and minus infinity; then the prefill kernel of the sequences with more queries.
+Both attention kernels write into the same `out` and `lse`, each for its own sequences. The decode kernel takes those with up to
+`decode_queries` queries, and fills tokens of no sequence with 0 and minus infinity. Then the prefill kernel takes the sequences with more
+queries.
 """
 
 import dataclasses
@@ -25,7 +26,7 @@ VERSION = 3
 MAX_HEAD_DIM = 256
 MAX_LATENT_DIM = 512
 MAX_FLOAT32_LATENT_DIM = 128
-"""In three passes of a product more would spill kilobytes a thread."""
+"""With three passes per product, more channels would spill kilobytes per thread."""
 DECODE_QUERIES = 16
 """Up to this `max_query_len`, the decode kernel takes all sequences."""
 _MOST_CANDIDATES = 12
@@ -61,7 +62,7 @@ def unsupported(problem: Problem, device: DeviceFacts) -> str | None:
 
 
 def default_config(problem: Problem, device: DeviceFacts) -> TritonConfig:
-    """The first preferred tiles that fit the device's shared memory, and as many splits as fill the device."""
+    """The first preferred tiles that fit the device's shared memory, with enough splits to fill the device."""
     queries = decode_queries(problem.dim("Q"), problem.dim("H") // problem.dim("K"))
     decode = tile_sizes.decode_tiles(problem, device, queries)[0]
     splits, chunk_size = tile_sizes.splits(problem, device, queries, decode.block_m)
@@ -74,7 +75,7 @@ def default_config(problem: Problem, device: DeviceFacts) -> TritonConfig:
 
 
 def candidates(problem: Problem, device: DeviceFacts) -> list[TritonConfig]:
-    """Configurations worth timing, the heuristic first: other numbers of splits, then the next tiles of both kernels together."""
+    """Configurations worth timing, the heuristic first, then other numbers of splits, then the next tiles of both kernels together."""
     heuristic = default_config(problem, device)
     queries = decode_queries(problem.dim("Q"), problem.dim("H") // problem.dim("K"))
     decode = tile_sizes.decode_tiles(problem, device, queries)
@@ -84,7 +85,7 @@ def candidates(problem: Problem, device: DeviceFacts) -> list[TritonConfig]:
     keys = problem.dim("M") * problem.dim("p")
 
     def spread(split_k: int) -> dict[str, int]:
-        """So many splits, each of no more keys than they leave to it."""
+        """The tile with this number of splits, and `chunk_size` no larger than a split."""
         chunk_size = min(heuristic.chunk_size, max(tile_sizes.CHUNK, cdiv(keys, split_k)))
         return {"split_k": min(split_k, max(1, cdiv(keys, chunk_size))), "chunk_size": chunk_size}
 
@@ -99,10 +100,10 @@ def candidates(problem: Problem, device: DeviceFacts) -> list[TritonConfig]:
 
 
 def config_unsupported(config: TritonConfig, problem: Problem, device: DeviceFacts) -> str | None:
-    """Tiles that cannot fit the device's shared memory, by an estimate from above; of the smallest the compiler must tell."""
+    """Why the tiles cannot fit the device's shared memory, by an upper estimate; for the smallest tile, only the compiler can tell."""
     is_bytes = not LARGEST.keys().isdisjoint(page_dtypes(problem))
     if config.fast_bytes and is_bytes and device.vendor != "nvidia":
-        return "fast_bytes is made of NVIDIA's instructions"
+        return "fast_bytes uses NVIDIA's instructions"
     queries = decode_queries(problem.dim("Q"), problem.dim("H") // problem.dim("K"))
     tiles = {"decode": config.decode}
     if problem.dim("Q") > queries:
@@ -116,7 +117,7 @@ def config_unsupported(config: TritonConfig, problem: Problem, device: DeviceFac
 
 
 def adapted(config: TritonConfig, problem: Problem, device: DeviceFacts) -> TritonConfig:
-    """The tiles stay; how many programs share a sequence's keys depends on how many sequences there are, and how long."""
+    """Keeps the tiles. The number of programs per sequence depends on the number and length of the sequences."""
     queries = decode_queries(problem.dim("Q"), problem.dim("H") // problem.dim("K"))
     count, chunk_size = tile_sizes.splits(problem, device, queries, config.decode.block_m)
     return dataclasses.replace(config, split_k=count, chunk_size=chunk_size)
@@ -125,7 +126,7 @@ def adapted(config: TritonConfig, problem: Problem, device: DeviceFacts) -> Trit
 def forward(
     arrays: PagedArrays, spec: PagedSpec, config: TritonConfig, *, execute: Execute = run
 ) -> dict[str, Array]:
-    """`out [B, T, H, V]` and `lse [B, T, H]`, of arrays with one leading axis."""
+    """`out [B, T, H, V]` and `lse [B, T, H]`, for arrays with one leading axis."""
     call = folded(arrays, spec, config, execute)
     if call.num_sequences == 0 or call.arrays.q.shape[0] == 0:
         types = call.result_types
@@ -140,7 +141,7 @@ def forward(
 
 
 def decode_queries(max_query_len: int, group: int) -> int:
-    """The most queries of a sequence that the decode kernel takes: all there may be if these are few, else those that fill its
+    """The largest number of queries per sequence that the decode kernel takes: the maximum if it is small, else as many as fill the kernel's
     smallest tile."""
     return max_query_len if max_query_len <= DECODE_QUERIES else max(1, 16 // group)
 

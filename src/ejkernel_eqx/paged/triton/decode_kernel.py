@@ -1,7 +1,6 @@
-"""Few queries of each sequence in Triton: the keys of a sequence split over several programs, then their results merged.
+"""Decoding in Triton, for sequences with few queries: splits the keys of a sequence over several programs and merges their results.
 
-Which keys a program takes follows from its own sequence and static numbers alone, so that what a sequence gets does not depend on the
-others.
+The keys of a program depend only on its own sequence and on static numbers, so the results of a sequence do not depend on the others.
 """
 
 import dataclasses
@@ -31,12 +30,12 @@ from .tile import (
 )
 from .tile_sizes import MOST_PAIR_ROWS, pairs_fit
 
-_MERGED = 4096  # numbers of partial results that are added in one step
+_MERGED = 4096  # numbers of partial results added in one step
 
 
 @triton.jit
 def splits_of(first, end, BK: tl.constexpr, SPLITS: tl.constexpr, LEAST: tl.constexpr):
-    """First tile and end of those that hold keys `first .. end`, tiles of a split, and the number of splits that have some."""
+    """The first tile and the end of the tiles that hold keys `first .. end`, the tiles per split, and the number of nonempty splits."""
     lo = first // BK
     hi = tl.maximum(tl.cdiv(end, BK), lo)
     size = tl.maximum(tl.cdiv(hi - lo, SPLITS), LEAST)
@@ -61,7 +60,7 @@ def decode_kernel(
     blocks: tl.constexpr = (QUERIES * (H // K) + BM - 1) // BM
     raised: tl.constexpr = RAISED if PAIRS else 0  # pyright: ignore[reportAssignmentType]
     program = tl.program_id(0)
-    # Without splits nothing is merged: the last programs fill in what the merge would.
+    # Without splits there is no merge, so the last programs fill in the remaining tokens.
     if SPLITS == 1:
         if program >= N * (blocks * K):
             fill_rest(program - N * (blocks * K), q_start_ptr, q_len_ptr, out_ptr, lse_ptr, N, T, LONGEST, H, V)  # fmt: skip
@@ -72,7 +71,7 @@ def decode_kernel(
     split = program // (blocks * K) % SPLITS
     n = (program // (blocks * K * SPLITS)).to(tl.int64)
 
-    # Which keys its queries see, and which tiles of those are this split's.
+    # The keys that its queries see, and the tiles of this split among them.
     queries, chunk, first, end = sequence(  # pyright: ignore[reportGeneralTypeIssues]
         n, q_len_ptr, kv_len_ptr, kv_start_ptr, M, PAGE, MOST, LEFT, RANGED)  # fmt: skip
     if not ALONE:
@@ -109,7 +108,7 @@ def decode_kernel(
         peak = tl.full([], LEAST_PEAK, tl.float32)
     else:
         acc = tl.zeros([BM, BLOCK_V], tl.float32)  # [BM, BLOCK_V]
-    # A sink is a key without a value, of weight 1 relative to its own score; of splits the merge adds it, once.
+    # A sink is a key without a value, with weight 1 relative to its own score; with splits, the merge adds it once.
     if SINKS and SPLITS == 1:
         top = tl.load(sinks_ptr + shared * H + h) * LOG2E  # [BM]
         total = tl.exp2(tl.full([BM], raised, tl.float32))  # [BM]
@@ -117,7 +116,7 @@ def decode_kernel(
         top = tl.full([BM], float("-inf"), tl.float32)  # [BM]
         total = tl.zeros([BM], tl.float32)  # [BM]
 
-    # Page numbers come one tile ahead: loads of keys do not wait for them.
+    # Page numbers are loaded one tile ahead, so that loads of keys do not wait for them.
     table = table_ptr + n * M
     page = load_pages(table, lo, end, PAGE, BK)
     for tile in tl.range(lo, hi):
@@ -134,7 +133,7 @@ def decode_kernel(
                 qq_bias_ptr + shared * Q * Q, Q, k_ptr, v_ptr, rope_ptr, k_scale_ptr, v_scale_ptr, rope_scale_ptr, K, D, V, R, BLOCK_D,
                 BLOCK_V, BLOCK_R, LATENT, K_SCALES, V_SCALES, R_SCALES, SCALE, CAP, FAST_TANH, LEFT, ALIBI, QQ, PRECISION, True)  # fmt: skip
 
-    # out = acc / total, lse = top + log2(total): of the sequence, or of the split, for the merge and in its units of log2.
+    # out = acc / total, lse = top + log2(total): for the sequence or, in units of log2, for the split and its merge.
     if PAIRS:
         acc = tl.interleave(acc, acc_odd)  # [BM, BLOCK_V]
         if V_SCALES == TOKEN:
@@ -164,7 +163,7 @@ def merge_kernel(
     LEFT: tl.constexpr, RANGED: tl.constexpr, SINKS: tl.constexpr, QUERIES: tl.constexpr, ALONE: tl.constexpr,
     SPLITS: tl.constexpr, BLOCK_S: tl.constexpr, STEP: tl.constexpr, LEAST: tl.constexpr,
 ):  # fmt: skip
-    # One program for each sequence, query and head, and some for the tokens of no sequence.
+    # One program for each sequence, query and head, and further programs for tokens of no sequence.
     program = tl.program_id(0)
     if program >= N * (H * QUERIES):
         fill_rest(program - N * (H * QUERIES), q_start_ptr, q_len_ptr, out_ptr, lse_ptr, N, T, LONGEST, H, V)
@@ -180,10 +179,10 @@ def merge_kernel(
     token = tl.load(q_start_ptr + n) + t
     if (t >= queries) | (token < 0) | (token >= T):
         return
-    # The splits that have keys: the others have stored nothing.
+    # Only splits with keys have stored results.
     _, _, _, used = splits_of(first, end, BK, SPLITS, LEAST)
 
-    # Their weights, exp(lse - top), and the sum of them all, with the sink's.
+    # Their weights, exp(lse - top), and the sum of all weights including the sink's.
     at = ((n * QUERIES + t) * H + h) * SPLITS
     s = tl.arange(0, BLOCK_S)  # [BLOCK_S]
     lse = tl.load(part_lse_ptr + at + s, mask=s < used, other=float("-inf"))  # [BLOCK_S]
@@ -214,8 +213,8 @@ def merge_kernel(
 
 
 def decode(call: Call, queries: int) -> dict[str, Array]:
-    """`out` and `lse` of the sequences that have at most `queries` queries, and of tokens of no sequence. The other sequences' are left as
-    they come. If none may have more (`max_query_len`), no program looks whether one has."""
+    """`out` and `lse` of the sequences with at most `queries` queries, and of tokens of no sequence. Those of other sequences are not written.
+    If `max_query_len` rules out longer ones, programs skip the check."""
     tile = call.config.decode
     (heads, kv_heads), values = call.heads, call.values
     rows = queries * call.group
@@ -226,7 +225,7 @@ def decode(call: Call, queries: int) -> dict[str, Array]:
         "BK": tile.block_k,
         "QUERIES": queries,
         "ALONE": alone,
-        # Whoever has more queries than this kernel takes has one more than it takes: buckets of queries share one compiled kernel.
+        # More queries than this kernel takes count as one more than it takes, so that buckets of queries share one compiled kernel.
         "MOST": queries if alone else queries + 1,
         "SPLITS": splits,
         "LEAST": cdiv(call.config.chunk_size, tile.block_k),
@@ -238,7 +237,7 @@ def decode(call: Call, queries: int) -> dict[str, Array]:
         return launch(decode_kernel, tile, call.result_types, programs + _fills(call))
     shape = (call.num_sequences, queries, heads, splits)
     parts = launch(decode_kernel, tile, {"out": result(*shape, values), "lse": result(*shape)}, programs)
-    # What a call does not have is never read; the lengths stand in for it.
+    # Absent arguments are never read; the lengths take their place.
     merge, block_s = dataclasses.replace(launch, absent=call.arrays.q_len), padded(splits, 1)
     step = min(block_s, max(2, _MERGED // padded(values)))
     return merge(
@@ -253,7 +252,7 @@ def decode(call: Call, queries: int) -> dict[str, Array]:
 
 
 def _pairs(call: Call, rows: int) -> int:
-    """How `attend_pairs` takes the pages, 0 where they are not for it."""
+    """How `attend_pairs` reads the pages; 0 if it cannot."""
     arrays = call.arrays
     if arrays.v is None or arrays.v.dtype != arrays.k.dtype or call.dot_dtype == jnp.float32:
         return 0
@@ -262,12 +261,12 @@ def _pairs(call: Call, rows: int) -> int:
 
 
 def _fills(call: Call) -> int:
-    """Programs that look for tokens of no sequence."""
+    """The number of programs that look for tokens of no sequence."""
     return cdiv(call.arrays.q.shape[0], FILLED.value)
 
 
 def num_splits(call: Call, queries: int) -> int:
-    """Of a sequence's keys: no more than its table, or the window of so many queries, can make use of."""
+    """The number of splits of a sequence's keys, limited to what its table, or the window of so many queries, can use."""
     keys = call.arrays.page_table.shape[-1] * call.arrays.k.shape[1]
     if call.spec.left is not None:
         keys = min(keys, call.spec.left + queries + call.config.decode.block_k)

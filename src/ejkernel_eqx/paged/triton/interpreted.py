@@ -1,4 +1,4 @@
-"""Platform `triton-interpret`: the Triton kernels themselves, interpreted on the host. Slow; for checking."""
+"""Platform `triton-interpret`: the same Triton kernels, interpreted on the host. Slow; for testing."""
 
 import functools
 

@@ -1,8 +1,8 @@
 """Tiles of 8-bit pages for 16-bit queries: two neighbouring channels of a key are loaded as one 16-bit number.
 
-Matrices of 16-bit numbers come from shared memory in the order the tensor cores want, transposed or not; bytes would be loaded one by one.
-So channels are multiplied as two matrices, the even ones and the odd ones. They are multiplied in float16, which holds every int8 and
-float8 number and takes fewer instructions to convert to than bfloat16. For that each row of the queries is divided by a power of two.
+Matrices of 16-bit numbers can be loaded from shared memory in the order of the tensor cores, transposed or not; bytes would be loaded one by
+one. So even and odd channels are multiplied as two matrices. They are multiplied in float16, which represents every int8 and float8 number
+and needs fewer instructions to convert to than bfloat16. For this, each row of the queries is divided by a power of two.
 """
 
 import triton
@@ -10,13 +10,15 @@ import triton.language as tl
 
 from .tile import load_keys, load_scales, TOKEN, weights
 
-BIASED = tl.constexpr(1152)  # what `integers` puts on top of an int8 number
+BIASED = tl.constexpr(1152)  # what `integers` adds to an int8 number
 PAIRS_OF = {"int8": 1, "float8_e4m3fn": 2, "float8_e5m2": 3}
 """`PAIRS` of pages."""
 INT8, E5M2 = tl.constexpr(1), tl.constexpr(3)
-RAISED = tl.constexpr(15)  # weights up to 2^15: those far below the largest are still numbers in float16
+RAISED = tl.constexpr(
+    15
+)  # weights up to 2^15, so that weights far below the largest are still representable in float16
 BYTE, LOW_BYTE = tl.constexpr(8), tl.constexpr(255)
-# Of a float32: bits of the mantissa, the exponent's bits behind them, and the largest that has an inverse.
+# For float32: the bits of the mantissa, of the exponent above them, and the largest exponent that has an inverse.
 MANTISSA, EXPONENT, LARGEST_EXPONENT = tl.constexpr(23), tl.constexpr(255), tl.constexpr(253)
 # 0x6480 is `BIASED` in float16; `lop3` with 0x6a is `(a & b) ^ c`.
 _INTEGERS = tl.constexpr("""{
@@ -34,7 +36,7 @@ mov.b32 bias, 0x64806480;
 sub.f16x2 $0, low, bias;
 sub.f16x2 $1, high, bias;
 }""")
-# Both low bytes to the front, both high ones behind them, as the conversion takes two neighbours.
+# Both low bytes first, then both high ones, because the conversion takes two neighbours.
 _FLOATS = tl.constexpr("""{
 .reg .b32 sorted;
 .reg .b16 low, high;
@@ -45,7 +47,7 @@ cvt.rn.f16x2.e4m3x2 $1, high;
 }""")
 
 
-# A number of e5m2 is the upper half of one in float16.
+# A number in e5m2 is the upper half of one in float16.
 _UPPER_HALVES = tl.constexpr("""{
 shl.b32 $0, $2, 8;
 and.b32 $0, $0, 0xff00ff00;
@@ -55,9 +57,9 @@ and.b32 $1, $2, 0xff00ff00;
 
 @triton.jit
 def split_queries(q, BM: tl.constexpr, BLOCK_D: tl.constexpr):
-    """Rows `[BM, BLOCK_D]` as even and odd channels in float16, at most 2 each, and what to multiply products with them by, `[BM]`."""
+    """Rows `[BM, BLOCK_D]` as even and odd channels in float16, at most 2 each, and the factors for products with them, `[BM]`."""
     q = q.to(tl.float32)  # [BM, BLOCK_D]
-    # By which power of two each row is divided: the bits 0 to 254 stand for 2^-127 to 2^127, so those of the inverse are 254 less them.
+    # The power of two that divides each row: bits 0 to 254 stand for 2^-127 to 2^127, so the inverse has 254 minus these bits.
     exponent = (tl.max(tl.abs(q), axis=1).to(tl.int32, bitcast=True) >> MANTISSA) & EXPONENT  # [BM]
     exponent = tl.minimum(exponent, LARGEST_EXPONENT)
     down = ((254 - exponent) << MANTISSA).to(tl.float32, bitcast=True)  # [BM]
@@ -67,16 +69,16 @@ def split_queries(q, BM: tl.constexpr, BLOCK_D: tl.constexpr):
 
 @triton.jit
 def _halves(pair, CODE: tl.constexpr):
-    """What instructions make of 16-bit numbers, two at once: float16 of the low and of the high bytes."""
+    """Applies instructions to 16-bit numbers, two at once: float16 numbers of the low and of the high bytes."""
     return tl.inline_asm_elementwise(
         CODE, "=&r,=&r,r", [pair], dtype=(tl.float16, tl.float16), is_pure=True, pack=2)  # pyright: ignore[reportArgumentType]  # fmt: skip
 
 
 @triton.jit
 def integers(pair, EXACT: tl.constexpr, FAST: tl.constexpr):
-    """The low and the high bytes of 16-bit numbers, int8 each, in float16; unless `EXACT`, `BIASED` too large, which takes less."""
+    """The low and the high int8 bytes of 16-bit numbers in float16; unless `EXACT`, they are too large by `BIASED`, which is cheaper."""
     if FAST:
-        # Four bytes at once. A byte with its sign flipped is 128 larger; below the exponent of 1024 it counts ones.
+        # Four bytes at once. Flipping the sign bit of a byte adds 128; as the low bits of a float16 number from 1024 on, it counts ones.
         return _halves(pair, _EXACT_INTEGERS if EXACT else _INTEGERS)
     else:
         rest: tl.constexpr = 0 if EXACT else BIASED  # pyright: ignore[reportAssignmentType]
@@ -125,7 +127,7 @@ def attend_pairs(
     v_pair = _load_pairs(v_ptr, slot, ok, kv_head, K, V, BLOCK_V)  # [BK, BLOCK_V / 2]
     # q k^T, even channels and odd ones one after the other into the same sums.
     if PAIRS == INT8:
-        # Sums of products with what is too large are the same for every key.
+        # The sum of products with the excess is the same for every key.
         rest = tl.sum(q_even.to(tl.float32), axis=1) + tl.sum(q_odd.to(tl.float32), axis=1)  # [BM]
         k_even, k_odd = integers(k_pair, False, FAST)  # [BLOCK_D / 2, BK] each
         qk = tl.zeros([BM, BK], tl.float32) - (rest * BIASED)[:, None]  # [BM, BK]
@@ -145,7 +147,7 @@ def attend_pairs(
     else:
         v_even, v_odd = floats(v_pair, PAIRS, FAST)  # [BK, BLOCK_V / 2] each
     if SCALES == TOKEN:
-        # The sums are in units of the largest scale so far: float16 could not hold small scales beside small probabilities.
+        # Sums are in units of the largest scale so far, because float16 cannot represent small scales times small probabilities.
         new_peak = tl.maximum(peak, tl.max(tl.abs(v_scale), axis=0))  # []
         part = 1.0 / new_peak  # []
         alpha *= peak * part

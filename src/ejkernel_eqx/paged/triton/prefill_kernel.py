@@ -1,5 +1,5 @@
-"""The kernel for sequences with many queries: one program per tile of rows (queries times the heads that read one key head) of a
-sequence, over its pages."""
+"""The kernel for sequences with many queries: one program per tile of rows (queries times the heads that read one key head) loops over the
+pages of the sequence."""
 
 import triton
 import triton.language as tl
@@ -9,19 +9,19 @@ from ...launch.constants import LN2, LOG2E
 from .call import Call
 from .tile import attend_tile, head_factors, load_pages, load_queries, locate, query_rows
 
-_SCANNED = 256  # entries of a page table looked through at once
+_SCANNED = 256  # entries of a page table searched at once
 
 
 @triton.jit
 def _first_tile(q_start_ptr, n, GROUP: tl.constexpr, BM: tl.constexpr):
-    """Sequence `n` has the tiles from here on, which are enough: `c_{n+1} G // BM - c_n G // BM + 1` is no less than the tiles of
+    """The first tile of sequence `n`. The tiles suffice, since `c_{n+1} G // BM - c_n G // BM + 1` is at least the number of tiles of
     `c_{n+1} - c_n` queries of `G` heads. Starts `c` must not decrease."""
     return tl.load(q_start_ptr + n) * GROUP // BM + n
 
 
 @triton.jit
 def _sequence_of(q_start_ptr, m, N, GROUP: tl.constexpr, BM: tl.constexpr):
-    """The sequence that has tile `m`: the last one whose tiles begin at or before it."""
+    """The sequence of tile `m`: the last one whose tiles start at or before it."""
     # By bisection: low <= the sequence < high.
     low = m * 0
     high = low + N
@@ -59,7 +59,7 @@ def prefill_kernel(
     FAST_TANH: tl.constexpr, LEFT: tl.constexpr, RANGED: tl.constexpr, SINKS: tl.constexpr, ALIBI: tl.constexpr, QQ: tl.constexpr,
     PRECISION: tl.constexpr, WIDE: tl.constexpr, SCANNED: tl.constexpr,
 ):  # fmt: skip
-    # Which tile of which sequence; grids have programs for more tiles than there are.
+    # Which tile of which sequence; grids have more programs than tiles.
     group: tl.constexpr = H // K
     m = tl.num_programs(0) // K - 1 - tl.program_id(0) // K  # the tiles with the most keys first
     kv_head = tl.program_id(0) % K
@@ -82,7 +82,7 @@ def prefill_kernel(
     if R > 0:
         q_rope = load_queries(q_ptr, token, h, inside, D, R, BLOCK_R, D + R, H, WIDE)  # [BM, BLOCK_R]
 
-    # What the tile's first and last query see: tiles of keys from `full_lo` to `full_hi` all, those around them in part.
+    # The keys visible to the tile's first and last query: all of tiles `full_lo` to `full_hi`, parts of those around them.
     i_first = chunk + row // group
     i_last = chunk + tl.minimum((row + BM - 1) // group, queries - 1)
     room = M * PAGE
@@ -95,20 +95,20 @@ def prefill_kernel(
         full_first = tl.maximum(full_first, i_last - LEFT)
     end = tl.maximum(tl.minimum(i_last + 1, room), 0)
     full_end = tl.maximum(tl.minimum(i_first + 1, room), 0)
-    # A bias between queries is for the loop with masks.
+    # A bias between queries requires the loop with masks.
     if QQ:
         full_end = tl.maximum(tl.minimum(full_end, chunk), 0)
     lo = first // BK
     hi = tl.maximum((end + BK - 1) // BK, lo)
     full_lo = tl.minimum((full_first + BK - 1) // BK, hi)
     full_hi = tl.maximum(full_end // BK, full_lo)
-    # A missing page is masked: with one, no tile is seen whole.
+    # With a missing page, which is masked, no tile is entirely visible.
     table_ptr += n.to(tl.int64) * M
     holes = _has_holes(table_ptr, full_lo * BK, full_hi * BK, P, PAGE, SCANNED)
     full_lo = tl.where(holes, lo, full_lo)
     full_hi = tl.where(holes, lo, full_hi)
 
-    # What a row of sequences has by head.
+    # Values per head of a row of sequences.
     small = n // ROW
     k_factor, v_factor, rope_factor = head_factors(
         k_scale_ptr, v_scale_ptr, rope_scale_ptr, small, kv_head, K, R, LATENT, K_SCALES, V_SCALES, R_SCALES)  # fmt: skip
@@ -127,7 +127,7 @@ def prefill_kernel(
     t = t[:, None]  # [BM, 1]
     i = chunk + t  # [BM, 1]
 
-    # Page numbers come one tile ahead: loads of keys do not wait for them. From 0: with a first index out of a reduction, the compiler
+    # Page numbers are loaded one tile ahead, so that loads of keys do not wait. From 0: if the first index comes from a reduction, the compiler
     # does not pipeline the loop.
     page = load_pages(table_ptr, full_lo, room, PAGE, BK)
     for index in tl.range(0, full_hi - full_lo):
@@ -149,8 +149,8 @@ def prefill_kernel(
             k_ptr, v_ptr, rope_ptr, k_scale_ptr, v_scale_ptr, rope_scale_ptr, K, D, V, R, BLOCK_D, BLOCK_V, BLOCK_R, LATENT, K_SCALES,
             V_SCALES, R_SCALES, SCALE, CAP, FAST_TANH, LEFT, ALIBI, QQ, PRECISION, True)  # fmt: skip
 
-    # out = acc / total, lse = top + log(total); 0 and minus infinity for a row that saw nothing.
-    some = total != 0  # [BM]; NaN of a key that is seen shows in both results
+    # out = acc / total, lse = top + log(total); 0 and minus infinity for a row without visible keys.
+    some = total != 0  # [BM]; NaN in a visible key appears in both results
     acc = acc * (v_factor / tl.where(some, total, 1.0))[:, None]  # [BM, BLOCK_V]
     lse = tl.where(some, (top + tl.log2(tl.where(some, total, 1.0))) * LN2, float("-inf"))  # [BM]
     tl.store(lse_ptr + token * H + h, lse, mask=inside)
@@ -163,7 +163,7 @@ def prefill_kernel(
 
 
 def prefill(call: Call, results: dict[str, Array], least: int) -> dict[str, Array]:
-    """`results` with the tokens of the sequences that have more than `least` queries written into them, in place."""
+    """Writes the tokens of sequences with more than `least` queries into `results`, in place."""
     tile = call.config.prefill
     tiles = most_tiles(call.arrays.q.shape[0], call.num_sequences, call.group, tile.block_m)
     return call.launch(
@@ -173,7 +173,7 @@ def prefill(call: Call, results: dict[str, Array], least: int) -> dict[str, Arra
         tiles * call.heads[1],
         {f"{name}_before": x for name, x in results.items()},
         aliases={f"{name}_before": name for name in results},
-        # Numbers at run time: buckets of tokens share one compiled kernel.
+        # Run-time numbers, so that buckets of tokens share one compiled kernel.
         LEAST=least,
         MOST=call.spec.max_query_len,
         SCANNED=_SCANNED,
@@ -183,5 +183,5 @@ def prefill(call: Call, results: dict[str, Array], least: int) -> dict[str, Arra
 
 
 def most_tiles(tokens: int, sequences: int, group: int, rows: int) -> int:
-    """The end of the last sequence's tiles, wherever the sequences begin."""
+    """The end of the last sequence's tiles, for any starts of the sequences."""
     return tokens * group // rows + sequences if sequences else 0

@@ -1,4 +1,4 @@
-"""What the kernels of this family share: what a sequence sees, where its keys lie, and what one tile of keys adds.
+"""Code shared by the kernels of this family: the visible keys of a sequence, their addresses, and the contribution of one tile of keys.
 
 A tile of scores is `[BM, BK]`: its rows are queries times the query heads that read one key head (row `r` is query `r // group`, head
 `r % group` of the group), its columns are consecutive keys. Scores are kept in units of log2, so that `exp2` needs no further
@@ -11,25 +11,27 @@ import triton.language as tl
 from ...attention.triton.tile import tanh
 from ...launch.constants import LOG2E
 
-FILLED = tl.constexpr(16)  # tokens that one program looks at
+FILLED = tl.constexpr(16)  # tokens that one program checks
 MOST_PAGES = 4  # of a tile of keys, whose numbers are loaded one by one
 # K_SCALES, V_SCALES, R_SCALES: one for each token and head, one for each head; 0: plain pages
 TOKEN, HEAD = tl.constexpr(1), tl.constexpr(2)
-LEAST_PEAK = tl.constexpr(1e-30)  # what scales are relative to is no less, and can be divided by
+LEAST_PEAK = tl.constexpr(
+    1e-30
+)  # lower bound of the scale that others are relative to, large enough to divide by
 
 
 @triton.jit
 def sequence(n, q_len_ptr, kv_len_ptr, kv_start_ptr, M, PAGE: tl.constexpr, MOST: tl.constexpr, LEFT: tl.constexpr,
              RANGED: tl.constexpr):  # fmt: skip
-    """Of sequence `n` the number of queries (those past `MOST` are left out), the position of query 0, and the first and the end of the
-    keys that one of its queries sees."""
+    """For sequence `n`: the number of queries (at most `MOST`), the position of query 0, and the first and the end of the keys that any of
+    its queries sees."""
     q_len = tl.load(q_len_ptr + n)  # [], as all here
     chunk = tl.load(kv_len_ptr + n) - q_len
     queries = tl.minimum(q_len, MOST)
     first = q_len * 0
     if RANGED:
         first = tl.maximum(tl.load(kv_start_ptr + n), 0)
-    # Query 0 is the one that sees furthest back.
+    # Query 0 sees furthest back.
     if LEFT >= 0:
         first = tl.maximum(first, chunk - LEFT)
     return queries, chunk, first, tl.maximum(tl.minimum(chunk + queries, M * PAGE), 0)
@@ -37,12 +39,12 @@ def sequence(n, q_len_ptr, kv_len_ptr, kv_start_ptr, M, PAGE: tl.constexpr, MOST
 
 @triton.jit
 def fill_rest(block, q_start_ptr, q_len_ptr, out_ptr, lse_ptr, N, T, LONGEST, H: tl.constexpr, V: tl.constexpr):  # fmt: skip
-    """Of `FILLED` tokens those that are none of the first `LONGEST` queries of a sequence: 0 and minus infinity."""
+    """Stores 0 and minus infinity for those of `FILLED` tokens that are not among the first `LONGEST` queries of a sequence."""
     SEQUENCES: tl.constexpr = 64  # pyright: ignore[reportAssignmentType]
     NUMBERS: tl.constexpr = 512  # pyright: ignore[reportAssignmentType]
     token = block * FILLED + tl.arange(0, FILLED)  # [FILLED]
     taken = tl.zeros([FILLED], tl.int32)  # [FILLED]
-    # Which tokens some sequence has: every sequence is looked at, `SEQUENCES` at a time.
+    # Which tokens belong to a sequence: all sequences are checked, `SEQUENCES` at a time.
     for begin in tl.range(0, N, SEQUENCES):
         n = begin + tl.arange(0, SEQUENCES)  # [SEQUENCES]
         first = tl.load(q_start_ptr + n, mask=n < N, other=0)[None, :]  # [1, SEQUENCES]
@@ -50,7 +52,7 @@ def fill_rest(block, q_start_ptr, q_len_ptr, out_ptr, lse_ptr, N, T, LONGEST, H:
         own = (token[:, None] >= first) & (token[:, None] < first + queries)  # [FILLED, SEQUENCES]
         taken |= tl.max(own.to(tl.int32), axis=1)  # [FILLED]
     rest = (taken == 0) & (token < T)  # [FILLED]
-    # Mostly there is no such token, and nothing to store.
+    # Usually there are no such tokens and nothing to store.
     if tl.max(rest.to(tl.int32), axis=0) > 0:
         row = token.to(tl.int64)[:, None]  # [FILLED, 1]
         for begin in tl.range(0, H * V, NUMBERS):
@@ -86,17 +88,17 @@ def load_queries(q_ptr, token, h, inside, C0: tl.constexpr, WIDTH: tl.constexpr,
 
 @triton.constexpr_function
 def pages_apart(page: int, keys: int) -> int:
-    """How many whole pages fill a tile of so many keys, 1 where one page holds the tile; 0 where neither, or too many fill it."""
+    """The number of whole pages that fill a tile of keys, or 1 if one page holds the tile; 0 if neither, or if there are too many."""
     count = max(1, keys // page)
     return count if max(page, keys) % min(page, keys) == 0 and count <= MOST_PAGES else 0
 
 
 @triton.jit
 def load_pages(table_ptr, tile, end, PAGE: tl.constexpr, BK: tl.constexpr):
-    """The page numbers of key tile `tile`, -1 from `end` on: a tuple of `pages_apart`, or `[BK]` where that is 0.
+    """The page numbers of key tile `tile`, -1 from `end` on: a tuple of `pages_apart`, or `[BK]` if that is 0.
 
-    Each number of a tuple is loaded by all threads. So the compiler sees that rows of a page have one address, and adds the rest as constants.
-    `table_ptr` points at the sequence's row. Tiles begin at multiples of `BK`.
+    All threads load each number of a tuple. So the compiler knows that the rows of a page share an address, and adds constant offsets.
+    `table_ptr` points at the sequence's row. Tiles start at multiples of `BK`.
     """
     count: tl.constexpr = pages_apart(PAGE, BK)
     if count:
@@ -112,9 +114,9 @@ def load_pages(table_ptr, tile, end, PAGE: tl.constexpr, BK: tl.constexpr):
 
 @triton.jit
 def locate(pages, tile, first, end, P, PAGE: tl.constexpr, BK: tl.constexpr, FAR: tl.constexpr):
-    """Of the keys of a tile with such `pages`: position `[BK]`, slot, and whether the sequence has and sees it at all, `[BK]`. A slot is the
-    sum of two numbers: one of 64 bits, the same for all keys of a page where pages are apart, and one that does not depend on the page
-    (`FAR`: of 64 bits too)."""
+    """For the keys of a tile with these `pages`: position `[BK]`, slot, and whether it exists and any query may see it, `[BK]`. A slot is the
+    sum of two numbers: one of 64 bits, the same for all keys of a page if pages are separate, and one that does not depend on the page
+    (with `FAR`, of 64 bits too)."""
     count: tl.constexpr = pages_apart(PAGE, BK)
     column = tl.arange(0, BK)  # [BK]
     j = tile * BK + column  # [BK]
@@ -136,7 +138,7 @@ def locate(pages, tile, first, end, P, PAGE: tl.constexpr, BK: tl.constexpr, FAR
 
 @triton.jit
 def load_keys(ptr, slot, ok, kv_head, K: tl.constexpr, WIDTH: tl.constexpr, BLOCK: tl.constexpr, CHECK: tl.constexpr):  # fmt: skip
-    """Rows `slot` of pages `[P, p, K, WIDTH]` at a head as `[BK, BLOCK]`; with `CHECK` zero, and not read, where not `ok`."""
+    """Rows `slot` of pages `[P, p, K, WIDTH]` at a head as `[BK, BLOCK]`; with `CHECK`, those that are not `ok` are zero and not read."""
     c = tl.arange(0, BLOCK)  # [BLOCK]
     start, within = slot
     rows = ptr + start * (K * WIDTH)  # [] or [BK]
@@ -165,7 +167,7 @@ def load_scales(ptr, slot, ok, kv_head, K: tl.constexpr, CHECK: tl.constexpr):
 @triton.jit
 def scores(qk, i, j, t, slope, chunk, qq_bias_ptr, Q, SCALE: tl.constexpr, CAP: tl.constexpr, FAST_TANH: tl.constexpr,
            ALIBI: tl.constexpr, QQ: tl.constexpr):  # fmt: skip
-    """Scores in log2 units of queries `t` at positions `i` (columns) and keys `j` (a row); `slope` in log2 units; `chunk` is the
+    """Scores, in log2 units, of queries `t` at positions `i` (columns) and keys `j` (a row); `slope` is in log2 units; `chunk` is the
     position of query 0."""
     if CAP > 0:
         s = tanh(qk * (SCALE / CAP), FAST_TANH) * (CAP * LOG2E)  # [BM, BK]
@@ -174,7 +176,7 @@ def scores(qk, i, j, t, slope, chunk, qq_bias_ptr, Q, SCALE: tl.constexpr, CAP: 
     if ALIBI:
         s += slope * (j - i).to(tl.float32)  # [BM, BK]
     if QQ:
-        # Key `u` and query `t` of the sequence's own queries have a bias.
+        # Key `u` and query `t` among the sequence's new tokens have a bias.
         u = j - chunk  # [1, BK]
         inside = (u >= 0) & (u <= t) & (t < Q)  # [BM, BK]
         s += tl.load(qq_bias_ptr + t.to(tl.int64) * Q + u, mask=inside, other=0.0) * LOG2E
@@ -186,9 +188,9 @@ def weights(
     qk, total, top, j, ok, i, t, slope, chunk, qq_bias_ptr, Q, SCALE: tl.constexpr, CAP: tl.constexpr, FAST_TANH: tl.constexpr,
     LEFT: tl.constexpr, ALIBI: tl.constexpr, QQ: tl.constexpr, MASKED: tl.constexpr, RAISED: tl.constexpr,
 ):  # fmt: skip
-    """Of products `qk` the weights of the keys relative to the rows' new maximum, by what earlier sums shrink, the denominators and
-    maxima `[BM]` with this tile. Weights and denominators are `2**RAISED` times as large."""
-    # Where nothing stands between the product and the softmax, the scale goes into the subtraction of the maximum: one instruction.
+    """From products `qk`: the weights of the keys relative to the rows' new maximum, the factor for earlier sums, and the denominators and
+    maxima `[BM]` including this tile. Weights and denominators are scaled by `2**RAISED`."""
+    # If nothing lies between the product and the softmax, scaling and subtracting the maximum take one instruction.
     folded: tl.constexpr = CAP == 0 and not ALIBI and not QQ and SCALE > 0  # pyright: ignore[reportAssignmentType]
     multiplier: tl.constexpr = SCALE * LOG2E if folded else 1.0  # pyright: ignore[reportAssignmentType]
     s = qk
@@ -199,7 +201,7 @@ def weights(
         if LEFT >= 0:
             seen = seen & (j[None, :] >= i - LEFT)
         s = tl.where(seen, s, float("-inf"))
-    # Online softmax; a row that has seen nothing yet is shifted by 0, as minus infinity from minus infinity is NaN.
+    # Online softmax; a row without visible keys so far is shifted by 0, since minus infinity minus itself is NaN.
     new_top = tl.maximum(top, tl.max(s, axis=1) * multiplier)  # [BM]
     shift = tl.where(new_top == float("-inf"), 0.0, new_top)  # [BM]
     if RAISED:
@@ -222,21 +224,21 @@ def attend_tile(
     """Adds one tile of keys (`j, slot, ok`, from `locate`) to the sum `[BM, BLOCK_V]`, the denominator and the maximum `[BM]` of rows
     `t` at positions `i` (both `[BM, 1]`).
 
-    Without `MASKED` the caller knows that every row sees every key of the tile and that all are `ok`. Scales of a head are scalars:
-    `k_factor` and `rope_factor` are applied here, that of the values by the caller to `acc` in the end.
+    Without `MASKED` the caller knows that every row sees every key of the tile and that all are `ok`. Scales per head are scalars:
+    `k_factor` and `rope_factor` are applied here; the caller applies that of the values to `acc` at the end.
     """
     k = load_keys(k_ptr, slot, ok, kv_head, K, D, BLOCK_D, MASKED).to(q.dtype)  # [BK, BLOCK_D]
-    v = k  # latent pages are keys and values in one
+    v = k  # latent pages are both keys and values
     if not LATENT:
         v = load_keys(v_ptr, slot, ok, kv_head, K, V, BLOCK_V, MASKED).to(q.dtype)  # [BK, BLOCK_V]
     qk = tl.dot(q, tl.trans(k), input_precision=PRECISION)  # [BM, BK]
-    # Scales multiply the products, not the keys: one number of each column, not D.
+    # Scales multiply the products, not the keys: one number per column instead of D.
     if K_SCALES == TOKEN:
         k_scale = load_scales(k_scale_ptr, slot, ok, kv_head, K, MASKED)  # [BK]
         qk *= k_scale[None, :]
     if K_SCALES == HEAD:
         qk *= k_factor
-    # Rotated channels are more of the same sums; with scales of their own they are multiplied before.
+    # Rotary channels extend the same sums; if they have their own scales, these are applied before.
     if R > 0:
         rope = load_keys(rope_ptr, slot, ok, kv_head, K, R, BLOCK_R, MASKED).to(q.dtype)  # [BK, BLOCK_R]
         if R_SCALES == 0:
@@ -257,7 +259,7 @@ def attend_tile(
         else:
             v_scale = load_scales(v_scale_ptr, slot, ok, kv_head, K, MASKED)  # [BK]
         if q.dtype == tl.float16:
-            # Scales are taken relative to the tile's largest: float16 could not hold small ones beside small probabilities.
+            # Scales are relative to the largest of the tile, because float16 cannot represent small scales times small probabilities.
             peak = tl.maximum(tl.max(v_scale, axis=0), LEAST_PEAK)  # []
             p = (p * (v_scale / peak)[None, :]).to(q.dtype)  # [BM, BK]
             acc += tl.dot(p, v, input_precision=PRECISION) * peak  # [BM, BLOCK_V]
@@ -272,7 +274,7 @@ def attend_tile(
 @triton.jit
 def head_factors(k_scale_ptr, v_scale_ptr, rope_scale_ptr, row, kv_head, K: tl.constexpr, R: tl.constexpr, LATENT: tl.constexpr,
                  K_SCALES: tl.constexpr, V_SCALES: tl.constexpr, R_SCALES: tl.constexpr):  # fmt: skip
-    """Scales of a head, for keys, values and rope; 1 where there are none. `row`: of the small arrays, see `Call`."""
+    """Scales per head for keys, values and rope; 1 if there are none. `row`: the row of the small arrays, see `Call`."""
     k_factor = 1.0  # [], as all three
     v_factor = 1.0
     rope_factor = 1.0

@@ -1,4 +1,4 @@
-"""Which tiles the Triton kernels prefer, how many programs share a sequence's keys, and what shared memory a program takes."""
+"""The tiles that the Triton kernels prefer, the number of programs per sequence, and the shared memory of a program."""
 
 from ...dispatch import DeviceFacts, Problem
 from ...launch import limits_registers, register_limits_measured
@@ -10,15 +10,15 @@ from .call import PagedTile
 _BYTES = {**dict.fromkeys(LARGEST, 1), "bfloat16": 2, "float16": 2, "float32": 4}
 # block_m, block_k, num_warps, num_stages, and where the compiler is limited max_registers
 Sizes = tuple[int, ...]
-CHUNK, _MEDIUM, _LONG = 256, 1024, 4096  # keys of a program at least: where programs are few, more, many
+CHUNK, _MEDIUM, _LONG = 256, 1024, 4096  # minimum keys per program with few, more and many programs
 _PARTIAL_BYTES = 2**27
 SMALLEST = PagedTile(16, 16, 4, 1)
 MOST_PAIR_ROWS = (
-    32  # of more, matrices are multiplied from shared memory, into which bytes are converted anyway
+    32  # with more rows, matrices are multiplied from shared memory, to which bytes are converted anyway
 )
 
-# By the bytes of a key and its value, best first; the last ones for devices with little shared memory. Two or three programs share a
-# multiprocessor, with at least 32 KiB on the way for each of them.
+# By the bytes of a key and its value, best first; the last ones are for devices with little shared memory. Two or three programs share a
+# multiprocessor, with at least 32 KiB of loads in flight for each.
 _DECODE: tuple[tuple[int, tuple[Sizes, ...]], ...] = (
     (128, ((64, 128, 4, 4), (64, 256, 4, 3), (64, 128, 4, 3), (64, 64, 4, 4), (64, 64, 4, 2))),
     (256, ((64, 128, 4, 3), (64, 128, 4, 4), (64, 64, 4, 4), (64, 64, 4, 3), (64, 128, 8, 3), (64, 32, 4, 2))),
@@ -26,7 +26,7 @@ _DECODE: tuple[tuple[int, tuple[Sizes, ...]], ...] = (
     (1024, ((64, 32, 4, 3), (64, 32, 4, 4), (64, 64, 4, 2), (64, 64, 8, 3), (64, 64, 4, 3), (64, 32, 4, 2), (64, 16, 4, 2))),
     (2048, ((64, 16, 4, 3), (64, 32, 4, 2), (64, 32, 8, 3), (64, 16, 4, 4), (64, 16, 4, 2), (16, 16, 4, 1))),
 )  # fmt: skip
-# Of 8-bit pages for few rows: 168 registers leave room for three programs.
+# For 8-bit pages and few rows: 168 registers leave room for three programs.
 _PAIRS: tuple[tuple[int, tuple[Sizes, ...]], ...] = (
     (256, ((32, 128, 4, 3, 168), (32, 128, 4, 3), (32, 64, 4, 4), (32, 128, 4, 2, 168), (32, 64, 2, 3, 168), (32, 64, 4, 4, 128))),
     (512, ((32, 64, 4, 3, 168), (32, 64, 4, 3), (32, 64, 4, 4), (32, 128, 4, 2), (32, 64, 4, 2), (32, 32, 4, 2))),
@@ -52,7 +52,7 @@ _PREFILL_LATENT: tuple[Sizes, ...] = (
 
 
 def decode_tiles(problem: Problem, device: DeviceFacts, queries: int) -> list[PagedTile]:
-    """Those that fit, best first, with no more rows than `queries` of a sequence are."""
+    """The tiles that fit, best first, with no more rows than `queries` of a sequence need."""
     rows = padded(queries * (problem.dim("H") // problem.dim("K")))
     if problem.flag("latent"):
         return _fitting(_LATENT if rows > 32 else _LATENT_FEW, problem, device, rows)
@@ -60,13 +60,13 @@ def decode_tiles(problem: Problem, device: DeviceFacts, queries: int) -> list[Pa
     row = problem.dim("D") * keys + problem.dim("V") * values
     table = _PAIRS if _pairs(problem, rows) else _DECODE
     sizes = next((tiles for most, tiles in table if row <= most), table[-1][1])
-    if rows > 16:  # there is no shared memory for a third program
+    if rows > 16:  # shared memory does not suffice for a third program
         sizes = tuple(tile for tile in sizes if len(tile) == 4)
     return _fitting(sizes, problem, device, rows)
 
 
 def prefill_tiles(problem: Problem, device: DeviceFacts) -> list[PagedTile]:
-    """Those that fit, best first."""
+    """The tiles that fit, best first."""
     if problem.flag("latent"):
         return _fitting(_PREFILL_LATENT, problem, device)
     if dot_bytes(problem) == 4:
@@ -79,11 +79,11 @@ def prefill_tiles(problem: Problem, device: DeviceFacts) -> list[PagedTile]:
 
 
 def splits(problem: Problem, device: DeviceFacts, queries: int, block_m: int) -> tuple[int, int]:
-    """Over how many programs the keys of a sequence may be spread, and how many keys a program has at least.
+    """The maximum number of programs that share the keys of a sequence, and the minimum number of keys per program.
 
-    Few sequences are spread until the device is full: two programs a multiprocessor, of latent pages one, whose partial results are large.
-    Where there are more, programs that end early make room for others: four times as many. Where sequences may be long, enough for one
-    that is long among short ones; the short ones stay whole where there are many.
+    Few sequences are split until the device is full: two programs per multiprocessor, or one for latent pages, whose partial results are
+    large. With more sequences, four times as many programs, since those that end early make room for others. If sequences may be long,
+    enough for a long one among short ones; with many sequences, short ones are not split.
     `queries` of each sequence are computed in blocks of at most `block_m` rows.
     """
     heads, kv_heads = problem.dim("H"), problem.dim("K")
@@ -91,7 +91,7 @@ def splits(problem: Problem, device: DeviceFacts, queries: int, block_m: int) ->
     programs = max(1, problem.dim("N") * kv_heads * blocks)
     full = (1 if problem.flag("latent") else 2) * (device.num_multiprocessors or 108)
     keys = problem.dim("M") * problem.dim("p")
-    # Partial results, a vector of values for each query head and split, take at most so many splits.
+    # The memory for partial results, a vector of values for each query head and split, limits the number of splits.
     vectors = max(1, problem.dim("N") * queries * heads * problem.dim("V"))
     room = max(1, _PARTIAL_BYTES // (4 * vectors))
     if programs <= full:
@@ -104,7 +104,7 @@ def splits(problem: Problem, device: DeviceFacts, queries: int, block_m: int) ->
 
 
 def _in_waves(programs: int, full: int) -> int:
-    """How many times as many programs fill the device best, once, or where that leaves much of it empty a few times over."""
+    """The number of splits that best fills the device, in one wave or, if that leaves much of it idle, in two or three."""
     counts = [wave * full // programs for wave in (1, 2, 3)]
     filled = [programs * count / (wave * full) for wave, count in enumerate(counts, 1)]
     enough = (n for n, share in enumerate(filled) if share >= 0.85)
@@ -112,14 +112,14 @@ def _in_waves(programs: int, full: int) -> int:
 
 
 def shared_memory(problem: Problem, tile: PagedTile, device: DeviceFacts) -> int:
-    """An upper estimate of what one program takes, in bytes: its queries, and what is streamed once a stage."""
+    """An upper estimate of the shared memory of one program, in bytes: its queries, and the streamed tiles once per stage."""
     latent, dot = problem.flag("latent"), dot_bytes(problem)
     values = padded(problem.dim("V"))
     width = padded(problem.dim("D") - problem.dim("V")) if latent else padded(problem.dim("D"))
     queries = tile.block_m * (width + values * bool(latent)) * dot
     first, second = (_BYTES[name] for name in page_dtypes(problem))
     streamed = tile.block_k * (width * (second if latent else first) + values * (first if latent else second))
-    # Narrow tiles are multiplied from registers, wide ones from the shared memory itself, where other dtypes are converted into.
+    # Narrow tiles are multiplied from registers, wide ones from shared memory, to which other dtypes are converted first.
     stages = max(1, tile.num_stages - (tile.block_m < 64))
     scores = tile.block_m * tile.block_k * dot
     if dot == 4:  # in two halves, for the passes of a product
@@ -135,7 +135,7 @@ def shared_memory(problem: Problem, tile: PagedTile, device: DeviceFacts) -> int
 
 
 def pairs_fit(dim: int, values: int) -> bool:
-    """Whether so many channels can be taken in pairs, as `pairs` does."""
+    """Whether `pairs` can process these numbers of channels."""
     return min(dim, values) > 16 and dim % 2 == 0 and values % 2 == 0
 
 
@@ -146,7 +146,7 @@ def _pairs(problem: Problem, rows: int) -> bool:
 
 
 def dot_bytes(problem: Problem) -> int:
-    """Of a number as it is multiplied."""
+    """The bytes of a number in matrix products."""
     q = problem.dtype("q")
     return 2 if q != "float32" and all(name == q or name in LARGEST for name in page_dtypes(problem)) else 4
 
@@ -154,7 +154,7 @@ def dot_bytes(problem: Problem) -> int:
 def _fitting(
     sizes: tuple[Sizes, ...], problem: Problem, device: DeviceFacts, rows: int = 2**30
 ) -> list[PagedTile]:
-    # Other vendors' compilers keep what is on the way in registers, as many as they like.
+    # Other vendors' compilers keep loads in flight in registers, without a limit.
     is_nvidia = device.vendor == "nvidia"
     keys, most = (256, 4) if is_nvidia else (64, 2)
     tiles = [
@@ -162,6 +162,6 @@ def _fitting(
         for m, k, w, stages, *limit in sizes
     ]
     fit = fitting(tiles, lambda tile: shared_memory(problem, tile, device), device)
-    if not register_limits_measured(device):  # what they do there is for the tuner to find out
+    if not register_limits_measured(device):  # the tuner measures their effect on this device
         fit = [tile for tile in fit if not tile.max_registers][:1] + fit
     return list(dict.fromkeys(fit)) or [SMALLEST]

@@ -1,4 +1,4 @@
-"""New tokens written into pages in Triton: in place where the pages are donated, quantised on the way."""
+"""Writes new tokens into pages in Triton, in place if the pages are donated, and quantises them."""
 
 import itertools
 import math
@@ -16,15 +16,15 @@ from ..spec import WriteArrays
 from .tile import HEAD, TOKEN
 
 _PLAIN, _TOKEN, _HEAD = 0, 1, 2
-_FEW, _MANY = 1024, 4096  # elements of a program; many where there are more than `_PROGRAMS` of few
+_FEW, _MANY = 1024, 4096  # elements per program; `_MANY` if `_FEW` would need more than `_PROGRAMS` programs
 _PROGRAMS = 1024
 _LEAST_NORMAL = tl.constexpr(1.1754943508222875e-38)  # of float32
-_ROUNDING = tl.constexpr(12582912.0)  # 1.5 * 2^23: a float32 of that size has no digits behind the point
+_ROUNDING = tl.constexpr(12582912.0)  # 1.5 * 2^23: a float32 of this magnitude has no fractional bits
 
 
 @triton.jit
 def _load_rows(new_ptr, source, written, D: tl.constexpr, BLOCK_D: tl.constexpr):
-    """Rows `source` of the new ones, `[BLOCK, BLOCK_D]`, zero where not `written`."""
+    """Rows `source` of the new tokens, `[BLOCK, BLOCK_D]`, zero where not `written`."""
     c = tl.arange(0, BLOCK_D)  # [BLOCK_D]
     inside = written[:, None]  # [BLOCK, 1], and then [BLOCK, BLOCK_D]
     if D != BLOCK_D:
@@ -37,7 +37,7 @@ def _store_rows(
     x, pages_ptr, given_scale_ptr, scale_ptr, target, scale_at, written,  # [BLOCK, BLOCK_D]; [BLOCK]
     D: tl.constexpr, BLOCK_D: tl.constexpr, SCALES: tl.constexpr, LARGEST: tl.constexpr,
 ):  # fmt: skip
-    """Stores rows `x` as rows `target` of the pages, where `written`, and their own scales."""
+    """Stores rows `x` as rows `target` of the pages, where `written`, with their scales."""
     c = tl.arange(0, BLOCK_D)  # [BLOCK_D]
     inside = written[:, None]  # [BLOCK, 1], and then [BLOCK, BLOCK_D]
     if D != BLOCK_D:
@@ -47,19 +47,19 @@ def _store_rows(
     if SCALES != 0:
         x = x.to(tl.float32)  # [BLOCK, BLOCK_D]
         if SCALES == TOKEN:
-            # As whole numbers, so that NaN is the largest magnitude of all and stays.
+            # Compared as integers, so that NaN has the largest magnitude and is kept.
             largest = tl.max(tl.abs(x).to(tl.int32, bitcast=True), axis=1).to(tl.float32, bitcast=True)  # [BLOCK]  # fmt: skip
             scale = tl.div_rn(largest, LARGEST)  # [BLOCK]
-            scale = tl.where(scale < _LEAST_NORMAL, 1.0, scale)  # nor too small to divide by
+            scale = tl.where(scale < _LEAST_NORMAL, 1.0, scale)  # 1 if too small to divide by
             tl.store(scale_ptr + scale_at, scale, mask=written)
         else:
             scale = tl.load(given_scale_ptr + scale_at, mask=written, other=1.0)  # [BLOCK]
         x = tl.div_rn(x, tl.where(scale > 0, scale, 1.0)[:, None])  # [BLOCK, BLOCK_D]
-        # What a given scale cannot hold is clipped; NaN stays one where the numbers have it.
+        # Numbers outside the range of a given scale are clipped; NaN is kept if the dtype has it.
         nan = x != x  # [BLOCK, BLOCK_D]
         x = tl.minimum(tl.maximum(x, -LARGEST), LARGEST)
         if stored == tl.int8:
-            x = (x + _ROUNDING) - _ROUNDING  # to the nearest whole number, ties to even
+            x = (x + _ROUNDING) - _ROUNDING  # to the nearest integer, ties to even
             x = tl.where(nan, 0.0, x)
         else:
             x = tl.where(nan, float("nan"), x)
@@ -68,7 +68,7 @@ def _store_rows(
 
 @triton.jit
 def _scale_at(target, head, group, SCALES: tl.constexpr, MAPPED: tl.constexpr):
-    """Where the scales of rows stand, `[BLOCK]`: with a row, or with its head, which may be one of a group's."""
+    """The positions of the scales of rows, `[BLOCK]`: by row, or by head, which may be within a group."""
     at = target
     if SCALES == HEAD:
         at = head
@@ -88,12 +88,12 @@ def write_kernel(
 ):  # fmt: skip
     row = tl.program_id(0) * BLOCK + tl.arange(
         0, BLOCK
-    )  # [BLOCK], one for each token and head; so are all numbers from here on
+    )  # [BLOCK], one for each token and head, as for all numbers below
     token, head = row // K, row % K
     slot = tl.load(slots_ptr + token, mask=row < ROWS, other=-1)
     written = (slot >= 0) & (slot < SLOTS)
     source = row.to(tl.int64)
-    # Where a row goes.
+    # The destination of each row.
     target = slot.to(tl.int64) * K + head
     if MAPPED:
         target += (token // T).to(tl.int64) * SLOTS * K
@@ -101,7 +101,7 @@ def write_kernel(
     a_scale_at = _scale_at(target, head, group, A_SCALES, A_MAPPED)
     b_scale_at = _scale_at(target, head, group, B_SCALES, B_MAPPED)
     a = _load_rows(a_new_ptr, source, written, A, BLOCK_A)
-    if B > 0:  # before anything is stored: no load waits for it
+    if B > 0:  # before any store, so that no load waits for one
         b = _load_rows(b_new_ptr, source, written, B, BLOCK_B)
     _store_rows(a, new_a_ptr, a_scale_ptr, new_a_scale_ptr, target, a_scale_at, written, A, BLOCK_A, A_SCALES, A_LARGEST)  # fmt: skip
     if B > 0:
@@ -109,11 +109,11 @@ def write_kernel(
 
 
 def write(arrays: WriteArrays, *, execute: Execute = run) -> dict[str, Array]:
-    """As `write.write`: pages with leading axes are written each with its own tokens and slots, which then have these axes too."""
+    """As `write.write`: with leading axes on the pages, tokens and slots have these axes too."""
     results = dict(arrays.pages)
-    # What is written in place comes first in a launch, and so do pages whose scales are.
+    # Arrays written in place come first in a launch, and so do pages whose scales are written.
     names = sorted(arrays.new, key=lambda name: _scales_of(arrays, name) != _TOKEN)
-    # Two kinds of pages a launch: keys and values, or latents and their rotated channels.
+    # Two kinds of pages per launch: keys and values, or latents and rotary keys.
     for first in range(0, len(names), 2):
         launch, inputs = write_launch(arrays, names[first : first + 2])
         written = execute(launch, inputs)
@@ -130,10 +130,10 @@ def _scales_of(arrays: WriteArrays, name: str) -> int:
 
 
 def write_launch(arrays: WriteArrays, names: list[str]) -> tuple[Launch, dict[str, Any]]:
-    """The launch for one or two kinds of pages, each with scales or without."""
+    """The launch for one or two kinds of pages, each with or without scales."""
     given, slots, kept = arrays.pages, arrays.slots, arrays.pages[names[0]]
     kv_heads, aliased = kept.shape[-2], ["a", "b"]
-    # Where a call has no second kind, or no scales, neither is read or written.
+    # A missing second kind, or missing scales, are neither read nor written.
     absent = slots if len(names) == 2 else jnp.zeros((1,), slots.dtype)
 
     inputs: dict[str, Array] = {"slots": slots}

@@ -1,4 +1,4 @@
-"""What a report says of one tuned problem, whether it was tuned in this process or read from a table."""
+"""The contents of a report for one tuned problem, whether it was tuned in this process or read from a table."""
 
 import dataclasses
 from collections.abc import Iterable, Mapping
@@ -12,7 +12,7 @@ from .roofline import device_peaks, matrix_dtype, Peaks
 
 @dataclasses.dataclass(frozen=True)
 class Candidate:
-    """One configuration of one part (empty: the whole). `ms` is `None` where it was not timed, `reason` says why."""
+    """One configuration of one part (empty: the whole). `ms` is `None` if it was not timed, for the reason in `reason`."""
 
     part: str
     config: Mapping[str, Any]
@@ -30,7 +30,7 @@ class Candidate:
 
 @dataclasses.dataclass(frozen=True)
 class Entry:
-    """One problem on one platform. `ms` and `heuristic_ms` go by direction; `costs` is empty where nobody can tell."""
+    """One problem on one platform. `ms` and `heuristic_ms` are by direction; `costs` is empty if unknown."""
 
     problem: Problem
     platform: str
@@ -53,7 +53,7 @@ class Entry:
         return tuple(dict.fromkeys(candidate.part for candidate in self.candidates))
 
     def ranked(self) -> list[Candidate]:
-        """The candidates part by part, the fastest first, those without a time last."""
+        """The candidates by part, the fastest first and those without a time last."""
 
         def rank(candidate: Candidate) -> tuple[int, bool, float]:
             return self.parts.index(candidate.part), candidate.ms is None, candidate.ms or 0.0
@@ -61,23 +61,23 @@ class Entry:
         return sorted(self.candidates, key=rank)
 
     def heuristic_of(self, part: str) -> Candidate | None:
-        """What the heuristic would have used for a part, where that was timed."""
+        """The heuristic's choice for a part, if it was timed."""
         found = (c for c in self.candidates if c.part == part and c.is_heuristic and c.ms is not None)
         return next(found, None)
 
     def to_heuristic(self, candidate: Candidate) -> float | None:
-        """Time of a candidate over that of the heuristic's choice for its part."""
+        """The time of a candidate divided by that of the heuristic's choice for its part."""
         base = self.heuristic_of(candidate.part)
         return candidate.ms / base.ms if base is not None and base.ms and candidate.ms else None
 
     def speed_up(self, direction: str) -> float | None:
-        """Time of the heuristic over that of the winner."""
+        """The time of the heuristic divided by that of the winner."""
         before, after = self.heuristic_ms.get(direction), self.ms.get(direction)
         return before / after if before and after else None
 
 
 def _part_of(config: Any, part: str) -> Mapping[str, Any] | None:
-    """A part of a configuration (or of its dict) as tables hold it; the empty part is the whole."""
+    """A part of a configuration (or of its dict) in the form of tables; the empty part is the whole."""
     if config is None:
         return None
     whole = to_dict(config) if dataclasses.is_dataclass(config) else config
@@ -86,7 +86,7 @@ def _part_of(config: Any, part: str) -> Mapping[str, Any] | None:
 
 
 def describe(config: Any) -> str:
-    """A configuration, or its dict, in one line: `block_q=64 num_warps=4 forward(block_q=64)`."""
+    """A configuration, or its dict, on one line: `block_q=64 num_warps=4 forward(block_q=64)`."""
     if dataclasses.is_dataclass(config) and not isinstance(config, type):
         config = to_dict(config)
     if not isinstance(config, Mapping):
@@ -99,7 +99,7 @@ def describe(config: Any) -> str:
 
 
 def entry_of_result(result: TuningResult) -> Entry:
-    """From what was tuned in this process."""
+    """The entry for a result of this process."""
     found = [
         Candidate(m.part, m.candidate.to_dict(), m.status.value, m.ms, m.spread, m.reason)
         for m in result.measurements
@@ -109,7 +109,7 @@ def entry_of_result(result: TuningResult) -> Entry:
 
 
 def entry_of_record(record: Record) -> Entry:
-    """From a table's entry. Of an operation that is not registered here, neither heuristic nor cost is known."""
+    """The entry for a record of a table. For an operation that is not registered here, heuristic and cost are unknown."""
     implementation, problem = _registered(record), Problem.from_dict(record.exact)
     heuristic = implementation.hooks.default_config(problem, device_facts()) if implementation else None
     timed = [Candidate(t.part, t.config, Status.TIMED.value, t.ms, t.spread) for t in record.timed]
@@ -149,7 +149,7 @@ def _entry(
 
 
 def _registered(record: Record) -> Implementation | None:
-    """The implementation that the record is of, if it can be used here."""
+    """The implementation of the record, if it can be used here."""
     if record.operation not in kernel_registry.list_operations():
         return None
     known = kernel_registry.list_implementations(record.operation)

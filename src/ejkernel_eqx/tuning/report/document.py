@@ -1,4 +1,4 @@
-"""`tuning_report`: one page about what was tuned, for people."""
+"""`tuning_report`: a readable page about tuning results."""
 
 import base64
 import datetime
@@ -26,20 +26,20 @@ _SUFFIXES = (".html", ".htm", ".png")
 def tuning_report(
     path: str | os.PathLike[str], results: Iterable[TuningResult | Record] | None = None
 ) -> pathlib.Path:
-    """Writes a page about tuned problems: every candidate's time, what was denied and why, the winners, the roofline.
+    """Writes a page about tuned problems: the time of every candidate, rejected candidates with reasons, the winners, and the roofline.
 
-    Bars show the candidates of each part of the configuration, the heuristic's choice and the winner marked. Where the device's
-    peaks are documented, a second picture shows the speed against them. Nothing is timed.
+    Bar charts show the candidates of each part of the configuration, with the heuristic's choice and the winner marked. If the peaks
+    of the device are documented, a second picture compares the speed with them. Nothing is timed.
 
     **Arguments:**
 
-    - `path`: the file to write, `.html` (one page, pictures inside) or `.png` (pictures only). It is replaced at once, whole.
-    - `results`: what to show: `TuningResult`s, or records of a [`ejkernel_eqx.PersistentCache`][]. By default what was tuned in this
-        process or, if nothing was, what the user's cache knows of this device.
+    - `path`: the file to write, `.html` (one page with pictures) or `.png` (pictures only). It is replaced atomically.
+    - `results`: the results to show: `TuningResult`s, or records of a [`ejkernel_eqx.PersistentCache`][]. By default the results of this
+        process or, if there are none, the records for this device in the user's cache.
 
     **Returns:**
 
-    The path. Raises `ValueError` for another suffix or if there is nothing to show, `ImportError` without matplotlib (extra `report`).
+    The path. Raises `ValueError` for another suffix or without results, and `ImportError` without matplotlib (extra `report`).
     """
     target = pathlib.Path(path)
     if target.suffix.lower() not in _SUFFIXES:
@@ -50,14 +50,14 @@ def tuning_report(
     found = list((tuned_results() or cached_records()) if results is None else results)
     if not found:
         raise ValueError(
-            "results: expected at least one tuned problem, received none; tune first: ejx.tune(model, x), or python -m ejkernel_eqx tune."
+            "results: expected at least one tuned problem, received none; tune first, with ejx.tune(model, x) or python -m ejkernel_eqx tune."
         )
     entries = [entry_of_record(x) if isinstance(x, Record) else entry_of_result(x) for x in found]
     entries.sort(key=lambda entry: (entry.problem.operation, entry.platform, entry.title))
     if target.suffix.lower() == ".png":
         if len(entries) > _MOST_IN_ONE_PICTURE:
             raise ValueError(
-                f"path: expected .html for more than {_MOST_IN_ONE_PICTURE} problems, received {target.name!r} for {len(entries)}."
+                f"path: expected .html for more than {_MOST_IN_ONE_PICTURE} problems, received {target.name!r} for {len(entries)}; use .html."
             )
         content = png(entries, header="\n".join(_header()))
     else:
@@ -69,7 +69,7 @@ def tuning_report(
 
 
 def cached_records() -> list[Record]:
-    """What the user's cache knows of this device."""
+    """The records for this device in the user's cache."""
     return [record for cache in user_caches(device_facts()) for record in cache.records()]
 
 
@@ -107,7 +107,7 @@ def _summary(entries: Sequence[Entry]) -> str:
     for n, entry in enumerate(entries):
         link = f'<a href="#p{n}">{html.escape(str(entry.problem))}</a>'
         if entry.config is None:
-            rows.append((link, entry.platform, "every candidate was denied", "", "", "", ""))
+            rows.append((link, entry.platform, "every candidate was rejected", "", "", "", ""))
         for direction in (d for d in (FORWARD, BOTH) if d in entry.ms):
             numbers = (
                 _number(entry.heuristic_ms.get(direction)),
@@ -160,7 +160,7 @@ def _untimed(candidates: Sequence[Candidate]) -> str:
 
 
 def _table(header: Sequence[str], rows: Sequence[Sequence[Any]], numeric: int) -> str:
-    """The last `numeric` columns are numbers. Cells are HTML already."""
+    """The last `numeric` columns are numbers. Cells contain HTML."""
     first = len(header) - numeric
 
     def line(cells: Sequence[Any], tag: str) -> str:

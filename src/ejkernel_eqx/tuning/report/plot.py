@@ -1,4 +1,4 @@
-"""Pictures of tuned problems. matplotlib is imported here only, and only when a picture is made."""
+"""Pictures of tuned problems. Only this module imports matplotlib, and only when it makes a picture."""
 
 import io
 import textwrap
@@ -30,14 +30,14 @@ _STYLE = {
 
 
 def _height_of(entry: Entry) -> float:
-    """Inches."""
+    """The height in inches."""
     bars = Counter(candidate.part for candidate in entry.candidates if candidate.ms is not None)
     denied = any(c.reason and c.ms is None for c in entry.candidates)
     return max(2.6, 1.3 + _BAR_INCHES * min(_MOST_BARS, max(bars.values(), default=0))) + 0.9 * denied
 
 
 def png(entries: Sequence[Entry], header: str = "") -> bytes:
-    """All entries below each other, as one picture."""
+    """One picture of all entries, from top to bottom."""
     matplotlib = require_matplotlib("tuning_report")
     heights = [_height_of(entry) for entry in entries]
     width = _COLUMN_INCHES * max(len(entry.parts) + bool(_points(entry)) for entry in entries)
@@ -69,7 +69,7 @@ def _draw(band: Any, entry: Entry) -> None:
 
 
 def _bars(axis: Any, part: str, candidates: Sequence[Candidate]) -> None:
-    """Times, the fastest on top. What lies far behind is cut off with a number, so that the rest can be told apart."""
+    """Times, the fastest at the top. Much longer bars are cut off and labelled, so that the others can be compared."""
     timed = sorted((c for c in candidates if c.ms is not None), key=lambda c: c.ms or 0.0)
     shown = [c for n, c in enumerate(timed) if n < _MOST_BARS or c.is_heuristic]
     fields = _varying(shown)
@@ -114,7 +114,7 @@ def _flat(config: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
 
 
 def _varying(candidates: Sequence[Candidate]) -> list[str]:
-    """The fields in which the candidates differ."""
+    """The fields that differ between candidates."""
     flat = [_flat(c.config) for c in candidates]
     names = dict.fromkeys(name for config in flat for name in config)
     return [name for name in names if len({str(config.get(name)) for config in flat}) > 1]
@@ -134,7 +134,7 @@ class _Point(NamedTuple):
 
 
 def _points(entry: Entry) -> list[_Point]:
-    """One for every direction of the winner and of the heuristic that was timed; none where the device's peaks are not known."""
+    """One point for every timed direction of the winner and of the heuristic; none if the device's peaks are unknown."""
     if entry.peaks is None:
         return []
     found = []

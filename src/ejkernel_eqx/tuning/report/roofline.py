@@ -1,4 +1,4 @@
-"""The roofline: the shortest time in which a device could do what an operation must do, from documented peaks."""
+"""The roofline: a lower bound on an operation's time, from the documented peaks of a device."""
 
 import ctypes
 import dataclasses
@@ -11,7 +11,7 @@ from ...dispatch import Backend, Cost, DeviceFacts, Problem
 
 @dataclasses.dataclass(frozen=True)
 class Peaks:
-    """What a device can do at most: arithmetic operations per second in matrix products, and bytes per second of its memory."""
+    """The peaks of a device: arithmetic operations per second in matrix products, and bytes per second of its memory."""
 
     flops: float
     bytes: float
@@ -20,13 +20,13 @@ class Peaks:
 
 @dataclasses.dataclass(frozen=True)
 class Roofline:
-    """A cost beside a device's peaks.
+    """A cost compared with a device's peaks.
 
     - `flops`, `bytes`: the cost; `intensity`: operations per byte.
-    - `bound_ms`: the time in ms in which the peaks would do it, and `bound_by`, `"compute"` or `"memory"`, the side that takes
-      longer; `None` where the device's peaks are not known.
-    - `ms`: the measured time; `fraction`: `bound_ms / ms`, so that 1 is the bound reached. It may pass 1 where the arrays
-      stay in the device's cache.
+    - `bound_ms`: the time in ms at the device's peaks, and `bound_by`, `"compute"` or `"memory"`, whichever takes longer; `None` if
+      the peaks are unknown.
+    - `ms`: the measured time; `fraction`: `bound_ms / ms`, which is 1 at the bound. It may exceed 1 if the arrays stay in the
+      device's cache.
     """
 
     flops: float
@@ -44,13 +44,13 @@ class Roofline:
         return self.bound_ms / self.ms if self.bound_ms is not None and self.ms else None
 
     def to_dict(self) -> dict[str, float | str | None]:
-        """All fields and both properties, as JSON can hold them; an `intensity` without bytes is `None`."""
+        """All fields and both properties as JSON values; `intensity` is `None` if no bytes are moved."""
         intensity = self.intensity if self.bytes else None
         return dataclasses.asdict(self) | {"intensity": intensity, "fraction": self.fraction}
 
 
 def roofline(cost: Cost, peaks: Peaks | None, ms: float | None = None) -> Roofline:
-    """The roofline of a cost, with the measured time if there is one; without peaks it has no bound."""
+    """The roofline of a cost, with the measured time if given; without peaks it has no bound."""
     if peaks is None:
         return Roofline(cost.flops, cost.bytes, ms=ms)
     side = "compute" if cost.flops / peaks.flops >= cost.bytes / peaks.bytes else "memory"
@@ -58,29 +58,29 @@ def roofline(cost: Cost, peaks: Peaks | None, ms: float | None = None) -> Roofli
 
 
 def bound_ms(cost: Cost, peaks: Peaks) -> float:
-    """The shortest time in ms: arithmetic and memory traffic overlap, so the longer of the two."""
+    """The lower bound in ms: the longer of arithmetic and memory traffic, which overlap."""
     return 1e3 * max(cost.flops / peaks.flops, cost.bytes / peaks.bytes)
 
 
 def matrix_dtype(problem: Problem) -> str:
-    """The narrowest floating type among a problem's arrays: its matrix products can run no faster than in this one."""
+    """The narrowest floating-point dtype among a problem's arrays, in which matrix products are fastest."""
     names = [name for _, name in problem.dtypes if "float" in name]
     return min(names, key=lambda name: (_width(name), name), default="float32")
 
 
 def _width(name: str) -> int:
-    """The bits of `"bfloat16"`, `"float8_e4m3fn"`."""
+    """The number of bits of a dtype such as `"bfloat16"` or `"float8_e4m3fn"`."""
     digits = name.partition("float")[2].partition("_")[0]
     return int(digits) if digits.isdigit() else 64
 
 
 def device_peaks(device: DeviceFacts, dtype: str) -> Peaks | None:
-    """The peaks of a device for matrix products in `dtype`; `None` where no document or driver tells them. Nothing is timed.
+    """The peaks of a device for matrix products in `dtype`; `None` if neither documents nor the driver state them. Nothing is timed.
 
-    NVIDIA GPUs: the driver's clock, multiprocessors and memory bus, times the documented operations of the dense tensor cores
-    per clock. It is the peak at the highest clock that the device may run at, which may lie above the data sheet's (H200: 1980 MHz
-    and 1070 TFLOP/s in bfloat16, against 1830 MHz and 989) and is not held under load. TPUs: Google's documents, per JAX device.
-    float32 means float32's accuracy: three passes in tf32, or the plain units where they are faster; on TPUs six in bfloat16.
+    NVIDIA GPUs: clock, multiprocessors and memory bus as reported by the driver, times the documented operations of the dense tensor
+    cores per clock. This is the peak at the highest clock of the device, which may exceed the data sheet's (H200: 1980 MHz and 1070
+    TFLOP/s in bfloat16, against 1830 MHz and 989) and is not sustained under load. TPUs: Google's documents, per JAX device.
+    float32 means the accuracy of float32: three passes in tf32, or the float32 units if they are faster; on TPUs, six passes in bfloat16.
     """
     if device.backend is Backend.TPU:
         return _tpu_peaks(device.kind, dtype)
@@ -128,7 +128,7 @@ _CLOCK, _MULTIPROCESSORS, _MEMORY_CLOCK, _BUS_WIDTH, _MAJOR, _MINOR = 13, 16, 36
 
 @functools.cache
 def _read_clocks(compute_capability: str, num_multiprocessors: int) -> tuple[float, float] | None:
-    """Hertz, and bytes of memory per second, of the first such device that the driver knows; `None` if there is none."""
+    """The clock in hertz and the memory bandwidth in bytes per second of the first such device of the driver; `None` if there is none."""
     for ask in _driver_devices():
         found = f"{ask(_MAJOR)}.{ask(_MINOR)}", ask(_MULTIPROCESSORS)
         core, memory, bus = ask(_CLOCK), ask(_MEMORY_CLOCK), ask(_BUS_WIDTH)
@@ -138,7 +138,7 @@ def _read_clocks(compute_capability: str, num_multiprocessors: int) -> tuple[flo
 
 
 def _driver_devices() -> list[Callable[[int], int]]:
-    """For every NVIDIA device a function from an attribute to its value, 0 where the driver does not tell."""
+    """For every NVIDIA device, a function from an attribute to its value, which is 0 if the driver does not report it."""
     try:
         driver = ctypes.CDLL("libcuda.so.1")
     except OSError:
