@@ -4,6 +4,7 @@ import inspect
 import re
 from typing import Any, assert_type, get_args, get_type_hints
 
+import equinox as eqx
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -11,9 +12,10 @@ import pytest
 from jax import Array
 
 import ejkernel_eqx as ejx
-from ejkernel_eqx import _shapes
+from ejkernel_eqx import _shapes, nn
 from ejkernel_eqx.attention.signature import AttentionInputs, DotProductInputs
 from ejkernel_eqx.dispatch import Platform, PlatformName
+from ejkernel_eqx.nn.attention_signature import BatchInputs, Inputs
 from tests import functional_stub
 
 METHODS = {
@@ -22,11 +24,18 @@ METHODS = {
     for name in ("__call__", "step")
     if hasattr(cls, name)
 }
+METHODS |= {
+    f"nn.{cls.__name__}.{name}": getattr(cls, name)
+    for cls in vars(nn).values()
+    if inspect.isclass(cls)
+    for name in ("__call__", "step", "append", "accept", "copy_pages", "copy_states")
+    if any(name in vars(base) for base in cls.__mro__)
+}
 GLOSSARY = {
     letter
     for line in (_shapes.__doc__ or "").splitlines()
     if line.startswith("| `")
-    for letter in re.findall(r"`\*?(\w)\b[^`]*`", line.split("|")[1])
+    for letter in re.findall(r"`\*?(\w+)\b[^`]*`", line.split("|")[1])
 }
 
 
@@ -51,12 +60,14 @@ def test_shapes_are_of_the_glossary(name):
     [
         (ejx.FlashAttention.__call__, AttentionInputs, "return_lse"),
         (ejx.ScaledDotProductAttention.__call__, DotProductInputs, "return_residual"),
+        (nn.MultiHeadAttention.__call__, Inputs, "return_lse"),
     ],
 )
 def test_named_arguments_are_those_of_the_call(method, named, decides):
     parameters = inspect.signature(method).parameters.values()
     written = {p.name: str(p.annotation) for p in parameters if p.kind is p.KEYWORD_ONLY}
     assert written.pop(decides) == "<class 'bool'>"
+    written.pop("batch", None)
     assert {name: str(word) for name, word in get_type_hints(named, include_extras=True).items()} == written
 
 
@@ -84,6 +95,35 @@ def test_arrays_of_numpy_and_lists_are_legal():
     ejx.GatedRMSNorm()(x, x, numpy(4))
 
 
+def test_the_arguments_of_a_batch_are_among_those_of_a_call():
+    every, some = (get_type_hints(named, include_extras=True) for named in (Inputs, BatchInputs))
+    assert some and all(str(word) == str(every.get(name)) for name, word in some.items())
+
+
+def test_layers_take_arrays_of_numpy():
+    """Ids and lengths may be unsigned."""
+
+    def calls():
+        key, x = jax.random.key(0), numpy(2, 6, 8)
+        real, ids = np.ones((2, 6), bool), np.zeros((2, 6), np.uint32)
+        attention = nn.MultiHeadAttention(8, num_heads=2, rope=nn.RotaryEmbedding(4), key=key)
+        attention(x, positions=np.arange(6), segment_ids=ids, mask=np.ones((6, 6), bool), bias=numpy(1, 6, 6))
+        attention(x, attention.init_cache(2, 6), padding_mask=real)
+        attention(x[0], cu_seqlens=np.array([0, 4, 6], np.uint16))
+        cross = nn.MultiHeadAttention(8, num_heads=2, causal=False, v_embed_dim=4, key=key)
+        cross(x, kv_input=x, v_input=x[..., :4], kv_padding_mask=real)
+        nn.RotaryEmbedding(4)(x.reshape(2, 6, 2, 4), offset=np.array([0, 3]), lengths=np.int32(9))
+        layer = nn.Mamba1Mixer(8, key=key)
+        layer(x, layer.init_state(2), padding_mask=real, segment_ids=ids)
+        layer(x[0], cu_seqlens=np.array([0, 6]))
+        nn.ShortConvolution(8, key=key).step(x[:, 0], numpy(3, 3, 8), state_indices=np.array([2, 0]))
+        nn.GatedRMSNorm(8)(x, x)
+        for cache in (nn.KVCache.init(2, 6, 2, 4), nn.RollingKVCache.init(2, 6, 2, 4)):
+            cache.append(x.reshape(2, 6, 2, 4), x.reshape(2, 6, 2, 4), mask=real)
+
+    eqx.filter_eval_shape(calls)  # traced alone: nothing is compiled
+
+
 def test_a_wrong_shape_is_said_by_the_operation():
     """Not by the checker, whose message has no remedy."""
     q = jnp.ones((6, 2, 8))
@@ -93,6 +133,8 @@ def test_a_wrong_shape_is_said_by_the_operation():
         ejx.GatedLinearAttention()(q, q[:3], q, q)
     with pytest.raises(ValueError, match="q: "):
         ejx.FlashAttention()(q[0, 0], q, q)
+    with pytest.raises(ValueError, match=r"x: expected .* with E = 8"):
+        nn.Mamba1Mixer(8, key=jax.random.key(0))(q[..., :4])
     with pytest.raises(ValueError, match="platform: expected one of 'cuda'"):
         ejx.FlashAttention(platform="tritn")  # pyright: ignore
 
@@ -117,3 +159,35 @@ def test_results_have_types():
     )
     assert_type(appended, tuple[Array, ejx.PagedKVCache])
     assert isinstance(appended[1], ejx.PagedKVCache)
+
+
+def test_results_of_layers_have_types():
+
+    def calls():
+        key, x = jax.random.key(0), jnp.ones((1, 6, 8))
+        layer = nn.MultiHeadAttention(8, num_heads=2, sliding_window=4, key=key)
+        assert_type(layer(x), Array)
+        assert_type(layer(x, return_lse=True), tuple[Array, Array])
+        dense, rolling = layer.init_cache(1, 6), layer.init_cache(1, rolling=True)
+        assert_type(layer(x, dense), tuple[Array, nn.KVCache])
+        assert isinstance(
+            assert_type(layer(x, dense, return_lse=True), tuple[Array, nn.KVCache, Array])[1], nn.KVCache
+        )
+        assert isinstance(
+            assert_type(layer(x, rolling), tuple[Array, nn.RollingKVCache])[1], nn.RollingKVCache
+        )
+        tables = {"page_table": jnp.array([[0, 1]]), "lengths": jnp.array([6])}
+        batch = ejx.RaggedBatch(jnp.array([0, 6]), **tables, page_size=4, max_query_len=6, num_tokens=6)
+        pages = layer.init_paged_cache(2, 4)
+        assert_type(layer(x[0], pages, batch=batch), tuple[Array, ejx.PagedKVCache])
+        found = assert_type(
+            layer(x[0], pages, batch=batch, return_lse=True), tuple[Array, ejx.PagedKVCache, Array]
+        )
+        assert isinstance(found[1], ejx.PagedKVCache)
+        mixer = nn.Mamba1Mixer(8, key=key)
+        assert_type(mixer(x), Array)
+        assert_type(mixer(x, mixer.init_state(1)), tuple[Array, nn.RecurrentState])
+        assert_type(mixer.conv1d(jnp.ones((6, 16))), Array)
+        assert_type(nn.GatedRMSNorm(8)(x), Array)
+
+    eqx.filter_eval_shape(calls)  # traced alone: nothing is compiled

@@ -96,7 +96,7 @@ def test_dropout_and_its_flag_come_along():
         (lambda q, k, v: _pair("every size")[1](q, kv_input=k), "v_input: expected .* received None"),
         (
             lambda q, k, v: _pair("every size")[1](q, v_input=v),
-            "v_input: expected only together with kv_input",
+            "v_input: expected None without kv_input",
         ),
         (
             lambda q, k, v: _pair("every size")[1](q, kv_input=k, v_input=v[:-1]),

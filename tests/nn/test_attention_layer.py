@@ -210,11 +210,11 @@ ERRORS = {
     ),
     "batch of the cache": (
         lambda: _layer()(_x(), _layer().init_cache(2, 11)),
-        r"cache: expected batch shape \(3,\) as x has, received \(2,\)",
+        r"cache: expected the batch shape \(3,\) of x, received \(2,\)",
     ),
     "heads of the cache": (
         lambda: _layer()(_x(), KVCache.init(3, 11, 4, 8)),
-        r"k_new: expected \[3, T, 4, 8\] as the cache holds it, received shape \(3, 11, 2, 8\)",
+        r"k_new: expected \[3, T, 4, 8\], the shape of the cache, received shape \(3, 11, 2, 8\)",
     ),
     "kv_input, causal": (
         lambda: _layer(rope=None)(_x(), kv_input=_x()),
@@ -238,7 +238,7 @@ ERRORS = {
     ),
     "kv_padding_mask alone": (
         lambda: _cross()(_x(), kv_padding_mask=jnp.ones((3, 11), bool)),
-        "kv_padding_mask: expected only together with kv_input",
+        "kv_padding_mask: expected None without kv_input",
     ),
 }
 

@@ -150,8 +150,8 @@ def test_rotations_that_differ_by_layer():
             r"sliding_window: expected one integer in a layer that is called, .* \(4,\)",
         ),
         (lambda: RotaryChoice([], 0), "ropes: expected RotaryEmbeddings"),
-        (lambda: RotaryChoice([ROPES[0], RotaryEmbedding(4)], 0), "ropes: expected one head_dim"),
-        (lambda: RotaryChoice(ROPES, 0.5), "index: expected one integer"),
+        (lambda: RotaryChoice([ROPES[0], RotaryEmbedding(4)], 0), "ropes: expected equal head_dim"),
+        (lambda: RotaryChoice(ROPES, 0.5), "index: expected one integer"),  # pyright: ignore[reportArgumentType]
         (lambda: RotaryChoice(ROPES, jnp.zeros(2, int)), "index: expected one integer"),
         (
             lambda: _make(KEYS[0], 4, rope=RotaryChoice([RotaryEmbedding(4)], 0)),
@@ -159,7 +159,7 @@ def test_rotations_that_differ_by_layer():
         ),
     ],
 )
-def test_errors(call, message):
+def test_errors(call, message, unchecked):
     with pytest.raises(ValueError, match=message):
         call()
 

@@ -112,15 +112,15 @@ def test_gradient_passes_through():
 @pytest.mark.parametrize(
     ("call", "message"),
     [
-        (lambda c: KVCache.init((), 0, 2, 4), "max_length: expected a whole number from 1 on, received 0"),
+        (lambda c: KVCache.init((), 0, 2, 4), "max_length: expected a positive integer, received 0"),
         (
             lambda c: c.append(*_new(2, (2,))),
-            r"k_new: expected \[3, T, 2, 4\] .* received shape \(2, 2, 2, 4\)",
+            r"k_new: expected \[3, T, 2, 4\], .* received shape \(2, 2, 2, 4\)",
         ),
         (lambda c: c.append(*_new(2, heads=1)), "k_new: expected"),
         (
             lambda c: c.append(_new(2)[0], _new(1)[1]),
-            "v_new: expected as many tokens as k_new, 2, received 1",
+            "v_new: expected 2 tokens like k_new, received 1",
         ),
         (lambda c: c.append(*_new(6)), "k_new: expected at most max_length=5 tokens, received 6"),
         (

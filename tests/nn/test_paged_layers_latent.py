@@ -239,22 +239,24 @@ def test_a_state_refuses_what_does_not_belong(unchecked):
         other.with_layers,
         [pool, latents.bind(batch)],
     )
-    refused(r"layers\[0\]: expected what a call gives for the PagedKVCache", flat.with_layers, [pool, pages])
+    refused(
+        r"layers\[0\]: expected the result of a call with the PagedKVCache", flat.with_layers, [pool, pages]
+    )
     refused(r"layers\[1\].*received NoneType", flat.with_layers, [pages, None])
     narrow = layer.init_paged_cache(4, PAGE, dtype=jnp.bfloat16)
     refused(r"layers\[0\].*float32\[4, 3, 2, 8\].*bfloat16", flat.with_layers, [narrow, pool])
-    refused(r"layers\[0\]: expected what", flat.with_layers, [layer.init_paged_cache(5, PAGE), pool])
-    refused(r"layers\[1\]: expected what", stack.with_layers, [stack.layers[0], pool])
+    refused(r"layers\[0\]: expected the result", flat.with_layers, [layer.init_paged_cache(5, PAGE), pool])
+    refused(r"layers\[1\]: expected the result", stack.with_layers, [stack.layers[0], pool])
     refused(r"layers\[0\].*received KVCache", flat.with_layers, [KVCache.init((), 4, 2, 8), pool])
-    refused("index: expected 0 to 2, one of the layers, received -1", stack.of_layer, -1, batch)
-    refused("index: expected 0 to 2, one of the layers, received 3", stack.of_layer, np.int32(3), batch)
+    refused("index: expected 0 to 2, received -1", stack.of_layer, -1, batch)
+    refused("index: expected 0 to 2, received 3", stack.of_layer, np.int32(3), batch)
     refused("index: expected one integer, received float32", stack.of_layer, 1.0, batch)
     refused("index: expected one integer", stack.of_layer, jnp.arange(3), batch)
     lead: dict[str, Any] = {"batch_shape": 3}
     uneven = CacheState((layer.init_paged_cache(4, PAGE, **lead), layer.init_paged_cache(5, PAGE, **lead)), 1)
-    refused(r"layers: expected as many pages in each, received \[4, 5\]", uneven.of_layer, 0, batch)
+    refused(r"layers: expected equal numbers of pages, received \[4, 5\]", uneven.of_layer, 0, batch)
     uneven = CacheState((mixer.init_state((3, 2)), mixer.init_state((3, 4))), 1)
-    refused(r"layers: expected as many slots in each, received \[2, 4\]", uneven.of_layer, 0, batch)
+    refused(r"layers: expected equal numbers of slots, received \[2, 4\]", uneven.of_layer, 0, batch)
     refused("buckets: expected Buckets or None, received tuple", _build, (8, 4, 5, 4))
     refused("buckets: expected Buckets or None, received dict", _build, {"tokens": (8,)})
 

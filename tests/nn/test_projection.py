@@ -153,11 +153,11 @@ def test_a_bias_apart():
         (jnp.ones((OUT, IN)), "q_proj: expected an equinox.nn.Linear or a callable .* received ArrayImpl"),
         (
             lambda x: x,
-            r"q_proj: expected a projection from \[16\] to \[8\], received one that gives \(4, 8, 16\)",
+            r"q_proj: expected a projection from \[16\] to \[8\], received one that returns \(4, 8, 16\)",
         ),
         (
             lambda x: x.sum(),
-            r"q_proj: expected a projection from \[16\] to \[8\], received one that gives \(4, 8\)",
+            r"q_proj: expected a projection from \[16\] to \[8\], received one that returns \(4, 8\)",
         ),
         (eqx.nn.Linear(IN, 5, key=jax.random.key(0)), r"q_proj: .* a weight of shape \(5, 16\)"),
         (eqx.nn.Linear(7, OUT, key=jax.random.key(0)), r"q_proj: .* a weight of shape \(8, 7\)"),

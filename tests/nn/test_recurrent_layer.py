@@ -181,7 +181,7 @@ ERRORS = {
     ),
     "gla, width": (
         lambda: nn.GatedLinearAttention(24, num_heads=5, key=KEY),
-        "expand_k: expected a factor that gives a whole number of features a head, received one that gives 2.4",
+        "expand_k: expected a factor that yields a positive integer number of features per head, received one that yields 2.4",
     ),
     "lightning, heads": (
         lambda: nn.LightningAttention(24, num_heads=5, key=KEY),

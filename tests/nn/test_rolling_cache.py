@@ -115,6 +115,11 @@ def test_gradients_through_old_keys_and_new_ones():
         assert_close(got, wanted, kind="gradient")
 
 
+def _append(**options):
+    new = jnp.ones((2, 5, 2, 8))
+    return RollingKVCache.init(2, 4, 2, 8).append(new, new, **options)
+
+
 @pytest.mark.parametrize(
     ("call", "message"),
     [
@@ -131,12 +136,12 @@ def test_gradients_through_old_keys_and_new_ones():
             "rolling: expected a causal",
         ),
         (lambda f: f.init_cache(2, rolling="yes"), "rolling: expected True or False"),
-        (lambda f: f.init_cache(2), "max_length: expected a whole number"),
+        (lambda f: f.init_cache(2), "max_length: expected a positive integer"),
         (
             lambda f: f(_x(2), RollingKVCache.init(ROWS, 3, 2, 8)),
             "cache: expected a RollingKVCache of at least 4",
         ),
-        (lambda f: f(_x(2), RollingKVCache.init(2, 4, 2, 8)), r"cache: expected batch shape \(3,\)"),
+        (lambda f: f(_x(2), RollingKVCache.init(2, 4, 2, 8)), r"cache: expected the batch shape \(3,\)"),
         (lambda f: f(_x(2), RollingKVCache.init(ROWS, 4, 1, 8)), "k_new: expected"),
         (
             lambda f: f(_x(2), f.init_cache(ROWS, rolling=True), mask=jnp.ones((2, 6), bool)),
@@ -146,7 +151,12 @@ def test_gradients_through_old_keys_and_new_ones():
             lambda f: f(_x(2), f.init_cache(ROWS, rolling=True), bias=jnp.ones((2, 6))),
             "bias: expected None with a RollingKVCache",
         ),
-        (lambda f: RollingKVCache.init(2, 0, 2, 8), "window: expected a whole number"),
+        (
+            lambda f: _append(mask=jnp.ones((2, 3), bool)),
+            r"mask: expected .* broadcasts to \(2, 5\), received",
+        ),
+        (lambda f: _append(mask=jnp.ones((2, 5))), "mask: expected booleans"),
+        (lambda f: RollingKVCache.init(2, 0, 2, 8), "window: expected a positive integer"),
         (lambda f: RollingKVCache.init(2, 4, 2, 8, dtype=jnp.int8), "dtype: expected a floating dtype"),
     ],
 )

@@ -107,7 +107,7 @@ def test_equinox_manners(dtype):
 def test_wrong_arguments(conv):
     with pytest.raises(ValueError, match=r"C = 6, received shape \(2, 5\)"):
         conv(jnp.ones((2, 5)))
-    with pytest.raises(ValueError, match="channels: expected a whole number from 1 on, received 0"):
+    with pytest.raises(ValueError, match="channels: expected a positive integer, received 0"):
         ejx.nn.ShortConvolution(0, key=jax.random.key(0))
     with pytest.raises(ValueError, match="with 4 features"):
         ejx.nn.GatedRMSNorm(4)(jnp.ones((2, 5)))

@@ -1,4 +1,4 @@
-"""The slopes of attention with linear biases."""
+"""Slopes of attention with linear biases (ALiBi)."""
 
 from collections.abc import Sequence
 from typing import Any
@@ -11,8 +11,8 @@ from .arguments import check_numbers, check_sizes
 def alibi_slopes(num_heads: int) -> np.ndarray:
     r"""The slopes of ALiBi (Press et al. 2022, arXiv:2108.12409), float64 `[H]`.
 
-    $m_h = 2^{-8 h / H}$ for $h = 1 .. H$ where `num_heads` $= H$ is a power of two. For other numbers, as in the authors' code and in
-    BLOOM: those of the largest power of two below, then every second one of twice as many, from the first on.
+    $m_h = 2^{-8 h / H}$ for $h = 1 .. H$ if `num_heads` $= H$ is a power of two. Otherwise, as in the authors' code and in BLOOM, the
+    slopes of the largest power of two below $H$ come first, followed by every second slope of twice that power, starting with its first.
     """
     check_sizes(num_heads=num_heads)
     below = 1 << (int(num_heads).bit_length() - 1)
@@ -25,18 +25,18 @@ def _powers(count: int) -> np.ndarray:
 
 
 def read_alibi(alibi: Any, num_heads: int, causal: bool) -> tuple[float, ...] | None:
-    """The slopes that a layer is built with."""
+    """The slopes of a layer, or `None`."""
     if alibi is False or alibi is None:
         return None
     if not causal:
         raise ValueError(
-            "alibi: expected False in a layer with causal=False, received slopes; the bias would favour later keys. Pass bias= for another."
+            "alibi: expected False in a layer with causal=False, received slopes; the bias would favour later keys; pass bias= instead."
         )
     if alibi is True:
         return tuple(alibi_slopes(num_heads).tolist())
     if isinstance(alibi, str) or not isinstance(alibi, Sequence | np.ndarray) or len(alibi) != num_heads:
         raise ValueError(
-            f"alibi: expected True, False or {num_heads} slopes, one for each head, received {alibi!r}; True takes the published ones."
+            f"alibi: expected True, False or {num_heads} slopes, one per head, received {alibi!r}; True uses the published slopes."
         )
     check_numbers(**{f"alibi[{h}]": slope for h, slope in enumerate(alibi)})
     return tuple(float(slope) for slope in alibi)

@@ -1,6 +1,6 @@
-"""What all layers check: the sizes, switches and dtypes they are built with, and the arrays they are called with.
+"""Checks that all layers share: of the sizes, flags and dtypes of constructors, and of the arrays of calls.
 
-Values are checked where they are known, outside of transformations.
+Values are checked when they are known: outside `jit` and other transformations.
 """
 
 import math
@@ -20,7 +20,7 @@ def check_sizes(**sizes: Any) -> None:
     for name, size in sizes.items():
         if isinstance(size, bool) or not isinstance(size, int | np.integer) or size < 1:
             raise ValueError(
-                f"{name}: expected a whole number from 1 on, received {size!r}; sizes are static, the shapes follow from them."
+                f"{name}: expected a positive integer, received {size!r}; sizes are static because shapes depend on them."
             )
 
 
@@ -28,18 +28,18 @@ def check_divides(name: str, part: int, whole_name: str, whole: int) -> None:
     check_sizes(**{whole_name: whole, name: part})
     if whole % part:
         raise ValueError(
-            f"{name}: expected a divisor of {whole_name}={whole}, received {part}; each has the same number of the other."
+            f"{name}: expected a divisor of {whole_name}={whole}, received {part}; {whole_name} is divided evenly."
         )
 
 
 def width_of(name: str, factor: Any, of: int, heads: int, what: str) -> int:
-    """A width that is given as a factor of another, a head's share of it."""
+    """The width of one head, from `factor` times the width `of`."""
     check_numbers(**{name: factor})
     value = 0 if factor is None else factor * of / heads
     if value != round(value) or value < 1:
         raise ValueError(
-            f"{name}: expected a factor that gives a whole number of {what}, received one that gives {value}; it is multiplied with "
-            f"{of}{f' and shared by {heads} heads' if heads > 1 else ''}."
+            f"{name}: expected a factor that yields a positive integer number of {what}, received one that yields {value}; "
+            f"{of} is multiplied by it{f' and divided among {heads} heads' if heads > 1 else ''}."
         )
     return round(value)
 
@@ -47,11 +47,11 @@ def width_of(name: str, factor: Any, of: int, heads: int, what: str) -> int:
 def check_flags(**flags: Any) -> None:
     for name, flag in flags.items():
         if not isinstance(flag, bool | np.bool_):
-            raise ValueError(f"{name}: expected True or False, received {flag!r}; it is a static switch.")
+            raise ValueError(f"{name}: expected True or False, received {flag!r}; it is a static flag.")
 
 
 def check_numbers(**numbers: Any) -> None:
-    """Finite numbers, or `None` where that is a default."""
+    """Finite numbers, or `None` for a default."""
     for name, number in numbers.items():
         is_number = isinstance(number, int | float | np.number | Array) and not isinstance(number, bool)
         if number is not None and not (is_number and np.ndim(number) == 0 and math.isfinite(number)):
@@ -63,46 +63,46 @@ def check_eps(**numbers: Any) -> None:
     for name, number in numbers.items():
         if number is None or number < 0:
             raise ValueError(
-                f"{name}: expected a number from 0 on, received {number!r}; it is added to a mean square."
+                f"{name}: expected a non-negative number, received {number!r}; it is added to a mean square."
             )
 
 
 def check_key(key: Any) -> None:
-    """One PRNG key, of the new kind or the old."""
+    """One PRNG key, typed or raw."""
     is_new = isinstance(key, Array) and jnp.issubdtype(key.dtype, jax.dtypes.prng_key)
     is_old = isinstance(key, Array | np.ndarray) and key.dtype == jnp.uint32
     if not (is_new or is_old) or key.ndim != (0 if is_new else 1):
         found = f"{key.dtype} of shape {key.shape}" if is_new or is_old else repr(key)
         raise ValueError(
-            f"key: expected one PRNG key, received {found}; jax.random.key(0) makes one, and equinox.filter_vmap maps over several."
+            f"key: expected one PRNG key, received {found}; create one with jax.random.key(0), and map over several with equinox.filter_vmap."
         )
 
 
 def read_dtype(name: str, dtype: Any) -> Any:
-    """A dtype to compute with; `None` stays."""
+    """A dtype to compute in, or `None`."""
     if dtype is None:
         return None
     found = named_dtype(dtype)
     if found is None or not jnp.issubdtype(found, jnp.floating) or found.itemsize < 2:
         raise ValueError(
             f"{name}: expected a floating dtype of at least 16 bits or None, received "
-            f"{dtype if found is None else found.name!r}; "
-            "jnp.bfloat16, say."
+            f"{dtype if found is None else found.name!r}; for example jnp.bfloat16."
         )
     if found == jnp.float64 and not jax.config.read("jax_enable_x64"):
         raise ValueError(
-            f"{name}: expected 64-bit types to be enabled for float64; call jax.config.update('jax_enable_x64', True), or take float32."
+            f"{name}: expected at most 32 bits while 64-bit types are disabled, received 'float64'; call "
+            "jax.config.update('jax_enable_x64', True), or use float32."
         )
     return found
 
 
 def read_weight_dtype(dtype: Any) -> Any:
-    """A dtype of parameters, by default float32 (float64 in JAX's 64-bit mode)."""
+    """The dtype of parameters; default float32 (float64 in JAX's 64-bit mode)."""
     return jnp.result_type(float) if dtype is None else read_dtype("dtype", dtype)
 
 
 def named_dtype(dtype: Any) -> Any:
-    """The dtype that is meant; `None` for what means none."""
+    """`dtype` as a NumPy dtype, or `None` if it is not one."""
     try:
         return jnp.dtype(dtype)
     except TypeError:
@@ -116,16 +116,16 @@ def read_batch_shape(batch_shape: Any) -> tuple[int, ...]:
         isinstance(size, int | np.integer) and not isinstance(size, bool) and size >= 0 for size in shape
     ):
         raise ValueError(
-            f"batch_shape: expected a size or a tuple of sizes, received {batch_shape!r}; () is one sequence, B is (B,)."
+            f"batch_shape: expected a size or a tuple of sizes, received {batch_shape!r}; () means one sequence, and an integer B means (B,)."
         )
     return tuple(int(size) for size in shape)
 
 
 def read_array(name: str, value: Any, kind: str, form: str) -> Array:
-    """An array of `kind`, `"floats"`, `"integers"` or `"booleans"`; `form` is the shape as the docstring has it."""
+    """An array of `kind`: `"floats"`, `"integers"` or `"booleans"`; `form` is the shape as in the docstring."""
     if not isinstance(value, Array | np.ndarray):
         raise ValueError(
-            f"{name}: expected an array of {kind} {form}, received {type(value).__name__}; jnp.asarray makes one of a list."
+            f"{name}: expected an array of {kind} {form}, received {type(value).__name__}; convert it with jnp.asarray."
         )
     if not jnp.issubdtype(value.dtype, _KINDS[kind]):
         remedy = "compare it, as in mask != 0" if kind == "booleans" else "cast it"
@@ -141,36 +141,36 @@ def read_features(name: str, x: Any, form: str, letter: str, features: int) -> A
     if x.ndim < 2 or x.shape[-1] != features:
         raise ValueError(
             f"{name}: expected {form} with {letter} = {features}, received shape {x.shape}; "
-            "time is the last axis but one, and a single token has T = 1."
+            "time is the second-to-last axis, and a single token has T = 1."
         )
     return x
 
 
 def check_tokens(name: str, value: Any, kind: str, of: str, x: Array) -> None:
-    """An entry of `kind` for each token, or `None`."""
+    """One entry of `kind` per token, or `None`."""
     if value is None:
         return
     shape = read_array(name, value, kind, "[..., T]").shape
     if shape != x.shape[:-1]:
         raise ValueError(
-            f"{name}: expected shape {x.shape[:-1]}, an entry for each token of {of}, received {shape}; broadcast it first."
+            f"{name}: expected shape {x.shape[:-1]}, one entry per token of {of}, received {shape}; broadcast it first."
         )
 
 
 def check_slots(name: str, slots: Any, count: int) -> None:
-    """Which of `count` slots each row has, where that is known: none past the last, none twice; negative is none."""
+    """The slot of each row, of `count`: in range and distinct, if the values are known; negative means no slot."""
     if slots is None or not is_known(slots):
         return
     used = np.asarray(slots).reshape(-1)
     used = used[used >= 0]
     if np.any(used >= count):
         raise ValueError(
-            f"{name}: expected slots below {count}, as many as the state has, received {int(used.max())}; -1 is none."
+            f"{name}: expected slots below {count}, the number of slots of the state, received {int(used.max())}; -1 means no slot."
         )
     numbers, times = np.unique(used, return_counts=True)
     if np.any(times > 1):
         raise ValueError(
-            f"{name}: expected no slot twice, received {int(numbers[times > 1][0])} {int(times.max())} times; each sequence has its own."
+            f"{name}: expected distinct slots, received {int(numbers[times > 1][0])} {int(times.max())} times; each sequence needs its own slot."
         )
 
 

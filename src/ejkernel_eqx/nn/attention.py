@@ -1,7 +1,7 @@
-"""Multi-head attention with weights, as the published decoder models have it."""
+"""`MultiHeadAttention`: the attention layer of the published decoder models."""
 
 from collections.abc import Mapping, Sequence
-from typing import Any, Literal, overload, TypedDict, Unpack
+from typing import Any, Literal, overload, TYPE_CHECKING, Unpack
 
 import equinox as eqx
 import jax
@@ -9,7 +9,9 @@ import jax.numpy as jnp
 import numpy as np
 from jax import Array
 from jax.typing import DTypeLike
+from jaxtyping import PRNGKeyArray
 
+from .._shapes import AnyArray, Bool, Float, Int
 from ..attention import FlashAttention, Mask
 from ..core.arguments import accumulator
 from ..dispatch import PlatformLike
@@ -31,6 +33,7 @@ from .attention_inputs import (
     window_of,
 )
 from .attention_places import keys_of, locate, Places, places_of, places_over_pages
+from .attention_signature import BatchInputs, Cache, Inputs, Lse, Output, RowCache, Tokens
 from .equinox_attention import options_of
 from .kv_cache import KVCache
 from .parts import Parts
@@ -41,22 +44,6 @@ from .tokens import clear, merge_heads, normed, split_heads
 from .windows import check_scalar, read_window, with_window
 
 
-class _Given(TypedDict, total=False):
-    """What a call takes beside `x` and the cache."""
-
-    kv_input: Array | None
-    v_input: Array | None
-    positions: Array | None
-    padding_mask: Array | None
-    kv_padding_mask: Array | None
-    segment_ids: Array | None
-    cu_seqlens: Array | None
-    mask: Array | Mask | None
-    bias: Array | None
-    key: Array | None
-    inference: bool | None
-
-
 class MultiHeadAttention(eqx.Module):
     r"""Multi-head attention (Vaswani et al. 2017, arXiv:1706.03762) with grouped keys and values (Ainslie et
     al. 2023, arXiv:2305.13245):
@@ -65,20 +52,19 @@ class MultiHeadAttention(eqx.Module):
       v = x W_v^\top,\quad
       y = \big(\sigma(g) \odot \mathrm{FlashAttention}(q, k, v)\big) W_o^\top$$
 
-    where the rotation, the norms, the gate $g$ (and biases, sinks, soft cap, window) are there only if asked
-    for. The parameters have the names and shapes of the published model code, `[out, in]`, so its weights
-    load by renaming; the guide "Layers" gives the constructor calls of Llama, Mistral, Gemma-2, Qwen3 and
-    GPT-OSS.
+    where the rotation, the norms and the gate $g$ are optional, as are biases, sinks, a soft cap and a window. Parameters have the names
+    and shapes (`[out, in]`) of the published model code, so published weights load by renaming; the guide "Layers" lists the constructor
+    calls for Llama, Mistral, Gemma-2, Qwen3 and GPT-OSS.
     """
 
     q_proj: eqx.nn.Linear  # [H * D, E]; with a gate [H * (D + V), E], each head's query and then its gate
     k_proj: eqx.nn.Linear  # [K * D, C]
     v_proj: eqx.nn.Linear  # [K * V, C]; with `v_embed_dim` [K * V, Cv]
-    o_proj: eqx.nn.Linear  # [E, H * V]; with `output_size` [O, H * V]
-    q_norm: eqx.nn.RMSNorm | None  # [D]; of all heads together [H * D]
-    k_norm: eqx.nn.RMSNorm | None  # [D]; of all heads together [K * D]
+    o_proj: eqx.nn.Linear  # [O, H * V]
+    q_norm: eqx.nn.RMSNorm | None  # [D]; over all heads [H * D]
+    k_norm: eqx.nn.RMSNorm | None  # [D]; over all heads [K * D]
     sinks: Array | None  # [H]
-    sliding_window: Array | None  # int32 []: a window that is a value; a static one is in `attention`
+    sliding_window: Array | None  # int32 []: a window given as an array; a static one is in `attention`
     rope: RotaryEmbedding | RotaryChoice | None
     attention: FlashAttention
     paged_attention: RaggedPagedAttention | UnifiedAttention
@@ -113,7 +99,7 @@ class MultiHeadAttention(eqx.Module):
         use_output_bias: bool = False,
         alibi: bool | Sequence[float] = False,
         causal: bool = True,
-        sliding_window: int | tuple[int | None, int | None] | Array | None = None,
+        sliding_window: int | tuple[int | None, int | None] | Int[AnyArray, ""] | None = None,
         logits_soft_cap: float | None = None,
         softmax_scale: float | None = None,
         sinks: bool = False,
@@ -124,36 +110,36 @@ class MultiHeadAttention(eqx.Module):
         config: Any = None,
         dtype: DTypeLike | None = None,
         compute_dtype: DTypeLike | None = None,
-        key: Array,
+        key: PRNGKeyArray,
     ):
         r"""**Arguments:**
 
-        - `embed_dim`: features of the input and the output, `E`.
-        - `num_heads`: query heads, `H`.
-        - `num_kv_heads`: key and value heads `K`, a divisor of `H`; default `H`. One is multi-query
-            attention.
-        - `head_dim`, `v_head_dim`: `D` (default `embed_dim // num_heads`) and `V` (default `D`).
+        - `embed_dim`: features `E` of the input.
+        - `num_heads`: number of query heads, `H`.
+        - `num_kv_heads`: number of key and value heads `K`, a divisor of `H`; default `H`. 1 is multi-query attention.
+        - `head_dim`: features `D` of a query or key head; default `embed_dim // num_heads`.
+        - `v_head_dim`: features `V` of a value head; default `D`.
         - `kv_embed_dim`: features `C` of `kv_input`, for cross attention; default `E`.
-        - `v_embed_dim`: features of `v_input`, if values have an input of their own; default `C`.
+        - `v_embed_dim`: features `Cv` of `v_input`, for values computed from a separate input; default `C`.
         - `output_size`: features `O` of the output; default `E`.
-        - `rope`: the rotation of queries and keys; default none.
-        - `qk_norm`, `qk_norm_eps`: an RMS norm of queries and of keys before the rotation. `True` or `"heads"`: of each head, with a
-            learned weight `[D]` (Qwen3). `"all"`: of the features of all heads together, with weights `[H * D]` and `[K * D]` (OLMo-2).
-        - `use_qkv_bias`, `use_output_bias`: whether the projections have biases; three flags are for queries, keys and values.
-        - `alibi`: linear biases (Press et al. 2022, arXiv:2108.12409), in a causal layer: `True` for the published slopes
-            ([`ejkernel_eqx.nn.alibi_slopes`][]), or one slope for each head. They are no parameters.
-        - `causal`, `sliding_window`, `logits_soft_cap`, `softmax_scale`, `dropout_rate`, `deterministic`,
-            `platform`, `config`: as in [`ejkernel_eqx.FlashAttention`][]. The scale's default is $D^{-1/2}$. The
-            platform is that of attention over pages as well (`"cuda"` has none: there the device decides). A `sliding_window` may also be
-            an integer array `[]`, negative for no window: a leaf of the layer that is not trained, so that layers with different windows,
-            built under `equinox.filter_vmap`, are scanned over.
-        - `sinks`: whether each head has a learned logit that joins the softmax's denominator (GPT-OSS).
-        - `output_gate`: whether the heads' outputs are multiplied by $\sigma$ of a projection of the input,
-            an entry for each of the `H * V` (Qwen3-Next); the gate's rows are part of `q_proj`, head by head.
+        - `rope`: rotary embedding of queries and keys; default none.
+        - `qk_norm`: RMS norm of queries and keys before the rotation. `True` or `"heads"`: each head separately, with learned weights `[D]`
+            (Qwen3). `"all"`: all heads together, with learned weights `[H * D]` and `[K * D]` (OLMo-2).
+        - `qk_norm_eps`: added to the mean square.
+        - `use_qkv_bias`, `use_output_bias`: whether the projections have biases. Three flags set queries, keys and values separately.
+        - `alibi`: linear biases (Press et al. 2022, arXiv:2108.12409), for causal layers. `True` uses the published slopes
+            ([`ejkernel_eqx.nn.alibi_slopes`][]); a sequence gives one slope per head. Slopes are not trained.
+        - `causal`, `sliding_window`, `logits_soft_cap`, `softmax_scale`, `dropout_rate`, `deterministic`, `platform`, `config`: as in
+            [`ejkernel_eqx.FlashAttention`][]. The platform also applies to attention over pages, except `"cuda"`, which has no paged kernel:
+            there the choice is by device. `sliding_window` may also be an integer array `[]`, negative for no window. It is then
+            an untrained leaf of the layer, so layers with different windows can be stacked with `equinox.filter_vmap` and scanned over.
+        - `sinks`: whether each head has a learned logit that joins the denominator of the softmax (GPT-OSS).
+        - `output_gate`: whether the outputs of the heads are multiplied elementwise by $\sigma(g)$, with $g$ a projection of the input to
+            `H * V` features (Qwen3-Next). The rows of the gate are part of `q_proj`, head by head.
         - `dtype`: of the parameters; default float32 (float64 in JAX's 64-bit mode).
-        - `compute_dtype`: what the layer computes in and gives: its input and the weights of its projections are cast to it. Default:
-            what the two promote to, so that a float32 layer computes in float32 whatever it is given.
-        - `key`: a PRNG key for the initial weights.
+        - `compute_dtype`: dtype of the computation and the output; inputs and projection weights are cast to it. Default: the promoted dtype
+            of the two, so a float32 layer computes in float32 for any input.
+        - `key`: PRNG key for the initial weights.
         """
         check_sizes(embed_dim=embed_dim, num_heads=num_heads)
         num_kv_heads = num_heads if num_kv_heads is None else num_kv_heads
@@ -210,11 +196,12 @@ class MultiHeadAttention(eqx.Module):
 
     @classmethod
     def from_equinox(
-        cls, attention: eqx.nn.MultiheadAttention, *, platform: str | None = None
+        cls, attention: eqx.nn.MultiheadAttention, *, platform: PlatformLike | None = None
     ) -> "MultiHeadAttention":
-        """The layer that gives what an `equinox.nn.MultiheadAttention` gives, with its projections: `attention(query, key_, value, mask)` is
-        `layer(query, kv_input=key_, v_input=value, mask=mask)`. There are two differences. A query whose keys are all masked gives the
-        output bias here, and the mean of all values there; and dropout draws other numbers."""
+        """Converts an `equinox.nn.MultiheadAttention`, whose projections are shared: `attention(query, key_, value, mask)` becomes
+        `layer(query, kv_input=key_, v_input=value, mask=mask)`. Results are equal with two exceptions. For a query whose keys are all
+        masked, this layer returns the output bias, and Equinox the (projected) mean of all values. Dropout draws different random numbers.
+        """
         layer = cls(**options_of(attention), platform=platform, key=jax.random.key(0))
         parts = [getattr(attention, f"{name}_proj") for name in ("query", "key", "value", "output")]
         layer = eqx.tree_at(lambda m: [m.q_proj, m.k_proj, m.v_proj, m.o_proj], layer, parts)
@@ -222,19 +209,20 @@ class MultiHeadAttention(eqx.Module):
 
     @classmethod
     def from_config(
-        cls, config: Mapping[str, Any], /, *, layer_index: int = 0, key: Array, **options: Any
+        cls, config: Mapping[str, Any], /, *, layer_index: int = 0, key: PRNGKeyArray, **options: Any
     ) -> "MultiHeadAttention":
-        """The layer of a published model, with initial weights: `ejkernel_eqx.load_published` fills it. Known are Llama, Mistral, Qwen2, Qwen3,
-        Gemma, Gemma 2 and 3, GPT-OSS, OLMo-2, Phi-3, GPT-NeoX, GPT-2, and the softmax layers of Qwen3-Next, Qwen3.5 and MiniMax.
+        """Builds an attention layer of a published model, with initial weights; load the published ones with
+        `ejkernel_eqx.load_published`. Supported models: Llama, Mistral, Qwen2, Qwen3, Gemma, Gemma 2 and 3, GPT-OSS, OLMo-2, Phi-3,
+        GPT-NeoX, GPT-2, and the softmax layers of Qwen3-Next, Qwen3.5 and MiniMax.
 
         **Arguments:**
 
-        - `config`: the dictionary of the model's `config.json`, or `config.to_dict()` of `transformers`.
-        - `layer_index`: which layer of the model, from 0.
-        - `key`: a PRNG key for the initial weights.
-        - `options`: more arguments of the constructor, `dtype` say; they take precedence over what the configuration says.
+        - `config`: the parsed `config.json` of the model, or `config.to_dict()` of `transformers`.
+        - `layer_index`: index of the layer in the model, from 0.
+        - `key`: PRNG key for the initial weights.
+        - `options`: further arguments of the constructor, such as `dtype`. They take precedence over `config`.
 
-        Raises `ValueError` for a model or an option that is not known here.
+        Raises `ValueError` for unsupported models and options.
         """
         found: dict[str, Any] = {**attention_options(config, layer_index), **options}
         return cls(**found, key=key)
@@ -270,9 +258,16 @@ class MultiHeadAttention(eqx.Module):
         *,
         rolling: bool = False,
     ) -> KVCache | RollingKVCache:
-        """An empty `KVCache` that fits this layer, by default in the dtype it computes in, or else that of its weights. With `rolling`, in a
-        layer with a static sliding window, a `RollingKVCache`: it keeps as many tokens as the window has and is never full, so `max_length`
-        does not matter."""
+        """Returns an empty [`KVCache`][ejkernel_eqx.nn.KVCache] for this layer.
+
+        **Arguments:**
+
+        - `batch_shape`: leading axes; `()` for one sequence, an integer `B` for `(B,)`.
+        - `max_length`: capacity of each row, in tokens.
+        - `dtype`: of keys and values; default `compute_dtype`, or else the dtype of the weights.
+        - `rolling`: return a [`RollingKVCache`][ejkernel_eqx.nn.RollingKVCache] instead, for layers with a static `sliding_window`. It holds
+            one window of tokens and is never full, so `max_length` is not used.
+        """
         check_flags(rolling=rolling)
         kept: DTypeLike = self._stored_dtype() if dtype is None else dtype
         sizes = (self.num_kv_heads, self.head_dim, self.v_head_dim, kept)
@@ -291,8 +286,15 @@ class MultiHeadAttention(eqx.Module):
         dtype: DTypeLike | tuple[DTypeLike | None, DTypeLike | None] | None = None,
         scales: str | None = None,
     ) -> PagedKVCache:
-        """An empty `PagedKVCache` that fits this layer, by default in the dtype it computes in, or else that of its weights, as is a `None`
-        in a pair for keys and values; `batch_shape` is that of stacked layers. The other arguments are those of `PagedKVCache.init`."""
+        """Returns an empty [`PagedKVCache`][ejkernel_eqx.PagedKVCache] for this layer.
+
+        **Arguments:**
+
+        - `num_pages`, `page_size`, `scales`: as in `PagedKVCache.init`.
+        - `batch_shape`: leading axes of stacked layers.
+        - `dtype`: of the pages, or a pair for keys and values; default (also for `None` in a pair) `compute_dtype`, or else the dtype of
+            the weights.
+        """
         kept = filled_dtype(dtype, self._stored_dtype())
         sizes = (num_pages, page_size, self.num_kv_heads, self.head_dim, self.v_head_dim)
         return PagedKVCache.init(*sizes, batch_shape=batch_shape, dtype=kept, scales=scales)
@@ -308,9 +310,9 @@ class MultiHeadAttention(eqx.Module):
         scales: str | None = None,
         num_draft_tokens: int = 0,
     ) -> PagedKVCache:
-        """What a server keeps for this layer, by the name and arguments that recurrent layers have too: `init_paged_cache(num_pages, page_size,
-        batch_shape=..., dtype=..., scales=...)`. What is said of states (`num_slots`, `num_draft_tokens`) is not used: tokens in pages are
-        taken back by shorter lengths."""
+        """Returns `init_paged_cache(num_pages, page_size, batch_shape=..., dtype=..., scales=...)`. Attention and recurrent layers share this
+        method and its arguments, so that a server can treat them alike. `num_slots` and `num_draft_tokens` are for recurrent layers and not
+        used here: shorter lengths are enough to reject tokens in pages."""
         return self.init_paged_cache(
             num_pages, page_size, batch_shape=batch_shape, dtype=dtype, scales=scales
         )
@@ -321,96 +323,116 @@ class MultiHeadAttention(eqx.Module):
     def _stored_dtype(self) -> Any:
         return stored_dtype_of(self.compute_dtype, (self.k_proj, self.v_proj))
 
-    @overload
-    def __call__(
-        self, x: Array, cache: None = None, *, return_lse: Literal[False] = False, **given: Unpack[_Given]
-    ) -> Array: ...
+    if TYPE_CHECKING:
 
-    @overload
-    def __call__(
-        self, x: Array, cache: KVCache, *, return_lse: Literal[False] = False, **given: Unpack[_Given]
-    ) -> tuple[Array, KVCache]: ...
+        @overload
+        def __call__(
+            self,
+            x: Tokens,
+            cache: None = None,
+            *,
+            return_lse: Literal[False] = False,
+            **given: Unpack[Inputs],
+        ) -> Output: ...
 
-    @overload
-    def __call__(
-        self, x: Array, cache: RollingKVCache, *, return_lse: Literal[False] = False, **given: Unpack[_Given]
-    ) -> tuple[Array, RollingKVCache]: ...
+        @overload
+        def __call__(
+            self, x: Tokens, cache: RowCache, *, return_lse: Literal[False] = False, **given: Unpack[Inputs]
+        ) -> tuple[Output, RowCache]: ...
 
-    @overload
-    def __call__(
-        self,
-        x: Array,
-        cache: PagedKVCache,
-        *,
-        batch: RaggedBatch,
-        positions: Array | None = None,
-        return_lse: Literal[False] = False,
-        inference: bool | None = None,
-    ) -> tuple[Array, PagedKVCache]: ...
+        @overload
+        def __call__(
+            self,
+            x: Tokens,
+            cache: PagedKVCache,
+            *,
+            batch: RaggedBatch,
+            return_lse: Literal[False] = False,
+            **given: Unpack[BatchInputs],
+        ) -> tuple[Output, PagedKVCache]: ...
 
-    @overload
-    def __call__(
-        self,
-        x: Array,
-        cache: Any = None,
-        *,
-        return_lse: bool,
-        batch: RaggedBatch | None = None,
-        **given: Unpack[_Given],
-    ) -> Any: ...
+        @overload
+        def __call__(
+            self, x: Tokens, cache: None = None, *, return_lse: Literal[True], **given: Unpack[Inputs]
+        ) -> tuple[Output, Lse]: ...
+
+        @overload
+        def __call__(
+            self, x: Tokens, cache: RowCache, *, return_lse: Literal[True], **given: Unpack[Inputs]
+        ) -> tuple[Output, RowCache, Lse]: ...
+
+        @overload
+        def __call__(
+            self,
+            x: Tokens,
+            cache: PagedKVCache,
+            *,
+            batch: RaggedBatch,
+            return_lse: Literal[True],
+            **given: Unpack[BatchInputs],
+        ) -> tuple[Output, PagedKVCache, Lse]: ...
+
+        @overload
+        def __call__(
+            self,
+            x: Tokens,
+            cache: Cache | None = None,
+            *,
+            return_lse: bool,
+            batch: RaggedBatch | None = None,
+            **given: Unpack[Inputs],
+        ) -> Output | tuple[Any, ...]: ...
 
     @jax.named_scope("ejx.nn.MultiHeadAttention")
     def __call__(
         self,
-        x: Array,
-        cache: KVCache | RollingKVCache | PagedKVCache | None = None,
+        x: Float[AnyArray, "*B T E"],
+        cache: Cache | None = None,
         *,
-        kv_input: Array | None = None,
-        v_input: Array | None = None,
-        positions: Array | None = None,
-        padding_mask: Array | None = None,
-        kv_padding_mask: Array | None = None,
-        segment_ids: Array | None = None,
-        cu_seqlens: Array | None = None,
-        mask: Array | Mask | None = None,
-        bias: Array | None = None,
-        key: Array | None = None,
+        kv_input: Float[AnyArray, "*B S C"] | None = None,
+        v_input: Float[AnyArray, "*B S Cv"] | None = None,
+        positions: Int[AnyArray, "... T"] | None = None,
+        padding_mask: Bool[AnyArray, "*B T"] | None = None,
+        kv_padding_mask: Bool[AnyArray, "*B S"] | None = None,
+        segment_ids: Int[AnyArray, "*B T"] | None = None,
+        cu_seqlens: Int[AnyArray, " N+1"] | None = None,
+        mask: Bool[AnyArray, "#*B #H #T #S"] | Mask | None = None,
+        bias: Float[AnyArray, "#*B #H #T #S"] | None = None,
+        key: PRNGKeyArray | None = None,
         inference: bool | None = None,
         batch: RaggedBatch | None = None,
         return_lse: bool = False,
-    ) -> Any:  # one array to three values, as `cache` and `return_lse` say
+    ) -> Output | tuple[Output, Cache] | tuple[Output, Lse] | tuple[Output, Cache, Lse]:
         """**Arguments:**
 
-        - `x`: `[..., T, E]`, any number of leading batch dimensions.
-        - `cache`: the keys and values before `x`; those of `x` are appended. A prompt at once and then token
-            by token, rows at different positions: all give what the whole sequence at once gives. For causal layers. A
-            `RollingKVCache` keeps the window alone.
-        - `kv_input`: `[..., S, C]`, what keys and values are made from instead of `x` (cross attention).
-        - `v_input`: `[..., S, Cv]`, together with `kv_input`: what values are made from, which then makes keys alone.
-        - `positions`: integers that broadcast to `[..., T]`, for the rotation; by default tokens are counted from the
-            row's first real token, the cached ones included. They do not move the mask. A rotation with `mrope_section` takes `[axes, ..., T]`.
-        - `padding_mask`: bool `[..., T]`, True for real tokens, which in each row are side by side (padding
-            left, right or both). Padding is neither read (it may hold NaN) nor cached; the output there is of
-            no meaning.
+        - `x`: `[..., T, E]` with any number of leading axes.
+        - `cache`: keys and values of the tokens before `x`, for causal layers; those of `x` are appended. Processing a prompt at once, in chunks
+            or token by token, with rows at different positions, returns the same as processing whole sequences at once. A
+            `RollingKVCache` keeps one window only.
+        - `kv_input`: `[..., S, C]`, the input of keys and values instead of `x` (cross attention).
+        - `v_input`: `[..., S, Cv]`, the input of values; `kv_input` is then the input of keys only.
+        - `positions`: integers that broadcast to `[..., T]`, for the rotation only: they do not affect the mask. By default tokens are counted
+            from the first real token of the row, including cached ones. A rotation with `mrope_section` takes `[axes, ..., T]`.
+        - `padding_mask`: bool `[..., T]`, True for real tokens, which must be contiguous in each row (padding left, right or both). Padding
+            may hold NaN and is not cached; outputs at padding positions are undefined.
         - `kv_padding_mask`: bool `[..., S]`, the same for `kv_input`.
-        - `segment_ids`: integers `[..., T]`: tokens see their own segment only; negative is padding. Without
-            a cache.
-        - `cu_seqlens`: offsets `[N + 1]` of packed sequences (`x` is `[T, E]` then), in the place of `padding_mask`, `segment_ids` and a
-            cache: each sequence sees itself only, and its positions count from 0; tokens past the last offset are padding.
-        - `mask`, `bias`: as in [`ejkernel_eqx.FlashAttention`][], of `[..., H, T, S]` (never `[..., T, S]`: all its
-            leading axes before the heads'); with a cache the key axis has its `max_length`.
-        - `key`: a PRNG key, needed for dropout outside inference mode.
-        - `inference`: overrides the flag that `equinox.nn.inference_mode` sets.
-        - `batch`: for serving, an `ejkernel_eqx.RaggedBatch`: `x` is `[T, E]`, the new tokens of its sequences, and `cache` a
-            `PagedKVCache`, into whose pages their keys and values are written before all is read. It need not be bound to
-            the batch's tables; only one that was comes back bound. Padding may hold NaN; outputs there are undefined.
-            Donate the cache to have it written in place. `positions` go with it only where the rotation has `mrope_section`.
+        - `segment_ids`: integers `[..., T]`; tokens see their own segment only, and negative ids are padding. Not with a cache.
+        - `cu_seqlens`: offsets `[N + 1]` of packed sequences, with `x` of shape `[T, E]`. Each sequence sees only itself, and its positions
+            start at 0; tokens past the last offset are padding. Not with `padding_mask`, `segment_ids` or a cache.
+        - `mask`, `bias`: as in [`ejkernel_eqx.FlashAttention`][], `[..., H, T, S]`. An array with leading axes needs the axis of the heads as
+            well: `[..., T, S]` is rejected. With a cache, `S` is its `max_length`.
+        - `key`: PRNG key, required for dropout outside inference mode.
+        - `inference`: overrides the flag set by `equinox.nn.inference_mode`.
+        - `batch`: an `ejkernel_eqx.RaggedBatch`, for serving. `x [T, E]` holds the new tokens of its sequences and `cache` is a `PagedKVCache`,
+            into whose pages the new keys and values are written before attention reads them. The cache may be bound to the tables of the
+            batch or not, and is returned in the same state. Padding may hold NaN; outputs at padding positions are undefined.
+            Donate the cache for writing in place. `positions` are accepted only if the rotation has `mrope_section`.
         - `return_lse`: also return the log-sum-exp of the scores, `[..., T, H]`, as in [`ejkernel_eqx.FlashAttention`][].
 
-        **Returns:** `y`, `[..., T, E]` (or `O` features) in the dtype that the layer computes in; with a cache, the tuple `(y, cache)`;
-        with `return_lse` the log-sum-exp comes last: `(y, lse)` or `(y, cache, lse)`.
+        **Returns:** `y`, of shape `[..., T, O]` (`O = E` by default), in the dtype of the computation. With a cache: `(y, cache)`. With
+        `return_lse`, the log-sum-exp is last: `(y, lse)` or `(y, cache, lse)`.
 
-        Raises `ValueError` for arguments that do not fit, as far as their values are known.
+        Raises `ValueError` for invalid arguments; values are checked when they are known (outside `jit`).
         """
         given = CallInputs(
             kv_input,
@@ -431,7 +453,7 @@ class MultiHeadAttention(eqx.Module):
             x, cache = check_pages(self, x, cache, batch, given)
             return self._over_pages(x, cache, batch, positions, return_lse)
         given, x = check_call(self, x, cache, given)
-        assert not isinstance(cache, PagedKVCache)  # goes with a batch alone
+        assert not isinstance(cache, PagedKVCache)  # those need a batch
         rows = locate(x, cache, given)
         inputs = [a for a in (x, given.kv_input, given.v_input) if a is not None]
         dtype = compute_dtype_of(self.compute_dtype, self._projections(), *inputs)
@@ -456,9 +478,9 @@ class MultiHeadAttention(eqx.Module):
         return self._results(out, gate, cache, return_lse)
 
     def _over_pages(
-        self, x: Array, cache: PagedKVCache, batch: RaggedBatch, positions: Array | None, return_lse: bool
+        self, x: Array, cache: PagedKVCache, batch: RaggedBatch, positions: AnyArray | None, return_lse: bool
     ) -> Any:
-        """The tokens of a batch, whose keys and values go to their pages first."""
+        """A call with a batch: keys and values are written to their pages first."""
         bound = cache.bind(batch)
         x = x.astype(compute_dtype_of(self.compute_dtype, self._projections(), x))
         if 0 in (x.shape[0], batch.lengths.shape[0]):
@@ -484,7 +506,7 @@ class MultiHeadAttention(eqx.Module):
         return self._results(out, gate, new if cache.is_bound else new.unbind(), return_lse)
 
     def _results(self, out: Any, gate: Array | None, cache: Any, return_lse: bool) -> Any:
-        """What a call returns, of an operation's output, or of that and its `lse`."""
+        """The results of a call, from the output of the operation (and its `lse`)."""
         out, *lse = out if return_lse else (out,)
         y = self._finish(out, gate)
         results = (y, *([] if cache is None else [cache]), *lse)

@@ -1,4 +1,4 @@
-"""Which arguments multi-head attention refuses."""
+"""Checks of the arguments of multi-head attention."""
 
 from typing import Any, NamedTuple
 
@@ -15,7 +15,7 @@ from .tokens import check_ragged
 
 
 class CallInputs(NamedTuple):
-    """The arguments of a call beside `x` and `cache`."""
+    """The arguments of a call other than `x` and `cache`."""
 
     kv_input: Any = None
     v_input: Any = None
@@ -36,7 +36,7 @@ def head_dim_of(embed_dim: int, num_heads: int, head_dim: int | None) -> int:
     if embed_dim % num_heads:
         raise ValueError(
             f"num_heads: expected a divisor of embed_dim={embed_dim}, received {num_heads}; "
-            "pass head_dim= for another width."
+            "or pass head_dim=."
         )
     return embed_dim // num_heads
 
@@ -45,45 +45,45 @@ def check_heads(num_heads: int, num_kv_heads: int, head_dim: int, rope: Any) -> 
     if num_heads % num_kv_heads:
         raise ValueError(
             f"num_kv_heads: expected a divisor of num_heads={num_heads}, received {num_kv_heads}; "
-            "every key/value head serves the same number of query heads."
+            "each key/value head serves the same number of query heads."
         )
     if rope is not None and not isinstance(rope, RotaryEmbedding | RotaryChoice):
         raise ValueError(
-            f"rope: expected a RotaryEmbedding or None, received {rope!r}; RotaryEmbedding({head_dim}) is the plain one."
+            f"rope: expected a RotaryEmbedding or None, received {rope!r}; the default one is RotaryEmbedding({head_dim})."
         )
     if rope is not None and rope.head_dim != head_dim:
         raise ValueError(
             f"rope: expected a RotaryEmbedding of head_dim={head_dim}, received one of {rope.head_dim}; "
-            "to turn only some of the features, give it rotary_dim=."
+            "to rotate only part of the features, build it with rotary_dim=."
         )
 
 
 def check_norm(qk_norm: Any) -> bool:
-    """Whether the norm is over all heads together."""
+    """Whether all heads are normalised together."""
     if not isinstance(qk_norm, bool | np.bool_) and qk_norm not in ("heads", "all"):
         raise ValueError(
-            f"qk_norm: expected True or False, 'heads' or 'all', received {qk_norm!r}; 'heads' is True, 'all' normalises all heads "
-            "together."
+            f"qk_norm: expected True or False, 'heads' or 'all', received {qk_norm!r}; 'heads' (or True) normalises each head, "
+            "'all' all heads together."
         )
     return isinstance(qk_norm, str) and qk_norm == "all"
 
 
 def read_biases(use_qkv_bias: Any) -> tuple[bool, bool, bool]:
-    """Those of queries, keys and values."""
+    """The flags of queries, keys and values."""
     flags = use_qkv_bias if isinstance(use_qkv_bias, tuple) else (use_qkv_bias,) * 3
     if len(flags) != 3 or not all(isinstance(flag, bool | np.bool_) for flag in flags):
         raise ValueError(
-            f"use_qkv_bias: expected True or False, or three of them for queries, keys and values, received {use_qkv_bias!r}; they are "
-            "static switches."
+            f"use_qkv_bias: expected True or False, or a tuple of three for queries, keys and values, received {use_qkv_bias!r}; they are "
+            "static flags."
         )
     return flags
 
 
 def check_call(layer: Any, x: Any, cache: Any, given: CallInputs) -> tuple[CallInputs, Array]:
-    """The arguments of a call without a batch, with what tokens are made from as arrays, if all fit."""
+    """The arguments of a valid call without a batch, with inputs as arrays."""
     if isinstance(cache, PagedKVCache):
         raise ValueError(
-            "batch: expected a RaggedBatch with a PagedKVCache, received None; it says which pages belong to which tokens."
+            "batch: expected a RaggedBatch with a PagedKVCache, received None; it holds the tables that assign pages to sequences."
         )
     x = read_features("x", x, "[..., T, E]", "E", layer.embed_dim)
     check_tokens("padding_mask", given.padding_mask, "booleans", "x", x)
@@ -113,13 +113,11 @@ def check_call(layer: Any, x: Any, cache: Any, given: CallInputs) -> tuple[CallI
             remedy = (
                 "padding_mask= for the padding of x" if name == "kv_padding_mask" else "kv_input= as well"
             )
-            raise ValueError(
-                f"{name}: expected only together with kv_input, received it alone; pass {remedy}."
-            )
+            raise ValueError(f"{name}: expected None without kv_input, received an array; pass {remedy}.")
     for name in ("kv_embed_dim", "v_embed_dim"):
         if (size := getattr(layer, name)) != layer.embed_dim:
             raise ValueError(
-                f"kv_input: expected [..., S, {layer.kv_embed_dim}], received None; this layer was built for cross attention with {name}="
+                f"kv_input: expected [..., S, {layer.kv_embed_dim}], received None; this layer was built for cross attention, with {name}="
                 f"{size}."
             )
     _check_side_by_side(given.padding_mask)
@@ -134,14 +132,14 @@ def _read_values(layer: Any, v_input: Any, kv_input: Array) -> Array | None:
     if v_input is None:
         if layer.v_embed_dim != layer.kv_embed_dim:
             raise ValueError(
-                f"v_input: expected [..., S, {layer.v_embed_dim}], received None; this layer was built with v_embed_dim=, so values have "
-                "an input of their own."
+                f"v_input: expected [..., S, {layer.v_embed_dim}], received None; this layer was built with v_embed_dim=, so values need "
+                "a separate input."
             )
         return None
     v_input = read_features("v_input", v_input, "[..., S, Cv]", "Cv", layer.v_embed_dim)
     if v_input.shape[:-1] != kv_input.shape[:-1]:
         raise ValueError(
-            f"v_input: expected the tokens of kv_input, {kv_input.shape[:-1]}, received shape {v_input.shape}; each key has one value."
+            f"v_input: expected the tokens of kv_input, {kv_input.shape[:-1]}, received shape {v_input.shape}; pass one value per key."
         )
     return v_input
 
@@ -152,8 +150,8 @@ def _check_packed(x: Array, cache: Any, given: CallInputs) -> None:
     other = next((name for name in others if getattr(given, name) is not None), None)
     if cache is not None or other is not None:
         raise ValueError(
-            f"cu_seqlens: expected None with {other or 'cache'}, received both; packed sequences are whole, and tokens past the last offset "
-            "are padding."
+            f"cu_seqlens: expected None with {other or 'cache'}, received both; packed sequences are complete, and tokens past the last "
+            "offset are padding."
         )
     if x.ndim != 2 or offsets.ndim != 1 or not offsets.size:
         raise ValueError(
@@ -163,19 +161,19 @@ def _check_packed(x: Array, cache: Any, given: CallInputs) -> None:
 
 
 def _check_scores(name: str, value: Any, kind: str, lead: tuple[int, ...], heads: int) -> None:
-    """A mask or a bias over scores. One of `[..., T, S]` would be read as one of `[H, T, S]` wherever the sizes allow it."""
+    """A mask or bias of scores. Without the axis of the heads, `[..., T, S]` could be mistaken for `[H, T, S]`."""
     if value is None or (name == "mask" and isinstance(value, Mask)):
         return
     shape = read_array(name, value, kind, "[..., H, T, S]").shape
     if lead and shape[:-2] == lead and max(lead) > 1:
         raise ValueError(
-            f"{name}: expected [..., H, T, S] with H = {heads} or 1, received shape {shape}, whose axes before the last two are those of x, "
-            f"{lead}, without one for the heads; add it: {name}[..., None, :, :]."
+            f"{name}: expected [..., H, T, S] with H = {heads} or 1, received shape {shape}, with the leading axes {lead} of x but no "
+            f"axis for the heads; add it with {name}[..., None, :, :]."
         )
 
 
 def _check_side_by_side(padding_mask: Array | None) -> None:
-    """Whether the real tokens of each row are neighbours, where that is known."""
+    """Real tokens are contiguous in each row, if the values are known."""
     if padding_mask is None or not is_known(padding_mask) or not np.size(padding_mask):
         return
     real = np.asarray(padding_mask).reshape(-1, padding_mask.shape[-1])
@@ -183,13 +181,13 @@ def _check_side_by_side(padding_mask: Array | None) -> None:
     if np.any(starts > 1):
         row = int(np.argmax(starts > 1))
         raise ValueError(
-            f"padding_mask: expected the real tokens of each row side by side, received padding between them in row {row}; pass mask= or "
-            "segment_ids= to leave out tokens in between."
+            f"padding_mask: expected contiguous real tokens in each row, received padding between them in row {row}; use mask= or "
+            "segment_ids= to exclude tokens in between."
         )
 
 
 def window_of(layer: Any) -> int:
-    """How many keys a rolling cache of this layer has to hold."""
+    """The number of keys that a rolling cache of this layer holds."""
     left, right = layer.attention.window
     if layer.sliding_window is not None or left is None or not (layer.attention.causal or right == 0):
         found = (
@@ -198,8 +196,8 @@ def window_of(layer: Any) -> int:
             else f"causal={layer.attention.causal} and {(left, right)}"
         )
         raise ValueError(
-            f"rolling: expected a causal layer with a static sliding_window, received one with {found}; other layers see keys that a window "
-            "has left behind: use a KVCache."
+            f"rolling: expected a causal layer with a static sliding_window, received one with {found}; other layers need "
+            "keys beyond one window, so use a KVCache."
         )
     return left + 1
 
@@ -213,23 +211,23 @@ def _check_rolling(layer: Any, cache: RollingKVCache, given: CallInputs) -> None
     for name in ("mask", "bias"):
         if getattr(given, name) is not None:
             raise ValueError(
-                f"{name}: expected None with a RollingKVCache, received an array; its keys are those of the whole sequence: use a KVCache."
+                f"{name}: expected None with a RollingKVCache, received an array; it would have to cover the whole sequence, so use a KVCache."
             )
 
 
 def _check_cache(layer: Any, x: Array, cache: KVCache | RollingKVCache, segment_ids: Array | None) -> None:
     if segment_ids is not None:
         raise ValueError(
-            "segment_ids: expected None with a cache, received an array; give each sequence a row of its own."
+            "segment_ids: expected None with a cache, received an array; put each sequence in its own row."
         )
     if not layer.attention.causal and layer.attention.window[1] != 0:
         raise ValueError(
-            "cache: expected None in a layer with causal=False, received a KVCache; tokens that see later ones cannot be computed before "
-            "these: give the whole sequence at once, or build the layer with causal=True."
+            "cache: expected None in a layer with causal=False, received a KVCache; outputs depend on later tokens, so pass the whole "
+            "sequence at once, or build the layer with causal=True."
         )
     if cache.batch_shape != x.shape[:-2]:
         raise ValueError(
-            f"cache: expected batch shape {x.shape[:-2]} as x has, received {cache.batch_shape}; "
+            f"cache: expected the batch shape {x.shape[:-2]} of x, received {cache.batch_shape}; "
             "build it with init_cache(x.shape[:-2], max_length)."
         )
 
@@ -242,7 +240,7 @@ def _check_cross(layer: Any, x: Array, kv_input: Array, cache: Any, segment_ids:
         found = "rope" if layer.rope is not None else "causal=True"
         raise ValueError(
             f"kv_input: expected a layer with causal=False and rope=None, received one with {found}; "
-            "positions of two sequences do not compare, so build the layer for cross attention without them."
+            "positions in two different sequences cannot be compared, so build layers for cross attention without them."
         )
     if kv_input.shape[:-2] != x.shape[:-2]:
         raise ValueError(
@@ -251,7 +249,7 @@ def _check_cross(layer: Any, x: Array, kv_input: Array, cache: Any, segment_ids:
 
 
 def check_pages(layer: Any, x: Any, cache: Any, batch: Any, given: CallInputs) -> tuple[Array, PagedKVCache]:
-    """The packed tokens of a call with a batch, and its pages, on which this layer can go."""
+    """The packed tokens and the pages of a valid call with a batch."""
     axes = None if layer.rope is None else layer.rope.num_axes
     others = given._replace(key=None, inference=None, **({} if axes is None else {"positions": None}))
     x = check_ragged(x, batch, layer.embed_dim, others._asdict())
@@ -259,7 +257,7 @@ def check_pages(layer: Any, x: Any, cache: Any, batch: Any, given: CallInputs) -
         check_positions(given.positions, x.shape[:-1], axes)
     if not isinstance(cache, PagedKVCache):
         raise ValueError(
-            f"cache: expected a PagedKVCache with batch, received {type(cache).__name__}; build it with init_paged_cache."
+            f"cache: expected a PagedKVCache with a batch, received {type(cache).__name__}; build it with init_paged_cache."
         )
     heads = (layer.num_kv_heads, layer.head_dim, layer.v_head_dim)
     found = (cache.num_kv_heads, cache.head_dim, cache.v_head_dim)
@@ -272,12 +270,12 @@ def check_pages(layer: Any, x: Any, cache: Any, batch: Any, given: CallInputs) -
         check_flags(inference=given.inference)
     if not layer.attention.causal or layer.kv_embed_dim != layer.embed_dim:
         raise ValueError(
-            "batch: expected a causal layer that attends to its own input, received one with causal=False or kv_embed_dim=; "
-            "only such a layer decodes from pages."
+            "batch: expected a causal layer for self attention, received one with causal=False or kv_embed_dim=; "
+            "only those decode from pages."
         )
     drops = layer.attention.options.dropout_rate > 0
     if drops and not (layer.attention.inference if given.inference is None else given.inference):
         raise ValueError(
-            "inference: expected True with batch in a layer with dropout, received False; use equinox.nn.inference_mode."
+            "inference: expected True with a batch in a layer with dropout, received False; use equinox.nn.inference_mode."
         )
     return x, cache

@@ -1,12 +1,13 @@
-"""Where the tokens of a call of multi-head attention sit: in their rows, and on the axes of the rotation."""
+"""Positions of the tokens of a call of multi-head attention: in their rows, and for the rotation."""
 
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
 from jax import Array
 
 from .._broadcast import like
+from .._shapes import AnyArray
 from ..paged import RaggedBatch
 from ..sequences import cu_seqlens_to_segment_ids, positions_from_cu_seqlens
 from ..sequences.packing import read_offsets
@@ -19,19 +20,19 @@ Rope = RotaryEmbedding | RotaryChoice
 
 
 class Rows(NamedTuple):
-    """Where the tokens of a call sit. Each `None`: nothing beyond the default."""
+    """The rows of a call. `None` means the default."""
 
-    real: Array | None = None  # bool [..., T]
-    offset: Array | None = None  # int32 [...]: the place of `x[..., 0, :]` in its row's history
-    segment_ids: Array | None = None
-    kv_segment_ids: Array | None = None
-    cu_seqlens: Array | None = None
+    real: AnyArray | None = None  # bool [..., T]
+    offset: Array | None = None  # int32 [...]: the position of `x[..., 0, :]` in its row
+    segment_ids: AnyArray | None = None
+    kv_segment_ids: AnyArray | None = None
+    cu_seqlens: AnyArray | None = None
 
 
 class Places(NamedTuple):
-    """What the rotation goes by, as the arguments of `RotaryEmbedding`."""
+    """The positions for the rotation, as the arguments of `RotaryEmbedding`."""
 
-    positions: Array | None = None
+    positions: AnyArray | None = None
     offset: Array | int = 0
     lengths: Array | None = None
 
@@ -41,8 +42,8 @@ class Places(NamedTuple):
         return rope(x, self.positions, offset=self.offset, lengths=self.lengths)
 
 
-def places_of(rope: Rope | None, positions: Array | None, rows: Rows) -> Places:
-    """Those of a call without pages. Where the rotation depends on how long a sequence is, padding does not count."""
+def places_of(rope: Rope | None, positions: AnyArray | None, rows: Rows) -> Places:
+    """The positions of a call without pages. Padding does not count towards the length that a rotation may depend on."""
     if rows.cu_seqlens is not None:
         return _places_in_packed(rope, positions, rows)
     lengths = None
@@ -52,7 +53,7 @@ def places_of(rope: Rope | None, positions: Array | None, rows: Rows) -> Places:
     return Places(positions, 0 if rows.offset is None else rows.offset, lengths)
 
 
-def _places_in_packed(rope: Rope | None, positions: Array | None, rows: Rows) -> Places:
+def _places_in_packed(rope: Rope | None, positions: AnyArray | None, rows: Rows) -> Places:
     assert rows.cu_seqlens is not None and rows.real is not None
     tokens, count = rows.real.shape[0], rows.cu_seqlens.shape[0] - 1
     counted = positions_from_cu_seqlens(rows.cu_seqlens, tokens)
@@ -67,23 +68,24 @@ def _places_in_packed(rope: Rope | None, positions: Array | None, rows: Rows) ->
     return Places(counted if positions is None else positions, lengths=lengths)
 
 
-def _along_one_axis(rope: Rope, positions: Array) -> Array:
+def _along_one_axis(rope: Rope, positions: AnyArray) -> AnyArray:
     """The largest position of each token."""
     if rope.num_axes is None or positions.ndim == 1:
         return positions
     return jnp.max(positions, axis=0)
 
 
-def _real_lengths(positions: Array | None, real: Array, offset: Array | None) -> Array:
-    """One more than the last position of a real token of each row, int32 `[..., 1]`."""
+def _real_lengths(positions: AnyArray | None, real: AnyArray, offset: Array | None) -> Array:
+    """The last position of a real token plus one, per row, int32 `[..., 1]`."""
     if positions is None:
         tokens = jax.lax.broadcasted_iota(jnp.int32, real.shape, real.ndim - 1)
         positions = tokens if offset is None else tokens + offset[..., None]
-    return jnp.max(jnp.where(real, like(positions, real), -1), axis=-1, keepdims=True) + 1
+    positions = like(jnp.asarray(positions), jnp.asarray(real))
+    return jnp.max(jnp.where(real, positions, -1), axis=-1, keepdims=True) + 1
 
 
-def places_over_pages(rope: Rope | None, batch: RaggedBatch, positions: Array | None) -> Places:
-    """Positions are given only where the rotation has several axes; the others are those of the batch."""
+def places_over_pages(rope: Rope | None, batch: RaggedBatch, positions: AnyArray | None) -> Places:
+    """The positions of a call with a batch: those of the batch, unless the rotation has several axes and `positions` are passed."""
     positions = batch.positions if positions is None else positions
     if rope is None or not rope.by_length:
         return Places(positions)
@@ -91,7 +93,7 @@ def places_over_pages(rope: Rope | None, batch: RaggedBatch, positions: Array | 
 
 
 def locate(x: Array, cache: KVCache | RollingKVCache | None, given: CallInputs) -> Rows:
-    """The places of a call's tokens. Left padding moves the first token before the row's start: its offset shrinks."""
+    """The rows of a call. Left padding reduces the offset, so that the first real token has the position of the row's length."""
     padding_mask, segment_ids = given.padding_mask, given.segment_ids
     if given.kv_input is not None:
         return _locate_cross(x, given.kv_input, padding_mask, given.kv_padding_mask)
@@ -110,15 +112,15 @@ def locate(x: Array, cache: KVCache | RollingKVCache | None, given: CallInputs) 
     return Rows(padding_mask, offset, segment_ids, segment_ids)
 
 
-def _first_real(padding_mask: Array) -> Array:
-    """The place of each row's first real token, int32 `[...]`; 0 without one."""
+def _first_real(padding_mask: AnyArray) -> Array:
+    """The index of the first real token of each row, int32 `[...]`; 0 if there is none."""
     if padding_mask.shape[-1] == 0:
         return jnp.zeros(padding_mask.shape[:-1], jnp.int32)
     return jnp.argmax(padding_mask, axis=-1).astype(jnp.int32)
 
 
 def _locate_cross(
-    x: Array, kv_input: Array, padding_mask: Array | None, kv_padding_mask: Array | None
+    x: Array, kv_input: Array, padding_mask: AnyArray | None, kv_padding_mask: AnyArray | None
 ) -> Rows:
     if padding_mask is None and kv_padding_mask is None:
         return Rows()
@@ -130,17 +132,17 @@ def _locate_cross(
 
 
 class Keys(NamedTuple):
-    """What the queries of a call may see, as the arguments of `FlashAttention`."""
+    """The keys and values of a call, and their visibility, as arguments of `FlashAttention`."""
 
     k: Array
     v: Array
-    how: dict[str, Array | None]
+    how: dict[str, Any]
 
 
 def keys_of(
     cache: KVCache | RollingKVCache | None, k: Array, v: Array, rows: Rows
 ) -> tuple[KVCache | RollingKVCache | None, Keys]:
-    """The cache with the new keys and values in it, and all that may be seen."""
+    """The updated cache, and the keys and values that the queries may see."""
     if cache is None:
         ids = {"segment_ids": rows.segment_ids, "kv_segment_ids": rows.kv_segment_ids}
         return None, Keys(k, v, {**ids, "cu_seqlens": rows.cu_seqlens})

@@ -1,4 +1,4 @@
-"""What a whole model keeps of the sequences that it serves."""
+"""`CacheState`: the caches of all layers of a model."""
 
 import dataclasses
 from collections.abc import Sequence
@@ -11,15 +11,15 @@ from jax import Array
 from jax.core import Tracer
 from jax.typing import DTypeLike
 
+from .._shapes import Int, Numbers
 from ..paged import RaggedBatch
 from ..paged.cache.pages import copy, read_batch_shape, read_copies
 from ..sequences.packing import read_count
 
 
 class CacheState(eqx.Module):
-    """The caches of all layers of a model that serves many sequences: pages of keys and values for its attention layers, pools of
-    slots for its recurrent ones. An `ejkernel_eqx.RaggedBatch` says which pages and which slot belong to each sequence; they are the same
-    in every layer.
+    """The caches of all layers of a model that serves many sequences: pages of keys and values for attention layers, pools of
+    slots for recurrent layers. An `ejkernel_eqx.RaggedBatch` assigns pages and a slot to each sequence, the same in every layer.
 
     ```python
     caches = ejx.nn.CacheState.init(mixers, num_pages=512, page_size=16, num_slots=64)
@@ -30,11 +30,11 @@ class CacheState(eqx.Module):
     caches = caches.with_layers(new)
     ```
 
-    A pure value: donate it to `jit` to have it written in place. With `batch_shape=(layers,)` every array has a leading axis, for models
-    that scan over stacked layers: see `of_layer`, and the guide "Recurrent layers".
+    Immutable; written in place if donated to `jit`. With `batch_shape=(layers,)` all arrays have a leading axis, for models
+    that scan over stacked layers: see `of_layer` and the guide "Recurrent layers".
 
-    - `layers`: one for each mixer, a `PagedKVCache` bound to no tables, or a `RecurrentState` whose rows are slots.
-    - `batch_ndim`: how many leading axes there are before pages and slots; static.
+    - `layers`: one cache per mixer: a `PagedKVCache` without tables, or a `RecurrentState` whose rows are slots.
+    - `batch_ndim`: number of leading axes before pages and slots; static.
     """
 
     layers: tuple[Any, ...]
@@ -53,20 +53,20 @@ class CacheState(eqx.Module):
         scales: str | None = None,
         num_draft_tokens: int = 0,
     ) -> "CacheState":
-        """Empty caches.
+        """Returns empty caches.
 
         **Arguments:**
 
-        - `mixers`: the model's attention and recurrent layers, in order.
+        - `mixers`: the attention and recurrent layers of the model, in order.
         - `num_pages`, `page_size`: of each attention layer, as in `PagedKVCache.init`.
-        - `num_slots`: of each recurrent layer, how many sequences have a state at once.
-        - `batch_shape`: leading axes of all arrays, such as `(layers,)` where each of `mixers` is a stack of as many.
-        - `dtype`, `scales`: of the pages, by default the dtype of the layer's weights; as in `PagedKVCache.init`, also a pair for keys and
-            values. Recurrent states are as `init_state` makes them.
-        - `num_draft_tokens`: of each recurrent layer, how many new tokens of a sequence `accept` can take back: at least as many as one call
-            verifies, the sure one before the drafts included. They take little room.
+        - `num_slots`: of each recurrent layer: the maximum number of sequences with a state at the same time.
+        - `batch_shape`: leading axes of all arrays, such as `(layers,)` if each of `mixers` is a stack of that many layers.
+        - `dtype`, `scales`: of the pages, as in `PagedKVCache.init` (a pair sets keys and values separately); default the `compute_dtype`
+            of the layer, or else the dtype of its weights. Recurrent states have the dtypes of `init_state`.
+        - `num_draft_tokens`: of each recurrent layer: the maximum number of new tokens per sequence that `accept` can roll back. At least the
+            number of tokens that one call verifies, including the certain one before the drafts. They need little memory.
 
-        **Raises:** `ValueError` for sizes below 1, or a mixer of another kind.
+        **Raises:** `ValueError` for sizes below 1, or an unsupported mixer.
         """
         lead = read_batch_shape(batch_shape)
         slots = read_count("num_slots", num_slots, least=1)
@@ -74,7 +74,7 @@ class CacheState(eqx.Module):
         page_size = read_count("page_size", page_size, least=1)
         if not isinstance(mixers, Sequence):
             raise ValueError(
-                f"mixers: expected a tuple or a list of layers, received {type(mixers).__name__}; in the order in which the model calls them."
+                f"mixers: expected a tuple or a list of layers, received {type(mixers).__name__}; list them in the order of the model's calls."
             )
         drafts = read_count("num_draft_tokens", num_draft_tokens)
         options = {"batch_shape": lead, "dtype": dtype, "scales": scales}
@@ -83,42 +83,44 @@ class CacheState(eqx.Module):
             if hasattr(mixer, "init_pool"):
                 sizes = {"num_pages": num_pages, "page_size": page_size, "num_slots": slots}
                 layers.append(mixer.init_pool(**sizes, **options, num_draft_tokens=drafts))
-            elif hasattr(mixer, "init_paged_cache"):  # a layer of the user's own that has pages alone
+            elif hasattr(mixer, "init_paged_cache"):  # a user-defined layer with pages only
                 layers.append(mixer.init_paged_cache(num_pages, page_size, **options))
             else:
                 raise ValueError(
                     f"mixers[{index}]: expected an attention layer with init_paged_cache or a RecurrentLayer, received "
-                    f"{type(mixer).__name__}; give the layers that keep something of the tokens, each with a method init_pool."
+                    f"{type(mixer).__name__}; pass only layers with a cache, which have a method init_pool."
                 )
         return cls(tuple(layers), len(lead))
 
     def __check_init__(self):
         if not isinstance(self.layers, tuple | list):
-            return  # something else in the places of arrays, such as axes to map over
+            return  # not arrays but, for example, axes to map over
         for index, layer in enumerate(self.layers):
             _check_unbound(index, layer)
 
     def with_layers(self, layers: Sequence[Any]) -> "CacheState":
-        """The same with what calls have given for each layer, also for those of `of_layer`.
+        """Returns the caches with each layer replaced by the result of its call. Results for the caches of `of_layer` are accepted as well.
 
-        **Raises:** `ValueError` for another number of layers, or one of another kind, size or dtype.
+        **Raises:** `ValueError` for a wrong number of layers, or a layer of another type, size or dtype.
         """
         if len(layers) != len(self.layers):
             raise ValueError(
-                f"layers: expected {len(self.layers)}, one for each mixer, received {len(layers)}."
+                f"layers: expected {len(self.layers)}, one per mixer, received {len(layers)}; pass the results of all layers in order."
             )
         for index, (old, new) in enumerate(zip(self.layers, layers, strict=True)):
             _check_unbound(index, new)
             self._check_kept(index, old, new)
-        # Scales a head are never written. Those of one layer may come back alone: all stay as they were.
+        # Scales per head are never written. If only those of one layer are returned, all keep their values.
         alone = lambda old, new: self._is_scale(old) and new.shape != old.shape
         put = lambda old, new: old if alone(old, new) else new.reshape(old.shape)
         return CacheState(jax.tree.map(put, self.layers, tuple(layers)), self.batch_ndim)
 
-    def of_layer(self, index: Any, batch: RaggedBatch) -> tuple[tuple[Any, ...], RaggedBatch]:
-        """One layer of each stack, without taking it out: the pages and slots of the whole stack as one pool, and the batch with the
-        numbers that they have there. In `jax.lax.scan` over stacked layers with the caches as part of the carry, nothing but what is
-        new is written; as part of what is scanned over, all would be copied.
+    def of_layer(
+        self, index: int | Int[Numbers, ""], batch: RaggedBatch
+    ) -> tuple[tuple[Any, ...], RaggedBatch]:
+        """Returns one layer of each stack without copying it: the whole stack as one pool of pages or slots, and the batch renumbered
+        accordingly. In `jax.lax.scan` over stacked layers, pass the caches as part of the carry, so that only new tokens are written;
+        if the caches were scanned over, all of them would be copied.
 
         ```python
         def period(carry, own):
@@ -132,16 +134,19 @@ class CacheState(eqx.Module):
             return (x, caches.with_layers(new)), None
         ```
 
-        **Arguments:** `index`, an integer, traced or not; `batch`.
+        **Arguments:**
 
-        **Returns:** the layers' caches, for one call each, whose results `with_layers` takes back; and the batch for these calls.
+        - `index`: index of the layer, an integer, traced or not.
+        - `batch`: the batch of the call.
 
-        **Raises:** `ValueError` for caches with another number of leading axes than one, with unequal numbers of pages or slots, or for
-        an index that is no layer's, where it is known.
+        **Returns:** the caches for one call of each layer, whose results go to `with_layers`; and the batch for these calls.
+
+        **Raises:** `ValueError` unless the caches have exactly one leading axis and equal numbers of pages and of slots; and (when its
+        value is known) for an index out of range.
         """
         if self.batch_ndim != 1:
             raise ValueError(
-                f"of_layer: expected caches of one stack, with a batch_shape such as (layers,), received {self.batch_ndim} leading axes."
+                f"of_layer: expected caches with one leading axis, received {self.batch_ndim}; build them with a batch_shape such as (layers,)."
             )
         pages, slots = (self._count(paged) for paged in (True, False))
         index = self._read_index(index)
@@ -150,91 +155,93 @@ class CacheState(eqx.Module):
             batch, page_table=_numbered(batch.page_table, index, pages), state_indices=states
         )
         one = lambda x: x.reshape(x.shape[0] * x.shape[1], *x.shape[2:]) if x.ndim > 2 else x[index]
-        return jax.tree.map(one, self.layers), batch  # what has no more axes than two is a scale a head
+        return jax.tree.map(one, self.layers), batch  # arrays with at most two axes are scales per head
 
     def _count(self, paged: bool) -> int:
-        """Pages, or slots, of a layer."""
+        """The number of pages, or of slots, of a layer."""
         arrays = [jax.tree.leaves(layer)[0] for layer in self.layers if hasattr(layer, "copy_pages") == paged]
         counts = {x.shape[self.batch_ndim] for x in arrays}
         if len(counts) > 1:
             raise ValueError(
-                f"layers: expected as many {'pages' if paged else 'slots'} in each, received {sorted(counts)}; a batch numbers them alike in "
+                f"layers: expected equal numbers of {'pages' if paged else 'slots'}, received {sorted(counts)}; a batch uses the same numbers in "
                 "all layers, so build them with equal sizes."
             )
         return counts.pop() if counts else 0
 
     def _read_index(self, index: Any) -> Array:
-        """The number of a layer in its stack. Where it is traced, nobody can check it."""
+        """The index of a layer in its stack, checked when its value is known."""
         count = jax.tree.leaves(self.layers)[0].shape[0] if jax.tree.leaves(self.layers) else 0
         number = jnp.asarray(index)
         if number.shape or not jnp.issubdtype(number.dtype, jnp.integer):
             raise ValueError(
-                f"index: expected one integer, received {number.dtype} of shape {number.shape}; jax.lax.scan over jnp.arange({count}) "
-                "gives one after the other."
+                f"index: expected one integer, received {number.dtype} of shape {number.shape}; use jax.lax.scan over "
+                f"jnp.arange({count})."
             )
         if not isinstance(number, Tracer) and not 0 <= int(number) < count:
             raise ValueError(
-                f"index: expected 0 to {count - 1}, one of the layers, received {int(number)}; count from the first one."
+                f"index: expected 0 to {count - 1}, received {int(number)}; it is the index of a layer in its stack."
             )
         return number.astype(jnp.int32)
 
     def _check_kept(self, index: int, old: Any, new: Any) -> None:
-        """`new` holds what `old` does, of all layers of a stack or with their axis merged."""
+        """`new` has the arrays of `old`, possibly with the axis of stacked layers merged."""
         fits = jax.tree.structure(old) == jax.tree.structure(new)
         pairs = list(zip(jax.tree.leaves(old), jax.tree.leaves(new))) if fits else []
         sizes = lambda x, y: x.size == y.size or (self._is_scale(x) and y.shape == x.shape[1:])
         if not fits or not all(x.dtype == y.dtype and sizes(x, y) for x, y in pairs):
             raise ValueError(
-                f"layers[{index}]: expected what a call gives for the {_described(old)}, received {_described(new)}; give the caches of "
-                "this state, each in its place."
+                f"layers[{index}]: expected the result of a call with the {_described(old)}, received {_described(new)}; pass the caches "
+                "of this state in order."
             )
 
     def _is_scale(self, x: Array) -> bool:
-        """Whether an array of a stack has no pages: scales a head, or one for a cache."""
+        """Whether an array of a stack holds scales, per head or per cache, and no pages."""
         return self.batch_ndim == 1 and x.ndim <= 2
 
     @property
     def nbytes(self) -> int:
-        """Bytes of all pages and states."""
+        """Size of all pages and states in bytes."""
         return sum(x.size * x.dtype.itemsize for x in jax.tree.leaves(self))
 
-    def copy_pages(self, source: Any, target: Any) -> "CacheState":
-        """With whole pages copied in every attention layer, as `PageTable.allocate` asks for before a shared page is written.
+    def copy_pages(self, source: Int[Numbers, " C"], target: Int[Numbers, " C"]) -> "CacheState":
+        """Copies whole pages in every attention layer, as requested by `PageTable.allocate` before a shared page is written.
 
-        **Arguments:** `source`, `target`: ints `[C]`; a copy with -1 on either side is left out. All are read before any is written.
+        **Arguments:** `source`, `target`: integers `[C]`, one per copy; copies with -1 on either side are skipped. All pages are read before
+        any is written.
 
-        **Raises:** `ValueError` for shapes that do not fit.
+        **Raises:** `ValueError` for invalid shapes.
         """
         read_copies(source, target)
         pages = lambda layer: layer.copy_pages(source, target) if hasattr(layer, "copy_pages") else layer
         return self.with_layers([pages(layer) for layer in self.layers])
 
-    def accept(self, accepted: Any, batch: RaggedBatch) -> "CacheState":
-        """The caches after only the first `accepted` new tokens of each sequence, as if the others had never been there: for speculative
-        decoding, after the call that verified them and before the next one. Without it all of them count.
+    def accept(self, accepted: Int[Numbers, " N"], batch: RaggedBatch) -> "CacheState":
+        """Keeps only the first `accepted` new tokens of each sequence and discards the others, for speculative decoding. Call it after the
+        call that verified the tokens and before the next one; without it all new tokens are kept.
 
-        Recurrent layers take the others back; for attention layers shorter lengths in the next batch (`PageTable.truncate`) are all that is
-        needed.
+        Recurrent layers roll the others back. Attention layers only need shorter lengths in the next batch (`PageTable.truncate`).
 
         **Arguments:**
 
-        - `accepted`: ints `[N]`, traced or not, from 0 to each sequence's new tokens; of padded sequences anything. A sequence with more
-            new tokens than `num_draft_tokens` keeps all of them.
-        - `batch`: that of the call, with the numbers of one layer, not those of `of_layer`.
+        - `accepted`: integers `[N]`, traced or not, from 0 to the number of new tokens of each sequence; ignored for padded sequences. A
+            sequence with more new tokens than `num_draft_tokens` keeps all of them.
+        - `batch`: the batch of the call; not the renumbered one of `of_layer`.
 
-        **Raises:** `ValueError` for recurrent layers without `num_draft_tokens`, another shape or, where they are known, numbers out of range.
+        **Raises:** `ValueError` for recurrent layers without `num_draft_tokens`, a wrong shape or (when values are known) numbers out of
+        range.
         """
         layers = [
             layer if hasattr(layer, "copy_pages") else layer.accept(accepted, batch) for layer in self.layers
         ]
         return self.with_layers(layers)
 
-    def copy_states(self, source: Any, target: Any) -> "CacheState":
-        """With slots copied in every recurrent layer: where a sequence is forked, its state is needed twice.
+    def copy_states(self, source: Int[Numbers, " C"], target: Int[Numbers, " C"]) -> "CacheState":
+        """Copies slots in every recurrent layer, for sequences that are forked.
 
-        **Arguments:** `source`, `target`: ints `[C]`; a copy with -1 on either side is left out. All are read before any is written.
+        **Arguments:** `source`, `target`: integers `[C]`, one per copy; copies with -1 on either side are skipped. All slots are read before
+        any is written.
 
-        **Raises:** `ValueError` for shapes that do not fit.
+        **Raises:** `ValueError` for invalid shapes.
         """
         source, target = read_copies(source, target)
         slots = lambda x: copy(x, source, target, self.batch_ndim)
@@ -246,8 +253,8 @@ class CacheState(eqx.Module):
 def _check_unbound(index: int, layer: Any) -> None:
     if getattr(layer, "is_bound", False):
         raise ValueError(
-            f"layers[{index}]: expected a {type(layer).__name__} that is bound to no tables, received one that is; call its unbind(): "
-            "tables come with each batch."
+            f"layers[{index}]: expected a {type(layer).__name__} that is bound to no tables, received a bound one; call its unbind(): "
+            "tables are passed with each batch."
         )
 
 
@@ -257,6 +264,6 @@ def _described(layer: Any) -> str:
 
 
 def _numbered(numbers: Array, index: Array, count: int) -> Array:
-    """Numbers below `count` as they are in the `index`-th of many pools side by side; -1 for all others."""
+    """Numbers below `count`, renumbered for the `index`-th of several concatenated pools; -1 for all others."""
     there = (numbers >= 0) & (numbers < count)
     return jnp.where(there, numbers.astype(jnp.int32) + index * count, -1)

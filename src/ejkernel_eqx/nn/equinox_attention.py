@@ -1,4 +1,4 @@
-"""The attention layer of Equinox in our terms."""
+"""Conversion of the attention layer of Equinox."""
 
 from typing import Any
 
@@ -6,11 +6,11 @@ import equinox as eqx
 
 
 def options_of(attention: Any) -> dict[str, Any]:
-    """The arguments of a `MultiHeadAttention` that has the sizes and biases of this one."""
+    """The arguments of a `MultiHeadAttention` with the sizes and biases of `attention`."""
     if not isinstance(attention, eqx.nn.MultiheadAttention):
         raise ValueError(
-            f"attention: expected an equinox.nn.MultiheadAttention, received {type(attention).__name__}; other layers are built from their "
-            "numbers."
+            f"attention: expected an equinox.nn.MultiheadAttention, received {type(attention).__name__}; build other layers from their "
+            "sizes."
         )
     return {
         "embed_dim": attention.query_size,

@@ -1,4 +1,4 @@
-"""The gated delta net layer of Qwen3-Next."""
+"""`GatedDeltaNet`: the recurrent layer of Qwen3-Next."""
 
 from typing import Any
 
@@ -6,6 +6,7 @@ import equinox as eqx
 import jax.numpy as jnp
 from jax import Array
 from jax.typing import DTypeLike
+from jaxtyping import PRNGKeyArray
 
 from ..dispatch import PlatformLike
 from ..recurrence import GatedDeltaRule
@@ -22,15 +23,15 @@ from .tokens import merge_heads, split_heads
 
 
 class GatedDeltaNet(RecurrentLayer):
-    r"""A gated delta net with weights: one short convolution over $q$, $k$, $v$, a delta rule whose heads forget, an output
-    normalised and gated head by head.
+    r"""Gated delta net: a short convolution of $q$, $k$, $v$, a delta rule with one decay per head, and an output that is normalised
+    and gated per head.
 
     $$q, k, v = \mathrm{silu}(\mathrm{conv}(x W_{qkv}^\top)), \quad
       g = -e^{A} \log(1 + e^{x W_a^\top + b_{dt}}), \quad \beta = \sigma(x W_b^\top)$$
     $$o = \mathrm{GatedDeltaRule}(q / \lVert q \rVert, k / \lVert k \rVert, v, g, \beta), \qquad
       y = \big(\mathrm{norm}(o) \odot \mathrm{silu}(x W_z^\top)\big) W_o^\top$$
 
-    The operation inside is [`ejkernel_eqx.GatedDeltaRule`][]. In the published model code, and so here, the rows of the projections are
+    The underlying operation is [`ejkernel_eqx.GatedDeltaRule`][]. As in the published model code, the rows of the projections are
     grouped by key head.
 
     Sources: Yang et al., *Gated Delta Networks: Improving Mamba2 with Delta Rule* (2024); Qwen3-Next's published model.
@@ -69,14 +70,14 @@ class GatedDeltaNet(RecurrentLayer):
         config: Any = None,
         dtype: DTypeLike | None = None,
         compute_dtype: DTypeLike | None = None,
-        key: Array,
+        key: PRNGKeyArray,
     ):
-        r"""**Arguments:** those of every [`RecurrentLayer`][ejkernel_eqx.nn.RecurrentLayer], and
+        r"""**Arguments:** those of [`RecurrentLayer`][ejkernel_eqx.nn.RecurrentLayer], and
 
-        - `num_k_heads`, `head_dim`: query and key heads `K` of `D` features.
-        - `num_v_heads`, `v_head_dim`: value heads `H`, a multiple of `K` (default `K`), of `V` features (default `D`).
-        - `conv_width`: inputs that the convolution sees, `W`.
-        - `allow_neg_eigval`: $\beta$ is doubled.
+        - `num_k_heads`, `head_dim`: number of query and key heads, `K`, and their features, `D`.
+        - `num_v_heads`, `v_head_dim`: number of value heads, `H`, a multiple of `K` (default `K`), and their features, `V` (default `D`).
+        - `conv_width`: kernel size of the convolution, `W`.
+        - `allow_neg_eigval`: double $\beta$, which allows negative eigenvalues.
         """
         check_sizes(num_k_heads=num_k_heads)
         v_heads = num_k_heads if num_v_heads is None else num_v_heads
@@ -91,7 +92,7 @@ class GatedDeltaNet(RecurrentLayer):
         self.in_proj_ba = parts.linear(embed_dim, 2 * v_heads)
         self.conv1d = parts.convolution(2 * key_dim + value_dim, conv_width)
         self.dt_bias = jnp.ones(v_heads, parts.wide)
-        # Published from 0 on; there the logarithm would be minus infinity.
+        # The published code draws from 0 on, where the logarithm would be minus infinity.
         self.A_log = parts.log_rates(v_heads, 1e-4)
         self.norm = parts.norm(v_head_dim, norm_before_gate=True, eps=norm_eps)
         self.out_proj = parts.linear(value_dim, embed_dim)

@@ -1,4 +1,4 @@
-"""The layer of gated linear attention (GLA)."""
+"""`GatedLinearAttention`: the layer of GLA."""
 
 from typing import Any
 
@@ -7,6 +7,7 @@ import jax
 import jax.numpy as jnp
 from jax import Array
 from jax.typing import DTypeLike
+from jaxtyping import PRNGKeyArray
 
 from ..core.arguments import accumulator
 from ..dispatch import PlatformLike
@@ -24,14 +25,14 @@ from .tokens import merge_heads, split_heads
 
 
 class GatedLinearAttention(RecurrentLayer):
-    r"""Gated linear attention with weights: every key channel forgets at a rate that a low-rank projection makes from
-    the token, and each head's output is normalised and gated.
+    r"""Gated linear attention (GLA): each key channel decays at a rate computed from the token by a low-rank projection, and the
+    output is normalised and gated per head.
 
     $$q = x W_q^\top, \quad k = x W_k^\top, \quad v = x W_v^\top, \quad
       g = \tfrac{1}{16} \log \sigma(x W_{g1}^\top W_{g2}^\top + b_g)$$
     $$o = \mathrm{GLA}(q, k, v, g), \qquad y = \big(\mathrm{norm}(o) \odot \mathrm{silu}(x W_g^\top)\big) W_o^\top$$
 
-    where short convolutions go over $q$, $k$, $v$ if asked for. The operation inside is
+    with optional short convolutions of $q$, $k$, $v$. The underlying operation is
     [`ejkernel_eqx.GatedLinearAttention`][].
 
     Source: Yang et al., *Gated Linear Attention Transformers with Hardware-Efficient Training* (2023), section 4.4.
@@ -81,26 +82,26 @@ class GatedLinearAttention(RecurrentLayer):
         config: Any = None,
         dtype: DTypeLike | None = None,
         compute_dtype: DTypeLike | None = None,
-        key: Array,
+        key: PRNGKeyArray,
     ):
-        r"""**Arguments:** those of every [`RecurrentLayer`][ejkernel_eqx.nn.RecurrentLayer], and
+        r"""**Arguments:** those of [`RecurrentLayer`][ejkernel_eqx.nn.RecurrentLayer], and
 
-        - `num_heads`, `num_kv_heads`: query heads `H`; key and value heads `K`, a divisor of it, default `H`.
-        - `expand_k`, `expand_v`: all query heads have `expand_k * embed_dim` features, `D` each; the outputs of all
+        - `num_heads`, `num_kv_heads`: number of query heads, `H`, and of key and value heads, `K`, a divisor of `H`; default `H`.
+        - `expand_k`, `expand_v`: the query heads have `expand_k * embed_dim` features together, `D` each; the outputs
             `expand_v * embed_dim`, `V` each.
-        - `use_short_conv`, `conv_width`, `use_conv_bias`: whether convolutions with a SiLU go over $q$, $k$, $v$, how many
-            inputs they see, and whether they have biases.
-        - `output_gate`: whether the normalised outputs are multiplied by the SiLU of a projection of the input.
-        - `gate_low_rank_dim`: features between the two projections of the decay, `R`.
-        - `gate_logit_normalizer`: what the log-sigmoid is divided by.
-        - `gate_min`: the least log-decay; `None` for none.
+        - `use_short_conv`, `conv_width`, `use_conv_bias`: whether $q$, $k$, $v$ pass short convolutions with SiLU, their kernel size `W`,
+            and whether they have biases.
+        - `output_gate`: whether the normalised output is multiplied by the SiLU of a projection of the input.
+        - `gate_low_rank_dim`: rank `R` of the projection of the decay.
+        - `gate_logit_normalizer`: divisor of the log-sigmoid.
+        - `gate_min`: lower bound of the log-decay; `None` for no bound.
         """
         check_sizes(num_heads=num_heads)
         kv_heads = num_heads if num_kv_heads is None else num_kv_heads
         check_sizes(embed_dim=embed_dim, conv_width=conv_width, gate_low_rank_dim=gate_low_rank_dim)
         check_divides("num_kv_heads", kv_heads, "num_heads", num_heads)
-        head_dim = width_of("expand_k", expand_k, embed_dim, num_heads, "features a head")
-        v_head_dim = width_of("expand_v", expand_v, embed_dim, num_heads, "features a head")
+        head_dim = width_of("expand_k", expand_k, embed_dim, num_heads, "features per head")
+        v_head_dim = width_of("expand_v", expand_v, embed_dim, num_heads, "features per head")
         check_flags(use_short_conv=use_short_conv, use_conv_bias=use_conv_bias, output_gate=output_gate)
         check_eps(norm_eps=norm_eps)
         check_numbers(gate_logit_normalizer=gate_logit_normalizer, gate_min=gate_min)

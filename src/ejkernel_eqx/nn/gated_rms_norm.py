@@ -1,4 +1,4 @@
-"""A gated RMS norm with a weight, as the published linear-time models have it behind their mixers."""
+"""`GatedRMSNorm`: the gated RMS norm that follows the mixers of published linear-time models."""
 
 from typing import Any
 
@@ -8,6 +8,7 @@ import jax.numpy as jnp
 from jax import Array
 from jax.typing import DTypeLike
 
+from .._shapes import AnyArray, Float
 from ..dispatch import PlatformLike
 from ..normalization import GatedRMSNorm as _GatedRMSNorm
 from .arguments import check_eps, check_flags, check_sizes, read_array, read_dtype
@@ -20,15 +21,15 @@ class GatedRMSNorm(eqx.Module):
 
     | model | options | `x` |
     |---|---|---|
-    | Mamba-2 | `group_size` features of a group | `[..., T, E]` |
+    | Mamba-2 | `group_size`: features per group | `[..., T, E]` |
     | Qwen3-Next, GLA | `norm_before_gate=True` | each head: `[..., T, H, V]` |
     | Kimi Linear | `norm_before_gate=True, activation="sigmoid"` | each head: `[..., T, H, V]` |
     | MiniMax-01 | `norm_before_gate=True, activation="sigmoid"` | all heads: `[..., T, H * V]` |
 
-    Sums in float32. The weight has the name and shape of the published model code.
+    Accumulates in float32 (float64 for float64). The weight has the name and shape of the published model code.
     """
 
-    weight: Array | None  # [features]
+    weight: Array | None  # [C]
     norm: _GatedRMSNorm
     features: int = eqx.field(static=True)
 
@@ -47,9 +48,9 @@ class GatedRMSNorm(eqx.Module):
     ):
         """**Arguments:**
 
-        - `features`: of the last axis.
+        - `features`: size of the last axis.
         - `activation`, `norm_before_gate`, `group_size`, `eps`, `platform`, `config`: as in [`ejkernel_eqx.GatedRMSNorm`][].
-        - `use_weight`: whether there is a weight, at first ones.
+        - `use_weight`: whether the norm has a weight, initialised to ones.
         - `dtype`: of the weight; default float32 (float64 in JAX's 64-bit mode).
         """
         check_sizes(features=features)
@@ -59,7 +60,7 @@ class GatedRMSNorm(eqx.Module):
         check_eps(eps=eps)
         if features % (group_size or features):
             raise ValueError(
-                f"features: expected a positive multiple of group_size={group_size}, received {features}; every group has as many."
+                f"features: expected a positive multiple of group_size={group_size}, received {features}; groups have equal sizes."
             )
         self.weight = jnp.ones(features, read_dtype("dtype", dtype)) if use_weight else None
         self.norm = _GatedRMSNorm(
@@ -68,15 +69,21 @@ class GatedRMSNorm(eqx.Module):
         self.features = features
 
     @jax.named_scope("ejx.nn.GatedRMSNorm")
-    def __call__(self, x: Array, z: Array | None = None) -> Array:
-        """**Arguments:** `x`, and the gate `z` of its shape (without it nothing is gated): `[..., features]`, any number of leading axes.
+    def __call__(
+        self, x: Float[AnyArray, "*B C"], z: Float[AnyArray, "*B C"] | None = None
+    ) -> Float[Array, "*B C"]:
+        """**Arguments:**
 
-        **Returns:** an array of the shape and dtype of `x`, whatever the dtype of the weight. Raises `ValueError` for arguments that do not fit.
+        - `x`: `[..., features]` with any number of leading axes.
+        - `z`: the gate, in the shape of `x`; `None` for no gate.
+
+        **Returns:** an array of the shape and dtype of `x`, independent of the dtype of the weight. Raises `ValueError` for invalid
+        arguments.
         """
         x = read_array("x", x, "floats", "[..., features]")
         if x.ndim < 1 or x.shape[-1] != self.features:
             raise ValueError(
-                f"x: expected [..., features] with {self.features} features, received shape {x.shape}; only its last axis is normalised."
+                f"x: expected [..., features] with {self.features} features, received shape {x.shape}; the norm is over the last axis."
             )
         if z is not None and read_array("z", z, "floats", "[..., features]").shape != x.shape:
             raise ValueError(

@@ -1,4 +1,4 @@
-"""The layer of Kimi delta attention (KDA)."""
+"""`KimiDeltaAttention`: the recurrent layer of Kimi Linear."""
 
 from typing import Any
 
@@ -6,6 +6,7 @@ import equinox as eqx
 import jax.numpy as jnp
 from jax import Array
 from jax.typing import DTypeLike
+from jaxtyping import PRNGKeyArray
 
 from ..dispatch import PlatformLike
 from ..recurrence import KernelDeltaAttention
@@ -22,15 +23,15 @@ from .tokens import merge_heads, split_heads
 
 
 class KimiDeltaAttention(RecurrentLayer):
-    r"""Kimi delta attention with weights: short convolutions over $q$, $k$, $v$, a delta rule whose key channels forget at
-    rates that a low-rank projection makes from the token, an output normalised and gated head by head.
+    r"""Kimi delta attention (KDA): short convolutions of $q$, $k$, $v$, a delta rule whose key channels decay at rates computed from the
+    token by a low-rank projection, and an output that is normalised and gated per head.
 
     $$q, k, v = \mathrm{silu}(\mathrm{conv}(x W_{q,k,v}^\top)), \quad
       g = -e^{A} \log(1 + e^{x W_{fa}^\top W_{fb}^\top + b_{dt}}), \quad \beta = \sigma(x W_b^\top)$$
     $$o = \mathrm{KDA}(q / \lVert q \rVert, k / \lVert k \rVert, v, g, \beta), \qquad
       y = \big(\mathrm{norm}(o) \odot \sigma(x W_{ga}^\top W_{gb}^\top)\big) W_o^\top$$
 
-    The operation inside is [`ejkernel_eqx.KernelDeltaAttention`][].
+    The underlying operation is [`ejkernel_eqx.KernelDeltaAttention`][].
 
     Source: Kimi Team, *Kimi Linear: An Expressive, Efficient Attention Architecture* (2025), section 4.
     """
@@ -79,16 +80,17 @@ class KimiDeltaAttention(RecurrentLayer):
         config: Any = None,
         dtype: DTypeLike | None = None,
         compute_dtype: DTypeLike | None = None,
-        key: Array,
+        key: PRNGKeyArray,
     ):
-        r"""**Arguments:** those of every [`RecurrentLayer`][ejkernel_eqx.nn.RecurrentLayer], and
+        r"""**Arguments:** those of [`RecurrentLayer`][ejkernel_eqx.nn.RecurrentLayer], and
 
-        - `num_heads`, `head_dim`: query and key heads `K` of `D` features.
-        - `num_v_heads`, `v_head_dim`: value heads `H`, a multiple of `K` (default `K`), of `V` features (default `D`).
-        - `conv_width`, `use_conv_bias`: inputs that the convolutions see, `W`, and whether they have biases.
+        - `num_heads`, `head_dim`: number of query and key heads, `K`, and their features, `D`.
+        - `num_v_heads`, `v_head_dim`: number of value heads, `H`, a multiple of `K` (default `K`), and their features, `V` (default `D`).
+        - `conv_width`, `use_conv_bias`: kernel size of the convolutions, `W`, and whether they have biases.
         - `use_gate_bias`: whether `g_b_proj` has a bias.
-        - `allow_neg_eigval`: $\beta$ is doubled.
-        - `lower_bound`: negative; the log-decays are $\mathrm{lower\_bound} \cdot \sigma(e^{A} (f + b_{dt}))$ instead.
+        - `allow_neg_eigval`: double $\beta$, which allows negative eigenvalues.
+        - `lower_bound`: negative; the log-decays are then $\mathrm{lower\_bound} \cdot \sigma(e^{A} (f + b_{dt}))$, with
+            $f = x W_{fa}^\top W_{fb}^\top$.
         """
         check_sizes(num_heads=num_heads)
         v_heads = num_heads if num_v_heads is None else num_v_heads

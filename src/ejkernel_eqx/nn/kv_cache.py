@@ -1,4 +1,4 @@
-"""The dense key/value cache of autoregressive decoding."""
+"""`KVCache`: the dense key/value cache of autoregressive decoding."""
 
 import math
 from typing import Any
@@ -11,24 +11,25 @@ from jax import Array
 from jax.typing import DTypeLike
 
 from .._broadcast import like
+from .._shapes import AnyArray, Bool, Float, Int
 from ..parallel import Leading, over_mesh
 from .arguments import broadcasts, check_sizes, is_known, named_dtype, read_array, read_batch_shape
 
 
 class KVCache(eqx.Module):
-    """Keys and values of the tokens seen so far, a row for each sequence, each row at its own position.
+    """Keys and values of all tokens so far: one row per sequence, each with its own length.
 
-    A pure value: `append` gives a new cache and, where the old one is donated to `jit`, writes in place. All
-    leaves share their leading dimensions, so a cache with batch shape `(layers, B)` may be scanned over
+    A cache is immutable: `append` returns a new one, written in place if the old one is donated to `jit`. All
+    leaves have the same leading axes, so a cache with batch shape `(layers, B)` can be scanned over
     together with stacked layers.
 
     - `k`: `[..., S, K, D]`, `v`: `[..., S, K, V]`, with `S` the capacity in tokens.
-    - `lengths`: int32 `[...]`, how many tokens of each row are held; slots from there on are never read.
+    - `lengths`: int32 `[...]`, the number of tokens in each row; slots beyond are never read.
     """
 
-    k: Array  # [..., S, K, D]
-    v: Array  # [..., S, K, V]
-    lengths: Array  # int32 [...]
+    k: Float[Array, "*B S K D"]
+    v: Float[Array, "*B S K V"]
+    lengths: Int[Array, "*B"]
 
     @classmethod
     def init(
@@ -40,15 +41,15 @@ class KVCache(eqx.Module):
         v_head_dim: int | None = None,
         dtype: DTypeLike = jnp.float32,
     ) -> "KVCache":
-        """An empty cache.
+        """Returns an empty cache.
 
         **Arguments:**
 
-        - `batch_shape`: the leading dimensions; `()` for one sequence, an integer `B` for `(B,)`.
-        - `max_length`: the capacity `S` of each row, in tokens.
+        - `batch_shape`: leading axes; `()` for one sequence, an integer `B` for `(B,)`.
+        - `max_length`: capacity `S` of each row, in tokens.
         - `num_kv_heads`, `head_dim`, `v_head_dim`: `K`, `D` and `V` (default `D`).
-        - `dtype`: how keys and values are stored, a floating dtype; new ones are cast to it. For 8-bit integers, which need
-            scales, there is `ejkernel_eqx.PagedKVCache`.
+        - `dtype`: floating dtype of the stored keys and values; new ones are cast to it. For 8-bit integers, which need
+            scales, use [`ejkernel_eqx.PagedKVCache`][].
         """
         batch = read_batch_shape(batch_shape)
         v_head_dim = head_dim if v_head_dim is None else v_head_dim
@@ -64,7 +65,7 @@ class KVCache(eqx.Module):
 
     @property
     def max_length(self) -> int:
-        """The capacity of each row, in tokens."""
+        """Capacity of each row, in tokens."""
         return self.k.shape[-3]
 
     @property
@@ -73,35 +74,40 @@ class KVCache(eqx.Module):
 
     @jax.named_scope("ejx.nn.KVCache.append")
     def append(
-        self, k_new: Array, v_new: Array, *, new_lengths: Array | None = None, mask: Array | None = None
+        self,
+        k_new: Float[AnyArray, "*B T K D"],
+        v_new: Float[AnyArray, "*B T K V"],
+        *,
+        new_lengths: Int[AnyArray, "#*B"] | None = None,
+        mask: Bool[AnyArray, "#*B #T"] | None = None,
     ) -> "KVCache":
-        """The cache with `T` more tokens in each row, written from that row's length on.
+        """Appends up to `T` tokens to each row, starting at the length of the row.
 
         **Arguments:**
 
         - `k_new`, `v_new`: `[..., T, K, D]` and `[..., T, K, V]`.
-        - `new_lengths`: integers `[...]`: only the first so many of a row's `T` tokens are real (right
-            padding).
-        - `mask`: bool `[..., T]`, True for the real tokens, wherever the padding is; they are stored side by
-            side. A row without any is left as it is.
+        - `new_lengths`: integers `[...]`, the number of real tokens of each row; the rest of its `T` tokens is right padding.
+        - `mask`: bool `[..., T]`, True for real tokens. Padding may be anywhere; real tokens are stored contiguously, and
+            rows without any are unchanged.
 
-        **Returns:** the new cache. Where a row would pass `max_length`, an error is raised at run time
-        (`equinox.error_if`). Raises `ValueError` for arguments that do not fit.
+        **Returns:** the new cache. Raises `ValueError` for invalid arguments, and an error at run time (`equinox.error_if`) if a row would
+        exceed `max_length`.
         """
         self._check(k_new, v_new, padded=new_lengths is not None or mask is not None)
         if new_lengths is not None and mask is not None:
             raise ValueError(
                 "new_lengths, mask: expected at most one of the two, received both; "
-                "fold the lengths into the mask."
+                "combine the lengths with the mask."
             )
         rows = k_new.shape[:-2]
-        new_lengths = _read_rows("new_lengths", new_lengths, "integers", "[...]", rows[:-1])
-        mask = _read_rows("mask", mask, "booleans", "[..., T]", rows)
+        new_lengths = read_rows("new_lengths", new_lengths, "integers", "[...]", rows[:-1])
+        mask = read_rows("mask", mask, "booleans", "[..., T]", rows)
         if new_lengths is not None:
             _check_lengths(new_lengths, rows[-1])
             token = jax.lax.broadcasted_iota(jnp.int32, rows, len(rows) - 1)
             mask = token < new_lengths.astype(jnp.int32)[..., None]
         count = k_new.shape[-3] if mask is None else jnp.sum(mask, axis=-1, dtype=jnp.int32)
+        k_new, v_new = jnp.asarray(k_new), jnp.asarray(v_new)
         lengths = eqx.error_if(
             self.lengths + count,
             jnp.any(self.lengths + count > self.max_length),
@@ -129,8 +135,7 @@ class KVCache(eqx.Module):
         token = like(jnp.arange(tokens, dtype=jnp.int32), start)
         slots = start + token
         if mask is not None:
-            # A dynamic slice would be clamped where padding hangs over the end; a scatter drops exactly the
-            # padding.
+            # A dynamic slice is clamped if padding extends past the end; a scatter drops exactly the padding.
             place = start + jnp.cumsum(mask, axis=-1, dtype=jnp.int32) - 1
             slots = jnp.where(mask, place, self.max_length + token)
         rows = math.prod(self.batch_shape)
@@ -150,7 +155,7 @@ class KVCache(eqx.Module):
 
 
 def check_new(cache: Any, k_new: Any, v_new: Any) -> None:
-    """Whether new keys and values are of the rows, heads and channels that a cache has."""
+    """New keys and values have the rows, heads and channels of the cache."""
     for name, new, store in (("k_new", k_new, cache.k), ("v_new", v_new, cache.v)):
         check_stored(store.dtype)
         new = read_array(name, new, "floats", "[..., T, K, D]")
@@ -158,13 +163,13 @@ def check_new(cache: Any, k_new: Any, v_new: Any) -> None:
         if new.ndim != store.ndim or (*new.shape[:-3], "T", *new.shape[-2:]) != expected:
             shown = "[" + ", ".join(map(str, expected)) + "]"
             raise ValueError(
-                f"{name}: expected {shown} as the cache holds it, received shape {new.shape}; "
-                "build the cache with the batch shape, heads and head dims of this layer."
+                f"{name}: expected {shown}, the shape of the cache, received shape {new.shape}; "
+                "build the cache with the batch shape, heads and head dimensions of the layer."
             )
     if k_new.shape[-3] != v_new.shape[-3]:
         raise ValueError(
-            f"v_new: expected as many tokens as k_new, {k_new.shape[-3]}, received {v_new.shape[-3]}; "
-            "append the keys and values of the same tokens."
+            f"v_new: expected {k_new.shape[-3]} tokens like k_new, received {v_new.shape[-3]}; "
+            "append keys and values of the same tokens."
         )
 
 
@@ -172,19 +177,19 @@ def check_stored(dtype: Any) -> None:
     found = named_dtype(dtype)
     if found is None or not jnp.issubdtype(found, jnp.floating):
         raise ValueError(
-            f"dtype: expected a floating dtype, received {dtype if found is None else found.name!r}, to which keys would be cut without "
-            "scales; PagedKVCache quantises to 8 bits."
+            f"dtype: expected a floating dtype, received {dtype if found is None else found.name!r}, which needs scales; "
+            "use PagedKVCache for 8-bit integers."
         )
 
 
-def _read_rows(name: str, value: Any, kind: str, form: str, shape: tuple[int, ...]) -> Array | None:
-    """An array that broadcasts to `shape`, brought to it."""
+def read_rows(name: str, value: Any, kind: str, form: str, shape: tuple[int, ...]) -> Array | None:
+    """An array of `kind`, broadcast to `shape`."""
     if value is None:
         return None
     value = read_array(name, value, kind, form)
     if not broadcasts(value.shape, shape):
         raise ValueError(
-            f"{name}: expected {form} that broadcasts to {shape}, received shape {value.shape}; the rows are those of k_new."
+            f"{name}: expected {form} that broadcasts to {shape}, received shape {value.shape}; its rows are those of k_new."
         )
     return jnp.broadcast_to(value, shape)
 
@@ -194,6 +199,6 @@ def _check_lengths(new_lengths: Array, tokens: int) -> None:
         least, most = int(np.min(new_lengths)), int(np.max(new_lengths))
         if least < 0 or most > tokens:
             raise ValueError(
-                f"new_lengths: expected 0 to {tokens}, the tokens of k_new, received {least if least < 0 else most}; lengths count the new "
-                "tokens alone."
+                f"new_lengths: expected 0 to {tokens}, the tokens of k_new, received {least if least < 0 else most}; lengths count "
+                "new tokens only."
             )

@@ -1,4 +1,4 @@
-"""The lightning attention layer of MiniMax-01."""
+"""`LightningAttention`: the linear attention layer of MiniMax-01."""
 
 from typing import Any
 
@@ -8,7 +8,9 @@ import jax.numpy as jnp
 import numpy as np
 from jax import Array
 from jax.typing import DTypeLike
+from jaxtyping import PRNGKeyArray
 
+from .._shapes import AnyArray, Float, Int
 from ..core.arguments import accumulator
 from ..dispatch import PlatformLike
 from ..recurrence import lightning_slopes
@@ -26,14 +28,13 @@ from .tokens import merge_heads, split_heads
 
 
 class LightningAttention(RecurrentLayer):
-    r"""Lightning attention with weights: linear attention whose heads forget at constant rates, normalised over all
-    heads, then gated.
+    r"""Lightning attention: linear attention with a constant decay per head. The output is normalised over all heads, then gated.
 
     $$[q, k, v]_h = \mathrm{silu}(x W_{qkv}^\top)_h, \qquad o = \mathrm{Lightning}(q, k, v), \qquad
       y = \big(\sigma(x W_g^\top) \odot \mathrm{norm}(o)\big) W_o^\top$$
 
-    with the slopes `"minimax"` of [`ejkernel_eqx.lightning_slopes`][], which depend on the layer's place in its model. The
-    place is an array, not a parameter: stacked layers have each their own. The operation inside is
+    with the slopes `"minimax"` of [`ejkernel_eqx.lightning_slopes`][], which depend on the index of the layer in the model. The
+    index is an untrained array, so each of several stacked layers has its own. The underlying operation is
     [`ejkernel_eqx.LightningAttention`][].
 
     Source: MiniMax, *MiniMax-01: Scaling Foundation Models with Lightning Attention* (2025), section 2.2.
@@ -59,7 +60,7 @@ class LightningAttention(RecurrentLayer):
         *,
         num_heads: int,
         head_dim: int | None = None,
-        layer_index: int | Array = 0,
+        layer_index: int | np.integer | Int[AnyArray, ""] = 0,
         num_layers: int = 1,
         norm_eps: float = 1e-6,
         state_dtype: DTypeLike | None = None,
@@ -67,13 +68,13 @@ class LightningAttention(RecurrentLayer):
         config: Any = None,
         dtype: DTypeLike | None = None,
         compute_dtype: DTypeLike | None = None,
-        key: Array,
+        key: PRNGKeyArray,
     ):
-        """**Arguments:** those of every [`RecurrentLayer`][ejkernel_eqx.nn.RecurrentLayer], and
+        """**Arguments:** those of [`RecurrentLayer`][ejkernel_eqx.nn.RecurrentLayer], and
 
-        - `num_heads`, `head_dim`: `H` and `D`; default of the latter `embed_dim // num_heads`.
-        - `layer_index`, `num_layers`: the place of the layer in its model, from 0, and how many layers of any kind that has.
-            The place may be a traced integer, under `equinox.filter_vmap`.
+        - `num_heads`, `head_dim`: number of heads, `H`, and their features, `D`; default `embed_dim // num_heads`.
+        - `layer_index`, `num_layers`: index of the layer in the model, from 0, and the number of all layers of the model.
+            The index may be a traced integer, under `equinox.filter_vmap`.
         """
         check_sizes(embed_dim=embed_dim, num_heads=num_heads, num_layers=num_layers)
         head_dim = head_dim_of(embed_dim, num_heads, head_dim)
@@ -99,9 +100,9 @@ class LightningAttention(RecurrentLayer):
     def _projections(self) -> tuple[Any, ...]:
         return self.qkv_proj, self.output_gate, self.out_proj
 
-    def slopes(self) -> Array:
-        """The slopes of the heads, `[H]`, in float32 (float64 for float64)."""
-        # From those of all layers in double precision: in single, the late layers', which are nearly zero, would be coarse.
+    def slopes(self) -> Float[Array, " H"]:
+        """Returns the slopes of the heads, `[H]`, in float32 (float64 for float64)."""
+        # Computed for all layers in double precision: the slopes of late layers are nearly zero, and would be inexact in single precision.
         layers = range(self.num_layers)
         table = [lightning_slopes("minimax", self.num_heads, i, self.num_layers) for i in layers]
         return jnp.asarray(np.stack(table), accumulator(self._stored_dtype()))[self.layer_index]
@@ -119,12 +120,12 @@ class LightningAttention(RecurrentLayer):
 
 
 def _check_place(layer_index: Any, num_heads: int, num_layers: int) -> None:
-    """A place in a model, an integer or an array of one; refused where it is known and no layer's."""
+    """The index of a layer, an integer or an integer array; checked when its value is known."""
     if isinstance(layer_index, bool) or not isinstance(layer_index, int | np.integer):
         layer_index = read_array("layer_index", layer_index, "integers", "[]")
         if layer_index.ndim:
             raise ValueError(
-                f"layer_index: expected one integer, received shape {layer_index.shape}; equinox.filter_vmap builds stacked layers."
+                f"layer_index: expected one integer, received shape {layer_index.shape}; build stacked layers with equinox.filter_vmap."
             )
     if is_known(layer_index):
         lightning_slopes("minimax", num_heads, int(layer_index), num_layers)

@@ -1,4 +1,4 @@
-"""The mixer of Mamba and Falcon-Mamba."""
+"""`Mamba1Mixer`: the mixer of Mamba and Falcon-Mamba."""
 
 import math
 from typing import Any
@@ -7,6 +7,7 @@ import equinox as eqx
 import jax.numpy as jnp
 from jax import Array, lax
 from jax.typing import DTypeLike
+from jaxtyping import PRNGKeyArray
 
 from ..core.arguments import accumulator
 from ..dispatch import PlatformLike
@@ -20,14 +21,14 @@ from .short_convolution import ShortConvolution
 
 
 class Mamba1Mixer(RecurrentLayer):
-    r"""The mixer of Mamba: a short convolution, and a selective scan whose $\Delta$, $B$ and $C$ come from the
-    tokens, gated by a second branch.
+    r"""The mixer of Mamba: a short convolution, and a selective scan whose $\Delta$, $B$ and $C$ are computed from the tokens, gated by
+    a second branch.
 
     $$[x, z] = u W_{in}^\top, \quad x = \mathrm{silu}(\mathrm{conv}(x)), \quad [\delta, B, C] = x W_x^\top, \quad
       \Delta = \mathrm{softplus}(\delta W_{dt}^\top + b_{dt})$$
     $$y = \mathrm{SSM}(x, \Delta, -e^{A}, B, C, D) \odot \mathrm{silu}(z), \qquad \mathrm{out} = y W_{out}^\top$$
 
-    With `inner_norms`, $\delta$, $B$ and $C$ pass RMS norms without weights (Falcon-Mamba). The operation inside is
+    With `inner_norms`, $\delta$, $B$ and $C$ pass RMS norms without weights (Falcon-Mamba). The underlying operation is
     [`ejkernel_eqx.StateSpaceV1`][].
 
     Sources: Gu & Dao, *Mamba: Linear-Time Sequence Modeling with Selective State Spaces* (2023), figure 3 and
@@ -69,16 +70,16 @@ class Mamba1Mixer(RecurrentLayer):
         config: Any = None,
         dtype: DTypeLike | None = None,
         compute_dtype: DTypeLike | None = None,
-        key: Array,
+        key: PRNGKeyArray,
     ):
-        r"""**Arguments:** those of every [`RecurrentLayer`][ejkernel_eqx.nn.RecurrentLayer], and
+        r"""**Arguments:** those of [`RecurrentLayer`][ejkernel_eqx.nn.RecurrentLayer], and
 
-        - `state_size`: numbers kept for each channel, `N`.
-        - `conv_width`: inputs that the convolution sees, `W`.
-        - `expand`, `inner_dim`: channels $I$, `inner_dim` or else `expand * embed_dim`.
-        - `dt_rank`: features $\Delta$ is made from, `R`; default $\lceil E / 16 \rceil$.
+        - `state_size`: state size per channel, `N`.
+        - `conv_width`: kernel size of the convolution, `W`.
+        - `expand`, `inner_dim`: number of channels `I`: `inner_dim` if given, otherwise `expand * embed_dim`.
+        - `dt_rank`: rank `R` of the projection of $\Delta$; default $\lceil E / 16 \rceil$.
         - `use_conv_bias`, `use_bias`: whether the convolution, and `in_proj` and `out_proj`, have biases.
-        - `inner_norms`, `inner_norm_eps`: whether $\delta$, $B$, $C$ are normalised, and what is added to the mean square.
+        - `inner_norms`, `inner_norm_eps`: whether $\delta$, $B$, $C$ are normalised, and the number added to the mean square.
         """
         check_sizes(embed_dim=embed_dim, state_size=state_size, conv_width=conv_width)
         inner = width_of("expand", expand, embed_dim, 1, "channels") if inner_dim is None else inner_dim
@@ -90,7 +91,7 @@ class Mamba1Mixer(RecurrentLayer):
         self.in_proj = parts.linear(embed_dim, 2 * inner, use_bias)
         self.conv1d = parts.convolution(inner, conv_width, use_conv_bias)
         self.x_proj = parts.linear(inner, rank + 2 * state_size)
-        # Its weights start between -R^-1/2 and R^-1/2, which is what `Linear` does.
+        # Initial weights are uniform in +-R^-1/2, as `Linear` draws them.
         dt_proj = parts.linear(rank, inner, True)
         bias = parts.time_step_bias(inner).astype(parts.dtype)
         self.dt_proj = eqx.tree_at(lambda linear: linear.bias, dt_proj, bias)

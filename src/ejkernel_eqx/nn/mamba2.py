@@ -1,4 +1,4 @@
-"""The mixer of Mamba-2."""
+"""`Mamba2Mixer`: the mixer of Mamba-2."""
 
 from typing import Any
 
@@ -6,6 +6,7 @@ import equinox as eqx
 import jax.numpy as jnp
 from jax import Array
 from jax.typing import DTypeLike
+from jaxtyping import PRNGKeyArray
 
 from ..dispatch import PlatformLike
 from ..recurrence import StateSpaceV2
@@ -20,14 +21,14 @@ from .tokens import merge_heads, split_heads
 
 
 class Mamba2Mixer(RecurrentLayer):
-    r"""The mixer of Mamba-2: one projection gives everything, a short convolution goes over $x$, $B$ and $C$, a state
-    space with one decay a head mixes, and the gated output is normalised.
+    r"""The mixer of Mamba-2: a single input projection, a short convolution of $x$, $B$ and $C$, a state space with one decay per head,
+    and a norm of the gated output.
 
     $$[z, xBC, \delta] = u W_{in}^\top, \quad [x, B, C] = \mathrm{silu}(\mathrm{conv}(xBC)), \quad
       \Delta = \mathrm{softplus}(\delta + b_{dt})$$
     $$y = \mathrm{SSD}(x, \Delta, -e^{A}, B, C, D), \qquad \mathrm{out} = \mathrm{norm}(y \odot \mathrm{silu}(z))\, W_{out}^\top$$
 
-    The operation inside is [`ejkernel_eqx.StateSpaceV2`][].
+    The underlying operation is [`ejkernel_eqx.StateSpaceV2`][].
 
     Source: Dao & Gu, *Transformers are SSMs* (2024), section 7.
     """
@@ -71,19 +72,19 @@ class Mamba2Mixer(RecurrentLayer):
         config: Any = None,
         dtype: DTypeLike | None = None,
         compute_dtype: DTypeLike | None = None,
-        key: Array,
+        key: PRNGKeyArray,
     ):
-        r"""**Arguments:** those of every [`RecurrentLayer`][ejkernel_eqx.nn.RecurrentLayer], and
+        r"""**Arguments:** those of [`RecurrentLayer`][ejkernel_eqx.nn.RecurrentLayer], and
 
-        - `state_size`: numbers kept for each channel, `N`.
+        - `state_size`: state size per channel, `N`.
         - `head_dim`: channels of a head, `P`.
-        - `expand`, `inner_dim`: channels $I$, `inner_dim` or else `expand * embed_dim`; $H = I / P$ heads.
-        - `num_groups`: groups of heads that share $B$ and $C$, `G`.
-        - `conv_width`: inputs that the convolution sees, `W`.
-        - `dt_limit`: `(low, high)`, the bounds of the time step; `None` for none.
-        - `use_norm`: whether there is a norm; without it the output is only gated.
-        - `norm_before_gate`: norm first, then gate, instead of the other way round.
-        - `norm_group_size`: channels that are normalised together; default those of a group, `I // G`.
+        - `expand`, `inner_dim`: number of channels `I`: `inner_dim` if given, otherwise `expand * embed_dim`. There are `H = I / P` heads.
+        - `num_groups`: number of groups of heads that share $B$ and $C$, `G`.
+        - `conv_width`: kernel size of the convolution, `W`.
+        - `dt_limit`: `(low, high)`, bounds of the time step; `None` for no bounds.
+        - `use_norm`: whether the output is normalised; otherwise it is only gated.
+        - `norm_before_gate`: apply the gate after the norm; by default it is applied before.
+        - `norm_group_size`: number of channels normalised together; default those of a group, `I // G`.
         - `use_conv_bias`, `use_bias`: whether the convolution, and `in_proj` and `out_proj`, have biases.
         """
         check_sizes(embed_dim=embed_dim, state_size=state_size, conv_width=conv_width)

@@ -1,4 +1,4 @@
-"""What layers are built of: their parts, from one key and in one dtype, and the rates that recurrent ones start with."""
+"""The parts of layers, built with one key and one dtype, and initial decay rates of recurrent layers."""
 
 import math
 from typing import Any
@@ -16,7 +16,7 @@ from .short_convolution import ShortConvolution
 
 
 class Parts:
-    """The parts of one layer while it is built: of one dtype, on one platform, each drawn from the next of the layer's `count` keys."""
+    """Builds the parts of one layer with one dtype and platform, each from the next of `count` keys."""
 
     def __init__(
         self, key: Array, count: int, dtype: Any, compute_dtype: Any, platform: PlatformLike | None = None
@@ -24,12 +24,12 @@ class Parts:
         check_key(key)
         self.dtype, computed = read_weight_dtype(dtype), read_dtype("compute_dtype", compute_dtype)
         self.compute_dtype = None if computed is None else computed.name
-        self.wide = accumulator(self.dtype)  # of what says how fast things are forgotten
+        self.wide = accumulator(self.dtype)  # of decay rates
         self.platform: PlatformLike | None = platform
         self._keys = iter(jax.random.split(key, count))
 
     def left_out(self) -> None:
-        """In the place of a part that the layer is built without: those behind it start as in a layer with it."""
+        """Skips the key of an omitted part, so that later parts start with the same weights as in a layer that has it."""
         next(self._keys)
 
     def linear(self, features: int, out: int, use_bias: bool = False) -> eqx.nn.Linear:
@@ -43,11 +43,11 @@ class Parts:
         return GatedRMSNorm(features, platform=self.platform, dtype=self.dtype, **options)
 
     def log_rates(self, heads: int, low: float = 1.0) -> Array:
-        """The logarithms of numbers drawn evenly from `low` to 16."""
+        """Logarithms of rates drawn uniformly from `low` to 16."""
         return jnp.log(jax.random.uniform(next(self._keys), (heads,), self.wide, low, 16.0))
 
     def time_step_bias(self, size: int) -> Array:
-        """What a softplus makes into time steps whose logarithms are spread evenly from 1e-3 to 1e-1, as in Mamba."""
+        """Biases whose softplus is a time step, log-uniform from 1e-3 to 1e-1, as in Mamba."""
         low, high = math.log(1e-3), math.log(1e-1)
         steps = jnp.exp(jax.random.uniform(next(self._keys), (size,), self.wide, low, high))
         return steps + jnp.log(-jnp.expm1(-steps))

@@ -1,16 +1,18 @@
-"""What the layers of linear time share: their arguments, and where the tokens of a call sit."""
+"""`RecurrentLayer`: the base class of layers in linear time."""
 
 import abc
 import dataclasses
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any, ClassVar, overload, TypedDict, TypeVar, Unpack
+from typing import Any, ClassVar, overload, TYPE_CHECKING, TypedDict, TypeVar, Unpack
 
 import equinox as eqx
 import jax
 import jax.numpy as jnp
 from jax import Array
 from jax.typing import DTypeLike
+from jaxtyping import PRNGKeyArray
 
+from .._shapes import AnyArray, Bool, Float, Int
 from ..core.arguments import accumulator
 from ..paged import RaggedBatch
 from ..sequences.packing import read_count, read_offsets
@@ -26,70 +28,70 @@ L = TypeVar("L", bound="RecurrentLayer")
 
 
 class _Tokens(TypedDict, total=False):
-    """What a call may say of its tokens."""
+    """The arguments by name of a call without a batch."""
 
-    padding_mask: Array | None
-    segment_ids: Array | None
-    cu_seqlens: Array | None
+    padding_mask: Bool[AnyArray, "*B T"] | None
+    segment_ids: Int[AnyArray, "*B T"] | None
+    cu_seqlens: Int[AnyArray, " N+1"] | None
 
 
 class RecurrentLayer(eqx.Module):
-    """A layer that mixes tokens in time linear in their number, and decodes from a state that never grows.
+    """Base class of layers that mix tokens in linear time and decode from a state of constant size.
 
-    The parameters of each have the names and shapes of the published model code; the guide "Recurrent layers" has the calls and the table of
-    names. All are built with these arguments, besides those that they say themselves:
+    Parameters have the names and shapes of the published model code; the guide "Recurrent layers" lists the constructor calls and the
+    names. All layers share these arguments:
 
-    - `embed_dim`: features of the input and the output, `E`.
-    - `norm_eps`: what is added to the mean square, where there is a norm.
-    - `state_dtype`, `platform`, `config`: as in the operation inside; the platform is that of the short convolutions and the norm as well.
-    - `dtype`: of the parameters, but that those that say how fast things are forgotten (`A_log`, `D`, and `dt_bias` where it is a parameter of
-        its own) are at least float32; default float32 (float64 in JAX's 64-bit mode).
-    - `compute_dtype`: what the layer computes in and gives: its input and the weights of its projections are cast to it. Default:
-        what the two promote to.
-    - `key`: a PRNG key for the initial weights.
+    - `embed_dim`: features `E` of the input and the output.
+    - `norm_eps`: added to the mean square, in layers with a norm.
+    - `state_dtype`, `platform`, `config`: as in the underlying operation; the platform also applies to the short convolutions and the norm.
+    - `dtype`: of the parameters; default float32 (float64 in JAX's 64-bit mode). Decay parameters (`A_log`, `D`, and `dt_bias` if it is
+        a separate parameter) are at least float32.
+    - `compute_dtype`: dtype of the computation and the output; inputs and projection weights are cast to it. Default: the promoted dtype
+        of the two.
+    - `key`: PRNG key for the initial weights.
     """
 
     recurrence: eqx.AbstractVar[Any]
-    """The operation, one of `ejkernel_eqx.recurrence` or `ejkernel_eqx.selective_scan`."""
+    """The operation, from `ejkernel_eqx.recurrence` or `ejkernel_eqx.selective_scan`."""
 
     embed_dim: eqx.AbstractVar[int]
 
     compute_dtype: eqx.AbstractVar[str | None]
 
     _options_of: ClassVar[Callable[..., dict[str, Any]] | None] = None
-    """The arguments of the layer from a published configuration and a layer's place."""
+    """The arguments of the layer, from a published configuration and the index of the layer."""
 
     @abc.abstractmethod
     def _mix(self, x: Array, rows: Rows) -> Array:
-        """The layer itself, over tokens whose padding is zero."""
+        """The computation of the layer, on tokens with zeros at padding positions."""
 
     @abc.abstractmethod
     def _kept(self) -> tuple[Sequence[ShortConvolution], tuple[int, ...]]:
-        """What has a state: the short convolutions, and the shape of the recurrence's own, without leading dimensions."""
+        """The short convolutions, and the shape of the state of the recurrence, without leading axes."""
 
     @abc.abstractmethod
     def _projections(self) -> tuple[Any, ...]:
-        """What the layer multiplies by."""
+        """The projections of the layer."""
 
     @classmethod
     def from_config(
-        cls: type[L], config: Mapping[str, Any], /, *, layer_index: int = 0, key: Array, **options: Any
+        cls: type[L], config: Mapping[str, Any], /, *, layer_index: int = 0, key: PRNGKeyArray, **options: Any
     ) -> L:
-        """The layer of a published model, with initial weights: `ejkernel_eqx.load_published` fills it. The guide "Recurrent layers" has the
-        table of models.
+        """Builds a layer of a published model, with initial weights; load the published ones with `ejkernel_eqx.load_published`. The guide
+        "Recurrent layers" lists the supported models.
 
         **Arguments:**
 
-        - `config`: the dictionary of the model's `config.json`, or `config.to_dict()` of `transformers`.
-        - `layer_index`: which layer of the model, from 0.
-        - `key`: a PRNG key for the initial weights.
-        - `options`: more arguments of the constructor, `dtype` say; they take precedence over what the configuration says.
+        - `config`: the parsed `config.json` of the model, or `config.to_dict()` of `transformers`.
+        - `layer_index`: index of the layer in the model, from 0.
+        - `key`: PRNG key for the initial weights.
+        - `options`: further arguments of the constructor, such as `dtype`. They take precedence over `config`.
 
-        Raises `ValueError` for a model or an option that is not known here.
+        Raises `ValueError` for unsupported models and options.
         """
         if cls._options_of is None:
             raise ValueError(
-                f"from_config: expected a layer with a published counterpart, received {cls.__name__}; build it from its own arguments."
+                f"from_config: expected a layer with a published counterpart, received {cls.__name__}; build it with its constructor."
             )
         given: dict[str, Any] = {**cls._options_of(config, layer_index), **options}
         return cls(**given, key=key)  # pyright: ignore[reportCallIssue]
@@ -109,15 +111,15 @@ class RecurrentLayer(eqx.Module):
         *,
         num_draft_tokens: int = 0,
     ) -> RecurrentState:
-        """The state before the first token: zeros.
+        """Returns the state before the first token: zeros.
 
         **Arguments:**
 
-        - `batch_shape`: the leading dimensions; `()` for one sequence, an integer `B` for `(B,)`.
-        - `dtype`: of the convolutions' inputs, by default what the layer computes in, or else that of its weights. The recurrent
-            state is float32 (float64 for float64), or what `state_dtype` said at construction.
-        - `num_draft_tokens`: of a pool of slots, how many new tokens of a sequence the method `accept` of the state can take back: at least
-            as many as one call verifies, the sure one before the drafts included.
+        - `batch_shape`: leading axes; `()` for one sequence, an integer `B` for `(B,)`.
+        - `dtype`: of the states of the convolutions; default `compute_dtype`, or else the dtype of the weights. The recurrent state is
+            float32 (float64 for float64), or the `state_dtype` passed at construction.
+        - `num_draft_tokens`: for a pool of slots: the maximum number of new tokens per sequence that `accept` of the state can roll back. At least
+            the number of tokens that one call verifies, including the certain one before the drafts.
         """
         batch = read_batch_shape(batch_shape)
         *conv, recurrent = self._state_shapes(batch)
@@ -138,8 +140,8 @@ class RecurrentLayer(eqx.Module):
         max_length: int | None = None,
         dtype: DTypeLike | None = None,
     ) -> RecurrentState:
-        """`init_state` under the name that attention layers have, so that a model need not ask which of the two a layer is. A state holds
-        any number of tokens: `max_length` is not used."""
+        """Returns `init_state(batch_shape, dtype)`, by the name that attention layers have, so that a model can treat both alike.
+        `max_length` is not used: a state holds any number of tokens."""
         return self.init_state(batch_shape, dtype)
 
     def init_pool(
@@ -153,14 +155,14 @@ class RecurrentLayer(eqx.Module):
         scales: str | None = None,
         num_draft_tokens: int = 0,
     ) -> RecurrentState:
-        """What a server keeps for this layer, by the name and arguments that attention layers have too: a pool of states,
-        `init_state((*batch_shape, num_slots), num_draft_tokens=num_draft_tokens)`. What is said of pages (`num_pages`, `page_size`,
-        `dtype`, `scales`) is not used."""
+        """Returns a pool of states, `init_state((*batch_shape, num_slots), num_draft_tokens=num_draft_tokens)`. Attention and recurrent layers
+        share this method and its arguments, so that a server can treat them alike. `num_pages`, `page_size`, `dtype` and `scales` are for
+        attention layers and not used here."""
         slots = read_count("num_slots", num_slots, least=1)
         return self.init_state((*read_batch_shape(batch_shape), slots), num_draft_tokens=num_draft_tokens)
 
     def _parts(self, dtype: Any) -> list[dict[str, Any]]:
-        """What each part is given for one token, as shapes; convolutions' inputs in `dtype`."""
+        """The shapes of the inputs of each part for one token; those of convolutions in `dtype`."""
 
         def given(layer: Any) -> list[dict[str, Array]]:
             lead = leading_axes_of(layer._projections())
@@ -174,50 +176,52 @@ class RecurrentLayer(eqx.Module):
         cast = lambda x: jax.ShapeDtypeStruct(x.shape, dtype)
         return [*jax.tree.map(cast, conv), recurrent]
 
-    @overload
-    def __call__(self, x: Array, state: None = None, **tokens: Unpack[_Tokens]) -> Array: ...
+    if TYPE_CHECKING:
 
-    @overload
-    def __call__(
-        self, x: Array, state: RecurrentState, **tokens: Unpack[_Tokens]
-    ) -> tuple[Array, RecurrentState]: ...
+        @overload
+        def __call__(
+            self, x: Float[AnyArray, "*B T E"], state: None = None, **tokens: Unpack[_Tokens]
+        ) -> Float[Array, "*B T E"]: ...
 
-    @overload
-    def __call__(
-        self, x: Array, state: RecurrentState, *, batch: RaggedBatch
-    ) -> tuple[Array, RecurrentState]: ...
+        @overload
+        def __call__(
+            self, x: Float[AnyArray, "*B T E"], state: RecurrentState, **tokens: Unpack[_Tokens]
+        ) -> tuple[Float[Array, "*B T E"], RecurrentState]: ...
+
+        @overload
+        def __call__(
+            self, x: Float[AnyArray, "T E"], state: RecurrentState, *, batch: RaggedBatch
+        ) -> tuple[Float[Array, "T E"], RecurrentState]: ...
 
     def __call__(
         self,
-        x: Array,
+        x: Float[AnyArray, "*B T E"],
         state: RecurrentState | None = None,
         *,
-        padding_mask: Array | None = None,
-        segment_ids: Array | None = None,
-        cu_seqlens: Array | None = None,
+        padding_mask: Bool[AnyArray, "*B T"] | None = None,
+        segment_ids: Int[AnyArray, "*B T"] | None = None,
+        cu_seqlens: Int[AnyArray, " N+1"] | None = None,
         batch: RaggedBatch | None = None,
-    ) -> Array | tuple[Array, RecurrentState]:
+    ) -> Float[Array, "*B T E"] | tuple[Float[Array, "*B T E"], RecurrentState]:
         """**Arguments:**
 
-        - `x`: `[..., T, E]`, any number of leading batch dimensions.
-        - `state`: what the tokens before `x` left. A prompt at once or in chunks and then token by token, rows at
-            different positions: all give what the whole sequence at once gives. One token (T = 1) takes the
-            operation's `step`.
-        - `padding_mask`: bool `[..., T]`, True for real tokens. Padding, wherever it is, is not read (it may hold
-            NaN) and leaves the state as it is; the output there is of no meaning.
-        - `segment_ids`: integers `[..., T]`; a new segment, which sees nothing of what is before it, starts where the
-            id changes; negative is padding. The state enters the row's first segment; the new one is the last one's.
-        - `cu_seqlens`: offsets `[N + 1]` of packed sequences (`x` is `[T, E]` then, a state has batch shape `(N,)`);
-            tokens past the last are padding.
-        - `batch`: for serving, an `ejkernel_eqx.RaggedBatch`: `x` is `[T, E]`, the new tokens of its sequences, and
-            `state` a pool of slots `[slots, ...]`, in which `batch.state_indices` says where each sequence's state is (-1: it has
-            none, nothing is kept, and what its tokens give is of no meaning). No slot may be given twice. A sequence whose tokens are
-            all new starts from zeros, whatever its slot holds; slots of no sequence, or of one without new tokens, are not touched.
-            Donate the pool to have it written in place. With room for drafts (`num_draft_tokens`), its method `accept` then says how many of
-            the new tokens count.
+        - `x`: `[..., T, E]` with any number of leading axes.
+        - `state`: the state after the tokens before `x`. Processing a prompt at once, in chunks or token by token, with rows at different
+            positions, returns the same as processing whole sequences at once. A single token (`T = 1`) uses the `step` of the operation.
+        - `padding_mask`: bool `[..., T]`, True for real tokens. Padding may be anywhere, may hold NaN, and leaves the state unchanged; outputs
+            at padding positions are undefined.
+        - `segment_ids`: integers `[..., T]`; a new segment, which sees no earlier tokens, starts where the id changes. Negative ids are
+            padding. The state enters the first segment of the row; the new one is that of the last segment.
+        - `cu_seqlens`: offsets `[N + 1]` of packed sequences, with `x` of shape `[T, E]` and a state of batch shape `(N,)`; tokens past the
+            last offset are padding.
+        - `batch`: an `ejkernel_eqx.RaggedBatch`, for serving. `x [T, E]` holds the new tokens of its sequences and `state` is a pool
+            `[slots, ...]`, with the slot of each sequence in `batch.state_indices`. Slots must be distinct; for -1 nothing is stored and
+            outputs are undefined. A sequence without earlier tokens starts from zeros, independent of its slot's content. Slots without
+            new tokens are unchanged. Donate the pool for writing in place. For a pool with `num_draft_tokens`, call its method `accept`
+            afterwards to keep only some of the new tokens.
 
-        **Returns:** `y`, an array of the shape of `x` in the dtype that the layer computes in; with a state, the tuple
-        `(y, state)`. Raises `ValueError` for arguments that do not fit, as far as their values are known.
+        **Returns:** `y`, in the shape of `x` and the dtype of the computation; with a state, the tuple `(y, state)`. Raises `ValueError` for
+        invalid arguments; values are checked when they are known (outside `jit`).
         """
         tokens: _Tokens = {"padding_mask": padding_mask, "segment_ids": segment_ids, "cu_seqlens": cu_seqlens}
         with jax.named_scope(f"ejx.nn.{type(self).__name__}"):
@@ -242,7 +246,7 @@ class RecurrentLayer(eqx.Module):
             other = "padding_mask" if segment_ids is None else "segment_ids"
             if padding_mask is not None or segment_ids is not None:
                 raise ValueError(
-                    f"cu_seqlens: expected None with {other}, received both; tokens past the last offset are padding."
+                    f"cu_seqlens: expected None with {other}, received both; tokens past the last offset are padding already."
                 )
             if x.ndim != 2 or cu_seqlens.ndim != 1 or not cu_seqlens.size:
                 raise ValueError(
@@ -254,7 +258,7 @@ class RecurrentLayer(eqx.Module):
             self._check_state(state, batch)
             if state.drafts is not None:
                 raise ValueError(
-                    "batch: expected a RaggedBatch with a pool that keeps drafts, received None; build a state for other calls without "
+                    "batch: expected a RaggedBatch with a pool that keeps drafts, received None; for other calls build the state without "
                     "num_draft_tokens."
                 )
         return x
@@ -278,7 +282,7 @@ class RecurrentLayer(eqx.Module):
         x = check_ragged(x, batch, self.embed_dim, tokens)
         if not isinstance(state, RecurrentState):
             raise ValueError(
-                f"state: expected a RecurrentState with batch, a slot for each sequence, received {type(state).__name__}; build it with "
+                f"state: expected a RecurrentState with a batch, one slot per sequence, received {type(state).__name__}; build it with "
                 "init_state(num_slots)."
             )
         if state.recurrent.ndim == 0 or state.recurrent.shape[0] == 0:
@@ -294,7 +298,7 @@ class RecurrentLayer(eqx.Module):
         return x, state
 
     def _mix_ragged(self, x: Array, pool: RecurrentState, batch: RaggedBatch) -> tuple[Array, RecurrentState]:
-        """The tokens of a batch, from the states in the pool and back to them."""
+        """A call with a batch: reads states from the pool and writes them back."""
         if 0 in (x.shape[0], batch.lengths.shape[0]):
             return jnp.zeros_like(x), pool
         assert batch.state_indices is not None
@@ -302,13 +306,13 @@ class RecurrentLayer(eqx.Module):
         new = new_tokens(batch)
         there = (new > 0) & (slots >= 0) & (slots < pool.recurrent.shape[0])
         starts = batch.lengths <= new
-        # Each sequence's slot, the one to read from and the one to make empty first; -1 for none.
+        # The slot of each sequence, the one to read from, and the one to clear first; -1 for none.
         kept, entering, starting = (
             jnp.where(which, slots, -1).astype(jnp.int32)
             for which in (there, there & ~starts, there & starts)
         )
         if batch.is_decode and pool.drafts is None:
-            # On the pool itself, in which only those that start must be made empty first.
+            # On the pool itself, after clearing the slots of sequences that start.
             pool = jax.tree.map(lambda x: _put(x, starting, jnp.zeros((), x.dtype)), pool)
             ids = batch.sequence_ids
             rows = Rows(1, pool, step=True, slots=jnp.where(ids >= 0, kept[jnp.maximum(ids, 0)], -1))
@@ -322,9 +326,9 @@ class RecurrentLayer(eqx.Module):
 def _rows_of(
     x: Array,
     state: RecurrentState | None,
-    padding_mask: Array | None,
-    segment_ids: Array | None,
-    cu_seqlens: Array | None,
+    padding_mask: AnyArray | None,
+    segment_ids: AnyArray | None,
+    cu_seqlens: AnyArray | None,
 ) -> Rows:
     axis = x.ndim - 2
     if cu_seqlens is not None:
@@ -339,14 +343,14 @@ def _rows_of(
 
 
 def _take(pool: Array, slots: Array) -> Array:
-    """The rows of a pool `[slots, ...]`; zeros for -1."""
+    """Rows of a pool `[slots, ...]`; zeros for -1."""
     rows = jnp.take(pool, slots, axis=0, mode="clip")
     there = (slots >= 0).reshape(-1, *(1,) * (pool.ndim - 1))
     return jnp.where(there, rows, jnp.zeros((), pool.dtype))
 
 
 def _put(pool: Array, slots: Array, rows: Array) -> Array:
-    """The pool with new rows; those for -1 are dropped."""
+    """The pool with updated rows; those for -1 are dropped."""
     nowhere = pool.shape[0] + jnp.arange(slots.shape[0], dtype=jnp.int32)
     where = jnp.where(slots >= 0, slots, nowhere)
     return pool.at[where].set(rows.astype(pool.dtype), mode="drop", unique_indices=True)

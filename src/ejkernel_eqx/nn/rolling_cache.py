@@ -1,4 +1,4 @@
-"""A key/value cache of as many tokens as a window holds: decoding without end in bounded memory."""
+"""`RollingKVCache`: a key/value cache of one window, for decoding of any length in bounded memory."""
 
 import math
 from typing import NamedTuple
@@ -9,33 +9,34 @@ import jax.numpy as jnp
 from jax import Array
 from jax.typing import DTypeLike
 
+from .._shapes import AnyArray, Bool, Float, Int
 from ..parallel import Leading, over_mesh
 from .arguments import check_sizes, read_batch_shape
-from .kv_cache import check_new, check_stored
+from .kv_cache import check_new, check_stored, read_rows
 
 
 class Seen(NamedTuple):
-    """Keys and values in the order of their positions: the last ones held, then the new ones. The first new one is key `W`."""
+    """Keys and values in the order of positions: stored ones, then new ones. The first new one is key `W`."""
 
-    k: Array  # [..., W + T, K, D]
-    v: Array  # [..., W + T, K, V]
-    real: Array  # bool [..., W + T]: those that are there
+    k: Float[Array, "*B W+T K D"]
+    v: Float[Array, "*B W+T K V"]
+    real: Bool[Array, "*B W+T"]  # False for empty slots and padding
 
 
 class RollingKVCache(eqx.Module):
-    """Keys and values of the last `W` tokens of each row, for a layer with a static sliding window of `W` keys.
+    """Keys and values of the last `W` tokens of each row, for layers with a static sliding window of `W` keys.
 
-    The token at position $p$ is kept in slot $p \\bmod W$, so the cache is never full. New tokens are attended to before they replace old
-    ones: prompts and chunks may be longer than `W`. What the layer gives is what it gives with a `KVCache` of any length; each call copies
-    the `W` keys and values it holds once, to bring them into order. A pure value, as `KVCache` is.
+    The token at position $p$ is stored in slot $p \\bmod W$, so the cache is never full. New tokens are attended to before they replace old
+    ones, so prompts and chunks may be longer than `W`. The layer returns the same as with a `KVCache` of any length; each call copies
+    the `W` stored keys and values once, to order them. Immutable, like `KVCache`.
 
     - `k`: `[..., W, K, D]`, `v`: `[..., W, K, V]`.
-    - `lengths`: int32 `[...]`, how many tokens each row has had, all of them counted.
+    - `lengths`: int32 `[...]`, the number of tokens each row has received in total.
     """
 
-    k: Array
-    v: Array
-    lengths: Array
+    k: Float[Array, "*B W K D"]
+    v: Float[Array, "*B W K V"]
+    lengths: Int[Array, "*B"]
 
     @classmethod
     def init(
@@ -47,7 +48,7 @@ class RollingKVCache(eqx.Module):
         v_head_dim: int | None = None,
         dtype: DTypeLike = jnp.float32,
     ) -> "RollingKVCache":
-        """An empty cache of `window` slots `W` a row; the other arguments are those of `KVCache.init`."""
+        """Returns an empty cache with `window` slots (`W`) per row. The other arguments are those of `KVCache.init`."""
         batch = read_batch_shape(batch_shape)
         v_head_dim = head_dim if v_head_dim is None else v_head_dim
         check_sizes(window=window, num_kv_heads=num_kv_heads, head_dim=head_dim, v_head_dim=v_head_dim)
@@ -60,7 +61,7 @@ class RollingKVCache(eqx.Module):
 
     @property
     def window(self) -> int:
-        """How many tokens each row holds at most."""
+        """The number of slots of each row."""
         return self.k.shape[-3]
 
     @property
@@ -69,26 +70,32 @@ class RollingKVCache(eqx.Module):
 
     @jax.named_scope("ejx.nn.RollingKVCache.append")
     def append(
-        self, k_new: Array, v_new: Array, *, mask: Array | None = None
+        self,
+        k_new: Float[AnyArray, "*B T K D"],
+        v_new: Float[AnyArray, "*B T K V"],
+        *,
+        mask: Bool[AnyArray, "#*B #T"] | None = None,
     ) -> tuple["RollingKVCache", Seen]:
-        """The cache with `T` more tokens in each row, and the keys and values that these tokens may see.
+        """Appends up to `T` tokens to each row, and returns the keys and values that they may see.
 
         **Arguments:**
 
         - `k_new`, `v_new`: `[..., T, K, D]` and `[..., T, K, V]`.
-        - `mask`: bool `[..., T]`, True for the real tokens, which in each row are side by side.
+        - `mask`: bool `[..., T]`, True for real tokens, which must be contiguous in each row.
 
-        **Returns:** the new cache and a tuple `(k [..., W + T, K, D], v [..., W + T, K, V], real [..., W + T])`, in which key `W + t` is
-        new token `t`, and those before it are the tokens before it. Raises `ValueError` for shapes that do not fit.
+        **Returns:** the new cache, and a tuple `(k [..., W + T, K, D], v [..., W + T, K, V], real [..., W + T])`: key `W + t` is new token
+        `t`, preceded by the tokens before it. Raises `ValueError` for invalid arguments.
         """
         check_new(self, k_new, v_new)
+        k_new, v_new = jnp.asarray(k_new), jnp.asarray(v_new)
         tokens = k_new.shape[-3]
+        mask = read_rows("mask", mask, "booleans", "[..., T]", (*self.batch_shape, tokens))
         real = jnp.ones((*self.batch_shape, tokens), bool) if mask is None else mask
         left = (
             jnp.argmax(real, axis=-1).astype(jnp.int32) if tokens else jnp.zeros(self.batch_shape, jnp.int32)
         )
         count = jnp.sum(real, axis=-1, dtype=jnp.int32)
-        # Where the tokens that are seen come from: slots, and behind them the new ones.
+        # The source of each visible token: a slot, or a new token.
         place = jax.lax.broadcasted_iota(
             jnp.int32, (*self.batch_shape, self.window + tokens), len(self.batch_shape)
         )
@@ -97,7 +104,7 @@ class RollingKVCache(eqx.Module):
         source = jnp.where(is_new, place, position % self.window)
         held = (place >= left[..., None]) & (position >= 0)
         there = jnp.where(is_new, position < (self.lengths + count)[..., None], held)
-        # Where the new ones go: only the last of them, those that no later one replaces.
+        # The slots of new tokens: only of the last ones, which no later token replaces.
         rank = jax.lax.broadcasted_iota(jnp.int32, real.shape, real.ndim - 1) - left[..., None]
         kept = real & (rank >= (count - self.window)[..., None])
         outside = self.window + rank + left[..., None]
@@ -108,7 +115,7 @@ class RollingKVCache(eqx.Module):
         return RollingKVCache(k, v, self.lengths + count), Seen(k_seen, v_seen, there)
 
     def _roll(self, store: Array, new: Array, source: Array, target: Array) -> tuple[Array, Array]:
-        """The store with the new tokens at `target`, and what stood in it and the new ones, in the order of `source`."""
+        """The store with new tokens written at `target`, and the old and new tokens in the order of `source`."""
         heads = f"H{store.shape[-2]}"
         axes = {"store": ("W", heads, "D"), "new": ("T", heads, "D"), "seen": ("S", heads, "D")}
         axes |= {"source": ("S",), "target": ("T",)}

@@ -1,13 +1,15 @@
-"""A short causal convolution with weights, as the published linear-time models have it before their mixers."""
+"""`ShortConvolution`: the causal convolution that precedes the mixers of published linear-time models."""
 
-from typing import Any, overload, TypedDict, Unpack
+from typing import Any, overload, TYPE_CHECKING, TypedDict, Unpack
 
 import equinox as eqx
 import jax
 import jax.numpy as jnp
 from jax import Array
 from jax.typing import DTypeLike
+from jaxtyping import PRNGKeyArray
 
+from .._shapes import AnyArray, Float, Int
 from ..convolution import CausalConv1d
 from ..dispatch import PlatformLike
 from .arguments import (
@@ -25,8 +27,8 @@ from .arguments import (
 
 
 class _Packing(TypedDict, total=False):
-    segment_ids: Array | None
-    cu_seqlens: Array | None
+    segment_ids: Int[AnyArray, "*B T"] | None
+    cu_seqlens: Int[AnyArray, " N+1"] | None
 
 
 class ShortConvolution(eqx.Module):
@@ -34,8 +36,8 @@ class ShortConvolution(eqx.Module):
 
     $$y_{tc} = \mathrm{act}\Big(b_c + \sum_{w=0}^{W-1} \mathrm{weight}_{c,0,w}\; x_{t-W+1+w,\,c}\Big)$$
 
-    Its state is the last $W - 1$ inputs, the oldest first, zeros before the start. The parameters have the shapes of PyTorch's depthwise `Conv1d`, so
-    published weights load by renaming.
+    The state holds the last $W - 1$ inputs, oldest first, and is initially zero. Parameters have the shapes of PyTorch's depthwise `Conv1d`,
+    so published weights load by renaming.
     """
 
     weight: Array  # [C, 1, W]
@@ -54,17 +56,17 @@ class ShortConvolution(eqx.Module):
         platform: PlatformLike | None = None,
         config: Any = None,
         dtype: DTypeLike | None = None,
-        key: Array,
+        key: PRNGKeyArray,
     ):
         r"""**Arguments:**
 
-        - `channels`: features of the input and the output, `C`.
-        - `width`: inputs that an output sees, `W`, its own included.
+        - `channels`: features `C` of the input and the output.
+        - `width`: kernel size `W`: each output depends on the current input and the `W - 1` before it.
         - `activation`: `"silu"` or `None`.
-        - `use_bias`: whether there is a bias.
+        - `use_bias`: whether the convolution has a bias.
         - `platform`, `config`: as in [`ejkernel_eqx.CausalConv1d`][].
         - `dtype`: of the parameters; default float32 (float64 in JAX's 64-bit mode).
-        - `key`: a PRNG key for the initial parameters, uniform in $\pm 1 / \sqrt{W}$.
+        - `key`: PRNG key for the initial parameters, uniform in $\pm 1 / \sqrt{W}$.
         """
         check_sizes(channels=channels, width=width)
         check_flags(use_bias=use_bias)
@@ -78,39 +80,49 @@ class ShortConvolution(eqx.Module):
         self.channels = channels
         self.width = width
 
-    def init_state(self, batch_shape: tuple[int, ...] | int = (), dtype: DTypeLike | None = None) -> Array:
-        """The state before the first token, zeros `[*batch_shape, W - 1, C]`, by default in the dtype of the weights; `batch_shape` is `N` for packed
-        sequences."""
+    def init_state(
+        self, batch_shape: tuple[int, ...] | int = (), dtype: DTypeLike | None = None
+    ) -> Float[Array, "... W-1 C"]:
+        """Returns the state before the first token, zeros of shape `[*batch_shape, W - 1, C]`, by default in the dtype of the weights. For `N`
+        packed sequences, `batch_shape` is `N`."""
         dtype = self.weight.dtype if dtype is None else read_dtype("dtype", dtype)
         return jnp.zeros((*read_batch_shape(batch_shape), self.width - 1, self.channels), dtype)
 
-    @overload
-    def __call__(self, x: Array, state: None = None, **packing: Unpack[_Packing]) -> Array: ...
+    if TYPE_CHECKING:
 
-    @overload
-    def __call__(self, x: Array, state: Array, **packing: Unpack[_Packing]) -> tuple[Array, Array]: ...
+        @overload
+        def __call__(
+            self, x: Float[AnyArray, "*B T C"], state: None = None, **packing: Unpack[_Packing]
+        ) -> Float[Array, "*B T C"]: ...
+
+        @overload
+        def __call__(
+            self,
+            x: Float[AnyArray, "*B T C"],
+            state: Float[AnyArray, "... W-1 C"],
+            **packing: Unpack[_Packing],
+        ) -> tuple[Float[Array, "*B T C"], Float[Array, "... W-1 C"]]: ...
 
     @jax.named_scope("ejx.nn.ShortConvolution")
     def __call__(
         self,
-        x: Array,
-        state: Array | None = None,
+        x: Float[AnyArray, "*B T C"],
+        state: Float[AnyArray, "... W-1 C"] | None = None,
         *,
-        segment_ids: Array | None = None,
-        cu_seqlens: Array | None = None,
-    ) -> Array | tuple[Array, Array]:
+        segment_ids: Int[AnyArray, "*B T"] | None = None,
+        cu_seqlens: Int[AnyArray, " N+1"] | None = None,
+    ) -> Float[Array, "*B T C"] | tuple[Float[Array, "*B T C"], Float[Array, "... W-1 C"]]:
         """**Arguments:**
 
-        - `x`: `[..., T, C]`, any number of leading axes; its dtype is that of the output, sums are in float32 (float64 for float64), whatever the
-            dtype of the weights.
-        - `state`: the inputs before `x`, `[..., W - 1, C]`, or `[N, W - 1, C]` with `cu_seqlens`. A prompt at once and then token by token, or in
-            chunks of any length: all give what the whole sequence at once gives.
-        - `segment_ids`: integers `[..., T]`: tokens see their own segment only; negative is padding, which is neither read nor kept. The state enters
-            the first segment and leaves the last.
+        - `x`: `[..., T, C]` with any number of leading axes.
+        - `state`: the inputs before `x`, `[..., W - 1, C]`, or `[N, W - 1, C]` with `cu_seqlens`. Processing a sequence in chunks of any length,
+            down to single tokens, returns the same as processing it at once.
+        - `segment_ids`: integers `[..., T]`; tokens see their own segment only. Negative ids are padding, which is skipped. The state enters
+            the first segment of the row; the new one is that of the last segment.
         - `cu_seqlens`: offsets `[N + 1]` of packed sequences, without leading axes.
 
-        **Returns:** `y`, an array of the shape and dtype of `x`, 0 for padding; with a state, the tuple `(y, state)`. Raises `ValueError` for
-        arguments that do not fit.
+        **Returns:** `y`, in the shape and dtype of `x`, 0 at padding positions; with a state, the tuple `(y, state)`. Accumulates in float32
+        (float64 for float64), independent of the dtype of the weights. Raises `ValueError` for invalid arguments.
         """
         x = read_features("x", x, "[..., T, C]", "C", self.channels)
         check_tokens("segment_ids", segment_ids, "integers", "x", x)
@@ -131,14 +143,28 @@ class ShortConvolution(eqx.Module):
         )
         return y if state is None else (y, new)
 
-    def step(self, x: Array, state: Array, *, state_indices: Array | None = None) -> tuple[Array, Array]:
-        """One token of every row: `x [..., C]` and its state; or a pool `[slots, W - 1, C]` with the slot of each row, as
-        [`ejkernel_eqx.CausalConv1d`][] has it. Returns `(y, state)`. Raises `ValueError` for arguments that do not fit, a slot that is not there
-        or given twice."""
+    def step(
+        self,
+        x: Float[AnyArray, "*B C"],
+        state: Float[AnyArray, "... W-1 C"],
+        *,
+        state_indices: Int[AnyArray, " B"] | None = None,
+    ) -> tuple[Float[Array, "*B C"], Float[Array, "... W-1 C"]]:
+        """Processes one token per row, for decoding.
+
+        **Arguments:**
+
+        - `x`: `[..., C]`.
+        - `state`: `[..., W - 1, C]`; with `state_indices` a pool `[slots, W - 1, C]`.
+        - `state_indices`: integers `[B]`, the slot of each row, as in [`ejkernel_eqx.CausalConv1d`][].
+
+        **Returns:** `(y, state)`: `[..., C]` and the new states (with `state_indices`, the whole pool). Raises `ValueError` for invalid
+        arguments, and for slots that are out of range or not distinct.
+        """
         x = read_array("x", x, "floats", "[..., C]")
         if x.ndim < 1 or x.shape[-1] != self.channels:
             raise ValueError(
-                f"x: expected [..., C] with C = {self.channels}, received shape {x.shape}; a step takes one token of every row."
+                f"x: expected [..., C] with C = {self.channels}, received shape {x.shape}; a step takes one token per row."
             )
         state = read_array("state", state, "floats", "[..., W - 1, C]")
         if state_indices is not None:

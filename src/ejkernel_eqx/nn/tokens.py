@@ -1,4 +1,4 @@
-"""What all layers do with their tokens: check those of a batch, keep padding out, split heads."""
+"""Helpers for tokens that all layers share: checks of a batch, masking of padding, splitting of heads."""
 
 from collections.abc import Mapping
 from typing import Any
@@ -7,14 +7,15 @@ import jax.numpy as jnp
 from jax import Array
 
 from .._broadcast import like
+from .._shapes import AnyArray
 from ..paged import RaggedBatch
 from .arguments import read_array
 from .projection import project
 
 
-def clear(x: Array, real: Array | None) -> Array:
-    """Zeros for the padding, so that nothing in it can reach a weight's gradient as 0 * NaN."""
-    return x if real is None else jnp.where(like(real[..., None], x), x, jnp.zeros_like(x))
+def clear(x: Array, real: AnyArray | None) -> Array:
+    """`x` with zeros at padding positions, where NaN would otherwise reach the gradients of weights as 0 * NaN."""
+    return x if real is None else jnp.where(like(jnp.asarray(real)[..., None], x), x, jnp.zeros_like(x))
 
 
 def split_heads(x: Array, heads: int) -> Array:
@@ -23,12 +24,12 @@ def split_heads(x: Array, heads: int) -> Array:
 
 
 def merge_heads(x: Array) -> Array:
-    """Undoes `split_heads`."""
+    """The inverse of `split_heads`."""
     return x.reshape(*x.shape[:-2], x.shape[-2] * x.shape[-1])
 
 
 def normed(name: str, norm: Any, x: Array, over_all: bool) -> Array:
-    """`x [..., H, D]` through a norm, of each head or of the features of all heads together; `None` is none."""
+    """`x [..., H, D]` normalised per head or over all heads together; `None` for no norm."""
     if norm is None:
         return x
     heads, features = x.shape[-2:]
@@ -38,15 +39,15 @@ def normed(name: str, norm: Any, x: Array, over_all: bool) -> Array:
 
 
 def check_ragged(x: Any, batch: Any, features: int, others: Mapping[str, Any]) -> Array:
-    """The packed tokens of a `RaggedBatch`; `others` are the arguments that mean nothing beside one."""
+    """The packed tokens of a `RaggedBatch`; `others` are arguments that cannot be combined with one."""
     if not isinstance(batch, RaggedBatch):
         raise ValueError(
-            f"batch: expected a RaggedBatch, received {type(batch).__name__}; see RaggedBatch.build."
+            f"batch: expected a RaggedBatch, received {type(batch).__name__}; build it with RaggedBatch.build."
         )
     for name, value in others.items():
         if value is not None:
             raise ValueError(
-                f"{name}: expected None with batch, received {type(value).__name__}; the batch says where every token belongs."
+                f"{name}: expected None with a batch, received {type(value).__name__}; the batch already assigns tokens to sequences."
             )
     x = read_array("x", x, "floats", "[T, E]")
     if x.shape != (batch.num_tokens, features):

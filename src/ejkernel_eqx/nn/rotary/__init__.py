@@ -1,4 +1,4 @@
-"""Rotary position embeddings and the published ways of stretching them to longer contexts."""
+"""Rotary position embeddings, and the published methods of scaling them to longer contexts."""
 
 from .by_length import DynamicScaling as DynamicScaling
 from .by_length import LongRopeScaling as LongRopeScaling

@@ -1,4 +1,4 @@
-"""Scalings whose frequencies depend on how long a sequence has become."""
+"""Scalings whose frequencies depend on the length of the sequence."""
 
 import dataclasses
 import math
@@ -12,12 +12,12 @@ from .scaling import check_positive
 
 @dataclasses.dataclass(frozen=True)
 class DynamicScaling:
-    r"""Dynamic NTK scaling (the base grows with the sequence): beyond the original length $L$, a sequence of $n$ tokens is turned with
+    r"""Dynamic NTK scaling: the base grows with the sequence. A sequence of $n$ tokens, more than the original length $L$, is rotated with
 
     $$\theta(n) = \theta\,\Big(\frac{s\,n}{L} - (s - 1)\Big)^{R / (R - 2)}$$
 
-    in the place of $\theta$. Up to $L$ tokens nothing changes. As in `transformers`, keys in a cache keep the rotation that they got
-    when they were written.
+    instead of $\theta$; up to $L$ tokens nothing changes. As in `transformers`, cached keys keep the rotation with which they were
+    written.
 
     **Arguments:**
 
@@ -25,7 +25,7 @@ class DynamicScaling:
     - `original_max_position`: $L$, in tokens.
     """
 
-    least_dim: ClassVar[int] = 4  # of the rotation: the exponent divides by two less
+    least_dim: ClassVar[int] = 4  # the smallest rotary dimension: the exponent divides by R - 2
 
     factor: float
     original_max_position: int
@@ -34,7 +34,7 @@ class DynamicScaling:
         check_positive(factor=self.factor, original_max_position=self.original_max_position)
 
     def at(self, base: np.ndarray, length: Any, xp: Any) -> tuple[Any, Any]:
-        """The frequencies `[..., R / 2]` of sequences of `length` `[..., 1]`, with `xp` of NumPy or JAX, and the magnitude."""
+        """The frequencies `[..., R / 2]` of sequences of `length` `[..., 1]`, and the magnitude; `xp` is NumPy or `jax.numpy`."""
         longest = xp.maximum(length, self.original_max_position)
         growth = self.factor * longest / self.original_max_position - (self.factor - 1)
         exponents = np.arange(len(base)) / (len(base) - 1)
@@ -51,9 +51,9 @@ class LongRopeScaling:
 
     - `short_factor`, `long_factor`: $\lambda_i$, `rotary_dim / 2` numbers each.
     - `original_max_position`: $L$, in tokens.
-    - `factor`: $s$, the new context length over the trained one.
-    - `attention_factor`: what cosine and sine are multiplied by instead.
-    - `short_mscale`, `long_mscale`: the same by length, each for the sequences that its list is for (Phi-3.5-MoE).
+    - `factor`: $s$, the ratio of the new context length to the trained one.
+    - `attention_factor`: multiplies cosine and sine instead.
+    - `short_mscale`, `long_mscale`: the same, separately for short and long sequences (Phi-3.5-MoE).
     """
 
     least_dim: ClassVar[int] = 2
@@ -71,7 +71,7 @@ class LongRopeScaling:
             numbers = getattr(self, name)
             if isinstance(numbers, str) or not isinstance(numbers, Sequence | np.ndarray):
                 raise ValueError(
-                    f"{name}: expected a list of numbers, received {numbers!r}; it has one for each pair."
+                    f"{name}: expected a list of numbers, received {numbers!r}; pass one per pair of features."
                 )
             check_positive(**{f"{name}[{i}]": number for i, number in enumerate(numbers)})
             object.__setattr__(self, name, tuple(float(number) for number in numbers))
@@ -79,17 +79,17 @@ class LongRopeScaling:
         check_positive(**{name: value for name in names if (value := getattr(self, name)) is not None})
         if (self.short_mscale is None) != (self.long_mscale is None):
             raise ValueError(
-                "short_mscale, long_mscale: expected both or none, received one; each is for the sequences of one list."
+                "short_mscale, long_mscale: expected both or neither, received one; each applies to the sequences of one list."
             )
         if self.factor is None and self.attention_factor is None and self.short_mscale is None:
             raise ValueError(
-                "factor: expected a number, received None; without an attention_factor the magnitude follows from it: pass the new context "
-                "length over the trained one."
+                "factor: expected a number, received None; without attention_factor it determines the magnitude: pass the ratio of the "
+                "new context length to the trained one."
             )
 
     @property
     def magnitude(self) -> float:
-        """That of every length, unless it is given by length."""
+        """The magnitude for all lengths, unless it is given by length."""
         if self.attention_factor is not None:
             return self.attention_factor
         if self.factor is None or self.factor <= 1:
@@ -107,6 +107,6 @@ class LongRopeScaling:
 
 
 def _beside(numbers: Any, length: Any, xp: Any) -> Any:
-    """As an array with as many axes as `length` and of its dtype."""
+    """`numbers` as an array of the rank and dtype of `length`."""
     found = xp.asarray(numbers, length.dtype)
     return found.reshape((1,) * (length.ndim - found.ndim) + found.shape)

@@ -1,21 +1,20 @@
-"""Which of several rotations a layer has, as a value."""
+"""`RotaryChoice`: one of several rotary embeddings, chosen by an array."""
 
 from collections.abc import Sequence
-from typing import Any
 
 import equinox as eqx
 import jax
 import jax.numpy as jnp
 import numpy as np
 from jax import Array, lax
-from jax.typing import ArrayLike
 
+from ..._shapes import AnyArray, Float, Int
 from .embedding import RotaryEmbedding
 
 
 class RotaryChoice(eqx.Module):
-    """One of several rotary embeddings, chosen by an integer that may be traced: for a scan over stacked layers that rotate differently,
-    as those of Gemma 3 with and without a window. The integer is an array leaf, not a parameter to train.
+    """One of several rotary embeddings, chosen by an integer that may be traced, to scan over stacked layers with different rotations,
+    such as those of Gemma 3 with and without a window. The integer is an untrained array leaf.
 
     ```python
     ropes = [RotaryEmbedding.from_config(config, layer_type=kind) for kind in ("full_attention", "sliding_attention")]
@@ -29,25 +28,25 @@ class RotaryChoice(eqx.Module):
     index: Array  # int32 []
     ropes: tuple[RotaryEmbedding, ...] = eqx.field(static=True)
 
-    def __init__(self, ropes: Sequence[RotaryEmbedding], index: ArrayLike):
+    def __init__(self, ropes: Sequence[RotaryEmbedding], index: int | np.integer | Int[AnyArray, ""]):
         """**Arguments:**
 
-        - `ropes`: `RotaryEmbedding`s of one `head_dim`, with positions along equally many axes.
-        - `index`: which one, an integer from 0 on.
+        - `ropes`: `RotaryEmbedding`s with equal `head_dim` and equal numbers of position axes.
+        - `index`: index of the one to use, from 0.
         """
         found = tuple(ropes) if isinstance(ropes, Sequence) else ()
         if not found or not all(isinstance(rope, RotaryEmbedding) for rope in found):
             raise ValueError(
-                f"ropes: expected RotaryEmbeddings, received {ropes!r}; one alone needs no choice."
+                f"ropes: expected RotaryEmbeddings, received {ropes!r}; pass a list or tuple of at least one."
             )
         if len({(rope.head_dim, rope.num_axes) for rope in found}) > 1:
             raise ValueError(
-                f"ropes: expected one head_dim and number of axes, received {[(rope.head_dim, rope.num_axes) for rope in found]}; "
-                "all serve one layer."
+                f"ropes: expected equal head_dim and num_axes, received {[(rope.head_dim, rope.num_axes) for rope in found]}; "
+                "they are alternatives for one layer."
             )
         is_integer = isinstance(index, int | Array | np.ndarray | np.integer) and not isinstance(index, bool)
         if not is_integer or jnp.ndim(index) or not jnp.issubdtype(jnp.result_type(index), jnp.integer):
-            raise ValueError(f"index: expected one integer, received {index!r}; it may be a traced one.")
+            raise ValueError(f"index: expected one integer, received {index!r}; it may be traced.")
         self.index, self.ropes = jnp.asarray(index, jnp.int32), found
 
     @property
@@ -63,7 +62,15 @@ class RotaryChoice(eqx.Module):
         return any(rope.by_length for rope in self.ropes)
 
     @jax.named_scope("ejx.nn.RotaryChoice")
-    def __call__(self, x: Array, positions: Array | None = None, **places: Any) -> Array:
-        """As `RotaryEmbedding`, whose arguments these are."""
+    def __call__(
+        self,
+        x: Float[AnyArray, "*B T H D"],
+        positions: Int[AnyArray, "... T"] | None = None,
+        *,
+        offset: int | np.integer | Int[AnyArray, "#*B"] = 0,
+        lengths: int | np.integer | Int[AnyArray, "#*B #T"] | None = None,
+    ) -> Float[Array, "*B T H D"]:
+        """Rotates `x`, with the arguments of [`RotaryEmbedding`][ejkernel_eqx.nn.RotaryEmbedding]."""
+        places = {"offset": offset, "lengths": lengths}
         turns = [lambda x, rope=rope: rope(x, positions, **places) for rope in self.ropes]
         return lax.switch(self.index, turns, x)

@@ -1,4 +1,4 @@
-"""What published configurations say about the rotation: the scaling dict, and the keys around it."""
+"""Rotary embeddings in published configurations: the scaling dict, and the keys beside it."""
 
 from collections.abc import Mapping
 from typing import Any, NamedTuple
@@ -41,7 +41,7 @@ _KINDS = {
     "proportional": _Kind(ProportionalScaling, (), ("factor",)),
 }
 
-# Where a configuration leaves them out: (theta, partial factor) as `transformers` takes them for the model type; else 10000 and 1.
+# Defaults of `transformers` by model type, for configurations without these keys: (theta, partial factor); otherwise 10000 and 1.
 _DEFAULTS = {
     **dict.fromkeys(
         ("mixtral", "phimoe", "qwen2_vl", "qwen2_vl_text", "qwen2_5_vl", "qwen2_5_vl_text"), (1e6, 1.0)
@@ -60,7 +60,7 @@ _DEFAULTS = {
     "minimax_m2": (5e6, 1.0),
     "smollm3": (2e6, 1.0),
 }
-# Of models whose layers rotate differently: theta of layers that see everything, and of those with a window.
+# For models whose layers rotate differently: theta of layers with full attention, and of those with a window.
 _DEFAULTS_BY_LAYER = {
     **dict.fromkeys(("gemma3_text", "gemma3n_text", "t5gemma2_text"), (1e6, 1e4)),
     **dict.fromkeys(("modernbert", "modernbert-decoder"), (1.6e5, 1e4)),
@@ -68,7 +68,7 @@ _DEFAULTS_BY_LAYER = {
 
 
 class FoundScaling(NamedTuple):
-    """What a scaling dict says. Each `None`: nothing."""
+    """The contents of a scaling dict; `None` for missing ones."""
 
     scaling: Any
     theta: Any
@@ -78,25 +78,25 @@ class FoundScaling(NamedTuple):
 
 
 def read_scaling(given: Mapping[str, Any], head_dim: int) -> FoundScaling:
-    """A dict `rope_scaling` or `rope_parameters` of one kind of layers."""
+    """Reads a dict `rope_scaling` or `rope_parameters` of one layer type."""
     given = {name: value for name, value in given.items() if value is not None}
     name = given.get("rope_type", given.get("type", "default"))
     kind = _KINDS.get(name) if isinstance(name, str) else None
     if kind is None:
         raise ValueError(
-            f"scaling: expected a rope_type of {', '.join(_KINDS)}, received {name!r}; other rotations are not known here."
+            f"scaling: expected a rope_type of {', '.join(_KINDS)}, received {name!r}; other types are not supported."
         )
     missing = [key for key in kind.required if key not in given]
     if missing:
         raise ValueError(
             f"scaling: expected {', '.join(missing)} in a dict of rope_type {name!r}, received {sorted(given)}; "
-            "RotaryEmbedding.from_config takes what stands beside it in the model's configuration."
+            "use RotaryEmbedding.from_config, which also reads the keys beside it in the model's configuration."
         )
     unknown = set(given) - _COMMON - set(kind.required) - set(kind.optional)
     if unknown:
         raise ValueError(
-            f"scaling: expected only known keys with rope_type {name!r}, received {', '.join(sorted(unknown))}; leave out what is not "
-            "about the rotation."
+            f"scaling: expected only known keys with rope_type {name!r}, received {', '.join(sorted(unknown))}; remove keys that do not "
+            "belong to the rotation."
         )
     partial = given.get(_PARTIAL)
     numbers = {key.replace(_ORIGINAL, "original_max_position"): given[key] for key in _keys(kind, given)}
@@ -122,11 +122,11 @@ def _part(head_dim: int, partial: Any) -> int:
 
 
 def read_config(config: Any, layer_type: str | None) -> dict[str, Any]:
-    """The arguments of a `RotaryEmbedding` of a published model."""
+    """The arguments of `RotaryEmbedding` for a published model."""
     if not isinstance(config, Mapping):
         raise ValueError(
-            f"config: expected a mapping such as the parsed config.json, received {type(config).__name__}; a configuration object of "
-            "transformers gives one by to_dict()."
+            f"config: expected a mapping such as the parsed config.json, received {type(config).__name__}; for a configuration object of "
+            "transformers pass config.to_dict()."
         )
     config = {name: value for name, value in config.items() if value is not None}
     head_dim = _head_dim(config, layer_type)
@@ -158,7 +158,7 @@ def _head_dim(config: Mapping[str, Any], layer_type: str | None) -> int:
     heads = config.get("num_attention_heads", config.get("n_head"))
     if width is None or heads is None:
         inner = next((name for name in ("text_config", "llm_config") if name in config), None)
-        remedy = f"pass config[{inner!r}]" if inner else "these are the sizes of one head"
+        remedy = f"pass config[{inner!r}]" if inner else "they determine the size of a head"
         raise ValueError(
             f"config: expected head_dim, or hidden_size and num_attention_heads, received {sorted(config)}; {remedy}."
         )
@@ -166,7 +166,7 @@ def _head_dim(config: Mapping[str, Any], layer_type: str | None) -> int:
 
 
 def _scaling_of(config: Mapping[str, Any], layer_type: str | None) -> dict[str, Any] | None:
-    """A copy of the scaling dict of these layers; `None` where there is but one for all."""
+    """A copy of the scaling dict of these layers; `None` if all layers share one."""
     found = _whole_scaling(config)
     types = [name for name, value in found.items() if isinstance(value, Mapping)]
     if not types:
@@ -177,7 +177,7 @@ def _scaling_of(config: Mapping[str, Any], layer_type: str | None) -> dict[str, 
 
 
 def _scaling_before_nesting(config: Mapping[str, Any], layer_type: str | None) -> dict[str, Any]:
-    """That of a configuration with one scaling dict: it is about the layers that see everything, where there are others."""
+    """The scaling dict of a configuration with only one: if layers differ, it applies to those with full attention."""
     two_kinds = config.get("model_type") in _DEFAULTS_BY_LAYER or any(name in config for name in _LOCAL)
     if two_kinds and layer_type is None:
         raise _unknown_layers(["full_attention", "sliding_attention"], layer_type)
@@ -190,15 +190,15 @@ def _whole_scaling(config: Mapping[str, Any]) -> Mapping[str, Any]:
     found = config.get("rope_scaling") or config.get("rope_parameters") or {}
     if not isinstance(found, Mapping):
         raise ValueError(
-            f"config: expected a dict as rope_scaling, received {found!r}; it names the scaling."
+            f"config: expected a dict as rope_scaling, received {found!r}; it has the keys rope_type, factor and so on."
         )
     return found
 
 
 def _unknown_layers(types: list[str], layer_type: str | None) -> ValueError:
     return ValueError(
-        f"layer_type: expected one of {', '.join(types)}, which this configuration tells apart, received {layer_type!r}; layers that it "
-        "gives no rotation have rope=None."
+        f"layer_type: expected one of {', '.join(types)}, the layer types of this configuration, received {layer_type!r}; layers "
+        "without a rotation have rope=None."
     )
 
 
@@ -218,7 +218,7 @@ def _partial(config: Mapping[str, Any]) -> Any:
 
 
 def _complete(scaling: dict[str, Any], config: Mapping[str, Any]) -> None:
-    """The lengths that stand beside a scaling dict."""
+    """Adds the lengths that are keys beside the scaling dict."""
     name, longest = scaling.get("rope_type", scaling.get("type")), config.get("max_position_embeddings")
     if longest is None:
         return

@@ -1,4 +1,4 @@
-"""Rotary position embeddings."""
+"""`RotaryEmbedding`: rotary position embeddings."""
 
 from collections.abc import Mapping, Sequence
 from typing import Any
@@ -8,8 +8,8 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from jax import Array, lax
-from jax.typing import ArrayLike
 
+from ..._shapes import AnyArray, Float, Int
 from ..arguments import check_flags, check_sizes, read_array
 from .by_length import DynamicScaling, LongRopeScaling
 from .config import read_config, read_scaling
@@ -24,15 +24,15 @@ RotaryScaling = FixedScaling | ScalingByLength
 class RotaryEmbedding(eqx.Module):
     r"""Rotary position embedding (Su et al. 2021, arXiv:2104.09864).
 
-    Each pair $(x_a, x_b)$ of features at position $p$ is turned by the angle $p\,\theta_i$,
+    Each pair $(x_a, x_b)$ of features at position $p$ is rotated by the angle $p\,\theta_i$,
     $\theta_i = \theta^{-2i/R}$ for $i < R/2$:
 
     $$x_a' = m\,(x_a \cos p\theta_i - x_b \sin p\theta_i), \qquad
       x_b' = m\,(x_b \cos p\theta_i + x_a \sin p\theta_i)$$
 
-    with $R$ the rotary dimension and $m = 1$ unless YaRN or LongRoPE says otherwise. With `mrope_section` a token has a position
-    along each of several axes (Qwen2-VL, Wang et al. 2024, arXiv:2409.12191), and each pair turns by one of them. Computed in
-    float32 (float64 for float64 inputs), returned in the input's dtype. There are no trainable leaves.
+    with $R$ the rotary dimension and $m = 1$ except for YaRN and LongRoPE. With `mrope_section`, a token has a position
+    along each of several axes (Qwen2-VL, Wang et al. 2024, arXiv:2409.12191), and each pair is rotated by one of them. Computed in
+    float32 (float64 for float64) and returned in the dtype of the input. There are no trainable parameters.
     """
 
     head_dim: int = eqx.field(static=True)
@@ -57,16 +57,16 @@ class RotaryEmbedding(eqx.Module):
         """**Arguments:**
 
         - `head_dim`: features per head, `D`.
-        - `theta`: the base of the frequencies; default 10000.
-        - `rotary_dim`: how many of the first features are turned, the rest pass unchanged; default all.
-        - `interleaved`: pairs are neighbours `(2i, 2i + 1)` (GPT-J, DeepSeek's weights); by default they are
+        - `theta`: base of the frequencies; default 10000.
+        - `rotary_dim`: number of leading features to rotate; the others are unchanged. Default all.
+        - `interleaved`: pairs are `(2i, 2i + 1)` (GPT-J, weights of DeepSeek); by default they are
             `(i, i + rotary_dim / 2)` (GPT-NeoX, and Llama as published on Hugging Face).
         - `scaling`: `LinearScaling`, `DynamicScaling`, `YarnScaling`, `LongRopeScaling`, `Llama3Scaling` or `ProportionalScaling`; or
-            the dict `rope_scaling` of a published configuration, with its `rope_type` (or `type`). The values `rope_theta`,
-            `partial_rotary_factor`, `mrope_section` and `mrope_interleaved` in it count where the arguments here are left out.
-        - `mrope_section`: how many pairs turn by each axis of the positions, `rotary_dim / 2` in all; positions are then
+            the dict `rope_scaling` of a published configuration, with its `rope_type` (or `type`). Its values `rope_theta`,
+            `partial_rotary_factor`, `mrope_section` and `mrope_interleaved` are the defaults of the arguments here.
+        - `mrope_section`: number of pairs rotated by each axis of the positions, `rotary_dim / 2` in total; positions are then
             `[len(mrope_section), ..., T]`. Default: positions have one axis.
-        - `mrope_interleaved`: the axes take turns from pair to pair (Qwen3-VL); by default each has a block of neighbours (Qwen2-VL).
+        - `mrope_interleaved`: axes alternate from pair to pair (Qwen3-VL); by default each has a contiguous block of pairs (Qwen2-VL).
         """
         check_sizes(head_dim=head_dim)
         stretched = scaling
@@ -85,7 +85,7 @@ class RotaryEmbedding(eqx.Module):
         if rotary_dim % 2 or not 0 < rotary_dim <= head_dim:
             raise ValueError(
                 f"rotary_dim: expected an even number from 2 to head_dim={head_dim}, received {rotary_dim}; "
-                "pass rotary_dim= for a head_dim that is odd."
+                "for an odd head_dim pass rotary_dim=."
             )
         self.head_dim, self.rotary_dim = head_dim, rotary_dim
         self.theta, self.interleaved, self.scaling = float(theta), interleaved, _known(stretched, rotary_dim)
@@ -96,18 +96,18 @@ class RotaryEmbedding(eqx.Module):
     def from_config(
         cls, config: Mapping[str, Any], *, layer_type: str | None = None, interleaved: bool = False
     ) -> "RotaryEmbedding":
-        """The rotation of a published model, from its `config.json` (that of the language model alone, where there are several).
+        """Builds the rotary embedding of a published model from its `config.json`.
 
         **Arguments:**
 
-        - `config`: a mapping. Read are `rope_theta`, `rope_scaling` or `rope_parameters`, `rope_local_base_freq`,
-            `partial_rotary_factor`, `head_dim` or `hidden_size` and `num_attention_heads`, `max_position_embeddings` and
-            `original_max_position_embeddings`, and the older names of some. Without a theta or a partial factor they are what
-            `transformers` takes for the `model_type`.
-        - `layer_type`: for models whose layers rotate differently, which ones: `"full_attention"` or `"sliding_attention"` (Gemma 3).
-        - `interleaved`: as in the constructor; configurations do not tell.
+        - `config`: the parsed configuration; of a model with several parts, that of the language model. The keys used are `rope_theta`,
+            `rope_scaling` or `rope_parameters`, `rope_local_base_freq`, `partial_rotary_factor`, `head_dim` or `hidden_size` and
+            `num_attention_heads`, `max_position_embeddings` and `original_max_position_embeddings`, and older names of some. A missing theta
+            or partial factor defaults to that of `transformers` for the `model_type`.
+        - `layer_type`: for models whose layers rotate differently (Gemma 3): `"full_attention"` or `"sliding_attention"`.
+        - `interleaved`: as in the constructor; configurations do not specify it.
 
-        **Returns:** a `RotaryEmbedding`. Raises `ValueError` for a configuration that lacks something, or says what is not known here.
+        **Returns:** a `RotaryEmbedding`. Raises `ValueError` for incomplete or unsupported configurations.
         """
         return cls(**read_config(config, layer_type), interleaved=interleaved)
 
@@ -117,16 +117,16 @@ class RotaryEmbedding(eqx.Module):
         return isinstance(self.scaling, ScalingByLength)
 
     def frequencies(self, length: int = 1) -> np.ndarray:
-        """The angle per position of each pair, float64 `[rotary_dim / 2]`, in a sequence of `length` tokens."""
+        """Returns the angle per position of each pair, float64 `[rotary_dim / 2]`, in a sequence of `length` tokens."""
         return self._turning(np.asarray([length], np.float64), np)[0].reshape(-1)
 
     @property
     def num_axes(self) -> int | None:
-        """How many axes positions have; `None` for one alone, which positions are given without."""
+        """The number of axes of positions; `None` without `mrope_section`, when positions have no such axis."""
         return None if self.mrope_section is None else len(self.mrope_section)
 
     def _turning(self, length: Any, xp: Any) -> tuple[Any, Any]:
-        """The frequencies `[R / 2]` or, by length `[..., 1]`, `[..., R / 2]`, and the magnitude."""
+        """The frequencies `[R / 2]`, or `[..., R / 2]` for `length` `[..., 1]`, and the magnitude."""
         base = self.theta ** (-np.arange(0, self.rotary_dim, 2, dtype=np.float64) / self.rotary_dim)
         if isinstance(self.scaling, ScalingByLength):
             return self.scaling.at(base, length, xp)
@@ -137,22 +137,22 @@ class RotaryEmbedding(eqx.Module):
     @jax.named_scope("ejx.nn.RotaryEmbedding")
     def __call__(
         self,
-        x: Array,
-        positions: Array | None = None,
+        x: Float[AnyArray, "*B T H D"],
+        positions: Int[AnyArray, "... T"] | None = None,
         *,
-        offset: ArrayLike = 0,
-        lengths: ArrayLike | None = None,
-    ) -> Array:
+        offset: int | np.integer | Int[AnyArray, "#*B"] = 0,
+        lengths: int | np.integer | Int[AnyArray, "#*B #T"] | None = None,
+    ) -> Float[Array, "*B T H D"]:
         """**Arguments:**
 
-        - `x`: queries or keys `[..., T, H, D]`.
-        - `positions`: integers that broadcast to `[..., T]`, with `mrope_section` to `[axes, ..., T]` (`[T]` is the same along all
-            axes, as for text); default `offset + arange(T)`.
-        - `offset`: the position of the first token, an integer or an integer array `[...]`, one for each row.
-        - `lengths`: how long each token's sequence is by now, integers that broadcast to `[..., T]`, for `DynamicScaling` and
-            `LongRopeScaling` alone; default one more than the last position of each row, row by row.
+        - `x`: queries or keys `[..., T, H, D]` with any number of leading axes.
+        - `positions`: integers that broadcast to `[..., T]`, or with `mrope_section` to `[axes, ..., T]` (`[T]` then means equal positions
+            along all axes, as for text); default `offset + arange(T)`.
+        - `offset`: position of the first token, an integer or an integer array `[...]` with one per row.
+        - `lengths`: current length of the sequence of each token, integers that broadcast to `[..., T]`; only used by `DynamicScaling` and
+            `LongRopeScaling`. Default: the last position of each row plus one.
 
-        **Returns:** an array of the shape and dtype of `x`. Raises `ValueError` for arguments that do not fit.
+        **Returns:** an array of the shape and dtype of `x`. Raises `ValueError` for invalid arguments.
         """
         x = self._check(x)
         if positions is None:
@@ -185,7 +185,7 @@ class RotaryEmbedding(eqx.Module):
         if x.ndim < 3 or x.shape[-1] != self.head_dim:
             raise ValueError(
                 f"x: expected [..., T, H, D] with D = {self.head_dim}, received shape {x.shape}; "
-                "split the heads before the rotation."
+                "split the features into heads before the rotation."
             )
         return x
 
@@ -196,12 +196,12 @@ def _known(scaling: Any, rotary_dim: int) -> RotaryScaling | None:
     if not isinstance(scaling, RotaryScaling):
         raise ValueError(
             "scaling: expected LinearScaling, DynamicScaling, YarnScaling, LongRopeScaling, Llama3Scaling, ProportionalScaling, a dict or "
-            f"None, received {scaling!r}; build one of these from the numbers of the model's configuration."
+            f"None, received {scaling!r}; build one of these with the numbers of the model's configuration."
         )
     if isinstance(scaling, ScalingByLength) and rotary_dim < scaling.least_dim:
         raise ValueError(
             f"rotary_dim: expected at least {scaling.least_dim} with {type(scaling).__name__}, received {rotary_dim}; its exponent "
-            "divides by two less."
+            "divides by rotary_dim - 2."
         )
     if isinstance(scaling, LongRopeScaling):
         for name in ("short_factor", "long_factor"):
@@ -217,19 +217,19 @@ def _read_section(section: Any, interleaved: bool, rotary_dim: int) -> tuple[int
     if section is None:
         if interleaved:
             raise ValueError(
-                "mrope_interleaved: expected False without mrope_section, received True; the section says how many pairs each axis has."
+                "mrope_interleaved: expected False without mrope_section, received True; pass mrope_section= as well."
             )
         return None
     numbers = list(section) if isinstance(section, Sequence) and not isinstance(section, str) else []
     is_whole = all(isinstance(n, int | np.integer) and not isinstance(n, bool) and n >= 0 for n in numbers)
     if not is_whole or len(numbers) < 2 or sum(numbers) != rotary_dim // 2:
         raise ValueError(
-            f"mrope_section: expected two or more whole numbers that sum to rotary_dim / 2 = {rotary_dim // 2}, received {section!r}; each "
-            "pair turns by one axis."
+            f"mrope_section: expected two or more non-negative integers that sum to rotary_dim / 2 = {rotary_dim // 2}, received {section!r}; each "
+            "pair is rotated by one axis."
         )
     if interleaved and max(numbers[1:]) > numbers[0]:
         raise ValueError(
-            f"mrope_section: expected no axis with more pairs than the first if mrope_interleaved, received {section!r}; they take turns."
+            f"mrope_section: expected no axis with more pairs than the first if mrope_interleaved, received {section!r}; axes alternate."
         )
     return tuple(int(n) for n in numbers)
 

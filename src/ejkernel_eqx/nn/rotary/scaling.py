@@ -1,4 +1,4 @@
-"""The published ways of stretching rotary embeddings to longer contexts, whatever the length of a call."""
+"""Scalings of rotary embeddings to longer contexts that do not depend on the length of the sequence."""
 
 import dataclasses
 import math
@@ -14,7 +14,7 @@ def check_positive(**numbers: Any) -> None:
     for name, number in numbers.items():
         if number is None or number <= 0:
             raise ValueError(
-                f"{name}: expected a positive number, received {number!r}; the model's configuration has it."
+                f"{name}: expected a positive number, received {number!r}; take it from the configuration of the model."
             )
 
 
@@ -24,7 +24,7 @@ class LinearScaling:
 
     **Arguments:**
 
-    - `factor`: $s$, the new context length over the trained one.
+    - `factor`: $s$, the ratio of the new context length to the trained one.
     """
 
     magnitude: ClassVar[float] = 1.0
@@ -40,12 +40,12 @@ class LinearScaling:
 
 @dataclasses.dataclass(frozen=True)
 class ProportionalScaling:
-    r"""Only the first `fraction` of all pairs turn, at the frequencies they have among all: $\theta_i' = \theta_i / s$ for
-    $i < \lfloor f R / 2 \rfloor$ and 0 from there on (Gemma 4). With `rotary_dim` instead, fewer features make a rotation of their own.
+    r"""Proportional rotation (Gemma 4): only the first `fraction` of all pairs is rotated, with $\theta_i' = \theta_i / s$ for
+    $i < \lfloor f R / 2 \rfloor$ and 0 for the others. The frequencies are those of the full dimension $R$, unlike with `rotary_dim`.
 
     **Arguments:**
 
-    - `fraction`: $f$, more than 0 and at most 1.
+    - `fraction`: $f$, greater than 0 and at most 1.
     - `factor`: $s$.
     """
 
@@ -58,7 +58,7 @@ class ProportionalScaling:
         check_positive(fraction=self.fraction, factor=self.factor)
         if self.fraction > 1:
             raise ValueError(
-                f"fraction: expected at most 1, received {self.fraction!r}; it is the part of the pairs that turn."
+                f"fraction: expected at most 1, received {self.fraction!r}; it is the fraction of pairs that are rotated."
             )
 
     def frequencies(self, base: np.ndarray, theta: float) -> np.ndarray:
@@ -67,7 +67,7 @@ class ProportionalScaling:
 
 @dataclasses.dataclass(frozen=True)
 class Llama3Scaling:
-    r"""Llama 3.1's scaling: long wavelengths are interpolated, short ones kept, those between blended.
+    r"""The scaling of Llama 3.1: long wavelengths are interpolated, short ones are kept, and those in between are blended.
 
     With wavelength $\lambda_i = 2\pi/\theta_i$ and $L$ the original context,
     $\theta_i' = (1-m_i)\,\theta_i/s + m_i\,\theta_i$ where $m_i = \mathrm{clip}((L/\lambda_i - a)/(b - a), 0,
@@ -91,7 +91,7 @@ class Llama3Scaling:
         check_positive(**dataclasses.asdict(self))
         if self.high_freq_factor <= self.low_freq_factor:
             raise ValueError(
-                f"high_freq_factor: expected more than low_freq_factor={self.low_freq_factor}, received {self.high_freq_factor}; the "
+                f"high_freq_factor: expected more than low_freq_factor={self.low_freq_factor}, received {self.high_freq_factor}; "
                 "wavelengths between the two are blended."
             )
 
@@ -106,19 +106,18 @@ class Llama3Scaling:
 class YarnScaling:
     r"""YaRN (Peng et al. 2023, arXiv:2309.00071), as in DeepSeek-V3 and GPT-OSS.
 
-    Frequencies that turn more than `beta_fast` times over the original context are kept, those that turn
-    fewer than `beta_slow` times are divided by `factor`, with a linear ramp over the index between; cosine
-    and sine are multiplied by the attention factor.
+    Frequencies with more than `beta_fast` rotations over the original context are kept, those with fewer than `beta_slow` are divided by
+    `factor`, with a linear ramp over the index in between. Cosine and sine are multiplied by the attention factor.
 
     **Arguments:**
 
-    - `factor`: the new context length over the trained one.
-    - `original_max_position`: the trained context length, in tokens.
-    - `beta_fast`, `beta_slow`: the two bounds, in turns.
-    - `attention_factor`: what cosine and sine are multiplied by; default $0.1 \ln(\text{factor}) + 1$.
-    - `mscale`, `mscale_all_dim`: DeepSeek's form of it, the quotient of $0.1\, m \ln(\text{factor}) + 1$ for
-        both.
-    - `truncate`: round the ramp's ends outwards to whole indices (the paper's code; GPT-OSS does not).
+    - `factor`: ratio of the new context length to the trained one.
+    - `original_max_position`: trained context length, in tokens.
+    - `beta_fast`, `beta_slow`: the two bounds, in rotations.
+    - `attention_factor`: multiplies cosine and sine; default $0.1 \ln(\text{factor}) + 1$.
+    - `mscale`, `mscale_all_dim`: the attention factor as in DeepSeek: the ratio of $0.1\, m \ln(\text{factor}) + 1$ for
+        the two.
+    - `truncate`: round the ends of the ramp outwards to integer indices, as in the paper's code (GPT-OSS does not).
     """
 
     factor: float
@@ -155,7 +154,7 @@ class YarnScaling:
         return base * (1 - ramp) + base / self.factor * ramp
 
     def _index(self, turns: float, half: int, theta: float) -> float:
-        """The index whose frequency makes this many turns over the original context."""
+        """The index of the frequency with this many rotations over the original context."""
         return half * math.log(self.original_max_position / (turns * 2 * math.pi)) / math.log(theta)
 
 
