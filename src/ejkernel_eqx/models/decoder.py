@@ -15,6 +15,7 @@ from .caches import DecoderCache, ServingCache
 from .config import DecoderConfig
 from .filling import filled_decoder
 from .layer import DecoderLayer, normed
+from .vocabulary import embed, logits_of
 
 _KERNELS = (
     *("attention_out", "attention_lse", "recurrence_out", "recurrence_state", "recurrence_saved"),
@@ -207,7 +208,7 @@ class Decoder(eqx.Module):
         those only."""
         rows = self._check(tokens, cache, rows)
         dtype = self.embedding.dtype if self.compute_dtype is None else jnp.dtype(self.compute_dtype)
-        x = self.embedding[tokens].astype(dtype)
+        x = embed(self.embedding, tokens).astype(dtype)
         if self.config.embedding_scale != 1:
             x = x * jnp.asarray(self.config.embedding_scale, dtype)
         if cache is None:
@@ -224,7 +225,7 @@ class Decoder(eqx.Module):
     def logits(self, x: Array) -> Array:
         """Float32 logits `[..., vocabulary]` of features `[..., E]`."""
         weight = self.embedding if self.head is None else self.head.weight
-        logits = jnp.einsum("...e,ve->...v", x, weight.astype(x.dtype), preferred_element_type=jnp.float32)
+        logits = logits_of(weight, x)
         cap = self.config.logits_soft_cap
         return logits if cap is None else cap * jnp.tanh(logits / cap)
 
