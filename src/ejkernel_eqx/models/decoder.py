@@ -263,6 +263,13 @@ class Decoder(eqx.Module):
         # where it is. Written out, the compiler would merge what is computed again with what was, but for a barrier.
         if self.remat != "none":
             period = jax.checkpoint(period, policy=_policy(self.remat), prevent_cse=not self.scan_layers)
+        if not self.scan_layers and jax.sharding.get_abstract_mesh().explicit_axes:
+            # What the kernels keep for the gradient is laid out by the compiler, which a scan in the context of such a mesh refuses.
+            for index in range(repeats):
+                x, _ = period(
+                    x, jax.tree.map(lambda a, at=index: jax.lax.index_in_dim(a, at, 0, False), arrays)
+                )
+            return x
         x, _ = jax.lax.scan(period, x, arrays, unroll=1 if self.scan_layers else repeats)
         return x
 
