@@ -183,7 +183,7 @@ def read_vocabulary(args: argparse.Namespace) -> Vocabulary:
     except ValueError as error:
         raise UsageError(f"--model: {error}") from error
     if args.stop is not None:
-        tokens = vocabulary.encode(bytes([args.stop]))
+        tokens = vocabulary.encode(bytes([args.stop]), special=False)
         if len(tokens) != 1:
             raise UsageError(
                 f"--stop: expected a byte that is one token of this model, received one that is {len(tokens)} tokens; omit it."

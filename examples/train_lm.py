@@ -268,7 +268,13 @@ def architecture_of(args: argparse.Namespace) -> dict[str, Any]:
 
 def read_config(folder: pathlib.Path) -> dict[str, Any]:
     try:
-        return json.loads((folder / "config.json").read_text(encoding="utf-8"))
+        config = json.loads((folder / "config.json").read_text(encoding="utf-8"))
+        generation = folder / "generation_config.json"
+        if generation.is_file():  # which says what ends a text, as in from_pretrained
+            stop = json.loads(generation.read_text(encoding="utf-8")).get("eos_token_id")
+            own = config["text_config"] if "text_config" in config else config
+            own["eos_token_id"] = own.get("eos_token_id") if stop is None else stop
+        return config
     except (OSError, ValueError) as error:
         raise UsageError(
             f"--model: expected the folder of a published model with a config.json, received {str(folder)!r} ({error}); "
@@ -504,6 +510,7 @@ def parse(argv: list[str] | None) -> argparse.Namespace:
         raise UsageError(
             f"--lora: expected a rank of at least 1 with --model, received {args.lora}; 0 trains all weights."
         )
+    _check_no_sizes(args)
     sizes = dict(SIZES["cpu" if jax.default_backend() == "cpu" else "accelerator"])
     places = len(args.mixer.split(","))
     # By default, as many whole periods as fit, but at least one.
@@ -525,9 +532,24 @@ def parse(argv: list[str] | None) -> argparse.Namespace:
     return args
 
 
+def _check_no_sizes(args: argparse.Namespace) -> None:
+    """A published model has sizes of its own."""
+    given = [name for name in ("embed_dim", "num_layers", "num_heads", "num_kv_heads") if getattr(args, name)]
+    given += ["mixer"] if args.mixer != "attention" else []
+    if args.model is not None and given:
+        raise UsageError(
+            f"--{given[0].replace('_', '-')}: expected none beside --model, whose config.json says it, received {getattr(args, given[0])}; leave "
+            "it out."
+        )
+
+
 def keep_vocabulary(args: argparse.Namespace) -> Vocabulary:
     """The tokenizer of the published model, copied beside the checkpoint; without a model, bytes."""
     kept = args.out_dir / "tokenizer.json"
+    if (args.out_dir / "config.json").exists():
+        raise UsageError(
+            f"--out-dir: expected a folder for what is written, received {str(args.out_dir)!r}, which holds a published model; give another."
+        )
     if args.model is None:
         kept.unlink(missing_ok=True)
         return Bytes()

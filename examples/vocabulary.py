@@ -8,7 +8,9 @@ from typing import Protocol
 class Vocabulary(Protocol):
     """The vocabulary of a model."""
 
-    def encode(self, text: bytes) -> list[int]: ...
+    def encode(self, text: bytes, special: bool = True) -> list[int]:
+        """The tokens of a text; with `special`, after the one that begins a text, if the model has one."""
+        ...
 
     def decode(self, tokens: Sequence[int]) -> bytes:
         """The text of the tokens, without an incomplete last character."""
@@ -18,7 +20,7 @@ class Vocabulary(Protocol):
 class Bytes:
     """One token per byte."""
 
-    def encode(self, text: bytes) -> list[int]:
+    def encode(self, text: bytes, special: bool = True) -> list[int]:
         return list(text)
 
     def decode(self, tokens: Sequence[int]) -> bytes:
@@ -36,8 +38,8 @@ class Published:
         except Exception as error:  # the library raises nothing more specific
             raise ValueError(f"{str(path)!r} is not a tokenizer ({error}); download it again.") from error
 
-    def encode(self, text: bytes) -> list[int]:
-        return self.tokenizer.encode(text.decode(errors="replace")).ids
+    def encode(self, text: bytes, special: bool = True) -> list[int]:
+        return self.tokenizer.encode(text.decode(errors="replace"), add_special_tokens=special).ids
 
     def decode(self, tokens: Sequence[int]) -> bytes:
         # A character with missing bytes ends in U+FFFD.

@@ -61,6 +61,20 @@ def test_lora_trains_updates_alone_and_merges(examples, folder, tmp_path, capsys
     # The checkpoint goes on, and is served with its tokenizer beside it.
     assert run(examples, [*options, "--steps", 4, "--resume"]) == 0
     assert "step 3 of 4" in capsys.readouterr().out
+    prompts, out = tmp_path / "prompts.txt", tmp_path / "out.jsonl"
+    prompts.write_text("the quick\n", encoding="utf-8")
+    sizes = "--max-new-tokens 5 --num-pages 24 --page-size 4 --max-batch 4 --step-tokens 16 --dtype float32"
+    checkpoint = tmp_path / "run" / "checkpoint.ejx"
+    served = ["--checkpoint", checkpoint, "--prompts", prompts, "--out", out, *sizes.split()]
+    assert examples.serve_lm.main([*map(str, served)]) == 0
+    args = examples.train_lm.parse([*map(str, options), "--steps", "4"])
+    merged = examples.lora.merge_lora(examples.train_lm.load_checkpoint(checkpoint, args).model)
+    vocabulary = examples.vocabulary.vocabulary_of(folder)
+    begin = vocabulary.encode(b"the quick")
+    new = ejx.models.generate(merged, [begin], max_new_tokens=5).texts()[0]
+    whole = vocabulary.decode([*begin, *new]).decode()
+    (record,) = map(json.loads, out.read_text().splitlines())
+    assert record["prompt"] + record["text"] == whole
 
 
 @pytest.mark.slow
@@ -87,6 +101,8 @@ def test_a_published_model_is_served(examples, folder, tmp_path, capsys):
     [
         (["--lora", "2"], "--lora: expected a rank of at least 1 with --model"),
         (["--model", "nowhere"], "--model: expected the folder of a published model"),
+        (["--model", "nowhere", "--mixer", "kda"], "--mixer: expected none beside --model"),
+        (["--model", "nowhere", "--num-heads", "4"], "--num-heads: expected none beside --model"),
     ],
 )
 def test_what_does_not_fit_is_named(examples, tmp_path, capsys, options, message):
@@ -101,3 +117,30 @@ def test_a_folder_without_a_tokenizer(examples, folder, tmp_path, capsys):
     (tmp_path / "tokenizer.json").write_text("{")
     assert examples.serve_lm.main(["--model", str(tmp_path), "--prompts", str(tmp_path / "config.json")]) == 2
     assert "is not a tokenizer" in capsys.readouterr().err
+
+
+def test_a_published_model_is_not_written_over(examples, folder, capsys):
+    kept = (folder / "tokenizer.json").read_text()
+    for options in (["--model", folder], ["--embed-dim", 32, "--num-layers", 1]):
+        assert run(examples, ["--out-dir", folder, *SMALL, *options]) == 2
+        assert "--out-dir: expected a folder for what is written" in capsys.readouterr().err
+    assert (folder / "tokenizer.json").read_text() == kept
+
+
+def test_a_stop_is_one_token_where_texts_begin_with_a_special_one(examples, folder, tmp_path):
+    tokenizer = tokenizers.Tokenizer.from_file(str(folder / "tokenizer.json"))
+    tokenizer.add_special_tokens(["<s>"])
+    template = {"single": "<s> $A", "special_tokens": [("<s>", tokenizer.token_to_id("<s>"))]}
+    tokenizer.post_processor = tokenizers.processors.TemplateProcessing(**template)
+    tokenizer.save(str(tmp_path / "tokenizer.json"))
+    args = examples.serve_lm.parse(["--model", str(tmp_path), "--stop", "q"])
+    vocabulary = examples.serve_lm.read_vocabulary(args)
+    assert args.stop == tokenizer.token_to_id("q")
+    assert vocabulary.encode(b"the")[0] == tokenizer.token_to_id("<s>")
+
+
+def test_what_ends_a_text_is_kept_in_a_checkpoint(examples, folder, tmp_path):
+    (tmp_path / "config.json").write_text((folder / "config.json").read_text())
+    (tmp_path / "generation_config.json").write_text(json.dumps({"eos_token_id": [2, 7]}))
+    config = examples.train_lm.read_config(tmp_path)
+    assert ejx.models.decoder_config(config).stop_tokens == (2, 7)

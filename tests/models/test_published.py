@@ -112,11 +112,103 @@ def test_sizes_of_another_configuration(tmp_path):
         ("llama", {"quantization_config": {"quant_method": "fp8"}}, "quantization_config"),
         ("gpt_oss", {"swiglu_limit": 5.0}, "swiglu_limit"),
         ("llama", {"hidden_act": "xielu"}, "hidden_act: expected one of .*xielu"),
+        ("llama", {"intermediate_size": None}, "'intermediate_size'"),
+        ("gemma", {"hidden_activation": "silu"}, "hidden_activation: expected the same as hidden_act"),
+        # The reason that no conversion of the weights removes.
+        (
+            "gpt_oss",
+            {"num_local_experts": 32, "quantization_config": {"quant_method": "mxfp4"}},
+            "32 experts",
+        ),
     ],
 )
 def test_other_models_are_refused(kind, change, message):
     with pytest.raises(ValueError, match=message):
         ejx.models.decoder_config(GOLDEN[kind]["config"] | change)
+
+
+@pytest.mark.parametrize(
+    ("outside", "message"),
+    [
+        ({"model_type": "paligemma"}, "both directions"),
+        ({"model_type": "gemma3", "quantization_config": {"quant_method": "int8"}}, "quantization_config"),
+    ],
+)
+def test_what_stands_beside_a_text_config_is_read(outside, message):
+    with pytest.raises(ValueError, match=message):
+        ejx.models.decoder_config(outside | {"text_config": GOLDEN["gemma"]["config"]})
+
+
+SIZES = {"vocab_size": 61, "hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 4}
+SIZES |= {"intermediate_size": 48}
+
+
+@pytest.mark.parametrize(
+    ("kind", "given", "expected"),
+    [
+        ("gemma", {"hidden_act": "gelu", "hidden_activation": None}, ("gelu_tanh", 1e-6, None)),  # gemma-2b
+        ("gemma", {}, ("gelu_tanh", 1e-6, None)),
+        ("gemma2", {"hidden_act": "silu"}, ("gelu_tanh", 1e-6, 30.0)),  # which it does not read
+        ("gemma3_text", {"sliding_window": 1024}, ("gelu_tanh", 1e-6, None)),  # gemma-3-4b's text_config
+        ("gemma3_text", {"hidden_activation": "silu"}, ("silu", 1e-6, None)),
+        ("phi3", {}, ("silu", 1e-5, None)),
+        ("olmo2", {}, ("silu", 1e-5, None)),
+        ("gpt_oss", {"num_local_experts": 1}, ("clamped_swiglu", 1e-5, None)),
+        ("minimax", {"num_local_experts": 1}, ("silu", 1e-5, None)),
+        ("llama", {"hidden_act": "gelu"}, ("gelu", 1e-6, None)),
+    ],
+)
+def test_what_a_configuration_leaves_out(kind, given, expected):
+    """As `transformers` completes it."""
+    config = ejx.models.decoder_config(SIZES | given | {"model_type": kind})
+    mlp = config.layers[0].mlp
+    assert mlp is not None
+    assert (mlp.activation, config.norm_eps, config.logits_soft_cap) == expected
+
+
+def test_layers_of_qwen3_next_by_default():
+    given = {"model_type": "qwen3_next", "num_hidden_layers": 4, "mlp_only_layers": [0, 1, 2, 3]}
+    layers = ejx.models.decoder_config(SIZES | given).layers
+    assert [layer.mixer for layer in layers] == [*["gated_delta_net"] * 3, "attention"]
+    with pytest.raises(ValueError, match="512 experts"):
+        ejx.models.decoder_config(SIZES | given | {"mlp_only_layers": []})
+
+
+def test_a_head_that_differs_from_the_embedding_is_not_lost(tmp_path):
+    embedding = weights_of("qwen2")["model.embed_tokens.weight"]
+    for head in (embedding, embedding + 1):
+        folder = folder_of("qwen2", tmp_path, change={"lm_head.weight": head})
+        if head is embedding:
+            ejx.models.from_pretrained(folder)
+            continue
+        with pytest.raises(ejx.CheckpointError, match=r"lm_head.*same weights.*tie_word_embeddings"):
+            ejx.models.from_pretrained(folder)
+        model = ejx.models.from_pretrained(
+            folder_of("qwen2", tmp_path, change={"lm_head.weight": head}, tie_word_embeddings=False)
+        )
+        assert model.head is not None
+        np.testing.assert_array_equal(model.head.weight, head)
+
+
+@pytest.mark.parametrize("root", ["language_model.model.", "model.language_model."])
+def test_the_text_model_of_one_of_images_and_text(tmp_path, root):
+    """As gemma-3-4b is published, before and since transformers 4.52."""
+    inner = GOLDEN["gemma3_text"]["config"]
+    (tmp_path / "config.json").write_text(
+        json.dumps(
+            {"model_type": "gemma3", "eos_token_id": [1, 6], "text_config": inner | {"eos_token_id": None}}
+        )
+    )
+    renamed = {name.replace("model.", root, 1): x for name, x in weights_of("gemma3_text").items()}
+    tower = "model.vision_tower" if root.startswith("model") else "vision_tower"
+    other = {f"{tower}.patch.weight": np.ones((2, 2), np.float32)}
+    save_file(renamed | other, tmp_path / "model.safetensors")
+    model = ejx.models.from_pretrained(tmp_path, dtype="float32")
+    assert model.config.stop_tokens == (1, 6)
+    assert error_of(eqx.filter_jit(model)(jnp.asarray(tokens())), GOLDEN["gemma3_text"]) < 1e-5
+    save_file(renamed | {"strange.weight": np.ones(2, np.float32)}, tmp_path / "model.safetensors")
+    with pytest.raises(ejx.CheckpointError, match=r"nothing takes its 'strange\.weight'"):
+        ejx.models.from_pretrained(tmp_path, dtype="float32")
 
 
 def test_folders_that_are_none(tmp_path):
@@ -135,6 +227,12 @@ def test_stop_tokens_stand_in_either_file(tmp_path):
     assert ejx.models.from_pretrained(folder).config.stop_tokens == ()
     (folder / "generation_config.json").write_text(json.dumps({"eos_token_id": [2, 5]}))
     assert ejx.models.from_pretrained(folder).config.stop_tokens == (2, 5)
+    # Chat models name there what ends a turn, and in the configuration only what ends a document.
+    folder = folder_of("mistral", tmp_path, eos_token_id=2)
+    (folder / "generation_config.json").write_text(json.dumps({"eos_token_id": [2, 7]}))
+    assert ejx.models.from_pretrained(folder).config.stop_tokens == (2, 7)
+    (folder / "generation_config.json").write_text("{}")
+    assert ejx.models.from_pretrained(folder).config.stop_tokens == (2,)
 
 
 def test_random_weights_of_a_published_architecture():

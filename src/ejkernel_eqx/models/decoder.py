@@ -15,6 +15,7 @@ from .caches import DecoderCache, ServingCache
 from .config import DecoderConfig
 from .filling import filled_decoder
 from .layer import DecoderLayer, normed
+from .vocabulary import embed, logits_of
 
 _KERNELS = (
     *("attention_out", "attention_lse", "recurrence_out", "recurrence_state", "recurrence_saved"),
@@ -207,7 +208,7 @@ class Decoder(eqx.Module):
         those only."""
         rows = self._check(tokens, cache, rows)
         dtype = self.embedding.dtype if self.compute_dtype is None else jnp.dtype(self.compute_dtype)
-        x = self.embedding[tokens].astype(dtype)
+        x = embed(self.embedding, tokens).astype(dtype)
         if self.config.embedding_scale != 1:
             x = x * jnp.asarray(self.config.embedding_scale, dtype)
         if cache is None:
@@ -224,7 +225,7 @@ class Decoder(eqx.Module):
     def logits(self, x: Array) -> Array:
         """Float32 logits `[..., vocabulary]` of features `[..., E]`."""
         weight = self.embedding if self.head is None else self.head.weight
-        logits = jnp.einsum("...e,ve->...v", x, weight.astype(x.dtype), preferred_element_type=jnp.float32)
+        logits = logits_of(weight, x)
         cap = self.config.logits_soft_cap
         return logits if cap is None else cap * jnp.tanh(logits / cap)
 
@@ -262,6 +263,13 @@ class Decoder(eqx.Module):
         # where it is. Written out, the compiler would merge what is computed again with what was, but for a barrier.
         if self.remat != "none":
             period = jax.checkpoint(period, policy=_policy(self.remat), prevent_cse=not self.scan_layers)
+        if not self.scan_layers and jax.sharding.get_abstract_mesh().explicit_axes:
+            # What the kernels keep for the gradient is laid out by the compiler, which a scan in the context of such a mesh refuses.
+            for index in range(repeats):
+                x, _ = period(
+                    x, jax.tree.map(lambda a, at=index: jax.lax.index_in_dim(a, at, 0, False), arrays)
+                )
+            return x
         x, _ = jax.lax.scan(period, x, arrays, unroll=1 if self.scan_layers else repeats)
         return x
 

@@ -5,8 +5,10 @@ from typing import Any
 import equinox as eqx
 import jax
 import jax.numpy as jnp
+from jax.sharding import NamedSharding, PartitionSpec
 
-from ..weights.fill import fill
+from .._errors import CheckpointError
+from ..weights.fill import fill, placed_as, sharding_of
 
 _ROOTS = ("model", "backbone", "model.language_model", "language_model.model", "transformer")
 _EMBEDDINGS = ("embed_tokens.weight", "embeddings.weight", "embedding.weight")
@@ -32,7 +34,8 @@ def filled_decoder(model: Any, weights: Any) -> Any:
     body = next((view for view in views if embedding_of(view)), weights.at("model"))
     body.unit_offset_norms = model.config.unit_offset_norms
     table = model.embedding
-    embedding = body.take(embedding_of(body) or _EMBEDDINGS[0], table.shape, table.dtype)
+    name = embedding_of(body) or _EMBEDDINGS[0]
+    embedding = placed_as(body.take(name, table.shape, table.dtype), table)
     norm = fill(model.norm, body.at(_first(body, _FINAL_NORMS)))
     head = model.head
     if head is not None:
@@ -40,7 +43,7 @@ def filled_decoder(model: Any, weights: Any) -> Any:
         head = fill(head, above.at("lm_head"))
     else:
         for view in views:
-            view.skip("lm_head.weight")  # some checkpoints hold it twice
+            _check_tied(view, embedding)
     stacks = []
     for (first, period, repeats), stack in zip(model.config.stacks(), model.stacks):
         one = lambda place, first=first, period=period, repeats=repeats, stack=stack: _stacked(
@@ -51,6 +54,18 @@ def filled_decoder(model: Any, weights: Any) -> Any:
     return eqx.tree_at(
         where, model, (embedding, norm, head, tuple(stacks)), is_leaf=lambda leaf: leaf is None
     )
+
+
+def _check_tied(view: Any, embedding: Any) -> None:
+    """Some checkpoints hold a tied head once more; one that differs would be lost."""
+    if not view.has("lm_head.weight"):
+        return
+    head = view.take("lm_head.weight", embedding.shape, embedding.dtype)
+    if not bool(jnp.array_equal(placed_as(head, embedding), embedding)):
+        raise CheckpointError(
+            f"{view.prefix + 'lm_head.weight'!r}: expected the same weights as the embedding, since the configuration says "
+            'tie_word_embeddings, received others. Write "tie_word_embeddings": false in its config.json to load both.'
+        )
 
 
 def _first(view: Any, names: tuple[str, ...]) -> str:
@@ -71,15 +86,26 @@ def _stacked(layers: Any, views: list[Any]) -> Any:
     for index, view in enumerate(views):
         layer = eqx.filter(_filled_layer(eqx.combine(one, rest), view), is_parameter)
         if buffers is None:
-            buffers = jax.tree.map(lambda x: jnp.zeros((len(views), *x.shape), x.dtype), layer)
-        buffers = _put((layer, jnp.int32(index)), buffers)
+            # In their place from the start: no device holds more of a stack than is its share.
+            buffers = jax.tree.map(
+                lambda x, like: jnp.zeros((len(views), *x.shape), x.dtype, device=sharding_of(like)),
+                layer,
+                parameters,
+            )
+        buffers = jax.tree.map(lambda buffer, x, index=index: _put(index, x, buffer), buffers, layer)
     return eqx.combine(buffers, rest)
 
 
+def _put(index: int, x: jax.Array, buffer: jax.Array) -> jax.Array:
+    sharding = buffer.sharding
+    if isinstance(sharding, NamedSharding):
+        x = jax.device_put(x, NamedSharding(sharding.mesh, PartitionSpec(*sharding.spec[1:])))
+    return _written(jnp.int32(index), x, buffer)
+
+
 @eqx.filter_jit(donate="all-except-first")
-def _put(layer_and_index: Any, buffers: Any) -> Any:
-    layer, index = layer_and_index
-    return jax.tree.map(lambda buffer, x: buffer.at[index].set(x), buffers, layer)
+def _written(index: Any, x: Any, buffer: Any) -> Any:
+    return buffer.at[index].set(x)
 
 
 def _filled_layer(layer: Any, view: Any) -> Any:

@@ -8,11 +8,13 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from jax import Array
+from jax.sharding import NamedSharding, PartitionSpec
 from jax.typing import DTypeLike
 
 from ..nn.arguments import check_key, check_sizes, check_tokens, is_known, read_array
 from .decoder import Decoder
 from .sampling import sample, Sampling, SamplingArrays
+from .vocabulary import explicit_mesh
 
 _ROUNDING = 64  # lists of tokens are padded to a multiple, so that few lengths are compiled
 
@@ -155,6 +157,24 @@ def _check_values(tokens: np.ndarray, mask: np.ndarray, vocabulary: int) -> None
 
 @eqx.filter_jit
 def _run(
+    model: Decoder,
+    tokens: Array,
+    mask: Array,
+    sampling: SamplingArrays,
+    stop: Array,
+    most: int,
+    cache_dtype: Any,
+) -> tuple[Array, Array]:
+    arrays, static = eqx.partition((model, tokens, mask, sampling, stop), eqx.is_array)
+    run = lambda arrays: _continued(*eqx.combine(arrays, static), most, cache_dtype)
+    if (mesh := explicit_mesh(arrays)) is None:
+        return run(arrays)
+    # The compiler places what is in the loop: caches grow out of empty ones, whose layout no type says.
+    whole = NamedSharding(mesh, PartitionSpec())
+    return jax.sharding.auto_axes(run, out_sharding=(whole, whole))(arrays)
+
+
+def _continued(
     model: Decoder,
     tokens: Array,
     mask: Array,

@@ -120,4 +120,9 @@ def _added(residual: Array, branch: Array, scales: tuple[float, float]) -> Array
     scaled = [
         x if scale == 1 else x * jnp.asarray(scale, x.dtype) for x, scale in zip((residual, branch), scales)
     ]
+    sharding = jax.typeof(residual).sharding
+    if (
+        sharding.mesh.explicit_axes
+    ):  # as the residual lies, whatever way the rows of the last projection are split
+        return scaled[0] + jax.sharding.reshard(scaled[1], sharding)
     return scaled[0] + scaled[1]

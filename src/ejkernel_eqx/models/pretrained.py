@@ -1,9 +1,10 @@
 """A published model from its folder."""
 
+import dataclasses
 import json
 import os
 import pathlib
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import equinox as eqx
@@ -15,6 +16,9 @@ from .._errors import CheckpointError
 from ..weights import load_published
 from .decoder import Decoder
 from .published import decoder_config, stop_tokens
+
+_PARTS = ("vision_tower", "vision_model", "visual", "audio_tower", "multi_modal_projector")
+_OTHER_PARTS = tuple(f"{root}{part}.*" for root in ("", "model.") for part in _PARTS)
 
 
 def from_config(config: Mapping[str, Any], *, key: jax.Array, **options: Any) -> Decoder:
@@ -35,6 +39,7 @@ def from_pretrained(
     *,
     dtype: DTypeLike | None = None,
     ignore: tuple[str, ...] = (),
+    sharding: Callable[[str, Any], Any] | None = None,
     **options: Any,
 ) -> Decoder:
     """A published model, as `transformers` and the Hugging Face Hub have it on disk. Nothing is downloaded, and no code in the folder is run.
@@ -49,7 +54,11 @@ def from_pretrained(
     - `path`: a folder with `config.json` and safetensors, whole or sharded; `huggingface_hub.snapshot_download` makes one. Models:
         those of `ejx.models.FAMILIES`.
     - `dtype`: of the parameters; default that in which the model was published.
-    - `ignore`: names of weights that are not wanted, as patterns of `fnmatch`; those of other parts of a model of images and text, say.
+    - `ignore`: names of weights that are not wanted, as patterns of `fnmatch`. Of a model of images or sound and text (with a
+        `text_config`), the weights of the other parts are left out anyway.
+    - `sharding`: for several devices, a function that says where each weight goes. It receives the path of the weight in the decoder, such as
+        `".stacks[0][0].mixer.q_proj.weight"`, and its shape and dtype as a `jax.ShapeDtypeStruct`; it returns a `jax.sharding.Sharding`,
+        or `None` for the default device. Weights of layers have a leading axis, the layers of their stack.
     - `options`: those of [`Decoder`][ejkernel_eqx.models.Decoder]: `compute_dtype`, `platform`, `scan_layers`, `remat`.
 
     **Returns:** the `Decoder`. Its weights are read layer by layer, so that they need not be held twice.
@@ -60,15 +69,45 @@ def from_pretrained(
     folder = pathlib.Path(path).expanduser()
     config = _read_json(folder / "config.json")
     described = decoder_config(config)
-    if not described.stop_tokens and (folder / "generation_config.json").is_file():
-        described = _with_stop(described, stop_tokens(_read_json(folder / "generation_config.json")))
+    # Models for chats end a turn with tokens that often are in this file alone.
+    if (folder / "generation_config.json").is_file():
+        stop = stop_tokens(_read_json(folder / "generation_config.json"))
+        described = dataclasses.replace(described, stop_tokens=stop or described.stop_tokens)
     dtype = published_dtype(config) if dtype is None else dtype
     make = lambda: Decoder(described, dtype=dtype, **options, key=jax.random.key(0))
     # Only shapes: none of the random weights is made. Integers (a layer's place in the model) are computed, as no file has them.
     shapes = eqx.filter_eval_shape(make)
     is_integer = lambda x: eqx.is_array(x) and not jnp.issubdtype(x.dtype, jnp.inexact)
     integers = eqx.filter_jit(lambda: eqx.filter(make(), is_integer))()
-    return load_published(eqx.combine(integers, shapes), folder, ignore=ignore)
+    if sharding is not None:
+        shapes, integers = _sharded(shapes, sharding), _sharded(integers, sharding)
+    like = eqx.combine(integers, shapes)
+    other_parts = _OTHER_PARTS if config.get("text_config") else ()
+    return load_published(like, folder, ignore=(*ignore, *other_parts))
+
+
+def _sharded(tree: Any, sharding: Callable[[str, Any], Any]) -> Any:
+    """Shapes with the shardings that the function returns, and arrays placed on them."""
+    if not callable(sharding):
+        raise ValueError(
+            f"sharding: expected a function of a path and a shape, received {type(sharding).__name__}; lambda path, leaf: ... is one."
+        )
+
+    def one(path: Any, leaf: Any) -> Any:
+        if not isinstance(leaf, jax.Array | jax.ShapeDtypeStruct):
+            return leaf
+        name, shape = jax.tree_util.keystr(path), jax.ShapeDtypeStruct(leaf.shape, leaf.dtype)
+        found = sharding(name, shape)
+        if found is not None and not isinstance(found, jax.sharding.Sharding):
+            raise ValueError(
+                f"sharding: expected a jax.sharding.Sharding or None for {name!r}, received {type(found).__name__}; "
+                "NamedSharding(mesh, PartitionSpec(...)) is one."
+            )
+        if isinstance(leaf, jax.Array):
+            return leaf if found is None else jax.device_put(leaf, found)
+        return jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=found)
+
+    return jax.tree_util.tree_map_with_path(one, tree)
 
 
 def published_dtype(config: Mapping[str, Any]) -> Any:
@@ -77,12 +116,6 @@ def published_dtype(config: Mapping[str, Any]) -> Any:
     names = (config.get("dtype"), config.get("torch_dtype"), text.get("dtype"), text.get("torch_dtype"))
     found = next((name for name in names if name is not None), "float32")
     return jnp.dtype(str(found).removeprefix("torch."))
-
-
-def _with_stop(config: Any, stop: tuple[int, ...]) -> Any:
-    import dataclasses
-
-    return dataclasses.replace(config, stop_tokens=stop)
 
 
 def _read_json(path: pathlib.Path) -> Mapping[str, Any]:

@@ -48,6 +48,8 @@ def _sparse_experts(config: Mapping[str, Any], index: int) -> int:
     return int(config.get("num_experts") or 0) if sparse and not dense else 0
 
 
+_TANH = "gelu_pytorch_tanh"
+_EPS = {"rms_norm_eps": 1e-5}
 _TIED = {"tie_word_embeddings": True}
 _GEMMA3 = {"vocab_size": 262_208, "hidden_size": 2304, "num_hidden_layers": 26, "intermediate_size": 9216}
 _MAMBA = {"vocab_size": 50_280, "hidden_size": 768, "num_hidden_layers": 32, "layer_norm_epsilon": 1e-5}
@@ -57,17 +59,26 @@ FAMILIES: dict[str, _Family] = {
     "mistral": _Family(),
     "qwen2": _Family(),
     "qwen3": _Family(),
-    "phi3": _Family(),
+    "phi3": _Family(defaults=_EPS),
     "gemma": _Family(scaled_embedding=True, defaults=_TIED),
-    "gemma2": _Family("around", scaled_embedding=True, defaults=_TIED),
+    "gemma2": _Family("around", scaled_embedding=True, defaults=_TIED | {"final_logit_softcapping": 30.0}),
     "gemma3_text": _Family("around", scaled_embedding=True, defaults=_TIED | _GEMMA3),
-    "gpt_oss": _Family(has_experts=_local_experts),
-    "olmo2": _Family("post"),
+    "gpt_oss": _Family(has_experts=_local_experts, defaults=_EPS | {"num_local_experts": 128}),
+    "olmo2": _Family("post", defaults=_EPS),
     "mamba": _Family(recurrent="mamba1", has_mlp=False, defaults=_TIED | _MAMBA),
     "falcon_mamba": _Family(recurrent="mamba1", has_mlp=False, defaults=_TIED | _MAMBA),
     "mamba2": _Family(recurrent="mamba2", has_mlp=False, defaults=_MAMBA),
-    "qwen3_next": _Family(recurrent="gated_delta_net", has_experts=_sparse_experts),
-    "minimax": _Family("residual", "lightning_attention", has_experts=_local_experts),
+    "qwen3_next": _Family(
+        recurrent="gated_delta_net",
+        has_experts=_sparse_experts,
+        defaults={"full_attention_interval": 4, "num_experts": 512},
+    ),
+    "minimax": _Family(
+        "residual",
+        "lightning_attention",
+        has_experts=_local_experts,
+        defaults=_EPS | {"num_local_experts": 8},
+    ),
 }
 """The published models that a `Decoder` can be, by the `model_type` of their configuration."""
 
@@ -88,23 +99,30 @@ def decoder_config(config: Mapping[str, Any]) -> DecoderConfig:
             f"config: expected the dictionary of a config.json, received {type(config).__name__}; json.load reads it, and a configuration of "
             "transformers gives it by to_dict()."
         )
-    config = config.get("text_config") or config
+    whole, config = config, config.get("text_config") or config
+    if whole.get("model_type") in _BIDIRECTIONAL_PROMPTS:
+        raise ValueError(
+            f"model_type: expected a causal model, received {whole['model_type']!r}, whose prompts see each other in both directions; a Decoder "
+            "has no such mask."
+        )
     kind = config.get("model_type")
     if kind not in FAMILIES:
         raise ValueError(
             f"model_type: expected one of {', '.join(sorted(FAMILIES))}, received {kind!r}; build a DecoderConfig by hand."
         )
     config = {**FAMILIES[kind].defaults, **config}
-    if absent := [name for name in _NEEDED if config.get(name) is None]:
+    needed = (*_NEEDED, "intermediate_size") if FAMILIES[kind].has_mlp else _NEEDED
+    if absent := [name for name in needed if config.get(name) is None]:
         raise ValueError(
             f"config: expected an entry {absent[0]!r} for model_type {kind!r}, received none; pass the whole config.json."
         )
-    if config.get("quantization_config"):
+    family, width = FAMILIES[kind], config["hidden_size"]
+    layers = tuple(_layer(config, family, index) for index in range(config["num_hidden_layers"]))
+    # Last, as converting the weights helps only where the rest is supported.
+    if config.get("quantization_config") or whole.get("quantization_config"):
         raise ValueError(
             "quantization_config: expected a model in floats, received a quantised one; convert its weights to bfloat16 first."
         )
-    family, width = FAMILIES[kind], config["hidden_size"]
-    layers = tuple(_layer(config, family, index) for index in range(config["num_hidden_layers"]))
     eps = config.get("rms_norm_eps", config.get("layer_norm_epsilon", 1e-6))
     return DecoderConfig(
         config["vocab_size"],
@@ -115,7 +133,7 @@ def decoder_config(config: Mapping[str, Any]) -> DecoderConfig:
         tie_embeddings=bool(config.get("tie_word_embeddings", False)),
         logits_soft_cap=config.get("final_logit_softcapping"),
         unit_offset_norms=unit_offset_norms(config),
-        stop_tokens=stop_tokens(config),
+        stop_tokens=stop_tokens(config) or stop_tokens(whole),
     )
 
 
@@ -124,6 +142,7 @@ def stop_tokens(config: Mapping[str, Any]) -> tuple[int, ...]:
     return () if found is None else tuple(found) if isinstance(found, list | tuple) else (int(found),)
 
 
+_BIDIRECTIONAL_PROMPTS = ("paligemma", "colpali")
 _NEEDED = ("vocab_size", "hidden_size", "num_hidden_layers")
 _OPTIONS = {
     "attention": attention_options,
@@ -180,9 +199,27 @@ def _mlp(config: Mapping[str, Any], family: _Family, index: int) -> MLPConfig:
                 f"swiglu_limit, swiglu_alpha: expected 7.0 and 1.702, received {limit}; no other are supported."
             )
         return MLPConfig(config["intermediate_size"], "clamped_swiglu", use_bias=True)
-    name = config.get("hidden_activation") or config.get("hidden_act") or "silu"
+    name = _activation(config)
     if name not in _ACTIVATIONS:
         raise ValueError(
             f"hidden_act: expected one of {', '.join(_ACTIVATIONS)}, received {name!r}; build a DecoderConfig by hand."
         )
-    return MLPConfig(config["intermediate_size"], _ACTIVATIONS[name], bool(config.get("mlp_bias", False)))  # pyright: ignore[reportArgumentType]
+    has_bias = config["model_type"] == "llama" and bool(config.get("mlp_bias", False))
+    return MLPConfig(config["intermediate_size"], _ACTIVATIONS[name], has_bias)  # pyright: ignore[reportArgumentType]
+
+
+def _activation(config: Mapping[str, Any]) -> str:
+    kind = config["model_type"]
+    if kind in ("gemma2", "gemma3_text"):
+        return config.get("hidden_activation") or _TANH  # they do not read hidden_act
+    if kind != "gemma":
+        return config.get("hidden_act") or "silu"
+    # The first Gemma files say "gelu" and mean the approximation that the models were trained with.
+    name, other = config.get("hidden_act") or "gelu", config.get("hidden_activation")
+    meant = lambda name: _TANH if name == "gelu" else name
+    if other is not None and meant(other) != meant(name):
+        raise ValueError(
+            f"hidden_activation: expected the same as hidden_act, received {other!r} and {name!r}; which of them counts depends on the version of "
+            "transformers. Correct the config.json."
+        )
+    return meant(name)

@@ -68,21 +68,19 @@ def _over_mesh(mesh: Any, x: Array, weight: Array, bias: Array | None = None) ->
     A mesh axis that splits the contracted axis becomes a sum over devices; one that would split both the leading axes and the rows
     stays with `x`, as in training with parameters sharded over the devices of the batch."""
     # Arrays on no mesh are replicated on this one, and so are their gradients.
-    x, weight = (_reshard(a, mesh, ()) if jax.typeof(a).sharding.mesh.empty else a for a in (x, weight))
+    x, weight = (reshard(a, mesh, ()) if jax.typeof(a).sharding.mesh.empty else a for a in (x, weight))
     lead = jax.typeof(x).sharding.spec[:-1]
-    taken = {axis for entry in lead for axis in _mesh_axes(entry)}
-    rows = (
-        tuple(axis for axis in _mesh_axes(jax.typeof(weight).sharding.spec[0]) if axis not in taken) or None
-    )
-    bias = None if bias is None else _reshard(bias, mesh, (rows,))
+    taken = {axis for entry in lead for axis in mesh_axes(entry)}
+    rows = tuple(axis for axis in mesh_axes(jax.typeof(weight).sharding.spec[0]) if axis not in taken) or None
+    bias = None if bias is None else reshard(bias, mesh, (rows,))
     return _product(NamedSharding(mesh, PartitionSpec(*lead, rows)), x, weight, bias)
 
 
-def _reshard(x: Array, mesh: Any, spec: tuple[Any, ...]) -> Array:
+def reshard(x: Array, mesh: Any, spec: tuple[Any, ...]) -> Array:
     return jax.sharding.reshard(x, NamedSharding(mesh, PartitionSpec(*spec)))
 
 
-def _mesh_axes(entry: Any) -> tuple[str, ...]:
+def mesh_axes(entry: Any) -> tuple[str, ...]:
     return () if entry is None else entry if isinstance(entry, tuple) else (entry,)
 
 

@@ -80,14 +80,21 @@ def replaced(module: Any, new: dict[str, Any]) -> Any:
 def _placed(filled: Any, module: Any) -> Any:
     """Arrays whose counterpart was placed explicitly, sharded say, placed likewise."""
 
-    def place(new: Any, old: Any) -> Any:
-        is_shape = isinstance(old, jax.ShapeDtypeStruct)
-        sharding = getattr(old, "sharding", None) if is_shape or getattr(old, "committed", False) else None
-        return new if sharding is None or not isinstance(new, jax.Array) else jax.device_put(new, sharding)
-
     if jax.tree.structure(filled) != jax.tree.structure(module):
         raise CheckpointError(
             f"_published of {type(module).__name__}: expected the module with other arrays, received one that differs in its fields or static "
             "values; equinox.tree_at replaces arrays alone."
         )
-    return jax.tree.map(place, filled, module)
+    return jax.tree.map(placed_as, filled, module)
+
+
+def sharding_of(like: Any) -> Any:
+    """Where an array was placed explicitly, or the shape of one says that it is to be; otherwise `None`."""
+    is_shape = isinstance(like, jax.ShapeDtypeStruct)
+    return getattr(like, "sharding", None) if is_shape or getattr(like, "committed", False) else None
+
+
+def placed_as(new: Any, like: Any) -> Any:
+    """An array where its counterpart was placed explicitly."""
+    sharding = sharding_of(like)
+    return new if sharding is None or not isinstance(new, jax.Array) else jax.device_put(new, sharding)
