@@ -95,7 +95,10 @@ BATCH = RaggedBatch.build([1], [1], [[0]], page_size=3)
         (lambda: PLAIN.bind(numbers(2, dtype=int), [1, 1]), "page_table: expected ints"),
         (lambda: PLAIN.bind(numbers(2, 3, dtype=int), [1]), r"lengths: expected ints \(2,\)"),
         (lambda: PLAIN.bind(numbers(2, 3, dtype=int)), "lengths: expected ints .* received None"),
-        (lambda: PLAIN.bind(BATCH), "expected a RaggedBatch of this cache's page_size=4, received one with 3"),
+        (
+            lambda: PLAIN.bind(BATCH),
+            "expected a RaggedBatch of this cache's page_size=4, received one with 3",
+        ),
         (lambda: PLAIN.bind(BATCH, [1]), "lengths: expected None with a RaggedBatch"),
         (lambda: PLAIN.gather(), "gather: expected a cache bound to tables"),
         (lambda: PLAIN.bind([[1]], [1]).gather(-1), "max_length: expected"),
