@@ -55,6 +55,7 @@ def test_slopes_are_the_published_ones():
     np.testing.assert_allclose(alibi_slopes(12), twelve, rtol=1e-12)
 
 
+@pytest.mark.few(1)
 @pytest.mark.parametrize("slopes", [None, (0.5, 0.25, -1.0)])
 def test_scores_and_lse(enable_x64, slopes):
     layer = _layer(alibi=True if slopes is None else slopes, dtype=jnp.float64)
@@ -69,6 +70,7 @@ def test_scores_and_lse(enable_x64, slopes):
     assert_close(loss(layer), loss(jax.vmap(lambda x: _expected(layer, x, slopes)[0])), kind="gradient")
 
 
+@pytest.mark.slow
 def test_caches_and_padding():
     layer, x = _layer(), _x(2, TOKENS, EMBED)
     expected, expected_lse = _call(layer, x, return_lse=True)

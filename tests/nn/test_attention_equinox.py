@@ -41,6 +41,7 @@ def _inputs(theirs, lead=()):
     return query, key, value, mask
 
 
+@pytest.mark.few(1)
 @pytest.mark.parametrize("name", SIZES)
 def test_outputs_and_gradients_are_those_of_equinox(enable_x64, name):
     theirs, ours = _pair(name)
@@ -63,6 +64,7 @@ def test_outputs_and_gradients_are_those_of_equinox(enable_x64, name):
                 assert_close(got.bias, wanted.bias, kind="gradient", scale=1.0)
 
 
+@pytest.mark.slow
 def test_under_vmap_and_as_a_batch(enable_x64):
     theirs, ours = _pair("every size")
     query, key, value, mask = _inputs(theirs, (4,))
@@ -72,6 +74,7 @@ def test_under_vmap_and_as_a_batch(enable_x64):
     assert_close(call(query, key, value, mask), expected)
 
 
+@pytest.mark.slow
 def test_padding_of_keys_is_not_read(enable_x64):
     theirs, ours = _pair("every size")
     query, key, value, _ = _inputs(theirs)
@@ -81,6 +84,7 @@ def test_padding_of_keys_is_not_read(enable_x64):
     assert_close(ours(query, kv_input=key, v_input=value, kv_padding_mask=real), expected)
 
 
+@pytest.mark.slow
 def test_dropout_and_its_flag_come_along():
     theirs, ours = _pair("one size", dropout_p=0.5)
     x = jax.random.normal(jax.random.key(1), (6, 12))

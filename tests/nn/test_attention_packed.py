@@ -24,6 +24,7 @@ def _layer(name):
     return MultiHeadAttention(EMBED, num_heads=2, **LAYERS[name], key=jax.random.key(0))
 
 
+@pytest.mark.few(2)
 @pytest.mark.parametrize("name", LAYERS)
 def test_each_sequence_is_alone(name):
     layer = _layer(name)
@@ -49,6 +50,7 @@ def test_each_sequence_is_alone(name):
         assert_close(got, wanted, kind="gradient")
 
 
+@pytest.mark.slow
 def test_given_positions_replace_those_of_the_sequences():
     layer = _layer("by length")
     x = jax.random.normal(jax.random.key(1), (13, EMBED))

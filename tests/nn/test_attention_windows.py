@@ -109,6 +109,7 @@ def test_pages(alibi, platform):
     assert_close(third, expected[4:7])
 
 
+@pytest.mark.slow
 def test_with_masks_and_outside_of_jit():
     x = _x(TOKENS)
     allowed = jax.random.bernoulli(jax.random.key(2), 0.7, (TOKENS, TOKENS)) | jnp.eye(TOKENS, dtype=bool)

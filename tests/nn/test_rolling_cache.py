@@ -59,6 +59,7 @@ REAL = [
 ]
 
 
+@pytest.mark.few(1)
 @pytest.mark.parametrize("name", ["rope", "alibi, a pair"])
 def test_rows_at_different_positions(name):
     layer = _layer(name)

@@ -30,6 +30,7 @@ def _expected(name, x, positions):
     return published.rotate_halves(x, base / np.asarray(LONG if long else SHORT), positions, magnitude)
 
 
+@pytest.mark.few(2)
 @pytest.mark.parametrize("name", SCALINGS)
 @pytest.mark.parametrize("tokens", [6, 7, 23])
 def test_lengths_are_those_of_the_rows(enable_x64, name, tokens):
@@ -71,6 +72,7 @@ def test_padding_makes_no_row_longer(name):
     assert_close(layer(poisoned, padding_mask=real, positions=positions)[real], y[real])
 
 
+@pytest.mark.few(1)
 @pytest.mark.parametrize("name", SCALINGS)
 def test_sequences_of_a_batch_have_their_own_lengths(name):
     layer = _layer(name)
