@@ -97,6 +97,12 @@ def test_a_whole_generation_may_be_jitted(model):
         ({"prompts": [[20]]}, "prompts: expected tokens from 0 to 19, received 20"),
         ({"prompts": "def"}, "prompts: expected integers .* received str; a tokenizer"),
         ({"prompts": []}, "prompts: expected integers"),
+        ({"prompts": [1, 2, 3]}, "prompts: expected a list of tokens for each prompt"),
+        ({"prompts": [[1]], "stop_tokens": 5}, "stop_tokens: expected a sequence of tokens, received 5"),
+        (
+            {"prompts": jnp.ones((1, 3), int), "padding_mask": jnp.asarray([[True, False, True]])},
+            "padding_mask: expected the real tokens of each row side by side",
+        ),
         ({"prompts": jnp.zeros((2, 0), int)}, "prompts: expected at least one token"),
         (
             {"prompts": [[1]], "padding_mask": jnp.ones((1, 1), bool)},

@@ -1,4 +1,4 @@
-"""What a decoder keeps of the tokens before: rows of keys, values and states, or the pages and slots of a server."""
+"""The caches of a decoder: rows of keys, values and states, or the pages and slots of a server."""
 
 from typing import Any
 

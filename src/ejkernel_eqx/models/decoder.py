@@ -37,8 +37,8 @@ class Decoder(eqx.Module):
     $$x_0 = s\,E[\mathrm{tokens}], \qquad x_{l+1} = \mathrm{layer}_l(x_l), \qquad
       \mathrm{logits} = c \tanh(W \mathrm{norm}(x_L) / c)$$
 
-    What the layers are is said by a [`DecoderConfig`][ejkernel_eqx.models.DecoderConfig]: Llama, Qwen, Mistral, Gemma, GPT-OSS, OLMo-2,
-    Mamba, Qwen3-Next and others differ in their data only. [`from_pretrained`][ejkernel_eqx.models.from_pretrained] reads a published
+    A [`DecoderConfig`][ejkernel_eqx.models.DecoderConfig] describes the layers: Llama, Qwen, Mistral, Gemma, GPT-OSS, OLMo-2,
+    Mamba, Qwen3-Next and others differ in their configuration only. [`from_pretrained`][ejkernel_eqx.models.from_pretrained] reads a published
     model, [`generate`][ejkernel_eqx.models.generate] continues texts.
 
     Layers of the same kind are stacked: each array has a leading axis, and the layers are traced once. A pattern of layers (a local and
@@ -69,7 +69,7 @@ class Decoder(eqx.Module):
     ):
         """**Arguments:**
 
-        - `config`: what the model is made of.
+        - `config`: the architecture.
         - `scan_layers`: whether training runs a loop over stacked layers. By default the layers are written out, which is faster and
             takes longer to compile; decoding always loops.
         - `remat`: what the forward pass keeps for the gradient: `"none"`: everything; `"matmuls"`: products of matrices and the outputs
@@ -189,8 +189,8 @@ class Decoder(eqx.Module):
         """**Arguments:**
 
         - `tokens`: integers `[..., T]`; with `batch`, `[T]`.
-        - `cache`: a `DecoderCache` from `init_cache`: what was before `tokens`. A prompt at once and then token by token gives what the whole
-            sequence at once gives. With `batch`, a `ServingCache`.
+        - `cache`: a `DecoderCache` from `init_cache`: what was before `tokens`. A prompt in one call and then token by token returns
+            the same logits as the whole sequence in one call. With `batch`, a `ServingCache`.
         - `padding_mask`, `segment_ids`: `[..., T]`, as in the layers: bool, True for real tokens; and integers, tokens of one row that do not see
             those of other segments.
         - `batch`: for serving, an `ejkernel_eqx.RaggedBatch` of packed tokens.
@@ -204,7 +204,7 @@ class Decoder(eqx.Module):
         return self.logits(x), cache
 
     def features(self, tokens: Array, cache: Any = None, **rows: Any) -> Any:
-        """What the head gets: `[..., T, E]`. The arguments are those of a call; where few tokens need logits, as in serving, give `logits`
+        """The input of the head, `[..., T, E]`. The arguments are those of a call; where few tokens need logits, as in serving, give `logits`
         those only."""
         rows = self._check(tokens, cache, rows)
         dtype = self.embedding.dtype if self.compute_dtype is None else jnp.dtype(self.compute_dtype)

@@ -44,14 +44,14 @@ def generate(
     cache_dtype: DTypeLike | None = None,
     key: Array | None = None,
 ) -> Generated:
-    """Continues prompts: each is read in one pass, then written to token by token from the caches, until it gives a stop token or
+    """Continues prompts: each is read in one pass, then written to token by token from the caches, until it emits a stop token or
     `max_new_tokens` are reached. Compiled once for each shape of the prompts.
 
     **Arguments:**
 
     - `model`: a [`Decoder`][ejkernel_eqx.models.Decoder].
     - `prompts`: integers `[..., T]`; or lists of tokens of any lengths, which are padded on the left.
-    - `max_new_tokens`: the most tokens that a row gets.
+    - `max_new_tokens`: the maximum number of new tokens per row.
     - `padding_mask`: bool `[..., T]`, True for real tokens, side by side in each row; for an array of prompts of unequal lengths.
     - `sampling`: a [`Sampling`][ejkernel_eqx.models.Sampling]; default greedy. Each row draws by itself: row 0 with the seed of
         `sampling`, and others with seeds that follow from it.
@@ -93,7 +93,11 @@ def _seeds(seed: int, key: Array | None, count: int) -> Array:
 
 
 def _read_stop(stop: Any, vocabulary: int) -> Array:
-    stop = tuple(stop)
+    if not isinstance(stop, Sequence | np.ndarray | Array):
+        raise ValueError(
+            f"stop_tokens: expected a sequence of tokens, received {stop!r}; (2,) is one, and () stops at none."
+        )
+    stop = tuple(stop if isinstance(stop, Sequence) else np.asarray(stop).reshape(-1))
     for token in stop:
         if isinstance(token, bool) or not isinstance(token, int | np.integer) or not 0 <= token < vocabulary:
             raise ValueError(
@@ -124,6 +128,10 @@ def _read_prompts(prompts: Any, padding_mask: Any, vocabulary: int) -> tuple[Arr
 
 
 def _padded(prompts: Any) -> tuple[Array, Array]:
+    if isinstance(prompts, Sequence) and any(isinstance(row, int | np.integer) for row in prompts):
+        raise ValueError(
+            "prompts: expected a list of tokens for each prompt, received one list of integers; put it into a list, [[1, 2, 3]]."
+        )
     rows = (
         [list(prompt) for prompt in prompts]
         if isinstance(prompts, Sequence) and not isinstance(prompts, str | bytes)
@@ -148,6 +156,11 @@ def _check_values(tokens: np.ndarray, mask: np.ndarray, vocabulary: int) -> None
         raise ValueError(
             "prompts: expected at least one token in each, received an empty one; give it some text, or the model's first token."
         )
+    begins = np.diff(mask.astype(np.int8), axis=-1, prepend=0) > 0
+    if np.any(begins.sum(axis=-1) > 1):
+        raise ValueError(
+            "padding_mask: expected the real tokens of each row side by side, received padding between them; take it out of the row."
+        )
     wrong = tokens[mask & ((tokens < 0) | (tokens >= vocabulary))]
     if wrong.size:
         raise ValueError(
@@ -166,12 +179,17 @@ def _run(
     cache_dtype: Any,
 ) -> tuple[Array, Array]:
     arrays, static = eqx.partition((model, tokens, mask, sampling, stop), eqx.is_array)
-    run = lambda arrays: _continued(*eqx.combine(arrays, static), most, cache_dtype)
+
+    def run(arrays: Any) -> tuple[Array, Array]:
+        model, tokens, mask, sampling, stop = eqx.combine(arrays, static)
+        return _continued(model, tokens, mask, sampling, stop, most, cache_dtype)
+
     if (mesh := explicit_mesh(arrays)) is None:
         return run(arrays)
     # The compiler places what is in the loop: caches grow out of empty ones, whose layout no type says.
     whole = NamedSharding(mesh, PartitionSpec())
-    return jax.sharding.auto_axes(run, out_sharding=(whole, whole))(arrays)
+    on_mesh: Any = jax.sharding.auto_axes(run, out_sharding=(whole, whole))
+    return on_mesh(arrays)
 
 
 def _continued(

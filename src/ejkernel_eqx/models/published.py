@@ -84,15 +84,15 @@ FAMILIES: dict[str, _Family] = {
 
 
 def decoder_config(config: Mapping[str, Any]) -> DecoderConfig:
-    """What a published model is as a `DecoderConfig`.
+    """Reads the configuration of a published model into a `DecoderConfig`.
 
     **Arguments:**
 
     - `config`: the content of its `config.json`, or what `to_dict()` of a `transformers` configuration returns. Of a model with several parts
         the text model is read.
 
-    **Raises:** `ValueError` for a model that a `Decoder` cannot be, with the reason, or a configuration that lacks
-    something.
+    **Raises:** `ValueError` with the reason for a model that a `Decoder` does not support, or for a configuration with missing
+    entries.
     """
     if not isinstance(config, Mapping):
         raise ValueError(

@@ -29,7 +29,7 @@ class Sampling:
 
     **Arguments:**
 
-    - `temperature`: what logits are divided by; 0 takes the likeliest token, whatever the others say.
+    - `temperature`: what logits are divided by; 0 takes the most likely token, whatever the other options are.
     - `top_k`: only the `top_k` likeliest; 0 for all.
     - `top_p`: of these, the smallest set of the likeliest whose probability reaches `top_p` (Holtzman et al. 2020, arXiv:1904.09751).
     - `seed`: from 0 to $2^{32} - 1$.
