@@ -211,7 +211,7 @@ def test_tuning_and_explaining_find_every_kernel():
         (lambda: LayerConfig("attentoin"), "mixer: expected one of attention, .*received 'attentoin'"),
         (lambda: ANY_LAYER("mamba2", norms="behind"), "norms: expected one of"),
         (lambda: ANY_LAYER("mamba2", mixer_scales=(1.0,)), "mixer_scales: expected two numbers"),
-        (lambda: MLPConfig(0), "hidden_dim: expected a whole number"),
+        (lambda: MLPConfig(0), "hidden_dim: expected a positive integer"),
         (lambda: ANY_MLP(8, "swish"), "activation: expected one of"),
         (lambda: DecoderConfig(8, 8, ()), "layers: expected a LayerConfig"),
         (

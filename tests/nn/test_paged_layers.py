@@ -219,13 +219,13 @@ def test_mistakes():
             function(*args, **kwargs)
 
     refused("batch: expected a RaggedBatch with a PagedKVCache", layer, x, pages)
-    refused("cache: expected a PagedKVCache with batch, received NoneType", layer, x, batch=batch)
+    refused("cache: expected a PagedKVCache with a batch, received NoneType", layer, x, batch=batch)
     refused("received KVCache", layer, x, KVCache.init((), 4, 2, 8), batch=batch)
     refused(r"x: expected \[T, E\] = \[2, 24\]", layer, x[:1], pages, batch=batch)
     refused(r"x: expected \[T, E\] = \[2, 24\]", layer, x[None], pages, batch=batch)
     others = {"kv_input": x, "bias": x, "mask": real[None], "positions": ids, "kv_padding_mask": real}
     for name, value in {**others, "padding_mask": real, "segment_ids": ids}.items():
-        refused(f"^{name}: expected None with batch", layer, x, pages, batch=batch, **{name: value})
+        refused(f"^{name}: expected None with a batch", layer, x, pages, batch=batch, **{name: value})
     refused("cache: expected pages of one layer", layer, x, PagedKVCache.init(2, PAGE, 1, 8), batch=batch)
     stack = layer.init_paged_cache(2, PAGE, batch_shape=3)
     refused(r"batch_shape \(3,\)", layer, x, stack, batch=batch)
@@ -238,8 +238,8 @@ def test_mistakes():
     assert y.shape == x.shape
 
     for name, value in {"padding_mask": real, "segment_ids": ids, "cu_seqlens": ids}.items():
-        refused(f"^{name}: expected None with batch", mixer, x, pool, batch=batch, **{name: value})
-    refused("state: expected a RecurrentState with batch", mixer, x, batch=batch)
+        refused(f"^{name}: expected None with a batch", mixer, x, pool, batch=batch, **{name: value})
+    refused("state: expected a RecurrentState with a batch", mixer, x, batch=batch)
     refused("state: expected a pool with slots", mixer, x, mixer.init_state(0), batch=batch)
     refused("state: expected arrays of shapes", mixer, x, mixer.init_state((2, 2)), batch=batch)
     refused(r"x: expected \[T, E\]", mixer, x[None], pool, batch=batch)
@@ -250,6 +250,6 @@ def test_mistakes():
     refused(r"mixers\[0\]: expected an attention layer", CacheState.init, [x], **sizes, num_slots=1)
     refused("num_slots", CacheState.init, [mixer], **sizes, num_slots=0)
     flat = CacheState.init([mixer, layer], **sizes, num_slots=1)
-    refused("of_layer: expected caches of one stack", flat.of_layer, 0, batch)
+    refused("of_layer: expected caches with one leading axis", flat.of_layer, 0, batch)
     refused("layers: expected 2", flat.with_layers, [pool])
     assert flat.nbytes == sum(leaf.nbytes for leaf in jax.tree.leaves(flat))

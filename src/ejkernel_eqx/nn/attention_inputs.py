@@ -5,6 +5,7 @@ from typing import Any, NamedTuple
 import numpy as np
 from jax import Array
 
+from .._shapes import AnyArray
 from ..attention import Mask
 from ..paged import PagedKVCache
 from .arguments import check_flags, check_key, check_tokens, is_known, read_array, read_features
@@ -172,7 +173,7 @@ def _check_scores(name: str, value: Any, kind: str, lead: tuple[int, ...], heads
         )
 
 
-def _check_side_by_side(padding_mask: Array | None) -> None:
+def _check_side_by_side(padding_mask: AnyArray | None) -> None:
     """Real tokens are contiguous in each row, if the values are known."""
     if padding_mask is None or not is_known(padding_mask) or not np.size(padding_mask):
         return
@@ -215,7 +216,7 @@ def _check_rolling(layer: Any, cache: RollingKVCache, given: CallInputs) -> None
             )
 
 
-def _check_cache(layer: Any, x: Array, cache: KVCache | RollingKVCache, segment_ids: Array | None) -> None:
+def _check_cache(layer: Any, x: Array, cache: KVCache | RollingKVCache, segment_ids: AnyArray | None) -> None:
     if segment_ids is not None:
         raise ValueError(
             "segment_ids: expected None with a cache, received an array; put each sequence in its own row."
