@@ -173,7 +173,7 @@ def load_data(
         texts, held_out = [everything[:cut]], [everything[cut:]]
     train, validation = (np.frombuffer(b"\n".join(part), np.uint8) for part in (texts, held_out))
     kind = "bytes"
-    if not isinstance(vocabulary or Bytes(), Bytes):
+    if vocabulary is not None and not isinstance(vocabulary, Bytes):
         kind = "tokens"
         train, validation = (
             np.array(vocabulary.encode(part.tobytes()), np.int32) for part in (train, validation)
