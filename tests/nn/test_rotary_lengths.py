@@ -52,7 +52,7 @@ def _layer(name):
     return MultiHeadAttention(12, num_heads=2, head_dim=8, rope=rope, key=jax.random.key(0))
 
 
-@pytest.mark.few(1)
+@pytest.mark.slow
 @pytest.mark.parametrize("name", SCALINGS)
 def test_padding_makes_no_row_longer(name):
     layer = _layer(name)
@@ -72,7 +72,7 @@ def test_padding_makes_no_row_longer(name):
     assert_close(layer(poisoned, padding_mask=real, positions=positions)[real], y[real])
 
 
-@pytest.mark.few(1)
+@pytest.mark.slow
 @pytest.mark.parametrize("name", SCALINGS)
 def test_sequences_of_a_batch_have_their_own_lengths(name):
     layer = _layer(name)
