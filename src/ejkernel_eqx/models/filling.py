@@ -8,7 +8,7 @@ import jax.numpy as jnp
 from jax.sharding import NamedSharding, PartitionSpec
 
 from .._errors import CheckpointError
-from ..weights.fill import fill, placed_as, sharding_of
+from ..weights.fill import fill, is_parameter, placed_as, sharding_of
 
 _ROOTS = ("model", "backbone", "model.language_model", "language_model.model", "transformer")
 _EMBEDDINGS = ("embed_tokens.weight", "embeddings.weight", "embedding.weight")
@@ -76,10 +76,6 @@ def _first(view: Any, names: tuple[str, ...]) -> str:
 
 def _stacked(layers: Any, views: list[Any]) -> Any:
     """A stack of layers, filled one after the other into arrays that are written in place."""
-    is_parameter = lambda x: (
-        eqx.is_inexact_array(x)
-        or (isinstance(x, jax.ShapeDtypeStruct) and jnp.issubdtype(x.dtype, jnp.inexact))
-    )
     parameters, rest = eqx.partition(layers, is_parameter)
     one = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape[1:], x.dtype), parameters)
     buffers = None

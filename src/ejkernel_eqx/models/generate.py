@@ -12,9 +12,9 @@ from jax.sharding import NamedSharding, PartitionSpec
 from jax.typing import DTypeLike
 
 from ..nn.arguments import check_key, check_sizes, check_tokens, is_known, read_array
+from ..nn.projection import mesh_of
 from .decoder import Decoder
 from .sampling import sample, Sampling, SamplingArrays
-from .vocabulary import explicit_mesh
 
 _ROUNDING = 64  # lists of tokens are padded to a multiple, so that few lengths are compiled
 
@@ -184,7 +184,7 @@ def _run(
         model, tokens, mask, sampling, stop = eqx.combine(arrays, static)
         return _continued(model, tokens, mask, sampling, stop, most, cache_dtype)
 
-    if (mesh := explicit_mesh(arrays)) is None:
+    if (mesh := mesh_of(arrays)) is None:
         return run(arrays)
     # The compiler places what is in the loop: caches grow out of empty ones, whose layout no type says.
     whole = NamedSharding(mesh, PartitionSpec())

@@ -6,10 +6,6 @@ from typing import Any
 from .. import nn
 
 
-def _lightning(embed_dim: int, *, layer_index: Any, num_layers: int, **options: Any) -> nn.LightningAttention:
-    return nn.LightningAttention(embed_dim, layer_index=layer_index, num_layers=num_layers, **options)
-
-
 def _without_place(layer: Callable[..., Any]) -> Callable[..., Any]:
     """For layers that are the same wherever in the model they are."""
     return lambda embed_dim, *, layer_index, num_layers, **options: layer(embed_dim, **options)
@@ -20,7 +16,7 @@ MIXERS: dict[str, Callable[..., Any]] = {
     "mamba1": _without_place(nn.Mamba1Mixer),
     "mamba2": _without_place(nn.Mamba2Mixer),
     "gated_linear_attention": _without_place(nn.GatedLinearAttention),
-    "lightning_attention": _lightning,
+    "lightning_attention": nn.LightningAttention,
     "kimi_delta_attention": _without_place(nn.KimiDeltaAttention),
     "gated_delta_net": _without_place(nn.GatedDeltaNet),
 }

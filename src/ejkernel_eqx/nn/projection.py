@@ -51,36 +51,58 @@ def project_apart(name: str, layer: Any, x: Array, features: int) -> tuple[Array
 
 
 def _linear(linear: eqx.nn.Linear, x: Array) -> Array:
-    operands = [a.astype(x.dtype) for a in (x, linear.weight, linear.bias) if a is not None]
-    meshes = [mesh for a in operands if (mesh := jax.typeof(a).sharding.mesh).explicit_axes]
-    return _over_mesh(meshes[0], *operands) if meshes else _product(None, *operands)
+    return product(x, linear.weight, linear.bias)
 
 
-def _product(out: NamedSharding | None, x: Array, weight: Array, bias: Array | None = None) -> Array:
-    y = lax.dot_general(x, weight, (((x.ndim - 1,), (1,)), ((), ())), out_sharding=out)
+def product(x: Array, weight: Array, bias: Array | None = None, dtype: Any = None) -> Array:
+    """`x` `[..., in]` times the rows of `weight` `[out, in]`, on any mesh: `[..., out]` in `dtype`, by default that of `x`, to which weight and
+    bias are cast."""
+    operands = [a.astype(x.dtype) for a in (x, weight, bias) if a is not None]
+    mesh = mesh_of(operands)
+    return _product(dtype, None, *operands) if mesh is None else _over_mesh(mesh, dtype, *operands)
+
+
+def _product(
+    dtype: Any, out: NamedSharding | None, x: Array, weight: Array, bias: Array | None = None
+) -> Array:
+    axes = (((x.ndim - 1,), (1,)), ((), ()))
+    y = lax.dot_general(x, weight, axes, preferred_element_type=dtype, out_sharding=out)
     return y if bias is None else y + lax.expand_dims(bias, range(y.ndim - 1))
 
 
 # Compiled: outside `jit`, only compiled functions accept arrays on the mesh together with others that are not.
-@functools.partial(jax.jit, static_argnums=0, inline=True)
-def _over_mesh(mesh: Any, x: Array, weight: Array, bias: Array | None = None) -> Array:
+@functools.partial(jax.jit, static_argnums=(0, 1), inline=True)
+def _over_mesh(mesh: Any, dtype: Any, x: Array, weight: Array, bias: Array | None = None) -> Array:
     """The product if shardings are part of the types: laid out as `x` along the leading axes and as the weight's rows along the last.
     A mesh axis that splits the contracted axis becomes a sum over devices; one that would split both the leading axes and the rows
     stays with `x`, as in training with parameters sharded over the devices of the batch."""
     # Arrays on no mesh are replicated on this one, and so are their gradients.
-    x, weight = (reshard(a, mesh, ()) if jax.typeof(a).sharding.mesh.empty else a for a in (x, weight))
+    x, weight = (on_mesh(mesh, a) for a in (x, weight))
     lead = jax.typeof(x).sharding.spec[:-1]
-    taken = {axis for entry in lead for axis in mesh_axes(entry)}
-    rows = tuple(axis for axis in mesh_axes(jax.typeof(weight).sharding.spec[0]) if axis not in taken) or None
-    bias = None if bias is None else reshard(bias, mesh, (rows,))
-    return _product(NamedSharding(mesh, PartitionSpec(*lead, rows)), x, weight, bias)
+    taken = {axis for entry in lead for axis in _mesh_axes(entry)}
+    rows = (
+        tuple(axis for axis in _mesh_axes(jax.typeof(weight).sharding.spec[0]) if axis not in taken) or None
+    )
+    bias = None if bias is None else _reshard(bias, mesh, (rows,))
+    return _product(dtype, NamedSharding(mesh, PartitionSpec(*lead, rows)), x, weight, bias)
 
 
-def reshard(x: Array, mesh: Any, spec: tuple[Any, ...]) -> Array:
+def mesh_of(arrays: Any) -> Any:
+    """The explicit mesh in the types of the arrays themselves, whatever the context; without one, `None`."""
+    meshes = (jax.typeof(x).sharding.mesh for x in jax.tree.leaves(arrays) if isinstance(x, Array))
+    return next((mesh for mesh in meshes if mesh.explicit_axes), None)
+
+
+def on_mesh(mesh: Any, x: Array) -> Array:
+    """The array, replicated if it was on no mesh."""
+    return _reshard(x, mesh, ()) if jax.typeof(x).sharding.mesh.empty else x
+
+
+def _reshard(x: Array, mesh: Any, spec: tuple[Any, ...]) -> Array:
     return jax.sharding.reshard(x, NamedSharding(mesh, PartitionSpec(*spec)))
 
 
-def mesh_axes(entry: Any) -> tuple[str, ...]:
+def _mesh_axes(entry: Any) -> tuple[str, ...]:
     return () if entry is None else entry if isinstance(entry, tuple) else (entry,)
 
 
