@@ -417,7 +417,7 @@ def test_the_rules_of_cudnn():
         "sinks": [dict(sinks=jnp.ones((4,)))],
         "ALiBi": [dict(alibi_slopes=jnp.ones((4,)))],
         "segment": [dict(segment_ids=jnp.zeros((64,), int))],
-        "per row": [dict(q_offset=jnp.zeros((2,), int)), dict(kv_lengths=jnp.ones((2,), int))],
+        "per-row": [dict(q_offset=jnp.zeros((2,), int)), dict(kv_lengths=jnp.ones((2,), int))],
         "empty": [dict(module=full, t=0)],
         "without keys": [dict(module=windowed, s=58, q_offset=0)],
     }  # fmt: skip

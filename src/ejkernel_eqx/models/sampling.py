@@ -11,7 +11,7 @@ import numpy as np
 from jax import Array
 
 
-def _is_number(value: Any, least: float, most: float) -> bool:
+def _is_number(value: Any, least: int | float, most: int | float) -> bool:
     known = isinstance(value, int | float | np.integer | np.floating) and not isinstance(value, bool)
     return known and math.isfinite(value) and bool(least <= value <= most)
 
