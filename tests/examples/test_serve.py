@@ -409,10 +409,9 @@ def test_pages_are_given_to_the_oldest_first(examples):
 def test_pages_behind_a_window_are_freed(examples, monkeypatch):
     """So a text may be longer than all pages."""
 
-    def windowed(arch, index, **options):
-        layer = examples.train_lm.attention(arch, index, **options)
-        heads = {"num_heads": arch.num_heads, "num_kv_heads": arch.num_kv_heads, "rope": layer.rope}
-        return type(layer)(arch.embed_dim, sliding_window=6, **heads, **options)
+    def windowed(arch):
+        options = dict(examples.train_lm.attention(arch).options)
+        return arch.layer("attention", sliding_window=6, **options)
 
     monkeypatch.setitem(examples.train_lm.MIXERS, "windowed", windowed)
     engine = _engine(examples, "windowed", num_pages=6, max_length=64, max_batch=2)
@@ -454,7 +453,7 @@ def test_quantised_pages(examples):
     requests = _requests(4, 4, most=8)
     texts = _serve(engine, requests)
     assert texts == _alone(engine, requests)
-    assert engine.state.layers[0].k.dtype == jnp.int8
+    assert engine.state.stacks[0].layers[0].k.dtype == jnp.int8
     _check_empty(engine)
 
 
