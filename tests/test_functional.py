@@ -53,7 +53,7 @@ CALLS: dict[str, tuple[dict[str, Any], tuple[Any, ...], dict[str, Any]]] = {
     "linear_attention": (dict(normalize=True), (jnp.exp(q), jnp.exp(k), v), {}),
     "paged_attention": (dict(softmax_scale=0.2), (q[:1], cache()), dict(return_lse=True)),
     "prefill_paged_attention": (dict(sliding_window=4), (q, cache()), starts),
-    "ragged_decode_attention": (dict(softmax_scale=0.2), (q[0], k[None], v[None], 1, 5), {}),
+    "ragged_decode_attention": (dict(softmax_scale=0.2), (q[:1], k[None], v[None], 1, 5), {}),
     "ragged_paged_attention": (dict(append=True), (q, cache(), k, v), starts),
     "scaled_dot_product_attention": (dict(deterministic=True), (q, k, v), dict(is_causal=True)),
     "state_space_v1": (dict(dt_softplus=True), (x, dt, A, B, C), {}),
