@@ -136,6 +136,26 @@ def _normalization() -> list[TuneProblem]:
     return [*problems, named("gated_rms_norm", whole[1], "float32")]
 
 
+def _pooling() -> list[TuneProblem]:
+    """Chunks (sparse attention), rows of sentence encoders, packed sequences and their chunks, segments by id, the largest values."""
+    chunks, rows, packed = (
+        dict(B=4, T=4096, C=2048, L=64),
+        dict(B=64, T=512, C=1024),
+        dict(T=16384, C=2048, S=16),
+    )
+    problems = [
+        named("mean_pooling", size) for size in (chunks, chunks | {"L": 16}, chunks | {"L": 1024}, rows)
+    ]
+    problems += [named("mean_pooling", rows, masked=True), named("mean_pooling", dict(B=4, T=16384, C=4096))]
+    problems += [named("mean_pooling", size, reduction="max") for size in (chunks, rows)]
+    problems += [named("mean_pooling", packed, packed=True), named("mean_pooling", packed, ordered=True)]
+    return [
+        *problems,
+        named("mean_pooling", dict(T=16384, C=2048, L=64, S=272), packed=True),
+        named("mean_pooling", chunks, "float32"),
+    ]
+
+
 def _paged() -> list[TuneProblem]:
     usual = dict(N=64, S=4096, H=32, K=8, D=128)
     # Decoding: pages, batch and context, the heads of published models, windows with sinks, dense keys.
@@ -224,4 +244,5 @@ FAMILIES: dict[str, Family] = {
         _asks_for,
     ),
     "normalization": Family(_normalization, lambda: [named("gated_rms_norm", dict(M=32, F=16), "float32")]),
+    "pooling": Family(_pooling, lambda: [named("mean_pooling", dict(B=2, T=32, C=16, L=8), "float32")]),
 }

@@ -78,14 +78,15 @@ def test_recurrences(name, platform):
     check(call)
 
 
-def test_scans_convolutions_and_norms():
+def test_scans_convolutions_norms_and_pooling():
     x, state = normal(0, 2, 5, 8), normal(1, 2, 8, 4)
     weight, projection = normal(2, 8, 3), normal(3, 2, 5, 4)
 
     def call():
         scan = ejx.StateSpaceV1(dt_softplus=True)
         results = scan(x, x, -jnp.exp(normal(4, 8, 4)), projection, projection, initial_state=state)
-        return results, ejx.CausalConv1d()(x, weight), ejx.GatedRMSNorm()(x, x)
+        pooled = ejx.MeanPooling(chunk_size=4)(x), ejx.MeanPooling("max", normalize=True)(x, lengths=3)
+        return results, ejx.CausalConv1d()(x, weight), ejx.GatedRMSNorm()(x, x), pooled
 
     check(call)
 

@@ -98,6 +98,17 @@ def test_convolution_and_norm(platform):
 
 @pytest.mark.few(1)
 @PLATFORMS
+def test_pooling(platform):
+    """Of the largest values too, with rows and chunks that have none."""
+    x = normal(0, B, T, 8)
+    largest = ejx.MeanPooling("max", chunk_size=2, normalize=True, platform=platform)
+    ids = ejx.MeanPooling(num_segments=3, normalize=True, platform=platform)
+    check(lambda x: largest(x, lengths=jnp.array([5, 0])), x)
+    check(lambda x: ids(x, segment_ids=IDS), x)
+
+
+@pytest.mark.few(1)
+@PLATFORMS
 def test_paged_attention(platform):
     """With a sequence that has neither queries nor keys."""
     cache = ejx.PagedKVCache.init(6, 4, 2, 16).bind(

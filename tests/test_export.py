@@ -189,6 +189,26 @@ def test_scan_convolution_and_norm_of_any_length():
     check(modules, short, sizes, lambda b, t: (normal(0, b, t, 6), ids(b, t)), (2, 50), (1, 3))
 
 
+@pytest.mark.slow
+@pytest.mark.parametrize("reduction", ["mean", "max"])
+def test_pooling_of_any_length(reduction):
+    make = lambda **options: ejx.MeanPooling(reduction, platform="xla", **options)
+    modules = (make(normalize=True), make(chunk_size=7), make(num_segments=3))
+
+    def call(modules, x, segments):
+        rows, chunks, by_id = modules
+        return (
+            rows(x),
+            rows(x, mask=segments == 0),
+            chunks(x),
+            chunks(x, mask=segments > 0),
+            by_id(x, segment_ids=segments),
+        )
+
+    sizes = ("b,t,6", ("b,t", jnp.int32))
+    check(modules, call, sizes, lambda b, t: (normal(0, b, t, 6), ids(b, t)), (2, 50), (1, 3))
+
+
 KEY = jax.random.key(0)
 LAYERS: dict[str, Callable[[], Any]] = {
     "attention": lambda: nn.MultiHeadAttention(

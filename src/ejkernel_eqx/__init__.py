@@ -56,6 +56,7 @@ from .functional import gated_rms_norm as gated_rms_norm
 from .functional import kernel_delta_attention as kernel_delta_attention
 from .functional import lightning_attention as lightning_attention
 from .functional import linear_attention as linear_attention
+from .functional import mean_pooling as mean_pooling
 from .functional import paged_attention as paged_attention
 from .functional import prefill_paged_attention as prefill_paged_attention
 from .functional import ragged_decode_attention as ragged_decode_attention
@@ -76,6 +77,7 @@ from .paged import RaggedBatch as RaggedBatch
 from .paged import RaggedDecodeAttention as RaggedDecodeAttention
 from .paged import RaggedPagedAttention as RaggedPagedAttention
 from .paged import UnifiedAttention as UnifiedAttention
+from .pooling import MeanPooling as MeanPooling
 from .recurrence import DeltaRule as DeltaRule
 from .recurrence import GatedDeltaRule as GatedDeltaRule
 from .recurrence import GatedLinearAttention as GatedLinearAttention

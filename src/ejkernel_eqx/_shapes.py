@@ -9,7 +9,7 @@
 | `R` | output heads of a recurrence: the largest count of its operands' heads; of a latent cache its rank |
 | `I`, `P` | channels of a state space, and those of one of its heads |
 | `N`, `G` | state size, groups; in `N+1` the packed sequences (`S+1` where `N` is the size of a state); of pages the sequences |
-| `C`, `W` | channels and width of a convolution, channels of a norm; `W` also the slots of a rolling cache |
+| `C`, `W` | channels and width of a convolution, channels of a norm or a pooling; `W` also the slots of a rolling cache |
 | `E`, `O` | features of the input and the output of a layer |
 | `C`, `Cv` | of cross attention: features of the inputs of keys and values |
 | `Q` | the most new tokens of a sequence |

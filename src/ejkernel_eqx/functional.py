@@ -24,6 +24,7 @@ from .paged import (
     RaggedPagedAttention,
     UnifiedAttention,
 )
+from .pooling import MeanPooling
 from .recurrence import (
     DeltaRule,
     GatedDeltaRule,
@@ -167,6 +168,7 @@ flash_attention = function_of(FlashAttention)
 scaled_dot_product_attention = function_of(ScaledDotProductAttention)
 causal_conv1d = function_of(CausalConv1d)
 gated_rms_norm = function_of(GatedRMSNorm)
+mean_pooling = function_of(MeanPooling)
 paged_attention = function_of(PagedAttention)
 prefill_paged_attention = function_of(PrefillPagedAttention)
 ragged_decode_attention = function_of(RaggedDecodeAttention)

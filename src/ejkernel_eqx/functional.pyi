@@ -299,6 +299,24 @@ def linear_attention(
     config: Any | None = None,
 ) -> tuple[Float[Array, '*B T R V'], FinalState]: ...
 
+def mean_pooling(
+    x: Float[AnyArray, '*B T C'],
+    *,
+    mask: Bool[Numbers, '*B T'] | None = None,
+    lengths: int | Int[Numbers, '*B'] | None = None,
+    cu_seqlens: Int[Numbers, ' N+1'] | None = None,
+    segment_ids: Int[Numbers, '*B T'] | None = None,
+    reduction: str = 'mean',
+    chunk_size: int | None = None,
+    normalize: bool = False,
+    eps: float = 1e-12,
+    num_segments: int | None = None,
+    max_chunks: int | None = None,
+    indices_are_sorted: bool = False,
+    platform: PlatformLike | None = None,
+    config: Any | None = None,
+) -> Float[Array, '*B ... C']: ...
+
 @overload
 def paged_attention(
     q: Float[AnyArray, '*B N H D'],

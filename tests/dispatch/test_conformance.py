@@ -40,6 +40,11 @@ PROBLEMS: dict[str, list[tuple[dict[str, int], dict[str, object]]]] = {
     "convolution": [({"B": 2, "T": 512, "C": 256, "W": 4}, {})],
     "normalization": [({"B": 2, "M": 512, "F": 128}, {})],
     "paged": [(PAGES, {})],
+    "pooling": [
+        ({"B": 2, "T": 512, "C": 256}, {"masked": True}),
+        ({"B": 2, "T": 512, "C": 256, "L": 64}, {"reduction": "max"}),
+        ({"T": 512, "C": 256, "S": 8}, {"packed": True, "normalize": True}),
+    ],
     kernels.Square.operation: [({"B": 64, "D": 32}, {})],
     kernels.Opaque.operation: [({"B": 64, "D": 32}, {})],
 }
@@ -58,6 +63,7 @@ KERNELS: dict[str, tuple[dict[str, tuple[str, ...]], dict[str, tuple[str, ...]]]
     "convolution": (APPLY, LAUNCH),
     "normalization": (APPLY, LAUNCH),
     "paged": ({"forward": CALL}, {"forward": CALL, "write": ("arrays",)}),
+    "pooling": (APPLY, LAUNCH),
 }
 
 OURS = [
