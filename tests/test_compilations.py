@@ -85,7 +85,10 @@ def test_scans_convolutions_and_norms():
     def call():
         scan = ejx.StateSpaceV1(dt_softplus=True)
         results = scan(x, x, -jnp.exp(normal(4, 8, 4)), projection, projection, initial_state=state)
-        return results, ejx.CausalConv1d()(x, weight), ejx.GatedRMSNorm()(x, x)
+        cell = ejx.Recurrent("rnn")(
+            x, normal(5, 8, 8), normal(6, 8), segment_ids=jnp.zeros((2, 5), jnp.int32)
+        )
+        return results, ejx.CausalConv1d()(x, weight), ejx.GatedRMSNorm()(x, x), cell
 
     check(call)
 

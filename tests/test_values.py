@@ -63,6 +63,7 @@ PACKED = {
     "delta": lambda value: ejx.DeltaRule(platform="xla")(*QKV, jnp.ones((T, 2)), cu_seqlens=value)[0],
     "scan": lambda value: ejx.StateSpaceV1(platform="xla")(*_SCAN, cu_seqlens=value)[0],
     "convolution": lambda value: ejx.CausalConv1d(platform="xla")(_X, normal(6, 6, 4), cu_seqlens=value)[0],
+    "cells": lambda value: ejx.Recurrent("rnn", platform="xla")(_X, normal(6, 6, 6), cu_seqlens=value)[0],
     "sequences": lambda value: sequences.cu_seqlens_to_segment_ids(value, T),
     "sums": lambda value: sequences.chunk_global_cumsum(_X, axis=0, cu_seqlens=value),
     "pages": lambda value: paged((9, 9, 9), ((0, 1), (2, 3), (1, 2)), value),
@@ -86,6 +87,10 @@ NUMBERS = {
             normal(8, 5, 6, 4), state_indices=value), [4, -1, 0], [[5, 0, 1], [3, 3, 1]]),
     "state_indices of a convolution": (
         lambda value: ejx.CausalConv1d(platform="xla").step(_X[:3], normal(6, 6, 4), None, normal(8, 5, 3, 6), state_indices=value),
+        [4, -1, 0], [[5, 0, 1], [3, 3, 1]]),
+    "lengths of a cell": (lambda value: ejx.Recurrent("rnn", platform="xla")(_X[None], normal(6, 6, 6), lengths=value), [T], [[T + 1], [-1]]),
+    "state_indices of a cell": (
+        lambda value: ejx.Recurrent("rnn", platform="xla").step(_X[:3], normal(6, 6, 6), None, normal(8, 5, 6), state_indices=value),
         [4, -1, 0], [[5, 0, 1], [3, 3, 1]]),
 }  # fmt: skip
 
