@@ -227,6 +227,25 @@ def _asks_for(operation: str, problem: Problem) -> bool:
     return decodes or operation not in ("paged_attention", "ragged_decode_attention")
 
 
+def _cells() -> list[TuneProblem]:
+    """Large and small weights, by the number of rows; a GRU has a gate less."""
+    sizes = (
+        dict(B=64, T=512, H=1024),
+        dict(B=256, T=512, H=256),
+        dict(B=64, T=512, H=512),
+        dict(B=1024, T=128, H=128),
+        dict(B=16, T=512, H=2048),
+        dict(B=1, T=512, H=512),
+    )
+    problems = [named("recurrent", size, cell=cell) for size in sizes for cell in ("lstm", "gru")]
+    problems += [named("recurrent", size, cell="rnn") for size in sizes[:2]]
+    return problems + [
+        named("recurrent", dict(B=1, T=16384, H=256, S=64), packed="offsets"),
+        named("recurrent", sizes[1], packed="marks"),
+        named("recurrent", sizes[1], "float32"),
+    ]
+
+
 FAMILIES: dict[str, Family] = {
     "attention": Family(_every_attention, lambda: _attention(attention_problems.TINY), lambda *_: True),
     "recurrence": Family(
@@ -243,6 +262,7 @@ FAMILIES: dict[str, Family] = {
         lambda: [named("paged_attention", dict(N=2, S=160, p=16, H=2, D=16), "float32")],
         _asks_for,
     ),
+    "cells": Family(_cells, lambda: [named("recurrent", dict(B=2, T=8, H=16), "float32")]),
     "normalization": Family(_normalization, lambda: [named("gated_rms_norm", dict(M=32, F=16), "float32")]),
     "pooling": Family(_pooling, lambda: [named("mean_pooling", dict(B=2, T=32, C=16, L=8), "float32")]),
 }

@@ -86,7 +86,10 @@ def test_scans_convolutions_norms_and_pooling():
         scan = ejx.StateSpaceV1(dt_softplus=True)
         results = scan(x, x, -jnp.exp(normal(4, 8, 4)), projection, projection, initial_state=state)
         pooled = ejx.MeanPooling(chunk_size=4)(x), ejx.MeanPooling("max", normalize=True)(x, lengths=3)
-        return results, ejx.CausalConv1d()(x, weight), ejx.GatedRMSNorm()(x, x), pooled
+        cell = ejx.Recurrent("rnn")(
+            x, normal(5, 8, 8), normal(6, 8), segment_ids=jnp.zeros((2, 5), jnp.int32)
+        )
+        return results, ejx.CausalConv1d()(x, weight), ejx.GatedRMSNorm()(x, x), pooled, cell
 
     check(call)
 

@@ -109,6 +109,19 @@ def test_pooling(platform):
 
 @pytest.mark.few(1)
 @PLATFORMS
+@pytest.mark.parametrize("packing", ["segment_ids", "cu_seqlens"])
+@pytest.mark.parametrize("cell", ["lstm", "gru"])
+def test_recurrent_cells(platform, packing, cell):
+    op, gates = ejx.Recurrent(cell, platform=platform), 16 if cell == "lstm" else 12
+    lead = () if packing == "cu_seqlens" else (B,)
+    state = (normal(2, B, 4), normal(3, B, 4)) if cell == "lstm" else normal(2, B, 4)
+    packed = {packing: jnp.array([0, 2, 6]) if packing == "cu_seqlens" else IDS}
+    call = lambda x, weight, bias, state: op(x, weight, bias, initial_state=state, **packed)
+    check(call, normal(0, *lead, T, gates), normal(1, gates, 4), normal(4, gates), state)
+
+
+@pytest.mark.few(1)
+@PLATFORMS
 def test_paged_attention(platform):
     """With a sequence that has neither queries nor keys."""
     cache = ejx.PagedKVCache.init(6, 4, 2, 16).bind(

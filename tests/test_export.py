@@ -220,6 +220,8 @@ LAYERS: dict[str, Callable[[], Any]] = {
     "delta net": lambda: nn.GatedDeltaNet(16, num_k_heads=2, head_dim=8, key=KEY),
     "gated linear": lambda: nn.GatedLinearAttention(16, num_heads=2, key=KEY),
     "lightning": lambda: nn.LightningAttention(16, num_heads=2, key=KEY),
+    "lstm": lambda: nn.LSTM(16, 8, num_layers=2, bidirectional=True, key=KEY),
+    "gru": lambda: nn.GRU(16, 8, key=KEY),
 }
 _DEFAULT = ("attention",)
 

@@ -56,6 +56,7 @@ CALLS: dict[str, tuple[dict[str, Any], tuple[Any, ...], dict[str, Any]]] = {
     "prefill_paged_attention": (dict(sliding_window=4), (q, cache()), starts),
     "ragged_decode_attention": (dict(softmax_scale=0.2), (q[:1], k[None], v[None], 1, 5), {}),
     "ragged_paged_attention": (dict(append=True), (q, cache(), k, v), starts),
+    "recurrent": (dict(cell="gru"), (x, normal(1, 6, 2)), dict(weight_ih=normal(2, 6, 4))),
     "scaled_dot_product_attention": (dict(deterministic=True), (q, k, v), dict(is_causal=True)),
     "state_space_v1": (dict(dt_softplus=True), (x, dt, A, B, C), {}),
     "state_space_v2": (

@@ -26,6 +26,7 @@ FAMILIES = {
     "gated and normed": (ejx.StateSpaceV2, dict(norm="group"), _SSD, dict(z=normal(8, T, 2, 16), norm_weight=jnp.ones((2, 16)))),
     "scan": (ejx.StateSpaceV1, {}, _SCAN, dict(z=normal(8, T, 6))),
     "convolution": (ejx.CausalConv1d, {}, (_X, normal(6, 6, 4)), {}),
+    "cells": (ejx.Recurrent, dict(cell="rnn"), (_X, normal(6, 6, 6)), {}),
 }  # fmt: skip
 
 

@@ -96,6 +96,9 @@ def test_arrays_of_numpy_and_lists_are_legal():
     ejx.MeanPooling()(x, mask=[True] * 5 + [False], lengths=np.int32(4))
     ejx.MeanPooling("max", chunk_size=2)(x, cu_seqlens=[0, 4, 6])
     ejx.MeanPooling(num_segments=3)(x, segment_ids=np.array([0, 0, 1, 2, 1, 1], np.uint8))
+    ejx.Recurrent()(
+        x, numpy(4, 1), initial_state=(numpy(1), numpy(1)), lengths=np.int64(5), resets=[True] + [False] * 5
+    )
 
 
 def test_the_arguments_of_a_batch_are_among_those_of_a_call():
@@ -121,6 +124,9 @@ def test_layers_take_arrays_of_numpy():
         layer(x[0], cu_seqlens=np.array([0, 6]))
         nn.ShortConvolution(8, key=key).step(x[:, 0], numpy(3, 3, 8), state_indices=np.array([2, 0]))
         nn.GatedRMSNorm(8)(x, x)
+        lstm = nn.LSTM(8, 4, key=key)
+        lstm(x, lstm.init_state(2), lengths=np.array([6, 2], np.uint8), resets=~real)
+        nn.GRU(8, 4, key=key)(x[0], cu_seqlens=np.array([0, 4, 6], np.uint16))
         for cache in (nn.KVCache.init(2, 6, 2, 4), nn.RollingKVCache.init(2, 6, 2, 4)):
             cache.append(x.reshape(2, 6, 2, 4), x.reshape(2, 6, 2, 4), mask=real)
 

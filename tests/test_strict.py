@@ -11,6 +11,7 @@ import pytest
 
 import ejkernel_eqx as ejx
 from tests.attention.dense import INTERPRET, normal, qkv
+from tests.cells import cases as cells
 from tests.convolution import cases as convolution
 from tests.nn import paged_layers, recurrent_layers
 from tests.normalization import cases as normalization
@@ -184,6 +185,16 @@ def test_pooling(platform, name):
     case = pooling.CASES[name]
     x, dout = pooling.make(case)
     jax.eval_shape(pooling.results, case.operation(platform), x, case.tables(), dout)
+
+
+@pytest.mark.few(6)
+@PLATFORMS
+@pytest.mark.parametrize("name", cells.CASES)
+def test_cells(platform, name):
+    case = cells.CASES[name]
+    arrays, cotangents = cells.make(case)
+    operation = case.operation(platform=platform)
+    jax.eval_shape(cells.results, operation, arrays, case.packing, cotangents)
 
 
 QUERIES = {"query_start_loc": jnp.array([0, 2, 5]), "max_query_len": 3}

@@ -4,14 +4,16 @@
 |---|---|
 | `*B` | any number of leading axes, also none: the batch |
 | `T`, `S` | tokens; of attention the queries and the keys |
-| `H`, `K` | heads; of attention those of the queries and those of the keys and values |
+| `H`, `K` | heads; of attention those of the queries and those of the keys and values; `H` also the hidden features of a recurrent cell |
 | `D`, `V` | channels of a query or key, and of a value |
 | `R` | output heads of a recurrence: the largest count of its operands' heads; of a latent cache its rank |
 | `I`, `P` | channels of a state space, and those of one of its heads |
 | `N`, `G` | state size, groups; in `N+1` the packed sequences (`S+1` where `N` is the size of a state); of pages the sequences |
+| `G`, `I` | of a recurrent cell: gates times `H`, inputs |
 | `C`, `W` | channels and width of a convolution, channels of a norm or a pooling; `W` also the slots of a rolling cache |
 | `E`, `O` | features of the input and the output of a layer |
 | `C`, `Cv` | of cross attention: features of the inputs of keys and values |
+| `L` | layers of recurrent cells, times their directions |
 | `Q` | the most new tokens of a sequence |
 | `n` | sinks of a head |
 

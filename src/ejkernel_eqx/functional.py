@@ -15,6 +15,7 @@ import jax.core
 from . import attention as _attention
 from ._kernel import Kernel, make_plan, Plan, with_plan
 from .attention import Attention, FlashAttention, ScaledDotProductAttention
+from .cells import Recurrent
 from .convolution import CausalConv1d
 from .normalization import GatedRMSNorm
 from .paged import (
@@ -169,6 +170,7 @@ scaled_dot_product_attention = function_of(ScaledDotProductAttention)
 causal_conv1d = function_of(CausalConv1d)
 gated_rms_norm = function_of(GatedRMSNorm)
 mean_pooling = function_of(MeanPooling)
+recurrent = function_of(Recurrent)
 paged_attention = function_of(PagedAttention)
 prefill_paged_attention = function_of(PrefillPagedAttention)
 ragged_decode_attention = function_of(RaggedDecodeAttention)

@@ -19,6 +19,8 @@ from ._shapes import Numbers
 from .attention.masks.mask import Mask
 from .attention.signature import Output
 from .attention.signature import WithLse
+from .cells.recurrent import NewState
+from .cells.recurrent import State
 from .dispatch import PlatformLike
 from .paged.cache.cache import PagedKVCache
 from .paged.cache.cache import PagedLatentCache
@@ -533,6 +535,28 @@ def ragged_paged_attention(
     platform: PlatformLike | None = None,
     config: Any | None = None,
 ) -> tuple[Float[Array, '*B T H V'], Float[Array, '*B T H'], C]: ...
+
+def recurrent(
+    inputs: Float[AnyArray, '*B T I'],
+    weight_hh: Float[AnyArray, 'G H'],
+    bias_hh: Float[AnyArray, ' G'] | None = None,
+    *,
+    weight_ih: Float[AnyArray, 'G I'] | None = None,
+    bias_ih: Float[AnyArray, ' G'] | None = None,
+    initial_state: State | None = None,
+    lengths: Int[Numbers, '*B'] | None = None,
+    resets: Bool[Numbers, '*B T'] | None = None,
+    cu_seqlens: Int[Numbers, ' N+1'] | None = None,
+    segment_ids: Int[Numbers, '*B T'] | None = None,
+    state_indices: Int[Numbers, ' B'] | None = None,
+    cell: str = 'lstm',
+    activation: str = 'tanh',
+    gate_activation: str = 'sigmoid',
+    reverse: bool = False,
+    state_dtype: DTypeLike | None = None,
+    platform: PlatformLike | None = None,
+    config: Any | None = None,
+) -> tuple[Float[Array, '*B T H'], NewState]: ...
 
 @overload
 def scaled_dot_product_attention(

@@ -28,6 +28,8 @@ BUILDS = {
     "attention": attention,
     "attention, a norm of all heads": attention,
     "attention, a rolling cache": attention,
+    "lstm": lambda name: ejx.nn.LSTM(EMBED, 8, num_layers=2, key=jax.random.key(0)),
+    "gru": lambda name: ejx.nn.GRU(EMBED, 8, key=jax.random.key(0)),
     **dict.fromkeys(LAYERS, build),
 }
 

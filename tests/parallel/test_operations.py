@@ -123,6 +123,38 @@ CASES = {
         ((ROWS, None, HEADS), (ROWS, None, HEADS)),
         ("x", "weight", "bias"),
     ),
+    "lstm": Case(
+        lambda platform: (
+            lambda inputs, hidden, cell, **arrays: ejx.Recurrent(platform=platform)(
+                inputs, **arrays, initial_state=(hidden, cell), segment_ids=IDS
+            )
+        ),
+        {
+            "inputs": normal(0, 4, 6, 5),
+            "weight_hh": normal(1, 32, 8) / 4,
+            "bias_hh": normal(2, 32),
+            "weight_ih": normal(3, 32, 5) / 4,
+            "hidden": normal(4, 4, 8),
+            "cell": normal(5, 4, 8),
+        },
+        {
+            "inputs": (ROWS,),
+            "weight_hh": (),
+            "bias_hh": (),
+            "weight_ih": (),
+            "hidden": (ROWS,),
+            "cell": (ROWS,),
+        },
+        ((ROWS,), (ROWS,), (ROWS,)),
+        ("inputs", "weight_hh", "bias_hh", "weight_ih", "hidden", "cell"),
+    ),
+    "gru": Case(
+        called(lambda platform: ejx.Recurrent("gru", reverse=True, platform=platform)),
+        {"inputs": normal(0, 4, 6, 24), "weight_hh": normal(1, 24, 8) / 4, "bias_hh": normal(2, 24)},
+        {"inputs": (ROWS,), "weight_hh": (), "bias_hh": ()},
+        ((ROWS,), (ROWS,)),
+        ("inputs", "weight_hh", "bias_hh"),
+    ),
     "norm": Case(
         called(lambda platform: ejx.GatedRMSNorm(group_size=4, platform=platform)),
         {"x": normal(0, 4, 6, 8), "z": normal(1, 4, 6, 8), "weight": normal(2, 8)},

@@ -3,6 +3,11 @@
 from .alibi import alibi_slopes as alibi_slopes
 from .attention import MultiHeadAttention as MultiHeadAttention
 from .cache_state import CacheState as CacheState
+from .cell_layer import CellLayer as CellLayer
+from .cell_layer import CellState as CellState
+from .cells import GRU as GRU
+from .cells import LSTM as LSTM
+from .cells import RNN as RNN
 from .gated_delta_net import GatedDeltaNet as GatedDeltaNet
 from .gated_linear_attention import GatedLinearAttention as GatedLinearAttention
 from .gated_rms_norm import GatedRMSNorm as GatedRMSNorm

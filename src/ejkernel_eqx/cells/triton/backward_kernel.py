@@ -1,0 +1,135 @@
+"""The backward pass over time, from the last step to the first. A step adds to the gradient of the state what the gates of the next token
+contribute, and from it computes the gradients of its own gates. Rows and columns are distributed as in the forward pass."""
+
+import triton
+import triton.language as tl
+
+from .tile import activate, gate, gate_slope, marks_of, rows_of, slope, within
+
+
+# fmt: off
+@triton.jit
+def _product(gradients_ptr, weight_ptr, token, inside, n,
+             H: tl.constexpr, GATES: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr,
+             PRECISION: tl.constexpr):
+    """The gradients of the products of these tokens times the columns `n` of the weight, `[BM, BN]`."""
+    total = tl.zeros([BLOCK_M, BLOCK_N], tl.float32)  # [BM, BN]
+    for first in range(0, GATES * H, BLOCK_K):
+        k = first + tl.arange(0, BLOCK_K)  # [BK]
+        at = token[:, None] * (GATES * H) + k[None, :]  # [BM, BK]
+        d = tl.load(gradients_ptr + at, mask=within(inside, k, GATES * H), other=0.0)  # [BM, BK]
+        w = tl.load(weight_ptr + k[:, None] * H + n[None, :], mask=within(k < GATES * H, n, H), other=0.0)  # [BK, BN]
+        total = tl.dot(d, w, total, input_precision=PRECISION)
+    return total
+
+
+@triton.jit
+def _gates(gates_ptr, token, n, mask, H: tl.constexpr, PARTS: tl.constexpr):
+    """What the gates are functions of: a tuple of tiles `[BM, BN]`."""
+    parts = ()
+    for part in tl.static_range(PARTS):  # pyright: ignore[reportGeneralTypeIssues]
+        at = token[:, None] * (PARTS * H) + (part * H + n)[None, :]  # [BM, BN]
+        parts = parts + (tl.load(gates_ptr + at, mask=mask, other=0.0),)
+    return parts
+
+
+@triton.jit
+def _put(gradients_ptr, gradient, real, token, n, mask,
+         part: tl.constexpr, H: tl.constexpr, GATES: tl.constexpr, MARKS: tl.constexpr):
+    """Stores the gradient of a gate, which is zero at padding."""
+    if MARKS:
+        gradient = tl.where(real[:, None], gradient, 0.0)
+    at = token[:, None] * (GATES * H) + (part * H + n)[None, :]  # [BM, BN]
+    tl.store(gradients_ptr + at, gradient.to(gradients_ptr.dtype.element_ty), mask=mask)
+
+
+@triton.jit
+def backward_kernel(
+    gates_ptr, cells_ptr, states_ptr, initial_ptr, weight_ptr, dout_ptr,  # [tokens, PARTS H], [tokens, H], [tokens, H], [R, H], [G, H], [tokens, H]
+    bounds_ptr, marks_ptr, step_ptr, R,  # [R, 2]: first token and length, [tokens], [1]
+    dhidden_before_ptr, dcell_before_ptr, dproduct_before_ptr, dx_before_ptr,  # what the outputs start with
+    dhidden_ptr, dcell_ptr,  # [R, H] in float32: the gradients of the final states, then of the initial ones
+    dproduct_ptr, dx_ptr,  # [tokens, G]; for a GRU those of x differ from those of the products in n
+    H: tl.constexpr, CELL: tl.constexpr, GATES: tl.constexpr, ACTIVATION: tl.constexpr, GATE: tl.constexpr, INITIAL: tl.constexpr,
+    PARTS: tl.constexpr, MARKS: tl.constexpr, PER_STEP: tl.constexpr, FAST: tl.constexpr, EXACT: tl.constexpr, PRECISION: tl.constexpr,
+    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr,
+):
+    columns: tl.constexpr = (H + BLOCK_N - 1) // BLOCK_N
+    row, begin, length, mine = rows_of(bounds_ptr, R, columns if PER_STEP else 1, BLOCK_M)  # pyright: ignore[reportGeneralTypeIssues]
+    # Steps are counted back from the last one; the one before the first token completes the gradient of the initial state.
+    longest = tl.max(length, 0)
+    start, end = 0, longest + 1
+    first_tile, end_tile = 0, columns
+    if PER_STEP:
+        # Counted from the longest of all rows.
+        start = tl.load(step_ptr + 1) + longest - tl.load(step_ptr)
+        end = tl.minimum(start + 1, longest + 1)
+        start = tl.maximum(start, 0)
+        first_tile, end_tile = mine, mine + 1
+    for back in range(start, end):
+        t = longest - 1 - back
+        inside, follows = (t >= 0) & (t < length), t + 1 < length  # [BM]
+        token = begin + t  # [BM]
+        fresh, real = marks_of(marks_ptr, token, inside, MARKS)
+        starts, _ = marks_of(marks_ptr, token + 1, follows, MARKS)
+        for tile in range(first_tile, end_tile):
+            n = tile * BLOCK_N + tl.arange(0, BLOCK_N)  # [BN]
+            mask, alive = within(inside, n, H), within((t < length) & (length > 0), n, H)  # [BM, BN]
+            at, along = row[:, None] * H + n[None, :], token[:, None] * H + n[None, :]  # [BM, BN]
+            # Loaded before the product, which hides the time that this takes.
+            dh = tl.load(dhidden_ptr + at, mask=alive, other=0.0)  # [BM, BN]
+            dout = tl.load(dout_ptr + along, mask=mask, other=0.0)  # [BM, BN]
+            parts = _gates(gates_ptr, token, n, mask, H, PARTS)  # tiles [BM, BN]
+            if CELL == "lstm":
+                dc = tl.load(dcell_ptr + at, mask=alive, other=0.0)  # [BM, BN]
+                cell = tl.load(cells_ptr + along, mask=mask, other=0.0)  # [BM, BN]
+                earlier = mask & ((t > 0) & (fresh == 0))[:, None]  # [BM, BN]
+                before = tl.load(cells_ptr + along - H, mask=earlier, other=0.0).to(tl.float32)  # [BM, BN]
+                if INITIAL:
+                    first = mask & ((t == 0) & (fresh == 0))[:, None]  # [BM, BN]
+                    before += tl.load(initial_ptr + at, mask=first, other=0.0)
+            if CELL == "gru":
+                before = tl.load(states_ptr + along, mask=mask, other=0.0).to(tl.float32)  # [BM, BN]
+            dh += _product(dproduct_ptr, weight_ptr, token + 1, follows, n, H, GATES, BLOCK_M, BLOCK_N, BLOCK_K, PRECISION)
+            if MARKS:  # the state before a token that starts is not read
+                dh = tl.where(starts[:, None], 0.0, dh)
+                if CELL == "lstm":
+                    dc = tl.where(starts[:, None], 0.0, dc)
+            # The gradient of the state after the token, and what of it reaches the state before it without a product.
+            dh += dout.to(tl.float32)
+            passing = tl.zeros([BLOCK_M, BLOCK_N], tl.float32)  # [BM, BN]
+
+            if CELL == "lstm":
+                pi, pf = parts[0].to(tl.float32), parts[1].to(tl.float32)  # [BM, BN]
+                pg, po, c = parts[2].to(tl.float32), parts[3].to(tl.float32), cell.to(tl.float32)
+                i, f, o = gate(pi, GATE, FAST), gate(pf, GATE, FAST), gate(po, GATE, FAST)
+                g, bent = activate(pg, ACTIVATION, FAST, EXACT), activate(c, ACTIVATION, FAST, EXACT)
+                new = dc + dh * o * slope(c, bent, ACTIVATION, FAST)
+                _put(dproduct_ptr, new * g * gate_slope(pi, i, GATE), real, token, n, mask, 0, H, GATES, MARKS)
+                _put(dproduct_ptr, new * before * gate_slope(pf, f, GATE), real, token, n, mask, 1, H, GATES, MARKS)
+                _put(dproduct_ptr, new * i * slope(pg, g, ACTIVATION, FAST), real, token, n, mask, 2, H, GATES, MARKS)
+                _put(dproduct_ptr, dh * bent * gate_slope(po, o, GATE), real, token, n, mask, 3, H, GATES, MARKS)
+                tl.store(dcell_ptr + at, tl.where(real[:, None], new * f, dc), mask=alive)
+            elif CELL == "gru":
+                pr, pz = parts[0].to(tl.float32), parts[1].to(tl.float32)  # [BM, BN]
+                un = parts[3].to(tl.float32)
+                r, z = gate(pr, GATE, FAST), gate(pz, GATE, FAST)
+                pn = parts[2].to(tl.float32) + r * un
+                y = activate(pn, ACTIVATION, FAST, EXACT)
+                dn = dh * (1.0 - z) * slope(pn, y, ACTIVATION, FAST)
+                dr, dz = dn * un * gate_slope(pr, r, GATE), dh * (before - y) * gate_slope(pz, z, GATE)
+                _put(dproduct_ptr, dr, real, token, n, mask, 0, H, GATES, MARKS)
+                _put(dproduct_ptr, dz, real, token, n, mask, 1, H, GATES, MARKS)
+                _put(dproduct_ptr, dn * r, real, token, n, mask, 2, H, GATES, MARKS)
+                _put(dx_ptr, dr, real, token, n, mask, 0, H, GATES, MARKS)
+                _put(dx_ptr, dz, real, token, n, mask, 1, H, GATES, MARKS)
+                _put(dx_ptr, dn, real, token, n, mask, 2, H, GATES, MARKS)
+                passing = z * dh
+            else:
+                p = parts[0].to(tl.float32)  # [BM, BN]
+                dp = dh * slope(p, activate(p, ACTIVATION, FAST, EXACT), ACTIVATION, FAST)
+                _put(dproduct_ptr, dp, real, token, n, mask, 0, H, GATES, MARKS)
+            # Without a real token there (padding, or before the first), all of the gradient passes.
+            tl.store(dhidden_ptr + at, tl.where(real[:, None], passing, dh), mask=alive)
+        # All tiles of the next step read what all threads have written.
+        tl.debug_barrier()

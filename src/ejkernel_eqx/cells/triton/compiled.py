@@ -1,0 +1,217 @@
+"""Platform `triton`: the host side. Support, and the launches of forward and backward."""
+
+import functools
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax import Array, lax
+
+from ...core.platforms import kernels_unavailable
+from ...dispatch import BOTH, DeviceFacts, FORWARD, Problem
+from ...launch import Execute, given, Launcher, NOTHING, result, run
+from ...launch.sizes import cdiv
+from ..spec import CellArrays, CellSpec, GATES
+from . import backward_kernel, forward_kernel, tile_sizes
+from .rows import Rows, rows_of
+from .tile_sizes import CellTile, TritonConfig
+
+Named = dict[str, Array]
+
+OPAQUE = True
+PARTS = {"forward": FORWARD, "backward": BOTH}
+"""The fields of a configuration that are tuned one after the other, and whether only the forward pass is timed."""
+config_type = TritonConfig
+unavailable = kernels_unavailable
+default_config = tile_sizes.default_config
+candidates = tile_sizes.candidates
+config_unsupported = tile_sizes.config_unsupported
+
+
+def unsupported(problem: Problem, device: DeviceFacts) -> str | None:
+    if "float64" in dict(problem.dtypes).values():
+        return "takes float32, float16 and bfloat16, not float64"
+    return None
+
+
+def forward(
+    arrays: CellArrays, spec: CellSpec, config: TritonConfig, *, save: bool = True, execute: Execute = run
+) -> Named:
+    """`out`, the final states, and of an LSTM with `save` the `cells [B, T, H]` after every token."""
+    call = _Call(arrays, spec, config, config.forward, execute)
+    dtype, tokens, features = arrays.x.dtype, call.tokens, call.features
+    hidden = call.states(arrays.hidden)
+    narrow = hidden.astype(dtype)
+    keeps = save and spec.cell == "lstm"
+    outputs = {
+        "hidden": hidden,
+        "cell": call.cells(arrays.cell),
+        "operand": jnp.stack([narrow, jnp.zeros_like(narrow)]),
+        "out": result(tokens, features, dtype=dtype),
+        "cells": result(tokens, features, dtype=dtype) if keeps else NOTHING,
+    }
+    weight = jnp.swapaxes(arrays.weight.astype(dtype), 0, 1)
+    launch = functools.partial(
+        call.launch.knowing({"weight": weight}, SAVE=keeps), forward_kernel.forward_kernel, config.forward
+    )
+    results = call.walk(launch, outputs, call.rows.longest, lambda step: step[None])
+    out = {
+        "out": results["out"].reshape(*arrays.x.shape[:2], features),
+        "final_hidden": call.final(results["hidden"]),
+    }
+    if spec.cell == "lstm":
+        out["final_cell"] = call.final(results["cell"])
+        if save:
+            out["cells"] = results["cells"].reshape(out["out"].shape)
+    return out
+
+
+def backward(
+    arrays: CellArrays,
+    spec: CellSpec,
+    config: TritonConfig,
+    saved: Named,
+    cotangents: Named,
+    *,
+    execute: Execute = run,
+) -> Named:
+    """The gradient of every float array. The gates are recomputed by one product over all tokens, and the gradient of the weight is another."""
+    call = _Call(arrays, spec, config, config.backward, execute)
+    x, tokens, features = arrays.x, call.tokens, call.features
+    flat = lambda a: a.reshape(tokens, a.shape[-1])
+    before = call.rows.before(
+        flat(saved["out"]), None if arrays.hidden is None else call.states(arrays.hidden)
+    )
+    is_gru = spec.cell == "gru"
+    gradients = result(tokens, x.shape[-1], dtype=x.dtype)
+    outputs = {
+        "dhidden": call.states(cotangents["final_hidden"]),
+        "dcell": call.cells(cotangents.get("final_cell")),
+        "dproduct": gradients,
+        "dx": gradients if is_gru else NOTHING,
+    }
+    given_arrays = {
+        "gates": call.gates(flat(x), before),
+        "cells": flat(saved["cells"]) if "cells" in saved else None,
+        "states": before,
+        "initial": call.cells(arrays.cell),
+        "weight": arrays.weight.astype(x.dtype),
+        "dout": flat(cotangents["out"]),
+    }
+    launch = functools.partial(
+        call.launch.knowing(given_arrays, PARTS=1 if spec.cell == "rnn" else 4, **given(INITIAL=arrays.cell)),
+        backward_kernel.backward_kernel,
+        config.backward,
+    )
+    longest = call.rows.longest
+    pair = lambda back: jnp.stack([jnp.asarray(longest, jnp.int32), back])
+    results = call.walk(launch, outputs, longest + 1, pair)
+    dproduct = call.rows.clear(results["dproduct"])
+    dx = call.rows.clear(results["dx"]) if is_gru else dproduct
+    grads = {
+        "x": dx.reshape(x.shape),
+        "weight": _dot(dproduct, before, (0, 0), jnp.float32),
+    }
+    if arrays.bias is not None:
+        grads["bias"] = jnp.sum(dproduct[:, 2 * features :].astype(jnp.float32), 0)
+    if arrays.hidden is not None:
+        grads["hidden"] = results["dhidden"].reshape(arrays.hidden.shape)
+    if arrays.cell is not None:
+        grads["cell"] = results["dcell"].reshape(arrays.cell.shape)
+    return grads
+
+
+def _dot(x: Array, y: Array, axes: tuple[int, int], dtype: Any) -> Array:
+    precision = lax.Precision.HIGHEST if x.dtype == jnp.float32 else None
+    return lax.dot_general(
+        x, y, (((axes[0],), (axes[1],)), ((), ())), precision=precision, preferred_element_type=dtype
+    )
+
+
+class _Call:
+    """One call: its rows, and the arguments that both kernels share."""
+
+    def __init__(
+        self, arrays: CellArrays, spec: CellSpec, config: TritonConfig, tile: CellTile, execute: Execute
+    ):
+        self.arrays, self.spec, self.tile = arrays, spec, tile
+        self.features = arrays.weight.shape[-1]
+        self.tokens = arrays.x.shape[0] * arrays.x.shape[1]
+        self.rows: Rows = rows_of(arrays)
+        numbers = {
+            "R": self.rows.count,
+            "H": self.features,
+            "CELL": spec.cell,
+            "GATES": GATES[spec.cell],
+            "ACTIVATION": spec.activation,
+            "GATE": spec.gate_activation,
+            "MARKS": arrays.marks is not None,
+            "PRECISION": config.float32_dot,
+            "FAST": config.fast_sigmoid,
+            "EXACT": arrays.x.dtype == jnp.float32,
+            **given(BIAS=arrays.bias),
+        }
+        named = {
+            "x": arrays.x,
+            "bias": arrays.bias,
+            "bounds": self.rows.bounds,
+            "marks": arrays.marks,
+            "step": None,
+        }
+        self.launch = Launcher("cells", named, numbers, arrays.x, execute)
+
+    @property
+    def programs(self) -> int:
+        columns = cdiv(self.features, self.tile.block_n) if self.tile.per_step else 1
+        return cdiv(self.rows.count, self.tile.block_m) * columns
+
+    def states(self, given: Array | None) -> Array:
+        """States as the kernels see them, `[R, H]` in float32."""
+        shape = self.rows.count, self.features
+        return jnp.zeros(shape, jnp.float32) if given is None else given.astype(jnp.float32).reshape(shape)
+
+    def cells(self, given: Array | None) -> Array:
+        """The same for cell states; a single number if there are none."""
+        return self.states(given) if self.spec.cell == "lstm" else jnp.zeros(1, jnp.float32)
+
+    def final(self, states: Array) -> Array:
+        """Final states in the caller's layout."""
+        batch = self.arrays.x.shape[0]
+        shape = (batch, self.features) if self.arrays.offsets is None else (batch, -1, self.features)
+        return states.reshape(shape).astype(self.spec.state_dtype)
+
+    def gates(self, x: Array, before: Array) -> Array:
+        """What the gates are functions of: the sums of projected inputs and products, for n of a GRU both of them apart."""
+        product = _dot(before, self.arrays.weight.astype(x.dtype), (1, 1), jnp.float32)
+        wide = x.astype(jnp.float32)
+        if self.spec.cell != "gru":
+            return (wide + product).astype(x.dtype)
+        sums, both = wide + product, 2 * self.features
+        inner = product[:, both:]
+        if self.arrays.bias is not None:
+            inner = inner + self.arrays.bias.astype(jnp.float32)[None]
+        return jnp.concatenate([sums[:, :both], wide[:, both:], inner], 1).astype(x.dtype)
+
+    def walk(
+        self,
+        launch: Callable[..., Named],
+        outputs: dict[str, Any],
+        steps: Any,
+        told: Callable[[Array], Array],
+    ) -> Named:
+        """Launches the kernel once, or once per step; `told` is what a launch is told about its step. Outputs given as arrays start as these."""
+        shapes = {name: result(*x.shape, dtype=x.dtype) for name, x in outputs.items()}
+        started = {name: x for name, x in outputs.items() if isinstance(x, Array)}
+
+        def one(before: Named, step: Array | None) -> Named:
+            arrays: dict[str, Any] = {f"{name}_before": before.get(name) for name in outputs} | {"step": step}
+            aliases = {f"{name}_before": name for name in before}
+            return launch(shapes, self.programs, arrays, aliases=aliases)
+
+        if not self.tile.per_step:
+            return one(started, None)
+        # The outputs are carried from launch to launch, and written in place.
+        carried = {name: started.get(name, jnp.zeros(x.shape, x.dtype)) for name, x in shapes.items()}
+        body = lambda step, carried: one(carried, told(jnp.asarray(step, jnp.int32)))
+        return jax.lax.fori_loop(0, steps, body, carried)

@@ -1,0 +1,96 @@
+"""What the kernels share: which tokens a program has at a step, activations and their derivatives."""
+
+import triton
+import triton.language as tl
+
+from ...launch.activations import sigmoid
+
+_STARTS, _PADDING = tl.constexpr(1), tl.constexpr(2)
+
+
+@triton.jit
+def rows_of(bounds_ptr, R, TILES: tl.constexpr, BLOCK_M: tl.constexpr):
+    """The rows of a program `[BM]`, their first tokens and lengths, and its tile of columns."""
+    pid = tl.program_id(0)
+    row = pid // TILES * BLOCK_M + tl.arange(0, BLOCK_M)  # [BM]
+    begin = tl.load(bounds_ptr + 2 * row, mask=row < R, other=0).to(tl.int64)  # [BM]
+    length = tl.load(bounds_ptr + 2 * row + 1, mask=row < R, other=0)  # [BM]
+    return row.to(tl.int64), begin, length, pid % TILES
+
+
+@triton.jit
+def marks_of(marks_ptr, token, inside, MARKS: tl.constexpr):
+    """Whether the tokens start from zeros, and whether they are real, `[BM]` each; tokens that are not inside do neither."""
+    starts = inside & (token < 0)
+    real = inside
+    if MARKS:
+        mark = tl.load(marks_ptr + token, mask=inside, other=0)  # [BM]
+        starts = inside & (mark == _STARTS)
+        real = inside & (mark != _PADDING)
+    return starts, real
+
+
+@triton.jit
+def within(rows, columns, SIZE: tl.constexpr):
+    """`[rows, columns]`: these rows, and columns that exist; no test if blocks of columns are whole."""
+    if ((columns.shape[0] - 1) & SIZE) == 0:  # the block is a power of two
+        return rows[:, None] & tl.full([1, columns.shape[0]], 1, tl.int1)
+    return rows[:, None] & (columns < SIZE)[None, :]
+
+
+@triton.jit
+def gate(x, GATE: tl.constexpr, FAST: tl.constexpr):
+    if GATE == "hard_sigmoid":
+        return tl.minimum(tl.maximum(x + 3.0, 0.0), 6.0) * (1.0 / 6.0)
+    return sigmoid(x, FAST)
+
+
+@triton.jit
+def gate_slope(x, y, GATE: tl.constexpr):
+    """The derivative of `y = gate(x)`."""
+    if GATE == "hard_sigmoid":
+        return tl.where((x > -3.0) & (x < 3.0), 1.0 / 6.0, 0.0)
+    return y * (1.0 - y)
+
+
+@triton.jit
+def tanh(x, FAST: tl.constexpr, EXACT: tl.constexpr):
+    """From a sigmoid, with an absolute error of 1e-7. `EXACT`: with a small relative error also near zero, by the series there."""
+    y = 2.0 * sigmoid(2.0 * x, FAST) - 1.0
+    if EXACT:
+        s = x * x
+        series = x * (1.0 - s * (1.0 / 3.0 - s * (2.0 / 15.0 - s * (17.0 / 315.0))))
+        y = tl.where(tl.abs(x) < 0.2, series, y)
+    return y
+
+
+@triton.jit
+def activate(x, ACTIVATION: tl.constexpr, FAST: tl.constexpr, EXACT: tl.constexpr):
+    if ACTIVATION == "relu":
+        return tl.maximum(x, 0.0)
+    if ACTIVATION == "sigmoid":
+        return sigmoid(x, FAST)
+    if ACTIVATION == "hard_tanh":
+        return tl.minimum(tl.maximum(x, -1.0), 1.0)
+    if ACTIVATION == "silu":
+        return x * sigmoid(x, FAST)
+    if ACTIVATION == "identity":
+        return x
+    return tanh(x, FAST, EXACT)
+
+
+@triton.jit
+def slope(x, y, ACTIVATION: tl.constexpr, FAST: tl.constexpr):
+    """The derivative of `y = activate(x)`."""
+    if ACTIVATION == "relu":
+        return tl.where(x > 0.0, 1.0, 0.0)
+    if ACTIVATION == "sigmoid":
+        return y * (1.0 - y)
+    if ACTIVATION == "hard_tanh":
+        return tl.where((x >= -1.0) & (x <= 1.0), 1.0, 0.0)
+    if ACTIVATION == "silu":
+        s = sigmoid(x, FAST)
+        return s * (1.0 + x * (1.0 - s))
+    if ACTIVATION == "identity":
+        return tl.full(x.shape, 1.0, tl.float32)
+    return 1.0 - y * y
