@@ -12,6 +12,7 @@
 | `C`, `W` | channels and width of a convolution, channels of a norm; `W` also the slots of a rolling cache |
 | `E`, `O` | features of the input and the output of a layer |
 | `C`, `Cv` | of cross attention: features of the inputs of keys and values |
+| `M`, `K`, `N`, `E` | of a grouped matmul: rows, the contracted axis, columns, groups |
 | `Q` | the most new tokens of a sequence |
 | `n` | sinks of a head |
 

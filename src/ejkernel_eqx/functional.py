@@ -16,6 +16,7 @@ from . import attention as _attention
 from ._kernel import Kernel, make_plan, Plan, with_plan
 from .attention import Attention, FlashAttention, ScaledDotProductAttention
 from .convolution import CausalConv1d
+from .matmul import GroupedMatmul
 from .normalization import GatedRMSNorm
 from .paged import (
     PagedAttention,
@@ -167,6 +168,7 @@ flash_attention = function_of(FlashAttention)
 scaled_dot_product_attention = function_of(ScaledDotProductAttention)
 causal_conv1d = function_of(CausalConv1d)
 gated_rms_norm = function_of(GatedRMSNorm)
+grouped_matmul = function_of(GroupedMatmul)
 paged_attention = function_of(PagedAttention)
 prefill_paged_attention = function_of(PrefillPagedAttention)
 ragged_decode_attention = function_of(RaggedDecodeAttention)
