@@ -58,6 +58,7 @@ def make(case: Case, seed: int = 0) -> tuple[Named, Any]:
     count, width = sizes.shape[-1], case.N * (2 if case.gated in ("halves", "interleaved") else 1)
     rows = case.M if case.gathered is None else case.gathered
     normal = lambda *shape: rng.standard_normal(shape)
+    wide = "float64" if case.dtype == "float64" else "float32"
     given: Named = {"lhs": jnp.asarray(normal(*lead, rows, case.K), case.dtype)}
 
     def side(name: str, scale: str, bias: str) -> Named:
@@ -69,7 +70,7 @@ def make(case: Case, seed: int = 0) -> tuple[Named, Any]:
             stored, found[scale] = quantise(jnp.asarray(w.swapaxes(1, 2), jnp.float32), case.stored)
             w = stored.swapaxes(1, 2)
         found[name] = w.swapaxes(1, 2) if case.transpose else w
-        return found | ({bias: jnp.asarray(normal(count, width), jnp.float32)} if case.bias else {})
+        return found | ({bias: jnp.asarray(normal(count, width), wide)} if case.bias else {})
 
     given |= side("rhs", "rhs_scale", "bias")
     given |= side("up", "up_scale", "up_bias") if case.gated == "pair" else {}

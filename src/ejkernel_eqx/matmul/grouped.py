@@ -11,12 +11,12 @@ from .._kernel import Kernel, Plan
 from .._shapes import AnyArray, Float, Int, Numbers
 from ..core.plans import plan_of
 from ..core.platforms import register
-from ..dispatch import Platform, PlatformLike
+from ..dispatch import PlatformLike
 from .arguments import check_options, check_out_dtype, resolve, result_shape, RightSide
 from .core import GROUPED
 from .spec import GroupedSpec
 
-register("grouped_matmul", __package__, (Platform.XLA,), tunable=False)
+register("grouped_matmul", __package__)
 
 
 class GroupedMatmul(Kernel):

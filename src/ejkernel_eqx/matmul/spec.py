@@ -114,7 +114,8 @@ def columns(width: int, spec: GroupedSpec) -> int:
 
 
 def axes_of(arrays: GroupedArrays, spec: GroupedSpec) -> Mapping[str, tuple[str, ...]]:
-    """The axes of all arrays and results in the format of `parallel.opaque`: a mesh may split columns."""
+    """The axes of all arrays and results in the format of `parallel.opaque`: a mesh may split columns, and the contracted axis of a
+    plain product."""
     size = sizes_of(arrays, spec)
     # An interleaved pair of columns stays together, as heads that go with others do.
     split = {
@@ -123,5 +124,11 @@ def axes_of(arrays: GroupedArrays, spec: GroupedSpec) -> Mapping[str, tuple[str,
         HALVES: {},
         INTERLEAVED: {"W": f"H{size['W']}", "N": f"H{size['N']}"},
     }[spec.gated]
+    split = split | ({"K": "bK"} if is_partial(arrays, spec) else {})
     letters = letters_of(spec, arrays.rows is not None).by_name
     return {name: tuple(split.get(letter, letter) for letter in axes) for name, axes in letters.items()}
+
+
+def is_partial(arrays: GroupedArrays, spec: GroupedSpec) -> bool:
+    """Whether the result is a sum over parts of the contracted axis: nothing is added to it or applied to it."""
+    return spec.is_linear and arrays.bias is None

@@ -63,7 +63,9 @@ def collect(rows: Array, index: Array | None, sizes: Array, length: Any) -> Arra
     """The sums `[*, L, K]` of the rows `[*, M, K]` that were taken from each of `length` rows."""
     if index is None:
         return rows
-    past = jnp.sum(sizes, -1, keepdims=True) <= like(jnp.arange(index.shape[-1], dtype=sizes.dtype), sizes)
+    past = jnp.sum(sizes, -1, dtype=sizes.dtype, keepdims=True) <= like(
+        jnp.arange(index.shape[-1], dtype=sizes.dtype), sizes
+    )
     index = jnp.where(past, length, index)
 
     def add(rows: Array, index: Array) -> Array:
