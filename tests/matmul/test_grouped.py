@@ -9,11 +9,10 @@ import pytest
 from hypothesis import given as with_data
 from hypothesis import Phase, settings
 from hypothesis import strategies as st
-from jax.test_util import check_grads
 
 import ejkernel_eqx as ejx
 from tests.attention.dense import INTERPRET, quick
-from tests.matmul.cases import Case, CASES, exact, formula, learned, make, results
+from tests.matmul.cases import Case, CASES, exact, formula, learned, make, reference_of, results
 from tests.tolerances import assert_close
 
 
@@ -30,7 +29,7 @@ def assert_agrees(case: Case, found, expected) -> None:
         assert_close(x, expected[name], case.dtype, "forward" if name == "out" else "gradient", name=name)
 
 
-@pytest.mark.few(8)
+@pytest.mark.few(4)
 @pytest.mark.parametrize("name", CASES)
 def test_agrees_with_the_reference(name, platform):
     case = CASES[name]
@@ -43,7 +42,7 @@ def test_agrees_with_the_reference(name, platform):
     assert_agrees(case, found, exact(case, given, dout))
 
 
-@pytest.mark.few(6)
+@pytest.mark.few(2)
 @pytest.mark.parametrize("name", CASES)
 def test_the_reference_is_the_formula(name):
     case = CASES[name]
@@ -72,6 +71,7 @@ def test_nan_outside_of_groups_reaches_nothing(case, platform):
         np.testing.assert_array_equal(x, clean[name], err_msg=name)
 
 
+@pytest.mark.few(1)
 def test_a_group_that_nobody_has_is_not_read(platform):
     case = dataclasses.replace(GATED, clipped=False)
     given, dout = make(case)
@@ -83,7 +83,7 @@ def test_a_group_that_nobody_has_is_not_read(platform):
     assert not found["rhs"][1].any() and not found["bias"][1].any()
 
 
-@pytest.mark.few(3)
+@pytest.mark.few(1)
 @pytest.mark.parametrize("case", [GATED, GATHERED], ids=["gated", "gathered"])
 @pytest.mark.parametrize("over", ["rows", "right sides", "all"])
 def test_mapped(case, over, platform):
@@ -152,16 +152,29 @@ def test_composes(platform):
             assert_close(x, y, kind="gradient")
 
 
-@pytest.mark.few(2)
-@pytest.mark.parametrize("case", [GATED, GATHERED, Case(sizes=((3, 0), (1, 4)), M=6, transpose=True)])
+@pytest.mark.few(1)
+@pytest.mark.parametrize(
+    "case",
+    [Case(M=10), GATED, GATHERED, Case(sizes=((3, 0), (1, 4)), M=6, transpose=True)],
+    ids=["plain", "gated", "gathered", "leading axes"],
+)
 def test_forward_mode_and_second_derivatives(case):
-    """On XLA, against finite differences in float64."""
+    """On XLA: a product of the Hessian of all arguments and a vector, by the reference in float64."""
+    arguments, dout = make(case)
+    op, some = case.operation("xla"), learned(case, arguments)
+
+    def loss(some):
+        return (jnp.sin(op(**{**arguments, **some})) * dout).sum()
+
+    def wanted(some):
+        return (jnp.sin(reference_of(case, {**arguments, **some})) * dout.astype(jnp.float64)).sum()
+
+    found = quick(lambda some: jax.jvp(jax.grad(loss), (some,), (some,))[1])(some)
     with jax.enable_x64(True):
-        given, dout = make(dataclasses.replace(case, dtype="float64", clipped=False))
-        some = {name: x.astype(jnp.float64) for name, x in learned(case, given).items()}
-        op = dataclasses.replace(case, clipped=False).operation("xla")
-        loss = lambda some: (jnp.sin(op(**{**given, **some})) * dout).sum()
-        check_grads(loss, (some,), order=2, modes=["fwd", "rev"], rtol=1e-4)
+        wide = {name: x.astype(jnp.float64) for name, x in some.items()}
+        expected = quick(lambda some: jax.jvp(jax.grad(wanted), (some,), (some,))[1])(wide)
+    for name, x in found.items():
+        assert_close(x, expected[name], kind="gradient", name=name)
 
 
 def test_forward_mode_is_refused_by_triton():
@@ -172,6 +185,7 @@ def test_forward_mode_is_refused_by_triton():
         jax.jvp(lambda lhs: op(**{**given, "lhs": lhs}), (given["lhs"],), (given["lhs"],))
 
 
+@pytest.mark.few(1)
 @pytest.mark.parametrize("stored", ["int8", "float8_e4m3fn"])
 def test_stored_right_sides_are_constants(stored):
     case = Case(stored=stored, M=9)
@@ -192,6 +206,7 @@ def test_what_an_empty_call_gives(platform):
     assert op(jnp.ones((5, 4)), jnp.ones((0, 4, 3)), jnp.zeros(0, jnp.int32)).shape == (5, 3)
 
 
+@pytest.mark.slow
 def test_float64(enable_x64):
     case = Case(dtype="float64", bias=True, activation="silu", gathered=5)
     given, dout = make(case)
@@ -200,7 +215,7 @@ def test_float64(enable_x64):
         case.operation(INTERPRET)(**given)
 
 
-@pytest.mark.few(3)
+@pytest.mark.few(2)
 @pytest.mark.parametrize("columns", [1, 17, 128, 130])
 @pytest.mark.parametrize("inner", [1, 17, 128, 130])
 def test_tails_of_the_largest_tiles(inner, columns):
@@ -306,6 +321,7 @@ def test_arguments_that_do_not_fit_the_options(options, change, words, unchecked
     assert all(word in str(caught.value) for word in words), str(caught.value)
 
 
+@pytest.mark.slow
 def test_wrong_sizes_are_found_while_the_program_runs():
     call = jax.jit(
         lambda sizes: ejx.grouped_matmul(jnp.ones((5, 4)), jnp.ones((2, 4, 3)), sizes, platform="xla")
@@ -314,6 +330,7 @@ def test_wrong_sizes_are_found_while_the_program_runs():
         jax.block_until_ready(call(jnp.array([4, 4])))
 
 
+@pytest.mark.few(2)
 @pytest.mark.parametrize("sizes", [(64,) * 8, (0, 512, 0, 0, 0, 0, 0, 0)], ids=["even", "one has all"])
 @pytest.mark.parametrize("name", ["plain", "SwiGLU", "gathered"])
 def test_nothing_is_densified(name, sizes, optimised):

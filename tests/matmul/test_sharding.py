@@ -37,7 +37,7 @@ CASES = {
 }
 
 
-@pytest.mark.few(2)
+@pytest.mark.few(1)
 @meshes.everywhere
 @pytest.mark.parametrize("platform", ["xla", "triton-interpret"])
 @pytest.mark.parametrize("name", CASES)
