@@ -48,6 +48,11 @@ CALLS: dict[str, tuple[dict[str, Any], tuple[Any, ...], dict[str, Any]]] = {
     "gated_delta_rule": (dict(reverse=True), (q, k, v, g[..., 0], beta), {}),
     "gated_linear_attention": (dict(scale=0.3), (q, k, v, g), {}),
     "gated_rms_norm": (dict(activation="sigmoid", eps=1e-3), (x, dt), {}),
+    "grouped_matmul": (
+        dict(activation="silu"),
+        (x, normal(1, 2, 4, 3), jnp.array([2, 3])),
+        dict(up=normal(2, 2, 4, 3)),
+    ),
     "kernel_delta_attention": (dict(use_qk_l2norm=True), (q, k, v, g, beta), {}),
     "lightning_attention": (dict(slopes="fla"), (q, k, v), {}),
     "linear_attention": (dict(normalize=True), (jnp.exp(q), jnp.exp(k), v), {}),

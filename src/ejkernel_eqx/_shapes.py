@@ -13,6 +13,7 @@
 | `C`, `W` | channels and width of a convolution, channels of a norm or a pooling; `W` also the slots of a rolling cache |
 | `E`, `O` | features of the input and the output of a layer |
 | `C`, `Cv` | of cross attention: features of the inputs of keys and values |
+| `M`, `K`, `N`, `E` | of a grouped matmul: rows, the contracted axis, columns, groups |
 | `L` | layers of recurrent cells, times their directions |
 | `Q` | the most new tokens of a sequence |
 | `n` | sinks of a head |
