@@ -4,13 +4,13 @@ import dataclasses
 from collections.abc import Mapping
 from typing import Any, Literal
 
+from ..nn.activations import ACTIVATIONS
 from ..nn.arguments import check_eps, check_flags, check_numbers, check_sizes
 
 Norms = Literal["pre", "post", "around", "residual"]
 Activation = Literal["silu", "gelu", "gelu_tanh", "relu", "clamped_swiglu"]
 
 NORMS = ("pre", "post", "around", "residual")
-ACTIVATIONS = ("silu", "gelu", "gelu_tanh", "relu", "clamped_swiglu")
 
 
 def _check_one_of(name: str, value: Any, known: Any) -> None:

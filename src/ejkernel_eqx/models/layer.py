@@ -7,23 +7,11 @@ import jax
 import jax.numpy as jnp
 from jax import Array
 
+from ..nn.activations import gated
 from ..nn.projection import project
 from .config import LayerConfig, MLPConfig
 from .filling import filled_mlp
 from .mixers import MIXERS
-
-_ALPHA, _LIMIT = 1.702, 7.0  # of GPT-OSS
-
-
-def _activate(name: str, gate: Array, up: Array) -> Array:
-    if name == "clamped_swiglu":
-        gate, up = jnp.minimum(gate, _LIMIT), jnp.clip(up, -_LIMIT, _LIMIT)
-        return (up + 1) * gate * jax.nn.sigmoid(_ALPHA * gate)
-    if name == "gelu_tanh":
-        return jax.nn.gelu(gate, approximate=True) * up
-    return {"silu": jax.nn.silu, "relu": jax.nn.relu}.get(name, lambda x: jax.nn.gelu(x, approximate=False))(
-        gate
-    ) * up
 
 
 class MLP(eqx.Module):
@@ -47,7 +35,7 @@ class MLP(eqx.Module):
         """`x`: `[..., E]`, any number of leading axes. **Returns:** an array of its shape and dtype."""
         gate = project("gate_proj", self.gate_proj, x, self.config.hidden_dim)
         up = project("up_proj", self.up_proj, x, self.config.hidden_dim)
-        return project("down_proj", self.down_proj, _activate(self.config.activation, gate, up), x.shape[-1])
+        return project("down_proj", self.down_proj, gated(self.config.activation, gate, up), x.shape[-1])
 
     def _published(self, weights: Any) -> "MLP":
         return filled_mlp(self, weights)
