@@ -236,6 +236,14 @@ def test_layers_of_any_length(name):
     check(layer, call, ("b,t,16", ("b,t", jnp.int32)), make, (2, 70), (1, 3))
 
 
+@pytest.mark.slow
+def test_a_mixture_of_experts_of_any_length():
+    layer = nn.MixtureOfExperts(16, 8, num_experts=3, top_k=2, shared_dim=4, key=KEY)
+    make = lambda b, t: (normal(0, b, t, 16), jnp.arange(b * t).reshape(b, t) % 5 > 0)
+    call = lambda layer, x, real: {"out": layer(x, padding_mask=real)}
+    check(layer, call, ("b,t,16", ("b,t", jnp.bool_)), make, (2, 7), (1, 3))
+
+
 # What a symbol is to the choice
 
 

@@ -127,6 +127,8 @@ def test_layers_take_arrays_of_numpy():
         lstm = nn.LSTM(8, 4, key=key)
         lstm(x, lstm.init_state(2), lengths=np.array([6, 2], np.uint8), resets=~real)
         nn.GRU(8, 4, key=key)(x[0], cu_seqlens=np.array([0, 4, 6], np.uint16))
+        experts = nn.MixtureOfExperts(8, 4, num_experts=3, top_k=2, key=key)
+        experts(x, padding_mask=real)
         for cache in (nn.KVCache.init(2, 6, 2, 4), nn.RollingKVCache.init(2, 6, 2, 4)):
             cache.append(x.reshape(2, 6, 2, 4), x.reshape(2, 6, 2, 4), mask=real)
 
@@ -199,5 +201,9 @@ def test_results_of_layers_have_types():
         assert_type(mixer(x, mixer.init_state(1)), tuple[Array, nn.RecurrentState])
         assert_type(mixer.conv1d(jnp.ones((6, 16))), Array)
         assert_type(nn.GatedRMSNorm(8)(x), Array)
+        experts = nn.MixtureOfExperts(8, 4, num_experts=3, top_k=2, key=key)
+        assert_type(experts(x), Array)
+        found = assert_type(experts(x, return_statistics=True), tuple[Array, nn.RouterStatistics])
+        assert isinstance(found[1], nn.RouterStatistics)
 
     eqx.filter_eval_shape(calls)  # traced alone: nothing is compiled
