@@ -197,13 +197,13 @@ def test_pooling_of_any_length(reduction):
 
     def call(modules, x, segments):
         rows, chunks, by_id = modules
-        return (
-            rows(x),
-            rows(x, mask=segments == 0),
-            chunks(x),
-            chunks(x, mask=segments > 0),
-            by_id(x, segment_ids=segments),
-        )
+        return {
+            "rows": rows(x),
+            "masked rows": rows(x, mask=segments == 0),
+            "chunks": chunks(x),
+            "masked chunks": chunks(x, mask=segments > 0),
+            "ids": by_id(x, segment_ids=segments),
+        }
 
     sizes = ("b,t,6", ("b,t", jnp.int32))
     check(modules, call, sizes, lambda b, t: (normal(0, b, t, 6), ids(b, t)), (2, 50), (1, 3))

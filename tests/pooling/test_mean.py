@@ -90,28 +90,27 @@ def _cases(draw) -> Case:
         more |= {"ids": tuple(draw(row) for _ in range(batch)), "segments": 5}
         if draw(st.booleans()):
             more |= {"ids": tuple(tuple(sorted(ids)) for ids in more["ids"]), "are_sorted": True}
+    channels, ties = draw(st.sampled_from([1, 3, 16, 21])), draw(st.booleans())
     return Case(
         draw(st.sampled_from(["mean", "sum", "max", "last"])),
         T=length,
         B=batch,
-        C=draw(st.sampled_from([1, 3, 16, 21])),
+        C=channels,
         chunk=draw(st.none() | st.integers(1, 12)),
-        normalize=draw(st.booleans()),
+        # The gradient of one channel, and of a result of 0, has nothing to be compared with.
+        normalize=channels > 1 and not ties and draw(st.booleans()),
         masked=draw(st.booleans()),
-        ties=draw(st.booleans()),
+        ties=ties,
         **more,
     )
 
 
 @pytest.mark.slow
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=40, deadline=None)
 @given(_cases())
 def test_any_shape(case):
     x, dout = make(case)
     expected = by_hand(case, x, dout)
-    if case.normalize and case.ties:  # a result of 0 has no direction
-        x = x + 0.5
-        expected = by_hand(case, x, dout)
     for platform in ("xla", INTERPRET):
         assert_agrees(case, results(case.operation(platform), x, case.tables(), dout), expected)
 
