@@ -11,6 +11,7 @@ from hypothesis import Phase, settings
 from hypothesis import strategies as st
 
 import ejkernel_eqx as ejx
+from ejkernel_eqx.matmul import xla_loops
 from tests.attention.dense import INTERPRET, quick
 from tests.matmul.cases import Case, CASES, exact, formula, learned, make, reference_of, results
 from tests.tolerances import assert_close
@@ -196,6 +197,29 @@ def test_stored_right_sides_are_constants(stored):
     stopped = lambda scale: loss({"rhs_scale": jax.lax.stop_gradient(scale)})
     assert not jax.grad(stopped)(given["rhs_scale"]).any()
     assert jax.grad(lambda lhs: loss({"lhs": lhs}))(given["lhs"]).any()
+
+
+@pytest.mark.parametrize(
+    "case", [Case(M=9), Case(M=9, transpose=True, gathered=5)], ids=["plain", "gathered"]
+)
+def test_ragged_dot_on_a_tpu(case):
+    """Lowered for a TPU the products are JAX's own, and give the same."""
+    arguments, dout = make(case)
+    op = case.operation("xla")
+
+    def everything(given, dout):
+        return jax.vjp(lambda some: op(**{**given, **some}), learned(case, given))[1](dout)
+
+    lowered = jax.jit(everything).trace(arguments, dout).lower(lowering_platforms=("tpu",))
+    assert lowered.as_text().count("ragged_dot") >= 2
+    x, w, y = arguments["lhs"], arguments["rhs"], dout.at[8].set(jnp.nan)
+    sizes, index = arguments["group_sizes"].at[3].set(0), arguments.get("row_indices")
+    form = xla_loops.Form("float32", "float32", case.transpose, 8)
+    for ours, theirs, other in (
+        (xla_loops.rows, xla_loops.rows_on_tpu, w),
+        (xla_loops.groups, xla_loops.groups_on_tpu, y),
+    ):
+        assert_close(theirs(x, other, sizes, index, form), ours(x, other, sizes, index, form))
 
 
 def test_what_an_empty_call_gives(platform):

@@ -35,8 +35,9 @@ class GroupedMatmul(Kernel):
     follows the rows and the groups that have any, and no array of the size of all groups times all rows is made. Sums are in float32
     (float64 for float64), in a fixed order.
 
-    Platforms: XLA (`"xla"`). Differentiable in `lhs`, `rhs`, `bias`, `up` and `up_bias`; `platform="xla"` also supports forward mode and second
-    derivatives. A right side in 8 bits and its scales are constants: differentiating them is an error.
+    Platforms: Triton (`"triton"`, `"triton-interpret"`), XLA (`"xla"`; on TPU its own `ragged_dot`). Differentiable in reverse mode in
+    `lhs`, `rhs`, `bias`, `up` and `up_bias`; `platform="xla"` also supports forward mode and second derivatives. A right side in 8 bits and
+    its scales are constants: differentiating them is an error.
 
     Source: Gale et al., *MegaBlocks: Efficient Sparse Training with Mixture-of-Experts* (2022); the gate is that of Shazeer, *GLU Variants
     Improve Transformer* (2020), and its clipped form that of GPT-OSS.
