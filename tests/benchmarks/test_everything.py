@@ -7,10 +7,22 @@ import sys
 
 import pytest
 
-from benchmarks import attention, decode, everything, host_cost, linear, report, train_step, tune, tuned_model
+from benchmarks import (
+    attention,
+    cells,
+    decode,
+    everything,
+    host_cost,
+    linear,
+    report,
+    train_step,
+    tune,
+    tuned_model,
+)
 
 _SCRIPTS = {
     "attention.py": attention,
+    "cells.py": cells,
     "decode.py": decode,
     "host_cost.py": host_cost,
     "linear.py": linear,
@@ -106,7 +118,7 @@ def test_every_part_has_its_command(gpu, more, tmp_path):
     assert {f"tune-{family}" for family in tune.FAMILIES} < set(parts)
     anywhere = {name for name, part in parts.items() if part.skipped is None}
     if not gpu:
-        assert anywhere == (set(parts) - {"tests"} if more else {"decode", "linear", "attention"})
+        assert anywhere == (set(parts) - {"tests"} if more else {"decode", "linear", "cells", "attention"})
     for name, part in parts.items():
         for command in part.commands:
             if name == "tests":
