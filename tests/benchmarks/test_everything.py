@@ -9,6 +9,7 @@ import pytest
 
 from benchmarks import (
     attention,
+    cells,
     decode,
     everything,
     host_cost,
@@ -23,6 +24,7 @@ from benchmarks import (
 
 _SCRIPTS = {
     "attention.py": attention,
+    "cells.py": cells,
     "decode.py": decode,
     "host_cost.py": host_cost,
     "linear.py": linear,
@@ -121,7 +123,7 @@ def test_every_part_has_its_command(gpu, more, tmp_path):
     anywhere = {name for name, part in parts.items() if part.skipped is None}
     if not gpu:
         assert anywhere == (
-            set(parts) - {"tests"} if more else {"decode", "linear", "moe", "attention", "pooling"}
+            set(parts) - {"tests"} if more else {"decode", "linear", "cells", "moe", "attention", "pooling"}
         )
     for name, part in parts.items():
         for command in part.commands:

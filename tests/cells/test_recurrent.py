@@ -466,9 +466,8 @@ def cases(draw):
 
 
 @pytest.mark.slow
-@settings(max_examples=25, deadline=None, derandomize=True)
+@settings(max_examples=15, deadline=None, derandomize=True)
 @given(case=cases())
 def test_any_shape(case):
-    check(case, "xla")
-    if not isinstance(case.packed, tuple) or len(case.packed) % 2:
-        check(case, INTERPRET)
+    for platform in ("xla", INTERPRET):
+        check(case, platform)

@@ -53,7 +53,7 @@ def results_of(case: torch_layers.Layer, platform: str) -> dict[str, Any]:
             return sum(jnp.sum(x * loss_weights(x)) for x in found.values()), found
 
         (_, found), (d_layer, d_given) = eqx.filter_value_and_grad(loss, has_aux=True)((layer, given))
-        return found | {f"d_{name}": x for name, x in (d_layer.weights | d_given).items()}
+        return found | {f"d_{name}": x for name, x in {**d_layer.weights, **d_given}.items()}
 
     return everything(layer, given)
 

@@ -12,7 +12,7 @@ from .spec import CellArrays, CELLS, CellSpec, LEARNED, letters, packed_of, resu
 OUT_NAME, HIDDEN_NAME, CELL_NAME = "recurrent_out", "recurrent_hidden", "recurrent_cell"
 """Names for `jax.checkpoint_policies.save_only_these_names`: the output and the final states."""
 SAVED_NAME = "recurrent_saved"
-"""The same for the cell states that the backward needs."""
+"""The same for the states of every token that the backward needs."""
 
 
 def problem_of(operation: str, arrays: CellArrays, spec: CellSpec) -> Problem:
@@ -52,7 +52,7 @@ def _kind(cell: str) -> Kind:
         shared=SHARED,
         # One launch for each set of weights: the rows of a launch share them.
         one_by_one=True,
-        saved_of=lambda platform, arrays, spec: {"cells": ("T", "H")},
+        saved_of=lambda platform, arrays, spec: dict.fromkeys(("cells", "states"), ("T", "H")),
         read=("out",),
         names={**dict(zip(results, (OUT_NAME, HIDDEN_NAME, CELL_NAME))), "saved": SAVED_NAME},
     )

@@ -26,7 +26,7 @@ def run(arrays: CellArrays, spec: CellSpec) -> Named:
 
 
 def _row(arrays: CellArrays, spec: CellSpec) -> Named:
-    """One row without leading axes. The output at padding is the state that passes by."""
+    """One row without leading axes."""
     wide, features = accumulator(arrays.x.dtype), arrays.weight.shape[-1]
     x, weight = arrays.x.astype(wide), arrays.weight.astype(wide)
     zeros = jnp.zeros(features, wide)
@@ -45,7 +45,7 @@ def _row(arrays: CellArrays, spec: CellSpec) -> Named:
         return state, state[0]
 
     (hidden, cell), out = lax.scan(token, state, (x, marks))
-    results = {"out": out, "final_hidden": hidden}
+    results = {"out": masked(out, marks != PADDING), "final_hidden": hidden}
     return results | ({"final_cell": cell} if spec.cell == "lstm" else {})
 
 
@@ -58,8 +58,7 @@ def _packed(arrays: CellArrays, spec: CellSpec) -> Named:
     def one(n: Array, hidden: Array | None, cell: Array | None) -> Named:
         mine = (tokens >= offsets[n]) & (tokens < offsets[n + 1])
         x, marks = masked(arrays.x, mine), jnp.where(mine, CONTINUES, PADDING)
-        results = _row(arrays._replace(x=x, marks=marks, hidden=hidden, cell=cell, offsets=None), spec)
-        return results | {"out": masked(results["out"], mine)}
+        return _row(arrays._replace(x=x, marks=marks, hidden=hidden, cell=cell, offsets=None), spec)
 
     results = jax.vmap(one)(jnp.arange(offsets.shape[0] - 1), arrays.hidden, arrays.cell)
     return results | {"out": results["out"].sum(0)}

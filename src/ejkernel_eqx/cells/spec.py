@@ -68,5 +68,5 @@ SHARED = frozenset({"weight", "bias"})
 
 
 def results_of(cell: str) -> tuple[str, ...]:
-    """`out [*, T, H]` in the dtype of `x`, and final states like `hidden` in the state dtype."""
+    """`out [*, T, H]` in the dtype of `x`, 0 at padding, and final states like `hidden` in the state dtype."""
     return ("out", "final_hidden", "final_cell") if cell == "lstm" else ("out", "final_hidden")

@@ -19,6 +19,7 @@ from ..core.arguments import accumulator
 from ..launch.fields import check_fields, whole
 from ..parallel import match_varying
 from ..sequences.packing import ended
+from ..sequences.tokens import masked
 from .formulas import advance
 from .spec import CellArrays, CellSpec, PADDING, STARTS
 
@@ -92,8 +93,9 @@ def apply(arrays: CellArrays, spec: CellSpec, config: XlaConfig) -> Named:
     run = functools.partial(_run, static)
     policy = jax.checkpoint_policies.save_only_these_names(_KEPT)
     states = jax.checkpoint(run, policy=policy)(floats, masks)
+    out = states.hidden if masks.padding is None else masked(states.hidden, ~masks.padding)
     results = {
-        "out": jnp.moveaxis(states.hidden, 0, -2).astype(arrays.x.dtype),
+        "out": jnp.moveaxis(out, 0, -2).astype(arrays.x.dtype),
         "final_hidden": _final(states.hidden, states.last_hidden, arrays.hidden, arrays.offsets),
     }
     if states.cell is not None and states.last_cell is not None:

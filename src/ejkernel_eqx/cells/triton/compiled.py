@@ -38,7 +38,7 @@ def unsupported(problem: Problem, device: DeviceFacts) -> str | None:
 def forward(
     arrays: CellArrays, spec: CellSpec, config: TritonConfig, *, save: bool = True, execute: Execute = run
 ) -> Named:
-    """`out`, the final states, and of an LSTM with `save` the `cells [B, T, H]` after every token."""
+    """`out` and the final states; with `save` the `cells [B, T, H]` of an LSTM after every token, and the `states` if they differ from `out`."""
     call = _Call(arrays, spec, config, config.forward, execute)
     dtype, tokens, features = arrays.x.dtype, call.tokens, call.features
     hidden = call.states(arrays.hidden)
@@ -56,14 +56,17 @@ def forward(
         call.launch.knowing({"weight": weight}, SAVE=keeps), forward_kernel.forward_kernel, config.forward
     )
     results = call.walk(launch, outputs, call.rows.longest, lambda step: step[None])
+    shape = (*arrays.x.shape[:2], features)
     out = {
-        "out": results["out"].reshape(*arrays.x.shape[:2], features),
+        "out": call.rows.clear(results["out"], padding=True).reshape(shape),
         "final_hidden": call.final(results["hidden"]),
     }
+    if save and arrays.marks is not None:  # at padding, the state that passes
+        out["states"] = results["out"].reshape(shape)
     if spec.cell == "lstm":
         out["final_cell"] = call.final(results["cell"])
         if save:
-            out["cells"] = results["cells"].reshape(out["out"].shape)
+            out["cells"] = results["cells"].reshape(shape)
     return out
 
 
@@ -81,7 +84,7 @@ def backward(
     x, tokens, features = arrays.x, call.tokens, call.features
     flat = lambda a: a.reshape(tokens, a.shape[-1])
     before = call.rows.before(
-        flat(saved["out"]), None if arrays.hidden is None else call.states(arrays.hidden)
+        flat(saved.get("states", saved["out"])), None if arrays.hidden is None else call.states(arrays.hidden)
     )
     is_gru = spec.cell == "gru"
     gradients = result(tokens, x.shape[-1], dtype=x.dtype)

@@ -14,14 +14,16 @@ class Rows(NamedTuple):
     """The largest number; an int if it is known."""
     inside: Array | None = None  # bool [tokens]: in some row; None: all are
     starts: Array | None = None  # bool [tokens]: starts from zeros
+    real: Array | None = None  # bool [tokens]: no padding; None: all that are inside
 
     @property
     def count(self) -> int:
         return self.bounds.shape[0]
 
-    def clear(self, x: Array) -> Array:
-        """`x` `[tokens, ...]` with zeros where no row is, because kernels write nothing there."""
-        return x if self.inside is None else jnp.where(self.inside[:, None], x, jnp.zeros((), x.dtype))
+    def clear(self, x: Array, padding: bool = False) -> Array:
+        """`x` `[tokens, ...]` with zeros where no row is, because kernels write nothing there; and with `padding` also there."""
+        seen = self.real if padding and self.real is not None else self.inside
+        return x if seen is None else jnp.where(seen[:, None], x, jnp.zeros((), x.dtype))
 
     def before(self, out: Array, initial: Array | None) -> Array:
         """The state before every token, from those after the tokens `[tokens, H]` and the initial ones `[R, H]`; zeros outside of rows."""
@@ -56,4 +58,5 @@ def rows_of(arrays: CellArrays) -> Rows:
     size = jnp.maximum(end - begin, 0)
     bounds = jnp.stack([base + jnp.where(size > 0, begin, 0), size], -1)
     inside = (time >= begin[:, None]) & (time < end[:, None])
-    return Rows(bounds, jnp.max(size), inside.reshape(-1), (arrays.marks == STARTS).reshape(-1))
+    starts = arrays.marks == STARTS
+    return Rows(bounds, jnp.max(size), inside.reshape(-1), starts.reshape(-1), real.reshape(-1))

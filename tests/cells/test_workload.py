@@ -1,0 +1,186 @@
+"""What the tuner is given, and what is compiled: inputs of their very problem, results that agree, configurations that fit."""
+
+from typing import Any
+
+import jax
+import numpy as np
+import pytest
+
+from ejkernel_eqx.cells.core import problem_of
+from ejkernel_eqx.cells.workload import example_problem, make_inputs, spec_of
+from ejkernel_eqx.cells.xla import XlaConfig
+from ejkernel_eqx.dispatch import BOTH, FORWARD, kernel_registry
+from tests.attention.dense import quick
+from tests.compiled import DEVICES
+from tests.tolerances import errors
+
+OPERATION = "recurrent"
+
+
+def problem(dtype="float32", flags=None, **dims):
+    return example_problem(OPERATION, dict(B=2, T=9, H=6) | dims, dtype, flags or {})
+
+
+KINDS = {
+    "lstm": problem(),
+    "gru": problem("bfloat16", dict(cell="gru", initial_state=True)),
+    "rnn": problem("float16", dict(cell="rnn", activation="relu", packed="marks")),
+    "offsets": problem(flags=dict(packed="offsets", initial_state=True), B=1, S=3),
+    "hard": problem(flags=dict(cell="gru", bias=False, gate_activation="hard_sigmoid", packed="marks")),
+}
+
+
+@pytest.mark.few(2)
+@pytest.mark.parametrize("name", KINDS)
+def test_inputs_are_of_their_problem(name):
+    wanted = KINDS[name]
+    arrays = make_inputs(wanted, 0).arrays
+    found = problem_of(OPERATION, arrays, spec_of(wanted))
+    assert (found, found.key()) == (wanted, wanted.key())
+    assert (np.asarray(make_inputs(wanted, 1).arrays.x) != np.asarray(arrays.x)).any()
+
+
+@pytest.mark.few(2)
+@pytest.mark.parametrize("name", KINDS)
+@pytest.mark.parametrize("platform", ["xla", "triton-interpret"])
+def test_platforms_agree_with_the_reference(name, platform):
+    if platform != "xla":
+        pytest.importorskip("triton")
+    of, implementation = KINDS[name], kernel_registry.get(OPERATION, platform)
+    work = implementation.make_workload(of)
+    assert work is not None
+    device = DEVICES["sm_90"]
+    config = XlaConfig(4) if platform == "xla" else implementation.load().default_config(of, device)
+    inputs = work.make_inputs(3)
+    actual, reference = quick(work.run, static_argnums=1)(inputs, config), work.reference(inputs)
+    assert set(actual) == set(reference) == set(work.tolerances)
+    for result, allowed in work.tolerances.items():
+        measured = errors(actual[result], reference[result])
+        assert measured.rms <= allowed.rms and measured.peak <= allowed.peak, (result, measured)
+
+
+def test_costs():
+    work = kernel_registry.get(OPERATION, "xla").make_workload(problem(B=3, T=5, H=8))
+    assert work is not None
+    assert work.costs[FORWARD].flops == 2 * 3 * 5 * 4 * 8 * 8
+    assert work.costs[BOTH].bytes > 2 * work.costs[FORWARD].bytes
+
+
+@pytest.mark.parametrize(
+    "dims, flags, words",
+    [
+        (dict(T=8), {}, ["T, H", "missing ['H']"]),
+        (dict(T=8, H=4, D=2), {}, ["unknown ['D']"]),
+        (dict(T=8, H=4), dict(cell="mgu"), ["cell=lstm", "'mgu'"]),
+        (dict(T=8, H=4), dict(gate="sigmoid"), ["received gate"]),
+        (dict(T=8, H=4), dict(packed="segments"), ["packed=offsets", "'segments'"]),
+    ],
+)
+def test_words_that_do_not_fit(dims, flags, words):
+    with pytest.raises(ValueError) as caught:
+        example_problem(OPERATION, dims, "float32", flags)
+    assert all(word in str(caught.value) for word in words), str(caught.value)
+
+
+# Configurations
+
+
+def candidates(of, target):
+    triton = pytest.importorskip("ejkernel_eqx.cells.triton.compiled")
+    return triton.candidates(of, DEVICES[target])
+
+
+def test_which_walk_is_preferred():
+    """Small weights are streamed by every program; the columns of large ones are distributed, a launch for each step."""
+    for H, per_step in ((128, False), (256, False), (512, True), (2048, True)):
+        of = problem("bfloat16", B=64, T=512, H=H)
+        found = candidates(of, "sm_90")
+        assert found[0].forward.per_step == found[0].backward.per_step == per_step
+        assert {config.forward.per_step for config in found} == {False, True}
+
+
+def test_tiles_are_narrowed_to_the_problem():
+    for config in candidates(problem("bfloat16", B=3, T=5, H=20), "sm_90"):
+        assert config.forward.block_m == 16 and config.forward.block_n <= 32 and config.forward.block_k <= 32
+
+
+def test_tiles_that_do_not_fit_are_refused():
+    triton = pytest.importorskip("ejkernel_eqx.cells.triton.compiled")
+    from ejkernel_eqx.cells.triton.tile_sizes import CellTile, TritonConfig
+
+    small, large = CellTile(16, 16, 16, 4), CellTile(64, 256, 128, 8, 4)
+    of = problem("float32", H=1024)
+    reason = triton.config_unsupported(TritonConfig(small, large), of, DEVICES["sm_90"])
+    assert reason is not None and "backward" in reason and "64x256x128" in reason
+    assert triton.config_unsupported(TritonConfig(small, small), of, DEVICES["sm_90"]) is None
+    wrong: Any = (dict(block_m=8), dict(block_n=24), dict(num_warps=3), dict(num_stages=0))
+    for change in wrong:
+        with pytest.raises(ValueError, match=next(iter(change))):
+            CellTile(**(dict(block_m=16, block_n=16, block_k=16, num_warps=4) | change))
+
+
+SIZES = {
+    "small": dict(B=256, T=512, H=256),
+    "large": dict(B=64, T=512, H=1024),
+    "odd": dict(B=3, T=9, H=100),
+    "packed": dict(B=1, T=100, H=64, S=5),
+}
+CELLS = {"small": "lstm", "large": "gru", "odd": "rnn", "packed": "lstm"}
+GRID = [
+    *((target, cell, size, "bfloat16") for target in DEVICES for size, cell in CELLS.items()),
+    *((target, "lstm", "small", "float32") for target in DEVICES),
+    *(("sm_90", cell, size, "bfloat16") for cell in ("gru", "rnn") for size in ("small", "packed")),
+    ("sm_90", "lstm", "large", "bfloat16"),
+    ("sm_90", "gru", "odd", "bfloat16"),
+    ("sm_90", "gru", "large", "float16"),
+]
+QUICK = {("sm_90", "gru", "odd", "bfloat16")}
+
+
+@pytest.mark.parametrize(
+    "target, cell, size, dtype",
+    [pytest.param(*row, marks=() if row in QUICK else pytest.mark.slow) for row in GRID],
+)
+def test_defaults_fit(target, cell, size, dtype):
+    """Compiled ahead of time, for devices that need not be there."""
+    pytest.importorskip("triton")
+    from ejkernel_eqx.launch import compile_ahead
+
+    flags: dict = {"cell": cell, "initial_state": True}
+    flags["packed"] = "offsets" if size == "packed" else "marks" if size == "odd" else None
+    of = problem(dtype, flags, **SIZES[size])
+    work = kernel_registry.get(OPERATION, "triton").make_workload(of)
+    assert work is not None and work.launches is not None
+    launches = work.launches(candidates(of, target)[0])
+    assert {launch.label.rpartition(".")[2] for launch in launches} == {"forward_kernel", "backward_kernel"}
+    for launch in launches:
+        report = compile_ahead(launch, target)
+        assert report.fits, report
+        if target == "sm_90" and dtype == "bfloat16":
+            assert report.spills <= 96, (launch.label, report)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("size", ["small", "large"])
+def test_candidates_fit(size):
+    pytest.importorskip("triton")
+    from ejkernel_eqx.launch import compile_ahead
+
+    of = problem("bfloat16", **SIZES[size])
+    work = kernel_registry.get(OPERATION, "triton").make_workload(of)
+    assert work is not None and work.launches is not None
+    for config in candidates(of, "sm_90"):
+        for launch in work.launches(config):
+            assert compile_ahead(launch, "sm_90").fits, config
+
+
+def test_the_gates_of_jax_and_of_the_kernels_are_the_same():
+    """On either side of every kink."""
+    from ejkernel_eqx.cells.formulas import FUNCTIONS
+    from tests.cells.cases import FUNCTIONS as PLAIN
+
+    x = np.array([-9.0, -3.1, -2.9, -1.1, -0.9, -0.2, 0.1, 0.9, 1.1, 2.9, 3.1, 9.0])
+    assert set(FUNCTIONS) == set(PLAIN)
+    with jax.enable_x64(True):
+        for name, function in FUNCTIONS.items():
+            np.testing.assert_allclose(function(jax.numpy.asarray(x)), PLAIN[name](x), rtol=1e-12)
