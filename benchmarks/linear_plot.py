@@ -1,4 +1,4 @@
-"""The plot of a report on the linear-time family: the speed of each implementation relative to the fastest peer."""
+"""The plot of a report on the linear-time family or grouped matmuls: the speed of each implementation relative to the fastest peer."""
 
 from collections.abc import Mapping
 from typing import Any
@@ -6,7 +6,7 @@ from typing import Any
 from benchmarks.report import pyplot, write_plot
 
 
-def plot(report: Mapping[str, Any], path: str) -> None:
+def plot(report: Mapping[str, Any], path: str, title: str = "The linear-time family") -> None:
     """Writes the PNG. With a peer, bars start at 1, the speed of the peer; otherwise only milliseconds are shown. Requires matplotlib."""
     plt = pyplot()
     from matplotlib.patches import Patch
@@ -29,7 +29,7 @@ def plot(report: Mapping[str, Any], path: str) -> None:
         axis.set_title(f"{direction}: speed over the fastest peer's (milliseconds in the bars)", fontsize=9)
     used = [Patch(color=colour, label=name) for name, colour in colours.items()]
     figure.legend(handles=used, ncols=4, fontsize=7, loc="outside lower center")
-    figure.suptitle(f"The linear-time family on {report['environment']['device']}")
+    figure.suptitle(f"{title} on {report['environment']['device']}")
     write_plot(figure, path)
 
 

@@ -136,6 +136,51 @@ def _normalization() -> list[TuneProblem]:
     return [*problems, named("gated_rms_norm", whole[1], "float32")]
 
 
+def _matmul() -> list[TuneProblem]:
+    """Experts of published models: gate and up from gathered tokens, down, and decoding."""
+    models = (  # rows of a batch, features, those of an expert, experts, experts of a token
+        (16384, 4096, 14336, 8, 2),
+        (32768, 2048, 1408, 64, 6),
+        (65536, 2048, 768, 128, 8),
+        (16384, 2880, 2880, 32, 4),
+    )
+    problems = []
+    for rows, features, expert, count, chosen in models:
+        up = dict(M=rows, L=rows // chosen, K=features, N=expert, E=count)
+        plain = dict(M=rows, K=features, N=expert, E=count)
+        problems += [
+            named("grouped_matmul", plain),
+            named("grouped_matmul", plain | {"K": expert, "N": features}),
+            named("grouped_matmul", up, gated="halves", activation="silu", transpose_rhs=True, gathered=True),
+            named("grouped_matmul", plain, gated="pair", activation="silu"),
+        ]
+        for tokens in (1, 16, 64):
+            few = plain | {"M": tokens * chosen}
+            problems += [
+                named("grouped_matmul", few, gated="halves", activation="silu", transpose_rhs=True),
+                named("grouped_matmul", few | {"K": expert, "N": features}, transpose_rhs=True),
+            ]
+    decode = dict(M=64, K=2048, N=1408, E=64)
+    oss = dict(M=16384, L=4096, K=2880, N=2880, E=32)
+    return [
+        *problems,
+        named("grouped_matmul", decode),
+        named("grouped_matmul", decode, stored="int8"),
+        named("grouped_matmul", decode, stored="float8_e4m3fn"),
+        named("grouped_matmul", dict(M=16384, K=4096, N=14336, E=8), stored="float8_e4m3fn"),
+        named(
+            "grouped_matmul",
+            oss,
+            gated="interleaved",
+            activation="silu",
+            clipped=True,
+            bias=True,
+            gathered=True,
+        ),
+        named("grouped_matmul", dict(M=8192, K=1024, N=2048, E=8), "float32"),
+    ]
+
+
 def _paged() -> list[TuneProblem]:
     usual = dict(N=64, S=4096, H=32, K=8, D=128)
     # Decoding: pages, batch and context, the heads of published models, windows with sinks, dense keys.
@@ -223,5 +268,6 @@ FAMILIES: dict[str, Family] = {
         lambda: [named("paged_attention", dict(N=2, S=160, p=16, H=2, D=16), "float32")],
         _asks_for,
     ),
+    "matmul": Family(_matmul, lambda: [named("grouped_matmul", dict(M=32, K=16, N=16, E=4), "float32")]),
     "normalization": Family(_normalization, lambda: [named("gated_rms_norm", dict(M=32, F=16), "float32")]),
 }

@@ -78,6 +78,11 @@ def test_recurrences(name, platform):
     check(call)
 
 
+def test_grouped_matmuls():
+    x, w, sizes = normal(0, 5, 8), normal(1, 3, 8, 4), jnp.array([2, 0, 3])
+    check(lambda: ejx.GroupedMatmul("silu")(x, w, sizes, up=w, row_indices=jnp.arange(5)))
+
+
 def test_scans_convolutions_and_norms():
     x, state = normal(0, 2, 5, 8), normal(1, 2, 8, 4)
     weight, projection = normal(2, 8, 3), normal(3, 2, 5, 4)

@@ -98,6 +98,16 @@ def test_convolution_and_norm(platform):
 
 @pytest.mark.few(1)
 @PLATFORMS
+def test_grouped_matmul(platform):
+    """With an empty group and rows of no group."""
+    op = ejx.GroupedMatmul("silu", platform=platform)
+    sizes, rows = jnp.array([3, 0, 2]), jnp.array([0, 2, 2, 1, 0, 1])
+    x, w, up, bias = normal(0, 4, 8), normal(1, 3, 8, 6), normal(2, 3, 8, 6), normal(3, 3, 6)
+    check(lambda x, w, up, bias: op(x, w, sizes, bias, up=up, row_indices=rows), x, w, up, bias)
+
+
+@pytest.mark.few(1)
+@PLATFORMS
 def test_paged_attention(platform):
     """With a sequence that has neither queries nor keys."""
     cache = ejx.PagedKVCache.init(6, 4, 2, 16).bind(

@@ -93,6 +93,7 @@ def test_arrays_of_numpy_and_lists_are_legal():
     ejx.StateSpaceV1()(x, np.exp(x), state, x[:, :3], x[:, :3], D=numpy(4))
     ejx.CausalConv1d()(x, numpy(4, 3), numpy(4))
     ejx.GatedRMSNorm()(x, x, numpy(4))
+    ejx.GroupedMatmul()(x, numpy(2, 4, 3), [2, 3], numpy(2, 3), row_indices=np.array([0, 5, 1, 1, 2, 0]))
 
 
 def test_the_arguments_of_a_batch_are_among_those_of_a_call():
@@ -154,6 +155,7 @@ def test_results_have_types():
     assert_type(ejx.scaled_dot_product_attention(q, q, q, return_residual=True), tuple[Array, Array])
     assert_type(ejx.gated_linear_attention(q, q, q, -q), tuple[Array, Array])
     assert_type(ejx.gated_rms_norm(q), Array)
+    assert_type(ejx.grouped_matmul(q[0], jnp.ones((1, 8, 3)), [2]), Array)
     cache = ejx.PagedKVCache.init(2, 3, 2, 8).bind(jnp.array([[0, 1]]), jnp.array([6]))
     packed = {"query_start_loc": jnp.array([0, 6]), "max_query_len": 6}
     appended = ejx.RaggedPagedAttention(append=True)(

@@ -7,13 +7,25 @@ import sys
 
 import pytest
 
-from benchmarks import attention, decode, everything, host_cost, linear, report, train_step, tune, tuned_model
+from benchmarks import (
+    attention,
+    decode,
+    everything,
+    host_cost,
+    linear,
+    moe,
+    report,
+    train_step,
+    tune,
+    tuned_model,
+)
 
 _SCRIPTS = {
     "attention.py": attention,
     "decode.py": decode,
     "host_cost.py": host_cost,
     "linear.py": linear,
+    "moe.py": moe,
     "train_step.py": train_step,
     "tune.py": tune,
     "tuned_model.py": tuned_model,
@@ -106,7 +118,7 @@ def test_every_part_has_its_command(gpu, more, tmp_path):
     assert {f"tune-{family}" for family in tune.FAMILIES} < set(parts)
     anywhere = {name for name, part in parts.items() if part.skipped is None}
     if not gpu:
-        assert anywhere == (set(parts) - {"tests"} if more else {"decode", "linear", "attention"})
+        assert anywhere == (set(parts) - {"tests"} if more else {"decode", "linear", "moe", "attention"})
     for name, part in parts.items():
         for command in part.commands:
             if name == "tests":

@@ -58,6 +58,7 @@ def make(case: Case, seed: int = 0) -> tuple[Named, Any]:
     count, width = sizes.shape[-1], case.N * (2 if case.gated in ("halves", "interleaved") else 1)
     rows = case.M if case.gathered is None else case.gathered
     normal = lambda *shape: rng.standard_normal(shape)
+    wide = "float64" if case.dtype == "float64" else "float32"
     given: Named = {"lhs": jnp.asarray(normal(*lead, rows, case.K), case.dtype)}
 
     def side(name: str, scale: str, bias: str) -> Named:
@@ -69,7 +70,7 @@ def make(case: Case, seed: int = 0) -> tuple[Named, Any]:
             stored, found[scale] = quantise(jnp.asarray(w.swapaxes(1, 2), jnp.float32), case.stored)
             w = stored.swapaxes(1, 2)
         found[name] = w.swapaxes(1, 2) if case.transpose else w
-        return found | ({bias: jnp.asarray(normal(count, width), jnp.float32)} if case.bias else {})
+        return found | ({bias: jnp.asarray(normal(count, width), wide)} if case.bias else {})
 
     given |= side("rhs", "rhs_scale", "bias")
     given |= side("up", "up_scale", "up_bias") if case.gated == "pair" else {}
@@ -91,27 +92,38 @@ def results(case: Case, operation: ejx.GroupedMatmul, given: Named, dout: Any) -
     return {"out": out} | pull(dout)[0]
 
 
+def resolved(case: Case, given: Named) -> tuple[Any, Any]:
+    """The arrays and the spec of a call, all floats in float64."""
+    op = case.operation("xla")
+    wide: Any = lambda x: jnp.asarray(x).astype(jnp.float64)
+    side = lambda *names: RightSide(*(given.get(name) for name in names))
+    arrays, spec = resolve(
+        given["lhs"],
+        side("rhs", "bias", "rhs_scale"),
+        side("up", "up_bias", "up_scale"),
+        given["group_sizes"],
+        given.get("row_indices"),
+        op.spec,
+        op.preferred_element_type,
+    )
+    converted = {
+        n: x if n in ("sizes", "rows") else wide(x) for n, x in arrays._asdict().items() if x is not None
+    }
+    return type(arrays)(**converted), spec
+
+
+def reference_of(case: Case, given: Named) -> Any:
+    """The output by the reference in float64, inside `jax.enable_x64`."""
+    arrays, spec = resolved(case, given)
+    return GROUPED.reference(arrays, spec)["out"]
+
+
 def exact(case: Case, given: Named, dout: Any) -> Named:
-    """The same by the reference in float64."""
+    """The output and the gradients by the reference in float64."""
     with jax.enable_x64(True):
-        op = case.operation("xla")
-        wide: Any = lambda x: jnp.asarray(np.asarray(x, np.float64), np.float64)
-        side = lambda *names: RightSide(*(given.get(name) for name in names))
-        arrays, spec = resolve(
-            given["lhs"],
-            side("rhs", "bias", "rhs_scale"),
-            side("up", "up_bias", "up_scale"),
-            given["group_sizes"],
-            given.get("row_indices"),
-            op.spec,
-            op.preferred_element_type,
-        )
-        converted: Named = {
-            n: x if n in ("sizes", "rows") else wide(x) for n, x in arrays._asdict().items() if x is not None
-        }
-        arrays = type(arrays)(**converted)
-        found = _reference(spec, Inputs(arrays, {"out": wide(dout)}))
-        return {name: np.asarray(x) for name, x in found.items() if name not in ("scale", "stored")}
+        arrays, spec = resolved(case, given)
+        found = _reference(spec, Inputs(arrays, {"out": jnp.asarray(dout).astype(jnp.float64)}))
+        return {name: np.asarray(x) for name, x in found.items()}
 
 
 _reference = functools.partial(quick, static_argnums=0)(functools.partial(exact_results, GROUPED))

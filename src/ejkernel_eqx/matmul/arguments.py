@@ -8,6 +8,7 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 from jax import Array
+from jax.core import Tracer
 
 from .._errors import UnsupportedError
 from .._values import check_between, checked
@@ -210,7 +211,7 @@ def _checked_rows(rows: Array, given: Any, length: Any, sizes: Array) -> Array:
     place = jnp.arange(rows.shape[-1], dtype=jnp.int32)
     real = jax.lax.expand_dims(place, range(rows.ndim - 1)) < sizes.sum(-1, keepdims=True, dtype=jnp.int32)
     rows = jnp.where(real, rows, 0)
-    known = given if isinstance(rows, jax.core.Tracer) else rows
+    known = given if isinstance(rows, Tracer) else rows
     rows = check_between("row_indices", rows, known, 0, max(length - 1, 0), "they are rows of lhs")
     return rows.astype(jnp.int32)
 

@@ -5,7 +5,7 @@ from typing import Any
 from ..core import Kind
 from ..dispatch import Problem
 from . import reference
-from .spec import axes_of, GroupedArrays, GroupedSpec, LEARNED, RESULTS, SHARED, sizes_of
+from .spec import axes_of, GroupedArrays, GroupedSpec, is_partial, LEARNED, RESULTS, SHARED, sizes_of
 
 
 def problem_of(operation: str, arrays: GroupedArrays, spec: GroupedSpec) -> Problem:
@@ -31,6 +31,11 @@ def problem_of(operation: str, arrays: GroupedArrays, spec: GroupedSpec) -> Prob
     )
 
 
+def saved_of(platform: Any, arrays: GroupedArrays, spec: GroupedSpec) -> dict[str, tuple[str, ...]]:
+    """The axes of what the platform's forward saves."""
+    return platform.saved_axes(arrays, spec)
+
+
 GROUPED = Kind(
     make=GroupedArrays,
     problem_of=problem_of,
@@ -39,4 +44,8 @@ GROUPED = Kind(
     results=RESULTS,
     learned=LEARNED,
     shared=SHARED,
+    one_by_one=True,
+    summed=SHARED.intersection(LEARNED),
+    saved_of=saved_of,
+    partial=is_partial,
 )

@@ -11,12 +11,12 @@ from .._kernel import Kernel, Plan
 from .._shapes import AnyArray, Float, Int, Numbers
 from ..core.plans import plan_of
 from ..core.platforms import register
-from ..dispatch import Platform, PlatformLike
+from ..dispatch import PlatformLike
 from .arguments import check_options, check_out_dtype, resolve, result_shape, RightSide
 from .core import GROUPED
 from .spec import GroupedSpec
 
-register("grouped_matmul", __package__, (Platform.XLA,), tunable=False)
+register("grouped_matmul", __package__)
 
 
 class GroupedMatmul(Kernel):
@@ -35,8 +35,9 @@ class GroupedMatmul(Kernel):
     follows the rows and the groups that have any, and no array of the size of all groups times all rows is made. Sums are in float32
     (float64 for float64), in a fixed order.
 
-    Platforms: XLA (`"xla"`). Differentiable in `lhs`, `rhs`, `bias`, `up` and `up_bias`; `platform="xla"` also supports forward mode and second
-    derivatives. A right side in 8 bits and its scales are constants: differentiating them is an error.
+    Platforms: Triton (`"triton"`, `"triton-interpret"`), XLA (`"xla"`; on TPU its own `ragged_dot`). Differentiable in reverse mode in
+    `lhs`, `rhs`, `bias`, `up` and `up_bias`; `platform="xla"` also supports forward mode and second derivatives. A right side in 8 bits and
+    its scales are constants: differentiating them is an error.
 
     Source: Gale et al., *MegaBlocks: Efficient Sparse Training with Mixture-of-Experts* (2022); the gate is that of Shazeer, *GLU Variants
     Improve Transformer* (2020), and its clipped form that of GPT-OSS.

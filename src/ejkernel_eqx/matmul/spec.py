@@ -7,7 +7,7 @@ of a right side: `N`, or `2 N` if it holds gate and up columns.
 
 import dataclasses
 from collections.abc import Mapping
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from jax import Array
 
@@ -58,14 +58,14 @@ class GroupedArrays(NamedTuple):
     up_scale: Array | None = None
 
     @property
-    def right(self) -> Array:
+    def right(self) -> Any:  # shapes stand in for arrays where only a problem is made
         """The right side, stored in 8 bits or not."""
         right = self.rhs if self.stored is None else self.stored
         assert right is not None
         return right
 
     @property
-    def up_right(self) -> Array | None:
+    def up_right(self) -> Any | None:
         return self.up if self.up_stored is None else self.up_stored
 
     @property
@@ -114,7 +114,8 @@ def columns(width: int, spec: GroupedSpec) -> int:
 
 
 def axes_of(arrays: GroupedArrays, spec: GroupedSpec) -> Mapping[str, tuple[str, ...]]:
-    """The axes of all arrays and results in the format of `parallel.opaque`: a mesh may split columns."""
+    """The axes of all arrays and results in the format of `parallel.opaque`: a mesh may split columns, and the contracted axis of a
+    plain product."""
     size = sizes_of(arrays, spec)
     # An interleaved pair of columns stays together, as heads that go with others do.
     split = {
@@ -123,5 +124,11 @@ def axes_of(arrays: GroupedArrays, spec: GroupedSpec) -> Mapping[str, tuple[str,
         HALVES: {},
         INTERLEAVED: {"W": f"H{size['W']}", "N": f"H{size['N']}"},
     }[spec.gated]
+    split = split | ({"K": "bK"} if is_partial(arrays, spec) else {})
     letters = letters_of(spec, arrays.rows is not None).by_name
     return {name: tuple(split.get(letter, letter) for letter in axes) for name, axes in letters.items()}
+
+
+def is_partial(arrays: GroupedArrays, spec: GroupedSpec) -> bool:
+    """Whether the result is a sum over parts of the contracted axis: nothing is added to it or applied to it."""
+    return spec.is_linear and arrays.bias is None

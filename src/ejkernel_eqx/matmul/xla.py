@@ -3,12 +3,12 @@
 import dataclasses
 from typing import Any
 
-import jax
 import jax.numpy as jnp
 from jax import Array
 
 from ..core.arguments import accumulator
 from ..dispatch import Problem
+from .epilogue import finished
 from .spec import GroupedArrays, GroupedSpec, INTERLEAVED, PAIR
 from .xla_products import Form, rows
 
@@ -54,7 +54,7 @@ def apply(arrays: GroupedArrays, spec: GroupedSpec, config: XlaConfig) -> dict[s
     """`out [*, M, N]`. Leading axes are not merged, as they may be sharded."""
     first = _product(arrays, arrays.right, arrays.scale, arrays.bias, spec, config)
     if spec.gated is None:
-        return {"out": _activated(first, spec).astype(spec.out_dtype)}
+        return {"out": finished(first, None, spec).astype(spec.out_dtype)}
     if spec.gated == PAIR:
         assert arrays.up_right is not None
         up = _product(arrays, arrays.up_right, arrays.up_scale, arrays.up_bias, spec, config)
@@ -63,10 +63,7 @@ def apply(arrays: GroupedArrays, spec: GroupedSpec, config: XlaConfig) -> dict[s
         gate, up = first[..., 0::2], first[..., 1::2]
     else:
         gate, up = jnp.split(first, 2, -1)
-    if spec.limit is not None:
-        gate = jnp.where(gate > spec.limit, spec.limit, gate)
-        up = jnp.where(up > spec.limit, spec.limit, jnp.where(up < -spec.limit, -spec.limit, up))
-    return {"out": (_activated(gate, spec) * (up + spec.up_shift)).astype(spec.out_dtype)}
+    return {"out": finished(gate, up, spec).astype(spec.out_dtype)}
 
 
 def _product(
@@ -92,13 +89,3 @@ def _product(
     )
     z = z if scale is None else z * spread(scale)
     return z if bias is None else z + spread(bias)
-
-
-def _activated(z: Array, spec: GroupedSpec) -> Array:
-    if spec.activation == "silu":
-        return z * jax.nn.sigmoid(spec.alpha * z)
-    if spec.activation == "gelu":
-        return jax.nn.gelu(z, approximate=False)
-    if spec.activation == "gelu_tanh":
-        return jax.nn.gelu(z, approximate=True)
-    return jax.nn.relu(z) if spec.activation == "relu" else z
