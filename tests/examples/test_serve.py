@@ -148,7 +148,10 @@ def test_the_largest_that_sampling_takes(examples):
 
 @functools.cache
 def _model(examples, mixer, layers=None, platform=None):
-    arch = examples.train_lm.Architecture(32, layers or 2 * (mixer.count(",") + 1), 4, 2, mixer)
+    """`mixer` may end in " moe": with experts."""
+    mixer, _, mlp = mixer.partition(" ")
+    count = layers or 2 * (mixer.count(",") + 1)
+    arch = examples.train_lm.Architecture(32, count, 4, 2, mixer, mlp or "dense")
     return examples.train_lm.make_model(arch, platform, key=jax.random.key(0))
 
 
@@ -432,6 +435,16 @@ def test_without_attention_there_are_no_pages(examples):
     texts = _serve(engine, requests)
     assert texts == _alone(engine, requests) and engine.num_pages == engine.peak_pages == 0
     _whole(examples, "gla", list(zip(requests, texts))[:2])
+    _check_empty(engine)
+
+
+@pytest.mark.slow
+def test_a_mixture_of_experts(examples):
+    engine = _engine(examples, "attention moe", 2)
+    requests = _requests(3, 5, longest=12, most=8)
+    texts = _serve(engine, requests)
+    assert texts == _alone(engine, requests)
+    _whole(examples, "attention moe", list(zip(requests, texts)), 2)
     _check_empty(engine)
 
 

@@ -186,7 +186,7 @@ def test_what_a_configuration_leaves_out(kind, given, expected):
     """As `transformers` completes it."""
     config = ejx.models.decoder_config(SIZES | given | {"model_type": kind})
     mlp = config.layers[0].mlp
-    assert mlp is not None
+    assert isinstance(mlp, ejx.models.MLPConfig)
     assert (mlp.activation, config.norm_eps, config.logits_soft_cap) == expected
 
 

@@ -7,7 +7,7 @@ of a right side: `N`, or `2 N` if it holds gate and up columns.
 
 import dataclasses
 from collections.abc import Mapping
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from jax import Array
 
@@ -58,14 +58,14 @@ class GroupedArrays(NamedTuple):
     up_scale: Array | None = None
 
     @property
-    def right(self) -> Array:
+    def right(self) -> Any:  # shapes stand in for arrays where only a problem is made
         """The right side, stored in 8 bits or not."""
         right = self.rhs if self.stored is None else self.stored
         assert right is not None
         return right
 
     @property
-    def up_right(self) -> Array | None:
+    def up_right(self) -> Any | None:
         return self.up if self.up_stored is None else self.up_stored
 
     @property

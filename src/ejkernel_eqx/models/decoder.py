@@ -8,7 +8,7 @@ import jax.numpy as jnp
 from jax import Array
 from jax.typing import DTypeLike
 
-from ..nn import CacheState, RouterStatistics
+from ..nn import CacheState, ExpertParallel, RouterStatistics
 from ..nn.arguments import check_flags, check_key, read_array, read_dtype, read_weight_dtype
 from ..paged import RaggedBatch
 from .caches import DecoderCache, ServingCache
@@ -70,6 +70,7 @@ class Decoder(eqx.Module):
         scan_layers: bool = False,
         remat: str = "none",
         platform: str | None = None,
+        expert_parallel: ExpertParallel | None = None,
         dtype: DTypeLike | None = None,
         compute_dtype: DTypeLike | None = None,
         key: Array,
@@ -82,6 +83,8 @@ class Decoder(eqx.Module):
         - `remat`: what the forward pass keeps for the gradient: `"none"`: everything; `"matmuls"`: products of matrices and the outputs
             of kernels; `"kernels"`: the latter only.
         - `platform`: of every kernel, as in [`ejkernel_eqx.FlashAttention`][].
+        - `expert_parallel`: over which axes of an automatic mesh mixtures of experts are split; on explicit meshes the types of the arrays
+            say it.
         - `dtype`: of the parameters; default float32. Norms, and what sets the decay of recurrent layers, are at least float32.
         - `compute_dtype`: what is computed in; default: that of the parameters. Logits are float32.
         - `key`: a PRNG key for the initial weights.
@@ -103,6 +106,7 @@ class Decoder(eqx.Module):
         self.embedding = jax.random.normal(embed_key, (config.vocab_size, width), dtype)
         keys = jax.random.split(layers_key, count)
         options = {"norm_eps": config.norm_eps, "platform": platform, "compute_dtype": self.compute_dtype}
+        options |= {"expert_parallel": expert_parallel}
 
         def stack(first: int, period: int, repeats: int, place: int) -> DecoderLayer:
             def make(key: Array, index: Array) -> DecoderLayer:

@@ -7,7 +7,7 @@ import jax
 import jax.numpy as jnp
 from jax import Array
 
-from ..nn import MixtureOfExperts, RouterStatistics
+from ..nn import ExpertParallel, MixtureOfExperts, RouterStatistics
 from ..nn.activations import gated
 from ..nn.projection import project
 from .config import LayerConfig, MLPConfig, MoEConfig
@@ -71,6 +71,7 @@ class DecoderLayer(eqx.Module):
         layer_index: Any,
         num_layers: int,
         norm_eps: float,
+        expert_parallel: ExpertParallel | None = None,
         dtype: Any = None,
         key: Array,
         **options: Any,
@@ -88,7 +89,7 @@ class DecoderLayer(eqx.Module):
         )
         self.mixer_norm, self.mixer_out_norm = norm(before), norm(behind)
         has_mlp = config.mlp is not None
-        self.mlp = _mlp(embed_dim, config.mlp, dtype=dtype, key=mlp_key, **options)
+        self.mlp = _mlp(embed_dim, config.mlp, expert_parallel, dtype=dtype, key=mlp_key, **options)
         self.mlp_norm, self.mlp_out_norm = norm(before and has_mlp), norm(behind and has_mlp)
         self.config = config
 
@@ -117,13 +118,20 @@ class DecoderLayer(eqx.Module):
 
 
 def _mlp(
-    embed_dim: int, config: MLPConfig | MoEConfig | None, *, dtype: Any, key: Array, **options: Any
+    embed_dim: int,
+    config: MLPConfig | MoEConfig | None,
+    parallel: ExpertParallel | None,
+    *,
+    dtype: Any,
+    key: Array,
+    **options: Any,
 ) -> Any:
     if config is None:
         return None
     if isinstance(config, MLPConfig):
         return MLP(embed_dim, config, dtype=dtype, key=key)
-    return MixtureOfExperts(embed_dim, **dict(config.options), **options, dtype=dtype, key=key)
+    options |= dict(config.options) | ({} if parallel is None else {"parallel": parallel})
+    return MixtureOfExperts(embed_dim, **options, dtype=dtype, key=key)
 
 
 def _real(rows: dict[str, Any]) -> Array | None:

@@ -16,6 +16,7 @@ from .kv_cache import KVCache as KVCache
 from .lightning_attention import LightningAttention as LightningAttention
 from .mamba1 import Mamba1Mixer as Mamba1Mixer
 from .mamba2 import Mamba2Mixer as Mamba2Mixer
+from .moe import ExpertParallel as ExpertParallel
 from .moe import load_balancing_loss as load_balancing_loss
 from .moe import MixtureOfExperts as MixtureOfExperts
 from .moe import router_jitter as router_jitter

@@ -67,19 +67,22 @@ def product(
     lhs = lhs_ptr + row.to(tl.int64)[:, None] * K + k[None, :]  # [BLOCK_M, BLOCK_K]
     at = right_offsets(k, n, K, W, TRANSPOSED)  # [BLOCK_K, BLOCK_N]
     step: tl.constexpr = BLOCK_K if TRANSPOSED else BLOCK_K * W
-    whole: tl.constexpr = K % BLOCK_K == 0 and N % BLOCK_N == 0
+    whole: tl.constexpr = K % BLOCK_K == 0
     right = right_ptr + at
     other = other_ptr + at
+    inside = (n < N)[None, :] & tl.full([BLOCK_K, 1], 1, tl.int1)  # [BLOCK_K, BLOCK_N]
     for turn in tl.range(0, (K + BLOCK_K - 1) // BLOCK_K):
         if whole:
             x = tl.load(lhs)  # [BLOCK_M, BLOCK_K]
-            w = tl.load(right)  # [BLOCK_K, BLOCK_N]
-            if TWO:
-                u = tl.load(other)  # [BLOCK_K, BLOCK_N]
         else:
             left = K - turn * BLOCK_K
             inside = (k < left)[:, None] & (n < N)[None, :]  # [BLOCK_K, BLOCK_N]
             x = tl.load(lhs, mask=(k < left)[None, :], other=0.0)
+        if whole and N % BLOCK_N == 0:
+            w = tl.load(right)  # [BLOCK_K, BLOCK_N]
+            if TWO:
+                u = tl.load(other)  # [BLOCK_K, BLOCK_N]
+        else:
             w = tl.load(right, mask=inside, other=0.0)
             if TWO:
                 u = tl.load(other, mask=inside, other=0.0)

@@ -6,8 +6,9 @@ Both directions move every row once, by a permutation, so that their gradients a
 from typing import NamedTuple
 
 import jax.numpy as jnp
-from jax import Array
+from jax import Array, lax
 
+from ...parallel import match_varying
 from .statistics import counts_of
 
 
@@ -24,9 +25,10 @@ class Order(NamedTuple):
 
 def order_of(experts: Array, count: int) -> Order:
     """The order of entries by `experts [M]`, from 0 to `count - 1`, or `count` for none."""
-    order = jnp.argsort(experts, stable=True).astype(jnp.int32)
-    rows = jnp.arange(order.shape[0], dtype=jnp.int32)
-    places = jnp.zeros_like(order).at[order].set(rows, unique_indices=True)
+    # As `jnp.argsort`, whose result is not typed as different on each device inside `shard_map` where its argument is.
+    rows = match_varying(jnp.arange(experts.shape[0], dtype=jnp.int32), experts)
+    _, order = lax.sort((experts, rows), num_keys=1, is_stable=True)
+    places = match_varying(jnp.zeros_like(order), order).at[order].set(rows, unique_indices=True)
     return Order(order, places, counts_of(experts, count))
 
 

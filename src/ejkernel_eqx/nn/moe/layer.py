@@ -19,7 +19,7 @@ from ..arguments import check_flags, check_key, check_sizes, read_array, read_dt
 from ..projection import project, promoted
 from ..tokens import clear
 from .experts import Experts
-from .routed import routed
+from .parallel import ExpertParallel, over_devices
 from .router import Router
 from .routing import Choice, GroupScore, Routing, Scoring
 from .shared import SharedExpert
@@ -60,6 +60,7 @@ class MixtureOfExperts(eqx.Module):
     shared_expert_gate: eqx.nn.Linear | None  # [1, E]
     embed_dim: int = eqx.field(static=True)
     hidden_dim: int = eqx.field(static=True)
+    parallel: ExpertParallel | None = eqx.field(static=True)
     compute_dtype: str | None = eqx.field(static=True)
 
     def __init__(
@@ -81,6 +82,7 @@ class MixtureOfExperts(eqx.Module):
         use_bias: bool = False,
         shared_dim: int | None = None,
         shared_gate: bool = False,
+        parallel: ExpertParallel | None = None,
         platform: PlatformLike | None = None,
         dtype: DTypeLike | None = None,
         compute_dtype: DTypeLike | None = None,
@@ -105,6 +107,8 @@ class MixtureOfExperts(eqx.Module):
         - `shared_dim`: features inside an expert that all tokens go to, $S$; `None` for none. Published models with several shared experts have one
             that is as many times as wide.
         - `shared_gate`: whether its output is multiplied by $g(x) = \sigma(w \cdot x)$; otherwise $g = 1$.
+        - `parallel`: on automatic meshes, which mesh axes split experts and tokens; see
+            [`ExpertParallel`][ejkernel_eqx.nn.ExpertParallel]. On explicit meshes the types of the arrays say it.
         - `platform`: of the grouped matmuls, as in [`ejkernel_eqx.FlashAttention`][].
         - `dtype`: of the parameters; default float32. The correction bias is at least float32.
         - `compute_dtype`: dtype of the computation, but for the router, and of the output; inputs and weights are cast to it. Default: the promoted
@@ -120,6 +124,10 @@ class MixtureOfExperts(eqx.Module):
         elif shared_gate:
             raise ValueError(
                 "shared_gate: expected False without shared_dim, received True; shared_dim makes the expert that it is the gate of."
+            )
+        if parallel is not None and not isinstance(parallel, ExpertParallel):
+            raise ValueError(
+                f"parallel: expected an ExpertParallel or None, received {type(parallel).__name__}; ejx.nn.ExpertParallel() is one."
             )
         check_key(key)
         groups: Any = {"num_groups": num_groups, "top_k_groups": top_k_groups, "group_score": group_score}
@@ -144,7 +152,7 @@ class MixtureOfExperts(eqx.Module):
         self.shared_expert_gate = (
             eqx.nn.Linear(embed_dim, 1, False, dtype, key=gate_key) if shared_gate else None
         )
-        self.embed_dim, self.hidden_dim = embed_dim, hidden_dim
+        self.embed_dim, self.hidden_dim, self.parallel = embed_dim, hidden_dim, parallel
         self.compute_dtype = None if computed is None else computed.name
 
     @classmethod
@@ -225,7 +233,7 @@ class MixtureOfExperts(eqx.Module):
                     f"padding_mask: expected shape {x.shape[:-1]}, one entry per token of x, received {real.shape}; broadcast it first."
                 )
             x = clear(x, real)
-        y, statistics = routed(self.gate, self.experts, x, real)
+        y, statistics = over_devices(self.gate, self.experts, x, real, self.parallel)
         y = y.astype(x.dtype)
         if self.shared_expert is not None:
             y = y + self._shared(x)
