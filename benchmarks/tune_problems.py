@@ -169,8 +169,10 @@ def _matmul() -> list[TuneProblem]:
         up = dict(M=rows, L=rows // chosen, K=features, N=expert, E=count)
         plain = dict(M=rows, K=features, N=expert, E=count)
         problems += [
-            named("grouped_matmul", plain),
-            named("grouped_matmul", plain | {"K": expert, "N": features}),
+            *(
+                named("grouped_matmul", plain | {"K": k, "N": n})
+                for k, n in {(features, expert): 0, (expert, features): 0}
+            ),
             named("grouped_matmul", up, gated="halves", activation="silu", transpose_rhs=True, gathered=True),
             named("grouped_matmul", plain, gated="pair", activation="silu"),
         ]

@@ -30,7 +30,7 @@ def assert_agrees(case: Case, found, expected) -> None:
         assert_close(x, expected[name], case.dtype, "forward" if name == "out" else "gradient", name=name)
 
 
-@pytest.mark.few(4)
+@pytest.mark.few(3)
 @pytest.mark.parametrize("name", CASES)
 def test_agrees_with_the_reference(name, platform):
     case = CASES[name]
@@ -43,7 +43,7 @@ def test_agrees_with_the_reference(name, platform):
     assert_agrees(case, found, exact(case, given, dout))
 
 
-@pytest.mark.few(2)
+@pytest.mark.few(1)
 @pytest.mark.parametrize("name", CASES)
 def test_the_reference_is_the_formula(name):
     case = CASES[name]
@@ -55,7 +55,7 @@ GATED = Case(sizes=(3, 0, 5), M=12, activation="silu", gated="pair", clipped=Tru
 GATHERED = Case(sizes=(3, 0, 5), M=12, gathered=6, bias=True)
 
 
-@pytest.mark.few(2)
+@pytest.mark.few(1)
 @pytest.mark.parametrize("case", [GATED, GATHERED], ids=["gated", "gathered"])
 def test_nan_outside_of_groups_reaches_nothing(case, platform):
     """In rows past the last group, in their cotangents, and at indices that nobody reads."""
@@ -115,7 +115,7 @@ def test_mapped(case, over, platform):
         assert_close(x if name in shared else x.sum(0), total, kind="gradient", name=name)
 
 
-@pytest.mark.few(1)
+@pytest.mark.slow
 def test_mapped_twice(platform):
     case = Case(sizes=((3, 0, 5), (1, 1, 1)), M=10, bias=True)
     given, dout = make(case)
@@ -199,6 +199,7 @@ def test_stored_right_sides_are_constants(stored):
     assert jax.grad(lambda lhs: loss({"lhs": lhs}))(given["lhs"]).any()
 
 
+@pytest.mark.few(1)
 @pytest.mark.parametrize(
     "case", [Case(M=9), Case(M=9, transpose=True, gathered=5)], ids=["plain", "gathered"]
 )
@@ -239,7 +240,7 @@ def test_float64(enable_x64):
         case.operation(INTERPRET)(**given)
 
 
-@pytest.mark.few(2)
+@pytest.mark.few(1)
 @pytest.mark.parametrize("columns", [1, 17, 128, 130])
 @pytest.mark.parametrize("inner", [1, 17, 128, 130])
 def test_tails_of_the_largest_tiles(inner, columns):
@@ -354,7 +355,7 @@ def test_wrong_sizes_are_found_while_the_program_runs():
         jax.block_until_ready(call(jnp.array([4, 4])))
 
 
-@pytest.mark.few(2)
+@pytest.mark.few(1)
 @pytest.mark.parametrize("sizes", [(64,) * 8, (0, 512, 0, 0, 0, 0, 0, 0)], ids=["even", "one has all"])
 @pytest.mark.parametrize("name", ["plain", "SwiGLU", "gathered"])
 def test_nothing_is_densified(name, sizes, optimised):

@@ -188,7 +188,7 @@ def test_wrong_axes():
         ),
         (
             lambda: layer_of(nn.ExpertParallel(mesh=mesh), num_experts=6)(inputs(8)),
-            "num_experts: expected a multiple of 4, the devices of the mesh axes expert, received 6",
+            "num_experts: expected a multiple of 4, the devices of the axes expert, received 6",
         ),
     ):
         with pytest.raises(ValueError, match=message):

@@ -1,5 +1,7 @@
 """What follows the products, and its gradient: the activation, the gate and its limits, in plain XLA."""
 
+from typing import Any
+
 import jax
 import jax.numpy as jnp
 from jax import Array
@@ -29,12 +31,13 @@ def activated(z: Array, spec: GroupedSpec) -> Array:
 
 
 def before_activation(
-    dout: Array, saved: dict[str, Array], spec: GroupedSpec, dtype: jnp.dtype
+    dout: Array, saved: dict[str, Array], spec: GroupedSpec, dtype: Any
 ) -> tuple[Array, Array | None]:
     """The gradients of the products of `rhs` and, if there is one, of `up`, in the layout of the right sides' columns. Those of rows past the last
     group are arbitrary."""
-    if spec.is_linear:
-        return dout, None
+    dtype = jnp.dtype(dtype)
+    if spec.is_linear:  # no wider than what it is multiplied by
+        return dout.astype(dtype) if dout.dtype.itemsize > dtype.itemsize else dout, None
     wide = accumulator(dtype)
     products = tuple(saved[name].astype(wide) for name in ("gate", "up_z") if name in saved)
     function = lambda gate, up=None: finished(gate, up, spec)

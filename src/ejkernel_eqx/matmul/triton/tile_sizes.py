@@ -4,7 +4,7 @@ import dataclasses
 
 from ...dispatch import DeviceFacts, Problem
 from ...launch.fields import Block, check_fields, Count, Warps
-from ...launch.sizes import padded, rows_of, shared_memory_of
+from ...launch.sizes import cdiv, padded, rows_of, shared_memory_of
 from ..spec import HALVES, INTERLEAVED, PAIR
 
 Sizes = tuple[int, int, int, int, int, int]
@@ -106,7 +106,20 @@ def _fitted(
         while shared_memory(kernel, tile, problem) > shared_memory_of(device) and tile != SMALLEST:
             tile = _smaller(tile)
         found.setdefault(tile, None)
-    return list(found)
+    return sorted(found, key=lambda tile: int(8 * _waste(kernel, tile, problem)))
+
+
+def _waste(kernel: str, tile: GroupedTile, problem: Problem) -> float:
+    """The work of a row of tiles on columns that do not exist, over that on those that do."""
+    inner, columns = problem.dim("K"), problem.dim("N")
+    across = _in_blocks(inner if kernel == "lhs" else columns, tile.block_n)
+    down = _in_blocks(inner, tile.block_k) / inner if kernel == "rhs" else 1.0
+    return across / (inner if kernel == "lhs" else columns) * down - 1.0
+
+
+def _in_blocks(length: int, block: int) -> int:
+    """The length in whole blocks."""
+    return cdiv(length, block) * block
 
 
 def _smaller(tile: GroupedTile) -> GroupedTile:
