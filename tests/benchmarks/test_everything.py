@@ -14,6 +14,7 @@ from benchmarks import (
     host_cost,
     linear,
     moe,
+    moe_layer,
     report,
     train_step,
     tune,
@@ -26,6 +27,7 @@ _SCRIPTS = {
     "host_cost.py": host_cost,
     "linear.py": linear,
     "moe.py": moe,
+    "moe_layer.py": moe_layer,
     "train_step.py": train_step,
     "tune.py": tune,
     "tuned_model.py": tuned_model,
@@ -118,7 +120,9 @@ def test_every_part_has_its_command(gpu, more, tmp_path):
     assert {f"tune-{family}" for family in tune.FAMILIES} < set(parts)
     anywhere = {name for name, part in parts.items() if part.skipped is None}
     if not gpu:
-        assert anywhere == (set(parts) - {"tests"} if more else {"decode", "linear", "moe", "attention"})
+        assert anywhere == (
+            set(parts) - {"tests"} if more else {"decode", "linear", "moe", "moe-layer", "attention"}
+        )
     for name, part in parts.items():
         for command in part.commands:
             if name == "tests":
