@@ -27,7 +27,7 @@ SPLITS: dict[str, tuple[P, Any, Any]] = {  # of tokens [B, T], of experts, of hi
     "tokens alone": (P("expert", "data"), None, None),
     "gathered": (P("data"), None, "data"),  # as parameters split over the devices of the batch
 }
-_DEFAULT = ("in rounds", "explicit without context")
+_DEFAULT = ("exchanged", "explicit without context")
 
 
 def layer_of(parallel: Any = None, **options: Any) -> nn.MixtureOfExperts:
@@ -188,7 +188,7 @@ def test_wrong_axes():
         ),
         (
             lambda: layer_of(nn.ExpertParallel(mesh=mesh), num_experts=6)(inputs(8)),
-            "num_experts: expected a multiple of 4, the devices of the mesh axes expert, received 6",
+            "num_experts: expected a multiple of 4, the devices of the axes expert, received 6",
         ),
     ):
         with pytest.raises(ValueError, match=message):
