@@ -15,6 +15,7 @@ from benchmarks import (
     host_cost,
     linear,
     moe,
+    moe_layer,
     pooling,
     report,
     train_step,
@@ -28,8 +29,9 @@ _SCRIPTS = {
     "decode.py": decode,
     "host_cost.py": host_cost,
     "linear.py": linear,
-    "pooling.py": pooling,
     "moe.py": moe,
+    "moe_layer.py": moe_layer,
+    "pooling.py": pooling,
     "train_step.py": train_step,
     "tune.py": tune,
     "tuned_model.py": tuned_model,
@@ -123,7 +125,7 @@ def test_every_part_has_its_command(gpu, more, tmp_path):
     anywhere = {name for name, part in parts.items() if part.skipped is None}
     if not gpu:
         assert anywhere == (
-            set(parts) - {"tests"} if more else {"decode", "linear", "cells", "moe", "attention", "pooling"}
+            set(parts) - {"tests"} if more else {"decode", "linear", "cells", "moe", "moe-layer", "attention", "pooling"}
         )
     for name, part in parts.items():
         for command in part.commands:

@@ -107,6 +107,7 @@ def test_a_mixture_of_experts_trains_and_is_served(tmp_path, text):
     assert "mlp='moe' (requested: 'dense')" in err
 
 
+@pytest.mark.slow
 def test_experts_are_balanced(train_lm):
     """The gradient has that of the balancing loss in it; the loss that is reported has not."""
     arch = train_lm.Architecture(32, 1, 4, 2, mlp="moe")

@@ -202,6 +202,7 @@ def by_layers(model, mask):
 MASK = jnp.asarray([[False] * 2 + [True] * 7, [True] * 9])
 
 
+@pytest.mark.slow
 def test_statistics_of_routers():
     model = model_of("experts")
     call = lambda model: (model(TOKENS, padding_mask=MASK, return_statistics=True), by_layers(model, MASK))

@@ -27,7 +27,7 @@ SPLITS: dict[str, tuple[P, Any, Any]] = {  # of tokens [B, T], of experts, of hi
     "tokens alone": (P("expert", "data"), None, None),
     "gathered": (P("data"), None, "data"),  # as parameters split over the devices of the batch
 }
-_DEFAULT = ("in rounds", "explicit without context")
+_DEFAULT = ("exchanged", "explicit without context")
 
 
 def layer_of(parallel: Any = None, **options: Any) -> nn.MixtureOfExperts:

@@ -58,7 +58,7 @@ def agree(found, expected, dtype=None):
 
 
 CASES = [(name, dtype) for name in LAYERS for dtype in ("float32", "bfloat16", "float16")]
-_DEFAULT = {("gpt_oss", "float32"), ("deepseek_v3", "bfloat16")}
+_DEFAULT = {("deepseek_v3", "float32")}
 
 
 @pytest.mark.parametrize(
@@ -79,6 +79,7 @@ def test_in_float64(name):
     agree(run(layer, x), expected_of(layer, x))
 
 
+@pytest.mark.few(1)
 @pytest.mark.parametrize("name", ["deepseek_v3", "gpt_oss"])
 def test_the_choice_of_experts(name):
     layer, x = build(name), inputs(3, 7)
@@ -106,6 +107,7 @@ def test_experts_that_no_token_goes_to_are_not_touched():
     assert not np.asarray(found[1][0].experts.gate_proj[unused]).any()
 
 
+@pytest.mark.slow
 def test_padding_goes_nowhere():
     layer, x = build("gpt_oss"), inputs(2, 6)
     real = jnp.array([[True] * 6, [False, False, True, True, False, True]])
@@ -137,6 +139,7 @@ def test_padding_goes_nowhere():
     assert not np.asarray(gradients[1][~real]).any()
 
 
+@pytest.mark.slow
 def test_leading_axes_and_transformations():
     layer, x = build("deepseek_v3"), inputs(2, 3, 4)
     y = quick(lambda x: layer(x))(x)

@@ -36,6 +36,7 @@ def statistics(logits, real=None):
     return statistics_of(choose(logits, Choice(5, 2)), "softmax", real)
 
 
+@pytest.mark.few(1)
 @pytest.mark.parametrize("real", [None, REAL], ids=["all", "padded"])
 def test_losses_of_several_layers(real):
     """In one, in a sequence, and stacked."""
@@ -48,6 +49,7 @@ def test_losses_of_several_layers(real):
     assert_close(nn.load_balancing_loss(layers[1]), balance(LOGITS[1], mask, 2))
 
 
+@pytest.mark.slow
 def test_gradients_of_the_losses():
     """Of the balance through the probabilities alone."""
     counts = np.bincount(np.asarray(choose(LOGITS[0], Choice(5, 2)).indices).ravel(), minlength=5) / 20
@@ -114,4 +116,4 @@ def test_jitter():
     x = jnp.ones((4000, 2), jnp.bfloat16)
     noisy = np.asarray(nn.router_jitter(x, 0.25, key=jax.random.key(0)), np.float64)
     assert 0.75 <= noisy.min() < 0.76 and 1.24 < noisy.max() <= 1.25 and abs(noisy.mean() - 1) < 0.01
-    np.testing.assert_array_equal(nn.router_jitter(x, 0, key=jax.random.key(0)), x)
+    np.testing.assert_array_equal(nn.router_jitter(x, 0.0, key=jax.random.key(0)), x)

@@ -177,14 +177,14 @@ def _compiled(split: _Split, router: Any, experts: Any, x: Array, real: Array | 
     of_weights = jax.tree_util.tree_map_with_path(spec_at, arrays)
     of_rows = PartitionSpec(*split.x[:-1])
     given, placed = (arrays, x, real), (of_weights, split.x, None if real is None else of_rows)
-    if split.mesh.explicit_axes if hasattr(split.mesh, "explicit_axes") else False:
+    if split.mesh.explicit_axes:
         given = jax.tree.map(lambda leaf, spec: resharded(leaf, split.mesh, spec), given, placed)
 
     def body(given: Any) -> tuple[Array, RouterStatistics]:
         arrays, x, real = given
         return _local(split, eqx.combine(arrays, static), x, real)
 
-    outs = (split.x, RouterStatistics(*[PartitionSpec()] * 4))  # pyright: ignore[reportArgumentType]
+    outs = (split.x, PartitionSpec())
     return jax.shard_map(body, mesh=split.mesh, in_specs=(placed,), out_specs=outs)(given)
 
 

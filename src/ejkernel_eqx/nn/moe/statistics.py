@@ -164,11 +164,16 @@ def _total(statistics: Any) -> RouterStatistics:
         raise ValueError(
             "statistics: expected layers with the same number of experts, received several numbers; take the loss of each kind and add them."
         )
-    summed = [jax.tree.map(_over_layers, part, _RANKS) for part in parts]
-    return jax.tree.map(lambda *arrays: sum(arrays[1:], arrays[0]), *summed)
-
-
-_RANKS = RouterStatistics(1, 1, 0, 0)  # pyright: ignore[reportArgumentType]
+    whole = [
+        RouterStatistics(
+            _over_layers(part.tokens_per_expert, 1),
+            _over_layers(part.probability_sums, 1),
+            _over_layers(part.z_square_sum, 0),
+            _over_layers(part.num_tokens, 0),
+        )
+        for part in parts
+    ]
+    return jax.tree.map(lambda *arrays: sum(arrays[1:], arrays[0]), *whole)
 
 
 def _over_layers(x: Array, rank: int) -> Array:
