@@ -1,4 +1,4 @@
-"""The plot of a report on the linear-time family, or on recurrent cells: the speed of each implementation relative to the fastest peer."""
+"""The plot of a report on the linear-time family, recurrent cells or grouped matmuls: the speed of each relative to the fastest peer."""
 
 from collections.abc import Mapping
 from typing import Any

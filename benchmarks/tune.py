@@ -2,7 +2,7 @@
 
     python benchmarks/tune.py --time-limit 500 --json tuned.json            # run again to continue
     python benchmarks/tune.py --problems 'S4096 .* D128' --budget 30
-    python benchmarks/tune.py --family recurrence                            # also: selective_scan, cells, convolution, normalization, attention
+    python benchmarks/tune.py --family recurrence     # also: selective_scan, cells, convolution, matmul, normalization, pooling, attention, paged
     python benchmarks/tune.py --quick --platform xla --output table.json     # tiny problems, on any machine
     python benchmarks/tune.py --render tuned.json --plot tuned.png           # show an earlier run
 

@@ -136,6 +136,73 @@ def _normalization() -> list[TuneProblem]:
     return [*problems, named("gated_rms_norm", whole[1], "float32")]
 
 
+def _pooling() -> list[TuneProblem]:
+    """Chunks (sparse attention), rows of sentence encoders, packed sequences and their chunks, segments by id, the largest values."""
+    chunks, rows, packed = (
+        dict(B=4, T=4096, C=2048, L=64),
+        dict(B=64, T=512, C=1024),
+        dict(T=16384, C=2048, S=16),
+    )
+    problems = [
+        named("mean_pooling", size) for size in (chunks, chunks | {"L": 16}, chunks | {"L": 1024}, rows)
+    ]
+    problems += [named("mean_pooling", rows, masked=True), named("mean_pooling", dict(B=4, T=16384, C=4096))]
+    problems += [named("mean_pooling", size, reduction="max") for size in (chunks, rows)]
+    problems += [named("mean_pooling", packed, packed=True), named("mean_pooling", packed, ordered=True)]
+    return [
+        *problems,
+        named("mean_pooling", dict(T=16384, C=2048, L=64, S=272), packed=True),
+        named("mean_pooling", chunks, "float32"),
+    ]
+
+
+def _matmul() -> list[TuneProblem]:
+    """Experts of published models: gate and up from gathered tokens, down, and decoding."""
+    models = (  # rows of a batch, features, those of an expert, experts, experts of a token
+        (16384, 4096, 14336, 8, 2),
+        (32768, 2048, 1408, 64, 6),
+        (65536, 2048, 768, 128, 8),
+        (16384, 2880, 2880, 32, 4),
+    )
+    problems = []
+    for rows, features, expert, count, chosen in models:
+        up = dict(M=rows, L=rows // chosen, K=features, N=expert, E=count)
+        plain = dict(M=rows, K=features, N=expert, E=count)
+        problems += [
+            *(
+                named("grouped_matmul", plain | {"K": k, "N": n})
+                for k, n in {(features, expert): 0, (expert, features): 0}
+            ),
+            named("grouped_matmul", up, gated="halves", activation="silu", transpose_rhs=True, gathered=True),
+            named("grouped_matmul", plain, gated="pair", activation="silu"),
+        ]
+        for tokens in (1, 16, 64):
+            few = plain | {"M": tokens * chosen}
+            problems += [
+                named("grouped_matmul", few, gated="halves", activation="silu", transpose_rhs=True),
+                named("grouped_matmul", few | {"K": expert, "N": features}, transpose_rhs=True),
+            ]
+    decode = dict(M=64, K=2048, N=1408, E=64)
+    oss = dict(M=16384, L=4096, K=2880, N=2880, E=32)
+    return [
+        *problems,
+        named("grouped_matmul", decode),
+        named("grouped_matmul", decode, stored="int8"),
+        named("grouped_matmul", decode, stored="float8_e4m3fn"),
+        named("grouped_matmul", dict(M=16384, K=4096, N=14336, E=8), stored="float8_e4m3fn"),
+        named(
+            "grouped_matmul",
+            oss,
+            gated="interleaved",
+            activation="silu",
+            clipped=True,
+            bias=True,
+            gathered=True,
+        ),
+        named("grouped_matmul", dict(M=8192, K=1024, N=2048, E=8), "float32"),
+    ]
+
+
 def _paged() -> list[TuneProblem]:
     usual = dict(N=64, S=4096, H=32, K=8, D=128)
     # Decoding: pages, batch and context, the heads of published models, windows with sinks, dense keys.
@@ -243,5 +310,7 @@ FAMILIES: dict[str, Family] = {
         _asks_for,
     ),
     "cells": Family(_cells, lambda: [named("recurrent", dict(B=2, T=8, H=16), "float32")]),
+    "matmul": Family(_matmul, lambda: [named("grouped_matmul", dict(M=32, K=16, N=16, E=4), "float32")]),
     "normalization": Family(_normalization, lambda: [named("gated_rms_norm", dict(M=32, F=16), "float32")]),
+    "pooling": Family(_pooling, lambda: [named("mean_pooling", dict(B=2, T=32, C=16, L=8), "float32")]),
 }

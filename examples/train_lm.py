@@ -5,13 +5,15 @@
     python examples/train_lm.py --steps 600 --resume  # continue where the last run ended or was interrupted
     python examples/train_lm.py --mixer kda           # Kimi delta attention instead of attention
     python examples/train_lm.py --mixer mamba2,mamba2,attention  # a hybrid: this pattern, repeated
+    python examples/train_lm.py --mlp moe             # a mixture of 8 experts in every layer, 2 for each token
     python examples/train_lm.py --tune                # first find the fastest kernel configurations here
     python examples/train_lm.py --remat kernels       # less memory: recompute what is cheap
     python examples/train_lm.py --model Qwen3-0.6B --lora 16  # fine-tune the published model in this folder
 
 The model is an `ejx.models.Decoder`, a pre-norm decoder: RMSNorm, a sequence mixer (attention with RoPE and grouped heads, one of the
-recurrent layers, or several in turn), RMSNorm, a SwiGLU. Its layers are stacked, traced once, and unrolled in the program, which is
-faster than a loop over them (`--scan-layers`). All output goes to `--out-dir`: `checkpoint.ejx`, `metrics.csv`, `loss.png`, `sample.txt`.
+recurrent layers, or several in turn), RMSNorm, a SwiGLU or a mixture of them. Its layers are stacked, traced once, and unrolled in the
+program, which is faster than a loop over them (`--scan-layers`). All output goes to `--out-dir`: `checkpoint.ejx`, `metrics.csv`,
+`loss.png`, `sample.txt`.
 """
 
 import argparse
@@ -45,6 +47,7 @@ from vocabulary import Bytes, Vocabulary, vocabulary_of
 
 VOCABULARY = 256  # bytes
 VALIDATION_BATCHES = 4
+NUM_EXPERTS = 8
 
 
 class UsageError(Exception):
@@ -63,6 +66,7 @@ class Architecture:
     num_heads: int
     num_kv_heads: int
     mixer: str = "attention"
+    mlp: str = "dense"
 
     @property
     def head_dim(self) -> int:
@@ -74,9 +78,13 @@ class Architecture:
         return self.mixer.split(",")
 
     def layer(self, mixer: str, **options: Any) -> ejx.models.LayerConfig:
-        """A mixer and a SwiGLU, each preceded by a norm."""
+        """A mixer and a SwiGLU, or experts, each preceded by a norm."""
         hidden = -(-8 * self.embed_dim // 3 // 32) * 32
-        return ejx.models.LayerConfig(mixer, options, ejx.models.MLPConfig(hidden))
+        if self.mlp == "dense":
+            return ejx.models.LayerConfig(mixer, options, ejx.models.MLPConfig(hidden))
+        # The two experts of a token have as many features together.
+        experts = {"hidden_dim": hidden // 2, "num_experts": NUM_EXPERTS, "top_k": 2}
+        return ejx.models.LayerConfig(mixer, options, ejx.models.MoEConfig(experts))
 
     def config(self) -> ejx.models.DecoderConfig:
         layers = [MIXERS[name](self) for name in self.pattern]
@@ -122,16 +130,21 @@ MIXERS: dict[str, Callable[[Architecture], ejx.models.LayerConfig]] = {
 }
 
 
+OLDER = {"mlp": "dense"}  # what checkpoints do not say that were written before there were other kinds
+
+
 def make_model(arch: Architecture, platform: str | None = None, *, key: Array, **options) -> Decoder:
     """The decoder, with random weights; `options` are `scan_layers` and `remat`."""
     return Decoder(arch.config(), platform=platform, key=key, **options)
 
 
 def cast(model: Decoder, dtype) -> Decoder:
-    """The model with floating-point arrays in `dtype`, except the rates of recurrent layers; the optimiser keeps the float32 ones."""
+    """The model with floating-point arrays in `dtype`, except the rates of recurrent layers and the routers of experts; the optimiser keeps the
+    float32 ones."""
 
     def one(path, x):
-        stays = getattr(path[-1], "name", None) in ("A_log", "D", "dt_bias")
+        names = [getattr(part, "name", None) for part in path]
+        stays = names[-1] in ("A_log", "D", "dt_bias") or "gate" in names
         return x.astype(dtype) if eqx.is_inexact_array(x) and not stays else x
 
     return jax.tree_util.tree_map_with_path(one, model)
@@ -237,8 +250,25 @@ def with_optimiser(args: argparse.Namespace, model: Decoder, architecture: dict[
 
 def mean_loss(model: Decoder, tokens: Array, dtype) -> Array:
     """Cross entropy of the next token, in nats."""
-    logits = cast(model, dtype)(tokens[:, :-1])
+    return cross_entropy(cast(model, dtype)(tokens[:, :-1]), tokens)
+
+
+def cross_entropy(logits: Array, tokens: Array) -> Array:
     return jnp.mean(optax.softmax_cross_entropy_with_integer_labels(logits, tokens[:, 1:]))
+
+
+def has_experts(model: Decoder) -> bool:
+    return any(isinstance(layer.mlp, ejx.models.MoEConfig) for layer in model.config.layers)
+
+
+def training_loss(model: Decoder, tokens: Array, args: argparse.Namespace) -> tuple[Array, Array]:
+    """What is minimised, and the cross entropy in it: experts have to be balanced as well, or a few would do all the work."""
+    if not has_experts(model) or not args.balance:
+        loss = mean_loss(model, tokens, args.dtype)
+        return loss, loss
+    logits, statistics = cast(model, args.dtype)(tokens[:, :-1], return_statistics=True)
+    loss = cross_entropy(logits, tokens)
+    return loss + args.balance * ejx.nn.load_balancing_loss(statistics), loss
 
 
 def make_steps(args: argparse.Namespace):
@@ -247,8 +277,8 @@ def make_steps(args: argparse.Namespace):
     @eqx.filter_jit(donate="all")
     def train_step(model, optimiser_state, tokens):
         parameters, frozen = eqx.partition(model, trained(model))
-        loss_of = lambda parameters: mean_loss(eqx.combine(parameters, frozen), tokens, args.dtype)
-        loss, grads = eqx.filter_value_and_grad(loss_of)(parameters)
+        loss_of = lambda parameters: training_loss(eqx.combine(parameters, frozen), tokens, args)
+        (_, loss), grads = eqx.filter_value_and_grad(loss_of, has_aux=True)(parameters)
         updates, optimiser_state = optimiser.update(grads, optimiser_state, parameters)
         return eqx.combine(eqx.apply_updates(parameters, updates), frozen), optimiser_state, loss
 
@@ -310,10 +340,9 @@ def load_checkpoint(path: pathlib.Path, args: argparse.Namespace) -> TrainState:
 
     def like(architecture):
         asked = architecture_of(args)
+        held = OLDER | architecture
         different = [
-            f"{k}={short(architecture.get(k))} (requested: {short(v)})"
-            for k, v in asked.items()
-            if architecture.get(k) != v
+            f"{k}={short(held.get(k))} (requested: {short(v)})" for k, v in asked.items() if held.get(k) != v
         ]
         if different:
             raise UsageError(
@@ -477,6 +506,10 @@ def parse(argv: list[str] | None) -> argparse.Namespace:
         add(f"--{name}", type=int, help="default by device")
     add("--learning-rate", type=float, help="default by device")
     add("--mixer", type=mixer_pattern, default="attention", help=f"a pattern of {', '.join(MIXERS)}")
+    add("--mlp", choices=["dense", "moe"], default="dense", help="moe: a mixture of experts in every layer")
+    add(
+        "--balance", type=float, default=0.01, help="weight of the load-balancing loss of experts; 0 for none"
+    )
     add("--dtype", choices=["auto", "float32", "bfloat16"], default="auto", help="of the computation")
     add("--platform", help="kernel platform, e.g. triton or xla (default: chosen by device)")
     loop = "run the layers in a loop instead of unrolling them: a smaller program, a slower step"
@@ -510,6 +543,8 @@ def parse(argv: list[str] | None) -> argparse.Namespace:
         raise UsageError(
             f"--lora: expected a rank of at least 1 with --model, received {args.lora}; 0 trains all weights."
         )
+    if args.balance < 0:
+        raise UsageError(f"--balance: expected a number from 0 on, received {args.balance}; 0 is none.")
     _check_no_sizes(args)
     sizes = dict(SIZES["cpu" if jax.default_backend() == "cpu" else "accelerator"])
     places = len(args.mixer.split(","))
@@ -536,6 +571,7 @@ def _check_no_sizes(args: argparse.Namespace) -> None:
     """A published model has sizes of its own."""
     given = [name for name in ("embed_dim", "num_layers", "num_heads", "num_kv_heads") if getattr(args, name)]
     given += ["mixer"] if args.mixer != "attention" else []
+    given += ["mlp"] if args.mlp != "dense" else []
     if args.model is not None and given:
         raise UsageError(
             f"--{given[0].replace('_', '-')}: expected none beside --model, whose config.json says it, received {getattr(args, given[0])}; leave "

@@ -78,17 +78,23 @@ def test_recurrences(name, platform):
     check(call)
 
 
-def test_scans_convolutions_and_norms():
+def test_grouped_matmuls():
+    x, w, sizes = normal(0, 5, 8), normal(1, 3, 8, 4), jnp.array([2, 0, 3])
+    check(lambda: ejx.GroupedMatmul("silu")(x, w, sizes, up=w, row_indices=jnp.arange(5)))
+
+
+def test_scans_convolutions_norms_and_pooling():
     x, state = normal(0, 2, 5, 8), normal(1, 2, 8, 4)
     weight, projection = normal(2, 8, 3), normal(3, 2, 5, 4)
 
     def call():
         scan = ejx.StateSpaceV1(dt_softplus=True)
         results = scan(x, x, -jnp.exp(normal(4, 8, 4)), projection, projection, initial_state=state)
+        pooled = ejx.MeanPooling(chunk_size=4)(x), ejx.MeanPooling("max", normalize=True)(x, lengths=3)
         cell = ejx.Recurrent("rnn")(
             x, normal(5, 8, 8), normal(6, 8), segment_ids=jnp.zeros((2, 5), jnp.int32)
         )
-        return results, ejx.CausalConv1d()(x, weight), ejx.GatedRMSNorm()(x, x), cell
+        return results, ejx.CausalConv1d()(x, weight), ejx.GatedRMSNorm()(x, x), pooled, cell
 
     check(call)
 

@@ -98,6 +98,17 @@ def test_convolution_and_norm(platform):
 
 @pytest.mark.few(1)
 @PLATFORMS
+def test_pooling(platform):
+    """Of the largest values too, with rows and chunks that have none."""
+    x = normal(0, B, T, 8)
+    largest = ejx.MeanPooling("max", chunk_size=2, normalize=True, platform=platform)
+    ids = ejx.MeanPooling(num_segments=3, normalize=True, platform=platform)
+    check(lambda x: largest(x, lengths=jnp.array([5, 0])), x)
+    check(lambda x: ids(x, segment_ids=IDS), x)
+
+
+@pytest.mark.few(1)
+@PLATFORMS
 @pytest.mark.parametrize("packing", ["segment_ids", "cu_seqlens"])
 @pytest.mark.parametrize("cell", ["lstm", "gru"])
 def test_recurrent_cells(platform, packing, cell):
@@ -107,6 +118,16 @@ def test_recurrent_cells(platform, packing, cell):
     packed = {packing: jnp.array([0, 2, 6]) if packing == "cu_seqlens" else IDS}
     call = lambda x, weight, bias, state: op(x, weight, bias, initial_state=state, **packed)
     check(call, normal(0, *lead, T, gates), normal(1, gates, 4), normal(4, gates), state)
+
+
+@pytest.mark.few(1)
+@PLATFORMS
+def test_grouped_matmul(platform):
+    """With an empty group and rows of no group."""
+    op = ejx.GroupedMatmul("silu", platform=platform)
+    sizes, rows = jnp.array([3, 0, 2]), jnp.array([0, 2, 2, 1, 0, 1])
+    x, w, up, bias = normal(0, 4, 8), normal(1, 3, 8, 6), normal(2, 3, 8, 6), normal(3, 3, 6)
+    check(lambda x, w, up, bias: op(x, w, sizes, bias, up=up, row_indices=rows), x, w, up, bias)
 
 
 @pytest.mark.few(1)

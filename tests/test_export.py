@@ -189,6 +189,52 @@ def test_scan_convolution_and_norm_of_any_length():
     check(modules, short, sizes, lambda b, t: (normal(0, b, t, 6), ids(b, t)), (2, 50), (1, 3))
 
 
+@pytest.mark.slow
+@pytest.mark.parametrize("reduction", ["mean", "max"])
+def test_pooling_of_any_length(reduction):
+    make = lambda **options: ejx.MeanPooling(reduction, platform="xla", **options)
+    modules = (make(normalize=True), make(chunk_size=7), make(num_segments=3))
+
+    def call(modules, x, segments):
+        rows, chunks, by_id = modules
+        return {
+            "rows": rows(x),
+            "masked rows": rows(x, mask=segments == 0),
+            "chunks": chunks(x),
+            "masked chunks": chunks(x, mask=segments > 0),
+            "ids": by_id(x, segment_ids=segments),
+        }
+
+    sizes = ("b,t,6", ("b,t", jnp.int32))
+    check(modules, call, sizes, lambda b, t: (normal(0, b, t, 6), ids(b, t)), (2, 50), (1, 3))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("gathered", [False, True])
+def test_grouped_matmul_of_any_number_of_rows(gathered):
+    """One program for any number of rows, with gradients: fewer than a tile, and several tiles."""
+    from tests.matmul.cases import Case, make
+
+    op = ejx.GroupedMatmul("silu")
+
+    def call(lhs, rhs, up, sizes, dout, *rows):
+        run = lambda lhs, rhs, up: op(lhs, rhs, sizes, up=up, row_indices=rows[0] if rows else None)
+        out, pull = jax.vjp(run, lhs, rhs, up)
+        return out, pull(dout)
+
+    shapes = ["l,6" if gathered else "m,6", "3,6,4", "3,6,4", ("3", jnp.int32), "m,4"]
+    program = exported(call, *shapes, *([("m", jnp.int32)] if gathered else []))
+    for sizes, rows in (((2, 0, 1), 4), ((1000, 700, 0), 1701)):
+        case = Case(sizes, M=rows, K=6, N=4, gated="pair", gathered=rows // 2 if gathered else None)
+        given, dout = make(case)
+        args = [given["lhs"], given["rhs"], given["up"], given["group_sizes"], dout]
+        args += [given["row_indices"]] if gathered else []
+        for x, y in zip(
+            jax.tree.leaves(program.call(*args)), jax.tree.leaves(jax.jit(call)(*args)), strict=True
+        ):
+            assert_close(x, y, kind="gradient")
+
+
 KEY = jax.random.key(0)
 LAYERS: dict[str, Callable[[], Any]] = {
     "attention": lambda: nn.MultiHeadAttention(
@@ -214,6 +260,14 @@ def test_layers_of_any_length(name):
     make = lambda b, t: (normal(0, b, t, 16), ids(b, t))
     call = lambda layer, x, segments: {"out": layer(x, segment_ids=segments)}
     check(layer, call, ("b,t,16", ("b,t", jnp.int32)), make, (2, 70), (1, 3))
+
+
+@pytest.mark.slow
+def test_a_mixture_of_experts_of_any_length():
+    layer = nn.MixtureOfExperts(16, 8, num_experts=3, top_k=2, shared_dim=4, key=KEY)
+    make = lambda b, t: (normal(0, b, t, 16), jnp.arange(b * t).reshape(b, t) % 5 > 0)
+    call = lambda layer, x, real: {"out": layer(x, padding_mask=real)}
+    check(layer, call, ("b,t,16", ("b,t", jnp.bool_)), make, (2, 7), (1, 3))
 
 
 # What a symbol is to the choice

@@ -5,6 +5,7 @@ import re
 import sys
 
 import jax
+import jaxtyping
 import pytest
 
 import ejkernel_eqx as ejx
@@ -31,6 +32,8 @@ def test_snippets(page, monkeypatch, tmp_path):
     loaded = set(sys.modules)
     monkeypatch.setenv("EJKERNEL_EQX_CACHE_DIR", str(tmp_path / "cache"))
     text = (ROOT / page).read_text(encoding="utf-8")
+    if "symbolic_shape" in text:  # a symbol is no `int`, as sizes are annotated everywhere
+        monkeypatch.setattr(jaxtyping.config, "jaxtyping_disable", True)
     # Blank lines for what stands between the blocks: an error names the line of the page.
     program, end = [], 0
     for block in BLOCK.finditer(text):

@@ -93,9 +93,13 @@ def test_arrays_of_numpy_and_lists_are_legal():
     ejx.StateSpaceV1()(x, np.exp(x), state, x[:, :3], x[:, :3], D=numpy(4))
     ejx.CausalConv1d()(x, numpy(4, 3), numpy(4))
     ejx.GatedRMSNorm()(x, x, numpy(4))
+    ejx.MeanPooling()(x, mask=[True] * 5 + [False], lengths=np.int32(4))
+    ejx.MeanPooling("max", chunk_size=2)(x, cu_seqlens=[0, 4, 6])
+    ejx.MeanPooling(num_segments=3)(x, segment_ids=np.array([0, 0, 1, 2, 1, 1], np.uint8))
     ejx.Recurrent()(
         x, numpy(4, 1), initial_state=(numpy(1), numpy(1)), lengths=np.int64(5), resets=[True] + [False] * 5
     )
+    ejx.GroupedMatmul()(x, numpy(2, 4, 3), [2, 3], numpy(2, 3), row_indices=np.array([0, 5, 1, 1, 2, 0]))
 
 
 def test_the_arguments_of_a_batch_are_among_those_of_a_call():
@@ -124,6 +128,8 @@ def test_layers_take_arrays_of_numpy():
         lstm = nn.LSTM(8, 4, key=key)
         lstm(x, lstm.init_state(2), lengths=np.array([6, 2], np.uint8), resets=~real)
         nn.GRU(8, 4, key=key)(x[0], cu_seqlens=np.array([0, 4, 6], np.uint16))
+        experts = nn.MixtureOfExperts(8, 4, num_experts=3, top_k=2, key=key)
+        experts(x, padding_mask=real)
         for cache in (nn.KVCache.init(2, 6, 2, 4), nn.RollingKVCache.init(2, 6, 2, 4)):
             cache.append(x.reshape(2, 6, 2, 4), x.reshape(2, 6, 2, 4), mask=real)
 
@@ -158,6 +164,8 @@ def test_results_have_types():
     assert_type(ejx.scaled_dot_product_attention(q, q, q, return_residual=True), tuple[Array, Array])
     assert_type(ejx.gated_linear_attention(q, q, q, -q), tuple[Array, Array])
     assert_type(ejx.gated_rms_norm(q), Array)
+    assert_type(ejx.mean_pooling(q), Array)
+    assert_type(ejx.grouped_matmul(q[0], jnp.ones((1, 8, 3)), [2]), Array)
     cache = ejx.PagedKVCache.init(2, 3, 2, 8).bind(jnp.array([[0, 1]]), jnp.array([6]))
     packed = {"query_start_loc": jnp.array([0, 6]), "max_query_len": 6}
     appended = ejx.RaggedPagedAttention(append=True)(
@@ -195,5 +203,9 @@ def test_results_of_layers_have_types():
         assert_type(mixer(x, mixer.init_state(1)), tuple[Array, nn.RecurrentState])
         assert_type(mixer.conv1d(jnp.ones((6, 16))), Array)
         assert_type(nn.GatedRMSNorm(8)(x), Array)
+        experts = nn.MixtureOfExperts(8, 4, num_experts=3, top_k=2, key=key)
+        assert_type(experts(x), Array)
+        found = assert_type(experts(x, return_statistics=True), tuple[Array, nn.RouterStatistics])
+        assert isinstance(found[1], nn.RouterStatistics)
 
     eqx.filter_eval_shape(calls)  # traced alone: nothing is compiled

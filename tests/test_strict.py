@@ -15,6 +15,7 @@ from tests.cells import cases as cells
 from tests.convolution import cases as convolution
 from tests.nn import paged_layers, recurrent_layers
 from tests.normalization import cases as normalization
+from tests.pooling import cases as pooling
 from tests.recurrence import operations
 
 B, T, H, K, D = 2, 12, 4, 2, 16
@@ -174,6 +175,16 @@ def test_convolution(platform, name):
 def test_norm(platform, name):
     case = normalization.CASES[name]
     jax.eval_shape(normalization.results, case.operation(platform), *normalization.make(case))
+
+
+@PLATFORMS
+@pytest.mark.parametrize(
+    "name", [name for name, case in pooling.CASES.items() if case.segments or not case.ids]
+)
+def test_pooling(platform, name):
+    case = pooling.CASES[name]
+    x, dout = pooling.make(case)
+    jax.eval_shape(pooling.results, case.operation(platform), x, case.tables(), dout)
 
 
 @pytest.mark.few(6)

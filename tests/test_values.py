@@ -63,6 +63,7 @@ PACKED = {
     "delta": lambda value: ejx.DeltaRule(platform="xla")(*QKV, jnp.ones((T, 2)), cu_seqlens=value)[0],
     "scan": lambda value: ejx.StateSpaceV1(platform="xla")(*_SCAN, cu_seqlens=value)[0],
     "convolution": lambda value: ejx.CausalConv1d(platform="xla")(_X, normal(6, 6, 4), cu_seqlens=value)[0],
+    "pooling": lambda value: jax.grad(lambda x: (ejx.MeanPooling(platform="xla")(x, cu_seqlens=value) ** 2).sum())(_X),
     "cells": lambda value: ejx.Recurrent("rnn", platform="xla")(_X, normal(6, 6, 6), cu_seqlens=value)[0],
     "sequences": lambda value: sequences.cu_seqlens_to_segment_ids(value, T),
     "sums": lambda value: sequences.chunk_global_cumsum(_X, axis=0, cu_seqlens=value),
@@ -88,6 +89,13 @@ NUMBERS = {
     "state_indices of a convolution": (
         lambda value: ejx.CausalConv1d(platform="xla").step(_X[:3], normal(6, 6, 4), None, normal(8, 5, 3, 6), state_indices=value),
         [4, -1, 0], [[5, 0, 1], [3, 3, 1]]),
+    "lengths of pooled rows": (
+        lambda value: ejx.MeanPooling(platform="xla")(normal(3, 3, T, 6), lengths=value), [0, 4, T], [[0, 0, T + 1], [-1, 0, 0]]),
+    "segment_ids of pooled tokens": (
+        lambda value: ejx.MeanPooling(num_segments=4, platform="xla")(_X[:3], segment_ids=value), [3, -5, 0], [[3, 4, 0]]),
+    "segment_ids of sorted tokens": (
+        lambda value: ejx.MeanPooling(num_segments=4, indices_are_sorted=True, platform="xla")(_X[:4], segment_ids=value),
+        [-1, 0, -1, 3], [[0, 2, -1, 1]]),
     "lengths of a cell": (lambda value: ejx.Recurrent("rnn", platform="xla")(_X[None], normal(6, 6, 6), lengths=value), [T], [[T + 1], [-1]]),
     "state_indices of a cell": (
         lambda value: ejx.Recurrent("rnn", platform="xla").step(_X[:3], normal(6, 6, 6), None, normal(8, 5, 6), state_indices=value),

@@ -54,9 +54,11 @@ from .functional import flash_attention as flash_attention
 from .functional import gated_delta_rule as gated_delta_rule
 from .functional import gated_linear_attention as gated_linear_attention
 from .functional import gated_rms_norm as gated_rms_norm
+from .functional import grouped_matmul as grouped_matmul
 from .functional import kernel_delta_attention as kernel_delta_attention
 from .functional import lightning_attention as lightning_attention
 from .functional import linear_attention as linear_attention
+from .functional import mean_pooling as mean_pooling
 from .functional import paged_attention as paged_attention
 from .functional import prefill_paged_attention as prefill_paged_attention
 from .functional import ragged_decode_attention as ragged_decode_attention
@@ -66,6 +68,7 @@ from .functional import scaled_dot_product_attention as scaled_dot_product_atten
 from .functional import state_space_v1 as state_space_v1
 from .functional import state_space_v2 as state_space_v2
 from .functional import unified_attention as unified_attention
+from .matmul import GroupedMatmul as GroupedMatmul
 from .normalization import GatedRMSNorm as GatedRMSNorm
 from .paged import Buckets as Buckets
 from .paged import OutOfPagesError as OutOfPagesError
@@ -78,6 +81,7 @@ from .paged import RaggedBatch as RaggedBatch
 from .paged import RaggedDecodeAttention as RaggedDecodeAttention
 from .paged import RaggedPagedAttention as RaggedPagedAttention
 from .paged import UnifiedAttention as UnifiedAttention
+from .pooling import MeanPooling as MeanPooling
 from .recurrence import DeltaRule as DeltaRule
 from .recurrence import GatedDeltaRule as GatedDeltaRule
 from .recurrence import GatedLinearAttention as GatedLinearAttention

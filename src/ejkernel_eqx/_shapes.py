@@ -10,9 +10,10 @@
 | `I`, `P` | channels of a state space, and those of one of its heads |
 | `N`, `G` | state size, groups; in `N+1` the packed sequences (`S+1` where `N` is the size of a state); of pages the sequences |
 | `G`, `I` | of a recurrent cell: gates times `H`, inputs |
-| `C`, `W` | channels and width of a convolution, channels of a norm; `W` also the slots of a rolling cache |
+| `C`, `W` | channels and width of a convolution, channels of a norm or a pooling; `W` also the slots of a rolling cache |
 | `E`, `O` | features of the input and the output of a layer |
 | `C`, `Cv` | of cross attention: features of the inputs of keys and values |
+| `M`, `K`, `N`, `E` | of a grouped matmul: rows, the contracted axis, columns, groups |
 | `L` | layers of recurrent cells, times their directions |
 | `Q` | the most new tokens of a sequence |
 | `n` | sinks of a head |

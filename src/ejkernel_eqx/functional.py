@@ -17,6 +17,7 @@ from ._kernel import Kernel, make_plan, Plan, with_plan
 from .attention import Attention, FlashAttention, ScaledDotProductAttention
 from .cells import Recurrent
 from .convolution import CausalConv1d
+from .matmul import GroupedMatmul
 from .normalization import GatedRMSNorm
 from .paged import (
     PagedAttention,
@@ -25,6 +26,7 @@ from .paged import (
     RaggedPagedAttention,
     UnifiedAttention,
 )
+from .pooling import MeanPooling
 from .recurrence import (
     DeltaRule,
     GatedDeltaRule,
@@ -168,6 +170,8 @@ flash_attention = function_of(FlashAttention)
 scaled_dot_product_attention = function_of(ScaledDotProductAttention)
 causal_conv1d = function_of(CausalConv1d)
 gated_rms_norm = function_of(GatedRMSNorm)
+grouped_matmul = function_of(GroupedMatmul)
+mean_pooling = function_of(MeanPooling)
 recurrent = function_of(Recurrent)
 paged_attention = function_of(PagedAttention)
 prefill_paged_attention = function_of(PrefillPagedAttention)

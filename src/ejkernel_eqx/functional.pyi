@@ -236,6 +236,28 @@ def gated_rms_norm(
     config: Any | None = None,
 ) -> Float[Array, '*B C']: ...
 
+def grouped_matmul(
+    lhs: Float[AnyArray, '*B M K'],
+    rhs: AnyArray,
+    group_sizes: Int[Numbers, '*B E'],
+    bias: Float[AnyArray, 'E N'] | None = None,
+    *,
+    rhs_scale: Float[AnyArray, 'E N'] | None = None,
+    up: AnyArray | None = None,
+    up_bias: Float[AnyArray, 'E N'] | None = None,
+    up_scale: Float[AnyArray, 'E N'] | None = None,
+    row_indices: Int[Numbers, '*B M'] | None = None,
+    activation: str | None = None,
+    gate_up: str | None = None,
+    alpha: float = 1.0,
+    limit: float | None = None,
+    up_shift: float = 0.0,
+    transpose_rhs: bool = False,
+    preferred_element_type: Any | None = None,
+    platform: PlatformLike | None = None,
+    config: Any | None = None,
+) -> Float[Array, '*B M N']: ...
+
 def kernel_delta_attention(
     q: Float[AnyArray, '*B T H D'],
     k: Float[AnyArray, '*B T H D'],
@@ -300,6 +322,24 @@ def linear_attention(
     platform: PlatformLike | None = None,
     config: Any | None = None,
 ) -> tuple[Float[Array, '*B T R V'], FinalState]: ...
+
+def mean_pooling(
+    x: Float[AnyArray, '*B T C'],
+    *,
+    mask: Bool[Numbers, '*B T'] | None = None,
+    lengths: int | Int[Numbers, '*B'] | None = None,
+    cu_seqlens: Int[Numbers, ' N+1'] | None = None,
+    segment_ids: Int[Numbers, '*B T'] | None = None,
+    reduction: str = 'mean',
+    chunk_size: int | None = None,
+    normalize: bool = False,
+    eps: float = 1e-12,
+    num_segments: int | None = None,
+    max_chunks: int | None = None,
+    indices_are_sorted: bool = False,
+    platform: PlatformLike | None = None,
+    config: Any | None = None,
+) -> Float[Array, '*B ... C']: ...
 
 @overload
 def paged_attention(

@@ -14,6 +14,8 @@ from benchmarks import (
     everything,
     host_cost,
     linear,
+    moe,
+    pooling,
     report,
     train_step,
     tune,
@@ -26,6 +28,8 @@ _SCRIPTS = {
     "decode.py": decode,
     "host_cost.py": host_cost,
     "linear.py": linear,
+    "pooling.py": pooling,
+    "moe.py": moe,
     "train_step.py": train_step,
     "tune.py": tune,
     "tuned_model.py": tuned_model,
@@ -118,7 +122,9 @@ def test_every_part_has_its_command(gpu, more, tmp_path):
     assert {f"tune-{family}" for family in tune.FAMILIES} < set(parts)
     anywhere = {name for name, part in parts.items() if part.skipped is None}
     if not gpu:
-        assert anywhere == (set(parts) - {"tests"} if more else {"decode", "linear", "cells", "attention"})
+        assert anywhere == (
+            set(parts) - {"tests"} if more else {"decode", "linear", "cells", "moe", "attention", "pooling"}
+        )
     for name, part in parts.items():
         for command in part.commands:
             if name == "tests":

@@ -42,6 +42,11 @@ PROBLEMS: dict[str, list[tuple[dict[str, int], dict[str, object]]]] = {
     "cells": [({"B": 64, "T": 64, "H": 256}, {"cell": cell}) for cell in ("lstm", "gru")]
     + [({"T": 9, "H": 1024}, {"packed": "offsets"})],
     "paged": [(PAGES, {})],
+    "pooling": [
+        ({"B": 2, "T": 512, "C": 256}, {"masked": True}),
+        ({"B": 2, "T": 512, "C": 256, "L": 64}, {"reduction": "max"}),
+        ({"T": 512, "C": 256, "S": 8}, {"packed": True, "normalize": True}),
+    ],
     kernels.Square.operation: [({"B": 64, "D": 32}, {})],
     kernels.Opaque.operation: [({"B": 64, "D": 32}, {})],
 }
@@ -61,6 +66,7 @@ KERNELS: dict[str, tuple[dict[str, tuple[str, ...]], dict[str, tuple[str, ...]]]
     "normalization": (APPLY, LAUNCH),
     "cells": (APPLY, LAUNCH),
     "paged": ({"forward": CALL}, {"forward": CALL, "write": ("arrays",)}),
+    "pooling": (APPLY, LAUNCH),
 }
 
 OURS = [

@@ -1,5 +1,6 @@
 """The examples, run as a user runs them: each in a process of its own, with small settings."""
 
+import argparse
 import csv
 import os
 import pathlib
@@ -13,6 +14,7 @@ import jax
 import jax.numpy as jnp
 import pytest
 
+import ejkernel_eqx as ejx
 from tests.tolerances import assert_close
 
 ROOT = pathlib.Path(__file__).parents[2]
@@ -87,6 +89,38 @@ def test_every_mixer_trains(tmp_path, text, mixer):
     options = ["--data", text, "--out-dir", folder, *SMALL, "--mixer", mixer, "--steps", 60]
     out, _ = _run("train_lm.py", *options, "--prompt", "the quick ", "--temperature", 0)
     assert "the checkpoint of step 60" in out and _losses(folder)[-1][1] < 1.5
+
+
+@pytest.mark.slow
+def test_a_mixture_of_experts_trains_and_is_served(tmp_path, text):
+    folder = tmp_path / "run"
+    options = ["--data", text, "--out-dir", folder, *SMALL, "--mlp", "moe"]
+    out, _ = _run("train_lm.py", *options, "--steps", 50, "--prompt", "the quick ", "--temperature", 0)
+    assert "the checkpoint of step 50" in out and _losses(folder)[-1][1] < 1.5
+    prompts = tmp_path / "prompts.txt"
+    prompts.write_text("the quick \n")
+    written = tmp_path / "texts.jsonl"
+    served = ["--checkpoint", folder / "checkpoint.ejx", "--prompts", prompts, "--out", written]
+    _run("serve_lm.py", *served, *"--max-new-tokens 12 --num-pages 24 --page-size 4".split())
+    assert "brown fox" in written.read_text()
+    _, err = _run("train_lm.py", *options[:-1], "dense", "--resume", "--steps", 60, code=2)
+    assert "mlp='moe' (requested: 'dense')" in err
+
+
+def test_experts_are_balanced(train_lm):
+    """The gradient has that of the balancing loss in it; the loss that is reported has not."""
+    arch = train_lm.Architecture(32, 1, 4, 2, mlp="moe")
+    model = train_lm.make_model(arch, key=jax.random.key(0))
+    tokens = jnp.arange(18).reshape(2, 9) % 11
+    of = lambda balance: train_lm.training_loss(
+        model, tokens, argparse.Namespace(balance=balance, dtype="float32")
+    )
+    (plain, loss), (whole, same) = eqx.filter_jit(lambda: (of(0.0), of(0.5)))()
+    _, statistics = eqx.filter_jit(lambda: model(tokens[:, :-1], return_statistics=True))()
+    assert_close(whole - plain, 0.5 * ejx.nn.load_balancing_loss(statistics), scale=1.0)
+    assert float(loss) == float(same) == float(plain)
+    cast = train_lm.cast(model, "bfloat16").stacks[0][0].mlp
+    assert cast.gate.weight.dtype == jnp.float32 and cast.experts.gate_proj.dtype == jnp.bfloat16
 
 
 @pytest.mark.slow

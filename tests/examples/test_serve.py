@@ -148,7 +148,10 @@ def test_the_largest_that_sampling_takes(examples):
 
 @functools.cache
 def _model(examples, mixer, layers=None, platform=None):
-    arch = examples.train_lm.Architecture(32, layers or 2 * (mixer.count(",") + 1), 4, 2, mixer)
+    """`mixer` may end in " moe": with experts."""
+    mixer, _, mlp = mixer.partition(" ")
+    count = layers or 2 * (mixer.count(",") + 1)
+    arch = examples.train_lm.Architecture(32, count, 4, 2, mixer, mlp or "dense")
     return examples.train_lm.make_model(arch, platform, key=jax.random.key(0))
 
 
@@ -409,10 +412,9 @@ def test_pages_are_given_to_the_oldest_first(examples):
 def test_pages_behind_a_window_are_freed(examples, monkeypatch):
     """So a text may be longer than all pages."""
 
-    def windowed(arch, index, **options):
-        layer = examples.train_lm.attention(arch, index, **options)
-        heads = {"num_heads": arch.num_heads, "num_kv_heads": arch.num_kv_heads, "rope": layer.rope}
-        return type(layer)(arch.embed_dim, sliding_window=6, **heads, **options)
+    def windowed(arch):
+        options = dict(examples.train_lm.attention(arch).options)
+        return arch.layer("attention", sliding_window=6, **options)
 
     monkeypatch.setitem(examples.train_lm.MIXERS, "windowed", windowed)
     engine = _engine(examples, "windowed", num_pages=6, max_length=64, max_batch=2)
@@ -437,6 +439,16 @@ def test_without_attention_there_are_no_pages(examples):
 
 
 @pytest.mark.slow
+def test_a_mixture_of_experts(examples):
+    engine = _engine(examples, "attention moe", 2)
+    requests = _requests(3, 5, longest=12, most=8)
+    texts = _serve(engine, requests)
+    assert texts == _alone(engine, requests)
+    _whole(examples, "attention moe", list(zip(requests, texts)), 2)
+    _check_empty(engine)
+
+
+@pytest.mark.slow
 @pytest.mark.parametrize("mixer", ["attention", "gated_deltanet,attention"])
 def test_kernels_of_another_platform(examples, mixer):
     """The pages of all layers are one pool to them as well."""
@@ -454,7 +466,7 @@ def test_quantised_pages(examples):
     requests = _requests(4, 4, most=8)
     texts = _serve(engine, requests)
     assert texts == _alone(engine, requests)
-    assert engine.state.layers[0].k.dtype == jnp.int8
+    assert engine.state.stacks[0].layers[0].k.dtype == jnp.int8
     _check_empty(engine)
 
 

@@ -33,6 +33,27 @@ _LOCAL = {"rope_type": "default", "rope_theta": 100.0}
 _GLOBAL = {"rope_type": "linear", "factor": 8.0, "rope_theta": 10000.0}
 _TYPES = ["sliding_attention", "full_attention", "sliding_attention"]
 
+_MIXTURE = {"num_experts": 6, "num_experts_per_tok": 2, "moe_intermediate_size": 20}
+_LOCAL_MIXTURE = {"num_local_experts": 4, "num_experts_per_tok": 2}
+_ONE_EXPERT = {"num_local_experts": 1, "num_experts_per_tok": 1}
+_GPT_OSS = (
+    _SMALL
+    | {"head_dim": 16, "sliding_window": 5, "layer_types": _TYPES}
+    | {"rope_parameters": _YARN | {"beta_fast": 32.0, "beta_slow": 1.0, "rope_theta": 150000.0}}
+)
+_NEXT = (
+    _SMALL
+    | {"head_dim": 16, "num_hidden_layers": 4, "linear_num_key_heads": 2, "linear_num_value_heads": 4}
+    | {"linear_key_head_dim": 8, "linear_value_head_dim": 8}
+)
+_MINIMAX = (
+    _SMALL
+    | {"head_dim": 8, "block_size": 4}
+    | {"layer_types": ["linear_attention", "full_attention", "linear_attention"]}
+    | {"full_attn_alpha_factor": 1.5, "linear_attn_alpha_factor": 2.0}
+    | {"mlp_alpha_factor": 1.25, "mlp_beta_factor": 0.5}
+)
+
 CONFIGS: dict[str, dict[str, Any]] = {
     "llama": _SMALL
     | {"rope_parameters": _LLAMA3 | {"original_max_position_embeddings": 16, "rope_theta": 500000.0}}
@@ -57,32 +78,31 @@ CONFIGS: dict[str, dict[str, Any]] = {
     "gemma3_text": _SMALL
     | {"head_dim": 16, "sliding_window": 5, "query_pre_attn_scalar": 24, "layer_types": _TYPES}
     | {"rope_parameters": {"sliding_attention": _LOCAL, "full_attention": _GLOBAL}},
-    "gpt_oss": _SMALL
-    | {"head_dim": 16, "sliding_window": 5, "layer_types": _TYPES}
-    | {"num_local_experts": 1, "num_experts_per_tok": 1}
-    | {"rope_parameters": _YARN | {"beta_fast": 32.0, "beta_slow": 1.0, "rope_theta": 150000.0}},
+    "gpt_oss": _GPT_OSS | _ONE_EXPERT,
     "olmo2": _SMALL,
     "mamba": _MAMBA | {"conv_kernel": 4, "expand": 2, "time_step_rank": 4},
     "falcon_mamba": _MAMBA | {"conv_kernel": 4, "expand": 2, "time_step_rank": 4},
     "mamba2": _MAMBA | {"num_heads": 8, "head_dim": 8, "expand": 2, "n_groups": 1, "chunk_size": 8},
-    "qwen3_next": _SMALL
-    | {"head_dim": 16, "num_hidden_layers": 4, "mlp_only_layers": [0, 1, 2, 3], "num_experts": 2}
-    | {
-        "linear_num_key_heads": 2,
-        "linear_num_value_heads": 4,
-        "linear_key_head_dim": 8,
-        "linear_value_head_dim": 8,
-    },
-    "minimax": _SMALL
-    | {"head_dim": 8, "block_size": 4, "num_local_experts": 1, "num_experts_per_tok": 1}
-    | {"layer_types": ["linear_attention", "full_attention", "linear_attention"]}
-    | {
-        "full_attn_alpha_factor": 1.5,
-        "linear_attn_alpha_factor": 2.0,
-        "mlp_alpha_factor": 1.25,
-        "mlp_beta_factor": 0.5,
-    },
+    "qwen3_next": _NEXT | {"mlp_only_layers": [0, 1, 2, 3], "num_experts": 2},
+    "minimax": _MINIMAX | _ONE_EXPERT,
+    "mixtral": _SMALL | _LOCAL_MIXTURE | {"sliding_window": 5},
+    "olmoe": _SMALL | _MIXTURE | {"norm_topk_prob": True},
+    "qwen2_moe": _SMALL
+    | _MIXTURE
+    | {"shared_expert_intermediate_size": 24, "num_hidden_layers": 4, "decoder_sparse_step": 2}
+    | {"use_sliding_window": True, "sliding_window": 5, "max_window_layers": 3},
+    "qwen3_moe": _SMALL
+    | _MIXTURE
+    | {"head_dim": 12, "norm_topk_prob": True, "mlp_only_layers": [1]}
+    | {"use_sliding_window": True, "sliding_window": 6},
+    "qwen3_next with experts": _NEXT | _MIXTURE | {"shared_expert_intermediate_size": 24},
+    "gpt_oss with experts": _GPT_OSS | _LOCAL_MIXTURE,
+    "minimax with experts": _MINIMAX | _LOCAL_MIXTURE,
 }
+
+
+def model_type(kind: str) -> str:
+    return kind.partition(" ")[0]
 
 
 def drawn(shapes: Mapping[str, Any]) -> dict[str, np.ndarray]:

@@ -12,12 +12,12 @@ sys.path.insert(0, str(pathlib.Path(__file__).resolve().parent.parent.parent))
 import torch  # pyright: ignore[reportMissingImports]
 import transformers  # pyright: ignore[reportMissingImports]
 
-from tests.models.cases import CONFIGS, drawn, tokens
+from tests.models.cases import CONFIGS, drawn, model_type, tokens
 
 
 def published(kind: str):
     """The model of `transformers`, with the weights drawn for it."""
-    config = transformers.CONFIG_MAPPING[kind](**CONFIGS[kind])
+    config = transformers.CONFIG_MAPPING[model_type(kind)](**CONFIGS[kind])
     config._attn_implementation = "eager"
     with torch.no_grad():
         model = transformers.AutoModelForCausalLM.from_config(config, dtype=torch.float32).eval()

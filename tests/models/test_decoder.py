@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 
 import ejkernel_eqx as ejx
-from ejkernel_eqx.models import Decoder, DecoderConfig, LayerConfig, MLPConfig
+from ejkernel_eqx.models import Decoder, DecoderConfig, LayerConfig, MLPConfig, MoEConfig
 
 ROPE = ejx.nn.RotaryEmbedding(8)
 FULL = LayerConfig("attention", {"num_heads": 4, "num_kv_heads": 2, "rope": ROPE}, MLPConfig(40))
@@ -23,7 +23,12 @@ LIGHTNING = LayerConfig(
 )
 MAMBA = LayerConfig("mamba2", {"head_dim": 8, "state_size": 8})
 
+EXPERTS = {"hidden_dim": 12, "num_experts": 5, "top_k": 2, "shared_dim": 8}
+EXPERTS |= {"scoring": "sigmoid", "use_correction_bias": True}
+SPARSE = dataclasses.replace(FULL, mlp=MoEConfig(EXPERTS), norms="around")
+
 CONFIGS = {
+    "experts": DecoderConfig(50, 32, (SPARSE, FULL, SPARSE)),
     "uniform": DecoderConfig(50, 32, (FULL,) * 3, embedding_scale=3.0, tie_embeddings=True),
     "hybrid": DecoderConfig(50, 32, (LOCAL, DELTA, LOCAL, DELTA, LOCAL), logits_soft_cap=4.0),
     "places": DecoderConfig(50, 32, (LIGHTNING, MAMBA, LIGHTNING, MAMBA)),
@@ -173,7 +178,7 @@ def test_segments_do_not_see_each_other():
     [{"scan_layers": True}, {"remat": "kernels"}, {"remat": "matmuls", "scan_layers": True}],
     ids=str,
 )
-@pytest.mark.parametrize("name", ["hybrid", "places"])
+@pytest.mark.parametrize("name", ["hybrid", "places", "experts"])
 def test_gradients_are_those_of_layers_by_hand(name, options):
     expected = eqx.filter_jit(eqx.filter_grad(lambda model: jnp.sum(jnp.sin(by_hand(model, TOKENS)))))(
         model_of(name)
@@ -183,6 +188,49 @@ def test_gradients_are_those_of_layers_by_hand(name, options):
     )
     for a, b in zip(jax.tree.leaves(found), jax.tree.leaves(expected), strict=True):
         close(a, b, 10)
+
+
+def by_layers(model, mask):
+    """Logits, and the statistics of each layer with experts in its turn."""
+    x, found = model.embedding[TOKENS], []
+    for index in range(model.num_layers):
+        x, _, statistics = model.layer(index).with_statistics(x, padding_mask=mask)
+        found += [] if statistics is None else [statistics]
+    return model.logits(jax.vmap(jax.vmap(model.norm))(x)), found
+
+
+MASK = jnp.asarray([[False] * 2 + [True] * 7, [True] * 9])
+
+
+def test_statistics_of_routers():
+    model = model_of("experts")
+    call = lambda model: (model(TOKENS, padding_mask=MASK, return_statistics=True), by_layers(model, MASK))
+    (logits, statistics), (expected, layers) = eqx.filter_jit(call)(model)
+    close(logits, expected)
+    assert statistics.tokens_per_expert.shape == (2, 5) and not np.any(statistics.num_tokens != 16)
+    np.testing.assert_array_equal(statistics.tokens_per_expert, [s.tokens_per_expert for s in layers])
+    close(statistics.probability_sums, jnp.stack([s.probability_sums for s in layers]))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    "options",
+    [{}, {"scan_layers": True}, {"remat": "matmuls"}, {"remat": "kernels", "scan_layers": True}],
+    ids=str,
+)
+def test_gradients_of_losses_of_routers(options):
+    model = model_of("experts", **options)
+
+    def loss(model, run):
+        logits, statistics = run(model)
+        balance = ejx.nn.load_balancing_loss(statistics) + ejx.nn.router_z_loss(statistics)
+        return jnp.sum(jnp.sin(logits[MASK])) + balance
+
+    whole = lambda model: model(TOKENS, padding_mask=MASK, return_statistics=True)
+    gradient = lambda run: eqx.filter_jit(eqx.filter_grad(lambda model: loss(model, run)))(model)
+    found, wanted = gradient(whole), gradient(lambda model: by_layers(model, MASK))
+    for a, b in zip(jax.tree.leaves(found), jax.tree.leaves(wanted), strict=True):
+        close(a, b, 10) if np.any(b) else np.testing.assert_array_equal(a, b)
 
 
 def test_mixed_precision():
@@ -212,6 +260,16 @@ def test_tuning_and_explaining_find_every_kernel():
         (lambda: ANY_LAYER("mamba2", norms="behind"), "norms: expected one of"),
         (lambda: ANY_LAYER("mamba2", mixer_scales=(1.0,)), "mixer_scales: expected two numbers"),
         (lambda: MLPConfig(0), "hidden_dim: expected a positive integer"),
+        (lambda: MoEConfig({"num_experts": 2, "top_k": 1}), "options: expected an entry 'hidden_dim'"),
+        (lambda: ANY_LAYER("mamba2", mlp=3), "mlp: expected an MLPConfig, a MoEConfig or None, received int"),
+        (
+            lambda: model_of("uniform")(TOKENS, return_statistics=True),
+            "return_statistics: expected layers with mixtures of equally many experts, received a model with no",
+        ),
+        (
+            lambda: untyped("experts")(TOKENS, (1,), return_statistics=True),
+            "return_statistics: expected False with a cache",
+        ),
         (lambda: ANY_MLP(8, "swish"), "activation: expected one of"),
         (lambda: DecoderConfig(8, 8, ()), "layers: expected a LayerConfig"),
         (

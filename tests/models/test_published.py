@@ -12,7 +12,7 @@ import pytest
 from safetensors.numpy import save_file
 
 import ejkernel_eqx as ejx
-from tests.models.cases import CONFIGS, drawn, tokens
+from tests.models.cases import CONFIGS, drawn, model_type, tokens
 
 GOLDEN = json.loads((pathlib.Path(__file__).parent / "golden.json").read_text())
 
@@ -45,7 +45,7 @@ def test_logits_are_those_of_transformers(kind, tmp_path):
 
 
 def test_every_family_has_a_case():
-    assert set(CONFIGS) == set(ejx.models.FAMILIES)
+    assert set(map(model_type, CONFIGS)) == set(ejx.models.FAMILIES)
 
 
 @pytest.mark.slow
@@ -54,7 +54,7 @@ def test_a_model_saved_by_transformers(kind, tmp_path):
     """Live, where `transformers` is installed: another random model, its own files, in shards; logits and greedy texts."""
     torch = pytest.importorskip("torch")
     transformers = pytest.importorskip("transformers")
-    config = transformers.CONFIG_MAPPING[kind](**CONFIGS[kind])
+    config = transformers.CONFIG_MAPPING[model_type(kind)](**CONFIGS[kind])
     config._attn_implementation = "eager"
     torch.manual_seed(len(kind))
     theirs = transformers.AutoModelForCausalLM.from_config(config, dtype=torch.float32).eval()
@@ -89,6 +89,28 @@ def test_the_published_dtype_is_kept_but_for_norms(tmp_path):
     np.testing.assert_array_equal(layer.mixer_norm.weight, expected)  # 1 + w has no room in bfloat16
 
 
+@pytest.mark.slow
+@pytest.mark.parametrize("kind", ["mixtral", "minimax with experts"])
+def test_experts_in_files_of_their_own_names(kind, tmp_path):
+    """As these models are published: a module for each expert, in `block_sparse_moe`."""
+    arrays = {}
+    for name, x in weights_of(kind).items():
+        name = name.replace(".mlp.", ".block_sparse_moe.")
+        if name.endswith("gate_up_proj"):
+            halves = zip(("w1", "w3"), np.split(x, 2, axis=1))
+        elif name.endswith("experts.down_proj"):
+            halves = [("w2", x)]
+        else:
+            arrays[name] = x
+            continue
+        stem = name.rpartition(".")[0]
+        arrays |= {f"{stem}.{i}.{w}.weight": part[i].copy() for w, part in halves for i in range(len(part))}
+    (tmp_path / "config.json").write_text(json.dumps(GOLDEN[kind]["config"]))
+    save_file(arrays, tmp_path / "model.safetensors")
+    model = ejx.models.from_pretrained(tmp_path, dtype="float32")
+    assert error_of(eqx.filter_jit(model)(jnp.asarray(tokens())), GOLDEN[kind]) < 1e-5
+
+
 def test_nothing_is_loaded_in_part(tmp_path):
     extra = {"model.layers.0.self_attn.q_norm.weight": np.ones(8, np.float32)}
     folder = folder_of("mistral", tmp_path, change=extra)
@@ -107,8 +129,9 @@ def test_sizes_of_another_configuration(tmp_path):
     ("kind", "change", "message"),
     [
         ("llama", {"model_type": "t5"}, "model_type: expected one of .*llama.*received 't5'"),
-        ("gpt_oss", {"num_local_experts": 4}, "4 experts in layer 0"),
-        ("qwen3_next", {"mlp_only_layers": [], "num_experts": 8}, "8 experts in layer 0"),
+        ("gpt_oss with experts", {"swiglu_limit": 5.0}, "swiglu_limit"),
+        ("mixtral", {"hidden_act": "xielu"}, "hidden_act: expected one of .*xielu"),
+        ("olmoe", {"clip_qkv": 8.0}, "clip_qkv"),
         ("llama", {"quantization_config": {"quant_method": "fp8"}}, "quantization_config"),
         ("gpt_oss", {"swiglu_limit": 5.0}, "swiglu_limit"),
         ("llama", {"hidden_act": "xielu"}, "hidden_act: expected one of .*xielu"),
@@ -117,9 +140,10 @@ def test_sizes_of_another_configuration(tmp_path):
         # The reason that no conversion of the weights removes.
         (
             "gpt_oss",
-            {"num_local_experts": 32, "quantization_config": {"quant_method": "mxfp4"}},
-            "32 experts",
+            {"swiglu_limit": 5.0, "quantization_config": {"quant_method": "mxfp4"}},
+            "swiglu_limit",
         ),
+        ("gpt_oss with experts", {"quantization_config": {"quant_method": "mxfp4"}}, "quantization_config"),
     ],
 )
 def test_other_models_are_refused(kind, change, message):
@@ -162,7 +186,7 @@ def test_what_a_configuration_leaves_out(kind, given, expected):
     """As `transformers` completes it."""
     config = ejx.models.decoder_config(SIZES | given | {"model_type": kind})
     mlp = config.layers[0].mlp
-    assert mlp is not None
+    assert isinstance(mlp, ejx.models.MLPConfig)
     assert (mlp.activation, config.norm_eps, config.logits_soft_cap) == expected
 
 
@@ -170,8 +194,38 @@ def test_layers_of_qwen3_next_by_default():
     given = {"model_type": "qwen3_next", "num_hidden_layers": 4, "mlp_only_layers": [0, 1, 2, 3]}
     layers = ejx.models.decoder_config(SIZES | given).layers
     assert [layer.mixer for layer in layers] == [*["gated_delta_net"] * 3, "attention"]
-    with pytest.raises(ValueError, match="512 experts"):
-        ejx.models.decoder_config(SIZES | given | {"mlp_only_layers": []})
+    layers = ejx.models.decoder_config(SIZES | given | {"mlp_only_layers": [1]}).layers
+    assert [experts_of(layer) for layer in layers] == [(512, 10), None, (512, 10), (512, 10)]
+
+
+def experts_of(layer):
+    """How many there are, and how many of them a token goes to."""
+    if not isinstance(layer.mlp, ejx.models.MoEConfig):
+        return None
+    options = dict(layer.mlp.options)
+    return options["num_experts"], options["top_k"]
+
+
+@pytest.mark.parametrize(
+    ("kind", "given", "expected"),
+    [
+        ("mixtral", {}, [(8, 2), (8, 2)]),
+        ("mixtral", {"num_local_experts": 4, "num_experts_per_tok": 1}, [(4, 1), (4, 1)]),
+        ("minimax", {}, [(8, 2), (8, 2)]),
+        ("gpt_oss", {}, [(128, 4), (128, 4)]),
+        ("olmoe", {}, [(64, 8), (64, 8)]),
+        ("qwen2_moe", {"decoder_sparse_step": 2}, [None, (60, 4)]),
+        (
+            "qwen3_moe",
+            {"mlp_only_layers": [1], "num_experts": 16},
+            [(16, 8), None],
+        ),  # as on the models' pages
+        ("qwen3_moe", {"num_local_experts": 16}, [(16, 8), (16, 8)]),  # as transformers 5 writes it
+    ],
+)
+def test_experts_that_a_configuration_leaves_out(kind, given, expected):
+    layers = ejx.models.decoder_config(SIZES | given | {"model_type": kind}).layers
+    assert [experts_of(layer) for layer in layers] == expected
 
 
 def test_a_head_that_differs_from_the_embedding_is_not_lost(tmp_path):

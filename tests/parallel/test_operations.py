@@ -162,6 +162,23 @@ CASES = {
         ((ROWS,),),
         ("x", "z", "weight"),
     ),
+    "pooling": Case(
+        called(lambda platform: ejx.MeanPooling("max", chunk_size=4, platform=platform), mask=IDS >= 0),
+        {"x": normal(0, 4, 6, 8)},
+        {"x": (ROWS, None, HEADS)},
+        ((ROWS, None, HEADS),),
+        ("x",),
+    ),
+    "pooling, normalised": Case(
+        called(
+            lambda platform: ejx.MeanPooling(num_segments=2, normalize=True, platform=platform),
+            segment_ids=IDS,
+        ),
+        {"x": normal(0, 4, 6, 8)},
+        {"x": (ROWS,)},
+        ((ROWS,),),
+        ("x",),
+    ),
     "step of a linear recurrence": Case(
         stepped(ejx.LinearAttention),
         {name: x[:, 0] for name, x in qkv().items()} | {"state": normal(5, 4, 4, 8, 8), "g": decays(4, 4)},

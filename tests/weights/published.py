@@ -25,6 +25,25 @@ _NEXT = {
     "linear_key_head_dim": 8,
     "linear_value_head_dim": 8,
 }
+_MIXTURE = {"num_experts_per_tok": 2, "num_experts": 6, "moe_intermediate_size": 12}
+_LOCAL_MIXTURE = {"num_experts_per_tok": 2, "num_local_experts": 4}
+_DEEPSEEK = {
+    **_HEADS,
+    "num_key_value_heads": 4,
+    "moe_intermediate_size": 12,
+    "n_routed_experts": 8,
+    "n_shared_experts": 2,
+    "num_experts_per_tok": 3,
+    "n_group": 4,
+    "topk_group": 2,
+    "first_k_dense_replace": 1,
+    "kv_lora_rank": 8,
+    "q_lora_rank": 8,
+    "qk_rope_head_dim": 4,
+    "qk_nope_head_dim": 4,
+    "v_head_dim": 4,
+    "routed_scaling_factor": 2.5,
+}
 _MAMBA = {"vocab_size": 32, "hidden_size": 16, "state_size": 4, "num_hidden_layers": 2}
 _KIMI = {
     **_HEADS,
@@ -126,6 +145,30 @@ CASES = {
     ),
     "qwen3_next_attention": Case(nn.MultiHeadAttention, "qwen3_next", _NEXT, 3),
     "minimax_attention": Case(nn.MultiHeadAttention, "minimax", {**_WIDE, **_EXPERTS}),
+    "mixtral_experts": Case(nn.MixtureOfExperts, "mixtral", {**_HEADS, **_LOCAL_MIXTURE}),
+    "qwen2_moe_experts": Case(
+        nn.MixtureOfExperts,
+        "qwen2_moe",
+        {**_HEADS, **_MIXTURE, "shared_expert_intermediate_size": 10, "mlp_only_layers": [0]},
+        1,
+    ),
+    "qwen3_moe_experts": Case(
+        nn.MixtureOfExperts,
+        "qwen3_moe",
+        {**_WIDE, **_MIXTURE, "norm_topk_prob": True, "decoder_sparse_step": 2},
+        1,
+    ),
+    "olmoe_experts": Case(nn.MixtureOfExperts, "olmoe", {**_HEADS, **_MIXTURE}),
+    "gpt_oss_experts": Case(nn.MixtureOfExperts, "gpt_oss", {**_WIDE, **_LOCAL_MIXTURE}),
+    "minimax_experts": Case(nn.MixtureOfExperts, "minimax", {**_WIDE, **_LOCAL_MIXTURE, "block_size": 8}),
+    "qwen3_next_experts": Case(
+        nn.MixtureOfExperts, "qwen3_next", {**_NEXT, **_MIXTURE, "shared_expert_intermediate_size": 10}
+    ),
+    "deepseek_v2_experts": Case(nn.MixtureOfExperts, "deepseek_v2", _DEEPSEEK, 1),
+    "deepseek_v2_groups": Case(
+        nn.MixtureOfExperts, "deepseek_v2", {**_DEEPSEEK, "topk_method": "group_limited_greedy"}, 1
+    ),
+    "deepseek_v3_experts": Case(nn.MixtureOfExperts, "deepseek_v3", _DEEPSEEK, 1),
     "mamba": Case(nn.Mamba1Mixer, "mamba", {**_MAMBA, "use_bias": True}),
     "falcon_mamba": Case(nn.Mamba1Mixer, "falcon_mamba", {**_MAMBA, "intermediate_size": 24}),
     "mamba2": Case(nn.Mamba2Mixer, "mamba2", {**_MAMBA, "num_heads": 4, "head_dim": 8, "n_groups": 2}),
@@ -166,9 +209,10 @@ def live(name: str) -> Published:
     case = CASES[name]
     config = transformers.AutoConfig.for_model(case.model_type, **case.options)
     model = transformers.AutoModel.from_config(config, attn_implementation="eager").eval().to(torch.float32)
-    prefix, module = _layer(model, case.layer_index)
+    prefix, module = _layer(model, case)
+    biases = (pair for pair in model.named_buffers() if pair[0].endswith("e_score_correction_bias"))
     with torch.no_grad():
-        for full, value in model.named_parameters():
+        for full, value in (*model.named_parameters(), *biases):
             value.copy_(torch.from_numpy(array(full.removeprefix(prefix), tuple(value.shape))))
     seen: dict[str, np.ndarray] = {}
 
@@ -187,11 +231,12 @@ def live(name: str) -> Published:
     return Published(config.to_dict(), shapes, seen["x"], seen["y"])
 
 
-def _layer(model: Any, index: int) -> tuple[str, Any]:
-    """The mixer of a layer and the prefix of its names."""
-    names = ("self_attn", "linear_attn", "attention", "attn", "mixer")
+def _layer(model: Any, case: Case) -> tuple[str, Any]:
+    """The mixer of a layer, or its experts, and the prefix of its names."""
+    mixers = ("self_attn", "linear_attn", "attention", "attn", "mixer")
+    names = ("mlp",) if case.layer is nn.MixtureOfExperts else mixers
     for full, module in model.named_modules():
         parts = full.split(".")
-        if len(parts) == 3 and parts[1] == str(index) and parts[2] in names:
+        if len(parts) == 3 and parts[1] == str(case.layer_index) and parts[2] in names:
             return f"{full}.", module
-    raise AssertionError(f"no mixer in layer {index}")
+    raise AssertionError(f"no such part in layer {case.layer_index}")

@@ -213,3 +213,57 @@ def test_buffers_of_lightning_attention():
 def test_one_projection_of_two_inputs():
     layer = attention(kv_embed_dim=6)
     refused("[8, 6, 6] features", like=layer, given={"in_proj_weight": np.zeros((24, 8), np.float32)})
+
+
+@pytest.mark.parametrize("use_bias", [False, True])
+def test_mixture_of_experts(use_bias):
+    options = {"num_experts": 3, "top_k": 2, "use_bias": use_bias, "use_router_bias": use_bias}
+    layer = abstract(ejx.nn.MixtureOfExperts, 8, 6, shared_dim=4, **options)
+    named = published(layer)
+    rest = {name: x for name, x in named.items() if not name.startswith("experts.")}
+    kinds = [("", "weight"), ("_bias", "bias")] if use_bias else [("", "weight")]
+    parts = lambda suffix: [named[f"experts.{name}_proj{suffix}"] for name in ("gate", "up", "down")]
+
+    def single(*names):
+        return under(rest) | {
+            f"a.experts.{i}.{name}.{kind}": x[i]
+            for suffix, kind in kinds
+            for name, x in zip(names, parts(suffix))
+            for i in range(3)
+        }
+
+    forms = {"Mixtral": single("w1", "w3", "w2"), "Qwen": single("gate_proj", "up_proj", "down_proj")}
+    gate, up, down = parts("")
+    if use_bias:
+        turned = np.stack([gate, up], 2).reshape(3, 12, 8).swapaxes(1, 2)
+        biases = parts("_bias")
+        forms["GPT-OSS"] = renamed(rest, gate="router") | {
+            "a.experts.gate_up_proj": turned,
+            "a.experts.gate_up_proj_bias": np.stack(biases[:2], 2).reshape(3, 12),
+            "a.experts.down_proj": down.swapaxes(1, 2),
+            "a.experts.down_proj_bias": biases[2],
+        }
+    else:
+        fused = {"a.experts.gate_up_proj": np.concatenate([gate, up], 1), "a.experts.down_proj": down}
+        forms["transformers"] = under(rest) | fused
+        forms["DeepSeek"] = renamed(rest, shared_expert="shared_experts") | fused
+    same(layer, named, **forms)
+
+
+def test_the_correction_bias_in_both_places():
+    layer = abstract(
+        ejx.nn.MixtureOfExperts, 8, 6, num_experts=3, top_k=2, use_correction_bias=True, scoring="sigmoid"
+    )
+    named = published(layer)
+    beside = {name.replace("gate.e_score", "e_score"): x for name, x in named.items()}
+    same(layer, named, DeepSeek=under(named), MiniMax=under(beside))
+
+
+def test_an_expert_that_is_missing():
+    layer = abstract(ejx.nn.MixtureOfExperts, 8, 6, num_experts=2, top_k=1)
+    named = published(layer)
+    files = {"gate.weight": named["gate.weight"]} | {
+        f"experts.0.{name}.weight": named[f"experts.{name}"][0]
+        for name in ("gate_proj", "up_proj", "down_proj")
+    }
+    refused("it has no 'experts.1.gate_proj.weight'", like=layer, given=files)

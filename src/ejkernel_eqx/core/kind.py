@@ -61,13 +61,15 @@ class Kind:
     - `reference(arrays, spec)`: the reference results, in float32 or wider.
     - `results`: their names, the first being `out`.
     - `learned`: the arrays that have gradients if they are float.
-    - `shared`, `broadcast`, `kept`, `one_by_one`: for leading axes, as in `parallel.Leading`. If a kept array is learned, `vmap` folds
-      the whole call before anything differentiates it.
+    - `shared`, `broadcast`, `kept`, `one_by_one`: for leading axes, as in `parallel.Leading`.
+    - `summed`: shared arrays whose gradients a kernel sums over the leading axes. If one of them, or a kept array that is learned, is
+      given, `vmap` folds the whole call before anything differentiates it.
     - `saved_of(platform, arrays, spec)`: the axes after the leading ones of what a forward kernel saves for the backward.
     - `read`: the results that the backward also reads. Those in `unbounded` may be infinite.
     - `wanted(spec)`: the results that a call returns.
     - `names`: the names of results in policies of `jax.checkpoint` and, as `"saved"`, of residuals; by default operation and result.
     - `sliced`: whether a mesh may slice heads out of whole arrays, as in `parallel.partitioned`.
+    - `partial(arrays, spec)`: whether a mesh may split an axis that the results lack; they are then sums over devices, as gradients are.
     - `remedy`: the remedy in the error that forward mode raises for kernels with reverse mode only.
     """
 
@@ -81,12 +83,14 @@ class Kind:
     broadcast: frozenset[str] = frozenset()
     kept: frozenset[str] = frozenset()
     one_by_one: bool = False
+    summed: frozenset[str] = frozenset()
     saved_of: Callable[[Any, Any, Any], Letters] = _nothing
     read: tuple[str, ...] = ()
     unbounded: tuple[str, ...] = ()
     wanted: Callable[[Any], tuple[str, ...]] | None = None
     names: Mapping[str, str] = dataclasses.field(default_factory=dict)
     sliced: bool = True
+    partial: Callable[[Any, Any], bool] = lambda arrays, spec: False
     remedy: str = FORWARD_MODE
 
     def call(self, plan: Plan, operation: str, arrays: Any, spec: Any) -> Named:
@@ -116,9 +120,8 @@ class Kind:
         call = self._reversible(plan, selection, spec, finite)
         if not is_opaque(platform):
             call = functools.partial(over_mesh, call, leading=leading)
-        return (
-            fold_first(call, given, leading) if self.kept & set(self.learned) & given.keys() else call(given)
-        )
+        first = (self.summed | self.kept & set(self.learned)) & given.keys()
+        return fold_first(call, given, leading) if first else call(given)
 
     # What a family may override
 
@@ -285,7 +288,7 @@ class Kind:
                 leading,
                 split=split,
                 whole=rows if summed else frozenset(),
-                summed=summed,
+                summed=summed or self.partial(self.arrays_of(given), spec),
                 sliced=self.sliced,
             )(given)
 

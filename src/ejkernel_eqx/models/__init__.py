@@ -5,6 +5,7 @@ from .caches import ServingCache as ServingCache
 from .config import DecoderConfig as DecoderConfig
 from .config import LayerConfig as LayerConfig
 from .config import MLPConfig as MLPConfig
+from .config import MoEConfig as MoEConfig
 from .decoder import Decoder as Decoder
 from .generate import generate as generate
 from .generate import Generated as Generated

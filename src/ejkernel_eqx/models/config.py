@@ -4,13 +4,13 @@ import dataclasses
 from collections.abc import Mapping
 from typing import Any, Literal
 
+from ..nn.activations import ACTIVATIONS
 from ..nn.arguments import check_eps, check_flags, check_numbers, check_sizes
 
 Norms = Literal["pre", "post", "around", "residual"]
 Activation = Literal["silu", "gelu", "gelu_tanh", "relu", "clamped_swiglu"]
 
 NORMS = ("pre", "post", "around", "residual")
-ACTIVATIONS = ("silu", "gelu", "gelu_tanh", "relu", "clamped_swiglu")
 
 
 def _check_one_of(name: str, value: Any, known: Any) -> None:
@@ -43,6 +43,36 @@ class MLPConfig:
 
 
 @dataclasses.dataclass(frozen=True)
+class MoEConfig:
+    """A mixture of experts in the place of an MLP.
+
+    **Arguments:**
+
+    - `options`: what [`ejkernel_eqx.nn.MixtureOfExperts`][] is built with, besides the width, dtypes, platform and key: at least `hidden_dim`,
+        `num_experts` and `top_k`. A mapping; kept sorted, so that equal layers are equal.
+    """
+
+    options: Any
+
+    def __post_init__(self):
+        object.__setattr__(self, "options", _sorted(self.options))
+        for name in ("hidden_dim", "num_experts", "top_k"):
+            if name not in dict(self.options):
+                raise ValueError(
+                    f"options: expected an entry {name!r}, received {', '.join(dict(self.options)) or 'none'}; it is an argument of "
+                    "MixtureOfExperts without a default."
+                )
+
+    @property
+    def num_experts(self) -> int:
+        return dict(self.options)["num_experts"]
+
+
+def _sorted(options: Any) -> tuple[tuple[str, Any], ...]:
+    return tuple(sorted(options.items() if isinstance(options, Mapping) else options))
+
+
+@dataclasses.dataclass(frozen=True)
 class LayerConfig:
     """One layer of a decoder.
 
@@ -52,7 +82,7 @@ class LayerConfig:
         `"lightning_attention"`, `"kimi_delta_attention"`, `"gated_delta_net"`.
     - `options`: what the layer in `ejx.nn` is built with, besides the width, dtypes, platform and key. A mapping; kept sorted, so
         that equal layers are equal.
-    - `mlp`: an `MLPConfig`; `None` for none, as in Mamba.
+    - `mlp`: an `MLPConfig`, or a `MoEConfig` for a mixture of experts; `None` for none, as in Mamba.
     - `norms`: where the RMS norms are. `"pre"`: before the mixer and before the MLP (Llama). `"post"`: behind each (OLMo-2).
         `"around"`: before and behind each (Gemma 2 and 3). `"residual"`: before each, and the residual is the normalised input
         (MiniMax).
@@ -61,7 +91,7 @@ class LayerConfig:
 
     mixer: str
     options: Any = ()
-    mlp: MLPConfig | None = None
+    mlp: MLPConfig | MoEConfig | None = None
     norms: Norms = "pre"
     mixer_scales: tuple[float, float] = (1.0, 1.0)
     mlp_scales: tuple[float, float] = (1.0, 1.0)
@@ -71,8 +101,11 @@ class LayerConfig:
 
         _check_one_of("mixer", self.mixer, MIXERS)
         _check_one_of("norms", self.norms, NORMS)
-        options = self.options.items() if isinstance(self.options, Mapping) else self.options
-        object.__setattr__(self, "options", tuple(sorted(options)))
+        object.__setattr__(self, "options", _sorted(self.options))
+        if self.mlp is not None and not isinstance(self.mlp, MLPConfig | MoEConfig):
+            raise ValueError(
+                f"mlp: expected an MLPConfig, a MoEConfig or None, received {type(self.mlp).__name__}; MLPConfig(hidden_dim) is one."
+            )
         for name in ("mixer_scales", "mlp_scales"):
             scales = getattr(self, name)
             if not isinstance(scales, tuple) or len(scales) != 2:

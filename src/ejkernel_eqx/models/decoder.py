@@ -1,6 +1,6 @@
 """One decoder for all the published ones: described by data, its layers in stacks."""
 
-from typing import Any, overload
+from typing import Any, Literal, overload
 
 import equinox as eqx
 import jax
@@ -8,11 +8,11 @@ import jax.numpy as jnp
 from jax import Array
 from jax.typing import DTypeLike
 
-from ..nn import CacheState
+from ..nn import CacheState, ExpertParallel, RouterStatistics
 from ..nn.arguments import check_flags, check_key, read_array, read_dtype, read_weight_dtype
 from ..paged import RaggedBatch
 from .caches import DecoderCache, ServingCache
-from .config import DecoderConfig
+from .config import DecoderConfig, MoEConfig
 from .filling import filled_decoder
 from .layer import DecoderLayer, normed
 from .vocabulary import embed, logits_of
@@ -21,14 +21,21 @@ _KERNELS = (
     *("attention_out", "attention_lse", "recurrence_out", "recurrence_state", "recurrence_saved"),
     *("selective_scan_out", "selective_scan_state", "selective_scan_saved"),
 )
+_PRODUCTS = ("grouped_matmul_out", "grouped_matmul_saved")
 
 
 def _policy(remat: str) -> Any:
-    kernels = jax.checkpoint_policies.save_only_these_names(*_KERNELS)
     if remat == "kernels":
-        return kernels
+        return jax.checkpoint_policies.save_only_these_names(*_KERNELS)
+    named = jax.checkpoint_policies.save_only_these_names(*_KERNELS, *_PRODUCTS)
     products = jax.checkpoint_policies.dots_with_no_batch_dims_saveable
-    return jax.checkpoint_policies.save_from_both_policies(products, kernels)
+    return jax.checkpoint_policies.save_from_both_policies(products, named)
+
+
+def _in_order(*places: Array) -> Array:
+    """Arrays of each place of a pattern, stacked over its repetitions, as one over the layers in their order."""
+    stacked = jnp.stack(places, axis=1)
+    return stacked.reshape(-1, *stacked.shape[2:])
 
 
 class Decoder(eqx.Module):
@@ -63,6 +70,7 @@ class Decoder(eqx.Module):
         scan_layers: bool = False,
         remat: str = "none",
         platform: str | None = None,
+        expert_parallel: ExpertParallel | None = None,
         dtype: DTypeLike | None = None,
         compute_dtype: DTypeLike | None = None,
         key: Array,
@@ -75,6 +83,8 @@ class Decoder(eqx.Module):
         - `remat`: what the forward pass keeps for the gradient: `"none"`: everything; `"matmuls"`: products of matrices and the outputs
             of kernels; `"kernels"`: the latter only.
         - `platform`: of every kernel, as in [`ejkernel_eqx.FlashAttention`][].
+        - `expert_parallel`: over which axes of an automatic mesh mixtures of experts are split; on explicit meshes the types of the arrays
+            say it.
         - `dtype`: of the parameters; default float32. Norms, and what sets the decay of recurrent layers, are at least float32.
         - `compute_dtype`: what is computed in; default: that of the parameters. Logits are float32.
         - `key`: a PRNG key for the initial weights.
@@ -96,6 +106,7 @@ class Decoder(eqx.Module):
         self.embedding = jax.random.normal(embed_key, (config.vocab_size, width), dtype)
         keys = jax.random.split(layers_key, count)
         options = {"norm_eps": config.norm_eps, "platform": platform, "compute_dtype": self.compute_dtype}
+        options |= {"expert_parallel": expert_parallel}
 
         def stack(first: int, period: int, repeats: int, place: int) -> DecoderLayer:
             def make(key: Array, index: Array) -> DecoderLayer:
@@ -174,7 +185,14 @@ class Decoder(eqx.Module):
     # Calls
 
     @overload
-    def __call__(self, tokens: Array, cache: None = None, **rows: Any) -> Array: ...
+    def __call__(
+        self, tokens: Array, cache: None = None, *, return_statistics: Literal[False] = False, **rows: Any
+    ) -> Array: ...
+
+    @overload
+    def __call__(
+        self, tokens: Array, cache: None = None, *, return_statistics: Literal[True], **rows: Any
+    ) -> tuple[Array, RouterStatistics]: ...
 
     @overload
     def __call__(self, tokens: Array, cache: DecoderCache, **rows: Any) -> tuple[Array, DecoderCache]: ...
@@ -185,36 +203,48 @@ class Decoder(eqx.Module):
     ) -> tuple[Array, ServingCache]: ...
 
     @jax.named_scope("ejx.models.Decoder")
-    def __call__(self, tokens: Array, cache: Any = None, **rows: Any) -> Any:
+    def __call__(
+        self, tokens: Array, cache: Any = None, *, return_statistics: bool = False, **rows: Any
+    ) -> Any:
         """**Arguments:**
 
         - `tokens`: integers `[..., T]`; with `batch`, `[T]`.
         - `cache`: a `DecoderCache` from `init_cache`: what was before `tokens`. A prompt in one call and then token by token returns
             the same logits as the whole sequence in one call. With `batch`, a `ServingCache`.
+        - `return_statistics`: whether to return what the routers of mixtures of experts did, for their losses. Without a cache.
         - `padding_mask`, `segment_ids`: `[..., T]`, as in the layers: bool, True for real tokens; and integers, tokens of one row that do not see
             those of other segments.
         - `batch`: for serving, an `ejkernel_eqx.RaggedBatch` of packed tokens.
 
-        **Returns:** float32 logits `[..., T, vocabulary]`; with a cache, the tuple `(logits, cache)`.
+        **Returns:** float32 logits `[..., T, vocabulary]`; with a cache, the tuple `(logits, cache)`; with `return_statistics`, the tuple
+        `(logits, statistics)`, [`RouterStatistics`][ejkernel_eqx.nn.RouterStatistics] with a leading axis of the layers that have experts.
         """
-        x = self.features(tokens, cache, **rows)
-        if cache is None:
+        x = self.features(tokens, cache, return_statistics=return_statistics, **rows)
+        if cache is None and not return_statistics:
             return self.logits(x)
-        x, cache = x
-        return self.logits(x), cache
+        x, other = x
+        return self.logits(x), other
 
-    def features(self, tokens: Array, cache: Any = None, **rows: Any) -> Any:
+    def features(
+        self, tokens: Array, cache: Any = None, *, return_statistics: bool = False, **rows: Any
+    ) -> Any:
         """The input of the head, `[..., T, E]`. The arguments are those of a call; where few tokens need logits, as in serving, give `logits`
         those only."""
+        self._check_statistics(return_statistics, cache)
         rows = self._check(tokens, cache, rows)
         dtype = self.embedding.dtype if self.compute_dtype is None else jnp.dtype(self.compute_dtype)
         x = embed(self.embedding, tokens).astype(dtype)
         if self.config.embedding_scale != 1:
             x = x * jnp.asarray(self.config.embedding_scale, dtype)
         if cache is None:
+            found = []
             for stack, repeats in zip(self.stacks, self._repeats()):
-                x = self._train(stack, repeats, x, rows)
-            return normed(self.norm, x)
+                x, statistics = self._train(stack, repeats, x, rows)
+                found += statistics
+            x = normed(self.norm, x)
+            return (
+                (x, jax.tree.map(lambda *parts: jnp.concatenate(parts), *found)) if return_statistics else x
+            )
         run = self._serve if "batch" in rows else self._decode
         caches = []
         for stack, repeats, own in zip(self.stacks, self._repeats(), cache.stacks):
@@ -228,6 +258,21 @@ class Decoder(eqx.Module):
         logits = logits_of(weight, x)
         cap = self.config.logits_soft_cap
         return logits if cap is None else cap * jnp.tanh(logits / cap)
+
+    def _check_statistics(self, wanted: Any, cache: Any) -> None:
+        check_flags(return_statistics=wanted)
+        if not wanted:
+            return
+        if cache is not None:
+            raise ValueError(
+                "return_statistics: expected False with a cache, received True; statistics are for training, which has none."
+            )
+        counts = {layer.mlp.num_experts for layer in self.config.layers if isinstance(layer.mlp, MoEConfig)}
+        if len(counts) != 1:
+            raise ValueError(
+                "return_statistics: expected layers with mixtures of equally many experts, received a model with "
+                f"{' and '.join(map(str, sorted(counts))) or 'no'} experts; call its layers one by one."
+            )
 
     def _check(self, tokens: Array, cache: Any, rows: dict[str, Any]) -> dict[str, Any]:
         rows = {name: value for name, value in rows.items() if value is not None}
@@ -251,13 +296,18 @@ class Decoder(eqx.Module):
             )
         return rows
 
-    def _train(self, stack: Any, repeats: int, x: Array, rows: dict[str, Any]) -> Array:
+    def _train(
+        self, stack: Any, repeats: int, x: Array, rows: dict[str, Any]
+    ) -> tuple[Array, list[RouterStatistics]]:
+        """The tokens after the stack, and the statistics of its layers with experts in one, if there are any."""
         arrays, static = eqx.partition(stack, eqx.is_array)
 
-        def period(x: Array, arrays: Any) -> tuple[Array, None]:
+        def period(x: Array, arrays: Any) -> tuple[Array, list[RouterStatistics]]:
+            found = []
             for layer in eqx.combine(arrays, static):
-                x, _ = layer(x, **rows)
-            return x, None
+                x, _, statistics = layer.with_statistics(x, **rows)
+                found += [] if statistics is None else [statistics]
+            return x, found
 
         # A loop keeps what the gradient needs in stacks, which every layer copies into and out of; written out, each layer's stays
         # where it is. Written out, the compiler would merge what is computed again with what was, but for a barrier.
@@ -265,13 +315,16 @@ class Decoder(eqx.Module):
             period = jax.checkpoint(period, policy=_policy(self.remat), prevent_cse=not self.scan_layers)
         if not self.scan_layers and jax.sharding.get_abstract_mesh().explicit_axes:
             # What the kernels keep for the gradient is laid out by the compiler, which a scan in the context of such a mesh refuses.
+            each = []
             for index in range(repeats):
-                x, _ = period(
+                x, found = period(
                     x, jax.tree.map(lambda a, at=index: jax.lax.index_in_dim(a, at, 0, False), arrays)
                 )
-            return x
-        x, _ = jax.lax.scan(period, x, arrays, unroll=1 if self.scan_layers else repeats)
-        return x
+                each.append(found)
+            found = jax.tree.map(lambda *parts: jnp.stack(parts), *each)
+        else:
+            x, found = jax.lax.scan(period, x, arrays, unroll=1 if self.scan_layers else repeats)
+        return x, [jax.tree.map(_in_order, *found)] if found else []
 
     def _decode(
         self, stack: Any, repeats: int, x: Array, caches: Any, rows: dict[str, Any]

@@ -1,5 +1,6 @@
 """Texts continued token by token, a batch of them at once."""
 
+import warnings
 from collections.abc import Sequence
 from typing import Any, NamedTuple
 
@@ -26,6 +27,8 @@ class Generated(NamedTuple):
     """Int32 `[..., max_new_tokens]`: the new tokens, a stop token included; -1 behind them."""
     lengths: Array
     """Int32 `[...]`: how many there are."""
+    finite: Array
+    """Bool `[...]`: False where the model gave NaN or infinite logits. Such a row ends before that token."""
 
     def texts(self) -> list[list[int]]:
         """The new tokens of each row, as lists."""
@@ -59,7 +62,8 @@ def generate(
     - `cache_dtype`: of keys and values, by default what the layers compute in.
     - `key`: a PRNG key, in place of the seed.
 
-    **Returns:** a `Generated`, the tokens and how many there are in each row.
+    **Returns:** a `Generated`, the tokens and how many there are in each row. A row whose logits are not finite ends there and is reported: in
+    `finite`, and outside `jit` by a `RuntimeWarning`.
 
     **Raises:** `ValueError` for an empty prompt, tokens that the model does not have, or arguments that do not fit.
     """
@@ -81,8 +85,15 @@ def generate(
     stop = _read_stop(
         model.config.stop_tokens if stop_tokens is None else stop_tokens, model.config.vocab_size
     )
-    new, lengths = _run(model, tokens, mask, rows, stop, max_new_tokens, cache_dtype)
-    return Generated(new.reshape(*lead, max_new_tokens), lengths.reshape(lead))
+    new, lengths, finite = _run(model, tokens, mask, rows, stop, max_new_tokens, cache_dtype)
+    if is_known(finite) and not np.all(finite):
+        broken = np.flatnonzero(~np.asarray(finite)).tolist()
+        warnings.warn(
+            f"generate: the logits of rows {broken} are not finite, so these rows ended early; look for NaN in the weights.",
+            RuntimeWarning,
+            stacklevel=2,
+        )
+    return Generated(new.reshape(*lead, max_new_tokens), lengths.reshape(lead), finite.reshape(lead))
 
 
 def _seeds(seed: int, key: Array | None, count: int) -> Array:
@@ -177,10 +188,10 @@ def _run(
     stop: Array,
     most: int,
     cache_dtype: Any,
-) -> tuple[Array, Array]:
+) -> tuple[Array, Array, Array]:
     arrays, static = eqx.partition((model, tokens, mask, sampling, stop), eqx.is_array)
 
-    def run(arrays: Any) -> tuple[Array, Array]:
+    def run(arrays: Any) -> tuple[Array, Array, Array]:
         model, tokens, mask, sampling, stop = eqx.combine(arrays, static)
         return _continued(model, tokens, mask, sampling, stop, most, cache_dtype)
 
@@ -188,8 +199,14 @@ def _run(
         return run(arrays)
     # The compiler places what is in the loop: caches grow out of empty ones, whose layout no type says.
     whole = NamedSharding(mesh, PartitionSpec())
-    on_mesh: Any = jax.sharding.auto_axes(run, out_sharding=(whole, whole))
+    on_mesh: Any = jax.sharding.auto_axes(run, out_sharding=(whole, whole, whole))
     return on_mesh(arrays)
+
+
+class _Texts(NamedTuple):
+    done: Array  # bool [N]
+    finite: Array  # bool [N]: all logits so far
+    written: Array  # int32 [N, most]
 
 
 def _continued(
@@ -200,27 +217,31 @@ def _continued(
     stop: Array,
     most: int,
     cache_dtype: Any,
-) -> tuple[Array, Array]:
+) -> tuple[Array, Array, Array]:
     rows, width = tokens.shape
     cache = model.init_cache(rows, width + most, cache_dtype)
     x, cache = model.features(jnp.where(mask, tokens, 0), cache, padding_mask=mask)
     last = width - 1 - jnp.argmax(mask[:, ::-1], axis=-1)
     x = jnp.take_along_axis(x, last[:, None, None], axis=1)[:, 0]
 
-    def choose(step: Array, x: Array, done: Array, written: Array) -> tuple[Array, Array, Array]:
-        token = sample(model.logits(x), sampling._replace(position=jnp.full(rows, step)))
-        written = jax.lax.dynamic_update_index_in_dim(written, jnp.where(done, -1, token), step, 1)
-        return token, done | jnp.any(token[:, None] == stop[None], axis=-1), written
+    def choose(step: Array, x: Array, texts: _Texts) -> tuple[Array, _Texts]:
+        logits = model.logits(x)
+        token = sample(logits, sampling._replace(position=jnp.full(rows, step)))
+        finite = texts.finite & (texts.done | jnp.all(jnp.isfinite(logits), axis=-1))
+        new = jnp.where(texts.done | ~finite, -1, token)
+        written = jax.lax.dynamic_update_index_in_dim(texts.written, new, step, 1)
+        done = texts.done | ~finite | jnp.any(token[:, None] == stop[None], axis=-1)
+        return token, _Texts(done, finite, written)
 
     def body(carry: Any) -> Any:
-        step, token, cache, done, written = carry
+        step, token, cache, texts = carry
         # Rows that have ended stand still.
-        x, cache = model.features(token[:, None], cache, padding_mask=~done[:, None])
-        token, done, written = choose(step, x[:, 0], done, written)
-        return step + 1, token, cache, done, written
+        x, cache = model.features(token[:, None], cache, padding_mask=~texts.done[:, None])
+        token, texts = choose(step, x[:, 0], texts)
+        return step + 1, token, cache, texts
 
-    none, nothing = jnp.zeros(rows, bool), jnp.full((rows, most), -1, jnp.int32)
-    token, done, written = choose(jnp.int32(0), x, none, nothing)
-    goes_on = lambda carry: (carry[0] < most) & ~jnp.all(carry[3])
-    *_, written = jax.lax.while_loop(goes_on, body, (jnp.int32(1), token, cache, done, written))
-    return written, jnp.sum(written >= 0, axis=-1).astype(jnp.int32)
+    begun = _Texts(jnp.zeros(rows, bool), jnp.ones(rows, bool), jnp.full((rows, most), -1, jnp.int32))
+    token, texts = choose(jnp.int32(0), x, begun)
+    goes_on = lambda carry: (carry[0] < most) & ~jnp.all(carry[3].done)
+    *_, texts = jax.lax.while_loop(goes_on, body, (jnp.int32(1), token, cache, texts))
+    return texts.written, jnp.sum(texts.written >= 0, axis=-1).astype(jnp.int32), texts.finite

@@ -7,23 +7,12 @@ import jax
 import jax.numpy as jnp
 from jax import Array
 
+from ..nn import ExpertParallel, MixtureOfExperts, RouterStatistics
+from ..nn.activations import gated
 from ..nn.projection import project
-from .config import LayerConfig, MLPConfig
+from .config import LayerConfig, MLPConfig, MoEConfig
 from .filling import filled_mlp
 from .mixers import MIXERS
-
-_ALPHA, _LIMIT = 1.702, 7.0  # of GPT-OSS
-
-
-def _activate(name: str, gate: Array, up: Array) -> Array:
-    if name == "clamped_swiglu":
-        gate, up = jnp.minimum(gate, _LIMIT), jnp.clip(up, -_LIMIT, _LIMIT)
-        return (up + 1) * gate * jax.nn.sigmoid(_ALPHA * gate)
-    if name == "gelu_tanh":
-        return jax.nn.gelu(gate, approximate=True) * up
-    return {"silu": jax.nn.silu, "relu": jax.nn.relu}.get(name, lambda x: jax.nn.gelu(x, approximate=False))(
-        gate
-    ) * up
 
 
 class MLP(eqx.Module):
@@ -47,7 +36,7 @@ class MLP(eqx.Module):
         """`x`: `[..., E]`, any number of leading axes. **Returns:** an array of its shape and dtype."""
         gate = project("gate_proj", self.gate_proj, x, self.config.hidden_dim)
         up = project("up_proj", self.up_proj, x, self.config.hidden_dim)
-        return project("down_proj", self.down_proj, _activate(self.config.activation, gate, up), x.shape[-1])
+        return project("down_proj", self.down_proj, gated(self.config.activation, gate, up), x.shape[-1])
 
     def _published(self, weights: Any) -> "MLP":
         return filled_mlp(self, weights)
@@ -70,7 +59,7 @@ class DecoderLayer(eqx.Module):
     mixer: Any
     mixer_out_norm: eqx.nn.RMSNorm | None
     mlp_norm: eqx.nn.RMSNorm | None
-    mlp: MLP | None
+    mlp: MLP | MixtureOfExperts | None
     mlp_out_norm: eqx.nn.RMSNorm | None
     config: LayerConfig = eqx.field(static=True)
 
@@ -82,6 +71,7 @@ class DecoderLayer(eqx.Module):
         layer_index: Any,
         num_layers: int,
         norm_eps: float,
+        expert_parallel: ExpertParallel | None = None,
         dtype: Any = None,
         key: Array,
         **options: Any,
@@ -99,21 +89,59 @@ class DecoderLayer(eqx.Module):
         )
         self.mixer_norm, self.mixer_out_norm = norm(before), norm(behind)
         has_mlp = config.mlp is not None
-        self.mlp = MLP(embed_dim, config.mlp, dtype=dtype, key=mlp_key) if config.mlp is not None else None
+        self.mlp = _mlp(embed_dim, config.mlp, expert_parallel, dtype=dtype, key=mlp_key, **options)
         self.mlp_norm, self.mlp_out_norm = norm(before and has_mlp), norm(behind and has_mlp)
         self.config = config
 
     def __call__(self, x: Array, cache: Any = None, **rows: Any) -> tuple[Array, Any]:
         """`x`: `[..., T, E]`; with `batch=`, `[T, E]`. `rows` is what the mixer takes besides. **Returns:** the tokens and the new cache."""
+        return self.with_statistics(x, cache, **rows)[:2]
+
+    def with_statistics(
+        self, x: Array, cache: Any = None, **rows: Any
+    ) -> tuple[Array, Any, RouterStatistics | None]:
+        """The same, and what the router of a mixture of experts did."""
         h = normed(self.mixer_norm, x)
         residual = h if self.config.norms == "residual" else x
         out, cache = (self.mixer(h, **rows), None) if cache is None else self.mixer(h, cache, **rows)
         x = _added(residual, normed(self.mixer_out_norm, out.astype(x.dtype)), self.config.mixer_scales)
         if self.mlp is None:
-            return x, cache
+            return x, cache, None
         h = normed(self.mlp_norm, x)
         residual = h if self.config.norms == "residual" else x
-        return _added(residual, normed(self.mlp_out_norm, self.mlp(h)), self.config.mlp_scales), cache
+        if isinstance(self.mlp, MixtureOfExperts):
+            y, statistics = self.mlp(h, padding_mask=_real(rows), return_statistics=True)
+        else:
+            y, statistics = self.mlp(h), None
+        x = _added(residual, normed(self.mlp_out_norm, y.astype(x.dtype)), self.config.mlp_scales)
+        return x, cache, statistics
+
+
+def _mlp(
+    embed_dim: int,
+    config: MLPConfig | MoEConfig | None,
+    parallel: ExpertParallel | None,
+    *,
+    dtype: Any,
+    key: Array,
+    **options: Any,
+) -> Any:
+    if config is None:
+        return None
+    if isinstance(config, MLPConfig):
+        return MLP(embed_dim, config, dtype=dtype, key=key)
+    options |= dict(config.options) | ({} if parallel is None else {"parallel": parallel})
+    return MixtureOfExperts(embed_dim, **options, dtype=dtype, key=key)
+
+
+def _real(rows: dict[str, Any]) -> Array | None:
+    """Which tokens are none of padding: bool `[..., T]`, or `None` for all."""
+    if "batch" in rows:
+        return rows["batch"].is_real
+    real, ids = rows.get("padding_mask"), rows.get("segment_ids")
+    if ids is None:
+        return real
+    return jnp.asarray(ids) >= 0 if real is None else real & (jnp.asarray(ids) >= 0)
 
 
 def _added(residual: Array, branch: Array, scales: tuple[float, float]) -> Array:

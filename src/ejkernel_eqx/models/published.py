@@ -1,18 +1,19 @@
 """Published models as decoders: what their `config.json` means here."""
 
 import math
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from typing import Any, NamedTuple
 
 from ..weights.attention_configs import attention_options, default_type
 from ..weights.configs import layer_type, unit_offset_norms
+from ..weights.expert_configs import expert_defaults, experts_of, mixture_of_experts_options
 from ..weights.recurrent_configs import (
     gated_delta_net_options,
     lightning_attention_options,
     mamba1_options,
     mamba2_options,
 )
-from .config import DecoderConfig, LayerConfig, MLPConfig, Norms
+from .config import DecoderConfig, LayerConfig, MLPConfig, MoEConfig, Norms
 
 _ACTIVATIONS = {
     "silu": "silu",
@@ -34,18 +35,6 @@ class _Family(NamedTuple):
     has_mlp: bool = True
     defaults: Mapping[str, Any] = {}
     """Of entries that published configurations leave out."""
-    has_experts: Callable[[Mapping[str, Any], int], int] = lambda config, index: 0
-    """How many experts a layer has; 0 for a plain MLP."""
-
-
-def _local_experts(config: Mapping[str, Any], index: int) -> int:
-    return int(config.get("num_local_experts") or 0)
-
-
-def _sparse_experts(config: Mapping[str, Any], index: int) -> int:
-    dense = index in (config.get("mlp_only_layers") or ())
-    sparse = (index + 1) % int(config.get("decoder_sparse_step") or 1) == 0
-    return int(config.get("num_experts") or 0) if sparse and not dense else 0
 
 
 _TANH = "gelu_pytorch_tanh"
@@ -63,21 +52,23 @@ FAMILIES: dict[str, _Family] = {
     "gemma": _Family(scaled_embedding=True, defaults=_TIED),
     "gemma2": _Family("around", scaled_embedding=True, defaults=_TIED | {"final_logit_softcapping": 30.0}),
     "gemma3_text": _Family("around", scaled_embedding=True, defaults=_TIED | _GEMMA3),
-    "gpt_oss": _Family(has_experts=_local_experts, defaults=_EPS | {"num_local_experts": 128}),
+    "gpt_oss": _Family(defaults=_EPS),
     "olmo2": _Family("post", defaults=_EPS),
+    "mixtral": _Family(defaults=_EPS),
+    "olmoe": _Family(defaults=_EPS),
+    "qwen2_moe": _Family(),
+    "qwen3_moe": _Family(),
     "mamba": _Family(recurrent="mamba1", has_mlp=False, defaults=_TIED | _MAMBA),
     "falcon_mamba": _Family(recurrent="mamba1", has_mlp=False, defaults=_TIED | _MAMBA),
     "mamba2": _Family(recurrent="mamba2", has_mlp=False, defaults=_MAMBA),
     "qwen3_next": _Family(
         recurrent="gated_delta_net",
-        has_experts=_sparse_experts,
-        defaults={"full_attention_interval": 4, "num_experts": 512},
+        defaults={"full_attention_interval": 4},
     ),
     "minimax": _Family(
         "residual",
         "lightning_attention",
-        has_experts=_local_experts,
-        defaults=_EPS | {"num_local_experts": 8},
+        defaults=_EPS,
     ),
 }
 """The published models that a `Decoder` can be, by the `model_type` of their configuration."""
@@ -179,19 +170,18 @@ def _layer(config: Mapping[str, Any], family: _Family, index: int) -> LayerConfi
     return LayerConfig(
         mixer,
         options,
-        _mlp(config, family, index) if family.has_mlp else None,
+        _mlp(config, index) if family.has_mlp else None,
         family.norms,
         mixer_scales=scales(branch),
         mlp_scales=scales("mlp"),
     )
 
 
-def _mlp(config: Mapping[str, Any], family: _Family, index: int) -> MLPConfig:
-    experts = family.has_experts(config, index)
-    if experts > 1:
-        raise ValueError(
-            f"num_experts: expected dense layers, or one expert, received {experts} experts in layer {index}; mixtures of experts are not supported."
-        )
+def _mlp(config: Mapping[str, Any], index: int) -> MLPConfig | MoEConfig:
+    # A mixture of one expert is that expert.
+    if experts_of({**expert_defaults(config["model_type"]), **config}, index) > 1:
+        options = mixture_of_experts_options(config, index)
+        return MoEConfig({name: value for name, value in options.items() if name != "embed_dim"})
     if config["model_type"] == "gpt_oss":
         limit = config.get("swiglu_limit", 7.0), config.get("swiglu_alpha", 1.702)
         if limit != (7.0, 1.702):

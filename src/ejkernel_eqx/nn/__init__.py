@@ -16,6 +16,13 @@ from .kv_cache import KVCache as KVCache
 from .lightning_attention import LightningAttention as LightningAttention
 from .mamba1 import Mamba1Mixer as Mamba1Mixer
 from .mamba2 import Mamba2Mixer as Mamba2Mixer
+from .moe import ExpertParallel as ExpertParallel
+from .moe import load_balancing_loss as load_balancing_loss
+from .moe import MixtureOfExperts as MixtureOfExperts
+from .moe import router_jitter as router_jitter
+from .moe import router_z_loss as router_z_loss
+from .moe import RouterStatistics as RouterStatistics
+from .moe import update_correction_bias as update_correction_bias
 from .recurrent import RecurrentLayer as RecurrentLayer
 from .recurrent import RecurrentState as RecurrentState
 from .rolling_cache import RollingKVCache as RollingKVCache

@@ -113,7 +113,7 @@ def compute_dtype_of(chosen: str | None, projections: Any, *inputs: Any) -> Any:
     is_linear = lambda node: isinstance(node, eqx.nn.Linear)
     found = jax.tree.leaves(projections, is_leaf=is_linear)
     weights = [w for node in found if is_linear(node) if _is_wide(w := node.weight)]
-    return _promoted(weights, inputs)
+    return promoted(*weights, *inputs)
 
 
 def leading_axes_of(projections: Any) -> int:
@@ -127,7 +127,7 @@ def stored_dtype_of(chosen: str | None, projections: Any) -> Any:
     """The dtype of what a layer stores between calls: the chosen one, or else the promoted dtype of its projections' weights."""
     if chosen is not None:
         return jnp.dtype(chosen)
-    return _promoted([leaf for leaf in jax.tree.leaves(projections) if _is_wide(leaf)], ())
+    return promoted(*(leaf for leaf in jax.tree.leaves(projections) if _is_wide(leaf)))
 
 
 def _is_wide(leaf: Any) -> bool:
@@ -135,8 +135,8 @@ def _is_wide(leaf: Any) -> bool:
     return hasattr(leaf, "dtype") and jnp.issubdtype(leaf.dtype, jnp.floating) and leaf.dtype.itemsize > 1
 
 
-def _promoted(weights: Any, inputs: Any) -> Any:
-    dtypes = [x.dtype for x in (*weights, *inputs)] or [jnp.float32]
-    # Independent of how JAX is configured to promote dtypes.
+def promoted(*arrays: Any) -> Any:
+    """The promoted dtype of arrays, independent of how JAX is configured to promote dtypes; float32 of none."""
+    dtypes = [x.dtype for x in arrays] or [jnp.float32]
     with jax.numpy_dtype_promotion("standard"):
         return jnp.result_type(*dtypes)

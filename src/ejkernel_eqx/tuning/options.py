@@ -37,7 +37,10 @@ class TuneOptions:
     target: Any = None
 
     def __post_init__(self) -> None:
-        self._check("a number > 0", _is_positive, "time_budget", "sample_ms", "candidate_timeout")
+        times = ("time_budget", "sample_ms", "candidate_timeout")
+        self._check("a number > 0", _is_positive, *times)
+        for name in times:
+            object.__setattr__(self, name, float(getattr(self, name)))
         self._check("an int >= 1", _is_count, "max_candidates", "samples")
         self._check("an int >= 1 or None", lambda x: x is None or _is_count(x), "jobs")
         self._check("True or False", lambda x: isinstance(x, bool), "progress")

@@ -36,7 +36,9 @@ _DEFAULTS: dict[str, dict[str, Any]] = {
     "llama": {"attention_bias": False},
     "minimax": {"num_key_value_heads": 8},
     "mistral": {"num_key_value_heads": 8, "sliding_window": 4096},
+    "mixtral": {"num_key_value_heads": 8},
     "olmo2": {"attention_bias": False, "rms_norm_eps": 1e-5},
+    "olmoe": {"attention_bias": False, "rms_norm_eps": 1e-5},
     "phi3": {},
     "qwen2": {"num_key_value_heads": 32, "sliding_window": 4096, "max_window_layers": 28},
     "qwen3": {
@@ -46,6 +48,18 @@ _DEFAULTS: dict[str, dict[str, Any]] = {
         "rms_norm_eps": 1e-6,
         "sliding_window": 4096,
         "max_window_layers": 28,
+    },
+    "qwen2_moe": {
+        "num_key_value_heads": 16,
+        "sliding_window": 4096,
+        "max_window_layers": 28,
+        "qkv_bias": True,
+    },
+    "qwen3_moe": {
+        "num_key_value_heads": 4,
+        "attention_bias": False,
+        "rms_norm_eps": 1e-6,
+        "sliding_window": 4096,
     },
     "qwen3_next": {**_QWEN3_NEXT, "num_key_value_heads": 2},
     "qwen3_5_text": {**_QWEN3_NEXT, "num_key_value_heads": 4},
@@ -96,6 +110,7 @@ def default_type(config: Config, index: int) -> str:
         "gpt_oss": index % 2 == 0,
         "gemma3_text": (index + 1) % config.get("sliding_window_pattern", 1) != 0,
         "qwen2": index >= config.get("max_window_layers", 0),
+        "qwen2_moe": index % 2 == 0 and index < config.get("max_window_layers", 0),
         "qwen3": index >= config.get("max_window_layers", 0),
     }
     linear = {
@@ -110,10 +125,10 @@ def default_type(config: Config, index: int) -> str:
 
 def _window(config: Config, found: str) -> int | None:
     kind, window = config["model_type"], config.get("sliding_window")
-    if kind in ("mistral", "phi3", "minimax"):  # all layers alike
-        return window
-    if kind in ("qwen2", "qwen3") and not config.get("use_sliding_window", False):
+    if kind.startswith("qwen") and not config.get("use_sliding_window", False):
         return None
+    if kind in ("mistral", "mixtral", "phi3", "minimax", "qwen3_moe"):  # all layers alike
+        return window
     return window if found == _SLIDING else None
 
 
@@ -127,6 +142,10 @@ def _no_bias(config: Config, layer_index: int) -> dict[str, Any]:
 
 def _qwen2(config: Config, layer_index: int) -> dict[str, Any]:
     return {"use_qkv_bias": True, "use_output_bias": False}
+
+
+def _qwen2_moe(config: Config, layer_index: int) -> dict[str, Any]:
+    return {"use_qkv_bias": bool(config["qkv_bias"]), "use_output_bias": False}
 
 
 def _qk_norm(config: Config, layer_index: int) -> dict[str, Any]:
@@ -166,6 +185,11 @@ def _olmo2(config: Config, layer_index: int) -> dict[str, Any]:
     return {"qk_norm": "all", "qk_norm_eps": take(config, "rms_norm_eps")}
 
 
+def _olmoe(config: Config, layer_index: int) -> dict[str, Any]:
+    refuse(config, clip_qkv=(), sliding_window=())
+    return _olmo2(config, layer_index)
+
+
 def _qwen3_next(config: Config, layer_index: int) -> dict[str, Any]:
     refuse(config, attn_output_gate=True)
     return _qk_norm(config, layer_index) | {"output_gate": True}
@@ -179,10 +203,14 @@ _OTHERS: dict[str, Callable[[Config, int], dict[str, Any]]] = {
     "gpt_oss": _gpt_oss,
     "minimax": _no_bias,
     "mistral": _no_bias,
+    "mixtral": _no_bias,
     "olmo2": _olmo2,
+    "olmoe": _olmoe,
     "phi3": _no_bias,
     "qwen2": _qwen2,
+    "qwen2_moe": _qwen2_moe,
     "qwen3": _qk_norm,
+    "qwen3_moe": _qk_norm,
     "qwen3_next": _qwen3_next,
     "qwen3_5_text": _qwen3_next,
 }

@@ -1,0 +1,1 @@
+from .grouped import GroupedMatmul as GroupedMatmul

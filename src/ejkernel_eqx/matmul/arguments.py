@@ -1,0 +1,241 @@
+"""Checks what a user passes to a grouped matmul and resolves it to `GroupedArrays` and `GroupedSpec`."""
+
+import functools
+import math
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+from jax import Array
+from jax.core import Tracer
+
+from .._errors import UnsupportedError
+from .._values import check_between, checked
+from ..core.arguments import array, fitting
+from .spec import (
+    ACTIVATIONS,
+    columns,
+    GATED,
+    GroupedArrays,
+    GroupedSpec,
+    HALVES,
+    INTERLEAVED,
+    PAIR,
+    STORED_DTYPES,
+)
+
+_OUT_DTYPES = ("bfloat16", "float16", "float32", "float64")
+
+
+def check_options(activation: Any, gate_up: Any, alpha: Any, limit: Any, up_shift: Any) -> None:
+    if activation not in ACTIVATIONS:
+        names = ", ".join(map(repr, ACTIVATIONS))
+        raise ValueError(f"activation: expected one of {names}, received {activation!r}.")
+    if gate_up not in (None, HALVES, INTERLEAVED):
+        raise ValueError(
+            f"gate_up: expected None, {HALVES!r} or {INTERLEAVED!r}, received {gate_up!r}; a second right side is the argument up of the call."
+        )
+    if not _is_number(alpha):
+        raise ValueError(f"alpha: expected a finite number, received {alpha!r}.")
+    if alpha != 1.0 and activation != "silu":
+        raise ValueError(
+            f"alpha: expected 1 unless activation is 'silu', received {alpha!r}; it scales the argument of its sigmoid."
+        )
+    if limit is not None and not (_is_number(limit) and limit > 0):
+        raise ValueError(f"limit: expected a positive number or None, received {limit!r}.")
+    if not _is_number(up_shift):
+        raise ValueError(f"up_shift: expected a finite number, received {up_shift!r}.")
+
+
+def _is_number(x: Any) -> bool:
+    return isinstance(x, int | float) and not isinstance(x, bool) and math.isfinite(x)
+
+
+def check_out_dtype(dtype: Any) -> str | None:
+    """The name of the requested dtype of results; `None` for that of the left side."""
+    if dtype is None:
+        return None
+    try:
+        name = jnp.dtype(dtype).name
+    except TypeError:
+        name = repr(dtype)
+    if name not in _OUT_DTYPES:
+        raise ValueError(
+            f"preferred_element_type: expected one of {', '.join(_OUT_DTYPES)}, received {name}."
+        )
+    return name
+
+
+class RightSide(NamedTuple):
+    """A right side as the user gives it."""
+
+    weight: Any
+    bias: Any
+    scale: Any
+
+
+def resolve(
+    lhs: Any,
+    rhs: RightSide,
+    up: RightSide,
+    group_sizes: Any,
+    row_indices: Any,
+    spec: GroupedSpec,
+    out_dtype: str | None,
+) -> tuple[GroupedArrays, GroupedSpec]:
+    """`spec` has the options of the module; those of the result are completed by what this call has."""
+    lhs = array("lhs", lhs, "M K" if row_indices is None else "L K")
+    lead, inner = lhs.shape[:-2], lhs.shape[-1]
+    spec = _completed(spec, up, out_dtype or lhs.dtype.name)
+    weight = _weight("rhs", rhs.weight, lhs, inner, spec, rhs.scale, "rhs_scale")
+    count, width = weight.shape[0], weight.shape[1 if spec.transpose_rhs else 2]
+    if spec.gated in (HALVES, INTERLEAVED) and width % 2:
+        raise ValueError(
+            f"rhs: expected an even number of columns with gate_up={spec.gated!r}, received shape {weight.shape}; they are those of gate and up."
+        )
+    rows = None if row_indices is None else _rows(row_indices, lead)
+    sizes = _sizes(group_sizes, (*lead, count), lhs.shape[-2] if rows is None else rows.shape[-1])
+    found = _side("", weight, rhs, (count, width))
+    if spec.gated == PAIR:
+        other = _weight("up", up.weight, lhs, inner, spec, up.scale, "up_scale")
+        if other.shape != weight.shape:
+            raise ValueError(f"up: expected the shape of rhs, {weight.shape}, received {other.shape}.")
+        found |= _side("up", other, up, (count, width))
+    found |= {} if rows is None else {"rows": _checked_rows(rows, row_indices, lhs.shape[-2], sizes)}
+    return GroupedArrays(lhs, sizes, **found), spec
+
+
+def _completed(spec: GroupedSpec, up: RightSide, out_dtype: str) -> GroupedSpec:
+    gated = spec.gated
+    if up.weight is not None:
+        if gated is not None:
+            raise ValueError(
+                f"up: expected None, as rhs has the columns of gate and up (gate_up={gated!r}), received an array."
+            )
+        gated = PAIR
+    elif up.bias is not None or up.scale is not None:
+        name = "up_bias" if up.bias is not None else "up_scale"
+        raise ValueError(
+            f"{name}: expected None without a second right side, received an array; pass the right side as up."
+        )
+    if gated is None and (spec.limit is not None or spec.up_shift):
+        name, value = ("limit", spec.limit) if spec.limit is not None else ("up_shift", spec.up_shift)
+        raise ValueError(
+            f"{name}: expected no value for a product without gate, received {value!r}; pass up, or gate_up if rhs has the columns of both."
+        )
+    assert gated in GATED
+    return GroupedSpec(
+        out_dtype,
+        spec.activation,
+        gated,
+        spec.transpose_rhs,
+        float(spec.alpha),
+        spec.limit,
+        float(spec.up_shift),
+    )
+
+
+def _weight(
+    name: str, weight: Any, lhs: Array, inner: int, spec: GroupedSpec, scale: Any, scale_name: str
+) -> Array:
+    """A right side of three axes, in the dtype of the left side or stored in 8 bits."""
+    letters = "E N K" if spec.transpose_rhs else "E K N"
+    dtype = str(getattr(weight, "dtype", ""))
+    if dtype not in STORED_DTYPES:
+        weight = array(name, weight, letters)
+        if weight.dtype != lhs.dtype:
+            raise ValueError(
+                f"{name}: expected the dtype of lhs, {lhs.dtype}, or {', '.join(STORED_DTYPES)} with scales, received {weight.dtype}; "
+                "cast them to the same dtype."
+            )
+        if scale is not None:
+            raise ValueError(
+                f"{scale_name}: expected None for a right side in {weight.dtype}, received an array; scales belong to {', '.join(STORED_DTYPES)}."
+            )
+    elif scale is None:
+        raise ValueError(f"{scale_name}: expected scales [E, N] for a right side in {dtype}, received None.")
+    weight = jnp.asarray(weight)
+    axis = 2 if spec.transpose_rhs else 1
+    if weight.ndim != 3 or weight.shape[axis] != inner:
+        raise ValueError(
+            f"{name}: expected [{', '.join(letters.split())}] with K = {inner}, the last axis of lhs, received shape {weight.shape}; "
+            f"with transpose_rhs={not spec.transpose_rhs} it is [{', '.join('EKN' if spec.transpose_rhs else 'ENK')}]."
+        )
+    return weight
+
+
+def _side(prefix: str, weight: Array, given: RightSide, shape: tuple[int, int]) -> dict[str, Array]:
+    """The arrays of a right side by the names of `GroupedArrays`."""
+    name = "rhs" if not prefix else prefix
+    of = lambda kind: f"{prefix}_{kind}" if prefix else kind
+    found = {}
+    if weight.dtype.name in STORED_DTYPES:
+        scale = fitting(of("scale") if prefix else "rhs_scale", given.scale, shape, "E N").astype(jnp.float32)
+        found[of("stored")] = _constant(name, weight)
+        found[of("scale")] = _constant(of("scale") if prefix else "rhs_scale", scale)
+    else:
+        found[name] = weight
+    if given.bias is not None:
+        found[of("bias")] = fitting(of("bias"), given.bias, shape, "E N")
+    return found
+
+
+def _sizes(given: Any, shape: tuple[int, ...], rows: Any) -> Array:
+    sizes = jnp.asarray(given)
+    if sizes.shape != shape or not jnp.issubdtype(sizes.dtype, jnp.integer):
+        raise ValueError(
+            f"group_sizes: expected integers of shape {shape}, the leading axes of lhs and one size for each group of rhs, received "
+            f"{sizes.dtype} of shape {sizes.shape}."
+        )
+    sizes = sizes.astype(jnp.int32)
+
+    def say(found: str) -> str:
+        return f"group_sizes: expected sizes from 0 on whose sum is at most {rows}, the number of rows, received {found}."
+
+    return checked(sizes, given, lambda x: (x < 0).any(-1) | (x.sum(-1) > rows), say)
+
+
+def _rows(given: Any, lead: tuple[int, ...]) -> Array:
+    rows = jnp.asarray(given)
+    if rows.ndim != len(lead) + 1 or rows.shape[:-1] != lead or not jnp.issubdtype(rows.dtype, jnp.integer):
+        raise ValueError(
+            f"row_indices: expected integers [{', '.join([*map(str, lead), 'M'])}], a row of lhs for each row of the result, received "
+            f"{rows.dtype} of shape {rows.shape}."
+        )
+    return rows
+
+
+def _checked_rows(rows: Array, given: Any, length: Any, sizes: Array) -> Array:
+    """Indices are checked and arbitrary ones past the last group replaced."""
+    place = jnp.arange(rows.shape[-1], dtype=jnp.int32)
+    real = jax.lax.expand_dims(place, range(rows.ndim - 1)) < sizes.sum(-1, keepdims=True, dtype=jnp.int32)
+    rows = jnp.where(real, rows, 0)
+    known = given if isinstance(rows, Tracer) else rows
+    rows = check_between("row_indices", rows, known, 0, max(length - 1, 0), "they are rows of lhs")
+    return rows.astype(jnp.int32)
+
+
+def _constant(name: str, x: Array) -> Array:
+    """`x`, which raises an error if it is differentiated."""
+    return _refusing(name)(x) if jnp.issubdtype(x.dtype, jnp.floating) else x
+
+
+@functools.cache
+def _refusing(name: str) -> Callable[[Array], Array]:
+    call = jax.custom_jvp(lambda x: x)
+
+    @call.defjvp
+    def refuse(primals: Any, tangents: Any) -> Any:
+        raise UnsupportedError(
+            "grouped_matmul",
+            {name: "a right side in 8 bits and its scales are constants, without a derivative"},
+            "Wrap it in jax.lax.stop_gradient, or differentiate with respect to other arguments.",
+        )
+
+    return call
+
+
+def result_shape(arrays: GroupedArrays, spec: GroupedSpec) -> tuple[int, ...]:
+    width = arrays.right.shape[1 if spec.transpose_rhs else 2]
+    return (*arrays.lhs.shape[:-2], arrays.num_rows, columns(width, spec))

@@ -1,0 +1,51 @@
+"""The family's only kind of call: its problem and its axes."""
+
+from typing import Any
+
+from ..core import Kind
+from ..dispatch import Problem
+from . import reference
+from .spec import axes_of, GroupedArrays, GroupedSpec, is_partial, LEARNED, RESULTS, SHARED, sizes_of
+
+
+def problem_of(operation: str, arrays: GroupedArrays, spec: GroupedSpec) -> Problem:
+    """The host metadata of a call. Shapes are those seen here: inside a partitioned body, the local ones."""
+    size = sizes_of(arrays, spec)
+    rows = "BML" if arrays.rows is not None else "BM"
+    gate: dict[str, Any] = {}
+    if spec.gated is not None:
+        gate = {"limit": spec.limit is not None, "up_shift": spec.up_shift != 0.0}
+    return Problem.make(
+        operation,
+        dims={letter: size[letter] for letter in (*rows, "K", "N", "E")},
+        dtypes={"lhs": arrays.lhs.dtype, "rhs": arrays.right.dtype, "out": spec.out_dtype},
+        flags={
+            "activation": spec.activation,
+            "gated": spec.gated,
+            "transpose_rhs": spec.transpose_rhs,
+            "bias": arrays.bias is not None or arrays.up_bias is not None,
+            "gathered": arrays.rows is not None,
+            **gate,
+        },
+        lengths=set(rows),
+    )
+
+
+def saved_of(platform: Any, arrays: GroupedArrays, spec: GroupedSpec) -> dict[str, tuple[str, ...]]:
+    """The axes of what the platform's forward saves."""
+    return platform.saved_axes(arrays, spec)
+
+
+GROUPED = Kind(
+    make=GroupedArrays,
+    problem_of=problem_of,
+    axes_of=lambda arrays, spec: dict(axes_of(arrays, spec)),
+    reference=reference.multiply,
+    results=RESULTS,
+    learned=LEARNED,
+    shared=SHARED,
+    one_by_one=True,
+    summed=SHARED.intersection(LEARNED),
+    saved_of=saved_of,
+    partial=is_partial,
+)

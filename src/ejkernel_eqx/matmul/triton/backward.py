@@ -1,0 +1,155 @@
+"""The host side of the backward: the gradients of the left side, of right sides and biases."""
+
+import jax
+import jax.numpy as jnp
+from jax import Array
+
+from ...launch import Execute, NOTHING, Options, result, result_like, run
+from ...launch.sizes import cdiv, padded
+from ..epilogue import before_activation
+from ..reference import group_of
+from ..spec import GroupedArrays, GroupedSpec
+from . import backward_kernels
+from .call import alike, grouped, launcher, TritonConfig
+
+_SUM = 4
+_COLLECTED = 1024  # columns of the left side whose gradient a program adds up
+
+
+def backward(
+    arrays: GroupedArrays,
+    spec: GroupedSpec,
+    config: TritonConfig,
+    saved: dict[str, Array],
+    cotangents: dict[str, Array],
+    *,
+    execute: Execute = run,
+) -> dict[str, Array]:
+    """All gradients; those of right sides and biases are summed over all rows by one program."""
+    arrays = alike(arrays)
+    dz, du = before_activation(cotangents["out"], saved, spec, arrays.lhs.dtype)
+    grads = {"lhs": _left_gradient(arrays, spec, config, dz, du, execute)}
+    grads |= _right_gradients(arrays, spec, config, dz, ("rhs", "bias"), execute)
+    if du is not None:
+        grads |= _right_gradients(arrays, spec, config, du, ("up", "up_bias"), execute)
+    return grads
+
+
+def _left_gradient(
+    arrays: GroupedArrays,
+    spec: GroupedSpec,
+    config: TritonConfig,
+    dz: Array,
+    du: Array | None,
+    execute: Execute,
+) -> Array:
+    """`dz right^T`, plus that of the up side: the same kernel with the right sides transposed."""
+    batch, length, inner = arrays.lhs.shape
+    if arrays.scale is not None:
+        group = group_of(arrays.sizes, arrays.num_rows)
+        dz = _times_scale(dz, arrays.scale, group)
+        du = None if du is None or arrays.up_scale is None else _times_scale(du, arrays.up_scale, group)
+    launch = launcher(arrays, config, execute).knowing({"lhs": dz, "other_lhs": du}, L=arrays.num_rows)
+    width = dz.shape[-1]
+    out = result(batch, arrays.num_rows, inner, dtype=arrays.lhs.dtype)
+    results = grouped(
+        launch,
+        config.lhs,
+        {"out": out, "gate": NOTHING, "up_z": NOTHING},
+        K=width,
+        W=inner,
+        N=inner,
+        KIND=0 if du is None else _SUM,
+        TRANSPOSED=not spec.transpose_rhs,
+        GATHERED=False,
+        BIAS=False,
+        UP_BIAS=False,
+        SCALE=False,
+        ACTIVATION=0,
+        ALPHA=1.0,
+        LIMIT=0.0,
+        UP_SHIFT=0.0,
+        SAVE=False,
+        name="left_kernel",
+    )
+    taken = results["out"]
+    if arrays.rows is None:
+        return taken
+    order, starts = _taken_by(arrays, length)
+    programs = batch * length * cdiv(inner, _block(inner))
+    return launch(
+        backward_kernels.collect_kernel,
+        Options(4),
+        {"dlhs": result_like(arrays.lhs)},
+        programs,
+        {"taken": taken, "order": order, "starts": starts},
+        L=length,
+        K=inner,
+        BLOCK_K=_block(inner),
+    )["dlhs"]
+
+
+def _block(inner: int) -> int:
+    return min(_COLLECTED, padded(inner))
+
+
+def _taken_by(arrays: GroupedArrays, length: int) -> tuple[Array, Array]:
+    """The rows of the result in the order of the rows that they take, `[B, M]`, and where those of each begin, `[B, L + 1]`."""
+    assert arrays.rows is not None
+    place = jnp.arange(arrays.num_rows, dtype=jnp.int32)[None]
+    real = place < arrays.sizes.sum(-1, keepdims=True, dtype=jnp.int32)
+    taken = jnp.where(real, jnp.clip(arrays.rows, 0, length - 1), length)
+    order = jnp.argsort(taken, -1, stable=True)
+    ordered = jnp.take_along_axis(taken, order, -1)
+    every = jnp.arange(length + 1, dtype=jnp.int32)
+    starts = jax.vmap(lambda row: jnp.searchsorted(row, every))(ordered)
+    return order.astype(jnp.int32), starts.astype(jnp.int32)
+
+
+def _times_scale(dz: Array, scale: Array, group: Array) -> Array:
+    """`dz` times the scales `[E, W]` or, mapped, `[B, E, W]` of each row's group."""
+    last = scale.shape[-2] - 1
+    group = jnp.minimum(group, last)
+    per_row = jnp.take_along_axis(scale, group[..., None], -2) if scale.ndim == 3 else scale[group]
+    return (dz.astype(jnp.float32) * per_row).astype(dz.dtype)
+
+
+def _right_gradients(
+    arrays: GroupedArrays,
+    spec: GroupedSpec,
+    config: TritonConfig,
+    dz: Array,
+    names: tuple[str, str],
+    execute: Execute,
+) -> dict[str, Array]:
+    """The gradients of a right side and its bias, of those that the call has."""
+    right, bias = (getattr(arrays, name) for name in names)
+    if right is None and bias is None:
+        return {}
+    batch, count = arrays.sizes.shape
+    mapped = arrays.right.ndim == 4
+    inner, width = arrays.lhs.shape[-1], dz.shape[-1]
+    lead = (batch,) if mapped else ()
+    most = arrays.sizes if mapped else arrays.sizes.sum(0)
+    tile, launch = config.rhs, launcher(arrays, config, execute)
+    down = 1 if right is None else cdiv(inner, tile.block_k)
+    results = launch(
+        backward_kernels.right_kernel,
+        tile,
+        {
+            "dright": NOTHING if right is None else result_like(right),
+            "dbias": NOTHING if bias is None else result(*lead, count, width),
+        },
+        (batch if mapped else 1) * count * down * cdiv(width, tile.block_n),
+        {"dz": dz, "order": jnp.argsort(-most, -1).astype(jnp.int32)},
+        K=inner,
+        W=width,
+        B=batch,
+        TRANSPOSED=spec.transpose_rhs,
+        GATHERED=arrays.rows is not None,
+        MATRIX=right is not None,
+        DOWN=down,
+        BIAS=bias is not None,
+    )
+    found = {names[0]: (right, "dright"), names[1]: (bias, "dbias")}
+    return {name: results[made] for name, (x, made) in found.items() if x is not None}

@@ -1,0 +1,72 @@
+"""What the launches of one call share: its configuration, its arrays, and the kernel of products."""
+
+import dataclasses
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax import Array
+
+from ...launch import Execute, Launcher
+from ...launch.fields import check_fields, Float32Dot
+from ...launch.sizes import cdiv, padded
+from ..spec import GroupedArrays
+from . import forward_kernel
+from .tile_sizes import GroupedTile
+
+_OPERANDS = {"float32": 0, "float16": 1, "bfloat16": 2}
+
+
+@dataclasses.dataclass(frozen=True)
+class TritonConfig:
+    """Tiles of the result, of the gradient of the left side, and of that of right sides, whose `block_m` are rows of one turn."""
+
+    forward: GroupedTile
+    lhs: GroupedTile
+    rhs: GroupedTile
+    float32_dot: Float32Dot = "tf32x3"
+    fast_sigmoid: bool = True
+    """Whether the activation uses NVIDIA's approximate instructions (error 2e-7)."""
+
+    __post_init__ = check_fields
+
+
+def grouped(
+    launch: Launcher, tile: GroupedTile, outputs: dict[str, jax.ShapeDtypeStruct], **numbers: Any
+) -> dict[str, Array]:
+    """Launches the forward kernel, one program for every tile that there may be."""
+    batch, rows, width = outputs["out"].shape
+    count = int(launch.numbers["E"])
+    # Rows past the last group are tiles too.
+    most = rows // tile.block_m + min(count + 1, rows)
+    programs = batch * most * cdiv(width, tile.block_n)
+    return launch(forward_kernel.grouped_kernel, tile, outputs, programs, TILES=most, **numbers)
+
+
+def alike(arrays: GroupedArrays) -> GroupedArrays:
+    """Right sides, biases and scales, all with a leading axis or all without."""
+    names = ("rhs", "bias", "up", "up_bias", "stored", "scale", "up_stored", "up_scale")
+    given = {name: x for name in names if (x := getattr(arrays, name)) is not None}
+    cores = {name: 3 if name in ("rhs", "up", "stored", "up_stored") else 2 for name in given}
+    if all(x.ndim == cores[name] for name, x in given.items()):
+        return arrays
+    batch = arrays.lhs.shape[0]
+    whole = {n: x if x.ndim > cores[n] else jnp.broadcast_to(x, (batch, *x.shape)) for n, x in given.items()}
+    return arrays._replace(**whole)
+
+
+def launcher(arrays: GroupedArrays, config: TritonConfig, execute: Execute) -> Launcher:
+    """What the kernels of one call share."""
+    count = arrays.sizes.shape[-1]
+    numbers = {
+        "M": arrays.num_rows,
+        "L": arrays.lhs.shape[1],
+        "E": count,
+        "MAPPED": arrays.right.ndim == 4,
+        "FAST": config.fast_sigmoid,
+        "OPERAND": _OPERANDS[arrays.lhs.dtype.name],
+        "PRECISION": config.float32_dot,
+        "BLOCK_E": padded(count + 1),
+    }
+    named = arrays._asdict() | {"right": arrays.right, "up": arrays.up_right, "other_lhs": None}
+    return Launcher("matmul", named, numbers, arrays.lhs, execute)

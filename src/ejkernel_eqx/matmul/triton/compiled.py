@@ -1,0 +1,120 @@
+"""Platform `triton`: the host side. Configurations, support, and the launches of forward and backward."""
+
+import jax.numpy as jnp
+from jax import Array
+
+from ...core.platforms import kernels_unavailable
+from ...dispatch import BOTH, DeviceFacts, FORWARD, Problem
+from ...launch import Execute, NOTHING, result, run
+from ...launch.sizes import too_large
+from ..spec import columns, GroupedArrays, GroupedSpec, HALVES, INTERLEAVED, PAIR
+from .backward import backward as backward
+from .call import alike, grouped, launcher
+from .call import TritonConfig as TritonConfig
+from .tile_sizes import GroupedTile as GroupedTile
+from .tile_sizes import shared_memory, SMALLEST, tiles
+
+OPAQUE = True
+PARTS = {"forward": FORWARD, "lhs": "lhs", "rhs": BOTH}
+"""The fields of a configuration that are tuned one after the other, and what decides."""
+MAX_GROUPS = 1023
+_KINDS = {None: 0, PAIR: 1, HALVES: 2, INTERLEAVED: 3}
+_ACTIVATIONS = {None: 0, "silu": 1, "gelu": 2, "gelu_tanh": 3, "relu": 4}
+
+
+config_type = TritonConfig
+unavailable = kernels_unavailable
+
+
+def unsupported(problem: Problem, device: DeviceFacts) -> str | None:
+    dtypes = dict(problem.dtypes)
+    if "float64" in dtypes.values():
+        return "takes float32, float16 and bfloat16, not float64"
+    if problem.dim("E") > MAX_GROUPS:
+        return f"takes up to {MAX_GROUPS} groups, not {problem.dim('E')}"
+    if dtypes["rhs"] == "float8_e4m3fn" and device.vendor == "nvidia" and device.capability < (8, 9):
+        return (
+            "takes right sides in float8_e4m3fn from compute capability 8.9 on, the device has "
+            f"{device.compute_capability or 'none'}; float8_e5m2 and int8 it has"
+        )
+    return None
+
+
+def default_config(problem: Problem, device: DeviceFacts) -> TritonConfig:
+    return candidates(problem, device)[0]
+
+
+def candidates(problem: Problem, device: DeviceFacts) -> list[TritonConfig]:
+    """Configurations worth timing, the heuristic first."""
+    nvidia = device.vendor == "nvidia"
+    precision = "tf32x3" if nvidia else "ieee"
+    return [
+        TritonConfig(forward, lhs, rhs, precision, nvidia) for forward, lhs, rhs in tiles(problem, device)
+    ]
+
+
+def config_unsupported(config: TritonConfig, problem: Problem, device: DeviceFacts) -> str | None:
+    """Why the tiles cannot fit the device's shared memory, by an estimate; for the smallest tile, only the compiler can tell."""
+    for kernel in ("forward", "lhs", "rhs"):
+        tile = getattr(config, kernel)
+        sizes = f"{tile.block_m}x{tile.block_n}x{tile.block_k}"
+        reason = too_large(kernel, sizes, tile.num_stages, shared_memory(kernel, tile, problem), device)
+        if reason is not None and tile != SMALLEST:
+            return reason
+    return None
+
+
+def saved_axes(arrays: GroupedArrays, spec: GroupedSpec) -> dict[str, tuple[str, ...]]:
+    """The products before the activation; nothing if there is none."""
+    if spec.is_linear:
+        return {}
+    width = arrays.right.shape[-2 if spec.transpose_rhs else -1]
+    column = (
+        f"H{columns(width, spec)}" if spec.gated == INTERLEAVED else "N" if spec.gated == HALVES else "bN"
+    )
+    return {name: ("M", column) for name in ("gate", *(("up_z",) if spec.gated else ()))}
+
+
+def forward(
+    arrays: GroupedArrays,
+    spec: GroupedSpec,
+    config: TritonConfig,
+    *,
+    save: bool = True,
+    execute: Execute = run,
+) -> dict[str, Array]:
+    """The result and, for an activation, the products before it in the dtype of the left side."""
+    arrays = alike(arrays)
+    batch, inner = arrays.lhs.shape[0], arrays.lhs.shape[-1]
+    width = arrays.right.shape[-2 if spec.transpose_rhs else -1]
+    out = (batch, arrays.num_rows, columns(width, spec))
+    save = save and not spec.is_linear
+    saved = result(*out, dtype=arrays.lhs.dtype)
+    outputs = {
+        "out": result(*out, dtype=jnp.dtype(spec.out_dtype)),
+        "gate": saved if save else NOTHING,
+        "up_z": saved if save and spec.gated else NOTHING,
+    }
+    launch = launcher(arrays, config, execute)
+    results = grouped(
+        launch,
+        config.forward,
+        outputs,
+        K=inner,
+        W=width,
+        N=out[-1],
+        KIND=_KINDS[spec.gated],
+        TRANSPOSED=spec.transpose_rhs,
+        GATHERED=arrays.rows is not None,
+        BIAS=arrays.bias is not None,
+        UP_BIAS=arrays.up_bias is not None,
+        SCALE=arrays.stored is not None,
+        ACTIVATION=_ACTIVATIONS[spec.activation],
+        ALPHA=spec.alpha,
+        LIMIT=spec.limit or 0.0,
+        UP_SHIFT=spec.up_shift,
+        SAVE=save,
+        name="forward_kernel",
+    )
+    kept = ("out", *(("gate",) if save else ()), *(("up_z",) if save and spec.gated else ()))
+    return {name: results[name] for name in kept}

@@ -1,0 +1,175 @@
+"""Which tiles each kernel prefers, and what shared memory they take."""
+
+import dataclasses
+
+from ...dispatch import DeviceFacts, Problem
+from ...launch.fields import Block, check_fields, Count, Warps
+from ...launch.sizes import cdiv, padded, rows_of, shared_memory_of
+from ..spec import HALVES, INTERLEAVED, PAIR
+
+Sizes = tuple[int, int, int, int, int, int]
+_ITEMSIZE = {"float32": 4, "float16": 2, "bfloat16": 2, "int8": 1, "float8_e4m3fn": 1, "float8_e5m2": 1}
+
+
+@dataclasses.dataclass(frozen=True)
+class GroupedTile:
+    """A program's tile: `block_m` rows by `block_n` columns, `block_k` of the contracted axis at a time, and `swizzle` rows of tiles that share
+    columns in the cache. Of gradients of right sides: `block_k` by `block_n` columns, `block_m` rows at a time; `swizzle` is not used."""
+
+    block_m: Block
+    block_n: Block
+    block_k: Block
+    num_warps: Warps
+    num_stages: Count
+    swizzle: Count = 8
+
+    __post_init__ = check_fields
+
+
+SMALLEST = GroupedTile(16, 16, 16, 4, 2, 8)
+
+# Rows of a group, from which on the tiles are preferred; best first.
+_ROWS: tuple[tuple[int, tuple[Sizes, ...]], ...] = (
+    (
+        96,
+        (
+            (128, 256, 64, 8, 4, 8),
+            (128, 256, 64, 8, 3, 8),
+            (128, 128, 64, 4, 4, 8),
+            (128, 128, 64, 8, 4, 16),
+            (256, 128, 64, 8, 4, 4),
+            (128, 256, 32, 8, 4, 8),
+            (128, 128, 128, 8, 3, 8),
+            (128, 128, 32, 4, 4, 8),
+        ),
+    ),
+    (
+        40,
+        (
+            (64, 256, 64, 4, 4, 8),
+            (64, 128, 64, 4, 4, 8),
+            (64, 256, 64, 8, 4, 8),
+            (128, 128, 64, 8, 4, 8),
+            (64, 128, 128, 4, 3, 8),
+            (64, 64, 64, 4, 4, 8),
+        ),
+    ),
+    (
+        20,
+        (
+            (32, 128, 128, 4, 4, 8),
+            (32, 256, 64, 4, 4, 8),
+            (64, 128, 64, 4, 4, 8),
+            (32, 64, 128, 4, 4, 8),
+            (32, 128, 64, 4, 4, 8),
+        ),
+    ),
+    (
+        0,
+        (
+            (16, 128, 128, 4, 4, 8),
+            (16, 64, 128, 4, 5, 8),
+            (16, 64, 256, 4, 3, 8),
+            (16, 128, 64, 4, 5, 8),
+            (16, 256, 64, 4, 4, 8),
+            (16, 32, 256, 4, 4, 8),
+            (32, 128, 64, 4, 4, 8),
+        ),
+    ),
+)
+_RIGHT: tuple[Sizes, ...] = (
+    (64, 256, 128, 8, 3, 8),
+    (64, 256, 128, 8, 4, 8),
+    (64, 128, 128, 8, 4, 8),
+    (64, 128, 128, 4, 4, 8),
+    (64, 128, 256, 8, 3, 8),
+    (32, 256, 128, 8, 4, 8),
+    (32, 128, 128, 4, 4, 8),
+    (32, 64, 64, 4, 3, 8),
+)
+
+
+def tiles(problem: Problem, device: DeviceFacts) -> list[tuple[GroupedTile, ...]]:
+    """Tiles of the three kernels, best first, fitted to the problem and to shared memory."""
+    each = problem.dim("M") / max(problem.dim("E"), 1)
+    sizes = next(sizes for least, sizes in _ROWS if each >= least)
+    lists = {"forward": sizes, "lhs": sizes, "rhs": _RIGHT}
+    return rows_of([_fitted(kernel, sizes, problem, device) for kernel, sizes in lists.items()])
+
+
+def _fitted(
+    kernel: str, sizes: tuple[Sizes, ...], problem: Problem, device: DeviceFacts
+) -> list[GroupedTile]:
+    found = {}
+    for size in sizes:
+        tile = _within(kernel, GroupedTile(*size), problem)
+        while shared_memory(kernel, tile, problem) > shared_memory_of(device) and tile != SMALLEST:
+            tile = _smaller(tile)
+        found.setdefault(tile, None)
+    return sorted(found, key=lambda tile: int(8 * _waste(kernel, tile, problem)))
+
+
+def _waste(kernel: str, tile: GroupedTile, problem: Problem) -> float:
+    """The work of a row of tiles on columns that do not exist, over that on those that do."""
+    inner, columns = problem.dim("K"), problem.dim("N")
+    across = _in_blocks(inner if kernel == "lhs" else columns, tile.block_n)
+    down = _in_blocks(inner, tile.block_k) / inner if kernel == "rhs" else 1.0
+    return across / (inner if kernel == "lhs" else columns) * down - 1.0
+
+
+def _in_blocks(length: int, block: int) -> int:
+    """The length in whole blocks."""
+    return cdiv(length, block) * block
+
+
+def _smaller(tile: GroupedTile) -> GroupedTile:
+    """The tile with fewer stages, then less of the contracted axis, then smaller sides."""
+    if tile.num_stages > 2:
+        return dataclasses.replace(tile, num_stages=tile.num_stages - 1)
+    longest = max(
+        ("block_k", "block_n", "block_m"), key=lambda name: (getattr(tile, name) > 16) * getattr(tile, name)
+    )
+    if getattr(tile, longest) == 16:
+        return SMALLEST
+    return dataclasses.replace(tile, **{longest: getattr(tile, longest) // 2})
+
+
+def _within(kernel: str, tile: GroupedTile, problem: Problem) -> GroupedTile:
+    """The tile with sides no longer than the arrays' and, in float32, half as much of the contracted axis and half as many columns. A program with
+    two products takes half as many columns of each."""
+    inner, columns = problem.dim("K"), problem.dim("N")
+    wide = problem.dtype("lhs") == "float32"
+    rows = padded(problem.dim("M"))
+    if kernel == "rhs":
+        return dataclasses.replace(
+            tile,
+            block_m=max(16, min(tile.block_m, rows) // (2 if wide else 1)),
+            block_n=max(16, min(tile.block_n // (2 if wide else 1), padded(columns))),
+            block_k=min(tile.block_k, padded(inner)),
+        )
+    if kernel == "lhs":
+        inner, columns = columns, inner
+    two = wide or (kernel == "forward" and is_double(problem))
+    return dataclasses.replace(
+        tile,
+        block_m=min(tile.block_m, rows),
+        block_n=max(16, min(tile.block_n // (2 if two else 1), padded(columns))),
+        block_k=max(16, min(tile.block_k, padded(inner)) // (2 if wide else 1)),
+    )
+
+
+def is_double(problem: Problem) -> bool:
+    """Whether a program of the forward kernel has two accumulators."""
+    return problem.flag("gated") in (PAIR, HALVES, INTERLEAVED)
+
+
+def shared_memory(kernel: str, tile: GroupedTile, problem: Problem) -> int:
+    """An estimate of the bytes that a program takes: the tiles loaded ahead, and one tile of converted numbers."""
+    left, right = _ITEMSIZE[problem.dtype("lhs")], _ITEMSIZE[problem.dtype("rhs")]
+    sides = 2 if kernel == "forward" and is_double(problem) else 1
+    if kernel == "rhs":
+        moved = tile.block_m * (tile.block_n + tile.block_k) * left
+        return tile.num_stages * moved
+    moved = tile.block_k * (tile.block_m * left + sides * tile.block_n * right)
+    converted = tile.block_k * tile.block_n * left if right < left else 0
+    return tile.num_stages * moved + converted

@@ -1,0 +1,133 @@
+"""What the tuner needs from a grouped matmul: representative work, and problems for the command line."""
+
+import functools
+from collections.abc import Mapping
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from .._words import read_flags, read_sizes, SWITCH
+from ..core.letters import wide_dtype
+from ..core.workload import Inputs, random_cotangents, workload_of
+from ..dispatch import Implementation, Problem, Workload
+from .core import GROUPED, problem_of
+from .spec import ACTIVATIONS, GATED, GroupedArrays, GroupedSpec, letters_of, PAIR, SHARED, STORED_DTYPES
+
+LIMIT, UP_SHIFT = 7.0, 1.0
+"""GPT-OSS's: they are not part of a problem, but whether there are any is."""
+
+
+def workload(implementation: Implementation, problem: Problem) -> Workload:
+    """The work of one problem on one of the platforms."""
+    spec = spec_of(problem)
+    size = {name: problem.dim(name) for name in "BMKN"}
+    flops = 2.0 * size["B"] * size["M"] * size["K"] * size["N"] * (1 if spec.gated is None else 2)
+    make = functools.partial(make_inputs, problem, spec)
+    return workload_of(GROUPED, implementation, spec, make, flops=flops)
+
+
+def spec_of(problem: Problem) -> GroupedSpec:
+    activation, gated = problem.flag("activation"), problem.flag("gated")
+    return GroupedSpec(
+        problem.dtype("out"),
+        None if activation is None else str(activation),
+        None if gated is None else str(gated),
+        bool(problem.flag("transpose_rhs")),
+        limit=LIMIT if problem.flag("limit") else None,
+        up_shift=UP_SHIFT if problem.flag("up_shift") else 0.0,
+    )
+
+
+def make_inputs(problem: Problem, spec: GroupedSpec, seed: int) -> Inputs:
+    arrays = make_arrays(problem, spec, seed)
+    return Inputs(arrays, random_cotangents(GROUPED, arrays, spec, seed))
+
+
+def make_arrays(problem: Problem, spec: GroupedSpec, seed: int) -> GroupedArrays:
+    """Random values, and groups of different sizes."""
+    shapes = _shapes(problem, spec)
+    keys = dict(zip(shapes, jax.random.split(jax.random.key(seed, impl="rbg"), len(shapes))))
+    rng = np.random.default_rng(seed)
+
+    def value(name: str, shape: Any) -> Any:
+        if name == "sizes":
+            rows = [_group_sizes(problem.dim("M"), shape.shape[-1], rng) for _ in range(shape.shape[0])]
+            return jnp.asarray(np.stack(rows))
+        if name == "rows":
+            return jnp.asarray(rng.integers(0, problem.dim("L"), shape.shape, np.int32))
+        if name in ("scale", "up_scale"):
+            return jax.random.uniform(keys[name], shape.shape, shape.dtype, 0.005, 0.015)
+        if shape.dtype == jnp.int8:
+            return jax.random.randint(keys[name], shape.shape, -127, 128, jnp.int8)
+        # Stored numbers of float8 use their range.
+        spread = 32.0 if name in ("stored", "up_stored") else 1.0
+        return (spread * jax.random.normal(keys[name], shape.shape, jnp.float32)).astype(shape.dtype)
+
+    return GroupedArrays(**{name: value(name, shape) for name, shape in shapes.items()})
+
+
+def _group_sizes(rows: int, count: int, rng: np.random.Generator) -> np.ndarray:
+    """With few rows, one for each of as many groups; with many, around the mean as of a trained router. All rows are in a group."""
+    if rows <= 4 * count:
+        found = np.bincount(rng.permutation(np.arange(rows) % count), minlength=count)
+    else:
+        found = rng.multinomial(rows, rng.dirichlet(np.full(count, 8.0)))
+    return found.astype(np.int32)
+
+
+def _shapes(problem: Problem, spec: GroupedSpec) -> dict[str, Any]:
+    gathered = bool(problem.flag("gathered"))
+    size = dict(problem.dims)
+    size["W"] = size["N"] * (2 if spec.gated not in (None, PAIR) else 1)
+    size.setdefault("L", size["M"])
+    dtype, right = problem.dtype("lhs"), problem.dtype("rhs")
+    is_stored, wide = right in STORED_DTYPES, wide_dtype(dtype)
+    side = {"stored": right, "scale": "float32"} if is_stored else {"rhs": right}
+    side |= {"bias": wide} if problem.flag("bias") else {}
+    dtypes = {"lhs": dtype, "sizes": "int32"} | side
+    if spec.gated == PAIR:
+        dtypes |= {"up" if name == "rhs" else f"up_{name}": of for name, of in side.items()}
+    dtypes |= {"rows": "int32"} if gathered else {}
+    return letters_of(spec, gathered).shapes(size, dtypes, SHARED)
+
+
+def example_problem(operation: str, dims: Mapping[str, int], dtype: str, flags: Mapping[str, Any]) -> Problem:
+    """The problem of one call.
+
+    **Arguments:**
+
+    - `dims`: at least `M` rows, `K` and `N` columns of both sides, and `E` groups; the leading axes `B` default to 1, the rows `L` of a gathered
+      left side to half of `M`.
+    - `dtype`: the dtype of the left side, the result, and right sides that are not stored in 8 bits; biases are float32 (float64 with
+        float64).
+    - `flags`: `activation` (none by default, `silu`, `gelu`, `gelu_tanh`, `relu`), `gated` (none by default, `pair`, `halves`,
+        `interleaved`), `clipped` (GPT-OSS's limit and shift, with a gate), `transpose_rhs`, `bias`, `gathered`, `stored` (none by default,
+        `int8`, `float8_e4m3fn`, `float8_e5m2`).
+
+    Raises `ValueError` for an unknown name, a missing size, or sizes that do not fit together.
+    """
+    size = read_sizes(
+        dims, {"B": 1, "M": None, "K": None, "N": None, "E": None, "L": max(1, dims.get("M", 2) // 2)}
+    )
+    switches = dict.fromkeys(("clipped", "transpose_rhs", "bias", "gathered"), SWITCH)
+    choices = {"activation": ACTIVATIONS, "gated": GATED, "stored": (None, *STORED_DTYPES), **switches}
+    given = read_flags(flags, choices)
+    if given["clipped"] and given["gated"] is None:
+        raise ValueError(
+            "flags: expected gated with clipped=true, received none; clipped limits gate and up."
+        )
+    if "L" in dims and not given["gathered"]:
+        raise ValueError("dims: expected no L without gathered=true; the left side has M rows.")
+    names = ("activation", "gated", "transpose_rhs", "bias", "gathered")
+    problem = Problem.make(
+        operation,
+        dims={name: size[name] for name in ("BMLKNE" if given["gathered"] else "BMKNE")},
+        dtypes={"lhs": dtype, "rhs": given["stored"] or dtype, "out": dtype},
+        flags={name: given[name] for name in names}
+        | {"limit": given["clipped"], "up_shift": given["clipped"]},
+        lengths=set(),
+    )
+    spec = spec_of(problem)
+    return problem_of(operation, GroupedArrays(**_shapes(problem, spec)), spec)

@@ -1,0 +1,172 @@
+"""The two products of grouped rows that everything else in plain XLA is made of, as operations that JAX differentiates.
+
+With `x` and `y` of as many rows, groups of sizes `n_g` that follow one another, and a matrix for each group,
+
+    rows(x, w)[r] = x[r] w[g]             for row r of group g, 0 past the last group
+    groups(x, y)[g] = x_g^T y_g           summed over the rows of group g
+
+Each is linear in either operand, and the transposes of both are again such products. So JAX differentiates them in both modes and any number of
+times, though each is a loop whose length depends on the sizes. Rows are computed in tiles that start where their group does. A tile loads its
+group's matrix alone, so the work follows the groups that have rows. `x` may be taken by an index: its rows are gathered tile by tile.
+"""
+
+import dataclasses
+import functools
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax import Array
+from jax.extend.core import jaxpr_as_fun, Primitive
+from jax.interpreters import ad, batching, mlir
+
+from .._broadcast import like
+from ..core.arguments import accumulator
+from ..parallel import match_varying
+from . import xla_loops
+from .xla_loops import Form as Form
+
+_rows_p = Primitive("ejkernel_grouped_rows")
+_groups_p = Primitive("ejkernel_grouped_groups")
+
+
+def rows(x: Array, w: Array, sizes: Array, index: Array | None, form: Form) -> Array:
+    """`[*, M, N]` of `x [*, M, K]` (`[*, L, K]` with `index [*, M]`), `w [E, K, N]` and `sizes [*, E]`."""
+    form = dataclasses.replace(form, own=w.ndim - 3)
+    return _bind(_rows_p, xla_loops.rows, (x, w), sizes, index, form)
+
+
+def groups(x: Array, y: Array, sizes: Array, index: Array | None, form: Form) -> Array:
+    """`[E, K, N]` of `x [*, M, K]`, `y [*, M, N]` and `sizes [*, E]`, after the leading axes that it has of its own."""
+    return _bind(_groups_p, xla_loops.groups, (x, y), sizes, index, form)
+
+
+def collect(rows: Array, index: Array | None, sizes: Array, length: Any) -> Array:
+    """The sums `[*, L, K]` of the rows `[*, M, K]` that were taken from each of `length` rows."""
+    if index is None:
+        return rows
+    past = jnp.sum(sizes, -1, dtype=sizes.dtype, keepdims=True) <= like(
+        jnp.arange(index.shape[-1], dtype=sizes.dtype), sizes
+    )
+    index = jnp.where(past, length, index)
+
+    def add(rows: Array, index: Array) -> Array:
+        zeros = match_varying(jnp.zeros((length, rows.shape[-1]), accumulator(rows.dtype)), rows)
+        return zeros.at[index].add(rows.astype(zeros.dtype), mode="drop").astype(rows.dtype)
+
+    for _ in range(rows.ndim - 2):
+        add = jax.vmap(add)
+    return add(rows, index)
+
+
+# What JAX needs to know of them
+
+
+def _bind(
+    primitive: Primitive,
+    function: Callable[..., Array],
+    two: tuple[Array, Array],
+    sizes: Array,
+    index: Array | None,
+    form: Form,
+) -> Array:
+    operands = (*two, sizes) if index is None else (*two, sizes, index)
+    operands = match_varying(operands, operands)
+    plain = lambda x, y, sizes, index=None: [function(x, y, sizes, index, form)]
+    jaxpr = jax.make_jaxpr(plain)(*operands)
+    (result,) = primitive.bind(*operands, jaxpr=jaxpr, form=form)
+    return result
+
+
+def _run(*operands: Array, jaxpr: Any, form: Form) -> list[Array]:
+    return jaxpr_as_fun(jaxpr)(*operands)
+
+
+def _run_on_tpu(function: Callable[..., Array]) -> Callable[..., list[Array]]:
+    return lambda *operands, jaxpr, form: [function(*_split(operands), form)]
+
+
+def _split(operands: Any) -> tuple[Any, Any, Any, Any]:
+    x, y, sizes, *index = operands
+    return x, y, sizes, index[0] if index else None
+
+
+def _jvp(
+    product: Callable[..., Array], operands: Any, tangents: Any, *, jaxpr: Any, form: Form
+) -> tuple[Any, Any]:
+    x, y, sizes, index = _split(operands)
+    parts = [
+        product(*pair, sizes, index, form)
+        for pair, t in (((tangents[0], y), tangents[0]), ((x, tangents[1]), tangents[1]))
+        if not isinstance(t, ad.Zero)
+    ]
+    out = product(x, y, sizes, index, form)
+    return [out], [sum(parts[1:], parts[0]) if parts else ad.Zero(jax.typeof(out).to_tangent_aval())]
+
+
+def _transpose_rows(cotangents: Any, *operands: Any, jaxpr: Any, form: Form) -> list[Any]:
+    (cotangent,), (x, w, sizes, index) = cotangents, _split(operands)
+    found: list[Any] = [None] * len(operands)
+    if isinstance(cotangent, ad.Zero):
+        return found
+    if ad.is_undefined_primal(x):
+        back = dataclasses.replace(form, dtype=x.aval.dtype.name, transposed=not form.transposed)
+        found[0] = collect(rows(cotangent, w, sizes, None, back), index, sizes, x.aval.shape[-2])
+    if ad.is_undefined_primal(w):
+        found[1] = groups(x, cotangent, sizes, index, dataclasses.replace(form, dtype=w.aval.dtype.name))
+    return found
+
+
+def _transpose_groups(cotangents: Any, *operands: Any, jaxpr: Any, form: Form) -> list[Any]:
+    (cotangent,), (x, y, sizes, index) = cotangents, _split(operands)
+    found: list[Any] = [None] * len(operands)
+    if isinstance(cotangent, ad.Zero):
+        return found
+    if ad.is_undefined_primal(x):
+        back = dataclasses.replace(form, dtype=x.aval.dtype.name, transposed=not form.transposed)
+        found[0] = collect(rows(y, cotangent, sizes, None, back), index, sizes, x.aval.shape[-2])
+    if ad.is_undefined_primal(y):
+        found[1] = rows(x, cotangent, sizes, index, dataclasses.replace(form, dtype=y.aval.dtype.name))
+    return found
+
+
+def _map_rows(operands: Any, axes: Any, *, jaxpr: Any, form: Form) -> tuple[Any, Any]:
+    size = _mapped_size(operands, axes)
+    front = [
+        _in_front(x, axis, size, whole=i != 1 or form.own > 0)
+        for i, (x, axis) in enumerate(zip(operands, axes, strict=True))
+    ]
+    return [rows(*_split(front), form)], [0]
+
+
+def _map_groups(operands: Any, axes: Any, *, jaxpr: Any, form: Form) -> tuple[Any, Any]:
+    size = _mapped_size(operands, axes)
+    front = [_in_front(x, axis, size, whole=True) for x, axis in zip(operands, axes, strict=True)]
+    return [groups(*_split(front), dataclasses.replace(form, own=form.own + 1))], [0]
+
+
+def _mapped_size(operands: Any, axes: Any) -> int:
+    return next(x.shape[axis] for x, axis in zip(operands, axes, strict=True) if axis is not None)
+
+
+def _in_front(x: Array, axis: int | None, size: int, whole: bool) -> Array:
+    if axis is not None:
+        return jnp.moveaxis(x, axis, 0)
+    return jnp.broadcast_to(x, (size, *x.shape)) if whole else x
+
+
+for _primitive, _product, _transpose, _map, _tpu in (
+    (_rows_p, rows, _transpose_rows, _map_rows, xla_loops.rows_on_tpu),
+    (_groups_p, groups, _transpose_groups, _map_groups, xla_loops.groups_on_tpu),
+):
+    _primitive.multiple_results = True
+    _primitive.def_impl(_run)
+    _primitive.def_abstract_eval(lambda *_, jaxpr, form: jaxpr.out_avals)
+    mlir.register_lowering(_primitive, mlir.lower_fun(_run, multiple_results=True))
+    mlir.register_lowering(
+        _primitive, mlir.lower_fun(_run_on_tpu(_tpu), multiple_results=True), platform="tpu"
+    )
+    ad.primitive_jvps[_primitive] = functools.partial(_jvp, _product)
+    ad.primitive_transposes[_primitive] = _transpose
+    batching.primitive_batchers[_primitive] = _map

@@ -1,0 +1,38 @@
+"""The activations of gated MLPs, by name."""
+
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax import Array
+
+ACTIVATIONS = ("silu", "gelu", "gelu_tanh", "relu", "clamped_swiglu")
+
+_ALPHA, _LIMIT = 1.702, 7.0  # of GPT-OSS
+
+
+def gated(name: str, gate: Array, up: Array) -> Array:
+    r"""$f(\mathrm{gate}) \odot \mathrm{up}$; `"clamped_swiglu"` is GPT-OSS's
+    $(\mathrm{up} + 1) \odot \mathrm{gate} \odot \sigma(1.702\,\mathrm{gate})$, with both clamped at 7."""
+    if name == "clamped_swiglu":
+        gate, up = jnp.minimum(gate, _LIMIT), jnp.clip(up, -_LIMIT, _LIMIT)
+        return (up + 1) * gate * jax.nn.sigmoid(_ALPHA * gate)
+    if name == "gelu_tanh":
+        return jax.nn.gelu(gate, approximate=True) * up
+    return {"silu": jax.nn.silu, "relu": jax.nn.relu}.get(name, lambda x: jax.nn.gelu(x, approximate=False))(
+        gate
+    ) * up
+
+
+def matmul_options(name: str) -> dict[str, Any]:
+    """The same as options of [`ejkernel_eqx.GroupedMatmul`][]."""
+    if name == "clamped_swiglu":
+        return {"activation": "silu", "alpha": _ALPHA, "limit": _LIMIT, "up_shift": 1.0}
+    return {"activation": name}
+
+
+def check_activation(name: str) -> None:
+    if name not in ACTIVATIONS:
+        raise ValueError(
+            f"activation: expected one of {', '.join(ACTIVATIONS)}, received {name!r}; check the spelling."
+        )

@@ -1,0 +1,151 @@
+"""Rows to the devices that have their experts, and back.
+
+Of `D` devices each has rows in the order of the devices that they are for. How many go where is known only when the program runs; sizes of arrays
+are not. With `m` rows on each device, any device may get all `D m` of them. So rows are moved in rounds, with room for `2 m` rows in each: one
+is enough unless a device gets twice its share, rounds that nobody needs are skipped, and `D / 2` are enough for everything.
+
+- `Padded`: every pair of devices has room for `2 m / D` rows a round (`all_to_all`). Runs everywhere.
+- `Ragged`: the rows that a device gets lie side by side, whoever sent them (`ragged_all_to_all`, on GPUs and TPUs). Only rows are moved, no
+    padding.
+"""
+
+import functools
+from typing import Any, NamedTuple, Protocol
+
+import jax
+import jax.numpy as jnp
+from jax import Array, lax
+
+from ...parallel import match_varying
+
+_ROOM = 2  # times the rows of a device
+
+
+class Exchange(Protocol):
+    """How rows move. `rows` is `m`."""
+
+    rounds: int
+
+    def is_needed(self, number: Any) -> Array:
+        """Whether any device still has rows to send in a round; the same on all devices."""
+        ...
+
+    def there(self, x: Array, number: Any, empty: int = 0) -> Array:
+        """What this device gets in a round of everyone's `x [m, ...]`; `empty` where it gets nothing."""
+        ...
+
+    def back(self, x: Array, number: Any) -> Array:
+        """What became of this device's own rows, `[m, ...]`, where it lay on other devices, given what it got and computed; 0 for rows of other
+        rounds."""
+        ...
+
+
+class Padded:
+    def __init__(self, counts: Array, axes: tuple[str, ...], rows: int, everywhere: tuple[str, ...]):
+        """`counts [D]`: how many of this device's rows are for each; they are split over the mesh axes `axes`. `everywhere`: all axes of the mesh
+        over which anything differs."""
+        devices = counts.shape[0]
+        self.axes, self.rows = axes, rows
+        self.room = max(1, min(rows, -(-_ROOM * rows // devices)))
+        self.rounds = -(-rows // self.room)
+        self.counts, self.starts = counts, jnp.cumsum(counts) - counts
+        self.most = lax.pmax(jnp.max(match_varying_over(counts, everywhere)), everywhere)
+
+    def is_needed(self, number: Any) -> Array:
+        return self.most > number * self.room
+
+    def there(self, x: Array, number: Any, empty: int = 0) -> Array:
+        return self._moved(x.at[self._places(number)].get(mode="fill", fill_value=empty))
+
+    def back(self, x: Array, number: Any) -> Array:
+        places = self._places(number)
+        mine = self._moved(x.reshape(*places.shape, *x.shape[1:]))
+        return (
+            match_varying(jnp.zeros((self.rows, *x.shape[1:]), x.dtype), mine)
+            .at[places.reshape(-1)]
+            .add(mine, mode="drop")
+        )
+
+    def _places(self, number: Any) -> Array:
+        """The row at each place that is sent, `[D, room]`; `rows` for none."""
+        place = number * self.room + jnp.arange(self.room, dtype=jnp.int32)[None]
+        return jnp.where(place < self.counts[:, None], self.starts[:, None] + place, self.rows)
+
+    def _moved(self, x: Array) -> Array:
+        moved = lax.all_to_all(x, self.axes, 0, 0, tiled=True)
+        return moved.reshape(-1, *x.shape[2:])
+
+
+class _Move(NamedTuple):
+    """The last arguments of `lax.ragged_all_to_all`."""
+
+    input_offsets: Array
+    send_sizes: Array
+    output_offsets: Array
+    recv_sizes: Array
+
+
+class Ragged:
+    def __init__(self, counts: Array, axes: tuple[str, ...], rows: int, everywhere: tuple[str, ...]):
+        """As `Padded`."""
+        devices = counts.shape[0]
+        self.axes, self.rows = axes, rows
+        self.room = max(1, min(_ROOM * rows, devices * rows))
+        self.rounds = -(-devices * rows // self.room)
+        self.all = lax.all_gather(counts, axes)  # [from, to]
+        total = jnp.max(jnp.sum(self.all, axis=0))
+        self.most = lax.pmax(match_varying_over(total, everywhere), everywhere)
+        self.me = lax.axis_index(axes)
+
+    def is_needed(self, number: Any) -> Array:
+        return self.most > number * self.room
+
+    def there(self, x: Array, number: Any, empty: int = 0) -> Array:
+        there, back = self._moves(number)
+        return _moved(x, there, back, self.room, self.axes, empty)
+
+    def back(self, x: Array, number: Any) -> Array:
+        there, back = self._moves(number)
+        return _moved(x, back, there, self.rows, self.axes, 0)
+
+    def _moves(self, number: Any) -> tuple[_Move, _Move]:
+        counts, first = self.all, number * self.room
+        arrives = (
+            jnp.cumsum(counts, axis=0) - counts
+        )  # where the rows of each would lie if there were room for all
+        begin = jnp.clip(first - arrives, 0, counts)
+        sizes = jnp.clip(first + self.room - arrives, 0, counts) - begin
+        lies = jnp.clip(arrives + begin - first, 0, self.room)  # of each pair, at the receiver
+        from_ = jnp.cumsum(counts, axis=1) - counts + begin  # and at the sender
+        row, column = (lambda x: x[self.me]), (lambda x: x[:, self.me])
+        there = _Move(row(from_), row(sizes), row(lies), column(sizes))
+        back = _Move(column(lies), column(sizes), column(from_), row(sizes))
+        return there, back
+
+
+@functools.partial(jax.custom_vjp, nondiff_argnums=(3, 4, 5))
+def _moved(x: Array, move: _Move, reverse: _Move, length: int, axes: tuple[str, ...], empty: int) -> Array:
+    """`lax.ragged_all_to_all` into an array of this length; its gradient moves back. JAX's own gradient loses segments without rows."""
+    out = match_varying(jnp.full((length, *x.shape[1:]), empty, x.dtype), (x, *move))
+    return lax.ragged_all_to_all(x, out, *move, axis_name=axes)
+
+
+def _moved_forward(
+    x: Array, move: _Move, reverse: _Move, length: int, axes: tuple[str, ...], empty: int
+) -> Any:
+    return _moved(x, move, reverse, length, axes, empty), (move, reverse, x.shape[0])
+
+
+def _moved_backward(length: int, axes: tuple[str, ...], empty: int, saved: Any, cotangent: Array) -> Any:
+    move, reverse, rows = saved
+    return _moved(cotangent, reverse, move, rows, axes, 0), None, None
+
+
+_moved.defvjp(_moved_forward, _moved_backward)
+
+
+def match_varying_over(x: Array, axes: tuple[str, ...]) -> Array:
+    """`x`, typed as varying over these axes of the mesh."""
+    manual = getattr(jax.typeof(x), "manual_axis_type", None)
+    missing = tuple(axis for axis in axes if axis not in (manual.varying if manual is not None else axes))
+    return lax.pcast(x, missing, to="varying") if missing else x

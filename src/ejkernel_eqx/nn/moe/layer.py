@@ -1,0 +1,259 @@
+"""`MixtureOfExperts`: a router, experts, and an expert for all tokens."""
+
+from collections.abc import Mapping
+from typing import Any, Literal, overload
+
+import equinox as eqx
+import jax
+from jax import Array
+from jax.typing import DTypeLike
+from jaxtyping import PRNGKeyArray
+
+from ..._shapes import AnyArray, Bool, Float
+from ...dispatch import PlatformLike
+from ...weights.expert_configs import mixture_of_experts_options
+from ...weights.experts import mixture_of_experts
+from ...weights.view import Weights
+from ..activations import check_activation
+from ..arguments import check_flags, check_key, check_sizes, read_array, read_dtype, read_weight_dtype
+from ..projection import project, promoted
+from ..tokens import clear
+from .experts import Experts
+from .parallel import ExpertParallel, over_devices
+from .router import Router
+from .routing import Choice, GroupScore, Routing, Scoring
+from .shared import SharedExpert
+from .statistics import RouterStatistics
+
+
+class MixtureOfExperts(eqx.Module):
+    r"""A mixture of experts: a router sends each token to a few of many gated MLPs, whose outputs are added with the router's weights.
+
+    $$y = \sum_{i \in \mathcal{T}(x)} w_i(x)\, E_i(x) + g(x)\, S(x), \qquad
+      E_i(x) = W^{(i)}_{down}\big(f(W^{(i)}_{gate} x) \odot W^{(i)}_{up} x\big)$$
+
+    with the experts $\mathcal{T}(x)$ of the token and their weights $w_i$:
+
+    | model | `scoring` | `normalize` | besides |
+    |---|---|---|---|
+    | Mixtral, MiniMax | `"softmax"` | yes | |
+    | OLMoE, Qwen2-MoE, Qwen3-MoE | `"softmax"` | `norm_topk_prob` | Qwen2: `shared_dim`, `shared_gate=True` |
+    | Qwen3-Next | `"softmax"` | yes | `shared_dim`, `shared_gate=True` |
+    | GPT-OSS | `"top_k_softmax"` | | `activation="clamped_swiglu"`, `use_bias=True`, `use_router_bias=True` |
+    | DeepSeek-V2 | `"softmax"` | no | `num_groups`, `top_k_groups`, `group_score="max"`, `scaling_factor`, `shared_dim` |
+    | DeepSeek-V3 | `"sigmoid"` | yes | `num_groups`, `top_k_groups`, `use_correction_bias=True`, `scaling_factor`, `shared_dim` |
+
+    No expert has a capacity, and no token is dropped. Tokens are sorted by expert, and each projection of all experts is one
+    [`ejkernel_eqx.GroupedMatmul`][]. The order of every sum is fixed: equal inputs give equal bits. The router computes in float32.
+
+    The parameters are those of published models, the experts' stacked: `gate.weight` `[N, E]`, `experts.gate_proj` and `experts.up_proj`
+    `[N, F, E]`, `experts.down_proj` `[N, E, F]`, `shared_expert.*`. [`ejkernel_eqx.load_published`][] reads all published forms: one module for each
+    expert, `gate_up_proj` of all, GPT-OSS's transposed and interleaved one.
+
+    Sources: Shazeer et al., *Outrageously Large Neural Networks* (2017); Fedus et al., *Switch Transformers* (2021); Jiang et al., *Mixtral of
+    Experts* (2024); DeepSeek-AI, *DeepSeek-V3 Technical Report* (2024); the published model code.
+    """
+
+    gate: Router
+    experts: Experts
+    shared_expert: SharedExpert | None
+    shared_expert_gate: eqx.nn.Linear | None  # [1, E]
+    embed_dim: int = eqx.field(static=True)
+    hidden_dim: int = eqx.field(static=True)
+    parallel: ExpertParallel | None = eqx.field(static=True)
+    compute_dtype: str | None = eqx.field(static=True)
+
+    def __init__(
+        self,
+        embed_dim: int,
+        hidden_dim: int,
+        *,
+        num_experts: int,
+        top_k: int,
+        scoring: Scoring = "softmax",
+        normalize: bool = True,
+        scaling_factor: float = 1.0,
+        num_groups: int = 1,
+        top_k_groups: int = 1,
+        group_score: GroupScore = "top2",
+        use_router_bias: bool = False,
+        use_correction_bias: bool = False,
+        activation: str = "silu",
+        use_bias: bool = False,
+        shared_dim: int | None = None,
+        shared_gate: bool = False,
+        parallel: ExpertParallel | None = None,
+        platform: PlatformLike | None = None,
+        dtype: DTypeLike | None = None,
+        compute_dtype: DTypeLike | None = None,
+        key: PRNGKeyArray,
+    ):
+        r"""**Arguments:**
+
+        - `embed_dim`: features of the input and the output, `E`.
+        - `hidden_dim`: features inside an expert, `F`.
+        - `num_experts`, `top_k`: how many experts there are, `N`, and how many each token goes to.
+        - `scoring`: what experts are ranked by, and what their weights are: `"softmax"` over all logits; `"sigmoid"` of each; or
+            `"top_k_softmax"`, the softmax of the chosen logits alone.
+        - `normalize`: whether the weights of the chosen experts are divided by their sum. Without meaning for `"top_k_softmax"`.
+        - `scaling_factor`: what the weights are multiplied by at last (DeepSeek's `routed_scaling_factor`).
+        - `num_groups`, `top_k_groups`: experts are in so many groups of equal size, and a token goes to experts of the best `top_k_groups` alone.
+        - `group_score`: what groups are ranked by: `"top2"`, the sum of their two best experts, or `"max"`, the best one.
+        - `use_router_bias`: whether the logits have a bias.
+        - `use_correction_bias`: whether experts are ranked with a bias added to their scores, `gate.e_score_correction_bias`, that is not in
+            their weights and that no gradient reaches; [`update_correction_bias`][ejkernel_eqx.nn.update_correction_bias] balances experts by it.
+        - `activation`: $f$, as in [`ejkernel_eqx.models.MLPConfig`][], also of the shared expert.
+        - `use_bias`: whether the projections of experts have biases.
+        - `shared_dim`: features inside an expert that all tokens go to, $S$; `None` for none. Published models with several shared experts have one
+            that is as many times as wide.
+        - `shared_gate`: whether its output is multiplied by $g(x) = \sigma(w \cdot x)$; otherwise $g = 1$.
+        - `parallel`: on automatic meshes, which mesh axes split experts and tokens; see
+            [`ExpertParallel`][ejkernel_eqx.nn.ExpertParallel]. On explicit meshes the types of the arrays say it.
+        - `platform`: of the grouped matmuls, as in [`ejkernel_eqx.FlashAttention`][].
+        - `dtype`: of the parameters; default float32. The correction bias is at least float32.
+        - `compute_dtype`: dtype of the computation, but for the router, and of the output; inputs and weights are cast to it. Default: the promoted
+            dtype of the two.
+        - `key`: a PRNG key for the initial weights.
+        """
+        check_sizes(embed_dim=embed_dim, hidden_dim=hidden_dim)
+        flags = {"use_router_bias": use_router_bias, "use_correction_bias": use_correction_bias}
+        check_flags(**flags, use_bias=use_bias, shared_gate=shared_gate)
+        check_activation(activation)
+        if shared_dim is not None:
+            check_sizes(shared_dim=shared_dim)
+        elif shared_gate:
+            raise ValueError(
+                "shared_gate: expected False without shared_dim, received True; shared_dim makes the expert that it is the gate of."
+            )
+        if parallel is not None and not isinstance(parallel, ExpertParallel):
+            raise ValueError(
+                f"parallel: expected an ExpertParallel or None, received {type(parallel).__name__}; ejx.nn.ExpertParallel() is one."
+            )
+        check_key(key)
+        groups: Any = {"num_groups": num_groups, "top_k_groups": top_k_groups, "group_score": group_score}
+        choice = Choice(num_experts, top_k, scoring, normalize, scaling_factor, **groups)
+        dtype, computed = read_weight_dtype(dtype), read_dtype("compute_dtype", compute_dtype)
+        router_key, experts_key, shared_key, gate_key = jax.random.split(key, 4)
+        self.gate = Router(
+            embed_dim,
+            choice,
+            use_bias=use_router_bias,
+            use_correction_bias=use_correction_bias,
+            dtype=dtype,
+            key=router_key,
+        )
+        options: Any = {"activation": activation, "use_bias": use_bias, "platform": platform}
+        self.experts = Experts(embed_dim, hidden_dim, num_experts, **options, dtype=dtype, key=experts_key)
+        self.shared_expert = (
+            None
+            if shared_dim is None
+            else SharedExpert(embed_dim, shared_dim, activation=activation, dtype=dtype, key=shared_key)
+        )
+        self.shared_expert_gate = (
+            eqx.nn.Linear(embed_dim, 1, False, dtype, key=gate_key) if shared_gate else None
+        )
+        self.embed_dim, self.hidden_dim, self.parallel = embed_dim, hidden_dim, parallel
+        self.compute_dtype = None if computed is None else computed.name
+
+    @classmethod
+    def from_config(
+        cls, config: Mapping[str, Any], /, *, layer_index: int = 0, key: PRNGKeyArray, **options: Any
+    ) -> "MixtureOfExperts":
+        """Builds the mixture of experts of a layer of a published model, with initial weights; [`ejkernel_eqx.load_published`][] loads the published
+        ones.
+
+        **Arguments:**
+
+        - `config`: the parsed `config.json` of the model, or `config.to_dict()` of `transformers`.
+        - `layer_index`: index of the layer in the model, from 0.
+        - `key`: PRNG key for the initial weights.
+        - `options`: further arguments of the constructor, such as `dtype`. They take precedence over `config`.
+
+        **Raises:** `ValueError` for models and options without a counterpart here, and for layers with a plain MLP.
+        """
+        return cls(**{**mixture_of_experts_options(config, layer_index), **options}, key=key)
+
+    @property
+    def num_experts(self) -> int:
+        return self.gate.choice.num_experts
+
+    @property
+    def top_k(self) -> int:
+        return self.gate.choice.top_k
+
+    def route(self, x: Float[AnyArray, "*B E"]) -> Routing:
+        """The experts of tokens `[..., E]` and their weights: a tuple of `logits` `[..., N]`, `weights` `[..., top_k]` and `indices`
+        `[..., top_k]`, the expert that is ranked highest first."""
+        return self.gate(self._read(x))
+
+    @overload
+    def __call__(
+        self,
+        x: Float[AnyArray, "*B E"],
+        *,
+        padding_mask: Bool[AnyArray, "*B"] | None = None,
+        return_statistics: Literal[False] = False,
+    ) -> Float[Array, "*B E"]: ...
+
+    @overload
+    def __call__(
+        self,
+        x: Float[AnyArray, "*B E"],
+        *,
+        padding_mask: Bool[AnyArray, "*B"] | None = None,
+        return_statistics: Literal[True],
+    ) -> tuple[Float[Array, "*B E"], RouterStatistics]: ...
+
+    @jax.named_scope("ejx.nn.MixtureOfExperts")
+    def __call__(
+        self,
+        x: Float[AnyArray, "*B E"],
+        *,
+        padding_mask: Bool[AnyArray, "*B"] | None = None,
+        return_statistics: bool = False,
+    ) -> Float[Array, "*B E"] | tuple[Float[Array, "*B E"], RouterStatistics]:
+        """**Arguments:**
+
+        - `x`: tokens `[..., E]`, with any number of leading axes.
+        - `padding_mask`: bool `[...]`, True for real tokens. Padding goes to no expert, does not count in the statistics, and gives 0.
+        - `return_statistics`: whether to return what the losses and the balance of the router are computed from.
+
+        **Returns:** an array of the shape of `x`, laid out like it on a mesh; with `return_statistics`, the tuple of it and
+        [`RouterStatistics`][ejkernel_eqx.nn.RouterStatistics].
+
+        **Raises:** `ValueError` for invalid arguments.
+        """
+        check_flags(return_statistics=return_statistics)
+        x = self._read(x)
+        real = None
+        if padding_mask is not None:
+            real = read_array("padding_mask", padding_mask, "booleans", "[...]")
+            if real.shape != x.shape[:-1]:
+                raise ValueError(
+                    f"padding_mask: expected shape {x.shape[:-1]}, one entry per token of x, received {real.shape}; broadcast it first."
+                )
+            x = clear(x, real)
+        y, statistics = over_devices(self.gate, self.experts, x, real, self.parallel)
+        y = y.astype(x.dtype)
+        if self.shared_expert is not None:
+            y = y + self._shared(x)
+        y = clear(y, real)
+        return (y, statistics) if return_statistics else y
+
+    def _read(self, x: Any) -> Array:
+        x = read_array("x", x, "floats", "[..., E]")
+        if x.ndim < 1 or x.shape[-1] != self.embed_dim:
+            raise ValueError(
+                f"x: expected [..., E] with E = {self.embed_dim}, received shape {x.shape}; features are the last axis."
+            )
+        return x.astype(self.compute_dtype or promoted(x, self.experts.gate_proj))
+
+    def _shared(self, x: Array) -> Array:
+        assert self.shared_expert is not None
+        y = self.shared_expert(x)
+        if self.shared_expert_gate is None:
+            return y
+        return y * jax.nn.sigmoid(project("shared_expert_gate", self.shared_expert_gate, x, 1))
+
+    def _published(self, weights: Weights) -> "MixtureOfExperts":
+        return mixture_of_experts(self, weights)

@@ -1,0 +1,265 @@
+"""A mixture of experts over several devices: experts, their hidden features and tokens split over the axes of a mesh."""
+
+import dataclasses
+import math
+from typing import Any, Literal, NamedTuple
+
+import equinox as eqx
+import jax
+import jax.numpy as jnp
+from jax import Array, lax
+from jax.core import Tracer
+from jax.sharding import NamedSharding, PartitionSpec
+
+from ...dispatch import Backend
+from ...dispatch.device import place_of_calls
+from ...parallel.mesh import explicit_mesh, resharded, spec_of
+from ...parallel.shapes import inside_manual_mesh
+from .dispatch import combined, dispatched, order_of
+from .exchange import Padded, Ragged
+from .routed import numbers_of, routed
+from .statistics import RouterStatistics, statistics_of
+
+Names = tuple[str, ...]
+
+
+@dataclasses.dataclass(frozen=True)
+class ExpertParallel:
+    """Over which axes of an automatic mesh a [`MixtureOfExperts`][ejkernel_eqx.nn.MixtureOfExperts] is split, which its arrays do not say there while
+    a program is traced. On explicit meshes, `jax.make_mesh`'s default, they do, and only `exchange` is read.
+
+    **Arguments:**
+
+    - `expert_axes`: a name or several: each device has its share of the experts.
+    - `token_axes`: the axes that tokens are split over. Those that are among `expert_axes`, too, exchange tokens for every call; over the
+        others of `expert_axes` the devices share tokens, and add their results up.
+    - `hidden_axes`: the axes that the hidden features of every expert are split over, as in tensor parallelism.
+    - `mesh`: default: that of `jax.set_mesh`, or that of the layer's arrays outside of `jit`.
+    - `exchange`: how tokens move: `"ragged"` on GPUs and TPUs, `"padded"` everywhere; `"auto"` takes the first where it runs.
+    """
+
+    expert_axes: str | Names = "expert"
+    token_axes: str | Names = ("expert",)
+    hidden_axes: str | Names = ()
+    mesh: Any = None
+    exchange: Literal["auto", "ragged", "padded"] = "auto"
+
+    def __post_init__(self):
+        for name in ("expert_axes", "token_axes", "hidden_axes"):
+            given = getattr(self, name)
+            names = (given,) if isinstance(given, str) else given
+            if not isinstance(names, tuple) or not all(isinstance(axis, str) for axis in names):
+                raise ValueError(
+                    f"{name}: expected the name of a mesh axis or a tuple of names, received {given!r}; () for none."
+                )
+            object.__setattr__(self, name, names)
+        if shared := set(self.hidden_axes) & {*self.expert_axes, *self.token_axes}:
+            raise ValueError(
+                f"hidden_axes: expected axes that split neither experts nor tokens, received {sorted(shared)[0]!r}; every device of such an axis "
+                "has the same tokens."
+            )
+        if self.exchange not in ("auto", "ragged", "padded"):
+            raise ValueError(
+                f"exchange: expected auto, ragged or padded, received {self.exchange!r}; check the spelling."
+            )
+
+
+class _Split(NamedTuple):
+    """What a mesh splits over which of its axes."""
+
+    mesh: Any
+    experts: Names
+    tokens: Names
+    hidden: Names
+    x: PartitionSpec
+    exchange: str
+
+    @property
+    def exchanged(self) -> Names:
+        """The axes over which tokens move."""
+        return tuple(axis for axis in self.experts if axis in self.tokens)
+
+    @property
+    def added(self) -> Names:
+        """The axes over which partial results are added."""
+        return (*(axis for axis in self.experts if axis not in self.tokens), *self.hidden)
+
+    def size(self, axes: Names) -> int:
+        return math.prod(self.mesh.shape[axis] for axis in axes)
+
+
+def over_devices(
+    router: Any, experts: Any, x: Array, real: Array | None, parallel: ExpertParallel | None
+) -> tuple[Array, RouterStatistics]:
+    """`routed`, on any mesh."""
+    if inside_manual_mesh():
+        return routed(router, experts, x, real)
+    exchange = "auto" if parallel is None else parallel.exchange
+    mesh = explicit_mesh((router, experts, x))
+    if mesh is not None:
+        return _on_mesh(_by_types(mesh, experts, x, exchange), router, experts, x, real)
+    mesh = None if parallel is None else _automatic_mesh(parallel, (experts, x))
+    if parallel is None or mesh is None:
+        return routed(router, experts, x, real)
+    split = _by_names(mesh, parallel, experts, exchange)
+    tokens = x.reshape(-1, x.shape[-1])
+    spare = -tokens.shape[0] % split.size(split.tokens)
+    kept = None if real is None else real.reshape(-1)
+    if spare:
+        kept = jnp.ones(tokens.shape[0], bool) if kept is None else kept
+        kept, tokens = jnp.pad(kept, (0, spare)), jnp.pad(tokens, ((0, spare), (0, 0)))
+    y, statistics = _on_mesh(split, router, experts, tokens, kept)
+    return y[: y.shape[0] - spare].reshape(x.shape), statistics
+
+
+def _by_types(mesh: Any, experts: Any, x: Array, exchange: str) -> _Split:
+    """By the shardings in the types of the arrays. A mesh axis that splits tokens and hidden features stays with the tokens: the weights
+    are gathered, as for training with parameters split over the devices of the batch."""
+    ordered = lambda entry: () if entry is None else entry if isinstance(entry, tuple) else (entry,)
+    lead = spec_of(x)[:-1]
+    tokens = tuple(axis for entry in lead for axis in ordered(entry))
+    of_experts, of_hidden, _ = spec_of(experts.gate_proj)
+    hidden = tuple(axis for axis in ordered(of_hidden) if axis not in tokens)
+    return _Split(mesh, ordered(of_experts), tokens, hidden, PartitionSpec(*lead, None), exchange)
+
+
+def _by_names(mesh: Any, parallel: ExpertParallel, experts: Any, exchange: str) -> _Split:
+    names = {name: getattr(parallel, name) for name in ("expert_axes", "token_axes", "hidden_axes")}
+    for name, axes in names.items():
+        if unknown := [axis for axis in axes if axis not in mesh.shape]:
+            raise ValueError(
+                f"{name}: expected axes of the mesh, which has {', '.join(mesh.shape)}, received {unknown[0]!r}; give the ExpertParallel of the "
+                "layer these names."
+            )
+    x = PartitionSpec(parallel.token_axes or None, None)
+    split = _Split(mesh, parallel.expert_axes, parallel.token_axes, parallel.hidden_axes, x, exchange)  # pyright: ignore[reportArgumentType]
+    for what, size, axes in zip(
+        ("num_experts", "hidden_dim"), experts.gate_proj.shape, (split.experts, split.hidden)
+    ):
+        if size % split.size(axes):
+            raise ValueError(
+                f"{what}: expected a multiple of {split.size(axes)}, the devices of the axes {', '.join(axes)}, received {size}; each has as many."
+            )
+    return split
+
+
+def _automatic_mesh(parallel: ExpertParallel, arrays: Any) -> Any:
+    if parallel.mesh is not None:
+        return parallel.mesh
+    if (mesh := jax.sharding.get_abstract_mesh()).shape:
+        return mesh
+    for leaf in jax.tree.leaves(arrays):
+        sharding = getattr(leaf, "sharding", None) if isinstance(leaf, jax.Array) else None
+        if not isinstance(leaf, Tracer) and isinstance(sharding, NamedSharding):
+            return sharding.mesh
+    return None
+
+
+def _on_mesh(split: _Split, router: Any, experts: Any, x: Array, real: Array | None) -> Any:
+    return _compiled(split, router, experts, x, real)
+
+
+@eqx.filter_jit
+def _compiled(split: _Split, router: Any, experts: Any, x: Array, real: Array | None) -> Any:
+    """Compiled: outside of `jit`, arrays on a mesh meet others in compiled functions alone."""
+    arrays, static = eqx.partition((router, experts), eqx.is_array)
+    one = lambda axes: axes or None
+    columns = PartitionSpec(one(split.experts), one(split.hidden))
+    specs = {
+        "gate_proj": PartitionSpec(*columns, None),
+        "up_proj": PartitionSpec(*columns, None),
+        "down_proj": PartitionSpec(one(split.experts), None, one(split.hidden)),
+        "gate_proj_bias": columns,
+        "up_proj_bias": columns,
+        "down_proj_bias": PartitionSpec(one(split.experts), None),
+    }
+    spec_at = lambda path, leaf: specs[path[-1].name] if path[0].idx else PartitionSpec()
+    of_weights = jax.tree_util.tree_map_with_path(spec_at, arrays)
+    of_rows = PartitionSpec(*split.x[:-1])
+    given, placed = (arrays, x, real), (of_weights, split.x, None if real is None else of_rows)
+    if split.mesh.explicit_axes if hasattr(split.mesh, "explicit_axes") else False:
+        given = jax.tree.map(lambda leaf, spec: resharded(leaf, split.mesh, spec), given, placed)
+
+    def body(given: Any) -> tuple[Array, RouterStatistics]:
+        arrays, x, real = given
+        return _local(split, eqx.combine(arrays, static), x, real)
+
+    outs = (split.x, RouterStatistics(*[PartitionSpec()] * 4))  # pyright: ignore[reportArgumentType]
+    return jax.shard_map(body, mesh=split.mesh, in_specs=(placed,), out_specs=outs)(given)
+
+
+def _local(split: _Split, layer: Any, x: Array, real: Array | None) -> tuple[Array, RouterStatistics]:
+    """What one device computes, with its own tokens and its share of the experts."""
+    router, experts = layer
+    routing = router(x)
+    statistics = statistics_of(routing, router.choice.scoring, real)
+    if split.tokens:
+        statistics = jax.tree.map(lambda x: lax.psum(x, split.tokens), statistics)
+    top_k = routing.indices.shape[-1]
+    numbers = _numbers(split, numbers_of(routing, real).reshape(-1), router.choice.num_experts)
+    if split.hidden and experts.down_proj_bias is not None:
+        first = lax.axis_index(split.hidden) == 0  # each bias is added once
+        bias = jnp.where(first, experts.down_proj_bias, jnp.zeros_like(experts.down_proj_bias))
+        experts = eqx.tree_at(lambda e: e.down_proj_bias, experts, bias)
+    mine, devices = experts.gate_proj.shape[0], split.size(split.exchanged)
+    order = order_of(numbers, devices * mine)
+    rows = dispatched(x.reshape(-1, x.shape[-1]), top_k, order)
+    if devices == 1:
+        rows = experts(rows, order.sizes)
+    else:
+        rows = _elsewhere(split, experts, rows, numbers[order.order], order.sizes.reshape(devices, mine))
+    y = combined(rows, routing.weights.reshape(-1, top_k), order)
+    y = lax.psum(y, split.added) if split.added else y
+    return y.reshape(x.shape), statistics
+
+
+def _numbers(split: _Split, experts: Array, count: int) -> Array:
+    """The numbers of experts by the device that tokens are sent to, and then by their place on it; the largest one and one more for experts
+    of devices that this one sends nothing to."""
+    each = count // split.size(split.experts)
+    part, number = experts // each, experts % each
+    kept, target, left = experts < count, jnp.zeros_like(experts), split.size(split.experts)
+    for axis in split.experts:
+        left //= split.mesh.shape[axis]
+        at = part // left % split.mesh.shape[axis]
+        if axis in split.tokens:
+            target = target * split.mesh.shape[axis] + at
+        else:
+            kept &= at == lax.axis_index(axis)
+    return jnp.where(kept, target * each + number, split.size(split.exchanged) * each)
+
+
+def _elsewhere(split: _Split, experts: Any, rows: Array, numbers: Array, sizes: Array) -> Array:
+    """What the experts of all devices make of this device's rows `[m, E]`, which are in the order of `numbers [m]`; `sizes [devices, experts]`."""
+    form = Ragged if _moves_ragged(split) else Padded
+    everywhere = tuple(dict.fromkeys((*split.tokens, *split.experts, *split.hidden)))
+    exchange = form(jnp.sum(sizes, axis=1), split.exchanged, rows.shape[0], everywhere)
+    mine = sizes.shape[1]
+    local = jnp.where(numbers < sizes.size, numbers % mine, mine)
+
+    def once(number: Any, rows: Array, experts: Any) -> Array:
+        given = exchange.there(rows, number)
+        order = order_of(exchange.there(local, number, mine), mine)
+        out = experts(given[order.order], order.sizes)
+        return exchange.back(out[order.places], number)
+
+    total = once(0, rows, experts)
+    if exchange.rounds == 1:
+        return total
+    arrays, static = eqx.partition(experts, eqx.is_array)
+
+    # Nothing of these rounds is kept for the gradient: hardly ever is one of them needed.
+    @jax.checkpoint
+    def further(total: Array, number: Array) -> tuple[Array, None]:
+        more = lambda total: total + once(number, rows, eqx.combine(arrays, static))
+        return lax.cond(exchange.is_needed(number), more, lambda total: total, total), None
+
+    return lax.scan(further, total, jnp.arange(1, exchange.rounds, dtype=jnp.int32))[0]
+
+
+def _moves_ragged(split: _Split) -> bool:
+    if split.exchange != "auto":
+        return split.exchange == "ragged"
+    devices = split.mesh.devices.flat if isinstance(split.mesh, jax.sharding.Mesh) else ()
+    place = next((device.platform for device in devices), None)
+    return place != "cpu" if place is not None else place_of_calls()[0] is not Backend.CPU

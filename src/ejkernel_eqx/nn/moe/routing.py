@@ -1,0 +1,127 @@
+"""Which experts a token goes to, and with which weights: pure functions of the router's logits."""
+
+import dataclasses
+from typing import Any, Literal, NamedTuple
+
+import jax
+import jax.numpy as jnp
+from jax import Array, lax
+
+from ..arguments import check_flags, check_numbers, check_sizes
+
+Scoring = Literal["softmax", "sigmoid", "top_k_softmax"]
+GroupScore = Literal["top2", "max"]
+
+_SCORINGS = ("softmax", "sigmoid", "top_k_softmax")
+_GROUP_SCORES = ("top2", "max")
+
+
+class Routing(NamedTuple):
+    """What a router says of tokens `[...]`: `logits [..., experts]`, and for the `k` chosen experts, the best one first, `weights [..., k]`, both
+    at least float32, and `indices [..., k]`, int32."""
+
+    logits: Array
+    weights: Array
+    indices: Array
+
+
+@dataclasses.dataclass(frozen=True)
+class Choice:
+    """How experts are chosen by their logits; the arguments are those of `MixtureOfExperts`."""
+
+    num_experts: int
+    top_k: int
+    scoring: Scoring = "softmax"
+    normalize: bool = True
+    scaling_factor: float = 1.0
+    num_groups: int = 1
+    top_k_groups: int = 1
+    group_score: GroupScore = "top2"
+
+    def __post_init__(self):
+        sizes = ("num_experts", "top_k", "num_groups", "top_k_groups")
+        check_sizes(**{name: getattr(self, name) for name in sizes})
+        check_flags(normalize=self.normalize)
+        check_numbers(scaling_factor=self.scaling_factor)
+        for name, known in (("scoring", _SCORINGS), ("group_score", _GROUP_SCORES)):
+            if getattr(self, name) not in known:
+                raise ValueError(
+                    f"{name}: expected one of {', '.join(known)}, received {getattr(self, name)!r}; check the spelling."
+                )
+        self._check_groups()
+
+    def _check_groups(self) -> None:
+        if self.num_experts % self.num_groups:
+            raise ValueError(
+                f"num_groups: expected a divisor of num_experts={self.num_experts}, received {self.num_groups}; groups have equal sizes."
+            )
+        if self.top_k_groups > self.num_groups:
+            raise ValueError(
+                f"top_k_groups: expected at most num_groups={self.num_groups}, received {self.top_k_groups}; num_groups allows all."
+            )
+        size = self.num_experts // self.num_groups
+        if self.is_limited and self.group_score == "top2" and size < 2:
+            raise ValueError(
+                f"num_groups: expected groups of two experts or more, whose two best are added, received {self.num_groups} groups of "
+                f'{self.num_experts} experts; group_score="max" takes the best one alone.'
+            )
+        if self.top_k > size * self.top_k_groups:
+            raise ValueError(
+                f"top_k: expected at most {size * self.top_k_groups}, the experts that a token may go to, received {self.top_k}; allow more "
+                "groups or fewer experts for each token."
+            )
+
+    @property
+    def is_limited(self) -> bool:
+        """Whether a token may go to the experts of some groups only."""
+        return self.top_k_groups < self.num_groups
+
+
+def choose(logits: Array, how: Choice, correction_bias: Array | None = None) -> Routing:
+    """The experts of each token and their weights, by `logits [..., experts]`; `correction_bias [experts]` is added where experts are ranked,
+    and not to their weights."""
+    scores = scores_of(logits, how.scoring)
+    ranked = lax.stop_gradient(scores)
+    if correction_bias is not None:
+        bias = lax.stop_gradient(correction_bias).astype(ranked.dtype)
+        ranked = ranked + lax.expand_dims(bias, range(ranked.ndim - 1))
+    if how.is_limited:
+        ranked = jnp.where(_in_best_groups(ranked, how), ranked, -jnp.inf)
+    _, indices = lax.top_k(ranked, how.top_k)
+    weights = jnp.take_along_axis(scores, indices, axis=-1)
+    if how.scoring == "top_k_softmax":
+        weights = jax.nn.softmax(weights, axis=-1)
+    elif how.normalize:
+        weights = weights / (jnp.sum(weights, axis=-1, keepdims=True) + _TINY)
+    if how.scaling_factor != 1:
+        weights = weights * jnp.asarray(how.scaling_factor, weights.dtype)
+    return Routing(logits, weights, indices.astype(jnp.int32))
+
+
+_TINY = 1e-20  # for weights that are all 0
+
+
+def scores_of(logits: Array, scoring: str) -> Array:
+    """What experts are ranked by."""
+    if scoring == "top_k_softmax":
+        return logits
+    return jax.nn.sigmoid(logits) if scoring == "sigmoid" else jax.nn.softmax(logits, axis=-1)
+
+
+def probabilities_of(logits: Array, scoring: str) -> Array:
+    """How much of a token each expert would get if all of them were asked: the scores, whose sum is 1."""
+    if scoring != "sigmoid":
+        return jax.nn.softmax(logits, axis=-1)
+    scores = jax.nn.sigmoid(logits)
+    return scores / (jnp.sum(scores, axis=-1, keepdims=True) + _TINY)
+
+
+def _in_best_groups(ranked: Array, how: Choice) -> Any:
+    """Whether each expert belongs to one of the best groups of its token."""
+    size = how.num_experts // how.num_groups
+    grouped = ranked.reshape(*ranked.shape[:-1], how.num_groups, size)
+    best = 2 if how.group_score == "top2" else 1
+    of_groups = jnp.sum(lax.top_k(grouped, best)[0], axis=-1)
+    _, groups = lax.top_k(of_groups, how.top_k_groups)
+    mine = jnp.arange(how.num_experts, dtype=groups.dtype) // size
+    return jnp.any(groups[..., None] == lax.expand_dims(mine, range(groups.ndim)), axis=-2)

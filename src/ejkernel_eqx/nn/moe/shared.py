@@ -1,0 +1,33 @@
+"""The expert that every token goes to."""
+
+from typing import Any
+
+import equinox as eqx
+import jax
+from jax import Array
+
+from ..activations import gated
+from ..projection import project
+
+
+class SharedExpert(eqx.Module):
+    r"""A gated MLP, $W_{down}(f(W_{gate} x) \odot W_{up} x)$."""
+
+    gate_proj: eqx.nn.Linear  # [F, E]
+    up_proj: eqx.nn.Linear  # [F, E]
+    down_proj: eqx.nn.Linear  # [E, F]
+    hidden_dim: int = eqx.field(static=True)
+    activation: str = eqx.field(static=True)
+
+    def __init__(self, embed_dim: int, hidden_dim: int, *, activation: str, dtype: Any, key: Array):
+        keys = jax.random.split(key, 3)
+        linear = lambda i, o, k: eqx.nn.Linear(i, o, False, dtype, key=k)
+        self.gate_proj = linear(embed_dim, hidden_dim, keys[0])
+        self.up_proj = linear(embed_dim, hidden_dim, keys[1])
+        self.down_proj = linear(hidden_dim, embed_dim, keys[2])
+        self.hidden_dim, self.activation = hidden_dim, activation
+
+    def __call__(self, x: Array) -> Array:
+        gate = project("gate_proj", self.gate_proj, x, self.hidden_dim)
+        up = project("up_proj", self.up_proj, x, self.hidden_dim)
+        return project("down_proj", self.down_proj, gated(self.activation, gate, up), x.shape[-1])

@@ -1,0 +1,1 @@
+from .mean import MeanPooling as MeanPooling

@@ -1,0 +1,99 @@
+"""What the tuner needs from a pooling: representative work, and problems for the command line."""
+
+import functools
+from collections.abc import Mapping
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from .._words import read_flags, read_sizes, SWITCH
+from ..core.workload import Inputs, random_cotangents, workload_of
+from ..dispatch import Implementation, Problem, Workload
+from . import tables
+from .core import POOL, problem_of
+from .spec import LETTERS, num_segments, PoolArrays, PoolSpec, REDUCTIONS, TABLES
+
+
+def workload(implementation: Implementation, problem: Problem) -> Workload:
+    """The work of one problem on one of the platforms."""
+    spec = spec_of(problem)
+    flops = 1.0 * problem.dim("B") * problem.dim("T") * problem.dim("C")
+    make = functools.partial(make_inputs, problem, spec)
+    return workload_of(POOL, implementation, spec, make, flops=flops, backward=1.0)
+
+
+def spec_of(problem: Problem) -> PoolSpec:
+    """The static half of the problem's calls."""
+    flag = lambda name: bool(problem.flag(name))
+    chunk = problem.dim("L") if flag("chunked") else None
+    return PoolSpec(str(problem.flag("reduction")), chunk, flag("masked"), flag("normalize"))
+
+
+def make_inputs(problem: Problem, spec: PoolSpec, seed: int) -> Inputs:
+    arrays = make_arrays(problem, spec, seed)
+    return Inputs(arrays, random_cotangents(POOL, arrays, spec, seed))
+
+
+def make_arrays(problem: Problem, spec: PoolSpec, seed: int) -> PoolArrays:
+    """Random values; packed rows hold sequences of various lengths, followed by padding; one token in 16 is masked."""
+    size, rng = dict(problem.dims), np.random.default_rng(seed)
+    shape = tuple(size[name] for name in "BTC")
+    x = jax.random.normal(jax.random.key(seed, impl="rbg"), shape, jnp.dtype(problem.dtype("x")))
+    real = jnp.asarray(rng.random(shape[:2]) < 15 / 16) if spec.holes else None
+    arrays = PoolArrays(x)
+    if problem.flag("packed"):
+        arrays = PoolArrays(x, **_packed(problem, spec, real, rng))
+    elif real is not None:
+        segments = num_segments(arrays, spec)
+        arrays = PoolArrays(x, **tables.of_rows(size["T"], spec.chunk, segments, real))
+    if spec.reduction == "last" and arrays.segment is not None:
+        arrays = arrays._replace(last=tables.last_of(arrays.segment, num_segments(arrays, spec)))
+    return arrays
+
+
+def _packed(problem: Problem, spec: PoolSpec, real: Any, rng: np.random.Generator) -> dict[str, Any]:
+    batch, length, segments = (problem.dim(name) for name in "BTS")
+    # With chunks there are about as many sequences as chunks that are not whole.
+    count = segments if spec.chunk is None else max(1, segments - length // spec.chunk)
+    end = length - length // 16
+    cuts = np.sort(rng.integers(0, end + 1, (batch, count - 1)), -1)
+    offsets = np.pad(cuts, [(0, 0), (1, 0)])
+    offsets = jnp.asarray(np.concatenate([offsets, np.full((batch, 1), end)], -1), jnp.int32)
+    order = None
+    if problem.flag("ordered"):
+        order = jnp.asarray(rng.permuted(np.tile(np.arange(length), (batch, 1)), axis=-1), jnp.int32)
+    if spec.chunk is None:
+        return tables.of_offsets(offsets, order, real, length)
+    return tables.of_chunks(offsets, order, real, length, spec.chunk, segments)
+
+
+def example_problem(operation: str, dims: Mapping[str, int], dtype: str, flags: Mapping[str, Any]) -> Problem:
+    """The problem of one call.
+
+    **Arguments:**
+
+    - `dims`: at least `T` tokens and `C` channels; `B` rows, by default 1. With `L`, chunks of so many tokens are pooled, else whole rows. Packed
+      rows have `S` segments (with `L`, chunks).
+    - `dtype`: the dtype of the tokens.
+    - `flags`: `reduction` (`mean` by default, `sum`, `max`, `last`), `normalize`, `masked`; `packed`: by offsets, `ordered`: by ids.
+
+    Raises `ValueError` for an unknown name, a missing size, or sizes that do not fit together.
+    """
+    size = read_sizes(dims, {"B": 1, "T": None, "C": None, "L": 1, "S": 1})
+    choices = {"reduction": REDUCTIONS, **dict.fromkeys(("normalize", "masked", "packed", "ordered"), SWITCH)}
+    given = read_flags(flags, choices)
+    is_packed = given["packed"] or given["ordered"]
+    if is_packed != ("S" in dims):
+        raise ValueError(
+            f"dims: expected S segments with packed=true or ordered=true, and only then, received S={dims.get('S')}."
+        )
+    chunk = size["L"] if "L" in dims else None
+    size["S"] = size["S"] if is_packed else 1 if chunk is None else -(-size["T"] // chunk)
+    names = TABLES if is_packed else ("segment", "count") if given["masked"] else ()
+    names += ("order",) if given["ordered"] else ()
+    names += ("last",) if given["reduction"] == "last" and names else ()
+    spec = PoolSpec(given["reduction"], chunk, given["masked"], given["normalize"])
+    arrays = LETTERS.shapes(size, {"x": dtype, **dict.fromkeys(names, "int32")})
+    return problem_of(operation, PoolArrays(**arrays), spec)

@@ -1,0 +1,176 @@
+"""The arguments of `MixtureOfExperts` for a layer of a published model."""
+
+from collections.abc import Callable
+from typing import Any
+
+from .configs import Config, layer_type, read_model, refuse, take
+
+_LAYER = "MixtureOfExperts"
+_SILU = {"hidden_act": "silu"}
+_QWEN = {**_SILU, "decoder_sparse_step": 1, "norm_topk_prob": False}
+# What `transformers` takes where the configuration says nothing.
+_DEFAULTS: dict[str, dict[str, Any]] = {
+    "deepseek_v2": {
+        **_SILU,
+        "default_num_experts": 64,
+        "n_shared_experts": 2,
+        "moe_intermediate_size": 1407,
+        "topk_method": "greedy",
+        "routed_scaling_factor": 1.0,
+        "first_k_dense_replace": 0,
+    },
+    "deepseek_v3": {
+        **_SILU,
+        "default_num_experts": 256,
+        "n_shared_experts": 1,
+        "moe_intermediate_size": 2048,
+        "num_experts_per_tok": 8,
+        "n_group": 8,
+        "topk_group": 4,
+        "norm_topk_prob": True,
+        "routed_scaling_factor": 2.5,
+        "first_k_dense_replace": 3,
+    },
+    "gpt_oss": {"default_num_experts": 128, "num_experts_per_tok": 4, "intermediate_size": 2880},
+    "minimax": {**_SILU, "default_num_experts": 8, "num_experts_per_tok": 2},
+    "mixtral": {**_SILU, "default_num_experts": 8, "num_experts_per_tok": 2},
+    "olmoe": {**_SILU, "default_num_experts": 64, "num_experts_per_tok": 8, "norm_topk_prob": False},
+    "qwen2_moe": {
+        **_QWEN,
+        "default_num_experts": 60,
+        "num_experts_per_tok": 4,
+        "moe_intermediate_size": 1408,
+        "shared_expert_intermediate_size": 5632,
+    },
+    "qwen3_moe": {
+        **_QWEN,
+        "default_num_experts": 128,
+        "num_experts_per_tok": 8,
+        "moe_intermediate_size": 768,
+    },
+    "qwen3_next": {
+        **_QWEN,
+        "default_num_experts": 512,
+        "num_experts_per_tok": 10,
+        "norm_topk_prob": True,
+        "moe_intermediate_size": 512,
+        "shared_expert_intermediate_size": 512,
+    },
+}
+_ACTIVATIONS = {
+    "silu": "silu",
+    "swish": "silu",
+    "gelu": "gelu",
+    "gelu_new": "gelu_tanh",
+    "gelu_pytorch_tanh": "gelu_tanh",
+    "relu": "relu",
+}
+
+
+def mixture_of_experts_options(config: Config, layer_index: int = 0) -> dict[str, Any]:
+    """The arguments of `MixtureOfExperts`, but for `key`, for one layer of a published model.
+
+    **Arguments:**
+
+    - `config`: the dictionary of its `config.json`; that of the language model is taken out of one with a `text_config`.
+    - `layer_index`: which layer, from 0: some models have plain MLPs among them.
+
+    **Returns:** a dictionary. Raises `ValueError` for a `model_type` or an option that is not known here, a layer with a plain MLP, and entries that
+    are missing.
+    """
+    config = read_model(config, _DEFAULTS, _LAYER)
+    layer_type(config, layer_index, lambda index: "")  # which checks the index
+    if not experts_of(config, layer_index):
+        raise ValueError(
+            f"layer_index: expected a layer with experts, received {layer_index}, which has a plain MLP in this {config['model_type']} model; "
+            "ejx.models has both."
+        )
+    options: dict[str, Any] = {
+        "embed_dim": take(config, "hidden_size"),
+        "hidden_dim": take(config, "moe_intermediate_size", "intermediate_size"),
+        "num_experts": experts_of(config, layer_index),
+        "top_k": take(config, "num_experts_per_tok"),
+        "scoring": "softmax",
+        "normalize": bool(config.get("norm_topk_prob", True)),
+    }
+    if config["model_type"] != "gpt_oss":
+        options["activation"] = _activation(config)
+    return options | _OTHERS.get(config["model_type"], lambda config: {})(config)
+
+
+def experts_of(config: Config, layer_index: int) -> int:
+    """How many experts a layer has, by a configuration with the defaults of its model; 0 for a plain MLP."""
+    names = ("num_local_experts", "num_experts", "n_routed_experts", "default_num_experts")
+    count = next((int(config[name]) for name in names if config.get(name) is not None), 0)
+    dense = layer_index in (config.get("mlp_only_layers") or ())
+    sparse = (layer_index + 1) % int(config.get("decoder_sparse_step") or 1) == 0
+    late = layer_index >= int(config.get("first_k_dense_replace") or 0)
+    return count if sparse and late and not dense else 0
+
+
+def expert_defaults(model_type: str) -> dict[str, Any]:
+    """What `transformers` takes for a mixture of experts where the configuration says nothing; empty for models without."""
+    return dict(_DEFAULTS.get(model_type, {}))
+
+
+def _activation(config: Config) -> str:
+    name = config["hidden_act"]
+    if name not in _ACTIVATIONS:
+        raise ValueError(
+            f"hidden_act: expected one of {', '.join(_ACTIVATIONS)}, received {name!r}; the experts have no such activation."
+        )
+    return _ACTIVATIONS[name]
+
+
+def _one_size(config: Config) -> dict[str, Any]:
+    return {"hidden_dim": take(config, "intermediate_size"), "normalize": True}
+
+
+def _olmoe(config: Config) -> dict[str, Any]:
+    return {"hidden_dim": take(config, "intermediate_size")}
+
+
+def _gpt_oss(config: Config) -> dict[str, Any]:
+    refuse(config, swiglu_limit=7.0, swiglu_alpha=1.702)
+    biases = {"use_bias": True, "use_router_bias": True}
+    return _one_size(config) | {"scoring": "top_k_softmax", "activation": "clamped_swiglu"} | biases
+
+
+def _shared_gated(config: Config) -> dict[str, Any]:
+    return {"shared_dim": take(config, "shared_expert_intermediate_size"), "shared_gate": True}
+
+
+def _shared(config: Config) -> dict[str, Any]:
+    refuse(config, mlp_bias=False)
+    count = int(config.get("n_shared_experts") or 0)
+    shared = {"shared_dim": count * config["moe_intermediate_size"]} if count else {}
+    return {"scaling_factor": float(config["routed_scaling_factor"])} | shared
+
+
+def _deepseek_v2(config: Config) -> dict[str, Any]:
+    refuse(config, topk_method=("greedy", "group_limited_greedy"), scoring_func="softmax")
+    limited = config["topk_method"] == "group_limited_greedy"
+    groups = {"group_score": "max"} | _groups(config) if limited else {}
+    # `transformers` does not read norm_topk_prob for this model.
+    return _shared(config) | {"normalize": False} | groups
+
+
+def _deepseek_v3(config: Config) -> dict[str, Any]:
+    refuse(config, topk_method="noaux_tc", scoring_func="sigmoid")
+    return _shared(config) | {"scoring": "sigmoid", "use_correction_bias": True} | _groups(config)
+
+
+def _groups(config: Config) -> dict[str, Any]:
+    return {"num_groups": take(config, "n_group"), "top_k_groups": take(config, "topk_group")}
+
+
+_OTHERS: dict[str, Callable[[Config], dict[str, Any]]] = {
+    "deepseek_v2": _deepseek_v2,
+    "deepseek_v3": _deepseek_v3,
+    "gpt_oss": _gpt_oss,
+    "minimax": _one_size,
+    "mixtral": _one_size,
+    "olmoe": _olmoe,
+    "qwen2_moe": _shared_gated,
+    "qwen3_next": _shared_gated,
+}

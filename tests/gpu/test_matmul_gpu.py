@@ -1,0 +1,107 @@
+"""Grouped matmuls on a GPU: the Triton kernels against the float64 reference, and what only a GPU can show.
+
+python -m pytest tests/gpu/test_matmul_gpu.py -n 6
+"""
+
+import dataclasses
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+import ejkernel_eqx as ejx
+from ejkernel_eqx.dispatch import device_facts, kernel_registry
+from ejkernel_eqx.matmul.workload import example_problem
+from tests.matmul.cases import Case, CASES, exact, make, results
+from tests.tolerances import assert_close
+
+if jax.default_backend() != "gpu":
+    pytest.skip("needs a GPU", allow_module_level=True)
+
+pytestmark = pytest.mark.gpu
+REPEATS = 8
+
+
+@pytest.fixture(scope="module", autouse=True)
+def _usable():
+    reason = kernel_registry.get("grouped_matmul", "triton").unusable(device_facts())
+    if reason is not None:
+        pytest.skip(f"platform triton is not usable here: {reason}")
+
+
+def assert_agrees(case, found, expected):
+    assert set(found) == set(expected)
+    for name, x in found.items():
+        assert_close(x, expected[name], case.dtype, "forward" if name == "out" else "gradient", name=name)
+
+
+def longer(case: Case) -> Case:
+    """The same at a size of several programs, with tiles that are not full."""
+    sizes = (
+        tuple(np.asarray(case.sizes) * 77)
+        if not case.lead
+        else tuple(tuple(np.asarray(row) * 77) for row in case.sizes)
+    )
+    return dataclasses.replace(
+        case,
+        sizes=sizes,
+        M=case.M * 77 + 5,
+        K=200,
+        N=case.N * 24,
+        gathered=case.gathered and case.gathered * 60,
+    )
+
+
+EVERY = CASES | {f"{name}, long": longer(case) for name, case in CASES.items()}
+
+
+@pytest.mark.parametrize("dtype", ["bfloat16", "float16", "float32"])
+@pytest.mark.parametrize("name", EVERY)
+def test_agrees_with_the_reference(name, dtype):
+    """The output and every gradient; the same bit for bit when run again, and with NaN in rows of no group."""
+    case = dataclasses.replace(EVERY[name], dtype=dtype)
+    given, dout = make(case)
+    op = case.operation("triton")
+    found = results(case, op, given, dout)
+    with jax.default_device(jax.devices("cpu")[0]):
+        expected = exact(case, *jax.device_put((given, dout), jax.devices("cpu")[0]))
+    assert_agrees(case, found, expected)
+    real = int(np.sum(case.sizes))
+    for n in range(REPEATS):
+        if n == REPEATS - 1 and not case.lead:
+            dout = dout.at[real:].set(jnp.nan)
+            given |= {} if case.gathered else {"lhs": given["lhs"].at[real:].set(jnp.nan)}
+        again = results(case, op, given, dout)
+        for name, x in found.items():
+            np.testing.assert_array_equal(np.asarray(x), np.asarray(again[name]), err_msg=f"{name}, run {n}")
+
+
+@pytest.mark.parametrize(
+    "sizes, case",
+    [
+        (dict(M=1100, K=264, N=520, E=5), Case((300, 0, 700, 3, 90), 1100, 264, 520)),
+        (dict(M=9, K=264, N=520, E=5), Case((3, 0, 4, 1, 1), 9, 264, 520, gated="pair", activation="silu")),
+    ],
+)
+def test_every_candidate(sizes, case):
+    case = dataclasses.replace(case, dtype="bfloat16")
+    given, dout = make(case)
+    with jax.default_device(jax.devices("cpu")[0]):
+        expected = exact(case, *jax.device_put((given, dout), jax.devices("cpu")[0]))
+    flags = {"gated": case.gated, "activation": case.activation}
+    problem = example_problem("grouped_matmul", sizes, "bfloat16", flags)
+    for config in kernel_registry.get("grouped_matmul", "triton").load().candidates(problem, device_facts()):
+        op = ejx.GroupedMatmul(**case.options, config=config)
+        assert_agrees(case, results(case, op, given, dout), expected)
+
+
+def test_past_two_billion_numbers():
+    """Right sides of more than 2**31 numbers, and rows of as many: the last group and the last rows are those that an offset of 32 bits misses."""
+    count, inner, columns = 40, 8192, 8192
+    rhs = jnp.zeros((count, inner, columns), jnp.bfloat16).at[-1].set(jnp.eye(inner, dtype=jnp.bfloat16))
+    lhs = jax.random.normal(jax.random.key(0), (270_000, inner), jnp.bfloat16)
+    sizes = jnp.zeros(count, jnp.int32).at[0].set(200_000).at[-1].set(70_000)
+    out = ejx.GroupedMatmul(platform="triton")(lhs, rhs, sizes)
+    assert not out[:200_000].any()
+    np.testing.assert_array_equal(np.asarray(out[-1000:]), np.asarray(lhs[-1000:]))

@@ -1,0 +1,75 @@
+"""Grouped matmuls on meshes: rows of a batch, columns, and the contracted axis split over devices."""
+
+import jax
+import pytest
+
+from tests import meshes
+from tests.matmul.cases import Case, learned, make
+from tests.meshes import HEADS, ROWS
+
+BATCH = ((3, 0, 4), (0, 7, 0), (1, 1, 1), (2, 3, 2))
+COLUMNS, CONTRACTED = (None, None, HEADS), (None, HEADS)
+OUT = (ROWS, None, HEADS)
+CASES = {
+    # how arrays lie, and the result
+    "plain": (Case(BATCH, 8, 6, 8), {"lhs": (ROWS,), "rhs": COLUMNS}, OUT),
+    "gate and up": (
+        Case(BATCH, 8, 6, 4, activation="silu", gated="pair", bias=True, transpose=True),
+        {"lhs": (ROWS,), "rhs": CONTRACTED, "up": CONTRACTED, "bias": CONTRACTED, "up_bias": CONTRACTED},
+        OUT,
+    ),
+    "interleaved": (
+        Case(BATCH, 8, 6, 4, activation="silu", gated="interleaved", bias=True),
+        {"lhs": (ROWS,), "rhs": COLUMNS, "bias": CONTRACTED},
+        OUT,
+    ),
+    "halves": (
+        Case(BATCH, 8, 6, 4, activation="silu", gated="halves"),
+        {"lhs": (ROWS,)},
+        (ROWS,),
+    ),
+    "contracted axis": (Case(BATCH, 8, 8, 6), {"lhs": OUT, "rhs": CONTRACTED}, (ROWS,)),
+    "gathered": (
+        Case(BATCH, 8, 6, 8, gathered=5),
+        {"lhs": (ROWS,), "row_indices": (ROWS,), "rhs": COLUMNS},
+        OUT,
+    ),
+}
+
+
+@pytest.mark.few(1)
+@meshes.everywhere
+@pytest.mark.parametrize("platform", ["xla", "triton-interpret"])
+@pytest.mark.parametrize("name", CASES)
+def test_on_a_mesh(name, platform, kind, layout):
+    if platform != "xla":
+        pytest.importorskip("triton")
+    case, lie, out = CASES[name]
+    given, dout = make(case)
+    op = case.operation(platform)
+
+    def everything(given, dout):
+        result, pull = jax.vjp(lambda some: op(**{**given, **some}), learned(case, given))
+        return result, pull(dout)[0]
+
+    expected = jax.jit(everything)(given, dout)
+    mesh = meshes.mesh_of(kind)
+    lie = {name: (), **dict.fromkeys(given, ()), "group_sizes": (ROWS,), **lie}
+    specs = {name: meshes.spec(layout, *lie[name]) for name in given}
+    placed = meshes.place(mesh, given, specs)
+    (placed_dout,) = meshes.place(mesh, (dout,), (meshes.spec(layout, *out),))
+    with meshes.context(kind, mesh):
+        forward = jax.jit(lambda given: op(**given)).lower(placed).compile()
+        result, gradients = jax.jit(everything)(placed, placed_dout)
+    meshes.agree(result, expected[0])
+    meshes.agree(gradients, expected[1], "gradient")
+    if kind == "automatic" and platform != "xla":
+        return  # a callback stays whole where the compiler splits
+    if name != "contracted axis":
+        assert not meshes.collectives(forward), meshes.collectives(forward)
+    elif platform != "xla" and layout != "data":
+        assert set(meshes.collectives(forward)) == {"all-reduce"}
+    assert meshes.lies(result, mesh, meshes.spec(layout, *out)), result.sharding
+    if kind != "automatic":
+        for name, x in gradients.items():
+            assert meshes.lies(x, mesh, specs[name]), (name, x.sharding)

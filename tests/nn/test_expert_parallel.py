@@ -1,0 +1,195 @@
+"""Experts, tokens and hidden features split over eight devices give what one device gives: results, statistics and gradients, however unevenly
+tokens are spread."""
+
+import functools
+from typing import Any
+
+import equinox as eqx
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax import lax
+from jax.sharding import AxisType
+from jax.sharding import PartitionSpec as P
+
+from ejkernel_eqx import nn
+from tests import meshes
+from tests.nn.experts import EMBED, inputs
+
+AXES = ("data", "expert", "tensor")
+EVERY = ("data", "expert", "tensor")
+SPLITS: dict[str, tuple[P, Any, Any]] = {  # of tokens [B, T], of experts, of hidden features
+    "exchanged": (P(("data", "expert")), "expert", "tensor"),
+    "in rounds": (P(EVERY), ("expert", "data", "tensor"), None),
+    "added": (P("data"), "expert", "tensor"),
+    "exchanged and added": (P("data", "expert"), ("data", "expert", "tensor"), None),
+    "tokens alone": (P("expert", "data"), None, None),
+    "gathered": (P("data"), None, "data"),  # as parameters split over the devices of the batch
+}
+_DEFAULT = ("in rounds", "explicit without context")
+
+
+def layer_of(parallel: Any = None, **options: Any) -> nn.MixtureOfExperts:
+    given = {"num_experts": 8, "top_k": 2, "use_bias": True, "activation": "clamped_swiglu", "shared_dim": 4}
+    make = functools.partial(nn.MixtureOfExperts, EMBED, 6, parallel=parallel, key=jax.random.key(4))
+    layer = make(**(given | options))
+    return eqx.tree_at(lambda m: m.gate.weight, layer, 3 * layer.gate.weight)
+
+
+def specs_of(arrays: Any, experts: Any, hidden: Any) -> Any:
+    def spec(path: Any, x: Any) -> P:
+        name = jax.tree_util.keystr(path)
+        if ".experts" not in name:
+            return P()
+        if "bias" in name:
+            return P(experts, None) if "down" in name else P(experts, hidden)
+        return P(experts, None, hidden) if "down" in name else P(experts, hidden, None)
+
+    return jax.tree_util.tree_map_with_path(spec, arrays)
+
+
+def everything(static: Any, arrays: Any, x: Any, real: Any) -> Any:
+    def loss(arrays: Any, x: Any) -> Any:
+        y, found = eqx.combine(arrays, static)(x, padding_mask=real, return_statistics=True)
+        return jnp.sum(jnp.sin(y)) + nn.load_balancing_loss(found) + nn.router_z_loss(found), (y, found)
+
+    (_, (y, found)), gradients = jax.value_and_grad(loss, (0, 1), has_aux=True)(arrays, x)
+    return y, found, gradients
+
+
+def axes_of(entry: Any) -> tuple[str, ...]:
+    return () if entry is None else entry if isinstance(entry, tuple) else (entry,)
+
+
+def check(
+    split: str, kind: str, *, exchange: Any = "auto", shift: Any = None, real: Any = None, lead: Any = (8, 2)
+):
+    tokens, experts, hidden = SPLITS[split]
+    types = (AxisType.Auto if "automatic" in kind else AxisType.Explicit,) * 3
+    mesh = jax.make_mesh((2, 2, 2), AXES, axis_types=types)
+    named: Any = {"exchange": exchange}
+    if "automatic" in kind:
+        names = tuple(axis for entry in tokens for axis in axes_of(entry))
+        named |= {"expert_axes": axes_of(experts), "token_axes": names}
+        named |= {"hidden_axes": axes_of(hidden) if hidden != "data" else ()}
+        named |= {} if "context" in kind else {"mesh": mesh}
+    x = inputs(*lead) if shift is None else inputs(*lead) + shift[None, None]
+    plain = eqx.partition(layer_of(), eqx.is_array)
+    expected = jax.jit(functools.partial(everything, plain[1]))(plain[0], x, real)
+    arrays, static = eqx.partition(layer_of(nn.ExpertParallel(**named)), eqx.is_array)
+    specs = specs_of(arrays, experts, hidden)
+    placed = meshes.place(mesh, arrays, specs)
+    x = jax.device_put(x, jax.NamedSharding(mesh, tokens))
+    with jax.set_mesh(mesh) if kind in ("explicit", "automatic in a context") else jax.enable_x64(False):
+        y, found, gradients = jax.jit(functools.partial(everything, static))(placed, x, real)
+    meshes.agree(
+        (y, found.probability_sums, found.z_square_sum),
+        (expected[0], expected[1].probability_sums, expected[1].z_square_sum),
+    )
+    np.testing.assert_array_equal(found.tokens_per_expert, expected[1].tokens_per_expert)
+    leaves = jax.tree.structure(gradients[0]).unflatten(jax.tree.leaves(expected[2][0]))
+    meshes.agree(gradients, (leaves, expected[2][1]), "gradient")
+    if "automatic" not in kind:
+        assert meshes.lies(y, mesh, tokens) and meshes.lies(gradients[1], mesh, tokens), y.sharding
+        for name in ("gate_proj", "down_proj"):
+            spec = getattr(specs.experts, name)
+            assert meshes.lies(getattr(gradients[0].experts, name), mesh, spec)
+
+
+KINDS = ("explicit", "explicit without context", "automatic", "automatic in a context")
+CASES = [(split, kind) for split in SPLITS for kind in KINDS]
+
+
+@pytest.mark.parametrize(
+    ("split", "kind"), [pytest.param(*c, marks=() if c == _DEFAULT else pytest.mark.slow) for c in CASES]
+)
+def test_as_on_one_device(split, kind):
+    check(split, kind)
+
+
+def _ragged(operand, output, input_offsets, send_sizes, output_offsets, recv_sizes, *, axis_name):
+    """`lax.ragged_all_to_all`, which CPUs do not have: every device sees everything, and takes what is for it."""
+    every = lambda x: lax.all_gather(x, axis_name)
+    rows, me = jnp.arange(output.shape[0]), lax.axis_index(axis_name)
+    given, starts, sizes, places = map(every, (operand, input_offsets, send_sizes, output_offsets))
+    mine = sizes[:, me]
+    output = jnp.where((mine == recv_sizes).all(), output, jnp.zeros_like(output) - 1)
+    for source in range(given.shape[0]):
+        at = rows - places[source, me]
+        inside = (at >= 0) & (at < mine[source])
+        taken = given[source].at[starts[source, me] + at].get(mode="clip")
+        output = jnp.where(inside.reshape(-1, *(1,) * (output.ndim - 1)), taken, output)
+    return output
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("split", ["exchanged", "in rounds", "exchanged and added"])
+@pytest.mark.parametrize("uneven", [False, True])
+def test_ragged(split, uneven, monkeypatch):
+    monkeypatch.setattr(lax, "ragged_all_to_all", _ragged)
+    shift = 4 * layer_of().gate.weight[0] if uneven else None
+    check(split, "explicit", exchange="ragged", shift=shift)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("split", ["exchanged", "in rounds"])
+def test_all_tokens_go_to_the_same_experts(split):
+    """The most rounds that there can be."""
+    layer = layer_of()
+    shift = 4 * layer.gate.weight[0] + 3 * layer.gate.weight[1]
+    busy = np.asarray(layer(inputs(8, 2) + shift[None, None], return_statistics=True)[1].tokens_per_expert)
+    assert (busy > 8).sum() <= 2, busy
+    check(split, "automatic", shift=shift)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("kind", ["explicit", "automatic"])
+def test_padding(kind):
+    check("exchanged", kind, real=jax.random.bernoulli(jax.random.key(9), 0.6, (8, 2)))
+
+
+@pytest.mark.slow
+def test_tokens_that_do_not_divide():
+    check("in rounds", "automatic", lead=(8, 1))
+    layer = layer_of(nn.ExpertParallel(mesh=jax.make_mesh((8,), ("expert",), axis_types=(AxisType.Auto,))))
+    x = inputs(3, 7)
+    meshes.agree(eqx.filter_jit(layer)(x), layer_of()(x))
+    meshes.agree(layer(x[0, 0]), layer_of()(x[0, 0]))
+
+
+def test_ragged_compiles_for_gpus():
+    """As far as a machine without one can tell."""
+    mesh = jax.make_mesh((2,), ("expert",), axis_types=(AxisType.Auto,), devices=jax.devices()[:2])
+    layer = layer_of(nn.ExpertParallel(mesh=mesh, exchange="ragged"))
+    gradient = jax.jit(jax.grad(lambda x: jnp.sum(layer(x))))
+    text = gradient.trace(inputs(4)).lower(lowering_platforms=("cuda",)).as_text()
+    assert text.count("@ragged_all_to_all") >= 4  # there and back, and the gradients of both
+
+
+@pytest.mark.usefixtures("unchecked")
+def test_wrong_axes():
+    mesh = jax.make_mesh((2, 4), ("data", "expert"), axis_types=(AxisType.Auto,) * 2)
+    options: Any = nn.ExpertParallel
+    for make, message in (
+        (
+            lambda: options(expert_axes=3),
+            "expert_axes: expected the name of a mesh axis or a tuple of names, received 3",
+        ),
+        (
+            lambda: options(hidden_axes="expert"),
+            "hidden_axes: expected axes that split neither experts nor tokens, received 'expert'",
+        ),
+        (lambda: options(exchange="all"), "exchange: expected auto, ragged or padded, received 'all'"),
+        (lambda: layer_of("expert"), "parallel: expected an ExpertParallel or None, received str"),
+        (
+            lambda: layer_of(nn.ExpertParallel("model", mesh=mesh))(inputs(8)),
+            "expert_axes: expected axes of the mesh, which has data, expert, received 'model'",
+        ),
+        (
+            lambda: layer_of(nn.ExpertParallel(mesh=mesh), num_experts=6)(inputs(8)),
+            "num_experts: expected a multiple of 4, the devices of the axes expert, received 6",
+        ),
+    ):
+        with pytest.raises(ValueError, match=message):
+            make()

@@ -1,0 +1,176 @@
+"""What the tuner is given, and what is compiled: inputs of their very problem, results that agree, configurations that fit."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from ejkernel_eqx.dispatch import BOTH, FORWARD, kernel_registry
+from ejkernel_eqx.pooling.core import problem_of
+from ejkernel_eqx.pooling.workload import example_problem, make_arrays, make_inputs, spec_of
+from tests.attention.dense import quick
+from tests.compiled import DEVICES
+from tests.tolerances import errors
+
+OPERATION = "mean_pooling"
+KINDS = {
+    "rows": example_problem(OPERATION, dict(B=2, T=40, C=6), "float32", {}),
+    "chunks": example_problem(OPERATION, dict(B=2, T=40, C=6, L=8), "bfloat16", dict(normalize=True)),
+    "masked": example_problem(
+        OPERATION, dict(T=40, C=6, L=9), "float16", dict(masked=True, reduction="last")
+    ),
+    "packed": example_problem(OPERATION, dict(B=2, T=40, C=6, S=4), "float32", dict(packed=True)),
+    "ids": example_problem(
+        OPERATION, dict(T=40, C=6, S=9, L=8), "float32", dict(ordered=True, masked=True, reduction="max")
+    ),
+}
+
+
+@pytest.mark.few(1)
+@pytest.mark.parametrize("name", KINDS)
+def test_inputs_are_of_their_problem(name):
+    wanted = KINDS[name]
+    spec = spec_of(wanted)
+    arrays = make_arrays(wanted, spec, 0)
+    found = problem_of(OPERATION, arrays, spec)
+    assert (found, found.key()) == (wanted, wanted.key())
+    assert (np.asarray(make_arrays(wanted, spec, 1).x) != np.asarray(arrays.x)).any()
+    if arrays.order is not None:
+        order = np.asarray(arrays.order)
+        assert (np.sort(order, -1) == np.arange(40)).all() and (order != np.arange(40)).any()
+    if arrays.segment is not None:
+        segment = np.asarray(arrays.segment)
+        assert (segment == -1).any() and len(np.unique(segment)) > 3
+
+
+@pytest.mark.few(1)
+@pytest.mark.parametrize("name", KINDS)
+@pytest.mark.parametrize("platform", ["xla", "triton-interpret"])
+def test_agrees_with_the_reference(platform, name):
+    pytest.importorskip("triton")
+    of = KINDS[name]
+    implementation = kernel_registry.get(OPERATION, platform)
+    work = implementation.make_workload(of)
+    assert work is not None
+    inputs, config = work.make_inputs(3), implementation.load().default_config(of, DEVICES["sm_90"])
+    actual, reference = quick(work.run, static_argnums=1)(inputs, config), work.reference(inputs)
+    assert set(actual) == set(reference) == set(work.tolerances)
+    for name, allowed in work.tolerances.items():
+        measured = errors(actual[name], reference[name])
+        assert measured.rms <= allowed.rms and measured.peak <= allowed.peak, (name, measured)
+        assert np.asarray(reference[name]).any(), name
+
+
+def test_costs_are_the_arrays_once():
+    work = kernel_registry.get(OPERATION, "xla").make_workload(KINDS["rows"])
+    assert work is not None
+    x, out = 4 * 2 * 40 * 6, 4 * 2 * 6
+    assert work.costs[FORWARD].bytes == x + out
+    assert work.costs[BOTH].bytes == 2 * (x + out) + x
+
+
+@pytest.mark.parametrize(
+    "dims, flags, word",
+    [
+        (dict(T=4), {}, "C"),
+        (dict(T=4, C=4, D=2), {}, "D"),
+        (dict(T=4, C=0), {}, "C=0"),
+        (dict(T=4, C=4, S=2), {}, "packed=true"),
+        (dict(T=4, C=4), dict(ordered=True), "S segments"),
+        (dict(T=4, C=4), dict(reduction="min"), "min"),
+        (dict(T=4, C=4), dict(masked=1), "masked"),
+        (dict(T=4, C=4), dict(causal=True), "causal"),
+    ],
+)
+def test_words_that_do_not_fit(dims, flags, word):
+    with pytest.raises(ValueError, match=word):
+        example_problem(OPERATION, dims, "float32", flags)
+
+
+COMPILED = {
+    "chunks": (dict(B=4, T=4096, C=2048, L=64), "bfloat16", {}),
+    "largest": (dict(B=4, T=4096, C=2048, L=64), "bfloat16", dict(reduction="max")),
+    "rows": (dict(B=32, T=512, C=768), "bfloat16", dict(masked=True)),
+    "rows in float32": (dict(B=32, T=512, C=100), "float32", dict(masked=True, reduction="max")),
+    "packed": (dict(T=16384, C=1024, S=32), "bfloat16", dict(packed=True, normalize=True)),
+    "packed chunks": (dict(T=16384, C=2048, L=64, S=300), "float16", dict(packed=True, reduction="max")),
+    "ids": (dict(T=16384, C=1000, S=32), "bfloat16", dict(ordered=True, reduction="max")),
+    "short chunks": (dict(B=2, T=4096, C=4096, L=4), "bfloat16", dict(reduction="last")),
+}
+
+
+@pytest.mark.parametrize(
+    "target, name",
+    [
+        pytest.param(t, n, marks=[] if (t, n) == ("sm_90", "packed") else pytest.mark.slow)
+        for t in DEVICES
+        for n in COMPILED
+    ],
+)
+def test_defaults_fit(target, name):
+    """Without spills."""
+    pytest.importorskip("triton")
+    from ejkernel_eqx.launch import compile_ahead
+    from ejkernel_eqx.pooling.triton import compiled as triton
+
+    sizes, dtype, flags = COMPILED[name]
+    problem, device = example_problem(OPERATION, sizes, dtype, flags), DEVICES[target]
+    assert triton.unsupported(problem, device) is None
+    configs = triton.candidates(problem, device)
+    assert configs[0] == triton.default_config(problem, device) and len(set(configs)) == len(configs) > 1
+    found = launches(problem, configs[0])
+    kernels = [launch.function.fn.__name__ for launch in found]
+    expected = ["read_kernel", "combine_kernel", "write_kernel"]
+    if flags.get("reduction") == "last":
+        expected = ["write_kernel"]
+    elif "L" in sizes:
+        expected.remove("combine_kernel")
+    assert kernels == expected
+    for launch in found:
+        report = compile_ahead(launch, target)
+        assert report.fits and report.spills == 0, (launch.label, report)
+
+
+def launches(problem, config):
+    """What forward and backward launch, in order."""
+    from ejkernel_eqx.pooling.triton import compiled as triton
+
+    spec, found = spec_of(problem), []
+
+    def record(launch, inputs):
+        found.append(launch)
+        return {name: jnp.zeros(out.shape, out.dtype) for name, out in launch.outputs.items()}
+
+    def both(arrays, cotangents):
+        saved = triton.forward(arrays, spec, config, execute=record)
+        saved.pop("out")
+        return triton.backward(arrays, spec, config, saved, cotangents, execute=record)
+
+    jax.eval_shape(both, *jax.eval_shape(lambda: make_inputs(problem, spec, 0)))
+    return found
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", COMPILED)
+def test_candidates_fit(name):
+    pytest.importorskip("triton")
+    from ejkernel_eqx.launch import compile_ahead
+    from ejkernel_eqx.pooling.triton import compiled as triton
+
+    problem = example_problem(OPERATION, *COMPILED[name])
+    for config in triton.candidates(problem, DEVICES["sm_90"]):
+        assert all(compile_ahead(launch, "sm_90").fits for launch in launches(problem, config))
+
+
+def test_what_triton_does_not_take():
+    pytest.importorskip("triton")
+    from ejkernel_eqx.pooling.triton import compiled as triton
+
+    wide = example_problem(OPERATION, dict(T=9, C=4), "float64", {})
+    assert "not float64" in str(triton.unsupported(wide, DEVICES["sm_90"]))
+    with pytest.raises(ValueError, match="power of two"):
+        triton.ReadTile(6, 64, 64, 4)
+    with pytest.raises(ValueError, match="block_t <= span"):
+        triton.ReadTile(8, 64, 4, 4)
+    with pytest.raises(ValueError, match="num_warps"):
+        triton.WriteTile(4, 64, 3)
