@@ -30,7 +30,7 @@ KINDS = {
 }
 
 
-@pytest.mark.few(2)
+@pytest.mark.few(1)
 @pytest.mark.parametrize("name", KINDS)
 def test_inputs_are_of_their_problem(name):
     wanted = KINDS[name]
@@ -40,7 +40,7 @@ def test_inputs_are_of_their_problem(name):
     assert (np.asarray(make_inputs(wanted, 1).arrays.x) != np.asarray(arrays.x)).any()
 
 
-@pytest.mark.few(2)
+@pytest.mark.few(1)
 @pytest.mark.parametrize("name", KINDS)
 @pytest.mark.parametrize("platform", ["xla", "triton-interpret"])
 def test_platforms_agree_with_the_reference(name, platform):
