@@ -125,7 +125,9 @@ def test_every_part_has_its_command(gpu, more, tmp_path):
     anywhere = {name for name, part in parts.items() if part.skipped is None}
     if not gpu:
         assert anywhere == (
-            set(parts) - {"tests"} if more else {"decode", "linear", "cells", "moe", "moe-layer", "attention", "pooling"}
+            set(parts) - {"tests"}
+            if more
+            else {"decode", "linear", "cells", "moe", "moe-layer", "attention", "pooling"}
         )
     for name, part in parts.items():
         for command in part.commands:
