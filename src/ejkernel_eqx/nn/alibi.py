@@ -38,5 +38,6 @@ def read_alibi(alibi: Any, num_heads: int, causal: bool) -> tuple[float, ...] | 
         raise ValueError(
             f"alibi: expected True, False or {num_heads} slopes, one per head, received {alibi!r}; True uses the published slopes."
         )
-    check_numbers(**{f"alibi[{h}]": slope for h, slope in enumerate(alibi)})
+    for slope in alibi:
+        check_numbers(alibi=slope)
     return tuple(float(slope) for slope in alibi)
