@@ -25,6 +25,8 @@ def tensor_parallel(mesh: Any) -> Any:
 
     def sharding(path: str, leaf: jax.ShapeDtypeStruct) -> NamedSharding:
         name = path.split(".")[-2]
+        if name == "experts":
+            return NamedSharding(mesh, P(None, HEADS))
         if name in _ROWS_OF:
             return NamedSharding(mesh, P(None, HEADS))
         if name in ("o_proj", "down_proj"):
@@ -83,7 +85,7 @@ def test_embedding_and_logits(kind, layout):
 
 @pytest.mark.slow
 @pytest.mark.parametrize("kind", meshes.KINDS)
-@pytest.mark.parametrize("name", ["qwen2", "mamba2"])
+@pytest.mark.parametrize("name", ["qwen2", "mamba2", "mixtral"])
 def test_a_published_model_runs_on_a_mesh(kind, name, tmp_path):
     mesh = meshes.mesh_of(kind)
     folder = folder_of(name, tmp_path)

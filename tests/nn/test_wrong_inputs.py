@@ -313,7 +313,7 @@ OPTIONS: dict[str, dict[str, tuple[Any, ...]]] = {
         "qk_norm": ("no", None, 1, "each", ("all",)),
         "qk_norm_eps": (-1.0, float("nan"), "small", None),
         "use_qkv_bias": ("yes", None, (True, False), (True, 1, True)),
-        "alibi": ("bloom", 1, (0.5, "x", 0.5, 0.5)),
+        "alibi": ("bloom", 1),
         "v_embed_dim": (0, 2.0, "24"),
         "output_size": (0, 2.0, "24"),
         "use_output_bias": ("yes", None),

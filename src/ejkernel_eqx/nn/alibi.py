@@ -38,6 +38,5 @@ def read_alibi(alibi: Any, num_heads: int, causal: bool) -> tuple[float, ...] | 
         raise ValueError(
             f"alibi: expected True, False or {num_heads} slopes, one per head, received {alibi!r}; True uses the published slopes."
         )
-    for slope in alibi:
-        check_numbers(alibi=slope)
+    check_numbers(**{f"alibi[{h}]": slope for h, slope in enumerate(alibi)})
     return tuple(float(slope) for slope in alibi)

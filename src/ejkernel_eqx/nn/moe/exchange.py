@@ -125,7 +125,8 @@ class Ragged:
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(3, 4, 5))
 def _moved(x: Array, move: _Move, reverse: _Move, length: int, axes: tuple[str, ...], empty: int) -> Array:
-    """`lax.ragged_all_to_all` into an array of this length; its gradient moves back. JAX's own gradient loses segments without rows."""
+    """`lax.ragged_all_to_all` into an array of this length. Its gradient is the move back; JAX's would also mask a gradient of the array that is
+    written into, which is a constant here."""
     out = match_varying(jnp.full((length, *x.shape[1:]), empty, x.dtype), (x, *move))
     return lax.ragged_all_to_all(x, out, *move, axis_name=axes)
 
