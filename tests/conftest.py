@@ -20,9 +20,7 @@ _OPTIMISED = "optimised" in _ASKED
 # Checking annotations takes most of the rest, at import and in every trace. Those of what users call are checked always, all with
 # "checked", which `.ci/run` asks for where time is less of a matter.
 _CHECKED = "checked" in _ASKED
-_ROOMS = (
-    "attention convolution custom matmul nn normalization paged recurrence selective_scan sequences weights".split()
-)
+_ROOMS = "attention convolution custom matmul nn normalization paged recurrence selective_scan sequences weights".split()
 # Programs that run once: the CPU's newer emitters take four times as long to make them, and parts of a program are for more cores.
 _QUICK_FLAGS = ("--xla_cpu_use_fusion_emitters=false", "--xla_cpu_parallel_codegen_split_count=1")
 
