@@ -198,6 +198,9 @@ CASES = {
     "int8": Case(stored="int8", bias=True, dtype="bfloat16"),
     "float8": Case(stored="float8_e4m3fn", gated="pair", activation="silu", transpose=True),
     "float8 of five exponents": Case(stored="float8_e5m2", gathered=6, dtype="float16"),
+    "float8 with small scales": Case(
+        (9, 16, 11, 14, 18, 14), 98, 16, 26, "float16", "silu", "pair", bias=True, stored="float8_e5m2"
+    ),
     "leading axes": Case(sizes=((3, 0, 5, 1), (0, 0, 12, 0), (1, 1, 1, 1)), bias=True),
     "leading axes, gathered": Case(
         sizes=((3, 0), (1, 9)), gathered=4, activation="silu", gated="interleaved"

@@ -153,10 +153,15 @@ def test_composes(platform):
             assert_close(x, y, kind="gradient")
 
 
-@pytest.mark.few(1)
 @pytest.mark.parametrize(
     "case",
-    [Case(M=10), GATED, GATHERED, Case(sizes=((3, 0), (1, 4)), M=6, transpose=True)],
+    [
+        Case(M=10),
+        *(
+            pytest.param(case, marks=pytest.mark.slow)
+            for case in (GATED, GATHERED, Case(sizes=((3, 0), (1, 4)), M=6, transpose=True))
+        ),
+    ],
     ids=["plain", "gated", "gathered", "leading axes"],
 )
 def test_forward_mode_and_second_derivatives(case):
@@ -355,9 +360,14 @@ def test_wrong_sizes_are_found_while_the_program_runs():
         jax.block_until_ready(call(jnp.array([4, 4])))
 
 
-@pytest.mark.few(1)
-@pytest.mark.parametrize("sizes", [(64,) * 8, (0, 512, 0, 0, 0, 0, 0, 0)], ids=["even", "one has all"])
-@pytest.mark.parametrize("name", ["plain", "SwiGLU", "gathered"])
+@pytest.mark.parametrize(
+    "sizes",
+    [(64,) * 8, pytest.param((0, 512, 0, 0, 0, 0, 0, 0), marks=pytest.mark.slow)],
+    ids=["even", "one has all"],
+)
+@pytest.mark.parametrize(
+    "name", ["plain", *(pytest.param(n, marks=pytest.mark.slow) for n in ("SwiGLU", "gathered"))]
+)
 def test_nothing_is_densified(name, sizes, optimised):
     """Temporary memory of value and gradient on XLA, against inputs and outputs."""
     case = dataclasses.replace(

@@ -77,8 +77,10 @@ def _product(
     """`x w[g] scale[g] + bias[g]`, in float32 unless it is the result."""
     operand = arrays.lhs.dtype
     wide = accumulator(operand).__name__
+    # A scale may be so small that gradients times it are too small for float16.
+    multiplied = wide if scale is not None and operand == jnp.float16 else operand.name
     plain = spec.is_linear and scale is None and bias is None
-    form = Form(spec.out_dtype if plain else wide, operand.name, spec.transpose_rhs, config.block_m)
+    form = Form(spec.out_dtype if plain else wide, multiplied, spec.transpose_rhs, config.block_m)
     z = rows(arrays.lhs, right, arrays.sizes, arrays.rows, form)
     if plain:
         return z

@@ -7,7 +7,6 @@ from jax import Array
 from ...launch import Execute, NOTHING, Options, result, result_like, run
 from ...launch.sizes import cdiv, padded
 from ..epilogue import before_activation
-from ..reference import group_of
 from ..spec import GroupedArrays, GroupedSpec
 from . import backward_kernels
 from .call import alike, grouped, launcher, TritonConfig
@@ -45,10 +44,6 @@ def _left_gradient(
 ) -> Array:
     """`dz right^T`, plus that of the up side: the same kernel with the right sides transposed."""
     batch, length, inner = arrays.lhs.shape
-    if arrays.scale is not None:
-        group = group_of(arrays.sizes, arrays.num_rows)
-        dz = _times_scale(dz, arrays.scale, group)
-        du = None if du is None or arrays.up_scale is None else _times_scale(du, arrays.up_scale, group)
     launch = launcher(arrays, config, execute).knowing({"lhs": dz, "other_lhs": du}, L=arrays.num_rows)
     width = dz.shape[-1]
     out = result(batch, arrays.num_rows, inner, dtype=arrays.lhs.dtype)
@@ -65,6 +60,7 @@ def _left_gradient(
         BIAS=False,
         UP_BIAS=False,
         SCALE=False,
+        ROW_SCALE=arrays.stored is not None,
         ACTIVATION=0,
         ALPHA=1.0,
         LIMIT=0.0,
@@ -104,14 +100,6 @@ def _taken_by(arrays: GroupedArrays, length: int) -> tuple[Array, Array]:
     every = jnp.arange(length + 1, dtype=jnp.int32)
     starts = jax.vmap(lambda row: jnp.searchsorted(row, every))(ordered)
     return order.astype(jnp.int32), starts.astype(jnp.int32)
-
-
-def _times_scale(dz: Array, scale: Array, group: Array) -> Array:
-    """`dz` times the scales `[E, W]` or, mapped, `[B, E, W]` of each row's group."""
-    last = scale.shape[-2] - 1
-    group = jnp.minimum(group, last)
-    per_row = jnp.take_along_axis(scale, group[..., None], -2) if scale.ndim == 3 else scale[group]
-    return (dz.astype(jnp.float32) * per_row).astype(dz.dtype)
 
 
 def _right_gradients(

@@ -41,9 +41,10 @@ def grouped_kernel(
     bias_ptr, up_bias_ptr, scale_ptr, up_scale_ptr, M, L, E, TILES,  # [E, W] or, mapped, [B, E, W]
     out_ptr, gate_ptr, up_z_ptr,  # [B, M, N]
     K: tl.constexpr, W: tl.constexpr, N: tl.constexpr, KIND: tl.constexpr, TRANSPOSED: tl.constexpr, GATHERED: tl.constexpr,
-    MAPPED: tl.constexpr, BIAS: tl.constexpr, UP_BIAS: tl.constexpr, SCALE: tl.constexpr, ACTIVATION: tl.constexpr, ALPHA: tl.constexpr,
-    LIMIT: tl.constexpr, UP_SHIFT: tl.constexpr, SAVE: tl.constexpr, FAST: tl.constexpr, OPERAND: tl.constexpr, PRECISION: tl.constexpr,
-    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, SWIZZLE: tl.constexpr, BLOCK_E: tl.constexpr,
+    MAPPED: tl.constexpr, BIAS: tl.constexpr, UP_BIAS: tl.constexpr, SCALE: tl.constexpr, ROW_SCALE: tl.constexpr,
+    ACTIVATION: tl.constexpr, ALPHA: tl.constexpr, LIMIT: tl.constexpr, UP_SHIFT: tl.constexpr, SAVE: tl.constexpr, FAST: tl.constexpr,
+    OPERAND: tl.constexpr, PRECISION: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr,
+    SWIZZLE: tl.constexpr, BLOCK_E: tl.constexpr,
 ):  # fmt: skip
     # out = act(z) or act(gate) (up + UP_SHIFT), where z, gate and up are lhs right[g] scale + bias; or the sum of two products.
     gated: tl.constexpr = KIND == PAIR or KIND == HALVES or KIND == INTERLEAVED
@@ -86,12 +87,16 @@ def grouped_kernel(
     other = acc
     lhs = lhs_ptr + b * L * K
     count: tl.constexpr = 2 * N if KIND == INTERLEAVED else N
+    row_scale = scale_ptr + index * K
     acc, other = product(
-        acc, other, lhs, row, right, up, start, K, W, count, two, TRANSPOSED, wide, BLOCK_K, OPERAND, PRECISION)  # fmt: skip
+        acc, other, lhs, row, right, up, row_scale, start, K, W, count, two, TRANSPOSED, ROW_SCALE, wide, BLOCK_K, OPERAND,
+        PRECISION)  # fmt: skip
     if KIND == SUM:
         lhs = other_lhs_ptr + b * L * K
+        row_scale = up_scale_ptr + index * K
         acc, other = product(
-            acc, other, lhs, row, up, up, start, K, W, count, False, TRANSPOSED, wide, BLOCK_K, OPERAND, PRECISION)  # fmt: skip
+            acc, other, lhs, row, up, up, row_scale, start, K, W, count, False, TRANSPOSED, ROW_SCALE, wide, BLOCK_K, OPERAND,
+            PRECISION)  # fmt: skip
     at = index * W
     acc = _scaled(acc, scale_ptr, bias_ptr, at, start, W, SCALE, BIAS)  # [BLOCK_M, wide]
     if not gated:

@@ -59,10 +59,12 @@ def right_offsets(k, n, K: tl.constexpr, W: tl.constexpr, TRANSPOSED: tl.constex
 
 @triton.jit
 def product(
-    acc, other_acc, lhs_ptr, row, right_ptr, other_ptr, n, K: tl.constexpr, W: tl.constexpr, N: tl.constexpr, TWO: tl.constexpr,
-    TRANSPOSED: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, OPERAND: tl.constexpr, PRECISION: tl.constexpr,
+    acc, other_acc, lhs_ptr, row, right_ptr, other_ptr, scale_ptr, n, K: tl.constexpr, W: tl.constexpr, N: tl.constexpr,
+    TWO: tl.constexpr, TRANSPOSED: tl.constexpr, SCALED: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr,
+    OPERAND: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
-    """`acc + lhs[row] right[:, n]` and, if `TWO`, `other_acc + lhs[row] other[:, n]`."""
+    """`acc + lhs[row] right[:, n]` and, if `TWO`, `other_acc + lhs[row] other[:, n]`. `SCALED`: rows of the right side have scales, as the columns
+    of its transpose have. They are multiplied with its entries: in float16, their products with the left side could be too small."""
     k = tl.arange(0, BLOCK_K)  # [BLOCK_K]
     lhs = lhs_ptr + row.to(tl.int64)[:, None] * K + k[None, :]  # [BLOCK_M, BLOCK_K]
     at = right_offsets(k, n, K, W, TRANSPOSED)  # [BLOCK_K, BLOCK_N]
@@ -86,6 +88,11 @@ def product(
             w = tl.load(right, mask=inside, other=0.0)
             if TWO:
                 u = tl.load(other, mask=inside, other=0.0)
+        if SCALED:
+            at_k = turn * BLOCK_K + k  # [BLOCK_K]
+            w = (
+                w.to(tl.float32) * tl.load(scale_ptr + at_k, mask=at_k < K, other=0.0)[:, None]
+            )  # [BLOCK_K, BLOCK_N]
         acc = tl.dot(operand(x, OPERAND), operand(w, OPERAND), acc, input_precision=PRECISION)
         if TWO:
             other_acc = tl.dot(operand(x, OPERAND), operand(u, OPERAND), other_acc, input_precision=PRECISION)
