@@ -28,7 +28,7 @@ from benchmarks import attention_problems as problems
 from benchmarks import command, report
 from benchmarks.attention_plot import plot
 from benchmarks.attention_problems import AttentionProblem, Inputs
-from benchmarks.measure import torch_with_cuda, TorchWork
+from benchmarks.measure import TorchWork
 from benchmarks.prepare import (
     Attempt,
     DIRECTIONS,
@@ -364,7 +364,7 @@ def markdown(content: Mapping[str, Any], picture: str | None) -> str:
 def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
     parser = command.parser(__doc__, quick="a few problems; tiny ones on a CPU")
     command.add_platforms(parser, OURS, ",".join(OURS))
-    parser.add_argument("--no-torch", dest="torch", action="store_false", help="omit PyTorch")
+    command.add_torch(parser)
     return command.parse(parser, arguments)
 
 
@@ -404,11 +404,7 @@ BENCHMARK = command.Benchmark("attention", about, measure, unmeasured, sum_up, t
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    options = parse(arguments)
-    if options.render:
-        return command.render(BENCHMARK, options)
-    options.torch = options.torch and jax.default_backend() != "cpu" and torch_with_cuda()
-    return command.run(BENCHMARK, choose(options), options)
+    return command.main(BENCHMARK, parse(arguments), choose)
 
 
 if __name__ == "__main__":

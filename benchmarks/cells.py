@@ -29,7 +29,7 @@ from benchmarks import command, linear
 from benchmarks.cells_problems import Arrays, CellProblem, Inputs
 from benchmarks.linear import Row
 from benchmarks.linear_plot import plot
-from benchmarks.measure import launch_floor, torch_with_cuda
+from benchmarks.measure import launch_floor
 from benchmarks.prepare import (
     Attempt,
     DIRECTIONS,
@@ -109,13 +109,7 @@ def unmeasured(problem: CellProblem, reason: str) -> list[Row]:
     return [Row(problem.name, way, "default", False, reason=reason) for way in DIRECTIONS]
 
 
-def markdown(content: Mapping[str, Any], picture: str | None) -> str:
-    """A table for each direction, as Markdown for the documentation."""
-    text = linear.markdown(content, None)
-    if picture is None:
-        return text
-    first, rest = text.split("\n\n", 1)
-    return f"{first}\n\n![Speed of recurrent cells over their peers]({picture})\n\n{rest}"
+TABLES = linear.TABLES._replace(picture="Speed of recurrent cells over their peers")
 
 
 # The command
@@ -124,7 +118,7 @@ def markdown(content: Mapping[str, Any], picture: str | None) -> str:
 def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
     parser = command.parser(__doc__)
     command.add_platforms(parser, OURS, "default,xla")
-    parser.add_argument("--no-torch", dest="torch", action="store_false", help="omit the PyTorch peers")
+    command.add_torch(parser)
     return command.parse(parser, arguments)
 
 
@@ -152,18 +146,14 @@ BENCHMARK = command.Benchmark(
     measure,
     unmeasured,
     sum_up,
-    linear.text_tables,
-    markdown,
+    TABLES.text,
+    TABLES.markdown,
     functools.partial(plot, title="Recurrent cells"),
 )
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    options = parse(arguments)
-    if options.render:
-        return command.render(BENCHMARK, options)
-    options.torch = options.torch and jax.default_backend() != "cpu" and torch_with_cuda()
-    return command.run(BENCHMARK, choose(options), options)
+    return command.main(BENCHMARK, parse(arguments), choose)
 
 
 if __name__ == "__main__":

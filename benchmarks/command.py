@@ -15,6 +15,7 @@ from typing import Any, NamedTuple
 import jax
 
 from benchmarks import report
+from benchmarks.measure import torch_with_cuda
 from benchmarks.prepare import reason_of, Row
 
 UNMEASURED = "not measured: "
@@ -79,6 +80,10 @@ def parse(made: argparse.ArgumentParser, arguments: Sequence[str] | None) -> arg
     short = options.quick and jax.default_backend() == "cpu"
     options.sample_ms = options.sample_ms or (2.0 if short else 30.0)
     return options
+
+
+def add_torch(made: argparse.ArgumentParser) -> None:
+    made.add_argument("--no-torch", dest="torch", action="store_false", help="omit the peers in PyTorch")
 
 
 def matching(problems: Sequence[Any], options: argparse.Namespace) -> list[Any]:
@@ -147,7 +152,52 @@ def _verdict(rows: Sequence[Row]) -> int:
     return 1 if unmeasured or any(row.is_ours for row in wrong) else 0
 
 
+def main(
+    benchmark: Benchmark, options: argparse.Namespace, choose: Callable[[argparse.Namespace], Sequence[Any]]
+) -> int:
+    """The whole command of a benchmark that may have peers in PyTorch, which need CUDA."""
+    if options.render:
+        return render(benchmark, options)
+    options.torch = options.torch and jax.default_backend() != "cpu" and torch_with_cuda()
+    return run(benchmark, choose(options), options)
+
+
 # Showing
+
+
+class Tables(NamedTuple):
+    """Rows as a table for each direction.
+
+    - `header`: titles of the columns.
+    - `cells(row)`: the texts of a row.
+    - `directions`: in the order shown.
+    - `note`: behind the title of each table of the text.
+    - `picture`: the description of the plot in Markdown.
+    """
+
+    header: Sequence[str]
+    cells: Callable[[Mapping[str, Any]], tuple[str, ...]]
+    directions: Sequence[str]
+    note: str
+    picture: str
+
+    def _each(self, content: Mapping[str, Any]) -> Iterator[tuple[str, list[tuple[str, ...]]]]:
+        for direction in self.directions:
+            if rows := [self.cells(row) for row in content["rows"] if row["direction"] == direction]:
+                yield direction, rows
+
+    def text(self, content: Mapping[str, Any]) -> str:
+        tables = self._each(content)
+        parts = [f"{way} ({self.note})\n{report.table(self.header, rows)}" for way, rows in tables]
+        return "\n\n".join((*parts, report.summary_lines(content["summary"])))
+
+    def markdown(self, content: Mapping[str, Any], picture: str | None) -> str:
+        """For the documentation."""
+        parts = [report.environment_line(content["environment"])]
+        parts += [] if picture is None else [f"![{self.picture}]({picture})"]
+        for way, rows in self._each(content):
+            parts += [f"{way}:", report.markdown_table(self.header, rows)]
+        return "\n\n".join(parts) + "\n"
 
 
 def render(benchmark: Benchmark, options: argparse.Namespace) -> int:

@@ -31,7 +31,7 @@ from benchmarks import linear_peers as peers
 from benchmarks import linear_problems as problems
 from benchmarks.linear_plot import plot
 from benchmarks.linear_problems import Arrays, Inputs, LinearProblem
-from benchmarks.measure import launch_floor, StateWork, torch_with_cuda
+from benchmarks.measure import launch_floor, StateWork
 from benchmarks.prepare import (
     Attempt,
     compiled,
@@ -40,8 +40,8 @@ from benchmarks.prepare import (
     finite,
     input_sets,
     measure_rows,
-    Measured,
     nbytes,
+    PeerRow,
     prepare,
     Prepared,
     ratio,
@@ -54,30 +54,16 @@ _SAME_MATHEMATICS = 0.1  # peers may round differently
 
 
 @dataclasses.dataclass
-class Row(Measured):
+class Row(PeerRow):
     """One implementation of one problem in one direction. `reason` is set if there is no time; `ratio` is the time of the fastest peer
     divided by this one's. `bytes`: the minimum that must be read and written."""
 
-    problem: str
-    direction: str
-    implementation: str
-    is_peer: bool
-    errors: dict[str, float | None] = dataclasses.field(default_factory=dict)
     bytes: int | None = None
     tb_per_s: float | None = None
 
     @property
-    def label(self) -> str:
-        return f"{self.problem}, {self.direction}, {self.implementation}"
-
-    @property
-    def is_ours(self) -> bool:
-        return not self.is_peer
-
-    @property
     def speed(self) -> str:
-        over = f", {self.ratio:.2f} of the fastest peer's speed" if self.ratio else ""
-        return f"{self.ms:.3f} ms{over}"
+        return f"{self.ms:.3f} ms{self.over_peer}"
 
 
 # The implementations: from the problem, its input sets and the direction to `Prepared`.
@@ -257,24 +243,13 @@ def _cells(row: Mapping[str, Any]) -> tuple[str, ...]:
     )
 
 
-def text_tables(content: Mapping[str, Any]) -> str:
-    parts = []
-    for direction in (*DIRECTIONS, STEP):
-        if rows := [_cells(row) for row in content["rows"] if row["direction"] == direction]:
-            title = f"{direction} (temporary: memory over inputs and results; ratio: speed over the fastest peer's)"
-            parts.append(f"{title}\n{report.table(HEADER, rows)}")
-    return "\n\n".join((*parts, report.summary_lines(content["summary"])))
-
-
-def markdown(content: Mapping[str, Any], picture: str | None) -> str:
-    """A table for each direction, as Markdown for the documentation."""
-    parts = [report.environment_line(content["environment"])]
-    for direction in (*DIRECTIONS, STEP):
-        if rows := [_cells(row) for row in content["rows"] if row["direction"] == direction]:
-            parts += [f"{direction}:", report.markdown_table(HEADER, rows)]
-    if picture is not None:
-        parts.insert(1, f"![Speed of the linear-time family over its peers]({picture})")
-    return "\n\n".join(parts) + "\n"
+TABLES = command.Tables(
+    HEADER,
+    _cells,
+    (*DIRECTIONS, STEP),
+    "temporary: memory over inputs and results; ratio: speed over the fastest peer's",
+    "Speed of the linear-time family over its peers",
+)
 
 
 # The command
@@ -283,7 +258,7 @@ def markdown(content: Mapping[str, Any], picture: str | None) -> str:
 def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
     parser = command.parser(__doc__)
     command.add_platforms(parser, OURS, "default")
-    parser.add_argument("--no-torch", dest="torch", action="store_false", help="omit the PyTorch peers")
+    command.add_torch(parser)
     return command.parse(parser, arguments)
 
 
@@ -305,15 +280,13 @@ def sum_up(rows: Sequence[Row], chosen: Sequence[LinearProblem]) -> dict[str, An
     return {"summary": summarise(rows)}
 
 
-BENCHMARK = command.Benchmark("linear", about, measure, unmeasured, sum_up, text_tables, markdown, plot)
+BENCHMARK = command.Benchmark(
+    "linear", about, measure, unmeasured, sum_up, TABLES.text, TABLES.markdown, plot
+)
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    options = parse(arguments)
-    if options.render:
-        return command.render(BENCHMARK, options)
-    options.torch = options.torch and jax.default_backend() != "cpu" and torch_with_cuda()
-    return command.run(BENCHMARK, choose(options), options)
+    return command.main(BENCHMARK, parse(arguments), choose)
 
 
 if __name__ == "__main__":

@@ -27,7 +27,7 @@ import jax
 from benchmarks import command, report
 from benchmarks import moe_problems as problems
 from benchmarks.linear_plot import plot as plot_bars
-from benchmarks.measure import launch_floor, torch_with_cuda, torch_work
+from benchmarks.measure import launch_floor, torch_work
 from benchmarks.moe_problems import Arrays, DIRECTIONS, Inputs, LEFT, MoeProblem
 from benchmarks.prepare import (
     Attempt,
@@ -35,8 +35,8 @@ from benchmarks.prepare import (
     finite,
     input_sets,
     measure_rows,
-    Measured,
     nbytes,
+    PeerRow,
     prepare,
     Prepared,
     ratio,
@@ -47,32 +47,18 @@ OURS = ("default", "triton", "xla")
 
 
 @dataclasses.dataclass
-class Row(Measured):
+class Row(PeerRow):
     """One implementation of one problem in one direction. `reason` is set if there is no time; `ratio` is the time of the fastest peer
     divided by this one's. `bytes`: the minimum that must be read and written."""
 
-    problem: str
-    direction: str
-    implementation: str
-    is_peer: bool
-    errors: dict[str, float | None] = dataclasses.field(default_factory=dict)
     bytes: int | None = None
     flops: float | None = None
     tflop_per_s: float | None = None
     tb_per_s: float | None = None
 
     @property
-    def label(self) -> str:
-        return f"{self.problem}, {self.direction}, {self.implementation}"
-
-    @property
-    def is_ours(self) -> bool:
-        return not self.is_peer
-
-    @property
     def speed(self) -> str:
-        over = f", {self.ratio:.2f} of the fastest peer's speed" if self.ratio else ""
-        return f"{self.ms:.3f} ms, {self.tflop_per_s:.1f} TFLOP/s{over}"
+        return f"{self.ms:.3f} ms, {self.tflop_per_s:.1f} TFLOP/s{self.over_peer}"
 
 
 Implementation = Callable[[Sequence[Inputs], str], Prepared]
@@ -227,25 +213,13 @@ def _cells(row: Mapping[str, Any]) -> tuple[str, ...]:
     )
 
 
-def _tables(content: Mapping[str, Any]) -> Iterator[tuple[str, list[tuple[str, ...]]]]:
-    for direction in DIRECTIONS:
-        if rows := [_cells(row) for row in content["rows"] if row["direction"] == direction]:
-            yield direction, rows
-
-
-def text_tables(content: Mapping[str, Any]) -> str:
-    note = "(temporary: memory over inputs and results; ratio: speed over the fastest peer's)"
-    parts = [f"{direction} {note}\n{report.table(HEADER, rows)}" for direction, rows in _tables(content)]
-    return "\n\n".join((*parts, report.summary_lines(content["summary"])))
-
-
-def markdown(content: Mapping[str, Any], picture: str | None) -> str:
-    """A table for each direction, as Markdown for the documentation."""
-    parts = [report.environment_line(content["environment"])]
-    parts += [f"![Speed of grouped matmuls over their peers]({picture})"] if picture is not None else []
-    for direction, rows in _tables(content):
-        parts += [f"{direction}:", report.markdown_table(HEADER, rows)]
-    return "\n\n".join(parts) + "\n"
+TABLES = command.Tables(
+    HEADER,
+    _cells,
+    DIRECTIONS,
+    "temporary: memory over inputs and results; ratio: speed over the fastest peer's",
+    "Speed of grouped matmuls over their peers",
+)
 
 
 # The command
@@ -254,7 +228,7 @@ def markdown(content: Mapping[str, Any], picture: str | None) -> str:
 def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
     parser = command.parser(__doc__)
     command.add_platforms(parser, OURS, "default")
-    parser.add_argument("--no-torch", dest="torch", action="store_false", help="omit the PyTorch peer")
+    command.add_torch(parser)
     return command.parse(parser, arguments)
 
 
@@ -281,15 +255,11 @@ def plot(content: Mapping[str, Any], path: str) -> None:
     plot_bars(content, path, "Grouped matmuls")
 
 
-BENCHMARK = command.Benchmark("moe", about, measure, unmeasured, sum_up, text_tables, markdown, plot)
+BENCHMARK = command.Benchmark("moe", about, measure, unmeasured, sum_up, TABLES.text, TABLES.markdown, plot)
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    options = parse(arguments)
-    if options.render:
-        return command.render(BENCHMARK, options)
-    options.torch = options.torch and jax.default_backend() != "cpu" and torch_with_cuda()
-    return command.run(BENCHMARK, choose(options), options)
+    return command.main(BENCHMARK, parse(arguments), choose)
 
 
 if __name__ == "__main__":

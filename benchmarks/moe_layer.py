@@ -30,7 +30,7 @@ from jax import Array
 import ejkernel_eqx as ejx
 from benchmarks import command, report
 from benchmarks.linear_plot import plot as plot_bars
-from benchmarks.measure import launch_floor, torch_with_cuda, torch_work
+from benchmarks.measure import launch_floor, torch_work
 from benchmarks.prepare import (
     Attempt,
     DIRECTIONS,
@@ -38,7 +38,7 @@ from benchmarks.prepare import (
     finite,
     input_sets,
     measure_rows,
-    Measured,
+    PeerRow,
     prepare,
     Prepared,
     ratio,
@@ -86,26 +86,13 @@ class Inputs(NamedTuple):
 
 
 @dataclasses.dataclass
-class Row(Measured):
+class Row(PeerRow):
     """One implementation of one problem in one direction. `reason` is set if there is no time; `ratio` is the time of the peer divided by this
     one's, `over_alone` this one's divided by that of the grouped matmuls alone."""
 
-    problem: str
-    direction: str
-    implementation: str
-    is_peer: bool
-    flops: float
-    errors: dict[str, float | None] = dataclasses.field(default_factory=dict)
+    flops: float | None = None
     tflop_per_s: float | None = None
     over_alone: float | None = None
-
-    @property
-    def label(self) -> str:
-        return f"{self.problem}, {self.direction}, {self.implementation}"
-
-    @property
-    def is_ours(self) -> bool:
-        return not self.is_peer
 
     @property
     def speed(self) -> str:
@@ -265,7 +252,7 @@ def _check(problem: LayerProblem, expected: Mapping[str, Arrays], row: Row, resu
 
 def unmeasured(problem: LayerProblem, reason: str) -> list[Row]:
     return [
-        Row(problem.name, way, "default", False, problem.flops(way), reason=reason)
+        Row(problem.name, way, "default", False, flops=problem.flops(way), reason=reason)
         for way in problem.directions
     ]
 
@@ -307,25 +294,13 @@ def _cells(row: Mapping[str, Any]) -> tuple[str, ...]:
     )
 
 
-def _tables(content: Mapping[str, Any]) -> Iterator[tuple[str, list[tuple[str, ...]]]]:
-    for direction in DIRECTIONS:
-        if rows := [_cells(row) for row in content["rows"] if row["direction"] == direction]:
-            yield direction, rows
-
-
-def text_tables(content: Mapping[str, Any]) -> str:
-    note = "(over matmuls: time over that of the grouped matmuls alone; ratio: speed over the peer's)"
-    parts = [f"{direction} {note}\n{report.table(HEADER, rows)}" for direction, rows in _tables(content)]
-    return "\n\n".join((*parts, report.summary_lines(content["summary"])))
-
-
-def markdown(content: Mapping[str, Any], picture: str | None) -> str:
-    """A table for each direction, as Markdown for the documentation."""
-    parts = [report.environment_line(content["environment"])]
-    parts += [f"![Speed of mixtures of experts over their peer]({picture})"] if picture is not None else []
-    for direction, rows in _tables(content):
-        parts += [f"{direction}:", report.markdown_table(HEADER, rows)]
-    return "\n\n".join(parts) + "\n"
+TABLES = command.Tables(
+    HEADER,
+    _cells,
+    DIRECTIONS,
+    "over matmuls: time over that of the grouped matmuls alone; ratio: speed over the peer's",
+    "Speed of mixtures of experts over their peer",
+)
 
 
 # The command
@@ -345,7 +320,7 @@ TINY = (P(12, 8, 16, 4, 2, dtype="float32"), P(1, 8, 16, 4, 2, decode=True, dtyp
 def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
     parser = command.parser(__doc__)
     command.add_platforms(parser, OURS, "default")
-    parser.add_argument("--no-torch", dest="torch", action="store_false", help="omit the PyTorch peer")
+    command.add_torch(parser)
     return command.parse(parser, arguments)
 
 
@@ -372,16 +347,15 @@ def plot(content: Mapping[str, Any], path: str) -> None:
     plot_bars(content, path, "Mixtures of experts")
 
 
-BENCHMARK = command.Benchmark("moe_layer", about, measure, unmeasured, sum_up, text_tables, markdown, plot)
+BENCHMARK = command.Benchmark(
+    "moe_layer", about, measure, unmeasured, sum_up, TABLES.text, TABLES.markdown, plot
+)
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
     options = parse(arguments)
-    if options.render:
-        return command.render(BENCHMARK, options)
-    options.torch = options.torch and jax.default_backend() != "cpu" and torch_with_cuda()
     options.torch = options.torch and importlib.util.find_spec("transformers") is not None
-    return command.run(BENCHMARK, choose(options), options)
+    return command.main(BENCHMARK, options, choose)
 
 
 if __name__ == "__main__":

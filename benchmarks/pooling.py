@@ -25,7 +25,7 @@ import jax
 from benchmarks import command, linear_peers, report
 from benchmarks import pooling_peers as peers
 from benchmarks import pooling_problems as problems
-from benchmarks.measure import launch_floor, torch_with_cuda
+from benchmarks.measure import launch_floor
 from benchmarks.pooling_problems import Arrays, Inputs, PoolProblem
 from benchmarks.prepare import (
     Attempt,
@@ -34,8 +34,8 @@ from benchmarks.prepare import (
     finite,
     input_sets,
     measure_rows,
-    Measured,
     nbytes,
+    PeerRow,
     prepare,
     Prepared,
     ratio,
@@ -48,31 +48,19 @@ _SAME_MATHEMATICS = 0.1  # peers may round differently
 
 
 @dataclasses.dataclass
-class Row(Measured):
+class Row(PeerRow):
     """One implementation of one problem in one direction. `reason` is set if there is no time; `ratio` is the time of the fastest peer
     divided by this one's, `of_copy` its speed in bytes over that of the copy. `bytes`: the minimum that must be read and written."""
 
-    problem: str
-    direction: str
-    implementation: str
-    is_peer: bool
-    errors: dict[str, float | None] = dataclasses.field(default_factory=dict)
     bytes: int | None = None
     tb_per_s: float | None = None
     of_copy: float | None = None
 
     @property
-    def label(self) -> str:
-        return f"{self.problem}, {self.direction}, {self.implementation}"
-
-    @property
-    def is_ours(self) -> bool:
-        return not self.is_peer
-
-    @property
     def speed(self) -> str:
-        over = f", {self.ratio:.2f} of the fastest peer's speed" if self.ratio else ""
-        return f"{self.ms:.4f} ms{over}" + (f", {self.of_copy:.2f} of a copy's" if self.of_copy else "")
+        return f"{self.ms:.4f} ms{self.over_peer}" + (
+            f", {self.of_copy:.2f} of a copy's" if self.of_copy else ""
+        )
 
 
 # The implementations: from the problem, its input sets and the direction to `Prepared`.
@@ -209,25 +197,13 @@ def _cells(row: Mapping[str, Any]) -> tuple[str, ...]:
     )
 
 
-def text_tables(content: Mapping[str, Any]) -> str:
-    parts = []
-    for direction in DIRECTIONS:
-        if rows := [_cells(row) for row in content["rows"] if row["direction"] == direction]:
-            title = (
-                f"{direction} (temporary: memory over bytes to move; ratio: speed over the fastest peer's)"
-            )
-            parts.append(f"{title}\n{report.table(HEADER, rows)}")
-    return "\n\n".join((*parts, report.summary_lines(content["summary"])))
-
-
-def markdown(content: Mapping[str, Any], picture: str | None) -> str:
-    """A table for each direction, as Markdown for the documentation."""
-    parts = [report.environment_line(content["environment"])]
-    parts += [] if picture is None else [f"![Speed of pooling]({picture})"]
-    for direction in DIRECTIONS:
-        if rows := [_cells(row) for row in content["rows"] if row["direction"] == direction]:
-            parts += [f"{direction}:", report.markdown_table(HEADER, rows)]
-    return "\n\n".join(parts) + "\n"
+TABLES = command.Tables(
+    HEADER,
+    _cells,
+    DIRECTIONS,
+    "temporary: memory over bytes to move; ratio: speed over the fastest peer's",
+    "Speed of pooling",
+)
 
 
 def plot(content: Mapping[str, Any], path: str) -> None:
@@ -260,7 +236,7 @@ def plot(content: Mapping[str, Any], path: str) -> None:
 def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
     parser = command.parser(__doc__)
     command.add_platforms(parser, OURS, "default")
-    parser.add_argument("--no-torch", dest="torch", action="store_false", help="omit the PyTorch peers")
+    command.add_torch(parser)
     return command.parse(parser, arguments)
 
 
@@ -283,15 +259,13 @@ def sum_up(rows: Sequence[Row], chosen: Sequence[PoolProblem]) -> dict[str, Any]
     return {"summary": summarise(rows)}
 
 
-BENCHMARK = command.Benchmark("pooling", about, measure, unmeasured, sum_up, text_tables, markdown, plot)
+BENCHMARK = command.Benchmark(
+    "pooling", about, measure, unmeasured, sum_up, TABLES.text, TABLES.markdown, plot
+)
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    options = parse(arguments)
-    if options.render:
-        return command.render(BENCHMARK, options)
-    options.torch = options.torch and jax.default_backend() != "cpu" and torch_with_cuda()
-    return command.run(BENCHMARK, choose(options), options)
+    return command.main(BENCHMARK, parse(arguments), choose)
 
 
 if __name__ == "__main__":

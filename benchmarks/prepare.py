@@ -52,6 +52,30 @@ class Measured:
     reason: str | None = None
 
 
+@dataclasses.dataclass
+class PeerRow(Measured):
+    """One implementation of one problem in one direction. `ratio` is the time of the fastest peer divided by this one's; `errors` are None where they
+    are not finite."""
+
+    problem: str
+    direction: str
+    implementation: str
+    is_peer: bool
+    errors: dict[str, float | None] = dataclasses.field(default_factory=dict)
+
+    @property
+    def label(self) -> str:
+        return f"{self.problem}, {self.direction}, {self.implementation}"
+
+    @property
+    def is_ours(self) -> bool:
+        return not self.is_peer
+
+    @property
+    def over_peer(self) -> str:
+        return f", {self.ratio:.2f} of the fastest peer's speed" if self.ratio else ""
+
+
 class Row(Protocol):
     """The interface of a JSON row that `measure_rows` and the command need."""
 
