@@ -19,8 +19,8 @@ from ._shapes import Numbers
 from .attention.masks.mask import Mask
 from .attention.signature import Output
 from .attention.signature import WithLse
+from .cells.recurrent import GivenState
 from .cells.recurrent import NewState
-from .cells.recurrent import State
 from .dispatch import PlatformLike
 from .paged.cache.cache import PagedKVCache
 from .paged.cache.cache import PagedLatentCache
@@ -565,7 +565,7 @@ def recurrent(
     *,
     weight_ih: Float[AnyArray, 'G I'] | None = None,
     bias_ih: Float[AnyArray, ' G'] | None = None,
-    initial_state: State | None = None,
+    initial_state: GivenState | None = None,
     lengths: Int[Numbers, '*B'] | None = None,
     resets: Bool[Numbers, '*B T'] | None = None,
     cu_seqlens: Int[Numbers, ' N+1'] | None = None,

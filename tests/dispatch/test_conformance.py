@@ -3,6 +3,7 @@ family's call asks for."""
 
 import dataclasses
 import inspect
+from collections.abc import Mapping, Sequence
 
 import jax
 import pytest
@@ -33,14 +34,24 @@ TOKENS, CHANNELS = {"B": 2, "T": 512, "H": 4, "D": 64}, {"B": 2, "T": 512, "I": 
 PAGES = {"S": 1024, "H": 8, "K": 2, "D": 64}
 
 # By core: sizes and flags of representative problems.
-PROBLEMS: dict[str, list[tuple[dict[str, int], dict[str, object]]]] = {
+PROBLEMS: dict[str, Sequence[tuple[dict[str, int], Mapping[str, object]]]] = {
     "attention": [(TOKENS, {}), (TOKENS | {"K": 2}, {"window": "255,0"})],
     "recurrence": [(TOKENS, {}), (TOKENS, {"packed": "offsets"}), (TOKENS, {"step": True})],
     "selective_scan": [(CHANNELS, {}), (CHANNELS, {"step": True})],
     "convolution": [({"B": 2, "T": 512, "C": 256, "W": 4}, {})],
     "normalization": [({"B": 2, "M": 512, "F": 128}, {})],
-    "cells": [({"B": 64, "T": 64, "H": 256}, {"cell": cell}) for cell in ("lstm", "gru")]
-    + [({"T": 9, "H": 1024}, {"packed": "offsets"})],
+    "cells": [
+        *(({"B": 64, "T": 64, "H": 256}, {"cell": cell}) for cell in ("lstm", "gru")),
+        ({"T": 9, "H": 1024}, {"packed": "offsets"}),
+    ],
+    "matmul": [
+        ({"M": 512, "K": 256, "N": 128, "E": 8}, {}),
+        (
+            {"M": 64, "K": 256, "N": 128, "E": 8},
+            {"gated": "pair", "activation": "silu", "transpose_rhs": True},
+        ),
+        ({"M": 512, "K": 256, "N": 128, "E": 8}, {"stored": "int8"}),
+    ],
     "paged": [(PAGES, {})],
     "pooling": [
         ({"B": 2, "T": 512, "C": 256}, {"masked": True}),
@@ -66,6 +77,7 @@ KERNELS: dict[str, tuple[dict[str, tuple[str, ...]], dict[str, tuple[str, ...]]]
     "normalization": (APPLY, LAUNCH),
     "cells": (APPLY, LAUNCH),
     "paged": ({"forward": CALL}, {"forward": CALL, "write": ("arrays",)}),
+    "matmul": (APPLY, LAUNCH),
     "pooling": (APPLY, LAUNCH),
 }
 
@@ -94,7 +106,7 @@ def problems(implementation: Implementation, dtype: str = "bfloat16") -> list[Pr
     # The one operation without a workload takes the problems of its family.
     make = example_problem_of("flash_attention" if operation == "attention" else operation)
     more = {"T": 8} if implementation.core == "paged" and operation not in DECODES else {}
-    return [make(operation, dims | more, dtype, flags) for dims, flags in PROBLEMS[implementation.core]]
+    return [make(operation, dims | more, dtype, dict(flags)) for dims, flags in PROBLEMS[implementation.core]]
 
 
 def devices(implementation: Implementation) -> list[DeviceFacts]:

@@ -20,7 +20,7 @@ from .spec import CellSpec
 
 register("recurrent", __package__)
 
-State = Float[AnyArray, "... H"] | tuple[Float[AnyArray, "... H"], Float[AnyArray, "... H"]]
+GivenState = Float[AnyArray, "... H"] | tuple[Float[AnyArray, "... H"], Float[AnyArray, "... H"]]
 NewState = Float[Array, "... H"] | tuple[Float[Array, "... H"], Float[Array, "... H"]]
 
 
@@ -102,7 +102,7 @@ class Recurrent(Kernel):
         *,
         weight_ih: Float[AnyArray, "G I"] | None = None,
         bias_ih: Float[AnyArray, " G"] | None = None,
-        initial_state: State | None = None,
+        initial_state: GivenState | None = None,
         lengths: Int[Numbers, "*B"] | None = None,
         resets: Bool[Numbers, "*B T"] | None = None,
         cu_seqlens: Int[Numbers, " N+1"] | None = None,
@@ -142,7 +142,7 @@ class Recurrent(Kernel):
         inputs: Float[AnyArray, "*B I"],
         weight_hh: Float[AnyArray, "G H"],
         bias_hh: Float[AnyArray, " G"] | None,
-        state: State,
+        state: GivenState,
         *,
         weight_ih: Float[AnyArray, "G I"] | None = None,
         bias_ih: Float[AnyArray, " G"] | None = None,

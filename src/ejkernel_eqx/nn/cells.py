@@ -1,6 +1,6 @@
 """`LSTM`, `GRU` and `RNN`: PyTorch's recurrent layers."""
 
-from typing import Any, ClassVar
+from typing import Any, ClassVar, TYPE_CHECKING
 
 import equinox as eqx
 import jax
@@ -22,6 +22,8 @@ class LSTM(CellLayer):
     """
 
     _cell: ClassVar[str] = "lstm"
+    if TYPE_CHECKING:  # or type checkers take the fields for its arguments
+        __init__ = CellLayer.__init__
 
     @classmethod
     def from_equinox(cls, cell: eqx.nn.LSTMCell, *, platform: PlatformLike | None = None) -> "LSTM":
@@ -42,6 +44,8 @@ class GRU(CellLayer):
     """
 
     _cell: ClassVar[str] = "gru"
+    if TYPE_CHECKING:  # or type checkers take the fields for its arguments
+        __init__ = CellLayer.__init__
 
     @classmethod
     def from_equinox(cls, cell: eqx.nn.GRUCell, *, platform: PlatformLike | None = None) -> "GRU":
@@ -59,6 +63,8 @@ class RNN(CellLayer):
     """
 
     _cell: ClassVar[str] = "rnn"
+    if TYPE_CHECKING:  # or type checkers take the fields for its arguments
+        __init__ = CellLayer.__init__
 
 
 def _converted(cls: Any, cell: Any, kind: Any, inner: str | None, platform: PlatformLike | None) -> Any:
