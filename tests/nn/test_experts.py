@@ -52,9 +52,9 @@ def agree(found, expected, dtype=None):
         if "correction" in name:
             assert not np.asarray(found).any()
             continue
-        # Of one token that hardly hesitates, the router's gradient is a difference of numbers that are nearly equal.
+        # With one expert a token, or one that hardly hesitates, the router's gradient is a difference of numbers that are nearly equal.
         least = (
-            max(float(np.sqrt(np.mean(np.square(wanted)))), 1e-2)
+            max(float(np.sqrt(np.mean(np.square(wanted)))), 1e-1)
             if "gate" in name and "_proj" not in name
             else None
         )
