@@ -165,21 +165,53 @@ def main(
 # Showing
 
 
+_NAMES = ("problem", "implementation", "platform")
+_NUMBERS = {
+    "TFLOP/s": "tflop_per_s",
+    "TB/s": "tb_per_s",
+    "of copy": "of_copy",
+    "over matmuls": "over_alone",
+    "ratio": "ratio",
+}
+
+
 class Tables(NamedTuple):
     """Rows as a table for each direction.
 
-    - `header`: titles of the columns.
-    - `cells(row)`: the texts of a row.
+    - `header`: titles of the columns, names first, the error last.
     - `directions`: in the order shown.
     - `note`: behind the title of each table of the text.
     - `picture`: the description of the plot in Markdown.
+    - `digits`: of milliseconds.
     """
 
     header: Sequence[str]
-    cells: Callable[[Mapping[str, Any]], tuple[str, ...]]
     directions: Sequence[str]
     note: str
     picture: str
+    digits: int = 3
+
+    def cells(self, row: Mapping[str, Any]) -> tuple[str, ...]:
+        """The texts of a row; behind the names of one without a time, its reason."""
+        if row["reason"] is None:
+            return tuple(self._cell(title, row) for title in self.header)
+        names = tuple(row[title] or "" for title in self.header if title in _NAMES)
+        return (*names, *["–"] * (len(self.header) - len(names) - 1), row["reason"][:60])
+
+    def _cell(self, title: str, row: Mapping[str, Any]) -> str:
+        if title in _NAMES:
+            return row[title] or ""
+        if title == "ms":
+            return report.number(row["ms"], self.digits)
+        if title == "spread":
+            return report.percent(row["spread"])
+        if title == "temporary":
+            known = row["temporary_bytes"] is not None
+            return f"{row['temporary_bytes'] / row['bytes']:.2f}x" if known else "–"
+        if title == "error":
+            errors = [error for error in row["errors"].values() if error is not None]
+            return f"{max(errors):.1e}" if errors else ""
+        return report.number(row[_NUMBERS[title]])
 
     def _each(self, content: Mapping[str, Any]) -> Iterator[tuple[str, list[tuple[str, ...]]]]:
         for direction in self.directions:

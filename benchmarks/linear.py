@@ -26,7 +26,7 @@ import jax
 import jax.numpy as jnp
 from jax import Array
 
-from benchmarks import command, report
+from benchmarks import command
 from benchmarks import linear_peers as peers
 from benchmarks import linear_problems as problems
 from benchmarks.linear_plot import plot
@@ -225,27 +225,8 @@ def _memory(row: Row) -> float:
 HEADER = ("problem", "implementation", "platform", "ms", "spread", "TB/s", "temporary", "ratio", "error")
 
 
-def _cells(row: Mapping[str, Any]) -> tuple[str, ...]:
-    if row["reason"] is not None:
-        return row["problem"], row["implementation"], row["platform"] or "", *["–"] * 5, row["reason"][:60]
-    temporary = "–" if row["temporary_bytes"] is None else f"{row['temporary_bytes'] / row['bytes']:.2f}x"
-    errors = [error for error in row["errors"].values() if error is not None]
-    return (
-        row["problem"],
-        row["implementation"],
-        row["platform"] or "",
-        report.number(row["ms"], 3),
-        report.percent(row["spread"]),
-        report.number(row["tb_per_s"]),
-        temporary,
-        report.number(row["ratio"]),
-        f"{max(errors):.1e}" if errors else "",
-    )
-
-
 TABLES = command.Tables(
     HEADER,
-    _cells,
     (*DIRECTIONS, STEP),
     "temporary: memory over inputs and results; ratio: speed over the fastest peer's",
     "Speed of the linear-time family over its peers",

@@ -24,7 +24,7 @@ sys.path.insert(0, str(pathlib.Path(__file__).resolve().parent.parent))
 
 import jax
 
-from benchmarks import command, report
+from benchmarks import command
 from benchmarks import moe_problems as problems
 from benchmarks.linear_plot import plot as plot_bars
 from benchmarks.measure import launch_floor, torch_work
@@ -194,28 +194,8 @@ HEADER = (
 )
 
 
-def _cells(row: Mapping[str, Any]) -> tuple[str, ...]:
-    if row["reason"] is not None:
-        return row["problem"], row["implementation"], row["platform"] or "", *["–"] * 6, row["reason"][:60]
-    temporary = "–" if row["temporary_bytes"] is None else f"{row['temporary_bytes'] / row['bytes']:.2f}x"
-    errors = [error for error in row["errors"].values() if error is not None]
-    return (
-        row["problem"],
-        row["implementation"],
-        row["platform"] or "",
-        report.number(row["ms"], 3),
-        report.percent(row["spread"]),
-        report.number(row["tflop_per_s"]),
-        report.number(row["tb_per_s"]),
-        temporary,
-        report.number(row["ratio"]),
-        f"{max(errors):.1e}" if errors else "",
-    )
-
-
 TABLES = command.Tables(
     HEADER,
-    _cells,
     DIRECTIONS,
     "temporary: memory over inputs and results; ratio: speed over the fastest peer's",
     "Speed of grouped matmuls over their peers",

@@ -28,7 +28,7 @@ import jax.numpy as jnp
 from jax import Array
 
 import ejkernel_eqx as ejx
-from benchmarks import command, report
+from benchmarks import command
 from benchmarks.linear_plot import plot as plot_bars
 from benchmarks.measure import launch_floor, torch_work
 from benchmarks.prepare import (
@@ -278,25 +278,8 @@ def summarise(rows: Sequence[Row]) -> dict[str, dict[str, Any]]:
 HEADER = ("problem", "implementation", "ms", "spread", "TFLOP/s", "over matmuls", "ratio", "error")
 
 
-def _cells(row: Mapping[str, Any]) -> tuple[str, ...]:
-    if row["reason"] is not None:
-        return row["problem"], row["implementation"], *["–"] * 5, row["reason"][:60]
-    errors = [error for error in row["errors"].values() if error is not None]
-    return (
-        row["problem"],
-        row["implementation"],
-        report.number(row["ms"], 3),
-        report.percent(row["spread"]),
-        report.number(row["tflop_per_s"]),
-        report.number(row["over_alone"]),
-        report.number(row["ratio"]),
-        f"{max(errors):.1e}" if errors else "",
-    )
-
-
 TABLES = command.Tables(
     HEADER,
-    _cells,
     DIRECTIONS,
     "over matmuls: time over that of the grouped matmuls alone; ratio: speed over the peer's",
     "Speed of mixtures of experts over their peer",

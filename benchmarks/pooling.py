@@ -178,31 +178,12 @@ def summarise(rows: Sequence[Row]) -> dict[str, dict[str, Any]]:
 HEADER = ("problem", "implementation", "platform", "ms", "spread", "TB/s", "of copy", "temporary", "ratio", "error")  # fmt: skip
 
 
-def _cells(row: Mapping[str, Any]) -> tuple[str, ...]:
-    if row["reason"] is not None:
-        return row["problem"], row["implementation"], row["platform"] or "", *["–"] * 6, row["reason"][:60]
-    temporary = "–" if row["temporary_bytes"] is None else f"{row['temporary_bytes'] / row['bytes']:.2f}x"
-    errors = [error for error in row["errors"].values() if error is not None]
-    return (
-        row["problem"],
-        row["implementation"],
-        row["platform"] or "",
-        report.number(row["ms"], 4),
-        report.percent(row["spread"]),
-        report.number(row["tb_per_s"]),
-        report.number(row["of_copy"]),
-        temporary,
-        report.number(row["ratio"]),
-        f"{max(errors):.1e}" if errors else "",
-    )
-
-
 TABLES = command.Tables(
     HEADER,
-    _cells,
     DIRECTIONS,
     "temporary: memory over bytes to move; ratio: speed over the fastest peer's",
     "Speed of pooling",
+    digits=4,
 )
 
 
