@@ -56,6 +56,17 @@ def test_agrees_with_the_reference(name, platform):
     check(CASES[name], platform)
 
 
+@pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
+def test_biases_have_gradients_summed_in_float32(dtype):
+    """Over thousands of tokens; a sum in 16 bits loses the small terms."""
+    case = Case("gru", B=256, T=9, H=8, I=4, dtype=dtype)
+    arrays, cotangents = make(case)
+    found = results(case.operation(platform="xla"), arrays, case.packing, cotangents)
+    expected = exact(case, arrays, cotangents)
+    for name in ("d_bias_ih", "d_bias_hh"):
+        assert_close(found[name], expected[name], dtype, "gradient", name=name)
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("per_step", [False, True])
 @pytest.mark.parametrize(
