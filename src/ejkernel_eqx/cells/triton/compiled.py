@@ -25,6 +25,7 @@ from .tile_sizes import CellTile, TritonConfig
 
 Named = dict[str, Array]
 SPIN = "asm"
+EXCHANGE = True
 
 OPAQUE = True
 PARTS = {"forward": FORWARD, "backward": BOTH}
@@ -103,6 +104,8 @@ def backward(
         "dproduct": gradients,
         "dx": gradients if is_gru else NOTHING,
     }
+    if call.is_persistent:
+        outputs["operand"] = result(2, call.rows.count, x.shape[-1], dtype=x.dtype)
     weight, kernel = arrays.weight.astype(x.dtype), backward_kernel.backward_kernel
     if call.is_persistent:
         weight = jnp.swapaxes(weight, 0, 1)
@@ -170,6 +173,7 @@ class _Call:
             "PER_STEP": tile.form == "per_step",
             "GRID_BARRIER": config.grid_barrier,
             "SPIN": SPIN,
+            "EXCHANGE": EXCHANGE,
             "AHEAD": tile.num_stages,
             "EXACT": arrays.x.dtype == jnp.float32,
             **given(BIAS=arrays.bias),

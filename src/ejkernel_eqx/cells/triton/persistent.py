@@ -29,7 +29,7 @@ def wait_for(arrived_ptr, count, SPIN: tl.constexpr):
         seen = _acquire(arrived_ptr)
         while seen < count:
             seen = _acquire(arrived_ptr)
-    else:
+    elif SPIN == "atomic":
         seen = tl.atomic_add(arrived_ptr, 0, sem="acquire", scope="gpu")
         while seen < count:
             seen = tl.atomic_add(arrived_ptr, 0, sem="acquire", scope="gpu")

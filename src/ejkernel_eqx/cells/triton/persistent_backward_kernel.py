@@ -15,11 +15,11 @@ from .tile import marks_of, rows_of, within
 def persistent_backward_kernel(
     gates_ptr, cells_ptr, states_ptr, initial_ptr, weight_ptr, dout_ptr,  # [tokens, PARTS H], [tokens, H], [tokens, H], [R, H], [H, G], [tokens, H]
     bounds_ptr, marks_ptr, step_ptr, R,  # [R, 2]: first token and length, [tokens], [2]
-    dhidden_before_ptr, dcell_before_ptr, arrived_before_ptr, dproduct_before_ptr, dx_before_ptr,  # what the outputs start with
+    dhidden_before_ptr, dcell_before_ptr, arrived_before_ptr, dproduct_before_ptr, dx_before_ptr, operand_before_ptr,  # what the outputs start with
     dhidden_ptr, dcell_ptr, arrived_ptr,  # [R, H] in float32: the gradients of the final states, then of the initial ones; [tiles of rows, 32]
-    dproduct_ptr, dx_ptr,  # [tokens, G]; for a GRU those of x differ from those of the products in n
+    dproduct_ptr, dx_ptr, operand_ptr,  # [tokens, G]; for a GRU those of x differ from those of the products in n; [2, R, G]
     H: tl.constexpr, CELL: tl.constexpr, GATES: tl.constexpr, ACTIVATION: tl.constexpr, GATE: tl.constexpr, INITIAL: tl.constexpr,
-    PARTS: tl.constexpr, MARKS: tl.constexpr, GRID_BARRIER: tl.constexpr, SPIN: tl.constexpr, FAST: tl.constexpr, EXACT: tl.constexpr,
+    PARTS: tl.constexpr, MARKS: tl.constexpr, GRID_BARRIER: tl.constexpr, EXCHANGE: tl.constexpr, SPIN: tl.constexpr, FAST: tl.constexpr, EXACT: tl.constexpr,
     PRECISION: tl.constexpr, AHEAD: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr,
 ):
     columns: tl.constexpr = (H + BLOCK_N - 1) // BLOCK_N
@@ -64,17 +64,27 @@ def persistent_backward_kernel(
             before = tl.load(states_ptr + along, mask=mask, other=0.0).to(tl.float32)  # [BM, BN]
         if GRID_BARRIER:
             wait_for(arrived_ptr, (back - start) * columns, SPIN)
+        even = (t & 1).to(tl.int64) * R
+        source_ptr, source = dproduct_ptr, token + 1
+        if EXCHANGE:
+            source_ptr, source = operand_ptr + (R - even) * (GATES * H), row
         # The state before a token that starts is not read.
-        dhidden += product(dproduct_ptr, (token + 1) * (GATES * H), follows & (starts == 0), blocks, GATES * H, BLOCK_M, BLOCK_K, PRECISION, AHEAD)
+        dhidden += product(source_ptr, source * (GATES * H), follows & (starts == 0), blocks, GATES * H, BLOCK_M, BLOCK_K, PRECISION, AHEAD)
         if MARKS:
             dhidden = tl.where(starts[:, None], 0.0, dhidden)
             dcell = tl.where(starts[:, None], 0.0, dcell)
         dhidden += dout.to(tl.float32)  # the gradient of the state after the token
         found, passing, dcell_before = gradients(parts, cell, before, dhidden, dcell, CELL, ACTIVATION, GATE, FAST, EXACT)
         for g in tl.static_range(GATES):  # pyright: ignore[reportGeneralTypeIssues]
-            put(dproduct_ptr, found[g], real, token, n, mask, g, H, GATES, MARKS)
+            if EXCHANGE:
+                put(operand_ptr + even * (GATES * H), found[g], real, row, n, mask, g, H, GATES, MARKS)
+            else:
+                put(dproduct_ptr, found[g], real, token, n, mask, g, H, GATES, MARKS)
         if GRID_BARRIER:
             arrive(arrived_ptr)
+        if EXCHANGE:
+            for g in tl.static_range(GATES):  # pyright: ignore[reportGeneralTypeIssues]
+                put(dproduct_ptr, found[g], real, token, n, mask, g, H, GATES, MARKS)
         if CELL == "gru":
             put(dx_ptr, found[0], real, token, n, mask, 0, H, GATES, MARKS)
             put(dx_ptr, found[1], real, token, n, mask, 1, H, GATES, MARKS)
