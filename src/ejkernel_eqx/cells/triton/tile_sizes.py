@@ -5,9 +5,10 @@ small weights and many rows. With one launch per step the columns of the weight 
 """
 
 import dataclasses
+from typing import Annotated
 
 from ...dispatch import DeviceFacts, Problem
-from ...launch.fields import Block, check_fields, Count, Float32Dot, Warps
+from ...launch.fields import Block, check_fields, Count, Float32Dot, one_of, Warps
 from ...launch.sizes import fitting, padded, rows_of, too_large
 from ..spec import GATES
 
@@ -21,8 +22,9 @@ class CellTile:
     block_k: Block
     num_warps: Warps
     num_stages: Count = 1
-    per_step: bool = False
-    """Whether each step is a launch, with a program for every tile; otherwise a program processes all features of its rows over all steps."""
+    form: Annotated[str, one_of("whole", "per_step", "persistent")] = "whole"
+    """`"whole"`: one launch, whose programs process all features of their rows over all steps. The others have a program for every tile:
+    `"per_step"` in a launch for each step, `"persistent"` in one launch, with the weight on the chip and a barrier between steps."""
 
     __post_init__ = check_fields
 
@@ -34,6 +36,8 @@ class TritonConfig:
     float32_dot: Float32Dot = "tf32x3"
     fast_sigmoid: bool = True
     """Whether sigmoid and tanh use NVIDIA's approximate instructions (error 2e-7)."""
+    grid_barrier: bool = True
+    """Whether programs of the persistent form wait for each other; otherwise every step is a launch, as where programs do not run at the same time."""
 
     __post_init__ = check_fields
 
@@ -66,6 +70,7 @@ _PER_STEP = {
     "forward": ((32, 16, 128, 4, 3), (64, 16, 128, 4, 3), (16, 32, 128, 4, 3), (32, 32, 64, 4, 4)),
     "backward": ((32, 16, 128, 4, 4), (64, 16, 128, 4, 4), (16, 32, 128, 4, 4), (32, 32, 128, 4, 4)),
 }
+_TILES = {"whole": _WHOLE, "per_step": _PER_STEP}
 
 
 def default_config(problem: Problem, device: DeviceFacts) -> TritonConfig:
@@ -76,10 +81,10 @@ def candidates(problem: Problem, device: DeviceFacts) -> list[TritonConfig]:
     """Configurations worth timing, the heuristic first: tiles of the preferred kind, then of the other."""
     is_nvidia = device.vendor == "nvidia"
     precision = "tf32x3" if is_nvidia else "ieee"
-    kinds = [False, True] if _weight_bytes(problem) <= _STREAMED else [True, False]
+    forms = ["whole", "per_step"] if _weight_bytes(problem) <= _STREAMED else ["per_step", "whole"]
     found: list[TritonConfig] = []
-    for per_step in kinds:
-        columns = [_tiles(kernel, per_step, problem, device) for kernel in KERNELS]
+    for form in forms:
+        columns = [_tiles(kernel, form, problem, device) for kernel in KERNELS]
         pairs = rows_of(columns)
         found += [TritonConfig(first, second, precision, is_nvidia) for first, second in pairs]
     return list(dict.fromkeys(found))
@@ -91,25 +96,25 @@ def config_unsupported(config: TritonConfig, problem: Problem, device: DeviceFac
         tile: CellTile = getattr(config, kernel)
         sizes = f"{tile.block_m}x{tile.block_n}x{tile.block_k}"
         reason = too_large(kernel, sizes, tile.num_stages, _memory(kernel, problem, tile), device)
-        if reason is not None and dataclasses.replace(tile, per_step=False) != _SMALLEST:
+        if reason is not None and dataclasses.replace(tile, form="whole") != _SMALLEST:
             return reason
     return None
 
 
-def _tiles(kernel: str, per_step: bool, problem: Problem, device: DeviceFacts) -> list[CellTile]:
+def _tiles(kernel: str, form: str, problem: Problem, device: DeviceFacts) -> list[CellTile]:
     """The tiles that fit, narrowed to the rows and features that exist."""
     features, rows = padded(problem.dim("H")), padded(_rows(problem))
     depth = padded(_gates(problem) * problem.dim("H")) if kernel == "backward" else features
     tiles = [
-        CellTile(min(m, rows), min(n, features), min(k, depth), warps, stages, per_step)
-        for m, n, k, warps, stages in (_PER_STEP if per_step else _WHOLE)[kernel]
+        CellTile(min(m, rows), min(n, features), min(k, depth), warps, stages, form)
+        for m, n, k, warps, stages in _TILES[form][kernel]
     ]
     # With fewer stages where a wider dtype, or a smaller shared memory, needs it.
     tiles += [dataclasses.replace(tile, num_stages=2) for tile in tiles]
     tiles += [dataclasses.replace(tile, block_k=16, num_stages=2) for tile in tiles]
     found = fitting(tiles, lambda tile: _memory(kernel, problem, tile), device)
-    most = len((_PER_STEP if per_step else _WHOLE)[kernel])
-    return list(dict.fromkeys(found))[:most] or [dataclasses.replace(_SMALLEST, per_step=per_step)]
+    most = len(_TILES[form][kernel])
+    return list(dict.fromkeys(found))[:most] or [dataclasses.replace(_SMALLEST, form=form)]
 
 
 def _memory(kernel: str, problem: Problem, tile: CellTile) -> int:
