@@ -4,8 +4,9 @@ A launch has a program for every tile of rows and columns, and all of them run a
 rows, which the programs of the same rows have written, by its own columns of the weight. Before it reads them, it waits until all of
 these programs have arrived at the end of the step before.
 
-**Why waiting ends.** A program waits only for programs of its own launch. A launch has at most as many programs as the device has
-multiprocessors (`tile_sizes.config_unsupported`, and once more at the launch), so each of them gets a place as soon as the kernels before have left theirs.
+**Why waiting ends.** A program waits only for programs of its own launch. A launch that waits has at most as many programs as the device has
+multiprocessors (`TritonConfig.concurrent_programs`; otherwise each step is a launch, without waiting). So each program gets a place as soon
+as other kernels have left theirs, and those wait for nothing that this launch does.
 """
 
 import triton
