@@ -10,7 +10,7 @@ from typing import Annotated
 
 from ...dispatch import DeviceFacts, Problem
 from ...launch.fields import Block, check_fields, Count, Float32Dot, one_of, Warps, whole
-from ...launch.sizes import cdiv, fitting, padded, rows_of, shared_memory_of, too_large
+from ...launch.sizes import cdiv, fitting, padded, rows_of, too_large
 from ..spec import GATES
 
 
@@ -75,7 +75,7 @@ _PER_STEP = {
 # Block sizes and warps; as deep and as early as memory allows.
 _PERSISTENT = {
     "forward": ((32, 16, 8), (16, 64, 8), (64, 16, 8), (16, 32, 8), (32, 32, 8), (32, 16, 4), (64, 32, 8)),
-    "backward": ((64, 16, 4), (16, 64, 8), (32, 64, 8), (64, 32, 8), (64, 16, 8), (64, 64, 8)),
+    "backward": ((32, 16, 8), (16, 32, 8), (16, 64, 8), (64, 16, 8), (32, 64, 8), (64, 32, 8), (64, 64, 8)),
 }
 _DEPTHS = ((1024, 1), (512, 2), (256, 3), (256, 2), (128, 3), (128, 2), (64, 2), (32, 1))
 """Depths of blocks, and how many products early they are loaded."""
@@ -99,7 +99,9 @@ def candidates(problem: Problem, device: DeviceFacts) -> list[TritonConfig]:
         columns.insert(0, [first or second for first, second in zip(resident, columns[0], strict=True)])
     pairs = [pair for form in columns for pair in rows_of(form)]
     programs = device.num_multiprocessors
-    return [TritonConfig(*pair, precision, is_nvidia, programs) for pair in dict.fromkeys(pairs)]
+    return [
+        TritonConfig(first, second, precision, is_nvidia, programs) for first, second in dict.fromkeys(pairs)
+    ]
 
 
 def config_unsupported(config: TritonConfig, problem: Problem, device: DeviceFacts) -> str | None:
@@ -108,19 +110,19 @@ def config_unsupported(config: TritonConfig, problem: Problem, device: DeviceFac
     for kernel in KERNELS:
         tile: CellTile = getattr(config, kernel)
         sizes = f"{tile.block_m}x{tile.block_n}x{tile.block_k}"
-        reason = too_large(kernel, sizes, tile.num_stages, _memory(kernel, problem, tile), device)
-        if reason is not None and dataclasses.replace(tile, form="whole") != _SMALLEST:
-            return reason
         if tile.form == "persistent":
             reason = _not_persistent(problem, device)
+            if reason is not None:
+                return reason
             programs = _programs(problem, tile)
-            if reason is None and programs > min(config.concurrent_programs, device.num_multiprocessors):
-                reason = (
+            if programs > min(config.concurrent_programs, device.num_multiprocessors):
+                return (
                     f"{kernel} with {sizes} tiles has {programs} programs that wait for each other; concurrent_programs is "
                     f"{config.concurrent_programs}, the device has {device.num_multiprocessors} multiprocessors"
                 )
-            if reason is not None:
-                return reason
+        reason = too_large(kernel, sizes, tile.num_stages, _memory(kernel, problem, tile), device)
+        if reason is not None and dataclasses.replace(tile, form="whole") != _SMALLEST:
+            return reason
     return None
 
 
@@ -144,7 +146,9 @@ def _persistent_tiles(kernel: str, problem: Problem, device: DeviceFacts) -> lis
     found: list[CellTile] = []
     for m, n, warps in _PERSISTENT[kernel]:
         blocks = [(min(k, padded(_depth(kernel, problem))), ahead) for k, ahead in _DEPTHS]
-        tiles = [CellTile(min(m, rows), min(n, features), k, warps, ahead, "persistent") for k, ahead in blocks]
+        tiles = [
+            CellTile(min(m, rows), min(n, features), k, warps, ahead, "persistent") for k, ahead in blocks
+        ]
         tiles = [tile for tile in tiles if m * tile.block_k * tile.num_stages <= _EARLY * 32 * warps]
         tiles = fitting(tiles, lambda tile: _memory(kernel, problem, tile), device)
         found += [tile for tile in tiles[:1] if _programs(problem, tile) <= device.num_multiprocessors]
