@@ -159,7 +159,9 @@ class _Call:
         self.tokens = arrays.x.shape[0] * arrays.x.shape[1]
         self.rows: Rows = rows_of(arrays)
         self.is_persistent = tile.form == "persistent"
-        self.in_one_launch = tile.form == "whole" or (self.is_persistent and config.grid_barrier)
+        # Programs that may not all run at the same time must not wait for each other.
+        waits = self.is_persistent and self.programs <= config.concurrent_programs
+        self.in_one_launch = tile.form == "whole" or waits
         numbers = {
             "R": self.rows.count,
             "H": self.features,
@@ -171,7 +173,7 @@ class _Call:
             "PRECISION": config.float32_dot,
             "FAST": config.fast_sigmoid,
             "PER_STEP": tile.form == "per_step",
-            "GRID_BARRIER": config.grid_barrier,
+            "GRID_BARRIER": waits,
             "SPIN": SPIN,
             "EXCHANGE": EXCHANGE,
             "AHEAD": tile.num_stages,

@@ -19,14 +19,17 @@ def persistent_backward_kernel(
     dhidden_ptr, dcell_ptr, arrived_ptr,  # [R, H] in float32: the gradients of the final states, then of the initial ones; [tiles of rows, 32]
     dproduct_ptr, dx_ptr, operand_ptr,  # [tokens, G]; for a GRU those of x differ from those of the products in n; [2, R, G]
     H: tl.constexpr, CELL: tl.constexpr, GATES: tl.constexpr, ACTIVATION: tl.constexpr, GATE: tl.constexpr, INITIAL: tl.constexpr,
-    PARTS: tl.constexpr, MARKS: tl.constexpr, GRID_BARRIER: tl.constexpr, EXCHANGE: tl.constexpr, SPIN: tl.constexpr, FAST: tl.constexpr, EXACT: tl.constexpr,
-    PRECISION: tl.constexpr, AHEAD: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr,
+    PARTS: tl.constexpr, MARKS: tl.constexpr, GRID_BARRIER: tl.constexpr, EXCHANGE: tl.constexpr, SPIN: tl.constexpr,
+    FAST: tl.constexpr, EXACT: tl.constexpr, PRECISION: tl.constexpr, AHEAD: tl.constexpr,
+    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, NUM_WARPS: tl.constexpr,
 ):
     columns: tl.constexpr = (H + BLOCK_N - 1) // BLOCK_N
-    row, begin, length, tile = rows_of(bounds_ptr, R, columns, BLOCK_M)
+    # Products without 64 rows of either operand: warps divide the features that these sum over.
+    split: tl.constexpr = NUM_WARPS if BLOCK_M < 64 and BLOCK_N < 64 and BLOCK_K >= 16 * NUM_WARPS else 0  # pyright: ignore[reportAssignmentType]
+    row, begin, length, tile = rows_of(bounds_ptr, R, columns, BLOCK_M)  # pyright: ignore[reportGeneralTypeIssues]
     arrived_ptr += tl.program_id(0) // columns * 32
     n = tile * BLOCK_N + tl.arange(0, BLOCK_N)  # [BN]
-    blocks = resident(weight_ptr, n, n < H, GATES * H, BLOCK_K)
+    blocks = resident(weight_ptr, n, n < H, GATES * H, BLOCK_K, split)
     # Steps are counted back from the last one; the one before the first token completes the gradient of the initial state.
     longest = tl.max(length, 0)
     start, end = 0, longest + 1
@@ -69,7 +72,8 @@ def persistent_backward_kernel(
         if EXCHANGE:
             source_ptr, source = operand_ptr + (R - even) * (GATES * H), row
         # The state before a token that starts is not read.
-        dhidden += product(source_ptr, source * (GATES * H), follows & (starts == 0), blocks, GATES * H, BLOCK_M, BLOCK_K, PRECISION, AHEAD)
+        read = follows & (starts == 0)  # [BM]
+        dhidden += product(source_ptr, source * (GATES * H), read, blocks, GATES * H, BLOCK_M, BLOCK_N, BLOCK_K, PRECISION, AHEAD, split)
         if MARKS:
             dhidden = tl.where(starts[:, None], 0.0, dhidden)
             dcell = tl.where(starts[:, None], 0.0, dcell)
