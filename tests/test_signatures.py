@@ -77,29 +77,39 @@ def numpy(*shape: int) -> np.ndarray:
 
 def test_arrays_of_numpy_and_lists_are_legal():
     """The annotations are checked here."""
-    q = numpy(6, 2, 8)
-    packed = ejx.FlashAttention()(q, q, q, cu_seqlens=[0, 3, 6], alibi_slopes=[0.5, 1.0], sinks=[0.0, 1.0])
-    arrays: dict[str, Any] = {"cu_seqlens": np.array([0, 3, 6]), "alibi_slopes": numpy(2) * 0 + 1}
-    assert packed.shape == ejx.FlashAttention()(q, q, q, **arrays).shape
-    ejx.Attention()(q, q, q, mask=[[True] * 6] * 6, q_lengths=np.int64(4), q_offset=0)
-    ejx.ScaledDotProductAttention()(q, q, q, mask=np.tri(6, dtype=bool), query_seq_lengths=np.array(4))
-    ejx.RaggedDecodeAttention()(q[:1], q[None], q[None], [0], np.array([6]))
-    ejx.GatedLinearAttention()(q, q, q, -np.exp(q), segment_ids=[0] * 6)
-    ejx.LinearAttention()(q, q, q, g=-np.exp(q[..., 0]), cu_seqlens=(0, 6))
-    ejx.LightningAttention(slopes=None)(q, q, q, slopes=np.ones(2, np.float32))
-    ejx.DeltaRule()(q, q, q, np.abs(q[..., 0]))
-    ejx.GatedDeltaRule()(q, q, q, -np.exp(q[..., 0]), np.abs(q[..., 0]))
-    x, state = numpy(6, 4), -np.exp(numpy(4, 3))
-    ejx.StateSpaceV1()(x, np.exp(x), state, x[:, :3], x[:, :3], D=numpy(4))
-    ejx.CausalConv1d()(x, numpy(4, 3), numpy(4))
-    ejx.GatedRMSNorm()(x, x, numpy(4))
-    ejx.MeanPooling()(x, mask=[True] * 5 + [False], lengths=np.int32(4))
-    ejx.MeanPooling("max", chunk_size=2)(x, cu_seqlens=[0, 4, 6])
-    ejx.MeanPooling(num_segments=3)(x, segment_ids=np.array([0, 0, 1, 2, 1, 1], np.uint8))
-    ejx.Recurrent()(
-        x, numpy(4, 1), initial_state=(numpy(1), numpy(1)), lengths=np.int64(5), resets=[True] + [False] * 5
-    )
-    ejx.GroupedMatmul()(x, numpy(2, 4, 3), [2, 3], numpy(2, 3), row_indices=np.array([0, 5, 1, 1, 2, 0]))
+
+    def calls():
+        q = numpy(6, 2, 8)
+        packed = ejx.FlashAttention()(
+            q, q, q, cu_seqlens=[0, 3, 6], alibi_slopes=[0.5, 1.0], sinks=[0.0, 1.0]
+        )
+        arrays: dict[str, Any] = {"cu_seqlens": np.array([0, 3, 6]), "alibi_slopes": numpy(2) * 0 + 1}
+        assert packed.shape == ejx.FlashAttention()(q, q, q, **arrays).shape
+        ejx.Attention()(q, q, q, mask=[[True] * 6] * 6, q_lengths=np.int64(4), q_offset=0)
+        ejx.ScaledDotProductAttention()(q, q, q, mask=np.tri(6, dtype=bool), query_seq_lengths=np.array(4))
+        ejx.RaggedDecodeAttention()(q[:1], q[None], q[None], [0], np.array([6]))
+        ejx.GatedLinearAttention()(q, q, q, -np.exp(q), segment_ids=[0] * 6)
+        ejx.LinearAttention()(q, q, q, g=-np.exp(q[..., 0]), cu_seqlens=(0, 6))
+        ejx.LightningAttention(slopes=None)(q, q, q, slopes=np.ones(2, np.float32))
+        ejx.DeltaRule()(q, q, q, np.abs(q[..., 0]))
+        ejx.GatedDeltaRule()(q, q, q, -np.exp(q[..., 0]), np.abs(q[..., 0]))
+        x, state = numpy(6, 4), -np.exp(numpy(4, 3))
+        ejx.StateSpaceV1()(x, np.exp(x), state, x[:, :3], x[:, :3], D=numpy(4))
+        ejx.CausalConv1d()(x, numpy(4, 3), numpy(4))
+        ejx.GatedRMSNorm()(x, x, numpy(4))
+        ejx.MeanPooling()(x, mask=[True] * 5 + [False], lengths=np.int32(4))
+        ejx.MeanPooling("max", chunk_size=2)(x, cu_seqlens=[0, 4, 6])
+        ejx.MeanPooling(num_segments=3)(x, segment_ids=np.array([0, 0, 1, 2, 1, 1], np.uint8))
+        ejx.Recurrent()(
+            x,
+            numpy(4, 1),
+            initial_state=(numpy(1), numpy(1)),
+            lengths=np.int64(5),
+            resets=[True] + [False] * 5,
+        )
+        ejx.GroupedMatmul()(x, numpy(2, 4, 3), [2, 3], numpy(2, 3), row_indices=np.array([0, 5, 1, 1, 2, 0]))
+
+    eqx.filter_eval_shape(calls)  # traced alone: nothing is compiled
 
 
 def test_the_arguments_of_a_batch_are_among_those_of_a_call():

@@ -433,6 +433,7 @@ def test_wrong_arguments(change, words, unchecked):
 def test_wrong_options(unchecked):
     wrong: Any = (
         (dict(cell="LSTM"), "one of lstm, gru, rnn, received 'LSTM'"),
+        (dict(reverse="yes"), "reverse: expected True or False, received 'yes'"),
         (dict(activation="gelu"), "activation: expected"),
         (dict(gate_activation="tanh"), "gate_activation: expected"),
         (dict(state_dtype="int8"), "state_dtype"),

@@ -304,6 +304,30 @@ def test_any_call(data):
         assert_agrees(case, results(case, case.operation(platform), arguments, dout), expected)
 
 
+def test_indices_past_the_last_group_are_anything():
+    """Also known ones among traced arrays, of which only those that count are checked."""
+    x, w = jnp.arange(12.0).reshape(3, 4), jnp.ones((2, 4, 3))
+    rows, op = np.array([2, 0, 1, -7, 99]), ejx.GroupedMatmul(platform="xla")
+    expected = op(x, w, [1, 2], row_indices=[2, 0, 1, 0, 0])
+    calls = [
+        lambda x, sizes: op(x, w, [1, 2], row_indices=rows),
+        lambda x, sizes: op(x, w, sizes, row_indices=rows),
+    ]
+    for call in calls:
+        np.testing.assert_array_equal(quick(call)(x, jnp.array([1, 2])), expected)
+    with pytest.raises(
+        ValueError, match=r"row_indices: expected numbers from 0 to 2, received \[ ?2 +0 +1 +-7 +0\]"
+    ):
+        quick(lambda x: op(x, w, [1, 3], row_indices=rows))(x)
+
+
+def test_options_may_be_numbers_of_numpy(unchecked):
+    given = ejx.GroupedMatmul(
+        "silu", alpha=np.float32(1.5), limit=np.float64(7), transpose_rhs=np.bool_(True)
+    )
+    assert given.spec == ejx.GroupedMatmul("silu", alpha=1.5, limit=7, transpose_rhs=True).spec
+
+
 WRONG = [
     (dict(lhs=jnp.ones(4)), ["lhs", "rank 2"]),
     (dict(lhs=jnp.ones((5, 3))), ["rhs", "K = 3", "(2, 4, 6)", "transpose_rhs=True"]),
@@ -342,6 +366,7 @@ def test_wrong_arguments(change, words, unchecked):
         (dict(limit=0), ["limit", "0"]),
         (dict(up_shift=float("nan")), ["up_shift", "nan"]),
         (dict(preferred_element_type="int32"), ["preferred_element_type", "int32"]),
+        (dict(transpose_rhs="no"), ["transpose_rhs", "True or False", "'no'"]),
     ],
 )
 def test_wrong_options(options, words, unchecked):

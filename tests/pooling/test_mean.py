@@ -185,7 +185,17 @@ def test_nothing_to_pool(platform):
     assert op(chunk_size=3)(empty).shape == (2, 0, 4)
     assert op()(x, cu_seqlens=[0]).shape == op(num_segments=0)(x, segment_ids=[-1] * 3).shape == (0, 4)
     assert op(max_chunks=0, chunk_size=2)(x, cu_seqlens=[1, 1]).shape == (0, 4)
+    np.testing.assert_array_equal(op(chunk_size=2)(x, segment_ids=[-1] * 3), jnp.zeros((1, 4)))
     assert not jax.grad(lambda x: op()(x, cu_seqlens=[0]).sum())(x).any()
+
+
+@pytest.mark.parametrize("dtype", [np.uint8, np.uint32, np.int64])
+def test_ids_of_any_integers(dtype):
+    """Of which there are as many segments as the largest says."""
+    x = np.arange(5.0, dtype=np.float32)[:, None]
+    out = ejx.MeanPooling("sum", platform="xla")(x, segment_ids=np.array([0, 2, 2, 0, 1], dtype))
+    np.testing.assert_array_equal(out[:, 0], [3, 4, 3])
+    assert ejx.MeanPooling()(jnp.ones((0, 2)), segment_ids=np.zeros(0, dtype)).shape == (0, 2)
 
 
 def test_what_is_traced_and_wrong_is_dropped(platform):
@@ -306,6 +316,7 @@ def test_a_traced_number_of_segments():
         (dict(max_chunks=3), "max_chunks: expected None without chunk_size"),
         (dict(normalize=1), "normalize: expected True or False"),
         (dict(eps=0.0), "eps"),
+        (dict(eps="small"), "eps: expected a finite number > 0, received 'small'"),
     ],
 )
 def test_wrong_options(options, words, unchecked):

@@ -10,7 +10,7 @@ from jax.typing import DTypeLike
 
 from .._kernel import Kernel, Plan
 from .._shapes import AnyArray, Bool, Float, Int, Numbers
-from ..core.arguments import array, check_state_dtype
+from ..core.arguments import array, check_flags, check_state_dtype
 from ..core.plans import plan_of
 from ..core.platforms import register
 from ..dispatch import PlatformLike
@@ -88,8 +88,9 @@ class Recurrent(Kernel):
             inputs now.
         """
         check_options(cell, activation, gate_activation)
+        check_flags(reverse=reverse)
         self.cell, self.activation, self.gate_activation = cell, activation, gate_activation
-        self.reverse = reverse
+        self.reverse = bool(reverse)
         self.state_dtype = check_state_dtype(state_dtype)
         self.plan = plan_of(Recurrent, self, platform, config, tune_for)
 

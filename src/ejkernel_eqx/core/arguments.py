@@ -3,6 +3,7 @@
 Errors are raised before anything is computed and name the argument, what was expected, what was received, and the remedy.
 """
 
+import math
 from typing import Any
 
 import jax
@@ -12,6 +13,18 @@ from jax import Array
 
 _DTYPES = ("bfloat16", "float16", "float32", "float64")
 STATE_DTYPES = ("float32", "bfloat16", "float64")
+
+
+def check_flags(**flags: Any) -> None:
+    for name, flag in flags.items():
+        if not isinstance(flag, bool | np.bool_):
+            raise ValueError(f"{name}: expected True or False, received {flag!r}; it is a static flag.")
+
+
+def is_finite(x: Any) -> bool:
+    """Whether `x` is a finite number of Python or NumPy."""
+    is_number = isinstance(x, int | float | np.integer | np.floating) and not isinstance(x, bool)
+    return is_number and math.isfinite(x)
 
 
 def check_state_dtype(dtype: Any) -> str | None:

@@ -1,18 +1,17 @@
 """Checks what a user passes to a grouped matmul and resolves it to `GroupedArrays` and `GroupedSpec`."""
 
 import functools
-import math
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jax import Array
-from jax.core import Tracer
 
 from .._errors import UnsupportedError
-from .._values import check_between, checked
-from ..core.arguments import array, fitting
+from .._values import check_between, checked, known
+from ..core.arguments import array, check_flags, fitting, is_finite
 from .spec import (
     ACTIVATIONS,
     columns,
@@ -28,7 +27,9 @@ from .spec import (
 _OUT_DTYPES = ("bfloat16", "float16", "float32", "float64")
 
 
-def check_options(activation: Any, gate_up: Any, alpha: Any, limit: Any, up_shift: Any) -> None:
+def check_options(
+    activation: Any, gate_up: Any, alpha: Any, limit: Any, up_shift: Any, transpose_rhs: Any
+) -> None:
     if activation not in ACTIVATIONS:
         names = ", ".join(map(repr, ACTIVATIONS))
         raise ValueError(f"activation: expected one of {names}, received {activation!r}.")
@@ -36,20 +37,17 @@ def check_options(activation: Any, gate_up: Any, alpha: Any, limit: Any, up_shif
         raise ValueError(
             f"gate_up: expected None, {HALVES!r} or {INTERLEAVED!r}, received {gate_up!r}; a second right side is the argument up of the call."
         )
-    if not _is_number(alpha):
+    if not is_finite(alpha):
         raise ValueError(f"alpha: expected a finite number, received {alpha!r}.")
     if alpha != 1.0 and activation != "silu":
         raise ValueError(
             f"alpha: expected 1 unless activation is 'silu', received {alpha!r}; it scales the argument of its sigmoid."
         )
-    if limit is not None and not (_is_number(limit) and limit > 0):
+    if limit is not None and not (is_finite(limit) and limit > 0):
         raise ValueError(f"limit: expected a positive number or None, received {limit!r}.")
-    if not _is_number(up_shift):
+    if not is_finite(up_shift):
         raise ValueError(f"up_shift: expected a finite number, received {up_shift!r}.")
-
-
-def _is_number(x: Any) -> bool:
-    return isinstance(x, int | float) and not isinstance(x, bool) and math.isfinite(x)
+    check_flags(transpose_rhs=transpose_rhs)
 
 
 def check_out_dtype(dtype: Any) -> str | None:
@@ -102,7 +100,8 @@ def resolve(
         if other.shape != weight.shape:
             raise ValueError(f"up: expected the shape of rhs, {weight.shape}, received {other.shape}.")
         found |= _side("up", other, up, (count, width))
-    found |= {} if rows is None else {"rows": _checked_rows(rows, row_indices, lhs.shape[-2], sizes)}
+    if rows is not None:
+        found["rows"] = _checked_rows(rows, row_indices, lhs.shape[-2], sizes, group_sizes)
     return GroupedArrays(lhs, sizes, **found), spec
 
 
@@ -206,13 +205,17 @@ def _rows(given: Any, lead: tuple[int, ...]) -> Array:
     return rows
 
 
-def _checked_rows(rows: Array, given: Any, length: Any, sizes: Array) -> Array:
+def _checked_rows(rows: Array, given: Any, length: Any, sizes: Array, given_sizes: Any) -> Array:
     """Indices are checked and arbitrary ones past the last group replaced."""
     place = jnp.arange(rows.shape[-1], dtype=jnp.int32)
     real = jax.lax.expand_dims(place, range(rows.ndim - 1)) < sizes.sum(-1, keepdims=True, dtype=jnp.int32)
     rows = jnp.where(real, rows, 0)
-    known = given if isinstance(rows, Tracer) else rows
-    rows = check_between("row_indices", rows, known, 0, max(length - 1, 0), "they are rows of lhs")
+    # Where some values are traced it is unknown which indices count.
+    values, total = known(given), known(given_sizes)
+    seen: Any = rows
+    if values is not None and total is not None:
+        seen = np.where(np.arange(values.shape[-1]) < total.sum(-1, keepdims=True), values, 0)
+    rows = check_between("row_indices", rows, seen, 0, max(length - 1, 0), "they are rows of lhs")
     return rows.astype(jnp.int32)
 
 

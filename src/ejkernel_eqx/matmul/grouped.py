@@ -77,7 +77,7 @@ class GroupedMatmul(Kernel):
         - `tune_for`: `(lhs, rhs, group_sizes)` or [`ejkernel_eqx.inputs`][]`(...)`, arrays or `jax.ShapeDtypeStruct`s: fix the choice for
             these inputs now.
         """
-        check_options(activation, gate_up, alpha, limit, up_shift)
+        check_options(activation, gate_up, alpha, limit, up_shift, transpose_rhs)
         self.preferred_element_type = check_out_dtype(preferred_element_type)
         limit = None if limit is None else float(limit)
         self.spec = GroupedSpec(

@@ -13,6 +13,8 @@ import numpy as np
 from jax import Array
 from jax.core import Tracer
 
+from ..core.arguments import check_flags as check_flags
+
 _KINDS = {"floats": jnp.floating, "integers": jnp.integer, "booleans": jnp.bool_}
 
 
@@ -42,12 +44,6 @@ def width_of(name: str, factor: Any, of: int, heads: int, what: str) -> int:
             f"{of} is multiplied by it{f' and divided among {heads} heads' if heads > 1 else ''}."
         )
     return round(value)
-
-
-def check_flags(**flags: Any) -> None:
-    for name, flag in flags.items():
-        if not isinstance(flag, bool | np.bool_):
-            raise ValueError(f"{name}: expected True or False, received {flag!r}; it is a static flag.")
 
 
 def check_numbers(**numbers: Any) -> None:

@@ -15,6 +15,7 @@ from .attention_inputs import CallInputs
 from .kv_cache import KVCache
 from .rolling_cache import RollingKVCache
 from .rotary import RotaryChoice, RotaryEmbedding
+from .tokens import ids_of
 
 Rope = RotaryEmbedding | RotaryChoice
 
@@ -94,7 +95,7 @@ def places_over_pages(rope: Rope | None, batch: RaggedBatch, positions: AnyArray
 
 def locate(x: Array, cache: KVCache | RollingKVCache | None, given: CallInputs) -> Rows:
     """The rows of a call. Left padding reduces the offset, so that the first real token has the position of the row's length."""
-    padding_mask, segment_ids = given.padding_mask, given.segment_ids
+    padding_mask = given.padding_mask
     if given.kv_input is not None:
         return _locate_cross(x, given.kv_input, padding_mask, given.kv_padding_mask)
     if given.cu_seqlens is not None:
@@ -107,9 +108,8 @@ def locate(x: Array, cache: KVCache | RollingKVCache | None, given: CallInputs) 
     if cache is not None:
         return Rows(padding_mask, cache.lengths if left is None else cache.lengths - left)
     offset = None if left is None else -left
-    if padding_mask is not None:
-        segment_ids = jnp.where(padding_mask, jnp.int32(0) if segment_ids is None else segment_ids, -1)
-    return Rows(padding_mask, offset, segment_ids, segment_ids)
+    ids = ids_of(given.segment_ids, padding_mask)
+    return Rows(padding_mask, offset, ids, ids)
 
 
 def _first_real(padding_mask: AnyArray) -> Array:

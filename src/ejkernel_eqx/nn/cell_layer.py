@@ -30,7 +30,7 @@ from .arguments import (
     read_weight_dtype,
 )
 from .projection import compute_dtype_of, product, stored_dtype_of
-from .tokens import clear
+from .tokens import clear, ids_of
 
 L = TypeVar("L", bound="CellLayer")
 _GATES = {"lstm": 4, "gru": 3, "rnn": 1}
@@ -251,11 +251,7 @@ class CellLayer(eqx.Module):
                 raise ValueError(
                     "key: expected a PRNG key because dropout_rate > 0, received None; pass key=, or inference=True to disable dropout."
                 )
-            if padding_mask is not None:
-                segment_ids = jnp.where(
-                    padding_mask, jnp.int32(0) if segment_ids is None else segment_ids, -1
-                )
-            tokens["segment_ids"] = segment_ids
+            tokens["segment_ids"] = ids_of(segment_ids, padding_mask)
             x = x.astype(compute_dtype_of(self.compute_dtype, (), *self._typed(x)))
             y, left = self._stack(_cleared(x, tokens), state, tokens, key if drops else None)
             return y if state is None else (y, left)

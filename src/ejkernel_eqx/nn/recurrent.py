@@ -22,7 +22,7 @@ from .projection import compute_dtype_of, leading_axes_of, stored_dtype_of
 from .recurrent_state import RecurrentState as RecurrentState
 from .recurrent_state import Rows as Rows
 from .short_convolution import ShortConvolution
-from .tokens import check_ragged, clear
+from .tokens import check_ragged, clear, ids_of
 
 L = TypeVar("L", bound="RecurrentLayer")
 
@@ -336,10 +336,9 @@ def _rows_of(
         tokens = jnp.arange(x.shape[-2], dtype=jnp.int32)
         real = (tokens >= cu_seqlens[0]) & (tokens < cu_seqlens[-1])
         return Rows(axis, state, real, cu_seqlens=cu_seqlens)
-    if padding_mask is not None:
-        segment_ids = jnp.where(padding_mask, jnp.int32(0) if segment_ids is None else segment_ids, -1)
-    real = None if segment_ids is None else segment_ids >= 0
-    return Rows(axis, state, real, segment_ids, step=state is not None and x.shape[-2] == 1)
+    ids = ids_of(segment_ids, padding_mask)
+    real = None if ids is None else ids >= 0
+    return Rows(axis, state, real, ids, step=state is not None and x.shape[-2] == 1)
 
 
 def _take(pool: Array, slots: Array) -> Array:

@@ -9,6 +9,7 @@ from jax import Array
 from .._broadcast import like
 from .._shapes import AnyArray
 from ..paged import RaggedBatch
+from ..sequences.packing import read_ids
 from .arguments import read_array
 from .projection import project
 
@@ -16,6 +17,14 @@ from .projection import project
 def clear(x: Array, real: AnyArray | None) -> Array:
     """`x` with zeros at padding positions, where NaN would otherwise reach the gradients of weights as 0 * NaN."""
     return x if real is None else jnp.where(like(jnp.asarray(real)[..., None], x), x, jnp.zeros_like(x))
+
+
+def ids_of(segment_ids: AnyArray | None, padding_mask: AnyArray | None) -> Array | None:
+    """Segment ids, int32, which are -1 at padding; `None` if there is neither."""
+    ids = None if segment_ids is None else read_ids(segment_ids)  # unsigned ones have no -1
+    if padding_mask is None:
+        return ids
+    return jnp.where(padding_mask, jnp.int32(0) if ids is None else ids, jnp.int32(-1))
 
 
 def split_heads(x: Array, heads: int) -> Array:

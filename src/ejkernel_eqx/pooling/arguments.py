@@ -1,7 +1,6 @@
 """Checks what a user passes to a pooling and resolves it to `PoolArrays`."""
 
 import dataclasses
-import math
 from typing import Any
 
 import jax.numpy as jnp
@@ -9,7 +8,7 @@ import numpy as np
 from jax import Array, lax
 
 from .._values import check_between, checked, known
-from ..core.arguments import array
+from ..core.arguments import array, check_flags, is_finite
 from ..sequences.packing import read_count
 from ..sequences.rows import Packing, read_packing
 from . import tables
@@ -36,9 +35,7 @@ class Options:
             raise ValueError(
                 f"reduction: expected {words} or {REDUCTIONS[-1]!r}, received {self.reduction!r}."
             )
-        for name in ("normalize", "indices_are_sorted"):
-            if not isinstance(getattr(self, name), bool | np.bool_):
-                raise ValueError(f"{name}: expected True or False, received {getattr(self, name)!r}.")
+        check_flags(normalize=self.normalize, indices_are_sorted=self.indices_are_sorted)
         for name, least in (("chunk_size", 1), ("num_segments", 0), ("max_chunks", 0)):
             value = getattr(self, name)
             if value is not None and read_count(name, value, least) > _MOST:
@@ -47,7 +44,7 @@ class Options:
             raise ValueError(
                 f"max_chunks: expected None without chunk_size, received {self.max_chunks}; it bounds the chunks of packed sequences."
             )
-        if not (math.isfinite(self.eps) and self.eps > 0):
+        if not (is_finite(self.eps) and self.eps > 0):
             raise ValueError(f"eps: expected a finite number > 0, received {self.eps!r}.")
 
 
@@ -167,7 +164,7 @@ def _ids(options: Options, segment_ids: Any, shape: tuple[int, ...]) -> tuple[Ar
                 "num_segments: expected the number of segments, as the ids are traced and it is a size of the result, received None; "
                 "pass MeanPooling(num_segments=...)."
             )
-        count = max(0, int(values.max(initial=-1)) + 1)
+        count = max(0, int(values.max()) + 1) if values.size else 0
     count = int(count)
     ids = checked(
         ids,

@@ -75,7 +75,7 @@ class MeanPooling(Kernel):
         **Raises:** `ValueError` for invalid options.
         """
         self.options = Options(
-            reduction, chunk_size, normalize, float(eps), num_segments, max_chunks, indices_are_sorted
+            reduction, chunk_size, normalize, eps, num_segments, max_chunks, indices_are_sorted
         )
         self.plan = plan_of(MeanPooling, self, platform, config, tune_for)
 

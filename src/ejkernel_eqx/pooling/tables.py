@@ -84,7 +84,7 @@ def by_id(ids: Array, count: int, are_sorted: bool) -> tuple[Array, Array]:
     key = jnp.where(is_member, ids, count)
     sizes = tally(jnp.where(is_member, ids, -1), count)
     ends = jnp.cumsum(sizes, -1, dtype=jnp.int32)
-    offsets = jnp.concatenate([jnp.zeros_like(ends[..., :1]), ends], -1)
+    offsets = jnp.pad(ends, [(0, 0)] * (ends.ndim - 1) + [(1, 0)])
     if not are_sorted:
         return offsets, jnp.argsort(key, -1, stable=True).astype(jnp.int32)
     token = jnp.broadcast_to(jnp.arange(ids.shape[-1], dtype=jnp.int32), ids.shape)
