@@ -42,6 +42,7 @@ def test_attention(platform):
     check(call)
 
 
+@pytest.mark.few(1)
 @pytest.mark.parametrize("platform", PLATFORMS)
 def test_gradients_of_attention(platform):
     if platform != "xla":

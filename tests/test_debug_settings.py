@@ -40,7 +40,7 @@ ATTENTION: dict[str, Any] = {
 }
 
 
-@pytest.mark.few(2)
+@pytest.mark.few(1)
 @PLATFORMS
 @pytest.mark.parametrize("name", ATTENTION)
 def test_attention(platform, name):
@@ -88,6 +88,7 @@ def test_selective_scan(platform, packing, softplus):
     check(lambda given: op(**given, **packed), given)
 
 
+@pytest.mark.few(1)
 @PLATFORMS
 def test_convolution_and_norm(platform):
     x = normal(0, B, T, 8)

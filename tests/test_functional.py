@@ -97,7 +97,7 @@ def test_operations_of_the_package_are_exported():
     assert {name for name in ours if not name.startswith("tests.")} == CALLS.keys()
 
 
-@pytest.mark.few(6)
+@pytest.mark.few(3)
 @by_operation
 def test_gives_what_the_module_gives(cls):
     options, args, others = CALLS[cls.operation]

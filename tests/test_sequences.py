@@ -229,7 +229,7 @@ def test_fault_of_ejkernel():
         assert local.tolist() == [2, 1, 2, 1, 1]
 
 
-@pytest.mark.few(3)
+@pytest.mark.few(1)
 @pytest.mark.parametrize("reverse", [False, True])
 @pytest.mark.parametrize("size", [None, 3])
 @pytest.mark.parametrize("kind", ["cu_seqlens", "segment_ids"])

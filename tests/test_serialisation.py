@@ -116,7 +116,7 @@ def test_like_is_never_allocated(path):
     assert seen == [True]
 
 
-@pytest.mark.few(18)
+@pytest.mark.few(6)
 @pytest.mark.parametrize("shape", [(), (0,), (1,), (3, 2)])
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_every_dtype_and_neighbours(path, dtype, shape):

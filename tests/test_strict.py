@@ -72,7 +72,7 @@ CALLS: dict[str, dict[str, Any]] = {
 }
 
 
-@pytest.mark.few(6)
+@pytest.mark.few(3)
 @PLATFORMS
 @pytest.mark.parametrize("name", CALLS)
 def test_attention(platform, name):
@@ -111,7 +111,7 @@ RECURRENCES = [
 ]
 
 
-@pytest.mark.few(9)
+@pytest.mark.few(4)
 @pytest.mark.parametrize("name, platform, form", RECURRENCES)
 def test_recurrences(name, platform, form):
     case = operations.CASES[name]
@@ -129,7 +129,7 @@ def test_recurrences(name, platform, form):
     trace(case.run(module, **more), arrays, state)
 
 
-@pytest.mark.few(7)
+@pytest.mark.few(3)
 @PLATFORMS
 @pytest.mark.parametrize("form", ["rows", "segments", "offsets", "step"])
 def test_selective_scan(platform, form):
@@ -160,7 +160,7 @@ def test_selective_scan(platform, form):
     trace(op, **given, initial_state=state, **more)
 
 
-@pytest.mark.few(12)
+@pytest.mark.few(4)
 @PLATFORMS
 @pytest.mark.parametrize("name", convolution.CASES)
 def test_convolution(platform, name):
@@ -170,6 +170,7 @@ def test_convolution(platform, name):
     jax.eval_shape(convolution.results, operation, inputs, case.packing, cotangents)
 
 
+@pytest.mark.few(5)
 @PLATFORMS
 @pytest.mark.parametrize("name", normalization.CASES)
 def test_norm(platform, name):
@@ -177,6 +178,7 @@ def test_norm(platform, name):
     jax.eval_shape(normalization.results, case.operation(platform), *normalization.make(case))
 
 
+@pytest.mark.few(5)
 @PLATFORMS
 @pytest.mark.parametrize(
     "name", [name for name, case in pooling.CASES.items() if case.segments or not case.ids]
@@ -187,7 +189,7 @@ def test_pooling(platform, name):
     jax.eval_shape(pooling.results, case.operation(platform), x, case.tables(), dout)
 
 
-@pytest.mark.few(6)
+@pytest.mark.few(3)
 @PLATFORMS
 @pytest.mark.parametrize("name", cells.CASES)
 def test_cells(platform, name):

@@ -131,7 +131,7 @@ def test_wrong_offsets(family, fault):
     assert expected in message
 
 
-@pytest.mark.few(6)
+@pytest.mark.few(3)
 @pytest.mark.parametrize("name", NUMBERS)
 def test_wrong_numbers(name):
     call, right, wrong = NUMBERS[name]

@@ -99,7 +99,7 @@ def test_lengths(flash):
     check(lse_of(flash(), kv_lengths=jnp.int32(33)), arrays)
 
 
-@pytest.mark.few(2)
+@pytest.mark.few(1)
 @pytest.mark.parametrize(
     "options",
     [dict(causal=True), dict(), dict(causal=True, sliding_window=4), dict(sliding_window=(2, 1))],
@@ -154,6 +154,7 @@ def test_segments(flash):
     check(lse_of(flash(), segment_ids=jnp.asarray(ids), mask=ejx.Mask.causal()), arrays, seen, poisoned=bad)
 
 
+@pytest.mark.few(1)
 def test_segments_of_keys(flash):
     arrays = qkv(2, t=10, s=24)
     ids, kv_ids = (

@@ -62,7 +62,7 @@ def _inner(value: Any) -> Any:
     return inner if hasattr(inner, "eqns") else None
 
 
-@pytest.mark.few(8)
+@pytest.mark.few(3)
 @pytest.mark.parametrize("name", SHARED)
 def test_no_array_is_as_large_as_the_scores(flash, name):
     (lead, bias, mask), t = SHARED[name], 48
@@ -111,7 +111,7 @@ def test_a_bias_that_examples_share(flash, name):
     check(call, arrays, causal(18, 18))
 
 
-@pytest.mark.few(8)
+@pytest.mark.few(3)
 @pytest.mark.parametrize("name", MAPPED)
 def test_no_gradient_is_as_large_as_the_scores(flash, name):
     call, arrays = transformed(flash, name, t=48)

@@ -168,7 +168,7 @@ SINGLE = {
 }
 
 
-@pytest.mark.few(8)
+@pytest.mark.few(4)
 @pytest.mark.parametrize("name", SINGLE)
 def test_by_definition(name):
     check(SINGLE[name], 6, 7)

@@ -118,6 +118,7 @@ def test_an_opaque_kernel_is_split_where_it_stands(kind, kv_heads):
         assert grads[name].sharding.is_equivalent_to(sharded[name].sharding, 4), name
 
 
+@pytest.mark.few(1)
 @pytest.mark.parametrize("kind", MESHES)
 def test_plain_operands_need_no_collective_in_the_backward_either(kind):
     arrays = {name: x for name, x in problem().items() if name in "qkv"}

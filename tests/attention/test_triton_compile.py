@@ -154,7 +154,7 @@ GRID = [
 ]
 
 
-@pytest.mark.few(5)
+@pytest.mark.few(2)
 @pytest.mark.parametrize(
     "target, head_dim, dtype, everything",
     [pytest.param(*row, marks=() if row in QUICK else pytest.mark.slow) for row in GRID],

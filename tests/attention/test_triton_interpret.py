@@ -187,7 +187,7 @@ IDS = {
 }
 
 
-@pytest.mark.few(1)
+@pytest.mark.slow
 @pytest.mark.parametrize("name", IDS)
 def test_segments_across_tiles(name):
     """Ids in any order: a query whose id no key has sees nothing and may be NaN."""

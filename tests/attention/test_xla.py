@@ -126,7 +126,7 @@ def check(case: Case, config: xla.XlaConfig, run=run_xla) -> None:
         np.testing.assert_array_equal(np.asarray(clean), np.asarray(again))
 
 
-@pytest.mark.few(2)
+@pytest.mark.few(1)
 @pytest.mark.parametrize("n", every_fourth(CASES))
 def test_agrees_with_reference(n):
     check(CASES[n], TILES[n % len(TILES)])

@@ -43,7 +43,7 @@ def assert_exact(found, given):
         assert_close(x, y, kind="forward" if n < 2 else "gradient")
 
 
-@pytest.mark.few(3)
+@pytest.mark.few(2)
 @platforms
 @pytest.mark.parametrize("lead", [(), (3,), (2, 1, 3)])
 def test_results_and_gradients(platform, lead):
@@ -51,6 +51,7 @@ def test_results_and_gradients(platform, lead):
     assert_exact(jax.jit(everything)(LeakyIntegrator(platform), *given), given)
 
 
+@pytest.mark.few(1)
 @platforms
 def test_mapped_calls_are_one_launch(platform):
     op, given = LeakyIntegrator(platform), operands(2, 3)
@@ -63,6 +64,7 @@ def test_mapped_calls_are_one_launch(platform):
     assert text.count("ejkernel_interpret") == (platform == "triton-interpret")
 
 
+@pytest.mark.few(1)
 @platforms
 def test_a_step_is_one_token(platform):
     op, (x, decay, state) = LeakyIntegrator(platform), operands(5)
@@ -111,6 +113,7 @@ def test_forward_mode_says_which_platform_has_it():
         jax.jvp(LeakyIntegrator("triton-interpret"), given, tangents)
 
 
+@pytest.mark.few(1)
 @platforms
 def test_it_is_tuned_and_explained(platform):
     op, given = LeakyIntegrator(platform), operands(2)

@@ -68,6 +68,7 @@ def test_vmap_on_a_mesh(kind):
     close(out, expected()[0])
 
 
+@pytest.mark.few(2)
 @pytest.mark.parametrize("check_vma", [True, False])
 @pytest.mark.parametrize("platform", ["pallas", "xla"])
 def test_inside_shard_map(platform, check_vma):

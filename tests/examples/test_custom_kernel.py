@@ -73,7 +73,7 @@ CASES = {
 }
 
 
-@pytest.mark.few(5)
+@pytest.mark.few(2)
 @pytest.mark.parametrize(
     ("platform", "case"),
     [*(("triton-interpret", case) for case in CASES), ("xla", "odd"), ("xla", "no rows")],

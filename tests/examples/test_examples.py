@@ -170,7 +170,7 @@ def train_lm():
     del sys.modules["train_lm"]
 
 
-@pytest.mark.few(4)
+@pytest.mark.few(2)
 @pytest.mark.parametrize(
     ("options", "message"),
     [

@@ -32,6 +32,7 @@ def copy(scalar=None):
     return Launch(kernels.square_kernel, {"x": shape}, {"out": shape}, {"n": scalar}, {"BLOCK": 64}, (1,))
 
 
+@pytest.mark.few(2)
 @pytest.mark.parametrize("target", sorted(TARGETS))
 def test_all_targets(target):
     report = compile_ahead(matmul(), target)

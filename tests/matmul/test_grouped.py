@@ -1,6 +1,7 @@
 """The grouped matmul on XLA and by its Triton kernels, interpreted: against the reference, and how it composes."""
 
 import dataclasses
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -322,9 +323,8 @@ def test_indices_past_the_last_group_are_anything():
 
 
 def test_options_may_be_numbers_of_numpy(unchecked):
-    given = ejx.GroupedMatmul(
-        "silu", alpha=np.float32(1.5), limit=np.float64(7), transpose_rhs=np.bool_(True)
-    )
+    options: Any = dict(alpha=np.float32(1.5), limit=np.float64(7), transpose_rhs=np.bool_(True))
+    given = ejx.GroupedMatmul("silu", **options)
     assert given.spec == ejx.GroupedMatmul("silu", alpha=1.5, limit=7, transpose_rhs=True).spec
 
 

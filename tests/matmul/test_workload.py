@@ -34,6 +34,7 @@ KINDS = {
 }
 
 
+@pytest.mark.few(2)
 @pytest.mark.parametrize("name", KINDS)
 def test_inputs_are_of_their_problem(name):
     wanted = KINDS[name]

@@ -68,7 +68,7 @@ def test_stacks_follow_the_pattern():
     assert DecoderConfig(8, 8, (FULL, MAMBA, MAMBA)).stacks() == ((0, 3, 1),)
 
 
-@pytest.mark.few(1)
+@pytest.mark.slow
 @pytest.mark.parametrize("name", CONFIGS)
 def test_a_call_is_its_layers_in_order(name):
     model = model_of(name)

@@ -83,6 +83,7 @@ def test_equal_seeds_draw_equally(model):
     )
 
 
+@pytest.mark.slow
 def test_rows_with_nan_end_and_are_reported(model):
     """The token 7 has a broken embedding: a row that reads it ends, and the others go on."""
     broken = eqx.tree_at(lambda m: m.embedding, model, model.embedding.at[7].set(jnp.nan))
@@ -99,6 +100,7 @@ def test_a_whole_generation_may_be_jitted(model):
     assert inside(model, prompt)[0].tolist() == greedy(model, [3, 1, 4], 4)
 
 
+@pytest.mark.few(4)
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [

@@ -35,7 +35,7 @@ def error_of(logits, golden) -> float:
     )
 
 
-@pytest.mark.few(4)
+@pytest.mark.few(2)
 @pytest.mark.parametrize("kind", list(CONFIGS))
 def test_logits_are_those_of_transformers(kind, tmp_path):
     model = ejx.models.from_pretrained(folder_of(kind, tmp_path), dtype="float32")

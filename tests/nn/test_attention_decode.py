@@ -61,7 +61,7 @@ def test_prefill_and_steps_equal_the_full_pass(name):
     assert_close(jnp.concatenate(pieces, axis=1), _call(layer, x), name=name)
 
 
-@pytest.mark.few(2)
+@pytest.mark.few(1)
 @pytest.mark.parametrize(
     ("name", "side"),
     [("plain", "left"), ("plain", "right"), ("sinks, biases, yarn", "left"), ("sinks, biases, yarn", "right")]

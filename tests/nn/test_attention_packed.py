@@ -24,7 +24,7 @@ def _layer(name):
     return MultiHeadAttention(EMBED, num_heads=2, **LAYERS[name], key=jax.random.key(0))
 
 
-@pytest.mark.few(2)
+@pytest.mark.few(1)
 @pytest.mark.parametrize("name", LAYERS)
 def test_each_sequence_is_alone(name):
     layer = _layer(name)

@@ -52,6 +52,7 @@ def _loop(layers, x):
     return x
 
 
+@pytest.mark.slow
 def test_training():
     layers, written_out, x = _stacked(), _written_out(), _x(2, TOKENS)
 
@@ -85,7 +86,7 @@ def test_decoding():
     assert_close(jnp.concatenate([first, second, last], 1), expected)
 
 
-@pytest.mark.few(1)
+@pytest.mark.slow
 @pytest.mark.parametrize("alibi", [False, True])
 @pytest.mark.parametrize("platform", ["xla", pytest.param("triton-interpret", marks=pytest.mark.slow)])
 def test_pages(alibi, platform):

@@ -116,6 +116,7 @@ def test_a_hybrid_model_takes_drafts_back():
         done = [n + a for n, a in zip(done, accepted)]
 
 
+@pytest.mark.slow
 def test_tokens_that_nobody_takes_back_count_and_go_with_their_slot():
     layer = recurrent_layers.build("lightning")
     x, step = jnp.asarray(inputs()[0]), quick(lambda x, pool, batch: layer(x, pool, batch=batch))

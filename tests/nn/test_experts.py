@@ -94,6 +94,7 @@ def test_the_choice_of_experts(name):
     assert routing.weights.dtype == jnp.float32
 
 
+@pytest.mark.slow
 def test_experts_that_no_token_goes_to_are_not_touched():
     """NaN in their weights would otherwise show in the result, or in the gradients of others."""
     layer = build("mixtral")

@@ -207,7 +207,7 @@ def test_a_chosen_dtype_is_that_of_cast_projections(name):
 EMPTY = {"no tokens": (2, 0), "no rows": (0, 3), "neither": (0, 0)}
 
 
-@pytest.mark.few(3)
+@pytest.mark.few(1)
 @pytest.mark.parametrize("lead", EMPTY.values(), ids=EMPTY)
 @pytest.mark.parametrize("name", NAMES)
 def test_nothing_gives_nothing(name, lead):
@@ -236,6 +236,7 @@ def test_nothing_gives_nothing(name, lead):
     assert all(not np.any(leaf) for leaf in jax.tree.leaves(of_weights))
 
 
+@pytest.mark.few(1)
 @pytest.mark.parametrize("lead", EMPTY.values(), ids=EMPTY)
 def test_nothing_gives_nothing_in_parts(lead):
     """The same for the layers that others are made of, and for cross attention to nothing."""

@@ -158,6 +158,7 @@ def test_quantised_pages():
     assert 0 < error < 2e-2
 
 
+@pytest.mark.slow
 def test_scales_a_head_stay_with_their_layer():
     caches = new_caches(dtype=jnp.int8, scales="head")
     pages = caches.layers[0].with_scales(jnp.array([[0.1, 0.2], [0.3, 0.4]]), jnp.ones((2, 2)))

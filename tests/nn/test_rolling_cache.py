@@ -102,6 +102,7 @@ def test_vmap_layers_and_one_sequence():
     assert stack.k.shape == (2, ROWS, WINDOW, 2, 8) and stack.k.dtype == jnp.bfloat16
 
 
+@pytest.mark.slow
 def test_gradients_through_old_keys_and_new_ones():
     layer, x = _layer(), _x(9)
 

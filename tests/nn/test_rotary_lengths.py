@@ -30,7 +30,7 @@ def _expected(name, x, positions):
     return published.rotate_halves(x, base / np.asarray(LONG if long else SHORT), positions, magnitude)
 
 
-@pytest.mark.few(2)
+@pytest.mark.few(1)
 @pytest.mark.parametrize("name", SCALINGS)
 @pytest.mark.parametrize("tokens", [6, 7, 23])
 def test_lengths_are_those_of_the_rows(enable_x64, name, tokens):

@@ -151,7 +151,7 @@ def test_no_tokens(kind, dtype, scales):
     assert eqx.tree_equal(append(cache, *tokens(cache, 0), np.zeros(0, int)), cache)
 
 
-@pytest.mark.few(3)
+@pytest.mark.few(1)
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("dtype, scales", [(dtype, "head") for dtype in LARGEST])
 def test_scales_a_head_clip(kind, dtype, scales):

@@ -85,7 +85,7 @@ def test_donated_pages_are_written_in_place(kind, dtype, scales, lead):
     assert [x.unsafe_buffer_pointer() for x in jax.tree.leaves(new)] == pointers
 
 
-@pytest.mark.few(5)
+@pytest.mark.few(2)
 @cases
 def test_serialisation(kind, dtype, scales, tmp_path):
     cache = scaled(make(kind, dtype, scales)).bind(jnp.zeros((2, 3), int), jnp.ones(2, int))

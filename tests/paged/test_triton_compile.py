@@ -101,6 +101,7 @@ def launches(arrays: PagedArrays, spec: PagedSpec, config: Any) -> dict[str, Lau
     return launches_of(lambda arrays, execute: triton.forward(arrays, spec, config, execute=execute), arrays)
 
 
+@pytest.mark.few(3)
 @pytest.mark.parametrize(
     "target, kind",
     [

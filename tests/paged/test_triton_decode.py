@@ -60,7 +60,7 @@ def same(first: dict[str, Any], second: dict[str, Any]) -> bool:
     return all((np.asarray(first[name]) == np.asarray(second[name])).all() for name in ("out", "lse"))
 
 
-@pytest.mark.few(4)
+@pytest.mark.few(2)
 @pytest.mark.parametrize("name", FEW)
 def test_agrees(name):
     assert_agrees(CASES[name], attend(CASES[name]))

@@ -73,7 +73,7 @@ def assert_same(first: dict[str, Any], second: dict[str, Any]) -> None:
         np.testing.assert_array_equal(np.asarray(first[name]), np.asarray(second[name]))
 
 
-@pytest.mark.few(7)
+@pytest.mark.few(3)
 @pytest.mark.parametrize("name", NAMES)
 def test_agrees(name):
     assert_agrees(CASES[name], attend(CASES[name]))
@@ -269,6 +269,7 @@ def assert_compiles(target: str, sizes: tuple[Any, ...], options: dict[str, Any]
     assert report.fits and report.spills <= spills, report
 
 
+@pytest.mark.few(1)
 @pytest.mark.parametrize("name", COMPILED)
 def test_compiles(name):
     assert_compiles(*COMPILED[name])

@@ -176,6 +176,7 @@ def test_under_jit_with_donated_pages():
         np.testing.assert_array_equal(np.asarray(results[name]), np.asarray(expected[name]))
 
 
+@pytest.mark.few(1)
 @pytest.mark.parametrize("target", ["sm_80", "sm_90", "sm_100", "gfx942"])
 def test_compiles(target):
     """For the pages of a large model: no spills, hardly any shared memory. What is wide is stored by whole vectors."""

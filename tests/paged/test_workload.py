@@ -45,7 +45,7 @@ KINDS = {
 }
 
 
-@pytest.mark.few(3)
+@pytest.mark.few(1)
 @pytest.mark.parametrize("name", KINDS)
 def test_inputs_are_of_their_problem(name):
     wanted = KINDS[name]

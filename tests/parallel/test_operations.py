@@ -212,7 +212,7 @@ def leaves(results: Any) -> tuple[jax.Array, ...]:
     return tuple(jax.tree.leaves(results))
 
 
-@pytest.mark.few(3)
+@pytest.mark.few(2)
 @meshes.everywhere
 @pytest.mark.parametrize("platform", ["xla", "triton-interpret"])
 @pytest.mark.parametrize("name", CASES)

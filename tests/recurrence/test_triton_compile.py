@@ -103,6 +103,7 @@ GRID = [
 ]
 
 
+@pytest.mark.few(2)
 @pytest.mark.parametrize(
     "target, member, dim, dtype",
     [pytest.param(*row, marks=() if row in QUICK else pytest.mark.slow) for row in GRID],

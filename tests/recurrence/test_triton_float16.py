@@ -77,7 +77,7 @@ PAST = (
 )
 
 
-@pytest.mark.few(3)
+@pytest.mark.few(1)
 @pytest.mark.parametrize(
     "case, single",
     [

@@ -212,6 +212,7 @@ def test_vmap_folds_into_one_launch(launches):
     assert launches == ["step", "step"]
 
 
+@pytest.mark.few(2)
 @pytest.mark.parametrize("target", TARGETS)
 def test_fits_everywhere(target):
     case = {

@@ -56,7 +56,7 @@ def test_inputs_are_of_their_problem(operation, flags):
     assert (np.asarray(inputs.arrays.q) != np.asarray(other.arrays.q)).any()
 
 
-@pytest.mark.few(7)
+@pytest.mark.few(3)
 @pytest.mark.parametrize("slots", [False, True])
 @pytest.mark.parametrize("operation", OPERATIONS)
 def test_step_inputs_are_of_their_problem(operation, slots):

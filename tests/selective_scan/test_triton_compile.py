@@ -52,6 +52,7 @@ def launches_of(target, kind, dtype, **changes):
     return work.launches(dataclasses.replace(config, **tiles))
 
 
+@pytest.mark.few(1)
 @pytest.mark.parametrize(
     "target, kind, dtype",
     [pytest.param(*row, marks=() if row in QUICK else pytest.mark.slow) for row in GRID],
@@ -84,6 +85,7 @@ def test_prefetch_fits(target, kind):
         assert report.fits and report.spills <= 128 and report.shared <= 1024, (launch.label, report)
 
 
+@pytest.mark.slow
 def test_limited_registers_fit():
     """The forward that jax-triton 0.4 and later is given."""
     every = launches_of("sm_90", "few states", "bfloat16", max_registers=168, unroll=16)

@@ -38,6 +38,7 @@ def test_agrees_with_reference(case):
     assert_agrees(case, run(case, XlaConfig(CHUNK)))
 
 
+@pytest.mark.few(1)
 @over(lengths(CHUNK), {"T1", f"T{CHUNK + 1}"})
 def test_lengths(case):
     assert_agrees(case, run(case, XlaConfig(CHUNK)))

@@ -181,6 +181,7 @@ BROKEN = {
 }
 
 
+@pytest.mark.few(5)
 @pytest.mark.parametrize("case", BROKEN)
 def test_what_does_not_fit_is_named_and_left_out(case, path, tuned, elsewhere, caplog):
     change, words = BROKEN[case]

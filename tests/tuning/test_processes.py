@@ -84,6 +84,7 @@ def test_the_tables_of_process_0_are_everyones(both):
     assert first["chosen"] == second["chosen"] == [[2, "memory"]] and first["table"] == second["table"]
 
 
+@pytest.mark.slow
 def test_what_was_recorded_is_tuned_together(both):
     first, second = results(both, "recorded")
     assert first == second and first["chosen"] == [[2, "memory"]]

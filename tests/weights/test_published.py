@@ -37,6 +37,7 @@ def check(name: str, published: Published, **options):
     assert_close(y, published.y)
 
 
+@pytest.mark.few(12)
 @pytest.mark.parametrize("name", NAMES)
 def test_golden(name):
     check(name, read(name), abstract=True)
