@@ -157,7 +157,7 @@ def _pooling() -> list[TuneProblem]:
 
 
 def _matmul() -> list[TuneProblem]:
-    """Experts of published models: gate and up from gathered tokens, down, and decoding."""
+    """Experts of published models as the layer applies them, gate and up at once, then down; a plain product and gathered tokens; decoding."""
     models = (  # rows of a batch, features, those of an expert, experts, experts of a token
         (16384, 4096, 14336, 8, 2),
         (32768, 2048, 1408, 64, 6),
@@ -166,22 +166,17 @@ def _matmul() -> list[TuneProblem]:
     )
     problems = []
     for rows, features, expert, count, chosen in models:
-        up = dict(M=rows, L=rows // chosen, K=features, N=expert, E=count)
         plain = dict(M=rows, K=features, N=expert, E=count)
-        problems += [
-            *(
-                named("grouped_matmul", plain | {"K": k, "N": n})
-                for k, n in {(features, expert): 0, (expert, features): 0}
-            ),
-            named("grouped_matmul", up, gated="halves", activation="silu", transpose_rhs=True, gathered=True),
-            named("grouped_matmul", plain, gated="pair", activation="silu"),
-        ]
-        for tokens in (1, 16, 64):
-            few = plain | {"M": tokens * chosen}
+        for size in (plain, *(plain | {"M": tokens * chosen} for tokens in (64, 16, 1))):
             problems += [
-                named("grouped_matmul", few, gated="halves", activation="silu", transpose_rhs=True),
-                named("grouped_matmul", few | {"K": expert, "N": features}, transpose_rhs=True),
+                named("grouped_matmul", size, gated="pair", activation="silu", transpose_rhs=True),
+                named("grouped_matmul", size | {"K": expert, "N": features}, transpose_rhs=True),
             ]
+        problems.append(named("grouped_matmul", plain))
+    up = dict(M=32768, L=5461, K=2048, N=1408, E=64)
+    problems.append(
+        named("grouped_matmul", up, gated="halves", activation="silu", transpose_rhs=True, gathered=True)
+    )
     decode = dict(M=64, K=2048, N=1408, E=64)
     oss = dict(M=16384, L=4096, K=2880, N=2880, E=32)
     return [
