@@ -76,8 +76,8 @@ _PER_STEP = {
 }
 # Block sizes and warps; as deep and as early as memory allows.
 _PERSISTENT = {
-    "forward": ((16, 32, 8), (32, 16, 4), (16, 64, 8), (64, 16, 4), (32, 32, 8), (32, 16, 8), (64, 32, 8)),
-    "backward": ((16, 64, 8), (32, 16, 4), (16, 32, 4), (64, 16, 4), (32, 32, 8), (32, 64, 8), (64, 64, 8)),
+    "forward": ((16, 16, 4), (16, 32, 8), (32, 16, 4), (16, 64, 8), (64, 16, 4), (32, 32, 8), (64, 32, 8)),
+    "backward": ((16, 16, 4), (32, 16, 4), (16, 32, 4), (16, 64, 8), (64, 16, 4), (32, 32, 8), (64, 64, 8)),
 }
 _DEPTHS = ((1024, 1), (512, 2), (256, 3), (256, 2), (128, 3), (128, 2), (64, 2), (32, 1))
 """Depths of blocks, and how many products early they are loaded."""
@@ -154,18 +154,21 @@ def _persistent_tiles(kernel: str, problem: Problem, device: DeviceFacts) -> lis
     H, rows = problem.dim("H"), _rows(problem)
     found: list[CellTile] = []
     for m, n, warps in _PERSISTENT[kernel]:
-        if kernel == "forward" and _gates(problem) == 1:
-            n = max(n, WIDTH)
+        n = min(n, padded(H))
+        # The columns of one gate are fewer than products need; and where all features are no more than these, nothing is left to share.
+        if _gates(problem) == 1 if kernel == "forward" else H <= WIDTH:
+            n, warps = max(n, WIDTH), 8
         blocks = [(min(k, padded(_depth(kernel, problem))), ahead) for k, ahead in _DEPTHS]
+        tiles = [CellTile(min(m, padded(rows)), n, k, warps, ahead, "persistent") for k, ahead in blocks]
         tiles = [
-            CellTile(min(m, padded(rows)), min(n, padded(H)), k, warps, ahead, "persistent")
-            for k, ahead in blocks
+            dataclasses.replace(tile, num_stages=min(tile.num_stages, _blocks(kernel, problem, tile)))
+            for tile in tiles
         ]
         tiles = [tile for tile in tiles if m * tile.block_k * tile.num_stages <= _EARLY * 32 * warps]
         tiles = fitting(tiles, lambda tile: _memory(kernel, problem, tile), device)
         tiles = [tile for tile in tiles if programs(kernel, rows, H, tile) <= device.num_multiprocessors]
         # Of the blocks that exceed the features the least, the deepest.
-        found += sorted(tiles, key=lambda tile: _resident(kernel, problem, tile))[:1]
+        found += sorted(tiles, key=lambda tile: _blocks(kernel, problem, tile) * tile.block_k)[:1]
     return list(dict.fromkeys(found))
 
 
@@ -191,7 +194,7 @@ def _memory(kernel: str, problem: Problem, tile: CellTile) -> int:
     size = {"float32": 4}.get(problem.dtype("x"), 2)
     if tile.form == "persistent":
         outputs = tile.block_n * (sharing(tile) if kernel == "backward" else 4 if _gates(problem) > 1 else 1)
-        depth = _resident(kernel, problem, tile)
+        depth = _blocks(kernel, problem, tile) * tile.block_k
         loaded = min(depth, (tile.num_stages + 1) * tile.block_k) * tile.block_m * size
         return depth * outputs * size + max(loaded, 4 * tile.block_m * outputs)
     weights = _gates(problem) if kernel == "forward" else 1
@@ -205,10 +208,9 @@ def _depth(kernel: str, problem: Problem) -> int:
     return problem.dim("H") * (_gates(problem) if kernel == "backward" else 1)
 
 
-def _resident(kernel: str, problem: Problem, tile: CellTile) -> int:
-    """The number of features, in whole blocks, of the part of the weight that a program of the persistent form keeps."""
-    shared = sharing(tile) if kernel == "backward" else 1
-    return cdiv(_depth(kernel, problem), shared * tile.block_k) * tile.block_k
+def _blocks(kernel: str, problem: Problem, tile: CellTile) -> int:
+    """The number of blocks of features in the part of the weight that a program of the persistent form keeps."""
+    return cdiv(_depth(kernel, problem), (sharing(tile) if kernel == "backward" else 1) * tile.block_k)
 
 
 def _gates(problem: Problem) -> int:
