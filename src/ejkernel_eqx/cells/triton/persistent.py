@@ -2,11 +2,12 @@
 
 A launch has a program for every tile of rows and columns, and all of them run at the same time. In every step each multiplies the states of its
 rows, which the programs of the same rows have written, by its own columns of the weight. Before it reads them, it waits until all of
-these programs have arrived at the end of the step before.
+these programs have arrived at the end of the step before. In the backward several programs may share columns, each with its part of the features
+that products sum over; these exchange their sums.
 
 **Why waiting ends.** A program waits only for programs of its own launch. A launch that waits has at most as many programs as the device has
 multiprocessors (`TritonConfig.concurrent_programs`; otherwise each step is a launch, without waiting). So each program gets a place as soon
-as other kernels have left theirs, and those wait for nothing that this launch does.
+as other kernels have left theirs, and those wait for nothing that this launch does. `docs/architecture.md` has the conditions.
 """
 
 import triton

@@ -1,5 +1,6 @@
 """The backward pass over time with the weight on the chip; `persistent.py` says how its programs work together. The gradients of a tile's states
-stay in registers; those of the gates are read by all programs of the same rows."""
+stay in registers; those of the gates are read by all programs of the same rows, from two buffers in turn. `SHARED` programs have their tiles of
+columns together: each multiplies all of them by its part of the features, and adds what they have found for its own tile."""
 
 import triton
 import triton.language as tl
@@ -14,7 +15,7 @@ from .tile import marks_of, rows_of, within
 @triton.jit
 def persistent_backward_kernel(
     gates_ptr, cells_ptr, states_ptr, initial_ptr, weight_ptr, dout_ptr,  # [tokens, PARTS H], [tokens, H], [tokens, H], [R, H], [H, G], [tokens, H]
-    bounds_ptr, marks_ptr, step_ptr, R,  # [R, 2]: first token and length, [tokens], [2]
+    bounds_ptr, marks_ptr, step_ptr, R,  # [R, 2]: first token and length, [tokens], [3]
     dhidden_before_ptr, dcell_before_ptr, arrived_before_ptr,  # what the outputs start with
     dproduct_before_ptr, dx_before_ptr, operand_before_ptr, partial_before_ptr,
     dhidden_ptr, dcell_ptr, arrived_ptr,  # [R, H] in float32: the gradients of the final states, then of the initial ones; [barriers, 32]
