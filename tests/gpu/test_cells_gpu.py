@@ -50,6 +50,17 @@ def assert_same(first: Any, second: Any, what: str = "a second run") -> None:
         np.testing.assert_array_equal(np.asarray(x), np.asarray(second[name]), err_msg=f"{what}: {name}")
 
 
+def assert_right(name: str, case: Case, found: dict[str, Any], arrays: Any, cotangents: Any) -> None:
+    """Against the reference: results and every gradient."""
+    expected = on_host(exact, case, arrays, cotangents)
+    if case.dtype != "float32" and "larger" in name and {case.activation, case.gate} & KINKED:
+        # Among so many units, rounding to 16 bits moves some across the kink, and their gradients are others.
+        forward = lambda results: {name: x for name, x in results.items() if name[:2] != "d_"}
+        assert_agrees(forward(found), forward(expected), case.dtype)
+    else:
+        assert_agrees(found, expected, case.dtype)
+
+
 def larger(case: Case) -> Case:
     """The same with more rows and features than a tile has."""
     if case.offsets is not None:
@@ -69,13 +80,8 @@ def test_agrees_with_the_reference(name, dtype):
     case = dataclasses.replace(LARGER[name], dtype=dtype)
     arrays, cotangents = make(case)
     op = case.operation(platform="triton")
-    found, expected = results(op, arrays, case.packing, cotangents), on_host(exact, case, arrays, cotangents)
-    if dtype != "float32" and "larger" in name and {case.activation, case.gate} & KINKED:
-        # Among so many units, rounding to 16 bits moves some across the kink, and their gradients are others.
-        forward = lambda results: {name: x for name, x in results.items() if name[:2] != "d_"}
-        assert_agrees(forward(found), forward(expected), dtype)
-    else:
-        assert_agrees(found, expected, dtype)
+    found = results(op, arrays, case.packing, cotangents)
+    assert_right(name, case, found, arrays, cotangents)
     poisoned = results(op, poison(case, arrays), case.packing, cotangents)
     assert_same(found, poisoned, "a run with NaN in the padding")
     for n in range(1, REPEATS):
@@ -94,6 +100,56 @@ def test_every_candidate(kind, packed):
     for config in kernel_registry.get("recurrent", "triton").load().candidates(of, device_facts()):
         found = results(case.operation(config=config), arrays, case.packing, cotangents)
         assert_agrees(found, expected, case.dtype)
+
+
+PERSISTENT = {
+    "four share columns": ((32, 16, 64, 4, 1), (32, 16, 64, 4, 2)),
+    "two share columns": ((16, 64, 64, 8, 1), (16, 32, 128, 4, 1)),
+    "none share": ((64, 16, 64, 4, 2), (16, 64, 128, 8, 1)),
+    "64 rows": ((16, 16, 256, 4, 1), (64, 16, 64, 4, 2)),
+}
+
+
+@pytest.mark.parametrize("tiles", PERSISTENT)
+@pytest.mark.parametrize("name", LARGER)
+def test_programs_that_wait_for_each_other(name, tiles):
+    """The weight on the chip, in one launch: right, and the same bit for bit whichever program arrives first."""
+    of = example_problem("recurrent", dict(B=64, T=8, H=64), "bfloat16", dict(cell="lstm"))
+    from ejkernel_eqx.cells.triton.tile_sizes import CellTile, TritonConfig
+
+    device = device_facts()
+    forward, backward = (CellTile(*sizes, "persistent") for sizes in PERSISTENT[tiles])
+    config = TritonConfig(forward, backward, concurrent_programs=device.num_multiprocessors)
+    implementation = kernel_registry.get("recurrent", "triton")
+    of = example_problem("recurrent", dict(B=64, T=8, H=64), "bfloat16", dict(cell="lstm"))
+    reason = implementation.config_unsupported(config, of, device)
+    if reason is not None:
+        pytest.skip(reason)
+    case = dataclasses.replace(LARGER[name], dtype="bfloat16")
+    arrays, cotangents = make(case)
+    op = case.operation(config=config)
+    found = results(op, arrays, case.packing, cotangents)
+    assert_right(name, case, found, arrays, cotangents)
+    for n in range(1, REPEATS):
+        assert_same(found, results(op, arrays, case.packing, cotangents), f"run {n}")
+
+
+@pytest.mark.parametrize("kind", ["lstm", "gru"])
+@pytest.mark.parametrize("H, B", [(1024, 64), (256, 256)])
+def test_gradients_of_long_sequences_agree_with_xla(H, B, kind):
+    """At the sizes of the benchmark, in bfloat16, against float32 on XLA; and the same bit for bit when run again."""
+    case = Case(kind, B=B, T=512, H=H, I=64, initial=False)
+    arrays, cotangents = make(case)
+    arrays |= {"weight_hh": arrays["weight_hh"] * 3**-0.5}  # as in a new layer, uniform in +-H^-1/2
+    narrow = {name: x.astype(jnp.bfloat16) for name, x in arrays.items()}
+    out, *finals = cotangents
+    run = lambda: results(
+        ejx.Recurrent(kind, platform="triton"), narrow, {}, (out.astype(jnp.bfloat16), *finals)
+    )
+    found, expected = run(), results(ejx.Recurrent(kind, platform="xla"), arrays, {}, cotangents)
+    for name, x in expected.items():
+        assert_close(found[name], x, "bfloat16", "gradient", name=name)
+    assert_same(found, run())
 
 
 @pytest.mark.parametrize("H, B", [(1024, 64), (256, 256)])

@@ -24,8 +24,6 @@ from .rows import Rows, rows_of
 from .tile_sizes import CellTile, TritonConfig
 
 Named = dict[str, Array]
-SPIN = "asm"
-EXCHANGE = True
 
 OPAQUE = True
 PARTS = {"forward": FORWARD, "backward": BOTH}
@@ -47,7 +45,7 @@ def forward(
     arrays: CellArrays, spec: CellSpec, config: TritonConfig, *, save: bool = True, execute: Execute = run
 ) -> Named:
     """`out` and the final states; with `save` the `cells [B, T, H]` of an LSTM after every token, and the `states` if they differ from `out`."""
-    call = _Call(arrays, spec, config, config.forward, execute)
+    call = _Call("forward", arrays, spec, config, execute)
     dtype, tokens, features = arrays.x.dtype, call.tokens, call.features
     hidden = call.states(arrays.hidden)
     narrow = hidden.astype(dtype)
@@ -89,7 +87,7 @@ def backward(
     execute: Execute = run,
 ) -> Named:
     """The gradient of every float array. The gates are recomputed by one product over all tokens, and the gradient of the weight is another."""
-    call = _Call(arrays, spec, config, config.backward, execute)
+    call = _Call("backward", arrays, spec, config, execute)
     x, tokens, features = arrays.x, call.tokens, call.features
     flat = lambda a: a.reshape(tokens, a.shape[-1])
     before = call.rows.before(
@@ -104,8 +102,13 @@ def backward(
         "dproduct": gradients,
         "dx": gradients if is_gru else NOTHING,
     }
+    launches = 1
     if call.is_persistent:
+        shared = tile_sizes.sharing(config.backward)
+        sums = call.programs, config.backward.block_m, shared * config.backward.block_n
         outputs["operand"] = result(2, call.rows.count, x.shape[-1], dtype=x.dtype)
+        outputs["partial"] = result(*sums, dtype=jnp.float32) if shared > 1 else NOTHING
+        launches = 2 if shared > 1 and not call.in_one_launch else 1
     weight, kernel = arrays.weight.astype(x.dtype), backward_kernel.backward_kernel
     if call.is_persistent:
         weight = jnp.swapaxes(weight, 0, 1)
@@ -119,13 +122,18 @@ def backward(
         "dout": flat(cotangents["out"]),
     }
     launch = functools.partial(
-        call.launch.knowing(given_arrays, PARTS=1 if spec.cell == "rnn" else 4, **given(INITIAL=arrays.cell)),
+        call.launch.knowing(
+            given_arrays,
+            PARTS=1 if spec.cell == "rnn" else 4,
+            SHARED=tile_sizes.sharing(config.backward),
+            **given(INITIAL=arrays.cell),
+        ),
         kernel,
         config.backward,
     )
     longest = call.rows.longest
-    pair = lambda back: jnp.stack([jnp.asarray(longest, jnp.int32), back])
-    results = call.walk(launch, outputs, longest + 1, pair)
+    told = lambda step: jnp.stack([jnp.asarray(longest, jnp.int32), step // launches, step % launches])
+    results = call.walk(launch, outputs, (longest + 1) * launches, told)
     dproduct = call.rows.clear(results["dproduct"])
     dx = call.rows.clear(results["dx"]) if is_gru else dproduct
     grads = {
@@ -152,13 +160,15 @@ class _Call:
     """One call: its rows, and the arguments that both kernels share."""
 
     def __init__(
-        self, arrays: CellArrays, spec: CellSpec, config: TritonConfig, tile: CellTile, execute: Execute
+        self, kernel: str, arrays: CellArrays, spec: CellSpec, config: TritonConfig, execute: Execute
     ):
+        tile: CellTile = getattr(config, kernel)
         self.arrays, self.spec, self.tile = arrays, spec, tile
         self.features = arrays.weight.shape[-1]
         self.tokens = arrays.x.shape[0] * arrays.x.shape[1]
         self.rows: Rows = rows_of(arrays)
         self.is_persistent = tile.form == "persistent"
+        self.programs = tile_sizes.programs(kernel, self.rows.count, self.features, tile)
         # Programs that may not all run at the same time must not wait for each other.
         waits = self.is_persistent and self.programs <= config.concurrent_programs
         self.in_one_launch = tile.form == "whole" or waits
@@ -174,8 +184,6 @@ class _Call:
             "FAST": config.fast_sigmoid,
             "PER_STEP": tile.form == "per_step",
             "GRID_BARRIER": waits,
-            "SPIN": SPIN,
-            "EXCHANGE": EXCHANGE,
             "AHEAD": tile.num_stages,
             "EXACT": arrays.x.dtype == jnp.float32,
             **given(BIAS=arrays.bias),
@@ -189,11 +197,6 @@ class _Call:
         }
         self.launch = Launcher("cells", named, numbers, arrays.x, execute)
 
-    @property
-    def programs(self) -> int:
-        columns = 1 if self.tile.form == "whole" else cdiv(self.features, self.tile.block_n)
-        return cdiv(self.rows.count, self.tile.block_m) * columns
-
     def states(self, given: Array | None) -> Array:
         """States as the kernels see them, `[R, H]` in float32."""
         shape = self.rows.count, self.features
@@ -204,9 +207,14 @@ class _Call:
         return self.states(given) if self.spec.cell == "lstm" else jnp.zeros(1, jnp.float32)
 
     def arrived(self) -> Named:
-        """How often programs have arrived at the barrier of their tile of rows, each number in a cache line of its own."""
-        tiles = cdiv(self.rows.count, self.tile.block_m)
-        return {"arrived": jnp.zeros((tiles, 32), jnp.int32)} if self.is_persistent else {}
+        """How often programs have arrived at each barrier, each number in a cache line of its own: for a tile of rows one of all its programs, then
+        those of the programs that share columns."""
+        if not self.is_persistent:
+            return {}
+        columns = cdiv(self.features, max(self.tile.block_n, tile_sizes.WIDTH))
+        return {
+            "arrived": jnp.zeros((cdiv(self.rows.count, self.tile.block_m) * (columns + 1), 32), jnp.int32)
+        }
 
     def final(self, states: Array) -> Array:
         """Final states in the caller's layout."""

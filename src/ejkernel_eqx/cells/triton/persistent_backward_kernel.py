@@ -1,5 +1,6 @@
 """The backward pass over time with the weight on the chip; `persistent.py` says how its programs work together. The gradients of a tile's states
-stay in registers; those of the gates are read by all programs of the same rows."""
+stay in registers; those of the gates are read by all programs of the same rows, from two buffers in turn. `SHARED` programs have their tiles of
+columns together: each multiplies all of them by its part of the features, and adds what they have found for its own tile."""
 
 import triton
 import triton.language as tl
@@ -14,22 +15,29 @@ from .tile import marks_of, rows_of, within
 @triton.jit
 def persistent_backward_kernel(
     gates_ptr, cells_ptr, states_ptr, initial_ptr, weight_ptr, dout_ptr,  # [tokens, PARTS H], [tokens, H], [tokens, H], [R, H], [H, G], [tokens, H]
-    bounds_ptr, marks_ptr, step_ptr, R,  # [R, 2]: first token and length, [tokens], [2]
-    dhidden_before_ptr, dcell_before_ptr, arrived_before_ptr, dproduct_before_ptr, dx_before_ptr, operand_before_ptr,  # what the outputs start with
-    dhidden_ptr, dcell_ptr, arrived_ptr,  # [R, H] in float32: the gradients of the final states, then of the initial ones; [tiles of rows, 32]
+    bounds_ptr, marks_ptr, step_ptr, R,  # [R, 2]: first token and length, [tokens], [3]
+    dhidden_before_ptr, dcell_before_ptr, arrived_before_ptr,  # what the outputs start with
+    dproduct_before_ptr, dx_before_ptr, operand_before_ptr, partial_before_ptr,
+    dhidden_ptr, dcell_ptr, arrived_ptr,  # [R, H] in float32: the gradients of the final states, then of the initial ones; [barriers, 32]
     dproduct_ptr, dx_ptr, operand_ptr,  # [tokens, G]; for a GRU those of x differ from those of the products in n; [2, R, G]
+    partial_ptr,  # [programs, BM, W]: their sums
     H: tl.constexpr, CELL: tl.constexpr, GATES: tl.constexpr, ACTIVATION: tl.constexpr, GATE: tl.constexpr, INITIAL: tl.constexpr,
-    PARTS: tl.constexpr, MARKS: tl.constexpr, GRID_BARRIER: tl.constexpr, EXCHANGE: tl.constexpr, SPIN: tl.constexpr,
+    PARTS: tl.constexpr, MARKS: tl.constexpr, GRID_BARRIER: tl.constexpr, SHARED: tl.constexpr,
     FAST: tl.constexpr, EXACT: tl.constexpr, PRECISION: tl.constexpr, AHEAD: tl.constexpr,
-    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, NUM_WARPS: tl.constexpr,
+    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr,
 ):
-    columns: tl.constexpr = (H + BLOCK_N - 1) // BLOCK_N
-    # Products without 64 rows of either operand: warps divide the features that these sum over.
-    split: tl.constexpr = NUM_WARPS if BLOCK_M < 64 and BLOCK_N < 64 and BLOCK_K >= 16 * NUM_WARPS else 0  # pyright: ignore[reportAssignmentType]
-    row, begin, length, tile = rows_of(bounds_ptr, R, columns, BLOCK_M)  # pyright: ignore[reportGeneralTypeIssues]
-    arrived_ptr += tl.program_id(0) // columns * 32
+    W: tl.constexpr = SHARED * BLOCK_N  # pyright: ignore[reportAssignmentType]
+    groups: tl.constexpr = (H + W - 1) // W
+    programs: tl.constexpr = groups * SHARED  # of the same rows
+    row, begin, length, tile = rows_of(bounds_ptr, R, programs, BLOCK_M)  # pyright: ignore[reportGeneralTypeIssues]
+    first_program = tl.program_id(0) - tile % SHARED  # of those that share columns
+    arrived_ptr += tl.program_id(0) // programs * (groups + 1) * 32
+    shared_ptr = arrived_ptr + (1 + tile // SHARED) * 32
     n = tile * BLOCK_N + tl.arange(0, BLOCK_N)  # [BN]
-    blocks = resident(weight_ptr, n, n < H, GATES * H, BLOCK_K, split)
+    in_tile, wide = tl.arange(0, BLOCK_M), tl.arange(0, W)  # [BM], [W]
+    column = tile // SHARED * W + wide  # [W]
+    blocks = resident(weight_ptr, column, column < H, tile % SHARED, GATES * H, BLOCK_K, SHARED)
+    multiplies, adds = True, True
     # Steps are counted back from the last one; the one before the first token completes the gradient of the initial state.
     longest = tl.max(length, 0)
     start, end = 0, longest + 1
@@ -37,6 +45,8 @@ def persistent_backward_kernel(
         start = tl.load(step_ptr + 1) + longest - tl.load(step_ptr)
         end = tl.minimum(start + 1, longest + 1)
         start = tl.maximum(start, 0)
+        if SHARED > 1:  # one launch multiplies, the next adds
+            multiplies, adds = tl.load(step_ptr + 2) == 0, tl.load(step_ptr + 2) == 1
     at = row[:, None] * H + n[None, :]  # [BM, BN]
     exists = within(row < R, n, H)  # [BM, BN]
     dhidden = tl.load(dhidden_ptr + at, mask=exists, other=0.0)  # [BM, BN]
@@ -66,37 +76,44 @@ def persistent_backward_kernel(
         if CELL == "gru":
             before = tl.load(states_ptr + along, mask=mask, other=0.0).to(tl.float32)  # [BM, BN]
         if GRID_BARRIER:
-            wait_for(arrived_ptr, (back - start) * columns, SPIN)
+            wait_for(arrived_ptr, (back - start) * programs)
         even = (t & 1).to(tl.int64) * R
-        source_ptr, source = dproduct_ptr, token + 1
-        if EXCHANGE:
-            source_ptr, source = operand_ptr + (R - even) * (GATES * H), row
+        source_ptr = operand_ptr + (R - even) * (GATES * H)
         # The state before a token that starts is not read.
         read = follows & (starts == 0)  # [BM]
-        dhidden += product(source_ptr, source * (GATES * H), read, blocks, GATES * H, BLOCK_M, BLOCK_N, BLOCK_K, PRECISION, AHEAD, split)
-        if MARKS:
-            dhidden = tl.where(starts[:, None], 0.0, dhidden)
-            dcell = tl.where(starts[:, None], 0.0, dcell)
-        dhidden += dout.to(tl.float32)  # the gradient of the state after the token
-        found, passing, dcell_before = gradients(parts, cell, before, dhidden, dcell, CELL, ACTIVATION, GATE, FAST, EXACT)
-        for g in tl.static_range(GATES):  # pyright: ignore[reportGeneralTypeIssues]
-            if EXCHANGE:
-                put(operand_ptr + even * (GATES * H), found[g], real, row, n, mask, g, H, GATES, MARKS)
+        if multiplies:
+            total = product(source_ptr, row * (GATES * H), read, blocks, tile % SHARED, GATES * H, BLOCK_M, W, BLOCK_K, SHARED, PRECISION, AHEAD)
+            if SHARED == 1:
+                dhidden += total
             else:
-                put(dproduct_ptr, found[g], real, token, n, mask, g, H, GATES, MARKS)
-        if GRID_BARRIER:
-            arrive(arrived_ptr)
-        if EXCHANGE:
+                mine_ptr = partial_ptr + tl.program_id(0) * (BLOCK_M * W)
+                tl.store(mine_ptr + in_tile[:, None] * W + wide[None, :], total)
+        if GRID_BARRIER and SHARED > 1:
+            arrive(shared_ptr)
+            wait_for(shared_ptr, (back - start + 1) * SHARED)
+        if adds:
+            for other in tl.static_range(SHARED if SHARED > 1 else 0):  # pyright: ignore[reportGeneralTypeIssues]
+                other_ptr = partial_ptr + (first_program + other) * (BLOCK_M * W) + tile % SHARED * BLOCK_N
+                dhidden += tl.load(other_ptr + in_tile[:, None] * W + tl.arange(0, BLOCK_N)[None, :], cache_modifier=".cg")
+            if MARKS:
+                dhidden = tl.where(starts[:, None], 0.0, dhidden)
+                dcell = tl.where(starts[:, None], 0.0, dcell)
+            dhidden += dout.to(tl.float32)  # the gradient of the state after the token
+            found, passing, dcell_before = gradients(parts, cell, before, dhidden, dcell, CELL, ACTIVATION, GATE, FAST, EXACT)
+            for g in tl.static_range(GATES):  # pyright: ignore[reportGeneralTypeIssues]
+                put(operand_ptr + even * (GATES * H), found[g], real, row, n, mask, g, H, GATES, MARKS)
+            if GRID_BARRIER:
+                arrive(arrived_ptr)
             for g in tl.static_range(GATES):  # pyright: ignore[reportGeneralTypeIssues]
                 put(dproduct_ptr, found[g], real, token, n, mask, g, H, GATES, MARKS)
-        if CELL == "gru":
-            put(dx_ptr, found[0], real, token, n, mask, 0, H, GATES, MARKS)
-            put(dx_ptr, found[1], real, token, n, mask, 1, H, GATES, MARKS)
-            put(dx_ptr, found[3], real, token, n, mask, 2, H, GATES, MARKS)
-        # Without a real token there (padding, or before the first), all of the gradient passes.
-        dhidden = tl.where(real[:, None], passing, dhidden)
-        if CELL == "lstm":
-            dcell = tl.where(real[:, None], dcell_before, dcell)
+            if CELL == "gru":
+                put(dx_ptr, found[0], real, token, n, mask, 0, H, GATES, MARKS)
+                put(dx_ptr, found[1], real, token, n, mask, 1, H, GATES, MARKS)
+                put(dx_ptr, found[3], real, token, n, mask, 2, H, GATES, MARKS)
+            # Without a real token there (padding, or before the first), all of the gradient passes.
+            dhidden = tl.where(real[:, None], passing, dhidden)
+            if CELL == "lstm":
+                dcell = tl.where(real[:, None], dcell_before, dcell)
     tl.store(dhidden_ptr + at, dhidden, mask=exists)
     if CELL == "lstm":
         tl.store(dcell_ptr + at, dcell, mask=exists)

@@ -17,18 +17,16 @@ def persistent_forward_kernel(
     hidden_ptr, cell_ptr, operand_ptr, arrived_ptr,  # [R, H] and [R, H] in float32, [2, R, H] in the dtype of x, [tiles of rows, 32]
     out_ptr, cells_ptr,  # [tokens, H]
     H: tl.constexpr, CELL: tl.constexpr, GATES: tl.constexpr, ACTIVATION: tl.constexpr, GATE: tl.constexpr, BIAS: tl.constexpr,
-    MARKS: tl.constexpr, SAVE: tl.constexpr, GRID_BARRIER: tl.constexpr, SPIN: tl.constexpr, FAST: tl.constexpr, EXACT: tl.constexpr,
-    PRECISION: tl.constexpr, AHEAD: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, NUM_WARPS: tl.constexpr,
+    MARKS: tl.constexpr, SAVE: tl.constexpr, GRID_BARRIER: tl.constexpr, FAST: tl.constexpr, EXACT: tl.constexpr,
+    PRECISION: tl.constexpr, AHEAD: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr,
 ):
     columns: tl.constexpr = (H + BLOCK_N - 1) // BLOCK_N
     parts: tl.constexpr = 1 if GATES == 1 else 4  # pyright: ignore[reportAssignmentType]
-    # Products without 64 rows of either operand: warps divide the features that these sum over.
-    split: tl.constexpr = NUM_WARPS if BLOCK_M < 64 and parts * BLOCK_N < 64 and BLOCK_K >= 16 * NUM_WARPS else 0  # pyright: ignore[reportAssignmentType]
     row, begin, length, tile = rows_of(bounds_ptr, R, columns, BLOCK_M)  # pyright: ignore[reportGeneralTypeIssues]
     arrived_ptr += tl.program_id(0) // columns * 32
     n = tile * BLOCK_N + tl.arange(0, BLOCK_N)  # [BN]
     part, within_part = tl.arange(0, parts * BLOCK_N) // BLOCK_N, tile * BLOCK_N + tl.arange(0, parts * BLOCK_N) % BLOCK_N
-    blocks = resident(weight_ptr, part * H + within_part, (part < GATES) & (within_part < H), H, BLOCK_K, split)
+    blocks = resident(weight_ptr, part * H + within_part, (part < GATES) & (within_part < H), 0, H, BLOCK_K, 1)
     start, end = 0, tl.max(length, 0)
     if not GRID_BARRIER:
         start = tl.load(step_ptr)
@@ -52,10 +50,10 @@ def persistent_forward_kernel(
             xs = xs + (x,)
         even = (t % 2).to(tl.int64) * R
         if GRID_BARRIER:
-            wait_for(arrived_ptr, (t - start) * columns, SPIN)
+            wait_for(arrived_ptr, (t - start) * columns)
         # A token that starts has a state of zeros.
         source_ptr, read = operand_ptr + even * H, inside & (starts == 0)  # [BM]
-        total = product(source_ptr, row * H, read, blocks, H, BLOCK_M, parts * BLOCK_N, BLOCK_K, PRECISION, AHEAD, split)
+        total = product(source_ptr, row * H, read, blocks, 0, H, BLOCK_M, parts * BLOCK_N, BLOCK_K, 1, PRECISION, AHEAD)
         us = of_gates(total, GATES, BLOCK_M, BLOCK_N)
         before, before_cell = hidden, cell
         if MARKS:

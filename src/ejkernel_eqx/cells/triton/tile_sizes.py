@@ -45,6 +45,8 @@ class TritonConfig:
 
 
 KERNELS = ("forward", "backward")
+WIDTH = 64
+"""The least columns of a product in the persistent form: Hopper's products need as many."""
 _SMALLEST = CellTile(16, 16, 16, 4)
 _STREAMED = 512 * 1024
 """The largest weight in bytes that a program streams in every step by default."""
@@ -74,8 +76,8 @@ _PER_STEP = {
 }
 # Block sizes and warps; as deep and as early as memory allows.
 _PERSISTENT = {
-    "forward": ((32, 16, 8), (16, 64, 8), (64, 16, 8), (16, 32, 8), (32, 32, 8), (32, 16, 4), (64, 32, 8)),
-    "backward": ((32, 16, 8), (16, 32, 8), (16, 64, 8), (64, 16, 8), (32, 64, 8), (64, 32, 8), (64, 64, 8)),
+    "forward": ((16, 16, 4), (16, 32, 8), (32, 16, 4), (16, 64, 8), (64, 16, 4), (32, 32, 8), (64, 32, 8)),
+    "backward": ((16, 16, 4), (32, 16, 4), (16, 32, 4), (16, 64, 8), (64, 16, 4), (32, 32, 8), (64, 64, 8)),
 }
 _DEPTHS = ((1024, 1), (512, 2), (256, 3), (256, 2), (128, 3), (128, 2), (64, 2), (32, 1))
 """Depths of blocks, and how many products early they are loaded."""
@@ -98,10 +100,8 @@ def candidates(problem: Problem, device: DeviceFacts) -> list[TritonConfig]:
     if any(resident):
         columns.insert(0, [first or second for first, second in zip(resident, columns[0], strict=True)])
     pairs = [pair for form in columns for pair in rows_of(form)]
-    programs = device.num_multiprocessors
-    return [
-        TritonConfig(first, second, precision, is_nvidia, programs) for first, second in dict.fromkeys(pairs)
-    ]
+    most = device.num_multiprocessors
+    return [TritonConfig(first, second, precision, is_nvidia, most) for first, second in dict.fromkeys(pairs)]
 
 
 def config_unsupported(config: TritonConfig, problem: Problem, device: DeviceFacts) -> str | None:
@@ -114,10 +114,10 @@ def config_unsupported(config: TritonConfig, problem: Problem, device: DeviceFac
             reason = _not_persistent(problem, device)
             if reason is not None:
                 return reason
-            programs = _programs(problem, tile)
-            if programs > min(config.concurrent_programs, device.num_multiprocessors):
+            count = programs(kernel, _rows(problem), problem.dim("H"), tile)
+            if count > min(config.concurrent_programs, device.num_multiprocessors):
                 return (
-                    f"{kernel} with {sizes} tiles has {programs} programs that wait for each other; concurrent_programs is "
+                    f"{kernel} with {sizes} tiles has {count} programs that wait for each other; concurrent_programs is "
                     f"{config.concurrent_programs}, the device has {device.num_multiprocessors} multiprocessors"
                 )
         reason = too_large(kernel, sizes, tile.num_stages, _memory(kernel, problem, tile), device)
@@ -134,24 +134,41 @@ def _not_persistent(problem: Problem, device: DeviceFacts) -> str | None:
     return "the persistent form takes float16 and bfloat16" if problem.dtype("x") == "float32" else None
 
 
-def _programs(problem: Problem, tile: CellTile) -> int:
-    return cdiv(_rows(problem), tile.block_m) * cdiv(problem.dim("H"), tile.block_n)
+def sharing(tile: CellTile) -> int:
+    """How many programs of the persistent backward share columns, and divide the features that products sum over: a column has one gate's gradient
+    where the forward has four, and so fewer columns than products need."""
+    return max(WIDTH // tile.block_n, 1)
+
+
+def programs(kernel: str, rows: int, features: int, tile: CellTile) -> int:
+    """The number of programs of a launch."""
+    shared = sharing(tile) if kernel == "backward" and tile.form == "persistent" else 1
+    columns = 1 if tile.form == "whole" else cdiv(features, shared * tile.block_n) * shared
+    return cdiv(rows, tile.block_m) * columns
 
 
 def _persistent_tiles(kernel: str, problem: Problem, device: DeviceFacts) -> list[CellTile]:
     """The tiles of the persistent form whose programs run at the same time, each with the deepest blocks that fit."""
     if _not_persistent(problem, device) is not None:
         return []
-    features, rows = padded(problem.dim("H")), padded(_rows(problem))
+    H, rows = problem.dim("H"), _rows(problem)
     found: list[CellTile] = []
     for m, n, warps in _PERSISTENT[kernel]:
+        n = min(n, padded(H))
+        # The columns of one gate are fewer than products need; and where all features are no more than these, nothing is left to share.
+        if _gates(problem) == 1 if kernel == "forward" else H <= WIDTH:
+            n, warps = max(n, WIDTH), 8
         blocks = [(min(k, padded(_depth(kernel, problem))), ahead) for k, ahead in _DEPTHS]
+        tiles = [CellTile(min(m, padded(rows)), n, k, warps, ahead, "persistent") for k, ahead in blocks]
         tiles = [
-            CellTile(min(m, rows), min(n, features), k, warps, ahead, "persistent") for k, ahead in blocks
+            dataclasses.replace(tile, num_stages=min(tile.num_stages, _blocks(kernel, problem, tile)))
+            for tile in tiles
         ]
         tiles = [tile for tile in tiles if m * tile.block_k * tile.num_stages <= _EARLY * 32 * warps]
         tiles = fitting(tiles, lambda tile: _memory(kernel, problem, tile), device)
-        found += [tile for tile in tiles[:1] if _programs(problem, tile) <= device.num_multiprocessors]
+        tiles = [tile for tile in tiles if programs(kernel, rows, H, tile) <= device.num_multiprocessors]
+        # Of the blocks that exceed the features the least, the deepest.
+        found += sorted(tiles, key=lambda tile: _blocks(kernel, problem, tile) * tile.block_k)[:1]
     return list(dict.fromkeys(found))
 
 
@@ -176,10 +193,10 @@ def _memory(kernel: str, problem: Problem, tile: CellTile) -> int:
     64 rows hold one stage in registers. In the persistent form, the weight and all blocks that are loaded early."""
     size = {"float32": 4}.get(problem.dtype("x"), 2)
     if tile.form == "persistent":
-        outputs = tile.block_n * (4 if kernel == "forward" and _gates(problem) > 1 else 1)
-        blocks = cdiv(_depth(kernel, problem), tile.block_k)
-        loaded = min(blocks, tile.num_stages + 1) * tile.block_m * tile.block_k * size
-        return blocks * tile.block_k * outputs * size + max(loaded, 4 * tile.block_m * outputs)
+        outputs = tile.block_n * (sharing(tile) if kernel == "backward" else 4 if _gates(problem) > 1 else 1)
+        depth = _blocks(kernel, problem, tile) * tile.block_k
+        loaded = min(depth, (tile.num_stages + 1) * tile.block_k) * tile.block_m * size
+        return depth * outputs * size + max(loaded, 4 * tile.block_m * outputs)
     weights = _gates(problem) if kernel == "forward" else 1
     stage = tile.block_k * (weights * tile.block_n + tile.block_m) * size
     stages = tile.num_stages if tile.block_m >= 64 else max(tile.num_stages - 1, 1)
@@ -189,6 +206,11 @@ def _memory(kernel: str, problem: Problem, tile: CellTile) -> int:
 def _depth(kernel: str, problem: Problem) -> int:
     """The number of features that products sum over."""
     return problem.dim("H") * (_gates(problem) if kernel == "backward" else 1)
+
+
+def _blocks(kernel: str, problem: Problem, tile: CellTile) -> int:
+    """The number of blocks of features in the part of the weight that a program of the persistent form keeps."""
+    return cdiv(_depth(kernel, problem), (sharing(tile) if kernel == "backward" else 1) * tile.block_k)
 
 
 def _gates(problem: Problem) -> int:
