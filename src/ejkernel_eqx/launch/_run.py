@@ -6,6 +6,7 @@ import jax
 import jax.numpy as jnp
 
 from ..parallel import match_varying
+from .gluon_call import gluon_call
 from .interpret import interpret_call
 from .launch import Launch
 from .triton_call import triton_call
@@ -38,6 +39,8 @@ def run(launch: Launch, arrays: Mapping[str, jax.Array], *, interpret: bool = Fa
         ]
     elif interpret:
         outputs = interpret_call(launch, checked)
+    elif launch.is_gluon:
+        outputs = gluon_call(launch, checked)
     else:
         outputs = triton_call(launch, checked)
     return match_varying(dict(zip(launch.results, outputs, strict=True)), list(checked.values()))
