@@ -56,12 +56,23 @@ def test_agrees_with_the_reference(name, platform):
     check(CASES[name], platform)
 
 
+@pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
+def test_biases_have_gradients_summed_in_float32(dtype):
+    """Over thousands of tokens; a sum in 16 bits loses the small terms."""
+    case = Case("gru", B=256, T=9, H=8, I=4, dtype=dtype)
+    arrays, cotangents = make(case)
+    found = results(case.operation(platform="xla"), arrays, case.packing, cotangents)
+    expected = exact(case, arrays, cotangents)
+    for name in ("d_bias_ih", "d_bias_hh"):
+        assert_close(found[name], expected[name], dtype, "gradient", name=name)
+
+
 @pytest.mark.slow
-@pytest.mark.parametrize("per_step", [False, True])
+@pytest.mark.parametrize("form", ["whole", "per_step", "persistent"])
 @pytest.mark.parametrize(
     "name", ["lstm", "gru", "bfloat16", "lengths in reverse", "resets and lengths", "offsets"]
 )
-def test_tiles_and_launches(name, per_step):
+def test_tiles_and_launches(name, form):
     """Several tiles of rows and columns, blocks that sizes do not fill, and one launch per step."""
     pytest.importorskip("triton")
     from ejkernel_eqx.cells.triton.tile_sizes import CellTile, TritonConfig
@@ -74,17 +85,17 @@ def test_tiles_and_launches(name, per_step):
         case = dataclasses.replace(
             case, lengths=case.lengths and case.lengths[:19], resets=case.resets and case.resets[:19]
         )
-    config = TritonConfig(CellTile(16, 16, 32, 4, 1, per_step), CellTile(16, 32, 16, 4, 1, per_step))
+    config = TritonConfig(CellTile(16, 16, 32, 4, 1, form), CellTile(16, 32, 16, 4, 1, form))
     check(case, INTERPRET, config=config)
 
 
-@pytest.mark.parametrize("per_step", [pytest.param(False, marks=pytest.mark.slow), True])
-def test_a_launch_per_step(per_step):
+@pytest.mark.parametrize("form", [pytest.param("whole", marks=pytest.mark.slow), "per_step", "persistent"])
+def test_a_launch_per_step(form):
     pytest.importorskip("triton")
     from ejkernel_eqx.cells.triton.tile_sizes import CellTile, TritonConfig
 
     case = Case("gru", T=3, B=3, H=18, lengths=(2, 3, 0))
-    tile = CellTile(16, 16, 16, 4, 1, per_step)
+    tile = CellTile(16, 16, 16, 4, 1, form)
     check(case, INTERPRET, config=TritonConfig(tile, tile))
 
 

@@ -1,5 +1,6 @@
 """What the tuner is given, and what is compiled: inputs of their very problem, results that agree, configurations that fit."""
 
+import dataclasses
 from typing import Any
 
 import jax
@@ -90,13 +91,60 @@ def candidates(of, target):
     return triton.candidates(of, DEVICES[target])
 
 
-def test_which_walk_is_preferred():
-    """Small weights are streamed by every program; the columns of large ones are distributed, a launch for each step."""
-    for H, per_step in ((128, False), (256, False), (512, True), (2048, True)):
-        of = problem("bfloat16", B=64, T=512, H=H)
-        found = candidates(of, "sm_90")
-        assert found[0].forward.per_step == found[0].backward.per_step == per_step
-        assert {config.forward.per_step for config in found} == {False, True}
+def forms(config):
+    return config.forward.form, config.backward.form
+
+
+def test_which_form_is_preferred():
+    """A weight that all multiprocessors hold together stays there. Else small ones are streamed by every program, and the columns of large ones
+    are distributed, a launch for each step."""
+    for target, H, form in (
+        ("sm_90", 256, "persistent"),
+        ("sm_90", 1024, "persistent"),
+        ("sm_90", 2048, "per_step"),
+        ("sm_80", 128, "whole"),
+        ("sm_80", 256, "whole"),
+        ("sm_80", 512, "per_step"),
+    ):
+        found = [forms(config) for config in candidates(problem("bfloat16", B=64, T=512, H=H), target)]
+        assert found[0] == (form, form), (target, H)
+        assert {("whole",) * 2, ("per_step",) * 2} <= set(found)
+
+
+def test_programs_that_wait_for_each_other_run_at_the_same_time():
+    triton = pytest.importorskip("ejkernel_eqx.cells.triton.compiled")
+    device = DEVICES["sm_90"]
+    for B, H in ((64, 1024), (256, 256), (1024, 128), (1, 512), (2000, 512)):
+        of = problem("bfloat16", B=B, T=512, H=H)
+        for config in candidates(of, "sm_90"):
+            assert triton.config_unsupported(config, of, device) is None
+            work = kernel_registry.get(OPERATION, "triton").make_workload(of)
+            assert work is not None and work.launches is not None
+            for launch in work.launches(config):
+                if launch.constants.get("GRID_BARRIER"):
+                    assert launch.grid[0] <= device.num_multiprocessors
+
+
+def test_more_programs_than_run_at_the_same_time():
+    """They are refused; and without being asked, each step is a launch, without waiting."""
+    triton = pytest.importorskip("ejkernel_eqx.cells.triton.compiled")
+    config = candidates(problem("bfloat16", B=64, T=512, H=1024), "sm_90")[0]
+    larger = problem("bfloat16", B=96, T=512, H=1024)
+    for wrong, of, words in (
+        (config, larger, "192 programs"),
+        (dataclasses.replace(config, concurrent_programs=100), problem("bfloat16", B=64, H=1024), "is 100"),
+        (config, problem("float32", B=64, H=1024), "takes float16 and bfloat16"),
+    ):
+        reason = triton.config_unsupported(wrong, of, DEVICES["sm_90"])
+        assert reason is not None and words in reason
+    reason = triton.config_unsupported(config, problem("bfloat16", B=64, H=1024), DEVICES["sm_80"])
+    assert reason is not None and "9.x" in reason
+    work = kernel_registry.get(OPERATION, "triton").make_workload(larger)
+    assert work is not None and work.launches is not None
+    waits = {
+        launch.function.fn.__name__: launch.constants["GRID_BARRIER"] for launch in work.launches(config)
+    }
+    assert waits == {"persistent_forward_kernel": False, "persistent_backward_kernel": False}
 
 
 def test_tiles_are_narrowed_to_the_problem():
@@ -113,7 +161,7 @@ def test_tiles_that_do_not_fit_are_refused():
     reason = triton.config_unsupported(TritonConfig(small, large), of, DEVICES["sm_90"])
     assert reason is not None and "backward" in reason and "64x256x128" in reason
     assert triton.config_unsupported(TritonConfig(small, small), of, DEVICES["sm_90"]) is None
-    wrong: Any = (dict(block_m=8), dict(block_n=24), dict(num_warps=3), dict(num_stages=0))
+    wrong: Any = (dict(block_m=8), dict(block_n=24), dict(num_warps=3), dict(num_stages=0), dict(form="all"))
     for change in wrong:
         with pytest.raises(ValueError, match=next(iter(change))):
             CellTile(**(dict(block_m=16, block_n=16, block_k=16, num_warps=4) | change))
@@ -152,7 +200,8 @@ def test_defaults_fit(target, cell, size, dtype):
     work = kernel_registry.get(OPERATION, "triton").make_workload(of)
     assert work is not None and work.launches is not None
     launches = work.launches(candidates(of, target)[0])
-    assert {launch.label.rpartition(".")[2] for launch in launches} == {"forward_kernel", "backward_kernel"}
+    names = {launch.label.rpartition(".")[2].removeprefix("persistent_") for launch in launches}
+    assert names == {"forward_kernel", "backward_kernel"}
     for launch in launches:
         report = compile_ahead(launch, target)
         assert report.fits, report

@@ -72,6 +72,21 @@ def test_nan_outside_of_groups_reaches_nothing(case, platform):
         np.testing.assert_array_equal(x, clean[name], err_msg=name)
 
 
+@pytest.mark.parametrize("limit", [1.5, 1.53])
+def test_what_rounds_to_the_limit_keeps_its_side(limit, platform):
+    """Products a little below and above the limit, which are the same number in bfloat16: the gradient of those above is zero."""
+    near = np.array([[1 - 1e-3, 1 + 1e-3, -1 + 1e-3, -1 - 1e-3]] * 4, np.float32) * limit
+    # The sum of two columns, so that the products are no numbers of bfloat16.
+    high = jnp.asarray(near, jnp.bfloat16)
+    right = jnp.stack([high, jnp.asarray(near - np.asarray(high, np.float32), jnp.bfloat16)])[:, 0]  # [2, 4]
+    op = ejx.GroupedMatmul("silu", limit=limit, up_shift=1.0, platform=platform)
+    lhs, sizes = jnp.ones((1, 2), jnp.bfloat16), jnp.array([1])
+    call = lambda gate, up: op(lhs, gate[None], sizes, up=up[None])
+    dgate, dup = quick(jax.vjp(call, right, right)[1])(jnp.ones((1, 4), jnp.bfloat16))
+    np.testing.assert_array_equal(np.asarray(dgate[0]) != 0, [True, False, True, True])
+    np.testing.assert_array_equal(np.asarray(dup[0]) != 0, [True, False, True, False])
+
+
 @pytest.mark.few(1)
 def test_a_group_that_nobody_has_is_not_read(platform):
     case = dataclasses.replace(GATED, clipped=False)

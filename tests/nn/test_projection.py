@@ -166,3 +166,16 @@ def test_a_bias_apart():
 def test_errors(layer, message):
     with pytest.raises(ValueError, match=message):
         project("q_proj", layer, jnp.asarray(_arrays()[0]), OUT)
+
+
+@pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
+def test_a_bias_has_a_gradient_summed_in_float32(dtype):
+    """Over 4,096 rows; a sum in 16 bits loses the small terms."""
+    random = np.random.default_rng(0)
+    x, weight, bias, dy = (
+        jnp.asarray(random.standard_normal(shape), dtype)
+        for shape in ((4096, IN), (OUT, IN), (OUT,), (4096, OUT))
+    )
+    dbias = quick(jax.vjp(_projected, x, weight, bias)[1])(dy)[2]
+    assert dbias.dtype == dtype
+    assert_close(dbias, np.asarray(dy, np.float64).sum(0), dtype, name="bias")

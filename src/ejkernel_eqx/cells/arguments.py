@@ -124,7 +124,10 @@ def _projected(spec: CellSpec, x: Array, parameters: Parameters, gates: int) -> 
     outer, inner = _biases(spec, parameters, gates)
     for bias in outer[1:]:
         outer[0] = outer[0] + bias
-    return (x + like(outer[0].astype(x.dtype), x) if outer else x), inner
+    if outer:
+        # In float32, so that the gradients of the biases are summed over tokens in it.
+        x = (wide(x) + like(outer[0], x)).astype(x.dtype)
+    return x, inner
 
 
 def _biases(spec: CellSpec, parameters: Parameters, gates: int) -> tuple[list[Array], Array | None]:

@@ -182,7 +182,9 @@ def _run_jvp(static: _Static, primals: Any, tangents: Any) -> tuple[_States, _St
     product = _recurrent(before, floats.weight, floats.bias).astype(dtype)
     dproduct = _product(before, dfloats.weight, dtype)
     if floats.bias is not None:
-        dproduct = dproduct + _last_gate(dfloats.bias, dproduct)
+        # In float32, so that the gradient of the bias is summed over tokens in it.
+        dproduct = dproduct.astype(accumulator(dtype))
+        dproduct = (dproduct + _last_gate(dfloats.bias, dproduct)).astype(dtype)
 
     def token(state: Any, at: Any) -> tuple[Any, Any]:
         x, product, before, before_cell, dx, dproduct, starts, padding, dentering = at

@@ -485,6 +485,9 @@ class NumpyBuilder(InterpreterBuilder):
     def create_join(self, lhs, rhs):
         return Handle(np.stack(alike(lhs.data, rhs.data), axis=-1), lhs.dtype.scalar)
 
+    def create_split(self, source):
+        return tuple(Handle(source.data[..., n], source.dtype.scalar) for n in range(2))
+
     def create_gather(self, source, indices, axis):
         return Handle(
             np.take_along_axis(*alike(source.data, indices.data), axis=axis + 1), source.dtype.scalar

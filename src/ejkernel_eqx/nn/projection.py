@@ -9,6 +9,8 @@ import jax.numpy as jnp
 from jax import Array, lax
 from jax.sharding import NamedSharding, PartitionSpec
 
+from ..core.arguments import accumulator
+
 
 def project(name: str, layer: Any, x: Array, features: int) -> Array:
     """Applies the projection `layer`, called `name`, to the last axis of `x` `[..., in]`, and returns `[..., features]`.
@@ -67,7 +69,11 @@ def _product(
 ) -> Array:
     axes = (((x.ndim - 1,), (1,)), ((), ()))
     y = lax.dot_general(x, weight, axes, preferred_element_type=dtype, out_sharding=out)
-    return y if bias is None else y + lax.expand_dims(bias, range(y.ndim - 1))
+    if bias is None:
+        return y
+    # The result is that of an addition in the dtype of y. The gradient of the bias, a sum over all rows, is taken in float32.
+    wide = accumulator(y.dtype)
+    return (y.astype(wide) + lax.expand_dims(bias.astype(wide), range(y.ndim - 1))).astype(y.dtype)
 
 
 # Compiled: outside `jit`, only compiled functions accept arrays on the mesh together with others that are not.

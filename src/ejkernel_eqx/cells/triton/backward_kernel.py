@@ -4,7 +4,8 @@ contribute, and from it computes the gradients of its own gates. Rows and column
 import triton
 import triton.language as tl
 
-from .tile import activate, gate, gate_slope, marks_of, rows_of, slope, within
+from .step import gradients
+from .tile import marks_of, rows_of, within
 
 
 # fmt: off
@@ -24,7 +25,7 @@ def _product(gradients_ptr, weight_ptr, token, inside, n,
 
 
 @triton.jit
-def _gates(gates_ptr, token, n, mask, H: tl.constexpr, PARTS: tl.constexpr):
+def gates_of(gates_ptr, token, n, mask, H: tl.constexpr, PARTS: tl.constexpr):
     """What the gates are functions of: a tuple of tiles `[BM, BN]`."""
     parts = ()
     for part in tl.static_range(PARTS):  # pyright: ignore[reportGeneralTypeIssues]
@@ -34,7 +35,7 @@ def _gates(gates_ptr, token, n, mask, H: tl.constexpr, PARTS: tl.constexpr):
 
 
 @triton.jit
-def _put(gradients_ptr, gradient, real, token, n, mask,
+def put(gradients_ptr, gradient, real, token, n, mask,
          part: tl.constexpr, H: tl.constexpr, GATES: tl.constexpr, MARKS: tl.constexpr):
     """Stores the gradient of a gate, which is zero at padding."""
     if MARKS:
@@ -79,7 +80,7 @@ def backward_kernel(
             # Loaded before the product, which hides the time that this takes.
             dh = tl.load(dhidden_ptr + at, mask=alive, other=0.0)  # [BM, BN]
             dout = tl.load(dout_ptr + along, mask=mask, other=0.0)  # [BM, BN]
-            parts = _gates(gates_ptr, token, n, mask, H, PARTS)  # tiles [BM, BN]
+            parts = gates_of(gates_ptr, token, n, mask, H, PARTS)  # tiles [BM, BN]
             if CELL == "lstm":
                 dc = tl.load(dcell_ptr + at, mask=alive, other=0.0)  # [BM, BN]
                 cell = tl.load(cells_ptr + along, mask=mask, other=0.0)  # [BM, BN]
@@ -95,40 +96,20 @@ def backward_kernel(
                 dh = tl.where(starts[:, None], 0.0, dh)
                 if CELL == "lstm":
                     dc = tl.where(starts[:, None], 0.0, dc)
-            # The gradient of the state after the token, and what of it reaches the state before it without a product.
-            dh += dout.to(tl.float32)
-            passing = tl.zeros([BLOCK_M, BLOCK_N], tl.float32)  # [BM, BN]
-
+            dh += dout.to(tl.float32)  # the gradient of the state after the token
+            if CELL != "lstm":
+                dc, cell = dh, dout  # not read
+            if CELL == "rnn":
+                before = dh  # not read
+            found, passing, dc_before = gradients(parts, cell, before, dh, dc, CELL, ACTIVATION, GATE, FAST, EXACT)
+            for part in tl.static_range(GATES):  # pyright: ignore[reportGeneralTypeIssues]
+                put(dproduct_ptr, found[part], real, token, n, mask, part, H, GATES, MARKS)
+            if CELL == "gru":
+                put(dx_ptr, found[0], real, token, n, mask, 0, H, GATES, MARKS)
+                put(dx_ptr, found[1], real, token, n, mask, 1, H, GATES, MARKS)
+                put(dx_ptr, found[3], real, token, n, mask, 2, H, GATES, MARKS)
             if CELL == "lstm":
-                pi, pf = parts[0].to(tl.float32), parts[1].to(tl.float32)  # [BM, BN]
-                pg, po, c = parts[2].to(tl.float32), parts[3].to(tl.float32), cell.to(tl.float32)
-                i, f, o = gate(pi, GATE, FAST), gate(pf, GATE, FAST), gate(po, GATE, FAST)
-                g, bent = activate(pg, ACTIVATION, FAST, EXACT), activate(c, ACTIVATION, FAST, EXACT)
-                new = dc + dh * o * slope(c, bent, ACTIVATION, FAST)
-                _put(dproduct_ptr, new * g * gate_slope(pi, i, GATE), real, token, n, mask, 0, H, GATES, MARKS)
-                _put(dproduct_ptr, new * before * gate_slope(pf, f, GATE), real, token, n, mask, 1, H, GATES, MARKS)
-                _put(dproduct_ptr, new * i * slope(pg, g, ACTIVATION, FAST), real, token, n, mask, 2, H, GATES, MARKS)
-                _put(dproduct_ptr, dh * bent * gate_slope(po, o, GATE), real, token, n, mask, 3, H, GATES, MARKS)
-                tl.store(dcell_ptr + at, tl.where(real[:, None], new * f, dc), mask=alive)
-            elif CELL == "gru":
-                pr, pz = parts[0].to(tl.float32), parts[1].to(tl.float32)  # [BM, BN]
-                un = parts[3].to(tl.float32)
-                r, z = gate(pr, GATE, FAST), gate(pz, GATE, FAST)
-                pn = parts[2].to(tl.float32) + r * un
-                y = activate(pn, ACTIVATION, FAST, EXACT)
-                dn = dh * (1.0 - z) * slope(pn, y, ACTIVATION, FAST)
-                dr, dz = dn * un * gate_slope(pr, r, GATE), dh * (before - y) * gate_slope(pz, z, GATE)
-                _put(dproduct_ptr, dr, real, token, n, mask, 0, H, GATES, MARKS)
-                _put(dproduct_ptr, dz, real, token, n, mask, 1, H, GATES, MARKS)
-                _put(dproduct_ptr, dn * r, real, token, n, mask, 2, H, GATES, MARKS)
-                _put(dx_ptr, dr, real, token, n, mask, 0, H, GATES, MARKS)
-                _put(dx_ptr, dz, real, token, n, mask, 1, H, GATES, MARKS)
-                _put(dx_ptr, dn, real, token, n, mask, 2, H, GATES, MARKS)
-                passing = z * dh
-            else:
-                p = parts[0].to(tl.float32)  # [BM, BN]
-                dp = dh * slope(p, activate(p, ACTIVATION, FAST, EXACT), ACTIVATION, FAST)
-                _put(dproduct_ptr, dp, real, token, n, mask, 0, H, GATES, MARKS)
+                tl.store(dcell_ptr + at, tl.where(real[:, None], dc_before, dc), mask=alive)
             # Without a real token there (padding, or before the first), all of the gradient passes.
             tl.store(dhidden_ptr + at, tl.where(real[:, None], passing, dh), mask=alive)
         # All tiles of the next step read what all threads have written.

@@ -13,11 +13,19 @@ from ...dispatch import BOTH, DeviceFacts, FORWARD, Problem
 from ...launch import Execute, given, Launcher, NOTHING, result, run
 from ...launch.sizes import cdiv
 from ..spec import CellArrays, CellSpec, GATES
-from . import backward_kernel, forward_kernel, tile_sizes
+from . import (
+    backward_kernel,
+    forward_kernel,
+    persistent_backward_kernel,
+    persistent_forward_kernel,
+    tile_sizes,
+)
 from .rows import Rows, rows_of
 from .tile_sizes import CellTile, TritonConfig
 
 Named = dict[str, Array]
+SPIN = "asm"
+EXCHANGE = True
 
 OPAQUE = True
 PARTS = {"forward": FORWARD, "backward": BOTH}
@@ -48,13 +56,14 @@ def forward(
         "hidden": hidden,
         "cell": call.cells(arrays.cell),
         "operand": jnp.stack([narrow, jnp.zeros_like(narrow)]),
+        **call.arrived(),
         "out": result(tokens, features, dtype=dtype),
         "cells": result(tokens, features, dtype=dtype) if keeps else NOTHING,
     }
-    weight = jnp.swapaxes(arrays.weight.astype(dtype), 0, 1)
-    launch = functools.partial(
-        call.launch.knowing({"weight": weight}, SAVE=keeps), forward_kernel.forward_kernel, config.forward
-    )
+    weight, kernel = arrays.weight.astype(dtype), persistent_forward_kernel.persistent_forward_kernel
+    if not call.is_persistent:
+        weight, kernel = jnp.swapaxes(weight, 0, 1), forward_kernel.forward_kernel
+    launch = functools.partial(call.launch.knowing({"weight": weight}, SAVE=keeps), kernel, config.forward)
     results = call.walk(launch, outputs, call.rows.longest, lambda step: step[None])
     shape = (*arrays.x.shape[:2], features)
     out = {
@@ -91,20 +100,27 @@ def backward(
     outputs = {
         "dhidden": call.states(cotangents["final_hidden"]),
         "dcell": call.cells(cotangents.get("final_cell")),
+        **call.arrived(),
         "dproduct": gradients,
         "dx": gradients if is_gru else NOTHING,
     }
+    if call.is_persistent:
+        outputs["operand"] = result(2, call.rows.count, x.shape[-1], dtype=x.dtype)
+    weight, kernel = arrays.weight.astype(x.dtype), backward_kernel.backward_kernel
+    if call.is_persistent:
+        weight = jnp.swapaxes(weight, 0, 1)
+        kernel = persistent_backward_kernel.persistent_backward_kernel
     given_arrays = {
         "gates": call.gates(flat(x), before),
         "cells": flat(saved["cells"]) if "cells" in saved else None,
         "states": before,
         "initial": call.cells(arrays.cell),
-        "weight": arrays.weight.astype(x.dtype),
+        "weight": weight,
         "dout": flat(cotangents["out"]),
     }
     launch = functools.partial(
         call.launch.knowing(given_arrays, PARTS=1 if spec.cell == "rnn" else 4, **given(INITIAL=arrays.cell)),
-        backward_kernel.backward_kernel,
+        kernel,
         config.backward,
     )
     longest = call.rows.longest
@@ -142,6 +158,10 @@ class _Call:
         self.features = arrays.weight.shape[-1]
         self.tokens = arrays.x.shape[0] * arrays.x.shape[1]
         self.rows: Rows = rows_of(arrays)
+        self.is_persistent = tile.form == "persistent"
+        # Programs that may not all run at the same time must not wait for each other.
+        waits = self.is_persistent and self.programs <= config.concurrent_programs
+        self.in_one_launch = tile.form == "whole" or waits
         numbers = {
             "R": self.rows.count,
             "H": self.features,
@@ -152,6 +172,11 @@ class _Call:
             "MARKS": arrays.marks is not None,
             "PRECISION": config.float32_dot,
             "FAST": config.fast_sigmoid,
+            "PER_STEP": tile.form == "per_step",
+            "GRID_BARRIER": waits,
+            "SPIN": SPIN,
+            "EXCHANGE": EXCHANGE,
+            "AHEAD": tile.num_stages,
             "EXACT": arrays.x.dtype == jnp.float32,
             **given(BIAS=arrays.bias),
         }
@@ -166,7 +191,7 @@ class _Call:
 
     @property
     def programs(self) -> int:
-        columns = cdiv(self.features, self.tile.block_n) if self.tile.per_step else 1
+        columns = 1 if self.tile.form == "whole" else cdiv(self.features, self.tile.block_n)
         return cdiv(self.rows.count, self.tile.block_m) * columns
 
     def states(self, given: Array | None) -> Array:
@@ -177,6 +202,11 @@ class _Call:
     def cells(self, given: Array | None) -> Array:
         """The same for cell states; a single number if there are none."""
         return self.states(given) if self.spec.cell == "lstm" else jnp.zeros(1, jnp.float32)
+
+    def arrived(self) -> Named:
+        """How often programs have arrived at the barrier of their tile of rows, each number in a cache line of its own."""
+        tiles = cdiv(self.rows.count, self.tile.block_m)
+        return {"arrived": jnp.zeros((tiles, 32), jnp.int32)} if self.is_persistent else {}
 
     def final(self, states: Array) -> Array:
         """Final states in the caller's layout."""
@@ -212,7 +242,7 @@ class _Call:
             aliases = {f"{name}_before": name for name in before}
             return launch(shapes, self.programs, arrays, aliases=aliases)
 
-        if not self.tile.per_step:
+        if self.in_one_launch:
             return one(started, None)
         # The outputs are carried from launch to launch, and written in place.
         carried = {name: started.get(name, jnp.zeros(x.shape, x.dtype)) for name, x in shapes.items()}

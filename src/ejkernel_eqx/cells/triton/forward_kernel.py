@@ -4,7 +4,8 @@ them. States are in memory: the hidden state in the dtype of products, read by e
 import triton
 import triton.language as tl
 
-from .tile import activate, gate, marks_of, rows_of, within
+from .step import advance
+from .tile import marks_of, rows_of, within
 
 
 # fmt: off
@@ -69,30 +70,18 @@ def forward_kernel(
                 old_cell = tl.load(cell_ptr + at, mask=mask, other=0.0)  # [BM, BN]
             u = _products(source_ptr, weight_ptr, row, inside, starts, n, H, GATES, MARKS, BLOCK_M, BLOCK_N, BLOCK_K, PRECISION)
 
+            hidden, cell = u[0], u[0]  # read by no cell that does not load them
+            if CELL == "gru":
+                hidden = tl.where(starts[:, None], 0.0, old) if MARKS else old  # [BM, BN]
             if CELL == "lstm":
-                before = tl.where(starts[:, None], 0.0, old_cell) if MARKS else old_cell  # [BM, BN]
-                i = gate(xs[0].to(tl.float32) + u[0], GATE, FAST)  # [BM, BN]
-                f = gate(xs[1].to(tl.float32) + u[1], GATE, FAST)
-                g = activate(xs[2].to(tl.float32) + u[2], ACTIVATION, FAST, EXACT)
-                o = gate(xs[3].to(tl.float32) + u[3], GATE, FAST)
-                c = f * before + i * g
-                h = o * activate(c, ACTIVATION, FAST, EXACT)
+                cell = tl.where(starts[:, None], 0.0, old_cell) if MARKS else old_cell  # [BM, BN]
+            h, c = advance(xs, u, bias_ptr, n, hidden, cell, H, CELL, ACTIVATION, GATE, BIAS, FAST, EXACT)
+            if CELL == "lstm":
                 if MARKS:
                     c = tl.where(real[:, None], c, old_cell)
                 tl.store(cell_ptr + at, c, mask=mask)
                 if SAVE:
                     tl.store(cells_ptr + along, c.to(cells_ptr.dtype.element_ty), mask=mask)
-            elif CELL == "gru":
-                before = tl.where(starts[:, None], 0.0, old) if MARKS else old  # [BM, BN]
-                r = gate(xs[0].to(tl.float32) + u[0], GATE, FAST)  # [BM, BN]
-                z = gate(xs[1].to(tl.float32) + u[1], GATE, FAST)
-                inner = u[2]
-                if BIAS:
-                    inner += tl.load(bias_ptr + n, mask=n < H, other=0.0).to(tl.float32)[None, :]
-                candidate = activate(xs[2].to(tl.float32) + r * inner, ACTIVATION, FAST, EXACT)
-                h = candidate + z * (before - candidate)
-            else:
-                h = activate(xs[0].to(tl.float32) + u[0], ACTIVATION, FAST, EXACT)  # [BM, BN]
             if MARKS:
                 h = tl.where(real[:, None], h, old)
             kept = mask

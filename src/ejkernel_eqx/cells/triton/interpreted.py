@@ -4,7 +4,7 @@ from ...core.platforms import Interpreted
 from . import compiled
 from .tile_sizes import CellTile, TritonConfig
 
-_PORTABLE = {"float32_dot": "ieee", "fast_sigmoid": False}
+_PORTABLE = {"float32_dot": "ieee", "fast_sigmoid": False, "concurrent_programs": 0}
 
 platform = Interpreted(
     compiled,

@@ -26,6 +26,19 @@ def _activated(z, ACTIVATION: tl.constexpr, ALPHA: tl.constexpr, FAST: tl.conste
 
 
 @triton.jit
+def _rounded(z, to: tl.constexpr, LIMIT: tl.constexpr):
+    """`z` in the dtype `to`, on the same side of the limit as `z`: what is clipped has no gradient."""
+    rounded = z.to(to)
+    if LIMIT > 0:
+        is_beyond = tl.abs(z) > LIMIT
+        crosses = is_beyond != (tl.abs(rounded.to(tl.float32)) > LIMIT)
+        # Two steps of bfloat16 away.
+        beside = tl.where(is_beyond, LIMIT * (1 + 2**-7), LIMIT * (1 - 2**-7))
+        rounded = tl.where(crosses, tl.where(z < 0, -beside, beside), rounded.to(tl.float32)).to(to)
+    return rounded
+
+
+@triton.jit
 def _scaled(acc, scale_ptr, bias_ptr, at, n, W: tl.constexpr, SCALE: tl.constexpr, BIAS: tl.constexpr):
     """`acc scale + bias`, those of one group, at its columns `n`."""
     if SCALE:
@@ -119,8 +132,8 @@ def grouped_kernel(
                 other, up_scale_ptr, up_bias_ptr, at, start, W, SCALE, UP_BIAS
             )  # [BLOCK_M, BLOCK_N]
         if SAVE:
-            tl.store(gate_ptr + out, gate.to(gate_ptr.dtype.element_ty), mask=mine)
-            tl.store(up_z_ptr + out, up_z.to(up_z_ptr.dtype.element_ty), mask=mine)
+            tl.store(gate_ptr + out, _rounded(gate, gate_ptr.dtype.element_ty, LIMIT), mask=mine)
+            tl.store(up_z_ptr + out, _rounded(up_z, up_z_ptr.dtype.element_ty, LIMIT), mask=mine)
         if LIMIT > 0:
             # Comparisons keep NaN.
             gate = tl.where(gate > LIMIT, LIMIT, gate)

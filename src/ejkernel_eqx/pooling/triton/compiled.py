@@ -67,16 +67,16 @@ def unsupported(problem: Problem, device: DeviceFacts) -> str | None:
     return None
 
 
-# Bytes of a tile that a thread holds, channels, turns of a program over long segments; bytes of a written tile a thread, channels. Best first
-# by what they keep in flight: 64 KiB and more a multiprocessor.
+# Bytes of a tile that a thread holds, warps, turns of a program over long segments; bytes of a written tile a thread, channels. Best first. A
+# warp has 16 bytes of every channel block a thread, so that no sum crosses warps: on an H200, crossing four doubles the time of short chunks.
 _TILES = (
-    (128, 256, 4, 128, 256),
-    (128, 512, 4, 64, 512),
-    (64, 256, 4, 64, 256),
-    (64, 512, 8, 128, 512),
-    (128, 128, 2, 128, 128),
-    (256, 256, 4, 256, 256),
-    (64, 1024, 8, 64, 1024),
+    (64, 1, 8, 128, 256),
+    (128, 1, 8, 64, 512),
+    (128, 4, 4, 64, 256),
+    (64, 4, 8, 128, 512),
+    (128, 2, 4, 128, 1024),
+    (64, 2, 8, 128, 128),
+    (256, 1, 4, 64, 1024),
 )
 _WARPS = 4
 
@@ -91,21 +91,21 @@ def candidates(problem: Problem, device: DeviceFacts) -> list[TritonConfig]:
 
 
 def _config(
-    problem: Problem, device: DeviceFacts, read: int, wide: int, turns: int, written: int, width: int
+    problem: Problem, device: DeviceFacts, read: int, warps: int, turns: int, written: int, width: int
 ) -> TritonConfig:
     itemsize, channels = jnp.dtype(problem.dtype("x")).itemsize, padded(problem.dim("C"), 1)
     most, packed = problem.dim("L"), bool(problem.flag("packed"))
     # The largest values are kept with their tokens: twice the registers. On AMD masks take scalar registers too.
     is_max = problem.flag("reduction") == "max"
     held = read // (4 if device.vendor == "amd" else 2) if is_max else read
-    forward = _tile(32 * _WARPS * held // itemsize, wide, channels, most)
+    block_c = min(channels, 32 * warps * 16 // itemsize)
+    block_t = max(1, min(32 * warps * held // itemsize // block_c, padded(most, 1), 128))
     # Tokens with segments of their own read as much as they write.
     written = written // 2 if packed or problem.flag("masked") or most < 16 else written
     backward = _tile(32 * _WARPS * written // itemsize, width, channels, most)
-    # Long segments are shared by programs, so that there are four waves of eight a multiprocessor, but parts stay few.
-    block_t, block_c = forward
+    # Long segments are shared by programs, so that there are four waves of 32 warps a multiprocessor, but parts stay few.
     rows = problem.dim("B") * cdiv(problem.dim("C"), block_c) * problem.dim("T")
-    span, enough = max(64, block_t * turns), 32 * max(device.num_multiprocessors, 1)
+    span, enough = max(64, block_t * turns), 128 // warps * max(device.num_multiprocessors, 1)
     while span > max(block_t, 64) and rows < span * enough:
         span //= 2
     if not packed or problem.flag("chunked"):
@@ -113,20 +113,19 @@ def _config(
             span *= 2
         span = max(block_t, min(span, padded(most, 1)))
     return TritonConfig(
-        ReadTile(block_t, block_c, span, _warps(block_t * block_c, held // itemsize)),
+        ReadTile(block_t, block_c, span, _warps(block_t * block_c, held // itemsize, warps)),
         WriteTile(*backward, _warps(backward[0] * backward[1], written // itemsize)),
     )
 
 
 def _tile(elements: int, width: int, channels: int, most: int) -> tuple[int, int]:
-    """Tokens and channels of a tile of at most so many elements, with no more tokens than a segment has and more channels instead."""
+    """Tokens and channels of a written tile of at most so many elements, with no more tokens than a segment has and more channels instead."""
     width = min(channels, max(width, min(elements // padded(most, 1), 2048)))
     return max(1, min(elements // width, padded(most, 1), 128)), width
 
 
-def _warps(elements: int, each: int) -> int:
-    warps = elements // (32 * each)
-    return max(1, min(_WARPS, warps))
+def _warps(elements: int, each: int, most: int = _WARPS) -> int:
+    return max(1, min(most, elements // (32 * max(each, 1))))
 
 
 def forward(
