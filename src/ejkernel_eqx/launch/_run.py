@@ -29,6 +29,10 @@ def run(launch: Launch, arrays: Mapping[str, jax.Array], *, interpret: bool = Fa
     There is no `vmap` or autodiff rule here: callers fold batches and define derivatives (`core/kind.py`).
     """
     checked = _checked_arrays(launch, arrays)
+    if interpret and launch.is_gluon:
+        raise ValueError(
+            f"run of {launch.label}: a kernel in Gluon cannot be interpreted; use a configuration without Hopper's kernels."
+        )
     if launch.is_empty:
         given = {result: checked[source] for source, result in launch.aliases.items()}
         outputs = [
