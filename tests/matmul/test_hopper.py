@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 
 from ejkernel_eqx.dispatch import from_dict, to_dict
-from ejkernel_eqx.launch import compile_ahead, gluon_unavailable, run
+from ejkernel_eqx.launch import compile_ahead, gluon_call, gluon_unavailable, run
 from ejkernel_eqx.matmul.spec import GroupedArrays
 from ejkernel_eqx.matmul.workload import example_problem, make_inputs, spec_of
 from tests.compiled import DEVICES
@@ -143,27 +143,28 @@ COMPILED = [
     (MANY, "bfloat16", dict(transpose_rhs=True, bias=True, clipped=True, **SWIGLU)),
     (FINE, "float16", dict(gated="halves", activation="gelu", bias=True)),
     (dict(B=3, M=900, K=264, N=328, E=5), "bfloat16", dict(activation="gelu_tanh", bias=True)),
-    (dict(M=64, K=8, N=8, E=1), "bfloat16", dict(activation="relu")),
+    (dict(M=64, K=136, N=72, E=1), "bfloat16", dict(activation="relu")),
 ]
 
 
 @needs_gluon
+@pytest.mark.parametrize("every", [False, pytest.param(True, marks=pytest.mark.slow)])
 @pytest.mark.parametrize(
     "sizes, dtype, flags",
     [
-        pytest.param(*case, marks=() if i == 0 else pytest.mark.slow, id=str(i))
+        pytest.param(*case, marks=() if i < 2 else pytest.mark.slow, id=str(i))
         for i, case in enumerate(COMPILED)
     ],
 )
-def test_every_tile_compiles(sizes, dtype, flags):
+def test_tiles_compile(sizes, dtype, flags, every):
     """Without spills to speak of, and without products that wait for one another."""
     of = problem(sizes, dtype, **flags)
-    seen = {}
-    for config in triton.candidates(of, HOPPER):
+    configs, seen = triton.candidates(of, HOPPER), {}
+    for config in configs if every else configs[:1]:
         for launch in launches(of, config):
             if launch.is_gluon:
                 seen[launch.label, str(sorted(launch.constants.items()))] = launch
-    assert len(seen) >= 10
+    assert len(seen) >= (10 if every else 3)
     for launch in seen.values():
         report = compile_ahead(launch, "sm_90")
         assert report.fits and report.spills <= 128 and report.registers <= 168, (launch.label, report)
@@ -189,8 +190,10 @@ def _waits(launch):
 
 
 @needs_gluon
-def test_it_is_staged_in_a_mesh():
-    """The call is one of JAX's foreign functions, whose results vary over a mesh as its operands do."""
+def test_it_is_staged_in_a_mesh(monkeypatch):
+    """The call is one of JAX's foreign functions, whose results vary over a mesh as its operands do. (What jaxlib reads takes one for GPUs.)"""
+    monkeypatch.setattr(gluon_call, "_call_of", lambda launch: b"")
+    monkeypatch.setattr(gluon_call, "_staged", {})
     of = problem(dict(M=512, K=64, N=128, E=2))
     spec, config = spec_of(of), triton.default_config(of, HOPPER)
     arrays = make_inputs(of, spec, 0).arrays
@@ -199,7 +202,7 @@ def test_it_is_staged_in_a_mesh():
 
     def body(lhs, rhs, sizes):
         out = triton.forward(GroupedArrays(lhs, sizes, rhs), spec, config)["out"]
-        assert "d" in jax.typeof(out).vma
+        assert "V:d" in str(jax.typeof(out))
         return out
 
     split = jax.shard_map(body, mesh=mesh, in_specs=(rows, whole, whole), out_specs=rows)
