@@ -97,7 +97,8 @@ def _checked_modules(package: str) -> list[str]:
     modules = []
     for file in sorted(root.rglob("*.py")):
         # The hook also takes in whatever lies below a name, so packages are left out: they only re-export.
-        if file.stem in ("__init__", "__main__") or "triton.jit" in file.read_text(encoding="utf-8"):
+        text = file.read_text(encoding="utf-8")
+        if file.stem in ("__init__", "__main__") or "triton.jit" in text or "gluon.jit" in text:
             continue
         if _CHECKED or _is_public(file):
             modules.append(".".join((package, *file.relative_to(root).with_suffix("").parts)))

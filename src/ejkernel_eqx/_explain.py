@@ -170,6 +170,11 @@ def _notes(implementation: Implementation) -> tuple[str, ...]:
     return (note,) if note else ()
 
 
+def _remarks(selection: Selection, device: DeviceFacts) -> tuple[str, ...]:
+    remark = selection.implementation.hooks.remark(selection.config, selection.problem, device)
+    return (remark,) if remark else ()
+
+
 def _of_operation(operation: str, args: tuple[Any, ...], words: Mapping[str, Any]) -> Explanation:
     if args:
         raise ValueError(
@@ -295,7 +300,7 @@ def _of_selection(path: str, selection: Selection) -> Choice:
         selection.platform.value,
         repr(selection.config),
         selection.tier.value,
-        _notes(selection.implementation),
+        (*_notes(selection.implementation), *_remarks(selection, device)),
         tuple((str(name), reason) for name, reason in selection.rejected),
         key=problem.key(),
         label=label_of(selection),

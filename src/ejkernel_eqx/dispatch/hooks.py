@@ -46,6 +46,10 @@ class PlatformHooks(Protocol):
         """A configuration measured at a nearby shape or on a similar device, adapted to this one."""
         return config
 
+    def remark(self, config: Any, problem: Problem, device: DeviceFacts) -> str:
+        """A sentence for `explain` about a configuration; empty if there is nothing to say."""
+        return ""
+
     @property
     def OPAQUE(self) -> bool:
         """Whether JAX cannot see into its kernels."""

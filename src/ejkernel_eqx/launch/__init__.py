@@ -20,6 +20,7 @@ from .compile import CompileReport as CompileReport
 from .compile import Target as Target
 from .compile import target_for as target_for
 from .compile import TARGETS as TARGETS
+from .gluon_call import gluon_unavailable as gluon_unavailable
 from .interpret import interpreter_unavailable as interpreter_unavailable
 from .interpret import InterpretError as InterpretError
 from .interpret import poison as poison

@@ -6,6 +6,7 @@ import jax
 import jax.numpy as jnp
 
 from ..parallel import match_varying
+from .gluon_call import gluon_call
 from .interpret import interpret_call
 from .launch import Launch
 from .triton_call import triton_call
@@ -28,6 +29,10 @@ def run(launch: Launch, arrays: Mapping[str, jax.Array], *, interpret: bool = Fa
     There is no `vmap` or autodiff rule here: callers fold batches and define derivatives (`core/kind.py`).
     """
     checked = _checked_arrays(launch, arrays)
+    if interpret and launch.is_gluon:
+        raise ValueError(
+            f"run of {launch.label}: a kernel in Gluon cannot be interpreted; use a configuration without Hopper's kernels."
+        )
     if launch.is_empty:
         given = {result: checked[source] for source, result in launch.aliases.items()}
         outputs = [
@@ -38,6 +43,8 @@ def run(launch: Launch, arrays: Mapping[str, jax.Array], *, interpret: bool = Fa
         ]
     elif interpret:
         outputs = interpret_call(launch, checked)
+    elif launch.is_gluon:
+        outputs = gluon_call(launch, checked)
     else:
         outputs = triton_call(launch, checked)
     return match_varying(dict(zip(launch.results, outputs, strict=True)), list(checked.values()))

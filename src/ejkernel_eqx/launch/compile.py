@@ -109,14 +109,29 @@ def compile_ahead(launch: Launch, target: str | Target) -> CompileReport:
     reason = interpreter_unavailable()
     if reason is not None:
         raise RuntimeError(f"The Triton kernel {launch.label} cannot be compiled: {reason}")
+    found = compiled(launch, target)
+    registers, spills = (_cuda_usage if target.backend == "cuda" else _hip_usage)(found)
+    shared = found.metadata.shared
+    tensor_memory = getattr(found.metadata, "tmem_size", None) or 0
+    fits = shared <= target.shared_limit and tensor_memory <= _TENSOR_MEMORY_LIMIT
+    return CompileReport(target.name, shared, registers, spills, target.shared_limit, fits)
+
+
+def compiled(launch: Launch, target: Target) -> Any:
+    """What Triton's compiler makes of the launch."""
     import triton
     from triton.backends.compiler import GPUTarget
     from triton.compiler import ASTSource
 
+    source: Any = ASTSource
+    if launch.is_gluon:
+        from triton.experimental.gluon._runtime import GluonASTSource
+
+        source = GluonASTSource
     signature, constants, attributes = _specialisation(launch)
     with language_lock.shared(), _usable_cache(), collector_paused():
-        compiled = triton.compile(
-            ASTSource(launch.function, signature=signature, constexprs=constants, attrs=attributes),
+        return triton.compile(
+            source(launch.function, signature, constants, attributes),
             target=GPUTarget(target.backend, target.arch, target.warp_size),
             options={
                 "num_warps": launch.num_warps,
@@ -130,11 +145,6 @@ def compile_ahead(launch: Launch, target: str | Target) -> CompileReport:
                 ),
             },
         )
-    registers, spills = (_cuda_usage if target.backend == "cuda" else _hip_usage)(compiled)
-    shared = compiled.metadata.shared
-    tensor_memory = getattr(compiled.metadata, "tmem_size", None) or 0
-    fits = shared <= target.shared_limit and tensor_memory <= _TENSOR_MEMORY_LIMIT
-    return CompileReport(target.name, shared, registers, spills, target.shared_limit, fits)
 
 
 def _specialisation(launch: Launch) -> tuple[dict[str, str], dict[str, Any], dict[tuple[int], list]]:
@@ -149,7 +159,7 @@ def _specialisation(launch: Launch) -> tuple[dict[str, str], dict[str, Any], dic
             signature[name] = "*" + _type_name(arrays[name].dtype)
             attributes[(index,)] = [["tt.divisibility", 16]]
         elif name in launch.scalars and launch.scalars[name] != 1:
-            signature[name] = _scalar_type_name(launch.scalars[name])
+            signature[name] = scalar_type_name(launch.scalars[name])
         else:
             signature[name] = "constexpr"
             constants[name] = launch.constants.get(name, 1)
@@ -174,7 +184,7 @@ def _type_name(dtype: Any) -> str:
     return re.sub(r"^(float|uint|int)", lambda m: {"float": "fp", "uint": "u", "int": "i"}[m[1]], name)
 
 
-def _scalar_type_name(value: int) -> str:
+def scalar_type_name(value: int) -> str:
     for name, low, high in (("i32", -(2**31), 2**31), ("u32", 2**31, 2**32), ("i64", -(2**63), 2**63)):
         if low <= value < high:
             return name

@@ -75,6 +75,11 @@ class Launch:
         return function
 
     @property
+    def is_gluon(self) -> bool:
+        """Whether the kernel is written in Gluon."""
+        return bool(getattr(self.function, "is_gluon", bool)())
+
+    @property
     def label(self) -> str:
         return self.name or self.function.fn.__name__
 

@@ -10,8 +10,13 @@ from ..epilogue import before_activation
 from ..spec import GroupedArrays, GroupedSpec
 from . import backward_kernels
 from .call import alike, grouped, launcher, TritonConfig
+from .hopper.call import right_gradient
+from .hopper.tile_sizes import check
+from .tile_sizes import GroupedTile
 
 _SUM = 4
+_BIAS_TILE = GroupedTile(64, 128, 16, 4, 3)
+"""Of the gradient of a bias alone, beside Hopper's kernel."""
 _COLLECTED = 1024  # columns of the left side whose gradient a program adds up
 
 
@@ -26,6 +31,7 @@ def backward(
 ) -> dict[str, Array]:
     """All gradients; those of right sides and biases are summed over all rows by one program."""
     arrays = alike(arrays)
+    check(("lhs", "rhs"), config, arrays, spec)
     dz, du = before_activation(cotangents["out"], saved, spec, arrays.lhs.dtype)
     grads = {"lhs": _left_gradient(arrays, spec, config, dz, du, execute)}
     grads |= _right_gradients(arrays, spec, config, dz, ("rhs", "bias"), execute)
@@ -112,14 +118,19 @@ def _right_gradients(
 ) -> dict[str, Array]:
     """The gradients of a right side and its bias, of those that the call has."""
     right, bias = (getattr(arrays, name) for name in names)
+    tile, launch = config.rhs, launcher(arrays, config, execute)
+    found: dict[str, Array] = {}
+    if tile.hopper_programs:
+        if right is not None:
+            found = {names[0]: right_gradient(launch, tile, arrays, dz, right, spec.transpose_rhs)}
+        right, tile = None, _BIAS_TILE
     if right is None and bias is None:
-        return {}
+        return found
     batch, count = arrays.sizes.shape
     mapped = arrays.right.ndim == 4
     inner, width = arrays.lhs.shape[-1], dz.shape[-1]
     lead = (batch,) if mapped else ()
     most = arrays.sizes if mapped else arrays.sizes.sum(0)
-    tile, launch = config.rhs, launcher(arrays, config, execute)
     down = 1 if right is None else cdiv(inner, tile.block_k)
     results = launch(
         backward_kernels.right_kernel,
@@ -139,5 +150,5 @@ def _right_gradients(
         DOWN=down,
         BIAS=bias is not None,
     )
-    found = {names[0]: (right, "dright"), names[1]: (bias, "dbias")}
-    return {name: results[made] for name, (x, made) in found.items() if x is not None}
+    made = {names[0]: (right, "dright"), names[1]: (bias, "dbias")}
+    return found | {name: results[of] for name, (x, of) in made.items() if x is not None}

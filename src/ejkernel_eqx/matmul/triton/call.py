@@ -12,6 +12,7 @@ from ...launch.fields import check_fields, Float32Dot
 from ...launch.sizes import cdiv, padded
 from ..spec import GroupedArrays
 from . import forward_kernel
+from .hopper.call import products
 from .tile_sizes import GroupedTile
 
 _OPERANDS = {"float32": 0, "float16": 1, "bfloat16": 2}
@@ -19,7 +20,8 @@ _OPERANDS = {"float32": 0, "float16": 1, "bfloat16": 2}
 
 @dataclasses.dataclass(frozen=True)
 class TritonConfig:
-    """Tiles of the result, of the gradient of the left side, and of that of right sides, whose `block_m` are rows of one turn."""
+    """Tiles of the result, of the gradient of the left side, and of that of right sides, whose `block_m` are rows of one turn; and for each of
+    them which kernel."""
 
     forward: GroupedTile
     lhs: GroupedTile
@@ -34,8 +36,10 @@ class TritonConfig:
 def grouped(
     launch: Launcher, tile: GroupedTile, outputs: dict[str, jax.ShapeDtypeStruct], **numbers: Any
 ) -> dict[str, Array]:
-    """Launches the forward kernel, one program for every tile that there may be."""
+    """Launches the forward kernel: Hopper's, or Triton's with one program for every tile that there may be."""
     batch, rows, width = outputs["out"].shape
+    if tile.hopper_programs:
+        return products(launch, tile, outputs, **numbers)
     count = int(launch.numbers["E"])
     # Rows past the last group are tiles too.
     most = rows // tile.block_m + min(count + 1, rows)

@@ -6,17 +6,19 @@ from jax import Array
 from ...core.platforms import kernels_unavailable
 from ...dispatch import BOTH, DeviceFacts, FORWARD, Problem
 from ...launch import Execute, NOTHING, result, run
-from ...launch.sizes import too_large
+from ...launch.sizes import rows_of, too_large
 from ..spec import columns, GroupedArrays, GroupedSpec, HALVES, INTERLEAVED, PAIR
 from .backward import backward as backward
 from .call import alike, grouped, launcher
 from .call import TritonConfig as TritonConfig
+from .hopper import tile_sizes as hopper
 from .tile_sizes import GroupedTile as GroupedTile
 from .tile_sizes import shared_memory, SMALLEST, tiles
 
 OPAQUE = True
 PARTS = {"forward": FORWARD, "lhs": "lhs", "rhs": BOTH}
 """The fields of a configuration that are tuned one after the other, and what decides."""
+KERNELS = tuple(PARTS)
 MAX_GROUPS = 1023
 _KINDS = {None: 0, PAIR: 1, HALVES: 2, INTERLEAVED: 3}
 _ACTIVATIONS = {None: 0, "silu": 1, "gelu": 2, "gelu_tanh": 3, "relu": 4}
@@ -48,20 +50,42 @@ def candidates(problem: Problem, device: DeviceFacts) -> list[TritonConfig]:
     """Configurations worth timing, the heuristic first."""
     nvidia = device.vendor == "nvidia"
     precision = "tf32x3" if nvidia else "ieee"
-    return [
-        TritonConfig(forward, lhs, rhs, precision, nvidia) for forward, lhs, rhs in tiles(problem, device)
+    columns = [
+        hopper.tiles(kernel, problem, device) + found for kernel, found in tiles(problem, device).items()
     ]
+    rows = rows_of(columns)
+    return [TritonConfig(forward, lhs, rhs, precision, nvidia) for forward, lhs, rhs in rows]
 
 
 def config_unsupported(config: TritonConfig, problem: Problem, device: DeviceFacts) -> str | None:
-    """Why the tiles cannot fit the device's shared memory, by an estimate; for the smallest tile, only the compiler can tell."""
-    for kernel in ("forward", "lhs", "rhs"):
+    """Why the tiles cannot fit the device's shared memory, by an estimate; for the smallest tile, only the compiler can tell. And why not Hopper's
+    kernels."""
+    for kernel in KERNELS:
         tile = getattr(config, kernel)
+        if tile.hopper_programs:
+            reason = hopper.unfit(kernel, problem, device) or hopper.tile_unfit(kernel, tile, problem)
+            if reason is not None:
+                return f"{kernel} with hopper_programs={tile.hopper_programs} {reason}"
         sizes = f"{tile.block_m}x{tile.block_n}x{tile.block_k}"
-        reason = too_large(kernel, sizes, tile.num_stages, shared_memory(kernel, tile, problem), device)
+        needed = (hopper.shared_memory if tile.hopper_programs else shared_memory)(kernel, tile, problem)
+        reason = too_large(kernel, sizes, tile.num_stages, needed, device)
         if reason is not None and tile != SMALLEST:
             return reason
     return None
+
+
+def remark(config: TritonConfig, problem: Problem, device: DeviceFacts) -> str:
+    """On Hopper, what runs in Triton's kernels and why."""
+    if device.vendor != "nvidia" or device.capability != (9, 0):
+        return ""
+    reasons: dict[str, list[str]] = {}
+    for kernel in KERNELS:
+        if not getattr(config, kernel).hopper_programs:
+            reasons.setdefault(hopper.not_chosen(kernel, problem, device), []).append(kernel)
+    return "; ".join(
+        f"{', '.join(kernels)}: Triton's kernel, not Hopper's, which {reason}"
+        for reason, kernels in reasons.items()
+    )
 
 
 def saved_axes(arrays: GroupedArrays, spec: GroupedSpec) -> dict[str, tuple[str, ...]]:
@@ -85,6 +109,7 @@ def forward(
 ) -> dict[str, Array]:
     """The result and, for an activation, the products before it in the dtype of the left side."""
     arrays = alike(arrays)
+    hopper.check(("forward",), config, arrays, spec)
     batch, inner = arrays.lhs.shape[0], arrays.lhs.shape[-1]
     width = arrays.right.shape[-2 if spec.transpose_rhs else -1]
     out = (batch, arrays.num_rows, columns(width, spec))

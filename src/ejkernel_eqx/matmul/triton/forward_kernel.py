@@ -12,7 +12,7 @@ SILU, GELU, GELU_TANH, RELU = tl.constexpr(1), tl.constexpr(2), tl.constexpr(3),
 
 
 @triton.jit
-def _activated(z, ACTIVATION: tl.constexpr, ALPHA: tl.constexpr, FAST: tl.constexpr):
+def activated(z, ACTIVATION: tl.constexpr, ALPHA: tl.constexpr, FAST: tl.constexpr):
     if ACTIVATION == SILU:
         return z * sigmoid(ALPHA * z, FAST)
     if ACTIVATION == GELU:
@@ -26,7 +26,7 @@ def _activated(z, ACTIVATION: tl.constexpr, ALPHA: tl.constexpr, FAST: tl.conste
 
 
 @triton.jit
-def _rounded(z, to: tl.constexpr, LIMIT: tl.constexpr):
+def rounded(z, to: tl.constexpr, LIMIT: tl.constexpr):
     """`z` in the dtype `to`, on the same side of the limit as `z`: what is clipped has no gradient."""
     rounded = z.to(to)
     if LIMIT > 0:
@@ -39,7 +39,7 @@ def _rounded(z, to: tl.constexpr, LIMIT: tl.constexpr):
 
 
 @triton.jit
-def _scaled(acc, scale_ptr, bias_ptr, at, n, W: tl.constexpr, SCALE: tl.constexpr, BIAS: tl.constexpr):
+def scaled(acc, scale_ptr, bias_ptr, at, n, W: tl.constexpr, SCALE: tl.constexpr, BIAS: tl.constexpr):
     """`acc scale + bias`, those of one group, at its columns `n`."""
     if SCALE:
         acc *= tl.load(scale_ptr + at + n, mask=n < W, other=0.0)[None, :]
@@ -111,32 +111,30 @@ def grouped_kernel(
             acc, other, lhs, row, up, up, row_scale, start, K, W, count, False, TRANSPOSED, ROW_SCALE, wide, BLOCK_K, OPERAND,
             PRECISION)  # fmt: skip
     at = index * W
-    acc = _scaled(acc, scale_ptr, bias_ptr, at, start, W, SCALE, BIAS)  # [BLOCK_M, wide]
+    acc = scaled(acc, scale_ptr, bias_ptr, at, start, W, SCALE, BIAS)  # [BLOCK_M, wide]
     if not gated:
         if SAVE:
             tl.store(gate_ptr + out, acc.to(gate_ptr.dtype.element_ty), mask=mine)
         tl.store(
-            out_ptr + out, _activated(acc, ACTIVATION, ALPHA, FAST).to(out_ptr.dtype.element_ty), mask=mine
+            out_ptr + out, activated(acc, ACTIVATION, ALPHA, FAST).to(out_ptr.dtype.element_ty), mask=mine
         )
     else:
         if KIND == INTERLEAVED:
             gate, up_z = tl.split(tl.reshape(acc, (BLOCK_M, BLOCK_N, 2)))  # [BLOCK_M, BLOCK_N] twice
         elif KIND == HALVES:
             gate = acc
-            up_z = _scaled(
-                other, scale_ptr, bias_ptr, at + N, start, W - N, SCALE, BIAS
-            )  # [BLOCK_M, BLOCK_N]
+            up_z = scaled(other, scale_ptr, bias_ptr, at + N, start, W - N, SCALE, BIAS)  # [BLOCK_M, BLOCK_N]
         else:
             gate = acc
-            up_z = _scaled(
+            up_z = scaled(
                 other, up_scale_ptr, up_bias_ptr, at, start, W, SCALE, UP_BIAS
             )  # [BLOCK_M, BLOCK_N]
         if SAVE:
-            tl.store(gate_ptr + out, _rounded(gate, gate_ptr.dtype.element_ty, LIMIT), mask=mine)
-            tl.store(up_z_ptr + out, _rounded(up_z, up_z_ptr.dtype.element_ty, LIMIT), mask=mine)
+            tl.store(gate_ptr + out, rounded(gate, gate_ptr.dtype.element_ty, LIMIT), mask=mine)
+            tl.store(up_z_ptr + out, rounded(up_z, up_z_ptr.dtype.element_ty, LIMIT), mask=mine)
         if LIMIT > 0:
             # Comparisons keep NaN.
             gate = tl.where(gate > LIMIT, LIMIT, gate)
             up_z = tl.where(up_z > LIMIT, LIMIT, tl.where(up_z < -LIMIT, -LIMIT, up_z))
-        result = _activated(gate, ACTIVATION, ALPHA, FAST) * (up_z + UP_SHIFT)
+        result = activated(gate, ACTIVATION, ALPHA, FAST) * (up_z + UP_SHIFT)
         tl.store(out_ptr + out, result.to(out_ptr.dtype.element_ty), mask=mine)

@@ -1,20 +1,25 @@
 """Which tiles each kernel prefers, and what shared memory they take."""
 
 import dataclasses
+from typing import Annotated
 
 from ...dispatch import DeviceFacts, Problem
-from ...launch.fields import Block, check_fields, Count, Warps
-from ...launch.sizes import cdiv, padded, rows_of, shared_memory_of
+from ...launch.fields import Block, check_fields, Count, Warps, whole
+from ...launch.sizes import cdiv, padded, shared_memory_of
 from ..spec import HALVES, INTERLEAVED, PAIR
 
 Sizes = tuple[int, int, int, int, int, int]
+Programs = Annotated[int, whole(0)]
 _ITEMSIZE = {"float32": 4, "float16": 2, "bfloat16": 2, "int8": 1, "float8_e4m3fn": 1, "float8_e5m2": 1}
 
 
 @dataclasses.dataclass(frozen=True)
 class GroupedTile:
-    """A program's tile: `block_m` rows by `block_n` columns, `block_k` of the contracted axis at a time, and `swizzle` rows of tiles that share
-    columns in the cache. Of gradients of right sides: `block_k` by `block_n` columns, `block_m` rows at a time; `swizzle` is not used."""
+    """A tile: `block_m` rows by `block_n` columns, `block_k` of the contracted axis at a time, and `swizzle` rows of tiles that share
+    columns in the cache. Of gradients of right sides: `block_k` by `block_n` columns, `block_m` rows at a time; Triton's kernel has no `swizzle`.
+
+    `hopper_programs`: how many programs of Hopper's kernel go from tile to tile, usually one for each multiprocessor; 0 for Triton's kernel,
+    with a program for each tile. In Hopper's kernel `num_warps` are those that multiply half a tile, always 4."""
 
     block_m: Block
     block_n: Block
@@ -22,6 +27,7 @@ class GroupedTile:
     num_warps: Warps
     num_stages: Count
     swizzle: Count = 8
+    hopper_programs: Programs = 0
 
     __post_init__ = check_fields
 
@@ -89,12 +95,12 @@ _RIGHT: tuple[Sizes, ...] = (
 )
 
 
-def tiles(problem: Problem, device: DeviceFacts) -> list[tuple[GroupedTile, ...]]:
-    """Tiles of the three kernels, best first, fitted to the problem and to shared memory."""
+def tiles(problem: Problem, device: DeviceFacts) -> dict[str, list[GroupedTile]]:
+    """Tiles of Triton's kernels, best first, fitted to the problem and to shared memory."""
     each = problem.dim("M") / max(problem.dim("E"), 1)
     sizes = next(sizes for least, sizes in _ROWS if each >= least)
     lists = {"forward": sizes, "lhs": sizes, "rhs": _RIGHT}
-    return rows_of([_fitted(kernel, sizes, problem, device) for kernel, sizes in lists.items()])
+    return {kernel: _fitted(kernel, sizes, problem, device) for kernel, sizes in lists.items()}
 
 
 def _fitted(
@@ -106,10 +112,10 @@ def _fitted(
         while shared_memory(kernel, tile, problem) > shared_memory_of(device) and tile != SMALLEST:
             tile = _smaller(tile)
         found.setdefault(tile, None)
-    return sorted(found, key=lambda tile: int(8 * _waste(kernel, tile, problem)))
+    return sorted(found, key=lambda tile: int(8 * waste(kernel, tile, problem)))
 
 
-def _waste(kernel: str, tile: GroupedTile, problem: Problem) -> float:
+def waste(kernel: str, tile: GroupedTile, problem: Problem) -> float:
     """The work of a row of tiles on columns that do not exist, over that on those that do."""
     inner, columns = problem.dim("K"), problem.dim("N")
     across = _in_blocks(inner if kernel == "lhs" else columns, tile.block_n)

@@ -1,0 +1,225 @@
+"""Hopper's kernel of the result, and of the gradient of the left side: programs that stay, and go from tile to tile of the groups' rows."""
+
+from triton.experimental import gluon
+from triton.experimental.gluon import language as gl
+from triton.experimental.gluon.language.nvidia.hopper import mbarrier, tma
+
+from ..forward_kernel import activated, HALVES, PAIR, rounded, scaled, SUM
+from .tile import (
+    barriers_of,
+    columns_at_once,
+    CONSUMERS,
+    following,
+    place,
+    ragged,
+    skipped,
+    stages_of,
+    store,
+    summed,
+)
+
+
+# fmt: off
+@gluon.jit
+def _tiles(size, BM: gl.constexpr, COLUMNS: gl.constexpr):
+    return (size + BM - 1) // BM * COLUMNS
+
+
+@gluon.jit
+def _group_of(sizes_ptr, t, group, first, start, size, B, M, E, BM: gl.constexpr, COLUMNS: gl.constexpr):
+    """The group that has tile `t`, its first tile, first row and rows, from those of an earlier tile. Every batch row has `E + 1` groups, of
+    which the last has the rows past the others."""
+    tiles = _tiles(size, BM, COLUMNS)
+    while (t >= first + tiles) & (group < B * (E + 1) - 1):
+        first += tiles
+        start += size
+        group += 1
+        b = group // (E + 1)
+        e = group % (E + 1)
+        size = (b + 1) * M - start
+        if e < E:
+            size = gl.minimum(gl.maximum(gl.load(sizes_ptr + b * E + e), 0), size)
+        tiles = _tiles(size, BM, COLUMNS)
+    return group, first, start, size
+
+
+@gluon.jit
+def _consumer(ring, staging, out_desc, gate_desc, up_z_desc, sizes_ptr, bias_ptr, up_bias_ptr, B, M, E, total, W: gl.constexpr,
+              K: gl.constexpr, WIDTH: gl.constexpr, N: gl.constexpr, KIND: gl.constexpr, TRANSPOSED: gl.constexpr, MAPPED: gl.constexpr,
+              BIAS: gl.constexpr, UP_BIAS: gl.constexpr, ACTIVATION: gl.constexpr, ALPHA: gl.constexpr, LIMIT: gl.constexpr,
+              UP_SHIFT: gl.constexpr, SAVE: gl.constexpr, FAST: gl.constexpr, BM: gl.constexpr, BN: gl.constexpr, BK: gl.constexpr,
+              STAGES: gl.constexpr, SWIZZLE: gl.constexpr):
+    """Multiplies half the rows of every tile, and stores what follows from the products."""
+    HALF: gl.constexpr = BM // CONSUMERS
+    COLUMNS: gl.constexpr = (N + BN - 1) // BN
+    TWO: gl.constexpr = KIND == PAIR or KIND == HALVES
+    STEPS: gl.constexpr = (K + BK - 1) // BK * (2 if KIND == SUM else 1)
+    group, first, start, size = -1, 0, 0, 0
+    s, phase = 0, 0
+    t = gl.program_id(0)
+    while t < total:
+        # Which rows and columns; a second half may be of no rows, and rows past the last group are 0.
+        group, first, start, size = _group_of(sizes_ptr, t, group, first, start, size, B, M, E, BM, COLUMNS)
+        row, column = place(t - first, size, BM, COLUMNS, SWIZZLE)
+        row = row * BM + W * HALF
+        e = group % (E + 1)
+        steps = gl.where(e < E, STEPS, 0)
+        busy = gl.where(row < size, steps, 0)
+        s, phase = skipped(ring, s, phase, steps - busy, STAGES)
+        # The products, [HALF, BN] each.
+        acc, other, s, phase = summed(ring, s, phase, busy, TRANSPOSED, TWO, W, BM, BN, BK, STAGES)
+        # What follows.
+        index = e
+        if MAPPED:
+            index += group // (E + 1) * E
+        n = column * BN + gl.arange(0, BN, gl.SliceLayout(0, acc.type.layout))  # [BN]
+        n = gl.where(e < E, n, WIDTH)
+        at = index.to(gl.int64) * WIDTH
+        acc = scaled(acc, bias_ptr, bias_ptr, at, n, WIDTH, False, BIAS)
+        if SAVE:
+            gate = acc
+        if TWO:
+            if KIND == HALVES:
+                other = scaled(other, bias_ptr, bias_ptr, at + N, n, WIDTH - N, False, BIAS)
+            else:
+                other = scaled(other, up_bias_ptr, up_bias_ptr, at, n, WIDTH, False, UP_BIAS)
+            if SAVE:
+                store(gate_desc, staging, rounded(gate, gate_desc.dtype, LIMIT), start + size, size, row, column * BN)
+                store(up_z_desc, staging, rounded(other, up_z_desc.dtype, LIMIT), start + size, size, row, column * BN)
+            if LIMIT > 0:
+                # Comparisons keep NaN.
+                acc = gl.where(acc > LIMIT, LIMIT, acc)
+                other = gl.where(other > LIMIT, LIMIT, gl.where(other < -LIMIT, -LIMIT, other))
+            acc = activated(acc, ACTIVATION, ALPHA, FAST) * (other + UP_SHIFT)
+        else:
+            if SAVE:
+                store(gate_desc, staging, gate, start + size, size, row, column * BN)
+            acc = activated(acc, ACTIVATION, ALPHA, FAST)
+        store(out_desc, staging, acc, start + size, size, row, column * BN)
+        t += gl.num_programs(0)
+    tma.store_wait(0)
+
+
+@gluon.jit
+def _loader(ring, lhs_desc, right_desc, other_desc, up_desc, sizes_ptr, B, M, E, total, K: gl.constexpr, N: gl.constexpr,
+            KIND: gl.constexpr, TRANSPOSED: gl.constexpr, MAPPED: gl.constexpr, BM: gl.constexpr, BN: gl.constexpr, BK: gl.constexpr,
+            STAGES: gl.constexpr, SWIZZLE: gl.constexpr):
+    """Loads the operands of every tile, as far ahead as there are stages."""
+    COLUMNS: gl.constexpr = (N + BN - 1) // BN
+    SUMMANDS: gl.constexpr = 2 if KIND == SUM else 1
+    TWO: gl.constexpr = KIND == PAIR or KIND == HALVES
+    BYTES: gl.constexpr = (BM + (2 if TWO else 1) * BN) * BK * 2
+    a_s, b_s, c_s, full, empty = ring
+    group, first, start, size = -1, 0, 0, 0
+    s, phase = 0, 1
+    t = gl.program_id(0)
+    while t < total:
+        group, first, start, size = _group_of(sizes_ptr, t, group, first, start, size, B, M, E, BM, COLUMNS)
+        row, column = place(t - first, size, BM, COLUMNS, SWIZZLE)
+        e = group % (E + 1)
+        index = e
+        if MAPPED:
+            index += group // (E + 1) * E
+        if e < E:
+            for summand in gl.static_range(SUMMANDS):
+                left = lhs_desc if summand == 0 else other_desc
+                right = right_desc if summand == 0 else up_desc
+                for k in range((K + BK - 1) // BK):
+                    mbarrier.wait(empty.index(s), phase)
+                    mbarrier.expect(full.index(s), BYTES)
+                    # Rows of the next group are loaded, not stored.
+                    tma.async_copy_global_to_shared(left, [start + row * BM, k * BK], full.index(s), a_s.index(s))
+                    _load(right, index, k * BK, column * BN, full.index(s), b_s.index(s), TRANSPOSED)
+                    if KIND == HALVES:
+                        _load(right, index, k * BK, N + column * BN, full.index(s), c_s.index(s), TRANSPOSED)
+                    elif KIND == PAIR:
+                        _load(up_desc, index, k * BK, column * BN, full.index(s), c_s.index(s), TRANSPOSED)
+                    s, phase = following(s, phase, STAGES)
+        t += gl.num_programs(0)
+
+
+@gluon.jit
+def _load(desc, index, k, n, barrier, to, TRANSPOSED: gl.constexpr):
+    if TRANSPOSED:
+        tma.async_copy_global_to_shared(desc, [index, n, k], barrier, to)
+    else:
+        tma.async_copy_global_to_shared(desc, [index, k, n], barrier, to)
+
+
+@gluon.jit
+def _right(ptr, matrices, K: gl.constexpr, WIDTH: gl.constexpr, TRANSPOSED: gl.constexpr, BN: gl.constexpr, BK: gl.constexpr):
+    """A descriptor of right sides `[matrices, K, WIDTH]` or, transposed, `[matrices, WIDTH, K]`."""
+    down: gl.constexpr = WIDTH if TRANSPOSED else K
+    across: gl.constexpr = K if TRANSPOSED else WIDTH
+    shape: gl.constexpr = [1, BN, BK] if TRANSPOSED else [1, BK, BN]
+    layout: gl.constexpr = gl.NVMMASharedLayout.get_default_for(shape, ptr.dtype.element_ty)
+    return tma.make_tensor_descriptor(ptr, [matrices, down, across], [down * across, across, 1], shape, layout)
+
+
+@gluon.jit
+def _rows(ptr, rows, K: gl.constexpr, BM: gl.constexpr, BK: gl.constexpr):
+    layout: gl.constexpr = gl.NVMMASharedLayout.get_default_for([BM, BK], ptr.dtype.element_ty)
+    return tma.make_tensor_descriptor(ptr, [rows, K], [K, 1], [BM, BK], layout)
+
+
+@gluon.jit
+def _number_of_tiles(sizes_ptr, B, M, E, BM: gl.constexpr, COLUMNS: gl.constexpr, BLOCK_E: gl.constexpr):
+    e = gl.arange(0, BLOCK_E, gl.BlockedLayout([1], [32], [4], [0]))  # [BLOCK_E]
+    total = 0
+    for b in range(B):
+        sizes = gl.maximum(gl.load(sizes_ptr + b * E + e, mask=e < E, other=0), 0)  # [BLOCK_E]
+        sizes = gl.where(e == E, gl.maximum(M - gl.sum(sizes, 0), 0), sizes)
+        total += gl.sum(_tiles(sizes, BM, COLUMNS), 0)
+    return total
+
+
+@gluon.jit
+def hopper_products_kernel(
+    lhs_ptr, right_ptr, sizes_ptr, other_lhs_ptr, up_ptr,  # [B, M, K], [E, K, W] or, mapped, [B, E, K, W], [B, E], as both
+    bias_ptr, up_bias_ptr, B, M, E,  # [E, W] or, mapped, [B, E, W]
+    out_ptr, gate_ptr, up_z_ptr,  # [B, M, N]
+    K: gl.constexpr, W: gl.constexpr, N: gl.constexpr, KIND: gl.constexpr, TRANSPOSED: gl.constexpr, MAPPED: gl.constexpr,
+    BIAS: gl.constexpr, UP_BIAS: gl.constexpr, ACTIVATION: gl.constexpr, ALPHA: gl.constexpr, LIMIT: gl.constexpr, UP_SHIFT: gl.constexpr,
+    SAVE: gl.constexpr, FAST: gl.constexpr, BLOCK_M: gl.constexpr, BLOCK_N: gl.constexpr, BLOCK_K: gl.constexpr, NUM_STAGES: gl.constexpr,
+    SWIZZLE: gl.constexpr, BLOCK_E: gl.constexpr,
+):
+    # out = act(z) or act(gate) (up + UP_SHIFT), where z, gate and up are lhs right[g] + bias; or the sum of two products: as `grouped_kernel`.
+    dtype: gl.constexpr = lhs_ptr.dtype.element_ty
+    COLUMNS: gl.constexpr = (N + BLOCK_N - 1) // BLOCK_N
+    HALF: gl.constexpr = BLOCK_M // CONSUMERS
+    STORED: gl.constexpr = columns_at_once(HALF, BLOCK_N)
+    total = _number_of_tiles(sizes_ptr, B, M, E, BLOCK_M, COLUMNS, BLOCK_E)
+    # Descriptors; those that the call does not need are others.
+    matrices = B * E if MAPPED else E
+    lhs_desc = _rows(lhs_ptr, B * M, K, BLOCK_M, BLOCK_K)
+    right_desc = _right(right_ptr, matrices, K, W, TRANSPOSED, BLOCK_N, BLOCK_K)
+    out_desc = ragged(out_ptr, N, HALF, STORED)
+    other_desc, up_desc, gate_desc, up_z_desc = lhs_desc, right_desc, out_desc, out_desc
+    if KIND == SUM:
+        other_desc = _rows(other_lhs_ptr, B * M, K, BLOCK_M, BLOCK_K)
+    if KIND == SUM or KIND == PAIR:
+        up_desc = _right(up_ptr, matrices, K, W, TRANSPOSED, BLOCK_N, BLOCK_K)
+    if SAVE:
+        gate_desc = ragged(gate_ptr, N, HALF, STORED)
+        if KIND == PAIR or KIND == HALVES:
+            up_z_desc = ragged(up_z_ptr, N, HALF, STORED)
+    # Shared memory: stages and their barriers, and for each consumer what it stores.
+    right_shape: gl.constexpr = [1, BLOCK_N, BLOCK_K] if TRANSPOSED else [1, BLOCK_K, BLOCK_N]
+    a_s = stages_of(dtype, [BLOCK_M, BLOCK_K], NUM_STAGES)
+    b_s = stages_of(dtype, right_shape, NUM_STAGES)
+    c_s = b_s
+    if KIND == PAIR or KIND == HALVES:
+        c_s = stages_of(dtype, right_shape, NUM_STAGES)
+    full, empty = barriers_of(NUM_STAGES)
+    staging = stages_of(out_ptr.dtype.element_ty, [1, 1, HALF, STORED], CONSUMERS)
+    ring = (a_s, b_s, c_s, full, empty)
+    gl.warp_specialize([
+        (_consumer, (ring, staging.index(0), out_desc, gate_desc, up_z_desc, sizes_ptr, bias_ptr, up_bias_ptr, B, M, E, total, 0, K, W, N,
+                     KIND, TRANSPOSED, MAPPED, BIAS, UP_BIAS, ACTIVATION, ALPHA, LIMIT, UP_SHIFT, SAVE, FAST, BLOCK_M, BLOCK_N, BLOCK_K,
+                     NUM_STAGES, SWIZZLE)),
+        (_consumer, (ring, staging.index(1), out_desc, gate_desc, up_z_desc, sizes_ptr, bias_ptr, up_bias_ptr, B, M, E, total, 1, K, W, N,
+                     KIND, TRANSPOSED, MAPPED, BIAS, UP_BIAS, ACTIVATION, ALPHA, LIMIT, UP_SHIFT, SAVE, FAST, BLOCK_M, BLOCK_N, BLOCK_K,
+                     NUM_STAGES, SWIZZLE)),
+        (_loader, (ring, lhs_desc, right_desc, other_desc, up_desc, sizes_ptr, B, M, E, total, K, N, KIND, TRANSPOSED, MAPPED, BLOCK_M,
+                   BLOCK_N, BLOCK_K, NUM_STAGES, SWIZZLE)),
+    ], [4, 1], [232, 40])

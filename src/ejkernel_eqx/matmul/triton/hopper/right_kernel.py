@@ -1,0 +1,92 @@
+"""Hopper's kernel of the gradients of right sides: programs that stay, and go from tile to tile of the groups' matrices."""
+
+from triton.experimental import gluon
+from triton.experimental.gluon import language as gl
+from triton.experimental.gluon.language.nvidia.hopper import mbarrier, tma
+
+from .tile import (
+    barriers_of,
+    columns_at_once,
+    CONSUMERS,
+    FAR,
+    following,
+    LEFT,
+    place,
+    ragged,
+    stages_of,
+    store,
+    summed,
+)
+
+
+# fmt: off
+@gluon.jit
+def _consumer(ring, staging, out_desc, steps_ptr, total, W: gl.constexpr, K: gl.constexpr, N: gl.constexpr, BM: gl.constexpr,
+              BN: gl.constexpr, BK: gl.constexpr, STAGES: gl.constexpr, SWIZZLE: gl.constexpr):
+    """Sums up half the rows of every tile."""
+    COLUMNS: gl.constexpr = (N + BN - 1) // BN
+    EACH: gl.constexpr = (K + BM - 1) // BM * COLUMNS
+    s, phase = 0, 0
+    t = gl.program_id(0)
+    while t < total:
+        group = gl.load(steps_ptr + t // EACH * 2)
+        steps = gl.load(steps_ptr + t // EACH * 2 + 1)
+        row, column = place(t % EACH, K, BM, COLUMNS, SWIZZLE)
+        acc, _, s, phase = summed(ring, s, phase, steps, LEFT, False, W, BM, BN, BK, STAGES)  # [BM / 2, BN]
+        store(out_desc, staging, acc, group * K + K, K, row * BM + W * (BM // CONSUMERS), column * BN)
+        t += gl.num_programs(0)
+    tma.store_wait(0)
+
+
+@gluon.jit
+def _loader(ring, lhs_desc, dz_desc, spans_ptr, total, SPANS, K: gl.constexpr, N: gl.constexpr, BM: gl.constexpr, BN: gl.constexpr,
+            BK: gl.constexpr, STAGES: gl.constexpr, SWIZZLE: gl.constexpr):
+    """Loads the rows of every tile's group, as far ahead as there are stages."""
+    COLUMNS: gl.constexpr = (N + BN - 1) // BN
+    EACH: gl.constexpr = (K + BM - 1) // BM * COLUMNS
+    a_s, b_s, _, full, empty = ring
+    s, phase = 0, 1
+    t = gl.program_id(0)
+    while t < total:
+        row, column = place(t % EACH, K, BM, COLUMNS, SWIZZLE)
+        for span in range(SPANS):
+            at = (t // EACH * SPANS + span) * 2
+            start = gl.load(spans_ptr + at)
+            size = gl.load(spans_ptr + at + 1)
+            for k in range((size + BK - 1) // BK):
+                mbarrier.wait(empty.index(s), phase)
+                mbarrier.expect(full.index(s), (BM + BN) * BK * 2)
+                # Rows past the group's last are 0, whatever is there.
+                first = FAR - size + k * BK
+                tma.async_copy_global_to_shared(lhs_desc, [FAR, start + size, first, row * BM], full.index(s), a_s.index(s))
+                tma.async_copy_global_to_shared(dz_desc, [FAR, start + size, first, column * BN], full.index(s), b_s.index(s))
+                s, phase = following(s, phase, STAGES)
+        t += gl.num_programs(0)
+
+
+@gluon.jit
+def hopper_right_kernel(
+    lhs_ptr, dz_ptr, steps_ptr, spans_ptr, GROUPS, SPANS,  # [rows, K], [rows, N], [GROUPS, 2], [GROUPS, SPANS, 2]
+    dright_ptr,  # [GROUPS, K, N]
+    K: gl.constexpr, N: gl.constexpr, DOWN: gl.constexpr, ACROSS: gl.constexpr, BLOCK_M: gl.constexpr, NUM_STAGES: gl.constexpr,
+    SWIZZLE: gl.constexpr,
+):
+    # dright[g] = lhs^T dz over the spans of rows of a group. `steps` has a group and how many times `BLOCK_M` rows it takes, the largest groups
+    # first; `spans` have the first row and the number of rows of each, in the same order. A tile has `DOWN` rows and `ACROSS` columns of a matrix.
+    dtype: gl.constexpr = lhs_ptr.dtype.element_ty
+    HALF: gl.constexpr = DOWN // CONSUMERS
+    STORED: gl.constexpr = columns_at_once(HALF, ACROSS)
+    total = GROUPS * ((K + DOWN - 1) // DOWN) * ((N + ACROSS - 1) // ACROSS)
+    lhs_desc = ragged(lhs_ptr, K, BLOCK_M, DOWN)
+    dz_desc = ragged(dz_ptr, N, BLOCK_M, ACROSS)
+    out_desc = ragged(dright_ptr, N, HALF, STORED)
+    a_s = stages_of(dtype, [1, 1, BLOCK_M, DOWN], NUM_STAGES)
+    b_s = stages_of(dtype, [1, 1, BLOCK_M, ACROSS], NUM_STAGES)
+    full, empty = barriers_of(NUM_STAGES)
+    staging = stages_of(dright_ptr.dtype.element_ty, [1, 1, HALF, STORED], CONSUMERS)
+    ring = (a_s, b_s, b_s, full, empty)
+    gl.warp_specialize([
+        (_consumer, (ring, staging.index(0), out_desc, steps_ptr, total, 0, K, N, DOWN, ACROSS, BLOCK_M, NUM_STAGES, SWIZZLE)),
+        (_consumer, (ring, staging.index(1), out_desc, steps_ptr, total, 1, K, N, DOWN, ACROSS, BLOCK_M, NUM_STAGES, SWIZZLE)),
+        (_loader, (ring, lhs_desc, dz_desc, spans_ptr, total, SPANS, K, N, DOWN, ACROSS, BLOCK_M, NUM_STAGES, SWIZZLE)),
+    ], [4, 1], [232, 40])

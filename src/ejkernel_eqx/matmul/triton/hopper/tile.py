@@ -1,0 +1,158 @@
+"""What Hopper's kernels share: boxes that end with a group, the ring of stages between the loader and the consumers, and how a tile is stored.
+
+A program has one warp that loads and two groups of four warps, the consumers, each with half of a tile's rows. Memory moves by
+tensor descriptors (TMA) alone: what a box has past the end of its tensor is loaded as 0 and not stored."""
+
+from triton.experimental import gluon
+from triton.experimental.gluon import language as gl
+from triton.experimental.gluon.language.nvidia.hopper import (
+    fence_async_shared,
+    mbarrier,
+    tma,
+    warpgroup_mma,
+    warpgroup_mma_wait,
+)
+
+CONSUMERS = gl.constexpr(2)
+FAR = gl.constexpr(2**30)
+"""More rows than any group has: the coordinate of boxes that end with a group (see `ragged`)."""
+PLAIN, RIGHT, LEFT = gl.constexpr(0), gl.constexpr(1), gl.constexpr(2)
+"""Which operand of a product is stored transposed: neither, `[BN, BK]` on the right, or `[BK, BM]` on the left."""
+
+
+@gluon.jit
+def ragged(ptr, width: gl.constexpr, BM: gl.constexpr, BN: gl.constexpr):
+    """A descriptor of rows whose boxes `[1, 1, BM, BN]` end at a row given with each access: the box at `[FAR, end, FAR - size + row, column]`
+    begins at `row` of the `size` rows before `end`. In addresses of 64 bits the first two axes cancel what the third has too much,
+    `FAR * (2**34 - width) + end * width + (FAR - size + row) * width`; and the third axis ends at `FAR`, so that row `size` is outside."""
+    layout: gl.constexpr = gl.NVMMASharedLayout.get_default_for([1, 1, BM, BN], ptr.dtype.element_ty)
+    return tma.make_tensor_descriptor(
+        ptr, [0x7FFF0000, 0x7FFF0000, FAR, width], [2**34 - width, width, width, 1], [1, 1, BM, BN], layout
+    )
+
+
+@gluon.jit
+def place(number, size, BLOCK: gl.constexpr, COLUMNS: gl.constexpr, SWIZZLE: gl.constexpr):
+    """Row and column of a tile of a group: `SWIZZLE` rows of tiles share columns, which the cache still has."""
+    rows = (size + BLOCK - 1) // BLOCK
+    width: gl.constexpr = SWIZZLE * COLUMNS
+    top = number // width * SWIZZLE
+    high = gl.minimum(rows - top, SWIZZLE)
+    number = number % width
+    return top + number % high, number // high
+
+
+@gluon.jit
+def stages_of(dtype: gl.constexpr, shape: gl.constexpr, STAGES: gl.constexpr):
+    """Shared memory for tiles loaded ahead."""
+    layout: gl.constexpr = gl.NVMMASharedLayout.get_default_for(shape, dtype)
+    return gl.allocate_shared_memory(dtype, [STAGES] + shape, layout)
+
+
+@gluon.jit
+def barriers_of(STAGES: gl.constexpr):
+    """A barrier for every stage that is loaded, and one for every stage that both consumers have read."""
+    full = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
+    empty = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
+    for i in gl.static_range(STAGES):
+        mbarrier.init(full.index(i), count=1)
+        mbarrier.init(empty.index(i), count=CONSUMERS)
+    return full, empty
+
+
+@gluon.jit
+def following(s, phase, STAGES: gl.constexpr):
+    """The stage after `s`, and the parity of its barriers."""
+    s += 1
+    phase = gl.where(s == STAGES, phase ^ 1, phase)
+    return gl.where(s == STAGES, 0, s), phase
+
+
+@gluon.jit
+def operands(
+    ring, s, KIND: gl.constexpr, W: gl.constexpr, BM: gl.constexpr, BN: gl.constexpr, BK: gl.constexpr
+):
+    """Consumer `W`'s half of the left tile in a stage, and the right tiles: `[BM / 2, BK]` and `[BK, BN]` twice."""
+    a, b, c = ring[0].index(s), ring[1].index(s), ring[2].index(s)
+    half: gl.constexpr = BM // CONSUMERS
+    if KIND == LEFT:
+        a = a.reshape([BK, BM]).slice(W * half, half, dim=1).permute((1, 0))
+    else:
+        a = a.slice(W * half, half)
+    if KIND == RIGHT:
+        b = b.reshape([BN, BK]).permute((1, 0))
+        c = c.reshape([BN, BK]).permute((1, 0))
+    else:
+        b = b.reshape([BK, BN])
+        c = c.reshape([BK, BN])
+    return a, b, c
+
+
+@gluon.jit
+def skipped(ring, s, phase, steps, STAGES: gl.constexpr):
+    """Frees `steps` stages unread."""
+    for _ in range(steps):
+        mbarrier.wait(ring[3].index(s), phase)
+        mbarrier.arrive(ring[4].index(s), count=1)
+        s, phase = following(s, phase, STAGES)
+    return s, phase
+
+
+@gluon.jit
+def summed(
+    ring, s, phase, steps, KIND: gl.constexpr, TWO: gl.constexpr, W: gl.constexpr, BM: gl.constexpr, BN: gl.constexpr, BK: gl.constexpr,
+    STAGES: gl.constexpr,
+):  # fmt: skip
+    """Sums over `steps` stages of products by the right tile and, if `TWO`, by the second one, `[BM / 2, BN]` each. Returns the next stage, too.
+
+    Call it once per tile: a sum that a loop over tiles or a branch carries is spilled."""
+    layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, BN, 16])
+    acc = gl.zeros([BM // CONSUMERS, BN], gl.float32, layout)
+    other = gl.zeros([BM // CONSUMERS, BN], gl.float32, layout)
+    for k in range(steps):
+        mbarrier.wait(ring[3].index(s), phase)
+        a, b, c = operands(ring, s, KIND, W, BM, BN, BK)
+        acc = warpgroup_mma(a, b, acc, is_async=True)
+        if TWO:
+            other = warpgroup_mma(a, c, other, is_async=True)
+            acc, other = warpgroup_mma_wait(2, deps=[acc, other])
+        else:
+            acc = warpgroup_mma_wait(1, deps=[acc])
+        # The products of the stage before have ended: it is free. Its number is computed, because a variable set to `s` before the loop and at
+        # its end would not be carried: Triton 3.7 takes two names of one value for one when it looks for what a loop carries.
+        mbarrier.arrive(ring[4].index(gl.where(s == 0, STAGES, s) - 1), count=1, pred=k > 0)
+        s, phase = following(s, phase, STAGES)
+    if TWO:
+        acc, other = warpgroup_mma_wait(0, deps=[acc, other])
+    else:
+        acc = warpgroup_mma_wait(0, deps=[acc])
+    mbarrier.arrive(ring[4].index(gl.where(s == 0, STAGES, s) - 1), count=1, pred=steps > 0)
+    return acc, other, s, phase
+
+
+@gluon.jit
+def columns_at_once(rows: gl.constexpr, columns: gl.constexpr):
+    """How many columns of a tile are stored at once: 16 KiB."""
+    return columns if rows * columns <= 8192 else 8192 // rows
+
+
+@gluon.jit
+def store(desc, staging, x, end, size, row, column):
+    """Stores `x [rows, columns]` at `row` of the `size` rows before `end`, those rows that exist."""
+    wide: gl.constexpr = x.shape[1]
+    most: gl.constexpr = staging.shape[3]
+    if wide == most:
+        _store(desc, staging, x, end, size, row, column)
+    else:
+        y, z = gl.split(gl.permute(gl.reshape(x, (x.shape[0], 2, wide // 2)), (0, 2, 1)))
+        _store(desc, staging, y, end, size, row, column)
+        _store(desc, staging, z, end, size, row, column + wide // 2)
+
+
+@gluon.jit
+def _store(desc, staging, x, end, size, row, column):
+    layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, x.shape[1], 16])
+    tma.store_wait(0)
+    staging.reshape([x.shape[0], x.shape[1]]).store(gl.convert_layout(x.to(desc.dtype), layout))
+    fence_async_shared()
+    tma.async_copy_shared_to_global(desc, [FAR, end, FAR - size + row, column], staging)

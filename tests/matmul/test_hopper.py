@@ -1,0 +1,210 @@
+"""Hopper's kernels without a Hopper: when they are chosen, what they are given, and that every tile of theirs compiles without spills."""
+
+import dataclasses
+import re
+import subprocess
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from ejkernel_eqx.dispatch import from_dict, to_dict
+from ejkernel_eqx.launch import compile_ahead, gluon_call, gluon_unavailable, run
+from ejkernel_eqx.matmul.spec import GroupedArrays
+from ejkernel_eqx.matmul.workload import example_problem, make_inputs, spec_of
+from tests.compiled import DEVICES
+
+from .test_workload import launches
+
+pytest.importorskip("triton")
+from ejkernel_eqx.matmul.triton import compiled as triton
+from ejkernel_eqx.matmul.triton.hopper.call import work_of
+
+HOPPER = DEVICES["sm_90"]
+_MISSING = gluon_unavailable(HOPPER)
+needs_gluon = pytest.mark.skipif(_MISSING is not None, reason=f"Hopper's kernel {_MISSING}")
+MANY = dict(M=16384, K=4096, N=14336, E=8)
+FINE = dict(M=32768, K=2048, N=1408, E=64)
+KERNELS = ("forward", "lhs", "rhs")
+SWIGLU = dict(gated="pair", activation="silu")
+
+
+def problem(sizes=MANY, dtype="bfloat16", **flags):
+    return example_problem("grouped_matmul", sizes, dtype, flags)
+
+
+def in_hopper(config):
+    return [kernel for kernel in KERNELS if getattr(config, kernel).hopper_programs]
+
+
+@needs_gluon
+@pytest.mark.parametrize(
+    "of, expected",
+    [
+        (problem(), ["forward", "lhs", "rhs"]),
+        (problem(FINE, "float16", transpose_rhs=True, **SWIGLU), ["forward", "lhs", "rhs"]),
+        (problem(gated="halves", activation="gelu", bias=True), ["forward", "lhs", "rhs"]),
+        (problem(gated="interleaved", activation="silu"), ["lhs", "rhs"]),
+        (problem(gathered=True), ["lhs"]),
+        (problem(dict(M=8 * 63, K=4096, N=14336, E=8)), []),
+        (problem(dtype="float32"), []),
+        (problem(stored="int8"), []),
+        (problem(MANY | dict(K=4092)), []),
+        (problem(MANY | dict(M=2**30 + 1)), []),
+    ],
+)
+def test_where_it_is_chosen(of, expected):
+    configs = triton.candidates(of, HOPPER)
+    assert in_hopper(configs[0]) == expected
+    assert all(getattr(configs[0], kernel).hopper_programs == 132 for kernel in expected)
+    # Both kinds are candidates for each kernel, and tables hold both.
+    for kernel in KERNELS:
+        kinds = {getattr(config, kernel).hopper_programs > 0 for config in configs}
+        assert kinds == ({False, True} if kernel in expected else {False})
+    assert all(triton.config_unsupported(config, of, HOPPER) is None for config in configs)
+    assert all(from_dict(to_dict(config), triton.TritonConfig) == config for config in configs)
+    told = triton.remark(configs[0], of, HOPPER)
+    assert all((kernel in told) == (kernel not in expected) for kernel in KERNELS)
+
+
+def test_other_devices_and_tables_of_before():
+    for name in ("sm_80", "sm_100", "gfx942"):
+        reason = gluon_unavailable(DEVICES[name])
+        assert reason is not None and "9.0" in reason
+        config = triton.default_config(problem(), DEVICES[name])
+        assert not in_hopper(config) and not triton.remark(config, problem(), DEVICES[name])
+        moved = dataclasses.replace(config, forward=dataclasses.replace(config.forward, hopper_programs=132))
+        assert "9.0" in (triton.config_unsupported(moved, problem(), DEVICES[name]) or "")
+    known = to_dict(config)
+    for kernel in KERNELS:
+        del known[kernel]["hopper_programs"]
+    assert from_dict(known, triton.TritonConfig) == config
+
+
+def configured(**tiles):
+    tile = triton.GroupedTile(128, 128, 64, 4, 6, 8, 132)
+    config = triton.default_config(problem(), DEVICES["sm_80"])
+    return dataclasses.replace(config, **({kernel: tile for kernel in KERNELS} | tiles))
+
+
+@pytest.mark.parametrize(
+    "of, config, word",
+    [
+        (problem(gathered=True), configured(), "gather"),
+        (problem(gated="interleaved"), configured(), "interleaved"),
+        (problem(MANY | dict(K=4092)), configured(), "4092"),
+        (problem(), configured(forward=triton.GroupedTile(64, 128, 64, 4, 6, 8, 132)), "64x128x64"),
+        (problem(), configured(forward=triton.GroupedTile(128, 128, 64, 8, 6, 8, 132)), "num_warps"),
+        (problem(**SWIGLU), configured(forward=triton.GroupedTile(128, 256, 64, 4, 2, 8, 132)), "128x256x64"),
+    ],
+)
+def test_a_configuration_that_cannot_run(of, config, word):
+    with pytest.raises(ValueError, match=f"hopper_programs=0 in forward.*{word}"):
+        launches(of, config)
+
+
+@needs_gluon
+def test_shared_memory_is_checked():
+    config = configured(lhs=triton.GroupedTile(128, 256, 64, 4, 5, 8, 132))
+    assert "shared memory" in (triton.config_unsupported(config, problem(), HOPPER) or "")
+
+
+def test_it_is_not_interpreted():
+    of, config = problem(dict(M=64, K=64, N=64, E=1)), configured()
+    pytest.importorskip("triton.experimental.gluon")
+    arrays = make_inputs(of, spec_of(of), 0).arrays
+    with pytest.raises(ValueError, match="interpreted"):
+        triton.forward(
+            arrays, spec_of(of), config, execute=lambda launch, given: run(launch, given, interpret=True)
+        )
+
+
+@pytest.mark.parametrize("mapped", [False, True])
+def test_what_the_sums_of_right_sides_are_over(mapped):
+    """Every row of a group once, the longest sums first; sizes that exceed the rows end with them."""
+    sizes, rows, block = np.array([[3, 0, 70, 5], [64, 65, 0, 9], [90, 60, 0, 0]]), 140, 64
+    steps, spans = map(np.asarray, work_of(jnp.asarray(sizes, jnp.int32), rows, block, mapped))
+    assert steps.dtype == spans.dtype == np.int32
+    assert (np.diff(steps[:, 1]) <= 0).all() and sorted(steps[:, 0]) == list(range(len(steps)))
+    ends = np.minimum(sizes.cumsum(1), rows)
+    begins = np.concatenate([np.zeros((3, 1), int), ends[:, :-1]], 1)
+    for (matrix, count), of in zip(steps, spans):
+        wanted = [divmod(matrix, 4)] if mapped else [(b, matrix) for b in range(3)]
+        assert [list(span) for span in of] == [
+            [b * rows + begins[b, e], ends[b, e] - begins[b, e]] for b, e in wanted
+        ]
+        assert count == sum(-(-size // block) for _, size in of)
+
+
+COMPILED = [
+    (MANY, "bfloat16", {}),
+    (FINE, "bfloat16", dict(transpose_rhs=True, **SWIGLU)),
+    (MANY, "bfloat16", dict(transpose_rhs=True, bias=True, clipped=True, **SWIGLU)),
+    (FINE, "float16", dict(gated="halves", activation="gelu", bias=True)),
+    (dict(B=3, M=900, K=264, N=328, E=5), "bfloat16", dict(activation="gelu_tanh", bias=True)),
+    (dict(M=64, K=136, N=72, E=1), "bfloat16", dict(activation="relu")),
+]
+
+
+@needs_gluon
+@pytest.mark.parametrize("every", [False, pytest.param(True, marks=pytest.mark.slow)])
+@pytest.mark.parametrize(
+    "sizes, dtype, flags",
+    [
+        pytest.param(*case, marks=() if i < 2 else pytest.mark.slow, id=str(i))
+        for i, case in enumerate(COMPILED)
+    ],
+)
+def test_tiles_compile(sizes, dtype, flags, every):
+    """Without spills to speak of, and without products that wait for one another."""
+    of = problem(sizes, dtype, **flags)
+    configs, seen = triton.candidates(of, HOPPER), {}
+    for config in configs if every else configs[:1]:
+        for launch in launches(of, config):
+            if launch.is_gluon:
+                seen[launch.label, str(sorted(launch.constants.items()))] = launch
+    assert len(seen) >= (10 if every else 3)
+    for launch in seen.values():
+        report = compile_ahead(launch, "sm_90")
+        assert report.fits and report.spills <= 128 and report.registers <= 168, (launch.label, report)
+        assert not _waits(launch), launch.label
+
+
+def _waits(launch):
+    """Warnings of NVIDIA's assembler that products run one after the other."""
+    import triton as package
+
+    from ejkernel_eqx.launch.compile import compiled, TARGETS
+
+    ptx = compiled(launch, TARGETS["sm_90"]).asm["ptx"]
+    path = package.knobs.nvidia.ptxas.path
+    assembled = subprocess.run(
+        [path, "-v", "--gpu-name=sm_90a", "/dev/stdin", "-o", "/dev/null"],
+        input=ptx,
+        text=True,
+        capture_output=True,
+    )
+    assert assembled.returncode == 0, assembled.stderr
+    return re.findall(r"C75\d\d", assembled.stderr + assembled.stdout)
+
+
+@needs_gluon
+def test_it_is_staged_in_a_mesh(monkeypatch):
+    """The call is one of JAX's foreign functions, whose results vary over a mesh as its operands do. (What jaxlib reads takes one for GPUs.)"""
+    monkeypatch.setattr(gluon_call, "_call_of", lambda launch: b"")
+    monkeypatch.setattr(gluon_call, "_staged", {})
+    of = problem(dict(M=512, K=64, N=128, E=2))
+    spec, config = spec_of(of), triton.default_config(of, HOPPER)
+    arrays = make_inputs(of, spec, 0).arrays
+    mesh = jax.make_mesh((1,), ("d",), axis_types=(jax.sharding.AxisType.Auto,))
+    rows, whole = jax.P(None, "d"), jax.P()
+
+    def body(lhs, rhs, sizes):
+        out = triton.forward(GroupedArrays(lhs, sizes, rhs), spec, config)["out"]
+        assert "V:d" in str(jax.typeof(out))
+        return out
+
+    split = jax.shard_map(body, mesh=mesh, in_specs=(rows, whole, whole), out_specs=rows)
+    text = str(jax.make_jaxpr(split)(arrays.lhs, arrays.rhs, arrays.sizes))
+    assert "triton_kernel_call_ffi" in text
