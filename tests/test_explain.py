@@ -18,6 +18,7 @@ from ejkernel_eqx.dispatch import (
     device_facts,
     DeviceFacts,
     FORWARD,
+    kernel_registry,
     Known,
     memory_cache,
     Platform,
@@ -257,3 +258,13 @@ def test_nothing_to_explain_says_why():
     assert "this dict contains no module of this package" in str(ejx.explain({"a": jnp.ones(3)}))
     some = ejx.explain(attend, jnp.ones((4, 2, 8)))
     assert some.choices and not some.remark and not some.to_dict()["remark"]
+
+
+def test_remarks_on_a_configuration(h200, monkeypatch):
+    """A platform may say something about its choice, for this problem on this device."""
+    remark = lambda config, problem, device: f"{config} for {problem.dim('M')} rows on {device.kind}"
+    platform = kernel_registry.get("grouped_matmul", "xla").load()
+    monkeypatch.setattr(platform, "remark", remark, raising=False)
+    sizes = jnp.array([3, 1])
+    call = ejx.explain(ejx.GroupedMatmul(platform="xla"), jnp.ones((4, 8)), jnp.ones((2, 8, 8)), sizes)
+    assert call.choices[0].notes == ("NoChoice() for 4 rows on NVIDIA H200",)

@@ -96,12 +96,73 @@ def test_every_candidate(sizes, case):
         assert_agrees(case, results(case, op, given, dout), expected)
 
 
-def test_past_two_billion_numbers():
+LONG = Case((4000, 1, 0, 4700, 10), 9001, 512, 640)
+HOPPER = {name: EVERY[name] for name in ("SwiGLU in halves, long", "GPT-OSS, long", "gathered, long")} | {
+    "more tiles than programs": LONG,
+    "more tiles than programs, SwiGLU": dataclasses.replace(
+        LONG, gated="pair", activation="silu", transpose=True
+    ),
+    "halves, not transposed": dataclasses.replace(
+        LONG, gated="halves", activation="silu", bias=True, clipped=True
+    ),
+    "pair, biases": dataclasses.replace(LONG, gated="pair", activation="gelu", bias=True, N=328),
+    "transposed": dataclasses.replace(LONG, transpose=True, K=520),
+    "every row in the last group": dataclasses.replace(LONG, sizes=(0, 0, 0, 0, 9001)),
+    "no row in a group": dataclasses.replace(LONG, sizes=(0, 0, 0, 0, 0), bias=True),
+    "many leading axes": Case(
+        ((300, 0, 500), (0, 64, 0), (128, 128, 128), (1, 899, 0)), 900, 264, 328, bias=True, activation="relu"
+    ),
+}
+
+
+@pytest.mark.parametrize("name", HOPPER)
+def test_every_tile_of_hopper(name):
+    """The heuristic's kernels with each of their tiles, NaN in rows of no group."""
+    case = dataclasses.replace(HOPPER[name], dtype="bfloat16", out=None)
+    platform = kernel_registry.get("grouped_matmul", "triton").load()
+    flags = dict(
+        gated=case.gated,
+        activation=case.activation,
+        transpose_rhs=case.transpose,
+        bias=case.bias,
+        stored=case.stored,
+    ) | dict(clipped=case.clipped, gathered=case.gathered is not None)
+    dims = dict(B=int(np.prod(case.lead)), M=case.M, K=case.K, N=case.N, E=np.shape(case.sizes)[-1])
+    problem = example_problem("grouped_matmul", dims, "bfloat16", flags)
+    configs = platform.candidates(problem, device_facts())
+    used = lambda config: any(getattr(config, kernel).hopper_programs for kernel in platform.KERNELS)
+    configs = [config for config in configs if used(config)]
+    if not configs:
+        pytest.skip(
+            platform.remark(platform.default_config(problem, device_facts()), problem, device_facts())
+        )
+    # Fewer programs than multiprocessors, so that each has several tiles.
+    few = {
+        kernel: dataclasses.replace(tile, hopper_programs=5)
+        for kernel in platform.KERNELS
+        if (tile := getattr(configs[0], kernel)).hopper_programs
+    }
+    given, dout = make(case)
+    with jax.default_device(jax.devices("cpu")[0]):
+        expected = exact(case, *jax.device_put((given, dout), jax.devices("cpu")[0]))
+    if not case.lead and not case.gathered:
+        real = int(np.sum(case.sizes))
+        dout = dout.at[real:].set(jnp.nan)
+        given |= {"lhs": given["lhs"].at[real:].set(jnp.nan)}
+    for config in (dataclasses.replace(configs[0], **few), *configs):
+        op = ejx.GroupedMatmul(**case.options, config=config)
+        assert_agrees(case, results(case, op, given, dout), expected)
+
+
+@pytest.mark.parametrize("which", [0, -1])  # of the candidates: on Hopper, the last one has Triton's kernels
+def test_past_two_billion_numbers(which):
     """Right sides of more than 2**31 numbers, and rows of as many: the last group and the last rows are those that an offset of 32 bits misses."""
     count, inner, columns = 40, 8192, 8192
     rhs = jnp.zeros((count, inner, columns), jnp.bfloat16).at[-1].set(jnp.eye(inner, dtype=jnp.bfloat16))
     lhs = jax.random.normal(jax.random.key(0), (270_000, inner), jnp.bfloat16)
     sizes = jnp.zeros(count, jnp.int32).at[0].set(200_000).at[-1].set(70_000)
-    out = ejx.GroupedMatmul(platform="triton")(lhs, rhs, sizes)
+    problem = example_problem("grouped_matmul", dict(M=270_000, K=inner, N=columns, E=count), "bfloat16", {})
+    config = kernel_registry.get("grouped_matmul", "triton").load().candidates(problem, device_facts())[which]
+    out = ejx.GroupedMatmul(config=config)(lhs, rhs, sizes)
     assert not out[:200_000].any()
     np.testing.assert_array_equal(np.asarray(out[-1000:]), np.asarray(lhs[-1000:]))
