@@ -1,8 +1,10 @@
 """Hopper's kernels without a Hopper: when they are chosen, what they are given, and that every tile of theirs compiles without spills."""
 
 import dataclasses
+import importlib
 import re
 import subprocess
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -173,8 +175,7 @@ def test_tiles_compile(sizes, dtype, flags, every):
 
 def _waits(launch):
     """Warnings of NVIDIA's assembler that products run one after the other."""
-    import triton as package
-
+    package: Any = importlib.import_module("triton")
     from ejkernel_eqx.launch.compile import compiled, TARGETS
 
     ptx = compiled(launch, TARGETS["sm_90"]).asm["ptx"]
@@ -192,7 +193,7 @@ def _waits(launch):
 @needs_gluon
 def test_it_is_staged_in_a_mesh(monkeypatch):
     """The call is one of JAX's foreign functions, whose results vary over a mesh as its operands do. (What jaxlib reads takes one for GPUs.)"""
-    monkeypatch.setattr(gluon_call, "_call_of", lambda launch: b"")
+    monkeypatch.setattr(gluon_call, "_stage", lambda launch: gluon_call._Staged(b"", 1))
     monkeypatch.setattr(gluon_call, "_staged", {})
     of = problem(dict(M=512, K=64, N=128, E=2))
     spec, config = spec_of(of), triton.default_config(of, HOPPER)

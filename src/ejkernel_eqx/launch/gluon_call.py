@@ -6,11 +6,13 @@ of itself. It is jaxlib that launches either."""
 
 import functools
 import importlib
+import math
 import re
 import zlib
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
+import jax.numpy as jnp
 import jaxlib.version
 
 from ..dispatch import DeviceFacts
@@ -33,7 +35,7 @@ def gluon_unavailable(device: DeviceFacts) -> str | None:
 
 @functools.cache
 def _versions_unfit() -> str | None:
-    """Why not these versions. Kernels that make their own descriptors need a scratch buffer, which jaxlib's calls have from 0.11.1 on."""
+    """Why not these versions: earlier ones have not been tried."""
     import triton
     from jax_triton import triton_lib
 
@@ -53,34 +55,42 @@ def gluon_call(launch: Launch, arrays: dict[str, jax.Array]) -> list[jax.Array]:
     """Stage the launch; returns the outputs in the kernel's order."""
     operands = [arrays[name] for name in launch.arguments if name in arrays]
     types = [jax.ShapeDtypeStruct(launch.outputs[n].shape, launch.outputs[n].dtype) for n in launch.results]
-    call = jax.ffi.ffi_call(_TARGET, types)
-    return list(call(*operands, opaque=_compressed(launch)))
+    staged = _staged_call(launch)
+    call = jax.ffi.ffi_call(_TARGET, [*types, jax.ShapeDtypeStruct((staged.scratch,), jnp.uint8)])
+    return list(call(*operands, opaque=staged.opaque))[:-1]
 
 
-_staged: dict[Any, bytes] = {}
+class _Staged(NamedTuple):
+    opaque: bytes
+    """The call as jaxlib reads it."""
+    scratch: int
+    """Bytes that all programs together write descriptors to."""
+
+
+_staged: dict[Any, _Staged] = {}
 """Calls by what they are: a step of training traces each several times."""
 
 
-def _compressed(launch: Launch) -> bytes:
+def _staged_call(launch: Launch) -> _Staged:
     arrays = tuple((name, x.shape, str(x.dtype)) for name, x in {**launch.inputs, **launch.outputs}.items())
     numbers = (*launch.scalars.items(), *launch.constants.items())
     key = (launch.function, launch.label, launch.grid, launch.num_warps, arrays, numbers)
     if key not in _staged:
-        _staged[key] = zlib.compress(_call_of(launch))
+        _staged[key] = _stage(launch)
     return _staged[key]
 
 
-def _call_of(launch: Launch) -> bytes:
-    """The call as jaxlib reads it: the kernel, its grid, and a parameter for every argument."""
+def _stage(launch: Launch) -> _Staged:
+    """The kernel, its grid, and a parameter for every argument.
+
+    The last parameter is a kernel's own: where its programs write descriptors. It is a buffer of XLA's here, as one more result. jaxlib would
+    allocate one at every launch, which CUDA graphs cannot contain as XLA makes them of several launches."""
     assert not launch.aliases, f"{launch.label}: the outputs of Gluon kernels are new buffers"
     library: Any = importlib.import_module("jax_triton.triton_lib").triton_kernel_call_lib
     found = compiled(launch, TARGETS["sm_90"])
     about = found.metadata
     arch = TARGETS["sm_90"].arch
-    scratch = (about.global_scratch_size, about.global_scratch_align) if about.global_scratch_size else ()
-    kernel = library.TritonKernel(
-        about.name, about.num_warps, 1, about.shared, found.asm["ptx"], "", arch, *scratch
-    )
+    kernel = library.TritonKernel(about.name, about.num_warps, 1, about.shared, found.asm["ptx"], "", arch)
     parameters = [
         library.create_scalar_parameter(launch.scalars[name], scalar_type_name(launch.scalars[name]))
         if name in launch.scalars
@@ -88,5 +98,7 @@ def _call_of(launch: Launch) -> bytes:
         for name in (*launch.arguments, *launch.results)
         if launch.scalars.get(name) != 1  # a constant of the compiled kernel
     ]
+    parameters.append(library.create_array_parameter(0, 128))
     grid = (*launch.grid, 1, 1)[:3]
-    return library.TritonKernelCall(kernel, *grid, parameters).to_proto(launch.label, b"")
+    call = library.TritonKernelCall(kernel, *grid, parameters).to_proto(launch.label, b"")
+    return _Staged(zlib.compress(call), max(about.global_scratch_size * math.prod(grid), 1))
