@@ -173,12 +173,12 @@ def test_tiles_compile(sizes, dtype, flags, every):
 
 def _waits(launch):
     """Warnings of NVIDIA's assembler that products run one after the other."""
-    import triton as package
+    from triton import knobs
 
     from ejkernel_eqx.launch.compile import compiled, TARGETS
 
     ptx = compiled(launch, TARGETS["sm_90"]).asm["ptx"]
-    path = package.knobs.nvidia.ptxas.path
+    path = knobs.nvidia.ptxas.path
     assembled = subprocess.run(
         [path, "-v", "--gpu-name=sm_90a", "/dev/stdin", "-o", "/dev/null"],
         input=ptx,
