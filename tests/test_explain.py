@@ -262,9 +262,11 @@ def test_nothing_to_explain_says_why():
 
 def test_remarks_on_a_configuration(h200, monkeypatch):
     """A platform may say something about its choice, for this problem on this device."""
-    remark = lambda config, problem, device: f"{config} for {problem.dim('M')} rows on {device.kind}"
+    remark = lambda config, problem, device: (
+        f"{type(config).__name__} for {problem.dim('M')} rows on {device.kind}"
+    )
     platform = kernel_registry.get("grouped_matmul", "xla").load()
     monkeypatch.setattr(platform, "remark", remark, raising=False)
     sizes = jnp.array([3, 1])
     call = ejx.explain(ejx.GroupedMatmul(platform="xla"), jnp.ones((4, 8)), jnp.ones((2, 8, 8)), sizes)
-    assert call.choices[0].notes == ("NoChoice() for 4 rows on NVIDIA H200",)
+    assert call.choices[0].notes == ("XlaConfig for 4 rows on NVIDIA H200",)

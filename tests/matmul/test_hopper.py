@@ -1,10 +1,8 @@
 """Hopper's kernels without a Hopper: when they are chosen, what they are given, and that every tile of theirs compiles without spills."""
 
 import dataclasses
-import importlib
 import re
 import subprocess
-from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -175,11 +173,12 @@ def test_tiles_compile(sizes, dtype, flags, every):
 
 def _waits(launch):
     """Warnings of NVIDIA's assembler that products run one after the other."""
-    package: Any = importlib.import_module("triton")
+    from triton import knobs
+
     from ejkernel_eqx.launch.compile import compiled, TARGETS
 
     ptx = compiled(launch, TARGETS["sm_90"]).asm["ptx"]
-    path = package.knobs.nvidia.ptxas.path
+    path = knobs.nvidia.ptxas.path
     assembled = subprocess.run(
         [path, "-v", "--gpu-name=sm_90a", "/dev/stdin", "-o", "/dev/null"],
         input=ptx,
