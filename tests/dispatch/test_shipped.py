@@ -324,6 +324,7 @@ def test_the_tables_that_come_with_the_package_fit_it():
         ("convolution", {"triton"}),
         ("normalization", {"triton"}),
         ("paged", {"triton"}),
+        ("pooling", {"triton"}),
         ("recurrence", {"triton"}),
     ),
 )

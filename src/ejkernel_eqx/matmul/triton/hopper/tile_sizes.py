@@ -16,7 +16,11 @@ _NUMBERS = 128 * 256
 
 Sizes = tuple[int, int, int, int, int]
 
+_MANY_ROWS = 1024
+"""Rows of a group, on average, from which on wide tiles are faster: they read less from L2, and few of them are not full."""
+
 # Rows, columns, contracted axis, stages, swizzle; best first.
+_WIDE: tuple[Sizes, ...] = ((128, 256, 64, 4, 8), (128, 256, 64, 4, 16))
 _PRODUCTS: tuple[Sizes, ...] = (
     (128, 128, 64, 6, 8),
     (128, 256, 64, 4, 16),
@@ -37,6 +41,8 @@ def tiles(kernel: str, problem: Problem, device: DeviceFacts) -> list[GroupedTil
     if not_chosen(kernel, problem, device):
         return []
     sizes = _RIGHT if kernel == "rhs" else _GATED if _is_double(kernel, problem) else _PRODUCTS
+    if sizes is _PRODUCTS and problem.dim("M") >= _MANY_ROWS * problem.dim("E"):
+        sizes = tuple(dict.fromkeys(_WIDE + _PRODUCTS))
     programs = device.num_multiprocessors or _MULTIPROCESSORS
     found = [GroupedTile(m, n, k, 4, stages, swizzle, programs) for m, n, k, stages, swizzle in sizes]
     found = [tile for tile in found if tile_unfit(kernel, tile, problem) is None]
