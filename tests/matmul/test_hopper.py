@@ -3,6 +3,7 @@
 import dataclasses
 import re
 import subprocess
+import types
 
 import jax
 import jax.numpy as jnp
@@ -208,3 +209,48 @@ def test_it_is_staged_in_a_mesh(monkeypatch):
     split = jax.shard_map(body, mesh=mesh, in_specs=(rows, whole, whole), out_specs=rows)
     text = str(jax.make_jaxpr(split)(arrays.lhs, arrays.rhs, arrays.sizes))
     assert "triton_kernel_call_ffi" in text
+
+
+class _Pointer:
+    def __init__(self, numbers, at=0):
+        self.numbers, self.at = numbers, at
+
+    def __add__(self, more):
+        return _Pointer(self.numbers, self.at + more)
+
+
+def _as_python(function, **more):
+    """A kernel's function of numbers alone."""
+    gl = types.SimpleNamespace(
+        minimum=min, maximum=max, load=lambda x: int(x.numbers.flat[x.at]), constexpr=int
+    )
+    plain = function.fn
+    return types.FunctionType(plain.__code__, plain.__globals__ | {"gl": gl} | more, plain.__name__)
+
+
+@pytest.mark.parametrize("seed", range(60))
+def test_tiles_cover_every_row_once(seed):
+    """The way from tile to tile, by the kernel's own arithmetic: all programs together come to each row and column once, as of its group."""
+    kernels = pytest.importorskip("ejkernel_eqx.matmul.triton.hopper.products_kernel", exc_type=ImportError)
+    tiles = _as_python(kernels._tiles)
+    group_of, place = _as_python(kernels._group_of, _tiles=tiles), _as_python(kernels.place)
+    rng = np.random.default_rng(seed)
+    B, E, M = (int(rng.integers(1, most)) for most in (4, 7, 900))
+    full, programs, swizzle = int(rng.choice([128, 256])), int(rng.choice([1, 3, 7])), int(rng.choice([4, 8]))
+    columns = int(rng.integers(1, 6))
+    sizes = [rng.multinomial(rng.integers(0, M + 1), rng.dirichlet(np.full(E, 0.5))) for _ in range(B)]
+    every = np.concatenate([[*row, M - row.sum()] for row in sizes])  # with the rows past the last group
+    count = sum(tiles(int(size), full, columns) for size in every)
+    found = np.full((B * M, columns), -1)
+    for program in range(programs):
+        group, first, start, size = -1, 0, 0, 0
+        for t in range(program, count, programs):
+            group, first, start, size = group_of(
+                _Pointer(np.stack(sizes)), t, group, first, start, size, B, M, E, full, columns
+            )
+            row, column = place(t - first, size, full, columns, swizzle)
+            for at in (row * full, row * full + full // 2):
+                mine = slice(start + at, max(start + at, start + min(size, at + full // 2)))
+                assert 0 <= column < columns and (found[mine, column] == -1).all()
+                found[mine, column] = group
+    np.testing.assert_array_equal(found, np.repeat(np.arange(len(every)), every)[:, None].repeat(columns, 1))
