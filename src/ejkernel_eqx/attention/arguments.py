@@ -121,6 +121,8 @@ def resolve(
         deterministic=options.deterministic,
         return_lse=return_lse,
         same_segments=_sees_itself(lowered, queries, keys),
+        pattern=lowered.pattern,
+        block_size=lowered.block_size,
     )
     slopes, sinks = (
         None if x is None else _pad_lead(x, lead, 1).astype(accumulator(q.dtype))
@@ -139,8 +141,20 @@ def resolve(
         kv_segments=_spread("kv_segment_ids", kv_segments, lead, keys),
         rows=None if lowered.rows is None else RowRanges(*(_pad_lead(x, lead, 1) for x in lowered.rows)),
         seeds=_seeds(scoring.key, lead, heads) if dropout > 0 else None,
+        blocks=_blocks(lowered, lead, heads),
+        heads=_pad_lead(jnp.arange(heads, dtype=jnp.int32), lead, 1) if _differs(lowered) else None,
     )
     return arrays, spec
+
+
+def _differs(lowered: Lowered) -> bool:
+    """Whether the pattern differs between heads."""
+    return lowered.pattern is not None and lowered.pattern.heads > 0
+
+
+def _blocks(lowered: Lowered, lead: tuple[int, ...], heads: int) -> Array | None:
+    blocks = lowered.blocks
+    return None if blocks is None else _spread("block_map", blocks, lead, heads, *blocks.shape[-2:])
 
 
 def _sees_itself(lowered: Lowered, queries: int, keys: int) -> bool:
@@ -211,7 +225,7 @@ def _visible(
         q_lengths=_lengths("q_lengths", given.q_lengths, lead, queries),
         kv_lengths=_lengths("kv_lengths", given.kv_lengths, lead, keys),
     )
-    return mask.lower(queries, keys, q_offset=_offset(given.q_offset, lead))
+    return mask.lower(queries, keys, q_offset=_offset(given.q_offset, lead), num_heads=heads)
 
 
 def _check_exclusive(given: MaskInputs, lead: tuple[int, ...]) -> None:
@@ -253,8 +267,11 @@ def _check_mask(mask: Mask, lead: tuple[int, ...], queries: int, keys: int) -> M
         cu_seqlens = tuple(
             check_offsets(name, x, x, most) for (name, most), x in zip(sides, cu_seqlens, strict=True)
         )
+    inner = lambda masks: tuple(_check_mask(part, lead, queries, keys) for part in masks)
     return dataclasses.replace(
         mask,
+        unions=tuple(map(inner, mask.unions)),
+        complements=inner(mask.complements),
         q_lengths=_lengths("mask.q_lengths", mask.q_lengths, lead, queries),
         kv_lengths=_lengths("mask.kv_lengths", mask.kv_lengths, lead, keys),
         cu_seqlens=cu_seqlens,

@@ -5,6 +5,7 @@ import jax.numpy as jnp
 from jax import Array
 
 from ..core.arguments import accumulator
+from .masks.lower import by_pair
 from .philox import philox_keep
 from .spec import AttentionArrays, AttentionSpec
 
@@ -34,6 +35,11 @@ def visibility(arrays: AttentionArrays, spec: AttentionSpec) -> Array:
         seen &= (ours == theirs) & (ours >= 0)
     if arrays.mask is not None:
         seen &= _every_row(arrays.mask, spec.mask_run, batch)
+    if spec.pattern is not None:
+        index, heads = jnp.arange(t, dtype=jnp.int32), None if arrays.heads is None else arrays.heads[0]
+        seen &= spec.pattern.seen(heads, index, jnp.arange(s, dtype=jnp.int32))[None]
+    if arrays.blocks is not None and spec.block_size is not None:
+        seen &= by_pair(arrays.blocks, spec.block_size, t, s)
     return seen
 
 
