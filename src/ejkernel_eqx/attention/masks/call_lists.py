@@ -99,7 +99,7 @@ def _of_map(blocks: Array, size: tuple[int, int], shape: Shape) -> Array:
     )
     at = lambda rows, columns: sums[:, :, rows][..., columns]
     count = at(bottom, right) - at(top, right) - at(bottom, left) + at(top, left)
-    area = jnp.asarray((bottom - top)[:, None] * (right - left), jnp.int32)
+    area = jnp.asarray((bottom - top)[None, None, :, None] * (right - left), jnp.int32)
     return jnp.where(count == area, FULL, jnp.where(count > 0, PARTIAL, NONE)).astype(jnp.int8)
 
 

@@ -239,7 +239,7 @@ def _blind(row: Kinds, bits: np.ndarray, shape: Shape) -> bool:
     ):
         sees: np.ndarray = np.repeat((row.kinds == FULL).any(axis), block).reshape(-1, block)
         # Of partly visible tiles, which queries or keys see anything; the contents are few.
-        some: np.ndarray = bits.any(2 if axis else 1)
+        some = np.asarray(bits.any(2 if axis else 1))
         open_tiles = ~sees[tile, 0]
         np.logical_or.at(sees, tile[open_tiles], some[row.patterns[open_tiles]])
         if not sees.reshape(-1)[:length].all():
