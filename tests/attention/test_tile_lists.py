@@ -177,7 +177,6 @@ def test_equal_masks_are_equal_patterns():
 
 
 WRONG = {
-    "f: expected a function of": lambda: Mask.from_function(3),  # pyright: ignore[reportArgumentType]
     "f: expected a function that can be traced": lambda: Mask.from_function(lambda h, q, k: q > 1 and k > 1),
     "f: expected one boolean": lambda: Mask.from_function(lambda h, q, k: q - k),
     "stride: expected an int of at least 1": lambda: Mask.strided(0),
