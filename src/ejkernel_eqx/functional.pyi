@@ -17,6 +17,7 @@ from ._shapes import Float
 from ._shapes import Int
 from ._shapes import Numbers
 from .attention.masks.mask import Mask
+from .attention.score_mod import ScoreMod
 from .attention.signature import Output
 from .attention.signature import WithLse
 from .cells.recurrent import GivenState
@@ -81,6 +82,7 @@ def block_sparse_attention(
     logits_soft_cap: float | None = None,
     softmax_scale: float | None = None,
     dropout_rate: float = 0.0,
+    score_mod: ScoreMod | None = None,
     deterministic: bool = False,
     platform: PlatformLike | None = None,
     config: Any | None = None,
@@ -111,6 +113,7 @@ def block_sparse_attention(
     logits_soft_cap: float | None = None,
     softmax_scale: float | None = None,
     dropout_rate: float = 0.0,
+    score_mod: ScoreMod | None = None,
     deterministic: bool = False,
     platform: PlatformLike | None = None,
     config: Any | None = None,
@@ -141,6 +144,7 @@ def block_sparse_attention(
     logits_soft_cap: float | None = None,
     softmax_scale: float | None = None,
     dropout_rate: float = 0.0,
+    score_mod: ScoreMod | None = None,
     deterministic: bool = False,
     platform: PlatformLike | None = None,
     config: Any | None = None,

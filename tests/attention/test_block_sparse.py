@@ -196,6 +196,100 @@ def test_any_operation_takes_these_masks(platform):
     assert_close(plain()(**arrays, mask=mask)[0], expected, "float32", name="plain")
 
 
+SLOPES = np.array([0.5, 0.25, 0.125, 0.0625], np.float32)
+
+
+def _distance(s: Any, q: Any, k: Any) -> Any:
+    return (k - q).astype(s.dtype)
+
+
+KNOWN = {
+    "ALiBi": (
+        lambda s, h, q, k: s + jnp.asarray(SLOPES)[h] * _distance(s, q, k),
+        {"alibi_slopes": SLOPES},
+        None,
+    ),
+    "soft cap": (lambda s, h, q, k: 4 * jnp.tanh(s / 4), {}, 4.0),
+    "both": (
+        lambda s, h, q, k: jnp.tanh(0.25 * s) * 4 - 0.125 * _distance(s, k, q),
+        {"alibi_slopes": np.full(H, 0.125, np.float32)},
+        4.0,
+    ),
+    "nothing": (lambda s, h, q, k: s, {}, None),
+}
+
+
+@pytest.mark.few(2)
+@pytest.mark.parametrize("name", KNOWN)
+@PLATFORMS
+def test_functions_of_scores_that_have_names(platform, name):
+    """On every platform, as what they are."""
+    function, extra, cap = KNOWN[name]
+    arrays = qkv(2, t=40, s=40, heads=H)
+    mask = PATTERNS["local or global"].mask
+    expected = module(platform, mask, logits_soft_cap=cap)(
+        **arrays, **{n: jnp.asarray(x) for n, x in extra.items()}
+    )
+    assert_close(module(platform, mask, score_mod=function)(**arrays), expected, "float32", name="out")
+
+
+UNKNOWN = {
+    "cube": (lambda s, h, q, k: s + s**3 / 20, lambda s, h, q, k: (s + s**3 / 20, 1 + 3 * s**2 / 20)),
+    "of heads and positions": (
+        lambda s, h, q, k: jnp.where(q > k + 5, s * (h + 1).astype(s.dtype), s - 0.1 * jnp.abs(_distance(s, q, k))),
+        lambda s, h, q, k: (np.where(q > k + 5, s * (h + 1), s - 0.1 * abs(k - q)), np.where(q > k + 5, h + 1.0, 1.0)),
+    ),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", UNKNOWN)
+def test_functions_of_scores(name):
+    """Against their definition in float64, gradients included; hidden keys hold NaN, and positions count from the keys."""
+    function, exact_function = UNKNOWN[name]
+    t, s, scale = 30, 37, 0.5
+    arrays = qkv(2, t=t, s=s, heads=H, kv_heads=H, d=8, v=8)
+    known = Mask.causal() & Mask.sliding_window(20) & Mask.from_lengths(kv_lengths=33)
+    h, i, j = np.ogrid[:H, s - t : s, :s]
+    seen = (j <= i) & (j >= i - 20) & (j < 33)
+    op = sparse(known, softmax_scale=scale, score_mod=function, config=xla_tiles(16, 16))
+    dout, dlse = normal(8, 2, t, H, 8), normal(9, 2, t, H)
+    given = poisoned(arrays, seen)
+    (out, lse), pull = jax.vjp(lambda a: op(**a, return_lse=True), given)
+    grads = pull((dout, dlse))[0]
+
+    q, k, v, do, dl = (np.asarray(x, np.float64) for x in (*arrays.values(), dout, dlse))
+    scores, slope = exact_function(scale * np.einsum("bthd,bshd->bhts", q, k), h, i, j)
+    scores = np.where(seen, scores, -np.inf)
+    exact_lse = np.log(np.exp(scores).sum(-1, keepdims=True))
+    weights = np.exp(scores - exact_lse)
+    dweights = np.einsum("bthv,bshv->bhts", do, v)
+    change = dl.swapaxes(1, 2)[..., None] - (weights * dweights).sum(-1, keepdims=True)
+    before = scale * slope * weights * (dweights + change)
+    assert_close(out, np.einsum("bhts,bshv->bthv", weights, v), "float32", name="out")
+    assert_close(lse, exact_lse[..., 0].swapaxes(1, 2), "float32", name="lse")
+    assert_close(grads["q"], np.einsum("bhts,bshd->bthd", before, k), "float32", "gradient", name="q")
+    assert_close(grads["k"], np.einsum("bhts,bthd->bshd", before, q), "float32", "gradient", name="k")
+    assert_close(grads["v"], np.einsum("bhts,bthv->bshv", weights, do), "float32", "gradient", name="v")
+
+
+def test_other_functions_of_scores_run_on_xla():
+    """Others say what they take. A soft cap is one only where nothing comes before it."""
+    pytest.importorskip("triton")
+    arrays = qkv(t=20, s=20, heads=H)
+    op = sparse(score_mod=UNKNOWN["cube"][0], platform=INTERPRET)
+    with pytest.raises(ejx.UnsupportedError, match="takes a score_mod only if it is cap"):
+        op(**arrays)
+    capped = sparse(score_mod=KNOWN["soft cap"][0], platform=INTERPRET)
+    with pytest.raises(ejx.UnsupportedError, match="takes a score_mod only if"):
+        capped(**arrays, bias=normal(1, 1, 20, 20))
+    bias = normal(1, 1, 20, 20)
+    scores = jnp.einsum("thd,shd->hts", arrays["q"] / 4, arrays["k"].repeat(2, 1)) + bias
+    weights = jax.nn.softmax(4 * jnp.tanh(scores / 4))
+    expected = jnp.einsum("hts,shv->thv", weights, arrays["v"].repeat(2, 1))
+    found = sparse(score_mod=KNOWN["soft cap"][0], platform="xla")(**arrays, bias=bias)
+    assert_close(found, expected, "float32", name="out")
+
+
 def test_hidden_tiles_are_not_computed():
     """In plain XLA the loop is over visible tiles alone, whichever head sees them."""
     arrays = qkv(t=64, s=64, heads=2, kv_heads=2)
@@ -252,6 +346,10 @@ WRONG = {
     "block_map: expected 1 or 4 heads": lambda: sparse(block_size=16)(
         **qkv(t=20, s=20), block_map=jnp.ones((3, 2, 2), bool)
     ),
+    "score_mod: expected one float32": lambda: sparse(score_mod=lambda s, h, q, k: s > 0),
+    "score_mod: expected a function that closes over known values": lambda: jax.jit(
+        lambda x: sparse(score_mod=lambda s, h, q, k: s + x)(**qkv(t=4, s=4))
+    )(1.0),
     "f: expected one boolean": lambda: sparse(Mask.from_function(lambda h, q, k: k)),
 }
 

@@ -16,6 +16,7 @@ from .._values import check_between, check_int32, check_offsets, FAR
 from ..core.arguments import accumulator
 from .masks.lower import Lowered
 from .masks.mask import Mask, Window
+from .score_mod import check_score_mod, known_form, ScoreMod
 from .spec import AttentionArrays, AttentionSpec, RowRanges
 
 _DTYPES = ("bfloat16", "float16", "float32", "float64")
@@ -29,6 +30,7 @@ class ScoreOptions:
     softmax_scale: float | None = None
     dropout_rate: float = 0.0
     deterministic: bool = False
+    score_mod: ScoreMod | None = None
 
     def check(self) -> None:
         if self.logits_soft_cap is not None and not self.logits_soft_cap > 0:
@@ -41,6 +43,8 @@ class ScoreOptions:
             )
         if not 0.0 <= self.dropout_rate < 1.0:
             raise ValueError(f"dropout_rate: expected a probability in [0, 1), received {self.dropout_rate}.")
+        if self.score_mod is not None:
+            check_score_mod(self.score_mod)
 
 
 class MaskInputs(NamedTuple):
@@ -110,6 +114,7 @@ def resolve(
     q, k, v = _check_qkv(q, k, v)
     lead, queries, keys, heads = q.shape[:-3], q.shape[-3], k.shape[-3], q.shape[-2]
     lowered = _visible(mask, masking, lead, heads, queries, keys)
+    options, scoring = _with_known_form(options, scoring, heads)
     dropout = options.dropout_rate if options.dropout_rate > 0 and not scoring.inference else 0.0
     spec = AttentionSpec(
         scale=float(q.shape[-1] ** -0.5 if options.softmax_scale is None else options.softmax_scale),
@@ -123,6 +128,7 @@ def resolve(
         same_segments=_sees_itself(lowered, queries, keys),
         pattern=lowered.pattern,
         block_size=lowered.block_size,
+        score_mod=options.score_mod,
     )
     slopes, sinks = (
         None if x is None else _pad_lead(x, lead, 1).astype(accumulator(q.dtype))
@@ -142,9 +148,27 @@ def resolve(
         rows=None if lowered.rows is None else RowRanges(*(_pad_lead(x, lead, 1) for x in lowered.rows)),
         seeds=_seeds(scoring.key, lead, heads) if dropout > 0 else None,
         blocks=_blocks(lowered, lead, heads),
-        heads=_pad_lead(jnp.arange(heads, dtype=jnp.int32), lead, 1) if _differs(lowered) else None,
+        heads=_pad_lead(jnp.arange(heads, dtype=jnp.int32), lead, 1)
+        if _differs(lowered) or options.score_mod
+        else None,
     )
     return arrays, spec
+
+
+def _with_known_form(
+    options: ScoreOptions, scoring: ScoreInputs, heads: int
+) -> tuple[ScoreOptions, ScoreInputs]:
+    """A function of scores as a soft cap and ALiBi, which all kernels have, if that is what it is."""
+    if options.score_mod is None or scoring.alibi_slopes is not None:
+        return options, scoring
+    form = known_form(options.score_mod, heads)
+    # A soft cap comes before everything else.
+    capped = options.logits_soft_cap is not None or scoring.bias is not None
+    if form is None or (form.cap is not None and capped):
+        return options, scoring
+    cap = options.logits_soft_cap if form.cap is None else form.cap
+    options = dataclasses.replace(options, logits_soft_cap=cap, score_mod=None)
+    return options, scoring._replace(alibi_slopes=form.slopes)
 
 
 def _differs(lowered: Lowered) -> bool:

@@ -17,6 +17,7 @@ from ..dispatch import PlatformLike
 from .arguments import MaskInputs, resolve, ScoreInputs, ScoreOptions
 from .core import attend
 from .masks.mask import Mask
+from .score_mod import ScoreMod
 from .signature import BlockSparseInputs, Output, WithLse
 
 register("block_sparse_attention", __package__, EVERY)
@@ -63,6 +64,7 @@ class BlockSparseAttention(Kernel):
         softmax_scale: float | None = None,
         dropout_rate: float = 0.0,
         *,
+        score_mod: ScoreMod | None = None,
         deterministic: bool = False,
         platform: PlatformLike | None = None,
         config: Any | None = None,
@@ -77,8 +79,12 @@ class BlockSparseAttention(Kernel):
         - `block_size`: queries and keys of a block of such maps, here and in calls: an int for both, or a pair.
         - `logits_soft_cap`, `softmax_scale`, `dropout_rate`, `deterministic`, `platform`, `config`, `tune_for`: as for
             [`ejkernel_eqx.FlashAttention`][].
+        - `score_mod`: a function `(score, head, query, key)`, as flex attention's, of the score with soft cap, bias and ALiBi, that returns
+            the score to use; traced by JAX with a float and three int32 scalars, `query` being a position among the keys, and differentiated by
+            the score. What it closes over is constant and has no gradient. `cap * tanh(score / cap)`, `score + slopes[head] * (key - query)`
+            and the former plus the latter run on every platform, all others on XLA.
         """
-        self.options = ScoreOptions(logits_soft_cap, softmax_scale, dropout_rate, deterministic)
+        self.options = ScoreOptions(logits_soft_cap, softmax_scale, dropout_rate, deterministic, score_mod)
         self.options.check()
         size = (block_size, block_size) if isinstance(block_size, int | np.integer) else tuple(block_size)
         if len(size) != 2 or any(isinstance(x, bool) or int(x) != x or x < 1 for x in size):

@@ -56,6 +56,10 @@ def problem_of(operation: str, arrays: AttentionArrays, spec: AttentionSpec) -> 
     if spec.listed:
         flags["tiles"] = _tiles(spec, dims["T"], dims["S"])
         flags["block_size"] = spec.block_size
+    requirements = {"deterministic", "lse", "nested"}
+    if spec.score_mod is not None:
+        flags["score_mod"] = True
+        requirements.add("score_mod")
     dtypes = {"qkv": q.dtype} if bias is None else {"qkv": q.dtype, "bias": bias.dtype}
     return Problem.make(
         operation,
@@ -64,7 +68,7 @@ def problem_of(operation: str, arrays: AttentionArrays, spec: AttentionSpec) -> 
         flags=flags,
         lengths={"B", "T", "S"},
         counts={"H", "K"},
-        requirements={"deterministic", "lse", "nested"},
+        requirements=requirements,
     )
 
 

@@ -7,6 +7,7 @@ from jax import Array
 from ..core.arguments import accumulator
 from .masks.lower import by_pair
 from .philox import philox_keep
+from .score_mod import modified
 from .spec import AttentionArrays, AttentionSpec
 
 
@@ -73,6 +74,10 @@ def attend_with_weights(arrays: AttentionArrays, spec: AttentionSpec) -> tuple[A
         scores = scores + _every_row(arrays.bias.astype(dtype), spec.bias_run, len(q))
     if arrays.alibi_slopes is not None:
         scores = scores + arrays.alibi_slopes.astype(dtype)[..., None, None] * (j - i).astype(dtype)
+
+    if spec.score_mod is not None:
+        assert arrays.heads is not None
+        scores = modified(spec.score_mod, scores, arrays.heads[..., None, None], i, j)
 
     # The shift cancels, so it carries no gradient; the inner `where` keeps infinities out of `exp` and its derivative.
     seen = seen & (jax.lax.stop_gradient(scores) > -jnp.inf)

@@ -10,6 +10,7 @@ from typing import NamedTuple
 from jax import Array
 
 from .masks.pattern import Pattern
+from .score_mod import ScoreMod
 
 
 @dataclasses.dataclass(frozen=True)
@@ -41,6 +42,8 @@ class AttentionSpec:
     """A function of head, query and key that also has to hold."""
     block_size: tuple[int, int] | None = None
     """Queries and keys of a block in the map of blocks; given iff `AttentionArrays.blocks` is."""
+    score_mod: ScoreMod | None = None
+    """A function of score, head, position and key, applied last, before the mask."""
 
     @property
     def listed(self) -> bool:
@@ -84,7 +87,7 @@ class AttentionArrays(NamedTuple):
         None  # bool [B or 1, H or 1, blocks of queries, blocks of keys]; each visible as a whole or not at all
     )
     heads: Array | None = (
-        None  # int32 [1, H]: the number of each head for a pattern that differs between heads
+        None  # int32 [1, H]: the number of each head, for a `score_mod` and for a pattern that differs between heads
     )
 
 

@@ -27,6 +27,7 @@ from .cotangents import clean_cotangent, row_terms, sinks_gradient
 from .masks.pattern import Pattern
 from .masks.tile_lists import touched
 from .philox import philox_keep
+from .score_mod import modified_and_slope
 from .spec import AttentionArrays, AttentionGrads, AttentionSpec, RowRanges
 
 PARTS = {"forward": FORWARD, "backward": BOTH}
@@ -358,8 +359,11 @@ class _Call:
         some = seen.any((2, 3))[..., None]
         return jnp.where(some, k, jnp.zeros((), k.dtype)), jnp.where(some, v, jnp.zeros((), v.dtype))
 
-    def scores(self, q: Array, k: Array, pair: Array, seen: Array | None) -> tuple[Array, Array | None]:
-        """Masked scores `[B, K, G, Q, K]` of a tile, and the `tanh` of the soft cap."""
+    def scores(
+        self, q: Array, k: Array, pair: Array, seen: Array | None
+    ) -> tuple[Array, Array | None, Array | None]:
+        """Masked scores `[B, K, G, Q, K]` of a tile, the `tanh` of the soft cap, and the slope of the function of scores."""
+        slope = None
         scores, bent = self.unfold(self.dot("bkqd,bksd->bkqs", q, k)) * self.spec.scale, None
         if self.spec.logits_soft_cap is not None:
             bent = jnp.tanh(scores / self.spec.logits_soft_cap)
@@ -368,7 +372,13 @@ class _Call:
             scores += self.columns(self.rows(self.bias, pair, 3), pair, 4).astype(self.accum)
         if self.slopes is not None:
             scores += self.slopes.astype(self.accum)[..., None, None] * self.distance(pair)
-        return scores if seen is None else jnp.where(seen, scores, -jnp.inf), bent
+        if self.spec.score_mod is not None:
+            heads = self.per_head(self.arrays.heads)[..., None, None]
+            scores, slope = modified_and_slope(self.spec.score_mod, scores, heads, *self.positions(pair))
+        if seen is None:
+            return scores, bent, slope
+        slope = None if slope is None else jnp.where(seen, slope, 0)
+        return jnp.where(seen, scores, -jnp.inf), bent, slope
 
     def distance(self, pair: Array) -> Array:
         i, j = self.positions(pair)
@@ -425,7 +435,7 @@ def forward(arrays: AttentionArrays, spec: AttentionSpec, config: XlaConfig) -> 
         largest, total, acc = carry
         seen = call.visible(pair)
         k, v = call.tile_of_keys(pair, seen)
-        scores, _ = call.scores(call.fold(call.rows(call.q, pair, 3)), k, pair, seen)
+        scores, *_ = call.scores(call.fold(call.rows(call.q, pair, 3)), k, pair, seen)
         before = call.rows(largest, pair, 3)
         after = jnp.maximum(before, scores.max(-1))
         shift = jnp.where(after == -jnp.inf, 0, after)
@@ -475,12 +485,14 @@ def backward(
         dq, dk, dv, dbias, dslopes = carry
         seen = call.visible(pair)
         k, v = call.tile_of_keys(pair, seen)
-        scores, bent = call.scores(call.fold(call.rows(q, pair, 3)), k, pair, seen)
+        scores, bent, slope = call.scores(call.fold(call.rows(q, pair, 3)), k, pair, seen)
         weights = jnp.exp(scores - call.rows(safe, pair, 3)[..., None])
         kept = call.fold(call.dropped(weights, pair).astype(v.dtype))
         dv_tile = call.dot("bkvq,bkqs->bkvs", call.fold_last(call.rows(do_transposed, pair, 4)), kept)
         dweights = call.unfold(call.dot("bkqv,bksv->bkqs", call.fold(call.rows(do, pair, 3)), v))
         dscores = weights * (call.dropped(dweights, pair) - call.rows(delta, pair, 3)[..., None])
+        if slope is not None:
+            dscores *= slope
         dbias = bias.add(dbias, dscores, pair)
         if slopes is not None:
             dslopes += (dscores * call.distance(pair)).sum((-2, -1))
