@@ -38,9 +38,10 @@ def followed(pattern: Pattern, shape: Shape, head: int) -> np.ndarray:
     seen = np.zeros((rows * shape.block_q, columns * shape.block_k), bool)
     assert sorted(lists.order) == list(range(columns if shape.by_key else rows))
     for tile in lists.order:
-        begin, whole, end = lists.tiles[row, tile]
+        begin, whole, end, away = lists.tiles[row, tile]
         for at in range(begin, end):
-            m, n = (lists.entries[at], tile) if shape.by_key else (tile, lists.entries[at])
+            listed = int(lists.entries[at])
+            m, n = (listed, tile) if shape.by_key else (tile, listed)
             area = np.s_[
                 m * shape.block_q : (m + 1) * shape.block_q, n * shape.block_k : (n + 1) * shape.block_k
             ]
@@ -49,7 +50,7 @@ def followed(pattern: Pattern, shape: Shape, head: int) -> np.ndarray:
                 seen[area] = True
                 continue
             assert lists.bits is not None
-            bytes_ = lists.bits[lists.patterns[at]].astype("<i4").view(np.uint8)
+            bytes_ = lists.bits[lists.patterns[at + away]].astype("<i4").view(np.uint8)
             bits = np.unpackbits(bytes_, axis=-1, bitorder="little").astype(bool)
             seen[area] = bits[:, : shape.block_q].T if shape.by_key else bits[:, : shape.block_k]
     assert not seen[:, shape.keys :].any(), "keys past the end are visible"

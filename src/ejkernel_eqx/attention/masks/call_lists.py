@@ -35,15 +35,18 @@ def tile_lists(arrays: AttentionArrays, spec: AttentionSpec, shape: Shape) -> Ti
     if shape.by_key:
         kinds, patterns = kinds.mT, patterns.mT
     many, count, others = kinds.shape
-    # Stable, so that lists have one order: whole tiles, then partly visible ones.
-    order = jnp.argsort(FULL - kinds, axis=-1, stable=True)
+    # Sorted by kind and then number, as one number: whole tiles, then partly visible ones.
+    number = jnp.arange(others, dtype=jnp.int32)[None, None]
+    order = jnp.sort((FULL - kinds).astype(jnp.int32) * others + number, axis=-1) % max(others, 1)
     whole, some = ((kinds >= kind).sum(-1, dtype=jnp.int32) for kind in (FULL, PARTIAL))
     first = jnp.arange(many * count, dtype=jnp.int32).reshape(many, count) * others
     ahead = lambda x: jnp.pad(x.reshape(-1).astype(jnp.int32), (0, 1))
     return TileLists(
         _every_head(rows, arrays),
-        jnp.stack([first, first + whole, first + some], axis=-1),
-        (count - 1 - jnp.argsort(-some.sum(0)[::-1], stable=True)).astype(jnp.int32),
+        jnp.stack([first, first + whole, first + some, jnp.zeros_like(first)], axis=-1),
+        jnp.arange(
+            count - 1, -1, -1, dtype=jnp.int32
+        ),  # the last first, as causal masks have the most keys there
         ahead(order),
         ahead(jnp.take_along_axis(patterns, order, axis=-1)),
         bits,

@@ -55,7 +55,7 @@ class Classified(NamedTuple):
     blind: bool
 
 
-@functools.lru_cache(maxsize=128)
+@functools.lru_cache(maxsize=32)
 def classify(pattern: Pattern, shape: Shape) -> Classified:
     """Which tiles of a pattern are visible, exactly."""
     shape = shape._replace(by_key=False)
@@ -251,10 +251,10 @@ class PatternLists(NamedTuple):
     """The lists of a pattern for a kernel with `M` tiles of its own. Entries of one list are contiguous."""
 
     heads: np.ndarray  # int32 [heads or 1]: which row of lists a head reads
-    tiles: np.ndarray  # int32 [rows, M, 3]: a list's first entry, its first partly visible one, and its end
+    tiles: np.ndarray  # int32 [rows, M, 4]: a list's first entry, its first partly visible one, its end, and how far patterns are from entries
     order: np.ndarray  # int32 [M]: the tiles by length of their lists, longest first
-    entries: np.ndarray  # int32 [entries + 1]: listed tiles
-    patterns: np.ndarray  # int32 [entries + 1]: of partly visible tiles, which bits
+    entries: np.ndarray  # uint16 or, with many tiles, int32 [entries + 1]: listed tiles
+    patterns: np.ndarray  # int32: of every entry of a partly visible tile, which bits
     bits: np.ndarray | None  # int32 [patterns, rows of a tile, words]
     blind: bool
     """Whether a query may see no key, or a key be seen by no query."""
@@ -264,31 +264,33 @@ class PatternLists(NamedTuple):
         return sum(x.nbytes for x in self if isinstance(x, np.ndarray))
 
 
-@functools.lru_cache(maxsize=128)
+@functools.lru_cache(maxsize=32)
 def lists_of(pattern: Pattern, shape: Shape) -> PatternLists:
     """The lists of a pattern that nothing else hides."""
     known = classify(pattern, shape._replace(by_key=False))
-    tiles, entries, patterns, first = [], [], [], 0
+    tiles, entries, patterns, first, before = [], [], [], 0, 0
     for row in known.rows:
         kinds, partial = row.kinds, row.patterns
         if shape.by_key:
-            numbers = np.zeros(kinds.shape, np.int32)
-            numbers[kinds == PARTIAL] = partial
-            kinds, partial = kinds.T, numbers.T[kinds.T == PARTIAL]
-        bounds, listed, which = _entries(kinds, partial)
-        tiles.append(bounds + first)
+            partial = partial[np.lexsort(np.nonzero(kinds == PARTIAL))]  # in the order of key tiles
+            kinds = np.ascontiguousarray(kinds.T)
+        bounds, listed = _entries(kinds)
+        # Patterns of a list follow those of the lists before it.
+        counts = bounds[:, 2] - bounds[:, 1]
+        away = before + np.cumsum(counts) - counts - bounds[:, 1]
+        tiles.append(np.concatenate([bounds + first, (away - first)[:, None]], axis=1).astype(np.int32))
         entries.append(listed)
-        patterns.append(which)
-        first += len(listed)
+        patterns.append(partial)
+        first, before = first + len(listed), before + len(partial)
     stacked = np.stack(tiles)
     # One more entry, which the kernels read ahead.
-    end = [np.zeros(1, np.int32)]
+    end = np.zeros(1, entries[0].dtype)
     return PatternLists(
         known.heads,
         stacked,
         _longest_first((stacked[..., 2] - stacked[..., 0]).sum(0)),
-        np.concatenate(entries + end),
-        np.concatenate(patterns + end),
+        np.concatenate([*entries, end]),
+        np.concatenate([*patterns, np.zeros(1, np.int32)]),
         packed_bits(known.bits, shape.by_key) if len(known.bits) > 1 else None,
         known.blind,
     )
@@ -315,20 +317,17 @@ def grids_of(pattern: Pattern, shape: Shape) -> tuple[np.ndarray, np.ndarray, np
     )
 
 
-def _entries(kinds: np.ndarray, partial: np.ndarray) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-    """The lists of one row, `[M, 3]` bounds, and their entries in order."""
+def _entries(kinds: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+    """The lists of one row: bounds `[M, 3]`, and entries in order."""
     counts = [(kinds == kind).sum(1) for kind in (FULL, PARTIAL)]
     ends = np.cumsum(counts[0] + counts[1])
     begin = ends - counts[0] - counts[1]
-    bounds = np.stack([begin, begin + counts[0], ends], 1).astype(np.int32)
-    listed, which = (np.zeros(int(ends[-1]) if len(ends) else 0, np.int32) for _ in range(2))
+    bounds = np.stack([begin, begin + counts[0], ends], 1)
+    listed = np.zeros(int(ends[-1]) if len(ends) else 0, np.uint16 if kinds.shape[1] < 2**16 else np.int32)
     for kind, count, start in ((FULL, counts[0], bounds[:, 0]), (PARTIAL, counts[1], bounds[:, 1])):
         m, n = np.nonzero(kinds == kind)
-        at = np.arange(len(m)) - (np.cumsum(count) - count)[m] + start[m]
-        listed[at] = n
-        if kind == PARTIAL:
-            which[at] = partial
-    return bounds, listed, which
+        listed[np.arange(len(m)) - (np.cumsum(count) - count)[m] + start[m]] = n
+    return bounds, listed
 
 
 def packed_bits(bits: np.ndarray, by_key: bool) -> np.ndarray:

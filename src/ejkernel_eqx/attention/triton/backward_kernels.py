@@ -77,12 +77,12 @@ def _query_gradient_tiles(
     guarded: tl.constexpr = ROWS or SEGMENTS
     entry = lo
     if LISTED:
-        entry = tl.load(list_ptr + lo)
+        entry = tl.load(list_ptr + lo).to(tl.int32)
     for at in tl.range(lo, hi):
         n = at
         if LISTED:
             n = entry
-            entry = tl.load(list_ptr + at + 1)
+            entry = tl.load(list_ptr + at + 1).to(tl.int32)
         first = n * BK
         columns = first + tl.arange(0, BK)  # [BK]
         j = columns[None, :]  # [1, BK]
@@ -165,7 +165,9 @@ def query_gradient_kernel(
     table: tl.constexpr = ROWS or SEGMENTS
     map_row = map_of(map_ptr, b, h, T, S, H, MAP_HEADS, MAP_Q, MAP_K)
     if LISTED:
-        lo, full_lo, full_hi, hi = listed_tiles(tiles_ptr, tl.load(row_ptr + bh), m, count)
+        lo, full_lo, full_hi, hi, pattern_ptr = listed_tiles(
+            tiles_ptr, tl.load(row_ptr + bh), m, count, pattern_ptr
+        )
     else:
         lo, full_lo, full_hi, hi = key_tiles(tiles_ptr, b, m, offset, T, S, BQ, BK, LEFT, RIGHT, table, MASK)
     if not LISTED and (table or LEFT >= 0 or MASK):
@@ -208,12 +210,12 @@ def _key_gradient_tiles(
     guarded: tl.constexpr = ROWS or SEGMENTS
     entry = lo
     if LISTED:
-        entry = tl.load(list_ptr + lo)
+        entry = tl.load(list_ptr + lo).to(tl.int32)
     for at in tl.range(lo, hi):
         m = at
         if LISTED:
             m = entry
-            entry = tl.load(list_ptr + at + 1)
+            entry = tl.load(list_ptr + at + 1).to(tl.int32)
         first = m * BQ
         rows = first + tl.arange(0, BQ)  # [BQ]
         i = rows[None, :]  # [1, BQ]
@@ -296,6 +298,7 @@ def key_gradient_kernel(
 
     # dv = sum of drop(w) do, dk = scale * sum of dx q: over the heads of the group, and of each over the query tiles that see this one.
     table: tl.constexpr = ROWS or SEGMENTS
+    patterns = pattern_ptr
     if not LISTED:
         lo, full_lo, full_hi, hi = query_tiles(
             tiles_ptr, b, n, offset, T, S, BQ, BK, LEFT, RIGHT, table, MASK
@@ -310,23 +313,25 @@ def key_gradient_kernel(
         delta_base = delta_ptr + (b * H + h) * T
         map_row = map_of(map_ptr, b, h, T, S, H, MAP_HEADS, MAP_Q, MAP_K)
         if LISTED:
-            lo, full_lo, full_hi, hi = listed_tiles(tiles_ptr, tl.load(row_ptr + b * H + h), n, count)
+            lo, full_lo, full_hi, hi, patterns = listed_tiles(
+                tiles_ptr, tl.load(row_ptr + b * H + h), n, count, pattern_ptr
+            )
         if not LISTED and (table or RIGHT >= 0 or MASK):
             dk, dv = _key_gradient_tiles(
                 dk, dv, k, v, lo, full_lo, q_base, do_base, lse_base, delta_base, bias_row, mask_row, q_segments_ptr + b * T,
-                start_ptr + b * T, end_ptr + b * T, position_ptr + b * T, query_seen_ptr + b * T, list_ptr, pattern_ptr, bits_ptr, map_row,
+                start_ptr + b * T, end_ptr + b * T, position_ptr + b * T, query_seen_ptr + b * T, list_ptr, patterns, bits_ptr, map_row,
                 seed0, seed1, slope, offset, j, k_segment, T, S, H, D, V, BQ, BK, BLOCK_D, BLOCK_V, SCALE, CAP, FAST_TANH, LEFT, RIGHT, BIAS, ALIBI, MASK, ROWS, SEGMENTS, DROPOUT,
                 KEEP_SCALE, PRECISION, FOLDED, MULTIPLIER, LISTED, BITS, MAP_Q, MAP_K, EVEN_Q, EVEN_K, CLEAN, True)  # fmt: skip
         if LISTED or not MASK:
             dk, dv = _key_gradient_tiles(
                 dk, dv, k, v, full_lo, full_hi, q_base, do_base, lse_base, delta_base, bias_row, mask_row, q_segments_ptr + b * T,
-                start_ptr + b * T, end_ptr + b * T, position_ptr + b * T, query_seen_ptr + b * T, list_ptr, pattern_ptr, bits_ptr, map_row,
+                start_ptr + b * T, end_ptr + b * T, position_ptr + b * T, query_seen_ptr + b * T, list_ptr, patterns, bits_ptr, map_row,
                 seed0, seed1, slope, offset, j, k_segment, T, S, H, D, V, BQ, BK, BLOCK_D, BLOCK_V, SCALE, CAP, FAST_TANH, LEFT, RIGHT, BIAS, ALIBI, MASK, ROWS, SEGMENTS, DROPOUT,
                 KEEP_SCALE, PRECISION, FOLDED, MULTIPLIER, LISTED, BITS, MAP_Q, MAP_K, EVEN_Q, EVEN_K, CLEAN, False)  # fmt: skip
             if LISTED or table or LEFT >= 0:
                 dk, dv = _key_gradient_tiles(
                     dk, dv, k, v, full_hi, hi, q_base, do_base, lse_base, delta_base, bias_row, mask_row, q_segments_ptr + b * T,
-                    start_ptr + b * T, end_ptr + b * T, position_ptr + b * T, query_seen_ptr + b * T, list_ptr, pattern_ptr, bits_ptr, map_row,
+                    start_ptr + b * T, end_ptr + b * T, position_ptr + b * T, query_seen_ptr + b * T, list_ptr, patterns, bits_ptr, map_row,
                     seed0, seed1, slope, offset, j, k_segment, T, S, H, D, V, BQ, BK, BLOCK_D, BLOCK_V, SCALE, CAP, FAST_TANH, LEFT, RIGHT, BIAS, ALIBI, MASK, ROWS,
                     SEGMENTS, DROPOUT, KEEP_SCALE, PRECISION, FOLDED, MULTIPLIER, LISTED, BITS, MAP_Q, MAP_K, EVEN_Q, EVEN_K, CLEAN, True)  # fmt: skip
 

@@ -39,12 +39,12 @@ def _attend_tiles(
     # A list's next entry is carried: were it read where it is used, the compiler would prefetch keys and values later.
     entry = lo
     if LISTED:
-        entry = tl.load(list_ptr + lo)
+        entry = tl.load(list_ptr + lo).to(tl.int32)
     for at in tl.range(lo, hi):
         n = at
         if LISTED:
             n = entry
-            entry = tl.load(list_ptr + at + 1)
+            entry = tl.load(list_ptr + at + 1).to(tl.int32)
         first = n * BK
         columns = first + tl.arange(0, BK)  # [BK]
         j = columns[None, :]  # [1, BK]
@@ -92,7 +92,7 @@ def forward_kernel(
     q_ptr, k_ptr, v_ptr,  # [B, T, H, D], [B, S, K, D], [B, S, K, V]
     bias_ptr, slopes_ptr, sinks_ptr, mask_ptr,  # bias and mask as in `over_scores`; [B, H] each
     q_segments_ptr, kv_segments_ptr, start_ptr, end_ptr, position_ptr, key_seen_ptr,  # [B, T] and, of keys, [B, S]
-    seeds_ptr, tiles_ptr,  # [B, H, 2], [B, tiles, 4] or of lists [rows, tiles, 3]
+    seeds_ptr, tiles_ptr,  # [B, H, 2], [B, tiles, 4] or of lists [rows, tiles, 4]
     row_ptr, order_ptr, list_ptr, pattern_ptr, bits_ptr, map_ptr,  # of lists, as in `TileLists`; the map as in `map_of`
     T, S, offset, bias_run, bias_rows, mask_run, mask_rows,
     out_ptr, lse_ptr,  # [B, T, H, V], [B, H, T]
@@ -141,7 +141,9 @@ def forward_kernel(
     table: tl.constexpr = ROWS or SEGMENTS
     map_row = map_of(map_ptr, b, h, T, S, H, MAP_HEADS, MAP_Q, MAP_K)
     if LISTED:
-        lo, full_lo, full_hi, hi = listed_tiles(tiles_ptr, tl.load(row_ptr + bh), m, count)
+        lo, full_lo, full_hi, hi, pattern_ptr = listed_tiles(
+            tiles_ptr, tl.load(row_ptr + bh), m, count, pattern_ptr
+        )
     else:
         lo, full_lo, full_hi, hi = key_tiles(tiles_ptr, b, m, offset, T, S, BQ, BK, LEFT, RIGHT, table, MASK)
     if not LISTED and (table or LEFT >= 0 or MASK):

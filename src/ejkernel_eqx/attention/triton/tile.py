@@ -255,11 +255,12 @@ def query_tiles(tiles_ptr, b, n, offset, T, S, BQ: tl.constexpr, BK: tl.constexp
 
 
 @triton.jit
-def listed_tiles(tiles_ptr, row, tile, count):
-    """Entries of a tile's list, as the bounds of `key_tiles`: those before `full_hi` need no mask, the others do."""
-    bounds = tiles_ptr + (row * count + tile) * 3
+def listed_tiles(tiles_ptr, row, tile, count, pattern_ptr):
+    """Entries of a tile's list, as the bounds of `key_tiles`: those before `full_hi` need no mask, the others do. And where the patterns of
+    the latter are, counted as entries."""
+    bounds = tiles_ptr + (row * count + tile) * 4
     lo, full_hi, hi = tl.load(bounds), tl.load(bounds + 1), tl.load(bounds + 2)
-    return lo, lo, full_hi, hi
+    return lo, lo, full_hi, hi, pattern_ptr + tl.load(bounds + 3)
 
 
 @triton.jit
