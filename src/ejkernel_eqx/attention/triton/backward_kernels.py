@@ -63,7 +63,7 @@ def _score_gradient(p, dp, delta, t, seen, kept,
 
 @triton.jit
 def _query_gradient_tiles(
-    dq, dslope, q, do, lse, delta, lo, hi, k_base, v_base,  # [BQ, BLOCK_D], [], [BQ, BLOCK_D], [BQ, BLOCK_V], [BQ], [BQ]
+    dq, dslope, q, do, lse, delta, lo, hi, entry, k_base, v_base,  # [BQ, BLOCK_D], [], [BQ, BLOCK_D], [BQ, BLOCK_V], [BQ], [BQ]
     bias_ptr, mask_ptr, kv_segments_ptr, key_seen_ptr, list_ptr, pattern_ptr, bits_ptr, map_ptr, seed0, seed1, slope,
     i, position, start, end, q_segment, T, S,  # the queries' numbers, [BQ, 1] each
     K: tl.constexpr, D: tl.constexpr, V: tl.constexpr, BQ: tl.constexpr, BK: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_V: tl.constexpr,
@@ -75,9 +75,6 @@ def _query_gradient_tiles(
 ):  # fmt: skip
     # Adds key tiles `lo .. hi`, or those that these entries of the list name, to the gradients of a query tile.
     guarded: tl.constexpr = ROWS or SEGMENTS
-    entry = lo
-    if LISTED:
-        entry = tl.load(list_ptr + lo).to(tl.int32)
     for at in tl.range(lo, hi):
         n = at
         if LISTED:
@@ -165,25 +162,26 @@ def query_gradient_kernel(
     table: tl.constexpr = ROWS or SEGMENTS
     map_row = map_of(map_ptr, b, h, T, S, H, MAP_HEADS, MAP_Q, MAP_K)
     if LISTED:
-        lo, full_lo, full_hi, hi, pattern_ptr = listed_tiles(
-            tiles_ptr, tl.load(row_ptr + bh), m, count, pattern_ptr
+        lo, full_lo, full_hi, hi, whole, partial, pattern_ptr = listed_tiles(
+            tiles_ptr, tl.load(row_ptr + bh), m, count, list_ptr, pattern_ptr
         )
     else:
         lo, full_lo, full_hi, hi = key_tiles(tiles_ptr, b, m, offset, T, S, BQ, BK, LEFT, RIGHT, table, MASK)
+        whole, partial = full_lo, full_hi
     if not LISTED and (table or LEFT >= 0 or MASK):
         dq, dslope = _query_gradient_tiles(
-            dq, dslope, q, do, lse, delta, lo, full_lo, k_base, v_base, bias_row, mask_row, kv_segments_ptr + b * S, key_seen_ptr + b * S,
+            dq, dslope, q, do, lse, delta, lo, full_lo, lo, k_base, v_base, bias_row, mask_row, kv_segments_ptr + b * S, key_seen_ptr + b * S,
             list_ptr, pattern_ptr, bits_ptr, map_row, seed0, seed1, slope, i, position, start, end, q_segment, T, S, K, D, V, BQ, BK, BLOCK_D, BLOCK_V, SCALE, CAP, FAST_TANH,
             LEFT, RIGHT, BIAS, ALIBI, MASK, ROWS, SEGMENTS, DROPOUT, KEEP_SCALE, PRECISION, FOLDED, MULTIPLIER,
             LISTED, BITS, MAP_Q, MAP_K, EVEN_Q, EVEN_K, CLEAN, True)  # fmt: skip
     if LISTED or not MASK:
         dq, dslope = _query_gradient_tiles(
-            dq, dslope, q, do, lse, delta, full_lo, full_hi, k_base, v_base, bias_row, mask_row, kv_segments_ptr, key_seen_ptr,
+            dq, dslope, q, do, lse, delta, full_lo, full_hi, whole, k_base, v_base, bias_row, mask_row, kv_segments_ptr, key_seen_ptr,
             list_ptr, pattern_ptr, bits_ptr, map_row, seed0, seed1, slope, i, position, start, end, q_segment, T, S, K, D, V, BQ, BK, BLOCK_D, BLOCK_V, SCALE, CAP, FAST_TANH,
             LEFT, RIGHT, BIAS, ALIBI, MASK, ROWS, SEGMENTS, DROPOUT, KEEP_SCALE, PRECISION, FOLDED, MULTIPLIER,
             LISTED, BITS, MAP_Q, MAP_K, EVEN_Q, EVEN_K, CLEAN, False)  # fmt: skip
         dq, dslope = _query_gradient_tiles(
-            dq, dslope, q, do, lse, delta, full_hi, hi, k_base, v_base, bias_row, mask_row, kv_segments_ptr + b * S, key_seen_ptr + b * S,
+            dq, dslope, q, do, lse, delta, full_hi, hi, partial, k_base, v_base, bias_row, mask_row, kv_segments_ptr + b * S, key_seen_ptr + b * S,
             list_ptr, pattern_ptr, bits_ptr, map_row, seed0, seed1, slope, i, position, start, end, q_segment, T, S, K, D, V, BQ, BK, BLOCK_D, BLOCK_V, SCALE, CAP, FAST_TANH,
             LEFT, RIGHT, BIAS, ALIBI, MASK, ROWS, SEGMENTS, DROPOUT, KEEP_SCALE, PRECISION, FOLDED, MULTIPLIER,
             LISTED, BITS, MAP_Q, MAP_K, EVEN_Q, EVEN_K, CLEAN, True)  # fmt: skip
@@ -195,7 +193,7 @@ def query_gradient_kernel(
 
 @triton.jit
 def _key_gradient_tiles(
-    dk, dv, k, v, lo, hi, q_base, do_base, lse_base, delta_base,  # [BK, BLOCK_D], [BK, BLOCK_V], twice; where a head's rows begin
+    dk, dv, k, v, lo, hi, entry, q_base, do_base, lse_base, delta_base,  # [BK, BLOCK_D], [BK, BLOCK_V], twice; where a head's rows begin
     bias_ptr, mask_ptr, q_segments_ptr, start_ptr, end_ptr, position_ptr, query_seen_ptr,
     list_ptr, pattern_ptr, bits_ptr, map_ptr, seed0, seed1, slope,
     offset, j, k_segment, T, S,  # the keys' numbers, [BK, 1] each
@@ -208,9 +206,6 @@ def _key_gradient_tiles(
 ):  # fmt: skip
     # Adds query tiles `lo .. hi` of one head, or those that these entries of the list name, to the gradients of a key tile. Keys are the rows: dk and dv need no transposed weights.
     guarded: tl.constexpr = ROWS or SEGMENTS
-    entry = lo
-    if LISTED:
-        entry = tl.load(list_ptr + lo).to(tl.int32)
     for at in tl.range(lo, hi):
         m = at
         if LISTED:
@@ -303,6 +298,7 @@ def key_gradient_kernel(
         lo, full_lo, full_hi, hi = query_tiles(
             tiles_ptr, b, n, offset, T, S, BQ, BK, LEFT, RIGHT, table, MASK
         )
+        whole, partial = full_lo, full_hi
     for h in range(kh * (H // K), (kh + 1) * (H // K)):
         slope, seed0, seed1 = head_scalars(slopes_ptr, seeds_ptr, b, h, H, ALIBI, DROPOUT)
         bias_row = over_scores(bias_ptr, b, h, bias_run, bias_rows, T, S, H, BIAS)
@@ -313,24 +309,24 @@ def key_gradient_kernel(
         delta_base = delta_ptr + (b * H + h) * T
         map_row = map_of(map_ptr, b, h, T, S, H, MAP_HEADS, MAP_Q, MAP_K)
         if LISTED:
-            lo, full_lo, full_hi, hi, patterns = listed_tiles(
-                tiles_ptr, tl.load(row_ptr + b * H + h), n, count, pattern_ptr
+            lo, full_lo, full_hi, hi, whole, partial, patterns = listed_tiles(
+                tiles_ptr, tl.load(row_ptr + b * H + h), n, count, list_ptr, pattern_ptr
             )
         if not LISTED and (table or RIGHT >= 0 or MASK):
             dk, dv = _key_gradient_tiles(
-                dk, dv, k, v, lo, full_lo, q_base, do_base, lse_base, delta_base, bias_row, mask_row, q_segments_ptr + b * T,
+                dk, dv, k, v, lo, full_lo, lo, q_base, do_base, lse_base, delta_base, bias_row, mask_row, q_segments_ptr + b * T,
                 start_ptr + b * T, end_ptr + b * T, position_ptr + b * T, query_seen_ptr + b * T, list_ptr, patterns, bits_ptr, map_row,
                 seed0, seed1, slope, offset, j, k_segment, T, S, H, D, V, BQ, BK, BLOCK_D, BLOCK_V, SCALE, CAP, FAST_TANH, LEFT, RIGHT, BIAS, ALIBI, MASK, ROWS, SEGMENTS, DROPOUT,
                 KEEP_SCALE, PRECISION, FOLDED, MULTIPLIER, LISTED, BITS, MAP_Q, MAP_K, EVEN_Q, EVEN_K, CLEAN, True)  # fmt: skip
         if LISTED or not MASK:
             dk, dv = _key_gradient_tiles(
-                dk, dv, k, v, full_lo, full_hi, q_base, do_base, lse_base, delta_base, bias_row, mask_row, q_segments_ptr + b * T,
+                dk, dv, k, v, full_lo, full_hi, whole, q_base, do_base, lse_base, delta_base, bias_row, mask_row, q_segments_ptr + b * T,
                 start_ptr + b * T, end_ptr + b * T, position_ptr + b * T, query_seen_ptr + b * T, list_ptr, patterns, bits_ptr, map_row,
                 seed0, seed1, slope, offset, j, k_segment, T, S, H, D, V, BQ, BK, BLOCK_D, BLOCK_V, SCALE, CAP, FAST_TANH, LEFT, RIGHT, BIAS, ALIBI, MASK, ROWS, SEGMENTS, DROPOUT,
                 KEEP_SCALE, PRECISION, FOLDED, MULTIPLIER, LISTED, BITS, MAP_Q, MAP_K, EVEN_Q, EVEN_K, CLEAN, False)  # fmt: skip
             if LISTED or table or LEFT >= 0:
                 dk, dv = _key_gradient_tiles(
-                    dk, dv, k, v, full_hi, hi, q_base, do_base, lse_base, delta_base, bias_row, mask_row, q_segments_ptr + b * T,
+                    dk, dv, k, v, full_hi, hi, partial, q_base, do_base, lse_base, delta_base, bias_row, mask_row, q_segments_ptr + b * T,
                     start_ptr + b * T, end_ptr + b * T, position_ptr + b * T, query_seen_ptr + b * T, list_ptr, patterns, bits_ptr, map_row,
                     seed0, seed1, slope, offset, j, k_segment, T, S, H, D, V, BQ, BK, BLOCK_D, BLOCK_V, SCALE, CAP, FAST_TANH, LEFT, RIGHT, BIAS, ALIBI, MASK, ROWS,
                     SEGMENTS, DROPOUT, KEEP_SCALE, PRECISION, FOLDED, MULTIPLIER, LISTED, BITS, MAP_Q, MAP_K, EVEN_Q, EVEN_K, CLEAN, True)  # fmt: skip

@@ -23,7 +23,7 @@ from .tile import (
 
 @triton.jit
 def _attend_tiles(
-    acc, total, top, q, lo, hi, k_base, v_base,  # [BQ, BLOCK_V], [BQ], [BQ], [BQ, BLOCK_D]; where a head's rows begin
+    acc, total, top, q, lo, hi, entry, k_base, v_base,  # [BQ, BLOCK_V], [BQ], [BQ], [BQ, BLOCK_D]; where a head's rows begin
     bias_ptr, mask_ptr, kv_segments_ptr, key_seen_ptr, list_ptr, pattern_ptr, bits_ptr, map_ptr, seed0, seed1, slope,
     i, position, start, end, q_segment, T, S,  # the queries' numbers, [BQ, 1] each
     K: tl.constexpr, D: tl.constexpr, V: tl.constexpr, BQ: tl.constexpr, BK: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_V: tl.constexpr,
@@ -37,9 +37,6 @@ def _attend_tiles(
     tile."""
     guarded: tl.constexpr = ROWS or SEGMENTS
     # A list's next entry is carried: were it read where it is used, the compiler would prefetch keys and values later.
-    entry = lo
-    if LISTED:
-        entry = tl.load(list_ptr + lo).to(tl.int32)
     for at in tl.range(lo, hi):
         n = at
         if LISTED:
@@ -141,24 +138,25 @@ def forward_kernel(
     table: tl.constexpr = ROWS or SEGMENTS
     map_row = map_of(map_ptr, b, h, T, S, H, MAP_HEADS, MAP_Q, MAP_K)
     if LISTED:
-        lo, full_lo, full_hi, hi, pattern_ptr = listed_tiles(
-            tiles_ptr, tl.load(row_ptr + bh), m, count, pattern_ptr
+        lo, full_lo, full_hi, hi, whole, partial, pattern_ptr = listed_tiles(
+            tiles_ptr, tl.load(row_ptr + bh), m, count, list_ptr, pattern_ptr
         )
     else:
         lo, full_lo, full_hi, hi = key_tiles(tiles_ptr, b, m, offset, T, S, BQ, BK, LEFT, RIGHT, table, MASK)
+        whole, partial = full_lo, full_hi
     if not LISTED and (table or LEFT >= 0 or MASK):
         acc, total, top = _attend_tiles(
-            acc, total, top, q, lo, full_lo, k_base, v_base, bias_row, mask_row, kv_segments_ptr + b * S, key_seen_ptr + b * S,
+            acc, total, top, q, lo, full_lo, lo, k_base, v_base, bias_row, mask_row, kv_segments_ptr + b * S, key_seen_ptr + b * S,
             list_ptr, pattern_ptr, bits_ptr, map_row, seed0, seed1, slope, i, position, start, end, q_segment, T, S, K, D, V, BQ, BK, BLOCK_D, BLOCK_V, SCALE, CAP, FAST_TANH, LEFT, RIGHT,
             BIAS, ALIBI, MASK, ROWS, SEGMENTS, DROPOUT, KEEP_SCALE, PRECISION, FOLDED, MULTIPLIER, LISTED, BITS, MAP_Q, MAP_K, EVEN_K, GUARD, CLEAN, True)  # fmt: skip
     if LISTED or not MASK:
         acc, total, top = _attend_tiles(
-            acc, total, top, q, full_lo, full_hi, k_base, v_base, bias_row, mask_row, kv_segments_ptr, key_seen_ptr,
+            acc, total, top, q, full_lo, full_hi, whole, k_base, v_base, bias_row, mask_row, kv_segments_ptr, key_seen_ptr,
             list_ptr, pattern_ptr, bits_ptr, map_row, seed0, seed1, slope, i, position, start, end, q_segment, T, S, K, D, V, BQ, BK, BLOCK_D, BLOCK_V, SCALE, CAP, FAST_TANH, LEFT, RIGHT,
             BIAS, ALIBI, MASK, ROWS, SEGMENTS, DROPOUT, KEEP_SCALE, PRECISION, FOLDED, MULTIPLIER, LISTED, BITS, MAP_Q, MAP_K, EVEN_K, GUARD, CLEAN, False)  # fmt: skip
         if LISTED or table or RIGHT >= 0 or not EVEN_K:
             acc, total, top = _attend_tiles(
-                acc, total, top, q, full_hi, hi, k_base, v_base, bias_row, mask_row, kv_segments_ptr + b * S, key_seen_ptr + b * S,
+                acc, total, top, q, full_hi, hi, partial, k_base, v_base, bias_row, mask_row, kv_segments_ptr + b * S, key_seen_ptr + b * S,
                 list_ptr, pattern_ptr, bits_ptr, map_row, seed0, seed1, slope, i, position, start, end, q_segment, T, S, K, D, V, BQ, BK, BLOCK_D, BLOCK_V, SCALE, CAP, FAST_TANH, LEFT, RIGHT,
                 BIAS, ALIBI, MASK, ROWS, SEGMENTS, DROPOUT, KEEP_SCALE, PRECISION, FOLDED, MULTIPLIER, LISTED, BITS, MAP_Q, MAP_K, EVEN_K, GUARD, CLEAN, True)  # fmt: skip
 

@@ -255,12 +255,15 @@ def query_tiles(tiles_ptr, b, n, offset, T, S, BQ: tl.constexpr, BK: tl.constexp
 
 
 @triton.jit
-def listed_tiles(tiles_ptr, row, tile, count, pattern_ptr):
-    """Entries of a tile's list, as the bounds of `key_tiles`: those before `full_hi` need no mask, the others do. And where the patterns of
-    the latter are, counted as entries."""
+def listed_tiles(tiles_ptr, row, tile, count, list_ptr, pattern_ptr):
+    """Entries of a tile's list, as the bounds of `key_tiles`: those before `full_hi` need no mask, the others do. The first of either kind,
+    and where the patterns of the latter are, counted as entries.
+
+    Both are read here: an entry that is read between the two loops makes the compiler wait for products (C7515)."""
     bounds = tiles_ptr + (row * count + tile) * 4
     lo, full_hi, hi = tl.load(bounds), tl.load(bounds + 1), tl.load(bounds + 2)
-    return lo, lo, full_hi, hi, pattern_ptr + tl.load(bounds + 3)
+    whole, partial = tl.load(list_ptr + lo).to(tl.int32), tl.load(list_ptr + full_hi).to(tl.int32)
+    return lo, lo, full_hi, hi, whole, partial, pattern_ptr + tl.load(bounds + 3)
 
 
 @triton.jit
