@@ -196,3 +196,14 @@ def test_wrong_arguments(message):
     with pytest.raises(ValueError) as caught:
         WRONG[message]()
     assert str(caught.value).startswith(message)
+
+
+def test_specs_of_masks_within_masks():
+    """Every array is split as if it were alone."""
+    ids, spec = np.zeros((2, 8), int), jax.sharding.PartitionSpec
+    mask = Mask.from_segments(ids) | ~Mask.prefix(jnp.array([1, 2]))
+    specs = (mask & Mask.from_blocks(jnp.ones((2, 4, 2, 2), bool), 4)).sharding_specs(
+        "data", "model", keys="k"
+    )
+    leaves = jax.tree.leaves(specs, is_leaf=lambda x: isinstance(x, spec))
+    assert leaves == [spec("data", "model", None, None), spec("data", None), spec("data", "k"), spec("data")]
