@@ -171,6 +171,7 @@ _NUMBERS = {
     "TB/s": "tb_per_s",
     "of copy": "of_copy",
     "over matmuls": "over_alone",
+    "a tile": "a_tile",
     "ratio": "ratio",
 }
 

@@ -48,7 +48,20 @@ def attention_problem(problem: AttentionProblem, implementation: Implementation)
 
 def _every_attention() -> list[TuneProblem]:
     p = attention_problems
-    return _attention(p.ANCHORS + p.FEATURES + p.GRID + p.MODELS + p.HELD_OUT)
+    return _attention(p.ANCHORS + p.FEATURES + p.GRID + p.MODELS + p.HELD_OUT) + _block_sparse()
+
+
+def _block_sparse() -> list[TuneProblem]:
+    """Patterns and maps of blocks, of which a tenth to a half is visible."""
+    usual, long, narrow = (
+        dict(B=2, T=8192, H=16, D=128),
+        dict(T=32768, H=8, D=128),
+        dict(B=2, T=8192, H=32, D=64),
+    )
+    of = functools.partial(named, "block_sparse_attention", causal=False, top_left=True)
+    problems = [of(usual, tiles=f"1/{n}") for n in (2, 4, 8)] + [of(usual, block_size=128)]
+    problems += [of(long, tiles=f"1/{n}") for n in (4, 16)] + [of(long, block_size=128)]
+    return [*problems, of(narrow, tiles="1/4"), of(usual | {"K": 4}, tiles="1/4"), of(usual, block_size=64)]
 
 
 # Families whose problems are given by sizes and flags

@@ -60,6 +60,7 @@ def test_attention_with_weights():
     arrays = qkv(t=5, s=7)
     check(lambda: ejx.Attention(causal=True)(*arrays.values()))
     check(lambda: ejx.ScaledDotProductAttention()(*arrays.values()))
+    check(lambda: ejx.BlockSparseAttention(ejx.Mask.causal() | ejx.Mask.strided(3))(*arrays.values()))
 
 
 @pytest.mark.few(1)

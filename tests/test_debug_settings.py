@@ -50,6 +50,13 @@ def test_attention(platform, name):
     check(lambda arrays, more: op(**arrays, **more), arrays, ATTENTION[name])
 
 
+@PLATFORMS
+def test_block_sparse_attention(platform):
+    op = ejx.BlockSparseAttention(ejx.Mask.causal() | ejx.Mask.strided(3), block_size=4, platform=platform)
+    block_map = jnp.array([[True, False], [False, False]])
+    check(lambda arrays: op(**arrays, block_map=block_map), qkv(B, t=T, s=T))
+
+
 def test_attention_with_weights():
     op = ejx.Attention(causal=True)
     check(lambda arrays: op(**arrays, segment_ids=IDS), qkv(B, t=T, s=T))

@@ -42,6 +42,7 @@ B, C = normal(8, 6, 3), normal(9, 6, 3)
 starts = {"query_start_loc": jnp.array([0, 6])}
 CALLS: dict[str, tuple[dict[str, Any], tuple[Any, ...], dict[str, Any]]] = {
     "attention": (dict(causal=True), (q, k, v), {}),
+    "block_sparse_attention": (dict(block_size=4), (q, k, v), dict(block_map=np.eye(2, dtype=bool))),
     "causal_conv1d": (dict(activation="silu"), (x, normal(1, 4, 3)), {}),
     "delta_rule": (dict(use_qk_l2norm=True), (q, k, v, beta), {}),
     "flash_attention": (dict(causal=True, sliding_window=3), (q, k, v), dict(return_lse=True)),

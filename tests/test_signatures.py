@@ -172,6 +172,11 @@ def test_results_have_types():
     assert_type(ejx.flash_attention(q, q, q, causal=True, return_lse=True), tuple[Array, Array])
     assert_type(ejx.attention(q, q, q), tuple[Array, Array])
     assert_type(ejx.scaled_dot_product_attention(q, q, q, return_residual=True), tuple[Array, Array])
+    sparse = assert_type(
+        ejx.BlockSparseAttention(ejx.Mask.strided(2))(q, q, q, return_lse=True), tuple[Array, Array]
+    )
+    assert len(sparse) == 2
+    assert_type(ejx.block_sparse_attention(q, q, q, mask=~ejx.Mask.causal()), Array)
     assert_type(ejx.gated_linear_attention(q, q, q, -q), tuple[Array, Array])
     assert_type(ejx.gated_rms_norm(q), Array)
     assert_type(ejx.mean_pooling(q), Array)

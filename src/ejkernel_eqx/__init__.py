@@ -18,6 +18,7 @@ from ._kernel import Kernel as Kernel
 from ._kernel import Plan as Plan
 from ._values import check_values as check_values
 from .attention import Attention as Attention
+from .attention import BlockSparseAttention as BlockSparseAttention
 from .attention import FlashAttention as FlashAttention
 from .attention import Mask as Mask
 from .attention import merge_attention as merge_attention
@@ -48,6 +49,7 @@ from .dispatch.environment import env as env
 from .dispatch.labels import extract_labels_from_hlo_text as extract_labels_from_hlo_text
 from .dispatch.labels import find_labels_in_lowered as find_labels_in_lowered
 from .dispatch.labels import labels_to_configs as labels_to_configs
+from .functional import block_sparse_attention as block_sparse_attention
 from .functional import causal_conv1d as causal_conv1d
 from .functional import delta_rule as delta_rule
 from .functional import flash_attention as flash_attention

@@ -14,7 +14,7 @@ import jax.core
 
 from . import attention as _attention
 from ._kernel import Kernel, make_plan, Plan, with_plan
-from .attention import Attention, FlashAttention, ScaledDotProductAttention
+from .attention import Attention, BlockSparseAttention, FlashAttention, ScaledDotProductAttention
 from .cells import Recurrent
 from .convolution import CausalConv1d
 from .matmul import GroupedMatmul
@@ -166,6 +166,7 @@ class _CallableRoom(types.ModuleType):
 
 
 attention = function_of(Attention)
+block_sparse_attention = function_of(BlockSparseAttention)
 flash_attention = function_of(FlashAttention)
 scaled_dot_product_attention = function_of(ScaledDotProductAttention)
 causal_conv1d = function_of(CausalConv1d)

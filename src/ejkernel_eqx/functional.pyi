@@ -17,6 +17,7 @@ from ._shapes import Float
 from ._shapes import Int
 from ._shapes import Numbers
 from .attention.masks.mask import Mask
+from .attention.score_mod import ScoreMod
 from .attention.signature import Output
 from .attention.signature import WithLse
 from .cells.recurrent import GivenState
@@ -57,6 +58,99 @@ def attention(
     dropout_rate: float = 0.0,
     platform: PlatformLike | None = None,
 ) -> tuple[Float[Array, '*B T H V'], Float[Array, '*B H T S']]: ...
+
+@overload
+def block_sparse_attention(
+    q: Float[AnyArray, '*B T H D'],
+    k: Float[AnyArray, '*B S K D'],
+    v: Float[AnyArray, '*B S K V'],
+    *,
+    return_lse: Literal[False] = False,
+    bias: Float[AnyArray, '#*B #H #T #S'] | None = None,
+    segment_ids: Int[Numbers, '*B T'] | None = None,
+    kv_segment_ids: Int[Numbers, '*B S'] | None = None,
+    cu_seqlens: Int[Numbers, ' N+1'] | None = None,
+    kv_cu_seqlens: Int[Numbers, ' N+1'] | None = None,
+    q_lengths: int | Int[Numbers, '*B'] | None = None,
+    kv_lengths: int | Int[Numbers, '*B'] | None = None,
+    sinks: Float[Numbers, ' H *n'] | None = None,
+    alibi_slopes: Float[Numbers, ' H'] | None = None,
+    q_offset: int | Int[Numbers, '*B'] | None = None,
+    key: PRNGKeyArray | None = None,
+    inference: bool | None = None,
+    block_size: int | tuple[int, int] = 128,
+    logits_soft_cap: float | None = None,
+    softmax_scale: float | None = None,
+    dropout_rate: float = 0.0,
+    score_mod: ScoreMod | None = None,
+    deterministic: bool = False,
+    platform: PlatformLike | None = None,
+    config: Any | None = None,
+    mask: Bool[AnyArray, '#*B #H #T #S'] | Mask | None | Bool[Numbers, '#*B #H #T #S'] | Mask = None,
+    block_map: Bool[AnyArray, '... M N'] | None | Bool[Numbers, '... M N'] = None,
+) -> Output: ...
+
+@overload
+def block_sparse_attention(
+    q: Float[AnyArray, '*B T H D'],
+    k: Float[AnyArray, '*B S K D'],
+    v: Float[AnyArray, '*B S K V'],
+    *,
+    return_lse: Literal[True],
+    bias: Float[AnyArray, '#*B #H #T #S'] | None = None,
+    segment_ids: Int[Numbers, '*B T'] | None = None,
+    kv_segment_ids: Int[Numbers, '*B S'] | None = None,
+    cu_seqlens: Int[Numbers, ' N+1'] | None = None,
+    kv_cu_seqlens: Int[Numbers, ' N+1'] | None = None,
+    q_lengths: int | Int[Numbers, '*B'] | None = None,
+    kv_lengths: int | Int[Numbers, '*B'] | None = None,
+    sinks: Float[Numbers, ' H *n'] | None = None,
+    alibi_slopes: Float[Numbers, ' H'] | None = None,
+    q_offset: int | Int[Numbers, '*B'] | None = None,
+    key: PRNGKeyArray | None = None,
+    inference: bool | None = None,
+    block_size: int | tuple[int, int] = 128,
+    logits_soft_cap: float | None = None,
+    softmax_scale: float | None = None,
+    dropout_rate: float = 0.0,
+    score_mod: ScoreMod | None = None,
+    deterministic: bool = False,
+    platform: PlatformLike | None = None,
+    config: Any | None = None,
+    mask: Bool[AnyArray, '#*B #H #T #S'] | Mask | None | Bool[Numbers, '#*B #H #T #S'] | Mask = None,
+    block_map: Bool[AnyArray, '... M N'] | None | Bool[Numbers, '... M N'] = None,
+) -> WithLse: ...
+
+@overload
+def block_sparse_attention(
+    q: Float[AnyArray, '*B T H D'],
+    k: Float[AnyArray, '*B S K D'],
+    v: Float[AnyArray, '*B S K V'],
+    *,
+    return_lse: bool,
+    bias: Float[AnyArray, '#*B #H #T #S'] | None = None,
+    segment_ids: Int[Numbers, '*B T'] | None = None,
+    kv_segment_ids: Int[Numbers, '*B S'] | None = None,
+    cu_seqlens: Int[Numbers, ' N+1'] | None = None,
+    kv_cu_seqlens: Int[Numbers, ' N+1'] | None = None,
+    q_lengths: int | Int[Numbers, '*B'] | None = None,
+    kv_lengths: int | Int[Numbers, '*B'] | None = None,
+    sinks: Float[Numbers, ' H *n'] | None = None,
+    alibi_slopes: Float[Numbers, ' H'] | None = None,
+    q_offset: int | Int[Numbers, '*B'] | None = None,
+    key: PRNGKeyArray | None = None,
+    inference: bool | None = None,
+    block_size: int | tuple[int, int] = 128,
+    logits_soft_cap: float | None = None,
+    softmax_scale: float | None = None,
+    dropout_rate: float = 0.0,
+    score_mod: ScoreMod | None = None,
+    deterministic: bool = False,
+    platform: PlatformLike | None = None,
+    config: Any | None = None,
+    mask: Bool[AnyArray, '#*B #H #T #S'] | Mask | None | Bool[Numbers, '#*B #H #T #S'] | Mask = None,
+    block_map: Bool[AnyArray, '... M N'] | None | Bool[Numbers, '... M N'] = None,
+) -> Output | WithLse: ...
 
 def causal_conv1d(
     x: Float[AnyArray, '*B T C'],

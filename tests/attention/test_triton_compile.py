@@ -8,6 +8,7 @@ import jax
 import jax.numpy as jnp
 import pytest
 
+from ejkernel_eqx import Mask
 from ejkernel_eqx.attention.core import problem_of
 from ejkernel_eqx.attention.spec import AttentionArrays, AttentionSpec, RowRanges
 from ejkernel_eqx.dispatch import Backend, DeviceFacts
@@ -97,6 +98,36 @@ def check(
         )
         if most_spills is not None:
             assert report.spills <= most_spills.get(name.removesuffix("_kernel"), 0), (name, report, config)
+
+
+LISTED = {
+    "lists": (
+        Mask.sliding_window(99, 99) | Mask.strided(400),
+        {("sm_80", 128), ("sm_90", 64), ("sm_90", 128), ("sm_90", 256), ("gfx942", 128)},
+    ),
+    "lists, some queries without keys": (
+        Mask.strided(2000) & ~Mask.chunked(2),
+        {("sm_90", 128), ("sm_100", 64)},
+    ),
+}
+
+
+@pytest.mark.few(1)
+@pytest.mark.parametrize(
+    ("name", "target", "head_dim"),
+    [
+        pytest.param(name, *where, marks=() if where == ("sm_90", 128) else pytest.mark.slow)
+        for name, (_, places) in LISTED.items()
+        for where in sorted(places)
+    ],
+)
+def test_lists_fit(name, target, head_dim):
+    """As wide as without lists, and no more spills than without."""
+    arrays, spec = request(head_dim, "bfloat16", False)
+    pattern = LISTED[name][0].lower(1000, 1000).pattern
+    spec = dataclasses.replace(spec, pattern=pattern)
+    spills = {"forward": 104, "key_gradient": 384, "query_gradient": 96}
+    check(target, arrays, spec, {"forward_kernel", "key_gradient_kernel", "query_gradient_kernel"}, spills)
 
 
 PLAIN = {"forward_kernel", "key_gradient_kernel", "query_gradient_kernel"}

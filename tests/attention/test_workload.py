@@ -58,6 +58,8 @@ KINDS = {
     "cached keys": problem(flags=dict(rows=True), T=8, S=64),
     "more queries than keys": problem(flags=dict(mask="11S", causal=False), S=24),
     "everything": problem("bfloat16", EVERYTHING, S=56),
+    "pattern": problem(flags=dict(tiles="1/2", causal=False), T=256, S=384),
+    "map": problem(flags=dict(block_size="64,32", causal=False, sinks=True), T=128),
 }
 LEARNED = ("bias", "sinks", "alibi_slopes")
 
@@ -185,10 +187,12 @@ def test_defaults_and_words():
         (dict(T=8, H=2), {}, ["T, H, D", "missing ['D']"]),
         (dict(T=8, H=2, D=16, X=3), {}, ["unknown ['X']"]),
         (dict(T=8, H=3, K=2, D=16), {}, ["H to be a multiple of K", "K=2"]),
-        (dict(T=8, H=2, D=16), dict(casual=True), ["bias, causal", "received casual"]),
+        (dict(T=8, H=2, D=16), dict(casual=True), ["bias, block_size, causal", "received casual"]),
         (dict(T=8, H=2, D=16), dict(causal=1), ["true or false for causal", "received 1"]),
         (dict(T=8, H=2, D=16), dict(bias="TH"), ["'HTS'", "for bias", "'TH'"]),
         (dict(T=8, H=2, D=16), dict(window="a"), ["'left,right'", "'a'"]),
+        (dict(T=8, H=2, D=16), dict(tiles="1/3"), ["1/2, 1/4", "'1/3'"]),
+        (dict(T=8, H=2, D=16), dict(block_size="64,0"), ["'queries,keys'", "'64,0'"]),
     ],
 )
 def test_words_that_do_not_fit(dims, flags, words):

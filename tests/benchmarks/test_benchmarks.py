@@ -182,8 +182,12 @@ def test_problems_are_tuned_once(monkeypatch, tmp_path, capsys):
     content = parse_table(table.read_text(), "table")
     assert content.header["device"]["kind"] == device_facts().kind and content.header["commit"] == "abc"
     (row,) = json.loads(written.read_text())["rows"]
-    assert [r.operation for r in content.records] == ["flash_attention", "scaled_dot_product_attention"]
-    assert content.records[0].problem == row["key"]
+    assert [r.operation for r in content.records] == [
+        "block_sparse_attention",
+        "flash_attention",
+        "scaled_dot_product_attention",
+    ]
+    assert content.records[1].problem == row["key"]
     assert all(r.config == row["tuned"] and set(r.errors) == {"out", "q", "k", "v"} for r in content.records)
     assert row["candidates"]["denied"] == 0 and row["candidates"]["timed"] >= 2
     for direction, ratio in row["ratio"].items():
@@ -213,7 +217,7 @@ def test_the_table_keeps_other_problems(tmp_path):
     old = tune.dataclasses.replace(other, software={"jaxlib": "0"}, date="2026-01-02")
     tune.Table(table.path).add([old], environment)
     read = tune.Table(table.path)
-    assert len(read.records) == 3 and read.knows(first, implementation)
+    assert len(read.records) == 4 and read.knows(first, implementation)
     assert not read.knows(second, implementation)  # with other software than this
 
 

@@ -18,6 +18,7 @@ from benchmarks import (
     moe_layer,
     pooling,
     report,
+    sparse,
     train_step,
     tune,
     tuned_model,
@@ -32,6 +33,7 @@ _SCRIPTS = {
     "moe.py": moe,
     "moe_layer.py": moe_layer,
     "pooling.py": pooling,
+    "sparse.py": sparse,
     "train_step.py": train_step,
     "tune.py": tune,
     "tuned_model.py": tuned_model,
@@ -127,7 +129,7 @@ def test_every_part_has_its_command(gpu, more, tmp_path):
         assert anywhere == (
             set(parts) - {"tests"}
             if more
-            else {"decode", "linear", "cells", "moe", "moe-layer", "attention", "pooling"}
+            else {"decode", "linear", "cells", "moe", "moe-layer", "attention", "sparse", "pooling"}
         )
     for name, part in parts.items():
         for command in part.commands:

@@ -50,7 +50,7 @@ def test_times_of_one_run_are_written_for_every_twin(contenders, tmp_path, capsy
     found = entries(path)
     assert set(found) == {
         (operation, platform)
-        for operation in ("flash_attention", "scaled_dot_product_attention")
+        for operation in ("block_sparse_attention", "flash_attention", "scaled_dot_product_attention")
         for platform in ("xla", "triton-interpret")
     }
     xla = found["flash_attention", "xla"]

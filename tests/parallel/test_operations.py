@@ -75,6 +75,18 @@ CASES = {
         (QKV, (ROWS, None, HEADS)),
         _LEARNED,
     ),
+    "block sparse": Case(
+        called(
+            lambda platform: ejx.BlockSparseAttention(
+                ejx.Mask.from_function(lambda h, q, k: abs(q - k) <= h), block_size=2, platform=platform
+            ),
+            return_lse=True,
+        ),
+        qkv() | {"block_map": normal(3, 4, 4, 3, 3) < 1},
+        _FULL | {"block_map": (ROWS, HEADS)},
+        (QKV, (ROWS, None, HEADS)),
+        _LEARNED,
+    ),
     "linear": Case(
         called(ejx.LinearAttention, segment_ids=IDS),
         qkv() | {"g": decays(4, 6, 4), "initial_state": normal(5, 4, 4, 8, 8)},

@@ -1,3 +1,4 @@
+from .block_sparse import BlockSparseAttention as BlockSparseAttention
 from .flash import FlashAttention as FlashAttention
 from .masks.mask import Mask as Mask
 from .merge import merge_attention as merge_attention

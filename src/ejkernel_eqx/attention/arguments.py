@@ -16,6 +16,7 @@ from .._values import check_between, check_int32, check_offsets, FAR
 from ..core.arguments import accumulator
 from .masks.lower import Lowered
 from .masks.mask import Mask, Window
+from .score_mod import check_score_mod, known_form, ScoreMod
 from .spec import AttentionArrays, AttentionSpec, RowRanges
 
 _DTYPES = ("bfloat16", "float16", "float32", "float64")
@@ -29,6 +30,7 @@ class ScoreOptions:
     softmax_scale: float | None = None
     dropout_rate: float = 0.0
     deterministic: bool = False
+    score_mod: ScoreMod | None = None
 
     def check(self) -> None:
         if self.logits_soft_cap is not None and not self.logits_soft_cap > 0:
@@ -41,6 +43,8 @@ class ScoreOptions:
             )
         if not 0.0 <= self.dropout_rate < 1.0:
             raise ValueError(f"dropout_rate: expected a probability in [0, 1), received {self.dropout_rate}.")
+        if self.score_mod is not None:
+            check_score_mod(self.score_mod)
 
 
 class MaskInputs(NamedTuple):
@@ -110,6 +114,7 @@ def resolve(
     q, k, v = _check_qkv(q, k, v)
     lead, queries, keys, heads = q.shape[:-3], q.shape[-3], k.shape[-3], q.shape[-2]
     lowered = _visible(mask, masking, lead, heads, queries, keys)
+    options, scoring = _with_known_form(options, scoring, heads)
     dropout = options.dropout_rate if options.dropout_rate > 0 and not scoring.inference else 0.0
     spec = AttentionSpec(
         scale=float(q.shape[-1] ** -0.5 if options.softmax_scale is None else options.softmax_scale),
@@ -121,6 +126,9 @@ def resolve(
         deterministic=options.deterministic,
         return_lse=return_lse,
         same_segments=_sees_itself(lowered, queries, keys),
+        pattern=lowered.pattern,
+        block_size=lowered.block_size,
+        score_mod=options.score_mod,
     )
     slopes, sinks = (
         None if x is None else _pad_lead(x, lead, 1).astype(accumulator(q.dtype))
@@ -139,8 +147,38 @@ def resolve(
         kv_segments=_spread("kv_segment_ids", kv_segments, lead, keys),
         rows=None if lowered.rows is None else RowRanges(*(_pad_lead(x, lead, 1) for x in lowered.rows)),
         seeds=_seeds(scoring.key, lead, heads) if dropout > 0 else None,
+        blocks=_blocks(lowered, lead, heads),
+        heads=_pad_lead(jnp.arange(heads, dtype=jnp.int32), lead, 1)
+        if _differs(lowered) or options.score_mod
+        else None,
     )
     return arrays, spec
+
+
+def _with_known_form(
+    options: ScoreOptions, scoring: ScoreInputs, heads: int
+) -> tuple[ScoreOptions, ScoreInputs]:
+    """A function of scores as a soft cap and ALiBi, which all kernels have, if that is what it is."""
+    if options.score_mod is None or scoring.alibi_slopes is not None:
+        return options, scoring
+    form = known_form(options.score_mod, heads)
+    # A soft cap comes before everything else.
+    capped = options.logits_soft_cap is not None or scoring.bias is not None
+    if form is None or (form.cap is not None and capped):
+        return options, scoring
+    cap = options.logits_soft_cap if form.cap is None else form.cap
+    options = dataclasses.replace(options, logits_soft_cap=cap, score_mod=None)
+    return options, scoring._replace(alibi_slopes=form.slopes)
+
+
+def _differs(lowered: Lowered) -> bool:
+    """Whether the pattern differs between heads."""
+    return lowered.pattern is not None and lowered.pattern.heads > 0
+
+
+def _blocks(lowered: Lowered, lead: tuple[int, ...], heads: int) -> Array | None:
+    blocks = lowered.blocks
+    return None if blocks is None else _spread("block_map", blocks, lead, heads, *blocks.shape[-2:])
 
 
 def _sees_itself(lowered: Lowered, queries: int, keys: int) -> bool:
@@ -211,7 +249,7 @@ def _visible(
         q_lengths=_lengths("q_lengths", given.q_lengths, lead, queries),
         kv_lengths=_lengths("kv_lengths", given.kv_lengths, lead, keys),
     )
-    return mask.lower(queries, keys, q_offset=_offset(given.q_offset, lead))
+    return mask.lower(queries, keys, q_offset=_offset(given.q_offset, lead), num_heads=heads)
 
 
 def _check_exclusive(given: MaskInputs, lead: tuple[int, ...]) -> None:
@@ -253,8 +291,11 @@ def _check_mask(mask: Mask, lead: tuple[int, ...], queries: int, keys: int) -> M
         cu_seqlens = tuple(
             check_offsets(name, x, x, most) for (name, most), x in zip(sides, cu_seqlens, strict=True)
         )
+    inner = lambda masks: tuple(_check_mask(part, lead, queries, keys) for part in masks)
     return dataclasses.replace(
         mask,
+        unions=tuple(map(inner, mask.unions)),
+        complements=inner(mask.complements),
         q_lengths=_lengths("mask.q_lengths", mask.q_lengths, lead, queries),
         kv_lengths=_lengths("mask.kv_lengths", mask.kv_lengths, lead, keys),
         cu_seqlens=cu_seqlens,

@@ -12,6 +12,7 @@ from .._sizes import is_symbolic
 from ..core import Kind, Named
 from ..dispatch import Problem
 from . import reference
+from .masks.tile_lists import visible_share
 from .masks.tile_table import window_covers
 from .spec import AttentionArrays, AttentionSpec, LEARNED, RowRanges
 
@@ -52,6 +53,13 @@ def problem_of(operation: str, arrays: AttentionArrays, spec: AttentionSpec) -> 
         "lse": spec.return_lse,
         "nested": sum(size != 1 for size in q.shape[:-3]) > 1,
     }
+    if spec.listed:
+        flags["tiles"] = _tiles(spec, dims["T"], dims["S"])
+        flags["block_size"] = spec.block_size
+    requirements = {"deterministic", "lse", "nested"}
+    if spec.score_mod is not None:
+        flags["score_mod"] = True
+        requirements.add("score_mod")
     dtypes = {"qkv": q.dtype} if bias is None else {"qkv": q.dtype, "bias": bias.dtype}
     return Problem.make(
         operation,
@@ -60,8 +68,16 @@ def problem_of(operation: str, arrays: AttentionArrays, spec: AttentionSpec) -> 
         flags=flags,
         lengths={"B", "T", "S"},
         counts={"H", "K"},
-        requirements={"deterministic", "lse", "nested"},
+        requirements=requirements,
     )
+
+
+def _tiles(spec: AttentionSpec, queries: int, keys: int) -> str:
+    """How many of the tiles a pattern leaves visible: `"1/n"`, where `n` is a power of two; `"any"` if a map of blocks decides."""
+    if spec.pattern is None:
+        return "any"
+    share = visible_share(spec.pattern, queries, keys)
+    return f"1/{1 << min(round(-math.log2(max(share, 2**-10))), 10)}"
 
 
 def _pattern(x: Any) -> str | None:
@@ -75,6 +91,7 @@ def axes_of(arrays: AttentionArrays, spec: AttentionSpec | None = None) -> dict[
     """The axes after the leading ones, for every possible array and for the results."""
     heads, kv_heads = f"H{arrays.q.shape[-2]}", f"H{arrays.k.shape[-2]}"
     scores, queries = (heads, "T", "S"), ("T",)
+    map_heads = "1" if arrays.blocks is None else f"H{arrays.blocks.shape[-3]}"
     return {
         "q": ("T", heads, "D"),
         "k": ("S", kv_heads, "D"),
@@ -87,6 +104,8 @@ def axes_of(arrays: AttentionArrays, spec: AttentionSpec | None = None) -> dict[
         "kv_segments": ("S",),
         **dict.fromkeys(_ROWS, queries),
         "seeds": (heads, "two"),
+        "blocks": (map_heads, "M", "N"),
+        "heads": (heads,),
         "out": ("T", heads, "V"),
         "lse": (heads, "T"),
     }

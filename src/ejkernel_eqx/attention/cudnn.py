@@ -40,6 +40,8 @@ def unsupported(problem: Problem, device: DeviceFacts) -> str | None:
         ("soft_cap", "logits_soft_cap"),
         ("bias", "bias"),
         ("mask", "mask"),
+        ("score_mod", "score_mod"),
+        ("tiles", "masks that are functions, unions, complements or maps of blocks"),
         ("segments", "segment ids"),
         ("rows", "lengths, packed sequences or per-row offsets"),
         ("sinks", "sinks"),

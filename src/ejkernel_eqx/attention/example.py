@@ -1,5 +1,6 @@
 """Builds a problem for the command line from sizes by letter and option flags by name."""
 
+import dataclasses
 from collections.abc import Mapping
 from typing import Any
 
@@ -12,6 +13,7 @@ from .arguments import parse_window
 from .core import problem_of
 from .spec import AttentionArrays, AttentionSpec, RowRanges
 
+_SHARES = tuple(f"1/{1 << n}" for n in range(11))
 _CHOICES = {
     "causal": SWITCH[::-1],
     **dict.fromkeys(
@@ -29,12 +31,13 @@ def example_problem(operation: str, dims: Mapping[str, int], dtype: str, flags: 
     - `dtype`: the dtype of queries, keys, values and bias.
     - `flags`: `True` or `False` for `causal` (default true), `alibi_slopes`, `deterministic`, `dropout`, `lse`, `rows` (lengths or packed
         sequences), `segments`, `sinks`, `soft_cap`, `top_left` (causal masks count from the first key); `window`: an int or `(left, right)`;
+        `tiles`: the share of tiles that a pattern leaves visible, `"1/1"` to `"1/1024"`; `block_size`: of a map of blocks, an int or a pair;
         `bias` and `mask`: their axes after the batch axis, `1` where broadcast, such as `"HTS"` or `"11S"`, or `True` for all.
 
     Raises `ValueError` for an unknown name, a missing size, or sizes that do not fit together.
     """
     top_left = operation == "scaled_dot_product_attention"
-    free = {name: (flags.get(name),) for name in ("bias", "mask", "window")}
+    free = {name: (flags.get(name),) for name in ("bias", "block_size", "mask", "tiles", "window")}
     choices = _CHOICES | free | {"top_left": (top_left, not top_left)}
     given = read_flags(flags, choices)
     same = {"S": dims.get("T", 1), "K": dims.get("H", 1), "V": dims.get("D", 1)}
@@ -54,7 +57,25 @@ def example_problem(operation: str, dims: Mapping[str, int], dtype: str, flags: 
         return_lse=given["lse"],
         same_segments=given["segments"] and size["T"] == size["S"],
     )
-    return problem_of(operation, _arrays(size, dtype, given), spec)
+    problem = problem_of(operation, _arrays(size, dtype, given), spec)
+    share, blocks = given.get("tiles"), _size_of_block(given.get("block_size"))
+    if share is None and blocks is None:
+        return problem
+    if share is not None and share not in _SHARES:
+        raise ValueError(f"flags: expected tiles to be one of {', '.join(_SHARES)}, received {share!r}.")
+    tiles = {"tiles": "any" if share is None else share, "block_size": blocks}
+    return dataclasses.replace(problem, flags=tuple(sorted({**dict(problem.flags), **tiles}.items())))
+
+
+def _size_of_block(value: Any) -> Any:
+    """A pair, from an int, a pair or the text `"queries,keys"`."""
+    size = _window(value)
+    size = (size, size) if isinstance(size, int) and not isinstance(size, bool) else size
+    if size is not None and (
+        not isinstance(size, tuple) or len(size) != 2 or not all(isinstance(x, int) and x > 0 for x in size)
+    ):
+        raise ValueError(f"flags: expected an int or 'queries,keys' for block_size, received {value!r}.")
+    return size
 
 
 def _window(value: Any) -> Any:

@@ -5,7 +5,9 @@ import jax.numpy as jnp
 from jax import Array
 
 from ..core.arguments import accumulator
+from .masks.lower import by_pair
 from .philox import philox_keep
+from .score_mod import modified
 from .spec import AttentionArrays, AttentionSpec
 
 
@@ -34,6 +36,11 @@ def visibility(arrays: AttentionArrays, spec: AttentionSpec) -> Array:
         seen &= (ours == theirs) & (ours >= 0)
     if arrays.mask is not None:
         seen &= _every_row(arrays.mask, spec.mask_run, batch)
+    if spec.pattern is not None:
+        index, heads = jnp.arange(t, dtype=jnp.int32), None if arrays.heads is None else arrays.heads[0]
+        seen &= spec.pattern.seen(heads, index, jnp.arange(s, dtype=jnp.int32))[None]
+    if arrays.blocks is not None and spec.block_size is not None:
+        seen &= by_pair(arrays.blocks, spec.block_size, t, s)
     return seen
 
 
@@ -67,6 +74,10 @@ def attend_with_weights(arrays: AttentionArrays, spec: AttentionSpec) -> tuple[A
         scores = scores + _every_row(arrays.bias.astype(dtype), spec.bias_run, len(q))
     if arrays.alibi_slopes is not None:
         scores = scores + arrays.alibi_slopes.astype(dtype)[..., None, None] * (j - i).astype(dtype)
+
+    if spec.score_mod is not None:
+        assert arrays.heads is not None
+        scores = modified(spec.score_mod, scores, arrays.heads[..., None, None], i, j)
 
     # The shift cancels, so it carries no gradient; the inner `where` keeps infinities out of `exp` and its derivative.
     seen = seen & (jax.lax.stop_gradient(scores) > -jnp.inf)

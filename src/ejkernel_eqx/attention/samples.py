@@ -17,10 +17,14 @@ from .._broadcast import like
 from ..core.arguments import accumulator
 from ..core.workload import Inputs
 from ..dispatch import Problem
+from .masks.functions import BlockTable
+from .masks.pattern import Pattern
+from .masks.tile_lists import visible_share
 from .masks.tile_table import window_covers
 from .spec import AttentionArrays, AttentionSpec, RowRanges
 
 SOFT_CAP, DROPOUT_RATE, VISIBLE = 30.0, 0.1, 0.7
+_BLOCK, _SHARE = 128, 0.25  # a block of a pattern, and the share of a map's blocks that is visible
 
 
 def spec_of(problem: Problem) -> AttentionSpec:
@@ -38,7 +42,36 @@ def spec_of(problem: Problem) -> AttentionSpec:
         deterministic=bool(problem.flag("deterministic")),
         return_lse=bool(problem.flag("lse")),
         same_segments=bool(problem.flag("same_segments")),
+        pattern=_pattern(problem),
+        block_size=_block_size(problem),
     )
+
+
+def _pattern(problem: Problem) -> Pattern | None:
+    """Blocks as large as a kernel's tile, of which the problem's share is visible."""
+    tiles: Any = problem.flag("tiles")
+    if tiles in (None, "any"):
+        return None
+    table = _visible_blocks(problem, (_BLOCK, _BLOCK), 1 / int(tiles.removeprefix("1/")))
+    return Pattern(BlockTable(table[None], (_BLOCK, _BLOCK)), 0)
+
+
+def _block_size(problem: Problem) -> tuple[int, int] | None:
+    size: Any = problem.flag("block_size")
+    return size
+
+
+def _visible_blocks(problem: Problem, size: tuple[int, int], share: float) -> np.ndarray:
+    """`[M, N]`: this share of blocks, alike in all rows and, as in most patterns, those around the diagonal among them."""
+    rows, columns = (-(-problem.dim(name) // block) for name, block in zip("TS", size, strict=True))
+    number = np.arange(rows)[:, None] * columns // max(rows, 1) - np.arange(columns)
+    near, others = np.abs(number) * 2.0, np.random.default_rng(0).random((rows, columns)) * columns
+    count = round(share * rows * columns)
+    rank = np.argsort(np.argsort(np.minimum(near, others), axis=1), axis=1)  # of every block in its row
+    at = np.argsort((rank * rows + np.arange(rows)[:, None]).reshape(-1))[:count]
+    table = np.zeros(rows * columns, bool)
+    table[at] = True
+    return table.reshape(rows, columns)
 
 
 def _offset(problem: Problem, left: int | None, right: int | None) -> int:
@@ -66,6 +99,8 @@ def make_inputs(problem: Problem, seed: int) -> Inputs:
         queries = jnp.asarray(ids[:, ids.shape[1] - problem.dim("T") :], jnp.int32)
         keys = jnp.asarray(ids[:, ids.shape[1] - problem.dim("S") :], jnp.int32)
         arrays = arrays._replace(q_segments=queries, kv_segments=keys)
+    if (size := _block_size(problem)) is not None:
+        arrays = arrays._replace(blocks=jnp.asarray(_visible_blocks(problem, size, _SHARE))[None, None])
     if ranges is not None:
         arrays = arrays._replace(rows=RowRanges(*(jnp.asarray(x, jnp.int32) for x in ranges)))
     return Inputs(arrays, cotangents)
@@ -153,7 +188,17 @@ def _row_ranges(problem: Problem, rng: np.random.Generator) -> tuple[np.ndarray,
 
 def visible_scores(problem: Problem) -> int:
     """Visible (query, key) pairs of one head over all batch rows. Dense masks are ignored, because no kernel can skip what they
-    hide."""
+    hide. Patterns and maps of blocks are counted by their share of all blocks."""
+    share, spec = 1.0, spec_of(problem)
+    if spec.pattern is not None:
+        share *= visible_share(spec.pattern, problem.dim("T"), problem.dim("S"), _BLOCK)
+    if spec.block_size is not None:
+        share *= _visible_blocks(problem, spec.block_size, _SHARE).mean()
+    return round(share * _in_ranges(problem))
+
+
+def _in_ranges(problem: Problem) -> int:
+    """Pairs that window, ranges and segments leave visible."""
     batch, queries, keys = (problem.dim(name) for name in "BTS")
     spec, rng = spec_of(problem), np.random.default_rng(0)
     ids, ranges = _segment_ids(problem, rng), _row_ranges(problem, rng)

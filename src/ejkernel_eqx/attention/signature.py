@@ -30,6 +30,12 @@ class AttentionInputs(TypedDict, total=False):
     inference: bool | None
 
 
+class BlockSparseInputs(AttentionInputs, total=False):
+    """The arguments by name of [`ejkernel_eqx.BlockSparseAttention`][] but for `return_lse`, which decides what comes back."""
+
+    block_map: Bool[Numbers, "... M N"] | None
+
+
 class DotProductInputs(TypedDict, total=False):
     """The arguments by name of [`ejkernel_eqx.ScaledDotProductAttention`][] but for `return_residual`, which decides what comes back."""
 

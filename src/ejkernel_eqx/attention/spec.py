@@ -9,6 +9,9 @@ from typing import NamedTuple
 
 from jax import Array
 
+from .masks.pattern import Pattern
+from .score_mod import ScoreMod
+
 
 @dataclasses.dataclass(frozen=True)
 class AttentionSpec:
@@ -35,6 +38,17 @@ class AttentionSpec:
     """Names of mapped axes that the gradient of the bias is summed over; for XLA kernels only."""
     same_segments: bool = False
     """Keys and queries share segment ids, so every query that is not padding sees at least the key at its own position."""
+    pattern: Pattern | None = None
+    """A function of head, query and key that also has to hold."""
+    block_size: tuple[int, int] | None = None
+    """Queries and keys of a block in the map of blocks; given iff `AttentionArrays.blocks` is."""
+    score_mod: ScoreMod | None = None
+    """A function of score, head, position and key, applied last, before the mask."""
+
+    @property
+    def listed(self) -> bool:
+        """Whether lists of tiles say which of them run."""
+        return self.pattern is not None or self.block_size is not None
 
     @property
     def ranged(self) -> bool:
@@ -69,6 +83,12 @@ class AttentionArrays(NamedTuple):
     kv_segments: Array | None = None  # int32 [B or 1, S]; given iff q_segments is
     rows: RowRanges | None = None
     seeds: Array | None = None  # uint32 [B, H, 2]; given iff dropout_rate > 0
+    blocks: Array | None = (
+        None  # bool [B or 1, H or 1, blocks of queries, blocks of keys]; each visible as a whole or not at all
+    )
+    heads: Array | None = (
+        None  # int32 [1, H]: the number of each head, for a `score_mod` and for a pattern that differs between heads
+    )
 
 
 LEARNED = ("q", "k", "v", "bias", "alibi_slopes", "sinks")

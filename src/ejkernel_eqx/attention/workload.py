@@ -82,7 +82,7 @@ def _by_row_and_head(spec: AttentionSpec, inputs: Inputs) -> dict[str, Array]:
 
 _HEAD_AXIS: dict[str, int | None] = {
     **dict.fromkeys(("q", "k", "v", "out"), 2),
-    **dict.fromkeys(("bias", "mask", "alibi_slopes", "sinks", "seeds", "lse"), 1),
+    **dict.fromkeys(("bias", "mask", "alibi_slopes", "sinks", "seeds", "blocks", "heads", "lse"), 1),
     **dict.fromkeys(("q_segments", "kv_segments", "rows"), None),
 }
 

@@ -24,7 +24,10 @@ from ..dispatch import Backend, BOTH, FORWARD
 from ..parallel import match_varying
 from . import xla_symbols
 from .cotangents import clean_cotangent, row_terms, sinks_gradient
+from .masks.pattern import Pattern
+from .masks.tile_lists import touched
 from .philox import philox_keep
+from .score_mod import modified_and_slope
 from .spec import AttentionArrays, AttentionGrads, AttentionSpec, RowRanges
 
 PARTS = {"forward": FORWARD, "backward": BOTH}
@@ -135,6 +138,11 @@ class _Tiles(NamedTuple):
         lowest = q_fresh + spec.offset - (np.inf if spec.left is None else spec.left)
         highest = q_start + block_q - 1 + spec.offset + (np.inf if spec.right is None else spec.right)
         seen = (k_start + block_k - 1 >= lowest[:, None]) & (k_fresh <= highest[:, None])
+        if spec.pattern is not None:
+            queries, keys = (
+                (start, start + size - 1) for start, size in ((q_start, block_q), (k_start, block_k))
+            )
+            seen &= touched(spec.pattern, queries, keys)
         a, b = np.nonzero(seen)
         pairs = np.stack([q_start[a], k_start[b], q_fresh[a], k_fresh[b]], axis=1).astype(np.int32)
         return cls(block_q, block_k, pairs, *overlap)
@@ -163,7 +171,8 @@ class _Call:
         self.seeds: Any = None if arrays.seeds is None else self.per_head(arrays.seeds)[:, :, :, None, None]
         # Only a hidden query or key can be NaN, and only a mask hides.
         dynamic = (arrays.mask, arrays.q_segments, arrays.rows)
-        self.hides = spec.ranged or any(x is not None for x in dynamic)
+        self.hides = spec.ranged or spec.listed or any(x is not None for x in dynamic)
+        self.blocks = self.full(arrays.blocks)
         self.keys_seen = self._keys_seen() if self.hides else None
         self.q, self.k, self.v = self.queries(arrays.q), self.keys(arrays.k), self.keys(arrays.v)
 
@@ -314,10 +323,47 @@ class _Call:
             terms.append((ours == theirs) & (ours >= 0))
         if self.mask is not None:
             terms.append(self.columns(self.rows(self.mask, pair, 3), pair, 4))
+        if spec.pattern is not None:
+            terms.append(self._in_pattern(spec.pattern, pair))
+        if self.blocks is not None:
+            terms.append(self._in_blocks(self.blocks, pair))
         return _every(terms)
 
-    def scores(self, q: Array, k: Array, pair: Array) -> tuple[Array, Array | None]:
-        """Masked scores `[B, K, G, Q, K]` of a tile, and the `tanh` of the soft cap."""
+    def _indices(self, pair: Array) -> tuple[Array, Array]:
+        """Queries `[Q]` and keys `[K]` of a tile, counted from 0."""
+        spans = zip((pair[0], pair[1]), (self.tiles.block_q, self.tiles.block_k), strict=True)
+        i, j = (start + jnp.arange(size, dtype=jnp.int32) for start, size in spans)
+        return i, j
+
+    def _in_pattern(self, pattern: Pattern, pair: Array) -> Array:
+        heads = None if self.arrays.heads is None else self.arrays.heads[0]
+        seen = pattern.seen(heads, *self._indices(pair))[None]
+        full = self.full(seen)
+        assert full is not None
+        return full
+
+    def _in_blocks(self, blocks: Array, pair: Array) -> Array:
+        assert self.spec.block_size is not None
+        at = (x // size for x, size in zip(self._indices(pair), self.spec.block_size, strict=True))
+        for axis, index in zip((3, 4), at, strict=True):
+            blocks = jnp.take(blocks, index, axis=axis, mode="clip")
+        return blocks
+
+    def tile_of_keys(self, pair: Array, seen: Array | None) -> tuple[Array, Array]:
+        """Keys and values `[B, K, S, D]` of a tile. Which ones a pattern or a map of blocks hides from all queries is known tile by tile only,
+        so that is where they are zeroed."""
+        k, v = self.columns(self.k, pair, 2), self.columns(self.v, pair, 2)
+        if not self.spec.listed:
+            return k, v
+        assert seen is not None
+        some = seen.any((2, 3))[..., None]
+        return jnp.where(some, k, jnp.zeros((), k.dtype)), jnp.where(some, v, jnp.zeros((), v.dtype))
+
+    def scores(
+        self, q: Array, k: Array, pair: Array, seen: Array | None
+    ) -> tuple[Array, Array | None, Array | None]:
+        """Masked scores `[B, K, G, Q, K]` of a tile, the `tanh` of the soft cap, and the slope of the function of scores."""
+        slope = None
         scores, bent = self.unfold(self.dot("bkqd,bksd->bkqs", q, k)) * self.spec.scale, None
         if self.spec.logits_soft_cap is not None:
             bent = jnp.tanh(scores / self.spec.logits_soft_cap)
@@ -326,8 +372,13 @@ class _Call:
             scores += self.columns(self.rows(self.bias, pair, 3), pair, 4).astype(self.accum)
         if self.slopes is not None:
             scores += self.slopes.astype(self.accum)[..., None, None] * self.distance(pair)
-        seen = self.visible(pair)
-        return scores if seen is None else jnp.where(seen, scores, -jnp.inf), bent
+        if self.spec.score_mod is not None:
+            heads = self.per_head(self.arrays.heads)[..., None, None]
+            scores, slope = modified_and_slope(self.spec.score_mod, scores, heads, *self.positions(pair))
+        if seen is None:
+            return scores, bent, slope
+        slope = None if slope is None else jnp.where(seen, slope, 0)
+        return jnp.where(seen, scores, -jnp.inf), bent, slope
 
     def distance(self, pair: Array) -> Array:
         i, j = self.positions(pair)
@@ -382,14 +433,16 @@ def forward(arrays: AttentionArrays, spec: AttentionSpec, config: XlaConfig) -> 
 
     def body(carry, pair):
         largest, total, acc = carry
-        scores, _ = call.scores(call.fold(call.rows(call.q, pair, 3)), call.columns(call.k, pair, 2), pair)
+        seen = call.visible(pair)
+        k, v = call.tile_of_keys(pair, seen)
+        scores, *_ = call.scores(call.fold(call.rows(call.q, pair, 3)), k, pair, seen)
         before = call.rows(largest, pair, 3)
         after = jnp.maximum(before, scores.max(-1))
         shift = jnp.where(after == -jnp.inf, 0, after)
         weights = jnp.exp(scores - shift[..., None])
         decay = jnp.exp(before - shift)
         kept = call.fold(call.dropped(weights, pair).astype(call.v.dtype))
-        new = call.unfold(call.dot("bkqs,bksv->bkqv", kept, call.columns(call.v, pair, 2)))
+        new = call.unfold(call.dot("bkqs,bksv->bkqv", kept, v))
         return (
             _put(largest, after, pair[0], 3),
             _put(total, call.rows(total, pair, 3) * decay + weights.sum(-1), pair[0], 3),
@@ -430,13 +483,16 @@ def backward(
 
     def body(carry, pair):
         dq, dk, dv, dbias, dslopes = carry
-        k, v = call.columns(call.k, pair, 2), call.columns(call.v, pair, 2)
-        scores, bent = call.scores(call.fold(call.rows(q, pair, 3)), k, pair)
+        seen = call.visible(pair)
+        k, v = call.tile_of_keys(pair, seen)
+        scores, bent, slope = call.scores(call.fold(call.rows(q, pair, 3)), k, pair, seen)
         weights = jnp.exp(scores - call.rows(safe, pair, 3)[..., None])
         kept = call.fold(call.dropped(weights, pair).astype(v.dtype))
         dv_tile = call.dot("bkvq,bkqs->bkvs", call.fold_last(call.rows(do_transposed, pair, 4)), kept)
         dweights = call.unfold(call.dot("bkqv,bksv->bkqs", call.fold(call.rows(do, pair, 3)), v))
         dscores = weights * (call.dropped(dweights, pair) - call.rows(delta, pair, 3)[..., None])
+        if slope is not None:
+            dscores *= slope
         dbias = bias.add(dbias, dscores, pair)
         if slopes is not None:
             dslopes += (dscores * call.distance(pair)).sum((-2, -1))

@@ -8,6 +8,8 @@ from jax import Array
 
 from ..._broadcast import aligned, like
 from ..spec import RowRanges
+from .functions import depends_on_head, evaluate, PairFunction, traced
+from .pattern import Pattern
 
 Pair = tuple[Array, Array]
 
@@ -21,6 +23,10 @@ class Lowered(NamedTuple):
     rows: RowRanges | None
     segments: tuple[Array, Array] | None
     dense: Array | None
+    pattern: Pattern | None = None
+    blocks: Array | None = None
+    """A map `[..., H or 1, query blocks, key blocks]`."""
+    block_size: tuple[int, int] | None = None
 
     def as_array(self, num_queries: int, num_keys: int) -> Array:
         """Booleans `[..., H or 1, T, S]`."""
@@ -34,6 +40,13 @@ class Lowered(NamedTuple):
         seen = ((keys >= start[..., None]) & (keys < end[..., None]))[..., None, :, :]
         if self.segments is not None:
             seen = both(seen, same_segment(*self.segments))
+        if self.pattern is not None:
+            heads = jnp.arange(self.pattern.heads, dtype=jnp.int32) if self.pattern.heads else None
+            index = jnp.arange(num_queries, dtype=jnp.int32)
+            seen = both(seen, self.pattern.seen(heads, index, jnp.arange(num_keys, dtype=jnp.int32)))
+        if self.blocks is not None:
+            assert self.block_size is not None
+            seen = both(seen, by_pair(self.blocks, self.block_size, num_queries, num_keys))
         return both(seen, self.dense)
 
 
@@ -73,12 +86,43 @@ def type_run_ends(q_ids: Array, kv_ids: Array, position: Array) -> Array:
     return jnp.where(ahead, at(ends), position + 1)
 
 
+def by_pair(blocks: Array, size: tuple[int, int], num_queries: int, num_keys: int) -> Array:
+    """A map of blocks `[..., M, N]` as `[..., T, S]`."""
+    rows = jnp.repeat(blocks, size[0], axis=-2)[..., :num_queries, :]
+    return jnp.repeat(rows, size[1], axis=-1)[..., :num_keys]
+
+
+def of_positions(function: PairFunction, positions: Array, num_keys: int, num_heads: int | None) -> Array:
+    """A function of head, position and key as `[..., H or 1, T, S]`, for positions `[..., T]` that are not known while tracing."""
+    heads = 1
+    if depends_on_head(traced(function)):
+        heads = heads_needed(num_heads)
+    keys, numbers = jnp.arange(num_keys, dtype=jnp.int32), jnp.arange(heads, dtype=jnp.int32)
+    rows = positions.reshape(-1, positions.shape[-1])
+    seen = jax.vmap(lambda row: evaluate(function, numbers, row, keys))(rows)
+    return seen.reshape(*positions.shape[:-1], *seen.shape[1:])
+
+
+def heads_needed(num_heads: int | None) -> int:
+    if num_heads is None:
+        raise ValueError(
+            "num_heads: expected the number of heads, as the mask depends on the head, received None; pass num_heads=."
+        )
+    return num_heads
+
+
 def both(seen: Array, other: Array | None) -> Array:
     """The intersection; `None` hides nothing."""
     if other is None:
         return seen
     seen, other = aligned(seen, other)
     return seen & other
+
+
+def either(seen: Array, other: Array) -> Array:
+    """The union."""
+    seen, other = aligned(seen, other)
+    return seen | other
 
 
 def same_segment(q_ids: Array, kv_ids: Array) -> Array:

@@ -1,6 +1,9 @@
 """`Mask`: which query may see which key, represented exactly."""
 
-from typing import Any
+import dataclasses
+import functools
+from collections.abc import Callable
+from typing import Any, NamedTuple
 
 import equinox as eqx
 import jax
@@ -11,14 +14,47 @@ from jax.sharding import PartitionSpec
 from jaxtyping import Bool, Int, PRNGKeyArray
 
 from ..._broadcast import aligned, like
+from ..._sizes import is_symbolic
 from ..._values import check_between, check_offsets, FAR, known
 from ..spec import RowRanges
+from .functions import (
+    BlockTable,
+    Chunk,
+    Either,
+    Global,
+    intersection,
+    is_static,
+    Neither,
+    PairFunction,
+    Stride,
+)
+from .functions import Window as WindowFunction
 from .lower import both as intersected
-from .lower import Lowered, packed_rows, ranked, same_segment, type_run_ends, window_ends, with_types
+from .lower import (
+    by_pair,
+    either,
+    heads_needed,
+    Lowered,
+    of_positions,
+    packed_rows,
+    ranked,
+    same_segment,
+    type_run_ends,
+    window_ends,
+    with_types,
+)
+from .pattern import Pattern
 from .picture import save_picture
 from .specs import AxisNames, mask_specs
 
 Window = tuple[int | None, int | None]
+
+
+class BlockMap(eqx.Module):
+    """Which blocks of scores are visible: booleans `[..., H or 1, query blocks, key blocks]` and the queries and keys of a block."""
+
+    block_map: Bool[Array, "... M N"]
+    size: tuple[int, int] = eqx.field(static=True)
 
 
 class Mask(eqx.Module):
@@ -29,11 +65,12 @@ class Mask(eqx.Module):
     $\lfloor j / c \rfloor = \lfloor p_i / c \rfloor$ (chunked); $j \le p_i$ or $j < \text{prefix}$ (prefix);
     $j \le p_i$ or both have the same non-zero type (token types);
     both have the same, non-negative segment id; both lie within their row's lengths; both belong to the
-    same sequence of `cu_seqlens`; `dense` is true.
+    same sequence of `cu_seqlens`; `dense` is true; a function, a map of blocks or a mask made with `|` or `~` says so.
 
-    Masks are immutable, usable inside `jit`, and combine with `&`. Static conditions (causal, window, chunks) let kernels skip
-    whole tiles. Window and chunk sizes may also be arrays, traced or one per batch row, for example to scan over layers with local
-    and global windows; they become a range of keys for each query. Build masks with the class methods and combine them:
+    Masks are immutable, usable inside `jit`, and combine with `&` (both), `|` (either) and `~` (not). Kernels skip whole tiles that
+    windows, ranges, segments, functions and maps of blocks hide; a union or complement of masks that hold arrays is a dense mask.
+    Window and chunk sizes may also be arrays, traced or one per batch row, for example to scan over layers with local and global windows;
+    they become a range of keys for each query. Build masks with the class methods and combine them:
 
     ```python
     mask = ejx.Mask.causal() & ejx.Mask.from_segments(ids)
@@ -54,6 +91,11 @@ class Mask(eqx.Module):
     dense: Bool[Array, "..."] | None = None
     windows: tuple[tuple[Int[Array, "..."] | None, Int[Array, "..."] | None], ...] = ()
     chunks: tuple[Int[Array, "..."], ...] = ()
+    functions: tuple[PairFunction, ...] = eqx.field(static=True, default=())
+    tables: tuple[BlockTable, ...] = eqx.field(static=True, default=())
+    maps: tuple[BlockMap, ...] = ()
+    unions: tuple[tuple["Mask", ...], ...] = ()
+    complements: tuple["Mask", ...] = ()
 
     @classmethod
     def causal(cls) -> "Mask":
@@ -139,6 +181,66 @@ class Mask(eqx.Module):
         return cls(dense=array)
 
     @classmethod
+    def from_function(cls, f: Callable[[Any, Any, Any], Any]) -> "Mask":
+        """The pairs for which `f(head, query, key)` is true, as flex attention's `mask_mod`.
+
+        `f` is traced by JAX with three int32 scalars and returns one boolean; use `&`, `|`, `~` and `jnp.where` in it. `query` is the
+        query's position among the keys, so that `lambda h, q, k: k <= q` is a causal mask. Arrays that it closes over are compiled in; if
+        one is traced, the mask becomes dense. Kernels look at bounds of `f` over each tile first, and only at tiles that these leave open
+        pair by pair; each distinct partly visible tile is stored once, as bits. `f` is compared by identity: define it once, not in
+        every step. Source: He et al., *FlexAttention* (2024).
+        """
+        if not callable(f):
+            raise ValueError(f"f: expected a function of (head, query, key), received {type(f).__name__}.")
+        is_static(f)  # raises what is wrong with it
+        return cls(functions=(f,))
+
+    @classmethod
+    def strided(cls, stride: int) -> "Mask":
+        """Keys at a multiple of `stride` from the query, on either side (Child et al., *Sparse Transformers*, 2019)."""
+        return cls(functions=(Stride(_whole("stride", stride, 1)),))
+
+    @classmethod
+    def dilated(cls, left: int | None, right: int | None = 0, *, rate: int) -> "Mask":
+        """A window of `left` keys before and `right` after the query with gaps: every `rate`-th key, the query's own among them
+        (Beltagy et al., *Longformer*, 2020)."""
+        rate = _whole("rate", rate, 1)
+        sides = (
+            None if x is None else _whole(name, x, 0) * rate for name, x in (("left", left), ("right", right))
+        )
+        return cls.sliding_window(*sides) & cls.strided(rate)
+
+    @classmethod
+    def global_tokens(cls, count: int) -> "Mask":
+        """The first `count` tokens see all keys and are seen by all queries; combine it with others by `|`
+        (Longformer; Zaheer et al., *Big Bird*, 2020)."""
+        return cls(functions=(Global(_whole("count", count, 0)),))
+
+    @classmethod
+    def from_blocks(cls, block_map: Any, block_size: int | tuple[int, int]) -> "Mask":
+        """Blocks of `block_size` queries by keys (an int: as many of each) are visible as a whole or not at all.
+
+        `block_map`: booleans broadcastable to `[..., H, ceil(T / queries), ceil(S / keys)]`. A numpy array of up to three axes is compiled
+        in, and its lists of tiles are built once; a JAX array is data, from which lists are built on the device in every call.
+        """
+        size = (block_size, block_size) if isinstance(block_size, int | np.integer) else tuple(block_size)
+        size = tuple(_whole("block_size", x, 1) for x in size)
+        if len(size) != 2:
+            raise ValueError(
+                f"block_size: expected an int or a pair (queries, keys), received {block_size!r}."
+            )
+        if not isinstance(block_map, Array):
+            block_map = np.asarray(block_map)
+        if block_map.dtype != np.bool_ or block_map.ndim < 2:
+            raise ValueError(
+                f"block_map: expected booleans [..., H or 1, query blocks, key blocks], received {block_map.dtype} {block_map.shape}; "
+                "compare scores of blocks with a threshold first."
+            )
+        if isinstance(block_map, np.ndarray) and block_map.ndim <= 3:
+            return cls(tables=(BlockTable(block_map.reshape(-1, *block_map.shape[-2:]), size),))
+        return cls(maps=(BlockMap(jnp.asarray(block_map), size),))
+
+    @classmethod
     def random(cls, num_queries: int, num_keys: int, *, visible: float = 0.5, key: PRNGKeyArray) -> "Mask":
         """Each pair is visible independently with probability `visible`; for tests."""
         return cls(dense=jax.random.bernoulli(key, visible, (1, num_queries, num_keys)))
@@ -164,20 +266,36 @@ class Mask(eqx.Module):
             dense=_both(jnp.logical_and, self.dense, other.dense),
             windows=self.windows + other.windows,
             chunks=self.chunks + other.chunks,
+            functions=self.functions + other.functions,
+            tables=self.tables + other.tables,
+            maps=self.maps + other.maps,
+            unions=self.unions + other.unions,
+            complements=self.complements + other.complements,
         )
 
-    def lower(self, num_queries: int, num_keys: int, *, q_offset: Any | None = None) -> Lowered:
-        """The mask in the form that kernels take: a static window or key ranges per query, one pair of segment ids, and a dense remainder.
+    def __or__(self, other: "Mask") -> "Mask":
+        return Mask(unions=((self, other),)) if isinstance(other, Mask) else NotImplemented
 
-        The lowering is exact: the intersection of the parts is this mask. `q_offset` defaults to `num_keys - num_queries`.
+    def __invert__(self) -> "Mask":
+        return Mask(complements=(self,))
+
+    def lower(
+        self, num_queries: int, num_keys: int, *, q_offset: Any | None = None, num_heads: int | None = None
+    ) -> Lowered:
+        """The mask in the form that kernels take: a static window or key ranges per query, one pair of segment ids, a function of head, query
+        and key, a map of blocks, and a dense remainder.
+
+        The lowering is exact: the intersection of the parts is this mask. `q_offset` defaults to `num_keys - num_queries`. `num_heads` is
+        required if a function or a map differs between heads.
         """
-        return _lower(self, num_queries, num_keys, q_offset)
+        return _lower(self, num_queries, num_keys, q_offset, num_heads)
 
     def as_array(
-        self, num_queries: int, num_keys: int, *, q_offset: Any | None = None
+        self, num_queries: int, num_keys: int, *, q_offset: Any | None = None, num_heads: int | None = None
     ) -> Bool[Array, "... T S"]:
         """The mask as booleans `[..., H or 1, T, S]`, as large as the scores; for inspection and tests."""
-        return self.lower(num_queries, num_keys, q_offset=q_offset).as_array(num_queries, num_keys)
+        lowered = self.lower(num_queries, num_keys, q_offset=q_offset, num_heads=num_heads)
+        return lowered.as_array(num_queries, num_keys)
 
     def visualize(
         self, num_queries: int, num_keys: int, *, q_offset: Any | None = None, path: Any | None = None
@@ -187,7 +305,8 @@ class Mask(eqx.Module):
         With `path`, which must end in `.png`, `.svg` or `.pdf`, it is also saved as a picture. Raises `ValueError` for any other
         ending, and `ImportError` without matplotlib (extra `report`).
         """
-        array = np.asarray(self.as_array(num_queries, num_keys, q_offset=q_offset))
+        heads = _most_heads(self)
+        array = np.asarray(self.as_array(num_queries, num_keys, q_offset=q_offset, num_heads=heads))
         grid = array[(0,) * (array.ndim - 2)]
         if path is not None:
             save_picture(grid, path)
@@ -223,7 +342,150 @@ class Mask(eqx.Module):
         return mask_specs(self, batch, heads, queries, keys)
 
 
-def _lower(mask: Mask, num_queries: int, num_keys: int, q_offset: Any | None) -> Lowered:
+def _lower(
+    mask: Mask, num_queries: int, num_keys: int, q_offset: Any | None, num_heads: int | None
+) -> Lowered:
+    extra = (mask.functions, mask.tables, mask.maps, mask.unions, mask.complements)
+    if not any(extra):
+        return _lower_ranges(mask, num_queries, num_keys, q_offset)
+    place = _Place(num_queries, num_keys, num_keys - num_queries if q_offset is None else q_offset, num_heads)
+    functions, rest = _functions(mask, place)
+    offset = place.fixed(mask)
+    if functions and offset is not None:
+        rest, window = _without_window(rest)
+        functions = (*window, *functions)
+    lowered = _lower_ranges(rest, num_queries, num_keys, q_offset)
+    dense, pattern = lowered.dense, None
+    if functions and offset is not None:
+        pattern = Pattern.make(intersection(functions), offset, num_heads or 0)
+        if pattern.heads == 0 and Pattern.make(intersection(functions), offset, 1).heads:
+            heads_needed(num_heads)
+    else:
+        rest = dataclasses.replace(rest, functions=functions + rest.functions)
+    if rest.functions:
+        dense = intersected(place.dense(intersection(rest.functions), rest), dense)
+    array_of = lambda part: part.as_array(num_queries, num_keys, q_offset=q_offset, num_heads=num_heads)
+    for union in rest.unions:
+        dense = intersected(functools.reduce(either, map(array_of, union)), dense)
+    for part in rest.complements:
+        dense = intersected(~array_of(part), dense)
+    blocks, size = None, None
+    for one in rest.maps:
+        _check_map(one.block_map.shape, one.size, place)
+        if size in (None, one.size):
+            blocks, size = one.block_map if blocks is None else intersected(one.block_map, blocks), one.size
+        else:
+            dense = intersected(by_pair(one.block_map, one.size, num_queries, num_keys), dense)
+    if blocks is not None and blocks.ndim == 2:
+        blocks = blocks[None]
+    return lowered._replace(dense=dense, pattern=pattern, blocks=blocks, block_size=size)
+
+
+class _Place(NamedTuple):
+    """Where a mask is lowered."""
+
+    queries: int
+    keys: int
+    offset: Any
+    heads: int | None
+
+    def fixed(self, mask: Mask) -> int | None:
+        """The position of the first query if it is known while tracing, and those of the others follow."""
+        symbolic = is_symbolic(self.queries) or is_symbolic(self.keys)
+        if symbolic or not isinstance(self.offset, int) or _packed_apart(mask):
+            return None
+        return self.offset
+
+    def dense(self, function: PairFunction, mask: Mask) -> Array:
+        """The function of positions that are not known while tracing."""
+        positions = _row_ranges(
+            Mask(cu_seqlens=mask.cu_seqlens), None, None, self.queries, self.keys, self.offset
+        ).position
+        return of_positions(function, positions, self.keys, self.heads)
+
+
+def _packed_apart(mask: Mask) -> bool:
+    """Whether packed queries may have other positions than their own index."""
+    return mask.cu_seqlens is not None and mask.cu_seqlens[0] is not mask.cu_seqlens[1]
+
+
+def _functions(mask: Mask, place: _Place) -> tuple[tuple[PairFunction, ...], Mask]:
+    """The functions that hold for a mask besides its other conditions, and a mask of those."""
+    functions, unions, complements, tables = [f for f in mask.functions if is_static(f)], [], [], []
+    for table in mask.tables:
+        _check_map(table.table.shape, table.size, place)
+        fixed = place.fixed(mask)
+        if fixed is None:
+            tables.append(BlockMap(jnp.asarray(table.table), table.size))
+        else:
+            functions.append(dataclasses.replace(table, offset=fixed))
+    for union in mask.unions:
+        parts = [_as_function(part, place) for part in union]
+        if any(part is None for part in parts):
+            unions.append(union)
+        else:
+            functions.append(Either(tuple(part for part in parts if part is not None)))
+    for part in mask.complements:
+        function = _as_function(part, place)
+        if function is None:
+            complements.append(part)
+        else:
+            functions.append(Neither(function))
+    rest = dataclasses.replace(
+        mask,
+        functions=tuple(f for f in mask.functions if not is_static(f)),
+        tables=(),
+        maps=(*mask.maps, *tables),
+        unions=tuple(unions),
+        complements=tuple(complements),
+    )
+    return tuple(functions), rest
+
+
+def _as_function(mask: Mask, place: _Place) -> PairFunction | None:
+    """The whole mask as a function, if it is known while tracing."""
+    functions, rest = _functions(mask, place)
+    rest, window = _without_window(rest)
+    if rest.functions or jax.tree.leaves(rest) or place.fixed(mask) is None:
+        return None
+    functions = (*window, *functions)
+    return intersection(functions) if functions else WindowFunction(None, None)
+
+
+def _without_window(mask: Mask) -> tuple[Mask, tuple[PairFunction, ...]]:
+    """A mask without its static window and chunks, and those as functions. In packed sequences, chunks count from each one's start."""
+    if mask.cu_seqlens is not None:
+        return mask, ()
+    left, right = (None if side is None else min(side, 2 * FAR) for side in mask.window)
+    right = 0 if mask.is_causal and (right is None or right > 0) else right
+    functions: list[PairFunction] = [Chunk(size) for size in mask.chunk_sizes]
+    if left is not None or right is not None:
+        functions.insert(0, WindowFunction(left, right))
+    return dataclasses.replace(mask, is_causal=False, window=(None, None), chunk_sizes=()), tuple(functions)
+
+
+def _most_heads(mask: Mask) -> int:
+    """A number of heads that all maps of a mask have, if they have heads."""
+    own = [table.table.shape[0] for table in mask.tables]
+    own += [one.block_map.shape[-3] for one in mask.maps if one.block_map.ndim > 2]
+    return max(
+        [1, *own, *map(_most_heads, (*(m for union in mask.unions for m in union), *mask.complements))]
+    )
+
+
+def _check_map(shape: tuple[int, ...], size: tuple[int, int], place: _Place) -> None:
+    expected = (-(-place.queries // size[0]), -(-place.keys // size[1]))
+    if shape[-2:] != expected:
+        raise ValueError(
+            f"block_map: expected {expected[0]} by {expected[1]} blocks of {size[0]} by {size[1]} for {place.queries} queries and {place.keys} "
+            f"keys, received shape {shape}; the last block of each may be shorter."
+        )
+    heads = shape[-3] if len(shape) > 2 else 1
+    if heads != 1 and place.heads not in (None, heads):
+        raise ValueError(f"block_map: expected 1 or {place.heads} heads, received {heads} in shape {shape}.")
+
+
+def _lower_ranges(mask: Mask, num_queries: int, num_keys: int, q_offset: Any | None) -> Lowered:
     # A window longer than any sequence is equivalent to an unbounded one, and sums with positions fit 32 bits.
     left, right = (None if side is None else min(side, 2 * FAR) for side in mask.window)
     right = 0 if mask.is_causal and (right is None or right > 0) else right
@@ -296,6 +558,12 @@ def _row_ranges(
     real, start, end, position = aligned(real, start, end, position)
     start, end, position = jnp.broadcast_arrays(jnp.where(real, start, 0), jnp.where(real, end, 0), position)
     return RowRanges(start.astype(jnp.int32), end.astype(jnp.int32), position.astype(jnp.int32))
+
+
+def _whole(name: str, value: Any, least: int) -> int:
+    if isinstance(value, bool) or not isinstance(value, int | np.integer) or value < least:
+        raise ValueError(f"{name}: expected an int of at least {least}, received {value!r}.")
+    return int(value)
 
 
 def _size(name: str, value: Any | None, least: int) -> int | Array | None:

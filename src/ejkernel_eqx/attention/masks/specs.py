@@ -17,13 +17,14 @@ def mask_specs(mask: M, batch: Any, heads: Any, queries: Any, keys: Any) -> M:
     _check_distinct((*lead, heads, queries, keys))
 
     def spec_of(path: Any, array: Any) -> PartitionSpec:
-        field = path[0].name
+        # The innermost field, as masks may hold masks.
+        field = [key.name for key in path if isinstance(key, jax.tree_util.GetAttrKey)][-1]
         if field == "cu_seqlens":
             return PartitionSpec()
         if field in _PAIRS:
             own = ((queries,), (keys,))[path[-1].idx]
         else:
-            own = (heads, queries, keys) if field == "dense" else ()
+            own = {"dense": (heads, queries, keys), "block_map": (heads, None, None)}.get(field, ())
         return _spec(field, array.shape, lead, own, isinstance(batch, PartitionSpec))
 
     return jax.tree_util.tree_map_with_path(spec_of, mask)

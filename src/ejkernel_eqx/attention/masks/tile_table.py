@@ -60,17 +60,17 @@ def _covered(start: Array, end: Array, keys: int) -> Array:
 
 def key_tile_table(arrays: AttentionArrays, spec: AttentionSpec, block_q: int, block_k: int) -> Array:
     """The key tiles of every query tile: int32 `[B, query tiles, 4]`."""
-    touched, whole = _overlap(arrays, spec, block_q, block_k)
+    touched, whole = overlap(arrays, spec, block_q, block_k)
     return _runs(touched, whole, arrays.q.shape[0])
 
 
 def query_tile_table(arrays: AttentionArrays, spec: AttentionSpec, block_q: int, block_k: int) -> Array:
     """The query tiles of every key tile: int32 `[B, key tiles, 4]`."""
-    touched, whole = _overlap(arrays, spec, block_q, block_k)
+    touched, whole = overlap(arrays, spec, block_q, block_k)
     return _runs(touched.mT, whole.mT, arrays.q.shape[0])
 
 
-def _overlap(arrays: AttentionArrays, spec: AttentionSpec, block_q: int, block_k: int) -> tuple[Array, Array]:
+def overlap(arrays: AttentionArrays, spec: AttentionSpec, block_q: int, block_k: int) -> tuple[Array, Array]:
     """`[B or 1, query tiles, key tiles]`: whether any entry of a tile may be visible, and whether all are."""
     start, end = row_ranges(arrays, spec)
     some = start < end

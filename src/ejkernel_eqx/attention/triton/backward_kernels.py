@@ -10,7 +10,10 @@ from .tile import (
     head_scalars,
     keep,
     key_tiles,
+    listed_tiles,
+    load_bits,
     load_rows,
+    map_of,
     OVER_HEADS,
     OVER_KEYS,
     OVER_QUERIES,
@@ -25,16 +28,17 @@ from .tile import (
 
 
 @triton.jit
-def _weights(qk, lse, i, j, position, start, end, q_segment, k_segment, slope, bias_ptr, mask_ptr, T, S,
+def _weights(qk, lse, i, j, position, start, end, q_segment, k_segment, slope, bias_ptr, mask_ptr, T, S, listed, map_row,
              SCALE: tl.constexpr, CAP: tl.constexpr, FAST_TANH: tl.constexpr, LEFT: tl.constexpr, RIGHT: tl.constexpr,
              BIAS: tl.constexpr, ALIBI: tl.constexpr, MASK: tl.constexpr, ROWS: tl.constexpr, SEGMENTS: tl.constexpr,
-             FOLDED: tl.constexpr, MULTIPLIER: tl.constexpr, MASKED: tl.constexpr, BOUND: tl.constexpr):  # fmt: skip
+             FOLDED: tl.constexpr, MULTIPLIER: tl.constexpr, MASKED: tl.constexpr, BOUND: tl.constexpr,
+             BITS: tl.constexpr, MAP_Q: tl.constexpr, MAP_K: tl.constexpr):  # fmt: skip
     """The softmax weights of a tile, its tanh, and which of its entries are visible."""
     s, t = scores(qk, i, j, position, slope, bias_ptr, T, S, SCALE, CAP, FAST_TANH, BIAS, ALIBI, FOLDED)  # [BQ, BK] or [BK, BQ], both  # fmt: skip
     seen = True
     if MASKED:
-        seen = visible(i, j, position, start, end, q_segment, k_segment, mask_ptr, T, S,
-                       LEFT, RIGHT, ROWS, SEGMENTS, MASK, BOUND)  # of the shape of qk  # fmt: skip
+        seen = visible(i, j, position, start, end, q_segment, k_segment, mask_ptr, T, S, listed, map_row,
+                       LEFT, RIGHT, ROWS, SEGMENTS, MASK, BOUND, BITS, MAP_Q, MAP_K)  # of the shape of qk  # fmt: skip
         s = tl.where(seen, s, float("-inf"))
     return tl.exp2(s * MULTIPLIER - lse), t, seen  # of the shape of qk
 
@@ -59,18 +63,23 @@ def _score_gradient(p, dp, delta, t, seen, kept,
 
 @triton.jit
 def _query_gradient_tiles(
-    dq, dslope, q, do, lse, delta, lo, hi, k_base, v_base,  # [BQ, BLOCK_D], [], [BQ, BLOCK_D], [BQ, BLOCK_V], [BQ], [BQ]
-    bias_ptr, mask_ptr, kv_segments_ptr, key_seen_ptr, seed0, seed1, slope,
+    dq, dslope, q, do, lse, delta, lo, hi, entry, k_base, v_base,  # [BQ, BLOCK_D], [], [BQ, BLOCK_D], [BQ, BLOCK_V], [BQ], [BQ]
+    bias_ptr, mask_ptr, kv_segments_ptr, key_seen_ptr, list_ptr, pattern_ptr, bits_ptr, map_ptr, seed0, seed1, slope,
     i, position, start, end, q_segment, T, S,  # the queries' numbers, [BQ, 1] each
-    K: tl.constexpr, D: tl.constexpr, V: tl.constexpr, BK: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_V: tl.constexpr,
+    K: tl.constexpr, D: tl.constexpr, V: tl.constexpr, BQ: tl.constexpr, BK: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_V: tl.constexpr,
     SCALE: tl.constexpr, CAP: tl.constexpr, FAST_TANH: tl.constexpr, LEFT: tl.constexpr, RIGHT: tl.constexpr,
     BIAS: tl.constexpr, ALIBI: tl.constexpr, MASK: tl.constexpr, ROWS: tl.constexpr, SEGMENTS: tl.constexpr,
     DROPOUT: tl.constexpr, KEEP_SCALE: tl.constexpr, PRECISION: tl.constexpr, FOLDED: tl.constexpr, MULTIPLIER: tl.constexpr,
-    EVEN_Q: tl.constexpr, EVEN_K: tl.constexpr, MASKED: tl.constexpr,
+    LISTED: tl.constexpr, BITS: tl.constexpr, MAP_Q: tl.constexpr, MAP_K: tl.constexpr,
+    EVEN_Q: tl.constexpr, EVEN_K: tl.constexpr, CLEAN: tl.constexpr, MASKED: tl.constexpr,
 ):  # fmt: skip
-    # Adds key tiles `lo .. hi` to the gradients of a query tile.
+    # Adds key tiles `lo .. hi`, or those that these entries of the list name, to the gradients of a query tile.
     guarded: tl.constexpr = ROWS or SEGMENTS
-    for n in tl.range(lo, hi):
+    for at in tl.range(lo, hi):
+        n = at
+        if LISTED:
+            n = entry
+            entry = tl.load(list_ptr + at + 1).to(tl.int32)
         first = n * BK
         columns = first + tl.arange(0, BK)  # [BK]
         j = columns[None, :]  # [1, BK]
@@ -85,9 +94,12 @@ def _query_gradient_tiles(
         v = load_rows(v_base, first, K * V, ok, S, V, BK, BLOCK_V, MASKED and not EVEN_K, MASKED and guarded)  # [BK, BLOCK_V]  # fmt: skip
         qk = tl.dot(q, tl.trans(k), input_precision=PRECISION)  # [BQ, BK]
         dp = tl.dot(do, tl.trans(v), input_precision=PRECISION)  # [BQ, BK]
+        listed = True
+        if MASKED and BITS:
+            listed = load_bits(bits_ptr, tl.load(pattern_ptr + at), BQ, BK, BITS)  # [BQ, BK]
         p, t, seen = _weights(
-            qk, lse[:, None], i, j, position, start, end, q_segment, k_segment, slope, bias_ptr, mask_ptr, T, S, SCALE, CAP, FAST_TANH,
-            LEFT, RIGHT, BIAS, ALIBI, MASK, ROWS, SEGMENTS, FOLDED, MULTIPLIER, MASKED, not EVEN_K)  # [BQ, BK]  # fmt: skip
+            qk, lse[:, None], i, j, position, start, end, q_segment, k_segment, slope, bias_ptr, mask_ptr, T, S, listed, map_ptr,
+            SCALE, CAP, FAST_TANH, LEFT, RIGHT, BIAS, ALIBI, MASK, ROWS, SEGMENTS, FOLDED, MULTIPLIER, MASKED, not EVEN_K, BITS, MAP_Q, MAP_K)  # [BQ, BK]  # fmt: skip
         kept = True
         if DROPOUT > 0:
             kept = keep(seed0, seed1, position, j, DROPOUT)  # [BQ, BK]
@@ -95,7 +107,7 @@ def _query_gradient_tiles(
         if ALIBI:
             dslope += tl.sum(tl.sum(after * (j - position).to(tl.float32), axis=1), axis=0)
         # A key that no row of the tile sees may hold NaN, and 0 * NaN is NaN.
-        if MASKED and MASK:
+        if MASKED and CLEAN and (MASK or LISTED):
             k = tl.where((tl.max(seen.to(tl.int32), axis=0) > 0)[:, None], k, 0.0)
         dq = tl.dot(ds.to(k.dtype), k, dq, input_precision=PRECISION)  # [BQ, BLOCK_D]
     return dq, dslope
@@ -105,18 +117,23 @@ def _query_gradient_tiles(
 def query_gradient_kernel(
     q_ptr, k_ptr, v_ptr, do_ptr, lse_ptr, delta_ptr,  # do as out, lse and delta [B, H, T]; all else as in the forward kernel
     bias_ptr, slopes_ptr, mask_ptr, q_segments_ptr, kv_segments_ptr, start_ptr, end_ptr, position_ptr, query_seen_ptr, key_seen_ptr,
-    seeds_ptr, tiles_ptr, T, S, offset, bias_run, bias_rows, mask_run, mask_rows,
+    seeds_ptr, tiles_ptr, row_ptr, order_ptr, list_ptr, pattern_ptr, bits_ptr, map_ptr, T, S, offset, bias_run, bias_rows, mask_run, mask_rows,
     dq_ptr, dslope_ptr,  # [B, T, H, D], [B, H, tiles]
     H: tl.constexpr, K: tl.constexpr, D: tl.constexpr, V: tl.constexpr,
     BLOCK_D: tl.constexpr, BLOCK_V: tl.constexpr, BQ: tl.constexpr, BK: tl.constexpr,
     SCALE: tl.constexpr, CAP: tl.constexpr, FAST_TANH: tl.constexpr, LEFT: tl.constexpr, RIGHT: tl.constexpr,
     BIAS: tl.constexpr, ALIBI: tl.constexpr, MASK: tl.constexpr, ROWS: tl.constexpr, SEGMENTS: tl.constexpr,
     DROPOUT: tl.constexpr, KEEP_SCALE: tl.constexpr, PRECISION: tl.constexpr, FOLDED: tl.constexpr, MULTIPLIER: tl.constexpr,
+    LISTED: tl.constexpr, BITS: tl.constexpr, MAP_HEADS: tl.constexpr, MAP_Q: tl.constexpr, MAP_K: tl.constexpr,
     EVEN_Q: tl.constexpr, EVEN_K: tl.constexpr, GUARD: tl.constexpr, CLEAN: tl.constexpr, GROUP: tl.constexpr,
 ):  # fmt: skip
     """`dq` of one query tile and head, and the tile's share of the slope's gradient."""
     m, bh, count = program(T, BQ, GROUP)
-    m = count - 1 - m  # causal rows with the most keys first
+    # The tiles with the most keys first: of causal masks the last ones.
+    if LISTED:
+        m = tl.load(order_ptr + m)
+    else:
+        m = count - 1 - m
     b = (bh // H).to(tl.int64)
     h = bh % H
     first = m * BQ
@@ -143,21 +160,31 @@ def query_gradient_kernel(
 
     # dq = scale * sum over keys of dx k: partly visible tiles, fully visible ones, partly visible ones, as in the forward kernel.
     table: tl.constexpr = ROWS or SEGMENTS
-    lo, full_lo, full_hi, hi = key_tiles(tiles_ptr, b, m, offset, T, S, BQ, BK, LEFT, RIGHT, table, MASK)
-    if table or LEFT >= 0 or MASK:
+    map_row = map_of(map_ptr, b, h, T, S, H, MAP_HEADS, MAP_Q, MAP_K)
+    if LISTED:
+        lo, full_lo, full_hi, hi, whole, partial, pattern_ptr = listed_tiles(
+            tiles_ptr, tl.load(row_ptr + bh), m, count, list_ptr, pattern_ptr
+        )
+    else:
+        lo, full_lo, full_hi, hi = key_tiles(tiles_ptr, b, m, offset, T, S, BQ, BK, LEFT, RIGHT, table, MASK)
+        whole, partial = full_lo, full_hi
+    if not LISTED and (table or LEFT >= 0 or MASK):
         dq, dslope = _query_gradient_tiles(
-            dq, dslope, q, do, lse, delta, lo, full_lo, k_base, v_base, bias_row, mask_row, kv_segments_ptr + b * S, key_seen_ptr + b * S,
-            seed0, seed1, slope, i, position, start, end, q_segment, T, S, K, D, V, BK, BLOCK_D, BLOCK_V, SCALE, CAP, FAST_TANH,
-            LEFT, RIGHT, BIAS, ALIBI, MASK, ROWS, SEGMENTS, DROPOUT, KEEP_SCALE, PRECISION, FOLDED, MULTIPLIER, EVEN_Q, EVEN_K, True)  # fmt: skip
-    if not MASK:
+            dq, dslope, q, do, lse, delta, lo, full_lo, lo, k_base, v_base, bias_row, mask_row, kv_segments_ptr + b * S, key_seen_ptr + b * S,
+            list_ptr, pattern_ptr, bits_ptr, map_row, seed0, seed1, slope, i, position, start, end, q_segment, T, S, K, D, V, BQ, BK, BLOCK_D, BLOCK_V, SCALE, CAP, FAST_TANH,
+            LEFT, RIGHT, BIAS, ALIBI, MASK, ROWS, SEGMENTS, DROPOUT, KEEP_SCALE, PRECISION, FOLDED, MULTIPLIER,
+            LISTED, BITS, MAP_Q, MAP_K, EVEN_Q, EVEN_K, CLEAN, True)  # fmt: skip
+    if LISTED or not MASK:
         dq, dslope = _query_gradient_tiles(
-            dq, dslope, q, do, lse, delta, full_lo, full_hi, k_base, v_base, bias_row, mask_row, kv_segments_ptr, key_seen_ptr,
-            seed0, seed1, slope, i, position, start, end, q_segment, T, S, K, D, V, BK, BLOCK_D, BLOCK_V, SCALE, CAP, FAST_TANH,
-            LEFT, RIGHT, BIAS, ALIBI, MASK, ROWS, SEGMENTS, DROPOUT, KEEP_SCALE, PRECISION, FOLDED, MULTIPLIER, EVEN_Q, EVEN_K, False)  # fmt: skip
+            dq, dslope, q, do, lse, delta, full_lo, full_hi, whole, k_base, v_base, bias_row, mask_row, kv_segments_ptr, key_seen_ptr,
+            list_ptr, pattern_ptr, bits_ptr, map_row, seed0, seed1, slope, i, position, start, end, q_segment, T, S, K, D, V, BQ, BK, BLOCK_D, BLOCK_V, SCALE, CAP, FAST_TANH,
+            LEFT, RIGHT, BIAS, ALIBI, MASK, ROWS, SEGMENTS, DROPOUT, KEEP_SCALE, PRECISION, FOLDED, MULTIPLIER,
+            LISTED, BITS, MAP_Q, MAP_K, EVEN_Q, EVEN_K, CLEAN, False)  # fmt: skip
         dq, dslope = _query_gradient_tiles(
-            dq, dslope, q, do, lse, delta, full_hi, hi, k_base, v_base, bias_row, mask_row, kv_segments_ptr + b * S, key_seen_ptr + b * S,
-            seed0, seed1, slope, i, position, start, end, q_segment, T, S, K, D, V, BK, BLOCK_D, BLOCK_V, SCALE, CAP, FAST_TANH,
-            LEFT, RIGHT, BIAS, ALIBI, MASK, ROWS, SEGMENTS, DROPOUT, KEEP_SCALE, PRECISION, FOLDED, MULTIPLIER, EVEN_Q, EVEN_K, True)  # fmt: skip
+            dq, dslope, q, do, lse, delta, full_hi, hi, partial, k_base, v_base, bias_row, mask_row, kv_segments_ptr + b * S, key_seen_ptr + b * S,
+            list_ptr, pattern_ptr, bits_ptr, map_row, seed0, seed1, slope, i, position, start, end, q_segment, T, S, K, D, V, BQ, BK, BLOCK_D, BLOCK_V, SCALE, CAP, FAST_TANH,
+            LEFT, RIGHT, BIAS, ALIBI, MASK, ROWS, SEGMENTS, DROPOUT, KEEP_SCALE, PRECISION, FOLDED, MULTIPLIER,
+            LISTED, BITS, MAP_Q, MAP_K, EVEN_Q, EVEN_K, CLEAN, True)  # fmt: skip
 
     store_rows(dq_ptr + b * T * (H * D) + h * D, (dq * SCALE).to(dq_ptr.dtype.element_ty), first, H * D, T, D, BQ, BLOCK_D)  # fmt: skip
     if ALIBI:
@@ -166,18 +193,24 @@ def query_gradient_kernel(
 
 @triton.jit
 def _key_gradient_tiles(
-    dk, dv, k, v, lo, hi, q_base, do_base, lse_base, delta_base,  # [BK, BLOCK_D], [BK, BLOCK_V], twice; where a head's rows begin
-    bias_ptr, mask_ptr, q_segments_ptr, start_ptr, end_ptr, position_ptr, query_seen_ptr, seed0, seed1, slope,
+    dk, dv, k, v, lo, hi, entry, q_base, do_base, lse_base, delta_base,  # [BK, BLOCK_D], [BK, BLOCK_V], twice; where a head's rows begin
+    bias_ptr, mask_ptr, q_segments_ptr, start_ptr, end_ptr, position_ptr, query_seen_ptr,
+    list_ptr, pattern_ptr, bits_ptr, map_ptr, seed0, seed1, slope,
     offset, j, k_segment, T, S,  # the keys' numbers, [BK, 1] each
-    H: tl.constexpr, D: tl.constexpr, V: tl.constexpr, BQ: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_V: tl.constexpr,
+    H: tl.constexpr, D: tl.constexpr, V: tl.constexpr, BQ: tl.constexpr, BK: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_V: tl.constexpr,
     SCALE: tl.constexpr, CAP: tl.constexpr, FAST_TANH: tl.constexpr, LEFT: tl.constexpr, RIGHT: tl.constexpr,
     BIAS: tl.constexpr, ALIBI: tl.constexpr, MASK: tl.constexpr, ROWS: tl.constexpr, SEGMENTS: tl.constexpr,
     DROPOUT: tl.constexpr, KEEP_SCALE: tl.constexpr, PRECISION: tl.constexpr, FOLDED: tl.constexpr, MULTIPLIER: tl.constexpr,
+    LISTED: tl.constexpr, BITS: tl.constexpr, MAP_Q: tl.constexpr, MAP_K: tl.constexpr,
     EVEN_Q: tl.constexpr, EVEN_K: tl.constexpr, CLEAN: tl.constexpr, MASKED: tl.constexpr,
 ):  # fmt: skip
-    # Adds query tiles `lo .. hi` of one head to the gradients of a key tile. Keys are the rows: dk and dv need no transposed weights.
+    # Adds query tiles `lo .. hi` of one head, or those that these entries of the list name, to the gradients of a key tile. Keys are the rows: dk and dv need no transposed weights.
     guarded: tl.constexpr = ROWS or SEGMENTS
-    for m in tl.range(lo, hi):
+    for at in tl.range(lo, hi):
+        m = at
+        if LISTED:
+            m = entry
+            entry = tl.load(list_ptr + at + 1).to(tl.int32)
         first = m * BQ
         rows = first + tl.arange(0, BQ)  # [BQ]
         i = rows[None, :]  # [1, BQ]
@@ -205,9 +238,12 @@ def _key_gradient_tiles(
         delta = tl.load(delta_base + rows, mask=inside, other=0.0)  # [BQ]
         qk = tl.dot(k, tl.trans(q), input_precision=PRECISION)  # [BK, BQ]
         dp = tl.dot(v, tl.trans(do), input_precision=PRECISION)  # [BK, BQ]
+        listed = True
+        if MASKED and BITS:
+            listed = load_bits(bits_ptr, tl.load(pattern_ptr + at), BK, BQ, BITS)  # [BK, BQ]
         p, t, seen = _weights(
-            qk, lse[None, :], i, j, position, start, end, q_segment, k_segment, slope, bias_ptr, mask_ptr, T, S, SCALE, CAP, FAST_TANH,
-            LEFT, RIGHT, BIAS, ALIBI, MASK, ROWS, SEGMENTS, FOLDED, MULTIPLIER, MASKED, False)  # [BK, BQ]  # fmt: skip
+            qk, lse[None, :], i, j, position, start, end, q_segment, k_segment, slope, bias_ptr, mask_ptr, T, S, listed, map_ptr,
+            SCALE, CAP, FAST_TANH, LEFT, RIGHT, BIAS, ALIBI, MASK, ROWS, SEGMENTS, FOLDED, MULTIPLIER, MASKED, False, BITS, MAP_Q, MAP_K)  # [BK, BQ]  # fmt: skip
         kept = True
         dropped = p
         if DROPOUT > 0:
@@ -228,17 +264,20 @@ def _key_gradient_tiles(
 def key_gradient_kernel(
     q_ptr, k_ptr, v_ptr, do_ptr, lse_ptr, delta_ptr,
     bias_ptr, slopes_ptr, mask_ptr, q_segments_ptr, kv_segments_ptr, start_ptr, end_ptr, position_ptr, query_seen_ptr, key_seen_ptr,
-    seeds_ptr, tiles_ptr, T, S, offset, bias_run, bias_rows, mask_run, mask_rows,
+    seeds_ptr, tiles_ptr, row_ptr, order_ptr, list_ptr, pattern_ptr, bits_ptr, map_ptr, T, S, offset, bias_run, bias_rows, mask_run, mask_rows,
     dk_ptr, dv_ptr,  # [B, S, K, D], [B, S, K, V]
     H: tl.constexpr, K: tl.constexpr, D: tl.constexpr, V: tl.constexpr,
     BLOCK_D: tl.constexpr, BLOCK_V: tl.constexpr, BQ: tl.constexpr, BK: tl.constexpr,
     SCALE: tl.constexpr, CAP: tl.constexpr, FAST_TANH: tl.constexpr, LEFT: tl.constexpr, RIGHT: tl.constexpr,
     BIAS: tl.constexpr, ALIBI: tl.constexpr, MASK: tl.constexpr, ROWS: tl.constexpr, SEGMENTS: tl.constexpr,
     DROPOUT: tl.constexpr, KEEP_SCALE: tl.constexpr, PRECISION: tl.constexpr, FOLDED: tl.constexpr, MULTIPLIER: tl.constexpr,
+    LISTED: tl.constexpr, BITS: tl.constexpr, MAP_HEADS: tl.constexpr, MAP_Q: tl.constexpr, MAP_K: tl.constexpr,
     EVEN_Q: tl.constexpr, EVEN_K: tl.constexpr, GUARD: tl.constexpr, CLEAN: tl.constexpr, GROUP: tl.constexpr,
 ):  # fmt: skip
     """`dk` and `dv` of one key tile and key head, over all query heads that read it."""
-    n, bh, _ = program(S, BK, GROUP)
+    n, bh, count = program(S, BK, GROUP)
+    if LISTED:
+        n = tl.load(order_ptr + n)
     b = (bh // K).to(tl.int64)
     kh = bh % K
     first = n * BK
@@ -254,7 +293,12 @@ def key_gradient_kernel(
 
     # dv = sum of drop(w) do, dk = scale * sum of dx q: over the heads of the group, and of each over the query tiles that see this one.
     table: tl.constexpr = ROWS or SEGMENTS
-    lo, full_lo, full_hi, hi = query_tiles(tiles_ptr, b, n, offset, T, S, BQ, BK, LEFT, RIGHT, table, MASK)
+    patterns = pattern_ptr
+    if not LISTED:
+        lo, full_lo, full_hi, hi = query_tiles(
+            tiles_ptr, b, n, offset, T, S, BQ, BK, LEFT, RIGHT, table, MASK
+        )
+        whole, partial = full_lo, full_hi
     for h in range(kh * (H // K), (kh + 1) * (H // K)):
         slope, seed0, seed1 = head_scalars(slopes_ptr, seeds_ptr, b, h, H, ALIBI, DROPOUT)
         bias_row = over_scores(bias_ptr, b, h, bias_run, bias_rows, T, S, H, BIAS)
@@ -263,24 +307,29 @@ def key_gradient_kernel(
         do_base = do_ptr + b * T * (H * V) + h * V
         lse_base = lse_ptr + (b * H + h) * T
         delta_base = delta_ptr + (b * H + h) * T
-        if table or RIGHT >= 0 or MASK:
+        map_row = map_of(map_ptr, b, h, T, S, H, MAP_HEADS, MAP_Q, MAP_K)
+        if LISTED:
+            lo, full_lo, full_hi, hi, whole, partial, patterns = listed_tiles(
+                tiles_ptr, tl.load(row_ptr + b * H + h), n, count, list_ptr, pattern_ptr
+            )
+        if not LISTED and (table or RIGHT >= 0 or MASK):
             dk, dv = _key_gradient_tiles(
-                dk, dv, k, v, lo, full_lo, q_base, do_base, lse_base, delta_base, bias_row, mask_row, q_segments_ptr + b * T,
-                start_ptr + b * T, end_ptr + b * T, position_ptr + b * T, query_seen_ptr + b * T, seed0, seed1, slope, offset, j, k_segment,
-                T, S, H, D, V, BQ, BLOCK_D, BLOCK_V, SCALE, CAP, FAST_TANH, LEFT, RIGHT, BIAS, ALIBI, MASK, ROWS, SEGMENTS, DROPOUT,
-                KEEP_SCALE, PRECISION, FOLDED, MULTIPLIER, EVEN_Q, EVEN_K, CLEAN, True)  # fmt: skip
-        if not MASK:
+                dk, dv, k, v, lo, full_lo, lo, q_base, do_base, lse_base, delta_base, bias_row, mask_row, q_segments_ptr + b * T,
+                start_ptr + b * T, end_ptr + b * T, position_ptr + b * T, query_seen_ptr + b * T, list_ptr, patterns, bits_ptr, map_row,
+                seed0, seed1, slope, offset, j, k_segment, T, S, H, D, V, BQ, BK, BLOCK_D, BLOCK_V, SCALE, CAP, FAST_TANH, LEFT, RIGHT, BIAS, ALIBI, MASK, ROWS, SEGMENTS, DROPOUT,
+                KEEP_SCALE, PRECISION, FOLDED, MULTIPLIER, LISTED, BITS, MAP_Q, MAP_K, EVEN_Q, EVEN_K, CLEAN, True)  # fmt: skip
+        if LISTED or not MASK:
             dk, dv = _key_gradient_tiles(
-                dk, dv, k, v, full_lo, full_hi, q_base, do_base, lse_base, delta_base, bias_row, mask_row, q_segments_ptr + b * T,
-                start_ptr + b * T, end_ptr + b * T, position_ptr + b * T, query_seen_ptr + b * T, seed0, seed1, slope, offset, j, k_segment,
-                T, S, H, D, V, BQ, BLOCK_D, BLOCK_V, SCALE, CAP, FAST_TANH, LEFT, RIGHT, BIAS, ALIBI, MASK, ROWS, SEGMENTS, DROPOUT,
-                KEEP_SCALE, PRECISION, FOLDED, MULTIPLIER, EVEN_Q, EVEN_K, CLEAN, False)  # fmt: skip
-            if table or LEFT >= 0:
+                dk, dv, k, v, full_lo, full_hi, whole, q_base, do_base, lse_base, delta_base, bias_row, mask_row, q_segments_ptr + b * T,
+                start_ptr + b * T, end_ptr + b * T, position_ptr + b * T, query_seen_ptr + b * T, list_ptr, patterns, bits_ptr, map_row,
+                seed0, seed1, slope, offset, j, k_segment, T, S, H, D, V, BQ, BK, BLOCK_D, BLOCK_V, SCALE, CAP, FAST_TANH, LEFT, RIGHT, BIAS, ALIBI, MASK, ROWS, SEGMENTS, DROPOUT,
+                KEEP_SCALE, PRECISION, FOLDED, MULTIPLIER, LISTED, BITS, MAP_Q, MAP_K, EVEN_Q, EVEN_K, CLEAN, False)  # fmt: skip
+            if LISTED or table or LEFT >= 0:
                 dk, dv = _key_gradient_tiles(
-                    dk, dv, k, v, full_hi, hi, q_base, do_base, lse_base, delta_base, bias_row, mask_row, q_segments_ptr + b * T,
-                    start_ptr + b * T, end_ptr + b * T, position_ptr + b * T, query_seen_ptr + b * T, seed0, seed1, slope, offset, j,
-                    k_segment, T, S, H, D, V, BQ, BLOCK_D, BLOCK_V, SCALE, CAP, FAST_TANH, LEFT, RIGHT, BIAS, ALIBI, MASK, ROWS,
-                    SEGMENTS, DROPOUT, KEEP_SCALE, PRECISION, FOLDED, MULTIPLIER, EVEN_Q, EVEN_K, CLEAN, True)  # fmt: skip
+                    dk, dv, k, v, full_hi, hi, partial, q_base, do_base, lse_base, delta_base, bias_row, mask_row, q_segments_ptr + b * T,
+                    start_ptr + b * T, end_ptr + b * T, position_ptr + b * T, query_seen_ptr + b * T, list_ptr, patterns, bits_ptr, map_row,
+                    seed0, seed1, slope, offset, j, k_segment, T, S, H, D, V, BQ, BK, BLOCK_D, BLOCK_V, SCALE, CAP, FAST_TANH, LEFT, RIGHT, BIAS, ALIBI, MASK, ROWS,
+                    SEGMENTS, DROPOUT, KEEP_SCALE, PRECISION, FOLDED, MULTIPLIER, LISTED, BITS, MAP_Q, MAP_K, EVEN_Q, EVEN_K, CLEAN, True)  # fmt: skip
 
     store_rows(dk_ptr + b * S * (K * D) + kh * D, (dk * SCALE).to(dk_ptr.dtype.element_ty), first, K * D, S, D, BK, BLOCK_D)  # fmt: skip
     store_rows(dv_ptr + b * S * (K * V) + kh * V, dv.to(dv_ptr.dtype.element_ty), first, K * V, S, V, BK, BLOCK_V)  # fmt: skip
@@ -359,8 +408,8 @@ def bias_gradient_kernel(
                     qk = tl.dot(q, tl.trans(k), input_precision=PRECISION)  # [BQ, BK]
                     dp = tl.dot(do, tl.trans(v), input_precision=PRECISION)  # [BQ, BK]
                     p, t, seen = _weights(
-                        qk, lse[:, None], i, j, position, start, end, q_segment, k_segment, slope, bias, mask, T, S, SCALE, CAP, FAST_TANH,
-                        LEFT, RIGHT, BIAS, ALIBI, MASK, ROWS, SEGMENTS, FOLDED, MULTIPLIER, True, True)  # [BQ, BK]  # fmt: skip
+                        qk, lse[:, None], i, j, position, start, end, q_segment, k_segment, slope, bias, mask, T, S, True, mask, SCALE, CAP,
+                        FAST_TANH, LEFT, RIGHT, BIAS, ALIBI, MASK, ROWS, SEGMENTS, FOLDED, MULTIPLIER, True, True, 0, 0, 0)  # [BQ, BK]  # fmt: skip
                     kept = True
                     if DROPOUT > 0:
                         kept = keep(seed0, seed1, position, j, DROPOUT)  # [BQ, BK]

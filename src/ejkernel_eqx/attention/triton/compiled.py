@@ -14,6 +14,9 @@ from ...launch.fields import Block, check_fields, Count, Float32Dot, Registers, 
 from ...launch.sizes import cdiv, fitting, padded, rows_of, too_large
 from ..cotangents import clean_cotangent, row_terms, sinks_gradient
 from ..masks import tile_table
+from ..masks.call_lists import tile_lists
+from ..masks.lower import both, Lowered
+from ..masks.tile_lists import Shape
 from ..philox import threshold
 from ..spec import AttentionArrays, AttentionGrads, AttentionSpec, RowRanges
 from . import backward_kernels, forward_kernel, tile_sizes
@@ -63,6 +66,8 @@ unavailable = kernels_unavailable
 def unsupported(problem: Problem, device: DeviceFacts) -> str | None:
     if problem.dtype("qkv") == "float64":
         return "takes float32, float16 and bfloat16, not float64"
+    if problem.flag("score_mod"):
+        return "takes a score_mod only if it is cap * tanh(score / cap) + slope[head] * (key - query), or one of the two"
     if max(problem.dim("D"), problem.dim("V")) > MAX_HEAD_DIM:
         return f"takes head dims up to {MAX_HEAD_DIM}, not D {problem.dim('D')} and V {problem.dim('V')}"
     return None
@@ -117,6 +122,7 @@ def forward(
     arrays, spec = _explicit_ranges(arrays, spec)
     (batch, queries, heads, _), values = arrays.q.shape, arrays.v.shape[-1]
     tile = config.forward
+    tiles, numbers = _tiled(arrays, spec, tile)
     results = _launcher(arrays, spec, config, execute)(
         forward_kernel.forward_kernel,
         tile,
@@ -125,9 +131,9 @@ def forward(
             "lse": result(batch, heads, queries),
         },
         cdiv(queries, tile.block_q) * batch * heads,
-        {"sinks": _every_row(arrays.sinks, arrays), "tiles": _key_tiles(arrays, spec, tile)},
+        {"sinks": _every_row(arrays.sinks, arrays), **tiles},
         SINKS=arrays.sinks is not None,
-        **_tiled(arrays, tile),
+        **numbers,
     )
     return results["out"], results["lse"]
 
@@ -157,9 +163,12 @@ def backward(
     launch = _launcher(arrays, spec, config, execute).knowing(own)
     dk, dv = _key_gradient(launch, arrays, spec, config.key_gradient)
     dq, dslopes = _query_gradient(launch, arrays, spec, config.query_gradient)
-    dbias = (
-        None if arrays.bias is None else _bias_gradient(launch, arrays.bias, arrays, config.query_gradient)
-    )
+    dbias, bias = None, arrays.bias
+    if bias is not None:
+        if spec.listed:  # every tile of the bias has a gradient, of hidden ones zero
+            arrays, spec = _without_lists(arrays, spec)
+            launch = _launcher(arrays, spec, config, execute).knowing(own)
+        dbias = _bias_gradient(launch, bias, arrays, config.query_gradient)
     dsinks = None
     if arrays.sinks is not None:
         dsinks = _sum_batch(sinks_gradient(arrays, lse, delta), arrays.sinks)
@@ -169,16 +178,15 @@ def backward(
 def _key_gradient(
     launch: Launcher, arrays: AttentionArrays, spec: AttentionSpec, tile: TileConfig
 ) -> tuple[Array, Array]:
-    ragged = _ragged(arrays)
-    table = tile_table.query_tile_table(arrays, spec, tile.block_q, tile.block_k) if ragged else None
+    tiles, numbers = _tiled(arrays, spec, tile, by_key=True)
     batch, keys, heads, _ = arrays.k.shape
     results = launch(
         backward_kernels.key_gradient_kernel,
         tile,
         {"dk": result_like(arrays.k), "dv": result_like(arrays.v)},
         cdiv(keys, tile.block_k) * batch * heads,
-        {"tiles": table},
-        **_tiled(arrays, tile),
+        tiles,
+        **numbers,
     )
     return results["dk"], results["dv"]
 
@@ -188,13 +196,14 @@ def _query_gradient(
 ) -> tuple[Array, Array | None]:
     batch, queries, heads, _ = arrays.q.shape
     count, slopes = cdiv(queries, tile.block_q), arrays.alibi_slopes
+    tiles, numbers = _tiled(arrays, spec, tile)
     results = launch(
         backward_kernels.query_gradient_kernel,
         tile,
         {"dq": result_like(arrays.q), "dslope": NOTHING if slopes is None else result(batch, heads, count)},
         count * batch * heads,
-        {"tiles": _key_tiles(arrays, spec, tile)},
-        **_tiled(arrays, tile),
+        tiles,
+        **numbers,
     )
     return results["dq"], None if slopes is None else _sum_batch(results["dslope"].sum(-1), slopes)
 
@@ -208,7 +217,7 @@ def _bias_gradient(launch: Launcher, bias: Array, arrays: AttentionArrays, tile:
         {"dbias": result(*bias.shape)},
         cdiv(queries, tile.block_q) * cdiv(keys, tile.block_k) * rows * heads,
         readers=arrays.q.shape[0] // max(rows, 1),  # 1, the usual number, is a constant to the compiler
-        **_tiled(arrays, tile),
+        **_blocks(arrays, tile),
     )
     return results["dbias"].astype(bias.dtype)
 
@@ -244,6 +253,8 @@ def _launcher(
         "bias": arrays.bias,
         "mask": mask,
         "seeds": arrays.seeds,
+        "map": None if arrays.blocks is None else _every_row(arrays.blocks.astype(jnp.int8), arrays),
+        **dict.fromkeys(("row", "order", "list", "pattern", "bits")),
     }
     folded = arrays.bias is None and arrays.alibi_slopes is None and spec.scale > 0
     numbers = {
@@ -276,15 +287,60 @@ def _launcher(
         "MULTIPLIER": (spec.logits_soft_cap or spec.scale) * LOG2E if folded else 1.0,
         # Whether a row may see nothing in its first tile: impossible if every row sees key 0. A window bounded only on the right
         # that leaves a row without keys has already become ranges.
-        "GUARD": ragged or arrays.mask is not None or not folded or spec.left is not None,
-        # Whether a query that is not padding may still see no key: then its contents must be zeroed.
+        "GUARD": spec.listed or ragged or arrays.mask is not None or not folded or spec.left is not None,
+        # Whether a query that is not padding may still see no key: then its contents must be zeroed. Lists decide for themselves.
         "CLEAN": arrays.mask is not None or (arrays.q_segments is not None and not spec.same_segments),
         "GROUP": _group(arrays, spec),
+        "LISTED": spec.listed,
+        "BITS": 0,
+        "MAP_HEADS": arrays.blocks is not None and arrays.blocks.shape[1] > 1,
+        **dict(zip(("MAP_Q", "MAP_K"), spec.block_size or (0, 0), strict=True)),
     }
     return Launcher("attention", named, numbers, arrays.q, execute)
 
 
-def _tiled(arrays: AttentionArrays, tile: TileConfig) -> dict[str, Any]:
+def _tiled(
+    arrays: AttentionArrays, spec: AttentionSpec, tile: TileConfig, by_key: bool = False
+) -> tuple[dict[str, Any], dict[str, Any]]:
+    """Which tiles a kernel runs, and numbers of its tile."""
+    numbers = _blocks(arrays, tile)
+    if spec.listed:
+        shape = Shape(arrays.q.shape[1], arrays.k.shape[1], tile.block_q, tile.block_k, by_key)
+        row, tiles, order, entries, patterns, bits, blind = tile_lists(arrays, spec, shape)
+        numbers |= {"BITS": 0 if bits is None else bits.shape[-1], "CLEAN": blind or arrays.mask is not None}
+        lists = {
+            "row": row,
+            "tiles": tiles,
+            "order": order,
+            "list": entries,
+            "pattern": patterns,
+            "bits": bits,
+        }
+        return lists, numbers
+    if not _ragged(arrays):
+        return {"tiles": None}, numbers
+    table = tile_table.query_tile_table if by_key else tile_table.key_tile_table
+    return {"tiles": table(arrays, spec, tile.block_q, tile.block_k)}, numbers
+
+
+def _without_lists(arrays: AttentionArrays, spec: AttentionSpec) -> tuple[AttentionArrays, AttentionSpec]:
+    """The same call with pattern and map of blocks as a mask of all scores."""
+    (batch, queries), keys = arrays.q.shape[:2], arrays.k.shape[1]
+    lowered = Lowered(None, None, 0, None, None, None, None, arrays.blocks, spec.block_size)
+    seen = lowered.as_array(queries, keys)
+    if spec.pattern is not None:
+        heads = None if arrays.heads is None else arrays.heads[0]
+        index = jnp.arange(max(queries, keys), dtype=jnp.int32)
+        seen = both(seen, spec.pattern.seen(heads, index[:queries], index[:keys]))
+    if arrays.mask is not None:
+        rows = jnp.arange(batch) // spec.mask_run % arrays.mask.shape[0]
+        seen = both(seen, arrays.mask[rows])
+    mask = seen.reshape((1,) * (4 - seen.ndim) + seen.shape)
+    spec = dataclasses.replace(spec, pattern=None, block_size=None, mask_run=1)
+    return arrays._replace(mask=mask, blocks=None, heads=None), spec
+
+
+def _blocks(arrays: AttentionArrays, tile: TileConfig) -> dict[str, Any]:
     """The tile, and whether it divides queries and keys."""
     evens = {"EVEN_Q": arrays.q.shape[1] % tile.block_q == 0, "EVEN_K": arrays.k.shape[1] % tile.block_k == 0}
     return {"BQ": tile.block_q, "BK": tile.block_k, **evens}
@@ -305,7 +361,7 @@ def _axes(x: Array | None, arrays: AttentionArrays) -> int:
 
 def _group(arrays: AttentionArrays, spec: AttentionSpec) -> int:
     """How many rows of batch times heads run together: one if all tiles are alike, else as many as fit the L2 cache."""
-    if _ragged(arrays) or spec.right is None or spec.left is not None:
+    if not spec.listed and (_ragged(arrays) or spec.right is None or spec.left is not None):
         return 1
     heads, keys = arrays.q.shape[2] // arrays.k.shape[2], arrays.k.shape[1]
     row = max(keys, 1) * (arrays.k.shape[3] + arrays.v.shape[3]) * arrays.k.dtype.itemsize
@@ -332,10 +388,6 @@ def _explicit_ranges(arrays: AttentionArrays, spec: AttentionSpec) -> tuple[Atte
 def _ragged(arrays: AttentionArrays) -> bool:
     """Whether the visible range varies between rows beyond the static window."""
     return arrays.rows is not None or arrays.q_segments is not None
-
-
-def _key_tiles(arrays: AttentionArrays, spec: AttentionSpec, tile: TileConfig) -> Array | None:
-    return tile_table.key_tile_table(arrays, spec, tile.block_q, tile.block_k) if _ragged(arrays) else None
 
 
 def _every_row(x: Array | None, arrays: AttentionArrays) -> Array | None:

@@ -8,7 +8,10 @@ from .tile import (
     head_scalars,
     keep,
     key_tiles,
+    listed_tiles,
+    load_bits,
     load_rows,
+    map_of,
     over_scores,
     program,
     query_rows,
@@ -20,18 +23,25 @@ from .tile import (
 
 @triton.jit
 def _attend_tiles(
-    acc, total, top, q, lo, hi, k_base, v_base,  # [BQ, BLOCK_V], [BQ], [BQ], [BQ, BLOCK_D]; where a head's rows begin
-    bias_ptr, mask_ptr, kv_segments_ptr, key_seen_ptr, seed0, seed1, slope,
+    acc, total, top, q, lo, hi, entry, k_base, v_base,  # [BQ, BLOCK_V], [BQ], [BQ], [BQ, BLOCK_D]; where a head's rows begin
+    bias_ptr, mask_ptr, kv_segments_ptr, key_seen_ptr, list_ptr, pattern_ptr, bits_ptr, map_ptr, seed0, seed1, slope,
     i, position, start, end, q_segment, T, S,  # the queries' numbers, [BQ, 1] each
-    K: tl.constexpr, D: tl.constexpr, V: tl.constexpr, BK: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_V: tl.constexpr,
+    K: tl.constexpr, D: tl.constexpr, V: tl.constexpr, BQ: tl.constexpr, BK: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_V: tl.constexpr,
     SCALE: tl.constexpr, CAP: tl.constexpr, FAST_TANH: tl.constexpr, LEFT: tl.constexpr, RIGHT: tl.constexpr,
     BIAS: tl.constexpr, ALIBI: tl.constexpr, MASK: tl.constexpr, ROWS: tl.constexpr, SEGMENTS: tl.constexpr,
     DROPOUT: tl.constexpr, KEEP_SCALE: tl.constexpr, PRECISION: tl.constexpr, FOLDED: tl.constexpr, MULTIPLIER: tl.constexpr,
-    EVEN_K: tl.constexpr, GUARD: tl.constexpr, MASKED: tl.constexpr,
+    LISTED: tl.constexpr, BITS: tl.constexpr, MAP_Q: tl.constexpr, MAP_K: tl.constexpr,
+    EVEN_K: tl.constexpr, GUARD: tl.constexpr, CLEAN: tl.constexpr, MASKED: tl.constexpr,
 ):  # fmt: skip
-    """Adds key tiles `lo .. hi` to the running sum, denominator and maximum of a query tile."""
+    """Adds key tiles `lo .. hi`, or those that these entries of the list name, to the running sum, denominator and maximum of a query
+    tile."""
     guarded: tl.constexpr = ROWS or SEGMENTS
-    for n in tl.range(lo, hi):
+    # A list's next entry is carried: were it read where it is used, the compiler would prefetch keys and values later.
+    for at in tl.range(lo, hi):
+        n = at
+        if LISTED:
+            n = entry
+            entry = tl.load(list_ptr + at + 1).to(tl.int32)
         first = n * BK
         columns = first + tl.arange(0, BK)  # [BK]
         j = columns[None, :]  # [1, BK]
@@ -47,10 +57,13 @@ def _attend_tiles(
         s, _ = scores(qk, i, j, position, slope, bias_ptr, T, S, SCALE, CAP, FAST_TANH, BIAS, ALIBI, FOLDED)  # [BQ, BK]  # fmt: skip
         v = load_rows(v_base, first, K * V, ok, S, V, BK, BLOCK_V, MASKED and not EVEN_K, MASKED and guarded)  # [BK, BLOCK_V]  # fmt: skip
         if MASKED:
-            seen = visible(i, j, position, start, end, q_segment, k_segment, mask_ptr, T, S, LEFT, RIGHT, ROWS, SEGMENTS, MASK,
-                           not EVEN_K)  # [BQ, BK]  # fmt: skip
+            listed = True
+            if BITS:
+                listed = load_bits(bits_ptr, tl.load(pattern_ptr + at), BQ, BK, BITS)  # [BQ, BK]
+            seen = visible(i, j, position, start, end, q_segment, k_segment, mask_ptr, T, S, listed, map_ptr,
+                           LEFT, RIGHT, ROWS, SEGMENTS, MASK, not EVEN_K, BITS, MAP_Q, MAP_K)  # [BQ, BK]  # fmt: skip
             s = tl.where(seen, s, float("-inf"))
-            if MASK:
+            if CLEAN and (MASK or LISTED):
                 # A key that no row of the tile sees may hold NaN, and 0 * NaN is NaN.
                 v = tl.where((tl.max(seen.to(tl.int32), axis=0) > 0)[:, None], v, 0.0)
         # Online softmax: weights are relative to the new maximum, and earlier sums are scaled by `alpha`.
@@ -76,17 +89,24 @@ def forward_kernel(
     q_ptr, k_ptr, v_ptr,  # [B, T, H, D], [B, S, K, D], [B, S, K, V]
     bias_ptr, slopes_ptr, sinks_ptr, mask_ptr,  # bias and mask as in `over_scores`; [B, H] each
     q_segments_ptr, kv_segments_ptr, start_ptr, end_ptr, position_ptr, key_seen_ptr,  # [B, T] and, of keys, [B, S]
-    seeds_ptr, tiles_ptr, T, S, offset, bias_run, bias_rows, mask_run, mask_rows,  # [B, H, 2], [B, tiles, 4]
+    seeds_ptr, tiles_ptr,  # [B, H, 2], [B, tiles, 4] or of lists [rows, tiles, 4]
+    row_ptr, order_ptr, list_ptr, pattern_ptr, bits_ptr, map_ptr,  # of lists, as in `TileLists`; the map as in `map_of`
+    T, S, offset, bias_run, bias_rows, mask_run, mask_rows,
     out_ptr, lse_ptr,  # [B, T, H, V], [B, H, T]
     H: tl.constexpr, K: tl.constexpr, D: tl.constexpr, V: tl.constexpr,
     BLOCK_D: tl.constexpr, BLOCK_V: tl.constexpr, BQ: tl.constexpr, BK: tl.constexpr,
     SCALE: tl.constexpr, CAP: tl.constexpr, FAST_TANH: tl.constexpr, LEFT: tl.constexpr, RIGHT: tl.constexpr, BIAS: tl.constexpr,
     ALIBI: tl.constexpr, SINKS: tl.constexpr, MASK: tl.constexpr, ROWS: tl.constexpr, SEGMENTS: tl.constexpr,
     DROPOUT: tl.constexpr, KEEP_SCALE: tl.constexpr, PRECISION: tl.constexpr, FOLDED: tl.constexpr, MULTIPLIER: tl.constexpr,
+    LISTED: tl.constexpr, BITS: tl.constexpr, MAP_HEADS: tl.constexpr, MAP_Q: tl.constexpr, MAP_K: tl.constexpr,
     EVEN_Q: tl.constexpr, EVEN_K: tl.constexpr, GUARD: tl.constexpr, CLEAN: tl.constexpr, GROUP: tl.constexpr,
 ):  # fmt: skip
     m, bh, count = program(T, BQ, GROUP)
-    m = count - 1 - m  # causal rows with the most keys first
+    # The tiles with the most keys first: of causal masks the last ones.
+    if LISTED:
+        m = tl.load(order_ptr + m)
+    else:
+        m = count - 1 - m
     b = (bh // H).to(tl.int64)
     h = bh % H
     first = m * BQ
@@ -116,22 +136,29 @@ def forward_kernel(
 
     # Most tiles are fully visible and need no mask: three loops, since masking is compiled in or out.
     table: tl.constexpr = ROWS or SEGMENTS
-    lo, full_lo, full_hi, hi = key_tiles(tiles_ptr, b, m, offset, T, S, BQ, BK, LEFT, RIGHT, table, MASK)
-    if table or LEFT >= 0 or MASK:
+    map_row = map_of(map_ptr, b, h, T, S, H, MAP_HEADS, MAP_Q, MAP_K)
+    if LISTED:
+        lo, full_lo, full_hi, hi, whole, partial, pattern_ptr = listed_tiles(
+            tiles_ptr, tl.load(row_ptr + bh), m, count, list_ptr, pattern_ptr
+        )
+    else:
+        lo, full_lo, full_hi, hi = key_tiles(tiles_ptr, b, m, offset, T, S, BQ, BK, LEFT, RIGHT, table, MASK)
+        whole, partial = full_lo, full_hi
+    if not LISTED and (table or LEFT >= 0 or MASK):
         acc, total, top = _attend_tiles(
-            acc, total, top, q, lo, full_lo, k_base, v_base, bias_row, mask_row, kv_segments_ptr + b * S, key_seen_ptr + b * S,
-            seed0, seed1, slope, i, position, start, end, q_segment, T, S, K, D, V, BK, BLOCK_D, BLOCK_V, SCALE, CAP, FAST_TANH, LEFT, RIGHT,
-            BIAS, ALIBI, MASK, ROWS, SEGMENTS, DROPOUT, KEEP_SCALE, PRECISION, FOLDED, MULTIPLIER, EVEN_K, GUARD, True)  # fmt: skip
-    if not MASK:
+            acc, total, top, q, lo, full_lo, lo, k_base, v_base, bias_row, mask_row, kv_segments_ptr + b * S, key_seen_ptr + b * S,
+            list_ptr, pattern_ptr, bits_ptr, map_row, seed0, seed1, slope, i, position, start, end, q_segment, T, S, K, D, V, BQ, BK, BLOCK_D, BLOCK_V, SCALE, CAP, FAST_TANH, LEFT, RIGHT,
+            BIAS, ALIBI, MASK, ROWS, SEGMENTS, DROPOUT, KEEP_SCALE, PRECISION, FOLDED, MULTIPLIER, LISTED, BITS, MAP_Q, MAP_K, EVEN_K, GUARD, CLEAN, True)  # fmt: skip
+    if LISTED or not MASK:
         acc, total, top = _attend_tiles(
-            acc, total, top, q, full_lo, full_hi, k_base, v_base, bias_row, mask_row, kv_segments_ptr, key_seen_ptr,
-            seed0, seed1, slope, i, position, start, end, q_segment, T, S, K, D, V, BK, BLOCK_D, BLOCK_V, SCALE, CAP, FAST_TANH, LEFT, RIGHT,
-            BIAS, ALIBI, MASK, ROWS, SEGMENTS, DROPOUT, KEEP_SCALE, PRECISION, FOLDED, MULTIPLIER, EVEN_K, GUARD, False)  # fmt: skip
-        if table or RIGHT >= 0 or not EVEN_K:
+            acc, total, top, q, full_lo, full_hi, whole, k_base, v_base, bias_row, mask_row, kv_segments_ptr, key_seen_ptr,
+            list_ptr, pattern_ptr, bits_ptr, map_row, seed0, seed1, slope, i, position, start, end, q_segment, T, S, K, D, V, BQ, BK, BLOCK_D, BLOCK_V, SCALE, CAP, FAST_TANH, LEFT, RIGHT,
+            BIAS, ALIBI, MASK, ROWS, SEGMENTS, DROPOUT, KEEP_SCALE, PRECISION, FOLDED, MULTIPLIER, LISTED, BITS, MAP_Q, MAP_K, EVEN_K, GUARD, CLEAN, False)  # fmt: skip
+        if LISTED or table or RIGHT >= 0 or not EVEN_K:
             acc, total, top = _attend_tiles(
-                acc, total, top, q, full_hi, hi, k_base, v_base, bias_row, mask_row, kv_segments_ptr + b * S, key_seen_ptr + b * S,
-                seed0, seed1, slope, i, position, start, end, q_segment, T, S, K, D, V, BK, BLOCK_D, BLOCK_V, SCALE, CAP, FAST_TANH, LEFT, RIGHT,
-                BIAS, ALIBI, MASK, ROWS, SEGMENTS, DROPOUT, KEEP_SCALE, PRECISION, FOLDED, MULTIPLIER, EVEN_K, GUARD, True)  # fmt: skip
+                acc, total, top, q, full_hi, hi, partial, k_base, v_base, bias_row, mask_row, kv_segments_ptr + b * S, key_seen_ptr + b * S,
+                list_ptr, pattern_ptr, bits_ptr, map_row, seed0, seed1, slope, i, position, start, end, q_segment, T, S, K, D, V, BQ, BK, BLOCK_D, BLOCK_V, SCALE, CAP, FAST_TANH, LEFT, RIGHT,
+                BIAS, ALIBI, MASK, ROWS, SEGMENTS, DROPOUT, KEEP_SCALE, PRECISION, FOLDED, MULTIPLIER, LISTED, BITS, MAP_Q, MAP_K, EVEN_K, GUARD, CLEAN, True)  # fmt: skip
 
     # out = acc / total, lse = top + log(total); 0 and minus infinity for a row that saw no key.
     some = total > 0  # [BQ]

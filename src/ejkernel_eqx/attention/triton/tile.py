@@ -122,8 +122,9 @@ def scores(qk, i, j, position, slope, bias_ptr, T, S, SCALE: tl.constexpr, CAP: 
 
 @triton.jit
 def visible(i, j, position, start, end, q_segment, k_segment, mask_ptr, T, S,
+            listed, map_row,  # `load_bits` of the tile, the head's map
             LEFT: tl.constexpr, RIGHT: tl.constexpr, ROWS: tl.constexpr, SEGMENTS: tl.constexpr, MASK: tl.constexpr,
-            BOUND: tl.constexpr):  # fmt: skip
+            BOUND: tl.constexpr, BITS: tl.constexpr, MAP_Q: tl.constexpr, MAP_K: tl.constexpr):  # fmt: skip
     """Which entries of the tile are visible; keys past the end are excluded only with `BOUND`, queries past the end never."""
     # The range: the row's own, or one that moves by one key per query.
     if ROWS:
@@ -142,6 +143,14 @@ def visible(i, j, position, start, end, q_segment, k_segment, mask_ptr, T, S,
         seen = seen & (q_segment == k_segment) & (q_segment >= 0)  # -1 is padding
     if MASK:
         seen = seen & (load_over_scores(mask_ptr, i, j, T, S, MASK) != 0)
+    if BITS:
+        seen = seen & listed
+    if MAP_Q:  # one entry for every block of scores
+        inside = (i < T) & (j < S)  # [BQ, BK]
+        entry = tl.load(
+            map_row + i // MAP_Q * tl.cdiv(S, MAP_K) + j // MAP_K, mask=inside, other=0
+        )  # [BQ, BK]
+        seen = seen & (entry != 0)
     return seen
 
 
@@ -243,6 +252,44 @@ def query_tiles(tiles_ptr, b, n, offset, T, S, BQ: tl.constexpr, BK: tl.constexp
         full_lo = hi
         full_hi = hi
     return lo, full_lo, full_hi, hi
+
+
+@triton.jit
+def listed_tiles(tiles_ptr, row, tile, count, list_ptr, pattern_ptr):
+    """Entries of a tile's list, as the bounds of `key_tiles`: those before `full_hi` need no mask, the others do. The first of either kind,
+    and where the patterns of the latter are, counted as entries.
+
+    Both are read here: an entry that is read between the two loops makes the compiler wait for products (C7515)."""
+    bounds = tiles_ptr + (row * count + tile) * 4
+    lo, full_hi, hi = tl.load(bounds), tl.load(bounds + 1), tl.load(bounds + 2)
+    whole, partial = tl.load(list_ptr + lo).to(tl.int32), tl.load(list_ptr + full_hi).to(tl.int32)
+    return lo, lo, full_hi, hi, whole, partial, pattern_ptr + tl.load(bounds + 3)
+
+
+@triton.jit
+def load_bits(bits_ptr, pattern, ROWS: tl.constexpr, COLUMNS: tl.constexpr, WORDS: tl.constexpr):
+    """The bits of a pattern, stored as `WORDS` words for each row of a tile `[ROWS, COLUMNS]`.
+
+    A thread reads the words of its few rows, where one load for each entry would take registers for as many addresses."""
+    column = tl.arange(0, COLUMNS)[None, :]  # [1, COLUMNS]
+    words = bits_ptr + pattern.to(tl.int64) * (ROWS * WORDS) + tl.arange(0, ROWS) * WORDS  # [ROWS]
+    word = tl.load(words)[:, None]  # [ROWS, 1]
+    for n in tl.static_range(1, WORDS):
+        word = tl.where(column < n * 32, word, tl.load(words + n)[:, None])  # [ROWS, COLUMNS]
+    return (word >> (column % 32)) & 1 != 0  # [ROWS, COLUMNS]
+
+
+@triton.jit
+def map_of(
+    map_ptr, b, h, T, S, H: tl.constexpr, HEADS: tl.constexpr, MAP_Q: tl.constexpr, MAP_K: tl.constexpr
+):
+    """Where the entries of a head begin in a map `[B, H or 1, cdiv(T, MAP_Q), cdiv(S, MAP_K)]`."""
+    if MAP_Q == 0:
+        return map_ptr
+    row = b
+    if HEADS:
+        row = b * H + h
+    return map_ptr + row * tl.cdiv(T, MAP_Q) * tl.cdiv(S, MAP_K)
 
 
 @triton.jit

@@ -133,13 +133,21 @@ def preferred(kernel: str, problem: Problem, device: DeviceFacts) -> list[Sizes]
     width, is_float32 = _width(problem), problem.dtype("qkv") == "float32"
     tiles = (_FLOAT32 if is_float32 else _HALF)[kernel][width]
     if is_float32:
-        return list(tiles)
+        return _within_blocks(problem, tiles)
     favourite: tuple[Sizes, ...] = ()
     if width == 64:
         favourite = _favourite_64(kernel, problem)
     elif width == 128:
         favourite = _favourite_128(kernel, problem, device)
-    return list(dict.fromkeys([*_sparing(kernel, problem, device), *favourite, *tiles]))
+    return _within_blocks(
+        problem, tuple(dict.fromkeys([*_sparing(kernel, problem, device), *favourite, *tiles]))
+    )
+
+
+def _within_blocks(problem: Problem, tiles: tuple[Sizes, ...]) -> list[Sizes]:
+    """First the tiles of which a block of the map consists: they are visible as a whole or not at all."""
+    size: Any = problem.flag("block_size")
+    return sorted(tiles, key=lambda tile: size is not None and bool(size[0] % tile[0] or size[1] % tile[1]))
 
 
 def _sparing(kernel: str, problem: Problem, device: DeviceFacts) -> tuple[Sizes, ...]:
@@ -168,7 +176,7 @@ def _favourite_64(kernel: str, problem: Problem) -> tuple[Sizes, ...]:
 def _favourite_128(kernel: str, problem: Problem, device: DeviceFacts) -> tuple[Sizes, ...]:
     packed, queries = problem.flag("rows") or problem.flag("segments"), problem.dim("T")
     if kernel == "forward":
-        if not _ragged(problem):
+        if problem.flag("tiles") or not _ragged(problem):
             # All tiles alike: wide ones pay off, best with two programs per multiprocessor, which requires a register limit.
             limited = limits_registers(device) and register_limits_measured(device)
             widest = (128, 64, 8, 3) if device.capability[0] == 10 else (128, 128, 8, 3)
@@ -209,7 +217,7 @@ def shared_memory(kernel: str, problem: Problem, block_q: int, block_k: int, num
 
 def _ragged(problem: Problem) -> bool:
     """Whether visibility differs between rows, so that kernels have loops with and without a mask on either side."""
-    return any(problem.flag(name) for name in ("rows", "segments", "window"))
+    return any(problem.flag(name) for name in ("rows", "segments", "window", "tiles"))
 
 
 def _width(problem: Problem) -> int:

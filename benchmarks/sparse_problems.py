@@ -1,0 +1,264 @@
+"""The problems of block-sparse attention that are measured: masks, sizes, inputs, operations and float32 results."""
+
+import dataclasses
+import functools
+from collections.abc import Callable, Mapping
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import Array
+
+import ejkernel_eqx as ejx
+from benchmarks.prepare import UNTUNED
+from ejkernel_eqx import Mask
+from ejkernel_eqx._tolerances import Tolerance, TOLERANCES
+from ejkernel_eqx.attention import reference
+from ejkernel_eqx.attention.spec import AttentionArrays, AttentionSpec
+from ejkernel_eqx.tuning.check import all_errors
+
+Arrays = dict[str, Array]
+BLOCK = 128  # queries and keys of a block of the maps, and of the tiles that are counted
+DOCUMENTS, GLOBAL = 12, 128
+
+
+@dataclasses.dataclass(frozen=True)
+class SparseProblem:
+    """Self-attention over `B` rows of `S` tokens.
+
+    `form`: what is visible. `share` is that of the blocks of a map; `window` the keys of a window.
+    """
+
+    form: str
+    B: int
+    S: int
+    H: int
+    D: int
+    K: int = 0
+    share: float = 0.0
+    window: int = 1024
+    dtype: str = "bfloat16"
+
+    @property
+    def kv_heads(self) -> int:
+        return self.K or self.H
+
+    @property
+    def name(self) -> str:
+        heads = f"H{self.H}" + (f" KV{self.K}" if self.K else "")
+        words = [self.form, f"B{self.B} S{self.S} {heads} D{self.D}"]
+        words += [f"{self.share:.0%}"] if self.share else []
+        words += [str(self.window)] if self.form in ("window", "local and global") else []
+        return " ".join(words if self.dtype == "bfloat16" else [*words, self.dtype])
+
+    @property
+    def blocks(self) -> int:
+        return -(-self.S // BLOCK)
+
+
+class Inputs(NamedTuple):
+    """What has a gradient, and the cotangent of the output."""
+
+    learned: Arrays
+    cotangent: Array
+
+
+class Form(NamedTuple):
+    """What is visible: our mask, arguments of a call besides it, and the same as a function of query and key in numpy, JAX or PyTorch, given
+    the module's tables on its device."""
+
+    mask: Callable[[SparseProblem], Mask]
+    arguments: Callable[[SparseProblem], dict[str, Any]]
+    sees: Callable[[SparseProblem, Any, Any, Any], Any]
+
+
+def documents(problem: SparseProblem) -> np.ndarray:
+    """Which document each token is of."""
+    cuts = np.random.default_rng(3).choice(problem.S - 1, DOCUMENTS - 1, replace=False) + 1
+    return np.searchsorted(np.sort(cuts), np.arange(problem.S), side="right").astype(np.int32)
+
+
+@functools.cache
+def block_map(problem: SparseProblem) -> np.ndarray:
+    """`[blocks, blocks]`: the diagonal, and others at random up to the share."""
+    size = problem.blocks
+    rank = np.random.default_rng(1).random((size, size))
+    np.fill_diagonal(rank, -1.0)
+    return rank <= np.sort(rank, axis=None)[round(problem.share * size * size) - 1]
+
+
+def _no_arguments(problem: SparseProblem) -> dict[str, Any]:
+    return {}
+
+
+def _in_map(problem: SparseProblem, table: Any, q: Any, k: Any) -> Any:
+    return table[q // BLOCK, k // BLOCK]
+
+
+FORMS: Mapping[str, Form] = {
+    "causal": Form(lambda p: Mask.causal(), _no_arguments, lambda p, table, q, k: k <= q),
+    "window": Form(
+        lambda p: Mask.causal() & Mask.sliding_window(p.window - 1),
+        _no_arguments,
+        lambda p, table, q, k: (k <= q) & (q - k < p.window),
+    ),
+    "documents": Form(
+        lambda p: Mask.causal(),
+        lambda p: {"segment_ids": jnp.broadcast_to(jnp.asarray(documents(p)), (p.B, p.S))},
+        lambda p, table, q, k: (k <= q) & (table[q] == table[k]),
+    ),
+    "prefix": Form(
+        lambda p: Mask.prefix(p.S // 4), _no_arguments, lambda p, table, q, k: (k <= q) | (k < p.S // 4)
+    ),
+    "prefix, as a function": Form(
+        lambda p: Mask.causal() | Mask.from_function(_Prefix(p.S // 4)),
+        _no_arguments,
+        lambda p, table, q, k: (k <= q) | (k < p.S // 4),
+    ),
+    "local and global": Form(
+        lambda p: Mask.causal() & (Mask.sliding_window(p.window - 1) | Mask.global_tokens(GLOBAL)),
+        _no_arguments,
+        lambda p, table, q, k: (k <= q) & ((q - k < p.window) | (q < GLOBAL) | (k < GLOBAL)),
+    ),
+    "map": Form(lambda p: Mask.from_blocks(block_map(p), BLOCK), _no_arguments, _in_map),
+    "map as data": Form(
+        lambda p: Mask(), lambda p: {"block_map": jnp.asarray(block_map(p))}, _in_map
+    ),
+}  # fmt: skip
+
+
+@dataclasses.dataclass(frozen=True)
+class _Prefix:
+    length: int
+
+    def __call__(self, head: Any, query: Any, key: Any) -> Any:
+        return key < self.length
+
+
+def table_of(problem: SparseProblem) -> np.ndarray | None:
+    """What `Form.sees` looks things up in."""
+    if problem.form == "documents":
+        return documents(problem)
+    return block_map(problem) if problem.form.startswith("map") else None
+
+
+def sees(problem: SparseProblem, q: Any, k: Any) -> Any:
+    return FORMS[problem.form].sees(problem, table_of(problem), q, k)
+
+
+@functools.cache
+def visible(problem: SparseProblem) -> tuple[float, float]:
+    """The visible share of pairs, and of tiles of 128 by 128."""
+    k, pairs, tiles = np.arange(problem.S), 0, 0
+    for first in range(0, problem.S, BLOCK):
+        rows = np.arange(first, min(first + BLOCK, problem.S))[:, None]
+        seen = np.broadcast_to(sees(problem, rows, k), (len(rows), problem.S))
+        pairs += int(seen.sum())
+        tiles += int(np.add.reduceat(seen.any(0), np.arange(0, problem.S, BLOCK)).astype(bool).sum())
+    return pairs / problem.S**2, tiles / problem.blocks**2
+
+
+def flops(problem: SparseProblem, backward: bool) -> float:
+    """Of the products over visible pairs; 3.5 times that with the backward pass."""
+    scores = problem.B * problem.H * problem.S**2 * visible(problem)[0]
+    return 4 * scores * problem.D * (3.5 if backward else 1)
+
+
+def make_inputs(problem: SparseProblem, seed: int = 0) -> Inputs:
+    keys = jax.random.split(jax.random.key(seed, impl="rbg"), 4)
+    heads = {"q": problem.H, "k": problem.kv_heads, "v": problem.kv_heads, "out": problem.H}
+    made = {
+        name: jax.random.normal(key, (problem.B, problem.S, n, problem.D), jnp.dtype(problem.dtype))
+        for key, (name, n) in zip(keys, heads.items())
+    }
+    return Inputs({name: made[name] for name in "qkv"}, made["out"])
+
+
+def ours(problem: SparseProblem, platform: Any) -> Callable[[Arrays], Array]:
+    """Our operation as a function of queries, keys and values."""
+    form = FORMS[problem.form]
+    operation: Any = ejx.BlockSparseAttention(form.mask(problem), block_size=BLOCK, platform=platform)
+    arguments = form.arguments(problem)
+    return lambda learned: operation(**learned, **arguments)
+
+
+def dense(problem: SparseProblem, platform: Any) -> Callable[[Arrays], Array]:
+    """Our dense attention, which computes every tile."""
+    operation: Any = ejx.FlashAttention(platform=platform)
+    return lambda learned: operation(**learned)
+
+
+def direction_of(forward: Callable[[Arrays], Array], backward: bool) -> Callable[[Inputs], Arrays]:
+    """The measured function: the output or, with `backward`, the gradients."""
+
+    def run(inputs: Inputs) -> Arrays:
+        if not backward:
+            return {"out": forward(inputs.learned)}
+        return jax.vjp(forward, inputs.learned)[1](inputs.cotangent)[0]
+
+    return run
+
+
+@functools.partial(jax.jit, static_argnums=0, compiler_options=UNTUNED)
+def expected_results(problem: SparseProblem, inputs: Inputs) -> Arrays:
+    """Output and gradients of the reference in float32, by batch row and key head."""
+    groups, index = problem.H // problem.kv_heads, jnp.arange(problem.S)
+    table = table_of(problem)
+    table = None if table is None else jnp.asarray(table)
+    seen = FORMS[problem.form].sees(problem, table, index[:, None], index[None])[None, None]
+    spec = AttentionSpec(scale=problem.D**-0.5)
+
+    def split(x: Array, heads: int) -> Array:
+        x = x.astype(jnp.float32).reshape(problem.B, problem.S, problem.kv_heads, heads, problem.D)
+        return jnp.moveaxis(x, 2, 1).reshape(-1, 1, problem.S, heads, problem.D)
+
+    def join(x: Array, heads: int) -> Array:
+        x = x.reshape(problem.B, problem.kv_heads, problem.S, heads, problem.D)
+        return jnp.moveaxis(x, 1, 2).reshape(problem.B, problem.S, problem.kv_heads * heads, problem.D)
+
+    def one(parts: Arrays) -> Arrays:
+        cotangent = parts.pop("cotangent")
+        attend = lambda learned: reference.attend(AttentionArrays(**learned, mask=seen), spec)[0]
+        out, pull = jax.vjp(attend, parts)
+        return {"out": out, **pull(cotangent)[0]}
+
+    heads = {"q": groups, "k": 1, "v": 1}
+    parts = {name: split(inputs.learned[name], n) for name, n in heads.items()}
+    results = jax.lax.map(one, parts | {"cotangent": split(inputs.cotangent, groups)})
+    return {name: join(x, heads.get(name, groups)) for name, x in results.items()}
+
+
+def errors_of(
+    problem: SparseProblem, results: Mapping[str, Any], expected: Arrays
+) -> tuple[dict[str, float], str | None]:
+    """The relative RMS error of each result, and the reason if one is wrong."""
+    table = TOLERANCES[problem.dtype]
+    allowed: dict[str, Tolerance] = {
+        name: table["forward" if name == "out" else "gradient"] for name in results
+    }
+    return all_errors(results, {name: expected[name] for name in results}, allowed)
+
+
+P = SparseProblem
+_MAPS = tuple(
+    P(form, B, S, H, 128, share=share)
+    for B, S, H in ((2, 8192, 16), (1, 32768, 8))
+    for form in ("map", "map as data")
+    for share in (0.1, 0.25, 0.5)
+)
+_NAMED = ("causal", "window", "documents", "prefix", "prefix, as a function", "local and global")
+ANCHORS = (
+    *(P(form, 2, 8192, 16, 128) for form in _NAMED),
+    *_MAPS,
+    *(P(form, 1, 32768, 8, 128) for form in _NAMED),
+    P("local and global", 2, 8192, 32, 64, K=8),
+)
+CPU = tuple(
+    P(form, 1, 2048, 4, 64, window=256, dtype="float32", share=0.25 * (form == "map"))
+    for form in ("causal", "local and global", "map")
+)
+TINY = (
+    *(P(form, 1, 300, 2, 16, window=40, dtype="float32") for form in _NAMED),
+    *(P(form, 2, 300, 4, 16, K=2, share=0.5, dtype="float32") for form in ("map", "map as data")),
+)

@@ -1,0 +1,171 @@
+"""Masks as functions `f(head, query, key) -> bool` of one pair, traced by JAX: a query is its position among the keys.
+
+Those of named patterns are compared by value, so that equal masks share one compilation. The functions of a user are compared by identity.
+"""
+
+import dataclasses
+import functools
+import hashlib
+import weakref
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import Array
+from jax.core import Tracer
+
+PairFunction = Callable[[Any, Any, Any], Any]
+
+
+@dataclasses.dataclass(frozen=True)
+class Window:
+    """`left` keys before and `right` keys after the query; `None` is unbounded."""
+
+    left: int | None
+    right: int | None
+
+    def __call__(self, head: Any, query: Any, key: Any) -> Any:
+        seen = jnp.bool_(True)
+        if self.left is not None:
+            seen = seen & (key >= query - self.left)
+        if self.right is not None:
+            seen = seen & (key <= query + self.right)
+        return seen
+
+
+@dataclasses.dataclass(frozen=True)
+class Chunk:
+    """Keys in the query's own chunk of positions."""
+
+    size: int
+
+    def __call__(self, head: Any, query: Any, key: Any) -> Any:
+        return query // self.size == key // self.size
+
+
+@dataclasses.dataclass(frozen=True)
+class Stride:
+    """Keys at a multiple of `stride` from the query."""
+
+    stride: int
+
+    def __call__(self, head: Any, query: Any, key: Any) -> Any:
+        return (query - key) % self.stride == 0
+
+
+@dataclasses.dataclass(frozen=True)
+class Global:
+    """The first `count` tokens see all keys and are seen by all queries."""
+
+    count: int
+
+    def __call__(self, head: Any, query: Any, key: Any) -> Any:
+        return (query < self.count) | (key < self.count)
+
+
+@dataclasses.dataclass(frozen=True, eq=False)
+class BlockTable:
+    """A map `[H or 1, query blocks, key blocks]` of blocks of `size` queries by keys, the first query being at position `offset`."""
+
+    table: np.ndarray
+    size: tuple[int, int]
+    offset: int = 0
+
+    @functools.cached_property
+    def _identity(self) -> tuple[Any, ...]:
+        digest = hashlib.sha256(np.packbits(self.table).tobytes()).hexdigest()
+        return self.table.shape, self.size, self.offset, digest
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, BlockTable) and self._identity == other._identity
+
+    def __hash__(self) -> int:
+        return hash(self._identity)
+
+    def __call__(self, head: Any, query: Any, key: Any) -> Any:
+        row = head if self.table.shape[0] > 1 else 0
+        # Not negative, so that truncation is the same as rounding down.
+        block = jax.lax.div(query - self.offset, np.int32(self.size[0]))
+        return jax.lax.dynamic_slice(
+            jnp.asarray(self.table), (row, block, jax.lax.div(key, np.int32(self.size[1]))), (1, 1, 1)
+        )[0, 0, 0]
+
+
+@dataclasses.dataclass(frozen=True)
+class Every:
+    """The intersection."""
+
+    functions: tuple[PairFunction, ...]
+
+    def __call__(self, head: Any, query: Any, key: Any) -> Any:
+        return functools.reduce(lambda seen, f: seen & f(head, query, key), self.functions, jnp.bool_(True))
+
+
+@dataclasses.dataclass(frozen=True)
+class Either:
+    """The union."""
+
+    functions: tuple[PairFunction, ...]
+
+    def __call__(self, head: Any, query: Any, key: Any) -> Any:
+        return functools.reduce(lambda seen, f: seen | f(head, query, key), self.functions, jnp.bool_(False))
+
+
+@dataclasses.dataclass(frozen=True)
+class Neither:
+    """The complement."""
+
+    function: PairFunction
+
+    def __call__(self, head: Any, query: Any, key: Any) -> Any:
+        return ~self.function(head, query, key)
+
+
+def intersection(functions: tuple[PairFunction, ...]) -> PairFunction:
+    return functions[0] if len(functions) == 1 else Every(functions)
+
+
+def traced(function: PairFunction) -> Any:
+    """The function as a closed jaxpr of three int32 scalars; `ValueError` if it does not return one boolean."""
+    pair = [jax.ShapeDtypeStruct((), jnp.int32)] * 3
+    try:
+        jaxpr, result = jax.make_jaxpr(function, return_shape=True)(*pair)
+    except jax.errors.TracerBoolConversionError as error:
+        raise ValueError(
+            "f: expected a function that can be traced, received one that asks whether a traced value is true; use &, | and ~ in place of "
+            "and, or and not, and jnp.where in place of if."
+        ) from error
+    leaves = jax.tree.leaves(result)
+    if len(leaves) != 1 or leaves[0].shape != () or leaves[0].dtype != jnp.bool_:
+        found = ", ".join(f"{x.dtype} {x.shape}" for x in leaves) or "nothing"
+        raise ValueError(
+            f"f: expected one boolean for each (head, query, key), received {found}; return a comparison of the three numbers."
+        )
+    return jaxpr
+
+
+_STATIC: weakref.WeakKeyDictionary[PairFunction, bool] = weakref.WeakKeyDictionary()
+
+
+def is_static(function: PairFunction) -> bool:
+    """Whether all that the function closes over is known now."""
+    found = _STATIC.get(function)
+    if found is None:
+        found = not any(isinstance(x, Tracer) for x in traced(function).consts)
+        _STATIC[function] = found
+    return found
+
+
+def depends_on_head(jaxpr: Any) -> bool:
+    """Whether a traced function reads its first argument."""
+    head = jaxpr.jaxpr.invars[0]
+    return any(head is x for eqn in jaxpr.jaxpr.eqns for x in eqn.invars)
+
+
+def evaluate(function: PairFunction, heads: Array, queries: Array, keys: Array) -> Array:
+    """The function of every pair: booleans `[n, T, S]` from numbers `[n]`, `[T]` and `[S]`."""
+    over_keys = jax.vmap(function, (None, None, 0))
+    over_queries = jax.vmap(over_keys, (None, 0, None))
+    return jax.vmap(over_queries, (0, None, None))(heads, queries, keys)

@@ -1,0 +1,209 @@
+"""Patterns against their definitions: as arrays, as kinds of tiles with bits, and as lists that a kernel follows."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from ejkernel_eqx import Mask
+from ejkernel_eqx.attention.masks.lower import Lowered
+from ejkernel_eqx.attention.masks.pattern import Pattern
+from ejkernel_eqx.attention.masks.ranges import bounds_of, Tiles
+from ejkernel_eqx.attention.masks.tile_lists import (
+    classify,
+    FULL,
+    lists_of,
+    NONE,
+    PARTIAL,
+    Shape,
+    visible_share,
+)
+from tests.attention.patterns import defined, H, PATTERNS, S, T
+
+SHAPES = [Shape(T, S, 16, 16), Shape(T, S, 32, 16), Shape(T, S, 16, 64)]
+
+
+def lowered(name: str) -> tuple[Pattern, Lowered]:
+    found = PATTERNS[name].mask.lower(T, S, num_heads=H)
+    assert found.pattern is not None
+    assert found[:2] == (None, None) and all(part is None for part in found[3:6])
+    return found.pattern, found
+
+
+def followed(pattern: Pattern, shape: Shape, head: int) -> np.ndarray:
+    """`[T, S]`: what a kernel that runs the lists of a head sees."""
+    lists = lists_of(pattern, shape)
+    row = lists.heads[head if len(lists.heads) > 1 else 0]
+    rows, columns = shape.grid
+    seen = np.zeros((rows * shape.block_q, columns * shape.block_k), bool)
+    assert sorted(lists.order) == list(range(columns if shape.by_key else rows))
+    for tile in lists.order:
+        begin, whole, end, away = lists.tiles[row, tile]
+        for at in range(begin, end):
+            listed = int(lists.entries[at])
+            m, n = (listed, tile) if shape.by_key else (tile, listed)
+            area = np.s_[
+                m * shape.block_q : (m + 1) * shape.block_q, n * shape.block_k : (n + 1) * shape.block_k
+            ]
+            assert not seen[area].any(), "a tile is listed twice"
+            if at < whole:
+                seen[area] = True
+                continue
+            assert lists.bits is not None
+            bytes_ = lists.bits[lists.patterns[at + away]].astype("<i4").view(np.uint8)
+            bits = np.unpackbits(bytes_, axis=-1, bitorder="little").astype(bool)
+            seen[area] = bits[:, : shape.block_q].T if shape.by_key else bits[:, : shape.block_k]
+    assert not seen[:, shape.keys :].any(), "keys past the end are visible"
+    return seen[: shape.queries, : shape.keys]
+
+
+@pytest.mark.parametrize("by_key", [False, True])
+@pytest.mark.parametrize("name", PATTERNS)
+def test_lists_say_the_mask(name, by_key):
+    expected = defined(PATTERNS[name].sees)
+    pattern, found = lowered(name)
+    array = np.asarray(found.as_array(T, S))
+    np.testing.assert_array_equal(np.broadcast_to(array, expected.shape), expected)
+    for shape in SHAPES:
+        shape = shape._replace(by_key=by_key)
+        for head in range(H):
+            np.testing.assert_array_equal(followed(pattern, shape, head), expected[head])
+        assert lists_of(pattern, shape).blind == (not (expected.any(1).all() and expected.any(2).all()))
+
+
+def test_the_longest_lists_come_first():
+    pattern = lowered("local or global")[0]
+    lists = lists_of(pattern, SHAPES[0])
+    lengths = (lists.tiles[0, :, 2] - lists.tiles[0, :, 0])[lists.order]
+    assert list(lengths) == sorted(lengths, reverse=True) and lengths[0] > lengths[-1]
+
+
+def test_heads_that_see_the_same_share_lists():
+    mask = Mask.from_function(lambda h, q, k: jnp.where(h < 2, k <= q, k >= q))
+    pattern = mask.lower(T, T, num_heads=H).pattern
+    assert pattern is not None and list(lists_of(pattern, Shape(T, T, 16, 16)).heads) == [0, 0, 1, 1]
+
+
+def test_equal_tiles_are_stored_once():
+    """Of a long window only the diagonals at its sides are partly visible."""
+    pattern = Mask.from_function(lambda h, q, k: (k <= q) & (q - k < 4096)).lower(2**15, 2**15).pattern
+    assert pattern is not None
+    known = classify(pattern, Shape(2**15, 2**15, 128, 128))
+    kinds = known.rows[0].kinds
+    assert len(known.bits) == 3 and (kinds == PARTIAL).sum() == 256 + 224
+    assert (kinds == FULL).sum() == sum(min(m, 31) for m in range(256))
+    assert visible_share(pattern, 2**15, 2**15) == (kinds != NONE).mean()
+
+
+@pytest.mark.parametrize(
+    "mask",
+    [
+        Mask.causal() & (Mask.sliding_window(4095) | Mask.global_tokens(128)),
+        Mask.causal() | Mask.from_function(lambda h, q, k: k < 10_000),
+        Mask.chunked(8192) | Mask.global_tokens(64),
+    ],
+)
+def test_long_sequences_take_little_memory(mask):
+    length = 131_072
+    pattern = mask.lower(length, length).pattern
+    assert pattern is not None
+    shape = Shape(length, length, 128, 128)
+    assert lists_of(pattern, shape).nbytes + lists_of(pattern, shape._replace(by_key=True)).nbytes < 10e6
+
+
+FUNCTIONS = {
+    "arithmetic": lambda h, q, k: 3 * q - 2 * k + 7 > jnp.maximum(q, 5) * 2,
+    "floor division": lambda h, q, k: (q - 20) // 7 == (k - 20) // 7,
+    "remainders": lambda h, q, k: (q - k) % 5 + (k - 30) % 3 < 3,
+    "truncation": lambda h, q, k: jax.lax.div(q - 33, 4) <= jax.lax.rem(k - 33, 9),
+    "absolute": lambda h, q, k: abs(q - k) * abs(q - 30) < 100,
+    "bits": lambda h, q, k: ((q & 3) ^ (k >> 2)) != 1,
+    "choice": lambda h, q, k: jnp.where(q < 20, k < 10, (k > 40) ^ (q > 50)),
+    "squares": lambda h, q, k: (q - 30) ** 2 + (k - 30) ** 2 < 400,
+    "clip": lambda h, q, k: jnp.clip(k - q, -5, 5) == 5,
+    "lookup": lambda h, q, k: jnp.asarray([5, 1, 4, 2])[q % 4] <= jnp.asarray([[1, 3], [2, 6]])[h % 2, k // 40],
+    "wrap": lambda h, q, k: (q * 1_103_515_245 + k * 12_345) % 7 == 0,
+    "float": lambda h, q, k: q.astype("float32") * 0.5 > k.astype("float32") - 3,
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", FUNCTIONS)
+def test_bounds_hold(name):
+    """No pair of a tile is outside its bounds, and of single pairs they are the value, if known at all."""
+    function = FUNCTIONS[name]
+    jaxpr = jax.make_jaxpr(function)(*[jnp.int32(0)] * 3)
+    over = jax.vmap(jax.vmap(function, (None, None, 0)), (None, 0, None))
+    pairs, length = np.arange(80), 80
+    for head in range(2):
+        exact = np.asarray(over(jnp.int32(head), jnp.asarray(pairs), jnp.asarray(pairs)))
+        for block in (1, 5, 16):
+            first = np.arange(0, length, block)
+            edges = (first, first + block - 1)
+            tiles = Tiles((edges[0][:, None], edges[1][:, None]), edges, head)
+            result, _ = bounds_of(jaxpr, tiles)
+            values = exact.reshape(length // block, block, length // block, block)
+            lo, hi = (np.broadcast_to(x, (length // block,) * 2) for x in (result.lo, result.hi))
+            assert (lo <= values.all((1, 3))).all() and (hi >= values.any((1, 3))).all()
+        column = pairs[:, None]
+        points, _ = bounds_of(jaxpr, Tiles((column, column), (pairs, pairs), head))
+        if points.exact:
+            np.testing.assert_array_equal(np.broadcast_to(points.lo, exact.shape), exact)
+        else:
+            assert name in ("float", "bits")
+
+
+def test_bounds_decide_where_they_can():
+    """Otherwise long masks would be looked at pair by pair."""
+    documents = jnp.asarray(np.repeat(np.arange(64), 64))
+    for function, most in (
+        (lambda h, q, k: (k <= q) & (q - k < 500), 0.025),
+        (lambda h, q, k: (documents[q] == documents[k]) & (k <= q), 0.02),
+        (lambda h, q, k: (q // 512 == k // 512) | (k < 100), 0.05),
+    ):
+        jaxpr = jax.make_jaxpr(function)(*[jnp.int32(0)] * 3)
+        first = np.arange(0, 4096, 32)
+        tiles = Tiles((first[:, None], first[:, None] + 31), (first, first + 31))
+        result, _ = bounds_of(jaxpr, tiles)
+        assert (np.asarray(result.lo) != result.hi).mean() < most
+
+
+def test_equal_masks_are_equal_patterns():
+    make = lambda: Mask.causal() & (Mask.sliding_window(5) | Mask.from_blocks(np.eye(3, dtype=bool), 16))
+    first, second = (make().lower(48, 48, num_heads=2).pattern for _ in range(2))
+    assert first == second and hash(first) == hash(second)
+    other = (Mask.causal() & (Mask.sliding_window(6) | Mask.from_blocks(np.eye(3, dtype=bool), 16))).lower(
+        48, 48
+    )
+    assert other.pattern != first
+
+
+WRONG = {
+    "f: expected a function that can be traced": lambda: Mask.from_function(lambda h, q, k: q > 1 and k > 1),
+    "f: expected one boolean": lambda: Mask.from_function(lambda h, q, k: q - k),
+    "stride: expected an int of at least 1": lambda: Mask.strided(0),
+    "count: expected an int of at least 0": lambda: Mask.global_tokens(-1),
+    "left: expected an int of at least 0": lambda: Mask.dilated(-1, rate=2),
+    "block_map: expected booleans": lambda: Mask.from_blocks(np.ones((2, 2)), 16),
+    "block_size: expected an int of at least 1": lambda: Mask.from_blocks(np.ones((2, 2), bool), 0),
+    "block_map: expected 3 by 2 blocks": lambda: Mask.from_blocks(np.ones((2, 2), bool), 16).as_array(40, 32),
+    "num_heads: expected the number of heads": lambda: PATTERNS["wider heads"].mask.as_array(4, 4),
+    "block_map: expected 1 or 3 heads": lambda: PATTERNS["blocks"].mask.as_array(T, S, num_heads=3),
+}
+
+
+@pytest.mark.parametrize("message", WRONG)
+def test_wrong_arguments(message):
+    with pytest.raises(ValueError) as caught:
+        WRONG[message]()
+    assert str(caught.value).startswith(message)
+
+
+def test_specs_of_masks_within_masks():
+    """Every array is split as if it were alone."""
+    ids, spec = np.zeros((2, 8), int), jax.sharding.PartitionSpec
+    mask = Mask.from_segments(ids) | ~Mask.prefix(jnp.array([1, 2]))
+    specs = (mask & Mask.from_blocks(jnp.ones((2, 4, 2, 2), bool), 4)).sharding_specs(
+        "data", "model", keys="k"
+    )
+    leaves = jax.tree.leaves(specs, is_leaf=lambda x: isinstance(x, spec))
+    assert leaves == [spec("data", "model", None, None), spec("data", None), spec("data", "k"), spec("data")]

@@ -1,0 +1,100 @@
+"""Block-sparse attention on a GPU: the kernels with lists of tiles against the float32 reference, every pattern and every way to hide by arrays."""
+
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+import ejkernel_eqx as ejx
+from ejkernel_eqx import Mask
+from ejkernel_eqx.dispatch import device_facts, kernel_registry
+from tests.attention.dense import qkv, with_gradients
+from tests.attention.patterns import DATA, data, defined, H, PATTERNS, S, SIZE, T
+from tests.attention.test_block_sparse import poisoned
+from tests.tolerances import assert_close
+
+if jax.default_backend() != "gpu":
+    pytest.skip("needs a GPU", allow_module_level=True)
+
+pytestmark = pytest.mark.gpu
+OPERATION: Any = ejx.BlockSparseAttention
+
+
+@pytest.fixture(scope="module", autouse=True)
+def _usable():
+    reason = kernel_registry.get(OPERATION.operation, "triton").unusable(device_facts())
+    if reason is not None:
+        pytest.skip(f"platform triton is not usable here: {reason}")
+
+
+def check(op: Any, arrays: dict[str, jax.Array], seen: Any, dtype: str, **given: Any) -> None:
+    """Output, lse and gradients; the same again, bit for bit, and with NaN in what is hidden."""
+    dense: Any = ejx.FlashAttention(platform="xla")
+    keys = jax.random.split(jax.random.key(9))
+    shape = arrays["q"].shape
+    dout, dlse = jax.random.normal(keys[0], shape), jax.random.normal(keys[1], shape[:-1])
+    wide = {name: x.astype(jnp.float32) for name, x in arrays.items()}
+    mask = jnp.asarray(np.broadcast_to(seen, (shape[0], shape[2], *seen.shape[-2:])))
+    run = jax.jit(
+        lambda arrays: with_gradients(lambda a: op(**a, **given, return_lse=True), arrays, dout, dlse)
+    )
+    exact = jax.jit(
+        lambda arrays: with_gradients(lambda a: dense(**a, mask=mask, return_lse=True), arrays, dout, dlse)
+    )
+    found, (expected, gradients) = run(arrays), exact(wide)
+    for name, x, y in zip(("out", "lse"), found[0], expected, strict=True):
+        assert_close(x, y, dtype, name=name)
+    for name in arrays:
+        assert_close(found[1][name], gradients[name], dtype, "gradient", name=f"gradient of {name}")
+    for again in (run(arrays), run(poisoned(arrays, np.asarray(mask)))):
+        for x, y in zip(jax.tree.leaves(found), jax.tree.leaves(again), strict=True):
+            np.testing.assert_array_equal(np.asarray(x), np.asarray(y))
+
+
+@pytest.mark.parametrize("dtype", ["bfloat16", "float32"])
+@pytest.mark.parametrize("name", PATTERNS)
+def test_patterns(name, dtype):
+    arrays = qkv(2, t=T, s=S, heads=H, kv_heads=2, d=64, v=64, dtype=jnp.dtype(dtype))
+    op = OPERATION(PATTERNS[name].mask, platform="triton")
+    check(op, arrays, defined(PATTERNS[name].sees), dtype)
+
+
+@pytest.mark.parametrize("name", DATA)
+def test_arrays_that_hide(name):
+    given, seen = data(name)
+    arrays = qkv(2, t=T, s=T, heads=H, kv_heads=1, d=128, v=128, dtype=jnp.bfloat16)
+    check(OPERATION(block_size=SIZE, platform="triton"), arrays, seen, "bfloat16", **given)
+
+
+@pytest.mark.parametrize("head_dim", [64, 128, 256])
+def test_long_rows(head_dim):
+    """Many tiles, most of them whole."""
+    length = 2048
+    mask = Mask.causal() & (Mask.sliding_window(300) | Mask.global_tokens(70))
+    i = np.arange(length)
+    seen = (i <= i[:, None]) & ((i >= i[:, None] - 300) | (i < 70) | (i[:, None] < 70))
+    arrays = qkv(1, t=length, s=length, heads=H, kv_heads=2, d=head_dim, v=head_dim, dtype=jnp.bfloat16)
+    check(OPERATION(mask, platform="triton"), arrays, seen, "bfloat16")
+    table = np.random.default_rng(0).random((1, H, 16, 16)) < 0.3
+    blocks = table.repeat(128, -2).repeat(128, -1)
+    check(OPERATION(platform="triton"), arrays, blocks, "bfloat16", block_map=jnp.asarray(table))
+
+
+@pytest.mark.parametrize("block_size", [(64, 64), (128, 128), (48, 80)])
+def test_every_candidate(block_size):
+    """Of maps whose blocks are made of tiles, and of others."""
+    from ejkernel_eqx.attention.example import example_problem
+
+    length = 512
+    rows, columns = (-(-length // size) for size in block_size)
+    table = np.random.default_rng(0).random((1, 1, rows, columns)) < 0.4
+    seen = table.repeat(block_size[0], -2).repeat(block_size[1], -1)[..., :length, :length]
+    arrays = qkv(1, t=length, s=length, heads=H, kv_heads=2, d=128, v=128, dtype=jnp.bfloat16)
+    flags = {"block_size": block_size, "causal": False, "top_left": True}
+    problem = example_problem(OPERATION.operation, dict(T=length, H=H, K=2, D=128), "bfloat16", flags)
+    kernels = kernel_registry.get(OPERATION.operation, "triton").load()
+    for config in kernels.candidates(problem, device_facts()):
+        op = OPERATION(block_size=block_size, config=config)
+        check(op, arrays, seen, "bfloat16", block_map=jnp.asarray(table))
