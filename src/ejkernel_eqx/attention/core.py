@@ -98,7 +98,7 @@ def arrays_of(**given: Array) -> AttentionArrays:
     return AttentionArrays(**given, rows=rows)
 
 
-class _AttentionKind(Kind):
+class AttentionKind(Kind):
     def given_of(self, arrays: AttentionArrays) -> dict[str, Any]:
         given = {name: x for name, x in arrays._asdict().items() if x is not None and name != "rows"}
         return given if arrays.rows is None else given | dict(zip(_ROWS, arrays.rows, strict=True))
@@ -134,7 +134,7 @@ class _AttentionKind(Kind):
         return dataclasses.replace(spec, **own, bias_over=over) if own or over else spec
 
 
-ATTEND = _AttentionKind(
+ATTEND = AttentionKind(
     make=arrays_of,
     problem_of=problem_of,
     axes_of=axes_of,

@@ -416,8 +416,10 @@ def backward(
     lse: Array,
     dout: Array,
     dlse: Array | None,
+    key_dtype: Any = None,
 ) -> AttentionGrads:
-    """Cotangents of the differentiable arrays, from the results of `forward` and their cotangents."""
+    """Cotangents of the differentiable arrays, from the results of `forward` and their cotangents. That of the keys is in `key_dtype`, by
+    default theirs."""
     call = _Call(arrays, spec, config.backward)
     given, arrays = arrays, call.arrays
     out, lse, dout, dlse = xla_symbols.whole_rows(out, lse, dout, dlse, config.backward)
@@ -462,7 +464,7 @@ def backward(
     dq = (dq * spec.scale).astype(arrays.q.dtype).transpose(0, 3, 1, 2, 4)
     grads = AttentionGrads(
         q=dq.reshape(arrays.q.shape),
-        k=(dk * spec.scale).astype(arrays.k.dtype).transpose(0, 3, 1, 2),
+        k=(dk * spec.scale).astype(key_dtype or arrays.k.dtype).transpose(0, 3, 1, 2),
         v=dv.astype(arrays.v.dtype).transpose(0, 3, 1, 2),
         bias=bias.finish(dbias),
         alibi_slopes=_per_head_gradient(dslopes, arrays.alibi_slopes),

@@ -114,10 +114,10 @@ def forward(
     arrays: AttentionArrays, spec: AttentionSpec, config: TritonConfig, *, execute: Execute = run
 ) -> tuple[Array, Array]:
     """`out [B, T, H, V]`, `lse [B, H, T]`."""
-    arrays, spec = _explicit_ranges(arrays, spec)
+    arrays, spec = explicit_ranges(arrays, spec)
     (batch, queries, heads, _), values = arrays.q.shape, arrays.v.shape[-1]
     tile = config.forward
-    results = _launcher(arrays, spec, config, execute)(
+    results = launcher(arrays, spec, config, execute)(
         forward_kernel.forward_kernel,
         tile,
         {
@@ -144,7 +144,7 @@ def backward(
     execute: Execute = run,
 ) -> AttentionGrads:
     """All gradients; bitwise repeatable, as every sum has one fixed order."""
-    arrays, spec = _explicit_ranges(arrays, spec)
+    arrays, spec = explicit_ranges(arrays, spec)
     delta, empty = row_terms(arrays, out, lse, dout, dlse)
     if arrays.bias is not None:
         # A bias of minus infinity also hides entries, though the kernels see no mask.
@@ -154,7 +154,7 @@ def backward(
         "lse": jnp.where(lse == -jnp.inf, jnp.inf, lse * LOG2E),
         "delta": delta,
     }
-    launch = _launcher(arrays, spec, config, execute).knowing(own)
+    launch = launcher(arrays, spec, config, execute).knowing(own)
     dk, dv = _key_gradient(launch, arrays, spec, config.key_gradient)
     dq, dslopes = _query_gradient(launch, arrays, spec, config.query_gradient)
     dbias = (
@@ -213,7 +213,7 @@ def _bias_gradient(launch: Launcher, bias: Array, arrays: AttentionArrays, tile:
     return results["dbias"].astype(bias.dtype)
 
 
-def _launcher(
+def launcher(
     arrays: AttentionArrays, spec: AttentionSpec, config: TritonConfig, execute: Execute
 ) -> Launcher:
     """The arguments that all kernels of a call share, without their tiles."""
@@ -313,7 +313,7 @@ def _group(arrays: AttentionArrays, spec: AttentionSpec) -> int:
     return 1 << min(most.bit_length() - 1, 6)
 
 
-def _explicit_ranges(arrays: AttentionArrays, spec: AttentionSpec) -> tuple[AttentionArrays, AttentionSpec]:
+def explicit_ranges(arrays: AttentionArrays, spec: AttentionSpec) -> tuple[AttentionArrays, AttentionSpec]:
     """The same call with its static window turned into ranges if it leaves a query without keys or a key unseen, so that kernels
     know which."""
     if (
