@@ -43,7 +43,7 @@ def request_of(dtype: str, everything: bool) -> tuple[LatentArrays, AttentionSpe
 # Bytes of stack a thread (on AMD registers), where any.
 SPILLS: dict[tuple[str, str, bool], dict[str, int]] = {
     ("sm_80", "bfloat16", False): {"key_gradient": 96},
-    ("sm_80", "bfloat16", True): {"key_gradient": 24, "query_gradient": 24},
+    ("sm_80", "bfloat16", True): {"key_gradient": 24, "query_gradient": 64},
     ("sm_90", "bfloat16", False): {"key_gradient": 8},
     ("sm_90", "bfloat16", True): {"key_gradient": 56},
     ("sm_90", "float32", False): {"forward": 24, "key_gradient": 304, "query_gradient": 232},
