@@ -31,6 +31,6 @@ def backward(
 ) -> LatentGrads:
     """All gradients. That of the rotary keys is a sum over heads, of numbers that have not been rounded."""
     wide, own = accumulator(arrays.q.dtype), arrays.k.shape[-1]
-    grads = xla.backward(arrays.whole, spec, config, out, lse, dout, dlse, key_dtype=wide)
+    grads = xla.gradients(arrays.whole, spec, config, (out, lse), (dout, dlse), wide)
     dk, dk_rope = grads.k[..., :own].astype(arrays.k.dtype), grads.k[..., own:].sum(-2)
     return LatentGrads(grads.q, dk, dk_rope, grads.v, grads.sinks)
