@@ -171,6 +171,8 @@ _NUMBERS = {
     "TB/s": "tb_per_s",
     "of copy": "of_copy",
     "over matmuls": "over_alone",
+    "over kernel": "over_kernel",
+    "of flash": "of_flash",
     "ratio": "ratio",
 }
 
