@@ -99,7 +99,7 @@ def arrays_of(**given: Array) -> AttentionArrays:
 
 
 class AttentionKind(Kind):
-    def given_of(self, arrays: AttentionArrays) -> dict[str, Any]:
+    def given_of(self, arrays: Any) -> dict[str, Any]:
         given = {name: x for name, x in arrays._asdict().items() if x is not None and name != "rows"}
         return given if arrays.rows is None else given | dict(zip(_ROWS, arrays.rows, strict=True))
 

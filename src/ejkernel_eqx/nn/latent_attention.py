@@ -286,7 +286,7 @@ class MultiHeadLatentAttention(eqx.Module):
             return self._over_pages(x, _check_pages(self, cache), batch)
         x = _check_call(self, x, cache, given)
         assert not isinstance(cache, PagedLatentCache)
-        rows = locate(x, cache, given)  # pyright: ignore[reportArgumentType]
+        rows = locate(x, cache, given)
         x = clear(x.astype(compute_dtype_of(self.compute_dtype, self._projections(), x)), rows.real)
         q, latent, k_rope = self._parts(x, places_of(self.rope, positions, rows))
         if cache is not None:
