@@ -172,6 +172,8 @@ _NUMBERS = {
     "of copy": "of_copy",
     "over matmuls": "over_alone",
     "a tile": "a_tile",
+    "over kernel": "over_kernel",
+    "of flash": "of_flash",
     "ratio": "ratio",
 }
 

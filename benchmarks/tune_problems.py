@@ -169,6 +169,18 @@ def _pooling() -> list[TuneProblem]:
     ]
 
 
+def _latent() -> list[TuneProblem]:
+    """DeepSeek's heads: long rows of many and of few heads, documents, lengths."""
+    sizes = dict(B=1, T=4096, H=128, D=192, V=128, Dr=64)
+    operation = "multi_head_latent_attention"
+    few = sizes | {"B": 4, "H": 16}
+    problems = [
+        named(operation, size) for size in (sizes, few, sizes | {"T": 16384, "H": 16}, few | {"T": 1024})
+    ]
+    problems += [named(operation, few, **{flag: True}) for flag in ("segments", "rows")]
+    return [*problems, named(operation, few, "float32")]
+
+
 def _matmul() -> list[TuneProblem]:
     """Experts of published models as the layer applies them, gate and up at once, then down; a plain product and gathered tokens; decoding."""
     models = (  # rows of a batch, features, those of an expert, experts, experts of a token
@@ -318,6 +330,10 @@ FAMILIES: dict[str, Family] = {
         _asks_for,
     ),
     "cells": Family(_cells, lambda: [named("recurrent", dict(B=2, T=8, H=16), "float32")]),
+    "latent": Family(
+        _latent,
+        lambda: [named("multi_head_latent_attention", dict(B=1, T=32, H=2, D=24, V=16, Dr=8), "float32")],
+    ),
     "matmul": Family(_matmul, lambda: [named("grouped_matmul", dict(M=32, K=16, N=16, E=4), "float32")]),
     "normalization": Family(_normalization, lambda: [named("gated_rms_norm", dict(M=32, F=16), "float32")]),
     "pooling": Family(_pooling, lambda: [named("mean_pooling", dict(B=2, T=32, C=16, L=8), "float32")]),

@@ -100,6 +100,13 @@ def attention(arch: Architecture) -> ejx.models.LayerConfig:
     return arch.layer("attention", num_heads=arch.num_heads, num_kv_heads=arch.num_kv_heads, rope=rope)
 
 
+def mla(arch: Architecture) -> ejx.models.LayerConfig:
+    """Multi-head latent attention, in DeepSeek's proportions."""
+    dim = arch.head_dim
+    sizes = {"kv_lora_rank": 4 * dim, "qk_nope_head_dim": dim, "qk_rope_head_dim": 2 * -(-dim // 4)}
+    return arch.layer("latent_attention", num_heads=arch.num_heads, **sizes)
+
+
 def mamba1(arch: Architecture) -> ejx.models.LayerConfig:
     return arch.layer("mamba1")
 
@@ -126,7 +133,7 @@ def gated_deltanet(arch: Architecture) -> ejx.models.LayerConfig:
 
 
 MIXERS: dict[str, Callable[[Architecture], ejx.models.LayerConfig]] = {
-    mixer.__name__: mixer for mixer in (attention, mamba1, mamba2, gla, lightning, kda, gated_deltanet)
+    mixer.__name__: mixer for mixer in (attention, mla, mamba1, mamba2, gla, lightning, kda, gated_deltanet)
 }
 
 

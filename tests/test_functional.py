@@ -41,6 +41,11 @@ x, dt, A = normal(5, 6, 4), jax.nn.softplus(normal(6, 6, 4)), -jnp.exp(normal(7,
 B, C = normal(8, 6, 3), normal(9, 6, 3)
 starts = {"query_start_loc": jnp.array([0, 6])}
 CALLS: dict[str, tuple[dict[str, Any], tuple[Any, ...], dict[str, Any]]] = {
+    "absorbed_latent_attention": (
+        dict(softmax_scale=0.2),
+        (normal(1, 6, 2, 8), normal(2, 6, 5), normal(3, 6, 3)),
+        dict(kv_lengths=4),
+    ),
     "attention": (dict(causal=True), (q, k, v), {}),
     "block_sparse_attention": (dict(block_size=4), (q, k, v), dict(block_map=np.eye(2, dtype=bool))),
     "causal_conv1d": (dict(activation="silu"), (x, normal(1, 4, 3)), {}),
@@ -58,6 +63,11 @@ CALLS: dict[str, tuple[dict[str, Any], tuple[Any, ...], dict[str, Any]]] = {
     "lightning_attention": (dict(slopes="fla"), (q, k, v), {}),
     "linear_attention": (dict(normalize=True), (jnp.exp(q), jnp.exp(k), v), {}),
     "mean_pooling": (dict(chunk_size=2, normalize=True), (x,), dict(lengths=3)),
+    "multi_head_latent_attention": (
+        dict(causal=True),
+        (normal(1, 6, 2, 8), normal(2, 6, 2, 5), normal(3, 6, 3), normal(4, 6, 2, 4)),
+        dict(return_lse=True),
+    ),
     "paged_attention": (dict(softmax_scale=0.2), (q[:1], cache()), dict(return_lse=True)),
     "prefill_paged_attention": (dict(sliding_window=4), (q, cache()), starts),
     "ragged_decode_attention": (dict(softmax_scale=0.2), (q[:1], k[None], v[None], 1, 5), {}),

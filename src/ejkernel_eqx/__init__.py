@@ -49,6 +49,7 @@ from .dispatch.environment import env as env
 from .dispatch.labels import extract_labels_from_hlo_text as extract_labels_from_hlo_text
 from .dispatch.labels import find_labels_in_lowered as find_labels_in_lowered
 from .dispatch.labels import labels_to_configs as labels_to_configs
+from .functional import absorbed_latent_attention as absorbed_latent_attention
 from .functional import block_sparse_attention as block_sparse_attention
 from .functional import causal_conv1d as causal_conv1d
 from .functional import delta_rule as delta_rule
@@ -61,6 +62,7 @@ from .functional import kernel_delta_attention as kernel_delta_attention
 from .functional import lightning_attention as lightning_attention
 from .functional import linear_attention as linear_attention
 from .functional import mean_pooling as mean_pooling
+from .functional import multi_head_latent_attention as multi_head_latent_attention
 from .functional import paged_attention as paged_attention
 from .functional import prefill_paged_attention as prefill_paged_attention
 from .functional import ragged_decode_attention as ragged_decode_attention
@@ -70,6 +72,8 @@ from .functional import scaled_dot_product_attention as scaled_dot_product_atten
 from .functional import state_space_v1 as state_space_v1
 from .functional import state_space_v2 as state_space_v2
 from .functional import unified_attention as unified_attention
+from .latent import AbsorbedLatentAttention as AbsorbedLatentAttention
+from .latent import MultiHeadLatentAttention as MultiHeadLatentAttention
 from .matmul import GroupedMatmul as GroupedMatmul
 from .normalization import GatedRMSNorm as GatedRMSNorm
 from .paged import Buckets as Buckets

@@ -6,6 +6,7 @@
 | `T`, `S` | tokens; of attention the queries and the keys |
 | `H`, `K` | heads; of attention those of the queries and those of the keys and values; `H` also the hidden features of a recurrent cell |
 | `D`, `V` | channels of a query or key, and of a value |
+| `Dn`, `Dr` | of latent attention: channels of a key without and with a rotation |
 | `R` | output heads of a recurrence: the largest count of its operands' heads; of a latent cache its rank |
 | `I`, `P` | channels of a state space, and those of one of its heads |
 | `N`, `G` | state size, groups; in `N+1` the packed sequences (`S+1` where `N` is the size of a state); of pages the sequences |

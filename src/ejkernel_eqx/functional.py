@@ -17,6 +17,7 @@ from ._kernel import Kernel, make_plan, Plan, with_plan
 from .attention import Attention, BlockSparseAttention, FlashAttention, ScaledDotProductAttention
 from .cells import Recurrent
 from .convolution import CausalConv1d
+from .latent import AbsorbedLatentAttention, MultiHeadLatentAttention
 from .matmul import GroupedMatmul
 from .normalization import GatedRMSNorm
 from .paged import (
@@ -179,6 +180,8 @@ prefill_paged_attention = function_of(PrefillPagedAttention)
 ragged_decode_attention = function_of(RaggedDecodeAttention)
 ragged_paged_attention = function_of(RaggedPagedAttention)
 unified_attention = function_of(UnifiedAttention)
+absorbed_latent_attention = function_of(AbsorbedLatentAttention)
+multi_head_latent_attention = function_of(MultiHeadLatentAttention)
 delta_rule = function_of(DeltaRule)
 gated_delta_rule = function_of(GatedDeltaRule)
 gated_linear_attention = function_of(GatedLinearAttention)

@@ -16,6 +16,7 @@ from ._shapes import Bool
 from ._shapes import Float
 from ._shapes import Int
 from ._shapes import Numbers
+from .attention import Mask
 from .attention.masks.mask import Mask
 from .attention.score_mod import ScoreMod
 from .attention.signature import Output
@@ -23,6 +24,11 @@ from .attention.signature import WithLse
 from .cells.recurrent import GivenState
 from .cells.recurrent import NewState
 from .dispatch import PlatformLike
+from .latent.absorbed import Output
+from .latent.absorbed import WithLse
+from .latent.expanded import Output
+from .latent.expanded import WithLse
+from .paged import PagedLatentCache
 from .paged.cache.cache import PagedKVCache
 from .paged.cache.cache import PagedLatentCache
 from .paged.ragged import C
@@ -32,6 +38,75 @@ from .recurrence.linear import State
 MODULES_KEPT: int
 
 def function_of(cls: type[Kernel]) -> Callable[..., Any]: ...
+
+@overload
+def absorbed_latent_attention(
+    q: Float[AnyArray, '*B T H D'],
+    latent: Float[AnyArray, '*B S R'] | PagedLatentCache,
+    k_rope: Float[AnyArray, '*B S Dr'] | None = None,
+    *,
+    return_lse: Literal[False] = False,
+    w_uk: Float[AnyArray, 'H Dn R'] | None = None,
+    w_uv: Float[AnyArray, 'H V R'] | None = None,
+    query_start_loc: Int[Numbers, ' N+1'] | None = None,
+    max_query_len: int | None = None,
+    q_starts: int | Int[Numbers, '*B'] | None = None,
+    q_lengths: int | Int[Numbers, '*B'] | None = None,
+    kv_lengths: int | Int[Numbers, '*B'] | None = None,
+    sinks: Float[Numbers, ' H *n'] | None = None,
+    causal: bool = True,
+    sliding_window: int | tuple[int | None, int | None] | None = None,
+    logits_soft_cap: float | None = None,
+    softmax_scale: float | None = None,
+    platform: PlatformLike | None = None,
+    config: Any | None = None,
+) -> Output: ...
+
+@overload
+def absorbed_latent_attention(
+    q: Float[AnyArray, '*B T H D'],
+    latent: Float[AnyArray, '*B S R'] | PagedLatentCache,
+    k_rope: Float[AnyArray, '*B S Dr'] | None = None,
+    *,
+    return_lse: Literal[True],
+    w_uk: Float[AnyArray, 'H Dn R'] | None = None,
+    w_uv: Float[AnyArray, 'H V R'] | None = None,
+    query_start_loc: Int[Numbers, ' N+1'] | None = None,
+    max_query_len: int | None = None,
+    q_starts: int | Int[Numbers, '*B'] | None = None,
+    q_lengths: int | Int[Numbers, '*B'] | None = None,
+    kv_lengths: int | Int[Numbers, '*B'] | None = None,
+    sinks: Float[Numbers, ' H *n'] | None = None,
+    causal: bool = True,
+    sliding_window: int | tuple[int | None, int | None] | None = None,
+    logits_soft_cap: float | None = None,
+    softmax_scale: float | None = None,
+    platform: PlatformLike | None = None,
+    config: Any | None = None,
+) -> WithLse: ...
+
+@overload
+def absorbed_latent_attention(
+    q: Float[AnyArray, '*B T H D'],
+    latent: Float[AnyArray, '*B S R'] | PagedLatentCache,
+    k_rope: Float[AnyArray, '*B S Dr'] | None = None,
+    *,
+    return_lse: bool,
+    w_uk: Float[AnyArray, 'H Dn R'] | None = None,
+    w_uv: Float[AnyArray, 'H V R'] | None = None,
+    query_start_loc: Int[Numbers, ' N+1'] | None = None,
+    max_query_len: int | None = None,
+    q_starts: int | Int[Numbers, '*B'] | None = None,
+    q_lengths: int | Int[Numbers, '*B'] | None = None,
+    kv_lengths: int | Int[Numbers, '*B'] | None = None,
+    sinks: Float[Numbers, ' H *n'] | None = None,
+    causal: bool = True,
+    sliding_window: int | tuple[int | None, int | None] | None = None,
+    logits_soft_cap: float | None = None,
+    softmax_scale: float | None = None,
+    platform: PlatformLike | None = None,
+    config: Any | None = None,
+) -> Output | WithLse: ...
 
 def attention(
     q: Float[AnyArray, '*B T H D'],
@@ -434,6 +509,81 @@ def mean_pooling(
     platform: PlatformLike | None = None,
     config: Any | None = None,
 ) -> Float[Array, '*B ... C']: ...
+
+@overload
+def multi_head_latent_attention(
+    q: Float[AnyArray, '*B T H D'],
+    k: Float[AnyArray, '*B S H Dn'],
+    k_rope: Float[AnyArray, '*B S Dr'],
+    v: Float[AnyArray, '*B S H V'],
+    *,
+    return_lse: Literal[False] = False,
+    mask: Bool[Numbers, '#*B #H #T #S'] | Mask | None = None,
+    segment_ids: Int[Numbers, '*B T'] | None = None,
+    kv_segment_ids: Int[Numbers, '*B S'] | None = None,
+    cu_seqlens: Int[Numbers, ' N+1'] | None = None,
+    kv_cu_seqlens: Int[Numbers, ' N+1'] | None = None,
+    q_lengths: int | Int[Numbers, '*B'] | None = None,
+    kv_lengths: int | Int[Numbers, '*B'] | None = None,
+    sinks: Float[Numbers, ' H *n'] | None = None,
+    q_offset: int | Int[Numbers, '*B'] | None = None,
+    causal: bool = False,
+    sliding_window: int | tuple[int | None, int | None] | None = None,
+    logits_soft_cap: float | None = None,
+    softmax_scale: float | None = None,
+    platform: PlatformLike | None = None,
+    config: Any | None = None,
+) -> Output: ...
+
+@overload
+def multi_head_latent_attention(
+    q: Float[AnyArray, '*B T H D'],
+    k: Float[AnyArray, '*B S H Dn'],
+    k_rope: Float[AnyArray, '*B S Dr'],
+    v: Float[AnyArray, '*B S H V'],
+    *,
+    return_lse: Literal[True],
+    mask: Bool[Numbers, '#*B #H #T #S'] | Mask | None = None,
+    segment_ids: Int[Numbers, '*B T'] | None = None,
+    kv_segment_ids: Int[Numbers, '*B S'] | None = None,
+    cu_seqlens: Int[Numbers, ' N+1'] | None = None,
+    kv_cu_seqlens: Int[Numbers, ' N+1'] | None = None,
+    q_lengths: int | Int[Numbers, '*B'] | None = None,
+    kv_lengths: int | Int[Numbers, '*B'] | None = None,
+    sinks: Float[Numbers, ' H *n'] | None = None,
+    q_offset: int | Int[Numbers, '*B'] | None = None,
+    causal: bool = False,
+    sliding_window: int | tuple[int | None, int | None] | None = None,
+    logits_soft_cap: float | None = None,
+    softmax_scale: float | None = None,
+    platform: PlatformLike | None = None,
+    config: Any | None = None,
+) -> WithLse: ...
+
+@overload
+def multi_head_latent_attention(
+    q: Float[AnyArray, '*B T H D'],
+    k: Float[AnyArray, '*B S H Dn'],
+    k_rope: Float[AnyArray, '*B S Dr'],
+    v: Float[AnyArray, '*B S H V'],
+    *,
+    return_lse: bool,
+    mask: Bool[Numbers, '#*B #H #T #S'] | Mask | None = None,
+    segment_ids: Int[Numbers, '*B T'] | None = None,
+    kv_segment_ids: Int[Numbers, '*B S'] | None = None,
+    cu_seqlens: Int[Numbers, ' N+1'] | None = None,
+    kv_cu_seqlens: Int[Numbers, ' N+1'] | None = None,
+    q_lengths: int | Int[Numbers, '*B'] | None = None,
+    kv_lengths: int | Int[Numbers, '*B'] | None = None,
+    sinks: Float[Numbers, ' H *n'] | None = None,
+    q_offset: int | Int[Numbers, '*B'] | None = None,
+    causal: bool = False,
+    sliding_window: int | tuple[int | None, int | None] | None = None,
+    logits_soft_cap: float | None = None,
+    softmax_scale: float | None = None,
+    platform: PlatformLike | None = None,
+    config: Any | None = None,
+) -> Output | WithLse: ...
 
 @overload
 def paged_attention(

@@ -13,6 +13,7 @@ from benchmarks import (
     decode,
     everything,
     host_cost,
+    latent,
     linear,
     moe,
     moe_layer,
@@ -29,6 +30,7 @@ _SCRIPTS = {
     "cells.py": cells,
     "decode.py": decode,
     "host_cost.py": host_cost,
+    "latent.py": latent,
     "linear.py": linear,
     "moe.py": moe,
     "moe_layer.py": moe_layer,
@@ -129,7 +131,7 @@ def test_every_part_has_its_command(gpu, more, tmp_path):
         assert anywhere == (
             set(parts) - {"tests"}
             if more
-            else {"decode", "linear", "cells", "moe", "moe-layer", "attention", "sparse", "pooling"}
+            else {"decode", "linear", "cells", "moe", "moe-layer", "latent", "attention", "sparse", "pooling"}
         )
     for name, part in parts.items():
         for command in part.commands:

@@ -52,6 +52,7 @@ PROBLEMS: dict[str, Sequence[tuple[dict[str, int], Mapping[str, object]]]] = {
         ),
         ({"M": 512, "K": 256, "N": 128, "E": 8}, {"stored": "int8"}),
     ],
+    "latent": [(TOKENS | {"D": 96, "V": 64, "Dr": 32}, {})],
     "paged": [(PAGES, {})],
     "pooling": [
         ({"B": 2, "T": 512, "C": 256}, {"masked": True}),
@@ -76,6 +77,7 @@ KERNELS: dict[str, tuple[dict[str, tuple[str, ...]], dict[str, tuple[str, ...]]]
     "convolution": (APPLY, LAUNCH),
     "normalization": (APPLY, LAUNCH),
     "cells": (APPLY, LAUNCH),
+    "latent": (ATTENTION, ATTENTION),
     "paged": ({"forward": CALL}, {"forward": CALL, "write": ("arrays",)}),
     "matmul": (APPLY, LAUNCH),
     "pooling": (APPLY, LAUNCH),

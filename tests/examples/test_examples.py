@@ -83,7 +83,7 @@ def test_a_hybrid_trains_and_writes(tmp_path, text):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("mixer", ["mamba1", "gla", "lightning", "kda", "gated_deltanet"])
+@pytest.mark.parametrize("mixer", ["mla", "mamba1", "gla", "lightning", "kda", "gated_deltanet"])
 def test_every_mixer_trains(tmp_path, text, mixer):
     folder = tmp_path / "run"
     options = ["--data", text, "--out-dir", folder, *SMALL, "--mixer", mixer, "--steps", 60]
@@ -263,7 +263,7 @@ def test_layers_written_out_and_made_again_have_the_gradient_of_the_loop(train_l
         assert looped > temporary["kernels", True]
 
 
-SLOW_MIXERS = ["mamba1,gla,attention", "kda,gated_deltanet,mamba2"]
+SLOW_MIXERS = ["mla,lightning", "mamba1,gla,attention", "kda,gated_deltanet,mamba2"]
 
 
 @pytest.mark.slow

@@ -449,7 +449,7 @@ def test_a_mixture_of_experts(examples):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("mixer", ["attention", "gated_deltanet,attention"])
+@pytest.mark.parametrize("mixer", ["attention", "mla", "gated_deltanet,attention"])
 def test_kernels_of_another_platform(examples, mixer):
     """The pages of all layers are one pool to them as well."""
     pytest.importorskip("triton")

@@ -54,6 +54,29 @@ _MINIMAX = (
     | {"mlp_alpha_factor": 1.25, "mlp_beta_factor": 0.5}
 )
 
+_DEEPSEEK_YARN = {
+    "rope_type": "yarn",
+    "factor": 4.0,
+    "original_max_position_embeddings": 16,
+    "rope_theta": 10000.0,
+}
+_DEEPSEEK = (
+    _SMALL
+    | {
+        "num_key_value_heads": 4,
+        "kv_lora_rank": 16,
+        "qk_nope_head_dim": 8,
+        "qk_rope_head_dim": 4,
+        "v_head_dim": 6,
+    }
+    | {
+        "n_routed_experts": 6,
+        "num_experts_per_tok": 2,
+        "moe_intermediate_size": 20,
+        "first_k_dense_replace": 1,
+    }
+)
+
 CONFIGS: dict[str, dict[str, Any]] = {
     "llama": _SMALL
     | {"rope_parameters": _LLAMA3 | {"original_max_position_embeddings": 16, "rope_theta": 500000.0}}
@@ -97,6 +120,15 @@ CONFIGS: dict[str, dict[str, Any]] = {
     | {"use_sliding_window": True, "sliding_window": 6},
     "qwen3_next with experts": _NEXT | _MIXTURE | {"shared_expert_intermediate_size": 24},
     "gpt_oss with experts": _GPT_OSS | _LOCAL_MIXTURE,
+    "deepseek_v2": _DEEPSEEK
+    | {"q_lora_rank": None, "n_shared_experts": 2}
+    | {"rope_parameters": _DEEPSEEK_YARN | {"mscale": 0.707, "mscale_all_dim": 0.707}},
+    "deepseek_v2 with groups": _DEEPSEEK
+    | {"q_lora_rank": 12, "topk_method": "group_limited_greedy", "n_group": 3, "topk_group": 2}
+    | {"routed_scaling_factor": 2.0, "attention_bias": True},
+    "deepseek_v3": _DEEPSEEK
+    | {"q_lora_rank": 12, "n_group": 3, "topk_group": 2}
+    | {"rope_parameters": _DEEPSEEK_YARN | {"mscale": 1.0, "mscale_all_dim": 0.8}},
     "minimax with experts": _MINIMAX | _LOCAL_MIXTURE,
 }
 

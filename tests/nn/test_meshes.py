@@ -13,6 +13,8 @@ from tests import meshes
 from tests.meshes import HEADS, ROWS
 from tests.nn.recurrent_layers import build, EMBED, inputs, LAYERS
 
+ATTENTION = (ejx.nn.MultiHeadAttention, ejx.nn.MultiHeadLatentAttention)
+
 
 def attention(name: str) -> Any:
     rope = ejx.nn.RotaryEmbedding(EMBED // 4)
@@ -24,10 +26,17 @@ def attention(name: str) -> Any:
     return eqx.tree_at(lambda m: m.q_norm.weight, layer, jnp.linspace(0.5, 2.0, EMBED))
 
 
+def latent_attention(name: str) -> Any:
+    sizes: Any = {"kv_lora_rank": 10, "qk_nope_head_dim": 6, "qk_rope_head_dim": 4, "q_lora_rank": 8}
+    return ejx.nn.MultiHeadLatentAttention(EMBED, num_heads=4, **sizes, key=jax.random.key(0))
+
+
 BUILDS = {
     "attention": attention,
     "attention, a norm of all heads": attention,
     "attention, a rolling cache": attention,
+    "latent attention": latent_attention,
+    "latent attention, expanded chunks": latent_attention,
     "lstm": lambda name: ejx.nn.LSTM(EMBED, 8, num_layers=2, key=jax.random.key(0)),
     "gru": lambda name: ejx.nn.GRU(EMBED, 8, key=jax.random.key(0)),
     **dict.fromkeys(LAYERS, build),
@@ -39,7 +48,9 @@ def weights(layer: Any, layout: str) -> Any:
 
     def spec(path: Any, x: Any) -> Any:
         name = jax.tree_util.keystr(path)
-        if not isinstance(layer, ejx.nn.MultiHeadAttention) or not eqx.is_array(x) or x.ndim != 2:
+        if not isinstance(layer, ATTENTION) or not eqx.is_array(x) or x.ndim != 2:
+            return P()
+        if "_a_proj" in name:  # to the latents, which all heads share
             return P()
         return meshes.spec(layout, None, HEADS) if "o_proj" in name else meshes.spec(layout, HEADS)
 
@@ -49,7 +60,9 @@ def weights(layer: Any, layout: str) -> Any:
 @pytest.mark.few(1)
 @meshes.everywhere
 @pytest.mark.parametrize("name", BUILDS)
-def test_training_and_decoding(name, kind, layout):
+def test_training_and_decoding(name, kind, layout, monkeypatch):
+    if "expanded chunks" in name:
+        monkeypatch.setattr("ejkernel_eqx.nn.latent_attention.EXPANDED_FROM", 1)
     layer = BUILDS[name](name)
     arrays, static = eqx.partition(layer, eqx.is_array)
     x = inputs(4, 3)
@@ -60,7 +73,7 @@ def test_training_and_decoding(name, kind, layout):
         learned, rest = eqx.partition(arrays, eqx.is_inexact_array)
         loss = lambda learned, x: jnp.sum(jnp.sin(eqx.combine(learned, rest, static)(x)))
         gradients = jax.grad(loss, (0, 1))(learned, x)
-        attends = isinstance(layer, ejx.nn.MultiHeadAttention)
+        attends = isinstance(layer, ATTENTION)
         rolling: Any = {"rolling": True} if "rolling" in name else {"max_length": 5}
         state = layer.init_cache(4, **rolling) if attends else layer.init_state(4)
         first, state = layer(x[:, :2], state)

@@ -111,7 +111,21 @@ def resolve(
     return_lse: bool,
 ) -> tuple[AttentionArrays, AttentionSpec]:
     """The resolved call. `mask` is the operation's own (causal, window); everything in `masking` is intersected with it."""
-    q, k, v = _check_qkv(q, k, v)
+    return described(*_check_qkv(q, k, v), options, mask, masking, scoring, return_lse=return_lse)
+
+
+def described(
+    q: Array,
+    k: Array,
+    v: Array,
+    options: ScoreOptions,
+    mask: Mask,
+    masking: MaskInputs,
+    scoring: ScoreInputs,
+    *,
+    return_lse: bool,
+) -> tuple[AttentionArrays, AttentionSpec]:
+    """`resolve` for arrays that have been checked."""
     lead, queries, keys, heads = q.shape[:-3], q.shape[-3], k.shape[-3], q.shape[-2]
     lowered = _visible(mask, masking, lead, heads, queries, keys)
     options, scoring = _with_known_form(options, scoring, heads)

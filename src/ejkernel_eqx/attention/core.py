@@ -117,8 +117,8 @@ def arrays_of(**given: Array) -> AttentionArrays:
     return AttentionArrays(**given, rows=rows)
 
 
-class _AttentionKind(Kind):
-    def given_of(self, arrays: AttentionArrays) -> dict[str, Any]:
+class AttentionKind(Kind):
+    def given_of(self, arrays: Any) -> dict[str, Any]:
         given = {name: x for name, x in arrays._asdict().items() if x is not None and name != "rows"}
         return given if arrays.rows is None else given | dict(zip(_ROWS, arrays.rows, strict=True))
 
@@ -153,7 +153,7 @@ class _AttentionKind(Kind):
         return dataclasses.replace(spec, **own, bias_over=over) if own or over else spec
 
 
-ATTEND = _AttentionKind(
+ATTEND = AttentionKind(
     make=arrays_of,
     problem_of=problem_of,
     axes_of=axes_of,

@@ -25,7 +25,7 @@ def workload(implementation: Implementation, problem: Problem) -> Workload:
         make = functools.partial(_without_lse, problem)
     return dataclasses.replace(
         workload_of(ATTEND, implementation, spec, make, flops=0.0),
-        reference=functools.partial(compiled, _by_row_and_head, spec),
+        reference=functools.partial(compiled, by_row_and_head, spec),
         costs=costs(problem),
     )
 
@@ -35,7 +35,7 @@ def _without_lse(problem: Problem, seed: int) -> Inputs:
     return Inputs(inputs.arrays, {**inputs.cotangents, "lse": jnp.zeros_like(inputs.cotangents["lse"])})
 
 
-def _by_row_and_head(spec: AttentionSpec, inputs: Inputs) -> dict[str, Array]:
+def by_row_and_head(spec: AttentionSpec, inputs: Inputs) -> dict[str, Array]:
     """All results of the reference in float32 (float64 for float64 inputs), one batch row and key head after the other, so that the
     scores of a whole call are never in memory at once."""
     arrays, dout, dlse = inputs.arrays, inputs.cotangents["out"], inputs.cotangents["lse"]

@@ -471,6 +471,19 @@ def backward(
     dlse: Array | None,
 ) -> AttentionGrads:
     """Cotangents of the differentiable arrays, from the results of `forward` and their cotangents."""
+    return gradients(arrays, spec, config, (out, lse), (dout, dlse), arrays.k.dtype)
+
+
+def gradients(
+    arrays: AttentionArrays,
+    spec: AttentionSpec,
+    config: XlaConfig,
+    results: tuple[Array, Array],
+    cotangents: tuple[Array, Array | None],
+    key_dtype: Any,
+) -> AttentionGrads:
+    """`backward`, with that of the keys in a dtype of its own."""
+    (out, lse), (dout, dlse) = results, cotangents
     call = _Call(arrays, spec, config.backward)
     given, arrays = arrays, call.arrays
     out, lse, dout, dlse = xla_symbols.whole_rows(out, lse, dout, dlse, config.backward)
@@ -518,7 +531,7 @@ def backward(
     dq = (dq * spec.scale).astype(arrays.q.dtype).transpose(0, 3, 1, 2, 4)
     grads = AttentionGrads(
         q=dq.reshape(arrays.q.shape),
-        k=(dk * spec.scale).astype(arrays.k.dtype).transpose(0, 3, 1, 2),
+        k=(dk * spec.scale).astype(key_dtype).transpose(0, 3, 1, 2),
         v=dv.astype(arrays.v.dtype).transpose(0, 3, 1, 2),
         bias=bias.finish(dbias),
         alibi_slopes=_per_head_gradient(dslopes, arrays.alibi_slopes),

@@ -7,6 +7,7 @@ from typing import Any, NamedTuple
 from ..weights.attention_configs import attention_options, default_type
 from ..weights.configs import layer_type, unit_offset_norms
 from ..weights.expert_configs import expert_defaults, experts_of, mixture_of_experts_options
+from ..weights.latent_configs import latent_attention_options
 from ..weights.recurrent_configs import (
     gated_delta_net_options,
     lightning_attention_options,
@@ -29,6 +30,8 @@ class _Family(NamedTuple):
     """What is common to the models of one `model_type`, besides their mixers."""
 
     norms: Norms = "pre"
+    attention: str = "attention"
+    """The mixer of layers with attention."""
     recurrent: str | None = None
     """The mixer of layers without attention."""
     scaled_embedding: bool = False
@@ -54,6 +57,8 @@ FAMILIES: dict[str, _Family] = {
     "gemma3_text": _Family("around", scaled_embedding=True, defaults=_TIED | _GEMMA3),
     "gpt_oss": _Family(defaults=_EPS),
     "olmo2": _Family("post", defaults=_EPS),
+    "deepseek_v2": _Family(attention="latent_attention"),
+    "deepseek_v3": _Family(attention="latent_attention"),
     "mixtral": _Family(defaults=_EPS),
     "olmoe": _Family(defaults=_EPS),
     "qwen2_moe": _Family(),
@@ -67,7 +72,7 @@ FAMILIES: dict[str, _Family] = {
     ),
     "minimax": _Family(
         "residual",
-        "lightning_attention",
+        recurrent="lightning_attention",
         defaults=_EPS,
     ),
 }
@@ -137,6 +142,7 @@ _BIDIRECTIONAL_PROMPTS = ("paligemma", "colpali")
 _NEEDED = ("vocab_size", "hidden_size", "num_hidden_layers")
 _OPTIONS = {
     "attention": attention_options,
+    "latent_attention": latent_attention_options,
     "mamba1": mamba1_options,
     "mamba2": mamba2_options,
     "gated_delta_net": gated_delta_net_options,
@@ -147,7 +153,7 @@ _PLACE = ("embed_dim", "layer_index", "num_layers")  # which the decoder says it
 
 def _mixer(config: Mapping[str, Any], family: _Family, index: int) -> tuple[str, dict[str, Any]]:
     """The name of a layer's mixer and what it is built with."""
-    mixer = "attention"
+    mixer = family.attention
     if family.recurrent is not None:
         # A model without attention lists no types.
         kind = (

@@ -13,6 +13,8 @@ from .gated_linear_attention import GatedLinearAttention as GatedLinearAttention
 from .gated_rms_norm import GatedRMSNorm as GatedRMSNorm
 from .kimi_delta_attention import KimiDeltaAttention as KimiDeltaAttention
 from .kv_cache import KVCache as KVCache
+from .latent_attention import MultiHeadLatentAttention as MultiHeadLatentAttention
+from .latent_cache import LatentCache as LatentCache
 from .lightning_attention import LightningAttention as LightningAttention
 from .mamba1 import Mamba1Mixer as Mamba1Mixer
 from .mamba2 import Mamba2Mixer as Mamba2Mixer

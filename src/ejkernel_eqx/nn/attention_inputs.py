@@ -103,7 +103,7 @@ def check_call(layer: Any, x: Any, cache: Any, given: CallInputs) -> tuple[CallI
             f"cache: expected a KVCache, a RollingKVCache or None, received {type(cache).__name__}; build it with init_cache."
         )
     if given.cu_seqlens is not None:
-        _check_packed(x, cache, given)
+        check_packed(x, cache, given)
     if given.kv_input is not None:
         kv_input = read_features("kv_input", given.kv_input, "[..., S, C]", "C", layer.kv_embed_dim)
         check_tokens("kv_padding_mask", given.kv_padding_mask, "booleans", "kv_input", kv_input)
@@ -121,7 +121,7 @@ def check_call(layer: Any, x: Any, cache: Any, given: CallInputs) -> tuple[CallI
                 f"kv_input: expected [..., S, {layer.kv_embed_dim}], received None; this layer was built for cross attention, with {name}="
                 f"{size}."
             )
-    _check_side_by_side(given.padding_mask)
+    check_side_by_side(given.padding_mask)
     if cache is not None:
         _check_cache(layer, x, cache, given.segment_ids)
     if isinstance(cache, RollingKVCache):
@@ -145,7 +145,7 @@ def _read_values(layer: Any, v_input: Any, kv_input: Array) -> Array | None:
     return v_input
 
 
-def _check_packed(x: Array, cache: Any, given: CallInputs) -> None:
+def check_packed(x: Array, cache: Any, given: CallInputs) -> None:
     offsets = read_array("cu_seqlens", given.cu_seqlens, "integers", "[N + 1]")
     others = ("padding_mask", "segment_ids", "kv_input")
     other = next((name for name in others if getattr(given, name) is not None), None)
@@ -173,7 +173,7 @@ def _check_scores(name: str, value: Any, kind: str, lead: tuple[int, ...], heads
         )
 
 
-def _check_side_by_side(padding_mask: AnyArray | None) -> None:
+def check_side_by_side(padding_mask: AnyArray | None) -> None:
     """Real tokens are contiguous in each row, if the values are known."""
     if padding_mask is None or not is_known(padding_mask) or not np.size(padding_mask):
         return

@@ -13,6 +13,7 @@ from ..sequences import cu_seqlens_to_segment_ids, positions_from_cu_seqlens
 from ..sequences.packing import read_offsets
 from .attention_inputs import CallInputs
 from .kv_cache import KVCache
+from .latent_cache import LatentCache
 from .rolling_cache import RollingKVCache
 from .rotary import RotaryChoice, RotaryEmbedding
 from .tokens import ids_of
@@ -93,7 +94,7 @@ def places_over_pages(rope: Rope | None, batch: RaggedBatch, positions: AnyArray
     return Places(positions, lengths=batch.lengths[jnp.maximum(batch.sequence_ids, 0)])
 
 
-def locate(x: Array, cache: KVCache | RollingKVCache | None, given: CallInputs) -> Rows:
+def locate(x: Array, cache: KVCache | LatentCache | RollingKVCache | None, given: CallInputs) -> Rows:
     """The rows of a call. Left padding reduces the offset, so that the first real token has the position of the row's length."""
     padding_mask = given.padding_mask
     if given.kv_input is not None:

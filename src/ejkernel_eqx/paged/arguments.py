@@ -250,3 +250,30 @@ def resolve_dense(
         kv_start=ranges["start"],
     )
     return _with_scoring(arrays, scoring, 1), _spec(q, options, return_lse=return_lse)
+
+
+def resolve_rows(
+    q: Array,
+    latent: Array,
+    rope: Array,
+    options: PagedOptions,
+    tokens: Tokens,
+    lengths: Array,
+    scoring: Scoring,
+    *,
+    return_lse: bool,
+) -> tuple[PagedArrays, PagedSpec]:
+    """Queries `[*, T, H, R + Dr]` on dense latents `[*, S, R]` and rotary keys `[*, S, Dr]`: those of a row are a single page, which each of its
+    sequences reads up to its length, `[*, N]`."""
+    arrays = PagedArrays(
+        q=q,
+        k=latent[..., None, :, None, :],
+        v=None,
+        page_table=jnp.zeros((*lengths.shape, 1), jnp.int32),
+        q_start=tokens.q_start,
+        q_len=tokens.q_len,
+        kv_len=lengths,
+        rope=rope[..., None, :, None, :],
+    )
+    spec = _spec(q, options, max_query_len=tokens.max_query_len, latent=True, return_lse=return_lse)
+    return _with_scoring(arrays, scoring, tokens.max_query_len), spec

@@ -119,11 +119,11 @@ def forward(
     arrays: AttentionArrays, spec: AttentionSpec, config: TritonConfig, *, execute: Execute = run
 ) -> tuple[Array, Array]:
     """`out [B, T, H, V]`, `lse [B, H, T]`."""
-    arrays, spec = _explicit_ranges(arrays, spec)
+    arrays, spec = explicit_ranges(arrays, spec)
     (batch, queries, heads, _), values = arrays.q.shape, arrays.v.shape[-1]
     tile = config.forward
     tiles, numbers = _tiled(arrays, spec, tile)
-    results = _launcher(arrays, spec, config, execute)(
+    results = launcher(arrays, spec, config, execute)(
         forward_kernel.forward_kernel,
         tile,
         {
@@ -150,7 +150,7 @@ def backward(
     execute: Execute = run,
 ) -> AttentionGrads:
     """All gradients; bitwise repeatable, as every sum has one fixed order."""
-    arrays, spec = _explicit_ranges(arrays, spec)
+    arrays, spec = explicit_ranges(arrays, spec)
     delta, empty = row_terms(arrays, out, lse, dout, dlse)
     if arrays.bias is not None:
         # A bias of minus infinity also hides entries, though the kernels see no mask.
@@ -160,14 +160,14 @@ def backward(
         "lse": jnp.where(lse == -jnp.inf, jnp.inf, lse * LOG2E),
         "delta": delta,
     }
-    launch = _launcher(arrays, spec, config, execute).knowing(own)
+    launch = launcher(arrays, spec, config, execute).knowing(own)
     dk, dv = _key_gradient(launch, arrays, spec, config.key_gradient)
     dq, dslopes = _query_gradient(launch, arrays, spec, config.query_gradient)
     dbias, bias = None, arrays.bias
     if bias is not None:
         if spec.listed:  # every tile of the bias has a gradient, of hidden ones zero
             arrays, spec = _without_lists(arrays, spec)
-            launch = _launcher(arrays, spec, config, execute).knowing(own)
+            launch = launcher(arrays, spec, config, execute).knowing(own)
         dbias = _bias_gradient(launch, bias, arrays, config.query_gradient)
     dsinks = None
     if arrays.sinks is not None:
@@ -222,7 +222,7 @@ def _bias_gradient(launch: Launcher, bias: Array, arrays: AttentionArrays, tile:
     return results["dbias"].astype(bias.dtype)
 
 
-def _launcher(
+def launcher(
     arrays: AttentionArrays, spec: AttentionSpec, config: TritonConfig, execute: Execute
 ) -> Launcher:
     """The arguments that all kernels of a call share, without their tiles."""
@@ -369,7 +369,7 @@ def _group(arrays: AttentionArrays, spec: AttentionSpec) -> int:
     return 1 << min(most.bit_length() - 1, 6)
 
 
-def _explicit_ranges(arrays: AttentionArrays, spec: AttentionSpec) -> tuple[AttentionArrays, AttentionSpec]:
+def explicit_ranges(arrays: AttentionArrays, spec: AttentionSpec) -> tuple[AttentionArrays, AttentionSpec]:
     """The same call with its static window turned into ranges if it leaves a query without keys or a key unseen, so that kernels
     know which."""
     if (

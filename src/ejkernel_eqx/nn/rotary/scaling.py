@@ -145,6 +145,11 @@ class YarnScaling:
             return _yarn_mscale(self.factor, self.mscale) / _yarn_mscale(self.factor, self.mscale_all_dim)
         return _yarn_mscale(self.factor, 1.0)
 
+    @property
+    def softmax_factor(self) -> float:
+        """What latent attention multiplies the softmax scale by: the square of the factor for `mscale_all_dim`, 1 without it."""
+        return _yarn_mscale(self.factor, self.mscale_all_dim or 0.0) ** 2
+
     def frequencies(self, base: np.ndarray, theta: float) -> np.ndarray:
         low, high = (self._index(turns, len(base), theta) for turns in (self.beta_fast, self.beta_slow))
         if self.truncate:

@@ -1,0 +1,358 @@
+"""Latent attention: training compared with FlashAttention of head dim 128, and a decoding step of the layer with its kernel alone.
+
+    python benchmarks/latent.py --json latent.json --plot latent.png
+    python benchmarks/latent.py --problems decode --time-limit 300
+    python benchmarks/latent.py --quick                                # tiny problems
+    python benchmarks/latent.py --render latent.json --markdown latent.md
+
+Every result of ours is first compared with the formula in float32, for decoding with the keys and values expanded; speeds are reported only if they
+agree. "flash" has as many heads, with keys and values of 128 channels: `of flash` is the speed in operations over its. "kernel" is attention over the
+latents alone, on absorbed queries: `over kernel` is the time over its. What is above it are the projections, whose weights a step reads.
+"""
+
+import argparse
+import dataclasses
+import functools
+import os
+import pathlib
+import sys
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import Any
+
+sys.path.insert(0, str(pathlib.Path(__file__).resolve().parent.parent))
+
+import equinox as eqx
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import Array
+
+import ejkernel_eqx as ejx
+from benchmarks import command
+from benchmarks.linear_plot import plot as plot_bars
+from benchmarks.measure import launch_floor, StateWork
+from benchmarks.prepare import (
+    Attempt,
+    compiled,
+    DIRECTIONS,
+    fastest,
+    finite,
+    input_sets,
+    measure_rows,
+    PeerRow,
+    prepare,
+    Prepared,
+)
+from ejkernel_eqx._tolerances import Tolerance, TOLERANCES
+from ejkernel_eqx.tuning.check import all_errors
+
+OURS = ("default", "triton", "xla")
+FLASH, KERNEL = "flash", "kernel"
+FLASH_DIM = 128
+Arrays = dict[str, Array]
+
+
+@dataclasses.dataclass(frozen=True)
+class LatentProblem:
+    """`B` rows of `T` tokens and `H` heads, causal; or, with `E`, a decoding step of a layer of `E` features, for `B` sequences of `T` tokens."""
+
+    B: int
+    T: int
+    H: int
+    E: int = 0
+    nope: int = 128
+    rope: int = 64
+    V: int = 128
+    R: int = 512
+    page: int = 64
+    dtype: str = "bfloat16"
+
+    @property
+    def name(self) -> str:
+        sizes = f"B{self.B} T{self.T} H{self.H} D{self.nope}+{self.rope} V{self.V}"
+        if self.E:
+            sizes = f"N{self.B} S{self.T} H{self.H} R{self.R}+{self.rope} E{self.E}"
+        kind = "decode" if self.E else "train"
+        return f"{kind} {sizes}{'' if self.dtype == 'bfloat16' else f' {self.dtype}'}"
+
+    @property
+    def directions(self) -> tuple[str, ...]:
+        return DIRECTIONS[:1] if self.E else DIRECTIONS
+
+    @property
+    def scale(self) -> float:
+        return (self.nope + self.rope) ** -0.5
+
+    def flops(self, direction: str, dims: int | None = None) -> float:
+        """Operations of attention; `dims`: of a key and a value together."""
+        if self.E:
+            return 2.0 * self.B * self.T * self.H * (2 * self.R + self.rope)
+        pairs = self.B * self.H * self.T * (self.T + 1) / 2
+        forward = 2.0 * pairs * (self.nope + self.rope + self.V if dims is None else dims)
+        return forward if direction == "forward" else 3.5 * forward
+
+
+@dataclasses.dataclass
+class Row(PeerRow):
+    """One implementation of one problem in one direction. `reason` is set if there is no time."""
+
+    flops: float | None = None
+    tflop_per_s: float | None = None
+    of_flash: float | None = None
+    over_kernel: float | None = None
+
+    @property
+    def speed(self) -> str:
+        more = f", {self.of_flash:.2f} of flash's" if self.of_flash else ""
+        more += f", {self.over_kernel:.2f} of the time of its kernel" if self.over_kernel else ""
+        return f"{self.ms:.3f} ms, {self.tflop_per_s:.1f} TFLOP/s{more}"
+
+
+def random(seed: int, dtype: str, *shapes: tuple[int, ...]) -> list[Array]:
+    keys = jax.random.split(jax.random.key(seed), len(shapes))
+    return [jax.random.normal(key, shape, jnp.dtype(dtype)) for key, shape in zip(keys, shapes)]
+
+
+# Training
+
+
+def make_training(p: LatentProblem, seed: int) -> Arrays:
+    lead, names = (p.B, p.T, p.H), ("q", "k", "k_rope", "v", "cotangent")
+    shapes = (*lead, p.nope + p.rope), (*lead, p.nope), (p.B, p.T, p.rope), (*lead, p.V), (*lead, p.V)
+    return dict(zip(names, random(seed, p.dtype, *shapes)))
+
+
+def differentiated(call: Callable[..., Array], direction: str, inputs: Arrays) -> Arrays:
+    given = {name: x for name, x in inputs.items() if name != "cotangent"}
+    if direction == "forward":
+        return {"out": call(**given)}
+    out, pull = jax.vjp(lambda given: call(**given), given)
+    return {"out": out} | pull(inputs["cotangent"])[0]
+
+
+def training(p: LatentProblem, platform: Any, direction: str) -> Callable[[Arrays], Arrays]:
+    return functools.partial(
+        differentiated, ejx.MultiHeadLatentAttention(causal=True, platform=platform), direction
+    )
+
+
+def flash(direction: str) -> Callable[[Arrays], Arrays]:
+    """Attention on keys as wide as the values."""
+
+    def run(inputs: Arrays) -> Arrays:
+        x = inputs["cotangent"][..., :FLASH_DIM]
+        given = {"q": inputs["q"][..., : x.shape[-1]], "k": inputs["v"], "v": x, "cotangent": x}
+        return differentiated(ejx.FlashAttention(causal=True), direction, given)
+
+    return run
+
+
+def expected_training(p: LatentProblem, inputs: Arrays) -> dict[str, Arrays]:
+    wide = {name: x.astype(jnp.float32) for name, x in inputs.items()}
+    return {way: jax.jit(training(p, "xla", way))(wide) for way in p.directions}
+
+
+# Decoding
+
+
+def layer_of(p: LatentProblem, platform: Any, seed: int = 0) -> Any:
+    sizes: Any = {
+        "kv_lora_rank": p.R,
+        "qk_nope_head_dim": p.nope,
+        "qk_rope_head_dim": p.rope,
+        "v_head_dim": p.V,
+    }
+    sizes |= {"q_lora_rank": 3 * p.R, "dtype": p.dtype, "platform": platform}
+    return ejx.nn.MultiHeadLatentAttention(p.E, num_heads=p.H, **sizes, key=jax.random.key(seed))
+
+
+def batch_of(p: LatentProblem) -> ejx.RaggedBatch:
+    pages = np.arange(p.B * -(-p.T // p.page)).reshape(p.B, -1)
+    return ejx.RaggedBatch.build([1] * p.B, [p.T] * p.B, pages, page_size=p.page)
+
+
+def make_decoding(p: LatentProblem, seed: int) -> Arrays:
+    count = p.B * -(-p.T // p.page)
+    shapes = (p.B, p.E), (count, p.page, p.R), (count, p.page, p.rope), (p.B, p.H, p.R + p.rope)
+    return dict(zip(("x", "latent", "rope", "q"), random(seed, p.dtype, *shapes)))
+
+
+def decoding(
+    p: LatentProblem, platform: Any, wide: bool = False
+) -> Callable[[Array, Any], tuple[Any, Arrays]]:
+    """A step of the layer, in float32 if `wide`, on tokens and pages; and the pages after it."""
+    arrays, static = eqx.partition(eqx.filter_jit(layer_of)(p, platform), eqx.is_array)
+    arrays = jax.tree.map(lambda x: x.astype(jnp.float32), arrays) if wide else arrays
+    batch = batch_of(p)
+
+    def step(x: Array, pages: Any) -> tuple[Any, Arrays]:
+        out, pages = eqx.combine(arrays, static)(x, pages, batch=batch)
+        return pages, {"out": out}
+
+    return step
+
+
+def pages_of(inputs: Arrays) -> ejx.PagedLatentCache:
+    return ejx.PagedLatentCache(inputs["latent"], inputs["rope"])
+
+
+def prepare_decoding(p: LatentProblem, platform: Any, sets: Sequence[Arrays]) -> Prepared:
+    """Steps in place: each takes the pages of the last one."""
+    step, pages = decoding(p, platform), pages_of(sets[0])
+
+    def several(runs: int, x: Array, pages: Any) -> tuple[Any, list[Arrays]]:
+        results = []
+        for _ in range(runs):
+            pages, found = step(x, pages)
+            pages = jax.lax.optimization_barrier(pages)
+            results.append(found)
+        return pages, results
+
+    @functools.cache
+    def program(runs: int) -> Any:
+        function = jax.jit(functools.partial(several, runs), donate_argnums=1)
+        return function.lower(sets[0]["x"], pages).compile()
+
+    copied = lambda: jax.tree.map(jnp.copy, pages)
+    once, selection, temporary = compiled(program)
+    _, (results,) = once(sets[0]["x"], copied())
+    make = lambda runs: StateWork(program(runs), copied(), [inputs["x"] for inputs in sets])
+    return Prepared(results, make, selection, temporary)
+
+
+def kernel(p: LatentProblem) -> Callable[[Arrays], Arrays]:
+    batch, op = batch_of(p), ejx.RaggedPagedAttention(softmax_scale=p.scale)
+    how: Any = {"query_start_loc": batch.query_start_loc, "max_query_len": 1}
+    return lambda inputs: {"out": op(inputs["q"], pages_of(inputs).bind(batch), **how)}
+
+
+def expected_decoding(p: LatentProblem, inputs: Arrays) -> dict[str, Arrays]:
+    wide = jax.tree.map(lambda x: x.astype(jnp.float32), inputs)
+    with jax.default_matmul_precision("highest"):
+        return {"forward": jax.jit(decoding(p, "xla", wide=True))(wide["x"], pages_of(wide))[1]}
+
+
+# Measuring
+
+
+def measure(p: LatentProblem, options: argparse.Namespace) -> Iterator[list[Row]]:
+    """The rows of a problem, by direction."""
+    sets = input_sets(functools.partial(make_decoding if p.E else make_training, p))
+    expected = (expected_decoding if p.E else expected_training)(p, sets[0])
+    floor, other = launch_floor(sets[0]), KERNEL if p.E else FLASH
+    for direction in p.directions:
+        row = functools.partial(Row, p.name, direction)
+        attempts = []
+        for name in options.platforms:
+            platform = None if name == "default" else name
+            if p.E:
+                make = functools.partial(prepare_decoding, p, platform, sets)
+            else:
+                make = functools.partial(prepare, training(p, platform, direction), sets)
+            attempts.append(Attempt(row(name, False, flops=p.flops(direction)), make))
+        beside = kernel(p) if p.E else flash(direction)
+        flops = p.flops(direction, None if p.E else 2 * min(p.V, FLASH_DIM))
+        attempts.append(Attempt(row(other, False, flops=flops), functools.partial(prepare, beside, sets)))
+        rows = measure_rows(attempts, functools.partial(_check, p, expected), options, floor)
+        lower = fastest(found for found in rows if found.implementation == other)
+        for found in rows:
+            found.tflop_per_s = found.flops / found.ms / 1e9 if found.ms and found.flops else None
+            if found.ms and lower and found.implementation != other and found.flops:
+                found.of_flash = None if p.E else found.flops / found.ms * lower / flops
+                found.over_kernel = found.ms / lower if p.E else None
+        yield rows
+
+
+def _check(p: LatentProblem, expected: Mapping[str, Arrays], row: Row, results: Arrays) -> str | None:
+    """The error in the results, if any; what is shown beside ours has results of its own."""
+    if row.implementation in (FLASH, KERNEL):
+        return None
+    allowed: dict[str, Tolerance] = {
+        name: TOLERANCES[p.dtype]["forward" if name == "out" else "gradient"] for name in results
+    }
+    if p.E:  # absorbed queries, latents and the last projection are each rounded once more
+        allowed = {name: Tolerance(3 * x.rms, 3 * x.peak) for name, x in allowed.items()}
+    errors, wrong = all_errors(results, expected[row.direction], allowed)
+    row.errors = finite(errors)
+    return wrong
+
+
+def unmeasured(p: LatentProblem, reason: str) -> list[Row]:
+    return [Row(p.name, way, "default", False, flops=p.flops(way), reason=reason) for way in p.directions]
+
+
+def summarise(rows: Sequence[Row]) -> dict[str, dict[str, Any]]:
+    """The lowest speed beside flash, and the most time over the kernel alone."""
+    summary: dict[str, dict[str, Any]] = {}
+    mine = [row for row in rows if row.implementation == "default"]
+    for direction in DIRECTIONS:
+        if known := [row for row in mine if row.of_flash and row.direction == direction]:
+            least = min(known, key=lambda row: row.of_flash or 0)
+            summary[f"lowest of flash, {direction}"] = {"value": least.of_flash, "problem": least.problem}
+    if known := [row for row in mine if row.over_kernel]:
+        most = max(known, key=lambda row: row.over_kernel or 0)
+        summary["most time over the kernel"] = {"value": most.over_kernel, "problem": most.problem}
+    return summary
+
+
+# The command
+
+HEADER = ("problem", "implementation", "ms", "spread", "TFLOP/s", "of flash", "over kernel", "error")
+TABLES = command.Tables(
+    HEADER,
+    DIRECTIONS,
+    "of flash: speed over that of attention with 128 channels; over kernel: time over that of attention over latents alone",
+    "Speed of latent attention",
+)
+P = LatentProblem
+ANCHORS = (
+    P(1, 4096, 128),
+    P(64, 4096, 128, E=7168),
+    P(4, 4096, 16),
+    P(1, 16384, 16),
+    P(8, 8192, 128, E=7168),
+    P(64, 4096, 16, E=2048),
+)
+_SMALL: Any = {"nope": 16, "rope": 8, "V": 16, "R": 24, "page": 16, "dtype": "float32"}
+CPU = (P(1, 256, 2, **_SMALL), P(2, 128, 2, E=64, **_SMALL))
+TINY = (P(1, 40, 2, **_SMALL), P(2, 40, 2, E=32, **_SMALL))
+
+
+def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
+    parser = command.parser(__doc__)
+    command.add_platforms(parser, OURS, "default")
+    parser.set_defaults(torch=False)  # no peer of PyTorch's
+    return command.parse(parser, arguments)
+
+
+def choose(options: argparse.Namespace) -> list[LatentProblem]:
+    """The problems in order of importance, so that a time limit omits the least important ones."""
+    on_cpu = jax.default_backend() == "cpu"
+    return command.matching(TINY if options.quick else CPU if on_cpu else ANCHORS, options)
+
+
+def about(options: argparse.Namespace, chosen: Sequence[LatentProblem]) -> dict[str, Any]:
+    return {}
+
+
+def sum_up(rows: Sequence[Row], chosen: Sequence[LatentProblem]) -> dict[str, Any]:
+    return {"summary": summarise(rows)}
+
+
+def plot(content: Mapping[str, Any], path: str) -> None:
+    plot_bars(content, path, "Latent attention")
+
+
+BENCHMARK = command.Benchmark(
+    "latent", about, measure, unmeasured, sum_up, TABLES.text, TABLES.markdown, plot
+)
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    return command.main(BENCHMARK, parse(arguments), choose)
+
+
+if __name__ == "__main__":
+    # A pool allocated at the start keeps allocations out of the times.
+    os.environ.setdefault("XLA_PYTHON_CLIENT_MEM_FRACTION", "0.8")
+    raise SystemExit(main())

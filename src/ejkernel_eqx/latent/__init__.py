@@ -1,0 +1,2 @@
+from .absorbed import AbsorbedLatentAttention as AbsorbedLatentAttention
+from .expanded import MultiHeadLatentAttention as MultiHeadLatentAttention

@@ -1,0 +1,183 @@
+"""`MultiHeadLatentAttention`: latent attention on the keys and values of every head, as in training."""
+
+from typing import Any, ClassVar, Literal, overload, TYPE_CHECKING, TypedDict, Unpack
+
+import equinox as eqx
+import jax
+import jax.numpy as jnp
+from jax import Array
+
+from .._kernel import Kernel, Plan
+from .._shapes import AnyArray, Bool, Float, Int, Numbers
+from ..attention import Mask
+from ..attention.arguments import described, MaskInputs, parse_window, ScoreInputs, ScoreOptions
+from ..attention.masks.mask import Window
+from ..core.plans import plan_of
+from ..core.platforms import register
+from ..dispatch import PlatformLike
+from .arguments import read_expanded
+from .core import attend
+from .spec import LatentArrays
+
+register("multi_head_latent_attention", __package__)
+
+Output = Float[Array, "*B T H V"]
+WithLse = tuple[Float[Array, "*B T H V"], Float[Array, "*B T H"]]
+
+
+class LatentInputs(TypedDict, total=False):
+    """The arguments by name of [`ejkernel_eqx.MultiHeadLatentAttention`][] but for `return_lse`, which decides what comes back."""
+
+    mask: Bool[Numbers, "#*B #H #T #S"] | Mask | None
+    segment_ids: Int[Numbers, "*B T"] | None
+    kv_segment_ids: Int[Numbers, "*B S"] | None
+    cu_seqlens: Int[Numbers, " N+1"] | None
+    kv_cu_seqlens: Int[Numbers, " N+1"] | None
+    q_lengths: int | Int[Numbers, "*B"] | None
+    kv_lengths: int | Int[Numbers, "*B"] | None
+    sinks: Float[Numbers, " H *n"] | None
+    q_offset: int | Int[Numbers, "*B"] | None
+
+
+class MultiHeadLatentAttention(Kernel):
+    r"""The attention of multi-head latent attention in its expanded form, in which every head has keys and values of its own, but one rotary
+    key is shared by all heads; exact, forward and backward in memory linear in the sequence length.
+
+    $$s_{hij} = \mathrm{cap}\!\left(\mathrm{scale}\,\big(q^{c}_{hi} \cdot k_{hj} + q^{r}_{hi} \cdot k^{r}_{j}\big)\right), \qquad
+    o_{hi} = \sum_{j \in \mathcal{V}_i} \frac{e^{s_{hij}}}{\sum_{l \in \mathcal{V}_i} e^{s_{hil}} + \sum_n e^{\mathrm{sink}_{hn}}}\, v_{hj}$$
+
+    with queries $q = [q^c, q^r]$, $\mathrm{cap}(s) = c \tanh(s / c)$ if `logits_soft_cap` $= c$ is given (else $s$), and $\mathcal{V}_i$ the keys
+    visible to query $i$, as in [`ejkernel_eqx.FlashAttention`][]. The output of a query that sees no key is 0, with zero gradients.
+
+    Keys are 192 wide and values 128 in DeepSeek-V2 and V3. Triton's kernels multiply the two parts of the keys one after the other, so that
+    neither is padded to 256 and the rotary keys are never repeated for each head; their gradient is summed over heads in float32. The same numbers
+    come from the latents themselves, without keys and values, by [`ejkernel_eqx.AbsorbedLatentAttention`][].
+
+    Platforms: Triton (`"triton"`, `"triton-interpret"`), XLA (`"xla"`). Differentiable in reverse mode in `q, k, k_rope, v, sinks` and through
+    `lse`.
+
+    Source: DeepSeek-AI, *DeepSeek-V2* (2024), arXiv:2405.04434, section 2.1.
+    """
+
+    operation: ClassVar[str] = "multi_head_latent_attention"
+
+    causal: bool = eqx.field(static=True)
+    window: Window = eqx.field(static=True)
+    options: ScoreOptions = eqx.field(static=True)
+    plan: Plan = eqx.field(static=True)
+
+    def __init__(
+        self,
+        causal: bool = False,
+        sliding_window: int | tuple[int | None, int | None] | None = None,
+        logits_soft_cap: float | None = None,
+        softmax_scale: float | None = None,
+        *,
+        platform: PlatformLike | None = None,
+        config: Any | None = None,
+        tune_for: Any | None = None,
+    ):
+        """**Arguments:**
+
+        - `causal`, `sliding_window`, `logits_soft_cap`, `platform`, `config`: as in [`ejkernel_eqx.FlashAttention`][].
+        - `softmax_scale`: default `D**-0.5`, with `D` the channels of both parts.
+        - `tune_for`: [`ejkernel_eqx.inputs`][]`(q, k, k_rope, v, ...)`, arrays or `jax.ShapeDtypeStruct`s: fix the choice for these inputs now.
+        """
+        self.options = ScoreOptions(logits_soft_cap, softmax_scale)
+        self.options.check()
+        self.causal = causal
+        self.window = parse_window(sliding_window, causal)
+        self.plan = plan_of(MultiHeadLatentAttention, self, platform, config, tune_for)
+
+    if TYPE_CHECKING:
+
+        @overload
+        def __call__(
+            self,
+            q: Float[AnyArray, "*B T H D"],
+            k: Float[AnyArray, "*B S H Dn"],
+            k_rope: Float[AnyArray, "*B S Dr"],
+            v: Float[AnyArray, "*B S H V"],
+            *,
+            return_lse: Literal[False] = False,
+            **others: Unpack[LatentInputs],
+        ) -> Output: ...
+
+        @overload
+        def __call__(
+            self,
+            q: Float[AnyArray, "*B T H D"],
+            k: Float[AnyArray, "*B S H Dn"],
+            k_rope: Float[AnyArray, "*B S Dr"],
+            v: Float[AnyArray, "*B S H V"],
+            *,
+            return_lse: Literal[True],
+            **others: Unpack[LatentInputs],
+        ) -> WithLse: ...
+
+        @overload
+        def __call__(
+            self,
+            q: Float[AnyArray, "*B T H D"],
+            k: Float[AnyArray, "*B S H Dn"],
+            k_rope: Float[AnyArray, "*B S Dr"],
+            v: Float[AnyArray, "*B S H V"],
+            *,
+            return_lse: bool,
+            **others: Unpack[LatentInputs],
+        ) -> Output | WithLse: ...
+
+    @jax.named_scope("ejkernel_eqx.MultiHeadLatentAttention")
+    def __call__(
+        self,
+        q: Float[AnyArray, "*B T H D"],
+        k: Float[AnyArray, "*B S H Dn"],
+        k_rope: Float[AnyArray, "*B S Dr"],
+        v: Float[AnyArray, "*B S H V"],
+        *,
+        mask: Bool[Numbers, "#*B #H #T #S"] | Mask | None = None,
+        segment_ids: Int[Numbers, "*B T"] | None = None,
+        kv_segment_ids: Int[Numbers, "*B S"] | None = None,
+        cu_seqlens: Int[Numbers, " N+1"] | None = None,
+        kv_cu_seqlens: Int[Numbers, " N+1"] | None = None,
+        q_lengths: int | Int[Numbers, "*B"] | None = None,
+        kv_lengths: int | Int[Numbers, "*B"] | None = None,
+        sinks: Float[Numbers, " H *n"] | None = None,
+        q_offset: int | Int[Numbers, "*B"] | None = None,
+        return_lse: bool = False,
+    ) -> Float[Array, "*B T H V"] | tuple[Float[Array, "*B T H V"], Float[Array, "*B T H"]]:
+        """**Arguments:**
+
+        - `q`: `[..., T, H, D]` with any number of leading axes, `D = Dn + Dr`, the rotary part last; bf16, f16, f32 (f64 on XLA).
+        - `k`, `v`: `[..., S, H, Dn]` and `[..., S, H, V]`, of every head, with the leading axes and dtype of `q`.
+        - `k_rope`: `[..., S, Dr]`, the rotary keys that all heads share.
+        - `mask`, `segment_ids`, `kv_segment_ids`, `cu_seqlens`, `kv_cu_seqlens`, `q_lengths`, `kv_lengths`, `sinks`, `q_offset`,
+            `return_lse`: as in [`ejkernel_eqx.FlashAttention`][]. A `mask` that is not made of ranges and segments is for XLA only.
+
+        **Returns:**
+
+        `[..., T, H, V]` in the dtype of `q`; with `return_lse` also `[..., T, H]` in float32: the natural logarithm, including sinks,
+        and `-inf` for a query that sees no key. Raises `ValueError` for invalid arguments, and `UnsupportedError` if no
+        platform, or not the requested one, supports the call.
+        """
+        given = read_expanded(q, k, k_rope, v)
+        masking = MaskInputs(
+            mask, segment_ids, kv_segment_ids, cu_seqlens, kv_cu_seqlens, q_lengths, kv_lengths, q_offset
+        )
+        own = Mask(is_causal=self.causal, window=self.window)
+        whole, spec = described(
+            given.q,
+            given.k,
+            given.v,
+            self.options,
+            own,
+            masking,
+            ScoreInputs(sinks=sinks),
+            return_lse=return_lse,
+        )
+        seen = {name: getattr(whole, name) for name in ("sinks", "mask", "q_segments", "kv_segments", "rows")}
+        out, lse = attend(self.plan, self.operation, LatentArrays(*given, **seen), spec)
+        if not return_lse:
+            return out
+        assert lse is not None, "every platform returns the lse"
+        return out, jnp.swapaxes(lse, -1, -2)

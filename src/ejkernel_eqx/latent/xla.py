@@ -1,0 +1,36 @@
+"""Platform `xla`: attention's scan over tiles, on keys with the rotary part repeated for every head."""
+
+from typing import Any
+
+from jax import Array
+
+from ..attention import xla
+from ..attention.spec import AttentionSpec
+from ..attention.xla import XlaConfig
+from ..core.arguments import accumulator
+from .spec import LatentArrays, LatentGrads
+
+PARTS = xla.PARTS
+config_type = XlaConfig
+unsupported, default_config, candidates = xla.unsupported, xla.default_config, xla.candidates
+
+
+def forward(arrays: LatentArrays, spec: AttentionSpec, config: XlaConfig) -> tuple[Array, Array]:
+    """`out [B, T, H, V]`, `lse [B, H, T]`."""
+    return xla.forward(arrays.whole, spec, config)
+
+
+def backward(
+    arrays: LatentArrays,
+    spec: AttentionSpec,
+    config: XlaConfig,
+    out: Array,
+    lse: Array,
+    dout: Array,
+    dlse: Any,
+) -> LatentGrads:
+    """All gradients. That of the rotary keys is a sum over heads, of numbers that have not been rounded."""
+    wide, own = accumulator(arrays.q.dtype), arrays.k.shape[-1]
+    grads = xla.gradients(arrays.whole, spec, config, (out, lse), (dout, dlse), wide)
+    dk, dk_rope = grads.k[..., :own].astype(arrays.k.dtype), grads.k[..., own:].sum(-2)
+    return LatentGrads(grads.q, dk, dk_rope, grads.v, grads.sinks)

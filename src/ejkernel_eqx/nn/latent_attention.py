@@ -1,0 +1,461 @@
+"""`MultiHeadLatentAttention`: the attention layer of DeepSeek-V2 and V3."""
+
+from collections.abc import Mapping
+from typing import Any, overload, TYPE_CHECKING, TypedDict, Unpack
+
+import equinox as eqx
+import jax
+import jax.numpy as jnp
+from jax import Array
+from jax.typing import DTypeLike
+from jaxtyping import PRNGKeyArray
+
+from .._shapes import AnyArray, Bool, Float, Int
+from ..attention import Mask, merge_attention
+from ..dispatch import PlatformLike
+from ..latent import AbsorbedLatentAttention
+from ..latent import MultiHeadLatentAttention as ExpandedAttention
+from ..latent.absorbed import absorbed, expanded
+from ..paged import PagedLatentCache, RaggedBatch, RaggedPagedAttention
+from ..paged.cache.pages import filled_dtype
+from ..weights.fill import fill_fields
+from ..weights.latent_configs import latent_attention_options
+from ..weights.view import Weights
+from .arguments import check_eps, check_flags, check_numbers, check_sizes, check_tokens, read_features
+from .attention_inputs import CallInputs, check_packed, check_side_by_side
+from .attention_places import locate, Places, places_of, places_over_pages, Rows
+from .latent_cache import LatentCache
+from .parts import Parts
+from .projection import compute_dtype_of, project, stored_dtype_of
+from .rotary import check_positions, RotaryEmbedding, YarnScaling
+from .tokens import check_ragged, clear, merge_heads, split_heads
+
+EXPANDED_FROM = 64
+"""From how many new tokens of a sequence on their keys are expanded: before, applying the weights to the queries takes fewer operations."""
+
+Tokens = Float[AnyArray, "*B T E"]
+Output = Float[Array, "*B T E"]
+
+
+class LatentLayerInputs(TypedDict, total=False):
+    """The arguments by name of a call without a batch."""
+
+    positions: Int[AnyArray, "... T"] | None
+    padding_mask: Bool[AnyArray, "*B T"] | None
+    segment_ids: Int[AnyArray, "*B T"] | None
+    cu_seqlens: Int[AnyArray, " N+1"] | None
+    mask: Bool[AnyArray, "#*B #H #T #S"] | Mask | None
+
+
+class MultiHeadLatentAttention(eqx.Module):
+    r"""Multi-head latent attention (DeepSeek-V2, 2024, arXiv:2405.04434, section 2.1; the same in DeepSeek-V3):
+
+    $$c = \mathrm{norm}(x W_{kv}^\top),\quad k^r = \mathrm{rope}(x W_{kr}^\top),\quad [k_h, v_h] = c\,W_{b,h}^\top,\quad
+      [q^c_h, q^r_h] = \mathrm{norm}(x W_{qa}^\top) W_{qb,h}^\top$$
+
+    $$y = \Big[\mathrm{softmax}\big(\mathrm{scale}\,(q^c_h k_h^\top + \mathrm{rope}(q^r_h) k^{r\top})\big)\, v_h\Big]_h W_o^\top$$
+
+    Only the latent $c$ and the rotary key $k^r$, which all heads share, are cached. Without a cache keys and values are expanded
+    ([`ejkernel_eqx.MultiHeadLatentAttention`][]); few new tokens after a cache attend to the latents themselves
+    ([`ejkernel_eqx.AbsorbedLatentAttention`][]); long chunks do the one for their own tokens and the other for those before, merged exactly.
+    Parameters have the names and shapes (`[out, in]`) of the published code, so published weights load by renaming.
+    """
+
+    q_proj: eqx.nn.Linear | None  # [H * (Dn + Dr), E], without query LoRA
+    q_a_proj: eqx.nn.Linear | None  # [Rq, E]
+    q_a_layernorm: eqx.nn.RMSNorm | None  # [Rq]
+    q_b_proj: eqx.nn.Linear | None  # [H * (Dn + Dr), Rq]
+    kv_a_proj_with_mqa: eqx.nn.Linear  # [R + Dr, E]
+    kv_a_layernorm: eqx.nn.RMSNorm  # [R]
+    kv_b_proj: eqx.nn.Linear  # [H * (Dn + V), R], each head's keys and then its values
+    o_proj: eqx.nn.Linear  # [E, H * V]
+    rope: RotaryEmbedding
+    attention: ExpandedAttention
+    absorbed_attention: AbsorbedLatentAttention
+    past_attention: AbsorbedLatentAttention
+    paged_attention: RaggedPagedAttention
+    embed_dim: int = eqx.field(static=True)
+    num_heads: int = eqx.field(static=True)
+    q_lora_rank: int | None = eqx.field(static=True)
+    kv_lora_rank: int = eqx.field(static=True)
+    qk_nope_head_dim: int = eqx.field(static=True)
+    qk_rope_head_dim: int = eqx.field(static=True)
+    v_head_dim: int = eqx.field(static=True)
+    compute_dtype: str | None = eqx.field(static=True)
+
+    def __init__(
+        self,
+        embed_dim: int,
+        *,
+        num_heads: int,
+        kv_lora_rank: int,
+        qk_nope_head_dim: int,
+        qk_rope_head_dim: int,
+        v_head_dim: int | None = None,
+        q_lora_rank: int | None = None,
+        rope: RotaryEmbedding | None = None,
+        norm_eps: float = 1e-6,
+        use_bias: bool = False,
+        logits_soft_cap: float | None = None,
+        softmax_scale: float | None = None,
+        platform: PlatformLike | None = None,
+        config: Any = None,
+        dtype: DTypeLike | None = None,
+        compute_dtype: DTypeLike | None = None,
+        key: PRNGKeyArray,
+    ):
+        r"""**Arguments:**
+
+        - `embed_dim`: features `E` of the input and output.
+        - `num_heads`: number of heads `H`.
+        - `kv_lora_rank`: features `R` of the latent (512 in DeepSeek-V2 and V3).
+        - `qk_nope_head_dim`, `qk_rope_head_dim`: features of a query or key without and with rotation, `Dn` and `Dr` (128 and 64).
+        - `v_head_dim`: features `V` of a value; default `Dn`.
+        - `q_lora_rank`: features `Rq` between the two projections of the queries; `None` for a single one (DeepSeek-V2-Lite).
+        - `rope`: rotary embedding of `Dr` features; default one that is interleaved, as DeepSeek's.
+        - `norm_eps`: added to the mean square in the norms of the latents.
+        - `use_bias`: whether `q_a_proj`, `kv_a_proj_with_mqa` and `o_proj` have biases.
+        - `logits_soft_cap`, `platform`, `config`: as in [`ejkernel_eqx.MultiHeadLatentAttention`][]. The platform also applies to attention
+            over latents.
+        - `softmax_scale`: default `(Dn + Dr) ** -0.5`, and if `rope` has a `YarnScaling` with `mscale_all_dim` $= m$, that times
+            $(0.1\, m \ln(\text{factor}) + 1)^2$.
+        - `dtype`, `compute_dtype`: as in [`ejkernel_eqx.nn.MultiHeadAttention`][].
+        - `key`: PRNG key for the initial weights.
+        """
+        check_sizes(embed_dim=embed_dim, num_heads=num_heads, kv_lora_rank=kv_lora_rank)
+        v_head_dim = qk_nope_head_dim if v_head_dim is None else v_head_dim
+        check_sizes(
+            qk_nope_head_dim=qk_nope_head_dim, qk_rope_head_dim=qk_rope_head_dim, v_head_dim=v_head_dim
+        )
+        if q_lora_rank is not None:
+            check_sizes(q_lora_rank=q_lora_rank)
+        check_flags(use_bias=use_bias)
+        check_numbers(logits_soft_cap=logits_soft_cap, softmax_scale=softmax_scale)
+        check_eps(norm_eps=norm_eps)
+        self.rope = _read_rope(rope, qk_rope_head_dim)
+        parts, dim = Parts(key, 5, dtype, compute_dtype), qk_nope_head_dim + qk_rope_head_dim
+        norm = lambda features: eqx.nn.RMSNorm(features, norm_eps, use_bias=False, dtype=parts.dtype)
+        self.q_proj = self.q_a_proj = self.q_a_layernorm = self.q_b_proj = None
+        if q_lora_rank is None:
+            self.q_proj = parts.linear(embed_dim, num_heads * dim)
+            parts.left_out()
+        else:
+            self.q_a_proj = parts.linear(embed_dim, q_lora_rank, use_bias)
+            self.q_a_layernorm = norm(q_lora_rank)
+            self.q_b_proj = parts.linear(q_lora_rank, num_heads * dim)
+        self.kv_a_proj_with_mqa = parts.linear(embed_dim, kv_lora_rank + qk_rope_head_dim, use_bias)
+        self.kv_a_layernorm = norm(kv_lora_rank)
+        self.kv_b_proj = parts.linear(kv_lora_rank, num_heads * (qk_nope_head_dim + v_head_dim))
+        self.o_proj = parts.linear(num_heads * v_head_dim, embed_dim, use_bias)
+        scale = _softmax_scale(self.rope, dim) if softmax_scale is None else float(softmax_scale)
+        options: Any = {"logits_soft_cap": logits_soft_cap, "softmax_scale": scale, "platform": platform}
+        self.attention = ExpandedAttention(causal=True, config=config, **options)
+        self.absorbed_attention = AbsorbedLatentAttention(**options)
+        self.past_attention = AbsorbedLatentAttention(causal=False, **options)
+        self.paged_attention = RaggedPagedAttention(append=True, **options)
+        self.embed_dim, self.num_heads = embed_dim, num_heads
+        self.q_lora_rank, self.kv_lora_rank = q_lora_rank, kv_lora_rank
+        self.qk_nope_head_dim, self.qk_rope_head_dim = qk_nope_head_dim, qk_rope_head_dim
+        self.v_head_dim, self.compute_dtype = v_head_dim, parts.compute_dtype
+
+    @classmethod
+    def from_config(
+        cls, config: Mapping[str, Any], /, *, layer_index: int = 0, key: PRNGKeyArray, **options: Any
+    ) -> "MultiHeadLatentAttention":
+        """Builds an attention layer of DeepSeek-V2 or V3, with initial weights; load the published ones with
+        `ejkernel_eqx.load_published`.
+
+        **Arguments:**
+
+        - `config`: the parsed `config.json` of the model, or `config.to_dict()` of `transformers`.
+        - `layer_index`: index of the layer in the model, from 0.
+        - `key`: PRNG key for the initial weights.
+        - `options`: further arguments of the constructor, such as `dtype`. They take precedence over `config`.
+
+        Raises `ValueError` for unsupported models and options.
+        """
+        found: dict[str, Any] = {**latent_attention_options(config, layer_index), **options}
+        return cls(**found, key=key)
+
+    def init_cache(
+        self, batch_shape: tuple[int, ...] | int, max_length: int, dtype: DTypeLike | None = None
+    ) -> LatentCache:
+        """Returns an empty [`LatentCache`][ejkernel_eqx.nn.LatentCache] for this layer.
+
+        **Arguments:**
+
+        - `batch_shape`: leading axes; `()` for one sequence, an integer `B` for `(B,)`.
+        - `max_length`: capacity of each row, in tokens.
+        - `dtype`: of latents and rotary keys; default `compute_dtype`, or else the dtype of the weights.
+        """
+        kept: DTypeLike = self._stored_dtype() if dtype is None else dtype
+        return LatentCache.init(batch_shape, max_length, self.kv_lora_rank, self.qk_rope_head_dim, kept)
+
+    def init_paged_cache(
+        self,
+        num_pages: int,
+        page_size: int,
+        *,
+        batch_shape: tuple[int, ...] | int = (),
+        dtype: DTypeLike | tuple[DTypeLike | None, DTypeLike | None] | None = None,
+        scales: str | None = None,
+    ) -> PagedLatentCache:
+        """Returns an empty [`PagedLatentCache`][ejkernel_eqx.PagedLatentCache] for this layer.
+
+        **Arguments:**
+
+        - `num_pages`, `page_size`, `scales`: as in `PagedLatentCache.init`.
+        - `batch_shape`: leading axes of stacked layers.
+        - `dtype`: of the pages, or a pair for latents and rotary keys; default (also for `None` in a pair) `compute_dtype`, or else the
+            dtype of the weights.
+        """
+        kept = filled_dtype(dtype, self._stored_dtype())
+        sizes = (num_pages, page_size, self.kv_lora_rank, self.qk_rope_head_dim)
+        return PagedLatentCache.init(*sizes, batch_shape=batch_shape, dtype=kept, scales=scales)
+
+    def init_pool(
+        self,
+        *,
+        num_pages: int,
+        page_size: int,
+        num_slots: int,
+        batch_shape: tuple[int, ...] | int = (),
+        dtype: Any = None,
+        scales: str | None = None,
+        num_draft_tokens: int = 0,
+    ) -> PagedLatentCache:
+        """Returns `init_paged_cache(num_pages, page_size, batch_shape=..., dtype=..., scales=...)`, as
+        [`ejkernel_eqx.nn.MultiHeadAttention`][]`.init_pool` does."""
+        return self.init_paged_cache(
+            num_pages, page_size, batch_shape=batch_shape, dtype=dtype, scales=scales
+        )
+
+    if TYPE_CHECKING:
+
+        @overload
+        def __call__(self, x: Tokens, cache: None = None, **given: Unpack[LatentLayerInputs]) -> Output: ...
+
+        @overload
+        def __call__(
+            self, x: Tokens, cache: LatentCache, **given: Unpack[LatentLayerInputs]
+        ) -> tuple[Output, LatentCache]: ...
+
+        @overload
+        def __call__(
+            self, x: Tokens, cache: PagedLatentCache, *, batch: RaggedBatch
+        ) -> tuple[Output, PagedLatentCache]: ...
+
+    @jax.named_scope("ejx.nn.MultiHeadLatentAttention")
+    def __call__(
+        self,
+        x: Float[AnyArray, "*B T E"],
+        cache: LatentCache | PagedLatentCache | None = None,
+        *,
+        positions: Int[AnyArray, "... T"] | None = None,
+        padding_mask: Bool[AnyArray, "*B T"] | None = None,
+        segment_ids: Int[AnyArray, "*B T"] | None = None,
+        cu_seqlens: Int[AnyArray, " N+1"] | None = None,
+        mask: Bool[AnyArray, "#*B #H #T #S"] | Mask | None = None,
+        batch: RaggedBatch | None = None,
+    ) -> Output | tuple[Output, LatentCache | PagedLatentCache]:
+        """**Arguments:**
+
+        - `x`: `[..., T, E]` with any number of leading axes.
+        - `cache`: latents and rotary keys of the tokens before `x`; those of `x` are appended. Processing a prompt at once, in chunks or token by
+            token, with rows at different positions, returns the same as processing whole sequences at once. For inference: calls with a cache have
+            no gradient.
+        - `positions`, `padding_mask`, `segment_ids`, `cu_seqlens`: as in [`ejkernel_eqx.nn.MultiHeadAttention`][].
+        - `mask`: as in [`ejkernel_eqx.MultiHeadLatentAttention`][], `[..., H, T, S]`. Not with a cache.
+        - `batch`: an `ejkernel_eqx.RaggedBatch`, for serving. `x [T, E]` holds the new tokens of its sequences and `cache` is a
+            `PagedLatentCache`, into whose pages they are written. It may be bound to the tables of the batch or not, and is returned in the same
+            state. Padding may hold NaN; outputs at padding positions are undefined. Donate the cache for writing in place.
+
+        **Returns:** `y`, of the shape of `x`, in the dtype of the computation. With a cache: `(y, cache)`.
+
+        Raises `ValueError` for invalid arguments; values are checked when they are known (outside `jit`).
+        """
+        given = CallInputs(
+            positions=positions,
+            padding_mask=padding_mask,
+            segment_ids=segment_ids,
+            cu_seqlens=cu_seqlens,
+            mask=mask,
+        )
+        if batch is not None:
+            x = check_ragged(x, batch, self.embed_dim, given._asdict())
+            return self._over_pages(x, _check_pages(self, cache), batch)
+        x = _check_call(self, x, cache, given)
+        assert not isinstance(cache, PagedLatentCache)
+        rows = locate(x, cache, given)
+        x = clear(x.astype(compute_dtype_of(self.compute_dtype, self._projections(), x)), rows.real)
+        q, latent, k_rope = self._parts(x, places_of(self.rope, positions, rows))
+        if cache is not None:
+            return self._after(q, latent, k_rope, cache, rows)
+        k, v = self._expanded(latent)
+        ids: Any = {"segment_ids": rows.segment_ids, "kv_segment_ids": rows.kv_segment_ids}
+        return self._finish(self.attention(q, k, k_rope, v, mask=mask, cu_seqlens=rows.cu_seqlens, **ids))
+
+    def _after(
+        self, q: Array, latent: Array, k_rope: Array, cache: LatentCache, rows: Rows
+    ) -> tuple[Array, LatentCache]:
+        """A call with a dense cache."""
+        new = cache.append(latent, k_rope, mask=rows.real)
+        w_uk, w_uv = self._weights(q.dtype)
+        real: dict[str, Any] = {"w_uk": w_uk, "w_uv": w_uv}
+        if rows.real is not None and rows.offset is not None:
+            # The first real token has the position of the row's length.
+            real |= {"q_starts": cache.lengths - rows.offset, "q_lengths": new.lengths - cache.lengths}
+        if q.shape[-3] < EXPANDED_FROM:
+            out = self.absorbed_attention(q, new.latent, new.rope, kv_lengths=new.lengths, **real)
+            return self._finish(out), new
+        ids = None if rows.real is None else jnp.where(jnp.asarray(rows.real), jnp.int32(0), -1)
+        k, v = self._expanded(latent)
+        own = self.attention(q, k, k_rope, v, segment_ids=ids, return_lse=True)
+        # The rows after the write, of which only the old part is read, so that a donated cache is written in place.
+        past = self.past_attention(q, new.latent, new.rope, kv_lengths=cache.lengths, return_lse=True, **real)
+        return self._finish(merge_attention(past, own, return_lse=False)), new
+
+    def _over_pages(
+        self, x: Array, cache: PagedLatentCache, batch: RaggedBatch
+    ) -> tuple[Array, PagedLatentCache]:
+        """A call with a batch: latents and rotary keys are written to their pages first."""
+        bound = cache.bind(batch)
+        x = x.astype(compute_dtype_of(self.compute_dtype, self._projections(), x))
+        if 0 in (x.shape[0], batch.lengths.shape[0]):
+            return jnp.zeros((x.shape[0], self.embed_dim), x.dtype), bound if cache.is_bound else cache
+        x = clear(x, batch.is_real)
+        q, latent, k_rope = self._parts(x, places_over_pages(self.rope, batch, None))
+        w_uk, w_uv = self._weights(q.dtype)
+        starts = batch.query_start_loc
+        sizes: Any = {"query_start_loc": starts, "max_query_len": batch.max_query_len}
+        if batch.max_query_len < EXPANDED_FROM:
+            out, new = self.paged_attention(absorbed(q, w_uk), bound, latent, k_rope, **sizes)
+            out = expanded(out, w_uv)
+        else:
+            new = bound.append(latent, k_rope, batch.slots)
+            k, v = self._expanded(latent)
+            own = self.attention(q, k, k_rope, v, cu_seqlens=starts, return_lse=True)
+            before = new.bind(batch.page_table, batch.lengths - (starts[1:] - starts[:-1]))
+            past = self.past_attention(q, before, w_uk=w_uk, w_uv=w_uv, return_lse=True, **sizes)
+            out = merge_attention(past, own, return_lse=False)
+        return self._finish(out), new if cache.is_bound else new.unbind()
+
+    def _parts(self, x: Array, places: Places) -> tuple[Array, Array, Array]:
+        """Queries `[..., T, H, Dn + Dr]`, latents `[..., T, R]` and rotary keys `[..., T, Dr]`."""
+        width = self.num_heads * (self.qk_nope_head_dim + self.qk_rope_head_dim)
+        if self.q_lora_rank is None:
+            q = project("q_proj", self.q_proj, x, width)
+        else:
+            q = project("q_a_proj", self.q_a_proj, x, self.q_lora_rank)
+            q = project("q_a_layernorm", self.q_a_layernorm, q, self.q_lora_rank)
+            q = project("q_b_proj", self.q_b_proj, q, width)
+        q, q_rope = jnp.split(split_heads(q, self.num_heads), [self.qk_nope_head_dim], axis=-1)
+        both = project(
+            "kv_a_proj_with_mqa", self.kv_a_proj_with_mqa, x, self.kv_lora_rank + self.qk_rope_head_dim
+        )
+        latent, k_rope = jnp.split(both, [self.kv_lora_rank], axis=-1)
+        latent = project("kv_a_layernorm", self.kv_a_layernorm, latent, self.kv_lora_rank)
+        q = jnp.concatenate([q, places.turn(self.rope, q_rope)], axis=-1)
+        return q, latent, places.turn(self.rope, k_rope[..., None, :])[..., 0, :]
+
+    def _expanded(self, latent: Array) -> tuple[Array, Array]:
+        """Keys `[..., T, H, Dn]` and values `[..., T, H, V]`."""
+        width = self.num_heads * (self.qk_nope_head_dim + self.v_head_dim)
+        both = split_heads(project("kv_b_proj", self.kv_b_proj, latent, width), self.num_heads)
+        k, v = jnp.split(both, [self.qk_nope_head_dim], axis=-1)
+        return k, v
+
+    def _weights(self, dtype: Any) -> tuple[Array, Array]:
+        """The weights of keys `[H, Dn, R]` and values `[H, V, R]`."""
+        width = self.qk_nope_head_dim + self.v_head_dim
+        if type(self.kv_b_proj) is eqx.nn.Linear:
+            weight = self.kv_b_proj.weight.astype(dtype)
+        else:  # of whatever computes it
+            unit = jnp.eye(self.kv_lora_rank, dtype=dtype)
+            weight = project("kv_b_proj", self.kv_b_proj, unit, self.num_heads * width).T
+        w_uk, w_uv = jnp.split(
+            weight.reshape(self.num_heads, width, self.kv_lora_rank), [self.qk_nope_head_dim], axis=1
+        )
+        return w_uk, w_uv
+
+    def _finish(self, out: Any) -> Array:
+        return project("o_proj", self.o_proj, merge_heads(out), self.embed_dim)
+
+    def _projections(self) -> tuple[Any, ...]:
+        own = self.kv_a_proj_with_mqa, self.kv_b_proj, self.o_proj
+        return self.q_proj, self.q_a_proj, self.q_b_proj, *own
+
+    def _stored_dtype(self) -> Any:
+        return stored_dtype_of(self.compute_dtype, (self.kv_a_proj_with_mqa,))
+
+    def _published(self, weights: Weights) -> "MultiHeadLatentAttention":
+        weights.skip("rotary_emb.inv_freq")
+        return fill_fields(self, weights)
+
+
+def _read_rope(rope: Any, rope_dim: int) -> RotaryEmbedding:
+    if rope is None:
+        return RotaryEmbedding(rope_dim, interleaved=True)
+    if not isinstance(rope, RotaryEmbedding) or rope.num_axes is not None:
+        raise ValueError(
+            f"rope: expected a RotaryEmbedding of one axis or None, received {rope!r}; the default one is RotaryEmbedding({rope_dim}, "
+            "interleaved=True)."
+        )
+    if rope.head_dim != rope_dim:
+        raise ValueError(
+            f"rope: expected a RotaryEmbedding of qk_rope_head_dim={rope_dim}, received one of {rope.head_dim}; only that part of a head is rotated."
+        )
+    return rope
+
+
+def _softmax_scale(rope: RotaryEmbedding, dim: int) -> float:
+    scaling = rope.scaling
+    share = scaling.softmax_factor if isinstance(scaling, YarnScaling) else 1.0
+    return dim**-0.5 * share
+
+
+def _check_call(layer: MultiHeadLatentAttention, x: Any, cache: Any, given: CallInputs) -> Array:
+    """The tokens of a valid call without a batch."""
+    if isinstance(cache, PagedLatentCache):
+        raise ValueError(
+            "batch: expected a RaggedBatch with a PagedLatentCache, received None; it holds the tables that assign pages to sequences."
+        )
+    if cache is not None and not isinstance(cache, LatentCache):
+        raise ValueError(
+            f"cache: expected a LatentCache or None, received {type(cache).__name__}; build it with init_cache."
+        )
+    x = read_features("x", x, "[..., T, E]", "E", layer.embed_dim)
+    check_tokens("padding_mask", given.padding_mask, "booleans", "x", x)
+    check_tokens("segment_ids", given.segment_ids, "integers", "x", x)
+    if given.positions is not None:
+        check_positions(given.positions, x.shape[:-1], None)
+    if given.cu_seqlens is not None:
+        check_packed(x, cache, given)
+    check_side_by_side(given.padding_mask)
+    if cache is None:
+        return x
+    for name in ("segment_ids", "mask"):
+        if getattr(given, name) is not None:
+            raise ValueError(
+                f"{name}: expected None with a cache, received both; put each sequence in its own row."
+            )
+    if cache.batch_shape != x.shape[:-2]:
+        raise ValueError(
+            f"cache: expected the batch shape {x.shape[:-2]} of x, received {cache.batch_shape}; "
+            "build it with init_cache(x.shape[:-2], max_length)."
+        )
+    return x
+
+
+def _check_pages(layer: MultiHeadLatentAttention, cache: Any) -> PagedLatentCache:
+    if not isinstance(cache, PagedLatentCache):
+        raise ValueError(
+            f"cache: expected a PagedLatentCache with a batch, received {type(cache).__name__}; build it with init_paged_cache."
+        )
+    sizes, found = (layer.kv_lora_rank, layer.qk_rope_head_dim), (cache.latent_dim, cache.rope_dim)
+    if found != sizes or cache.batch_shape:
+        raise ValueError(
+            f"cache: expected pages of one layer with (R, Dr) = {sizes}, received {found} and batch_shape {cache.batch_shape}; build it with "
+            "init_paged_cache, and jax.lax.scan over stacked layers."
+        )
+    return cache

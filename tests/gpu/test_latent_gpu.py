@@ -1,0 +1,157 @@
+"""Latent attention on a GPU: the Triton kernels against numpy in float64, repeated runs, candidates of the tuner, and the layer's decoding.
+
+```sh
+python -m pytest tests/gpu/test_latent_gpu.py -n 8
+```
+"""
+
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+import ejkernel_eqx as ejx
+from ejkernel_eqx.dispatch import device_facts, kernel_registry
+from ejkernel_eqx.latent.workload import example_problem
+from tests.attention.dense import causal, cotangents, lse_of, normal, with_gradients
+from tests.latent.cases import exact_expanded
+from tests.tolerances import assert_close, errors
+
+if jax.default_backend() != "gpu":
+    pytest.skip("needs a GPU", allow_module_level=True)
+
+pytestmark = pytest.mark.gpu
+OPERATION = "multi_head_latent_attention"
+
+
+@pytest.fixture(scope="module", autouse=True)
+def _usable():
+    reason = kernel_registry.get(OPERATION, "triton").unusable(device_facts())
+    if reason is not None:
+        pytest.skip(f"platform triton is not usable here: {reason}")
+
+
+def arrays_of(t: int, s: int, heads: int, dims: tuple[int, int, int], dtype: Any) -> dict[str, Any]:
+    nope, rope, values = dims
+    return dict(
+        q=normal(0, 2, t, heads, nope + rope, dtype=dtype),
+        k=normal(1, 2, s, heads, nope, dtype=dtype),
+        k_rope=normal(2, 2, s, rope, dtype=dtype),
+        v=normal(3, 2, s, heads, values, dtype=dtype),
+    )
+
+
+IDS = np.sort(np.random.default_rng(0).integers(-1, 4, (2, 700)), axis=1)
+LENGTHS = np.array([700, 123])
+CALLS: dict[str, Any] = {
+    "causal": (700, 700, dict(causal=True), {}, causal(700, 700)),
+    "all": (256, 640, {}, {}, True),
+    "chunk": (100, 700, dict(causal=True, logits_soft_cap=3.0), {}, causal(100, 700)),
+    "window": (700, 700, dict(causal=True, sliding_window=90), {}, causal(700, 700) & ~causal(700, 700, -90)),
+    "segments": (
+        700,
+        700,
+        dict(causal=True),
+        dict(segment_ids=jnp.asarray(IDS)),
+        ((IDS[..., None] == IDS[:, None]) & (IDS >= 0)[..., None] & causal(700, 700))[:, None],
+    ),
+    "lengths": (
+        100,
+        700,
+        {},
+        dict(kv_lengths=jnp.asarray(LENGTHS)),
+        np.broadcast_to((np.arange(700) < LENGTHS[:, None])[:, None, None], (2, 1, 100, 700)),
+    ),
+}
+
+
+@pytest.mark.parametrize("dtype", ["bfloat16", "float16", "float32"])
+@pytest.mark.parametrize("dims", [(128, 64, 128), (64, 32, 64), (24, 8, 40)])
+@pytest.mark.parametrize("name", CALLS)
+def test_expanded(name, dims, dtype):
+    """Results and gradients, and the same bits when run again."""
+    t, s, options, call, seen = CALLS[name]
+    given = arrays_of(t, s, 5, dims, jnp.dtype(dtype))
+    op = lse_of(ejx.MultiHeadLatentAttention(**options, platform="triton"), **call)
+    run = jax.jit(lambda *args: with_gradients(lambda a: op(**a), *args))
+    dout, dlse = cotangents(given)
+    found, again = run(given, dout, dlse), run(given, dout, dlse)
+    jax.tree.map(np.testing.assert_array_equal, found, again)
+    expected, grads = exact_expanded(given, dout, dlse, seen, cap=options.get("logits_soft_cap"))
+    for x, y in zip(found[0], expected, strict=True):
+        assert_close(x, y, dtype)
+    for of, x in found[1].items():
+        assert_close(x, grads[of], dtype, "gradient", name=of)
+
+
+@pytest.mark.parametrize("flags", [{}, {"segments": True}, {"rows": True, "sinks": True}], ids=str)
+@pytest.mark.parametrize("dtype", ["bfloat16", "float32"])
+def test_every_candidate(dtype, flags):
+    problem = example_problem(OPERATION, dict(B=2, T=512, H=4, D=192, V=128, Dr=64), dtype, flags)
+    implementation, device = kernel_registry.get(OPERATION, "triton"), device_facts()
+    platform = implementation.load()
+    work = implementation.make_workload(problem)
+    assert work is not None
+    inputs = work.make_inputs(5)
+    reference = work.reference(inputs)
+    for config in platform.candidates(problem, device):
+        actual = jax.jit(work.run, static_argnums=1)(inputs, config)
+        for name, allowed in work.tolerances.items():
+            measured = errors(actual[name], reference[name])
+            assert measured.rms <= allowed.rms and measured.peak <= allowed.peak, (config, name, measured)
+
+
+@pytest.mark.parametrize("is_causal", [True, False])
+@pytest.mark.parametrize("heads, queries", [(16, 1), (128, 1), (16, 5)])
+def test_absorbed(heads, queries, is_causal):
+    """In DeepSeek's sizes as on XLA, whose queries and outputs are rounded alike."""
+    given = dict(
+        q=normal(0, 3, queries, heads, 192, dtype=jnp.bfloat16),
+        latent=normal(1, 3, 500, 512, dtype=jnp.bfloat16),
+        k_rope=normal(2, 3, 500, 64, dtype=jnp.bfloat16),
+    )
+    weights = {
+        name: (normal(i, heads, 128, 512) / 23).astype(jnp.bfloat16)
+        for i, name in enumerate(("w_uk", "w_uv"))
+    }
+
+    def of(platform: Any) -> Any:
+        op = ejx.AbsorbedLatentAttention(is_causal, softmax_scale=192**-0.5, platform=platform)
+        return jax.jit(lambda a: op(**a, kv_lengths=jnp.array([500, 77, 6]), return_lse=True))(
+            given | weights
+        )
+
+    for x, y in zip(of("triton"), of("xla"), strict=True):
+        assert_close(x, np.asarray(y, np.float64), "bfloat16")
+
+
+@pytest.mark.parametrize("rank", [None, 96])
+def test_the_layer_decodes_as_the_whole(rank):
+    """In float32: a long chunk, expanded and merged; a short one and tokens, absorbed; dense and in pages."""
+    layer = ejx.nn.MultiHeadLatentAttention(
+        256,
+        num_heads=4,
+        kv_lora_rank=128,
+        qk_nope_head_dim=64,
+        qk_rope_head_dim=32,
+        q_lora_rank=rank,
+        key=jax.random.key(0),
+    )
+    x = normal(5, 2, 200, 256)
+    expected = layer(x)
+    cache, outs = layer.init_cache(2, 256), []
+    for part in jnp.split(x, (100, 190, 199), axis=1):
+        y, cache = jax.jit(lambda x, c: layer(x, c))(part, cache)
+        outs.append(y)
+    assert_close(jnp.concatenate(outs, 1), expected, "float32")
+    pages, outs = layer.init_paged_cache(40, 16), []
+    tables = np.random.default_rng(0).permutation(40)[:26].reshape(2, 13)
+    for first, last in ((0, 100), (100, 190), (190, 199), (199, 200)):
+        batch = ejx.RaggedBatch.build([last - first] * 2, [last] * 2, tables, page_size=16)
+        y, pages = jax.jit(lambda x, c, b: layer(x, c, batch=b))(
+            x[:, first:last].reshape(-1, 256), pages, batch
+        )
+        outs.append(y.reshape(2, -1, 256))
+    assert_close(jnp.concatenate(outs, 1), expected, "float32")

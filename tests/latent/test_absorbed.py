@@ -1,0 +1,178 @@
+"""The absorbed form on dense latents and over pages, on XLA and by the interpreted kernels: the numbers of the expanded form."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+import ejkernel_eqx as ejx
+from tests.attention.dense import causal, INTERPRET, normal, quick
+from tests.latent.cases import exact_absorbed, LATENT, latents_of, NOPE, ROPE
+from tests.tolerances import assert_close
+
+SCALE = (NOPE + ROPE) ** -0.5
+
+
+@pytest.fixture(params=["xla", INTERPRET])
+def platform(request):
+    if request.param == INTERPRET:
+        pytest.importorskip("triton")
+    return request.param
+
+
+def assert_agrees(found, expected, dtype="float32"):
+    for x, y, name in zip(found, expected, ("out", "lse"), strict=True):
+        assert_close(x, y, dtype, name=name)
+
+
+def rows(q_starts, q_lengths, kv_lengths, t, s, causal):
+    """Which keys each query sees, `[B, 1, T, S]`."""
+    place, j = np.arange(t)[None, :, None] - q_starts[:, None, None], np.arange(s)
+    position = kv_lengths[:, None, None] - q_lengths[:, None, None] + place if causal else s
+    real = (place >= 0) & (place < q_lengths[:, None, None])
+    return (real & (j <= position) & (j < kv_lengths[:, None, None]))[:, None]
+
+
+@pytest.mark.parametrize("is_causal", [True, False])
+def test_dense_rows(platform, is_causal):
+    """Of unequal lengths, with padding queries on both sides; what is behind a length may be NaN."""
+    given = latents_of(3, t=5, s=30) | {"sinks": normal(8, 3)}
+    starts, counts, lengths = np.array([0, 2, 1]), np.array([5, 3, 2]), np.array([30, 0, 17])
+    seen = rows(starts, counts, lengths, 5, 30, is_causal)
+    behind = (np.arange(30) >= lengths[:, None])[..., None]
+    poisoned = {name: jnp.where(behind, jnp.nan, given[name]) for name in ("latent", "k_rope")}
+    op = ejx.AbsorbedLatentAttention(is_causal, softmax_scale=SCALE, platform=platform)
+    how = {"q_starts": starts, "q_lengths": counts, "kv_lengths": lengths}
+    found = quick(lambda a, how: op(**a, **how, return_lse=True))(given | poisoned, how)
+    out, lse = exact_absorbed(given, seen, scale=SCALE)
+    # Queries of no sequence join no sinks either.
+    lse = np.where(
+        ((np.arange(5) >= starts[:, None]) & (np.arange(5) < (starts + counts)[:, None]))[..., None],
+        lse,
+        -np.inf,
+    )
+    assert_agrees(found, (out, lse))
+
+
+@pytest.mark.parametrize("lead", [(), (2, 2)])
+def test_any_leading_axes(platform, lead):
+    given = latents_of(*lead, t=3, s=19)
+    op = ejx.AbsorbedLatentAttention(softmax_scale=SCALE, logits_soft_cap=2.0, platform=platform)
+    assert_agrees(op(**given, return_lse=True), exact_absorbed(given, causal(3, 19), scale=SCALE, cap=2.0))
+
+
+@pytest.mark.few(2)
+@pytest.mark.parametrize("is_causal", [True, False])
+@pytest.mark.parametrize("queries", [(1, 1, 1), (4, 1, 0)])
+def test_pages(platform, is_causal, queries):
+    """Sequences of unequal lengths in shuffled pages, the rest of them NaN."""
+    lengths, page_size = np.array([9, 4, 7]), 4
+    batch = ejx.RaggedBatch.build(list(queries), lengths, [[5, 1, 3], [0], [2, 6]], page_size=page_size)
+    tokens = batch.num_tokens
+    cache = jax.tree.map(lambda x: x * jnp.nan, ejx.PagedLatentCache.init(8, page_size, LATENT, ROPE)).bind(
+        batch
+    )
+    every = latents_of(3, t=1, s=9)
+    for n, table in enumerate([[5, 1, 3], [0], [2, 6]]):
+        slots = [table[j // page_size] * page_size + j % page_size for j in range(lengths[n])]
+        cache = cache.append(
+            every["latent"][n, : lengths[n]], every["k_rope"][n, : lengths[n]], jnp.asarray(slots)
+        )
+    weights = {name: every[name] for name in ("w_uk", "w_uv")}
+    q = latents_of(t=tokens)["q"]
+    op = ejx.AbsorbedLatentAttention(is_causal, softmax_scale=SCALE, platform=platform)
+    call = lambda q, cache: op(
+        q,
+        cache,
+        **weights,
+        query_start_loc=batch.query_start_loc,
+        max_query_len=max(queries),
+        return_lse=True,
+    )
+    out, lse = quick(call)(q, cache)
+    starts = np.concatenate([[0], np.cumsum(queries)])
+    for n, count in enumerate(queries):
+        own = slice(starts[n], starts[n + 1])
+        given = weights | {
+            "q": q[own],
+            "latent": every["latent"][n, : lengths[n]],
+            "k_rope": every["k_rope"][n, : lengths[n]],
+        }
+        seen = causal(count, lengths[n]) if is_causal else True
+        assert_agrees((out[own], lse[own]), exact_absorbed(given, seen, scale=SCALE))
+
+
+def test_a_window(platform):
+    given = latents_of(2, t=4, s=20)
+    op = ejx.AbsorbedLatentAttention(sliding_window=6, softmax_scale=SCALE, platform=platform)
+    seen = causal(4, 20) & ~causal(4, 20, 10)
+    assert_agrees(op(**given, return_lse=True), exact_absorbed(given, seen, scale=SCALE))
+
+
+def test_without_weights(platform):
+    """Queries and outputs in the channels of the latents."""
+    given = latents_of(2, t=2, s=11)
+    op = ejx.AbsorbedLatentAttention(softmax_scale=SCALE, platform=platform)
+    q, own = given["q"][..., :NOPE], given["q"][..., NOPE:]
+    q = jnp.concatenate([jnp.einsum("bthd,hdr->bthr", q, given["w_uk"], precision="highest"), own], axis=-1)
+    out = op(q, given["latent"], given["k_rope"])
+    assert out.shape == (2, 2, 3, LATENT)
+    out = jnp.einsum("bthr,hvr->bthv", out, given["w_uv"], precision="highest")
+    assert_close(out, exact_absorbed(given, causal(2, 11), scale=SCALE)[0], "float32")
+
+
+def test_half_precision(platform):
+    given = latents_of(2, t=1, s=50, dtype=jnp.bfloat16)
+    op = ejx.AbsorbedLatentAttention(softmax_scale=SCALE, platform=platform)
+    assert_close(op(**given), exact_absorbed(given, scale=SCALE)[0], "bfloat16")
+
+
+def test_a_chunk_of_a_prompt_is_expanded_and_what_was_before_is_not(platform):
+    """Merged by their lse, they are the whole."""
+    given = latents_of(2, t=6, s=24)
+    k = jnp.einsum("bsr,hdr->bshd", given["latent"], given["w_uk"], precision="highest")
+    v = jnp.einsum("bsr,hvr->bshv", given["latent"], given["w_uv"], precision="highest")
+    past = ejx.AbsorbedLatentAttention(False, softmax_scale=SCALE, platform=platform)
+    chunk = ejx.MultiHeadLatentAttention(causal=True, platform=platform)
+    merged = ejx.merge_attention(
+        past(**given, kv_lengths=18, return_lse=True),
+        chunk(given["q"], k[:, 18:], given["k_rope"][:, 18:], v[:, 18:], return_lse=True),
+    )
+    assert_agrees(merged, exact_absorbed(given, causal(6, 24), scale=SCALE))
+
+
+def test_it_has_no_gradient():
+    given = latents_of(t=1)
+    with pytest.raises(ejx.UnsupportedError, match="no gradient"):
+        jax.grad(lambda q: ejx.AbsorbedLatentAttention(softmax_scale=1.0)(**given | {"q": q}).sum())(
+            given["q"]
+        )
+
+
+WRONG = {
+    "no scale": (lambda a: ejx.AbsorbedLatentAttention(), "softmax_scale: expected a number"),
+    "a window of all keys": (
+        lambda a: ejx.AbsorbedLatentAttention(False, 4, softmax_scale=1.0),
+        "sliding_window: expected None with causal=False",
+    ),
+    "no rotary keys": (lambda a: OP(**a | {"k_rope": None}), "k_rope: expected the rotary keys"),
+    "another weight": (lambda a: OP(**a | {"w_uk": a["w_uk"][:2]}), "w_uk: expected shape"),
+    "another width": (lambda a: OP(**a | {"w_uk": None}), "q: expected latent and rotary channels"),
+    "offsets of rows": (
+        lambda a: OP(**a, query_start_loc=jnp.array([0, 20])),
+        "query_start_loc: expected None",
+    ),
+    "too long": (lambda a: OP(**a, kv_lengths=27), "kv_lengths: expected numbers from 0 to 26"),
+    "no keys": (
+        lambda a: OP(**a | {"latent": a["latent"][:0], "k_rope": a["k_rope"][:0]}),
+        "at least one key",
+    ),
+}
+OP = ejx.AbsorbedLatentAttention(softmax_scale=1.0)
+
+
+@pytest.mark.parametrize("name", WRONG)
+def test_wrong_arguments(name, unchecked):
+    change, message = WRONG[name]
+    with pytest.raises(ValueError, match=message):
+        change(latents_of())

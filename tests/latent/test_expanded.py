@@ -1,0 +1,179 @@
+"""The expanded form on XLA and by its Triton kernels, interpreted: against numpy, with every mask, composed."""
+
+import functools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+import ejkernel_eqx as ejx
+from tests.attention.cases import xla_tiles
+from tests.attention.dense import causal, INTERPRET, lse_of, normal, quick
+from tests.latent.cases import arrays_of, check, exact_expanded
+from tests.tolerances import assert_close
+
+
+@pytest.fixture(params=["xla", INTERPRET])
+def attention(request):
+    """On one platform, with tiles small enough for several to be at work."""
+    if request.param == INTERPRET:
+        pytest.importorskip("triton")
+        return functools.partial(ejx.MultiHeadLatentAttention, platform=INTERPRET)
+    return functools.partial(ejx.MultiHeadLatentAttention, config=xla_tiles(16, 16))
+
+
+def poison(given, keys=None, queries=None):
+    """NaN where nothing may be read."""
+
+    def put(x, where):
+        return (
+            x
+            if where is None
+            else jnp.where(jnp.reshape(where, (*where.shape, *(1,) * (x.ndim - where.ndim))), jnp.nan, x)
+        )
+
+    return {
+        name: put(x, queries if name == "q" else keys) if name != "sinks" else x for name, x in given.items()
+    }
+
+
+WINDOWS = {
+    "causal": (dict(causal=True), {}, lambda t, s: causal(t, s)),
+    "all": ({}, {}, lambda t, s: True),
+    "top left": (dict(causal=True), dict(q_offset=0), lambda t, s: causal(t, s, 0)),
+    "window": (
+        dict(causal=True, sliding_window=9),
+        {},
+        lambda t, s: causal(t, s) & ~causal(t, s, s - t - 9),
+    ),
+    "both sides": (
+        dict(sliding_window=(5, 3)),
+        {},
+        lambda t, s: causal(t, s, s - t + 3) & ~causal(t, s, s - t - 6),
+    ),
+}
+
+
+@pytest.mark.parametrize("t,s", [(37, 70), (64, 64), (5, 3)])
+@pytest.mark.parametrize("name", WINDOWS)
+@pytest.mark.few(6)
+def test_windows(attention, name, t, s):
+    options, call, seen = WINDOWS[name]
+    check(lse_of(attention(**options), **call), arrays_of(2, t=t, s=s), seen(t, s))
+
+
+def test_soft_cap_sinks_and_scale(attention):
+    given = arrays_of(2, t=21, s=40) | {"sinks": normal(7, 3)}
+    op = attention(causal=True, logits_soft_cap=1.5, softmax_scale=0.4)
+    check(lse_of(op), given, causal(21, 40), scale=0.4, cap=1.5)
+
+
+def test_lengths_hide_what_is_behind(attention):
+    lengths, queries = np.array([29, 0, 40]), np.array([21, 5, 11])
+    given = arrays_of(3, t=21, s=40)
+    seen = (np.arange(40) < lengths[:, None, None]) & (np.arange(21) < queries[:, None])[..., None]
+    keys, rows = np.arange(40) >= lengths[:, None], np.arange(21) >= queries[:, None]
+    op = lse_of(attention(), kv_lengths=jnp.asarray(lengths), q_lengths=jnp.asarray(queries))
+    check(op, given, seen[:, None], poisoned=poison(given, keys, rows))
+
+
+def test_segments(attention):
+    ids = np.sort(np.random.default_rng(0).integers(-1, 3, (2, 45)), axis=1)
+    given = arrays_of(2, t=45, s=45)
+    seen = (ids[..., None] == ids[:, None]) & (ids >= 0)[..., None] & causal(45, 45)
+    op = lse_of(attention(causal=True), segment_ids=jnp.asarray(ids))
+    check(op, given, seen[:, None], poisoned=poison(given, ids < 0, ids < 0))
+
+
+def test_packed_sequences(attention):
+    offsets = np.array([0, 17, 17, 40])
+    given = arrays_of(t=45, s=45)
+    number = np.searchsorted(offsets[1:], np.arange(45), side="right")
+    seen = (number[:, None] == number) & (number < 3) & causal(45, 45)
+    op = lse_of(attention(causal=True), cu_seqlens=jnp.asarray(offsets))
+    check(op, given, seen, poisoned=poison(given, number == 3, number == 3))
+
+
+def test_a_mask_is_for_xla():
+    seen = np.random.default_rng(0).random((1, 1, 20, 26)) < 0.5
+    given = arrays_of(2)
+    check(lse_of(ejx.MultiHeadLatentAttention(config=xla_tiles(16, 16)), mask=jnp.asarray(seen)), given, seen)
+    with pytest.raises(ejx.UnsupportedError, match="takes no mask"):
+        ejx.MultiHeadLatentAttention(platform=INTERPRET)(**given, mask=jnp.asarray(seen))
+
+
+@pytest.mark.parametrize("dtype", [jnp.bfloat16, jnp.float16])
+def test_half_precision(attention, dtype):
+    """With many heads: the gradient that they share is summed in float32."""
+    check(lse_of(attention(causal=True)), arrays_of(t=33, s=33, heads=16, dtype=dtype), causal(33, 33))
+
+
+def test_double_precision(enable_x64):
+    given = {name: x.astype(jnp.float64) for name, x in arrays_of(2).items()}
+    check(lse_of(ejx.MultiHeadLatentAttention(platform="xla")), given)
+
+
+@pytest.mark.parametrize("t,s", [(0, 3), (3, 0)])
+def test_empty(attention, t, s):
+    given = arrays_of(2, t=t, s=s)
+    out, lse = attention()(**given, return_lse=True)
+    assert out.shape == (2, t, 3, 12) and not out.any() and np.all(np.asarray(lse) == -np.inf)
+    grads = jax.grad(lambda a: attention()(**a).sum())(given)
+    assert not any(x.any() for x in grads.values())
+
+
+@pytest.mark.few(1)
+@pytest.mark.parametrize("way", ["vmap", "map", "shared keys"])
+def test_maps_and_repeats(attention, way):
+    """vmap of everything and of the queries alone, loops, and the same bits every time."""
+    op, given = attention(causal=True), arrays_of(3, t=18, s=18)
+    loss = lambda a: (op(**a) ** 2).sum()
+    if way != "shared keys":
+        gradient = quick(jax.grad(loss))
+        mapped = jax.vmap(jax.grad(loss)) if way == "vmap" else lambda a: jax.lax.map(jax.grad(loss), a)
+        expected, again, found = gradient(given), gradient(given), quick(mapped)(given)
+        for name, x in expected.items():
+            np.testing.assert_array_equal(again[name], x)
+            assert_close(found[name], x, kind="gradient")
+        return
+    shared = {name: x[0] if name != "q" else x for name, x in given.items()}
+    axes = ({name: None if name != "q" else 0 for name in given},)
+    of_all = lambda a: (jax.vmap(lambda a: op(**a), in_axes=axes)(a) ** 2).sum()
+    found, one_by_one = quick(jax.grad(of_all))(shared), jax.tree.map(jnp.zeros_like, shared)
+    for row in range(3):
+        own = quick(jax.grad(loss))(shared | {"q": shared["q"][row]})
+        one_by_one = {
+            name: one_by_one[name].at[row].set(x) if name == "q" else one_by_one[name] + x
+            for name, x in own.items()
+        }
+    for name, x in one_by_one.items():
+        assert_close(found[name], x, kind="gradient", name=name)
+
+
+def test_parts_of_the_keys_are_merged(attention):
+    given = arrays_of(2, t=16, s=40)
+    op, first = attention(), {name: x if name == "q" else x[:, :23] for name, x in given.items()}
+    last = {name: x if name == "q" else x[:, 23:] for name, x in given.items()}
+    out, lse = ejx.merge_attention(op(**first, return_lse=True), op(**last, return_lse=True))
+    expected = exact_expanded(given, np.zeros((2, 16, 3, 12)), np.zeros((2, 16, 3)))[0]
+    assert_close(out, expected[0], "float32")
+    assert_close(lse, expected[1], "float32")
+
+
+WRONG = {
+    "k_rope of another width": (lambda a: a | {"k_rope": a["k_rope"][..., :5]}, "k: expected shape"),
+    "rotary keys of heads": (lambda a: a | {"k_rope": a["k_rope"][:, None]}, "k_rope: expected shape"),
+    "no part without rotation": (lambda a: a | {"q": a["q"][..., :8]}, "q: expected more channels"),
+    "other heads": (lambda a: a | {"k": a["k"][..., :2, :]}, "k: expected shape"),
+    "other keys": (lambda a: a | {"v": a["v"][..., 1:, :, :]}, "v: expected shape"),
+    "dtypes": (lambda a: a | {"v": a["v"].astype(jnp.bfloat16)}, "expected one dtype"),
+    "a list": (lambda a: a | {"q": [1.0]}, "q: expected an array"),
+}
+
+
+@pytest.mark.parametrize("name", WRONG)
+def test_wrong_arrays(name, unchecked):
+    change, message = WRONG[name]
+    with pytest.raises(ValueError, match=message):
+        ejx.MultiHeadLatentAttention()(**change(arrays_of(2)))

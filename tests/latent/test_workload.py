@@ -1,0 +1,79 @@
+"""What the tuner is given: inputs of their very problem, and results that agree with the reference."""
+
+import jax
+import numpy as np
+import pytest
+
+from ejkernel_eqx.attention.samples import spec_of
+from ejkernel_eqx.dispatch import BOTH, FORWARD, kernel_registry
+from ejkernel_eqx.latent.core import problem_of
+from ejkernel_eqx.latent.workload import example_problem, make_inputs
+from tests.attention.dense import quick
+from tests.compiled import DEVICES
+from tests.tolerances import errors
+
+OPERATION = "multi_head_latent_attention"
+SIZES = dict(B=2, T=40, H=3, D=24, V=12, Dr=8)
+KINDS = {
+    "causal": example_problem(OPERATION, SIZES, "float32", {}),
+    "bfloat16": example_problem(OPERATION, SIZES, "bfloat16", dict(soft_cap=True, lse=True)),
+    "segments": example_problem(OPERATION, SIZES | dict(S=50), "float16", dict(segments=True, sinks=True)),
+    "lengths": example_problem(OPERATION, SIZES, "float32", dict(rows=True, window=7)),
+}
+
+
+@pytest.mark.parametrize("name", KINDS)
+def test_inputs_are_of_their_problem(name):
+    wanted = KINDS[name]
+    found = problem_of(OPERATION, make_inputs(wanted, 0).arrays, spec_of(wanted))
+    assert (found, found.key()) == (wanted, wanted.key())
+    one, other = (make_inputs(wanted, seed).arrays.k_rope for seed in (0, 1))
+    assert (np.asarray(one) != np.asarray(other)).any()
+
+
+@pytest.mark.few(2)
+@pytest.mark.parametrize("name", KINDS)
+@pytest.mark.parametrize("platform", ["xla", "triton-interpret"])
+def test_agrees_with_the_reference(platform, name):
+    pytest.importorskip("triton")
+    of = KINDS[name]
+    implementation = kernel_registry.get(OPERATION, platform)
+    work = implementation.make_workload(of)
+    assert work is not None
+    inputs, config = work.make_inputs(3), implementation.load().default_config(of, DEVICES["sm_90"])
+    actual, reference = quick(work.run, static_argnums=1)(inputs, config), work.reference(inputs)
+    assert set(actual) == set(reference) == set(work.tolerances)
+    for result, allowed in work.tolerances.items():
+        measured = errors(actual[result], reference[result])
+        assert measured.rms <= allowed.rms and measured.peak <= allowed.peak, (result, measured)
+
+
+def test_costs():
+    """Two products forward, five more backward, of the visible half."""
+    of = example_problem(OPERATION, dict(T=64, H=2, D=24, V=12), "bfloat16", {})
+    work = kernel_registry.get(OPERATION, "xla").make_workload(of)
+    assert work is not None
+    assert work.costs[FORWARD].flops == 2.0 * 2 * (24 + 12) * 64 * 65 / 2
+    assert work.costs[BOTH].flops == 3.5 * work.costs[FORWARD].flops
+
+
+def test_launches_are_known_without_running():
+    pytest.importorskip("triton")
+    implementation = kernel_registry.get(OPERATION, "triton")
+    work = implementation.make_workload(KINDS["causal"])
+    assert work is not None and work.launches is not None
+    config = implementation.load().default_config(KINDS["causal"], DEVICES["sm_90"])
+    assert len(jax.tree.leaves(work.launches(config))) == 3
+
+
+@pytest.mark.parametrize(
+    "sizes, flags, message",
+    [
+        (SIZES | dict(Dr=24), {}, "Dr from 1 to"),
+        (SIZES | dict(K=1), {}, "as many key heads"),
+        (SIZES, dict(bias=True), "bias"),
+    ],
+)
+def test_wrong_words(sizes, flags, message):
+    with pytest.raises(ValueError, match=message):
+        example_problem(OPERATION, sizes, "float32", flags)

@@ -1,0 +1,272 @@
+"""`nn.MultiHeadLatentAttention`: its formula, every way to decode, padding, pages, published weights and what it refuses."""
+
+import functools
+from typing import Any
+
+import equinox as eqx
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+import ejkernel_eqx as ejx
+from ejkernel_eqx.nn import LatentCache, MultiHeadLatentAttention, RotaryEmbedding, YarnScaling
+from tests.attention.dense import INTERPRET
+from tests.nn.paged_layers import advance, inputs, PAGE, PAGES, poisoned, SEQUENCES, serve, TOKENS
+from tests.nn.recurrent_layers import EMBED
+from tests.recurrence.quick import quick
+from tests.tolerances import assert_close
+
+SIZES: dict[str, Any] = {"num_heads": 3, "kv_lora_rank": 10, "qk_nope_head_dim": 6, "qk_rope_head_dim": 4}
+YARN = YarnScaling(4.0, 16, mscale=1.0, mscale_all_dim=0.7)
+LAYERS: dict[str, dict[str, Any]] = {
+    "one query projection": {"v_head_dim": 5},
+    "query lora, yarn, biases": {
+        "q_lora_rank": 8,
+        "rope": RotaryEmbedding(4, interleaved=True, scaling=YARN),
+        "use_bias": True,
+    },
+}
+EXPANDED = "ejkernel_eqx.nn.latent_attention.EXPANDED_FROM"
+
+
+@functools.cache
+def build(name="one query projection", **changes):
+    return MultiHeadLatentAttention(EMBED, **(SIZES | LAYERS[name] | changes), key=jax.random.key(1))
+
+
+@functools.cache
+def alone(name):
+    return quick(lambda layer, x: layer(x))(build(name), inputs())
+
+
+def by_hand(layer: Any, x: Any) -> np.ndarray:
+    """One sequence `[T, E]`, in float64, head by head."""
+    w = lambda linear: np.asarray(linear.weight, np.float64)
+    apply = lambda linear, x: (
+        x @ w(linear).T + (0 if linear.bias is None else np.asarray(linear.bias, np.float64))
+    )
+    norm = lambda layer, x: (
+        x / np.sqrt((x * x).mean(-1, keepdims=True) + 1e-6) * np.asarray(layer.weight, np.float64)
+    )
+    x = np.asarray(x, np.float64)
+    turns = np.arange(len(x))[:, None] * layer.rope.frequencies()
+    magnitude = 1.0 if layer.rope.scaling is None else layer.rope.scaling.magnitude
+    phase = magnitude * np.exp(1j * turns)
+
+    def turn(x):
+        y = (x[:, 0::2] + 1j * x[:, 1::2]) * phase
+        return np.stack([y.real, y.imag], -1).reshape(x.shape)
+
+    q = x if layer.q_a_proj is None else norm(layer.q_a_layernorm, apply(layer.q_a_proj, x))
+    q = apply(layer.q_proj or layer.q_b_proj, q).reshape(len(x), layer.num_heads, -1)
+    both = apply(layer.kv_a_proj_with_mqa, x)
+    latent, rope = (
+        norm(layer.kv_a_layernorm, both[:, : layer.kv_lora_rank]),
+        turn(both[:, layer.kv_lora_rank :]),
+    )
+    kv = apply(layer.kv_b_proj, latent).reshape(len(x), layer.num_heads, -1)
+    own, outs = layer.qk_nope_head_dim, []
+    factor = 1.0 if layer.rope.scaling is None else 0.1 * 0.7 * np.log(4.0) + 1
+    for h in range(layer.num_heads):
+        scores = q[:, h, :own] @ kv[:, h, :own].T + turn(q[:, h, own:]) @ rope.T
+        scores = np.where(np.tri(len(x), dtype=bool), scores * (own + 4) ** -0.5 * factor**2, -np.inf)
+        p = np.exp(scores - scores.max(-1, keepdims=True))
+        outs.append(p / p.sum(-1, keepdims=True) @ kv[:, h, own:])
+    return apply(layer.o_proj, np.concatenate(outs, -1))
+
+
+@pytest.mark.parametrize("name", LAYERS)
+def test_the_formula(name):
+    layer, x = build(name), inputs()
+    for row, y in zip(x, alone(name)):
+        assert_close(y, by_hand(layer, row), "float32")
+
+
+@pytest.mark.few(2)
+@pytest.mark.parametrize("expanded_from", [64, 1])
+@pytest.mark.parametrize("chunks", [(TOKENS,), (4, 1, 5), (1,) * TOKENS])
+@pytest.mark.parametrize("name", LAYERS)
+def test_decoding_is_the_whole(name, chunks, expanded_from, monkeypatch):
+    """A prompt at once, in chunks and token by token, absorbed, and expanded and merged; what is not written yet is NaN."""
+    monkeypatch.setattr(EXPANDED, expanded_from)
+    layer, x = build(name), inputs()
+    cache = poisoned(layer.init_cache(SEQUENCES, TOKENS + 2))
+    cache = eqx.tree_at(lambda c: c.lengths, cache, jnp.zeros(SEQUENCES, jnp.int32))
+    step, outputs = quick(lambda layer, x, cache: layer(x, cache)), []
+    for part in jnp.split(x, np.cumsum(chunks)[:-1], axis=1):
+        y, cache = step(layer, part, cache)
+        outputs.append(y)
+    assert_close(jnp.concatenate(outputs, 1), alone(name), "float32")
+
+
+@pytest.mark.few(2)
+@pytest.mark.parametrize("expanded_from", [64, 1])
+@pytest.mark.parametrize("cached", [False, True])
+def test_padding_never_matters(cached, expanded_from, monkeypatch):
+    """Left, right and whole rows, filled with NaN; then a token for every row."""
+    monkeypatch.setattr(EXPANDED, expanded_from)
+    layer, x = build(), inputs()
+    first, count = np.array([3, 0, 0])[:SEQUENCES], np.array([5, 8, 0])[:SEQUENCES]
+    place = np.arange(9)
+    real = (place >= first[:, None]) & (place < (first + count)[:, None])
+    padded = np.full((SEQUENCES, 9, EMBED), np.nan, np.float32)
+    for n in range(SEQUENCES):
+        padded[n, real[n]] = np.asarray(x)[n, : count[n]]
+    mask = jnp.asarray(real)
+    expected = alone("one query projection")
+    if not cached:
+        y = quick(lambda x: layer(x, padding_mask=mask))(jnp.asarray(padded))
+        gradient = quick(
+            jax.grad(
+                lambda layer: jnp.where(
+                    mask[..., None], layer(jnp.asarray(padded), padding_mask=mask), 0
+                ).sum()
+            )
+        )
+        assert all(jnp.isfinite(g).all() for g in jax.tree.leaves(gradient(layer)))
+    else:
+        y, cache = quick(lambda x, c: layer(x, c, padding_mask=mask))(
+            jnp.asarray(padded), layer.init_cache(SEQUENCES, 12)
+        )
+        np.testing.assert_array_equal(cache.lengths, count)
+        following = jnp.stack([x[n, count[n]] for n in range(SEQUENCES)])[:, None]
+        last, _ = layer(following, cache)
+        for n in range(SEQUENCES):
+            assert_close(last[n, 0], expected[n, count[n]], "float32")
+    for n in range(SEQUENCES):
+        assert_close(y[n, real[n]], expected[n, : count[n]], "float32")
+
+
+def test_segments_and_packed_sequences():
+    layer, x = build(), inputs()
+    ids = jnp.array([0, 0, 0, 0, 1, 1, 1, -1, -1, -1][:TOKENS])
+    packed = jnp.concatenate([x[0, :4], x[1, :3], x[2, : TOKENS - 7] * jnp.nan])
+    expected = alone("one query projection")
+    y = layer(packed, cu_seqlens=jnp.array([0, 4, 7]))
+    assert_close(y[:4], expected[0, :4], "float32")
+    assert_close(y[4:7], expected[1, :3], "float32")
+    y = layer(
+        jnp.where(ids[:, None] < 0, 0, packed),
+        segment_ids=ids,
+        positions=jnp.array([0, 1, 2, 3, 0, 1, 2, 0, 0, 0][:TOKENS]),
+    )
+    assert_close(y[4:7], expected[1, :3], "float32")
+
+
+@pytest.mark.few(2)
+@pytest.mark.parametrize("expanded_from", [64, 1])
+@pytest.mark.parametrize("platform", [None, INTERPRET])
+@pytest.mark.parametrize("name", LAYERS)
+def test_pages(name, platform, expanded_from, monkeypatch):
+    """Chunks and decodes of several sequences in one batch, from shuffled pages; the rest of them is NaN."""
+    if platform == INTERPRET:
+        pytest.importorskip("triton")
+    monkeypatch.setattr(EXPANDED, expanded_from)
+    layer = build(name, platform=platform)
+    found = serve(advance(layer), poisoned(layer.init_paged_cache(PAGES, PAGE)), inputs())[0]
+    assert_close(found, alone(name), "float32")
+
+
+def test_eight_bit_pages():
+    layer = build()
+    found = serve(advance(layer), layer.init_paged_cache(PAGES, PAGE, dtype="int8"), inputs())[0]
+    expected = alone("one query projection")
+    assert float(jnp.abs(found - expected).max() / jnp.abs(expected).max()) < 0.05
+
+
+def test_a_projection_of_another_kind_is_absorbed_too():
+    """Such as a quantised or adapted one: any linear function of one vector."""
+    layer, x = build(), inputs()
+    weight = layer.kv_b_proj.weight
+    other = eqx.tree_at(lambda m: m.kv_b_proj, layer, eqx.nn.Lambda(lambda c: weight @ c))
+    y, _ = other(x, other.init_cache(SEQUENCES, TOKENS, "float32"))
+    assert_close(y, alone("one query projection"), "float32")
+
+
+def test_published_weights():
+    config = {
+        "model_type": "deepseek_v3",
+        "hidden_size": EMBED,
+        "num_attention_heads": 3,
+        "num_key_value_heads": 3,
+        "num_hidden_layers": 1,
+        "q_lora_rank": 8,
+        "v_head_dim": 6,
+        "attention_bias": True,
+        "max_position_embeddings": 64,
+        "rope_scaling": {
+            "type": "yarn",
+            "factor": 4.0,
+            "original_max_position_embeddings": 16,
+            "mscale": 1.0,
+            "mscale_all_dim": 0.7,
+        },
+        **{name: size for name, size in SIZES.items() if name != "num_heads"},
+    }
+    source = build("query lora, yarn, biases")
+    names = (
+        "q_a_proj",
+        "q_a_layernorm",
+        "q_b_proj",
+        "kv_a_proj_with_mqa",
+        "kv_a_layernorm",
+        "kv_b_proj",
+        "o_proj",
+    )
+    state = {
+        f"self_attn.{name}.{kind}": np.asarray(x)
+        for name in names
+        for kind in ("weight", "bias")
+        if (x := getattr(getattr(source, name), kind)) is not None
+    }
+    layer = MultiHeadLatentAttention.from_config(config, key=jax.random.key(9))
+    layer = ejx.load_published(layer, state, prefix="self_attn")
+    np.testing.assert_array_equal(layer(inputs()), source(inputs()))
+    assert layer.attention.options.softmax_scale == pytest.approx(10**-0.5 * (0.07 * np.log(4.0) + 1) ** 2)
+
+
+def test_stacked_layers_decode_in_a_scan():
+    layers = eqx.filter_vmap(lambda key: MultiHeadLatentAttention(EMBED, **SIZES, key=key))(
+        jax.random.split(jax.random.key(0), 2)
+    )
+    x, arrays = inputs(), eqx.partition(layers, eqx.is_array)
+    one = lambda i: jax.tree.map(lambda a: a[i] if eqx.is_array(a) else a, layers)
+    expected = one(1)(one(0)(x))
+    body = lambda x, own: eqx.combine(own[0], arrays[1])(x, own[1])
+    y, cache = quick(lambda x: jax.lax.scan(body, x, (arrays[0], one(0).init_cache((2, SEQUENCES), TOKENS))))(
+        x
+    )
+    assert_close(y, expected, "float32")
+    assert isinstance(cache, LatentCache) and cache.batch_shape == (2, SEQUENCES)
+
+
+WRONG = {
+    "a cache of keys": (
+        lambda l, x: l(x, ejx.nn.KVCache.init(SEQUENCES, 4, 1, 8)),
+        "cache: expected a LatentCache",
+    ),
+    "pages without a batch": (lambda l, x: l(x, l.init_paged_cache(2, 4)), "batch: expected a RaggedBatch"),
+    "another batch": (lambda l, x: l(x, l.init_cache(1, 4)), "cache: expected the batch shape"),
+    "segments and a cache": (
+        lambda l, x: l(x, l.init_cache(SEQUENCES, TOKENS), segment_ids=jnp.zeros(x.shape[:-1], jnp.int32)),
+        "segment_ids: expected None with a cache",
+    ),
+    "too long": (lambda l, x: l(x, l.init_cache(SEQUENCES, 4)), "expected at most max_length=4"),
+    "another width": (lambda l, x: l(x[..., 1:]), "x: expected"),
+    "a rotation of another size": (
+        lambda l, x: MultiHeadLatentAttention(8, **SIZES, rope=RotaryEmbedding(8), key=jax.random.key(0)),
+        "rope: expected a RotaryEmbedding of qk_rope_head_dim=4",
+    ),
+    "no number": (
+        lambda l, x: MultiHeadLatentAttention(8, **SIZES, softmax_scale="1", key=jax.random.key(0)),  # pyright: ignore
+        "softmax_scale",
+    ),
+}
+
+
+@pytest.mark.parametrize("name", WRONG)
+def test_wrong_arguments(name, unchecked):
+    change, message = WRONG[name]
+    with pytest.raises(ValueError, match=message):
+        change(build(), inputs())
