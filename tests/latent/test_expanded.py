@@ -177,3 +177,20 @@ def test_wrong_arrays(name, unchecked):
     change, message = WRONG[name]
     with pytest.raises(ValueError, match=message):
         ejx.MultiHeadLatentAttention()(**change(arrays_of(2)))
+
+
+@pytest.mark.parametrize("kind", ["function of heads", "map of blocks"])
+def test_masks_of_tiles(kind):
+    """Functions that differ between heads, and maps: on XLA; Triton says that it takes none."""
+    given = arrays_of(t=20, s=20)
+    if kind == "map of blocks":
+        blocks = np.random.default_rng(0).random((3, 3)) < 0.5
+        mask, seen = ejx.Mask.from_blocks(blocks, 8), np.repeat(np.repeat(blocks, 8, 0), 8, 1)[:20, :20]
+    else:
+        mask = ejx.Mask.from_function(lambda h, q, k: abs(q - k) <= 2 * h)
+        near = abs(np.arange(20)[:, None] - np.arange(20))
+        seen = near <= 2 * np.arange(3)[:, None, None]
+    check(lambda **a: ejx.MultiHeadLatentAttention()(**a, mask=mask, return_lse=True), given, seen)
+    pytest.importorskip("triton")
+    with pytest.raises(ejx.UnsupportedError, match="functions"):
+        ejx.MultiHeadLatentAttention(platform=INTERPRET)(**given, mask=mask)

@@ -175,7 +175,10 @@ class MultiHeadLatentAttention(Kernel):
             ScoreInputs(sinks=sinks),
             return_lse=return_lse,
         )
-        seen = {name: getattr(whole, name) for name in ("sinks", "mask", "q_segments", "kv_segments", "rows")}
+        seen = {
+            name: getattr(whole, name)
+            for name in ("sinks", "mask", "q_segments", "kv_segments", "rows", "blocks", "heads")
+        }
         out, lse = attend(self.plan, self.operation, LatentArrays(*given, **seen), spec)
         if not return_lse:
             return out

@@ -24,6 +24,8 @@ class LatentArrays(NamedTuple):
     q_segments: Array | None = None  # int32 [B or 1, T]
     kv_segments: Array | None = None  # int32 [B or 1, S]
     rows: RowRanges | None = None
+    blocks: Array | None = None  # bool [B or 1, H or 1, blocks of queries, blocks of keys]
+    heads: Array | None = None  # int32 [1, H], the number of each head
 
     @property
     def apart(self) -> AttentionArrays:

@@ -31,6 +31,8 @@ def unsupported(problem: Problem, device: DeviceFacts) -> str | None:
         return "takes float32, float16 and bfloat16, not float64"
     if problem.flag("mask"):
         return "takes no mask that is an array over queries and keys"
+    if problem.flag("tiles"):
+        return "takes no masks that are functions, unions, complements or maps of blocks"
     nope, rope, values = tile_sizes.dims(problem)
     if max(nope, rope, values) > MAX_DIM:
         return f"takes parts of keys and values up to {MAX_DIM}, not Dn {nope}, Dr {rope} and V {values}"

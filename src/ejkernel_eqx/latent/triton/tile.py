@@ -37,7 +37,8 @@ def masked_scores(qk, i, j, position, start, end, q_segment, k_segment, T, S, SC
     s, t = scores(qk, i, j, position, 0.0, None, T, S, SCALE, CAP, FAST_TANH, 0, False, FOLDED)
     seen = True
     if MASKED:
-        seen = visible(i, j, position, start, end, q_segment, k_segment, None, T, S, LEFT, RIGHT, ROWS, SEGMENTS, 0, BOUND)  # fmt: skip
+        seen = visible(i, j, position, start, end, q_segment, k_segment, None, T, S, True, None,
+                       LEFT, RIGHT, ROWS, SEGMENTS, 0, BOUND, 0, 0, 0)  # fmt: skip
         s = tl.where(seen, s, float("-inf"))
     return s, t, seen
 
