@@ -89,7 +89,7 @@ def resolve(
     )
     arrays = NativeArrays(q, k, v, compressed_k, compressed_v, gates, **tables)
     if block_indices is not None:
-        indices = _indices(block_indices, (*lead, length, kv_heads), arrays.base)
+        indices = _indices(block_indices, (*lead, length, kv_heads), arrays, spec)
         spec = dataclasses.replace(spec, given=True, count=indices.shape[-1])
         arrays = arrays._replace(indices=indices)
     return Call(arrays, spec)
@@ -153,8 +153,8 @@ def _compressed(
     return compressed_k, compressed_v
 
 
-def _indices(given: Any, shape: tuple[int, ...], base: Array | None) -> Array:
-    """Blocks numbered over the row; of equal ones only the first, as a block counts once."""
+def _indices(given: Any, shape: tuple[int, ...], arrays: NativeArrays, spec: NativeSpec) -> Array:
+    """Blocks numbered over the row; -1 for those that begin after the query, and of equal ones all but the first, as a block counts once."""
     indices = jnp.asarray(given)
     if indices.shape[:-1] != shape or indices.shape[-1] == 0 or not jnp.issubdtype(indices.dtype, jnp.integer):
         raise ValueError(
@@ -165,5 +165,8 @@ def _indices(given: Any, shape: tuple[int, ...], base: Array | None) -> Array:
     count = indices.shape[-1]
     earlier = np.tri(count, k=-1, dtype=bool)
     again = ((indices[..., :, None] == indices[..., None, :]) & earlier).any(-1)
-    indices = jnp.where(again | (indices < 0), -1, indices)
-    return indices if base is None else jnp.where(indices < 0, -1, indices + base[..., None, None])
+    place = jnp.arange(shape[-2], dtype=jnp.int32) + spec.offset if arrays.position is None else arrays.position
+    place = place if arrays.first is None else place - arrays.first
+    later = indices * spec.block > place[..., None, None]
+    indices = jnp.where(again | later | (indices < 0), -1, indices)
+    return indices if arrays.base is None else jnp.where(indices < 0, -1, indices + arrays.base[..., None, None])
