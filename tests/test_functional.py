@@ -57,6 +57,11 @@ CALLS: dict[str, tuple[dict[str, Any], tuple[Any, ...], dict[str, Any]]] = {
     "lightning_attention": (dict(slopes="fla"), (q, k, v), {}),
     "linear_attention": (dict(normalize=True), (jnp.exp(q), jnp.exp(k), v), {}),
     "mean_pooling": (dict(chunk_size=2, normalize=True), (x,), dict(lengths=3)),
+    "native_sparse_attention": (
+        dict(block_size=2, num_blocks=2, sliding_window=3),
+        (q, k, v, normal(1, *q.shape[:2], 3)),
+        dict(return_indices=True),
+    ),
     "paged_attention": (dict(softmax_scale=0.2), (q[:1], cache()), dict(return_lse=True)),
     "prefill_paged_attention": (dict(sliding_window=4), (q, cache()), starts),
     "ragged_decode_attention": (dict(softmax_scale=0.2), (q[:1], k[None], v[None], 1, 5), {}),

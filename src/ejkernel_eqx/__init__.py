@@ -21,6 +21,7 @@ from .attention import Attention as Attention
 from .attention import FlashAttention as FlashAttention
 from .attention import Mask as Mask
 from .attention import merge_attention as merge_attention
+from .attention import NativeSparseAttention as NativeSparseAttention
 from .attention import ScaledDotProductAttention as ScaledDotProductAttention
 from .cells import Recurrent as Recurrent
 from .convolution import CausalConv1d as CausalConv1d
@@ -59,6 +60,7 @@ from .functional import kernel_delta_attention as kernel_delta_attention
 from .functional import lightning_attention as lightning_attention
 from .functional import linear_attention as linear_attention
 from .functional import mean_pooling as mean_pooling
+from .functional import native_sparse_attention as native_sparse_attention
 from .functional import paged_attention as paged_attention
 from .functional import prefill_paged_attention as prefill_paged_attention
 from .functional import ragged_decode_attention as ragged_decode_attention

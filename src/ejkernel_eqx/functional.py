@@ -14,7 +14,7 @@ import jax.core
 
 from . import attention as _attention
 from ._kernel import Kernel, make_plan, Plan, with_plan
-from .attention import Attention, FlashAttention, ScaledDotProductAttention
+from .attention import Attention, FlashAttention, NativeSparseAttention, ScaledDotProductAttention
 from .cells import Recurrent
 from .convolution import CausalConv1d
 from .matmul import GroupedMatmul
@@ -167,6 +167,7 @@ class _CallableRoom(types.ModuleType):
 
 attention = function_of(Attention)
 flash_attention = function_of(FlashAttention)
+native_sparse_attention = function_of(NativeSparseAttention)
 scaled_dot_product_attention = function_of(ScaledDotProductAttention)
 causal_conv1d = function_of(CausalConv1d)
 gated_rms_norm = function_of(GatedRMSNorm)

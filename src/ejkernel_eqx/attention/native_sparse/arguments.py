@@ -9,6 +9,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax import Array
 
+from ..._broadcast import like
 from ..._values import check_between, FAR
 from ...core.arguments import array, fitting
 from ...sequences.packing import read_count
@@ -38,7 +39,9 @@ class Options:
                     f"{name}: expected a multiple of compression_stride={stride}, received {getattr(self, name)}; compressed keys are whole strides."
                 )
         if self.softmax_scale is not None and not math.isfinite(self.softmax_scale):
-            raise ValueError(f"softmax_scale: expected a finite number or None, received {self.softmax_scale!r}.")
+            raise ValueError(
+                f"softmax_scale: expected a finite number or None, received {self.softmax_scale!r}."
+            )
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
@@ -72,9 +75,13 @@ def resolve(
     v = fitting("v", v, (*lead, keys, kv_heads, None), "S K V")
     for name, x in (("k", k), ("v", v)):
         if x.dtype != q.dtype:
-            raise ValueError(f"{name}: expected the dtype of q, {q.dtype}, received {x.dtype}; cast them to the same dtype.")
+            raise ValueError(
+                f"{name}: expected the dtype of q, {q.dtype}, received {x.dtype}; cast them to the same dtype."
+            )
     if kv_heads == 0 or heads % kv_heads:
-        raise ValueError(f"k: expected a number of heads that divides the {heads} heads of q, received {kv_heads}.")
+        raise ValueError(
+            f"k: expected a number of heads that divides the {heads} heads of q, received {kv_heads}."
+        )
     gates = fitting("gates", gates, (*lead, length, heads, 3), "T H 3")
     sizes = (options.compression_size, options.compression_stride)
     tables, begin = _tables(options, lead, length, keys, cu_seqlens, q_offset)
@@ -105,7 +112,9 @@ def _tables(
     """The integer arrays of the call, and the first token of each compressed key; nothing if positions are static."""
     if cu_seqlens is not None:
         if q_offset is not None:
-            raise ValueError("q_offset: expected None with cu_seqlens, received both; positions are those in the packed sequences.")
+            raise ValueError(
+                "q_offset: expected None with cu_seqlens, received both; positions are those in the packed sequences."
+            )
         if keys != length:
             raise ValueError(f"k: expected as many tokens as q with cu_seqlens, {length}, received {keys}.")
         offsets = read_packing(cu_seqlens, None, lead, length, False).offsets
@@ -128,7 +137,8 @@ def _tables(
         raise ValueError(
             f"q_offset: expected an int or a shape that broadcasts to {lead}, received {offset.shape}."
         ) from None
-    position = offset[..., None] + jnp.arange(length, dtype=jnp.int32)
+    offset = offset[..., None]
+    position = offset + like(jnp.arange(length, dtype=jnp.int32), offset)
     return {"position": position}, None
 
 
@@ -147,26 +157,38 @@ def _compressed(
     compressed_v = fitting("compressed_v", given[1], shape, "C K V")
     for name, x in (("compressed_k", compressed_k), ("compressed_v", compressed_v)):
         if x.dtype != k.dtype:
-            raise ValueError(f"{name}: expected the dtype of k, {k.dtype}, received {x.dtype}; cast it first.")
+            raise ValueError(
+                f"{name}: expected the dtype of k, {k.dtype}, received {x.dtype}; cast it first."
+            )
         if x.shape[-3] == 0:
-            raise ValueError(f"{name}: expected at least one compressed key, received {x.shape}; one that no query sees may hold anything.")
+            raise ValueError(
+                f"{name}: expected at least one compressed key, received {x.shape}; one that no query sees may hold anything."
+            )
     return compressed_k, compressed_v
 
 
 def _indices(given: Any, shape: tuple[int, ...], arrays: NativeArrays, spec: NativeSpec) -> Array:
     """Blocks numbered over the row; -1 for those that begin after the query, and of equal ones all but the first, as a block counts once."""
     indices = jnp.asarray(given)
-    if indices.shape[:-1] != shape or indices.shape[-1] == 0 or not jnp.issubdtype(indices.dtype, jnp.integer):
+    if (
+        indices.shape[:-1] != shape
+        or indices.shape[-1] == 0
+        or not jnp.issubdtype(indices.dtype, jnp.integer)
+    ):
         raise ValueError(
             f"block_indices: expected ints [..., T, K, n] with leading axes {shape}, received {indices.dtype} {indices.shape}; "
             "each key head of each query has its own, -1 for none."
         )
     indices = jax.lax.stop_gradient(indices.astype(jnp.int32))
     count = indices.shape[-1]
-    earlier = np.tri(count, k=-1, dtype=bool)
-    again = ((indices[..., :, None] == indices[..., None, :]) & earlier).any(-1)
-    place = jnp.arange(shape[-2], dtype=jnp.int32) + spec.offset if arrays.position is None else arrays.position
+    earlier = jnp.asarray(np.tri(count, k=-1, dtype=bool))
+    again = ((indices[..., :, None] == indices[..., None, :]) & like(earlier, indices[..., None])).any(-1)
+    place = (
+        jnp.arange(shape[-2], dtype=jnp.int32) + spec.offset if arrays.position is None else arrays.position
+    )
     place = place if arrays.first is None else place - arrays.first
-    later = indices * spec.block > place[..., None, None]
+    later = indices * spec.block > like(place[..., None, None], indices)
     indices = jnp.where(again | later | (indices < 0), -1, indices)
-    return indices if arrays.base is None else jnp.where(indices < 0, -1, indices + arrays.base[..., None, None])
+    return (
+        indices if arrays.base is None else jnp.where(indices < 0, -1, indices + arrays.base[..., None, None])
+    )

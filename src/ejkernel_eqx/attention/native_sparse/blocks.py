@@ -5,6 +5,8 @@ from typing import NamedTuple
 import jax.numpy as jnp
 from jax import Array
 
+from ..._broadcast import like
+from ...core.arguments import accumulator
 from ...sequences.packing import ended, spans_of_offsets
 
 
@@ -26,7 +28,9 @@ def of_offsets(offsets: Array, length: int, block: int, span: int, stride: int) 
     sizes = offsets[1:] - offsets[:-1]
     base, begin = _placed(offsets, -(-sizes // block), length // block + count, block, length)
     compressed = jnp.maximum((sizes - span) // stride + 1, 0)
-    seen, compressed_begin = _placed(offsets, compressed, num_compressed(length, span, stride, True), stride, length)
+    seen, compressed_begin = _placed(
+        offsets, compressed, num_compressed(length, span, stride, True), stride, length
+    )
     take = lambda x: jnp.where(spans.real, x[sequence], 0) if count else jnp.zeros(length, jnp.int32)
     position = jnp.where(spans.real, jnp.arange(length, dtype=jnp.int32), -1)
     first = jnp.where(spans.real, spans.start, 0)
@@ -54,18 +58,21 @@ def num_compressed(length: int, span: int, stride: int, packed: bool) -> int:
 
 def means(x: Array, span: int, stride: int, begin: Array | None) -> Array:
     """Compressed keys or values `[..., C, K, D]`: the means of their tokens, in the dtype of `x [..., S, K, D]`."""
-    return jnp.mean(tokens_of(x, span, stride, begin), -3, dtype=jnp.promote_types(x.dtype, jnp.float32)).astype(x.dtype)
+    return jnp.mean(tokens_of(x, span, stride, begin), -3, dtype=accumulator(x.dtype)).astype(x.dtype)
 
 
 def tokens_of(x: Array, span: int, stride: int, begin: Array | None = None) -> Array:
     """The tokens of each compressed key, `[..., C, span, K, D]` from `[..., S, K, D]`; zeros for one that does not exist."""
     length, lead = x.shape[-3], x.shape[:-3]
     count = num_compressed(length, span, stride, begin is not None)
+    if length == 0:
+        return jnp.zeros((*lead, count, span, *x.shape[-2:]), x.dtype)
     if begin is None and span == stride and length >= span:
         return x[..., : count * span, :, :].reshape(*lead, count, span, *x.shape[-2:])
     if begin is None:
         begin = jnp.arange(count, dtype=jnp.int32) * stride
-    at = begin[:, None] + jnp.arange(span, dtype=jnp.int32)  # [C, span]
+    at = begin[:, None] + jnp.arange(span, dtype=jnp.int32)[None]  # [C, span]
     is_used = (at[:, -1:] < length) & (begin[:, None] < length)
     at = jnp.where(is_used, at, 0)
-    return jnp.where(is_used[..., None, None], jnp.take(x, at, axis=-3), 0)
+    found = jnp.take(x, at, axis=-3)
+    return jnp.where(like(is_used[..., None, None], found), found, 0)

@@ -38,9 +38,7 @@ def combine(gates: Array, results: dict[str, Array], dtype: Any) -> Array:
     return total.astype(dtype)
 
 
-def split(
-    gates: Array, saved: dict[str, Array], dout: Array
-) -> tuple[dict[str, Array], Array]:
+def split(gates: Array, saved: dict[str, Array], dout: Array) -> tuple[dict[str, Array], Array]:
     """The cotangent of each branch's output, and the gradient of the gates."""
     wide = accumulator(dout.dtype)
     cotangents, dgates = {}, []

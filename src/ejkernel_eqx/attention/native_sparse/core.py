@@ -26,5 +26,6 @@ ATTEND = Kind(
     learned=LEARNED,
     saved_of=_saved,
     read=("indices",),
+    wanted=lambda spec: ("out",) if spec.given else RESULTS,
     names={"out": "native_sparse_out", "saved": "native_sparse_saved"},
 )

@@ -1,12 +1,12 @@
 """The selected branch in plain XLA: the blocks of a chunk of queries are gathered, so no array has the size of the scores."""
 
-import functools
 from collections.abc import Callable
 from typing import NamedTuple
 
 import jax.numpy as jnp
 from jax import Array, lax
 
+from ..._broadcast import like
 from ...core.arguments import accumulator
 from .spec import begins, NativeArrays, NativeSpec, of_sequence, positions
 
@@ -31,7 +31,9 @@ def forward(arrays: NativeArrays, spec: NativeSpec, chunk: int) -> tuple[Array, 
         top = scores.max(-1, keepdims=True, initial=-jnp.inf)
         weights = jnp.exp(scores - jnp.where(top == -jnp.inf, 0, top))
         total = weights.sum(-1, keepdims=True)
-        out = jnp.einsum("bckgj,bckjv->bckgv", weights, part.v, precision="highest") / jnp.where(total > 0, total, 1)
+        out = jnp.einsum("bckgj,bckjv->bckgv", weights, part.v, precision="highest") / jnp.where(
+            total > 0, total, 1
+        )
         lse = jnp.where(total > 0, jnp.log(jnp.where(total > 0, total, 1)) + top, -jnp.inf)[..., 0]
         return out.reshape(batch, size, heads, -1).astype(arrays.q.dtype), lse.reshape(batch, size, heads)
 
@@ -51,13 +53,21 @@ def backward(
     def step(start: Array, fresh: Array, totals: tuple[Array, Array]) -> tuple[tuple[Array, Array], Array]:
         """Adds the gradients of keys of the chunk's queries from `fresh` on."""
         part = _gather(arrays, spec, start, size)
-        cut = lambda x: lax.dynamic_slice_in_dim(x, start, size, 2).swapaxes(1, 2).reshape(batch, size, kv_heads, -1, 1)
+        cut = lambda x: (
+            lax.dynamic_slice_in_dim(x, start, size, 2).swapaxes(1, 2).reshape(batch, size, kv_heads, -1, 1)
+        )
         top, shift = cut(lse), cut(delta)
-        do = lax.dynamic_slice_in_dim(dout, start, size, 1).astype(wide).reshape(batch, size, kv_heads, part.q.shape[3], -1)
+        do = (
+            lax.dynamic_slice_in_dim(dout, start, size, 1)
+            .astype(wide)
+            .reshape(batch, size, kv_heads, part.q.shape[3], -1)
+        )
         is_new = (start + jnp.arange(size) >= fresh)[None, :, None, None, None] & (top > -jnp.inf)
         weights = jnp.where(is_new, jnp.exp(_scores(part, spec) - jnp.where(top > -jnp.inf, top, 0)), 0)
         do = jnp.where(is_new, do, 0)
-        dscores = jnp.einsum("bckgv,bckjv->bckgj", do, part.v, precision="highest") - jnp.where(is_new, shift, 0)
+        dscores = jnp.einsum("bckgv,bckjv->bckgj", do, part.v, precision="highest") - jnp.where(
+            is_new, shift, 0
+        )
         dscores = dscores * weights * spec.scale
         dq = jnp.einsum("bckgj,bckjd->bckgd", dscores, part.k, precision="highest")
         dk = jnp.einsum("bckgj,bckgd->bckjd", dscores, jnp.where(is_new, part.q, 0), precision="highest")
@@ -84,14 +94,18 @@ def _gather(arrays: NativeArrays, spec: NativeSpec, start: Array, size: int) -> 
     wide = accumulator(arrays.q.dtype)
 
     def cut(x: Array) -> Array:
-        return lax.dynamic_slice_in_dim(x, start, size, 1)[..., None, None] if x.shape[1] == length else x[..., None, None]
+        return (
+            lax.dynamic_slice_in_dim(x, start, size, 1)[..., None, None]
+            if x.shape[1] == length
+            else x[..., None, None]
+        )
 
     last, first = cut(positions(arrays, spec)), cut(of_sequence(arrays.first))
     index = lax.dynamic_slice_in_dim(arrays.indices, start, size, 1)  # [B, c, K, n]
     begin = begins(arrays, spec)
     begin = jnp.broadcast_to(begin, (batch, begin.shape[1]))[:, None, None]
     begin = jnp.take_along_axis(begin, jnp.maximum(index, 0), -1)[..., None]
-    at = begin + jnp.arange(spec.block, dtype=jnp.int32)  # [B, c, K, n, block]
+    at = begin + like(jnp.arange(spec.block, dtype=jnp.int32), begin)  # [B, c, K, n, block]
     at = at.reshape(*index.shape[:-1], -1)
     seen = jnp.repeat(index >= 0, spec.block, -1) & (first <= at) & (at <= last) & (at < keys)
     at = jnp.where(seen, at, 0)
@@ -107,11 +121,13 @@ def _scores(part: _Gathered, spec: NativeSpec) -> Array:
     return jnp.where(part.seen[:, :, :, None], scores, -jnp.inf)
 
 
-def _over_queries(of_chunk: Callable[[Array, int], tuple[Array, Array]], length: int, chunk: int) -> tuple[Array, Array]:
+def _over_queries(
+    of_chunk: Callable[[Array, int], tuple[Array, Array]], length: int, chunk: int
+) -> tuple[Array, Array]:
     """`of_chunk(start, size)` over all queries; results have the queries along axis 1."""
     size = min(chunk, length)
     starts, _ = _starts(length, size)
-    found = lax.map(functools.partial(of_chunk, size=size), jnp.asarray(starts, jnp.int32))
+    found = lax.map(lambda start: of_chunk(start, size), jnp.asarray(starts, jnp.int32))
     return _join(found[0], length, size), _join(found[1], length, size)
 
 

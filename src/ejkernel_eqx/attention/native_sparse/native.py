@@ -1,6 +1,6 @@
 """`NativeSparseAttention`: each query attends compressed keys, a few chosen blocks of keys, and a window."""
 
-from typing import Any, ClassVar
+from typing import Any, ClassVar, Literal, overload, TYPE_CHECKING, Unpack
 
 import equinox as eqx
 import jax
@@ -14,6 +14,7 @@ from ...core.platforms import register
 from ...dispatch import PlatformLike
 from .arguments import Options, resolve
 from .core import ATTEND
+from .signature import NativeInputs
 
 register("native_sparse_attention", __package__)
 
@@ -21,7 +22,8 @@ register("native_sparse_attention", __package__)
 class NativeSparseAttention(Kernel):
     r"""Causal attention in time linear in the sequence length, apart from a small share: the sum of three branches under gates,
 
-    $$o_t = g^{\mathrm{cmp}}_t\, \mathrm{Attn}(q_t, \tilde K_{\le t}, \tilde V_{\le t}) + g^{\mathrm{slc}}_t\, \mathrm{Attn}(q_t, K_{\mathcal I_t}, V_{\mathcal I_t})
+    $$o_t = g^{\mathrm{cmp}}_t\, \mathrm{Attn}(q_t, \tilde K_{\le t}, \tilde V_{\le t})
+      + g^{\mathrm{slc}}_t\, \mathrm{Attn}(q_t, K_{\mathcal I_t}, V_{\mathcal I_t})
       + g^{\mathrm{win}}_t\, \mathrm{Attn}(q_t, K_{t-w < j \le t}, V_{t-w < j \le t})$$
 
     - compressed: key $c$ stands for the tokens $c\,d \le i < c\,d + l$ (`compression_stride` $d$, `compression_size` $l$). A query sees it if all
@@ -73,6 +75,32 @@ class NativeSparseAttention(Kernel):
         self.options = Options(block_size, num_blocks, sliding_window, size, stride, softmax_scale)
         self.plan = plan_of(NativeSparseAttention, self, platform, config, tune_for)
 
+    if TYPE_CHECKING:
+
+        @overload
+        def __call__(
+            self,
+            q: Float[AnyArray, "*B T H D"],
+            k: Float[AnyArray, "*B S K D"],
+            v: Float[AnyArray, "*B S K V"],
+            gates: Float[AnyArray, "*B T H 3"],
+            *,
+            return_indices: Literal[False] = False,
+            **others: Unpack[NativeInputs],
+        ) -> Float[Array, "*B T H V"]: ...
+
+        @overload
+        def __call__(
+            self,
+            q: Float[AnyArray, "*B T H D"],
+            k: Float[AnyArray, "*B S K D"],
+            v: Float[AnyArray, "*B S K V"],
+            gates: Float[AnyArray, "*B T H 3"],
+            *,
+            return_indices: Literal[True],
+            **others: Unpack[NativeInputs],
+        ) -> tuple[Float[Array, "*B T H V"], Int[Array, "*B T K n"]]: ...
+
     @jax.named_scope("ejkernel_eqx.NativeSparseAttention")
     def __call__(
         self,
@@ -116,4 +144,7 @@ class NativeSparseAttention(Kernel):
             results = {"out": jnp.zeros(shape, arrays.q.dtype), "indices": jnp.full(chosen, -1, jnp.int32)}
         else:
             results = ATTEND.call(self.plan, self.operation, arrays, spec)
-        return (results["out"], call.relative(results["indices"])) if return_indices else results["out"]
+        if not return_indices:
+            return results["out"]
+        indices = results["indices"] if arrays.indices is None else arrays.indices
+        return results["out"], call.relative(indices)

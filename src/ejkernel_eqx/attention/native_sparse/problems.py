@@ -41,7 +41,9 @@ def spec_of(problem: Problem) -> NativeSpec:
     number = {name: int(str(problem.flag(name))) for name in _FIELDS}
     offset = 0 if problem.flag("top_left") or problem.flag("placed") else problem.dim("S") - problem.dim("T")
     scale = problem.dim("D") ** -0.5
-    return NativeSpec(scale, count=problem.dim("n"), offset=offset, given=bool(problem.flag("given")), **number)
+    return NativeSpec(
+        scale, count=problem.dim("n"), offset=offset, given=bool(problem.flag("given")), **number
+    )
 
 
 def shapes_of(problem: Problem) -> NativeArrays:

@@ -20,7 +20,9 @@ def attend(arrays: NativeArrays, spec: NativeSpec) -> tuple[Array, Array]:
     if indices is None:
         importance = _of_groups(jax.lax.stop_gradient(weights), arrays.k.shape[2])
         indices = selection.choose(importance, arrays, spec)
-    mask = jnp.repeat(visibility(arrays._replace(indices=indices), spec), arrays.q.shape[2] // arrays.k.shape[2], 1)
+    mask = jnp.repeat(
+        visibility(arrays._replace(indices=indices), spec), arrays.q.shape[2] // arrays.k.shape[2], 1
+    )
     call = AttentionArrays(arrays.q, arrays.k, arrays.v, mask=mask)
     results["selected_out"], results["selected_lse"] = attention.attend(call, AttentionSpec(spec.scale))
     results["sliding_out"], results["sliding_lse"] = attention.attend(*branches.sliding(arrays, spec))
@@ -37,12 +39,13 @@ def visibility(arrays: NativeArrays, spec: NativeSpec) -> Array:
     """Which keys the selected branch sees: bool `[B, K, T, S]`."""
     assert arrays.indices is not None
     batch, keys = arrays.k.shape[:2]
-    place = jnp.arange(keys, dtype=jnp.int32)
+    place = jnp.arange(keys, dtype=jnp.int32)[None, None]
     last, first = positions(arrays, spec)[..., None], of_sequence(arrays.first)[..., None]
     seen = jnp.zeros((*arrays.indices.shape[:3], keys), bool)
     begin = jnp.broadcast_to(begins(arrays, spec), (batch, begins(arrays, spec).shape[1]))
     for n in range(arrays.indices.shape[-1]):
         index = arrays.indices[..., n]
         start = jnp.take_along_axis(begin[:, None], jnp.maximum(index, 0), 2)[..., None]
-        seen |= (index[..., None] >= 0) & (start <= place) & (place < start + spec.block)
+        key = place[:, :, None]
+        seen |= (index[..., None] >= 0) & (start <= key) & (key < start + spec.block)
     return jnp.swapaxes(seen & ((first <= place) & (place <= last))[:, :, None], 1, 2)

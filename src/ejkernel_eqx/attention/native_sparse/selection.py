@@ -6,6 +6,7 @@ import jax
 import jax.numpy as jnp
 from jax import Array, lax
 
+from ..._broadcast import like
 from ...core.arguments import wide
 from .spec import compressed_ranges, NativeArrays, NativeSpec, num_blocks, of_sequence, positions
 
@@ -15,10 +16,7 @@ _BYTES = 2**27  # of scores at a time
 def overlaps(spec: NativeSpec) -> list[tuple[int, int]]:
     """For a block `m`, the compressed keys `m * (block // stride) + o` that share tokens with it, as `(o, strides that they share)`."""
     block, span = spec.block // spec.stride, spec.span // spec.stride
-    return [
-        (o, min(block, o + span) - max(0, o))
-        for o in range(1 - span, block)
-    ]
+    return [(o, min(block, o + span) - max(0, o)) for o in range(1 - span, block)]
 
 
 def choose(importance: Array, arrays: NativeArrays, spec: NativeSpec) -> Array:
@@ -27,8 +25,8 @@ def choose(importance: Array, arrays: NativeArrays, spec: NativeSpec) -> Array:
     keys, per = importance.shape[-1], spec.block // spec.stride
     place = (positions(arrays, spec) - of_sequence(arrays.first))[..., None, None]  # [B, T, 1, 1]
     start, end = (x[..., None, None] for x in compressed_ranges(arrays, spec))
-    block = jnp.arange(num_blocks(arrays, spec), dtype=jnp.int32)  # of the query's sequence
-    score = jnp.zeros((*importance.shape[:-1], len(block)), importance.dtype)
+    block = like(jnp.arange(num_blocks(arrays, spec), dtype=jnp.int32), place)  # of the query's sequence
+    score = jnp.zeros((*importance.shape[:-1], block.shape[-1]), importance.dtype)
     for shift, share in overlaps(spec):
         at = start + block * per + shift
         inside = (at >= start) & (at < end)
@@ -36,9 +34,9 @@ def choose(importance: Array, arrays: NativeArrays, spec: NativeSpec) -> Array:
         found = jnp.take_along_axis(importance, at, -1) if keys else jnp.zeros_like(score)
         score += jnp.where(inside, share * found, 0)
     own = place // spec.block
-    score = jnp.where(block == 0, jnp.finfo(score.dtype).max, score)
+    score = jnp.where(block == 0, float(jnp.finfo(score.dtype).max), score)
     score = jnp.where(block == own, jnp.inf, score)
-    best, chosen = lax.top_k(jnp.where(block > own, -1, score), min(spec.count, len(block)))
+    best, chosen = lax.top_k(jnp.where(block > own, -1, score), min(spec.count, block.shape[-1]))
     is_used = (best >= 0) & (place >= 0)
     chosen = jnp.where(is_used, chosen + of_sequence(arrays.base)[..., None, None], -1)
     more = spec.count - chosen.shape[-1]
@@ -62,7 +60,7 @@ def select(arrays: NativeArrays, spec: NativeSpec, lse: Array) -> Array:
         q = chunk.q.reshape(batch, size, kv_heads, -1, chunk.q.shape[-1])
         scores = jnp.einsum("btkgd,bckd->bkgtc", wide(q), wide(arrays.compressed_k), precision="highest")
         top = cut(lse, axis=2).reshape(batch, kv_heads, -1, size, 1)
-        place = jnp.arange(keys, dtype=jnp.int32)
+        place = like(jnp.arange(keys, dtype=jnp.int32), first)
         seen = (first <= place) & (place < last)
         weights = jnp.where(seen, jnp.exp(jnp.where(seen, scores * spec.scale - top, 0)), 0)
         return choose(weights.sum(2).swapaxes(1, 2), chunk, spec)

@@ -48,7 +48,9 @@ class NativeArrays(NamedTuple):
     gates: Array  # [*, T, H, 3]: of the compressed, the selected and the sliding branch
     indices: Array | None = None  # [*, T, K, n]: distinct blocks of the query's sequence, -1 for none
     position: Array | None = None  # [*, T]: the position of each query among the keys
-    first: Array | None = None  # [*, T]: the first key of its sequence; the three are given together with `base`
+    first: Array | None = (
+        None  # [*, T]: the first key of its sequence; the three are given together with `base`
+    )
     seen: Array | None = None  # [*, T]: the first compressed key of its sequence
     base: Array | None = None  # [*, T]: the first block of its sequence
     begin: Array | None = None  # [*, M]: the first key of each block; given for packed sequences

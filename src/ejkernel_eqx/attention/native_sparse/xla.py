@@ -65,13 +65,19 @@ def forward(
         indices = selection.select(arrays, spec, found["compressed_lse"])
     chosen = arrays._replace(indices=indices)
     found["selected_out"], found["selected_lse"] = gathered.forward(chosen, spec, config.queries)
-    found["sliding_out"], found["sliding_lse"] = attention.forward(*branches.sliding(arrays, spec), config.sliding)
+    found["sliding_out"], found["sliding_lse"] = attention.forward(
+        *branches.sliding(arrays, spec), config.sliding
+    )
     out = branches.combine(arrays.gates, found, arrays.q.dtype)
     return {"out": out, "indices": indices} | (found if save else {})
 
 
 def backward(
-    arrays: NativeArrays, spec: NativeSpec, config: XlaConfig, saved: dict[str, Array], cotangents: dict[str, Array]
+    arrays: NativeArrays,
+    spec: NativeSpec,
+    config: XlaConfig,
+    saved: dict[str, Array],
+    cotangents: dict[str, Array],
 ) -> dict[str, Array]:
     """The gradients of all float arrays."""
     douts, dgates = branches.split(arrays.gates, saved, cotangents["out"])

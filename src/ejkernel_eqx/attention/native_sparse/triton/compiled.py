@@ -40,6 +40,7 @@ PARTS = {
 MAX_HEAD_DIM = 256
 MAX_GROUP = 128
 _MAX_BLOCK = 256
+_BRANCHES = {COMPRESSED: branches.compressed, SLIDING: branches.sliding}
 _BYTES = 2**28  # of weights of compressed keys at a time
 
 
@@ -118,10 +119,10 @@ def unsupported(problem: Problem, device: DeviceFacts) -> str | None:
     return None
 
 
-# Warps and stages of the forward, of the gradient of queries; rows of a tile, warps and stages of the gradient of keys. Best first, for 16-bit inputs.
+# Warps and stages of the forward and of the gradient of queries; rows of a tile, warps and stages of the gradient of keys. Best first.
 _ROWS = ((4, 3), (4, 2), (2, 3), (2, 2), (1, 2), (4, 4), (8, 2))
 _QUERIES = ((4, 2), (4, 3), (2, 2), (2, 3), (8, 2))
-_KEYS = ((64, 4, 2), (64, 4, 3), (128, 8, 2), (64, 8, 2), (32, 4, 2), (128, 4, 1))
+_KEYS = ((64, 8, 2), (32, 4, 2), (64, 4, 2), (64, 8, 1), (32, 4, 3), (16, 4, 2))
 
 
 def default_config(problem: Problem, device: DeviceFacts) -> TritonConfig:
@@ -144,7 +145,7 @@ def candidates(problem: Problem, device: DeviceFacts) -> list[TritonConfig]:
         if is_wide or large:
             fs, qs, rows, ks = 1, 1, 32, 1
         keys = KeyTile(max(1, rows // group), 1024, kw, ks)
-        select = SelectionTile(64, 32, 4, 1) if is_wide or large else SelectionTile(128, 64, 4, 2)
+        select = SelectionTile(64, 32, 4, 1) if is_wide or large else SelectionTile(128, 64, 8, 2)
         found.append(
             TritonConfig(
                 RowTile(fw, fs), RowTile(qw, qs), keys, select, take(compressed), take(sliding), **dot
@@ -164,8 +165,8 @@ def forward(
     """The output, the blocks that were chosen, and what the backward needs."""
     found: dict[str, Array] = {}
     for name in (COMPRESSED, SLIDING):
-        call = getattr(branches, name)(arrays, spec)
-        results = attention.forward(*call, getattr(config, name), execute=execute)
+        call, own = _BRANCHES[name](arrays, spec)
+        results = attention.forward(call, own, getattr(config, name), execute=execute)
         found[f"{name}_out"], found[f"{name}_lse"] = results
     launch = _launcher(arrays, spec, config, execute)
     indices = arrays.indices
@@ -198,9 +199,11 @@ def backward(
     results = {name: (saved[f"{name}_out"], saved[f"{name}_lse"], douts[name]) for name in BRANCHES}
     whole = {}
     for name in (COMPRESSED, SLIDING):
-        call, (out, lse, dout) = getattr(branches, name)(arrays, spec), results[name]
-        own = getattr(config, name)
-        whole[name] = attention.backward(*call, own, out, lse, dout, jnp.zeros_like(lse), execute=execute)
+        (call, own), (out, lse, dout) = _BRANCHES[name](arrays, spec), results[name]
+        tiles = getattr(config, name)
+        whole[name] = attention.backward(
+            call, own, tiles, out, lse, dout, jnp.zeros_like(lse), execute=execute
+        )
     out, lse, dout = results["selected"]
     delta, _ = row_terms(AttentionArrays(arrays.q, arrays.k, arrays.v), out, lse, dout, None)
     own = {
@@ -293,7 +296,7 @@ def _choose(
     launch = launch.knowing(own, C=keys)
     size = max(tile.block_q, _BYTES // max(1, 4 * batch * heads * keys) // tile.block_q * tile.block_q)
     blocks = padded(num_blocks(arrays, spec), 1)
-    rows = max(1, min(16, 4096 // blocks))
+    rows = max(1, min(16, 2048 // blocks))
     chosen = []
     for chunk in range(0, length, size):
         count = min(size, length - chunk)
@@ -318,9 +321,7 @@ def _choose(
     return jnp.concatenate(chosen, 1)
 
 
-def _launcher(
-    arrays: NativeArrays, spec: NativeSpec, config: TritonConfig, execute: Execute
-) -> Launcher:
+def _launcher(arrays: NativeArrays, spec: NativeSpec, config: TritonConfig, execute: Execute) -> Launcher:
     """The arguments that the kernels of one call share."""
     (_, length, heads, dim), (_, keys, kv_heads, values) = arrays.q.shape, arrays.v.shape
     group = heads // kv_heads

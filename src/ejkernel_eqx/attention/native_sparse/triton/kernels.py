@@ -10,7 +10,9 @@ NO_BLOCK = tl.constexpr(2**31 - 1)
 
 
 @triton.jit
-def _block(indices_ptr, begin_ptr, at, b, last, S, M, BS: tl.constexpr, BLOCK_S: tl.constexpr, PACKED: tl.constexpr):
+def _block(
+    indices_ptr, begin_ptr, at, b, last, S, M, BS: tl.constexpr, BLOCK_S: tl.constexpr, PACKED: tl.constexpr
+):
     """The keys `[BLOCK_S]` of a chosen block and which of them the query sees. The others are replaced by one in bounds, so loads need no mask."""
     index = tl.load(indices_ptr + at)
     if PACKED:
@@ -68,7 +70,9 @@ def forward_kernel(
     total = tl.zeros([GP], tl.float32)  # [GP]
     top = tl.full([GP], float("-inf"), tl.float32)  # [GP]
     for n in tl.range(0, N):
-        j, seen = _block(indices_ptr, begin_ptr, (row * K + kv) * N + n, b, last, S, M, BS, BLOCK_S, PACKED)  # [BLOCK_S]
+        j, seen = _block(
+            indices_ptr, begin_ptr, (row * K + kv) * N + n, b, last, S, M, BS, BLOCK_S, PACKED
+        )  # [BLOCK_S]
         k = _rows(k_base, j, K * D, D, BLOCK_D)  # [BLOCK_S, BLOCK_D]
         s = tl.dot(q, tl.trans(k), input_precision=PRECISION) * (SCALE * LOG2E)  # [GP, BLOCK_S]
         s = tl.where(seen[None, :], s, float("-inf"))
@@ -115,7 +119,9 @@ def query_gradient_kernel(
     v_base = v_ptr + (b * S * K + kv) * V
     dq = tl.zeros([GP, BLOCK_D], tl.float32)  # [GP, BLOCK_D]
     for n in tl.range(0, N):
-        j, seen = _block(indices_ptr, begin_ptr, (row * K + kv) * N + n, b, last, S, M, BS, BLOCK_S, PACKED)  # [BLOCK_S]
+        j, seen = _block(
+            indices_ptr, begin_ptr, (row * K + kv) * N + n, b, last, S, M, BS, BLOCK_S, PACKED
+        )  # [BLOCK_S]
         k = _rows(k_base, j, K * D, D, BLOCK_D)  # [BLOCK_S, BLOCK_D]
         s = tl.dot(q, tl.trans(k), input_precision=PRECISION) * (SCALE * LOG2E)  # [GP, BLOCK_S]
         v = _rows(v_base, j, K * V, V, BLOCK_V)  # [BLOCK_S, BLOCK_V]
@@ -266,10 +272,10 @@ def choose_kernel(
     row = (b * K + kv) * length + own  # [ROWS]
     score = tl.zeros([ROWS, BLOCK_M], tl.float32)  # [ROWS, BM]
     for o in tl.static_range(1 - REACH, PER):
-        share: tl.constexpr = min(PER, o + REACH) - max(0, o)
         c = start[:, None] + (m * PER + o)[None, :]  # [ROWS, BM]
         seen = (c >= start[:, None]) & (c < end[:, None])
-        score += share * tl.load(importance_ptr + row[:, None] * C + c, mask=seen, other=0.0)
+        weight = tl.load(importance_ptr + row[:, None] * C + c, mask=seen, other=0.0)  # [ROWS, BM]
+        score += weight * (min(PER, o + REACH) - max(0, o))
     last = tl.where(place < 0, -1, place // BLOCK)  # [ROWS]
     score = tl.where((m == 0)[None, :], 3.0e38, score)
     score = tl.where(m[None, :] == last[:, None], float("inf"), score)

@@ -31,7 +31,7 @@ def lists_of(indices: Array, blocks: int, span: int) -> Lists:
     end = bounds[1:].reshape(rows, blocks + 1)[:, :-1]
     pieces = jnp.cumsum(-(-(end - begin) // span), -1, dtype=jnp.int32)
     piece = jnp.concatenate([jnp.zeros((rows, 1), jnp.int32), pieces], -1)
-    number = jnp.arange(most, dtype=jnp.int32)
+    number = jnp.arange(most, dtype=jnp.int32)[None]
     owner = ended(pieces, most)
     is_used = owner < blocks
     owner = jnp.minimum(owner, blocks - 1)
