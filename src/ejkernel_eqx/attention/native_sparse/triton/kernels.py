@@ -32,7 +32,7 @@ def _block(
 def _rows(base, rows, width: tl.constexpr, C: tl.constexpr, BLOCK_C: tl.constexpr):
     """Rows `[len(rows), BLOCK_C]` of `C` channels, `width` apart; all are in bounds."""
     c = tl.arange(0, BLOCK_C)[None, :]
-    at = base + rows[:, None] * width + c
+    at = base + rows[:, None].to(tl.int64) * width + c
     if C == BLOCK_C:
         return tl.load(at)
     return tl.load(at, mask=c < C, other=0.0)
