@@ -296,7 +296,7 @@ def _choose(
     launch = launch.knowing(own, C=keys)
     size = max(tile.block_q, _BYTES // max(1, 4 * batch * heads * keys) // tile.block_q * tile.block_q)
     blocks = padded(num_blocks(arrays, spec), 1)
-    rows = max(1, min(16, 2048 // blocks))
+    rows = max(1, min(8, 1024 // blocks))
     chosen = []
     for chunk in range(0, length, size):
         count = min(size, length - chunk)
