@@ -97,7 +97,7 @@ def test_blocks_that_are_given(platform):
     assert len({*returned[0, 20, 0].tolist()} - {-1}) == (returned[0, 20, 0] >= 0).sum()
 
 
-@pytest.mark.parametrize("platform", ["xla", INTERPRET])
+@pytest.mark.parametrize("platform", [pytest.param("xla", marks=pytest.mark.slow), INTERPRET])
 def test_packed_sequences_are_separate(platform):
     case = CASES["packed"]
     arrays, _ = make(case)
@@ -155,6 +155,7 @@ def test_transformations(platform):
         assert_close(scanned[name], np.asarray(x), kind="gradient", name=name)
 
 
+@pytest.mark.slow
 def test_packed_rows_under_vmap():
     case = Case(T=20, offsets=(0, 7, 18))
     arrays, _ = make(case)
