@@ -22,6 +22,7 @@ from .attention import BlockSparseAttention as BlockSparseAttention
 from .attention import FlashAttention as FlashAttention
 from .attention import Mask as Mask
 from .attention import merge_attention as merge_attention
+from .attention import NativeSparseAttention as NativeSparseAttention
 from .attention import ScaledDotProductAttention as ScaledDotProductAttention
 from .cells import Recurrent as Recurrent
 from .convolution import CausalConv1d as CausalConv1d
@@ -63,6 +64,7 @@ from .functional import lightning_attention as lightning_attention
 from .functional import linear_attention as linear_attention
 from .functional import mean_pooling as mean_pooling
 from .functional import multi_head_latent_attention as multi_head_latent_attention
+from .functional import native_sparse_attention as native_sparse_attention
 from .functional import paged_attention as paged_attention
 from .functional import prefill_paged_attention as prefill_paged_attention
 from .functional import ragged_decode_attention as ragged_decode_attention

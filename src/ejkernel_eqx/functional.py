@@ -14,7 +14,13 @@ import jax.core
 
 from . import attention as _attention
 from ._kernel import Kernel, make_plan, Plan, with_plan
-from .attention import Attention, BlockSparseAttention, FlashAttention, ScaledDotProductAttention
+from .attention import (
+    Attention,
+    BlockSparseAttention,
+    FlashAttention,
+    NativeSparseAttention,
+    ScaledDotProductAttention,
+)
 from .cells import Recurrent
 from .convolution import CausalConv1d
 from .latent import AbsorbedLatentAttention, MultiHeadLatentAttention
@@ -169,6 +175,7 @@ class _CallableRoom(types.ModuleType):
 attention = function_of(Attention)
 block_sparse_attention = function_of(BlockSparseAttention)
 flash_attention = function_of(FlashAttention)
+native_sparse_attention = function_of(NativeSparseAttention)
 scaled_dot_product_attention = function_of(ScaledDotProductAttention)
 causal_conv1d = function_of(CausalConv1d)
 gated_rms_norm = function_of(GatedRMSNorm)

@@ -161,8 +161,8 @@ def block_sparse_attention(
     deterministic: bool = False,
     platform: PlatformLike | None = None,
     config: Any | None = None,
-    mask: Bool[AnyArray, '#*B #H #T #S'] | Mask | None | Bool[Numbers, '#*B #H #T #S'] | Mask = None,
     block_map: Bool[AnyArray, '... M N'] | None | Bool[Numbers, '... M N'] = None,
+    mask: Bool[AnyArray, '#*B #H #T #S'] | Mask | None | Bool[Numbers, '#*B #H #T #S'] | Mask = None,
 ) -> Output: ...
 
 @overload
@@ -192,8 +192,8 @@ def block_sparse_attention(
     deterministic: bool = False,
     platform: PlatformLike | None = None,
     config: Any | None = None,
-    mask: Bool[AnyArray, '#*B #H #T #S'] | Mask | None | Bool[Numbers, '#*B #H #T #S'] | Mask = None,
     block_map: Bool[AnyArray, '... M N'] | None | Bool[Numbers, '... M N'] = None,
+    mask: Bool[AnyArray, '#*B #H #T #S'] | Mask | None | Bool[Numbers, '#*B #H #T #S'] | Mask = None,
 ) -> WithLse: ...
 
 @overload
@@ -223,8 +223,8 @@ def block_sparse_attention(
     deterministic: bool = False,
     platform: PlatformLike | None = None,
     config: Any | None = None,
-    mask: Bool[AnyArray, '#*B #H #T #S'] | Mask | None | Bool[Numbers, '#*B #H #T #S'] | Mask = None,
     block_map: Bool[AnyArray, '... M N'] | None | Bool[Numbers, '... M N'] = None,
+    mask: Bool[AnyArray, '#*B #H #T #S'] | Mask | None | Bool[Numbers, '#*B #H #T #S'] | Mask = None,
 ) -> Output | WithLse: ...
 
 def causal_conv1d(
@@ -584,6 +584,52 @@ def multi_head_latent_attention(
     platform: PlatformLike | None = None,
     config: Any | None = None,
 ) -> Output | WithLse: ...
+
+@overload
+def native_sparse_attention(
+    q: Float[AnyArray, '*B T H D'],
+    k: Float[AnyArray, '*B S K D'],
+    v: Float[AnyArray, '*B S K V'],
+    gates: Float[AnyArray, '*B T H 3'],
+    *,
+    return_indices: Literal[False] = False,
+    compressed_k: Float[AnyArray, '*B C K D'] | None = None,
+    compressed_v: Float[AnyArray, '*B C K V'] | None = None,
+    block_indices: Int[Numbers, '*B T K n'] | None = None,
+    cu_seqlens: Int[Numbers, ' N+1'] | None = None,
+    q_offset: int | Int[Numbers, '*B'] | None = None,
+    block_size: int = 64,
+    num_blocks: int = 16,
+    sliding_window: int = 512,
+    compression_size: int | None = None,
+    compression_stride: int | None = None,
+    softmax_scale: float | None = None,
+    platform: PlatformLike | None = None,
+    config: Any | None = None,
+) -> Float[Array, '*B T H V']: ...
+
+@overload
+def native_sparse_attention(
+    q: Float[AnyArray, '*B T H D'],
+    k: Float[AnyArray, '*B S K D'],
+    v: Float[AnyArray, '*B S K V'],
+    gates: Float[AnyArray, '*B T H 3'],
+    *,
+    return_indices: Literal[True],
+    compressed_k: Float[AnyArray, '*B C K D'] | None = None,
+    compressed_v: Float[AnyArray, '*B C K V'] | None = None,
+    block_indices: Int[Numbers, '*B T K n'] | None = None,
+    cu_seqlens: Int[Numbers, ' N+1'] | None = None,
+    q_offset: int | Int[Numbers, '*B'] | None = None,
+    block_size: int = 64,
+    num_blocks: int = 16,
+    sliding_window: int = 512,
+    compression_size: int | None = None,
+    compression_stride: int | None = None,
+    softmax_scale: float | None = None,
+    platform: PlatformLike | None = None,
+    config: Any | None = None,
+) -> tuple[Float[Array, '*B T H V'], Int[Array, '*B T K n']]: ...
 
 @overload
 def paged_attention(

@@ -59,6 +59,10 @@ PROBLEMS: dict[str, Sequence[tuple[dict[str, int], Mapping[str, object]]]] = {
         ({"B": 2, "T": 512, "C": 256, "L": 64}, {"reduction": "max"}),
         ({"T": 512, "C": 256, "S": 8}, {"packed": True, "normalize": True}),
     ],
+    "native_sparse": [
+        ({"B": 2, "T": 512, "H": 4, "K": 2, "D": 64, "n": 4}, {"window": 128}),
+        ({"T": 512, "H": 4, "K": 1, "D": 64, "n": 4, "N": 3}, {"packed": True, "span": 32, "stride": 16}),
+    ],
     kernels.Square.operation: [({"B": 64, "D": 32}, {})],
     kernels.Opaque.operation: [({"B": 64, "D": 32}, {})],
 }
@@ -81,6 +85,7 @@ KERNELS: dict[str, tuple[dict[str, tuple[str, ...]], dict[str, tuple[str, ...]]]
     "paged": ({"forward": CALL}, {"forward": CALL, "write": ("arrays",)}),
     "matmul": (APPLY, LAUNCH),
     "pooling": (APPLY, LAUNCH),
+    "native_sparse": (LAUNCH, LAUNCH),
 }
 
 OURS = [

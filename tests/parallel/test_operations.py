@@ -114,6 +114,13 @@ CASES = {
         {"q": QKV, "latent": (ROWS,), "k_rope": (ROWS,), "w_uk": (HEADS,), "w_uv": (HEADS,)},
         (QKV, (ROWS, None, HEADS)),
     ),
+    "native sparse": Case(
+        called(lambda platform: ejx.NativeSparseAttention(2, 2, 3, platform=platform)),
+        qkv(8, 4) | {"gates": jnp.abs(normal(5, 4, 6, 8, 3))},
+        _FULL | {"gates": (ROWS, None, HEADS)},
+        (QKV,),
+        (*_LEARNED, "gates"),
+    ),
     "linear": Case(
         called(ejx.LinearAttention, segment_ids=IDS),
         qkv() | {"g": decays(4, 6, 4), "initial_state": normal(5, 4, 4, 8, 8)},

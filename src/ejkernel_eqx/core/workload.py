@@ -13,7 +13,7 @@ from .._exact import exactly
 from .._tolerances import TOLERANCES
 from ..dispatch import BOTH, Cost, FORWARD, hooks_of, Implementation, Part, Platform, Problem, Workload
 from .arguments import accumulator
-from .kind import is_opaque, Kind, like, Named
+from .kind import is_float, is_opaque, Kind, like, Named
 
 
 class Inputs(NamedTuple):
@@ -98,11 +98,15 @@ def step_workload_of(
 
 
 def random_cotangents(kind: Kind, arrays: Any, spec: Any, seed: int) -> Named:
-    """Random cotangents in the shapes of the results and the dtype of the first array."""
+    """Random cotangents in the shapes of the results that are float and the dtype of the first array."""
     results = jax.eval_shape(lambda: kind.by_name(kind.reference(arrays, spec)))
     keys = jax.random.split(jax.random.key(seed + 1, impl="rbg"), len(results))
     dtype = getattr(arrays, kind.learned[0]).dtype
-    return {name: jax.random.normal(key, results[name].shape, dtype) for key, name in zip(keys, kind.results)}
+    return {
+        name: jax.random.normal(key, results[name].shape, dtype)
+        for key, name in zip(keys, kind.results)
+        if is_float(results[name])
+    }
 
 
 def exact_results(kind: Kind, spec: Any, inputs: Inputs) -> Named:
@@ -139,7 +143,11 @@ def _run_plainly(
 
 def _differentiated(kind: Kind, function: Callable[[Any], Any], inputs: Inputs) -> Named:
     arrays, cotangents = inputs
-    call = lambda learned: kind.by_name(function(arrays._replace(**learned)))
+
+    def call(learned: Named) -> Named:
+        results = kind.by_name(function(arrays._replace(**learned)))
+        return {name: x for name, x in results.items() if is_float(x)}
+
     results, pull = jax.vjp(call, _learned(kind, arrays))
     (grads,) = pull({name: cotangents[name].astype(x.dtype) for name, x in results.items()})
     return results | grads

@@ -1,0 +1,1 @@
+from .native import NativeSparseAttention as NativeSparseAttention

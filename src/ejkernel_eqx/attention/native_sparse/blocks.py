@@ -1,0 +1,78 @@
+"""Where blocks and compressed keys are: tables for packed sequences, made on the device, and the tokens that a compressed key stands for."""
+
+from typing import NamedTuple
+
+import jax.numpy as jnp
+from jax import Array
+
+from ..._broadcast import like
+from ...core.arguments import accumulator
+from ...sequences.packing import ended, spans_of_offsets
+
+
+class Tables(NamedTuple):
+    """The integer arrays of `NativeArrays` of a packed call, and the first token of each compressed key, `[C]`, past the last one for none."""
+
+    position: Array
+    first: Array
+    seen: Array
+    base: Array
+    begin: Array
+    compressed_begin: Array
+
+
+def of_offsets(offsets: Array, length: int, block: int, span: int, stride: int) -> Tables:
+    """`offsets [N + 1]`; tokens outside of them are padding."""
+    spans, count = spans_of_offsets(offsets, length), offsets.shape[0] - 1
+    sequence = jnp.minimum(ended(offsets[1:], length), max(count - 1, 0))
+    sizes = offsets[1:] - offsets[:-1]
+    base, begin = _placed(offsets, -(-sizes // block), length // block + count, block, length)
+    compressed = jnp.maximum((sizes - span) // stride + 1, 0)
+    seen, compressed_begin = _placed(
+        offsets, compressed, num_compressed(length, span, stride, True), stride, length
+    )
+    take = lambda x: jnp.where(spans.real, x[sequence], 0) if count else jnp.zeros(length, jnp.int32)
+    position = jnp.where(spans.real, jnp.arange(length, dtype=jnp.int32), -1)
+    first = jnp.where(spans.real, spans.start, 0)
+    return Tables(position, first, take(seen), take(base), begin, compressed_begin)
+
+
+def _placed(offsets: Array, counts: Array, most: int, step: int, length: int) -> tuple[Array, Array]:
+    """The first number of each sequence if those of all are counted one after the other, `[N]`; the first token of each, `[most]`."""
+    ends = jnp.cumsum(counts, dtype=jnp.int32)
+    before = ends - counts
+    number = jnp.arange(most, dtype=jnp.int32)
+    sequence = ended(ends, most)
+    is_used = sequence < counts.shape[0]
+    sequence = jnp.minimum(sequence, max(counts.shape[0] - 1, 0))
+    if not counts.shape[0]:
+        return before, jnp.full(most, length, jnp.int32)
+    begin = offsets[sequence] + (number - before[sequence]) * step
+    return before, jnp.where(is_used, begin, length).astype(jnp.int32)
+
+
+def num_compressed(length: int, span: int, stride: int, packed: bool) -> int:
+    """The size of the axis of compressed keys, at least 1."""
+    return max(1, length // stride if packed else (length - span) // stride + 1)
+
+
+def means(x: Array, span: int, stride: int, begin: Array | None) -> Array:
+    """Compressed keys or values `[..., C, K, D]`: the means of their tokens, in the dtype of `x [..., S, K, D]`."""
+    return jnp.mean(tokens_of(x, span, stride, begin), -3, dtype=accumulator(x.dtype)).astype(x.dtype)
+
+
+def tokens_of(x: Array, span: int, stride: int, begin: Array | None = None) -> Array:
+    """The tokens of each compressed key, `[..., C, span, K, D]` from `[..., S, K, D]`; zeros for one that does not exist."""
+    length, lead = x.shape[-3], x.shape[:-3]
+    count = num_compressed(length, span, stride, begin is not None)
+    if length == 0:
+        return jnp.zeros((*lead, count, span, *x.shape[-2:]), x.dtype)
+    if begin is None and span == stride and length >= span:
+        return x[..., : count * span, :, :].reshape(*lead, count, span, *x.shape[-2:])
+    if begin is None:
+        begin = jnp.arange(count, dtype=jnp.int32) * stride
+    at = begin[:, None] + jnp.arange(span, dtype=jnp.int32)[None]  # [C, span]
+    is_used = (at[:, -1:] < length) & (begin[:, None] < length)
+    at = jnp.where(is_used, at, 0)
+    found = jnp.take(x, at, axis=-3)
+    return jnp.where(like(is_used[..., None, None], found), found, 0)

@@ -1,0 +1,146 @@
+"""The selected branch in plain XLA: the blocks of a chunk of queries are gathered, so no array has the size of the scores."""
+
+from collections.abc import Callable
+from typing import NamedTuple
+
+import jax.numpy as jnp
+from jax import Array, lax
+
+from ..._broadcast import like
+from ...core.arguments import accumulator
+from .spec import begins, NativeArrays, NativeSpec, of_sequence, positions
+
+
+class _Gathered(NamedTuple):
+    """What a chunk of queries needs: of each query, its key heads and heads of a group, and of its chosen keys `J = n * block`."""
+
+    q: Array  # [B, c, K, G, D]
+    k: Array  # [B, c, K, J, D]
+    v: Array  # [B, c, K, J, V]
+    at: Array  # [B, c, K, J]: which keys
+    seen: Array  # [B, c, K, J]
+
+
+def forward(arrays: NativeArrays, spec: NativeSpec, chunk: int) -> tuple[Array, Array]:
+    """`out [B, T, H, V]` in the dtype of `q`, `lse [B, H, T]`."""
+    batch, _, heads, _ = arrays.q.shape
+
+    def of_chunk(start: Array, size: int) -> tuple[Array, Array]:
+        part = _gather(arrays, spec, start, size)
+        scores = _scores(part, spec)  # [B, c, K, G, J]
+        top = scores.max(-1, keepdims=True, initial=-jnp.inf)
+        weights = jnp.exp(scores - jnp.where(top == -jnp.inf, 0, top))
+        total = weights.sum(-1, keepdims=True)
+        out = jnp.einsum("bckgj,bckjv->bckgv", weights, part.v, precision="highest") / jnp.where(
+            total > 0, total, 1
+        )
+        lse = jnp.where(total > 0, jnp.log(jnp.where(total > 0, total, 1)) + top, -jnp.inf)[..., 0]
+        return out.reshape(batch, size, heads, -1).astype(arrays.q.dtype), lse.reshape(batch, size, heads)
+
+    out, lse = _over_queries(of_chunk, arrays.q.shape[1], chunk)
+    return out, jnp.swapaxes(lse, 1, 2)
+
+
+def backward(
+    arrays: NativeArrays, spec: NativeSpec, chunk: int, lse: Array, delta: Array, dout: Array
+) -> tuple[Array, Array, Array]:
+    """`dq`, `dk`, `dv`, from `lse` and `delta`, `[B, H, T]`, in the accumulator's dtype."""
+    batch, length, _, dim = arrays.q.shape
+    kv_heads = arrays.k.shape[2]
+    wide = accumulator(arrays.q.dtype)
+    size = min(chunk, length)
+
+    def step(start: Array, fresh: Array, totals: tuple[Array, Array]) -> tuple[tuple[Array, Array], Array]:
+        """Adds the gradients of keys of the chunk's queries from `fresh` on."""
+        part = _gather(arrays, spec, start, size)
+        cut = lambda x: (
+            lax.dynamic_slice_in_dim(x, start, size, 2).swapaxes(1, 2).reshape(batch, size, kv_heads, -1, 1)
+        )
+        top, shift = cut(lse), cut(delta)
+        do = (
+            lax.dynamic_slice_in_dim(dout, start, size, 1)
+            .astype(wide)
+            .reshape(batch, size, kv_heads, part.q.shape[3], -1)
+        )
+        is_new = (start + jnp.arange(size) >= fresh)[None, :, None, None, None] & (top > -jnp.inf)
+        weights = jnp.where(is_new, jnp.exp(_scores(part, spec) - jnp.where(top > -jnp.inf, top, 0)), 0)
+        do = jnp.where(is_new, do, 0)
+        dscores = jnp.einsum("bckgv,bckjv->bckgj", do, part.v, precision="highest") - jnp.where(
+            is_new, shift, 0
+        )
+        dscores = dscores * weights * spec.scale
+        dq = jnp.einsum("bckgj,bckjd->bckgd", dscores, part.k, precision="highest")
+        dk = jnp.einsum("bckgj,bckgd->bckjd", dscores, jnp.where(is_new, part.q, 0), precision="highest")
+        dv = jnp.einsum("bckgj,bckgv->bckjv", weights, do, precision="highest")
+        row = jnp.arange(batch)[:, None, None, None]
+        head = jnp.arange(kv_heads)[None, None, :, None]
+        # Keys that are not seen have weight 0; they are added to the key that was read in their place.
+        totals = totals[0].at[row, part.at, head].add(dk), totals[1].at[row, part.at, head].add(dv)
+        return totals, dq.reshape(batch, size, -1, dim)
+
+    def body(totals: tuple[Array, Array], bounds: Array) -> tuple[tuple[Array, Array], Array]:
+        return step(bounds[0], bounds[1], totals)
+
+    totals = jnp.zeros(arrays.k.shape, wide), jnp.zeros(arrays.v.shape, wide)
+    starts, fresh = _starts(length, size)
+    (dk, dv), dq = lax.scan(body, totals, jnp.asarray(list(zip(starts, fresh, strict=True)), jnp.int32))
+    return _join(dq, length, size), dk, dv
+
+
+def _gather(arrays: NativeArrays, spec: NativeSpec, start: Array, size: int) -> _Gathered:
+    assert arrays.indices is not None
+    batch, length, heads, dim = arrays.q.shape
+    keys, kv_heads = arrays.k.shape[1:3]
+    wide = accumulator(arrays.q.dtype)
+
+    def cut(x: Array) -> Array:
+        return (
+            lax.dynamic_slice_in_dim(x, start, size, 1)[..., None, None]
+            if x.shape[1] == length
+            else x[..., None, None]
+        )
+
+    last, first = cut(positions(arrays, spec)), cut(of_sequence(arrays.first))
+    index = lax.dynamic_slice_in_dim(arrays.indices, start, size, 1)  # [B, c, K, n]
+    begin = begins(arrays, spec)
+    begin = jnp.broadcast_to(begin, (batch, begin.shape[1]))[:, None, None]
+    begin = jnp.take_along_axis(begin, jnp.maximum(index, 0), -1)[..., None]
+    at = begin + like(jnp.arange(spec.block, dtype=jnp.int32), begin)  # [B, c, K, n, block]
+    at = at.reshape(*index.shape[:-1], -1)
+    seen = jnp.repeat(index >= 0, spec.block, -1) & (first <= at) & (at <= last) & (at < keys)
+    at = jnp.where(seen, at, 0)
+    row, head = jnp.arange(batch)[:, None, None, None], jnp.arange(kv_heads)[None, None, :, None]
+    take = lambda x: jnp.where(seen[..., None], x[row, at, head], 0).astype(wide)
+    q = lax.dynamic_slice_in_dim(arrays.q, start, size, 1).astype(wide)
+    q = q.reshape(batch, size, kv_heads, heads // kv_heads, dim)
+    return _Gathered(q, take(arrays.k), take(arrays.v), at, seen)
+
+
+def _scores(part: _Gathered, spec: NativeSpec) -> Array:
+    scores = jnp.einsum("bckgd,bckjd->bckgj", part.q, part.k, precision="highest") * spec.scale
+    return jnp.where(part.seen[:, :, :, None], scores, -jnp.inf)
+
+
+def _over_queries(
+    of_chunk: Callable[[Array, int], tuple[Array, Array]], length: int, chunk: int
+) -> tuple[Array, Array]:
+    """`of_chunk(start, size)` over all queries; results have the queries along axis 1."""
+    size = min(chunk, length)
+    starts, _ = _starts(length, size)
+    found = lax.map(lambda start: of_chunk(start, size), jnp.asarray(starts, jnp.int32))
+    return _join(found[0], length, size), _join(found[1], length, size)
+
+
+def _starts(length: int, size: int) -> tuple[list[int], list[int]]:
+    """Where chunks start, and the first query of each that no other has; the last chunk starts earlier, so that all have one size."""
+    fresh = list(range(0, length, size))
+    return [min(start, length - size) for start in fresh], fresh
+
+
+def _join(x: Array, length: int, size: int) -> Array:
+    """`[B, T, ...]` from the results of chunks `[chunks, B, size, ...]`."""
+    whole = length // size
+    joined = jnp.moveaxis(x[:whole], 0, 1).reshape(x.shape[1], whole * size, *x.shape[3:])
+    if whole * size == length:
+        return joined
+    return jnp.concatenate([joined, x[-1][:, size - (length - whole * size) :]], 1)

@@ -1,0 +1,351 @@
+"""Platform `triton`: the host side. Configurations, support, and the launches of forward and backward."""
+
+import dataclasses
+from typing import Any
+
+import jax.numpy as jnp
+from jax import Array
+
+from ....core.platforms import kernels_unavailable
+from ....dispatch import BOTH, DeviceFacts, FORWARD, Problem
+from ....launch import Execute, Launcher, LOG2E, result, run
+from ....launch.fields import Block, check_fields, Count, Float32Dot, Power, Warps
+from ....launch.sizes import cdiv, padded
+from ...cotangents import row_terms
+from ...spec import AttentionArrays
+from ...triton import compiled as attention
+from .. import branches
+from ..problems import COMPRESSED, of_branch, SLIDING
+from ..spec import (
+    begins,
+    BRANCHES,
+    compressed_ranges,
+    NativeArrays,
+    NativeSpec,
+    num_blocks,
+    of_sequence,
+    positions,
+)
+from . import kernels
+from .lists import lists_of
+
+OPAQUE = True
+PARTS = {
+    "forward": FORWARD,
+    "query_gradient": "q",
+    "key_gradient": "k v",
+    "compressed": BOTH,
+    "sliding": BOTH,
+}
+MAX_HEAD_DIM = 256
+MAX_GROUP = 128
+_MAX_BLOCK = 256
+_BRANCHES = {COMPRESSED: branches.compressed, SLIDING: branches.sliding}
+_BYTES = 2**28  # of weights of compressed keys at a time
+
+
+@dataclasses.dataclass(frozen=True)
+class RowTile:
+    """A program has the heads of one group at one query."""
+
+    num_warps: Warps
+    num_stages: Count
+
+    __post_init__ = check_fields
+
+
+@dataclasses.dataclass(frozen=True)
+class KeyTile:
+    """A program has a block of keys and up to `span` of the queries that chose it, `tokens` at a time."""
+
+    tokens: Power
+    span: Power
+    num_warps: Warps
+    num_stages: Count
+
+    __post_init__ = check_fields
+
+
+@dataclasses.dataclass(frozen=True)
+class SelectionTile:
+    """A tile of the weights of compressed keys."""
+
+    block_q: Block
+    block_k: Block
+    num_warps: Warps
+    num_stages: Count
+
+    __post_init__ = check_fields
+
+
+@dataclasses.dataclass(frozen=True)
+class TritonConfig:
+    """Kernels of the selected branch and of its choice, and the configurations of the two branches that are softmax attention."""
+
+    forward: RowTile
+    query_gradient: RowTile
+    key_gradient: KeyTile
+    selection: SelectionTile
+    compressed: attention.TritonConfig
+    sliding: attention.TritonConfig
+    float32_dot: Float32Dot = "tf32x3"
+
+    __post_init__ = check_fields
+
+
+@dataclasses.dataclass(frozen=True)
+class _Warped:
+    """A kernel without a choice of its own."""
+
+    num_warps: int
+    num_stages: int = 1
+
+
+config_type = TritonConfig
+unavailable = kernels_unavailable
+
+
+def unsupported(problem: Problem, device: DeviceFacts) -> str | None:
+    if problem.dtype("qkv") == "float64":
+        return "takes float32, float16 and bfloat16, not float64"
+    if max(problem.dim("D"), problem.dim("V")) > MAX_HEAD_DIM:
+        return f"takes head dims up to {MAX_HEAD_DIM}, not D {problem.dim('D')} and V {problem.dim('V')}"
+    group = problem.dim("H") // problem.dim("K")
+    if group > MAX_GROUP:
+        return f"takes up to {MAX_GROUP} query heads a key head, not {group}"
+    block = int(str(problem.flag("block")))
+    if block > _MAX_BLOCK:
+        return f"takes blocks of up to {_MAX_BLOCK} tokens, not {block}"
+    return None
+
+
+# Warps and stages of the forward and of the gradient of queries; rows of a tile, warps and stages of the gradient of keys. Best first.
+_ROWS = ((4, 3), (4, 2), (2, 3), (2, 2), (1, 2), (4, 4), (8, 2))
+_QUERIES = ((4, 2), (4, 3), (2, 2), (2, 3), (8, 2))
+_KEYS = ((64, 8, 2), (32, 4, 2), (64, 4, 2), (64, 8, 1), (32, 4, 3), (16, 4, 2))
+
+
+def default_config(problem: Problem, device: DeviceFacts) -> TritonConfig:
+    return candidates(problem, device)[0]
+
+
+def candidates(problem: Problem, device: DeviceFacts) -> list[TritonConfig]:
+    """Configurations worth timing, the heuristic first."""
+    is_wide = problem.dtype("qkv") == "float32" or device.vendor != "nvidia"
+    large = max(padded(problem.dim("D")), padded(problem.dim("V"))) > 128
+    group = padded(problem.dim("H") // problem.dim("K"))
+    dot: dict[str, Any] = {} if device.vendor == "nvidia" else {"float32_dot": "ieee"}
+    found = []
+    compressed, sliding = (
+        attention.candidates(of_branch(problem, name), device) for name in (COMPRESSED, SLIDING)
+    )
+    for n in range(max(map(len, (_ROWS, _QUERIES, _KEYS)))):
+        take = lambda of: of[min(n, len(of) - 1)]  # noqa: B023
+        (fw, fs), (qw, qs), (rows, kw, ks) = take(_ROWS), take(_QUERIES), take(_KEYS)
+        if is_wide or large:
+            fs, qs, rows, ks = 1, 1, 32, 1
+        keys = KeyTile(max(1, rows // group), 1024, kw, ks)
+        select = SelectionTile(64, 32, 4, 1) if is_wide or large else SelectionTile(128, 64, 8, 2)
+        found.append(
+            TritonConfig(
+                RowTile(fw, fs), RowTile(qw, qs), keys, select, take(compressed), take(sliding), **dot
+            )
+        )
+    return list(dict.fromkeys(found))
+
+
+def forward(
+    arrays: NativeArrays,
+    spec: NativeSpec,
+    config: TritonConfig,
+    *,
+    save: bool = True,
+    execute: Execute = run,
+) -> dict[str, Array]:
+    """The output, the blocks that were chosen, and what the backward needs."""
+    found: dict[str, Array] = {}
+    for name in (COMPRESSED, SLIDING):
+        call, own = _BRANCHES[name](arrays, spec)
+        results = attention.forward(call, own, getattr(config, name), execute=execute)
+        found[f"{name}_out"], found[f"{name}_lse"] = results
+    launch = _launcher(arrays, spec, config, execute)
+    indices = arrays.indices
+    if indices is None:
+        indices = _choose(launch, arrays, spec, config.selection, found["compressed_lse"])
+    batch, length, heads, _ = arrays.q.shape
+    outputs = {
+        "out": result(batch, length, heads, arrays.v.shape[-1], dtype=arrays.q.dtype),
+        "lse": result(batch, heads, length),
+    }
+    programs = batch * length * arrays.k.shape[2]
+    own = {"indices": indices}
+    selected = launch(kernels.forward_kernel, config.forward, outputs, programs, own, name="native_forward")
+    found["selected_out"], found["selected_lse"] = selected["out"], selected["lse"]
+    out = branches.combine(arrays.gates, found, arrays.q.dtype)
+    return {"out": out, "indices": indices} | (found if save else {})
+
+
+def backward(
+    arrays: NativeArrays,
+    spec: NativeSpec,
+    config: TritonConfig,
+    saved: dict[str, Array],
+    cotangents: dict[str, Array],
+    *,
+    execute: Execute = run,
+) -> dict[str, Array]:
+    """The gradients of all float arrays; bitwise repeatable, as every sum has one fixed order."""
+    douts, dgates = branches.split(arrays.gates, saved, cotangents["out"].astype(arrays.q.dtype))
+    results = {name: (saved[f"{name}_out"], saved[f"{name}_lse"], douts[name]) for name in BRANCHES}
+    whole = {}
+    for name in (COMPRESSED, SLIDING):
+        (call, own), (out, lse, dout) = _BRANCHES[name](arrays, spec), results[name]
+        tiles = getattr(config, name)
+        whole[name] = attention.backward(
+            call, own, tiles, out, lse, dout, jnp.zeros_like(lse), execute=execute
+        )
+    out, lse, dout = results["selected"]
+    delta, _ = row_terms(AttentionArrays(arrays.q, arrays.k, arrays.v), out, lse, dout, None)
+    own = {
+        "do": dout,
+        "lse": jnp.where(lse == -jnp.inf, jnp.inf, lse * LOG2E),
+        "delta": delta,
+        "indices": saved["indices"],
+    }
+    launch = _launcher(arrays, spec, config, execute).knowing(own)
+    programs = arrays.q.shape[0] * arrays.q.shape[1] * arrays.k.shape[2]
+    outputs = {"dq": result(*arrays.q.shape)}
+    dq = launch(kernels.query_gradient_kernel, config.query_gradient, outputs, programs)["dq"]
+    dk, dv = _key_gradient(launch, arrays, spec, config.key_gradient, saved["indices"])
+    wide = lambda x: x.astype(jnp.float32)
+    return {
+        "q": dq + wide(whole[COMPRESSED].q) + wide(whole[SLIDING].q),
+        "k": dk + wide(whole[SLIDING].k),
+        "v": dv + wide(whole[SLIDING].v),
+        "compressed_k": whole[COMPRESSED].k,
+        "compressed_v": whole[COMPRESSED].v,
+        "gates": dgates,
+    }
+
+
+def _key_gradient(
+    launch: Launcher, arrays: NativeArrays, spec: NativeSpec, tile: KeyTile, indices: Array
+) -> tuple[Array, Array]:
+    """`dk`, `dv` in float32: parts of each block's sums, then the sum of the parts."""
+    (batch, _, heads, dim), values = arrays.k.shape, arrays.v.shape[-1]
+    blocks = num_blocks(arrays, spec)
+    lists = lists_of(indices, blocks, tile.span)
+    pieces = lists.owner.shape[1]
+    own = {"tokens": lists.tokens, "owner": lists.owner, "from": lists.begin, "to": lists.end}
+    part = lambda channels: result(batch, heads, pieces, spec.block, channels)
+    parts = launch(
+        kernels.key_gradient_kernel,
+        tile,
+        {"dk": part(dim), "dv": part(values)},
+        batch * heads * pieces,
+        own,
+        PIECES=pieces,
+    )
+
+    def whole(x: Array, channels: int) -> Array:
+        size, block = spec.block * channels, 1024
+        found = launch(
+            kernels.combine_kernel,
+            _Warped(4),
+            {"whole": result(batch, heads, blocks, spec.block, channels)},
+            batch * heads * blocks * cdiv(size, block),
+            {"part": x, "piece": lists.piece},
+            PIECES=pieces,
+            SIZE=size,
+            BLOCK=block,
+        )
+        return _by_key(found["whole"], arrays, spec)
+
+    return whole(parts["dk"], dim), whole(parts["dv"], values)
+
+
+def _by_key(x: Array, arrays: NativeArrays, spec: NativeSpec) -> Array:
+    """`[B, S, K, D]` from the keys of blocks `[B, K, M, block, D]`."""
+    batch, heads, blocks, size, channels = x.shape
+    x = jnp.moveaxis(x.reshape(batch, heads, blocks * size, channels), 1, 2)
+    keys = arrays.k.shape[1]
+    if arrays.begin is None:
+        return x[:, :keys]
+    assert arrays.position is not None and arrays.first is not None and arrays.base is not None
+    place = arrays.position - arrays.first  # keys are queries, as the call is packed
+    at = jnp.where(place < 0, 0, arrays.base * size + place)[..., None, None]
+    return jnp.where((place < 0)[..., None, None], 0, jnp.take_along_axis(x, at, 1))
+
+
+def _choose(
+    launch: Launcher, arrays: NativeArrays, spec: NativeSpec, tile: SelectionTile, lse: Array
+) -> Array:
+    """The blocks of each query, some queries at a time, as the weights of compressed keys are in memory."""
+    batch, length, _, _ = arrays.q.shape
+    keys, heads = arrays.compressed_k.shape[1:3]
+    every = lambda x: jnp.broadcast_to(x, (batch, length))
+    start, end = compressed_ranges(arrays, spec)
+    own = {
+        "k": arrays.compressed_k,
+        "lse": lse * LOG2E,
+        "start": every(start),
+        "end": every(end),
+        "place": every(positions(arrays, spec) - of_sequence(arrays.first)),
+        "base": every(of_sequence(arrays.base)),
+    }
+    launch = launch.knowing(own, C=keys)
+    size = max(tile.block_q, _BYTES // max(1, 4 * batch * heads * keys) // tile.block_q * tile.block_q)
+    blocks = padded(num_blocks(arrays, spec), 1)
+    rows = max(1, min(8, 1024 // blocks))
+    chosen = []
+    for chunk in range(0, length, size):
+        count = min(size, length - chunk)
+        programs = cdiv(keys, tile.block_k) * cdiv(count, tile.block_q) * heads * batch
+        outputs = {"importance": result(batch, heads, count, keys)}
+        weights = launch(kernels.importance_kernel, tile, outputs, programs, chunk=chunk, length=count)
+        found = launch(
+            kernels.choose_kernel,
+            _Warped(4),
+            {"chosen": result(batch, heads, count, spec.count, dtype=jnp.int32)},
+            cdiv(count, rows) * heads * batch,
+            {"importance": weights["importance"]},
+            chunk=chunk,
+            length=count,
+            BLOCK=spec.block,
+            PER=spec.block // spec.stride,
+            REACH=spec.span // spec.stride,
+            ROWS=rows,
+            BLOCK_M=blocks,
+        )
+        chosen.append(jnp.moveaxis(found["chosen"], 1, 2))
+    return jnp.concatenate(chosen, 1)
+
+
+def _launcher(arrays: NativeArrays, spec: NativeSpec, config: TritonConfig, execute: Execute) -> Launcher:
+    """The arguments that the kernels of one call share."""
+    (_, length, heads, dim), (_, keys, kv_heads, values) = arrays.q.shape, arrays.v.shape
+    group = heads // kv_heads
+    begin = None if arrays.begin is None else begins(arrays, spec)
+    named = {"q": arrays.q, "k": arrays.k, "v": arrays.v, "position": arrays.position, "begin": begin}
+    numbers = {
+        "T": length,
+        "S": keys,
+        "M": num_blocks(arrays, spec),
+        "H": heads,
+        "K": kv_heads,
+        "D": dim,
+        "V": values,
+        "N": spec.count,
+        "BS": spec.block,
+        "BLOCK_S": padded(spec.block),
+        "G": group,
+        "GP": padded(group),
+        "BLOCK_D": padded(dim),
+        "BLOCK_V": padded(values),
+        "SCALE": spec.scale,
+        "offset": spec.offset,
+        "PLACED": arrays.position is not None,
+        "PACKED": begin is not None,
+        "PRECISION": config.float32_dot if arrays.q.dtype == jnp.float32 else "ieee",
+    }
+    return Launcher("native_sparse", named, numbers, arrays.q, execute)

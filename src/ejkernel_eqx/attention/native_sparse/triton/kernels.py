@@ -1,0 +1,288 @@
+"""The Triton kernels of the selected branch. Its products have the heads of a group as rows (`GP` of them, `G` real), so each chosen block is read
+once for all. Scores are in units of log2."""
+
+import triton
+import triton.language as tl
+
+from ....launch.constants import LN2, LOG2E
+
+NO_BLOCK = tl.constexpr(2**31 - 1)
+
+
+@triton.jit
+def _block(
+    indices_ptr, begin_ptr, at, b, last, S, M, BS: tl.constexpr, BLOCK_S: tl.constexpr, PACKED: tl.constexpr
+):
+    """The keys `[BLOCK_S]` of a chosen block and which of them the query sees. The others are replaced by one in bounds, so loads need no mask."""
+    index = tl.load(indices_ptr + at)
+    if PACKED:
+        begin = tl.load(begin_ptr + b * M + tl.maximum(index, 0))
+    else:
+        begin = index * BS
+    column = tl.arange(0, BLOCK_S)
+    j = begin + column
+    last = tl.minimum(last, S - 1)
+    seen = (j <= last) & (index >= 0)
+    if BS != BLOCK_S:
+        seen &= column < BS
+    return tl.maximum(tl.minimum(j, last), 0), seen
+
+
+@triton.jit
+def _rows(base, rows, width: tl.constexpr, C: tl.constexpr, BLOCK_C: tl.constexpr):
+    """Rows `[len(rows), BLOCK_C]` of `C` channels, `width` apart; all are in bounds."""
+    c = tl.arange(0, BLOCK_C)[None, :]
+    at = base + rows[:, None].to(tl.int64) * width + c
+    if C == BLOCK_C:
+        return tl.load(at)
+    return tl.load(at, mask=c < C, other=0.0)
+
+
+@triton.jit
+def _query(t_of_call, position_ptr, b, T, offset, PLACED: tl.constexpr):
+    """The position of a query among the keys."""
+    if PLACED:
+        return tl.load(position_ptr + b * T + t_of_call)
+    return t_of_call + offset
+
+
+@triton.jit
+def forward_kernel(
+    q_ptr, k_ptr, v_ptr, indices_ptr, position_ptr, begin_ptr,  # [B, T, H, D], [B, S, K, D], [B, S, K, V], [B, T, K, N], [B, T], [B, M]
+    T, S, M, offset, out_ptr, lse_ptr,  # [B, T, H, V], [B, H, T]
+    H: tl.constexpr, K: tl.constexpr, D: tl.constexpr, V: tl.constexpr, N: tl.constexpr, BS: tl.constexpr, BLOCK_S: tl.constexpr,
+    G: tl.constexpr, GP: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_V: tl.constexpr, SCALE: tl.constexpr, PLACED: tl.constexpr,
+    PACKED: tl.constexpr, PRECISION: tl.constexpr,
+):  # fmt: skip
+    """The heads of one group at one query a program; online softmax over its blocks."""
+    pid = tl.program_id(0)
+    kv = pid % K
+    row = (pid // K).to(tl.int64)  # b * T + t
+    b = row // T
+    last = _query((row % T).to(tl.int32), position_ptr, b, T, offset, PLACED)
+    heads = tl.arange(0, GP)  # [GP]
+    real = heads < G
+    own = tl.minimum(heads, G - 1)
+    q = _rows(q_ptr + (row * H + kv * G) * D, own, D, D, BLOCK_D)  # [GP, BLOCK_D]
+    k_base = k_ptr + (b * S * K + kv) * D
+    v_base = v_ptr + (b * S * K + kv) * V
+    acc = tl.zeros([GP, BLOCK_V], tl.float32)  # [GP, BLOCK_V]
+    total = tl.zeros([GP], tl.float32)  # [GP]
+    top = tl.full([GP], float("-inf"), tl.float32)  # [GP]
+    for n in tl.range(0, N):
+        j, seen = _block(
+            indices_ptr, begin_ptr, (row * K + kv) * N + n, b, last, S, M, BS, BLOCK_S, PACKED
+        )  # [BLOCK_S]
+        k = _rows(k_base, j, K * D, D, BLOCK_D)  # [BLOCK_S, BLOCK_D]
+        s = tl.dot(q, tl.trans(k), input_precision=PRECISION) * (SCALE * LOG2E)  # [GP, BLOCK_S]
+        s = tl.where(seen[None, :], s, float("-inf"))
+        v = _rows(v_base, j, K * V, V, BLOCK_V)  # [BLOCK_S, BLOCK_V]
+        new_top = tl.maximum(top, tl.max(s, axis=1))  # [GP]
+        shift = tl.where(new_top == float("-inf"), 0.0, new_top)  # [GP]
+        p = tl.exp2(s - shift[:, None])  # [GP, BLOCK_S]
+        alpha = tl.exp2(top - shift)  # [GP]
+        total = total * alpha + tl.sum(p, axis=1)
+        acc = tl.dot(p.to(v.dtype), v, acc * alpha[:, None], input_precision=PRECISION)
+        top = new_top
+    some = total > 0  # [GP]
+    acc = tl.where(some[:, None], acc / tl.where(some, total, 1.0)[:, None], 0.0)
+    lse = tl.where(some, (top + tl.log2(tl.where(some, total, 1.0))) * LN2, float("-inf"))  # [GP]
+    c = tl.arange(0, BLOCK_V)[None, :]
+    at = (row * H + kv * G + heads)[:, None] * V + c
+    tl.store(out_ptr + at, acc.to(out_ptr.dtype.element_ty), mask=real[:, None] & (c < V))
+    tl.store(lse_ptr + (b * H + kv * G + heads) * T + row % T, lse, mask=real)
+
+
+@triton.jit
+def query_gradient_kernel(
+    q_ptr, k_ptr, v_ptr, do_ptr, lse_ptr, delta_ptr, indices_ptr, position_ptr, begin_ptr,  # lse (of log2) and delta [B, H, T]
+    T, S, M, offset, dq_ptr,  # [B, T, H, D] float32
+    H: tl.constexpr, K: tl.constexpr, D: tl.constexpr, V: tl.constexpr, N: tl.constexpr, BS: tl.constexpr, BLOCK_S: tl.constexpr,
+    G: tl.constexpr, GP: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_V: tl.constexpr, SCALE: tl.constexpr, PLACED: tl.constexpr,
+    PACKED: tl.constexpr, PRECISION: tl.constexpr,
+):  # fmt: skip
+    """`dq` of the heads of one group at one query a program."""
+    pid = tl.program_id(0)
+    kv = pid % K
+    row = (pid // K).to(tl.int64)  # b * T + t
+    b = row // T
+    last = _query((row % T).to(tl.int32), position_ptr, b, T, offset, PLACED)
+    heads = tl.arange(0, GP)  # [GP]
+    real = heads < G
+    own = tl.minimum(heads, G - 1)
+    q = _rows(q_ptr + (row * H + kv * G) * D, own, D, D, BLOCK_D)  # [GP, BLOCK_D]
+    do = _rows(do_ptr + (row * H + kv * G) * V, own, V, V, BLOCK_V)  # [GP, BLOCK_V]
+    at = (b * H + kv * G + own) * T + row % T
+    lse = tl.load(lse_ptr + at)  # [GP]
+    delta = tl.load(delta_ptr + at)  # [GP]
+    k_base = k_ptr + (b * S * K + kv) * D
+    v_base = v_ptr + (b * S * K + kv) * V
+    dq = tl.zeros([GP, BLOCK_D], tl.float32)  # [GP, BLOCK_D]
+    for n in tl.range(0, N):
+        j, seen = _block(
+            indices_ptr, begin_ptr, (row * K + kv) * N + n, b, last, S, M, BS, BLOCK_S, PACKED
+        )  # [BLOCK_S]
+        k = _rows(k_base, j, K * D, D, BLOCK_D)  # [BLOCK_S, BLOCK_D]
+        s = tl.dot(q, tl.trans(k), input_precision=PRECISION) * (SCALE * LOG2E)  # [GP, BLOCK_S]
+        v = _rows(v_base, j, K * V, V, BLOCK_V)  # [BLOCK_S, BLOCK_V]
+        dp = tl.dot(do, tl.trans(v), input_precision=PRECISION)  # [GP, BLOCK_S]
+        p = tl.exp2(s - lse[:, None])  # [GP, BLOCK_S]
+        ds = tl.where(seen[None, :], p * (dp - delta[:, None]), 0.0)  # [GP, BLOCK_S]
+        dq = tl.dot(ds.to(k.dtype), k, dq, input_precision=PRECISION)
+    # A query that sees nothing may hold NaN.
+    dq = tl.where((lse < float("inf"))[:, None], dq * SCALE, 0.0)
+    c = tl.arange(0, BLOCK_D)[None, :]
+    tl.store(dq_ptr + (row * H + kv * G + heads)[:, None] * D + c, dq, mask=real[:, None] & (c < D))
+
+
+@triton.jit
+def key_gradient_kernel(
+    q_ptr, k_ptr, v_ptr, do_ptr, lse_ptr, delta_ptr, position_ptr, begin_ptr,
+    tokens_ptr, owner_ptr, from_ptr, to_ptr,  # [B * K * T * N], [B * K, PIECES] thrice
+    T, S, M, PIECES, offset, dk_ptr, dv_ptr,  # [B, K, PIECES, BS, D], [B, K, PIECES, BS, V] float32
+    H: tl.constexpr, K: tl.constexpr, D: tl.constexpr, V: tl.constexpr, BS: tl.constexpr, BLOCK_S: tl.constexpr,
+    G: tl.constexpr, GP: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_V: tl.constexpr, SCALE: tl.constexpr, PLACED: tl.constexpr,
+    PACKED: tl.constexpr, PRECISION: tl.constexpr, TOKENS: tl.constexpr,
+):  # fmt: skip
+    """A part of the gradient of one block of keys: from some of the queries that chose it, `TOKENS` of them at a time."""
+    pid = tl.program_id(0).to(tl.int64)  # (b * K + kv) * PIECES + piece
+    kv = (pid // PIECES) % K
+    b = pid // PIECES // K
+    block = tl.load(owner_ptr + pid)
+    lo = tl.load(from_ptr + pid)
+    hi = tl.load(to_ptr + pid)
+    if PACKED:
+        begin = tl.load(begin_ptr + b * M + block)
+    else:
+        begin = block * BS
+    column = tl.arange(0, BLOCK_S)  # [BLOCK_S]
+    j = begin + column
+    safe = tl.minimum(j, S - 1)
+    if hi > lo:
+        # Keys of the block that no query sees, and those beyond it, may hold NaN; `lo .. hi` are in the order of queries.
+        newest = tl.load(tokens_ptr + hi - 1)
+        latest = _query(newest, position_ptr, b, T, offset, PLACED)
+        safe = tl.maximum(tl.minimum(safe, latest), 0)
+    k = _rows(k_ptr + (b * S * K + kv) * D, safe, K * D, D, BLOCK_D)  # [BLOCK_S, BLOCK_D]
+    v = _rows(v_ptr + (b * S * K + kv) * V, safe, K * V, V, BLOCK_V)  # [BLOCK_S, BLOCK_V]
+    dk = tl.zeros([BLOCK_S, BLOCK_D], tl.float32)  # [BLOCK_S, BLOCK_D]
+    dv = tl.zeros([BLOCK_S, BLOCK_V], tl.float32)  # [BLOCK_S, BLOCK_V]
+    r = tl.arange(0, TOKENS * GP)  # [R], tokens by heads
+    head = kv * G + tl.minimum(r % GP, G - 1)
+    for n in tl.range(lo, hi, TOKENS):
+        at = n + r // GP
+        t = tl.load(tokens_ptr + tl.minimum(at, hi - 1))  # [R]
+        real = (at < hi) & (r % GP < G)
+        q = _rows(q_ptr, (b * T + t) * H + head, D, D, BLOCK_D)  # [R, BLOCK_D]
+        do = _rows(do_ptr, (b * T + t) * H + head, V, V, BLOCK_V)  # [R, BLOCK_V]
+        stat = (b * H + head) * T + t
+        lse = tl.load(lse_ptr + stat)  # [R]
+        delta = tl.load(delta_ptr + stat)  # [R]
+        last = _query(t, position_ptr, b, T, offset, PLACED)
+        seen = (j[:, None] <= last[None, :]) & real[None, :]  # [BLOCK_S, R]
+        s = tl.dot(k, tl.trans(q), input_precision=PRECISION) * (SCALE * LOG2E)  # [BLOCK_S, R]
+        p = tl.where(seen, tl.exp2(s - lse[None, :]), 0.0)  # [BLOCK_S, R]
+        dv = tl.dot(p.to(do.dtype), do, dv, input_precision=PRECISION)
+        dp = tl.dot(v, tl.trans(do), input_precision=PRECISION)  # [BLOCK_S, R]
+        ds = p * (dp - delta[None, :])  # [BLOCK_S, R]
+        dk = tl.dot(ds.to(q.dtype), q, dk, input_precision=PRECISION)
+    inside = (column < BS)[:, None]
+    c = tl.arange(0, BLOCK_D)[None, :]
+    tl.store(dk_ptr + (pid * BS + column)[:, None] * D + c, dk * SCALE, mask=inside & (c < D))
+    c = tl.arange(0, BLOCK_V)[None, :]
+    tl.store(dv_ptr + (pid * BS + column)[:, None] * V + c, dv, mask=inside & (c < V))
+
+
+@triton.jit
+def combine_kernel(
+    part_ptr, piece_ptr, PIECES, M, whole_ptr,  # [R, PIECES, SIZE], [R, M + 1], [R, M, SIZE]
+    SIZE: tl.constexpr, BLOCK: tl.constexpr,
+):  # fmt: skip
+    """The sum of a block's parts, in their order."""
+    tiles: tl.constexpr = (SIZE + BLOCK - 1) // BLOCK
+    pid = tl.program_id(0).to(tl.int64)
+    c = (pid % tiles) * BLOCK + tl.arange(0, BLOCK)  # [BLOCK]
+    block = pid // tiles
+    row = block // M
+    at = row * (M + 1) + block % M
+    lo = tl.load(piece_ptr + at)
+    hi = tl.load(piece_ptr + at + 1)
+    total = tl.zeros([BLOCK], tl.float32)  # [BLOCK]
+    for p in tl.range(lo, hi):
+        total += tl.load(part_ptr + (row * PIECES + p) * SIZE + c, mask=c < SIZE, other=0.0)
+    tl.store(whole_ptr + block * SIZE + c, total, mask=c < SIZE)
+
+
+@triton.jit
+def importance_kernel(
+    q_ptr, k_ptr, lse_ptr, start_ptr, end_ptr,  # [B, T, H, D], [B, C, K, D], [B, H, T] of log2, [B, T] twice
+    T, C, chunk, length, importance_ptr,  # [B, K, length, C]
+    H: tl.constexpr, K: tl.constexpr, D: tl.constexpr, G: tl.constexpr, BLOCK_D: tl.constexpr, SCALE: tl.constexpr,
+    PRECISION: tl.constexpr, BLOCK_Q: tl.constexpr, BLOCK_K: tl.constexpr,
+):  # fmt: skip
+    """The weights of compressed keys, summed over the heads of a group, for queries `chunk .. chunk + length`. Unseen ones are 0, or in tiles that no
+    query sees not written."""
+    columns = tl.cdiv(C, BLOCK_K)
+    tiles = tl.cdiv(length, BLOCK_Q)
+    pid = tl.program_id(0)
+    first = pid % columns * BLOCK_K
+    own = pid // columns % tiles * BLOCK_Q + tl.arange(0, BLOCK_Q)  # [BQ], in the chunk
+    t = chunk + own
+    kv = pid // (columns * tiles) % K
+    b = (pid // (columns * tiles * K)).to(tl.int64)
+    inside = own < length
+    start = tl.load(start_ptr + b * T + t, mask=inside, other=0)  # [BQ]
+    end = tl.load(end_ptr + b * T + t, mask=inside, other=0)  # [BQ]
+    if tl.max(end, axis=0) > first:
+        c = first + tl.arange(0, BLOCK_K)  # [BK]
+        seen = (start[:, None] <= c[None, :]) & (c[None, :] < end[:, None])  # [BQ, BK]
+        k = _rows(k_ptr + (b * C * K + kv) * D, tl.minimum(c, C - 1), K * D, D, BLOCK_D)  # [BK, BLOCK_D]
+        total = tl.zeros([BLOCK_Q, BLOCK_K], tl.float32)  # [BQ, BK]
+        safe = tl.minimum(t, T - 1)
+        for g in tl.range(0, G):
+            q = _rows(q_ptr + (b * T * H + kv * G + g) * D, safe, H * D, D, BLOCK_D)  # [BQ, BLOCK_D]
+            lse = tl.load(lse_ptr + (b * H + kv * G + g) * T + safe)  # [BQ]
+            s = tl.dot(q, tl.trans(k), input_precision=PRECISION) * (SCALE * LOG2E)  # [BQ, BK]
+            total += tl.where(seen, tl.exp2(s - lse[:, None]), 0.0)
+        at = ((b * K + kv) * length + own)[:, None] * C + c[None, :]
+        tl.store(importance_ptr + at, total, mask=inside[:, None] & (c < C)[None, :])
+
+
+@triton.jit
+def choose_kernel(
+    importance_ptr, start_ptr, end_ptr, place_ptr, base_ptr,  # [B, K, length, C], [B, T] four times
+    T, C, M, chunk, length, chosen_ptr,  # [B, K, length, N]
+    K: tl.constexpr, N: tl.constexpr, BLOCK: tl.constexpr, PER: tl.constexpr, REACH: tl.constexpr, ROWS: tl.constexpr,
+    BLOCK_M: tl.constexpr,
+):  # fmt: skip
+    """The blocks of some queries: their own, the first, those of the largest weight. Compressed key `m * PER + o` shares with block `m` as many
+    strides as lie in both `o .. o + REACH` and `0 .. PER`."""
+    pid = tl.program_id(0)
+    tiles = tl.cdiv(length, ROWS)
+    own = pid % tiles * ROWS + tl.arange(0, ROWS)  # [ROWS], in the chunk
+    kv = pid // tiles % K
+    b = (pid // (tiles * K)).to(tl.int64)
+    inside = own < length
+    at = b * T + chunk + own
+    start = tl.load(start_ptr + at, mask=inside, other=0)  # [ROWS]
+    end = tl.load(end_ptr + at, mask=inside, other=0)  # [ROWS]
+    place = tl.load(place_ptr + at, mask=inside, other=-1)  # [ROWS]
+    base = tl.load(base_ptr + at, mask=inside, other=0)  # [ROWS]
+    m = tl.arange(0, BLOCK_M)  # [BM], of the query's sequence
+    row = (b * K + kv) * length + own  # [ROWS]
+    score = tl.zeros([ROWS, BLOCK_M], tl.float32)  # [ROWS, BM]
+    for o in tl.static_range(1 - REACH, PER):
+        c = start[:, None] + (m * PER + o)[None, :]  # [ROWS, BM]
+        seen = (c >= start[:, None]) & (c < end[:, None])
+        weight = tl.load(importance_ptr + row[:, None] * C + c, mask=seen, other=0.0)  # [ROWS, BM]
+        score += weight * (min(PER, o + REACH) - max(0, o))
+    last = tl.where(place < 0, -1, place // BLOCK)  # [ROWS]
+    score = tl.where((m == 0)[None, :], 3.0e38, score)
+    score = tl.where(m[None, :] == last[:, None], float("inf"), score)
+    score = tl.where((m[None, :] > last[:, None]) | (m >= M)[None, :], -1.0, score)
+    for n in tl.range(0, N):
+        best = tl.max(score, axis=1)  # [ROWS]
+        index = tl.min(tl.where(score == best[:, None], m[None, :], NO_BLOCK), axis=1)  # [ROWS]
+        chosen = tl.where(best >= 0, index + base, -1)
+        tl.store(chosen_ptr + row * N + n, chosen, mask=inside)
+        score = tl.where(m[None, :] == index[:, None], -1.0, score)

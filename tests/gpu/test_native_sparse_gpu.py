@@ -1,0 +1,105 @@
+"""Native sparse attention on a GPU: the Triton kernels against numpy in float64, repeated runs, and every candidate of the tuner.
+
+```sh
+python -m pytest tests/gpu/test_native_sparse_gpu.py -n 8
+```
+"""
+
+import dataclasses
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+import ejkernel_eqx as ejx
+from ejkernel_eqx.attention.native_sparse.workload import example_problem
+from ejkernel_eqx.dispatch import device_facts, kernel_registry
+from tests.native_sparse.cases import by_hand, Case, CASES, LEARNED, make, results
+from tests.tolerances import assert_close, errors
+
+if jax.default_backend() != "gpu":
+    pytest.skip("needs a GPU", allow_module_level=True)
+
+pytestmark = pytest.mark.gpu
+REPEATS = 4
+
+
+@pytest.fixture(scope="module", autouse=True)
+def _usable():
+    reason = kernel_registry.get("native_sparse_attention", "triton").unusable(device_facts())
+    if reason is not None:
+        pytest.skip(f"platform triton is not usable here: {reason}")
+
+
+LARGE = {
+    "a group of 16": Case(T=600, B=1, H=16, K=1, D=128, V=128, block=64, count=5, window=100),
+    "paper": Case(T=700, B=1, H=8, K=2, D=64, V=64, block=64, count=6, window=128, span=32, stride=16),
+    "packed": Case(T=700, H=8, K=2, D=100, V=64, block=32, count=4, window=50, offsets=(0, 1, 300, 300, 650)),
+    "rows at places": Case(
+        T=3, S=900, H=8, K=2, D=64, V=64, block=64, count=4, window=64, q_offset=(100, 897)
+    ),
+    "many heads": Case(T=150, H=40, K=1, D=32, V=48, block=16, count=3, window=9),
+}
+
+
+@pytest.mark.parametrize("dtype", ["bfloat16", "float16", "float32"])
+@pytest.mark.parametrize("name", CASES | LARGE)
+def test_native_sparse(name, dtype):
+    """Output and gradients; the same bit for bit when run again."""
+    case = dataclasses.replace((CASES | LARGE)[name], dtype=dtype)
+    arrays, dout = make(case)
+    op, others = case.operation("triton"), case.others()
+    found = results(op, arrays, others, dout)
+    expected = by_hand(case, arrays, found["indices"], dout)
+    assert_close(found["out"], expected["out"], dtype, name="out")
+    for array in LEARNED:
+        if array in found:
+            assert_close(found[array], expected[array], dtype, "gradient", name=array)
+    for _ in range(REPEATS):
+        again = results(op, arrays, others, dout)
+        for key, value in found.items():
+            np.testing.assert_array_equal(np.asarray(again[key]), np.asarray(value), err_msg=key)
+
+
+@pytest.mark.parametrize("name", LARGE)
+def test_chooses_as_xla_does(name):
+    """Where two blocks are not almost as good."""
+    case = LARGE[name]
+    arrays, _ = make(case)
+
+    def chosen(platform):
+        op = case.operation(platform)
+        indices = jax.jit(lambda: op(**arrays, **case.others(), return_indices=True)[1])()
+        return np.sort(np.asarray(indices), -1)
+
+    ours, theirs = chosen("triton"), chosen("xla")
+    assert (ours == theirs).all(-1).mean() > 0.99
+
+
+@pytest.mark.parametrize("flags", [{}, {"packed": True}])
+def test_every_candidate(flags):
+    dims = dict(T=1024, H=16, K=2, D=128, n=6) | ({"N": 3} if flags else {})
+    problem = example_problem("native_sparse_attention", dims, "bfloat16", {"window": 200, **flags})
+    implementation = kernel_registry.get("native_sparse_attention", "triton")
+    work = implementation.make_workload(problem)
+    assert work is not None
+    inputs = work.make_inputs(0)
+    reference = work.reference(inputs)
+    for config in implementation.load().candidates(problem, device_facts()):
+        found = jax.jit(work.run, static_argnums=1)(inputs, config)
+        for name, allowed in work.tolerances.items():
+            measured = errors(found[name], reference[name])
+            assert measured.rms <= allowed.rms and measured.peak <= allowed.peak, (config, name, measured)
+
+
+def test_a_long_sequence():
+    """Lists of many pieces and several chunks of queries, against XLA for the last queries."""
+    op = {p: ejx.NativeSparseAttention(64, 16, 512, platform=p) for p in ("triton", "xla")}
+    keys = jax.random.split(jax.random.key(0), 3)
+    q, k, v = (jax.random.normal(key, (1, 40_000, h, 64), jnp.bfloat16) for key, h in zip(keys, (8, 1, 1)))
+    gates = jnp.full((1, 40_000, 8, 3), 0.5)
+    out, blocks = op["triton"](q, k, v, gates, return_indices=True)
+    last = slice(-64, None)
+    expected = op["xla"](q[:, last], k, v, gates[:, last], block_indices=blocks[:, last])
+    assert_close(out[:, last], np.asarray(expected.astype(jnp.float32)), "bfloat16")

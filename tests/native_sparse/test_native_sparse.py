@@ -1,0 +1,220 @@
+"""Native sparse attention on XLA and by its Triton kernels, interpreted: against numpy, packed, padded, composed."""
+
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+import ejkernel_eqx as ejx
+from tests.attention.dense import INTERPRET, normal
+from tests.native_sparse.cases import by_hand, Case, CASES, importance, LEARNED, make, results
+from tests.tolerances import assert_close
+
+_SLOW_INTERPRETED = ("overlapping", "long spans", "packed, overlapping", "first queries", "one block", "f16")
+
+
+def _everywhere(names):
+    for name in names:
+        yield pytest.param("xla", name, id=f"xla-{name}")
+        marks = [pytest.mark.slow] if name in _SLOW_INTERPRETED else []
+        yield pytest.param(INTERPRET, name, id=f"{INTERPRET}-{name}", marks=marks)
+
+
+@pytest.fixture(autouse=True)
+def _needs_triton(request):
+    if INTERPRET in request.node.name:
+        pytest.importorskip("triton")
+
+
+def assert_agrees(case, found, expected):
+    assert_close(found["out"], expected["out"], case.dtype, name="out")
+    for name in LEARNED:
+        if name in found:
+            dtype = "float32" if name == "gates" and case.dtype == "float32" else case.dtype
+            assert_close(found[name], expected[name], dtype, "gradient", name=name)
+
+
+@pytest.mark.few(4)
+@pytest.mark.parametrize("platform, name", [*_everywhere(CASES)])
+def test_agrees_with_numpy(platform, name):
+    """Output and gradients for the blocks that were chosen, which are the best; nothing changes if what is not seen is NaN."""
+    case = CASES[name]
+    arrays, dout = make(case)
+    op, others = case.operation(platform), case.others()
+    found = results(op, arrays, others, dout)
+    assert_agrees(case, found, by_hand(case, arrays, found["indices"], dout))
+    place, first = case.starts()
+    assert_best(case, arrays, np.asarray(found["indices"]), place, first)
+    padding = place < 0
+    unseen = np.arange(case.keys) > place.max(-1, keepdims=True) if case.offsets is None else padding
+    if padding.any() or unseen.any():
+        hidden = {"q": padding, "gates": padding, "k": unseen, "v": unseen}
+        poisoned = {
+            n: jnp.where(hidden[n][..., None, None], jnp.nan, x) if n in hidden else x
+            for n, x in arrays.items()
+        }
+        again = results(op, poisoned, others, jnp.where(padding[..., None, None], jnp.nan, dout))
+        for n, x in found.items():
+            np.testing.assert_array_equal(np.asarray(again[n]), np.asarray(x), err_msg=n)
+        assert not np.asarray(found["out"])[padding].any() and not np.asarray(found["k"])[unseen].any()
+
+
+def assert_best(case, arrays, indices, place, first):
+    """Its own block, then the first, then blocks none of which is worse than one that was left out; each once."""
+    own = np.where(place < 0, -1, (place - first) // case.block)
+    assert (indices[..., 0] == own[..., None]).all()
+    if case.count > 1:
+        assert (indices[..., 1] == np.where(own > 0, 0, -1)[..., None]).all()
+    assert ((indices >= 0).sum(-1) == np.minimum(own + 1, case.count)[..., None]).all()
+    if not case.compressed():
+        return
+    score = importance(case, arrays)
+    taken = np.zeros(score.shape, bool)
+    for n in range(indices.shape[-1]):
+        np.put_along_axis(taken, np.maximum(indices[..., n], 0)[..., None], True, -1)
+    assert (taken.sum(-1) == np.maximum((indices >= 0).sum(-1), 1)).all()  # block 0 stands for none
+    chosen = indices[..., 2:]
+    worst = np.where(chosen >= 0, np.take_along_axis(score, np.maximum(chosen, 0), -1), np.inf).min(
+        -1, initial=np.inf
+    )
+    left = np.where(taken, -np.inf, score).max(-1)
+    assert (worst >= left - 1e-2 if case.dtype != "float32" else worst >= left - 1e-5).all()
+
+
+@pytest.mark.parametrize("platform", ["xla", INTERPRET])
+def test_blocks_that_are_given(platform):
+    """-1, later blocks and repetitions select nothing; a query without blocks has the other two branches alone."""
+    case = CASES["plain"]
+    arrays, dout = make(case)
+    indices = np.random.default_rng(9).integers(-2, 12, (2, case.T, case.K, 5))
+    indices[:, 7] = -1
+    found = results(case.operation(platform), arrays, {"block_indices": jnp.asarray(indices)}, dout)
+    assert_agrees(case, found, by_hand(case, arrays, indices, dout))
+    returned = np.asarray(found["indices"])
+    assert (returned[:, 7] == -1).all() and (returned * case.block <= np.arange(case.T)[:, None, None]).all()
+    assert len({*returned[0, 20, 0].tolist()} - {-1}) == (returned[0, 20, 0] >= 0).sum()
+
+
+@pytest.mark.parametrize("platform", [pytest.param("xla", marks=pytest.mark.slow), INTERPRET])
+def test_packed_sequences_are_separate(platform):
+    case = CASES["packed"]
+    arrays, _ = make(case)
+    op = case.operation(platform)
+    out, indices = op(**arrays, cu_seqlens=jnp.array(case.offsets), return_indices=True)
+    for begin, end in ((2, 13), (15, 38)):
+        alone = op(**{name: x[begin:end] for name, x in arrays.items()}, return_indices=True)
+        assert_close(alone[0], np.asarray(out[begin:end]))
+        np.testing.assert_array_equal(alone[1], indices[begin:end])
+
+
+def test_a_cache_is_decoded_like_the_whole():
+    """One query at a time over a cache with room, whose rest is NaN, with compressed keys of its own."""
+    case = Case(T=21)
+    arrays, _ = make(case)
+    op = case.operation("xla")
+    whole = op(**arrays)
+    room = lambda x: jnp.pad(x, [(0, 0), (0, 8), (0, 0), (0, 0)], constant_values=jnp.nan)
+    k, v = room(arrays["k"]), room(arrays["v"])
+    means = [jnp.nanmean(x[:, :28].reshape(2, 7, 4, *x.shape[2:]), 2) for x in (k, v)]
+
+    @jax.jit
+    def step(place):
+        take = lambda x: jax.lax.dynamic_slice_in_dim(x, place, 1, 1)
+        later = (jnp.arange(29) > place)[:, None, None]
+        now_k, now_v = (jnp.where(later, jnp.nan, x) for x in (k, v))
+        return op(
+            take(arrays["q"]),
+            now_k,
+            now_v,
+            take(arrays["gates"]),
+            compressed_k=means[0],
+            compressed_v=means[1],
+            q_offset=place,
+        )
+
+    for place in (0, 3, 4, 20):
+        assert_close(step(jnp.int32(place))[:, 0], np.asarray(whole[:, place]))
+
+
+@pytest.mark.parametrize("platform", ["xla", pytest.param(INTERPRET, marks=pytest.mark.slow)])
+def test_transformations(platform):
+    """`vmap`, `scan` and `jax.checkpoint` of the gradient give what single calls give."""
+    case = Case(T=13, B=3)
+    arrays, dout = make(case)
+    op = case.operation(platform)
+    loss = lambda arrays, dout: (op(**arrays) * dout).sum()
+    whole = jax.jit(jax.grad(loss))(arrays, dout)
+    each = jax.jit(jax.vmap(jax.grad(jax.checkpoint(loss))))(arrays, dout)
+    scanned = jax.jit(
+        lambda: jax.lax.scan(lambda _, x: (None, jax.grad(loss)(*x)), None, (arrays, dout))[1]
+    )()
+    for name, x in whole.items():
+        assert_close(each[name], np.asarray(x), kind="gradient", name=name)
+        assert_close(scanned[name], np.asarray(x), kind="gradient", name=name)
+
+
+@pytest.mark.slow
+def test_packed_rows_under_vmap():
+    case = Case(T=20, offsets=(0, 7, 18))
+    arrays, _ = make(case)
+    op, offsets = case.operation("xla"), jnp.array([[0, 7, 18], [0, 12, 20]])
+    both = jax.vmap(lambda offsets: op(**arrays, cu_seqlens=offsets))(offsets)
+    for row, own in zip(both, offsets):
+        np.testing.assert_allclose(row, op(**arrays, cu_seqlens=own), rtol=1e-5, atol=1e-5)
+
+
+def test_many_chunks_of_queries(monkeypatch):
+    """The choice and the gathered blocks do not depend on how many queries there are at a time."""
+    from ejkernel_eqx.attention.native_sparse import selection, xla
+
+    case = Case(T=45, B=1)
+    arrays, dout = make(case)
+    whole = results(case.operation("xla"), arrays, {}, dout)
+    monkeypatch.setattr(selection, "_BYTES", 4096)
+    monkeypatch.setattr(xla, "_BYTES", 16384)
+    parts = results(case.operation("xla"), arrays, {"q_offset": jnp.array([0])}, dout)
+    for name, x in whole.items():
+        np.testing.assert_allclose(np.asarray(parts[name]), np.asarray(x), rtol=1e-4, atol=1e-5, err_msg=name)
+
+
+def test_no_array_of_scores():
+    """Memory is linear in the queries but for compressed keys: nothing has the size of queries by keys."""
+    op = ejx.NativeSparseAttention(16, 4, 32, platform="xla")
+    q, k = normal(0, 1, 2048, 2, 8), normal(1, 1, 2048, 1, 8)
+    gates = jnp.ones((1, 2048, 2, 3))
+    program = jax.jit(jax.grad(lambda q, k: op(q, k, k, gates).sum())).lower(q, k).compile()
+    memory: Any = program.memory_analysis()
+    assert memory.temp_size_in_bytes < 4 * 2048 * 2048 * 8
+
+
+def test_nothing_to_attend():
+    op = ejx.NativeSparseAttention(4, 2, 3)
+    empty, gates = jnp.zeros((2, 0, 2, 8)), jnp.zeros((2, 0, 2, 3))
+    out, indices = op(empty, empty, empty, gates, return_indices=True)
+    assert out.shape == (2, 0, 2, 8) and indices.shape == (2, 0, 2, 2)
+
+
+def test_errors():
+    q, gates = jnp.zeros((2, 8, 4, 16)), jnp.zeros((2, 8, 4, 3))
+    k = jnp.zeros((2, 8, 2, 16))
+    op = ejx.NativeSparseAttention(4, 2, 3)
+    calls = {
+        "gates: expected": lambda: op(q, k, k, gates[..., :2]),
+        "divides the 4 heads": lambda: op(q, jnp.zeros((2, 8, 3, 16)), jnp.zeros((2, 8, 3, 16)), gates),
+        "dtype of q": lambda: op(q, k.astype("bfloat16"), k, gates),
+        "both or neither": lambda: op(q, k, k, gates, compressed_k=k),
+        "block_indices: expected ints": lambda: op(
+            q, k, k, gates, block_indices=jnp.zeros((2, 8, 4, 2), int)
+        ),
+        "q_offset: expected None": lambda: op(q[0], k[0], k[0], gates[0], cu_seqlens=[0, 8], q_offset=1),
+        "leading axes": lambda: op(q, k, k, gates, cu_seqlens=[0, 8]),
+        "as many tokens": lambda: op(q[0], k[0, :4], k[0, :4], gates[0], cu_seqlens=[0, 4]),
+        "compression_stride": lambda: ejx.NativeSparseAttention(6, compression_size=4),
+        "num_blocks": lambda: ejx.NativeSparseAttention(num_blocks=0),
+        "softmax_scale": lambda: ejx.NativeSparseAttention(softmax_scale=float("nan")),
+    }
+    for word, call in calls.items():
+        with pytest.raises(ValueError, match=word):
+            call()

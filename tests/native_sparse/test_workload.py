@@ -1,0 +1,155 @@
+"""What the tuner is given, and what is compiled: inputs of their very problem, results that agree, configurations that fit."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from ejkernel_eqx.attention.native_sparse.problems import problem_of, spec_of
+from ejkernel_eqx.attention.native_sparse.workload import example_problem, make_arrays, make_inputs
+from ejkernel_eqx.dispatch import kernel_registry
+from tests.attention.dense import quick
+from tests.compiled import DEVICES
+from tests.tolerances import errors
+
+OPERATION = "native_sparse_attention"
+SMALL = dict(T=40, H=4, K=2, D=16, n=3)
+FLAGS = dict(block=4, window=6, given=True)
+KINDS = {
+    "plain": example_problem(OPERATION, SMALL | dict(B=2), "float32", FLAGS),
+    "packed": example_problem(
+        OPERATION, SMALL | dict(N=3), "float32", FLAGS | dict(packed=True, span=4, stride=2)
+    ),
+    "placed": example_problem(OPERATION, SMALL | dict(T=8, S=40, B=2), "bfloat16", FLAGS | dict(placed=True)),
+}
+
+
+@pytest.mark.few(1)
+@pytest.mark.parametrize("name", KINDS)
+def test_inputs_are_of_their_problem(name):
+    wanted = KINDS[name]
+    spec = spec_of(wanted)
+    arrays = make_arrays(wanted, spec, 0)
+    found = problem_of(OPERATION, arrays, spec)
+    assert (found, found.key()) == (wanted, wanted.key())
+    assert (np.asarray(make_arrays(wanted, spec, 1).q) != np.asarray(arrays.q)).any()
+    indices = np.asarray(arrays.indices)
+    assert len(np.unique(indices)) > 6 and (indices >= -1).all()
+
+
+@pytest.mark.few(1)
+@pytest.mark.parametrize("platform", ["xla", "triton-interpret"])
+@pytest.mark.parametrize("name", KINDS)
+def test_agrees_with_the_reference(platform, name):
+    pytest.importorskip("triton")
+    of = KINDS[name]
+    implementation = kernel_registry.get(OPERATION, platform)
+    work = implementation.make_workload(of)
+    assert work is not None
+    inputs, config = work.make_inputs(3), implementation.load().default_config(of, DEVICES["sm_90"])
+    actual, reference = quick(work.run, static_argnums=1)(inputs, config), work.reference(inputs)
+    assert set(actual) == set(work.tolerances) <= set(reference)
+    for result, allowed in work.tolerances.items():
+        measured = errors(actual[result], reference[result])
+        assert measured.rms <= allowed.rms and measured.peak <= allowed.peak, (result, measured)
+        assert np.asarray(reference[result]).any(), result
+
+
+@pytest.mark.parametrize(
+    "dims, flags, word",
+    [
+        (dict(T=4, H=2), {}, "D"),
+        (dict(T=4, H=3, K=2, D=8), {}, "multiple of K"),
+        (dict(T=4, H=2, D=8, N=2), {}, "packed=true"),
+        (dict(T=4, H=2, D=8), dict(block=0), "block"),
+        (dict(T=4, H=2, D=8), dict(causal=True), "causal"),
+    ],
+)
+def test_words_that_do_not_fit(dims, flags, word):
+    with pytest.raises(ValueError, match=word):
+        example_problem(OPERATION, dims, "float32", flags)
+
+
+COMPILED = {
+    "plain": (dict(T=8192, H=64, K=4, D=128), "bfloat16", {}),
+    "float32": (dict(T=4096, H=8, K=2, D=64), "float32", {}),
+    "packed": (dict(T=4096, H=8, K=2, D=100, V=64, N=4), "float16", dict(packed=True, span=32, stride=16)),
+    "decoding": (dict(B=4, T=1, S=65536, H=64, K=4, D=128), "bfloat16", dict(placed=True)),
+}
+
+
+@pytest.mark.parametrize(
+    "target, name",
+    [
+        pytest.param(t, n, marks=[] if (t, n) == ("sm_90", "packed") else pytest.mark.slow)
+        for t in DEVICES
+        for n in COMPILED
+    ],
+)
+def test_defaults_fit(target, name):
+    """Without spills, but for float32 on older devices."""
+    pytest.importorskip("triton")
+    from ejkernel_eqx.attention.native_sparse.triton import compiled as triton
+    from ejkernel_eqx.launch import compile_ahead
+
+    problem, device = example_problem(OPERATION, *COMPILED[name]), DEVICES[target]
+    assert triton.unsupported(problem, device) is None
+    configs = triton.candidates(problem, device)
+    assert configs[0] == triton.default_config(problem, device) and len(set(configs)) == len(configs) > 1
+    found = launches(problem, configs[0])
+    own = [launch for launch in found if ".native_sparse." in launch.label]
+    kernels = [launch.function.fn.__name__ for launch in own]
+    assert kernels == [
+        "importance_kernel", "choose_kernel", "forward_kernel", "query_gradient_kernel", "key_gradient_kernel", *["combine_kernel"] * 2
+    ]  # fmt: skip
+    assert len(found) == len(own) + 2 * 3  # two branches are softmax attention's
+    for launch in own:
+        report = compile_ahead(launch, target)
+        assert report.fits and (report.spills == 0 or name == "float32"), (launch.label, report)
+
+
+def launches(problem, config):
+    """What forward and backward launch, in order."""
+    from ejkernel_eqx.attention.native_sparse.triton import compiled as triton
+
+    spec, found = spec_of(problem), []
+
+    def record(launch, inputs):
+        found.append(launch)
+        return {name: jnp.zeros(out.shape, out.dtype) for name, out in launch.outputs.items()}
+
+    def both(arrays, cotangents):
+        saved = triton.forward(arrays, spec, config, execute=record)
+        saved.pop("out")
+        return triton.backward(arrays, spec, config, saved, cotangents, execute=record)
+
+    jax.eval_shape(both, *jax.eval_shape(lambda: tuple(make_inputs(problem, spec, 0))))
+    return found
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", COMPILED)
+def test_candidates_fit(name):
+    pytest.importorskip("triton")
+    from ejkernel_eqx.attention.native_sparse.triton import compiled as triton
+    from ejkernel_eqx.launch import compile_ahead
+
+    problem = example_problem(OPERATION, *COMPILED[name])
+    for config in triton.candidates(problem, DEVICES["sm_90"]):
+        own = [launch for launch in launches(problem, config) if ".native_sparse." in launch.label]
+        assert all(compile_ahead(launch, "sm_90").fits for launch in own)
+
+
+def test_what_triton_does_not_take():
+    pytest.importorskip("triton")
+    from ejkernel_eqx.attention.native_sparse.triton import compiled as triton
+
+    device = DEVICES["sm_90"]
+    refused = {
+        "not float64": (dict(T=9, H=2, D=8), "float64", {}),
+        "head dims": (dict(T=9, H=2, D=300), "float32", {}),
+        "heads a key head": (dict(T=9, H=256, K=1, D=8), "float32", {}),
+        "blocks of up to": (dict(T=9, H=2, D=8), "float32", dict(block=512)),
+    }
+    for word, problem in refused.items():
+        assert word in str(triton.unsupported(example_problem(OPERATION, *problem), device))
