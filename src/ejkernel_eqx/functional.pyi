@@ -161,8 +161,8 @@ def block_sparse_attention(
     deterministic: bool = False,
     platform: PlatformLike | None = None,
     config: Any | None = None,
-    block_map: Bool[AnyArray, '... M N'] | None | Bool[Numbers, '... M N'] = None,
     mask: Bool[AnyArray, '#*B #H #T #S'] | Mask | None | Bool[Numbers, '#*B #H #T #S'] | Mask = None,
+    block_map: Bool[AnyArray, '... M N'] | None | Bool[Numbers, '... M N'] = None,
 ) -> Output: ...
 
 @overload
@@ -192,8 +192,8 @@ def block_sparse_attention(
     deterministic: bool = False,
     platform: PlatformLike | None = None,
     config: Any | None = None,
-    block_map: Bool[AnyArray, '... M N'] | None | Bool[Numbers, '... M N'] = None,
     mask: Bool[AnyArray, '#*B #H #T #S'] | Mask | None | Bool[Numbers, '#*B #H #T #S'] | Mask = None,
+    block_map: Bool[AnyArray, '... M N'] | None | Bool[Numbers, '... M N'] = None,
 ) -> WithLse: ...
 
 @overload
@@ -223,8 +223,8 @@ def block_sparse_attention(
     deterministic: bool = False,
     platform: PlatformLike | None = None,
     config: Any | None = None,
-    block_map: Bool[AnyArray, '... M N'] | None | Bool[Numbers, '... M N'] = None,
     mask: Bool[AnyArray, '#*B #H #T #S'] | Mask | None | Bool[Numbers, '#*B #H #T #S'] | Mask = None,
+    block_map: Bool[AnyArray, '... M N'] | None | Bool[Numbers, '... M N'] = None,
 ) -> Output | WithLse: ...
 
 def causal_conv1d(
