@@ -103,7 +103,7 @@ class _Signature:
         if self.call.args.kwarg is not None:
             whole = self._named(self.whole, positional=False)
             named |= {name: line for name, line in whole.items() if name not in named}
-        for name in named.keys() & options.keys():
+        for name in [name for name in named if name in options]:
             of_call, of_option = named.pop(name), options.pop(name)
             words = [line.partition(": ")[2].partition(" = ") for line in (of_option, of_call)]
             options[name] = f"{name}: {words[0][0]} | {words[1][0].removesuffix(' | None')} = {words[0][2]}"

@@ -117,7 +117,6 @@ def test_pages(alibi, platform):
         ({"causal": False}, "alibi: expected False in a layer with causal=False"),
         ({"alibi": (0.5, 0.5)}, "alibi: expected True, False or 3 slopes"),
         ({"alibi": (0.5, math.nan, 0.5)}, r"alibi\[1\]: expected a finite number"),
-        ({"alibi": (0.5, "x", 0.5)}, r"alibi\[1\]: expected a finite number, received 'x'"),
     ],
 )
 def test_errors(changes, message):
