@@ -288,6 +288,8 @@ def _asks_for(operation: str, problem: Problem) -> bool:
     """Whether an operation of attention over pages may have a problem of another one."""
     if (operation == "ragged_decode_attention") != bool(problem.flag("ranged")):
         return False
+    if operation == "absorbed_latent_attention" and not problem.flag("latent"):
+        return False
     if problem.flag("alibi_slopes") or problem.flag("qq_bias"):
         return operation == "unified_attention"
     decodes = problem.dim("Q") == 1 and problem.dim("T") == problem.dim("N")

@@ -3,6 +3,7 @@
 from collections.abc import Callable
 from typing import NamedTuple
 
+import jax
 import jax.numpy as jnp
 from jax import Array, lax
 
@@ -72,10 +73,8 @@ def backward(
         dq = jnp.einsum("bckgj,bckjd->bckgd", dscores, part.k, precision="highest")
         dk = jnp.einsum("bckgj,bckgd->bckjd", dscores, jnp.where(is_new, part.q, 0), precision="highest")
         dv = jnp.einsum("bckgj,bckgv->bckjv", weights, do, precision="highest")
-        row = jnp.arange(batch)[:, None, None, None]
-        head = jnp.arange(kv_heads)[None, None, :, None]
         # Keys that are not seen have weight 0; they are added to the key that was read in their place.
-        totals = totals[0].at[row, part.at, head].add(dk), totals[1].at[row, part.at, head].add(dv)
+        totals = _added(totals[0], part.at, dk), _added(totals[1], part.at, dv)
         return totals, dq.reshape(batch, size, -1, dim)
 
     def body(totals: tuple[Array, Array], bounds: Array) -> tuple[tuple[Array, Array], Array]:
@@ -109,11 +108,21 @@ def _gather(arrays: NativeArrays, spec: NativeSpec, start: Array, size: int) -> 
     at = at.reshape(*index.shape[:-1], -1)
     seen = jnp.repeat(index >= 0, spec.block, -1) & (first <= at) & (at <= last) & (at < keys)
     at = jnp.where(seen, at, 0)
-    row, head = jnp.arange(batch)[:, None, None, None], jnp.arange(kv_heads)[None, None, :, None]
-    take = lambda x: jnp.where(seen[..., None], x[row, at, head], 0).astype(wide)
+    take = lambda x: jnp.where(seen[..., None], _taken(x, at), 0).astype(wide)
     q = lax.dynamic_slice_in_dim(arrays.q, start, size, 1).astype(wide)
     q = q.reshape(batch, size, kv_heads, heads // kv_heads, dim)
     return _Gathered(q, take(arrays.k), take(arrays.v), at, seen)
+
+
+# Mapped, so that rows and heads are axes of their own to the compiler: each device gathers from and adds to its own.
+def _taken(x: Array, at: Array) -> Array:
+    """Of `x [B, S, K, D]` the rows at `[B, c, K, J]`: `[B, c, K, J, D]`."""
+    return jax.vmap(jax.vmap(lambda x, at: x[at], 1, 1))(x, at)
+
+
+def _added(x: Array, at: Array, rows: Array) -> Array:
+    """`x [B, S, K, D]` and what is added to its rows at `[B, c, K, J]`, `[B, c, K, J, D]`."""
+    return jax.vmap(jax.vmap(lambda x, at, rows: x.at[at].add(rows), 1, 1))(x, at, rows)
 
 
 def _scores(part: _Gathered, spec: NativeSpec) -> Array:

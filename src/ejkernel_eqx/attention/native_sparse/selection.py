@@ -36,7 +36,11 @@ def choose(importance: Array, arrays: NativeArrays, spec: NativeSpec) -> Array:
     own = place // spec.block
     score = jnp.where(block == 0, float(jnp.finfo(score.dtype).max), score)
     score = jnp.where(block == own, jnp.inf, score)
-    best, chosen = lax.top_k(jnp.where(block > own, -1, score), min(spec.count, block.shape[-1]))
+    score = jnp.where(block > own, -1, score)
+    # Sorted whole, because XLA's search for the largest ones gathers what devices share.
+    numbers = jnp.broadcast_to(block, score.shape)
+    best, chosen = lax.sort((-score, numbers), is_stable=True, num_keys=1)
+    best, chosen = -best[..., : spec.count], chosen[..., : spec.count]
     is_used = (best >= 0) & (place >= 0)
     chosen = jnp.where(is_used, chosen + of_sequence(arrays.base)[..., None, None], -1)
     more = spec.count - chosen.shape[-1]
