@@ -177,7 +177,7 @@ def _latent() -> list[TuneProblem]:
     problems = [
         named(operation, size) for size in (sizes, few, sizes | {"T": 16384, "H": 16}, few | {"T": 1024})
     ]
-    problems += [named(operation, few, **{flag: True}) for flag in ("segments", "rows")]
+    problems += [named(operation, few, segments=True), named(operation, few, rows=True)]
     return [*problems, named(operation, few, "float32")]
 
 
