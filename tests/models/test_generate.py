@@ -124,11 +124,13 @@ def test_a_whole_generation_may_be_jitted(model):
         ({"prompts": [[1]], "sampling": 0.7}, "sampling: expected a Sampling, received float"),
     ],
 )
+@pytest.mark.usefixtures("unchecked")
 def test_what_cannot_be_continued_is_refused(model, arguments, message):
     with pytest.raises(ValueError, match=message):
         generate(model, **({"max_new_tokens": 2} | arguments))
 
 
+@pytest.mark.usefixtures("unchecked")
 def test_other_models_are_refused():
     with pytest.raises(ValueError, match=r"model: expected an ejx\.models\.Decoder"):
         generate(eqx.nn.Linear(2, 2, key=jax.random.key(0)), [[1]], max_new_tokens=1)  # pyright: ignore[reportArgumentType]
