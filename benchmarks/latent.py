@@ -13,7 +13,6 @@ latents alone, on absorbed queries: `over kernel` is the time over its. What is 
 import argparse
 import dataclasses
 import functools
-import os
 import pathlib
 import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -28,25 +27,14 @@ import numpy as np
 from jax import Array
 
 import ejkernel_eqx as ejx
-from benchmarks import command
+from benchmarks import command, comparison
+from benchmarks.comparison import Implementation
 from benchmarks.linear_plot import plot as plot_bars
-from benchmarks.measure import launch_floor, StateWork
-from benchmarks.prepare import (
-    Attempt,
-    compiled,
-    DIRECTIONS,
-    fastest,
-    finite,
-    input_sets,
-    measure_rows,
-    PeerRow,
-    prepare,
-    Prepared,
-)
+from benchmarks.measure import StateWork
+from benchmarks.prepare import compiled, DIRECTIONS, input_sets, PeerRow, prepare, Prepared
 from ejkernel_eqx._tolerances import Tolerance, TOLERANCES
 from ejkernel_eqx.tuning.check import all_errors
 
-OURS = ("default", "triton", "xla")
 FLASH, KERNEL = "flash", "kernel"
 FLASH_DIM = 128
 Arrays = dict[str, Array]
@@ -232,34 +220,37 @@ def expected_decoding(p: LatentProblem, inputs: Arrays) -> dict[str, Arrays]:
         return {"forward": jax.jit(decoding(p, "xla", wide=True))(wide["x"], pages_of(wide))[1]}
 
 
+def implementations(
+    p: LatentProblem, options: argparse.Namespace, direction: str
+) -> Iterator[Implementation]:
+    def prepared(name: str, run: Callable[[Arrays], Arrays]) -> Implementation:
+        return Implementation(name, False, lambda sets, direction: prepare(run, sets))
+
+    for name, platform in comparison.platforms(options):
+        if p.E:
+            make = lambda sets, direction, platform=platform: prepare_decoding(p, platform, sets)
+            yield Implementation(name, False, make)
+        else:
+            yield prepared(name, training(p, platform, direction))
+    yield prepared(KERNEL, kernel(p)) if p.E else prepared(FLASH, flash(direction))
+
+
 # Measuring
 
 
 def measure(p: LatentProblem, options: argparse.Namespace) -> Iterator[list[Row]]:
     """The rows of a problem, by direction."""
     sets = input_sets(functools.partial(make_decoding if p.E else make_training, p))
-    expected = (expected_decoding if p.E else expected_training)(p, sets[0])
-    floor, other = launch_floor(sets[0]), KERNEL if p.E else FLASH
-    for direction in p.directions:
-        row = functools.partial(Row, p.name, direction)
-        attempts = []
-        for name in options.platforms:
-            platform = None if name == "default" else name
-            if p.E:
-                make = functools.partial(prepare_decoding, p, platform, sets)
-            else:
-                make = functools.partial(prepare, training(p, platform, direction), sets)
-            attempts.append(Attempt(row(name, False, flops=p.flops(direction)), make))
-        beside = kernel(p) if p.E else flash(direction)
-        flops = p.flops(direction, None if p.E else 2 * min(p.V, FLASH_DIM))
-        attempts.append(Attempt(row(other, False, flops=flops), functools.partial(prepare, beside, sets)))
-        rows = measure_rows(attempts, functools.partial(_check, p, expected), options, floor)
-        lower = fastest(found for found in rows if found.implementation == other)
-        for found in rows:
-            found.tflop_per_s = found.flops / found.ms / 1e9 if found.ms and found.flops else None
-            if found.ms and lower and found.implementation != other and found.flops:
-                found.of_flash = None if p.E else found.flops / found.ms * lower / flops
-                found.over_kernel = found.ms / lower if p.E else None
+    check = functools.partial(_check, p, (expected_decoding if p.E else expected_training)(p, sets[0]))
+    found = functools.partial(implementations, p, options)
+    for direction, rows in comparison.compared(Row, p.name, p.directions, found, sets, check, options):
+        beside = rows[-1]
+        for row in rows:
+            row.flops = p.flops(direction, None if p.E or row is not beside else 2 * min(p.V, FLASH_DIM))
+            row.tflop_per_s = row.flops / row.ms / 1e9 if row.ms else None
+        for row in rows[:-1] if beside.ms else ():
+            row.of_flash = row.tflop_per_s / beside.tflop_per_s if row.ms and not p.E else None
+            row.over_kernel = row.ms / beside.ms if row.ms and p.E else None
         yield rows
 
 
@@ -272,30 +263,19 @@ def _check(p: LatentProblem, expected: Mapping[str, Arrays], row: Row, results: 
     }
     if p.E:  # absorbed queries, latents and the last projection are each rounded once more
         allowed = {name: Tolerance(3 * x.rms, 3 * x.peak) for name, x in allowed.items()}
-    errors, wrong = all_errors(results, expected[row.direction], allowed)
-    row.errors = finite(errors)
-    return wrong
-
-
-def unmeasured(p: LatentProblem, reason: str) -> list[Row]:
-    return [Row(p.name, way, "default", False, flops=p.flops(way), reason=reason) for way in p.directions]
+    return comparison.check_errors(row, all_errors(results, expected[row.direction], allowed))
 
 
 def summarise(rows: Sequence[Row]) -> dict[str, dict[str, Any]]:
     """The lowest speed beside flash, and the most time over the kernel alone."""
-    summary: dict[str, dict[str, Any]] = {}
+    least = comparison.Extreme("lowest of flash", lambda row: row.of_flash, min)
+    most = comparison.Extreme("most time over the kernel", lambda row: row.over_kernel, max)
     mine = [row for row in rows if row.implementation == "default"]
-    for direction in DIRECTIONS:
-        if known := [row for row in mine if row.of_flash and row.direction == direction]:
-            least = min(known, key=lambda row: row.of_flash or 0)
-            summary[f"lowest of flash, {direction}"] = {"value": least.of_flash, "problem": least.problem}
-    if known := [row for row in mine if row.over_kernel]:
-        most = max(known, key=lambda row: row.over_kernel or 0)
-        summary["most time over the kernel"] = {"value": most.over_kernel, "problem": most.problem}
-    return summary
+    slowest = comparison.extreme(mine, most)
+    return comparison.summary(mine, extremes=(least,)) | ({most.title: slowest} if slowest else {})
 
 
-# The command
+# Showing
 
 HEADER = ("problem", "implementation", "ms", "spread", "TFLOP/s", "of flash", "over kernel", "error")
 TABLES = command.Tables(
@@ -304,6 +284,14 @@ TABLES = command.Tables(
     "of flash: speed over that of attention with 128 channels; over kernel: time over that of attention over latents alone",
     "Speed of latent attention",
 )
+
+
+def plot(content: Mapping[str, Any], path: str) -> None:
+    plot_bars(content, path, "Latent attention")
+
+
+# The problems
+
 P = LatentProblem
 ANCHORS = (
     P(1, 4096, 128),
@@ -317,42 +305,24 @@ _SMALL: Any = {"nope": 16, "rope": 8, "V": 16, "R": 24, "page": 16, "dtype": "fl
 CPU = (P(1, 256, 2, **_SMALL), P(2, 128, 2, E=64, **_SMALL))
 TINY = (P(1, 40, 2, **_SMALL), P(2, 40, 2, E=32, **_SMALL))
 
+# The command
 
-def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
-    parser = command.parser(__doc__)
-    command.add_platforms(parser, OURS, "default")
-    parser.set_defaults(torch=False)  # no peer of PyTorch's
-    return command.parse(parser, arguments)
-
-
-def choose(options: argparse.Namespace) -> list[LatentProblem]:
-    """The problems in order of importance, so that a time limit omits the least important ones."""
-    on_cpu = jax.default_backend() == "cpu"
-    return command.matching(TINY if options.quick else CPU if on_cpu else ANCHORS, options)
-
-
-def about(options: argparse.Namespace, chosen: Sequence[LatentProblem]) -> dict[str, Any]:
-    return {}
-
-
-def sum_up(rows: Sequence[Row], chosen: Sequence[LatentProblem]) -> dict[str, Any]:
-    return {"summary": summarise(rows)}
-
-
-def plot(content: Mapping[str, Any], path: str) -> None:
-    plot_bars(content, path, "Latent attention")
-
-
-BENCHMARK = command.Benchmark(
-    "latent", about, measure, unmeasured, sum_up, TABLES.text, TABLES.markdown, plot
+COMPARISON = comparison.Comparison(
+    "latent",
+    __doc__,
+    TINY,
+    CPU,
+    ANCHORS,
+    measure,
+    Row,
+    summarise,
+    TABLES,
+    plot,
+    directions=lambda problem: problem.directions,
+    peers=(),
 )
-
-
-def main(arguments: Sequence[str] | None = None) -> int:
-    return command.main(BENCHMARK, parse(arguments), choose)
+parse, main = COMPARISON.parse, COMPARISON.main
 
 
 if __name__ == "__main__":
-    # A pool allocated at the start keeps allocations out of the times.
-    os.environ.setdefault("XLA_PYTHON_CLIENT_MEM_FRACTION", "0.8")
-    raise SystemExit(main())
+    COMPARISON.script()

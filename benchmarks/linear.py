@@ -14,10 +14,9 @@ state in place and are compared with an XLA pass that reads and writes a state o
 import argparse
 import dataclasses
 import functools
-import os
 import pathlib
 import sys
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 sys.path.insert(0, str(pathlib.Path(__file__).resolve().parent.parent))
@@ -26,31 +25,26 @@ import jax
 import jax.numpy as jnp
 from jax import Array
 
-from benchmarks import command
+from benchmarks import command, comparison
 from benchmarks import linear_peers as peers
 from benchmarks import linear_problems as problems
+from benchmarks.comparison import Implementation
 from benchmarks.linear_plot import plot
 from benchmarks.linear_problems import Arrays, Inputs, LinearProblem
-from benchmarks.measure import launch_floor, StateWork
+from benchmarks.measure import StateWork
 from benchmarks.prepare import (
-    Attempt,
     compiled,
     DIRECTIONS,
     fastest,
-    finite,
     input_sets,
-    measure_rows,
     nbytes,
     PeerRow,
     prepare,
     Prepared,
     ratio,
-    worst,
 )
 
 STEP = "step"
-OURS = ("default", "triton", "xla")
-_SAME_MATHEMATICS = 0.1  # peers may round differently
 
 
 @dataclasses.dataclass
@@ -66,8 +60,7 @@ class Row(PeerRow):
         return f"{self.ms:.3f} ms{self.over_peer}"
 
 
-# The implementations: from the problem, its input sets and the direction to `Prepared`.
-Implementation = Callable[[LinearProblem, Sequence[Inputs], str], Prepared]
+# The implementations
 
 
 def _prepare(forward: Callable[..., Any], sets: Sequence[Inputs], direction: str) -> Prepared:
@@ -105,19 +98,16 @@ def _prepare_step(
     )
 
 
-def ours(platform: str | None) -> Implementation:
-    def make_ready(problem: LinearProblem, sets: Sequence[Inputs], direction: str) -> Prepared:
-        function = problems.ours(problem, platform)
-        if not problem.is_step:
-            return _prepare(function, sets, direction)
+def ours(problem: LinearProblem, platform: str | None, sets: Sequence[Inputs], direction: str) -> Prepared:
+    function = problems.ours(problem, platform)
+    if not problem.is_step:
+        return _prepare(function, sets, direction)
 
-        def step(learned: Arrays, state: Array) -> tuple[Array, Arrays]:
-            out, state = function(learned, state)
-            return state, {"out": out}
+    def step(learned: Arrays, state: Array) -> tuple[Array, Arrays]:
+        out, state = function(learned, state)
+        return state, {"out": out}
 
-        return _prepare_step(step, sets)
-
-    return make_ready
+    return _prepare_step(step, sets)
 
 
 def over_time(problem: LinearProblem, sets: Sequence[Inputs], direction: str) -> Prepared:
@@ -125,32 +115,21 @@ def over_time(problem: LinearProblem, sets: Sequence[Inputs], direction: str) ->
     return _prepare(problems.plain(problem), sets, direction)
 
 
-def in_place(problem: LinearProblem, sets: Sequence[Inputs], direction: str) -> Prepared:
+def in_place(sets: Sequence[Inputs], direction: str) -> Prepared:
     """Only reads and writes the state."""
     prepared = _prepare_step(lambda learned, state: (0.999 * state, {}), sets)
     return prepared._replace(results={})
 
 
-def in_torch(peer: peers.Peer) -> Implementation:
-    def make_ready(problem: LinearProblem, sets: Sequence[Inputs], direction: str) -> Prepared:
-        return peers.prepare(peer, sets, direction != "forward")
-
-    return make_ready
-
-
-def implementations(
-    problem: LinearProblem, options: argparse.Namespace
-) -> Iterator[tuple[str, bool, Implementation]]:
-    """The name of each implementation, whether it is a peer, and how to prepare it."""
-    for platform in options.platforms:
-        yield platform, False, ours(None if platform == "default" else platform)
+def implementations(problem: LinearProblem, options: argparse.Namespace) -> Iterator[Implementation]:
+    for name, platform in comparison.platforms(options):
+        yield Implementation(name, False, functools.partial(ours, problem, platform))
     if problem.is_step:
-        yield "in place", True, in_place
+        yield Implementation("in place", True, in_place)
     elif jax.default_backend() == "cpu":
-        yield "lax.scan", True, over_time
+        yield Implementation("lax.scan", True, functools.partial(over_time, problem))
     elif options.torch:
-        for peer in peers.peers_of(problem):
-            yield peer.name, True, in_torch(peer)
+        yield from peers.implementations(peers.peers_of(problem))
 
 
 # Measuring
@@ -167,56 +146,36 @@ def least_bytes(inputs: Inputs, direction: str) -> int:
 def measure(problem: LinearProblem, options: argparse.Namespace) -> Iterator[list[Row]]:
     """The rows of a problem, by direction."""
     sets = input_sets(functools.partial(problems.make_inputs, problem))
-    expected, floor = problems.expected_results(problem, sets[0]), launch_floor(sets[0])
-    for direction in directions_of(problem):
-        least = least_bytes(sets[0], direction)
-        attempts = (
-            Attempt(
-                Row(problem.name, direction, name, is_peer, bytes=least),
-                functools.partial(make_ready, problem, sets, direction),
-            )
-            for name, is_peer, make_ready in implementations(problem, options)
-        )
-        rows = measure_rows(attempts, functools.partial(_check, problem, expected), options, floor)
-        peer = fastest(row for row in rows if row.is_peer)
-        for row in rows:
-            row.tb_per_s = least / row.ms / 1e9 if row.ms else None
-            row.ratio = ratio(peer, row)
+    expected = problems.expected_results(problem, sets[0])
+
+    def check(row: Row, results: Arrays) -> str | None:
+        found = problems.errors_of(problem, row.direction, results, expected)
+        return comparison.check_errors(row, found, comparison.SAME_MATHEMATICS)
+
+    ways = directions_of(problem)
+    for direction, rows in comparison.compared(
+        Row, problem.name, ways, lambda _: implementations(problem, options), sets, check, options
+    ):
+        complete(rows, least_bytes(sets[0], direction))
         yield rows
 
 
-def _check(problem: LinearProblem, expected: Mapping[str, Arrays], row: Row, results: Arrays) -> str | None:
-    """The error in the results, if any."""
-    errors, wrong = problems.errors_of(problem, row.direction, results, expected)
-    row.errors = finite(errors)
-    allowed = row.is_peer and all(error <= _SAME_MATHEMATICS for error in errors.values())
-    return None if allowed else wrong
+def complete(rows: Sequence[Row], least: int) -> None:
+    """Adds what follows from the times of a direction that moves `least` bytes."""
+    peer = fastest(row for row in rows if row.is_peer)
+    for row in rows:
+        row.bytes = least
+        row.tb_per_s = least / row.ms / 1e9 if row.ms else None
+        row.ratio = ratio(peer, row)
 
 
 def directions_of(problem: LinearProblem) -> tuple[str, ...]:
     return (STEP,) if problem.is_step else DIRECTIONS
 
 
-def unmeasured(problem: LinearProblem, reason: str) -> list[Row]:
-    return [Row(problem.name, way, "default", False, reason=reason) for way in directions_of(problem)]
-
-
 def summarise(rows: Sequence[Row]) -> dict[str, dict[str, Any]]:
     """The lowest ratio of ours in each direction, and the largest temporary memory over inputs and results."""
-    summary: dict[str, dict[str, Any]] = {}
-    for direction in (*DIRECTIONS, STEP):
-        mine = [row for row in rows if row.direction == direction and not row.is_peer]
-        if lowest := worst(mine):
-            summary[f"lowest ratio, {direction}"] = lowest
-        if known := [row for row in mine if row.temporary_bytes is not None and row.bytes]:
-            most = max(known, key=_memory)
-            summary[f"most temporary memory, {direction}"] = {"value": _memory(most), "problem": most.problem}
-    return summary
-
-
-def _memory(row: Row) -> float:
-    """Temporary memory divided by that of inputs and results."""
-    return (row.temporary_bytes or 0) / (row.bytes or 1)
+    return comparison.summary(rows, (*DIRECTIONS, STEP), (comparison.MEMORY,))
 
 
 # Showing
@@ -235,42 +194,22 @@ TABLES = command.Tables(
 
 # The command
 
-
-def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
-    parser = command.parser(__doc__)
-    command.add_platforms(parser, OURS, "default")
-    command.add_torch(parser)
-    return command.parse(parser, arguments)
-
-
-def choose(options: argparse.Namespace) -> list[LinearProblem]:
-    """The problems in order of importance, so that a time limit omits the least important ones."""
-    on_cpu = jax.default_backend() == "cpu"
-    chosen = problems.TINY if options.quick else problems.CPU if on_cpu else problems.ANCHORS + problems.STEPS
-    return command.matching(chosen, options)
-
-
-def about(options: argparse.Namespace, chosen: Sequence[LinearProblem]) -> dict[str, Any]:
-    missing = peers.missing() if jax.default_backend() != "cpu" else []
-    for package in missing:
-        print(f"peer omitted: {package} is not installed")
-    return {"missing": missing}
-
-
-def sum_up(rows: Sequence[Row], chosen: Sequence[LinearProblem]) -> dict[str, Any]:
-    return {"summary": summarise(rows)}
-
-
-BENCHMARK = command.Benchmark(
-    "linear", about, measure, unmeasured, sum_up, TABLES.text, TABLES.markdown, plot
+COMPARISON = comparison.Comparison(
+    "linear",
+    __doc__,
+    problems.TINY,
+    problems.CPU,
+    problems.ANCHORS + problems.STEPS,
+    measure,
+    Row,
+    summarise,
+    TABLES,
+    plot,
+    directions=directions_of,
+    peers=peers.PACKAGES,
 )
-
-
-def main(arguments: Sequence[str] | None = None) -> int:
-    return command.main(BENCHMARK, parse(arguments), choose)
+parse, main = COMPARISON.parse, COMPARISON.main
 
 
 if __name__ == "__main__":
-    # Leaves memory for PyTorch on the same GPU; a pool allocated at the start keeps allocations out of the times.
-    os.environ.setdefault("XLA_PYTHON_CLIENT_MEM_FRACTION", "0.6")
-    raise SystemExit(main())
+    COMPARISON.script()

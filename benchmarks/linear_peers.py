@@ -1,11 +1,11 @@
 """The linear-time family in PyTorch: flash-linear-attention and mamba_ssm, if installed."""
 
-import importlib.util
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any, NamedTuple
 
 import jax
 
+from benchmarks.comparison import Implementation, is_installed
 from benchmarks.linear_problems import Inputs, LinearProblem
 from benchmarks.measure import torch_work
 from benchmarks.prepare import Prepared
@@ -79,9 +79,12 @@ PEERS: dict[str, tuple[Peer, ...]] = {
 }
 
 
+PACKAGES = ("torch", "fla", "mamba_ssm")
+
+
 def missing() -> list[str]:
     """The packages required by peers that are not installed."""
-    return [name for name in ("torch", "fla", "mamba_ssm") if importlib.util.find_spec(name) is None]
+    return [name for name in PACKAGES if not is_installed(name)]
 
 
 def peers_of(problem: LinearProblem) -> Iterator[Peer]:
@@ -126,3 +129,10 @@ def prepare(peer: Peer, sets: Sequence[Inputs], backward: bool) -> Prepared:
         lambda runs: torch_work(run, torch_sets, runs),
         temporary_bytes=temporary,
     )
+
+
+def implementations(peers: Iterable[Peer]) -> Iterator[Implementation]:
+    """What is compared with ours."""
+    for peer in peers:
+        make = lambda sets, direction, peer=peer: prepare(peer, sets, direction != "forward")
+        yield Implementation(peer.name, True, make)

@@ -13,37 +13,22 @@ graphs, without Python's launch overhead. Gates, gathered rows and right sides i
 import argparse
 import dataclasses
 import functools
-import importlib.util
-import os
 import pathlib
 import sys
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 sys.path.insert(0, str(pathlib.Path(__file__).resolve().parent.parent))
 
 import jax
 
-from benchmarks import command
+from benchmarks import command, comparison
 from benchmarks import moe_problems as problems
+from benchmarks.comparison import Implementation
 from benchmarks.linear_plot import plot as plot_bars
-from benchmarks.measure import launch_floor, torch_work
+from benchmarks.measure import torch_work
 from benchmarks.moe_problems import Arrays, DIRECTIONS, Inputs, LEFT, MoeProblem
-from benchmarks.prepare import (
-    Attempt,
-    fastest,
-    finite,
-    input_sets,
-    measure_rows,
-    nbytes,
-    PeerRow,
-    prepare,
-    Prepared,
-    ratio,
-    worst,
-)
-
-OURS = ("default", "triton", "xla")
+from benchmarks.prepare import fastest, input_sets, nbytes, PeerRow, prepare, Prepared, ratio
 
 
 @dataclasses.dataclass
@@ -61,11 +46,8 @@ class Row(PeerRow):
         return f"{self.ms:.3f} ms, {self.tflop_per_s:.1f} TFLOP/s{self.over_peer}"
 
 
-Implementation = Callable[[Sequence[Inputs], str], Prepared]
-
-
-def in_jax(forward: problems.Forward) -> Implementation:
-    return lambda sets, direction: prepare(problems.direction_of(forward, direction), sets)
+def prepared(forward: problems.Forward, sets: Sequence[Inputs], direction: str) -> Prepared:
+    return prepare(problems.direction_of(forward, direction), sets)
 
 
 def in_torch(sets: Sequence[Inputs], direction: str) -> Prepared:
@@ -94,16 +76,14 @@ def in_torch(sets: Sequence[Inputs], direction: str) -> Prepared:
     return Prepared(results, lambda runs: torch_work(run, torch_sets, runs))
 
 
-def implementations(
-    problem: MoeProblem, options: argparse.Namespace
-) -> Iterator[tuple[str, bool, Implementation]]:
-    """The name of each implementation, whether it is a peer, and how to prepare it."""
-    for platform in options.platforms:
-        yield platform, False, in_jax(problems.ours(problem, None if platform == "default" else platform))
+def implementations(problem: MoeProblem, options: argparse.Namespace) -> Iterator[Implementation]:
+    for name, platform in comparison.platforms(options):
+        forward = problems.ours(problem, platform)
+        yield Implementation(name, False, functools.partial(prepared, forward))
     if problem.is_plain:
-        yield "lax.ragged_dot", True, in_jax(problems.ragged_dot)
+        yield Implementation("lax.ragged_dot", True, functools.partial(prepared, problems.ragged_dot))
         if options.torch:
-            yield "torch._grouped_mm", True, in_torch
+            yield Implementation("torch._grouped_mm", True, in_torch)
 
 
 # Measuring
@@ -122,59 +102,41 @@ def least_bytes(problem: MoeProblem, inputs: Inputs, direction: str) -> int:
 def measure(problem: MoeProblem, options: argparse.Namespace) -> Iterator[list[Row]]:
     """The rows of a problem, by direction."""
     sets = input_sets(functools.partial(problems.make_inputs, problem))
-    expected, floor = problems.expected_results(problem, sets[0]), launch_floor(sets[0])
-    for direction in problem.directions:
+    expected = problems.expected_results(problem, sets[0])
+
+    def check(row: Row, results: Arrays) -> str | None:
+        return comparison.check_errors(row, problems.errors_of(problem, row.direction, results, expected))
+
+    for direction, rows in comparison.compared(
+        Row,
+        problem.name,
+        problem.directions,
+        lambda _: implementations(problem, options),
+        sets,
+        check,
+        options,
+    ):
         least = least_bytes(problem, sets[0], direction)
-        attempts = (
-            Attempt(
-                Row(problem.name, direction, name, is_peer, bytes=least, flops=problem.flops),
-                functools.partial(make_ready, sets, direction),
-            )
-            for name, is_peer, make_ready in implementations(problem, options)
-        )
-        rows = measure_rows(attempts, functools.partial(_check, problem, expected), options, floor)
         peer = fastest(row for row in rows if row.is_peer)
         for row in rows:
+            row.bytes, row.flops = least, problem.flops
             row.tb_per_s = least / row.ms / 1e9 if row.ms else None
             row.tflop_per_s = problem.flops / row.ms / 1e9 if row.ms else None
             row.ratio = ratio(peer, row)
         yield rows
 
 
-def _check(problem: MoeProblem, expected: Mapping[str, Arrays], row: Row, results: Arrays) -> str | None:
-    """The error in the results, if any."""
-    errors, wrong = problems.errors_of(problem, row.direction, results, expected)
-    row.errors = finite(errors)
-    return wrong
-
-
-def unmeasured(problem: MoeProblem, reason: str) -> list[Row]:
-    return [Row(problem.name, way, "default", False, reason=reason) for way in problem.directions]
-
-
 def summarise(rows: Sequence[Row]) -> dict[str, dict[str, Any]]:
     """The lowest ratio of ours in each direction, the largest temporary memory over inputs and results, and what skewed groups cost."""
-    summary: dict[str, dict[str, Any]] = {}
-    for direction in DIRECTIONS:
-        mine = [row for row in rows if row.direction == direction and not row.is_peer]
-        if lowest := worst(mine):
-            summary[f"lowest ratio, {direction}"] = lowest
-        if known := [row for row in mine if row.temporary_bytes is not None and row.bytes]:
-            most = max(known, key=_memory)
-            summary[f"most temporary memory, {direction}"] = {"value": _memory(most), "problem": most.problem}
-        even = {(row.problem, row.implementation): row.ms for row in mine if row.ms}
-        for row in mine:
-            other = even.get((row.problem.replace(" skewed", ""), row.implementation))
-            if " skewed" in row.problem and row.ms and other:
-                key = f"time over that of even groups, {direction}"
-                found = {"value": row.ms / other, "problem": row.problem}
-                summary[key] = max(summary.get(key, found), found, key=lambda entry: entry["value"])
+    summary = comparison.summary(rows, DIRECTIONS, (comparison.MEMORY,))
+    even = {(row.problem, row.direction, row.implementation): row.ms for row in rows if row.ms}
+    for row in rows:
+        other = even.get((row.problem.replace(" skewed", ""), row.direction, row.implementation))
+        if " skewed" in row.problem and row.ms and other and not row.is_peer:
+            key = f"time over that of even groups, {row.direction}"
+            found = {"value": row.ms / other, "problem": row.problem}
+            summary[key] = max(summary.get(key, found), found, key=lambda entry: entry["value"])
     return summary
-
-
-def _memory(row: Row) -> float:
-    """Temporary memory divided by that of inputs and results."""
-    return (row.temporary_bytes or 0) / (row.bytes or 1)
 
 
 # Showing
@@ -202,47 +164,27 @@ TABLES = command.Tables(
 )
 
 
-# The command
-
-
-def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
-    parser = command.parser(__doc__)
-    command.add_platforms(parser, OURS, "default")
-    command.add_torch(parser)
-    return command.parse(parser, arguments)
-
-
-def choose(options: argparse.Namespace) -> list[MoeProblem]:
-    """The problems in order of importance, so that a time limit omits the least important ones."""
-    on_cpu = jax.default_backend() == "cpu"
-    chosen = problems.TINY if options.quick else problems.CPU if on_cpu else problems.ANCHORS
-    return command.matching(chosen, options)
-
-
-def about(options: argparse.Namespace, chosen: Sequence[MoeProblem]) -> dict[str, Any]:
-    on_gpu = jax.default_backend() != "cpu"
-    missing = ["torch"] if on_gpu and importlib.util.find_spec("torch") is None else []
-    for package in missing:
-        print(f"peer omitted: {package} is not installed")
-    return {"missing": missing}
-
-
-def sum_up(rows: Sequence[Row], chosen: Sequence[MoeProblem]) -> dict[str, Any]:
-    return {"summary": summarise(rows)}
-
-
 def plot(content: Mapping[str, Any], path: str) -> None:
     plot_bars(content, path, "Grouped matmuls")
 
 
-BENCHMARK = command.Benchmark("moe", about, measure, unmeasured, sum_up, TABLES.text, TABLES.markdown, plot)
+# The command
 
-
-def main(arguments: Sequence[str] | None = None) -> int:
-    return command.main(BENCHMARK, parse(arguments), choose)
+COMPARISON = comparison.Comparison(
+    "moe",
+    __doc__,
+    problems.TINY,
+    problems.CPU,
+    problems.ANCHORS,
+    measure,
+    Row,
+    summarise,
+    TABLES,
+    plot,
+    directions=lambda problem: problem.directions,
+)
+parse, main = COMPARISON.parse, COMPARISON.main
 
 
 if __name__ == "__main__":
-    # Leaves memory for PyTorch on the same GPU; a pool allocated at the start keeps allocations out of the times.
-    os.environ.setdefault("XLA_PYTHON_CLIENT_MEM_FRACTION", "0.6")
-    raise SystemExit(main())
+    COMPARISON.script()

@@ -13,8 +13,6 @@ that are sorted already: what is above its time is routing, sorting, moving and 
 import argparse
 import dataclasses
 import functools
-import importlib.util
-import os
 import pathlib
 import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -28,27 +26,15 @@ import jax.numpy as jnp
 from jax import Array
 
 import ejkernel_eqx as ejx
-from benchmarks import command
+from benchmarks import command, comparison
+from benchmarks.comparison import Implementation
 from benchmarks.linear_plot import plot as plot_bars
-from benchmarks.measure import launch_floor, torch_work
-from benchmarks.prepare import (
-    Attempt,
-    DIRECTIONS,
-    fastest,
-    finite,
-    input_sets,
-    measure_rows,
-    PeerRow,
-    prepare,
-    Prepared,
-    ratio,
-    worst,
-)
+from benchmarks.measure import torch_work
+from benchmarks.prepare import DIRECTIONS, fastest, input_sets, PeerRow, prepare, Prepared, ratio
 from ejkernel_eqx._tolerances import Tolerance, TOLERANCES
 from ejkernel_eqx.nn.moe.statistics import counts_of
 from ejkernel_eqx.tuning.check import all_errors
 
-OURS = ("default", "triton", "xla")
 ALONE = "matmuls alone"
 PEER = "transformers, grouped_mm"
 Arrays = dict[str, Array]
@@ -202,39 +188,38 @@ def in_torch(problem: LayerProblem, sets: Sequence[Inputs], direction: str) -> P
     return Prepared(results, lambda runs: torch_work(run, torch_sets, runs))
 
 
+def implementations(
+    problem: LayerProblem, options: argparse.Namespace, direction: str
+) -> Iterator[Implementation]:
+    def prepared(name: str, run: Callable[[Inputs], Arrays]) -> Implementation:
+        return Implementation(name, False, lambda sets, direction: prepare(run, sets))
+
+    for name, platform in comparison.platforms(options):
+        yield prepared(name, ours(problem, platform, direction))
+    yield prepared(ALONE, alone(problem, direction))
+    if options.torch:
+        yield Implementation(PEER, True, functools.partial(in_torch, problem))
+
+
 # Measuring
 
 
 def measure(problem: LayerProblem, options: argparse.Namespace) -> Iterator[list[Row]]:
     """The rows of a problem, by direction."""
     sets = input_sets(functools.partial(make_inputs, problem))
-    expected, floor = expected_results(problem, sets[0]), launch_floor(sets[0])
-    for direction in problem.directions:
-        flops = problem.flops(direction)
-        row = functools.partial(Row, problem.name, direction, flops=flops)
-        attempts = [
-            Attempt(
-                row(name, False),
-                functools.partial(
-                    prepare, ours(problem, None if name == "default" else name, direction), sets
-                ),
-            )
-            for name in options.platforms
-        ]
-        attempts.append(
-            Attempt(row(ALONE, False), functools.partial(prepare, alone(problem, direction), sets))
-        )
-        if options.torch:
-            attempts.append(Attempt(row(PEER, True), functools.partial(in_torch, problem, sets, direction)))
-        rows = measure_rows(attempts, functools.partial(_check, problem, expected), options, floor)
+    check = functools.partial(_check, problem, expected_results(problem, sets[0]))
+    found = functools.partial(implementations, problem, options)
+    for direction, rows in comparison.compared(
+        Row, problem.name, problem.directions, found, sets, check, options
+    ):
         peer = fastest(row for row in rows if row.is_peer)
         lower = fastest(row for row in rows if row.implementation == ALONE)
-        for found in rows:
-            found.tflop_per_s = flops / found.ms / 1e9 if found.ms else None
-            found.ratio = ratio(peer, found) if found.implementation != ALONE else None
-            found.over_alone = (
-                found.ms / lower if found.ms and lower and found.implementation != ALONE else None
-            )
+        for row in rows:
+            row.flops = problem.flops(direction)
+            row.tflop_per_s = row.flops / row.ms / 1e9 if row.ms else None
+            if row.implementation != ALONE:
+                row.ratio = ratio(peer, row)
+                row.over_alone = row.ms / lower if row.ms and lower else None
         yield rows
 
 
@@ -250,9 +235,7 @@ def _check(problem: LayerProblem, expected: Mapping[str, Arrays], row: Row, resu
         results, expected_now = _of_equal_choices(results, expected[row.direction], allowed)
     else:
         expected_now = expected[row.direction]
-    errors, wrong = all_errors(results, expected_now, allowed)
-    row.errors = finite(errors)
-    return wrong
+    return comparison.check_errors(row, all_errors(results, expected_now, allowed))
 
 
 def _of_equal_choices(
@@ -268,27 +251,11 @@ def _of_equal_choices(
     return take(results), take({name: expected[name] for name in results})
 
 
-def unmeasured(problem: LayerProblem, reason: str) -> list[Row]:
-    return [
-        Row(problem.name, way, "default", False, flops=problem.flops(way), reason=reason)
-        for way in problem.directions
-    ]
-
-
 def summarise(rows: Sequence[Row]) -> dict[str, dict[str, Any]]:
     """The lowest ratio of ours to the peer, and the most that the layer takes over its grouped matmuls."""
-    summary: dict[str, dict[str, Any]] = {}
-    for direction in DIRECTIONS:
-        mine = [row for row in rows if row.direction == direction and row.implementation == "default"]
-        if lowest := worst(mine):
-            summary[f"lowest ratio, {direction}"] = lowest
-        if known := [row for row in mine if row.over_alone]:
-            most = max(known, key=lambda row: row.over_alone or 0)
-            summary[f"most time over that of its matmuls, {direction}"] = {
-                "value": most.over_alone,
-                "problem": most.problem,
-            }
-    return summary
+    most = comparison.Extreme("most time over that of its matmuls", lambda row: row.over_alone, max)
+    mine = [row for row in rows if row.implementation == "default"]
+    return comparison.summary(mine, extremes=(most,))
 
 
 # Showing
@@ -304,7 +271,11 @@ TABLES = command.Tables(
 )
 
 
-# The command
+def plot(content: Mapping[str, Any], path: str) -> None:
+    plot_bars(content, path, "Mixtures of experts")
+
+
+# The problems
 
 P = LayerProblem
 ANCHORS = (
@@ -317,49 +288,25 @@ ANCHORS = (
 CPU = (P(256, 128, 256, 8, 2, dtype="float32"), P(1, 128, 256, 64, 2, decode=True, dtype="float32"))
 TINY = (P(12, 8, 16, 4, 2, dtype="float32"), P(1, 8, 16, 4, 2, decode=True, dtype="float32"))
 
+# The command
 
-def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
-    parser = command.parser(__doc__)
-    command.add_platforms(parser, OURS, "default")
-    command.add_torch(parser)
-    return command.parse(parser, arguments)
-
-
-def choose(options: argparse.Namespace) -> list[LayerProblem]:
-    """The problems in order of importance, so that a time limit omits the least important ones."""
-    on_cpu = jax.default_backend() == "cpu"
-    return command.matching(TINY if options.quick else CPU if on_cpu else ANCHORS, options)
-
-
-def about(options: argparse.Namespace, chosen: Sequence[LayerProblem]) -> dict[str, Any]:
-    on_gpu = jax.default_backend() != "cpu"
-    names = ("torch", "transformers")
-    missing = [name for name in names if on_gpu and importlib.util.find_spec(name) is None]
-    for package in missing:
-        print(f"peer omitted: {package} is not installed")
-    return {"missing": missing}
-
-
-def sum_up(rows: Sequence[Row], chosen: Sequence[LayerProblem]) -> dict[str, Any]:
-    return {"summary": summarise(rows)}
-
-
-def plot(content: Mapping[str, Any], path: str) -> None:
-    plot_bars(content, path, "Mixtures of experts")
-
-
-BENCHMARK = command.Benchmark(
-    "moe_layer", about, measure, unmeasured, sum_up, TABLES.text, TABLES.markdown, plot
+COMPARISON = comparison.Comparison(
+    "moe_layer",
+    __doc__,
+    TINY,
+    CPU,
+    ANCHORS,
+    measure,
+    Row,
+    summarise,
+    TABLES,
+    plot,
+    directions=lambda problem: problem.directions,
+    peers=("torch", "transformers"),
+    needed=("transformers",),
 )
-
-
-def main(arguments: Sequence[str] | None = None) -> int:
-    options = parse(arguments)
-    options.torch = options.torch and importlib.util.find_spec("transformers") is not None
-    return command.main(BENCHMARK, options, choose)
+parse, main = COMPARISON.parse, COMPARISON.main
 
 
 if __name__ == "__main__":
-    # Leaves memory for PyTorch on the same GPU; a pool allocated at the start keeps allocations out of the times.
-    os.environ.setdefault("XLA_PYTHON_CLIENT_MEM_FRACTION", "0.6")
-    raise SystemExit(main())
+    COMPARISON.script()

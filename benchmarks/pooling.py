@@ -12,39 +12,22 @@ they can be. The copy reads and writes the tokens; speeds are bytes that must be
 import argparse
 import dataclasses
 import functools
-import os
 import pathlib
 import sys
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 sys.path.insert(0, str(pathlib.Path(__file__).resolve().parent.parent))
 
-import jax
 
-from benchmarks import command, linear_peers, report
+from benchmarks import command, comparison, linear_peers, report
 from benchmarks import pooling_peers as peers
 from benchmarks import pooling_problems as problems
-from benchmarks.measure import launch_floor
+from benchmarks.comparison import Implementation
 from benchmarks.pooling_problems import Arrays, Inputs, PoolProblem
-from benchmarks.prepare import (
-    Attempt,
-    DIRECTIONS,
-    fastest,
-    finite,
-    input_sets,
-    measure_rows,
-    nbytes,
-    PeerRow,
-    prepare,
-    Prepared,
-    ratio,
-    worst,
-)
+from benchmarks.prepare import DIRECTIONS, fastest, input_sets, nbytes, PeerRow, prepare, Prepared, ratio
 
-OURS = ("default", "triton", "xla")
 COPY = "copy"
-_SAME_MATHEMATICS = 0.1  # peers may round differently
 
 
 @dataclasses.dataclass
@@ -63,47 +46,27 @@ class Row(PeerRow):
         )
 
 
-# The implementations: from the problem, its input sets and the direction to `Prepared`.
-Implementation = Callable[[PoolProblem, Sequence[Inputs], str], Prepared]
+# The implementations
 
 
-def ours(platform: str | None) -> Implementation:
-    def make_ready(problem: PoolProblem, sets: Sequence[Inputs], direction: str) -> Prepared:
-        forward = problems.ours(problem, platform)
-        return prepare(problems.direction_of(forward, direction != "forward"), sets)
-
-    return make_ready
+def prepared(forward: Any, sets: Sequence[Inputs], direction: str) -> Prepared:
+    return prepare(problems.direction_of(forward, direction != "forward"), sets)
 
 
-def in_numpy(problem: PoolProblem, sets: Sequence[Inputs], direction: str) -> Prepared:
-    """The formula in `jax.numpy`."""
-    return prepare(problems.direction_of(problems.plain(problem), direction != "forward"), sets)
-
-
-def copy(problem: PoolProblem, sets: Sequence[Inputs], direction: str) -> Prepared:
+def copy(sets: Sequence[Inputs], direction: str) -> Prepared:
     """Reads and writes the tokens."""
     made = prepare(lambda inputs: {"x": -inputs.learned["x"]}, sets)
     return made._replace(results={})
 
 
-def in_torch(peer: linear_peers.Peer) -> Implementation:
-    def make_ready(problem: PoolProblem, sets: Sequence[Any], direction: str) -> Prepared:
-        return linear_peers.prepare(peer, sets, direction != "forward")
-
-    return make_ready
-
-
-def implementations(
-    problem: PoolProblem, options: argparse.Namespace
-) -> Iterator[tuple[str, bool, Implementation]]:
-    """The name of each implementation, whether it is a peer, and how to prepare it."""
-    for platform in options.platforms:
-        yield platform, False, ours(None if platform == "default" else platform)
-    yield COPY, True, copy
-    yield "jax.numpy", True, in_numpy
+def implementations(problem: PoolProblem, options: argparse.Namespace) -> Iterator[Implementation]:
+    for name, platform in comparison.platforms(options):
+        make = lambda sets, way, p=platform: prepared(problems.ours(problem, p), sets, way)
+        yield Implementation(name, False, make)
+    yield Implementation(COPY, True, copy)
+    yield Implementation("jax.numpy", True, functools.partial(prepared, problems.plain(problem)))
     if options.torch:
-        for peer in peers.peers_of(problem):
-            yield peer.name, True, in_torch(peer)
+        yield from linear_peers.implementations(peers.peers_of(problem))
 
 
 # Measuring
@@ -118,20 +81,20 @@ def least_bytes(inputs: Inputs, direction: str) -> int:
 def measure(problem: PoolProblem, options: argparse.Namespace) -> Iterator[list[Row]]:
     """The rows of a problem, by direction."""
     sets = input_sets(functools.partial(problems.make_inputs, problem))
-    expected, floor = problems.expected_results(problem, sets[0]), launch_floor(sets[0])
-    for direction in DIRECTIONS:
+    expected = problems.expected_results(problem, sets[0])
+
+    def check(row: Row, results: Arrays) -> str | None:
+        found = problems.errors_of(problem, results, expected)
+        return comparison.check_errors(row, found, comparison.SAME_MATHEMATICS)
+
+    for direction, rows in comparison.compared(
+        Row, problem.name, DIRECTIONS, lambda _: implementations(problem, options), sets, check, options
+    ):
         least = least_bytes(sets[0], direction)
-        attempts = (
-            Attempt(
-                Row(problem.name, direction, name, is_peer, bytes=_bytes(name, sets[0], least)),
-                functools.partial(make_ready, problem, sets, direction),
-            )
-            for name, is_peer, make_ready in implementations(problem, options)
-        )
-        rows = measure_rows(attempts, functools.partial(_check, problem, expected), options, floor)
-        peer = fastest(row for row in rows if row.is_peer and row.implementation != COPY)
         for row in rows:
+            row.bytes = 2 * nbytes(sets[0].learned) if row.implementation == COPY else least
             row.tb_per_s = row.bytes / row.ms / 1e9 if row.ms else None
+        peer = fastest(row for row in rows if row.is_peer and row.implementation != COPY)
         speed = next((row.tb_per_s for row in rows if row.implementation == COPY), None)
         for row in rows:
             if row.implementation != COPY:
@@ -140,36 +103,10 @@ def measure(problem: PoolProblem, options: argparse.Namespace) -> Iterator[list[
         yield rows
 
 
-def _bytes(name: str, inputs: Inputs, least: int) -> int:
-    return 2 * nbytes(inputs.learned) if name == COPY else least
-
-
-def _check(problem: PoolProblem, expected: Arrays, row: Row, results: Arrays) -> str | None:
-    """The error in the results, if any."""
-    errors, wrong = problems.errors_of(problem, results, expected)
-    row.errors = finite(errors)
-    allowed = row.is_peer and all(error <= _SAME_MATHEMATICS for error in errors.values())
-    return None if allowed else wrong
-
-
-def unmeasured(problem: PoolProblem, reason: str) -> list[Row]:
-    return [Row(problem.name, way, "default", False, reason=reason) for way in DIRECTIONS]
-
-
 def summarise(rows: Sequence[Row]) -> dict[str, dict[str, Any]]:
     """The lowest ratio and the lowest share of the copy's speed of ours, in each direction."""
-    summary: dict[str, dict[str, Any]] = {}
-    for direction in DIRECTIONS:
-        mine = [row for row in rows if row.direction == direction and not row.is_peer]
-        if lowest := worst(mine):
-            summary[f"lowest ratio, {direction}"] = lowest
-        if known := [row for row in mine if row.of_copy is not None]:
-            slowest = min(known, key=lambda row: row.of_copy or 0.0)
-            summary[f"lowest share of a copy's speed, {direction}"] = {
-                "value": slowest.of_copy,
-                "problem": slowest.problem,
-            }
-    return summary
+    least = comparison.Extreme("lowest share of a copy's speed", lambda row: row.of_copy, min)
+    return comparison.summary(rows, extremes=(least,))
 
 
 # Showing
@@ -213,43 +150,21 @@ def plot(content: Mapping[str, Any], path: str) -> None:
 
 # The command
 
-
-def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
-    parser = command.parser(__doc__)
-    command.add_platforms(parser, OURS, "default")
-    command.add_torch(parser)
-    return command.parse(parser, arguments)
-
-
-def choose(options: argparse.Namespace) -> list[PoolProblem]:
-    """The problems in order of importance, so that a time limit omits the least important ones."""
-    on_cpu = jax.default_backend() == "cpu"
-    chosen = problems.TINY if options.quick else problems.CPU if on_cpu else problems.ANCHORS
-    return command.matching(chosen, options)
-
-
-def about(options: argparse.Namespace, chosen: Sequence[PoolProblem]) -> dict[str, Any]:
-    needed = ("torch", "fla") if jax.default_backend() != "cpu" else ()
-    missing = [package for package in linear_peers.missing() if package in needed]
-    for package in missing:
-        print(f"peer omitted: {package} is not installed")
-    return {"missing": missing}
-
-
-def sum_up(rows: Sequence[Row], chosen: Sequence[PoolProblem]) -> dict[str, Any]:
-    return {"summary": summarise(rows)}
-
-
-BENCHMARK = command.Benchmark(
-    "pooling", about, measure, unmeasured, sum_up, TABLES.text, TABLES.markdown, plot
+COMPARISON = comparison.Comparison(
+    "pooling",
+    __doc__,
+    problems.TINY,
+    problems.CPU,
+    problems.ANCHORS,
+    measure,
+    Row,
+    summarise,
+    TABLES,
+    plot,
+    peers=("torch", "fla"),
 )
-
-
-def main(arguments: Sequence[str] | None = None) -> int:
-    return command.main(BENCHMARK, parse(arguments), choose)
+parse, main = COMPARISON.parse, COMPARISON.main
 
 
 if __name__ == "__main__":
-    # Leaves memory for PyTorch on the same GPU; a pool allocated at the start keeps allocations out of the times.
-    os.environ.setdefault("XLA_PYTHON_CLIENT_MEM_FRACTION", "0.6")
-    raise SystemExit(main())
+    COMPARISON.script()

@@ -13,39 +13,24 @@ visible share of tiles of 128 by 128; 1 if hidden tiles cost nothing and visible
 import argparse
 import dataclasses
 import functools
-import os
 import pathlib
 import sys
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 sys.path.insert(0, str(pathlib.Path(__file__).resolve().parent.parent))
 
 import jax
 
-from benchmarks import command, linear_peers
+from benchmarks import command, comparison, linear_peers
 from benchmarks import sparse_peers as peers
 from benchmarks import sparse_problems as problems
+from benchmarks.comparison import Implementation
 from benchmarks.linear_plot import plot as plot_ratios
-from benchmarks.measure import launch_floor
-from benchmarks.prepare import (
-    Attempt,
-    DIRECTIONS,
-    fastest,
-    finite,
-    input_sets,
-    measure_rows,
-    PeerRow,
-    prepare,
-    Prepared,
-    ratio,
-    worst,
-)
+from benchmarks.prepare import DIRECTIONS, fastest, input_sets, PeerRow, prepare, Prepared, ratio
 from benchmarks.sparse_problems import Arrays, Inputs, SparseProblem
 
-OURS = ("default", "triton", "xla")
 DENSE = "dense"
-_SAME_MATHEMATICS = 0.1  # peers may round differently
 
 
 @dataclasses.dataclass
@@ -63,47 +48,27 @@ class Row(PeerRow):
         return f"{self.ms:.3f} ms{self.over_peer}{a_tile}"
 
 
-# The implementations: from the problem, its input sets and the direction to `Prepared`.
-Implementation = Callable[[SparseProblem, Sequence[Inputs], str], Prepared]
+# The implementations
 
 
-def ours(platform: str | None) -> Implementation:
-    def make_ready(problem: SparseProblem, sets: Sequence[Inputs], direction: str) -> Prepared:
-        forward = problems.ours(problem, platform)
-        return prepare(problems.direction_of(forward, direction != "forward"), sets)
-
-    return make_ready
+def prepared(forward: Any, sets: Sequence[Inputs], direction: str) -> Prepared:
+    return prepare(problems.direction_of(forward, direction != "forward"), sets)
 
 
-def dense(platform: str | None) -> Implementation:
+def dense(problem: SparseProblem, platform: str, sets: Sequence[Inputs], direction: str) -> Prepared:
     """Computes what is hidden as well, so its results are not those of the problem."""
-
-    def make_ready(problem: SparseProblem, sets: Sequence[Inputs], direction: str) -> Prepared:
-        forward = problems.dense(problem, platform)
-        made = prepare(problems.direction_of(forward, direction != "forward"), sets)
-        return made._replace(results={})
-
-    return make_ready
+    return prepared(problems.dense(problem, platform), sets, direction)._replace(results={})
 
 
-def in_torch(peer: linear_peers.Peer) -> Implementation:
-    def make_ready(problem: SparseProblem, sets: Sequence[Any], direction: str) -> Prepared:
-        return linear_peers.prepare(peer, sets, direction != "forward")
-
-    return make_ready
-
-
-def implementations(
-    problem: SparseProblem, options: argparse.Namespace
-) -> Iterator[tuple[str, bool, Implementation]]:
-    """The name of each implementation, whether it is a peer, and how to prepare it."""
-    for platform in options.platforms:
-        yield platform, False, ours(None if platform == "default" else platform)
+def implementations(problem: SparseProblem, options: argparse.Namespace) -> Iterator[Implementation]:
+    for name, platform in comparison.platforms(options):
+        make = lambda sets, way, p=platform: prepared(problems.ours(problem, p), sets, way)
+        yield Implementation(name, False, make)
     # On the platform whose kernels run lists.
-    yield DENSE, True, dense("xla" if jax.default_backend() == "cpu" else "triton")
+    platform = "xla" if jax.default_backend() == "cpu" else "triton"
+    yield Implementation(DENSE, True, functools.partial(dense, problem, platform))
     if options.torch:
-        for peer in peers.peers_of(problem):
-            yield peer.name, True, in_torch(peer)
+        yield from linear_peers.implementations(peers.peers_of(problem))
 
 
 # Measuring
@@ -112,21 +77,21 @@ def implementations(
 def measure(problem: SparseProblem, options: argparse.Namespace) -> Iterator[list[Row]]:
     """The rows of a problem, by direction."""
     sets = input_sets(functools.partial(problems.make_inputs, problem))
-    expected, floor = problems.expected_results(problem, sets[0]), launch_floor(sets[0])
+    expected = problems.expected_results(problem, sets[0])
     share = problems.visible(problem)[1]
-    for direction in DIRECTIONS:
-        attempts = (
-            Attempt(
-                Row(problem.name, direction, name, is_peer, visible_tiles=1.0 if name == DENSE else share),
-                functools.partial(make_ready, problem, sets, direction),
-            )
-            for name, is_peer, make_ready in implementations(problem, options)
-        )
-        rows = measure_rows(attempts, functools.partial(_check, problem, expected), options, floor)
+
+    def check(row: Row, results: Arrays) -> str | None:
+        found = problems.errors_of(problem, results, expected)
+        return comparison.check_errors(row, found, comparison.SAME_MATHEMATICS)
+
+    for direction, rows in comparison.compared(
+        Row, problem.name, DIRECTIONS, lambda _: implementations(problem, options), sets, check, options
+    ):
         peer = fastest(row for row in rows if row.is_peer and row.implementation != DENSE)
         whole = fastest(row for row in rows if row.implementation == DENSE)
         work = problems.flops(problem, direction != "forward")
         for row in rows:
+            row.visible_tiles = 1.0 if row.implementation == DENSE else share
             if row.implementation == DENSE or not row.ms:
                 continue
             row.ratio, row.tflop_per_s = ratio(peer, row), work / row.ms / 1e9
@@ -134,29 +99,10 @@ def measure(problem: SparseProblem, options: argparse.Namespace) -> Iterator[lis
         yield rows
 
 
-def _check(problem: SparseProblem, expected: Arrays, row: Row, results: Arrays) -> str | None:
-    """The error in the results, if any."""
-    errors, wrong = problems.errors_of(problem, results, expected)
-    row.errors = finite(errors)
-    allowed = row.is_peer and all(error <= _SAME_MATHEMATICS for error in errors.values())
-    return None if allowed else wrong
-
-
-def unmeasured(problem: SparseProblem, reason: str) -> list[Row]:
-    return [Row(problem.name, way, "default", False, reason=reason) for way in DIRECTIONS]
-
-
 def summarise(rows: Sequence[Row]) -> dict[str, dict[str, Any]]:
     """The lowest ratio and the most time a tile of ours, in each direction."""
-    summary: dict[str, dict[str, Any]] = {}
-    for direction in DIRECTIONS:
-        mine = [row for row in rows if row.direction == direction and not row.is_peer]
-        if lowest := worst(mine):
-            summary[f"lowest ratio, {direction}"] = lowest
-        if known := [row for row in mine if row.a_tile is not None]:
-            slowest = max(known, key=lambda row: row.a_tile or 0.0)
-            summary[f"most time a tile, {direction}"] = {"value": slowest.a_tile, "problem": slowest.problem}
-    return summary
+    most = comparison.Extreme("most time a tile", lambda row: row.a_tile, max)
+    return comparison.summary(rows, extremes=(most,))
 
 
 # Showing
@@ -179,40 +125,20 @@ def plot(content: Mapping[str, Any], path: str) -> None:
 
 # The command
 
-
-def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
-    parser = command.parser(__doc__)
-    command.add_platforms(parser, OURS, "default")
-    command.add_torch(parser)
-    return command.parse(parser, arguments)
-
-
-def choose(options: argparse.Namespace) -> list[SparseProblem]:
-    """The problems in order of importance, so that a time limit omits the least important ones."""
-    on_cpu = jax.default_backend() == "cpu"
-    chosen = problems.TINY if options.quick else problems.CPU if on_cpu else problems.ANCHORS
-    return command.matching(chosen, options)
-
-
-def about(options: argparse.Namespace, chosen: Sequence[SparseProblem]) -> dict[str, Any]:
-    missing = [name for name in linear_peers.missing() if name == "torch"]
-    return {"missing": missing if jax.default_backend() != "cpu" else []}
-
-
-def sum_up(rows: Sequence[Row], chosen: Sequence[SparseProblem]) -> dict[str, Any]:
-    return {"summary": summarise(rows)}
-
-
-BENCHMARK = command.Benchmark(
-    "sparse", about, measure, unmeasured, sum_up, TABLES.text, TABLES.markdown, plot
+COMPARISON = comparison.Comparison(
+    "sparse",
+    __doc__,
+    problems.TINY,
+    problems.CPU,
+    problems.ANCHORS,
+    measure,
+    Row,
+    summarise,
+    TABLES,
+    plot,
 )
-
-
-def main(arguments: Sequence[str] | None = None) -> int:
-    return command.main(BENCHMARK, parse(arguments), choose)
+parse, main = COMPARISON.parse, COMPARISON.main
 
 
 if __name__ == "__main__":
-    # Leaves memory for PyTorch on the same GPU; a pool allocated at the start keeps allocations out of the times.
-    os.environ.setdefault("XLA_PYTHON_CLIENT_MEM_FRACTION", "0.6")
-    raise SystemExit(main())
+    COMPARISON.script()
