@@ -11,9 +11,8 @@ from ejkernel_eqx.cells.core import problem_of
 from ejkernel_eqx.cells.workload import example_problem, make_inputs, spec_of
 from ejkernel_eqx.cells.xla import XlaConfig
 from ejkernel_eqx.dispatch import BOTH, FORWARD, kernel_registry
-from tests.attention.dense import quick
 from tests.compiled import DEVICES
-from tests.tolerances import errors
+from tests.workloads import assert_agrees
 
 OPERATION = "recurrent"
 
@@ -45,19 +44,9 @@ def test_inputs_are_of_their_problem(name):
 @pytest.mark.parametrize("name", KINDS)
 @pytest.mark.parametrize("platform", ["xla", "triton-interpret"])
 def test_platforms_agree_with_the_reference(name, platform):
-    if platform != "xla":
-        pytest.importorskip("triton")
-    of, implementation = KINDS[name], kernel_registry.get(OPERATION, platform)
-    work = implementation.make_workload(of)
-    assert work is not None
-    device = DEVICES["sm_90"]
-    config = XlaConfig(4) if platform == "xla" else implementation.load().default_config(of, device)
-    inputs = work.make_inputs(3)
-    actual, reference = quick(work.run, static_argnums=1)(inputs, config), work.reference(inputs)
-    assert set(actual) == set(reference) == set(work.tolerances)
-    for result, allowed in work.tolerances.items():
-        measured = errors(actual[result], reference[result])
-        assert measured.rms <= allowed.rms and measured.peak <= allowed.peak, (result, measured)
+    config = XlaConfig(4) if platform == "xla" else None
+    work, reference = assert_agrees(OPERATION, platform, KINDS[name], config)
+    assert set(reference) == set(work.tolerances)
 
 
 def test_costs():

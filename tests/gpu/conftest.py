@@ -8,10 +8,21 @@ import tempfile
 
 import pytest
 
+from ejkernel_eqx.dispatch import device_facts, kernel_registry
+
 # JAX's own allocator keeps what a process has once had. With several processes, memory goes back to the device at once: slower, which
 # tests that take the time do not want, so they run in one process (`-n 0`). This is read when the first backend starts, after all imports.
 if int(os.environ.get("PYTEST_XDIST_WORKER_COUNT", "1")) > 1:
     os.environ.setdefault("XLA_PYTHON_CLIENT_ALLOCATOR", "platform")
+
+
+@pytest.fixture(scope="module", autouse=True)
+def _usable(request):
+    """A module that names the operation whose Triton kernels it tests, `NEEDS`, is skipped where they cannot run."""
+    operation = getattr(request.module, "NEEDS", None)
+    reason = operation and kernel_registry.get(operation, "triton").unusable(device_facts())
+    if reason is not None:
+        pytest.skip(f"platform triton is not usable here: {reason}")
 
 
 @pytest.fixture

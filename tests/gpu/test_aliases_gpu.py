@@ -15,24 +15,17 @@ import pytest
 
 import ejkernel_eqx as ejx
 from ejkernel_eqx import PagedLatentCache, RaggedBatch
-from ejkernel_eqx.dispatch import device_facts, kernel_registry
 from ejkernel_eqx.nn import CacheState, MultiHeadAttention, RotaryEmbedding
 from tests.nn import recurrent_layers
 from tests.nn.recurrent_layers import EMBED
 from tests.tolerances import assert_close
 
 pytestmark = pytest.mark.gpu
+NEEDS = "ragged_paged_attention"
 PLATFORM: ejx.PlatformLike = "triton"
 ROWS, TOKENS, LAYERS, PAGE = 3, 5, 2, 4
 COUNT = -(-TOKENS // PAGE)
 TABLE = np.random.default_rng(0).permutation(ROWS * COUNT).reshape(ROWS, COUNT).astype(np.int32)
-
-
-@pytest.fixture(scope="module", autouse=True)
-def _usable():
-    reason = kernel_registry.get("ragged_paged_attention", PLATFORM).unusable(device_facts())
-    if reason is not None:
-        pytest.skip(reason)
 
 
 # What the layers keep

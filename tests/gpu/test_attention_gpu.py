@@ -29,6 +29,7 @@ from tests.attention.test_xla import (
     Result,
     run_reference,
 )
+from tests.gpu.host import on_host
 from tests.tolerances import assert_close
 
 if jax.default_backend() != "gpu":
@@ -36,15 +37,9 @@ if jax.default_backend() != "gpu":
 
 pytestmark = pytest.mark.gpu
 OPERATION = ejx.FlashAttention.operation
+NEEDS = OPERATION
 TRITON = kernel_registry.get(OPERATION, "triton")
 REPEATS = 5
-
-
-@pytest.fixture(scope="module", autouse=True)
-def _usable():
-    reason = TRITON.unusable(device_facts())
-    if reason is not None:
-        pytest.skip(f"platform triton is not usable here: {reason}")
 
 
 @functools.partial(jax.jit, static_argnums=(3, 4))
@@ -56,12 +51,6 @@ def run_triton(arrays: AttentionArrays, dout: Array, dlse: Array, spec: Attentio
 
 def default_config(arrays: AttentionArrays, spec: AttentionSpec) -> Any:
     return TRITON.load().default_config(problem_of(OPERATION, arrays, spec), device_facts())
-
-
-def on_host(function, *arguments):
-    """The float64 reference runs on the CPU, beside the device under test."""
-    with jax.default_device(jax.devices("cpu")[0]):
-        return function(*arguments)
 
 
 def assert_same(first: Any, second: Any) -> None:

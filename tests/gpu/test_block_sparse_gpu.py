@@ -20,13 +20,7 @@ if jax.default_backend() != "gpu":
 
 pytestmark = pytest.mark.gpu
 OPERATION: Any = ejx.BlockSparseAttention
-
-
-@pytest.fixture(scope="module", autouse=True)
-def _usable():
-    reason = kernel_registry.get(OPERATION.operation, "triton").unusable(device_facts())
-    if reason is not None:
-        pytest.skip(f"platform triton is not usable here: {reason}")
+NEEDS = OPERATION.operation
 
 
 def check(op: Any, arrays: dict[str, jax.Array], seen: Any, dtype: str, **given: Any) -> None:

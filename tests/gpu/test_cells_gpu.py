@@ -15,27 +15,16 @@ import ejkernel_eqx as ejx
 from ejkernel_eqx.cells.workload import example_problem
 from ejkernel_eqx.dispatch import device_facts, kernel_registry
 from tests.cells.cases import called, Case, CASES, exact, make, poison, results
+from tests.gpu.host import on_host
 from tests.tolerances import assert_close
 
 if jax.default_backend() != "gpu":
     pytest.skip("needs a GPU", allow_module_level=True)
 
 pytestmark = pytest.mark.gpu
+NEEDS = "recurrent"
 REPEATS = 4
 KINKED = {"relu", "hard_tanh", "hard_sigmoid"}
-
-
-@pytest.fixture(scope="module", autouse=True)
-def _usable():
-    reason = kernel_registry.get("recurrent", "triton").unusable(device_facts())
-    if reason is not None:
-        pytest.skip(f"platform triton is not usable here: {reason}")
-
-
-def on_host(function, *arguments):
-    """The float64 reference runs on the CPU, beside the device under test."""
-    with jax.default_device(jax.devices("cpu")[0]):
-        return function(*arguments)
 
 
 def assert_agrees(found: dict[str, Any], expected: dict[str, Any], dtype: str) -> None:

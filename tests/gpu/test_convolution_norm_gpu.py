@@ -17,6 +17,7 @@ import ejkernel_eqx as ejx
 from ejkernel_eqx.convolution.workload import example_problem
 from ejkernel_eqx.dispatch import device_facts, kernel_registry
 from tests.convolution import cases as conv
+from tests.gpu.host import on_host
 from tests.normalization import cases as norm
 from tests.recurrence import test_triton_step as steps
 from tests.tolerances import assert_close
@@ -25,20 +26,8 @@ if jax.default_backend() != "gpu":
     pytest.skip("needs a GPU", allow_module_level=True)
 
 pytestmark = pytest.mark.gpu
+NEEDS = "causal_conv1d"
 REPEATS = 4
-
-
-@pytest.fixture(scope="module", autouse=True)
-def _usable():
-    reason = kernel_registry.get("causal_conv1d", "triton").unusable(device_facts())
-    if reason is not None:
-        pytest.skip(f"platform triton is not usable here: {reason}")
-
-
-def on_host(function, *arguments):
-    """The float64 reference runs on the CPU, beside the device under test."""
-    with jax.default_device(jax.devices("cpu")[0]):
-        return function(*arguments)
 
 
 def assert_agrees(found: dict[str, Any], expected: dict[str, Any], dtype: str) -> None:

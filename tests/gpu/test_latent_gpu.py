@@ -24,13 +24,7 @@ if jax.default_backend() != "gpu":
 
 pytestmark = pytest.mark.gpu
 OPERATION = "multi_head_latent_attention"
-
-
-@pytest.fixture(scope="module", autouse=True)
-def _usable():
-    reason = kernel_registry.get(OPERATION, "triton").unusable(device_facts())
-    if reason is not None:
-        pytest.skip(f"platform triton is not usable here: {reason}")
+NEEDS = OPERATION
 
 
 def arrays_of(t: int, s: int, heads: int, dims: tuple[int, int, int], dtype: Any) -> dict[str, Any]:

@@ -20,14 +20,8 @@ if jax.default_backend() != "gpu":
     pytest.skip("needs a GPU", allow_module_level=True)
 
 pytestmark = pytest.mark.gpu
+NEEDS = "grouped_matmul"
 REPEATS = 8
-
-
-@pytest.fixture(scope="module", autouse=True)
-def _usable():
-    reason = kernel_registry.get("grouped_matmul", "triton").unusable(device_facts())
-    if reason is not None:
-        pytest.skip(f"platform triton is not usable here: {reason}")
 
 
 def assert_agrees(case, found, expected):

@@ -22,14 +22,8 @@ if jax.default_backend() != "gpu":
     pytest.skip("needs a GPU", allow_module_level=True)
 
 pytestmark = pytest.mark.gpu
+NEEDS = "native_sparse_attention"
 REPEATS = 4
-
-
-@pytest.fixture(scope="module", autouse=True)
-def _usable():
-    reason = kernel_registry.get("native_sparse_attention", "triton").unusable(device_facts())
-    if reason is not None:
-        pytest.skip(f"platform triton is not usable here: {reason}")
 
 
 LARGE = {

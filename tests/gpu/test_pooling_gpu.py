@@ -24,15 +24,9 @@ if jax.default_backend() != "gpu":
     pytest.skip("needs a GPU", allow_module_level=True)
 
 pytestmark = pytest.mark.gpu
+NEEDS = "mean_pooling"
 REPEATS = 4
 NO_TABLES = dict.fromkeys(("mask", "lengths", "cu_seqlens", "segment_ids"))
-
-
-@pytest.fixture(scope="module", autouse=True)
-def _usable():
-    reason = kernel_registry.get("mean_pooling", "triton").unusable(device_facts())
-    if reason is not None:
-        pytest.skip(f"platform triton is not usable here: {reason}")
 
 
 def longer(case: Case) -> Case:

@@ -38,15 +38,9 @@ if jax.default_backend() != "gpu":
 
 pytestmark = pytest.mark.gpu
 OPERATION = "linear_attention"  # the kernels are those of every operation of the core
+NEEDS = OPERATION
 TRITON = kernel_registry.get(OPERATION, "triton")
 REPEATS = 4
-
-
-@pytest.fixture(scope="module", autouse=True)
-def _usable():
-    reason = TRITON.unusable(device_facts())
-    if reason is not None:
-        pytest.skip(f"platform triton is not usable here: {reason}")
 
 
 @functools.partial(jax.jit, static_argnums=(3, 4))

@@ -8,9 +8,8 @@ from ejkernel_eqx.attention.samples import spec_of
 from ejkernel_eqx.dispatch import BOTH, FORWARD, kernel_registry
 from ejkernel_eqx.latent.core import problem_of
 from ejkernel_eqx.latent.workload import example_problem, make_inputs
-from tests.attention.dense import quick
 from tests.compiled import DEVICES
-from tests.tolerances import errors
+from tests.workloads import assert_agrees
 
 OPERATION = "multi_head_latent_attention"
 SIZES = dict(B=2, T=40, H=3, D=24, V=12, Dr=8)
@@ -35,17 +34,8 @@ def test_inputs_are_of_their_problem(name):
 @pytest.mark.parametrize("name", KINDS)
 @pytest.mark.parametrize("platform", ["xla", "triton-interpret"])
 def test_agrees_with_the_reference(platform, name):
-    pytest.importorskip("triton")
-    of = KINDS[name]
-    implementation = kernel_registry.get(OPERATION, platform)
-    work = implementation.make_workload(of)
-    assert work is not None
-    inputs, config = work.make_inputs(3), implementation.load().default_config(of, DEVICES["sm_90"])
-    actual, reference = quick(work.run, static_argnums=1)(inputs, config), work.reference(inputs)
-    assert set(actual) == set(reference) == set(work.tolerances)
-    for result, allowed in work.tolerances.items():
-        measured = errors(actual[result], reference[result])
-        assert measured.rms <= allowed.rms and measured.peak <= allowed.peak, (result, measured)
+    work, reference = assert_agrees(OPERATION, platform, KINDS[name])
+    assert set(reference) == set(work.tolerances)
 
 
 def test_costs():

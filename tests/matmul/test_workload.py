@@ -2,17 +2,14 @@
 
 import dataclasses
 
-import jax
-import jax.numpy as jnp
 import numpy as np
 import pytest
 
 from ejkernel_eqx.dispatch import BOTH, FORWARD, kernel_registry
 from ejkernel_eqx.matmul.core import problem_of
-from ejkernel_eqx.matmul.workload import example_problem, make_arrays, make_inputs, spec_of
-from tests.attention.dense import quick
+from ejkernel_eqx.matmul.workload import example_problem, make_arrays, spec_of
 from tests.compiled import DEVICES
-from tests.tolerances import errors
+from tests.workloads import assert_agrees, launches
 
 OPERATION = "grouped_matmul"
 SMALL = dict(M=20, K=12, N=8, E=3)
@@ -58,17 +55,8 @@ def test_groups_are_of_different_sizes_and_all_hit():
 @pytest.mark.parametrize("platform", ["xla", "triton-interpret"])
 @pytest.mark.parametrize("name", KINDS)
 def test_agrees_with_the_reference(platform, name):
-    pytest.importorskip("triton")
-    of = KINDS[name]
-    implementation = kernel_registry.get(OPERATION, platform)
-    work = implementation.make_workload(of)
-    assert work is not None
-    inputs, config = work.make_inputs(3), implementation.load().default_config(of, DEVICES["sm_90"])
-    actual, reference = quick(work.run, static_argnums=1)(inputs, config), work.reference(inputs)
-    assert set(actual) == set(reference) == set(work.tolerances)
-    for name, allowed in work.tolerances.items():
-        measured = errors(actual[name], reference[name])
-        assert measured.rms <= allowed.rms and measured.peak <= allowed.peak, (name, measured)
+    work, reference = assert_agrees(OPERATION, platform, KINDS[name])
+    assert set(reference) == set(work.tolerances)
     assert work.costs[BOTH].bytes > work.costs[FORWARD].bytes > 0
 
 
@@ -131,29 +119,10 @@ def test_defaults_fit(target, sizes, dtype, flags, kernels):
     assert configs[0] == triton.default_config(problem, device) and len(set(configs)) == len(configs) > 1
     assert all(triton.config_unsupported(config, problem, device) is None for config in configs)
     assert configs[0].fast_sigmoid == (target != "gfx942")
-    for launch in launches(problem, configs[0]):
+    for launch in launches(OPERATION, problem, configs[0]):
         if launch.label.rpartition(".")[2].removesuffix("_kernel") in kernels:
             report = compile_ahead(launch, target)
             assert report.fits and (target == "gfx942" or report.spills <= 128), (launch.label, report)
-
-
-def launches(problem, config):
-    """What forward and backward launch."""
-    from ejkernel_eqx.matmul.triton import compiled as triton
-
-    found, spec = [], spec_of(problem)
-
-    def record(launch, inputs):
-        found.append(launch)
-        return {name: jnp.zeros(out.shape, out.dtype) for name, out in launch.outputs.items()}
-
-    def both(arrays, cotangents):
-        saved = triton.forward(arrays, spec, config, execute=record)
-        saved.pop("out")
-        return triton.backward(arrays, spec, config, saved, cotangents, execute=record)
-
-    jax.eval_shape(both, *jax.eval_shape(lambda: make_inputs(problem, spec, 0)))
-    return found
 
 
 def test_what_triton_does_not_take():

@@ -7,10 +7,8 @@ import pytest
 
 from ejkernel_eqx.attention.native_sparse.problems import problem_of, spec_of
 from ejkernel_eqx.attention.native_sparse.workload import example_problem, make_arrays, make_inputs
-from ejkernel_eqx.dispatch import kernel_registry
-from tests.attention.dense import quick
 from tests.compiled import DEVICES
-from tests.tolerances import errors
+from tests.workloads import assert_agrees
 
 OPERATION = "native_sparse_attention"
 SMALL = dict(T=40, H=4, K=2, D=16, n=3)
@@ -41,18 +39,8 @@ def test_inputs_are_of_their_problem(name):
 @pytest.mark.parametrize("platform", ["xla", "triton-interpret"])
 @pytest.mark.parametrize("name", KINDS)
 def test_agrees_with_the_reference(platform, name):
-    pytest.importorskip("triton")
-    of = KINDS[name]
-    implementation = kernel_registry.get(OPERATION, platform)
-    work = implementation.make_workload(of)
-    assert work is not None
-    inputs, config = work.make_inputs(3), implementation.load().default_config(of, DEVICES["sm_90"])
-    actual, reference = quick(work.run, static_argnums=1)(inputs, config), work.reference(inputs)
-    assert set(actual) == set(work.tolerances) <= set(reference)
-    for result, allowed in work.tolerances.items():
-        measured = errors(actual[result], reference[result])
-        assert measured.rms <= allowed.rms and measured.peak <= allowed.peak, (result, measured)
-        assert np.asarray(reference[result]).any(), result
+    work, reference = assert_agrees(OPERATION, platform, KINDS[name])
+    assert all(np.asarray(reference[name]).any() for name in work.tolerances)
 
 
 @pytest.mark.parametrize(

@@ -10,9 +10,8 @@ from ejkernel_eqx.dispatch import BOTH, FORWARD, kernel_registry
 from ejkernel_eqx.normalization.core import problem_of
 from ejkernel_eqx.normalization.spec import NormSpec
 from ejkernel_eqx.normalization.workload import example_problem, make_arrays, make_inputs
-from tests.attention.dense import quick
 from tests.compiled import DEVICES, launches_of
-from tests.tolerances import errors
+from tests.workloads import assert_agrees
 
 OPERATION = "gated_rms_norm"
 KINDS = {
@@ -37,17 +36,8 @@ def test_inputs_are_of_their_problem(name):
     "platform, name", [("xla", "plain"), ("xla", "bare"), ("triton-interpret", "groups")]
 )
 def test_agrees_with_the_reference(platform, name):
-    pytest.importorskip("triton")
-    of = KINDS[name]
-    implementation = kernel_registry.get(OPERATION, platform)
-    work = implementation.make_workload(of)
-    assert work is not None
-    inputs, config = work.make_inputs(3), implementation.load().default_config(of, DEVICES["sm_90"])
-    actual, reference = quick(work.run, static_argnums=1)(inputs, config), work.reference(inputs)
-    assert set(actual) == set(reference) == set(work.tolerances)
-    for name, allowed in work.tolerances.items():
-        measured = errors(actual[name], reference[name])
-        assert measured.rms <= allowed.rms and measured.peak <= allowed.peak, (name, measured)
+    work, reference = assert_agrees(OPERATION, platform, KINDS[name])
+    assert set(reference) == set(work.tolerances)
     assert work.costs[BOTH].bytes > work.costs[FORWARD].bytes > 0
 
 

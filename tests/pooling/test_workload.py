@@ -1,16 +1,13 @@
 """What the tuner is given, and what is compiled: inputs of their very problem, results that agree, configurations that fit."""
 
-import jax
-import jax.numpy as jnp
 import numpy as np
 import pytest
 
 from ejkernel_eqx.dispatch import BOTH, FORWARD, kernel_registry
 from ejkernel_eqx.pooling.core import problem_of
-from ejkernel_eqx.pooling.workload import example_problem, make_arrays, make_inputs, spec_of
-from tests.attention.dense import quick
+from ejkernel_eqx.pooling.workload import example_problem, make_arrays, spec_of
 from tests.compiled import DEVICES
-from tests.tolerances import errors
+from tests.workloads import assert_agrees, launches
 
 OPERATION = "mean_pooling"
 KINDS = {
@@ -47,18 +44,9 @@ def test_inputs_are_of_their_problem(name):
 @pytest.mark.parametrize("name", KINDS)
 @pytest.mark.parametrize("platform", ["xla", "triton-interpret"])
 def test_agrees_with_the_reference(platform, name):
-    pytest.importorskip("triton")
-    of = KINDS[name]
-    implementation = kernel_registry.get(OPERATION, platform)
-    work = implementation.make_workload(of)
-    assert work is not None
-    inputs, config = work.make_inputs(3), implementation.load().default_config(of, DEVICES["sm_90"])
-    actual, reference = quick(work.run, static_argnums=1)(inputs, config), work.reference(inputs)
-    assert set(actual) == set(reference) == set(work.tolerances)
-    for name, allowed in work.tolerances.items():
-        measured = errors(actual[name], reference[name])
-        assert measured.rms <= allowed.rms and measured.peak <= allowed.peak, (name, measured)
-        assert np.asarray(reference[name]).any(), name
+    work, reference = assert_agrees(OPERATION, platform, KINDS[name])
+    assert set(reference) == set(work.tolerances)
+    assert all(np.asarray(x).any() for x in reference.values())
 
 
 def test_costs_are_the_arrays_once():
@@ -118,7 +106,7 @@ def test_defaults_fit(target, name):
     assert triton.unsupported(problem, device) is None
     configs = triton.candidates(problem, device)
     assert configs[0] == triton.default_config(problem, device) and len(set(configs)) == len(configs) > 1
-    found = launches(problem, configs[0])
+    found = launches(OPERATION, problem, configs[0])
     kernels = [launch.function.fn.__name__ for launch in found]
     expected = ["read_kernel", "combine_kernel", "write_kernel"]
     if flags.get("reduction") == "last":
@@ -131,25 +119,6 @@ def test_defaults_fit(target, name):
         assert report.fits and report.spills == 0, (launch.label, report)
 
 
-def launches(problem, config):
-    """What forward and backward launch, in order."""
-    from ejkernel_eqx.pooling.triton import compiled as triton
-
-    spec, found = spec_of(problem), []
-
-    def record(launch, inputs):
-        found.append(launch)
-        return {name: jnp.zeros(out.shape, out.dtype) for name, out in launch.outputs.items()}
-
-    def both(arrays, cotangents):
-        saved = triton.forward(arrays, spec, config, execute=record)
-        saved.pop("out")
-        return triton.backward(arrays, spec, config, saved, cotangents, execute=record)
-
-    jax.eval_shape(both, *jax.eval_shape(lambda: make_inputs(problem, spec, 0)))
-    return found
-
-
 @pytest.mark.slow
 @pytest.mark.parametrize("name", COMPILED)
 def test_candidates_fit(name):
@@ -159,7 +128,7 @@ def test_candidates_fit(name):
 
     problem = example_problem(OPERATION, *COMPILED[name])
     for config in triton.candidates(problem, DEVICES["sm_90"]):
-        assert all(compile_ahead(launch, "sm_90").fits for launch in launches(problem, config))
+        assert all(compile_ahead(launch, "sm_90").fits for launch in launches(OPERATION, problem, config))
 
 
 def test_what_triton_does_not_take():

@@ -1,0 +1,43 @@
+"""What tests of workloads share: a platform's results beside the reference's, and what it launches."""
+
+from typing import Any, NamedTuple
+
+import pytest
+
+from ejkernel_eqx.dispatch import kernel_registry, Problem, Workload
+from tests.attention.dense import quick
+from tests.compiled import DEVICES
+from tests.tolerances import errors
+
+
+class Run(NamedTuple):
+    work: Workload
+    reference: dict[str, Any]
+
+
+def work_of(operation: str, platform: str, problem: Problem) -> Workload:
+    work = kernel_registry.get(operation, platform).make_workload(problem)
+    assert work is not None
+    return work
+
+
+def assert_agrees(operation: str, platform: str, problem: Problem, config: Any = None) -> Run:
+    """All results of a platform, by default with its own configuration, are within the tuner's tolerances."""
+    pytest.importorskip("triton")
+    work = work_of(operation, platform, problem)
+    if config is None:
+        config = kernel_registry.get(operation, platform).load().default_config(problem, DEVICES["sm_90"])
+    inputs = work.make_inputs(3)
+    actual, reference = quick(work.run, static_argnums=1)(inputs, config), work.reference(inputs)
+    assert set(actual) == set(work.tolerances) <= set(reference)
+    for name, allowed in work.tolerances.items():
+        measured = errors(actual[name], reference[name])
+        assert measured.rms <= allowed.rms and measured.peak <= allowed.peak, (name, measured)
+    return Run(work, reference)
+
+
+def launches(operation: str, problem: Problem, config: Any) -> list[Any]:
+    """What forward and backward of the Triton platform launch, in order."""
+    found = work_of(operation, "triton", problem).launches
+    assert found is not None
+    return list(found(config))
