@@ -7,6 +7,7 @@ import jax
 import jax.numpy as jnp
 from jax import Array
 
+from ..core.along import Along
 from ..core.arguments import array, fitting
 from ..core.frame import frame_of, step_frame_of
 from ..sequences.packing import ended
@@ -39,14 +40,23 @@ class Call:
     arrays: ConvArrays
     state_dtype: Any
     packing: Packing
+    along: Along | None = None
 
     def finish(self, results: dict[str, Array]) -> tuple[Array, Array]:
         state = results["final_state"].astype(self.state_dtype)
         return results["out"], state if self.packing.offsets is not None else jnp.squeeze(state, -3)
 
 
-def resolve(x: Any, weight: Any, bias: Any, initial_state: Any, cu_seqlens: Any, segment_ids: Any) -> Call:
-    frame = frame_of(x, "x", "C", cu_seqlens, segment_ids, reverse=False)
+def resolve(
+    x: Any,
+    weight: Any,
+    bias: Any,
+    initial_state: Any,
+    cu_seqlens: Any,
+    segment_ids: Any,
+    sequence_axis: str | None = None,
+) -> Call:
+    frame = frame_of(x, "x", "C", cu_seqlens, segment_ids, False, sequence_axis=sequence_axis)
     x, packing = jnp.asarray(x), frame.packing
     weight, bias = parameters(x, weight, bias)
     held = weight.shape[-1] - 1
@@ -55,10 +65,10 @@ def resolve(x: Any, weight: Any, bias: Any, initial_state: Any, cu_seqlens: Any,
         arrays = arrays._replace(**places_of(packing, held)._asdict())
     state = frame.states(initial_state, (held, x.shape[-1]), "W-1 C").entering
     if state is None:
-        return Call(arrays, x.dtype, packing)
+        return Call(arrays, x.dtype, packing, frame.along)
     entering = state.astype(x.dtype)
     entering = entering if packing.offsets is not None else jnp.expand_dims(entering, -3)
-    return Call(arrays._replace(initial_state=entering), state.dtype, packing)
+    return Call(arrays._replace(initial_state=entering), state.dtype, packing, frame.along)
 
 
 def places_of(packing: Packing, held: int) -> Places:

@@ -8,9 +8,11 @@ from jax import Array
 
 from .._kernel import Kernel, Plan
 from .._shapes import AnyArray, Float, Int, Numbers
+from ..core.along import check_sequence_axis
 from ..core.plans import plan_of
 from ..core.platforms import register
 from ..dispatch import PlatformLike
+from .along import with_entering
 from .arguments import check_activation, resolve, resolve_step
 from .core import CONVOLVE
 from .spec import ConvSpec
@@ -37,12 +39,14 @@ class CausalConv1d(Kernel):
     operation: ClassVar[str] = "causal_conv1d"
 
     activation: str | None = eqx.field(static=True)
+    sequence_axis: str | None = eqx.field(static=True)
     plan: Plan = eqx.field(static=True)
 
     def __init__(
         self,
         activation: str | None = None,
         *,
+        sequence_axis: str | None = None,
         platform: PlatformLike | None = None,
         config: Any | None = None,
         tune_for: Any | None = None,
@@ -50,11 +54,13 @@ class CausalConv1d(Kernel):
         """**Arguments:**
 
         - `activation`: `None` or `"silu"`.
+        - `sequence_axis`: a mesh axis that the tokens are split over, as in [`ejkernel_eqx.GatedLinearAttention`][].
         - `platform`: use this platform or raise; `None` chooses by device and call.
         - `config`: use this kernel configuration, which implies its platform.
         - `tune_for`: `(x, weight)` or [`ejkernel_eqx.inputs`][]`(...)`, arrays or `jax.ShapeDtypeStruct`s: fix the choice for these inputs now.
         """
         self.activation = check_activation(activation)
+        self.sequence_axis = check_sequence_axis(sequence_axis)
         self.plan = plan_of(CausalConv1d, self, platform, config, tune_for)
 
     @jax.named_scope("ejkernel_eqx.CausalConv1d")
@@ -83,10 +89,14 @@ class CausalConv1d(Kernel):
         `initial_state`. Raises `ValueError` for invalid arguments, and `UnsupportedError` if no platform, or not the requested one, supports
         the call.
         """
-        call = resolve(x, weight, bias, initial_state, cu_seqlens, segment_ids)
+        call = resolve(x, weight, bias, initial_state, cu_seqlens, segment_ids, self.sequence_axis)
         if not call.arrays.x.size:  # nothing to launch; states are unchanged
             return call.finish({"out": call.arrays.x, "final_state": entering(call.arrays)})
-        return call.finish(CONVOLVE.call(self.plan, self.operation, call.arrays, ConvSpec(self.activation)))
+        arrays, final = call.arrays, None
+        if call.along is not None:
+            arrays, final = with_entering(call.along, arrays)
+        results = CONVOLVE.call(self.plan, self.operation, arrays, ConvSpec(self.activation))
+        return call.finish(results if final is None else results | {"final_state": final})
 
     @jax.named_scope("ejkernel_eqx.CausalConv1d.step")
     def step(

@@ -9,6 +9,7 @@ from jax import Array
 
 from .._values import check_slots
 from ..sequences.rows import Packing, read_packing
+from .along import Along, along_of
 from .arguments import accumulator, array, fitting
 
 
@@ -24,6 +25,8 @@ class Frame:
     letters: str
     """Letters of the main operand's axes after the leading ones."""
     state_indices: Any = None
+    along: Along | None = None
+    """Set if the tokens are split over devices, and these are one device's."""
 
     @property
     def over_tokens(self) -> tuple[int, ...]:
@@ -142,6 +145,7 @@ def frame_of(
     segment_ids: Any,
     reverse: bool,
     state_indices: Any = None,
+    sequence_axis: str | None = None,
 ) -> Frame:
     """The frame of a sequence call with main operand `[..., T, *letters]`."""
     letters = f"T {letters}"
@@ -149,7 +153,8 @@ def frame_of(
     at = main.ndim - len(letters.split())
     lead, length = main.shape[:at], main.shape[at]
     packing = read_packing(cu_seqlens, segment_ids, lead, length, reverse)
-    return Frame(lead, length, main.dtype, packing, letters, state_indices)
+    along = along_of(sequence_axis, packing)
+    return Frame(lead, length, main.dtype, packing, letters, state_indices, along)
 
 
 def step_frame_of(main: Any, names: str, letters: str, state_indices: Any = None) -> Frame:

@@ -66,6 +66,7 @@ class GatedDeltaNet(RecurrentLayer):
         allow_neg_eigval: bool = False,
         norm_eps: float = 1e-6,
         state_dtype: DTypeLike | None = None,
+        sequence_axis: str | None = None,
         platform: PlatformLike | None = None,
         config: Any = None,
         dtype: DTypeLike | None = None,
@@ -87,7 +88,7 @@ class GatedDeltaNet(RecurrentLayer):
         check_flags(allow_neg_eigval=allow_neg_eigval)
         check_eps(norm_eps=norm_eps)
         key_dim, value_dim = num_k_heads * head_dim, v_heads * v_head_dim
-        parts = Parts(key, 5, dtype, compute_dtype, platform)
+        parts = Parts(key, 5, dtype, compute_dtype, platform, sequence_axis)
         self.in_proj_qkvz = parts.linear(embed_dim, 2 * key_dim + 2 * value_dim)
         self.in_proj_ba = parts.linear(embed_dim, 2 * v_heads)
         self.conv1d = parts.convolution(2 * key_dim + value_dim, conv_width)
@@ -102,6 +103,7 @@ class GatedDeltaNet(RecurrentLayer):
             beta_sigmoid=True,
             allow_neg_eigval=allow_neg_eigval,
             state_dtype=state_dtype,
+            sequence_axis=sequence_axis,
             platform=platform,
             config=config,
         )

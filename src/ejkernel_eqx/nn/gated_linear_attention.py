@@ -78,6 +78,7 @@ class GatedLinearAttention(RecurrentLayer):
         gate_min: float | None = None,
         norm_eps: float = 1e-5,
         state_dtype: DTypeLike | None = None,
+        sequence_axis: str | None = None,
         platform: PlatformLike | None = None,
         config: Any = None,
         dtype: DTypeLike | None = None,
@@ -111,7 +112,7 @@ class GatedLinearAttention(RecurrentLayer):
             )
         widths = (num_heads * head_dim, kv_heads * head_dim, kv_heads * v_head_dim)
         value_dim = num_heads * v_head_dim
-        parts = Parts(key, 10, dtype, compute_dtype, platform)
+        parts = Parts(key, 10, dtype, compute_dtype, platform, sequence_axis)
         self.q_proj, self.k_proj, self.v_proj = (parts.linear(embed_dim, width) for width in widths)
         self.g_proj = parts.linear(embed_dim, value_dim) if output_gate else parts.left_out()
         down = parts.linear(embed_dim, gate_low_rank_dim)
@@ -122,7 +123,9 @@ class GatedLinearAttention(RecurrentLayer):
         )
         self.g_norm = parts.norm(v_head_dim, norm_before_gate=True, eps=norm_eps)
         self.o_proj = parts.linear(value_dim, embed_dim)
-        self.recurrence = Operation(state_dtype=state_dtype, platform=platform, config=config)
+        self.recurrence = Operation(
+            state_dtype=state_dtype, sequence_axis=sequence_axis, platform=platform, config=config
+        )
         self.embed_dim, self.num_heads, self.num_kv_heads = embed_dim, num_heads, kv_heads
         self.head_dim, self.v_head_dim = head_dim, v_head_dim
         self.gate_low_rank_dim, self.compute_dtype = gate_low_rank_dim, parts.compute_dtype

@@ -76,6 +76,7 @@ class KimiDeltaAttention(RecurrentLayer):
         lower_bound: float | None = None,
         norm_eps: float = 1e-5,
         state_dtype: DTypeLike | None = None,
+        sequence_axis: str | None = None,
         platform: PlatformLike | None = None,
         config: Any = None,
         dtype: DTypeLike | None = None,
@@ -104,7 +105,7 @@ class KimiDeltaAttention(RecurrentLayer):
         check_numbers(lower_bound=lower_bound)
         key_dim, value_dim, bounded = num_heads * head_dim, v_heads * v_head_dim, lower_bound is not None
         widths = (key_dim, key_dim, value_dim)
-        parts = Parts(key, 14, dtype, compute_dtype, platform)
+        parts = Parts(key, 14, dtype, compute_dtype, platform, sequence_axis)
         self.q_proj, self.k_proj, self.v_proj = (parts.linear(embed_dim, width) for width in widths)
         self.q_conv1d, self.k_conv1d, self.v_conv1d = (
             parts.convolution(width, conv_width, use_conv_bias) for width in widths
@@ -126,6 +127,7 @@ class KimiDeltaAttention(RecurrentLayer):
             beta_sigmoid=True,
             allow_neg_eigval=allow_neg_eigval,
             state_dtype=state_dtype,
+            sequence_axis=sequence_axis,
             platform=platform,
             config=config,
         )

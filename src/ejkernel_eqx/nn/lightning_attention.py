@@ -64,6 +64,7 @@ class LightningAttention(RecurrentLayer):
         num_layers: int = 1,
         norm_eps: float = 1e-6,
         state_dtype: DTypeLike | None = None,
+        sequence_axis: str | None = None,
         platform: PlatformLike | None = None,
         config: Any = None,
         dtype: DTypeLike | None = None,
@@ -82,14 +83,19 @@ class LightningAttention(RecurrentLayer):
         check_eps(norm_eps=norm_eps)
         _check_place(layer_index, num_heads, num_layers)
         width = num_heads * head_dim
-        parts = Parts(key, 3, dtype, compute_dtype, platform)
+        parts = Parts(key, 3, dtype, compute_dtype, platform, sequence_axis)
         self.qkv_proj = parts.linear(embed_dim, 3 * width)
         self.norm = parts.norm(width, activation="sigmoid", norm_before_gate=True, eps=norm_eps)
         self.output_gate = parts.linear(embed_dim, width)
         self.out_proj = parts.linear(width, embed_dim)
         self.layer_index = jnp.asarray(layer_index, jnp.int32)
         self.recurrence = Operation(
-            slopes=None, scale=1.0, state_dtype=state_dtype, platform=platform, config=config
+            slopes=None,
+            scale=1.0,
+            state_dtype=state_dtype,
+            sequence_axis=sequence_axis,
+            platform=platform,
+            config=config,
         )
         self.embed_dim, self.num_heads, self.head_dim = embed_dim, num_heads, head_dim
         self.num_layers, self.compute_dtype = num_layers, parts.compute_dtype

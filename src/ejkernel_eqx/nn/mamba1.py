@@ -66,6 +66,7 @@ class Mamba1Mixer(RecurrentLayer):
         inner_norms: bool = False,
         inner_norm_eps: float = 1e-6,
         state_dtype: DTypeLike | None = None,
+        sequence_axis: str | None = None,
         platform: PlatformLike | None = None,
         config: Any = None,
         dtype: DTypeLike | None = None,
@@ -87,7 +88,7 @@ class Mamba1Mixer(RecurrentLayer):
         check_sizes(inner_dim=inner, dt_rank=rank)
         check_flags(use_conv_bias=use_conv_bias, use_bias=use_bias, inner_norms=inner_norms)
         check_eps(inner_norm_eps=inner_norm_eps)
-        parts = Parts(key, 6, dtype, compute_dtype, platform)
+        parts = Parts(key, 6, dtype, compute_dtype, platform, sequence_axis)
         self.in_proj = parts.linear(embed_dim, 2 * inner, use_bias)
         self.conv1d = parts.convolution(inner, conv_width, use_conv_bias)
         self.x_proj = parts.linear(inner, rank + 2 * state_size)
@@ -100,7 +101,11 @@ class Mamba1Mixer(RecurrentLayer):
         self.D = jnp.ones(inner, parts.wide)
         self.out_proj = parts.linear(inner, embed_dim, use_bias)
         self.recurrence = StateSpaceV1(
-            dt_softplus=True, state_dtype=state_dtype, platform=platform, config=config
+            dt_softplus=True,
+            state_dtype=state_dtype,
+            sequence_axis=sequence_axis,
+            platform=platform,
+            config=config,
         )
         self.embed_dim, self.inner_dim = embed_dim, inner
         self.state_size, self.dt_rank = state_size, rank

@@ -68,6 +68,7 @@ class Mamba2Mixer(RecurrentLayer):
         use_conv_bias: bool = True,
         use_bias: bool = False,
         state_dtype: DTypeLike | None = None,
+        sequence_axis: str | None = None,
         platform: PlatformLike | None = None,
         config: Any = None,
         dtype: DTypeLike | None = None,
@@ -98,7 +99,7 @@ class Mamba2Mixer(RecurrentLayer):
         group_size = inner // num_groups if norm_group_size is None else norm_group_size
         check_divides("norm_group_size", group_size, "inner_dim", inner)
         mixed = inner + 2 * num_groups * state_size
-        parts = Parts(key, 5, dtype, compute_dtype, platform)
+        parts = Parts(key, 5, dtype, compute_dtype, platform, sequence_axis)
         self.in_proj = parts.linear(embed_dim, inner + mixed + heads, use_bias)
         self.conv1d = parts.convolution(mixed, conv_width, use_conv_bias)
         self.dt_bias = parts.time_step_bias(heads)
@@ -108,7 +109,12 @@ class Mamba2Mixer(RecurrentLayer):
         self.norm = parts.norm(inner, **norm) if use_norm else None
         self.out_proj = parts.linear(inner, embed_dim, use_bias)
         self.recurrence = StateSpaceV2(
-            dt_softplus=True, dt_limit=dt_limit, state_dtype=state_dtype, platform=platform, config=config
+            dt_softplus=True,
+            dt_limit=dt_limit,
+            state_dtype=state_dtype,
+            sequence_axis=sequence_axis,
+            platform=platform,
+            config=config,
         )
         self.embed_dim, self.inner_dim, self.compute_dtype = embed_dim, inner, parts.compute_dtype
         self.num_heads, self.num_groups, self.state_size = heads, num_groups, state_size

@@ -19,13 +19,20 @@ class Parts:
     """Builds the parts of one layer with one dtype and platform, each from the next of `count` keys."""
 
     def __init__(
-        self, key: Array, count: int, dtype: Any, compute_dtype: Any, platform: PlatformLike | None = None
+        self,
+        key: Array,
+        count: int,
+        dtype: Any,
+        compute_dtype: Any,
+        platform: PlatformLike | None = None,
+        sequence_axis: str | None = None,
     ):
         check_key(key)
         self.dtype, computed = read_weight_dtype(dtype), read_dtype("compute_dtype", compute_dtype)
         self.compute_dtype = None if computed is None else computed.name
         self.wide = accumulator(self.dtype)  # of decay rates
         self.platform: PlatformLike | None = platform
+        self.sequence_axis = sequence_axis
         self._keys = iter(jax.random.split(key, count))
 
     def left_out(self) -> None:
@@ -37,6 +44,7 @@ class Parts:
 
     def convolution(self, channels: int, width: int, use_bias: bool = False) -> ShortConvolution:
         options = {"use_bias": use_bias, "platform": self.platform, "dtype": self.dtype}
+        options |= {"sequence_axis": self.sequence_axis}
         return ShortConvolution(channels, width, **options, key=next(self._keys))
 
     def norm(self, features: int, **options: Any) -> GatedRMSNorm:

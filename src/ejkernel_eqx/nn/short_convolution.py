@@ -53,6 +53,7 @@ class ShortConvolution(eqx.Module):
         *,
         activation: str | None = "silu",
         use_bias: bool = False,
+        sequence_axis: str | None = None,
         platform: PlatformLike | None = None,
         config: Any = None,
         dtype: DTypeLike | None = None,
@@ -64,7 +65,7 @@ class ShortConvolution(eqx.Module):
         - `width`: kernel size `W`: each output depends on the current input and the `W - 1` before it.
         - `activation`: `"silu"` or `None`.
         - `use_bias`: whether the convolution has a bias.
-        - `platform`, `config`: as in [`ejkernel_eqx.CausalConv1d`][].
+        - `sequence_axis`, `platform`, `config`: as in [`ejkernel_eqx.CausalConv1d`][].
         - `dtype`: of the parameters; default float32 (float64 in JAX's 64-bit mode).
         - `key`: PRNG key for the initial parameters, uniform in $\pm 1 / \sqrt{W}$.
         """
@@ -76,7 +77,9 @@ class ShortConvolution(eqx.Module):
         bound = width**-0.5
         self.weight = jax.random.uniform(weight_key, (channels, 1, width), dtype, -bound, bound)
         self.bias = jax.random.uniform(bias_key, (channels,), dtype, -bound, bound) if use_bias else None
-        self.convolution = CausalConv1d(activation, platform=platform, config=config)
+        self.convolution = CausalConv1d(
+            activation, sequence_axis=sequence_axis, platform=platform, config=config
+        )
         self.channels = channels
         self.width = width
 

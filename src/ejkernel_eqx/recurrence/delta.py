@@ -10,6 +10,7 @@ from jax.typing import DTypeLike
 
 from .._kernel import Kernel, Plan
 from .._shapes import AnyArray, Float, Int, Numbers
+from ..core.along import check_sequence_axis
 from ..core.arguments import check_state_dtype, fitting
 from ..dispatch import PlatformLike
 from .arguments import check_scale, Frame, frame_of, Operands, step_frame_of
@@ -82,6 +83,7 @@ class GatedDelta(Kernel):
     scale: float | None = eqx.field(static=True)
     options: DeltaOptions = eqx.field(static=True)
     reverse: bool = eqx.field(static=True)
+    sequence_axis: str | None = eqx.field(static=True)
     state_dtype: str | None = eqx.field(static=True)
     plan: Plan = eqx.field(static=True)
 
@@ -95,6 +97,7 @@ class GatedDelta(Kernel):
         beta_sigmoid: bool = False,
         allow_neg_eigval: bool = False,
         reverse: bool = False,
+        sequence_axis: str | None = None,
         state_dtype: DTypeLike | None = None,
         platform: PlatformLike | None = None,
         config: Any | None = None,
@@ -108,12 +111,13 @@ class GatedDelta(Kernel):
         - `lower_bound`: the smallest log-decay, negative; required with `gate="bounded"`, else `None`.
         - `beta_sigmoid`: `beta` is raw, and its sigmoid is used.
         - `allow_neg_eigval`: double `beta`, after the sigmoid.
-        - `reverse`, `state_dtype`, `platform`, `config`: as in [`ejkernel_eqx.GatedLinearAttention`][].
+        - `reverse`, `sequence_axis`, `state_dtype`, `platform`, `config`: as in [`ejkernel_eqx.GatedLinearAttention`][].
         - `tune_for`: `(q, k, v, g, beta)` or [`ejkernel_eqx.inputs`][]`(q, k, v, g, beta, A_log=...)`: fix the choice for these inputs now.
         """
         self.scale, self.reverse = check_scale(scale), reverse
         self.options = DeltaOptions(use_qk_l2norm, beta_sigmoid, allow_neg_eigval, gate, lower_bound).check()
         self.state_dtype = check_state_dtype(state_dtype)
+        self.sequence_axis = check_sequence_axis(sequence_axis)
         self.plan = plan_of(type(self), self, platform, config, tune_for)
 
     def __call__(
@@ -143,7 +147,9 @@ class GatedDelta(Kernel):
         errors of [`ejkernel_eqx.GatedLinearAttention`][].
         """
         with self._scope():
-            frame = frame_of(q, "q", "H D", cu_seqlens, segment_ids, self.reverse, state_indices)
+            frame = frame_of(
+                q, "q", "H D", cu_seqlens, segment_ids, self.reverse, state_indices, self.sequence_axis
+            )
             operands = self._operands(frame, (q, k, v), beta, GateInputs(g, A_log, dt_bias))
             return run(self.plan, frame, operands, initial_state, self.state_dtype)
 

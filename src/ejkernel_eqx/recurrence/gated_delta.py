@@ -9,6 +9,7 @@ from jax.typing import DTypeLike
 
 from .._kernel import Kernel, Plan
 from .._shapes import AnyArray, Float, Int, Numbers
+from ..core.along import check_sequence_axis
 from ..core.arguments import check_state_dtype
 from ..dispatch import PlatformLike
 from .arguments import check_scale, frame_of, step_frame_of
@@ -53,6 +54,7 @@ class DeltaRule(Kernel):
     scale: float | None = eqx.field(static=True)
     options: DeltaOptions = eqx.field(static=True)
     reverse: bool = eqx.field(static=True)
+    sequence_axis: str | None = eqx.field(static=True)
     state_dtype: str | None = eqx.field(static=True)
     plan: Plan = eqx.field(static=True)
 
@@ -64,6 +66,7 @@ class DeltaRule(Kernel):
         beta_sigmoid: bool = False,
         allow_neg_eigval: bool = False,
         reverse: bool = False,
+        sequence_axis: str | None = None,
         state_dtype: DTypeLike | None = None,
         platform: PlatformLike | None = None,
         config: Any | None = None,
@@ -73,6 +76,7 @@ class DeltaRule(Kernel):
         self.scale, self.reverse = check_scale(scale), reverse
         self.options = DeltaOptions(use_qk_l2norm, beta_sigmoid, allow_neg_eigval)
         self.state_dtype = check_state_dtype(state_dtype)
+        self.sequence_axis = check_sequence_axis(sequence_axis)
         self.plan = plan_of(DeltaRule, self, platform, config, tune_for)
 
     @jax.named_scope("ejkernel_eqx.DeltaRule")
@@ -89,7 +93,9 @@ class DeltaRule(Kernel):
         state_indices: Int[Numbers, " B"] | None = None,
     ) -> tuple[Float[Array, "*B T R V"], Float[Array, "... H D V"]]:
         """**Arguments**, **returns**, **raises:** as for [`ejkernel_eqx.KernelDeltaAttention`][], without `g`, `A_log` and `dt_bias`."""
-        frame = frame_of(q, "q", "H D", cu_seqlens, segment_ids, self.reverse, state_indices)
+        frame = frame_of(
+            q, "q", "H D", cu_seqlens, segment_ids, self.reverse, state_indices, self.sequence_axis
+        )
         operands = delta_operands(frame, self.options, self.scale, (q, k, v), beta)
         return run(self.plan, frame, operands, initial_state, self.state_dtype)
 

@@ -9,6 +9,7 @@ from jax.typing import DTypeLike
 
 from .._kernel import Kernel, Plan
 from .._shapes import AnyArray, Float, Int, Numbers
+from ..core.along import check_sequence_axis
 from ..core.arguments import check_state_dtype
 from ..dispatch import PlatformLike
 from .arguments import check_scale, Frame, frame_of, Operands, step_frame_of
@@ -36,6 +37,7 @@ class GatedLinearAttention(Kernel):
 
     scale: float | None = eqx.field(static=True)
     reverse: bool = eqx.field(static=True)
+    sequence_axis: str | None = eqx.field(static=True)
     state_dtype: str | None = eqx.field(static=True)
     plan: Plan = eqx.field(static=True)
 
@@ -44,6 +46,7 @@ class GatedLinearAttention(Kernel):
         scale: float | None = None,
         *,
         reverse: bool = False,
+        sequence_axis: str | None = None,
         state_dtype: DTypeLike | None = None,
         platform: PlatformLike | None = None,
         config: Any | None = None,
@@ -53,6 +56,8 @@ class GatedLinearAttention(Kernel):
 
         - `scale`: scale of the outputs; default `D**-0.5`.
         - `reverse`: run from the last token to the first (of each sequence); the final state is then the one after token 0.
+        - `sequence_axis`: a mesh axis that the tokens are split over: inside `jax.shard_map` a call has one device's tokens, in order, and devices
+            pass the states on. The final state is that after the tokens of all devices. Elsewhere it has no effect.
         - `state_dtype`: storage dtype of the states, float32 (default) or bfloat16; accumulation is in float32 (float64 for float64).
         - `platform`: use this platform or raise; `None` chooses by device and call.
         - `config`: use this kernel configuration, which implies its platform.
@@ -60,6 +65,7 @@ class GatedLinearAttention(Kernel):
         """
         self.scale, self.reverse = check_scale(scale), reverse
         self.state_dtype = check_state_dtype(state_dtype)
+        self.sequence_axis = check_sequence_axis(sequence_axis)
         self.plan = plan_of(GatedLinearAttention, self, platform, config, tune_for)
 
     @jax.named_scope("ejkernel_eqx.GatedLinearAttention")
@@ -94,7 +100,9 @@ class GatedLinearAttention(Kernel):
         `(out, final_state)`: `[..., T, R, V]` in the dtype of `v`, and the state after the last token, in the shape of `initial_state`. Raises
         `ValueError` for invalid arguments, and `UnsupportedError` if no platform, or not the requested one, supports the call.
         """
-        frame = frame_of(q, "q", "H D", cu_seqlens, segment_ids, self.reverse, state_indices)
+        frame = frame_of(
+            q, "q", "H D", cu_seqlens, segment_ids, self.reverse, state_indices, self.sequence_axis
+        )
         return run(self.plan, frame, self._operands(frame, q, k, v, g), initial_state, self.state_dtype)
 
     @jax.named_scope("ejkernel_eqx.GatedLinearAttention.step")

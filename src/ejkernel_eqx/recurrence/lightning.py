@@ -11,6 +11,7 @@ from jax.typing import DTypeLike
 
 from .._kernel import Kernel, Plan
 from .._shapes import AnyArray, Float, Int, Numbers
+from ..core.along import check_sequence_axis
 from ..core.arguments import accumulator, check_state_dtype, fitting
 from ..dispatch import PlatformLike
 from .arguments import check_scale, Frame, frame_of, Operands, step_frame_of
@@ -75,6 +76,7 @@ class LightningAttention(Kernel):
     num_layers: int = eqx.field(static=True)
     scale: float | None = eqx.field(static=True)
     reverse: bool = eqx.field(static=True)
+    sequence_axis: str | None = eqx.field(static=True)
     state_dtype: str | None = eqx.field(static=True)
     plan: Plan = eqx.field(static=True)
 
@@ -86,6 +88,7 @@ class LightningAttention(Kernel):
         scale: float | None = None,
         *,
         reverse: bool = False,
+        sequence_axis: str | None = None,
         state_dtype: DTypeLike | None = None,
         platform: PlatformLike | None = None,
         config: Any | None = None,
@@ -96,7 +99,7 @@ class LightningAttention(Kernel):
         - `slopes`: the rule for the slopes, or `None` to pass them with each call.
         - `layer_index`, `num_layers`: the index of the layer, from 0, and the number of layers; used by the rules.
         - `scale`: scale of the outputs; default 1 for `"minimax"`, else `D**-0.5`.
-        - `reverse`, `state_dtype`, `platform`, `config`: as in [`ejkernel_eqx.GatedLinearAttention`][].
+        - `reverse`, `sequence_axis`, `state_dtype`, `platform`, `config`: as in [`ejkernel_eqx.GatedLinearAttention`][].
         - `tune_for`: `(q, k, v)` or [`ejkernel_eqx.inputs`][]`(q, k, v, ...)`: fix the choice for these inputs now.
         """
         if slopes is not None:
@@ -104,6 +107,7 @@ class LightningAttention(Kernel):
         self.slopes, self.layer_index, self.num_layers = slopes, layer_index, num_layers
         self.scale = check_scale(1.0 if scale is None and slopes == "minimax" else scale)
         self.reverse, self.state_dtype = reverse, check_state_dtype(state_dtype)
+        self.sequence_axis = check_sequence_axis(sequence_axis)
         self.plan = plan_of(LightningAttention, self, platform, config, tune_for)
 
     @jax.named_scope("ejkernel_eqx.LightningAttention")
@@ -128,7 +132,9 @@ class LightningAttention(Kernel):
         **Returns:** `(out, final_state)`: `[..., T, R, V]` in the dtype of `v`, and `[..., H, D, V]` (`[N, H, D, V]` with `cu_seqlens`). Raises the
         errors of [`ejkernel_eqx.GatedLinearAttention`][].
         """
-        frame = frame_of(q, "q", "H D", cu_seqlens, segment_ids, self.reverse, state_indices)
+        frame = frame_of(
+            q, "q", "H D", cu_seqlens, segment_ids, self.reverse, state_indices, self.sequence_axis
+        )
         return run(self.plan, frame, self._operands(frame, q, k, v, slopes), initial_state, self.state_dtype)
 
     @jax.named_scope("ejkernel_eqx.LightningAttention.step")

@@ -10,6 +10,7 @@ from jax.typing import DTypeLike
 
 from .._kernel import Kernel, Plan
 from .._shapes import AnyArray, Float, Int, Numbers
+from ..core.along import check_sequence_axis
 from ..core.arguments import array, check_state_dtype, fitting, wide
 from ..dispatch import PlatformLike
 from .arguments import check_scale, Frame, frame_of, Operands, step_frame_of
@@ -48,6 +49,7 @@ class LinearAttention(Kernel):
     scale: float | None = eqx.field(static=True)
     normalize: bool = eqx.field(static=True)
     reverse: bool = eqx.field(static=True)
+    sequence_axis: str | None = eqx.field(static=True)
     state_dtype: str | None = eqx.field(static=True)
     plan: Plan = eqx.field(static=True)
 
@@ -57,6 +59,7 @@ class LinearAttention(Kernel):
         *,
         normalize: bool = False,
         reverse: bool = False,
+        sequence_axis: str | None = None,
         state_dtype: DTypeLike | None = None,
         platform: PlatformLike | None = None,
         config: Any | None = None,
@@ -66,11 +69,12 @@ class LinearAttention(Kernel):
 
         - `scale`: scale of the outputs; default `D**-0.5`.
         - `normalize`: divide by the sum of the weights; not with a decay.
-        - `reverse`, `state_dtype`, `platform`, `config`: as in [`ejkernel_eqx.GatedLinearAttention`][].
+        - `reverse`, `sequence_axis`, `state_dtype`, `platform`, `config`: as in [`ejkernel_eqx.GatedLinearAttention`][].
         - `tune_for`: `(q, k, v)` or [`ejkernel_eqx.inputs`][]`(q, k, v, g=g, ...)`: fix the choice for these inputs now.
         """
         self.scale, self.normalize, self.reverse = check_scale(scale), normalize, reverse
         self.state_dtype = check_state_dtype(state_dtype)
+        self.sequence_axis = check_sequence_axis(sequence_axis)
         self.plan = plan_of(LinearAttention, self, platform, config, tune_for)
 
     @jax.named_scope("ejkernel_eqx.LinearAttention")
@@ -101,7 +105,9 @@ class LinearAttention(Kernel):
         **Returns:** `(out, final_state)`: `[..., T, R, V]` in the dtype of `v`, and the state after the last token, in the shape of `initial_state`.
         Raises the errors of [`ejkernel_eqx.GatedLinearAttention`][].
         """
-        frame = frame_of(q, "q", "H D", cu_seqlens, segment_ids, self.reverse, state_indices)
+        frame = frame_of(
+            q, "q", "H D", cu_seqlens, segment_ids, self.reverse, state_indices, self.sequence_axis
+        )
         operands = self._operands(frame, q, k, v, _decay(frame, q, v, g, gk, gv, g_gamma))
         return self._run(frame, operands, k, "initial_state", initial_state)
 

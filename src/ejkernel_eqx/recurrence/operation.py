@@ -10,6 +10,7 @@ from .._kernel import Plan
 from ..core import platforms
 from ..core.frame import Frame
 from ..core.plans import plan_of as plan_of
+from .along import recur_along
 from .arguments import build, build_step, check_heads, Operands
 from .core import recur, step
 
@@ -31,6 +32,8 @@ def run(
     arrays, spec, states = build(frame, operands, initial_state, state_dtype)
     if frame.is_empty:
         out, state = _no_output(arrays, operands), operands.flipped(states.unchanged(spec.state_dtype))
+    elif frame.along is not None:
+        out, state = recur_along(frame.along, plan, plan.operation, arrays, spec)
     else:
         out, state = recur(plan, plan.operation, arrays, spec)
     out = frame.mask(out)

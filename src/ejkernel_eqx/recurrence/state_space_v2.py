@@ -11,6 +11,7 @@ from jax.typing import DTypeLike
 from .._broadcast import like
 from .._kernel import Kernel, Plan
 from .._shapes import AnyArray, Float, Int, Numbers
+from ..core.along import check_sequence_axis
 from ..core.arguments import check_state_dtype, finite_rate, fitting, wide
 from ..dispatch import PlatformLike
 from .arguments import Frame, frame_of, Operands, step_frame_of
@@ -56,6 +57,7 @@ class StateSpaceV2(Kernel):
     norm: str | None = eqx.field(static=True)
     norm_eps: float = eqx.field(static=True)
     reverse: bool = eqx.field(static=True)
+    sequence_axis: str | None = eqx.field(static=True)
     state_dtype: str | None = eqx.field(static=True)
     plan: Plan = eqx.field(static=True)
 
@@ -67,6 +69,7 @@ class StateSpaceV2(Kernel):
         norm: Literal["group", "whole"] | None = None,
         norm_eps: float = 1e-5,
         reverse: bool = False,
+        sequence_axis: str | None = None,
         state_dtype: DTypeLike | None = None,
         platform: PlatformLike | None = None,
         config: Any | None = None,
@@ -78,7 +81,7 @@ class StateSpaceV2(Kernel):
         - `dt_limit`: `(low, high)`, the bounds of the time step, or `None`.
         - `norm`: RMS-normalise the gated output over the heads of each group (`"group"`) or over all heads (`"whole"`); `None` does not.
         - `norm_eps`: added to the mean square.
-        - `reverse`, `state_dtype`, `platform`, `config`: as in [`ejkernel_eqx.GatedLinearAttention`][].
+        - `reverse`, `sequence_axis`, `state_dtype`, `platform`, `config`: as in [`ejkernel_eqx.GatedLinearAttention`][].
         - `tune_for`: `(x, dt, A, B, C)` or [`ejkernel_eqx.inputs`][]`(x, dt, A, B, C, D=D, ...)`: fix the choice for these inputs now.
         """
         if norm not in (None, "group", "whole"):
@@ -88,6 +91,7 @@ class StateSpaceV2(Kernel):
         self.dt_softplus, self.dt_limit = dt_softplus, check_limit(dt_limit)
         self.norm, self.norm_eps = norm, float(norm_eps)
         self.reverse, self.state_dtype = reverse, check_state_dtype(state_dtype)
+        self.sequence_axis = check_sequence_axis(sequence_axis)
         self.plan = plan_of(StateSpaceV2, self, platform, config, tune_for)
 
     @jax.named_scope("ejkernel_eqx.StateSpaceV2")
@@ -123,7 +127,9 @@ class StateSpaceV2(Kernel):
         **Returns:** `(y, final_state)`: `[..., T, H, P]` in the dtype of `x`, and the state after the last token, in the shape of `initial_state`.
         Raises the errors of [`ejkernel_eqx.GatedLinearAttention`][].
         """
-        frame = frame_of(x, "x", "H P", cu_seqlens, segment_ids, self.reverse, state_indices)
+        frame = frame_of(
+            x, "x", "H P", cu_seqlens, segment_ids, self.reverse, state_indices, self.sequence_axis
+        )
         inputs = _Inputs(x, dt, A, B, C, D, z, dt_bias, norm_weight)
         operands, epilogue = self._operands(frame, inputs)
         return run(self.plan, frame, operands, initial_state, self.state_dtype, epilogue)

@@ -10,11 +10,13 @@ from jax.typing import DTypeLike
 
 from .._kernel import Kernel, Plan
 from .._shapes import AnyArray, Float, Int, Numbers
+from ..core.along import check_sequence_axis
 from ..core.arguments import accumulator, check_state_dtype, finite_rate, fitting
 from ..core.frame import Frame, frame_of, step_frame_of
 from ..core.plans import plan_of
 from ..core.platforms import register
 from ..dispatch import PlatformLike
+from .along import scan_along
 from .core import scan, step
 from .spec import NO_TIME, ScanArrays, ScanSpec, SHARED, StepArrays
 
@@ -53,6 +55,7 @@ class StateSpaceV1(Kernel):
     dt_softplus: bool = eqx.field(static=True)
     num_groups: int = eqx.field(static=True)
     reverse: bool = eqx.field(static=True)
+    sequence_axis: str | None = eqx.field(static=True)
     state_dtype: str | None = eqx.field(static=True)
     plan: Plan = eqx.field(static=True)
 
@@ -62,6 +65,7 @@ class StateSpaceV1(Kernel):
         dt_softplus: bool = False,
         num_groups: int = 1,
         reverse: bool = False,
+        sequence_axis: str | None = None,
         state_dtype: DTypeLike | None = None,
         platform: PlatformLike | None = None,
         config: Any | None = None,
@@ -71,13 +75,14 @@ class StateSpaceV1(Kernel):
 
         - `dt_softplus`: apply a softplus to `dt + dt_bias`.
         - `num_groups`: number of channel groups; with more than one, `B` and `C` have a group axis.
-        - `reverse`, `state_dtype`, `platform`, `config`: as in [`ejkernel_eqx.GatedLinearAttention`][].
+        - `reverse`, `sequence_axis`, `state_dtype`, `platform`, `config`: as in [`ejkernel_eqx.GatedLinearAttention`][].
         - `tune_for`: `(x, dt, A, B, C)` or [`ejkernel_eqx.inputs`][]`(x, dt, A, B, C, D=D, ...)`: fix the choice for these inputs now.
         """
         if num_groups < 1:
             raise ValueError(f"num_groups: expected a positive number, received {num_groups}.")
         self.dt_softplus, self.num_groups, self.reverse = dt_softplus, num_groups, reverse
         self.state_dtype = check_state_dtype(state_dtype)
+        self.sequence_axis = check_sequence_axis(sequence_axis)
         self.plan = plan_of(StateSpaceV1, self, platform, config, tune_for)
 
     @jax.named_scope("ejkernel_eqx.StateSpaceV1")
@@ -110,7 +115,9 @@ class StateSpaceV1(Kernel):
         **Returns:** `(y, final_state)`: `[..., T, I]` in the dtype of `x`, and the state after the last token, in the shape of `initial_state`.
         Raises the errors of [`ejkernel_eqx.GatedLinearAttention`][].
         """
-        frame = frame_of(x, "x", "I", cu_seqlens, segment_ids, self.reverse, state_indices)
+        frame = frame_of(
+            x, "x", "I", cu_seqlens, segment_ids, self.reverse, state_indices, self.sequence_axis
+        )
         operands, packing = self._operands(frame, _Inputs(x, dt, A, B, C, D, z, dt_bias)), frame.packing
         if packing.real is not None:
             padding = jnp.asarray(NO_TIME, operands["dt"].dtype)
@@ -123,7 +130,10 @@ class StateSpaceV1(Kernel):
             arrays = ScanArrays(
                 **operands, initial_state=states.entering, starts=packing.starts, offsets=packing.offsets
             )
-            out, final = scan(self.plan, self.operation, arrays, spec)
+            if frame.along is None:
+                out, final = scan(self.plan, self.operation, arrays, spec)
+            else:
+                out, final = scan_along(frame.along, self.plan, self.operation, arrays, spec)
         return packing.give(out), states.leaving(final)
 
     @jax.named_scope("ejkernel_eqx.StateSpaceV1.step")

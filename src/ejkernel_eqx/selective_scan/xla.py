@@ -109,7 +109,7 @@ def _chunked(tokens: Tokens, A: Array, state: Array, fresh: Array | None, size: 
     chunks = -(-length // size)
     cut = lambda x: _pad(x, chunks * size - length).reshape((chunks, size, *x.shape[1:]))
     chunk = jax.checkpoint(lambda state, tokens: lax.scan(functools.partial(_token, A), state, tokens))
-    state, y = lax.scan(chunk, state, tuple(map(cut, tokens)))
+    state, y = lax.scan(chunk, match_varying(state, (tokens, A)), tuple(map(cut, tokens)))
     return y.reshape((chunks * size, *y.shape[2:]))[:length], state
 
 

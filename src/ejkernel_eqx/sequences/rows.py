@@ -21,6 +21,7 @@ class Packing:
     real: Array | None = None  # bool [*, T]; None: all are
     starts: Array | None = None  # as in `recurrence.spec.RecurrenceArrays`
     offsets: Array | None = None
+    ids: Array | None = None  # int32 [*, T], the segment of each token
 
     @property
     def num_sequences(self) -> int | None:
@@ -83,7 +84,7 @@ def read_packing(
             f"segment_ids: expected a shape that broadcasts to {(*lead, length)}, received {ids.shape}."
         ) from None
     ids = jnp.flip(ids, -1) if reverse else ids
-    return Packing(lead, length, reverse, ids >= 0, _starts(ids), None)
+    return Packing(lead, length, reverse, ids >= 0, _starts(ids), None, ids)
 
 
 def _starts(ids: Array) -> Array:

@@ -1,0 +1,65 @@
+"""Recurrent layers over tokens that are split over a mesh axis: the numbers of one device, gradients of weights included."""
+
+import functools
+from typing import Any
+
+import equinox as eqx
+import jax
+import jax.numpy as jnp
+import pytest
+from jax.sharding import AxisType
+from jax.sharding import PartitionSpec as P
+
+import ejkernel_eqx as ejx
+from tests.attention.dense import normal
+from tests.tolerances import assert_close
+
+AXIS = "sequence"
+LAYERS: dict[str, Any] = {
+    "gla": functools.partial(ejx.nn.GatedLinearAttention, 8, num_heads=2, use_short_conv=True),
+    "lightning": functools.partial(ejx.nn.LightningAttention, 8, num_heads=2, head_dim=4),
+    "kimi": functools.partial(ejx.nn.KimiDeltaAttention, 8, num_heads=2, head_dim=4),
+    "gated delta": functools.partial(
+        ejx.nn.GatedDeltaNet, 8, num_k_heads=1, num_v_heads=2, head_dim=4, v_head_dim=4
+    ),
+    "mamba1": functools.partial(ejx.nn.Mamba1Mixer, 8, state_size=4),
+    "mamba2": functools.partial(ejx.nn.Mamba2Mixer, 8, state_size=4, head_dim=4),
+}
+
+
+@pytest.mark.few(2)
+@pytest.mark.parametrize("name", LAYERS)
+def test_numbers_of_one_device(name):
+    """Four devices with six tokens each, fewer than the convolutions reach back in a row that is mostly padding."""
+    key, tokens = jax.random.key(0), P(None, AXIS)
+    mesh = jax.make_mesh((4,), (AXIS,), (AxisType.Auto,), devices=jax.devices()[:4])
+    x, weight = normal(1, 2, 24, 8), normal(2, 2, 24, 8)
+    mask = jnp.stack([jnp.arange(24) % 5 == 3, jnp.arange(24) < 20])
+    x = jnp.where(mask[..., None], x, jnp.nan)
+
+    def loss(layer: Any, x: Any, split: bool) -> Any:
+        arrays, rest = eqx.partition(layer, eqx.is_array)
+
+        def call(arrays: Any, x: Any, mask: Any) -> Any:
+            layer = eqx.combine(arrays, rest)
+            return layer(x, layer.init_state(2), padding_mask=mask)
+
+        if split:
+            call = jax.shard_map(call, mesh=mesh, in_specs=(P(), tokens, tokens), out_specs=(tokens, P()))
+        y, state = call(arrays, x, mask)
+        y = jnp.where(mask[..., None], y, 0)
+        return jnp.sum(y * weight) + jnp.sum(state.recurrent), (y, state)
+
+    results = []
+    for axis in (None, AXIS):
+        layer = LAYERS[name](sequence_axis=axis, key=key)
+        gradient = eqx.filter_jit(
+            eqx.filter_value_and_grad(functools.partial(loss, split=axis is not None), has_aux=True)
+        )
+        results.append(gradient(layer, x))
+    (one, one_grads), (over, over_grads) = results
+    for expected, found in zip(jax.tree.leaves(one[1]), jax.tree.leaves(over[1]), strict=True):
+        assert_close(found, expected)
+    expected, found = (jax.tree_util.tree_leaves_with_path(grads) for grads in (one_grads, over_grads))
+    for (path, a), (_, b) in zip(found, expected, strict=True):
+        assert_close(a, b, kind="gradient", name=str(path))
