@@ -136,6 +136,19 @@ def test_more_programs_than_run_at_the_same_time():
     assert waits == {"persistent_forward_kernel": False, "persistent_backward_kernel": False}
 
 
+def test_a_configuration_of_a_larger_device_does_not_wait(monkeypatch):
+    """Given as `config=`, nothing has compared it with the device."""
+    triton = pytest.importorskip("ejkernel_eqx.cells.triton.compiled")
+    of = problem("bfloat16", B=64, T=512, H=1024)
+    work = kernel_registry.get(OPERATION, "triton").make_workload(of)
+    assert work is not None and work.launches is not None
+    for count, waits in ((132, True), (114, False), (0, True)):  # on a CPU it is not known
+        facts = dataclasses.replace(DEVICES["sm_90"], num_multiprocessors=count)
+        monkeypatch.setattr(triton, "device_facts", lambda facts=facts: facts)
+        launches = work.launches(candidates(of, "sm_90")[0])
+        assert [launch.constants["GRID_BARRIER"] for launch in launches] == [waits] * len(launches)
+
+
 def test_float32_may_have_the_weight_on_the_chip():
     """Not by default; every candidate fits without spills, which the parts of three passes easily cause."""
     pytest.importorskip("triton")
