@@ -182,44 +182,45 @@ def _latent() -> list[TuneProblem]:
 
 
 def _matmul() -> list[TuneProblem]:
-    """Experts of published models as the layer applies them, gate and up at once, then down; a plain product and gathered tokens; decoding."""
+    """Plain products and decoding; experts of published models as the layer applies them, gate and up at once, then down; gathered tokens, 8 bits.
+    In order of importance: a time limit omits the last ones."""
+    operation = "grouped_matmul"
     models = (  # rows of a batch, features, those of an expert, experts, experts of a token
         (16384, 4096, 14336, 8, 2),
         (32768, 2048, 1408, 64, 6),
         (65536, 2048, 768, 128, 8),
         (16384, 2880, 2880, 32, 4),
     )
-    problems = []
-    for rows, features, expert, count, chosen in models:
-        plain = dict(M=rows, K=features, N=expert, E=count)
-        for size in (plain, *(plain | {"M": tokens * chosen} for tokens in (64, 16, 1))):
-            problems += [
-                named("grouped_matmul", size, gated="pair", activation="silu", transpose_rhs=True),
-                named("grouped_matmul", size | {"K": expert, "N": features}, transpose_rhs=True),
-            ]
-        problems.append(named("grouped_matmul", plain))
-    up = dict(M=32768, L=5461, K=2048, N=1408, E=64)
-    problems.append(
-        named("grouped_matmul", up, gated="halves", activation="silu", transpose_rhs=True, gathered=True)
-    )
+
+    def plain(model: tuple[int, ...], rows: int) -> dict[str, int]:
+        return dict(M=rows, K=model[1], N=model[2], E=model[3])
+
+    def layer(model: tuple[int, ...], rows: int) -> list[TuneProblem]:
+        up = plain(model, rows)
+        return [
+            named(operation, up, gated="pair", activation="silu", transpose_rhs=True),
+            named(operation, up | {"K": up["N"], "N": up["K"]}, transpose_rhs=True),
+        ]
+
     decode = dict(M=64, K=2048, N=1408, E=64)
-    oss = dict(M=16384, L=4096, K=2880, N=2880, E=32)
+    problems = [named(operation, plain(model, model[0])) for model in models[:2]]
+    problems.append(named(operation, decode))
+    for model in models:
+        problems += layer(model, model[0])
+    for tokens in (64, 16, 1):
+        for model in models:
+            problems += layer(model, tokens * model[-1])
+    problems += [named(operation, plain(model, model[0])) for model in models[2:]]
+    up = dict(M=32768, L=5461, K=2048, N=1408, E=64)
+    clipped: Any = dict(gated="interleaved", activation="silu", clipped=True, bias=True, gathered=True)
     return [
         *problems,
-        named("grouped_matmul", decode),
-        named("grouped_matmul", decode, stored="int8"),
-        named("grouped_matmul", decode, stored="float8_e4m3fn"),
-        named("grouped_matmul", dict(M=16384, K=4096, N=14336, E=8), stored="float8_e4m3fn"),
-        named(
-            "grouped_matmul",
-            oss,
-            gated="interleaved",
-            activation="silu",
-            clipped=True,
-            bias=True,
-            gathered=True,
-        ),
-        named("grouped_matmul", dict(M=8192, K=1024, N=2048, E=8), "float32"),
+        named(operation, decode, stored="int8"),
+        named(operation, decode, stored="float8_e4m3fn"),
+        named(operation, up, gated="halves", activation="silu", transpose_rhs=True, gathered=True),
+        named(operation, plain(models[0], models[0][0]), stored="float8_e4m3fn"),
+        named(operation, dict(M=16384, L=4096, K=2880, N=2880, E=32), **clipped),
+        named(operation, dict(M=8192, K=1024, N=2048, E=8), "float32"),
     ]
 
 

@@ -122,7 +122,7 @@ def test_more_programs_than_run_at_the_same_time():
     for wrong, of, words in (
         (config, larger, "192 programs"),
         (dataclasses.replace(config, concurrent_programs=100), problem("bfloat16", B=64, H=1024), "is 100"),
-        (config, problem("float32", B=64, H=1024), "takes float16 and bfloat16"),
+        (config, problem("float32", B=64, H=1024), "bytes of shared memory"),
     ):
         reason = triton.config_unsupported(wrong, of, DEVICES["sm_90"])
         assert reason is not None and words in reason
@@ -134,6 +134,34 @@ def test_more_programs_than_run_at_the_same_time():
         launch.function.fn.__name__: launch.constants["GRID_BARRIER"] for launch in work.launches(config)
     }
     assert waits == {"persistent_forward_kernel": False, "persistent_backward_kernel": False}
+
+
+def test_a_configuration_of_a_larger_device_does_not_wait(monkeypatch):
+    """Given as `config=`, nothing has compared it with the device."""
+    triton = pytest.importorskip("ejkernel_eqx.cells.triton.compiled")
+    of = problem("bfloat16", B=64, T=512, H=1024)
+    work = kernel_registry.get(OPERATION, "triton").make_workload(of)
+    assert work is not None and work.launches is not None
+    for count, waits in ((132, True), (114, False), (0, True)):  # on a CPU it is not known
+        facts = dataclasses.replace(DEVICES["sm_90"], num_multiprocessors=count)
+        monkeypatch.setattr(triton, "device_facts", lambda facts=facts: facts)
+        launches = work.launches(candidates(of, "sm_90")[0])
+        assert [launch.constants["GRID_BARRIER"] for launch in launches] == [waits] * len(launches)
+
+
+def test_float32_may_have_the_weight_on_the_chip():
+    """Not by default; every candidate fits without spills, which the parts of three passes easily cause."""
+    pytest.importorskip("triton")
+    from ejkernel_eqx.launch import compile_ahead
+
+    of = problem("float32", B=256, T=512, H=256)
+    found = candidates(of, "sm_90")
+    assert "persistent" not in forms(found[0]) and forms(found[1]) == ("persistent",) * 2
+    work = kernel_registry.get(OPERATION, "triton").make_workload(of)
+    assert work is not None and work.launches is not None
+    for launch in work.launches(found[1]):
+        report = compile_ahead(launch, "sm_90")
+        assert launch.constants["GRID_BARRIER"] and report.fits and report.spills == 0, (launch.label, report)
 
 
 def test_tiles_are_narrowed_to_the_problem():

@@ -99,22 +99,23 @@ PERSISTENT = {
 }
 
 
-@pytest.mark.parametrize("tiles", PERSISTENT)
+@pytest.mark.parametrize(
+    "tiles, dtype", [*((tiles, "bfloat16") for tiles in PERSISTENT), ("four share columns", "float32")]
+)
 @pytest.mark.parametrize("name", LARGER)
-def test_programs_that_wait_for_each_other(name, tiles):
+def test_programs_that_wait_for_each_other(name, tiles, dtype):
     """The weight on the chip, in one launch: right, and the same bit for bit whichever program arrives first."""
-    of = example_problem("recurrent", dict(B=64, T=8, H=64), "bfloat16", dict(cell="lstm"))
     from ejkernel_eqx.cells.triton.tile_sizes import CellTile, TritonConfig
 
     device = device_facts()
     forward, backward = (CellTile(*sizes, "persistent") for sizes in PERSISTENT[tiles])
     config = TritonConfig(forward, backward, concurrent_programs=device.num_multiprocessors)
     implementation = kernel_registry.get("recurrent", "triton")
-    of = example_problem("recurrent", dict(B=64, T=8, H=64), "bfloat16", dict(cell="lstm"))
+    of = example_problem("recurrent", dict(B=64, T=8, H=64), dtype, dict(cell="lstm"))
     reason = implementation.config_unsupported(config, of, device)
     if reason is not None:
         pytest.skip(reason)
-    case = dataclasses.replace(LARGER[name], dtype="bfloat16")
+    case = dataclasses.replace(LARGER[name], dtype=dtype)
     arrays, cotangents = make(case)
     op = case.operation(config=config)
     found = results(op, arrays, case.packing, cotangents)

@@ -252,6 +252,18 @@ def test_what_an_empty_call_gives(platform):
     assert op(jnp.ones((5, 4)), jnp.ones((0, 4, 3)), jnp.zeros(0, jnp.int32)).shape == (5, 3)
 
 
+@pytest.mark.parametrize("transpose_rhs", [False, True])
+def test_sums_of_nothing_are_the_bias(platform, transpose_rhs):
+    op = ejx.GroupedMatmul(platform=platform, transpose_rhs=transpose_rhs, activation="relu")
+    x, w = jnp.ones((5, 0)), jnp.ones((2, 3, 0) if transpose_rhs else (2, 0, 3))
+    sizes, bias = jnp.array([3, 1]), jnp.array([[1.0, -2.0, 3.0], [4.0, 5.0, -6.0]])
+    expected = jnp.maximum(jnp.concatenate([bias[jnp.array([0, 0, 0, 1])], jnp.zeros((1, 3))]), 0.0)
+    assert jnp.array_equal(op(x, w, sizes, bias), expected) and not op(x, w, sizes).any()
+    dx, dw, dbias = jax.grad(lambda *given: op(*given[:2], sizes, given[2]).sum(), (0, 1, 2))(x, w, bias)
+    assert dx.shape == x.shape and dw.shape == w.shape
+    assert jnp.array_equal(dbias, jnp.array([[3.0, 0.0, 3.0], [1.0, 1.0, 0.0]]))
+
+
 @pytest.mark.slow
 def test_float64(enable_x64):
     case = Case(dtype="float64", bias=True, activation="silu", gathered=5)

@@ -102,7 +102,22 @@ def resolve(
         found |= _side("up", other, up, (count, width))
     if rows is not None:
         found["rows"] = _checked_rows(rows, row_indices, lhs.shape[-2], sizes, group_sizes)
-    return GroupedArrays(lhs, sizes, **found), spec
+    arrays = GroupedArrays(lhs, sizes, **found)
+    return (_with_a_zero(arrays, spec) if inner == 0 else arrays), spec
+
+
+def _with_a_zero(arrays: GroupedArrays, spec: GroupedSpec) -> GroupedArrays:
+    """Sums of one product, which is 0, instead of none: no kernel needs to know of those."""
+    axis = -1 if spec.transpose_rhs else -2
+    axes = {"lhs": -1} | dict.fromkeys(("rhs", "up", "stored", "up_stored"), axis)
+
+    def one(x: Array, axis: int) -> Array:
+        shape = list(x.shape)
+        shape[axis] = 1
+        return jnp.zeros(shape, x.dtype)
+
+    given = {name: x for name in axes if (x := getattr(arrays, name)) is not None}
+    return arrays._replace(**{name: one(x, axes[name]) for name, x in given.items()})
 
 
 def _completed(spec: GroupedSpec, up: RightSide, out_dtype: str) -> GroupedSpec:

@@ -9,7 +9,7 @@ import jax.numpy as jnp
 from jax import Array, lax
 
 from ...core.platforms import kernels_unavailable
-from ...dispatch import BOTH, DeviceFacts, FORWARD, Problem
+from ...dispatch import BOTH, device_facts, DeviceFacts, FORWARD, Problem
 from ...launch import Execute, given, Launcher, NOTHING, result, run
 from ...launch.sizes import cdiv
 from ..spec import CellArrays, CellSpec, GATES
@@ -169,8 +169,9 @@ class _Call:
         self.rows: Rows = rows_of(arrays)
         self.is_persistent = tile.form == "persistent"
         self.programs = tile_sizes.programs(kernel, self.rows.count, self.features, tile)
-        # Programs that may not all run at the same time must not wait for each other.
-        waits = self.is_persistent and self.programs <= config.concurrent_programs
+        # Programs that may not all run at the same time must not wait for each other; and what is given as `config=` may be of a larger device.
+        at_once = min(config.concurrent_programs, device_facts().num_multiprocessors or self.programs)
+        waits = self.is_persistent and self.programs <= at_once
         self.in_one_launch = tile.form == "whole" or waits
         numbers = {
             "R": self.rows.count,

@@ -83,6 +83,8 @@ _DEPTHS = ((1024, 1), (512, 2), (256, 3), (256, 2), (128, 3), (128, 2), (64, 2),
 """Depths of blocks, and how many products early they are loaded."""
 _EARLY = 256
 """The most numbers that a thread loads before the products that read them."""
+_LARGEST, _WIDE = (64, 1024), (32, 64)
+"""The most rows and the deepest blocks; and those in float32, whose products in three passes hold every operand twice: larger ones are spilled."""
 _TILES = {"whole": _WHOLE, "per_step": _PER_STEP}
 
 
@@ -97,9 +99,11 @@ def candidates(problem: Problem, device: DeviceFacts) -> list[TritonConfig]:
     others = ["whole", "per_step"] if _weight_bytes(problem) <= _STREAMED else ["per_step", "whole"]
     columns = [[_tiles(kernel, form, problem, device) for kernel in KERNELS] for form in others]
     resident = [_persistent_tiles(kernel, problem, device) for kernel in KERNELS]
-    if any(resident):
-        columns.insert(0, [first or second for first, second in zip(resident, columns[0], strict=True)])
     pairs = [pair for form in columns for pair in rows_of(form)]
+    if any(resident):
+        waiting = rows_of([first or second for first, second in zip(resident, columns[0], strict=True)])
+        # In float32 they have not been measured, so they are not the heuristic.
+        pairs = [*pairs[:1], *waiting, *pairs] if _is_wide(problem) else [*waiting, *pairs]
     most = device.num_multiprocessors
     return [TritonConfig(first, second, precision, is_nvidia, most) for first, second in dict.fromkeys(pairs)]
 
@@ -111,7 +115,7 @@ def config_unsupported(config: TritonConfig, problem: Problem, device: DeviceFac
         tile: CellTile = getattr(config, kernel)
         sizes = f"{tile.block_m}x{tile.block_n}x{tile.block_k}"
         if tile.form == "persistent":
-            reason = _not_persistent(problem, device)
+            reason = _not_persistent(device)
             if reason is not None:
                 return reason
             count = programs(kernel, _rows(problem), problem.dim("H"), tile)
@@ -126,12 +130,12 @@ def config_unsupported(config: TritonConfig, problem: Problem, device: DeviceFac
     return None
 
 
-def _not_persistent(problem: Problem, device: DeviceFacts) -> str | None:
+def _not_persistent(device: DeviceFacts) -> str | None:
     """Why the persistent form is not offered: earlier products would hold the weight in registers, where it does not fit, and Blackwell's were
-    not tried; those of float32 in three passes need every operand twice."""
+    not tried."""
     if device.vendor != "nvidia" or device.capability[0] != 9:
         return "the persistent form needs an NVIDIA GPU of compute capability 9.x"
-    return "the persistent form takes float16 and bfloat16" if problem.dtype("x") == "float32" else None
+    return None
 
 
 def sharing(tile: CellTile) -> int:
@@ -149,16 +153,19 @@ def programs(kernel: str, rows: int, features: int, tile: CellTile) -> int:
 
 def _persistent_tiles(kernel: str, problem: Problem, device: DeviceFacts) -> list[CellTile]:
     """The tiles of the persistent form whose programs run at the same time, each with the deepest blocks that fit."""
-    if _not_persistent(problem, device) is not None:
+    if _not_persistent(device) is not None:
         return []
     H, rows = problem.dim("H"), _rows(problem)
     found: list[CellTile] = []
+    most, deepest = _WIDE if _is_wide(problem) else _LARGEST
     for m, n, warps in _PERSISTENT[kernel]:
+        if m > most:
+            continue
         n = min(n, padded(H))
         # The columns of one gate are fewer than products need; and where all features are no more than these, nothing is left to share.
         if _gates(problem) == 1 if kernel == "forward" else H <= WIDTH:
             n, warps = max(n, WIDTH), 8
-        blocks = [(min(k, padded(_depth(kernel, problem))), ahead) for k, ahead in _DEPTHS]
+        blocks = [(min(k, padded(_depth(kernel, problem))), ahead) for k, ahead in _DEPTHS if k <= deepest]
         tiles = [CellTile(min(m, padded(rows)), n, k, warps, ahead, "persistent") for k, ahead in blocks]
         tiles = [
             dataclasses.replace(tile, num_stages=min(tile.num_stages, _blocks(kernel, problem, tile)))
@@ -191,8 +198,9 @@ def _tiles(kernel: str, form: str, problem: Problem, device: DeviceFacts) -> lis
 def _memory(kernel: str, problem: Problem, tile: CellTile) -> int:
     """An estimate of the shared memory of a program: the operands of all stages, or a sum that changes its layout. The instructions for fewer than
     64 rows hold one stage in registers. In the persistent form, the weight and all blocks that are loaded early."""
-    size = {"float32": 4}.get(problem.dtype("x"), 2)
+    size = 4 if _is_wide(problem) else 2
     if tile.form == "persistent":
+        size *= 2 if _is_wide(problem) else 1  # the parts of three passes
         outputs = tile.block_n * (sharing(tile) if kernel == "backward" else 4 if _gates(problem) > 1 else 1)
         depth = _blocks(kernel, problem, tile) * tile.block_k
         loaded = min(depth, (tile.num_stages + 1) * tile.block_k) * tile.block_m * size
@@ -218,8 +226,11 @@ def _gates(problem: Problem) -> int:
 
 
 def _weight_bytes(problem: Problem) -> int:
-    size = {"float32": 4}.get(problem.dtype("x"), 2)
-    return _gates(problem) * problem.dim("H") ** 2 * size
+    return _gates(problem) * problem.dim("H") ** 2 * (4 if _is_wide(problem) else 2)
+
+
+def _is_wide(problem: Problem) -> bool:
+    return problem.dtype("x") == "float32"
 
 
 def _rows(problem: Problem) -> int:
