@@ -17,7 +17,7 @@ from ..masks import tile_table
 from ..masks.call_lists import tile_lists
 from ..masks.lower import both, Lowered
 from ..masks.tile_lists import Shape
-from ..philox import threshold
+from ..philox import three_words, threshold
 from ..spec import AttentionArrays, AttentionGrads, AttentionSpec, RowRanges
 from . import backward_kernels, forward_kernel, tile_sizes
 
@@ -252,7 +252,7 @@ def launcher(
         "v": arrays.v,
         "bias": arrays.bias,
         "mask": mask,
-        "seeds": arrays.seeds,
+        "seeds": three_words(arrays.seeds),
         "map": None if arrays.blocks is None else _every_row(arrays.blocks.astype(jnp.int8), arrays),
         **dict.fromkeys(("row", "order", "list", "pattern", "bits")),
     }
