@@ -197,8 +197,8 @@ def check_split(axis: str, tokens: int, mesh: Mapping[str, int], chunks: int = 1
     """Raises `ValueError` if a mesh cannot split so many tokens over its axis, in so many chunks for each device."""
     if axis not in mesh:
         raise ValueError(
-            f"axis_name: expected an axis of the mesh, which has {', '.join(map(repr, mesh)) or 'none'}, received {axis!r}; name the axis that splits "
-            "the tokens."
+            f"axis_name: expected an axis of the mesh, which has {', '.join(map(repr, mesh)) or 'none'}, received {axis!r}; name the one that "
+            "splits the tokens."
         )
     parts = mesh[axis] * chunks
     if tokens % parts:

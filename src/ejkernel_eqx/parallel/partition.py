@@ -7,6 +7,7 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+from jax.core import eval_jaxpr
 from jax.experimental.custom_partitioning import custom_partitioning
 from jax.sharding import NamedSharding
 
@@ -113,7 +114,7 @@ def _by_the_compiler(
     shapes = [*shapes[0], *(x.shape for x in constants)], shapes[1]
 
     def undivided(*given: jax.Array) -> tuple[jax.Array, ...]:
-        return tuple(jax.core.eval_jaxpr(whole.jaxpr, given[len(flat) :], *given[: len(flat)]))
+        return tuple(eval_jaxpr(whole.jaxpr, given[len(flat) :], *given[: len(flat)]))
 
     def partition(mesh: Any, arg_shapes: Any, result_shapes: Any) -> Any:
         known = [tuple(a.sharding.spec) for a in arg_shapes]

@@ -27,8 +27,8 @@ def _problem_of(operation: str, arrays: AttentionArrays, spec: RingSpec) -> Prob
 def _axes_of(arrays: AttentionArrays, spec: Any = None) -> dict[str, tuple[str, ...]]:
     """As of attention, but ranges stay whole on every device, and so do the keys of arrays over the scores."""
     axes = axes_of(arrays)
-    whole = {name: ("every T",) for name in axes if name.startswith("rows.")}
-    scores = {name: (*axes[name][:2], "every S") for name in ("bias", "mask")}
+    whole = {name: ("every_T",) for name in axes if name.startswith("rows.")}
+    scores = {name: (*axes[name][:2], "every_S") for name in ("bias", "mask")}
     return axes | whole | scores
 
 

@@ -85,7 +85,9 @@ class Ring:
                 if some is None:
                     total = compute(total, part)
                 else:
-                    total = lax.cond(some, functools.partial(compute, part=part), lambda total: total, total)
+                    total = lax.cond(
+                        some, lambda total, part=part: compute(total, part), lambda total: total, total
+                    )
             return total
 
         branches = [functools.partial(branch, pieces) for pieces in hop.branches]
@@ -236,19 +238,21 @@ def backward(
             ours["bias"] = _add_bias(ours["bias"], grads.bias, part)
         return ours, {name: _add(theirs[name], getattr(grads, name), piece.keys, 1) for name in theirs}
 
+    # The other way round: else a compiler could keep what has arrived in the forward, all keys on every device, and not send it again.
+    order = (*ring.hops[:1], *reversed(ring.hops[1:]))
     keys, at = ring.keys(), 0
     travelled = None
-    for n, hop in enumerate(ring.hops):
+    for n, hop in enumerate(order):
         if n == 0:
             keys, at = ring.moved(keys, hop.shift), hop.shift
         keys, ours = lax.optimization_barrier((keys, ours))
-        following = ring.hops[n + 1].shift if n + 1 < len(ring.hops) else at
+        following = order[n + 1].shift if n + 1 < len(order) else at
         later = ring.moved(keys, following - at)
         start = {"k": ring.zeros(arrays.k.shape), "v": ring.zeros(arrays.v.shape)}
         ours, theirs = ring.over(hop, keys, (ours, start), compute)
         if travelled is not None:
             theirs = {name: travelled[name] + x for name, x in theirs.items()}
-        home = n + 1 == len(ring.hops)
+        home = n + 1 == len(order)
         travelled = ring.moved(theirs, -at if home else following - at)
         keys, at = later, following
     if travelled is None:
