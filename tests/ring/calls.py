@@ -49,7 +49,7 @@ def over(
     def stored(name: str, x: Any) -> Any:
         """In the order in which devices have tokens."""
         scores = [axis for axis in (-2, -1) if x.ndim > 1 and x.shape[axis] > 1]
-        axes = {**dict.fromkeys("qkv", [-3]), "bias": scores, "mask": scores}
+        axes = {"q": [-3], "k": [-3], "v": [-3], "bias": scores, "mask": scores}
         for axis in axes.get(name, [-1] if name in BY_TOKEN else []) if order == "zigzag" else []:
             x = reorder_sequence(x, devices, axis=axis)
         return x

@@ -41,13 +41,13 @@ def test_an_axis_that_splits_something_else():
     rows = NamedSharding(mesh, P(AXIS))
     arrays = {name: jax.device_put(x, rows) for name, x in qkv(4, t=8, s=8).items()}
     with pytest.raises(
-        ValueError, match="q: expected axis 'sequence' to split the tokens, received .*; reshard"
+        ValueError, match=r"q: expected axis 'sequence' to split the tokens, received .*; reshard"
     ):
         ejx.RingAttention(AXIS)(**arrays)
     tokens = NamedSharding(mesh, P(None, "data"))
     arrays = {name: jax.device_put(x, tokens) for name, x in qkv(4, t=8, s=8).items()}
     with pytest.raises(
-        ValueError, match="q: expected tokens that are split over axis 'sequence' or not at all"
+        ValueError, match=r"q: expected tokens that are split over axis 'sequence' or not at all"
     ):
         ejx.RingAttention(AXIS)(**arrays)
 
@@ -56,27 +56,27 @@ def test_an_axis_that_is_not_manual():
     mesh = mesh_of("automatic", 4, data=2)
     module = ejx.RingAttention("other")
     call = jax.shard_map(lambda a: module(**a), mesh=mesh, in_specs=P(None, AXIS), out_specs=P(None, AXIS))
-    with pytest.raises(ValueError, match="axis_name: expected an axis that shard_map has made manual"):
+    with pytest.raises(ValueError, match=r"axis_name: expected an axis that shard_map has made manual"):
         call(qkv(2, t=8, s=8))
 
 
 def test_options(unchecked):
-    with pytest.raises(ValueError, match="axis_name: expected the name of one mesh axis"):
+    with pytest.raises(ValueError, match=r"axis_name: expected the name of one mesh axis"):
         ejx.RingAttention(None)  # pyright: ignore[reportArgumentType]
-    with pytest.raises(ValueError, match="order: expected 'contiguous' or 'zigzag', received 'striped'"):
+    with pytest.raises(ValueError, match=r"order: expected 'contiguous' or 'zigzag', received 'striped'"):
         ejx.RingAttention(AXIS, order="striped")  # pyright: ignore[reportArgumentType]
-    with pytest.raises(ValueError, match="method: expected 'ring', 'all_to_all' or None"):
+    with pytest.raises(ValueError, match=r"method: expected 'ring', 'all_to_all' or None"):
         ejx.RingAttention(AXIS, method="ulysses")  # pyright: ignore[reportArgumentType]
 
 
 def test_masks_that_no_part_can_be_taken_of():
     arrays = qkv(2, t=8, s=8)
-    with pytest.raises(ValueError, match="mask: expected a Mask of windows"):
+    with pytest.raises(ValueError, match=r"mask: expected a Mask of windows"):
         ejx.RingAttention(AXIS)(**arrays, mask=ejx.Mask.strided(2))
     ids = jnp.zeros((2, 8), jnp.int32)
-    with pytest.raises(ValueError, match="segment_ids: expected one pair of ids, received 2"):
+    with pytest.raises(ValueError, match=r"segment_ids: expected one pair of ids, received 2"):
         ejx.RingAttention(AXIS)(**arrays, segment_ids=ids, mask=ejx.Mask.from_segments(ids, ids))
-    with pytest.raises(ValueError, match="expected None with cu_seqlens, received both"):
+    with pytest.raises(ValueError, match=r"expected None with cu_seqlens, received both"):
         ejx.RingAttention(AXIS)(**qkv(t=8, s=8), segment_ids=ids[0], cu_seqlens=jnp.array([0, 8]))
 
 
@@ -87,6 +87,6 @@ def test_heads_that_cannot_be_exchanged():
         for name, x in qkv(2, t=8, s=8, heads=6, kv_heads=3).items()
     }
     with pytest.raises(
-        ValueError, match="6 query and 3 key heads cannot be split over 4 devices; use method='ring'"
+        ValueError, match=r"6 query and 3 key heads cannot be split over 4 devices; use method='ring'"
     ):
         ejx.RingAttention(AXIS, method="all_to_all")(**arrays)

@@ -1,7 +1,6 @@
 """Where arrays lie, and what moves between devices, by the compiled program."""
 
 import collections
-import re
 from typing import Any
 
 import equinox as eqx
@@ -56,8 +55,9 @@ def test_batch_tokens_and_heads_stay_where_they_are(kind):
     assert lies(jax.jit(lambda a: module(**a))(arrays), mesh, SPEC)
 
 
-@pytest.mark.parametrize("window, permutes", [(3, 2), pytest.param(None, 14, marks=pytest.mark.slow)])
+@pytest.mark.parametrize("window, permutes", [(3, 2), pytest.param(None, 4, marks=pytest.mark.slow)])
 def test_hops_that_see_nothing_are_not_made(window, permutes):
+    """Of keys and of values: one hop; or the first, and those of a loop."""
     mesh = mesh_of("explicit", 8)
     arrays = placed(mesh, P(None, AXIS), t=32, s=32)
     module = ejx.RingAttention(AXIS, causal=True, sliding_window=window, method="ring", platform="xla")
@@ -81,16 +81,12 @@ def test_memory_of_a_device_falls_with_their_number(order, optimised):
 
     def temporary(devices: int) -> int:
         mesh = mesh_of("explicit", devices)
-        shape = lambda heads: jax.ShapeDtypeStruct(
-            (1, 8192, heads, 64), jnp.float32, sharding=NamedSharding(mesh, P(None, AXIS))
-        )
-        arrays = {"q": shape(2), "k": shape(2), "v": shape(2)}
+        x = jax.ShapeDtypeStruct((1, 65536, 2, 64), jnp.float32, sharding=NamedSharding(mesh, P(None, AXIS)))
         module = ejx.RingAttention(AXIS, causal=True, order=order, method="ring", platform="xla")
-        return optimised(jax.jit(jax.grad(loss(module))).lower(arrays)).memory_analysis().temp_size_in_bytes
+        lowered = jax.jit(jax.grad(loss(module))).lower({"q": x, "k": x, "v": x})
+        return optimised(lowered).memory_analysis().temp_size_in_bytes
 
-    two, four, eight = (temporary(n) for n in (2, 4, 8))
-    assert four <= 0.65 * two
-    assert eight <= 0.65 * four
+    assert temporary(8) <= 0.6 * temporary(4)
 
 
 @pytest.mark.slow

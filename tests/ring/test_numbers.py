@@ -5,8 +5,7 @@ import numpy as np
 import pytest
 
 from tests.attention.dense import causal, INTERPRET
-from tests.ring.calls import compare, KINDS, Options, OPTIONS, T
-
+from tests.ring.calls import compare, KINDS, OPTIONS, Options, T
 
 # Compiling kernels takes most of the time: those of a few cases by default.
 QUICK = {("segments", "contiguous"), ("soft_cap_and_sinks", "zigzag")}

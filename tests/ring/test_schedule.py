@@ -1,16 +1,35 @@
 """The steps of a ring, from positions alone: every visible pair of tokens is in one piece, and nothing else is done."""
 
+from typing import Any, NamedTuple
+
 import numpy as np
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from ejkernel_eqx.attention.ring.schedule import hops, Sizes
+from ejkernel_eqx.attention.ring.schedule import runs, Sizes
 
 
 def positions(sizes: Sizes, device: int, length: int) -> np.ndarray:
     """Of a device's tokens, in the order in which it has them."""
     each = length // sizes.chunks
     return np.concatenate([start + np.arange(each) for start in sizes.starts(device, length)])
+
+
+class Step(NamedTuple):
+    shift: int
+    branches: Any
+    table: tuple[int, ...]
+
+
+def hops(*args: Any) -> list[Step]:
+    """The steps, one by one."""
+    steps, at = [], 0
+    for run in runs(*args):
+        for shift, table in zip(run.shifts, run.table, strict=True):
+            at += run.came
+            assert at == shift
+            steps.append(Step(shift, run.branches, table))
+    return steps
 
 
 def visible(i, j, reach):
@@ -38,8 +57,10 @@ def test_pieces_cover_what_is_visible(devices, queries, keys, order, reach, posi
     covered = {}
     steps = hops(sizes, reach, True, positional)
     assert [step.shift for step in steps] == sorted({step.shift for step in steps})
+    back = hops(sizes, reach, True, positional, True)
+    assert {step.shift for step in back} == {step.shift for step in steps}
     for step in steps:
-        assert any(step.branches)
+        assert any(step.branches[n] for n in step.table)
         for ours in range(devices):
             theirs = (ours - step.shift) % devices
             i, j = positions(sizes, ours, sizes.queries), positions(sizes, theirs, sizes.keys)
@@ -86,4 +107,4 @@ def test_causal_work_is_balanced_in_zigzag_order():
     assert len({work("zigzag", device) for device in range(4)}) == 1
     assert work("contiguous", 3) == 7 * work("contiguous", 0)
     for step in hops(Sizes(4, 8, 8, "zigzag"), (None, 0, 0), True, False):
-        assert all(len(pieces) == 1 for pieces in step.branches)
+        assert all(len(step.branches[n]) == 1 for n in step.table)

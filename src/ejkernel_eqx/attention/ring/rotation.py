@@ -1,7 +1,7 @@
 """Keys and values go round the devices of a mesh axis, and each adds what its own queries see of them.
 
-Every hop is issued before the kernel of its step and does not depend on it, so the two overlap. A barrier holds the hop after next back until
-a step is done: no device has more than two devices' keys at once.
+Every hop is issued before the kernel of its step and does not depend on it, so the two overlap. Steps are a loop, so that no device has
+more than two devices' keys at once, and so that a kernel is compiled once for all but the first and the last.
 """
 
 import functools
@@ -17,7 +17,7 @@ from ...parallel import match_varying
 from ..cotangents import clean_cotangent, row_terms, sinks_gradient
 from ..masks.lower import window_ends
 from ..spec import AttentionArrays, AttentionGrads, AttentionSpec, RowRanges
-from .schedule import Hop, hops, Piece, Sizes
+from .schedule import Piece, Run, runs, Sizes
 from .spec import RingSpec
 
 Keys = dict[str, Array]
@@ -27,18 +27,18 @@ Keys = dict[str, Array]
 class Ring:
     """One call on one device, inside `shard_map` over its axis."""
 
-    def __init__(self, arrays: AttentionArrays, spec: RingSpec, config: Any, platform: Any):
-        self.arrays, self.spec, self.config, self.platform = arrays, spec, config, platform
+    def __init__(self, arrays: AttentionArrays, spec: RingSpec, backward: bool = False):
+        self.arrays, self.spec = arrays, spec
         self.devices = lax.axis_size(spec.axis)
         self.index = lax.axis_index(spec.axis)
         self.wide = accumulator(arrays.q.dtype)
         self.sizes = Sizes(self.devices, arrays.q.shape[1], arrays.k.shape[1], spec.order)
-        self.hops = hops(self.sizes, spec.reach, arrays.rows is None, spec.positional)
+        self.runs = runs(self.sizes, spec.reach, arrays.rows is None, spec.positional, backward)
         self.rows = self._own_rows()
 
     def _own_rows(self) -> RowRanges | None:
         """The ranges of this device's queries, counted over all keys; `None` if no step needs them."""
-        pieces = (piece for hop in self.hops for branch in hop.branches for piece in branch)
+        pieces = (piece for run in self.runs for branch in run.branches for piece in branch)
         if all(piece.window is not None for piece in pieces):
             return None
         starts, size = self._starts(self.index, self.sizes.queries)
@@ -69,31 +69,36 @@ class Ring:
 
     def keys(self) -> Keys:
         arrays = {"k": self.arrays.k, "v": self.arrays.v, "segments": self.arrays.kv_segments}
-        return {name: x for name, x in arrays.items() if x is not None}
+        return match_varying(
+            {name: x for name, x in arrays.items() if x is not None}, (self.arrays, self.index)
+        )
+
+    def first_keys(self) -> Keys:
+        """Those of the first step, usually the device's own."""
+        return self.moved(self.keys(), self.runs[0].came) if self.runs else self.keys()
 
     def zeros(self, shape: tuple[int, ...], value: float = 0.0) -> Array:
         """The start of a sum, with the type of what is added to it."""
         return match_varying(jnp.full(shape, value, self.wide), (self.arrays, self.index))
 
-    def over(self, hop: Hop, keys: Keys, total: Any, compute: Callable[[Any, "Part"], Any]) -> Any:
-        """`total` after `compute` of every piece of a step that this device has."""
-        theirs = (self.index - hop.shift) % self.devices
+    def each_step(self, carry: Any, step: Callable[[Any, "Step"], Any]) -> Any:
+        """`carry` after all steps, in loops of those that are alike."""
+        for n, run in enumerate(self.runs):
+            body = functools.partial(self._one, step, run, n == 0 and run.shifts == (0,))
+            if len(run.shifts) == 1:
+                carry = body(carry, (np.int32(run.shifts[0]), np.asarray(run.table[0], np.int32)))[0]
+            else:
+                carry = lax.scan(
+                    body, carry, (np.asarray(run.shifts, np.int32), np.asarray(run.table, np.int32))
+                )[0]
+        return carry
 
-        def branch(pieces: tuple[Piece, ...], total: Any) -> Any:
-            for piece in pieces:
-                part, some = self.part(piece, keys, theirs, hop.shift == 0)
-                if some is None:
-                    total = compute(total, part)
-                else:
-                    total = lax.cond(
-                        some, lambda total, part=part: compute(total, part), lambda total: total, total
-                    )
-            return total
-
-        branches = [functools.partial(branch, pieces) for pieces in hop.branches]
-        if len(branches) == 1:
-            return branches[0](total)
-        return lax.switch(jnp.asarray(np.asarray(hop.table, np.int32))[self.index], branches, total)
+    def _one(self, step: Any, run: Run, own: bool, carry: Any, x: tuple[Any, Any]) -> tuple[Any, None]:
+        shift, table = x
+        # A hop waits for the step before: without loops a compiler could make all of them at once.
+        carry = lax.optimization_barrier(carry)
+        theirs = (self.index - shift) % self.devices
+        return step(carry, Step(self, run, jnp.asarray(table)[self.index], theirs, own)), None
 
     def part(self, piece: Piece, keys: Keys, theirs: Array, own: bool) -> tuple["Part", Array | None]:
         """The call of a piece and, if only its arrays tell, whether it sees anything."""
@@ -157,9 +162,44 @@ class Part(NamedTuple):
     column: Array
 
 
+class Step(NamedTuple):
+    """One step of this device, with the keys of device `theirs`; `own` if these are certainly its own."""
+
+    ring: Ring
+    run: Run
+    branch: Array
+    theirs: Array
+    own: bool
+
+    def came(self, tree: Any) -> Any:
+        """What has to go where the keys of this step have gone."""
+        return self.ring.moved(tree, self.run.came)
+
+    def following(self, keys: Keys) -> Keys:
+        """The keys of the next step."""
+        return self.ring.moved(keys, self.run.following)
+
+    def over(self, keys: Keys, total: Any, compute: Callable[[Any, Part], Any]) -> Any:
+        """`total` after `compute` of every piece that this device has."""
+
+        def branch(pieces: tuple[Piece, ...], total: Any) -> Any:
+            for piece in pieces:
+                part, some = self.ring.part(piece, keys, self.theirs, self.own)
+                if some is None:
+                    total = compute(total, part)
+                else:
+                    total = lax.cond(
+                        some, lambda total, part=part: compute(total, part), lambda total: total, total
+                    )
+            return total
+
+        branches = [functools.partial(branch, pieces) for pieces in self.run.branches]
+        return branches[0](total) if len(branches) == 1 else lax.switch(self.branch, branches, total)
+
+
 def forward(arrays: AttentionArrays, spec: RingSpec, config: Any, platform: Any) -> tuple[Array, Array]:
     """`out [B, T, H, V]` and `lse [B, H, T]` of this device's queries."""
-    ring = Ring(arrays, spec, config, platform)
+    ring = Ring(arrays, spec)
     (batch, length, heads, _), values = arrays.q.shape, arrays.v.shape[-1]
     total = ring.zeros((batch, length, heads, values)), ring.zeros((batch, heads, length), -jnp.inf)
 
@@ -167,15 +207,12 @@ def forward(arrays: AttentionArrays, spec: RingSpec, config: Any, platform: Any)
         out, lse = platform.forward(part.arrays, part.spec, config)
         return _merged(total, (out, lse), part.piece.queries)
 
-    keys, at = ring.keys(), 0
-    for n, hop in enumerate(ring.hops):
-        if n == 0:
-            keys, at = ring.moved(keys, hop.shift), hop.shift
-        keys, total = lax.optimization_barrier((keys, total))
-        following = ring.hops[n + 1].shift if n + 1 < len(ring.hops) else at
-        later = ring.moved(keys, following - at)
-        total = ring.over(hop, keys, total, compute)
-        keys, at = later, following
+    def step(carry: Any, step: Step) -> Any:
+        keys, total = carry
+        later = step.following(keys)
+        return later, step.over(keys, total, compute)
+
+    _, total = ring.each_step((ring.first_keys(), total), step)
     out, lse = total
     if arrays.sinks is not None:
         sinks = jnp.broadcast_to(arrays.sinks.astype(lse.dtype)[..., None], lse.shape)
@@ -213,7 +250,7 @@ def backward(
 ) -> AttentionGrads:
     """The gradients of this device's queries, keys and values, and its parts of those of other arrays. Those of keys travel with them, in
     float32, one step behind."""
-    ring = Ring(arrays, spec, config, platform)
+    ring = Ring(arrays, spec, backward=True)
     delta, empty = row_terms(arrays, out, lse, dout, dlse)
     dsinks = None
     if arrays.sinks is not None:
@@ -238,25 +275,16 @@ def backward(
             ours["bias"] = _add_bias(ours["bias"], grads.bias, part)
         return ours, {name: _add(theirs[name], getattr(grads, name), piece.keys, 1) for name in theirs}
 
-    # The other way round: else a compiler could keep what has arrived in the forward, all keys on every device, and not send it again.
-    order = (*ring.hops[:1], *reversed(ring.hops[1:]))
-    keys, at = ring.keys(), 0
-    travelled = None
-    for n, hop in enumerate(order):
-        if n == 0:
-            keys, at = ring.moved(keys, hop.shift), hop.shift
-        keys, ours = lax.optimization_barrier((keys, ours))
-        following = order[n + 1].shift if n + 1 < len(order) else at
-        later = ring.moved(keys, following - at)
-        start = {"k": ring.zeros(arrays.k.shape), "v": ring.zeros(arrays.v.shape)}
-        ours, theirs = ring.over(hop, keys, (ours, start), compute)
-        if travelled is not None:
-            theirs = {name: travelled[name] + x for name, x in theirs.items()}
-        home = n + 1 == len(order)
-        travelled = ring.moved(theirs, -at if home else following - at)
-        keys, at = later, following
-    if travelled is None:
-        travelled = {"k": ring.zeros(arrays.k.shape), "v": ring.zeros(arrays.v.shape)}
+    nothing = lambda: {"k": ring.zeros(arrays.k.shape), "v": ring.zeros(arrays.v.shape)}
+
+    def step(carry: Any, step: Step) -> Any:
+        keys, ours, travelled = carry
+        later, arrived = step.following(keys), travelled if step.own else step.came(travelled)
+        ours, theirs = step.over(keys, (ours, nothing()), compute)
+        return later, ours, {name: arrived[name] + x for name, x in theirs.items()}
+
+    _, ours, travelled = ring.each_step((ring.first_keys(), ours, nothing()), step)
+    travelled = ring.moved(travelled, -ring.runs[-1].shifts[-1]) if ring.runs else travelled
     return AttentionGrads(
         ours["q"].astype(arrays.q.dtype),
         travelled["k"].astype(arrays.k.dtype),

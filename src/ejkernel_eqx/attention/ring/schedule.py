@@ -10,7 +10,7 @@ from typing import NamedTuple
 from .spec import Order, Reach
 
 MOST_BRANCHES = 3
-"""With more different steps than this, devices share one that takes positions from arrays."""
+"""With more different pieces than this in the steps of one loop, they take positions from arrays instead."""
 
 
 class Piece(NamedTuple):
@@ -25,12 +25,18 @@ class Piece(NamedTuple):
 Pieces = tuple[Piece, ...]
 
 
-class Hop(NamedTuple):
-    """A step: which pieces there are, and which of these each device computes."""
+class Run(NamedTuple):
+    """Steps one after another that differ in their shift only: they are a loop.
 
-    shift: int
+    `came`: how many places keys have moved before each step. `following`: how many they move while it computes. `branches`: what a device may have
+    to compute, and `table[step][device]` which of these it does.
+    """
+
+    shifts: tuple[int, ...]
+    came: int
+    following: int
     branches: tuple[Pieces, ...]
-    table: tuple[int, ...]
+    table: tuple[tuple[int, ...], ...]
 
 
 class Sizes(NamedTuple):
@@ -54,22 +60,46 @@ class Sizes(NamedTuple):
 
 
 @functools.lru_cache(maxsize=256)
-def hops(sizes: Sizes, reach: Reach, fixed: bool, positional: bool) -> tuple[Hop, ...]:
-    """The steps that see anything, in order. `fixed`: the window is all that there is to the mask besides segments and arrays over scores;
-    else positions are read from arrays. `positional`: scores depend on positions, too."""
-    found = []
-    for shift in range(sizes.devices):
-        by_device = [
+def runs(
+    sizes: Sizes, reach: Reach, fixed: bool, positional: bool, backward: bool = False
+) -> tuple[Run, ...]:
+    """The steps that see anything, in order: the device's own keys first. `fixed`: the window is all that there is to the mask besides segments
+    and arrays over scores; else positions are read from arrays. `positional`: scores depend on positions, too.
+
+    The backward goes the other way round: else a compiler could keep what arrives in the forward, all keys on every device, and not send it
+    again.
+    """
+    steps = {
+        shift: [
             _pieces(sizes, reach, r, (r - shift) % sizes.devices, positional) for r in range(sizes.devices)
         ]
-        some = {pieces for pieces in by_device if pieces}
-        if not some:
-            continue
-        if not fixed or len(some) > MOST_BRANCHES:
-            by_device = [_from_arrays(sizes, pieces) for pieces in by_device]
-        branches = tuple(dict.fromkeys(by_device))
-        found.append(Hop(shift, branches, tuple(branches.index(pieces) for pieces in by_device)))
-    return tuple(found)
+        for shift in range(sizes.devices)
+    }
+    shifts = [shift for shift, by_device in steps.items() if any(by_device)]
+    if backward:
+        shifts = shifts[:1] + shifts[:0:-1]
+    found: list[tuple[int, int, list[int]]] = []
+    for n, shift in enumerate(shifts):
+        came = shift - (shifts[n - 1] if n else 0)
+        following = shifts[n + 1] - shift if n + 1 < len(shifts) else 0
+        if n > 1 and found[-1][:2] == (came, following):
+            found[-1][2].append(shift)
+        else:
+            found.append((came, following, [shift]))
+    return tuple(
+        _run(sizes, tuple(own), came, following, [steps[shift] for shift in own], fixed)
+        for came, following, own in found
+    )
+
+
+def _run(
+    sizes: Sizes, shifts: tuple[int, ...], came: int, following: int, steps: list[list[Pieces]], fixed: bool
+) -> Run:
+    if not fixed or len({pieces for by_device in steps for pieces in by_device if pieces}) > MOST_BRANCHES:
+        steps = [[_from_arrays(sizes, pieces) for pieces in by_device] for by_device in steps]
+    branches = tuple(dict.fromkeys(pieces for by_device in steps for pieces in by_device))
+    table = tuple(tuple(branches.index(pieces) for pieces in by_device) for by_device in steps)
+    return Run(shifts, came, following, branches, table)
 
 
 def _pieces(sizes: Sizes, reach: Reach, ours: int, theirs: int, positional: bool) -> Pieces:
