@@ -33,7 +33,7 @@ VARIANTS = ("flash", "zigzag", "contiguous", "all_to_all", "jax.nn")
 _ALLOWED = 0.03  # relative error of bfloat16
 
 
-def operation(name: str, platform: str | None) -> Callable[..., Any]:
+def operation(name: str, platform: Any) -> Callable[..., Any]:
     """Causal attention `(q, k, v) -> out`."""
     if name == "flash":
         return ejx.FlashAttention(causal=True, platform=platform)

@@ -11,6 +11,7 @@ from jax.sharding import AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 import ejkernel_eqx as ejx
+from ejkernel_eqx.attention.ring.spec import Method, Order
 from ejkernel_eqx.sequences import reorder_sequence, restore_sequence
 from tests.attention.dense import causal, cotangents, exact, normal, qkv, with_gradients
 from tests.tolerances import assert_close
@@ -92,9 +93,9 @@ def compare(
     options: Options,
     devices: int,
     kind: str = "explicit",
-    order: str = "contiguous",
-    method: str | None = "ring",
-    platform: str = "xla",
+    order: Order = "contiguous",
+    method: Method | None = "ring",
+    platform: ejx.PlatformLike = "xla",
     t: int = T,
     s: int | None = None,
     batch: int = 2,

@@ -1,5 +1,7 @@
 """Errors of calls over several devices: raised while tracing, before any kernel."""
 
+from typing import Any
+
 import jax
 import jax.numpy as jnp
 import pytest
@@ -70,14 +72,15 @@ def test_options(unchecked):
 
 
 def test_masks_that_no_part_can_be_taken_of():
-    arrays = qkv(2, t=8, s=8)
+    arrays: dict[str, Any] = qkv(2, t=8, s=8)
+    packed: dict[str, Any] = qkv(t=8, s=8)
     with pytest.raises(ValueError, match=r"mask: expected a Mask of windows"):
         ejx.RingAttention(AXIS)(**arrays, mask=ejx.Mask.strided(2))
     ids = jnp.zeros((2, 8), jnp.int32)
     with pytest.raises(ValueError, match=r"segment_ids: expected one pair of ids, received 2"):
         ejx.RingAttention(AXIS)(**arrays, segment_ids=ids, mask=ejx.Mask.from_segments(ids, ids))
     with pytest.raises(ValueError, match=r"expected None with cu_seqlens, received both"):
-        ejx.RingAttention(AXIS)(**qkv(t=8, s=8), segment_ids=ids[0], cu_seqlens=jnp.array([0, 8]))
+        ejx.RingAttention(AXIS)(**packed, segment_ids=ids[0], cu_seqlens=jnp.array([0, 8]))
 
 
 def test_heads_that_cannot_be_exchanged():

@@ -23,7 +23,7 @@ def collectives(compiled: Any) -> collections.Counter:
     return collections.Counter(COLLECTIVE.findall(compiled.as_text() or ""))
 
 
-def placed(mesh: Any, spec: P, **sizes: int) -> dict[str, jax.Array]:
+def placed(mesh: Any, spec: P, **sizes: int) -> dict[str, Any]:
     arrays = qkv(2, **sizes)
     return {name: jax.device_put(x, NamedSharding(mesh, spec)) for name, x in arrays.items()}
 
@@ -120,12 +120,13 @@ def test_composes_with_jax(platform):
 
 @pytest.mark.parametrize("with_mesh", [False, True])
 def test_one_device_is_flash_attention(with_mesh):
-    arrays = qkv(2, t=6, s=10)
+    arrays: dict[str, Any] = qkv(2, t=6, s=10)
+    whole = dict(arrays)
     if with_mesh:
         mesh = mesh_of("explicit", 1)
         arrays = {name: jax.device_put(x, NamedSharding(mesh, P(None, AXIS))) for name, x in arrays.items()}
     out, lse = ejx.RingAttention(AXIS, causal=True, order="zigzag")(**arrays, return_lse=True)
-    expected = ejx.FlashAttention(causal=True)(**qkv(2, t=6, s=10), return_lse=True)
+    expected = ejx.FlashAttention(causal=True)(**whole, return_lse=True)
     assert_close(out, expected[0])
     assert_close(lse, expected[1])
 
@@ -145,7 +146,8 @@ def test_the_reason_for_a_form_is_explained():
 @pytest.mark.slow
 def test_what_jits_remember_is_of_one_mesh():
     """The same module on meshes of two sizes, and without any."""
-    module, arrays = ejx.RingAttention(AXIS, causal=True), qkv(2, t=16, s=16)
+    module = ejx.RingAttention(AXIS, causal=True)
+    arrays: dict[str, Any] = qkv(2, t=16, s=16)
     expected = ejx.FlashAttention(causal=True)(**arrays)
     for devices in (2, 4):
         assert_close(module(**placed(mesh_of("explicit", devices), P(None, AXIS), t=16, s=16)), expected)
