@@ -228,3 +228,15 @@ OPTIONS = {
         *(bias_and_mask, bias_of_keys, dropout),
     )
 }
+
+
+def together(*parts: Options) -> Options:
+    """Options of several at once: what all leave visible, with what each hides hidden."""
+    merged = Options({}, {}, {}, {"seen": np.ones((1, 1, T, T), bool)})
+    for part in parts:
+        for mine, theirs in zip(merged[:3], part[:3], strict=True):
+            mine.update(theirs)
+        seen = merged.dense["seen"] & part.dense.get("seen", True)
+        merged.dense.update(part.dense | {"seen": seen})
+    nobody = ~merged.dense["seen"].any(1)
+    return merged._replace(hidden=(nobody.all(-1), nobody.all(-2)))

@@ -3,9 +3,11 @@
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
 
 from tests.attention.dense import causal, INTERPRET
-from tests.ring.calls import compare, KINDS, OPTIONS, Options, T
+from tests.ring.calls import compare, KINDS, OPTIONS, Options, T, together
 
 # Compiling kernels takes most of the time: those of a few cases by default.
 QUICK = {("segments", "contiguous"), ("soft_cap_and_sinks", "zigzag")}
@@ -85,3 +87,20 @@ def test_packed_sequences_without_leading_axes(kind, order):
         {"causal": True}, {"cu_seqlens": jnp.asarray(ends)}, dense={"seen": seen}, hidden=(at >= 22, at >= 22)
     )
     compare(options, 4, kind, order, batch=0)
+
+
+@pytest.mark.slow
+@settings(max_examples=5, deadline=None, derandomize=True)
+@given(
+    st.sampled_from(["causal_only", "window", "lengths"]),
+    st.sets(
+        st.sampled_from(["soft_cap_and_sinks", "alibi", "segments", "bias_of_keys", "dropout"]),
+        min_size=1,
+        max_size=3,
+    ),
+    st.sampled_from(["contiguous", "zigzag"]),
+    st.sampled_from(["ring", "all_to_all"]),
+)
+def test_options_together(first, others, order, method):
+    options = together(OPTIONS[first](), *(OPTIONS[name]() for name in sorted(others)))
+    compare(options, 2, order=order, method=method)

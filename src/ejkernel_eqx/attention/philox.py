@@ -39,15 +39,9 @@ def philox(key: tuple[Array, Array], counter: tuple[Array, Array, Array, Array])
     return c0, c1, c2, c3
 
 
-def three_words(seeds: Array | None) -> Array | None:
-    """Seeds with their third word, by how much positions are ahead of those that a kernel counts; 0 if they have two."""
-    if seeds is None or seeds.shape[-1] == 3:
-        return seeds
-    return jnp.pad(seeds, [(0, 0)] * (seeds.ndim - 1) + [(0, 1)])
-
-
 def philox_keep(seeds: Array, row_positions: Array, key_positions: Array, rate: float) -> Array:
-    """Whether each entry survives dropout; `seeds[..., 0]`, `row_positions` and `key_positions` broadcast together."""
+    """Whether each entry survives dropout; `seeds[..., 0]`, `row_positions` and `key_positions` broadcast together. A third word of the seeds
+    is added to both positions."""
     rows, keys = row_positions.astype(jnp.uint32), key_positions.astype(jnp.uint32)
     if seeds.shape[-1] == 3:
         rows, keys, ahead = aligned(rows, keys, seeds[..., 2])

@@ -17,7 +17,7 @@ from ..masks import tile_table
 from ..masks.call_lists import tile_lists
 from ..masks.lower import both, Lowered
 from ..masks.tile_lists import Shape
-from ..philox import three_words, threshold
+from ..philox import threshold
 from ..spec import AttentionArrays, AttentionGrads, AttentionSpec, RowRanges
 from . import backward_kernels, forward_kernel, tile_sizes
 
@@ -252,7 +252,7 @@ def launcher(
         "v": arrays.v,
         "bias": arrays.bias,
         "mask": mask,
-        "seeds": three_words(arrays.seeds),
+        "seeds": arrays.seeds,
         "map": None if arrays.blocks is None else _every_row(arrays.blocks.astype(jnp.int8), arrays),
         **dict.fromkeys(("row", "order", "list", "pattern", "bits")),
     }
@@ -282,6 +282,7 @@ def launcher(
         "FAST_TANH": config.fast_tanh and not is_float32,
         "PRECISION": config.float32_dot if is_float32 else "ieee",
         "DROPOUT": threshold(rate) if rate > 0 else 0,
+        "SEED_WORDS": 2 if arrays.seeds is None else arrays.seeds.shape[-1],
         "KEEP_SCALE": 1.0 / (1.0 - rate),
         "FOLDED": folded,
         "MULTIPLIER": (spec.logits_soft_cap or spec.scale) * LOG2E if folded else 1.0,

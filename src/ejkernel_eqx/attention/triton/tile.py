@@ -48,7 +48,8 @@ def query_rows(rows, inside, offset, b, T, position_ptr, start_ptr, end_ptr, q_s
 
 
 @triton.jit
-def head_scalars(slopes_ptr, seeds_ptr, b, h, H: tl.constexpr, ALIBI: tl.constexpr, DROPOUT: tl.constexpr):
+def head_scalars(slopes_ptr, seeds_ptr, b, h, H: tl.constexpr, ALIBI: tl.constexpr, DROPOUT: tl.constexpr,
+                 SEED_WORDS: tl.constexpr):  # fmt: skip
     """The ALiBi slope and the two seed words of a head, and by how much its positions in dropout's counter are ahead."""
     slope = 0.0  # [] each
     if ALIBI:
@@ -57,9 +58,10 @@ def head_scalars(slopes_ptr, seeds_ptr, b, h, H: tl.constexpr, ALIBI: tl.constex
     seed1 = tl.zeros([], tl.uint32)
     ahead = tl.zeros([], tl.uint32)
     if DROPOUT > 0:
-        seed0 = tl.load(seeds_ptr + (b * H + h) * 3)
-        seed1 = tl.load(seeds_ptr + (b * H + h) * 3 + 1)
-        ahead = tl.load(seeds_ptr + (b * H + h) * 3 + 2)
+        seed0 = tl.load(seeds_ptr + (b * H + h) * SEED_WORDS)
+        seed1 = tl.load(seeds_ptr + (b * H + h) * SEED_WORDS + 1)
+        if SEED_WORDS == 3:
+            ahead = tl.load(seeds_ptr + (b * H + h) * SEED_WORDS + 2)
     return slope, seed0, seed1, ahead
 
 
