@@ -68,6 +68,11 @@ CALLS: dict[str, tuple[dict[str, Any], tuple[Any, ...], dict[str, Any]]] = {
         (normal(1, 6, 2, 8), normal(2, 6, 2, 5), normal(3, 6, 3), normal(4, 6, 2, 4)),
         dict(return_lse=True),
     ),
+    "ring_attention": (
+        dict(axis_name="sequence", causal=True, order="zigzag"),
+        (q, k, v),
+        dict(return_lse=True),
+    ),
     "native_sparse_attention": (
         dict(block_size=2, num_blocks=2, sliding_window=3),
         (q, k, v, normal(1, *q.shape[:2], 3)),

@@ -23,6 +23,7 @@ from .attention import FlashAttention as FlashAttention
 from .attention import Mask as Mask
 from .attention import merge_attention as merge_attention
 from .attention import NativeSparseAttention as NativeSparseAttention
+from .attention import RingAttention as RingAttention
 from .attention import ScaledDotProductAttention as ScaledDotProductAttention
 from .cells import Recurrent as Recurrent
 from .convolution import CausalConv1d as CausalConv1d
@@ -70,6 +71,7 @@ from .functional import prefill_paged_attention as prefill_paged_attention
 from .functional import ragged_decode_attention as ragged_decode_attention
 from .functional import ragged_paged_attention as ragged_paged_attention
 from .functional import recurrent as recurrent
+from .functional import ring_attention as ring_attention
 from .functional import scaled_dot_product_attention as scaled_dot_product_attention
 from .functional import state_space_v1 as state_space_v1
 from .functional import state_space_v2 as state_space_v2

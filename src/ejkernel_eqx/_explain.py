@@ -172,7 +172,7 @@ def _notes(implementation: Implementation) -> tuple[str, ...]:
 
 def _remarks(selection: Selection, device: DeviceFacts) -> tuple[str, ...]:
     remark = selection.implementation.hooks.remark(selection.config, selection.problem, device)
-    return (remark,) if remark else ()
+    return (*((remark,) if remark else ()), *selection.remarks)
 
 
 def _of_operation(operation: str, args: tuple[Any, ...], words: Mapping[str, Any]) -> Explanation:

@@ -19,6 +19,7 @@ from .attention import (
     BlockSparseAttention,
     FlashAttention,
     NativeSparseAttention,
+    RingAttention,
     ScaledDotProductAttention,
 )
 from .cells import Recurrent
@@ -176,6 +177,7 @@ attention = function_of(Attention)
 block_sparse_attention = function_of(BlockSparseAttention)
 flash_attention = function_of(FlashAttention)
 native_sparse_attention = function_of(NativeSparseAttention)
+ring_attention = function_of(RingAttention)
 scaled_dot_product_attention = function_of(ScaledDotProductAttention)
 causal_conv1d = function_of(CausalConv1d)
 gated_rms_norm = function_of(GatedRMSNorm)

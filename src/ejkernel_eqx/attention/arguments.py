@@ -111,13 +111,13 @@ def resolve(
     return_lse: bool,
 ) -> tuple[AttentionArrays, AttentionSpec]:
     """The resolved call. `mask` is the operation's own (causal, window); everything in `masking` is intersected with it."""
-    return described(*_check_qkv(q, k, v), options, mask, masking, scoring, return_lse=return_lse)
+    return described(*check_qkv(q, k, v), options, mask, masking, scoring, return_lse=return_lse)
 
 
 def described(
-    q: Array,
-    k: Array,
-    v: Array,
+    q: Any,
+    k: Any,
+    v: Any,
     options: ScoreOptions,
     mask: Mask,
     masking: MaskInputs,
@@ -125,7 +125,7 @@ def described(
     *,
     return_lse: bool,
 ) -> tuple[AttentionArrays, AttentionSpec]:
-    """`resolve` for arrays that have been checked."""
+    """`resolve` for arrays that have been checked, or for their shapes."""
     lead, queries, keys, heads = q.shape[:-3], q.shape[-3], k.shape[-3], q.shape[-2]
     lowered = _visible(mask, masking, lead, heads, queries, keys)
     options, scoring = _with_known_form(options, scoring, heads)
@@ -153,12 +153,12 @@ def described(
         q=q,
         k=k,
         v=v,
-        bias=_spread("bias", _bias(scoring.bias), lead, heads, queries, keys),
+        bias=spread("bias", bias_of(scoring.bias), lead, heads, queries, keys),
         alibi_slopes=slopes,
         sinks=sinks,
-        mask=_spread("mask", lowered.dense, lead, heads, queries, keys),
-        q_segments=_spread("segment_ids", q_segments, lead, queries),
-        kv_segments=_spread("kv_segment_ids", kv_segments, lead, keys),
+        mask=spread("mask", lowered.dense, lead, heads, queries, keys),
+        q_segments=spread("segment_ids", q_segments, lead, queries),
+        kv_segments=spread("kv_segment_ids", kv_segments, lead, keys),
         rows=None if lowered.rows is None else RowRanges(*(_pad_lead(x, lead, 1) for x in lowered.rows)),
         seeds=_seeds(scoring.key, lead, heads) if dropout > 0 else None,
         blocks=_blocks(lowered, lead, heads),
@@ -192,7 +192,7 @@ def _differs(lowered: Lowered) -> bool:
 
 def _blocks(lowered: Lowered, lead: tuple[int, ...], heads: int) -> Array | None:
     blocks = lowered.blocks
-    return None if blocks is None else _spread("block_map", blocks, lead, heads, *blocks.shape[-2:])
+    return None if blocks is None else spread("block_map", blocks, lead, heads, *blocks.shape[-2:])
 
 
 def _sees_itself(lowered: Lowered, queries: int, keys: int) -> bool:
@@ -201,7 +201,7 @@ def _sees_itself(lowered: Lowered, queries: int, keys: int) -> bool:
     return lowered.segments[0] is lowered.segments[1] and queries == keys and lowered.offset == 0
 
 
-def _check_qkv(q: Any, k: Any, v: Any) -> tuple[Array, Array, Array]:
+def check_qkv(q: Any, k: Any, v: Any) -> tuple[Array, Array, Array]:
     arrays = {"q": q, "k": k, "v": v}
     for name, x in arrays.items():
         if not isinstance(x, jax.Array | np.ndarray):
@@ -250,8 +250,12 @@ def _visible(
     elif given.mask is not None:
         mask = mask & Mask.from_dense(given.mask)
     if given.segment_ids is not None:
-        q_ids = _ids("segment_ids", given.segment_ids, queries)
-        kv_ids = q_ids if given.kv_segment_ids is None else _ids("kv_segment_ids", given.kv_segment_ids, keys)
+        q_ids = segment_ids_of("segment_ids", given.segment_ids, queries)
+        kv_ids = (
+            q_ids
+            if given.kv_segment_ids is None
+            else segment_ids_of("kv_segment_ids", given.kv_segment_ids, keys)
+        )
         if kv_ids.shape[-1] != keys:
             raise ValueError(
                 f"kv_segment_ids: expected ids for {keys} keys, since their number differs from the {queries} queries, received None; pass both."
@@ -338,7 +342,7 @@ def _cu_seqlens(given: MaskInputs, queries: int, keys: int) -> Mask:
     return Mask.from_cu_seqlens(q, kv)
 
 
-def _ids(name: str, value: Any, length: int) -> Array:
+def segment_ids_of(name: str, value: Any, length: int) -> Array:
     array = jnp.asarray(value)
     if not jnp.issubdtype(array.dtype, jnp.integer) or array.ndim < 1 or array.shape[-1] != length:
         raise ValueError(f"{name}: expected ints [..., {length}], received {array.dtype} {array.shape}.")
@@ -387,14 +391,14 @@ def _pad_lead(array: Array, lead: tuple[int, ...], rank: int) -> Array:
     return array.reshape((1,) * (len(lead) + rank - array.ndim) + array.shape)
 
 
-def _spread(name: str, array: Array | None, lead: tuple[int, ...], *core: int) -> Array | None:
+def spread(name: str, array: Array | None, lead: tuple[int, ...], *core: int) -> Array | None:
     """The array, broadcastable to `[*lead, *core]`, with all leading axes of the queries."""
     if array is None:
         return None
     return _pad_lead(_broadcastable(name, array, (*lead, *core)), lead, len(core))
 
 
-def _bias(value: Any) -> Array | None:
+def bias_of(value: Any) -> Array | None:
     array = None if value is None else jnp.asarray(value)
     if array is not None and not jnp.issubdtype(array.dtype, jnp.floating):
         raise ValueError(

@@ -40,8 +40,12 @@ def philox(key: tuple[Array, Array], counter: tuple[Array, Array, Array, Array])
 
 
 def philox_keep(seeds: Array, row_positions: Array, key_positions: Array, rate: float) -> Array:
-    """Whether each entry survives dropout; `seeds[..., 0]`, `row_positions` and `key_positions` broadcast together."""
+    """Whether each entry survives dropout; `seeds[..., 0]`, `row_positions` and `key_positions` broadcast together. A third word of the seeds
+    is added to both positions."""
     rows, keys = row_positions.astype(jnp.uint32), key_positions.astype(jnp.uint32)
+    if seeds.shape[-1] == 3:
+        rows, keys, ahead = aligned(rows, keys, seeds[..., 2])
+        rows, keys = rows + ahead, keys + ahead
     rows, keys, first, second = aligned(rows, keys, seeds[..., 0], seeds[..., 1])
     zero = jnp.zeros_like(rows)
     word = philox((first, second), (rows, keys, zero, zero))[0]

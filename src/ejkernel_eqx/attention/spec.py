@@ -82,7 +82,9 @@ class AttentionArrays(NamedTuple):
     q_segments: Array | None = None  # int32 [B or 1, T]; visible iff equal and >= 0
     kv_segments: Array | None = None  # int32 [B or 1, S]; given iff q_segments is
     rows: RowRanges | None = None
-    seeds: Array | None = None  # uint32 [B, H, 2]; given iff dropout_rate > 0
+    seeds: Array | None = (
+        None  # uint32 [B, H, 2 or 3]; given iff dropout_rate > 0; a third word is added to both positions in the counter
+    )
     blocks: Array | None = (
         None  # bool [B or 1, H or 1, blocks of queries, blocks of keys]; each visible as a whole or not at all
     )

@@ -118,7 +118,7 @@ class Kind:
         # Inside `shard_map` a gradient varies over every axis that any array varies over, so its array must too.
         given = reverse_only(match_varying(given, given), operation, selection.platform, self.remedy)
         call = self._reversible(plan, selection, spec, finite)
-        if not is_opaque(platform):
+        if not self.is_launched(platform):
             call = functools.partial(over_mesh, call, leading=leading)
         first = (self.summed | self.kept & set(self.learned)) & given.keys()
         return fold_first(call, given, leading) if first else call(given)
@@ -136,6 +136,18 @@ class Kind:
     def has_backward(self, platform: Any) -> bool:
         """Whether the platform has a backward; without one the gradient is that of the reference."""
         return True
+
+    def is_launched(self, platform: Any) -> bool:
+        """Whether a call is folded into one launch and split over devices by hand, as kernels are that JAX cannot see into."""
+        return is_opaque(platform)
+
+    def pinned(self, spec: Any) -> Mapping[str, str]:
+        """Axes that devices always split, and over which mesh axis, because a launch exchanges their parts itself."""
+        return {}
+
+    def remarked(self, selection: Selection, arrays: Any, spec: Any) -> Selection:
+        """The choice for a launch, with what `explain` should say of it besides."""
+        return selection
 
     def plainly(self, platform: Any, arrays: Any, spec: Any, config: Any) -> Any:
         """The results on a platform that JAX differentiates."""
@@ -249,7 +261,7 @@ class Kind:
         """`launch(compute, given)`: `compute(arrays, spec, config, rest)` over all leading axes; for an opaque platform as one launch, folded
         and split. The configuration is chosen for the shapes of the launch."""
         platform, implementation = selection.platform, selection.implementation.load()
-        split, is_launched = how_split(platform, plan.device), is_opaque(implementation)
+        split, is_launched = how_split(platform, plan.device), self.is_launched(implementation)
         operation = selection.problem.operation
         rows = self.broadcast & set(self.learned)
 
@@ -265,7 +277,7 @@ class Kind:
                 own = (
                     self.told(spec, told, ()) if is_launched else self.told(spec, {}, told if summed else ())
                 )
-                with kernel_scope(chosen):
+                with kernel_scope(self.remarked(chosen, arrays, own)):
                     results = compute(arrays, own, chosen.config, given)
                     return (
                         results
@@ -290,6 +302,8 @@ class Kind:
                 whole=rows if summed else frozenset(),
                 summed=summed or self.partial(self.arrays_of(given), spec),
                 sliced=self.sliced,
+                pinned=self.pinned(spec),
+                seen=not is_opaque(implementation),
             )(given)
 
         return launch

@@ -32,7 +32,7 @@ class Selection:
     """What was chosen for a problem, and why preceding platforms were not.
 
     `origin` describes where the configuration came from in more detail than `tier`, `ms` holds its measured times by direction, and
-    `device` is the device it was chosen for. Rejected implementations are named as by `registry.names_of`.
+    `device` is the device it was chosen for, and `remarks` are an operation's own. Rejected implementations are named as by `registry.names_of`.
     """
 
     problem: Problem
@@ -43,6 +43,7 @@ class Selection:
     origin: str = ""
     ms: tuple[tuple[str, float], ...] = ()
     device: DeviceFacts | None = None
+    remarks: tuple[str, ...] = ()
 
     @property
     def platform(self) -> Platform:

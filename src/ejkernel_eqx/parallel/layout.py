@@ -29,7 +29,7 @@ class Layout:
     `group`: axes of which each is a multiple of the next, such that element `r` of the longest goes with element `r // (R / n)` of one of
     length `n`. They are split together. One that is shorter than the mesh axis stays whole: if `sliced`, each device slices out the element
     that it needs, else the group is not split. `summed`: an output that lacks a split axis is the sum over it; otherwise an axis is split
-    only if every output has it.
+    only if every output has it. `pinned`: axes that are always split, each over one mesh axis, whose parts the body itself combines.
     """
 
     axes: tuple[tuple[str | None, ...], ...]
@@ -38,12 +38,15 @@ class Layout:
     group: tuple[str, ...]
     summed: bool = False
     sliced: bool = True
+    pinned: Mapping[str, str] = dataclasses.field(default_factory=dict)
 
     def _canonical(self, name: Any) -> Any:
         """The name under which an axis is split; the axes of the group share one."""
         return self.group[0] if name in self.group else name
 
     def _splittable(self, name: str | None) -> bool:
+        if name in self.pinned:
+            return True
         if name is None or not (name in self.group or self.split(name)):
             return False
         name = self._canonical(name)
@@ -72,8 +75,9 @@ class Layout:
     ) -> dict[str, Any]:
         """What is split over which mesh axes, given the shardings of the arguments; the first that splits an axis decides. `shapes` are those
         of the arguments followed by those of the outputs."""
-        assigned: dict[str, Any] = {}
-        taken: set[str] = set()
+        assigned: dict[str, Any] = {name: axis for name, axis in self.pinned.items() if self._named_in(name)}
+        taken = set(assigned.values())
+        self._check_pinned(mesh, shapes)
         for axes, spec in zip(self.axes, known, strict=True):
             for name, entry in zip(axes, spec, strict=False):
                 canonical = self._canonical(name)
@@ -86,6 +90,15 @@ class Layout:
             for name, entry in assigned.items()
             if self._divides(name, _parts(mesh, entry), shapes)
         }
+
+    def _named_in(self, name: str) -> bool:
+        return any(name in axes for axes in self.axes)
+
+    def _check_pinned(self, mesh: Mapping[str, int], shapes: Sequence[Shape]) -> None:
+        for name, size in self._named(self.axes, shapes):
+            axis = self.pinned.get(name)
+            if axis is not None:
+                check_split(axis, size, mesh)
 
     def _divides(self, name: str, parts: int, shapes: Sequence[Shape]) -> bool:
         def sizes(every: Any, shapes: Any) -> set[int]:
@@ -156,7 +169,9 @@ class Layout:
 
         def total(x: jax.Array, axes: tuple[str | None, ...], shape: Shape) -> jax.Array:
             own = {self._canonical(name) for name in axes}
+            mine = {axis for name in own & assigned.keys() for axis in _ordered(assigned[name])}
             over = [axis for name, e in assigned.items() if name not in own for axis in _ordered(e)]
+            over = [axis for axis in dict.fromkeys(over) if axis not in mine]
             axis = few(axes, shape)
             wide = x.astype(jnp.float32) if x.dtype.itemsize < 4 else x
             if axis is not None:
@@ -176,6 +191,22 @@ class Layout:
     def _named(every: Any, shapes: Any) -> Iterator[tuple[str, int]]:
         for axes, shape in zip(every, shapes, strict=False):
             yield from ((name, size) for name, size in zip(axes, shape, strict=True) if name)
+
+
+def check_split(axis: str, tokens: int, mesh: Mapping[str, int], chunks: int = 1) -> None:
+    """Raises `ValueError` if a mesh cannot split so many tokens over its axis, in so many chunks for each device."""
+    if axis not in mesh:
+        raise ValueError(
+            f"axis_name: expected an axis of the mesh, which has {', '.join(map(repr, mesh)) or 'none'}, received {axis!r}; name the one that "
+            "splits the tokens."
+        )
+    parts = mesh[axis] * chunks
+    if tokens % parts:
+        whole = -(-tokens // parts) * parts
+        raise ValueError(
+            f"q, k, v: expected tokens in {parts} equal parts over the {mesh[axis]} devices of axis {axis!r}, received {tokens}; pad them to {whole} "
+            "and hide the padding by kv_lengths or by negative segment_ids."
+        )
 
 
 def _device(entry: Any, mesh: Mapping[str, int]) -> jax.Array:

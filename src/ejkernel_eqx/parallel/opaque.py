@@ -10,8 +10,8 @@ from ..dispatch import replaceable
 from .layout import Axes
 from .leading import Arrays, Leading, merged, widened
 from .mesh import explicit_mesh, over_explicit_mesh
-from .partition import partitioned, Split
-from .shapes import output_shapes
+from .partition import partitioned, refuse_partly_manual, Split
+from .shapes import inside_manual_mesh, output_shapes
 
 Function = Callable[[Arrays], Arrays]
 
@@ -24,12 +24,15 @@ def opaque(
     whole: frozenset[str] = frozenset(),
     summed: bool = False,
     sliced: bool = True,
+    pinned: Mapping[str, str] | None = None,
+    seen: bool = False,
 ) -> Function:
     """Extends `function(arrays, runs)`, which takes and returns arrays by name with exactly one leading axis (except as specified in
     `leading`), to any number of leading axes, including none, and folds every `jax.vmap` into them.
 
     Equal names denote the same axis. Names `H<n>` are n heads; they are split over devices together if every output has them and all
-    counts divide. `split` determines the meshes on which it is split over devices; `summed` and `sliced` are as in `parallel.partitioned`.
+    counts divide. `split` determines the meshes on which it is split over devices; `summed`, `sliced` and `pinned` are as in
+    `parallel.partitioned`. `seen`: the compiler sees into the function after all, so it may run where only some axes of a mesh are manual.
     The `whole` broadcast arrays are materialised when `jax.vmap` maps others, because a gradient is needed for every example.
     """
 
@@ -37,19 +40,24 @@ def opaque(
         return merged(function, arrays, leading)
 
     def over_devices(arrays: Arrays) -> Arrays:
+        if inside_manual_mesh():
+            if not seen:
+                refuse_partly_manual()
+            return folded(arrays)
         outs = output_shapes(folded, arrays)
         heads = _heads([leading.axes[name] for name in (*arrays, *outs)])
         return partitioned(
             folded,
             (arrays,),
-            (_labels(leading, arrays, heads, leading.lead(arrays)),),
+            (_labels(leading, arrays, heads, leading.lead(arrays), pinned or {}),),
             outs,
-            _labels(leading, outs, heads, leading.lead(arrays)),
+            _labels(leading, outs, heads, leading.lead(arrays), pinned or {}),
             split=_is_split,
             group=heads,
             meshes=split,
             summed=summed,
             sliced=sliced,
+            pinned=pinned,
         )
 
     return _batched(folded if split is Split.NOWHERE else over_devices, folded, leading, whole)
@@ -121,7 +129,11 @@ def _heads(axes: Any) -> tuple[str, ...]:
 
 
 def _labels(
-    leading: Leading, arrays: Mapping[str, Any], heads: tuple[str, ...], lead: tuple[int, ...]
+    leading: Leading,
+    arrays: Mapping[str, Any],
+    heads: tuple[str, ...],
+    lead: tuple[int, ...],
+    pinned: Mapping[str, str] | None = None,
 ) -> dict[str, Axes]:
     """The name of every axis; `None` if it is broadcast."""
 
@@ -129,7 +141,9 @@ def _labels(
         own, letters = leading.shape(name, x), leading.axes[name]
         first = (f"b{i}" if size == lead[i] else None for i, size in enumerate(own))
         rest = zip(letters, x.shape[len(own) :], strict=True)
-        return Axes((*first, *(n if _is_whole(n, size, heads) else None for n, size in rest)))
+        # A pinned axis of size one is an axis like any other, unless arrays may broadcast it.
+        always = () if leading.like.get(name, name) in leading.broadcast else pinned or ()
+        return Axes((*first, *(n if n in always or _is_whole(n, size, heads) else None for n, size in rest)))
 
     return {name: label(name, x) for name, x in arrays.items()}
 

@@ -1,10 +1,13 @@
 """Lets the compiler split an opaque kernel over a mesh along named axes, without collectives on its operands."""
 
+import dataclasses
 import enum
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import jax
+import jax.numpy as jnp
+from jax.core import eval_jaxpr
 from jax.experimental.custom_partitioning import custom_partitioning
 from jax.sharding import NamedSharding
 
@@ -14,7 +17,7 @@ from .mesh import explicit_mesh, resharded, spec_of
 from .shapes import inside_manual_mesh, no_mesh
 
 
-def _refuse_partly_manual() -> None:
+def refuse_partly_manual() -> None:
     mesh = jax.sharding.get_abstract_mesh()
     left = [name for name in mesh.axis_names if name not in mesh.manual_axes and mesh.shape[name] > 1]
     if left:
@@ -52,15 +55,17 @@ def partitioned(
     meshes: Split = Split.EVERYWHERE,
     summed: bool = False,
     sliced: bool = True,
+    pinned: Mapping[str, str] | None = None,
 ) -> Any:
     """`function(*args)`, split over devices on these `meshes` along every axis for which `split(name)` holds and whose size divides.
 
     `group` names axes of which each is a multiple of the next and split with it, such as query heads and key heads. With fewer key heads than
     devices, each device slices out the one that it reads, if `sliced`. An output that lacks a split axis keeps it whole or, if outputs are
-    `summed` (gradients), is summed over the devices.
+    `summed` (gradients), is summed over the devices. `pinned` names axes that are always split over a mesh axis, by which the function exchanges
+    their parts.
     """
     if inside_manual_mesh():
-        _refuse_partly_manual()
+        refuse_partly_manual()
         return function(*args)
     flat, treedef = jax.tree.flatten(args)
     flat_outs, out_treedef = jax.tree.flatten(outs)
@@ -71,6 +76,7 @@ def partitioned(
         group,
         summed,
         sliced,
+        pinned or {},
     )
 
     shapes = [x.shape for x in flat], [x.shape for x in flat_outs]
@@ -82,7 +88,7 @@ def partitioned(
     if mesh is None and meshes is Split.EXPLICIT:
         return function(*args)
     if mesh is None:
-        results = _by_the_compiler(layout, call, shapes)(*flat)
+        results = _by_the_compiler(layout, call, shapes, flat)
     else:
         results = _by_types(layout, call, shapes, mesh, flat)
     return jax.tree.unflatten(out_treedef, results)
@@ -92,23 +98,34 @@ Call = Callable[..., tuple[jax.Array, ...]]
 Shapes = tuple[list[tuple[int, ...]], list[tuple[int, ...]]]
 
 
-def _by_the_compiler(layout: Layout, function: Call, shapes: Shapes) -> Call:
+def _by_the_compiler(
+    layout: Layout, function: Call, shapes: Shapes, flat: list[jax.Array]
+) -> tuple[jax.Array, ...]:
     """For automatic meshes: shardings are known when the program is partitioned, not while it is traced."""
 
     def local(*flat: jax.Array) -> tuple[jax.Array, ...]:
         with no_mesh():
             return function(*flat)
 
+    whole = jax.make_jaxpr(local)(*(jax.ShapeDtypeStruct(x.shape, x.dtype) for x in flat))
+    # Constant arrays, such as the lists of tiles that XLA runs over, must be arguments, though each device's program has its own.
+    constants = [jnp.asarray(x) for x in whole.consts]
+    layout = dataclasses.replace(layout, axes=(*layout.axes, *((None,) * x.ndim for x in constants)))
+    shapes = [*shapes[0], *(x.shape for x in constants)], shapes[1]
+
+    def undivided(*given: jax.Array) -> tuple[jax.Array, ...]:
+        return tuple(eval_jaxpr(whole.jaxpr, given[len(flat) :], *given[: len(flat)]))
+
     def partition(mesh: Any, arg_shapes: Any, result_shapes: Any) -> Any:
         known = [tuple(a.sharding.spec) for a in arg_shapes]
-        body, ins, outs = layout.divide(local, mesh.shape, known, *shapes)
+        body, ins, outs = layout.divide(lambda *given: local(*given[: len(flat)]), mesh.shape, known, *shapes)
         named = lambda specs: tuple(NamedSharding(mesh, spec) for spec in specs)
         return mesh, body, named(outs), named(ins)
 
-    rule, whole = layout.rule(shapes[0])
-    call = custom_partitioning(local)
-    call.def_partition(partition=partition, sharding_rule=rule, need_replication_factors=whole)
-    return call
+    rule, together = layout.rule(shapes[0])
+    call = custom_partitioning(undivided)
+    call.def_partition(partition=partition, sharding_rule=rule, need_replication_factors=together)
+    return tuple(call(*flat, *constants))
 
 
 def _by_types(

@@ -64,7 +64,7 @@ def _score_gradient(p, dp, delta, t, seen, kept,
 @triton.jit
 def _query_gradient_tiles(
     dq, dslope, q, do, lse, delta, lo, hi, entry, k_base, v_base,  # [BQ, BLOCK_D], [], [BQ, BLOCK_D], [BQ, BLOCK_V], [BQ], [BQ]
-    bias_ptr, mask_ptr, kv_segments_ptr, key_seen_ptr, list_ptr, pattern_ptr, bits_ptr, map_ptr, seed0, seed1, slope,
+    bias_ptr, mask_ptr, kv_segments_ptr, key_seen_ptr, list_ptr, pattern_ptr, bits_ptr, map_ptr, seed0, seed1, ahead, slope,
     i, position, start, end, q_segment, T, S,  # the queries' numbers, [BQ, 1] each
     K: tl.constexpr, D: tl.constexpr, V: tl.constexpr, BQ: tl.constexpr, BK: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_V: tl.constexpr,
     SCALE: tl.constexpr, CAP: tl.constexpr, FAST_TANH: tl.constexpr, LEFT: tl.constexpr, RIGHT: tl.constexpr,
@@ -102,7 +102,7 @@ def _query_gradient_tiles(
             SCALE, CAP, FAST_TANH, LEFT, RIGHT, BIAS, ALIBI, MASK, ROWS, SEGMENTS, FOLDED, MULTIPLIER, MASKED, not EVEN_K, BITS, MAP_Q, MAP_K)  # [BQ, BK]  # fmt: skip
         kept = True
         if DROPOUT > 0:
-            kept = keep(seed0, seed1, position, j, DROPOUT)  # [BQ, BK]
+            kept = keep(seed0, seed1, ahead, position, j, DROPOUT)  # [BQ, BK]
         ds, after = _score_gradient(p, dp, delta[:, None], t, seen, kept, CAP, DROPOUT, KEEP_SCALE, MASKED)  # [BQ, BK]  # fmt: skip
         if ALIBI:
             dslope += tl.sum(tl.sum(after * (j - position).to(tl.float32), axis=1), axis=0)
@@ -123,7 +123,7 @@ def query_gradient_kernel(
     BLOCK_D: tl.constexpr, BLOCK_V: tl.constexpr, BQ: tl.constexpr, BK: tl.constexpr,
     SCALE: tl.constexpr, CAP: tl.constexpr, FAST_TANH: tl.constexpr, LEFT: tl.constexpr, RIGHT: tl.constexpr,
     BIAS: tl.constexpr, ALIBI: tl.constexpr, MASK: tl.constexpr, ROWS: tl.constexpr, SEGMENTS: tl.constexpr,
-    DROPOUT: tl.constexpr, KEEP_SCALE: tl.constexpr, PRECISION: tl.constexpr, FOLDED: tl.constexpr, MULTIPLIER: tl.constexpr,
+    DROPOUT: tl.constexpr, SEED_WORDS: tl.constexpr, KEEP_SCALE: tl.constexpr, PRECISION: tl.constexpr, FOLDED: tl.constexpr, MULTIPLIER: tl.constexpr,
     LISTED: tl.constexpr, BITS: tl.constexpr, MAP_HEADS: tl.constexpr, MAP_Q: tl.constexpr, MAP_K: tl.constexpr,
     EVEN_Q: tl.constexpr, EVEN_K: tl.constexpr, GUARD: tl.constexpr, CLEAN: tl.constexpr, GROUP: tl.constexpr,
 ):  # fmt: skip
@@ -144,7 +144,7 @@ def query_gradient_kernel(
     position, start, end, q_segment = query_rows(
         rows, inside, offset, b, T, position_ptr, start_ptr, end_ptr, q_segments_ptr, ROWS, SEGMENTS)  # fmt: skip
     position, start, end, q_segment = position[:, None], start[:, None], end[:, None], q_segment[:, None]  # [BQ, 1]  # fmt: skip
-    slope, seed0, seed1 = head_scalars(slopes_ptr, seeds_ptr, b, h, H, ALIBI, DROPOUT)
+    slope, seed0, seed1, ahead = head_scalars(slopes_ptr, seeds_ptr, b, h, H, ALIBI, DROPOUT, SEED_WORDS)
     bias_row = over_scores(bias_ptr, b, h, bias_run, bias_rows, T, S, H, BIAS)
     mask_row = over_scores(mask_ptr, b, h, mask_run, mask_rows, T, S, H, MASK)
 
@@ -171,18 +171,18 @@ def query_gradient_kernel(
     if not LISTED and (table or LEFT >= 0 or MASK):
         dq, dslope = _query_gradient_tiles(
             dq, dslope, q, do, lse, delta, lo, full_lo, lo, k_base, v_base, bias_row, mask_row, kv_segments_ptr + b * S, key_seen_ptr + b * S,
-            list_ptr, pattern_ptr, bits_ptr, map_row, seed0, seed1, slope, i, position, start, end, q_segment, T, S, K, D, V, BQ, BK, BLOCK_D, BLOCK_V, SCALE, CAP, FAST_TANH,
+            list_ptr, pattern_ptr, bits_ptr, map_row, seed0, seed1, ahead, slope, i, position, start, end, q_segment, T, S, K, D, V, BQ, BK, BLOCK_D, BLOCK_V, SCALE, CAP, FAST_TANH,
             LEFT, RIGHT, BIAS, ALIBI, MASK, ROWS, SEGMENTS, DROPOUT, KEEP_SCALE, PRECISION, FOLDED, MULTIPLIER,
             LISTED, BITS, MAP_Q, MAP_K, EVEN_Q, EVEN_K, CLEAN, True)  # fmt: skip
     if LISTED or not MASK:
         dq, dslope = _query_gradient_tiles(
             dq, dslope, q, do, lse, delta, full_lo, full_hi, whole, k_base, v_base, bias_row, mask_row, kv_segments_ptr, key_seen_ptr,
-            list_ptr, pattern_ptr, bits_ptr, map_row, seed0, seed1, slope, i, position, start, end, q_segment, T, S, K, D, V, BQ, BK, BLOCK_D, BLOCK_V, SCALE, CAP, FAST_TANH,
+            list_ptr, pattern_ptr, bits_ptr, map_row, seed0, seed1, ahead, slope, i, position, start, end, q_segment, T, S, K, D, V, BQ, BK, BLOCK_D, BLOCK_V, SCALE, CAP, FAST_TANH,
             LEFT, RIGHT, BIAS, ALIBI, MASK, ROWS, SEGMENTS, DROPOUT, KEEP_SCALE, PRECISION, FOLDED, MULTIPLIER,
             LISTED, BITS, MAP_Q, MAP_K, EVEN_Q, EVEN_K, CLEAN, False)  # fmt: skip
         dq, dslope = _query_gradient_tiles(
             dq, dslope, q, do, lse, delta, full_hi, hi, partial, k_base, v_base, bias_row, mask_row, kv_segments_ptr + b * S, key_seen_ptr + b * S,
-            list_ptr, pattern_ptr, bits_ptr, map_row, seed0, seed1, slope, i, position, start, end, q_segment, T, S, K, D, V, BQ, BK, BLOCK_D, BLOCK_V, SCALE, CAP, FAST_TANH,
+            list_ptr, pattern_ptr, bits_ptr, map_row, seed0, seed1, ahead, slope, i, position, start, end, q_segment, T, S, K, D, V, BQ, BK, BLOCK_D, BLOCK_V, SCALE, CAP, FAST_TANH,
             LEFT, RIGHT, BIAS, ALIBI, MASK, ROWS, SEGMENTS, DROPOUT, KEEP_SCALE, PRECISION, FOLDED, MULTIPLIER,
             LISTED, BITS, MAP_Q, MAP_K, EVEN_Q, EVEN_K, CLEAN, True)  # fmt: skip
 
@@ -195,7 +195,7 @@ def query_gradient_kernel(
 def _key_gradient_tiles(
     dk, dv, k, v, lo, hi, entry, q_base, do_base, lse_base, delta_base,  # [BK, BLOCK_D], [BK, BLOCK_V], twice; where a head's rows begin
     bias_ptr, mask_ptr, q_segments_ptr, start_ptr, end_ptr, position_ptr, query_seen_ptr,
-    list_ptr, pattern_ptr, bits_ptr, map_ptr, seed0, seed1, slope,
+    list_ptr, pattern_ptr, bits_ptr, map_ptr, seed0, seed1, ahead, slope,
     offset, j, k_segment, T, S,  # the keys' numbers, [BK, 1] each
     H: tl.constexpr, D: tl.constexpr, V: tl.constexpr, BQ: tl.constexpr, BK: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_V: tl.constexpr,
     SCALE: tl.constexpr, CAP: tl.constexpr, FAST_TANH: tl.constexpr, LEFT: tl.constexpr, RIGHT: tl.constexpr,
@@ -247,7 +247,7 @@ def _key_gradient_tiles(
         kept = True
         dropped = p
         if DROPOUT > 0:
-            kept = keep(seed0, seed1, position, j, DROPOUT)  # [BK, BQ]
+            kept = keep(seed0, seed1, ahead, position, j, DROPOUT)  # [BK, BQ]
             dropped = tl.where(kept, p * KEEP_SCALE, 0.0)  # [BK, BQ]
         # A query that sees no key of the tile may hold NaN, and 0 * NaN is NaN.
         if MASKED and CLEAN:
@@ -270,7 +270,7 @@ def key_gradient_kernel(
     BLOCK_D: tl.constexpr, BLOCK_V: tl.constexpr, BQ: tl.constexpr, BK: tl.constexpr,
     SCALE: tl.constexpr, CAP: tl.constexpr, FAST_TANH: tl.constexpr, LEFT: tl.constexpr, RIGHT: tl.constexpr,
     BIAS: tl.constexpr, ALIBI: tl.constexpr, MASK: tl.constexpr, ROWS: tl.constexpr, SEGMENTS: tl.constexpr,
-    DROPOUT: tl.constexpr, KEEP_SCALE: tl.constexpr, PRECISION: tl.constexpr, FOLDED: tl.constexpr, MULTIPLIER: tl.constexpr,
+    DROPOUT: tl.constexpr, SEED_WORDS: tl.constexpr, KEEP_SCALE: tl.constexpr, PRECISION: tl.constexpr, FOLDED: tl.constexpr, MULTIPLIER: tl.constexpr,
     LISTED: tl.constexpr, BITS: tl.constexpr, MAP_HEADS: tl.constexpr, MAP_Q: tl.constexpr, MAP_K: tl.constexpr,
     EVEN_Q: tl.constexpr, EVEN_K: tl.constexpr, GUARD: tl.constexpr, CLEAN: tl.constexpr, GROUP: tl.constexpr,
 ):  # fmt: skip
@@ -300,7 +300,7 @@ def key_gradient_kernel(
         )
         whole, partial = full_lo, full_hi
     for h in range(kh * (H // K), (kh + 1) * (H // K)):
-        slope, seed0, seed1 = head_scalars(slopes_ptr, seeds_ptr, b, h, H, ALIBI, DROPOUT)
+        slope, seed0, seed1, ahead = head_scalars(slopes_ptr, seeds_ptr, b, h, H, ALIBI, DROPOUT, SEED_WORDS)
         bias_row = over_scores(bias_ptr, b, h, bias_run, bias_rows, T, S, H, BIAS)
         mask_row = over_scores(mask_ptr, b, h, mask_run, mask_rows, T, S, H, MASK)
         q_base = q_ptr + b * T * (H * D) + h * D
@@ -316,19 +316,19 @@ def key_gradient_kernel(
             dk, dv = _key_gradient_tiles(
                 dk, dv, k, v, lo, full_lo, lo, q_base, do_base, lse_base, delta_base, bias_row, mask_row, q_segments_ptr + b * T,
                 start_ptr + b * T, end_ptr + b * T, position_ptr + b * T, query_seen_ptr + b * T, list_ptr, patterns, bits_ptr, map_row,
-                seed0, seed1, slope, offset, j, k_segment, T, S, H, D, V, BQ, BK, BLOCK_D, BLOCK_V, SCALE, CAP, FAST_TANH, LEFT, RIGHT, BIAS, ALIBI, MASK, ROWS, SEGMENTS, DROPOUT,
+                seed0, seed1, ahead, slope, offset, j, k_segment, T, S, H, D, V, BQ, BK, BLOCK_D, BLOCK_V, SCALE, CAP, FAST_TANH, LEFT, RIGHT, BIAS, ALIBI, MASK, ROWS, SEGMENTS, DROPOUT,
                 KEEP_SCALE, PRECISION, FOLDED, MULTIPLIER, LISTED, BITS, MAP_Q, MAP_K, EVEN_Q, EVEN_K, CLEAN, True)  # fmt: skip
         if LISTED or not MASK:
             dk, dv = _key_gradient_tiles(
                 dk, dv, k, v, full_lo, full_hi, whole, q_base, do_base, lse_base, delta_base, bias_row, mask_row, q_segments_ptr + b * T,
                 start_ptr + b * T, end_ptr + b * T, position_ptr + b * T, query_seen_ptr + b * T, list_ptr, patterns, bits_ptr, map_row,
-                seed0, seed1, slope, offset, j, k_segment, T, S, H, D, V, BQ, BK, BLOCK_D, BLOCK_V, SCALE, CAP, FAST_TANH, LEFT, RIGHT, BIAS, ALIBI, MASK, ROWS, SEGMENTS, DROPOUT,
+                seed0, seed1, ahead, slope, offset, j, k_segment, T, S, H, D, V, BQ, BK, BLOCK_D, BLOCK_V, SCALE, CAP, FAST_TANH, LEFT, RIGHT, BIAS, ALIBI, MASK, ROWS, SEGMENTS, DROPOUT,
                 KEEP_SCALE, PRECISION, FOLDED, MULTIPLIER, LISTED, BITS, MAP_Q, MAP_K, EVEN_Q, EVEN_K, CLEAN, False)  # fmt: skip
             if LISTED or table or LEFT >= 0:
                 dk, dv = _key_gradient_tiles(
                     dk, dv, k, v, full_hi, hi, partial, q_base, do_base, lse_base, delta_base, bias_row, mask_row, q_segments_ptr + b * T,
                     start_ptr + b * T, end_ptr + b * T, position_ptr + b * T, query_seen_ptr + b * T, list_ptr, patterns, bits_ptr, map_row,
-                    seed0, seed1, slope, offset, j, k_segment, T, S, H, D, V, BQ, BK, BLOCK_D, BLOCK_V, SCALE, CAP, FAST_TANH, LEFT, RIGHT, BIAS, ALIBI, MASK, ROWS,
+                    seed0, seed1, ahead, slope, offset, j, k_segment, T, S, H, D, V, BQ, BK, BLOCK_D, BLOCK_V, SCALE, CAP, FAST_TANH, LEFT, RIGHT, BIAS, ALIBI, MASK, ROWS,
                     SEGMENTS, DROPOUT, KEEP_SCALE, PRECISION, FOLDED, MULTIPLIER, LISTED, BITS, MAP_Q, MAP_K, EVEN_Q, EVEN_K, CLEAN, True)  # fmt: skip
 
     store_rows(dk_ptr + b * S * (K * D) + kh * D, (dk * SCALE).to(dk_ptr.dtype.element_ty), first, K * D, S, D, BK, BLOCK_D)  # fmt: skip
@@ -345,7 +345,7 @@ def bias_gradient_kernel(
     BLOCK_D: tl.constexpr, BLOCK_V: tl.constexpr, BQ: tl.constexpr, BK: tl.constexpr,
     SCALE: tl.constexpr, CAP: tl.constexpr, FAST_TANH: tl.constexpr, LEFT: tl.constexpr, RIGHT: tl.constexpr,
     BIAS: tl.constexpr, ALIBI: tl.constexpr, MASK: tl.constexpr, ROWS: tl.constexpr, SEGMENTS: tl.constexpr,
-    DROPOUT: tl.constexpr, KEEP_SCALE: tl.constexpr, PRECISION: tl.constexpr, FOLDED: tl.constexpr, MULTIPLIER: tl.constexpr,
+    DROPOUT: tl.constexpr, SEED_WORDS: tl.constexpr, KEEP_SCALE: tl.constexpr, PRECISION: tl.constexpr, FOLDED: tl.constexpr, MULTIPLIER: tl.constexpr,
     EVEN_Q: tl.constexpr, EVEN_K: tl.constexpr, GUARD: tl.constexpr, CLEAN: tl.constexpr, GROUP: tl.constexpr,
 ):  # fmt: skip
     """One tile of the bias gradient `[rows, H or 1, T or 1, S or 1]`, summed in a fixed order over the axes that the bias broadcasts
@@ -378,7 +378,9 @@ def bias_gradient_kernel(
         batch = (reader // bias_run * bias_rows + bias_row) * bias_run + reader % bias_run
         b = (tl.zeros([], tl.int32) + batch).to(tl.int64)
         for h in range(head_lo, head_hi):
-            slope, seed0, seed1 = head_scalars(slopes_ptr, seeds_ptr, b, h, H, ALIBI, DROPOUT)
+            slope, seed0, seed1, ahead = head_scalars(
+                slopes_ptr, seeds_ptr, b, h, H, ALIBI, DROPOUT, SEED_WORDS
+            )
             bias = over_scores(bias_ptr, b, h, bias_run, bias_rows, T, S, H, BIAS)
             mask = over_scores(mask_ptr, b, h, mask_run, mask_rows, T, S, H, MASK)
             for query_tile in range(m_lo, m_hi):
@@ -412,7 +414,7 @@ def bias_gradient_kernel(
                         FAST_TANH, LEFT, RIGHT, BIAS, ALIBI, MASK, ROWS, SEGMENTS, FOLDED, MULTIPLIER, True, True, 0, 0, 0)  # [BQ, BK]  # fmt: skip
                     kept = True
                     if DROPOUT > 0:
-                        kept = keep(seed0, seed1, position, j, DROPOUT)  # [BQ, BK]
+                        kept = keep(seed0, seed1, ahead, position, j, DROPOUT)  # [BQ, BK]
                     _, after = _score_gradient(p, dp, delta[:, None], t, seen, kept, CAP, DROPOUT, KEEP_SCALE, True)  # fmt: skip
                     total += after  # [BQ, BK]
 

@@ -282,6 +282,7 @@ def launcher(
         "FAST_TANH": config.fast_tanh and not is_float32,
         "PRECISION": config.float32_dot if is_float32 else "ieee",
         "DROPOUT": threshold(rate) if rate > 0 else 0,
+        "SEED_WORDS": 2 if arrays.seeds is None else arrays.seeds.shape[-1],
         "KEEP_SCALE": 1.0 / (1.0 - rate),
         "FOLDED": folded,
         "MULTIPLIER": (spec.logits_soft_cap or spec.scale) * LOG2E if folded else 1.0,

@@ -24,7 +24,7 @@ from .tile import (
 @triton.jit
 def _attend_tiles(
     acc, total, top, q, lo, hi, entry, k_base, v_base,  # [BQ, BLOCK_V], [BQ], [BQ], [BQ, BLOCK_D]; where a head's rows begin
-    bias_ptr, mask_ptr, kv_segments_ptr, key_seen_ptr, list_ptr, pattern_ptr, bits_ptr, map_ptr, seed0, seed1, slope,
+    bias_ptr, mask_ptr, kv_segments_ptr, key_seen_ptr, list_ptr, pattern_ptr, bits_ptr, map_ptr, seed0, seed1, ahead, slope,
     i, position, start, end, q_segment, T, S,  # the queries' numbers, [BQ, 1] each
     K: tl.constexpr, D: tl.constexpr, V: tl.constexpr, BQ: tl.constexpr, BK: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_V: tl.constexpr,
     SCALE: tl.constexpr, CAP: tl.constexpr, FAST_TANH: tl.constexpr, LEFT: tl.constexpr, RIGHT: tl.constexpr,
@@ -77,7 +77,7 @@ def _attend_tiles(
         total = total * alpha + tl.sum(p, axis=1)  # [BQ]
         # Dropout applies to the weights of the values, not to the denominator.
         if DROPOUT > 0:
-            p = tl.where(keep(seed0, seed1, position, j, DROPOUT), p * KEEP_SCALE, 0.0)  # [BQ, BK]
+            p = tl.where(keep(seed0, seed1, ahead, position, j, DROPOUT), p * KEEP_SCALE, 0.0)  # [BQ, BK]
         acc = acc * alpha[:, None]
         acc = tl.dot(p.to(v.dtype), v, acc, input_precision=PRECISION)  # [BQ, BLOCK_V]
         top = new_top
@@ -89,7 +89,7 @@ def forward_kernel(
     q_ptr, k_ptr, v_ptr,  # [B, T, H, D], [B, S, K, D], [B, S, K, V]
     bias_ptr, slopes_ptr, sinks_ptr, mask_ptr,  # bias and mask as in `over_scores`; [B, H] each
     q_segments_ptr, kv_segments_ptr, start_ptr, end_ptr, position_ptr, key_seen_ptr,  # [B, T] and, of keys, [B, S]
-    seeds_ptr, tiles_ptr,  # [B, H, 2], [B, tiles, 4] or of lists [rows, tiles, 4]
+    seeds_ptr, tiles_ptr,  # [B, H, SEED_WORDS], [B, tiles, 4] or of lists [rows, tiles, 4]
     row_ptr, order_ptr, list_ptr, pattern_ptr, bits_ptr, map_ptr,  # of lists, as in `TileLists`; the map as in `map_of`
     T, S, offset, bias_run, bias_rows, mask_run, mask_rows,
     out_ptr, lse_ptr,  # [B, T, H, V], [B, H, T]
@@ -97,7 +97,7 @@ def forward_kernel(
     BLOCK_D: tl.constexpr, BLOCK_V: tl.constexpr, BQ: tl.constexpr, BK: tl.constexpr,
     SCALE: tl.constexpr, CAP: tl.constexpr, FAST_TANH: tl.constexpr, LEFT: tl.constexpr, RIGHT: tl.constexpr, BIAS: tl.constexpr,
     ALIBI: tl.constexpr, SINKS: tl.constexpr, MASK: tl.constexpr, ROWS: tl.constexpr, SEGMENTS: tl.constexpr,
-    DROPOUT: tl.constexpr, KEEP_SCALE: tl.constexpr, PRECISION: tl.constexpr, FOLDED: tl.constexpr, MULTIPLIER: tl.constexpr,
+    DROPOUT: tl.constexpr, SEED_WORDS: tl.constexpr, KEEP_SCALE: tl.constexpr, PRECISION: tl.constexpr, FOLDED: tl.constexpr, MULTIPLIER: tl.constexpr,
     LISTED: tl.constexpr, BITS: tl.constexpr, MAP_HEADS: tl.constexpr, MAP_Q: tl.constexpr, MAP_K: tl.constexpr,
     EVEN_Q: tl.constexpr, EVEN_K: tl.constexpr, GUARD: tl.constexpr, CLEAN: tl.constexpr, GROUP: tl.constexpr,
 ):  # fmt: skip
@@ -118,7 +118,7 @@ def forward_kernel(
     position, start, end, q_segment = query_rows(
         rows, inside, offset, b, T, position_ptr, start_ptr, end_ptr, q_segments_ptr, ROWS, SEGMENTS)  # fmt: skip
     position, start, end, q_segment = position[:, None], start[:, None], end[:, None], q_segment[:, None]  # [BQ, 1]  # fmt: skip
-    slope, seed0, seed1 = head_scalars(slopes_ptr, seeds_ptr, b, h, H, ALIBI, DROPOUT)
+    slope, seed0, seed1, ahead = head_scalars(slopes_ptr, seeds_ptr, b, h, H, ALIBI, DROPOUT, SEED_WORDS)
     bias_row = over_scores(bias_ptr, b, h, bias_run, bias_rows, T, S, H, BIAS)
     mask_row = over_scores(mask_ptr, b, h, mask_run, mask_rows, T, S, H, MASK)
 
@@ -147,17 +147,17 @@ def forward_kernel(
     if not LISTED and (table or LEFT >= 0 or MASK):
         acc, total, top = _attend_tiles(
             acc, total, top, q, lo, full_lo, lo, k_base, v_base, bias_row, mask_row, kv_segments_ptr + b * S, key_seen_ptr + b * S,
-            list_ptr, pattern_ptr, bits_ptr, map_row, seed0, seed1, slope, i, position, start, end, q_segment, T, S, K, D, V, BQ, BK, BLOCK_D, BLOCK_V, SCALE, CAP, FAST_TANH, LEFT, RIGHT,
+            list_ptr, pattern_ptr, bits_ptr, map_row, seed0, seed1, ahead, slope, i, position, start, end, q_segment, T, S, K, D, V, BQ, BK, BLOCK_D, BLOCK_V, SCALE, CAP, FAST_TANH, LEFT, RIGHT,
             BIAS, ALIBI, MASK, ROWS, SEGMENTS, DROPOUT, KEEP_SCALE, PRECISION, FOLDED, MULTIPLIER, LISTED, BITS, MAP_Q, MAP_K, EVEN_K, GUARD, CLEAN, True)  # fmt: skip
     if LISTED or not MASK:
         acc, total, top = _attend_tiles(
             acc, total, top, q, full_lo, full_hi, whole, k_base, v_base, bias_row, mask_row, kv_segments_ptr, key_seen_ptr,
-            list_ptr, pattern_ptr, bits_ptr, map_row, seed0, seed1, slope, i, position, start, end, q_segment, T, S, K, D, V, BQ, BK, BLOCK_D, BLOCK_V, SCALE, CAP, FAST_TANH, LEFT, RIGHT,
+            list_ptr, pattern_ptr, bits_ptr, map_row, seed0, seed1, ahead, slope, i, position, start, end, q_segment, T, S, K, D, V, BQ, BK, BLOCK_D, BLOCK_V, SCALE, CAP, FAST_TANH, LEFT, RIGHT,
             BIAS, ALIBI, MASK, ROWS, SEGMENTS, DROPOUT, KEEP_SCALE, PRECISION, FOLDED, MULTIPLIER, LISTED, BITS, MAP_Q, MAP_K, EVEN_K, GUARD, CLEAN, False)  # fmt: skip
         if LISTED or table or RIGHT >= 0 or not EVEN_K:
             acc, total, top = _attend_tiles(
                 acc, total, top, q, full_hi, hi, partial, k_base, v_base, bias_row, mask_row, kv_segments_ptr + b * S, key_seen_ptr + b * S,
-                list_ptr, pattern_ptr, bits_ptr, map_row, seed0, seed1, slope, i, position, start, end, q_segment, T, S, K, D, V, BQ, BK, BLOCK_D, BLOCK_V, SCALE, CAP, FAST_TANH, LEFT, RIGHT,
+                list_ptr, pattern_ptr, bits_ptr, map_row, seed0, seed1, ahead, slope, i, position, start, end, q_segment, T, S, K, D, V, BQ, BK, BLOCK_D, BLOCK_V, SCALE, CAP, FAST_TANH, LEFT, RIGHT,
                 BIAS, ALIBI, MASK, ROWS, SEGMENTS, DROPOUT, KEEP_SCALE, PRECISION, FOLDED, MULTIPLIER, LISTED, BITS, MAP_Q, MAP_K, EVEN_K, GUARD, CLEAN, True)  # fmt: skip
 
     # out = acc / total, lse = top + log(total); 0 and minus infinity for a row that saw no key.

@@ -48,17 +48,21 @@ def query_rows(rows, inside, offset, b, T, position_ptr, start_ptr, end_ptr, q_s
 
 
 @triton.jit
-def head_scalars(slopes_ptr, seeds_ptr, b, h, H: tl.constexpr, ALIBI: tl.constexpr, DROPOUT: tl.constexpr):
-    """The ALiBi slope and the two seed words of a head."""
+def head_scalars(slopes_ptr, seeds_ptr, b, h, H: tl.constexpr, ALIBI: tl.constexpr, DROPOUT: tl.constexpr,
+                 SEED_WORDS: tl.constexpr):  # fmt: skip
+    """The ALiBi slope and the two seed words of a head, and by how much its positions in dropout's counter are ahead."""
     slope = 0.0  # [] each
     if ALIBI:
         slope = tl.load(slopes_ptr + b * H + h)
     seed0 = tl.zeros([], tl.uint32)
     seed1 = tl.zeros([], tl.uint32)
+    ahead = tl.zeros([], tl.uint32)
     if DROPOUT > 0:
-        seed0 = tl.load(seeds_ptr + (b * H + h) * 2)
-        seed1 = tl.load(seeds_ptr + (b * H + h) * 2 + 1)
-    return slope, seed0, seed1
+        seed0 = tl.load(seeds_ptr + (b * H + h) * SEED_WORDS)
+        seed1 = tl.load(seeds_ptr + (b * H + h) * SEED_WORDS + 1)
+        if SEED_WORDS == 3:
+            ahead = tl.load(seeds_ptr + (b * H + h) * SEED_WORDS + 2)
+    return slope, seed0, seed1, ahead
 
 
 @triton.jit
@@ -155,11 +159,11 @@ def visible(i, j, position, start, end, q_segment, k_segment, mask_ptr, T, S,
 
 
 @triton.jit
-def keep(seed0, seed1, position, j, THRESHOLD: tl.constexpr):
-    """Philox4x32-7 of (seed, query position, key position): which entries survive dropout."""
+def keep(seed0, seed1, ahead, position, j, THRESHOLD: tl.constexpr):
+    """Philox4x32-7 of (seed, query position, key position): which entries survive dropout. Both positions are `ahead` of those given."""
     # The counter: query position, key position, 0, 0. Adding a zero vector makes each word a tile.
-    c0 = position.to(tl.uint32) + (j * 0).to(tl.uint32)  # [BQ, BK]
-    c1 = j.to(tl.uint32) + (position * 0).to(tl.uint32)  # [BQ, BK]
+    c0 = position.to(tl.uint32) + ahead + (j * 0).to(tl.uint32)  # [BQ, BK]
+    c1 = j.to(tl.uint32) + ahead + (position * 0).to(tl.uint32)  # [BQ, BK]
     c2 = c0 * 0  # [BQ, BK]
     c3 = c0 * 0  # [BQ, BK]
     k0 = seed0  # []

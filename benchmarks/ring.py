@@ -1,0 +1,200 @@
+"""RingAttention over the GPUs of a host, compared with FlashAttention on one and with what XLA makes of `jax.nn`'s attention on split tokens.
+
+    python benchmarks/ring.py --json ring.json                           # needs two GPUs or more
+    python benchmarks/ring.py --tokens 32768 --variants flash,zigzag --profile trace
+    XLA_FLAGS=--xla_force_host_platform_device_count=4 python benchmarks/ring.py --quick
+
+Forward and backward of causal attention. Results of a short sequence are first compared with FlashAttention on one device. Then calls are
+timed in turn. `speedup` is the time of one device over this one's; `temporary` is the memory of one device besides arguments and results.
+`--profile` writes a trace of one call of each variant, in which hops (`collective-permute`) run beside kernels.
+"""
+
+import argparse
+import pathlib
+import statistics
+import sys
+import time
+from collections.abc import Callable, Sequence
+from typing import Any
+
+sys.path.insert(0, str(pathlib.Path(__file__).resolve().parent.parent))
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax.sharding import AxisType, NamedSharding
+from jax.sharding import PartitionSpec as P
+
+import ejkernel_eqx as ejx
+from benchmarks import report
+
+AXIS = "sequence"
+VARIANTS = ("flash", "zigzag", "contiguous", "all_to_all", "jax.nn")
+_ALLOWED = 0.03  # relative error of bfloat16
+
+
+def operation(name: str, platform: Any) -> Callable[..., Any]:
+    """Causal attention `(q, k, v) -> out`."""
+    if name == "flash":
+        return ejx.FlashAttention(causal=True, platform=platform)
+    if name == "jax.nn":
+        return lambda q, k, v: jax.nn.dot_product_attention(q, k, v, is_causal=True)
+    order, method = ("zigzag", "ring") if name == "zigzag" else ("contiguous", "ring")
+    return ejx.RingAttention(
+        AXIS,
+        causal=True,
+        order=order,
+        method="all_to_all" if name == "all_to_all" else method,
+        platform=platform,
+    )
+
+
+def gradient(name: str, options: argparse.Namespace) -> Callable[..., Any]:
+    """Forward and backward: `(q, k, v, dout) -> (out, gradients)`."""
+    call = operation(name, options.platform)
+
+    def both(q: Any, k: Any, v: Any, dout: Any) -> Any:
+        out, pull = jax.vjp(call, q, k, v)
+        return out, pull(dout)
+
+    return jax.jit(both)
+
+
+def layout(name: str, options: argparse.Namespace) -> Any:
+    """One device, or tokens over all. `jax.nn` is called on an automatic mesh, where XLA may split it as it likes."""
+    if name == "flash":
+        return jax.sharding.SingleDeviceSharding(jax.devices()[0])
+    axis_type = AxisType.Auto if name == "jax.nn" else AxisType.Explicit
+    return NamedSharding(jax.make_mesh((options.devices,), (AXIS,), axis_types=(axis_type,)), P(None, AXIS))
+
+
+def inputs(name: str, tokens: int, options: argparse.Namespace) -> list[Any]:
+    """Made on the host, in the order of tokens that the variant takes."""
+    random = np.random.default_rng(0)
+    shape = (1, tokens, options.heads, options.head_dim)
+    made = []
+    for heads in (options.heads, options.kv_heads, options.kv_heads, options.heads):
+        x = random.standard_normal((*shape[:2], heads, shape[3]), np.float32).astype(jnp.dtype(options.dtype))
+        if name == "zigzag":
+            x = np.asarray(ejx.sequences.reorder_sequence(x, options.devices, axis=1))
+        made.append(jax.device_put(x, layout(name, options)))
+    return made
+
+
+def worst_error(name: str, options: argparse.Namespace) -> float:
+    """The largest relative error of the output and the gradients of a short sequence."""
+
+    def results(name: str) -> list[np.ndarray]:
+        found = jax.device_get(gradient(name, options)(*inputs(name, options.check, options)))
+        restore = lambda x: (
+            ejx.sequences.restore_sequence(x, options.devices, axis=1) if name == "zigzag" else x
+        )
+        return [np.asarray(restore(x)).astype(np.float32) for x in jax.tree.leaves(found)]
+
+    pairs = zip(results(name), results("flash"), strict=True)
+    return max(float(np.linalg.norm(x - y) / np.linalg.norm(y)) for x, y in pairs)
+
+
+def sample(program: Any, arrays: Sequence[Any], calls: int) -> float:
+    """Milliseconds a call."""
+    start = time.perf_counter()
+    results = [program(*arrays) for _ in range(calls)][-1]
+    jax.block_until_ready(results)
+    return 1e3 * (time.perf_counter() - start) / calls
+
+
+def measure(name: str, tokens: int, options: argparse.Namespace) -> dict[str, Any]:
+    row: dict[str, Any] = {
+        "variant": name,
+        "tokens": tokens,
+        "devices": 1 if name == "flash" else options.devices,
+    }
+    try:
+        row["error"] = worst_error(name, options)
+        if not row["error"] <= _ALLOWED:
+            return row | {"reason": f"wrong: relative error {row['error']:.2g}"}
+        arrays = inputs(name, tokens, options)
+        program = gradient(name, options).lower(*arrays).compile()
+        memory = program.memory_analysis()
+        row["temporary_bytes"] = None if memory is None else memory.temp_size_in_bytes
+        sample(program, arrays, 2)
+        samples = [sample(program, arrays, options.calls) for _ in range(options.samples)]
+        if options.profile:
+            with jax.profiler.trace(str(options.profile / f"{name}-{tokens}")):
+                sample(program, arrays, 1)
+    except (RuntimeError, ValueError) as error:  # out of memory, among others
+        return row | {"reason": str(error).splitlines()[0][:160]}
+    ms = statistics.median(samples)
+    # Two products forward and five backward, over half of the scores.
+    flops = 3.5 * 2 * tokens * tokens * options.heads * options.head_dim
+    tflops = flops / ms / 1e9
+    return row | {"ms": ms, "spread": (max(samples) - min(samples)) / ms, "tflops": tflops}
+
+
+def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    add = parser.add_argument
+    add("--quick", action="store_true", help="tiny problems, anywhere")
+    add("--tokens", default="32768,131072", help="comma-separated (default: %(default)s)")
+    add("--variants", default=",".join(VARIANTS), help="comma-separated (default: %(default)s)")
+    add("--devices", type=int, default=jax.device_count())
+    add("--heads", type=int, default=16)
+    add("--kv-heads", type=int, default=16)
+    add("--head-dim", type=int, default=128)
+    add("--dtype", default="bfloat16")
+    add("--platform", help="of the kernels (default: chosen by device)")
+    add("--samples", type=int, default=5)
+    add("--calls", type=int, default=3, help="calls per sample")
+    add("--profile", type=pathlib.Path, metavar="FOLDER")
+    add("--commit", help="version of the code in the result, outside a checkout")
+    add("--json", type=pathlib.Path, metavar="PATH")
+    options = parser.parse_args(arguments)
+    options.variants = options.variants.split(",")
+    if unknown := sorted(set(options.variants) - set(VARIANTS)):
+        parser.error(f"--variants: expected some of {', '.join(VARIANTS)}, received {', '.join(unknown)}")
+    options.check = 1024
+    if options.quick:
+        options.tokens, options.heads, options.kv_heads, options.head_dim = "256", 4, 4, 16
+        options.dtype, options.samples, options.calls, options.check = "float32", 1, 1, 64
+    options.tokens = [int(count) for count in options.tokens.split(",")]
+    if options.devices < 2:
+        parser.error(f"--devices: expected at least 2, received {options.devices}")
+    return options
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    options, rows = parse(arguments), []
+    for tokens in options.tokens:
+        one: float | None = None
+        for name in options.variants:
+            row = measure(name, tokens, options)
+            one = row.get("ms") if name == "flash" else one
+            if one is not None and "ms" in row:
+                row["speedup"] = one / row["ms"]
+            rows.append(row)
+            print(f"{tokens} {name}: {row.get('reason') or report.number(row['ms']) + ' ms'}", flush=True)
+    cells = [
+        [str(row["tokens"]), row["variant"], report.number(row.get("ms")), report.number(row.get("speedup"))]
+        + [report.number(row.get("tflops"), 0), report.number((row.get("temporary_bytes") or 0) / 1e9)]
+        + [row.get("reason", "")]
+        for row in rows
+    ]
+    print(
+        f"forward and backward, causal, H{options.heads} K{options.kv_heads} D{options.head_dim}, {options.dtype}, {options.devices} devices"
+    )
+    print(report.table(["tokens", "variant", "ms", "speedup", "TFLOP/s", "temporary GB", ""], cells))
+    if options.json:
+        size = {
+            name: getattr(options, name) for name in ("devices", "heads", "kv_heads", "head_dim", "dtype")
+        }
+        report.write_json(
+            options.json, {"environment": report.environment(options.commit), "size": size, "rows": rows}
+        )
+    wrong = [row for row in rows if row.get("reason", "").startswith("wrong")]
+    return 1 if wrong else 0
+
+
+if __name__ == "__main__":
+    raise SystemExit(main())

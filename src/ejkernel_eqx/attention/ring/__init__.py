@@ -1,0 +1,1 @@
+from .ring import RingAttention as RingAttention

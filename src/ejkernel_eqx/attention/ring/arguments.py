@@ -1,0 +1,195 @@
+"""Checks a call whose tokens are split over a mesh axis, and resolves it: masks over the whole sequence, arrays as they are given."""
+
+import dataclasses
+from typing import Any
+
+import jax
+from jax import Array
+from jax.core import Tracer
+from jax.sharding import NamedSharding
+
+from ...parallel import explicit_mesh
+from ...parallel.layout import check_split, mesh_axes
+from ...parallel.mesh import spec_of
+from ...parallel.shapes import inside_manual_mesh
+from ..arguments import (
+    bias_of,
+    check_qkv,
+    described,
+    MaskInputs,
+    ScoreInputs,
+    ScoreOptions,
+    segment_ids_of,
+    spread,
+)
+from ..masks.mask import Mask
+from ..spec import AttentionArrays, AttentionSpec
+from .spec import Method, Order, Reach, RingSpec
+
+
+@dataclasses.dataclass(frozen=True)
+class Split:
+    """How tokens are split over devices."""
+
+    axis: str
+    order: Order
+    method: Method | None
+
+    def check(self) -> None:
+        if not isinstance(self.axis, str):
+            raise ValueError(f"axis_name: expected the name of one mesh axis, received {self.axis!r}.")
+        if self.order not in ("contiguous", "zigzag"):
+            raise ValueError(f"order: expected 'contiguous' or 'zigzag', received {self.order!r}.")
+        if self.method not in (None, "ring", "all_to_all"):
+            raise ValueError(f"method: expected 'ring', 'all_to_all' or None, received {self.method!r}.")
+
+    def over(self, arrays: dict[str, Array]) -> int:
+        """By how much the tokens of these arrays are to be multiplied: the number of devices inside `shard_map`, where arrays are parts, else 1.
+        Raises `ValueError` if a mesh cannot split them."""
+        if inside_manual_mesh():
+            mesh = jax.sharding.get_abstract_mesh()
+            if self.axis not in mesh.manual_axes:
+                raise ValueError(
+                    f"axis_name: expected an axis that shard_map has made manual, {', '.join(map(repr, mesh.manual_axes))}, received {self.axis!r}; "
+                    "add it to axis_names of shard_map."
+                )
+            devices = mesh.shape[self.axis]
+            for x in arrays.values():
+                check_split(self.axis, x.shape[-3] * devices, mesh.shape, self.chunks)
+            return devices
+        mesh = explicit_mesh(arrays)
+        if mesh is not None:
+            self._check_types(arrays)
+        mesh = _any_mesh(arrays) if mesh is None else mesh
+        if mesh is not None:
+            for x in arrays.values():
+                check_split(self.axis, x.shape[-3], mesh.shape, self.chunks)
+        return 1
+
+    @property
+    def chunks(self) -> int:
+        """How many chunks of consecutive tokens each device has."""
+        return 2 if self.order == "zigzag" else 1
+
+    def _check_types(self, arrays: dict[str, Array]) -> None:
+        for name, x in arrays.items():
+            for axis, entry in enumerate(spec_of(x)):
+                names = mesh_axes(entry) if entry else set()
+                if axis == x.ndim - 3 and names - {self.axis}:
+                    raise ValueError(
+                        f"{name}: expected tokens that are split over axis {self.axis!r} or not at all, received {spec_of(x)}; reshard them."
+                    )
+                if axis != x.ndim - 3 and self.axis in names:
+                    raise ValueError(
+                        f"{name}: expected axis {self.axis!r} to split the tokens, received {spec_of(x)}; reshard them."
+                    )
+
+
+def _any_mesh(arrays: dict[str, Array]) -> Any:
+    """An automatic mesh, as far as it is known: that of the arrays' types or of the context, or of concrete arrays."""
+    for x in arrays.values():
+        typed = getattr(getattr(jax.typeof(x), "sharding", None), "mesh", None)
+        if typed is not None and typed.axis_names:
+            return typed
+    context = jax.sharding.get_abstract_mesh()
+    if context.axis_names:
+        return context
+    for x in arrays.values():
+        if not isinstance(x, Tracer) and isinstance(x.sharding, NamedSharding):
+            return x.sharding.mesh
+    return None
+
+
+def resolve(
+    q: Any,
+    k: Any,
+    v: Any,
+    split: Split,
+    options: ScoreOptions,
+    own: Mask,
+    masking: MaskInputs,
+    scoring: ScoreInputs,
+    *,
+    return_lse: bool,
+) -> tuple[AttentionArrays, RingSpec]:
+    """The resolved call of these arrays: inside `shard_map` those of one device, else all."""
+    q, k, v = check_qkv(q, k, v)
+    devices = split.over({"q": q, "k": k, "v": v})
+    lead, queries, keys, heads = q.shape[:-3], q.shape[-3], k.shape[-3], q.shape[-2]
+
+    def every(x: Array) -> Any:
+        return jax.ShapeDtypeStruct((*x.shape[:-3], x.shape[-3] * devices, *x.shape[-2:]), x.dtype)
+
+    pairs, dense, rest = _by_token(masking, queries, keys)
+    arrays, spec = described(
+        every(q), every(k), every(v), options, own, rest, scoring._replace(bias=None), return_lse=return_lse
+    )
+    if spec.listed or arrays.mask is not None:
+        raise ValueError(
+            "mask: expected a Mask of windows, chunks, prefixes, lengths, segments or packed sequences, or of one dense array, received one that "
+            "needs lists of tiles or a mask of all scores; pass booleans [..., H, T, S]."
+        )
+    if len(pairs) > 1:
+        raise ValueError(
+            f"segment_ids: expected one pair of ids, received {len(pairs)}; number the segments that both tell apart."
+        )
+    bias = spread("bias", bias_of(scoring.bias), lead, heads, queries, keys * devices)
+    arrays = arrays._replace(
+        q=q, k=k, v=v, bias=bias, mask=spread("mask", dense, lead, heads, queries, keys * devices)
+    )
+    same = False
+    for ours, theirs in pairs:
+        arrays = arrays._replace(
+            q_segments=spread("segment_ids", ours, lead, queries),
+            kv_segments=spread("kv_segment_ids", theirs, lead, keys),
+        )
+        same = ours is theirs and queries == keys and arrays.rows is None and spec.offset == 0
+    fields = {field.name: getattr(spec, field.name) for field in dataclasses.fields(AttentionSpec)}
+    own_fields = {
+        "axis": split.axis,
+        "order": split.order,
+        "method": split.method,
+        "reach": _reach(spec, arrays, own, masking, (keys - queries) * devices),
+        "slopes": arrays.alibi_slopes is not None,
+    }
+    return arrays, RingSpec(**fields | {"same_segments": same}, **own_fields)
+
+
+def _by_token(masking: MaskInputs, queries: int, keys: int) -> tuple[list[Any], Array | None, MaskInputs]:
+    """The masks that are given token by token, which devices have parts of: pairs of segment ids and a dense mask. And all others."""
+    pairs, dense, mask = [], None, masking.mask
+    if isinstance(mask, Mask):
+        pairs, dense = list(mask.segments), mask.dense
+        mask = dataclasses.replace(mask, segments=(), dense=None)
+    elif mask is not None:
+        dense, mask = Mask.from_dense(mask).dense, None
+    if masking.segment_ids is not None:
+        ours = segment_ids_of("segment_ids", masking.segment_ids, queries)
+        given = masking.kv_segment_ids
+        theirs = ours if given is None else segment_ids_of("kv_segment_ids", given, keys)
+        if theirs.shape[-1] != keys:
+            raise ValueError(
+                f"kv_segment_ids: expected ids for {keys} keys, since their number differs from the {queries} queries, received None; pass both."
+            )
+        pairs.append((ours, theirs))
+    elif masking.kv_segment_ids is not None:
+        raise ValueError("segment_ids: expected ids of the queries, received only kv_segment_ids; pass both.")
+    if masking.cu_seqlens is not None and masking.segment_ids is not None:
+        raise ValueError(
+            "segment_ids: expected None with cu_seqlens, received both; cu_seqlens already defines where sequences begin and end."
+        )
+    return pairs, dense, masking._replace(mask=mask, segment_ids=None, kv_segment_ids=None)
+
+
+def _reach(
+    spec: AttentionSpec, arrays: AttentionArrays, own: Mask, masking: MaskInputs, default: int
+) -> Reach:
+    """The window that all visible keys are in, as far as it is known while tracing."""
+    if arrays.rows is None:
+        return spec.left, spec.right, spec.offset
+    offset = default if masking.q_offset is None else masking.q_offset
+    apart = masking.kv_cu_seqlens is not None or (masking.cu_seqlens is not None and default != 0)
+    if isinstance(masking.mask, Mask) or apart or not isinstance(offset, int):
+        return None, None, 0
+    left, right = own.window
+    return left, 0 if own.is_causal else right, offset

@@ -1,0 +1,50 @@
+"""Which of the two forms runs: keys round the ring, or heads for tokens."""
+
+from ..spec import AttentionArrays
+from .spec import Method, RingSpec
+
+HIDDEN = 4096
+"""From as many queries for each key (a device's tokens times the query heads of a key head), a hop in 16 bits takes less time than the
+products of its step: 500 TFLOP/s by 141 GB/s, as measured between two H200."""
+
+
+def method_of(arrays: AttentionArrays, spec: RingSpec, devices: int) -> tuple[Method, str]:
+    """The form of a call with these local shapes, and why."""
+    against = exchange_unsupported(arrays, devices)
+    where = f"over {devices} devices of axis {spec.axis!r}"
+    if spec.method == "ring":
+        return "ring", f"ring {where}, as requested"
+    if spec.method == "all_to_all":
+        if against is not None:
+            raise ValueError(
+                f"method: expected a call that all_to_all supports, but {against}; use method='ring'."
+            )
+        return "all_to_all", f"all-to-all {where}, as requested"
+    if against is not None:
+        return "ring", f"ring {where}: all-to-all does not support the call, since {against}"
+    left, right, _ = spec.reach
+    if left is not None and right is not None:
+        return "ring", f"ring {where}: the window reaches few devices"
+    queries = arrays.q.shape[1] * arrays.q.shape[2] // arrays.k.shape[2]
+    if queries < HIDDEN:
+        return (
+            "all_to_all",
+            f"all-to-all {where}: {queries} queries for each key are too few to hide a hop of the ring",
+        )
+    if right is not None and spec.order == "contiguous":
+        return (
+            "all_to_all",
+            f"all-to-all {where}: in contiguous order a causal ring waits for its last device",
+        )
+    return "ring", f"ring {where}: its hops are hidden behind {queries} queries for each key"
+
+
+def exchange_unsupported(arrays: AttentionArrays, devices: int) -> str | None:
+    """Why heads cannot be exchanged for tokens; `None` if they can."""
+    heads, kv_heads = arrays.q.shape[2], arrays.k.shape[2]
+    if heads % devices or (kv_heads % devices and devices % kv_heads):
+        return f"{heads} query and {kv_heads} key heads cannot be split over {devices} devices"
+    for name, x in (("bias", arrays.bias), ("mask", arrays.mask)):
+        if x is not None and x.shape[2] > 1:
+            return f"a {name} with a row for each query would have to be gathered"
+    return None

@@ -1,0 +1,150 @@
+"""Which tiles of scores each device computes in which step, decided while tracing from positions alone.
+
+In a step of shift `d`, device `r` has the keys of device `(r - d) mod n`. A device's tokens are one chunk of consecutive positions, or two in
+zigzag order. A piece is a call of a kernel for some of its queries and keys.
+"""
+
+import functools
+from typing import NamedTuple
+
+from .spec import Order, Reach
+
+MOST_BRANCHES = 3
+"""With more different pieces than this in the steps of one loop, they take positions from arrays instead."""
+
+
+class Piece(NamedTuple):
+    """Queries `start .. start + size` by keys likewise, counted in the device's own order, and the window between them: that of
+    `AttentionSpec`, or `None` if positions are read from arrays."""
+
+    queries: tuple[int, int]
+    keys: tuple[int, int]
+    window: Reach | None
+
+
+Pieces = tuple[Piece, ...]
+
+
+class Run(NamedTuple):
+    """Steps one after another that differ in their shift only: they are a loop.
+
+    `came`: how many places keys have moved before each step. `following`: how many they move while it computes. `branches`: what a device may have
+    to compute, and `table[step][device]` which of these it does.
+    """
+
+    shifts: tuple[int, ...]
+    came: int
+    following: int
+    branches: tuple[Pieces, ...]
+    table: tuple[tuple[int, ...], ...]
+
+
+class Sizes(NamedTuple):
+    """The tokens of one device, and how many chunks of consecutive positions they are."""
+
+    devices: int
+    queries: int
+    keys: int
+    order: Order
+
+    @property
+    def chunks(self) -> int:
+        return 2 if self.order == "zigzag" else 1
+
+    def starts(self, device: int, length: int) -> tuple[int, ...]:
+        """The first position of each chunk of a device."""
+        if self.order == "contiguous":
+            return (device * length,)
+        half = length // 2
+        return device * half, (2 * self.devices - 1 - device) * half
+
+
+@functools.lru_cache(maxsize=256)
+def runs(
+    sizes: Sizes, reach: Reach, fixed: bool, positional: bool, backward: bool = False
+) -> tuple[Run, ...]:
+    """The steps that see anything, in order: the device's own keys first. `fixed`: the window is all that there is to the mask besides segments
+    and arrays over scores; else positions are read from arrays. `positional`: scores depend on positions, too.
+
+    The backward goes the other way round: else a compiler could keep what arrives in the forward, all keys on every device, and not send it
+    again.
+    """
+    steps = {
+        shift: [
+            _pieces(sizes, reach, r, (r - shift) % sizes.devices, positional) for r in range(sizes.devices)
+        ]
+        for shift in range(sizes.devices)
+    }
+    shifts = [shift for shift, by_device in steps.items() if any(by_device)]
+    if backward:
+        shifts = shifts[:1] + shifts[:0:-1]
+    found: list[tuple[int, int, list[int]]] = []
+    for n, shift in enumerate(shifts):
+        came = shift - (shifts[n - 1] if n else 0)
+        following = shifts[n + 1] - shift if n + 1 < len(shifts) else 0
+        if n > 1 and found[-1][:2] == (came, following):
+            found[-1][2].append(shift)
+        else:
+            found.append((came, following, [shift]))
+    return tuple(
+        _run(sizes, tuple(own), came, following, [steps[shift] for shift in own], fixed)
+        for came, following, own in found
+    )
+
+
+def _run(
+    sizes: Sizes, shifts: tuple[int, ...], came: int, following: int, steps: list[list[Pieces]], fixed: bool
+) -> Run:
+    if not fixed or len({pieces for by_device in steps for pieces in by_device if pieces}) > MOST_BRANCHES:
+        steps = [[_from_arrays(sizes, pieces) for pieces in by_device] for by_device in steps]
+    branches = tuple(dict.fromkeys(pieces for by_device in steps for pieces in by_device))
+    table = tuple(tuple(branches.index(pieces) for pieces in by_device) for by_device in steps)
+    return Run(shifts, came, following, branches, table)
+
+
+def _pieces(sizes: Sizes, reach: Reach, ours: int, theirs: int, positional: bool) -> Pieces:
+    """What the queries of one device see of the keys of another."""
+    rows, columns = sizes.queries // sizes.chunks, sizes.keys // sizes.chunks
+    left, right, offset = reach
+    windows: dict[tuple[int, int], Reach] = {}
+    for i, first in enumerate(sizes.starts(ours, sizes.queries)):
+        for j, key in enumerate(sizes.starts(theirs, sizes.keys)):
+            at = first + offset - key  # of the first query, counted from the first key
+            if (left is not None and at - left >= columns) or (
+                right is not None and at + rows - 1 + right < 0
+            ):
+                continue
+            whole_left = left is None or at + rows - 1 - left <= 0
+            whole_right = right is None or at + right >= columns - 1
+            sides = (None if whole_left else left, None if whole_right else right)
+            windows[i, j] = (*sides, at if positional or sides != (None, None) else 0)
+    return _joined(sizes, windows, positional)
+
+
+def _joined(sizes: Sizes, windows: dict[tuple[int, int], Reach], positional: bool) -> Pieces:
+    """Chunks with nothing to tell them apart in one call."""
+    rows, columns = sizes.queries // sizes.chunks, sizes.keys // sizes.chunks
+    every = range(sizes.chunks)
+    whole, causal = (None, None, 0), (None, 0, 0)
+    both_q, both_k = (0, sizes.queries), (0, sizes.keys)
+    if not positional and sizes.chunks == 2:
+        if all(windows.get((i, j)) == whole for i in every for j in every):
+            return (Piece(both_q, both_k, whole),)
+        if rows == columns and windows == {(0, 0): causal, (1, 0): whole, (1, 1): causal}:
+            return (Piece(both_q, both_k, causal),)
+        for j in every:
+            if windows == {(0, j): whole, (1, j): whole}:
+                return (Piece(both_q, (j * columns, columns), whole),)
+        for i in every:
+            if windows == {(i, 0): whole, (i, 1): whole}:
+                return (Piece((i * rows, rows), both_k, whole),)
+    return tuple(
+        Piece((i * rows, rows), (j * columns, columns), window) for (i, j), window in windows.items()
+    )
+
+
+def _from_arrays(sizes: Sizes, pieces: Pieces) -> Pieces:
+    """The chunks of keys that any piece reads, for all queries."""
+    columns = sizes.keys // sizes.chunks
+    read = {start // columns for piece in pieces for start in range(piece.keys[0], sum(piece.keys), columns)}
+    return tuple(Piece((0, sizes.queries), (j * columns, columns), None) for j in sorted(read))

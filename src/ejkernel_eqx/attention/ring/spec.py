@@ -1,0 +1,45 @@
+"""The static half of a call whose tokens are split over a mesh axis."""
+
+import dataclasses
+from typing import Literal
+
+from ..spec import AttentionSpec
+
+Order = Literal["contiguous", "zigzag"]
+Method = Literal["ring", "all_to_all"]
+Reach = tuple[int | None, int | None, int]
+"""Keys visible to the left and right of a query, and the position of the first query among the keys."""
+
+
+@dataclasses.dataclass(frozen=True)
+class RingSpec(AttentionSpec):
+    """A call over all tokens, of which each device has a part. Window, offset and `AttentionArrays.rows` are those of the whole sequence in
+    its temporal order; all other arrays are the device's own, in the order in which it has its tokens."""
+
+    axis: str = ""
+    order: Order = "contiguous"
+    method: Method | None = None
+    reach: Reach = (None, None, 0)
+    """No key outside of it is visible, although `rows` may hide more."""
+
+    @property
+    def positional(self) -> bool:
+        """Whether scores depend on positions besides the mask."""
+        return self.dropout_rate > 0 or self.slopes
+
+    slopes: bool = False
+    """Whether ALiBi slopes are given."""
+
+    def piece(self, left: int | None, right: int | None, offset: int, same_segments: bool) -> AttentionSpec:
+        """The spec of a kernel's call for some of the queries and keys."""
+        names = (field.name for field in dataclasses.fields(AttentionSpec))
+        own = {name: getattr(self, name) for name in names}
+        same = same_segments and self.same_segments
+        return AttentionSpec(
+            **own
+            | {"left": left, "right": right, "offset": offset, "same_segments": same, "return_lse": True}
+        )
+
+    def plain(self) -> AttentionSpec:
+        """The same call on one device, which has all tokens."""
+        return self.piece(self.left, self.right, self.offset, True)

@@ -1,0 +1,156 @@
+"""Where arrays lie, and what moves between devices, by the compiled program."""
+
+import collections
+from typing import Any
+
+import equinox as eqx
+import jax
+import jax.numpy as jnp
+import pytest
+from jax.sharding import NamedSharding
+from jax.sharding import PartitionSpec as P
+
+import ejkernel_eqx as ejx
+from tests.attention.dense import normal, qkv
+from tests.meshes import COLLECTIVE, lies
+from tests.ring.calls import AXIS, mesh_of
+from tests.tolerances import assert_close
+
+SPEC = P("data", AXIS, "model")
+
+
+def collectives(compiled: Any) -> collections.Counter:
+    return collections.Counter(COLLECTIVE.findall(compiled.as_text() or ""))
+
+
+def placed(mesh: Any, spec: P, **sizes: int) -> dict[str, Any]:
+    arrays = qkv(2, **sizes)
+    return {name: jax.device_put(x, NamedSharding(mesh, spec)) for name, x in arrays.items()}
+
+
+def loss(module: Any, **options: Any) -> Any:
+    return lambda arrays: jnp.sum(module(**arrays, **options).astype(jnp.float32) ** 2)
+
+
+@pytest.mark.parametrize("kind", ["explicit", pytest.param("automatic", marks=pytest.mark.slow)])
+def test_batch_tokens_and_heads_stay_where_they_are(kind):
+    mesh = mesh_of(kind, 2, data=2, model=2)
+    arrays = placed(mesh, SPEC, t=16, s=16)
+    module, flash = (
+        build(causal=True, platform="xla")
+        for build in (lambda **o: ejx.RingAttention(AXIS, method="ring", **o), ejx.FlashAttention)
+    )
+    compiled = jax.jit(jax.value_and_grad(loss(module))).lower(arrays).compile()
+    value, grads = compiled(arrays)
+    used = collectives(compiled)
+    # Of keys and values once forward and once backward, which may be the same for two devices; and of their gradients, there and back. The
+    # loss is a sum.
+    assert used.pop("collective-permute") in (6, 8)
+    assert set(used) <= {"all-reduce"}
+    expected = jax.jit(jax.value_and_grad(loss(flash)))(qkv(2, t=16, s=16))
+    assert_close(value, expected[0])
+    for name, gradient in grads.items():
+        assert lies(gradient, mesh, SPEC), name
+        assert_close(gradient, expected[1][name], kind="gradient", name=name)
+    assert lies(jax.jit(lambda a: module(**a))(arrays), mesh, SPEC)
+
+
+@pytest.mark.parametrize("window, permutes", [(3, 2), pytest.param(None, 4, marks=pytest.mark.slow)])
+def test_hops_that_see_nothing_are_not_made(window, permutes):
+    """Of keys and of values: one hop; or the first, and those of a loop."""
+    mesh = mesh_of("explicit", 8)
+    arrays = placed(mesh, P(None, AXIS), t=32, s=32)
+    module = ejx.RingAttention(AXIS, causal=True, sliding_window=window, method="ring", platform="xla")
+    compiled = jax.jit(lambda a: module(**a)).lower(arrays).compile()
+    assert collectives(compiled) == {"collective-permute": permutes}
+
+
+@pytest.mark.slow
+def test_an_exchange_moves_each_array_once():
+    mesh = mesh_of("explicit", 2)
+    arrays = placed(mesh, P(None, AXIS), t=16, s=16)
+    module = ejx.RingAttention(AXIS, causal=True, method="all_to_all", platform="xla")
+    compiled = jax.jit(lambda a: module(**a)).lower(arrays).compile()
+    assert set(collectives(compiled)) == {"all-to-all"}
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("order", ["contiguous", "zigzag"])
+def test_memory_of_a_device_falls_with_their_number(order, optimised):
+    """The same tokens over twice the devices: half of everything, forward and backward, and never all keys on one."""
+
+    def temporary(devices: int) -> int:
+        mesh = mesh_of("explicit", devices)
+        x = jax.ShapeDtypeStruct((1, 65536, 2, 64), jnp.float32, sharding=NamedSharding(mesh, P(None, AXIS)))
+        module = ejx.RingAttention(AXIS, causal=True, order=order, method="ring", platform="xla")
+        lowered = jax.jit(jax.grad(loss(module))).lower({"q": x, "k": x, "v": x})
+        return optimised(lowered).memory_analysis().temp_size_in_bytes
+
+    assert temporary(8) <= 0.6 * temporary(4)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("platform", ["xla", "triton-interpret"])
+def test_composes_with_jax(platform):
+    """`vmap`, `checkpoint` and `scan` over layers together, on an explicit mesh."""
+    if platform != "xla":
+        pytest.importorskip("triton")
+    mesh = mesh_of("explicit", 2)
+    spec = P(None, None, AXIS)
+    weights = normal(5, 2, 16, 16) / 4
+    x = normal(6, 2, 2, 8, 2, 16)
+
+    def model(module: Any) -> Any:
+        def layer(x: jax.Array, weight: jax.Array) -> tuple[jax.Array, None]:
+            q = jnp.einsum("abthd,de->abthe", x, weight)
+            return x + jax.vmap(module)(q, x, x), None
+
+        run = lambda x, weights: jax.lax.scan(jax.checkpoint(layer), x, weights)[0]
+        return jax.jit(jax.value_and_grad(lambda *args: jnp.sum(jnp.sin(run(*args))), argnums=(0, 1)))
+
+    flash = model(ejx.FlashAttention(causal=True, platform="xla"))(x, weights)
+    put = lambda x, spec: jax.device_put(x, NamedSharding(mesh, spec))
+    ring = model(ejx.RingAttention(AXIS, causal=True, method="ring", platform=platform))
+    value, grads = ring(put(x, spec), put(weights, P()))
+    assert_close(value, flash[0])
+    assert lies(grads[0], mesh, spec)
+    for gradient, expected in zip(grads, flash[1], strict=True):
+        assert_close(gradient, expected, kind="gradient")
+
+
+@pytest.mark.parametrize("with_mesh", [False, True])
+def test_one_device_is_flash_attention(with_mesh):
+    arrays: dict[str, Any] = qkv(2, t=6, s=10)
+    whole = dict(arrays)
+    if with_mesh:
+        mesh = mesh_of("explicit", 1)
+        arrays = {name: jax.device_put(x, NamedSharding(mesh, P(None, AXIS))) for name, x in arrays.items()}
+    out, lse = ejx.RingAttention(AXIS, causal=True, order="zigzag")(**arrays, return_lse=True)
+    expected = ejx.FlashAttention(causal=True)(**whole, return_lse=True)
+    assert_close(out, expected[0])
+    assert_close(lse, expected[1])
+
+
+def test_the_reason_for_a_form_is_explained():
+    mesh = mesh_of("explicit", 2)
+    arrays = placed(mesh, P(None, AXIS), t=16, s=16)
+    said = lambda **options: str(
+        ejx.explain(ejx.RingAttention(AXIS, causal=True, **options), *arrays.values())
+    )
+    assert "all-to-all over 2 devices of axis 'sequence': 16 queries for each key are too few" in said()
+    assert "ring over 2 devices of axis 'sequence', as requested" in said(method="ring")
+    assert "the window reaches few devices" in said(sliding_window=3)
+    assert isinstance(ejx.RingAttention(AXIS), eqx.Module)
+
+
+@pytest.mark.slow
+def test_what_jits_remember_is_of_one_mesh():
+    """The same module on meshes of two sizes, and without any."""
+    module = ejx.RingAttention(AXIS, causal=True)
+    arrays: dict[str, Any] = qkv(2, t=16, s=16)
+    expected = ejx.FlashAttention(causal=True)(**arrays)
+    for devices in (2, 4):
+        assert_close(module(**placed(mesh_of("explicit", devices), P(None, AXIS), t=16, s=16)), expected)
+        automatic = placed(mesh_of("automatic", devices), P(None, AXIS), t=16, s=16)
+        assert_close(module(**automatic), expected)
+    assert_close(module(**arrays), expected)
