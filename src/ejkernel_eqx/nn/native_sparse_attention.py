@@ -1,0 +1,399 @@
+"""`NativeSparseAttention`: the attention layer of NSA."""
+
+from typing import Any, NamedTuple, overload, TYPE_CHECKING, TypedDict, Unpack
+
+import equinox as eqx
+import jax
+import jax.numpy as jnp
+from jax import Array
+from jax.typing import DTypeLike
+from jaxtyping import PRNGKeyArray
+
+from .._shapes import AnyArray, Bool, Float, Int
+from ..attention.native_sparse import blocks
+from ..attention.native_sparse.native import NativeSparseAttention as SparseAttention
+from ..core.arguments import accumulator
+from ..dispatch import PlatformLike
+from ..parallel import Leading, over_mesh
+from ..weights.fill import fill_fields
+from ..weights.view import Weights
+from .arguments import check_flags, check_numbers, check_sizes
+from .attention_inputs import CallInputs, check_heads, check_rows, head_dim_of
+from .attention_places import locate, Places, places_of
+from .block_compression import BlockCompression, Compression
+from .parts import Parts
+from .projection import compute_dtype_of, project, stored_dtype_of
+from .rotary import RotaryEmbedding
+from .sparse_cache import PagedSparseCache, SparseKVCache
+from .tokens import clear, merge_heads, split_heads
+
+Tokens = Float[AnyArray, "*B T E"]
+Output = Float[Array, "*B T E"]
+
+
+class SparseLayerInputs(TypedDict, total=False):
+    """The arguments by name of a call without a batch."""
+
+    padding_mask: Bool[AnyArray, "*B T"] | None
+    segment_ids: Int[AnyArray, "*B T"] | None
+    cu_seqlens: Int[AnyArray, " N+1"] | None
+
+
+class Heads(NamedTuple):
+    """The projections of a call, not rotated."""
+
+    q: Array  # [..., T, H, D]
+    k: Array  # [..., T, K, D]
+    v: Array  # [..., T, K, D]
+    gates: Array  # [..., T, H, 3]
+
+
+class NativeSparseAttention(eqx.Module):
+    r"""The attention layer of NSA (Yuan et al. 2025, arXiv:2502.11089, section 3), for long sequences: every query attends compressed keys, a few
+    chosen blocks of keys and a window ([`ejkernel_eqx.NativeSparseAttention`][]), under gates of its own for each head,
+
+    $$q = \mathrm{rope}(x W_q^\top),\quad k = \mathrm{rope}(x W_k^\top),\quad v = x W_v^\top,\quad g = \sigma(x W_g^\top)$$
+
+    $$\tilde k_c = \mathrm{rope}_{cd}\big(\varphi_k(x_{cd \le i < cd + l} W_k^\top)\big),\quad
+      \tilde v_c = \varphi_v(x_{cd \le i < cd + l} W_v^\top),\quad y = \mathrm{NSA}(q, k, v, \tilde k, \tilde v, g)\, W_o^\top$$
+
+    Compression sees keys before their rotation and adds a learned embedding of places inside the block; the compressed key is rotated as its first
+    token. So the score of a compressed key depends on distances only, as every other does. With `compression="mean"`, compressed keys are the means
+    of rotated keys, without weights.
+
+    The three branches share keys and values. The paper projects them for each branch separately, and publishes no code or weights; the
+    implementations that others published share them too. Parameters have the names and shapes (`[out, in]`) of one of these,
+    flash-linear-attention, whose weights load by renaming (`compression="mean"` with the sizes of the blocks).
+    """
+
+    q_proj: eqx.nn.Linear  # [H * D, E]
+    k_proj: eqx.nn.Linear  # [K * D, E]
+    v_proj: eqx.nn.Linear  # [K * D, E]
+    g_proj: eqx.nn.Linear  # [H * 3, E], the gates of each head: compressed, selected, sliding
+    o_proj: eqx.nn.Linear  # [E, H * D]
+    k_compression: BlockCompression | None
+    v_compression: BlockCompression | None
+    rope: RotaryEmbedding | None
+    attention: SparseAttention
+    embed_dim: int = eqx.field(static=True)
+    num_heads: int = eqx.field(static=True)
+    num_kv_heads: int = eqx.field(static=True)
+    head_dim: int = eqx.field(static=True)
+    compute_dtype: str | None = eqx.field(static=True)
+
+    def __init__(
+        self,
+        embed_dim: int,
+        *,
+        num_heads: int,
+        num_kv_heads: int | None = None,
+        head_dim: int | None = None,
+        block_size: int = 64,
+        num_blocks: int = 16,
+        sliding_window: int = 512,
+        compression_size: int = 32,
+        compression_stride: int = 16,
+        compression: Compression = "mlp",
+        compression_hidden_dim: int | None = None,
+        rope: RotaryEmbedding | None = None,
+        use_qkv_bias: bool = False,
+        softmax_scale: float | None = None,
+        platform: PlatformLike | None = None,
+        config: Any = None,
+        dtype: DTypeLike | None = None,
+        compute_dtype: DTypeLike | None = None,
+        key: PRNGKeyArray,
+    ):
+        r"""**Arguments:**
+
+        - `embed_dim`: features `E` of the input and output.
+        - `num_heads`: number of query heads, `H`.
+        - `num_kv_heads`: number of key and value heads `K`, a divisor of `H`; default `H`. Chosen blocks are shared by the queries of a group,
+            which makes groups of 16 fast (the paper has 64 and 4).
+        - `head_dim`: features `D` of a head; default `embed_dim // num_heads`.
+        - `block_size`, `num_blocks`, `sliding_window`: tokens of a block of the selected branch, blocks that each query chooses, its own and the
+            first included, and keys of the sliding branch.
+        - `compression_size`, `compression_stride`: tokens $l$ of a compressed key, and $d$ between the first tokens of two. The stride divides both
+            it and `block_size`.
+        - `compression`: how the $l$ keys (and values) of each head become one: `"mlp"`: two products with a ReLU between; `"linear"`: one
+            product; both after an embedding of places inside the block is added; or `"mean"`.
+        - `compression_hidden_dim`: features between the products of `"mlp"`; default `4 * D`.
+        - `rope`: rotary embedding of queries and keys; default none. Its frequencies do not depend on the length of a sequence.
+        - `use_qkv_bias`: whether the projections to queries, keys and values have biases.
+        - `softmax_scale`, `platform`, `config`: as in [`ejkernel_eqx.NativeSparseAttention`][].
+        - `dtype`, `compute_dtype`: as in [`ejkernel_eqx.nn.MultiHeadAttention`][].
+        - `key`: PRNG key for the initial weights.
+        """
+        check_sizes(embed_dim=embed_dim, num_heads=num_heads)
+        num_kv_heads = num_heads if num_kv_heads is None else num_kv_heads
+        head_dim = head_dim_of(embed_dim, num_heads, head_dim)
+        check_sizes(num_kv_heads=num_kv_heads, head_dim=head_dim)
+        check_heads(num_heads, num_kv_heads, head_dim, rope)
+        _check_rope(rope)
+        check_flags(use_qkv_bias=use_qkv_bias)
+        check_numbers(softmax_scale=softmax_scale)
+        hidden = _read_compression(compression, compression_hidden_dim, head_dim)
+        self.attention = SparseAttention(
+            block_size,
+            num_blocks,
+            sliding_window,
+            compression_size=compression_size,
+            compression_stride=compression_stride,
+            softmax_scale=softmax_scale,
+            platform=platform,
+            config=config,
+        )
+        parts = Parts(key, 5, dtype, compute_dtype)
+        self.q_proj = parts.linear(embed_dim, num_heads * head_dim, use_qkv_bias)
+        self.k_proj = parts.linear(embed_dim, num_kv_heads * head_dim, use_qkv_bias)
+        self.v_proj = parts.linear(embed_dim, num_kv_heads * head_dim, use_qkv_bias)
+        self.g_proj = parts.linear(embed_dim, num_heads * 3)
+        self.o_proj = parts.linear(num_heads * head_dim, embed_dim)
+        self.k_compression = self.v_compression = None
+        if compression != "mean":
+            sizes: Any = {"size": compression_size, "stride": compression_stride, "hidden_dim": hidden}
+            self.k_compression, self.v_compression = (
+                BlockCompression(
+                    num_kv_heads, head_dim, **sizes, dtype=parts.dtype, key=jax.random.fold_in(key, n)
+                )
+                for n in range(2)
+            )
+        self.rope = rope
+        self.embed_dim, self.head_dim = embed_dim, head_dim
+        self.num_heads, self.num_kv_heads = num_heads, num_kv_heads
+        self.compute_dtype = parts.compute_dtype
+
+    def init_cache(
+        self, batch_shape: tuple[int, ...] | int, max_length: int, dtype: DTypeLike | None = None
+    ) -> SparseKVCache:
+        """Returns an empty [`SparseKVCache`][ejkernel_eqx.nn.SparseKVCache] for this layer.
+
+        **Arguments:**
+
+        - `batch_shape`: leading axes; `()` for one sequence, an integer `B` for `(B,)`.
+        - `max_length`: capacity of each row, in tokens.
+        - `dtype`: of keys and values; default `compute_dtype`, or else the dtype of the weights.
+        """
+        kept: DTypeLike = self._stored_dtype() if dtype is None else dtype
+        sizes: Any = {"compression_size": self._size, "compression_stride": self._stride}
+        return SparseKVCache.init(
+            batch_shape, max_length, self.num_kv_heads, self.head_dim, kept, **sizes
+        )
+
+    if TYPE_CHECKING:
+
+        @overload
+        def __call__(self, x: Tokens, cache: None = None, **given: Unpack[SparseLayerInputs]) -> Output: ...
+
+        @overload
+        def __call__(
+            self, x: Tokens, cache: SparseKVCache, **given: Unpack[SparseLayerInputs]
+        ) -> tuple[Output, SparseKVCache]: ...
+
+    @jax.named_scope("ejx.nn.NativeSparseAttention")
+    def __call__(
+        self,
+        x: Float[AnyArray, "*B T E"],
+        cache: SparseKVCache | None = None,
+        *,
+        padding_mask: Bool[AnyArray, "*B T"] | None = None,
+        segment_ids: Int[AnyArray, "*B T"] | None = None,
+        cu_seqlens: Int[AnyArray, " N+1"] | None = None,
+    ) -> Output | tuple[Output, SparseKVCache]:
+        """**Arguments:**
+
+        - `x`: `[..., T, E]` with any number of leading axes.
+        - `cache`: what is kept of the tokens before `x`; that of `x` is added. Processing a prompt at once, in chunks or token by token, with rows
+            at different positions, returns the same as processing whole sequences at once.
+        - `padding_mask`: bool `[..., T]`, True for real tokens, which must be contiguous in each row (padding left, right or both). Padding
+            may hold NaN and is not cached; outputs at padding positions are undefined.
+        - `cu_seqlens`: offsets `[N + 1]` of packed sequences, with `x` of shape `[T, E]`. Each sequence has its own positions, blocks and compressed
+            keys; tokens past the last offset are padding. Not with `padding_mask`, `segment_ids` or a cache.
+
+        **Returns:** `y`, of the shape of `x`, in the dtype of the computation. With a cache: `(y, cache)`.
+
+        Raises `ValueError` for invalid arguments; values are checked when they are known (outside `jit`).
+        """
+        given = CallInputs(padding_mask=padding_mask, segment_ids=segment_ids, cu_seqlens=cu_seqlens)
+        x = check_rows(self.embed_dim, (SparseKVCache, PagedSparseCache), x, cache, given)
+        x = x.astype(compute_dtype_of(self.compute_dtype, self._projections(), x))
+        if 0 in x.shape:
+            return x if cache is None else (x, cache)
+        if cache is not None:
+            return self._after(x, cache, padding_mask)
+        if cu_seqlens is not None:
+            return self._packed(x, given)
+        if padding_mask is None:
+            return self._whole(x)
+        # Rows that begin with their first real token: what follows the last one is seen by none.
+        real = jnp.asarray(padding_mask)
+        first = jnp.argmax(real, axis=-1).astype(jnp.int32)
+        return rolled(self._whole(rolled(clear(x, real), first)), -first)
+
+    def _whole(self, x: Array) -> Array:
+        """Rows of which each token is real, or follows those that are."""
+        heads = self._heads(x)
+        places = Places()
+        starts = jnp.arange(blocks.num_compressed(x.shape[-2], self._size, self._stride, False)) * self._stride
+        return self._attend(heads, places, Places(starts))
+
+    def _packed(self, x: Array, given: CallInputs) -> Array:
+        rows = locate(x, None, given)
+        heads, length = self._heads(clear(x, rows.real)), x.shape[0]
+        places = places_of(self.rope, None, rows)
+        offsets = rows.cu_seqlens
+        assert offsets is not None and places.positions is not None
+        sizes = self.attention.options.block_size, self._size, self._stride
+        begin = blocks.of_offsets(offsets, length, *sizes).compressed_begin
+        starts = jnp.asarray(places.positions)[jnp.minimum(begin, length - 1)]
+        return self._attend(heads, places, Places(starts), begin=begin, cu_seqlens=offsets)
+
+    def _attend(
+        self, heads: Heads, places: Places, starts: Places, begin: Array | None = None, **how: Any
+    ) -> Array:
+        """A call without a cache; `starts` are the positions of compressed keys."""
+        q, k = places.turn(self.rope, heads.q), places.turn(self.rope, heads.k)
+        if self.k_compression is not None and self.v_compression is not None:
+            compressed_k = starts.turn(self.rope, self.k_compression(heads.k, begin))
+            how |= {"compressed_k": compressed_k, "compressed_v": self.v_compression(heads.v, begin)}
+        return self._finish(self.attention(q, k, heads.v, heads.gates, **how))
+
+    def _after(
+        self, x: Array, cache: SparseKVCache, padding_mask: AnyArray | None
+    ) -> tuple[Array, SparseKVCache]:
+        """A call with a dense cache."""
+        tokens, real, behind = x.shape[-2], None, None
+        offset = cache.lengths  # the position of the first token
+        if padding_mask is not None:
+            # Rows that end with their last real token: padding before sees no more than tokens that are in the cache.
+            given = jnp.asarray(padding_mask)
+            count = jnp.sum(given, axis=-1, dtype=jnp.int32)
+            behind = jnp.argmax(given[..., ::-1], axis=-1).astype(jnp.int32)
+            x, offset = rolled(clear(x, given), -behind), offset + count - tokens
+            token = jax.lax.broadcasted_iota(jnp.int32, given.shape, given.ndim - 1)
+            real = token >= (tokens - count)[..., None]
+        heads, places = self._heads(x), Places(offset=offset)
+        q, k = places.turn(self.rope, heads.q), places.turn(self.rope, heads.k)
+        new = self._completed(cache.append(k, heads.v, mask=real), cache.lengths, tokens)
+        kept = (a.astype(q.dtype) for a in (new.k, new.v))
+        compressed: Any = {
+            name: getattr(new, name).astype(q.dtype) for name in ("compressed_k", "compressed_v")
+        }
+        y = self._finish(self.attention(q, *kept, heads.gates, **compressed, q_offset=offset))
+        return (y if behind is None else rolled(y, behind)), new
+
+    def _completed(self, cache: SparseKVCache, before: Array, tokens: int) -> SparseKVCache:
+        """The cache with the compressed keys of blocks that have become complete since there were `before` tokens, at most `tokens` ago."""
+        first, end = self._complete(before), self._complete(cache.lengths)
+        most = min(-(-tokens // self._stride), cache.compressed_k.shape[-3])
+        at = first[..., None] * self._stride + jnp.arange((most - 1) * self._stride + self._size, dtype=jnp.int32)
+        k, v = (taken(x, at) for x in (cache.k, cache.v))
+        compressed_k, compressed_v = self._compressed(k, v, at, None)
+        return cache.complete(compressed_k, compressed_v, first, end)
+
+    def _compressed(self, k: Array, v: Array, at: Array, begin: Array | None) -> tuple[Array, Array]:
+        """The compressed keys and values of cached ones `[..., N, K, D]` at the positions `at [..., N]`."""
+        sizes = self._size, self._stride
+        if self.k_compression is None or self.v_compression is None:
+            return blocks.means(k, *sizes, begin), blocks.means(v, *sizes, begin)
+        dtype = compute_dtype_of(self.compute_dtype, self._projections())
+        k = self.k_compression(unrotated(self.rope, k, at).astype(dtype), begin)
+        starts = at[..., :: self._stride][..., : k.shape[-3]] if begin is None else at[..., begin]
+        return Places(starts).turn(self.rope, k), self.v_compression(v.astype(dtype), begin)
+
+    def _complete(self, lengths: Array) -> Array:
+        """How many compressed keys so many tokens have."""
+        return jnp.maximum((lengths - self._size) // self._stride + 1, 0)
+
+    def _heads(self, x: Array) -> Heads:
+        wide, narrow = self.num_heads, self.num_kv_heads
+        q = split_heads(project("q_proj", self.q_proj, x, wide * self.head_dim), wide)
+        k = split_heads(project("k_proj", self.k_proj, x, narrow * self.head_dim), narrow)
+        v = split_heads(project("v_proj", self.v_proj, x, narrow * self.head_dim), narrow)
+        gates = split_heads(project("g_proj", self.g_proj, x, wide * 3), wide)
+        return Heads(q, k, v, jax.nn.sigmoid(gates.astype(accumulator(gates.dtype))))
+
+    def _finish(self, out: Array) -> Array:
+        return project("o_proj", self.o_proj, merge_heads(out), self.embed_dim)
+
+    @property
+    def _size(self) -> int:
+        return self.attention.options.compression_size
+
+    @property
+    def _stride(self) -> int:
+        return self.attention.options.compression_stride
+
+    def _projections(self) -> tuple[Any, ...]:
+        return self.q_proj, self.k_proj, self.v_proj, self.g_proj, self.o_proj
+
+    def _stored_dtype(self) -> Any:
+        return stored_dtype_of(self.compute_dtype, (self.k_proj, self.v_proj))
+
+    def _published(self, weights: Weights) -> "NativeSparseAttention":
+        return fill_fields(self, weights)
+
+
+def rolled(x: Array, by: Array) -> Array:
+    """Rows `[..., T, E]`, each turned: `x[..., t + by, :]` at `t`, around the end."""
+    if x.shape[-2] == 1:
+        return x
+
+    def turn(given: Any) -> dict[str, Array]:
+        x, by = given["x"], given["by"]
+        token = jax.lax.broadcasted_iota(jnp.int32, x.shape[:-1], x.ndim - 2)
+        return {"out": _taken(x, (token + by[..., None]) % x.shape[-2])}
+
+    return over_mesh(turn, {"x": x, "by": by}, Leading(axes=dict.fromkeys(("x", "out"), ("T", "E")) | {"by": ()}))["out"]
+
+
+def taken(x: Array, at: Array) -> Array:
+    """The tokens `at [..., N]` of a cache `[..., S, K, D]`: `[..., N, K, D]`; any for one that there is not."""
+    heads = f"H{x.shape[-2]}"
+    axes = {"x": ("S", heads, "D"), "at": ("N",), "out": ("N", heads, "D")}
+    put = lambda given: {"out": _taken(given["x"], jnp.clip(given["at"], 0, x.shape[-3] - 1))}
+    return over_mesh(put, {"x": x, "at": at}, Leading(axes=axes))["out"]
+
+
+def _taken(x: Array, at: Array) -> Array:
+    index = jax.lax.expand_dims(at, range(at.ndim, x.ndim))
+    return jnp.take_along_axis(x, index, axis=at.ndim - 1)
+
+
+def unrotated(rope: RotaryEmbedding | None, k: Array, positions: Array) -> Array:
+    """Keys before their rotation, at least in float32."""
+    k = k.astype(accumulator(k.dtype))
+    if rope is None:
+        return k
+    k = rope(k, -positions)
+    magnitude = 1.0 if rope.scaling is None else rope.scaling.magnitude  # pyright: ignore
+    if magnitude == 1:
+        return k
+    return jnp.concatenate([k[..., : rope.rotary_dim] / magnitude**2, k[..., rope.rotary_dim :]], axis=-1)
+
+
+def _check_rope(rope: Any) -> None:
+    if rope is None:
+        return
+    if not isinstance(rope, RotaryEmbedding) or rope.num_axes is not None or rope.by_length:
+        raise ValueError(
+            f"rope: expected a RotaryEmbedding of one axis whose frequencies do not depend on the length, or None, received {rope!r}; compressed "
+            "keys stay as they were when their block was complete."
+        )
+
+
+def _read_compression(compression: Any, hidden: Any, head_dim: int) -> int | None:
+    """The features between the products of an MLP, or `None` for one product."""
+    if compression not in ("mlp", "linear", "mean"):
+        raise ValueError(
+            f"compression: expected 'mlp', 'linear' or 'mean', received {compression!r}; 'mean' has no weights."
+        )
+    if hidden is not None and compression != "mlp":
+        raise ValueError(
+            f"compression_hidden_dim: expected None with compression={compression!r}, received {hidden}; it is of 'mlp'."
+        )
+    if compression != "mlp":
+        return None
+    hidden = 4 * head_dim if hidden is None else hidden
+    check_sizes(compression_hidden_dim=hidden)
+    return hidden
