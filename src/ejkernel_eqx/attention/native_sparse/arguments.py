@@ -43,6 +43,26 @@ class Options:
                 f"softmax_scale: expected a finite number or None, received {self.softmax_scale!r}."
             )
 
+    @classmethod
+    def read(
+        cls, block: Any, count: Any, window: Any, size: Any, stride: Any, softmax_scale: Any
+    ) -> "Options":
+        """From the constructor's arguments: compressed keys have the size of blocks by default, and do not overlap."""
+        size = block if size is None else size
+        return cls(block, count, window, size, size if stride is None else stride, softmax_scale)
+
+    def spec(self, dim: int, **more: Any) -> NativeSpec:
+        """The static half of a call with key dim `dim`."""
+        return NativeSpec(
+            dim**-0.5 if self.softmax_scale is None else float(self.softmax_scale),
+            self.block_size,
+            self.num_blocks,
+            self.sliding_window,
+            self.compression_size,
+            self.compression_stride,
+            **more,
+        )
+
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class Call:
@@ -86,14 +106,7 @@ def resolve(
     sizes = (options.compression_size, options.compression_stride)
     tables, begin = _tables(options, lead, length, keys, cu_seqlens, q_offset)
     compressed_k, compressed_v = _compressed(compressed, k, v, sizes, begin)
-    spec = NativeSpec(
-        dim**-0.5 if options.softmax_scale is None else float(options.softmax_scale),
-        options.block_size,
-        options.num_blocks,
-        options.sliding_window,
-        *sizes,
-        offset=0 if "position" in tables else _static_offset(length, keys, q_offset),
-    )
+    spec = options.spec(dim, offset=0 if "position" in tables else _static_offset(length, keys, q_offset))
     arrays = NativeArrays(q, k, v, compressed_k, compressed_v, gates, **tables)
     if block_indices is not None:
         indices = _indices(block_indices, (*lead, length, kv_heads), arrays, spec)
@@ -168,7 +181,21 @@ def _compressed(
 
 
 def _indices(given: Any, shape: tuple[int, ...], arrays: NativeArrays, spec: NativeSpec) -> Array:
-    """Blocks numbered over the row; -1 for those that begin after the query, and of equal ones all but the first, as a block counts once."""
+    """Blocks numbered over the row; -1 also for those that begin after the query."""
+    indices = read_indices(given, shape)
+    place = (
+        jnp.arange(shape[-2], dtype=jnp.int32) + spec.offset if arrays.position is None else arrays.position
+    )
+    place = place if arrays.first is None else place - arrays.first
+    later = indices * spec.block > like(place[..., None, None], indices)
+    indices = jnp.where(later, -1, indices)
+    return (
+        indices if arrays.base is None else jnp.where(indices < 0, -1, indices + arrays.base[..., None, None])
+    )
+
+
+def read_indices(given: Any, shape: tuple[int, ...]) -> Array:
+    """Given blocks; -1 for negative numbers, and of equal ones for all but the first, as a block counts once."""
     indices = jnp.asarray(given)
     if (
         indices.shape[:-1] != shape
@@ -180,15 +207,6 @@ def _indices(given: Any, shape: tuple[int, ...], arrays: NativeArrays, spec: Nat
             "each key head of each query has its own, -1 for none."
         )
     indices = jax.lax.stop_gradient(indices.astype(jnp.int32))
-    count = indices.shape[-1]
-    earlier = jnp.asarray(np.tri(count, k=-1, dtype=bool))
+    earlier = jnp.asarray(np.tri(indices.shape[-1], k=-1, dtype=bool))
     again = ((indices[..., :, None] == indices[..., None, :]) & like(earlier, indices[..., None])).any(-1)
-    place = (
-        jnp.arange(shape[-2], dtype=jnp.int32) + spec.offset if arrays.position is None else arrays.position
-    )
-    place = place if arrays.first is None else place - arrays.first
-    later = indices * spec.block > like(place[..., None, None], indices)
-    indices = jnp.where(again | later | (indices < 0), -1, indices)
-    return (
-        indices if arrays.base is None else jnp.where(indices < 0, -1, indices + arrays.base[..., None, None])
-    )
+    return jnp.where(again | (indices < 0), -1, indices)

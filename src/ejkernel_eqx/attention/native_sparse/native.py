@@ -70,9 +70,9 @@ class NativeSparseAttention(Kernel):
 
         **Raises:** `ValueError` for invalid options.
         """
-        size = block_size if compression_size is None else compression_size
-        stride = size if compression_stride is None else compression_stride
-        self.options = Options(block_size, num_blocks, sliding_window, size, stride, softmax_scale)
+        self.options = Options.read(
+            block_size, num_blocks, sliding_window, compression_size, compression_stride, softmax_scale
+        )
         self.plan = plan_of(NativeSparseAttention, self, platform, config, tune_for)
 
     if TYPE_CHECKING:

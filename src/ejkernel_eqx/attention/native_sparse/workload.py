@@ -137,19 +137,8 @@ def example_problem(operation: str, dims: Mapping[str, int], dtype: str, flags: 
     """
     same = {"S": dims.get("T", 1), "K": dims.get("H", 1), "V": dims.get("D", 1), "n": 16, "N": 1}
     size = read_sizes(dims, {"T": None, "H": None, "D": None, "B": 1, **same})
-    block = flags.get("block", 64)
-    span = flags.get("span", block)
-    ints = {
-        "block": block,
-        "window": flags.get("window", 512),
-        "span": span,
-        "stride": flags.get("stride", span),
-    }
-    for name, value in ints.items():
-        if isinstance(value, bool) or not isinstance(value, int) or value < 1:
-            raise ValueError(f"flags: expected a positive int for {name}, received {value!r}.")
-    switches = dict.fromkeys(("placed", "packed", "given"), SWITCH)
-    given = read_flags(flags, {name: (value,) for name, value in ints.items()} | switches)
+    ints, given = read_parts(flags, ("placed", "packed", "given"))
+    block, span = ints["block"], ints["span"]
     if size["H"] % size["K"]:
         raise ValueError(f"dims: expected H to be a multiple of K, received H={size['H']}, K={size['K']}.")
     if given["packed"] != ("N" in dims) or (given["packed"] and size["S"] != size["T"]):
@@ -167,6 +156,23 @@ def example_problem(operation: str, dims: Mapping[str, int], dtype: str, flags: 
     arrays = _shapes(size, dtype, names)
     assert not given["packed"] or num_blocks(arrays, spec) == size["M"]
     return problem_of(operation, arrays, spec)
+
+
+def read_parts(flags: Mapping[str, Any], switches: tuple[str, ...]) -> tuple[dict[str, int], dict[str, Any]]:
+    """The sizes of blocks, window and compressed keys among the flags, and the `switches`."""
+    block = flags.get("block", 64)
+    span = flags.get("span", block)
+    ints = {
+        "block": block,
+        "window": flags.get("window", 512),
+        "span": span,
+        "stride": flags.get("stride", span),
+    }
+    for name, value in ints.items():
+        if isinstance(value, bool) or not isinstance(value, int) or value < 1:
+            raise ValueError(f"flags: expected a positive int for {name}, received {value!r}.")
+    choices = {name: (value,) for name, value in ints.items()} | dict.fromkeys(switches, SWITCH)
+    return ints, read_flags(flags, choices)
 
 
 def _shapes(size: Mapping[str, int], dtype: str, ints: tuple[str, ...]) -> NativeArrays:
