@@ -135,7 +135,11 @@ class Engine:
             )
         self.model, self.max_batch, self.step_tokens = model, max_batch, step_tokens
         mixers = [layer.mixer for stack in model.stacks for layer in stack]
-        paged = (ejx.nn.MultiHeadAttention, ejx.nn.MultiHeadLatentAttention)
+        paged = (
+            ejx.nn.MultiHeadAttention,
+            ejx.nn.MultiHeadLatentAttention,
+            ejx.nn.NativeSparseAttention,
+        )
         attention = [mixer for mixer in mixers if isinstance(mixer, paged)]
         self.table = ejx.PageTable(num_pages, page_size) if attention else None
         self.window = _window(attention)

@@ -14,18 +14,20 @@ from ..attention.native_sparse import blocks
 from ..attention.native_sparse.native import NativeSparseAttention as SparseAttention
 from ..core.arguments import accumulator
 from ..dispatch import PlatformLike
+from ..paged import PagedKVCache, PagedNativeSparseAttention, RaggedBatch
+from ..paged.cache.batch import slots_of
 from ..parallel import Leading, over_mesh
 from ..weights.fill import fill_fields
 from ..weights.view import Weights
-from .arguments import check_flags, check_numbers, check_sizes
+from .arguments import check_flags, check_numbers, check_sizes, read_dtype
 from .attention_inputs import CallInputs, check_heads, check_rows, head_dim_of
-from .attention_places import locate, Places, places_of
+from .attention_places import locate, Places, places_of, places_over_pages
 from .block_compression import BlockCompression, Compression
 from .parts import Parts
 from .projection import compute_dtype_of, project, stored_dtype_of
 from .rotary import RotaryEmbedding
 from .sparse_cache import PagedSparseCache, SparseKVCache
-from .tokens import clear, merge_heads, split_heads
+from .tokens import check_ragged, clear, merge_heads, split_heads
 
 Tokens = Float[AnyArray, "*B T E"]
 Output = Float[Array, "*B T E"]
@@ -75,6 +77,7 @@ class NativeSparseAttention(eqx.Module):
     v_compression: BlockCompression | None
     rope: RotaryEmbedding | None
     attention: SparseAttention
+    paged_attention: PagedNativeSparseAttention
     embed_dim: int = eqx.field(static=True)
     num_heads: int = eqx.field(static=True)
     num_kv_heads: int = eqx.field(static=True)
@@ -133,16 +136,11 @@ class NativeSparseAttention(eqx.Module):
         check_flags(use_qkv_bias=use_qkv_bias)
         check_numbers(softmax_scale=softmax_scale)
         hidden = _read_compression(compression, compression_hidden_dim, head_dim)
-        self.attention = SparseAttention(
-            block_size,
-            num_blocks,
-            sliding_window,
-            compression_size=compression_size,
-            compression_stride=compression_stride,
-            softmax_scale=softmax_scale,
-            platform=platform,
-            config=config,
-        )
+        sparse = (block_size, num_blocks, sliding_window)
+        options: Any = {"compression_size": compression_size, "compression_stride": compression_stride}
+        options |= {"softmax_scale": softmax_scale, "platform": platform}
+        self.attention = SparseAttention(*sparse, **options, config=config)
+        self.paged_attention = PagedNativeSparseAttention(*sparse, **options)
         parts = Parts(key, 5, dtype, compute_dtype)
         self.q_proj = parts.linear(embed_dim, num_heads * head_dim, use_qkv_bias)
         self.k_proj = parts.linear(embed_dim, num_kv_heads * head_dim, use_qkv_bias)
@@ -180,6 +178,52 @@ class NativeSparseAttention(eqx.Module):
             batch_shape, max_length, self.num_kv_heads, self.head_dim, kept, **sizes
         )
 
+    def init_paged_cache(
+        self,
+        num_pages: int,
+        page_size: int,
+        *,
+        batch_shape: tuple[int, ...] | int = (),
+        dtype: DTypeLike | None = None,
+        scales: str | None = None,
+    ) -> PagedSparseCache:
+        """Returns an empty [`PagedSparseCache`][ejkernel_eqx.nn.PagedSparseCache] for this layer.
+
+        **Arguments:**
+
+        - `num_pages`, `page_size`: as in `PagedKVCache.init`; the page size is a multiple of `compression_stride`.
+        - `batch_shape`: leading axes of stacked layers.
+        - `dtype`: of the pages, at least 16 bits; default `compute_dtype`, or else the dtype of the weights.
+        - `scales`: None; those of other layers are for pages of 8 bits, which this one does not have.
+        """
+        found = read_dtype("dtype", dtype)
+        if scales is not None:
+            raise ValueError(
+                f"scales: expected None, received {scales!r}; native sparse attention reads pages of at least 16 bits."
+            )
+        sizes = (num_pages, page_size, self.num_kv_heads, self.head_dim)
+        kept = self._stored_dtype() if found is None else found
+        return PagedSparseCache.init(
+            *sizes, compression_stride=self._stride, batch_shape=batch_shape, dtype=kept
+        )
+
+    def init_pool(
+        self,
+        *,
+        num_pages: int,
+        page_size: int,
+        num_slots: int,
+        batch_shape: tuple[int, ...] | int = (),
+        dtype: Any = None,
+        scales: str | None = None,
+        num_draft_tokens: int = 0,
+    ) -> PagedSparseCache:
+        """Returns `init_paged_cache(num_pages, page_size, batch_shape=..., dtype=..., scales=...)`, as
+        [`ejkernel_eqx.nn.MultiHeadAttention`][]`.init_pool` does."""
+        return self.init_paged_cache(
+            num_pages, page_size, batch_shape=batch_shape, dtype=dtype, scales=scales
+        )
+
     if TYPE_CHECKING:
 
         @overload
@@ -190,16 +234,22 @@ class NativeSparseAttention(eqx.Module):
             self, x: Tokens, cache: SparseKVCache, **given: Unpack[SparseLayerInputs]
         ) -> tuple[Output, SparseKVCache]: ...
 
+        @overload
+        def __call__(
+            self, x: Tokens, cache: PagedSparseCache, *, batch: RaggedBatch
+        ) -> tuple[Output, PagedSparseCache]: ...
+
     @jax.named_scope("ejx.nn.NativeSparseAttention")
     def __call__(
         self,
         x: Float[AnyArray, "*B T E"],
-        cache: SparseKVCache | None = None,
+        cache: SparseKVCache | PagedSparseCache | None = None,
         *,
         padding_mask: Bool[AnyArray, "*B T"] | None = None,
         segment_ids: Int[AnyArray, "*B T"] | None = None,
         cu_seqlens: Int[AnyArray, " N+1"] | None = None,
-    ) -> Output | tuple[Output, SparseKVCache]:
+        batch: RaggedBatch | None = None,
+    ) -> Output | tuple[Output, SparseKVCache | PagedSparseCache]:
         """**Arguments:**
 
         - `x`: `[..., T, E]` with any number of leading axes.
@@ -209,13 +259,20 @@ class NativeSparseAttention(eqx.Module):
             may hold NaN and is not cached; outputs at padding positions are undefined.
         - `cu_seqlens`: offsets `[N + 1]` of packed sequences, with `x` of shape `[T, E]`. Each sequence has its own positions, blocks and compressed
             keys; tokens past the last offset are padding. Not with `padding_mask`, `segment_ids` or a cache.
+        - `batch`: an `ejkernel_eqx.RaggedBatch`, for serving. `x [T, E]` holds the new tokens of its sequences and `cache` is a
+            `PagedSparseCache`, into whose pages they are written. It may be bound to the tables of the batch or not, and is returned in the same
+            state. Padding may hold NaN; outputs at padding positions are undefined. Donate the cache for writing in place.
 
         **Returns:** `y`, of the shape of `x`, in the dtype of the computation. With a cache: `(y, cache)`.
 
         Raises `ValueError` for invalid arguments; values are checked when they are known (outside `jit`).
         """
         given = CallInputs(padding_mask=padding_mask, segment_ids=segment_ids, cu_seqlens=cu_seqlens)
+        if batch is not None:
+            x = check_ragged(x, batch, self.embed_dim, given._asdict())
+            return self._over_pages(x, _check_pages(self, cache), batch)
         x = check_rows(self.embed_dim, (SparseKVCache, PagedSparseCache), x, cache, given)
+        assert not isinstance(cache, PagedSparseCache)
         x = x.astype(compute_dtype_of(self.compute_dtype, self._projections(), x))
         if 0 in x.shape:
             return x if cache is None else (x, cache)
@@ -286,20 +343,64 @@ class NativeSparseAttention(eqx.Module):
         """The cache with the compressed keys of blocks that have become complete since there were `before` tokens, at most `tokens` ago."""
         first, end = self._complete(before), self._complete(cache.lengths)
         most = min(-(-tokens // self._stride), cache.compressed_k.shape[-3])
-        at = first[..., None] * self._stride + jnp.arange((most - 1) * self._stride + self._size, dtype=jnp.int32)
+        width = (most - 1) * self._stride + self._size
+        at = jax.lax.broadcasted_iota(jnp.int32, (*first.shape, width), first.ndim)
+        at = at + first[..., None] * self._stride
         k, v = (taken(x, at) for x in (cache.k, cache.v))
-        compressed_k, compressed_v = self._compressed(k, v, at, None)
+        compressed_k, compressed_v = self._compressed(k, v, at)
         return cache.complete(compressed_k, compressed_v, first, end)
 
-    def _compressed(self, k: Array, v: Array, at: Array, begin: Array | None) -> tuple[Array, Array]:
+    def _over_pages(
+        self, x: Array, cache: PagedSparseCache, batch: RaggedBatch
+    ) -> tuple[Array, PagedSparseCache]:
+        """A call with a batch: keys and values are written to their pages first, then the compressed ones of blocks that they complete."""
+        bound = cache.bind(batch)
+        x = x.astype(compute_dtype_of(self.compute_dtype, self._projections(), x))
+        if 0 in (x.shape[0], batch.lengths.shape[0]):
+            return x, bound if cache.is_bound else cache
+        heads, places = self._heads(clear(x, batch.is_real)), places_over_pages(self.rope, batch, None)
+        q, k = places.turn(self.rope, heads.q), places.turn(self.rope, heads.k)
+        tokens = bound.tokens.append(k, heads.v, batch.slots)
+        new = PagedSparseCache(tokens, self._completed_pages(tokens, bound.compressed, batch))
+        sizes: Any = {"query_start_loc": batch.query_start_loc, "max_query_len": batch.max_query_len}
+        out = self.paged_attention(
+            q.astype(tokens.k.dtype), heads.gates, new.tokens, new.compressed, **sizes
+        )
+        return self._finish(out.astype(x.dtype)), new if cache.is_bound else new.unbind()
+
+    def _completed_pages(
+        self, tokens: PagedKVCache, compressed: PagedKVCache, batch: RaggedBatch
+    ) -> PagedKVCache:
+        """The compressed keys with those of blocks that the tokens of a batch complete."""
+        size, stride, page_size = self._size, self._stride, tokens.page_size
+        new = batch.query_start_loc[1:] - batch.query_start_loc[:-1]
+        first, end = self._complete(batch.lengths - new), self._complete(batch.lengths)
+        counts = end - first
+        most = batch.num_tokens // stride + counts.shape[0]  # of all sequences together
+        ends = jnp.cumsum(counts, dtype=jnp.int32)
+        number = jnp.arange(most, dtype=jnp.int32)
+        sequence = jnp.searchsorted(ends, number, side="right").astype(jnp.int32)
+        is_used = sequence < counts.shape[0]
+        sequence = jnp.minimum(sequence, counts.shape[0] - 1)
+        c = first[sequence] + number - (ends - counts)[sequence]  # which compressed key of its sequence
+        token = jnp.arange(size, dtype=jnp.int32)
+        at = (c * stride)[:, None] + token[None]  # [most, l]
+        ids = jnp.broadcast_to(sequence[:, None], at.shape)
+        slots = slots_of(jnp.where(is_used[:, None], ids, -1), at, batch.page_table, page_size)
+        k, v = (taken_from_pages(pages, slots) for pages in (tokens.k, tokens.v))
+        compressed_k, compressed_v = (x[:, 0] for x in self._compressed(k, v, at))
+        into = slots_of(jnp.where(is_used, sequence, -1), c, batch.page_table, page_size // stride)
+        return compressed.append(compressed_k, compressed_v, into)
+
+    def _compressed(self, k: Array, v: Array, at: Array) -> tuple[Array, Array]:
         """The compressed keys and values of cached ones `[..., N, K, D]` at the positions `at [..., N]`."""
         sizes = self._size, self._stride
         if self.k_compression is None or self.v_compression is None:
-            return blocks.means(k, *sizes, begin), blocks.means(v, *sizes, begin)
+            return blocks.means(k, *sizes, None), blocks.means(v, *sizes, None)
         dtype = compute_dtype_of(self.compute_dtype, self._projections())
-        k = self.k_compression(unrotated(self.rope, k, at).astype(dtype), begin)
-        starts = at[..., :: self._stride][..., : k.shape[-3]] if begin is None else at[..., begin]
-        return Places(starts).turn(self.rope, k), self.v_compression(v.astype(dtype), begin)
+        k = self.k_compression(unrotated(self.rope, k, at).astype(dtype))
+        starts = Places(at[..., :: self._stride][..., : k.shape[-3]])
+        return starts.turn(self.rope, k), self.v_compression(v.astype(dtype))
 
     def _complete(self, lengths: Array) -> Array:
         """How many compressed keys so many tokens have."""
@@ -355,6 +456,19 @@ def taken(x: Array, at: Array) -> Array:
     return over_mesh(put, {"x": x, "at": at}, Leading(axes=axes))["out"]
 
 
+def taken_from_pages(pages: Array, slots: Array) -> Array:
+    """The tokens at `slots [N, l]` of pages `[P, p, K, D]`: `[N, l, K, D]`; any for one that there is not."""
+    heads = f"H{pages.shape[-2]}"
+    axes = {"x": ("P", "p", heads, "D"), "at": ("N", "l"), "out": ("N", "l", heads, "D")}
+
+    def take(given: Any) -> dict[str, Array]:
+        flat = given["x"].reshape(-1, *pages.shape[2:])
+        return {"out": jnp.take(flat, jnp.clip(given["at"], 0, flat.shape[0] - 1), axis=0)}
+
+    given = {"x": pages, "at": slots}
+    return over_mesh(take, given, Leading(axes=axes, shared=frozenset(given)))["out"]
+
+
 def _taken(x: Array, at: Array) -> Array:
     index = jax.lax.expand_dims(at, range(at.ndim, x.ndim))
     return jnp.take_along_axis(x, index, axis=at.ndim - 1)
@@ -370,6 +484,21 @@ def unrotated(rope: RotaryEmbedding | None, k: Array, positions: Array) -> Array
     if magnitude == 1:
         return k
     return jnp.concatenate([k[..., : rope.rotary_dim] / magnitude**2, k[..., rope.rotary_dim :]], axis=-1)
+
+
+def _check_pages(layer: NativeSparseAttention, cache: Any) -> PagedSparseCache:
+    if not isinstance(cache, PagedSparseCache):
+        raise ValueError(
+            f"cache: expected a PagedSparseCache with a batch, received {type(cache).__name__}; build it with init_paged_cache."
+        )
+    heads = (layer.num_kv_heads, layer.head_dim, layer._stride)
+    found = (cache.tokens.num_kv_heads, cache.tokens.head_dim, cache.page_size // cache.compressed.page_size)
+    if found != heads or cache.batch_shape:
+        raise ValueError(
+            f"cache: expected pages of one layer with (K, D) and stride = {heads}, received {found} and batch_shape {cache.batch_shape}; "
+            "build it with init_paged_cache, and jax.lax.scan over stacked layers."
+        )
+    return cache
 
 
 def _check_rope(rope: Any) -> None:
