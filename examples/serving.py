@@ -412,7 +412,8 @@ class Engine:
 
 def _window(attention: list[Any]) -> int | None:
     """The number of keys that a query may see, including its own; `None` if a layer sees all."""
-    lefts = [None if mixer.attention.window is None else mixer.attention.window[0] for mixer in attention]
+    windows = [getattr(mixer.attention, "window", None) for mixer in attention]
+    lefts = [None if window is None else window[0] for window in windows]
     known = [left for left in lefts if left is not None]
     return max(known) + 1 if known and len(known) == len(lefts) else None
 
