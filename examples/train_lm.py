@@ -140,7 +140,8 @@ def gated_deltanet(arch: Architecture) -> ejx.models.LayerConfig:
 
 
 MIXERS: dict[str, Callable[[Architecture], ejx.models.LayerConfig]] = {
-    mixer.__name__: mixer for mixer in (attention, mla, nsa, mamba1, mamba2, gla, lightning, kda, gated_deltanet)
+    mixer.__name__: mixer
+    for mixer in (attention, mla, nsa, mamba1, mamba2, gla, lightning, kda, gated_deltanet)
 }
 
 

@@ -21,8 +21,16 @@ DELTA = LayerConfig(
 LIGHTNING = LayerConfig(
     "lightning_attention", {"num_heads": 4}, MLPConfig(24), "residual", (2.0, 0.5), (1.5, 1.0)
 )
-SPARSE_SIZES = {"block_size": 2, "num_blocks": 2, "sliding_window": 2, "compression_size": 4, "compression_stride": 2}
-NSA = dataclasses.replace(FULL, mixer="native_sparse_attention", options={**dict(FULL.options), **SPARSE_SIZES})
+SPARSE_SIZES = {
+    "block_size": 2,
+    "num_blocks": 2,
+    "sliding_window": 2,
+    "compression_size": 4,
+    "compression_stride": 2,
+}
+NSA = dataclasses.replace(
+    FULL, mixer="native_sparse_attention", options={**dict(FULL.options), **SPARSE_SIZES}
+)
 MAMBA = LayerConfig("mamba2", {"head_dim": 8, "state_size": 8})
 
 EXPERTS = {"hidden_dim": 12, "num_experts": 5, "top_k": 2, "shared_dim": 8}

@@ -190,7 +190,12 @@ def test_rows_of_different_lengths(name):
     cache = eqx.tree_at(lambda c: c.lengths, cache, jnp.zeros(SEQUENCES, jnp.int32))
     step = quick(lambda x, cache, mask: layer(x, cache, padding_mask=mask))
     done = [0] * SEQUENCES
-    for counts, first in (((5, 3, 0), (0, 1, 0)), ((1, 4, 3), (3, 0, 1)), ((4, 3, 5), (1, 2, 0)), ((0, 0, 2), (0, 0, 3))):
+    for counts, first in (
+        ((5, 3, 0), (0, 1, 0)),
+        ((1, 4, 3), (3, 0, 1)),
+        ((4, 3, 5), (1, 2, 0)),
+        ((0, 0, 2), (0, 0, 3)),
+    ):
         chunk, real = np.full((SEQUENCES, 5, EMBED), np.nan, np.float32), np.zeros((SEQUENCES, 5), bool)
         for n, (count, start) in enumerate(zip(counts, first)):
             chunk[n, start : start + count] = x[n, done[n] : done[n] + count]
@@ -239,6 +244,28 @@ def test_packed_sequences(name):
     loss = lambda layer: jnp.sin(layer(packed, cu_seqlens=offsets)[: 8 + TOKENS]).sum()
     of_rows = lambda layer: sum(jnp.sin(layer(row)).sum() for row in (x[0, :7], x[1, :1], x[2]))
     found, wanted = (quick(lambda layer, f=f: eqx.filter_grad(f)(layer))(layer) for f in (loss, of_rows))
+    jax.tree.map(functools.partial(assert_close, dtype="float32"), found, wanted)
+
+
+@pytest.mark.parametrize("name", ["mlp", "mean"])
+def test_segments(name):
+    """Runs of equal ids, in rows of their own, with padding that may be NaN; and no more than `max_segments`."""
+    layer, x = build(name, max_segments=2), np.array(inputs())
+    ids = np.full((2, TOKENS), -1, np.int32)
+    ids[0, 1:4], ids[0, 4:], ids[1, :6] = 7, 2, 0
+    rows = np.full((2, TOKENS, EMBED), np.nan, np.float32)
+    rows[0, 1:4], rows[0, 4:], rows[1, :6] = x[0, :3], x[1, : TOKENS - 4], x[2, :6]
+    mask = np.arange(TOKENS) != TOKENS - 1
+    call = lambda layer, x: layer(x, segment_ids=jnp.asarray(ids), padding_mask=jnp.asarray([mask, mask]))
+    y, expected = quick(call)(layer, jnp.asarray(rows)), alone(name)
+    assert_close(y[0, 1:4], expected[0, :3], "float32")
+    assert_close(y[0, 4:-1], expected[1, : TOKENS - 5], "float32")
+    assert_close(y[1, :6], expected[2, :6], "float32")
+    seen = (ids >= 0) & mask
+    loss = lambda layer: jnp.where(seen[..., None], jnp.sin(call(layer, jnp.asarray(rows))), 0).sum()
+    parts = x[0, :3], x[1, : TOKENS - 5], x[2, :6]
+    of_parts = lambda layer: sum(jnp.sin(layer(jnp.asarray(part))).sum() for part in parts)
+    found, wanted = (quick(lambda layer, f=f: eqx.filter_grad(f)(layer))(layer) for f in (loss, of_parts))
     jax.tree.map(functools.partial(assert_close, dtype="float32"), found, wanted)
 
 
@@ -313,7 +340,9 @@ WRONG = {
     ),
     "pages without a batch": (lambda l, x: l(x, l.init_paged_cache(2, 4)), "batch: expected a RaggedBatch"),
     "rows with a batch": (
-        lambda l, x: l(x[0, :1], l.init_cache(1, 4), batch=ejx.RaggedBatch.build([1], [1], [[1]], page_size=4)),
+        lambda l, x: l(
+            x[0, :1], l.init_cache(1, 4), batch=ejx.RaggedBatch.build([1], [1], [[1]], page_size=4)
+        ),
         "cache: expected a PagedSparseCache",
     ),
     "pages of another stride": (
@@ -324,8 +353,14 @@ WRONG = {
         ),
         r"with \(K, D\) and stride = \(2, 4, 2\)",
     ),
-    "pages that split strides": (lambda l, x: l.init_paged_cache(2, 3), "compression_stride: expected a divisor"),
-    "pages of 8 bits": (lambda l, x: l.init_paged_cache(2, 4, dtype="int8"), "dtype: expected a floating dtype"),
+    "pages that split strides": (
+        lambda l, x: l.init_paged_cache(2, 3),
+        "compression_stride: expected a divisor",
+    ),
+    "pages of 8 bits": (
+        lambda l, x: l.init_paged_cache(2, 4, dtype="int8"),
+        "dtype: expected a floating dtype",
+    ),
     "scales": (lambda l, x: l.init_paged_cache(2, 4, scales="token"), "scales: expected None"),
     "another batch": (lambda l, x: l(x, l.init_cache(1, 4)), "cache: expected the batch shape"),
     "too long": (lambda l, x: l(x, l.init_cache(SEQUENCES, 4)), "expected at most max_length=4"),
@@ -342,7 +377,10 @@ WRONG = {
         lambda l, x: make(rope=RotaryEmbedding(4, scaling=ejx.nn.DynamicScaling(2.0, 8))),
         "rope: expected a RotaryEmbedding of one axis",
     ),
-    "another rotation": (lambda l, x: make(rope=RotaryEmbedding(8)), "rope: expected a RotaryEmbedding of head_dim=4"),
+    "another rotation": (
+        lambda l, x: make(rope=RotaryEmbedding(8)),
+        "rope: expected a RotaryEmbedding of head_dim=4",
+    ),
     "keys of other heads": (
         lambda l, x: l.k_compression(jnp.zeros((4, 3, 4))),
         r"x: expected \[..., T, K, D\] with K = 2",

@@ -129,9 +129,7 @@ def check_call(layer: Any, x: Any, cache: Any, given: CallInputs) -> tuple[CallI
     return given, x
 
 
-def check_rows(
-    embed_dim: int, kinds: tuple[type, type], x: Any, cache: Any, given: CallInputs
-) -> Array:
+def check_rows(embed_dim: int, kinds: tuple[type, type], x: Any, cache: Any, given: CallInputs) -> Array:
     """The tokens of a valid call without a batch, of a layer whose caches are of these kinds: of rows, and of pages."""
     dense, paged = kinds
     if isinstance(cache, paged):

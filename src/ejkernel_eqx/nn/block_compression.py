@@ -79,12 +79,12 @@ class BlockCompression(eqx.Module):
 
     @jax.named_scope("ejx.nn.BlockCompression")
     def __call__(
-        self, x: Float[AnyArray, "*B T K D"], begin: Int[AnyArray, " C"] | None = None
+        self, x: Float[AnyArray, "*B T K D"], begin: Int[AnyArray, "... C"] | None = None
     ) -> Float[Array, "*B C K D"]:
         """**Arguments:**
 
         - `x`: keys or values `[..., T, K, D]` with any number of leading axes.
-        - `begin`: the first token of each block, ints `[C]`, one from `T` on for none; default every `stride` tokens.
+        - `begin`: the first token of each block, ints `[C]` or `[..., C]`, one from `T` on for none; default every `stride` tokens.
 
         **Returns:** `[..., C, K, D]` in the dtype of `x`, to which the weights are cast; without `begin`, `C = (T - size) // stride + 1`, at least
         1. Blocks that are not complete are undefined. Raises `ValueError` for another shape of `x`.
@@ -101,7 +101,8 @@ class BlockCompression(eqx.Module):
         axes |= {"weight": (heads, "I", "F"), "bias": (heads, "F")}
         axes |= {"out_weight": (heads, "F", "D"), "out_bias": (heads, "D"), "out": ("C", heads, "D")}
         given = {"x": x} | ({} if begin is None else {"begin": jnp.asarray(begin)})
-        leading = Leading(axes=axes, shared=frozenset((*names, "begin")))
+        shared = names if begin is not None and begin.ndim > 1 else (*names, "begin")
+        leading = Leading(axes=axes, shared=frozenset(shared))
         return over_mesh(self._compressed, given | weights, leading)["out"]
 
     def _compressed(self, given: Any) -> dict[str, Array]:

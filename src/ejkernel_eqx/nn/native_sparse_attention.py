@@ -27,7 +27,7 @@ from .parts import Parts
 from .projection import compute_dtype_of, project, stored_dtype_of
 from .rotary import RotaryEmbedding
 from .sparse_cache import PagedSparseCache, SparseKVCache
-from .tokens import check_ragged, clear, merge_heads, split_heads
+from .tokens import check_ragged, clear, ids_of, merge_heads, split_heads
 
 Tokens = Float[AnyArray, "*B T E"]
 Output = Float[Array, "*B T E"]
@@ -82,6 +82,7 @@ class NativeSparseAttention(eqx.Module):
     num_heads: int = eqx.field(static=True)
     num_kv_heads: int = eqx.field(static=True)
     head_dim: int = eqx.field(static=True)
+    max_segments: int | None = eqx.field(static=True)
     compute_dtype: str | None = eqx.field(static=True)
 
     def __init__(
@@ -101,6 +102,7 @@ class NativeSparseAttention(eqx.Module):
         rope: RotaryEmbedding | None = None,
         use_qkv_bias: bool = False,
         softmax_scale: float | None = None,
+        max_segments: int | None = None,
         platform: PlatformLike | None = None,
         config: Any = None,
         dtype: DTypeLike | None = None,
@@ -123,6 +125,8 @@ class NativeSparseAttention(eqx.Module):
         - `compression_hidden_dim`: features between the products of `"mlp"`; default `4 * D`.
         - `rope`: rotary embedding of queries and keys; default none. Its frequencies do not depend on the length of a sequence.
         - `use_qkv_bias`: whether the projections to queries, keys and values have biases.
+        - `max_segments`: the largest number of segments in a row of `segment_ids`; later ones are padding. Default: as many as tokens; the memory
+            of a gradient grows by a block of keys and values for each.
         - `softmax_scale`, `platform`, `config`: as in [`ejkernel_eqx.NativeSparseAttention`][].
         - `dtype`, `compute_dtype`: as in [`ejkernel_eqx.nn.MultiHeadAttention`][].
         - `key`: PRNG key for the initial weights.
@@ -135,6 +139,8 @@ class NativeSparseAttention(eqx.Module):
         _check_rope(rope)
         check_flags(use_qkv_bias=use_qkv_bias)
         check_numbers(softmax_scale=softmax_scale)
+        if max_segments is not None:
+            check_sizes(max_segments=max_segments)
         hidden = _read_compression(compression, compression_hidden_dim, head_dim)
         sparse = (block_size, num_blocks, sliding_window)
         options: Any = {"compression_size": compression_size, "compression_stride": compression_stride}
@@ -159,7 +165,7 @@ class NativeSparseAttention(eqx.Module):
         self.rope = rope
         self.embed_dim, self.head_dim = embed_dim, head_dim
         self.num_heads, self.num_kv_heads = num_heads, num_kv_heads
-        self.compute_dtype = parts.compute_dtype
+        self.max_segments, self.compute_dtype = max_segments, parts.compute_dtype
 
     def init_cache(
         self, batch_shape: tuple[int, ...] | int, max_length: int, dtype: DTypeLike | None = None
@@ -174,9 +180,7 @@ class NativeSparseAttention(eqx.Module):
         """
         kept: DTypeLike = self._stored_dtype() if dtype is None else dtype
         sizes: Any = {"compression_size": self._size, "compression_stride": self._stride}
-        return SparseKVCache.init(
-            batch_shape, max_length, self.num_kv_heads, self.head_dim, kept, **sizes
-        )
+        return SparseKVCache.init(batch_shape, max_length, self.num_kv_heads, self.head_dim, kept, **sizes)
 
     def init_paged_cache(
         self,
@@ -257,6 +261,8 @@ class NativeSparseAttention(eqx.Module):
             at different positions, returns the same as processing whole sequences at once.
         - `padding_mask`: bool `[..., T]`, True for real tokens, which must be contiguous in each row (padding left, right or both). Padding
             may hold NaN and is not cached; outputs at padding positions are undefined.
+        - `segment_ids`: integers `[..., T]`; a run of equal ids is a sequence with its own blocks and compressed keys, and negative ids are padding.
+            Not with a cache.
         - `cu_seqlens`: offsets `[N + 1]` of packed sequences, with `x` of shape `[T, E]`. Each sequence has its own positions, blocks and compressed
             keys; tokens past the last offset are padding. Not with `padding_mask`, `segment_ids` or a cache.
         - `batch`: an `ejkernel_eqx.RaggedBatch`, for serving. `x [T, E]` holds the new tokens of its sequences and `cache` is a
@@ -280,6 +286,8 @@ class NativeSparseAttention(eqx.Module):
             return self._after(x, cache, padding_mask)
         if cu_seqlens is not None:
             return self._packed(x, given)
+        if segment_ids is not None:
+            return self._segmented(x, ids_of(segment_ids, padding_mask))
         if padding_mask is None:
             return self._whole(x)
         # Rows that begin with their first real token: what follows the last one is seen by none.
@@ -291,19 +299,30 @@ class NativeSparseAttention(eqx.Module):
         """Rows of which each token is real, or follows those that are."""
         heads = self._heads(x)
         places = Places()
-        starts = jnp.arange(blocks.num_compressed(x.shape[-2], self._size, self._stride, False)) * self._stride
+        starts = (
+            jnp.arange(blocks.num_compressed(x.shape[-2], self._size, self._stride, False)) * self._stride
+        )
         return self._attend(heads, places, Places(starts))
 
     def _packed(self, x: Array, given: CallInputs) -> Array:
         rows = locate(x, None, given)
         heads, length = self._heads(clear(x, rows.real)), x.shape[0]
         places = places_of(self.rope, None, rows)
-        offsets = rows.cu_seqlens
-        assert offsets is not None and places.positions is not None
+        assert rows.cu_seqlens is not None and places.positions is not None
+        offsets = jnp.asarray(rows.cu_seqlens)
         sizes = self.attention.options.block_size, self._size, self._stride
         begin = blocks.of_offsets(offsets, length, *sizes).compressed_begin
         starts = jnp.asarray(places.positions)[jnp.minimum(begin, length - 1)]
         return self._attend(heads, places, Places(starts), begin=begin, cu_seqlens=offsets)
+
+    def _segmented(self, x: Array, ids: Array | None) -> Array:
+        assert ids is not None
+        length, options = x.shape[-2], self.attention.options
+        most = min(self.max_segments or length, length)
+        heads = self._heads(clear(x, ids >= 0))
+        begin = blocks.of_ids(ids, most, options.block_size, self._size, self._stride).compressed_begin
+        starts = Places(jnp.minimum(begin, length - 1))
+        return self._attend(heads, Places(), starts, begin=begin, segment_ids=ids, max_segments=most)
 
     def _attend(
         self, heads: Heads, places: Places, starts: Places, begin: Array | None = None, **how: Any
@@ -332,11 +351,9 @@ class NativeSparseAttention(eqx.Module):
         heads, places = self._heads(x), Places(offset=offset)
         q, k = places.turn(self.rope, heads.q), places.turn(self.rope, heads.k)
         new = self._completed(cache.append(k, heads.v, mask=real), cache.lengths, tokens)
-        kept = (a.astype(q.dtype) for a in (new.k, new.v))
-        compressed: Any = {
-            name: getattr(new, name).astype(q.dtype) for name in ("compressed_k", "compressed_v")
-        }
-        y = self._finish(self.attention(q, *kept, heads.gates, **compressed, q_offset=offset))
+        k, v, *compressed = (x.astype(q.dtype) for x in (new.k, new.v, new.compressed_k, new.compressed_v))
+        how: Any = {"compressed_k": compressed[0], "compressed_v": compressed[1], "q_offset": offset}
+        y = self._finish(self.attention(q, k, v, heads.gates, **how))
         return (y if behind is None else rolled(y, behind)), new
 
     def _completed(self, cache: SparseKVCache, before: Array, tokens: int) -> SparseKVCache:
@@ -363,9 +380,7 @@ class NativeSparseAttention(eqx.Module):
         tokens = bound.tokens.append(k, heads.v, batch.slots)
         new = PagedSparseCache(tokens, self._completed_pages(tokens, bound.compressed, batch))
         sizes: Any = {"query_start_loc": batch.query_start_loc, "max_query_len": batch.max_query_len}
-        out = self.paged_attention(
-            q.astype(tokens.k.dtype), heads.gates, new.tokens, new.compressed, **sizes
-        )
+        out = self.paged_attention(q.astype(tokens.k.dtype), heads.gates, new.tokens, new.compressed, **sizes)
         return self._finish(out.astype(x.dtype)), new if cache.is_bound else new.unbind()
 
     def _completed_pages(
@@ -445,7 +460,9 @@ def rolled(x: Array, by: Array) -> Array:
         token = jax.lax.broadcasted_iota(jnp.int32, x.shape[:-1], x.ndim - 2)
         return {"out": _taken(x, (token + by[..., None]) % x.shape[-2])}
 
-    return over_mesh(turn, {"x": x, "by": by}, Leading(axes=dict.fromkeys(("x", "out"), ("T", "E")) | {"by": ()}))["out"]
+    return over_mesh(
+        turn, {"x": x, "by": by}, Leading(axes=dict.fromkeys(("x", "out"), ("T", "E")) | {"by": ()})
+    )["out"]
 
 
 def taken(x: Array, at: Array) -> Array:

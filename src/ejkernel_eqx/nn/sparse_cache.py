@@ -85,9 +85,7 @@ class SparseKVCache(eqx.Module):
         end: Int[AnyArray, "*B"],
     ) -> "SparseKVCache":
         """Writes the compressed keys and values `first <= c < end` of each row, the first ones of those given."""
-        number = first[..., None] + jax.lax.broadcasted_iota(
-            jnp.int32, compressed_k.shape[:-2], first.ndim
-        )
+        number = first[..., None] + jax.lax.broadcasted_iota(jnp.int32, compressed_k.shape[:-2], first.ndim)
         before = jnp.minimum(first, self.compressed_k.shape[-3])
         rows = KVCache(self.compressed_k, self.compressed_v, before)
         rows = rows.append(compressed_k, compressed_v, mask=number < end[..., None])
