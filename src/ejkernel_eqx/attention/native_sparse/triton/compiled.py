@@ -1,6 +1,8 @@
 """Platform `triton`: the host side. Configurations, support, and the launches of forward and backward."""
 
 import dataclasses
+import functools
+from collections.abc import Callable
 from typing import Any
 
 import jax.numpy as jnp
@@ -168,7 +170,7 @@ def forward(
         call, own = _BRANCHES[name](arrays, spec)
         results = attention.forward(call, own, getattr(config, name), execute=execute)
         found[f"{name}_out"], found[f"{name}_lse"] = results
-    launch = _launcher(arrays, spec, config, execute)
+    launch = launcher_of(arrays, spec, config.float32_dot, execute)
     indices = arrays.indices
     if indices is None:
         indices = _choose(launch, arrays, spec, config.selection, found["compressed_lse"])
@@ -212,7 +214,7 @@ def backward(
         "delta": delta,
         "indices": saved["indices"],
     }
-    launch = _launcher(arrays, spec, config, execute).knowing(own)
+    launch = launcher_of(arrays, spec, config.float32_dot, execute).knowing(own)
     programs = arrays.q.shape[0] * arrays.q.shape[1] * arrays.k.shape[2]
     outputs = {"dq": result(*arrays.q.shape)}
     dq = launch(kernels.query_gradient_kernel, config.query_gradient, outputs, programs)["dq"]
@@ -277,51 +279,73 @@ def _by_key(x: Array, arrays: NativeArrays, spec: NativeSpec) -> Array:
     return jnp.where((place < 0)[..., None, None], 0, jnp.take_along_axis(x, at, 1))
 
 
+def _weights(launch: Launcher, arrays: NativeArrays, tile: SelectionTile, chunk: int, count: int) -> Array:
+    """The weights of compressed keys for some queries, `[B, K, count, C]`."""
+    batch, length = arrays.q.shape[:2]
+    keys, heads = arrays.compressed_k.shape[1:3]
+    tile = dataclasses.replace(tile, block_q=min(tile.block_q, padded(length)))
+    programs = cdiv(keys, tile.block_k) * cdiv(count, tile.block_q) * heads * batch
+    outputs = {"importance": result(batch, heads, count, keys)}
+    return launch(kernels.importance_kernel, tile, outputs, programs, chunk=chunk, length=count)["importance"]
+
+
 def _choose(
     launch: Launcher, arrays: NativeArrays, spec: NativeSpec, tile: SelectionTile, lse: Array
 ) -> Array:
-    """The blocks of each query, some queries at a time, as the weights of compressed keys are in memory."""
-    batch, length, _, _ = arrays.q.shape
-    keys, heads = arrays.compressed_k.shape[1:3]
-    every = lambda x: jnp.broadcast_to(x, (batch, length))
+    """The blocks of each query."""
+    every = lambda x: jnp.broadcast_to(x, arrays.q.shape[:2])
     start, end = compressed_ranges(arrays, spec)
-    own = {
-        "k": arrays.compressed_k,
-        "lse": lse * LOG2E,
-        "start": every(start),
-        "end": every(end),
-        "place": every(positions(arrays, spec) - of_sequence(arrays.first)),
-        "base": every(of_sequence(arrays.base)),
-    }
-    launch = launch.knowing(own, C=keys)
-    size = max(tile.block_q, _BYTES // max(1, 4 * batch * heads * keys) // tile.block_q * tile.block_q)
-    blocks = padded(num_blocks(arrays, spec), 1)
-    rows = max(1, min(8, 1024 // blocks))
+    place = positions(arrays, spec) - of_sequence(arrays.first)
+    base = of_sequence(arrays.base)
+    tables = {"start": every(start), "end": every(end), "place": every(place), "base": every(base)}
+    own = {"k": arrays.compressed_k, "lse": lse * LOG2E}
+    keys, blocks = arrays.compressed_k.shape[1], num_blocks(arrays, spec)
+    launch = launch.knowing(own | tables, C=keys)
+    weights = functools.partial(_weights, launch, arrays, tile)
+    return chosen_by(
+        weights, launch, (*arrays.q.shape[:2], arrays.k.shape[2], keys, blocks), spec, tile.block_q
+    )
+
+
+def chosen_by(
+    weights: Callable[[int, int], Array],
+    launch: Launcher,
+    sizes: tuple[int, int, int, int, int],
+    spec: NativeSpec,
+    multiple: int,
+) -> Array:
+    """The blocks of each query by `weights(chunk, count)`, those of compressed keys for queries from `chunk` on, `[B, K, count, C]`: for some
+    queries at a time, a `multiple` of them, as they are in memory. `sizes` are `B, T, K, C, M`; `launch` knows where compressed keys `start` and `end`,
+    the `place` of a query in its sequence, and the `base` of its blocks, `[B, T]` each."""
+    batch, length, heads, keys, blocks = sizes
+    size = max(multiple, _BYTES // max(1, 4 * batch * heads * keys) // multiple * multiple)
+    columns = padded(blocks, 1)
+    rows = max(1, min(8, 1024 // columns))
     chosen = []
     for chunk in range(0, length, size):
         count = min(size, length - chunk)
-        programs = cdiv(keys, tile.block_k) * cdiv(count, tile.block_q) * heads * batch
-        outputs = {"importance": result(batch, heads, count, keys)}
-        weights = launch(kernels.importance_kernel, tile, outputs, programs, chunk=chunk, length=count)
         found = launch(
             kernels.choose_kernel,
             _Warped(4),
             {"chosen": result(batch, heads, count, spec.count, dtype=jnp.int32)},
             cdiv(count, rows) * heads * batch,
-            {"importance": weights["importance"]},
+            {"importance": weights(chunk, count)},
             chunk=chunk,
             length=count,
+            M=blocks,
             BLOCK=spec.block,
             PER=spec.block // spec.stride,
             REACH=spec.span // spec.stride,
             ROWS=rows,
-            BLOCK_M=blocks,
+            BLOCK_M=columns,
         )
         chosen.append(jnp.moveaxis(found["chosen"], 1, 2))
     return jnp.concatenate(chosen, 1)
 
 
-def _launcher(arrays: NativeArrays, spec: NativeSpec, config: TritonConfig, execute: Execute) -> Launcher:
+def launcher_of(
+    arrays: NativeArrays, spec: NativeSpec, float32_dot: str, execute: Execute, family: str = "native_sparse"
+) -> Launcher:
     """The arguments that the kernels of one call share."""
     (_, length, heads, dim), (_, keys, kv_heads, values) = arrays.q.shape, arrays.v.shape
     group = heads // kv_heads
@@ -346,6 +370,6 @@ def _launcher(arrays: NativeArrays, spec: NativeSpec, config: TritonConfig, exec
         "offset": spec.offset,
         "PLACED": arrays.position is not None,
         "PACKED": begin is not None,
-        "PRECISION": config.float32_dot if arrays.q.dtype == jnp.float32 else "ieee",
+        "PRECISION": float32_dot if arrays.q.dtype == jnp.float32 else "ieee",
     }
-    return Launcher("native_sparse", named, numbers, arrays.q, execute)
+    return Launcher(family, named, numbers, arrays.q, execute)
