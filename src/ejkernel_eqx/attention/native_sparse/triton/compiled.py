@@ -13,6 +13,7 @@ from ....dispatch import BOTH, DeviceFacts, FORWARD, Problem
 from ....launch import Execute, Launcher, LOG2E, result, run
 from ....launch.fields import Block, check_fields, Count, Float32Dot, Power, Warps
 from ....launch.sizes import cdiv, padded
+from ....paged.triton import compiled as pages
 from ...cotangents import row_terms
 from ...spec import AttentionArrays
 from ...triton import compiled as attention
@@ -28,16 +29,18 @@ from ..spec import (
     of_sequence,
     positions,
 )
-from . import kernels
+from . import few, kernels
 from .lists import lists_of
 
 OPAQUE = True
 PARTS = {
     "forward": FORWARD,
+    "selection": FORWARD,
     "query_gradient": "q",
     "key_gradient": "k v",
     "compressed": BOTH,
     "sliding": BOTH,
+    "few": FORWARD,
 }
 MAX_HEAD_DIM = 256
 MAX_GROUP = 128
@@ -81,6 +84,14 @@ class SelectionTile:
 
 
 @dataclasses.dataclass(frozen=True)
+class FewTiles:
+    """The forward of two branches where there are few queries: attention over pages."""
+
+    compressed: pages.TritonConfig
+    sliding: pages.TritonConfig
+
+
+@dataclasses.dataclass(frozen=True)
 class TritonConfig:
     """Kernels of the selected branch and of its choice, and the configurations of the two branches that are softmax attention."""
 
@@ -90,6 +101,7 @@ class TritonConfig:
     selection: SelectionTile
     compressed: attention.TritonConfig
     sliding: attention.TritonConfig
+    few: FewTiles
     float32_dot: Float32Dot = "tf32x3"
 
     __post_init__ = check_fields
@@ -126,6 +138,17 @@ _ROWS = ((4, 3), (4, 2), (2, 3), (2, 2), (1, 2), (4, 4), (8, 2))
 _QUERIES = ((4, 2), (4, 3), (2, 2), (2, 3), (8, 2))
 _KEYS = ((64, 8, 2), (32, 4, 2), (64, 4, 2), (64, 8, 1), (32, 4, 3), (16, 4, 2))
 
+# Of the weights of compressed keys: queries, keys, warps, stages.
+_SELECTIONS = (
+    (128, 64, 8, 2),
+    (128, 64, 4, 2),
+    (64, 64, 4, 2),
+    (128, 128, 8, 2),
+    (64, 128, 4, 2),
+    (128, 64, 8, 1),
+)
+_WIDE_SELECTIONS = ((64, 32, 4, 1), (32, 32, 4, 1), (64, 64, 8, 1))
+
 
 def default_config(problem: Problem, device: DeviceFacts) -> TritonConfig:
     return candidates(problem, device)[0]
@@ -141,18 +164,17 @@ def candidates(problem: Problem, device: DeviceFacts) -> list[TritonConfig]:
     compressed, sliding = (
         attention.candidates(of_branch(problem, name), device) for name in (COMPRESSED, SLIDING)
     )
-    for n in range(max(map(len, (_ROWS, _QUERIES, _KEYS)))):
+    pages_of = [pages.candidates(few.of_branch(problem, name), device) for name in (COMPRESSED, SLIDING)]
+    select = _WIDE_SELECTIONS if is_wide or large else _SELECTIONS
+    for n in range(max(map(len, (_ROWS, _QUERIES, _KEYS, *pages_of)))):
         take = lambda of: of[min(n, len(of) - 1)]  # noqa: B023
         (fw, fs), (qw, qs), (rows, kw, ks) = take(_ROWS), take(_QUERIES), take(_KEYS)
         if is_wide or large:
             fs, qs, rows, ks = 1, 1, 32, 1
         keys = KeyTile(max(1, rows // group), 1024, kw, ks)
-        select = SelectionTile(64, 32, 4, 1) if is_wide or large else SelectionTile(128, 64, 8, 2)
-        found.append(
-            TritonConfig(
-                RowTile(fw, fs), RowTile(qw, qs), keys, select, take(compressed), take(sliding), **dot
-            )
-        )
+        own = RowTile(fw, fs), RowTile(qw, qs), keys, SelectionTile(*take(select))
+        few_tiles = FewTiles(*map(take, pages_of))
+        found.append(TritonConfig(*own, take(compressed), take(sliding), few_tiles, **dot))
     return list(dict.fromkeys(found))
 
 
@@ -167,8 +189,13 @@ def forward(
     """The output, the blocks that were chosen, and what the backward needs."""
     found: dict[str, Array] = {}
     for name in (COMPRESSED, SLIDING):
-        call, own = _BRANCHES[name](arrays, spec)
-        results = attention.forward(call, own, getattr(config, name), execute=execute)
+        if few.serves(arrays):
+            call, tiles = few.call_of(name, arrays, spec), getattr(config.few, name)
+            results = few.by_row(pages.forward(*call, tiles, execute=execute), arrays.q.shape[0])
+        else:
+            results = attention.forward(
+                *_BRANCHES[name](arrays, spec), getattr(config, name), execute=execute
+            )
         found[f"{name}_out"], found[f"{name}_lse"] = results
     launch = launcher_of(arrays, spec, config.float32_dot, execute)
     indices = arrays.indices
@@ -315,8 +342,8 @@ def chosen_by(
     multiple: int,
 ) -> Array:
     """The blocks of each query by `weights(chunk, count)`, those of compressed keys for queries from `chunk` on, `[B, K, count, C]`: for some
-    queries at a time, a `multiple` of them, as they are in memory. `sizes` are `B, T, K, C, M`; `launch` knows where compressed keys `start` and `end`,
-    the `place` of a query in its sequence, and the `base` of its blocks, `[B, T]` each."""
+    queries at a time, a `multiple` of them, as they are in memory. `sizes` are `B, T, K, C, M`; `launch` knows where compressed keys `start` and
+    `end`, the `place` of a query in its sequence, and the `base` of its blocks, `[B, T]` each."""
     batch, length, heads, keys, blocks = sizes
     size = max(multiple, _BYTES // max(1, 4 * batch * heads * keys) // multiple * multiple)
     columns = padded(blocks, 1)
