@@ -249,7 +249,7 @@ def test_errors():
     case = CASES["mixed"]
     _, call = make(case)
     small, op = call["compressed"], case.operation()
-    part = lambda x, name: dataclasses.replace(x, k=getattr(x, "k")[name], v=getattr(x, "v")[name])
+    part = lambda x, name: dataclasses.replace(x, k=x.k[name], v=x.v[name])
     calls = {
         "gates: expected": {"gates": call["gates"][..., :2]},
         "cache: expected a PagedKVCache": {"cache": None},
