@@ -169,7 +169,7 @@ def test_pages(platform):
 
 
 def _reference(op, call, indices):
-    from ejkernel_eqx.paged.native_sparse import arguments, reference
+    from ejkernel_eqx.paged.native_pages import arguments, reference
 
     caches = call["cache"], call["compressed"]
     arrays, spec = arguments.resolve(

@@ -18,11 +18,13 @@ from ...cotangents import row_terms
 from ...spec import AttentionArrays
 from ...triton import compiled as attention
 from .. import branches
+from ..lists import by_key, lists_of
 from ..problems import COMPRESSED, of_branch, SLIDING
 from ..spec import (
     begins,
     BRANCHES,
     compressed_ranges,
+    most_blocks,
     NativeArrays,
     NativeSpec,
     num_blocks,
@@ -30,7 +32,6 @@ from ..spec import (
     positions,
 )
 from . import few, kernels
-from .lists import lists_of
 
 OPAQUE = True
 PARTS = {
@@ -264,8 +265,9 @@ def _key_gradient(
     (batch, _, heads, dim), values = arrays.k.shape, arrays.v.shape[-1]
     blocks = num_blocks(arrays, spec)
     lists = lists_of(indices, blocks, tile.span)
-    pieces = lists.owner.shape[1]
-    own = {"tokens": lists.tokens, "owner": lists.owner, "from": lists.begin, "to": lists.end}
+    pieces, each = lists.owner.shape[-1], lists.tokens.shape[-1]
+    row = jnp.arange(batch * heads, dtype=jnp.int32).reshape(batch, heads, 1) * each
+    own = {"tokens": lists.tokens, "owner": lists.owner, "from": lists.begin + row, "to": lists.end + row}
     part = lambda channels: result(batch, heads, pieces, spec.block, channels)
     parts = launch(
         kernels.key_gradient_kernel,
@@ -288,22 +290,9 @@ def _key_gradient(
             SIZE=size,
             BLOCK=block,
         )
-        return _by_key(found["whole"], arrays, spec)
+        return by_key(found["whole"], arrays)
 
     return whole(parts["dk"], dim), whole(parts["dv"], values)
-
-
-def _by_key(x: Array, arrays: NativeArrays, spec: NativeSpec) -> Array:
-    """`[B, S, K, D]` from the keys of blocks `[B, K, M, block, D]`."""
-    batch, heads, blocks, size, channels = x.shape
-    x = jnp.moveaxis(x.reshape(batch, heads, blocks * size, channels), 1, 2)
-    keys = arrays.k.shape[1]
-    if arrays.begin is None:
-        return x[:, :keys]
-    assert arrays.position is not None and arrays.first is not None and arrays.base is not None
-    place = arrays.position - arrays.first  # keys are queries, as the call is packed
-    at = jnp.where(place < 0, 0, arrays.base * size + place)[..., None, None]
-    return jnp.where((place < 0)[..., None, None], 0, jnp.take_along_axis(x, at, 1))
 
 
 def _weights(launch: Launcher, arrays: NativeArrays, tile: SelectionTile, chunk: int, count: int) -> Array:
@@ -326,7 +315,7 @@ def _choose(
     base = of_sequence(arrays.base)
     tables = {"start": every(start), "end": every(end), "place": every(place), "base": every(base)}
     own = {"k": arrays.compressed_k, "lse": lse * LOG2E}
-    keys, blocks = arrays.compressed_k.shape[1], num_blocks(arrays, spec)
+    keys, blocks = arrays.compressed_k.shape[1], most_blocks(arrays, spec)
     launch = launch.knowing(own | tables, C=keys)
     weights = functools.partial(_weights, launch, arrays, tile)
     return chosen_by(
