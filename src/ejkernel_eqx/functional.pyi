@@ -31,8 +31,8 @@ from .latent.expanded import WithLse
 from .paged import PagedLatentCache
 from .paged.cache.cache import PagedKVCache
 from .paged.cache.cache import PagedLatentCache
-from .paged.native_sparse.operation import Output
-from .paged.native_sparse.operation import WithIndices
+from .paged.native_pages.operation import Output
+from .paged.native_pages.operation import WithIndices
 from .paged.ragged import C
 from .recurrence.linear import FinalState
 from .recurrence.linear import State
@@ -599,6 +599,8 @@ def native_sparse_attention(
     compressed_v: Float[AnyArray, '*B C K V'] | None = None,
     block_indices: Int[Numbers, '*B T K n'] | None = None,
     cu_seqlens: Int[Numbers, ' N+1'] | None = None,
+    segment_ids: Int[Numbers, '*S T'] | None = None,
+    max_segments: int | None = None,
     q_offset: int | Int[Numbers, '*B'] | None = None,
     block_size: int = 64,
     num_blocks: int = 16,
@@ -622,6 +624,8 @@ def native_sparse_attention(
     compressed_v: Float[AnyArray, '*B C K V'] | None = None,
     block_indices: Int[Numbers, '*B T K n'] | None = None,
     cu_seqlens: Int[Numbers, ' N+1'] | None = None,
+    segment_ids: Int[Numbers, '*S T'] | None = None,
+    max_segments: int | None = None,
     q_offset: int | Int[Numbers, '*B'] | None = None,
     block_size: int = 64,
     num_blocks: int = 16,

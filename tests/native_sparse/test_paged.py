@@ -144,3 +144,128 @@ def test_agrees_with_numpy(platform, name):
         assert_best(own, arrays, indices[None, rows], place, first)
     nobody = slice(case.starts[-1], None)
     assert not out[nobody].any() and (indices[nobody] == -1).all()
+
+
+@pytest.mark.parametrize("platform", ["xla", INTERPRET])
+def test_pages(platform):
+    """Which pages a table names changes nothing; keys of a page that is missing are not seen, whatever page would stand in its place."""
+    if platform == INTERPRET:
+        pytest.importorskip("triton")
+    case = dataclasses.replace(CASES["mixed"], missing=((0, 1), (3, 0)))
+    op = case.operation(platform)
+    ours, theirs = make(case, 0)[1], make(case, 1)[1]
+    found, again = run(op, ours), run(op, theirs)
+    assert np.isfinite(found[0]).all()
+    np.testing.assert_array_equal(found[0], again[0])
+    np.testing.assert_array_equal(found[1], again[1])
+    # Keys before the query in the missing page: dense attention without them, for the same blocks.
+    whole = run(op, make(CASES["mixed"])[1] | {"block_indices": jnp.asarray(found[1])})[0]
+    own = slice(case.starts[1], case.starts[2])
+    np.testing.assert_array_equal(found[0][own], whole[own])
+    far = slice(case.starts[3], case.starts[4])
+    assert (np.abs(found[0][far] - whole[far]).max(-1) > 1e-3).any()
+    reference = quick(lambda: _reference(op, ours, jnp.asarray(found[1])))()
+    assert_close(found[0], np.asarray(reference))
+
+
+def _reference(op, call, indices):
+    from ejkernel_eqx.paged.native_pages import arguments, reference
+
+    caches = call["cache"], call["compressed"]
+    arrays, spec = arguments.resolve(
+        op.options, call["q"], call["gates"], caches, call["query_start_loc"], None, indices
+    )
+    return reference.attend(arrays, spec)["out"]
+
+
+def test_reference_agrees():
+    """The oracle of the tuner chooses and computes what XLA does."""
+    case = CASES["mixed"]
+    _, call = make(case)
+    op = case.operation("xla")
+    out, indices = run(op, call)
+    assert_close(np.asarray(quick(lambda: _reference(op, call, None))()), out)
+    assert_close(np.asarray(quick(lambda: _reference(op, call, jnp.asarray(indices)))()), out)
+
+
+@pytest.mark.parametrize("platform", ["xla", pytest.param(INTERPRET, marks=pytest.mark.slow)])
+def test_rows(platform):
+    """`vmap` over calls with shared and with own pages; blocks that are given; one compiled program for other lengths."""
+    if platform == INTERPRET:
+        pytest.importorskip("triton")
+    case = CASES["mixed"]
+    op = case.operation(platform)
+    calls = [make(case)[1], make(case)[1]]
+    calls[1] |= {"q": calls[1]["q"][::-1], "gates": calls[1]["gates"][::-1]}
+    alone = [op(**call) for call in calls]
+    both = jax.tree.map(lambda *x: jnp.stack(x), *calls)
+    own = jax.vmap(lambda call: op(**call))(both)
+    once = calls[0]
+    shared = jax.vmap(lambda q, gates: op(**once | {"q": q, "gates": gates}))(both["q"], both["gates"])
+    lead = op(
+        both["q"], both["gates"], once["cache"], once["compressed"], query_start_loc=once["query_start_loc"]
+    )
+    for n, expected in enumerate(alone):
+        for found in (own, shared, lead):
+            assert_close(found[n], np.asarray(expected))
+    out, indices = op(**once, return_indices=True)
+    twice = jnp.concatenate([indices, indices], -1)
+    assert_close(op(**once, block_indices=twice), np.asarray(out))
+    nothing = op(**once, block_indices=jnp.full_like(indices, -1))
+    assert np.abs(np.asarray(nothing - out)).max() > 1e-3
+
+
+def test_bounded_queries():
+    """Queries past `max_query_len` give 0 and change no other."""
+    case = CASES["mixed"]
+    _, call = make(case)
+    whole, cut = (case.operation("xla")(**call, max_query_len=most) for most in (None, 4))
+    inside = np.concatenate([np.arange(n) < 4 for n in case.queries] + [np.zeros(case.rest, bool)])
+    # The fourth query and those before it have other positions, so a call without the others says what they give.
+    assert not np.asarray(cut)[~inside].any()
+    assert_close(np.asarray(cut)[inside], np.asarray(whole)[inside])
+
+
+def test_nothing_to_attend():
+    case = CASES["decodes"]
+    _, call = make(case)
+    op = case.operation("xla")
+    none = op(
+        call["q"][:0], call["gates"][:0], call["cache"], call["compressed"], query_start_loc=jnp.zeros(5, int)
+    )
+    assert none.shape == (0, case.H, case.V)
+    empty = dataclasses.replace(call["cache"], lengths=jnp.zeros(4, jnp.int32))
+    out, indices = op(**call | {"cache": empty}, return_indices=True)
+    assert not np.asarray(out).any() and (np.asarray(indices) == -1).all()
+
+
+def test_no_gradient():
+    _, call = make(CASES["decodes"])
+    with pytest.raises(ejx.UnsupportedError, match="NativeSparseAttention"):
+        jax.grad(lambda q: CASES["decodes"].operation("xla")(**call | {"q": q}).sum())(call["q"])
+
+
+def test_errors():
+    case = CASES["mixed"]
+    _, call = make(case)
+    small, op = call["compressed"], case.operation()
+    part = lambda x, name: dataclasses.replace(x, k=x.k[name], v=x.v[name])
+    calls = {
+        "gates: expected": {"gates": call["gates"][..., :2]},
+        "cache: expected a PagedKVCache": {"cache": None},
+        "bound": {"cache": call["cache"].unbind()},
+        "num_pages": {"compressed": part(small, slice(1, None))},
+        "page_size=2": {"compressed": part(small, np.s_[:, :1])},
+        "num_kv_heads": {"compressed": part(small, np.s_[:, :, :1])},
+        "dtype of q": {
+            "compressed": ejx.PagedKVCache(small.k.astype("bfloat16"), small.v.astype("bfloat16"))
+        },
+        "max_query_len": {"query_start_loc": None, "max_query_len": 4},
+        "one query for each": {"query_start_loc": None},
+        "block_indices": {"block_indices": jnp.zeros((3, 2, 1), int)},
+    }
+    for word, wrong in calls.items():
+        with pytest.raises(ValueError, match=word):
+            op(**call | wrong)
+    with pytest.raises(ValueError, match="multiple of compression_stride=3"):
+        ejx.PagedNativeSparseAttention(3)(**call)

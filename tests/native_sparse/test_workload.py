@@ -102,7 +102,9 @@ def test_defaults_fit(target, name):
     assert kernels == [
         "importance_kernel", "choose_kernel", "forward_kernel", "query_gradient_kernel", "key_gradient_kernel", *["combine_kernel"] * 2
     ]  # fmt: skip
-    assert len(found) == len(own) + 2 * 3  # two branches are softmax attention's
+    others = [launch.label for launch in found if launch not in own]
+    few = sum(".paged." in label for label in others)  # the forward of two branches, in parts that are merged
+    assert (len(others) - few, few) == ((2 * 2, 4) if name == "decoding" else (2 * 3, 0))
     for launch in own:
         report = compile_ahead(launch, target)
         assert report.fits and (report.spills == 0 or name == "float32"), (launch.label, report)

@@ -12,7 +12,7 @@ from jax import Array
 from ..._broadcast import like
 from ..._values import check_between, FAR
 from ...core.arguments import array, fitting
-from ...sequences.packing import read_count
+from ...sequences.packing import read_count, read_ids
 from ...sequences.rows import read_packing
 from . import blocks
 from .spec import NativeArrays, NativeSpec
@@ -85,9 +85,10 @@ def resolve(
     gates: Any,
     compressed: tuple[Any, Any],
     block_indices: Any,
-    cu_seqlens: Any,
+    packing: tuple[Any, Any, Any],
     q_offset: Any,
 ) -> Call:
+    """`packing` are `cu_seqlens`, `segment_ids` and `max_segments`."""
     q, k, v = array("q", q, "T H D"), array("k", k, "S K D"), array("v", v, "S K V")
     lead, (length, heads, dim) = q.shape[:-3], q.shape[-3:]
     k = fitting("k", k, (*lead, None, None, dim), "S K D")
@@ -104,7 +105,7 @@ def resolve(
         )
     gates = fitting("gates", gates, (*lead, length, heads, 3), "T H 3")
     sizes = (options.compression_size, options.compression_stride)
-    tables, begin = _tables(options, lead, length, keys, cu_seqlens, q_offset)
+    tables, begin = _tables(options, lead, length, keys, packing, q_offset)
     compressed_k, compressed_v = _compressed(compressed, k, v, sizes, begin)
     spec = options.spec(dim, offset=0 if "position" in tables else _static_offset(length, keys, q_offset))
     arrays = NativeArrays(q, k, v, compressed_k, compressed_v, gates, **tables)
@@ -120,20 +121,34 @@ def _static_offset(length: int, keys: int, q_offset: Any) -> int:
 
 
 def _tables(
-    options: Options, lead: tuple[int, ...], length: int, keys: int, cu_seqlens: Any, q_offset: Any
+    options: Options,
+    lead: tuple[int, ...],
+    length: int,
+    keys: int,
+    packing: tuple[Any, Any, Any],
+    q_offset: Any,
 ) -> tuple[dict[str, Array], Array | None]:
     """The integer arrays of the call, and the first token of each compressed key; nothing if positions are static."""
-    if cu_seqlens is not None:
+    cu_seqlens, segment_ids, most = packing
+    if most is not None:
+        read_count("max_segments", most, 1)
+        if segment_ids is None:
+            raise ValueError(f"max_segments: expected None without segment_ids, received {most}.")
+    if cu_seqlens is not None or segment_ids is not None:
+        name = "segment_ids" if cu_seqlens is None else "cu_seqlens"
         if q_offset is not None:
             raise ValueError(
-                "q_offset: expected None with cu_seqlens, received both; positions are those in the packed sequences."
+                f"q_offset: expected None with {name}, received both; positions are those in the packed sequences."
             )
         if keys != length:
-            raise ValueError(f"k: expected as many tokens as q with cu_seqlens, {length}, received {keys}.")
-        offsets = read_packing(cu_seqlens, None, lead, length, False).offsets
-        assert offsets is not None
+            raise ValueError(f"k: expected as many tokens as q with {name}, {length}, received {keys}.")
         sizes = options.block_size, options.compression_size, options.compression_stride
-        found = blocks.of_offsets(offsets, length, *sizes)._asdict()
+        offsets = read_packing(cu_seqlens, segment_ids, lead, length, False).offsets
+        if offsets is None:
+            ids = jnp.broadcast_to(read_ids(segment_ids), (*lead, length))
+            found = blocks.of_ids(ids, min(most or length, length), *sizes)._asdict()
+        else:
+            found = blocks.of_offsets(offsets, length, *sizes)._asdict()
         begin = found.pop("compressed_begin")
         return found, begin
     is_static = q_offset is None or isinstance(q_offset, int | np.integer)
@@ -163,7 +178,7 @@ def _compressed(
         raise ValueError("compressed_k, compressed_v: expected both or neither, received one of them.")
     if given[0] is None:
         return blocks.means(k, *sizes, begin), blocks.means(v, *sizes, begin)
-    count = None if begin is None else begin.shape[0]
+    count = None if begin is None else begin.shape[-1]
     shape = (*k.shape[:-3], count, *k.shape[-2:])
     compressed_k = fitting("compressed_k", given[0], shape, "C K D")
     shape = (*v.shape[:-3], compressed_k.shape[-3], *v.shape[-2:])

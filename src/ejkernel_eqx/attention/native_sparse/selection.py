@@ -8,7 +8,7 @@ from jax import Array, lax
 
 from ..._broadcast import like
 from ...core.arguments import wide
-from .spec import compressed_ranges, NativeArrays, NativeSpec, num_blocks, of_sequence, positions
+from .spec import compressed_ranges, most_blocks, NativeArrays, NativeSpec, of_sequence, positions
 
 _BYTES = 2**27  # of scores at a time
 
@@ -22,7 +22,7 @@ def overlaps(spec: NativeSpec) -> list[tuple[int, int]]:
 def choose(importance: Array, arrays: NativeArrays, spec: NativeSpec) -> Array:
     """The blocks of each query, `[B, T, K, n]`, from the weights of compressed keys `importance [B, T, K, C]`."""
     place = positions(arrays, spec) - of_sequence(arrays.first)
-    chosen = best_blocks(importance, place, *compressed_ranges(arrays, spec), num_blocks(arrays, spec), spec)
+    chosen = best_blocks(importance, place, *compressed_ranges(arrays, spec), most_blocks(arrays, spec), spec)
     return jnp.where(chosen >= 0, chosen + of_sequence(arrays.base)[..., None, None], -1)
 
 
@@ -58,7 +58,7 @@ def select(arrays: NativeArrays, spec: NativeSpec, lse: Array) -> Array:
     """The blocks of each query, `[B, T, K, n]`, a chunk of queries at a time; `lse [B, H, T]` is that of the compressed branch."""
     batch, length, heads, _ = arrays.q.shape
     keys, kv_heads = arrays.compressed_k.shape[1], arrays.k.shape[2]
-    size = max(1, min(length, _BYTES // max(1, 4 * batch * heads * max(keys, num_blocks(arrays, spec)))))
+    size = max(1, min(length, _BYTES // max(1, 4 * batch * heads * max(keys, most_blocks(arrays, spec)))))
     tables = ("position", "first", "seen", "base")
 
     def of_chunk(start: Array) -> Array:

@@ -35,7 +35,7 @@ def workload(implementation: Implementation, problem: Problem) -> Workload:
         make_inputs=make,
         run=run,
         reference=functools.partial(_reference, spec),
-        tolerances={"out": TOLERANCES[problem.dtype("q")]["forward"]},
+        tolerances={"out": TOLERANCES[problem.dtype("qkv")]["forward"]},
         forward=("out",),
         costs={FORWARD: Cost(*_cost(problem))},
         launches=functools.partial(launches_of, run, make) if collects else None,
@@ -55,7 +55,7 @@ def make_arrays(problem: Problem, seed: int) -> PagedNativeArrays:
         "c": problem.dim("p") // int(str(problem.flag("stride"))),
     }
     keys = iter(jax.random.split(jax.random.key(seed + 1, impl="rbg"), len(_PAGES) + 1))
-    dtype = jnp.dtype(problem.dtype("q"))
+    dtype = jnp.dtype(problem.dtype("qkv"))
     pages = {
         name: jax.random.normal(next(keys), [size[axis] for axis in letters], dtype)
         for name, letters in _PAGES.items()
@@ -74,7 +74,7 @@ def _plain(problem: Problem) -> Problem:
 
     dims = {name: problem.dim(name) for name in "NTHKDVpQ"}
     return example_problem(
-        "ragged_paged_attention", dims | {"S": problem.dim("M") * problem.dim("p")}, problem.dtype("q"), {}
+        "ragged_paged_attention", dims | {"S": problem.dim("M") * problem.dim("p")}, problem.dtype("qkv"), {}
     )
 
 
@@ -100,7 +100,7 @@ def _cost(problem: Problem) -> tuple[float, float]:
             read += int(compressed.max() + min(kv_len, sparse.window + q_len) + min(kv_len, chosen.sum()))
     width = problem.dim("D") + problem.dim("V")
     tokens = problem.dim("T") * problem.dim("H") * width
-    itemsize = jnp.dtype(problem.dtype("q")).itemsize
+    itemsize = jnp.dtype(problem.dtype("qkv")).itemsize
     moved = (read * problem.dim("K") * width + tokens) * itemsize
     return 2.0 * pairs * problem.dim("H") * width, float(moved)
 
@@ -143,18 +143,23 @@ def example_problem(operation: str, dims: Mapping[str, int], dtype: str, flags: 
         raise ValueError(
             f"dims: expected p to be a multiple of stride={ints['stride']}, received {size['p']}."
         )
-    size |= {"M": -(-size["S"] // size["p"]), "P": 1, "c": size["p"] // ints["stride"], "3": 3}
+    size |= {"M": -(-size["S"] // size["p"])}
+    sparse = NativeSpec(size["D"] ** -0.5, count=size["n"], given=bool(given["given"]), **ints)
+    spec = PagedNativeSpec(sparse, size["Q"])
+    return problem_of(operation, _shapes(size, dtype, wide_dtype(dtype), spec), spec)
+
+
+def shapes_of(problem: Problem) -> PagedNativeArrays:
+    """The shapes of the problem's arrays."""
+    return _shapes(problem.dims, problem.dtype("qkv"), problem.dtype("gates"), spec_of(problem))
+
+
+def _shapes(dims: Any, dtype: str, gates: str, spec: PagedNativeSpec) -> PagedNativeArrays:
+    size = dict(dims) | {"P": 1, "3": 3}
+    size["c"] = size["p"] // spec.sparse.stride
     letters = {"q": "THD", "gates": "TH3", **_PAGES, "page_table": "NM"}
     letters |= dict.fromkeys(("q_start", "q_len", "kv_len"), "N")
-    letters |= {"indices": "TKn"} if given["given"] else {}
-    dtypes = {"gates": wide_dtype(dtype)}
-    shape = lambda name: jax.ShapeDtypeStruct(
-        [size[axis] for axis in letters[name]],
-        jnp.dtype(dtypes.get(name, dtype if name in ("q", *_PAGES) else "int32")),
-    )
-    sparse = NativeSpec(size["D"] ** -0.5, count=size["n"], given=bool(given["given"]), **ints)
-    return problem_of(
-        operation,
-        PagedNativeArrays(**{name: shape(name) for name in letters}),
-        PagedNativeSpec(sparse, size["Q"]),
-    )
+    letters |= {"indices": "TKn"} if spec.sparse.given else {}
+    dtypes = dict.fromkeys(letters, "int32") | dict.fromkeys(("q", *_PAGES), dtype) | {"gates": gates}
+    shape = lambda name: jax.ShapeDtypeStruct([size[axis] for axis in letters[name]], jnp.dtype(dtypes[name]))
+    return PagedNativeArrays(**{name: shape(name) for name in letters})  # pyright: ignore[reportArgumentType]

@@ -28,7 +28,7 @@ def problem_of(operation: str, arrays: PagedNativeArrays, spec: PagedNativeSpec)
     return Problem.make(
         operation,
         dims=dims,
-        dtypes={"q": q.dtype, "gates": arrays.gates.dtype},
+        dtypes={"qkv": q.dtype, "gates": arrays.gates.dtype},
         flags=flags,
         lengths={"N", "T", "M", "Q"},
         counts={"H", "K"},

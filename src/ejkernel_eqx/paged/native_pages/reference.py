@@ -39,7 +39,7 @@ def _row(arrays: PagedNativeArrays, spec: PagedNativeSpec) -> dict[str, Array]:
         def attended(k: Array, v: Array, seen: Array) -> tuple[Array, Array, Array]:
             """`seen` is `[K or 1, keys of a whole table]`."""
             there = jnp.repeat((table >= 0) & (table < k.shape[0]), k.shape[1])
-            mask = jnp.broadcast_to(seen & there, (kv_heads, there.size))
+            mask = jnp.broadcast_to(seen & there[None], (kv_heads, there.size))
             mask = jnp.repeat(mask, heads // kv_heads, 0)[None, :, None]
             return attention.attend_with_weights(
                 AttentionArrays(q[None, None].astype(dtype), dense(k), dense(v), mask=mask),

@@ -12,12 +12,12 @@ from ..._shapes import AnyArray, Float, Int, Numbers
 from ...attention.native_sparse.arguments import Options
 from ...core.plans import plan_of
 from ...core.platforms import register
-from ...dispatch import Platform, PlatformLike
+from ...dispatch import PlatformLike
 from ..cache.cache import PagedKVCache
 from .arguments import resolve
 from .core import ATTEND
 
-register("paged_native_sparse_attention", __package__, (Platform.XLA,))
+register("paged_native_sparse_attention", __package__)
 
 Output = Float[Array, "*B T H V"]
 WithIndices = tuple[Float[Array, "*B T H V"], Int[Array, "*B T K n"]]
