@@ -10,8 +10,8 @@ from jax.typing import DTypeLike
 from jaxtyping import PRNGKeyArray
 
 from .._shapes import AnyArray, Bool, Float, Int
+from ..attention import NativeSparseAttention as SparseAttention
 from ..attention.native_sparse import blocks
-from ..attention.native_sparse.native import NativeSparseAttention as SparseAttention
 from ..core.arguments import accumulator
 from ..dispatch import PlatformLike
 from ..paged import PagedKVCache, PagedNativeSparseAttention, RaggedBatch

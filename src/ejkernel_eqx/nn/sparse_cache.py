@@ -8,7 +8,7 @@ import jax.numpy as jnp
 from jax import Array
 from jax.typing import DTypeLike
 
-from .._shapes import AnyArray, Bool, Float, Int
+from .._shapes import AnyArray, Bool, Float, Int, Numbers
 from ..paged import PagedKVCache
 from .arguments import check_divides
 from .kv_cache import KVCache
@@ -152,7 +152,7 @@ class PagedSparseCache(eqx.Module):
         """The same pages without tables."""
         return PagedSparseCache(self.tokens.unbind(), self.compressed.unbind())
 
-    def copy_pages(self, source: Any, target: Any) -> "PagedSparseCache":
+    def copy_pages(self, source: Int[Numbers, " C"], target: Int[Numbers, " C"]) -> "PagedSparseCache":
         """As [`ejkernel_eqx.PagedKVCache`][]`.copy_pages`, in both pools."""
         return PagedSparseCache(
             self.tokens.copy_pages(source, target), self.compressed.copy_pages(source, target)
