@@ -11,6 +11,7 @@ import pytest
 
 import ejkernel_eqx as ejx
 from ejkernel_eqx.nn import NativeSparseAttention, RotaryEmbedding, SparseKVCache, YarnScaling
+from tests.attention.dense import INTERPRET
 from tests.nn.paged_layers import advance, inputs, PAGE, PAGES, poisoned, SEQUENCES, serve, TOKENS
 from tests.nn.recurrent_layers import EMBED
 from tests.recurrence.quick import quick
@@ -166,7 +167,7 @@ def test_every_gradient(name):
             assert abs(found - wanted) < 1e-4 * length, (index, gradient.shape, found, wanted)
 
 
-@pytest.mark.few(2)
+@pytest.mark.few(1)
 @pytest.mark.parametrize("chunks", [(TOKENS,), (4, 1, 5), (1,) * TOKENS])
 @pytest.mark.parametrize("name", LAYERS)
 def test_decoding_is_the_whole(name, chunks):
@@ -181,7 +182,7 @@ def test_decoding_is_the_whole(name, chunks):
     assert_close(jnp.concatenate(outputs, 1), alone(name), "float32")
 
 
-@pytest.mark.few(2)
+@pytest.mark.few(1)
 @pytest.mark.parametrize("name", ["mlp", "mean"])
 def test_rows_of_different_lengths(name):
     """Chunks padded on either side, of rows that are at different places; padding and unwritten slots are NaN."""
@@ -207,66 +208,67 @@ def test_rows_of_different_lengths(name):
     np.testing.assert_array_equal(cache.lengths, done)
 
 
-@pytest.mark.parametrize("name", ["mlp", "mean"])
-def test_padding_never_matters(name):
-    """Left, right and whole rows, filled with NaN, forward and backward."""
-    layer, x = build(name), np.asarray(inputs())
-    first, count = np.array([3, 0, 0]), np.array([6, 8, 0])
-    place = np.arange(9)
-    real = (place >= first[:, None]) & (place < (first + count)[:, None])
-    padded = np.full((SEQUENCES, 9, EMBED), np.nan, np.float32)
-    for n in range(SEQUENCES):
-        padded[n, real[n]] = x[n, : count[n]]
-    padded, mask = jnp.asarray(padded), jnp.asarray(real)
-    total = lambda both: jnp.where(mask[..., None], jnp.sin(both[0](both[1], padding_mask=mask)), 0).sum()
-    of_rows = lambda both: sum(jnp.sin(both[0](both[1][n, : count[n]])).sum() for n in range(2))
-    gradients = quick(lambda layer, x: eqx.filter_grad(total)((layer, x)))(layer, padded)
-    wanted = quick(lambda layer, x: eqx.filter_grad(of_rows)((layer, x)))(layer, jnp.asarray(x))
-    jax.tree.map(functools.partial(assert_close, dtype="float32"), gradients[0], wanted[0])
-    for n in range(2):
-        assert_close(gradients[1][n, real[n]], wanted[1][n, : count[n]], "float32")
-    y = quick(lambda x: layer(x, padding_mask=mask))(padded)
-    for n in range(SEQUENCES):
-        assert_close(y[n, real[n]], alone(name)[n, : count[n]], "float32")
+def rows_of(kind: str) -> tuple[jax.Array, dict[str, Any], list[tuple[Any, Any]]]:
+    """An input in which sequences lie among NaN, the arguments that say where, and their places in it and in `inputs()`."""
+    if kind == "padding":  # left, right and a whole row
+        found: list[tuple[Any, Any]] = [
+            ((0, slice(3, 9)), (0, slice(0, 6))),
+            ((1, slice(0, 8)), (1, slice(0, 8))),
+        ]
+    elif kind == "packed":  # an empty sequence among others, and one of a token
+        found = [
+            (slice(0, 7), (0, slice(0, 7))),
+            (slice(7, 8), (1, slice(0, 1))),
+            (slice(8, 18), (2, slice(0, 10))),
+        ]
+    else:  # runs of ids, of which the padding mask takes the last token
+        found = [
+            ((0, slice(1, 4)), (0, slice(0, 3))),
+            ((0, slice(4, 9)), (1, slice(0, 5))),
+            ((1, slice(0, 6)), (2, slice(0, 6))),
+        ]
+    x = np.full(
+        {"padding": (3, 9, EMBED), "packed": (21, EMBED)}.get(kind, (2, 10, EMBED)), np.nan, np.float32
+    )
+    real, ids = np.zeros(x.shape[:-1], bool), np.full(x.shape[:-1], -1, np.int32)
+    for number, (place, own) in enumerate(found):
+        x[place], real[place], ids[place] = inputs()[own], True, 3 - number
+    if kind == "padding":
+        return jnp.asarray(x), {"padding_mask": jnp.asarray(real)}, found
+    if kind == "packed":
+        return jnp.asarray(x), {"cu_seqlens": jnp.array([0, 7, 7, 8, 18])}, found
+    ids[0, 9] = ids[0, 8]
+    mask = np.ones((2, 10), bool)
+    mask[:, 9] = False
+    return jnp.asarray(x), {"segment_ids": jnp.asarray(ids), "padding_mask": jnp.asarray(mask)}, found
 
 
-@pytest.mark.parametrize("name", ["linear, yarn, partial, biases", "mean"])
-def test_packed_sequences(name):
-    """An empty one among them, and padding behind."""
-    layer, x = build(name), inputs()
-    packed = jnp.concatenate([x[0, :7], x[1, :1], x[2], x[0, :3] * jnp.nan])
-    offsets = jnp.array([0, 7, 7, 8, 8 + TOKENS])
-    y = quick(lambda x: layer(x, cu_seqlens=offsets))(packed)
-    expected = alone(name)
-    assert_close(y[:7], expected[0, :7], "float32")
-    assert_close(y[7:8], expected[1, :1], "float32")
-    assert_close(y[8 : 8 + TOKENS], expected[2], "float32")
-    loss = lambda layer: jnp.sin(layer(packed, cu_seqlens=offsets)[: 8 + TOKENS]).sum()
-    of_rows = lambda layer: sum(jnp.sin(layer(row)).sum() for row in (x[0, :7], x[1, :1], x[2]))
-    found, wanted = (quick(lambda layer, f=f: eqx.filter_grad(f)(layer))(layer) for f in (loss, of_rows))
-    jax.tree.map(functools.partial(assert_close, dtype="float32"), found, wanted)
+@pytest.mark.few(3)
+@pytest.mark.parametrize("name", LAYERS)
+@pytest.mark.parametrize("kind", ["padding", "packed", "segments"])
+def test_sequences_in_rows(kind, name):
+    """Each gives what it gives alone, whatever is beside it."""
+    x, how, places = rows_of(kind)
+    layer = build(name, **({"max_segments": 2} if kind == "segments" else {}))
+    y = quick(lambda x: layer(x, **how))(x)
+    for place, own in places:
+        assert_close(y[place], alone(name)[own], "float32")
 
 
-@pytest.mark.parametrize("name", ["mlp", "mean"])
-def test_segments(name):
-    """Runs of equal ids, in rows of their own, with padding that may be NaN; and no more than `max_segments`."""
-    layer, x = build(name, max_segments=2), np.array(inputs())
-    ids = np.full((2, TOKENS), -1, np.int32)
-    ids[0, 1:4], ids[0, 4:], ids[1, :6] = 7, 2, 0
-    rows = np.full((2, TOKENS, EMBED), np.nan, np.float32)
-    rows[0, 1:4], rows[0, 4:], rows[1, :6] = x[0, :3], x[1, : TOKENS - 4], x[2, :6]
-    mask = np.arange(TOKENS) != TOKENS - 1
-    call = lambda layer, x: layer(x, segment_ids=jnp.asarray(ids), padding_mask=jnp.asarray([mask, mask]))
-    y, expected = quick(call)(layer, jnp.asarray(rows)), alone(name)
-    assert_close(y[0, 1:4], expected[0, :3], "float32")
-    assert_close(y[0, 4:-1], expected[1, : TOKENS - 5], "float32")
-    assert_close(y[1, :6], expected[2, :6], "float32")
-    seen = (ids >= 0) & mask
-    loss = lambda layer: jnp.where(seen[..., None], jnp.sin(call(layer, jnp.asarray(rows))), 0).sum()
-    parts = x[0, :3], x[1, : TOKENS - 5], x[2, :6]
-    of_parts = lambda layer: sum(jnp.sin(layer(jnp.asarray(part))).sum() for part in parts)
-    found, wanted = (quick(lambda layer, f=f: eqx.filter_grad(f)(layer))(layer) for f in (loss, of_parts))
-    jax.tree.map(functools.partial(assert_close, dtype="float32"), found, wanted)
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("kind", "name"), [("padding", "mlp"), ("packed", "mlp"), ("segments", "mlp"), ("segments", "mean")]
+)
+def test_gradients_of_sequences_in_rows(kind, name):
+    (x, how, places), layer = rows_of(kind), build(name)
+    loss = lambda both: sum(jnp.sin(both[0](both[1], **how)[place]).sum() for place, _ in places)
+    of_parts = lambda both: sum(jnp.sin(both[0](both[1][own])).sum() for _, own in places)
+    gradient = lambda f, x: quick(lambda layer, x: eqx.filter_grad(f)((layer, x)))(layer, x)
+    found, wanted = gradient(loss, x), gradient(of_parts, jnp.asarray(inputs()))
+    close = functools.partial(assert_close, dtype="float32", kind="gradient")
+    jax.tree.map(close, found[0], wanted[0])
+    for place, own in places:
+        close(found[1][place], wanted[1][own])
 
 
 @pytest.mark.slow
@@ -282,17 +284,22 @@ def test_vmap_and_any_leading_axes():
     assert cache.k.shape[0] == SEQUENCES
 
 
-@pytest.mark.few(2)
-@pytest.mark.parametrize("size", [PAGE, 2 * PAGE])
-@pytest.mark.parametrize("name", LAYERS)
-def test_pages(name, size):
+@pytest.mark.few(1)
+@pytest.mark.parametrize(
+    ("name", "size", "platform"),
+    [("mlp", 6, None), ("linear, yarn, partial, biases", 6, None), ("mean", 3, None), ("mlp", 6, INTERPRET)],
+)
+def test_pages(name, size, platform):
     """Chunks and decodes of several sequences in one batch, from shuffled pages; the rest of them is NaN. Longer blocks lie in two pages."""
+    if platform == INTERPRET:
+        pytest.importorskip("triton")
     sizes = {"block_size": PAGE, "compression_size": size, "compression_stride": PAGE}
-    layer = build(name, **sizes)
+    layer = build(name, **sizes, platform=platform)
     found = serve(advance(layer), poisoned(layer.init_paged_cache(PAGES, PAGE)), inputs())[0]
     assert_close(found, quick(lambda x: layer(x))(inputs()), "float32")
 
 
+@pytest.mark.slow
 def test_stacked_layers_decode_in_a_scan():
     layers = eqx.filter_vmap(lambda key: NativeSparseAttention(EMBED, **SIZES, rope=ROPE, key=key))(
         jax.random.split(jax.random.key(0), 2)
