@@ -64,8 +64,25 @@ def test_agrees_with_the_reference(platform, name):
         assert np.asarray(reference[result]).any(), result
 
 
+@pytest.mark.slow
+def test_references_agree(monkeypatch):
+    """That of long rows and the dense one."""
+    from ejkernel_eqx.attention.native_sparse import workload
+
+    of, implementation = KINDS["packed, chosen"], kernel_registry.get(OPERATION, "xla")
+    dense = implementation.make_workload(of)
+    monkeypatch.setattr(workload, "_MOST_SCORES", 0)
+    sparse = implementation.make_workload(of)
+    assert dense is not None and sparse is not None
+    inputs = dense.make_inputs(0)
+    expected, found = dense.reference(inputs), sparse.reference(inputs)
+    for name, allowed in dense.tolerances.items():
+        measured = errors(found[name], expected[name])
+        assert measured.rms <= allowed.rms and measured.peak <= allowed.peak, (name, measured)
+
+
 @pytest.mark.parametrize("platform", ["xla", pytest.param("triton-interpret", marks=pytest.mark.slow)])
-@pytest.mark.parametrize("flags", [dict(given=True), {}])
+@pytest.mark.parametrize("flags", [dict(given=True), pytest.param({}, marks=pytest.mark.slow)])
 def test_pages_agree_with_the_reference(platform, flags):
     pytest.importorskip("triton")
     dims = dict(N=3, T=12, Q=6, S=80, H=4, K=2, D=16, n=3, p=8)

@@ -14,12 +14,13 @@ from ..._exact import compiled
 from ..._words import read_flags, read_sizes, SWITCH
 from ...core.letters import wide_dtype
 from ...core.workload import exact_results, Inputs, random_cotangents, workload_of
-from ...dispatch import Implementation, Problem, Workload
+from ...dispatch import Implementation, kernel_registry, Platform, Problem, Workload
 from . import blocks
 from .core import ATTEND
 from .problems import problem_of, shapes_of, spec_of
 from .spec import LEARNED, LETTERS, NativeArrays, NativeSpec, num_blocks
 
+_MOST_SCORES = 2**26  # of a head in the dense reference
 _INTS = ("position", "first", "seen", "base", "begin")
 
 
@@ -36,8 +37,11 @@ def workload(implementation: Implementation, problem: Problem) -> Workload:
     )
     flops = 2.0 * problem.dim("B") * length * problem.dim("H") * (problem.dim("D") + problem.dim("V")) * seen
     make = functools.partial(make_inputs, problem, spec)
-    work = workload_of(ATTEND, implementation, spec, make, flops=flops, backward=2.5)
+    work_on = functools.partial(workload_of, ATTEND, spec=spec, make_inputs=make, flops=flops, backward=2.5)
+    work = work_on(implementation)
     reference = functools.partial(compiled, _by_group, spec)
+    if length * keys > _MOST_SCORES:
+        reference = functools.partial(_by_xla, problem, work_on)
     if spec.given:
         return dataclasses.replace(work, reference=reference)
     # A block that was chosen instead of another changes which of them has a part of its gradient, but not their sum.
@@ -80,6 +84,14 @@ def _places(arrays: NativeArrays) -> Array:
     batch, keys = arrays.k.shape[:2]
     place = jnp.broadcast_to(jnp.arange(keys, dtype=jnp.int32)[None], (batch, keys))
     return place if arrays.first is None else place - arrays.first  # keys are queries, as the call is packed
+
+
+def _by_xla(problem: Problem, work_on: Callable[..., Workload], inputs: Inputs) -> dict[str, Array]:
+    """Those of platform `xla` in float32, for rows whose scores would not fit into memory."""
+    platform = kernel_registry.get(problem.operation, Platform.XLA)
+    widen = lambda x: x.astype(jnp.float32) if jnp.issubdtype(x.dtype, jnp.floating) else x
+    run = jax.jit(work_on(platform).run, static_argnums=1)
+    return run(jax.tree.map(widen, inputs), platform.load().default_config(problem, None))
 
 
 def _by_group(spec: NativeSpec, inputs: Inputs) -> dict[str, Array]:
