@@ -121,8 +121,14 @@ def sequences(case: Case):
             yield n, slice(case.starts[n], case.starts[n + 1]), own
 
 
+_SLOW = ("long spans", "large blocks", "one key a page", "bf16")
+
+
+@pytest.mark.few(2)
 @pytest.mark.parametrize("platform", ["xla", INTERPRET])
-@pytest.mark.parametrize("name", CASES)
+@pytest.mark.parametrize(
+    "name", [pytest.param(n, marks=[pytest.mark.slow] if n in _SLOW else []) for n in CASES]
+)
 def test_agrees_with_numpy(platform, name):
     """For the blocks that were chosen, which are the best. Whatever is not stored is NaN; tokens of no sequence give 0."""
     if platform == INTERPRET:
@@ -146,6 +152,7 @@ def test_agrees_with_numpy(platform, name):
     assert not out[nobody].any() and (indices[nobody] == -1).all()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("platform", ["xla", INTERPRET])
 def test_pages(platform):
     """Which pages a table names changes nothing; keys of a page that is missing are not seen, whatever page would stand in its place."""
@@ -178,6 +185,7 @@ def _reference(op, call, indices):
     return reference.attend(arrays, spec)["out"]
 
 
+@pytest.mark.slow
 def test_reference_agrees():
     """The oracle of the tuner chooses and computes what XLA does."""
     case = CASES["mixed"]
@@ -188,7 +196,8 @@ def test_reference_agrees():
     assert_close(np.asarray(quick(lambda: _reference(op, call, jnp.asarray(indices)))()), out)
 
 
-@pytest.mark.parametrize("platform", ["xla", pytest.param(INTERPRET, marks=pytest.mark.slow)])
+@pytest.mark.slow
+@pytest.mark.parametrize("platform", ["xla", INTERPRET])
 def test_rows(platform):
     """`vmap` over calls with shared and with own pages; blocks that are given; one compiled program for other lengths."""
     if platform == INTERPRET:
@@ -215,6 +224,7 @@ def test_rows(platform):
     assert np.abs(np.asarray(nothing - out)).max() > 1e-3
 
 
+@pytest.mark.slow
 def test_bounded_queries():
     """Queries past `max_query_len` give 0 and change no other."""
     case = CASES["mixed"]
@@ -245,7 +255,7 @@ def test_no_gradient():
         jax.grad(lambda q: CASES["decodes"].operation("xla")(**call | {"q": q}).sum())(call["q"])
 
 
-def test_errors():
+def test_errors(unchecked):
     case = CASES["mixed"]
     _, call = make(case)
     small, op = call["compressed"], case.operation()

@@ -26,8 +26,8 @@ _PAGES = {"k": "PpKD", "v": "PpKV", "compressed_k": "PcKD", "compressed_v": "PcK
 
 
 def workload(implementation: Implementation, problem: Problem) -> Workload:
-    """The work of one problem on one of the platforms. Blocks are given to the check, as two that are almost as good are chosen by rounding, but
-    not to what is timed."""
+    """The work of one problem on one of the platforms. Where blocks are chosen, rounding decides between two that are almost as good: those of a
+    sequence are alike, so that it does not matter."""
     spec, platform = spec_of(problem), implementation.load()
     run, make = functools.partial(_run, platform, spec), functools.partial(make_arrays, problem)
     collects = implementation.platform is Platform.TRITON
@@ -64,8 +64,14 @@ def make_arrays(problem: Problem, seed: int) -> PagedNativeArrays:
     own = {name: getattr(tables, name) for name in ("page_table", "q_start", "q_len", "kv_len")}
     arrays = PagedNativeArrays(tables.q, gates, **pages, **own)
     if problem.flag("given"):
-        arrays = arrays._replace(indices=_blocks(problem, arrays, seed))
-    return arrays
+        return arrays._replace(indices=_blocks(problem, arrays, seed))
+    # Page `m` of every sequence holds the same keys, those of its place in a block.
+    table, (count, page), block = arrays.page_table[0], arrays.k.shape[:2], spec_of(problem).sparse.block
+    begin = jnp.broadcast_to(jnp.arange(table.shape[1], dtype=jnp.int32)[None] * page, table.shape)
+    first = jnp.zeros(count, jnp.int32).at[jnp.where(table >= 0, table, count)].set(begin, mode="drop")
+    at = (first[:, None] + jnp.arange(page, dtype=jnp.int32)[None]) % block
+    alike = lambda x: x.reshape(-1, *x.shape[2:])[at % (count * page)]
+    return arrays._replace(k=alike(arrays.k), v=alike(arrays.v))
 
 
 def _plain(problem: Problem) -> Problem:

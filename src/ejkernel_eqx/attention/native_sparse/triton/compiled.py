@@ -319,7 +319,11 @@ def _choose(
     launch = launch.knowing(own | tables, C=keys)
     weights = functools.partial(_weights, launch, arrays, tile)
     return chosen_by(
-        weights, launch, (*arrays.q.shape[:2], arrays.k.shape[2], keys, blocks), spec, tile.block_q
+        weights,
+        launch,
+        (arrays.q.shape[0], arrays.q.shape[1], arrays.k.shape[2], keys, blocks),
+        spec,
+        tile.block_q,
     )
 
 
