@@ -99,6 +99,9 @@ class PagedSparseCache(eqx.Module):
     - `tokens`: a `PagedKVCache` of `page_size` tokens a page.
     - `compressed`: a `PagedKVCache` whose page `i` holds the `page_size // compression_stride` compressed keys and values whose first tokens lie
       in page `i` of `tokens`.
+
+    A compressed key is written with its last token. If that may lie in a later page (`compression_size` above `compression_stride`), sequences
+    must not share pages (`PageTable.fork`): they would write it for each other.
     """
 
     tokens: PagedKVCache
