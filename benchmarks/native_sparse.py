@@ -19,7 +19,7 @@ import os
 import pathlib
 import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from typing import Any, NamedTuple
+from typing import Any
 
 sys.path.insert(0, str(pathlib.Path(__file__).resolve().parent.parent))
 
@@ -31,6 +31,7 @@ from jax import Array
 import ejkernel_eqx as ejx
 from benchmarks import command, linear_peers
 from benchmarks.linear_plot import plot as plot_ratios
+from benchmarks.linear_problems import Inputs
 from benchmarks.measure import launch_floor
 from benchmarks.prepare import (
     Attempt,
@@ -105,13 +106,6 @@ class Row(PeerRow):
         return f"{self.ms:.3f} ms{self.over_peer}{more}"
 
 
-class Inputs(NamedTuple):
-    """What is learned, by name, and the cotangent of the output."""
-
-    learned: Arrays
-    cotangent: Array
-
-
 def make_inputs(p: NativeProblem, seed: int) -> Inputs:
     keys, dtype = jax.random.split(jax.random.key(seed), 5), jnp.dtype(p.dtype)
     queries = p.T if p.kind == TRAIN else 1
@@ -126,7 +120,7 @@ def make_inputs(p: NativeProblem, seed: int) -> Inputs:
         count = p.T // p.block
         means = lambda x: x[:, : count * p.block].reshape(p.B, count, p.block, p.K, p.D).mean(2).astype(dtype)
         learned |= {"compressed_k": means(learned["k"]), "compressed_v": means(learned["v"])}
-    return Inputs(learned, random(keys[4], queries, p.H, p.D))
+    return Inputs(learned, None, random(keys[4], queries, p.H, p.D))
 
 
 # The implementations: functions of the learned arrays, by name.

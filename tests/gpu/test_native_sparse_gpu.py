@@ -6,6 +6,7 @@ python -m pytest tests/gpu/test_native_sparse_gpu.py -n 8
 """
 
 import dataclasses
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -115,11 +116,26 @@ def test_xla_repeats():
             np.testing.assert_array_equal(np.asarray(x), np.asarray(first[name]), err_msg=name)
 
 
+_OVERLAPPING: Any = dict(window=100, span=32, stride=16)
 PAGED = {
-    "decodes": Paged(lengths=(3000, 64, 0, 999), queries=(1, 1, 1, 1), H=32, K=2, D=128, V=128, page=64, block=64, count=8, window=512, span=64, stride=64),
-    "paper": Paged(lengths=(900, 2000), queries=(1, 300), rest=3, H=16, K=1, D=64, V=64, page=64, block=64, count=4, window=100, span=32, stride=16),
-    "small pages": Paged(lengths=(300, 500), queries=(5, 1), H=8, K=2, D=100, V=64, page=16, block=32, count=4, window=50, span=32, stride=16),
-}  # fmt: skip
+    "decodes": Paged(
+        (3000, 64, 0, 999),
+        (1, 1, 1, 1),
+        H=32,
+        D=128,
+        V=128,
+        page=64,
+        block=64,
+        count=8,
+        window=512,
+        span=64,
+        stride=64,
+    ),
+    "paper": Paged(
+        (900, 2000), (1, 300), H=16, K=1, D=64, V=64, page=64, block=64, count=4, rest=3, **_OVERLAPPING
+    ),
+    "small pages": Paged((300, 500), (5, 1), H=8, D=100, V=64, page=16, block=32, count=4, **_OVERLAPPING),
+}
 
 
 @pytest.mark.parametrize("dtype", ["bfloat16", "float32"])

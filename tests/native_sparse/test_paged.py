@@ -236,6 +236,7 @@ def test_bounded_queries():
     assert_close(np.asarray(cut)[inside], np.asarray(whole)[inside])
 
 
+@pytest.mark.slow
 def test_nothing_to_attend():
     case = CASES["decodes"]
     _, call = make(case)

@@ -5,7 +5,7 @@ token lies in page `i` of the keys.
 """
 
 import dataclasses
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from jax import Array
 
@@ -53,8 +53,8 @@ class PagedNativeArrays(NamedTuple):
         """The arrays that are present, by name."""
         return {name: x for name, x in self._asdict().items() if x is not None}
 
-    def over(self, k: Array, v: Array) -> PagedArrays:
-        """Attention of the queries to these pages."""
+    def over(self, k: Any, v: Any) -> PagedArrays:
+        """Attention of the queries to these pages, arrays or shapes."""
         tables = self.page_table, self.q_start, self.q_len, self.kv_len
         return PagedArrays(self.q, k, v, *tables)
 

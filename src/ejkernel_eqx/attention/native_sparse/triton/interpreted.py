@@ -1,7 +1,7 @@
 """Platform `triton-interpret`: the Triton kernels themselves, interpreted on the host. Slow; for testing."""
 
 from ....core.platforms import Interpreted
-from ....paged.triton.interpreted import platform as pages
+from ....paged.triton.interpreted import CONFIG as PAGES
 from ...triton.compiled import TileConfig
 from ...triton.compiled import TritonConfig as AttentionConfig
 from . import compiled
@@ -9,7 +9,6 @@ from .compiled import FewTiles, KeyTile, RowTile, SelectionTile, TritonConfig
 
 _TILE = RowTile(4, 1)
 _SQUARE = TileConfig(32, 32, 4, 1)
-_PAGES = pages.default_config(None, None)  # pyright: ignore[reportArgumentType]
 _WHOLE = AttentionConfig(_SQUARE, _SQUARE, _SQUARE, fast_tanh=False, float32_dot="ieee")
 platform = Interpreted(
     compiled,
@@ -20,7 +19,7 @@ platform = Interpreted(
         SelectionTile(16, 16, 4, 1),
         _WHOLE,
         _WHOLE,
-        FewTiles(_PAGES, _PAGES),
+        FewTiles(PAGES, PAGES),
     ),
     float32_dot="ieee",
 )

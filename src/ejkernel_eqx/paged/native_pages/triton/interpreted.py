@@ -2,11 +2,10 @@
 
 from ....attention.native_sparse.triton.compiled import RowTile
 from ....core.platforms import Interpreted
-from ...triton.interpreted import platform as pages
+from ...triton.interpreted import CONFIG as PAGES
 from . import compiled
 from .compiled import KeysTile, TritonConfig
 
-_WHOLE = pages.default_config(None, None)  # pyright: ignore[reportArgumentType]
 platform = Interpreted(
-    compiled, TritonConfig(RowTile(4, 1), KeysTile(16, 4, 1), _WHOLE, _WHOLE), float32_dot="ieee"
+    compiled, TritonConfig(RowTile(4, 1), KeysTile(16, 4, 1), PAGES, PAGES), float32_dot="ieee"
 )
