@@ -174,6 +174,7 @@ _NUMBERS = {
     "a tile": "a_tile",
     "over kernel": "over_kernel",
     "of flash": "of_flash",
+    "over dense": "over_dense",
     "ratio": "ratio",
 }
 

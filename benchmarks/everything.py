@@ -59,7 +59,19 @@ def parts(options: argparse.Namespace, gpu: bool) -> dict[str, Part]:
     skipped = None if gpu else "needs a GPU"
     small = None if options.quick else skipped
     found = {"tests": Part(_tests(), skipped=skipped, ends_well=(0, _NO_TESTS))}
-    for name in ("decode", "linear", "cells", "moe", "moe-layer", "latent", "attention", "sparse", "pooling"):
+    names = (
+        "decode",
+        "linear",
+        "cells",
+        "moe",
+        "moe-layer",
+        "latent",
+        "attention",
+        "sparse",
+        "native-sparse",
+        "pooling",
+    )
+    for name in names:
         script = f"{name.replace('-', '_')}.py"
         found[name] = _script(options, script, ("json", f"{name}.json"), is_limited=True)
     found["tuned-model"] = _script(options, "tuned_model.py", ("json", "tuned-model.json"), skipped=small)

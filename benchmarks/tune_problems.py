@@ -181,6 +181,26 @@ def _latent() -> list[TuneProblem]:
     return [*problems, named(operation, few, "float32")]
 
 
+def _native_sparse() -> list[TuneProblem]:
+    """The paper's heads: long rows with compressed keys side by side and overlapping, documents, decodes over dense keys; small heads."""
+    operation, sizes = "native_sparse_attention", dict(H=64, K=4, D=128)
+    problems = [named(operation, dict(B=1, T=tokens) | sizes) for tokens in (8192, 65536, 16384, 32768)]
+    problems += [named(operation, dict(B=1, T=8192) | sizes, given=True)]
+    problems += [named(operation, dict(B=1, T=8192) | sizes, span=32, stride=16)]
+    problems += [named(operation, dict(T=16384, N=16) | sizes, packed=True)]
+    problems += [named(operation, dict(B=rows, T=1, S=65536) | sizes, placed=True) for rows in (1, 8)]
+    return [*problems, named(operation, dict(B=4, T=4096, H=16, K=1, D=64))]
+
+
+def _native_pages() -> list[TuneProblem]:
+    """Decodes of few and of many sequences, compressed keys that overlap, and chunks of prompts among decodes."""
+    operation, heads = "paged_native_sparse_attention", dict(H=64, K=4, D=128, p=64)
+    sizes = ((8, 65536), (64, 8192), (1, 65536), (32, 32768))
+    problems = [named(operation, dict(N=N, S=S) | heads) for N, S in sizes]
+    problems += [named(operation, dict(N=N, S=S) | heads, span=32, stride=16) for N, S in sizes[:2]]
+    return [*problems, named(operation, dict(N=16, T=2048, S=16384) | heads)]
+
+
 def _matmul() -> list[TuneProblem]:
     """Plain products and decoding; experts of published models as the layer applies them, gate and up at once, then down; gathered tokens, 8 bits.
     In order of importance: a time limit omits the last ones."""
@@ -338,6 +358,24 @@ FAMILIES: dict[str, Family] = {
         lambda: [named("multi_head_latent_attention", dict(B=1, T=32, H=2, D=24, V=16, Dr=8), "float32")],
     ),
     "matmul": Family(_matmul, lambda: [named("grouped_matmul", dict(M=32, K=16, N=16, E=4), "float32")]),
+    "native_sparse": Family(
+        _native_sparse,
+        lambda: [
+            named("native_sparse_attention", dict(T=48, H=2, K=1, D=16, n=3), "float32", block=8, window=8)
+        ],
+    ),
+    "native_pages": Family(
+        _native_pages,
+        lambda: [
+            named(
+                "paged_native_sparse_attention",
+                dict(N=2, S=48, H=2, K=1, D=16, n=3, p=16),
+                "float32",
+                block=8,
+                window=8,
+            )
+        ],
+    ),
     "normalization": Family(_normalization, lambda: [named("gated_rms_norm", dict(M=32, F=16), "float32")]),
     "pooling": Family(_pooling, lambda: [named("mean_pooling", dict(B=2, T=32, C=16, L=8), "float32")]),
 }

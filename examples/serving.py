@@ -135,7 +135,11 @@ class Engine:
             )
         self.model, self.max_batch, self.step_tokens = model, max_batch, step_tokens
         mixers = [layer.mixer for stack in model.stacks for layer in stack]
-        paged = (ejx.nn.MultiHeadAttention, ejx.nn.MultiHeadLatentAttention)
+        paged = (
+            ejx.nn.MultiHeadAttention,
+            ejx.nn.MultiHeadLatentAttention,
+            ejx.nn.NativeSparseAttention,
+        )
         attention = [mixer for mixer in mixers if isinstance(mixer, paged)]
         self.table = ejx.PageTable(num_pages, page_size) if attention else None
         self.window = _window(attention)
@@ -408,7 +412,8 @@ class Engine:
 
 def _window(attention: list[Any]) -> int | None:
     """The number of keys that a query may see, including its own; `None` if a layer sees all."""
-    lefts = [None if mixer.attention.window is None else mixer.attention.window[0] for mixer in attention]
+    windows = [getattr(mixer.attention, "window", None) for mixer in attention]
+    lefts = [None if window is None else window[0] for window in windows]
     known = [left for left in lefts if left is not None]
     return max(known) + 1 if known and len(known) == len(lefts) else None
 

@@ -107,6 +107,13 @@ def mla(arch: Architecture) -> ejx.models.LayerConfig:
     return arch.layer("latent_attention", num_heads=arch.num_heads, **sizes)
 
 
+def nsa(arch: Architecture) -> ejx.models.LayerConfig:
+    """Native sparse attention, with the paper's sizes of blocks."""
+    sizes = {"num_heads": arch.num_heads, "num_kv_heads": arch.num_kv_heads}
+    rope = ejx.nn.RotaryEmbedding(arch.head_dim)
+    return arch.layer("native_sparse_attention", **sizes, rope=rope)
+
+
 def mamba1(arch: Architecture) -> ejx.models.LayerConfig:
     return arch.layer("mamba1")
 
@@ -133,7 +140,8 @@ def gated_deltanet(arch: Architecture) -> ejx.models.LayerConfig:
 
 
 MIXERS: dict[str, Callable[[Architecture], ejx.models.LayerConfig]] = {
-    mixer.__name__: mixer for mixer in (attention, mla, mamba1, mamba2, gla, lightning, kda, gated_deltanet)
+    mixer.__name__: mixer
+    for mixer in (attention, mla, nsa, mamba1, mamba2, gla, lightning, kda, gated_deltanet)
 }
 
 

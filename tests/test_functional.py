@@ -78,6 +78,11 @@ CALLS: dict[str, tuple[dict[str, Any], tuple[Any, ...], dict[str, Any]]] = {
         (q, k, v, normal(1, *q.shape[:2], 3)),
         dict(return_indices=True),
     ),
+    "paged_native_sparse_attention": (
+        dict(block_size=2, num_blocks=2, sliding_window=3),
+        (q, normal(1, *q.shape[:2], 3), cache(), ejx.PagedKVCache.init(3, 2, 2, 8)),
+        starts,
+    ),
     "paged_attention": (dict(softmax_scale=0.2), (q[:1], cache()), dict(return_lse=True)),
     "prefill_paged_attention": (dict(sliding_window=4), (q, cache()), starts),
     "ragged_decode_attention": (dict(softmax_scale=0.2), (q[:1], k[None], v[None], 1, 5), {}),

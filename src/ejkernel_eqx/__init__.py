@@ -67,6 +67,7 @@ from .functional import mean_pooling as mean_pooling
 from .functional import multi_head_latent_attention as multi_head_latent_attention
 from .functional import native_sparse_attention as native_sparse_attention
 from .functional import paged_attention as paged_attention
+from .functional import paged_native_sparse_attention as paged_native_sparse_attention
 from .functional import prefill_paged_attention as prefill_paged_attention
 from .functional import ragged_decode_attention as ragged_decode_attention
 from .functional import ragged_paged_attention as ragged_paged_attention
@@ -85,6 +86,7 @@ from .paged import OutOfPagesError as OutOfPagesError
 from .paged import PagedAttention as PagedAttention
 from .paged import PagedKVCache as PagedKVCache
 from .paged import PagedLatentCache as PagedLatentCache
+from .paged import PagedNativeSparseAttention as PagedNativeSparseAttention
 from .paged import PageTable as PageTable
 from .paged import PrefillPagedAttention as PrefillPagedAttention
 from .paged import RaggedBatch as RaggedBatch

@@ -29,6 +29,7 @@ from .matmul import GroupedMatmul
 from .normalization import GatedRMSNorm
 from .paged import (
     PagedAttention,
+    PagedNativeSparseAttention,
     PrefillPagedAttention,
     RaggedDecodeAttention,
     RaggedPagedAttention,
@@ -185,6 +186,7 @@ grouped_matmul = function_of(GroupedMatmul)
 mean_pooling = function_of(MeanPooling)
 recurrent = function_of(Recurrent)
 paged_attention = function_of(PagedAttention)
+paged_native_sparse_attention = function_of(PagedNativeSparseAttention)
 prefill_paged_attention = function_of(PrefillPagedAttention)
 ragged_decode_attention = function_of(RaggedDecodeAttention)
 ragged_paged_attention = function_of(RaggedPagedAttention)

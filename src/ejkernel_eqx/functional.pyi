@@ -31,6 +31,8 @@ from .latent.expanded import WithLse
 from .paged import PagedLatentCache
 from .paged.cache.cache import PagedKVCache
 from .paged.cache.cache import PagedLatentCache
+from .paged.native_pages.operation import Output
+from .paged.native_pages.operation import WithIndices
 from .paged.ragged import C
 from .recurrence.linear import FinalState
 from .recurrence.linear import State
@@ -604,6 +606,8 @@ def native_sparse_attention(
     compressed_v: Float[AnyArray, '*B C K V'] | None = None,
     block_indices: Int[Numbers, '*B T K n'] | None = None,
     cu_seqlens: Int[Numbers, ' N+1'] | None = None,
+    segment_ids: Int[Numbers, '*S T'] | None = None,
+    max_segments: int | None = None,
     q_offset: int | Int[Numbers, '*B'] | None = None,
     block_size: int = 64,
     num_blocks: int = 16,
@@ -627,6 +631,8 @@ def native_sparse_attention(
     compressed_v: Float[AnyArray, '*B C K V'] | None = None,
     block_indices: Int[Numbers, '*B T K n'] | None = None,
     cu_seqlens: Int[Numbers, ' N+1'] | None = None,
+    segment_ids: Int[Numbers, '*S T'] | None = None,
+    max_segments: int | None = None,
     q_offset: int | Int[Numbers, '*B'] | None = None,
     block_size: int = 64,
     num_blocks: int = 16,
@@ -679,6 +685,48 @@ def paged_attention(
     platform: PlatformLike | None = None,
     config: Any | None = None,
 ) -> Float[Array, '*B N H V'] | tuple[Float[Array, '*B N H V'], Float[Array, '*B N H']]: ...
+
+@overload
+def paged_native_sparse_attention(
+    q: Float[AnyArray, '*B T H D'],
+    gates: Float[AnyArray, '*B T H 3'],
+    cache: PagedKVCache,
+    compressed: PagedKVCache,
+    *,
+    return_indices: Literal[False] = False,
+    query_start_loc: Int[Numbers, ' N+1'] | None = None,
+    max_query_len: int | None = None,
+    block_indices: Int[Numbers, '*B T K n'] | None = None,
+    block_size: int = 64,
+    num_blocks: int = 16,
+    sliding_window: int = 512,
+    compression_size: int | None = None,
+    compression_stride: int | None = None,
+    softmax_scale: float | None = None,
+    platform: PlatformLike | None = None,
+    config: Any | None = None,
+) -> Output: ...
+
+@overload
+def paged_native_sparse_attention(
+    q: Float[AnyArray, '*B T H D'],
+    gates: Float[AnyArray, '*B T H 3'],
+    cache: PagedKVCache,
+    compressed: PagedKVCache,
+    *,
+    return_indices: Literal[True],
+    query_start_loc: Int[Numbers, ' N+1'] | None = None,
+    max_query_len: int | None = None,
+    block_indices: Int[Numbers, '*B T K n'] | None = None,
+    block_size: int = 64,
+    num_blocks: int = 16,
+    sliding_window: int = 512,
+    compression_size: int | None = None,
+    compression_stride: int | None = None,
+    softmax_scale: float | None = None,
+    platform: PlatformLike | None = None,
+    config: Any | None = None,
+) -> WithIndices: ...
 
 @overload
 def prefill_paged_attention(

@@ -17,6 +17,7 @@ from benchmarks import (
     linear,
     moe,
     moe_layer,
+    native_sparse,
     pooling,
     report,
     sparse,
@@ -31,6 +32,7 @@ _SCRIPTS = {
     "decode.py": decode,
     "host_cost.py": host_cost,
     "latent.py": latent,
+    "native_sparse.py": native_sparse,
     "linear.py": linear,
     "moe.py": moe,
     "moe_layer.py": moe_layer,
@@ -131,7 +133,18 @@ def test_every_part_has_its_command(gpu, more, tmp_path):
         assert anywhere == (
             set(parts) - {"tests"}
             if more
-            else {"decode", "linear", "cells", "moe", "moe-layer", "latent", "attention", "sparse", "pooling"}
+            else {
+                "decode",
+                "linear",
+                "cells",
+                "moe",
+                "moe-layer",
+                "latent",
+                "attention",
+                "sparse",
+                "native-sparse",
+                "pooling",
+            }
         )
     for name, part in parts.items():
         for command in part.commands:

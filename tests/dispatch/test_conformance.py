@@ -63,6 +63,9 @@ PROBLEMS: dict[str, Sequence[tuple[dict[str, int], Mapping[str, object]]]] = {
         ({"B": 2, "T": 512, "H": 4, "K": 2, "D": 64, "n": 4}, {"window": 128}),
         ({"T": 512, "H": 4, "K": 1, "D": 64, "n": 4, "N": 3}, {"packed": True, "span": 32, "stride": 16}),
     ],
+    "native_pages": [
+        ({"N": 3, "S": 512, "H": 4, "K": 2, "D": 64, "n": 4}, {"window": 128, "span": 32, "stride": 16})
+    ],
     kernels.Square.operation: [({"B": 64, "D": 32}, {})],
     kernels.Opaque.operation: [({"B": 64, "D": 32}, {})],
 }
@@ -86,6 +89,7 @@ KERNELS: dict[str, tuple[dict[str, tuple[str, ...]], dict[str, tuple[str, ...]]]
     "matmul": (APPLY, LAUNCH),
     "pooling": (APPLY, LAUNCH),
     "native_sparse": (LAUNCH, LAUNCH),
+    "native_pages": ({"forward": CALL}, {"forward": CALL}),
 }
 
 OURS = [

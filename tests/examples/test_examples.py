@@ -83,7 +83,7 @@ def test_a_hybrid_trains_and_writes(tmp_path, text):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("mixer", ["mla", "mamba1", "gla", "lightning", "kda", "gated_deltanet"])
+@pytest.mark.parametrize("mixer", ["mla", "nsa", "mamba1", "gla", "lightning", "kda", "gated_deltanet"])
 def test_every_mixer_trains(tmp_path, text, mixer):
     folder = tmp_path / "run"
     options = ["--data", text, "--out-dir", folder, *SMALL, "--mixer", mixer, "--steps", 60]

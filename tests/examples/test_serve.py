@@ -460,6 +460,15 @@ def test_kernels_of_another_platform(examples, mixer):
 
 
 @pytest.mark.slow
+def test_native_sparse_attention(examples):
+    """Texts of more tokens than a compressed key and a page have."""
+    engine = _engine(examples, "nsa", 1, page_size=16, num_pages=10, step_tokens=16)
+    requests = [(bytes(range(40)), 12), (b"abc", 8), (bytes(range(9, 30)), 14)]
+    _whole(examples, "nsa", list(zip(requests, _serve(engine, requests))), 1)
+    _check_empty(engine)
+
+
+@pytest.mark.slow
 def test_quantised_pages(examples):
     """The same together as alone."""
     engine = _engine(examples, "attention", 1, kv_dtype="int8", num_pages=64, step_tokens=4)

@@ -6,6 +6,7 @@ python -m pytest tests/gpu/test_native_sparse_gpu.py -n 8
 """
 
 import dataclasses
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -13,9 +14,14 @@ import numpy as np
 import pytest
 
 import ejkernel_eqx as ejx
-from ejkernel_eqx.attention.native_sparse.workload import example_problem
+from ejkernel_eqx._explain import example_problem_of
 from ejkernel_eqx.dispatch import device_facts, kernel_registry
 from tests.native_sparse.cases import by_hand, Case, CASES, LEARNED, make, results
+from tests.native_sparse.test_paged import Case as Paged
+from tests.native_sparse.test_paged import CASES as PAGED_CASES
+from tests.native_sparse.test_paged import make as make_paged
+from tests.native_sparse.test_paged import run as run_paged
+from tests.native_sparse.test_paged import sequences
 from tests.tolerances import assert_close, errors
 
 if jax.default_backend() != "gpu":
@@ -32,6 +38,9 @@ LARGE = {
     "packed": Case(T=700, H=8, K=2, D=100, V=64, block=32, count=4, window=50, offsets=(0, 1, 300, 300, 650)),
     "rows at places": Case(
         T=3, S=900, H=8, K=2, D=64, V=64, block=64, count=4, window=64, q_offset=(100, 897)
+    ),
+    "few queries": Case(
+        T=2, S=5000, H=32, K=2, D=128, V=128, block=64, count=8, window=512, q_offset=(4998, 3000)
     ),
     "many heads": Case(T=150, H=40, K=1, D=32, V=48, block=16, count=3, window=9),
 }
@@ -71,11 +80,96 @@ def test_chooses_as_xla_does(name):
     assert (ours == theirs).all(-1).mean() > 0.99
 
 
-@pytest.mark.parametrize("flags", [{}, {"packed": True}])
-def test_every_candidate(flags):
-    dims = dict(T=1024, H=16, K=2, D=128, n=6) | ({"N": 3} if flags else {})
-    problem = example_problem("native_sparse_attention", dims, "bfloat16", {"window": 200, **flags})
-    implementation = kernel_registry.get("native_sparse_attention", "triton")
+def test_segments():
+    """Rows of segments with padding between them are what packed sequences are."""
+    case = Case(T=700, B=1, H=8, K=2, D=64, V=64, block=32, count=4, window=50, span=32, stride=16)
+    arrays, dout = make(case)
+    ids = jnp.asarray(np.repeat([4, -1, 4, 0, 9], [300, 7, 1, 292, 100]))[None]
+    found, expected = (
+        results(case.operation(p), arrays, {"segment_ids": ids}, dout) for p in ("triton", "xla")
+    )
+    for name, x in expected.items():
+        if name != "indices":
+            assert_close(
+                found[name],
+                np.asarray(x),
+                kind="forward" if name == "out" else "gradient",
+                scale=1.0,
+                name=name,
+            )
+
+
+def test_xla_repeats():
+    """The gradients of platform `xla` are the same in every run, too."""
+    case = LARGE["paper"]
+    arrays, dout = make(case)
+    op = case.operation("xla")
+    first = results(op, arrays, {}, dout)
+    for _ in range(REPEATS):
+        for name, x in results(op, arrays, {}, dout).items():
+            np.testing.assert_array_equal(np.asarray(x), np.asarray(first[name]), err_msg=name)
+
+
+_OVERLAPPING: Any = dict(window=100, span=32, stride=16)
+PAGED = {
+    "decodes": Paged(
+        (3000, 64, 0, 999),
+        (1, 1, 1, 1),
+        H=32,
+        D=128,
+        V=128,
+        page=64,
+        block=64,
+        count=8,
+        window=512,
+        span=64,
+        stride=64,
+    ),
+    "paper": Paged(
+        (900, 2000), (1, 300), H=16, K=1, D=64, V=64, page=64, block=64, count=4, rest=3, **_OVERLAPPING
+    ),
+    "small pages": Paged((300, 500), (5, 1), H=8, D=100, V=64, page=16, block=32, count=4, **_OVERLAPPING),
+}
+
+
+@pytest.mark.parametrize("dtype", ["bfloat16", "float32"])
+@pytest.mark.parametrize("name", PAGED_CASES | PAGED)
+def test_pages(name, dtype):
+    """As `tests/native_sparse/test_paged.py`, whose unused slots hold NaN; the same bit for bit when run again."""
+    case = dataclasses.replace((PAGED_CASES | PAGED)[name], dtype=dtype)
+    dense, call = make_paged(case)
+    op = case.operation("triton")
+    out, indices = run_paged(op, call)
+    for n, rows, own in sequences(case):
+        arrays = {key: x[None] for key, x in dense[n].items()}
+        if own.compressed():
+            expected = by_hand(own, arrays, indices[None, rows], np.zeros((1, own.T, case.H, case.V)))
+            assert_close(out[None, rows], expected["out"], dtype, name=f"sequence {n}")
+    for _ in range(REPEATS):
+        again = run_paged(op, call)
+        np.testing.assert_array_equal(again[0], out)
+        np.testing.assert_array_equal(again[1], indices)
+
+
+CANDIDATES = {
+    "rows": ("native_sparse_attention", dict(T=1024, H=16, K=2, D=128, n=6), {}),
+    "given": ("native_sparse_attention", dict(T=1024, H=16, K=2, D=128, n=6), {"given": True}),
+    "packed": ("native_sparse_attention", dict(T=1024, H=16, K=2, D=128, n=6, N=3), {"packed": True}),
+    "few": ("native_sparse_attention", dict(T=1, S=8192, B=2, H=16, K=2, D=128, n=6), {"placed": True}),
+    "pages": ("paged_native_sparse_attention", dict(N=4, S=8192, H=16, K=2, D=128, n=6), {}),
+    "chunks": (
+        "paged_native_sparse_attention",
+        dict(N=4, T=512, S=4096, H=16, K=2, D=128, n=6),
+        {"given": True},
+    ),
+}
+
+
+@pytest.mark.parametrize("name", CANDIDATES)
+def test_every_candidate(name):
+    operation, dims, flags = CANDIDATES[name]
+    problem = example_problem_of(operation)(operation, dims, "bfloat16", {"window": 200, **flags})
+    implementation = kernel_registry.get(operation, "triton")
     work = implementation.make_workload(problem)
     assert work is not None
     inputs = work.make_inputs(0)

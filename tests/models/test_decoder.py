@@ -21,6 +21,16 @@ DELTA = LayerConfig(
 LIGHTNING = LayerConfig(
     "lightning_attention", {"num_heads": 4}, MLPConfig(24), "residual", (2.0, 0.5), (1.5, 1.0)
 )
+SPARSE_SIZES = {
+    "block_size": 2,
+    "num_blocks": 2,
+    "sliding_window": 2,
+    "compression_size": 4,
+    "compression_stride": 2,
+}
+NSA = dataclasses.replace(
+    FULL, mixer="native_sparse_attention", options={**dict(FULL.options), **SPARSE_SIZES}
+)
 MAMBA = LayerConfig("mamba2", {"head_dim": 8, "state_size": 8})
 
 EXPERTS = {"hidden_dim": 12, "num_experts": 5, "top_k": 2, "shared_dim": 8}
@@ -31,6 +41,7 @@ CONFIGS = {
     "experts": DecoderConfig(50, 32, (SPARSE, FULL, SPARSE)),
     "uniform": DecoderConfig(50, 32, (FULL,) * 3, embedding_scale=3.0, tie_embeddings=True),
     "hybrid": DecoderConfig(50, 32, (LOCAL, DELTA, LOCAL, DELTA, LOCAL), logits_soft_cap=4.0),
+    "sparse attention": DecoderConfig(50, 32, (NSA, NSA, FULL, NSA)),
     "places": DecoderConfig(50, 32, (LIGHTNING, MAMBA, LIGHTNING, MAMBA)),
 }
 TOKENS = jnp.asarray(np.random.default_rng(0).integers(0, 50, (2, 9)))

@@ -1,5 +1,6 @@
 """Native sparse attention on XLA and by its Triton kernels, interpreted: against numpy, packed, padded, composed."""
 
+import dataclasses
 from typing import Any
 
 import jax
@@ -8,7 +9,7 @@ import numpy as np
 import pytest
 
 import ejkernel_eqx as ejx
-from tests.attention.dense import INTERPRET, normal
+from tests.attention.dense import INTERPRET, normal, quick
 from tests.native_sparse.cases import by_hand, Case, CASES, importance, LEARNED, make, results
 from tests.tolerances import assert_close
 
@@ -218,3 +219,33 @@ def test_errors():
     for word, call in calls.items():
         with pytest.raises(ValueError, match=word):
             call()
+
+
+@pytest.mark.parametrize("platform", ["xla", pytest.param(INTERPRET, marks=pytest.mark.slow)])
+def test_segments(platform):
+    """Rows of segments, with padding between them, are what their sequences are alone; forward and gradients, and under `vmap`."""
+    case = Case(T=26, B=2, block=4, count=3, span=4, stride=2, H=2, K=1, D=8, V=8)
+    arrays, dout = make(case)
+    ids = np.array([[5] * 11 + [-1] * 2 + [5] * 6 + [2] * 7, [-3] * 3 + [1] * 1 + [0] * 22])
+    runs = [(0, 0, 11), (0, 13, 19), (0, 19, 26), (1, 3, 4), (1, 4, 26)]
+    op, padding = case.operation(platform), jnp.asarray(ids < 0)[..., None, None]
+    poisoned = {name: jnp.where(padding, jnp.nan, x) for name, x in arrays.items()}
+    found = results(op, poisoned, {"segment_ids": jnp.asarray(ids)}, dout)
+    for row, begin, end in runs:
+        take = lambda x: np.asarray(x)[row : row + 1, begin:end]  # noqa: B023
+        own = {name: take(x) for name, x in arrays.items()}
+        alone, indices = dataclasses.replace(case, T=end - begin, B=1), take(found["indices"])
+        expected = by_hand(alone, own, indices, take(dout))
+        assert_best(alone, own, indices, *alone.starts())
+        for name, x in expected.items():
+            kind = "forward" if name == "out" else "gradient"
+            assert_close(take(found[name]), x, kind=kind, scale=1.0, name=name)
+    for name, x in found.items():
+        if name != "indices":
+            assert not np.asarray(x)[ids < 0].any(), name
+    mapped = quick(jax.vmap(lambda arrays, ids: op(**arrays, segment_ids=ids)))(arrays, jnp.asarray(ids))
+    bounded = quick(lambda arrays: op(**arrays, segment_ids=jnp.asarray(ids), max_segments=3))(arrays)
+    for again in (mapped, bounded):
+        assert_close(again, np.asarray(found["out"]))
+    cut = op(**arrays, segment_ids=jnp.asarray(ids), max_segments=2)
+    assert not np.asarray(cut)[0, 19:].any() and np.asarray(cut)[0, 18].any()

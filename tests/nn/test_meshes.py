@@ -13,7 +13,7 @@ from tests import meshes
 from tests.meshes import HEADS, ROWS
 from tests.nn.recurrent_layers import build, EMBED, inputs, LAYERS
 
-ATTENTION = (ejx.nn.MultiHeadAttention, ejx.nn.MultiHeadLatentAttention)
+ATTENTION = (ejx.nn.MultiHeadAttention, ejx.nn.MultiHeadLatentAttention, ejx.nn.NativeSparseAttention)
 
 
 def attention(name: str) -> Any:
@@ -31,12 +31,19 @@ def latent_attention(name: str) -> Any:
     return ejx.nn.MultiHeadLatentAttention(EMBED, num_heads=4, **sizes, key=jax.random.key(0))
 
 
+def sparse_attention(name: str) -> Any:
+    sizes: Any = {"block_size": 2, "num_blocks": 2, "sliding_window": 2, "compression_size": 2}
+    sizes |= {"compression_stride": 1, "rope": ejx.nn.RotaryEmbedding(EMBED // 4)}
+    return ejx.nn.NativeSparseAttention(EMBED, num_heads=4, num_kv_heads=2, **sizes, key=jax.random.key(0))
+
+
 BUILDS = {
     "attention": attention,
     "attention, a norm of all heads": attention,
     "attention, a rolling cache": attention,
     "latent attention": latent_attention,
     "latent attention, expanded chunks": latent_attention,
+    "native sparse attention": sparse_attention,
     "lstm": lambda name: ejx.nn.LSTM(EMBED, 8, num_layers=2, key=jax.random.key(0)),
     "gru": lambda name: ejx.nn.GRU(EMBED, 8, key=jax.random.key(0)),
     **dict.fromkeys(LAYERS, build),
@@ -48,7 +55,7 @@ def weights(layer: Any, layout: str) -> Any:
 
     def spec(path: Any, x: Any) -> Any:
         name = jax.tree_util.keystr(path)
-        if not isinstance(layer, ATTENTION) or not eqx.is_array(x) or x.ndim != 2:
+        if not isinstance(layer, ATTENTION) or not eqx.is_array(x) or x.ndim < 2:
             return P()
         if "_a_proj" in name:  # to the latents, which all heads share
             return P()

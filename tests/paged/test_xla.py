@@ -87,17 +87,17 @@ def test_mapped_twice():
 
 def test_loops_pass_over_what_is_seen_alone():
     case = Case((1, 1, 1), (100, 40, 7), left=9)
-    call = xla._Call(*make(case), XlaConfig(block_q=4, block_k=8))
+    call = xla.Call(*make(case), XlaConfig(block_q=4, block_k=8))
     index = jnp.zeros((3, 1), jnp.int32)
-    queries = xla._Queries(jnp.arange(3), index, index == 0, jnp.zeros(()))
-    span = xla._span(call, queries)
+    queries = xla.Queries(jnp.arange(3), index, index == 0, jnp.zeros(()))
+    span = xla.span_of(call, queries)
     np.testing.assert_array_equal(span.begin, [88, 28, 0])
     assert span.blocks == 2  # 12 keys from the page on where the window begins
-    nobody = xla._span(call, queries._replace(real=index > 0))
+    nobody = xla.span_of(call, queries._replace(real=index > 0))
     assert nobody.blocks == 0
     beyond = call.arrays._replace(kv_len=call.arrays.kv_len.at[0].set(10**9))
     call.arrays = beyond
-    assert xla._span(call, queries).blocks == 2
+    assert xla.span_of(call, queries).blocks == 2
 
 
 def test_decodes_compile_one_loop():

@@ -78,8 +78,8 @@ class LayerConfig:
 
     **Arguments:**
 
-    - `mixer`: what mixes the tokens: a key of `ejx.models.MIXERS`: `"attention"`, `"latent_attention"`, `"mamba1"`, `"mamba2"`,
-        `"gated_linear_attention"`, `"lightning_attention"`, `"kimi_delta_attention"`, `"gated_delta_net"`.
+    - `mixer`: what mixes the tokens: a key of `ejx.models.MIXERS`: `"attention"`, `"latent_attention"`, `"native_sparse_attention"`,
+        `"mamba1"`, `"mamba2"`, `"gated_linear_attention"`, `"lightning_attention"`, `"kimi_delta_attention"`, `"gated_delta_net"`.
     - `options`: what the layer in `ejx.nn` is built with, besides the width, dtypes, platform and key. A mapping; kept sorted, so
         that equal layers are equal.
     - `mlp`: an `MLPConfig`, or a `MoEConfig` for a mixture of experts; `None` for none, as in Mamba.

@@ -19,6 +19,7 @@ from .vocabulary import embed, logits_of
 
 _KERNELS = (
     *("attention_out", "attention_lse", "recurrence_out", "recurrence_state", "recurrence_saved"),
+    *("native_sparse_out", "native_sparse_saved"),
     *("selective_scan_out", "selective_scan_state", "selective_scan_saved"),
 )
 _PRODUCTS = ("grouped_matmul_out", "grouped_matmul_saved")

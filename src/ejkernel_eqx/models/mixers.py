@@ -14,6 +14,7 @@ def _without_place(layer: Callable[..., Any]) -> Callable[..., Any]:
 MIXERS: dict[str, Callable[..., Any]] = {
     "attention": _without_place(nn.MultiHeadAttention),
     "latent_attention": _without_place(nn.MultiHeadLatentAttention),
+    "native_sparse_attention": _without_place(nn.NativeSparseAttention),
     "mamba1": _without_place(nn.Mamba1Mixer),
     "mamba2": _without_place(nn.Mamba2Mixer),
     "gated_linear_attention": _without_place(nn.GatedLinearAttention),

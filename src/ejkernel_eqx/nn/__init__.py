@@ -2,6 +2,7 @@
 
 from .alibi import alibi_slopes as alibi_slopes
 from .attention import MultiHeadAttention as MultiHeadAttention
+from .block_compression import BlockCompression as BlockCompression
 from .cache_state import CacheState as CacheState
 from .cell_layer import CellLayer as CellLayer
 from .cell_layer import CellState as CellState
@@ -25,6 +26,7 @@ from .moe import router_jitter as router_jitter
 from .moe import router_z_loss as router_z_loss
 from .moe import RouterStatistics as RouterStatistics
 from .moe import update_correction_bias as update_correction_bias
+from .native_sparse_attention import NativeSparseAttention as NativeSparseAttention
 from .recurrent import RecurrentLayer as RecurrentLayer
 from .recurrent import RecurrentState as RecurrentState
 from .rolling_cache import RollingKVCache as RollingKVCache
@@ -37,3 +39,5 @@ from .rotary import RotaryChoice as RotaryChoice
 from .rotary import RotaryEmbedding as RotaryEmbedding
 from .rotary import YarnScaling as YarnScaling
 from .short_convolution import ShortConvolution as ShortConvolution
+from .sparse_cache import PagedSparseCache as PagedSparseCache
+from .sparse_cache import SparseKVCache as SparseKVCache

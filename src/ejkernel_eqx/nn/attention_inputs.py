@@ -129,6 +129,40 @@ def check_call(layer: Any, x: Any, cache: Any, given: CallInputs) -> tuple[CallI
     return given, x
 
 
+def check_rows(embed_dim: int, kinds: tuple[type, type], x: Any, cache: Any, given: CallInputs) -> Array:
+    """The tokens of a valid call without a batch, of a layer whose caches are of these kinds: of rows, and of pages."""
+    dense, paged = kinds
+    if isinstance(cache, paged):
+        raise ValueError(
+            f"batch: expected a RaggedBatch with a {paged.__name__}, received None; it holds the tables that assign pages to sequences."
+        )
+    if cache is not None and not isinstance(cache, dense):
+        raise ValueError(
+            f"cache: expected a {dense.__name__} or None, received {type(cache).__name__}; build it with init_cache."
+        )
+    x = read_features("x", x, "[..., T, E]", "E", embed_dim)
+    check_tokens("padding_mask", given.padding_mask, "booleans", "x", x)
+    check_tokens("segment_ids", given.segment_ids, "integers", "x", x)
+    if given.positions is not None:
+        check_positions(given.positions, x.shape[:-1], None)
+    if given.cu_seqlens is not None:
+        check_packed(x, cache, given)
+    check_side_by_side(given.padding_mask)
+    if cache is None:
+        return x
+    for name in ("segment_ids", "mask"):
+        if getattr(given, name) is not None:
+            raise ValueError(
+                f"{name}: expected None with a cache, received both; put each sequence in its own row."
+            )
+    if cache.batch_shape != x.shape[:-2]:
+        raise ValueError(
+            f"cache: expected the batch shape {x.shape[:-2]} of x, received {cache.batch_shape}; "
+            "build it with init_cache(x.shape[:-2], max_length)."
+        )
+    return x
+
+
 def _read_values(layer: Any, v_input: Any, kv_input: Array) -> Array | None:
     if v_input is None:
         if layer.v_embed_dim != layer.kv_embed_dim:

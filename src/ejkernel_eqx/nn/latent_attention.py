@@ -21,13 +21,13 @@ from ..paged.cache.pages import filled_dtype
 from ..weights.fill import fill_fields
 from ..weights.latent_configs import latent_attention_options
 from ..weights.view import Weights
-from .arguments import check_eps, check_flags, check_numbers, check_sizes, check_tokens, read_features
-from .attention_inputs import CallInputs, check_packed, check_side_by_side
+from .arguments import check_eps, check_flags, check_numbers, check_sizes
+from .attention_inputs import CallInputs, check_rows
 from .attention_places import locate, Places, places_of, places_over_pages, Rows
 from .latent_cache import LatentCache
 from .parts import Parts
 from .projection import compute_dtype_of, project, stored_dtype_of
-from .rotary import check_positions, RotaryEmbedding, YarnScaling
+from .rotary import RotaryEmbedding, YarnScaling
 from .tokens import check_ragged, clear, merge_heads, split_heads
 
 EXPANDED_FROM = 64
@@ -284,7 +284,7 @@ class MultiHeadLatentAttention(eqx.Module):
         if batch is not None:
             x = check_ragged(x, batch, self.embed_dim, given._asdict())
             return self._over_pages(x, _check_pages(self, cache), batch)
-        x = _check_call(self, x, cache, given)
+        x = check_rows(self.embed_dim, (LatentCache, PagedLatentCache), x, cache, given)
         assert not isinstance(cache, PagedLatentCache)
         rows = locate(x, cache, given)
         x = clear(x.astype(compute_dtype_of(self.compute_dtype, self._projections(), x)), rows.real)
@@ -412,39 +412,6 @@ def _softmax_scale(rope: RotaryEmbedding, dim: int) -> float:
     scaling = rope.scaling
     share = scaling.softmax_factor if isinstance(scaling, YarnScaling) else 1.0
     return dim**-0.5 * share
-
-
-def _check_call(layer: MultiHeadLatentAttention, x: Any, cache: Any, given: CallInputs) -> Array:
-    """The tokens of a valid call without a batch."""
-    if isinstance(cache, PagedLatentCache):
-        raise ValueError(
-            "batch: expected a RaggedBatch with a PagedLatentCache, received None; it holds the tables that assign pages to sequences."
-        )
-    if cache is not None and not isinstance(cache, LatentCache):
-        raise ValueError(
-            f"cache: expected a LatentCache or None, received {type(cache).__name__}; build it with init_cache."
-        )
-    x = read_features("x", x, "[..., T, E]", "E", layer.embed_dim)
-    check_tokens("padding_mask", given.padding_mask, "booleans", "x", x)
-    check_tokens("segment_ids", given.segment_ids, "integers", "x", x)
-    if given.positions is not None:
-        check_positions(given.positions, x.shape[:-1], None)
-    if given.cu_seqlens is not None:
-        check_packed(x, cache, given)
-    check_side_by_side(given.padding_mask)
-    if cache is None:
-        return x
-    for name in ("segment_ids", "mask"):
-        if getattr(given, name) is not None:
-            raise ValueError(
-                f"{name}: expected None with a cache, received both; put each sequence in its own row."
-            )
-    if cache.batch_shape != x.shape[:-2]:
-        raise ValueError(
-            f"cache: expected the batch shape {x.shape[:-2]} of x, received {cache.batch_shape}; "
-            "build it with init_cache(x.shape[:-2], max_length)."
-        )
-    return x
 
 
 def _check_pages(layer: MultiHeadLatentAttention, cache: Any) -> PagedLatentCache:

@@ -4,6 +4,7 @@ from .cache.batch import RaggedBatch as RaggedBatch
 from .cache.buckets import Buckets as Buckets
 from .cache.cache import PagedKVCache as PagedKVCache
 from .cache.cache import PagedLatentCache as PagedLatentCache
+from .native_pages import PagedNativeSparseAttention as PagedNativeSparseAttention
 from .paged import PagedAttention as PagedAttention
 from .prefill import PrefillPagedAttention as PrefillPagedAttention
 from .ragged import RaggedPagedAttention as RaggedPagedAttention

@@ -7,25 +7,24 @@ import jax
 import jax.numpy as jnp
 from jax import Array
 
-from .spec import PagedArrays, PagedSpec, SHARED, unmapped
-
 Named = dict[str, Array]
 
 
-def flatten_rows(attend: Callable[[PagedArrays], Named], arrays: PagedArrays, spec: PagedSpec) -> Named:
-    """`attend`, which takes arrays without leading axes, on arrays with one: the sequences of all rows at once if the rows share
-    their pages, else row by row, which leaves pages that are sharded over devices in place."""
-    given, alone = arrays.given, unmapped(arrays, spec)
-    rows, tokens = arrays.q.shape[:2]
+def flatten_rows(
+    attend: Callable[[Named], Named], given: Named, shared: frozenset[str], alone: frozenset[str]
+) -> Named:
+    """`attend`, which takes arrays without leading axes, on arrays with one. `shared` are those that rows may share, and `alone` those that they
+    do: then the sequences of all rows are computed at once, else row by row, which leaves pages that are sharded over devices in place."""
+    given, (rows, tokens) = dict(given), given["q"].shape[:2]
     if rows == 1:
-        results = attend(PagedArrays.of({name: x if name in alone else x[0] for name, x in given.items()}))
+        results = attend({name: x if name in alone else x[0] for name, x in given.items()})
         return {name: x[None] for name, x in results.items()}
-    if len(alone) < len(SHARED.intersection(given)):
+    if len(alone) < len(shared):
         axes = {name: None if name in alone else 0 for name in given}
-        return jax.vmap(lambda given: attend(PagedArrays.of(given)), in_axes=(axes,))(given)
+        return jax.vmap(attend, in_axes=(axes,))(given)
     given["q_start"] += jnp.arange(rows, dtype=jnp.int32)[:, None] * tokens
     merged = lambda x: x.reshape(rows * x.shape[1], *x.shape[2:])
-    results = attend(PagedArrays.of({name: x if name in alone else merged(x) for name, x in given.items()}))
+    results = attend({name: x if name in alone else merged(x) for name, x in given.items()})
     return {name: x.reshape(rows, tokens, *x.shape[1:]) for name, x in results.items()}
 
 

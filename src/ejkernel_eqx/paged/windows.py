@@ -8,9 +8,9 @@ from jax import Array, lax
 
 from .._kernel import Plan
 from .._values import known
-from .cache.batch import positions_of
 from .operation import finish
 from .spec import PagedArrays, PagedSpec
+from .tokens import alone
 
 
 def finish_within(plan: Plan, arrays: PagedArrays, spec: PagedSpec, window: Any) -> Any:
@@ -30,11 +30,11 @@ def finish_within(plan: Plan, arrays: PagedArrays, spec: PagedSpec, window: Any)
         return finish(plan, arrays, spec)
     if spec.max_query_len == 1:
         return finish(plan, _from(arrays, window), spec)
-    alone = _from(_alone(arrays), window)
+    each = _from(alone(arrays), window)
     return lax.cond(
         (window < 0) | (window >= arrays.kv_len.max()),
         lambda: finish(plan, arrays, spec),
-        lambda: finish(plan, alone, dataclasses.replace(spec, max_query_len=1)),
+        lambda: finish(plan, each, dataclasses.replace(spec, max_query_len=1)),
     )
 
 
@@ -64,18 +64,3 @@ def _from(arrays: PagedArrays, window: Array) -> PagedArrays:
     """The call with one query per sequence, each sequence starting at the first key of its window."""
     first = jnp.where(window < 0, 0, arrays.kv_len - jnp.maximum(window, 1))
     return arrays._replace(kv_start=jnp.maximum(first, 0))
-
-
-def _alone(arrays: PagedArrays) -> PagedArrays:
-    """The call with every query as a sequence of its own, on the pages of its original sequence."""
-    tokens, ends = jnp.arange(arrays.q.shape[0], dtype=jnp.int32), arrays.q_start + arrays.q_len
-    count = ends.shape[0]
-    number = jnp.minimum(jnp.sum(ends[None] <= tokens[:, None], axis=1, dtype=jnp.int32), count - 1)
-    real = (tokens >= arrays.q_start[number]) & (tokens < ends[number])
-    positions = positions_of(jnp.where(real, number, -1), ends, arrays.kv_len)
-    return arrays._replace(
-        page_table=arrays.page_table[number],
-        q_start=tokens,
-        q_len=real.astype(jnp.int32),
-        kv_len=jnp.where(real, positions + 1, 0),
-    )

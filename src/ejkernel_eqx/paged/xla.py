@@ -5,17 +5,22 @@ queries, one tile after another. Each starts at its first visible block, and the
 """
 
 import dataclasses
-from typing import Any, NamedTuple
+from collections.abc import Callable
+from typing import Any, NamedTuple, TypeVar
 
+import jax
 import jax.numpy as jnp
 from jax import Array, lax
 
 from ..core.arguments import accumulator
 from ..parallel import Leading, match_varying, opaque, Split
 from .flat import flatten_rows, gather_chunks, split_pages
-from .spec import axes_of, PagedArrays, PagedSpec, PAGES, SCALES, SHARED
+from .spec import axes_of, PagedArrays, PagedSpec, PAGES, SCALES, SHARED, unmapped
 
 Named = dict[str, Array]
+R = TypeVar("R")
+Carry = tuple[Array, Array, Array]
+"""Of an online softmax, `[n, K, G, Q]`: the largest score, the denominator, and the sum of values, which has a further axis."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -70,7 +75,10 @@ class XlaPlatform:
         """`out [*, T, H, V]` and `lse [*, T, H]`. `jax.vmap` adds leading axes, which become additional sequences."""
 
         def folded(given: Named, runs: Any) -> Named:
-            return flatten_rows(lambda flat: _attend(_Call(flat, spec, config)), PagedArrays.of(given), spec)  # pyright: ignore[reportArgumentType]
+            shared = SHARED.intersection(given), unmapped(PagedArrays.of(given), spec)
+            return flatten_rows(
+                lambda flat: _attend(Call(PagedArrays.of(flat), spec, config)), given, *shared
+            )
 
         axes = axes_of(arrays, spec)
         given = arrays.given
@@ -80,7 +88,7 @@ class XlaPlatform:
         return opaque(folded, leading, split=Split.EXPLICIT, sliced=False)(given)
 
 
-class _Call:
+class Call:
     """One call during its trace, without leading axes."""
 
     def __init__(self, arrays: PagedArrays, spec: PagedSpec, config: XlaConfig):
@@ -121,7 +129,7 @@ def _operand_dtype(arrays: PagedArrays, spec: PagedSpec) -> Any:
     return widest.pop()
 
 
-class _Queries(NamedTuple):
+class Queries(NamedTuple):
     """Up to `Q` queries of each of `n` sequences."""
 
     sequence: Array  # [n]
@@ -130,18 +138,22 @@ class _Queries(NamedTuple):
     q: Array  # [n, Q, K, G, D]
 
 
-def _attend(call: _Call) -> Named:
+def _attend(call: Call) -> Named:
     # Made from the queries, so that their type carries the sharding over heads and devices.
     lse = match_varying(jnp.zeros_like(call.q[..., 0], call.lse_dtype) - jnp.inf, call.arrays)
     out = jnp.zeros_like(lse, call.q.dtype)[..., None]
     out = jnp.broadcast_to(out, (*lse.shape, call.value_dim))
-    out, lse = _decodes(call, out, lse)
-    if call.spec.max_query_len > call.few:
-        out, lse = _tiles(call, out, lse)
+    out, lse = in_passes(call, lambda queries: softmax(call, queries, span_of(call, queries)), (out, lse))
     return {"out": out.reshape(call.tokens, call.heads, -1), "lse": lse.reshape(call.tokens, call.heads)}
 
 
-def _decodes(call: _Call, out: Array, lse: Array) -> tuple[Array, Array]:
+def in_passes(call: Call, of_queries: Callable[[Queries], R], results: R) -> R:
+    """`results`, a tree of arrays `[T, ...]`, with those of all queries written into them: `of_queries` returns arrays `[n, Q, ...]`."""
+    results = _decodes(call, of_queries, results)
+    return _tiles(call, of_queries, results) if call.spec.max_query_len > call.few else results
+
+
+def _decodes(call: Call, of_queries: Callable[[Queries], R], results: R) -> R:
     """All sequences with few queries."""
     arrays, index = call.arrays, jnp.arange(call.few, dtype=jnp.int32)
     real = index[None] < arrays.q_len[:, None]
@@ -150,18 +162,18 @@ def _decodes(call: _Call, out: Array, lse: Array) -> tuple[Array, Array]:
     token = jnp.where(real, arrays.q_start[:, None] + index[None], call.tokens)
     q = call.q.at[token].get(mode="fill", fill_value=0)
     sequence = jnp.arange(real.shape[0], dtype=jnp.int32)
-    part, part_lse = _softmax(call, _Queries(sequence, jnp.broadcast_to(index, real.shape), real, q))
-    return out.at[token].set(part, mode="drop"), lse.at[token].set(part_lse, mode="drop")
+    parts = of_queries(Queries(sequence, jnp.broadcast_to(index, real.shape), real, q))
+    return jax.tree.map(lambda x, part: x.at[token].set(part, mode="drop"), results, parts)
 
 
-def _tiles(call: _Call, out: Array, lse: Array) -> tuple[Array, Array]:
+def _tiles(call: Call, of_queries: Callable[[Queries], R], results: R) -> R:
     """The other sequences, in tiles of queries. The loop ends at the last tile with queries."""
     arrays, size = call.arrays, call.block_q
     length = jnp.minimum(arrays.q_len, call.spec.max_query_len)
     tiles = jnp.where(length > call.few, (length + size - 1) // size, 0)
     ends = jnp.cumsum(tiles, dtype=jnp.int32)
 
-    def tile(number: Array, results: tuple[Array, Array]) -> tuple[Array, Array]:
+    def tile(number: Array, results: R) -> R:
         n = jnp.sum(ends <= number, dtype=jnp.int32)
         start = arrays.q_start[n] + (number - ends[n] + tiles[n]) * size
         begin = jnp.clip(start, 0, call.tokens - size)  # the last tile, moved back so that it fits
@@ -169,19 +181,19 @@ def _tiles(call: _Call, out: Array, lse: Array) -> tuple[Array, Array]:
         index = token - arrays.q_start[n]
         real = (token >= start) & (index < length[n])
         q = lax.dynamic_slice_in_dim(call.q, begin, size)
-        new = _softmax(call, _Queries(n[None], index[None], real[None], q[None]))
+        new = of_queries(Queries(n[None], index[None], real[None], q[None]))
 
         def put(x: Array, y: Array) -> Array:
             old = lax.dynamic_slice_in_dim(x, begin, size)
             keep = real.reshape(size, *(1,) * (x.ndim - 1))
             return lax.dynamic_update_slice_in_dim(x, jnp.where(keep, y[0], old), begin, 0)
 
-        return put(results[0], new[0]), put(results[1], new[1])
+        return jax.tree.map(put, results, new)
 
-    return lax.fori_loop(jnp.zeros_like(ends[-1]), ends[-1], tile, (out, lse))
+    return lax.fori_loop(jnp.zeros_like(ends[-1]), ends[-1], tile, results)
 
 
-class _Span(NamedTuple):
+class Span(NamedTuple):
     """Which keys the queries see."""
 
     own: Array  # [n]: the first key of the sequence's new tokens
@@ -191,48 +203,71 @@ class _Span(NamedTuple):
     blocks: Array  # the number of blocks of the sequence that sees most
 
 
-def _span(call: _Call, queries: _Queries) -> _Span:
+def span_of(call: Call, queries: Queries) -> Span:
+    """What the queries see by their positions."""
     arrays, n, left = call.arrays, queries.sequence, call.spec.left
     own = arrays.kv_len[n] - arrays.q_len[n]
     i = own[:, None] + queries.index
     first = jnp.zeros_like(own) if arrays.kv_start is None else jnp.maximum(arrays.kv_start[n], 0)
     lowest = jnp.broadcast_to(first[:, None], i.shape)
     lowest = lowest if left is None else jnp.maximum(i - left, lowest)
-    held = arrays.page_table.shape[-1] * call.page_size
+    return span_between(call, queries, own, lowest, i)
+
+
+def span_between(call: Call, queries: Queries, own: Array, lowest: Array, i: Array) -> Span:
+    """The keys from `lowest` to `i`."""
+    held = call.arrays.page_table.shape[-1] * call.page_size
     end = jnp.where(queries.real, jnp.minimum(i + 1, held), 0).max(1)
     begin = jnp.where(queries.real, lowest, held).min(1) // call.chunk * call.chunk
     blocks = jnp.maximum((end - begin + call.block_k - 1) // call.block_k, 0).max()
-    return _Span(own, i, lowest, begin, blocks)
+    return Span(own, i, lowest, begin, blocks)
 
 
-def _softmax(call: _Call, queries: _Queries) -> tuple[Array, Array]:
+def softmax(call: Call, queries: Queries, span: Span) -> tuple[Array, Array]:
     """`[n, Q, K, G, V]` and `[n, Q, K, G]`, by a loop over blocks of keys."""
-    arrays, (own, i, lowest, begin, blocks) = call.arrays, _span(call, queries)
-    table = arrays.page_table[queries.sequence]
+    begin, blocks = span.begin, span.blocks
+    table = call.arrays.page_table[queries.sequence]
 
-    def block(number: Array, carry: tuple[Array, Array, Array]) -> tuple[Array, Array, Array]:
-        largest, total, acc = carry
-        at = begin + number * call.block_k
-        j = at[:, None] + jnp.arange(call.block_k, dtype=jnp.int32)[None]  # [n, S]
-        loaded, there = gather_chunks(call.pages, table, at, call.block_k, call.chunk)
-        loaded |= call.per_head
-        seen = there[:, None, :] & (lowest[..., None] <= j[:, None]) & (j[:, None] <= i[..., None])
-        seen &= queries.real[..., None]
-        scores = jnp.where(seen[:, None, None], _scores(call, queries, loaded, i, j, own), -jnp.inf)
-        top = jnp.maximum(largest, scores.max(-1))
-        shift = jnp.where(top > -jnp.inf, top, 0)
-        weights, fade = jnp.exp(scores - shift[..., None]), jnp.exp(largest - shift)
-        total = total * fade + weights.sum(-1)
-        return top, total, acc * fade[..., None] + _values(call, weights, loaded, seen.any(1))
+    def block(number: Array, carry: Carry) -> Carry:
+        loaded, seen, scores = scores_at(call, queries, span, table, begin + number * call.block_k)
+        return with_keys(carry, scores, lambda weights: _values(call, weights, loaded, seen.any(1)))
 
-    largest, total, acc = lax.fori_loop(jnp.zeros_like(blocks), blocks, block, _start(call, queries))
+    return finished(call, lax.fori_loop(jnp.zeros_like(blocks), blocks, block, start_of(call, queries)))
+
+
+def with_keys(carry: Carry, scores: Array, values: Callable[[Array], Array]) -> Carry:
+    """The state after further keys of these scores `[n, K, G, Q, S]`; `values` returns the sum of their values under the given weights."""
+    largest, total, acc = carry
+    top = jnp.maximum(largest, scores.max(-1))
+    shift = jnp.where(top > -jnp.inf, top, 0)
+    weights, fade = jnp.exp(scores - shift[..., None]), jnp.exp(largest - shift)
+    return top, total * fade + weights.sum(-1), acc * fade[..., None] + values(weights)
+
+
+def finished(call: Call, carry: Carry) -> tuple[Array, Array]:
+    """`[n, Q, K, G, V]` and `[n, Q, K, G]`."""
+    largest, total, acc = carry
     some = total != 0
     out = acc / jnp.where(some, total, 1)[..., None]
     lse = jnp.where(some, jnp.log(jnp.where(some, total, 1)) + largest, -jnp.inf)
     return jnp.moveaxis(out, 3, 1).astype(call.q.dtype), jnp.moveaxis(lse, 3, 1).astype(call.lse_dtype)
 
 
-def _start(call: _Call, queries: _Queries) -> tuple[Array, Array, Array]:
+def scores_at(
+    call: Call, queries: Queries, span: Span, table: Array, at: Array
+) -> tuple[Named, Array, Array]:
+    """What the pages hold of the block of keys from `at [n]` on, which of them the queries see, `[n, Q, S]`, and scores `[n, K, G, Q, S]`, minus
+    infinity for the others."""
+    own, i, lowest, _, _ = span
+    j = at[:, None] + jnp.arange(call.block_k, dtype=jnp.int32)[None]  # [n, S]
+    loaded, there = gather_chunks(call.pages, table, at, call.block_k, call.chunk)
+    loaded |= call.per_head
+    seen = there[:, None, :] & (lowest[..., None] <= j[:, None]) & (j[:, None] <= i[..., None])
+    seen &= queries.real[..., None]
+    return loaded, seen, jnp.where(seen[:, None, None], _scores(call, queries, loaded, i, j, own), -jnp.inf)
+
+
+def start_of(call: Call, queries: Queries) -> Carry:
     """The state before any key: a sink counts as a first key whose value is 0."""
     zeros = match_varying(jnp.zeros_like(queries.q[..., 0], call.accum), call.arrays)
     zeros = jnp.moveaxis(zeros, 1, 3)  # [n, K, G, Q]
@@ -243,7 +278,7 @@ def _start(call: _Call, queries: _Queries) -> tuple[Array, Array, Array]:
     return largest, total, jnp.broadcast_to(zeros[..., None], (*zeros.shape, call.value_dim))
 
 
-def _scores(call: _Call, queries: _Queries, loaded: Named, i: Array, j: Array, own: Array) -> Array:
+def _scores(call: Call, queries: Queries, loaded: Named, i: Array, j: Array, own: Array) -> Array:
     """`[n, K, G, Q, S]`, including hidden keys."""
     arrays, spec, width = call.arrays, call.spec, call.pages["k"].shape[-1]
     pattern = "nqkgd,nskd->nkgqs"
@@ -265,7 +300,7 @@ def _scores(call: _Call, queries: _Queries, loaded: Named, i: Array, j: Array, o
     return scores
 
 
-def _values(call: _Call, weights: Array, loaded: Named, seen: Array) -> Array:
+def _values(call: Call, weights: Array, loaded: Named, seen: Array) -> Array:
     """`[n, K, G, Q, V]`; a value that no query sees counts as 0."""
     name = "k" if call.spec.latent else "v"
     scale = loaded.get(f"{name}_scale")

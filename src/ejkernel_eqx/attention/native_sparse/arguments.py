@@ -12,7 +12,7 @@ from jax import Array
 from ..._broadcast import like
 from ..._values import check_between, FAR
 from ...core.arguments import array, fitting
-from ...sequences.packing import read_count
+from ...sequences.packing import read_count, read_ids
 from ...sequences.rows import read_packing
 from . import blocks
 from .spec import NativeArrays, NativeSpec
@@ -43,6 +43,26 @@ class Options:
                 f"softmax_scale: expected a finite number or None, received {self.softmax_scale!r}."
             )
 
+    @classmethod
+    def read(
+        cls, block: Any, count: Any, window: Any, size: Any, stride: Any, softmax_scale: Any
+    ) -> "Options":
+        """From the constructor's arguments: compressed keys have the size of blocks by default, and do not overlap."""
+        size = block if size is None else size
+        return cls(block, count, window, size, size if stride is None else stride, softmax_scale)
+
+    def spec(self, dim: int, **more: Any) -> NativeSpec:
+        """The static half of a call with key dim `dim`."""
+        return NativeSpec(
+            dim**-0.5 if self.softmax_scale is None else float(self.softmax_scale),
+            self.block_size,
+            self.num_blocks,
+            self.sliding_window,
+            self.compression_size,
+            self.compression_stride,
+            **more,
+        )
+
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class Call:
@@ -65,9 +85,10 @@ def resolve(
     gates: Any,
     compressed: tuple[Any, Any],
     block_indices: Any,
-    cu_seqlens: Any,
+    packing: tuple[Any, Any, Any],
     q_offset: Any,
 ) -> Call:
+    """`packing` are `cu_seqlens`, `segment_ids` and `max_segments`."""
     q, k, v = array("q", q, "T H D"), array("k", k, "S K D"), array("v", v, "S K V")
     lead, (length, heads, dim) = q.shape[:-3], q.shape[-3:]
     k = fitting("k", k, (*lead, None, None, dim), "S K D")
@@ -84,16 +105,9 @@ def resolve(
         )
     gates = fitting("gates", gates, (*lead, length, heads, 3), "T H 3")
     sizes = (options.compression_size, options.compression_stride)
-    tables, begin = _tables(options, lead, length, keys, cu_seqlens, q_offset)
+    tables, begin = _tables(options, lead, length, keys, packing, q_offset)
     compressed_k, compressed_v = _compressed(compressed, k, v, sizes, begin)
-    spec = NativeSpec(
-        dim**-0.5 if options.softmax_scale is None else float(options.softmax_scale),
-        options.block_size,
-        options.num_blocks,
-        options.sliding_window,
-        *sizes,
-        offset=0 if "position" in tables else _static_offset(length, keys, q_offset),
-    )
+    spec = options.spec(dim, offset=0 if "position" in tables else _static_offset(length, keys, q_offset))
     arrays = NativeArrays(q, k, v, compressed_k, compressed_v, gates, **tables)
     if block_indices is not None:
         indices = _indices(block_indices, (*lead, length, kv_heads), arrays, spec)
@@ -107,20 +121,34 @@ def _static_offset(length: int, keys: int, q_offset: Any) -> int:
 
 
 def _tables(
-    options: Options, lead: tuple[int, ...], length: int, keys: int, cu_seqlens: Any, q_offset: Any
+    options: Options,
+    lead: tuple[int, ...],
+    length: int,
+    keys: int,
+    packing: tuple[Any, Any, Any],
+    q_offset: Any,
 ) -> tuple[dict[str, Array], Array | None]:
     """The integer arrays of the call, and the first token of each compressed key; nothing if positions are static."""
-    if cu_seqlens is not None:
+    cu_seqlens, segment_ids, most = packing
+    if most is not None:
+        read_count("max_segments", most, 1)
+        if segment_ids is None:
+            raise ValueError(f"max_segments: expected None without segment_ids, received {most}.")
+    if cu_seqlens is not None or segment_ids is not None:
+        name = "segment_ids" if cu_seqlens is None else "cu_seqlens"
         if q_offset is not None:
             raise ValueError(
-                "q_offset: expected None with cu_seqlens, received both; positions are those in the packed sequences."
+                f"q_offset: expected None with {name}, received both; positions are those in the packed sequences."
             )
         if keys != length:
-            raise ValueError(f"k: expected as many tokens as q with cu_seqlens, {length}, received {keys}.")
-        offsets = read_packing(cu_seqlens, None, lead, length, False).offsets
-        assert offsets is not None
+            raise ValueError(f"k: expected as many tokens as q with {name}, {length}, received {keys}.")
         sizes = options.block_size, options.compression_size, options.compression_stride
-        found = blocks.of_offsets(offsets, length, *sizes)._asdict()
+        offsets = read_packing(cu_seqlens, segment_ids, lead, length, False).offsets
+        if offsets is None:
+            ids = jnp.broadcast_to(read_ids(segment_ids), (*lead, length))
+            found = blocks.of_ids(ids, min(most or length, length), *sizes)._asdict()
+        else:
+            found = blocks.of_offsets(offsets, length, *sizes)._asdict()
         begin = found.pop("compressed_begin")
         return found, begin
     is_static = q_offset is None or isinstance(q_offset, int | np.integer)
@@ -150,7 +178,7 @@ def _compressed(
         raise ValueError("compressed_k, compressed_v: expected both or neither, received one of them.")
     if given[0] is None:
         return blocks.means(k, *sizes, begin), blocks.means(v, *sizes, begin)
-    count = None if begin is None else begin.shape[0]
+    count = None if begin is None else begin.shape[-1]
     shape = (*k.shape[:-3], count, *k.shape[-2:])
     compressed_k = fitting("compressed_k", given[0], shape, "C K D")
     shape = (*v.shape[:-3], compressed_k.shape[-3], *v.shape[-2:])
@@ -168,7 +196,21 @@ def _compressed(
 
 
 def _indices(given: Any, shape: tuple[int, ...], arrays: NativeArrays, spec: NativeSpec) -> Array:
-    """Blocks numbered over the row; -1 for those that begin after the query, and of equal ones all but the first, as a block counts once."""
+    """Blocks numbered over the row; -1 also for those that begin after the query."""
+    indices = read_indices(given, shape)
+    place = (
+        jnp.arange(shape[-2], dtype=jnp.int32) + spec.offset if arrays.position is None else arrays.position
+    )
+    place = place if arrays.first is None else place - arrays.first
+    later = indices * spec.block > like(place[..., None, None], indices)
+    indices = jnp.where(later, -1, indices)
+    return (
+        indices if arrays.base is None else jnp.where(indices < 0, -1, indices + arrays.base[..., None, None])
+    )
+
+
+def read_indices(given: Any, shape: tuple[int, ...]) -> Array:
+    """Given blocks; -1 for negative numbers, and of equal ones for all but the first, as a block counts once."""
     indices = jnp.asarray(given)
     if (
         indices.shape[:-1] != shape
@@ -180,15 +222,6 @@ def _indices(given: Any, shape: tuple[int, ...], arrays: NativeArrays, spec: Nat
             "each key head of each query has its own, -1 for none."
         )
     indices = jax.lax.stop_gradient(indices.astype(jnp.int32))
-    count = indices.shape[-1]
-    earlier = jnp.asarray(np.tri(count, k=-1, dtype=bool))
+    earlier = jnp.asarray(np.tri(indices.shape[-1], k=-1, dtype=bool))
     again = ((indices[..., :, None] == indices[..., None, :]) & like(earlier, indices[..., None])).any(-1)
-    place = (
-        jnp.arange(shape[-2], dtype=jnp.int32) + spec.offset if arrays.position is None else arrays.position
-    )
-    place = place if arrays.first is None else place - arrays.first
-    later = indices * spec.block > like(place[..., None, None], indices)
-    indices = jnp.where(again | later | (indices < 0), -1, indices)
-    return (
-        indices if arrays.base is None else jnp.where(indices < 0, -1, indices + arrays.base[..., None, None])
-    )
+    return jnp.where(again | (indices < 0), -1, indices)

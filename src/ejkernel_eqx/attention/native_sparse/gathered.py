@@ -1,7 +1,7 @@
 """The selected branch in plain XLA: the blocks of a chunk of queries are gathered, so no array has the size of the scores."""
 
 from collections.abc import Callable
-from typing import NamedTuple
+from typing import NamedTuple, TypeVar
 
 import jax
 import jax.numpy as jnp
@@ -10,6 +10,8 @@ from jax import Array, lax
 from ..._broadcast import like
 from ...core.arguments import accumulator
 from .spec import begins, NativeArrays, NativeSpec, of_sequence, positions
+
+R = TypeVar("R")
 
 
 class _Gathered(NamedTuple):
@@ -42,48 +44,27 @@ def forward(arrays: NativeArrays, spec: NativeSpec, chunk: int) -> tuple[Array, 
     return out, jnp.swapaxes(lse, 1, 2)
 
 
-def backward(
+def query_gradient(
     arrays: NativeArrays, spec: NativeSpec, chunk: int, lse: Array, delta: Array, dout: Array
-) -> tuple[Array, Array, Array]:
-    """`dq`, `dk`, `dv`, from `lse` and `delta`, `[B, H, T]`, in the accumulator's dtype."""
-    batch, length, _, dim = arrays.q.shape
+) -> Array:
+    """`dq` in the accumulator's dtype, from `lse` and `delta`, `[B, H, T]`."""
+    batch, length, heads, dim = arrays.q.shape
     kv_heads = arrays.k.shape[2]
-    wide = accumulator(arrays.q.dtype)
-    size = min(chunk, length)
 
-    def step(start: Array, fresh: Array, totals: tuple[Array, Array]) -> tuple[tuple[Array, Array], Array]:
-        """Adds the gradients of keys of the chunk's queries from `fresh` on."""
+    def of_chunk(start: Array, size: int) -> Array:
         part = _gather(arrays, spec, start, size)
-        cut = lambda x: (
-            lax.dynamic_slice_in_dim(x, start, size, 2).swapaxes(1, 2).reshape(batch, size, kv_heads, -1, 1)
-        )
-        top, shift = cut(lse), cut(delta)
-        do = (
-            lax.dynamic_slice_in_dim(dout, start, size, 1)
-            .astype(wide)
-            .reshape(batch, size, kv_heads, part.q.shape[3], -1)
-        )
-        is_new = (start + jnp.arange(size) >= fresh)[None, :, None, None, None] & (top > -jnp.inf)
-        weights = jnp.where(is_new, jnp.exp(_scores(part, spec) - jnp.where(top > -jnp.inf, top, 0)), 0)
-        do = jnp.where(is_new, do, 0)
-        dscores = jnp.einsum("bckgv,bckjv->bckgj", do, part.v, precision="highest") - jnp.where(
-            is_new, shift, 0
-        )
-        dscores = dscores * weights * spec.scale
+        grouped = lambda x, axis: lax.dynamic_slice_in_dim(x, start, size, axis)
+        terms = (grouped(x, 2).swapaxes(1, 2).reshape(batch, size, kv_heads, -1, 1) for x in (lse, delta))
+        top, shift = terms
+        do = grouped(dout, 1).astype(part.q.dtype).reshape(*part.q.shape[:-1], -1)
+        sees = top > -jnp.inf  # a query that sees nothing may hold NaN
+        weights = jnp.where(sees, jnp.exp(_scores(part, spec) - jnp.where(sees, top, 0)), 0)
+        dscores = jnp.einsum("bckgv,bckjv->bckgj", jnp.where(sees, do, 0), part.v, precision="highest")
+        dscores = (dscores - jnp.where(sees, shift, 0)) * weights * spec.scale
         dq = jnp.einsum("bckgj,bckjd->bckgd", dscores, part.k, precision="highest")
-        dk = jnp.einsum("bckgj,bckgd->bckjd", dscores, jnp.where(is_new, part.q, 0), precision="highest")
-        dv = jnp.einsum("bckgj,bckgv->bckjv", weights, do, precision="highest")
-        # Keys that are not seen have weight 0; they are added to the key that was read in their place.
-        totals = _added(totals[0], part.at, dk), _added(totals[1], part.at, dv)
-        return totals, dq.reshape(batch, size, -1, dim)
+        return dq.reshape(batch, size, heads, dim)
 
-    def body(totals: tuple[Array, Array], bounds: Array) -> tuple[tuple[Array, Array], Array]:
-        return step(bounds[0], bounds[1], totals)
-
-    totals = jnp.zeros(arrays.k.shape, wide), jnp.zeros(arrays.v.shape, wide)
-    starts, fresh = _starts(length, size)
-    (dk, dv), dq = lax.scan(body, totals, jnp.asarray(list(zip(starts, fresh, strict=True)), jnp.int32))
-    return _join(dq, length, size), dk, dv
+    return _over_queries(of_chunk, length, chunk)
 
 
 def _gather(arrays: NativeArrays, spec: NativeSpec, start: Array, size: int) -> _Gathered:
@@ -114,15 +95,10 @@ def _gather(arrays: NativeArrays, spec: NativeSpec, start: Array, size: int) -> 
     return _Gathered(q, take(arrays.k), take(arrays.v), at, seen)
 
 
-# Mapped, so that rows and heads are axes of their own to the compiler: each device gathers from and adds to its own.
+# Mapped, so that rows and heads are axes of their own to the compiler: each device gathers from its own.
 def _taken(x: Array, at: Array) -> Array:
     """Of `x [B, S, K, D]` the rows at `[B, c, K, J]`: `[B, c, K, J, D]`."""
     return jax.vmap(jax.vmap(lambda x, at: x[at], 1, 1))(x, at)
-
-
-def _added(x: Array, at: Array, rows: Array) -> Array:
-    """`x [B, S, K, D]` and what is added to its rows at `[B, c, K, J]`, `[B, c, K, J, D]`."""
-    return jax.vmap(jax.vmap(lambda x, at, rows: x.at[at].add(rows), 1, 1))(x, at, rows)
 
 
 def _scores(part: _Gathered, spec: NativeSpec) -> Array:
@@ -130,20 +106,12 @@ def _scores(part: _Gathered, spec: NativeSpec) -> Array:
     return jnp.where(part.seen[:, :, :, None], scores, -jnp.inf)
 
 
-def _over_queries(
-    of_chunk: Callable[[Array, int], tuple[Array, Array]], length: int, chunk: int
-) -> tuple[Array, Array]:
-    """`of_chunk(start, size)` over all queries; results have the queries along axis 1."""
+def _over_queries(of_chunk: Callable[[Array, int], R], length: int, chunk: int) -> R:
+    """`of_chunk(start, size)` over all queries; results have the queries along axis 1. The last chunk starts earlier, so that all have one size."""
     size = min(chunk, length)
-    starts, _ = _starts(length, size)
+    starts = [min(start, length - size) for start in range(0, length, size)]
     found = lax.map(lambda start: of_chunk(start, size), jnp.asarray(starts, jnp.int32))
-    return _join(found[0], length, size), _join(found[1], length, size)
-
-
-def _starts(length: int, size: int) -> tuple[list[int], list[int]]:
-    """Where chunks start, and the first query of each that no other has; the last chunk starts earlier, so that all have one size."""
-    fresh = list(range(0, length, size))
-    return [min(start, length - size) for start in fresh], fresh
+    return jax.tree.map(lambda x: _join(x, length, size), found)
 
 
 def _join(x: Array, length: int, size: int) -> Array:

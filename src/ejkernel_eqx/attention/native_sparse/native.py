@@ -70,9 +70,9 @@ class NativeSparseAttention(Kernel):
 
         **Raises:** `ValueError` for invalid options.
         """
-        size = block_size if compression_size is None else compression_size
-        stride = size if compression_stride is None else compression_stride
-        self.options = Options(block_size, num_blocks, sliding_window, size, stride, softmax_scale)
+        self.options = Options.read(
+            block_size, num_blocks, sliding_window, compression_size, compression_stride, softmax_scale
+        )
         self.plan = plan_of(NativeSparseAttention, self, platform, config, tune_for)
 
     if TYPE_CHECKING:
@@ -113,6 +113,8 @@ class NativeSparseAttention(Kernel):
         compressed_v: Float[AnyArray, "*B C K V"] | None = None,
         block_indices: Int[Numbers, "*B T K n"] | None = None,
         cu_seqlens: Int[Numbers, " N+1"] | None = None,
+        segment_ids: Int[Numbers, "*S T"] | None = None,
+        max_segments: int | None = None,
         q_offset: int | Int[Numbers, "*B"] | None = None,
         return_indices: bool = False,
     ) -> Float[Array, "*B T H V"] | tuple[Float[Array, "*B T H V"], Int[Array, "*B T K n"]]:
@@ -122,12 +124,16 @@ class NativeSparseAttention(Kernel):
         - `k`, `v`: `[..., S, K, D]` and `[..., S, K, V]`, with the leading axes and dtype of `q`; `K` divides `H`.
         - `gates`: `[..., T, H, 3]`, any float dtype: the weights of the compressed, the selected and the sliding branch.
         - `compressed_k`, `compressed_v`: learned compressed keys and values instead of means, `C = (S - l) // d + 1` of them. In a cache there
-            may be more; those that stand for later tokens are not read. With `cu_seqlens`, `C = T // d`: those of the first sequence, then of the
+            may be more; those that stand for later tokens are not read. In packed sequences, `C = T // d`: those of the first sequence, then of the
             second, and so on, without gaps.
         - `block_indices`: ints `[..., T, K, n]`, the blocks of each query and key head instead of a choice. They count from the start of the
             sequence; -1, and a block named before, select nothing.
         - `cu_seqlens`: offsets `[N + 1]` of packed sequences (without leading axes, `S = T`), each with its own blocks. Tokens outside of them are
             padding and may hold NaN.
+        - `segment_ids`: instead of offsets, ints that broadcast to `[..., T]` (`S = T`): a run of equal ids is a sequence, negative ones are padding.
+            Here too, blocks and compressed keys start with their sequence.
+        - `max_segments`: a static upper bound of the sequences of a row of `segment_ids`, by default `T`; further ones are padding. The
+            memory of a gradient grows with it, by a block of keys and values for each.
         - `q_offset`: position of the first query among the keys, an int or one per row. Default `S - T`. For decoding, `T = 1` and the number of
             keys in the cache before it.
         - `return_indices`: also return the blocks that were chosen.
@@ -135,8 +141,8 @@ class NativeSparseAttention(Kernel):
         **Returns:** `[..., T, H, V]` in the dtype of `q`; with `return_indices` also int32 `[..., T, K, num_blocks]`, -1 where there are no
         more blocks. Raises `ValueError` for invalid arguments, and `UnsupportedError` if no platform, or not the requested one, supports the call.
         """
-        compressed = (compressed_k, compressed_v)
-        call = resolve(self.options, q, k, v, gates, compressed, block_indices, cu_seqlens, q_offset)
+        compressed, packing = (compressed_k, compressed_v), (cu_seqlens, segment_ids, max_segments)
+        call = resolve(self.options, q, k, v, gates, compressed, block_indices, packing, q_offset)
         arrays, spec = call.arrays, call.spec
         shape = (*arrays.q.shape[:-1], arrays.v.shape[-1])
         if 0 in shape or 0 in arrays.q.shape or 0 in arrays.k.shape:  # nothing to launch

@@ -1,5 +1,6 @@
 """The problem of a call, and those of its two branches that are softmax attention."""
 
+import dataclasses
 import functools
 from typing import Any
 
@@ -11,14 +12,14 @@ from . import branches
 from .spec import LETTERS, NativeArrays, NativeSpec, num_blocks
 
 COMPRESSED, SLIDING = "compressed", "sliding"
-_FIELDS = ("block", "window", "span", "stride")
+FIELDS = ("block", "window", "span", "stride")
 
 
 def problem_of(operation: str, arrays: NativeArrays, spec: NativeSpec) -> Problem:
     """The host metadata of a call. Shapes are those seen here: inside a partitioned body, the local ones."""
     size = LETTERS.sizes(arrays)
     dims = {name: size[name] for name in "BTSHKDVC"} | {"n": spec.count, "M": num_blocks(arrays, spec)}
-    flags: dict[str, Any] = {name: getattr(spec, name) for name in _FIELDS}
+    flags: dict[str, Any] = {name: getattr(spec, name) for name in FIELDS}
     flags |= {
         "placed": arrays.position is not None,
         "packed": arrays.begin is not None,
@@ -38,12 +39,15 @@ def problem_of(operation: str, arrays: NativeArrays, spec: NativeSpec) -> Proble
 
 def spec_of(problem: Problem) -> NativeSpec:
     """The static half of the problem's calls."""
-    number = {name: int(str(problem.flag(name))) for name in _FIELDS}
     offset = 0 if problem.flag("top_left") or problem.flag("placed") else problem.dim("S") - problem.dim("T")
-    scale = problem.dim("D") ** -0.5
-    return NativeSpec(
-        scale, count=problem.dim("n"), offset=offset, given=bool(problem.flag("given")), **number
-    )
+    return dataclasses.replace(sparse_of(problem), offset=offset)
+
+
+def sparse_of(problem: Problem) -> NativeSpec:
+    """What a problem says of blocks and compressed keys."""
+    number = {name: int(str(problem.flag(name))) for name in FIELDS}
+    scale, given = problem.dim("D") ** -0.5, bool(problem.flag("given"))
+    return NativeSpec(scale, count=problem.dim("n"), given=given, **number)
 
 
 def shapes_of(problem: Problem) -> NativeArrays:

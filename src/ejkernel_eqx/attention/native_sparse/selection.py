@@ -8,7 +8,7 @@ from jax import Array, lax
 
 from ..._broadcast import like
 from ...core.arguments import wide
-from .spec import compressed_ranges, NativeArrays, NativeSpec, num_blocks, of_sequence, positions
+from .spec import compressed_ranges, most_blocks, NativeArrays, NativeSpec, of_sequence, positions
 
 _BYTES = 2**27  # of scores at a time
 
@@ -20,12 +20,20 @@ def overlaps(spec: NativeSpec) -> list[tuple[int, int]]:
 
 
 def choose(importance: Array, arrays: NativeArrays, spec: NativeSpec) -> Array:
-    """The blocks of each query, `[B, T, K, n]`, from the weights of compressed keys `importance [B, T, K, C]`: its own block, the first of its
-    sequence, then those with the largest weight, of equal ones the earlier. -1 after the last block that it may see."""
+    """The blocks of each query, `[B, T, K, n]`, from the weights of compressed keys `importance [B, T, K, C]`."""
+    place = positions(arrays, spec) - of_sequence(arrays.first)
+    chosen = best_blocks(importance, place, *compressed_ranges(arrays, spec), most_blocks(arrays, spec), spec)
+    return jnp.where(chosen >= 0, chosen + of_sequence(arrays.base)[..., None, None], -1)
+
+
+def best_blocks(
+    importance: Array, place: Array, start: Array, end: Array, blocks: int, spec: NativeSpec
+) -> Array:
+    """Of the `blocks` of a sequence those of a query at each `place [B, T]`, `[B, T, K, n]`: its own block, the first, then those with the largest
+    weight, of equal ones the earlier. -1 after the last block that it may see. Its compressed keys are those from `start` to `end`."""
     keys, per = importance.shape[-1], spec.block // spec.stride
-    place = (positions(arrays, spec) - of_sequence(arrays.first))[..., None, None]  # [B, T, 1, 1]
-    start, end = (x[..., None, None] for x in compressed_ranges(arrays, spec))
-    block = like(jnp.arange(num_blocks(arrays, spec), dtype=jnp.int32), place)  # of the query's sequence
+    place, start, end = (x[..., None, None] for x in (place, start, end))  # [B, T, 1, 1]
+    block = like(jnp.arange(blocks, dtype=jnp.int32), place)
     score = jnp.zeros((*importance.shape[:-1], block.shape[-1]), importance.dtype)
     for shift, share in overlaps(spec):
         at = start + block * per + shift
@@ -41,8 +49,7 @@ def choose(importance: Array, arrays: NativeArrays, spec: NativeSpec) -> Array:
     numbers = jnp.broadcast_to(block, score.shape)
     best, chosen = lax.sort((-score, numbers), is_stable=True, num_keys=1)
     best, chosen = -best[..., : spec.count], chosen[..., : spec.count]
-    is_used = (best >= 0) & (place >= 0)
-    chosen = jnp.where(is_used, chosen + of_sequence(arrays.base)[..., None, None], -1)
+    chosen = jnp.where((best >= 0) & (place >= 0), chosen, -1)
     more = spec.count - chosen.shape[-1]
     return jnp.pad(chosen, [(0, 0)] * 3 + [(0, more)], constant_values=-1)
 
@@ -51,7 +58,7 @@ def select(arrays: NativeArrays, spec: NativeSpec, lse: Array) -> Array:
     """The blocks of each query, `[B, T, K, n]`, a chunk of queries at a time; `lse [B, H, T]` is that of the compressed branch."""
     batch, length, heads, _ = arrays.q.shape
     keys, kv_heads = arrays.compressed_k.shape[1], arrays.k.shape[2]
-    size = max(1, min(length, _BYTES // max(1, 4 * batch * heads * max(keys, num_blocks(arrays, spec)))))
+    size = max(1, min(length, _BYTES // max(1, 4 * batch * heads * max(keys, most_blocks(arrays, spec)))))
     tables = ("position", "first", "seen", "base")
 
     def of_chunk(start: Array) -> Array:

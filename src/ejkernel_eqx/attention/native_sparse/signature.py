@@ -12,4 +12,6 @@ class NativeInputs(TypedDict, total=False):
     compressed_v: Float[AnyArray, "*B C K V"] | None
     block_indices: Int[Numbers, "*B T K n"] | None
     cu_seqlens: Int[Numbers, " N+1"] | None
+    segment_ids: Int[Numbers, "*S T"] | None
+    max_segments: int | None
     q_offset: int | Int[Numbers, "*B"] | None

@@ -82,7 +82,12 @@ SAVED = tuple(f"{name}_{what}" for name in BRANCHES for what in ("out", "lse"))
 
 def num_blocks(arrays: NativeArrays, spec: NativeSpec) -> int:
     """`M`."""
-    return -(-arrays.k.shape[-3] // spec.block) if arrays.begin is None else arrays.begin.shape[-1]
+    return most_blocks(arrays, spec) if arrays.begin is None else arrays.begin.shape[-1]
+
+
+def most_blocks(arrays: NativeArrays, spec: NativeSpec) -> int:
+    """The blocks of the longest possible sequence, of which a query chooses."""
+    return -(-arrays.k.shape[-3] // spec.block)
 
 
 def positions(arrays: NativeArrays, spec: NativeSpec) -> Array:

@@ -2,7 +2,7 @@
 
 import dataclasses
 import functools
-from collections.abc import Mapping
+from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
 import jax
@@ -14,20 +14,19 @@ from ..._exact import compiled
 from ..._words import read_flags, read_sizes, SWITCH
 from ...core.letters import wide_dtype
 from ...core.workload import exact_results, Inputs, random_cotangents, workload_of
-from ...dispatch import Implementation, Problem, Workload
+from ...dispatch import Implementation, kernel_registry, Platform, Problem, Workload
 from . import blocks
 from .core import ATTEND
 from .problems import problem_of, shapes_of, spec_of
 from .spec import LEARNED, LETTERS, NativeArrays, NativeSpec, num_blocks
 
+_MOST_SCORES = 2**26  # of a head in the dense reference
 _INTS = ("position", "first", "seen", "base", "begin")
 
 
 def workload(implementation: Implementation, problem: Problem) -> Workload:
-    """The work of one problem on one of the platforms. Blocks are given, as two that are almost as good are chosen by rounding."""
-    problem = dataclasses.replace(
-        problem, flags=tuple(sorted({**dict(problem.flags), "given": True}.items()))
-    )
+    """The work of one problem on one of the platforms. The blocks that are chosen are not compared, as rounding decides between two that are almost
+    as good: all blocks of a sequence are alike, so that it does not matter."""
     spec = spec_of(problem)
     length, keys = problem.dim("T"), problem.dim("S")
     # Keys that a query sees on average.
@@ -38,8 +37,61 @@ def workload(implementation: Implementation, problem: Problem) -> Workload:
     )
     flops = 2.0 * problem.dim("B") * length * problem.dim("H") * (problem.dim("D") + problem.dim("V")) * seen
     make = functools.partial(make_inputs, problem, spec)
-    work = workload_of(ATTEND, implementation, spec, make, flops=flops, backward=2.5)
-    return dataclasses.replace(work, reference=functools.partial(compiled, _by_group, spec))
+    work_on = functools.partial(workload_of, ATTEND, spec=spec, make_inputs=make, flops=flops, backward=2.5)
+    work = work_on(implementation)
+    reference = functools.partial(compiled, _by_group, spec)
+    if length * keys > _MOST_SCORES:
+        reference = functools.partial(_by_xla, problem, work_on)
+    if spec.given:
+        return dataclasses.replace(work, reference=reference)
+    # A block that was chosen instead of another changes which of them has a part of its gradient, but not their sum.
+    parts = (dataclasses.replace(part, results=_compared(part.results)) for part in work.parts)
+    return dataclasses.replace(
+        work,
+        run=functools.partial(_run, work.run, spec.block),
+        reference=lambda inputs: _summed(reference(inputs), inputs.arrays, spec.block),
+        tolerances={name: work.tolerances[name] for name in _compared(work.tolerances)},
+        forward=_compared(work.forward),
+        parts=tuple(parts),
+    )
+
+
+def _compared(names: Iterable[str]) -> tuple[str, ...]:
+    return tuple(name for name in names if name != "indices")
+
+
+def _run(
+    run: Callable[..., dict[str, Array]], block: int, inputs: Inputs, config: Any, **execute: Any
+) -> Any:
+    found = run(inputs, config, **execute)
+    return _summed({name: found[name] for name in _compared(found)}, inputs.arrays, block)
+
+
+def _summed(found: dict[str, Array], arrays: NativeArrays, block: int) -> dict[str, Array]:
+    """The gradients of keys and values summed over the blocks of a sequence, `[B, block, K, C]`."""
+    at = _places(arrays)[..., None] % block == jnp.arange(block)[None, None]
+
+    def total(x: Array) -> Array:
+        return jnp.einsum(
+            "bskc,bsj->bjkc", x.astype(jnp.float32), at.astype(jnp.float32), precision="highest"
+        )
+
+    return {name: total(x) if name in ("k", "v") else x for name, x in found.items()}
+
+
+def _places(arrays: NativeArrays) -> Array:
+    """The place of each key in its sequence, `[B, S]`."""
+    batch, keys = arrays.k.shape[:2]
+    place = jnp.broadcast_to(jnp.arange(keys, dtype=jnp.int32)[None], (batch, keys))
+    return place if arrays.first is None else place - arrays.first  # keys are queries, as the call is packed
+
+
+def _by_xla(problem: Problem, work_on: Callable[..., Workload], inputs: Inputs) -> dict[str, Array]:
+    """Those of platform `xla` in float32, for rows whose scores would not fit into memory."""
+    platform = kernel_registry.get(problem.operation, Platform.XLA)
+    widen = lambda x: x.astype(jnp.float32) if jnp.issubdtype(x.dtype, jnp.floating) else x
+    run = jax.jit(work_on(platform).run, static_argnums=1)
+    return run(jax.tree.map(widen, inputs), platform.load().default_config(problem, None))
 
 
 def _by_group(spec: NativeSpec, inputs: Inputs) -> dict[str, Array]:
@@ -87,8 +139,10 @@ def make_arrays(problem: Problem, spec: NativeSpec, seed: int) -> NativeArrays:
         place = jnp.arange(length, dtype=jnp.int32) + (problem.dim("S") - length)
         arrays = arrays._replace(position=jnp.broadcast_to(place, (batch, length)))
     if shapes.indices is not None:
-        arrays = arrays._replace(indices=_blocks(arrays, spec, keys[-1]))
-    return arrays
+        return arrays._replace(indices=_blocks(arrays, spec, keys[-1]))
+    at = (_places(arrays) % spec.block)[..., None, None]
+    alike = lambda x: jnp.take_along_axis(x, at, 1)
+    return arrays._replace(k=alike(arrays.k), v=alike(arrays.v))
 
 
 def _packed(problem: Problem, spec: NativeSpec, rng: np.random.Generator) -> dict[str, Array]:
@@ -137,19 +191,8 @@ def example_problem(operation: str, dims: Mapping[str, int], dtype: str, flags: 
     """
     same = {"S": dims.get("T", 1), "K": dims.get("H", 1), "V": dims.get("D", 1), "n": 16, "N": 1}
     size = read_sizes(dims, {"T": None, "H": None, "D": None, "B": 1, **same})
-    block = flags.get("block", 64)
-    span = flags.get("span", block)
-    ints = {
-        "block": block,
-        "window": flags.get("window", 512),
-        "span": span,
-        "stride": flags.get("stride", span),
-    }
-    for name, value in ints.items():
-        if isinstance(value, bool) or not isinstance(value, int) or value < 1:
-            raise ValueError(f"flags: expected a positive int for {name}, received {value!r}.")
-    switches = dict.fromkeys(("placed", "packed", "given"), SWITCH)
-    given = read_flags(flags, {name: (value,) for name, value in ints.items()} | switches)
+    ints, given = read_parts(flags, ("placed", "packed", "given"))
+    block, span = ints["block"], ints["span"]
     if size["H"] % size["K"]:
         raise ValueError(f"dims: expected H to be a multiple of K, received H={size['H']}, K={size['K']}.")
     if given["packed"] != ("N" in dims) or (given["packed"] and size["S"] != size["T"]):
@@ -167,6 +210,23 @@ def example_problem(operation: str, dims: Mapping[str, int], dtype: str, flags: 
     arrays = _shapes(size, dtype, names)
     assert not given["packed"] or num_blocks(arrays, spec) == size["M"]
     return problem_of(operation, arrays, spec)
+
+
+def read_parts(flags: Mapping[str, Any], switches: tuple[str, ...]) -> tuple[dict[str, int], dict[str, Any]]:
+    """The sizes of blocks, window and compressed keys among the flags, and the `switches`."""
+    block = flags.get("block", 64)
+    span = flags.get("span", block)
+    ints = {
+        "block": block,
+        "window": flags.get("window", 512),
+        "span": span,
+        "stride": flags.get("stride", span),
+    }
+    for name, value in ints.items():
+        if isinstance(value, bool) or not isinstance(value, int) or value < 1:
+            raise ValueError(f"flags: expected a positive int for {name}, received {value!r}.")
+    choices = {name: (value,) for name, value in ints.items()} | dict.fromkeys(switches, SWITCH)
+    return ints, read_flags(flags, choices)
 
 
 def _shapes(size: Mapping[str, int], dtype: str, ints: tuple[str, ...]) -> NativeArrays:

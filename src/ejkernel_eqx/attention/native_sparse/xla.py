@@ -10,7 +10,7 @@ from ...dispatch import BOTH, Problem
 from .. import xla as attention
 from ..cotangents import row_terms
 from ..spec import AttentionArrays
-from . import branches, gathered, selection
+from . import branches, gathered, inverted, selection
 from .problems import COMPRESSED, of_branch, SLIDING
 from .spec import BRANCHES, NativeArrays, NativeSpec
 
@@ -94,7 +94,8 @@ def backward(
     out, lse, dout = results["selected"]
     delta, _ = row_terms(AttentionArrays(arrays.q, arrays.k, arrays.v), out, lse, dout, None)
     chosen = arrays._replace(indices=saved["indices"])
-    dq, dk, dv = gathered.backward(chosen, spec, config.queries, lse, delta, dout)
+    dq = gathered.query_gradient(chosen, spec, config.queries, lse, delta, dout)
+    dk, dv = inverted.key_gradient(chosen, spec, _BYTES, lse, delta, dout)
     wide = dq.dtype
     return {
         "q": dq + grads["compressed"].q.astype(wide) + grads["sliding"].q.astype(wide),

@@ -17,12 +17,7 @@ class _Interpreted(Interpreted):
         return compiled.write(arrays, execute=functools.partial(run, interpret=True))
 
 
-platform = _Interpreted(
-    compiled,
-    TritonConfig(
-        SMALLEST, SMALLEST, split_k=3, chunk_size=16, fast_tanh=False, fast_bytes=False, float32_dot="ieee"
-    ),
-    fast_tanh=False,
-    fast_bytes=False,
-    float32_dot="ieee",
+CONFIG = TritonConfig(
+    SMALLEST, SMALLEST, split_k=3, chunk_size=16, fast_tanh=False, fast_bytes=False, float32_dot="ieee"
 )
+platform = _Interpreted(compiled, CONFIG, fast_tanh=False, fast_bytes=False, float32_dot="ieee")

@@ -1,6 +1,8 @@
 """Platform `triton`: the host side. Configurations, support, and the launches of forward and backward."""
 
 import dataclasses
+import functools
+from collections.abc import Callable
 from typing import Any
 
 import jax.numpy as jnp
@@ -11,31 +13,35 @@ from ....dispatch import BOTH, DeviceFacts, FORWARD, Problem
 from ....launch import Execute, Launcher, LOG2E, result, run
 from ....launch.fields import Block, check_fields, Count, Float32Dot, Power, Warps
 from ....launch.sizes import cdiv, padded
+from ....paged.triton import compiled as pages
 from ...cotangents import row_terms
 from ...spec import AttentionArrays
 from ...triton import compiled as attention
 from .. import branches
+from ..lists import by_key, lists_of
 from ..problems import COMPRESSED, of_branch, SLIDING
 from ..spec import (
     begins,
     BRANCHES,
     compressed_ranges,
+    most_blocks,
     NativeArrays,
     NativeSpec,
     num_blocks,
     of_sequence,
     positions,
 )
-from . import kernels
-from .lists import lists_of
+from . import few, kernels
 
 OPAQUE = True
 PARTS = {
     "forward": FORWARD,
+    "selection": FORWARD,
     "query_gradient": "q",
     "key_gradient": "k v",
     "compressed": BOTH,
     "sliding": BOTH,
+    "few": FORWARD,
 }
 MAX_HEAD_DIM = 256
 MAX_GROUP = 128
@@ -79,6 +85,14 @@ class SelectionTile:
 
 
 @dataclasses.dataclass(frozen=True)
+class FewTiles:
+    """The forward of two branches where there are few queries: attention over pages."""
+
+    compressed: pages.TritonConfig
+    sliding: pages.TritonConfig
+
+
+@dataclasses.dataclass(frozen=True)
 class TritonConfig:
     """Kernels of the selected branch and of its choice, and the configurations of the two branches that are softmax attention."""
 
@@ -88,6 +102,7 @@ class TritonConfig:
     selection: SelectionTile
     compressed: attention.TritonConfig
     sliding: attention.TritonConfig
+    few: FewTiles
     float32_dot: Float32Dot = "tf32x3"
 
     __post_init__ = check_fields
@@ -124,6 +139,17 @@ _ROWS = ((4, 3), (4, 2), (2, 3), (2, 2), (1, 2), (4, 4), (8, 2))
 _QUERIES = ((4, 2), (4, 3), (2, 2), (2, 3), (8, 2))
 _KEYS = ((64, 8, 2), (32, 4, 2), (64, 4, 2), (64, 8, 1), (32, 4, 3), (16, 4, 2))
 
+# Of the weights of compressed keys: queries, keys, warps, stages.
+_SELECTIONS = (
+    (128, 64, 8, 2),
+    (128, 64, 4, 2),
+    (64, 64, 4, 2),
+    (128, 128, 8, 2),
+    (64, 128, 4, 2),
+    (128, 64, 8, 1),
+)
+_WIDE_SELECTIONS = ((64, 32, 4, 1), (32, 32, 4, 1), (64, 64, 8, 1))
+
 
 def default_config(problem: Problem, device: DeviceFacts) -> TritonConfig:
     return candidates(problem, device)[0]
@@ -139,18 +165,17 @@ def candidates(problem: Problem, device: DeviceFacts) -> list[TritonConfig]:
     compressed, sliding = (
         attention.candidates(of_branch(problem, name), device) for name in (COMPRESSED, SLIDING)
     )
-    for n in range(max(map(len, (_ROWS, _QUERIES, _KEYS)))):
+    pages_of = [pages.candidates(few.of_branch(problem, name), device) for name in (COMPRESSED, SLIDING)]
+    select = _WIDE_SELECTIONS if is_wide or large else _SELECTIONS
+    for n in range(max(map(len, (_ROWS, _QUERIES, _KEYS, *pages_of)))):
         take = lambda of: of[min(n, len(of) - 1)]  # noqa: B023
         (fw, fs), (qw, qs), (rows, kw, ks) = take(_ROWS), take(_QUERIES), take(_KEYS)
         if is_wide or large:
             fs, qs, rows, ks = 1, 1, 32, 1
         keys = KeyTile(max(1, rows // group), 1024, kw, ks)
-        select = SelectionTile(64, 32, 4, 1) if is_wide or large else SelectionTile(128, 64, 8, 2)
-        found.append(
-            TritonConfig(
-                RowTile(fw, fs), RowTile(qw, qs), keys, select, take(compressed), take(sliding), **dot
-            )
-        )
+        own = RowTile(fw, fs), RowTile(qw, qs), keys, SelectionTile(*take(select))
+        few_tiles = FewTiles(*map(take, pages_of))
+        found.append(TritonConfig(*own, take(compressed), take(sliding), few_tiles, **dot))
     return list(dict.fromkeys(found))
 
 
@@ -165,10 +190,15 @@ def forward(
     """The output, the blocks that were chosen, and what the backward needs."""
     found: dict[str, Array] = {}
     for name in (COMPRESSED, SLIDING):
-        call, own = _BRANCHES[name](arrays, spec)
-        results = attention.forward(call, own, getattr(config, name), execute=execute)
+        if few.serves(arrays):
+            call, tiles = few.call_of(name, arrays, spec), getattr(config.few, name)
+            results = few.by_row(pages.forward(*call, tiles, execute=execute), arrays.q.shape[0])
+        else:
+            results = attention.forward(
+                *_BRANCHES[name](arrays, spec), getattr(config, name), execute=execute
+            )
         found[f"{name}_out"], found[f"{name}_lse"] = results
-    launch = _launcher(arrays, spec, config, execute)
+    launch = launcher_of(arrays, spec, config.float32_dot, execute)
     indices = arrays.indices
     if indices is None:
         indices = _choose(launch, arrays, spec, config.selection, found["compressed_lse"])
@@ -212,7 +242,7 @@ def backward(
         "delta": delta,
         "indices": saved["indices"],
     }
-    launch = _launcher(arrays, spec, config, execute).knowing(own)
+    launch = launcher_of(arrays, spec, config.float32_dot, execute).knowing(own)
     programs = arrays.q.shape[0] * arrays.q.shape[1] * arrays.k.shape[2]
     outputs = {"dq": result(*arrays.q.shape)}
     dq = launch(kernels.query_gradient_kernel, config.query_gradient, outputs, programs)["dq"]
@@ -235,8 +265,9 @@ def _key_gradient(
     (batch, _, heads, dim), values = arrays.k.shape, arrays.v.shape[-1]
     blocks = num_blocks(arrays, spec)
     lists = lists_of(indices, blocks, tile.span)
-    pieces = lists.owner.shape[1]
-    own = {"tokens": lists.tokens, "owner": lists.owner, "from": lists.begin, "to": lists.end}
+    pieces, each = lists.owner.shape[-1], lists.tokens.shape[-1]
+    row = jnp.arange(batch * heads, dtype=jnp.int32).reshape(batch, heads, 1) * each
+    own = {"tokens": lists.tokens, "owner": lists.owner, "from": lists.begin + row, "to": lists.end + row}
     part = lambda channels: result(batch, heads, pieces, spec.block, channels)
     parts = launch(
         kernels.key_gradient_kernel,
@@ -259,69 +290,82 @@ def _key_gradient(
             SIZE=size,
             BLOCK=block,
         )
-        return _by_key(found["whole"], arrays, spec)
+        return by_key(found["whole"], arrays)
 
     return whole(parts["dk"], dim), whole(parts["dv"], values)
 
 
-def _by_key(x: Array, arrays: NativeArrays, spec: NativeSpec) -> Array:
-    """`[B, S, K, D]` from the keys of blocks `[B, K, M, block, D]`."""
-    batch, heads, blocks, size, channels = x.shape
-    x = jnp.moveaxis(x.reshape(batch, heads, blocks * size, channels), 1, 2)
-    keys = arrays.k.shape[1]
-    if arrays.begin is None:
-        return x[:, :keys]
-    assert arrays.position is not None and arrays.first is not None and arrays.base is not None
-    place = arrays.position - arrays.first  # keys are queries, as the call is packed
-    at = jnp.where(place < 0, 0, arrays.base * size + place)[..., None, None]
-    return jnp.where((place < 0)[..., None, None], 0, jnp.take_along_axis(x, at, 1))
+def _weights(launch: Launcher, arrays: NativeArrays, tile: SelectionTile, chunk: int, count: int) -> Array:
+    """The weights of compressed keys for some queries, `[B, K, count, C]`."""
+    batch, length = arrays.q.shape[:2]
+    keys, heads = arrays.compressed_k.shape[1:3]
+    tile = dataclasses.replace(tile, block_q=min(tile.block_q, padded(length)))
+    programs = cdiv(keys, tile.block_k) * cdiv(count, tile.block_q) * heads * batch
+    outputs = {"importance": result(batch, heads, count, keys)}
+    return launch(kernels.importance_kernel, tile, outputs, programs, chunk=chunk, length=count)["importance"]
 
 
 def _choose(
     launch: Launcher, arrays: NativeArrays, spec: NativeSpec, tile: SelectionTile, lse: Array
 ) -> Array:
-    """The blocks of each query, some queries at a time, as the weights of compressed keys are in memory."""
-    batch, length, _, _ = arrays.q.shape
-    keys, heads = arrays.compressed_k.shape[1:3]
-    every = lambda x: jnp.broadcast_to(x, (batch, length))
+    """The blocks of each query."""
+    every = lambda x: jnp.broadcast_to(x, arrays.q.shape[:2])
     start, end = compressed_ranges(arrays, spec)
-    own = {
-        "k": arrays.compressed_k,
-        "lse": lse * LOG2E,
-        "start": every(start),
-        "end": every(end),
-        "place": every(positions(arrays, spec) - of_sequence(arrays.first)),
-        "base": every(of_sequence(arrays.base)),
-    }
-    launch = launch.knowing(own, C=keys)
-    size = max(tile.block_q, _BYTES // max(1, 4 * batch * heads * keys) // tile.block_q * tile.block_q)
-    blocks = padded(num_blocks(arrays, spec), 1)
-    rows = max(1, min(8, 1024 // blocks))
+    place = positions(arrays, spec) - of_sequence(arrays.first)
+    base = of_sequence(arrays.base)
+    tables = {"start": every(start), "end": every(end), "place": every(place), "base": every(base)}
+    own = {"k": arrays.compressed_k, "lse": lse * LOG2E}
+    keys, blocks = arrays.compressed_k.shape[1], most_blocks(arrays, spec)
+    launch = launch.knowing(own | tables, C=keys)
+    weights = functools.partial(_weights, launch, arrays, tile)
+    return chosen_by(
+        weights,
+        launch,
+        (arrays.q.shape[0], arrays.q.shape[1], arrays.k.shape[2], keys, blocks),
+        spec,
+        tile.block_q,
+    )
+
+
+def chosen_by(
+    weights: Callable[[int, int], Array],
+    launch: Launcher,
+    sizes: tuple[int, int, int, int, int],
+    spec: NativeSpec,
+    multiple: int,
+) -> Array:
+    """The blocks of each query by `weights(chunk, count)`, those of compressed keys for queries from `chunk` on, `[B, K, count, C]`: for some
+    queries at a time, a `multiple` of them, as they are in memory. `sizes` are `B, T, K, C, M`; `launch` knows where compressed keys `start` and
+    `end`, the `place` of a query in its sequence, and the `base` of its blocks, `[B, T]` each."""
+    batch, length, heads, keys, blocks = sizes
+    size = max(multiple, _BYTES // max(1, 4 * batch * heads * keys) // multiple * multiple)
+    columns = padded(blocks, 1)
+    rows = max(1, min(8, 1024 // columns))
     chosen = []
     for chunk in range(0, length, size):
         count = min(size, length - chunk)
-        programs = cdiv(keys, tile.block_k) * cdiv(count, tile.block_q) * heads * batch
-        outputs = {"importance": result(batch, heads, count, keys)}
-        weights = launch(kernels.importance_kernel, tile, outputs, programs, chunk=chunk, length=count)
         found = launch(
             kernels.choose_kernel,
             _Warped(4),
             {"chosen": result(batch, heads, count, spec.count, dtype=jnp.int32)},
             cdiv(count, rows) * heads * batch,
-            {"importance": weights["importance"]},
+            {"importance": weights(chunk, count)},
             chunk=chunk,
             length=count,
+            M=blocks,
             BLOCK=spec.block,
             PER=spec.block // spec.stride,
             REACH=spec.span // spec.stride,
             ROWS=rows,
-            BLOCK_M=blocks,
+            BLOCK_M=columns,
         )
         chosen.append(jnp.moveaxis(found["chosen"], 1, 2))
     return jnp.concatenate(chosen, 1)
 
 
-def _launcher(arrays: NativeArrays, spec: NativeSpec, config: TritonConfig, execute: Execute) -> Launcher:
+def launcher_of(
+    arrays: NativeArrays, spec: NativeSpec, float32_dot: str, execute: Execute, family: str = "native_sparse"
+) -> Launcher:
     """The arguments that the kernels of one call share."""
     (_, length, heads, dim), (_, keys, kv_heads, values) = arrays.q.shape, arrays.v.shape
     group = heads // kv_heads
@@ -346,6 +390,6 @@ def _launcher(arrays: NativeArrays, spec: NativeSpec, config: TritonConfig, exec
         "offset": spec.offset,
         "PLACED": arrays.position is not None,
         "PACKED": begin is not None,
-        "PRECISION": config.float32_dot if arrays.q.dtype == jnp.float32 else "ieee",
+        "PRECISION": float32_dot if arrays.q.dtype == jnp.float32 else "ieee",
     }
-    return Launcher("native_sparse", named, numbers, arrays.q, execute)
+    return Launcher(family, named, numbers, arrays.q, execute)

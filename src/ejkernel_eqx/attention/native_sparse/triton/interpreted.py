@@ -1,16 +1,25 @@
 """Platform `triton-interpret`: the Triton kernels themselves, interpreted on the host. Slow; for testing."""
 
 from ....core.platforms import Interpreted
+from ....paged.triton.interpreted import CONFIG as PAGES
 from ...triton.compiled import TileConfig
 from ...triton.compiled import TritonConfig as AttentionConfig
 from . import compiled
-from .compiled import KeyTile, RowTile, SelectionTile, TritonConfig
+from .compiled import FewTiles, KeyTile, RowTile, SelectionTile, TritonConfig
 
 _TILE = RowTile(4, 1)
 _SQUARE = TileConfig(32, 32, 4, 1)
 _WHOLE = AttentionConfig(_SQUARE, _SQUARE, _SQUARE, fast_tanh=False, float32_dot="ieee")
 platform = Interpreted(
     compiled,
-    TritonConfig(_TILE, _TILE, KeyTile(2, 8, 4, 1), SelectionTile(16, 16, 4, 1), _WHOLE, _WHOLE),
+    TritonConfig(
+        _TILE,
+        _TILE,
+        KeyTile(2, 8, 4, 1),
+        SelectionTile(16, 16, 4, 1),
+        _WHOLE,
+        _WHOLE,
+        FewTiles(PAGES, PAGES),
+    ),
     float32_dot="ieee",
 )

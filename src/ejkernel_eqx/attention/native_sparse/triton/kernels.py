@@ -10,6 +10,14 @@ NO_BLOCK = tl.constexpr(2**31 - 1)
 
 
 @triton.jit
+def page_rows(table_ptr, j, seen, M, P, PAGE: tl.constexpr):
+    """Where the keys `j` of a sequence are among the rows of all pages, and which of those that are `seen` have a page."""
+    number = j // PAGE
+    page = tl.load(table_ptr + number, mask=seen & (number < M), other=-1)
+    return page.to(tl.int64) * PAGE + j % PAGE, seen & (page >= 0) & (page < P)
+
+
+@triton.jit
 def _block(
     indices_ptr, begin_ptr, at, b, last, S, M, BS: tl.constexpr, BLOCK_S: tl.constexpr, PACKED: tl.constexpr
 ):
@@ -29,7 +37,17 @@ def _block(
 
 
 @triton.jit
-def _rows(base, rows, width: tl.constexpr, C: tl.constexpr, BLOCK_C: tl.constexpr):
+def rows_where(base, rows, there, width: tl.constexpr, C: tl.constexpr, BLOCK_C: tl.constexpr):
+    """As `rows_of`, but 0 for those that are not `there`, which are not read."""
+    c = tl.arange(0, BLOCK_C)[None, :]
+    at = base + rows[:, None].to(tl.int64) * width + c
+    if C == BLOCK_C:
+        return tl.load(at, mask=there[:, None], other=0.0)
+    return tl.load(at, mask=there[:, None] & (c < C), other=0.0)
+
+
+@triton.jit
+def rows_of(base, rows, width: tl.constexpr, C: tl.constexpr, BLOCK_C: tl.constexpr):
     """Rows `[len(rows), BLOCK_C]` of `C` channels, `width` apart; all are in bounds."""
     c = tl.arange(0, BLOCK_C)[None, :]
     at = base + rows[:, None].to(tl.int64) * width + c
@@ -47,6 +65,35 @@ def _query(t_of_call, position_ptr, b, T, offset, PLACED: tl.constexpr):
 
 
 @triton.jit
+def _with_keys(acc, total, top, q, k, v, seen, SCALE: tl.constexpr, PRECISION: tl.constexpr):
+    """The sum of values `[GP, BLOCK_V]`, denominators and maxima `[GP]` after the keys of a block, of which some are `seen`."""
+    s = tl.dot(q, tl.trans(k), input_precision=PRECISION) * (SCALE * LOG2E)  # [GP, BLOCK_S]
+    s = tl.where(seen[None, :], s, float("-inf"))
+    new_top = tl.maximum(top, tl.max(s, axis=1))  # [GP]
+    shift = tl.where(new_top == float("-inf"), 0.0, new_top)  # [GP]
+    p = tl.exp2(s - shift[:, None])  # [GP, BLOCK_S]
+    alpha = tl.exp2(top - shift)  # [GP]
+    total = total * alpha + tl.sum(p, axis=1)
+    acc = tl.dot(p.to(v.dtype), v, acc * alpha[:, None], input_precision=PRECISION)
+    return acc, total, new_top
+
+
+@triton.jit
+def _store(out_ptr, lse_ptr, acc, total, top, row, kv, b, T, H: tl.constexpr, V: tl.constexpr, G: tl.constexpr, GP: tl.constexpr,
+           BLOCK_V: tl.constexpr):  # fmt: skip
+    """`out` and `lse` of the heads of a group at query `row = b * T + t`."""
+    heads = tl.arange(0, GP)  # [GP]
+    real = heads < G
+    some = total > 0  # [GP]
+    acc = tl.where(some[:, None], acc / tl.where(some, total, 1.0)[:, None], 0.0)
+    lse = tl.where(some, (top + tl.log2(tl.where(some, total, 1.0))) * LN2, float("-inf"))  # [GP]
+    c = tl.arange(0, BLOCK_V)[None, :]
+    at = (row * H + kv * G + heads)[:, None] * V + c
+    tl.store(out_ptr + at, acc.to(out_ptr.dtype.element_ty), mask=real[:, None] & (c < V))
+    tl.store(lse_ptr + (b * H + kv * G + heads) * T + row % T, lse, mask=real)
+
+
+@triton.jit
 def forward_kernel(
     q_ptr, k_ptr, v_ptr, indices_ptr, position_ptr, begin_ptr,  # [B, T, H, D], [B, S, K, D], [B, S, K, V], [B, T, K, N], [B, T], [B, M]
     T, S, M, offset, out_ptr, lse_ptr,  # [B, T, H, V], [B, H, T]
@@ -60,10 +107,8 @@ def forward_kernel(
     row = (pid // K).to(tl.int64)  # b * T + t
     b = row // T
     last = _query((row % T).to(tl.int32), position_ptr, b, T, offset, PLACED)
-    heads = tl.arange(0, GP)  # [GP]
-    real = heads < G
-    own = tl.minimum(heads, G - 1)
-    q = _rows(q_ptr + (row * H + kv * G) * D, own, D, D, BLOCK_D)  # [GP, BLOCK_D]
+    own = tl.minimum(tl.arange(0, GP), G - 1)  # [GP]
+    q = rows_of(q_ptr + (row * H + kv * G) * D, own, D, D, BLOCK_D)  # [GP, BLOCK_D]
     k_base = k_ptr + (b * S * K + kv) * D
     v_base = v_ptr + (b * S * K + kv) * V
     acc = tl.zeros([GP, BLOCK_V], tl.float32)  # [GP, BLOCK_V]
@@ -73,24 +118,48 @@ def forward_kernel(
         j, seen = _block(
             indices_ptr, begin_ptr, (row * K + kv) * N + n, b, last, S, M, BS, BLOCK_S, PACKED
         )  # [BLOCK_S]
-        k = _rows(k_base, j, K * D, D, BLOCK_D)  # [BLOCK_S, BLOCK_D]
-        s = tl.dot(q, tl.trans(k), input_precision=PRECISION) * (SCALE * LOG2E)  # [GP, BLOCK_S]
-        s = tl.where(seen[None, :], s, float("-inf"))
-        v = _rows(v_base, j, K * V, V, BLOCK_V)  # [BLOCK_S, BLOCK_V]
-        new_top = tl.maximum(top, tl.max(s, axis=1))  # [GP]
-        shift = tl.where(new_top == float("-inf"), 0.0, new_top)  # [GP]
-        p = tl.exp2(s - shift[:, None])  # [GP, BLOCK_S]
-        alpha = tl.exp2(top - shift)  # [GP]
-        total = total * alpha + tl.sum(p, axis=1)
-        acc = tl.dot(p.to(v.dtype), v, acc * alpha[:, None], input_precision=PRECISION)
-        top = new_top
-    some = total > 0  # [GP]
-    acc = tl.where(some[:, None], acc / tl.where(some, total, 1.0)[:, None], 0.0)
-    lse = tl.where(some, (top + tl.log2(tl.where(some, total, 1.0))) * LN2, float("-inf"))  # [GP]
-    c = tl.arange(0, BLOCK_V)[None, :]
-    at = (row * H + kv * G + heads)[:, None] * V + c
-    tl.store(out_ptr + at, acc.to(out_ptr.dtype.element_ty), mask=real[:, None] & (c < V))
-    tl.store(lse_ptr + (b * H + kv * G + heads) * T + row % T, lse, mask=real)
+        k = rows_of(k_base, j, K * D, D, BLOCK_D)  # [BLOCK_S, BLOCK_D]
+        v = rows_of(v_base, j, K * V, V, BLOCK_V)  # [BLOCK_S, BLOCK_V]
+        acc, total, top = _with_keys(acc, total, top, q, k, v, seen, SCALE, PRECISION)
+    _store(out_ptr, lse_ptr, acc, total, top, row, kv, b, T, H, V, G, GP, BLOCK_V)
+
+
+@triton.jit
+def page_forward_kernel(
+    q_ptr, k_ptr, v_ptr, indices_ptr, position_ptr, table_ptr,  # [T, H, D], [P, PAGE, K, D], [P, PAGE, K, V], [T, K, N], [T], [T, M]
+    T, M, P, out_ptr, lse_ptr,  # [T, H, V], [H, T]
+    H: tl.constexpr, K: tl.constexpr, D: tl.constexpr, V: tl.constexpr, N: tl.constexpr, BS: tl.constexpr, BLOCK_S: tl.constexpr,
+    G: tl.constexpr, GP: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_V: tl.constexpr, SCALE: tl.constexpr, PAGE: tl.constexpr,
+    PRECISION: tl.constexpr,
+):  # fmt: skip
+    """As `forward_kernel`, on the pages that the query's row of the table names. Position -1 for a token of no sequence."""
+    pid = tl.program_id(0)
+    kv = pid % K
+    row = (pid // K).to(tl.int64)  # t
+    last = tl.load(position_ptr + row)
+    own = tl.minimum(tl.arange(0, GP), G - 1)  # [GP]
+    q = rows_of(q_ptr + (row * H + kv * G) * D, own, D, D, BLOCK_D)  # [GP, BLOCK_D]
+    acc = tl.zeros([GP, BLOCK_V], tl.float32)  # [GP, BLOCK_V]
+    total = tl.zeros([GP], tl.float32)  # [GP]
+    top = tl.full([GP], float("-inf"), tl.float32)  # [GP]
+    column = tl.arange(0, BLOCK_S)  # [BLOCK_S]
+    for n in tl.range(0, N):
+        index = tl.load(indices_ptr + (row * K + kv) * N + n)
+        begin = tl.maximum(index, 0) * BS
+        j = begin + column
+        seen = (j <= last) & (index >= 0)
+        if BS != BLOCK_S:
+            seen &= column < BS
+        if PAGE % BS == 0 and BS == BLOCK_S:  # one page, whose number is loaded once
+            first, there = page_rows(table_ptr + row * M, begin, index >= 0, M, P, PAGE)
+            r = first + column
+            seen &= there
+        else:
+            r, seen = page_rows(table_ptr + row * M, j, seen, M, P, PAGE)
+        k = rows_where(k_ptr + kv * D, r, seen, K * D, D, BLOCK_D)  # [BLOCK_S, BLOCK_D]
+        v = rows_where(v_ptr + kv * V, r, seen, K * V, V, BLOCK_V)  # [BLOCK_S, BLOCK_V]
+        acc, total, top = _with_keys(acc, total, top, q, k, v, seen, SCALE, PRECISION)
+    _store(out_ptr, lse_ptr, acc, total, top, row, kv, 0, T, H, V, G, GP, BLOCK_V)
 
 
 @triton.jit
@@ -110,8 +179,8 @@ def query_gradient_kernel(
     heads = tl.arange(0, GP)  # [GP]
     real = heads < G
     own = tl.minimum(heads, G - 1)
-    q = _rows(q_ptr + (row * H + kv * G) * D, own, D, D, BLOCK_D)  # [GP, BLOCK_D]
-    do = _rows(do_ptr + (row * H + kv * G) * V, own, V, V, BLOCK_V)  # [GP, BLOCK_V]
+    q = rows_of(q_ptr + (row * H + kv * G) * D, own, D, D, BLOCK_D)  # [GP, BLOCK_D]
+    do = rows_of(do_ptr + (row * H + kv * G) * V, own, V, V, BLOCK_V)  # [GP, BLOCK_V]
     at = (b * H + kv * G + own) * T + row % T
     lse = tl.load(lse_ptr + at)  # [GP]
     delta = tl.load(delta_ptr + at)  # [GP]
@@ -122,9 +191,9 @@ def query_gradient_kernel(
         j, seen = _block(
             indices_ptr, begin_ptr, (row * K + kv) * N + n, b, last, S, M, BS, BLOCK_S, PACKED
         )  # [BLOCK_S]
-        k = _rows(k_base, j, K * D, D, BLOCK_D)  # [BLOCK_S, BLOCK_D]
+        k = rows_of(k_base, j, K * D, D, BLOCK_D)  # [BLOCK_S, BLOCK_D]
         s = tl.dot(q, tl.trans(k), input_precision=PRECISION) * (SCALE * LOG2E)  # [GP, BLOCK_S]
-        v = _rows(v_base, j, K * V, V, BLOCK_V)  # [BLOCK_S, BLOCK_V]
+        v = rows_of(v_base, j, K * V, V, BLOCK_V)  # [BLOCK_S, BLOCK_V]
         dp = tl.dot(do, tl.trans(v), input_precision=PRECISION)  # [GP, BLOCK_S]
         p = tl.exp2(s - lse[:, None])  # [GP, BLOCK_S]
         ds = tl.where(seen[None, :], p * (dp - delta[:, None]), 0.0)  # [GP, BLOCK_S]
@@ -163,8 +232,8 @@ def key_gradient_kernel(
         newest = tl.load(tokens_ptr + hi - 1)
         latest = _query(newest, position_ptr, b, T, offset, PLACED)
         safe = tl.maximum(tl.minimum(safe, latest), 0)
-    k = _rows(k_ptr + (b * S * K + kv) * D, safe, K * D, D, BLOCK_D)  # [BLOCK_S, BLOCK_D]
-    v = _rows(v_ptr + (b * S * K + kv) * V, safe, K * V, V, BLOCK_V)  # [BLOCK_S, BLOCK_V]
+    k = rows_of(k_ptr + (b * S * K + kv) * D, safe, K * D, D, BLOCK_D)  # [BLOCK_S, BLOCK_D]
+    v = rows_of(v_ptr + (b * S * K + kv) * V, safe, K * V, V, BLOCK_V)  # [BLOCK_S, BLOCK_V]
     dk = tl.zeros([BLOCK_S, BLOCK_D], tl.float32)  # [BLOCK_S, BLOCK_D]
     dv = tl.zeros([BLOCK_S, BLOCK_V], tl.float32)  # [BLOCK_S, BLOCK_V]
     r = tl.arange(0, TOKENS * GP)  # [R], tokens by heads
@@ -173,8 +242,8 @@ def key_gradient_kernel(
         at = n + r // GP
         t = tl.load(tokens_ptr + tl.minimum(at, hi - 1))  # [R]
         real = (at < hi) & (r % GP < G)
-        q = _rows(q_ptr, (b * T + t) * H + head, D, D, BLOCK_D)  # [R, BLOCK_D]
-        do = _rows(do_ptr, (b * T + t) * H + head, V, V, BLOCK_V)  # [R, BLOCK_V]
+        q = rows_of(q_ptr, (b * T + t) * H + head, D, D, BLOCK_D)  # [R, BLOCK_D]
+        do = rows_of(do_ptr, (b * T + t) * H + head, V, V, BLOCK_V)  # [R, BLOCK_V]
         stat = (b * H + head) * T + t
         lse = tl.load(lse_ptr + stat)  # [R]
         delta = tl.load(delta_ptr + stat)  # [R]
@@ -236,16 +305,44 @@ def importance_kernel(
     if tl.max(end, axis=0) > first:
         c = first + tl.arange(0, BLOCK_K)  # [BK]
         seen = (start[:, None] <= c[None, :]) & (c[None, :] < end[:, None])  # [BQ, BK]
-        k = _rows(k_ptr + (b * C * K + kv) * D, tl.minimum(c, C - 1), K * D, D, BLOCK_D)  # [BK, BLOCK_D]
+        k = rows_of(k_ptr + (b * C * K + kv) * D, tl.minimum(c, C - 1), K * D, D, BLOCK_D)  # [BK, BLOCK_D]
         total = tl.zeros([BLOCK_Q, BLOCK_K], tl.float32)  # [BQ, BK]
         safe = tl.minimum(t, T - 1)
         for g in tl.range(0, G):
-            q = _rows(q_ptr + (b * T * H + kv * G + g) * D, safe, H * D, D, BLOCK_D)  # [BQ, BLOCK_D]
+            q = rows_of(q_ptr + (b * T * H + kv * G + g) * D, safe, H * D, D, BLOCK_D)  # [BQ, BLOCK_D]
             lse = tl.load(lse_ptr + (b * H + kv * G + g) * T + safe)  # [BQ]
             s = tl.dot(q, tl.trans(k), input_precision=PRECISION) * (SCALE * LOG2E)  # [BQ, BK]
             total += tl.where(seen, tl.exp2(s - lse[:, None]), 0.0)
         at = ((b * K + kv) * length + own)[:, None] * C + c[None, :]
         tl.store(importance_ptr + at, total, mask=inside[:, None] & (c < C)[None, :])
+
+
+@triton.jit
+def page_importance_kernel(
+    q_ptr, k_ptr, table_ptr, lse_ptr, end_ptr,  # [T, H, D], [P, PAGE, K, D], [T, M], [H, T] of log2, [T]
+    T, M, P, C, chunk, length, importance_ptr,  # [K, length, C]
+    H: tl.constexpr, K: tl.constexpr, D: tl.constexpr, G: tl.constexpr, GP: tl.constexpr, BLOCK_D: tl.constexpr, SCALE: tl.constexpr,
+    PRECISION: tl.constexpr, PAGE: tl.constexpr, BLOCK_K: tl.constexpr,
+):  # fmt: skip
+    """As `importance_kernel`, on pages of compressed keys. A program has one query, so that all keys are those of its sequence."""
+    columns = tl.cdiv(C, BLOCK_K)
+    pid = tl.program_id(0)
+    first = pid % columns * BLOCK_K
+    kv = pid // columns % K
+    own = (pid // (columns * K)).to(tl.int64)  # in the chunk
+    t = chunk + own
+    end = tl.load(end_ptr + t)
+    if first < end:
+        c = first + tl.arange(0, BLOCK_K)  # [BK]
+        r, seen = page_rows(table_ptr + t * M, c, c < end, M, P, PAGE)
+        k = rows_where(k_ptr + kv * D, r, seen, K * D, D, BLOCK_D)  # [BK, BLOCK_D]
+        heads = tl.arange(0, GP)  # [GP]
+        safe = kv * G + tl.minimum(heads, G - 1)
+        q = rows_of(q_ptr + t * H * D, safe, D, D, BLOCK_D)  # [GP, BLOCK_D]
+        lse = tl.load(lse_ptr + safe * T + t)  # [GP]
+        s = tl.dot(q, tl.trans(k), input_precision=PRECISION) * (SCALE * LOG2E)  # [GP, BK]
+        p = tl.where((heads < G)[:, None] & seen[None, :], tl.exp2(s - lse[:, None]), 0.0)
+        tl.store(importance_ptr + (kv * length + own) * C + c, tl.sum(p, axis=0), mask=c < C)
 
 
 @triton.jit

@@ -1,0 +1,162 @@
+"""The caches of native sparse attention: keys and values, and the compressed ones of their blocks, dense and in pages."""
+
+from typing import Any
+
+import equinox as eqx
+import jax
+import jax.numpy as jnp
+from jax import Array
+from jax.typing import DTypeLike
+
+from .._shapes import AnyArray, Bool, Float, Int, Numbers
+from ..paged import PagedKVCache
+from .arguments import check_divides
+from .kv_cache import KVCache
+
+
+class SparseKVCache(eqx.Module):
+    """Keys and values of all tokens so far, and the compressed keys and values of the blocks that are complete: one row per sequence, each with its
+    own length.
+
+    A pure value, as [`ejkernel_eqx.nn.KVCache`][]: a call of the layer returns a new one, written in place if the old one is donated to `jit`,
+    and a cache with batch shape `(layers, B)` can be scanned over together with stacked layers.
+
+    - `k`: `[..., S, K, D]`, rotated, `v`: `[..., S, K, V]`, with `S` the capacity in tokens.
+    - `compressed_k`: `[..., C, K, D]`, `compressed_v`: `[..., C, K, V]`: number `c` stands for the tokens from `c * compression_stride` on.
+    - `lengths`: int32 `[...]`, the number of tokens in each row; slots beyond are never read, nor are compressed keys of incomplete blocks.
+    """
+
+    k: Float[Array, "*B S K D"]
+    v: Float[Array, "*B S K V"]
+    compressed_k: Float[Array, "*B C K D"]
+    compressed_v: Float[Array, "*B C K V"]
+    lengths: Int[Array, "*B"]
+
+    @classmethod
+    def init(
+        cls,
+        batch_shape: tuple[int, ...] | int,
+        max_length: int,
+        num_kv_heads: int,
+        head_dim: int,
+        dtype: DTypeLike = jnp.float32,
+        *,
+        compression_size: int,
+        compression_stride: int,
+    ) -> "SparseKVCache":
+        """Returns an empty cache.
+
+        **Arguments:**
+
+        - `batch_shape`, `max_length`, `num_kv_heads`, `head_dim`, `dtype`: as in [`ejkernel_eqx.nn.KVCache.init`][].
+        - `compression_size`, `compression_stride`: tokens of a compressed key, and between the first tokens of two.
+        """
+        check_divides("compression_stride", compression_stride, "compression_size", compression_size)
+        rows = KVCache.init(batch_shape, max_length, num_kv_heads, head_dim, dtype=dtype)
+        count = max(1, (max_length - compression_size) // compression_stride + 1)
+        empty = lambda x: jnp.zeros((*rows.batch_shape, count, *x.shape[-2:]), x.dtype)
+        return cls(rows.k, rows.v, empty(rows.k), empty(rows.v), rows.lengths)
+
+    @property
+    def max_length(self) -> int:
+        """Capacity of each row, in tokens."""
+        return self.k.shape[-3]
+
+    @property
+    def batch_shape(self) -> tuple[int, ...]:
+        return self.k.shape[:-3]
+
+    def append(
+        self,
+        k_new: Float[AnyArray, "*B T K D"],
+        v_new: Float[AnyArray, "*B T K V"],
+        *,
+        mask: Bool[AnyArray, "#*B #T"] | None = None,
+    ) -> "SparseKVCache":
+        """Appends keys and values, as [`ejkernel_eqx.nn.KVCache.append`][] does, with the same errors; compressed ones stay as they are."""
+        rows = KVCache(self.k, self.v, self.lengths).append(k_new, v_new, mask=mask)
+        return SparseKVCache(rows.k, rows.v, self.compressed_k, self.compressed_v, rows.lengths)
+
+    def complete(
+        self,
+        compressed_k: Float[AnyArray, "*B N K D"],
+        compressed_v: Float[AnyArray, "*B N K V"],
+        first: Int[AnyArray, "*B"],
+        end: Int[AnyArray, "*B"],
+    ) -> "SparseKVCache":
+        """Writes the compressed keys and values `first <= c < end` of each row, the first ones of those given."""
+        number = first[..., None] + jax.lax.broadcasted_iota(jnp.int32, compressed_k.shape[:-2], first.ndim)
+        before = jnp.minimum(first, self.compressed_k.shape[-3])
+        rows = KVCache(self.compressed_k, self.compressed_v, before)
+        rows = rows.append(compressed_k, compressed_v, mask=number < end[..., None])
+        return SparseKVCache(self.k, self.v, rows.k, rows.v, self.lengths)
+
+
+class PagedSparseCache(eqx.Module):
+    """Keys and values of many sequences in pages, and the compressed ones of their blocks in as many pages of a second pool, by the same page
+    table.
+
+    - `tokens`: a `PagedKVCache` of `page_size` tokens a page.
+    - `compressed`: a `PagedKVCache` whose page `i` holds the `page_size // compression_stride` compressed keys and values whose first tokens lie
+      in page `i` of `tokens`.
+
+    A compressed key is written with its last token. If that may lie in a later page (`compression_size` above `compression_stride`), sequences
+    must not share pages (`PageTable.fork`): they would write it for each other.
+    """
+
+    tokens: PagedKVCache
+    compressed: PagedKVCache
+
+    @classmethod
+    def init(
+        cls,
+        num_pages: int,
+        page_size: int,
+        num_kv_heads: int,
+        head_dim: int,
+        *,
+        compression_stride: int,
+        batch_shape: Any = (),
+        dtype: DTypeLike = jnp.float32,
+    ) -> "PagedSparseCache":
+        """Returns an empty cache that is not bound to tables. The arguments are those of [`ejkernel_eqx.PagedKVCache.init`][]; the stride divides
+        `page_size`. Pages of 8 bits are not supported."""
+        check_divides("compression_stride", compression_stride, "page_size", page_size)
+        sizes = (num_kv_heads, head_dim)
+        options: Any = {"batch_shape": batch_shape, "dtype": dtype}
+        return cls(
+            PagedKVCache.init(num_pages, page_size, *sizes, **options),
+            PagedKVCache.init(num_pages, page_size // compression_stride, *sizes, **options),
+        )
+
+    @property
+    def batch_shape(self) -> tuple[int, ...]:
+        return self.tokens.batch_shape
+
+    @property
+    def page_size(self) -> int:
+        """Tokens of a page."""
+        return self.tokens.page_size
+
+    @property
+    def num_pages(self) -> int:
+        return self.tokens.num_pages
+
+    @property
+    def is_bound(self) -> bool:
+        """Whether the cache has tables."""
+        return self.tokens.is_bound
+
+    def bind(self, page_table: Any, lengths: Any | None = None) -> "PagedSparseCache":
+        """The same pages with tables: those of a `RaggedBatch`, or both arrays."""
+        return PagedSparseCache(self.tokens.bind(page_table, lengths), self.compressed.unbind())
+
+    def unbind(self) -> "PagedSparseCache":
+        """The same pages without tables."""
+        return PagedSparseCache(self.tokens.unbind(), self.compressed.unbind())
+
+    def copy_pages(self, source: Int[Numbers, " C"], target: Int[Numbers, " C"]) -> "PagedSparseCache":
+        """As [`ejkernel_eqx.PagedKVCache`][]`.copy_pages`, in both pools."""
+        return PagedSparseCache(
+            self.tokens.copy_pages(source, target), self.compressed.copy_pages(source, target)
+        )

@@ -1,0 +1,402 @@
+"""`nn.NativeSparseAttention`: its formula and gradients, every way to decode, padding, packed sequences, and what it refuses."""
+
+import functools
+from typing import Any
+
+import equinox as eqx
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+import ejkernel_eqx as ejx
+from ejkernel_eqx.nn import NativeSparseAttention, RotaryEmbedding, SparseKVCache, YarnScaling
+from tests.attention.dense import INTERPRET
+from tests.nn.paged_layers import advance, inputs, PAGE, PAGES, poisoned, SEQUENCES, serve, TOKENS
+from tests.nn.recurrent_layers import EMBED
+from tests.recurrence.quick import quick
+from tests.tolerances import assert_close
+
+SIZES: dict[str, Any] = {"num_heads": 4, "num_kv_heads": 2, "head_dim": 4, "block_size": 2, "num_blocks": 3}
+SIZES |= {"sliding_window": 2, "compression_size": 4, "compression_stride": 2}
+ROPE = RotaryEmbedding(4)
+LAYERS: dict[str, dict[str, Any]] = {
+    "mlp": {"rope": ROPE},
+    "linear, yarn, partial, biases": {
+        "compression": "linear",
+        "rope": RotaryEmbedding(4, rotary_dim=2, scaling=YarnScaling(4.0, 4)),
+        "use_qkv_bias": True,
+    },
+    "mean": {"compression": "mean", "rope": ROPE, "compression_stride": 2, "compression_size": 2},
+}
+
+
+@functools.cache
+def build(name="mlp", **changes):
+    layer = NativeSparseAttention(EMBED, **(SIZES | LAYERS[name] | changes), key=jax.random.key(1))
+    # Places that matter, scores that choose, gates that differ.
+    louder = lambda leaf: leaf * 3
+    layer = eqx.tree_at(lambda m: [m.q_proj.weight, m.g_proj.weight], layer, replace_fn=louder)
+    if layer.k_compression is None:
+        return layer
+    return eqx.tree_at(
+        lambda m: [m.k_compression.positions, m.v_compression.positions],
+        layer,
+        replace_fn=lambda leaf: leaf * 20,
+    )
+
+
+@functools.cache
+def alone(name="mlp"):
+    return quick(lambda layer, x: layer(x))(build(name), inputs())
+
+
+def softmax(scores: np.ndarray, v: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+    if not len(scores):
+        return np.zeros(v.shape[-1]), scores
+    p = np.exp(scores - scores.max())
+    return p / p.sum() @ v, p / p.sum()
+
+
+def compressed(layer: Any, part: Any, x: np.ndarray) -> np.ndarray:
+    """One head at a time: the keys or values of whole blocks `[C, K, D]` from `[T, K, D]`."""
+    options = layer.attention.options
+    size, stride = options.compression_size, options.compression_stride
+    found = []
+    for c in range(max(0, (len(x) - size) // stride + 1)):
+        tokens = x[c * stride : c * stride + size]
+        if part is None:
+            found.append(tokens.mean(0))
+            continue
+        rows = []
+        for h in range(x.shape[1]):
+            row = (tokens[:, h] + part.positions[h]).reshape(-1) @ part.weight[h]
+            if part.bias is not None:
+                row = np.maximum(row + part.bias[h], 0) @ part.out_weight[h] + part.out_bias[h]
+            rows.append(row)
+        found.append(np.stack(rows))
+    return np.stack(found) if found else np.zeros((0, *x.shape[1:]))
+
+
+def by_hand(layer: Any, x: np.ndarray) -> np.ndarray:
+    """One sequence `[T, E]`, query by query and head by head, in the dtype of the layer's arrays."""
+    apply = lambda linear, x: x @ linear.weight.T + (0 if linear.bias is None else linear.bias)
+    length, heads, kv_heads, options = len(x), layer.num_heads, layer.num_kv_heads, layer.attention.options
+    theta, scaling = layer.rope.frequencies(), layer.rope.scaling
+    turned = 2 * len(theta)
+
+    def turn(x: np.ndarray, positions: Any) -> np.ndarray:
+        phase = np.exp(1j * np.asarray(positions)[:, None] * theta) * (
+            1 if scaling is None else scaling.magnitude
+        )
+        y = (x[..., : turned // 2] + 1j * x[..., turned // 2 : turned]) * phase[:, None]
+        return np.concatenate([y.real, y.imag, x[..., turned:]], -1)
+
+    q = turn(apply(layer.q_proj, x).reshape(length, heads, -1), range(length))
+    raw = apply(layer.k_proj, x).reshape(length, kv_heads, -1)
+    k, v = turn(raw, range(length)), apply(layer.v_proj, x).reshape(length, kv_heads, -1)
+    gates = 1 / (1 + np.exp(-apply(layer.g_proj, x).reshape(length, heads, 3)))
+    ck, cv = compressed(layer, layer.k_compression, raw), compressed(layer, layer.v_compression, v)
+    stride, size, block = options.compression_stride, options.compression_size, options.block_size
+    ck = turn(ck, np.arange(len(ck)) * stride)
+    if layer.k_compression is None:
+        ck = compressed(layer, None, k)
+    scale, out = q.shape[-1] ** -0.5, np.zeros_like(q)
+    for t in range(length):
+        whole = max(0, (t + 1 - size) // stride + 1)
+        for group in range(kv_heads):
+            own = range(group * heads // kv_heads, (group + 1) * heads // kv_heads)
+            weights = np.zeros(whole)
+            for h in own:
+                o, p = softmax(q[t, h] @ ck[:whole, group].T * scale, cv[:whole, group])
+                out[t, h] += gates[t, h, 0] * o
+                weights += p
+            share = lambda c, m: sum(
+                (c * stride + n) // block == m for n in range(0, size, stride)
+            )  # strides of key c in block m
+            scores = [sum(w * share(c, m) for c, w in enumerate(weights)) for m in range(t // block + 1)]
+            rest = sorted(range(1, t // block), key=lambda m: (-scores[m], m))
+            chosen = list(dict.fromkeys([t // block, 0, *rest]))[: options.num_blocks]
+            keys = [j for j in range(t + 1) if j // block in chosen]
+            near = range(max(0, t + 1 - options.sliding_window), t + 1)
+            for h in own:
+                for n, seen in ((1, keys), (2, list(near))):
+                    o, _ = softmax(q[t, h] @ k[seen, group].T * scale, v[seen, group])
+                    out[t, h] += gates[t, h, n] * o
+    return apply(layer.o_proj, out.reshape(length, -1))
+
+
+def exact(tree: Any) -> Any:
+    return jax.tree.map(lambda a: np.asarray(a, np.float64) if eqx.is_inexact_array(a) else a, tree)
+
+
+@pytest.mark.parametrize("name", LAYERS)
+def test_the_formula(name):
+    layer = exact(build(name))
+    for row, y in zip(inputs(), alone(name)):
+        assert_close(y, by_hand(layer, exact(row)), "float32")
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", LAYERS)
+def test_every_gradient(name):
+    """Beside differences of the formula along random directions, and along the gradient itself."""
+    layer, x = build(name), jnp.asarray(inputs()[0])
+    cotangent = np.random.default_rng(0).standard_normal(x.shape)
+    loss = lambda both: jnp.sum(both[0](both[1]) * jnp.asarray(cotangent, x.dtype))
+    gradients = exact(quick(lambda layer, x: eqx.filter_grad(loss)((layer, x)))(layer, x))
+    rest = exact((layer, x))
+    leaves, where = jax.tree.flatten(eqx.filter(gradients, eqx.is_array))
+    arrays, static = eqx.partition(rest, lambda a: isinstance(a, np.ndarray))
+    values = jax.tree.leaves(arrays)
+    assert len(values) == len(leaves)
+
+    def at(index: int, step: np.ndarray) -> float:
+        moved = [a + step if n == index else a for n, a in enumerate(values)]
+        layer, x = eqx.combine(jax.tree.unflatten(jax.tree.structure(arrays), moved), static)
+        return float((by_hand(layer, x) * cotangent).sum())
+
+    random = np.random.default_rng(1)
+    for index, gradient in enumerate(leaves):
+        length = np.linalg.norm(gradient)
+        assert length > 0, where
+        for direction in (gradient / length, *random.standard_normal((3, *gradient.shape))):
+            step = 1e-6 * direction / np.linalg.norm(direction)
+            found = (at(index, step) - at(index, -step)) / 2e-6
+            wanted = (gradient * direction).sum() / np.linalg.norm(direction)
+            assert abs(found - wanted) < 1e-4 * length, (index, gradient.shape, found, wanted)
+
+
+@pytest.mark.few(1)
+@pytest.mark.parametrize("chunks", [(TOKENS,), (4, 1, 5), (1,) * TOKENS])
+@pytest.mark.parametrize("name", LAYERS)
+def test_decoding_is_the_whole(name, chunks):
+    """A prompt at once, in chunks and token by token; what is not written yet is NaN."""
+    layer, x = build(name), inputs()
+    cache = poisoned(layer.init_cache(SEQUENCES, TOKENS + 2))
+    cache = eqx.tree_at(lambda c: c.lengths, cache, jnp.zeros(SEQUENCES, jnp.int32))
+    step, outputs = quick(lambda layer, x, cache: layer(x, cache)), []
+    for part in jnp.split(x, np.cumsum(chunks)[:-1], axis=1):
+        y, cache = step(layer, part, cache)
+        outputs.append(y)
+    assert_close(jnp.concatenate(outputs, 1), alone(name), "float32")
+
+
+@pytest.mark.few(1)
+@pytest.mark.parametrize("name", ["mlp", "mean"])
+def test_rows_of_different_lengths(name):
+    """Chunks padded on either side, of rows that are at different places; padding and unwritten slots are NaN."""
+    layer, x = build(name), np.asarray(inputs())
+    cache = poisoned(layer.init_cache(SEQUENCES, TOKENS))
+    cache = eqx.tree_at(lambda c: c.lengths, cache, jnp.zeros(SEQUENCES, jnp.int32))
+    step = quick(lambda x, cache, mask: layer(x, cache, padding_mask=mask))
+    done = [0] * SEQUENCES
+    for counts, first in (
+        ((5, 3, 0), (0, 1, 0)),
+        ((1, 4, 3), (3, 0, 1)),
+        ((4, 3, 5), (1, 2, 0)),
+        ((0, 0, 2), (0, 0, 3)),
+    ):
+        chunk, real = np.full((SEQUENCES, 5, EMBED), np.nan, np.float32), np.zeros((SEQUENCES, 5), bool)
+        for n, (count, start) in enumerate(zip(counts, first)):
+            chunk[n, start : start + count] = x[n, done[n] : done[n] + count]
+            real[n, start : start + count] = True
+        y, cache = step(jnp.asarray(chunk), cache, jnp.asarray(real))
+        for n, count in enumerate(counts):
+            assert_close(y[n, real[n]], alone(name)[n, done[n] : done[n] + count], "float32")
+            done[n] += count
+    np.testing.assert_array_equal(cache.lengths, done)
+
+
+def rows_of(kind: str) -> tuple[jax.Array, dict[str, Any], list[tuple[Any, Any]]]:
+    """An input in which sequences lie among NaN, the arguments that say where, and their places in it and in `inputs()`."""
+    if kind == "padding":  # left, right and a whole row
+        found: list[tuple[Any, Any]] = [
+            ((0, slice(3, 9)), (0, slice(0, 6))),
+            ((1, slice(0, 8)), (1, slice(0, 8))),
+        ]
+    elif kind == "packed":  # an empty sequence among others, and one of a token
+        found = [
+            (slice(0, 7), (0, slice(0, 7))),
+            (slice(7, 8), (1, slice(0, 1))),
+            (slice(8, 18), (2, slice(0, 10))),
+        ]
+    else:  # runs of ids, of which the padding mask takes the last token
+        found = [
+            ((0, slice(1, 4)), (0, slice(0, 3))),
+            ((0, slice(4, 9)), (1, slice(0, 5))),
+            ((1, slice(0, 6)), (2, slice(0, 6))),
+        ]
+    x = np.full(
+        {"padding": (3, 9, EMBED), "packed": (21, EMBED)}.get(kind, (2, 10, EMBED)), np.nan, np.float32
+    )
+    real, ids = np.zeros(x.shape[:-1], bool), np.full(x.shape[:-1], -1, np.int32)
+    for number, (place, own) in enumerate(found):
+        x[place], real[place], ids[place] = inputs()[own], True, 3 - number
+    if kind == "padding":
+        return jnp.asarray(x), {"padding_mask": jnp.asarray(real)}, found
+    if kind == "packed":
+        return jnp.asarray(x), {"cu_seqlens": jnp.array([0, 7, 7, 8, 18])}, found
+    ids[0, 9] = ids[0, 8]
+    mask = np.ones((2, 10), bool)
+    mask[:, 9] = False
+    return jnp.asarray(x), {"segment_ids": jnp.asarray(ids), "padding_mask": jnp.asarray(mask)}, found
+
+
+@pytest.mark.few(3)
+@pytest.mark.parametrize("name", LAYERS)
+@pytest.mark.parametrize("kind", ["padding", "packed", "segments"])
+def test_sequences_in_rows(kind, name):
+    """Each gives what it gives alone, whatever is beside it."""
+    x, how, places = rows_of(kind)
+    layer = build(name, **({"max_segments": 2} if kind == "segments" else {}))
+    y = quick(lambda x: layer(x, **how))(x)
+    for place, own in places:
+        assert_close(y[place], alone(name)[own], "float32")
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("kind", "name"), [("padding", "mlp"), ("packed", "mlp"), ("segments", "mlp"), ("segments", "mean")]
+)
+def test_gradients_of_sequences_in_rows(kind, name):
+    (x, how, places), layer = rows_of(kind), build(name)
+    loss = lambda both: sum(jnp.sin(both[0](both[1], **how)[place]).sum() for place, _ in places)
+    of_parts = lambda both: sum(jnp.sin(both[0](both[1][own])).sum() for _, own in places)
+    gradient = lambda f, x: quick(lambda layer, x: eqx.filter_grad(f)((layer, x)))(layer, x)
+    found, wanted = gradient(loss, x), gradient(of_parts, jnp.asarray(inputs()))
+    close = functools.partial(assert_close, dtype="float32", kind="gradient")
+    jax.tree.map(close, found[0], wanted[0])
+    for place, own in places:
+        close(found[1][place], wanted[1][own])
+
+
+@pytest.mark.slow
+def test_vmap_and_any_leading_axes():
+    layer, x = build(), inputs()
+    layers = jax.tree.map(lambda a: jnp.stack([a, 2 * a]) if eqx.is_inexact_array(a) else a, layer)
+    found = quick(lambda layers, x: eqx.filter_vmap(lambda layer: layer(x))(layers))(layers, x)
+    assert_close(found[0], alone(), "float32")
+    assert_close(quick(lambda x: layer(x))(x[0]), alone()[0], "float32")
+    assert_close(quick(lambda x: layer(x))(x[None])[0], alone(), "float32")
+    y, cache = quick(jax.vmap(lambda x: layer(x, layer.init_cache((), TOKENS))))(jnp.asarray(x))
+    assert_close(y, alone(), "float32")
+    assert cache.k.shape[0] == SEQUENCES
+
+
+@pytest.mark.few(1)
+@pytest.mark.parametrize(
+    ("name", "size", "platform"),
+    [("mlp", 6, None), ("linear, yarn, partial, biases", 6, None), ("mean", 3, None), ("mlp", 6, INTERPRET)],
+)
+def test_pages(name, size, platform):
+    """Chunks and decodes of several sequences in one batch, from shuffled pages; the rest of them is NaN. Longer blocks lie in two pages."""
+    if platform == INTERPRET:
+        pytest.importorskip("triton")
+    sizes = {"block_size": PAGE, "compression_size": size, "compression_stride": PAGE}
+    layer = build(name, **sizes, platform=platform)
+    found = serve(advance(layer), poisoned(layer.init_paged_cache(PAGES, PAGE)), inputs())[0]
+    assert_close(found, quick(lambda x: layer(x))(inputs()), "float32")
+
+
+@pytest.mark.slow
+def test_stacked_layers_decode_in_a_scan():
+    layers = eqx.filter_vmap(lambda key: NativeSparseAttention(EMBED, **SIZES, rope=ROPE, key=key))(
+        jax.random.split(jax.random.key(0), 2)
+    )
+    x, arrays = inputs(), eqx.partition(layers, eqx.is_array)
+    one = lambda i: jax.tree.map(lambda a: a[i] if eqx.is_array(a) else a, layers)
+    expected = one(1)(one(0)(x))
+    body = lambda x, own: eqx.combine(own[0], arrays[1])(x, own[1])
+    y, cache = quick(lambda x: jax.lax.scan(body, x, (arrays[0], one(0).init_cache((2, SEQUENCES), TOKENS))))(
+        x
+    )
+    assert_close(y, expected, "float32")
+    assert isinstance(cache, SparseKVCache) and cache.batch_shape == (2, SEQUENCES)
+
+
+@pytest.mark.slow
+def test_half_precision():
+    """Keys that are rotated back out of a cache of 16 bits give what keys that never were in one give, within their rounding."""
+    layer = build(compute_dtype="bfloat16")
+    whole = quick(lambda x: layer(x))(inputs())
+    y, cache = quick(lambda x: layer(x, layer.init_cache(SEQUENCES, TOKENS)))(inputs())
+    assert y.dtype == whole.dtype == cache.compressed_k.dtype == jnp.bfloat16
+    for found in (whole, y):
+        error = np.linalg.norm(np.asarray(found, np.float64) - alone()) / np.linalg.norm(alone())
+        assert error < 0.03
+
+
+def test_published_weights():
+    """Named as in flash-linear-attention."""
+    source = build("mean")
+    state = {
+        f"attn.{name}.weight": np.asarray(getattr(source, name).weight)
+        for name in ("q_proj", "k_proj", "v_proj", "g_proj", "o_proj")
+    }
+    layer = NativeSparseAttention(EMBED, **(SIZES | LAYERS["mean"]), key=jax.random.key(9))
+    layer = ejx.load_published(layer, state, prefix="attn")
+    np.testing.assert_array_equal(layer(inputs()), source(inputs()))
+
+
+make: Any = lambda **options: NativeSparseAttention(EMBED, **(SIZES | options), key=jax.random.key(0))
+WRONG = {
+    "a cache of keys": (
+        lambda l, x: l(x, ejx.nn.KVCache.init(SEQUENCES, 4, 2, 4)),
+        "cache: expected a SparseKVCache",
+    ),
+    "pages without a batch": (lambda l, x: l(x, l.init_paged_cache(2, 4)), "batch: expected a RaggedBatch"),
+    "rows with a batch": (
+        lambda l, x: l(
+            x[0, :1], l.init_cache(1, 4), batch=ejx.RaggedBatch.build([1], [1], [[1]], page_size=4)
+        ),
+        "cache: expected a PagedSparseCache",
+    ),
+    "pages of another stride": (
+        lambda l, x: l(
+            x[0, :1],
+            make(compression_stride=1).init_paged_cache(2, 4),
+            batch=ejx.RaggedBatch.build([1], [1], [[1]], page_size=4),
+        ),
+        r"with \(K, D\) and stride = \(2, 4, 2\)",
+    ),
+    "pages that split strides": (
+        lambda l, x: l.init_paged_cache(2, 3),
+        "compression_stride: expected a divisor",
+    ),
+    "pages of 8 bits": (
+        lambda l, x: l.init_paged_cache(2, 4, dtype="int8"),
+        "dtype: expected a floating dtype",
+    ),
+    "scales": (lambda l, x: l.init_paged_cache(2, 4, scales="token"), "scales: expected None"),
+    "another batch": (lambda l, x: l(x, l.init_cache(1, 4)), "cache: expected the batch shape"),
+    "too long": (lambda l, x: l(x, l.init_cache(SEQUENCES, 4)), "expected at most max_length=4"),
+    "another width": (lambda l, x: l(x[..., 1:]), "x: expected"),
+    "packed rows": (lambda l, x: l(x, cu_seqlens=jnp.array([0, 4])), "cu_seqlens: expected offsets"),
+    "heads": (lambda l, x: make(num_kv_heads=3), "num_kv_heads: expected a divisor"),
+    "stride": (lambda l, x: make(compression_stride=3), "expected a multiple of compression_stride=3"),
+    "another compression": (lambda l, x: make(compression="max"), "compression: expected 'mlp'"),
+    "hidden features of none": (
+        lambda l, x: make(compression="mean", compression_hidden_dim=3),
+        "compression_hidden_dim: expected None",
+    ),
+    "a rotation by length": (
+        lambda l, x: make(rope=RotaryEmbedding(4, scaling=ejx.nn.DynamicScaling(2.0, 8))),
+        "rope: expected a RotaryEmbedding of one axis",
+    ),
+    "another rotation": (
+        lambda l, x: make(rope=RotaryEmbedding(8)),
+        "rope: expected a RotaryEmbedding of head_dim=4",
+    ),
+    "keys of other heads": (
+        lambda l, x: l.k_compression(jnp.zeros((4, 3, 4))),
+        r"x: expected \[..., T, K, D\] with K = 2",
+    ),
+}
+
+
+@pytest.mark.parametrize("name", WRONG)
+def test_wrong_arguments(name, unchecked):
+    change, message = WRONG[name]
+    with pytest.raises(ValueError, match=message):
+        change(build(), inputs())
