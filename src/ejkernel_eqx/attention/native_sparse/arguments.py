@@ -14,6 +14,7 @@ from ..._values import check_between, FAR
 from ...core.arguments import array, fitting
 from ...sequences.packing import read_count, read_ids
 from ...sequences.rows import read_packing
+from ...sequences.tokens import masked
 from . import blocks
 from .spec import NativeArrays, NativeSpec
 
@@ -106,6 +107,9 @@ def resolve(
     gates = fitting("gates", gates, (*lead, length, heads, 3), "T H 3")
     sizes = (options.compression_size, options.compression_stride)
     tables, begin = _tables(options, lead, length, keys, packing, q_offset)
+    if packing[1] is not None:
+        # Padding between sequences may hold NaN, in tiles that kernels multiply by weights of 0.
+        k, v = (masked(x, tables["position"] >= 0) for x in (k, v))
     compressed_k, compressed_v = _compressed(compressed, k, v, sizes, begin)
     spec = options.spec(dim, offset=0 if "position" in tables else _static_offset(length, keys, q_offset))
     arrays = NativeArrays(q, k, v, compressed_k, compressed_v, gates, **tables)

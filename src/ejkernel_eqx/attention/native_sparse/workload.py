@@ -14,7 +14,7 @@ from ..._exact import compiled
 from ..._words import read_flags, read_sizes, SWITCH
 from ...core.letters import wide_dtype
 from ...core.workload import exact_results, Inputs, random_cotangents, workload_of
-from ...dispatch import Implementation, kernel_registry, Platform, Problem, Workload
+from ...dispatch import device_facts, Implementation, kernel_registry, Platform, Problem, Workload
 from . import blocks
 from .core import ATTEND
 from .problems import problem_of, shapes_of, spec_of
@@ -91,7 +91,7 @@ def _by_xla(problem: Problem, work_on: Callable[..., Workload], inputs: Inputs) 
     platform = kernel_registry.get(problem.operation, Platform.XLA)
     widen = lambda x: x.astype(jnp.float32) if jnp.issubdtype(x.dtype, jnp.floating) else x
     run = jax.jit(work_on(platform).run, static_argnums=1)
-    return run(jax.tree.map(widen, inputs), platform.load().default_config(problem, None))
+    return run(jax.tree.map(widen, inputs), platform.load().default_config(problem, device_facts()))
 
 
 def _by_group(spec: NativeSpec, inputs: Inputs) -> dict[str, Array]:
