@@ -78,14 +78,10 @@ TABLES = linear.TABLES._replace(picture="Speed of recurrent cells over their pee
 COMPARISON = comparison.Comparison(
     "cells",
     __doc__,
-    problems.TINY,
-    problems.CPU,
-    problems.ANCHORS,
+    comparison.Problems(problems.TINY, problems.CPU, problems.ANCHORS),
     measure,
     Row,
-    linear.summarise,
-    TABLES,
-    functools.partial(plot, title="Recurrent cells"),
+    comparison.Output(linear.summarise, TABLES, functools.partial(plot, title="Recurrent cells")),
     platforms="default,xla",
 )
 parse, main = COMPARISON.parse, COMPARISON.main

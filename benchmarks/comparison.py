@@ -121,15 +121,29 @@ def summary(
 # The command
 
 
+class Problems(NamedTuple):
+    """The problems with `--quick`, on a CPU and on other devices, in order of importance: a time limit omits the last ones."""
+
+    tiny: Sequence[Any]
+    cpu: Sequence[Any]
+    anchors: Sequence[Any]
+
+
+class Output(NamedTuple):
+    """What is said of all rows, and how they are shown."""
+
+    summarise: Callable[[Sequence[Any]], dict[str, Any]]
+    tables: command.Tables
+    plot: Callable[[Mapping[str, Any], str], None]
+
+
 @dataclasses.dataclass(frozen=True)
 class Comparison:
     """A benchmark and its command line.
 
     - `name`: in the JSON, and in the markers of a Markdown page; `description`: of the command.
-    - `tiny`, `cpu`, `anchors`: the problems with `--quick`, on a CPU and on other devices, in order of importance: a time limit omits the last ones.
     - `measure(problem, options)`: the rows of a problem, direction by direction.
     - `row`, `directions(problem)`: of the rows of a problem whose inputs could not be made.
-    - `summarise(rows)`, `tables`, `plot(content, path)`: the output.
     - `peers`: packages of peers, which need CUDA; without them `--no-torch` is no option.
     - `needed`: of these, the packages without which no peer is run.
     - `platforms`: of ours, by default.
@@ -137,15 +151,11 @@ class Comparison:
 
     name: str
     description: str | None
-    tiny: Sequence[Any]
-    cpu: Sequence[Any]
-    anchors: Sequence[Any]
+    problems: Problems
     measure: Callable[[Any, argparse.Namespace], Iterator[list[Any]]]
     row: MakeRow
-    summarise: Callable[[Sequence[Any]], dict[str, Any]]
-    tables: command.Tables
-    plot: Callable[[Mapping[str, Any], str], None]
-    directions: Callable[[Any], Sequence[str]] = lambda problem: DIRECTIONS
+    output: Output
+    directions: Callable[[Any], Sequence[str]] = lambda problem: getattr(problem, "directions", DIRECTIONS)
     peers: Sequence[str] = ("torch",)
     needed: Sequence[str] = ()
     platforms: str = "default"
@@ -160,7 +170,8 @@ class Comparison:
 
     def choose(self, options: argparse.Namespace) -> list[Any]:
         on_cpu = jax.default_backend() == "cpu"
-        return command.matching(self.tiny if options.quick else self.cpu if on_cpu else self.anchors, options)
+        tiny, cpu, anchors = self.problems
+        return command.matching(tiny if options.quick else cpu if on_cpu else anchors, options)
 
     def about(self, options: argparse.Namespace, chosen: Sequence[Any]) -> dict[str, Any]:
         """Which packages of peers are missing."""
@@ -179,10 +190,10 @@ class Comparison:
     def main(self, arguments: Sequence[str] | None = None) -> int:
         options = self.parse(arguments)
         options.torch = options.torch and all(map(is_installed, self.needed))
-        sum_up = lambda rows, chosen: {"summary": self.summarise(rows)}
-        text, markdown = self.tables.text, self.tables.markdown
+        summarise, tables, plot = self.output
+        sum_up = lambda rows, chosen: {"summary": summarise(rows)}
         benchmark = command.Benchmark(
-            self.name, self.about, self.measure, self.unmeasured, sum_up, text, markdown, self.plot
+            self.name, self.about, self.measure, self.unmeasured, sum_up, tables.text, tables.markdown, plot
         )
         return command.main(benchmark, options, self.choose)
 

@@ -310,15 +310,10 @@ TINY = (P(1, 40, 2, **_SMALL), P(2, 40, 2, E=32, **_SMALL))
 COMPARISON = comparison.Comparison(
     "latent",
     __doc__,
-    TINY,
-    CPU,
-    ANCHORS,
+    comparison.Problems(TINY, CPU, ANCHORS),
     measure,
     Row,
-    summarise,
-    TABLES,
-    plot,
-    directions=lambda problem: problem.directions,
+    comparison.Output(summarise, TABLES, plot),
     peers=(),
 )
 parse, main = COMPARISON.parse, COMPARISON.main

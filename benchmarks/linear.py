@@ -197,14 +197,10 @@ TABLES = command.Tables(
 COMPARISON = comparison.Comparison(
     "linear",
     __doc__,
-    problems.TINY,
-    problems.CPU,
-    problems.ANCHORS + problems.STEPS,
+    comparison.Problems(problems.TINY, problems.CPU, problems.ANCHORS + problems.STEPS),
     measure,
     Row,
-    summarise,
-    TABLES,
-    plot,
+    comparison.Output(summarise, TABLES, plot),
     directions=directions_of,
     peers=peers.PACKAGES,
 )

@@ -173,15 +173,10 @@ def plot(content: Mapping[str, Any], path: str) -> None:
 COMPARISON = comparison.Comparison(
     "moe",
     __doc__,
-    problems.TINY,
-    problems.CPU,
-    problems.ANCHORS,
+    comparison.Problems(problems.TINY, problems.CPU, problems.ANCHORS),
     measure,
     Row,
-    summarise,
-    TABLES,
-    plot,
-    directions=lambda problem: problem.directions,
+    comparison.Output(summarise, TABLES, plot),
 )
 parse, main = COMPARISON.parse, COMPARISON.main
 

@@ -293,15 +293,10 @@ TINY = (P(12, 8, 16, 4, 2, dtype="float32"), P(1, 8, 16, 4, 2, decode=True, dtyp
 COMPARISON = comparison.Comparison(
     "moe_layer",
     __doc__,
-    TINY,
-    CPU,
-    ANCHORS,
+    comparison.Problems(TINY, CPU, ANCHORS),
     measure,
     Row,
-    summarise,
-    TABLES,
-    plot,
-    directions=lambda problem: problem.directions,
+    comparison.Output(summarise, TABLES, plot),
     peers=("torch", "transformers"),
     needed=("transformers",),
 )

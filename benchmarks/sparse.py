@@ -128,14 +128,10 @@ def plot(content: Mapping[str, Any], path: str) -> None:
 COMPARISON = comparison.Comparison(
     "sparse",
     __doc__,
-    problems.TINY,
-    problems.CPU,
-    problems.ANCHORS,
+    comparison.Problems(problems.TINY, problems.CPU, problems.ANCHORS),
     measure,
     Row,
-    summarise,
-    TABLES,
-    plot,
+    comparison.Output(summarise, TABLES, plot),
 )
 parse, main = COMPARISON.parse, COMPARISON.main
 

@@ -23,9 +23,7 @@ def contenders(monkeypatch):
     def bench(problem, known, samples, sample_ms):
         for i, ms in zip(known, (1.0, 2.0), strict=True):
             timings = {d: Timing(ms * n, 0.0, (ms,) * samples, 1) for n, d in enumerate((FORWARD, BOTH), 1)}
-            config = i.hooks.default_config(
-                problem, None if i.priority < 0 else platform_times.device_facts()
-            )
+            config = i.hooks.default_config(problem, platform_times.device_facts())
             new = Contender(
                 i.platform.value, TIMED, config=config, implementation=i, settled=True, timings=timings
             )

@@ -254,7 +254,7 @@ def test_what_an_empty_call_gives(platform):
 
 @pytest.mark.parametrize("transpose_rhs", [False, True])
 def test_sums_of_nothing_are_the_bias(platform, transpose_rhs):
-    op = ejx.GroupedMatmul(platform=platform, transpose_rhs=transpose_rhs, activation="relu")
+    op: Any = ejx.GroupedMatmul(platform=platform, transpose_rhs=transpose_rhs, activation="relu")
     x, w = jnp.ones((5, 0)), jnp.ones((2, 3, 0) if transpose_rhs else (2, 0, 3))
     sizes, bias = jnp.array([3, 1]), jnp.array([[1.0, -2.0, 3.0], [4.0, 5.0, -6.0]])
     expected = jnp.maximum(jnp.concatenate([bias[jnp.array([0, 0, 0, 1])], jnp.zeros((1, 3))]), 0.0)

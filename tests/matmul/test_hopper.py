@@ -15,8 +15,7 @@ from ejkernel_eqx.launch import compile_ahead, gluon_call, gluon_unavailable, ru
 from ejkernel_eqx.matmul.spec import GroupedArrays
 from ejkernel_eqx.matmul.workload import example_problem, make_inputs, spec_of
 from tests.compiled import DEVICES
-
-from .test_workload import launches
+from tests.workloads import launches
 
 pytest.importorskip("triton")
 from ejkernel_eqx.matmul.triton import compiled as triton
@@ -102,7 +101,7 @@ def configured(**tiles):
 )
 def test_a_configuration_that_cannot_run(of, config, word):
     with pytest.raises(ValueError, match=f"hopper_programs=0 in forward.*{word}"):
-        launches(of, config)
+        launches("grouped_matmul", of, config)
 
 
 @needs_gluon
@@ -162,7 +161,7 @@ def test_tiles_compile(sizes, dtype, flags, every):
     of = problem(sizes, dtype, **flags)
     configs, seen = triton.candidates(of, HOPPER), {}
     for config in configs if every else configs[:1]:
-        for launch in launches(of, config):
+        for launch in launches("grouped_matmul", of, config):
             if launch.is_gluon:
                 seen[launch.label, str(sorted(launch.constants.items()))] = launch
     assert len(seen) >= (10 if every else 3)
