@@ -185,6 +185,7 @@ def test_problems_are_tuned_once(monkeypatch, tmp_path, capsys):
     assert [r.operation for r in content.records] == [
         "block_sparse_attention",
         "flash_attention",
+        "ring_attention",
         "scaled_dot_product_attention",
     ]
     assert content.records[1].problem == row["key"]
@@ -217,7 +218,7 @@ def test_the_table_keeps_other_problems(tmp_path):
     old = tune.dataclasses.replace(other, software={"jaxlib": "0"}, date="2026-01-02")
     tune.Table(table.path).add([old], environment)
     read = tune.Table(table.path)
-    assert len(read.records) == 4 and read.knows(first, implementation)
+    assert len(read.records) == 5 and read.knows(first, implementation)
     assert not read.knows(second, implementation)  # with other software than this
 
 

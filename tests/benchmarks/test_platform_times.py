@@ -35,6 +35,9 @@ def contenders(monkeypatch):
     return changes
 
 
+TWINS = ("block_sparse_attention", "flash_attention", "ring_attention", "scaled_dot_product_attention")
+
+
 def entries(path) -> dict[tuple[str, str], dict]:
     known = json.loads(path.read_text(encoding="utf-8"))["entries"]
     return {(entry["operation"], entry["platform"]): entry for entry in known}
@@ -47,9 +50,7 @@ def test_times_of_one_run_are_written_for_every_twin(contenders, tmp_path, capsy
     assert "KV2 D16 full: xla" in capsys.readouterr().out
     found = entries(path)
     assert set(found) == {
-        (operation, platform)
-        for operation in ("block_sparse_attention", "flash_attention", "scaled_dot_product_attention")
-        for platform in ("xla", "triton-interpret")
+        (operation, platform) for operation in TWINS for platform in ("xla", "triton-interpret")
     }
     xla = found["flash_attention", "xla"]
     assert (
