@@ -17,7 +17,7 @@ from tests.compiled import DEVICES, launches_of
 pytest.importorskip("triton")
 from ejkernel_eqx.latent.triton import compiled as triton
 
-KERNELS = {f"latent_{name}_kernel" for name in ("forward", "key_gradient", "query_gradient")}
+KERNELS = {f"{name}_kernel" for name in ("forward", "key_gradient", "query_gradient")}
 
 
 def request_of(dtype: str, everything: bool) -> tuple[LatentArrays, AttentionSpec, Problem]:
@@ -40,7 +40,7 @@ def request_of(dtype: str, everything: bool) -> tuple[LatentArrays, AttentionSpe
     return arrays, spec, problem_of("multi_head_latent_attention", arrays, spec)
 
 
-# Bytes of stack a thread (on AMD registers), where any.
+# Bytes of stack a thread (on AMD registers), where any; on sm_90 in bfloat16 outside the loops but for a few.
 SPILLS: dict[tuple[str, str, bool], dict[str, int]] = {
     ("sm_80", "bfloat16", False): {"key_gradient": 96},
     ("sm_80", "bfloat16", True): {"key_gradient": 24, "query_gradient": 64},
@@ -84,6 +84,6 @@ def test_kernels_fit(target, dtype, everything):
         assert report.fits, (
             f"{name} needs {report.shared} bytes of shared memory, {target} has {report.shared_limit}: {config}"
         )
-        found[name.removeprefix("latent_").removesuffix("_kernel")] = report.spills
+        found[name.removesuffix("_kernel")] = report.spills
     if dtype == "bfloat16" or target == "sm_90":
         assert all(spills <= most.get(name, 0) for name, spills in found.items()), found
