@@ -21,7 +21,7 @@ from .arguments import (
     check_flags,
     check_key,
     check_numbers,
-    check_sizes,
+    read_sizes,
     check_tokens,
     read_array,
     read_batch_shape,
@@ -116,7 +116,7 @@ class CellLayer(eqx.Module):
 
         **Raises:** `ValueError` for invalid arguments.
         """
-        check_sizes(input_size=input_size, hidden_size=hidden_size, num_layers=num_layers)
+        input_size, hidden_size, num_layers = read_sizes(input_size=input_size, hidden_size=hidden_size, num_layers=num_layers)
         check_flags(use_bias=use_bias, bidirectional=bidirectional)
         check_numbers(dropout_rate=dropout_rate)
         if not 0.0 <= dropout_rate < 1.0:

@@ -21,7 +21,7 @@ from ..paged.cache.pages import filled_dtype
 from ..weights.fill import fill_fields
 from ..weights.latent_configs import latent_attention_options
 from ..weights.view import Weights
-from .arguments import check_eps, check_flags, check_numbers, check_sizes, check_tokens, read_features
+from .arguments import check_eps, check_flags, check_numbers, read_sizes, check_tokens, read_features
 from .attention_inputs import CallInputs, check_packed, check_side_by_side
 from .attention_places import locate, Places, places_of, places_over_pages, Rows
 from .latent_cache import LatentCache
@@ -122,13 +122,13 @@ class MultiHeadLatentAttention(eqx.Module):
         - `dtype`, `compute_dtype`: as in [`ejkernel_eqx.nn.MultiHeadAttention`][].
         - `key`: PRNG key for the initial weights.
         """
-        check_sizes(embed_dim=embed_dim, num_heads=num_heads, kv_lora_rank=kv_lora_rank)
+        embed_dim, num_heads, kv_lora_rank = read_sizes(embed_dim=embed_dim, num_heads=num_heads, kv_lora_rank=kv_lora_rank)
         v_head_dim = qk_nope_head_dim if v_head_dim is None else v_head_dim
-        check_sizes(
+        qk_nope_head_dim, qk_rope_head_dim, v_head_dim = read_sizes(
             qk_nope_head_dim=qk_nope_head_dim, qk_rope_head_dim=qk_rope_head_dim, v_head_dim=v_head_dim
         )
         if q_lora_rank is not None:
-            check_sizes(q_lora_rank=q_lora_rank)
+            (q_lora_rank,) = read_sizes(q_lora_rank=q_lora_rank)
         check_flags(use_bias=use_bias)
         check_numbers(logits_soft_cap=logits_soft_cap, softmax_scale=softmax_scale)
         check_eps(norm_eps=norm_eps)

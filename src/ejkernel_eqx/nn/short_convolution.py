@@ -15,7 +15,7 @@ from ..dispatch import PlatformLike
 from .arguments import (
     check_flags,
     check_key,
-    check_sizes,
+    read_sizes,
     check_slots,
     check_tokens,
     read_array,
@@ -68,7 +68,7 @@ class ShortConvolution(eqx.Module):
         - `dtype`: of the parameters; default float32 (float64 in JAX's 64-bit mode).
         - `key`: PRNG key for the initial parameters, uniform in $\pm 1 / \sqrt{W}$.
         """
-        check_sizes(channels=channels, width=width)
+        channels, width = read_sizes(channels=channels, width=width)
         check_flags(use_bias=use_bias)
         check_key(key)
         dtype = read_weight_dtype(dtype)

@@ -279,11 +279,15 @@ def _key_gradient_tiles(
             if R > 0:
                 q_rope = tl.where(row_seen[:, None], q_rope, 0.0)
             do = tl.where(row_seen[:, None], do, 0.0)
-        dv = tl.dot(dropped.to(do.dtype), do, dv, input_precision=PRECISION)  # [BK, BLOCK_V]
+        if R == 0:
+            dv = tl.dot(dropped.to(do.dtype), do, dv, input_precision=PRECISION)  # [BK, BLOCK_V]
         ds, _ = _score_gradient(p, dp, delta[None, :], t, seen, kept, CAP, DROPOUT, KEEP_SCALE, MASKED)  # [BK, BQ]  # fmt: skip
-        dk = tl.dot(ds.to(q.dtype), q, dk, input_precision=PRECISION)  # [BK, BLOCK_D]
+        ds = ds.to(q.dtype)
+        if R > 0:  # in this order fewer registers are spilled
+            dv = tl.dot(dropped.to(do.dtype), do, dv, input_precision=PRECISION)  # [BK, BLOCK_V]
+        dk = tl.dot(ds, q, dk, input_precision=PRECISION)  # [BK, BLOCK_D]
         if R > 0:
-            dk_rope = tl.dot(ds.to(q.dtype), q_rope, dk_rope, input_precision=PRECISION)  # [BK, BLOCK_R]
+            dk_rope = tl.dot(ds, q_rope, dk_rope, input_precision=PRECISION)  # [BK, BLOCK_R]
     return dk, dk_rope, dv
 
 
@@ -332,7 +336,14 @@ def key_gradient_kernel(
             tiles_ptr, b, n, offset, T, S, BQ, BK, LEFT, RIGHT, table, MASK
         )
         whole, partial = full_lo, full_hi
-    for h in range(kh * (H // K), (kh + 1) * (H // K)):
+    begin = kh * (H // K)
+    end = (kh + 1) * (H // K)
+    if R > 0:  # as many key heads as heads: no loop to the compiler, whose accumulators would be copied and spilled
+        begin = 0
+        end = 1
+    for h in range(begin, end):
+        if R > 0:
+            h = kh
         slope, seed0, seed1 = head_scalars(slopes_ptr, seeds_ptr, b, h, H, ALIBI, DROPOUT)
         bias_row = over_scores(bias_ptr, b, h, bias_run, bias_rows, T, S, H, BIAS)
         mask_row = over_scores(mask_ptr, b, h, mask_run, mask_rows, T, S, H, MASK)
