@@ -2,15 +2,18 @@
 
     python benchmarks/latent.py --json latent.json --plot latent.png
     python benchmarks/latent.py --problems decode --time-limit 300
+    python benchmarks/latent.py --problems chunk                       # both forms of a chunk of a prompt
     python benchmarks/latent.py --quick                                # tiny problems
     python benchmarks/latent.py --render latent.json --markdown latent.md
 
 Every result of ours is first compared with the formula in float32, for decoding with the keys and values expanded; speeds are reported only if they
 agree. "flash" has as many heads, with keys and values of 128 channels: `of flash` is the speed in operations over its. "kernel" is attention over the
-latents alone, on absorbed queries: `over kernel` is the time over its. What is above it are the projections, whose weights a step reads.
+latents alone, on absorbed queries: `over kernel` is the time over its. What is above it are the projections, whose weights a step reads. Of a chunk
+of a prompt after others, "absorbed" and "expanded" are the layer in either form, and `over kernel` is the time of its own choice over the faster one's.
 """
 
 import argparse
+import contextlib
 import dataclasses
 import functools
 import os
@@ -18,6 +21,7 @@ import pathlib
 import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
+from unittest import mock
 
 sys.path.insert(0, str(pathlib.Path(__file__).resolve().parent.parent))
 
@@ -48,18 +52,21 @@ from ejkernel_eqx.tuning.check import all_errors
 
 OURS = ("default", "triton", "xla")
 FLASH, KERNEL = "flash", "kernel"
+FORMS = {"absorbed": False, "expanded": True}
 FLASH_DIM = 128
 Arrays = dict[str, Array]
 
 
 @dataclasses.dataclass(frozen=True)
 class LatentProblem:
-    """`B` rows of `T` tokens and `H` heads, causal; or, with `E`, a decoding step of a layer of `E` features, for `B` sequences of `T` tokens."""
+    """`B` rows of `T` tokens and `H` heads, causal; or, with `E`, a decoding step of a layer of `E` features, for `B` sequences of `T` tokens; or
+    the last `chunk` tokens of each at once."""
 
     B: int
     T: int
     H: int
     E: int = 0
+    chunk: int = 0
     nope: int = 128
     rope: int = 64
     V: int = 128
@@ -72,7 +79,7 @@ class LatentProblem:
         sizes = f"B{self.B} T{self.T} H{self.H} D{self.nope}+{self.rope} V{self.V}"
         if self.E:
             sizes = f"N{self.B} S{self.T} H{self.H} R{self.R}+{self.rope} E{self.E}"
-        kind = "decode" if self.E else "train"
+        kind = f"chunk {self.chunk}" if self.chunk else "decode" if self.E else "train"
         return f"{kind} {sizes}{'' if self.dtype == 'bfloat16' else f' {self.dtype}'}"
 
     @property
@@ -85,6 +92,9 @@ class LatentProblem:
 
     def flops(self, direction: str, dims: int | None = None) -> float:
         """Operations of attention; `dims`: of a key and a value together."""
+        if self.chunk:  # absorbed
+            seen = self.chunk * (self.T - (self.chunk - 1) / 2)
+            return 2.0 * self.B * seen * self.H * (2 * self.R + self.rope)
         if self.E:
             return 2.0 * self.B * self.T * self.H * (2 * self.R + self.rope)
         pairs = self.B * self.H * self.T * (self.T + 1) / 2
@@ -232,32 +242,70 @@ def expected_decoding(p: LatentProblem, inputs: Arrays) -> dict[str, Arrays]:
         return {"forward": jax.jit(decoding(p, "xla", wide=True))(wide["x"], pages_of(wide))[1]}
 
 
+# Chunks
+
+
+def make_chunk(p: LatentProblem, seed: int) -> Arrays:
+    shapes = (p.B, p.chunk, p.E), (p.B, p.T, p.R), (p.B, p.T, p.rope)
+    return dict(zip(("x", "latent", "rope"), random(seed, p.dtype, *shapes)))
+
+
+def chunked(
+    p: LatentProblem, platform: Any, form: bool | None = None, wide: bool = False
+) -> Callable[[Arrays], Arrays]:
+    """The layer on the last tokens of rows whose cache holds those before; expanded or not, or as it chooses itself."""
+    arrays, static = eqx.partition(eqx.filter_jit(layer_of)(p, platform), eqx.is_array)
+    arrays = jax.tree.map(lambda x: x.astype(jnp.float32), arrays) if wide else arrays
+
+    def run(inputs: Arrays) -> Arrays:
+        before = jnp.full(p.B, p.T - p.chunk, jnp.int32)
+        cache = ejx.nn.LatentCache(inputs["latent"], inputs["rope"], before)
+        choice = "ejkernel_eqx.nn.latent_attention.expands"
+        with contextlib.nullcontext() if form is None else mock.patch(choice, lambda *_: form):
+            return {"out": eqx.combine(arrays, static)(inputs["x"], cache)[0]}
+
+    return run
+
+
+def expected_chunk(p: LatentProblem, inputs: Arrays) -> dict[str, Arrays]:
+    wide = jax.tree.map(lambda x: x.astype(jnp.float32), inputs)
+    with jax.default_matmul_precision("highest"):
+        return {"forward": jax.jit(chunked(p, "xla", False, wide=True))(wide)}
+
+
 # Measuring
 
 
 def measure(p: LatentProblem, options: argparse.Namespace) -> Iterator[list[Row]]:
     """The rows of a problem, by direction."""
-    sets = input_sets(functools.partial(make_decoding if p.E else make_training, p))
-    expected = (expected_decoding if p.E else expected_training)(p, sets[0])
+    make_inputs = make_chunk if p.chunk else make_decoding if p.E else make_training
+    sets = input_sets(functools.partial(make_inputs, p))
+    expected = (expected_chunk if p.chunk else expected_decoding if p.E else expected_training)(p, sets[0])
     floor, other = launch_floor(sets[0]), KERNEL if p.E else FLASH
     for direction in p.directions:
         row = functools.partial(Row, p.name, direction)
         attempts = []
         for name in options.platforms:
             platform = None if name == "default" else name
-            if p.E:
+            if p.chunk:
+                make = functools.partial(prepare, chunked(p, platform), sets)
+            elif p.E:
                 make = functools.partial(prepare_decoding, p, platform, sets)
             else:
                 make = functools.partial(prepare, training(p, platform, direction), sets)
             attempts.append(Attempt(row(name, False, flops=p.flops(direction)), make))
-        beside = kernel(p) if p.E else flash(direction)
         flops = p.flops(direction, None if p.E else 2 * min(p.V, FLASH_DIM))
-        attempts.append(Attempt(row(other, False, flops=flops), functools.partial(prepare, beside, sets)))
+        if p.chunk:
+            beside = {name: chunked(p, None, form) for name, form in FORMS.items()}
+        else:
+            beside = {other: kernel(p) if p.E else flash(direction)}
+        for name, run in beside.items():
+            attempts.append(Attempt(row(name, False, flops=flops), functools.partial(prepare, run, sets)))
         rows = measure_rows(attempts, functools.partial(_check, p, expected), options, floor)
-        lower = fastest(found for found in rows if found.implementation == other)
+        lower = fastest(found for found in rows if found.implementation in beside)
         for found in rows:
             found.tflop_per_s = found.flops / found.ms / 1e9 if found.ms and found.flops else None
-            if found.ms and lower and found.implementation != other and found.flops:
+            if found.ms and lower and found.implementation not in beside and found.flops:
                 found.of_flash = None if p.E else found.flops / found.ms * lower / flops
                 found.over_kernel = found.ms / lower if p.E else None
         yield rows
@@ -289,9 +337,10 @@ def summarise(rows: Sequence[Row]) -> dict[str, dict[str, Any]]:
         if known := [row for row in mine if row.of_flash and row.direction == direction]:
             least = min(known, key=lambda row: row.of_flash or 0)
             summary[f"lowest of flash, {direction}"] = {"value": least.of_flash, "problem": least.problem}
-    if known := [row for row in mine if row.over_kernel]:
-        most = max(known, key=lambda row: row.over_kernel or 0)
-        summary["most time over the kernel"] = {"value": most.over_kernel, "problem": most.problem}
+    for what, kind in (("the kernel", "decode"), ("the faster form", "chunk")):
+        if known := [row for row in mine if row.over_kernel and row.problem.startswith(kind)]:
+            most = max(known, key=lambda row: row.over_kernel or 0)
+            summary[f"most time over {what}"] = {"value": most.over_kernel, "problem": most.problem}
     return summary
 
 
@@ -313,9 +362,11 @@ ANCHORS = (
     P(8, 8192, 128, E=7168),
     P(64, 4096, 16, E=2048),
 )
+# On both sides of where the layer changes its form.
+CHUNKS = tuple(P(B, 8192, 128, 7168, chunk) for B in (1, 8) for chunk in (64, 128, 256, 512, 1024))
 _SMALL: Any = {"nope": 16, "rope": 8, "V": 16, "R": 24, "page": 16, "dtype": "float32"}
-CPU = (P(1, 256, 2, **_SMALL), P(2, 128, 2, E=64, **_SMALL))
-TINY = (P(1, 40, 2, **_SMALL), P(2, 40, 2, E=32, **_SMALL))
+CPU = (P(1, 256, 2, **_SMALL), P(2, 128, 2, E=64, **_SMALL), P(2, 128, 2, E=64, chunk=32, **_SMALL))
+TINY = (P(1, 40, 2, **_SMALL), P(2, 40, 2, E=32, **_SMALL), P(2, 40, 2, E=32, chunk=9, **_SMALL))
 
 
 def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
@@ -328,7 +379,7 @@ def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
 def choose(options: argparse.Namespace) -> list[LatentProblem]:
     """The problems in order of importance, so that a time limit omits the least important ones."""
     on_cpu = jax.default_backend() == "cpu"
-    return command.matching(TINY if options.quick else CPU if on_cpu else ANCHORS, options)
+    return command.matching(TINY if options.quick else CPU if on_cpu else ANCHORS + CHUNKS, options)
 
 
 def about(options: argparse.Namespace, chosen: Sequence[LatentProblem]) -> dict[str, Any]:

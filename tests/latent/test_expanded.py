@@ -97,7 +97,12 @@ def test_packed_sequences(attention):
     check(op, given, seen, poisoned=poison(given, number == 3, number == 3))
 
 
-BIASES = {"all": (2, 3, 21, 34), "of heads": (3, 1, 1), "of keys": (1, 1, 34), "of queries and keys": (21, 34)}
+BIASES = {
+    "all": (2, 3, 21, 34),
+    "of heads": (3, 1, 1),
+    "of keys": (1, 1, 34),
+    "of queries and keys": (21, 34),
+}
 
 
 @pytest.mark.few(2)
@@ -137,8 +142,12 @@ def test_dense_masks(attention, shape):
     seen[..., 3, :], seen[..., :, 7] = False, False
     given = arrays_of(2) | {"bias": normal(5, 3, 20, 26)}
     hidden = np.arange(20) == 3, np.arange(26) == 7
-    poisoned = poison({name: x for name, x in given.items() if name != "bias"}, *(np.tile(x, (2, 1)) for x in hidden[::-1]))
-    check(lse_of(attention(), mask=jnp.asarray(seen)), given, seen, poisoned=poisoned | {"bias": given["bias"]})
+    poisoned = poison(
+        {name: x for name, x in given.items() if name != "bias"}, *(np.tile(x, (2, 1)) for x in hidden[::-1])
+    )
+    check(
+        lse_of(attention(), mask=jnp.asarray(seen)), given, seen, poisoned=poisoned | {"bias": given["bias"]}
+    )
 
 
 @pytest.mark.parametrize("dtype", [jnp.bfloat16, jnp.float16])

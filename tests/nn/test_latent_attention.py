@@ -27,7 +27,7 @@ LAYERS: dict[str, dict[str, Any]] = {
         "use_bias": True,
     },
 }
-EXPANDED = "ejkernel_eqx.nn.latent_attention.EXPANDED_FROM"
+EXPANDS = "ejkernel_eqx.nn.latent_attention.expands"
 
 
 @functools.cache
@@ -84,12 +84,12 @@ def test_the_formula(name):
 
 
 @pytest.mark.few(2)
-@pytest.mark.parametrize("expanded_from", [64, 1])
+@pytest.mark.parametrize("expands", [False, True])
 @pytest.mark.parametrize("chunks", [(TOKENS,), (4, 1, 5), (1,) * TOKENS])
 @pytest.mark.parametrize("name", LAYERS)
-def test_decoding_is_the_whole(name, chunks, expanded_from, monkeypatch):
+def test_decoding_is_the_whole(name, chunks, expands, monkeypatch):
     """A prompt at once, in chunks and token by token, absorbed, and expanded and merged; what is not written yet is NaN."""
-    monkeypatch.setattr(EXPANDED, expanded_from)
+    monkeypatch.setattr(EXPANDS, lambda *_: expands)
     layer, x = build(name), inputs()
     cache = poisoned(layer.init_cache(SEQUENCES, TOKENS + 2))
     cache = eqx.tree_at(lambda c: c.lengths, cache, jnp.zeros(SEQUENCES, jnp.int32))
@@ -101,11 +101,11 @@ def test_decoding_is_the_whole(name, chunks, expanded_from, monkeypatch):
 
 
 @pytest.mark.few(2)
-@pytest.mark.parametrize("expanded_from", [64, 1])
+@pytest.mark.parametrize("expands", [False, True])
 @pytest.mark.parametrize("cached", [False, True])
-def test_padding_never_matters(cached, expanded_from, monkeypatch):
+def test_padding_never_matters(cached, expands, monkeypatch):
     """Left, right and whole rows, filled with NaN; then a token for every row."""
-    monkeypatch.setattr(EXPANDED, expanded_from)
+    monkeypatch.setattr(EXPANDS, lambda *_: expands)
     layer, x = build(), inputs()
     first, count = np.array([3, 0, 0])[:SEQUENCES], np.array([5, 8, 0])[:SEQUENCES]
     place = np.arange(9)
@@ -155,14 +155,14 @@ def test_segments_and_packed_sequences():
 
 
 @pytest.mark.few(2)
-@pytest.mark.parametrize("expanded_from", [64, 1])
+@pytest.mark.parametrize("expands", [False, True])
 @pytest.mark.parametrize("platform", [None, INTERPRET])
 @pytest.mark.parametrize("name", LAYERS)
-def test_pages(name, platform, expanded_from, monkeypatch):
+def test_pages(name, platform, expands, monkeypatch):
     """Chunks and decodes of several sequences in one batch, from shuffled pages; the rest of them is NaN."""
     if platform == INTERPRET:
         pytest.importorskip("triton")
-    monkeypatch.setattr(EXPANDED, expanded_from)
+    monkeypatch.setattr(EXPANDS, lambda *_: expands)
     layer = build(name, platform=platform)
     found = serve(advance(layer), poisoned(layer.init_paged_cache(PAGES, PAGE)), inputs())[0]
     assert_close(found, alone(name), "float32")

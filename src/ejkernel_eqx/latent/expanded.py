@@ -23,6 +23,7 @@ from .spec import LatentArrays
 
 register("multi_head_latent_attention", __package__)
 
+
 class MultiHeadLatentAttention(Kernel):
     r"""The attention of multi-head latent attention in its expanded form, in which every head has keys and values of its own, but one rotary
     key is shared by all heads; exact, forward and backward in memory linear in the sequence length.

@@ -148,8 +148,12 @@ class MultiHeadAttention(eqx.Module):
         kv_embed_dim = embed_dim if kv_embed_dim is None else kv_embed_dim
         v_embed_dim = kv_embed_dim if v_embed_dim is None else v_embed_dim
         output_size = embed_dim if output_size is None else output_size
-        num_kv_heads, head_dim, v_head_dim = read_sizes(num_kv_heads=num_kv_heads, head_dim=head_dim, v_head_dim=v_head_dim)
-        kv_embed_dim, v_embed_dim, output_size = read_sizes(kv_embed_dim=kv_embed_dim, v_embed_dim=v_embed_dim, output_size=output_size)
+        num_kv_heads, head_dim, v_head_dim = read_sizes(
+            num_kv_heads=num_kv_heads, head_dim=head_dim, v_head_dim=v_head_dim
+        )
+        kv_embed_dim, v_embed_dim, output_size = read_sizes(
+            kv_embed_dim=kv_embed_dim, v_embed_dim=v_embed_dim, output_size=output_size
+        )
         check_heads(num_heads, num_kv_heads, head_dim, rope)
         self.norm_over_all = check_norm(qk_norm)
         q_bias, k_bias, v_bias = read_biases(use_qkv_bias)

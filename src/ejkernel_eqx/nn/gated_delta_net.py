@@ -79,10 +79,12 @@ class GatedDeltaNet(RecurrentLayer):
         - `conv_width`: kernel size of the convolution, `W`.
         - `allow_neg_eigval`: double $\beta$, which allows negative eigenvalues.
         """
-        (num_k_heads,) = read_sizes(num_k_heads=num_k_heads)
         v_heads = num_k_heads if num_v_heads is None else num_v_heads
+        num_k_heads, v_heads = read_sizes(num_k_heads=num_k_heads, num_v_heads=v_heads)
         v_head_dim = head_dim if v_head_dim is None else v_head_dim
-        embed_dim, head_dim, v_head_dim, conv_width = read_sizes(embed_dim=embed_dim, head_dim=head_dim, v_head_dim=v_head_dim, conv_width=conv_width)
+        embed_dim, head_dim, v_head_dim, conv_width = read_sizes(
+            embed_dim=embed_dim, head_dim=head_dim, v_head_dim=v_head_dim, conv_width=conv_width
+        )
         check_divides("num_k_heads", num_k_heads, "num_v_heads", v_heads)
         check_flags(allow_neg_eigval=allow_neg_eigval)
         check_eps(norm_eps=norm_eps)

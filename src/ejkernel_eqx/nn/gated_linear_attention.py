@@ -98,7 +98,9 @@ class GatedLinearAttention(RecurrentLayer):
         """
         (num_heads,) = read_sizes(num_heads=num_heads)
         kv_heads = num_heads if num_kv_heads is None else num_kv_heads
-        embed_dim, conv_width, gate_low_rank_dim = read_sizes(embed_dim=embed_dim, conv_width=conv_width, gate_low_rank_dim=gate_low_rank_dim)
+        embed_dim, conv_width, gate_low_rank_dim = read_sizes(
+            embed_dim=embed_dim, conv_width=conv_width, gate_low_rank_dim=gate_low_rank_dim
+        )
         check_divides("num_kv_heads", kv_heads, "num_heads", num_heads)
         head_dim = width_of("expand_k", expand_k, embed_dim, num_heads, "features per head")
         v_head_dim = width_of("expand_v", expand_v, embed_dim, num_heads, "features per head")

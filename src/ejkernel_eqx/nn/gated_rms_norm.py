@@ -11,7 +11,7 @@ from jax.typing import DTypeLike
 from .._shapes import AnyArray, Float
 from ..dispatch import PlatformLike
 from ..normalization import GatedRMSNorm as _GatedRMSNorm
-from .arguments import check_eps, check_flags, read_sizes, read_array, read_dtype
+from .arguments import check_eps, check_flags, read_array, read_dtype, read_sizes
 
 
 class GatedRMSNorm(eqx.Module):

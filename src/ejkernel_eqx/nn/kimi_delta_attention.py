@@ -95,7 +95,9 @@ class KimiDeltaAttention(RecurrentLayer):
         (num_heads,) = read_sizes(num_heads=num_heads)
         v_heads = num_heads if num_v_heads is None else num_v_heads
         v_head_dim = head_dim if v_head_dim is None else v_head_dim
-        embed_dim, head_dim, v_head_dim, conv_width = read_sizes(embed_dim=embed_dim, head_dim=head_dim, v_head_dim=v_head_dim, conv_width=conv_width)
+        embed_dim, head_dim, v_head_dim, conv_width = read_sizes(
+            embed_dim=embed_dim, head_dim=head_dim, v_head_dim=v_head_dim, conv_width=conv_width
+        )
         check_divides("num_heads", num_heads, "num_v_heads", v_heads)
         check_flags(
             use_conv_bias=use_conv_bias, use_gate_bias=use_gate_bias, allow_neg_eigval=allow_neg_eigval

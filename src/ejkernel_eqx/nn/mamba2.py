@@ -87,15 +87,19 @@ class Mamba2Mixer(RecurrentLayer):
         - `norm_group_size`: number of channels normalised together; default those of a group, `I // G`.
         - `use_conv_bias`, `use_bias`: whether the convolution, and `in_proj` and `out_proj`, have biases.
         """
-        embed_dim, state_size, conv_width = read_sizes(embed_dim=embed_dim, state_size=state_size, conv_width=conv_width)
+        embed_dim, state_size, conv_width = read_sizes(
+            embed_dim=embed_dim, state_size=state_size, conv_width=conv_width
+        )
         inner = width_of("expand", expand, embed_dim, 1, "channels") if inner_dim is None else inner_dim
         check_flags(use_norm=use_norm, norm_before_gate=norm_before_gate)
         check_flags(use_conv_bias=use_conv_bias, use_bias=use_bias)
         check_eps(norm_eps=norm_eps)
+        inner, head_dim, num_groups = read_sizes(inner_dim=inner, head_dim=head_dim, num_groups=num_groups)
         check_divides("head_dim", head_dim, "inner_dim", inner)
         heads = inner // head_dim
         check_divides("num_groups", num_groups, "heads", heads)
         group_size = inner // num_groups if norm_group_size is None else norm_group_size
+        (group_size,) = read_sizes(norm_group_size=group_size)
         check_divides("norm_group_size", group_size, "inner_dim", inner)
         mixed = inner + 2 * num_groups * state_size
         parts = Parts(key, 5, dtype, compute_dtype, platform)

@@ -15,13 +15,13 @@ from ..dispatch import PlatformLike
 from .arguments import (
     check_flags,
     check_key,
-    read_sizes,
     check_slots,
     check_tokens,
     read_array,
     read_batch_shape,
     read_dtype,
     read_features,
+    read_sizes,
     read_weight_dtype,
 )
 

@@ -205,7 +205,9 @@ def query_gradient_kernel(
     out = dq_ptr + b * T * (H * (D + R)) + h * (D + R)
     store_rows(out, (dq * SCALE).to(dq_ptr.dtype.element_ty), first, H * (D + R), T, D, BQ, BLOCK_D)
     if R > 0:
-        store_rows(out + D, (dq_rope * SCALE).to(dq_ptr.dtype.element_ty), first, H * (D + R), T, R, BQ, BLOCK_R)
+        store_rows(
+            out + D, (dq_rope * SCALE).to(dq_ptr.dtype.element_ty), first, H * (D + R), T, R, BQ, BLOCK_R
+        )
     if ALIBI:
         tl.store(dslope_ptr + (b * H + h) * count + m, dslope)
 
@@ -338,7 +340,9 @@ def key_gradient_kernel(
         whole, partial = full_lo, full_hi
     begin = kh * (H // K)
     end = (kh + 1) * (H // K)
-    if R > 0:  # as many key heads as heads: no loop to the compiler, whose accumulators would be copied and spilled
+    if (
+        R > 0
+    ):  # as many key heads as heads: no loop to the compiler, whose accumulators would be copied and spilled
         begin = 0
         end = 1
     for h in range(begin, end):

@@ -252,7 +252,11 @@ def launcher(
     k_rope: Array | None = None,
 ) -> Launcher:
     """The arguments that all kernels of a call share, without their tiles."""
-    (_, queries, heads, _), (_, keys, kv_heads, dim), values = arrays.q.shape, arrays.k.shape, arrays.v.shape[-1]
+    (_, queries, heads, _), (_, keys, kv_heads, dim), values = (
+        arrays.q.shape,
+        arrays.k.shape,
+        arrays.v.shape[-1],
+    )
     rope = 0 if k_rope is None else k_rope.shape[-1]
     is_float32, rate, rows, ragged = (
         arrays.q.dtype == jnp.float32,

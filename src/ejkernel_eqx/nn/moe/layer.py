@@ -15,7 +15,7 @@ from ...weights.expert_configs import mixture_of_experts_options
 from ...weights.experts import mixture_of_experts
 from ...weights.view import Weights
 from ..activations import check_activation
-from ..arguments import check_flags, check_key, read_sizes, read_array, read_dtype, read_weight_dtype
+from ..arguments import check_flags, check_key, read_array, read_dtype, read_sizes, read_weight_dtype
 from ..projection import project, promoted
 from ..tokens import clear
 from .experts import Experts

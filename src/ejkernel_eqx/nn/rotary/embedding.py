@@ -10,7 +10,7 @@ import numpy as np
 from jax import Array, lax
 
 from ..._shapes import AnyArray, Float, Int
-from ..arguments import check_flags, read_sizes, read_array
+from ..arguments import check_flags, read_array, read_sizes
 from .by_length import DynamicScaling, LongRopeScaling
 from .config import read_config, read_scaling
 from .positions import axes_of_pairs, by_pair, check_positions, count_from, longest_of, read_rows

@@ -131,7 +131,8 @@ def decode_kernel(
             acc, total, top = attend_tile(
                 acc, total, top, q, q_rope, j, slot, ok, i, t[:, None], slope, chunk, kv_head, k_factor, rope_factor,
                 qq_bias_ptr + shared * Q * Q, Q, k_ptr, v_ptr, rope_ptr, k_scale_ptr, v_scale_ptr, rope_scale_ptr, K, D, V, R, BLOCK_D,
-                BLOCK_V, BLOCK_R, LATENT, K_SCALES, V_SCALES, R_SCALES, SCALE, CAP, FAST_TANH, LEFT, ALIBI, QQ, PRECISION, FAST_BYTES, True)  # fmt: skip
+                BLOCK_V, BLOCK_R, LATENT, K_SCALES, V_SCALES, R_SCALES, SCALE, CAP, FAST_TANH, LEFT, ALIBI, QQ, PRECISION, FAST_BYTES,
+                True)  # fmt: skip
 
     # out = acc / total, lse = top + log2(total): for the sequence or, in units of log2, for the split and its merge.
     if PAIRS:

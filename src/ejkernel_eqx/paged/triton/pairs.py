@@ -112,7 +112,8 @@ def _load_pairs(ptr, slot, ok, kv_head, K: tl.constexpr, WIDTH: tl.constexpr, BL
 
 @triton.jit
 def attend_pairs(
-    even, odd, total, top, peak, q_even, q_odd, q_factor, q_rope,  # [BM, BLOCK_V / 2] twice, [BM], [BM], [], [BM, BLOCK_D / 2] twice, [BM], [BM, BLOCK_R]
+    even, odd, total, top, peak,  # [BM, BLOCK_V / 2] twice, [BM], [BM], []
+    q_even, q_odd, q_factor, q_rope,  # [BM, BLOCK_D / 2] twice, [BM], [BM, BLOCK_R]
     j, slot, ok, i, t, slope, chunk, kv_head, k_factor, rope_factor, qq_bias_ptr, Q,
     k_ptr, v_ptr, rope_ptr, k_scale_ptr, v_scale_ptr, rope_scale_ptr,  # [P, PAGE, K, D, V or R], [P, PAGE, K]
     K: tl.constexpr, D: tl.constexpr, V: tl.constexpr, R: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_V: tl.constexpr, BLOCK_R: tl.constexpr,
@@ -146,7 +147,9 @@ def attend_pairs(
         qk *= k_scale[None, :]
     qk *= (q_factor * k_factor)[:, None]
     if R > 0:
-        rope = widened(load_keys(rope_ptr, slot, ok, kv_head, K, R, BLOCK_R, True), q_rope, FAST)  # [BK, BLOCK_R]
+        rope = widened(
+            load_keys(rope_ptr, slot, ok, kv_head, K, R, BLOCK_R, True), q_rope, FAST
+        )  # [BK, BLOCK_R]
         more = tl.dot(q_rope, tl.trans(rope))  # [BM, BK]
         if R_SCALES == TOKEN:
             more *= load_scales(rope_scale_ptr, slot, ok, kv_head, K, True)[None, :]

@@ -257,7 +257,9 @@ def attend_tile(
     k = widened(load_keys(k_ptr, slot, ok, kv_head, K, D, BLOCK_D, MASKED), q, FAST_BYTES)  # [BK, BLOCK_D]
     v = k  # latent pages are both keys and values
     if not LATENT:
-        v = widened(load_keys(v_ptr, slot, ok, kv_head, K, V, BLOCK_V, MASKED), q, FAST_BYTES)  # [BK, BLOCK_V]
+        v = widened(
+            load_keys(v_ptr, slot, ok, kv_head, K, V, BLOCK_V, MASKED), q, FAST_BYTES
+        )  # [BK, BLOCK_V]
     qk = tl.dot(q, tl.trans(k), input_precision=PRECISION)  # [BM, BK]
     # Scales multiply the products, not the keys: one number per column instead of D.
     if K_SCALES == TOKEN:
@@ -267,7 +269,9 @@ def attend_tile(
         qk *= k_factor
     # Rotary channels extend the same sums; if they have their own scales, these are applied before.
     if R > 0:
-        rope = widened(load_keys(rope_ptr, slot, ok, kv_head, K, R, BLOCK_R, MASKED), q, FAST_BYTES)  # [BK, BLOCK_R]
+        rope = widened(
+            load_keys(rope_ptr, slot, ok, kv_head, K, R, BLOCK_R, MASKED), q, FAST_BYTES
+        )  # [BK, BLOCK_R]
         if R_SCALES == 0:
             qk = tl.dot(q_rope, tl.trans(rope), qk, input_precision=PRECISION)  # [BM, BK]
         else:
