@@ -9,7 +9,7 @@
 Every result of ours is first compared with the formula in float32, for decoding with the keys and values expanded; speeds are reported only if they
 agree. "flash" has as many heads, with keys and values of 128 channels: `of flash` is the speed in operations over its. "kernel" is attention over the
 latents alone, on absorbed queries: `over kernel` is the time over its. What is above it are the projections, whose weights a step reads. Of a chunk
-of a prompt after others, "absorbed" and "expanded" are the layer in either form, and `over kernel` is the time of its own choice over the faster one's.
+of a prompt after others, "absorbed" and "expanded" are the layer in either form; `over kernel` is the time of its own choice over the faster one's.
 """
 
 import argparse

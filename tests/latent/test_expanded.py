@@ -3,6 +3,7 @@
 import functools
 from typing import Any
 
+import equinox as eqx
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -132,6 +133,17 @@ def test_dropout(attention):
     op = attention(causal=True, dropout_rate=0.3)
     check(lse_of(op, key=key), given, causal(21, 34), keep=kept, rate=0.3)
     check(lse_of(op, inference=True), given, causal(21, 34))
+
+
+def test_inference_mode():
+    """It turns dropout off; an operation without dropout has no leaves and stays a function of its arrays."""
+    given, op = arrays_of(2), ejx.MultiHeadLatentAttention(dropout_rate=0.3)
+    plain = ejx.MultiHeadLatentAttention()
+    assert not jax.tree.leaves(plain)
+    expected = plain(**given)
+    assert np.abs(op(**given, key=jax.random.key(0)) - expected).max() > 0.1
+    np.testing.assert_array_equal(eqx.nn.inference_mode(op)(**given), expected)
+    np.testing.assert_array_equal(eqx.nn.inference_mode(plain)(**given), expected)
 
 
 @pytest.mark.few(1)

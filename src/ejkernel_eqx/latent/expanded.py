@@ -50,7 +50,7 @@ class MultiHeadLatentAttention(Kernel):
     window: Window = eqx.field(static=True)
     options: ScoreOptions = eqx.field(static=True)
     plan: Plan = eqx.field(static=True)
-    inference: bool
+    inference: bool | None  # `None`, which is no leaf, without dropout
 
     def __init__(
         self,
@@ -74,7 +74,7 @@ class MultiHeadLatentAttention(Kernel):
         self.options.check()
         self.causal = causal
         self.window = parse_window(sliding_window, causal)
-        self.inference = False
+        self.inference = False if dropout_rate > 0 else None
         self.plan = plan_of(MultiHeadLatentAttention, self, platform, config, tune_for)
 
     if TYPE_CHECKING:
@@ -156,7 +156,7 @@ class MultiHeadLatentAttention(Kernel):
         masking = MaskInputs(
             mask, segment_ids, kv_segment_ids, cu_seqlens, kv_cu_seqlens, q_lengths, kv_lengths, q_offset
         )
-        inference = self.inference if inference is None else inference
+        inference = bool(self.inference) if inference is None else inference
         own = Mask(is_causal=self.causal, window=self.window)
         whole, spec = described(
             given.q,

@@ -176,7 +176,8 @@ def widened(x, like, FAST: tl.constexpr):
     """Numbers of pages in the dtype of `like`."""
     # The compiler goes from float16 to bfloat16 in one step, of an eighth of the usual rate.
     if FAST and x.dtype == tl.float8e4nv and like.dtype == tl.bfloat16:
-        return tl.inline_asm_elementwise(_BFLOATS, "=&r,=&r,r", [x], dtype=tl.bfloat16, is_pure=True, pack=4)
+        return tl.inline_asm_elementwise(
+            _BFLOATS, "=&r,=&r,r", [x], dtype=tl.bfloat16, is_pure=True, pack=4)  # pyright: ignore[reportArgumentType]  # fmt: skip
     else:
         return x.to(like.dtype)
 
