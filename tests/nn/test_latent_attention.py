@@ -10,6 +10,7 @@ import numpy as np
 import pytest
 
 import ejkernel_eqx as ejx
+from ejkernel_eqx.latent.cost import expands, LatentSizes
 from ejkernel_eqx.nn import LatentCache, MultiHeadLatentAttention, RotaryEmbedding, YarnScaling
 from tests.attention.dense import INTERPRET
 from tests.nn.paged_layers import advance, inputs, PAGE, PAGES, poisoned, SEQUENCES, serve, TOKENS
@@ -270,3 +271,24 @@ def test_wrong_arguments(name, unchecked):
     change, message = WRONG[name]
     with pytest.raises(ValueError, match=message):
         change(build(), inputs())
+
+
+def test_sizes_of_numpy(unchecked):
+    """As they come from a file or from a shape; static fields hold numbers of Python."""
+    sizes = dict(
+        num_heads=2, kv_lora_rank=16, qk_nope_head_dim=8, qk_rope_head_dim=4, v_head_dim=8, q_lora_rank=12
+    )
+    layer = ejx.nn.MultiHeadLatentAttention(
+        np.int64(EMBED), **{name: np.int64(size) for name, size in sizes.items()}, key=jax.random.key(0)
+    )
+    same = ejx.nn.MultiHeadLatentAttention(EMBED, **sizes, key=jax.random.key(0))
+    assert eqx.tree_equal(layer, same)
+    assert all(type(getattr(layer, name)) is int for name in ("embed_dim", *sizes))
+
+
+def test_which_form_a_chunk_takes():
+    """Few tokens are absorbed and many expanded; sequences side by side share the weights that are read."""
+    sizes = LatentSizes(128, 128, 64, 128, 512)
+    alone, beside = ([expands(count * n, n, sizes) for n in range(1, 1000)] for count in (1, 64))
+    assert alone == sorted(alone) and beside == sorted(beside)  # from some length on
+    assert 0 < sum(alone) < sum(beside) < 999

@@ -118,11 +118,11 @@ def config_unsupported(config: TritonConfig, problem: Problem, device: DeviceFac
 
 def remark(config: TritonConfig, problem: Problem, device: DeviceFacts) -> str:
     """Where 8-bit pages save memory but no time."""
-    if not tile_sizes.slowed_by_bytes(problem, config.decode):
+    if not tile_sizes.slowed_by_bytes(problem):
         return ""
     return (
-        "8-bit latents halve the memory of the cache, but take longer than 16-bit ones with more than 32 query heads a latent: decoding is then "
-        "bound by products, which wait until latents have been converted"
+        "8-bit latents halve the memory of the cache, but with more than 32 queries times heads a sequence they are expected to take longer than "
+        "16-bit ones: attention is then bound by products, which wait until latents have been converted"
     )
 
 
