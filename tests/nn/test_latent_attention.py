@@ -275,11 +275,11 @@ def test_wrong_arguments(name, unchecked):
 
 def test_sizes_of_numpy(unchecked):
     """As they come from a file or from a shape; static fields hold numbers of Python."""
-    sizes = dict(
+    sizes: dict[str, Any] = dict(
         num_heads=2, kv_lora_rank=16, qk_nope_head_dim=8, qk_rope_head_dim=4, v_head_dim=8, q_lora_rank=12
     )
     layer = ejx.nn.MultiHeadLatentAttention(
-        np.int64(EMBED), **{name: np.int64(size) for name, size in sizes.items()}, key=jax.random.key(0)
+        np.int64(EMBED), **jax.tree.map(np.int64, sizes), key=jax.random.key(0)
     )
     same = ejx.nn.MultiHeadLatentAttention(EMBED, **sizes, key=jax.random.key(0))
     assert eqx.tree_equal(layer, same)
