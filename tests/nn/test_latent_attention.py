@@ -278,9 +278,8 @@ def test_sizes_of_numpy(unchecked):
     sizes: dict[str, Any] = dict(
         num_heads=2, kv_lora_rank=16, qk_nope_head_dim=8, qk_rope_head_dim=4, v_head_dim=8, q_lora_rank=12
     )
-    layer = ejx.nn.MultiHeadLatentAttention(
-        np.int64(EMBED), **jax.tree.map(np.int64, sizes), key=jax.random.key(0)
-    )
+    width: Any = np.int64(EMBED)
+    layer = ejx.nn.MultiHeadLatentAttention(width, **jax.tree.map(np.int64, sizes), key=jax.random.key(0))
     same = ejx.nn.MultiHeadLatentAttention(EMBED, **sizes, key=jax.random.key(0))
     assert eqx.tree_equal(layer, same)
     assert all(type(getattr(layer, name)) is int for name in ("embed_dim", *sizes))
