@@ -2,21 +2,25 @@
 
     python benchmarks/latent.py --json latent.json --plot latent.png
     python benchmarks/latent.py --problems decode --time-limit 300
+    python benchmarks/latent.py --problems chunk                       # both forms of a chunk of a prompt
     python benchmarks/latent.py --quick                                # tiny problems
     python benchmarks/latent.py --render latent.json --markdown latent.md
 
 Every result of ours is first compared with the formula in float32, for decoding with the keys and values expanded; speeds are reported only if they
 agree. "flash" has as many heads, with keys and values of 128 channels: `of flash` is the speed in operations over its. "kernel" is attention over the
-latents alone, on absorbed queries: `over kernel` is the time over its. What is above it are the projections, whose weights a step reads.
+latents alone, on absorbed queries: `over kernel` is the time over its. What is above it are the projections, whose weights a step reads. Of a chunk
+of a prompt after others, "absorbed" and "expanded" are the layer in either form; `over kernel` is the time of its own choice over the faster one's.
 """
 
 import argparse
+import contextlib
 import dataclasses
 import functools
 import pathlib
 import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
+from unittest import mock
 
 sys.path.insert(0, str(pathlib.Path(__file__).resolve().parent.parent))
 
@@ -31,23 +35,26 @@ from benchmarks import command, comparison
 from benchmarks.comparison import Implementation
 from benchmarks.linear_plot import plot as plot_bars
 from benchmarks.measure import StateWork
-from benchmarks.prepare import compiled, DIRECTIONS, input_sets, PeerRow, prepare, Prepared
+from benchmarks.prepare import compiled, DIRECTIONS, fastest, input_sets, PeerRow, prepare, Prepared
 from ejkernel_eqx._tolerances import Tolerance, TOLERANCES
 from ejkernel_eqx.tuning.check import all_errors
 
 FLASH, KERNEL = "flash", "kernel"
+FORMS = {"absorbed": False, "expanded": True}
 FLASH_DIM = 128
 Arrays = dict[str, Array]
 
 
 @dataclasses.dataclass(frozen=True)
 class LatentProblem:
-    """`B` rows of `T` tokens and `H` heads, causal; or, with `E`, a decoding step of a layer of `E` features, for `B` sequences of `T` tokens."""
+    """`B` rows of `T` tokens and `H` heads, causal; or, with `E`, a decoding step of a layer of `E` features, for `B` sequences of `T` tokens; or
+    the last `chunk` tokens of each at once."""
 
     B: int
     T: int
     H: int
     E: int = 0
+    chunk: int = 0
     nope: int = 128
     rope: int = 64
     V: int = 128
@@ -60,7 +67,7 @@ class LatentProblem:
         sizes = f"B{self.B} T{self.T} H{self.H} D{self.nope}+{self.rope} V{self.V}"
         if self.E:
             sizes = f"N{self.B} S{self.T} H{self.H} R{self.R}+{self.rope} E{self.E}"
-        kind = "decode" if self.E else "train"
+        kind = f"chunk {self.chunk}" if self.chunk else "decode" if self.E else "train"
         return f"{kind} {sizes}{'' if self.dtype == 'bfloat16' else f' {self.dtype}'}"
 
     @property
@@ -73,6 +80,9 @@ class LatentProblem:
 
     def flops(self, direction: str, dims: int | None = None) -> float:
         """Operations of attention; `dims`: of a key and a value together."""
+        if self.chunk:  # absorbed
+            seen = self.chunk * (self.T - (self.chunk - 1) / 2)
+            return 2.0 * self.B * seen * self.H * (2 * self.R + self.rope)
         if self.E:
             return 2.0 * self.B * self.T * self.H * (2 * self.R + self.rope)
         pairs = self.B * self.H * self.T * (self.T + 1) / 2
@@ -220,6 +230,40 @@ def expected_decoding(p: LatentProblem, inputs: Arrays) -> dict[str, Arrays]:
         return {"forward": jax.jit(decoding(p, "xla", wide=True))(wide["x"], pages_of(wide))[1]}
 
 
+# Chunks
+
+
+def make_chunk(p: LatentProblem, seed: int) -> Arrays:
+    shapes = (p.B, p.chunk, p.E), (p.B, p.T, p.R), (p.B, p.T, p.rope)
+    return dict(zip(("x", "latent", "rope"), random(seed, p.dtype, *shapes)))
+
+
+def chunked(
+    p: LatentProblem, platform: Any, form: bool | None = None, wide: bool = False
+) -> Callable[[Arrays], Arrays]:
+    """The layer on the last tokens of rows whose cache holds those before; expanded or not, or as it chooses itself."""
+    arrays, static = eqx.partition(eqx.filter_jit(layer_of)(p, platform), eqx.is_array)
+    arrays = jax.tree.map(lambda x: x.astype(jnp.float32), arrays) if wide else arrays
+
+    def run(inputs: Arrays) -> Arrays:
+        before = jnp.full(p.B, p.T - p.chunk, jnp.int32)
+        cache = ejx.nn.LatentCache(inputs["latent"], inputs["rope"], before)
+        choice = "ejkernel_eqx.nn.latent_attention.expands"
+        with contextlib.nullcontext() if form is None else mock.patch(choice, lambda *_: form):
+            return {"out": eqx.combine(arrays, static)(inputs["x"], cache)[0]}
+
+    return run
+
+
+def expected_chunk(p: LatentProblem, inputs: Arrays) -> dict[str, Arrays]:
+    wide = jax.tree.map(lambda x: x.astype(jnp.float32), inputs)
+    with jax.default_matmul_precision("highest"):
+        return {"forward": jax.jit(chunked(p, "xla", False, wide=True))(wide)}
+
+
+# Measuring
+
+
 def implementations(
     p: LatentProblem, options: argparse.Namespace, direction: str
 ) -> Iterator[Implementation]:
@@ -227,30 +271,37 @@ def implementations(
         return Implementation(name, False, lambda sets, direction: prepare(run, sets))
 
     for name, platform in comparison.platforms(options):
-        if p.E:
+        if p.chunk:
+            yield prepared(name, chunked(p, platform))
+        elif p.E:
             make = lambda sets, direction, platform=platform: prepare_decoding(p, platform, sets)
             yield Implementation(name, False, make)
         else:
             yield prepared(name, training(p, platform, direction))
-    yield prepared(KERNEL, kernel(p)) if p.E else prepared(FLASH, flash(direction))
-
-
-# Measuring
+    if p.chunk:
+        for name, form in FORMS.items():
+            yield prepared(name, chunked(p, None, form))
+    else:
+        yield prepared(KERNEL, kernel(p)) if p.E else prepared(FLASH, flash(direction))
 
 
 def measure(p: LatentProblem, options: argparse.Namespace) -> Iterator[list[Row]]:
     """The rows of a problem, by direction."""
-    sets = input_sets(functools.partial(make_decoding if p.E else make_training, p))
-    check = functools.partial(_check, p, (expected_decoding if p.E else expected_training)(p, sets[0]))
+    make_inputs = make_chunk if p.chunk else make_decoding if p.E else make_training
+    sets = input_sets(functools.partial(make_inputs, p))
+    expected = (expected_chunk if p.chunk else expected_decoding if p.E else expected_training)(p, sets[0])
+    check = functools.partial(_check, p, expected)
     found = functools.partial(implementations, p, options)
     for direction, rows in comparison.compared(Row, p.name, p.directions, found, sets, check, options):
-        beside = rows[-1]
+        mine = [row for row in rows if row.implementation not in (FLASH, KERNEL, *FORMS)]
+        beside = fastest(row for row in rows if row.implementation in (FLASH, KERNEL, *FORMS))
         for row in rows:
-            row.flops = p.flops(direction, None if p.E or row is not beside else 2 * min(p.V, FLASH_DIM))
+            row.flops = p.flops(direction, None if p.E or row in mine else 2 * min(p.V, FLASH_DIM))
             row.tflop_per_s = row.flops / row.ms / 1e9 if row.ms else None
-        for row in rows[:-1] if beside.ms else ():
-            row.of_flash = row.tflop_per_s / beside.tflop_per_s if row.ms and not p.E else None
-            row.over_kernel = row.ms / beside.ms if row.ms and p.E else None
+        flash_flops = p.flops(direction, 2 * min(p.V, FLASH_DIM))
+        for row in mine if beside else ():
+            row.of_flash = row.flops / row.ms * beside / flash_flops if row.ms and not p.E else None
+            row.over_kernel = row.ms / beside if row.ms and p.E else None
         yield rows
 
 
@@ -267,12 +318,15 @@ def _check(p: LatentProblem, expected: Mapping[str, Arrays], row: Row, results: 
 
 
 def summarise(rows: Sequence[Row]) -> dict[str, dict[str, Any]]:
-    """The lowest speed beside flash, and the most time over the kernel alone."""
+    """The lowest speed beside flash, and the most time over the kernel alone or over the faster form."""
     least = comparison.Extreme("lowest of flash", lambda row: row.of_flash, min)
-    most = comparison.Extreme("most time over the kernel", lambda row: row.over_kernel, max)
     mine = [row for row in rows if row.implementation == "default"]
-    slowest = comparison.extreme(mine, most)
-    return comparison.summary(mine, extremes=(least,)) | ({most.title: slowest} if slowest else {})
+    summary = comparison.summary(mine, extremes=(least,))
+    for what, kind in (("the kernel", "decode"), ("the faster form", "chunk")):
+        most = comparison.Extreme(f"most time over {what}", lambda row: row.over_kernel, max)
+        if slowest := comparison.extreme((row for row in mine if row.problem.startswith(kind)), most):
+            summary[most.title] = slowest
+    return summary
 
 
 # Showing
@@ -301,16 +355,18 @@ ANCHORS = (
     P(8, 8192, 128, E=7168),
     P(64, 4096, 16, E=2048),
 )
+# On both sides of where the layer changes its form.
+CHUNKS = tuple(P(B, 8192, 128, 7168, chunk) for B in (1, 8) for chunk in (64, 128, 256, 512, 1024))
 _SMALL: Any = {"nope": 16, "rope": 8, "V": 16, "R": 24, "page": 16, "dtype": "float32"}
-CPU = (P(1, 256, 2, **_SMALL), P(2, 128, 2, E=64, **_SMALL))
-TINY = (P(1, 40, 2, **_SMALL), P(2, 40, 2, E=32, **_SMALL))
+CPU = (P(1, 256, 2, **_SMALL), P(2, 128, 2, E=64, **_SMALL), P(2, 128, 2, E=64, chunk=32, **_SMALL))
+TINY = (P(1, 40, 2, **_SMALL), P(2, 40, 2, E=32, **_SMALL), P(2, 40, 2, E=32, chunk=9, **_SMALL))
 
 # The command
 
 COMPARISON = comparison.Comparison(
     "latent",
     __doc__,
-    comparison.Problems(TINY, CPU, ANCHORS),
+    comparison.Problems(TINY, CPU, ANCHORS + CHUNKS),
     measure,
     Row,
     comparison.Output(summarise, TABLES, plot),

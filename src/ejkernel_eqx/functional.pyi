@@ -26,8 +26,6 @@ from .cells.recurrent import NewState
 from .dispatch import PlatformLike
 from .latent.absorbed import Output
 from .latent.absorbed import WithLse
-from .latent.expanded import Output
-from .latent.expanded import WithLse
 from .paged import PagedLatentCache
 from .paged.cache.cache import PagedKVCache
 from .paged.cache.cache import PagedLatentCache
@@ -527,6 +525,7 @@ def multi_head_latent_attention(
     v: Float[AnyArray, '*B S H V'],
     *,
     return_lse: Literal[False] = False,
+    bias: Float[AnyArray, '#*B #H #T #S'] | None = None,
     mask: Bool[Numbers, '#*B #H #T #S'] | Mask | None = None,
     segment_ids: Int[Numbers, '*B T'] | None = None,
     kv_segment_ids: Int[Numbers, '*B S'] | None = None,
@@ -535,11 +534,15 @@ def multi_head_latent_attention(
     q_lengths: int | Int[Numbers, '*B'] | None = None,
     kv_lengths: int | Int[Numbers, '*B'] | None = None,
     sinks: Float[Numbers, ' H *n'] | None = None,
+    alibi_slopes: Float[Numbers, ' H'] | None = None,
     q_offset: int | Int[Numbers, '*B'] | None = None,
+    key: PRNGKeyArray | None = None,
+    inference: bool | None = None,
     causal: bool = False,
     sliding_window: int | tuple[int | None, int | None] | None = None,
     logits_soft_cap: float | None = None,
     softmax_scale: float | None = None,
+    dropout_rate: float = 0.0,
     platform: PlatformLike | None = None,
     config: Any | None = None,
 ) -> Output: ...
@@ -552,6 +555,7 @@ def multi_head_latent_attention(
     v: Float[AnyArray, '*B S H V'],
     *,
     return_lse: Literal[True],
+    bias: Float[AnyArray, '#*B #H #T #S'] | None = None,
     mask: Bool[Numbers, '#*B #H #T #S'] | Mask | None = None,
     segment_ids: Int[Numbers, '*B T'] | None = None,
     kv_segment_ids: Int[Numbers, '*B S'] | None = None,
@@ -560,11 +564,15 @@ def multi_head_latent_attention(
     q_lengths: int | Int[Numbers, '*B'] | None = None,
     kv_lengths: int | Int[Numbers, '*B'] | None = None,
     sinks: Float[Numbers, ' H *n'] | None = None,
+    alibi_slopes: Float[Numbers, ' H'] | None = None,
     q_offset: int | Int[Numbers, '*B'] | None = None,
+    key: PRNGKeyArray | None = None,
+    inference: bool | None = None,
     causal: bool = False,
     sliding_window: int | tuple[int | None, int | None] | None = None,
     logits_soft_cap: float | None = None,
     softmax_scale: float | None = None,
+    dropout_rate: float = 0.0,
     platform: PlatformLike | None = None,
     config: Any | None = None,
 ) -> WithLse: ...
@@ -577,6 +585,7 @@ def multi_head_latent_attention(
     v: Float[AnyArray, '*B S H V'],
     *,
     return_lse: bool,
+    bias: Float[AnyArray, '#*B #H #T #S'] | None = None,
     mask: Bool[Numbers, '#*B #H #T #S'] | Mask | None = None,
     segment_ids: Int[Numbers, '*B T'] | None = None,
     kv_segment_ids: Int[Numbers, '*B S'] | None = None,
@@ -585,11 +594,15 @@ def multi_head_latent_attention(
     q_lengths: int | Int[Numbers, '*B'] | None = None,
     kv_lengths: int | Int[Numbers, '*B'] | None = None,
     sinks: Float[Numbers, ' H *n'] | None = None,
+    alibi_slopes: Float[Numbers, ' H'] | None = None,
     q_offset: int | Int[Numbers, '*B'] | None = None,
+    key: PRNGKeyArray | None = None,
+    inference: bool | None = None,
     causal: bool = False,
     sliding_window: int | tuple[int | None, int | None] | None = None,
     logits_soft_cap: float | None = None,
     softmax_scale: float | None = None,
+    dropout_rate: float = 0.0,
     platform: PlatformLike | None = None,
     config: Any | None = None,
 ) -> Output | WithLse: ...

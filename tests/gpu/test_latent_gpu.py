@@ -61,6 +61,26 @@ CALLS: dict[str, Any] = {
 }
 
 
+TILES = np.random.default_rng(1).random((11, 11)) < 0.4
+CALLS |= {
+    "slopes": (300, 700, dict(causal=True), dict(alibi_slopes=jnp.linspace(0.01, 0.2, 5)), causal(300, 700)),
+    "dense mask": (
+        300,
+        700,
+        {},
+        dict(mask=jnp.asarray(np.tile(TILES[:3, :7], (100, 100)))),
+        np.tile(TILES[:3, :7], (100, 100)),
+    ),
+    "map of blocks": (
+        700,
+        700,
+        {},
+        dict(mask=ejx.Mask.from_blocks(TILES, 64)),
+        np.repeat(np.repeat(TILES, 64, 0), 64, 1)[:700, :700],
+    ),
+}
+
+
 @pytest.mark.parametrize("dtype", ["bfloat16", "float16", "float32"])
 @pytest.mark.parametrize("dims", [(128, 64, 128), (64, 32, 64), (24, 8, 40)])
 @pytest.mark.parametrize("name", CALLS)
@@ -73,14 +93,36 @@ def test_expanded(name, dims, dtype):
     dout, dlse = cotangents(given)
     found, again = run(given, dout, dlse), run(given, dout, dlse)
     jax.tree.map(np.testing.assert_array_equal, found, again)
-    expected, grads = exact_expanded(given, dout, dlse, seen, cap=options.get("logits_soft_cap"))
+    learned = {name: call[name] for name in ("alibi_slopes",) if name in call}
+    expected, grads = exact_expanded(given | learned, dout, dlse, seen, cap=options.get("logits_soft_cap"))
     for x, y in zip(found[0], expected, strict=True):
         assert_close(x, y, dtype)
     for of, x in found[1].items():
         assert_close(x, grads[of], dtype, "gradient", name=of)
 
 
-@pytest.mark.parametrize("flags", [{}, {"segments": True}, {"rows": True, "sinks": True}], ids=str)
+@pytest.mark.parametrize("rate", [0.0, 0.2])
+def test_bias_and_dropout(rate):
+    """Beside XLA, which drops the same entries."""
+    given = arrays_of(300, 500, 5, (128, 64, 128), jnp.float32) | {"bias": normal(7, 5, 300, 500)}
+    dout, dlse = cotangents(given)
+
+    def of(platform: Any) -> Any:
+        op = ejx.MultiHeadLatentAttention(causal=True, dropout_rate=rate, platform=platform)
+        return jax.jit(
+            lambda *args: with_gradients(lambda a: op(**a, key=jax.random.key(1), return_lse=True), *args)
+        )(given, dout, dlse)
+
+    (results, grads), (expected, exact) = of("triton"), of("xla")
+    for x, y in zip(results, expected, strict=True):
+        assert_close(x, np.asarray(y, np.float64), "float32")
+    for name, x in grads.items():
+        assert_close(x, np.asarray(exact[name], np.float64), "float32", "gradient", name=name)
+
+
+@pytest.mark.parametrize(
+    "flags", [{}, {"segments": True}, {"rows": True, "sinks": True}, {"bias": "HTS"}], ids=str
+)
 @pytest.mark.parametrize("dtype", ["bfloat16", "float32"])
 def test_every_candidate(dtype, flags):
     problem = example_problem(OPERATION, dict(B=2, T=512, H=4, D=192, V=128, Dr=64), dtype, flags)
@@ -122,8 +164,11 @@ def test_absorbed(heads, queries, is_causal):
 
 
 @pytest.mark.parametrize("rank", [None, 96])
-def test_the_layer_decodes_as_the_whole(rank):
+def test_the_layer_decodes_as_the_whole(rank, monkeypatch):
     """In float32: a long chunk, expanded and merged; a short one and tokens, absorbed; dense and in pages."""
+    monkeypatch.setattr(
+        "ejkernel_eqx.nn.latent_attention.expands", lambda tokens, queries, sizes: queries >= 64
+    )
     layer = ejx.nn.MultiHeadLatentAttention(
         256,
         num_heads=4,

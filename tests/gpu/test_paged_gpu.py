@@ -155,6 +155,16 @@ LAYERS: dict[str, tuple[str, dict[str, int], dict[str, Any]]] = {
     "dense": ("ragged_decode_attention", dict(B=16, S=2048, H=32, K=8, D=128), {}),
     "latent": ("paged_attention", dict(N=16, S=2048, H=128, D=576, V=512, p=64), {"latent": True}),
     "latent, 16 heads": ("paged_attention", dict(N=16, S=2048, H=16, D=576, V=512, p=64), {"latent": True}),
+    "latent int8, 16 heads": (
+        "paged_attention",
+        dict(N=16, S=2048, H=16, D=576, V=512, p=64),
+        {"latent": True, "scales": "token"},
+    ),
+    "latent float8": (
+        "paged_attention",
+        dict(N=16, S=2048, H=128, D=576, V=512, p=64),
+        {"latent": True, "scales": "token", "kv": "float8_e4m3fn"},
+    ),
     "latent int8": (
         "paged_attention",
         dict(N=16, S=2048, H=128, D=576, V=512, p=64),

@@ -1,13 +1,16 @@
 """The expanded form on XLA and by its Triton kernels, interpreted: against numpy, with every mask, composed."""
 
 import functools
+from typing import Any
 
+import equinox as eqx
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
 
 import ejkernel_eqx as ejx
+from ejkernel_eqx.attention.philox import philox_keep
 from tests.attention.cases import xla_tiles
 from tests.attention.dense import causal, INTERPRET, lse_of, normal, quick
 from tests.latent.cases import arrays_of, check, exact_expanded
@@ -95,12 +98,68 @@ def test_packed_sequences(attention):
     check(op, given, seen, poisoned=poison(given, number == 3, number == 3))
 
 
-def test_a_mask_is_for_xla():
-    seen = np.random.default_rng(0).random((1, 1, 20, 26)) < 0.5
-    given = arrays_of(2)
-    check(lse_of(ejx.MultiHeadLatentAttention(config=xla_tiles(16, 16)), mask=jnp.asarray(seen)), given, seen)
-    with pytest.raises(ejx.UnsupportedError, match="takes no mask"):
-        ejx.MultiHeadLatentAttention(platform=INTERPRET)(**given, mask=jnp.asarray(seen))
+BIASES = {
+    "all": (2, 3, 21, 34),
+    "of heads": (3, 1, 1),
+    "of keys": (1, 1, 34),
+    "of queries and keys": (21, 34),
+}
+
+
+@pytest.mark.few(2)
+@pytest.mark.parametrize("shape", BIASES)
+def test_bias_and_slopes(attention, shape):
+    given = arrays_of(2, t=21, s=34) | {"bias": normal(5, *BIASES[shape]), "alibi_slopes": normal(6, 3) / 9}
+    check(lse_of(attention(causal=True, logits_soft_cap=2.0)), given, causal(21, 34), cap=2.0)
+
+
+def test_slopes_beside_lengths(attention):
+    """Positions count from each row's own last key."""
+    lengths = np.array([29, 40])
+    given = arrays_of(2, t=21, s=40) | {"alibi_slopes": normal(6, 3) / 9}
+    seen = np.arange(40) < lengths[:, None, None, None]
+    op = lse_of(attention(), kv_lengths=jnp.asarray(lengths), q_offset=jnp.asarray(lengths - 21))
+    positions = np.arange(21) + (lengths - 21)[:, None]
+    poisoned = poison({name: x for name, x in given.items() if name != "alibi_slopes"}, ~seen[:, 0, 0])
+    check(op, given, seen, poisoned=poisoned | {"alibi_slopes": given["alibi_slopes"]}, positions=positions)
+
+
+def test_dropout(attention):
+    """The entries that a key drops are those of `FlashAttention`, on every platform."""
+    given, key = arrays_of(2, t=21, s=34), jax.random.key(3)
+    seeds = jax.random.bits(key, (2, 3, 2), jnp.uint32)
+    kept = np.asarray(philox_keep(seeds[:, :, None, None], jnp.arange(21)[:, None] + 13, jnp.arange(34), 0.3))
+    assert 0.6 < kept.mean() < 0.8
+    op = attention(causal=True, dropout_rate=0.3)
+    check(lse_of(op, key=key), given, causal(21, 34), keep=kept, rate=0.3)
+    check(lse_of(op, inference=True), given, causal(21, 34))
+
+
+def test_inference_mode():
+    """It turns dropout off; an operation without dropout has no leaves and stays a function of its arrays."""
+    given, op = arrays_of(2), ejx.MultiHeadLatentAttention(dropout_rate=0.3)
+    plain = ejx.MultiHeadLatentAttention()
+    assert not jax.tree.leaves(plain)
+    expected = plain(**given)
+    assert np.abs(op(**given, key=jax.random.key(0)) - expected).max() > 0.1
+    np.testing.assert_array_equal(eqx.nn.inference_mode(op)(**given), expected)
+    np.testing.assert_array_equal(eqx.nn.inference_mode(plain)(**given), expected)
+
+
+@pytest.mark.few(1)
+@pytest.mark.parametrize("shape", [(1, 1, 20, 26), (2, 3, 20, 26)])
+def test_dense_masks(attention, shape):
+    """With rows and keys that nobody sees, which hold NaN."""
+    seen = np.random.default_rng(0).random(shape) < 0.5
+    seen[..., 3, :], seen[..., :, 7] = False, False
+    given = arrays_of(2) | {"bias": normal(5, 3, 20, 26)}
+    hidden = np.arange(20) == 3, np.arange(26) == 7
+    poisoned = poison(
+        {name: x for name, x in given.items() if name != "bias"}, *(np.tile(x, (2, 1)) for x in hidden[::-1])
+    )
+    check(
+        lse_of(attention(), mask=jnp.asarray(seen)), given, seen, poisoned=poisoned | {"bias": given["bias"]}
+    )
 
 
 @pytest.mark.parametrize("dtype", [jnp.bfloat16, jnp.float16])
@@ -179,18 +238,24 @@ def test_wrong_arrays(name, unchecked):
         ejx.MultiHeadLatentAttention()(**change(arrays_of(2)))
 
 
-@pytest.mark.parametrize("kind", ["function of heads", "map of blocks"])
-def test_masks_of_tiles(kind):
-    """Functions that differ between heads, and maps: on XLA; Triton says that it takes none."""
-    given = arrays_of(t=20, s=20)
+@pytest.mark.parametrize("kind", ["function of heads", "map of blocks", "union"])
+def test_masks_of_tiles(attention, kind):
+    """Functions that differ between heads, maps and unions: only the tiles that they touch run. A key that nobody sees holds NaN."""
+    seen: Any
     if kind == "map of blocks":
-        blocks = np.random.default_rng(0).random((3, 3)) < 0.5
-        mask, seen = ejx.Mask.from_blocks(blocks, 8), np.repeat(np.repeat(blocks, 8, 0), 8, 1)[:20, :20]
+        blocks = np.random.default_rng(0).random((6, 6)) < 0.4
+        blocks[:, 2] = False
+        mask, seen = ejx.Mask.from_blocks(blocks, 8), np.repeat(np.repeat(blocks, 8, 0), 8, 1)[:45, :45]
+    elif kind == "union":
+        mask = ejx.Mask.sliding_window(4, 4) | ejx.Mask.global_tokens(3)
+        i, j = np.arange(45)[:, None], np.arange(45)
+        seen = (abs(i - j) <= 4) | (i < 3) | (j < 3)
     else:
-        mask = ejx.Mask.from_function(lambda h, q, k: abs(q - k) <= 2 * h)
-        near = abs(np.arange(20)[:, None] - np.arange(20))
-        seen = near <= 2 * np.arange(3)[:, None, None]
-    check(lambda **a: ejx.MultiHeadLatentAttention()(**a, mask=mask, return_lse=True), given, seen)
-    pytest.importorskip("triton")
-    with pytest.raises(ejx.UnsupportedError, match="functions"):
-        ejx.MultiHeadLatentAttention(platform=INTERPRET)(**given, mask=mask)
+        mask = ejx.Mask.from_function(lambda h, q, k: (abs(q - k) <= 2 * h) & (k != 30))
+        i, j = np.arange(45)[:, None], np.arange(45)
+        seen = (abs(i - j) <= 2 * np.arange(3)[:, None, None]) & (j != 30)
+    given = arrays_of(2, t=45, s=45) | {"bias": normal(5, 45, 45)}
+    unseen = ~np.broadcast_to(seen, (3, 45, 45)).any((0, 1))
+    clean = {name: x for name, x in given.items() if name != "bias"}
+    poisoned = poison(clean, np.tile(unseen, (2, 1))) | {"bias": given["bias"]}
+    check(lse_of(attention(), mask=mask), given, seen, poisoned=poisoned)

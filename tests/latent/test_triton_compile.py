@@ -17,7 +17,7 @@ from tests.compiled import DEVICES, launches_of
 pytest.importorskip("triton")
 from ejkernel_eqx.latent.triton import compiled as triton
 
-KERNELS = {f"latent_{name}_kernel" for name in ("forward", "key_gradient", "query_gradient")}
+KERNELS = {f"{name}_kernel" for name in ("forward", "key_gradient", "query_gradient")}
 
 
 def request_of(dtype: str, everything: bool) -> tuple[LatentArrays, AttentionSpec, Problem]:
@@ -40,16 +40,16 @@ def request_of(dtype: str, everything: bool) -> tuple[LatentArrays, AttentionSpe
     return arrays, spec, problem_of("multi_head_latent_attention", arrays, spec)
 
 
-# Bytes of stack a thread (on AMD registers), where any.
+# Bytes of stack a thread (on AMD registers), where any; on sm_90 in bfloat16 outside the loops but for a few.
 SPILLS: dict[tuple[str, str, bool], dict[str, int]] = {
     ("sm_80", "bfloat16", False): {"key_gradient": 96},
-    ("sm_80", "bfloat16", True): {"key_gradient": 24, "query_gradient": 64},
-    ("sm_90", "bfloat16", False): {"key_gradient": 8},
+    ("sm_80", "bfloat16", True): {"key_gradient": 24, "query_gradient": 104},
+    ("sm_90", "bfloat16", False): {"key_gradient": 40},
     ("sm_90", "bfloat16", True): {"key_gradient": 56},
     ("sm_90", "float32", False): {"forward": 24, "key_gradient": 304, "query_gradient": 232},
-    ("sm_90", "float32", True): {"forward": 496, "key_gradient": 1232, "query_gradient": 960},
-    ("sm_100", "bfloat16", True): {"forward": 48, "query_gradient": 56},
-    ("gfx942", "bfloat16", True): {"forward": 18, "key_gradient": 52, "query_gradient": 13},
+    ("sm_90", "float32", True): {"forward": 488, "key_gradient": 1224, "query_gradient": 1024},
+    ("sm_100", "bfloat16", True): {"forward": 24, "query_gradient": 56},
+    ("gfx942", "bfloat16", True): {"forward": 20, "key_gradient": 56, "query_gradient": 13},
 }
 QUICK = [("sm_90", "bfloat16", False)]
 GRID = [
@@ -84,6 +84,6 @@ def test_kernels_fit(target, dtype, everything):
         assert report.fits, (
             f"{name} needs {report.shared} bytes of shared memory, {target} has {report.shared_limit}: {config}"
         )
-        found[name.removeprefix("latent_").removesuffix("_kernel")] = report.spills
+        found[name.removesuffix("_kernel")] = report.spills
     if dtype == "bfloat16" or target == "sm_90":
         assert all(spills <= most.get(name, 0) for name, spills in found.items()), found

@@ -17,6 +17,7 @@ KINDS = {
     "causal": example_problem(OPERATION, SIZES, "float32", {}),
     "bfloat16": example_problem(OPERATION, SIZES, "bfloat16", dict(soft_cap=True, lse=True)),
     "segments": example_problem(OPERATION, SIZES | dict(S=50), "float16", dict(segments=True, sinks=True)),
+    "bias": example_problem(OPERATION, SIZES, "float32", dict(bias="HTS", alibi_slopes=True, dropout=True)),
     "lengths": example_problem(OPERATION, SIZES, "float32", dict(rows=True, window=7)),
 }
 
@@ -61,7 +62,7 @@ def test_launches_are_known_without_running():
     [
         (SIZES | dict(Dr=24), {}, "Dr from 1 to"),
         (SIZES | dict(K=1), {}, "as many key heads"),
-        (SIZES, dict(bias=True), "bias"),
+        (SIZES, dict(deterministic=True), "deterministic"),
     ],
 )
 def test_wrong_words(sizes, flags, message):

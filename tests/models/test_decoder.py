@@ -205,7 +205,7 @@ def by_layers(model, mask):
     """Logits, and the statistics of each layer with experts in its turn."""
     x, found = model.embedding[TOKENS], []
     for index in range(model.num_layers):
-        x, _, statistics = model.layer(index).with_statistics(x, padding_mask=mask)
+        x, statistics = model.layer(index).with_statistics(x, padding_mask=mask)
         found += [] if statistics is None else [statistics]
     return model.logits(jax.vmap(jax.vmap(model.norm))(x)), found
 

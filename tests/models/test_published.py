@@ -198,6 +198,20 @@ def test_layers_of_qwen3_next_by_default():
     assert [experts_of(layer) for layer in layers] == [(512, 10), None, (512, 10), (512, 10)]
 
 
+def test_which_layers_of_deepseek_have_experts():
+    """From `first_k_dense_replace` on, each whose index `moe_layer_freq` divides."""
+    given = {
+        "model_type": "deepseek_v3",
+        "num_hidden_layers": 6,
+        "first_k_dense_replace": 1,
+        "moe_layer_freq": 2,
+    }
+    layers = ejx.models.decoder_config(
+        SIZES | given | {"num_key_value_heads": SIZES["num_attention_heads"]}
+    ).layers
+    assert [experts_of(layer) is not None for layer in layers] == [False, False, True, False, True, False]
+
+
 def experts_of(layer):
     """How many there are, and how many of them a token goes to."""
     if not isinstance(layer.mlp, ejx.models.MoEConfig):

@@ -10,6 +10,7 @@ import numpy as np
 import pytest
 
 import ejkernel_eqx as ejx
+from ejkernel_eqx.latent.cost import expands, LatentSizes
 from ejkernel_eqx.nn import LatentCache, MultiHeadLatentAttention, RotaryEmbedding, YarnScaling
 from tests.attention.dense import INTERPRET
 from tests.nn.paged_layers import advance, inputs, PAGE, PAGES, poisoned, SEQUENCES, serve, TOKENS
@@ -27,7 +28,7 @@ LAYERS: dict[str, dict[str, Any]] = {
         "use_bias": True,
     },
 }
-EXPANDED = "ejkernel_eqx.nn.latent_attention.EXPANDED_FROM"
+EXPANDS = "ejkernel_eqx.nn.latent_attention.expands"
 
 
 @functools.cache
@@ -84,12 +85,12 @@ def test_the_formula(name):
 
 
 @pytest.mark.few(2)
-@pytest.mark.parametrize("expanded_from", [64, 1])
+@pytest.mark.parametrize("expands", [False, True])
 @pytest.mark.parametrize("chunks", [(TOKENS,), (4, 1, 5), (1,) * TOKENS])
 @pytest.mark.parametrize("name", LAYERS)
-def test_decoding_is_the_whole(name, chunks, expanded_from, monkeypatch):
+def test_decoding_is_the_whole(name, chunks, expands, monkeypatch):
     """A prompt at once, in chunks and token by token, absorbed, and expanded and merged; what is not written yet is NaN."""
-    monkeypatch.setattr(EXPANDED, expanded_from)
+    monkeypatch.setattr(EXPANDS, lambda *_: expands)
     layer, x = build(name), inputs()
     cache = poisoned(layer.init_cache(SEQUENCES, TOKENS + 2))
     cache = eqx.tree_at(lambda c: c.lengths, cache, jnp.zeros(SEQUENCES, jnp.int32))
@@ -101,11 +102,11 @@ def test_decoding_is_the_whole(name, chunks, expanded_from, monkeypatch):
 
 
 @pytest.mark.few(2)
-@pytest.mark.parametrize("expanded_from", [64, 1])
+@pytest.mark.parametrize("expands", [False, True])
 @pytest.mark.parametrize("cached", [False, True])
-def test_padding_never_matters(cached, expanded_from, monkeypatch):
+def test_padding_never_matters(cached, expands, monkeypatch):
     """Left, right and whole rows, filled with NaN; then a token for every row."""
-    monkeypatch.setattr(EXPANDED, expanded_from)
+    monkeypatch.setattr(EXPANDS, lambda *_: expands)
     layer, x = build(), inputs()
     first, count = np.array([3, 0, 0])[:SEQUENCES], np.array([5, 8, 0])[:SEQUENCES]
     place = np.arange(9)
@@ -155,14 +156,14 @@ def test_segments_and_packed_sequences():
 
 
 @pytest.mark.few(2)
-@pytest.mark.parametrize("expanded_from", [64, 1])
+@pytest.mark.parametrize("expands", [False, True])
 @pytest.mark.parametrize("platform", [None, INTERPRET])
 @pytest.mark.parametrize("name", LAYERS)
-def test_pages(name, platform, expanded_from, monkeypatch):
+def test_pages(name, platform, expands, monkeypatch):
     """Chunks and decodes of several sequences in one batch, from shuffled pages; the rest of them is NaN."""
     if platform == INTERPRET:
         pytest.importorskip("triton")
-    monkeypatch.setattr(EXPANDED, expanded_from)
+    monkeypatch.setattr(EXPANDS, lambda *_: expands)
     layer = build(name, platform=platform)
     found = serve(advance(layer), poisoned(layer.init_paged_cache(PAGES, PAGE)), inputs())[0]
     assert_close(found, alone(name), "float32")
@@ -270,3 +271,23 @@ def test_wrong_arguments(name, unchecked):
     change, message = WRONG[name]
     with pytest.raises(ValueError, match=message):
         change(build(), inputs())
+
+
+def test_sizes_of_numpy(unchecked):
+    """As they come from a file or from a shape; static fields hold numbers of Python."""
+    sizes: dict[str, Any] = dict(
+        num_heads=2, kv_lora_rank=16, qk_nope_head_dim=8, qk_rope_head_dim=4, v_head_dim=8, q_lora_rank=12
+    )
+    width: Any = np.int64(EMBED)
+    layer = ejx.nn.MultiHeadLatentAttention(width, **jax.tree.map(np.int64, sizes), key=jax.random.key(0))
+    same = ejx.nn.MultiHeadLatentAttention(EMBED, **sizes, key=jax.random.key(0))
+    assert eqx.tree_equal(layer, same)
+    assert all(type(getattr(layer, name)) is int for name in ("embed_dim", *sizes))
+
+
+def test_which_form_a_chunk_takes():
+    """Few tokens are absorbed and many expanded; sequences side by side share the weights that are read."""
+    sizes = LatentSizes(128, 128, 64, 128, 512)
+    alone, beside = ([expands(count * n, n, sizes) for n in range(1, 1000)] for count in (1, 64))
+    assert alone == sorted(alone) and beside == sorted(beside)  # from some length on
+    assert 0 < sum(alone) < sum(beside) < 999

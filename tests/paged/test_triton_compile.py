@@ -34,6 +34,24 @@ KINDS: dict[str, dict[str, Any]] = {
     "int8, scales of heads": {"pages": "int8", "scales": "head"},
     "int8, 8 queries": {"pages": "int8", "scales": "token", "Q": 8},
     "latent int8": {"H": 128, "K": 1, "D": 512, "rope": 64, "p": 64, "pages": "int8", "scales": "token"},
+    "latent int8, 16 heads": {
+        "H": 16,
+        "K": 1,
+        "D": 512,
+        "rope": 64,
+        "p": 64,
+        "pages": "int8",
+        "scales": "token",
+    },
+    "latent float8": {
+        "H": 128,
+        "K": 1,
+        "D": 512,
+        "rope": 64,
+        "p": 64,
+        "pages": "float8_e4m3fn",
+        "scales": "token",
+    },
     "float8": {"pages": "float8_e4m3fn", "scales": "token"},
     "float8 with infinities": {"pages": "float8_e5m2", "scales": "token"},
     "bfloat16 keys, int8 values": {"values": "int8", "scales": "token"},
@@ -108,7 +126,7 @@ def launches(arrays: PagedArrays, spec: PagedSpec, config: Any) -> dict[str, Lau
         pytest.param(target, kind, marks=() if (target, kind) in QUICK else pytest.mark.slow)
         for target in DEVICES
         for kind in KINDS
-        if (target, kind) != ("sm_80", "float8")
+        if (target, kind) not in (("sm_80", "float8"), ("sm_80", "latent float8"))
     ],
 )
 def test_defaults_fit(target, kind):
@@ -137,6 +155,19 @@ def test_candidates_begin_with_the_heuristic_and_differ(kind):
     assert len({config.split_k for config in configs}) > 1
     for config in configs:
         assert triton.config_unsupported(config, problem, DEVICES["sm_90"]) is None
+
+
+@pytest.mark.parametrize(
+    "kind, heads, slower",
+    [("latent int8", 128, True), ("latent int8", 16, False), ("latent", 128, False), ("int8", 32, False)],
+)
+def test_where_bytes_take_longer(kind, heads, slower):
+    """`explain` says where 8-bit pages save no time."""
+    problem = problem_of("paged_attention", *request(kind, H=heads))
+    device = DEVICES["sm_90"]
+    assert (
+        "8-bit latents" in triton.remark(triton.default_config(problem, device), problem, device)
+    ) == slower
 
 
 @pytest.mark.parametrize("dims", [{"N": 0}, {"Q": 0}, {"N": 0, "M": 1}])

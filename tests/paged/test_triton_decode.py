@@ -182,6 +182,29 @@ def test_bytes_in_pairs(case):
     assert_agrees(case, results)
 
 
+LATENT_BYTES = Case((1, 4, 2), (33, 50, 17), p=16, H=4, K=1, D=34, rope=10, tail=1)
+
+
+@pytest.mark.few(1)
+@pytest.mark.parametrize("rope", (None, "bfloat16"))
+@pytest.mark.parametrize(
+    "case",
+    (
+        dataclasses.replace(LATENT_BYTES, kv_dtype="int8", scales="token", left=40, sinks=True),
+        dataclasses.replace(LATENT_BYTES, kv_dtype="int8", scales="head", missing=((1, 1),)),
+        dataclasses.replace(LATENT_BYTES, kv_dtype="float8_e4m3fn", scales="token", missing=((1, 1),)),
+        dataclasses.replace(LATENT_BYTES, kv_dtype="float8_e5m2", scales="head", cap=3.0),
+    ),
+    ids=lambda case: f"{case.kv_dtype}, scales of a {case.scales}",
+)
+def test_latents_in_pairs(case, rope):
+    """Rotary keys are multiplied by themselves, in the queries' dtype, quantised or not."""
+    case = dataclasses.replace(case, v_dtype=rope, dtype="bfloat16")
+    results, constants = attend_by(case)
+    assert constants["PAIRS"] == {"int8": 1, "float8_e4m3fn": 2, "float8_e5m2": 3}[case.kv_dtype]
+    assert_agrees(case, results)
+
+
 @pytest.mark.few(2)
 @pytest.mark.parametrize("scales", ("token", "head"))
 @pytest.mark.parametrize(

@@ -1,17 +1,19 @@
 """`MultiHeadLatentAttention`: latent attention on the keys and values of every head, as in training."""
 
-from typing import Any, ClassVar, Literal, overload, TYPE_CHECKING, TypedDict, Unpack
+from typing import Any, ClassVar, Literal, overload, TYPE_CHECKING, Unpack
 
 import equinox as eqx
 import jax
 import jax.numpy as jnp
 from jax import Array
+from jaxtyping import PRNGKeyArray
 
 from .._kernel import Kernel, Plan
 from .._shapes import AnyArray, Bool, Float, Int, Numbers
 from ..attention import Mask
 from ..attention.arguments import described, MaskInputs, parse_window, ScoreInputs, ScoreOptions
 from ..attention.masks.mask import Window
+from ..attention.signature import AttentionInputs, Output, WithLse
 from ..core.plans import plan_of
 from ..core.platforms import register
 from ..dispatch import PlatformLike
@@ -20,23 +22,6 @@ from .core import attend
 from .spec import LatentArrays
 
 register("multi_head_latent_attention", __package__)
-
-Output = Float[Array, "*B T H V"]
-WithLse = tuple[Float[Array, "*B T H V"], Float[Array, "*B T H"]]
-
-
-class LatentInputs(TypedDict, total=False):
-    """The arguments by name of [`ejkernel_eqx.MultiHeadLatentAttention`][] but for `return_lse`, which decides what comes back."""
-
-    mask: Bool[Numbers, "#*B #H #T #S"] | Mask | None
-    segment_ids: Int[Numbers, "*B T"] | None
-    kv_segment_ids: Int[Numbers, "*B S"] | None
-    cu_seqlens: Int[Numbers, " N+1"] | None
-    kv_cu_seqlens: Int[Numbers, " N+1"] | None
-    q_lengths: int | Int[Numbers, "*B"] | None
-    kv_lengths: int | Int[Numbers, "*B"] | None
-    sinks: Float[Numbers, " H *n"] | None
-    q_offset: int | Int[Numbers, "*B"] | None
 
 
 class MultiHeadLatentAttention(Kernel):
@@ -53,8 +38,8 @@ class MultiHeadLatentAttention(Kernel):
     neither is padded to 256 and the rotary keys are never repeated for each head; their gradient is summed over heads in float32. The same numbers
     come from the latents themselves, without keys and values, by [`ejkernel_eqx.AbsorbedLatentAttention`][].
 
-    Platforms: Triton (`"triton"`, `"triton-interpret"`), XLA (`"xla"`). Differentiable in reverse mode in `q, k, k_rope, v, sinks` and through
-    `lse`.
+    Platforms: Triton (`"triton"`, `"triton-interpret"`), XLA (`"xla"`). Differentiable in reverse mode in `q, k, k_rope, v, bias,
+    alibi_slopes, sinks` and through `lse`.
 
     Source: DeepSeek-AI, *DeepSeek-V2* (2024), arXiv:2405.04434, section 2.1.
     """
@@ -65,6 +50,7 @@ class MultiHeadLatentAttention(Kernel):
     window: Window = eqx.field(static=True)
     options: ScoreOptions = eqx.field(static=True)
     plan: Plan = eqx.field(static=True)
+    inference: bool | None  # `None`, which is no leaf, without dropout
 
     def __init__(
         self,
@@ -72,6 +58,7 @@ class MultiHeadLatentAttention(Kernel):
         sliding_window: int | tuple[int | None, int | None] | None = None,
         logits_soft_cap: float | None = None,
         softmax_scale: float | None = None,
+        dropout_rate: float = 0.0,
         *,
         platform: PlatformLike | None = None,
         config: Any | None = None,
@@ -79,14 +66,15 @@ class MultiHeadLatentAttention(Kernel):
     ):
         """**Arguments:**
 
-        - `causal`, `sliding_window`, `logits_soft_cap`, `platform`, `config`: as in [`ejkernel_eqx.FlashAttention`][].
+        - `causal`, `sliding_window`, `logits_soft_cap`, `dropout_rate`, `platform`, `config`: as in [`ejkernel_eqx.FlashAttention`][].
         - `softmax_scale`: default `D**-0.5`, with `D` the channels of both parts.
         - `tune_for`: [`ejkernel_eqx.inputs`][]`(q, k, k_rope, v, ...)`, arrays or `jax.ShapeDtypeStruct`s: fix the choice for these inputs now.
         """
-        self.options = ScoreOptions(logits_soft_cap, softmax_scale)
+        self.options = ScoreOptions(logits_soft_cap, softmax_scale, dropout_rate)
         self.options.check()
         self.causal = causal
         self.window = parse_window(sliding_window, causal)
+        self.inference = False if dropout_rate > 0 else None
         self.plan = plan_of(MultiHeadLatentAttention, self, platform, config, tune_for)
 
     if TYPE_CHECKING:
@@ -100,7 +88,7 @@ class MultiHeadLatentAttention(Kernel):
             v: Float[AnyArray, "*B S H V"],
             *,
             return_lse: Literal[False] = False,
-            **others: Unpack[LatentInputs],
+            **others: Unpack[AttentionInputs],
         ) -> Output: ...
 
         @overload
@@ -112,7 +100,7 @@ class MultiHeadLatentAttention(Kernel):
             v: Float[AnyArray, "*B S H V"],
             *,
             return_lse: Literal[True],
-            **others: Unpack[LatentInputs],
+            **others: Unpack[AttentionInputs],
         ) -> WithLse: ...
 
         @overload
@@ -124,7 +112,7 @@ class MultiHeadLatentAttention(Kernel):
             v: Float[AnyArray, "*B S H V"],
             *,
             return_lse: bool,
-            **others: Unpack[LatentInputs],
+            **others: Unpack[AttentionInputs],
         ) -> Output | WithLse: ...
 
     @jax.named_scope("ejkernel_eqx.MultiHeadLatentAttention")
@@ -135,6 +123,7 @@ class MultiHeadLatentAttention(Kernel):
         k_rope: Float[AnyArray, "*B S Dr"],
         v: Float[AnyArray, "*B S H V"],
         *,
+        bias: Float[AnyArray, "#*B #H #T #S"] | None = None,
         mask: Bool[Numbers, "#*B #H #T #S"] | Mask | None = None,
         segment_ids: Int[Numbers, "*B T"] | None = None,
         kv_segment_ids: Int[Numbers, "*B S"] | None = None,
@@ -143,7 +132,10 @@ class MultiHeadLatentAttention(Kernel):
         q_lengths: int | Int[Numbers, "*B"] | None = None,
         kv_lengths: int | Int[Numbers, "*B"] | None = None,
         sinks: Float[Numbers, " H *n"] | None = None,
+        alibi_slopes: Float[Numbers, " H"] | None = None,
         q_offset: int | Int[Numbers, "*B"] | None = None,
+        key: PRNGKeyArray | None = None,
+        inference: bool | None = None,
         return_lse: bool = False,
     ) -> Float[Array, "*B T H V"] | tuple[Float[Array, "*B T H V"], Float[Array, "*B T H"]]:
         """**Arguments:**
@@ -151,8 +143,8 @@ class MultiHeadLatentAttention(Kernel):
         - `q`: `[..., T, H, D]` with any number of leading axes, `D = Dn + Dr`, the rotary part last; bf16, f16, f32 (f64 on XLA).
         - `k`, `v`: `[..., S, H, Dn]` and `[..., S, H, V]`, of every head, with the leading axes and dtype of `q`.
         - `k_rope`: `[..., S, Dr]`, the rotary keys that all heads share.
-        - `mask`, `segment_ids`, `kv_segment_ids`, `cu_seqlens`, `kv_cu_seqlens`, `q_lengths`, `kv_lengths`, `sinks`, `q_offset`,
-            `return_lse`: as in [`ejkernel_eqx.FlashAttention`][]. A `mask` that is not made of ranges and segments is for XLA only.
+        - `bias`, `mask`, `segment_ids`, `kv_segment_ids`, `cu_seqlens`, `kv_cu_seqlens`, `q_lengths`, `kv_lengths`, `sinks`, `alibi_slopes`,
+            `q_offset`, `key`, `inference`, `return_lse`: as in [`ejkernel_eqx.FlashAttention`][].
 
         **Returns:**
 
@@ -164,6 +156,7 @@ class MultiHeadLatentAttention(Kernel):
         masking = MaskInputs(
             mask, segment_ids, kv_segment_ids, cu_seqlens, kv_cu_seqlens, q_lengths, kv_lengths, q_offset
         )
+        inference = bool(self.inference) if inference is None else inference
         own = Mask(is_causal=self.causal, window=self.window)
         whole, spec = described(
             given.q,
@@ -172,14 +165,11 @@ class MultiHeadLatentAttention(Kernel):
             self.options,
             own,
             masking,
-            ScoreInputs(sinks=sinks),
+            ScoreInputs(bias, sinks, alibi_slopes, key, inference),
             return_lse=return_lse,
         )
-        seen = {
-            name: getattr(whole, name)
-            for name in ("sinks", "mask", "q_segments", "kv_segments", "rows", "blocks", "heads")
-        }
-        out, lse = attend(self.plan, self.operation, LatentArrays(*given, **seen), spec)
+        arrays = LatentArrays(**{**whole._asdict(), **given._asdict()})
+        out, lse = attend(self.plan, self.operation, arrays, spec)
         if not return_lse:
             return out
         assert lse is not None, "every platform returns the lse"

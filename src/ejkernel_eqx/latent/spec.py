@@ -19,11 +19,14 @@ class LatentArrays(NamedTuple):
     k: Array  # [B, S, H, Dn]
     k_rope: Array  # [B, S, Dr], of all heads
     v: Array  # [B, S, H, V]
+    bias: Array | None = None  # [B or its divisor, H or 1, T or 1, S or 1], any float dtype
+    alibi_slopes: Array | None = None  # [B or 1, H] float32
     sinks: Array | None = None  # [B or 1, H] float32
     mask: Array | None = None  # bool [B or its divisor, H or 1, T or 1, S or 1]
     q_segments: Array | None = None  # int32 [B or 1, T]
     kv_segments: Array | None = None  # int32 [B or 1, S]
     rows: RowRanges | None = None
+    seeds: Array | None = None  # uint32 [B, H, 2]; given iff dropout_rate > 0
     blocks: Array | None = None  # bool [B or 1, H or 1, blocks of queries, blocks of keys]
     heads: Array | None = None  # int32 [1, H], the number of each head
 
@@ -40,7 +43,7 @@ class LatentArrays(NamedTuple):
         return self.apart._replace(k=jnp.concatenate([self.k, rope], axis=-1))
 
 
-LEARNED = ("q", "k", "k_rope", "v", "sinks")
+LEARNED = ("q", "k", "k_rope", "v", "bias", "alibi_slopes", "sinks")
 """The arrays that have gradients."""
 
 
@@ -51,4 +54,6 @@ class LatentGrads(NamedTuple):
     k: Array
     k_rope: Array
     v: Array
+    bias: Array | None = None
+    alibi_slopes: Array | None = None
     sinks: Array | None = None

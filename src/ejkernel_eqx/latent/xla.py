@@ -33,4 +33,4 @@ def backward(
     wide, own = accumulator(arrays.q.dtype), arrays.k.shape[-1]
     grads = xla.gradients(arrays.whole, spec, config, (out, lse), (dout, dlse), wide)
     dk, dk_rope = grads.k[..., :own].astype(arrays.k.dtype), grads.k[..., own:].sum(-2)
-    return LatentGrads(grads.q, dk, dk_rope, grads.v, grads.sinks)
+    return LatentGrads(k_rope=dk_rope, **grads._replace(k=dk)._asdict())

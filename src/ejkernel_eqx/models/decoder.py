@@ -240,7 +240,7 @@ class Decoder(eqx.Module):
         if cache is None:
             found = []
             for stack, repeats in zip(self.stacks, self._repeats()):
-                x, statistics = self._train(stack, repeats, x, rows)
+                x, statistics = self._train(stack, repeats, x, rows, return_statistics)
                 found += statistics
             x = normed(self.norm, x)
             return (
@@ -298,16 +298,19 @@ class Decoder(eqx.Module):
         return rows
 
     def _train(
-        self, stack: Any, repeats: int, x: Array, rows: dict[str, Any]
+        self, stack: Any, repeats: int, x: Array, rows: dict[str, Any], return_statistics: bool
     ) -> tuple[Array, list[RouterStatistics]]:
-        """The tokens after the stack, and the statistics of its layers with experts in one, if there are any."""
+        """The tokens after the stack, and if requested the statistics of its layers with experts in one, if there are any."""
         arrays, static = eqx.partition(stack, eqx.is_array)
 
         def period(x: Array, arrays: Any) -> tuple[Array, list[RouterStatistics]]:
             found = []
             for layer in eqx.combine(arrays, static):
-                x, _, statistics = layer.with_statistics(x, **rows)
-                found += [] if statistics is None else [statistics]
+                if return_statistics:
+                    x, statistics = layer.with_statistics(x, **rows)
+                    found += [] if statistics is None else [statistics]
+                else:
+                    x, _ = layer(x, **rows)
             return x, found
 
         # A loop keeps what the gradient needs in stacks, which every layer copies into and out of; written out, each layer's stays

@@ -95,12 +95,16 @@ class DecoderLayer(eqx.Module):
 
     def __call__(self, x: Array, cache: Any = None, **rows: Any) -> tuple[Array, Any]:
         """`x`: `[..., T, E]`; with `batch=`, `[T, E]`. `rows` is what the mixer takes besides. **Returns:** the tokens and the new cache."""
-        return self.with_statistics(x, cache, **rows)[:2]
+        return self._through(x, cache, rows, False)[:2]
 
-    def with_statistics(
-        self, x: Array, cache: Any = None, **rows: Any
+    def with_statistics(self, x: Array, **rows: Any) -> tuple[Array, RouterStatistics | None]:
+        """The tokens, and what the router of a mixture of experts did."""
+        x, _, statistics = self._through(x, None, rows, True)
+        return x, statistics
+
+    def _through(
+        self, x: Array, cache: Any, rows: dict[str, Any], return_statistics: bool
     ) -> tuple[Array, Any, RouterStatistics | None]:
-        """The same, and what the router of a mixture of experts did."""
         h = normed(self.mixer_norm, x)
         residual = h if self.config.norms == "residual" else x
         out, cache = (self.mixer(h, **rows), None) if cache is None else self.mixer(h, cache, **rows)
@@ -109,10 +113,13 @@ class DecoderLayer(eqx.Module):
             return x, cache, None
         h = normed(self.mlp_norm, x)
         residual = h if self.config.norms == "residual" else x
-        if isinstance(self.mlp, MixtureOfExperts):
+        statistics = None
+        if not isinstance(self.mlp, MixtureOfExperts):
+            y = self.mlp(h)
+        elif return_statistics:
             y, statistics = self.mlp(h, padding_mask=_real(rows), return_statistics=True)
         else:
-            y, statistics = self.mlp(h), None
+            y = self.mlp(h, padding_mask=_real(rows))
         x = _added(residual, normed(self.mlp_out_norm, y.astype(x.dtype)), self.config.mlp_scales)
         return x, cache, statistics
 

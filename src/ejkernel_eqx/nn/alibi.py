@@ -5,7 +5,7 @@ from typing import Any
 
 import numpy as np
 
-from .arguments import check_numbers, check_sizes
+from .arguments import check_numbers, read_sizes
 
 
 def alibi_slopes(num_heads: int) -> np.ndarray:
@@ -14,7 +14,7 @@ def alibi_slopes(num_heads: int) -> np.ndarray:
     $m_h = 2^{-8 h / H}$ for $h = 1 .. H$ if `num_heads` $= H$ is a power of two. Otherwise, as in the authors' code and in BLOOM, the
     slopes of the largest power of two below $H$ come first, followed by every second slope of twice that power, starting with its first.
     """
-    check_sizes(num_heads=num_heads)
+    (num_heads,) = read_sizes(num_heads=num_heads)
     below = 1 << (int(num_heads).bit_length() - 1)
     slopes = _powers(below)
     return np.concatenate([slopes, _powers(2 * below)[::2][: num_heads - below]])

@@ -26,6 +26,12 @@ def check_sizes(**sizes: Any) -> None:
             )
 
 
+def read_sizes(**sizes: Any) -> tuple[int, ...]:
+    """The sizes, checked, as integers of Python: static fields hold no numbers of NumPy."""
+    check_sizes(**sizes)
+    return tuple(map(int, sizes.values()))
+
+
 def check_divides(name: str, part: int, whole_name: str, whole: int) -> None:
     check_sizes(**{whole_name: whole, name: part})
     if whole % part:

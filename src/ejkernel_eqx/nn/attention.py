@@ -21,7 +21,7 @@ from ..weights.attention import multi_head_attention
 from ..weights.attention_configs import attention_options
 from ..weights.view import Weights
 from .alibi import read_alibi
-from .arguments import check_eps, check_flags, check_numbers, check_sizes
+from .arguments import check_eps, check_flags, check_numbers, read_sizes
 from .attention_inputs import (
     CallInputs,
     check_call,
@@ -141,15 +141,19 @@ class MultiHeadAttention(eqx.Module):
             of the two, so a float32 layer computes in float32 for any input.
         - `key`: PRNG key for the initial weights.
         """
-        check_sizes(embed_dim=embed_dim, num_heads=num_heads)
+        embed_dim, num_heads = read_sizes(embed_dim=embed_dim, num_heads=num_heads)
         num_kv_heads = num_heads if num_kv_heads is None else num_kv_heads
         head_dim = head_dim_of(embed_dim, num_heads, head_dim)
         v_head_dim = head_dim if v_head_dim is None else v_head_dim
         kv_embed_dim = embed_dim if kv_embed_dim is None else kv_embed_dim
         v_embed_dim = kv_embed_dim if v_embed_dim is None else v_embed_dim
         output_size = embed_dim if output_size is None else output_size
-        check_sizes(num_kv_heads=num_kv_heads, head_dim=head_dim, v_head_dim=v_head_dim)
-        check_sizes(kv_embed_dim=kv_embed_dim, v_embed_dim=v_embed_dim, output_size=output_size)
+        num_kv_heads, head_dim, v_head_dim = read_sizes(
+            num_kv_heads=num_kv_heads, head_dim=head_dim, v_head_dim=v_head_dim
+        )
+        kv_embed_dim, v_embed_dim, output_size = read_sizes(
+            kv_embed_dim=kv_embed_dim, v_embed_dim=v_embed_dim, output_size=output_size
+        )
         check_heads(num_heads, num_kv_heads, head_dim, rope)
         self.norm_over_all = check_norm(qk_norm)
         q_bias, k_bias, v_bias = read_biases(use_qkv_bias)
@@ -273,7 +277,7 @@ class MultiHeadAttention(eqx.Module):
         sizes = (self.num_kv_heads, self.head_dim, self.v_head_dim, kept)
         if rolling:
             return RollingKVCache.init(batch_shape, window_of(self), *sizes)
-        check_sizes(max_length=max_length)
+        (max_length,) = read_sizes(max_length=max_length)
         assert max_length is not None
         return KVCache.init(batch_shape, max_length, *sizes)
 

@@ -21,12 +21,12 @@ from .arguments import (
     check_flags,
     check_key,
     check_numbers,
-    check_sizes,
     check_tokens,
     read_array,
     read_batch_shape,
     read_dtype,
     read_features,
+    read_sizes,
     read_weight_dtype,
 )
 from .projection import compute_dtype_of, product, stored_dtype_of
@@ -116,7 +116,9 @@ class CellLayer(eqx.Module):
 
         **Raises:** `ValueError` for invalid arguments.
         """
-        check_sizes(input_size=input_size, hidden_size=hidden_size, num_layers=num_layers)
+        input_size, hidden_size, num_layers = read_sizes(
+            input_size=input_size, hidden_size=hidden_size, num_layers=num_layers
+        )
         check_flags(use_bias=use_bias, bidirectional=bidirectional)
         check_numbers(dropout_rate=dropout_rate)
         if not 0.0 <= dropout_rate < 1.0:

@@ -13,7 +13,7 @@ from ..recurrence import GatedDeltaRule
 from ..weights.recurrent import gated_delta_net
 from ..weights.recurrent_configs import gated_delta_net_options
 from ..weights.view import Weights
-from .arguments import check_divides, check_eps, check_flags, check_sizes
+from .arguments import check_divides, check_eps, check_flags, read_sizes
 from .gated_rms_norm import GatedRMSNorm
 from .parts import Parts
 from .projection import project
@@ -80,10 +80,12 @@ class GatedDeltaNet(RecurrentLayer):
         - `conv_width`: kernel size of the convolution, `W`.
         - `allow_neg_eigval`: double $\beta$, which allows negative eigenvalues.
         """
-        check_sizes(num_k_heads=num_k_heads)
         v_heads = num_k_heads if num_v_heads is None else num_v_heads
+        num_k_heads, v_heads = read_sizes(num_k_heads=num_k_heads, num_v_heads=v_heads)
         v_head_dim = head_dim if v_head_dim is None else v_head_dim
-        check_sizes(embed_dim=embed_dim, head_dim=head_dim, v_head_dim=v_head_dim, conv_width=conv_width)
+        embed_dim, head_dim, v_head_dim, conv_width = read_sizes(
+            embed_dim=embed_dim, head_dim=head_dim, v_head_dim=v_head_dim, conv_width=conv_width
+        )
         check_divides("num_k_heads", num_k_heads, "num_v_heads", v_heads)
         check_flags(allow_neg_eigval=allow_neg_eigval)
         check_eps(norm_eps=norm_eps)

@@ -15,7 +15,7 @@ from ..recurrence import GatedLinearAttention as Operation
 from ..weights.recurrent import gated_linear_attention
 from ..weights.recurrent_configs import gated_linear_attention_options
 from ..weights.view import Weights
-from .arguments import check_divides, check_eps, check_flags, check_numbers, check_sizes, width_of
+from .arguments import check_divides, check_eps, check_flags, check_numbers, read_sizes, width_of
 from .gated_rms_norm import GatedRMSNorm
 from .parts import Parts
 from .projection import project
@@ -97,9 +97,11 @@ class GatedLinearAttention(RecurrentLayer):
         - `gate_logit_normalizer`: divisor of the log-sigmoid.
         - `gate_min`: lower bound of the log-decay; `None` for no bound.
         """
-        check_sizes(num_heads=num_heads)
+        (num_heads,) = read_sizes(num_heads=num_heads)
         kv_heads = num_heads if num_kv_heads is None else num_kv_heads
-        check_sizes(embed_dim=embed_dim, conv_width=conv_width, gate_low_rank_dim=gate_low_rank_dim)
+        embed_dim, conv_width, gate_low_rank_dim = read_sizes(
+            embed_dim=embed_dim, conv_width=conv_width, gate_low_rank_dim=gate_low_rank_dim
+        )
         check_divides("num_kv_heads", kv_heads, "num_heads", num_heads)
         head_dim = width_of("expand_k", expand_k, embed_dim, num_heads, "features per head")
         v_head_dim = width_of("expand_v", expand_v, embed_dim, num_heads, "features per head")

@@ -11,7 +11,7 @@ from jax.typing import DTypeLike
 from .._shapes import AnyArray, Float
 from ..dispatch import PlatformLike
 from ..normalization import GatedRMSNorm as _GatedRMSNorm
-from .arguments import check_eps, check_flags, check_sizes, read_array, read_dtype
+from .arguments import check_eps, check_flags, read_array, read_dtype, read_sizes
 
 
 class GatedRMSNorm(eqx.Module):
@@ -53,9 +53,9 @@ class GatedRMSNorm(eqx.Module):
         - `use_weight`: whether the norm has a weight, initialised to ones.
         - `dtype`: of the weight; default float32 (float64 in JAX's 64-bit mode).
         """
-        check_sizes(features=features)
+        (features,) = read_sizes(features=features)
         if group_size is not None:
-            check_sizes(group_size=group_size)
+            (group_size,) = read_sizes(group_size=group_size)
         check_flags(norm_before_gate=norm_before_gate, use_weight=use_weight)
         check_eps(eps=eps)
         if features % (group_size or features):

@@ -13,7 +13,7 @@ from ..recurrence import KernelDeltaAttention
 from ..weights.recurrent import kimi_delta_attention
 from ..weights.recurrent_configs import kimi_delta_attention_options
 from ..weights.view import Weights
-from .arguments import check_divides, check_eps, check_flags, check_numbers, check_sizes
+from .arguments import check_divides, check_eps, check_flags, check_numbers, read_sizes
 from .gated_rms_norm import GatedRMSNorm
 from .parts import Parts
 from .projection import project
@@ -93,10 +93,12 @@ class KimiDeltaAttention(RecurrentLayer):
         - `lower_bound`: negative; the log-decays are then $\mathrm{lower\_bound} \cdot \sigma(e^{A} (f + b_{dt}))$, with
             $f = x W_{fa}^\top W_{fb}^\top$.
         """
-        check_sizes(num_heads=num_heads)
+        (num_heads,) = read_sizes(num_heads=num_heads)
         v_heads = num_heads if num_v_heads is None else num_v_heads
         v_head_dim = head_dim if v_head_dim is None else v_head_dim
-        check_sizes(embed_dim=embed_dim, head_dim=head_dim, v_head_dim=v_head_dim, conv_width=conv_width)
+        embed_dim, head_dim, v_head_dim, conv_width = read_sizes(
+            embed_dim=embed_dim, head_dim=head_dim, v_head_dim=v_head_dim, conv_width=conv_width
+        )
         check_divides("num_heads", num_heads, "num_v_heads", v_heads)
         check_flags(
             use_conv_bias=use_conv_bias, use_gate_bias=use_gate_bias, allow_neg_eigval=allow_neg_eigval

@@ -1,5 +1,6 @@
 """`MultiHeadLatentAttention`: the attention layer of DeepSeek-V2 and V3."""
 
+import math
 from collections.abc import Mapping
 from typing import Any, overload, TYPE_CHECKING, TypedDict, Unpack
 
@@ -16,12 +17,13 @@ from ..dispatch import PlatformLike
 from ..latent import AbsorbedLatentAttention
 from ..latent import MultiHeadLatentAttention as ExpandedAttention
 from ..latent.absorbed import absorbed, expanded
+from ..latent.cost import expands, LatentSizes
 from ..paged import PagedLatentCache, RaggedBatch, RaggedPagedAttention
 from ..paged.cache.pages import filled_dtype
 from ..weights.fill import fill_fields
 from ..weights.latent_configs import latent_attention_options
 from ..weights.view import Weights
-from .arguments import check_eps, check_flags, check_numbers, check_sizes
+from .arguments import check_eps, check_flags, check_numbers, read_sizes
 from .attention_inputs import CallInputs, check_rows
 from .attention_places import locate, Places, places_of, places_over_pages, Rows
 from .latent_cache import LatentCache
@@ -29,9 +31,6 @@ from .parts import Parts
 from .projection import compute_dtype_of, project, stored_dtype_of
 from .rotary import RotaryEmbedding, YarnScaling
 from .tokens import check_ragged, clear, merge_heads, split_heads
-
-EXPANDED_FROM = 64
-"""From how many new tokens of a sequence on their keys are expanded: before, applying the weights to the queries takes fewer operations."""
 
 Tokens = Float[AnyArray, "*B T E"]
 Output = Float[Array, "*B T E"]
@@ -122,13 +121,15 @@ class MultiHeadLatentAttention(eqx.Module):
         - `dtype`, `compute_dtype`: as in [`ejkernel_eqx.nn.MultiHeadAttention`][].
         - `key`: PRNG key for the initial weights.
         """
-        check_sizes(embed_dim=embed_dim, num_heads=num_heads, kv_lora_rank=kv_lora_rank)
+        embed_dim, num_heads, kv_lora_rank = read_sizes(
+            embed_dim=embed_dim, num_heads=num_heads, kv_lora_rank=kv_lora_rank
+        )
         v_head_dim = qk_nope_head_dim if v_head_dim is None else v_head_dim
-        check_sizes(
+        qk_nope_head_dim, qk_rope_head_dim, v_head_dim = read_sizes(
             qk_nope_head_dim=qk_nope_head_dim, qk_rope_head_dim=qk_rope_head_dim, v_head_dim=v_head_dim
         )
         if q_lora_rank is not None:
-            check_sizes(q_lora_rank=q_lora_rank)
+            (q_lora_rank,) = read_sizes(q_lora_rank=q_lora_rank)
         check_flags(use_bias=use_bias)
         check_numbers(logits_soft_cap=logits_soft_cap, softmax_scale=softmax_scale)
         check_eps(norm_eps=norm_eps)
@@ -305,7 +306,7 @@ class MultiHeadLatentAttention(eqx.Module):
         if rows.real is not None and rows.offset is not None:
             # The first real token has the position of the row's length.
             real |= {"q_starts": cache.lengths - rows.offset, "q_lengths": new.lengths - cache.lengths}
-        if q.shape[-3] < EXPANDED_FROM:
+        if not expands(math.prod(q.shape[:-2]), q.shape[-3], self._sizes):
             out = self.absorbed_attention(q, new.latent, new.rope, kv_lengths=new.lengths, **real)
             return self._finish(out), new
         ids = None if rows.real is None else jnp.where(jnp.asarray(rows.real), jnp.int32(0), -1)
@@ -328,7 +329,7 @@ class MultiHeadLatentAttention(eqx.Module):
         w_uk, w_uv = self._weights(q.dtype)
         starts = batch.query_start_loc
         sizes: Any = {"query_start_loc": starts, "max_query_len": batch.max_query_len}
-        if batch.max_query_len < EXPANDED_FROM:
+        if not expands(q.shape[0], batch.max_query_len, self._sizes):
             out, new = self.paged_attention(absorbed(q, w_uk), bound, latent, k_rope, **sizes)
             out = expanded(out, w_uv)
         else:
@@ -380,6 +381,11 @@ class MultiHeadLatentAttention(eqx.Module):
 
     def _finish(self, out: Any) -> Array:
         return project("o_proj", self.o_proj, merge_heads(out), self.embed_dim)
+
+    @property
+    def _sizes(self) -> LatentSizes:
+        nope, rope = self.qk_nope_head_dim, self.qk_rope_head_dim
+        return LatentSizes(self.num_heads, nope, rope, self.v_head_dim, self.kv_lora_rank)
 
     def _projections(self) -> tuple[Any, ...]:
         own = self.kv_a_proj_with_mqa, self.kv_b_proj, self.o_proj

@@ -13,7 +13,7 @@ from ..core.arguments import accumulator
 from ..dispatch import PlatformLike
 from ..selective_scan import StateSpaceV1
 from ..weights.recurrent_configs import mamba1_options
-from .arguments import check_eps, check_flags, check_sizes, width_of
+from .arguments import check_eps, check_flags, read_sizes, width_of
 from .parts import negative_exp, Parts
 from .projection import project, project_apart
 from .recurrent import RecurrentLayer, Rows
@@ -82,10 +82,12 @@ class Mamba1Mixer(RecurrentLayer):
         - `use_conv_bias`, `use_bias`: whether the convolution, and `in_proj` and `out_proj`, have biases.
         - `inner_norms`, `inner_norm_eps`: whether $\delta$, $B$, $C$ are normalised, and the number added to the mean square.
         """
-        check_sizes(embed_dim=embed_dim, state_size=state_size, conv_width=conv_width)
+        embed_dim, state_size, conv_width = read_sizes(
+            embed_dim=embed_dim, state_size=state_size, conv_width=conv_width
+        )
         inner = width_of("expand", expand, embed_dim, 1, "channels") if inner_dim is None else inner_dim
         rank = math.ceil(embed_dim / 16) if dt_rank is None else dt_rank
-        check_sizes(inner_dim=inner, dt_rank=rank)
+        inner, rank = read_sizes(inner_dim=inner, dt_rank=rank)
         check_flags(use_conv_bias=use_conv_bias, use_bias=use_bias, inner_norms=inner_norms)
         check_eps(inner_norm_eps=inner_norm_eps)
         parts = Parts(key, 6, dtype, compute_dtype, platform, sequence_axis)

@@ -11,7 +11,7 @@ from jaxtyping import PRNGKeyArray
 from ..dispatch import PlatformLike
 from ..recurrence import StateSpaceV2
 from ..weights.recurrent_configs import mamba2_options
-from .arguments import check_divides, check_eps, check_flags, check_sizes, width_of
+from .arguments import check_divides, check_eps, check_flags, read_sizes, width_of
 from .gated_rms_norm import GatedRMSNorm
 from .parts import negative_exp, Parts
 from .projection import project
@@ -88,15 +88,19 @@ class Mamba2Mixer(RecurrentLayer):
         - `norm_group_size`: number of channels normalised together; default those of a group, `I // G`.
         - `use_conv_bias`, `use_bias`: whether the convolution, and `in_proj` and `out_proj`, have biases.
         """
-        check_sizes(embed_dim=embed_dim, state_size=state_size, conv_width=conv_width)
+        embed_dim, state_size, conv_width = read_sizes(
+            embed_dim=embed_dim, state_size=state_size, conv_width=conv_width
+        )
         inner = width_of("expand", expand, embed_dim, 1, "channels") if inner_dim is None else inner_dim
         check_flags(use_norm=use_norm, norm_before_gate=norm_before_gate)
         check_flags(use_conv_bias=use_conv_bias, use_bias=use_bias)
         check_eps(norm_eps=norm_eps)
+        inner, head_dim, num_groups = read_sizes(inner_dim=inner, head_dim=head_dim, num_groups=num_groups)
         check_divides("head_dim", head_dim, "inner_dim", inner)
         heads = inner // head_dim
         check_divides("num_groups", num_groups, "heads", heads)
         group_size = inner // num_groups if norm_group_size is None else norm_group_size
+        (group_size,) = read_sizes(norm_group_size=group_size)
         check_divides("norm_group_size", group_size, "inner_dim", inner)
         mixed = inner + 2 * num_groups * state_size
         parts = Parts(key, 5, dtype, compute_dtype, platform, sequence_axis)

@@ -11,7 +11,7 @@ from jax.typing import DTypeLike
 
 from .._shapes import AnyArray, Bool, Float, Int
 from ..parallel import Leading, over_mesh
-from .arguments import check_sizes, read_batch_shape
+from .arguments import read_batch_shape, read_sizes
 from .kv_cache import check_new, check_stored, read_rows
 
 
@@ -51,7 +51,9 @@ class RollingKVCache(eqx.Module):
         """Returns an empty cache with `window` slots (`W`) per row. The other arguments are those of `KVCache.init`."""
         batch = read_batch_shape(batch_shape)
         v_head_dim = head_dim if v_head_dim is None else v_head_dim
-        check_sizes(window=window, num_kv_heads=num_kv_heads, head_dim=head_dim, v_head_dim=v_head_dim)
+        window, num_kv_heads, head_dim, v_head_dim = read_sizes(
+            window=window, num_kv_heads=num_kv_heads, head_dim=head_dim, v_head_dim=v_head_dim
+        )
         check_stored(dtype)
         return cls(
             k=jnp.zeros((*batch, window, num_kv_heads, head_dim), dtype),

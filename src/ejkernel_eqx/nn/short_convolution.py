@@ -15,13 +15,13 @@ from ..dispatch import PlatformLike
 from .arguments import (
     check_flags,
     check_key,
-    check_sizes,
     check_slots,
     check_tokens,
     read_array,
     read_batch_shape,
     read_dtype,
     read_features,
+    read_sizes,
     read_weight_dtype,
 )
 
@@ -69,7 +69,7 @@ class ShortConvolution(eqx.Module):
         - `dtype`: of the parameters; default float32 (float64 in JAX's 64-bit mode).
         - `key`: PRNG key for the initial parameters, uniform in $\pm 1 / \sqrt{W}$.
         """
-        check_sizes(channels=channels, width=width)
+        channels, width = read_sizes(channels=channels, width=width)
         check_flags(use_bias=use_bias)
         check_key(key)
         dtype = read_weight_dtype(dtype)

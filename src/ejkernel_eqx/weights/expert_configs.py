@@ -105,7 +105,8 @@ def experts_of(config: Config, layer_index: int) -> int:
     dense = layer_index in (config.get("mlp_only_layers") or ())
     sparse = (layer_index + 1) % int(config.get("decoder_sparse_step") or 1) == 0
     late = layer_index >= int(config.get("first_k_dense_replace") or 0)
-    return count if sparse and late and not dense else 0
+    often = layer_index % int(config.get("moe_layer_freq") or 1) == 0  # as DeepSeek's own code has it
+    return count if sparse and late and often and not dense else 0
 
 
 def expert_defaults(model_type: str) -> dict[str, Any]:

@@ -12,6 +12,7 @@ from .tile import (
     key_tiles,
     listed_tiles,
     load_bits,
+    load_queries,
     load_rows,
     map_of,
     OVER_HEADS,
@@ -63,10 +64,12 @@ def _score_gradient(p, dp, delta, t, seen, kept,
 
 @triton.jit
 def _query_gradient_tiles(
-    dq, dslope, q, do, lse, delta, lo, hi, entry, k_base, v_base,  # [BQ, BLOCK_D], [], [BQ, BLOCK_D], [BQ, BLOCK_V], [BQ], [BQ]
+    dq, dq_rope, dslope, q, q_rope, do, lse, delta,  # [BQ, BLOCK_D], [BQ, BLOCK_R], [], the shapes of dq and dq_rope, [BQ, BLOCK_V], [BQ], [BQ]
+    lo, hi, entry, k_base, rope_base, v_base,
     bias_ptr, mask_ptr, kv_segments_ptr, key_seen_ptr, list_ptr, pattern_ptr, bits_ptr, map_ptr, seed0, seed1, ahead, slope,
     i, position, start, end, q_segment, T, S,  # the queries' numbers, [BQ, 1] each
-    K: tl.constexpr, D: tl.constexpr, V: tl.constexpr, BQ: tl.constexpr, BK: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_V: tl.constexpr,
+    K: tl.constexpr, D: tl.constexpr, R: tl.constexpr, V: tl.constexpr, BQ: tl.constexpr, BK: tl.constexpr,
+    BLOCK_D: tl.constexpr, BLOCK_R: tl.constexpr, BLOCK_V: tl.constexpr,
     SCALE: tl.constexpr, CAP: tl.constexpr, FAST_TANH: tl.constexpr, LEFT: tl.constexpr, RIGHT: tl.constexpr,
     BIAS: tl.constexpr, ALIBI: tl.constexpr, MASK: tl.constexpr, ROWS: tl.constexpr, SEGMENTS: tl.constexpr,
     DROPOUT: tl.constexpr, KEEP_SCALE: tl.constexpr, PRECISION: tl.constexpr, FOLDED: tl.constexpr, MULTIPLIER: tl.constexpr,
@@ -93,6 +96,9 @@ def _query_gradient_tiles(
         k = load_rows(k_base, first, K * D, ok, S, D, BK, BLOCK_D, MASKED and not EVEN_K, MASKED and guarded)  # [BK, BLOCK_D]  # fmt: skip
         v = load_rows(v_base, first, K * V, ok, S, V, BK, BLOCK_V, MASKED and not EVEN_K, MASKED and guarded)  # [BK, BLOCK_V]  # fmt: skip
         qk = tl.dot(q, tl.trans(k), input_precision=PRECISION)  # [BQ, BK]
+        if R > 0:
+            rope = load_rows(rope_base, first, R, ok, S, R, BK, BLOCK_R, MASKED and not EVEN_K, MASKED and guarded)  # [BK, BLOCK_R]  # fmt: skip
+            qk = tl.dot(q_rope, tl.trans(rope), qk, input_precision=PRECISION)  # [BQ, BK]
         dp = tl.dot(do, tl.trans(v), input_precision=PRECISION)  # [BQ, BK]
         listed = True
         if MASKED and BITS:
@@ -107,20 +113,26 @@ def _query_gradient_tiles(
         if ALIBI:
             dslope += tl.sum(tl.sum(after * (j - position).to(tl.float32), axis=1), axis=0)
         # A key that no row of the tile sees may hold NaN, and 0 * NaN is NaN.
-        if MASKED and CLEAN and (MASK or LISTED):
-            k = tl.where((tl.max(seen.to(tl.int32), axis=0) > 0)[:, None], k, 0.0)
+        clean: tl.constexpr = MASKED and CLEAN and (MASK or LISTED)
+        if clean:
+            some = (tl.max(seen.to(tl.int32), axis=0) > 0)[:, None]  # [BK, 1]
+            k = tl.where(some, k, 0.0)
         dq = tl.dot(ds.to(k.dtype), k, dq, input_precision=PRECISION)  # [BQ, BLOCK_D]
-    return dq, dslope
+        if R > 0:
+            if clean:
+                rope = tl.where(some, rope, 0.0)
+            dq_rope = tl.dot(ds.to(k.dtype), rope, dq_rope, input_precision=PRECISION)  # [BQ, BLOCK_R]
+    return dq, dq_rope, dslope
 
 
 @triton.jit
 def query_gradient_kernel(
-    q_ptr, k_ptr, v_ptr, do_ptr, lse_ptr, delta_ptr,  # do as out, lse and delta [B, H, T]; all else as in the forward kernel
+    q_ptr, k_ptr, k_rope_ptr, v_ptr, do_ptr, lse_ptr, delta_ptr,  # do as out, lse and delta [B, H, T]; all else as in the forward kernel
     bias_ptr, slopes_ptr, mask_ptr, q_segments_ptr, kv_segments_ptr, start_ptr, end_ptr, position_ptr, query_seen_ptr, key_seen_ptr,
     seeds_ptr, tiles_ptr, row_ptr, order_ptr, list_ptr, pattern_ptr, bits_ptr, map_ptr, T, S, offset, bias_run, bias_rows, mask_run, mask_rows,
-    dq_ptr, dslope_ptr,  # [B, T, H, D], [B, H, tiles]
-    H: tl.constexpr, K: tl.constexpr, D: tl.constexpr, V: tl.constexpr,
-    BLOCK_D: tl.constexpr, BLOCK_V: tl.constexpr, BQ: tl.constexpr, BK: tl.constexpr,
+    dq_ptr, dslope_ptr,  # [B, T, H, D + R], [B, H, tiles]
+    H: tl.constexpr, K: tl.constexpr, D: tl.constexpr, R: tl.constexpr, V: tl.constexpr,
+    BLOCK_D: tl.constexpr, BLOCK_R: tl.constexpr, BLOCK_V: tl.constexpr, BQ: tl.constexpr, BK: tl.constexpr,
     SCALE: tl.constexpr, CAP: tl.constexpr, FAST_TANH: tl.constexpr, LEFT: tl.constexpr, RIGHT: tl.constexpr,
     BIAS: tl.constexpr, ALIBI: tl.constexpr, MASK: tl.constexpr, ROWS: tl.constexpr, SEGMENTS: tl.constexpr,
     DROPOUT: tl.constexpr, SEED_WORDS: tl.constexpr, KEEP_SCALE: tl.constexpr, PRECISION: tl.constexpr, FOLDED: tl.constexpr, MULTIPLIER: tl.constexpr,
@@ -149,14 +161,18 @@ def query_gradient_kernel(
     mask_row = over_scores(mask_ptr, b, h, mask_run, mask_rows, T, S, H, MASK)
 
     # Loaded once for all keys: the tile's queries, their cotangents and their softmax terms.
-    q = load_rows(q_ptr + b * T * (H * D) + h * D, first, H * D, inside, T, D, BQ, BLOCK_D, not EVEN_Q, False)  # [BQ, BLOCK_D]  # fmt: skip
+    q, q_rope = load_queries(q_ptr + b * T * (H * (D + R)) + h * (D + R), first, inside, T, H, D, R, BQ, BLOCK_D, BLOCK_R, not EVEN_Q, False)  # fmt: skip
     do = load_rows(do_ptr + b * T * (H * V) + h * V, first, H * V, inside, T, V, BQ, BLOCK_V, not EVEN_Q, False)  # [BQ, BLOCK_V]  # fmt: skip
     lse = tl.load(lse_ptr + (b * H + h) * T + rows, mask=inside, other=float("inf"))  # [BQ]
     delta = tl.load(delta_ptr + (b * H + h) * T + rows, mask=inside, other=0.0)  # [BQ]
     k_base = k_ptr + b * S * (K * D) + (h // (H // K)) * D
+    rope_base = k_rope_ptr + b * S * R
     v_base = v_ptr + b * S * (K * V) + (h // (H // K)) * V
     dq = tl.zeros([BQ, BLOCK_D], tl.float32)  # [BQ, BLOCK_D]
     dslope = 0.0
+    dq_rope = 0.0
+    if R > 0:
+        dq_rope = tl.zeros([BQ, BLOCK_R], tl.float32)  # [BQ, BLOCK_R]
 
     # dq = scale * sum over keys of dx k: partly visible tiles, fully visible ones, partly visible ones, as in the forward kernel.
     table: tl.constexpr = ROWS or SEGMENTS
@@ -169,35 +185,42 @@ def query_gradient_kernel(
         lo, full_lo, full_hi, hi = key_tiles(tiles_ptr, b, m, offset, T, S, BQ, BK, LEFT, RIGHT, table, MASK)
         whole, partial = full_lo, full_hi
     if not LISTED and (table or LEFT >= 0 or MASK):
-        dq, dslope = _query_gradient_tiles(
-            dq, dslope, q, do, lse, delta, lo, full_lo, lo, k_base, v_base, bias_row, mask_row, kv_segments_ptr + b * S, key_seen_ptr + b * S,
-            list_ptr, pattern_ptr, bits_ptr, map_row, seed0, seed1, ahead, slope, i, position, start, end, q_segment, T, S, K, D, V, BQ, BK, BLOCK_D, BLOCK_V, SCALE, CAP, FAST_TANH,
+        dq, dq_rope, dslope = _query_gradient_tiles(
+            dq, dq_rope, dslope, q, q_rope, do, lse, delta, lo, full_lo, lo, k_base, rope_base, v_base, bias_row, mask_row, kv_segments_ptr + b * S, key_seen_ptr + b * S,
+            list_ptr, pattern_ptr, bits_ptr, map_row, seed0, seed1, ahead, slope, i, position, start, end, q_segment, T, S, K, D, R, V, BQ, BK, BLOCK_D, BLOCK_R, BLOCK_V, SCALE, CAP, FAST_TANH,
             LEFT, RIGHT, BIAS, ALIBI, MASK, ROWS, SEGMENTS, DROPOUT, KEEP_SCALE, PRECISION, FOLDED, MULTIPLIER,
             LISTED, BITS, MAP_Q, MAP_K, EVEN_Q, EVEN_K, CLEAN, True)  # fmt: skip
     if LISTED or not MASK:
-        dq, dslope = _query_gradient_tiles(
-            dq, dslope, q, do, lse, delta, full_lo, full_hi, whole, k_base, v_base, bias_row, mask_row, kv_segments_ptr, key_seen_ptr,
-            list_ptr, pattern_ptr, bits_ptr, map_row, seed0, seed1, ahead, slope, i, position, start, end, q_segment, T, S, K, D, V, BQ, BK, BLOCK_D, BLOCK_V, SCALE, CAP, FAST_TANH,
+        dq, dq_rope, dslope = _query_gradient_tiles(
+            dq, dq_rope, dslope, q, q_rope, do, lse, delta, full_lo, full_hi, whole, k_base, rope_base, v_base, bias_row, mask_row, kv_segments_ptr, key_seen_ptr,
+            list_ptr, pattern_ptr, bits_ptr, map_row, seed0, seed1, ahead, slope, i, position, start, end, q_segment, T, S, K, D, R, V, BQ, BK, BLOCK_D, BLOCK_R, BLOCK_V, SCALE, CAP, FAST_TANH,
             LEFT, RIGHT, BIAS, ALIBI, MASK, ROWS, SEGMENTS, DROPOUT, KEEP_SCALE, PRECISION, FOLDED, MULTIPLIER,
             LISTED, BITS, MAP_Q, MAP_K, EVEN_Q, EVEN_K, CLEAN, False)  # fmt: skip
-        dq, dslope = _query_gradient_tiles(
-            dq, dslope, q, do, lse, delta, full_hi, hi, partial, k_base, v_base, bias_row, mask_row, kv_segments_ptr + b * S, key_seen_ptr + b * S,
-            list_ptr, pattern_ptr, bits_ptr, map_row, seed0, seed1, ahead, slope, i, position, start, end, q_segment, T, S, K, D, V, BQ, BK, BLOCK_D, BLOCK_V, SCALE, CAP, FAST_TANH,
+        dq, dq_rope, dslope = _query_gradient_tiles(
+            dq, dq_rope, dslope, q, q_rope, do, lse, delta, full_hi, hi, partial, k_base, rope_base, v_base, bias_row, mask_row, kv_segments_ptr + b * S, key_seen_ptr + b * S,
+            list_ptr, pattern_ptr, bits_ptr, map_row, seed0, seed1, ahead, slope, i, position, start, end, q_segment, T, S, K, D, R, V, BQ, BK, BLOCK_D, BLOCK_R, BLOCK_V, SCALE, CAP, FAST_TANH,
             LEFT, RIGHT, BIAS, ALIBI, MASK, ROWS, SEGMENTS, DROPOUT, KEEP_SCALE, PRECISION, FOLDED, MULTIPLIER,
             LISTED, BITS, MAP_Q, MAP_K, EVEN_Q, EVEN_K, CLEAN, True)  # fmt: skip
 
-    store_rows(dq_ptr + b * T * (H * D) + h * D, (dq * SCALE).to(dq_ptr.dtype.element_ty), first, H * D, T, D, BQ, BLOCK_D)  # fmt: skip
+    out = dq_ptr + b * T * (H * (D + R)) + h * (D + R)
+    store_rows(out, (dq * SCALE).to(dq_ptr.dtype.element_ty), first, H * (D + R), T, D, BQ, BLOCK_D)
+    if R > 0:
+        store_rows(
+            out + D, (dq_rope * SCALE).to(dq_ptr.dtype.element_ty), first, H * (D + R), T, R, BQ, BLOCK_R
+        )
     if ALIBI:
         tl.store(dslope_ptr + (b * H + h) * count + m, dslope)
 
 
 @triton.jit
 def _key_gradient_tiles(
-    dk, dv, k, v, lo, hi, entry, q_base, do_base, lse_base, delta_base,  # [BK, BLOCK_D], [BK, BLOCK_V], twice; where a head's rows begin
+    dk, dk_rope, dv, k, rope, v,  # [BK, BLOCK_D], [BK, BLOCK_R], [BK, BLOCK_V], twice
+    lo, hi, entry, q_base, do_base, lse_base, delta_base,  # where a head's rows begin
     bias_ptr, mask_ptr, q_segments_ptr, start_ptr, end_ptr, position_ptr, query_seen_ptr,
     list_ptr, pattern_ptr, bits_ptr, map_ptr, seed0, seed1, ahead, slope,
     offset, j, k_segment, T, S,  # the keys' numbers, [BK, 1] each
-    H: tl.constexpr, D: tl.constexpr, V: tl.constexpr, BQ: tl.constexpr, BK: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_V: tl.constexpr,
+    H: tl.constexpr, D: tl.constexpr, R: tl.constexpr, V: tl.constexpr, BQ: tl.constexpr, BK: tl.constexpr,
+    BLOCK_D: tl.constexpr, BLOCK_R: tl.constexpr, BLOCK_V: tl.constexpr,
     SCALE: tl.constexpr, CAP: tl.constexpr, FAST_TANH: tl.constexpr, LEFT: tl.constexpr, RIGHT: tl.constexpr,
     BIAS: tl.constexpr, ALIBI: tl.constexpr, MASK: tl.constexpr, ROWS: tl.constexpr, SEGMENTS: tl.constexpr,
     DROPOUT: tl.constexpr, KEEP_SCALE: tl.constexpr, PRECISION: tl.constexpr, FOLDED: tl.constexpr, MULTIPLIER: tl.constexpr,
@@ -232,11 +255,13 @@ def _key_gradient_tiles(
                 end = tl.load(end_ptr + rows, mask=inside, other=0)[None, :]
             if SEGMENTS:
                 q_segment = tl.load(q_segments_ptr + rows, mask=inside, other=-1)[None, :]
-        q = load_rows(q_base, first, H * D, ok, T, D, BQ, BLOCK_D, not EVEN_Q, MASKED and guarded)  # [BQ, BLOCK_D]  # fmt: skip
+        q, q_rope = load_queries(q_base, first, ok, T, H, D, R, BQ, BLOCK_D, BLOCK_R, not EVEN_Q, MASKED and guarded)  # fmt: skip
         do = load_rows(do_base, first, H * V, ok, T, V, BQ, BLOCK_V, not EVEN_Q, MASKED and guarded)  # [BQ, BLOCK_V]  # fmt: skip
         lse = tl.load(lse_base + rows, mask=inside, other=float("inf"))  # [BQ]
         delta = tl.load(delta_base + rows, mask=inside, other=0.0)  # [BQ]
         qk = tl.dot(k, tl.trans(q), input_precision=PRECISION)  # [BK, BQ]
+        if R > 0:
+            qk = tl.dot(rope, tl.trans(q_rope), qk, input_precision=PRECISION)  # [BK, BQ]
         dp = tl.dot(v, tl.trans(do), input_precision=PRECISION)  # [BK, BQ]
         listed = True
         if MASKED and BITS:
@@ -253,28 +278,36 @@ def _key_gradient_tiles(
         if MASKED and CLEAN:
             row_seen = tl.max(seen.to(tl.int32), axis=0) > 0  # [BQ]
             q = tl.where(row_seen[:, None], q, 0.0)
+            if R > 0:
+                q_rope = tl.where(row_seen[:, None], q_rope, 0.0)
             do = tl.where(row_seen[:, None], do, 0.0)
-        dv = tl.dot(dropped.to(do.dtype), do, dv, input_precision=PRECISION)  # [BK, BLOCK_V]
+        if R == 0:
+            dv = tl.dot(dropped.to(do.dtype), do, dv, input_precision=PRECISION)  # [BK, BLOCK_V]
         ds, _ = _score_gradient(p, dp, delta[None, :], t, seen, kept, CAP, DROPOUT, KEEP_SCALE, MASKED)  # [BK, BQ]  # fmt: skip
-        dk = tl.dot(ds.to(q.dtype), q, dk, input_precision=PRECISION)  # [BK, BLOCK_D]
-    return dk, dv
+        ds = ds.to(q.dtype)
+        if R > 0:  # in this order fewer registers are spilled
+            dv = tl.dot(dropped.to(do.dtype), do, dv, input_precision=PRECISION)  # [BK, BLOCK_V]
+        dk = tl.dot(ds, q, dk, input_precision=PRECISION)  # [BK, BLOCK_D]
+        if R > 0:
+            dk_rope = tl.dot(ds, q_rope, dk_rope, input_precision=PRECISION)  # [BK, BLOCK_R]
+    return dk, dk_rope, dv
 
 
 @triton.jit
 def key_gradient_kernel(
-    q_ptr, k_ptr, v_ptr, do_ptr, lse_ptr, delta_ptr,
+    q_ptr, k_ptr, k_rope_ptr, v_ptr, do_ptr, lse_ptr, delta_ptr,
     bias_ptr, slopes_ptr, mask_ptr, q_segments_ptr, kv_segments_ptr, start_ptr, end_ptr, position_ptr, query_seen_ptr, key_seen_ptr,
     seeds_ptr, tiles_ptr, row_ptr, order_ptr, list_ptr, pattern_ptr, bits_ptr, map_ptr, T, S, offset, bias_run, bias_rows, mask_run, mask_rows,
-    dk_ptr, dv_ptr,  # [B, S, K, D], [B, S, K, V]
-    H: tl.constexpr, K: tl.constexpr, D: tl.constexpr, V: tl.constexpr,
-    BLOCK_D: tl.constexpr, BLOCK_V: tl.constexpr, BQ: tl.constexpr, BK: tl.constexpr,
+    dk_ptr, dk_rope_ptr, dv_ptr,  # [B, S, K, D], float32 [B, K, S, R], [B, S, K, V]
+    H: tl.constexpr, K: tl.constexpr, D: tl.constexpr, R: tl.constexpr, V: tl.constexpr,
+    BLOCK_D: tl.constexpr, BLOCK_R: tl.constexpr, BLOCK_V: tl.constexpr, BQ: tl.constexpr, BK: tl.constexpr,
     SCALE: tl.constexpr, CAP: tl.constexpr, FAST_TANH: tl.constexpr, LEFT: tl.constexpr, RIGHT: tl.constexpr,
     BIAS: tl.constexpr, ALIBI: tl.constexpr, MASK: tl.constexpr, ROWS: tl.constexpr, SEGMENTS: tl.constexpr,
     DROPOUT: tl.constexpr, SEED_WORDS: tl.constexpr, KEEP_SCALE: tl.constexpr, PRECISION: tl.constexpr, FOLDED: tl.constexpr, MULTIPLIER: tl.constexpr,
     LISTED: tl.constexpr, BITS: tl.constexpr, MAP_HEADS: tl.constexpr, MAP_Q: tl.constexpr, MAP_K: tl.constexpr,
     EVEN_Q: tl.constexpr, EVEN_K: tl.constexpr, GUARD: tl.constexpr, CLEAN: tl.constexpr, GROUP: tl.constexpr,
 ):  # fmt: skip
-    """`dk` and `dv` of one key tile and key head, over all query heads that read it."""
+    """`dk` and `dv` of one key tile and key head, over all query heads that read it, and their part of the gradient of the shared keys."""
     n, bh, count = program(S, BK, GROUP)
     if LISTED:
         n = tl.load(order_ptr + n)
@@ -287,8 +320,14 @@ def key_gradient_kernel(
     if SEGMENTS:
         k_segment = tl.load(kv_segments_ptr + b * S + columns, mask=columns < S, other=-1)[:, None]  # [BK, 1]
     k = load_rows(k_ptr + b * S * (K * D) + kh * D, first, K * D, columns < S, S, D, BK, BLOCK_D, not EVEN_K, False)  # [BK, BLOCK_D]  # fmt: skip
+    rope = k
+    if R > 0:
+        rope = load_rows(k_rope_ptr + b * S * R, first, R, columns < S, S, R, BK, BLOCK_R, not EVEN_K, False)  # [BK, BLOCK_R]  # fmt: skip
     v = load_rows(v_ptr + b * S * (K * V) + kh * V, first, K * V, columns < S, S, V, BK, BLOCK_V, not EVEN_K, False)  # [BK, BLOCK_V]  # fmt: skip
     dk = tl.zeros([BK, BLOCK_D], tl.float32)  # [BK, BLOCK_D]
+    dk_rope = 0.0
+    if R > 0:
+        dk_rope = tl.zeros([BK, BLOCK_R], tl.float32)  # [BK, BLOCK_R]
     dv = tl.zeros([BK, BLOCK_V], tl.float32)  # [BK, BLOCK_V]
 
     # dv = sum of drop(w) do, dk = scale * sum of dx q: over the heads of the group, and of each over the query tiles that see this one.
@@ -299,11 +338,20 @@ def key_gradient_kernel(
             tiles_ptr, b, n, offset, T, S, BQ, BK, LEFT, RIGHT, table, MASK
         )
         whole, partial = full_lo, full_hi
-    for h in range(kh * (H // K), (kh + 1) * (H // K)):
+    begin = kh * (H // K)
+    end = (kh + 1) * (H // K)
+    if (
+        R > 0
+    ):  # as many key heads as heads: no loop to the compiler, whose accumulators would be copied and spilled
+        begin = 0
+        end = 1
+    for h in range(begin, end):
+        if R > 0:
+            h = kh
         slope, seed0, seed1, ahead = head_scalars(slopes_ptr, seeds_ptr, b, h, H, ALIBI, DROPOUT, SEED_WORDS)
         bias_row = over_scores(bias_ptr, b, h, bias_run, bias_rows, T, S, H, BIAS)
         mask_row = over_scores(mask_ptr, b, h, mask_run, mask_rows, T, S, H, MASK)
-        q_base = q_ptr + b * T * (H * D) + h * D
+        q_base = q_ptr + b * T * (H * (D + R)) + h * (D + R)
         do_base = do_ptr + b * T * (H * V) + h * V
         lse_base = lse_ptr + (b * H + h) * T
         delta_base = delta_ptr + (b * H + h) * T
@@ -313,36 +361,38 @@ def key_gradient_kernel(
                 tiles_ptr, tl.load(row_ptr + b * H + h), n, count, list_ptr, pattern_ptr
             )
         if not LISTED and (table or RIGHT >= 0 or MASK):
-            dk, dv = _key_gradient_tiles(
-                dk, dv, k, v, lo, full_lo, lo, q_base, do_base, lse_base, delta_base, bias_row, mask_row, q_segments_ptr + b * T,
+            dk, dk_rope, dv = _key_gradient_tiles(
+                dk, dk_rope, dv, k, rope, v, lo, full_lo, lo, q_base, do_base, lse_base, delta_base, bias_row, mask_row, q_segments_ptr + b * T,
                 start_ptr + b * T, end_ptr + b * T, position_ptr + b * T, query_seen_ptr + b * T, list_ptr, patterns, bits_ptr, map_row,
-                seed0, seed1, ahead, slope, offset, j, k_segment, T, S, H, D, V, BQ, BK, BLOCK_D, BLOCK_V, SCALE, CAP, FAST_TANH, LEFT, RIGHT, BIAS, ALIBI, MASK, ROWS, SEGMENTS, DROPOUT,
+                seed0, seed1, ahead, slope, offset, j, k_segment, T, S, H, D, R, V, BQ, BK, BLOCK_D, BLOCK_R, BLOCK_V, SCALE, CAP, FAST_TANH, LEFT, RIGHT, BIAS, ALIBI, MASK, ROWS, SEGMENTS, DROPOUT,
                 KEEP_SCALE, PRECISION, FOLDED, MULTIPLIER, LISTED, BITS, MAP_Q, MAP_K, EVEN_Q, EVEN_K, CLEAN, True)  # fmt: skip
         if LISTED or not MASK:
-            dk, dv = _key_gradient_tiles(
-                dk, dv, k, v, full_lo, full_hi, whole, q_base, do_base, lse_base, delta_base, bias_row, mask_row, q_segments_ptr + b * T,
+            dk, dk_rope, dv = _key_gradient_tiles(
+                dk, dk_rope, dv, k, rope, v, full_lo, full_hi, whole, q_base, do_base, lse_base, delta_base, bias_row, mask_row, q_segments_ptr + b * T,
                 start_ptr + b * T, end_ptr + b * T, position_ptr + b * T, query_seen_ptr + b * T, list_ptr, patterns, bits_ptr, map_row,
-                seed0, seed1, ahead, slope, offset, j, k_segment, T, S, H, D, V, BQ, BK, BLOCK_D, BLOCK_V, SCALE, CAP, FAST_TANH, LEFT, RIGHT, BIAS, ALIBI, MASK, ROWS, SEGMENTS, DROPOUT,
+                seed0, seed1, ahead, slope, offset, j, k_segment, T, S, H, D, R, V, BQ, BK, BLOCK_D, BLOCK_R, BLOCK_V, SCALE, CAP, FAST_TANH, LEFT, RIGHT, BIAS, ALIBI, MASK, ROWS, SEGMENTS, DROPOUT,
                 KEEP_SCALE, PRECISION, FOLDED, MULTIPLIER, LISTED, BITS, MAP_Q, MAP_K, EVEN_Q, EVEN_K, CLEAN, False)  # fmt: skip
             if LISTED or table or LEFT >= 0:
-                dk, dv = _key_gradient_tiles(
-                    dk, dv, k, v, full_hi, hi, partial, q_base, do_base, lse_base, delta_base, bias_row, mask_row, q_segments_ptr + b * T,
+                dk, dk_rope, dv = _key_gradient_tiles(
+                    dk, dk_rope, dv, k, rope, v, full_hi, hi, partial, q_base, do_base, lse_base, delta_base, bias_row, mask_row, q_segments_ptr + b * T,
                     start_ptr + b * T, end_ptr + b * T, position_ptr + b * T, query_seen_ptr + b * T, list_ptr, patterns, bits_ptr, map_row,
-                    seed0, seed1, ahead, slope, offset, j, k_segment, T, S, H, D, V, BQ, BK, BLOCK_D, BLOCK_V, SCALE, CAP, FAST_TANH, LEFT, RIGHT, BIAS, ALIBI, MASK, ROWS,
+                    seed0, seed1, ahead, slope, offset, j, k_segment, T, S, H, D, R, V, BQ, BK, BLOCK_D, BLOCK_R, BLOCK_V, SCALE, CAP, FAST_TANH, LEFT, RIGHT, BIAS, ALIBI, MASK, ROWS,
                     SEGMENTS, DROPOUT, KEEP_SCALE, PRECISION, FOLDED, MULTIPLIER, LISTED, BITS, MAP_Q, MAP_K, EVEN_Q, EVEN_K, CLEAN, True)  # fmt: skip
 
     store_rows(dk_ptr + b * S * (K * D) + kh * D, (dk * SCALE).to(dk_ptr.dtype.element_ty), first, K * D, S, D, BK, BLOCK_D)  # fmt: skip
     store_rows(dv_ptr + b * S * (K * V) + kh * V, dv.to(dv_ptr.dtype.element_ty), first, K * V, S, V, BK, BLOCK_V)  # fmt: skip
+    if R > 0:
+        store_rows(dk_rope_ptr + (b * K + kh) * S * R, dk_rope * SCALE, first, R, S, R, BK, BLOCK_R)
 
 
 @triton.jit
 def bias_gradient_kernel(
-    q_ptr, k_ptr, v_ptr, do_ptr, lse_ptr, delta_ptr,
+    q_ptr, k_ptr, k_rope_ptr, v_ptr, do_ptr, lse_ptr, delta_ptr,
     bias_ptr, slopes_ptr, mask_ptr, q_segments_ptr, kv_segments_ptr, start_ptr, end_ptr, position_ptr, query_seen_ptr, key_seen_ptr,
     seeds_ptr, readers, T, S, offset, bias_run, bias_rows, mask_run, mask_rows,
     dbias_ptr,
-    H: tl.constexpr, K: tl.constexpr, D: tl.constexpr, V: tl.constexpr,
-    BLOCK_D: tl.constexpr, BLOCK_V: tl.constexpr, BQ: tl.constexpr, BK: tl.constexpr,
+    H: tl.constexpr, K: tl.constexpr, D: tl.constexpr, R: tl.constexpr, V: tl.constexpr,
+    BLOCK_D: tl.constexpr, BLOCK_R: tl.constexpr, BLOCK_V: tl.constexpr, BQ: tl.constexpr, BK: tl.constexpr,
     SCALE: tl.constexpr, CAP: tl.constexpr, FAST_TANH: tl.constexpr, LEFT: tl.constexpr, RIGHT: tl.constexpr,
     BIAS: tl.constexpr, ALIBI: tl.constexpr, MASK: tl.constexpr, ROWS: tl.constexpr, SEGMENTS: tl.constexpr,
     DROPOUT: tl.constexpr, SEED_WORDS: tl.constexpr, KEEP_SCALE: tl.constexpr, PRECISION: tl.constexpr, FOLDED: tl.constexpr, MULTIPLIER: tl.constexpr,
@@ -390,8 +440,8 @@ def bias_gradient_kernel(
                 position, start, end, q_segment = query_rows(
                     rows, inside, offset, b, T, position_ptr, start_ptr, end_ptr, q_segments_ptr, ROWS, SEGMENTS)  # fmt: skip
                 position, start, end, q_segment = position[:, None], start[:, None], end[:, None], q_segment[:, None]  # [BQ, 1]  # fmt: skip
-                q = load_rows(
-                    q_ptr + b * T * (H * D) + h * D, query_tile * BQ, H * D, inside, T, D, BQ, BLOCK_D, True, False)  # [BQ, BLOCK_D]  # fmt: skip
+                q, q_rope = load_queries(
+                    q_ptr + b * T * (H * (D + R)) + h * (D + R), query_tile * BQ, inside, T, H, D, R, BQ, BLOCK_D, BLOCK_R, True, False)  # fmt: skip
                 do = load_rows(
                     do_ptr + b * T * (H * V) + h * V, query_tile * BQ, H * V, inside, T, V, BQ, BLOCK_V, True, False)  # [BQ, BLOCK_V]  # fmt: skip
                 lse = tl.load(lse_ptr + (b * H + h) * T + rows, mask=inside, other=float("inf"))  # [BQ]
@@ -408,6 +458,9 @@ def bias_gradient_kernel(
                     v = load_rows(
                         v_ptr + b * S * (K * V) + kh * V, key_tile * BK, K * V, inside, S, V, BK, BLOCK_V, True, False)  # [BK, BLOCK_V]  # fmt: skip
                     qk = tl.dot(q, tl.trans(k), input_precision=PRECISION)  # [BQ, BK]
+                    if R > 0:
+                        rope = load_rows(k_rope_ptr + b * S * R, key_tile * BK, R, inside, S, R, BK, BLOCK_R, True, False)  # [BK, BLOCK_R]  # fmt: skip
+                        qk = tl.dot(q_rope, tl.trans(rope), qk, input_precision=PRECISION)  # [BQ, BK]
                     dp = tl.dot(do, tl.trans(v), input_precision=PRECISION)  # [BQ, BK]
                     p, t, seen = _weights(
                         qk, lse[:, None], i, j, position, start, end, q_segment, k_segment, slope, bias, mask, T, S, True, mask, SCALE, CAP,

@@ -116,14 +116,19 @@ def _fitting(kernel: str, sizes: Sizes, problem: Problem, device: DeviceFacts) -
 
 
 def forward(
-    arrays: AttentionArrays, spec: AttentionSpec, config: TritonConfig, *, execute: Execute = run
+    arrays: AttentionArrays,
+    spec: AttentionSpec,
+    config: TritonConfig,
+    *,
+    k_rope: Array | None = None,
+    execute: Execute = run,
 ) -> tuple[Array, Array]:
-    """`out [B, T, H, V]`, `lse [B, H, T]`."""
+    """`out [B, T, H, V]`, `lse [B, H, T]`. `k_rope [B, S, R]`: keys that all heads share, of the last channels of the queries."""
     arrays, spec = explicit_ranges(arrays, spec)
     (batch, queries, heads, _), values = arrays.q.shape, arrays.v.shape[-1]
     tile = config.forward
     tiles, numbers = _tiled(arrays, spec, tile)
-    results = launcher(arrays, spec, config, execute)(
+    results = launcher(arrays, spec, config, execute, k_rope)(
         forward_kernel.forward_kernel,
         tile,
         {
@@ -150,6 +155,21 @@ def backward(
     execute: Execute = run,
 ) -> AttentionGrads:
     """All gradients; bitwise repeatable, as every sum has one fixed order."""
+    return gradients(arrays, spec, config, (out, lse), (dout, dlse), execute=execute)[0]
+
+
+def gradients(
+    arrays: AttentionArrays,
+    spec: AttentionSpec,
+    config: TritonConfig,
+    results: tuple[Array, Array],
+    cotangents: tuple[Array, Array],
+    *,
+    k_rope: Array | None = None,
+    execute: Execute = run,
+) -> tuple[AttentionGrads, Array | None]:
+    """As `backward`, and the gradient of `k_rope` (see `forward`), in float32."""
+    (out, lse), (dout, dlse) = results, cotangents
     arrays, spec = explicit_ranges(arrays, spec)
     delta, empty = row_terms(arrays, out, lse, dout, dlse)
     if arrays.bias is not None:
@@ -160,35 +180,37 @@ def backward(
         "lse": jnp.where(lse == -jnp.inf, jnp.inf, lse * LOG2E),
         "delta": delta,
     }
-    launch = launcher(arrays, spec, config, execute).knowing(own)
-    dk, dv = _key_gradient(launch, arrays, spec, config.key_gradient)
+    launch = launcher(arrays, spec, config, execute, k_rope).knowing(own)
+    dk, dk_rope, dv = _key_gradient(launch, arrays, spec, config.key_gradient, k_rope)
     dq, dslopes = _query_gradient(launch, arrays, spec, config.query_gradient)
     dbias, bias = None, arrays.bias
     if bias is not None:
         if spec.listed:  # every tile of the bias has a gradient, of hidden ones zero
             arrays, spec = _without_lists(arrays, spec)
-            launch = launcher(arrays, spec, config, execute).knowing(own)
+            launch = launcher(arrays, spec, config, execute, k_rope).knowing(own)
         dbias = _bias_gradient(launch, bias, arrays, config.query_gradient)
     dsinks = None
     if arrays.sinks is not None:
         dsinks = _sum_batch(sinks_gradient(arrays, lse, delta), arrays.sinks)
-    return AttentionGrads(dq, dk, dv, dbias, dslopes, dsinks)
+    return AttentionGrads(dq, dk, dv, dbias, dslopes, dsinks), dk_rope
 
 
 def _key_gradient(
-    launch: Launcher, arrays: AttentionArrays, spec: AttentionSpec, tile: TileConfig
-) -> tuple[Array, Array]:
+    launch: Launcher, arrays: AttentionArrays, spec: AttentionSpec, tile: TileConfig, k_rope: Array | None
+) -> tuple[Array, Array | None, Array]:
+    """Each head has a part of the gradient of shared keys, in float32. A program that summed over heads itself would spill registers."""
     tiles, numbers = _tiled(arrays, spec, tile, by_key=True)
     batch, keys, heads, _ = arrays.k.shape
+    shared = NOTHING if k_rope is None else result(batch, heads, keys, k_rope.shape[-1])
     results = launch(
         backward_kernels.key_gradient_kernel,
         tile,
-        {"dk": result_like(arrays.k), "dv": result_like(arrays.v)},
+        {"dk": result_like(arrays.k), "dk_rope": shared, "dv": result_like(arrays.v)},
         cdiv(keys, tile.block_k) * batch * heads,
         tiles,
         **numbers,
     )
-    return results["dk"], results["dv"]
+    return results["dk"], None if k_rope is None else results["dk_rope"].sum(1), results["dv"]
 
 
 def _query_gradient(
@@ -223,10 +245,19 @@ def _bias_gradient(launch: Launcher, bias: Array, arrays: AttentionArrays, tile:
 
 
 def launcher(
-    arrays: AttentionArrays, spec: AttentionSpec, config: TritonConfig, execute: Execute
+    arrays: AttentionArrays,
+    spec: AttentionSpec,
+    config: TritonConfig,
+    execute: Execute,
+    k_rope: Array | None = None,
 ) -> Launcher:
     """The arguments that all kernels of a call share, without their tiles."""
-    (_, queries, heads, dim), (_, keys, kv_heads, values) = arrays.q.shape, arrays.v.shape
+    (_, queries, heads, _), (_, keys, kv_heads, dim), values = (
+        arrays.q.shape,
+        arrays.k.shape,
+        arrays.v.shape[-1],
+    )
+    rope = 0 if k_rope is None else k_rope.shape[-1]
     is_float32, rate, rows, ragged = (
         arrays.q.dtype == jnp.float32,
         spec.dropout_rate,
@@ -249,6 +280,7 @@ def launcher(
     named |= {
         "q": arrays.q,
         "k": arrays.k,
+        "k_rope": k_rope,
         "v": arrays.v,
         "bias": arrays.bias,
         "mask": mask,
@@ -263,8 +295,10 @@ def launcher(
         "H": heads,
         "K": kv_heads,
         "D": dim,
+        "R": rope,
         "V": values,
         "BLOCK_D": padded(dim),
+        "BLOCK_R": padded(rope),
         "BLOCK_V": padded(values),
         "offset": spec.offset,
         "bias_run": spec.bias_run,

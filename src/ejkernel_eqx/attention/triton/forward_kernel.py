@@ -10,6 +10,7 @@ from .tile import (
     key_tiles,
     listed_tiles,
     load_bits,
+    load_queries,
     load_rows,
     map_of,
     over_scores,
@@ -23,10 +24,11 @@ from .tile import (
 
 @triton.jit
 def _attend_tiles(
-    acc, total, top, q, lo, hi, entry, k_base, v_base,  # [BQ, BLOCK_V], [BQ], [BQ], [BQ, BLOCK_D]; where a head's rows begin
+    acc, total, top, q, q_rope, lo, hi, entry, k_base, rope_base, v_base,  # [BQ, BLOCK_V], [BQ], [BQ], [BQ, BLOCK_D], [BQ, BLOCK_R]; where a head's rows begin
     bias_ptr, mask_ptr, kv_segments_ptr, key_seen_ptr, list_ptr, pattern_ptr, bits_ptr, map_ptr, seed0, seed1, ahead, slope,
     i, position, start, end, q_segment, T, S,  # the queries' numbers, [BQ, 1] each
-    K: tl.constexpr, D: tl.constexpr, V: tl.constexpr, BQ: tl.constexpr, BK: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_V: tl.constexpr,
+    K: tl.constexpr, D: tl.constexpr, R: tl.constexpr, V: tl.constexpr, BQ: tl.constexpr, BK: tl.constexpr,
+    BLOCK_D: tl.constexpr, BLOCK_R: tl.constexpr, BLOCK_V: tl.constexpr,
     SCALE: tl.constexpr, CAP: tl.constexpr, FAST_TANH: tl.constexpr, LEFT: tl.constexpr, RIGHT: tl.constexpr,
     BIAS: tl.constexpr, ALIBI: tl.constexpr, MASK: tl.constexpr, ROWS: tl.constexpr, SEGMENTS: tl.constexpr,
     DROPOUT: tl.constexpr, KEEP_SCALE: tl.constexpr, PRECISION: tl.constexpr, FOLDED: tl.constexpr, MULTIPLIER: tl.constexpr,
@@ -54,6 +56,9 @@ def _attend_tiles(
                 k_segment = tl.load(kv_segments_ptr + columns, mask=columns < S, other=-1)[None, :]  # [1, BK]
         k = load_rows(k_base, first, K * D, ok, S, D, BK, BLOCK_D, MASKED and not EVEN_K, MASKED and guarded)  # [BK, BLOCK_D]  # fmt: skip
         qk = tl.dot(q, tl.trans(k), input_precision=PRECISION)  # [BQ, BK]
+        if R > 0:
+            rope = load_rows(rope_base, first, R, ok, S, R, BK, BLOCK_R, MASKED and not EVEN_K, MASKED and guarded)  # [BK, BLOCK_R]  # fmt: skip
+            qk = tl.dot(q_rope, tl.trans(rope), qk, input_precision=PRECISION)  # [BQ, BK]
         s, _ = scores(qk, i, j, position, slope, bias_ptr, T, S, SCALE, CAP, FAST_TANH, BIAS, ALIBI, FOLDED)  # [BQ, BK]  # fmt: skip
         v = load_rows(v_base, first, K * V, ok, S, V, BK, BLOCK_V, MASKED and not EVEN_K, MASKED and guarded)  # [BK, BLOCK_V]  # fmt: skip
         if MASKED:
@@ -86,15 +91,15 @@ def _attend_tiles(
 
 @triton.jit
 def forward_kernel(
-    q_ptr, k_ptr, v_ptr,  # [B, T, H, D], [B, S, K, D], [B, S, K, V]
+    q_ptr, k_ptr, k_rope_ptr, v_ptr,  # [B, T, H, D + R], [B, S, K, D], [B, S, R] if R > 0, [B, S, K, V]
     bias_ptr, slopes_ptr, sinks_ptr, mask_ptr,  # bias and mask as in `over_scores`; [B, H] each
     q_segments_ptr, kv_segments_ptr, start_ptr, end_ptr, position_ptr, key_seen_ptr,  # [B, T] and, of keys, [B, S]
     seeds_ptr, tiles_ptr,  # [B, H, SEED_WORDS], [B, tiles, 4] or of lists [rows, tiles, 4]
     row_ptr, order_ptr, list_ptr, pattern_ptr, bits_ptr, map_ptr,  # of lists, as in `TileLists`; the map as in `map_of`
     T, S, offset, bias_run, bias_rows, mask_run, mask_rows,
     out_ptr, lse_ptr,  # [B, T, H, V], [B, H, T]
-    H: tl.constexpr, K: tl.constexpr, D: tl.constexpr, V: tl.constexpr,
-    BLOCK_D: tl.constexpr, BLOCK_V: tl.constexpr, BQ: tl.constexpr, BK: tl.constexpr,
+    H: tl.constexpr, K: tl.constexpr, D: tl.constexpr, R: tl.constexpr, V: tl.constexpr,
+    BLOCK_D: tl.constexpr, BLOCK_R: tl.constexpr, BLOCK_V: tl.constexpr, BQ: tl.constexpr, BK: tl.constexpr,
     SCALE: tl.constexpr, CAP: tl.constexpr, FAST_TANH: tl.constexpr, LEFT: tl.constexpr, RIGHT: tl.constexpr, BIAS: tl.constexpr,
     ALIBI: tl.constexpr, SINKS: tl.constexpr, MASK: tl.constexpr, ROWS: tl.constexpr, SEGMENTS: tl.constexpr,
     DROPOUT: tl.constexpr, SEED_WORDS: tl.constexpr, KEEP_SCALE: tl.constexpr, PRECISION: tl.constexpr, FOLDED: tl.constexpr, MULTIPLIER: tl.constexpr,
@@ -122,8 +127,9 @@ def forward_kernel(
     bias_row = over_scores(bias_ptr, b, h, bias_run, bias_rows, T, S, H, BIAS)
     mask_row = over_scores(mask_ptr, b, h, mask_run, mask_rows, T, S, H, MASK)
 
-    q = load_rows(q_ptr + b * T * (H * D) + h * D, first, H * D, inside, T, D, BQ, BLOCK_D, not EVEN_Q, False)  # [BQ, BLOCK_D]  # fmt: skip
+    q, q_rope = load_queries(q_ptr + b * T * (H * (D + R)) + h * (D + R), first, inside, T, H, D, R, BQ, BLOCK_D, BLOCK_R, not EVEN_Q, False)  # fmt: skip
     k_base = k_ptr + b * S * (K * D) + (h // (H // K)) * D
+    rope_base = k_rope_ptr + b * S * R
     v_base = v_ptr + b * S * (K * V) + (h // (H // K)) * V
     acc = tl.zeros([BQ, BLOCK_V], tl.float32)  # [BQ, BLOCK_V]
     # A sink is a key without a value: its score is the first maximum, its weight relative to that is 1.
@@ -146,18 +152,18 @@ def forward_kernel(
         whole, partial = full_lo, full_hi
     if not LISTED and (table or LEFT >= 0 or MASK):
         acc, total, top = _attend_tiles(
-            acc, total, top, q, lo, full_lo, lo, k_base, v_base, bias_row, mask_row, kv_segments_ptr + b * S, key_seen_ptr + b * S,
-            list_ptr, pattern_ptr, bits_ptr, map_row, seed0, seed1, ahead, slope, i, position, start, end, q_segment, T, S, K, D, V, BQ, BK, BLOCK_D, BLOCK_V, SCALE, CAP, FAST_TANH, LEFT, RIGHT,
+            acc, total, top, q, q_rope, lo, full_lo, lo, k_base, rope_base, v_base, bias_row, mask_row, kv_segments_ptr + b * S, key_seen_ptr + b * S,
+            list_ptr, pattern_ptr, bits_ptr, map_row, seed0, seed1, ahead, slope, i, position, start, end, q_segment, T, S, K, D, R, V, BQ, BK, BLOCK_D, BLOCK_R, BLOCK_V, SCALE, CAP, FAST_TANH, LEFT, RIGHT,
             BIAS, ALIBI, MASK, ROWS, SEGMENTS, DROPOUT, KEEP_SCALE, PRECISION, FOLDED, MULTIPLIER, LISTED, BITS, MAP_Q, MAP_K, EVEN_K, GUARD, CLEAN, True)  # fmt: skip
     if LISTED or not MASK:
         acc, total, top = _attend_tiles(
-            acc, total, top, q, full_lo, full_hi, whole, k_base, v_base, bias_row, mask_row, kv_segments_ptr, key_seen_ptr,
-            list_ptr, pattern_ptr, bits_ptr, map_row, seed0, seed1, ahead, slope, i, position, start, end, q_segment, T, S, K, D, V, BQ, BK, BLOCK_D, BLOCK_V, SCALE, CAP, FAST_TANH, LEFT, RIGHT,
+            acc, total, top, q, q_rope, full_lo, full_hi, whole, k_base, rope_base, v_base, bias_row, mask_row, kv_segments_ptr, key_seen_ptr,
+            list_ptr, pattern_ptr, bits_ptr, map_row, seed0, seed1, ahead, slope, i, position, start, end, q_segment, T, S, K, D, R, V, BQ, BK, BLOCK_D, BLOCK_R, BLOCK_V, SCALE, CAP, FAST_TANH, LEFT, RIGHT,
             BIAS, ALIBI, MASK, ROWS, SEGMENTS, DROPOUT, KEEP_SCALE, PRECISION, FOLDED, MULTIPLIER, LISTED, BITS, MAP_Q, MAP_K, EVEN_K, GUARD, CLEAN, False)  # fmt: skip
         if LISTED or table or RIGHT >= 0 or not EVEN_K:
             acc, total, top = _attend_tiles(
-                acc, total, top, q, full_hi, hi, partial, k_base, v_base, bias_row, mask_row, kv_segments_ptr + b * S, key_seen_ptr + b * S,
-                list_ptr, pattern_ptr, bits_ptr, map_row, seed0, seed1, ahead, slope, i, position, start, end, q_segment, T, S, K, D, V, BQ, BK, BLOCK_D, BLOCK_V, SCALE, CAP, FAST_TANH, LEFT, RIGHT,
+                acc, total, top, q, q_rope, full_hi, hi, partial, k_base, rope_base, v_base, bias_row, mask_row, kv_segments_ptr + b * S, key_seen_ptr + b * S,
+                list_ptr, pattern_ptr, bits_ptr, map_row, seed0, seed1, ahead, slope, i, position, start, end, q_segment, T, S, K, D, R, V, BQ, BK, BLOCK_D, BLOCK_R, BLOCK_V, SCALE, CAP, FAST_TANH, LEFT, RIGHT,
                 BIAS, ALIBI, MASK, ROWS, SEGMENTS, DROPOUT, KEEP_SCALE, PRECISION, FOLDED, MULTIPLIER, LISTED, BITS, MAP_Q, MAP_K, EVEN_K, GUARD, CLEAN, True)  # fmt: skip
 
     # out = acc / total, lse = top + log(total); 0 and minus infinity for a row that saw no key.

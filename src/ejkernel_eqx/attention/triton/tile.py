@@ -320,6 +320,18 @@ def load_rows(ptr, start, row_stride, ok, length, WIDTH: tl.constexpr, ROWS: tl.
 
 
 @triton.jit
+def load_queries(q_base, first, ok, T, H: tl.constexpr, D: tl.constexpr, R: tl.constexpr, BQ: tl.constexpr,
+                 BLOCK_D: tl.constexpr, BLOCK_R: tl.constexpr, BOUND: tl.constexpr, CHECK: tl.constexpr):  # fmt: skip
+    """A tile of queries in two parts, `D` channels and behind them `R`, which are multiplied by keys that all heads share. Neither part is padded
+    to the size of the other. Without the second part, the first one twice."""
+    q = load_rows(q_base, first, H * (D + R), ok, T, D, BQ, BLOCK_D, BOUND, CHECK)  # [BQ, BLOCK_D]
+    rope = q
+    if R > 0:
+        rope = load_rows(q_base + D, first, H * (D + R), ok, T, R, BQ, BLOCK_R, BOUND, CHECK)  # [BQ, BLOCK_R]
+    return q, rope
+
+
+@triton.jit
 def store_rows(
     ptr, tile, start, row_stride, length, WIDTH: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr
 ):

@@ -49,14 +49,14 @@ def choices(kernel: str, problem: Problem, device: DeviceFacts) -> list[Sizes]:
     is_float32 = problem.dtype("qkv") == "float32"
     tiles = (_FLOAT32 if is_float32 else _HALF)[kernel][padded(max(dims(problem)), 64)]
     if _is_ragged(problem) and _BESIDE_RANGES in tiles:
-        # Ranges and segments of queries take registers, too; on an A100 more than larger tiles leave.
+        # What differs between queries takes registers, too; on an A100 more than larger tiles leave.
         first = tiles[-1] if device.capability < (9, 0) else _BESIDE_RANGES
         return list(dict.fromkeys([first, *tiles]))
     return list(tiles)
 
 
 def _is_ragged(problem: Problem) -> bool:
-    return bool(problem.flag("rows") or problem.flag("segments"))
+    return any(problem.flag(name) for name in ("rows", "segments", "bias", "mask", "tiles"))
 
 
 def shared_memory(
@@ -75,6 +75,8 @@ def shared_memory(
         streamed *= 2  # keys are kept twice, for two layouts
     matrices = size * (resident + num_stages * streamed)
     if is_float32:  # kept in two halves for the passes of a product, and once more for each kind of loop
-        ragged = any(problem.flag(name) for name in ("rows", "segments", "window"))
+        ragged = any(problem.flag(name) for name in ("rows", "segments", "window", "tiles"))
         matrices *= 3 if ragged else 2
-    return matrices + (size * block_q * block_k if kernel != "forward" else 0)
+    over_scores = 4 * bool(problem.flag("bias")) + bool(problem.flag("mask"))
+    gradient = size if kernel != "forward" else 0
+    return matrices + block_q * block_k * (gradient + num_stages * over_scores)

@@ -15,7 +15,7 @@ from ...weights.expert_configs import mixture_of_experts_options
 from ...weights.experts import mixture_of_experts
 from ...weights.view import Weights
 from ..activations import check_activation
-from ..arguments import check_flags, check_key, check_sizes, read_array, read_dtype, read_weight_dtype
+from ..arguments import check_flags, check_key, read_array, read_dtype, read_sizes, read_weight_dtype
 from ..projection import project, promoted
 from ..tokens import clear
 from .experts import Experts
@@ -115,12 +115,12 @@ class MixtureOfExperts(eqx.Module):
             dtype of the two.
         - `key`: a PRNG key for the initial weights.
         """
-        check_sizes(embed_dim=embed_dim, hidden_dim=hidden_dim)
+        embed_dim, hidden_dim = read_sizes(embed_dim=embed_dim, hidden_dim=hidden_dim)
         flags = {"use_router_bias": use_router_bias, "use_correction_bias": use_correction_bias}
         check_flags(**flags, use_bias=use_bias, shared_gate=shared_gate)
         check_activation(activation)
         if shared_dim is not None:
-            check_sizes(shared_dim=shared_dim)
+            (shared_dim,) = read_sizes(shared_dim=shared_dim)
         elif shared_gate:
             raise ValueError(
                 "shared_gate: expected False without shared_dim, received True; shared_dim makes the expert that it is the gate of."

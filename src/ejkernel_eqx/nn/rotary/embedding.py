@@ -10,7 +10,7 @@ import numpy as np
 from jax import Array, lax
 
 from ..._shapes import AnyArray, Float, Int
-from ..arguments import check_flags, check_sizes, read_array
+from ..arguments import check_flags, read_array, read_sizes
 from .by_length import DynamicScaling, LongRopeScaling
 from .config import read_config, read_scaling
 from .positions import axes_of_pairs, by_pair, check_positions, count_from, longest_of, read_rows
@@ -68,7 +68,7 @@ class RotaryEmbedding(eqx.Module):
             `[len(mrope_section), ..., T]`. Default: positions have one axis.
         - `mrope_interleaved`: axes alternate from pair to pair (Qwen3-VL); by default each has a contiguous block of pairs (Qwen2-VL).
         """
-        check_sizes(head_dim=head_dim)
+        (head_dim,) = read_sizes(head_dim=head_dim)
         stretched = scaling
         if isinstance(scaling, Mapping):
             found = read_scaling(scaling, head_dim)
@@ -79,7 +79,7 @@ class RotaryEmbedding(eqx.Module):
             mrope_interleaved = mrope_interleaved or found.mrope_interleaved
         theta = 10000.0 if theta is None else theta
         rotary_dim = head_dim if rotary_dim is None else rotary_dim
-        check_sizes(rotary_dim=rotary_dim)
+        (rotary_dim,) = read_sizes(rotary_dim=rotary_dim)
         check_flags(interleaved=interleaved, mrope_interleaved=mrope_interleaved)
         check_positive(theta=theta)
         if rotary_dim % 2 or not 0 < rotary_dim <= head_dim:

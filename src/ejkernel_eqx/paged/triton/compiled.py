@@ -116,6 +116,16 @@ def config_unsupported(config: TritonConfig, problem: Problem, device: DeviceFac
     return None
 
 
+def remark(config: TritonConfig, problem: Problem, device: DeviceFacts) -> str:
+    """Where 8-bit pages save memory but no time."""
+    if not tile_sizes.slowed_by_bytes(problem):
+        return ""
+    return (
+        "8-bit latents halve the memory of the cache, but with more than 32 queries times heads a sequence they are expected to take longer than "
+        "16-bit ones: attention is then bound by products, which wait until latents have been converted"
+    )
+
+
 def adapted(config: TritonConfig, problem: Problem, device: DeviceFacts) -> TritonConfig:
     """Keeps the tiles. The number of programs per sequence depends on the number and length of the sequences."""
     queries = decode_queries(problem.dim("Q"), problem.dim("H") // problem.dim("K"))

@@ -124,14 +124,15 @@ def decode_kernel(
         page = load_pages(table, tile + 1, end, PAGE, BK)
         if PAIRS:
             acc, acc_odd, total, top, peak = attend_pairs(
-                acc, acc_odd, total, top, peak, q_even, q_odd, q_factor, j, slot, ok, i, t[:, None], slope, chunk, kv_head, k_factor,
-                qq_bias_ptr + shared * Q * Q, Q, k_ptr, v_ptr, k_scale_ptr, v_scale_ptr, K, D, V, BLOCK_D, BLOCK_V, BM, BK,
-                V_SCALES, SCALE, CAP, FAST_TANH, LEFT, ALIBI, QQ, PAIRS, FAST_BYTES)  # fmt: skip
+                acc, acc_odd, total, top, peak, q_even, q_odd, q_factor, q_rope, j, slot, ok, i, t[:, None], slope, chunk, kv_head, k_factor,
+                rope_factor, qq_bias_ptr + shared * Q * Q, Q, k_ptr, v_ptr, rope_ptr, k_scale_ptr, v_scale_ptr, rope_scale_ptr, K, D, V, R,
+                BLOCK_D, BLOCK_V, BLOCK_R, BM, BK, LATENT, V_SCALES, R_SCALES, SCALE, CAP, FAST_TANH, LEFT, ALIBI, QQ, PAIRS, FAST_BYTES)  # fmt: skip
         else:
             acc, total, top = attend_tile(
                 acc, total, top, q, q_rope, j, slot, ok, i, t[:, None], slope, chunk, kv_head, k_factor, rope_factor,
                 qq_bias_ptr + shared * Q * Q, Q, k_ptr, v_ptr, rope_ptr, k_scale_ptr, v_scale_ptr, rope_scale_ptr, K, D, V, R, BLOCK_D,
-                BLOCK_V, BLOCK_R, LATENT, K_SCALES, V_SCALES, R_SCALES, SCALE, CAP, FAST_TANH, LEFT, ALIBI, QQ, PRECISION, True)  # fmt: skip
+                BLOCK_V, BLOCK_R, LATENT, K_SCALES, V_SCALES, R_SCALES, SCALE, CAP, FAST_TANH, LEFT, ALIBI, QQ, PRECISION, FAST_BYTES,
+                True)  # fmt: skip
 
     # out = acc / total, lse = top + log2(total): for the sequence or, in units of log2, for the split and its merge.
     if PAIRS:
@@ -254,7 +255,7 @@ def decode(call: Call, queries: int) -> dict[str, Array]:
 def _pairs(call: Call, rows: int) -> int:
     """How `attend_pairs` reads the pages; 0 if it cannot."""
     arrays = call.arrays
-    if arrays.v is None or arrays.v.dtype != arrays.k.dtype or call.dot_dtype == jnp.float32:
+    if call.dot_dtype == jnp.float32 or (arrays.v is not None and arrays.v.dtype != arrays.k.dtype):
         return 0
     fits = pairs_fit(arrays.k.shape[-1], call.values) and rows <= MOST_PAIR_ROWS
     return PAIRS_OF.get(arrays.k.dtype.name, 0) if fits else 0

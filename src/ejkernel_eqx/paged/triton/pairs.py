@@ -8,7 +8,7 @@ and needs fewer instructions to convert to than bfloat16. For this, each row of 
 import triton
 import triton.language as tl
 
-from .tile import load_keys, load_scales, TOKEN, weights
+from .tile import load_keys, load_scales, TOKEN, weights, widened
 
 BIASED = tl.constexpr(1152)  # what `integers` adds to an int8 number
 PAIRS_OF = {"int8": 1, "float8_e4m3fn": 2, "float8_e5m2": 3}
@@ -112,34 +112,48 @@ def _load_pairs(ptr, slot, ok, kv_head, K: tl.constexpr, WIDTH: tl.constexpr, BL
 
 @triton.jit
 def attend_pairs(
-    even, odd, total, top, peak, q_even, q_odd, q_factor,  # [BM, BLOCK_V / 2] twice, [BM], [BM], [], [BM, BLOCK_D / 2] twice, [BM]
-    j, slot, ok, i, t, slope, chunk, kv_head, k_factor, qq_bias_ptr, Q,
-    k_ptr, v_ptr, k_scale_ptr, v_scale_ptr,  # [P, PAGE, K, D or V], [P, PAGE, K]
-    K: tl.constexpr, D: tl.constexpr, V: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_V: tl.constexpr,
-    BM: tl.constexpr, BK: tl.constexpr, SCALES: tl.constexpr, SCALE: tl.constexpr, CAP: tl.constexpr, FAST_TANH: tl.constexpr,
-    LEFT: tl.constexpr, ALIBI: tl.constexpr, QQ: tl.constexpr, PAIRS: tl.constexpr, FAST: tl.constexpr,
+    even, odd, total, top, peak,  # [BM, BLOCK_V / 2] twice, [BM], [BM], []
+    q_even, q_odd, q_factor, q_rope,  # [BM, BLOCK_D / 2] twice, [BM], [BM, BLOCK_R]
+    j, slot, ok, i, t, slope, chunk, kv_head, k_factor, rope_factor, qq_bias_ptr, Q,
+    k_ptr, v_ptr, rope_ptr, k_scale_ptr, v_scale_ptr, rope_scale_ptr,  # [P, PAGE, K, D, V or R], [P, PAGE, K]
+    K: tl.constexpr, D: tl.constexpr, V: tl.constexpr, R: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_V: tl.constexpr, BLOCK_R: tl.constexpr,
+    BM: tl.constexpr, BK: tl.constexpr, LATENT: tl.constexpr, SCALES: tl.constexpr, R_SCALES: tl.constexpr, SCALE: tl.constexpr,
+    CAP: tl.constexpr, FAST_TANH: tl.constexpr, LEFT: tl.constexpr, ALIBI: tl.constexpr, QQ: tl.constexpr, PAIRS: tl.constexpr,
+    FAST: tl.constexpr,
 ):  # fmt: skip
     """As `attend_tile`, with the sums of even and of odd channels apart, `[BM, BLOCK_V / 2]` each. `PAIRS`: of `PAIRS_OF`.
 
     Sums and denominators are `2**RAISED` times as large. With a scale for each token the sums are in units of `peak`, from
     `LEAST_PEAK` on."""
-    k_pair = tl.trans(_load_pairs(k_ptr, slot, ok, kv_head, K, D, BLOCK_D))  # [BLOCK_D / 2, BK]
-    v_pair = _load_pairs(v_ptr, slot, ok, kv_head, K, V, BLOCK_V)  # [BK, BLOCK_V / 2]
+    k_pair = _load_pairs(k_ptr, slot, ok, kv_head, K, D, BLOCK_D)  # [BK, BLOCK_D / 2]
+    v_pair = k_pair  # latent pages are both keys and values
+    if not LATENT:
+        v_pair = _load_pairs(v_ptr, slot, ok, kv_head, K, V, BLOCK_V)  # [BK, BLOCK_V / 2]
     # q k^T, even channels and odd ones one after the other into the same sums.
     if PAIRS == INT8:
         # The sum of products with the excess is the same for every key.
         rest = tl.sum(q_even.to(tl.float32), axis=1) + tl.sum(q_odd.to(tl.float32), axis=1)  # [BM]
-        k_even, k_odd = integers(k_pair, False, FAST)  # [BLOCK_D / 2, BK] each
+        k_even, k_odd = integers(tl.trans(k_pair), False, FAST)  # [BLOCK_D / 2, BK] each
         qk = tl.zeros([BM, BK], tl.float32) - (rest * BIASED)[:, None]  # [BM, BK]
         qk = tl.dot(q_odd, k_odd, tl.dot(q_even, k_even, qk))  # [BM, BK]
     else:
-        k_even, k_odd = floats(k_pair, PAIRS, FAST)  # [BLOCK_D / 2, BK] each
+        k_even, k_odd = floats(tl.trans(k_pair), PAIRS, FAST)  # [BLOCK_D / 2, BK] each
         qk = tl.dot(q_odd, k_odd, tl.dot(q_even, k_even))  # [BM, BK]
     if SCALES == TOKEN:
         k_scale = load_scales(k_scale_ptr, slot, ok, kv_head, K, True)  # [BK]
-        v_scale = load_scales(v_scale_ptr, slot, ok, kv_head, K, True)  # [BK]
+        v_scale = k_scale  # [BK]
+        if not LATENT:
+            v_scale = load_scales(v_scale_ptr, slot, ok, kv_head, K, True)  # [BK]
         qk *= k_scale[None, :]
     qk *= (q_factor * k_factor)[:, None]
+    if R > 0:
+        rope = widened(
+            load_keys(rope_ptr, slot, ok, kv_head, K, R, BLOCK_R, True), q_rope, FAST
+        )  # [BK, BLOCK_R]
+        more = tl.dot(q_rope, tl.trans(rope))  # [BM, BK]
+        if R_SCALES == TOKEN:
+            more *= load_scales(rope_scale_ptr, slot, ok, kv_head, K, True)[None, :]
+        qk += more * rope_factor
     p, alpha, total, top = weights(
         qk, total, top, j, ok, i, t, slope, chunk, qq_bias_ptr, Q, SCALE, CAP, FAST_TANH, LEFT, ALIBI, QQ, True, RAISED)  # p [BM, BK]  # fmt: skip
     if PAIRS == INT8:

@@ -57,7 +57,7 @@ def prefill_kernel(
     BLOCK_D: tl.constexpr, BLOCK_V: tl.constexpr, BLOCK_R: tl.constexpr, BM: tl.constexpr, BK: tl.constexpr, LATENT: tl.constexpr,
     K_SCALES: tl.constexpr, V_SCALES: tl.constexpr, R_SCALES: tl.constexpr, SCALE: tl.constexpr, CAP: tl.constexpr,
     FAST_TANH: tl.constexpr, LEFT: tl.constexpr, RANGED: tl.constexpr, SINKS: tl.constexpr, ALIBI: tl.constexpr, QQ: tl.constexpr,
-    PRECISION: tl.constexpr, WIDE: tl.constexpr, SCANNED: tl.constexpr,
+    PRECISION: tl.constexpr, WIDE: tl.constexpr, SCANNED: tl.constexpr, FAST_BYTES: tl.constexpr,
 ):  # fmt: skip
     # Which tile of which sequence; grids have more programs than tiles.
     group: tl.constexpr = H // K
@@ -147,7 +147,7 @@ def prefill_kernel(
         acc, total, top = attend_tile(
             acc, total, top, q, q_rope, j, slot, ok, i, t, slope, chunk, kv_head, k_factor, rope_factor, qq_bias_ptr, Q,
             k_ptr, v_ptr, rope_ptr, k_scale_ptr, v_scale_ptr, rope_scale_ptr, K, D, V, R, BLOCK_D, BLOCK_V, BLOCK_R, LATENT, K_SCALES,
-            V_SCALES, R_SCALES, SCALE, CAP, FAST_TANH, LEFT, ALIBI, QQ, PRECISION, True)  # fmt: skip
+            V_SCALES, R_SCALES, SCALE, CAP, FAST_TANH, LEFT, ALIBI, QQ, PRECISION, FAST_BYTES, True)  # fmt: skip
 
     # out = acc / total, lse = top + log(total); 0 and minus infinity for a row without visible keys.
     some = total != 0  # [BM]; NaN in a visible key appears in both results

@@ -36,6 +36,13 @@ _LATENT: tuple[Sizes, ...] = (
     (32, 32, 4, 3), (16, 32, 4, 3), (16, 16, 4, 2))  # fmt: skip
 _LATENT_FEW: tuple[Sizes, ...] = (  # rows: up to 32
     (32, 64, 8, 3), (32, 64, 4, 2), (32, 32, 4, 3), (32, 32, 8, 3), (16, 64, 8, 2), (32, 32, 4, 2), (16, 32, 4, 2), (16, 16, 4, 2))  # fmt: skip
+# For 8-bit latents, of which twice as many are in flight in the same memory. Up to `MOST_PAIR_ROWS` rows go in pairs.
+_LATENT_BYTES: tuple[Sizes, ...] = (
+    (64, 64, 8, 2), (32, 64, 8, 3), (32, 64, 4, 2), (64, 32, 8, 3), (32, 32, 4, 3), (16, 64, 8, 3), (64, 32, 8, 2), (16, 32, 4, 3),
+    (16, 16, 4, 2))  # fmt: skip
+_LATENT_BYTES_FEW: tuple[Sizes, ...] = (
+    (32, 64, 8, 4), (32, 64, 8, 3), (32, 64, 8, 3, 128), (32, 32, 4, 4), (32, 32, 4, 3), (16, 64, 8, 3), (32, 32, 4, 2), (16, 32, 4, 2),
+    (16, 16, 4, 2))  # fmt: skip
 _PREFILL: dict[int, tuple[Sizes, ...]] = {
     64: ((128, 64, 4, 3), (64, 64, 4, 3), (128, 128, 8, 3), (128, 64, 8, 3), (64, 64, 4, 2), (64, 32, 4, 2)),
     128: (
@@ -55,7 +62,8 @@ def decode_tiles(problem: Problem, device: DeviceFacts, queries: int) -> list[Pa
     """The tiles that fit, best first, with no more rows than `queries` of a sequence need."""
     rows = padded(queries * (problem.dim("H") // problem.dim("K")))
     if problem.flag("latent"):
-        return _fitting(_LATENT if rows > 32 else _LATENT_FEW, problem, device, rows)
+        few, many = (_LATENT_BYTES_FEW, _LATENT_BYTES) if _is_bytes(problem) else (_LATENT_FEW, _LATENT)
+        return _fitting(many if rows > MOST_PAIR_ROWS else few, problem, device, rows)
     keys, values = (_BYTES[name] for name in page_dtypes(problem))
     row = problem.dim("D") * keys + problem.dim("V") * values
     table = _PAIRS if _pairs(problem, rows) else _DECODE
@@ -140,9 +148,20 @@ def pairs_fit(dim: int, values: int) -> bool:
 
 
 def _pairs(problem: Problem, rows: int) -> bool:
+    return _is_bytes(problem) and rows <= MOST_PAIR_ROWS and pairs_fit(problem.dim("D"), problem.dim("V"))
+
+
+def _is_bytes(problem: Problem) -> bool:
+    """Whether keys and values, or latents, are 8-bit numbers that are multiplied in 16 bits."""
     keys, values = page_dtypes(problem)
-    is_byte = keys == values and keys in LARGEST and dot_bytes(problem) == 2
-    return is_byte and rows <= MOST_PAIR_ROWS and pairs_fit(problem.dim("D"), problem.dim("V"))
+    return keys in LARGEST and dot_bytes(problem) == 2 and bool(problem.flag("latent") or keys == values)
+
+
+def slowed_by_bytes(problem: Problem) -> bool:
+    """Whether converting 8-bit latents is expected to take longer than reading 16-bit ones: with many rows, which share what is read, multiplying is
+    the bound, and waits for the conversion."""
+    rows = problem.dim("Q") * (problem.dim("H") // problem.dim("K"))
+    return bool(problem.flag("latent")) and _is_bytes(problem) and rows > MOST_PAIR_ROWS
 
 
 def dot_bytes(problem: Problem) -> int:
