@@ -57,8 +57,7 @@ def _of_operand(x: Bounds, tiles: Tiles) -> list[Column]:
     one = np.equal(x.lo, x.hi)
     columns = [Column(np.where(one, x.lo, 0), x.along)]
     for form in sorted(x.forms):
-        along, corner, _ = tiles.along(form)
-        at = form if along else None
+        at, corner, _ = tiles.along(form)
         if x.along == at:
             columns.append(Column(np.where(one, np.iinfo(np.int64).min, corner), at))
         else:

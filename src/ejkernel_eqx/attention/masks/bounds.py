@@ -47,8 +47,7 @@ def linear(tiles: Tiles, q: int, k: int, constant: int) -> Bounds:
     if q == k == 0:
         return Bounds(constant, constant, linear=(0, 0, constant))
     form = (q, k)
-    alike, low, high = tiles.along(form)
-    along = form if alike else None
+    along, low, high = tiles.along(form)
     forms, coefficients = frozenset([form]), (q, k, constant)
     if low is high:
         low = low + constant

@@ -10,7 +10,7 @@ from typing import NamedTuple
 import numpy as np
 
 from .alike import alike
-from .contents import Contents, looked_at
+from .contents import Contents, looked_at, packed
 from .pattern import Pattern, traced_once
 from .ranges import bounds_of
 from .tile_shape import FULL, NONE, PARTIAL, Shape
@@ -141,21 +141,20 @@ def numbers_of(which: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
 def _blind(row: Kinds, bits: np.ndarray, shape: Shape) -> bool:
     """Whether a query sees no key, or a key is seen by no query."""
     m, n = numbers_of(row.kinds == PARTIAL)
-    seen_keys = np.unpackbits(np.bitwise_or.reduce(bits, 1), axis=1, bitorder="little").astype(bool)
-    for axis, length, some, tile in (
-        (1, shape.queries, bits.any(2), m),
-        (0, shape.keys, seen_keys[:, : shape.block_k], n),
-    ):
-        tiles, block = row.kinds.shape[1 - axis], some.shape[1]
+    keys = np.unpackbits(np.bitwise_or.reduce(bits, 1), axis=1, count=shape.block_k, bitorder="little")
+    for axis, length, some, tile in ((1, shape.queries, bits.any(2), m), (0, shape.keys, keys > 0, n)):
         # A partly visible tile in which all of these see something is as good as a whole one.
-        whole = (row.kinds == FULL).any(axis)
-        whole[tile[some.all(1)[row.patterns]]] = True
-        left = ~whole[tile]
-        # Of each tile, what the distinct contents leave unseen.
-        seen = np.zeros((tiles, block), bool)
-        pairs = np.unique(tile[left] * len(some) + row.patterns[left])
-        np.logical_or.at(seen, pairs // len(some), some[pairs % len(some)])
-        seen |= whole[:, None]
+        covered = (row.kinds == FULL).any(axis)
+        covered[tile[some.all(1)[row.patterns]]] = True
+        seen = np.repeat(covered[:, None], some.shape[1], 1)
+        rest = np.flatnonzero(~covered[tile])
+        if len(rest):
+            rest = rest[np.argsort(tile[rest], kind="stable")]
+            starts = np.flatnonzero(np.diff(tile[rest], prepend=-1))
+            words = packed(some[None])[0].view(np.uint32)
+            union = np.bitwise_or.reduceat(words[row.patterns[rest]], starts).view(np.uint8)
+            unpacked = np.unpackbits(union, axis=1, count=some.shape[1], bitorder="little")
+            seen[tile[rest[starts]]] = unpacked > 0
         if not seen.reshape(-1)[:length].all():
             return True
     return False

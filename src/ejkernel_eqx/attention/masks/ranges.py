@@ -82,7 +82,7 @@ class _Run:
         if found is None:
             results = [unbounded(x.aval, forms_of(given)) for x in equation.outvars]
         else:
-            results = [found if found.linear else found._replace(along=along if found.forms else None)]
+            results = [found._replace(along=along) if found.forms and found.along is None else found]
         if out.dtype == np.bool_ and (found is None or name in _CONDITIONS):
             self._remember(results[0], given)
         return results

@@ -44,20 +44,22 @@ class Tiles:
         length = abs(q) * (rows - 1) + abs(k) * (columns - 1) + 1
         return (common, q, k) if rows and columns and 2 * length <= max(rows * columns, 2**10) else None
 
-    def along(self, form: Form) -> tuple[bool, np.ndarray, np.ndarray]:
-        """The least and the greatest value of a form on each tile, and whether as numbers along it; else one for each tile."""
+    def along(self, form: Form) -> tuple[Form | None, np.ndarray, np.ndarray]:
+        """The least and the greatest value of a form on each tile, and along which form the numbers are; `None`: one for each tile."""
+        shortest = math.gcd(*form)
+        same = form[0] // shortest, form[1] // shortest  # its multiples have numbers at the same places
         ends = [(c, side) for c, side in zip(form, (self.q, self.k), strict=True) if c]
         if len(ends) == 1:
             ((c, side),) = ends
             low = c * side[0 if c > 0 else 1]
-            return True, low, low if self.points else c * side[1 if c > 0 else 0]
+            return (abs(same[0]), abs(same[1])), low, low if self.points else c * side[1 if c > 0 else 0]
         strides = self.strides(form)
         if strides is None:
             low, high = (sum(c * side[end if c > 0 else 1 - end] for c, side in ends) for end in (0, 1))
             if self.picked is not None:
                 m, n = self.picked
                 low, high = low[m, n], high[m, n]
-            return False, low, low if self.points else high
+            return None, low, low if self.points else high
         common, q, k = strides
         rows, columns = self.q[0].shape[-2], self.k[0].shape[-1]
         first = min(q * (rows - 1), 0) + min(k * (columns - 1), 0)
@@ -65,10 +67,10 @@ class Tiles:
         corner = sum(c * side[0][..., 0, 0] for c, side in ends)
         low = np.asarray(corner)[..., None] + steps
         if self.points:
-            return True, low, low
+            return same, low, low
         # Those of the first tile, which no other exceeds.
         extents = [c * int((side[1] - side[0]).flat[0]) for c, side in ends]
-        return True, low + sum(x for x in extents if x < 0), low + sum(x for x in extents if x > 0)
+        return same, low + sum(x for x in extents if x < 0), low + sum(x for x in extents if x > 0)
 
     def spread(self, form: Form, x: Any) -> Any:
         """Numbers along a form as such that broadcast with those of all tiles, or those of the picked ones; without a copy if of all."""
