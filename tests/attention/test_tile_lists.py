@@ -129,8 +129,8 @@ def bounds(function: Any, first: np.ndarray, block: int, head: int = 0, regular:
     """Those of tiles of `block` by `block` pairs; `regular`: numbers of one form are kept along it."""
     q, k = first[:, None], first[None]
     edges = lambda x: (x, x) if block == 1 else (x, x + block - 1)
-    steps = (int(first[1] - first[0]),) * 2 if regular else None
-    tiles = Tiles(edges(q), edges(k), head, steps)
+    step = int(first[1] - first[0])
+    tiles = Tiles(edges(q), edges(k), head, (step, step) if regular else None)
     traced = Function(jax.make_jaxpr(function)(*[jnp.int32(0)] * 3))
     return bounds_of(traced, tiles)[0].spread(tiles)
 

@@ -142,10 +142,15 @@ def _blind(row: Kinds, bits: np.ndarray, shape: Shape) -> bool:
     """Whether a query sees no key, or a key is seen by no query."""
     m, n = numbers_of(row.kinds == PARTIAL)
     keys = np.unpackbits(np.bitwise_or.reduce(bits, 1), axis=1, count=shape.block_k, bitorder="little")
-    for axis, length, some, tile in ((1, shape.queries, bits.any(2), m), (0, shape.keys, keys > 0, n)):
+    queries = np.bitwise_or.reduce(bits, 2)
+    for axis, length, some, tile in (
+        (1, shape.queries, queries > 0, m),
+        (0, shape.keys, keys > 0, n),
+    ):
         # A partly visible tile in which all of these see something is as good as a whole one.
-        covered = (row.kinds == FULL).any(axis)
-        covered[tile[some.all(1)[row.patterns]]] = True
+        covered: np.ndarray = np.asarray((row.kinds == FULL).any(axis))
+        whole: np.ndarray = np.asarray(some.all(1))
+        covered[tile[whole[row.patterns]]] = True
         seen = np.repeat(covered[:, None], some.shape[1], 1)
         rest = np.flatnonzero(~covered[tile])
         if len(rest):

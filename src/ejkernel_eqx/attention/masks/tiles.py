@@ -55,7 +55,10 @@ class Tiles:
             return (abs(same[0]), abs(same[1])), low, low if self.points else c * side[1 if c > 0 else 0]
         strides = self.strides(form)
         if strides is None:
-            low, high = (sum(c * side[end if c > 0 else 1 - end] for c, side in ends) for end in (0, 1))
+            of_q, of_k = ends
+            low, high = (
+                np.add(*(c * side[end if c > 0 else 1 - end] for c, side in (of_q, of_k))) for end in (0, 1)
+            )
             if self.picked is not None:
                 m, n = self.picked
                 low, high = low[m, n], high[m, n]
