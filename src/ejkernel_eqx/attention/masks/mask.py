@@ -16,7 +16,7 @@ from .block_map import BlockMap
 from .functions import BlockTable, Global, is_static, PairFunction, Stride
 from .lower import lower, Lowered
 from .picture import save_picture
-from .sizes import counts, whole_number, window_size
+from .sizes import block_pair, counts, whole_number, window_size
 from .specs import AxisNames, mask_specs
 
 Window = tuple[int | None, int | None]
@@ -189,12 +189,7 @@ class Mask(eqx.Module):
         `block_map`: booleans broadcastable to `[..., H, ceil(T / queries), ceil(S / keys)]`. A numpy array of up to three axes is compiled
         in, and its lists of tiles are built once; a JAX array is data, from which lists are built on the device in every call.
         """
-        size = (block_size, block_size) if isinstance(block_size, int | np.integer) else tuple(block_size)
-        size = tuple(whole_number("block_size", x, 1) for x in size)
-        if len(size) != 2:
-            raise ValueError(
-                f"block_size: expected an int or a pair (queries, keys), received {block_size!r}."
-            )
+        size = block_pair(block_size)
         if not isinstance(block_map, Array):
             block_map = np.asarray(block_map)
         if block_map.dtype != np.bool_ or block_map.ndim < 2:

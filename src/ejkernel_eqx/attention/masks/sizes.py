@@ -45,3 +45,11 @@ def counts(name: str, value: Any | None) -> Array | None:
     return check_between(
         name, jnp.asarray(value, jnp.int32), value, 0, FAR, "it counts from the beginning of the row"
     )
+
+
+def block_pair(block_size: Any) -> tuple[int, int]:
+    """Queries and keys of a block, from an int for both or a pair."""
+    sizes = (block_size,) * 2 if isinstance(block_size, int | np.integer) else tuple(block_size)
+    if len(sizes) != 2:
+        raise ValueError(f"block_size: expected an int or a pair (queries, keys), received {block_size!r}.")
+    return whole_number("block_size", sizes[0], 1), whole_number("block_size", sizes[1], 1)
