@@ -128,10 +128,15 @@ def _compare(less: bool, strict: bool) -> Rule:
 def _equal(tiles: Tiles, given: list[Bounds], parameters: dict[str, Any], out: Any) -> Bounds:
     a, b = given
     if a.exact and b.exact:
-        value = np.equal(a.lo, b.lo)
+        value = np.equal(*(_narrow(x.lo) for x in given))
         return Bounds(value, value, forms_of((a, b)))
     overlap = np.less_equal(a.lo, b.hi) & np.less_equal(b.lo, a.hi)
     return Bounds(np.equal(a.lo, b.hi) & np.equal(a.hi, b.lo) & overlap, overlap, forms_of((a, b)))
+
+
+def _narrow(x: Any) -> Any:
+    """Integers of 32 bits as such, of which more are compared at once."""
+    return x.astype(np.int32) if isinstance(x, np.ndarray) and x.dtype == np.int64 else x
 
 
 def _different(tiles: Tiles, given: list[Bounds], parameters: dict[str, Any], out: Any) -> Bounds:

@@ -25,7 +25,8 @@ class Kinds(NamedTuple):
     """The tiles of a pattern, for all heads of one kind."""
 
     kinds: np.ndarray  # int8 [query tiles, key tiles]
-    patterns: np.ndarray  # int32, of partly visible tiles in order: which bits
+    partial: tuple[np.ndarray, np.ndarray]  # the query and the key tile of those that are partly visible, in order
+    patterns: np.ndarray  # int32, of these: which bits
 
 
 class Classified(NamedTuple):
@@ -77,16 +78,16 @@ def _of_head(pattern: Pattern, shape: Shape, head: int, found: Contents) -> Kind
     if shape.keys % shape.block_k and shape.keys:
         # Keys past the end are hidden, but no mask hides them from a whole tile.
         kinds[:, -1] = np.minimum(kinds[:, -1], PARTIAL)
-    m, n = numbers_of(kinds == PARTIAL)
+    m, n = _numbers_of(kinds == PARTIAL)
     if not len(m):
-        return Kinds(kinds, np.zeros(0, np.int32))
+        return Kinds(kinds, (m, n), np.zeros(0, np.int32))
     first, same = alike(pattern, _tiles(pattern, shape, head, 1, (m, n)), shape)
     of_kind, numbers = looked_at(pattern, shape, head, m[first], n[first], found)
     if (of_kind != PARTIAL).any():
         of_tile = of_kind[same]
         kinds[m, n] = of_tile
-        same = same[of_tile == PARTIAL]
-    return Kinds(kinds, numbers[same])
+        m, n, same = (x[of_tile == PARTIAL] for x in (m, n, same))
+    return Kinds(kinds, (m, n), numbers[same])
 
 
 def _by_bounds(pattern: Pattern, shape: Shape, head: int) -> np.ndarray:
@@ -99,7 +100,7 @@ def _by_bounds(pattern: Pattern, shape: Shape, head: int) -> np.ndarray:
     if (kinds == PARTIAL).mean() > _MOSTLY_OPEN:
         return everywhere(1)
     kinds = kinds.repeat(_COARSE, 0).repeat(_COARSE, 1)[:rows, :columns]
-    m, n = numbers_of(kinds == PARTIAL)
+    m, n = _numbers_of(kinds == PARTIAL)
     kinds[m, n] = _bounded(pattern, _tiles(pattern, shape, head, 1, (m, n)))
     return kinds
 
@@ -130,17 +131,18 @@ def _tiles(
     )
 
 
-def numbers_of(which: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+def _numbers_of(which: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
     """As `np.nonzero` of two axes, in less time."""
     rows, columns = which.shape
     at = np.flatnonzero(which)
     m = np.repeat(np.arange(rows), np.diff(np.searchsorted(at, np.arange(rows + 1) * columns)))
-    return m, at - m * columns
+    at -= m * columns
+    return m, at
 
 
 def _blind(row: Kinds, bits: np.ndarray, shape: Shape) -> bool:
     """Whether a query sees no key, or a key is seen by no query."""
-    m, n = numbers_of(row.kinds == PARTIAL)
+    m, n = row.partial
     keys = np.unpackbits(np.bitwise_or.reduce(bits, 1), axis=1, count=shape.block_k, bitorder="little")
     queries = np.bitwise_or.reduce(bits, 2)
     for axis, length, some, tile in (

@@ -19,6 +19,7 @@ class Contents:
 
     def __init__(self, shape: Shape):
         every = packed(np.ones((1, shape.block_q, shape.block_k), bool))[0]
+        self.every = every.reshape(-1).view(np.uint64)
         self._found, self._number = [every], {every.tobytes(): 0}
 
     def number(self, bits: np.ndarray) -> int:
@@ -51,7 +52,8 @@ def looked_at(
         part = slice(at, at + step)
         tiles = _pairs(pattern, shape, head, m[part], n[part])
         bits = packed(tiles)
-        some, every = bits.any((1, 2)), tiles.all((1, 2))
+        flat = bits.reshape(len(bits), -1).view(np.uint64)
+        some, every = flat.any(1), (flat == found.every).all(1)
         kinds[part] = np.where(every, FULL, np.where(some, PARTIAL, NONE))
         for i in np.flatnonzero(some & ~every):
             numbers[at + i] = found.number(bits[i])

@@ -9,7 +9,7 @@ from typing import NamedTuple
 
 import numpy as np
 
-from .classify import classify, Kinds, numbers_of
+from .classify import classify, Kinds
 from .contents import packed
 from .pattern import Pattern
 from .tile_shape import FULL, PARTIAL, Shape
@@ -74,7 +74,7 @@ def grids_of(pattern: Pattern, shape: Shape) -> tuple[np.ndarray, np.ndarray, np
     known = classify(pattern, shape._replace(by_key=False))
     numbers = np.zeros((len(known.rows), *shape.grid), np.int32)
     for number, row in zip(numbers, known.rows, strict=True):
-        number[row.kinds == PARTIAL] = row.patterns
+        number[row.partial] = row.patterns
     return (
         known.heads,
         np.stack([row.kinds for row in known.rows]),
@@ -85,11 +85,11 @@ def grids_of(pattern: Pattern, shape: Shape) -> tuple[np.ndarray, np.ndarray, np
 
 def _entries(row: Kinds, by_key: bool) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
     """The lists of one row: bounds `[M, 3]`, entries in order, and the patterns of partly visible ones."""
-    kinds, patterns = row
+    kinds, (_, n), patterns = row
     if by_key:
         kinds = np.ascontiguousarray(kinds.T)
-        n = numbers_of(row.kinds == PARTIAL)[1].astype(np.uint16 if len(kinds) < 2**16 else np.int32)
-        patterns = patterns[np.argsort(n, kind="stable")]  # of 16 bits in linear time
+        n = n.astype(np.uint16 if len(kinds) < 2**16 else np.int32)  # 16 bits are sorted in linear time
+        patterns = patterns[np.argsort(n, kind="stable")]
     count, others = kinds.shape
     dtype = np.uint16 if others < 2**16 else np.int32
     found = [np.flatnonzero(kinds == kind) for kind in (FULL, PARTIAL)]
