@@ -121,6 +121,9 @@ FUNCTIONS = {
     "clip": lambda h, q, k: jnp.clip(k - q, -5, 5) == 5,
     "lookup": lambda h, q, k: jnp.asarray([5, 1, 4, 2])[q % 4] <= jnp.asarray([[1, 3], [2, 6]])[h % 2, k // 40],
     "wrap": lambda h, q, k: (q * 1_103_515_245 + k * 12_345) % 7 == 0,
+    "wrapped constants": lambda h, q, k: (q * 1_103_515_245 * 1_103_515_245 + k) * 1_000_003 > 5,
+    "least": lambda h, q, k: abs((q - k) * 2**30 * 2) < 0,
+    "unsigned": lambda h, q, k: (k - q).astype("uint32") > jnp.uint32(2**31 + 5),
     "float": lambda h, q, k: q.astype("float32") * 0.5 > k.astype("float32") - 3,
 }  # fmt: skip
 
@@ -151,7 +154,7 @@ def test_bounds_hold(name):
             if block == 1 and result.exact:
                 np.testing.assert_array_equal(lo, exact)
             elif block == 1:
-                assert name in ("float", "bits")
+                assert name in ("float", "bits", "unsigned")
 
 
 def test_bounds_decide_where_they_can():

@@ -5,7 +5,7 @@ from typing import Any
 
 import numpy as np
 
-from .bounds import Bounds, constant, forms_of, in_range, is_int, linear, Rule, wrapped
+from .bounds import Bounds, constant, forms_of, in_range, is_int, LEAST, linear, MOST, Rule, wrapped
 from .tables import Table
 from .tiles import Tiles
 
@@ -53,7 +53,7 @@ def _neg(tiles: Tiles, given: list[Bounds], parameters: dict[str, Any], out: Any
     if a.linear:
         return linear(tiles, *(-c for c in a.linear))
     lo = np.negative(a.hi)
-    return Bounds(lo, lo if a.exact else np.negative(a.lo), a.forms)
+    return _finish(lo, lo if a.exact else np.negative(a.lo), given, out)
 
 
 def _rising(function: Callable[..., Any]) -> Rule:
@@ -72,10 +72,10 @@ def _abs(tiles: Tiles, given: list[Bounds], parameters: dict[str, Any], out: Any
     (a,) = given
     if a.exact:
         value = np.abs(a.lo)
-        return Bounds(value, value, a.forms)
+        return _finish(value, value, given, out)
     low, high = np.abs(a.lo), np.abs(a.hi)
     crosses = (np.asarray(a.lo) <= 0) & (np.asarray(a.hi) >= 0)
-    return Bounds(np.where(crosses, 0, np.minimum(low, high)), np.maximum(low, high), a.forms)
+    return _finish(np.where(crosses, 0, np.minimum(low, high)), np.maximum(low, high), given, out)
 
 
 def _truncated(x: Any, d: int) -> Any:
@@ -94,7 +94,7 @@ def _div(tiles: Tiles, given: list[Bounds], parameters: dict[str, Any], out: Any
         return None
     lo = _truncated(a.lo, d)
     hi = lo if a.exact else _truncated(a.hi, d)
-    return Bounds(lo, hi, a.forms) if d > 0 else Bounds(hi, lo, a.forms)
+    return _finish(*((lo, hi) if d > 0 else (hi, lo)), [a], out)
 
 
 def _rem(tiles: Tiles, given: list[Bounds], parameters: dict[str, Any], out: Any) -> Bounds | None:
@@ -135,8 +135,9 @@ def _equal(tiles: Tiles, given: list[Bounds], parameters: dict[str, Any], out: A
 
 
 def _narrow(x: Any) -> Any:
-    """Integers of 32 bits as such, of which more are compared at once."""
-    return x.astype(np.int32) if isinstance(x, np.ndarray) and x.dtype == np.int64 else x
+    """Integers that fit 32 bits as such, of which more are compared at once."""
+    wide = isinstance(x, np.ndarray) and x.dtype == np.int64 and x.size > 0
+    return x.astype(np.int32) if wide and LEAST <= x.min() and x.max() <= MOST else x
 
 
 def _different(tiles: Tiles, given: list[Bounds], parameters: dict[str, Any], out: Any) -> Bounds:
@@ -210,7 +211,9 @@ def _convert(tiles: Tiles, given: list[Bounds], parameters: dict[str, Any], out:
         return Bounds(lo, lo if a.exact else np.asarray(a.hi).astype(np.int64), a.forms)
     # A wider type changes nothing, and neither does a float that holds every int32.
     if out.dtype in (np.int32, np.int64, np.float64) and np.issubdtype(np.asarray(a.lo).dtype, np.integer):
-        return a if is_int(out) else a._replace(linear=None)
+        if a.linear or not is_int(out):
+            return a if is_int(out) else a._replace(linear=None)
+        return _finish(a.lo, a.hi, given, out) if out.dtype == np.int32 else a
     return None
 
 

@@ -43,7 +43,8 @@ Rule = Callable[[Tiles, list[Bounds], dict[str, Any], Any], Bounds | None]
 
 
 def linear(tiles: Tiles, q: int, k: int, constant: int) -> Bounds:
-    """`q * query + k * key + constant`."""
+    """`q * query + k * key + constant`, of 32 bits."""
+    q, k, constant = ((x - LEAST) % 2**32 + LEAST for x in (q, k, constant))
     if q == k == 0:
         return Bounds(constant, constant, linear=(0, 0, constant))
     form = (q, k)
@@ -70,8 +71,9 @@ def constant(value: Any) -> Bounds:
 def unbounded(aval: Any, forms: frozenset[Form]) -> Bounds:
     if aval.dtype == np.bool_:
         return Bounds(False, True, forms)
-    if np.issubdtype(aval.dtype, np.integer):
-        return Bounds(LEAST, MOST, forms)
+    if is_int(aval):
+        limits = np.iinfo(aval.dtype)
+        return Bounds(int(limits.min), int(limits.max), forms)
     return Bounds(-math.inf, math.inf, forms)
 
 

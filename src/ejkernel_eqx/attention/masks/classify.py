@@ -25,7 +25,9 @@ class Kinds(NamedTuple):
     """The tiles of a pattern, for all heads of one kind."""
 
     kinds: np.ndarray  # int8 [query tiles, key tiles]
-    partial: tuple[np.ndarray, np.ndarray]  # the query and the key tile of those that are partly visible, in order
+    partial: tuple[
+        np.ndarray, np.ndarray
+    ]  # the query and the key tile of those that are partly visible, in order
     patterns: np.ndarray  # int32, of these: which bits
 
 

@@ -10,7 +10,7 @@ from .ranges import bounds_of
 from .tile_shape import FULL, NONE, PARTIAL, Shape
 from .tiles import Tiles
 
-_MOST_PAIRS = 2**19  # looked at together: about what a cache of the processor holds
+_MOST_PAIRS = 2**20  # looked at together: about what a cache of the processor holds
 _WORD = 32
 
 

@@ -1,5 +1,7 @@
 """`Mask`: which query may see which key, represented exactly."""
 
+import dataclasses
+import functools
 from collections.abc import Callable
 from typing import Any
 
@@ -33,7 +35,8 @@ class Mask(eqx.Module):
     same sequence of `cu_seqlens`; `dense` is true; a function, a map of blocks or a mask made with `|` or `~` says so.
 
     Masks are immutable, usable inside `jit`, and combine with `&` (both), `|` (either) and `~` (not). Kernels skip whole tiles that
-    windows, ranges, segments, functions and maps of blocks hide; a union or complement of masks that hold arrays is a dense mask.
+    windows, ranges, segments, functions and maps of blocks hide. A union or complement of masks that hold arrays is a dense mask, except for
+    arrays that both parts of a union share: `(segments & a) | (segments & b)` is `segments & (a | b)`.
     Window and chunk sizes may also be arrays, traced or one per batch row, for example to scan over layers with local and global windows;
     they become a range of keys for each query. Build masks with the class methods and combine them:
 
@@ -235,9 +238,36 @@ class Mask(eqx.Module):
         )
 
     def __or__(self, other: "Mask") -> "Mask":
-        return Mask(unions=((self, other),)) if isinstance(other, Mask) else NotImplemented
+        if not isinstance(other, Mask):
+            return NotImplemented
+        if (
+            self.cu_seqlens is not None or other.cu_seqlens is not None
+        ):  # they change what the other conditions mean
+            return Mask(unions=((self, other),))
+        # Conditions with the same arrays hold for the whole, so that kernels take them as they are.
+        shared, parts = {}, [self, other]
+        for name in _SEVERAL:
+            mine, theirs = getattr(self, name), getattr(other, name)
+            if both := tuple(x for x in mine if any(_same(x, y) for y in theirs)):
+                shared[name] = both
+                rest = (tuple(x for x in xs if not any(_same(x, y) for y in both)) for xs in (mine, theirs))
+                parts = [
+                    dataclasses.replace(part, **{name: xs}) for part, xs in zip(parts, rest, strict=True)
+                ]
+        for name in _SINGLE:
+            value = getattr(self, name)
+            if value is not None and value is getattr(other, name):
+                shared[name] = value
+                parts = [dataclasses.replace(part, **{name: None}) for part in parts]
+        union = Mask(unions=(tuple(parts),))
+        return Mask(**shared) & union if shared else union
 
     def __invert__(self) -> "Mask":
+        alone = lambda **fields: jax.tree.structure(dataclasses.replace(self, **fields)) == _EVERYTHING
+        if len(self.complements) == 1 and alone(complements=()):
+            return self.complements[0]
+        if len(self.unions) == 1 and alone(unions=()):
+            return functools.reduce(lambda a, b: a & b, (~part for part in self.unions[0]))
         return Mask(complements=(self,))
 
     def lower(
@@ -314,3 +344,15 @@ def _most_heads(mask: Mask) -> int:
 
 def _both(combine: Any, a: Any | None, b: Any | None) -> Any:
     return b if a is None else a if b is None else combine(a, b)
+
+
+_SEVERAL = ("segments", "types", "type_runs", "windows", "chunks", "maps")
+_SINGLE = ("prefix_lengths", "q_lengths", "kv_lengths", "dense")
+_EVERYTHING = jax.tree.structure(Mask())
+
+
+def _same(a: Any, b: Any) -> bool:
+    """Whether two conditions hold the same arrays, not only equal ones."""
+    return jax.tree.structure(a) == jax.tree.structure(b) and all(
+        x is y for x, y in zip(jax.tree.leaves(a), jax.tree.leaves(b), strict=True)
+    )

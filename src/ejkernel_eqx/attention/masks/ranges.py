@@ -10,7 +10,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from .bound_rules import RULES
-from .bounds import Bounds, constant, forms_of, linear, unbounded
+from .bounds import Bounds, constant, forms_of, is_int, linear, unbounded
 from .tables import Table
 from .tiles import Form, Tiles
 
@@ -71,12 +71,15 @@ class _Run:
             closed = hasattr(inner, "consts")
             return self.evaluate(inner.jaxpr if closed else inner, inner.consts if closed else (), given)
         out = equation.outvars[0].aval
-        if name in _COMPARISONS:
+        types = {x.aval.dtype for x in equation.invars}
+        if name in _COMPARISONS and types == {np.dtype(np.int32)}:
             given = self._difference(given)
         along = None
         if name not in _LINEAR or any(x.linear is None for x in given):
             given, along = self._together(given)
         found, rule = None, RULES.get(name)
+        if name in _ARITHMETIC and is_int(out) and out.dtype != np.int32:
+            rule = None  # rules know 32 bits with a sign
         if rule is not None and len(equation.outvars) == 1 and math.prod(out.shape) == 1:
             found = rule(self.tiles, given, parameters, out)
         if found is None:
@@ -115,3 +118,6 @@ _CALLS = frozenset((
 _COMPARISONS = frozenset(("lt", "le", "gt", "ge", "eq", "ne"))
 _CONDITIONS = _COMPARISONS | {"dynamic_slice", "convert_element_type"}
 _LINEAR = frozenset(("add", "sub", "neg"))
+_ARITHMETIC = _LINEAR | {
+    "add_any", "mul", "abs", "div", "rem", "integer_pow", "square", "sign", "and", "or", "xor", "not"
+}  # fmt: skip

@@ -14,7 +14,7 @@ from .contents import packed
 from .pattern import Pattern
 from .tile_shape import FULL, PARTIAL, Shape
 
-_TOGETHER = 32  # contents that are turned at once
+_TOGETHER = 64  # contents that are turned at once
 
 
 class PatternLists(NamedTuple):
