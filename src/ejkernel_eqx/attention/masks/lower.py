@@ -7,7 +7,7 @@ and whatever is left, an array of all pairs (`dense`).
 
 import dataclasses
 import functools
-from typing import Any, NamedTuple, TYPE_CHECKING
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -22,9 +22,6 @@ from .dense import both, by_pair, either, heads_needed, of_positions, same_segme
 from .functions import Chunk, Either, intersection, is_static, Neither, PairFunction, Window
 from .pattern import Pattern
 from .row_ranges import placed, row_ranges, window_ends
-
-if TYPE_CHECKING:
-    from .mask import Mask
 
 
 class Lowered(NamedTuple):
@@ -63,9 +60,7 @@ class Lowered(NamedTuple):
         return both(seen, self.dense)
 
 
-def lower(
-    mask: "Mask", num_queries: int, num_keys: int, q_offset: Any | None, num_heads: int | None
-) -> Lowered:
+def lower(mask: Any, num_queries: int, num_keys: int, q_offset: Any | None, num_heads: int | None) -> Lowered:
     extra = (mask.functions, mask.tables, mask.maps, mask.unions, mask.complements)
     if not any(extra):
         return _lower_ranges(mask, num_queries, num_keys, q_offset)
@@ -110,25 +105,25 @@ class _Place(NamedTuple):
     offset: Any
     heads: int | None
 
-    def fixed(self, mask: "Mask") -> int | None:
+    def fixed(self, mask: Any) -> int | None:
         """The position of the first query if it is known while tracing, and those of the others follow."""
         symbolic = is_symbolic(self.queries) or is_symbolic(self.keys)
         if symbolic or not isinstance(self.offset, int) or _packed_apart(mask):
             return None
         return self.offset
 
-    def dense(self, function: PairFunction, mask: "Mask") -> Array:
+    def dense(self, function: PairFunction, mask: Any) -> Array:
         """The function of positions that are not known while tracing."""
         positions = placed(mask, self.queries, self.keys, self.offset)[2]
         return of_positions(function, positions, self.keys, self.heads)
 
 
-def _packed_apart(mask: "Mask") -> bool:
+def _packed_apart(mask: Any) -> bool:
     """Whether packed queries may have other positions than their own index."""
     return mask.cu_seqlens is not None and mask.cu_seqlens[0] is not mask.cu_seqlens[1]
 
 
-def _functions(mask: "Mask", place: _Place) -> tuple[tuple[PairFunction, ...], "Mask"]:
+def _functions(mask: Any, place: _Place) -> tuple[tuple[PairFunction, ...], Any]:
     """The functions that hold for a mask besides its other conditions, and a mask of those."""
     functions, unions, complements, tables = [f for f in mask.functions if is_static(f)], [], [], []
     for table in mask.tables:
@@ -161,7 +156,7 @@ def _functions(mask: "Mask", place: _Place) -> tuple[tuple[PairFunction, ...], "
     return tuple(functions), rest
 
 
-def _as_function(mask: "Mask", place: _Place) -> PairFunction | None:
+def _as_function(mask: Any, place: _Place) -> PairFunction | None:
     """The whole mask as a function, if it is known while tracing."""
     functions, rest = _functions(mask, place)
     rest, window = _without_window(rest)
@@ -171,7 +166,7 @@ def _as_function(mask: "Mask", place: _Place) -> PairFunction | None:
     return intersection(functions) if functions else Window(None, None)
 
 
-def _without_window(mask: "Mask") -> tuple["Mask", tuple[PairFunction, ...]]:
+def _without_window(mask: Any) -> tuple[Any, tuple[PairFunction, ...]]:
     """A mask without its static window and chunks, and those as functions. In packed sequences, chunks count from each one's start."""
     if mask.cu_seqlens is not None:
         return mask, ()
@@ -183,7 +178,7 @@ def _without_window(mask: "Mask") -> tuple["Mask", tuple[PairFunction, ...]]:
     return dataclasses.replace(mask, is_causal=False, window=(None, None), chunk_sizes=()), tuple(functions)
 
 
-def _lower_ranges(mask: "Mask", num_queries: int, num_keys: int, q_offset: Any | None) -> Lowered:
+def _lower_ranges(mask: Any, num_queries: int, num_keys: int, q_offset: Any | None) -> Lowered:
     # A window longer than any sequence is equivalent to an unbounded one, and sums with positions fit 32 bits.
     left, right = (None if side is None else min(side, 2 * FAR) for side in mask.window)
     right = 0 if mask.is_causal and (right is None or right > 0) else right
@@ -207,7 +202,7 @@ def _lower_ranges(mask: "Mask", num_queries: int, num_keys: int, q_offset: Any |
     return Lowered(None, None, 0, rows, segments, dense)
 
 
-def _check_types(mask: "Mask", num_queries: int, num_keys: int) -> None:
+def _check_types(mask: Any, num_queries: int, num_keys: int) -> None:
     for q_ids, kv_ids in (*mask.types, *mask.type_runs):
         if q_ids.shape[-1] != num_queries or kv_ids.shape[-1] != num_keys:
             raise ValueError(

@@ -1,6 +1,6 @@
-"""Parts of a mask as a range of keys for each query."""
+"""Parts of a `Mask` as a range of keys for each query."""
 
-from typing import Any, TYPE_CHECKING
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -11,12 +11,9 @@ from ..._values import FAR
 from ..spec import RowRanges
 from .dense import both
 
-if TYPE_CHECKING:
-    from .mask import Mask
-
 
 def row_ranges(
-    mask: "Mask", left: int | None, right: int | None, num_queries: int, num_keys: int, q_offset: Any
+    mask: Any, left: int | None, right: int | None, num_queries: int, num_keys: int, q_offset: Any
 ) -> RowRanges:
     index = jnp.arange(num_queries, dtype=jnp.int32)
     first, last, position, real = placed(mask, num_queries, num_keys, q_offset)
@@ -39,11 +36,11 @@ def row_ranges(
         prefix = jnp.clip(mask.prefix_lengths, 0, num_keys)[..., None]
         first, prefix, behind = ranked(first, prefix, position + 1)
         prefix = first + prefix
-        end = jnp.minimum(*aligned(end, jnp.maximum(behind, prefix)))
-    for pair in mask.type_runs:
-        end = jnp.minimum(*aligned(end, type_run_ends(*pair, position)))
+        end = _least(end, jnp.maximum(behind, prefix))
+    for q_ids, kv_ids in mask.type_runs:
+        end = _least(end, type_run_ends(q_ids, kv_ids, position))
     if mask.kv_lengths is not None:
-        end = jnp.minimum(*aligned(end, mask.kv_lengths[..., None]))
+        end = _least(end, mask.kv_lengths[..., None])
     if mask.q_lengths is not None:
         lengths = mask.q_lengths[..., None]
         real = both(real, like(index, lengths) < lengths)
@@ -52,11 +49,17 @@ def row_ranges(
     return RowRanges(start.astype(jnp.int32), end.astype(jnp.int32), position.astype(jnp.int32))
 
 
-def placed(mask: "Mask", num_queries: int, num_keys: int, q_offset: Any) -> tuple[Array, Array, Array, Array]:
+def _least(a: Array, b: Array) -> Array:
+    a, b = aligned(a, b)
+    return jnp.minimum(a, b)
+
+
+def placed(mask: Any, num_queries: int, num_keys: int, q_offset: Any) -> tuple[Array, Array, Array, Array]:
     """For every query: the first and one-past-last key of its sequence, its position among the keys, and whether it is real."""
     index = jnp.arange(num_queries, dtype=jnp.int32)
     if mask.cu_seqlens is not None:
-        return packed_rows(*mask.cu_seqlens, index)
+        q_starts, kv_starts = mask.cu_seqlens
+        return packed_rows(q_starts, kv_starts, index)
     position = jnp.clip(jnp.asarray(q_offset, jnp.int32), -FAR, FAR)[..., None]
     position = position + like(index, position)
     return jnp.int32(0), jnp.int32(num_keys), position, jnp.bool_(True)
