@@ -84,7 +84,8 @@ def test_lists_of_any_mask(both, queries, keys, blocks, offset, by_key, directly
     try:
         if not directly:  # blocks of tiles are looked at first
             classify._DIRECTLY, classify._COARSE = 0, 2
-        seen = followed(pattern, Shape(queries, keys, *blocks, by_key), 0)
+        block_q, block_k = blocks
+        seen = followed(pattern, Shape(queries, keys, block_q, block_k, by_key), 0)
     finally:
         classify._DIRECTLY, classify._COARSE = before
     np.testing.assert_array_equal(seen, expected)
