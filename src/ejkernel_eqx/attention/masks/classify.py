@@ -25,9 +25,7 @@ class Kinds(NamedTuple):
     """The tiles of a pattern, for all heads of one kind."""
 
     kinds: np.ndarray  # int8 [query tiles, key tiles]
-    partial: tuple[
-        np.ndarray, np.ndarray
-    ]  # the query and the key tile of those that are partly visible, in order
+    partial: tuple[np.ndarray, np.ndarray]  # query and key tiles of the partly visible ones, in order
     patterns: np.ndarray  # int32, of these: which bits
 
 
@@ -36,9 +34,7 @@ class Classified(NamedTuple):
 
     heads: np.ndarray  # int32 [heads or 1]: which of the rows a head has
     rows: tuple[Kinds, ...]
-    bits: (
-        np.ndarray
-    )  # uint8 [patterns, block_q, bytes]: the contents of partly visible tiles, the first all true
+    bits: np.ndarray  # uint8 [patterns, block_q, bytes]: contents of tiles, the first all true
     blind: bool
 
 
