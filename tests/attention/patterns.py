@@ -60,6 +60,13 @@ PATTERNS = {
         (Mask.causal() & ~Mask.from_blocks(TABLE, SIZE)) | Mask.chunked(9),
         lambda h, q, k: ((k <= q) & ~_in_table(h, q, k)) | (q // 9 == k // 9),
     ),
+    # Nothing is known of whether a number is finite, and its tiles are not alike where the other condition is decided.
+    "finite": Known(
+        Mask.from_function(
+            lambda h, q, k: (k <= q) & jnp.isfinite(1 / ((q - k + 70) // 16 % 2).astype("float32"))
+        ),
+        lambda h, q, k: (k <= q) & ((q - k + 70) // 16 % 2 == 1),
+    ),
     # No bounds are known of a sine.
     "sine": Known(
         Mask.from_function(lambda h, q, k: jnp.sin(0.5 * q.astype("float32") + k.astype("float32")) > 0.2),

@@ -339,7 +339,7 @@ def test_kernels_prefer_tiles_that_make_up_a_block(size):
 
 
 WRONG = {
-    "block_size: expected a positive int": lambda: sparse(block_size=0),
+    "block_size: expected an int of at least 1": lambda: sparse(block_size=0),
     "block_map: expected 2 by 2 blocks": lambda: sparse(block_map=np.ones((2, 3), bool), block_size=16)(
         **qkv(t=20, s=20)
     ),

@@ -492,3 +492,32 @@ def test_two_packings_do_not_combine():
 def test_what_makes_no_mask(build, message):
     with pytest.raises(ValueError, match=message):
         build()
+
+
+def test_what_all_parts_of_a_union_hold_stays_outside():
+    """So that no array of all pairs is made of it."""
+    ids, kv_lengths = jnp.arange(40) // 9, jnp.asarray(30)
+    segments, lengths = Mask.from_segments(ids), Mask.from_lengths(kv_lengths=kv_lengths)
+    local, first = Mask.sliding_window(3, 2), Mask.global_tokens(4)
+    seen = lambda mask: np.asarray(mask.as_array(40, 40)).reshape(40, 40)
+    union = (lengths & segments & local) | (first & segments & lengths)
+    lowered = union.lower(40, 40)
+    assert lowered.dense is None and lowered.pattern is not None and lowered.segments is not None
+    expected = seen(segments) & seen(lengths) & (seen(local) | seen(first))
+    np.testing.assert_array_equal(seen(union), expected)
+    part = (lengths & local) | (lengths & segments & first)
+    np.testing.assert_array_equal(seen(part), seen(lengths) & (seen(local) | (seen(segments) & seen(first))))
+    # Equal ids in other arrays are not known to be equal.
+    other = (Mask.from_segments(ids + 0) & local) | (segments & first)
+    np.testing.assert_array_equal(seen(other), seen(segments) & (seen(local) | seen(first)))
+
+
+def test_complements_of_unions_and_complements():
+    segments, first = Mask.from_segments(jnp.arange(40) // 9), Mask.global_tokens(4)
+    seen = lambda mask: np.asarray(mask.as_array(40, 40)).reshape(40, 40)
+    np.testing.assert_array_equal(seen(~(segments | first)), ~(seen(segments) | seen(first)))
+    both = Mask.causal() & (segments | first)
+    np.testing.assert_array_equal(seen(~both), ~(seen(Mask.causal()) & (seen(segments) | seen(first))))
+    np.testing.assert_array_equal(seen(~~segments), seen(segments))
+    assert (~~segments).lower(40, 40).dense is None
+    assert (~(segments | first)).lower(40, 40).pattern is not None  # tiles that it hides are skipped

@@ -32,6 +32,9 @@ class ScoreOptions:
     deterministic: bool = False
     score_mod: ScoreMod | None = None
 
+    def __post_init__(self):
+        self.check()
+
     def check(self) -> None:
         if self.logits_soft_cap is not None and not self.logits_soft_cap > 0:
             raise ValueError(

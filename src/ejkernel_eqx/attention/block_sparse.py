@@ -4,8 +4,6 @@ from typing import Any, ClassVar, Literal, overload, TYPE_CHECKING, Unpack
 
 import equinox as eqx
 import jax
-import jax.numpy as jnp
-import numpy as np
 from jax import Array
 from jaxtyping import PRNGKeyArray
 
@@ -15,8 +13,9 @@ from ..core.plans import plan_of
 from ..core.platforms import EVERY, register
 from ..dispatch import PlatformLike
 from .arguments import MaskInputs, resolve, ScoreInputs, ScoreOptions
-from .core import attend
+from .core import attended
 from .masks.mask import Mask
+from .masks.sizes import block_pair
 from .score_mod import ScoreMod
 from .signature import BlockSparseInputs, Output, WithLse
 
@@ -85,13 +84,7 @@ class BlockSparseAttention(Kernel):
             and the former plus the latter run on every platform, all others on XLA.
         """
         self.options = ScoreOptions(logits_soft_cap, softmax_scale, dropout_rate, deterministic, score_mod)
-        self.options.check()
-        size = (block_size, block_size) if isinstance(block_size, int | np.integer) else tuple(block_size)
-        if len(size) != 2 or any(isinstance(x, bool) or int(x) != x or x < 1 for x in size):
-            raise ValueError(
-                f"block_size: expected a positive int or a pair (queries, keys), received {block_size!r}."
-            )
-        self.block_size = (int(size[0]), int(size[1]))
+        self.block_size = block_pair(block_size)
         own = mask if isinstance(mask, Mask) else Mask() if mask is None else Mask.from_dense(mask)
         self.mask = own if block_map is None else own & Mask.from_blocks(block_map, self.block_size)
         self.inference = False
@@ -174,9 +167,5 @@ class BlockSparseAttention(Kernel):
         )
         inference = self.inference if inference is None else inference
         scoring = ScoreInputs(bias, sinks, alibi_slopes, key, inference)
-        arrays, spec = resolve(q, k, v, self.options, own, masking, scoring, return_lse=return_lse)
-        out, lse = attend(self.plan, self.operation, arrays, spec)
-        if not return_lse:
-            return out
-        assert lse is not None, "only platforms that return the lse take a call that requests it"
-        return out, jnp.swapaxes(lse, -1, -2)
+        call = resolve(q, k, v, self.options, own, masking, scoring, return_lse=return_lse)
+        return attended(self.plan, self.operation, call)

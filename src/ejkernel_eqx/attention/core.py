@@ -5,6 +5,7 @@ import math
 from collections.abc import Mapping
 from typing import Any
 
+import jax.numpy as jnp
 from jax import Array
 
 from .._kernel import Plan
@@ -12,7 +13,7 @@ from .._sizes import is_symbolic
 from ..core import Kind, Named
 from ..dispatch import Problem
 from . import reference
-from .masks.tile_lists import visible_share
+from .masks.classify import visible_share
 from .masks.tile_table import window_covers
 from .spec import AttentionArrays, AttentionSpec, LEARNED, RowRanges
 
@@ -179,3 +180,16 @@ def attend(
     """
     results = ATTEND.call(plan, operation, arrays, spec)
     return results["out"], results.get("lse")
+
+
+def attended(plan: Plan, operation: str, call: tuple[AttentionArrays, AttentionSpec]) -> Any:
+    """What a resolved call returns."""
+    return returned(*attend(plan, operation, *call), call[1].return_lse)
+
+
+def returned(out: Array, lse: Array | None, return_lse: bool) -> Any:
+    """The output, and with `return_lse` also the log-sum-exp `[..., T, H]` of one `[..., H, T]`."""
+    if not return_lse:
+        return out
+    assert lse is not None, "only platforms that return the lse take a call that requests it"
+    return out, jnp.swapaxes(lse, -1, -2)

@@ -4,7 +4,6 @@ from typing import Any, ClassVar, Literal, overload, TYPE_CHECKING, Unpack
 
 import equinox as eqx
 import jax
-import jax.numpy as jnp
 from jax import Array
 from jaxtyping import PRNGKeyArray
 
@@ -14,7 +13,7 @@ from ..core.plans import plan_of
 from ..core.platforms import EVERY, register
 from ..dispatch import PlatformLike
 from .arguments import MaskInputs, parse_window, resolve, ScoreInputs, ScoreOptions
-from .core import attend
+from .core import attended
 from .masks.mask import Mask, Window
 from .signature import AttentionInputs, Output, WithLse
 
@@ -76,7 +75,6 @@ class FlashAttention(Kernel):
             needed while the module is built inside `jit` or another staged function.
         """
         self.options = ScoreOptions(logits_soft_cap, softmax_scale, dropout_rate, deterministic)
-        self.options.check()
         self.causal = causal
         self.window = parse_window(sliding_window, causal)
         self.inference = False
@@ -167,9 +165,5 @@ class FlashAttention(Kernel):
         inference = self.inference if inference is None else inference
         scoring = ScoreInputs(bias, sinks, alibi_slopes, key, inference)
         own = Mask(is_causal=self.causal, window=self.window)
-        arrays, spec = resolve(q, k, v, self.options, own, masking, scoring, return_lse=return_lse)
-        out, lse = attend(self.plan, self.operation, arrays, spec)
-        if not return_lse:
-            return out
-        assert lse is not None, "only platforms that return the lse take a call that requests it"
-        return out, jnp.swapaxes(lse, -1, -2)
+        call = resolve(q, k, v, self.options, own, masking, scoring, return_lse=return_lse)
+        return attended(self.plan, self.operation, call)

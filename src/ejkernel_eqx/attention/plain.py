@@ -52,7 +52,6 @@ class Attention(Kernel):
     ):
         """**Arguments:** as for [`ejkernel_eqx.FlashAttention`][]; `platform` is `None` or `"xla"`."""
         self.options = ScoreOptions(logits_soft_cap, softmax_scale, dropout_rate)
-        self.options.check()
         self.causal = causal
         self.window = parse_window(sliding_window, causal)
         self.inference = False

@@ -5,7 +5,7 @@ import jax.numpy as jnp
 from jax import Array
 
 from ..core.arguments import accumulator
-from .masks.lower import by_pair
+from .masks.dense import by_pair
 from .philox import philox_keep
 from .score_mod import modified
 from .spec import AttentionArrays, AttentionSpec

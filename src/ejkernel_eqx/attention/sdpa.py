@@ -4,7 +4,6 @@ from typing import Any, ClassVar, Literal, overload, TYPE_CHECKING, Unpack
 
 import equinox as eqx
 import jax
-import jax.numpy as jnp
 import numpy as np
 from jax import Array
 
@@ -14,7 +13,7 @@ from ..core.plans import plan_of
 from ..core.platforms import EVERY, register
 from ..dispatch import PlatformLike
 from .arguments import MaskInputs, parse_window, resolve, ScoreInputs, ScoreOptions
-from .core import attend
+from .core import attended
 from .masks.mask import Mask
 from .signature import DotProductInputs, Output, WithLse
 
@@ -118,16 +117,10 @@ class ScaledDotProductAttention(Kernel):
         whole = isinstance(local_window_size, int | np.integer)
         window = (local_window_size, local_window_size) if whole else local_window_size
         options = ScoreOptions(softmax_scale=scale, deterministic=self.deterministic)
-        options.check()
         own = Mask(is_causal=is_causal, window=parse_window(window, is_causal))
         masking = MaskInputs(
             mask=mask, q_lengths=query_seq_lengths, kv_lengths=key_value_seq_lengths, q_offset=0
         )
-        arrays, spec = resolve(
-            query, key, value, options, own, masking, ScoreInputs(bias=bias), return_lse=return_residual
-        )
-        out, lse = attend(self.plan, self.operation, arrays, spec)
-        if not return_residual:
-            return out
-        assert lse is not None, "only platforms that return the lse take a call that requests it"
-        return out, jnp.swapaxes(lse, -1, -2)
+        scoring = ScoreInputs(bias=bias)
+        call = resolve(query, key, value, options, own, masking, scoring, return_lse=return_residual)
+        return attended(self.plan, self.operation, call)

@@ -7,7 +7,8 @@ import numpy as np
 from jax import Array
 
 from ..spec import AttentionArrays, AttentionSpec
-from .tile_lists import FULL, grids_of, lists_of, NONE, PARTIAL, PatternLists, Shape
+from .tile_lists import grids_of, lists_of, PatternLists
+from .tile_shape import FULL, NONE, PARTIAL, Shape
 from .tile_table import overlap
 
 

@@ -1,17 +1,27 @@
-"""The exact lowering of a `Mask` to a static window, key ranges, segments and a dense remainder, and the helpers for its parts."""
+"""The exact lowering of a `Mask`: what kernels take, and only of the rest an array of all pairs.
 
+Conditions of a mask become, in this order: functions that are known while tracing, as one pattern (`pattern`); windows, chunks, prefixes,
+lengths and packed sequences, as a static window or a range of keys for each query (`row_ranges`); one pair of segment ids; a map of blocks;
+and whatever is left, an array of all pairs (`dense`).
+"""
+
+import dataclasses
+import functools
 from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
 from jax import Array
 
-from ..._broadcast import aligned, like
+from ..._broadcast import like
+from ..._sizes import is_symbolic
+from ..._values import FAR
 from ..spec import RowRanges
-from .functions import depends_on_head, evaluate, PairFunction, traced
+from .block_map import BlockMap, check_map
+from .dense import both, by_pair, either, heads_needed, of_positions, same_segment, with_types
+from .functions import Chunk, Either, intersection, is_static, Neither, PairFunction, Window
 from .pattern import Pattern
-
-Pair = tuple[Array, Array]
+from .row_ranges import placed, row_ranges, window_ends
 
 
 class Lowered(NamedTuple):
@@ -50,101 +60,152 @@ class Lowered(NamedTuple):
         return both(seen, self.dense)
 
 
-def window_ends(position: Array, left: Any, right: Any, num_keys: int) -> tuple[Array, Array]:
-    """First and one-past-last visible key of a query at `position`, clipped to the existing keys. A side is an int, an array
-    broadcastable with `position`, or `None`."""
-    start = jnp.zeros_like(position) if left is None else jnp.clip(position - left, 0, num_keys)
-    end = jnp.full_like(position, num_keys) if right is None else jnp.clip(position + right + 1, 0, num_keys)
-    return start, end
+def lower(mask: Any, num_queries: int, num_keys: int, q_offset: Any | None, num_heads: int | None) -> Lowered:
+    extra = (mask.functions, mask.tables, mask.maps, mask.unions, mask.complements)
+    if not any(extra):
+        return _lower_ranges(mask, num_queries, num_keys, q_offset)
+    place = _Place(num_queries, num_keys, num_keys - num_queries if q_offset is None else q_offset, num_heads)
+    functions, rest = _functions(mask, place)
+    offset = place.fixed(mask)
+    if functions and offset is not None:
+        rest, window = _without_window(rest)
+        functions = (*window, *functions)
+    lowered = _lower_ranges(rest, num_queries, num_keys, q_offset)
+    dense, pattern = lowered.dense, None
+    if functions and offset is not None:
+        pattern = Pattern.make(intersection(functions), offset, num_heads or 0)
+        if pattern.heads == 0 and Pattern.make(intersection(functions), offset, 1).heads:
+            heads_needed(num_heads)
+    else:
+        rest = dataclasses.replace(rest, functions=functions + rest.functions)
+    if rest.functions:
+        dense = both(place.dense(intersection(rest.functions), rest), dense)
+    array_of = lambda part: part.as_array(num_queries, num_keys, q_offset=q_offset, num_heads=num_heads)
+    for union in rest.unions:
+        dense = both(functools.reduce(either, map(array_of, union)), dense)
+    for part in rest.complements:
+        dense = both(~array_of(part), dense)
+    blocks, size = None, None
+    for one in rest.maps:
+        check_map(one.block_map.shape, one.size, place.queries, place.keys, place.heads)
+        if size in (None, one.size):
+            blocks, size = one.block_map if blocks is None else both(one.block_map, blocks), one.size
+        else:
+            dense = both(by_pair(one.block_map, one.size, num_queries, num_keys), dense)
+    if blocks is not None and blocks.ndim == 2:
+        blocks = blocks[None]
+    return lowered._replace(dense=dense, pattern=pattern, blocks=blocks, block_size=size)
 
 
-def with_types(pairs: tuple[Pair, ...], dense: Array | None, position: Array, num_keys: int) -> Array | None:
-    """`dense` intersected, for every pair of types, with causal-or-same-type, a union that key ranges cannot express. `[..., 1, T, S]`."""
-    for q_ids, kv_ids in pairs:
-        at, q_ids, kv_ids = aligned(position[..., None], q_ids[..., :, None], kv_ids[..., None, :])
-        behind = like(jnp.arange(num_keys, dtype=jnp.int32), at) <= at
-        seen = (behind | ((q_ids == kv_ids) & (q_ids != 0)))[..., None, :, :]
-        dense = both(seen, dense)
-    return dense
+class _Place(NamedTuple):
+    """Where a mask is lowered."""
+
+    queries: int
+    keys: int
+    offset: Any
+    heads: int | None
+
+    def fixed(self, mask: Any) -> int | None:
+        """The position of the first query if it is known while tracing, and those of the others follow."""
+        symbolic = is_symbolic(self.queries) or is_symbolic(self.keys)
+        if symbolic or not isinstance(self.offset, int) or _packed_apart(mask):
+            return None
+        return self.offset
+
+    def dense(self, function: PairFunction, mask: Any) -> Array:
+        """The function of positions that are not known while tracing."""
+        positions = placed(mask, self.queries, self.keys, self.offset)[2]
+        return of_positions(function, positions, self.keys, self.heads)
 
 
-def type_run_ends(q_ids: Array, kv_ids: Array, position: Array) -> Array:
-    """One past the last key that is visible causally or through the run of the query's own type."""
-    num_keys = kv_ids.shape[-1]
-    if num_keys == 0:
-        return jnp.zeros_like(position)
-    q_ids, kv_ids, position = aligned(q_ids, kv_ids, position)
-    index = jnp.arange(num_keys, dtype=jnp.int32)
-    index = like(index, kv_ids)
-    changes = jnp.concatenate([kv_ids[..., 1:] != kv_ids[..., :-1], jnp.ones_like(kv_ids[..., :1], bool)], -1)
-    ends = jax.lax.cummin(jnp.where(changes, index + 1, num_keys), axis=kv_ids.ndim - 1, reverse=True)
-    lead = jnp.broadcast_shapes(q_ids.shape[:-1], kv_ids.shape[:-1], position.shape[:-1])
-    # The run ahead of a query begins at the key after its own position.
-    following = jnp.broadcast_to(jnp.clip(position + 1, 0, num_keys - 1), (*lead, position.shape[-1]))
-    at = lambda keys: jnp.take_along_axis(jnp.broadcast_to(keys, (*lead, num_keys)), following, axis=-1)
-    ahead = (position + 1 < num_keys) & (q_ids != 0) & (at(kv_ids) == q_ids)
-    return jnp.where(ahead, at(ends), position + 1)
+def _packed_apart(mask: Any) -> bool:
+    """Whether packed queries may have other positions than their own index."""
+    return mask.cu_seqlens is not None and mask.cu_seqlens[0] is not mask.cu_seqlens[1]
 
 
-def by_pair(blocks: Array, size: tuple[int, int], num_queries: int, num_keys: int) -> Array:
-    """A map of blocks `[..., M, N]` as `[..., T, S]`."""
-    rows = jnp.repeat(blocks, size[0], axis=-2)[..., :num_queries, :]
-    return jnp.repeat(rows, size[1], axis=-1)[..., :num_keys]
+def _functions(mask: Any, place: _Place) -> tuple[tuple[PairFunction, ...], Any]:
+    """The functions that hold for a mask besides its other conditions, and a mask of those."""
+    functions, unions, complements, tables = [f for f in mask.functions if is_static(f)], [], [], []
+    for table in mask.tables:
+        check_map(table.table.shape, table.size, place.queries, place.keys, place.heads)
+        fixed = place.fixed(mask)
+        if fixed is None:
+            tables.append(BlockMap(jnp.asarray(table.table), table.size))
+        else:
+            functions.append(dataclasses.replace(table, offset=fixed))
+    for union in mask.unions:
+        parts = [_as_function(part, place) for part in union]
+        if any(part is None for part in parts):
+            unions.append(union)
+        else:
+            functions.append(Either(tuple(part for part in parts if part is not None)))
+    for part in mask.complements:
+        function = _as_function(part, place)
+        if function is None:
+            complements.append(part)
+        else:
+            functions.append(Neither(function))
+    rest = dataclasses.replace(
+        mask,
+        functions=tuple(f for f in mask.functions if not is_static(f)),
+        tables=(),
+        maps=(*mask.maps, *tables),
+        unions=tuple(unions),
+        complements=tuple(complements),
+    )
+    return tuple(functions), rest
 
 
-def of_positions(function: PairFunction, positions: Array, num_keys: int, num_heads: int | None) -> Array:
-    """A function of head, position and key as `[..., H or 1, T, S]`, for positions `[..., T]` that are not known while tracing."""
-    heads = 1
-    if depends_on_head(traced(function)):
-        heads = heads_needed(num_heads)
-    keys, numbers = jnp.arange(num_keys, dtype=jnp.int32), jnp.arange(heads, dtype=jnp.int32)
-    rows = positions.reshape(-1, positions.shape[-1])
-    seen = jax.vmap(lambda row: evaluate(function, numbers, row, keys))(rows)
-    return seen.reshape(*positions.shape[:-1], *seen.shape[1:])
+def _as_function(mask: Any, place: _Place) -> PairFunction | None:
+    """The whole mask as a function, if it is known while tracing."""
+    functions, rest = _functions(mask, place)
+    rest, window = _without_window(rest)
+    if rest.functions or jax.tree.leaves(rest) or place.fixed(mask) is None:
+        return None
+    functions = (*window, *functions)
+    return intersection(functions) if functions else Window(None, None)
 
 
-def heads_needed(num_heads: int | None) -> int:
-    if num_heads is None:
-        raise ValueError(
-            "num_heads: expected the number of heads, as the mask depends on the head, received None; pass num_heads=."
-        )
-    return num_heads
+def _without_window(mask: Any) -> tuple[Any, tuple[PairFunction, ...]]:
+    """A mask without its static window and chunks, and those as functions. In packed sequences, chunks count from each one's start."""
+    if mask.cu_seqlens is not None:
+        return mask, ()
+    left, right = (None if side is None else min(side, 2 * FAR) for side in mask.window)
+    right = 0 if mask.is_causal and (right is None or right > 0) else right
+    functions: list[PairFunction] = [Chunk(size) for size in mask.chunk_sizes]
+    if left is not None or right is not None:
+        functions.insert(0, Window(left, right))
+    return dataclasses.replace(mask, is_causal=False, window=(None, None), chunk_sizes=()), tuple(functions)
 
 
-def both(seen: Array, other: Array | None) -> Array:
-    """The intersection; `None` hides nothing."""
-    if other is None:
-        return seen
-    seen, other = aligned(seen, other)
-    return seen & other
+def _lower_ranges(mask: Any, num_queries: int, num_keys: int, q_offset: Any | None) -> Lowered:
+    # A window longer than any sequence is equivalent to an unbounded one, and sums with positions fit 32 bits.
+    left, right = (None if side is None else min(side, 2 * FAR) for side in mask.window)
+    right = 0 if mask.is_causal and (right is None or right > 0) else right
+    if q_offset is None:
+        q_offset = num_keys - num_queries
+    pairs = mask.segments
+    segments, dense = (pairs[0] if pairs else None), mask.dense
+    for pair in pairs[1:]:
+        dense = both(same_segment(*pair), dense)
+    by_window = isinstance(q_offset, int) and not (mask.chunk_sizes or mask.windows or mask.chunks)
+    ranges = (mask.prefix_lengths, mask.q_lengths, mask.kv_lengths, mask.cu_seqlens)
+    _check_types(mask, num_queries, num_keys)
+    if by_window and all(r is None for r in ranges) and not mask.type_runs:
+        if mask.types:
+            dense = with_types(
+                mask.types, dense, jnp.arange(num_queries, dtype=jnp.int32) + q_offset, num_keys
+            )
+        return Lowered(left, right, int(q_offset), None, segments, dense)
+    rows = row_ranges(mask, left, right, num_queries, num_keys, q_offset)
+    dense = with_types(mask.types, dense, rows.position, num_keys)
+    return Lowered(None, None, 0, rows, segments, dense)
 
 
-def either(seen: Array, other: Array) -> Array:
-    """The union."""
-    seen, other = aligned(seen, other)
-    return seen | other
-
-
-def same_segment(q_ids: Array, kv_ids: Array) -> Array:
-    """`[..., 1, T, S]`."""
-    q_ids, kv_ids = aligned(q_ids[..., :, None], kv_ids[..., None, :])
-    return ((q_ids == kv_ids) & (q_ids >= 0))[..., None, :, :]
-
-
-def ranked(*arrays: Any) -> list[Any]:
-    """All arrays expanded to the highest rank among them; numbers and `None` unchanged."""
-    rank = max(jnp.ndim(x) for x in arrays if x is not None)
-    return [
-        x if x is None or isinstance(x, int) or x.ndim == 0 else x.reshape((1,) * (rank - x.ndim) + x.shape)
-        for x in arrays
-    ]
-
-
-def packed_rows(q_starts: Array, kv_starts: Array, index: Array) -> tuple[Array, Array, Array, Array]:
-    """For every packed query: its sequence's first and one-past-last key, its position in packed keys, and whether it is real."""
-    # Counting the sequences that have ended takes one pass over [T, N] on any device; a search would loop.
-    ended = jnp.sum(index[:, None] >= q_starts[None, 1:], axis=1)
-    number = jnp.minimum(ended, q_starts.shape[0] - 2)
-    first, last = kv_starts[number], kv_starts[number + 1]
-    position = last - (q_starts[number + 1] - index)
-    return first, last, position, (index >= q_starts[0]) & (index < q_starts[-1])
+def _check_types(mask: Any, num_queries: int, num_keys: int) -> None:
+    for q_ids, kv_ids in (*mask.types, *mask.type_runs):
+        if q_ids.shape[-1] != num_queries or kv_ids.shape[-1] != num_keys:
+            raise ValueError(
+                f"mask: expected token types for {num_queries} queries and {num_keys} keys, received {q_ids.shape} and "
+                f"{kv_ids.shape}; pass both to Mask.token_types."
+            )

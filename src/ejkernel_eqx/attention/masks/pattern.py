@@ -2,12 +2,12 @@
 
 import dataclasses
 import functools
-from typing import Any
 
 import jax.numpy as jnp
 from jax import Array
 
 from .functions import depends_on_head, evaluate, PairFunction, traced
+from .ranges import Function
 
 
 @dataclasses.dataclass(frozen=True)
@@ -21,7 +21,7 @@ class Pattern:
 
     @classmethod
     def make(cls, function: PairFunction, offset: int, heads: int) -> "Pattern":
-        return cls(function, offset, heads if depends_on_head(traced_once(function)) else 0)
+        return cls(function, offset, heads if depends_on_head(traced_once(function).jaxpr) else 0)
 
     def seen(self, heads: Array | None, queries: Array, keys: Array) -> Array:
         """Booleans `[n or 1, T, S]` of heads `[n]` (`None` if the pattern is the same for all), of queries `[T]` counted from 0, and of keys."""
@@ -30,6 +30,6 @@ class Pattern:
 
 
 @functools.lru_cache(maxsize=256)
-def traced_once(function: PairFunction) -> Any:
-    """The jaxpr of a function that closes over known values only."""
-    return traced(function)
+def traced_once(function: PairFunction) -> Function:
+    """A function that closes over known values only."""
+    return Function(traced(function))

@@ -10,7 +10,7 @@ import jax.numpy as jnp
 from jax import Array
 
 from ..spec import AttentionArrays, AttentionSpec
-from .lower import window_ends
+from .row_ranges import window_ends
 
 _FAR = jnp.iinfo(jnp.int32).max
 

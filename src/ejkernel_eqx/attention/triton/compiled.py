@@ -15,8 +15,9 @@ from ...launch.sizes import cdiv, fitting, padded, rows_of, too_large
 from ..cotangents import clean_cotangent, row_terms, sinks_gradient
 from ..masks import tile_table
 from ..masks.call_lists import tile_lists
-from ..masks.lower import both, Lowered
-from ..masks.tile_lists import Shape
+from ..masks.dense import both
+from ..masks.lower import Lowered
+from ..masks.tile_shape import Shape
 from ..philox import threshold
 from ..spec import AttentionArrays, AttentionGrads, AttentionSpec, RowRanges
 from . import backward_kernels, forward_kernel, tile_sizes

@@ -1,0 +1,165 @@
+"""Which tiles a pattern leaves visible, exactly.
+
+Bounds of the pattern's function decide most tiles (`ranges`); the pairs of the others are looked at, each distinct tile once (`contents`).
+Nothing ever holds one entry for each pair of query and key.
+"""
+
+import functools
+from typing import NamedTuple
+
+import numpy as np
+
+from .alike import alike
+from .contents import Contents, looked_at, packed
+from .pattern import Pattern, traced_once
+from .ranges import bounds_of
+from .tile_shape import FULL, NONE, PARTIAL, Shape
+from .tiles import Tiles
+
+_COARSE = 16  # tiles along each side of a block of tiles that is looked at first
+_DIRECTLY = 2**22  # fewer tiles are looked at one by one
+_MOSTLY_OPEN = 0.3  # above this share of undecided blocks, all tiles are looked at one by one
+
+
+class Kinds(NamedTuple):
+    """The tiles of a pattern, for all heads of one kind."""
+
+    kinds: np.ndarray  # int8 [query tiles, key tiles]
+    partial: tuple[np.ndarray, np.ndarray]  # query and key tiles of the partly visible ones, in order
+    patterns: np.ndarray  # int32, of these: which bits
+
+
+class Classified(NamedTuple):
+    """All tiles of a pattern."""
+
+    heads: np.ndarray  # int32 [heads or 1]: which of the rows a head has
+    rows: tuple[Kinds, ...]
+    bits: np.ndarray  # uint8 [patterns, block_q, bytes]: contents of tiles, the first all true
+    blind: bool
+
+
+@functools.lru_cache(maxsize=32)
+def classify(pattern: Pattern, shape: Shape) -> Classified:
+    """Which tiles of a pattern are visible, exactly."""
+    shape = shape._replace(by_key=False)
+    heads, rows, found = [], {}, Contents(shape)
+    for head in range(max(pattern.heads, 1)):
+        row = _of_head(pattern, shape, head, found)
+        key = (row.kinds.tobytes(), row.patterns.tobytes()) if pattern.heads else None
+        heads.append(rows.setdefault(key, (len(rows), row))[0])
+    known, bits = tuple(row for _, row in rows.values()), found.all()
+    return Classified(np.array(heads, np.int32), known, bits, any(_blind(row, bits, shape) for row in known))
+
+
+def visible_share(pattern: Pattern, queries: int, keys: int, block: int = 128) -> float:
+    """The visible tiles over all tiles, on average over heads."""
+    known = classify(pattern, Shape(queries, keys, block, block))
+    shares = [float((row.kinds != NONE).mean()) if row.kinds.size else 0.0 for row in known.rows]
+    return float(np.mean([shares[n] for n in known.heads]))
+
+
+def touched(
+    pattern: Pattern, queries: tuple[np.ndarray, np.ndarray], keys: tuple[np.ndarray, np.ndarray]
+) -> np.ndarray:
+    """`[M, N]`: whether a pattern may leave anything visible, for any head, of tiles with these first and last queries `[M]` and keys `[N]`."""
+    q = tuple(x.astype(np.int64)[:, None] + pattern.offset for x in queries)
+    k = tuple(x.astype(np.int64)[None] for x in keys)
+    seen = np.zeros((q[0].shape[0], k[0].shape[1]), bool)
+    for head in range(max(pattern.heads, 1)):
+        tiles = Tiles((q[0], q[1]), (k[0], k[1]), head)
+        seen |= bounds_of(traced_once(pattern.function), tiles)[0].spread(tiles).hi
+    return seen
+
+
+def _of_head(pattern: Pattern, shape: Shape, head: int, found: Contents) -> Kinds:
+    kinds = _by_bounds(pattern, shape, head)
+    if shape.keys % shape.block_k and shape.keys:
+        # Keys past the end are hidden, but no mask hides them from a whole tile.
+        kinds[:, -1] = np.minimum(kinds[:, -1], PARTIAL)
+    m, n = _numbers_of(kinds == PARTIAL)
+    if not len(m):
+        return Kinds(kinds, (m, n), np.zeros(0, np.int32))
+    first, same = alike(pattern, _tiles(pattern, shape, head, 1, (m, n)), shape)
+    of_kind, numbers = looked_at(pattern, shape, head, m[first], n[first], found)
+    if (of_kind != PARTIAL).any():
+        of_tile = of_kind[same]
+        kinds[m, n] = of_tile
+        m, n, same = (x[of_tile == PARTIAL] for x in (m, n, same))
+    return Kinds(kinds, (m, n), numbers[same])
+
+
+def _by_bounds(pattern: Pattern, shape: Shape, head: int) -> np.ndarray:
+    """The kinds of all tiles as far as bounds tell: those of partly visible ones may be any."""
+    rows, columns = shape.grid
+    everywhere = lambda step: _bounded(pattern, _tiles(pattern, shape, head, step))
+    if rows * columns <= _DIRECTLY:
+        return everywhere(1)
+    kinds = everywhere(_COARSE)
+    if (kinds == PARTIAL).mean() > _MOSTLY_OPEN:
+        return everywhere(1)
+    kinds = kinds.repeat(_COARSE, 0).repeat(_COARSE, 1)[:rows, :columns]
+    m, n = _numbers_of(kinds == PARTIAL)
+    kinds[m, n] = _bounded(pattern, _tiles(pattern, shape, head, 1, (m, n)))
+    return kinds
+
+
+def _bounded(pattern: Pattern, tiles: Tiles) -> np.ndarray:
+    result = bounds_of(traced_once(pattern.function), tiles)[0].spread(tiles)
+    size = tiles.picked[0].shape if tiles.picked else (tiles.q[0].shape[0], tiles.k[0].shape[1])
+    some, every = (np.broadcast_to(np.asarray(x, bool), size).view(np.int8) for x in (result.hi, result.lo))
+    return some + every
+
+
+def _tiles(
+    pattern: Pattern, shape: Shape, head: int, step: int, picked: tuple[np.ndarray, np.ndarray] | None = None
+) -> Tiles:
+    """Blocks of `step` by `step` tiles."""
+
+    def edges(block: int, length: int) -> tuple[np.ndarray, np.ndarray]:
+        low = np.arange(0, length, block * step, dtype=np.int64)
+        return low, np.minimum(low + block * step, length) - 1
+
+    q, k = edges(shape.block_q, shape.queries), edges(shape.block_k, shape.keys)
+    return Tiles(
+        (q[0][:, None] + pattern.offset, q[1][:, None] + pattern.offset),
+        (k[0][None], k[1][None]),
+        head,
+        (shape.block_q * step, shape.block_k * step),
+        picked,
+    )
+
+
+def _numbers_of(which: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+    """As `np.nonzero` of two axes, in less time."""
+    rows, columns = which.shape
+    at = np.flatnonzero(which)
+    m = np.repeat(np.arange(rows), np.diff(np.searchsorted(at, np.arange(rows + 1) * columns)))
+    at -= m * columns
+    return m, at
+
+
+def _blind(row: Kinds, bits: np.ndarray, shape: Shape) -> bool:
+    """Whether a query sees no key, or a key is seen by no query."""
+    m, n = row.partial
+    keys = np.unpackbits(np.bitwise_or.reduce(bits, 1), axis=1, count=shape.block_k, bitorder="little")
+    queries = np.bitwise_or.reduce(bits, 2)
+    for axis, length, some, tile in (
+        (1, shape.queries, queries > 0, m),
+        (0, shape.keys, keys > 0, n),
+    ):
+        # A partly visible tile in which all of these see something is as good as a whole one.
+        covered: np.ndarray = np.asarray((row.kinds == FULL).any(axis))
+        whole: np.ndarray = np.asarray(some.all(1))
+        covered[tile[whole[row.patterns]]] = True
+        seen = np.repeat(covered[:, None], some.shape[1], 1)
+        rest = np.flatnonzero(~covered[tile])
+        if len(rest):
+            rest = rest[np.argsort(tile[rest], kind="stable")]
+            starts = np.flatnonzero(np.diff(tile[rest], prepend=-1))
+            words = packed(some[None])[0].view(np.uint32)
+            union = np.bitwise_or.reduceat(words[row.patterns[rest]], starts).view(np.uint8)
+            unpacked = np.unpackbits(union, axis=1, count=some.shape[1], bitorder="little")
+            seen[tile[rest[starts]]] = unpacked > 0
+        if not seen.reshape(-1)[:length].all():
+            return True
+    return False
