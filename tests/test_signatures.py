@@ -16,7 +16,6 @@ from ejkernel_eqx import _shapes, nn
 from ejkernel_eqx.attention.signature import AttentionInputs, DotProductInputs
 from ejkernel_eqx.dispatch import Platform, PlatformName
 from ejkernel_eqx.latent.absorbed import AbsorbedInputs
-from ejkernel_eqx.latent.expanded import LatentInputs
 from ejkernel_eqx.nn.attention_signature import BatchInputs, Inputs
 from tests import functional_stub
 
@@ -61,7 +60,7 @@ def test_shapes_are_of_the_glossary(name):
     "method, named, decides",
     [
         (ejx.FlashAttention.__call__, AttentionInputs, "return_lse"),
-        (ejx.MultiHeadLatentAttention.__call__, LatentInputs, "return_lse"),
+        (ejx.MultiHeadLatentAttention.__call__, AttentionInputs, "return_lse"),
         (ejx.AbsorbedLatentAttention.__call__, AbsorbedInputs, "return_lse"),
         (ejx.ScaledDotProductAttention.__call__, DotProductInputs, "return_residual"),
         (nn.MultiHeadAttention.__call__, Inputs, "return_lse"),

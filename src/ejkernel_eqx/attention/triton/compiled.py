@@ -117,6 +117,13 @@ def _fitting(kernel: str, sizes: Sizes, problem: Problem, device: DeviceFacts) -
 
 
 def forward(
+    arrays: AttentionArrays, spec: AttentionSpec, config: TritonConfig, *, execute: Execute = run
+) -> tuple[Array, Array]:
+    """`out [B, T, H, V]`, `lse [B, H, T]`."""
+    return attended(arrays, spec, config, execute=execute)
+
+
+def attended(
     arrays: AttentionArrays,
     spec: AttentionSpec,
     config: TritonConfig,
@@ -124,7 +131,7 @@ def forward(
     k_rope: Array | None = None,
     execute: Execute = run,
 ) -> tuple[Array, Array]:
-    """`out [B, T, H, V]`, `lse [B, H, T]`. `k_rope [B, S, R]`: keys that all heads share, of the last channels of the queries."""
+    """As `forward`. `k_rope [B, S, R]`: keys that all heads share, of the last channels of the queries."""
     arrays, spec = explicit_ranges(arrays, spec)
     (batch, queries, heads, _), values = arrays.q.shape, arrays.v.shape[-1]
     tile = config.forward
@@ -169,7 +176,7 @@ def gradients(
     k_rope: Array | None = None,
     execute: Execute = run,
 ) -> tuple[AttentionGrads, Array | None]:
-    """As `backward`, and the gradient of `k_rope` (see `forward`), in float32."""
+    """As `backward`, and the gradient of `k_rope` (see `attended`), in float32."""
     (out, lse), (dout, dlse) = results, cotangents
     arrays, spec = explicit_ranges(arrays, spec)
     delta, empty = row_terms(arrays, out, lse, dout, dlse)

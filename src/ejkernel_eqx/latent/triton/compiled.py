@@ -65,7 +65,7 @@ def forward(
     arrays: LatentArrays, spec: AttentionSpec, config: TritonConfig, *, execute: Execute = run
 ) -> tuple[Array, Array]:
     """`out [B, T, H, V]`, `lse [B, H, T]`."""
-    return attention.forward(arrays.apart, spec, config, k_rope=arrays.k_rope, execute=execute)
+    return attention.attended(arrays.apart, spec, config, k_rope=arrays.k_rope, execute=execute)
 
 
 def backward(

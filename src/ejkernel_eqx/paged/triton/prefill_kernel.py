@@ -136,7 +136,7 @@ def prefill_kernel(
         acc, total, top = attend_tile(
             acc, total, top, q, q_rope, j, slot, ok, i, t, slope, chunk, kv_head, k_factor, rope_factor, qq_bias_ptr, Q,
             k_ptr, v_ptr, rope_ptr, k_scale_ptr, v_scale_ptr, rope_scale_ptr, K, D, V, R, BLOCK_D, BLOCK_V, BLOCK_R, LATENT, K_SCALES,
-            V_SCALES, R_SCALES, SCALE, CAP, FAST_TANH, LEFT, ALIBI, False, PRECISION, False)  # fmt: skip
+            V_SCALES, R_SCALES, SCALE, CAP, FAST_TANH, LEFT, ALIBI, False, PRECISION, FAST_BYTES, False)  # fmt: skip
     # The tiles around those, `lo .. full_lo` and `full_hi .. hi`, in one loop with masks.
     tile = tl.where(lo < full_lo, lo, full_hi)
     page = load_pages(table_ptr, tile, end, PAGE, BK)
