@@ -92,7 +92,8 @@ def make(case: Case, seed: int = 0) -> tuple[list[dict[str, Any]], dict[str, Any
         dense.append({"q": q[take], "gates": gates[take], **own})
         for name, x in zip(pools, own.values()):
             size = pools[name].shape[1]
-            for j, row in enumerate(np.asarray(x.astype(jnp.float32))):
+            first = case.span // case.stride - 1 if name in ("ck", "cv") else 0
+            for j, row in enumerate(np.asarray(x.astype(jnp.float32)), first):
                 pools[name][table[n, j // size], j % size] = row
     for n, m in case.missing:
         table[n, m] = -1

@@ -404,7 +404,8 @@ class NativeSparseAttention(eqx.Module):
         slots = slots_of(jnp.where(is_used[:, None], ids, -1), at, batch.page_table, page_size)
         k, v = (taken_from_pages(pages, slots) for pages in (tokens.k, tokens.v))
         compressed_k, compressed_v = (x[:, 0] for x in self._compressed(k, v, at))
-        into = slots_of(jnp.where(is_used, sequence, -1), c, batch.page_table, page_size // stride)
+        slot = c + size // stride - 1  # in the page of its last token, which no other sequence writes
+        into = slots_of(jnp.where(is_used, sequence, -1), slot, batch.page_table, page_size // stride)
         return compressed.append(compressed_k, compressed_v, into)
 
     def _compressed(self, k: Array, v: Array, at: Array) -> tuple[Array, Array]:

@@ -97,11 +97,12 @@ class PagedSparseCache(eqx.Module):
     table.
 
     - `tokens`: a `PagedKVCache` of `page_size` tokens a page.
-    - `compressed`: a `PagedKVCache` whose page `i` holds the `page_size // compression_stride` compressed keys and values whose first tokens lie
-      in page `i` of `tokens`.
+    - `compressed`: a `PagedKVCache` whose page `i` holds the `page_size // compression_stride` compressed keys and values whose last tokens lie
+      in page `i` of `tokens`: number `c` is slot `c + compression_size // compression_stride - 1` of its sequence, whose slots before number 0
+      are unused.
 
-    A compressed key is written with its last token. If that may lie in a later page (`compression_size` above `compression_stride`), sequences
-    must not share pages (`PageTable.fork`): they would write it for each other.
+    A compressed key is written with its last token and into that token's page. So sequences may share pages (`PageTable.fork`), as with a
+    `PagedKVCache`; `copy_pages` copies the compressed keys of a page with it.
     """
 
     tokens: PagedKVCache

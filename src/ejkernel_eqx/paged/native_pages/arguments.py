@@ -55,11 +55,11 @@ def resolve(
 
 
 def _check_pages(q: Array, cache: PagedKVCache, compressed: PagedKVCache, stride: int) -> None:
-    """Both pools have one page table: page `i` of `compressed` has the compressed keys that begin in page `i` of `cache`."""
+    """Both pools have one page table: page `i` of `compressed` has the compressed keys that end in page `i` of `cache`."""
     if cache.page_size % stride:
         raise ValueError(
             f"cache: expected a page size that is a multiple of compression_stride={stride}, received {cache.page_size}; a page of compressed keys "
-            "holds those that begin in a page of keys."
+            "holds those that end in a page of keys."
         )
     expected = {
         "batch_shape": cache.batch_shape,

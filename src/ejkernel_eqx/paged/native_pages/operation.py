@@ -39,10 +39,11 @@ class PagedNativeSparseAttention(Kernel):
     [`ejkernel_eqx.NativeSparseAttention`][] says for a query there: compressed keys, chosen blocks of keys, and a window, each with a softmax of
     its own, summed under gates. Blocks and compressed keys start with the sequence.
 
-    Both caches have the same page table. Page $i$ of the second holds the $p / d$ compressed keys whose first tokens lie in page $i$ of the
-    first, in order: compressed key $c$, of the tokens $c\,d \le j < c\,d + l$, is at place $c \bmod p/d$ of page
-    $\text{page\_table}_{n, \lfloor c / (p/d) \rfloor}$. A query reads those of which all $l$ tokens are at or before it; the others need not be
-    written yet.
+    Both caches have the same page table. Page $i$ of the second holds the $p / d$ compressed keys whose last tokens lie in page $i$ of the
+    first, in order: compressed key $c$, of the tokens $c\,d \le j < c\,d + l$, has slot $s = c + l/d - 1$ of its sequence, which is place
+    $s \bmod p/d$ of page $\text{page\_table}_{n, \lfloor s / (p/d) \rfloor}$. The first $l/d - 1$ slots of a sequence are never read. A query
+    reads the compressed keys of which all $l$ tokens are at or before it; the others need not be written yet. So sequences may share pages
+    (`PageTable.fork`): whoever writes the last token of a compressed key owns the page of both.
 
     Keys and compressed keys without a page (-1) are not visible. A branch in which a query sees nothing adds 0, and tokens of no sequence
     return 0. Platforms: Triton (`"triton"`, `"triton-interpret"`), XLA (`"xla"`). For inference only: differentiating it raises

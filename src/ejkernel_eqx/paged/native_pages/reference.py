@@ -46,16 +46,16 @@ def _row(arrays: PagedNativeArrays, spec: PagedNativeSpec) -> dict[str, Array]:
                 AttentionSpec(own.scale),
             )
 
-        c = jnp.arange(table.size * arrays.compressed_k.shape[1])[None]
-        end = jnp.where(length < own.span, 0, (length - own.span) // own.stride + 1)
+        slot = jnp.arange(table.size * arrays.compressed_k.shape[1])[None]
+        first, end = spec.first_slot, length // own.stride
         found = {}
         found["compressed_out"], found["compressed_lse"], weights = attended(
-            arrays.compressed_k, arrays.compressed_v, c < end
+            arrays.compressed_k, arrays.compressed_v, (slot >= first) & (slot < end)
         )
         if arrays.indices is None:
             importance = weights.reshape(1, 1, kv_heads, heads // kv_heads, -1).sum(3)
-            start = jnp.zeros_like(place)
-            chosen = best_blocks(importance, place, start, start + end, most_blocks(arrays, spec), own)[0, 0]
+            start, end = jnp.full_like(place, first), jnp.zeros_like(place) + end
+            chosen = best_blocks(importance, place, start, end, most_blocks(arrays, spec), own)[0, 0]
         j = jnp.arange(table.size * arrays.k.shape[1])[None]
         picked = ((j[..., None] // own.block == chosen[:, None]) & (chosen[:, None] >= 0)).any(-1)
         found["selected_out"], found["selected_lse"], _ = attended(arrays.k, arrays.v, picked & (j < length))

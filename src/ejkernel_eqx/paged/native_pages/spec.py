@@ -1,7 +1,8 @@
 """A call of native sparse attention over pages after every layout, option and default has been resolved.
 
-Letters are those of `paged/spec.py`, and `n` for the blocks that a query chooses. Page `i` of the compressed keys holds the `p // stride` whose first
-token lies in page `i` of the keys.
+Letters are those of `paged/spec.py`, and `n` for the blocks that a query chooses. Page `i` of the compressed keys holds the `p // stride` whose last
+token lies in page `i` of the keys: compressed key `c` of a sequence is at slot `c + first_slot`. So only the sequence that writes a page of keys
+writes its compressed keys, and sequences may share the pages before.
 """
 
 import dataclasses
@@ -20,6 +21,12 @@ class PagedNativeSpec:
     sparse: NativeSpec
     max_query_len: int = 1
     """The maximum number of queries per sequence; queries beyond it are ignored."""
+
+    @property
+    def first_slot(self) -> int:
+        """The slot of a sequence's compressed key 0; those before are unused. A query with `n` keys up to its own sees the slots before
+        `n // stride`."""
+        return self.sparse.span // self.sparse.stride - 1
 
     @property
     def sliding(self) -> PagedSpec:

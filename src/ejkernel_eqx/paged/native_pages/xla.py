@@ -95,17 +95,19 @@ def _of_queries(calls: _Calls, queries: Queries) -> Named:
     """The results of all branches, `[n, Q, K, G, V]` and `[n, Q, K, G]`, and the blocks `[n, Q, K, blocks]`."""
     arrays, own = calls.arrays, calls.spec.sparse
     span = span_of(calls.main, queries)
-    last = (span.i + 1 - own.span) // own.stride  # the last compressed key that a query sees
+    last = (span.i + 1) // own.stride - 1  # the slot of the last compressed key that a query sees
+    start = jnp.full_like(last, calls.spec.first_slot)
+    # The weights of all blocks of slots are computed, those of the unused first slots too.
     seen = span_between(calls.compressed, queries, span.own, jnp.zeros_like(last), last)
+    seen = seen._replace(lowest=start)
     found = {}
     found["sliding_out"], found["sliding_lse"] = softmax(calls.main, queries, span)
     found["compressed_out"], lse = softmax(calls.compressed, queries, seen)
     found["compressed_lse"] = lse
     if arrays.indices is None:
         importance = _importance(calls.compressed, queries, seen, lse)
-        place, start = jnp.where(queries.real, span.i, -1), jnp.zeros_like(last)
-        end = jnp.maximum(last + 1, 0)
-        indices = best_blocks(importance, place, start, end, most_blocks(arrays, calls.spec), own)
+        place = jnp.where(queries.real, span.i, -1)
+        indices = best_blocks(importance, place, start, last + 1, most_blocks(arrays, calls.spec), own)
     else:
         token = arrays.q_start[queries.sequence][:, None] + queries.index
         indices = arrays.indices.at[token].get(mode="clip")
@@ -114,7 +116,7 @@ def _of_queries(calls: _Calls, queries: Queries) -> Named:
 
 
 def _importance(call: Call, queries: Queries, span: Span, lse: Array) -> Array:
-    """The weights of compressed keys, summed over the heads of a group, `[n, Q, K, C]`."""
+    """The weights of compressed keys by slot, summed over the heads of a group, `[n, Q, K, C]`."""
     table = call.arrays.page_table[queries.sequence]
     keys = table.shape[-1] * call.page_size
     room = -(-keys // call.block_k) * call.block_k

@@ -94,7 +94,8 @@ def _parts(problem: Problem) -> tuple[Problem, Problem]:
     arrays, spec = shapes_of(problem), spec_of(problem)
     name, tokens = "ragged_paged_attention", arrays.q.shape[-3]
     # Each query is a sequence.
-    each: Any = {n: result(tokens, dtype=jnp.int32) for n in ("q_start", "q_len", "kv_len")}
+    names = ("q_start", "q_len", "kv_len", *(("kv_start",) if spec.first_slot else ()))
+    each: Any = {n: result(tokens, dtype=jnp.int32) for n in names}
     each["page_table"] = result(tokens, arrays.page_table.shape[-1], dtype=jnp.int32)
     compressed = arrays.compressed._replace(**each)
     return pages_problem_of(name, compressed, _alone(spec)), pages_problem_of(name, arrays.main, spec.sliding)
@@ -113,8 +114,11 @@ def forward(
     # From here on without leading axes: the rows' tokens one after the other, each with a table of its own.
     main = alone(folded(arrays.main, spec.sliding, config.sliding, execute).arrays, spec.max_query_len)
     small = folded(arrays.compressed, spec.whole, config.compressed, execute).arrays
-    end = jnp.maximum((main.kv_len - own.span) // own.stride + 1, 0)
-    small = small._replace(page_table=main.page_table, q_start=main.q_start, q_len=main.q_len, kv_len=end)
+    end = main.kv_len // own.stride
+    start = jnp.full_like(end, spec.first_slot) if spec.first_slot else None
+    small = small._replace(
+        page_table=main.page_table, q_start=main.q_start, q_len=main.q_len, kv_len=end, kv_start=start
+    )
     results = pages.forward(_with_lead(small), _alone(spec), config.compressed, execute=execute)
     found |= _named("compressed", results)
     launch = _launcher(main, spec, config, execute)
@@ -176,16 +180,15 @@ def _choose(
     """The blocks of each query, `[T, K, n]`."""
     (tokens, _, _), (_, size, heads, _) = small.q.shape, small.k.shape
     keys = small.page_table.shape[1] * size
-    zeros = jnp.zeros((1, tokens), jnp.int32)
-    tables = {"start": zeros, "end": small.kv_len[None], "place": place[None], "base": zeros}
+    start, base = jnp.full((1, tokens), spec.first_slot, jnp.int32), jnp.zeros((1, tokens), jnp.int32)
+    tables = {"start": start, "end": small.kv_len[None], "place": place[None], "base": base}
     launch = launch.knowing({"k": small.k, "lse": lse.T * LOG2E} | tables, C=keys)
 
     def weights(chunk: int, count: int) -> Array:
         programs = cdiv(keys, tile.block_k) * heads * count
         outputs = {"importance": result(1, heads, count, keys)}
-        found = launch(
-            kernels.page_importance_kernel, tile, outputs, programs, PAGE=size, chunk=chunk, length=count
-        )
+        sizes = {"PAGE": size, "FIRST": spec.first_slot, "chunk": chunk, "length": count}
+        found = launch(kernels.page_importance_kernel, tile, outputs, programs, **sizes)
         return found["importance"]
 
     return chosen_by(weights, launch, (1, tokens, heads, keys, blocks), spec.sparse, 64)[0]
