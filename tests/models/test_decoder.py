@@ -136,6 +136,47 @@ def test_pages_and_slots_are_the_whole(name):
 
 
 @pytest.mark.slow
+@pytest.mark.parametrize("shared", [4, 5])
+def test_forks_of_sparse_attention(shared):
+    """A prompt served once, forked at a page's end and in a page; both rows as a call on the whole of each gives them."""
+    model, rows = model_of("sparse attention"), np.array(TOKENS)
+    rows[1, :shared] = rows[0, :shared]
+    cache = model.init_serving_cache(num_pages=8, page_size=4, num_slots=2)
+    cache = jax.tree.map(lambda x: jnp.full_like(x, jnp.nan), cache)
+    table, serve = (
+        ejx.PageTable(8, 4),
+        eqx.filter_jit(lambda tokens, cache, batch: model(tokens, cache, batch=batch)),
+    )
+    found = np.full((*rows.shape, model.config.vocab_size), np.nan, np.float32)
+    for work in (
+        [(0, shared)],
+        [(1, 2)],
+        [(0, 1)],
+        [(0, 1), (1, 1)],
+        [(1, rows.shape[1]), (0, rows.shape[1])],
+    ):
+        if work == [(1, 2)]:
+            table.fork(0, 1)
+            found[1, :shared] = found[0, :shared]
+        names = [n for n, _ in work]
+        done = [table.length(n) if n in table.sequences else 0 for n in names]
+        counts = [min(count, rows.shape[1] - before) for (_, count), before in zip(work, done)]
+        copies = [copy for n, count in zip(names, counts) for copy in table.allocate(n, count)]
+        cache = cache.copy_pages([c.source for c in copies], [c.target for c in copies])
+        batch = ejx.RaggedBatch.build(
+            counts, list(map(table.length, names)), table.rows(names), page_size=4, state_indices=names,
+            buckets=ejx.Buckets((8,), (2,), (3,), (8,)),
+        )  # fmt: skip
+        new, places = np.zeros(batch.num_tokens, np.int32), np.cumsum([0, *counts])
+        for n, before, count, at in zip(names, done, counts, places):
+            new[at : at + count] = rows[n, before : before + count]
+        logits, cache = serve(jnp.asarray(new), cache, batch)
+        for n, before, count, at in zip(names, done, counts, places):
+            found[n, before : before + count] = logits[at : at + count]
+    close(found, eqx.filter_jit(model)(jnp.asarray(rows)))
+
+
+@pytest.mark.slow
 @pytest.mark.parametrize("name", ["hybrid", "places"])
 def test_drafts_are_taken_back(name):
     """Four tokens in one step, of which one row keeps three and the other one; then as if only those had come."""

@@ -106,6 +106,43 @@ def make(case: Case, seed: int = 0) -> tuple[list[dict[str, Any]], dict[str, Any
     return dense, call
 
 
+def fork(case: Case, shared: int) -> tuple[list[dict[str, Any]], dict[str, Any]]:
+    """As `make`, of two sequences that begin with the same `shared` tokens, and so have the same pages of keys and of compressed keys for those that
+    the tokens fill. Every key and compressed key is written by the sequence whose page it is, the parent first."""
+    dense, call = make(case)
+    parts, whole = case.page // case.stride, shared // case.page
+    common = {"k": shared, "v": shared}
+    common |= dict.fromkeys(("compressed_k", "compressed_v"), max(0, (shared - case.span) // case.stride + 1))
+    for name, count in common.items():
+        dense[1][name] = jnp.concatenate([dense[0][name][:count], dense[1][name][count:]])
+    table = np.array(call["cache"].page_table)
+    own = table[1, :whole].copy()
+    table[1, :whole] = table[0, :whole]
+
+    def stored(x: jax.Array, name: str, page_size: int, first: int, kept: int) -> jax.Array:
+        """The pages with the child's tokens in its own pages, and NaN in those that it had for the others. Of its slots the first ones are in
+        the pages that it shares."""
+        pages = np.array(x.astype(jnp.float32))
+        pages[own] = np.nan
+        for slot, row in enumerate(np.asarray(dense[1][name].astype(jnp.float32)), first):
+            if slot >= kept:
+                pages[table[1, slot // page_size], slot % page_size] = row
+        return jnp.asarray(pages).astype(x.dtype)
+
+    # A key that the child adds must not lie in a page that it shares.
+    first = case.span // case.stride - 1
+    assert common["compressed_k"] + first >= whole * parts
+    cache, small = call["cache"], call["compressed"]
+    tokens, compressed = (case.page, 0, whole * case.page), (parts, first, whole * parts)
+    call["cache"] = ejx.PagedKVCache(
+        stored(cache.k, "k", *tokens), stored(cache.v, "v", *tokens), jnp.asarray(table), cache.lengths
+    )
+    call["compressed"] = ejx.PagedKVCache(
+        stored(small.k, "compressed_k", *compressed), stored(small.v, "compressed_v", *compressed)
+    )
+    return dense, call
+
+
 def run(op: ejx.PagedNativeSparseAttention, call: dict[str, Any]) -> tuple[np.ndarray, np.ndarray]:
     out, indices = quick(lambda call: op(**call, return_indices=True))(call)
     return np.asarray(out.astype(jnp.float32)), np.asarray(indices)
@@ -137,6 +174,33 @@ def test_agrees_with_numpy(platform, name):
     case = CASES[name]
     dense, call = make(case)
     out, indices = run(case.operation(platform), call)
+    assert_agree(case, dense, out, indices)
+    nobody = slice(case.starts[-1], None)
+    assert not out[nobody].any() and (indices[nobody] == -1).all()
+
+
+FORKED = {
+    "one stride before": Case(lengths=(37, 30), queries=(4, 3), block=8, span=4, stride=2),
+    "three pages": Case(lengths=(37, 30), queries=(1, 1), page=4, block=4, span=12, stride=4),
+}
+
+
+@pytest.mark.few(2)
+@pytest.mark.parametrize("platform", ["xla", INTERPRET])
+@pytest.mark.parametrize("shared", [16, 21])
+@pytest.mark.parametrize("name", FORKED)
+def test_shared_pages(name, shared, platform):
+    """Two sequences with the same first tokens in the same pages, at whose end or in which they part: each as without the other."""
+    if platform == INTERPRET:
+        pytest.importorskip("triton")
+    case = FORKED[name]
+    dense, call = fork(case, shared)
+    out, indices = run(case.operation(platform), call)
+    assert_agree(case, dense, out, indices)
+
+
+def assert_agree(case: Case, dense: list[dict[str, Any]], out: np.ndarray, indices: np.ndarray) -> None:
+    """Each sequence's results against numpy, for the blocks that were chosen, which are the best."""
     for n, rows, own in sequences(case):
         arrays = {key: x[None] for key, x in dense[n].items()}
         if not own.compressed():  # an axis must not be empty
@@ -149,8 +213,6 @@ def test_agrees_with_numpy(platform, name):
         expected = by_hand(own, arrays, indices[None, rows], np.zeros((1, own.T, case.H, case.V)))
         assert_close(out[None, rows], expected["out"], case.dtype, name=f"sequence {n}")
         assert_best(own, arrays, indices[None, rows], place, first)
-    nobody = slice(case.starts[-1], None)
-    assert not out[nobody].any() and (indices[nobody] == -1).all()
 
 
 @pytest.mark.slow

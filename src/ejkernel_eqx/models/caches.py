@@ -4,9 +4,9 @@ from typing import Any
 
 import equinox as eqx
 import jax
-from jax import Array
 from jax.typing import DTypeLike
 
+from .._shapes import Int, Numbers
 from ..nn import CacheState, MultiHeadAttention
 from ..nn.arguments import read_batch_shape
 from ..paged import RaggedBatch
@@ -65,14 +65,14 @@ class ServingCache(eqx.Module):
         """Bytes of all pages and states."""
         return sum(stack.nbytes for stack in self.stacks)
 
-    def copy_pages(self, source: Array, target: Array) -> "ServingCache":
+    def copy_pages(self, source: Int[Numbers, " C"], target: Int[Numbers, " C"]) -> "ServingCache":
         """As [`ejkernel_eqx.nn.CacheState`][]`.copy_pages`, in all layers."""
         return ServingCache(tuple(stack.copy_pages(source, target) for stack in self.stacks))
 
-    def copy_states(self, source: Array, target: Array) -> "ServingCache":
+    def copy_states(self, source: Int[Numbers, " C"], target: Int[Numbers, " C"]) -> "ServingCache":
         """As [`ejkernel_eqx.nn.CacheState`][]`.copy_states`, in all layers."""
         return ServingCache(tuple(stack.copy_states(source, target) for stack in self.stacks))
 
-    def accept(self, accepted: Array, batch: RaggedBatch) -> "ServingCache":
+    def accept(self, accepted: Int[Numbers, " N"], batch: RaggedBatch) -> "ServingCache":
         """As [`ejkernel_eqx.nn.CacheState`][]`.accept`, in all layers: of the tokens of a batch that were drafted, only the first are kept."""
         return ServingCache(tuple(stack.accept(accepted, batch) for stack in self.stacks))

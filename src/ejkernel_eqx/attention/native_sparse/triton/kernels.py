@@ -324,8 +324,8 @@ def page_importance_kernel(
     H: tl.constexpr, K: tl.constexpr, D: tl.constexpr, G: tl.constexpr, GP: tl.constexpr, BLOCK_D: tl.constexpr, SCALE: tl.constexpr,
     PRECISION: tl.constexpr, PAGE: tl.constexpr, FIRST: tl.constexpr, BLOCK_K: tl.constexpr,
 ):  # fmt: skip
-    """As `importance_kernel`, on pages of compressed keys, which lie in the slots from `FIRST` on. A program has one query, so that all keys are those
-    of its sequence."""
+    """As `importance_kernel`, on pages of compressed keys, which lie in the slots from `FIRST` on. A program has one query, so that all keys are
+    those of its sequence."""
     columns = tl.cdiv(C, BLOCK_K)
     pid = tl.program_id(0)
     first = pid % columns * BLOCK_K
