@@ -143,24 +143,16 @@ def test_forks_of_sparse_attention(shared):
     rows[1, :shared] = rows[0, :shared]
     cache = model.init_serving_cache(num_pages=8, page_size=4, num_slots=2)
     cache = jax.tree.map(lambda x: jnp.full_like(x, jnp.nan), cache)
-    table, serve = (
-        ejx.PageTable(8, 4),
-        eqx.filter_jit(lambda tokens, cache, batch: model(tokens, cache, batch=batch)),
-    )
+    serve = eqx.filter_jit(lambda tokens, cache, batch: model(tokens, cache, batch=batch))
+    table, length = ejx.PageTable(8, 4), rows.shape[1]
     found = np.full((*rows.shape, model.config.vocab_size), np.nan, np.float32)
-    for work in (
-        [(0, shared)],
-        [(1, 2)],
-        [(0, 1)],
-        [(0, 1), (1, 1)],
-        [(1, rows.shape[1]), (0, rows.shape[1])],
-    ):
+    for work in ([(0, shared)], [(1, 2)], [(0, 1)], [(0, 1), (1, 1)], [(1, length), (0, length)]):
         if work == [(1, 2)]:
             table.fork(0, 1)
             found[1, :shared] = found[0, :shared]
         names = [n for n, _ in work]
         done = [table.length(n) if n in table.sequences else 0 for n in names]
-        counts = [min(count, rows.shape[1] - before) for (_, count), before in zip(work, done)]
+        counts = [min(count, length - before) for (_, count), before in zip(work, done)]
         copies = [copy for n, count in zip(names, counts) for copy in table.allocate(n, count)]
         cache = cache.copy_pages([c.source for c in copies], [c.target for c in copies])
         batch = ejx.RaggedBatch.build(
