@@ -322,10 +322,10 @@ def page_importance_kernel(
     q_ptr, k_ptr, table_ptr, lse_ptr, end_ptr,  # [T, H, D], [P, PAGE, K, D], [T, M], [H, T] of log2, [T]
     T, M, P, C, chunk, length, importance_ptr,  # [K, length, C]
     H: tl.constexpr, K: tl.constexpr, D: tl.constexpr, G: tl.constexpr, GP: tl.constexpr, BLOCK_D: tl.constexpr, SCALE: tl.constexpr,
-    PRECISION: tl.constexpr, PAGE: tl.constexpr, FIRST: tl.constexpr, BLOCK_K: tl.constexpr,
+    PRECISION: tl.constexpr, PAGE: tl.constexpr, BLOCK_K: tl.constexpr,
 ):  # fmt: skip
-    """As `importance_kernel`, on pages of compressed keys, which lie in the slots from `FIRST` on. A program has one query, so that all keys are
-    those of its sequence."""
+    """As `importance_kernel`, on pages of compressed keys. A program has one query, so that all keys are those of its sequence. What is stored for
+    the unused first slots of a sequence, which may hold NaN, is read by none: the choice begins at `start`."""
     columns = tl.cdiv(C, BLOCK_K)
     pid = tl.program_id(0)
     first = pid % columns * BLOCK_K
@@ -334,8 +334,8 @@ def page_importance_kernel(
     t = chunk + own
     end = tl.load(end_ptr + t)
     if first < end:
-        c = first + tl.arange(0, BLOCK_K)  # [BK], slots
-        r, seen = page_rows(table_ptr + t * M, c, (c >= FIRST) & (c < end), M, P, PAGE)
+        c = first + tl.arange(0, BLOCK_K)  # [BK]
+        r, seen = page_rows(table_ptr + t * M, c, c < end, M, P, PAGE)
         k = rows_where(k_ptr + kv * D, r, seen, K * D, D, BLOCK_D)  # [BK, BLOCK_D]
         heads = tl.arange(0, GP)  # [GP]
         safe = kv * G + tl.minimum(heads, G - 1)

@@ -187,8 +187,9 @@ def _choose(
     def weights(chunk: int, count: int) -> Array:
         programs = cdiv(keys, tile.block_k) * heads * count
         outputs = {"importance": result(1, heads, count, keys)}
-        sizes = {"PAGE": size, "FIRST": spec.first_slot, "chunk": chunk, "length": count}
-        found = launch(kernels.page_importance_kernel, tile, outputs, programs, **sizes)
+        found = launch(
+            kernels.page_importance_kernel, tile, outputs, programs, PAGE=size, chunk=chunk, length=count
+        )
         return found["importance"]
 
     return chosen_by(weights, launch, (1, tokens, heads, keys, blocks), spec.sparse, 64)[0]
