@@ -40,7 +40,7 @@ OPTIONS: dict[str, Any] = dict(cap=2.0, sinks=True, slopes=True)
 
 def config_of(*sizes: int) -> TritonConfig:
     tile = PagedTile(*sizes, num_warps=4, num_stages=1)
-    return TritonConfig(tile, tile, fast_tanh=False, float32_dot="ieee")
+    return TritonConfig(tile, tile, fast_tanh=False, fast_bytes=False, float32_dot="ieee")
 
 
 def attend(
