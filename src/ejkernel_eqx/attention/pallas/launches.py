@@ -18,9 +18,11 @@ from ..spec import AttentionArrays, AttentionSpec
 from . import backward_kernels, forward_kernel
 from .operands import (
     by_head,
+    divided,
     entry_of,
     form_of,
     head_of,
+    modulo,
     of_call,
     of_contents,
     of_map,
@@ -146,12 +148,12 @@ def bias_gradient(
     def locate(scalars: Any, *ids: Any) -> tuple[Place, None]:
         rest, parts = ids[4], []
         for size in reversed(sums):
-            parts.append(rest % size)
-            rest = rest // size
+            parts.append(modulo(rest, size))
+            rest = divided(rest, size)
         reader, h, i, j = reversed(parts)
-        row = reader // run * (run * rows_of_bias) + ids[0] * run + reader % run
+        row = divided(reader, run) * (run * rows_of_bias) + ids[0] * run + modulo(reader, run)
         head = ids[1] + h
-        return Place(row, head, head // group, ids[2] + i, ids[3] + j, 0, ids), None
+        return Place(row, head, divided(head, group), ids[2] + i, ids[3] + j, 0, ids), None
 
     def body(refs: Any, scalars: Any, place: Place, entry: None) -> None:
         head, has = head_of(form, scalars, place.batch * heads + place.head), (sides[0] > 1, sides[1] > 1)
@@ -194,7 +196,7 @@ class _Call(NamedTuple):
 
         def locate(scalars: Any, b: Any, h: Any, step: Any) -> tuple[Place, Entry]:
             entry, content = entry_of(steps, scalars, b * heads + h, step)
-            return Place(b, h, h // group, entry.own, entry.other, content), entry
+            return Place(b, h, divided(h, group), entry.own, entry.other, content), entry
 
         inputs = _inputs(arrays, spec, form, contents)
         return cls(form, (batch, heads, steps.count), (0, 1), locate, inputs, scalars_of(arrays, steps))

@@ -15,6 +15,9 @@ from .steps import Entry, Steps, unpacked
 from .tile import Form, Head, LANES
 
 
+_NOBODY = -(2**31)  # the segment of queries that are padding; that of such keys is another
+
+
 class Place(NamedTuple):
     """Where a step is: its batch row, head, key head, and its tiles of queries and keys."""
 
@@ -36,6 +39,16 @@ class Operand(NamedTuple):
 
 
 Operands = dict[str, Operand]
+
+
+def divided(x: Any, by: int) -> Any:
+    """Of a number that is not negative, which takes one operation, not the six of `//`."""
+    return x if by == 1 else jax.lax.div(x, jnp.int32(by))
+
+
+def modulo(x: Any, by: int) -> Any:
+    """As `divided`."""
+    return jnp.int32(0) if by == 1 else jax.lax.rem(x, jnp.int32(by))
 
 
 def padded(x: Array, axis: int, block: int, value: Any = 0) -> Array:
@@ -82,9 +95,10 @@ def _query_rows(arrays: AttentionArrays, form: Form) -> Operand:
     """Ranges, positions and segments of queries side by side, in rows or in columns."""
     length = arrays.q.shape[1]
     rows = (None, None, None) if arrays.rows is None else arrays.rows
-    known = [*rows, arrays.q_segments]
+    hidden = None if arrays.q_segments is None else jnp.where(arrays.q_segments < 0, _NOBODY, arrays.q_segments)
+    known = [*rows, hidden]
     batch = max(1 if x is None else x.shape[0] for x in known)
-    fill = (0, 0, 0, -1)
+    fill = (0, 0, 0, _NOBODY)
     each = [
         jnp.broadcast_to(jnp.asarray(value if x is None else x, jnp.int32), (batch, length))
         for x, value in zip(known, fill, strict=True)
@@ -98,7 +112,8 @@ def _query_rows(arrays: AttentionArrays, form: Form) -> Operand:
 
 
 def _key_segments(ids: Array, form: Form) -> Operand:
-    ids, row = padded(ids.astype(jnp.int32), 1, form.block_k, -1), _row(ids.shape[0])
+    ids = jnp.where(ids < 0, -1, ids).astype(jnp.int32)
+    ids, row = padded(ids, 1, form.block_k, -1), _row(ids.shape[0])
     if form.by_key:
         columns = jnp.broadcast_to(ids[:, :, None], (*ids.shape, LANES))
         return Operand(columns, (None, form.block_k, LANES), lambda p: (row(p), p.k_tile, 0))
@@ -117,7 +132,7 @@ def over_scores(x: Array, run: int, batch: int, form: Form) -> Operand:
     block = (form.block_q if queries > 1 else 1, form.block_k if keys > 1 else 1)
 
     def at(p: Place) -> tuple[Any, ...]:
-        row = 0 if rows == 1 else p.batch if rows == batch else p.batch // run % rows
+        row = 0 if rows == 1 else p.batch if rows == batch else modulo(divided(p.batch, run), rows)
         tile = (p.q_tile if queries > 1 else 0, p.k_tile if keys > 1 else 0)
         return (row, p.head if heads > 1 else 0, *(tile[::-1] if form.by_key else tile))
 

@@ -5,6 +5,7 @@ that broadcasts to the tile. Scores are kept in units of log2.
 """
 
 import dataclasses
+import functools
 from typing import Any, NamedTuple
 
 import jax
@@ -96,10 +97,13 @@ def upright(row: Array, columns: int = LANES) -> Array:
 
 
 def positions(form: Form, q_tile: Any, k_tile: Any) -> tuple[Array, Array]:
-    """The numbers of queries and keys, of the tile's shape."""
-    i = jax.lax.broadcasted_iota(jnp.int32, form.shape, form.query_axis) + q_tile * form.block_q
-    j = jax.lax.broadcasted_iota(jnp.int32, form.shape, 1 - form.query_axis) + k_tile * form.block_k
-    return i, j
+    """The numbers of queries and keys. Those that vary by row of the tile are computed for the lanes of one register and repeated, those that vary
+    by column are one row."""
+    (rows, columns), first = form.shape, (q_tile * form.block_q, k_tile * form.block_k)
+    down = jax.lax.broadcasted_iota(jnp.int32, (rows, LANES), 0) + first[form.query_axis]
+    along = jax.lax.broadcasted_iota(jnp.int32, (1, columns), 1) + first[1 - form.query_axis]
+    down = wide(down, columns)
+    return (along, down) if form.by_key else (down, along)
 
 
 def query_number(form: Form, refs: Any, name: str) -> Array:
@@ -136,39 +140,43 @@ def distance(form: Form, refs: Any, q_tile: Any, k_tile: Any) -> Array:
 def visible(form: Form, refs: Any, q_tile: Any, k_tile: Any) -> Array:
     """Which entries of the tile are visible; keys past the end are not, queries past the end may be."""
     i, j = positions(form, q_tile, k_tile)
+    conditions = []
     if form.rows:
-        seen = (j >= query_number(form, refs, "start")) & (j < query_number(form, refs, "end"))
+        conditions += [j >= query_number(form, refs, "start"), j < query_number(form, refs, "end")]
     else:
-        seen = j < form.keys
+        if form.keys % form.block_k:
+            conditions.append(j < form.keys)
         if form.right is not None:
-            seen = seen & (j - i <= form.offset + form.right)
+            conditions.append(j <= i + (form.offset + form.right))
         if form.left is not None:
-            seen = seen & (j - i >= form.offset - form.left)
+            conditions.append(j >= i + (form.offset - form.left))
     if form.segments:
+        # Hidden queries have a number that no key has.
         ours = query_number(form, refs, "segment")
         theirs = refs.key_segments[:, :1] if form.by_key else refs.key_segments[:1, :]
-        seen = seen & (ours == theirs) & (ours >= 0)
+        conditions.append(ours == theirs)
     if form.mask:
-        seen = seen & (refs.mask[...].astype(jnp.int32) != 0)
+        conditions.append(refs.mask[...].astype(jnp.int32) != 0)
     if form.bits:
-        seen = seen & (refs.bits[...].astype(jnp.int32) != 0)
+        conditions.append(refs.bits[...].astype(jnp.int32) != 0)
     if form.blocks is not None:
-        seen = seen & _of_map(form, refs, i, j, q_tile, k_tile)
-    return seen
+        conditions.append(_of_map(form, refs, q_tile, k_tile))
+    seen = functools.reduce(jnp.logical_and, conditions)
+    return jnp.broadcast_to(seen, form.shape)
 
 
-def _of_map(form: Form, refs: Any, i: Array, j: Array, q_tile: Any, k_tile: Any) -> Array:
+def _of_map(form: Form, refs: Any, q_tile: Any, k_tile: Any) -> Array:
     """The tile's part of a map of blocks, spread over its entries by two products with zeros and ones."""
     assert form.blocks is not None
     part = refs.map[...]  # blocks of this tile's rows by those of its columns
     axes = (form.query_axis, 1 - form.query_axis)
     sizes = [(form.block_q, form.blocks[0], q_tile), (form.block_k, form.blocks[1], k_tile)]
     (rows, row_block, row_tile), (columns, column_block, column_tile) = (sizes[axis] for axis in axes)
-    first = row_tile * rows // row_block
+    first = jax.lax.div(row_tile * rows, jnp.int32(row_block))
     own = jax.lax.broadcasted_iota(jnp.int32, (rows, part.shape[0]), 0) + row_tile * rows
     at = jax.lax.broadcasted_iota(jnp.int32, (rows, part.shape[0]), 1) + first
     up = ((own >= at * row_block) & (own < (at + 1) * row_block)).astype(part.dtype)
-    first = column_tile * columns // column_block
+    first = jax.lax.div(column_tile * columns, jnp.int32(column_block))
     own = jax.lax.broadcasted_iota(jnp.int32, (part.shape[1], columns), 1) + column_tile * columns
     at = jax.lax.broadcasted_iota(jnp.int32, (part.shape[1], columns), 0) + first
     along = ((own >= at * column_block) & (own < (at + 1) * column_block)).astype(part.dtype)
@@ -180,7 +188,8 @@ def _of_map(form: Form, refs: Any, i: Array, j: Array, q_tile: Any, k_tile: Any)
 def keep(form: Form, refs: Any, head: Head, q_tile: Any, k_tile: Any) -> Array:
     """Which entries survive dropout, as `philox.philox_keep` says."""
     i, j = positions(form, q_tile, k_tile)
-    position = query_number(form, refs, "position") + jnp.zeros_like(i) if form.rows else i + form.offset
+    position = query_number(form, refs, "position") if form.rows else i + form.offset
+    position, j = jnp.broadcast_to(position, form.shape), jnp.broadcast_to(j, form.shape)
     if form.seed_words == 3:
         position, j = position + head.seeds[2], j + head.seeds[2]
     unsigned = lambda x: jax.lax.bitcast_convert_type(x, jnp.uint32)
