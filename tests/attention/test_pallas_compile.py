@@ -69,9 +69,8 @@ def test_lowers(flags, dims):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("dtype", ["bfloat16", "float32"])
-def test_every_candidate_lowers(dtype):
-    arrays, spec = call_of("off", 4096, 128, 128, dtype)
+def test_every_candidate_lowers():
+    arrays, spec = call_of("off", 4096, 128, 128)
     problem = problem_of("flash_attention", arrays, spec)
     configs = {config for facts in FACTS.values() for config in compiled.candidates(problem, facts)}
     assert len(configs) > 5
@@ -83,13 +82,12 @@ def test_every_candidate_lowers(dtype):
 @pytest.mark.parametrize("flags, dims", [("off", (128, 128)), ("on", (80, 80))], ids=("off", "on"))
 @pytest.mark.parametrize("generation", GENERATIONS)
 def test_defaults_compile(generation, flags, dims):
-    arrays, spec = call_of(flags, 1024 if flags == "off" else 256, *dims)
+    arrays, spec = call_of(flags, 1024 if flags == "off" else 128, *dims)
     compile_ahead(generation, functools.partial(both, spec, default_of(generation, (arrays, spec))), arrays)
 
 
 @needs_libtpu
-@pytest.mark.parametrize("dims", [(64, 64), (192, 128), (256, 256)], ids=str)
-@pytest.mark.parametrize("dtype", ["bfloat16", "float32"])
+@pytest.mark.parametrize("dims, dtype", [((64, 64), "bfloat16"), ((256, 256), "float32")], ids=str)
 def test_head_dims_compile_where_memory_is_scarce(dims, dtype):
     arrays, spec = call_of("off", 1024, *dims, dtype)
     compile_ahead("v4", functools.partial(both, spec, default_of("v4", (arrays, spec))), arrays)
