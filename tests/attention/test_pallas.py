@@ -68,7 +68,7 @@ def test_everything_at_once():
     check(dataclasses.replace(fitted(EVERYTHING), T=140, S=200, offset=60))
 
 
-@pytest.mark.few(1)
+@pytest.mark.slow
 @pytest.mark.parametrize("case", EMPTY, ids=lambda case: case.name)
 def test_empty(case):
     check(dataclasses.replace(case, H=2, K=1, D=16, V=16))
@@ -101,6 +101,7 @@ def test_head_dims(dims):
 # Steps
 
 
+@pytest.mark.few(2)
 @pytest.mark.parametrize("by_key", [False, True])
 @pytest.mark.parametrize("kind", ["causal", "ranges", "map"])
 def test_steps_are_the_visible_tiles(kind, by_key):
@@ -146,8 +147,9 @@ def test_steps_are_the_visible_tiles(kind, by_key):
 # Operations
 
 
+@pytest.mark.slow
 def test_flash_attention_interpreted():
-    """Through the operation, with `vmap`, and the choice in the program."""
+    """Through the operation, with `vmap`."""
     key = jax.random.key(0)
     q, k, v = (jax.random.normal(n, (2, 3, 40, 2, 16)) for n in jax.random.split(key, 3))
     ours = ejx.FlashAttention(causal=True, platform="pallas-interpret")
@@ -169,7 +171,7 @@ def blocks_of(case: str) -> tuple[Any, dict[str, Any]]:
     return None, {"block_map": jnp.asarray(rng.random(shape) < 0.5), "block_size": size}
 
 
-@pytest.mark.few(1)
+@pytest.mark.slow
 @pytest.mark.parametrize("case", ["whole", "crossed", "heads", "pattern"])
 def test_block_sparse_attention_interpreted(case):
     mask, more = blocks_of(case)

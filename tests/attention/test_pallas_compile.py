@@ -54,7 +54,7 @@ def default_of(generation: str, call: Call) -> PallasConfig:
     return compiled.default_config(problem_of("flash_attention", *call), FACTS[generation])
 
 
-@pytest.mark.few(2)
+@pytest.mark.few(1)
 @pytest.mark.parametrize("flags", FLAGS)
 @pytest.mark.parametrize("dims", [(64, 64), (80, 80), (192, 128), (256, 256)], ids=str)
 def test_lowers(flags, dims):
@@ -94,7 +94,7 @@ def test_head_dims_compile_where_memory_is_scarce(dims, dtype):
 
 
 def test_vmem_decides_tiles():
-    """The estimate covers what is launched, and a device with less memory gets smaller tiles."""
+    """A device with less memory gets smaller tiles."""
     call = call_of("off", 4096, 256, 256, "float32")
     problem = problem_of("flash_attention", *call)
     small, large = (compiled.default_config(problem, FACTS[name]) for name in ("v4", "v5e"))
@@ -105,16 +105,20 @@ def test_vmem_decides_tiles():
     huge = TileConfig(4096, 4096)
     reason = compiled.config_unsupported(PallasConfig(huge, huge, huge), problem, FACTS["v4"])
     assert "forward with 4096x4096 tiles takes about" in str(reason)
-    for flags in FLAGS:
-        call = call_of(flags, 1024)
-        problem, config = problem_of("flash_attention", *call), default_of("v5e", call)
-        for name, (launch, shapes) in launches_of(functools.partial(both, call[1], config), call[0]).items():
-            kernel = name.removeprefix("attention.")
-            if kernel in tile_sizes.KERNELS:
-                tile = getattr(config, kernel)
-                dtypes = [x.dtype for x in shapes[launch.scalars :]]
-                estimate = tile_sizes.vmem(kernel, problem, (tile.block_q, tile.block_k))
-                assert launch.vmem(dtypes) <= 1.1 * estimate, (flags, kernel)
+
+
+@pytest.mark.few(1)
+@pytest.mark.parametrize("flags", FLAGS)
+def test_the_estimate_of_vmem_covers_what_is_launched(flags):
+    call = call_of(flags)
+    problem, config = problem_of("flash_attention", *call), default_of("v5e", call)
+    for name, (launch, shapes) in launches_of(functools.partial(both, call[1], config), call[0]).items():
+        kernel = name.removeprefix("attention.")
+        if kernel in tile_sizes.KERNELS:
+            tile = getattr(config, kernel)
+            dtypes = [x.dtype for x in shapes[launch.scalars :]]
+            estimate = tile_sizes.vmem(kernel, problem, (tile.block_q, tile.block_k))
+            assert launch.vmem(dtypes) <= 1.1 * estimate, kernel
 
 
 def test_long_lists_of_steps_are_refused():
