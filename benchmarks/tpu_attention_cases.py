@@ -63,13 +63,14 @@ def _kernels(generation: str, dim: int, values: int, dtype: Any, peer: bool = Tr
         streamed = tile.block_q if kernel == "key_gradient" else tile.block_k
         found.append(
             Case(
-                f"{kernel} {name} {tile.block_q}x{tile.block_k}",
+                f"{kernel} {name}",
                 "512x512 scores",
                 Program(ours[direction], given[direction], f"attention.{kernel}", units, others=_PARTLY),
                 Program(theirs[direction], (shape,) * 3, _SPLASH[kernel], units) if peer else None,
                 "splash",
                 2.0 * _UNIT * flops,
                 streamed * (dim + values) * size / units,
+                f"{tile.block_q}x{tile.block_k}",
             )
         )
     return found
