@@ -14,9 +14,9 @@ from ...launch.pallas import Execute, TpuLaunch
 from ...launch.sizes import cdiv, padded
 from ..spec import GroupedSpec
 from . import products_kernel, right_kernel
-from .products_kernel import Form, INPUTS, SCRATCH
+from .products_kernel import CHUNK, Form, INPUTS, SCRATCH
 from .right_kernel import RightForm
-from .tile_sizes import TpuTile
+from .tile_sizes import right_values, TpuTile, values
 from .visits import group_visits, row_visits, Visits
 
 
@@ -63,7 +63,7 @@ def products(label: str, work: Products, groups: Groups, tile: TpuTile, execute:
     m, n, k = _within(tile, total, work.columns, inner)
     across, down = cdiv(work.columns, n), cdiv(inner, k)
     visits, count = row_visits(groups.sizes, groups.rows, m, groups.mapped)
-    scratch = [name for name in SCRATCH[: 1 + (_is_gated(given))] if down > 1]
+    scratch = SCRATCH[: 1 + _is_gated(given)] if down > 1 or k > CHUNK else ()
     form = Form((*given, *work.outputs, *scratch), work.spec, work.operand, work.transposed, m, k, inner)
     at = _Places(work.shift // n, work.transposed)
     shapes = {"x": (m, k), "y": (m, k), "w": (n, k) if work.transposed else (k, n)}
@@ -77,6 +77,7 @@ def products(label: str, work: Products, groups: Groups, tile: TpuTile, execute:
     # One row of each group is a block of its own.
     flat = [x[:, None] if x.ndim == 2 and name not in ("x", "y") else x for name, x in given.items()]
     results = [jax.ShapeDtypeStruct((total, work.columns), dtype) for dtype in work.outputs.values()]
+    itemsizes = (given[name].dtype.itemsize for name in ("x", "w"))
     launch = TpuLaunch(
         kernel=functools.partial(products_kernel.kernel, form),
         name=f"matmul.{label}",
@@ -87,7 +88,7 @@ def products(label: str, work: Products, groups: Groups, tile: TpuTile, execute:
         outputs=results,
         scratch=[pltpu.VMEM((m, n), jnp.float32)] * len(scratch),
         parallel=(0,),
-        temporaries=_temporaries(given, form, m, n, k),
+        temporaries=values(m, n, k, 1 + _is_gated(given), 1 + ("y" in given), *itemsizes),
         flops=2 * total * work.columns * inner * (2 if "u" in given else 1),
         bytes_accessed=_bytes([*flat, *results]),
     )
@@ -129,7 +130,7 @@ def right_gradient(
         outputs=[result],
         scratch=[pltpu.VMEM(block, jnp.float32)],
         parallel=(0, 1),
-        temporaries=4 * (k * n + m * (k + n)),
+        temporaries=right_values(m, n, k),
         flops=2 * total * width * inner,
         bytes_accessed=_bytes([x, dz, result]),
     )
@@ -181,15 +182,6 @@ def _within(tile: TpuTile, rows: int, columns: int, inner: int) -> tuple[int, in
 def _is_gated(given: dict[str, Array]) -> bool:
     """Whether a step has two products that are kept apart."""
     return "u" in given and "y" not in given
-
-
-def _temporaries(given: dict[str, Array], form: Form, m: int, n: int, k: int) -> int:
-    """The bytes of products before they are written, and of right sides that are converted."""
-    converted = 0
-    if given["w"].dtype.itemsize < given["x"].dtype.itemsize:
-        converted = k * n * (4 + given["x"].dtype.itemsize)
-    sides = 2 if "u" in given else 1
-    return sides * (m * n * 4 + converted) + m * n * 4
 
 
 def _bytes(arrays: Any) -> int:

@@ -6,7 +6,7 @@ from collections.abc import Callable
 from typing import Any
 
 import jax.numpy as jnp
-from jax import Array
+from jax import Array, lax
 from jax.experimental import pallas as pl
 
 from ..epilogue import finished
@@ -17,6 +17,8 @@ from .visits import REAL
 INPUTS = ("x", "y", "w", "u", "row_scale", "other_row_scale", "scale", "up_scale", "bias", "up_bias")
 OUTPUTS = ("out", "gate", "up_z")
 SCRATCH = ("total", "other")
+CHUNK = 512
+"""Of the contracted axis at once. A longer block is a loop, as the compiler writes out every product of a tile."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -40,6 +42,11 @@ class Form:
     def steps(self) -> int:
         return -(-self.inner // self.block_k)
 
+    @property
+    def loops(self) -> int:
+        """The chunks of a block before its last one."""
+        return max(0, -(-self.block_k // CHUNK) - 1)
+
 
 def kernel(form: Form, tile: Any, matrix: Any, begin: Any, end: Any, kind: Any, *refs: Any) -> None:
     """`out = act(z)`, or `act(gate) (up + shift)`, or the sum of two products; 0 past the last group."""
@@ -48,27 +55,31 @@ def kernel(form: Form, tile: Any, matrix: Any, begin: Any, end: Any, kind: Any, 
     first = tile[visit] * form.block_m
     store = functools.partial(_store, first, begin[visit], end[visit])
     is_real, is_last = kind[visit] & REAL != 0, step == form.steps - 1
+    totals = [ref[name] for name in SCRATCH if name in ref]
 
     def turn(masked: bool) -> None:
-        z, other = _products(form, ref, masked)
+        def add(place: Any, carry: None) -> None:
+            for total, z in zip(totals, _products(form, ref, place * CHUNK, CHUNK, masked), strict=True):
+                total[...] += z
+
+        if totals:
+
+            @pl.when(step == 0)
+            def _() -> None:
+                for total in totals:
+                    total[...] = jnp.zeros_like(total)
+
+        done = form.loops * CHUNK
+        if form.loops:
+            lax.fori_loop(0, form.loops, add, None)
+        products = _products(form, ref, done, form.block_k - done, masked)
         if form.steps == 1:
-            _finish(form, ref, store, z, other)
+            sums = [total[...] + z for total, z in zip(totals, products, strict=True)] if totals else products
+            _finish(form, ref, store, *sums)
             return
-        totals = [(ref[name], x) for name, x in zip(SCRATCH, (z, other)) if x is not None]
-
-        @pl.when(step == 0)
-        def _() -> None:
-            for total, x in totals:
-                total[...] = x
-
-        @pl.when(step > 0)
-        def _() -> None:
-            for total, x in totals:
-                total[...] += x
-
-        @pl.when(is_last)
-        def _() -> None:
-            _finish(form, ref, store, ref["total"][...], None if other is None else ref["other"][...])
+        for total, z in zip(totals, products, strict=True):
+            total[...] += z
+        pl.when(is_last)(lambda: _finish(form, ref, store, *(total[...] for total in totals)))
 
     if form.inner % form.block_k == 0:
         pl.when(is_real)(lambda: turn(False))
@@ -83,31 +94,34 @@ def kernel(form: Form, tile: Any, matrix: Any, begin: Any, end: Any, kind: Any, 
                 store(ref[name], jnp.zeros(ref[name].shape, jnp.float32))
 
 
-def _products(form: Form, ref: dict[str, Any], masked: bool) -> tuple[Array, Array | None]:
-    """`x w` and, with a gate, `x u`; with `y` the sum of both products. `masked`: only some of the contracted axis exists."""
-    left = form.inner % form.block_k if masked else None
+def _products(form: Form, ref: dict[str, Any], start: Any, size: int, masked: bool) -> list[Array]:
+    """Over `size` of the contracted axis: `x w` and, with a gate, `x u`; with `y` the sum of both products. `masked`: only some of it exists."""
+    left = form.inner % form.block_k - start if masked else None
+    part = pl.ds(start if isinstance(start, int) else pl.multiple_of(start, CHUNK), size)
     operand = functools.partial(inside, length=left, dtype=form.operand)
-    rows = 1 if form.transposed else 0
 
     def side(name: str, scale: str) -> Array:
         """A left side, with the scales of the rows of its right side."""
-        x = ref[name][...]
+        x = ref[name][:, part]
         if scale in ref:
-            x = x.astype(jnp.float32) * ref[scale][...]
+            x = x.astype(jnp.float32) * ref[scale][:, part]
         return operand(x, axis=1)
 
+    def matrix(name: str) -> Array:
+        w = ref[name]
+        return operand(w[:, part], axis=1) if form.transposed else operand(w[part, :], axis=0)
+
     x = side("x", "row_scale")
-    z = dot(x, operand(ref["w"][...], axis=rows), form.transposed)
+    z = dot(x, matrix("w"), form.transposed)
     if "u" not in ref:
-        return z, None
-    u = operand(ref["u"][...], axis=rows)
+        return [z]
     if "y" not in ref:
-        return z, dot(x, u, form.transposed)
-    return z + dot(side("y", "other_row_scale"), u, form.transposed), None
+        return [z, dot(x, matrix("u"), form.transposed)]
+    return [z + dot(side("y", "other_row_scale"), matrix("u"), form.transposed)]
 
 
 def _finish(
-    form: Form, ref: dict[str, Any], store: Callable[[Any, Array], None], z: Array, other: Array | None
+    form: Form, ref: dict[str, Any], store: Callable[[Any, Array], None], z: Array, other: Array | None = None
 ) -> None:
     z = _scaled(ref, z, "scale", "bias")
     other = None if other is None else _scaled(ref, other, "up_scale", "up_bias")

@@ -37,7 +37,7 @@ def row_visits(sizes: Array, rows: int, block: int, mapped: bool) -> tuple[Visit
     is_real = place % (count + 1) < count
     # Of rows past the last group: the matrix before theirs, which costs no load.
     known = lax.cummax(jnp.where(is_real & (size > 0), place, 0))
-    matrix = known // (count + 1) * count * mapped + known % (count + 1)
+    matrix = known % (count + 1) + (known // (count + 1) * count if mapped else 0)
     ends = jnp.cumsum(size, dtype=jnp.int32)
     return _visits(ends - size, ends, matrix, is_real, block, batch * rows, 0)
 
