@@ -78,9 +78,7 @@ def _every_head(row: Array, arrays: AttentionArrays) -> Array:
     return jnp.broadcast_to(row, (arrays.q.shape[0], arrays.q.shape[2]))
 
 
-def kinds_of(
-    arrays: AttentionArrays, spec: AttentionSpec, shape: Shape
-) -> tuple[Array, Array, Array | None]:
+def kinds_of(arrays: AttentionArrays, spec: AttentionSpec, shape: Shape) -> tuple[Array, Array, Array | None]:
     """Kinds and the numbers of bits of all tiles, `[B or 1, H or 1, query tiles, key tiles]`, and the bits."""
     touched, whole = overlap(arrays, spec, shape.block_q, shape.block_k)
     kinds = jnp.where(whole, FULL, jnp.where(touched, PARTIAL, NONE)).astype(jnp.int8)[:, None]

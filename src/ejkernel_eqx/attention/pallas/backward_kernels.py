@@ -22,7 +22,13 @@ class Weights(NamedTuple):
 
 
 def _weights(
-    form: Form, refs: Any, tiles: tuple[Any, Any], head: Head, factors: tuple[Array, ...], rows: tuple[Array, Array], masked: bool
+    form: Form,
+    refs: Any,
+    tiles: tuple[Any, Any],
+    head: Head,
+    factors: tuple[Array, ...],
+    rows: tuple[Array, Array],
+    masked: bool,
 ) -> Weights:
     """`tiles`: those of queries and keys. `factors`: two of the scores and two of the weights' gradient. `rows`: lse in log2 units, infinite where
     nothing is seen, and delta."""

@@ -48,12 +48,16 @@ def unsupported(problem: Problem, device: DeviceFacts) -> str | None:
         return "takes a score_mod only if it is cap * tanh(score / cap) + slope[head] * (key - query), or one of the two"
     if max(problem.dim("D"), problem.dim("V")) > MAX_HEAD_DIM:
         return f"takes head dims up to {MAX_HEAD_DIM}, not D {problem.dim('D')} and V {problem.dim('V')}"
-    return tile_sizes.tile_unsupported("forward", problem, tile_sizes.fitting("forward", problem, device)[0], device)
+    return tile_sizes.tile_unsupported(
+        "forward", problem, tile_sizes.fitting("forward", problem, device)[0], device
+    )
 
 
 def default_config(problem: Problem, device: DeviceFacts) -> PallasConfig:
     """The first preferred tile of each kernel that fits the device's vector memory."""
-    return PallasConfig(*(TileConfig(*tile_sizes.fitting(kernel, problem, device)[0]) for kernel in tile_sizes.KERNELS))
+    return PallasConfig(
+        *(TileConfig(*tile_sizes.fitting(kernel, problem, device)[0]) for kernel in tile_sizes.KERNELS)
+    )
 
 
 def candidates(problem: Problem, device: DeviceFacts) -> list[PallasConfig]:
@@ -104,7 +108,9 @@ def backward(
     if arrays.sinks is not None:
         dsinks = sum_batch(sinks_gradient(arrays, lse, delta), arrays.sinks)
     if _is_empty(arrays):
-        zeros = (None if x is None else jnp.zeros_like(x) for x in (*arrays[:3], arrays.bias, arrays.alibi_slopes))
+        zeros = (
+            None if x is None else jnp.zeros_like(x) for x in (*arrays[:3], arrays.bias, arrays.alibi_slopes)
+        )
         return AttentionGrads(*zeros, dsinks)
     own = launches.Rows(
         # A bias of minus infinity also hides entries, though no mask does.

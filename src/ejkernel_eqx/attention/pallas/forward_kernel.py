@@ -25,7 +25,9 @@ def forward_kernel(form: Form, refs: Any, entry: Entry, head: Head, *, guarded: 
 
     def attend(masked: bool) -> None:
         v = refs.v[...]  # [BK, V]
-        s, _ = scores(form, dot(form, refs.q[...], refs.k[...], transposed=True), refs, head, entry.own, entry.other)
+        s, _ = scores(
+            form, dot(form, refs.q[...], refs.k[...], transposed=True), refs, head, entry.own, entry.other
+        )
         if masked:
             seen = visible(form, refs, entry.own, entry.other)
             s = jnp.where(seen, s, -jnp.inf)
@@ -59,5 +61,3 @@ def forward_kernel(form: Form, refs: Any, entry: Entry, head: Head, *, guarded: 
 def temporaries(block_q: int, block_k: int, size: int) -> int:
     """Bytes of the values of a step: scores, weights, and weights as operands."""
     return block_q * (block_k * (8 + size) + 2 * 4 * LANES)
-
-

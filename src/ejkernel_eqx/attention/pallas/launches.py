@@ -62,11 +62,20 @@ def forward(
     form, values = call.form, arrays.v.shape[-1]
     (batch, queries, heads, _), length = arrays.q.shape, call.queries
     results = {
-        "out": Result((batch, heads, length, values), arrays.q.dtype, (None, None, form.block_q, values), _query_tile),
+        "out": Result(
+            (batch, heads, length, values), arrays.q.dtype, (None, None, form.block_q, values), _query_tile
+        ),
         "lse": _row_result(batch, heads, length, form),
     }
     scratch = {"acc": (form.block_q, values), "top": (form.block_q, LANES), "total": (form.block_q, LANES)}
-    guarded = spec.listed or form.packed_rows or form.mask or not form.folded or spec.left is not None or _blind(arrays, spec)
+    guarded = (
+        spec.listed
+        or form.packed_rows
+        or form.mask
+        or not form.folded
+        or spec.left is not None
+        or _blind(arrays, spec)
+    )
 
     def body(refs: Any, scalars: Any, place: Place, entry: Entry) -> None:
         number = place.batch * heads + place.head
@@ -111,7 +120,11 @@ def query_gradient(
     call = _Call.of_queries(arrays, spec, tile)
     form, length = call.form, call.queries
     batch, queries, heads, dim = arrays.q.shape
-    results = {"dq": Result((batch, heads, length, dim), arrays.q.dtype, (None, None, form.block_q, dim), _query_tile)}
+    results = {
+        "dq": Result(
+            (batch, heads, length, dim), arrays.q.dtype, (None, None, form.block_q, dim), _query_tile
+        )
+    }
     columns = (form.block_q, LANES)
     scratch = {"dq_sum": (form.block_q, dim), "lse_column": columns, "delta_column": columns}
     if form.alibi:
@@ -172,7 +185,9 @@ def bias_gradient(
         scalars_of(arrays, None),
     )
     temporaries = backward_kernels.temporaries(*tile, arrays.q.dtype.itemsize)
-    (dbias,) = call.launch("bias_gradient", body, _of_rows(rows, form), {"dbias": result}, {}, temporaries, execute)
+    (dbias,) = call.launch(
+        "bias_gradient", body, _of_rows(rows, form), {"dbias": result}, {}, temporaries, execute
+    )
     return dbias[:, :, : sides[0], : sides[1]].astype(bias.dtype)
 
 
@@ -216,7 +231,9 @@ class _Call(NamedTuple):
             return Place(b, head, kv, entry.other, entry.own, content), entry
 
         grid = (batch, kv_heads, steps.count, 1 if steps.split_heads else group)
-        return cls(form, grid, (0, 1), locate, _inputs(arrays, spec, form, contents), scalars_of(arrays, steps))
+        return cls(
+            form, grid, (0, 1), locate, _inputs(arrays, spec, form, contents), scalars_of(arrays, steps)
+        )
 
     @property
     def queries(self) -> int:

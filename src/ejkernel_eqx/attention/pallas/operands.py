@@ -54,7 +54,11 @@ def modulo(x: Any, by: int) -> Any:
 def padded(x: Array, axis: int, block: int, value: Any = 0) -> Array:
     """The array with an axis filled up to whole blocks."""
     short = -x.shape[axis] % block
-    return jnp.pad(x, [(0, short if n == axis else 0) for n in range(x.ndim)], constant_values=value) if short else x
+    return (
+        jnp.pad(x, [(0, short if n == axis else 0) for n in range(x.ndim)], constant_values=value)
+        if short
+        else x
+    )
 
 
 def by_head(x: Array, block: int) -> Array:
@@ -67,9 +71,19 @@ def of_call(arrays: AttentionArrays, form: Form) -> Operands:
     q, k, v = arrays.q, arrays.k, arrays.v
     block_q, block_k = form.block_q, form.block_k
     found = {
-        "q": Operand(by_head(q, block_q), (None, None, block_q, q.shape[3]), lambda p: (p.batch, p.head, p.q_tile, 0)),
-        "k": Operand(by_head(k, block_k), (None, None, block_k, k.shape[3]), lambda p: (p.batch, p.kv_head, p.k_tile, 0)),
-        "v": Operand(by_head(v, block_k), (None, None, block_k, v.shape[3]), lambda p: (p.batch, p.kv_head, p.k_tile, 0)),
+        "q": Operand(
+            by_head(q, block_q), (None, None, block_q, q.shape[3]), lambda p: (p.batch, p.head, p.q_tile, 0)
+        ),
+        "k": Operand(
+            by_head(k, block_k),
+            (None, None, block_k, k.shape[3]),
+            lambda p: (p.batch, p.kv_head, p.k_tile, 0),
+        ),
+        "v": Operand(
+            by_head(v, block_k),
+            (None, None, block_k, v.shape[3]),
+            lambda p: (p.batch, p.kv_head, p.k_tile, 0),
+        ),
     }
     if form.packed_rows:
         found["queries"] = _query_rows(arrays, form)
@@ -95,7 +109,9 @@ def _query_rows(arrays: AttentionArrays, form: Form) -> Operand:
     """Ranges, positions and segments of queries side by side, in rows or in columns."""
     length = arrays.q.shape[1]
     rows = (None, None, None) if arrays.rows is None else arrays.rows
-    hidden = None if arrays.q_segments is None else jnp.where(arrays.q_segments < 0, _NOBODY, arrays.q_segments)
+    hidden = (
+        None if arrays.q_segments is None else jnp.where(arrays.q_segments < 0, _NOBODY, arrays.q_segments)
+    )
     known = [*rows, hidden]
     batch = max(1 if x is None else x.shape[0] for x in known)
     fill = (0, 0, 0, _NOBODY)
@@ -136,7 +152,9 @@ def over_scores(x: Array, run: int, batch: int, form: Form) -> Operand:
         tile = (p.q_tile if queries > 1 else 0, p.k_tile if keys > 1 else 0)
         return (row, p.head if heads > 1 else 0, *(tile[::-1] if form.by_key else tile))
 
-    return Operand(x.mT, (None, None, *block[::-1]), at) if form.by_key else Operand(x, (None, None, *block), at)
+    return (
+        Operand(x.mT, (None, None, *block[::-1]), at) if form.by_key else Operand(x, (None, None, *block), at)
+    )
 
 
 def of_contents(contents: Array) -> Operand:
@@ -151,7 +169,9 @@ def of_map(blocks: Array, size: tuple[int, int], form: Form, queries: int, keys:
             ((queries, form.block_q, size[0]), (keys, form.block_k, size[1]))
         )
     ]
-    parts = blocks[:, :, touched[0]][..., touched[1]]  # [B or 1, H or 1, query tiles, rows, key tiles, columns]
+    parts = blocks[:, :, touched[0]][
+        ..., touched[1]
+    ]  # [B or 1, H or 1, query tiles, rows, key tiles, columns]
     parts = parts.transpose(0, 1, 2, 4, *((5, 3) if form.by_key else (3, 5)))
     batch, heads = _row(blocks.shape[0]), blocks.shape[1]
     return Operand(
@@ -205,11 +225,23 @@ def entry_of(steps: Steps, scalars: Any, program: Any, step: Any) -> tuple[Entry
 
 def head_of(form: Form, scalars: Any, number: Any) -> Head:
     """The numbers of a head, counted over batch and heads."""
-    seeds = () if form.dropout == 0 else tuple(scalars.seeds[number * form.seed_words + n] for n in range(form.seed_words))
+    seeds = (
+        ()
+        if form.dropout == 0
+        else tuple(scalars.seeds[number * form.seed_words + n] for n in range(form.seed_words))
+    )
     return Head(scalars.slopes[number] if form.alibi else 0.0, seeds)
 
 
-def form_of(arrays: AttentionArrays, spec: AttentionSpec, block_q: int, block_k: int, *, contents: Any, by_key: bool = False) -> Form:
+def form_of(
+    arrays: AttentionArrays,
+    spec: AttentionSpec,
+    block_q: int,
+    block_k: int,
+    *,
+    contents: Any,
+    by_key: bool = False,
+) -> Form:
     size = spec.block_size
     inside = size is None or (size[0] % block_q == 0 and size[1] % block_k == 0)
     return Form(

@@ -22,7 +22,11 @@ from ..spec import AttentionArrays, AttentionSpec
 FIRST, LAST, WHOLE, PARTLY = 1, 2, 4, 8
 """Bits of an entry: the first and last step of its own tile, and whether the tile is visible as a whole or in part; neither if it is hidden."""
 
-_OWN, _OTHER, _HEAD = 4, 15, 26  # where numbers begin: of the own tile, the other tile, and the head of its group
+_OWN, _OTHER, _HEAD = (
+    4,
+    15,
+    26,
+)  # where numbers begin: of the own tile, the other tile, and the head of its group
 MOST_TILES, MOST_HEADS = 1 << 11, 1 << 6
 
 
@@ -50,11 +54,15 @@ class Entry(NamedTuple):
 
 def unpacked(entry: Any) -> Entry:
     """The parts of an entry."""
-    part = lambda begin, end: jax.lax.shift_right_logical(entry, jnp.int32(begin)) & ((1 << (end - begin)) - 1)
+    part = lambda begin, end: (
+        jax.lax.shift_right_logical(entry, jnp.int32(begin)) & ((1 << (end - begin)) - 1)
+    )
     return Entry(entry & 15, part(_OWN, _OTHER), part(_OTHER, _HEAD), part(_HEAD, 32))
 
 
-def query_steps(arrays: AttentionArrays, spec: AttentionSpec, block_q: int, block_k: int) -> tuple[Steps, Array | None]:
+def query_steps(
+    arrays: AttentionArrays, spec: AttentionSpec, block_q: int, block_k: int
+) -> tuple[Steps, Array | None]:
     """For kernels that keep a tile of queries, and the contents of partly visible tiles `[patterns, block_q, block_k]`."""
     shape = Shape(arrays.q.shape[1], arrays.k.shape[1], block_q, block_k)
     kinds, numbers, bits = _grids(arrays, spec, shape)
@@ -64,13 +72,17 @@ def query_steps(arrays: AttentionArrays, spec: AttentionSpec, block_q: int, bloc
     return steps._replace(rows=rows, split_heads=heads > 1), _expanded(bits, block_k)
 
 
-def key_steps(arrays: AttentionArrays, spec: AttentionSpec, block_q: int, block_k: int) -> tuple[Steps, Array | None]:
+def key_steps(
+    arrays: AttentionArrays, spec: AttentionSpec, block_q: int, block_k: int
+) -> tuple[Steps, Array | None]:
     """For kernels that keep a tile of keys, and the contents of partly visible tiles, `[patterns, block_k, block_q]`. A program has all heads of
     a group, so entries of heads that differ name their head."""
     shape = Shape(arrays.q.shape[1], arrays.k.shape[1], block_q, block_k, True)
     kinds, numbers, bits = _grids(arrays, spec, shape)
     kv_heads = arrays.k.shape[2]
-    turned = lambda x: x.reshape(x.shape[0], min(kv_heads, x.shape[1]), -1, *x.shape[2:]).transpose(0, 1, 4, 2, 3)
+    turned = lambda x: x.reshape(x.shape[0], min(kv_heads, x.shape[1]), -1, *x.shape[2:]).transpose(
+        0, 1, 4, 2, 3
+    )
     steps = _listed(turned(kinds), None if bits is None else turned(numbers))
     rows = _row_of_programs((kinds.shape[0], min(kv_heads, kinds.shape[1])), (arrays.q.shape[0], kv_heads))
     return steps._replace(rows=rows, split_heads=kinds.shape[1] > 1), _expanded(bits, block_q)
@@ -113,7 +125,9 @@ def _listed(kinds: Any, contents: Any) -> Steps:
         order = order[:, :stride]
     last = xp.take_along_axis(order, xp.maximum(count - 1, 0)[:, None], axis=-1)
     inside = order < own * each
-    place = xp.where(inside, order, last)  # behind its steps a row stays at the last one, and computes nothing
+    place = xp.where(
+        inside, order, last
+    )  # behind its steps a row stays at the last one, and computes nothing
     tile, rest = place // each, place % each
     kind = xp.take_along_axis(flat.reshape(rows, -1), place, axis=-1)
     ahead, behind = (xp.pad(tile, ((0, 0), sides), constant_values=-1) for sides in ((1, 0), (0, 1)))

@@ -15,7 +15,16 @@ _TEMPORARIES = {
 }
 # By kernel, best first; small ones last, for devices with little memory and for short calls.
 _TILES: dict[str, tuple[Tile, ...]] = {
-    "forward": ((1024, 512), (512, 1024), (512, 512), (1024, 1024), (256, 1024), (256, 512), (256, 256), (128, 128)),
+    "forward": (
+        (1024, 512),
+        (512, 1024),
+        (512, 512),
+        (1024, 1024),
+        (256, 1024),
+        (256, 512),
+        (256, 256),
+        (128, 128),
+    ),
     "key_gradient": ((512, 512), (512, 1024), (1024, 512), (256, 512), (512, 256), (256, 256), (128, 128)),
     "query_gradient": ((512, 512), (1024, 512), (512, 1024), (256, 512), (256, 256), (128, 128)),
 }
@@ -25,7 +34,9 @@ _MOST_TABLE = 512 * 2**10  # bytes of scalar memory
 def fitting(kernel: str, problem: Problem, device: DeviceFacts) -> list[Tile]:
     """The tiles that fit the problem and the device, best first; the smallest ones if none does."""
     lengths = [cdiv(problem.dim(name), 128) * 128 for name in "TS"]
-    shrink = lambda tile: tuple(max(128, min(size, length)) for size, length in zip(tile, lengths, strict=True))
+    shrink = lambda tile: tuple(
+        max(128, min(size, length)) for size, length in zip(tile, lengths, strict=True)
+    )
     tiles = list(dict.fromkeys(shrink(tile) for tile in _within_blocks(problem, _TILES[kernel])))
     return [tile for tile in tiles if tile_unsupported(kernel, problem, tile, device) is None] or [(128, 128)]
 
@@ -40,7 +51,10 @@ def _within_blocks(problem: Problem, tiles: tuple[Tile, ...]) -> list[Tile]:
 
 def tile_unsupported(kernel: str, problem: Problem, tile: Tile, device: DeviceFacts) -> str | None:
     """Why a tile cannot run the problem, by an estimate."""
-    sizes, tiles = f"{tile[0]}x{tile[1]}", [cdiv(problem.dim(n), size) for n, size in zip("TS", tile, strict=True)]
+    sizes, tiles = (
+        f"{tile[0]}x{tile[1]}",
+        [cdiv(problem.dim(n), size) for n, size in zip("TS", tile, strict=True)],
+    )
     if max(tiles) > MOST_TILES:
         return f"{kernel} with {sizes} tiles has {max(tiles)} of them along one side, a list of steps can name {MOST_TILES}"
     table = 4 * _rows_of_steps(problem, kernel) * tiles[0] * tiles[1]
@@ -51,7 +65,9 @@ def tile_unsupported(kernel: str, problem: Problem, tile: Tile, device: DeviceFa
 
 def _rows_of_steps(problem: Problem, kernel: str) -> int:
     """How many lists of steps a call has, at most."""
-    batch = problem.dim("B") if problem.flag("rows") or problem.flag("segments") or problem.flag("tiles") else 1
+    batch = (
+        problem.dim("B") if problem.flag("rows") or problem.flag("segments") or problem.flag("tiles") else 1
+    )
     heads = problem.dim("H") if problem.flag("tiles") else 1
     return batch * heads
 
@@ -67,7 +83,11 @@ def vmem(kernel: str, problem: Problem, tile: Tile) -> int:
         over_scores += tile_bytes(tile, problem.dtype("bias"))
     over_scores += tile_bytes(tile, "int8") * sum(bool(problem.flag(name)) for name in ("mask", "tiles"))
     numbers = 4 * 128 * ((queries + keys) if problem.flag("rows") or problem.flag("segments") else 0)
-    sums = {"forward": (queries, (dims[1], 128, 128)), "key_gradient": (keys, dims), "query_gradient": (queries, (dims[0], 128, 128))}
+    sums = {
+        "forward": (queries, (dims[1], 128, 128)),
+        "key_gradient": (keys, dims),
+        "query_gradient": (queries, (dims[0], 128, 128)),
+    }
     rows, widths = sums[kernel]
     results = {"forward": of_queries // 2, "key_gradient": of_keys, "query_gradient": of_queries // 2}[kernel]
     blocks = of_queries + of_keys + results + over_scores + numbers
