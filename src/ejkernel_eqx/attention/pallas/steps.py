@@ -5,7 +5,6 @@ consecutive, so that its sums stay in vector memory. A tile that nothing is visi
 written too. Entries are packed into 32 bits.
 """
 
-from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import jax
@@ -158,5 +157,5 @@ def _expanded(bits: Any, columns: int) -> Array | None:
     """int8 `[patterns, rows, columns]` of packed bits."""
     if bits is None:
         return None
-    spread: Callable[[Any], Any] = lambda x: (x[..., None] >> jnp.arange(32, dtype=jnp.int32)) & 1
-    return spread(jnp.asarray(bits)).reshape(*bits.shape[:2], -1)[..., :columns].astype(jnp.int8)
+    each = (jnp.asarray(bits)[..., None] >> jnp.arange(32, dtype=jnp.int32).reshape(1, 1, 1, 32)) & 1
+    return each.reshape(*bits.shape[:2], -1)[..., :columns].astype(jnp.int8)
