@@ -69,16 +69,7 @@ def forward(
     }
     scratch = {"acc": (form.block_q, values), "top": (form.block_q, LANES), "total": (form.block_q, LANES)}
     guarded = (
-<<<<<<< HEAD
-        spec.listed
-        or form.packed_rows
-        or form.mask
-        or not form.folded
-        or spec.left is not None
-        or _blind(arrays, spec)
-=======
         spec.listed or form.packed_rows or form.mask or not form.folded or spec.left is not None or form.blind
->>>>>>> tpu
     )
 
     def body(refs: Any, scalars: Any, place: Place, entry: Entry) -> None:
