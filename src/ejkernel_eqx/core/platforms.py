@@ -26,6 +26,9 @@ _PLATFORMS = (
 USUAL = (Platform.TRITON, Platform.XLA, Platform.TRITON_INTERPRET)
 ON_TPU = (Platform.PALLAS, Platform.PALLAS_INTERPRET)
 """For a family with a folder `pallas`."""
+UNPROVEN = {Platform.PALLAS: 5}
+"""Priorities of a family whose kernels have run on no TPU, and whose plain XLA is good there: it comes first, until a table of the device says
+otherwise."""
 EVERY = (Platform.CUDA, *USUAL, *ON_TPU)
 
 

@@ -53,8 +53,8 @@ class Call:
         return self.chunks.heads, self.arrays.q.shape[-1], self.arrays.v.shape[-1]
 
     def operands(self, given: Named) -> Named:
-        """Operands as the kernels take them, from those of the call: `q [B, R, P, D]`, `k`, `v` and decays by key `[B, HS, P, ...]`, numbers of tokens
-        `[B, HS, NC, 1, C]`. Linear, but for decays that are as good as closed."""
+        """Operands as the kernels take them, from those of the call: `q [B, R, P, D]`, `k`, `v` and decays by key `[B, HS, P, ...]`, numbers of
+        tokens `[B, HS, NC, 1, C]`. Linear, but for decays that are as good as closed."""
         chunks, length = self.chunks, self.arrays.q.shape[1]
         found = {name: chunks.take(given[name]) for name in "qkv"}
         for name in ("g", "beta"):
