@@ -70,16 +70,17 @@ class Call:
         return {name: x for name in OPERANDS if (x := getattr(self.arrays, name)) is not None}
 
     def tables(self) -> tuple[Array, Array]:
-        """The sequence of each chunk and its flags, int32 `[B NC]`."""
-        chunks, batch = self.chunks, self.arrays.q.shape[0]
-        if chunks.packed:
-            place = jnp.arange(chunks.count, dtype=jnp.int32)[None, None]
-            ends = ((chunks.last[..., None] == place) & ~chunks.empty[..., None]).any(1)
-            flags = FRESH * chunks.fresh.astype(jnp.int32) + ENDS * ends.astype(jnp.int32)
-            return chunks.sequence.reshape(-1).astype(jnp.int32), flags.reshape(-1)
+        """The sequence of each chunk and its flags, int32 `[B NC]`; `[NC]` if all rows are alike."""
+        chunks = self.chunks
         place = jnp.arange(chunks.count, dtype=jnp.int32)
-        flags = FRESH * (place == 0).astype(jnp.int32) + ENDS * (place == chunks.count - 1).astype(jnp.int32)
-        return jnp.zeros(batch * chunks.count, jnp.int32), jnp.tile(flags, batch)
+        if not chunks.packed:
+            flags = FRESH * (place == 0).astype(jnp.int32) + ENDS * (place == chunks.count - 1).astype(
+                jnp.int32
+            )
+            return jnp.zeros_like(flags), flags
+        ends = ((chunks.last[..., None] == place[None, None]) & ~chunks.empty[..., None]).any(1)
+        flags = FRESH * chunks.fresh.astype(jnp.int32) + ENDS * ends.astype(jnp.int32)
+        return chunks.sequence.reshape(-1).astype(jnp.int32), flags.reshape(-1)
 
     def starts(self) -> Array:
         """`[B, NC, 1, C]`: where the segment of each token begins, in tokens of the chunk, -1 if before it."""
@@ -148,7 +149,7 @@ class _Blocks:
     def _chunk(self, c: Any) -> Any:
         return self.count - 1 - c if self.reverse else c
 
-    def spec(self, name: str, shape: tuple[int, ...]) -> Any:
+    def spec(self, name: str, shape: tuple[int, ...], launched: Launched) -> Any:
         heads, size = self.heads, self.call.chunks.size
         kind = name.removeprefix("d")
         if kind == "starts":
@@ -158,7 +159,7 @@ class _Blocks:
                 (None, None, heads, *shape[3:]), lambda b, h, c, *_: (b, self._chunk(c), h, 0, 0)
             )
         if kind in ("initial", "final"):
-            place = lambda b, h, c, sequence, _: (b, sequence[b * self.count + self._chunk(c)], h, 0, 0)
+            place = lambda b, h, c, sequence, _: (b, sequence[launched.entry(b, self._chunk(c))], h, 0, 0)
             return pl.BlockSpec((None, None, heads, *shape[3:]), place)
         if len(shape) == 5:
             return pl.BlockSpec(
@@ -175,7 +176,8 @@ class _Blocks:
             given = given | {"starts": call.starts()}
         state_heads, dim, width = call.sizes
         form = Form(call.spec.scale, call.spec.delta, call.arrays.q.dtype.name, self.reverse)
-        launched = Launched((*given, *outputs, scratch), form, self.heads, call.queries, self.count)
+        names = (*given, *outputs, scratch)
+        launched = Launched(names, form, self.heads, call.queries, self.count, call.chunks.packed)
         results = [jax.ShapeDtypeStruct(shape, jnp.dtype(dtype)) for shape, dtype in outputs.values()]
         batch, tokens = call.arrays.q.shape[0], call.chunks.places
         flops = (
@@ -191,8 +193,8 @@ class _Blocks:
             name=f"recurrence.{label}",
             grid=(batch, state_heads // self.heads, self.count),
             scalars=2,
-            in_specs=[self.spec(name, x.shape) for name, x in given.items()],
-            out_specs=[self.spec(name, shape) for name, (shape, _) in outputs.items()],
+            in_specs=[self.spec(name, x.shape, launched) for name, x in given.items()],
+            out_specs=[self.spec(name, shape, launched) for name, (shape, _) in outputs.items()],
             outputs=results,
             scratch=[pltpu.VMEM((self.heads, dim, width), jnp.float32)],
             parallel=(0, 1),

@@ -17,19 +17,25 @@ FRESH, ENDS = 1, 2
 
 @dataclasses.dataclass(frozen=True)
 class Launched:
-    """The static half of a launch: the names of its references in order, heads of a step, query heads of each, chunks of a row."""
+    """The static half of a launch: the names of its references in order, heads of a step, query heads of each, chunks of a row, and whether every
+    row has its own entries in the tables of chunks."""
 
     names: tuple[str, ...]
     form: Form
     heads: int
     queries: int
     chunks: int
+    packed: bool
+
+    def entry(self, row: Any, chunk: Any) -> Any:
+        """Where the tables have a chunk."""
+        return row * self.chunks + chunk if self.packed else chunk
 
 
 def forward_kernel(call: Launched, sequence: Any, flags: Any, *refs: Any) -> None:
     """Outputs, states at the starts of chunks if they are kept, and final states."""
     ref = dict(zip(call.names, refs, strict=True))
-    own = flags[pl.program_id(0) * call.chunks + pl.program_id(2)]
+    own = flags[call.entry(pl.program_id(0), pl.program_id(2))]
     state = ref["state"]
 
     @pl.when(own & FRESH != 0)
@@ -48,7 +54,7 @@ def forward_kernel(call: Launched, sequence: Any, flags: Any, *refs: Any) -> Non
 def backward_kernel(call: Launched, sequence: Any, flags: Any, *refs: Any) -> None:
     """Gradients of all operands and of the initial states, from the last chunk to the first."""
     ref = dict(zip(call.names, refs, strict=True))
-    own = flags[pl.program_id(0) * call.chunks + call.chunks - 1 - pl.program_id(2)]
+    own = flags[call.entry(pl.program_id(0), call.chunks - 1 - pl.program_id(2))]
     dstate = ref["dstate"]
 
     @pl.when(own & ENDS != 0)

@@ -59,6 +59,8 @@ def vmem(label: str, config: PallasConfig, problem: Problem) -> int:
     return heads * (2 * moved + state) + values(label, heads, chunk, queries, dim, width, decay == KEY)
 
 
+MAX_CHUNKS = 65_536
+"""Of packed sequences, over all leading axes: their table is in scalar memory, a megabyte."""
 _CHUNKS = {False: (128, 64, 256, 32, 16), True: (64, 32, 128, 16)}
 _HEADS = ((4, 2), (8, 4), (2, 1), (1, 1))
 
@@ -78,7 +80,11 @@ def candidates(problem: Problem, device: DeviceFacts) -> list[PallasConfig]:
 
 
 def config_unsupported(config: PallasConfig, problem: Problem, device: DeviceFacts) -> str | None:
-    """Why a step cannot fit the device's vector memory, by an estimate."""
+    """Why a step cannot fit the device's vector memory, by an estimate, or the table of chunks its scalar memory."""
+    if problem.flag("packed") == "offsets":
+        chunks = problem.dim("B") * (problem.dim("T") // config.chunk_size + problem.dim("N"))
+        if chunks > MAX_CHUNKS:
+            return f"takes up to {MAX_CHUNKS} chunks of packed sequences over all leading axes, not {chunks}"
     for label in ("forward", "backward"):
         needed = vmem(label, config, problem) * 5 // 4
         sizes = f"chunks of {config.chunk_size} and {getattr(config, f'{label}_heads')} heads"
