@@ -17,6 +17,7 @@ from ejkernel_eqx.matmul.pallas.tile_sizes import product_of, TpuTile, vmem
 from ejkernel_eqx.matmul.spec import GroupedArrays
 from ejkernel_eqx.matmul.workload import example_problem, make_arrays, spec_of
 from tests import tpus
+from tests.matmul import test_sharding
 from tests.matmul.cases import Case, CASES, exact, learned, make, results
 from tests.tolerances import assert_close
 
@@ -90,6 +91,11 @@ def test_mapped():
     for i, example in enumerate(examples):
         for name, x in exact(case, *example).items():
             assert_close(found[name][i], x, "float32", "gradient", name=name)
+
+
+@pytest.mark.slow
+def test_on_an_explicit_mesh():
+    test_sharding.test_on_a_mesh("plain", PLATFORM, "explicit without context", "both")
 
 
 @pytest.mark.parametrize("mapped", [False, True])
