@@ -27,7 +27,7 @@ def cases(generation: str) -> list[Case]:
 
 def _kernels(generation: str, name: str, dtype: Any, spec: GroupedSpec) -> list[Case]:
     """A call's kernels with the heuristic's tiles: of the first two a chunk of the contracted axis, of the last a tile of rows."""
-    shape = jax.ShapeDtypeStruct
+    shape: Any = jax.ShapeDtypeStruct
     right = shape((_GROUPS, _SIDE, _SIDE), dtype)
     lhs, out = shape((1, _ROWS, _SIDE), dtype), shape((1, _ROWS, _SIDE), dtype)
     sizes = shape((1, _GROUPS), jnp.int32)
@@ -75,7 +75,7 @@ def _backward(spec: GroupedSpec, config: Any, arrays: GroupedArrays, dout: Any) 
 
 
 def _peer(kernel: str, tile: TpuTile, last: int) -> Program:
-    shape = jax.ShapeDtypeStruct
+    shape: Any = jax.ShapeDtypeStruct
     rows = shape((_ROWS, _SIDE), jnp.bfloat16)
     right, sizes = shape((_GROUPS, _SIDE, _SIDE), jnp.bfloat16), shape((_GROUPS,), jnp.int32)
     tiles = tile.block_m, last, tile.block_n

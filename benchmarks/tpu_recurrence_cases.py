@@ -39,7 +39,7 @@ def _kernels(
     width: int = _DIM,
 ) -> list[Case]:
     """Both directions with the heuristic's chunks, for 64 tokens of one head."""
-    shape = lambda *sizes, dtype=jnp.bfloat16: jax.ShapeDtypeStruct((1, _TOKENS, *sizes), dtype)
+    shape: Any = lambda *sizes, dtype=jnp.bfloat16: jax.ShapeDtypeStruct((1, _TOKENS, *sizes), dtype)
     keys = shape(1 if shared else heads, _DIM)
     logs = {
         "none": None,

@@ -16,8 +16,7 @@ from ejkernel_eqx.matmul.pallas.compiled import PallasConfig
 from ejkernel_eqx.matmul.pallas.tile_sizes import product_of, TpuTile, vmem
 from ejkernel_eqx.matmul.spec import GroupedArrays
 from ejkernel_eqx.matmul.workload import example_problem, make_arrays, spec_of
-from tests import tpus
-from tests.matmul import test_sharding
+from tests import meshes, tpus
 from tests.matmul.cases import Case, CASES, exact, learned, make, results
 from tests.tolerances import assert_close
 
@@ -95,7 +94,18 @@ def test_mapped():
 
 @pytest.mark.slow
 def test_on_an_explicit_mesh():
-    test_sharding.test_on_a_mesh("plain", PLATFORM, "explicit without context", "both")
+    """Columns of right sides over two devices."""
+    case = Case(sizes=(3, 0, 4), M=8, K=6, N=8)
+    given, dout = make(case)
+    op = case.operation(PLATFORM)
+    mesh = meshes.mesh_of("explicit", (1, 2))
+    lie = {"rhs": (None, None, meshes.HEADS)}
+    placed = meshes.place(mesh, given, {name: meshes.spec("tensor", *lie.get(name, ())) for name in given})
+    (placed_dout,) = meshes.place(mesh, (dout,), (meshes.spec("tensor", None, meshes.HEADS),))
+    with jax.set_mesh(mesh):
+        found = results(case, op, placed, placed_dout)
+    meshes.agree(found, results(case, op, given, dout), "gradient")
+    assert meshes.lies(found["rhs"], mesh, meshes.spec("tensor", *lie["rhs"]))
 
 
 @pytest.mark.parametrize("mapped", [False, True])

@@ -64,7 +64,7 @@ def backward_kernel(call: Launched, sequence: Any, flags: Any, *refs: Any) -> No
     for head in range(call.heads):
         state = ref["states"][head].astype(jnp.float32)
         through = lambda x: through_chunk(call.form, x, _starts(ref))
-        _, pull = jax.vjp(through, _chunk(call, ref, head, state))
+        _results, pull = jax.vjp(through, _chunk(call, ref, head, state))
         (grads,) = pull((_queries(call, ref["dout"], head), dstate[head]))
         _put(call, ref["dq"], head, grads.q)
         for name in OPERANDS[1:]:
