@@ -27,8 +27,9 @@ class GatedLinearAttention(Kernel):
     with a log-decay $g_t \le 0$ for every key channel. Output head $r$ reads head $\lfloor r / (R / n) \rfloor$ of an operand with
     $n$ heads, where $R$ is the largest head count; the state has the largest head count of `k`, `v`, `g`.
 
-    Platforms: Triton (`"triton"`, `"triton-interpret"`), XLA (`"xla"`). Differentiable in reverse mode in every float argument and through both
-    results; `platform="xla"` also supports forward mode and second derivatives.
+    Platforms: Triton (`"triton"`, `"triton-interpret"`), XLA (`"xla"`, the default on TPU), and on TPU, by name or where it has been measured to be
+    faster, Pallas (`"pallas"`, `"pallas-interpret"`; sequences, not steps). Differentiable in reverse mode in every float argument and through
+    both results; `platform="xla"` also supports forward mode and second derivatives.
 
     Source: Yang et al., *Gated Linear Attention Transformers with Hardware-Efficient Training* (2023), section 4.
     """

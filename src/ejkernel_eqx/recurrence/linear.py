@@ -38,7 +38,7 @@ class LinearAttention(Kernel):
     without a decay, and every state is a pair `(S, z)`. Output head $r$ reads head $\lfloor r / (R / n) \rfloor$ of an operand with $n$
     heads, where $R$ is the largest head count; the state has the largest head count of `k`, `v` and the decay, $z$ that of `k`.
 
-    Platforms and derivatives: as for [`ejkernel_eqx.GatedLinearAttention`][]; Triton does not support `gv`.
+    Platforms and derivatives: as for [`ejkernel_eqx.GatedLinearAttention`][]; Triton and Pallas do not support `gv`.
 
     Sources: Katharopoulos et al., *Transformers are RNNs* (2020); with decay: Sun et al., *Retentive Network* (2023), and Yang et al.,
     *Gated Linear Attention Transformers with Hardware-Efficient Training* (2023).
