@@ -27,7 +27,7 @@ from tests.recurrence.quick import quick
 
 from .test_examples import _environment, _run, ROOT, SMALL
 
-MODULES = ("lora", "vocabulary", "train_lm", "serving", "serve_lm")
+MODULES = ("lora", "vocabulary", "train_lm", "serving_step", "serving", "serve_lm")
 HYBRID = "mamba2,attention"
 
 
@@ -37,6 +37,7 @@ class Examples(NamedTuple):
     lora: Any
     vocabulary: Any
     train_lm: Any
+    serving_step: Any
     serving: Any
     serve_lm: Any
 
@@ -181,7 +182,7 @@ def _check_empty(engine):
         engine.table.check()
         assert engine.table.sequences == ()
     assert set(engine.compiled.values()) <= {1}
-    assert len(engine.compiled) <= len(engine.buckets)
+    assert set(engine.compiled) <= set(engine.programs)
 
 
 def _requests(seed, count, longest=30, most=20):
@@ -318,13 +319,13 @@ def test_a_step_that_raises_changes_nothing(engine, monkeypatch, lost):
     expected = _alone(engine, requests)
     compute, calls = engine._compute, []
 
-    def failing(inputs, state):
+    def failing(name, batch):
         calls.append(None)
         if math.isqrt(len(calls)) ** 2 == len(calls):  # ever more seldom, so that it ends
             if lost:
-                compute(inputs, state)
+                compute(name, batch)
             raise KeyboardInterrupt
-        return compute(inputs, state)
+        return compute(name, batch)
 
     monkeypatch.setattr(engine, "_compute", failing)
     texts, failures = {engine.submit(*request): [] for request in requests}, 0
@@ -340,7 +341,8 @@ def test_a_step_that_raises_changes_nothing(engine, monkeypatch, lost):
             waiting = [request.number for request in engine._waiting]
             assert running + waiting == sorted(running + waiting)
             engine.table.check()
-            assert all(engine.table.length(r.number) == r.computed for r in engine._running)
+            pages = lambda request: -(-request.computed // engine.page_size)
+            assert all(len(engine.table.row(r.number)) == max(1, pages(r)) for r in engine._running)
     assert failures >= 3 and list(texts.values()) == expected
     _check_empty(engine)
 
@@ -475,7 +477,7 @@ def test_quantised_pages(examples):
     requests = _requests(4, 4, most=8)
     texts = _serve(engine, requests)
     assert texts == _alone(engine, requests)
-    assert engine.state.stacks[0].layers[0].k.dtype == jnp.int8
+    assert engine.state.caches.stacks[0].layers[0].k.dtype == jnp.int8
     _check_empty(engine)
 
 
@@ -494,8 +496,7 @@ def test_many_requests(examples, mixer, count):
     expected = _alone(engine, requests[::4])
     for index, text in zip(range(0, count, 4), expected):
         assert texts[index] == (text[: len(texts[index])] if index in cancel else text)
-    programs = engine._compute._cached._cache_size()
-    assert programs == len(engine.compiled) <= len(engine.buckets) == 4
+    assert sum(program._cache_size() for _, program in engine.programs.values()) == len(engine.compiled) <= 2
     _check_empty(engine)
 
 
