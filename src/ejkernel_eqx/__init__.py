@@ -63,6 +63,7 @@ from .functional import grouped_matmul as grouped_matmul
 from .functional import kernel_delta_attention as kernel_delta_attention
 from .functional import lightning_attention as lightning_attention
 from .functional import linear_attention as linear_attention
+from .functional import linear_cross_entropy as linear_cross_entropy
 from .functional import mean_pooling as mean_pooling
 from .functional import multi_head_latent_attention as multi_head_latent_attention
 from .functional import native_sparse_attention as native_sparse_attention
@@ -79,6 +80,7 @@ from .functional import state_space_v2 as state_space_v2
 from .functional import unified_attention as unified_attention
 from .latent import AbsorbedLatentAttention as AbsorbedLatentAttention
 from .latent import MultiHeadLatentAttention as MultiHeadLatentAttention
+from .losses import LinearCrossEntropy as LinearCrossEntropy
 from .matmul import GroupedMatmul as GroupedMatmul
 from .normalization import GatedRMSNorm as GatedRMSNorm
 from .paged import Buckets as Buckets

@@ -499,6 +499,22 @@ def linear_attention(
     config: Any | None = None,
 ) -> tuple[Float[Array, '*B T R V'], FinalState]: ...
 
+def linear_cross_entropy(
+    x: Float[AnyArray, '*B E'],
+    labels: Int[AnyArray, '*B'],
+    weight: Float[AnyArray, 'V E'],
+    bias: Float[AnyArray, ' V'] | None = None,
+    token_weights: Float[AnyArray, '*B'] | None = None,
+    *,
+    reduction: str = 'mean',
+    logits_soft_cap: float | None = None,
+    label_smoothing: float = 0.0,
+    z_loss: float = 0.0,
+    ignore_index: int | None = None,
+    platform: PlatformLike | None = None,
+    config: Any | None = None,
+) -> Float[Array, '...']: ...
+
 def mean_pooling(
     x: Float[AnyArray, '*B T C'],
     *,

@@ -52,6 +52,7 @@ PROBLEMS: dict[str, Sequence[tuple[dict[str, int], Mapping[str, object]]]] = {
         ),
         ({"M": 512, "K": 256, "N": 128, "E": 8}, {"stored": "int8"}),
     ],
+    "losses": [({"N": 512, "E": 64, "V": 1000}, {}), ({"M": 2, "N": 64, "E": 64, "V": 50}, {"reduction": "none", "bias": True})],
     "latent": [(TOKENS | {"D": 96, "V": 64, "Dr": 32}, {})],
     "paged": [(PAGES, {})],
     "pooling": [
@@ -88,6 +89,7 @@ KERNELS: dict[str, tuple[dict[str, tuple[str, ...]], dict[str, tuple[str, ...]]]
     "paged": ({"forward": CALL}, {"forward": CALL, "write": ("arrays",)}),
     "matmul": (APPLY, LAUNCH),
     "pooling": (APPLY, LAUNCH),
+    "losses": (LAUNCH, LAUNCH),
     "native_sparse": (LAUNCH, LAUNCH),
     "native_pages": ({"forward": CALL}, {"forward": CALL}),
 }

@@ -1,6 +1,7 @@
 """Checks what a user passes to a loss and resolves it to `LossArrays`."""
 
 import dataclasses
+import math
 from typing import Any
 
 import jax.numpy as jnp
@@ -52,7 +53,7 @@ class Options:
 def resolve(
     options: Options, x: Any, labels: Any, weight: Any, bias: Any, token_weights: Any
 ) -> LossArrays:
-    """The arrays of a call, all tokens along one axis."""
+    """The arrays of a call: rows of tokens."""
     x = array("x", x, "E")
     weight = fitting("weight", weight, (None, x.shape[-1]), "V E")
     size = weight.shape[0]
@@ -67,8 +68,14 @@ def resolve(
             raise ValueError(
                 f"token_weights: expected the shape {lead} of the labels, received {token_weights.shape}; give each token one."
             )
-        token_weights = token_weights.reshape(-1)
-    return LossArrays(x.reshape(-1, x.shape[-1]), labels.reshape(-1), weight, bias, token_weights)
+    rows = lambda x, ends: x if x.ndim - ends == 2 else x.reshape(_rows(lead) + x.shape[x.ndim - ends :])
+    token_weights = None if token_weights is None else rows(token_weights, 0)
+    return LossArrays(rows(x, 1), rows(labels, 0), weight, bias, token_weights)
+
+
+def _rows(lead: tuple[int, ...]) -> tuple[int, int]:
+    """Tokens with any leading axes, as rows. Two axes stay what they are, as a mesh may split either."""
+    return (1, math.prod(lead)) if len(lead) < 2 else (math.prod(lead[:-1]), lead[-1])
 
 
 def _labels(options: Options, given: Any, lead: tuple[int, ...], size: int) -> Array:

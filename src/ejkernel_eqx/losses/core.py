@@ -11,7 +11,7 @@ def problem_of(operation: str, arrays: LossArrays, spec: LossSpec) -> Problem:
     size = letters_of(spec).sizes(arrays)
     return Problem.make(
         operation,
-        dims={name: size[name] for name in "BNEV"},
+        dims={name: size[name] for name in "BMNEV"},
         dtypes={"x": arrays.x.dtype},
         flags={
             "reduction": spec.reduction,
@@ -21,7 +21,7 @@ def problem_of(operation: str, arrays: LossArrays, spec: LossSpec) -> Problem:
             "bias": arrays.bias is not None,
             "token_weights": arrays.token_weights is not None,
         },
-        lengths={"B", "N"},
+        lengths={"B", "M", "N"},
     )
 
 

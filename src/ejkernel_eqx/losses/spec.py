@@ -1,6 +1,7 @@
 """The description of a cross entropy of a projection once every option and layout has been resolved.
 
-Everything below the public operation (the reference, XLA) uses only these types. Letters: `N` tokens, `E` features, `V` the vocabulary.
+Everything below the public operation (the reference, XLA) uses only these types. Letters: `M` rows of `N` tokens, `E` features, `V`
+the vocabulary.
 """
 
 import dataclasses
@@ -26,19 +27,19 @@ class LossSpec:
 class LossArrays(NamedTuple):
     """The arrays of a call; `*` are the leading axes, the same for all but the weight and the bias, which have none."""
 
-    x: Array  # [*, N, E]
-    labels: Array  # int32 [*, N]; negative for tokens that are ignored, whose x is never used
+    x: Array  # [*, M, N, E]
+    labels: Array  # int32 [*, M, N]; negative for tokens that are ignored, whose x is never used
     weight: Array  # [V, E], any float dtype
     bias: Array | None = None  # [V], any float dtype
-    token_weights: Array | None = None  # [*, N], any float dtype
+    token_weights: Array | None = None  # [*, M, N], any float dtype
 
 
-_AXES = {"x": "N E", "labels": "N", "weight": "V E", "bias": "V", "token_weights": "N"}
-_REDUCED, _EACH = (Letters.of(_AXES | {"out": out}) for out in ("", "N"))
+_AXES = {"x": "M N E", "labels": "M N", "weight": "V E", "bias": "V", "token_weights": "M N"}
+_REDUCED, _EACH = (Letters.of(_AXES | {"out": out}) for out in ("", "M N"))
 LEARNED = ("x", "weight", "bias", "token_weights")
 SHARED = frozenset({"weight", "bias"})
-RESULTS = ("out",)  # [*], or [*, N] without a reduction; float32 (float64 for float64)
-SAVED = {"dx": ("N", "E"), "dweight": ("V", "E"), "dbias": ("V",), "losses": ("N",), "total": ()}
+RESULTS = ("out",)  # [*], or [*, M, N] without a reduction; float32 (float64 for float64)
+SAVED = {"dx": ("M", "N", "E"), "dweight": ("V", "E"), "dbias": ("V",), "losses": ("M", "N")}
 
 
 def letters_of(spec: LossSpec) -> Letters:
