@@ -70,20 +70,21 @@ class _Request:
     last_length: int
     sampling: Sampling
     stop: frozenset[int]
+    ready: int  # the number of tokens that the model can process, known or not; never the last one
     computed: int = 0  # the number of tokens that the model has processed, or does in a step under way
     awaited: int = 0  # the number of tokens that steps under way will choose
-    pages: int = 0  # the number of pages it was given
+    room: int = 0  # the number of tokens that its pages hold
     slot: int = -1
 
-    @property
-    def remaining(self) -> int:
-        """The number of tokens to process. The last token of a text is not processed."""
-        length = len(self.tokens) + self.awaited
-        return 0 if length == self.last_length else length - self.computed
+    def wait(self) -> None:
+        """A step under way will choose its next token."""
+        self.awaited += 1
+        if self.ready < self.last_length - 1:
+            self.ready += 1
 
 
 class _Flight(NamedTuple):
-    """A step under way: what it chooses, and for which requests, by their places in the batch."""
+    """A step under way: what it chooses, and the requests that it chooses for, by their places in the batch."""
 
     chosen: Array
     requests: list[tuple[int, _Request]]
@@ -280,7 +281,7 @@ class Engine:
                 f"which need {self._most_pages(length)}; shorten it, request fewer, or serve with more pages."
             )
         self._count += 1
-        request = _Request(self._count - 1, tokens, length, sampling, ends)
+        request = _Request(self._count - 1, tokens, length, sampling, ends, ready=len(tokens))
         self._waiting.append(request)
         return request.number
 
@@ -331,8 +332,8 @@ class Engine:
         writing = []
         for place, (request, count) in enumerate(plan.items()):
             request.computed += count
-            if request.remaining == 0:  # not in the middle of its prompt
-                request.awaited += 1
+            if request.computed == request.ready:  # not in the middle of its prompt
+                request.wait()
                 writing.append((place, request))
         self.steps += 1
         self.peak_pages = max(self.peak_pages, self.pages_used)
@@ -354,23 +355,21 @@ class Engine:
                 raise
             self._flights.popleft()
             for place, request in requests:
-                if request.slot < 0:  # it was cancelled, or had ended when this step started
-                    continue
-                request.awaited -= 1
-                finish = self._write(request, tokens[place])
-                self._events.append(Event(request.number, tokens[place], finish))
-                if finish is not None:
-                    self._release(request)
+                if request.slot >= 0:  # else it was cancelled, or had ended when this step started
+                    self._take(request, tokens[place])
 
-    def _write(self, request: _Request, token: int) -> str | None:
-        """Appends a token to the request. Returns the reason if the request ends with it."""
-        if token < 0:
-            return "error"
-        request.tokens.append(token)
-        self.tokens_written += 1
-        if token in request.stop:
-            return "stop"
-        return "length" if len(request.tokens) == request.last_length else None
+    def _take(self, request: _Request, token: int) -> None:
+        """Appends a token to the request, and ends it if it is the last."""
+        request.awaited -= 1
+        finish = "error"
+        if token >= 0:
+            request.tokens.append(token)
+            self.tokens_written += 1
+            finish = "length" if len(request.tokens) == request.last_length else None
+            finish = "stop" if token in request.stop else finish
+        self._events.append(Event(request.number, token, finish))
+        if finish is not None:
+            self._release(request)
 
     def _program(self, plan: dict[_Request, int]) -> str:
         if not self.programs["decode"][0].holds(list(plan.values())):
@@ -380,10 +379,10 @@ class Engine:
     def _batch(self, plan: dict[_Request, int]) -> Batch:
         tokens: list[int] = []
         for request, count in plan.items():
-            if request.computed < len(request.tokens):
-                tokens += request.tokens[request.computed : request.computed + count]
-            else:
+            if request.awaited:
                 tokens.append(last_of(request.slot))
+            else:
+                tokens += request.tokens[request.computed : request.computed + count]
         lengths = [request.computed + count for request, count in plan.items()]
         return Batch(tokens, list(plan.values()), lengths, [r.slot for r in plan], self._new_pages)
 
@@ -412,8 +411,8 @@ class Engine:
         self._new_pages = []
         if self.table is not None:
             for request in self._running:
-                request.pages = -(-request.computed // self.page_size)
-                self.table.truncate(request.number, request.pages * self.page_size)
+                request.room = -(-request.computed // self.page_size) * self.page_size
+                self.table.truncate(request.number, request.room)
 
     def _schedule(self) -> dict[_Request, int]:
         """The number of tokens of each request in the next step. Allocates their pages."""
@@ -427,20 +426,23 @@ class Engine:
         """As `_schedule`; `None` if pages run out while steps are under way."""
         plan: dict[_Request, int] = {}
         before, left = self.preemptions, self.step_tokens
-        wanted = [(request, request.remaining) for request in self._running]
+        remaining = [(request, count) for request in self._running if (count := request.ready - request.computed)]
         # Requests that decode first, then prompts.
-        for request, count in sorted(wanted, key=lambda both: both[1] > 1):
+        for request, count in sorted(remaining, key=_is_prompt):
             count = min(count, left)
             if not count or request.slot < 0:
                 continue
-            if (fits := self._allocate(request, count, plan)) is None:
-                return None
-            if fits:
-                plan[request] = count
-            left = left - count if self.preemptions == before else self.step_tokens - sum(plan.values())
+            if request.computed + count > request.room:
+                if (fits := self._allocate(request, count, plan)) is None:
+                    return None
+                left = self.step_tokens - sum(plan.values())  # others may have been put back
+                if not fits:
+                    continue
+            plan[request] = count
+            left -= count
         while left and self._slots and self._waiting and self.preemptions == before and self._fits(self._waiting[0]):
             request = self._admit()
-            count = min(request.remaining, left)
+            count = min(request.ready, left)
             self._give_pages(request, count)
             plan[request] = count
             left -= count
@@ -449,7 +451,9 @@ class Engine:
     def _admit(self) -> _Request:
         """The next request, with a slot and without pages."""
         request = self._waiting[0]
-        if self.table is not None:
+        if self.table is None:
+            request.room = self.page_size
+        else:
             self.table.allocate(request.number, 0)
         request.slot = self._slots.pop()
         self._running.append(self._waiting.popleft())
@@ -459,13 +463,13 @@ class Engine:
 
     def _give_pages(self, request: _Request, count: int) -> None:
         """Pages for more tokens. Whole ones, so that most steps of a request need none."""
-        pages = -(-(request.computed + count) // self.page_size)
-        if self.table is None or pages == request.pages:
+        if self.table is None:
             return
-        self.table.allocate(request.number, (pages - request.pages) * self.page_size)
+        held, pages = (-(-length // self.page_size) for length in (request.room, request.computed + count))
+        self.table.allocate(request.number, pages * self.page_size - request.room)
         row = self.table.row(request.number)
-        self._new_pages += [(request.slot, place, int(row[place])) for place in range(request.pages, pages)]
-        request.pages = pages
+        self._new_pages += [(request.slot, place, int(row[place])) for place in range(held, pages)]
+        request.room = pages * self.page_size
 
     def _allocate(self, request: _Request, count: int, plan: dict[_Request, int]) -> bool | None:
         """Allocates pages for more tokens, preempting the newest requests if necessary; False if it preempted this one, and `None` if pages
@@ -490,7 +494,9 @@ class Engine:
             return True
         wanted = self._most_pages(len(request.tokens))
         for other in self._running:
-            held = other.pages if self.window is None else int((self.table.row(other.number) >= 0).sum())
+            held = other.room // self.page_size
+            if self.window is not None:
+                held = int((self.table.row(other.number) >= 0).sum())
             wanted += max(1, self._most_pages(len(other.tokens) + other.awaited) - held)
         return wanted <= self.table.num_free
 
@@ -513,7 +519,7 @@ class Engine:
         """Moves a request from the batch to the front of the queue, to be recomputed."""
         self._release(request)
         self._waiting.appendleft(request)
-        request.computed = request.awaited = 0
+        request.computed, request.awaited, request.ready = 0, 0, len(request.tokens)
 
     def _release(self, request: _Request) -> None:
         """Removes the request from queue and batch, and frees its pages and slot."""
@@ -526,7 +532,11 @@ class Engine:
         request.slot = -1
         if self.table is not None:
             self.table.free(request.number)
-            request.pages = 0
+        request.room = 0
+
+
+def _is_prompt(part: tuple[_Request, int]) -> bool:
+    return part[1] > 1
 
 
 def _window(attention: list[Any]) -> int | None:
