@@ -26,7 +26,7 @@ def kernel_times(run: Callable[[], Any], runs: int) -> dict[str, tuple[float, in
             jax.block_until_ready([run() for _ in range(runs)])
         (path,) = pathlib.Path(folder).rglob("*.xplane.pb")
         data = jax.profiler.ProfileData.from_file(str(path))
-    times: collections.Counter[str] = collections.Counter()
+    times: dict[str, float] = collections.defaultdict(float)
     counts: collections.Counter[str] = collections.Counter()
     for plane in data.planes:
         if not plane.name.startswith("/device:GPU"):
@@ -37,12 +37,12 @@ def kernel_times(run: Callable[[], Any], runs: int) -> dict[str, tuple[float, in
             for event in line.events:
                 times[event.name] += event.duration_ns / 1e6 / runs
                 counts[event.name] += 1
-    return {name: (ms, counts[name] // runs) for name, ms in times.most_common()}
+    return {name: (times[name], counts[name] // runs) for name in sorted(times, key=lambda n: -times[n])}
 
 
 def by_kind(times: Mapping[str, tuple[float, int]]) -> dict[str, float]:
     """Milliseconds per run of each kind of kernel."""
-    found: collections.Counter[str] = collections.Counter()
+    found: dict[str, float] = collections.defaultdict(float)
     for name, (ms, _) in times.items():
         found[next((kind for kind, words in KINDS if re.search(words, name, re.IGNORECASE)), "other")] += ms
-    return dict(found.most_common())
+    return dict(sorted(found.items(), key=lambda entry: -entry[1]))

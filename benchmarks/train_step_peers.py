@@ -10,7 +10,6 @@ activations: for PyTorch the most that was allocated, for JAX what the compiled 
 """
 
 import argparse
-import dataclasses
 import json
 import pathlib
 import statistics

@@ -107,7 +107,9 @@ def fastest_attention(sizes: argparse.Namespace) -> SDPBackend | None:
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     for name in ("embed-dim", "num-layers", "num-heads", "vocabulary", "batch", "seq"):
         parser.add_argument(f"--{name}", type=int, required=True)
     sizes = parser.parse_args()
@@ -116,7 +118,9 @@ def main() -> int:
     on_gpu = device.type == "cuda"
     backend = fastest_attention(sizes) if on_gpu else None
     model = Model(sizes).to(device)
-    optimiser = torch.optim.AdamW(model.parameters(), lr=1e-4, betas=(0.9, 0.98), weight_decay=0.01, fused=True)
+    optimiser = torch.optim.AdamW(
+        model.parameters(), lr=1e-4, betas=(0.9, 0.98), weight_decay=0.01, fused=True
+    )
     compiled = torch.compile(model, dynamic=False) if on_gpu else model
     shape = (4, sizes.batch, sizes.seq + 1)
     batches = torch.from_numpy(np.random.default_rng(0).integers(0, sizes.vocabulary, shape)).to(device)

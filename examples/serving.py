@@ -197,8 +197,8 @@ class Engine:
     def _restart(self) -> None:
         """Empty caches, for the first step or after the device lost them."""
         pages = -(-self.max_length // self.page_size)
-        self._state, self._structure = jax.tree.flatten(new_state(self._new_caches(), self.max_batch, pages))
-        self._state = tuple(self._state)
+        leaves, self._structure = jax.tree.flatten(new_state(self._new_caches(), self.max_batch, pages))
+        self._state: tuple[Array, ...] = tuple(leaves)
         self._flights.clear()
 
     def _programs(self) -> dict[str, tuple[Sizes, Program]]:
@@ -213,9 +213,7 @@ class Engine:
             def traced() -> None:
                 self.compiled[name] += 1
 
-            return make_program(
-                self.model, size, self.page_size, name != "decode", self._structure, traced
-            )
+            return make_program(self.model, size, self.page_size, name != "decode", self._structure, traced)
 
         return {name: (size, make(name, size)) for name, size in sizes.items()}
 
@@ -426,7 +424,9 @@ class Engine:
         """As `_schedule`; `None` if pages run out while steps are under way."""
         plan: dict[_Request, int] = {}
         before, left = self.preemptions, self.step_tokens
-        remaining = [(request, count) for request in self._running if (count := request.ready - request.computed)]
+        remaining = [
+            (request, count) for request in self._running if (count := request.ready - request.computed)
+        ]
         # Requests that decode first, then prompts.
         for request, count in sorted(remaining, key=_is_prompt):
             count = min(count, left)
@@ -440,7 +440,13 @@ class Engine:
                     continue
             plan[request] = count
             left -= count
-        while left and self._slots and self._waiting and self.preemptions == before and self._fits(self._waiting[0]):
+        while (
+            left
+            and self._slots
+            and self._waiting
+            and self.preemptions == before
+            and self._fits(self._waiting[0])
+        ):
             request = self._admit()
             count = min(request.ready, left)
             self._give_pages(request, count)

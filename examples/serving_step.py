@@ -66,9 +66,7 @@ class Sizes:
 
     def holds(self, counts: Sequence[int]) -> bool:
         """Whether sequences with so many new tokens fit."""
-        return (
-            len(counts) <= self.sequences and sum(counts) <= self.tokens and max(counts) <= self.query_len
-        )
+        return len(counts) <= self.sequences and sum(counts) <= self.tokens and max(counts) <= self.query_len
 
     def pack(self, batch: Batch, sampling: SamplingArrays) -> np.ndarray:
         """All of a batch in one int32 array; `sampling` has a row for each slot."""

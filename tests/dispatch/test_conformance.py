@@ -52,7 +52,10 @@ PROBLEMS: dict[str, Sequence[tuple[dict[str, int], Mapping[str, object]]]] = {
         ),
         ({"M": 512, "K": 256, "N": 128, "E": 8}, {"stored": "int8"}),
     ],
-    "losses": [({"N": 512, "E": 64, "V": 1000}, {}), ({"M": 2, "N": 64, "E": 64, "V": 50}, {"reduction": "none", "bias": True})],
+    "losses": [
+        ({"N": 512, "E": 64, "V": 1000}, {}),
+        ({"M": 2, "N": 64, "E": 64, "V": 50}, {"reduction": "none", "bias": True}),
+    ],
     "latent": [(TOKENS | {"D": 96, "V": 64, "Dr": 32}, {})],
     "paged": [(PAGES, {})],
     "pooling": [

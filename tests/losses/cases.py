@@ -69,7 +69,9 @@ def exact(case: Case, inputs: Named, labels: Any, dout: Any) -> Named:
     options = case.operation().options
     with jax.enable_x64(True):
         wide = {name: jnp.asarray(np.asarray(x, np.float64), np.float64) for name, x in inputs.items()}
-        arrays = resolve(options, wide["x"], labels, wide["weight"], wide.get("bias"), wide.get("token_weights"))
+        arrays = resolve(
+            options, wide["x"], labels, wide["weight"], wide.get("bias"), wide.get("token_weights")
+        )
         shape = arrays.labels.shape if case.reduction == "none" else ()
         cotangent = jnp.asarray(np.asarray(dout, np.float64)).reshape(shape)
         found = _reference(options.spec, Inputs(arrays, {"out": cotangent}))

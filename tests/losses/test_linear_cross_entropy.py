@@ -84,7 +84,9 @@ def test_composes(reduction):
     grad = jax.grad(loss, (0, 1, 2))
     one = [quick(grad)(x[i], w, b, labels[i]) for i in range(3)]
     each = quick(jax.vmap(grad, (0, None, None, 0)))(x, w, b, labels)
-    summed = quick(jax.grad(lambda *a: jax.vmap(loss, (0, None, None, 0))(*a, labels).sum(), (0, 1, 2)))(x, w, b)
+    summed = quick(jax.grad(lambda *a: jax.vmap(loss, (0, None, None, 0))(*a, labels).sum(), (0, 1, 2)))(
+        x, w, b
+    )
     for n in range(3):
         rows = jnp.stack([gradients[n] for gradients in one])
         assert_close(each[n], rows, kind="gradient")
@@ -117,6 +119,7 @@ def test_logits_are_never_held_whole(reduction):
     op = ejx.LinearCrossEntropy(reduction, config=XlaConfig(32))
     loss = lambda x, w: op(x, jnp.zeros((4, 64), jnp.int32), w).sum()
     text = jax.jit(jax.grad(loss, (0, 1))).lower(x, w).compile().as_text()
+    assert text is not None
     sizes = [np.prod([int(n) for n in dims.split(",")]) for dims in re.findall(r"f32\[([\d,]+)\]", text)]
     assert max(sizes) < 256 * 96 / 4 and any(size == 32 * 96 for size in sizes)
 

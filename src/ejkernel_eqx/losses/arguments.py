@@ -50,9 +50,7 @@ class Options:
         )
 
 
-def resolve(
-    options: Options, x: Any, labels: Any, weight: Any, bias: Any, token_weights: Any
-) -> LossArrays:
+def resolve(options: Options, x: Any, labels: Any, weight: Any, bias: Any, token_weights: Any) -> LossArrays:
     """The arrays of a call: rows of tokens."""
     x = array("x", x, "E")
     weight = fitting("weight", weight, (None, x.shape[-1]), "V E")

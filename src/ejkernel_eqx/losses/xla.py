@@ -68,9 +68,7 @@ def forward(arrays: LossArrays, spec: LossSpec, config: XlaConfig, *, save: bool
     return {"out": out, "losses": found.losses, "dx": found.dx, **saved}
 
 
-def backward(
-    arrays: LossArrays, spec: LossSpec, config: XlaConfig, saved: Named, cotangents: Named
-) -> Named:
+def backward(arrays: LossArrays, spec: LossSpec, config: XlaConfig, saved: Named, cotangents: Named) -> Named:
     """The gradients of all float arrays; those of weight and bias are summed over all rows."""
     weights, factor = _weights_of(arrays), cotangents["out"].astype(accumulator(arrays.x.dtype))
     if spec.reduction == "mean":
@@ -121,9 +119,7 @@ class _Found(NamedTuple):
 def _over_chunks(arrays: LossArrays, spec: LossSpec, config: XlaConfig, factors: Array | None) -> _Found:
     """The losses of all tokens; with `factors [B, M, N]` also the gradients of the sum of losses times factors."""
     lead = arrays.labels.shape
-    tokens = tuple(
-        x.reshape(-1, *x.shape[3:]) for x in (arrays.x, arrays.labels, factors) if x is not None
-    )
+    tokens = tuple(x.reshape(-1, *x.shape[3:]) for x in (arrays.x, arrays.labels, factors) if x is not None)
     count = tokens[0].shape[0]
     chunks = -(-count // config.chunk_size)
     shared = arrays._replace(weight=arrays.weight.astype(arrays.x.dtype))

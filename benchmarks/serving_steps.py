@@ -1,7 +1,7 @@
 """Steps of `examples/serving.py` beside the device's time for them, and how long a server takes to start.
 
-    python benchmarks/serving.py --json out.json         # 12 layers of 768, bf16, 64 and 256 texts at once; needs a GPU
-    python benchmarks/serving.py --quick                 # a tiny model, anywhere
+    python benchmarks/serving_steps.py --json out.json         # 12 layers of 768, bf16, 64 and 256 texts at once; needs a GPU
+    python benchmarks/serving_steps.py --quick                 # a tiny model, anywhere
 
 A step is timed while all texts decode. The device's time is that of the same compiled program, launched many times in a row with the same inputs, so that the
 host has nothing to do between the launches. A start is timed in a process of its own, from its first line to the first token, with an empty and with a full
@@ -134,7 +134,9 @@ def time_starts(options: argparse.Namespace) -> list[dict[str, Any]]:
         command = [sys.executable, __file__, "--start", *(["--quick"] if options.quick else [])]
         for cache in ("empty", "full"):
             start = time.perf_counter()
-            done = subprocess.run(command, env=os.environ | settings, capture_output=True, text=True, check=False)
+            done = subprocess.run(
+                command, env=os.environ | settings, capture_output=True, text=True, check=False
+            )
             if done.returncode:
                 raise SystemExit(f"a start with the {cache} cache failed: {done.stderr[-2000:]}")
             found = json.loads(done.stdout.splitlines()[-1])
@@ -174,7 +176,15 @@ def main(arguments: Sequence[str] | None = None) -> int:
         + [f"{row['step_ms_without_overlap']:.3f}", f"{row['tokens_per_second']:,.0f}", str(row["programs"])]
         for row in rows
     ]
-    header = ["batch", "ms a step", "device ms", f"ratio (bar {BOUND})", "without overlap", "tokens/s", "programs"]
+    header = [
+        "batch",
+        "ms a step",
+        "device ms",
+        f"ratio (bar {BOUND})",
+        "without overlap",
+        "tokens/s",
+        "programs",
+    ]
     print(report.table(header, cells))
     for row in starts:
         print(
