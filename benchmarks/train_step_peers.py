@@ -5,8 +5,8 @@
     python benchmarks/train_step_peers.py --quick --no-torch             # a tiny model, anywhere
 
 PyTorch runs in a process of its own (`train_step_torch.py`), one for each problem, which compiles while this one does; then steps are timed in
-turn. Both must report the same first loss, as they initialise in the same way. Memory is what a step needs in all: parameters, the optimiser's state, gradients and
-activations: for PyTorch the most that was allocated, for JAX what the compiled program reserves.
+turn. Both must report the same first loss, as they initialise in the same way. Memory is what a step needs in all, with parameters, the
+optimiser's state, gradients and activations: for PyTorch the most that was allocated, for JAX what the compiled program reserves.
 """
 
 import argparse

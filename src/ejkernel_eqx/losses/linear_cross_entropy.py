@@ -62,7 +62,8 @@ class LinearCrossEntropy(Kernel):
         - `z_loss`: weight of the squared log-sum-exp, which keeps logits from drifting.
         - `ignore_index`: a label of tokens that are ignored, besides negative ones.
         - `platform`, `config`: as in [`ejkernel_eqx.CausalConv1d`][].
-        - `tune_for`: `(x, labels, weight)` or [`ejkernel_eqx.inputs`][]`(...)`, arrays or `jax.ShapeDtypeStruct`s: fix the choice for these inputs now.
+        - `tune_for`: `(x, labels, weight)` or [`ejkernel_eqx.inputs`][]`(...)`, arrays or `jax.ShapeDtypeStruct`s: fix the choice for these
+            inputs now.
         """
         self.options = Options(reduction, logits_soft_cap, label_smoothing, z_loss, ignore_index)
         self.plan = plan_of(LinearCrossEntropy, self, platform, config, tune_for)
