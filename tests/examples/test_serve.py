@@ -260,6 +260,65 @@ def test_samples_do_not_depend_on_neighbours(examples, engine):
     _check_empty(engine)
 
 
+@pytest.mark.few(1)
+def test_starting_early_changes_nothing(engine, monkeypatch):
+    """Stop tokens and pages that run out are known a step late."""
+    requests = _requests(9, 7, longest=20, most=14)
+    texts = _serve(engine, requests, seed=3)
+    monkeypatch.setattr(engine, "overlap", False)
+    before = engine.preemptions
+    assert _serve(engine, requests, seed=3) == texts and engine.preemptions > before
+    assert not engine._flights
+
+
+def test_the_next_step_starts_before_the_tokens_are_known(engine):
+    """And the result of a step too many is dropped."""
+    first = _alone(engine, [(b"abc", 6)])[0]
+    number = engine.submit(b"abc", 6, stop=first[2])
+    assert engine.step() == [] and len(engine._flights) == 1
+    found = [engine.step() for _ in range(3)]
+    assert [event.token for (event,) in found] == first[:3] and found[-1][0] == (number, first[2], "stop")
+    assert engine.num_running == engine.pages_used == 0 and len(engine._flights) == 1
+    assert engine.step() == [] and not engine._flights
+    _check_empty(engine)
+
+
+def test_a_step_that_fails_on_the_device(engine, monkeypatch):
+    """All requests start again, with the tokens that they have."""
+    requests = _requests(8, 3, longest=6, most=6)
+    expected, compute = _alone(engine, requests), engine._compute
+    texts = {engine.submit(*request): [] for request in requests}
+
+    class Failed:
+        def copy_to_host_async(self):
+            pass
+
+        def __array__(self, *_, **__):
+            raise jax.errors.JaxRuntimeError("out of memory")
+
+    for event in (*engine.step(), *engine.step()):
+        texts[event.request].append(event.token)
+    monkeypatch.setattr(engine, "_compute", lambda *given: (Failed(), compute(*given)[1]))
+    for event in engine.step():
+        texts[event.request].append(event.token)
+    monkeypatch.setattr(engine, "_compute", compute)
+    with pytest.raises(jax.errors.JaxRuntimeError, match="out of memory"):
+        engine.step()
+    assert not engine.num_running and not engine._flights and engine.pages_used == 0
+    for event in engine.run():
+        texts[event.request].append(event.token)
+    assert list(texts.values()) == expected
+    _check_empty(engine)
+
+
+def test_programs_are_compiled_before_they_are_needed(examples):
+    engine = _engine(examples, "attention", 1, max_batch=2, step_tokens=4)
+    engine.warm_up(drawn=False)
+    assert engine.compiled == {"prompts": 1, "decode": 1}
+    assert len(_alone(engine, [(b"abc", 3)])[0]) == 3 and engine.compiled == {"prompts": 1, "decode": 1}
+    _check_empty(engine)
+
+
 @pytest.mark.slow
 def test_cancelling_changes_nothing_for_the_others(engine):
     """In the queue, within the prompt and while decoding."""

@@ -84,9 +84,8 @@ def test_composes(reduction):
     grad = jax.grad(loss, (0, 1, 2))
     one = [quick(grad)(x[i], w, b, labels[i]) for i in range(3)]
     each = quick(jax.vmap(grad, (0, None, None, 0)))(x, w, b, labels)
-    summed = quick(jax.grad(lambda *a: jax.vmap(loss, (0, None, None, 0))(*a, labels).sum(), (0, 1, 2)))(
-        x, w, b
-    )
+    total = lambda x, w, b: jax.vmap(loss, (0, None, None, 0))(x, w, b, labels).sum()
+    summed = quick(jax.grad(total, (0, 1, 2)))(x, w, b)
     for n in range(3):
         rows = jnp.stack([gradients[n] for gradients in one])
         assert_close(each[n], rows, kind="gradient")
@@ -122,6 +121,23 @@ def test_logits_are_never_held_whole(reduction):
     assert text is not None
     sizes = [np.prod([int(n) for n in dims.split(",")]) for dims in re.findall(r"f32\[([\d,]+)\]", text)]
     assert max(sizes) < 256 * 96 / 4 and any(size == 32 * 96 for size in sizes)
+
+
+@pytest.mark.parametrize("options", [{}, {"label_smoothing": 0.1, "z_loss": 0.1, "logits_soft_cap": 3.0}])
+def test_nothing_of_the_size_of_logits_is_kept_outside_the_loop(options):
+    x, w, b = jnp.ones((64, 8)), jnp.ones((96, 8)), jnp.ones(96)
+    op = ejx.LinearCrossEntropy(config=XlaConfig(32), **options)
+    loss = lambda x, w, b: op(x, jnp.zeros(64, jnp.int32), w, b)
+
+    def sizes(jaxpr):
+        for eqn in jaxpr.eqns:
+            yield from (v.aval.size for v in eqn.outvars)
+            if eqn.primitive.name != "scan":
+                for inner in eqn.params.values():
+                    yield from sizes(inner.jaxpr) if hasattr(inner, "jaxpr") else ()
+
+    found = list(sizes(jax.make_jaxpr(jax.value_and_grad(loss, (0, 1, 2)))(x, w, b).jaxpr))
+    assert len(found) > 20 and max(found) < 32 * 96
 
 
 def test_gradients_without_a_second_look_at_the_logits():

@@ -150,18 +150,22 @@ def _chunk(arrays: LossArrays, spec: LossSpec, factors: Array | None) -> _Found:
     """As `_over_chunks` for tokens along one axis, with all logits at once; the weight is in the dtype of x."""
     x, labels, weight = arrays.x, arrays.labels, arrays.weight
     dtype, size = accumulator(x.dtype), arrays.weight.shape[0]
-    # Padding may hold NaN, and 0 NaN is NaN.
+    # JAX moves what depends on no array out of a loop, and would keep numbers of the shape of the logits: so 0 is made of the labels.
+    nothing = labels[0] * 0
+    zero = nothing.astype(dtype)
+    words = nothing + lax.broadcasted_iota(jnp.int32, (1, size), 1)
     real = labels >= 0
-    x = jnp.where(real[..., None], x, 0)
+    # Padding may hold NaN, and 0 NaN is NaN.
+    x = jnp.where(real[:, None], x, zero.astype(x.dtype))
     logits = _product(x, weight, ((1,), (1,)), dtype)
     logits = logits if arrays.bias is None else logits + arrays.bias.astype(dtype)[None]
     if (cap := spec.logits_soft_cap) is not None:
         logits = cap * jnp.tanh(logits / cap)
     lse = jax.nn.logsumexp(logits, -1)
     # A comparison rather than a gather: it is part of the pass over the logits, also where the vocabulary is split over devices.
-    hit = lax.broadcasted_iota(jnp.int32, logits.shape, 1) == labels[..., None]
+    hit = labels[:, None] == words
     smooth = spec.label_smoothing
-    losses = lse - (1 - smooth) * jnp.sum(jnp.where(hit, logits, 0), -1)
+    losses = lse - (1 - smooth) * jnp.sum(jnp.where(hit, logits, zero), -1)
     if smooth:
         losses -= smooth * jnp.mean(logits, -1)
     if spec.z_loss:
@@ -169,13 +173,15 @@ def _chunk(arrays: LossArrays, spec: LossSpec, factors: Array | None) -> _Found:
     losses = jnp.where(real, jnp.where(labels < size, losses, jnp.nan), 0)
     if factors is None:
         return _Found(losses)
-    slope = jnp.exp(logits - lse[..., None])
+    slope = jnp.exp(logits - lse[:, None])
     if spec.z_loss:
-        slope *= (1 + 2 * spec.z_loss * lse)[..., None]
-    slope -= jnp.where(hit, 1 - smooth, 0) + smooth / size
+        slope *= (1 + 2 * spec.z_loss * lse)[:, None]
+    slope -= jnp.where(hit, zero + (1 - smooth), zero)
+    if smooth:
+        slope -= smooth / size
     if cap is not None:
         slope *= 1 - (logits / cap) ** 2
-    slope = jnp.where(real[..., None], slope * factors[..., None], 0)
+    slope = jnp.where(real[:, None], slope * factors[:, None], zero)
     narrow = slope.astype(x.dtype)
     dx = _product(narrow, weight, ((1,), (0,)), dtype).astype(x.dtype)
     dweight = _product(narrow, x, ((0,), (0,)), dtype)
