@@ -35,18 +35,19 @@ LOSS_BOUND = 0.05  # of the first losses, which differ by the random weights and
 class Torch:
     """The process that times PyTorch's steps."""
 
-    def __init__(self, options: argparse.Namespace):
+    def __init__(self, options: argparse.Namespace, *more: str):
         names = ("embed_dim", "num_layers", "num_heads", "vocabulary", "batch", "seq")
         sizes = [f"--{name.replace('_', '-')}={getattr(options, name)}" for name in names]
         script = pathlib.Path(__file__).with_name("train_step_torch.py")
         pipe = subprocess.PIPE
         self._process = subprocess.Popen(
-            [sys.executable, str(script), *sizes], stdin=pipe, stdout=pipe, text=True
+            [sys.executable, str(script), *sizes, *more], stdin=pipe, stdout=pipe, text=True
         )
         self.ready: dict[str, Any] = {}
 
     def wait(self) -> None:
-        self.ready = self._answer()
+        """Until it has compiled."""
+        self.ready = self.ready or self._answer()
 
     def run(self, steps: int) -> dict[str, Any]:
         assert self._process.stdin is not None
@@ -105,7 +106,7 @@ def measure(
             {"variant": "torch.compile", "ms": ms, "spread": (max(samples) - min(samples)) / ms}
             | {"samples_ms": samples, "tokens_per_second": 1e3 * tokens / ms}
             | {"bytes": max(answer["bytes"] for answer in peer), "first_loss": torch.ready["loss"]}
-            | {"compile_seconds": torch.ready["compile_seconds"], "attention": torch.ready["attention"]}
+            | {"compile_seconds": torch.ready["compile_seconds"]}
         )
         for row in rows:
             row["time_of_torch"], row["bytes_of_torch"] = row["ms"] / ms, row["bytes"] / rows[-1]["bytes"]
@@ -145,7 +146,7 @@ def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
     vars(options).update(SIZES[size])
     options.num_kv_heads = options.num_heads  # as in the PyTorch model
     options.dtype = "float32" if jax.default_backend() == "cpu" else "bfloat16"
-    every = [options_of(options, *shape, v) for v in VOCABULARIES[size] for shape in PROBLEMS[size]]
+    every = [options_of(options, *shape, v) for shape in PROBLEMS[size] for v in VOCABULARIES[size]]
     wanted = None if options.problems is None else options.problems.split(",")
     if wanted is not None and (unknown := sorted(set(wanted) - set(map(name_of, every)))):
         parser.error(f"--problems: expected some of {', '.join(map(name_of, every))}, received {unknown[0]}")
@@ -156,18 +157,24 @@ def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
 def main(arguments: Sequence[str] | None = None) -> int:
     options = parse(arguments)
     peers = [None if options.no_torch else Torch(one) for one in options.problems]
-    rows: list[dict[str, Any]] = []
-    for one, torch in zip(options.problems, peers, strict=True):
-        variants = [train_step.compiled(name, one) for name in one.variants]
-        print(f"{name_of(one)}: compiled in {sum(v.compile_seconds for v in variants):.1f} s", flush=True)
-        rows += [{"problem": name_of(one)} | row for row in measure(one, variants, torch)]
+    variants = []
+    for one in options.problems:
+        variants.append([train_step.compiled(name, one) for name in one.variants])
+        seconds = sum(variant.compile_seconds for variant in variants[-1])
+        print(f"{name_of(one)}: compiled in {seconds:.1f} s", flush=True)
+    for torch in peers:  # none uses the device while others are timed
         if torch is not None:
-            torch.end()
+            torch.wait()
+    rows: list[dict[str, Any]] = []
+    for one, mine, torch in zip(options.problems, variants, peers, strict=True):
+        rows += [{"problem": name_of(one)} | row for row in measure(one, mine, torch)]
         print(text_of(rows), flush=True)
         if options.json:
             content = {"environment": report.environment(options.commit), "dtype": options.dtype}
             size = {name: getattr(options, name) for name in ("embed_dim", "num_layers", "num_heads")}
             report.write_json(options.json, content | {"size": size, "rows": rows})
+        if torch is not None:
+            torch.end()
     return 0
 
 

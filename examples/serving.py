@@ -11,6 +11,7 @@ step, the host schedules the next one. `serving_step.py`, next to this file, is 
 """
 
 import collections
+import concurrent.futures
 import dataclasses
 import functools
 import operator
@@ -86,7 +87,7 @@ class _Request:
 class _Flight(NamedTuple):
     """A step under way: what it chooses, and the requests that it chooses for, by their places in the batch."""
 
-    chosen: Array
+    chosen: concurrent.futures.Future[Array]
     requests: list[tuple[int, _Request]]
 
 
@@ -104,8 +105,8 @@ class Engine:
     Batches are padded to the sizes of three `programs`: prompts, and decoding with and without drawn tokens. Each is compiled once, on first use
     or by `warm_up`; `compiled` counts the compilations.
 
-    A step that raises leaves the engine in its previous state, so that the next one retries it. If the caches, which are donated, were
-    lost with it, they are replaced, and the requests of the batch are recomputed.
+    A step that raises while it is scheduled leaves the engine in its previous state, so that the next one retries it. If it raises later, the caches,
+    which are donated, are replaced, and the running requests are recomputed.
 
     **Arguments:**
 
@@ -172,6 +173,8 @@ class Engine:
         self._waiting: collections.deque[_Request] = collections.deque()
         self._running: list[_Request] = []  # in order of admission
         self._flights: collections.deque[_Flight] = collections.deque()
+        # To start a program takes as long as to schedule one, and needs no Python: it has a thread of its own.
+        self._starter = concurrent.futures.ThreadPoolExecutor(1, "ejkernel_eqx.serving")
         self._slots = list(range(max_batch))[::-1]
         self._count = 0
         self._sampling = SamplingArrays.of([], max_batch)  # by slot
@@ -221,7 +224,8 @@ class Engine:
         """Compiles the programs before the first request; without `drawn`, only those of greedy texts."""
         for name in self.programs:
             if drawn or name != "decode and draw":
-                _, self._state = self._compute(name, Batch([], [], [], [], []))
+                nothing = self.programs[name][0].pack(Batch([], [], [], [], []), self._sampling)
+                self._compute(name, nothing)
 
     @property
     def num_running(self) -> int:
@@ -325,30 +329,46 @@ class Engine:
 
     def _start(self, plan: dict[_Request, int]) -> None:
         """Starts the step of a plan."""
-        chosen, state = self._compute(self._program(plan), self._batch(plan))
-        chosen.copy_to_host_async()
-        writing = []
-        for place, (request, count) in enumerate(plan.items()):
-            request.computed += count
-            if request.computed == request.ready:  # not in the middle of its prompt
-                request.wait()
-                writing.append((place, request))
-        self.steps += 1
-        self.peak_pages = max(self.peak_pages, self.pages_used)
-        if self.window is not None:
-            self._free_behind(plan, self.window)
-        self._new_pages = []
-        self._flights.append(_Flight(chosen, writing))
-        # At last: an interruption before this finds the former state gone, so that all requests start again.
-        self._state = state
+        name = self._program(plan)
+        data = self.programs[name][0].pack(self._batch(plan), self._sampling)
+        writing: list[tuple[int, _Request]] = []
+        self._flights.append(_Flight(self._launch(name, data), writing))
+        try:
+            for place, (request, count) in enumerate(plan.items()):
+                request.computed += count
+                if request.computed == request.ready:  # not in the middle of its prompt
+                    request.wait()
+                    writing.append((place, request))
+            self.steps += 1
+            self.peak_pages = max(self.peak_pages, self.pages_used)
+            if self.window is not None:
+                self._free_behind(plan, self.window)
+            self._new_pages = []
+        except BaseException:  # an interruption: it is not known how far this came
+            self._put_all_back()
+            raise
+
+    def _launch(self, name: str, data: np.ndarray) -> "concurrent.futures.Future[Array]":
+        """Starts a program in the thread that does so; the first time here, where it is traced with the settings of this thread."""
+        if self.compiled[name]:
+            return self._starter.submit(self._compute, name, data)
+        self._wait()
+        done: concurrent.futures.Future[Array] = concurrent.futures.Future()
+        done.set_result(self._compute(name, data))
+        return done
+
+    def _wait(self) -> None:
+        """Until all steps have started; the device may still run them."""
+        concurrent.futures.wait([flight.chosen for flight in self._flights])
 
     def _finish(self, most: int) -> None:
         """Waits for the oldest steps until at most so many are under way, and takes their tokens."""
         while len(self._flights) > most:
             chosen, requests = self._flights[0]
+            concurrent.futures.wait([chosen])  # Ctrl-C meanwhile loses nothing
             try:
-                tokens = np.asarray(chosen).tolist()
-            except jax.errors.JaxRuntimeError:  # those after it were given its caches
+                tokens = np.asarray(chosen.result()).tolist()
+            except BaseException:  # those after it were given its caches
                 self._put_all_back()
                 raise
             self._flights.popleft()
@@ -384,13 +404,15 @@ class Engine:
         lengths = [request.computed + count for request, count in plan.items()]
         return Batch(tokens, list(plan.values()), lengths, [r.slot for r in plan], self._new_pages)
 
-    def _compute(self, name: str, batch: Batch) -> tuple[Array, tuple[Array, ...]]:
-        """Calls a program, which takes the state; returns, without waiting for them, the tokens it chooses and the next state."""
-        sizes, program = self.programs[name]
-        return program(self._weights, self._state, sizes.pack(batch, self._sampling))
+    def _compute(self, name: str, data: np.ndarray) -> Array:
+        """Calls a program, which takes the state and gives the next one; returns, without waiting for them, the tokens it chooses."""
+        chosen, self._state = self.programs[name][1](self._weights, self._state, data)
+        chosen.copy_to_host_async()
+        return chosen
 
     def _undo(self) -> None:
-        """Restores the state before a step that raised, or restarts all requests if the caches are lost."""
+        """Restores the state before a step that was not started, or restarts all requests if the caches are lost."""
+        self._wait()
         if any(array.is_deleted() for array in self._state):
             self._put_all_back()
             return
@@ -400,6 +422,8 @@ class Engine:
                 self._put_back(request)
 
     def _put_all_back(self) -> None:
+        """All requests start again, with empty caches, once nothing is under way."""
+        self._wait()
         for request in self._running[::-1]:
             self._put_back(request)
         self._restart()

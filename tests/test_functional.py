@@ -69,6 +69,7 @@ CALLS: dict[str, tuple[dict[str, Any], tuple[Any, ...], dict[str, Any]]] = {
         (normal(1, 6, 2, 8), normal(2, 6, 2, 5), normal(3, 6, 3), normal(4, 6, 2, 4)),
         dict(return_lse=True),
     ),
+    "residual_rms_norm": (dict(eps=1e-3), (x, dt, normal(1, 4)), {}),
     "ring_attention": (
         dict(axis_name="sequence", causal=True, order="zigzag"),
         (q, k, v),

@@ -73,6 +73,7 @@ from .functional import prefill_paged_attention as prefill_paged_attention
 from .functional import ragged_decode_attention as ragged_decode_attention
 from .functional import ragged_paged_attention as ragged_paged_attention
 from .functional import recurrent as recurrent
+from .functional import residual_rms_norm as residual_rms_norm
 from .functional import ring_attention as ring_attention
 from .functional import scaled_dot_product_attention as scaled_dot_product_attention
 from .functional import state_space_v1 as state_space_v1
@@ -83,6 +84,7 @@ from .latent import MultiHeadLatentAttention as MultiHeadLatentAttention
 from .losses import LinearCrossEntropy as LinearCrossEntropy
 from .matmul import GroupedMatmul as GroupedMatmul
 from .normalization import GatedRMSNorm as GatedRMSNorm
+from .normalization import ResidualRMSNorm as ResidualRMSNorm
 from .paged import Buckets as Buckets
 from .paged import OutOfPagesError as OutOfPagesError
 from .paged import PagedAttention as PagedAttention

@@ -27,7 +27,7 @@ from .convolution import CausalConv1d
 from .latent import AbsorbedLatentAttention, MultiHeadLatentAttention
 from .losses import LinearCrossEntropy
 from .matmul import GroupedMatmul
-from .normalization import GatedRMSNorm
+from .normalization import GatedRMSNorm, ResidualRMSNorm
 from .paged import (
     PagedAttention,
     PagedNativeSparseAttention,
@@ -187,6 +187,7 @@ grouped_matmul = function_of(GroupedMatmul)
 linear_cross_entropy = function_of(LinearCrossEntropy)
 mean_pooling = function_of(MeanPooling)
 recurrent = function_of(Recurrent)
+residual_rms_norm = function_of(ResidualRMSNorm)
 paged_attention = function_of(PagedAttention)
 paged_native_sparse_attention = function_of(PagedNativeSparseAttention)
 prefill_paged_attention = function_of(PrefillPagedAttention)

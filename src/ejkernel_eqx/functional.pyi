@@ -954,6 +954,16 @@ def recurrent(
     config: Any | None = None,
 ) -> tuple[Float[Array, '*B T H'], NewState]: ...
 
+def residual_rms_norm(
+    x: Float[AnyArray, '*B C'],
+    branch: Float[AnyArray, '*B C'] | None = None,
+    weight: Float[AnyArray, ' C'] | None = None,
+    *,
+    eps: float = 1e-06,
+    platform: PlatformLike | None = None,
+    config: Any | None = None,
+) -> tuple[Float[Array, '*B C'], Float[Array, '*B C']]: ...
+
 @overload
 def ring_attention(
     q: Float[AnyArray, '*B T H D'],

@@ -40,6 +40,7 @@ PROBLEMS: dict[str, Sequence[tuple[dict[str, int], Mapping[str, object]]]] = {
     "selective_scan": [(CHANNELS, {}), (CHANNELS, {"step": True})],
     "convolution": [({"B": 2, "T": 512, "C": 256, "W": 4}, {})],
     "normalization": [({"B": 2, "M": 512, "F": 128}, {})],
+    "residual": [({"B": 2, "M": 512, "F": 128}, {})],
     "cells": [
         *(({"B": 64, "T": 64, "H": 256}, {"cell": cell}) for cell in ("lstm", "gru")),
         ({"T": 9, "H": 1024}, {"packed": "offsets"}),
@@ -87,6 +88,7 @@ KERNELS: dict[str, tuple[dict[str, tuple[str, ...]], dict[str, tuple[str, ...]]]
     "selective_scan": (APPLY | STEP, LAUNCH | STEP),
     "convolution": (APPLY, LAUNCH),
     "normalization": (APPLY, LAUNCH),
+    "residual": (APPLY, LAUNCH),
     "cells": (APPLY, LAUNCH),
     "latent": (ATTENTION, ATTENTION),
     "paged": ({"forward": CALL}, {"forward": CALL, "write": ("arrays",)}),
