@@ -132,14 +132,19 @@ class DecoderLayer(eqx.Module):
     ) -> tuple[Array, Array]:
         """The input of a branch, and the residual beside it, after the output of the mixer was added."""
         scales = self.config.mixer_scales
-        is_plain = type(norm) is eqx.nn.RMSNorm and norm.bias is None and norm.weight is not None
-        if is_plain and norm.eps == self.residual_norm.spec.eps and self.config.norms != "residual":
+        if norm is not None and _is_plain(norm, self.residual_norm) and self.config.norms != "residual":
             if out is None:
                 return self.residual_norm(residual, None, norm.weight)
             if scales == (1, 1):
                 return self.residual_norm(residual, _laid_out_as(residual, out), norm.weight)
         x = residual if out is None else _added(residual, out, scales)
         return normed(norm, x), x
+
+
+def _is_plain(norm: eqx.nn.RMSNorm, operation: ResidualRMSNorm) -> bool:
+    """Whether the operation computes this norm; a user may have put another one in its place."""
+    own = type(norm) is eqx.nn.RMSNorm and norm.weight is not None and norm.bias is None
+    return own and norm.eps == operation.spec.eps
 
 
 def _mlp(

@@ -62,9 +62,8 @@ def forward(
     results = {"out": result_like(arrays.x)}
     results["sum"] = NOTHING if arrays.branch is None else result_like(arrays.x)
     launch = _launcher(arrays._asdict(), arrays, spec, tile, execute)
-    branch = {"BRANCH": arrays.branch is not None}
-    programs = cdiv(total, tile.block_m)
-    found = launch(kernels.forward_kernel, Options(tile.num_warps), results, programs, rows=total, **branch)
+    programs, has = cdiv(total, tile.block_m), arrays.branch is not None
+    found = launch(kernels.forward_kernel, Options(tile.num_warps), results, programs, rows=total, BRANCH=has)
     return {"out": found["out"], "sum": arrays.x if arrays.branch is None else found["sum"]}
 
 
