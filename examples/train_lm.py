@@ -265,11 +265,8 @@ def with_optimiser(args: argparse.Namespace, model: Decoder, architecture: dict[
 
 def mean_loss(model: Decoder, tokens: Array, dtype) -> Array:
     """Cross entropy of the next token, in nats."""
-    return cross_entropy(cast(model, dtype)(tokens[:, :-1]), tokens)
-
-
-def cross_entropy(logits: Array, tokens: Array) -> Array:
-    return jnp.mean(optax.softmax_cross_entropy_with_integer_labels(logits, tokens[:, 1:]))
+    model = cast(model, dtype)
+    return model.loss(model.features(tokens[:, :-1]), tokens[:, 1:])
 
 
 def has_experts(model: Decoder) -> bool:
@@ -281,8 +278,9 @@ def training_loss(model: Decoder, tokens: Array, args: argparse.Namespace) -> tu
     if not has_experts(model) or not args.balance:
         loss = mean_loss(model, tokens, args.dtype)
         return loss, loss
-    logits, statistics = cast(model, args.dtype)(tokens[:, :-1], return_statistics=True)
-    loss = cross_entropy(logits, tokens)
+    model = cast(model, args.dtype)
+    x, statistics = model.features(tokens[:, :-1], return_statistics=True)
+    loss = model.loss(x, tokens[:, 1:])
     return loss + args.balance * ejx.nn.load_balancing_loss(statistics), loss
 
 

@@ -8,6 +8,7 @@ import jax.numpy as jnp
 from jax import Array
 from jax.typing import DTypeLike
 
+from ..losses import LinearCrossEntropy
 from ..nn import CacheState, ExpertParallel, RouterStatistics
 from ..nn.arguments import check_flags, check_key, read_array, read_dtype, read_weight_dtype
 from ..paged import RaggedBatch
@@ -59,6 +60,7 @@ class Decoder(eqx.Module):
     ]  # for each a pattern of layers, with a leading axis of repetitions
     norm: eqx.nn.RMSNorm
     head: eqx.nn.Linear | None  # None where it is the embedding
+    cross_entropy: LinearCrossEntropy
     config: DecoderConfig = eqx.field(static=True)
     scan_layers: bool = eqx.field(static=True)
     remat: str = eqx.field(static=True)
@@ -129,6 +131,7 @@ class Decoder(eqx.Module):
             if config.tie_embeddings
             else eqx.nn.Linear(width, config.vocab_size, False, dtype, key=head_key)
         )
+        self.cross_entropy = LinearCrossEntropy(logits_soft_cap=config.logits_soft_cap)
         self.config, self.scan_layers, self.remat = config, scan_layers, remat
 
     @property
@@ -259,6 +262,23 @@ class Decoder(eqx.Module):
         logits = logits_of(weight, x)
         cap = self.config.logits_soft_cap
         return logits if cap is None else cap * jnp.tanh(logits / cap)
+
+    def loss(self, x: Array, labels: Array, token_weights: Array | None = None) -> Array:
+        """The mean cross entropy, in nats, of the logits of features `[..., E]`, which are never held whole
+        ([`ejkernel_eqx.LinearCrossEntropy`][]).
+
+        ```python
+        loss = model.loss(model.features(tokens[:, :-1]), tokens[:, 1:])
+        ```
+
+        **Arguments:**
+
+        - `x`: `[..., E]`, from `features`.
+        - `labels`: integers `[...]`, the token that comes next; negative where none is to be learned.
+        - `token_weights`: `[...]`, default ones.
+        """
+        weight = self.embedding if self.head is None else self.head.weight
+        return self.cross_entropy(x, labels, weight, token_weights=token_weights)
 
     def _check_statistics(self, wanted: Any, cache: Any) -> None:
         check_flags(return_statistics=wanted)
