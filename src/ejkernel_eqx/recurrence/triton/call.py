@@ -7,7 +7,7 @@ import jax
 import jax.numpy as jnp
 from jax import Array
 
-from ...launch import Execute, given, Launcher, result
+from ...launch import Execute, given, Launcher, NOTHING, result
 from ...launch.sizes import cdiv, padded
 from ..spec import CONSTANT, KEY, NONE, RecurrenceArrays, RecurrenceSpec, SCALAR
 from . import decay_phase, out_phase, single_pass, states_phase
@@ -79,7 +79,9 @@ class Call:
             states_phase.states_kernel,
             tile,
             {"states": self.stored_states, "final": self.edge_states(self.spec.state_dtype)},
-            self._state_programs(tile),
+            self._state_programs(tile, self.splits),
+            self._effects_of_splits(),
+            LOCAL=False,
         )
         return results["states"], results["final"]
 
@@ -90,8 +92,9 @@ class Call:
             states_phase.dstates_kernel,
             tile,
             {"dstates": self.stored_states, "dinitial": self.edge_states("float32")},
-            self._state_programs(tile),
-            {"do": dout, "dfinal": dfinal},
+            self._state_programs(tile, self.splits),
+            {"do": dout, "dfinal": dfinal, **self._effects_of_splits(dout)},
+            LOCAL=False,
         )
         return results["dstates"], results["dinitial"]
 
@@ -120,7 +123,8 @@ class Call:
             single_pass.single_kernel,
             tile,
             {"out": self.rows(heads, values), "final": self.edge_states(self.spec.state_dtype)},
-            self.sequences * heads * cdiv(values, tile.block_v),
+            self.sequences * self.splits * heads * cdiv(values, tile.block_v),
+            self._effects_of_splits(),
         )
         return results["out"], results["final"]
 
@@ -134,9 +138,39 @@ class Call:
         count = () if offsets is None else (offsets.shape[1] - 1,)
         return result(batch, *count, *self.sizes, dtype=jnp.dtype(dtype))
 
-    def _state_programs(self, tile: Tile) -> int:
+    @property
+    def splits(self) -> int:
+        """The number of parts of each sequence that have their own programs."""
+        return self.launch.numbers["SPLITS"]
+
+    def _effects_of_splits(self, dout: Array | None = None) -> dict[str, Array]:
+        """For every split except the last, the state after it given a zero state before it, and its decay; with `dout` the same for gradients,
+        from the last split to the first. Nothing if sequences are not split."""
+        if self.splits == 1:
+            return {}
         heads, dim, values = self.sizes
-        return self.sequences * heads * cdiv(dim, tile.block_k) * cdiv(values, tile.block_v)
+        effects = {
+            "local": result(self.sequences, self.splits, heads, dim, values),
+            "passed": result(self.sequences, self.splits, heads, dim),
+        }
+        if dout is None:
+            tile, kernel, more = self.config.states, states_phase.states_kernel, ("states", "final")
+        else:
+            tile, kernel, more = self.config.dstates, states_phase.dstates_kernel, ("dstates", "dinitial")
+        results = self.launch(
+            kernel,
+            tile,
+            effects | dict.fromkeys(more, NOTHING),
+            self._state_programs(tile, self.splits - 1),
+            {"do": dout, "dfinal": None},
+            name=f"local_{kernel.fn.__name__}",
+            LOCAL=True,
+        )
+        return {name: results[name] for name in effects}
+
+    def _state_programs(self, tile: Tile, splits: int) -> int:
+        heads, dim, values = self.sizes
+        return self.sequences * splits * heads * cdiv(dim, tile.block_k) * cdiv(values, tile.block_v)
 
 
 def make_call(arrays: RecurrenceArrays, spec: RecurrenceSpec, config: TritonConfig, execute: Execute) -> Call:
@@ -169,7 +203,7 @@ def make_call(arrays: RecurrenceArrays, spec: RecurrenceSpec, config: TritonConf
         "chunks": tables[0],
         "bounds": tables[1],
         # Arguments of some members only.
-        **dict.fromkeys(("logs", "carry", "scores", "k_end")),
+        **dict.fromkeys(("logs", "carry", "scores", "k_end", "local", "passed")),
     }
     numbers = counts | {
         "T": length,
@@ -178,6 +212,7 @@ def make_call(arrays: RecurrenceArrays, spec: RecurrenceSpec, config: TritonConf
         "D": dim,
         "V": values,
         "CHUNK": chunk,
+        "SPLITS": max(1, min(config.splits, cdiv(length, chunk))),
         "SCALE": spec.scale,
         "DECAY": DECAYS[spec.decay],
         "EVEN": arrays.offsets is None and length % chunk == 0,

@@ -36,11 +36,14 @@ class TritonConfig:
     float32_dot: Float32Dot = "tf32x3"
     single: bool = False
     """Whether the forward pass of a linear member without a decay per key is a single kernel, with the value channels of `out`."""
+    splits: Count = 1
+    """The number of parts of each sequence of a linear member that have programs of their own."""
 
     __post_init__ = check_fields
 
 
 _LARGE, _SOME = 160 * 1024, 96 * 1024  # shared memory of one program, in bytes
+_LEAST_SPLIT = 512  # tokens of a sequence's part
 _KERNELS = ("scores", "wy", "states", "out", "dstates", "gradients")
 _Row = tuple[int, int, int, int]
 # For each kernel in turn: tiles for devices with a lot of shared memory, with some, and with little.
@@ -64,7 +67,8 @@ def default_config(problem: Problem, device: DeviceFacts) -> TritonConfig:
     room = 0 if device.shared_memory >= _LARGE else 1 if device.shared_memory >= _SOME else 2
     rows = dict(zip(_KERNELS, (_HALF if half else _FLOAT32)[room], strict=True))
     single = half and room == 0 and _is_single(problem, device)
-    programs = _single_programs(problem)
+    splits = 1 if problem.flag("step") or problem.flag("delta") else _splits(problem, device)
+    programs = splits * _single_programs(problem)
     if single and programs <= _multiprocessors(device) and problem.flag("decay") == CONSTANT:
         # Two programs per multiprocessor instead of one; measured for constant decays only.
         rows["out"] = (128, 32, 4, 3)
@@ -85,7 +89,7 @@ def default_config(problem: Problem, device: DeviceFacts) -> TritonConfig:
         chunk_size, rows["gradients"] = 32, (32, 32, 8, 1)
     tiles = {name: _narrowed(row, problem) for name, row in rows.items()}
     precision = "tf32x3" if device.vendor == "nvidia" else "ieee"
-    return TritonConfig(chunk_size, **tiles, single=single, float32_dot=precision)
+    return TritonConfig(chunk_size, **tiles, single=single, float32_dot=precision, splits=splits)
 
 
 def candidates(problem: Problem, device: DeviceFacts) -> list[TritonConfig]:
@@ -107,12 +111,16 @@ def candidates(problem: Problem, device: DeviceFacts) -> list[TritonConfig]:
     rows = ((32, 64, 4, 1),) if key else ((128, 32, 4, 1), (128, 32, 4, 2), (128, 64, 4, 1), (128, 64, 8, 2))
     for row in rows:
         others.append(dataclasses.replace(first, gradients=_narrowed(row, problem)))
+    if first.splits > 1:
+        others += [dataclasses.replace(first, splits=splits) for splits in (first.splits // 2, 2 * first.splits)]
     return list(dict.fromkeys([first, *others]))
 
 
 def config_unsupported(config: TritonConfig, problem: Problem, device: DeviceFacts) -> str | None:
     if config.single and (problem.flag("delta") or problem.flag("decay") == KEY):
         return "single=True is for members without a delta rule and without a decay per key channel"
+    if config.splits > 1 and problem.flag("delta"):
+        return "splits are for members without a delta rule"
     return None
 
 
@@ -121,9 +129,24 @@ def _is_single(problem: Problem, device: DeviceFacts) -> bool:
     plain = not problem.flag("step") and not problem.flag("delta") and problem.flag("decay") != KEY
     # Except on Hopper, where it was measured, the state of wide keys spills with a decay per token.
     widest = 128 if device.capability[0] == 9 or problem.flag("decay") in (NONE, CONSTANT) else 64
-    return (
-        plain and problem.dim("D") <= widest and 4 * _single_programs(problem) >= 3 * _multiprocessors(device)
-    )
+    if not plain or problem.dim("D") > widest:
+        return False
+    return _is_enough(_splits(problem, device) * _single_programs(problem), device)
+
+
+def _is_enough(programs: int, device: DeviceFacts) -> bool:
+    return 4 * programs >= 3 * _multiprocessors(device)
+
+
+def _splits(problem: Problem, device: DeviceFacts) -> int:
+    """How many parts of each sequence make two programs for every multiprocessor; one if there are enough without."""
+    programs, splits = _single_programs(problem), 1
+    if _is_enough(programs, device):
+        return 1
+    most = problem.dim("T") // _LEAST_SPLIT
+    while 2 * splits <= most and 2 * splits * programs <= 2 * _multiprocessors(device):
+        splits *= 2
+    return splits
 
 
 def _single_programs(problem: Problem) -> int:
