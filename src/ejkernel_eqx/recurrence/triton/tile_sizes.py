@@ -75,10 +75,10 @@ def default_config(problem: Problem, device: DeviceFacts) -> TritonConfig:
     elif single:
         rows["out"] = (128, 64, 4, 2 if 2 * programs >= 3 * _multiprocessors(device) else 3)
     if half and room == 0 and _shared(problem):
-        rows["gradients"] = (128, 64, 8, 2)
-    if half and room == 0 and device.capability < (9, 0):
+        rows |= {"wy": (128, 64, 4, 2), "gradients": (64, 64, 4, 3)}
+    elif half and room == 0 and device.capability < (9, 0):
         # Larger tiles spill up to 5 KiB per thread (compiled, not measured).
-        rows["gradients"] = (64, 32, 8 if _shared(problem) else 4, 1)
+        rows["gradients"] = (64, 32, 4, 1)
     if half and room == 0 and key:
         rows |= _KEY
     if not half and key:
