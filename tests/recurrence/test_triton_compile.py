@@ -27,8 +27,9 @@ DEVICES = {
 
 
 def request(member: str, dim: int, dtype: str) -> tuple[RecurrenceArrays, RecurrenceSpec]:
-    """The shapes of a call: `batched` with every option, `ssd` with shared keys, `packed` with a table of sequences."""
-    batch, length = (1, 300) if member == "packed" else (8, 1000)
+    """The shapes of a call: `batched` with every option, `ssd` with shared keys, `packed` with a table of sequences, `long` with so few programs
+    that sequences are split."""
+    batch, length = {"packed": (1, 300), "long": (1, 20_000)}.get(member, (8, 1000))
     heads, shared = (32, 1) if member == "ssd" else (16, 16)
 
     def shape(*size: int, dtype: str = dtype) -> Any:
@@ -57,7 +58,7 @@ def launches_of(arrays: RecurrenceArrays, spec: RecurrenceSpec, config: Any) -> 
     found = {}
 
     def record(launch, inputs):
-        found[launch.function.fn.__name__] = launch
+        found[launch.label.rpartition(".")[2]] = launch
         return {name: jnp.zeros(out.shape, out.dtype) for name, out in launch.outputs.items()}
 
     def both(arrays):
@@ -75,6 +76,7 @@ QUICK = {
     ("sm_80", "packed", 128, "bfloat16"),
     ("sm_90", "batched", 128, "bfloat16"),
     ("sm_90", "ssd", 128, "bfloat16"),
+    ("sm_90", "long", 128, "bfloat16"),
     ("sm_100", "batched", 64, "bfloat16"),
     ("gfx942", "packed", 64, "bfloat16"),
 }
@@ -97,7 +99,7 @@ SPILLS = {
 GRID = [
     (target, member, dim, dtype)
     for target in DEVICES
-    for member in ("batched", "ssd", "packed")
+    for member in ("batched", "ssd", "packed", "long")
     for dim in (64, 128, 256)
     for dtype in ("bfloat16", "float32", "float16")
 ]
@@ -115,8 +117,13 @@ def test_defaults_fit(target, member, dim, dtype):
     config = triton.default_config(problem, DEVICES[target])
     assert triton.config_unsupported(config, problem, DEVICES[target]) is None
     launches = launches_of(arrays, spec, config)
-    assert {"states_kernel", "dstates_kernel", "gradients_kernel"} < set(launches)
+    shared = {f"shared_{name}_kernel" for name in ("products", "pairs", "channels", "decays")}
+    assert {"states_kernel", "dstates_kernel"} | (shared if member == "ssd" else {"gradients_kernel"}) < set(
+        launches
+    )
     assert ("single_kernel" in launches) == config.single != ("out_kernel" in launches)
+    assert ("local_states_kernel" in launches) == ("local_dstates_kernel" in launches) == (config.splits > 1)
+    assert (config.splits > 1) == (member == "long")
     measured = target != "gfx942" and dtype == "bfloat16" and dim <= 128
     most_spills = SPILLS.get((target, member, dim), {}) if measured else None
     for name, launch in launches.items():

@@ -1,8 +1,9 @@
 """The gradients of a chunk's operands, from the state at its start and the gradient with respect to the state at its end.
 
-For kinds of decay without key channels, head by head; `shared_gradients.py` has those of heads that share queries and keys. A decay's gradient is a sum of terms that each contain that decay as a factor exactly once:
-pairs of tokens on either side of it, the incoming state read after it, tokens written before it that reach the outgoing state, and the
-state that passes through. So no large terms cancel when decays are strong, and no error carries over from chunk to chunk.
+For kinds of decay without key channels, head by head; for heads that share queries and keys, `shared_gradients.py` does the same. A decay's
+gradient is a sum of terms that each contain that decay as a factor exactly once: pairs of tokens on either side of it, the incoming state read
+after it, tokens written before it that reach the outgoing state, and the state that passes through. So no large terms cancel when decays are
+strong, and no error carries over from chunk to chunk.
 
 A program computes either the query side or the key side; both run side by side and find their operands in the cache.
 """

@@ -33,7 +33,6 @@ from .tile import (
     SCALAR,
     segment_starts,
     store_tile,
-    visible_to,
 )
 
 
@@ -48,7 +47,7 @@ def shared_products_kernel(
     """`products [chunks, GROUPS, C, C]`: keys times queries for one chunk and group of heads that share both."""
     index = tl.program_id(0)
     group = index % GROUPS
-    first, count, _ = chunk_of(index // GROUPS, chunks_ptr, T, CHUNK, TABLE)
+    first, count, _ = chunk_of(index // GROUPS, chunks_ptr, T, CHUNK, TABLE)  # pyright: ignore[reportGeneralTypeIssues]
     q_base = q_ptr + first * (HQ * D) + group // (GROUPS // HQ) * D
     k_base = k_ptr + first * (HK * D) + group // (GROUPS // HK) * D
     products = products_of(k_base, q_base, HK * D, HQ * D, count, D, CHUNK, BLOCK_K, EVEN, PRECISION)  # [C, C]
@@ -73,7 +72,7 @@ def shared_pairs_kernel(
     index = index // 2
     h0 = index % slices * HEADS
     chunk = index // slices
-    first, count, seq = chunk_of(chunk, chunks_ptr, T, CHUNK, TABLE)
+    first, count, seq = chunk_of(chunk, chunks_ptr, T, CHUNK, TABLE)  # pyright: ignore[reportGeneralTypeIssues]
     r = tl.arange(0, CHUNK)  # [C]
     visible = (r[:, None] <= r[None, :]) & (r < count)[None, :]  # [C, C]
     leaves = r < count  # [C]
@@ -88,7 +87,7 @@ def shared_pairs_kernel(
         dproducts = tl.zeros([CHUNK, CHUNK], tl.float32)  # [C, C], summed over the heads
         for n in tl.range(0, HEADS):
             h = h0 + n
-            high, low, _rest, _whole = decays_of(g_ptr, logs_ptr, first, count, seq, h, TOKENS, HS, HG, CHUNK, DECAY, EVEN, EXACT)  # [C], [C], [C], []
+            high, low, _, _ = decays_of(g_ptr, logs_ptr, first, count, seq, h, TOKENS, HS, HG, CHUNK, DECAY, EVEN, EXACT)  # [C], [C], [C], []
             at = (first + r) * HS + h  # [C]
             # v do^T, the gradient of A^T, and so of each of its factors times the others.
             ds = tl.zeros([CHUNK, CHUNK], tl.float32)  # [C, C]
@@ -163,7 +162,7 @@ def shared_channels_kernel(
     h0 = slice * HEADS
     chunk = index // (tiles * slices)
     chunks = tl.num_programs(0) // (tiles * slices)
-    first, count, seq = chunk_of(chunk, chunks_ptr, T, CHUNK, TABLE)
+    first, count, seq = chunk_of(chunk, chunks_ptr, T, CHUNK, TABLE)  # pyright: ignore[reportGeneralTypeIssues]
     q_base = q_ptr + first * (HQ * D) + h0 // (HS // HQ) * D
     k_base = k_ptr + first * (HK * D) + h0 // (HS // HK) * D
     r = tl.arange(0, CHUNK)  # [C]
@@ -231,11 +230,11 @@ def _written(written_ptr, g_ptr, logs_ptr, r, h, first, count, seq, start, TOKEN
     """What rows `r [C, 1]` write to the states of heads `h [1, BV]`, times its gradient; without write strength."""
     known = (r >= 0) & (r < count) & (h < HS)  # [C, BV]
     total = tl.load(written_ptr + (first + r) * HS + h, mask=known, other=0.0)  # [C, BV]
-    for n in tl.static_range(1, TILES):
+    for n in tl.static_range(1, TILES):  # pyright: ignore[reportGeneralTypeIssues]
         total += tl.load(written_ptr + (n * TOKENS.to(tl.int64) + first + r) * HS + h, mask=known, other=0.0)  # [C, BV]
     # e^{G_C - G_j}, for rows of the segment that is open at the end of the chunk.
     if DECAY == SCALAR:
-        planes: tl.constexpr = 3 if EXACT else 2
+        planes: tl.constexpr = 3 if EXACT else 2  # pyright: ignore[reportAssignmentType]
         rest = tl.load(logs_ptr + ((h // (HS // HG)).to(tl.int64) * planes + 1) * TOKENS + first + r, mask=known, other=0.0)  # [C, BV]
         total *= tl.exp2(rest)
     elif DECAY == CONSTANT:
@@ -252,7 +251,7 @@ def shared_decays_kernel(
     DECAY: tl.constexpr, BETA: tl.constexpr, SEGMENTS: tl.constexpr, TABLE: tl.constexpr, EVEN: tl.constexpr, EXACT: tl.constexpr,
 ):
     """`dg [.., HS]`, or `[chunks, HS]` of a constant, and `dbeta [.., HS]`, for one chunk and `BLOCK_V` state heads."""
-    chunk, _, _tile, h0, first, count, seq = chunk_tile(chunks_ptr, T, 1, HS, BLOCK_V, CHUNK, TABLE)
+    chunk, _, _tile, h0, first, count, seq = chunk_tile(chunks_ptr, T, 1, HS, BLOCK_V, CHUNK, TABLE)  # pyright: ignore[reportGeneralTypeIssues]
     chunks = tl.num_programs(0) // tl.cdiv(HS, BLOCK_V)
     r = tl.arange(0, CHUNK)[:, None]  # [C, 1]
     h = h0 + tl.arange(0, BLOCK_V)[None, :]  # [1, BV]

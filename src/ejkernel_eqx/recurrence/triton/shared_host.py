@@ -1,7 +1,5 @@
 """The launches of gradients whose state heads share queries and keys."""
 
-import dataclasses
-
 import jax
 import jax.numpy as jnp
 from jax import Array
@@ -16,7 +14,9 @@ from .tile_sizes import Tile
 _PROGRAMS = 1024  # of a kernel: enough for any device, so that fewer partial sums need not be written
 
 
-def gradients(call: Call, states: Array, dstates: Array, dout: Array, shared: int, each: int) -> dict[str, Array]:
+def gradients(
+    call: Call, states: Array, dstates: Array, dout: Array, shared: int, each: int
+) -> dict[str, Array]:
     """Gradients of the call's operands over tokens, in parts `[parts, ..]` for queries and keys, those of decays and of the write strength over
     state heads, and of `skip` by chunk. `shared` heads have the same query and key heads; `each` of them sum into one gradient of products."""
     arrays, config, decay = call.arrays, call.config, call.spec.decay
@@ -26,7 +26,7 @@ def gradients(call: Call, states: Array, dstates: Array, dout: Array, shared: in
     for_decays = lambda *shape: NOTHING if decay == NONE else result(*shape)
     products = call.launch(
         kernels.shared_products_kernel,
-        dataclasses.replace(config.scores, block_k=min(padded(dim), 128)),
+        config.scores,
         {"products": result(call.chunks * groups, chunk, chunk)},
         call.chunks * groups,
         GROUPS=groups,
@@ -49,7 +49,9 @@ def gradients(call: Call, states: Array, dstates: Array, dout: Array, shared: in
     )
     tiles = cdiv(dim, config.gradients.block_k)
     summed = each
-    while summed < shared and shared % (2 * summed) == 0 and call.chunks * tiles * (heads // summed) > _PROGRAMS:
+    while (
+        summed < shared and shared % (2 * summed) == 0 and call.chunks * tiles * (heads // summed) > _PROGRAMS
+    ):
         summed *= 2
 
     def parts(x: Array) -> jax.ShapeDtypeStruct:
@@ -77,7 +79,9 @@ def gradients(call: Call, states: Array, dstates: Array, dout: Array, shared: in
             kernels.shared_decays_kernel,
             tile,
             {
-                "dg": for_decays(call.chunks, heads) if decay == CONSTANT else for_decays(batch, length, heads),
+                "dg": for_decays(call.chunks, heads)
+                if decay == CONSTANT
+                else for_decays(batch, length, heads),
                 "dbeta": NOTHING if arrays.beta is None else result(batch, length, heads),
             },
             call.chunks * cdiv(heads, tile.block_v),

@@ -57,6 +57,9 @@ _FLOAT32: tuple[tuple[_Row, ...], ...] = (
     ((32, 32, 4, 1), (32, 32, 4, 1), (32, 32, 4, 1), (32, 32, 4, 1), (32, 32, 4, 1), (32, 32, 8, 1)),
     ((16, 16, 4, 1),) * 6,
 )
+# For state heads that share queries and keys, with a lot of shared memory. Tiles of wide values are held for one step of a loop only.
+_SHARED: dict[str, _Row] = {"wy": (128, 64, 4, 2), "gradients": (64, 64, 4, 3)}
+_SHARED_WIDE: dict[str, _Row] = {"wy": (64, 64, 4, 1), "gradients": (64, 64, 4, 1)}
 # For linear members with a decay per key channel, with a lot of shared memory.
 _KEY: dict[str, _Row] = {"wy": (64, 128, 4, 1), "out": (64, 128, 4, 2), "gradients": (32, 128, 4, 1)}
 
@@ -75,18 +78,18 @@ def default_config(problem: Problem, device: DeviceFacts) -> TritonConfig:
     elif single:
         rows["out"] = (128, 64, 4, 2 if 2 * programs >= 3 * _multiprocessors(device) else 3)
     if half and room == 0 and _shared(problem):
-        rows |= {"wy": (128, 64, 4, 2), "gradients": (64, 64, 4, 3)}
+        rows |= _SHARED if problem.dim("V") <= 64 else _SHARED_WIDE
     elif half and room == 0 and device.capability < (9, 0):
         # Larger tiles spill up to 5 KiB per thread (compiled, not measured).
         rows["gradients"] = (64, 32, 4, 1)
     if half and room == 0 and key:
         rows |= _KEY
-    if not half and key:
+    if not half and (key or _shared(problem)):
         rows["gradients"] = rows["scores"]
     chunk_size = 64 if room < 2 else 32
-    if not half and device.capability >= (10, 0) and _shared(problem) and problem.dim("D") > 128:
+    if not half and device.capability >= (10, 0) and _shared(problem) and problem.dim("D") > 64:
         # Three passes over chunks of 64 would take more tensor memory than Blackwell has.
-        chunk_size, rows["gradients"] = 32, (32, 32, 8, 1)
+        chunk_size = 32
     tiles = {name: _narrowed(row, problem) for name, row in rows.items()}
     precision = "tf32x3" if device.vendor == "nvidia" else "ieee"
     return TritonConfig(chunk_size, **tiles, single=single, float32_dot=precision, splits=splits)
@@ -112,7 +115,9 @@ def candidates(problem: Problem, device: DeviceFacts) -> list[TritonConfig]:
     for row in rows:
         others.append(dataclasses.replace(first, gradients=_narrowed(row, problem)))
     if first.splits > 1:
-        others += [dataclasses.replace(first, splits=splits) for splits in (first.splits // 2, 2 * first.splits)]
+        others += [
+            dataclasses.replace(first, splits=splits) for splits in (first.splits // 2, 2 * first.splits)
+        ]
     return list(dict.fromkeys([first, *others]))
 
 
