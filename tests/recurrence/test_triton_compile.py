@@ -145,7 +145,8 @@ def test_candidates_begin_with_the_heuristic_and_differ():
 
 
 def test_one_kernel_for_the_outputs_by_how_many_programs_there_are():
-    """The heuristic's way, and that of a configuration that was measured at another batch size, whose other tiles stay."""
+    """The heuristic's way, and that of a configuration that was measured at another batch size, whose other tiles stay. Sequences are split
+    where there would be few programs."""
     sm_90 = DEVICES["sm_90"]
     sizes = {"T": 4096, "H": 16, "D": 128}
     small, usual, large = (
@@ -157,8 +158,15 @@ def test_one_kernel_for_the_outputs_by_how_many_programs_there_are():
     for problem in (small, large):
         fit, heuristic = triton.adapted(tiles, problem, sm_90), triton.default_config(problem, sm_90)
         assert fit == dataclasses.replace(heuristic, gradients=tiles.gradients)
-    assert not triton.adapted(tiles, small, sm_90).single
+    assert triton.adapted(tiles, small, sm_90).splits == 8 and config.splits == 1
+    short = example_problem("lightning_attention", {"B": 1, **sizes, "T": 256}, "bfloat16", {})
+    assert not triton.adapted(tiles, short, sm_90).single
     assert triton.adapted(tiles, large, sm_90).out == Tile(128, 64, 4, 2)
+    gated = example_problem("gated_linear_attention", {"B": 1, **sizes}, "bfloat16", {})
+    first, *others = triton.candidates(gated, sm_90)
+    assert first.splits == 8 and {config.splits for config in others} == {4, 8, 16}
+    reason = triton.config_unsupported(first, example_problem("delta_rule", {"B": 1, **sizes}, "bfloat16", {}), sm_90)
+    assert reason == "splits are for members without a delta rule"
     delta = triton.default_config(example_problem("delta_rule", {"B": 4, **sizes}, "bfloat16", {}), sm_90)
     for_delta = example_problem("delta_rule", {"B": 16, **sizes}, "bfloat16", {})
     assert triton.adapted(delta, for_delta, sm_90) == delta
