@@ -165,7 +165,9 @@ def test_one_kernel_for_the_outputs_by_how_many_programs_there_are():
     gated = example_problem("gated_linear_attention", {"B": 1, **sizes}, "bfloat16", {})
     first, *others = triton.candidates(gated, sm_90)
     assert first.splits == 8 and {config.splits for config in others} == {4, 8, 16}
-    reason = triton.config_unsupported(first, example_problem("delta_rule", {"B": 1, **sizes}, "bfloat16", {}), sm_90)
+    reason = triton.config_unsupported(
+        first, example_problem("delta_rule", {"B": 1, **sizes}, "bfloat16", {}), sm_90
+    )
     assert reason == "splits are for members without a delta rule"
     delta = triton.default_config(example_problem("delta_rule", {"B": 4, **sizes}, "bfloat16", {}), sm_90)
     for_delta = example_problem("delta_rule", {"B": 16, **sizes}, "bfloat16", {})
