@@ -84,17 +84,22 @@ QUICK = {
 SPILLS = {
     ("sm_80", "batched", 64): {"single": 72, "gradients": 88},
     ("sm_80", "batched", 128): {"gradients": 128},
-    ("sm_80", "ssd", 64): {"single": 96, "gradients": 64},
-    ("sm_80", "ssd", 128): {"gradients": 136},
+    ("sm_80", "long", 64): {"gradients": 88},
+    ("sm_80", "long", 128): {"dstates": 16, "gradients": 128},
+    ("sm_80", "ssd", 64): {"single": 96, "dstates": 32, "shared_channels": 80},
+    ("sm_80", "ssd", 128): {"shared_pairs": 24, "shared_channels": 128},
     ("sm_80", "packed", 128): {"gradients": 8},
     ("sm_90", "batched", 64): {"single": 24},
     ("sm_90", "batched", 128): {"single": 256, "gradients": 392},
-    ("sm_90", "ssd", 64): {"single": 16, "gradients": 128},
-    ("sm_90", "ssd", 128): {"single": 264, "gradients": 144},
+    ("sm_90", "long", 64): {"single": 8},
+    ("sm_90", "long", 128): {"single": 216, "gradients": 392},
+    ("sm_90", "ssd", 64): {"single": 24, "shared_channels": 8},
+    ("sm_90", "ssd", 128): {"single": 280, "shared_channels": 176},
     ("sm_90", "packed", 128): {"gradients": 144},
     ("sm_100", "batched", 128): {"gradients": 232},
-    ("sm_100", "ssd", 64): {"single": 8},
-    ("sm_100", "ssd", 128): {"gradients": 168},
+    ("sm_100", "long", 128): {"gradients": 96},
+    ("sm_100", "ssd", 64): {"single": 16, "shared_channels": 136},
+    ("sm_100", "ssd", 128): {"shared_channels": 32},
 }
 GRID = [
     (target, member, dim, dtype)

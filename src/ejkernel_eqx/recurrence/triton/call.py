@@ -9,11 +9,13 @@ from jax import Array
 
 from ...launch import Execute, given, Launcher, NOTHING, result
 from ...launch.sizes import cdiv, padded
-from ..spec import CONSTANT, KEY, NONE, RecurrenceArrays, RecurrenceSpec, SCALAR
+from ..spec import CONSTANT, heads_of, KEY, NONE, RecurrenceArrays, RecurrenceSpec, SCALAR
 from . import decay_phase, out_phase, single_pass, states_phase
 from .tables import tables_of
-from .tile_sizes import Tile, TritonConfig
+from .tile_sizes import CHUNK_SIZES, Tile, TritonConfig
 
+EFFECTS = {"local": ("D", "V"), "passed": ("D",)}
+"""What is computed of splits, and the axes after their number and the heads."""
 DECAYS = {NONE: 0, CONSTANT: 1, SCALAR: 2, KEY: 3}
 
 
@@ -72,15 +74,16 @@ class Call:
         programs = self.chunks * cdiv(heads, tile.block_v)
         return self.knowing(self.launch(decay_phase.decays_kernel, tile, {"logs": logs}, programs))
 
-    def states(self) -> tuple[Array, Array]:
-        """The state at the start of every chunk `[chunks, HS, D, V]` in the operands' dtype, and the final state in the spec's."""
+    def states(self, effects: dict[str, Array]) -> tuple[Array, Array]:
+        """The state at the start of every chunk `[chunks, HS, D, V]` in the operands' dtype, and the final state in the spec's; `effects` are
+        those of splits."""
         tile = self.config.states
         results = self.launch(
             states_phase.states_kernel,
             tile,
             {"states": self.stored_states, "final": self.edge_states(self.spec.state_dtype)},
             self._state_programs(tile, self.splits),
-            self._effects_of_splits(),
+            effects,
             LOCAL=False,
         )
         return results["states"], results["final"]
@@ -93,7 +96,7 @@ class Call:
             tile,
             {"dstates": self.stored_states, "dinitial": self.edge_states("float32")},
             self._state_programs(tile, self.splits),
-            {"do": dout, "dfinal": dfinal, **self._effects_of_splits(dout)},
+            {"do": dout, "dfinal": dfinal, **self.effects_of_splits(dout)},
             LOCAL=False,
         )
         return results["dstates"], results["dinitial"]
@@ -115,8 +118,8 @@ class Call:
         )
         return results["out"]
 
-    def single(self) -> tuple[Array, Array]:
-        """Outputs and final state from the single kernel that holds all key channels."""
+    def single(self, effects: dict[str, Array]) -> tuple[Array, Array]:
+        """Outputs and final state from the single kernel that holds all key channels; `effects` are those of splits."""
         heads, dim, values = self.sizes
         tile = dataclasses.replace(self.config.out, block_k=padded(dim))
         results = self.launch(
@@ -124,7 +127,7 @@ class Call:
             tile,
             {"out": self.rows(heads, values), "final": self.edge_states(self.spec.state_dtype)},
             self.sequences * self.splits * heads * cdiv(values, tile.block_v),
-            self._effects_of_splits(),
+            effects,
         )
         return results["out"], results["final"]
 
@@ -143,7 +146,7 @@ class Call:
         """The number of parts of each sequence that have their own programs."""
         return self.launch.numbers["SPLITS"]
 
-    def _effects_of_splits(self, dout: Array | None = None) -> dict[str, Array]:
+    def effects_of_splits(self, dout: Array | None = None) -> dict[str, Array]:
         """For every split except the last, the state after it given a zero state before it, and its decay; with `dout` the same for gradients,
         from the last split to the first. Nothing if sequences are not split."""
         if self.splits == 1:
@@ -167,6 +170,21 @@ class Call:
             LOCAL=True,
         )
         return {name: results[name] for name in effects}
+
+    def to_saved(self, effects: dict[str, Array]) -> dict[str, Array]:
+        """Effects of splits as residuals, with the call's leading axis first."""
+        batch, chunk = self.arrays.q.shape[0], self.config.chunk_size
+        return {f"{name}{chunk}": x.reshape(batch, -1, *x.shape[2:]) for name, x in effects.items()}
+
+    def from_saved(self, saved: dict[str, Array]) -> dict[str, Array]:
+        """The inverse of `to_saved`. Splits are computed again if this call has others, as a pullback that is mapped may have."""
+        names = {name: f"{name}{self.config.chunk_size}" for name in EFFECTS}
+        counts = {saved[name].shape[:2] for name in names.values() if name in saved}
+        batch = self.arrays.q.shape[0]
+        if counts != {(batch, self.sequences // batch * self.splits)}:
+            return self.effects_of_splits()
+        found = {name: saved[key] for name, key in names.items()}
+        return {name: x.reshape(self.sequences, self.splits, *x.shape[2:]) for name, x in found.items()}
 
     def _state_programs(self, tile: Tile, splits: int) -> int:
         heads, dim, values = self.sizes
@@ -222,6 +240,15 @@ def make_call(arrays: RecurrenceArrays, spec: RecurrenceSpec, config: TritonConf
         **given(SEGMENTS=arrays.starts, TABLE=arrays.offsets),
     }
     return Call(arrays, spec, config, Launcher("recurrence", named, numbers, arrays.q, execute))
+
+
+def saved_effects(arrays: RecurrenceArrays, spec: RecurrenceSpec) -> dict[str, tuple[str, ...]]:
+    """The axes, after the leading one, of the effects of splits, which the forward pass saves if there are any. Their names include the chunk
+    size, on which the lengths of splits depend."""
+    heads = f"H{heads_of(arrays, spec).out}"
+    return {
+        f"{name}{chunk}": ("splits", heads, *axes) for name, axes in EFFECTS.items() for chunk in CHUNK_SIZES
+    }
 
 
 def wide(dtype: Any) -> Any:

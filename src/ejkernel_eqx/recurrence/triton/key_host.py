@@ -15,6 +15,7 @@ from .call import (
     make_call,
     precision_of,
     repeated,
+    saved_effects,
     sum_copies,
     sum_heads,
     wide,
@@ -24,8 +25,8 @@ from .tile_sizes import TritonConfig
 
 
 def saved_axes(arrays: RecurrenceArrays, spec: RecurrenceSpec) -> dict[str, tuple[str, ...]]:
-    """The scores; states and gates are recomputed."""
-    return {"scores": ("T", f"H{heads_of(arrays, spec).out}", "chunk")}
+    """The scores and the effects of splits; states and gates are recomputed."""
+    return {"scores": ("T", f"H{heads_of(arrays, spec).out}", "chunk")} | saved_effects(arrays, spec)
 
 
 def forward(
@@ -35,12 +36,14 @@ def forward(
     call, copies = _call(arrays, spec, config, execute)
     folded, scores = fold(call, *gates(call), scores=True)
     assert scores is not None
-    states, final = folded.states()
+    effects = folded.effects_of_splits()
+    states, final = folded.states(effects)
     out = folded.out(states, scores=scores)
     if arrays.skip is not None:
         skipped = _per_head(arrays.v, out.shape[2]) * arrays.skip.astype(jnp.float32)[:, None]
         out = (out.astype(jnp.float32) + skipped).astype(out.dtype)
-    return {"out": out.astype(arrays.v.dtype), "final_state": first_copies(final, copies), "scores": scores}
+    saved = {"scores": scores, **folded.to_saved(effects)}
+    return {"out": out.astype(arrays.v.dtype), "final_state": first_copies(final, copies), **saved}
 
 
 def backward(
@@ -57,7 +60,7 @@ def backward(
     call, copies = _call(arrays, spec, config, execute)
     high, low = gates(call)
     folded, _ = fold(call, high, low, scores=False)
-    states, _ = folded.states()
+    states, _ = folded.states(folded.from_saved(saved))
     dout = dout.astype(call.arrays.q.dtype)
     dstates, dinitial = folded.dstates(dout, in_first_copies(dfinal_state, copies))
     given = {

@@ -10,28 +10,39 @@ from ...launch import Execute, NOTHING, result, run
 from ...launch.sizes import cdiv
 from ..spec import CONSTANT, heads_of, NONE, RecurrenceArrays, RecurrenceSpec
 from . import gradients, shared_host
-from .call import Call, first_copies, in_first_copies, make_call, repeated, sum_copies, sum_heads
+from .call import (
+    Call,
+    first_copies,
+    in_first_copies,
+    make_call,
+    repeated,
+    saved_effects,
+    sum_copies,
+    sum_heads,
+)
 from .tile_sizes import TritonConfig
 
 _PARTS = 8  # at most this many partial sums of the gradient of a shared head
 
 
 def saved_axes(arrays: RecurrenceArrays, spec: RecurrenceSpec) -> dict[str, tuple[str, ...]]:
-    """Nothing: the backward recomputes the states."""
-    return {}
+    """The effects of splits; the backward recomputes the states."""
+    return saved_effects(arrays, spec)
 
 
 def forward(
     arrays: RecurrenceArrays, spec: RecurrenceSpec, config: TritonConfig, *, execute: Execute = run
 ) -> dict[str, Array]:
     call = make_call(repeated(arrays, spec), spec, config, execute).with_decays()
+    effects = call.effects_of_splits()
     if config.single:
-        out, final = call.single()
+        out, final = call.single(effects)
     else:
-        states, final = call.states()
+        states, final = call.states(effects)
         out = call.out(states, heads_each=_heads_each(call))
     copies = call.sizes[0] // heads_of(arrays, spec).state
-    return {"out": out.astype(arrays.v.dtype), "final_state": first_copies(final, copies)}
+    saved = call.to_saved(effects)
+    return {"out": out.astype(arrays.v.dtype), "final_state": first_copies(final, copies), **saved}
 
 
 def backward(
@@ -47,7 +58,7 @@ def backward(
     call = make_call(repeated(arrays, spec), spec, config, execute).with_decays()
     copies = call.sizes[0] // heads_of(arrays, spec).state
     dout = dout.astype(call.arrays.q.dtype)
-    states, _ = call.states()
+    states, _ = call.states(call.from_saved(saved))
     dstates, dinitial = call.dstates(dout, in_first_copies(dfinal, copies))
     grads = _gradients(call, states, dstates, dout)
     grads["v"] = sum_heads(grads["v"], arrays.v.shape[2])

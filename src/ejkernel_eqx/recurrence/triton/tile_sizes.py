@@ -23,11 +23,14 @@ class Tile:
     __post_init__ = check_fields
 
 
+CHUNK_SIZES = (16, 32, 64, 128, 256)
+
+
 @dataclasses.dataclass(frozen=True)
 class TritonConfig:
     """The chunk size and the tile of every phase. A member without a phase ignores its tile."""
 
-    chunk_size: Annotated[int, one_of(16, 32, 64, 128, 256)]
+    chunk_size: Annotated[int, one_of(*CHUNK_SIZES)]
     """Number of tokens whose scores form one matrix, and between two stored states."""
     scores: Tile
     wy: Tile
@@ -81,9 +84,9 @@ def default_config(problem: Problem, device: DeviceFacts) -> TritonConfig:
         rows["out"] = (128, 64, 4, 2 if 2 * programs >= 3 * _multiprocessors(device) else 3)
     if half and room == 0 and _shared(problem):
         rows |= _SHARED if problem.dim("V") <= 64 else _SHARED_WIDE
-    elif half and room == 0 and device.capability < (9, 0):
+    if half and room == 0 and device.capability < (9, 0):
         # Larger tiles spill up to 5 KiB per thread (compiled, not measured).
-        rows["gradients"] = (64, 32, 4, 1)
+        rows["gradients"] = (32, 64, 4, 1) if _shared(problem) else (64, 32, 4, 1)
     if half and room == 0 and key:
         rows |= _KEY
     if not half and (key or _shared(problem)):
