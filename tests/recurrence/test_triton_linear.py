@@ -6,6 +6,7 @@ import jax
 import numpy as np
 import pytest
 
+import ejkernel_eqx as ejx
 from ejkernel_eqx.recurrence.spec import CONSTANT, NONE, RecurrenceArrays, SCALAR, VALUE
 from tests.recurrence.cases import (
     assert_agrees,
@@ -173,6 +174,26 @@ def test_the_forward_pass_in_one_kernel(case):
 def test_sequences_in_splits(case, single):
     """Splits of several chunks, of one, and of none; the state passes through all of them."""
     check(case, dataclasses.replace(config(), splits=4, single=single))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("operation", [ejx.LinearAttention, ejx.GatedLinearAttention])
+def test_pullbacks_of_splits(operation):
+    """What the forward pass keeps of splits serves a pullback, also a mapped one."""
+    keys = jax.random.split(jax.random.key(0), 5)
+    q, k, v, g = (jax.random.normal(key, (2, 5 * CHUNK + 3, 2, 16)) for key in keys[:4])
+    g = -jax.nn.softplus(g) / 4
+    cotangents = jax.random.normal(keys[4], (3, *v.shape))
+
+    def gradients(**options):
+        attend = operation(**options)
+        gates = g[..., 0] if operation is ejx.LinearAttention else g
+        _, pull = jax.vjp(lambda q: attend(q, k, v, g=gates)[0], q)
+        return pull(cotangents[0])[0], jax.vmap(lambda x: pull(x)[0])(cotangents)
+
+    mine = gradients(platform="triton-interpret", config=dataclasses.replace(config(), splits=3))
+    for x, y in zip(mine, gradients(platform="xla"), strict=True):
+        assert_close(x, y, "float32")
 
 
 SHARED = dataclasses.replace(SMALL, T=CHUNK + 3, D=24, Hv=4, Hg=4, Hb=4, skip=True)

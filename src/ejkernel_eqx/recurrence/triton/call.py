@@ -7,15 +7,13 @@ import jax
 import jax.numpy as jnp
 from jax import Array
 
-from ...launch import Execute, given, Launcher, NOTHING, result
+from ...launch import Execute, given, Launcher, result
 from ...launch.sizes import cdiv, padded
-from ..spec import CONSTANT, heads_of, KEY, NONE, RecurrenceArrays, RecurrenceSpec, SCALAR
+from ..spec import CONSTANT, KEY, NONE, RecurrenceArrays, RecurrenceSpec, SCALAR
 from . import decay_phase, out_phase, single_pass, states_phase
 from .tables import tables_of
-from .tile_sizes import CHUNK_SIZES, Tile, TritonConfig
+from .tile_sizes import Tile, TritonConfig
 
-EFFECTS = {"local": ("D", "V"), "passed": ("D",)}
-"""What is computed of splits, and the axes after their number and the heads."""
 DECAYS = {NONE: 0, CONSTANT: 1, SCALAR: 2, KEY: 3}
 
 
@@ -82,21 +80,21 @@ class Call:
             states_phase.states_kernel,
             tile,
             {"states": self.stored_states, "final": self.edge_states(self.spec.state_dtype)},
-            self._state_programs(tile, self.splits),
+            self.state_programs(tile, self.splits),
             effects,
             LOCAL=False,
         )
         return results["states"], results["final"]
 
-    def dstates(self, dout: Array, dfinal: Array) -> tuple[Array, Array]:
-        """Gradients with respect to the state at the end of every chunk and, in float32, to the initial state."""
+    def dstates(self, dout: Array, dfinal: Array, effects: dict[str, Array]) -> tuple[Array, Array]:
+        """Gradients with respect to the state at the end of every chunk and, in float32, to the initial state; `effects` are those of splits."""
         tile = self.config.dstates
         results = self.launch(
             states_phase.dstates_kernel,
             tile,
             {"dstates": self.stored_states, "dinitial": self.edge_states("float32")},
-            self._state_programs(tile, self.splits),
-            {"do": dout, "dfinal": dfinal, **self.effects_of_splits(dout)},
+            self.state_programs(tile, self.splits),
+            {"do": dout, "dfinal": dfinal, **effects},
             LOCAL=False,
         )
         return results["dstates"], results["dinitial"]
@@ -146,47 +144,8 @@ class Call:
         """The number of parts of each sequence that have their own programs."""
         return self.launch.numbers["SPLITS"]
 
-    def effects_of_splits(self, dout: Array | None = None) -> dict[str, Array]:
-        """For every split except the last, the state after it given a zero state before it, and its decay; with `dout` the same for gradients,
-        from the last split to the first. Nothing if sequences are not split."""
-        if self.splits == 1:
-            return {}
-        heads, dim, values = self.sizes
-        effects = {
-            "local": result(self.sequences, self.splits, heads, dim, values),
-            "passed": result(self.sequences, self.splits, heads, dim),
-        }
-        if dout is None:
-            tile, kernel, more = self.config.states, states_phase.states_kernel, ("states", "final")
-        else:
-            tile, kernel, more = self.config.dstates, states_phase.dstates_kernel, ("dstates", "dinitial")
-        results = self.launch(
-            kernel,
-            tile,
-            effects | dict.fromkeys(more, NOTHING),
-            self._state_programs(tile, self.splits - 1),
-            {"do": dout, "dfinal": None},
-            name=f"local_{kernel.fn.__name__}",
-            LOCAL=True,
-        )
-        return {name: results[name] for name in effects}
-
-    def to_saved(self, effects: dict[str, Array]) -> dict[str, Array]:
-        """Effects of splits as residuals, with the call's leading axis first."""
-        batch, chunk = self.arrays.q.shape[0], self.config.chunk_size
-        return {f"{name}{chunk}": x.reshape(batch, -1, *x.shape[2:]) for name, x in effects.items()}
-
-    def from_saved(self, saved: dict[str, Array]) -> dict[str, Array]:
-        """The inverse of `to_saved`. Splits are computed again if this call has others, as a pullback that is mapped may have."""
-        names = {name: f"{name}{self.config.chunk_size}" for name in EFFECTS}
-        counts = {saved[name].shape[:2] for name in names.values() if name in saved}
-        batch = self.arrays.q.shape[0]
-        if counts != {(batch, self.sequences // batch * self.splits)}:
-            return self.effects_of_splits()
-        found = {name: saved[key] for name, key in names.items()}
-        return {name: x.reshape(self.sequences, self.splits, *x.shape[2:]) for name, x in found.items()}
-
-    def _state_programs(self, tile: Tile, splits: int) -> int:
+    def state_programs(self, tile: Tile, splits: int) -> int:
+        """The number of programs that have a tile of a state over a split each."""
         heads, dim, values = self.sizes
         return self.sequences * splits * heads * cdiv(dim, tile.block_k) * cdiv(values, tile.block_v)
 
@@ -240,15 +199,6 @@ def make_call(arrays: RecurrenceArrays, spec: RecurrenceSpec, config: TritonConf
         **given(SEGMENTS=arrays.starts, TABLE=arrays.offsets),
     }
     return Call(arrays, spec, config, Launcher("recurrence", named, numbers, arrays.q, execute))
-
-
-def saved_effects(arrays: RecurrenceArrays, spec: RecurrenceSpec) -> dict[str, tuple[str, ...]]:
-    """The axes, after the leading one, of the effects of splits, which the forward pass saves if there are any. Their names include the chunk
-    size, on which the lengths of splits depend."""
-    heads = f"H{heads_of(arrays, spec).out}"
-    return {
-        f"{name}{chunk}": ("splits", heads, *axes) for name, axes in EFFECTS.items() for chunk in CHUNK_SIZES
-    }
 
 
 def wide(dtype: Any) -> Any:

@@ -14,6 +14,7 @@ from . import delta_host, delta_tile_sizes, key_host, linear_host, step_kernel, 
 from .tile_sizes import TritonConfig
 
 OPAQUE = True
+VERSION = 2
 MAX_HEAD_DIM = 256
 PARTS = {
     "chunk_size": BOTH,

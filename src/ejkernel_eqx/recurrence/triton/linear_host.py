@@ -9,14 +9,13 @@ from jax import Array
 from ...launch import Execute, NOTHING, result, run
 from ...launch.sizes import cdiv
 from ..spec import CONSTANT, heads_of, NONE, RecurrenceArrays, RecurrenceSpec
-from . import gradients, shared_host
+from . import gradients, shared_host, splits
 from .call import (
     Call,
     first_copies,
     in_first_copies,
     make_call,
     repeated,
-    saved_effects,
     sum_copies,
     sum_heads,
 )
@@ -27,21 +26,21 @@ _PARTS = 8  # at most this many partial sums of the gradient of a shared head
 
 def saved_axes(arrays: RecurrenceArrays, spec: RecurrenceSpec) -> dict[str, tuple[str, ...]]:
     """The effects of splits; the backward recomputes the states."""
-    return saved_effects(arrays, spec)
+    return splits.saved_axes(arrays, spec)
 
 
 def forward(
     arrays: RecurrenceArrays, spec: RecurrenceSpec, config: TritonConfig, *, execute: Execute = run
 ) -> dict[str, Array]:
     call = make_call(repeated(arrays, spec), spec, config, execute).with_decays()
-    effects = call.effects_of_splits()
+    effects = splits.effects_of(call)
     if config.single:
         out, final = call.single(effects)
     else:
         states, final = call.states(effects)
         out = call.out(states, heads_each=_heads_each(call))
     copies = call.sizes[0] // heads_of(arrays, spec).state
-    saved = call.to_saved(effects)
+    saved = splits.to_saved(call, effects)
     return {"out": out.astype(arrays.v.dtype), "final_state": first_copies(final, copies), **saved}
 
 
@@ -58,8 +57,9 @@ def backward(
     call = make_call(repeated(arrays, spec), spec, config, execute).with_decays()
     copies = call.sizes[0] // heads_of(arrays, spec).state
     dout = dout.astype(call.arrays.q.dtype)
-    states, _ = call.states(call.from_saved(saved))
-    dstates, dinitial = call.dstates(dout, in_first_copies(dfinal, copies))
+    states, _ = call.states(splits.from_saved(call, saved))
+    effects = splits.effects_of(call, dout)
+    dstates, dinitial = call.dstates(dout, in_first_copies(dfinal, copies), effects)
     grads = _gradients(call, states, dstates, dout)
     grads["v"] = sum_heads(grads["v"], arrays.v.shape[2])
     if arrays.initial_state is not None:

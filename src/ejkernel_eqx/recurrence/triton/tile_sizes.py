@@ -158,7 +158,8 @@ def _splits(problem: Problem, device: DeviceFacts) -> int:
     programs, splits = _single_programs(problem), 1
     if _is_enough(programs, device):
         return 1
-    most = problem.dim("T") // _LEAST_SPLIT
+    each = problem.dim("N") if problem.flag("packed") == "offsets" else 1
+    most = problem.dim("T") // (each * _LEAST_SPLIT)
     while 2 * splits <= most and 2 * splits * programs <= 2 * _multiprocessors(device):
         splits *= 2
     return splits
