@@ -11,7 +11,7 @@ from jax import Array
 from ....core.platforms import kernels_unavailable
 from ....dispatch import BOTH, DeviceFacts, FORWARD, Problem
 from ....launch import Execute, Launcher, LOG2E, result, run
-from ....launch.fields import Block, check_fields, Count, Float32Dot, Power, Warps
+from ....launch.fields import check_fields, Float32Dot
 from ....launch.sizes import cdiv, padded
 from ....paged.triton import compiled as pages
 from ...cotangents import row_terms
@@ -31,7 +31,8 @@ from ..spec import (
     of_sequence,
     positions,
 )
-from . import few, kernels
+from . import by_blocks, few, kernels
+from .tiles import FewTiles, ForwardTile, KeyTile, RowTile, SelectionTile, Warped
 
 OPAQUE = True
 PARTS = {
@@ -48,55 +49,15 @@ MAX_GROUP = 128
 _MAX_BLOCK = 256
 _BRANCHES = {COMPRESSED: branches.compressed, SLIDING: branches.sliding}
 _BYTES = 2**28  # of weights of compressed keys at a time
-
-
-@dataclasses.dataclass(frozen=True)
-class RowTile:
-    """A program has the heads of one group at one query."""
-
-    num_warps: Warps
-    num_stages: Count
-
-    __post_init__ = check_fields
-
-
-@dataclasses.dataclass(frozen=True)
-class KeyTile:
-    """A program has a block of keys and up to `span` of the queries that chose it, `tokens` at a time."""
-
-    tokens: Power
-    span: Power
-    num_warps: Warps
-    num_stages: Count
-
-    __post_init__ = check_fields
-
-
-@dataclasses.dataclass(frozen=True)
-class SelectionTile:
-    """A tile of the weights of compressed keys."""
-
-    block_q: Block
-    block_k: Block
-    num_warps: Warps
-    num_stages: Count
-
-    __post_init__ = check_fields
-
-
-@dataclasses.dataclass(frozen=True)
-class FewTiles:
-    """The forward of two branches where there are few queries: attention over pages."""
-
-    compressed: pages.TritonConfig
-    sliding: pages.TritonConfig
+_MANY = 4096  # queries from which on the forward runs by blocks
+_FEW = 512  # programs, which do not fill a GPU evenly
 
 
 @dataclasses.dataclass(frozen=True)
 class TritonConfig:
     """Kernels of the selected branch and of its choice, and the configurations of the two branches that are softmax attention."""
 
-    forward: RowTile
+    forward: ForwardTile
     query_gradient: RowTile
     key_gradient: KeyTile
     selection: SelectionTile
@@ -106,14 +67,6 @@ class TritonConfig:
     float32_dot: Float32Dot = "tf32x3"
 
     __post_init__ = check_fields
-
-
-@dataclasses.dataclass(frozen=True)
-class _Warped:
-    """A kernel without a choice of its own."""
-
-    num_warps: int
-    num_stages: int = 1
 
 
 config_type = TritonConfig
@@ -134,7 +87,9 @@ def unsupported(problem: Problem, device: DeviceFacts) -> str | None:
     return None
 
 
-# Warps and stages of the forward and of the gradient of queries; rows of a tile, warps and stages of the gradient of keys. Best first.
+# Rows of a tile, warps and stages: of the forward by blocks and of the gradient of keys. Warps and stages of the forward by queries and of the
+# gradient of queries. Best first.
+_BLOCKS = ((64, 4, 2), (64, 4, 3), (128, 8, 2), (64, 8, 2))
 _ROWS = ((4, 3), (4, 2), (2, 3), (2, 2), (1, 2), (4, 4), (8, 2))
 _QUERIES = ((4, 2), (4, 3), (2, 2), (2, 3), (8, 2))
 _KEYS = ((64, 8, 2), (32, 4, 2), (64, 4, 2), (64, 8, 1), (32, 4, 3), (16, 4, 2))
@@ -167,13 +122,17 @@ def candidates(problem: Problem, device: DeviceFacts) -> list[TritonConfig]:
     )
     pages_of = [pages.candidates(few.of_branch(problem, name), device) for name in (COMPRESSED, SLIDING)]
     select = _WIDE_SELECTIONS if is_wide or large else _SELECTIONS
-    for n in range(max(map(len, (_ROWS, _QUERIES, _KEYS, *pages_of)))):
+    forwards = [ForwardTile(0, 1, warps, 1 if is_wide or large else stages) for warps, stages in _ROWS]
+    if problem.dim("T") >= _MANY and not (is_wide or large):
+        by_block = [ForwardTile(max(1, rows // group), 512, *more) for rows, *more in _BLOCKS]
+        forwards = [*by_block, *forwards[:3]]
+    for n in range(max(map(len, (forwards, _QUERIES, _KEYS, *pages_of)))):
         take = lambda of: of[min(n, len(of) - 1)]  # noqa: B023
-        (fw, fs), (qw, qs), (rows, kw, ks) = take(_ROWS), take(_QUERIES), take(_KEYS)
+        (qw, qs), (rows, kw, ks) = take(_QUERIES), take(_KEYS)
         if is_wide or large:
-            fs, qs, rows, ks = 1, 1, 32, 1
+            qs, rows, ks = 1, 32, 1
         keys = KeyTile(max(1, rows // group), 1024, kw, ks)
-        own = RowTile(fw, fs), RowTile(qw, qs), keys, SelectionTile(*take(select))
+        own = take(forwards), RowTile(qw, qs), keys, SelectionTile(*take(select))
         few_tiles = FewTiles(*map(take, pages_of))
         found.append(TritonConfig(*own, take(compressed), take(sliding), few_tiles, **dot))
     return list(dict.fromkeys(found))
@@ -203,13 +162,15 @@ def forward(
     if indices is None:
         indices = _choose(launch, arrays, spec, config.selection, found["compressed_lse"])
     batch, length, heads, _ = arrays.q.shape
-    outputs = {
-        "out": result(batch, length, heads, arrays.v.shape[-1], dtype=arrays.q.dtype),
-        "lse": result(batch, heads, length),
-    }
-    programs = batch * length * arrays.k.shape[2]
-    own = {"indices": indices}
-    selected = launch(kernels.forward_kernel, config.forward, outputs, programs, own, name="native_forward")
+    if config.forward.tokens:
+        selected = by_blocks.attended(launch, arrays, spec, config.forward, indices)
+    else:
+        outputs = {
+            "out": result(batch, length, heads, arrays.v.shape[-1], dtype=arrays.q.dtype),
+            "lse": result(batch, heads, length),
+        }
+        programs, own = batch * length * arrays.k.shape[2], {"indices": indices}
+        selected = launch(kernels.forward_kernel, config.forward, outputs, programs, own, name="native_forward")
     found["selected_out"], found["selected_lse"] = selected["out"], selected["lse"]
     out = branches.combine(arrays.gates, found, arrays.q.dtype)
     return {"out": out, "indices": indices} | (found if save else {})
@@ -230,10 +191,13 @@ def backward(
     whole = {}
     for name in (COMPRESSED, SLIDING):
         (call, own), (out, lse, dout) = _BRANCHES[name](arrays, spec), results[name]
-        tiles = getattr(config, name)
-        whole[name] = attention.backward(
-            call, own, tiles, out, lse, dout, jnp.zeros_like(lse), execute=execute
+        tiles, times = getattr(config, name), 1
+        if cdiv(call.k.shape[1], tiles.key_gradient.block_k) * call.k.shape[0] * call.k.shape[2] < _FEW:
+            times = arrays.q.shape[2] // arrays.k.shape[2]
+        grads = attention.backward(
+            _copied(call, times), own, tiles, out, lse, dout, jnp.zeros_like(lse), execute=execute
         )
+        whole[name] = grads._replace(k=_total(grads.k, times), v=_total(grads.v, times))
     out, lse, dout = results["selected"]
     delta, _ = row_terms(AttentionArrays(arrays.q, arrays.k, arrays.v), out, lse, dout, None)
     own = {
@@ -258,16 +222,29 @@ def backward(
     }
 
 
+def _copied(call: AttentionArrays, times: int) -> AttentionArrays:
+    """With keys and values for that many times as many heads, so that more programs sum their gradients: compressed keys are few, and each program
+    would have all queries of a group."""
+    copies = lambda x: x if times == 1 else jnp.repeat(x, times, 2)
+    return call._replace(k=copies(call.k), v=copies(call.v))
+
+
+def _total(gradient: Array, times: int) -> Array:
+    batch, keys, heads, channels = gradient.shape
+    if times == 1:
+        return gradient
+    each = gradient.reshape(batch, keys, heads // times, times, channels)
+    return each.astype(jnp.float32).sum(3).astype(gradient.dtype)
+
+
 def _key_gradient(
     launch: Launcher, arrays: NativeArrays, spec: NativeSpec, tile: KeyTile, indices: Array
 ) -> tuple[Array, Array]:
     """`dk`, `dv` in float32: parts of each block's sums, then the sum of the parts."""
     (batch, _, heads, dim), values = arrays.k.shape, arrays.v.shape[-1]
     blocks = num_blocks(arrays, spec)
-    lists = lists_of(indices, blocks, tile.span)
-    pieces, each = lists.owner.shape[-1], lists.tokens.shape[-1]
-    row = jnp.arange(batch * heads, dtype=jnp.int32).reshape(batch, heads, 1) * each
-    own = {"tokens": lists.tokens, "owner": lists.owner, "from": lists.begin + row, "to": lists.end + row}
+    lists = lists_of(indices, blocks, tile.span, together=True)
+    own, pieces = by_blocks.given(lists), lists.owner.shape[-1]
     part = lambda channels: result(batch, heads, pieces, spec.block, channels)
     parts = launch(
         kernels.key_gradient_kernel,
@@ -282,7 +259,7 @@ def _key_gradient(
         size, block = spec.block * channels, 1024
         found = launch(
             kernels.combine_kernel,
-            _Warped(4),
+            Warped(4),
             {"whole": result(batch, heads, blocks, spec.block, channels)},
             batch * heads * blocks * cdiv(size, block),
             {"part": x, "piece": lists.piece},
@@ -340,13 +317,13 @@ def chosen_by(
     batch, length, heads, keys, blocks = sizes
     size = max(multiple, _BYTES // max(1, 4 * batch * heads * keys) // multiple * multiple)
     columns = padded(blocks, 1)
-    rows = max(1, min(8, 1024 // columns))
+    rows = max(1, min(8, 1024 // columns))  # of a warp, whose lanes compare faster than warps do
     chosen = []
     for chunk in range(0, length, size):
         count = min(size, length - chunk)
         found = launch(
             kernels.choose_kernel,
-            _Warped(4),
+            Warped(min(8, max(1, columns // 2048))),
             {"chosen": result(batch, heads, count, spec.count, dtype=jnp.int32)},
             cdiv(count, rows) * heads * batch,
             {"importance": weights(chunk, count)},

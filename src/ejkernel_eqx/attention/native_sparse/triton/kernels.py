@@ -57,7 +57,7 @@ def rows_of(base, rows, width: tl.constexpr, C: tl.constexpr, BLOCK_C: tl.conste
 
 
 @triton.jit
-def _query(t_of_call, position_ptr, b, T, offset, PLACED: tl.constexpr):
+def query_position(t_of_call, position_ptr, b, T, offset, PLACED: tl.constexpr):
     """The position of a query among the keys."""
     if PLACED:
         return tl.load(position_ptr + b * T + t_of_call)
@@ -102,11 +102,13 @@ def forward_kernel(
     PACKED: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
     """The heads of one group at one query a program; online softmax over its blocks."""
+    # All queries of a key head first: its keys may fit the cache where those of all heads do not.
     pid = tl.program_id(0)
-    kv = pid % K
-    row = (pid // K).to(tl.int64)  # b * T + t
+    rows = tl.num_programs(0) // K
+    kv = pid // rows
+    row = (pid % rows).to(tl.int64)  # b * T + t
     b = row // T
-    last = _query((row % T).to(tl.int32), position_ptr, b, T, offset, PLACED)
+    last = query_position((row % T).to(tl.int32), position_ptr, b, T, offset, PLACED)
     own = tl.minimum(tl.arange(0, GP), G - 1)  # [GP]
     q = rows_of(q_ptr + (row * H + kv * G) * D, own, D, D, BLOCK_D)  # [GP, BLOCK_D]
     k_base = k_ptr + (b * S * K + kv) * D
@@ -171,11 +173,13 @@ def query_gradient_kernel(
     PACKED: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
     """`dq` of the heads of one group at one query a program."""
+    # All queries of a key head first: its keys may fit the cache where those of all heads do not.
     pid = tl.program_id(0)
-    kv = pid % K
-    row = (pid // K).to(tl.int64)  # b * T + t
+    rows = tl.num_programs(0) // K
+    kv = pid // rows
+    row = (pid % rows).to(tl.int64)  # b * T + t
     b = row // T
-    last = _query((row % T).to(tl.int32), position_ptr, b, T, offset, PLACED)
+    last = query_position((row % T).to(tl.int32), position_ptr, b, T, offset, PLACED)
     heads = tl.arange(0, GP)  # [GP]
     real = heads < G
     own = tl.minimum(heads, G - 1)
@@ -207,9 +211,9 @@ def query_gradient_kernel(
 @triton.jit
 def key_gradient_kernel(
     q_ptr, k_ptr, v_ptr, do_ptr, lse_ptr, delta_ptr, position_ptr, begin_ptr,
-    tokens_ptr, owner_ptr, from_ptr, to_ptr,  # [B * K * T * N], [B * K, PIECES] thrice
+    pairs_ptr, owner_ptr, from_ptr, to_ptr,  # [B * K * T * N], [B * K, PIECES] thrice
     T, S, M, PIECES, offset, dk_ptr, dv_ptr,  # [B, K, PIECES, BS, D], [B, K, PIECES, BS, V] float32
-    H: tl.constexpr, K: tl.constexpr, D: tl.constexpr, V: tl.constexpr, BS: tl.constexpr, BLOCK_S: tl.constexpr,
+    H: tl.constexpr, K: tl.constexpr, D: tl.constexpr, V: tl.constexpr, N: tl.constexpr, BS: tl.constexpr, BLOCK_S: tl.constexpr,
     G: tl.constexpr, GP: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_V: tl.constexpr, SCALE: tl.constexpr, PLACED: tl.constexpr,
     PACKED: tl.constexpr, PRECISION: tl.constexpr, TOKENS: tl.constexpr,
 ):  # fmt: skip
@@ -229,8 +233,8 @@ def key_gradient_kernel(
     safe = tl.minimum(j, S - 1)
     if hi > lo:
         # Keys of the block that no query sees, and those beyond it, may hold NaN; `lo .. hi` are in the order of queries.
-        newest = tl.load(tokens_ptr + hi - 1)
-        latest = _query(newest, position_ptr, b, T, offset, PLACED)
+        newest = tl.load(pairs_ptr + hi - 1) // N
+        latest = query_position(newest, position_ptr, b, T, offset, PLACED)
         safe = tl.maximum(tl.minimum(safe, latest), 0)
     k = rows_of(k_ptr + (b * S * K + kv) * D, safe, K * D, D, BLOCK_D)  # [BLOCK_S, BLOCK_D]
     v = rows_of(v_ptr + (b * S * K + kv) * V, safe, K * V, V, BLOCK_V)  # [BLOCK_S, BLOCK_V]
@@ -240,14 +244,14 @@ def key_gradient_kernel(
     head = kv * G + tl.minimum(r % GP, G - 1)
     for n in tl.range(lo, hi, TOKENS):
         at = n + r // GP
-        t = tl.load(tokens_ptr + tl.minimum(at, hi - 1))  # [R]
+        t = tl.load(pairs_ptr + tl.minimum(at, hi - 1)) // N  # [R]
         real = (at < hi) & (r % GP < G)
         q = rows_of(q_ptr, (b * T + t) * H + head, D, D, BLOCK_D)  # [R, BLOCK_D]
         do = rows_of(do_ptr, (b * T + t) * H + head, V, V, BLOCK_V)  # [R, BLOCK_V]
         stat = (b * H + head) * T + t
         lse = tl.load(lse_ptr + stat)  # [R]
         delta = tl.load(delta_ptr + stat)  # [R]
-        last = _query(t, position_ptr, b, T, offset, PLACED)
+        last = query_position(t, position_ptr, b, T, offset, PLACED)
         seen = (j[:, None] <= last[None, :]) & real[None, :]  # [BLOCK_S, R]
         s = tl.dot(k, tl.trans(q), input_precision=PRECISION) * (SCALE * LOG2E)  # [BLOCK_S, R]
         p = tl.where(seen, tl.exp2(s - lse[None, :]), 0.0)  # [BLOCK_S, R]

@@ -10,8 +10,9 @@ from jax import Array
 from ....attention.native_sparse import branches
 from ....attention.native_sparse.spec import NativeArrays
 from ....attention.native_sparse.triton import kernels
-from ....attention.native_sparse.triton.compiled import chosen_by, launcher_of, RowTile
+from ....attention.native_sparse.triton.compiled import chosen_by, launcher_of
 from ....attention.native_sparse.triton.compiled import unsupported as sparse_unsupported
+from ....attention.native_sparse.triton.tiles import RowTile
 from ....core.platforms import kernels_unavailable
 from ....dispatch import DeviceFacts, Problem
 from ....launch import Execute, LOG2E, result, run

@@ -1,6 +1,6 @@
 """Platform `triton-interpret`: the Triton kernels themselves, interpreted on the host. Slow; for testing."""
 
-from ....attention.native_sparse.triton.compiled import RowTile
+from ....attention.native_sparse.triton.tiles import RowTile
 from ....core.platforms import Interpreted
 from ...triton.interpreted import CONFIG as PAGES
 from . import compiled
