@@ -270,6 +270,13 @@ def listed_tiles(tiles_ptr, row, tile, count, list_ptr, pattern_ptr):
     return lo, lo, full_hi, hi, whole, partial, pattern_ptr + tl.load(bounds + 3)
 
 
+@triton.constexpr_function
+def lists_partly(BQ, BK, TABLE, LEFT, RIGHT, MASK, BITS, MAP_Q, MAP_K, EVEN_K):
+    """Whether lists may hold tiles of which a part is visible, for which a second loop takes registers."""
+    in_map = MAP_Q > 0 and (MAP_Q % BQ > 0 or MAP_K % BK > 0)
+    return TABLE or LEFT >= 0 or RIGHT >= 0 or MASK > 0 or BITS > 0 or in_map or not EVEN_K
+
+
 @triton.jit
 def load_bits(bits_ptr, pattern, ROWS: tl.constexpr, COLUMNS: tl.constexpr, WORDS: tl.constexpr):
     """The bits of a pattern, stored as `WORDS` words for each row of a tile `[ROWS, COLUMNS]`.
