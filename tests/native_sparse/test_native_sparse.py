@@ -81,7 +81,8 @@ def test_the_forward_by_blocks_is_that_by_queries(name, monkeypatch):
     given = np.random.default_rng(9).integers(-2, 12, (*case.lead, case.T, case.K, case.count))
     for more in ({}, {"block_indices": jnp.asarray(given)}):
         found, expected = (
-            case.operation(INTERPRET, config=which)(**arrays, **case.others(), **more) for which in (config, None)
+            case.operation(INTERPRET, config=which)(**arrays, **case.others(), **more)
+            for which in (config, None)
         )
         assert_close(found, np.asarray(expected), case.dtype, name="out")
 

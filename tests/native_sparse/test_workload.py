@@ -162,8 +162,9 @@ def test_defaults_fit(target, name):
     kernels = [launch.function.fn.__name__ for launch in own]
     by_blocks = ["block_forward_kernel", "merge_blocks_kernel"]
     forward = by_blocks if name in ("plain", "packed") and target != "gfx942" else ["forward_kernel"]
+    importance = "page_importance_kernel" if name == "decoding" else "importance_kernel"
     assert kernels == [
-        "importance_kernel", "choose_kernel", *forward, "query_gradient_kernel", "key_gradient_kernel", *["combine_kernel"] * 2
+        importance, "choose_kernel", *forward, "query_gradient_kernel", "key_gradient_kernel", *["combine_kernel"] * 2
     ]  # fmt: skip
     others = [launch.label for launch in found if launch not in own]
     few = sum(".paged." in label for label in others)  # the forward of two branches, in parts that are merged

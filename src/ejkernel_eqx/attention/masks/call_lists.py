@@ -74,7 +74,11 @@ def _of_pattern(lists: PatternLists, arrays: AttentionArrays) -> TileLists:
 def _every_head(row: Array | np.ndarray, arrays: AttentionArrays) -> Array:
     every = (arrays.q.shape[0], arrays.q.shape[2])
     # Of a constant a constant, which takes no launch.
-    return jnp.asarray(np.broadcast_to(row, every)) if isinstance(row, np.ndarray) else jnp.broadcast_to(row, every)
+    return (
+        jnp.asarray(np.broadcast_to(row, every))
+        if isinstance(row, np.ndarray)
+        else jnp.broadcast_to(row, every)
+    )
 
 
 def _combined(

@@ -379,7 +379,9 @@ def key_gradient_kernel(
                 seed0, seed1, ahead, slope, offset, j, k_segment, T, S, H, D, R, V, BQ, BK, BLOCK_D, BLOCK_R, BLOCK_V, SCALE, CAP, FAST_TANH, LEFT, RIGHT, BIAS, ALIBI, MASK, ROWS, SEGMENTS, DROPOUT,
                 KEEP_SCALE, PRECISION, FOLDED, MULTIPLIER, LISTED, BITS, MAP_Q, MAP_K, EVEN_Q, EVEN_K, CLEAN, False)  # fmt: skip
             if LISTED:
-                partly: tl.constexpr = lists_partly(BQ, BK, table, LEFT, RIGHT, MASK, BITS, MAP_Q, MAP_K, EVEN_K)
+                partly: tl.constexpr = lists_partly(
+                    BQ, BK, table, LEFT, RIGHT, MASK, BITS, MAP_Q, MAP_K, EVEN_K
+                )
             else:
                 partly: tl.constexpr = table or LEFT >= 0
             if partly:

@@ -62,7 +62,11 @@ def block_forward_kernel(
             real = (at < hi) & (r % GP < G)
             to = ((row * length) * N + pair) * G + r % GP
             tl.store(part_lse_ptr + to, lse, mask=real)
-            tl.store(part_ptr + to[:, None] * V + c, out.to(part_ptr.dtype.element_ty), mask=real[:, None] & (c < V))
+            tl.store(
+                part_ptr + to[:, None] * V + c,
+                out.to(part_ptr.dtype.element_ty),
+                mask=real[:, None] & (c < V),
+            )
 
 
 @triton.jit
@@ -91,7 +95,11 @@ def merge_blocks_kernel(
     total = tl.sum(weight, axis=0)  # [GP]
     some = total > 0
     weight = weight * (1.0 / tl.where(some, total, 1.0))[None, :]
-    part = tl.load(part_ptr + at[:, :, None] * V + c[None, None, :], mask=there[:, :, None] & (c < V)[None, None, :], other=0.0)
+    part = tl.load(
+        part_ptr + at[:, :, None] * V + c[None, None, :],
+        mask=there[:, :, None] & (c < V)[None, None, :],
+        other=0.0,
+    )
     out = tl.sum(part.to(tl.float32) * weight[:, :, None], axis=0)  # [GP, BLOCK_V]
     real = g < G
     to = ((b * length + t) * H + kv * G + g)[:, None] * V + c[None, :]

@@ -1,5 +1,7 @@
-"""The forward of the selected branch by blocks of keys. By queries, each program reads its blocks through the second cache, which bounds it: at a group
-of 16 heads 32 KB for 16 rows of a product. By blocks, a query's results of each block are written and read instead, 4 KB of 16 bits twice."""
+"""The forward of the selected branch by blocks of keys.
+
+By queries, each program reads its blocks through the second cache, which bounds it: with a group of 16 heads 32 KB for 16 rows of a product. By blocks,
+a query's results of each block are written and read instead, twice 4 KB in 16 bits."""
 
 from typing import Any
 

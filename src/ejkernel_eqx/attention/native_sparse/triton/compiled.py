@@ -104,6 +104,7 @@ _SELECTIONS = (
     (128, 64, 8, 1),
 )
 _WIDE_SELECTIONS = ((64, 32, 4, 1), (32, 32, 4, 1), (64, 64, 8, 1))
+_FEW_SELECTIONS = ((16, 64, 4, 1), (16, 32, 2, 1), (16, 32, 4, 1))
 
 
 def default_config(problem: Problem, device: DeviceFacts) -> TritonConfig:
@@ -122,6 +123,8 @@ def candidates(problem: Problem, device: DeviceFacts) -> list[TritonConfig]:
     )
     pages_of = [pages.candidates(few.of_branch(problem, name), device) for name in (COMPRESSED, SLIDING)]
     select = _WIDE_SELECTIONS if is_wide or large else _SELECTIONS
+    if problem.dim("T") <= few.MOST_QUERIES:
+        select = _FEW_SELECTIONS
     forwards = [ForwardTile(0, 1, warps, 1 if is_wide or large else stages) for warps, stages in _ROWS]
     if problem.dim("T") >= _MANY and not (is_wide or large):
         by_block = [ForwardTile(max(1, rows // group), 512, *more) for rows, *more in _BLOCKS]
@@ -170,7 +173,9 @@ def forward(
             "lse": result(batch, heads, length),
         }
         programs, own = batch * length * arrays.k.shape[2], {"indices": indices}
-        selected = launch(kernels.forward_kernel, config.forward, outputs, programs, own, name="native_forward")
+        selected = launch(
+            kernels.forward_kernel, config.forward, outputs, programs, own, name="native_forward"
+        )
     found["selected_out"], found["selected_lse"] = selected["out"], selected["lse"]
     out = branches.combine(arrays.gates, found, arrays.q.dtype)
     return {"out": out, "indices": indices} | (found if save else {})
@@ -291,17 +296,35 @@ def _choose(
     place = positions(arrays, spec) - of_sequence(arrays.first)
     base = of_sequence(arrays.base)
     tables = {"start": every(start), "end": every(end), "place": every(place), "base": every(base)}
-    own = {"k": arrays.compressed_k, "lse": lse * LOG2E}
-    keys, blocks = arrays.compressed_k.shape[1], most_blocks(arrays, spec)
-    launch = launch.knowing(own | tables, C=keys)
+    (batch, length), heads = arrays.q.shape[:2], arrays.k.shape[2]
+    own, keys, blocks = {"k": arrays.compressed_k}, arrays.compressed_k.shape[1], most_blocks(arrays, spec)
+    if few.serves(arrays):
+        # A row of keys is a page, so that the heads of a group are the rows of a product.
+        tokens = batch * length
+        own |= {
+            "lse": jnp.moveaxis(lse, 1, 0) * LOG2E,
+            "table": jnp.arange(tokens, dtype=jnp.int32) // length,
+        }
+        launch = launch.knowing(own | tables, T=tokens, M=1, P=batch, PAGE=keys, C=keys)
+        weights = lambda chunk, count: page_weights(launch, tile, (heads, keys), chunk, count)
+        return chosen_by(weights, launch, (1, tokens, heads, keys, blocks), spec, 16).reshape(
+            batch, length, heads, spec.count
+        )
+    launch = launch.knowing(own | tables | {"lse": lse * LOG2E}, C=keys)
     weights = functools.partial(_weights, launch, arrays, tile)
-    return chosen_by(
-        weights,
-        launch,
-        (arrays.q.shape[0], arrays.q.shape[1], arrays.k.shape[2], keys, blocks),
-        spec,
-        tile.block_q,
+    return chosen_by(weights, launch, (batch, length, heads, keys, blocks), spec, tile.block_q)
+
+
+def page_weights(launch: Launcher, tile: Any, sizes: tuple[int, int], chunk: int, count: int) -> Array:
+    """As `_weights`, of compressed keys in pages: `[1, K, count, C]` for `sizes` `K, C`."""
+    heads, keys = sizes
+    programs, outputs = (
+        cdiv(keys, tile.block_k) * heads * count,
+        {"importance": result(1, heads, count, keys)},
     )
+    return launch(kernels.page_importance_kernel, tile, outputs, programs, chunk=chunk, length=count)[
+        "importance"
+    ]
 
 
 def chosen_by(

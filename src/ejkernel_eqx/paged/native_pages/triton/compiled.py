@@ -10,14 +10,14 @@ from jax import Array
 from ....attention.native_sparse import branches
 from ....attention.native_sparse.spec import NativeArrays
 from ....attention.native_sparse.triton import kernels
-from ....attention.native_sparse.triton.compiled import chosen_by, launcher_of
+from ....attention.native_sparse.triton.compiled import chosen_by, launcher_of, page_weights
 from ....attention.native_sparse.triton.compiled import unsupported as sparse_unsupported
 from ....attention.native_sparse.triton.tiles import RowTile
 from ....core.platforms import kernels_unavailable
 from ....dispatch import DeviceFacts, Problem
 from ....launch import Execute, LOG2E, result, run
 from ....launch.fields import Block, check_fields, Count, Float32Dot, Warps
-from ....launch.sizes import cdiv, padded
+from ....launch.sizes import padded
 from ...core import problem_of as pages_problem_of
 from ...spec import PagedArrays, PagedSpec
 from ...tokens import alone
@@ -183,14 +183,7 @@ def _choose(
     keys = small.page_table.shape[1] * size
     start, base = jnp.full((1, tokens), spec.first_slot, jnp.int32), jnp.zeros((1, tokens), jnp.int32)
     tables = {"start": start, "end": small.kv_len[None], "place": place[None], "base": base}
-    launch = launch.knowing({"k": small.k, "lse": lse.T * LOG2E} | tables, C=keys)
+    launch = launch.knowing({"k": small.k, "lse": lse.T * LOG2E} | tables, C=keys, PAGE=size)
 
-    def weights(chunk: int, count: int) -> Array:
-        programs = cdiv(keys, tile.block_k) * heads * count
-        outputs = {"importance": result(1, heads, count, keys)}
-        found = launch(
-            kernels.page_importance_kernel, tile, outputs, programs, PAGE=size, chunk=chunk, length=count
-        )
-        return found["importance"]
-
+    weights = lambda chunk, count: page_weights(launch, tile, (heads, keys), chunk, count)
     return chosen_by(weights, launch, (1, tokens, heads, keys, blocks), spec.sparse, 64)[0]
