@@ -74,9 +74,9 @@ def merge_blocks_kernel(
     part_ptr, part_lse_ptr, indices_ptr,  # [B, K, length * N, G, V], float32 [B, K, length * N, G], [B, T, K, N]
     T, chunk, length, out_ptr, lse_ptr,  # [B, length, H, V], float32 [B, H, length]
     H: tl.constexpr, K: tl.constexpr, V: tl.constexpr, N: tl.constexpr, BLOCK_N: tl.constexpr, G: tl.constexpr, GP: tl.constexpr,
-    BLOCK_V: tl.constexpr,
+    BLOCK_V: tl.constexpr, CHOSEN: tl.constexpr,
 ):  # fmt: skip
-    """The results of the heads of a group at one query from those of its blocks."""
+    """The results of the heads of a group at one query from those of its blocks, which with `CHOSEN` are those where `indices` has one."""
     pid = tl.program_id(0).to(tl.int64)  # (b * K + kv) * length + t
     t = pid % length
     row = pid // length  # b * K + kv
@@ -85,8 +85,10 @@ def merge_blocks_kernel(
     n = tl.arange(0, BLOCK_N)  # [NB]
     g = tl.arange(0, GP)  # [GP]
     c = tl.arange(0, BLOCK_V)  # [BLOCK_V]
-    index = tl.load(indices_ptr + ((b * T + chunk + t) * K + kv) * N + n, mask=n < N, other=-1)  # [NB]
-    there = (index >= 0)[:, None] & (g < G)[None, :]  # [NB, GP]
+    has = n < N  # [NB]
+    if CHOSEN:
+        has = tl.load(indices_ptr + ((b * T + chunk + t) * K + kv) * N + n, mask=has, other=-1) >= 0
+    there = has[:, None] & (g < G)[None, :]  # [NB, GP]
     at = (pid * N + n)[:, None] * G + g[None, :]  # [NB, GP]
     lse = tl.load(part_lse_ptr + at, mask=there, other=float("-inf"))  # [NB, GP]
     top = tl.max(lse, axis=0)  # [GP]

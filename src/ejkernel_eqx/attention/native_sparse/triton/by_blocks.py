@@ -1,4 +1,4 @@
-"""The forward of the selected branch by blocks of keys.
+"""The forward of the selected branch, by blocks of keys or by queries.
 
 By queries, each program reads its blocks through the second cache, which bounds it: with a group of 16 heads 32 KB for 16 rows of a product. By blocks,
 a query's results of each block are written and read instead, twice 4 KB in 16 bits."""
@@ -9,7 +9,7 @@ import jax.numpy as jnp
 from jax import Array, lax
 
 from ....launch import Launcher, result
-from ....launch.sizes import padded
+from ....launch.sizes import cdiv, padded
 from ..lists import Lists, lists_of
 from ..spec import NativeArrays, NativeSpec, num_blocks
 from . import block_kernels
@@ -68,19 +68,49 @@ def _of_chunk(
         PIECES=pieces,
         **place,
     )
-    outputs = {
-        "out": result(batch, count, heads, values, dtype=arrays.q.dtype),
-        "lse": result(batch, heads, count),
-    }
-    slots = padded(spec.count, 1)
-    numbers = slots * padded(group) * padded(values)  # of a program
-    warps = min(8, max(1, numbers // 4096))
+    return merged(launch.knowing({"indices": indices}), parts, (batch, count, heads, values), spec.count, arrays.q.dtype, chunk)
+
+
+def merged(
+    launch: Launcher,
+    parts: dict[str, Array],
+    shape: tuple[int, int, int, int],
+    slots: int,
+    dtype: Any,
+    chunk: int | None = None,
+) -> dict[str, Array]:
+    """`out` of this shape `[B, T, H, V]` and `lse [B, H, T]` from `part [B, K, T * slots, G, V]` and `part_lse`: of the blocks of queries from `chunk`
+    on, where these have one, or else of splits."""
+    batch, count, heads, values = shape
+    kv_heads, group = parts["part"].shape[1], parts["part"].shape[3]
+    outputs = {"out": result(*shape, dtype=dtype), "lse": result(batch, heads, count)}
+    numbers = padded(slots, 1) * padded(group) * padded(values)  # of a program
     return launch(
         block_kernels.merge_blocks_kernel,
-        Warped(warps),
+        Warped(min(8, max(1, numbers // 4096))),
         outputs,
         batch * kv_heads * count,
-        {"indices": indices, **parts},
-        BLOCK_N=slots,
-        **place,
+        parts,
+        N=slots,
+        BLOCK_N=padded(slots, 1),
+        CHOSEN=chunk is not None,
+        chunk=chunk or 0,
+        length=count,
     )
+
+
+def by_queries(
+    launch: Launcher, kernel: Any, tile: Any, shape: tuple[int, int, int, int], kv_heads: int, count: int, span: int
+) -> dict[str, Array]:
+    """`out` of this shape `[B, T, H, V]` and `lse [B, H, T]` by `forward_kernel` or `page_forward_kernel`, each program with up to `span` of the `count`
+    blocks of a query."""
+    batch, length, heads, values = shape
+    splits, dtype = cdiv(count, span), launch.absent.dtype
+    programs, numbers = batch * length * kv_heads * splits, {"SPLITS": splits, "SPAN": span}
+    if splits == 1:
+        outputs = {"out": result(*shape, dtype=dtype), "lse": result(batch, heads, length)}
+        return launch(kernel, tile, outputs, programs, name=f"native_{kernel.fn.__name__.removesuffix('_kernel')}", **numbers)
+    pairs = (batch, kv_heads, length * splits, heads // kv_heads)
+    outputs = {"out": result(*pairs, values), "lse": result(*pairs)}
+    found = launch(kernel, tile, outputs, programs, **numbers)
+    return merged(launch, {"part": found["out"], "part_lse": found["lse"]}, shape, splits, dtype)

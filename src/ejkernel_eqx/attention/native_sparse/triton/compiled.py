@@ -125,7 +125,9 @@ def candidates(problem: Problem, device: DeviceFacts) -> list[TritonConfig]:
     select = _WIDE_SELECTIONS if is_wide or large else _SELECTIONS
     if problem.dim("T") <= few.MOST_QUERIES:
         select = _FEW_SELECTIONS
-    forwards = [ForwardTile(0, 1, warps, 1 if is_wide or large else stages) for warps, stages in _ROWS]
+    programs, count = problem.dim("B") * problem.dim("T") * problem.dim("K"), padded(problem.dim("n"), 1)
+    span = span_for(programs, count, device)
+    forwards = [ForwardTile(0, span, warps, 1 if is_wide or large else stages) for warps, stages in _ROWS]
     if problem.dim("T") >= _MANY and not (is_wide or large):
         by_block = [ForwardTile(max(1, rows // group), 512, *more) for rows, *more in _BLOCKS]
         forwards = [*by_block, *forwards[:3]]
@@ -139,6 +141,12 @@ def candidates(problem: Problem, device: DeviceFacts) -> list[TritonConfig]:
         few_tiles = FewTiles(*map(take, pages_of))
         found.append(TritonConfig(*own, take(compressed), take(sliding), few_tiles, **dot))
     return list(dict.fromkeys(found))
+
+
+def span_for(programs: int, count: int, device: DeviceFacts) -> int:
+    """The blocks of a program, of `count` for each query and key head: fewer if these `programs` leave the device idle."""
+    idle = 4 * (device.num_multiprocessors or 108) // max(1, programs)
+    return max(1, count >> max(0, idle.bit_length() - 1))
 
 
 def forward(
@@ -164,17 +172,17 @@ def forward(
     indices = arrays.indices
     if indices is None:
         indices = _choose(launch, arrays, spec, config.selection, found["compressed_lse"])
-    batch, length, heads, _ = arrays.q.shape
     if config.forward.tokens:
         selected = by_blocks.attended(launch, arrays, spec, config.forward, indices)
     else:
-        outputs = {
-            "out": result(batch, length, heads, arrays.v.shape[-1], dtype=arrays.q.dtype),
-            "lse": result(batch, heads, length),
-        }
-        programs, own = batch * length * arrays.k.shape[2], {"indices": indices}
-        selected = launch(
-            kernels.forward_kernel, config.forward, outputs, programs, own, name="native_forward"
+        selected = by_blocks.by_queries(
+            launch.knowing({"indices": indices}),
+            kernels.forward_kernel,
+            config.forward,
+            (*arrays.q.shape[:3], arrays.v.shape[-1]),
+            arrays.k.shape[2],
+            spec.count,
+            config.forward.span,
         )
     found["selected_out"], found["selected_lse"] = selected["out"], selected["lse"]
     out = branches.combine(arrays.gates, found, arrays.q.dtype)

@@ -13,7 +13,7 @@ _WHOLE = AttentionConfig(_SQUARE, _SQUARE, _SQUARE, fast_tanh=False, float32_dot
 platform = Interpreted(
     compiled,
     TritonConfig(
-        ForwardTile(0, 1, 4, 1),
+        ForwardTile(0, 2, 4, 1),
         RowTile(4, 1),
         KeyTile(2, 8, 4, 1),
         SelectionTile(16, 16, 4, 1),

@@ -79,18 +79,25 @@ def _with_keys(acc, total, top, q, k, v, seen, SCALE: tl.constexpr, PRECISION: t
 
 
 @triton.jit
-def _store(out_ptr, lse_ptr, acc, total, top, row, kv, b, T, H: tl.constexpr, V: tl.constexpr, G: tl.constexpr, GP: tl.constexpr,
-           BLOCK_V: tl.constexpr):  # fmt: skip
-    """`out` and `lse` of the heads of a group at query `row = b * T + t`."""
+def _store(out_ptr, lse_ptr, acc, total, top, row, kv, b, split, T, H: tl.constexpr, K: tl.constexpr, V: tl.constexpr, G: tl.constexpr,
+           GP: tl.constexpr, BLOCK_V: tl.constexpr, SPLITS: tl.constexpr):  # fmt: skip
+    """`out` and `lse` of the heads of a group at query `row = b * T + t`, or, with splits, those of some of its blocks as `merge_blocks_kernel` reads
+    them."""
     heads = tl.arange(0, GP)  # [GP]
     real = heads < G
     some = total > 0  # [GP]
     acc = tl.where(some[:, None], acc / tl.where(some, total, 1.0)[:, None], 0.0)
-    lse = tl.where(some, (top + tl.log2(tl.where(some, total, 1.0))) * LN2, float("-inf"))  # [GP]
+    lse = tl.where(some, top + tl.log2(tl.where(some, total, 1.0)), float("-inf"))  # [GP]
+    if SPLITS > 1:
+        to = (((b * K + kv) * T + row % T) * SPLITS + split) * G + heads
+        place = to
+    else:
+        to = row * H + kv * G + heads
+        place = (b * H + kv * G + heads) * T + row % T
+        lse = lse * LN2
     c = tl.arange(0, BLOCK_V)[None, :]
-    at = (row * H + kv * G + heads)[:, None] * V + c
-    tl.store(out_ptr + at, acc.to(out_ptr.dtype.element_ty), mask=real[:, None] & (c < V))
-    tl.store(lse_ptr + (b * H + kv * G + heads) * T + row % T, lse, mask=real)
+    tl.store(out_ptr + to[:, None] * V + c, acc.to(out_ptr.dtype.element_ty), mask=real[:, None] & (c < V))
+    tl.store(lse_ptr + place, lse, mask=real)
 
 
 @triton.jit
@@ -99,12 +106,13 @@ def forward_kernel(
     T, S, M, offset, out_ptr, lse_ptr,  # [B, T, H, V], [B, H, T]
     H: tl.constexpr, K: tl.constexpr, D: tl.constexpr, V: tl.constexpr, N: tl.constexpr, BS: tl.constexpr, BLOCK_S: tl.constexpr,
     G: tl.constexpr, GP: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_V: tl.constexpr, SCALE: tl.constexpr, PLACED: tl.constexpr,
-    PACKED: tl.constexpr, PRECISION: tl.constexpr,
+    PACKED: tl.constexpr, PRECISION: tl.constexpr, SPLITS: tl.constexpr, SPAN: tl.constexpr,
 ):  # fmt: skip
-    """The heads of one group at one query a program; online softmax over its blocks."""
+    """The heads of one group at one query a program, or with splits `SPAN` of its blocks; online softmax over blocks."""
     # All queries of a key head first: its keys may fit the cache where those of all heads do not.
-    pid = tl.program_id(0)
-    rows = tl.num_programs(0) // K
+    pid = tl.program_id(0) // SPLITS
+    split = tl.program_id(0) % SPLITS
+    rows = tl.num_programs(0) // (K * SPLITS)
     kv = pid // rows
     row = (pid % rows).to(tl.int64)  # b * T + t
     b = row // T
@@ -116,14 +124,14 @@ def forward_kernel(
     acc = tl.zeros([GP, BLOCK_V], tl.float32)  # [GP, BLOCK_V]
     total = tl.zeros([GP], tl.float32)  # [GP]
     top = tl.full([GP], float("-inf"), tl.float32)  # [GP]
-    for n in tl.range(0, N):
+    for n in tl.range(split * SPAN, tl.minimum(split * SPAN + SPAN, N)):
         j, seen = _block(
             indices_ptr, begin_ptr, (row * K + kv) * N + n, b, last, S, M, BS, BLOCK_S, PACKED
         )  # [BLOCK_S]
         k = rows_of(k_base, j, K * D, D, BLOCK_D)  # [BLOCK_S, BLOCK_D]
         v = rows_of(v_base, j, K * V, V, BLOCK_V)  # [BLOCK_S, BLOCK_V]
         acc, total, top = _with_keys(acc, total, top, q, k, v, seen, SCALE, PRECISION)
-    _store(out_ptr, lse_ptr, acc, total, top, row, kv, b, T, H, V, G, GP, BLOCK_V)
+    _store(out_ptr, lse_ptr, acc, total, top, row, kv, b, split, T, H, K, V, G, GP, BLOCK_V, SPLITS)
 
 
 @triton.jit
@@ -132,10 +140,11 @@ def page_forward_kernel(
     T, M, P, out_ptr, lse_ptr,  # [T, H, V], [H, T]
     H: tl.constexpr, K: tl.constexpr, D: tl.constexpr, V: tl.constexpr, N: tl.constexpr, BS: tl.constexpr, BLOCK_S: tl.constexpr,
     G: tl.constexpr, GP: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_V: tl.constexpr, SCALE: tl.constexpr, PAGE: tl.constexpr,
-    PRECISION: tl.constexpr,
+    PRECISION: tl.constexpr, SPLITS: tl.constexpr, SPAN: tl.constexpr,
 ):  # fmt: skip
     """As `forward_kernel`, on the pages that the query's row of the table names. Position -1 for a token of no sequence."""
-    pid = tl.program_id(0)
+    split = tl.program_id(0) % SPLITS
+    pid = tl.program_id(0) // SPLITS
     kv = pid % K
     row = (pid // K).to(tl.int64)  # t
     last = tl.load(position_ptr + row)
@@ -145,7 +154,7 @@ def page_forward_kernel(
     total = tl.zeros([GP], tl.float32)  # [GP]
     top = tl.full([GP], float("-inf"), tl.float32)  # [GP]
     column = tl.arange(0, BLOCK_S)  # [BLOCK_S]
-    for n in tl.range(0, N):
+    for n in tl.range(split * SPAN, tl.minimum(split * SPAN + SPAN, N)):
         index = tl.load(indices_ptr + (row * K + kv) * N + n)
         begin = tl.maximum(index, 0) * BS
         j = begin + column
@@ -161,7 +170,7 @@ def page_forward_kernel(
         k = rows_where(k_ptr + kv * D, r, seen, K * D, D, BLOCK_D)  # [BLOCK_S, BLOCK_D]
         v = rows_where(v_ptr + kv * V, r, seen, K * V, V, BLOCK_V)  # [BLOCK_S, BLOCK_V]
         acc, total, top = _with_keys(acc, total, top, q, k, v, seen, SCALE, PRECISION)
-    _store(out_ptr, lse_ptr, acc, total, top, row, kv, 0, T, H, V, G, GP, BLOCK_V)
+    _store(out_ptr, lse_ptr, acc, total, top, row, kv, 0, split, T, H, K, V, G, GP, BLOCK_V, SPLITS)
 
 
 @triton.jit

@@ -21,9 +21,20 @@ class RowTile:
 
 
 @dataclasses.dataclass(frozen=True)
+class ChosenTile:
+    """A program has the heads of one group at one query, and up to `span` of its blocks."""
+
+    span: Power
+    num_warps: Warps
+    num_stages: Count
+
+    __post_init__ = check_fields
+
+
+@dataclasses.dataclass(frozen=True)
 class ForwardTile:
-    """A program has the heads of one group at one query or, with `tokens`, a block of keys and up to `span` of the queries that chose it, `tokens`
-    at a time."""
+    """A program has the heads of one group at one query, and up to `span` of its blocks; or, with `tokens`, a block of keys and up to `span` of the
+    queries that chose it, `tokens` at a time."""
 
     tokens: Tokens
     span: Power
