@@ -76,7 +76,7 @@ def test_the_forward_by_blocks_is_that_by_queries(name, monkeypatch):
     place, _ = case.starts()
     unseen = np.arange(case.keys) > place.max(-1, keepdims=True) if case.offsets is None else place < 0
     arrays |= {n: jnp.where(unseen[..., None, None], jnp.nan, arrays[n]) for n in ("k", "v")}
-    size = case.count * np.prod(case.lead, dtype=int) * case.H * case.V * jnp.dtype(case.dtype).itemsize
+    size = case.count * int(np.prod(case.lead)) * case.H * case.V * jnp.dtype(case.dtype).itemsize
     monkeypatch.setattr(by_blocks, "_BYTES", 15 * size)
     given = np.random.default_rng(9).integers(-2, 12, (*case.lead, case.T, case.K, case.count))
     for more in ({}, {"block_indices": jnp.asarray(given)}):

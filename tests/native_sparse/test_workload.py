@@ -110,7 +110,8 @@ def test_defaults_for_pages_fit(target, name):
     found = work.launches(configs[0])
     own = [launch for launch in found if ".paged_native_sparse." in launch.label]
     kernels = [launch.function.fn.__name__ for launch in own]
-    assert kernels == ["page_importance_kernel", "choose_kernel", "page_forward_kernel"]
+    split = [] if name == "mixed" else ["merge_blocks_kernel"]
+    assert kernels == ["page_importance_kernel", "choose_kernel", "page_forward_kernel", *split]
     for launch in own:
         report = compile_ahead(launch, target)
         assert report.fits and (report.spills == 0 or name == "float32"), (launch.label, report)
@@ -160,8 +161,10 @@ def test_defaults_fit(target, name):
     found = launches(problem, configs[0])
     own = [launch for launch in found if ".native_sparse." in launch.label]
     kernels = [launch.function.fn.__name__ for launch in own]
-    by_blocks = ["block_forward_kernel", "merge_blocks_kernel"]
-    forward = by_blocks if name in ("plain", "packed") and target != "gfx942" else ["forward_kernel"]
+    # By blocks in one or two chunks, by queries, and by queries whose blocks are split over programs.
+    chunks = {"plain": 2, "packed": 1}.get(name, 0) if target != "gfx942" else 0
+    forward = ["block_forward_kernel", "merge_blocks_kernel"] * chunks or ["forward_kernel"]
+    forward += ["merge_blocks_kernel"] if name == "decoding" else []
     importance = "page_importance_kernel" if name == "decoding" else "importance_kernel"
     assert kernels == [
         importance, "choose_kernel", *forward, "query_gradient_kernel", "key_gradient_kernel", *["combine_kernel"] * 2

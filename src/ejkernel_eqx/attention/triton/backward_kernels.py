@@ -10,6 +10,7 @@ from .tile import (
     head_scalars,
     keep,
     key_tiles,
+    listed_program,
     listed_tiles,
     lists_partly,
     load_bits,
@@ -141,11 +142,11 @@ def query_gradient_kernel(
     EVEN_Q: tl.constexpr, EVEN_K: tl.constexpr, GUARD: tl.constexpr, CLEAN: tl.constexpr, GROUP: tl.constexpr,
 ):  # fmt: skip
     """`dq` of one query tile and head, and the tile's share of the slope's gradient."""
-    m, bh, count = program(T, BQ, GROUP)
     # The tiles with the most keys first: of causal masks the last ones.
     if LISTED:
-        m = tl.load(order_ptr + m)
+        m, bh, count = listed_program(order_ptr, T, BQ, GROUP)
     else:
+        m, bh, count = program(T, BQ, GROUP)
         m = count - 1 - m
     b = (bh // H).to(tl.int64)
     h = bh % H
@@ -314,9 +315,10 @@ def key_gradient_kernel(
     EVEN_Q: tl.constexpr, EVEN_K: tl.constexpr, GUARD: tl.constexpr, CLEAN: tl.constexpr, GROUP: tl.constexpr,
 ):  # fmt: skip
     """`dk` and `dv` of one key tile and key head, over all query heads that read it, and their part of the gradient of the shared keys."""
-    n, bh, count = program(S, BK, GROUP)
     if LISTED:
-        n = tl.load(order_ptr + n)
+        n, bh, count = listed_program(order_ptr, S, BK, GROUP)
+    else:
+        n, bh, count = program(S, BK, GROUP)
     b = (bh // K).to(tl.int64)
     kh = bh % K
     first = n * BK

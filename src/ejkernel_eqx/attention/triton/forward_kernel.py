@@ -8,6 +8,7 @@ from .tile import (
     head_scalars,
     keep,
     key_tiles,
+    listed_program,
     listed_tiles,
     lists_partly,
     load_bits,
@@ -107,11 +108,11 @@ def forward_kernel(
     LISTED: tl.constexpr, BITS: tl.constexpr, MAP_HEADS: tl.constexpr, MAP_Q: tl.constexpr, MAP_K: tl.constexpr,
     EVEN_Q: tl.constexpr, EVEN_K: tl.constexpr, GUARD: tl.constexpr, CLEAN: tl.constexpr, GROUP: tl.constexpr,
 ):  # fmt: skip
-    m, bh, count = program(T, BQ, GROUP)
     # The tiles with the most keys first: of causal masks the last ones.
     if LISTED:
-        m = tl.load(order_ptr + m)
+        m, bh, count = listed_program(order_ptr, T, BQ, GROUP)
     else:
+        m, bh, count = program(T, BQ, GROUP)
         m = count - 1 - m
     b = (bh // H).to(tl.int64)
     h = bh % H

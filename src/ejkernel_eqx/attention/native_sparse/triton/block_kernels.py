@@ -9,6 +9,51 @@ from .kernels import query_position, rows_of
 
 
 @triton.jit
+def _attend_queries(
+    q_ptr, k, v, position_ptr, pairs_ptr, part_ptr, part_lse_ptr, lo, hi, j, column, b, kv, row, T, S, chunk, length, offset,  # j and column [BLOCK_S]
+    H: tl.constexpr, D: tl.constexpr, V: tl.constexpr, N: tl.constexpr, BS: tl.constexpr, BLOCK_S: tl.constexpr, G: tl.constexpr,
+    GP: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_V: tl.constexpr, SCALE: tl.constexpr, PLACED: tl.constexpr, PRECISION: tl.constexpr,
+    TOKENS: tl.constexpr, MASKED: tl.constexpr,
+):  # fmt: skip
+    """Attention of the queries of pairs `lo .. hi` to one block of keys, of which without `MASKED` they see all."""
+    r = tl.arange(0, TOKENS * GP)  # [R], tokens by heads
+    head = kv * G + tl.minimum(r % GP, G - 1)
+    c = tl.arange(0, BLOCK_V)[None, :]
+    for n in tl.range(lo, hi, TOKENS):
+        at = n + r // GP
+        pair = tl.load(pairs_ptr + tl.minimum(at, hi - 1))  # [R]
+        t = chunk + pair // N
+        q = rows_of(q_ptr, (b * T + t) * H + head, D, D, BLOCK_D)  # [R, BLOCK_D]
+        s = tl.dot(q, tl.trans(k), input_precision=PRECISION)  # [R, BLOCK_S]
+        if MASKED:
+            last = query_position(t, position_ptr, b, T, offset, PLACED)
+            seen = (j[None, :] <= last[:, None]) & (j < S)[None, :]  # [R, BLOCK_S]
+            if BS != BLOCK_S:
+                seen &= (column < BS)[None, :]
+            s = tl.where(seen, s, float("-inf"))
+        elif BS != BLOCK_S:
+            s = tl.where((column < BS)[None, :], s, float("-inf"))
+        top = tl.max(s, axis=1) * (SCALE * LOG2E)  # [R]
+        if MASKED:
+            top = tl.where(top == float("-inf"), 0.0, top)
+        p = tl.exp2(s * (SCALE * LOG2E) - top[:, None])  # [R, BLOCK_S]
+        total = tl.sum(p, axis=1)  # [R]
+        if MASKED:
+            some = total > 0  # [R]
+            total = tl.where(some, total, 1.0)
+        p = p * (1.0 / total)[:, None]
+        out = tl.dot(p.to(v.dtype), v, input_precision=PRECISION)  # [R, BLOCK_V]
+        lse = top + tl.log2(total)  # [R]
+        if MASKED:
+            lse = tl.where(some, lse, float("-inf"))
+        real = (at < hi) & (r % GP < G)
+        to = ((row * length) * N + pair) * G + r % GP
+        tl.store(part_lse_ptr + to, lse, mask=real)
+        # Written for the next kernel: queries, which other blocks read again, stay in the cache.
+        tl.store(part_ptr + to[:, None] * V + c, out.to(part_ptr.dtype.element_ty), mask=real[:, None] & (c < V), cache_modifier=".cs")  # fmt: skip
+
+
+@triton.jit
 def block_forward_kernel(
     q_ptr, k_ptr, v_ptr, position_ptr, begin_ptr, pairs_ptr, owner_ptr, from_ptr, to_ptr,  # pairs [B * K * length * N], [B * K, PIECES] thrice
     T, S, M, PIECES, chunk, length, offset, part_ptr, part_lse_ptr,  # [B, K, length * N, G, V], float32 [B, K, length * N, G]
@@ -32,41 +77,21 @@ def block_forward_kernel(
         column = tl.arange(0, BLOCK_S)  # [BLOCK_S]
         j = begin + column
         # Keys of the block that no query sees, and those beyond it, may hold NaN; pairs are in the order of queries.
+        oldest = chunk + tl.load(pairs_ptr + lo) // N
         newest = chunk + tl.load(pairs_ptr + hi - 1) // N
         latest = tl.minimum(query_position(newest, position_ptr, b, T, offset, PLACED), S - 1)
         safe = tl.maximum(tl.minimum(j, latest), 0)
         k = rows_of(k_ptr + (b * S * K + kv) * D, safe, K * D, D, BLOCK_D)  # [BLOCK_S, BLOCK_D]
         v = rows_of(v_ptr + (b * S * K + kv) * V, safe, K * V, V, BLOCK_V)  # [BLOCK_S, BLOCK_V]
-        r = tl.arange(0, TOKENS * GP)  # [R], tokens by heads
-        head = kv * G + tl.minimum(r % GP, G - 1)
-        c = tl.arange(0, BLOCK_V)[None, :]
-        for n in tl.range(lo, hi, TOKENS):
-            at = n + r // GP
-            pair = tl.load(pairs_ptr + tl.minimum(at, hi - 1))  # [R]
-            t = chunk + pair // N
-            q = rows_of(q_ptr, (b * T + t) * H + head, D, D, BLOCK_D)  # [R, BLOCK_D]
-            last = query_position(t, position_ptr, b, T, offset, PLACED)
-            seen = (j[None, :] <= last[:, None]) & (j < S)[None, :]  # [R, BLOCK_S]
-            if BS != BLOCK_S:
-                seen &= (column < BS)[None, :]
-            s = tl.dot(q, tl.trans(k), input_precision=PRECISION) * (SCALE * LOG2E)  # [R, BLOCK_S]
-            s = tl.where(seen, s, float("-inf"))
-            top = tl.max(s, axis=1)  # [R]
-            shift = tl.where(top == float("-inf"), 0.0, top)  # [R]
-            p = tl.exp2(s - shift[:, None])  # [R, BLOCK_S]
-            total = tl.sum(p, axis=1)  # [R]
-            out = tl.dot(p.to(v.dtype), v, input_precision=PRECISION)  # [R, BLOCK_V]
-            some = total > 0  # [R]
-            out = out * (1.0 / tl.where(some, total, 1.0))[:, None]
-            lse = tl.where(some, shift + tl.log2(tl.where(some, total, 1.0)), float("-inf"))  # [R]
-            real = (at < hi) & (r % GP < G)
-            to = ((row * length) * N + pair) * G + r % GP
-            tl.store(part_lse_ptr + to, lse, mask=real)
-            tl.store(
-                part_ptr + to[:, None] * V + c,
-                out.to(part_ptr.dtype.element_ty),
-                mask=real[:, None] & (c < V),
-            )
+        whole = (query_position(oldest, position_ptr, b, T, offset, PLACED) >= begin + BS - 1) & (begin + BS <= S)
+        if whole:
+            _attend_queries(
+                q_ptr, k, v, position_ptr, pairs_ptr, part_ptr, part_lse_ptr, lo, hi, j, column, b, kv, row, T, S, chunk, length, offset,
+                H, D, V, N, BS, BLOCK_S, G, GP, BLOCK_D, BLOCK_V, SCALE, PLACED, PRECISION, TOKENS, False)  # fmt: skip
+        else:
+            _attend_queries(
+                q_ptr, k, v, position_ptr, pairs_ptr, part_ptr, part_lse_ptr, lo, hi, j, column, b, kv, row, T, S, chunk, length, offset,
+                H, D, V, N, BS, BLOCK_S, G, GP, BLOCK_D, BLOCK_V, SCALE, PLACED, PRECISION, TOKENS, True)  # fmt: skip
 
 
 @triton.jit
@@ -87,6 +112,7 @@ def merge_blocks_kernel(
     c = tl.arange(0, BLOCK_V)  # [BLOCK_V]
     has = n < N  # [NB]
     if CHOSEN:
+        has = has & (chunk + t < T)  # the last chunk may be shorter
         has = tl.load(indices_ptr + ((b * T + chunk + t) * K + kv) * N + n, mask=has, other=-1) >= 0
     there = has[:, None] & (g < G)[None, :]  # [NB, GP]
     at = (pid * N + n)[:, None] * G + g[None, :]  # [NB, GP]

@@ -5,6 +5,7 @@ a query's results of each block are written and read instead, twice 4 KB in 16 b
 
 from typing import Any
 
+import jax
 import jax.numpy as jnp
 from jax import Array, lax
 
@@ -15,7 +16,7 @@ from ..spec import NativeArrays, NativeSpec, num_blocks
 from . import block_kernels
 from .tiles import ForwardTile, Warped
 
-_BYTES = 2**31  # of results of single blocks at a time
+_BYTES = 2**30  # of results of single blocks at a time
 
 
 def given(lists: Lists) -> dict[str, Array]:
@@ -30,45 +31,35 @@ def attended(
 ) -> dict[str, Array]:
     """`out [B, T, H, V]` and `lse [B, H, T]` of the selected branch, some queries at a time."""
     batch, length, heads, _ = arrays.q.shape
-    values, size = arrays.v.shape[-1], arrays.q.dtype.itemsize
-    most = max(1, _BYTES // (batch * heads * spec.count * values * size))
-    outs, lses = [], []
-    for chunk in range(0, length, most):
-        count = min(most, length - chunk)
-        chosen = indices[:, chunk : chunk + count]
+    (kv_heads, values), dtype = arrays.v.shape[2:], arrays.q.dtype
+    size = max(1, _BYTES // (batch * heads * spec.count * values * dtype.itemsize))
+    chunks = cdiv(length, size)
+    size = cdiv(length, chunks)
+    # The lists of all chunks are sorted at once.
+    apart = jnp.pad(indices, [(0, 0), (0, chunks * size - length), (0, 0), (0, 0)], constant_values=-1)
+    apart = jnp.moveaxis(apart.reshape(batch, chunks, size, kv_heads, spec.count), 1, 0)
+    lists = lists_of(apart.reshape(chunks * batch, size, kv_heads, spec.count), num_blocks(arrays, spec), tile.span, together=True)
+    launch, pieces, outs, lses = launch.knowing({"indices": indices}), lists.owner.shape[-1], [], []
+    for number in range(chunks):
+        own = jax.tree.map(lambda x, n=number: x[n * batch : (n + 1) * batch], lists)
         if outs:  # one after the other, in the same memory
-            chosen, outs[-1] = lax.optimization_barrier((chosen, outs[-1]))
-        found = _of_chunk(launch, arrays, spec, tile, indices, chosen, chunk)
+            own, outs[-1] = lax.optimization_barrier((own, outs[-1]))
+        # Of the last chunk, which may be shorter, too: queries past the end have no pairs.
+        pairs = (batch, kv_heads, size * spec.count, heads // kv_heads)
+        parts = launch(
+            block_kernels.block_forward_kernel,
+            tile,
+            {"part": result(*pairs, values, dtype=dtype), "part_lse": result(*pairs)},
+            batch * kv_heads * pieces,
+            given(own),
+            PIECES=pieces,
+            chunk=number * size,
+            length=size,
+        )
+        found = merged(launch, parts, (batch, size, heads, values), spec.count, dtype, number * size)
         outs.append(found["out"])
         lses.append(found["lse"])
-    return {"out": jnp.concatenate(outs, 1), "lse": jnp.concatenate(lses, 2)}
-
-
-def _of_chunk(
-    launch: Launcher,
-    arrays: NativeArrays,
-    spec: NativeSpec,
-    tile: ForwardTile,
-    indices: Array,
-    chosen: Array,
-    chunk: int,
-) -> dict[str, Array]:
-    (batch, _, heads, _), (kv_heads, values) = arrays.q.shape, arrays.v.shape[2:]
-    count, group = chosen.shape[1], heads // kv_heads
-    lists = lists_of(chosen, num_blocks(arrays, spec), tile.span, together=True)
-    pieces = lists.owner.shape[-1]
-    pairs = (batch, kv_heads, count * spec.count, group)
-    place: Any = {"chunk": chunk, "length": count}
-    parts = launch(
-        block_kernels.block_forward_kernel,
-        tile,
-        {"part": result(*pairs, values, dtype=arrays.q.dtype), "part_lse": result(*pairs)},
-        batch * kv_heads * pieces,
-        given(lists),
-        PIECES=pieces,
-        **place,
-    )
-    return merged(launch.knowing({"indices": indices}), parts, (batch, count, heads, values), spec.count, arrays.q.dtype, chunk)
+    return {"out": jnp.concatenate(outs, 1)[:, :length], "lse": jnp.concatenate(lses, 2)[..., :length]}
 
 
 def merged(

@@ -10,13 +10,14 @@ from jax import Array
 
 from ....core.platforms import kernels_unavailable
 from ....dispatch import BOTH, DeviceFacts, FORWARD, Problem
-from ....launch import Execute, Launcher, LOG2E, result, run
+from ....launch import Execute, Launcher, limits_registers, LOG2E, register_limits_measured, result, run
 from ....launch.fields import check_fields, Float32Dot
 from ....launch.sizes import cdiv, padded
 from ....paged.triton import compiled as pages
 from ...cotangents import row_terms
 from ...spec import AttentionArrays
 from ...triton import compiled as attention
+from ...triton import tile_sizes
 from .. import branches
 from ..lists import by_key, lists_of
 from ..problems import COMPRESSED, of_branch, SLIDING
@@ -89,20 +90,15 @@ def unsupported(problem: Problem, device: DeviceFacts) -> str | None:
 
 # Rows of a tile, warps and stages: of the forward by blocks and of the gradient of keys. Warps and stages of the forward by queries and of the
 # gradient of queries. Best first.
-_BLOCKS = ((64, 4, 2), (64, 4, 3), (128, 8, 2), (64, 8, 2))
-_ROWS = ((4, 3), (4, 2), (2, 3), (2, 2), (1, 2), (4, 4), (8, 2))
-_QUERIES = ((4, 2), (4, 3), (2, 2), (2, 3), (8, 2))
-_KEYS = ((64, 8, 2), (32, 4, 2), (64, 4, 2), (64, 8, 1), (32, 4, 3), (16, 4, 2))
+_BLOCKS = ((64, 4, 3), (64, 4, 2), (64, 4, 4))
+_FEW_ROWS = ((4, 3), (4, 2), (2, 3), (2, 2), (4, 4), (8, 2))
+_ROWS = ((1, 2), (2, 2), (4, 3), (2, 3), (4, 2))
+_QUERIES = ((2, 2), (4, 3), (1, 2), (4, 2))
+_KEYS = ((64, 4, 2), (32, 4, 2), (32, 4, 3), (64, 4, 1), (16, 4, 2))
 
 # Of the weights of compressed keys: queries, keys, warps, stages.
-_SELECTIONS = (
-    (128, 64, 8, 2),
-    (128, 64, 4, 2),
-    (64, 64, 4, 2),
-    (128, 128, 8, 2),
-    (64, 128, 4, 2),
-    (128, 64, 8, 1),
-)
+_SELECTIONS = ((64, 64, 4, 3), (64, 128, 4, 2), (128, 64, 4, 2), (128, 128, 8, 3), (64, 64, 4, 2))
+_SPARING_SELECTION = (128, 64, 8, 2)  # of registers, for an A100
 _WIDE_SELECTIONS = ((64, 32, 4, 1), (32, 32, 4, 1), (64, 64, 8, 1))
 _FEW_SELECTIONS = ((16, 64, 4, 1), (16, 32, 2, 1), (16, 32, 4, 1))
 
@@ -114,22 +110,29 @@ def default_config(problem: Problem, device: DeviceFacts) -> TritonConfig:
 def candidates(problem: Problem, device: DeviceFacts) -> list[TritonConfig]:
     """Configurations worth timing, the heuristic first."""
     is_wide = problem.dtype("qkv") == "float32" or device.vendor != "nvidia"
-    large = max(padded(problem.dim("D")), padded(problem.dim("V"))) > 128
+    width = max(padded(problem.dim("D")), padded(problem.dim("V")))
+    large = width > 128
     group = padded(problem.dim("H") // problem.dim("K"))
     dot: dict[str, Any] = {} if device.vendor == "nvidia" else {"float32_dot": "ieee"}
     found = []
     compressed, sliding = (
         attention.candidates(of_branch(problem, name), device) for name in (COMPRESSED, SLIDING)
     )
+    if limits_registers(device) and register_limits_measured(device) and width == 128 and not is_wide:
+        # Ranges that grow with the queries leave two programs a multiprocessor about even.
+        first = dataclasses.replace(compressed[0], forward=attention.TileConfig(*tile_sizes.SIDE_BY_SIDE))
+        compressed = [first, *compressed]
     pages_of = [pages.candidates(few.of_branch(problem, name), device) for name in (COMPRESSED, SLIDING)]
     select = _WIDE_SELECTIONS if is_wide or large else _SELECTIONS
     if problem.dim("T") <= few.MOST_QUERIES:
         select = _FEW_SELECTIONS
+    elif select is _SELECTIONS and device.capability < (9, 0):
+        select = (_SPARING_SELECTION, *select)
     programs, count = problem.dim("B") * problem.dim("T") * problem.dim("K"), padded(problem.dim("n"), 1)
-    span = span_for(programs, count, device)
-    forwards = [ForwardTile(0, span, warps, 1 if is_wide or large else stages) for warps, stages in _ROWS]
+    span, rows_of = span_for(programs, count, device), _FEW_ROWS if problem.dim("T") <= few.MOST_QUERIES else _ROWS
+    forwards = [ForwardTile(0, span, warps, 1 if is_wide or large else stages) for warps, stages in rows_of]
     if problem.dim("T") >= _MANY and not (is_wide or large):
-        by_block = [ForwardTile(max(1, rows // group), 512, *more) for rows, *more in _BLOCKS]
+        by_block = [ForwardTile(max(1, rows // group), 256, *more) for rows, *more in _BLOCKS]
         forwards = [*by_block, *forwards[:3]]
     for n in range(max(map(len, (forwards, _QUERIES, _KEYS, *pages_of)))):
         take = lambda of: of[min(n, len(of) - 1)]  # noqa: B023
