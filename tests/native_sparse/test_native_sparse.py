@@ -71,7 +71,8 @@ def test_the_forward_by_blocks_is_that_by_queries(name, monkeypatch):
     from ejkernel_eqx.attention.native_sparse.triton.tiles import ForwardTile
 
     case = CASES[name]
-    config = dataclasses.replace(platform.default_config(None, None), forward=ForwardTile(2, 4, 4, 1))
+    unknown: Any = None
+    config = dataclasses.replace(platform.default_config(unknown, unknown), forward=ForwardTile(2, 4, 4, 1))
     arrays, _ = make(case)
     place, _ = case.starts()
     unseen = np.arange(case.keys) > place.max(-1, keepdims=True) if case.offsets is None else place < 0
@@ -79,9 +80,10 @@ def test_the_forward_by_blocks_is_that_by_queries(name, monkeypatch):
     size = case.count * int(np.prod(case.lead)) * case.H * case.V * jnp.dtype(case.dtype).itemsize
     monkeypatch.setattr(by_blocks, "_BYTES", 15 * size)
     given = np.random.default_rng(9).integers(-2, 12, (*case.lead, case.T, case.K, case.count))
+    of: Any = lambda op, given: op(**given)
     for more in ({}, {"block_indices": jnp.asarray(given)}):
         found, expected = (
-            case.operation(INTERPRET, config=which)(**arrays, **case.others(), **more)
+            of(case.operation(INTERPRET, config=which), arrays | case.others() | more)
             for which in (config, None)
         )
         assert_close(found, np.asarray(expected), case.dtype, name="out")

@@ -10,7 +10,8 @@ from .kernels import query_position, rows_of
 
 @triton.jit
 def _attend_queries(
-    q_ptr, k, v, position_ptr, pairs_ptr, part_ptr, part_lse_ptr, lo, hi, j, column, b, kv, row, T, S, chunk, length, offset,  # j and column [BLOCK_S]
+    q_ptr, k, v, position_ptr, pairs_ptr, part_ptr, part_lse_ptr, lo, hi,
+    j, column, b, kv, row, T, S, chunk, length, offset,  # the first two [BLOCK_S]
     H: tl.constexpr, D: tl.constexpr, V: tl.constexpr, N: tl.constexpr, BS: tl.constexpr, BLOCK_S: tl.constexpr, G: tl.constexpr,
     GP: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_V: tl.constexpr, SCALE: tl.constexpr, PLACED: tl.constexpr, PRECISION: tl.constexpr,
     TOKENS: tl.constexpr, MASKED: tl.constexpr,
@@ -83,7 +84,9 @@ def block_forward_kernel(
         safe = tl.maximum(tl.minimum(j, latest), 0)
         k = rows_of(k_ptr + (b * S * K + kv) * D, safe, K * D, D, BLOCK_D)  # [BLOCK_S, BLOCK_D]
         v = rows_of(v_ptr + (b * S * K + kv) * V, safe, K * V, V, BLOCK_V)  # [BLOCK_S, BLOCK_V]
-        whole = (query_position(oldest, position_ptr, b, T, offset, PLACED) >= begin + BS - 1) & (begin + BS <= S)
+        whole = (query_position(oldest, position_ptr, b, T, offset, PLACED) >= begin + BS - 1) & (
+            begin + BS <= S
+        )
         if whole:
             _attend_queries(
                 q_ptr, k, v, position_ptr, pairs_ptr, part_ptr, part_lse_ptr, lo, hi, j, column, b, kv, row, T, S, chunk, length, offset,

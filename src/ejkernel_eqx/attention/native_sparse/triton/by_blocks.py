@@ -1,7 +1,7 @@
 """The forward of the selected branch, by blocks of keys or by queries.
 
-By queries, each program reads its blocks through the second cache, which bounds it: with a group of 16 heads 32 KB for 16 rows of a product. By blocks,
-a query's results of each block are written and read instead, twice 4 KB in 16 bits."""
+By queries, each program reads its blocks through the second cache, which bounds it: for a group of 16 heads, 32 KB for 16 rows of a product. By
+blocks, a query's results of each block are written and read instead: in 16 bits twice 4 KB."""
 
 from typing import Any
 
@@ -38,7 +38,12 @@ def attended(
     # The lists of all chunks are sorted at once.
     apart = jnp.pad(indices, [(0, 0), (0, chunks * size - length), (0, 0), (0, 0)], constant_values=-1)
     apart = jnp.moveaxis(apart.reshape(batch, chunks, size, kv_heads, spec.count), 1, 0)
-    lists = lists_of(apart.reshape(chunks * batch, size, kv_heads, spec.count), num_blocks(arrays, spec), tile.span, together=True)
+    lists = lists_of(
+        apart.reshape(chunks * batch, size, kv_heads, spec.count),
+        num_blocks(arrays, spec),
+        tile.span,
+        together=True,
+    )
     launch, pieces, outs, lses = launch.knowing({"indices": indices}), lists.owner.shape[-1], [], []
     for number in range(chunks):
         own = jax.tree.map(lambda x, n=number: x[n * batch : (n + 1) * batch], lists)
@@ -65,13 +70,13 @@ def attended(
 def merged(
     launch: Launcher,
     parts: dict[str, Array],
-    shape: tuple[int, int, int, int],
+    shape: tuple[int, ...],
     slots: int,
     dtype: Any,
     chunk: int | None = None,
 ) -> dict[str, Array]:
-    """`out` of this shape `[B, T, H, V]` and `lse [B, H, T]` from `part [B, K, T * slots, G, V]` and `part_lse`: of the blocks of queries from `chunk`
-    on, where these have one, or else of splits."""
+    """`out` of this shape `[B, T, H, V]` and `lse [B, H, T]` from `part [B, K, T * slots, G, V]` and `part_lse`: of the blocks of queries from
+    `chunk` on, where these have one, or else of splits."""
     batch, count, heads, values = shape
     kv_heads, group = parts["part"].shape[1], parts["part"].shape[3]
     outputs = {"out": result(*shape, dtype=dtype), "lse": result(batch, heads, count)}
@@ -91,16 +96,30 @@ def merged(
 
 
 def by_queries(
-    launch: Launcher, kernel: Any, tile: Any, shape: tuple[int, int, int, int], kv_heads: int, count: int, span: int
+    launch: Launcher,
+    kernel: Any,
+    tile: Any,
+    shape: tuple[int, ...],
+    kv_heads: int,
+    count: int,
+    span: int,
 ) -> dict[str, Array]:
-    """`out` of this shape `[B, T, H, V]` and `lse [B, H, T]` by `forward_kernel` or `page_forward_kernel`, each program with up to `span` of the `count`
-    blocks of a query."""
+    """`out` of this shape `[B, T, H, V]` and `lse [B, H, T]` by `forward_kernel` or `page_forward_kernel`, each program with up to `span` of
+    the `count` blocks of a query."""
     batch, length, heads, values = shape
     splits, dtype = cdiv(count, span), launch.absent.dtype
-    programs, numbers = batch * length * kv_heads * splits, {"SPLITS": splits, "SPAN": span}
+    programs = batch * length * kv_heads * splits
+    numbers: Any = {"SPLITS": splits, "SPAN": span}
     if splits == 1:
         outputs = {"out": result(*shape, dtype=dtype), "lse": result(batch, heads, length)}
-        return launch(kernel, tile, outputs, programs, name=f"native_{kernel.fn.__name__.removesuffix('_kernel')}", **numbers)
+        return launch(
+            kernel,
+            tile,
+            outputs,
+            programs,
+            name=f"native_{kernel.fn.__name__.removesuffix('_kernel')}",
+            **numbers,
+        )
     pairs = (batch, kv_heads, length * splits, heads // kv_heads)
     outputs = {"out": result(*pairs, values), "lse": result(*pairs)}
     found = launch(kernel, tile, outputs, programs, **numbers)
