@@ -20,7 +20,7 @@ def _attend_queries(
     r = tl.arange(0, TOKENS * GP)  # [R], tokens by heads
     head = kv * G + tl.minimum(r % GP, G - 1)
     c = tl.arange(0, BLOCK_V)[None, :]
-    for n in tl.range(lo, hi, TOKENS):
+    for n in tl.range(lo, hi, TOKENS):  # pyright: ignore[reportGeneralTypeIssues]
         at = n + r // GP
         pair = tl.load(pairs_ptr + tl.minimum(at, hi - 1))  # [R]
         t = chunk + pair // N
