@@ -59,9 +59,9 @@ def tile_lists(arrays: AttentionArrays, spec: AttentionSpec, shape: Shape) -> Ti
 
 
 def _of_pattern(lists: PatternLists, arrays: AttentionArrays) -> TileLists:
-    row = jnp.asarray(lists.heads)[None]
+    row = lists.heads[None]
     if arrays.heads is not None:
-        row = row[0][arrays.heads]
+        row = jnp.asarray(row)[0][arrays.heads]
     bits = None if lists.bits is None else jnp.asarray(lists.bits)
     return TileLists(
         _every_head(row, arrays),
@@ -74,8 +74,14 @@ def _of_pattern(lists: PatternLists, arrays: AttentionArrays) -> TileLists:
     )
 
 
-def _every_head(row: Array, arrays: AttentionArrays) -> Array:
-    return jnp.broadcast_to(row, (arrays.q.shape[0], arrays.q.shape[2]))
+def _every_head(row: Array | np.ndarray, arrays: AttentionArrays) -> Array:
+    every = (arrays.q.shape[0], arrays.q.shape[2])
+    # Of a constant a constant, which takes no launch.
+    return (
+        jnp.asarray(np.broadcast_to(row, every))
+        if isinstance(row, np.ndarray)
+        else jnp.broadcast_to(row, every)
+    )
 
 
 def kinds_of(arrays: AttentionArrays, spec: AttentionSpec, shape: Shape) -> tuple[Array, Array, Array | None]:
