@@ -11,6 +11,7 @@ from .._kernel import Kernel, Plan
 from .._shapes import AnyArray, Float, Int, Numbers
 from ..core.along import check_sequence_axis
 from ..core.arguments import check_state_dtype
+from ..core.split_tokens import over_sequence_axis
 from ..dispatch import PlatformLike
 from .arguments import check_scale, Frame, frame_of, Operands, step_frame_of
 from .operation import plan_of, register, run, run_step
@@ -69,6 +70,7 @@ class GatedLinearAttention(Kernel):
         self.plan = plan_of(GatedLinearAttention, self, platform, config, tune_for)
 
     @jax.named_scope("ejkernel_eqx.GatedLinearAttention")
+    @over_sequence_axis()
     def __call__(
         self,
         q: Float[AnyArray, "*B T H D"],
