@@ -21,6 +21,10 @@ def embed(table: Array, tokens: Array) -> Array:
 @functools.partial(jax.jit, static_argnums=0, inline=True)
 def _embed_on(mesh: Any, table: Array, tokens: Array) -> Array:
     table, tokens = (on_mesh(mesh, x) for x in (table, tokens))
+    # Features of the few rows that are kept on other devices are gathered before, or the compiler would gather those of all tokens.
+    table = jax.sharding.reshard(
+        table, NamedSharding(mesh, PartitionSpec(jax.typeof(table).sharding.spec[0], None))
+    )
     spec = PartitionSpec(*jax.typeof(tokens).sharding.spec, None)
     return table.at[tokens].get(out_sharding=NamedSharding(mesh, spec))
 

@@ -121,7 +121,8 @@ def check_call(layer: Any, x: Any, cache: Any, given: CallInputs) -> tuple[CallI
                 f"kv_input: expected [..., S, {layer.kv_embed_dim}], received None; this layer was built for cross attention, with {name}="
                 f"{size}."
             )
-    check_side_by_side(given.padding_mask)
+    if layer.ring_attention is None or layer.ring_attention.split.order == "contiguous":
+        check_side_by_side(given.padding_mask)
     if cache is not None:
         _check_cache(layer, x, cache, given.segment_ids)
     if isinstance(cache, RollingKVCache):

@@ -147,10 +147,18 @@ def _as_in_shard_map(mesh: Any, function: Call) -> Call:
 
 
 def by_types(
-    layout: Layout, function: Call, shapes: Shapes, mesh: Any, flat: list[jax.Array]
+    layout: Layout,
+    function: Call,
+    shapes: Shapes,
+    mesh: Any,
+    flat: list[jax.Array],
+    differentiated: bool = False,
 ) -> tuple[jax.Array, ...]:
-    """For explicit meshes: shardings are known while tracing, and `shard_map` applies them without the compiler."""
+    """For explicit meshes: shardings are known while tracing, and `shard_map` applies them without the compiler. `differentiated`: by JAX, which
+    must know over which devices values vary, or it would sum gradients over devices that have the same."""
     body, ins, outs = layout.divide(function, mesh.shape, [spec_of(x) for x in flat], *shapes)
     flat = [resharded(x, mesh, spec) for x, spec in zip(flat, ins, strict=True)]
-    call = jax.shard_map(body, mesh=mesh, in_specs=tuple(ins), out_specs=tuple(outs), check_vma=False)
+    call = jax.shard_map(
+        body, mesh=mesh, in_specs=tuple(ins), out_specs=tuple(outs), check_vma=differentiated
+    )
     return call(*flat)

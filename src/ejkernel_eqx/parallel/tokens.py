@@ -55,9 +55,8 @@ class TokenSplit:
     ) -> Arrays:
         """`function(arrays)` on an explicit mesh, over its devices. JAX differentiates it."""
         layout = self.layout(arrays, self.results, False)
-        results = by_types(
-            layout, _flat(function, arrays, outs), _shapes(arrays, outs), mesh, _values(arrays)
-        )
+        call, shapes = _flat(function, arrays, outs), _shapes(arrays, outs)
+        results = by_types(layout, call, shapes, mesh, list(arrays.values()), differentiated=True)
         return dict(zip(outs, results, strict=True))
 
     def over_devices(
@@ -116,7 +115,7 @@ class TokenSplit:
             layout,
             _flat(whole, arrays, outs),
             _shapes(arrays, outs),
-            _values(arrays),
+            list(arrays.values()),
             exchanging=_flat(function, arrays, outs),
         )
         return dict(zip(outs, flat, strict=True))
@@ -130,10 +129,6 @@ def _flat(
         return tuple(results[name] for name in outs)
 
     return call
-
-
-def _values(arrays: Arrays) -> list[Array]:
-    return list(arrays.values())
 
 
 def _shapes(arrays: Arrays, outs: Arrays) -> tuple[list[tuple[int, ...]], list[tuple[int, ...]]]:
