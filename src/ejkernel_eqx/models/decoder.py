@@ -89,8 +89,9 @@ class Decoder(eqx.Module):
         - `platform`: of every kernel, as in [`ejkernel_eqx.FlashAttention`][].
         - `expert_parallel`: over which axes of an automatic mesh mixtures of experts are split; on explicit meshes the types of the arrays
             say it.
-        - `sequence_axis`: a mesh axis that the tokens are split over, for the mixers of all layers, as in [`ejkernel_eqx.nn.MultiHeadAttention`][] and
-            [`RecurrentLayer`][ejkernel_eqx.nn.RecurrentLayer]. Latent and native sparse attention have none.
+        - `sequence_axis`: a mesh axis that the tokens are split over, for the mixers of all layers, as in
+            [`ejkernel_eqx.nn.MultiHeadAttention`][] and [`RecurrentLayer`][ejkernel_eqx.nn.RecurrentLayer]. Latent and native sparse attention
+            have none.
         - `token_order`: the order of the tokens then, `"zigzag"` for models of attention alone: rows in the order of
             [`ejkernel_eqx.sequences.reorder_sequence`][].
         - `dtype`: of the parameters; default float32. Norms, and what sets the decay of recurrent layers, are at least float32.

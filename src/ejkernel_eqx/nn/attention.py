@@ -40,7 +40,7 @@ from .parts import Parts
 from .projection import compute_dtype_of, project, stored_dtype_of
 from .rolling_cache import RollingKVCache
 from .rotary import RotaryChoice, RotaryEmbedding
-from .split_places import places_over, ring_of
+from .split_attention import attention_over, on_whole_rows, places_over
 from .tokens import clear, merge_heads, normed, split_heads
 from .windows import check_scalar, read_window, with_window
 
@@ -67,8 +67,7 @@ class MultiHeadAttention(eqx.Module):
     sinks: Array | None  # [H]
     sliding_window: Array | None  # int32 []: a window given as an array; a static one is in `attention`
     rope: RotaryEmbedding | RotaryChoice | None
-    attention: FlashAttention
-    ring_attention: RingAttention | None  # for tokens that are split over a mesh axis
+    attention: FlashAttention | RingAttention  # the latter for tokens that are split over a mesh axis
     paged_attention: RaggedPagedAttention | UnifiedAttention
     embed_dim: int = eqx.field(static=True)
     num_heads: int = eqx.field(static=True)
@@ -185,7 +184,9 @@ class MultiHeadAttention(eqx.Module):
         self.rope = rope
         self.sliding_window = read_window(sliding_window, causal)
         sliding_window = None if isinstance(sliding_window, Array | np.ndarray) else sliding_window
-        self.attention = FlashAttention(
+        self.attention = attention_over(
+            sequence_axis,
+            token_order,
             causal,
             sliding_window,
             logits_soft_cap,
@@ -194,9 +195,6 @@ class MultiHeadAttention(eqx.Module):
             deterministic=deterministic,
             platform=platform,
             config=config,
-        )
-        self.ring_attention = ring_of(
-            self.attention, sequence_axis, token_order, platform=platform, config=config
         )
         paged: Any = (sliding_window, logits_soft_cap, softmax_scale)
         paged_platform = None if platform == "cuda" else platform
@@ -476,10 +474,11 @@ class MultiHeadAttention(eqx.Module):
         x = clear(x.astype(dtype), rows.real)
         source = x if given.kv_input is None else clear(given.kv_input.astype(dtype), kv_padding_mask)
         values = source if given.v_input is None else clear(given.v_input.astype(dtype), kv_padding_mask)
-        ring = self.ring_attention if cache is None else None
-        q, k, v, gate = self._heads(x, source, values, places_over(ring, self.rope, positions, rows, x))
+        attention = self.attention if cache is None else on_whole_rows(self.attention)
+        places = places_over(attention, self.rope, positions, rows, x)
+        q, k, v, gate = self._heads(x, source, values, places)
         cache, keys = keys_of(cache, k, v, rows)
-        out: Any = (self.attention if ring is None else ring)(
+        out: Any = attention(
             q,
             keys.k.astype(q.dtype),
             keys.v.astype(q.dtype),

@@ -32,7 +32,7 @@ from .spec import Method, Order, Reach, RingSpec
 
 @dataclasses.dataclass(frozen=True)
 class Split:
-    """How tokens are split over devices."""
+    """How tokens are split over devices; by an axis without a name they are not."""
 
     axis: str
     order: Order
@@ -49,6 +49,8 @@ class Split:
     def over(self, arrays: dict[str, Array]) -> int:
         """By how much the tokens of these arrays are to be multiplied: the number of devices inside `shard_map`, where arrays are parts, else 1.
         Raises `ValueError` if a mesh cannot split them."""
+        if not self.axis:
+            return 1
         if inside_manual_mesh():
             mesh = jax.sharding.get_abstract_mesh()
             if self.axis not in mesh.manual_axes:
@@ -73,6 +75,8 @@ class Split:
         """The places in the whole sequence of the tokens of an array with so many, int32 `[T]`, as far as the mesh is known; `None` if they are in
         temporal order."""
         devices = 1
+        if not self.axis:
+            return None
         if inside_manual_mesh():
             devices = dict(jax.sharding.get_abstract_mesh().shape).get(self.axis, 1)
         elif self.order == "zigzag":

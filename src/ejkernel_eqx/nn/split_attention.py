@@ -1,4 +1,4 @@
-"""Positions of tokens that a mesh axis splits: of those of one device, and of whole rows in zigzag order."""
+"""Attention whose tokens a mesh axis splits: the operation, and the positions of one device's tokens and of rows in zigzag order."""
 
 from typing import Any
 
@@ -12,38 +12,41 @@ from ..parallel.shapes import inside_manual_mesh
 from .attention_places import Places, places_of, Rope, Rows
 
 
-def ring_of(
-    attention: FlashAttention, axis: str | None, order: Any, *, platform: Any, config: Any
-) -> RingAttention | None:
-    """The same attention over tokens that the axis splits, `None` without one. cuDNN's kernels have no place in it: there the choice is by device."""
-    if axis is None:
-        if order != "contiguous":
-            raise ValueError(
-                f"token_order: expected 'contiguous' without sequence_axis, received {order!r}; name the mesh axis that splits the tokens."
-            )
-        return None
-    options = attention.options
-    return RingAttention(
-        axis,
-        attention.causal,
-        attention.window,
-        options.logits_soft_cap,
-        options.softmax_scale,
-        options.dropout_rate,
-        order=order,
-        deterministic=options.deterministic,
-        platform=None if platform == "cuda" else platform,
-        config=config,
-    )
+def attention_over(
+    axis: str | None, order: Any, *options: Any, platform: Any, **others: Any
+) -> FlashAttention | RingAttention:
+    """The operation of a layer, over tokens that the axis splits if there is one."""
+    if axis is not None:
+        # cuDNN's kernels have no place in a ring: there the choice is by device.
+        platform = None if platform == "cuda" else platform
+        return RingAttention(axis, *options, order=order, platform=platform, **others)
+    if order != "contiguous":
+        raise ValueError(
+            f"token_order: expected 'contiguous' without sequence_axis, received {order!r}; name the mesh axis that splits the tokens."
+        )
+    return FlashAttention(*options, platform=platform, **others)
+
+
+def on_whole_rows(attention: FlashAttention | RingAttention) -> FlashAttention | RingAttention:
+    """The operation for calls with a cache, whose few new tokens are not split."""
+    return attention.on_whole_rows() if isinstance(attention, RingAttention) else attention
 
 
 def places_over(
-    ring: RingAttention | None, rope: Rope | None, positions: AnyArray | None, rows: Rows, x: Array
+    attention: FlashAttention | RingAttention,
+    rope: Rope | None,
+    positions: AnyArray | None,
+    rows: Rows,
+    x: Array,
 ) -> Places:
     """The positions of the tokens of `x` `[..., T, E]`, counted from the first real token of the whole row."""
-    if ring is None or rope is None or (positions is not None and not rope.by_length):
+    if (
+        not isinstance(attention, RingAttention)
+        or rope is None
+        or (positions is not None and not rope.by_length)
+    ):
         return places_of(rope, positions, rows)
-    times = ring.split.times(x, x.shape[-2])
+    times = attention.split.times(x, x.shape[-2])
     if times is None:
         return places_of(rope, positions, rows)
     if rows.cu_seqlens is not None:
@@ -51,7 +54,7 @@ def places_over(
             "cu_seqlens: expected None in a call with one device's tokens, or with tokens in zigzag order, received offsets; use segment_ids and "
             "positions, which have the order of the tokens."
         )
-    over = ring.split.axis if inside_manual_mesh() else None
+    over = attention.split.axis if inside_manual_mesh() else None
     real = None if rows.real is None else jnp.asarray(rows.real)
     if positions is None:
         positions = times
