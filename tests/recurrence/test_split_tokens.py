@@ -10,9 +10,9 @@ import pytest
 from jax.sharding import AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
 
+import ejkernel_eqx as ejx
 from tests.attention.dense import normal
-from tests.meshes import collectives
-from tests.recurrence.test_along import AXIS, CASES, IDS, WHOLE, whole
+from tests.recurrence.test_along import AXIS, CASES, IDS, T, WHOLE, whole
 from tests.tolerances import assert_close
 
 KINDS = ("explicit", "explicit in context", "automatic", "automatic in context")
@@ -74,9 +74,106 @@ def compared(name: str, kind: str, ids: Any, heads: bool = True, **options: Any)
     return compiled, found, mesh
 
 
-@pytest.mark.parametrize("packed", [False, True], ids=["whole rows", "segments"])
-@pytest.mark.parametrize("kind", KINDS)
-@pytest.mark.parametrize("name", CASES)
+# Every member on two kinds of mesh, with and without segments.
+PAIRS = [
+    (name, KINDS[(n + 2 * packed) % 4], bool(packed)) for n, name in enumerate(CASES) for packed in range(2)
+]
+QUICK = {("gla", True), ("convolution", False)}
+
+
+@pytest.mark.parametrize(
+    "name, kind, packed",
+    [pytest.param(*pair, marks=() if (pair[0], pair[2]) in QUICK else pytest.mark.slow) for pair in PAIRS],
+)
 def test_numbers_of_one_device(name, kind, packed):
-    compiled, found, mesh = compared(name, kind, IDS if packed else None)
-    print(collectives(compiled))
+    compared(name, kind, IDS if packed else None)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", ["gla", "mamba"])
+def test_interpreted_kernels(name):
+    """On explicit meshes; elsewhere their callbacks are run on all tokens."""
+    pytest.importorskip("triton")
+    for kind in ("explicit", "automatic"):
+        compared(name, kind, IDS, heads=False, platform="triton-interpret")
+
+
+def gathered(name: str, kind: str) -> list[int]:
+    """The sizes of what all devices gather of a long row, rows and heads being split, too; and the size of what one has of an operand."""
+    length, mesh = 4096, mesh_of(kind)
+    build, shared, arrays, _ = CASES[name]
+
+    def shape(key: str, x: Any) -> Any:
+        sizes = (*x.shape[:1], length, *x.shape[2:]) if x.ndim > 1 and x.shape[1] == T else x.shape
+        return jax.ShapeDtypeStruct(sizes, x.dtype, sharding=NamedSharding(mesh, spec_of(key, x, True)))
+
+    arrays = {key: shape(key, x) for key, x in arrays.items()}
+    shared = {
+        key: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=NamedSharding(mesh, P()))
+        for key, x in shared.items()
+    }
+    loss = lambda arrays, shared: jnp.sum(build(sequence_axis=AXIS)(**arrays, **shared)[0] ** 2)
+    text = jax.jit(jax.grad(loss)).lower(arrays, shared).compile().as_text() or ""
+    assert not re.search(r"(all-to-all|collective-permute)(-start)?\(", text)
+    lines = re.findall(r"= (.*?) all-gather(?:-start)?\(", text)
+    return [math.prod(map(int, x.split(","))) for line in lines for x in re.findall(r"\[([\d,]+)\]", line)]
+
+
+@pytest.mark.parametrize(
+    "name, kind",
+    [
+        ("gated delta", "explicit"),
+        *(
+            pytest.param(name, kind, marks=pytest.mark.slow)
+            for name, kind in (
+                *(("gated delta", "automatic"), ("ssd", "explicit"), ("mamba", "explicit")),
+                *(("convolution", "automatic"), ("gla", "automatic"), ("lightning", "explicit")),
+            )
+        ),
+    ],
+)
+def test_only_states_are_gathered(name, kind):
+    """Nothing as long as the tokens of a single channel, forward and backward."""
+    sizes = gathered(name, kind)
+    assert sizes and max(sizes) < 2048, sizes
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("kind", ["explicit", "automatic"])
+@pytest.mark.parametrize("name", ["gla", "ssd", "convolution"])
+def test_under_vmap(name, kind):
+    build, shared, arrays, _ = CASES[name]
+    arrays = {key: x for key, x in arrays.items() if key != "initial_state"}
+    mesh = mesh_of(kind)
+
+    def rows(operation: Any) -> Any:
+        axes = {key: None if key in WHOLE else 0 for key in arrays}
+        call = lambda arrays: operation(**arrays, **shared)[0]
+        return jax.jit(jax.value_and_grad(lambda arrays: jnp.sum(jnp.sin(jax.vmap(call, (axes,))(arrays)))))
+
+    expected = rows(build())(arrays)
+    put = lambda key, x: jax.device_put(x, NamedSharding(mesh, P() if key in WHOLE else P(None, AXIS)))
+    found = rows(build(sequence_axis=AXIS))({key: put(key, x) for key, x in arrays.items()})
+    for x, y in zip(jax.tree.leaves(found), jax.tree.leaves(expected), strict=True):
+        assert_close(x, y, kind="gradient")
+
+
+@pytest.mark.parametrize("kind", ["explicit", pytest.param("automatic", marks=pytest.mark.slow)])
+def test_meshes_that_cannot_split_the_tokens(kind):
+    """Without the axis, or with one that does not divide them."""
+    arrays = {key: x for key, x in CASES["gla"][2].items() if key != "initial_state"}
+    expected = ejx.GatedLinearAttention()(**arrays)[0]
+    operation = ejx.GatedLinearAttention(sequence_axis=AXIS)
+    for sizes in ({"data": 2}, {"data": 1, AXIS: 7}):
+        mesh = mesh_of(kind, sizes)
+        placed = {key: jax.device_put(x, NamedSharding(mesh, P("data"))) for key, x in arrays.items()}
+        assert_close(jax.jit(lambda a: operation(**a)[0])(placed), expected)
+
+
+def test_layouts_of_results():
+    """On an explicit mesh the types say them; final states are whole."""
+    mesh, arrays = mesh_of("explicit"), CASES["gla"][2]
+    put = lambda key, x: jax.device_put(x, NamedSharding(mesh, spec_of(key, x, True)))
+    placed = {key: put(key, x) for key, x in arrays.items()}
+    out, state = jax.jit(lambda a: ejx.GatedLinearAttention(sequence_axis=AXIS)(**a))(placed)
+    assert lies(out, mesh, P("data", AXIS, "tensor")) and lies(state, mesh, P("data", "tensor"))
