@@ -170,6 +170,20 @@ def test_recomputed_and_looped_layers(recipe, remat, scan_layers):
     meshes.agree(found[1], expected[1], "gradient")
 
 
+@pytest.mark.slow
+def test_tokens_in_zigzag_order(recipe):
+    """Rows reordered once, where the batch is made; the layers know the positions."""
+    model = model_of(("attention",) * 2, sequence_axis="sequence", token_order="zigzag")
+    mesh = recipe.mesh_of({"data": 2, "sequence": 4, "tensor": 1})
+    ids = batch()[:, :-1]
+    placed = jax.device_put(reorder_sequence(ids, 4, axis=1), NamedSharding(mesh, P("data", "sequence")))
+    arrays, static = eqx.partition(model, eqx.is_array)
+    arrays = recipe.place(arrays, model, mesh)
+    logits = jax.jit(lambda arrays, x: eqx.combine(arrays, static)(x))(arrays, placed)
+    expected = eqx.filter_jit(model_of(("attention",) * 2))(ids)
+    meshes.agree(logits, reorder_sequence(expected, 4, axis=1))
+
+
 # One layer by itself: orders of tokens, padding, and calls inside `shard_map`
 
 
