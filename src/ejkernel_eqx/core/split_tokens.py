@@ -18,7 +18,7 @@ import jax.numpy as jnp
 from jax import Array
 from jax.custom_batching import custom_vmap
 
-from ..dispatch import Platform
+from ..dispatch import Platform, replaceable
 from ..parallel import explicit_mesh, how_split, output_shapes, Split
 from ..parallel.shapes import inside_manual_mesh
 from ..parallel.tokens import TOKENS, TokenSplit
@@ -187,10 +187,19 @@ def _over_devices(plan: Any, split: TokenSplit, function: Any, whole: Any, outs:
 
 def _mapped(function: Callable[[Any], Named], whole: Callable[[Any], Named]) -> Callable[[Any], Named]:
     """`function`; under `jax.vmap`, `whole`."""
-    call = custom_vmap(function)
+    replaced: list[Callable[[], None]] = []
+
+    @custom_vmap
+    def call(given: Any) -> Named:
+        with replaceable() as take_back:
+            replaced.append(take_back)
+            return function(given)
 
     @call.def_vmap
     def rule(size: int, in_batched: Any, given: Any) -> Any:
+        # The unmapped call was traced but is never launched.
+        for take_back in replaced:
+            take_back()
         axes = jax.tree.map(lambda is_mapped: 0 if is_mapped else None, in_batched[0])
         results = jax.vmap(whole, in_axes=(axes,), axis_size=size)(given)
         return results, jax.tree.map(lambda _: True, results)
