@@ -57,10 +57,10 @@ class GatedLinearAttention(Kernel):
 
         - `scale`: scale of the outputs; default `D**-0.5`.
         - `reverse`: run from the last token to the first (of each sequence); the final state is then the one after token 0.
-        - `sequence_axis`: a mesh axis that the tokens are split over, in order: devices run their own and pass the states on. Inside `jax.shard_map` a
-            call has one device's tokens; elsewhere all tokens, split as their types say on an explicit mesh; on an automatic one the compiler
-            decides (there the backward computes the forward again). The final state is that after the tokens of all devices. It has no
-            effect with `cu_seqlens` or `state_indices`, or where the mesh lacks the axis or does not divide the tokens.
+        - `sequence_axis`: a mesh axis that the tokens are split over, in order: devices run their own and pass the states on. Inside `jax.shard_map`
+            a call has one device's tokens. Elsewhere it has all, split as their types say on an explicit mesh; on an automatic one the
+            compiler decides, and the backward computes the forward again. The final state is that after the tokens of all devices. Without
+            effect with `cu_seqlens` or `state_indices`, and where the mesh lacks the axis or does not divide the tokens.
         - `state_dtype`: storage dtype of the states, float32 (default) or bfloat16; accumulation is in float32 (float64 for float64).
         - `platform`: use this platform or raise; `None` chooses by device and call.
         - `config`: use this kernel configuration, which implies its platform.
