@@ -20,7 +20,8 @@ from jax.sharding import PartitionSpec as P
 
 import ejkernel_eqx as ejx
 
-DATA, SEQUENCE, TENSOR = AXES = ("data", "sequence", "tensor")
+AXES: tuple[str, ...] = ("data", "sequence", "tensor")
+DATA, SEQUENCE, TENSOR = AXES
 
 
 def read_axes(text: str) -> dict[str, int]:

@@ -327,7 +327,7 @@ def make_steps(args: argparse.Namespace):
     @eqx.filter_jit
     def validation_loss(model, batches):
         if args.mesh is not None:  # written out, because a loop would not know how the arrays in it are split
-            pairs = ([x[i] for x in batches] for i in range(VALIDATION_BATCHES))
+            pairs = ((batches[0][i], batches[1][i]) for i in range(VALIDATION_BATCHES))
             return jnp.mean(jnp.stack([split_mean_loss(model, pair, args.dtype) for pair in pairs]))
         return jnp.mean(jax.lax.map(lambda tokens: mean_loss(model, tokens, args.dtype), batches))
 

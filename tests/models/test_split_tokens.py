@@ -180,7 +180,7 @@ def test_tokens_in_zigzag_order(recipe):
     arrays, static = eqx.partition(model, eqx.is_array)
     arrays = recipe.place(arrays, model, mesh)
     logits = jax.jit(lambda arrays, x: eqx.combine(arrays, static)(x))(arrays, placed)
-    expected = eqx.filter_jit(model_of(("attention",) * 2))(ids)
+    expected = eqx.filter_jit(model_of(("attention",) * 2))(jnp.asarray(ids))
     meshes.agree(logits, reorder_sequence(expected, 4, axis=1))
 
 
@@ -251,14 +251,14 @@ def test_options_of_split_tokens():
             sequence_axis="sequence",
             key=jax.random.key(0),
         )
-    offsets = {"cu_seqlens": jnp.array([0, 8]), "x": jnp.zeros((8, WIDTH))}
+    x, offsets = jnp.zeros((8, WIDTH)), jnp.array([0, 8])
     mesh = jax.make_mesh((4,), ("sequence",), devices=jax.devices()[:4])
     layer = layer_of(sequence_axis="sequence", token_order="zigzag")
     with (
         jax.set_mesh(mesh),
         pytest.raises(ValueError, match="cu_seqlens: expected None in a call with one device's"),
     ):
-        layer(**offsets)
+        layer(x, cu_seqlens=offsets)
     with pytest.raises(ValueError, match="positions: expected those of tokens in zigzag order"):
         eqx.filter_jit(layer)(jnp.zeros((1, 8, WIDTH)))
     assert jax.tree.structure(layer_of()) != jax.tree.structure(layer_of(sequence_axis="sequence"))

@@ -2,6 +2,8 @@
 
 import contextlib
 import functools
+import math
+import re
 from typing import Any
 
 import jax
@@ -12,6 +14,7 @@ from jax.sharding import PartitionSpec as P
 
 import ejkernel_eqx as ejx
 from tests.attention.dense import normal
+from tests.meshes import lies
 from tests.recurrence.test_along import AXIS, CASES, IDS, T, WHOLE, whole
 from tests.tolerances import assert_close
 

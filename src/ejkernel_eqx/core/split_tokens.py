@@ -171,13 +171,13 @@ def _over_devices(plan: Any, split: TokenSplit, function: Any, whole: Any, outs:
         return _mapped(lambda given: split.over_devices(function, whole, given, outs), whole)(arrays)
 
     def backward(arrays: Named, saved: Named, cotangents: Named) -> Named:
-        def of_whole(given: Named) -> Named:
+        def of_whole(given: Any) -> Named:
             _, pull = jax.vjp(
                 lambda own: whole(given["arrays"] | own), {n: given["arrays"][n] for n in learned}
             )
             return pull(given["cotangents"])[0]
 
-        def of_parts(given: Named) -> Named:
+        def of_parts(given: Any) -> Named:
             return split.gradient(function, whole, given["arrays"], given["cotangents"], learned)
 
         return _mapped(of_parts, of_whole)({"arrays": arrays, "cotangents": cotangents})

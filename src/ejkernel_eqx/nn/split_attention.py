@@ -56,17 +56,14 @@ def places_over(
         )
     over = attention.split.axis if inside_manual_mesh() else None
     real = None if rows.real is None else jnp.asarray(rows.real)
-    if positions is None:
-        positions = times
-        if real is not None:
-            last = jnp.iinfo(jnp.int32).max
-            first = jnp.where(real, like(times, real), last).min(-1, keepdims=True)
-            positions = like(times, real) - (first if over is None else lax.pmin(first, over))
+    places: Array = times if positions is None else jnp.asarray(positions)
+    if positions is None and real is not None:
+        last = jnp.iinfo(jnp.int32).max
+        first = jnp.where(real, like(times, real), last).min(-1, keepdims=True)
+        places = like(times, real) - (first if over is None else lax.pmin(first, over))
     if not rope.by_length:
-        return Places(positions)
-    at = positions if rope.num_axes is None or positions.ndim == 1 else jnp.max(positions, axis=0)
-    at = (
-        like(jnp.asarray(at), x[..., 0]) if real is None else jnp.where(real, like(jnp.asarray(at), real), -1)
-    )
+        return Places(places)
+    at = places if rope.num_axes is None or places.ndim == 1 else jnp.max(places, axis=0)
+    at = like(at, x[..., 0]) if real is None else jnp.where(real, like(at, real), -1)
     longest = at.max(-1, keepdims=True)
-    return Places(positions, lengths=(longest if over is None else lax.pmax(longest, over)) + 1)
+    return Places(places, lengths=(longest if over is None else lax.pmax(longest, over)) + 1)
