@@ -41,7 +41,7 @@ def needs(jaxpr: Jaxpr, equation: Any) -> set[str]:
     return found
 
 
-@pytest.mark.parametrize("order", ["contiguous", "zigzag"])
+@pytest.mark.parametrize("order", [pytest.param("contiguous", marks=pytest.mark.slow), "zigzag"])
 def test_no_hop_waits_for_the_kernels_of_its_step(order):
     mesh = mesh_of("explicit", 4)
     x = jax.ShapeDtypeStruct((1, 64, 2, 16), jnp.float32, sharding=NamedSharding(mesh, P(None, AXIS)))
