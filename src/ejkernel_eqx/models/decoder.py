@@ -15,7 +15,7 @@ from .caches import DecoderCache, ServingCache
 from .config import DecoderConfig, MoEConfig
 from .filling import filled_decoder
 from .layer import DecoderLayer, normed
-from .mixers import split_options
+from .split import split_options
 from .vocabulary import embed, logits_of
 
 _KERNELS = (
