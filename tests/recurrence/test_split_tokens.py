@@ -174,6 +174,21 @@ def test_meshes_that_cannot_split_the_tokens(kind):
         assert_close(jax.jit(lambda a: operation(**a)[0])(placed), expected)
 
 
+def test_forward_mode():
+    """On an automatic mesh it is an error with a remedy, on an explicit one it is there."""
+    x, weight = normal(5, 2, T, 6), normal(18, 6, 5)
+    operation = ejx.CausalConv1d(sequence_axis=AXIS, platform="xla")
+    call = jax.jit(lambda x: jax.jvp(lambda x: operation(x, weight)[0], (x,), (x,)))
+    placed = {
+        kind: jax.device_put(x, NamedSharding(mesh_of(kind), P(None, AXIS)))
+        for kind in ("explicit", "automatic")
+    }
+    with pytest.raises(ejx.UnsupportedError, match="Use an explicit mesh"):
+        call(placed["automatic"])
+    out, tangent = call(placed["explicit"])
+    assert_close(tangent, out)  # linear
+
+
 def test_layouts_of_results():
     """On an explicit mesh the types say them; final states are whole."""
     mesh, arrays = mesh_of("explicit"), CASES["gla"][2]

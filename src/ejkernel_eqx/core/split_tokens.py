@@ -18,6 +18,7 @@ import jax.numpy as jnp
 from jax import Array
 from jax.custom_batching import custom_vmap
 
+from .._reverse_only import reverse_only
 from ..dispatch import Platform, replaceable
 from ..parallel import explicit_mesh, how_split, output_shapes, Split
 from ..parallel.shapes import inside_manual_mesh
@@ -29,6 +30,7 @@ Named = dict[str, Array]
 _HEADS, _CHANNELS = frozenset("HRG"), frozenset("CI")
 _NOT_SPLIT = ("cu_seqlens", "state_indices")
 """Arguments with which a call is that of all tokens."""
+_FORWARD_MODE = "Use an explicit mesh or jax.shard_map, or build it without sequence_axis, for forward mode and second derivatives."
 
 
 def over_sequence_axis(mixes_heads: Callable[[Any], bool] = lambda operation: False) -> Callable[[F], F]:
@@ -163,8 +165,10 @@ def _over_devices(plan: Any, split: TokenSplit, function: Any, whole: Any, outs:
     if mesh is not None:
         runs = split.is_split(mesh, arrays)
         return split.over_types(mesh, function, arrays, outs) if runs else whole(arrays)
-    if how_split(plan.snapshot.requested or Platform.XLA, plan.device) is not Split.EVERYWHERE:
+    platform = plan.snapshot.requested or Platform.XLA
+    if how_split(platform, plan.device) is not Split.EVERYWHERE:
         return whole(arrays)
+    arrays = reverse_only(arrays, plan.operation, platform, _FORWARD_MODE)
     learned = frozenset(name for name, x in arrays.items() if is_float(x))
 
     def forward(arrays: Named) -> Named:
