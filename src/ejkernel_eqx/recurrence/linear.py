@@ -12,6 +12,7 @@ from .._kernel import Kernel, Plan
 from .._shapes import AnyArray, Float, Int, Numbers
 from ..core.along import check_sequence_axis
 from ..core.arguments import array, check_state_dtype, fitting, wide
+from ..core.split_tokens import over_sequence_axis
 from ..dispatch import PlatformLike
 from .arguments import check_scale, Frame, frame_of, Operands, step_frame_of
 from .heads import repeat_heads
@@ -78,6 +79,7 @@ class LinearAttention(Kernel):
         self.plan = plan_of(LinearAttention, self, platform, config, tune_for)
 
     @jax.named_scope("ejkernel_eqx.LinearAttention")
+    @over_sequence_axis()
     def __call__(
         self,
         q: Float[AnyArray, "*B T H D"],
