@@ -11,7 +11,7 @@ from jax.core import eval_jaxpr
 from jax.experimental.custom_partitioning import custom_partitioning
 from jax.sharding import NamedSharding
 
-from ..dispatch import DeviceFacts, Platform
+from ..dispatch import Backend, DeviceFacts, Platform
 from .layout import Layout
 from .mesh import explicit_mesh, resharded, spec_of
 from .shapes import inside_manual_mesh, no_mesh
@@ -32,15 +32,38 @@ class Split(enum.Enum):
 
     NOWHERE = enum.auto()
     EXPLICIT = enum.auto()
+    """Those whose shardings are part of the types; on others it runs whole."""
+    EXPLICIT_OR_REFUSED = enum.auto()
+    """As `EXPLICIT`, but others are an error."""
     EVERYWHERE = enum.auto()
 
 
+_SPLIT = {
+    # An interpreted kernel runs on the host through a callback that `custom_partitioning` loses.
+    Platform.TRITON_INTERPRET: Split.EXPLICIT,
+    Platform.PALLAS_INTERPRET: Split.EXPLICIT,
+}
+
+
 def how_split(platform: Platform, device: DeviceFacts) -> Split:
-    """Nothing is needed for one device. An interpreted kernel runs on the host through a callback that `custom_partitioning` loses, so it is
-    split on explicit meshes only."""
+    """Nothing is needed for one device. On TPU the compiler does not call `custom_partitioning` (jax-ml/jax#38196)."""
     if device.count == 1:
         return Split.NOWHERE
-    return Split.EXPLICIT if platform is Platform.TRITON_INTERPRET else Split.EVERYWHERE
+    if platform is Platform.PALLAS and device.backend is Backend.TPU:
+        return Split.EXPLICIT_OR_REFUSED
+    return _SPLIT.get(platform, Split.EVERYWHERE)
+
+
+def refuse_automatic() -> None:
+    """A kernel that the compiler cannot split refuses a mesh in the context whose shardings the compiler determines. Without one, they are not
+    known while tracing, and JAX raises an error of its own when such a program is lowered for several devices."""
+    mesh = jax.sharding.get_abstract_mesh()
+    left = [name for name in mesh.auto_axes if mesh.shape[name] > 1]
+    if left:
+        raise ValueError(
+            f"mesh: expected explicit axes around a Pallas kernel on TPU, received {left} whose shardings the compiler determines, which it cannot "
+            "do for such kernels; make the mesh with axis_types=AxisType.Explicit, call the layer inside jax.shard_map, or use platform='xla'."
+        )
 
 
 def partitioned(
@@ -85,7 +108,9 @@ def partitioned(
         return tuple(jax.tree.leaves(function(*jax.tree.unflatten(treedef, flat))))
 
     mesh = explicit_mesh(args)
-    if mesh is None and meshes is Split.EXPLICIT:
+    if mesh is None and meshes is Split.EXPLICIT_OR_REFUSED:
+        refuse_automatic()
+    if mesh is None and meshes is not Split.EVERYWHERE:
         return function(*args)
     if mesh is None:
         results = _by_the_compiler(layout, call, shapes, flat)
