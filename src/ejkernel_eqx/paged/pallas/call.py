@@ -15,6 +15,7 @@ from ..flat import merged_rows
 from ..spec import PagedArrays, PagedSpec, PAGES
 
 LANES = 128
+_MOST_PAGES = 32
 
 
 @dataclasses.dataclass(frozen=True)
@@ -141,11 +142,16 @@ def ranges_of(call: Call, least: int, most: int | None, align: int = 1) -> Range
     )
 
 
-def pages_of_block(call: Call, keys: int) -> int:
+def block_pages(page: int, kv_heads: int, keys: int) -> int:
     """The number of pages in a block of about `keys` keys: its columns fill whole registers, and its pages have one bit each of an int32."""
-    unit = LANES // math.gcd(LANES, call.rows)
-    wanted = cdiv(max(keys, call.page), call.page)
-    return max(unit, min(cdiv(wanted, unit) * unit, 32 // unit * unit))
+    unit = LANES // math.gcd(LANES, page * kv_heads)
+    return max(unit, min(cdiv(cdiv(keys, page), unit) * unit, _MOST_PAGES // unit * unit))
+
+
+def row_tile(rows: int, dtype: Any) -> int:
+    """Rows padded to whole tiles of memory."""
+    tile = 32 // jnp.dtype(dtype).itemsize
+    return cdiv(rows, tile) * tile
 
 
 def columns_of(call: Call, pages: int) -> np.ndarray:

@@ -20,7 +20,7 @@ from jax.experimental.pallas import tpu as pltpu
 from ...launch.pallas import TpuLaunch
 from ...launch.sizes import cdiv
 from ..spec import PagedSpec
-from .call import Call, columns_of, LANES, pages_of_block, Ranges, ranges_of
+from .call import block_pages, Call, columns_of, LANES, Ranges, ranges_of, row_tile
 from .tile import capped, LEAST, product, TRANSPOSED, with_keys
 
 _HIDDEN = -2
@@ -270,9 +270,8 @@ def decode(call: Call, queries: int, results: dict[str, Array]) -> dict[str, Arr
     arrays, config = call.arrays, call.config
     tokens, heads = arrays.q.shape[:2]
     queries = min(queries, tokens)
-    tile = 32 // arrays.q.dtype.itemsize
-    padded = cdiv(heads, tile) * tile if queries > 1 else heads
-    pages = pages_of_block(call, config.decode_keys)
+    padded = row_tile(heads, arrays.q.dtype) if queries > 1 else heads
+    pages = block_pages(call.page, call.kv_heads, config.decode_keys)
     size = Sizes(
         queries, padded, call.kv_heads, call.page, pages, arrays.page_table.shape[-1], config.cores, tokens
     )

@@ -4,7 +4,6 @@ import dataclasses
 
 import jax
 import jax.numpy as jnp
-from jax import Array
 
 from ...launch import Execute, given, Launcher, result
 from ...launch.fields import Block, check_fields, Count, Float32Dot, Registers, Warps
