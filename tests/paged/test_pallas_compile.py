@@ -25,7 +25,20 @@ DECODE: dict[str, tuple[dict[str, int], str, dict[str, Any]]] = {
     "float32": (dict(N=16, S=4096, H=16, K=4, D=128), "float32", ALL),
     "latent": (dict(N=16, S=4096, H=16, D=576, V=512, p=64), "bfloat16", dict(latent=True)),
 }
-PROBLEMS = DECODE
+MIXED: dict[str, tuple[dict[str, int], str, dict[str, Any]]] = {
+    "mixed": (dict(N=32, T=2048, Q=1024, S=4096, H=32, K=8, D=128), "bfloat16", {}),
+    "mixed, all flags": (dict(N=32, T=2048, Q=1024, S=4096, H=32, K=8, D=128), "bfloat16", ALL),
+    "mixed, narrow heads": (dict(N=8, T=1000, Q=512, S=4096, H=16, K=4, D=64, p=64), "bfloat16", ALL),
+    "mixed, many key heads": (dict(N=8, T=1000, Q=512, S=4096, H=16, D=128), "bfloat16", {}),
+    "mixed, one key head": (dict(N=8, T=1000, Q=512, S=4096, H=8, K=1, D=128), "bfloat16", ALL),
+    "mixed, float32": (dict(N=8, T=1000, Q=512, S=4096, H=8, K=2, D=128), "float32", {}),
+    "mixed, latent": (
+        dict(N=8, T=512, Q=256, S=4096, H=16, D=576, V=512, p=64),
+        "bfloat16",
+        dict(latent=True),
+    ),
+}
+PROBLEMS = DECODE | MIXED
 
 
 def problem_of(name: str) -> Problem:

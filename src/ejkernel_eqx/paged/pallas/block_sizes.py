@@ -6,7 +6,7 @@ from typing import Any
 import jax.numpy as jnp
 
 from ...dispatch import DeviceFacts, Problem
-from ...launch.sizes import tile_bytes, too_large_for_vmem
+from ...launch.sizes import rows_of, tile_bytes, too_large_for_vmem
 from ..spec import page_dtypes
 from .call import block_pages, PallasConfig, row_tile
 
@@ -18,7 +18,11 @@ _SCORES = 2**20
 """Bytes of a tile of scores."""
 _ROWS = 128
 """Rows of queries and heads that a tile of keys is multiplied with in the time that it takes to load."""
-_KEYS = (256, 512, 128, 1024, 64, 32, 16)
+_KEYS = (1024, 512, 256, 128, 64, 32, 16)
+_BY_HEAD = ((64, 256), (128, 256), (64, 512), (128, 128), (32, 256), (32, 128), (16, 128), (16, 64), (16, 16))
+_TOGETHER = ((512, 512), (256, 512), (512, 256), (256, 256), (1024, 256), (128, 256), (128, 128), (16, 16))
+"""Queries by keys with several key heads, and queries times heads by keys with one; best first."""
+_MOST_CANDIDATES = 6
 
 
 def dtypes(problem: Problem) -> dict[str, str]:
@@ -32,20 +36,37 @@ def sublanes(dtype: Any) -> int:
     return 32 // jnp.dtype(dtype).itemsize
 
 
-def cores_of(device: DeviceFacts) -> int:
-    return 2 if device.kind in _TWO_CORES else 1
-
-
 def candidates(problem: Problem, device: DeviceFacts) -> list[PallasConfig]:
     """The blocks that fit, best first."""
-    queries = max(1, min(problem.dim("Q"), _ROWS // problem.dim("H")))
-    cores = min(cores_of(device), problem.dim("N")) or 1
-    keys = problem.dim("M") * problem.dim("p")
-    found = []
-    for size in sorted(_KEYS, key=lambda size: _strain(problem, queries, min(size, keys))):
-        found.append(PallasConfig(queries, min(size, max(keys, 16)), 128, 128, cores))
-    found = [config for config in found if too_large(problem, config, device) is None]
-    return list(dict.fromkeys(found))[:6] or [smallest(problem, device)]
+    cores = _cores(problem, device)
+    few, keys = _few(problem), problem.dim("M") * problem.dim("p")
+    decode = sorted(
+        {min(size, max(keys, 16)) for size in _KEYS}, key=lambda size: _strain(problem, few, size)
+    )
+    decode = [size for size in decode if _fits(decode_bytes(problem, few, size), device)]
+    prefill = [tile for tile in _tiles(problem) if _fits(prefill_bytes(problem, *tile), device)]
+    if not decode or not prefill:
+        return [smallest(problem, device)]
+    if problem.dim("Q") <= few:
+        prefill = prefill[:1]
+    found = [PallasConfig(few, keys, *tile, cores) for keys, tile in rows_of([decode, prefill])]
+    return list(dict.fromkeys(found))[:_MOST_CANDIDATES]
+
+
+def _few(problem: Problem) -> int:
+    """The most queries that are computed with all heads at once."""
+    return max(1, min(problem.dim("Q"), _ROWS // problem.dim("H")))
+
+
+def _tiles(problem: Problem) -> list[tuple[int, int]]:
+    """Queries and keys of a tile, best first."""
+    if problem.dim("K") > 1:
+        return list(_BY_HEAD)
+    return [(max(1, rows // problem.dim("H")), keys) for rows, keys in _TOGETHER]
+
+
+def _fits(needed: int, device: DeviceFacts) -> bool:
+    return too_large_for_vmem("", "", needed, device) is None
 
 
 def _strain(problem: Problem, queries: int, keys: int) -> float:
@@ -66,29 +87,72 @@ def _widths(problem: Problem) -> tuple[int, int]:
 
 
 def smallest(problem: Problem, device: DeviceFacts) -> PallasConfig:
-    return PallasConfig(1, 16, 16, 16, min(cores_of(device), problem.dim("N")) or 1)
+    return PallasConfig(1, 16, 16 if problem.dim("K") > 1 else 1, 16, _cores(problem, device))
 
 
-def adapted(config: PallasConfig, device: DeviceFacts) -> PallasConfig:
-    return dataclasses.replace(config, cores=cores_of(device))
+def adapted(config: PallasConfig, problem: Problem, device: DeviceFacts) -> PallasConfig:
+    return dataclasses.replace(config, cores=_cores(problem, device))
+
+
+def _cores(problem: Problem, device: DeviceFacts) -> int:
+    return max(1, min(2 if device.kind in _TWO_CORES else 1, problem.dim("N")))
 
 
 def too_large(problem: Problem, config: PallasConfig, device: DeviceFacts) -> str | None:
-    needed = decode_bytes(problem, config)
-    return too_large_for_vmem("decode", f"{config.decode_queries}x{config.decode_keys}", needed, device)
+    """Why a configuration does not fit the device."""
+    few = min(config.decode_queries, problem.dim("Q"))
+    kernels = {"decode": (few, config.decode_keys, decode_bytes)}
+    if problem.dim("Q") > few:
+        kernels["prefill"] = config.block_q, config.block_k, prefill_bytes
+    for name, (queries, keys, needed) in kernels.items():
+        reason = too_large_for_vmem(name, f"{queries}x{keys}", needed(problem, queries, keys), device)
+        if reason is not None:
+            return reason
+    return None
 
 
-def decode_bytes(problem: Problem, config: PallasConfig) -> int:
-    """An estimate of the bytes that the kernel for few queries takes."""
-    queries = min(config.decode_queries, problem.dim("Q"))
-    heads = problem.dim("H") if queries == 1 else row_tile(problem.dim("H"), problem.dtype("q"))
-    rows, of_page = queries * heads, problem.dim("p") * problem.dim("K")
-    columns = block_pages(problem.dim("p"), problem.dim("K"), config.decode_keys) * of_page
-    q = problem.dtype("q")
-    pages = sum(
-        tile_bytes((columns, width), dtype)
-        for width, dtype in zip(_widths(problem), dtypes(problem).values())
-    )
-    small = tile_bytes((rows, problem.dim("D")), q) + tile_bytes((rows, problem.dim("V")), q)
+def decode_bytes(problem: Problem, queries: int, keys: int) -> int:
+    """An estimate of the bytes that the kernel takes with all heads at once."""
+    heads = _heads(problem, queries)
+    rows, columns = queries * heads, _columns(problem, keys)
     state = tile_bytes((rows, problem.dim("V")), "float32") + 2 * tile_bytes((rows, 128), "float32")
-    return 2 * (pages + small) + state + 3 * tile_bytes((rows, columns), "float32") + 2 * pages
+    # Scores, weights and the operands of their products.
+    values = 3 * tile_bytes((rows, columns), "float32") + _page_bytes(problem, columns)
+    return _buffers(problem, queries, heads, columns) + state + values
+
+
+def prefill_bytes(problem: Problem, queries: int, keys: int) -> int:
+    """An estimate of the bytes that the kernel for many queries takes."""
+    if problem.dim("K") == 1:
+        return decode_bytes(problem, queries, keys)
+    heads, columns = _heads(problem, queries), _columns(problem, keys)
+    rows, keys = queries * problem.dim("H"), columns // problem.dim("K")
+    wide = "float32" if "float32" in (problem.dtype("q"), *dtypes(problem).values()) else "bfloat16"
+    state = tile_bytes((rows, problem.dim("V")), "float32") + 2 * tile_bytes((rows, 128), "float32")
+    by_head = sum(tile_bytes((columns, width), wide) for width in _widths(problem))
+    by_head += tile_bytes((rows, problem.dim("D")), wide)
+    values = 3 * tile_bytes((rows // problem.dim("K"), keys), "float32") + by_head
+    return _buffers(problem, queries, heads, columns) + state + by_head + values
+
+
+def _heads(problem: Problem, queries: int) -> int:
+    return problem.dim("H") if queries == 1 else row_tile(problem.dim("H"), problem.dtype("q"))
+
+
+def _columns(problem: Problem, keys: int) -> int:
+    page, heads = problem.dim("p"), problem.dim("K")
+    return block_pages(page, heads, keys) * page * heads
+
+
+def _page_bytes(problem: Problem, columns: int) -> int:
+    return sum(
+        tile_bytes((columns, width), dtype)
+        for width, dtype in zip(_widths(problem), dtypes(problem).values(), strict=True)
+    )
+
+
+def _buffers(problem: Problem, queries: int, heads: int, columns: int) -> int:
+    """What is copied to and fro, each twice: pages, queries, results."""
+    q = problem.dtype("q")
+    small = sum(tile_bytes((queries, heads, problem.dim(width)), q) for width in ("D", "V"))
+    return 2 * (_page_bytes(problem, columns) + small + tile_bytes((queries, 1, heads), "float32"))

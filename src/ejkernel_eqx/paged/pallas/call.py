@@ -5,7 +5,6 @@ import math
 from typing import Any, NamedTuple
 
 import jax.numpy as jnp
-import numpy as np
 from jax import Array
 
 from ...launch.fields import check_fields, Count
@@ -98,10 +97,11 @@ def folded(arrays: PagedArrays, spec: PagedSpec, config: PallasConfig, execute: 
 
 
 class Ranges(NamedTuple):
-    """int32 in scalar memory: what every sequence of a launch reads, `[N]` each except where it is said."""
+    """int32 in scalar memory: the items of a launch, each some queries of one sequence, `[I]` except where it is said."""
 
-    count: Array  # [1]: the number of sequences that have queries here
-    order: Array  # these sequences first, each part in order
+    count: Array  # [1]: the number of items
+    order: Array  # the items first, then what has no queries
+    row: Array  # the sequence
     token: Array  # the first query's place among the packed ones
     queries: Array  # the number of queries
     position: Array  # the position of the first query
@@ -112,32 +112,54 @@ class Ranges(NamedTuple):
     table: Array  # [N * M], -1 for a missing page
 
 
-def ranges_of(call: Call, least: int, most: int | None, align: int = 1) -> Ranges:
-    """The ranges of the sequences with `least` to `most` queries. First pages are multiples of `align`."""
+def few_queries(call: Call, most: int, align: int) -> Ranges:
+    """An item for every sequence with up to `most` queries. First pages are multiples of `align`."""
+    row = jnp.arange(call.sequences, dtype=jnp.int32)
+    queries = jnp.minimum(call.arrays.q_len, call.spec.max_query_len)
+    queries = jnp.where(queries <= most, queries, 0)
+    order = jnp.argsort(queries <= 0, stable=True).astype(jnp.int32)
+    return _ranges(call, order, row, jnp.zeros_like(row), queries, align)
+
+
+def tiles_of_queries(call: Call, more: int, size: int, align: int) -> Ranges:
+    """Items of up to `size` queries of the sequences with more than `more`."""
+    length = jnp.minimum(call.arrays.q_len, call.spec.max_query_len)
+    length = jnp.where(length > more, length, 0)
+    tiles = (length + size - 1) // size
+    ends = jnp.cumsum(tiles, dtype=jnp.int32)
+    tokens = call.arrays.q.shape[0]
+    item = jnp.arange(tokens // size + min(call.sequences, tokens // (more + 1)), dtype=jnp.int32)
+    row = jnp.minimum(jnp.sum(ends[None] <= item[:, None], axis=1, dtype=jnp.int32), call.sequences - 1)
+    start = (item - ends[row] + tiles[row]) * size
+    return _ranges(call, item, row, start, jnp.clip(length[row] - start, 0, size), align)
+
+
+def _ranges(call: Call, order: Array, row: Array, start: Array, queries: Array, align: int) -> Ranges:
+    """The items of queries `start` to `start + queries - 1` of a sequence each."""
     arrays, left = call.arrays, call.spec.left
-    table, count = arrays.page_table, arrays.k.shape[0]
-    width = table.shape[-1]
-    queries = jnp.minimum(arrays.q_len, call.spec.max_query_len)
-    mine = (queries >= least) & (queries <= (call.spec.max_query_len if most is None else most))
-    position = arrays.kv_len - arrays.q_len
-    first = jnp.zeros_like(position) if arrays.kv_start is None else jnp.maximum(arrays.kv_start, 0)
+    width = arrays.page_table.shape[-1]
+    position = (arrays.kv_len - arrays.q_len)[row] + start
+    first = jnp.zeros_like(position) if arrays.kv_start is None else jnp.maximum(arrays.kv_start[row], 0)
     first = first if left is None else jnp.maximum(first, position - left)
     end = jnp.clip(position + queries, 0, width * call.page)
     page = jnp.clip(first // call.page, 0, width - 1) // align * align
     pages = jnp.maximum((end + call.page - 1) // call.page - page, 1)
-    table = jnp.where((table >= 0) & (table < count), table, -1)
+    table = jnp.where(
+        (arrays.page_table >= 0) & (arrays.page_table < arrays.k.shape[0]), arrays.page_table, -1
+    )
     index = jnp.arange(width, dtype=jnp.int32)[None]
     used = (index >= page[:, None]) & (index < (page + pages)[:, None])
     return Ranges(
-        count=jnp.sum(mine, dtype=jnp.int32)[None],
-        order=jnp.argsort(~mine, stable=True).astype(jnp.int32),
-        token=arrays.q_start,
+        count=jnp.sum(queries > 0, dtype=jnp.int32)[None],
+        order=order,
+        row=row,
+        token=arrays.q_start[row] + start,
         queries=queries,
         position=position,
         first=first,
         page=page,
         pages=pages,
-        holes=jnp.any(used & (table < 0), axis=1).astype(jnp.int32),
+        holes=jnp.any(used & (table[row] < 0), axis=1).astype(jnp.int32),
         table=table.reshape(-1),
     )
 
@@ -152,9 +174,3 @@ def row_tile(rows: int, dtype: Any) -> int:
     """Rows padded to whole tiles of memory."""
     tile = 32 // jnp.dtype(dtype).itemsize
     return cdiv(rows, tile) * tile
-
-
-def columns_of(call: Call, pages: int) -> np.ndarray:
-    """int32 `[3, columns]`: the head, the key within the block and the page within it of every row of a block's matrix."""
-    rows = np.arange(pages * call.rows, dtype=np.int32)
-    return np.stack([rows % call.kv_heads, rows // call.kv_heads, rows // call.rows])

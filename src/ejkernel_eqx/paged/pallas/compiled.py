@@ -9,15 +9,17 @@ from jax import Array
 from ...dispatch import DeviceFacts, Problem
 from ...launch.pallas import Execute, run
 from ..spec import PagedArrays, PagedSpec
-from . import block_sizes, decode_kernel
-from .call import folded
+from . import block_sizes
+from .by_head import BY_HEAD
+from .call import block_pages, Call, few_queries, folded, row_tile, tiles_of_queries
 from .call import PallasConfig as PallasConfig
+from .kernel import over_items, Sizes
+from .together import TOGETHER
 
 OPAQUE = True
 VERSION = 1
 _TABLE = 240_000
 """Entries of page tables in scalar memory, which has 1 MiB on every generation; a sequence needs nine numbers besides."""
-MOST_QUERIES = 16
 _DTYPES = ("bfloat16", "float32")
 
 config_type = PallasConfig
@@ -41,8 +43,6 @@ def unsupported(problem: Problem, device: DeviceFacts) -> str | None:
             )
     if problem.flag("qq_bias"):
         return "has no query-query bias"
-    if problem.dim("Q") > MOST_QUERIES:
-        return f"takes up to {MOST_QUERIES} queries of a sequence, not {problem.dim('Q')}"
     if problem.dim("N") * (problem.dim("M") + 9) > _TABLE:
         return (
             f"reads page tables of up to {_TABLE} entries in all, which its scalar memory holds, not {problem.dim('N')} sequences of "
@@ -70,7 +70,7 @@ def config_unsupported(config: PallasConfig, problem: Problem, device: DeviceFac
 
 def adapted(config: PallasConfig, problem: Problem, device: DeviceFacts) -> PallasConfig:
     """Keeps the blocks; the number of cores is the device's."""
-    return block_sizes.adapted(config, device)
+    return block_sizes.adapted(config, problem, device)
 
 
 def remark(config: PallasConfig, problem: Problem, device: DeviceFacts) -> str:
@@ -94,8 +94,30 @@ def forward(
         "lse": jnp.full((tokens, 1, heads), -jnp.inf, jnp.float32),
     }
     if call.sequences and tokens:
-        results = decode_kernel.decode(call, spec.max_query_len, results)
+        few = min(config.decode_queries, spec.max_query_len)
+        size = _sizes(call, few, config.decode_keys, few > 1)
+        results = over_items(call, "decode", TOGETHER, size, few_queries(call, few, 1), results)
+        if spec.max_query_len > few and tokens > few:
+            size = _sizes(call, config.block_q, config.block_k, True)
+            tiles = tiles_of_queries(call, few, config.block_q, 1)
+            method = TOGETHER if call.kv_heads == 1 else BY_HEAD
+            results = over_items(call, "prefill", method, size, tiles, results)
     return {
         "out": results["out"].reshape(*lead, heads, call.values),
         "lse": results["lse"].reshape(*lead, heads),
     }
+
+
+def _sizes(call: Call, queries: int, keys: int, several: bool) -> Sizes:
+    """What a kernel is compiled for; several queries need heads that fill whole tiles of memory."""
+    return Sizes(
+        queries=queries,
+        heads=row_tile(call.heads, call.arrays.q.dtype) if several else call.heads,
+        kv_heads=call.kv_heads,
+        page=call.page,
+        pages=block_pages(call.page, call.kv_heads, keys),
+        table=call.arrays.page_table.shape[-1],
+        cores=call.config.cores,
+        tokens=max(call.arrays.q.shape[0], queries),
+        operand=call.operand,
+    )

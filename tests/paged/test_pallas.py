@@ -1,4 +1,4 @@
-"""The TPU's kernel for sequences with few queries: interpreted, with races detected and memory poisoned, against the reference."""
+"""The TPU's kernels, interpreted with races detected and memory poisoned, against the reference: few queries, many, and both in one call."""
 
 import dataclasses
 from typing import Any
@@ -35,6 +35,20 @@ CASES = {
     "latent": dataclasses.replace(FEW, **LATENT),
     "latent, bfloat16": dataclasses.replace(ONE, **LATENT, dtype="bfloat16", left=33),
 }
+MIXED = Case((20, 1, 0, 33, 3), (52, 9, 4, 33, 70), p=8, first=1, tail=2)
+MANY = {
+    "mixed": MIXED,
+    "mixed, every option": dataclasses.replace(
+        MIXED, left=17, cap=2.0, sinks=True, slopes=True, missing=((0, 2), (4, 1)), kv_start=(3, 0, 0, 0, 20)
+    ),
+    "mixed, bfloat16": dataclasses.replace(MIXED, dtype="bfloat16", H=6, D=32, V=16),
+    "mixed, one key head": dataclasses.replace(MIXED, K=1, sinks=True),
+    "mixed, four key heads": dataclasses.replace(MIXED, H=4, K=4, left=40),
+    "mixed, latent": dataclasses.replace(MIXED, **LATENT, missing=((3, 1),)),
+    "mixed, rows": dataclasses.replace(MIXED, batch=2, slopes=True),
+    "few tokens": Case((7,), (7,), p=8),
+}
+CASES |= MANY
 
 
 def attend(case: Case, config: PallasConfig = CONFIG, **changes: Any) -> dict[str, Any]:

@@ -1,0 +1,126 @@
+"""One key head of a block after the other, for many queries: the heads are sorted apart when a block has come, and queries when an item begins.
+
+Rows are the heads of a group by queries.
+"""
+
+from typing import Any
+
+import jax.numpy as jnp
+import numpy as np
+from jax import lax
+from jax.experimental import pallas as pl
+from jax.experimental.pallas import tpu as pltpu
+
+from ..spec import PagedSpec
+from .call import Call, LANES
+from .kernel import Block, Method, of_row, Sizes, whole
+from .tile import capped, finished, LEAST, product, TRANSPOSED, with_keys
+
+
+def _sorted(x: Any) -> Any:
+    """`[n, heads, D]` to `[heads, n, D]`, or back."""
+    return jnp.swapaxes(x, 0, 1)
+
+
+def _start(r: Any, size: Sizes, spec: PagedSpec, slot: Any) -> None:
+    heads, rows, _ = r["q_heads"].shape
+    q = _sorted(r["q_buffer"][slot].astype(size.operand))
+    r["q_heads"][...] = q[: heads * rows // size.queries].reshape(r["q_heads"].shape)
+    r["top"][...] = jnp.full(r["top"].shape, LEAST, jnp.float32)
+    if "sinks" in r:
+        for head in range(heads * rows // size.queries):
+            place = divmod(head * size.queries, rows)
+            sink = jnp.maximum(r["sinks"][0, head : head + 1], LEAST)
+            r["top"][place[0], pl.ds(place[1], size.queries)] = jnp.broadcast_to(sink, (size.queries, LANES))
+    r["total"][...] = jnp.where(r["top"][...] > LEAST, 1.0, 0.0)
+    r["acc"][...] = jnp.zeros_like(r["acc"])
+
+
+def _attend(r: Any, size: Sizes, spec: PagedSpec, block: Block) -> None:
+    for name in ("k", "v"):
+        x = r[f"{name}_buffer"][block.slot].reshape(size.keys, size.kv_heads, -1)
+        r[f"{name}_heads"][...] = _sorted(x.astype(size.operand))
+    rows, queries = r["q_heads"].shape[1], size.queries
+    key = lax.broadcasted_iota(jnp.int32, (1, size.keys), 1)
+    i = block.position + r["rows"][...]  # [R, 1]
+    j = block.base + key  # [1, C]
+    seen = None
+    if block.bits is not None:
+        there = jnp.where((j >= block.first) & (j <= block.last), (block.bits >> r["columns"][...]) & 1, 0)
+        j = jnp.where(there == 1, j, jnp.iinfo(jnp.int32).max)
+        seen = j <= i
+        if spec.left is not None:
+            seen &= j >= i - spec.left
+
+    def head(h: Any, _: Any) -> None:
+        scores = product(r["q_heads"][h], r["k_heads"][h], TRANSPOSED)  # [R, C]
+        scores = capped(scores * spec.scale, spec.logits_soft_cap)
+        if "slopes" in r:
+            slopes = [
+                jnp.broadcast_to(r["slopes"][0, h, g : g + 1], (queries, 1)) for g in range(rows // queries)
+            ]
+            scores += jnp.concatenate(slopes, 0) * (j - i).astype(jnp.float32)
+        if seen is not None:
+            scores = jnp.where(seen, scores, -jnp.inf)
+        state = tuple(r[name].at[h] for name in ("top", "total", "acc"))
+        with_keys(state, scores, lambda weights: product(weights.astype(size.operand), r["v_heads"][h]))
+
+    lax.fori_loop(0, size.kv_heads, head, None)
+
+
+def _finish(r: Any, size: Sizes, slot: Any) -> None:
+    heads, rows, _ = r["q_heads"].shape
+    queries = size.queries
+    lane = lax.broadcasted_iota(jnp.int32, (queries, LANES), 1)
+    group, found = rows // queries, []
+    for first in range(0, size.heads, LANES):
+        lse = jnp.full((queries, LANES), -jnp.inf, jnp.float32)
+        for head in range(first, min(first + LANES, heads * group)):
+            at = head // group, pl.ds(head % group * queries, queries)
+            _, of_head = finished(r["top"][at], r["total"][at], None)
+            lse = jnp.where(lane == head - first, of_head, lse)
+        found.append(lse)
+    lse = jnp.concatenate(found, 1)[:, : size.heads]
+    r["lse_buffer"][slot] = lse.reshape(queries, 1, size.heads)
+    for h in range(heads):
+        out, _ = finished(r["top"][h], r["total"][h], r["acc"][h])
+        r["acc"][h] = out
+    out = r["acc"][...].astype(r["out"].dtype).reshape(heads * group, queries, -1)
+    more = size.heads - heads * group
+    if more:
+        out = jnp.concatenate([out, jnp.zeros((more, *out.shape[1:]), out.dtype)], 0)
+    r["out_buffer"][slot] = _sorted(out)
+
+
+def _given(call: Call, size: Sizes) -> dict[str, tuple[Any, Any]]:
+    """`rows`: the query of each row; `columns`: the page within the block of each column; and the small arrays by head."""
+    rows = np.tile(np.arange(size.queries), call.group)[:, None]
+    columns = (np.arange(size.keys) // size.page)[None]
+    given = {"rows": jnp.asarray(rows, jnp.int32), "columns": jnp.asarray(columns, jnp.int32)}
+    found = {name: (x, whole(x)) for name, x in given.items()}
+    for name, shape in (("sinks", (call.heads, 1)), ("slopes", (call.kv_heads, call.group, 1))):
+        x = getattr(call.arrays, name)
+        if x is not None:
+            x = x.astype(jnp.float32).reshape(x.shape[0], *shape)
+            found[name] = x, of_row(call, size, x)
+    return found
+
+
+def _scratch(call: Call, size: Sizes) -> dict[str, Any]:
+    heads, rows, dim = call.kv_heads, call.group * size.queries, call.arrays.q.shape[-1]
+    state = pltpu.VMEM((heads, rows, LANES), jnp.float32)
+    return {
+        "q_heads": pltpu.VMEM((heads, rows, dim), size.operand),
+        "k_heads": pltpu.VMEM((heads, size.keys, dim), size.operand),
+        "v_heads": pltpu.VMEM((heads, size.keys, call.values), size.operand),
+        "top": state,
+        "total": state,
+        "acc": pltpu.VMEM((heads, rows, call.values), jnp.float32),
+    }
+
+
+def _temporaries(size: Sizes) -> int:
+    return 3 * 4 * size.queries * size.heads // size.kv_heads * size.keys
+
+
+BY_HEAD = Method(_start, _attend, _finish, _given, _scratch, _temporaries)

@@ -1,0 +1,96 @@
+"""All heads of a block at once: all query heads are multiplied by the rows of all key heads, and products with other heads' keys are masked.
+
+The matrix unit loads a tile of keys once in any case, for one head or for all, and few queries do not fill it. So this costs little for few queries,
+nothing with one key head, and no key is moved or transposed in vector memory. Rows are queries by heads.
+"""
+
+from typing import Any
+
+import jax.numpy as jnp
+import numpy as np
+from jax import lax
+from jax.experimental.pallas import tpu as pltpu
+
+from ..spec import PagedSpec
+from .call import Call, LANES
+from .kernel import Block, Method, of_row, Sizes, whole
+from .tile import capped, finished, LEAST, product, TRANSPOSED, with_keys
+
+_HIDDEN = -2
+"""The head of a key that no query sees; that of a row without a head is -1."""
+
+
+def _start(r: Any, size: Sizes, spec: PagedSpec, slot: Any) -> None:
+    top = jnp.full(r["top"].shape, LEAST, jnp.float32)
+    r["top"][...] = jnp.maximum(top, r["sinks"][0]) if "sinks" in r else top
+    r["total"][...] = jnp.where(r["top"][...] > LEAST, 1.0, 0.0)
+    r["acc"][...] = jnp.zeros_like(r["acc"])
+
+
+def _attend(r: Any, size: Sizes, spec: PagedSpec, block: Block) -> None:
+    q = r["q_buffer"][block.item_slot].reshape(size.queries * size.heads, -1).astype(size.operand)
+    load = lambda name: r[f"{name}_buffer"][block.slot].reshape(size.columns, -1).astype(size.operand)
+    k = load("k")
+    scores = product(q[:, : k.shape[-1]], k, TRANSPOSED)  # [R, C]
+    if "rope" in r:
+        scores += product(q[:, k.shape[-1] :], load("rope"), TRANSPOSED)
+    scores = capped(scores * spec.scale, spec.logits_soft_cap)
+
+    head, key, page = (r["columns"][i : i + 1] for i in range(3))  # [1, C]
+    query, row_head = r["rows"][:, :1], r["rows"][:, 1:2]  # [R, 1]
+    j, i = block.base + key, block.position + query
+    if "slopes" in r:
+        scores += r["slopes"][0] * (j - i).astype(jnp.float32)
+    if block.bits is not None:
+        there = jnp.where((j >= block.first) & (j <= block.last), (block.bits >> page) & 1, 0)
+        head = jnp.where(there == 1, head, _HIDDEN)
+    seen = head == row_head
+    if block.bits is not None and size.queries > 1:
+        seen &= j <= i
+        if spec.left is not None:
+            seen &= j >= i - spec.left
+    scores = jnp.where(seen, scores, -jnp.inf)
+    values = lambda weights: product(weights.astype(size.operand), load("v") if "v" in r else k)
+    with_keys((r["top"], r["total"], r["acc"]), scores, values)
+
+
+def _finish(r: Any, size: Sizes, slot: Any) -> None:
+    out, lse = finished(r["top"][...], r["total"][...], r["acc"][...])
+    r["out_buffer"][slot] = out.astype(r["out"].dtype).reshape(size.queries, size.heads, -1)
+    shape = (size.heads, size.heads)
+    diagonal = lax.broadcasted_iota(jnp.int32, shape, 0) == lax.broadcasted_iota(jnp.int32, shape, 1)
+    for t in range(size.queries):
+        column = lse[t * size.heads : (t + 1) * size.heads, :1]
+        # The column turned to a row: all but one number of every sum are 0.
+        r["lse_buffer"][slot, t] = jnp.sum(jnp.where(diagonal, column, 0.0), axis=0, keepdims=True)
+
+
+def _given(call: Call, size: Sizes) -> dict[str, tuple[Any, Any]]:
+    """`rows`: query and key head of each row; `columns`: head, key and page within the block of each column; and the small arrays by row."""
+    heads, queries = np.arange(size.heads), np.arange(size.queries)
+    heads_of = np.where(heads < call.heads, heads // call.group, -1)
+    rows = np.stack([np.repeat(queries, size.heads), np.tile(heads_of, size.queries)], 1)
+    column = np.arange(size.columns)
+    columns = np.stack([column % size.kv_heads, column // size.kv_heads, column // size.page_rows])
+    given = {"rows": jnp.asarray(rows, jnp.int32), "columns": jnp.asarray(columns, jnp.int32)}
+    found = {name: (x, whole(x)) for name, x in given.items()}
+    for name in ("sinks", "slopes"):
+        x = getattr(call.arrays, name)
+        if x is not None:
+            x = jnp.pad(x.astype(jnp.float32), ((0, 0), (0, size.heads - call.heads)))
+            x = jnp.tile(x, (1, size.queries))[..., None]
+            found[name] = x, of_row(call, size, x)
+    return found
+
+
+def _scratch(call: Call, size: Sizes) -> dict[str, Any]:
+    rows = size.queries * size.heads
+    state = pltpu.VMEM((rows, LANES), jnp.float32)
+    return {"top": state, "total": state, "acc": pltpu.VMEM((rows, call.values), jnp.float32)}
+
+
+def _temporaries(size: Sizes) -> int:
+    return 3 * 4 * size.queries * size.heads * size.columns
+
+
+TOGETHER = Method(_start, _attend, _finish, _given, _scratch, _temporaries)
