@@ -48,7 +48,24 @@ MANY = {
     "mixed, rows": dataclasses.replace(MIXED, batch=2, slopes=True),
     "few tokens": Case((7,), (7,), p=8),
 }
-CASES |= MANY
+BYTES: dict[str, Any] = dict(kv_dtype="int8", scales="token", p=16)
+QUANTISED = {
+    "int8": dataclasses.replace(FEW, **BYTES, left=40, missing=((0, 1),)),
+    "int8, head scales": dataclasses.replace(FEW, **BYTES | dict(scales="head"), sinks=True),
+    "float8, one query": dataclasses.replace(ONE, **BYTES | dict(kv_dtype="float8_e4m3fn"), dtype="bfloat16"),
+    "float8 with infinities, one query": dataclasses.replace(
+        ONE, **BYTES | dict(kv_dtype="float8_e5m2", scales="head")
+    ),
+    "int8 values": dataclasses.replace(FEW, p=16, v_dtype="int8", scales="token"),
+    "latent int8": dataclasses.replace(FEW, **LATENT, kv_dtype="int8", scales="token"),
+    "latent, int8 rope, head scales": dataclasses.replace(FEW, **LATENT, v_dtype="int8", scales="head"),
+    "mixed, int8": dataclasses.replace(MIXED, **BYTES, missing=((3, 1),), left=30),
+    "mixed, float8, head scales": dataclasses.replace(
+        MIXED, **BYTES | dict(kv_dtype="float8_e4m3fn", scales="head"), dtype="bfloat16"
+    ),
+    "mixed, latent int8": dataclasses.replace(MIXED, **LATENT, kv_dtype="int8", scales="token", left=30),
+}
+CASES |= MANY | QUANTISED
 
 
 def attend(case: Case, config: PallasConfig = CONFIG, **changes: Any) -> dict[str, Any]:

@@ -38,7 +38,30 @@ MIXED: dict[str, tuple[dict[str, int], str, dict[str, Any]]] = {
         dict(latent=True),
     ),
 }
-PROBLEMS = DECODE | MIXED
+BYTES: dict[str, tuple[dict[str, int], str, dict[str, Any]]] = {
+    "int8": (dict(N=32, S=4096, H=32, K=8, D=128), "bfloat16", ALL | dict(scales="token", kv="int8")),
+    "float8": (
+        dict(N=32, S=4096, H=8, K=1, D=128),
+        "bfloat16",
+        dict(scales="head", kv="float8_e4m3fn"),
+    ),
+    "mixed, int8": (
+        dict(N=8, T=1000, Q=512, S=4096, H=32, K=8, D=128),
+        "bfloat16",
+        dict(scales="token", kv="int8"),
+    ),
+    "mixed, float8": (
+        dict(N=8, T=1000, Q=512, S=4096, H=16, K=4, D=128, p=32),
+        "bfloat16",
+        ALL | dict(scales="head", kv="float8_e5m2"),
+    ),
+    "mixed, latent int8": (
+        dict(N=8, T=512, Q=256, S=4096, H=16, D=576, V=512, p=64),
+        "bfloat16",
+        dict(latent=True, scales="token", kv="int8"),
+    ),
+}
+PROBLEMS = DECODE | MIXED | BYTES
 
 
 def problem_of(name: str) -> Problem:

@@ -61,7 +61,8 @@ class AbsorbedLatentAttention(Kernel):
     for all heads, in pages ([`ejkernel_eqx.PagedLatentCache`][]) or as dense rows. For many queries per token the expanded form takes fewer
     operations; parts of the keys that were computed in either form are merged by [`ejkernel_eqx.merge_attention`][].
 
-    Platforms: Triton (`"triton"`, `"triton-interpret"`), XLA (`"xla"`). For inference only: differentiating it raises `UnsupportedError`.
+    Platforms: Triton (`"triton"`, `"triton-interpret"`), Pallas on TPU (`"pallas"`, `"pallas-interpret"`), XLA (`"xla"`). For inference only:
+    differentiating it raises `UnsupportedError`.
 
     Source: DeepSeek-AI, *DeepSeek-V2* (2024), arXiv:2405.04434, section 2.1.2.
     """

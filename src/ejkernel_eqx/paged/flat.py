@@ -31,11 +31,11 @@ def flatten_rows(
     return {name: x.reshape(rows, tokens, *x.shape[1:]) for name, x in results.items()}
 
 
-def merged_rows(arrays: PagedArrays, spec: PagedSpec) -> tuple[PagedArrays, int]:
+def merged_rows(arrays: PagedArrays, spec: PagedSpec, *, in_parts: bool) -> tuple[PagedArrays, int]:
     """The arrays with their leading axis merged into tokens, sequences and, if they are mapped, pages.
 
     The small ones (`sinks`, `slopes`, `qq_bias`, scales per head) have an axis of rows instead: sequence `n` reads row `n // m`, and `m` is
-    returned with them."""
+    returned with them. `in_parts`: sequences of a single page get several smaller ones."""
     batch, tokens = arrays.q.shape[:2]
     per_row = arrays.q_len.shape[1]
     given = arrays.given
@@ -52,7 +52,7 @@ def merged_rows(arrays: PagedArrays, spec: PagedSpec) -> tuple[PagedArrays, int]
             every = x if x.ndim > own[name] else jnp.broadcast_to(x, (batch, *x.shape))
             given[name] = every.reshape((-1, *every.shape[2:]))
     given["page_table"] = table.reshape((-1, table.shape[-1]))
-    if table.shape[-1] == 1 and "kv_start" in given:
+    if table.shape[-1] == 1 and in_parts:
         given |= _in_parts({name: given[name] for name in ("page_table", *pages)})
 
     small = {**dict.fromkeys(("sinks", "slopes"), 1), "qq_bias": 2}
@@ -77,13 +77,19 @@ def _in_parts(given: dict[str, Array]) -> dict[str, Array]:
     """Splits dense keys, one page per sequence, into smaller pages, and returns their table and pages. Kernels are compiled for a page size, so
     most numbers of keys share one kernel. The table is a constant, so the device computes nothing for it."""
     count, size = given["k"].shape[:2]
-    part = math.gcd(size, _LARGEST_PART)
-    if part < 16 or part == size:
+    part = part_of(size)
+    if part == size:
         return given
     table, parts = given.pop("page_table"), size // part
     cut = {name: x.reshape((count * parts, part, *x.shape[2:])) for name, x in given.items()}
     numbers = table * parts + jnp.arange(parts, dtype=jnp.int32)[None]
     return cut | {"page_table": jnp.where((table >= 0) & (table < count), numbers, -1)}
+
+
+def part_of(page_size: int) -> int:
+    """The size of the smaller pages that one large one is split into."""
+    part = math.gcd(page_size, _LARGEST_PART)
+    return part if part >= 16 else page_size
 
 
 def split_pages(page_size: int, block_k: int) -> tuple[int, int]:

@@ -24,7 +24,8 @@ class PrefillPagedAttention(PagedOperation):
 
     Everything else is as in [`ejkernel_eqx.PagedAttention`][]. Processing a prompt in chunks returns the same result as processing it at once.
 
-    Platforms: Triton (`"triton"`, `"triton-interpret"`), XLA (`"xla"`). For inference only: differentiating it raises `UnsupportedError`.
+    Platforms: Triton (`"triton"`, `"triton-interpret"`), Pallas on TPU (`"pallas"`, `"pallas-interpret"`), XLA (`"xla"`). For inference only:
+    differentiating it raises `UnsupportedError`.
 
     Source: Agrawal et al., *Sarathi-Serve* (2024).
     """

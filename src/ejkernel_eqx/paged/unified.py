@@ -27,7 +27,8 @@ class UnifiedAttention(PagedOperation):
     of different branches, it decodes a tree of draft tokens, whose positions follow the packed order. The softmax, sinks and everything
     else are as in [`ejkernel_eqx.RaggedPagedAttention`][].
 
-    Platforms: Triton (`"triton"`, `"triton-interpret"`), XLA (`"xla"`). For inference only: differentiating it raises `UnsupportedError`.
+    Platforms: Triton (`"triton"`, `"triton-interpret"`), Pallas on TPU (`"pallas"`, `"pallas-interpret"`), XLA (`"xla"`). For inference only:
+    differentiating it raises `UnsupportedError`.
 
     Sources: vLLM's unified attention kernel; Press et al., *ALiBi* (2022); Miao et al., *SpecInfer* (2024).
     """

@@ -1,12 +1,12 @@
 """Which blocks of pages and tiles of queries to use, by their bytes of vector memory."""
 
 import dataclasses
-from typing import Any
 
 import jax.numpy as jnp
 
 from ...dispatch import DeviceFacts, Problem
 from ...launch.sizes import rows_of, tile_bytes, too_large_for_vmem
+from ..flat import part_of
 from ..spec import page_dtypes
 from .call import block_pages, PallasConfig, row_tile
 
@@ -31,9 +31,9 @@ def dtypes(problem: Problem) -> dict[str, str]:
     return {"key": first, "rope" if problem.flag("latent") else "value": second}
 
 
-def sublanes(dtype: Any) -> int:
-    """The rows of a tile of memory."""
-    return 32 // jnp.dtype(dtype).itemsize
+def page_of(problem: Problem) -> int:
+    """The keys of a page, as kernels see it: a sequence's only page is split if it is large."""
+    return part_of(problem.dim("p")) if problem.dim("M") == 1 else problem.dim("p")
 
 
 def candidates(problem: Problem, device: DeviceFacts) -> list[PallasConfig]:
@@ -125,8 +125,9 @@ def prefill_bytes(problem: Problem, queries: int, keys: int) -> int:
     """An estimate of the bytes that the kernel for many queries takes."""
     if problem.dim("K") == 1:
         return decode_bytes(problem, queries, keys)
-    heads, columns = _heads(problem, queries), _columns(problem, keys)
-    rows, keys = queries * problem.dim("H"), columns // problem.dim("K")
+    heads, page = _heads(problem, queries), page_of(problem)
+    rows, keys = queries * problem.dim("H"), block_pages(page, page, keys) * page
+    columns = keys * problem.dim("K")
     wide = "float32" if "float32" in (problem.dtype("q"), *dtypes(problem).values()) else "bfloat16"
     state = tile_bytes((rows, problem.dim("V")), "float32") + 2 * tile_bytes((rows, 128), "float32")
     by_head = sum(tile_bytes((columns, width), wide) for width in _widths(problem))
@@ -140,8 +141,8 @@ def _heads(problem: Problem, queries: int) -> int:
 
 
 def _columns(problem: Problem, keys: int) -> int:
-    page, heads = problem.dim("p"), problem.dim("K")
-    return block_pages(page, heads, keys) * page * heads
+    page, rows = page_of(problem), page_of(problem) * problem.dim("K")
+    return block_pages(page, rows, keys) * rows
 
 
 def _page_bytes(problem: Problem, columns: int) -> int:

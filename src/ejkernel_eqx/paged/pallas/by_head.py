@@ -13,7 +13,7 @@ from jax.experimental.pallas import tpu as pltpu
 
 from ..spec import PagedSpec
 from .call import Call, LANES
-from .kernel import Block, Method, of_row, Sizes, whole
+from .kernel import anywhere, Block, Method, of_row, scale_rows, Sizes, whole
 from .tile import capped, finished, LEAST, product, TRANSPOSED, with_keys
 
 
@@ -38,13 +38,13 @@ def _start(r: Any, size: Sizes, spec: PagedSpec, slot: Any) -> None:
 
 def _attend(r: Any, size: Sizes, spec: PagedSpec, block: Block) -> None:
     for name in ("k", "v"):
-        x = r[f"{name}_buffer"][block.slot].reshape(size.keys, size.kv_heads, -1)
-        r[f"{name}_heads"][...] = _sorted(x.astype(size.operand))
+        x = r[f"{name}_buffer"][block.slot].astype(size.operand)
+        r[f"{name}_heads"][...] = _sorted(x.reshape(size.keys, size.kv_heads, -1))
     rows, queries = r["q_heads"].shape[1], size.queries
     key = lax.broadcasted_iota(jnp.int32, (1, size.keys), 1)
     i = block.position + r["rows"][...]  # [R, 1]
     j = block.base + key  # [1, C]
-    seen = None
+    seen = there = None
     if block.bits is not None:
         there = jnp.where((j >= block.first) & (j <= block.last), (block.bits >> r["columns"][...]) & 1, 0)
         j = jnp.where(there == 1, j, jnp.iinfo(jnp.int32).max)
@@ -54,6 +54,10 @@ def _attend(r: Any, size: Sizes, spec: PagedSpec, block: Block) -> None:
 
     def head(h: Any, _: Any) -> None:
         scores = product(r["q_heads"][h], r["k_heads"][h], TRANSPOSED)  # [R, C]
+        if "k_scales" in r:
+            scores *= r["k_scales_buffer"][block.slot, h]
+        elif "k_scale" in r:
+            scores *= r["k_scale"][0, h]
         scores = capped(scores * spec.scale, spec.logits_soft_cap)
         if "slopes" in r:
             slopes = [
@@ -62,8 +66,14 @@ def _attend(r: Any, size: Sizes, spec: PagedSpec, block: Block) -> None:
             scores += jnp.concatenate(slopes, 0) * (j - i).astype(jnp.float32)
         if seen is not None:
             scores = jnp.where(seen, scores, -jnp.inf)
-        state = tuple(r[name].at[h] for name in ("top", "total", "acc"))
-        with_keys(state, scores, lambda weights: product(weights.astype(size.operand), r["v_heads"][h]))
+
+        def values(weights: Any) -> Any:
+            if "v_scales" in r:
+                scales = r["v_scales_buffer"][block.slot, h]  # [1, C]
+                weights *= scales if there is None else jnp.where(there == 1, scales, 0.0)
+            return product(weights.astype(size.operand), r["v_heads"][h])
+
+        with_keys(tuple(r[name].at[h] for name in ("top", "total", "acc")), scores, values)
 
     lax.fori_loop(0, size.kv_heads, head, None)
 
@@ -84,7 +94,7 @@ def _finish(r: Any, size: Sizes, slot: Any) -> None:
     r["lse_buffer"][slot] = lse.reshape(queries, 1, size.heads)
     for h in range(heads):
         out, _ = finished(r["top"][h], r["total"][h], r["acc"][h])
-        r["acc"][h] = out
+        r["acc"][h] = out * r["v_scale"][0, h] if "v_scale" in r else out
     out = r["acc"][...].astype(r["out"].dtype).reshape(heads * group, queries, -1)
     more = size.heads - heads * group
     if more:
@@ -103,6 +113,14 @@ def _given(call: Call, size: Sizes) -> dict[str, tuple[Any, Any]]:
         if x is not None:
             x = x.astype(jnp.float32).reshape(x.shape[0], *shape)
             found[name] = x, of_row(call, size, x)
+    for name in call.pages:
+        scale = getattr(call.arrays, f"{name}_scale")
+        if call.by_token(name):
+            x = jnp.moveaxis(scale_rows(call, size, name), 3, 1)
+            found[f"{name}_scales"] = x.reshape(call.sequences, call.kv_heads, 1, -1), anywhere()
+        elif scale is not None:
+            x = scale.astype(jnp.float32)[..., None, None]
+            found[f"{name}_scale"] = x, of_row(call, size, x)
     return found
 
 
@@ -116,6 +134,11 @@ def _scratch(call: Call, size: Sizes) -> dict[str, Any]:
         "top": state,
         "total": state,
         "acc": pltpu.VMEM((heads, rows, call.values), jnp.float32),
+        **{
+            f"{name}_scales_buffer": pltpu.VMEM((2, heads, 1, size.keys), jnp.float32)
+            for name in call.pages
+            if call.by_token(name)
+        },
     }
 
 

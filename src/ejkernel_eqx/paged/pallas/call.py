@@ -82,6 +82,10 @@ class Call:
         given = {name: x for name in PAGES if (x := getattr(self.arrays, name)) is not None}
         return {name: x.reshape(x.shape[0], self.rows, x.shape[-1]) for name, x in given.items()}
 
+    def by_token(self, name: str) -> bool:
+        """Whether one kind of pages has a scale for each token and head."""
+        return self.spec.scales == "token" and getattr(self.arrays, f"{name}_scale") is not None
+
     @property
     def operand(self) -> Any:
         """The dtype of the products: that of the queries for quantised pages, otherwise the wider one."""
@@ -92,7 +96,7 @@ class Call:
 
 def folded(arrays: PagedArrays, spec: PagedSpec, config: PallasConfig, execute: Execute) -> Call:
     """The call with its leading axis merged into tokens, sequences and, if they are mapped, pages."""
-    merged, row_sequences = merged_rows(arrays, spec)
+    merged, row_sequences = merged_rows(arrays, spec, in_parts=True)
     return Call(merged, spec, config, execute, row_sequences)
 
 
@@ -164,9 +168,15 @@ def _ranges(call: Call, order: Array, row: Array, start: Array, queries: Array, 
     )
 
 
-def block_pages(page: int, kv_heads: int, keys: int) -> int:
-    """The number of pages in a block of about `keys` keys: its columns fill whole registers, and its pages have one bit each of an int32."""
-    unit = LANES // math.gcd(LANES, page * kv_heads)
+def page_unit(columns: int) -> int:
+    """The pages whose columns, so many each, fill whole registers."""
+    return LANES // math.gcd(LANES, columns)
+
+
+def block_pages(page: int, columns: int, keys: int) -> int:
+    """The number of pages in a block of about `keys` keys: their columns fill whole registers if they can, and pages have one bit each of an
+    int32."""
+    unit = min(page_unit(columns), _MOST_PAGES)
     return max(unit, min(cdiv(cdiv(keys, page), unit) * unit, _MOST_PAGES // unit * unit))
 
 

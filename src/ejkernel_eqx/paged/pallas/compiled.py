@@ -8,12 +8,13 @@ from jax import Array
 
 from ...dispatch import DeviceFacts, Problem
 from ...launch.pallas import Execute, run
+from ..cache.quantise import LARGEST
 from ..spec import PagedArrays, PagedSpec
 from . import block_sizes
 from .by_head import BY_HEAD
-from .call import block_pages, Call, few_queries, folded, row_tile, tiles_of_queries
+from .call import block_pages, Call, few_queries, folded, page_unit, row_tile, tiles_of_queries
 from .call import PallasConfig as PallasConfig
-from .kernel import over_items, Sizes
+from .kernel import Method, over_items, Sizes
 from .together import TOGETHER
 
 OPAQUE = True
@@ -30,26 +31,30 @@ def unavailable(device: DeviceFacts) -> str | None:
 
 
 def unsupported(problem: Problem, device: DeviceFacts) -> str | None:
-    q, pages = problem.dtype("q"), block_sizes.dtypes(problem)
-    for dtype in (q, *pages.values()):
-        if dtype not in _DTYPES:
-            return f"takes bfloat16 and float32, not {dtype}"
-    for name, dtype in pages.items():
-        rows, tile = problem.dim("p") * problem.dim("K"), block_sizes.sublanes(dtype)
-        if rows % tile:
+    page, heads = block_sizes.page_of(problem), problem.dim("K")
+    pages = problem.dim("M") * (problem.dim("p") // page)
+    if problem.dtype("q") not in _DTYPES:
+        return f"takes queries of bfloat16 and float32, not {problem.dtype('q')}"
+    for name, dtype in block_sizes.dtypes(problem).items():
+        if dtype not in (*_DTYPES, *LARGEST):
+            return f"takes pages of bfloat16, float32 and 8-bit numbers, not {dtype}"
+        tile = 8 if dtype == "float32" else 16
+        if page * heads % tile:
             return (
-                f"takes {name} pages of {dtype} whose tokens times key heads are a multiple of {tile}, the rows of a tile, not {problem.dim('p')} "
-                f"tokens of {problem.dim('K')} heads"
+                f"takes {name} pages of {dtype} whose tokens times key heads are a multiple of {tile}, the rows of a tile of memory, not {page} "
+                f"tokens of {heads} heads"
             )
+    if problem.flag("scales") == "token" and page % 4:
+        return f"takes scales for each token with pages of a multiple of 4 tokens, not {page}"
     if problem.flag("qq_bias"):
         return "has no query-query bias"
-    if problem.dim("N") * (problem.dim("M") + 9) > _TABLE:
+    if problem.dim("N") * (pages + 9) > _TABLE:
         return (
-            f"reads page tables of up to {_TABLE} entries in all, which its scalar memory holds, not {problem.dim('N')} sequences of "
-            f"{problem.dim('M')} pages; larger pages need fewer"
+            f"reads page tables of up to {_TABLE} entries in all, which its scalar memory holds, not {problem.dim('N')} sequences of {pages} pages; "
+            "larger pages need fewer"
         )
-    if problem.dim("M") * problem.dim("p") * problem.dim("K") >= 2**31:
-        return f"takes page tables of fewer than 2**31 keys times heads, not {problem.dim('M')} pages of {problem.dim('p')} of {problem.dim('K')}"
+    if pages * page * heads >= 2**31:
+        return f"takes page tables of fewer than 2**31 keys times heads, not {pages} pages of {page} keys of {heads} heads"
     return block_sizes.too_large(problem, block_sizes.smallest(problem, device), device)
 
 
@@ -95,12 +100,12 @@ def forward(
     }
     if call.sequences and tokens:
         few = min(config.decode_queries, spec.max_query_len)
-        size = _sizes(call, few, config.decode_keys, few > 1)
-        results = over_items(call, "decode", TOGETHER, size, few_queries(call, few, 1), results)
+        size, align = _sizes(call, TOGETHER, few, config.decode_keys)
+        results = over_items(call, "decode", TOGETHER, size, few_queries(call, few, align), results)
         if spec.max_query_len > few and tokens > few:
-            size = _sizes(call, config.block_q, config.block_k, True)
-            tiles = tiles_of_queries(call, few, config.block_q, 1)
             method = TOGETHER if call.kv_heads == 1 else BY_HEAD
+            size, align = _sizes(call, method, config.block_q, config.block_k)
+            tiles = tiles_of_queries(call, few, config.block_q, align)
             results = over_items(call, "prefill", method, size, tiles, results)
     return {
         "out": results["out"].reshape(*lead, heads, call.values),
@@ -108,16 +113,19 @@ def forward(
     }
 
 
-def _sizes(call: Call, queries: int, keys: int, several: bool) -> Sizes:
-    """What a kernel is compiled for; several queries need heads that fill whole tiles of memory."""
-    return Sizes(
+def _sizes(call: Call, method: Method, queries: int, keys: int) -> tuple[Sizes, int]:
+    """What a kernel is compiled for, and what first pages are multiples of."""
+    columns = call.page if method is BY_HEAD else call.rows
+    size = Sizes(
         queries=queries,
-        heads=row_tile(call.heads, call.arrays.q.dtype) if several else call.heads,
+        # Several queries need heads that fill whole tiles of memory.
+        heads=row_tile(call.heads, call.arrays.q.dtype) if queries > 1 else call.heads,
         kv_heads=call.kv_heads,
         page=call.page,
-        pages=block_pages(call.page, call.kv_heads, keys),
+        pages=block_pages(call.page, columns, keys),
         table=call.arrays.page_table.shape[-1],
         cores=call.config.cores,
         tokens=max(call.arrays.q.shape[0], queries),
         operand=call.operand,
     )
+    return size, page_unit(columns) if call.spec.scales == "token" else 1

@@ -17,7 +17,7 @@ from jax.experimental.pallas import tpu as pltpu
 from ...launch.pallas import TpuLaunch
 from ...launch.sizes import cdiv
 from ..spec import PagedSpec, PAGES
-from .call import Call, Ranges
+from .call import Call, LANES, Ranges
 
 
 class Sizes(NamedTuple):
@@ -93,6 +93,15 @@ def _kernel(*refs: Any, names: Any, size: Sizes, spec: PagedSpec, method: Method
                     copy.start() if begin else copy.wait()
 
         lax.fori_loop(0, number, one, None)
+        for name in PAGES:
+            if f"{name}_scales" in r:
+                scales, buffer = r[f"{name}_scales"], r[f"{name}_scales_buffer"]
+                width = buffer.shape[-1]
+                start = (ranges.page[n] + block * size.pages) * (width // size.pages)
+                part = pl.ds(pl.multiple_of(start, LANES), width)
+                source = scales.at[(ranges.row[n], *(slice(None),) * (len(scales.shape) - 2), part)]
+                copy = pltpu.make_async_copy(source, buffer.at[slot], r["page_done"].at[slot])
+                copy.start() if begin else copy.wait()
 
     def queries_copy(n: Any, slot: Any) -> Any:
         token = jnp.clip(ranges.token[n], 0, size.tokens - size.queries)
@@ -244,7 +253,7 @@ def over_items(
         "written": pltpu.SMEM((2,), jnp.int32),
     }
     specs = {name: spec for name, (_, spec) in more.items()}
-    anywhere, scalars = pl.BlockSpec(memory_space=pl.ANY), len(Ranges._fields)
+    scalars = len(Ranges._fields)
     launch = TpuLaunch(
         kernel=functools.partial(
             _kernel,
@@ -256,8 +265,8 @@ def over_items(
         name=f"paged.{name}",
         grid=(size.cores, cdiv(ranges.order.shape[0], size.cores)),
         scalars=scalars,
-        in_specs=[specs.get(name, anywhere) for name in list(given)[scalars:]],
-        out_specs=[anywhere, anywhere],
+        in_specs=[specs.get(name, anywhere()) for name in list(given)[scalars:]],
+        out_specs=[anywhere(), anywhere()],
         outputs=[jax.ShapeDtypeStruct(x.shape, x.dtype) for x in before.values()],
         scratch=list(scratch.values()),
         parallel=(0,),
@@ -281,6 +290,19 @@ def of_row(call: Call, size: Sizes, x: Any) -> Any:
         return lax.div(row[order[place]], call.row_sequences), *(0,) * (x.ndim - 1)
 
     return pl.BlockSpec((1, *x.shape[1:]), index)
+
+
+def scale_rows(call: Call, size: Sizes, name: str) -> Array:
+    """The scales of one kind of pages, `[N, M', p, K]`, by sequence: they are few, and XLA gathers what a kernel could only copy with much padding.
+    The table is as much longer as a block is, so that blocks end within it."""
+    scale, table = getattr(call.arrays, f"{name}_scale"), call.arrays.page_table
+    table = jnp.pad(jnp.clip(table, 0, scale.shape[0] - 1), ((0, 0), (0, size.pages)))
+    return scale[table]
+
+
+def anywhere() -> Any:
+    """An array that the kernel copies from."""
+    return pl.BlockSpec(memory_space=pl.ANY)
 
 
 def _padded(x: Array, axis: int, size: int) -> Array:

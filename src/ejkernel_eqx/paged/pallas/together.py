@@ -13,7 +13,7 @@ from jax.experimental.pallas import tpu as pltpu
 
 from ..spec import PagedSpec
 from .call import Call, LANES
-from .kernel import Block, Method, of_row, Sizes, whole
+from .kernel import anywhere, Block, Method, of_row, scale_rows, Sizes, whole
 from .tile import capped, finished, LEAST, product, TRANSPOSED, with_keys
 
 _HIDDEN = -2
@@ -29,11 +29,11 @@ def _start(r: Any, size: Sizes, spec: PagedSpec, slot: Any) -> None:
 
 def _attend(r: Any, size: Sizes, spec: PagedSpec, block: Block) -> None:
     q = r["q_buffer"][block.item_slot].reshape(size.queries * size.heads, -1).astype(size.operand)
-    load = lambda name: r[f"{name}_buffer"][block.slot].reshape(size.columns, -1).astype(size.operand)
+    load = lambda name: r[f"{name}_buffer"][block.slot].astype(size.operand).reshape(size.columns, -1)
     k = load("k")
-    scores = product(q[:, : k.shape[-1]], k, TRANSPOSED)  # [R, C]
+    scores = _scaled(r, "k", block, product(q[:, : k.shape[-1]], k, TRANSPOSED))  # [R, C]
     if "rope" in r:
-        scores += product(q[:, k.shape[-1] :], load("rope"), TRANSPOSED)
+        scores += _scaled(r, "rope", block, product(q[:, k.shape[-1] :], load("rope"), TRANSPOSED))
     scores = capped(scores * spec.scale, spec.logits_soft_cap)
 
     head, key, page = (r["columns"][i : i + 1] for i in range(3))  # [1, C]
@@ -50,12 +50,28 @@ def _attend(r: Any, size: Sizes, spec: PagedSpec, block: Block) -> None:
         if spec.left is not None:
             seen &= j >= i - spec.left
     scores = jnp.where(seen, scores, -jnp.inf)
-    values = lambda weights: product(weights.astype(size.operand), load("v") if "v" in r else k)
+
+    def values(weights: Any) -> Any:
+        name = "v" if "v" in r else "k"
+        if f"{name}_scales" in r:
+            scales = r[f"{name}_scales_buffer"][block.slot]  # [1, C]
+            weights *= scales if block.bits is None else jnp.where(head == _HIDDEN, 0.0, scales)
+        return product(weights.astype(size.operand), load("v") if "v" in r else k)
+
     with_keys((r["top"], r["total"], r["acc"]), scores, values)
+
+
+def _scaled(r: Any, name: str, block: Block, scores: Any) -> Any:
+    """Scores times the scales of the keys, by token or by head."""
+    if f"{name}_scales" in r:
+        return scores * r[f"{name}_scales_buffer"][block.slot]
+    return scores * r[f"{name}_scale"][0] if f"{name}_scale" in r else scores
 
 
 def _finish(r: Any, size: Sizes, slot: Any) -> None:
     out, lse = finished(r["top"][...], r["total"][...], r["acc"][...])
+    scale = "v_scale" if "v" in r else "k_scale"
+    out = out * r[scale][0] if scale in r else out
     r["out_buffer"][slot] = out.astype(r["out"].dtype).reshape(size.queries, size.heads, -1)
     shape = (size.heads, size.heads)
     diagonal = lax.broadcasted_iota(jnp.int32, shape, 0) == lax.broadcasted_iota(jnp.int32, shape, 1)
@@ -80,13 +96,25 @@ def _given(call: Call, size: Sizes) -> dict[str, tuple[Any, Any]]:
             x = jnp.pad(x.astype(jnp.float32), ((0, 0), (0, size.heads - call.heads)))
             x = jnp.tile(x, (1, size.queries))[..., None]
             found[name] = x, of_row(call, size, x)
+    for name in call.pages:
+        scale = getattr(call.arrays, f"{name}_scale")
+        if call.by_token(name):
+            found[f"{name}_scales"] = scale_rows(call, size, name).reshape(call.sequences, 1, -1), anywhere()
+        elif scale is not None:
+            x = scale.astype(jnp.float32)[:, np.maximum(np.tile(heads_of, size.queries), 0), None]
+            found[f"{name}_scale"] = x, of_row(call, size, x)
     return found
 
 
 def _scratch(call: Call, size: Sizes) -> dict[str, Any]:
     rows = size.queries * size.heads
     state = pltpu.VMEM((rows, LANES), jnp.float32)
-    return {"top": state, "total": state, "acc": pltpu.VMEM((rows, call.values), jnp.float32)}
+    scales = {
+        f"{name}_scales_buffer": pltpu.VMEM((2, 1, size.columns), jnp.float32)
+        for name in call.pages
+        if call.by_token(name)
+    }
+    return {"top": state, "total": state, "acc": pltpu.VMEM((rows, call.values), jnp.float32), **scales}
 
 
 def _temporaries(size: Sizes) -> int:

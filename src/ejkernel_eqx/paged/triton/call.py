@@ -140,5 +140,5 @@ class Call:
 
 def folded(arrays: PagedArrays, spec: PagedSpec, config: TritonConfig, execute: Execute) -> Call:
     """The call with its leading axis merged into tokens, sequences and, if they are mapped, pages."""
-    merged, row_sequences = merged_rows(arrays, spec)
+    merged, row_sequences = merged_rows(arrays, spec, in_parts=arrays.kv_start is not None)
     return Call(merged, spec, config, execute, row_sequences)
