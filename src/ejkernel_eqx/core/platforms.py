@@ -24,9 +24,9 @@ _PLATFORMS = (
     (Platform.PALLAS_INTERPRET, Backend.ANY, -20, "pallas.interpreted"),
 )
 USUAL = (Platform.TRITON, Platform.XLA, Platform.TRITON_INTERPRET)
-EVERY = (Platform.CUDA, *USUAL)
 ON_TPU = (Platform.PALLAS, Platform.PALLAS_INTERPRET)
 """For a family with a folder `pallas`."""
+EVERY = (Platform.CUDA, *USUAL, *ON_TPU)
 
 
 def register(

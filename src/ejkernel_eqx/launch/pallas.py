@@ -33,7 +33,7 @@ class TpuLaunch:
 
     - `kernel`: a function of references, in this order: prefetched scalars, inputs, outputs, scratch.
     - `name`: the label in HLO and profilers, such as `"attention.forward"`.
-    - `grid`: the programs. Axes are sequential, the last one the fastest, so a block that several consecutive steps share stays in VMEM.
+    - `grid`: the programs; an axis may be a scalar array, if how many there are is data. Axes are sequential, the last one the fastest, so a block that several consecutive steps share stays in VMEM.
     - `scalars`: how many of the arrays are prefetched to scalar memory. The index maps of all specs receive them after the grid's indices.
     - `in_specs`, `out_specs`: one `pl.BlockSpec` for each other array and for each output. The last two axes of a block are multiples of
         `(8, 128)` or the array's own.
@@ -47,7 +47,7 @@ class TpuLaunch:
 
     kernel: Callable[..., None]
     name: str
-    grid: tuple[int, ...]
+    grid: tuple[Any, ...]
     in_specs: Sequence[Any]
     out_specs: Sequence[Any]
     outputs: Sequence[jax.ShapeDtypeStruct]
@@ -95,7 +95,8 @@ def run(launch: TpuLaunch, arrays: Sequence[Array], *, interpret: bool = False) 
 
     **Returns:** the outputs in order; zeros if the grid is empty. Inside `jax.shard_map` they vary over all mesh axes that any array varies over.
     """
-    if 0 in launch.grid or all(math.prod(x.shape) == 0 for x in launch.outputs):
+    known = [size for size in launch.grid if isinstance(size, int)]
+    if 0 in known or all(math.prod(x.shape) == 0 for x in launch.outputs):
         zeros = tuple(jnp.zeros(x.shape, x.dtype) for x in launch.outputs)
         return match_varying(zeros, list(arrays))
     arrays = match_varying(list(arrays), list(arrays))

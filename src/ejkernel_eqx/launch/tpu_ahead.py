@@ -50,9 +50,10 @@ def facts_of(generation: str) -> DeviceFacts:
     return DeviceFacts(Backend.TPU, kind, vmem=vmem_capacity(kind))
 
 
-def lower_for_tpu(function: Callable[..., Any], *arrays: Any) -> Any:
+def lower_for_tpu(function: Callable[..., Any], *arrays: Any, generation: str = "v5e") -> Any:
     """The lowered program of a call for TPUs, for which nothing but JAX is needed. `arrays`: arrays or `jax.ShapeDtypeStruct`s."""
-    return jax.jit(function).trace(*arrays).lower(lowering_platforms=("tpu",))
+    with _as_if_on(generation):
+        return jax.jit(function).trace(*arrays).lower(lowering_platforms=("tpu",))
 
 
 def compile_for_tpu(generation: str, function: Callable[..., Any], *arrays: Any, **options: Any) -> Any:
@@ -62,8 +63,15 @@ def compile_for_tpu(generation: str, function: Callable[..., Any], *arrays: Any,
     """
     sharding = jax.sharding.SingleDeviceSharding(_device(generation))
     place = lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=sharding)
-    lowered = jax.jit(function).trace(*jax.tree.map(place, arrays)).lower()
+    with _as_if_on(generation):
+        lowered = jax.jit(function).trace(*jax.tree.map(place, arrays)).lower()
     return lowered.compile(compiler_options=options or None)
+
+
+def _as_if_on(generation: str) -> Any:
+    """A context in which Pallas asks for the facts of this generation, not for those of the default device."""
+    device = jax.sharding.AbstractDevice(_KINDS[generation], 1, "tpu")
+    return jax.sharding.use_abstract_mesh(jax.sharding.AbstractMesh((), (), abstract_device=device))
 
 
 @functools.cache
