@@ -19,7 +19,7 @@ if __name__ == "__main__":
 
 from benchmarks import tpu_compiler
 
-FAMILIES = {"attention": "benchmarks.tpu_attention_cases"}
+FAMILIES = {"attention": "benchmarks.tpu_attention_cases", "paged": "benchmarks.tpu_paged_cases"}
 """Modules with `cases(generation) -> list[Case]`, by family."""
 
 _BAR = 1.05

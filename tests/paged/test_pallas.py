@@ -48,6 +48,12 @@ MANY = {
     "mixed, rows": dataclasses.replace(MIXED, batch=2, slopes=True),
     "few tokens": Case((7,), (7,), p=8),
 }
+TREES = {
+    "bias": dataclasses.replace(FEW, qq_bias=4, slopes=True, tail=0),
+    "bias, every option": dataclasses.replace(
+        FEW, qq_bias=3, left=19, cap=2.0, sinks=True, batch=2, missing=((0, 1),), K=1, H=3
+    ),
+}
 BYTES: dict[str, Any] = dict(kv_dtype="int8", scales="token", p=16)
 QUANTISED = {
     "int8": dataclasses.replace(FEW, **BYTES, left=40, missing=((0, 1),)),
@@ -65,7 +71,7 @@ QUANTISED = {
     ),
     "mixed, latent int8": dataclasses.replace(MIXED, **LATENT, kv_dtype="int8", scales="token", left=30),
 }
-CASES |= MANY | QUANTISED
+CASES |= MANY | TREES | QUANTISED
 
 
 def attend(case: Case, config: PallasConfig = CONFIG, **changes: Any) -> dict[str, Any]:

@@ -1,6 +1,7 @@
 """Which blocks of pages and tiles of queries to use, by their bytes of vector memory."""
 
 import dataclasses
+from typing import NamedTuple
 
 import jax.numpy as jnp
 
@@ -18,6 +19,8 @@ _SCORES = 2**20
 """Bytes of a tile of scores."""
 _ROWS = 128
 """Rows of queries and heads that a tile of keys is multiplied with in the time that it takes to load."""
+_ROWS_WITH_BIAS = 512
+"""A bias for pairs of queries is for drafts and trees of them, which this kernel alone takes."""
 _KEYS = (1024, 512, 256, 128, 64, 32, 16)
 _BY_HEAD = ((64, 256), (128, 256), (64, 512), (128, 128), (32, 256), (32, 128), (16, 128), (16, 64), (16, 16))
 _TOGETHER = ((512, 512), (256, 512), (512, 256), (256, 256), (1024, 256), (128, 256), (128, 128), (16, 16))
@@ -39,23 +42,24 @@ def page_of(problem: Problem) -> int:
 def candidates(problem: Problem, device: DeviceFacts) -> list[PallasConfig]:
     """The blocks that fit, best first."""
     cores = _cores(problem, device)
-    few, keys = _few(problem), problem.dim("M") * problem.dim("p")
-    decode = sorted(
-        {min(size, max(keys, 16)) for size in _KEYS}, key=lambda size: _strain(problem, few, size)
-    )
-    decode = [size for size in decode if _fits(decode_bytes(problem, few, size), device)]
+    most, keys = few(problem), problem.dim("M") * problem.dim("p")
+    # One size for each block of whole pages that sizes stand for.
+    blocks = {_columns(problem, min(size, max(keys, 16))): min(size, max(keys, 16)) for size in _KEYS}
+    decode = sorted(blocks.values(), key=lambda size: _strain(problem, most, size))
+    decode = [size for size in decode if _fits(decode_bytes(problem, most, size), device)]
     prefill = [tile for tile in _tiles(problem) if _fits(prefill_bytes(problem, *tile), device)]
     if not decode or not prefill:
         return [smallest(problem, device)]
-    if problem.dim("Q") <= few:
+    if problem.dim("Q") <= most:
         prefill = prefill[:1]
-    found = [PallasConfig(few, keys, *tile, cores) for keys, tile in rows_of([decode, prefill])]
+    found = [PallasConfig(most, keys, *tile, cores) for keys, tile in rows_of([decode, prefill])]
     return list(dict.fromkeys(found))[:_MOST_CANDIDATES]
 
 
-def _few(problem: Problem) -> int:
+def few(problem: Problem) -> int:
     """The most queries that are computed with all heads at once."""
-    return max(1, min(problem.dim("Q"), _ROWS // problem.dim("H")))
+    rows = _ROWS_WITH_BIAS if problem.flag("qq_bias") else _ROWS
+    return max(1, min(problem.dim("Q"), rows // problem.dim("H")))
 
 
 def _tiles(problem: Problem) -> list[tuple[int, int]]:
@@ -87,7 +91,8 @@ def _widths(problem: Problem) -> tuple[int, int]:
 
 
 def smallest(problem: Problem, device: DeviceFacts) -> PallasConfig:
-    return PallasConfig(1, 16, 16 if problem.dim("K") > 1 else 1, 16, _cores(problem, device))
+    queries = few(problem) if problem.flag("qq_bias") else 1
+    return PallasConfig(queries, 16, 16 if problem.dim("K") > 1 else 1, 16, _cores(problem, device))
 
 
 def adapted(config: PallasConfig, problem: Problem, device: DeviceFacts) -> PallasConfig:
@@ -109,6 +114,25 @@ def too_large(problem: Problem, config: PallasConfig, device: DeviceFacts) -> st
         if reason is not None:
             return reason
     return None
+
+
+class Tile(NamedTuple):
+    """Queries of an item and keys of a block."""
+
+    queries: int
+    keys: int
+
+
+def decode_tile(problem: Problem, config: PallasConfig) -> Tile:
+    """What a configuration means for the kernel for few queries."""
+    queries = min(config.decode_queries, problem.dim("Q"))
+    return Tile(queries, _columns(problem, config.decode_keys) // problem.dim("K"))
+
+
+def prefill_tile(problem: Problem, config: PallasConfig) -> Tile:
+    """What a configuration means for the kernel for many queries."""
+    page = page_of(problem)
+    return Tile(config.block_q, block_pages(page, page, config.block_k) * page)
 
 
 def decode_bytes(problem: Problem, queries: int, keys: int) -> int:

@@ -46,8 +46,8 @@ def unsupported(problem: Problem, device: DeviceFacts) -> str | None:
             )
     if problem.flag("scales") == "token" and page % 4:
         return f"takes scales for each token with pages of a multiple of 4 tokens, not {page}"
-    if problem.flag("qq_bias"):
-        return "has no query-query bias"
+    if problem.flag("qq_bias") and problem.dim("Q") > block_sizes.few(problem):
+        return f"takes a query-query bias with up to {block_sizes.few(problem)} queries of a sequence, not {problem.dim('Q')}"
     if problem.dim("N") * (pages + 9) > _TABLE:
         return (
             f"reads page tables of up to {_TABLE} entries in all, which its scalar memory holds, not {problem.dim('N')} sequences of {pages} pages; "
@@ -69,7 +69,9 @@ def candidates(problem: Problem, device: DeviceFacts) -> list[PallasConfig]:
 
 
 def config_unsupported(config: PallasConfig, problem: Problem, device: DeviceFacts) -> str | None:
-    """Why the blocks cannot fit the device's vector memory, by an estimate."""
+    """Why the blocks cannot fit the device's vector memory, by an estimate, or do not take a query-query bias."""
+    if problem.flag("qq_bias") and config.decode_queries < problem.dim("Q"):
+        return f"takes a query-query bias with up to decode_queries={config.decode_queries} queries, not {problem.dim('Q')}"
     return block_sizes.too_large(problem, config, device)
 
 
@@ -125,7 +127,8 @@ def _sizes(call: Call, method: Method, queries: int, keys: int) -> tuple[Sizes, 
         pages=block_pages(call.page, columns, keys),
         table=call.arrays.page_table.shape[-1],
         cores=call.config.cores,
-        tokens=max(call.arrays.q.shape[0], queries),
+        # With a bias by query, none may stand at the end of a block that was moved back to fit.
+        tokens=max(call.arrays.q.shape[0], queries) + (queries if call.arrays.qq_bias is not None else 0),
         operand=call.operand,
     )
     return size, page_unit(columns) if call.spec.scales == "token" else 1

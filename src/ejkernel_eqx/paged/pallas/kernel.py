@@ -83,16 +83,29 @@ def _kernel(*refs: Any, names: Any, size: Sizes, spec: PagedSpec, method: Method
         """Starts to copy a block of pages, or waits for it."""
         first = ranges.row[n] * size.table + ranges.page[n] + block * size.pages
         number = jnp.minimum(ranges.pages[n] - block * size.pages, size.pages)
+        kinds = [name for name in PAGES if name in r]
 
         def one(i: Any, _: Any) -> None:
             page = jnp.maximum(ranges.table[first + i], 0) if begin else 0
-            for name in PAGES:
-                if name in r:
-                    buffer = r[f"{name}_buffer"].at[slot, i]
-                    copy = pltpu.make_async_copy(r[name].at[page], buffer, r["page_done"].at[slot])
-                    copy.start() if begin else copy.wait()
+            for name in kinds:
+                buffer = r[f"{name}_buffer"].at[slot, i]
+                copy = pltpu.make_async_copy(r[name].at[page], buffer, r["page_done"].at[slot])
+                copy.start() if begin else copy.wait()
 
-        lax.fori_loop(0, number, one, None)
+        @pl.when(number == size.pages)
+        def _():
+            if begin:
+                for i in range(size.pages):
+                    one(i, None)
+            else:
+                for name in kinds:  # the bytes of all its pages at once
+                    buffer = r[f"{name}_buffer"].at[slot]
+                    pltpu.make_async_copy(buffer, buffer, r["page_done"].at[slot]).wait()
+
+        @pl.when(number < size.pages)
+        def _():
+            lax.fori_loop(0, number, one, None)
+
         for name in PAGES:
             if f"{name}_scales" in r:
                 scales, buffer = r[f"{name}_scales"], r[f"{name}_scales_buffer"]
@@ -133,21 +146,23 @@ def _kernel(*refs: Any, names: Any, size: Sizes, spec: PagedSpec, method: Method
         def block(b: Any, _: Any) -> None:
             slot = r["slot"][0]
 
-            @pl.when(b + 1 < blocks)
-            def _():
-                pages_copy(n, b + 1, 1 - slot, True)
+            is_last = b + 1 == blocks
+            following = ranges.order[jnp.minimum(place + size.cores, ranges.order.shape[0] - 1)]
 
-            @pl.when((b + 1 == blocks) & (place + size.cores < ranges.count[0]))
+            @pl.when(jnp.logical_not(is_last) | (place + size.cores < ranges.count[0]))
             def _():
-                following = ranges.order[place + size.cores]
+                pages_copy(jnp.where(is_last, following, n), jnp.where(is_last, 0, b + 1), 1 - slot, True)
+
+            @pl.when(is_last & (place + size.cores < ranges.count[0]))
+            def _():
                 queries_copy(following, 1 - mine).start()
-                pages_copy(following, 0, 1 - slot, True)
 
             pages_copy(n, b, slot, False)
             base = (ranges.page[n] + b * size.pages) * size.page
             view = Block(slot, mine, base, position - offset, ranges.first[n], position + queries - 1, None)
             lowest = view.first if spec.left is None else jnp.maximum(view.first, view.last - spec.left)
-            seen = (base >= lowest) & (base + size.keys - 1 <= position)
+            whole = base + size.keys - 1 <= (position - 1 if "qq_bias" in r else position)
+            seen = (base >= lowest) & whole
             seen &= (ranges.holes[n] == 0) & (ranges.pages[n] - b * size.pages >= size.pages)
 
             # Only a block with hidden keys is masked.

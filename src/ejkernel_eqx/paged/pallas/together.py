@@ -41,6 +41,10 @@ def _attend(r: Any, size: Sizes, spec: PagedSpec, block: Block) -> None:
     j, i = block.base + key, block.position + query
     if "slopes" in r:
         scores += r["slopes"][0] * (j - i).astype(jnp.float32)
+    if "qq_bias" in r and block.bits is not None:
+        # `position` is that of the sequence's first query, and no key from there on is in a block that is not masked.
+        for query in range(size.queries):
+            scores += jnp.where(j == block.position + query, r["qq_bias"][0][:, query : query + 1], 0.0)
     if block.bits is not None:
         there = jnp.where((j >= block.first) & (j <= block.last), (block.bits >> page) & 1, 0)
         head = jnp.where(there == 1, head, _HIDDEN)
@@ -96,6 +100,10 @@ def _given(call: Call, size: Sizes) -> dict[str, tuple[Any, Any]]:
             x = jnp.pad(x.astype(jnp.float32), ((0, 0), (0, size.heads - call.heads)))
             x = jnp.tile(x, (1, size.queries))[..., None]
             found[name] = x, of_row(call, size, x)
+    if call.arrays.qq_bias is not None:
+        bias = call.arrays.qq_bias[:, : size.queries, : size.queries].astype(jnp.float32)
+        bias = jnp.repeat(bias, size.heads, axis=1)
+        found["qq_bias"] = bias, of_row(call, size, bias)
     for name in call.pages:
         scale = getattr(call.arrays, f"{name}_scale")
         if call.by_token(name):
