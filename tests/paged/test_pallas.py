@@ -13,9 +13,9 @@ from tests.recurrence.quick import quick
 
 CONFIG = PallasConfig(decode_queries=4, decode_keys=16, block_q=16, block_k=16)
 forward = quick(platform.forward, static_argnums=(1, 2))
-ONE = Case((1, 1, 1, 1), (37, 5, 0, 64), p=8, tail=1)
-FEW = Case((3, 1, 0, 2), (33, 16, 9, 70), p=8, first=1, tail=2)
-LATENT: dict[str, Any] = dict(K=1, D=32, V=32, rope=16, p=16)
+ONE = Case((1, 1, 1, 1), (37, 5, 0, 80), p=16, tail=1)
+FEW = Case((3, 1, 0, 2), (33, 16, 9, 70), p=16, first=1, tail=2)
+LATENT: dict[str, Any] = dict(K=1, D=32, V=32, rope=16)
 
 CASES = {
     "one query": ONE,
@@ -31,11 +31,11 @@ CASES = {
     "bfloat16, few queries": dataclasses.replace(FEW, dtype="bfloat16", H=4, K=4, left=30),
     "one key head": dataclasses.replace(FEW, K=1, H=6),
     "rows": dataclasses.replace(ONE, batch=2, sinks=True),
-    "other pages": dataclasses.replace(ONE, kv_dtype="bfloat16", p=16),
+    "other pages": dataclasses.replace(ONE, kv_dtype="bfloat16"),
     "latent": dataclasses.replace(FEW, **LATENT),
     "latent, bfloat16": dataclasses.replace(ONE, **LATENT, dtype="bfloat16", left=33),
 }
-MIXED = Case((20, 1, 0, 33, 3), (52, 9, 4, 33, 70), p=8, first=1, tail=2)
+MIXED = Case((20, 1, 0, 33, 3), (52, 9, 4, 150, 70), p=16, first=1, tail=2)
 MANY = {
     "mixed": MIXED,
     "mixed, every option": dataclasses.replace(
@@ -47,6 +47,7 @@ MANY = {
     "mixed, latent": dataclasses.replace(MIXED, **LATENT, missing=((3, 1),)),
     "mixed, rows": dataclasses.replace(MIXED, batch=2, slopes=True),
     "few tokens": Case((7,), (7,), p=8),
+    "small pages": dataclasses.replace(MIXED, p=8, left=40, missing=((3, 2),)),
 }
 TREES = {
     "bias": dataclasses.replace(FEW, qq_bias=4, slopes=True, tail=0),
@@ -54,7 +55,7 @@ TREES = {
         FEW, qq_bias=3, left=19, cap=2.0, sinks=True, batch=2, missing=((0, 1),), K=1, H=3
     ),
 }
-BYTES: dict[str, Any] = dict(kv_dtype="int8", scales="token", p=16)
+BYTES: dict[str, Any] = dict(kv_dtype="int8", scales="token")
 QUANTISED = {
     "int8": dataclasses.replace(FEW, **BYTES, left=40, missing=((0, 1),)),
     "int8, head scales": dataclasses.replace(FEW, **BYTES | dict(scales="head"), sinks=True),
@@ -62,7 +63,7 @@ QUANTISED = {
     "float8 with infinities, one query": dataclasses.replace(
         ONE, **BYTES | dict(kv_dtype="float8_e5m2", scales="head")
     ),
-    "int8 values": dataclasses.replace(FEW, p=16, v_dtype="int8", scales="token"),
+    "int8 values": dataclasses.replace(FEW, v_dtype="int8", scales="token"),
     "latent int8": dataclasses.replace(FEW, **LATENT, kv_dtype="int8", scales="token"),
     "latent, int8 rope, head scales": dataclasses.replace(FEW, **LATENT, v_dtype="int8", scales="head"),
     "mixed, int8": dataclasses.replace(MIXED, **BYTES, missing=((3, 1),), left=30),
@@ -99,6 +100,7 @@ def test_any_block_and_number_of_cores_agrees(keys, cores):
 @pytest.mark.usefixtures("no_races")
 def test_the_order_of_pages_changes_nothing():
     arrays, _ = make(ONE)
+    assert arrays.v is not None
     count = arrays.k.shape[0]
     order = np.random.default_rng(1).permutation(count)
     place = np.argsort(order)

@@ -32,7 +32,7 @@ def cache_of(kv_heads: int = K, dim: int = D) -> ejx.PagedKVCache:
     return ejx.PagedKVCache(k, v).bind(TABLE, jnp.array(LENGTHS))
 
 
-def decoded(platform: str, q: jax.Array, cache: Any) -> Any:
+def decoded(platform: Any, q: jax.Array, cache: Any) -> Any:
     return ejx.PagedAttention(platform=platform)(q, cache, return_lse=True)
 
 
@@ -101,7 +101,7 @@ def test_what_it_refuses():
     with pytest.raises(ejx.UnsupportedError, match="float16"):
         decoded("pallas-interpret", normal(0, 3, H, D).astype(jnp.float16), cache_of())
     k = normal(1, 8, 5, 1, D)
-    cache = ejx.PagedKVCache(k, k).bind(TABLE, jnp.array(LENGTHS))
+    cache = ejx.PagedKVCache(k, k).bind(TABLE, jnp.array([3, 2, 0]))
     with pytest.raises(ejx.UnsupportedError, match="multiple of 8, the rows of a tile"):
         decoded("pallas-interpret", normal(0, 3, H, D), cache)
 
@@ -119,7 +119,7 @@ def test_as_jax_decodes():
     cache = ejx.PagedKVCache(k, v).bind(table, jnp.asarray(lengths))
     got = ejx.PagedAttention(softmax_scale=1.0, platform="pallas-interpret")(q, cache)
     theirs = [jnp.moveaxis(x, 2, 0) for x in (k, v)]
-    with pltpu.force_tpu_interpret_mode():
+    with pltpu.force_tpu_interpret_mode(), jax.numpy_dtype_promotion("standard"):
         want = paged_attention(q, *theirs, jnp.asarray(lengths, jnp.int32), table, pages_per_compute_block=2)
     # It multiplies in bfloat16.
     assert_close(got, want, "bfloat16")
@@ -127,7 +127,8 @@ def test_as_jax_decodes():
 
 @pytest.mark.slow
 def test_as_jax_mixes():
-    from jax.experimental.pallas.ops.tpu.ragged_paged_attention import ragged_paged_attention
+    """Its kernel reshapes references, which no interpreter of JAX 0.10 knows; this is the reference that JAX has beside it."""
+    from jax.experimental.pallas.ops.tpu.ragged_paged_attention import ref_ragged_paged_attention
 
     dim, window = 128, 9
     table = jnp.array([[5, 2, 7], [4, 0, 0], [1, 3, 6]])
@@ -137,17 +138,7 @@ def test_as_jax_mixes():
     op = ejx.RaggedPagedAttention(sliding_window=window, config=CONFIG, platform="pallas-interpret")
     got = op(q, cache, query_start_loc=offsets, max_query_len=5)
     both = jnp.stack([k, v], 3).reshape(8, SIZE, 8, dim)
-    with pltpu.force_tpu_interpret_mode():
-        want = ragged_paged_attention(
-            q,
-            both,
-            lengths,
-            table,
-            offsets,
-            jnp.array([3]),
-            sm_scale=dim**-0.5,
-            sliding_window=window,
-            num_kv_pages_per_block=2,
-            num_queries_per_block=8,
-        )
-    assert_close(got, want, "bfloat16")
+    options: dict[str, Any] = dict(sm_scale=dim**-0.5, sliding_window=window)
+    with jax.numpy_dtype_promotion("standard"), jax.default_matmul_precision("highest"):
+        want = ref_ragged_paged_attention(q, both, lengths, table, offsets, jnp.array([3]), **options)
+    assert_close(got, want)

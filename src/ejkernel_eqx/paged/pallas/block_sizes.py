@@ -6,7 +6,7 @@ from typing import NamedTuple
 import jax.numpy as jnp
 
 from ...dispatch import DeviceFacts, Problem
-from ...launch.sizes import rows_of, tile_bytes, too_large_for_vmem
+from ...launch.sizes import tile_bytes, too_large_for_vmem
 from ..flat import part_of
 from ..spec import page_dtypes
 from .call import block_pages, PallasConfig, row_tile
@@ -22,7 +22,7 @@ _ROWS = 128
 _ROWS_WITH_BIAS = 512
 """A bias for pairs of queries is for drafts and trees of them, which this kernel alone takes."""
 _KEYS = (1024, 512, 256, 128, 64, 32, 16)
-_BY_HEAD = ((64, 256), (128, 256), (64, 512), (128, 128), (32, 256), (32, 128), (16, 128), (16, 64), (16, 16))
+_BY_HEAD = ((128, 256), (64, 256), (64, 512), (128, 128), (32, 256), (32, 128), (16, 128), (16, 64), (16, 16))
 _TOGETHER = ((512, 512), (256, 512), (512, 256), (256, 256), (1024, 256), (128, 256), (128, 128), (16, 16))
 """Queries by keys with several key heads, and queries times heads by keys with one; best first."""
 _MOST_CANDIDATES = 6
@@ -52,7 +52,10 @@ def candidates(problem: Problem, device: DeviceFacts) -> list[PallasConfig]:
         return [smallest(problem, device)]
     if problem.dim("Q") <= most:
         prefill = prefill[:1]
-    found = [PallasConfig(most, keys, *tile, cores) for keys, tile in rows_of([decode, prefill])]
+    found = []
+    for row in range(max(len(decode), len(prefill))):
+        queries, block = prefill[min(row, len(prefill) - 1)]
+        found.append(PallasConfig(most, decode[min(row, len(decode) - 1)], queries, block, cores))
     return list(dict.fromkeys(found))[:_MOST_CANDIDATES]
 
 

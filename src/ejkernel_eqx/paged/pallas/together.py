@@ -14,7 +14,7 @@ from jax.experimental.pallas import tpu as pltpu
 from ..spec import PagedSpec
 from .call import Call, LANES
 from .kernel import anywhere, Block, Method, of_row, scale_rows, Sizes, whole
-from .tile import capped, finished, LEAST, product, TRANSPOSED, with_keys
+from .tile import begun, capped, finished, LEAST, product, TRANSPOSED, wide, with_keys
 
 _HIDDEN = -2
 """The head of a key that no query sees; that of a row without a head is -1."""
@@ -22,9 +22,11 @@ _HIDDEN = -2
 
 def _start(r: Any, size: Sizes, spec: PagedSpec, slot: Any) -> None:
     top = jnp.full(r["top"].shape, LEAST, jnp.float32)
-    r["top"][...] = jnp.maximum(top, r["sinks"][0]) if "sinks" in r else top
-    r["total"][...] = jnp.where(r["top"][...] > LEAST, 1.0, 0.0)
-    r["acc"][...] = jnp.zeros_like(r["acc"])
+    begun(_state(r), jnp.maximum(top, r["sinks"][0]) if "sinks" in r else top)
+
+
+def _state(r: Any) -> Any:
+    return r["top"], r["total"], r["acc"]
 
 
 def _attend(r: Any, size: Sizes, spec: PagedSpec, block: Block) -> None:
@@ -37,7 +39,7 @@ def _attend(r: Any, size: Sizes, spec: PagedSpec, block: Block) -> None:
     scores = capped(scores * spec.scale, spec.logits_soft_cap)
 
     head, key, page = (r["columns"][i : i + 1] for i in range(3))  # [1, C]
-    query, row_head = r["rows"][:, :1], r["rows"][:, 1:2]  # [R, 1]
+    query, row_head = (wide(r["rows"][i], size.columns) for i in range(2))  # [R, C]
     j, i = block.base + key, block.position + query
     if "slopes" in r:
         scores += r["slopes"][0] * (j - i).astype(jnp.float32)
@@ -62,7 +64,7 @@ def _attend(r: Any, size: Sizes, spec: PagedSpec, block: Block) -> None:
             weights *= scales if block.bits is None else jnp.where(head == _HIDDEN, 0.0, scales)
         return product(weights.astype(size.operand), load("v") if "v" in r else k)
 
-    with_keys((r["top"], r["total"], r["acc"]), scores, values)
+    with_keys(_state(r), scores, values)
 
 
 def _scaled(r: Any, name: str, block: Block, scores: Any) -> Any:
@@ -73,7 +75,8 @@ def _scaled(r: Any, name: str, block: Block, scores: Any) -> Any:
 
 
 def _finish(r: Any, size: Sizes, slot: Any) -> None:
-    out, lse = finished(r["top"][...], r["total"][...], r["acc"][...])
+    share, lse = finished(r["top"][...], r["total"][...])
+    out = r["acc"][...] / wide(share, r["acc"].shape[-1])
     scale = "v_scale" if "v" in r else "k_scale"
     out = out * r[scale][0] if scale in r else out
     r["out_buffer"][slot] = out.astype(r["out"].dtype).reshape(size.queries, size.heads, -1)
@@ -86,10 +89,11 @@ def _finish(r: Any, size: Sizes, slot: Any) -> None:
 
 
 def _given(call: Call, size: Sizes) -> dict[str, tuple[Any, Any]]:
-    """`rows`: query and key head of each row; `columns`: head, key and page within the block of each column; and the small arrays by row."""
+    """`rows`: query and key head of each row, along it; `columns`: head, key and page in the block of each column; and the small arrays."""
     heads, queries = np.arange(size.heads), np.arange(size.queries)
     heads_of = np.where(heads < call.heads, heads // call.group, -1)
-    rows = np.stack([np.repeat(queries, size.heads), np.tile(heads_of, size.queries)], 1)
+    rows = np.stack([np.repeat(queries, size.heads), np.tile(heads_of, size.queries)])
+    rows = np.repeat(rows[..., None], LANES, axis=2)
     column = np.arange(size.columns)
     columns = np.stack([column % size.kv_heads, column // size.kv_heads, column // size.page_rows])
     given = {"rows": jnp.asarray(rows, jnp.int32), "columns": jnp.asarray(columns, jnp.int32)}
