@@ -22,6 +22,7 @@ from benchmarks import tpu_compiler
 FAMILIES = {
     "attention": "benchmarks.tpu_attention_cases",
     "matmul": "benchmarks.tpu_matmul_cases",
+    "paged": "benchmarks.tpu_paged_cases",
     "recurrence": "benchmarks.tpu_recurrence_cases",
 }
 """Modules with `cases(generation) -> list[Case]`, by family."""
