@@ -98,7 +98,7 @@ def test_vmem_decides_tiles():
     call = call_of("off", 4096, 256, 256, "float32")
     problem = problem_of("flash_attention", *call)
     small, large = (compiled.default_config(problem, FACTS[name]) for name in ("v4", "v5e"))
-    area = lambda config: config.forward.block_q * config.forward.block_k
+    area = lambda config: config.key_gradient.block_q * config.key_gradient.block_k
     assert area(small) < area(large)
     for generation, config in (("v4", small), ("v5e", large)):
         assert compiled.config_unsupported(config, problem, FACTS[generation]) is None
