@@ -62,7 +62,7 @@ def test_every_candidate():
     case = Case(B=1, T=2048, S=2048, H=2, K=1, D=128, V=128, right=0, dtype="bfloat16")
     arrays, spec = make(case)
     for config in compiled.candidates(problem_of("flash_attention", arrays, spec), device_facts()):
-        check_kernels(case, lambda *given, config=config: run(*given, config))
+        check_kernels(case, functools.partial(run, config=config))
 
 
 def test_repeats_bit_for_bit():
