@@ -19,6 +19,7 @@ from ejkernel_eqx.attention.pallas import interpreted
 from ejkernel_eqx.attention.pallas.compiled import PallasConfig, TileConfig
 from ejkernel_eqx.attention.pallas.steps import FIRST, key_steps, LAST, PARTLY, query_steps, unpacked, WHOLE
 from ejkernel_eqx.attention.reference import visibility
+from ejkernel_eqx.attention.spec import AttentionArrays, AttentionSpec
 from tests.attention.cases import Case, EMPTY, every_fourth, EVERYTHING, make, PAIRWISE
 from tests.attention.dense import quick
 from tests.attention.kernels import check_kernels
@@ -118,7 +119,7 @@ def test_steps_are_the_visible_tiles(kind, by_key):
     assert isinstance(steps.count, int) == (kind == "causal") and steps.split_heads == (heads == 4)
     seen = np.asarray(visibility(arrays, spec))  # [B, H, T, S]
     padded = np.pad(seen, ((0, 0), (0, 0), (0, 40), (0, 12)))
-    some = padded.reshape(2, 4, 5, 128, 4, 128).any((3, 5))
+    some: Any = padded.reshape(2, 4, 5, 128, 4, 128).any((3, 5))
     table = np.asarray(steps.table).reshape(-1, steps.stride)
     programs = 2 if by_key else 4
     for b, h in np.ndindex(2, programs):
@@ -212,7 +213,8 @@ def test_splash_attention_is_a_peer(dtype):
     sizes = splash.BlockSizes(block_q=128, block_kv=128, block_kv_compute=128)
     peer = splash.make_splash_mha(mask, head_shards=1, q_seq_shards=1, block_sizes=sizes, interpret=True)
     scaled = q * jnp.asarray(128**-0.5, dtype)
-    theirs = peer(*(x[0].swapaxes(0, 1) for x in (scaled, k, v))).swapaxes(0, 1)[None]
+    out: Any = peer(*(x[0].swapaxes(0, 1) for x in (scaled, k, v)))
+    theirs = out.swapaxes(0, 1)[None]
     arrays, spec = AttentionArrays(q, k, v), AttentionSpec(128**-0.5, right=0)
     ours, _ = interpreted.platform.forward(arrays, spec, TILES[0])
     exact, _ = reference.attend(AttentionArrays(*(x.astype(jnp.float32) for x in (q, k, v))), spec)

@@ -20,12 +20,12 @@ Call = tuple[AttentionArrays, AttentionSpec]
 
 def call_of(flags: str, T: int = 1024, D: int = 128, V: int = 128, dtype: str = "bfloat16") -> Call:
     """All flags off but for a causal window, all on, or a few."""
-    shape = lambda *sizes, of=dtype: jax.ShapeDtypeStruct(sizes, of)
+    shape: Any = lambda *sizes, of=dtype: jax.ShapeDtypeStruct(sizes, of)
     B, H, K, S = 2, 4, 2, T + 128
     arrays = AttentionArrays(shape(B, T, H, D), shape(B, S, K, D), shape(B, S, K, V))
     spec = AttentionSpec(D**-0.5, right=0, offset=S - T)
     whole = shape(B, T, of="int32")
-    terms = dict(
+    terms: dict[str, Any] = dict(
         bias=shape(1, H, T, S), alibi_slopes=shape(1, H, of="float32"), sinks=shape(1, H, of="float32")
     )
     if flags in ("scores", "on"):
@@ -33,7 +33,7 @@ def call_of(flags: str, T: int = 1024, D: int = 128, V: int = 128, dtype: str = 
         spec = dataclasses.replace(spec, logits_soft_cap=30.0, dropout_rate=0.1)
     if flags in ("masks", "on"):
         rows = RowRanges(whole, whole, whole)
-        segments = dict(q_segments=whole, kv_segments=shape(B, S, of="int32"))
+        segments: dict[str, Any] = dict(q_segments=whole, kv_segments=shape(B, S, of="int32"))
         arrays = arrays._replace(rows=rows, mask=shape(B, 1, T, S, of="bool"), **segments)
         spec = dataclasses.replace(spec, right=None, offset=0)
     if flags in ("blocks", "on"):
@@ -89,7 +89,7 @@ def test_defaults_compile(generation, flags, dims):
 @needs_libtpu
 @pytest.mark.parametrize("dims, dtype", [((64, 64), "bfloat16"), ((256, 256), "float32")], ids=str)
 def test_head_dims_compile_where_memory_is_scarce(dims, dtype):
-    arrays, spec = call_of("off", 1024, *dims, dtype)
+    arrays, spec = call_of("off", 1024, D=dims[0], V=dims[1], dtype=dtype)
     compile_ahead("v4", functools.partial(both, spec, default_of("v4", (arrays, spec))), arrays)
 
 
@@ -98,7 +98,7 @@ def test_vmem_decides_tiles():
     call = call_of("off", 4096, 256, 256, "float32")
     problem = problem_of("flash_attention", *call)
     small, large = (compiled.default_config(problem, FACTS[name]) for name in ("v4", "v5e"))
-    area = lambda config: config.forward.block_q * config.forward.block_k
+    area = lambda config: config.key_gradient.block_q * config.key_gradient.block_k
     assert area(small) < area(large)
     for generation, config in (("v4", small), ("v5e", large)):
         assert compiled.config_unsupported(config, problem, FACTS[generation]) is None

@@ -53,8 +53,9 @@ def test_a_kernel_is_compiled_and_read(tmp_path):
     done = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, timeout=500)
     assert done.returncode == 0, done.stderr[-2000:]
     (row,) = json.loads((tmp_path / "out.json").read_text())["rows"]
-    assert row["ours"]["vmem"] > 2**20 and 300 < row["ours"]["per_unit"] < 3000 and row["flops"] > 0
-    assert 0.5 < tpu_static.ratio_of(row) < 1.5
+    assert row["ours"]["vmem"] > 2**18 and 300 < row["ours"]["per_unit"] < 3000 and row["flops"] > 0
+    ratio = tpu_static.ratio_of(row)
+    assert ratio is not None and 0.5 < ratio < 1.5
 
 
 @pytest.mark.parametrize("path", RESULTS, ids=lambda path: path.stem)
