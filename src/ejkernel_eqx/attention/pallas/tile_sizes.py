@@ -1,6 +1,8 @@
 """Preferred tiles of the Pallas kernels and the memory they take. None has run on a TPU: they are those whose steps the compiler makes shortest
 (`benchmarks/tpu_static.py`)."""
 
+from typing import Any
+
 from ...dispatch import DeviceFacts, Problem
 from ...launch.sizes import cdiv, tile_bytes, too_large_for_vmem
 from . import backward_kernels, forward_kernel
@@ -25,8 +27,13 @@ _TILES: dict[str, tuple[Tile, ...]] = {
         (256, 256),
         (128, 128),
     ),
-    "key_gradient": ((512, 512), (512, 1024), (1024, 512), (256, 512), (512, 256), (256, 256), (128, 128)),
-    "query_gradient": ((512, 512), (1024, 512), (512, 1024), (256, 512), (256, 256), (128, 128)),
+    "key_gradient": ((1024, 512), (512, 1024), (512, 512), (256, 512), (512, 256), (256, 256), (128, 128)),
+    "query_gradient": ((1024, 512), (512, 1024), (512, 512), (256, 512), (256, 256), (128, 128)),
+}
+# By the beginning of a device's kind, what comes before these.
+_SHORTEST: dict[str, dict[str, Tile]] = {
+    "TPU v4": {"forward": (512, 1024), "key_gradient": (512, 1024), "query_gradient": (1024, 256)},
+    "TPU v5": {"forward": (512, 512)},
 }
 _MOST_TABLE = 512 * 2**10  # bytes of scalar memory
 
@@ -34,19 +41,23 @@ _MOST_TABLE = 512 * 2**10  # bytes of scalar memory
 def fitting(kernel: str, problem: Problem, device: DeviceFacts) -> list[Tile]:
     """The tiles that fit the problem and the device, best first; the smallest ones if none does."""
     lengths = [cdiv(problem.dim(name), 128) * 128 for name in "TS"]
-    shrink = lambda tile: tuple(
-        max(128, min(size, length)) for size, length in zip(tile, lengths, strict=True)
-    )
-    tiles = list(dict.fromkeys(shrink(tile) for tile in _within_blocks(problem, _TILES[kernel])))
+
+    def shrink(tile: Tile) -> Tile:
+        queries, keys = (max(128, min(size, length)) for size, length in zip(tile, lengths, strict=True))
+        return queries, keys
+
+    shortest = [
+        tiles[kernel] for kind, tiles in _SHORTEST.items() if device.kind.startswith(kind) and kernel in tiles
+    ]
+    known = _within_blocks(problem, (*shortest, *_TILES[kernel]))
+    tiles = list(dict.fromkeys(shrink(tile) for tile in known))
     return [tile for tile in tiles if tile_unsupported(kernel, problem, tile, device) is None] or [(128, 128)]
 
 
 def _within_blocks(problem: Problem, tiles: tuple[Tile, ...]) -> list[Tile]:
     """First the tiles of which a block of the map consists: they are visible as a whole or not at all."""
-    size: object = problem.flag("block_size")
-    if not isinstance(size, tuple):
-        return list(tiles)
-    return sorted(tiles, key=lambda tile: bool(size[0] % tile[0] or size[1] % tile[1]))
+    size: Any = problem.flag("block_size")
+    return sorted(tiles, key=lambda tile: size is not None and bool(size[0] % tile[0] or size[1] % tile[1]))
 
 
 def tile_unsupported(kernel: str, problem: Problem, tile: Tile, device: DeviceFacts) -> str | None:
