@@ -3,7 +3,7 @@
 import dataclasses
 import functools
 import inspect
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Callable, Collection
 from typing import Any
 
 import jax
@@ -28,29 +28,19 @@ _PLATFORMS = (
 USUAL = (Platform.TRITON, Platform.XLA, Platform.TRITON_INTERPRET)
 ON_TPU = (Platform.PALLAS, Platform.PALLAS_INTERPRET)
 """For a family with a folder `pallas`."""
-UNPROVEN = {Platform.PALLAS: 5}
-"""Priorities of a family whose kernels have run on no TPU, and whose plain XLA is good there: it comes first, until a table of the device says
-otherwise."""
 EVERY = (Platform.CUDA, *USUAL, *ON_TPU)
 
 
 def register(
-    operation: str,
-    package: str | None,
-    platforms: Collection[Platform] = USUAL,
-    *,
-    tunable: bool = True,
-    priorities: Mapping[Platform, int] | None = None,
+    operation: str, package: str | None, platforms: Collection[Platform] = USUAL, *, tunable: bool = True
 ) -> None:
-    """Registers an operation whose platforms are modules of its family's `package`, each imported on first use. `priorities`: those that are not
-    the usual ones."""
+    """Registers an operation whose platforms are modules of its family's `package`, each imported on first use."""
     core = str(package).rpartition(".")[2]
     for platform, backend, priority, module in _PLATFORMS:
         if platform in platforms:
             # cuDNN tunes itself.
             workload = f"{package}.workload:workload" if tunable and platform is not Platform.CUDA else None
             target = f"{package}.{module}"
-            priority = (priorities or {}).get(platform, priority)
             kernel_registry.add(
                 Implementation(operation, platform, backend, priority, core, target, workload)
             )

@@ -17,8 +17,7 @@ from .core import recur, step
 
 def register(operation: str) -> None:
     """Registers an operation of this family on all its platforms."""
-    every = (*platforms.USUAL, *platforms.ON_TPU)
-    platforms.register(operation, __package__, every, priorities=platforms.UNPROVEN)
+    platforms.register(operation, __package__, (*platforms.USUAL, *platforms.ON_TPU))
 
 
 def run(

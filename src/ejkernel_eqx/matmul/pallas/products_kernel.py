@@ -39,6 +39,14 @@ class Form:
     inner: int
 
     @property
+    def chunked(self) -> bool:
+        """Whether right sides come as chunks `[block_k / CHUNK, CHUNK, block_n]`: the compiler multiplies these by fewer loads of matrices than parts
+        of one whole."""
+        return (
+            not self.transposed and self.loops > 0 and self.block_k % CHUNK == 0 and self.inner % CHUNK == 0
+        )
+
+    @property
     def steps(self) -> int:
         return -(-self.inner // self.block_k)
 
@@ -59,7 +67,7 @@ def kernel(form: Form, tile: Any, matrix: Any, begin: Any, end: Any, kind: Any, 
 
     def turn(masked: bool) -> None:
         def add(place: Any, carry: None) -> None:
-            for total, z in zip(totals, _products(form, ref, place * CHUNK, CHUNK, masked), strict=True):
+            for total, z in zip(totals, _products(form, ref, place, CHUNK, masked), strict=True):
                 total[...] += z
 
         if totals:
@@ -69,10 +77,9 @@ def kernel(form: Form, tile: Any, matrix: Any, begin: Any, end: Any, kind: Any, 
                 for total in totals:
                     total[...] = jnp.zeros_like(total)
 
-        done = form.loops * CHUNK
         if form.loops:
             lax.fori_loop(0, form.loops, add, None)
-        products = _products(form, ref, done, form.block_k - done, masked)
+        products = _products(form, ref, form.loops, form.block_k - form.loops * CHUNK, masked)
         if form.steps == 1:
             sums = [total[...] + z for total, z in zip(totals, products, strict=True)] if totals else products
             _finish(form, ref, store, *sums)
@@ -94,8 +101,10 @@ def kernel(form: Form, tile: Any, matrix: Any, begin: Any, end: Any, kind: Any, 
                 store(ref[name], jnp.zeros(ref[name].shape, jnp.float32))
 
 
-def _products(form: Form, ref: dict[str, Any], start: Any, size: int, masked: bool) -> list[Array]:
-    """Over `size` of the contracted axis: `x w` and, with a gate, `x u`; with `y` the sum of both products. `masked`: only some of it exists."""
+def _products(form: Form, ref: dict[str, Any], chunk: Any, size: int, masked: bool) -> list[Array]:
+    """Over `size` of the contracted axis, from a chunk on: `x w` and, with a gate, `x u`; with `y` the sum of both products. `masked`: only some of
+    it exists."""
+    start = chunk * CHUNK
     left = form.inner % form.block_k - start if masked else None
     part = pl.ds(start if isinstance(start, int) else pl.multiple_of(start, CHUNK), size)
     operand = functools.partial(inside, length=left, dtype=form.operand)
@@ -109,6 +118,8 @@ def _products(form: Form, ref: dict[str, Any], start: Any, size: int, masked: bo
 
     def matrix(name: str) -> Array:
         w = ref[name]
+        if form.chunked:
+            return operand(w[chunk], axis=0)
         return operand(w[:, part], axis=1) if form.transposed else operand(w[part, :], axis=0)
 
     x = side("x", "row_scale")

@@ -11,7 +11,7 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import tpu as pltpu
 
 from ...launch.pallas import Execute, TpuLaunch
-from ..spec import CONSTANT, KEY, RecurrenceArrays, RecurrenceSpec
+from ..spec import CONSTANT, KEY, NONE, RecurrenceArrays, RecurrenceSpec
 from ..xla_chunks import Chunks
 from ..xla_decay import closed
 from .chunk import Form
@@ -64,6 +64,9 @@ class Call:
                     x = jnp.broadcast_to(x[:, None], (x.shape[0], length, x.shape[-1]))
                 x = chunks.take(closed(x) if name == "g" else x)
                 found[name] = x if x.ndim == 4 else x.reshape(*x.shape[:2], chunks.count, 1, chunks.size)
+        if self.spec.decay == NONE:
+            # As decays of 1: without them libtpu 0.0.50 fails for v6e and tpu7x, on queries that are multiplied both by keys and by the state.
+            found["g"] = jnp.zeros((chunks.batch, chunks.heads, chunks.count, 1, chunks.size), jnp.float32)
         return found
 
     def learned(self) -> Named:

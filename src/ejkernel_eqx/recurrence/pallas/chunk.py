@@ -19,7 +19,7 @@ class Chunk(NamedTuple):
     k: Array  # [C, D]
     v: Array  # [C, V]
     state: Array  # [D, V]
-    g: Array | None = None  # log-decays: scalar [1, C], key [C, D]
+    g: Array  # log-decays: scalar [1, C], key [C, D]
     beta: Array | None = None  # [1, C]
 
 
@@ -108,28 +108,20 @@ class _Places:
         """`[C, 1]`: for each token the sum over those that are chosen of a row `[1, C]`."""
         return jnp.sum(jnp.where(chosen, row, 0.0), 1, keepdims=True)
 
-    def enters(self, factor: Array | None) -> Array | None:
+    def enters(self, factor: Array) -> Array:
         """The factor of what a token reads of the state that comes in: 0 if that is of another segment."""
-        return (
-            factor
-            if self.starts is None
-            else jnp.where(self.starts < 0, 1.0 if factor is None else factor, 0.0)
-        )
+        return factor if self.starts is None else jnp.where(self.starts < 0, factor, 0.0)
 
-    def leaves(self, factor: Array | None) -> Array | None:
+    def leaves(self, factor: Array) -> Array:
         """The factor of what a token adds to the state that goes out."""
         if self.starts is None:
             return factor
         place = lax.broadcasted_iota(jnp.int32, (self.size, 1), 0).astype(jnp.float32)
-        return jnp.where(place >= self.last, 1.0 if factor is None else factor, 0.0)
+        return jnp.where(place >= self.last, factor, 0.0)
 
-    def passes(self, factor: Array | None) -> Array | None:
+    def passes(self, factor: Array) -> Array:
         """The factor of the state from chunk to chunk."""
-        return (
-            factor
-            if self.starts is None
-            else jnp.where(self.last < 0, 1.0 if factor is None else factor, 0.0)
-        )
+        return factor if self.starts is None else jnp.where(self.last < 0, factor, 0.0)
 
 
 def through_chunk(form: Form, x: Chunk, starts: Array | None) -> tuple[Array, Array]:
@@ -142,19 +134,19 @@ def through_chunk(form: Form, x: Chunk, starts: Array | None) -> tuple[Array, Ar
     queries = x.q.shape[0] // place.size
     keys = [_times(x.k, beta)] if form.delta else []
     scores = _scores(form, place, jnp.concatenate([q, *keys]) if keys else q, x.k, decays)
-    read = form.dot(_times(q, _repeated(head, queries)), x.state)
+    read = form.dot(q * _repeated(head, queries), x.state)
     written = _times(x.v, beta)
     if form.delta:
-        written = written - form.dot(_times(keys[0], head), x.state)
+        written = written - form.dot(keys[0] * head, x.state)
         written = _solved(form, place, scores[-place.size :], written)
         scores = scores[: -place.size]
     out = read + form.dot(scores, written)
-    state = form.dot(_times(x.k, tail), written, 0, 0)
-    return out, state + _times(x.state, total)
+    state = form.dot(x.k * tail, written, 0, 0)
+    return out, state + x.state * total
 
 
 class _Decays(NamedTuple):
-    """Factors of a chunk's decays; absent ones are 1.
+    """Factors of a chunk's decays.
 
     - `head`, `tail`: from the start of the chunk up to a token, and from it to the end, `[C, 1]` or by key `[C, D]`. `total`: of all tokens,
       `[1, 1]` or `[D, 1]`.
@@ -162,17 +154,15 @@ class _Decays(NamedTuple):
     - `levels`: of a decay by key, `[C, D]` for each size of halves: between a token and the middle of its block.
     """
 
-    head: Array | None = None
-    tail: Array | None = None
-    total: Array | None = None
+    head: Array
+    tail: Array
+    total: Array
     pairs: Array | None = None
     levels: tuple[Array, ...] = ()
 
 
-def _decays(form: Form, place: _Places, g: Array | None) -> _Decays:
+def _decays(form: Form, place: _Places, g: Array) -> _Decays:
     """Every sum of log-decays is one of its own, not a difference: nothing cancels, however strong the decays around it are."""
-    if g is None:
-        return _Decays()
     before, after = place.j <= place.i, place.j > place.i
     if g.shape[0] == 1:
         logs = form.of_chosen(jnp.where(before, g, 0.0), place.j < place.i)  # [i, j]: over j < t <= i
@@ -190,7 +180,7 @@ def _scores(form: Form, place: _Places, x: Array, k: Array, decays: _Decays) -> 
     """`[N C, C]`: `x_i . k_j` decayed from `j` to `i`, 0 where `i` does not see `j`, for `x [N C, D]`."""
     count = x.shape[0] // place.size
     if not decays.levels:
-        scores = _times(form.dot(x, k, 1, 1), _repeated(decays.pairs, count))
+        scores = form.dot(x, k, 1, 1) * _repeated(decays.pairs, count)
         return jnp.where(_repeated(place.visible, count), scores, 0.0)
     own = jnp.sum(x * _repeated(k, count), 1, keepdims=True)
     scores = jnp.where(_repeated(place.i == place.j, count), own, 0.0)
@@ -231,4 +221,4 @@ def _times(x: Array, factor: Array | None) -> Array:
 
 def _repeated(x: Any, count: int) -> Any:
     """`x [C, ...]` for `count` heads, one after the other."""
-    return x if x is None or count == 1 else jnp.concatenate([x] * count)
+    return x if count == 1 else jnp.concatenate([x] * count)
