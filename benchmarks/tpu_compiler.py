@@ -74,14 +74,15 @@ def schedules(folder: pathlib.Path, compile_it: Callable[[], Any]) -> tuple[Sche
             continue
         stem = re.sub(r"-\d+-final_bundles\.txt$", "", path)
         use = glob.glob(f"{glob.escape(stem)}-*final_hlo-static-per-bundle-utilization.txt")
+        first = glob.glob(f"{glob.escape(stem)}-*-original.txt")
         kernel = re.sub(r"(\.\d+)?-\d+-final_bundles\.txt$", "", name)
-        found.append(_read(kernel, pathlib.Path(path).read_text(), pathlib.Path(use[0]).read_text()))
+        found.append(_read(kernel, *(pathlib.Path(file).read_text() for file in (path, use[0], first[0]))))
     for path in folder.iterdir():
         path.unlink()
     return tuple(found)
 
 
-def _read(kernel: str, text: str, utilization: str) -> Schedule:
+def _read(kernel: str, text: str, utilization: str, original: str) -> Schedule:
     rows = [
         tuple(map(int, line.split())) for line in utilization.splitlines() if re.fullmatch(r"[\d\s]+", line)
     ]
@@ -104,7 +105,7 @@ def _read(kernel: str, text: str, utilization: str) -> Schedule:
     return Schedule(
         kernel,
         last + 1,
-        sum(int(size, 16) for size in _VMEM.findall(text)),
+        sum(int(size, 16) for size in _VMEM.findall(original)),
         dict(zip(SLOTS, capacity, strict=True)),
         tuple(inner),
     )

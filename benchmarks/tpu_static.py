@@ -49,7 +49,8 @@ class Program:
 
 @dataclasses.dataclass(frozen=True)
 class Case:
-    """One kernel on one problem. `unit` says what is counted; `flops` and `bytes` are those of a unit, as our kernel moves them."""
+    """One kernel on one problem. `unit` says what is counted; `flops` and `bytes` are those of a unit, as our kernel moves them; `tiles` is the
+    heuristic's choice for the generation."""
 
     name: str
     unit: str
@@ -58,6 +59,7 @@ class Case:
     peer_name: str = ""
     flops: float = 0.0
     bytes: float = 0.0
+    tiles: str = ""
 
 
 def measured(program: Program, generation: str, folder: pathlib.Path) -> dict[str, Any]:
@@ -119,12 +121,8 @@ def run(
             for case in importlib.import_module(FAMILIES[family]).cases(generation):
                 if only not in case.name:
                     continue
-                row: dict[str, Any] = {
-                    "family": family,
-                    "generation": generation,
-                    "case": case.name,
-                    "unit": case.unit,
-                }
+                row: dict[str, Any] = {"family": family, "generation": generation, "case": case.name}
+                row |= {"unit": case.unit, "tiles": case.tiles}
                 row["ours"] = measured(case.ours, generation, folder)
                 if case.peer is not None:
                     row["peer"] = measured(case.peer, generation, folder) | {"name": case.peer_name}
@@ -142,7 +140,7 @@ def ratio_of(row: dict[str, Any]) -> float | None:
 
 def line_of(row: dict[str, Any]) -> str:
     ours, ratio = row["ours"], ratio_of(row)
-    head = f"{row['generation']:6} {row['case']:44}"
+    head = f"{row['generation']:6} {row['case']:36} {row['tiles']:10}"
     if "error" in ours:
         return f"{head} FAILED: {ours['error']}"
     text = f"{head} {ours['per_unit']:8.0f} bundles, {ours['spills_per_unit']:5.0f} spills, {ours['vmem'] / 2**20:5.1f} MiB"

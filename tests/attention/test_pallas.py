@@ -1,17 +1,19 @@
 """The Pallas kernels for TPU, interpreted with races detected and memory poisoned: a part of the cases, with tiles that lengths, windows and
-segments cross; and lowered and compiled for TPUs without one."""
+segments cross; JAX's own kernel is a peer."""
 
 import dataclasses
 import functools
-import itertools
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from jax.sharding import AxisType
+from jax.sharding import PartitionSpec as P
 
 import ejkernel_eqx as ejx
+from ejkernel_eqx.attention import reference
 from ejkernel_eqx.attention.masks.tile_table import overlap
 from ejkernel_eqx.attention.pallas import interpreted
 from ejkernel_eqx.attention.pallas.compiled import PallasConfig, TileConfig
@@ -20,7 +22,7 @@ from ejkernel_eqx.attention.reference import visibility
 from tests.attention.cases import Case, EMPTY, every_fourth, EVERYTHING, make, PAIRWISE
 from tests.attention.dense import quick
 from tests.attention.kernels import check_kernels
-from tests.attention.test_xla import cotangents
+from tests.tolerances import assert_close
 
 pytestmark = pytest.mark.usefixtures("no_races")
 
@@ -52,7 +54,7 @@ def fitted(case: Case) -> Case:
     return dataclasses.replace(case, T=longer(case.T), S=longer(case.S), H=heads[0], K=heads[1], dtype=dtype)
 
 
-SUBSET = [fitted(case) for case in PAIRWISE[1::3]]
+SUBSET = [fitted(case) for case in PAIRWISE[1::9]]
 
 
 @pytest.mark.few(1)
@@ -66,7 +68,7 @@ def test_everything_at_once():
     check(dataclasses.replace(fitted(EVERYTHING), T=140, S=200, offset=60))
 
 
-@pytest.mark.few(1)
+@pytest.mark.slow
 @pytest.mark.parametrize("case", EMPTY, ids=lambda case: case.name)
 def test_empty(case):
     check(dataclasses.replace(case, H=2, K=1, D=16, V=16))
@@ -76,7 +78,7 @@ SMALL = Case(B=2, T=140, S=200, H=2, K=1, D=16, V=24)
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("pattern", ["".join(p) for p in itertools.product("B1", "H1", "T1", "S1")][::2])
+@pytest.mark.parametrize("pattern", ["B1TS", "1H1S", "111S"])
 def test_ways_to_broadcast_a_bias(pattern):
     """And with them ways to sum its gradient, over tiles as well."""
     check(dataclasses.replace(SMALL, bias=pattern, right=0, offset=60, soft_cap=3.0))
@@ -84,29 +86,22 @@ def test_ways_to_broadcast_a_bias(pattern):
 
 @pytest.mark.slow
 @pytest.mark.parametrize(
-    "window",
-    [
-        dict(right=0, offset=60),
-        dict(left=3, right=0, offset=60),
-        dict(left=20, right=11, offset=-5),
-        dict(left=0, offset=150),
-    ],
-    ids=str,
+    "window", [dict(left=3, right=0, offset=60), dict(left=20, right=11, offset=-5)], ids=str
 )
 def test_windows_across_tiles(window):
     check(dataclasses.replace(SMALL, **window))
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("dims", [(64, 64), (80, 80), (128, 128), (192, 128), (256, 256)], ids=str)
-@pytest.mark.parametrize("dtype", ["bfloat16", "float32"])
-def test_head_dims(dims, dtype):
-    check(Case(B=1, T=130, S=130, H=2, K=1, D=dims[0], V=dims[1], right=0, dtype=dtype))
+@pytest.mark.parametrize("dims", [(80, 80), (192, 128), (256, 256)], ids=str)
+def test_head_dims(dims):
+    check(Case(B=1, T=130, S=128, H=2, K=1, D=dims[0], V=dims[1], dtype="bfloat16"))
 
 
 # Steps
 
 
+@pytest.mark.few(2)
 @pytest.mark.parametrize("by_key", [False, True])
 @pytest.mark.parametrize("kind", ["causal", "ranges", "map"])
 def test_steps_are_the_visible_tiles(kind, by_key):
@@ -152,8 +147,9 @@ def test_steps_are_the_visible_tiles(kind, by_key):
 # Operations
 
 
+@pytest.mark.slow
 def test_flash_attention_interpreted():
-    """Through the operation, with `vmap`, and the choice in the program."""
+    """Through the operation, with `vmap`."""
     key = jax.random.key(0)
     q, k, v = (jax.random.normal(n, (2, 3, 40, 2, 16)) for n in jax.random.split(key, 3))
     ours = ejx.FlashAttention(causal=True, platform="pallas-interpret")
@@ -175,7 +171,7 @@ def blocks_of(case: str) -> tuple[Any, dict[str, Any]]:
     return None, {"block_map": jnp.asarray(rng.random(shape) < 0.5), "block_size": size}
 
 
-@pytest.mark.few(1)
+@pytest.mark.slow
 @pytest.mark.parametrize("case", ["whole", "crossed", "heads", "pattern"])
 def test_block_sparse_attention_interpreted(case):
     mask, more = blocks_of(case)
@@ -205,8 +201,47 @@ def test_what_it_does_not_take():
 
 
 @pytest.mark.slow
-def test_repeats_bit_for_bit():
-    arrays, spec = make(fitted(EVERYTHING))
-    first, second = (run(arrays, *cotangents(fitted(EVERYTHING)), spec, TILES[0]) for _ in range(2))
-    for a, b in zip(jax.tree.leaves(first), jax.tree.leaves(second), strict=True):
-        np.testing.assert_array_equal(np.asarray(a), np.asarray(b))
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_splash_attention_is_a_peer(dtype):
+    """JAX's own kernel, interpreted on the same inputs, is as far from the truth."""
+    from jax.experimental.pallas.ops.tpu.splash_attention import splash_attention_kernel as splash
+    from jax.experimental.pallas.ops.tpu.splash_attention import splash_attention_mask as masks
+
+    q, k, v = (jax.random.normal(n, (1, 256, 2, 128), dtype) for n in jax.random.split(jax.random.key(0), 3))
+    mask = masks.MultiHeadMask([masks.CausalMask((256, 256))] * 2)
+    sizes = splash.BlockSizes(block_q=128, block_kv=128, block_kv_compute=128)
+    peer = splash.make_splash_mha(mask, head_shards=1, q_seq_shards=1, block_sizes=sizes, interpret=True)
+    scaled = q * jnp.asarray(128**-0.5, dtype)
+    theirs = peer(*(x[0].swapaxes(0, 1) for x in (scaled, k, v))).swapaxes(0, 1)[None]
+    arrays, spec = AttentionArrays(q, k, v), AttentionSpec(128**-0.5, right=0)
+    ours, _ = interpreted.platform.forward(arrays, spec, TILES[0])
+    exact, _ = reference.attend(AttentionArrays(*(x.astype(jnp.float32) for x in (q, k, v))), spec)
+    error = lambda x: float(jnp.abs(x.astype(jnp.float32) - exact).max())
+    assert_close(ours, exact, dtype)
+    assert error(ours) <= 1.5 * error(theirs) + 1e-6
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("kind", ["explicit", "shard_map"])
+def test_over_devices(kind):
+    """Batch and heads are split; each device interprets its own."""
+    given = [
+        jax.random.normal(n, (2, 130, h, 16))
+        for n, h in zip(jax.random.split(jax.random.key(0), 3), (4, 2, 2), strict=True)
+    ]
+    op = lambda platform: ejx.FlashAttention(causal=True, platform=platform)
+    loss = lambda module: lambda *given: (module(*given) ** 2).sum()
+    wanted = jax.jit(jax.value_and_grad(loss(op("xla")), (0, 1, 2)))(*given)
+    axis = AxisType.Explicit if kind == "explicit" else AxisType.Auto
+    mesh = jax.make_mesh((2, 2), ("dp", "tp"), axis_types=(axis,) * 2)
+    spec = P("dp", None, "tp")
+    module = op("pallas-interpret")
+    call = (
+        module
+        if kind == "explicit"
+        else jax.shard_map(module, mesh=mesh, in_specs=(spec,) * 3, out_specs=spec)
+    )
+    placed = [jax.device_put(x, jax.NamedSharding(mesh, spec)) for x in given]
+    found = jax.jit(jax.value_and_grad(loss(call), (0, 1, 2)))(*placed)
+    for a, b in zip(jax.tree.leaves(found), jax.tree.leaves(wanted), strict=True):
+        np.testing.assert_allclose(np.asarray(a), np.asarray(b), rtol=2e-5, atol=2e-5)

@@ -33,7 +33,8 @@ class TpuLaunch:
 
     - `kernel`: a function of references, in this order: prefetched scalars, inputs, outputs, scratch.
     - `name`: the label in HLO and profilers, such as `"attention.forward"`.
-    - `grid`: the programs; an axis may be a scalar array, if how many there are is data. Axes are sequential, the last one the fastest, so a block that several consecutive steps share stays in VMEM.
+    - `grid`: the programs; an axis may be a scalar array, if how many there are is data.
+        Axes are sequential, the last one the fastest, so a block that several consecutive steps share stays in VMEM.
     - `scalars`: how many of the arrays are prefetched to scalar memory. The index maps of all specs receive them after the grid's indices.
     - `in_specs`, `out_specs`: one `pl.BlockSpec` for each other array and for each output. The last two axes of a block are multiples of
         `(8, 128)` or the array's own.

@@ -9,6 +9,7 @@ from typing import Any
 import jax
 from jax.experimental import topologies
 
+from .._optional import not_installed
 from ..dispatch import Backend, DeviceFacts
 from ..dispatch.device import vmem_capacity
 
@@ -40,7 +41,7 @@ _SETTINGS = {
 def libtpu_unavailable() -> str | None:
     """Why nothing can be compiled for TPUs here; `None` if it can."""
     if importlib.util.find_spec("libtpu") is None:
-        return "libtpu, the compiler for TPUs, is not installed (pip install 'ejkernel-eqx[tpu]')"
+        return not_installed("libtpu")
     return None
 
 

@@ -53,9 +53,7 @@ def _weights(
     return Weights(kept, ds, through, seen)
 
 
-def key_gradient_kernel(
-    form: Form, refs: Any, entry: Entry, head: Head, first: Any, last: Any, *, blind: bool
-) -> None:
+def key_gradient_kernel(form: Form, refs: Any, entry: Entry, head: Head, first: Any, last: Any) -> None:
     """`entry.own` is the tile of keys. `first` and `last`: whether this is the first and last head of a group."""
 
     @pl.when((entry.flags & FIRST != 0) & first)
@@ -67,13 +65,15 @@ def key_gradient_kernel(
         q, do = refs.q[...], refs.do[...]  # [BQ, D], [BQ, V]
         factors, rows = (refs.k[...], q, refs.v[...], do), (refs.lse[...], refs.delta[...])
         found = _weights(form, refs, (entry.other, entry.own), head, factors, rows, masked)
-        if found.seen is not None and blind:
+        if found.seen is not None and form.blind:
             q, do = clean(found.seen, q, do)
         refs.dv_sum[...] += dot(form, found.kept.astype(do.dtype), do)
         refs.dk_sum[...] += dot(form, found.through.astype(q.dtype), q)
 
-    pl.when(entry.flags & WHOLE != 0)(lambda: add(False))
-    pl.when(entry.flags & PARTLY != 0)(lambda: add(True))
+    if form.ever_whole:
+        pl.when(entry.flags & WHOLE != 0)(lambda: add(False))
+    if form.ever_partly:
+        pl.when(entry.flags & PARTLY != 0)(lambda: add(True))
 
     @pl.when((entry.flags & LAST != 0) & last)
     def _finish() -> None:
@@ -81,7 +81,7 @@ def key_gradient_kernel(
         refs.dv[...] = refs.dv_sum[...].astype(refs.dv.dtype)
 
 
-def query_gradient_kernel(form: Form, refs: Any, entry: Entry, head: Head, *, blind: bool) -> None:
+def query_gradient_kernel(form: Form, refs: Any, entry: Entry, head: Head) -> None:
     @pl.when(entry.flags & FIRST != 0)
     def _start() -> None:
         refs.dq_sum[...] = jnp.zeros(refs.dq_sum.shape, jnp.float32)
@@ -95,15 +95,17 @@ def query_gradient_kernel(form: Form, refs: Any, entry: Entry, head: Head, *, bl
         rows = wide(refs.lse_column[...], form.block_k), wide(refs.delta_column[...], form.block_k)
         factors = (refs.q[...], k, refs.do[...], refs.v[...])
         found = _weights(form, refs, (entry.own, entry.other), head, factors, rows, masked)
-        if found.seen is not None and blind:
+        if found.seen is not None and form.blind:
             (k,) = clean(found.seen, k)
         refs.dq_sum[...] += dot(form, found.through.astype(k.dtype), k)
         if form.alibi:
             slopes = found.ds * distance(form, refs, entry.own, entry.other)
             refs.slope_sum[...] += jnp.sum(slopes, axis=0, keepdims=True)
 
-    pl.when(entry.flags & WHOLE != 0)(lambda: add(False))
-    pl.when(entry.flags & PARTLY != 0)(lambda: add(True))
+    if form.ever_whole:
+        pl.when(entry.flags & WHOLE != 0)(lambda: add(False))
+    if form.ever_partly:
+        pl.when(entry.flags & PARTLY != 0)(lambda: add(True))
 
     @pl.when(entry.flags & LAST != 0)
     def _finish() -> None:

@@ -15,6 +15,7 @@ from ..spec import AttentionArrays, AttentionGrads, AttentionSpec
 from . import launches, tile_sizes
 
 OPAQUE = True
+NOTE = "interpreted and compiled without a TPU; it has never run on one"
 PARTS = {"forward": FORWARD, "key_gradient": "k v", "query_gradient": "q bias alibi_slopes sinks"}
 MAX_HEAD_DIM = 256
 

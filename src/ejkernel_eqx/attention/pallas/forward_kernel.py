@@ -12,8 +12,8 @@ from .tile import clean, dot, Form, Head, keep, LANES, scores, visible, wide
 _LN2 = 1 / LOG2E
 
 
-def forward_kernel(form: Form, refs: Any, entry: Entry, head: Head, *, guarded: bool, blind: bool) -> None:
-    """`guarded`: a query may see nothing in its first tile. `blind`: a key may be seen by no query."""
+def forward_kernel(form: Form, refs: Any, entry: Entry, head: Head, *, guarded: bool) -> None:
+    """`guarded`: a query may see nothing in its first tile."""
 
     @pl.when(entry.flags & FIRST != 0)
     def _start() -> None:
@@ -31,7 +31,7 @@ def forward_kernel(form: Form, refs: Any, entry: Entry, head: Head, *, guarded: 
         if masked:
             seen = visible(form, refs, entry.own, entry.other)
             s = jnp.where(seen, s, -jnp.inf)
-            if blind:
+            if form.blind:
                 (v,) = clean(seen, v)
         top = refs.top[...]  # [BQ, LANES], all columns alike
         new = jnp.maximum(top, jnp.max(s, axis=1, keepdims=True) * form.multiplier)
@@ -44,8 +44,10 @@ def forward_kernel(form: Form, refs: Any, entry: Entry, head: Head, *, guarded: 
             p = jnp.where(keep(form, refs, head, entry.own, entry.other), p / (1 - form.dropout), 0.0)
         refs.acc[...] = refs.acc[...] * wide(alpha, v.shape[1]) + dot(form, p.astype(v.dtype), v)
 
-    pl.when(entry.flags & WHOLE != 0)(lambda: attend(False))
-    pl.when(entry.flags & PARTLY != 0)(lambda: attend(True))
+    if form.ever_whole:
+        pl.when(entry.flags & WHOLE != 0)(lambda: attend(False))
+    if form.ever_partly:
+        pl.when(entry.flags & PARTLY != 0)(lambda: attend(True))
 
     @pl.when(entry.flags & LAST != 0)
     def _finish() -> None:

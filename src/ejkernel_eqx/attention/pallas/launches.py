@@ -13,7 +13,6 @@ from jax.experimental.pallas import tpu as pltpu
 
 from ...launch.pallas import Execute, TpuLaunch
 from ...launch.sizes import cdiv
-from ..masks.tile_table import window_covers
 from ..spec import AttentionArrays, AttentionSpec
 from . import backward_kernels, forward_kernel
 from .operands import (
@@ -70,19 +69,14 @@ def forward(
     }
     scratch = {"acc": (form.block_q, values), "top": (form.block_q, LANES), "total": (form.block_q, LANES)}
     guarded = (
-        spec.listed
-        or form.packed_rows
-        or form.mask
-        or not form.folded
-        or spec.left is not None
-        or _blind(arrays, spec)
+        spec.listed or form.packed_rows or form.mask or not form.folded or spec.left is not None or form.blind
     )
 
     def body(refs: Any, scalars: Any, place: Place, entry: Entry) -> None:
         number = place.batch * heads + place.head
         refs.sink = scalars.sinks[number] if form.sinks else None
         head = head_of(form, scalars, number)
-        forward_kernel.forward_kernel(form, refs, entry, head, guarded=guarded, blind=_blind(arrays, spec))
+        forward_kernel.forward_kernel(form, refs, entry, head, guarded=guarded)
 
     temporaries = forward_kernel.temporaries(*tile, arrays.q.dtype.itemsize)
     out, lse = call.launch("forward", body, {}, results, scratch, temporaries, execute)
@@ -107,7 +101,7 @@ def key_gradient(
     def body(refs: Any, scalars: Any, place: Place, entry: Entry) -> None:
         head = head_of(form, scalars, place.batch * arrays.q.shape[2] + place.head)
         first, last = (True, True) if group == 1 else (pl.program_id(3) == 0, pl.program_id(3) == group - 1)
-        backward_kernels.key_gradient_kernel(form, refs, entry, head, first, last, blind=_blind(arrays, spec))
+        backward_kernels.key_gradient_kernel(form, refs, entry, head, first, last)
 
     temporaries = backward_kernels.temporaries(*tile, arrays.q.dtype.itemsize)
     dk, dv = call.launch("key_gradient", body, _of_rows(rows, form), results, scratch, temporaries, execute)
@@ -136,7 +130,7 @@ def query_gradient(
 
     def body(refs: Any, scalars: Any, place: Place, entry: Entry) -> None:
         head = head_of(form, scalars, place.batch * heads + place.head)
-        backward_kernels.query_gradient_kernel(form, refs, entry, head, blind=_blind(arrays, spec))
+        backward_kernels.query_gradient_kernel(form, refs, entry, head)
 
     temporaries = backward_kernels.temporaries(*tile, arrays.q.dtype.itemsize)
     found = call.launch("query_gradient", body, _of_rows(rows, form), results, scratch, temporaries, execute)
@@ -318,10 +312,3 @@ def _row_result(batch: int, heads: int, length: int, form: Form) -> Result:
 
 def _query_tile(place: Place) -> tuple[Any, ...]:
     return place.batch, place.head, place.q_tile, 0
-
-
-def _blind(arrays: AttentionArrays, spec: AttentionSpec) -> bool:
-    """Whether a key may be seen by no query, or a query see no key."""
-    if arrays.rows is not None or arrays.q_segments is not None or arrays.mask is not None or spec.listed:
-        return True
-    return spec.ranged and not window_covers(arrays.q.shape[1], arrays.k.shape[1], spec)

@@ -10,6 +10,7 @@ import numpy as np
 from jax import Array
 
 from ...launch.sizes import cdiv
+from ..masks.tile_table import window_covers
 from ..spec import AttentionArrays, AttentionSpec
 from .steps import Entry, Steps, unpacked
 from .tile import Form, Head, LANES
@@ -246,7 +247,9 @@ def form_of(
     return Form(
         block_q=block_q,
         block_k=block_k,
+        queries=arrays.q.shape[1],
         keys=arrays.k.shape[1],
+        blind=_blind(arrays, spec),
         scale=spec.scale,
         cap=spec.logits_soft_cap,
         left=spec.left,
@@ -265,3 +268,10 @@ def form_of(
         dtype=arrays.q.dtype,
         by_key=by_key,
     )
+
+
+def _blind(arrays: AttentionArrays, spec: AttentionSpec) -> bool:
+    """Whether a key may be seen by no query, or a query see no key."""
+    if arrays.rows is not None or arrays.q_segments is not None or arrays.mask is not None or spec.listed:
+        return True
+    return spec.ranged and not window_covers(arrays.q.shape[1], arrays.k.shape[1], spec)

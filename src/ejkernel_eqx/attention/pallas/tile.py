@@ -26,8 +26,11 @@ class Form:
 
     block_q: int
     block_k: int
+    queries: int
     keys: int
-    """Keys that the call has; those behind them are padding."""
+    """Queries and keys that the call has; those behind them are padding."""
+    blind: bool
+    """Whether a key may be seen by no query, or a query see no key. Then padding must see nothing either."""
     scale: float
     cap: float | None
     left: int | None
@@ -63,6 +66,17 @@ class Form:
     @property
     def shape(self) -> tuple[int, int]:
         return (self.block_k, self.block_q) if self.by_key else (self.block_q, self.block_k)
+
+    @property
+    def ever_whole(self) -> bool:
+        """Whether a tile may be visible as a whole: a mask may hide any entry."""
+        return not self.mask
+
+    @property
+    def ever_partly(self) -> bool:
+        """Whether a tile may be visible in part."""
+        ranged = self.left is not None or self.right is not None or self.keys % self.block_k != 0
+        return ranged or self.packed_rows or self.mask or self.bits or self.blocks is not None
 
     @property
     def packed_rows(self) -> bool:
@@ -146,6 +160,8 @@ def visible(form: Form, refs: Any, q_tile: Any, k_tile: Any) -> Array:
     else:
         if form.keys % form.block_k:
             conditions.append(j < form.keys)
+        if form.blind and form.queries % form.block_q:
+            conditions.append(i < form.queries)
         if form.right is not None:
             conditions.append(j <= i + (form.offset + form.right))
         if form.left is not None:
@@ -161,8 +177,9 @@ def visible(form: Form, refs: Any, q_tile: Any, k_tile: Any) -> Array:
         conditions.append(refs.bits[...].astype(jnp.int32) != 0)
     if form.blocks is not None:
         conditions.append(_of_map(form, refs, q_tile, k_tile))
-    seen = functools.reduce(jnp.logical_and, conditions)
-    return jnp.broadcast_to(seen, form.shape)
+    if not conditions:
+        return jnp.ones(form.shape, bool)
+    return jnp.broadcast_to(functools.reduce(jnp.logical_and, conditions), form.shape)
 
 
 def _of_map(form: Form, refs: Any, q_tile: Any, k_tile: Any) -> Array:

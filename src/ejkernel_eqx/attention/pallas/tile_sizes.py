@@ -25,8 +25,13 @@ _TILES: dict[str, tuple[Tile, ...]] = {
         (256, 256),
         (128, 128),
     ),
-    "key_gradient": ((512, 512), (512, 1024), (1024, 512), (256, 512), (512, 256), (256, 256), (128, 128)),
-    "query_gradient": ((512, 512), (1024, 512), (512, 1024), (256, 512), (256, 256), (128, 128)),
+    "key_gradient": ((1024, 512), (512, 1024), (512, 512), (256, 512), (512, 256), (256, 256), (128, 128)),
+    "query_gradient": ((1024, 512), (512, 1024), (512, 512), (256, 512), (256, 256), (128, 128)),
+}
+# By the beginning of a device's kind, what comes before these.
+_SHORTEST: dict[str, dict[str, Tile]] = {
+    "TPU v4": {"forward": (512, 1024), "key_gradient": (512, 1024), "query_gradient": (1024, 256)},
+    "TPU v5": {"forward": (512, 512)},
 }
 _MOST_TABLE = 512 * 2**10  # bytes of scalar memory
 
@@ -37,7 +42,11 @@ def fitting(kernel: str, problem: Problem, device: DeviceFacts) -> list[Tile]:
     shrink = lambda tile: tuple(
         max(128, min(size, length)) for size, length in zip(tile, lengths, strict=True)
     )
-    tiles = list(dict.fromkeys(shrink(tile) for tile in _within_blocks(problem, _TILES[kernel])))
+    shortest = [
+        tiles[kernel] for kind, tiles in _SHORTEST.items() if device.kind.startswith(kind) and kernel in tiles
+    ]
+    known = _within_blocks(problem, (*shortest, *_TILES[kernel]))
+    tiles = list(dict.fromkeys(shrink(tile) for tile in known))
     return [tile for tile in tiles if tile_unsupported(kernel, problem, tile, device) is None] or [(128, 128)]
 
 
