@@ -82,7 +82,7 @@ def attend(case: Case, config: PallasConfig = CONFIG, **changes: Any) -> dict[st
 
 
 @pytest.mark.usefixtures("no_races")
-@pytest.mark.few(3)
+@pytest.mark.few(2)
 @pytest.mark.parametrize("name", CASES)
 def test_agrees(name):
     assert_agrees(CASES[name], attend(CASES[name]))

@@ -11,6 +11,7 @@ from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import tpu as pltpu
 
+from ...launch.sizes import cdiv
 from ..spec import PagedSpec
 from .call import Call, LANES
 from .kernel import anywhere, Block, Method, of_row, scale_rows, Sizes, whole
@@ -107,10 +108,8 @@ def _finish(r: Any, size: Sizes, slot: Any) -> None:
     heads, rows, _ = r["q_heads"].shape
     queries = size.queries
     lane = lax.broadcasted_iota(jnp.int32, (queries, LANES), 1)
-    group, found = (
-        rows // queries,
-        [jnp.full((queries, LANES), -jnp.inf, jnp.float32) for _ in range(0, size.heads, LANES)],
-    )
+    group, none = rows // queries, jnp.full((queries, LANES), -jnp.inf, jnp.float32)
+    found = [none] * cdiv(size.heads, LANES)
     for h in range(heads):
         share, lse = finished(r["top"][h], r["total"][h])
         out = r["acc"][h] / wide(share, r["acc"].shape[-1])

@@ -26,10 +26,6 @@ _DTYPES = ("bfloat16", "float32")
 config_type = PallasConfig
 
 
-def unavailable(device: DeviceFacts) -> str | None:
-    return None
-
-
 def unsupported(problem: Problem, device: DeviceFacts) -> str | None:
     page, heads = block_sizes.page_of(problem), problem.dim("K")
     pages = problem.dim("M") * (problem.dim("p") // page)
