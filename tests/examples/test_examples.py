@@ -30,14 +30,16 @@ def _environment():
 _DEVICES = {"XLA_FLAGS": "--xla_force_host_platform_device_count=8"}
 
 
-def _start(example, *options, **environment):
+def _start(example, *options, environment=None):
     command = [sys.executable, "-W", "error", str(ROOT / "examples" / example), *map(str, options)]
     pipe = subprocess.PIPE
-    return subprocess.Popen(command, stdout=pipe, stderr=pipe, text=True, env=_environment() | environment)
+    return subprocess.Popen(
+        command, stdout=pipe, stderr=pipe, text=True, env=_environment() | (environment or {})
+    )
 
 
-def _run(example, *options, code=0, **environment):
-    process = _start(example, *options, **environment)
+def _run(example, *options, code=0, environment=None):
+    process = _start(example, *options, environment=environment)
     out, err = process.communicate(timeout=300)
     assert process.returncode == code, err[-4000:]
     return out, err
@@ -83,7 +85,7 @@ def test_a_mesh_trains_as_one_device(tmp_path, text):
     alone, split = (["--out-dir", tmp_path / name] for name in ("alone", "split"))
     mesh = ["--mesh", "data=2,sequence=2,tensor=2"]
     _run("train_lm.py", *options, *alone, "--steps", 20)
-    out, _ = _run("train_lm.py", *options, *split, *mesh, "--steps", 20, **_DEVICES)
+    out, _ = _run("train_lm.py", *options, *split, *mesh, "--steps", 20, environment=_DEVICES)
     assert "20 bytes from the checkpoint of step 20" in out  # on one device
     first, second = (_losses(tmp_path / name) for name in ("alone", "split"))
     assert [step for step, _ in second] == list(range(1, 21))
