@@ -16,6 +16,7 @@ from .caches import DecoderCache, ServingCache
 from .config import DecoderConfig, MoEConfig
 from .filling import filled_decoder
 from .layer import DecoderLayer, normed
+from .split import split_options
 from .vocabulary import embed, logits_of
 
 _KERNELS = (
@@ -74,6 +75,8 @@ class Decoder(eqx.Module):
         remat: str = "none",
         platform: str | None = None,
         expert_parallel: ExpertParallel | None = None,
+        sequence_axis: str | None = None,
+        token_order: Literal["contiguous", "zigzag"] = "contiguous",
         dtype: DTypeLike | None = None,
         compute_dtype: DTypeLike | None = None,
         key: Array,
@@ -88,6 +91,11 @@ class Decoder(eqx.Module):
         - `platform`: of every kernel, as in [`ejkernel_eqx.FlashAttention`][].
         - `expert_parallel`: over which axes of an automatic mesh mixtures of experts are split; on explicit meshes the types of the arrays
             say it.
+        - `sequence_axis`: a mesh axis that the tokens are split over, for the mixers of all layers, as in
+            [`ejkernel_eqx.nn.MultiHeadAttention`][] and [`RecurrentLayer`][ejkernel_eqx.nn.RecurrentLayer]. Latent and native sparse attention
+            have none.
+        - `token_order`: the order of the tokens then, `"zigzag"` for models of attention alone: rows in the order of
+            [`ejkernel_eqx.sequences.reorder_sequence`][].
         - `dtype`: of the parameters; default float32. Norms, and what sets the decay of recurrent layers, are at least float32.
         - `compute_dtype`: what is computed in; default: that of the parameters. Logits are float32.
         - `key`: a PRNG key for the initial weights.
@@ -110,6 +118,7 @@ class Decoder(eqx.Module):
         keys = jax.random.split(layers_key, count)
         options = {"norm_eps": config.norm_eps, "platform": platform, "compute_dtype": self.compute_dtype}
         options |= {"expert_parallel": expert_parallel}
+        options |= {"split": split_options(config, sequence_axis, token_order)}
 
         def stack(first: int, period: int, repeats: int, place: int) -> DecoderLayer:
             def make(key: Array, index: Array) -> DecoderLayer:

@@ -1,5 +1,6 @@
 """One layer of a decoder: a mixer and an MLP between norms."""
 
+from collections.abc import Mapping
 from typing import Any
 
 import equinox as eqx
@@ -74,6 +75,7 @@ class DecoderLayer(eqx.Module):
         num_layers: int,
         norm_eps: float,
         expert_parallel: ExpertParallel | None = None,
+        split: Mapping[str, Mapping[str, Any]] | None = None,
         dtype: Any = None,
         key: Array,
         **options: Any,
@@ -86,9 +88,8 @@ class DecoderLayer(eqx.Module):
         )
         before, behind = config.norms != "post", config.norms in ("post", "around")
         place = {"layer_index": layer_index, "num_layers": num_layers}
-        self.mixer = MIXERS[config.mixer](
-            embed_dim, **place, **dict(config.options), **options, dtype=dtype, key=mixer_key
-        )
+        own = dict(config.options) | dict((split or {}).get(config.mixer, {}))
+        self.mixer = MIXERS[config.mixer](embed_dim, **place, **own, **options, dtype=dtype, key=mixer_key)
         self.mixer_norm, self.mixer_out_norm = norm(before), norm(behind)
         has_mlp = config.mlp is not None
         self.mlp = _mlp(embed_dim, config.mlp, expert_parallel, dtype=dtype, key=mlp_key, **options)

@@ -85,10 +85,8 @@ def _over_mesh(mesh: Any, dtype: Any, x: Array, weight: Array, bias: Array | Non
     # Arrays on no mesh are replicated on this one, and so are their gradients.
     x, weight = (on_mesh(mesh, a) for a in (x, weight))
     lead = jax.typeof(x).sharding.spec[:-1]
-    taken = {axis for entry in lead for axis in _mesh_axes(entry)}
-    rows = (
-        tuple(axis for axis in _mesh_axes(jax.typeof(weight).sharding.spec[0]) if axis not in taken) or None
-    )
+    taken = {axis for entry in lead for axis in mesh_axes(entry)}
+    rows = tuple(axis for axis in mesh_axes(jax.typeof(weight).sharding.spec[0]) if axis not in taken) or None
     bias = None if bias is None else _reshard(bias, mesh, (rows,))
     return _product(dtype, NamedSharding(mesh, PartitionSpec(*lead, rows)), x, weight, bias)
 
@@ -108,7 +106,7 @@ def _reshard(x: Array, mesh: Any, spec: tuple[Any, ...]) -> Array:
     return jax.sharding.reshard(x, NamedSharding(mesh, PartitionSpec(*spec)))
 
 
-def _mesh_axes(entry: Any) -> tuple[str, ...]:
+def mesh_axes(entry: Any) -> tuple[str, ...]:
     return () if entry is None else entry if isinstance(entry, tuple) else (entry,)
 
 
