@@ -208,6 +208,13 @@ CASES = {
         ((ROWS,),),
         ("x", "z", "weight"),
     ),
+    "norm of a sum": Case(
+        called(lambda platform: ejx.ResidualRMSNorm(platform=platform)),
+        {"x": normal(0, 4, 6, 8), "branch": normal(1, 4, 6, 8), "weight": normal(2, 8)},
+        {"x": (ROWS,), "branch": (ROWS,), "weight": ()},
+        ((ROWS,), (ROWS,)),
+        ("x", "branch", "weight"),
+    ),
     "pooling": Case(
         called(lambda platform: ejx.MeanPooling("max", chunk_size=4, platform=platform), mask=IDS >= 0),
         {"x": normal(0, 4, 6, 8)},

@@ -10,7 +10,7 @@ from jax import Array
 
 from ..nn import ExpertParallel, MixtureOfExperts, RouterStatistics
 from ..nn.activations import gated
-from ..nn.projection import project, project_both
+from ..nn.projection import project
 from ..normalization import ResidualRMSNorm
 from .config import LayerConfig, MLPConfig, MoEConfig
 from .filling import filled_mlp
@@ -36,8 +36,8 @@ class MLP(eqx.Module):
     @jax.named_scope("ejx.models.MLP")
     def __call__(self, x: Array) -> Array:
         """`x`: `[..., E]`, any number of leading axes. **Returns:** an array of its shape and dtype."""
-        names, layers = ("gate_proj", "up_proj"), (self.gate_proj, self.up_proj)
-        gate, up = project_both(names, layers, x, self.config.hidden_dim)
+        gate = project("gate_proj", self.gate_proj, x, self.config.hidden_dim)
+        up = project("up_proj", self.up_proj, x, self.config.hidden_dim)
         return project("down_proj", self.down_proj, gated(self.config.activation, gate, up), x.shape[-1])
 
     def _published(self, weights: Any) -> "MLP":

@@ -1,7 +1,6 @@
 """Projections of all layers: over any number of leading axes, on any mesh, and in the right dtype."""
 
 import functools
-import math
 from typing import Any
 
 import equinox as eqx
@@ -43,29 +42,6 @@ def project(name: str, layer: Any, x: Array, features: int) -> Array:
             f"{getattr(y, 'shape', type(y).__name__)} for {x.shape}, not {expected}; build it with the sizes of the one it replaces."
         )
     return y.astype(x.dtype)
-
-
-MANY_TOKENS = 4096
-"""Tokens from which on two weights are worth copying side by side, to be multiplied at once."""
-
-
-def project_both(
-    names: tuple[str, str], layers: tuple[Any, Any], x: Array, features: int
-) -> tuple[Array, Array]:
-    """`project` by two layers of equal size. With many tokens, as in training, as one product of matrices, and so two in the backward: a
-    larger one is faster, and the gradient of `x` is no sum of two."""
-    plain = all(
-        type(layer) is eqx.nn.Linear and layer.bias is None and layer.weight.shape == (features, x.shape[-1])
-        for layer in layers
-    )
-    many = math.prod(x.shape[:-1]) >= MANY_TOKENS
-    if not (plain and many) or mesh_of((x, layers)) is not None:
-        first, second = (project(name, layer, x, features) for name, layer in zip(names, layers))
-        return first, second
-    # On an axis of their own: rows that are split over devices stay where they are.
-    weight = jnp.stack([layer.weight.astype(x.dtype) for layer in layers])
-    both = lax.dot_general(x, weight, (((x.ndim - 1,), (2,)), ((), ())))
-    return both[..., 0, :], both[..., 1, :]
 
 
 def project_apart(name: str, layer: Any, x: Array, features: int) -> tuple[Array, Array | None]:
