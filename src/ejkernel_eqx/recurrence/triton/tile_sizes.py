@@ -4,8 +4,7 @@ import dataclasses
 from typing import Annotated
 
 from ...dispatch import DeviceFacts, Problem
-from ...launch import limits_registers, register_limits_measured
-from ...launch.fields import Block, check_fields, Count, Float32Dot, one_of, Registers, Warps
+from ...launch.fields import Block, check_fields, Count, Float32Dot, one_of, Warps
 from ...launch.sizes import cdiv, padded
 from ..spec import CONSTANT, KEY, NONE
 
@@ -18,7 +17,6 @@ class Tile:
     block_v: Block
     num_warps: Warps
     num_stages: Count
-    max_registers: Registers = 0
 
     __post_init__ = check_fields
 
@@ -50,7 +48,7 @@ class TritonConfig:
 _LARGE, _SOME = 160 * 1024, 96 * 1024  # shared memory of one program, in bytes
 _LEAST_SPLIT = 512  # tokens of a sequence's part
 _KERNELS = ("scores", "wy", "states", "out", "dstates", "gradients")
-_Row = tuple[int, ...]
+_Row = tuple[int, int, int, int]
 # For each kernel in turn: tiles for devices with a lot of shared memory, with some, and with little.
 _HALF: tuple[tuple[_Row, ...], ...] = (
     ((64, 64, 4, 1), (32, 128, 4, 3), (64, 64, 4, 3), (128, 64, 4, 2), (64, 64, 4, 3), (128, 64, 4, 1)),
@@ -63,7 +61,7 @@ _FLOAT32: tuple[tuple[_Row, ...], ...] = (
     ((16, 16, 4, 1),) * 6,
 )
 # For state heads that share queries and keys, with a lot of shared memory. Tiles of wide values are held for one step of a loop only.
-_SHARED: dict[str, _Row] = {"wy": (128, 64, 4, 1, 168), "gradients": (64, 64, 4, 3)}
+_SHARED: dict[str, _Row] = {"wy": (128, 64, 4, 2), "gradients": (64, 64, 4, 3)}
 _SHARED_WIDE: dict[str, _Row] = {"wy": (64, 64, 4, 1), "gradients": (64, 64, 4, 1)}
 # For linear members with a decay per key channel, with a lot of shared memory.
 _KEY: dict[str, _Row] = {"wy": (64, 128, 4, 1), "out": (64, 128, 4, 2), "gradients": (32, 128, 4, 1)}
@@ -84,6 +82,8 @@ def default_config(problem: Problem, device: DeviceFacts) -> TritonConfig:
         rows["out"] = (128, 64, 4, 2 if 2 * programs >= 3 * _multiprocessors(device) else 3)
     if half and room == 0 and _shared(problem):
         rows |= _SHARED if problem.dim("V") <= 64 else _SHARED_WIDE
+        if problem.dim("V") <= 64 < problem.dim("D") and not key:
+            rows["states"] = (128, 64, 8, 3)
     if half and room == 0 and device.capability < (9, 0):
         # Larger tiles spill up to 5 KiB per thread (compiled, not measured).
         rows["gradients"] = (32, 64, 4, 1) if _shared(problem) else (64, 32, 4, 1)
@@ -96,8 +96,6 @@ def default_config(problem: Problem, device: DeviceFacts) -> TritonConfig:
         # Three passes over chunks of 64 would take more tensor memory than Blackwell has.
         chunk_size = 32
     tiles = {name: _narrowed(row, problem) for name, row in rows.items()}
-    if not (limits_registers(device) and register_limits_measured(device)):
-        tiles = {name: dataclasses.replace(tile, max_registers=0) for name, tile in tiles.items()}
     precision = "tf32x3" if device.vendor == "nvidia" else "ieee"
     return TritonConfig(chunk_size, **tiles, single=single, float32_dot=precision, splits=splits)
 
@@ -121,7 +119,7 @@ def candidates(problem: Problem, device: DeviceFacts) -> list[TritonConfig]:
     rows = ((32, 64, 4, 1),) if key else ((128, 32, 4, 1), (128, 32, 4, 2), (128, 64, 4, 1), (128, 64, 8, 2))
     if _shared(problem) and not key:
         rows = ((64, 64, 4, 2), (128, 64, 8, 2), (32, 64, 4, 3))
-        others.append(dataclasses.replace(first, wy=_narrowed((128, 64, 4, 2), problem)))
+        others.append(dataclasses.replace(first, wy=_narrowed((128, 64, 4, 1), problem)))
     for row in rows:
         others.append(dataclasses.replace(first, gradients=_narrowed(row, problem)))
     if first.splits > 1:
@@ -181,6 +179,6 @@ def _shared(problem: Problem) -> bool:
 
 def _narrowed(row: _Row, problem: Problem) -> Tile:
     """The tile, limited to the width of the channels."""
-    block_k, block_v, *options = row
+    block_k, block_v, num_warps, num_stages = row
     dim, values = padded(problem.dim("D")), padded(problem.dim("V"))
-    return Tile(min(block_k, dim), min(block_v, values), *options)
+    return Tile(min(block_k, dim), min(block_v, values), num_warps, num_stages)
