@@ -136,7 +136,7 @@ PLAIN = {"forward_kernel", "key_gradient_kernel", "query_gradient_kernel"}
 @pytest.mark.parametrize(("t", "s"), [(1, 1), pytest.param(1, 70, marks=pytest.mark.slow)])
 def test_one_query_and_one_key(t, s):
     """A length of 1 is a constant to the compiler."""
-    shape = lambda length, dtype, *more: jax.ShapeDtypeStruct((2, length, *more), jnp.dtype(dtype))
+    shape: Any = lambda length, dtype, *more: jax.ShapeDtypeStruct((2, length, *more), jnp.dtype(dtype))
     arrays = AttentionArrays(shape(t, "bfloat16", 4, 16), *[shape(s, "bfloat16", 2, 16)] * 2)
     arrays = arrays._replace(rows=RowRanges(*[shape(t, "int32")] * 3))
     check("sm_90", arrays, AttentionSpec(scale=0.25), PLAIN)
