@@ -23,6 +23,10 @@ def whole(least: int, most: int | None = None) -> Rule:
     return Rule(words, lambda x: isinstance(x, int) and least <= x <= (most or x))
 
 
+def multiple_of(step: int) -> Rule:
+    return Rule(f"a positive multiple of {step}", lambda x: isinstance(x, int) and x > 0 and x % step == 0)
+
+
 def one_of(*values: Any) -> Rule:
     *others, last = map(repr, values)
     return Rule(f"{', '.join(others)} or {last}", lambda x: x in values)
@@ -31,6 +35,8 @@ def one_of(*values: Any) -> Rule:
 Power = Annotated[int, power_of_two()]
 Block = Annotated[int, power_of_two(16)]
 """A side of a tile that is an operand of products."""
+Lanes = Annotated[int, multiple_of(128)]
+"""A side of a tile on a TPU: whole vector registers, whose rows have 128 numbers."""
 Warps = Annotated[int, one_of(1, 2, 4, 8, 16)]
 Count = Annotated[int, whole(1)._replace(words="a positive int")]
 Registers = Annotated[int, whole(0, 255)]
