@@ -131,6 +131,17 @@ def test_lists_fit(name, target, head_dim):
 
 
 PLAIN = {"forward_kernel", "key_gradient_kernel", "query_gradient_kernel"}
+
+
+@pytest.mark.parametrize(("t", "s"), [(1, 1), pytest.param(1, 70, marks=pytest.mark.slow)])
+def test_one_query_and_one_key(t, s):
+    """A length of 1 is a constant to the compiler."""
+    shape: Any = lambda length, dtype, *more: jax.ShapeDtypeStruct((2, length, *more), jnp.dtype(dtype))
+    arrays = AttentionArrays(shape(t, "bfloat16", 4, 16), *[shape(s, "bfloat16", 2, 16)] * 2)
+    arrays = arrays._replace(rows=RowRanges(*[shape(t, "int32")] * 3))
+    check("sm_90", arrays, AttentionSpec(scale=0.25), PLAIN)
+
+
 # The whole grid is long; what runs by default has every head dim, dtype, flag and target in it, and no pair of them twice.
 QUICK = {
     ("sm_80", 64, "bfloat16", True),

@@ -161,9 +161,9 @@ def test_defaults_fit(target, name):
     found = launches(problem, configs[0])
     own = [launch for launch in found if ".native_sparse." in launch.label]
     kernels = [launch.function.fn.__name__ for launch in own]
-    # By blocks in one or two chunks, by queries, and by queries whose blocks are split over programs.
-    chunks = {"plain": 2, "packed": 1}.get(name, 0) if target != "gfx942" else 0
-    forward = ["block_forward_kernel", "merge_blocks_kernel"] * chunks or ["forward_kernel"]
+    # By blocks, by queries, and by queries whose blocks are split over programs.
+    by_blocks = name in ("plain", "packed") and target != "gfx942"
+    forward = ["block_forward_kernel", "merge_blocks_kernel"] if by_blocks else ["forward_kernel"]
     forward += ["merge_blocks_kernel"] if name == "decoding" and target != "gfx942" else []
     importance = "page_importance_kernel" if name == "decoding" else "importance_kernel"
     assert kernels == [

@@ -97,5 +97,6 @@ def tokens_of(x: Array, span: int, stride: int, begin: Array | None = None) -> A
     at = begin[:, None] + jnp.arange(span, dtype=jnp.int32)[None]  # [C, span]
     is_used = (at[:, -1:] < length) & (begin[:, None] < length)
     at = jnp.where(is_used, at, 0)
-    found = jnp.take(x, at, axis=-3)
+    # A part for each stride of a span: none has a token twice, so the order in which a GPU adds up gradients does not matter.
+    found = jnp.concatenate([jnp.take(x, part, axis=-3) for part in jnp.split(at, span // stride, 1)], -3)
     return jnp.where(like(is_used[..., None, None], found), found, 0)

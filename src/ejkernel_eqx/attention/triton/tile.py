@@ -312,12 +312,14 @@ def map_of(
     map_ptr, b, h, T, S, H: tl.constexpr, HEADS: tl.constexpr, MAP_Q: tl.constexpr, MAP_K: tl.constexpr
 ):
     """Where the entries of a head begin in a map `[B, H or 1, cdiv(T, MAP_Q), cdiv(S, MAP_K)]`."""
-    if MAP_Q == 0:
-        return map_ptr
-    row = b
-    if HEADS:
-        row = b * H + h
-    return map_ptr + row * tl.cdiv(T, MAP_Q) * tl.cdiv(S, MAP_K)
+    if (
+        MAP_Q > 0
+    ):  # not after a `return`, which would be compiled: a T of 1 is a constant, and dividing it by 0 an error
+        row = b
+        if HEADS:
+            row = b * H + h
+        map_ptr += row * tl.cdiv(T, MAP_Q) * tl.cdiv(S, MAP_K)
+    return map_ptr
 
 
 @triton.jit
