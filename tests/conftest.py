@@ -20,6 +20,8 @@ _OPTIMISED = "optimised" in _ASKED
 # Checking annotations takes most of the rest, at import and in every trace. Those of what users call are checked always, all with
 # "checked", which `.ci/run` asks for where time is less of a matter.
 _CHECKED = "checked" in _ASKED
+# Cases that took long when the suite was last timed, by the ids that pytest prints: they are slow too.
+_DEAR = pathlib.Path(__file__).with_name("dear_cases.txt")
 _ROOMS = "attention cells convolution custom matmul nn normalization paged pooling recurrence selective_scan sequences weights".split()
 # Programs that run once: the CPU's newer emitters take four times as long to make them, and parts of a program are for more cores.
 _QUICK_FLAGS = ("--xla_cpu_use_fusion_emitters=false", "--xla_cpu_parallel_codegen_split_count=1")
@@ -133,6 +135,10 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
         (number,) = marker.args
         for case in _others(cases, number):
             case.add_marker(pytest.mark.slow)
+    dear = set(_DEAR.read_text(encoding="utf-8").splitlines())
+    for item in items:
+        if item.nodeid in dear:
+            item.add_marker(pytest.mark.slow)
 
 
 def _others(cases: list[pytest.Function], number: int) -> list[pytest.Function]:

@@ -97,6 +97,11 @@ def configured(**tiles):
         (problem(), configured(forward=triton.GroupedTile(64, 128, 64, 4, 6, 8, 132)), "64x128x64"),
         (problem(), configured(forward=triton.GroupedTile(128, 128, 64, 8, 6, 8, 132)), "num_warps"),
         (problem(**SWIGLU), configured(forward=triton.GroupedTile(128, 256, 64, 4, 2, 8, 132)), "128x256x64"),
+        (
+            problem(),
+            configured(forward=triton.GroupedTile(128, 256, 64, 4, 4, 8, 132, True)),
+            "alternating tiles",
+        ),
     ],
 )
 def test_a_configuration_that_cannot_run(of, config, word):
@@ -220,7 +225,11 @@ class _Pointer:
 def _as_python(function, **more):
     """A kernel's function of numbers alone."""
     gl = types.SimpleNamespace(
-        minimum=min, maximum=max, load=lambda x: int(x.numbers.flat[x.at]), constexpr=int
+        minimum=min,
+        maximum=max,
+        load=lambda x: int(x.numbers.flat[x.at]),
+        constexpr=int,
+        where=lambda a, x, y: x if a else y,
     )
     plain = function.fn
     return types.FunctionType(plain.__code__, plain.__globals__ | {"gl": gl} | more, plain.__name__)
@@ -252,3 +261,27 @@ def test_tiles_cover_every_row_once(seed):
                 assert 0 <= column < columns and (found[mine, column] == -1).all()
                 found[mine, column] = group
     np.testing.assert_array_equal(found, np.repeat(np.arange(len(every)), every)[:, None].repeat(columns, 1))
+
+
+@pytest.mark.parametrize("stages", [2, 4, 6])
+@pytest.mark.parametrize("seed", range(4))
+def test_alternating_consumers_follow_the_loader(stages, seed):
+    """Each of two consumers, which skips what the other reads, is at the stages in which the loader has put its tiles."""
+    tile = pytest.importorskip("ejkernel_eqx.matmul.triton.hopper.tile", exc_type=ImportError)
+    following, ahead = (_as_python(function) for function in (tile.following, tile.ahead))
+    steps = np.random.default_rng(seed).integers(0, 9, 40).tolist()
+    loaded, at = [], (0, 0)
+    for count in steps:
+        loaded.append([])
+        for _ in range(count):
+            loaded[-1].append(at)
+            at = following(*at, stages)
+    for consumer in range(2):
+        at = (0, 0)
+        for n, count in enumerate(steps):
+            if n % 2 == consumer:
+                for expected in loaded[n]:
+                    assert at == expected
+                    at = following(*at, stages)
+            else:
+                at = ahead(*at, count, stages)

@@ -16,7 +16,8 @@ class GroupedTile:
     columns in the cache. Of gradients of right sides: `block_k` by `block_n` columns, `block_m` rows at a time; Triton's kernel has no `swizzle`.
 
     `hopper_programs`: how many programs of Hopper's kernel go from tile to tile, usually one for each multiprocessor; 0 for Triton's kernel,
-    with a program for each tile. In Hopper's kernel `num_warps` are those that multiply half a tile, always 4."""
+    with a program for each tile. In Hopper's kernel `num_warps` are those of a consumer, always 4. Both consumers have half of every tile's
+    rows or, `alternating`, every other tile of the program, which one stores while the other multiplies."""
 
     block_m: Block
     block_n: Block
@@ -25,6 +26,7 @@ class GroupedTile:
     num_stages: Count
     swizzle: Count = 8
     hopper_programs: Programs = 0
+    alternating: bool = False
 
     __post_init__ = check_fields
 

@@ -6,12 +6,14 @@ from triton.experimental.gluon.language.nvidia.hopper import mbarrier, tma
 
 from ..forward_kernel import activated, HALVES, PAIR, rounded, scaled, SUM
 from .tile import (
+    ahead,
     barriers_of,
     columns_at_once,
     CONSUMERS,
     following,
     place,
     ragged,
+    rows_of,
     skipped,
     stages_of,
     store,
@@ -48,26 +50,34 @@ def _consumer(ring, staging, out_desc, gate_desc, up_z_desc, sizes_ptr, bias_ptr
               K: gl.constexpr, WIDTH: gl.constexpr, N: gl.constexpr, KIND: gl.constexpr, TRANSPOSED: gl.constexpr, MAPPED: gl.constexpr,
               BIAS: gl.constexpr, UP_BIAS: gl.constexpr, ACTIVATION: gl.constexpr, ALPHA: gl.constexpr, LIMIT: gl.constexpr,
               UP_SHIFT: gl.constexpr, SAVE: gl.constexpr, FAST: gl.constexpr, BM: gl.constexpr, BN: gl.constexpr, BK: gl.constexpr,
-              STAGES: gl.constexpr, SWIZZLE: gl.constexpr):
-    """Multiplies half the rows of every tile, and stores what follows from the products."""
-    HALF: gl.constexpr = BM // CONSUMERS
+              STAGES: gl.constexpr, SWIZZLE: gl.constexpr, ALTERNATING: gl.constexpr):
+    """Multiplies half the rows of every tile or all of every other one, and stores what follows from the products."""
+    ROWS: gl.constexpr = rows_of(BM, ALTERNATING)
+    PART: gl.constexpr = 0 if ALTERNATING else W
     COLUMNS: gl.constexpr = (N + BN - 1) // BN
     TWO: gl.constexpr = KIND == PAIR or KIND == HALVES
     STEPS: gl.constexpr = (K + BK - 1) // BK * (2 if KIND == SUM else 1)
     group, first, start, size = -1, 0, 0, 0
-    s, phase = 0, 0
+    s, phase, turn = 0, 0, 0
     t = gl.program_id(0)
+    if ALTERNATING and W == 1:
+        group, first, start, size = _group_of(sizes_ptr, t, group, first, start, size, B, M, E, BM, COLUMNS)
+        s, phase = ahead(s, phase, gl.where(group % (E + 1) < E, STEPS, 0), STAGES)
+        t += gl.num_programs(0)
     while t < total:
         # Which rows and columns; a second half may be of no rows, and rows past the last group are 0.
         group, first, start, size = _group_of(sizes_ptr, t, group, first, start, size, B, M, E, BM, COLUMNS)
         row, column = place(t - first, size, BM, COLUMNS, SWIZZLE)
-        row = row * BM + W * HALF
+        row = row * BM + PART * ROWS
         e = group % (E + 1)
         steps = gl.where(e < E, STEPS, 0)
-        busy = gl.where(row < size, steps, 0)
-        s, phase = skipped(ring, s, phase, steps - busy, STAGES)
-        # The products, [HALF, BN] each.
-        acc, other, s, phase = summed(ring, s, phase, busy, TRANSPOSED, TWO, W, BM, BN, BK, STAGES)
+        if not ALTERNATING:
+            busy = gl.where(row < size, steps, 0)
+            s, phase = skipped(ring, s, phase, steps - busy, STAGES)
+            steps = busy
+        # The products, [ROWS, BN] each.
+        acc, other, s, phase = summed(ring, s, phase, steps, turn, TRANSPOSED, TWO, W, ALTERNATING, BM, BN, BK, STAGES)
+        turn ^= 1
         # What follows.
         index = e
         if MAPPED:
@@ -97,6 +107,10 @@ def _consumer(ring, staging, out_desc, gate_desc, up_z_desc, sizes_ptr, bias_ptr
             acc = activated(acc, ACTIVATION, ALPHA, FAST)
         store(out_desc, staging, acc, start + size, size, row, column * BN)
         t += gl.num_programs(0)
+        if ALTERNATING:
+            group, first, start, size = _group_of(sizes_ptr, t, group, first, start, size, B, M, E, BM, COLUMNS)
+            s, phase = ahead(s, phase, gl.where(group % (E + 1) < E, STEPS, 0), STAGES)
+            t += gl.num_programs(0)
     tma.store_wait(0)
 
 
@@ -109,7 +123,7 @@ def _loader(ring, lhs_desc, right_desc, other_desc, up_desc, sizes_ptr, B, M, E,
     SUMMANDS: gl.constexpr = 2 if KIND == SUM else 1
     TWO: gl.constexpr = KIND == PAIR or KIND == HALVES
     BYTES: gl.constexpr = (BM + (2 if TWO else 1) * BN) * BK * 2
-    a_s, b_s, c_s, full, empty = ring
+    a_s, b_s, c_s, full, empty, _ = ring
     group, first, start, size = -1, 0, 0, 0
     s, phase = 0, 1
     t = gl.program_id(0)
@@ -181,28 +195,29 @@ def hopper_products_kernel(
     K: gl.constexpr, W: gl.constexpr, N: gl.constexpr, KIND: gl.constexpr, TRANSPOSED: gl.constexpr, MAPPED: gl.constexpr,
     BIAS: gl.constexpr, UP_BIAS: gl.constexpr, ACTIVATION: gl.constexpr, ALPHA: gl.constexpr, LIMIT: gl.constexpr, UP_SHIFT: gl.constexpr,
     SAVE: gl.constexpr, FAST: gl.constexpr, BLOCK_M: gl.constexpr, BLOCK_N: gl.constexpr, BLOCK_K: gl.constexpr, NUM_STAGES: gl.constexpr,
-    SWIZZLE: gl.constexpr, BLOCK_E: gl.constexpr,
+    SWIZZLE: gl.constexpr, ALTERNATING: gl.constexpr, BLOCK_E: gl.constexpr,
 ):
     # out = act(z) or act(gate) (up + UP_SHIFT), where z, gate and up are lhs right[g] + bias; or the sum of two products: as `grouped_kernel`.
     dtype: gl.constexpr = lhs_ptr.dtype.element_ty
     COLUMNS: gl.constexpr = (N + BLOCK_N - 1) // BLOCK_N
-    HALF: gl.constexpr = BLOCK_M // CONSUMERS
-    STORED: gl.constexpr = columns_at_once(HALF, BLOCK_N)
+    PARTS: gl.constexpr = 1 if ALTERNATING else CONSUMERS
+    ROWS: gl.constexpr = rows_of(BLOCK_M, ALTERNATING)
+    STORED: gl.constexpr = columns_at_once(ROWS, BLOCK_N)
     total = _number_of_tiles(sizes_ptr, B, M, E, BLOCK_M, COLUMNS, BLOCK_E)
     # Descriptors; those that the call does not need are others.
     matrices = B * E if MAPPED else E
     lhs_desc = _rows(lhs_ptr, B * M, K, BLOCK_M, BLOCK_K)
     right_desc = _right(right_ptr, matrices, K, W, TRANSPOSED, BLOCK_N, BLOCK_K)
-    out_desc = ragged(out_ptr, N, HALF, STORED)
+    out_desc = ragged(out_ptr, N, ROWS, STORED)
     other_desc, up_desc, gate_desc, up_z_desc = lhs_desc, right_desc, out_desc, out_desc
     if KIND == SUM:
         other_desc = _rows(other_lhs_ptr, B * M, K, BLOCK_M, BLOCK_K)
     if KIND == SUM or KIND == PAIR:
         up_desc = _right(up_ptr, matrices, K, W, TRANSPOSED, BLOCK_N, BLOCK_K)
     if SAVE:
-        gate_desc = ragged(gate_ptr, N, HALF, STORED)
+        gate_desc = ragged(gate_ptr, N, ROWS, STORED)
         if KIND == PAIR or KIND == HALVES:
-            up_z_desc = ragged(up_z_ptr, N, HALF, STORED)
+            up_z_desc = ragged(up_z_ptr, N, ROWS, STORED)
     # Shared memory: stages and their barriers, and for each consumer what it stores.
     right_shape: gl.constexpr = [1, BLOCK_N, BLOCK_K] if TRANSPOSED else [1, BLOCK_K, BLOCK_N]
     a_s = stages_of(dtype, [BLOCK_M, BLOCK_K], NUM_STAGES)
@@ -210,16 +225,16 @@ def hopper_products_kernel(
     c_s = b_s
     if KIND == PAIR or KIND == HALVES:
         c_s = stages_of(dtype, right_shape, NUM_STAGES)
-    full, empty = barriers_of(NUM_STAGES)
-    staging = stages_of(out_ptr.dtype.element_ty, [1, 1, HALF, STORED], CONSUMERS)
-    ring = (a_s, b_s, c_s, full, empty)
+    full, empty, turns = barriers_of(NUM_STAGES, PARTS)
+    staging = stages_of(out_ptr.dtype.element_ty, [1, 1, ROWS, STORED], CONSUMERS)
+    ring = (a_s, b_s, c_s, full, empty, turns)
     gl.warp_specialize([
         (_consumer, (ring, staging.index(0), out_desc, gate_desc, up_z_desc, sizes_ptr, bias_ptr, up_bias_ptr, B, M, E, total, 0, K, W, N,
                      KIND, TRANSPOSED, MAPPED, BIAS, UP_BIAS, ACTIVATION, ALPHA, LIMIT, UP_SHIFT, SAVE, FAST, BLOCK_M, BLOCK_N, BLOCK_K,
-                     NUM_STAGES, SWIZZLE)),
+                     NUM_STAGES, SWIZZLE, ALTERNATING)),
         (_consumer, (ring, staging.index(1), out_desc, gate_desc, up_z_desc, sizes_ptr, bias_ptr, up_bias_ptr, B, M, E, total, 1, K, W, N,
                      KIND, TRANSPOSED, MAPPED, BIAS, UP_BIAS, ACTIVATION, ALPHA, LIMIT, UP_SHIFT, SAVE, FAST, BLOCK_M, BLOCK_N, BLOCK_K,
-                     NUM_STAGES, SWIZZLE)),
+                     NUM_STAGES, SWIZZLE, ALTERNATING)),
         (_loader, (ring, lhs_desc, right_desc, other_desc, up_desc, sizes_ptr, B, M, E, total, K, N, KIND, TRANSPOSED, MAPPED, BLOCK_M,
                    BLOCK_N, BLOCK_K, NUM_STAGES, SWIZZLE)),
     ], [4, 1], [232, 40])

@@ -5,6 +5,7 @@ from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import mbarrier, tma
 
 from .tile import (
+    ahead,
     barriers_of,
     columns_at_once,
     CONSUMERS,
@@ -13,6 +14,7 @@ from .tile import (
     LEFT,
     place,
     ragged,
+    rows_of,
     stages_of,
     store,
     summed,
@@ -21,20 +23,35 @@ from .tile import (
 
 # fmt: off
 @gluon.jit
+def _steps(steps_ptr, t, total, EACH: gl.constexpr):
+    """How many stages tile `t` takes; any number past the last tile."""
+    return gl.load(steps_ptr + gl.minimum(t, total - 1) // EACH * 2 + 1)
+
+
+@gluon.jit
 def _consumer(ring, staging, out_desc, steps_ptr, total, W: gl.constexpr, K: gl.constexpr, N: gl.constexpr, BM: gl.constexpr,
-              BN: gl.constexpr, BK: gl.constexpr, STAGES: gl.constexpr, SWIZZLE: gl.constexpr):
-    """Sums up half the rows of every tile."""
+              BN: gl.constexpr, BK: gl.constexpr, STAGES: gl.constexpr, SWIZZLE: gl.constexpr, ALTERNATING: gl.constexpr):
+    """Sums up half the rows of every tile or all of every other one."""
+    ROWS: gl.constexpr = rows_of(BM, ALTERNATING)
+    PART: gl.constexpr = 0 if ALTERNATING else W
     COLUMNS: gl.constexpr = (N + BN - 1) // BN
     EACH: gl.constexpr = (K + BM - 1) // BM * COLUMNS
-    s, phase = 0, 0
+    s, phase, turn = 0, 0, 0
     t = gl.program_id(0)
+    if ALTERNATING and W == 1:
+        s, phase = ahead(s, phase, _steps(steps_ptr, t, total, EACH), STAGES)
+        t += gl.num_programs(0)
     while t < total:
         group = gl.load(steps_ptr + t // EACH * 2)
-        steps = gl.load(steps_ptr + t // EACH * 2 + 1)
+        steps = _steps(steps_ptr, t, total, EACH)
         row, column = place(t % EACH, K, BM, COLUMNS, SWIZZLE)
-        acc, _, s, phase = summed(ring, s, phase, steps, LEFT, False, W, BM, BN, BK, STAGES)  # [BM / 2, BN]
-        store(out_desc, staging, acc, group * K + K, K, row * BM + W * (BM // CONSUMERS), column * BN)
+        acc, _, s, phase = summed(ring, s, phase, steps, turn, LEFT, False, W, ALTERNATING, BM, BN, BK, STAGES)  # [ROWS, BN]
+        turn ^= 1
+        store(out_desc, staging, acc, group * K + K, K, row * BM + PART * ROWS, column * BN)
         t += gl.num_programs(0)
+        if ALTERNATING:
+            s, phase = ahead(s, phase, _steps(steps_ptr, t, total, EACH), STAGES)
+            t += gl.num_programs(0)
     tma.store_wait(0)
 
 
@@ -44,7 +61,7 @@ def _loader(ring, lhs_desc, dz_desc, spans_ptr, total, SPANS, K: gl.constexpr, N
     """Loads the rows of every tile's group, as far ahead as there are stages."""
     COLUMNS: gl.constexpr = (N + BN - 1) // BN
     EACH: gl.constexpr = (K + BM - 1) // BM * COLUMNS
-    a_s, b_s, _, full, empty = ring
+    a_s, b_s, _, full, empty, _ = ring
     s, phase = 0, 1
     t = gl.program_id(0)
     while t < total:
@@ -69,24 +86,27 @@ def hopper_right_kernel(
     lhs_ptr, dz_ptr, steps_ptr, spans_ptr, GROUPS, SPANS,  # [rows, K], [rows, N], [GROUPS, 2], [GROUPS, SPANS, 2]
     dright_ptr,  # [GROUPS, K, N]
     K: gl.constexpr, N: gl.constexpr, DOWN: gl.constexpr, ACROSS: gl.constexpr, BLOCK_M: gl.constexpr, NUM_STAGES: gl.constexpr,
-    SWIZZLE: gl.constexpr,
+    SWIZZLE: gl.constexpr, ALTERNATING: gl.constexpr,
 ):
     # dright[g] = lhs^T dz over the spans of rows of a group. `steps` has a group and how many times `BLOCK_M` rows it takes, the largest groups
     # first; `spans` have the first row and the number of rows of each, in the same order. A tile has `DOWN` rows and `ACROSS` columns of a matrix.
     dtype: gl.constexpr = lhs_ptr.dtype.element_ty
-    HALF: gl.constexpr = DOWN // CONSUMERS
-    STORED: gl.constexpr = columns_at_once(HALF, ACROSS)
+    PARTS: gl.constexpr = 1 if ALTERNATING else CONSUMERS
+    ROWS: gl.constexpr = rows_of(DOWN, ALTERNATING)
+    STORED: gl.constexpr = columns_at_once(ROWS, ACROSS)
     total = GROUPS * ((K + DOWN - 1) // DOWN) * ((N + ACROSS - 1) // ACROSS)
     lhs_desc = ragged(lhs_ptr, K, BLOCK_M, DOWN)
     dz_desc = ragged(dz_ptr, N, BLOCK_M, ACROSS)
-    out_desc = ragged(dright_ptr, N, HALF, STORED)
+    out_desc = ragged(dright_ptr, N, ROWS, STORED)
     a_s = stages_of(dtype, [1, 1, BLOCK_M, DOWN], NUM_STAGES)
     b_s = stages_of(dtype, [1, 1, BLOCK_M, ACROSS], NUM_STAGES)
-    full, empty = barriers_of(NUM_STAGES)
-    staging = stages_of(dright_ptr.dtype.element_ty, [1, 1, HALF, STORED], CONSUMERS)
-    ring = (a_s, b_s, b_s, full, empty)
+    full, empty, turns = barriers_of(NUM_STAGES, PARTS)
+    staging = stages_of(dright_ptr.dtype.element_ty, [1, 1, ROWS, STORED], CONSUMERS)
+    ring = (a_s, b_s, b_s, full, empty, turns)
     gl.warp_specialize([
-        (_consumer, (ring, staging.index(0), out_desc, steps_ptr, total, 0, K, N, DOWN, ACROSS, BLOCK_M, NUM_STAGES, SWIZZLE)),
-        (_consumer, (ring, staging.index(1), out_desc, steps_ptr, total, 1, K, N, DOWN, ACROSS, BLOCK_M, NUM_STAGES, SWIZZLE)),
+        (_consumer, (ring, staging.index(0), out_desc, steps_ptr, total, 0, K, N, DOWN, ACROSS, BLOCK_M, NUM_STAGES, SWIZZLE,
+                     ALTERNATING)),
+        (_consumer, (ring, staging.index(1), out_desc, steps_ptr, total, 1, K, N, DOWN, ACROSS, BLOCK_M, NUM_STAGES, SWIZZLE,
+                     ALTERNATING)),
         (_loader, (ring, lhs_desc, dz_desc, spans_ptr, total, SPANS, K, N, DOWN, ACROSS, BLOCK_M, NUM_STAGES, SWIZZLE)),
     ], [4, 1], [232, 40])

@@ -1,7 +1,7 @@
 """What Hopper's kernels share: boxes that end with a group, the ring of stages between the loader and the consumers, and how a tile is stored.
 
-A program has one warp that loads and two groups of four warps, the consumers, each with half of a tile's rows. Memory moves by
-tensor descriptors (TMA) alone: what a box has past the end of its tensor is loaded as 0 and not stored."""
+A program has one warp that loads and two groups of four warps, the consumers, each with half of a tile's rows or, alternating, with every other
+tile. Memory moves by tensor descriptors (TMA) alone: what a box has past the end of its tensor is loaded as 0 and not stored."""
 
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
@@ -50,14 +50,18 @@ def stages_of(dtype: gl.constexpr, shape: gl.constexpr, STAGES: gl.constexpr):
 
 
 @gluon.jit
-def barriers_of(STAGES: gl.constexpr):
-    """A barrier for every stage that is loaded, and one for every stage that both consumers have read."""
+def barriers_of(STAGES: gl.constexpr, PARTS: gl.constexpr):
+    """A barrier for every stage that is loaded, one for every stage that the `PARTS` consumers of a tile have read, and one for every consumer
+    that waits for its turn."""
     full = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
     empty = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
     for i in gl.static_range(STAGES):
         mbarrier.init(full.index(i), count=1)
-        mbarrier.init(empty.index(i), count=CONSUMERS)
-    return full, empty
+        mbarrier.init(empty.index(i), count=PARTS)
+    turns = gl.allocate_shared_memory(gl.int64, [CONSUMERS, 1], mbarrier.MBarrierLayout())
+    for i in gl.static_range(CONSUMERS):
+        mbarrier.init(turns.index(i), count=1)
+    return full, empty, turns
 
 
 @gluon.jit
@@ -69,16 +73,22 @@ def following(s, phase, STAGES: gl.constexpr):
 
 
 @gluon.jit
+def ahead(s, phase, steps, STAGES: gl.constexpr):
+    """The stage `steps` after `s`, which the other consumer reads, and the parity of its barriers."""
+    last = s + steps
+    return last % STAGES, phase ^ (last // STAGES & 1)
+
+
+@gluon.jit
 def operands(
-    ring, s, KIND: gl.constexpr, W: gl.constexpr, BM: gl.constexpr, BN: gl.constexpr, BK: gl.constexpr
-):
-    """Consumer `W`'s half of the left tile in a stage, and the right tiles: `[BM / 2, BK]` and `[BK, BN]` twice."""
+    ring, s, KIND: gl.constexpr, PART: gl.constexpr, ROWS: gl.constexpr, BM: gl.constexpr, BN: gl.constexpr, BK: gl.constexpr,
+):  # fmt: skip
+    """Part `PART` of the left tile in a stage, and the right tiles: `[ROWS, BK]` and `[BK, BN]` twice."""
     a, b, c = ring[0].index(s), ring[1].index(s), ring[2].index(s)
-    half: gl.constexpr = BM // CONSUMERS
     if KIND == LEFT:
-        a = a.reshape([BK, BM]).slice(W * half, half, dim=1).permute((1, 0))
+        a = a.reshape([BK, BM]).slice(PART * ROWS, ROWS, dim=1).permute((1, 0))
     else:
-        a = a.slice(W * half, half)
+        a = a.slice(PART * ROWS, ROWS)
     if KIND == RIGHT:
         b = b.reshape([BN, BK]).permute((1, 0))
         c = c.reshape([BN, BK]).permute((1, 0))
@@ -100,18 +110,25 @@ def skipped(ring, s, phase, steps, STAGES: gl.constexpr):
 
 @gluon.jit
 def summed(
-    ring, s, phase, steps, KIND: gl.constexpr, TWO: gl.constexpr, W: gl.constexpr, BM: gl.constexpr, BN: gl.constexpr, BK: gl.constexpr,
-    STAGES: gl.constexpr,
+    ring, s, phase, steps, turn, KIND: gl.constexpr, TWO: gl.constexpr, W: gl.constexpr, ALTERNATING: gl.constexpr, BM: gl.constexpr,
+    BN: gl.constexpr, BK: gl.constexpr, STAGES: gl.constexpr,
 ):  # fmt: skip
-    """Sums over `steps` stages of products by the right tile and, if `TWO`, by the second one, `[BM / 2, BN]` each. Returns the next stage, too.
+    """Sums over `steps` stages of products by the right tile and, if `TWO`, by the second one, `[rows, BN]` each. Returns the next stage, too.
+
+    If consumers alternate, one begins when the other has read its last stage: a barrier tells only whether a stage has been loaded an odd or an
+    even number of times, so nobody may wait for a stage further ahead. `turn` is the parity of the number of tiles that it had before.
 
     Call it once per tile: a sum that a loop over tiles or a branch carries is spilled."""
     layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, BN, 16])
-    acc = gl.zeros([BM // CONSUMERS, BN], gl.float32, layout)
-    other = gl.zeros([BM // CONSUMERS, BN], gl.float32, layout)
+    ROWS: gl.constexpr = rows_of(BM, ALTERNATING)
+    PART: gl.constexpr = 0 if ALTERNATING else W
+    acc = gl.zeros([ROWS, BN], gl.float32, layout)
+    other = gl.zeros([ROWS, BN], gl.float32, layout)
+    if ALTERNATING:
+        mbarrier.wait(ring[5].index(W), turn ^ (1 - W))
     for k in range(steps):
         mbarrier.wait(ring[3].index(s), phase)
-        a, b, c = operands(ring, s, KIND, W, BM, BN, BK)
+        a, b, c = operands(ring, s, KIND, PART, ROWS, BM, BN, BK)
         acc = warpgroup_mma(a, b, acc, is_async=True)
         if TWO:
             other = warpgroup_mma(a, c, other, is_async=True)
@@ -122,12 +139,20 @@ def summed(
         # its end would not be carried: Triton 3.7 takes two names of one value for one when it looks for what a loop carries.
         mbarrier.arrive(ring[4].index(gl.where(s == 0, STAGES, s) - 1), count=1, pred=k > 0)
         s, phase = following(s, phase, STAGES)
+    if ALTERNATING:
+        mbarrier.arrive(ring[5].index(1 - W), count=1)
     if TWO:
         acc, other = warpgroup_mma_wait(0, deps=[acc, other])
     else:
         acc = warpgroup_mma_wait(0, deps=[acc])
     mbarrier.arrive(ring[4].index(gl.where(s == 0, STAGES, s) - 1), count=1, pred=steps > 0)
     return acc, other, s, phase
+
+
+@gluon.jit
+def rows_of(BM: gl.constexpr, ALTERNATING: gl.constexpr):
+    """The rows of a tile that one consumer has."""
+    return BM if ALTERNATING else BM // CONSUMERS
 
 
 @gluon.jit

@@ -12,27 +12,39 @@ LEAST_ROWS = 64
 _MULTIPROCESSORS = 132
 _MOST_ROWS, _MOST_TILES = 2**30, 2**31 - 1
 _NUMBERS = 128 * 256
-"""Sums that the consumers of a tile have registers for."""
+"""Sums that both consumers have registers for."""
 
-Sizes = tuple[int, int, int, int, int]
+Sizes = tuple[int, int, int, int, int, bool]
 
 _MANY_ROWS = 1024
-"""Rows of a group, on average, from which on wide tiles are faster: they read less from L2, and few of them are not full."""
+"""Rows of a group, on average, from which on consumers that alternate, or wide tiles, are faster: few tiles are not full, and the end of a tile or
+what it reads from L2 counts more."""
 
-# Rows, columns, contracted axis, stages, swizzle; best first.
-_WIDE: tuple[Sizes, ...] = ((128, 256, 64, 4, 8), (128, 256, 64, 4, 16))
-_PRODUCTS: tuple[Sizes, ...] = (
-    (128, 128, 64, 6, 8),
-    (128, 256, 64, 4, 16),
-    (128, 128, 64, 6, 16),
-    (256, 128, 64, 4, 8),
+# Rows, columns, contracted axis, stages, swizzle, whether consumers alternate; best first.
+_WIDE: tuple[Sizes, ...] = (
+    (128, 128, 64, 6, 4, True),
+    (128, 256, 64, 4, 16, False),
+    (128, 128, 64, 6, 8, True),
+    (128, 256, 64, 4, 8, False),
 )
-_GATED: tuple[Sizes, ...] = ((128, 128, 64, 4, 8), (128, 128, 64, 4, 16), (128, 64, 64, 6, 8))
+_PRODUCTS: tuple[Sizes, ...] = (
+    (128, 128, 64, 6, 8, False),
+    (128, 256, 64, 4, 16, False),
+    (128, 128, 64, 6, 16, False),
+    (256, 128, 64, 4, 8, False),
+)
+_GATED: tuple[Sizes, ...] = (
+    (128, 128, 64, 4, 8, False),
+    (128, 128, 64, 4, 16, False),
+    (128, 64, 64, 6, 8, True),
+    (128, 64, 64, 6, 8, False),
+)
 _RIGHT: tuple[Sizes, ...] = (
-    (64, 256, 128, 4, 16),
-    (64, 128, 256, 4, 16),
-    (64, 128, 128, 6, 16),
-    (64, 256, 128, 4, 8),
+    (64, 256, 128, 4, 16, False),
+    (64, 128, 256, 4, 16, False),
+    (64, 128, 128, 6, 16, False),
+    (64, 128, 128, 6, 16, True),
+    (64, 256, 128, 4, 8, False),
 )
 
 
@@ -44,7 +56,9 @@ def tiles(kernel: str, problem: Problem, device: DeviceFacts) -> list[GroupedTil
     if sizes is _PRODUCTS and problem.dim("M") >= _MANY_ROWS * problem.dim("E"):
         sizes = tuple(dict.fromkeys(_WIDE + _PRODUCTS))
     programs = device.num_multiprocessors or _MULTIPROCESSORS
-    found = [GroupedTile(m, n, k, 4, stages, swizzle, programs) for m, n, k, stages, swizzle in sizes]
+    found = [
+        GroupedTile(m, n, k, 4, stages, swizzle, programs, each) for m, n, k, stages, swizzle, each in sizes
+    ]
     found = [tile for tile in found if tile_unfit(kernel, tile, problem) is None]
     return sorted(found, key=lambda tile: int(16 * waste(kernel, tile, problem)))
 
@@ -90,9 +104,10 @@ def tile_unfit(kernel: str, tile: GroupedTile, problem: Problem) -> str | None:
     down, across, depth = _sides(kernel, tile, problem)
     if tile.num_warps != 4:
         return f"has num_warps=4, not {tile.num_warps}"
-    numbers = down * across * (2 if _is_double(kernel, problem) else 1)
+    numbers = down * across * (2 if _is_double(kernel, problem) else 1) * (2 if tile.alternating else 1)
     if down not in (128, 256) or not 64 <= across <= 256 or depth not in (64, 128) or numbers > _NUMBERS:
-        return f"does not have tiles of {down}x{across}x{depth}"
+        form = "alternating tiles" if tile.alternating else "tiles"
+        return f"does not have {form} of {down}x{across}x{depth}"
     size = {name: problem.dim(name) for name in "BMKNE"}
     rows = cdiv(size["B"] * size["M"], down) + size["B"] * (size["E"] + 1)
     if kernel == "rhs":
