@@ -38,7 +38,9 @@ def own_call(launch: Launch, arrays: dict[str, jax.Array], target: Target) -> li
     begin(launch, target)
     arrays = arrays | kept_apart({name: arrays[name] for name in launch.aliases})
     operands = [arrays[name] for name in launch.arguments if name in arrays]
-    outputs = dict(zip(launch.results, _call_p.bind(*operands, launch=_Described(launch), target=target), strict=True))
+    outputs = dict(
+        zip(launch.results, _call_p.bind(*operands, launch=_Described(launch), target=target), strict=True)
+    )
     outputs |= kept_apart({name: outputs[name] for name in launch.aliases.values()})
     return [outputs[name] for name in launch.results]
 
@@ -83,7 +85,9 @@ def _lowered(ctx: Any, *operands: Any, launch: _Described, target: Target) -> An
     described = launch.launch
     staged = begin(described, target).result()
     inputs = [name for name in described.arguments if name in described.inputs]
-    aliases = {inputs.index(source): described.results.index(result) for source, result in described.aliases.items()}
+    aliases = {
+        inputs.index(source): described.results.index(result) for source, result in described.aliases.items()
+    }
     scratch = [ShapedArray((staged.scratch,), jnp.uint8)] if staged.scratch else []
     rule = jax.ffi.ffi_lowering(FFI_TARGET, api_version=4, operand_output_aliases=aliases)
     results = rule(ctx.replace(avals_out=[*ctx.avals_out, *scratch]), *operands, opaque=staged.opaque)

@@ -166,7 +166,9 @@ def attended(
     arrays, spec = explicit_ranges(arrays, spec)
     (batch, queries, heads, _), values = arrays.q.shape, arrays.v.shape[-1]
     if tile.hopper_programs and arrays.k.shape[1] > 0:
-        return hopper_call.attended(launcher(arrays, spec, config, execute), arrays, spec, tile, _resident(arrays))
+        return hopper_call.attended(
+            launcher(arrays, spec, config, execute), arrays, spec, tile, _resident(arrays)
+        )
     tiles, numbers = _tiled(arrays, spec, tile)
     results = launcher(arrays, spec, config, execute, k_rope)(
         forward_kernel.forward_kernel,

@@ -1,6 +1,7 @@
 """Which tiles each kernel prefers, and what shared memory they take."""
 
 import dataclasses
+
 from ...dispatch import DeviceFacts, Problem
 from ...launch.fields import Block, check_fields, Count, Programs, Warps
 from ...launch.sizes import cdiv, padded, shared_memory_of

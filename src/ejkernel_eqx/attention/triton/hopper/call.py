@@ -35,7 +35,10 @@ def attended(
     results = launch(
         hopper_forward_kernel,
         tile,
-        {"out": result(batch, queries, heads, values, dtype=arrays.q.dtype), "lse": result(batch, heads, queries)},
+        {
+            "out": result(batch, queries, heads, values, dtype=arrays.q.dtype),
+            "lse": result(batch, heads, queries),
+        },
         programs,
         {"v": v, "sinks": sinks, "tiles": tiles, "schedule": jnp.asarray(table)},
         B=batch,
@@ -45,6 +48,8 @@ def attended(
         EVEN_K=even,
         GUARD=ragged or left >= 0 or right >= 0,
         IN_PLACE=tile_sizes.stores_in_place(tile, padded(dim, tile_sizes.NARROWEST)),
+        TURNS=tile_sizes.TURNS[padded(dim, tile_sizes.NARROWEST)],
+        ARITHMETIC=tile_sizes.ARITHMETIC[padded(dim, tile_sizes.NARROWEST)],
         name="forward_kernel",
     )
     return results["out"], results["lse"]

@@ -5,6 +5,7 @@ asynchronously: those of one tile of keys with the weights of the tile before, u
 take turns to start theirs, so that one's softmax runs under another's products. Memory moves by tensor descriptors (TMA), which read 0
 past the end of a head's rows and write nothing there."""
 
+import triton.language as tl
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import (
@@ -70,13 +71,39 @@ def _visible(s, row, first, T, S, offset, limits, kv_segments_ptr, LEFT: gl.cons
 
 
 @gluon.jit
-def _softmax(s, top, total, MULTIPLIER: gl.constexpr, GUARD: gl.constexpr):
+def _arithmetic_exp2(x):
+    """`2^x` of `x <= 0` within 1e-4, without the special-function unit; minus infinity gives `2^-126`."""
+    x = gl.maximum(x, -126.0, propagate_nan=tl.PropagateNan.ALL)
+    shifted = x + 12582912.0  # 1.5 * 2^23: rounds to an integer, in the last bits
+    f = x - (shifted - 12582912.0)  # -0.5 to 0.5
+    y = ((f * 0.05550410866 + 0.2402265069) * f + 0.6931471806) * f + 1.0
+    return (y.to(gl.int32, bitcast=True) + (shifted.to(gl.int32, bitcast=True) << 23)).to(gl.float32, bitcast=True)
+
+
+@gluon.jit
+def _exp2(x, ARITHMETIC: gl.constexpr):
+    """`2^x`; of one column in `ARITHMETIC`, if not 0, by arithmetic: halves of 8 columns are split off, which moves no value between threads."""
+    if ARITHMETIC == 0:
+        return gl.exp2(x)
+    elif ARITHMETIC == 1:
+        return _arithmetic_exp2(x)
+    else:
+        rows: gl.constexpr = x.shape[0]
+        columns: gl.constexpr = x.shape[1]
+        y, z = gl.split(gl.permute(gl.reshape(x, (rows, columns // 16, 2, 8)), (0, 1, 3, 2)).reshape((rows, columns // 2, 2)))
+        both = gl.join(gl.exp2(y), _exp2(z, ARITHMETIC // 2))
+        both = gl.permute(both.reshape((rows, columns // 16, 8, 2)), (0, 1, 3, 2)).reshape((rows, columns))
+        return gl.convert_layout(both, x.type.layout)
+
+
+@gluon.jit
+def _softmax(s, top, total, MULTIPLIER: gl.constexpr, GUARD: gl.constexpr, ARITHMETIC: gl.constexpr):
     """Weights of a tile of scores, what earlier sums are scaled by, and the new maximum and denominator, as in Triton's kernel."""
     new_top = gl.maximum(top, gl.max(s, 1) * MULTIPLIER)  # [64]
     shift = new_top
     if GUARD:
         shift = gl.where(new_top == float("-inf"), 0.0, new_top)  # [64]
-    p = gl.exp2(s * MULTIPLIER - gl.expand_dims(shift, 1))  # [64, BLOCK_K]
+    p = _exp2(s * MULTIPLIER - gl.expand_dims(shift, 1), ARITHMETIC)  # [64, BLOCK_K]
     alpha = gl.exp2(top - shift)  # [64]
     return p, alpha, new_top, total * alpha + gl.sum(p, 1)
 
@@ -106,7 +133,8 @@ def _consumer(buffers, staging, barriers, out_desc, lse_ptr, sinks_ptr, tiles_pt
               offset, W: gl.constexpr, CONSUMERS: gl.constexpr, H: gl.constexpr, D: gl.constexpr, V: gl.constexpr, BLOCK_K: gl.constexpr,
               NUM_STAGES: gl.constexpr, SCALE: gl.constexpr, CAP: gl.constexpr, FAST_TANH: gl.constexpr, MULTIPLIER: gl.constexpr,
               LEFT: gl.constexpr, RIGHT: gl.constexpr, ROWS: gl.constexpr, SEGMENTS: gl.constexpr, SINKS: gl.constexpr,
-              EVEN_K: gl.constexpr, GUARD: gl.constexpr, IN_PLACE: gl.constexpr):
+              EVEN_K: gl.constexpr, GUARD: gl.constexpr, IN_PLACE: gl.constexpr, TURNS: gl.constexpr,
+              ARITHMETIC: gl.constexpr):
     """Attends with rows `64 W` to `64 W + 63` of every tile of queries."""
     BLOCK_Q: gl.constexpr = ROWS_EACH * CONSUMERS
     TABLE: gl.constexpr = ROWS or SEGMENTS
@@ -118,7 +146,7 @@ def _consumer(buffers, staging, barriers, out_desc, lse_ptr, sinks_ptr, tiles_pt
     q_full, q_empty, k_full, k_empty, v_full, v_empty = barriers
     q = qs.index(W).reshape([ROWS_EACH, D])
     dtype: gl.constexpr = q.dtype
-    if W == CONSUMERS - 1:
+    if TURNS and W == CONSUMERS - 1:
         _give_turn(0)
     done = 0  # tiles of keys before this tile of queries
     r = 0
@@ -156,24 +184,26 @@ def _consumer(buffers, staging, barriers, out_desc, lse_ptr, sinks_ptr, tiles_pt
         mbarrier.arrive(k_empty.index(done % NUM_STAGES), count=1)
         s = _capped(qk, SCALE, CAP, FAST_TANH)
         s = _visible(s, row, (hi - 1) * BLOCK_K, T, S, offset, limits, kv_segments, LEFT, RIGHT, ROWS, SEGMENTS, EVEN_K)
-        p, alpha, top, total = _softmax(s, top, total, MULTIPLIER, GUARD)
+        p, alpha, top, total = _softmax(s, top, total, MULTIPLIER, GUARD, ARITHMETIC)
         p = gl.convert_layout(p.to(dtype), weights_layout)
         # The others: scores of tile `n` and values of the one before it.
         for i in range(1, hi - lo):
             n = hi - 1 - i
             at = done + i
             mbarrier.wait(k_full.index(at % NUM_STAGES), (at // NUM_STAGES) & 1)
-            _await_turn(W)
+            if TURNS:
+                _await_turn(W)
             qk = _scores(q, ks, at, BLOCK_K, D, NUM_STAGES)
             acc = _weighted(p, vs, v_full, at - 1, acc, BLOCK_K, V, NUM_STAGES)
-            _give_turn((W + 1) % CONSUMERS)
+            if TURNS:
+                _give_turn((W + 1) % CONSUMERS)
             qk = warpgroup_mma_wait(1, deps=[qk])
             mbarrier.arrive(k_empty.index(at % NUM_STAGES), count=1)
             s = _capped(qk, SCALE, CAP, FAST_TANH)
             if GUARD:
                 if (n >= full_hi) | (n < full_lo):
                     s = _visible(s, row, n * BLOCK_K, T, S, offset, limits, kv_segments, LEFT, RIGHT, ROWS, SEGMENTS, EVEN_K)
-            weights, alpha, top, total = _softmax(s, top, total, MULTIPLIER, GUARD)
+            weights, alpha, top, total = _softmax(s, top, total, MULTIPLIER, GUARD, ARITHMETIC)
             acc = warpgroup_mma_wait(0, deps=[acc])
             mbarrier.arrive(v_empty.index((at - 1) % NUM_STAGES), count=1)
             acc = acc * gl.expand_dims(gl.convert_layout(alpha, gl.SliceLayout(1, layout)), 1)
@@ -187,7 +217,7 @@ def _consumer(buffers, staging, barriers, out_desc, lse_ptr, sinks_ptr, tiles_pt
         some = top > float("-inf")  # [64]
         total = gl.where(some, total, 1.0)
         lse = gl.where(some, (top + gl.log2(total)) * LN2, float("-inf"))
-        gl.store(lse_ptr + bh.to(gl.int64) * T + rows, lse, mask=rows < T)
+        gl.store(lse_ptr + gl.to_tensor(bh).to(gl.int64) * T + rows, lse, mask=rows < T)
         acc = acc * gl.expand_dims(gl.convert_layout(gl.where(some, 1.0 / total, 0.0), gl.SliceLayout(1, layout)), 1)
         tma.store_wait(0)
         out = staging.index(W)
@@ -219,7 +249,8 @@ def _loader(buffers, barriers, q_desc, k_desc, v_desc, tiles_ptr, schedule_ptr, 
         m, bh = t % count, t // count
         b, h = bh // H, bh % H
         g = h // (H // K)
-        lo, full_lo, full_hi, hi = _key_tiles(tiles_ptr, b, m, offset, T, S, BLOCK_Q, BLOCK_K, LEFT, RIGHT, TABLE)
+        seen = _key_tiles(tiles_ptr, b, m, offset, T, S, BLOCK_Q, BLOCK_K, LEFT, RIGHT, TABLE)
+        lo, hi = seen[0], seen[3]
         _load(k_desc, b, g, (hi - 1) * BLOCK_K, ks, k_full, k_empty, done, BLOCK_K, D, NUM_STAGES)
         for w in gl.static_range(CONSUMERS):
             mbarrier.wait(q_empty.index(w), (r & 1) ^ 1)
@@ -278,6 +309,7 @@ def hopper_forward_kernel(
     BLOCK_Q: gl.constexpr, BLOCK_K: gl.constexpr, NUM_STAGES: gl.constexpr, SCALE: gl.constexpr, CAP: gl.constexpr,
     FAST_TANH: gl.constexpr, MULTIPLIER: gl.constexpr, LEFT: gl.constexpr, RIGHT: gl.constexpr, SINKS: gl.constexpr,
     ROWS: gl.constexpr, SEGMENTS: gl.constexpr, EVEN_K: gl.constexpr, GUARD: gl.constexpr, IN_PLACE: gl.constexpr,
+    TURNS: gl.constexpr, ARITHMETIC: gl.constexpr,
 ):
     # As `forward_kernel`. `GUARD`: whether any tile of keys is partly hidden, except for keys past the end.
     dtype: gl.constexpr = q_ptr.dtype.element_ty
@@ -301,10 +333,12 @@ def hopper_forward_kernel(
         gl.warp_specialize([
             (_consumer, (buffers, staging, barriers, out_desc, lse_ptr, sinks_ptr, tiles_ptr, schedule_ptr, start_ptr, end_ptr, q_segments_ptr,
                          kv_segments_ptr, T, S, offset, 0, CONSUMERS, H, BLOCK_D, BLOCK_V, BLOCK_K, NUM_STAGES, SCALE, CAP, FAST_TANH,
-                         MULTIPLIER, LEFT, RIGHT, ROWS, SEGMENTS, SINKS, EVEN_K, GUARD, IN_PLACE)),
+                         MULTIPLIER, LEFT, RIGHT, ROWS, SEGMENTS, SINKS, EVEN_K, GUARD, IN_PLACE, TURNS,
+                         ARITHMETIC)),
             (_consumer, (buffers, staging, barriers, out_desc, lse_ptr, sinks_ptr, tiles_ptr, schedule_ptr, start_ptr, end_ptr, q_segments_ptr,
                          kv_segments_ptr, T, S, offset, 1, CONSUMERS, H, BLOCK_D, BLOCK_V, BLOCK_K, NUM_STAGES, SCALE, CAP, FAST_TANH,
-                         MULTIPLIER, LEFT, RIGHT, ROWS, SEGMENTS, SINKS, EVEN_K, GUARD, IN_PLACE)),
+                         MULTIPLIER, LEFT, RIGHT, ROWS, SEGMENTS, SINKS, EVEN_K, GUARD, IN_PLACE, TURNS,
+                         ARITHMETIC)),
             (_loader, (buffers, barriers, q_desc, k_desc, v_desc, tiles_ptr, schedule_ptr, T, S, offset, CONSUMERS, H, K, BLOCK_D, BLOCK_V,
                        BLOCK_K, NUM_STAGES, LEFT, RIGHT, ROWS or SEGMENTS)),
         ], [4, 1], [240, 24])
@@ -312,13 +346,16 @@ def hopper_forward_kernel(
         gl.warp_specialize([
             (_consumer, (buffers, staging, barriers, out_desc, lse_ptr, sinks_ptr, tiles_ptr, schedule_ptr, start_ptr, end_ptr, q_segments_ptr,
                          kv_segments_ptr, T, S, offset, 0, CONSUMERS, H, BLOCK_D, BLOCK_V, BLOCK_K, NUM_STAGES, SCALE, CAP, FAST_TANH,
-                         MULTIPLIER, LEFT, RIGHT, ROWS, SEGMENTS, SINKS, EVEN_K, GUARD, IN_PLACE)),
+                         MULTIPLIER, LEFT, RIGHT, ROWS, SEGMENTS, SINKS, EVEN_K, GUARD, IN_PLACE, TURNS,
+                         ARITHMETIC)),
             (_consumer, (buffers, staging, barriers, out_desc, lse_ptr, sinks_ptr, tiles_ptr, schedule_ptr, start_ptr, end_ptr, q_segments_ptr,
                          kv_segments_ptr, T, S, offset, 1, CONSUMERS, H, BLOCK_D, BLOCK_V, BLOCK_K, NUM_STAGES, SCALE, CAP, FAST_TANH,
-                         MULTIPLIER, LEFT, RIGHT, ROWS, SEGMENTS, SINKS, EVEN_K, GUARD, IN_PLACE)),
+                         MULTIPLIER, LEFT, RIGHT, ROWS, SEGMENTS, SINKS, EVEN_K, GUARD, IN_PLACE, TURNS,
+                         ARITHMETIC)),
             (_consumer, (buffers, staging, barriers, out_desc, lse_ptr, sinks_ptr, tiles_ptr, schedule_ptr, start_ptr, end_ptr, q_segments_ptr,
                          kv_segments_ptr, T, S, offset, 2, CONSUMERS, H, BLOCK_D, BLOCK_V, BLOCK_K, NUM_STAGES, SCALE, CAP, FAST_TANH,
-                         MULTIPLIER, LEFT, RIGHT, ROWS, SEGMENTS, SINKS, EVEN_K, GUARD, IN_PLACE)),
+                         MULTIPLIER, LEFT, RIGHT, ROWS, SEGMENTS, SINKS, EVEN_K, GUARD, IN_PLACE, TURNS,
+                         ARITHMETIC)),
             (_loader, (buffers, barriers, q_desc, k_desc, v_desc, tiles_ptr, schedule_ptr, T, S, offset, CONSUMERS, H, K, BLOCK_D, BLOCK_V,
                        BLOCK_K, NUM_STAGES, LEFT, RIGHT, ROWS or SEGMENTS)),
         ], [4, 4, 1], [160, 160, 24])

@@ -32,6 +32,10 @@ _TILES: dict[int, tuple[Sizes, ...]] = {
     128: ((128, 128, 2),),
     256: ((128, 64, 2),),
 }
+TURNS = {64: True, 128: True, 256: True}
+"""By the padded head dim: whether consumers take turns to start products."""
+ARITHMETIC = {64: 0, 128: 0, 256: 0}
+"""By the padded head dim: of one column of scores in how many the exponential is computed by arithmetic; 0 for none."""
 _POSSIBLE = {
     64: ((128, 64), (128, 128), (192, 64), (192, 128)),
     128: ((128, 64), (128, 128)),
@@ -44,7 +48,10 @@ def tiles(problem: Problem, device: DeviceFacts) -> list[tuple[int, ...]]:
     if not_chosen(problem, device):
         return []
     programs = device.num_multiprocessors or _MULTIPROCESSORS
-    return [(q, k, 4, stages, 0, programs) for q, k, stages in _TILES[_width(problem)]]
+    sizes = list(_TILES[_width(problem)])
+    if problem.flag("segments"):  # beside which three consumers would spill
+        sizes.sort(key=lambda size: size[0])
+    return [(q, k, 4, stages, 0, programs) for q, k, stages in sizes]
 
 
 def not_chosen(problem: Problem, device: DeviceFacts) -> str:
