@@ -18,7 +18,9 @@ class Anything:
     def __call__(self, *_: Any, **__: Any) -> "Anything":
         return self
 
-    __getitem__ = __mul__ = __rmul__ = __add__ = __radd__ = __sub__ = __rsub__ = __truediv__ = __rtruediv__ = __call__
+    __getitem__ = __mul__ = __rmul__ = __add__ = __radd__ = __sub__ = __rsub__ = __truediv__ = (
+        __rtruediv__
+    ) = __call__
     __lt__ = __gt__ = __le__ = __ge__ = __and__ = __or__ = __mod__ = __call__
 
     def __eq__(self, other: object) -> Any:
@@ -86,7 +88,14 @@ class Program:
     def __init__(self, kernels: Any, consumers: int, stages: int):
         self.kernels, self.consumers = kernels, consumers
         self.buffers = tuple(Several(Buffer() for _ in range(n)) for n in (consumers, stages, stages))
-        counts = ((consumers, 1), (consumers, 1), (stages, 1), (stages, consumers), (stages, 1), (stages, consumers))
+        counts = (
+            (consumers, 1),
+            (consumers, 1),
+            (stages, 1),
+            (stages, consumers),
+            (stages, 1),
+            (stages, consumers),
+        )
         self.barriers = tuple(Several(Barrier(count) for _ in range(n)) for n, count in counts)
         self.turns = [threading.Semaphore(0) for _ in range(consumers)]
         self.read: list[list[Any]] = [[] for _ in range(consumers)]
@@ -96,7 +105,11 @@ class Program:
     def run(self, loader: dict[str, Any], consumer: dict[str, Any]) -> None:
         threads = [threading.Thread(target=self._guarded, args=("_loader", -1, loader), daemon=True)]
         for w in range(self.consumers):
-            threads.append(threading.Thread(target=self._guarded, args=("_consumer", w, consumer | {"W": w}), daemon=True))
+            threads.append(
+                threading.Thread(
+                    target=self._guarded, args=("_consumer", w, consumer | {"W": w}), daemon=True
+                )
+            )
         for thread in threads:
             thread.start()
         for thread in threads:
@@ -108,7 +121,7 @@ class Program:
     def _guarded(self, name: str, w: int, arguments: dict[str, Any]) -> None:
         try:
             self._as_python(name, w)(**arguments)
-        except BaseException as error:  # noqa: BLE001 - the test's thread raises it
+        except BaseException as error:  # the thread of the test raises it
             self.errors.append(error)
 
     def _as_python(self, name: str, w: int) -> Any:
@@ -165,4 +178,6 @@ def _copied(desc: tuple[str, int], at: Any, barrier: Barrier, buffer: Buffer) ->
 def _plain(function: Any, world: dict[str, Any]) -> Any:
     """A kernel's function as Python calls it."""
     plain = function.fn
-    return types.FunctionType(plain.__code__, plain.__globals__ | world, plain.__name__, plain.__defaults__, plain.__closure__)
+    return types.FunctionType(
+        plain.__code__, plain.__globals__ | world, plain.__name__, plain.__defaults__, plain.__closure__
+    )

@@ -4,6 +4,7 @@ import dataclasses
 import itertools
 import re
 import subprocess
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -26,27 +27,27 @@ _MISSING = gluon_unavailable(HOPPER)
 needs_gluon = pytest.mark.skipif(_MISSING is not None, reason=f"Hopper's kernel {_MISSING}")
 TILE = triton.TileConfig(128, 128, 4, 2, 0, 132)
 TRITON = triton.TileConfig(64, 64, 4, 2)
-CAUSAL = dict(right=0)
+CAUSAL: dict[str, Any] = dict(right=0)
 
 
 def call(
-    dim=128,
-    dtype="bfloat16",
-    batch=2,
-    queries=1000,
-    keys=1000,
-    heads=4,
-    kv_heads=2,
-    values=None,
-    with_=(),
-    **spec,
+    dim: Any = 128,
+    dtype: Any = "bfloat16",
+    batch: Any = 2,
+    queries: Any = 1000,
+    keys: Any = 1000,
+    heads: Any = 4,
+    kv_heads: Any = 2,
+    values: Any = None,
+    with_: Any = (),
+    **spec: Any,
 ):
     """The shapes of a call, and its description."""
 
-    def shape(*size, dtype=dtype):
+    def shape(*size: int, dtype: Any = dtype) -> Any:
         return jax.ShapeDtypeStruct(size, jnp.dtype(dtype))
 
-    options = {
+    options: dict[str, Any] = {
         "bias": dict(bias=shape(batch, heads, queries, keys)),
         "mask": dict(mask=shape(batch, 1, queries, keys, dtype="bool")),
         "alibi": dict(alibi_slopes=shape(1, heads, dtype="float32")),
@@ -71,7 +72,7 @@ def problem(*args, **kwargs):
     return problem_of("flash_attention", *call(*args, **kwargs))
 
 
-def launches(arrays, spec, config):
+def launches(arrays, spec, config) -> list[Any]:
     """What the forward would launch; nothing is run."""
     found = []
 
@@ -152,9 +153,9 @@ def test_configurations_that_do_not_fit():
         (call(), dataclasses.replace(TILE, num_warps=8), "num_warps"),
     ],
 )
-def test_a_configuration_that_cannot_run(of, tile, word):
+def test_a_configuration_that_cannot_run(of: Any, tile, word):
     with pytest.raises(ValueError, match=f"hopper_programs=0 in forward.*{word}"):
-        launches(*of, configured(tile))
+        launches(of[0], of[1], configured(tile))
 
 
 def test_it_is_not_interpreted():
@@ -218,7 +219,7 @@ def _compiled(arrays, spec):
     return launch
 
 
-EVERYTHING = dict(with_=("sinks", "segments"), logits_soft_cap=30.0, left=255, right=0)
+EVERYTHING: dict[str, Any] = dict(with_=("sinks", "segments"), logits_soft_cap=30.0, left=255, right=0)
 COMPILED = {
     "causal 128": (call(**CAUSAL), 0),
     "everything 64": (call(64, **EVERYTHING), 160),
@@ -275,8 +276,8 @@ def test_the_estimate_of_shared_memory():
 
 @pytest.mark.parametrize("seed", range(40))
 def test_every_product_reads_what_it_should(seed):
-    """The kernel's own control flow, with threads for its warps: every consumer multiplies its queries by each tile of keys that they see, the last one
-    first, then the weights by the same tile of values, and stores one tile."""
+    """The kernel's own control flow, with threads for its warps: every consumer multiplies its queries by each tile of keys that they see, the last
+    one first, then the weights by the same tile of values, and stores one tile."""
     kernels = pytest.importorskip("ejkernel_eqx.attention.triton.hopper.forward_kernel", exc_type=ImportError)
     rng = np.random.default_rng(seed)
     consumers, stages, block_k = int(rng.choice([2, 3])), int(rng.integers(1, 5)), int(rng.choice([64, 128]))
@@ -296,7 +297,9 @@ def test_every_product_reads_what_it_should(seed):
     )  # fmt: skip
     anything = hopper_protocol.Anything()
     tile = block_k * 64 * 2
-    loader = shared | dict(q_desc=("q", size), k_desc=("k", tile), v_desc=("v", tile), K=kv_heads, TABLE=table)
+    loader = shared | dict(
+        q_desc=("q", size), k_desc=("k", tile), v_desc=("v", tile), K=kv_heads, TABLE=table
+    )
     consumer = shared | dict(
         staging=program.buffers[0] if in_place else hopper_protocol.Several(hopper_protocol.Buffer() for _ in range(consumers)),
         out_desc=anything, lse_ptr=anything, sinks_ptr=anything, start_ptr=anything, end_ptr=anything, q_segments_ptr=anything,
@@ -310,14 +313,28 @@ def test_every_product_reads_what_it_should(seed):
         for t in order[:, 0][order[:, 0] >= 0].tolist():
             m, h = t % counts[0], t // counts[0]
             lo, _, _, hi = key_tiles(
-                hopper_protocol.Pointer(bounds), 0, m, offset, queries, keys, block_q, block_k, left, right, table, False
+                hopper_protocol.Pointer(bounds),
+                0,
+                m,
+                offset,
+                queries,
+                keys,
+                block_q,
+                block_k,
+                left,
+                right,
+                table,
+                False,
             )
             lo = min(lo, counts[1] - 1)
             seen = range(max(hi, lo + 1) - 1, lo - 1, -1)
             row = m * block_q + w * 64
-            products = [(("q", 0, h, row, 0), ("k", 0, 0, seen[0] * block_k, 0))]
+            products: list[Any] = [(("q", 0, h, row, 0), ("k", 0, 0, seen[0] * block_k, 0))]
             for before, n in itertools.pairwise(seen):
-                products += [(("q", 0, h, row, 0), ("k", 0, 0, n * block_k, 0)), (None, ("v", 0, 0, before * block_k, 0))]
+                products += [
+                    (("q", 0, h, row, 0), ("k", 0, 0, n * block_k, 0)),
+                    (None, ("v", 0, 0, before * block_k, 0)),
+                ]
             products.append((None, ("v", 0, 0, seen[-1] * block_k, 0)))
             assert [next(read) for _ in products] == products
             stored.append(((0, h, row, 0), "result"))

@@ -2,6 +2,7 @@
 
 import concurrent.futures
 import importlib
+import sys
 import threading
 import types
 
@@ -134,7 +135,7 @@ def test_versions(monkeypatch, version, target, word):
     library = types.SimpleNamespace(
         CUSTOM_CALL_TARGET_NAME=target, CompilationResult=types.SimpleNamespace(global_scratch_size=None)
     )
-    monkeypatch.setitem(importlib.sys.modules, "jax_triton", types.SimpleNamespace(triton_lib=library))
+    monkeypatch.setitem(sys.modules, "jax_triton", types.SimpleNamespace(triton_lib=library))
     monkeypatch.setattr(staging.jaxlib.version, "__version__", version)
     reason = staging.versions_unfit()
     assert reason is None if word is None else word in reason
