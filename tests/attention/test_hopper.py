@@ -192,6 +192,7 @@ def test_tiles_of_queries_are_dealt_once(seed):
         block_k,
         int(rng.choice([1, 4, 64])),
         programs,
+        bool(rng.random() < 0.3),
     )
     assert table.dtype == np.int32 and table.shape[1] == programs and (table[-1] == -1).all()
     tiles = -(-queries // block_q)
@@ -210,6 +211,15 @@ def test_programs_end_together(rows, length, group, block):
     takes = np.where(table >= 0, 1 + -(-np.minimum((tile + 1) * block, length) // 128), 0).sum(0)
     longest = 1 + -(-length // 128)
     assert takes.max() <= takes.mean() + longest * (0.3 if length > 1000 else 0.6)
+
+
+def test_programs_have_like_tiles_where_only_the_device_knows_what_they_see():
+    """Documents of 8 tiles, and a causal mask of lengths: no program has much more to do than the average."""
+    table = schedule(64, 4096, 4096, 0, -1, 0, 128, 128, 8, 132, True)
+    tile = table % 32
+    for seen in (tile % 8, tile):
+        takes = np.where(table >= 0, seen + 2, 0).sum(0)
+        assert takes.max() <= 1.15 * takes.mean()
 
 
 def _compiled(arrays, spec):

@@ -30,8 +30,7 @@ def attended(
         tiles = tile_table.key_tile_table(arrays, spec, tile.block_q, tile.block_k)
     sinks = None if arrays.sinks is None else jnp.broadcast_to(arrays.sinks, (batch, heads))
     programs = min(tile.hopper_programs, cdiv(queries, tile.block_q) * batch * heads)
-    table = schedule(batch * heads, queries, keys, spec.offset, left, right, tile.block_q, tile.block_k, group, programs)  # fmt: skip
-    even = keys % tile.block_k == 0
+    table = schedule(batch * heads, queries, keys, spec.offset, left, right, tile.block_q, tile.block_k, group, programs, ragged)  # fmt: skip
     results = launch(
         hopper_forward_kernel,
         tile,
@@ -45,7 +44,7 @@ def attended(
         SINKS=arrays.sinks is not None,
         BLOCK_D=padded(dim, tile_sizes.NARROWEST),
         BLOCK_V=padded(values, tile_sizes.NARROWEST),
-        EVEN_K=even,
+        EVEN_K=keys % tile.block_k == 0,
         GUARD=ragged or left >= 0 or right >= 0,
         IN_PLACE=tile_sizes.stores_in_place(tile, padded(dim, tile_sizes.NARROWEST)),
         TURNS=tile_sizes.TURNS[padded(dim, tile_sizes.NARROWEST)],
