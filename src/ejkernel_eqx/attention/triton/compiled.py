@@ -48,7 +48,12 @@ class TileConfig:
     max_registers: Registers = 0
     hopper_programs: Programs = 0
 
-    __post_init__ = check_fields
+    def __post_init__(self) -> None:
+        check_fields(self)
+        if self.block_q & (self.block_q - 1) and not self.hopper_programs:
+            raise ValueError(
+                f"TileConfig.block_q: expected a power of two without hopper_programs, received {self.block_q}."
+            )
 
 
 @dataclasses.dataclass(frozen=True)
