@@ -50,7 +50,7 @@ def test_the_configurations_of_triton_round_trip():
         ValueError, match=r"TileConfig.block_q: expected a power of two from 16, or 192, received 48"
     ):
         from_dict(data, triton.TritonConfig)
-    with pytest.raises(ValueError, match="TileConfig.block_q: expected a power of two"):
+    with pytest.raises(ValueError, match=r"TileConfig.block_q: expected a power of two"):
         triton.TileConfig(192, 64, 4, 2)
 
 
