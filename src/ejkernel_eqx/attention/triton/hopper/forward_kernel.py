@@ -76,7 +76,7 @@ def _arithmetic_exp2(x):
     x = gl.maximum(x, -126.0, propagate_nan=tl.PropagateNan.ALL)
     shifted = x + 12582912.0  # 1.5 * 2^23: rounds to an integer, in the last bits
     f = x - (shifted - 12582912.0)  # -0.5 to 0.5
-    y = ((f * 0.05550410866 + 0.2402265069) * f + 0.6931471806) * f + 1.0
+    y = ((f * 0.05517098 + 0.2426097) * f + 0.69326097) * f + 0.99992816
     return (y.to(gl.int32, bitcast=True) + (shifted.to(gl.int32, bitcast=True) << 23)).to(gl.float32, bitcast=True)
 
 
