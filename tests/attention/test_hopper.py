@@ -20,6 +20,7 @@ from tests.compiled import DEVICES
 
 pytest.importorskip("triton")
 from ejkernel_eqx.attention.triton import compiled as triton
+from ejkernel_eqx.attention.triton.hopper import tile_sizes
 from ejkernel_eqx.attention.triton.hopper.schedule import schedule
 
 HOPPER = DEVICES["sm_90"]
@@ -108,7 +109,8 @@ def configured(tile=TILE):
         (problem(queries=255), False),
     ],
 )
-def test_where_it_is_chosen(of, chosen):
+def test_where_it_is_chosen(of, chosen, monkeypatch):
+    monkeypatch.setattr(tile_sizes, "PREFERRED", {64, 128, 256})
     configs = triton.candidates(of, HOPPER)
     assert (configs[0].forward.hopper_programs == 132) == chosen
     assert configs[0] == triton.default_config(of, HOPPER)
@@ -120,6 +122,18 @@ def test_where_it_is_chosen(of, chosen):
     assert all(triton.config_unsupported(config, of, HOPPER) is None for config in configs)
     assert all(from_dict(to_dict(config), triton.TritonConfig) == config for config in configs)
     assert bool(triton.remark(configs[0], of, HOPPER)) != chosen
+
+
+@needs_gluon
+def test_unmeasured_it_is_timed_but_no_default():
+    for dim in {64, 128, 256} - tile_sizes.PREFERRED:
+        configs = triton.candidates(problem(dim), HOPPER)
+        assert (
+            configs[0] == triton.default_config(problem(dim), HOPPER)
+            and not configs[0].forward.hopper_programs
+        )
+        assert configs[1].forward.hopper_programs == 132
+        assert "measured" in triton.remark(configs[0], problem(dim), HOPPER)
 
 
 def test_other_devices_and_tables_of_before():
@@ -223,8 +237,8 @@ def test_programs_have_like_tiles_where_only_the_device_knows_what_they_see():
 
 
 def _compiled(arrays, spec):
-    config = triton.default_config(problem_of("flash_attention", arrays, spec), HOPPER)
-    (launch,) = launches(arrays, spec, config)
+    sizes = tile_sizes.tiles(problem_of("flash_attention", arrays, spec), HOPPER)[0]
+    (launch,) = launches(arrays, spec, configured(triton.TileConfig(*sizes)))
     assert launch.is_gluon
     return launch
 
@@ -277,7 +291,8 @@ def _waits(launch):
 def test_the_estimate_of_shared_memory():
     for dim, stages in itertools.product((64, 128, 256), (1, 2, 3)):
         of = problem(dim, **CAUSAL)
-        tile = dataclasses.replace(triton.default_config(of, HOPPER).forward, num_stages=stages)
+        tile = triton.TileConfig(*tile_sizes.tiles(of, HOPPER)[0])
+        tile = dataclasses.replace(tile, num_stages=stages)
         (launch,) = launches(*call(dim, **CAUSAL), configured(tile))
         assert {"queries": launch.constants["IN_PLACE"]} == {
             "queries": (dim, stages) in ((128, 3), (256, 2), (256, 3))
@@ -293,7 +308,7 @@ def test_every_product_reads_what_it_should(seed):
     consumers, stages, block_k = int(rng.choice([2, 3])), int(rng.integers(1, 5)), int(rng.choice([64, 128]))
     rows, queries, keys = int(rng.integers(1, 5)), int(rng.integers(1, 900)), int(rng.integers(1, 900))
     left, right = (int(x) for x in rng.choice([-1, 0, 200], 2))
-    table, in_place, turns = bool(rng.random() < 0.3), bool(rng.random() < 0.5), bool(rng.random() < 0.8)
+    table, in_place = bool(rng.random() < 0.3), bool(rng.random() < 0.5)
     heads, kv_heads, offset, block_q = rows, 1, keys - queries, 64 * consumers
     counts = -(-queries // block_q), -(-keys // block_k)
     bounds = np.sort(rng.integers(0, counts[1] + 1, (counts[0], 4)), 1)
@@ -314,7 +329,7 @@ def test_every_product_reads_what_it_should(seed):
         staging=program.buffers[0] if in_place else hopper_protocol.Several(hopper_protocol.Buffer() for _ in range(consumers)),
         out_desc=anything, lse_ptr=anything, sinks_ptr=anything, start_ptr=anything, end_ptr=anything, q_segments_ptr=anything,
         kv_segments_ptr=anything, SCALE=1.0, CAP=0.0, FAST_TANH=False, MULTIPLIER=1.0, ROWS=False, SEGMENTS=table, SINKS=False,
-        EVEN_K=False, GUARD=True, IN_PLACE=in_place, TURNS=turns, ARITHMETIC=0,
+        EVEN_K=False, GUARD=True, IN_PLACE=in_place,
     )  # fmt: skip
     program.run(loader, consumer)
     key_tiles = hopper_protocol._plain(kernels.key_tiles, {"tl": hopper_protocol.TL})

@@ -92,7 +92,8 @@ def default_config(problem: Problem, device: DeviceFacts) -> TritonConfig:
     forward, keys, queries = (
         _fitting(kernel, tile_sizes.preferred, problem, device)[0] for kernel in tile_sizes.KERNELS
     )
-    forward = next(iter(_hopper_tiles(problem, device)), forward)
+    if not hopper.not_chosen(problem, device):
+        forward = _hopper_tiles(problem, device)[0]
     return TritonConfig(forward, keys, queries, **_arithmetic(device))
 
 

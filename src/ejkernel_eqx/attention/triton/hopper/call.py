@@ -47,8 +47,6 @@ def attended(
         EVEN_K=keys % tile.block_k == 0,
         GUARD=ragged or left >= 0 or right >= 0,
         IN_PLACE=tile_sizes.stores_in_place(tile, padded(dim, tile_sizes.NARROWEST)),
-        TURNS=tile_sizes.TURNS[padded(dim, tile_sizes.NARROWEST)],
-        ARITHMETIC=tile_sizes.ARITHMETIC[padded(dim, tile_sizes.NARROWEST)],
         name="forward_kernel",
     )
     return results["out"], results["lse"]

@@ -5,7 +5,6 @@ asynchronously: those of one tile of keys with the weights of the tile before, u
 take turns to start theirs, so that one's softmax runs under another's products. Memory moves by tensor descriptors (TMA), which read 0
 past the end of a head's rows and write nothing there."""
 
-import triton.language as tl
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import (
@@ -71,39 +70,13 @@ def _visible(s, row, first, T, S, offset, limits, kv_segments_ptr, LEFT: gl.cons
 
 
 @gluon.jit
-def _arithmetic_exp2(x):
-    """`2^x` of `x <= 0` within 1e-4, without the special-function unit; minus infinity gives `2^-126`."""
-    x = gl.maximum(x, -126.0, propagate_nan=tl.PropagateNan.ALL)
-    shifted = x + 12582912.0  # 1.5 * 2^23: rounds to an integer, in the last bits
-    f = x - (shifted - 12582912.0)  # -0.5 to 0.5
-    y = ((f * 0.05517098 + 0.2426097) * f + 0.69326097) * f + 0.99992816
-    return (y.to(gl.int32, bitcast=True) + (shifted.to(gl.int32, bitcast=True) << 23)).to(gl.float32, bitcast=True)
-
-
-@gluon.jit
-def _exp2(x, ARITHMETIC: gl.constexpr):
-    """`2^x`; of one column in `ARITHMETIC`, if not 0, by arithmetic: halves of 8 columns are split off, which moves no value between threads."""
-    if ARITHMETIC == 0:
-        return gl.exp2(x)
-    elif ARITHMETIC == 1:
-        return _arithmetic_exp2(x)
-    else:
-        rows: gl.constexpr = x.shape[0]
-        columns: gl.constexpr = x.shape[1]
-        y, z = gl.split(gl.permute(gl.reshape(x, (rows, columns // 16, 2, 8)), (0, 1, 3, 2)).reshape((rows, columns // 2, 2)))
-        both = gl.join(gl.exp2(y), _exp2(z, ARITHMETIC // 2))
-        both = gl.permute(both.reshape((rows, columns // 16, 8, 2)), (0, 1, 3, 2)).reshape((rows, columns))
-        return gl.convert_layout(both, x.type.layout)
-
-
-@gluon.jit
-def _softmax(s, top, total, MULTIPLIER: gl.constexpr, GUARD: gl.constexpr, ARITHMETIC: gl.constexpr):
+def _softmax(s, top, total, MULTIPLIER: gl.constexpr, GUARD: gl.constexpr):
     """Weights of a tile of scores, what earlier sums are scaled by, and the new maximum and denominator, as in Triton's kernel."""
     new_top = gl.maximum(top, gl.max(s, 1) * MULTIPLIER)  # [64]
     shift = new_top
     if GUARD:
         shift = gl.where(new_top == float("-inf"), 0.0, new_top)  # [64]
-    p = _exp2(s * MULTIPLIER - gl.expand_dims(shift, 1), ARITHMETIC)  # [64, BLOCK_K]
+    p = gl.exp2(s * MULTIPLIER - gl.expand_dims(shift, 1))  # [64, BLOCK_K]
     alpha = gl.exp2(top - shift)  # [64]
     return p, alpha, new_top, total * alpha + gl.sum(p, 1)
 
@@ -133,8 +106,7 @@ def _consumer(buffers, staging, barriers, out_desc, lse_ptr, sinks_ptr, tiles_pt
               offset, W: gl.constexpr, CONSUMERS: gl.constexpr, H: gl.constexpr, D: gl.constexpr, V: gl.constexpr, BLOCK_K: gl.constexpr,
               NUM_STAGES: gl.constexpr, SCALE: gl.constexpr, CAP: gl.constexpr, FAST_TANH: gl.constexpr, MULTIPLIER: gl.constexpr,
               LEFT: gl.constexpr, RIGHT: gl.constexpr, ROWS: gl.constexpr, SEGMENTS: gl.constexpr, SINKS: gl.constexpr,
-              EVEN_K: gl.constexpr, GUARD: gl.constexpr, IN_PLACE: gl.constexpr, TURNS: gl.constexpr,
-              ARITHMETIC: gl.constexpr):
+              EVEN_K: gl.constexpr, GUARD: gl.constexpr, IN_PLACE: gl.constexpr):
     """Attends with rows `64 W` to `64 W + 63` of every tile of queries."""
     BLOCK_Q: gl.constexpr = ROWS_EACH * CONSUMERS
     TABLE: gl.constexpr = ROWS or SEGMENTS
@@ -146,7 +118,7 @@ def _consumer(buffers, staging, barriers, out_desc, lse_ptr, sinks_ptr, tiles_pt
     q_full, q_empty, k_full, k_empty, v_full, v_empty = barriers
     q = qs.index(W).reshape([ROWS_EACH, D])
     dtype: gl.constexpr = q.dtype
-    if TURNS and W == CONSUMERS - 1:
+    if W == CONSUMERS - 1:
         _give_turn(0)
     done = 0  # tiles of keys before this tile of queries
     r = 0
@@ -184,26 +156,24 @@ def _consumer(buffers, staging, barriers, out_desc, lse_ptr, sinks_ptr, tiles_pt
         mbarrier.arrive(k_empty.index(done % NUM_STAGES), count=1)
         s = _capped(qk, SCALE, CAP, FAST_TANH)
         s = _visible(s, row, (hi - 1) * BLOCK_K, T, S, offset, limits, kv_segments, LEFT, RIGHT, ROWS, SEGMENTS, EVEN_K)
-        p, alpha, top, total = _softmax(s, top, total, MULTIPLIER, GUARD, ARITHMETIC)
+        p, alpha, top, total = _softmax(s, top, total, MULTIPLIER, GUARD)
         p = gl.convert_layout(p.to(dtype), weights_layout)
         # The others: scores of tile `n` and values of the one before it.
         for i in range(1, hi - lo):
             n = hi - 1 - i
             at = done + i
             mbarrier.wait(k_full.index(at % NUM_STAGES), (at // NUM_STAGES) & 1)
-            if TURNS:
-                _await_turn(W)
+            _await_turn(W)
             qk = _scores(q, ks, at, BLOCK_K, D, NUM_STAGES)
             acc = _weighted(p, vs, v_full, at - 1, acc, BLOCK_K, V, NUM_STAGES)
-            if TURNS:
-                _give_turn((W + 1) % CONSUMERS)
+            _give_turn((W + 1) % CONSUMERS)
             qk = warpgroup_mma_wait(1, deps=[qk])
             mbarrier.arrive(k_empty.index(at % NUM_STAGES), count=1)
             s = _capped(qk, SCALE, CAP, FAST_TANH)
             if GUARD:
                 if (n >= full_hi) | (n < full_lo):
                     s = _visible(s, row, n * BLOCK_K, T, S, offset, limits, kv_segments, LEFT, RIGHT, ROWS, SEGMENTS, EVEN_K)
-            weights, alpha, top, total = _softmax(s, top, total, MULTIPLIER, GUARD, ARITHMETIC)
+            weights, alpha, top, total = _softmax(s, top, total, MULTIPLIER, GUARD)
             acc = warpgroup_mma_wait(0, deps=[acc])
             mbarrier.arrive(v_empty.index((at - 1) % NUM_STAGES), count=1)
             acc = acc * gl.expand_dims(gl.convert_layout(alpha, gl.SliceLayout(1, layout)), 1)
@@ -309,7 +279,6 @@ def hopper_forward_kernel(
     BLOCK_Q: gl.constexpr, BLOCK_K: gl.constexpr, NUM_STAGES: gl.constexpr, SCALE: gl.constexpr, CAP: gl.constexpr,
     FAST_TANH: gl.constexpr, MULTIPLIER: gl.constexpr, LEFT: gl.constexpr, RIGHT: gl.constexpr, SINKS: gl.constexpr,
     ROWS: gl.constexpr, SEGMENTS: gl.constexpr, EVEN_K: gl.constexpr, GUARD: gl.constexpr, IN_PLACE: gl.constexpr,
-    TURNS: gl.constexpr, ARITHMETIC: gl.constexpr,
 ):
     # As `forward_kernel`. `GUARD`: whether any tile of keys is partly hidden, except for keys past the end.
     dtype: gl.constexpr = q_ptr.dtype.element_ty
@@ -333,12 +302,10 @@ def hopper_forward_kernel(
         gl.warp_specialize([
             (_consumer, (buffers, staging, barriers, out_desc, lse_ptr, sinks_ptr, tiles_ptr, schedule_ptr, start_ptr, end_ptr, q_segments_ptr,
                          kv_segments_ptr, T, S, offset, 0, CONSUMERS, H, BLOCK_D, BLOCK_V, BLOCK_K, NUM_STAGES, SCALE, CAP, FAST_TANH,
-                         MULTIPLIER, LEFT, RIGHT, ROWS, SEGMENTS, SINKS, EVEN_K, GUARD, IN_PLACE, TURNS,
-                         ARITHMETIC)),
+                         MULTIPLIER, LEFT, RIGHT, ROWS, SEGMENTS, SINKS, EVEN_K, GUARD, IN_PLACE)),
             (_consumer, (buffers, staging, barriers, out_desc, lse_ptr, sinks_ptr, tiles_ptr, schedule_ptr, start_ptr, end_ptr, q_segments_ptr,
                          kv_segments_ptr, T, S, offset, 1, CONSUMERS, H, BLOCK_D, BLOCK_V, BLOCK_K, NUM_STAGES, SCALE, CAP, FAST_TANH,
-                         MULTIPLIER, LEFT, RIGHT, ROWS, SEGMENTS, SINKS, EVEN_K, GUARD, IN_PLACE, TURNS,
-                         ARITHMETIC)),
+                         MULTIPLIER, LEFT, RIGHT, ROWS, SEGMENTS, SINKS, EVEN_K, GUARD, IN_PLACE)),
             (_loader, (buffers, barriers, q_desc, k_desc, v_desc, tiles_ptr, schedule_ptr, T, S, offset, CONSUMERS, H, K, BLOCK_D, BLOCK_V,
                        BLOCK_K, NUM_STAGES, LEFT, RIGHT, ROWS or SEGMENTS)),
         ], [4, 1], [240, 24])
@@ -346,16 +313,13 @@ def hopper_forward_kernel(
         gl.warp_specialize([
             (_consumer, (buffers, staging, barriers, out_desc, lse_ptr, sinks_ptr, tiles_ptr, schedule_ptr, start_ptr, end_ptr, q_segments_ptr,
                          kv_segments_ptr, T, S, offset, 0, CONSUMERS, H, BLOCK_D, BLOCK_V, BLOCK_K, NUM_STAGES, SCALE, CAP, FAST_TANH,
-                         MULTIPLIER, LEFT, RIGHT, ROWS, SEGMENTS, SINKS, EVEN_K, GUARD, IN_PLACE, TURNS,
-                         ARITHMETIC)),
+                         MULTIPLIER, LEFT, RIGHT, ROWS, SEGMENTS, SINKS, EVEN_K, GUARD, IN_PLACE)),
             (_consumer, (buffers, staging, barriers, out_desc, lse_ptr, sinks_ptr, tiles_ptr, schedule_ptr, start_ptr, end_ptr, q_segments_ptr,
                          kv_segments_ptr, T, S, offset, 1, CONSUMERS, H, BLOCK_D, BLOCK_V, BLOCK_K, NUM_STAGES, SCALE, CAP, FAST_TANH,
-                         MULTIPLIER, LEFT, RIGHT, ROWS, SEGMENTS, SINKS, EVEN_K, GUARD, IN_PLACE, TURNS,
-                         ARITHMETIC)),
+                         MULTIPLIER, LEFT, RIGHT, ROWS, SEGMENTS, SINKS, EVEN_K, GUARD, IN_PLACE)),
             (_consumer, (buffers, staging, barriers, out_desc, lse_ptr, sinks_ptr, tiles_ptr, schedule_ptr, start_ptr, end_ptr, q_segments_ptr,
                          kv_segments_ptr, T, S, offset, 2, CONSUMERS, H, BLOCK_D, BLOCK_V, BLOCK_K, NUM_STAGES, SCALE, CAP, FAST_TANH,
-                         MULTIPLIER, LEFT, RIGHT, ROWS, SEGMENTS, SINKS, EVEN_K, GUARD, IN_PLACE, TURNS,
-                         ARITHMETIC)),
+                         MULTIPLIER, LEFT, RIGHT, ROWS, SEGMENTS, SINKS, EVEN_K, GUARD, IN_PLACE)),
             (_loader, (buffers, barriers, q_desc, k_desc, v_desc, tiles_ptr, schedule_ptr, T, S, offset, CONSUMERS, H, K, BLOCK_D, BLOCK_V,
                        BLOCK_K, NUM_STAGES, LEFT, RIGHT, ROWS or SEGMENTS)),
         ], [4, 4, 1], [160, 160, 24])

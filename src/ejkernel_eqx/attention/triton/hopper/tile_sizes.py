@@ -9,7 +9,7 @@ from ....launch.sizes import padded
 NARROWEST = 64
 """The least channels of a tile; fewer are padded."""
 LEAST_QUERIES = 256
-"""Queries from which on this kernel is preferred: fewer leave most of its programs without work."""
+"""Queries from which on this kernel is worth timing: fewer leave most of its programs without work."""
 _MULTIPROCESSORS = 132
 _MOST_SHARED = 232_448
 _MOST_NUMBERS = 2**31 - 1
@@ -32,10 +32,8 @@ _TILES: dict[int, tuple[Sizes, ...]] = {
     128: ((128, 128, 2),),
     256: ((128, 64, 2),),
 }
-TURNS = {64: True, 128: True, 256: True}
-"""By the padded head dim: whether consumers take turns to start products."""
-ARITHMETIC = {64: 0, 128: 0, 256: 0}
-"""By the padded head dim: of one column of scores in how many the exponential is computed by arithmetic; 0 for none."""
+PREFERRED: frozenset[int] = frozenset()
+"""Padded head dims at which this kernel is the default, because it was measured to be faster; at others the tuner times it."""
 _POSSIBLE = {
     64: ((128, 64), (128, 128), (192, 64), (192, 128)),
     128: ((128, 64), (128, 128)),
@@ -44,8 +42,8 @@ _POSSIBLE = {
 
 
 def tiles(problem: Problem, device: DeviceFacts) -> list[tuple[int, ...]]:
-    """Tiles worth timing, best first, as the fields of a configuration; none if Triton's kernel is preferred."""
-    if not_chosen(problem, device):
+    """Tiles worth timing, best first, as the fields of a configuration."""
+    if problem.dim("T") < LEAST_QUERIES or unfit(problem, device):
         return []
     programs = device.num_multiprocessors or _MULTIPROCESSORS
     sizes = list(_TILES[_width(problem)])
@@ -55,10 +53,12 @@ def tiles(problem: Problem, device: DeviceFacts) -> list[tuple[int, ...]]:
 
 
 def not_chosen(problem: Problem, device: DeviceFacts) -> str:
-    """Why Triton's kernel is preferred, as a clause without its subject; empty if it is not."""
+    """Why Triton's kernel is the default, as a clause without its subject; empty if it is not."""
     if problem.dim("T") < LEAST_QUERIES:
         return f"is for {LEAST_QUERIES} queries or more"
-    return unfit(problem, device) or ""
+    if (reason := unfit(problem, device)) is not None:
+        return reason
+    return "" if _width(problem) in PREFERRED else "was not measured to be faster: the tuner times both"
 
 
 def unfit(problem: Problem, device: DeviceFacts) -> str | None:
